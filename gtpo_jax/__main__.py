@@ -1,0 +1,7 @@
+"""`python -m gtpo_jax` is `gtpo`."""
+import sys
+
+from gtpo_jax.cli import main
+
+if __name__ == "__main__":
+  sys.exit(main())

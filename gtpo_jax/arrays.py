@@ -1,0 +1,67 @@
+"""What travels between the parts: frozen pytrees of arrays, and the one helper that owns masking.
+
+Dimension letters, used in every shape comment of the package:
+
+  n  prompts in the batch          g  completions per prompt (a group is this axis)
+  p  prompt positions, padded left t  completion positions
+  s  sequence positions            b  rows of a plain batch
+  v  vocabulary                    d  model width
+  h  query heads                   k  key/value heads
+  r  query heads per kv head       e  features of one head
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+
+@flax.struct.dataclass
+class Prompts:
+  """A batch of prompts, padded on the left so that position p-1 is every prompt's last token."""
+
+  tokens: jax.Array   # i32[n, p]
+  lengths: jax.Array  # i32[n], real tokens in each row
+
+  @property
+  def mask(self) -> jax.Array:  # bool[n, p]
+    width = self.tokens.shape[1]
+    return jnp.arange(width) >= width - self.lengths[:, None]
+
+
+@flax.struct.dataclass
+class Rollouts:
+  """Sampled completions with what the sampling policy itself thought of every token."""
+
+  prompts: Prompts
+  tokens: jax.Array     # i32[n, g, t]; the padding id where mask is False
+  mask: jax.Array       # bool[n, g, t]; True on sampled tokens, EOS included
+  log_probs: jax.Array  # f32[n, g, t], nats; at the sampling temperature, before top-k / top-p / min-p
+  entropy: jax.Array    # f32[n, g, t], nats; of that same full distribution
+  finished: jax.Array   # bool[n, g]; True where a stop token was sampled, False where the length ran out
+
+  @property
+  def lengths(self) -> jax.Array:  # i32[n, g], tokens
+    return self.mask.sum(-1)
+
+
+@flax.struct.dataclass
+class Verdicts:
+  """What the verifier said of each completion."""
+
+  correct: jax.Array  # bool[n, g]
+  reward: jax.Array   # f32[n, g]; what baselines normalise, length penalty not included
+  penalty: jax.Array  # f32[n, g], <= 0; length shaping
+
+
+def masked_sum(x: jax.Array, mask: jax.Array, axes: int | Sequence[int] | None = None, keepdims: bool = False) -> jax.Array:
+  """Sum of `x` where `mask`; whatever stands under a False, NaN included, has no part in value or gradient."""
+  return jnp.where(mask, x, 0).sum(axes, keepdims=keepdims)
+
+
+def masked_mean(x: jax.Array, mask: jax.Array, axes: int | Sequence[int] | None = None, keepdims: bool = False) -> jax.Array:
+  """Mean of `x` over the True places of `mask` along `axes`; 0 where there are none."""
+  count = jnp.broadcast_to(mask, jnp.broadcast_shapes(mask.shape, x.shape)).sum(axes, keepdims=keepdims)
+  return masked_sum(x, mask, axes, keepdims) / jnp.maximum(count, 1)

@@ -1,0 +1,69 @@
+"""Checkpoints on Orbax: the state of a run, saved in the background, restored onto any mesh."""
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import optax
+import orbax.checkpoint as ocp
+
+from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
+from gtpo_jax.training.state import TrainState, abstract_state
+
+
+class Checkpoints:
+  """A folder of numbered checkpoints, the newest `keep` of them.
+
+  Parameters and optimizer are separate items, so that a sampler reads the parameters alone.
+  """
+
+  def __init__(self, folder: Path, keep: int = 1):
+    for name in ("absl", "orbax"):  # their progress notes would break into the display
+      logging.getLogger(name).setLevel(logging.ERROR)
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
+    self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+
+  @property
+  def latest(self) -> int | None:
+    """The newest step saved."""
+    return self._manager.latest_step()
+
+  def save(self, state: TrainState) -> None:
+    """Begins to save; a save of the same step as the newest is skipped."""
+    step = int(state.step)
+    if step != self.latest:
+      rest = {"step": state.step, "opt_state": state.opt_state}
+      self._manager.save(step, args=ocp.args.Composite(params=ocp.args.StandardSave(state.params),
+                                                       rest=ocp.args.StandardSave(rest)))
+
+  def restore(self, model: Qwen2, optimizer: optax.GradientTransformation) -> TrainState:
+    """The newest state, laid out for `model`'s mesh."""
+    like = abstract_state(model, optimizer)
+    rest = {"step": like.step, "opt_state": like.opt_state}
+    found = self._manager.restore(self.latest, args=ocp.args.Composite(params=ocp.args.StandardRestore(like.params),
+                                                                       rest=ocp.args.StandardRestore(rest)))
+    return TrainState(params=found["params"], **found["rest"])
+
+  def restore_params(self, model: Qwen2, step: int | None = None) -> Params:
+    """The parameters alone, of the newest step unless another is named."""
+    step = self.latest if step is None else step
+    args = ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params(model)))
+    return self._manager.restore(step, args=args)["params"]
+
+  def save_params(self, params: Params) -> None:
+    """Saves parameters alone, as step 0, and waits: for the base model."""
+    self._manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
+    self.wait()
+
+  def steps(self) -> list[int]:
+    """The steps that can be restored."""
+    return list(self._manager.all_steps())
+
+  def wait(self) -> None:
+    """Returns when what was begun is on disk."""
+    self._manager.wait_until_finished()
+
+  def close(self) -> None:
+    """Waits and lets go of the folder."""
+    self.wait()
+    self._manager.close()

@@ -1,0 +1,18 @@
+"""The one error that means: the user's input is wrong, and here is the fix."""
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+  """Raised for input a user can mend. The message is one line: the value, the bound, the nearest valid name.
+
+  The command line prints it without a traceback and exits with status 2.
+  """
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+  """The phrase ", did you mean ...?" where one of `choices` is close to `word`, else the empty string."""
+  close = difflib.get_close_matches(word, list(choices), n=1)
+  return f", did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,84 @@
+"""Grouped-query attention over several sources of keys and values, under one softmax.
+
+A completion looks at its prompt and at itself. The prompt's keys and values stand once for the whole group, so they are a
+source of their own, with group axis 1, and are never copied g times. The same function serves a training pass (all
+positions of a completion at once) and a decode step (one position against a cache).
+"""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+MASKED = -1e30  # a finite "minus infinity": rows that see nothing stay finite
+
+
+class KV(NamedTuple):
+  """Keys and values of one layer; the group axis is 1 where a whole group shares them."""
+
+  k: jax.Array  # [n, g | 1, k, s, e]
+  v: jax.Array  # [n, g | 1, k, s, e]
+
+
+class Source(NamedTuple):
+  """Keys and values that may be looked at, and from where."""
+
+  kv: KV
+  visible: jax.Array  # bool, broadcastable to [n, g, query s, key s]
+
+
+def rope_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+  """Cosines and sines f32[..., s, e/2] of the rotary angles at integer `positions` [..., s]."""
+  frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+  angles = positions[..., None].astype(jnp.float32) * frequency
+  return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+  """Rotary position embedding of `x` [..., heads, s, e], halves as the pair (Qwen's and Llama's layout)."""
+  cos, sin = (jnp.expand_dims(a, -3) for a in rope)  # one head axis
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def attend(q: jax.Array, sources: tuple[Source, ...], precision: str = "default") -> jax.Array:
+  """Softmax attention of `q` [n, g, h, s, e] over all `sources` together.
+
+  Scores and sums are float32. A query that sees nothing (padding) gets a finite, meaningless row.
+
+  Returns:
+    [n, g, h, s, e] in q's dtype.
+  """
+  n, g, h, s, e = q.shape
+  kv_heads = sources[0].kv.k.shape[2]
+  q = q.reshape(n, g, kv_heads, h // kv_heads, s, e) * e**-0.5
+  scores = [jnp.where(jnp.expand_dims(visible, (-4, -3)), _scores(q, kv.k, precision), MASKED) for kv, visible in sources]
+  peak = jax.lax.stop_gradient(_maximum([x.max(-1, keepdims=True) for x in scores]))
+  weights = [jnp.exp(x - peak) for x in scores]  # each f32[n, g, k, r, s, key s]
+  total = sum(w.sum(-1, keepdims=True) for w in weights)
+  mixed = sum(_mix(w.astype(q.dtype), kv.v, precision) for w, (kv, _) in zip(weights, sources, strict=True))
+  return (mixed / total).astype(q.dtype).reshape(n, g, h, s, e)
+
+
+def _maximum(parts: list[jax.Array]) -> jax.Array:
+  peak = parts[0]
+  for part in parts[1:]:
+    peak = jnp.maximum(peak, part)
+  return peak
+
+
+def _scores(q: jax.Array, k: jax.Array, precision: str) -> jax.Array:
+  """q [n,g,k,r,s,e] against k [n,g|1,k,z,e] -> f32[n,g,k,r,s,z]; a shared source multiplies all g at once."""
+  spec = "ngkrse,nkze->ngkrsz" if _shared(q, k) else "ngkrse,ngkze->ngkrsz"
+  return jnp.einsum(spec, q, k[:, 0] if _shared(q, k) else k, preferred_element_type=jnp.float32, precision=precision)
+
+
+def _mix(weights: jax.Array, v: jax.Array, precision: str) -> jax.Array:
+  """weights [n,g,k,r,s,z] on v [n,g|1,k,z,e] -> f32[n,g,k,r,s,e]."""
+  spec = "ngkrsz,nkze->ngkrse" if _shared(weights, v) else "ngkrsz,ngkze->ngkrse"
+  return jnp.einsum(spec, weights, v[:, 0] if _shared(weights, v) else v, preferred_element_type=jnp.float32, precision=precision)
+
+
+def _shared(x: jax.Array, source: jax.Array) -> bool:
+  return source.shape[1] == 1 and x.shape[1] > 1

@@ -1,0 +1,289 @@
+"""Qwen2.5 in Flax Linen: one layer's code for training, prefill and decode.
+
+Parameters are stacked over layers and carry the names of their axes. A forward pass runs one or two *streams*, each
+[n, g, s, d]: the prompts (g = 1), and the completions, which look at their prompt's keys and values, computed once for the
+whole group in the same sweep over the layers.
+"""
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from gtpo_jax.arrays import Prompts
+from gtpo_jax.errors import UserError
+from gtpo_jax.models.attention import KV, Source, attend, rope_angles, rotate
+from gtpo_jax.models.presets import DTYPES, ModelConfig
+from gtpo_jax.parallel import axis_size, constrain, partition_spec
+
+Params = dict[str, Any]
+Rope = tuple[jax.Array, jax.Array]
+
+
+class Sight(NamedTuple):
+  """What the positions of one stream see, the same in every layer."""
+
+  rope: Rope                  # f32[n, g | 1, s, e/2] twice
+  own: jax.Array              # bool[n, g | 1, s, s], within the stream
+  prompt: jax.Array | None = None  # bool[n, 1, 1, p], of the first stream; None for the first stream itself
+
+
+class Layer(nn.Module):
+  """One transformer block: RMSNorm, grouped-query attention with QKV bias, RMSNorm, SwiGLU."""
+
+  config: ModelConfig
+  mesh: Mesh
+
+  def setup(self):
+    c = self.config
+    self.attention_norm = _Norm(c)
+    self.q = _Dense(c, (c.width,), (c.heads, c.head_dim), ("embed", "heads", "head_dim"), bias=True)
+    self.k = _Dense(c, (c.width,), (c.kv_heads, c.head_dim), ("embed", "kv_heads", "head_dim"), bias=True)
+    self.v = _Dense(c, (c.width,), (c.kv_heads, c.head_dim), ("embed", "kv_heads", "head_dim"), bias=True)
+    self.o = _Dense(c, (c.heads, c.head_dim), (c.width,), ("heads", "head_dim", "embed"))
+    self.mlp_norm = _Norm(c)
+    self.gate = _Dense(c, (c.width,), (c.mlp,), ("embed", "mlp"))
+    self.up = _Dense(c, (c.width,), (c.mlp,), ("embed", "mlp"))
+    self.down = _Dense(c, (c.mlp,), (c.width,), ("mlp", "embed"))
+
+  def __call__(self, streams: tuple[jax.Array, ...], sights: tuple[Sight, ...]) -> tuple[tuple[jax.Array, ...], KV]:
+    """Runs the layer over each stream [n, g, s, d]; returns the new streams and the first stream's KV."""
+    out, first_kv = [], None
+    for x, sight in zip(streams, sights, strict=True):
+      q, kv = self._project(x, sight.rope)
+      sources = (Source(kv, sight.own),)
+      if first_kv is None:
+        first_kv = kv
+      else:
+        sources = (Source(first_kv, sight.prompt), *sources)
+      out.append(self._finish(x, attend(q, sources, self.config.matmul_precision)))
+    return tuple(out), first_kv
+
+  def decode(self, x: jax.Array, rope: Rope, prompt: Source, cache: KV, step: jax.Array) -> tuple[jax.Array, KV]:
+    """One new position x [n, g, 1, d] at completion index `step`; returns it transformed, and the cache with it written."""
+    q, new = self._project(x, rope)
+    cache = KV(*(jax.lax.dynamic_update_slice_in_dim(old, fresh.astype(old.dtype), step, axis=3)
+                 for old, fresh in zip(cache, new, strict=True)))
+    written = jnp.arange(cache.k.shape[3]) <= step
+    sources = (prompt, Source(cache, written[None, None, None]))
+    return self._finish(x, attend(q, sources, self.config.matmul_precision)), cache
+
+  def _project(self, x: jax.Array, rope: Rope) -> tuple[jax.Array, KV]:
+    """Rotated queries [n, g, h, s, e], and keys and values [n, g, k, s, e]."""
+    x = self.attention_norm(x)
+    q, k, v = (jnp.swapaxes(project(x), 2, 3) for project in (self.q, self.k, self.v))
+    return rotate(q, rope), KV(rotate(k, rope), v)
+
+  def _finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+    x = x + self.o(jnp.swapaxes(attended, 2, 3))
+    h = self.mlp_norm(x)
+    x = x + self.down(nn.silu(self.gate(h)) * self.up(h))
+    return constrain(x, self.mesh, "batch", None, None, None)
+
+
+class Qwen2(nn.Module):
+  """The language model. `apply({"params": params}, tokens)` gives logits; the other methods serve sampler and trainer."""
+
+  config: ModelConfig
+  mesh: Mesh
+
+  def setup(self):
+    c = self.config
+    table = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
+    shape = (c.vocab_size, c.width)
+    self.embedding = self.param("embedding", table, shape, DTYPES[c.param_dtype])
+    self.head = None if c.tied else self.param("head", table, shape, DTYPES[c.param_dtype])
+    layer = nn.remat(Layer, prevent_cse=False) if c.remat == "full" else Layer
+    self.layers = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast,
+                          length=c.layers, metadata_params={nn.PARTITION_NAME: "layer"})(c, self.mesh)
+    self.norm = _Norm(c)
+
+  def __call__(self, tokens: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """Logits f32[b, s, v] for tokens i32[b, s]; `mask` bool[b, s] is False on padding, on either side."""
+    mask = jnp.ones(tokens.shape, bool) if mask is None else mask
+    (hidden,), _ = self._sweep((self.embed(tokens)[:, None],), (_own_sight(mask, self.config),))
+    return self.logits(hidden[:, 0])
+
+  def completion_hidden(self, prompts: Prompts, completions: jax.Array) -> jax.Array:
+    """The hidden states [n, g, t, d] that predict each token of `completions` i32[n, g, t].
+
+    The prompt is computed once a group. State 0 is that of the prompt's last token; state i that of completion token i-1.
+    """
+    n, g, t = completions.shape
+    inputs = completions[:, :, :-1]  # the last token predicts nothing that is trained
+    streams = (self.embed(prompts.tokens)[:, None], self.embed(inputs))
+    rope = self.completion_rope(prompts, jnp.arange(t - 1))
+    causal = jnp.tril(jnp.ones((t - 1, t - 1), bool))[None, None]
+    sights = (_own_sight(prompts.mask, self.config), Sight(rope, causal, prompts.mask[:, None, None]))
+    (prompt, hidden), _ = self._sweep(streams, sights)
+    first = jnp.broadcast_to(prompt[:, :, -1:], (n, g, 1, self.config.width))
+    return jnp.concatenate([first, hidden], axis=2)
+
+  def embed(self, tokens: jax.Array) -> jax.Array:
+    """i32[...] -> [..., d] in the compute type."""
+    return self._gathered(self.embedding)[tokens]
+
+  def final_norm(self, x: jax.Array) -> jax.Array:
+    """The last RMSNorm, [..., d] -> [..., d]."""
+    return self.norm(x)
+
+  def logits(self, hidden: jax.Array) -> jax.Array:
+    """[..., d] -> f32[..., v]."""
+    return jnp.einsum("...d,vd->...v", hidden, self.head_table(), preferred_element_type=jnp.float32,
+                      precision=self.config.matmul_precision)
+
+  def head_table(self) -> jax.Array:
+    """The output head [v, d] in the compute type: the embedding where tied."""
+    return self._gathered(self.embedding if self.config.tied else self.head)
+
+  def completion_rope(self, prompts: Prompts, steps: jax.Array) -> Rope:
+    """Rotary angles of completion indices `steps` i32[s], which follow each prompt's own length."""
+    positions = prompts.lengths[:, None, None] + steps
+    return rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+
+  def _gathered(self, table: jax.Array) -> jax.Array:
+    """A [v, d] table in the compute type, whole over fsdp, still split over the vocabulary."""
+    return constrain(table.astype(DTYPES[self.config.compute_dtype]), self.mesh, "vocab", None)
+
+  def _sweep(self, streams: tuple[jax.Array, ...], sights: tuple[Sight, ...]) -> tuple[tuple[jax.Array, ...], KV]:
+    streams = tuple(constrain(x, self.mesh, "batch", None, None, None) for x in streams)
+    streams, kv = self.layers(streams, sights)
+    return tuple(self.norm(x) for x in streams), kv
+
+
+class Unstacked(NamedTuple):
+  """Parameters in sampling layout: one tree a layer, the compute type, whole over fsdp."""
+
+  outer: Params          # embedding, head, final norm
+  layers: list[Params]
+
+
+def sampling_layout(model: Qwen2, params: Params) -> Unstacked:
+  """Casts, gathers over fsdp and unstacks the parameters: once a rollout, not once a token. To be jitted."""
+  def place(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    spec = PartitionSpec(*(None if axis == "fsdp" else axis for axis in sharding.spec))
+    return jax.lax.with_sharding_constraint(x.astype(DTYPES[model.config.compute_dtype]), NamedSharding(model.mesh, spec))
+
+  params = jax.tree.map(place, params, param_shardings(model))
+  outer = {name: value for name, value in params.items() if name != "layers"}
+  return Unstacked(outer, [jax.tree.map(lambda x: x[i], params["layers"]) for i in range(model.config.layers)])  # noqa: B023
+
+
+def prefill(model: Qwen2, params: Unstacked, prompts: Prompts) -> tuple[jax.Array, list[KV]]:
+  """Runs each prompt once: the last position's normed hidden state [n, 1, 1, d] and every layer's KV [n, 1, k, p, e]."""
+  x = model.apply({"params": params.outer}, prompts.tokens, method="embed")[:, None]
+  sight = _own_sight(prompts.mask, model.config)
+  layer, kvs = Layer(model.config, model.mesh), []
+  for weights in params.layers:
+    (x,), kv = layer.apply({"params": weights}, (x,), (sight,))
+    kvs.append(kv)
+  return model.apply({"params": params.outer}, x[:, :, -1:], method="final_norm"), kvs
+
+
+def empty_cache(model: Qwen2, n: int, g: int, t: int) -> list[KV]:
+  """Zeroed per-layer caches [n, g, k, t, e] for t completion tokens."""
+  c = model.config
+  zeros = jnp.zeros((n, g, c.kv_heads, t, c.head_dim), DTYPES[c.compute_dtype])
+  return [KV(*(constrain(zeros, model.mesh, "batch") for _ in range(2))) for _ in range(c.layers)]
+
+
+def decode_step(model: Qwen2, params: Unstacked, prompts: Prompts, prompt_kv: list[KV], caches: list[KV], tokens: jax.Array,
+                step: jax.Array) -> tuple[jax.Array, list[KV]]:
+  """Feeds one token a completion, i32[n, g], at index `step`.
+
+  Returns:
+    The normed hidden state [n, g, 1, d] that predicts the next token, and the caches with this one written.
+  """
+  x = model.apply({"params": params.outer}, tokens[:, :, None], method="embed")
+  rope = model.apply({"params": params.outer}, prompts, step[None], method="completion_rope")
+  layer, visible, written = Layer(model.config, model.mesh), prompts.mask[:, None, None], []
+  for weights, kv, cache in zip(params.layers, prompt_kv, caches, strict=True):
+    x, cache = layer.apply({"params": weights}, x, rope, Source(kv, visible), cache, step, method="decode")
+    written.append(cache)
+  return model.apply({"params": params.outer}, x, method="final_norm"), written
+
+
+def init_params(model: Qwen2, key: jax.Array) -> Params:
+  """Random parameters, made where they lie: plain nested dicts of arrays, layers stacked on axis 0."""
+  shardings = param_shardings(model)
+  return jax.jit(lambda k: nn.unbox(_init(model, k)), out_shardings=shardings)(key)
+
+
+def abstract_params(model: Qwen2) -> Params:
+  """Shapes, dtypes and shardings of the parameters, with nothing allocated."""
+  shapes = nn.unbox(jax.eval_shape(lambda k: _init(model, k), jax.random.key(0)))
+  return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, param_shardings(model))
+
+
+def param_shardings(model: Qwen2) -> Any:
+  """A `NamedSharding` for every parameter, from its axis names.
+
+  Raises:
+    UserError: an axis does not divide evenly over the mesh. Key/value heads fewer than the tensor axis are replicated.
+  """
+  boxed = jax.eval_shape(lambda k: _init(model, k), jax.random.key(0))
+
+  def place(x: Any) -> NamedSharding:
+    names = list(x.names)
+    for i, (name, size) in enumerate(zip(names, x.value.shape, strict=True)):
+      shards = axis_size(model.mesh, name)
+      if size % shards:
+        if name == "kv_heads":
+          names[i] = None
+        else:
+          raise UserError(f"the model's {name} axis of {size} does not divide over {shards} shards of mesh {dict(model.mesh.shape)}; "
+                          f"choose a mesh axis that divides {size}")
+    return NamedSharding(model.mesh, partition_spec(names))
+
+  return jax.tree.map(place, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+
+
+def _init(model: Qwen2, key: jax.Array) -> Params:
+  return model.init(key, jnp.zeros((axis_size(model.mesh, "batch"), 2), jnp.int32))["params"]
+
+
+def _own_sight(mask: jax.Array, config: ModelConfig) -> Sight:
+  """Causal sight of one stream bool[n, s] over its real tokens, positions counted from the first of them."""
+  positions = jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)[:, None]
+  s = mask.shape[1]
+  visible = jnp.tril(jnp.ones((s, s), bool)) & mask[:, None, :]
+  return Sight(rope_angles(positions, config.head_dim, config.rope_theta), visible[:, None])
+
+
+class _Norm(nn.Module):
+  """RMSNorm in float32."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    init = nn.with_logical_partitioning(nn.initializers.ones, ("norm",))
+    scale = self.param("scale", init, (self.config.width,), DTYPES[self.config.param_dtype])
+    h = x.astype(jnp.float32)
+    h = h * jax.lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + self.config.norm_eps)
+    return (h * scale).astype(x.dtype)
+
+
+class _Dense(nn.Module):
+  """A linear map from the trailing `inputs` axes to `outputs` axes, axis names declared with the weights."""
+
+  config: ModelConfig
+  inputs: tuple[int, ...]
+  outputs: tuple[int, ...]
+  axes: tuple[str, ...]
+  bias: bool = False
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    dtype, shape, split = DTYPES[self.config.param_dtype], self.inputs + self.outputs, len(self.inputs)
+    init = nn.with_logical_partitioning(nn.initializers.normal(0.02), self.axes)
+    kernel = self.param("kernel", init, shape, dtype).astype(x.dtype)
+    y = jax.lax.dot_general(x, kernel, ((tuple(range(x.ndim - split, x.ndim)), tuple(range(split))), ((), ())),
+                            precision=self.config.matmul_precision)
+    if self.bias:
+      zeros = nn.with_logical_partitioning(nn.initializers.zeros, self.axes[split:])
+      y = y + self.param("bias", zeros, self.outputs, dtype).astype(x.dtype)
+    return y

@@ -1,0 +1,106 @@
+"""The device mesh, and how logical array axes lie on it.
+
+Every parameter and activation names its axes with words ("embed", "heads", "batch"); `RULES` is the one place that says
+which mesh axis each word is split over. One device is the 1 x 1 x 1 mesh and runs the same code.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from gtpo_jax.errors import UserError
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+RULES: dict[str | None, str | tuple[str, ...] | None] = {
+    "batch": ("data", "fsdp"),  # prompts (axis n) or plain rows (axis b)
+    "vocab": "tensor",
+    "embed": "fsdp",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "layer": None,
+    "head_dim": None,
+    "norm": None,
+    None: None,
+}
+
+
+def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+  """Builds the (data, fsdp, tensor) mesh; one size may be -1 and takes the devices that are left.
+
+  Args:
+    data: replicas of the parameters; batches are split over them.
+    fsdp: shards of the parameters, gathered when used; batches are split over them too.
+    tensor: shards of heads, MLP and vocabulary.
+    devices: all local and remote devices unless given.
+
+  Raises:
+    UserError: the sizes do not multiply to the number of devices.
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+  for name, size in sizes.items():
+    if size < 1 and size != -1:
+      raise UserError(f"mesh.{name} must be at least 1, or -1 for the devices that are left; got {size}")
+  free = [name for name, size in sizes.items() if size == -1]
+  if len(free) > 1:
+    raise UserError(f"only one mesh axis may be -1, got {' and '.join(f'mesh.{name}' for name in free)}")
+  fixed = int(np.prod([size for size in sizes.values() if size != -1]))
+  if free and len(devices) % fixed == 0:
+    sizes[free[0]] = len(devices) // fixed
+  if int(np.prod(list(sizes.values()))) != len(devices):
+    shape = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    raise UserError(f"a mesh of {shape} does not fit {len(devices)} device(s): the product must be {len(devices)}; "
+                    f"set one axis to -1 to fill it in")
+  return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def single_device_mesh() -> Mesh:
+  """The 1 x 1 x 1 mesh on the first device."""
+  return make_mesh(1, 1, 1, jax.devices()[:1])
+
+
+def axis_size(mesh: Mesh, logical: str | None) -> int:
+  """How many shards the axis called `logical` is cut into on `mesh`."""
+  names = RULES[logical]
+  names = (names,) if isinstance(names, str) else names or ()
+  return int(np.prod([mesh.shape[name] for name in names], dtype=int))
+
+
+def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:
+  """Logical axis names, one a dimension, to the mesh axes they are split over."""
+  return PartitionSpec(*(RULES[axis] for axis in axes))
+
+
+def named_sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
+  """The sharding of an array whose dimensions carry these logical names; missing ones are not split."""
+  return NamedSharding(mesh, partition_spec(axes))
+
+
+def constrain(x: jax.Array, mesh: Mesh, *axes: str | None) -> jax.Array:
+  """Asks the compiler to lay `x` out by its logical axes. The identity in value."""
+  return jax.lax.with_sharding_constraint(x, named_sharding(mesh, *axes))
+
+
+def batch_shards(mesh: Mesh) -> int:
+  """How many parts a batch is cut into: the product of the data and fsdp axes."""
+  return axis_size(mesh, "batch")
+
+
+def shard_batch(tree: Any, mesh: Mesh) -> Any:
+  """Places host arrays [n, ...], the same on every process, on the mesh, split over their first axis."""
+  sharding = named_sharding(mesh, "batch")
+  return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index]), tree)
+
+
+def fetch(tree: Any) -> Any:
+  """Whole device arrays to NumPy on every process: the one device-to-host transfer of a step."""
+  if jax.process_count() == 1:
+    return jax.device_get(tree)
+  from jax.experimental import multihost_utils
+  return multihost_utils.process_allgather(tree, tiled=True)

@@ -1,0 +1,65 @@
+"""What a run leaves behind in its workdir: metrics.jsonl, samples.jsonl, TensorBoard files."""
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+  """Appends one line a step; on resume, lines after the restored step are cut, so that no step stands twice."""
+
+  def __init__(self, workdir: Path, resumed_step: int, tensorboard: bool):
+    self.metrics_file, self._samples_file = workdir / "metrics.jsonl", workdir / "samples.jsonl"
+    for file in (self.metrics_file, self._samples_file):
+      _cut_back(file, resumed_step)
+    self._board = None
+    if tensorboard:
+      from tensorboardX import SummaryWriter
+      self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=resumed_step + 1)
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    """One object for the step: plain numbers, keys as the README lists them."""
+    _append(self.metrics_file, {"step": step, **metrics})
+    for name, value in metrics.items():
+      if self._board:
+        self._board.add_scalar(name, value, step)
+
+  def write_sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
+    """One completion, to see what the policy writes."""
+    _append(self._samples_file, {"step": step, "prompt": prompt, "completion": completion, "correct": correct})
+    if self._board:
+      self._board.add_text("sample", f"{'right' if correct else 'wrong'}: `{prompt}` `{completion}`", step)
+
+  def read(self) -> list[dict[str, Any]]:
+    """Every line of metrics.jsonl."""
+    return read_jsonl(self.metrics_file)
+
+  def close(self) -> None:
+    if self._board:
+      self._board.close()
+
+
+def read_jsonl(file: Path) -> list[dict[str, Any]]:
+  """The objects of a JSON-lines file; a last line that a kill left half written is passed over."""
+  rows = []
+  for line in file.read_text().splitlines() if file.exists() else []:
+    try:
+      rows.append(json.loads(line))
+    except json.JSONDecodeError:
+      continue
+  return rows
+
+
+def _append(file: Path, row: Mapping[str, Any]) -> None:
+  with file.open("a") as out:
+    out.write(json.dumps(row) + "\n")
+
+
+def _cut_back(file: Path, step: int) -> None:
+  if file.exists():
+    kept = [row for row in read_jsonl(file) if row["step"] <= step]
+    fresh = file.with_suffix(".tmp")
+    fresh.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    fresh.replace(file)

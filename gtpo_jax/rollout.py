@@ -1,0 +1,64 @@
+"""The acting half of a step: problems to completions, completions to verdicts."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from gtpo_jax.arrays import Rollouts, Verdicts
+from gtpo_jax.config import Config
+from gtpo_jax.data.chat import Chat, load_chat
+from gtpo_jax.data.records import Problem
+from gtpo_jax.errors import UserError
+from gtpo_jax.models.qwen2 import Qwen2, Unstacked, param_shardings
+from gtpo_jax.parallel import fetch, make_mesh, shard_batch
+from gtpo_jax.rewards import VERIFIERS, soft_overlong
+from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.filters import Sampler
+
+
+@dataclasses.dataclass(frozen=True)
+class Completions:
+  """One call's rollouts on the mesh, with what the host reads of them."""
+
+  rollouts: Rollouts
+  texts: list[list[str]]  # [n][g]
+  correct: np.ndarray     # bool[n, g]
+  lengths: np.ndarray     # i32[n, g], tokens
+
+
+class Actor:
+  """A model on a mesh with its tokenizer: it answers problems, and its answers are judged."""
+
+  def __init__(self, config: Config):
+    self.chat: Chat = load_chat()
+    self.model = Qwen2(config.model_config, make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor))
+    param_shardings(self.model)  # refuses a mesh that does not divide the model
+    if self.chat.vocab_size > config.model_config.vocab_size:
+      raise UserError(f"the tokenizer has {self.chat.vocab_size} tokens, over the {config.model_config.vocab_size} of model.preset "
+                      f"{config.model.preset!r}; choose a larger model")
+    self.engine = Engine(self.model, self.chat.stop, self.chat.pad, config.data.max_prompt_tokens, config.sampling.max_tokens)
+
+  def answer(self, params: Unstacked, problems: Sequence[Problem], key: jax.Array, group: int, sampler: Sampler) -> Rollouts:
+    """Samples `group` completions of each problem; returns when they are done."""
+    prompts = [self.chat.encode_prompt(problem.messages) for problem in problems]
+    return jax.block_until_ready(self.engine.sample(params, prompts, key, group=group, sampler=sampler))
+
+  def judge(self, rollouts: Rollouts, problems: Sequence[Problem]) -> Completions:
+    """Decodes and verifies: a completion is right if it stopped by itself and its verifier says so."""
+    tokens, mask, finished = fetch((rollouts.tokens, rollouts.mask, rollouts.finished))
+    n, g, _ = tokens.shape
+    flat = self.chat.decode(tokens.reshape(n * g, -1), mask.reshape(n * g, -1))
+    texts = [flat[i * g:(i + 1) * g] for i in range(n)]
+    verified = [[VERIFIERS[problem.kind](text, problem.answer, problem.extra) for text in row]
+                for problem, row in zip(problems, texts, strict=True)]
+    return Completions(rollouts, texts, np.asarray(verified) & finished, mask.sum(-1))
+
+  def verdicts(self, completions: Completions, config: Config) -> Verdicts:
+    """What the algorithm learns from: its rewards for right and wrong, and its length penalty, on the mesh."""
+    wrong, right = config.algorithm_object.recipe.rewards
+    reward = np.where(completions.correct, right, wrong).astype(np.float32)
+    penalty = soft_overlong(completions.lengths, config.sampling.max_tokens, config.algorithm_object.settings.overlong_buffer or 0)
+    return shard_batch(Verdicts(completions.correct, reward, penalty), self.model.mesh)

@@ -1,0 +1,120 @@
+"""From logits to one token: temperature, top-k, top-p, min-p, and the draw.
+
+The distribution *before* the filters is the policy: its log-probs and entropy are what the algorithms use. The filters only
+narrow what is drawn.
+"""
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from gtpo_jax.errors import UserError
+
+BLOCK = 128  # words a block of the two-level draw: one TPU lane row
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+  """How tokens are drawn.
+
+  Attributes:
+    temperature: divides the logits; 0 takes the most probable token.
+    top_k: keep the k most probable tokens; 0 keeps all.
+    top_p: keep the smallest set of tokens whose probability reaches p; 1 keeps all.
+    min_p: keep tokens at least this fraction as probable as the most probable; 0 keeps all.
+  """
+
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+
+  def __post_init__(self):
+    if not 0 <= self.temperature < float("inf"):
+      raise UserError(f"sampling.temperature must be at least 0 and finite, got {self.temperature}")
+    if self.top_k < 0:
+      raise UserError(f"sampling.top_k must be at least 0 (0 keeps all), got {self.top_k}")
+    if not 0 < self.top_p <= 1:
+      raise UserError(f"sampling.top_p must be in (0, 1], got {self.top_p}")
+    if not 0 <= self.min_p < 1:
+      raise UserError(f"sampling.min_p must be in [0, 1), got {self.min_p}")
+
+  @property
+  def policy_temperature(self) -> float:
+    """The temperature of the distribution whose log-probs and entropy are reported: 1 under greedy decoding."""
+    return self.temperature or 1.0
+
+  def pick(self, logits: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Draws one token a row.
+
+    Args:
+      logits: f32[..., v].
+      keys: typed PRNG keys [...]; not used at temperature 0.
+
+    Returns:
+      token i32[...], its log-prob f32[...] and the distribution's entropy f32[...], in nats, both of softmax(logits /
+      temperature) over the whole vocabulary.
+    """
+    scaled = logits / self.policy_temperature
+    log_probs = jax.nn.log_softmax(scaled)
+    probs = jnp.exp(log_probs)
+    entropy = -(probs * log_probs).sum(-1)
+    token = jnp.argmax(logits, -1) if self.temperature == 0 else draw(self.keep(probs), keys)
+    return token.astype(jnp.int32), jnp.take_along_axis(log_probs, token[..., None], -1)[..., 0], entropy
+
+  def keep(self, probs: jax.Array) -> jax.Array:
+    """Sets to 0 the probabilities f32[..., v] that the filters drop. Ties at a filter's bound are kept.
+
+    The filters apply in the usual order, top-k, top-p, min-p; top-p counts within what top-k kept.
+    """
+    vocab = probs.shape[-1]
+    if 0 < self.top_k < vocab:
+      bound = jax.lax.top_k(probs, self.top_k)[0][..., -1:]
+      probs = jnp.where(probs >= bound, probs, 0)
+    if self.top_p < 1:
+      ordered = jnp.sort(probs, axis=-1, descending=True)
+      before = jnp.cumsum(ordered, axis=-1) - ordered
+      inside = before < self.top_p * ordered.sum(-1, keepdims=True)  # the most probable token always is
+      bound = jnp.where(inside, ordered, jnp.inf).min(-1, keepdims=True)
+      probs = jnp.where(probs >= bound, probs, 0)
+    if self.min_p > 0:
+      probs = jnp.where(probs >= self.min_p * probs.max(-1, keepdims=True), probs, 0)
+    return probs
+
+
+def draw(probs: jax.Array, keys: jax.Array) -> jax.Array:
+  """One index a row with probability proportional to `probs` f32[..., v] >= 0, by inverting the distribution function.
+
+  One uniform number a row instead of Gumbel noise over the vocabulary. Two levels, blocks and then words in a block, keep
+  both the running sums short (rounding stays near 1e-7 of the total) and the work to one pass over the vocabulary. An index
+  of probability 0 is never drawn.
+  """
+  vocab = probs.shape[-1]
+  padded = jnp.pad(probs, [(0, 0)] * (probs.ndim - 1) + [(0, -vocab % BLOCK)])
+  blocks = padded.reshape(*probs.shape[:-1], -1, BLOCK)
+  uniform = _uniform(keys)
+  block, rest = _invert(blocks.sum(-1), uniform)
+  words = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+  word, _ = _invert(words, rest)
+  return (block * BLOCK + word).astype(jnp.int32)
+
+
+def _invert(weights: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The first index whose running sum passes `uniform` [0, 1) of the total, and where inside it the point falls, in [0, 1)."""
+  sums = jnp.cumsum(weights, axis=-1)
+  point = uniform * sums[..., -1]
+  index = (sums <= point[..., None]).sum(-1)
+  last = weights.shape[-1] - 1 - jnp.argmax(weights[..., ::-1] > 0, axis=-1)  # rounding may not pass the last word with weight
+  index = jnp.minimum(index, last)
+  weight = jnp.take_along_axis(weights, index[..., None], -1)[..., 0]
+  start = jnp.take_along_axis(sums, index[..., None], -1)[..., 0] - weight
+  return index, jnp.clip((point - start) / jnp.where(weight > 0, weight, 1), 0, 1 - 2**-24)
+
+
+def _uniform(keys: jax.Array) -> jax.Array:
+  draw_one = lambda key: jax.random.uniform(key, dtype=jnp.float32)
+  for _ in keys.shape:
+    draw_one = jax.vmap(draw_one)
+  return draw_one(keys)

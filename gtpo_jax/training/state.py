@@ -1,0 +1,102 @@
+"""What the learner carries from step to step, and the optimizer that moves it."""
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from gtpo_jax.errors import UserError
+from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
+from gtpo_jax.parallel import named_sharding
+
+SCHEDULES = ("constant", "cosine", "linear")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+  """AdamW with a schedule and global-norm clipping.
+
+  Attributes:
+    learning_rate: the peak.
+    schedule: after the warm-up: "constant", or "cosine" / "linear" down to 0 at the last step.
+    warmup_steps: updates over which the rate rises linearly from 0.
+    b1, b2, eps, weight_decay: of AdamW; decay is for matrices only, not for norms and biases.
+    clip_norm: the largest global gradient norm.
+  """
+
+  learning_rate: float = 1e-6
+  schedule: str = "constant"
+  warmup_steps: int = 0
+  b1: float = 0.9
+  b2: float = 0.999
+  eps: float = 1e-8
+  weight_decay: float = 0.01
+  clip_norm: float = 1.0
+
+  def __post_init__(self):
+    for name, low, high in (("b1", 0, 1), ("b2", 0, 1)):
+      if not low <= getattr(self, name) < high:
+        raise UserError(f"optimizer.{name} must be in [{low}, {high}), got {getattr(self, name)}")
+    for name in ("learning_rate", "eps", "clip_norm"):
+      if not getattr(self, name) > 0:
+        raise UserError(f"optimizer.{name} must be above 0, got {getattr(self, name)}")
+    for name in ("warmup_steps", "weight_decay"):
+      if getattr(self, name) < 0:
+        raise UserError(f"optimizer.{name} must be at least 0, got {getattr(self, name)}")
+    if self.schedule not in SCHEDULES:
+      raise UserError(f"optimizer.schedule must be one of {', '.join(SCHEDULES)}; got {self.schedule!r}")
+
+
+@flax.struct.dataclass
+class TrainState:
+  """Everything that the next update depends on."""
+
+  step: jax.Array  # i32[], updates made
+  params: Params
+  opt_state: Any
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+  """The rate at each update of a run of `steps`."""
+  after = max(steps - config.warmup_steps, 1)
+  main = {"constant": lambda: optax.constant_schedule(config.learning_rate),
+          "cosine": lambda: optax.cosine_decay_schedule(config.learning_rate, after),
+          "linear": lambda: optax.linear_schedule(config.learning_rate, 0.0, after)}[config.schedule]()
+  if not config.warmup_steps:
+    return main
+  return optax.join_schedules([optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps), main],
+                              [config.warmup_steps])
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+  """Global-norm clip, then AdamW on the schedule."""
+  return optax.chain(
+      optax.clip_by_global_norm(config.clip_norm),
+      optax.adamw(learning_rate(config, steps), config.b1, config.b2, config.eps, weight_decay=config.weight_decay,
+                  mask=_decayed))
+
+
+def _decayed(params: Params) -> Any:
+  """True for matrices; norms and biases are not decayed."""
+  return jax.tree.map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding", "head"), params)
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation, model: Qwen2) -> TrainState:
+  """A state at step 0 around `params`, which it consumes: the optimizer's moments are laid out as the parameters are."""
+  shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
+  build = jax.jit(lambda params: TrainState(jnp.int32(0), params, optimizer.init(params)), donate_argnums=0, out_shardings=shardings)
+  return build(params)
+
+
+def abstract_state(model: Qwen2, optimizer: optax.GradientTransformation) -> TrainState:
+  """Shapes, dtypes and shardings of a state, with nothing allocated: for checkpoints and ahead-of-time compiles."""
+  params, whole = abstract_params(model), named_sharding(model.mesh)
+  placed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+  opt_state = optax.tree_utils.tree_map_params(
+      optimizer, lambda moment, param: placed(moment, param.sharding), jax.eval_shape(optimizer.init, params), params,
+      transform_non_params=lambda x: placed(x, whole))
+  return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, opt_state)

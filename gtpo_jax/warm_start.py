@@ -1,0 +1,62 @@
+"""The warm start: a base model made by imitating a task's imperfect teacher."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from gtpo_jax.arrays import Prompts
+from gtpo_jax.config import Config
+from gtpo_jax.errors import UserError
+from gtpo_jax.models.qwen2 import Params
+from gtpo_jax.parallel import fetch, named_sharding
+from gtpo_jax.reporting.display import Display
+from gtpo_jax.rollout import Actor
+from gtpo_jax.sampling.engine import pad_prompts
+from gtpo_jax.training.imitation import Demonstrations, make_imitation
+from gtpo_jax.training.state import init_state, make_optimizer
+
+CHUNK = 50  # updates a compiled call
+
+
+def warm_start(config: Config, actor: Actor, params: Params, display: Display, stopping: Callable[[], bool]) -> Params | None:
+  """Parameters after imitation of `config.warm_start`; None where asked to stop."""
+  section, began = config.warm_start, time.perf_counter()
+  optimizer = make_optimizer(section.optimizer, section.steps)
+  state = init_state(params, optimizer, actor.model)
+  imitate = make_imitation(actor.model, optimizer, config.batch.head_chunk)
+  rng = np.random.default_rng([config.seed, 1])
+  display.begin("warm start", section.steps)
+  done = 0
+  while done < section.steps and not stopping():
+    count = min(CHUNK, section.steps - done)
+    state, losses = imitate(state, demonstrations(config, actor, rng, count))
+    done += count
+    display.advance(done, f"warm start {done} of {section.steps}: {float(fetch(losses).mean()):.3f} nats a token", line=done % 250 == 0)
+  display.end()
+  if done < section.steps:
+    return None
+  display.say(f"base model: {section.steps} steps of imitating a teacher that errs, {time.perf_counter() - began:.1f} s")
+  return state.params
+
+
+def demonstrations(config: Config, actor: Actor, rng: np.random.Generator, count: int) -> Demonstrations:
+  """The teacher's writing for `count` updates, from training problems, on the mesh.
+
+  Raises:
+    UserError: a demonstration does not fit sampling.max_tokens.
+  """
+  task, b, t = config.train_task, config.warm_start.batch, config.sampling.max_tokens
+  indices = rng.choice(task.train_ids, count * b)
+  prompts = pad_prompts([actor.chat.encode_prompt(task.problem(i).messages) for i in indices], config.data.max_prompt_tokens, actor.chat.pad)
+  tokens, lengths = np.full((count * b, t), actor.chat.pad, np.int32), np.zeros(count * b, np.int32)
+  for row, i in enumerate(indices):
+    ids = actor.chat.encode_completion(task.demonstration(i, rng, config.warm_start.slips))
+    if len(ids) > t:
+      raise UserError(f"the teacher writes {len(ids)} tokens, over sampling.max_tokens = {t}; raise it")
+    tokens[row, :len(ids)], lengths[row] = ids, len(ids)
+  flat = Demonstrations(Prompts(prompts.tokens, prompts.lengths), tokens, np.arange(t) < lengths[:, None])
+  sharding = named_sharding(actor.model.mesh, None, "batch")
+  return jax.tree.map(lambda x: jax.device_put(x.reshape(count, b, *x.shape[1:]), sharding), flat)

@@ -1,0 +1,53 @@
+"""Package metadata. Tool settings are in pyproject.toml."""
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "gtpo_jax/__init__.py").read_text())[1]
+
+setup(
+    name="gtpo_jax",
+    version=VERSION,
+    description="Reinforcement learning of language models with entropy-shaped credit (GTPO, GRPO-S) in JAX/Flax, for TPU pods and laptops",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["gtpo_jax", "gtpo_jax.*"]),
+    package_data={"gtpo_jax.data": ["tokenizer/*.json"]},
+    entry_points={"console_scripts": ["gtpo = gtpo_jax.cli:main"]},
+    install_requires=[
+        "jax>=0.10,<0.13",
+        "flax>=0.12.8",
+        "optax>=0.2.6",
+        "orbax-checkpoint>=0.12,<0.13",
+        "transformers>=5.0,<6",
+        "jinja2>=3.1",
+        "grain>=0.2.16",
+        "tensorflow-datasets>=4.9.10",
+        "ml-collections>=1.1",
+        "numpy>=2.0",
+        "matplotlib>=3.9",
+        "rich>=13",
+        "tensorboardX>=2.6",
+    ],
+    extras_require={
+        "tpu": ["jax[tpu]>=0.10,<0.13"],
+        "cuda": ["jax[cuda13]>=0.10,<0.13"],
+        "dev": [
+            "pytest>=8",
+            "pytest-xdist>=3.6",
+            "ruff>=0.15",
+            "psutil>=6",
+            'torch==2.13.0; python_version < "3.12"',
+        ],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "License :: OSI Approved :: Apache Software License",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
