@@ -26,7 +26,8 @@ class Prompts:
   lengths: jax.Array  # i32[n], real tokens in each row
 
   @property
-  def mask(self) -> jax.Array:  # bool[n, p]
+  def mask(self) -> jax.Array:
+    """bool[n, p], False on the padding."""
     width = self.tokens.shape[1]
     return jnp.arange(width) >= width - self.lengths[:, None]
 
@@ -43,7 +44,8 @@ class Rollouts:
   finished: jax.Array   # bool[n, g]; True where a stop token was sampled, False where the length ran out
 
   @property
-  def lengths(self) -> jax.Array:  # i32[n, g], tokens
+  def lengths(self) -> jax.Array:
+    """i32[n, g], tokens, the stop token included."""
     return self.mask.sum(-1)
 
 

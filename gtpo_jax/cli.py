@@ -24,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   except UserError as error:
     print(f"gtpo: {error}", file=sys.stderr)
     return 2
+  except BrokenPipeError:  # the reader of our output went away
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -61,10 +64,13 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
   # argparse takes "--config.a=1" for an unknown option; those are the config's own.
   overrides = [arg for arg in argv if arg.startswith("--config.")]
-  args = parser.parse_args([arg for arg in argv if not arg.startswith("--config.")])
-  if args.command is None:
+  rest = [arg for arg in argv if not arg.startswith("--config.")]
+  if not rest:
     parser.print_help()
     raise SystemExit(2)
+  if rest[0] in COMMANDS:  # before argparse complains of what is missing, what is misspelt
+    commands.choices[rest[0]].refuse_unknown(rest[1:])
+  args = parser.parse_args(rest)
   if overrides and not getattr(args, "config", None):
     raise UserError(f"{overrides[0]} needs a --config=FILE to override")
   return args, overrides
@@ -77,10 +83,14 @@ class _Parser(argparse.ArgumentParser):
     if message.startswith("argument {") and "invalid choice: '" in message:
       word = message.split("invalid choice: '")[1].split("'")[0]
       message = f"unknown command {word!r}{nearest(word, COMMANDS)}; valid are {', '.join(COMMANDS)}"
-    elif message.startswith("unrecognized arguments: "):
-      word = message.removeprefix("unrecognized arguments: ").split("=")[0].split()[0]
-      message += nearest(word, [option for action in self._actions for option in action.option_strings])
     raise UserError(message)
+
+  def refuse_unknown(self, argv: Sequence[str]) -> None:
+    """Refuses the first option that this command does not have."""
+    options = [option for action in self._actions for option in action.option_strings]
+    for word in (arg.split("=")[0] for arg in argv if arg.startswith("--")):
+      if word not in options:
+        raise UserError(f"unknown option {word!r}{nearest(word, options)}; valid are {', '.join(sorted(options))}")
 
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -89,7 +99,6 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax.reporting.display import Display
   from gtpo_jax.train import train
   config, display, stop = configs.load(args.config, overrides), Display(), _StopSignals()
-  display.say(f"gtpo train: {config.algorithm.name} on {config.data.train}, {config.steps} steps, workdir {args.workdir}")
   with stop:
     result = train(config, args.workdir, display, stop.asked)
   display.say(result.summary)
@@ -135,7 +144,7 @@ def _sample(args: argparse.Namespace, overrides: list[str]) -> int:
 
   from gtpo_jax.data.records import user
   from gtpo_jax.parallel import fetch
-  actor, config, params, _ = _open(args.model, args.step, None, args.max_tokens)
+  actor, _, params, _ = _open(args.model, args.step, None, args.max_tokens)
   ids = actor.chat.encode_prompt(user(args.prompt))
   rollouts = actor.engine.sample(params, [ids], jax.random.key(args.seed), group=args.n, sampler=sampler)
   tokens, mask = fetch((rollouts.tokens[0], rollouts.mask[0]))

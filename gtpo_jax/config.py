@@ -24,6 +24,9 @@ from gtpo_jax.models.presets import PRESETS, ModelConfig
 from gtpo_jax.sampling.filters import Sampler
 from gtpo_jax.training.state import OptimizerConfig
 
+LEARNING = OptimizerConfig()
+IMITATION = OptimizerConfig(learning_rate=1.5e-3, schedule="cosine", warmup_steps=50, b2=0.99)
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelSection:
@@ -128,7 +131,7 @@ class WarmStartSection:
   steps: int = 0
   batch: int = 16
   slips: float = 1.0
-  optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1.5e-3, schedule="cosine", warmup_steps=50, b2=0.99)
+  optimizer: OptimizerConfig = IMITATION
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +207,7 @@ class Config:
   batch: BatchSection = BatchSection()
   sampling: SamplingSection = SamplingSection()
   algorithm: AlgorithmSection = AlgorithmSection()
-  optimizer: OptimizerConfig = OptimizerConfig()
+  optimizer: OptimizerConfig = LEARNING
   warm_start: WarmStartSection = WarmStartSection()
   eval: EvalSection = EvalSection()
   checkpoint: CheckpointSection = CheckpointSection()
@@ -236,28 +239,34 @@ class Config:
 
   @property
   def model_config(self) -> ModelConfig:
+    """The preset in this run's number formats."""
     formats = {key: value for key, value in dataclasses.asdict(self.model).items() if key != "preset"}
     return dataclasses.replace(PRESETS[self.model.preset], **formats)
 
   @property
   def sampler(self) -> Sampler:
+    """How rollouts are drawn."""
     s = self.sampling
     return Sampler(s.temperature, s.top_k, s.top_p, s.min_p)
 
   @property
   def eval_sampler(self) -> Sampler:
+    """How evaluation draws."""
     return Sampler(self.eval.temperature)
 
   @property
   def train_task(self) -> Task:
+    """The task learned."""
     return make_task(self.data.train, self.data.terms, self.data.largest)
 
   @property
   def eval_task(self) -> Task:
+    """The task evaluated."""
     return make_task(self.data.eval or self.data.train, self.data.terms, self.data.largest)
 
   @property
   def algorithm_object(self) -> Algorithm:
+    """The recipe with this run's settings."""
     given = dataclasses.asdict(self.algorithm)
     name = given.pop("name")
     return algorithms.make(name, **{key: value for key, value in given.items() if value is not None})
@@ -346,7 +355,7 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _typed(value: Any, hint: Any, name: str) -> Any:
-  kinds = [kind for kind in (typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,))]
+  kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
   if value is None and type(None) in kinds:
     return None
   kind = kinds[0]

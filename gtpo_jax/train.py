@@ -47,16 +47,18 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
     stopping: asked at every step boundary; True saves and returns.
   """
   compile_count()
-  claim(workdir, config)
   actor, seed = Actor(config), jax.random.key(config.seed)
   check_divides("batch.prompts", config.batch.prompts, config.batch.micro_batches, actor.model)
   check_divides("warm_start.batch", config.warm_start.batch, 1, actor.model)
+  claim(workdir, config)
   algorithm, optimizer = config.algorithm_object, make_optimizer(config.optimizer, config.steps)
   update = make_update(actor.model, algorithm, optimizer, temperature=config.sampling.temperature,
                        micro_batches=config.batch.micro_batches, head_chunk=config.batch.head_chunk)
   batches = Batches(config.train_task, config.batch.prompts, config.seed)
   checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
 
+  display.say(f"{algorithm.name} on {config.data.train}: {config.steps} steps of {config.batch.prompts} prompts x {config.batch.group} "
+              f"completions, model {config.model.preset}, mesh {dict(actor.model.mesh.shape)}")
   if checkpoints.latest is None:
     base = base_model(config, actor, workdir, display, stopping)
     if base is None:
@@ -137,7 +139,7 @@ def claim(workdir: Path, config: Config) -> None:
   file = workdir / "config.json"
   try:
     workdir.mkdir(parents=True, exist_ok=True)
-    if file.exists():
+    if file.exists() and any(workdir.glob("base/*")):  # a config that never made a model may be mended
       changed = {key: values for key, values in difference(load_config(workdir), config).items() if not _may_change(key)}
       if changed:
         shown = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from gtpo_jax.arrays import Prompts
 from gtpo_jax.config import Config
 from gtpo_jax.errors import UserError
 from gtpo_jax.models.qwen2 import Params
@@ -50,13 +49,14 @@ def demonstrations(config: Config, actor: Actor, rng: np.random.Generator, count
   """
   task, b, t = config.train_task, config.warm_start.batch, config.sampling.max_tokens
   indices = rng.choice(task.train_ids, count * b)
-  prompts = pad_prompts([actor.chat.encode_prompt(task.problem(i).messages) for i in indices], config.data.max_prompt_tokens, actor.chat.pad)
+  questions = [actor.chat.encode_prompt(task.problem(i).messages) for i in indices]
+  prompts = pad_prompts(questions, config.data.max_prompt_tokens, actor.chat.pad)
   tokens, lengths = np.full((count * b, t), actor.chat.pad, np.int32), np.zeros(count * b, np.int32)
   for row, i in enumerate(indices):
     ids = actor.chat.encode_completion(task.demonstration(i, rng, config.warm_start.slips))
     if len(ids) > t:
       raise UserError(f"the teacher writes {len(ids)} tokens, over sampling.max_tokens = {t}; raise it")
     tokens[row, :len(ids)], lengths[row] = ids, len(ids)
-  flat = Demonstrations(Prompts(prompts.tokens, prompts.lengths), tokens, np.arange(t) < lengths[:, None])
+  flat = Demonstrations(prompts, tokens, np.arange(t) < lengths[:, None])
   sharding = named_sharding(actor.model.mesh, None, "batch")
   return jax.tree.map(lambda x: jax.device_put(x.reshape(count, b, *x.shape[1:]), sharding), flat)

@@ -162,6 +162,7 @@ class Algorithm:
 
   @property
   def recipe(self) -> Recipe:
+    """The row of the table."""
     return RECIPES[self.name]
 
   def loss_mask(self, mask: jax.Array, correct: jax.Array) -> jax.Array:

@@ -1,0 +1,1 @@
+"""Problems: records, synthetic tasks, batches, chat."""

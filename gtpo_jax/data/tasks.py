@@ -63,10 +63,12 @@ class RunningSums:
     return numbers
 
   def problem(self, index: int) -> Problem:
+    """The sum as a question."""
     numbers = self.numbers(index)
     return Problem(f"sums-{index}", user("+".join(map(str, numbers)) + ":"), str(sum(numbers)), "last_number")
 
   def demonstration(self, index: int, rng: np.random.Generator, slips: float) -> str:
+    """The steps, with carries forgotten now and then."""
     total, *addends = self.numbers(index)
     steps = []
     for addend in addends:
@@ -106,11 +108,13 @@ class Countdown:
     self.train_ids, self.held_out_ids = _split(code)
 
   def problem(self, index: int) -> Problem:
+    """The numbers in ascending order, and the target."""
     numbers, target = np.sort(self._numbers[index]).tolist(), int(self._targets[index])
     return Problem(f"countdown-{index}", user(" ".join(map(str, numbers)) + f"={target}:"), str(target), "countdown",
                    {"numbers": numbers})
 
   def demonstration(self, index: int, rng: np.random.Generator, slips: float) -> str:
+    """A true chain of steps, which often ends at another number."""
     numbers, minus = self._numbers[index].tolist(), self._minus[index].tolist()
     if rng.random() < 0.75 * slips:  # the same numbers, another way
       numbers = [numbers[i] for i in rng.permutation(self.terms)]

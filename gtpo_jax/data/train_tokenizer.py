@@ -45,6 +45,7 @@ def train() -> Tokenizer:
 
 
 def main(out: Path) -> None:
+  """Trains and writes the tokenizer folder."""
   out.mkdir(parents=True, exist_ok=True)
   tokenizer = train()
   tokenizer.save(str(out / "tokenizer.json"), pretty=False)

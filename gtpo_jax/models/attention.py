@@ -6,6 +6,7 @@ positions of a completion at once) and a decode step (one position against a cac
 """
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -69,16 +70,23 @@ def _maximum(parts: list[jax.Array]) -> jax.Array:
 
 
 def _scores(q: jax.Array, k: jax.Array, precision: str) -> jax.Array:
-  """q [n,g,k,r,s,e] against k [n,g|1,k,z,e] -> f32[n,g,k,r,s,z]; a shared source multiplies all g at once."""
-  spec = "ngkrse,nkze->ngkrsz" if _shared(q, k) else "ngkrse,ngkze->ngkrsz"
-  return jnp.einsum(spec, q, k[:, 0] if _shared(q, k) else k, preferred_element_type=jnp.float32, precision=precision)
+  """q [n,g,k,r,s,e] against keys [n,g|1,k,z,e] -> f32[n,g,k,r,s,z]."""
+  return _batched_product(q, jnp.swapaxes(k, -1, -2), precision)
 
 
 def _mix(weights: jax.Array, v: jax.Array, precision: str) -> jax.Array:
-  """weights [n,g,k,r,s,z] on v [n,g|1,k,z,e] -> f32[n,g,k,r,s,e]."""
-  spec = "ngkrsz,nkze->ngkrse" if _shared(weights, v) else "ngkrsz,ngkze->ngkrse"
-  return jnp.einsum(spec, weights, v[:, 0] if _shared(weights, v) else v, preferred_element_type=jnp.float32, precision=precision)
+  """weights [n,g,k,r,s,z] on values [n,g|1,k,z,e] -> f32[n,g,k,r,s,e]."""
+  return _batched_product(weights, v, precision)
 
 
-def _shared(x: jax.Array, source: jax.Array) -> bool:
-  return source.shape[1] == 1 and x.shape[1] > 1
+def _batched_product(x: jax.Array, y: jax.Array, precision: str) -> jax.Array:
+  """x [n,g,k,r,s,a] @ y [n,g|1,k,a,c] -> f32[n,g,k,r,s,c], rows merged so that each head is one matrix product.
+
+  A source shared by the group (g = 1 in y) multiplies all g x r x s rows at once.
+  """
+  n, g, k, r, s, a = x.shape
+  product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32, precision=precision)
+  if y.shape[1] == 1 and g > 1:
+    rows = jnp.swapaxes(x, 1, 2).reshape(n, k, g * r * s, a)
+    return jnp.swapaxes(product(rows, y[:, 0]).reshape(n, k, g, r, s, -1), 1, 2)
+  return product(x.reshape(n, g, k, r * s, a), y).reshape(n, g, k, r, s, -1)

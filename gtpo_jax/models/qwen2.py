@@ -38,6 +38,7 @@ class Layer(nn.Module):
   mesh: Mesh
 
   def setup(self):
+    """Declares the layer's parameters with the names of their axes."""
     c = self.config
     self.attention_norm = _Norm(c)
     self.q = _Dense(c, (c.width,), (c.heads, c.head_dim), ("embed", "heads", "head_dim"), bias=True)
@@ -91,6 +92,7 @@ class Qwen2(nn.Module):
   mesh: Mesh
 
   def setup(self):
+    """Declares embedding, head, stacked layers and final norm."""
     c = self.config
     table = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
     shape = (c.vocab_size, c.width)

@@ -37,6 +37,7 @@ class Journal:
     return read_jsonl(self.metrics_file)
 
   def close(self) -> None:
+    """Flushes the event files."""
     if self._board:
       self._board.close()
 

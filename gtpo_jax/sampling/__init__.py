@@ -1,0 +1,1 @@
+"""From prompts to completions: filters, the compiled loop, the engine."""

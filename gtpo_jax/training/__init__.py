@@ -1,0 +1,1 @@
+"""State, head, update and imitation."""

@@ -11,6 +11,21 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from gtpo_jax.arrays import Prompts
+from gtpo_jax.models.qwen2 import Params, Qwen2
+
+
+def score(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, temperature: float,
+          chunk: int) -> tuple[jax.Array, jax.Array]:
+  """Log-prob and entropy f32[n, g, t], in nats, of completion tokens i32[n, g, t] under the policy at `temperature`."""
+  n, g, t = tokens.shape
+  hidden = model.apply({"params": params}, prompts, tokens, method="completion_hidden")
+  table = model.apply({"params": params}, method="head_table")
+  rows = lambda x: x.reshape(n * g, *x.shape[2:])
+  log_probs, entropy = log_probs_and_entropy(rows(hidden), table, rows(tokens), temperature, chunk, model.config.matmul_precision)
+  return log_probs.reshape(n, g, t), entropy.reshape(n, g, t)
+
+
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 

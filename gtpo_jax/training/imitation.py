@@ -9,8 +9,8 @@ import optax
 
 from gtpo_jax.arrays import Prompts, masked_mean
 from gtpo_jax.models.qwen2 import Params, Qwen2
+from gtpo_jax.training.head import score
 from gtpo_jax.training.state import TrainState, abstract_state
-from gtpo_jax.training.update import score
 
 
 @flax.struct.dataclass

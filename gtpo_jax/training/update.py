@@ -8,25 +8,15 @@ import jax.numpy as jnp
 import optax
 
 from gtpo_jax.algorithms import Algorithm
-from gtpo_jax.arrays import Prompts, Rollouts, Verdicts
+from gtpo_jax.arrays import Rollouts, Verdicts
 from gtpo_jax.errors import UserError
 from gtpo_jax.models.qwen2 import Params, Qwen2
 from gtpo_jax.parallel import batch_shards, constrain
-from gtpo_jax.training.head import log_probs_and_entropy
+from gtpo_jax.training.head import score
 from gtpo_jax.training.measures import measure
 from gtpo_jax.training.state import TrainState, abstract_state
 
 Update = Callable[[TrainState, Rollouts, Verdicts], tuple[TrainState, dict[str, jax.Array]]]
-
-
-def score(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, temperature: float, chunk: int) -> tuple[jax.Array, jax.Array]:
-  """Log-prob and entropy f32[n, g, t], in nats, of completion tokens i32[n, g, t] under the policy at `temperature`."""
-  n, g, t = tokens.shape
-  hidden = model.apply({"params": params}, prompts, tokens, method="completion_hidden")
-  table = model.apply({"params": params}, method="head_table")
-  rows = lambda x: x.reshape(n * g, *x.shape[2:])
-  log_probs, entropy = log_probs_and_entropy(rows(hidden), table, rows(tokens), temperature, chunk, model.config.matmul_precision)
-  return log_probs.reshape(n, g, t), entropy.reshape(n, g, t)
 
 
 def make_update(model: Qwen2, algorithm: Algorithm, optimizer: optax.GradientTransformation, *, temperature: float = 1.0,

@@ -1,0 +1,36 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONFIG ?= configs/tiny.py
+WORKDIR ?= runs/tiny
+ARGS ?=
+
+.PHONY: setup train test test-slow lint bench clean
+
+setup: $(VENV)/.done
+
+$(VENV)/.done: setup.py
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+train: setup
+	$(BIN)/gtpo train --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-slow: setup
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+
+bench: setup
+	$(BIN)/python benchmarks/step.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

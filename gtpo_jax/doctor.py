@@ -1,0 +1,77 @@
+"""`gtpo doctor`: what machine this is, what works, what is missing and how to get it."""
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "grain", "tensorflow-datasets", "ml-collections",
+            "numpy", "matplotlib", "rich", "tensorboardX")
+OPTIONAL = {"libtpu": "TPU chips: pip install 'gtpo_jax[tpu]'", "jax-cuda13-plugin": "NVIDIA GPUs: pip install 'gtpo_jax[cuda]'",
+            "torch": "parity tests: pip install 'gtpo_jax[dev]'"}
+
+
+def examine() -> int:
+  """Prints the report; returns 0 where the main job can run, else 1."""
+  import jax
+
+  import gtpo_jax
+  good = True
+
+  def line(name: str, value: str) -> None:
+    print(f"{name:<20} {value}")
+
+  line("gtpo_jax", gtpo_jax.__version__)
+  line("python", f"{platform.python_version()} on {platform.platform()}")
+  line("processor", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores")
+  line("memory", _memory())
+  line("disk here", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free")
+  for package in PACKAGES:
+    version = _version(package)
+    good &= version is not None
+    line(package, version or f"MISSING: pip install {package}")
+  for package, advice in OPTIONAL.items():
+    line(package, _version(package) or f"not installed ({advice})")
+  devices = jax.devices()
+  line("devices", f"{len(devices)} x {devices[0].device_kind} ({jax.default_backend()}), {jax.process_count()} process(es)")
+  for device in devices[:1]:
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+      line("device memory", f"{stats['bytes_limit'] / 2**30:.1f} GiB each")
+  began = time.perf_counter()
+  x = jax.numpy.ones((1024, 1024))
+  jax.block_until_ready(jax.jit(lambda x: x @ x)(x))
+  line("matrix product", f"compiled and run in {time.perf_counter() - began:.2f} s")
+  cache = jax.config.jax_compilation_cache_dir
+  writable = _writable(Path(cache)) if cache else False
+  line("compile cache", f"{cache}{'' if writable else ' (not writable: set JAX_COMPILATION_CACHE_DIR; every start compiles anew)'}")
+  print("ready: gtpo train --config=configs/tiny.py --workdir=runs/tiny" if good else "not ready: see MISSING above")
+  return 0 if good else 1
+
+
+def _version(package: str) -> str | None:
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return None
+
+
+def _memory() -> str:
+  try:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  except (ValueError, OSError, AttributeError):
+    return "unknown"
+  return f"{total / 2**30:.1f} GiB"
+
+
+def _writable(folder: Path) -> bool:
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+      return True
+  except OSError:
+    return False

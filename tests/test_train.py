@@ -1,0 +1,181 @@
+"""The whole loop, small: what it leaves behind, exact resume, and no compilation after warm-up."""
+import json
+import struct
+
+import jax
+import numpy as np
+import pytest
+
+from gtpo_jax.arrays import Rollouts
+from gtpo_jax.checkpoint import Checkpoints
+from gtpo_jax.config import default_config, freeze
+from gtpo_jax.data.records import Problem, user
+from gtpo_jax.errors import UserError
+from gtpo_jax.models.qwen2 import init_params
+from gtpo_jax.reporting.compiles import compile_count
+from gtpo_jax.reporting.display import Display
+from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.rollout import Actor
+from gtpo_jax.sampling.filters import Sampler
+from gtpo_jax.train import claim, load_config, train
+from gtpo_jax.training.state import init_state, make_optimizer
+from gtpo_jax.training.update import make_update
+
+PROMISED = """step reward/mean reward/accuracy entropy/mean entropy/correct entropy/incorrect length/mean length/cut_off loss grad_norm
+clip/low clip/high mismatch/max_abs_logp mismatch/kl groups/all_correct groups/all_wrong time/sample time/reward time/update time/step
+tokens/s""".split()
+
+
+def small_config(**changes):
+  config = default_config()
+  config.steps = 4
+  config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 2, 2, 2
+  config.data.terms, config.data.max_prompt_tokens, config.sampling.max_tokens = 2, 20, 18
+  config.batch.prompts, config.batch.group, config.batch.micro_batches = 8, 4, 2
+  config.warm_start.steps, config.warm_start.batch = 40, 8
+  config.eval.every, config.eval.problems, config.eval.samples, config.eval.batch = 2, 12, 2, 8
+  config.checkpoint.every = 2
+  config.optimizer.learning_rate = 1e-3
+  with config.unlocked():
+    config.update_from_flattened_dict(changes)
+  return freeze(config)
+
+
+def run(config, workdir, stopping=lambda: False):
+  return train(config, workdir, Display(enabled=False), stopping)
+
+
+def lasting(rows):
+  """Metrics without what the clock and the process say."""
+  return [{key: value for key, value in row.items() if not key.startswith("time/") and key not in ("tokens/s", "compiles")} for row in rows]
+
+
+def final_params(config, workdir):
+  return jax.device_get(Checkpoints(workdir / "checkpoints").restore_params(Actor(config).model))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("runs") / "whole"
+  return workdir, run(small_config(), workdir)
+
+
+def test_what_a_run_leaves_behind(whole):
+  workdir, result = whole
+  assert result.finished and result.step == 4
+  assert "held-out pass@1" in result.summary and "after 4 steps" in result.summary
+  rows = read_jsonl(workdir / "metrics.jsonl")
+  assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+  for row in rows[1:]:
+    assert set(PROMISED) <= row.keys()
+    assert all(isinstance(value, int | float) and np.isfinite(value) for value in row.values())
+    assert row["mismatch/max_abs_logp"] <= 1e-4
+  for row in rows[0], rows[2], rows[4]:
+    assert {"eval/sums/mean@2", "eval/sums/pass@1", "eval/sums/pass@2", "eval/sums/greedy"} <= row.keys()
+  assert not any(key.startswith("eval/") for key in rows[1])
+  picture = (workdir / "curves.png").read_bytes()
+  assert picture[:8] == b"\x89PNG\r\n\x1a\n" and min(struct.unpack(">II", picture[16:24])) > 300 and len(picture) > 20_000
+  samples = read_jsonl(workdir / "samples.jsonl")
+  assert {row["step"] for row in samples} == {1, 2, 3, 4} and "+" in samples[0]["prompt"]
+  assert list((workdir / "tensorboard").glob("events.*"))
+  assert load_config(workdir) == small_config()
+  assert Checkpoints(workdir / "checkpoints").latest == 4
+
+
+def test_resume_is_exact(whole, tmp_path):
+  """Stopped after two steps and taken up again, a run ends bit for bit where the whole one did."""
+  workdir = tmp_path / "halves"
+
+  def stop_in_step_two():
+    rows = read_jsonl(workdir / "metrics.jsonl")
+    return bool(rows) and rows[-1]["step"] == 2
+
+  first = run(small_config(), workdir, stop_in_step_two)
+  assert not first.finished and first.step == 2
+  assert [row["step"] for row in read_jsonl(workdir / "metrics.jsonl")] == [0, 1, 2]
+  with (workdir / "metrics.jsonl").open("a") as out:  # as a kill after the checkpoint would leave it
+    out.write(json.dumps({"step": 3, "loss": 1.0}) + "\n" + '{"step": 4, "lo')
+  assert run(small_config(), workdir).finished
+
+  assert lasting(read_jsonl(workdir / "metrics.jsonl")) == lasting(read_jsonl(whole[0] / "metrics.jsonl"))
+  jax.tree.map(np.testing.assert_array_equal, final_params(small_config(), workdir), final_params(small_config(), whole[0]))
+
+
+def test_a_finished_run_says_so_and_more_steps_go_on(whole):
+  workdir, _ = whole
+  before = read_jsonl(workdir / "metrics.jsonl")
+  assert run(small_config(), workdir).finished
+  assert read_jsonl(workdir / "metrics.jsonl") == before
+  assert run(small_config(steps=5), workdir).step == 5
+  assert [row["step"] for row in read_jsonl(workdir / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
+
+
+def test_another_config_is_refused_with_the_difference(whole):
+  with pytest.raises(UserError, match=r"belongs to another config \(seed was 0, now 7\)"):
+    claim(whole[0], small_config(seed=7))
+
+
+def test_bad_workdirs_are_refused(tmp_path):
+  (tmp_path / "file").write_text("x")
+  with pytest.raises(UserError, match="is a file; name a folder"):
+    claim(tmp_path / "file", small_config())
+  with pytest.raises(UserError, match="cannot write into workdir"):
+    claim(tmp_path / "file" / "below", small_config())
+  with pytest.raises(UserError, match="no run in"):
+    load_config(tmp_path)
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_anything_is_written(tmp_path):
+  with pytest.raises(UserError, match=r"batch.prompts = 6 does not divide"):
+    run(small_config(**{"batch.prompts": 6}), tmp_path / "run")
+  with pytest.raises(UserError, match="does not fit 8 device"):
+    run(small_config(**{"mesh.data": 3}), tmp_path / "run")
+  assert not (tmp_path / "run").exists()
+
+
+def test_no_compilation_after_warm_up():
+  """Twenty batches whose prompts and completions have other lengths: the programs of the first one serve them all."""
+  config = small_config()
+  actor, optimizer = Actor(config), make_optimizer(config.optimizer, 20)
+  update = make_update(actor.model, config.algorithm_object, optimizer, micro_batches=2, head_chunk=64)
+  state = init_state(init_params(actor.model, jax.random.key(0)), optimizer, actor.model)
+  rng = np.random.default_rng(0)
+  compile_count()
+  counts, widths = [], set()
+  for step in range(21):
+    problems = [Problem(str(i), user("7" * rng.integers(1, 11)), "7", "last_number") for i in range(8)]
+    widths.add(tuple(len(actor.chat.encode_prompt(problem.messages)) for problem in problems))
+    rollouts = actor.answer(actor.engine.layout(state.params), problems, jax.random.key(step), 4, config.sampler)
+    state, metrics = update(state, rollouts, actor.verdicts(actor.judge(rollouts, problems), config))
+    jax.device_get(metrics)
+    counts.append(compile_count())
+  assert len(widths) == 21 and counts[0] > 0
+  assert counts[1:] == [counts[0]] * 20
+
+
+def test_judging(whole):
+  """Right means: ended by itself, and the last number is the sum."""
+  config = small_config()
+  actor = Actor(config)
+  texts, gold = ["7+5=12", "7+5=2", "7+5=12", "no number"], "12"
+  ids = [actor.chat.encode_completion(text) for text in texts]
+  tokens, mask = np.zeros((1, 4, 18), np.int32), np.zeros((1, 4, 18), bool)
+  for i, row in enumerate(ids):
+    tokens[0, i, :len(row)], mask[0, i, :len(row)] = row, True
+  finished = np.array([[True, True, False, True]])
+  rollouts = Rollouts(None, tokens, mask, None, None, finished)
+  completions = actor.judge(rollouts, [Problem("0", user("7+5:"), gold, "last_number")])
+  assert completions.texts == [texts]
+  np.testing.assert_array_equal(completions.correct, [[True, False, False, False]])
+  np.testing.assert_array_equal(completions.lengths, [[len(row) for row in ids]])
+
+
+def test_rewards_and_penalties_are_the_algorithms(whole):
+  config = small_config(**{"algorithm.name": "dapo", "algorithm.overlong_buffer": 8})
+  actor = Actor(config)
+  rollouts = actor.answer(actor.engine.layout(init_params(actor.model, jax.random.key(0))), [Problem("0", user("1"), "1", "last_number")] * 4,
+                          jax.random.key(0), 2, Sampler())
+  verdicts = jax.device_get(actor.verdicts(actor.judge(rollouts, [Problem("0", user("1"), "1", "last_number")] * 4), config))
+  assert set(np.unique(verdicts.reward)) <= {-1.0, 1.0}
+  lengths = np.asarray(rollouts.lengths)
+  np.testing.assert_allclose(verdicts.penalty, np.clip((18 - 8 - lengths) / 8, -1, 0))

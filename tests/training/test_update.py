@@ -1,0 +1,227 @@
+"""The compiled update: the same result however the batch is cut and wherever it lies."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gtpo_jax import algorithms
+from gtpo_jax.arrays import Prompts, Rollouts, Verdicts
+from gtpo_jax.errors import UserError
+from gtpo_jax.models import ModelConfig, Qwen2, init_params
+from gtpo_jax.models.qwen2 import abstract_params
+from gtpo_jax.parallel import make_mesh, shard_batch, single_device_mesh
+from gtpo_jax.training.head import score
+from gtpo_jax.training.state import OptimizerConfig, abstract_state, init_state, learning_rate, make_optimizer
+from gtpo_jax.training.update import check_divides, make_update
+
+CONFIG = ModelConfig(vocab_size=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64)
+N, G, T = 8, 4, 9
+SGD_LIKE = OptimizerConfig(learning_rate=1e-2, eps=1.0, weight_decay=0.1, clip_norm=1e9)  # a large eps keeps Adam near linear
+
+
+@functools.cache
+def batch(seed=0):
+  """Rollouts of a policy near the learner's, with lengths, verdicts and penalties of every kind."""
+  rng = np.random.default_rng(seed)
+  model = Qwen2(CONFIG, single_device_mesh())
+  prompts = Prompts(jnp.asarray(rng.integers(0, 48, (N, 5)), jnp.int32), jnp.asarray(rng.integers(1, 6, N), jnp.int32))
+  tokens = jnp.asarray(rng.integers(0, 48, (N, G, T)), jnp.int32)
+  log_probs, entropy = score(model, params_on(model), prompts, tokens, 1.0, 64)
+  mask = np.arange(T) < rng.integers(1, T + 1, (N, G, 1))
+  noise = jnp.asarray(rng.normal(0, 0.2, (N, G, T)), jnp.float32)  # some ratios leave the clip range
+  correct = rng.random((N, G)) < 0.5
+  correct[0], correct[1], correct[2:, 0], correct[2:, 1] = True, False, True, False  # two groups without contrast
+  rollouts = Rollouts(prompts, tokens, jnp.asarray(mask), jnp.where(mask, log_probs + noise, 0), jnp.where(mask, entropy, 0),
+                      jnp.asarray(mask.sum(-1) < T))
+  penalty = np.where(mask.sum(-1) > 6, -0.5, 0.0)
+  return jax.device_get((rollouts, Verdicts(correct, correct.astype(np.float32), penalty.astype(np.float32))))
+
+
+@functools.cache
+def random_params():
+  return jax.device_get(init_params(Qwen2(CONFIG, single_device_mesh()), jax.random.key(0)))
+
+
+def params_on(model):
+  return jax.tree.map(lambda x, like: jax.device_put(x * 4, like.sharding), random_params(), abstract_params(model))
+
+
+def run(name, mesh=None, micro_batches=1, optimizer=SGD_LIKE, head_chunk=64, data=None, **settings):
+  model = Qwen2(CONFIG, mesh or single_device_mesh())
+  optimizer = make_optimizer(optimizer, 10)
+  update = make_update(model, algorithms.make(name, **settings), optimizer, micro_batches=micro_batches, head_chunk=head_chunk)
+  state, metrics = update(init_state(params_on(model), optimizer, model), *shard_batch(data or batch(), model.mesh))
+  return jax.device_get(state), {key: float(value) for key, value in metrics.items()}
+
+
+def assert_same(a, b, atol=1e-5):
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a[0], b[0])
+  assert a[1].keys() == b[1].keys()
+  for key in a[1]:
+    assert a[1][key] == pytest.approx(b[1][key], rel=atol, abs=atol), key
+
+
+@functools.cache
+def plain(name):
+  """The full batch on one device, at the published settings."""
+  return run(name)
+
+
+@pytest.mark.parametrize("name", ["gtpo", "grpo_s"])
+def test_micro_batches_equal_the_full_batch(name):
+  assert plain(name)[1]["grad_norm"] > 1e-3
+  assert_same(plain(name), run(name, micro_batches=4, head_chunk=7))
+
+
+@pytest.mark.parametrize(("name", "shape", "micro_batches"), [
+    ("gtpo", (8, 1, 1), 1), ("gtpo", (2, 2, 2), 2), ("grpo_s", (2, 2, 2), 1), ("dapo", (1, 8, 1), 1), ("grpo", (4, 1, 2), 2)])
+def test_one_device_equals_eight(name, shape, micro_batches):
+  assert_same(plain(name), run(name, make_mesh(*shape), micro_batches))
+
+
+def test_batch_scopes_are_right_under_sharding_and_micro_batches():
+  settings = {"scope": "batch", "compare": "matrix", "norm_scope": "batch"}
+  assert_same(run("gtpo", **settings), run("gtpo", make_mesh(2, 2, 2), micro_batches=2, **settings))
+
+
+def test_groups_without_contrast_change_nothing():
+  rollouts, verdicts = batch()
+  kept = jax.tree.map(lambda x: x[2:], (rollouts, verdicts))
+  whole, cut = plain("gtpo"), run("gtpo", data=kept)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), whole[0], cut[0])
+  assert whole[1]["groups/all_correct"] == whole[1]["groups/all_wrong"] == 1 / 8
+
+
+@pytest.mark.parametrize("name", ["gtpo", "grpo_s", "dapo", "grpo"])
+def test_no_gradient_through_entropy_advantages_or_rewards(name):
+  """The loss as a function of everything it is made from: only the learner's log-probs move it."""
+  rollouts, verdicts = batch()
+  algorithm = algorithms.make(name)
+  log_probs = rollouts.log_probs + 0.05
+
+  def loss(log_probs, log_probs_old, entropy, reward, penalty):
+    mask = algorithm.loss_mask(rollouts.mask, verdicts.correct)
+    advantages = algorithm.advantages(entropy=entropy, mask=rollouts.mask, correct=verdicts.correct, reward=reward, penalty=penalty)
+    return algorithm.loss(logp=log_probs, logp_old=log_probs_old, advantages=advantages, mask=mask)[0]
+
+  grads = jax.grad(loss, argnums=(0, 1, 2, 3, 4))(log_probs, rollouts.log_probs, rollouts.entropy, verdicts.reward, verdicts.penalty)
+  assert np.abs(grads[0]).max() > 0
+  for grad in grads[1:]:
+    assert (np.asarray(grad) == 0).all()
+
+
+def test_no_gradient_through_the_models_own_entropy():
+  model = Qwen2(CONFIG, single_device_mesh())
+  rollouts, _ = batch()
+  through = lambda which: jax.grad(lambda p: score(model, p, rollouts.prompts, rollouts.tokens, 1.0, 64)[which].sum())(params_on(model))
+  assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(through(0))) > 0
+  assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(through(1)))
+
+
+def test_the_gradient_is_that_of_the_plain_loss():
+  """Against the loss written with full logits and differentiated as a whole."""
+  model = Qwen2(CONFIG, single_device_mesh())
+  rollouts, verdicts = batch()
+  algorithm = algorithms.make("gtpo")
+  mask = algorithm.loss_mask(rollouts.mask, verdicts.correct)
+  advantages = algorithm.advantages(entropy=rollouts.entropy, mask=rollouts.mask, correct=verdicts.correct, reward=verdicts.reward)
+
+  def loss(params):
+    hidden = model.apply({"params": params}, rollouts.prompts, rollouts.tokens, method="completion_hidden")
+    log_probs = jax.nn.log_softmax(model.apply({"params": params}, hidden, method="logits"))
+    log_probs = jnp.take_along_axis(log_probs, jnp.asarray(rollouts.tokens)[..., None], -1)[..., 0]
+    ratio = jnp.exp(log_probs - rollouts.log_probs)
+    objective = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.28) * advantages)
+    return -jnp.where(mask, objective, 0).sum() / mask.sum()
+
+  params = params_on(model)
+  grads = jax.grad(loss)(params)
+  norm = float(jnp.sqrt(sum(jnp.square(x).sum() for x in jax.tree.leaves(grads))))
+  _, metrics = plain("gtpo")
+  assert metrics["loss"] == pytest.approx(float(loss(params)), abs=1e-6)
+  assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
+  assert metrics["clip/low"] > 0 and metrics["clip/high"] > 0
+
+
+def test_the_update_raises_the_probability_of_what_was_right():
+  rollouts, verdicts = batch()
+  mask = np.asarray(rollouts.mask)
+  model = Qwen2(CONFIG, single_device_mesh())
+  on_policy = score(model, params_on(model), rollouts.prompts, rollouts.tokens, 1.0, 64)[0]
+  rollouts = rollouts.replace(log_probs=np.where(mask, on_policy, 0))
+  state, metrics = run("gtpo", data=(rollouts, verdicts))
+  after = score(model, state.params, rollouts.prompts, rollouts.tokens, 1.0, 64)[0]
+  gain = np.where(mask, after - on_policy, 0)[2:]
+  right = np.asarray(verdicts.correct)[2:]
+  assert gain[right].sum() > 0 > gain[~right].sum()
+  assert metrics["mismatch/max_abs_logp"] < 1e-5 and metrics["ratio/mean"] == pytest.approx(1, abs=1e-5)
+  assert metrics["advantage/correct"] > 0 > metrics["advantage/incorrect"]
+
+
+def test_metrics_of_the_batch():
+  rollouts, verdicts = batch()
+  _, metrics = plain("gtpo")
+  mask, right = np.asarray(rollouts.mask), np.asarray(verdicts.correct)
+  lengths = mask.sum(-1)
+  assert metrics["length/mean"] == pytest.approx(lengths.mean()) and metrics["length/max"] == lengths.max()
+  assert metrics["length/cut_off"] == pytest.approx(1 - np.asarray(rollouts.finished).mean())
+  assert metrics["reward/accuracy"] == pytest.approx(right.mean())
+  assert metrics["reward/mean"] == pytest.approx((verdicts.reward + verdicts.penalty).mean(), abs=1e-6)
+  assert metrics["entropy/correct"] == pytest.approx(np.asarray(rollouts.entropy)[mask & right[..., None]].mean(), abs=1e-5)
+  assert metrics["tokens/completion"] == mask.sum() and metrics["tokens/trained"] == mask[2:].sum()
+  assert metrics["credit/conservation_residual"] < 1e-5
+
+
+def test_a_batch_without_any_contrast_leaves_the_policy_to_weight_decay_alone():
+  rollouts, verdicts = batch()
+  verdicts = verdicts.replace(correct=np.zeros((N, G), bool))
+  optimizer = OptimizerConfig(learning_rate=1e-2, weight_decay=0.0)
+  state, metrics = run("gtpo", data=(rollouts, verdicts), optimizer=optimizer)
+  assert metrics["loss"] == metrics["grad_norm"] == 0
+  before = jax.device_get(params_on(Qwen2(CONFIG, single_device_mesh())))
+  jax.tree.map(np.testing.assert_array_equal, state.params, before)
+
+
+def test_the_state_is_laid_out_like_the_parameters():
+  model = Qwen2(CONFIG, make_mesh(2, 2, 2))
+  state = init_state(params_on(model), make_optimizer(SGD_LIKE, 5), model)
+  moments = [x for x in jax.tree.leaves(state.opt_state) if x.shape == (2, 32, 64)]
+  assert len(moments) == 4 and all(x.sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor") for x in moments)
+  like = abstract_state(model, make_optimizer(SGD_LIKE, 5))
+  jax.tree.map(lambda x, y: (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding) or pytest.fail(f"{x} {y}"), state, like)
+
+
+def test_decay_spares_norms_and_biases():
+  model = Qwen2(CONFIG, single_device_mesh())
+  optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, weight_decay=0.5), 5)
+  params = params_on(model)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  changes, _ = optimizer.update(zeros, optimizer.init(params), params)
+  np.testing.assert_allclose(changes["layers"]["q"]["kernel"], -0.05 * params["layers"]["q"]["kernel"], rtol=1e-5)
+  assert not np.asarray(changes["norm"]["scale"]).any() and not np.asarray(changes["layers"]["q"]["bias"]).any()
+
+
+def test_schedules():
+  rate = learning_rate(OptimizerConfig(learning_rate=2.0, warmup_steps=4, schedule="linear"), 12)
+  np.testing.assert_allclose([rate(i) for i in (0, 2, 4, 8, 12)], [0.0, 1.0, 2.0, 1.0, 0.0], atol=1e-6)
+  rate = learning_rate(OptimizerConfig(learning_rate=2.0, schedule="cosine"), 8)
+  np.testing.assert_allclose([rate(i) for i in (0, 4, 8)], [2.0, 1.0, 0.0], atol=1e-6)
+  rate = learning_rate(OptimizerConfig(learning_rate=2.0), 8)
+  assert [float(rate(i)) for i in (0, 8)] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(("field", "value", "message"), [
+    ("learning_rate", 0.0, "above 0, got 0.0"), ("b2", 1.0, r"in \[0, 1\), got 1.0"), ("weight_decay", -1.0, "at least 0, got -1.0"),
+    ("schedule", "step", "one of constant, cosine, linear; got 'step'"), ("clip_norm", -1.0, "above 0, got -1.0")])
+def test_bad_optimizers_are_refused(field, value, message):
+  with pytest.raises(UserError, match=message):
+    OptimizerConfig(**{field: value})
+
+
+def test_batches_that_do_not_divide_are_refused():
+  model = Qwen2(CONFIG, make_mesh(2, 2, 2))
+  check_divides("batch.prompts", 8, 2, model)
+  with pytest.raises(UserError, match=r"batch.prompts = 12 does not divide into 2 .* 4 batch shard.*multiple of 8"):
+    check_divides("batch.prompts", 12, 2, model)
