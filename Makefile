@@ -4,20 +4,26 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/tiny.py
 WORKDIR ?= runs/tiny
+TOPOLOGY ?= v5e:4x4
 ARGS ?=
 
-.PHONY: setup train test test-slow lint bench clean
+.PHONY: setup train test test-slow lint bench plan clean
 
-setup: $(VENV)/.done
+# Everything: the program, the test tools, libtpu for `make plan`.
+setup: $(VENV)/.developer
 
-$(VENV)/.done: setup.py
+$(VENV)/.program: setup.py
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-train: setup
+$(VENV)/.developer: $(VENV)/.program
+	$(BIN)/python -m pip install --quiet --editable '.[dev,plan]'
+	@touch $@
+
+train: $(VENV)/.program
 	$(BIN)/gtpo train --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
 test: setup
@@ -31,6 +37,9 @@ lint: setup
 
 bench: setup
 	$(BIN)/python benchmarks/step.py
+
+plan: setup
+	$(BIN)/gtpo plan --config=$(CONFIG) --topology=$(TOPOLOGY) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -36,6 +36,7 @@ setup(
     extras_require={
         "tpu": ["jax[tpu]>=0.10,<0.13"],
         "cuda": ["jax[cuda13]>=0.10,<0.13"],
+        "plan": ["jax[tpu]>=0.10,<0.13"],  # libtpu, whose compiler needs no TPU
         "dev": [
             "pytest>=8",
             "pytest-xdist>=3.6",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gtpo_jax.errors import UserError, nearest
 
-COMMANDS = ("train", "eval", "sample", "doctor")
+COMMANDS = ("train", "eval", "sample", "plan", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +58,12 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   sample.add_argument("--n", type=int, default=1, help="how many completions")
   sample.add_argument("--seed", type=int, default=0)
   sample.set_defaults(run=_sample)
+
+  planner = commands.add_parser("plan", help="does a run fit hardware that is not here?", allow_abbrev=False)
+  planner.add_argument("--config", required=True, help="a config file; --config.a.b=VALUE overrides a field")
+  planner.add_argument("--topology", required=True, help="such as v5p:4x4x4 or v5e:4x4 (needs libtpu), or cpu:8")
+  planner.add_argument("--json", type=Path, help="write the numbers into this file too")
+  planner.set_defaults(run=_plan)
 
   doctor = commands.add_parser("doctor", help="what is here, what is missing, how to get it", allow_abbrev=False)
   doctor.set_defaults(run=_doctor)
@@ -150,6 +156,17 @@ def _sample(args: argparse.Namespace, overrides: list[str]) -> int:
   tokens, mask = fetch((rollouts.tokens[0], rollouts.mask[0]))
   for text in actor.chat.decode(tokens, mask):
     print(text)
+  return 0
+
+
+def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
+  _prepare_jax()
+  from gtpo_jax import config as configs
+  from gtpo_jax.plan import plan, table
+  result = plan(configs.load(args.config, overrides), args.topology)
+  print(table(result))
+  if args.json:
+    _write(args.json, json.dumps(result, indent=2) + "\n")
   return 0
 
 

@@ -220,12 +220,14 @@ class Config:
                 "log.samples": 0, "seed": 0}
     values = flatten(to_dict(self))
     for name, least in at_least.items():
-      if values[name] < least:
+      if not values[name] >= least:  # NaN too
         raise UserError(f"{name} must be at least {least}, got {values[name]}")
     if self.batch.group < 2:
       raise UserError(f"batch.group must be at least 2, got {self.batch.group}: a completion is judged against its group")
     if self.sampling.temperature == 0:
       raise UserError("sampling.temperature must be above 0 while learning, got 0: greedy completions of a prompt are all the same")
+    if not 0 <= self.eval.temperature < float("inf"):
+      raise UserError(f"eval.temperature must be at least 0 and finite, got {self.eval.temperature}")
     if self.model.preset not in PRESETS:
       raise UserError(f"unknown model.preset {self.model.preset!r}{nearest(self.model.preset, PRESETS)}; valid are {', '.join(PRESETS)}")
     for name in {self.data.train, self.data.eval or self.data.train}:
@@ -348,7 +350,10 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
     if dataclasses.is_dataclass(hint):
       if not isinstance(value, Mapping):
         raise UserError(f"{prefix}{key} is a section with fields, got {value!r}")
-      made[key] = _build(hint, value, f"{prefix}{key}.")
+      try:
+        made[key] = _build(hint, value, f"{prefix}{key}.")
+      except UserError as error:  # the optimizer's own complaints say "optimizer."; here it is whose
+        raise UserError(prefix + str(error)) if str(error).startswith("optimizer.") else error from None
     else:
       made[key] = _typed(value, hint, f"{prefix}{key}")
   return cls(**made)

@@ -14,5 +14,6 @@ class UserError(ValueError):
 
 def nearest(word: str, choices: Iterable[str]) -> str:
   """The phrase ", did you mean ...?" where one of `choices` is close to `word`, else the empty string."""
-  close = difflib.get_close_matches(word, list(choices), n=1)
-  return f", did you mean {close[0]!r}?" if close else ""
+  by_lower = {choice.lower(): choice for choice in choices}
+  close = difflib.get_close_matches(word.lower(), list(by_lower), n=1)
+  return f", did you mean {by_lower[close[0]]!r}?" if close else ""

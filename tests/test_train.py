@@ -21,9 +21,9 @@ from gtpo_jax.train import claim, load_config, train
 from gtpo_jax.training.state import init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
-PROMISED = """step reward/mean reward/accuracy entropy/mean entropy/correct entropy/incorrect length/mean length/cut_off loss grad_norm
-clip/low clip/high mismatch/max_abs_logp mismatch/kl groups/all_correct groups/all_wrong time/sample time/reward time/update time/step
-tokens/s""".split()
+PROMISED = ["step", "reward/mean", "reward/accuracy", "entropy/mean", "entropy/correct", "entropy/incorrect", "length/mean",
+            "length/cut_off", "loss", "grad_norm", "clip/low", "clip/high", "mismatch/max_abs_logp", "mismatch/kl", "groups/all_correct",
+            "groups/all_wrong", "time/sample", "time/reward", "time/update", "time/step", "tokens/s"]
 
 
 def small_config(**changes):
@@ -172,10 +172,10 @@ def test_judging(whole):
 
 def test_rewards_and_penalties_are_the_algorithms(whole):
   config = small_config(**{"algorithm.name": "dapo", "algorithm.overlong_buffer": 8})
-  actor = Actor(config)
-  rollouts = actor.answer(actor.engine.layout(init_params(actor.model, jax.random.key(0))), [Problem("0", user("1"), "1", "last_number")] * 4,
-                          jax.random.key(0), 2, Sampler())
-  verdicts = jax.device_get(actor.verdicts(actor.judge(rollouts, [Problem("0", user("1"), "1", "last_number")] * 4), config))
+  actor, problems = Actor(config), [Problem("0", user("1"), "1", "last_number")] * 4
+  params = actor.engine.layout(init_params(actor.model, jax.random.key(0)))
+  rollouts = actor.answer(params, problems, jax.random.key(0), 2, Sampler())
+  verdicts = jax.device_get(actor.verdicts(actor.judge(rollouts, problems), config))
   assert set(np.unique(verdicts.reward)) <= {-1.0, 1.0}
   lengths = np.asarray(rollouts.lengths)
   np.testing.assert_allclose(verdicts.penalty, np.clip((18 - 8 - lengths) / 8, -1, 0))

@@ -16,6 +16,7 @@ STD_FLOOR = 1e-6
 def zscore(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
   """(x - mean) / population std over `axes`; 0 where the std is below 1e-6, and 0 outside `mask`."""
   mean = masked_mean(x, mask, axes, keepdims=True)
+  mean += masked_mean(x - mean, mask, axes, keepdims=True)  # what rounding left: equal values must give a std of 0
   std = jnp.sqrt(masked_mean(jnp.square(x - mean), mask, axes, keepdims=True))
   alive = mask & (std >= STD_FLOOR)
   return jnp.where(alive, (x - mean) / jnp.where(std >= STD_FLOOR, std, 1.0), 0.0)

@@ -58,7 +58,7 @@ class Settings:
       value = getattr(self, name)
       try:
         valid = value is None or good(value)
-      except TypeError:  # a string where a number belongs, and the like
+      except TypeError:  # a text where a number belongs, and the like
         valid = False
       if not valid:
         raise UserError(f"algorithm.{name} must be {bound}, got {value!r}")
@@ -68,10 +68,11 @@ class Settings:
     for name, choices in (("compare", {c for c, _ in COMPARE}), ("scope", {s for _, s in COMPARE}), ("norm_scope", NORM_SCOPE),
                           ("mean", MEANS), ("ratio", SEQUENCE_RATIOS)):
       check(name, lambda x, choices=choices: x in choices, f"one of {', '.join(sorted(choices))}")
-    check("h_floor", lambda x: x > 0, "above 0")
+    check("h_floor", lambda x: 0 < x < float("inf"), "above 0 and finite")
     check("eps_low", lambda x: 0 < x < 1, "in (0, 1)")
     check("eps_high", lambda x: 0 < x < float("inf"), "above 0 and finite")
-    check("overlong_buffer", lambda x: x >= 0, "at least 0")
+    check("overlong_buffer", lambda x: x >= 0 and isinstance(x, int), "at least 0, in whole tokens")
+    check("sign_guard", lambda x: isinstance(x, bool), "True or False")
     if self.eps_low is not None and self.eps_high is not None and self.eps_low > self.eps_high:
       raise UserError(f"algorithm.eps_low must be in (0, eps_high], got {self.eps_low} > {self.eps_high}")
 
@@ -257,7 +258,9 @@ def make(name: str, **overrides: Any) -> Algorithm:
   if name not in RECIPES:
     raise UserError(f"unknown algorithm {name!r}{nearest(name, RECIPES)}; valid are {', '.join(RECIPES)}")
   settings = RECIPES[name].settings
-  for key in overrides:
+  for key, value in overrides.items():
     if key not in settings:
       raise UserError(f"algorithm {name!r} has no setting {key!r}{nearest(key, settings)}; it reads {', '.join(settings)}")
+    if value is None:
+      raise UserError(f"algorithm.{key} must be given a value, got None; leave it out for the published {settings[key]!r}")
   return Algorithm(name, Settings(**{**settings, **overrides}))

@@ -23,7 +23,7 @@ class Chat:
 
   def __init__(self, tokenizer: PreTrainedTokenizerBase):
     self.tokenizer = tokenizer
-    self.control = tuple(tokenizer.all_special_tokens)
+    self.control = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     self.pad = tokenizer.pad_token_id
     self.stop = tuple(sorted({tokenizer.eos_token_id, tokenizer.pad_token_id}))  # ids that end a completion
     self.vocab_size = len(tokenizer)

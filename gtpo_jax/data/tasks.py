@@ -13,13 +13,16 @@ import numpy as np
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.errors import UserError, nearest
 
-HELD_OUT = 8  # one problem in this many
+HELD_OUT = 8    # one problem in this many
+MOST = 1 << 22  # problems a task numbers; of a larger space it takes a fixed sample
 
 
 class Task(Protocol):
   """What warm start, training and evaluation ask of a task."""
 
   name: str
+  terms: int
+  largest: int
   train_ids: np.ndarray  # i64[...]
   held_out_ids: np.ndarray
 
@@ -50,12 +53,14 @@ class RunningSums:
       raise UserError(f"data.terms = {terms} with data.largest = {largest} leaves no two-digit total; sums need terms >= 1, "
                       f"largest in 1..9 and terms * largest <= 89")
     self._firsts = top - 9
-    self.size = self._firsts * largest**terms
-    self.train_ids, self.held_out_ids = _split(np.arange(self.size))
+    space = self._firsts * largest**terms
+    self._codes = np.arange(space) if space <= MOST else np.unique(np.random.default_rng(0).integers(space, size=MOST))
+    self.size = len(self._codes)
+    self.train_ids, self.held_out_ids = _split(self, self._codes)
 
   def numbers(self, index: int) -> list[int]:
     """The first total and the addends."""
-    rest, first = divmod(int(index), self._firsts)
+    rest, first = divmod(int(self._codes[index]), self._firsts)
     numbers = [first + 10]
     for _ in range(self.terms):
       rest, addend = divmod(rest, self.largest)
@@ -105,7 +110,7 @@ class Countdown:
       minus[:, i] &= self._targets > self._numbers[:, i]  # totals stay positive
       self._targets += np.where(minus[:, i], -1, 1) * self._numbers[:, i]
     code = (np.sort(self._numbers, axis=1) * (largest + 1) ** np.arange(terms)).sum(1)  # one for all orders and targets
-    self.train_ids, self.held_out_ids = _split(code)
+    self.train_ids, self.held_out_ids = _split(self, code)
 
   def problem(self, index: int) -> Problem:
     """The numbers in ascending order, and the target."""
@@ -116,7 +121,7 @@ class Countdown:
   def demonstration(self, index: int, rng: np.random.Generator, slips: float) -> str:
     """A true chain of steps, which often ends at another number."""
     numbers, minus = self._numbers[index].tolist(), self._minus[index].tolist()
-    if rng.random() < 0.75 * slips:  # the same numbers, another way
+    if rng.random() < 0.9 * slips:  # the same numbers, another way
       numbers = [numbers[i] for i in rng.permutation(self.terms)]
       minus = (rng.random(self.terms) < 0.5).tolist()
     total, steps = numbers[0], []
@@ -143,9 +148,12 @@ def make_task(name: str, terms: int = 0, largest: int = 0) -> Task:
   return TASKS[name](**{key: value for key, value in (("terms", terms), ("largest", largest)) if value})
 
 
-def _split(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _split(task: Task, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """The problem numbers of the training part and of the held-out part, by a hash of each problem's code."""
   held_out = _hash(codes.astype(np.uint64)) % np.uint64(HELD_OUT) == 0
+  if held_out.all() or not held_out.any():
+    raise UserError(f"data.terms = {task.terms} with data.largest = {task.largest} leaves too few different {task.name} problems to hold "
+                    f"some out; raise one of them")
   return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 

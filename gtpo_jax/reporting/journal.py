@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ class Journal:
       self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=resumed_step + 1)
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """One object for the step: plain numbers, keys as the README lists them."""
-    _append(self.metrics_file, {"step": step, **metrics})
+    """One object for the step: plain numbers, null for one that is not finite."""
+    _append(self.metrics_file, {"step": step, **{name: value if math.isfinite(value) else None for name, value in metrics.items()}})
     for name, value in metrics.items():
       if self._board:
         self._board.add_scalar(name, value, step)
@@ -43,7 +44,7 @@ class Journal:
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-  """The objects of a JSON-lines file; a last line that a kill left half written is passed over."""
+  """The objects of a JSON-lines file; a line that a kill left half written is passed over."""
   rows = []
   for line in file.read_text().splitlines() if file.exists() else []:
     try:

@@ -102,12 +102,16 @@ def draw(probs: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def _invert(weights: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """The first index whose running sum passes `uniform` [0, 1) of the total, and where inside it the point falls, in [0, 1)."""
+  """The first index with weight whose running sum passes `uniform` [0, 1) of the total, and where in it the point falls, [0, 1).
+
+  A parallel running sum may rise by rounding across weights of 0, or end below the point: neither may choose an index of
+  weight 0, and the last index with weight takes what is left.
+  """
   sums = jnp.cumsum(weights, axis=-1)
   point = uniform * sums[..., -1]
-  index = (sums <= point[..., None]).sum(-1)
-  last = weights.shape[-1] - 1 - jnp.argmax(weights[..., ::-1] > 0, axis=-1)  # rounding may not pass the last word with weight
-  index = jnp.minimum(index, last)
+  passed = (sums > point[..., None]) & (weights > 0)
+  last = weights.shape[-1] - 1 - jnp.argmax(weights[..., ::-1] > 0, axis=-1)
+  index = jnp.where(passed.any(-1), jnp.argmax(passed, axis=-1), last)
   weight = jnp.take_along_axis(weights, index[..., None], -1)[..., 0]
   start = jnp.take_along_axis(sums, index[..., None], -1)[..., 0] - weight
   return index, jnp.clip((point - start) / jnp.where(weight > 0, weight, 1), 0, 1 - 2**-24)

@@ -42,11 +42,11 @@ class OptimizerConfig:
       if not low <= getattr(self, name) < high:
         raise UserError(f"optimizer.{name} must be in [{low}, {high}), got {getattr(self, name)}")
     for name in ("learning_rate", "eps", "clip_norm"):
-      if not getattr(self, name) > 0:
-        raise UserError(f"optimizer.{name} must be above 0, got {getattr(self, name)}")
+      if not 0 < getattr(self, name) < float("inf"):
+        raise UserError(f"optimizer.{name} must be above 0 and finite, got {getattr(self, name)}")
     for name in ("warmup_steps", "weight_decay"):
-      if getattr(self, name) < 0:
-        raise UserError(f"optimizer.{name} must be at least 0, got {getattr(self, name)}")
+      if not 0 <= getattr(self, name) < float("inf"):
+        raise UserError(f"optimizer.{name} must be at least 0 and finite, got {getattr(self, name)}")
     if self.schedule not in SCHEDULES:
       raise UserError(f"optimizer.schedule must be one of {', '.join(SCHEDULES)}; got {self.schedule!r}")
 

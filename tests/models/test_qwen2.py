@@ -64,9 +64,9 @@ def test_hf_names_round_trip_and_complaints():
   jax.tree.map(np.testing.assert_array_equal, params, back)
   assert tensors["model.layers.2.self_attn.k_proj.weight"].shape == (16, 48)
 
-  with pytest.raises(UserError, match=r"1 tensor\(s\) missing: model.norm.weight"):
+  with pytest.raises(UserError, match=r"1 tensor\(s\) missing: model\.norm\.weight"):
     params_from_hf(model, {k: v for k, v in tensors.items() if k != "model.norm.weight"})
-  with pytest.raises(UserError, match="not of this architecture: model.rotary"):
+  with pytest.raises(UserError, match=r"not of this architecture: model\.rotary"):
     params_from_hf(model, {**tensors, "model.rotary": np.zeros(1)})
   with pytest.raises(UserError, match=r"wrong shape: lm_head.weight \(2, 2\) instead of \(96, 48\)"):
     params_from_hf(model, {**tensors, "lm_head.weight": np.zeros((2, 2))})

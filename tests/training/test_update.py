@@ -213,8 +213,9 @@ def test_schedules():
 
 
 @pytest.mark.parametrize(("field", "value", "message"), [
-    ("learning_rate", 0.0, "above 0, got 0.0"), ("b2", 1.0, r"in \[0, 1\), got 1.0"), ("weight_decay", -1.0, "at least 0, got -1.0"),
-    ("schedule", "step", "one of constant, cosine, linear; got 'step'"), ("clip_norm", -1.0, "above 0, got -1.0")])
+    ("learning_rate", 0.0, "above 0 and finite, got 0.0"), ("b2", 1.0, r"in \[0, 1\), got 1.0"),
+    ("weight_decay", -1.0, "at least 0 and finite, got -1.0"), ("schedule", "step", "one of constant, cosine, linear; got 'step'"),
+    ("clip_norm", -1.0, "above 0 and finite, got -1.0")])
 def test_bad_optimizers_are_refused(field, value, message):
   with pytest.raises(UserError, match=message):
     OptimizerConfig(**{field: value})

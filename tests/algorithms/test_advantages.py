@@ -1,0 +1,84 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gtpo_jax.algorithms import advantages
+from gtpo_jax.algorithms.shaping import Shaped
+
+zscore = jax.jit(advantages.zscore, static_argnums=2)
+two_sided_zscore = jax.jit(advantages.two_sided_zscore, static_argnames=("norm_scope", "sign_guard"))
+
+
+def test_zscore_by_hand():
+  x, mask = jnp.asarray([[[1.0, 3.0], [5.0, 99.0]]]), jnp.asarray([[[True, True], [True, False]]])
+  # 1, 3, 5: mean 3, population variance 8/3.
+  std = (8 / 3) ** 0.5
+  np.testing.assert_allclose(zscore(x, mask, (0, 1, 2)), [[[-2 / std, 0], [2 / std, 0]]], rtol=1e-6, atol=1e-7)
+
+
+def test_zscore_of_each_group_apart():
+  x, mask = jnp.asarray([[[0.0], [2.0]], [[10.0], [10.0]]]), jnp.ones((2, 2, 1), bool)
+  assert zscore(x, mask, (1, 2)).tolist() == [[[-1.0], [1.0]], [[0.0], [0.0]]]
+
+
+def test_zscore_has_mean_0_and_population_std_1():
+  rng = np.random.default_rng(1)
+  mask = rng.random((3, 4, 5)) < 0.7
+  z = np.asarray(zscore(jnp.asarray(rng.normal(3, 2, mask.shape), jnp.float32), jnp.asarray(mask), (0, 1, 2)), np.float64)
+  np.testing.assert_allclose([z[mask].mean(), z[mask].std()], [0, 1], atol=1e-6)
+  assert not z[~mask].any()
+
+
+@pytest.mark.parametrize(("spread", "dead"), [(0.0, True), (5e-7, True), (5e-6, False)])
+def test_a_std_below_1e_6_gives_0_and_no_division_by_epsilon(spread, dead):
+  x = jnp.asarray([[[-spread], [spread]]])  # std is the spread
+  z = zscore(x, jnp.ones((1, 2, 1), bool), (1, 2)).ravel().tolist()
+  assert z == ([0.0, 0.0] if dead else [-1.0, 1.0])
+
+
+@pytest.mark.parametrize("value", [0.1, 1.1, -3.3, 1e4])
+def test_equal_values_have_no_advantage(value):
+  mask = jnp.ones((7, 11, 13), bool)
+  assert not zscore(jnp.full(mask.shape, value), mask, (0, 1, 2)).any()
+
+
+def test_an_empty_mask_gives_0():
+  assert not zscore(jnp.full((1, 2, 3), jnp.nan), jnp.zeros((1, 2, 3), bool), (1, 2)).any()
+
+
+# 3 right of 4, one token each: R+ = 1, 1, 2, 0 and R- = 0, 0, 0, -1.
+SHAPED = Shaped(jnp.asarray([[[1.0], [1.0], [2.0], [0.0]]]), jnp.asarray([[[0.0], [0.0], [0.0], [-1.0]]]))
+CORRECT, MASK = jnp.asarray([[[True], [True], [True], [False]]]), jnp.ones((1, 4, 1), bool)
+
+
+def test_two_collections_by_hand():
+  # R+: mean 1, variance 1/2. R-: mean -1/4, variance 3/16.
+  got = two_sided_zscore(SHAPED, CORRECT, MASK, norm_scope="batch", sign_guard=False)
+  np.testing.assert_allclose(got.ravel(), [0, 0, 2**0.5, -3 / 3**0.5], rtol=1e-6, atol=1e-7)
+
+
+def test_the_zeros_of_the_other_side_are_in_the_statistics():
+  """Without them each side would have mean 0, and right and wrong would look alike."""
+  plus = jnp.asarray([[[1.0], [1.1], [0.0], [0.0]]])
+  minus = jnp.asarray([[[0.0], [0.0], [-1.0], [-1.1]]])
+  correct = jnp.asarray([[[True], [True], [False], [False]]])
+  got = np.asarray(two_sided_zscore(Shaped(plus, minus), correct, MASK, norm_scope="batch", sign_guard=False)).ravel()
+  assert got[:2].min() > 0.8 and got[2:].max() < -0.8
+
+
+def test_sign_guard_clamps_and_leaves_the_rest():
+  shaped = SHAPED._replace(plus=jnp.asarray([[[1.0], [0.5], [2.0], [0.0]]]))
+  free = np.asarray(two_sided_zscore(shaped, CORRECT, MASK, norm_scope="group", sign_guard=False)).ravel()
+  guarded = np.asarray(two_sided_zscore(shaped, CORRECT, MASK, norm_scope="group", sign_guard=True)).ravel()
+  assert free[1] < -0.1
+  np.testing.assert_array_equal(guarded, [free[0], 0, free[2], free[3]])
+
+
+def test_norm_scope():
+  plus = jnp.asarray([[[1.0], [0.0]], [[3.0], [0.0]]])
+  shaped, correct, mask = Shaped(plus, 0 * plus), plus > 0, jnp.ones((2, 2, 1), bool)
+  group = two_sided_zscore(shaped, correct, mask, norm_scope="group", sign_guard=False)
+  np.testing.assert_allclose(group.ravel(), [1, 0, 1, 0], atol=1e-6)
+  batch = two_sided_zscore(shaped, correct, mask, norm_scope="batch", sign_guard=False)  # 1, 0, 3, 0: mean 1, variance 3/2
+  np.testing.assert_allclose(batch.ravel(), [0, 0, 2 / 1.5**0.5, 0], rtol=1e-6, atol=1e-7)

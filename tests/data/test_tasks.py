@@ -1,0 +1,162 @@
+import re
+
+import numpy as np
+import pytest
+
+from gtpo_jax.data.tasks import HELD_OUT, MOST, TASKS, Countdown, RunningSums, make_task
+from gtpo_jax.errors import UserError
+from gtpo_jax.rewards import VERIFIERS
+
+DIFFICULTIES = [("sums", 0, 0), ("sums", 1, 9), ("sums", 6, 4), ("countdown", 0, 0), ("countdown", 2, 20), ("countdown", 4, 30)]
+
+
+def accuracy(task, slips, seed=0, count=2000):
+  """How often the teacher is verified right on a random sample of training problems."""
+  rng = np.random.default_rng(seed)
+  right = []
+  for index in rng.choice(task.train_ids, count):
+    problem = task.problem(index)
+    right.append(VERIFIERS[problem.kind](task.demonstration(index, rng, slips), problem.answer, problem.extra))
+  return np.mean(right)
+
+
+@pytest.mark.parametrize(("name", "terms", "largest"), DIFFICULTIES)
+def test_a_teacher_without_slips_is_always_right(name, terms, largest):
+  assert accuracy(make_task(name, terms, largest), slips=0.0) == 1
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_imperfect_teacher_leaves_room_to_learn(name):
+  """Right often enough that groups are mixed, wrong often enough that there is something to mend."""
+  assert 0.10 <= accuracy(make_task(name), slips=1.0) <= 0.45
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_fewer_slips_are_fewer_errors(name):
+  rates = [accuracy(make_task(name), slips) for slips in (0.25, 0.5, 1.0)]
+  assert rates[0] > rates[1] + 0.1 > rates[2] + 0.2
+
+
+@pytest.mark.parametrize(("name", "terms", "largest"), DIFFICULTIES)
+def test_problems_are_pure_functions_of_their_number(name, terms, largest):
+  one, other = TASKS[name](terms, largest) if terms else TASKS[name](), make_task(name, terms, largest)
+  ids = np.random.default_rng(1).choice(one.size, 100)
+  assert [one.problem(i) for i in ids] == [other.problem(i) for i in ids]
+  texts = [task.demonstration(i, np.random.default_rng(i), 1.0) for task in (one, other) for i in ids]
+  assert texts[:100] == texts[100:]
+  assert len({one.problem(i).id for i in range(300)}) == 300
+
+
+@pytest.mark.parametrize(("name", "terms", "largest"), DIFFICULTIES)
+def test_the_parts_are_disjoint_and_about_one_in_eight_is_held_out(name, terms, largest):
+  task = make_task(name, terms, largest)
+  parts = np.concatenate([task.train_ids, task.held_out_ids])
+  assert np.array_equal(np.sort(parts), np.arange(task.size))
+  if (name, terms) != ("countdown", 2):  # too few multisets of numbers for a rate
+    assert abs(len(task.held_out_ids) / task.size - 1 / HELD_OUT) < 0.03
+
+
+def test_sums_are_disjoint_as_questions():
+  task = make_task("sums", 2, 5)
+  asked = lambda ids: {task.problem(i).messages[0]["content"] for i in ids}
+  train, held_out = asked(task.train_ids), asked(task.held_out_ids)
+  assert len(train) + len(held_out) == task.size and not train & held_out
+
+
+@pytest.mark.parametrize(("terms", "largest"), [(2, 20), (3, 20), (4, 9), (6, 50)])
+def test_countdown_is_disjoint_as_multisets_of_numbers(terms, largest):
+  task = make_task("countdown", terms, largest)
+  multisets = np.sort(task._numbers, axis=1)
+  train, held_out = ({tuple(row) for row in np.unique(multisets[ids], axis=0).tolist()} for ids in (task.train_ids, task.held_out_ids))
+  assert train and held_out
+  assert not train & held_out
+  index = int(task.held_out_ids[0])
+  assert task.problem(index).extra["numbers"] == multisets[index].tolist()
+
+
+def test_sums_respect_their_difficulty():
+  task = make_task("sums", 3, 6)
+  for index in np.random.default_rng(2).choice(task.size, 300):
+    problem = task.problem(index)
+    text = problem.messages[0]["content"]
+    assert re.fullmatch(r"\d\d(\+[1-6]){3}:", text)
+    assert problem.answer == str(eval(text[:-1]))
+    assert 10 <= int(problem.answer) <= 99
+  numbers = np.array([task.numbers(i) for i in range(0, task.size, 7)])
+  assert numbers[:, 0].min() == 10 and numbers[:, 1:].min() == 1 and numbers[:, 1:].max() == 6
+
+
+def test_a_slip_forgets_one_carry_and_goes_on_from_there():
+  task, rng = make_task("sums"), np.random.default_rng(3)
+  slips = 0
+  for index in rng.choice(task.train_ids, 300):
+    total, *addends = task.numbers(index)
+    for step, addend in zip(task.demonstration(index, rng, 1.0).split(","), addends, strict=True):
+      a, b, c = map(int, re.fullmatch(r"(\d\d)\+(\d)=(\d\d)", step).groups())
+      assert (a, b) == (total, addend)
+      assert c == a + b or (c == a + b - 10 and (a + b) // 10 > a // 10)
+      slips += c != a + b
+      total = c
+  assert slips > 100
+
+
+def test_countdown_respects_its_difficulty():
+  task, rng = make_task("countdown", 4, 12), np.random.default_rng(4)
+  for index in rng.choice(task.size, 300):
+    problem = task.problem(index)
+    given, target = re.fullmatch(r"((?:\d+ ){3}\d+)=(\d+):", problem.messages[0]["content"]).groups()
+    numbers = [int(x) for x in given.split()]
+    assert numbers == sorted(numbers) == problem.extra["numbers"]
+    assert all(1 <= x <= 12 for x in numbers)
+    assert int(target) > 0 and target == problem.answer
+
+
+def test_the_countdown_teacher_computes_honestly_even_where_it_misses():
+  task, rng = make_task("countdown"), np.random.default_rng(5)
+  for index in rng.choice(task.train_ids, 300):
+    text, problem = task.demonstration(index, rng, 1.0), task.problem(index)
+    end = text.split("=")[-1]
+    assert VERIFIERS["countdown"](text, end, problem.extra)  # a true chain over all the numbers, to some target
+
+
+@pytest.mark.parametrize(("terms", "largest"), [(-1, 9), (4, 10), (4, -2), (10, 9), (90, 1)])
+def test_sums_refuse_a_difficulty_that_leaves_no_two_digit_total(terms, largest):
+  with pytest.raises(UserError, match=r"data\.terms") as error:
+    make_task("sums", terms, largest)
+  assert str(terms) in str(error.value) and str(largest) in str(error.value)
+
+
+@pytest.mark.parametrize(("terms", "largest"), [(1, 20), (7, 20), (3, 2), (3, 51)])
+def test_countdown_refuses_a_difficulty_out_of_bounds(terms, largest):
+  with pytest.raises(UserError, match=f"got {terms} and {largest}"):
+    make_task("countdown", terms, largest)
+
+
+@pytest.mark.parametrize(("name", "terms", "largest"), [("sums", 1, 1), ("sums", 89, 1), ("countdown", 2, 3), ("countdown", 6, 3)])
+def test_a_difficulty_has_problems_on_both_sides_or_is_refused(name, terms, largest):
+  try:
+    task = make_task(name, terms, largest)
+  except UserError as error:
+    assert str(largest) in str(error)  # says what it refuses
+    return
+  assert len(task.train_ids) > 0, "nothing to learn from"
+  assert len(task.held_out_ids) > 0, "nothing to evaluate on"
+
+
+def test_of_a_space_too_large_to_number_a_fixed_sample_is_taken():
+  task = RunningSums(44, 2)
+  assert MOST * 0.9 < task.size <= MOST
+  assert abs(len(task.held_out_ids) / task.size - 1 / 8) < 0.01
+  problems = [task.problem(i) for i in (0, 1, task.size - 1)]
+  assert len({problem.messages[0]["content"] for problem in problems}) == 3
+  assert problems == [RunningSums(44, 2).problem(i) for i in (0, 1, task.size - 1)]
+
+
+def test_zero_leaves_a_setting_at_the_tasks_own():
+  assert (make_task("sums").terms, make_task("sums").largest) == (RunningSums().terms, RunningSums().largest)
+  assert (make_task("countdown", 4).terms, make_task("countdown", 4).largest) == (4, Countdown().largest)
+
+
+def test_an_unknown_task_names_the_nearest():
+  with pytest.raises(UserError, match="unknown task 'countdwn', did you mean 'countdown'"):
+    make_task("countdwn")

@@ -1,0 +1,98 @@
+import json
+
+import pytest
+
+from gtpo_jax.reporting.journal import Journal, read_jsonl
+
+
+def fill(workdir, steps, first=0):
+  journal = Journal(workdir, first, tensorboard=False)
+  for step in range(first + 1, steps + 1):
+    journal.write(step, {"loss": step / 2})
+    journal.write_sample(step, "1+2:", f"text {step}", correct=step % 2 == 0)
+  journal.close()
+  return journal
+
+
+def steps_of(file):
+  return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+
+
+def test_one_line_a_step(tmp_path):
+  journal = fill(tmp_path, 3)
+  assert journal.read() == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 1.5}]
+  assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
+  assert json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[1]) == {
+      "step": 2, "prompt": "1+2:", "completion": "text 2", "correct": True}
+
+
+def test_what_is_written_is_there_before_the_journal_is_closed(tmp_path):
+  journal = Journal(tmp_path, 0, tensorboard=False)
+  journal.write(1, {"loss": 1.0})
+  assert steps_of(tmp_path / "metrics.jsonl") == [1]
+
+
+def test_a_resumed_run_cuts_both_files_back_and_goes_on(tmp_path):
+  fill(tmp_path, 5)
+  fill(tmp_path, 7, first=3)
+  assert steps_of(tmp_path / "metrics.jsonl") == steps_of(tmp_path / "samples.jsonl") == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_resumed_run_without_more_steps_keeps_what_the_checkpoint_knows(tmp_path):
+  fill(tmp_path, 5)
+  assert [row["step"] for row in Journal(tmp_path, 3, tensorboard=False).read()] == [1, 2, 3]
+  assert steps_of(tmp_path / "samples.jsonl") == [1, 2, 3]
+  assert Journal(tmp_path, 0, tensorboard=False).read() == []
+
+
+def test_nothing_but_the_two_files_is_left(tmp_path):
+  fill(tmp_path, 4)
+  fill(tmp_path, 6, first=2)
+  assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "samples.jsonl"]
+
+
+@pytest.mark.parametrize("cut", [1, 5, -2])
+def test_a_last_line_half_written_is_passed_over_and_cut(tmp_path, cut):
+  fill(tmp_path, 4)
+  metrics = tmp_path / "metrics.jsonl"
+  lines = metrics.read_text().splitlines(keepends=True)
+  metrics.write_text("".join(lines[:3]) + lines[3].rstrip("\n")[:cut])
+  assert [row["step"] for row in read_jsonl(metrics)] == [1, 2, 3]
+  journal = Journal(tmp_path, 3, tensorboard=False)
+  journal.write(4, {"loss": 9.0})
+  assert [(row["step"], row["loss"]) for row in journal.read()] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 9.0)]
+
+
+def test_a_last_line_without_its_newline_still_counts(tmp_path):
+  fill(tmp_path, 3)
+  metrics = tmp_path / "metrics.jsonl"
+  metrics.write_text(metrics.read_text().rstrip("\n"))
+  journal = Journal(tmp_path, 3, tensorboard=False)
+  journal.write(4, {"loss": 2.0})
+  assert steps_of(metrics) == [1, 2, 3, 4]
+
+
+def test_no_file_reads_as_no_rows(tmp_path):
+  assert read_jsonl(tmp_path / "metrics.jsonl") == []
+  assert Journal(tmp_path, 0, tensorboard=False).read() == []
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "line\u2028separator \x85 \x1c", "\ud800 half a pair", '"quoted" \\', "日本"])
+def test_any_text_is_one_line_and_comes_back(tmp_path, text):
+  journal = Journal(tmp_path, 0, tensorboard=False)
+  journal.write_sample(1, text, text, correct=False)
+  journal.write_sample(2, "a", "b", correct=True)
+  rows = read_jsonl(tmp_path / "samples.jsonl")
+  assert [row["step"] for row in rows] == [1, 2]
+  assert rows[0]["prompt"] == rows[0]["completion"] == text
+  Journal(tmp_path, 1, tensorboard=False)
+  assert read_jsonl(tmp_path / "samples.jsonl") == rows[:1]
+
+
+def test_tensorboard_files_are_written_where_asked_for(tmp_path):
+  journal = Journal(tmp_path, 0, tensorboard=True)
+  journal.write(1, {"loss": 1.0})
+  journal.write_sample(1, "1+2:", "3", correct=True)
+  journal.close()
+  events = list((tmp_path / "tensorboard").glob("events*"))
+  assert len(events) == 1 and b"loss" in events[0].read_bytes()

@@ -1,0 +1,116 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gtpo_jax.training.head import log_probs_and_entropy
+
+B, T, D, V = 3, 10, 8, 50
+
+
+def inputs(seed=0, b=B, t=T, d=D, v=V, dtype=jnp.float32):
+  rng = np.random.default_rng(seed)
+  hidden, table = rng.standard_normal((b, t, d)), rng.standard_normal((v, d))
+  return jnp.asarray(hidden, dtype), jnp.asarray(table, dtype), jnp.asarray(rng.integers(0, v, (b, t)), jnp.int32)
+
+
+def naive(hidden, table, tokens, temperature):
+  """The whole logits at once, in float32."""
+  z = jnp.einsum("btd,vd->btv", hidden.astype(jnp.float32), table.astype(jnp.float32), precision="highest") / temperature
+  log_p = jax.nn.log_softmax(z)
+  return jnp.take_along_axis(log_p, tokens[..., None], -1)[..., 0], -(jnp.exp(log_p) * log_p).sum(-1)
+
+
+def chunked(hidden, table, tokens, temperature, chunk):
+  return log_probs_and_entropy(hidden, table, tokens, temperature, chunk, "highest")
+
+
+def gradient_and_values(function, hidden, table, tokens, *static):
+  """The values, and the gradient of a sum of log-probs with uneven weights, which no mistake of order survives."""
+  weights = jnp.cos(jnp.arange(tokens.size, dtype=jnp.float32)).reshape(tokens.shape)
+
+  def value(hidden, table):
+    log_probs, entropy = function(hidden, table, tokens, *static)
+    return (weights * log_probs).sum(), (log_probs, entropy)
+
+  return jax.jit(jax.grad(value, argnums=(0, 1), has_aux=True))(hidden, table)
+
+
+# All at once; parts that divide t; parts that do not; one position at a time; fewer tokens than rows.
+@pytest.mark.parametrize("chunk", [1000, B * T, B * 5, B * 4, B * 3 + 1, B, 1])
+def test_value_and_gradient_equal_the_whole_softmax(chunk):
+  x = inputs()
+  for temperature in (1.0, 0.6) if chunk == B * 4 else (0.6,):
+    grads, values = gradient_and_values(chunked, *x, temperature, chunk)
+    expected_grads, expected = whole_softmax(temperature)
+    for a, b in zip(values, expected, strict=True):
+      assert a.shape == (B, T) and a.dtype == jnp.float32
+      np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    for a, b in zip(grads, expected_grads, strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@functools.cache
+def whole_softmax(temperature):
+  return gradient_and_values(naive, *inputs(), temperature)
+
+
+def test_against_float64():
+  hidden, table, tokens = inputs(1)
+  z = np.einsum("btd,vd->btv", *(np.asarray(x, np.float64) for x in (hidden, table))) / 1.7
+  log_p = z - np.log(np.exp(z).sum(-1, keepdims=True))
+  log_probs, entropy = chunked(hidden, table, tokens, 1.7, B * 4)
+  np.testing.assert_allclose(log_probs, np.take_along_axis(log_p, np.asarray(tokens)[..., None], -1)[..., 0], rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(entropy, -(np.exp(log_p) * log_p).sum(-1), rtol=1e-5)
+
+
+def test_no_gradient_flows_through_the_entropy():
+  hidden, table, tokens = inputs(2)
+
+  def grads(of):
+    return jax.jit(jax.grad(lambda hidden, table: of(*chunked(hidden, table, tokens, 0.8, B * 4)), argnums=(0, 1)))(hidden, table)
+
+  assert not any(grad.any() for grad in grads(lambda log_probs, entropy: entropy.sum()))
+  both, alone = grads(lambda log_probs, entropy: (log_probs + 3 * entropy).sum()), grads(lambda log_probs, entropy: log_probs.sum())
+  for a, b in zip(both, alone, strict=True):
+    np.testing.assert_array_equal(a, b)
+    assert np.abs(b).max() > 0.1
+
+
+def test_a_certain_token_has_log_prob_0_and_no_negative_entropy():
+  hidden, table = jnp.full((1, 4, 2), 40.0), jnp.asarray([[1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]])
+  log_probs, entropy = chunked(hidden, table, jnp.asarray([[0, 1, 2, 0]]), 1.0, 2)
+  np.testing.assert_allclose(log_probs, [[0, -160, -80, 0]], rtol=1e-6)
+  assert (entropy >= 0).all() and (entropy < 1e-5).all()
+
+
+def test_bfloat16_stays_near_float32():
+  hidden, table, tokens = inputs(3, dtype=jnp.bfloat16)
+  plain = lambda *x: log_probs_and_entropy(*x, 1.0, B * 4, "default")
+  grads, values = gradient_and_values(plain, hidden, table, tokens)
+  expected_grads, expected = gradient_and_values(naive, hidden, table, tokens, 1.0)
+  for a, b in zip(values, expected, strict=True):
+    assert a.dtype == jnp.float32
+    np.testing.assert_allclose(a, b, atol=0.02)
+  for a, b in zip(grads, expected_grads, strict=True):
+    assert a.dtype == jnp.bfloat16
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    assert np.linalg.norm(a - b) < 0.01 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("what", ["value", "gradient"])
+def test_the_program_never_holds_all_the_logits(what):
+  b, t, d, v, chunk = 4, 512, 4, 1000, 64
+  x = inputs(4, b, t, d, v)
+  whole = b * t * v * 4  # bytes
+
+  def temporary(function):
+    program = function
+    if what == "gradient":
+      program = jax.grad(lambda hidden, table, tokens: function(hidden, table, tokens)[0].sum(), argnums=(0, 1))
+    return jax.jit(program).lower(*x).compile().memory_analysis().temp_size_in_bytes
+
+  assert temporary(functools.partial(naive, temperature=0.9)) >= whole  # the measure can tell
+  assert temporary(lambda *x: chunked(*x, 0.9, chunk)) < whole / 8
