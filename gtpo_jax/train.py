@@ -4,7 +4,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -12,6 +12,7 @@ import jax
 from gtpo_jax.checkpoint import Checkpoints
 from gtpo_jax.config import Config, difference, freeze, to_dict
 from gtpo_jax.data.pipeline import Batches, held_out
+from gtpo_jax.data.records import Problem
 from gtpo_jax.errors import UserError
 from gtpo_jax.evaluation import Evaluation, evaluate
 from gtpo_jax.models.qwen2 import Params, init_params
@@ -71,7 +72,7 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
   start = int(state.step)
   journal = Journal(workdir, start, config.log.tensorboard)
   if not journal.read():
-    journal.write(0, _evaluation(config, actor, state.params, display, "warm-started base model").metrics())
+    journal.write(0, _evaluation(config, actor, state.params, display, base_name(config)).metrics())
   display.begin(algorithm.name, config.steps, start)
   for step in range(start, config.steps):
     began = time.perf_counter()
@@ -91,8 +92,10 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
     display.step(step + 1, metrics, line=step == start or last or (step + 1) % 5 == 0)
     if last or (config.eval.every and (step + 1) % config.eval.every == 0):
       metrics |= _evaluation(config, actor, state.params, display, f"step {step + 1}").metrics()
+      display.sample(*_sample(problems, completions, 0))
     journal.write(step + 1, metrics)
-    _show_samples(config, journal, step + 1, problems, completions)
+    for i in range(min(config.log.samples, len(problems))):
+      journal.write_sample(step + 1, *_sample(problems, completions, i))
     stop = stopping() and not last
     if last or stop or (step + 1) % config.checkpoint.every == 0:
       checkpoints.save(state)
@@ -126,6 +129,11 @@ def base_model(config: Config, actor: Actor, workdir: Path, display: Display, st
       keep.save_params(params)
   keep.close()
   return params
+
+
+def base_name(config: Config) -> str:
+  """What the policy at step 0 is called."""
+  return "warm-started base model" if config.warm_start.steps else "random base model"
 
 
 def claim(workdir: Path, config: Config) -> None:
@@ -168,10 +176,10 @@ def summarize(config: Config, journal: Journal) -> str:
   """What was gained, in one line."""
   rows = journal.read()
   key = next(key for key in rows[0] if key.startswith("eval/") and "/mean@" in key)
-  before, after = rows[0][key], rows[-1][key]
+  last = [row for row in rows if key in row][-1]  # a run cut short by fewer steps may end on a step that was not evaluated
   seconds = sum(row.get("time/step", 0.0) for row in rows)
-  return (f"{config.algorithm.name}: held-out pass@1 {before:.1%} (warm-started base model) -> {after:.1%} after {config.steps} steps, "
-          f"{100 * (after - before):+.1f} points; {seconds:.0f} s of sampling, reward and update")
+  return (f"{config.algorithm.name}: held-out pass@1 {rows[0][key]:.1%} ({base_name(config)}) -> {last[key]:.1%} after "
+          f"{last['step']} steps, {100 * (last[key] - rows[0][key]):+.1f} points; {seconds:.0f} s of sampling, reward and update")
 
 
 def _may_change(key: str) -> bool:
@@ -190,6 +198,6 @@ def _evaluation(config: Config, actor: Actor, params: Params, display: Display, 
   return result
 
 
-def _show_samples(config: Config, journal: Journal, step: int, problems: list, completions: Completions) -> None:
-  for i in range(min(config.log.samples, len(problems))):
-    journal.write_sample(step, problems[i].messages[-1]["content"], completions.texts[i][0], bool(completions.correct[i, 0]))
+def _sample(problems: Sequence[Problem], completions: Completions, i: int) -> tuple[str, str, bool]:
+  """Problem i, its first completion, and whether that is right."""
+  return problems[i].messages[-1]["content"], completions.texts[i][0], bool(completions.correct[i, 0])

@@ -54,7 +54,7 @@ class RunningSums:
                       f"largest in 1..9 and terms * largest <= 89")
     self._firsts = top - 9
     space = self._firsts * largest**terms
-    self._codes = np.arange(space) if space <= MOST else np.unique(np.random.default_rng(0).integers(space, size=MOST))
+    self._codes = np.arange(space) if space <= MOST else _sample(space)
     self.size = len(self._codes)
     self.train_ids, self.held_out_ids = _split(self, self._codes)
 
@@ -155,6 +155,12 @@ def _split(task: Task, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     raise UserError(f"data.terms = {task.terms} with data.largest = {task.largest} leaves too few different {task.name} problems to hold "
                     f"some out; raise one of them")
   return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+
+
+def _sample(space: int) -> np.ndarray:
+  """About `MOST` different numbers below `space`, always the same. (`np.unique` takes 20 times as long.)"""
+  numbers = np.sort(np.random.default_rng(0).integers(space, size=MOST))
+  return numbers[np.append(True, np.diff(numbers) > 0)]
 
 
 def _hash(x: np.ndarray) -> np.ndarray:

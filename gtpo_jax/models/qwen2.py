@@ -188,8 +188,9 @@ def prefill(model: Qwen2, params: Unstacked, prompts: Prompts) -> tuple[jax.Arra
 def empty_cache(model: Qwen2, n: int, g: int, t: int) -> list[KV]:
   """Zeroed per-layer caches [n, g, k, t, e] for t completion tokens."""
   c = model.config
-  zeros = jnp.zeros((n, g, c.kv_heads, t, c.head_dim), DTYPES[c.compute_dtype])
-  return [KV(*(constrain(zeros, model.mesh, "batch") for _ in range(2))) for _ in range(c.layers)]
+  heads = None if c.kv_heads % axis_size(model.mesh, "kv_heads") else "kv_heads"
+  zeros = constrain(jnp.zeros((n, g, c.kv_heads, t, c.head_dim), DTYPES[c.compute_dtype]), model.mesh, "batch", None, heads)
+  return [KV(zeros, zeros) for _ in range(c.layers)]
 
 
 def decode_step(model: Qwen2, params: Unstacked, prompts: Prompts, prompt_kv: list[KV], caches: list[KV], tokens: jax.Array,

@@ -47,6 +47,10 @@ class Display:
              f"{sparkline(self._entropies[-16:])}  length {metrics['length/mean']:.1f}  {metrics['tokens/s']:,.0f} tokens/s")
     self.advance(step, facts, line)
 
+  def sample(self, prompt: str, completion: str, correct: bool) -> None:
+    """What the policy wrote, in one line."""
+    self.say(f"  {prompt} {completion}  ({'right' if correct else 'wrong'})".replace("\n", "\\n"))
+
   def end(self) -> None:
     """Takes the bar away."""
     if self._progress:

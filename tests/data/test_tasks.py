@@ -149,7 +149,8 @@ def test_of_a_space_too_large_to_number_a_fixed_sample_is_taken():
   assert abs(len(task.held_out_ids) / task.size - 1 / 8) < 0.01
   problems = [task.problem(i) for i in (0, 1, task.size - 1)]
   assert len({problem.messages[0]["content"] for problem in problems}) == 3
-  assert problems == [RunningSums(44, 2).problem(i) for i in (0, 1, task.size - 1)]
+  again = RunningSums(44, 2)
+  assert problems == [again.problem(i) for i in (0, 1, task.size - 1)]
 
 
 def test_zero_leaves_a_setting_at_the_tasks_own():
