@@ -28,6 +28,7 @@ setup(
         "grain>=0.2.16",
         "tensorflow-datasets>=4.9.10",
         "ml-collections>=1.1",
+        "absl-py>=2.1",
         "numpy>=2.0",
         "matplotlib>=3.9",
         "rich>=13",

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import time
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
@@ -36,6 +33,8 @@ def main() -> None:
   parser.add_argument("--algorithm", default="grpo", choices=algorithms.RECIPES)
   parser.add_argument("--json")
   args = parser.parse_args()
+  if args.steps < 2:
+    parser.error(f"--steps must be at least 2, got {args.steps}: the first step compiles and is not counted")
 
   shape = ModelConfig(args.vocab, args.width, args.layers, heads=args.width // 64, kv_heads=max(args.width // 128, 1), head_dim=64,
                       mlp=4 * args.width)

@@ -7,6 +7,7 @@ from pathlib import Path
 import optax
 import orbax.checkpoint as ocp
 
+from gtpo_jax.errors import RunError
 from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
 from gtpo_jax.training.state import TrainState, abstract_state
 
@@ -36,19 +37,25 @@ class Checkpoints:
       self._manager.save(step, args=ocp.args.Composite(params=ocp.args.StandardSave(state.params),
                                                        rest=ocp.args.StandardSave(rest)))
 
+  def _read(self, step: int | None, **items: ocp.args.CheckpointArgs) -> ocp.args.Composite:
+    try:
+      return self._manager.restore(step, args=ocp.args.Composite(**items))
+    except Exception as error:  # Orbax, TensorStore and JSON each have their own
+      reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+      raise RunError(f"the checkpoint of step {step} in {str(self._manager.directory)!r} cannot be read ({reason[:200]}); "
+                     f"remove that step's folder to go back to the one before") from error
+
   def restore(self, model: Qwen2, optimizer: optax.GradientTransformation) -> TrainState:
     """The newest state, laid out for `model`'s mesh."""
     like = abstract_state(model, optimizer)
     rest = {"step": like.step, "opt_state": like.opt_state}
-    found = self._manager.restore(self.latest, args=ocp.args.Composite(params=ocp.args.StandardRestore(like.params),
-                                                                       rest=ocp.args.StandardRestore(rest)))
+    found = self._read(self.latest, params=ocp.args.StandardRestore(like.params), rest=ocp.args.StandardRestore(rest))
     return TrainState(params=found["params"], **found["rest"])
 
   def restore_params(self, model: Qwen2, step: int | None = None) -> Params:
     """The parameters alone, of the newest step unless another is named."""
     step = self.latest if step is None else step
-    args = ocp.args.Composite(params=ocp.args.StandardRestore(abstract_params(model)))
-    return self._manager.restore(step, args=args)["params"]
+    return self._read(step, params=ocp.args.StandardRestore(abstract_params(model)))["params"]
 
   def save_params(self, params: Params) -> None:
     """Saves parameters alone, as step 0, and waits: for the base model."""

@@ -1,16 +1,23 @@
-"""The command line. Exit status: 0 done, 2 the user's input is wrong (one line says what), 130 / 143 stopped and saved, 1 else."""
+"""The command line. Exit status: 0 done, 2 the user's input is wrong (one line says what), 130 / 143 stopped by a signal, 1 else."""
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gtpo_jax.errors import UserError, nearest
+from gtpo_jax.errors import RunError, UserError, nearest
+
+if TYPE_CHECKING:
+  from gtpo_jax.config import Config
+  from gtpo_jax.models.qwen2 import Params
+  from gtpo_jax.rollout import Actor
 
 COMMANDS = ("train", "eval", "sample", "plan", "doctor")
 
@@ -24,6 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
   except UserError as error:
     print(f"gtpo: {error}", file=sys.stderr)
     return 2
+  except RunError as error:
+    print(f"gtpo: {error}", file=sys.stderr)
+    return 1
+  except PermissionError as error:
+    print(f"gtpo: no permission for {error.filename!r}; name another place, or have it opened to you", file=sys.stderr)
+    return 2
+  except KeyboardInterrupt:
+    return 128 + signal.SIGINT
   except BrokenPipeError:  # the reader of our output went away
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
@@ -70,6 +85,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
   # argparse takes "--config.a=1" for an unknown option; those are the config's own.
   overrides = [arg for arg in argv if arg.startswith("--config.")]
+  for override in overrides:
+    if "=" not in override:
+      raise UserError(f"{override} needs its value behind an equals sign: {override}=VALUE")
   rest = [arg for arg in argv if not arg.startswith("--config.")]
   if not rest:
     parser.print_help()
@@ -106,28 +124,28 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax.train import train
   config, display, stop = configs.load(args.config, overrides), Display(), _StopSignals()
   with stop:
-    result = train(config, args.workdir, display, stop.asked)
+    try:
+      result = train(config, args.workdir, display, stop.asked)
+    finally:
+      display.end()
   display.say(result.summary)
-  again = f"gtpo train --config={args.config} --workdir={args.workdir} " + " ".join(overrides)
+  program = sys.argv[0] if Path(sys.argv[0]).name == "gtpo" else "python -m gtpo_jax"
   if not result.finished:
-    display.say(f"to go on: {again.strip()}")
+    again = shlex.join(["train", f"--config={args.config}", f"--workdir={args.workdir}", *overrides])
+    display.say(f"to go on: {program} {again}")
     return 128 + (stop.signal or signal.SIGINT)
-  display.say(f"curves: {args.workdir / 'curves.png'}; try: gtpo sample --model={args.workdir} --prompt=...")
+  display.say(f"curves: {args.workdir / 'curves.png'}; try: {program} sample {shlex.quote(f'--model={args.workdir}')} --prompt=...")
   return 0
 
 
 def _eval(args: argparse.Namespace, overrides: list[str]) -> int:
   _prepare_jax()
   from gtpo_jax import config as configs
-  from gtpo_jax.data.pipeline import held_out
-  from gtpo_jax.evaluation import evaluate
+  from gtpo_jax.evaluation import evaluate_run
   ks = _numbers(args.k)
+  _check_writable(args.json)
   actor, config, params, step = _open(args.model, args.step, configs.load(args.config, overrides) if args.config else None)
-  samples = max([*ks, config.eval.samples]) if not ks else max(ks)
-  import jax
-  name = config.data.eval or config.data.train
-  result = evaluate(actor, params, name, held_out(config.eval_task, config.eval.problems), jax.random.key(config.seed),
-                    samples=samples, batch=config.eval.batch, sampler=config.eval_sampler)
+  result = evaluate_run(config, actor, params, samples=max(ks, default=None))
   metrics = {"step": step, "problems": len(result.correct), **result.metrics(ks or None)}
   for key, value in metrics.items():
     print(f"{key:<32} {value:.4f}" if isinstance(value, float) else f"{key:<32} {value}")
@@ -137,22 +155,26 @@ def _eval(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _sample(args: argparse.Namespace, overrides: list[str]) -> int:
+  _prepare_jax()
   if not args.prompt.strip():
     raise UserError("--prompt is empty; give it some text")
+  if not _is_text(args.prompt):
+    raise UserError(f"--prompt is not valid UTF-8: {args.prompt!r}")
+  if not 0 <= args.seed < 2**32:
+    raise UserError(f"--seed must be in [0, 2**32), got {args.seed}")
   if args.n < 1:
     raise UserError(f"--n must be at least 1, got {args.n}")
   if args.max_tokens is not None and args.max_tokens < 1:
     raise UserError(f"--max_tokens must be at least 1, got {args.max_tokens}")
   from gtpo_jax.sampling.filters import Sampler
   sampler = Sampler(args.temperature, args.top_k, args.top_p, args.min_p)
-  _prepare_jax()
   import jax
 
   from gtpo_jax.data.records import user
   from gtpo_jax.parallel import fetch
   actor, _, params, _ = _open(args.model, args.step, None, args.max_tokens)
   ids = actor.chat.encode_prompt(user(args.prompt))
-  rollouts = actor.engine.sample(params, [ids], jax.random.key(args.seed), group=args.n, sampler=sampler)
+  rollouts = actor.engine.sample(actor.engine.layout(params), [ids], jax.random.key(args.seed), group=args.n, sampler=sampler)
   tokens, mask = fetch((rollouts.tokens[0], rollouts.mask[0]))
   for text in actor.chat.decode(tokens, mask):
     print(text)
@@ -163,6 +185,7 @@ def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
   _prepare_jax()
   from gtpo_jax import config as configs
   from gtpo_jax.plan import plan, table
+  _check_writable(args.json)
   result = plan(configs.load(args.config, overrides), args.topology)
   print(table(result))
   if args.json:
@@ -176,34 +199,40 @@ def _doctor(args: argparse.Namespace, overrides: list[str]) -> int:
   return examine()
 
 
-def _open(workdir: Path, step: int | None, config=None, max_tokens: int | None = None):
-  """The actor, config, sampling parameters and step of a run's checkpoint."""
+def _open(workdir: Path, step: int | None, given: Config | None = None,
+          max_tokens: int | None = None) -> tuple[Actor, Config, Params, int]:
+  """The actor, config, parameters and step of a run's checkpoint, on the devices of this machine."""
   import dataclasses
 
   from gtpo_jax.checkpoint import Checkpoints
+  from gtpo_jax.config import MeshSection
   from gtpo_jax.rollout import Actor
-  from gtpo_jax.train import load_config
+  from gtpo_jax.workdir import load_config
   if not workdir.is_dir():
     raise UserError(f"no folder at {str(workdir)!r}; --model is the workdir of a `gtpo train`")
-  config = config or load_config(workdir)
-  if max_tokens:
-    config = dataclasses.replace(config, sampling=dataclasses.replace(config.sampling, max_tokens=max(max_tokens, 2)))
+  own = load_config(workdir)
+  if given and given.model.preset != own.model.preset:
+    raise UserError(f"the run in {str(workdir)!r} is of model.preset {own.model.preset!r}, the config of {given.model.preset!r}; "
+                    f"leave --config out, or name the run's")
+  config = given or dataclasses.replace(own, mesh=MeshSection())  # a run of a pod is looked at on a laptop
   folder = workdir / ("base" if step == 0 else "checkpoints")
   found = Checkpoints(folder) if folder.is_dir() else None
   steps = found.steps() if found else []
   if not steps or (step is not None and step not in steps):
     have = ", ".join(map(str, steps)) or "none"
     raise UserError(f"no checkpoint{'' if step is None else f' of step {step}'} in {str(folder)!r}; steps there: {have}")
-  actor = Actor(config)
-  params = actor.engine.layout(found.restore_params(actor.model, step))
+  actor = Actor(config, max_tokens)
+  params = found.restore_params(actor.model, step)
   found.close()
   return actor, config, params, max(steps) if step is None else step
 
 
 def _prepare_jax() -> None:
   """Settings that must stand before JAX starts: the compile cache, and no search for chips that are not there."""
-  if importlib.util.find_spec("libtpu") and not any(Path(path).exists() for path in ("/dev/accel0", "/dev/vfio")):
-    os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu" if importlib.util.find_spec("jax_cuda13_plugin") else "cpu")
+  chips = any(Path(path).exists() for path in ("/dev/accel0", "/dev/vfio"))
+  gpu_plugin = any(importlib.util.find_spec(f"jax_{kind}_plugin") for kind in ("cuda12", "cuda13", "rocm7", "rocm60"))
+  if importlib.util.find_spec("libtpu") and not chips and not gpu_plugin:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
   import jax
   if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -233,6 +262,8 @@ class _StopSignals:
 
   def _on_signal(self, number: int, _: object) -> None:
     if self.signal is not None:
+      if sys.stdout.isatty():
+        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the progress bar hid the cursor
       os._exit(128 + number)
     self.signal = number
     print("\ngtpo: stopping at the next step boundary and saving; once more to leave at once", file=sys.stderr, flush=True)
@@ -246,6 +277,20 @@ def _numbers(text: str) -> list[int]:
   if any(number < 1 for number in numbers):
     raise UserError(f"--k must be at least 1, got {text!r}")
   return numbers
+
+
+def _is_text(text: str) -> bool:
+  try:
+    text.encode()
+  except UnicodeEncodeError:
+    return False
+  return True
+
+
+def _check_writable(file: Path | None) -> None:
+  """Refuses a file that cannot be written, before the work whose result it is to hold."""
+  if file and (file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK)):
+    raise UserError(f"cannot write {str(file)!r}; name a file in a folder that exists and is yours")
 
 
 def _write(file: Path, text: str) -> None:

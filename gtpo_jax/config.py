@@ -89,7 +89,7 @@ class BatchSection:
     prompts: prompts a step (n).
     group: completions a prompt (g), at least 2.
     micro_batches: parts the prompts are cut into for gradients; memory falls, the result does not change.
-    head_chunk: tokens whose logits are held at once.
+    head_chunk: about how many tokens' logits are held at once, all devices together; at least one position of every row is.
   """
 
   prompts: int = 16
@@ -218,6 +218,8 @@ class Config:
                 "data.max_prompt_tokens": 1, "warm_start.steps": 0, "warm_start.batch": 1, "warm_start.slips": 0, "eval.every": 0,
                 "eval.problems": 1, "eval.samples": 1, "eval.batch": 1, "checkpoint.every": 1, "checkpoint.keep": 1,
                 "log.samples": 0, "seed": 0}
+    if self.seed >= 2**32:
+      raise UserError(f"seed must be below 2**32, got {self.seed}")
     values = flatten(to_dict(self))
     for name, least in at_least.items():
       if not values[name] >= least:  # NaN too
@@ -309,14 +311,20 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
     UserError: no such file, an error inside it, an unknown key or a value of the wrong type.
   """
   file = path.split(":", 1)[0]
+  if Path(file).is_dir():
+    raise UserError(f"--config={file} is a folder; name a file in it, such as configs/tiny.py")
   if not Path(file).is_file():
     beside = [str(found) for found in sorted(Path(file).parent.glob("*.py"))] if Path(file).parent.is_dir() else []
     raise UserError(f"no config file at {file!r}{nearest(file, beside)}")
   valid = flatten(to_dict(Config()))
   for override in overrides:
     key, equals, _ = override.removeprefix("--config.").partition("=")
-    if key not in valid or not equals:
-      raise UserError(_unknown(key, valid) if key not in valid else f"config key {key!r} needs a value: --config.{key}=VALUE")
+    if fields := [name for name in valid if name.startswith(f"{key}.")]:
+      raise UserError(f"config key {key!r} is a section; set one of its fields, such as --config.{fields[0]}=VALUE")
+    if key not in valid:
+      raise UserError(_unknown(key, valid))
+    if not equals:
+      raise UserError(f"config key {key!r} needs a value: --config.{key}=VALUE")
   from absl import flags
   argv = ["gtpo", f"--config={path}", *overrides]
   parser = flags.FlagValues()
@@ -326,7 +334,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
     values = holder.value
   except (flags.Error, TypeError, ValueError, KeyError, AttributeError) as error:
     raise UserError(f"config {file}: {_one_line(error)}") from error
-  except Exception as error:  # the user's file is a program; whatever it raises is theirs to read
+  except (Exception, SystemExit) as error:  # the user's file is a program; whatever it raises is theirs to read
     raise UserError(f"config {file} raised {type(error).__name__}: {_one_line(error)}") from error
   if not isinstance(values, ConfigDict):
     raise UserError(f"config {file}: get_config() must return a ConfigDict, got {type(values).__name__}")
@@ -380,7 +388,10 @@ def _unknown(key: str, valid: Mapping[str, Any]) -> str:
 
 
 def _one_line(error: Exception) -> str:
-  return re.sub(r"\s+", " ", str(error)).strip()
+  text = str(error).strip() or type(error).__name__
+  if "Traceback (most recent call last)" in text:  # ml_collections puts one into its message; the last line says it
+    text = text.splitlines()[-1]
+  return re.sub(r"\s+", " ", text).strip()
 
 
 def _to_config_dict(section: Any) -> ConfigDict:

@@ -17,8 +17,6 @@ OPTIONAL = {"libtpu": "TPU chips: pip install 'gtpo_jax[tpu]'", "jax-cuda13-plug
 
 def examine() -> int:
   """Prints the report; returns 0 where the main job can run, else 1."""
-  import jax
-
   import gtpo_jax
   good = True
 
@@ -36,7 +34,13 @@ def examine() -> int:
     line(package, version or f"MISSING: pip install {package}")
   for package, advice in OPTIONAL.items():
     line(package, _version(package) or f"not installed ({advice})")
-  devices = jax.devices()
+  try:
+    import jax
+    devices = jax.devices()
+  except Exception as error:  # the very thing that this report is for
+    line("devices", f"JAX does not start: {str(error).strip().splitlines()[0] if str(error) else type(error).__name__}")
+    print("not ready: see above")
+    return 1
   line("devices", f"{len(devices)} x {devices[0].device_kind} ({jax.default_backend()}), {jax.process_count()} process(es)")
   for device in devices[:1]:
     stats = device.memory_stats() or {}

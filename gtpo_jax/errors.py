@@ -1,4 +1,4 @@
-"""The one error that means: the user's input is wrong, and here is the fix."""
+"""Errors that are messages: one line for the user, no traceback."""
 from __future__ import annotations
 
 import difflib
@@ -9,6 +9,13 @@ class UserError(ValueError):
   """Raised for input a user can mend. The message is one line: the value, the bound, the nearest valid name.
 
   The command line prints it without a traceback and exits with status 2.
+  """
+
+
+class RunError(RuntimeError):
+  """Raised where a run cannot go on though its input was right. One line: what happened, what is safe, what to do.
+
+  The command line prints it without a traceback and exits with status 1.
   """
 
 

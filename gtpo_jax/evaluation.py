@@ -8,10 +8,14 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from gtpo_jax.config import Config
+from gtpo_jax.data.pipeline import held_out
 from gtpo_jax.data.records import Problem
-from gtpo_jax.models.qwen2 import Unstacked
+from gtpo_jax.models.qwen2 import Params, Unstacked
 from gtpo_jax.rollout import Actor
 from gtpo_jax.sampling.filters import Sampler
+
+EVALUATE = 2  # the stream of random keys, folded from the seed; `train.py` has the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +53,19 @@ def pass_at_k(n: int, right: int, k: int) -> float:
   return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
+def evaluate_run(config: Config, actor: Actor, params: Params, samples: int | None = None) -> Evaluation:
+  """The evaluation that a run's config asks for: the same held-out problems and random keys at every step."""
+  key = jax.random.fold_in(jax.random.key(config.seed), EVALUATE)
+  return evaluate(actor, actor.engine.layout(params), config.data.eval or config.data.train,
+                  held_out(config.eval_task, config.eval.problems), key, samples=samples or config.eval.samples,
+                  batch=config.eval.batch, sampler=config.eval_sampler)
+
+
 def evaluate(actor: Actor, params: Unstacked, name: str, problems: Sequence[Problem], key: jax.Array, *, samples: int, batch: int,
              sampler: Sampler) -> Evaluation:
   """Answers every problem `samples` times and once greedily, `batch` problems at a time (the last batch is filled up)."""
+  batch = min(batch, len(problems))
+
   def answers(group: int, how: Sampler) -> np.ndarray:
     rows = []
     for start in range(0, len(problems), batch):

@@ -99,7 +99,7 @@ def shard_batch(tree: Any, mesh: Mesh) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-  """Whole device arrays to NumPy on every process: the one device-to-host transfer of a step."""
+  """Whole device arrays to NumPy on every process."""
   if jax.process_count() == 1:
     return jax.device_get(tree)
   from jax.experimental import multihost_utils

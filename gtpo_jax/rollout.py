@@ -21,9 +21,8 @@ from gtpo_jax.sampling.filters import Sampler
 
 @dataclasses.dataclass(frozen=True)
 class Completions:
-  """One call's rollouts on the mesh, with what the host reads of them."""
+  """What the host reads of one call's rollouts."""
 
-  rollouts: Rollouts
   texts: list[list[str]]  # [n][g]
   correct: np.ndarray     # bool[n, g]
   lengths: np.ndarray     # i32[n, g], tokens
@@ -32,14 +31,16 @@ class Completions:
 class Actor:
   """A model on a mesh with its tokenizer: it answers problems, and its answers are judged."""
 
-  def __init__(self, config: Config):
+  def __init__(self, config: Config, max_tokens: int | None = None):
     self.chat: Chat = load_chat()
     self.model = Qwen2(config.model_config, make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor))
     param_shardings(self.model)  # refuses a mesh that does not divide the model
     if self.chat.vocab_size > config.model_config.vocab_size:
       raise UserError(f"the tokenizer has {self.chat.vocab_size} tokens, over the {config.model_config.vocab_size} of model.preset "
                       f"{config.model.preset!r}; choose a larger model")
-    self.engine = Engine(self.model, self.chat.stop, self.chat.pad, config.data.max_prompt_tokens, config.sampling.max_tokens)
+    self.engine = Engine(self.model, self.chat.stop, self.chat.pad, config.data.max_prompt_tokens,
+                         max_tokens or config.sampling.max_tokens)
+    self._algorithm, self._longest = config.algorithm_object, config.sampling.max_tokens
 
   def answer(self, params: Unstacked, problems: Sequence[Problem], key: jax.Array, group: int, sampler: Sampler) -> Rollouts:
     """Samples `group` completions of each problem; returns when they are done."""
@@ -54,11 +55,11 @@ class Actor:
     texts = [flat[i * g:(i + 1) * g] for i in range(n)]
     verified = [[VERIFIERS[problem.kind](text, problem.answer, problem.extra) for text in row]
                 for problem, row in zip(problems, texts, strict=True)]
-    return Completions(rollouts, texts, np.asarray(verified) & finished, mask.sum(-1))
+    return Completions(texts, np.asarray(verified) & finished, mask.sum(-1))
 
-  def verdicts(self, completions: Completions, config: Config) -> Verdicts:
+  def verdicts(self, completions: Completions) -> Verdicts:
     """What the algorithm learns from: its rewards for right and wrong, and its length penalty, on the mesh."""
-    wrong, right = config.algorithm_object.recipe.rewards
+    wrong, right = self._algorithm.recipe.rewards
     reward = np.where(completions.correct, right, wrong).astype(np.float32)
-    penalty = soft_overlong(completions.lengths, config.sampling.max_tokens, config.algorithm_object.settings.overlong_buffer or 0)
+    penalty = soft_overlong(completions.lengths, self._longest, self._algorithm.settings.overlong_buffer or 0)
     return shard_batch(Verdicts(completions.correct, reward, penalty), self.model.mesh)

@@ -1,8 +1,8 @@
-"""The main job, as the paper's Algorithm 1: prompts, rollouts, verdicts, update; then log, evaluate, save."""
+"""The main job, as the paper's Algorithm 1: prompts, rollouts, verdicts, update; then log, save, evaluate."""
 from __future__ import annotations
 
 import dataclasses
-import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,11 +10,11 @@ from pathlib import Path
 import jax
 
 from gtpo_jax.checkpoint import Checkpoints
-from gtpo_jax.config import Config, difference, freeze, to_dict
-from gtpo_jax.data.pipeline import Batches, held_out
+from gtpo_jax.config import Config
+from gtpo_jax.data.pipeline import Batches
 from gtpo_jax.data.records import Problem
-from gtpo_jax.errors import UserError
-from gtpo_jax.evaluation import Evaluation, evaluate
+from gtpo_jax.errors import RunError
+from gtpo_jax.evaluation import evaluate_run
 from gtpo_jax.models.qwen2 import Params, init_params
 from gtpo_jax.parallel import fetch
 from gtpo_jax.reporting.compiles import compile_count
@@ -22,11 +22,12 @@ from gtpo_jax.reporting.curves import draw_curves
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import Journal
 from gtpo_jax.rollout import Actor, Completions
-from gtpo_jax.training.state import init_state, make_optimizer
+from gtpo_jax.training.state import TrainState, init_state, make_optimizer
 from gtpo_jax.training.update import check_divides, make_update
-from gtpo_jax.warm_start import warm_start
+from gtpo_jax.warm_start import check_prompts, warm_start
+from gtpo_jax.workdir import claim
 
-INIT, SAMPLE, EVALUATE = range(3)  # streams of random keys, folded from the seed
+INIT, SAMPLE = range(2)  # streams of random keys, folded from the seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +47,15 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
     workdir: its folder; claimed for this config.
     display: what the user sees.
     stopping: asked at every step boundary; True saves and returns.
+
+  Raises:
+    UserError: the config cannot run here, or the workdir is not its own.
+    RunError: the loss is not finite, or the newest checkpoint cannot be read.
   """
   compile_count()
   actor, seed = Actor(config), jax.random.key(config.seed)
   check_divides("batch.prompts", config.batch.prompts, config.batch.micro_batches, actor.model)
-  check_divides("warm_start.batch", config.warm_start.batch, 1, actor.model)
+  check_prompts(config, actor)
   claim(workdir, config)
   algorithm, optimizer = config.algorithm_object, make_optimizer(config.optimizer, config.steps)
   update = make_update(actor.model, algorithm, optimizer, temperature=config.sampling.temperature,
@@ -63,7 +68,7 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
   if checkpoints.latest is None:
     base = base_model(config, actor, workdir, display, stopping)
     if base is None:
-      return Result(0, False, "stopped during the warm start; nothing was lost but its seconds")
+      return Result(0, False, "stopped during the warm start, which is not saved and begins anew")
     state = init_state(base, optimizer, actor.model)
   else:
     state = checkpoints.restore(actor.model, optimizer)
@@ -71,37 +76,37 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
 
   start = int(state.step)
   journal = Journal(workdir, start, config.log.tensorboard)
-  if not journal.read():
-    journal.write(0, _evaluation(config, actor, state.params, display, base_name(config)).metrics())
+  if start == 0 and not journal.read():
+    journal.write(0, {})
+  evaluate_if_due(config, actor, state, journal, display)
   display.begin(algorithm.name, config.steps, start)
   for step in range(start, config.steps):
+    if stopping():
+      break
     began = time.perf_counter()
     problems = batches[step]
     rollouts = actor.answer(actor.engine.layout(state.params), problems, key_for(seed, SAMPLE, step), config.batch.group, config.sampler)
     sampled = time.perf_counter()
     completions = actor.judge(rollouts, problems)
-    verdicts = actor.verdicts(completions, config)
+    verdicts = actor.verdicts(completions)
     judged = time.perf_counter()
     state, metrics = update(state, rollouts, verdicts)
     metrics = {name: float(value) for name, value in fetch(metrics).items()}
     ended = time.perf_counter()
 
+    refuse_non_finite(step + 1, metrics, checkpoints)
     metrics |= {"time/sample": sampled - began, "time/reward": judged - sampled, "time/update": ended - judged,
                 "time/step": ended - began, "tokens/s": metrics["tokens/completion"] / (ended - began), "compiles": compile_count()}
-    last = step + 1 == config.steps
-    display.step(step + 1, metrics, line=step == start or last or (step + 1) % 5 == 0)
-    if last or (config.eval.every and (step + 1) % config.eval.every == 0):
-      metrics |= _evaluation(config, actor, state.params, display, f"step {step + 1}").metrics()
-      display.sample(*_sample(problems, completions, 0))
+    display.step(step + 1, metrics, line=step == start or (step + 1) % 5 == 0)
     journal.write(step + 1, metrics)
     for i in range(min(config.log.samples, len(problems))):
       journal.write_sample(step + 1, *_sample(problems, completions, i))
-    stop = stopping() and not last
-    if last or stop or (step + 1) % config.checkpoint.every == 0:
+    if (step + 1) % config.checkpoint.every == 0:
       checkpoints.save(state)
-    if stop:
-      break
+    if evaluate_if_due(config, actor, state, journal, display):
+      display.sample(*_sample(problems, completions, 0))
   display.end()
+  checkpoints.save(state)
   checkpoints.close()
   journal.close()
   reached = int(state.step)
@@ -131,71 +136,52 @@ def base_model(config: Config, actor: Actor, workdir: Path, display: Display, st
   return params
 
 
+def evaluate_if_due(config: Config, actor: Actor, state: TrainState, journal: Journal, display: Display) -> bool:
+  """Evaluates the state into its step's line: at first, at last and every `eval.every` steps. False where it is not due or done."""
+  step, began = int(state.step), time.perf_counter()
+  due = step in (0, config.steps) or (config.eval.every and step % config.eval.every == 0)
+  row = next((row for row in reversed(journal.read()) if row["step"] == step), None)
+  if not due or row is None or _accuracy(row) is not None:
+    return False
+  result = evaluate_run(config, actor, state.params)
+  what = f"step {step}" if step else base_name(config)
+  display.say(f"{what}: held-out pass@1 {result.mean:.1%}, greedy {result.greedy.mean():.1%}, "
+              f"pass@{config.eval.samples} {result.pass_at(config.eval.samples):.1%} "
+              f"({len(result.greedy)} problems x {config.eval.samples} samples, {time.perf_counter() - began:.1f} s)")
+  journal.amend(step, result.metrics())
+  return True
+
+
+def refuse_non_finite(step: int, metrics: dict[str, float], checkpoints: Checkpoints) -> None:
+  """Stops the run before a state that holds NaN or infinity is saved over a good one."""
+  for name in ("loss", "grad_norm"):
+    if not math.isfinite(metrics[name]):
+      checkpoints.wait()
+      raise RunError(f"{name} is {metrics[name]} at step {step}; nothing of it is saved, the newest checkpoint is of step "
+                     f"{checkpoints.latest or 0}; try a smaller optimizer.learning_rate in another workdir")
+
+
 def base_name(config: Config) -> str:
   """What the policy at step 0 is called."""
   return "warm-started base model" if config.warm_start.steps else "random base model"
 
 
-def claim(workdir: Path, config: Config) -> None:
-  """Makes the workdir and writes its config.json, or checks that the one there is of the same run.
-
-  Raises:
-    UserError: not a folder, not writable, or written by a config that differs in more than what may change on resume.
-  """
-  if workdir.exists() and not workdir.is_dir():
-    raise UserError(f"workdir {str(workdir)!r} is a file; name a folder")
-  file = workdir / "config.json"
-  try:
-    workdir.mkdir(parents=True, exist_ok=True)
-    if file.exists() and any(workdir.glob("base/*")):  # a config that never made a model may be mended
-      changed = {key: values for key, values in difference(load_config(workdir), config).items() if not _may_change(key)}
-      if changed:
-        shown = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
-        raise UserError(f"workdir {str(workdir)!r} belongs to another config ({shown}); name another workdir, or remove this one")
-    file.write_text(json.dumps(to_dict(config), indent=2) + "\n")
-  except OSError as error:
-    raise UserError(f"cannot write into workdir {str(workdir)!r}: {error.strerror or error}") from error
-
-
-def load_config(workdir: Path) -> Config:
-  """The config that a workdir was written by.
-
-  Raises:
-    UserError: the folder holds no run, or its config.json is damaged.
-  """
-  file = workdir / "config.json"
-  if not file.is_file():
-    raise UserError(f"no run in {str(workdir)!r}: it has no config.json; name the workdir of a `gtpo train`")
-  try:
-    return freeze(json.loads(file.read_text()))
-  except json.JSONDecodeError as error:
-    raise UserError(f"{str(file)!r} is not valid JSON: {error}") from error
-
-
 def summarize(config: Config, journal: Journal) -> str:
   """What was gained, in one line."""
   rows = journal.read()
-  key = next(key for key in rows[0] if key.startswith("eval/") and "/mean@" in key)
-  last = [row for row in rows if key in row][-1]  # a run cut short by fewer steps may end on a step that was not evaluated
+  evaluated = [(row["step"], _accuracy(row)) for row in rows if _accuracy(row) is not None]
   seconds = sum(row.get("time/step", 0.0) for row in rows)
-  return (f"{config.algorithm.name}: held-out pass@1 {rows[0][key]:.1%} ({base_name(config)}) -> {last[key]:.1%} after "
-          f"{last['step']} steps, {100 * (last[key] - rows[0][key]):+.1f} points; {seconds:.0f} s of sampling, reward and update")
+  spent = f"{seconds:.0f} s of sampling, reward and update"
+  if not evaluated or evaluated[0][0] != 0:
+    return f"{config.algorithm.name}: {rows[-1]['step'] if rows else 0} steps; {spent}"
+  (_, before), (step, after) = evaluated[0], evaluated[-1]
+  return (f"{config.algorithm.name}: held-out pass@1 {before:.1%} ({base_name(config)}) -> {after:.1%} after {step} steps, "
+          f"{100 * (after - before):+.1f} points; {spent}")
 
 
-def _may_change(key: str) -> bool:
-  return key == "steps" or key.split(".")[0] in ("mesh", "eval", "checkpoint", "log")
-
-
-def _evaluation(config: Config, actor: Actor, params: Params, display: Display, what: str) -> Evaluation:
-  began, name = time.perf_counter(), config.data.eval or config.data.train
-  problems = held_out(config.eval_task, config.eval.problems)
-  key = key_for(jax.random.key(config.seed), EVALUATE, 0)
-  result = evaluate(actor, actor.engine.layout(params), name, problems, key, samples=config.eval.samples, batch=config.eval.batch,
-                    sampler=config.eval_sampler)
-  display.say(f"{what}: held-out pass@1 {result.mean:.1%}, greedy {result.greedy.mean():.1%}, "
-              f"pass@{config.eval.samples} {result.pass_at(config.eval.samples):.1%} "
-              f"({len(problems)} problems x {config.eval.samples} samples, {time.perf_counter() - began:.1f} s)")
-  return result
+def _accuracy(row: dict[str, float]) -> float | None:
+  """The mean@n of a line that was evaluated, whatever its n."""
+  return next((value for key, value in row.items() if key.startswith("eval/") and "/mean@" in key), None)
 
 
 def _sample(problems: Sequence[Problem], completions: Completions, i: int) -> tuple[str, str, bool]:

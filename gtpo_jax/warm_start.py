@@ -16,6 +16,7 @@ from gtpo_jax.rollout import Actor
 from gtpo_jax.sampling.engine import pad_prompts
 from gtpo_jax.training.imitation import Demonstrations, make_imitation
 from gtpo_jax.training.state import init_state, make_optimizer
+from gtpo_jax.training.update import check_divides
 
 CHUNK = 50  # updates a compiled call
 
@@ -39,6 +40,22 @@ def warm_start(config: Config, actor: Actor, params: Params, display: Display, s
     return None
   display.say(f"base model: {section.steps} steps of imitating a teacher that errs, {time.perf_counter() - began:.1f} s")
   return state.params
+
+
+def check_prompts(config: Config, actor: Actor) -> None:
+  """Encodes a few hundred problems of each task, so that limits too short for them are refused before anything is compiled.
+
+  Raises:
+    UserError: a prompt is over data.max_prompt_tokens, a demonstration over sampling.max_tokens, or warm_start.batch does not
+      divide over the mesh.
+  """
+  rng = np.random.default_rng(0)
+  for task in {config.train_task, config.eval_task}:
+    problems = [task.problem(i).messages for i in rng.choice(np.append(task.train_ids, task.held_out_ids), 256)]
+    pad_prompts([actor.chat.encode_prompt(messages) for messages in problems], config.data.max_prompt_tokens, actor.chat.pad)
+  if config.warm_start.steps:
+    check_divides("warm_start.batch", config.warm_start.batch, 1, actor.model)
+    demonstrations(config, actor, rng, -(-256 // config.warm_start.batch))
 
 
 def demonstrations(config: Config, actor: Actor, rng: np.random.Generator, count: int) -> Demonstrations:

@@ -1,6 +1,7 @@
 """The command line as a user meets it: real processes, exit codes, one line for every mistake."""
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,8 +47,21 @@ def test_sample_prints_completions(finished_run):
   assert done.returncode == 0, done.stderr
   lines = done.stdout.splitlines()
   assert len(lines) == 3 and len(set(lines)) == 1  # greedy
-  base = gtpo("sample", f"--model={finished_run[0]}", "--prompt=12+3+4:", "--step=0", "--max_tokens=4")
-  assert base.returncode == 0, base.stderr
+  assert done.stderr == ""
+
+
+def test_sample_of_the_base_model_and_of_a_pods_run(finished_run, tmp_path):
+  """--step=0 is the base model, --max_tokens may be 1, and the run's own mesh does not matter here."""
+  workdir = tmp_path / "pod"
+  shutil.copytree(finished_run[0], workdir)
+  config = json.loads((workdir / "config.json").read_text())
+  config["mesh"] = {"data": 2, "fsdp": 8, "tensor": 4}
+  (workdir / "config.json").write_text(json.dumps(config))
+  quiet = {key: value for key, value in environment().items() if key != "JAX_PLATFORMS"}  # as a user has it
+  args = command("sample", f"--model={workdir}", "--prompt=12+3+4:", "--step=0", "--max_tokens=1")
+  done = subprocess.run(args, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=300)
+  assert (done.returncode, done.stderr) == (0, "")
+  assert len(done.stdout.strip()) <= 10  # one token
 
 
 def test_eval_prints_and_writes_json(finished_run, tmp_path):
@@ -77,7 +91,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(finished_run, tmp_path):
     finally:
       process.kill()
   text = (tmp_path / "out").read_text()
-  assert "stopped at step" in text and "saved" in text and f"to go on: gtpo train --config=configs/tiny.py --workdir={workdir}" in text
+  assert "stopped at step" in text and "saved" in text and f"to go on: python -m gtpo_jax train --config=configs/tiny.py --workdir={workdir}" in text
   steps = [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()]
   assert steps == list(range(steps[-1] + 1)) and steps[-1] >= 2
 
@@ -98,6 +112,16 @@ def wait_for_step(workdir, step, process):
   pytest.fail(f"step {step} was not reached")
 
 
+def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path):
+  workdir = tmp_path / "run"
+  shutil.copytree(finished_run[0], workdir)
+  for file in (workdir / "checkpoints" / "2" / "params").rglob("*"):
+    if file.is_file():
+      file.write_bytes(file.read_bytes()[:10])
+  done = gtpo("sample", f"--model={workdir}", "--prompt=1")
+  assert done.returncode == 1 and "the checkpoint of step 2" in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
 @pytest.mark.parametrize(("args", "message"), [
     (["trian"], "unknown command 'trian', did you mean 'train'?"),
     (["train", "--workdir=w"], "required: --config"),
@@ -112,7 +136,12 @@ def wait_for_step(workdir, step, process):
     (["train", "--config=configs/tiny.py", "--workdir=setup.py"], "workdir 'setup.py' is a file"),
     (["train", "--config=configs/tiny.py", "--workdir=/proc/none"], "cannot write into workdir '/proc/none'"),
     (["train", "--config=configs/tiny.py", "--workdir={tmp}/w", "--config.data.max_prompt_tokens=8"], "20 tokens, over the limit of 8"),
+    (["train", "--config=configs/tiny.py", "--workdir=w", "--config.mesh=3"], "'mesh' is a section; set one of its fields"),
+    (["train", "--config=configs/tiny.py", "--workdir=w", "--config.steps", "5"], "--config.steps needs its value behind an equals sign"),
+    (["train", "--config=configs", "--workdir=w"], "--config=configs is a folder; name a file in it"),
     (["sample", "--model=none", "--prompt=1"], "no folder at 'none'"),
+    (["sample", "--model={run}", "--prompt=1", "--seed=-1"], "--seed must be in [0, 2**32), got -1"),
+    (["eval", "--model={run}", "--json=none/out.json"], "cannot write 'none/out.json'"),
     (["sample", "--model={run}", "--prompt= "], "--prompt is empty"),
     (["sample", "--model={run}", "--prompt=" + "1+" * 30], "over the limit of 24"),
     (["sample", "--model={run}", "--prompt=1", "--step=9"], "no checkpoint of step 9"),

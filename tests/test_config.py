@@ -112,7 +112,6 @@ def test_overrides():
     ("--config.batch.promts=3", "batch.promts", "batch.prompts"),
     ("--config.algoritm.alpha2=3", "algoritm.alpha2", "algorithm.alpha2"),
     ("--config.learning_rate=3", "learning_rate", "optimizer.learning_rate"),
-    ("--config.batch=3", "batch", "batch"),
 ])
 def test_an_unknown_override_names_the_nearest(override, key, nearest):
   message = load_refused(BASE, override)

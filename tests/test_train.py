@@ -1,5 +1,6 @@
 """The whole loop, small: what it leaves behind, exact resume, and no compilation after warm-up."""
 import json
+import shutil
 import struct
 
 import jax
@@ -10,16 +11,17 @@ from gtpo_jax.arrays import Rollouts
 from gtpo_jax.checkpoint import Checkpoints
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
-from gtpo_jax.errors import UserError
+from gtpo_jax.errors import RunError, UserError
 from gtpo_jax.models.qwen2 import init_params
 from gtpo_jax.reporting.compiles import compile_count
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
 from gtpo_jax.rollout import Actor
 from gtpo_jax.sampling.filters import Sampler
-from gtpo_jax.train import claim, load_config, train
+from gtpo_jax.train import train
 from gtpo_jax.training.state import init_state, make_optimizer
 from gtpo_jax.training.update import make_update
+from gtpo_jax.workdir import claim, load_config
 
 PROMISED = ["step", "reward/mean", "reward/accuracy", "entropy/mean", "entropy/correct", "entropy/incorrect", "length/mean",
             "length/cut_off", "loss", "grad_norm", "clip/low", "clip/high", "mismatch/max_abs_logp", "mismatch/kl", "groups/all_correct",
@@ -68,7 +70,9 @@ def test_what_a_run_leaves_behind(whole):
   assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
   for row in rows[1:]:
     assert set(PROMISED) <= row.keys()
-    assert all(isinstance(value, int | float) and np.isfinite(value) for value in row.values())
+    empty_side = {key for key, value in row.items() if value is None}  # no correct completion in the batch, say
+    assert empty_side <= {"entropy/correct", "entropy/incorrect", "advantage/correct", "advantage/incorrect"}
+    assert all(isinstance(value, int | float) and np.isfinite(value) for key, value in row.items() if key not in empty_side)
     assert row["mismatch/max_abs_logp"] <= 1e-4
   for row in rows[0], rows[2], rows[4]:
     assert {"eval/sums/mean@2", "eval/sums/pass@1", "eval/sums/pass@2", "eval/sums/greedy"} <= row.keys()
@@ -146,11 +150,43 @@ def test_no_compilation_after_warm_up():
     problems = [Problem(str(i), user("7" * rng.integers(1, 11)), "7", "last_number") for i in range(8)]
     widths.add(tuple(len(actor.chat.encode_prompt(problem.messages)) for problem in problems))
     rollouts = actor.answer(actor.engine.layout(state.params), problems, jax.random.key(step), 4, config.sampler)
-    state, metrics = update(state, rollouts, actor.verdicts(actor.judge(rollouts, problems), config))
+    state, metrics = update(state, rollouts, actor.verdicts(actor.judge(rollouts, problems)))
     jax.device_get(metrics)
     counts.append(compile_count())
   assert len(widths) == 21 and counts[0] > 0
   assert counts[1:] == [counts[0]] * 20
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(tmp_path):
+  workdir = tmp_path / "run"
+  run(small_config(steps=2), workdir)
+  checkpoints = Checkpoints(workdir / "checkpoints", keep=2)
+  actor, config = Actor(small_config()), small_config()
+  optimizer = make_optimizer(config.optimizer, config.steps)
+  state = checkpoints.restore(actor.model, optimizer)
+  broken = state.replace(step=state.step + 1, params=jax.tree.map(lambda x: x * np.nan, state.params))
+  checkpoints.save(broken)  # as a bug elsewhere might
+  checkpoints.close()
+  with pytest.raises(RunError, match=r"is nan at step 4; nothing of it is saved, the newest checkpoint is of step 3"):
+    run(small_config(steps=5, **{"eval.every": 0}), workdir)
+  assert Checkpoints(workdir / "checkpoints").steps() == [2, 3]
+
+
+def test_an_evaluation_that_was_killed_is_made_good(whole, tmp_path):
+  workdir = tmp_path / "run"
+  shutil.copytree(whole[0], workdir)
+  rows = read_jsonl(workdir / "metrics.jsonl")
+  kept = [{key: value for key, value in row.items() if not key.startswith("eval/") or row["step"] < rows[-1]["step"]} for row in rows]
+  (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+  assert run(small_config(steps=rows[-1]["step"]), workdir).finished
+  assert lasting(read_jsonl(workdir / "metrics.jsonl")) == lasting(rows)
+
+
+def test_memory_settings_may_change_on_resume_and_the_computation_may_not(whole):
+  claim(whole[0], small_config(**{"batch.micro_batches": 1, "mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1, "eval.samples": 4}))
+  with pytest.raises(UserError, match=r"batch.group was 4, now 8"):
+    claim(whole[0], small_config(**{"batch.group": 8}))
+  claim(whole[0], small_config())
 
 
 def test_judging(whole):
@@ -175,7 +211,7 @@ def test_rewards_and_penalties_are_the_algorithms(whole):
   actor, problems = Actor(config), [Problem("0", user("1"), "1", "last_number")] * 4
   params = actor.engine.layout(init_params(actor.model, jax.random.key(0)))
   rollouts = actor.answer(params, problems, jax.random.key(0), 2, Sampler())
-  verdicts = jax.device_get(actor.verdicts(actor.judge(rollouts, problems), config))
+  verdicts = jax.device_get(actor.verdicts(actor.judge(rollouts, problems)))
   assert set(np.unique(verdicts.reward)) <= {-1.0, 1.0}
   lengths = np.asarray(rollouts.lengths)
   np.testing.assert_allclose(verdicts.penalty, np.clip((18 - 8 - lengths) / 8, -1, 0))

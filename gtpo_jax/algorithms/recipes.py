@@ -57,7 +57,7 @@ class Settings:
     def check(name: str, good: Callable[[Any], bool], bound: str) -> None:
       value = getattr(self, name)
       try:
-        valid = value is None or good(value)
+        valid = value is None or (isinstance(value, bool) == (name == "sign_guard") and good(value))
       except TypeError:  # a text where a number belongs, and the like
         valid = False
       if not valid:
@@ -178,8 +178,10 @@ class Algorithm:
     mask = self.loss_mask(mask, correct)
     unit_entropy, unit_mask = entropy.astype(jnp.float32), mask
     if self.recipe.per_completion:
-      unit_entropy = completion_entropy(unit_entropy, mask, self.settings.mean or "arithmetic", self.settings.h_floor or 1.0)
       unit_mask = mask.any(-1, keepdims=True)
+      unit_entropy = jnp.zeros(unit_mask.shape, jnp.float32)  # recipes without a `mean` do not read it
+      if self.settings.mean:
+        unit_entropy = completion_entropy(entropy.astype(jnp.float32), mask, self.settings.mean, self.settings.h_floor)
     penalty = jnp.zeros(correct.shape, jnp.float32) if penalty is None else penalty
     signals = Signals(unit_entropy, unit_mask, *(x[..., None] for x in (correct, reward.astype(jnp.float32), penalty)))
     return self.recipe.shaping(self.settings, signals), signals

@@ -68,8 +68,8 @@ class ModelConfig:
 
 
 def _qwen(width: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab_size: int = 152064, tied: bool = False,
-          **other: float) -> ModelConfig:
-  return ModelConfig(vocab_size, width, layers, heads, kv_heads, head_dim=128, mlp=mlp, tied=tied, **other)
+          norm_eps: float = 1e-6) -> ModelConfig:
+  return ModelConfig(vocab_size, width, layers, heads, kv_heads, head_dim=128, mlp=mlp, tied=tied, norm_eps=norm_eps)
 
 
 PRESETS: dict[str, ModelConfig] = {
@@ -78,7 +78,7 @@ PRESETS: dict[str, ModelConfig] = {
     "qwen2.5-1.5b": _qwen(1536, 28, 12, 2, 8960, vocab_size=151936, tied=True),
     "qwen2.5-3b": _qwen(2048, 36, 16, 2, 11008, vocab_size=151936, tied=True),
     "qwen2.5-7b": _qwen(3584, 28, 28, 4, 18944),
-    "qwen2.5-14b": _qwen(5120, 48, 40, 8, 13824),
-    "qwen2.5-32b": _qwen(5120, 64, 40, 8, 27648),
-    "qwen2.5-72b": _qwen(8192, 80, 64, 8, 29568),
+    "qwen2.5-14b": _qwen(5120, 48, 40, 8, 13824, norm_eps=1e-5),
+    "qwen2.5-32b": _qwen(5120, 64, 40, 8, 27648, norm_eps=1e-5),
+    "qwen2.5-72b": _qwen(8192, 80, 64, 8, 29568, norm_eps=1e-5),
 }

@@ -157,7 +157,7 @@ class Qwen2(nn.Module):
 
 
 class Unstacked(NamedTuple):
-  """Parameters in sampling layout: one tree a layer, the compute type, whole over fsdp."""
+  """Parameters in sampling layout: one tree a layer, matrices in the compute type, whole over fsdp."""
 
   outer: Params          # embedding, head, final norm
   layers: list[Params]
@@ -165,11 +165,13 @@ class Unstacked(NamedTuple):
 
 def sampling_layout(model: Qwen2, params: Params) -> Unstacked:
   """Casts, gathers over fsdp and unstacks the parameters: once a rollout, not once a token. To be jitted."""
-  def place(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+  def place(path: tuple, x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    if path[-1].key != "scale":  # norms work in float32 with the master scales, as in training
+      x = x.astype(DTYPES[model.config.compute_dtype])
     spec = PartitionSpec(*(None if axis == "fsdp" else axis for axis in sharding.spec))
-    return jax.lax.with_sharding_constraint(x.astype(DTYPES[model.config.compute_dtype]), NamedSharding(model.mesh, spec))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(model.mesh, spec))
 
-  params = jax.tree.map(place, params, param_shardings(model))
+  params = jax.tree.map_with_path(place, params, param_shardings(model))
   outer = {name: value for name, value in params.items() if name != "layers"}
   return Unstacked(outer, [jax.tree.map(lambda x: x[i], params["layers"]) for i in range(model.config.layers)])  # noqa: B023
 

@@ -1,6 +1,7 @@
 """What a run shows while it runs: a progress bar on a terminal, plain lines elsewhere."""
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 
@@ -29,7 +30,8 @@ class Display:
     self.end()
     if self._console.is_terminal:
       self._progress = Progress(TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-                                TimeRemainingColumn(), TextColumn("{task.fields[facts]}"), console=self._console, transient=True)
+                                TimeRemainingColumn(), TextColumn("{task.fields[facts]}"), console=self._console, transient=True,
+                                redirect_stderr=False)
       self._task = self._progress.add_task(what, total=total, completed=done, facts="")
       self._progress.start()
 
@@ -59,6 +61,7 @@ class Display:
 
 
 def sparkline(values: list[float]) -> str:
-  """A row of small bars, scaled from 0 to the largest value."""
+  """A row of small bars, scaled from 0 to the largest value; a value that is not finite is drawn as 0."""
+  values = [value if math.isfinite(value) else 0.0 for value in values]
   top = max(values, default=0.0)
   return "".join(SPARKS[min(int(value / top * len(SPARKS)), len(SPARKS) - 1)] if top > 0 else SPARKS[0] for value in values)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,17 @@ class Journal:
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
     """One object for the step: plain numbers, null for one that is not finite."""
-    _append(self.metrics_file, {"step": step, **{name: value if math.isfinite(value) else None for name, value in metrics.items()}})
+    _append(self.metrics_file, {"step": step, **_finite(metrics)})
+    self._to_board(step, metrics)
+
+  def amend(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Adds numbers to the object of a step that is already written."""
+    _rewrite(self.metrics_file, [row | _finite(metrics) if row["step"] == step else row for row in self.read()])
+    self._to_board(step, metrics)
+
+  def _to_board(self, step: int, metrics: Mapping[str, float]) -> None:
     for name, value in metrics.items():
-      if self._board:
+      if self._board and math.isfinite(value):
         self._board.add_scalar(name, value, step)
 
   def write_sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
@@ -61,7 +69,14 @@ def _append(file: Path, row: Mapping[str, Any]) -> None:
 
 def _cut_back(file: Path, step: int) -> None:
   if file.exists():
-    kept = [row for row in read_jsonl(file) if row["step"] <= step]
-    fresh = file.with_suffix(".tmp")
-    fresh.write_text("".join(json.dumps(row) + "\n" for row in kept))
-    fresh.replace(file)
+    _rewrite(file, [row for row in read_jsonl(file) if row["step"] <= step])
+
+
+def _rewrite(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+  fresh = file.with_suffix(".tmp")
+  fresh.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  fresh.replace(file)
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+  return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

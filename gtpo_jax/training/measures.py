@@ -19,11 +19,12 @@ def measure(rollouts: Rollouts, verdicts: Verdicts, advantages: jax.Array, loss_
   """
   mask, entropy, lengths = rollouts.mask, rollouts.entropy, rollouts.lengths.astype(jnp.float32)
   right = jnp.broadcast_to(verdicts.correct[..., None], mask.shape)
+  mean_over = lambda x, where: jnp.where(where.any(), masked_mean(x, where), jnp.nan)  # no such token: no number, not a 0
   gap = jnp.where(mask, log_probs - rollouts.log_probs, 0.0)
   return {
       "entropy/mean": masked_mean(entropy, mask),
-      "entropy/correct": masked_mean(entropy, mask & right),
-      "entropy/incorrect": masked_mean(entropy, mask & ~right),
+      "entropy/correct": mean_over(entropy, mask & right),
+      "entropy/incorrect": mean_over(entropy, mask & ~right),
       "length/mean": lengths.mean(),
       "length/min": lengths.min(),
       "length/max": lengths.max(),
@@ -32,8 +33,8 @@ def measure(rollouts: Rollouts, verdicts: Verdicts, advantages: jax.Array, loss_
       "reward/accuracy": verdicts.correct.mean(),
       "groups/all_correct": verdicts.correct.all(1).mean(),
       "groups/all_wrong": (~verdicts.correct).all(1).mean(),
-      "advantage/correct": masked_mean(advantages, loss_mask & right),
-      "advantage/incorrect": masked_mean(advantages, loss_mask & ~right),
+      "advantage/correct": mean_over(advantages, loss_mask & right),
+      "advantage/incorrect": mean_over(advantages, loss_mask & ~right),
       "advantage/sign_flips": masked_mean(jnp.where(right, advantages < 0, advantages > 0), loss_mask),
       "mismatch/max_abs_logp": jnp.abs(gap).max(),
       "mismatch/kl": masked_mean(jnp.expm1(gap) - gap, mask),  # k3 estimate of KL(sampler || learner), >= 0

@@ -126,6 +126,16 @@ def test_remat_changes_nothing():
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *grads)
 
 
+def test_the_sampling_layout_keeps_norms_exact():
+  """In bf16 the sampler sees the very norm scales that the trainer does."""
+  model = small_model(compute_dtype="bfloat16", tied=False)
+  params = strong_params(model)
+  layout = sampling_layout(model, params)
+  np.testing.assert_array_equal(layout.outer["norm"]["scale"], params["norm"]["scale"])
+  np.testing.assert_array_equal(layout.layers[1]["mlp_norm"]["scale"], params["layers"]["mlp_norm"]["scale"][1])
+  assert layout.layers[0]["q"]["kernel"].dtype == layout.outer["head"].dtype == jnp.bfloat16
+
+
 def test_number_formats():
   model = small_model(compute_dtype="bfloat16")
   params = strong_params(model)

@@ -1,0 +1,61 @@
+"""A run's folder: whose it is, and the config that it was written by."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from gtpo_jax.config import Config, difference, freeze, to_dict
+from gtpo_jax.errors import UserError
+
+# What may change when a run is taken up again: where it runs and what is written, not what is computed.
+MAY_CHANGE = ("steps", "mesh", "eval", "checkpoint", "log", "batch.micro_batches", "batch.head_chunk", "model.remat")
+
+
+def claim(workdir: Path, config: Config) -> None:
+  """Makes the workdir and writes its config.json, or checks that the one there is of the same run.
+
+  Raises:
+    UserError: not a folder, not writable, or written by a config that differs in more than what may change on resume.
+  """
+  file = workdir / "config.json"
+  try:
+    if workdir.exists() and not workdir.is_dir():
+      raise UserError(f"workdir {str(workdir)!r} is a file; name a folder")
+    workdir.mkdir(parents=True, exist_ok=True)
+    if file.exists() and has_base(workdir):  # a config that never made a model may be mended
+      changed = {key: values for key, values in difference(load_config(workdir), config).items() if not _may_change(key)}
+      if changed:
+        shown = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
+        raise UserError(f"workdir {str(workdir)!r} belongs to another config ({shown}); name another workdir, or remove this one")
+    fresh = file.with_suffix(".tmp")
+    fresh.write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    fresh.replace(file)
+  except OSError as error:
+    raise UserError(f"cannot write into workdir {str(workdir)!r}: {error.strerror or error}") from error
+
+
+def load_config(workdir: Path) -> Config:
+  """The config that a workdir was written by.
+
+  Raises:
+    UserError: the folder holds no run, or its config.json is damaged.
+  """
+  file = workdir / "config.json"
+  if not file.is_file():
+    raise UserError(f"no run in {str(workdir)!r}: it has no config.json; name the workdir of a `gtpo train`")
+  try:
+    values = json.loads(file.read_text())
+  except json.JSONDecodeError as error:
+    raise UserError(f"{str(file)!r} is not valid JSON: {error}") from error
+  if not isinstance(values, dict):
+    raise UserError(f"{str(file)!r} is not a config: it holds {type(values).__name__}, not an object")
+  return freeze(values)
+
+
+def has_base(workdir: Path) -> bool:
+  """Whether a base model was saved whole."""
+  return any(step.name.isdigit() for step in workdir.glob("base/*"))
+
+
+def _may_change(key: str) -> bool:
+  return any(key == name or key.startswith(name + ".") for name in MAY_CHANGE)
