@@ -12,8 +12,8 @@ def get_config():
   config.steps = 200
   config.model.preset = "tiny"
   config.data.train = "countdown"
-  config.data.max_prompt_tokens = 24
-  config.sampling.max_tokens = 24
+  config.data.max_prompt_tokens = 28
+  config.sampling.max_tokens = 32
   config.algorithm.name = "gtpo"
   config.warm_start.steps = 2000
   config.optimizer.learning_rate = 1.5e-4

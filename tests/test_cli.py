@@ -91,7 +91,8 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(finished_run, tmp_path):
     finally:
       process.kill()
   text = (tmp_path / "out").read_text()
-  assert "stopped at step" in text and "saved" in text and f"to go on: python -m gtpo_jax train --config=configs/tiny.py --workdir={workdir}" in text
+  assert "stopped at step" in text and "saved" in text
+  assert f"to go on: python -m gtpo_jax train --config=configs/tiny.py --workdir={workdir} --config.steps=2000" in text
   steps = [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()]
   assert steps == list(range(steps[-1] + 1)) and steps[-1] >= 2
 
