@@ -16,6 +16,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["gtpo_jax", "gtpo_jax.*"]),
+    package_dir={"": "."},  # an editable install is then a plain path
     package_data={"gtpo_jax.data": ["tokenizer/*.json"]},
     entry_points={"console_scripts": ["gtpo = gtpo_jax.cli:main"]},
     install_requires=[

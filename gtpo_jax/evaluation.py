@@ -12,10 +12,8 @@ from gtpo_jax.config import Config
 from gtpo_jax.data.pipeline import held_out
 from gtpo_jax.data.records import Problem
 from gtpo_jax.models.qwen2 import Params, Unstacked
-from gtpo_jax.rollout import Actor
+from gtpo_jax.rollout import Actor, Stream, key_for
 from gtpo_jax.sampling.filters import Sampler
-
-EVALUATE = 2  # the stream of random keys, folded from the seed; `train.py` has the others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +53,9 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 def evaluate_run(config: Config, actor: Actor, params: Params, samples: int | None = None) -> Evaluation:
   """The evaluation that a run's config asks for: the same held-out problems and random keys at every step."""
-  key = jax.random.fold_in(jax.random.key(config.seed), EVALUATE)
-  return evaluate(actor, actor.engine.layout(params), config.data.eval or config.data.train,
-                  held_out(config.eval_task, config.eval.problems), key, samples=samples or config.eval.samples,
-                  batch=config.eval.batch, sampler=config.eval_sampler)
+  name, problems = config.data.eval or config.data.train, held_out(config.eval_task, config.eval.problems)
+  return evaluate(actor, actor.engine.layout(params), name, problems, key_for(config.seed, Stream.EVALUATE),
+                  samples=samples or config.eval.samples, batch=config.eval.batch, sampler=config.eval_sampler)
 
 
 def evaluate(actor: Actor, params: Unstacked, name: str, problems: Sequence[Problem], key: jax.Array, *, samples: int, batch: int,

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 
 import jax
@@ -17,6 +18,19 @@ from gtpo_jax.parallel import fetch, make_mesh, shard_batch
 from gtpo_jax.rewards import VERIFIERS, soft_overlong
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.filters import Sampler
+
+
+class Stream(enum.IntEnum):
+  """The uses of random keys; each has keys of its own."""
+
+  INIT = 0
+  SAMPLE = 1
+  EVALUATE = 2
+
+
+def key_for(seed: int, stream: Stream, step: int = 0) -> jax.Array:
+  """The random key of one use at one step."""
+  return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jax
-
 from gtpo_jax.checkpoint import Checkpoints
 from gtpo_jax.config import Config
 from gtpo_jax.data.pipeline import Batches
@@ -21,13 +19,11 @@ from gtpo_jax.reporting.compiles import compile_count
 from gtpo_jax.reporting.curves import draw_curves
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import Journal
-from gtpo_jax.rollout import Actor, Completions
+from gtpo_jax.rollout import Actor, Completions, Stream, key_for
 from gtpo_jax.training.state import TrainState, init_state, make_optimizer
 from gtpo_jax.training.update import check_divides, make_update
 from gtpo_jax.warm_start import check_prompts, warm_start
 from gtpo_jax.workdir import claim
-
-INIT, SAMPLE = range(2)  # streams of random keys, folded from the seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +49,7 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
     RunError: the loss is not finite, or the newest checkpoint cannot be read.
   """
   compile_count()
-  actor, seed = Actor(config), jax.random.key(config.seed)
+  actor = Actor(config)
   check_divides("batch.prompts", config.batch.prompts, config.batch.micro_batches, actor.model)
   check_prompts(config, actor)
   claim(workdir, config)
@@ -85,7 +81,8 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
       break
     began = time.perf_counter()
     problems = batches[step]
-    rollouts = actor.answer(actor.engine.layout(state.params), problems, key_for(seed, SAMPLE, step), config.batch.group, config.sampler)
+    key = key_for(config.seed, Stream.SAMPLE, step)
+    rollouts = actor.answer(actor.engine.layout(state.params), problems, key, config.batch.group, config.sampler)
     sampled = time.perf_counter()
     completions = actor.judge(rollouts, problems)
     verdicts = actor.verdicts(completions)
@@ -116,18 +113,13 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
   return Result(reached, True, summarize(config, journal))
 
 
-def key_for(seed: jax.Array, stream: int, step: int) -> jax.Array:
-  """The random key of one use at one step."""
-  return jax.random.fold_in(jax.random.fold_in(seed, stream), step)
-
-
 def base_model(config: Config, actor: Actor, workdir: Path, display: Display, stopping: Callable[[], bool]) -> Params | None:
   """The policy that RL starts from: random, or warm-started once and kept in WORKDIR/base. None where asked to stop."""
   keep = Checkpoints(workdir / "base")
   if keep.latest is not None:
     params = keep.restore_params(actor.model)
   else:
-    params = init_params(actor.model, key_for(jax.random.key(config.seed), INIT, 0))
+    params = init_params(actor.model, key_for(config.seed, Stream.INIT))
     if config.warm_start.steps:
       params = warm_start(config, actor, params, display, stopping)
     if params is not None:
