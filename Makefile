@@ -36,7 +36,7 @@ lint: setup
 	$(BIN)/ruff check .
 
 bench: setup
-	JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(BIN)/python benchmarks/step.py
+	$(BIN)/python benchmarks/step.py
 
 plan: setup
 	$(BIN)/gtpo plan --config=$(CONFIG) --topology=$(TOPOLOGY) $(ARGS)

@@ -12,8 +12,15 @@ import json
 import platform
 import time
 
-import jax
 import numpy as np
+
+from gtpo_jax.start import prepare_jax
+
+prepare_jax()  # before JAX is imported
+
+import jax
+
+jax.config.update("jax_compilation_cache_dir", None)  # the first step shows a real compile
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Verdicts

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shlex
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gtpo_jax.errors import RunError, UserError, nearest
+from gtpo_jax.start import prepare_jax
 
 if TYPE_CHECKING:
   from gtpo_jax.config import Config
@@ -118,7 +118,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
-  _prepare_jax()
+  prepare_jax()
   from gtpo_jax import config as configs
   from gtpo_jax.reporting.display import Display
   from gtpo_jax.train import train
@@ -139,7 +139,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _eval(args: argparse.Namespace, overrides: list[str]) -> int:
-  _prepare_jax()
+  prepare_jax()
   from gtpo_jax import config as configs
   from gtpo_jax.evaluation import evaluate_run
   ks = _numbers(args.k)
@@ -155,7 +155,7 @@ def _eval(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _sample(args: argparse.Namespace, overrides: list[str]) -> int:
-  _prepare_jax()
+  prepare_jax()
   if not args.prompt.strip():
     raise UserError("--prompt is empty; give it some text")
   if not _is_text(args.prompt):
@@ -182,7 +182,7 @@ def _sample(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
-  _prepare_jax()
+  prepare_jax()
   from gtpo_jax import config as configs
   from gtpo_jax.plan import plan, table
   _check_writable(args.json)
@@ -194,7 +194,7 @@ def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _doctor(args: argparse.Namespace, overrides: list[str]) -> int:
-  _prepare_jax()
+  prepare_jax()
   from gtpo_jax.doctor import examine
   return examine()
 
@@ -225,20 +225,6 @@ def _open(workdir: Path, step: int | None, given: Config | None = None,
   params = found.restore_params(actor.model, step)
   found.close()
   return actor, config, params, max(steps) if step is None else step
-
-
-def _prepare_jax() -> None:
-  """Settings that must stand before JAX starts: the compile cache, and no search for chips that are not there."""
-  chips = any(Path(path).exists() for path in ("/dev/accel0", "/dev/vfio"))
-  gpu_plugin = any(importlib.util.find_spec(f"jax_{kind}_plugin") for kind in ("cuda12", "cuda13", "rocm7", "rocm60"))
-  if importlib.util.find_spec("libtpu") and not chips and not gpu_plugin:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-  import jax
-  if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    jax.config.update("jax_compilation_cache_dir", str(home / "gtpo_jax" / "xla"))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-  jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 class _StopSignals:
