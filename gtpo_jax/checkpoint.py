@@ -7,7 +7,7 @@ from pathlib import Path
 import optax
 import orbax.checkpoint as ocp
 
-from gtpo_jax.errors import RunError
+from gtpo_jax.errors import RunError, first_line
 from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
 from gtpo_jax.training.state import TrainState, abstract_state
 
@@ -41,8 +41,7 @@ class Checkpoints:
     try:
       return self._manager.restore(step, args=ocp.args.Composite(**items))
     except Exception as error:  # Orbax, TensorStore and JSON each have their own
-      reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-      raise RunError(f"the checkpoint of step {step} in {str(self._manager.directory)!r} cannot be read ({reason[:200]}); "
+      raise RunError(f"the checkpoint of step {step} in {str(self._manager.directory)!r} cannot be read ({first_line(error)[:200]}); "
                      f"remove that step's folder to go back to the one before") from error
 
   def restore(self, model: Qwen2, optimizer: optax.GradientTransformation) -> TrainState:

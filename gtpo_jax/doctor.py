@@ -9,6 +9,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from gtpo_jax.errors import first_line
+
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "grain", "tensorflow-datasets", "ml-collections",
             "numpy", "matplotlib", "rich", "tensorboardX")
 OPTIONAL = {"libtpu": "TPU chips: pip install 'gtpo_jax[tpu]'", "jax-cuda13-plugin": "NVIDIA GPUs: pip install 'gtpo_jax[cuda]'",
@@ -38,7 +40,7 @@ def examine() -> int:
     import jax
     devices = jax.devices()
   except Exception as error:  # the very thing that this report is for
-    line("devices", f"JAX does not start: {str(error).strip().splitlines()[0] if str(error) else type(error).__name__}")
+    line("devices", f"JAX does not start: {first_line(error)}")
     print("not ready: see above")
     return 1
   line("devices", f"{len(devices)} x {devices[0].device_kind} ({jax.default_backend()}), {jax.process_count()} process(es)")

@@ -19,6 +19,11 @@ class RunError(RuntimeError):
   """
 
 
+def first_line(error: BaseException) -> str:
+  """The first line of another library's message, or its kind where it has none."""
+  return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
   """The phrase ", did you mean ...?" where one of `choices` is close to `word`, else the empty string."""
   by_lower = {choice.lower(): choice for choice in choices}

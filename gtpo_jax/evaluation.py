@@ -53,8 +53,8 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 def evaluate_run(config: Config, actor: Actor, params: Params, samples: int | None = None) -> Evaluation:
   """The evaluation that a run's config asks for: the same held-out problems and random keys at every step."""
-  name, problems = config.data.eval or config.data.train, held_out(config.eval_task, config.eval.problems)
-  return evaluate(actor, actor.engine.layout(params), name, problems, key_for(config.seed, Stream.EVALUATE),
+  problems = held_out(config.eval_task, config.eval.problems)
+  return evaluate(actor, actor.engine.layout(params), config.eval_name, problems, key_for(config.seed, Stream.EVALUATE),
                   samples=samples or config.eval.samples, batch=config.eval.batch, sampler=config.eval_sampler)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from gtpo_jax.arrays import Prompts, Rollouts, Verdicts
 from gtpo_jax.config import Config
-from gtpo_jax.errors import UserError, nearest
+from gtpo_jax.errors import UserError, first_line, nearest
 from gtpo_jax.models.qwen2 import Params, Qwen2, sampling_layout
 from gtpo_jax.parallel import make_mesh, named_sharding
 from gtpo_jax.sampling.decode import generate
@@ -81,8 +81,7 @@ def topology_devices(topology: str) -> tuple[list[Any], int]:
   try:
     described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
   except Exception as error:  # libtpu raises its own kinds, absent or displeased
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    raise UserError(f"topology {topology!r} cannot be described ({reason}); is libtpu installed (pip install 'gtpo_jax[plan]') "
+    raise UserError(f"topology {topology!r} cannot be described ({first_line(error)}); is libtpu installed (pip install 'gtpo_jax[plan]') "
                     f"and the shape one that exists, as v5e:4x4?") from error
   return list(described.devices), MEMORY_GIB[kind] * 2**30
 

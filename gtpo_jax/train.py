@@ -132,8 +132,10 @@ def evaluate_if_due(config: Config, actor: Actor, state: TrainState, journal: Jo
   """Evaluates the state into its step's line: at first, at last and every `eval.every` steps. False where it is not due or done."""
   step, began = int(state.step), time.perf_counter()
   due = step in (0, config.steps) or (config.eval.every and step % config.eval.every == 0)
+  if not due:
+    return False
   row = next((row for row in reversed(journal.read()) if row["step"] == step), None)
-  if not due or row is None or _accuracy(row) is not None:
+  if row is None or _accuracy(row) is not None:
     return False
   result = evaluate_run(config, actor, state.params)
   what = f"step {step}" if step else base_name(config)

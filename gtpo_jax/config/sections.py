@@ -213,7 +213,7 @@ class Config:
       raise UserError(f"eval.temperature must be at least 0 and finite, got {self.eval.temperature}")
     if self.model.preset not in PRESETS:
       raise UserError(f"unknown model.preset {self.model.preset!r}{nearest(self.model.preset, PRESETS)}; valid are {', '.join(PRESETS)}")
-    for name in {self.data.train, self.data.eval or self.data.train}:
+    for name in (self.data.train, self.eval_name):
       if name not in TASKS:
         raise UserError(f"unknown task {name!r} in data{nearest(name, TASKS)}; valid are {', '.join(TASKS)}")
     # Made once here, so that a value that one of them refuses is refused now.
@@ -244,9 +244,14 @@ class Config:
     return make_task(self.data.train, self.data.terms, self.data.largest)
 
   @property
+  def eval_name(self) -> str:
+    """The name of the task evaluated, in metrics too."""
+    return self.data.eval or self.data.train
+
+  @property
   def eval_task(self) -> Task:
     """The task evaluated."""
-    return make_task(self.data.eval or self.data.train, self.data.terms, self.data.largest)
+    return make_task(self.eval_name, self.data.terms, self.data.largest)
 
   @property
   def algorithm_object(self) -> Algorithm:
