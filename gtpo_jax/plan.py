@@ -1,13 +1,16 @@
 """`gtpo plan`: compiles a run's sampler and update for hardware that is not here, and says what they need."""
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 from gtpo_jax.arrays import Prompts, Rollouts, Verdicts
 from gtpo_jax.config import Config
@@ -47,7 +50,6 @@ def plan(config: Config, topology: str) -> dict[str, Any]:
   update = make_update(model, config.algorithm_object, optimizer, temperature=config.sampling.temperature,
                        micro_batches=config.batch.micro_batches, head_chunk=config.batch.head_chunk)
   rollouts, verdicts = abstract_batch(config, model)
-  update_peak = peak_bytes(update.lower(state, rollouts, verdicts).compile())
 
   def sample(params: Params, prompts: Prompts, seed: jax.Array) -> Rollouts:
     keys = completion_keys(jax.random.key(seed), config.batch.prompts, config.batch.group)
@@ -55,12 +57,27 @@ def plan(config: Config, topology: str) -> dict[str, Any]:
                     config.sampling.max_tokens)
 
   seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=named_sharding(model.mesh))
-  sample_peak = peak_bytes(jax.jit(sample).lower(state.params, rollouts.prompts, seed).compile()) + shard_bytes(state.opt_state)
+  with no_compile_cache():
+    update_peak = peak_bytes(update.lower(state, rollouts, verdicts).compile())
+    sample_peak = peak_bytes(jax.jit(sample).lower(state.params, rollouts.prompts, seed).compile()) + shard_bytes(state.opt_state)
   return {"topology": topology, "devices": len(devices), "hbm_bytes": memory,
           "params": sum(x.size for x in jax.tree.leaves(state.params)),
           "state.bytes": shard_bytes(state),
           "update.peak_bytes": update_peak, "sample.peak_bytes": sample_peak, "update.flops": model_flops(config),
           "fits": max(update_peak, sample_peak) <= memory, "seconds_compile": time.perf_counter() - began}
+
+
+@contextlib.contextmanager
+def no_compile_cache() -> Iterator[None]:
+  """Within it nothing is read from or written to JAX's compile cache: a program for devices that are not here can be written, not read."""
+  before = jax.config.jax_enable_compilation_cache
+  jax.config.update("jax_enable_compilation_cache", False)
+  compilation_cache.reset_cache()  # JAX decides once whether it has a cache; this makes it decide again
+  try:
+    yield
+  finally:
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 def topology_devices(topology: str) -> tuple[list[Any], int]:

@@ -31,7 +31,8 @@ def test_virtual_devices():
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_a_tpu_that_is_not_here():
-  check(plan(config(), "v5e:2x4"), 8)
+  for _ in range(2):  # the second must not read what the first left in the compile cache: no program of an absent TPU can be
+    check(plan(config(), "v5e:2x4"), 8)
 
 
 def test_model_flops_of_one_token_by_hand():
