@@ -25,6 +25,7 @@ setup(
         "optax>=0.2.6",
         "orbax-checkpoint>=0.12,<0.13",
         "transformers>=5.0,<6",
+        "safetensors>=0.8",
         "jinja2>=3.1",
         "grain>=0.2.16",
         "tensorflow-datasets>=4.9.10",
@@ -42,6 +43,7 @@ setup(
         "dev": [
             "pytest>=8",
             "pytest-xdist>=3.6",
+            "hypothesis>=6.100",
             "ruff>=0.15",
             "psutil>=6",
             'torch==2.13.0; python_version < "3.12"',

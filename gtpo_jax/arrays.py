@@ -42,11 +42,21 @@ class Rollouts:
   log_probs: jax.Array  # f32[n, g, t], nats; at the sampling temperature, before top-k / top-p / min-p
   entropy: jax.Array    # f32[n, g, t], nats; of that same full distribution
   finished: jax.Array   # bool[n, g]; True where a stop token was sampled, False where the length ran out
+  # Known of some runs alone; None stands for none of them.
+  guided: jax.Array | None = None     # bool[n, g]; a guide wrote the completion, log_probs and entropy are its own
+  stale: jax.Array | None = None      # bool[n, g]; the policy of an earlier step wrote it
+  rescored: jax.Array | None = None   # f32[n, g, t], nats; log_probs of the same policy as the trainer computes them
+  reference: jax.Array | None = None  # f32[n, g, t], nats; log-probs of the frozen reference
 
   @property
   def lengths(self) -> jax.Array:
     """i32[n, g], tokens, the stop token included."""
     return self.mask.sum(-1)
+
+  @property
+  def old_log_probs(self) -> jax.Array:
+    """f32[n, g, t], what the learner's log-probs are compared with."""
+    return self.log_probs if self.rescored is None else self.rescored
 
 
 @flax.struct.dataclass
@@ -56,6 +66,7 @@ class Verdicts:
   correct: jax.Array  # bool[n, g]
   reward: jax.Array   # f32[n, g]; what baselines normalise, length penalty not included
   penalty: jax.Array  # f32[n, g], <= 0; length shaping
+  counted: jax.Array | None = None  # bool[n, g]; False: no part in loss or statistics; None: all count
 
 
 def masked_sum(x: jax.Array, mask: jax.Array, axes: int | Sequence[int] | None = None, keepdims: bool = False) -> jax.Array:

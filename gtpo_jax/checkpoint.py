@@ -4,10 +4,12 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import jax
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
-from gtpo_jax.errors import RunError, first_line
+from gtpo_jax.errors import RunError, UserError, first_line
 from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
 from gtpo_jax.training.state import TrainState, abstract_state
 
@@ -29,13 +31,13 @@ class Checkpoints:
     """The newest step saved."""
     return self._manager.latest_step()
 
-  def save(self, state: TrainState) -> None:
-    """Begins to save; a save of the same step as the newest is skipped."""
+  def save(self, state: TrainState, leftovers: dict[str, np.ndarray] | None = None) -> None:
+    """Begins to save the state, and what a step leaves to the next where it does; a save of the newest step again is skipped."""
     step = int(state.step)
     if step != self.latest:
-      rest = {"step": state.step, "opt_state": state.opt_state}
-      self._manager.save(step, args=ocp.args.Composite(params=ocp.args.StandardSave(state.params),
-                                                       rest=ocp.args.StandardSave(rest)))
+      items = {"params": state.params, "rest": {"step": state.step, "opt_state": state.opt_state}}
+      items |= {} if leftovers is None else {"leftovers": leftovers}
+      self._manager.save(step, args=ocp.args.Composite(**{name: ocp.args.StandardSave(item) for name, item in items.items()}))
 
   def _read(self, step: int | None, **items: ocp.args.CheckpointArgs) -> ocp.args.Composite:
     try:
@@ -50,6 +52,11 @@ class Checkpoints:
     rest = {"step": like.step, "opt_state": like.opt_state}
     found = self._read(self.latest, params=ocp.args.StandardRestore(like.params), rest=ocp.args.StandardRestore(rest))
     return TrainState(params=found["params"], **found["rest"])
+
+  def restore_leftovers(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
+    """What the newest step left to the next, as host arrays."""
+    empty = {name: np.zeros(x.shape, x.dtype) for name, x in like.items()}
+    return self._read(self.latest, leftovers=ocp.args.StandardRestore(empty))["leftovers"]
 
   def restore_params(self, model: Qwen2, step: int | None = None) -> Params:
     """The parameters alone, of the newest step unless another is named."""
@@ -73,3 +80,18 @@ class Checkpoints:
     """Waits and lets go of the folder."""
     self.wait()
     self._manager.close()
+
+
+def open_run(workdir: Path, step: int | None = None) -> Checkpoints:
+  """The folder of a run that holds `step`: its base model for step 0, its checkpoints else (None: the newest will do).
+
+  Raises:
+    UserError: no such checkpoint, with the steps that there are.
+  """
+  folder = workdir / ("base" if step == 0 else "checkpoints")
+  found = Checkpoints(folder) if folder.is_dir() else None
+  steps = found.steps() if found else []
+  if not steps or (step is not None and step not in steps):
+    have = ", ".join(map(str, steps)) or "none"
+    raise UserError(f"no checkpoint{'' if step is None else f' of step {step}'} in {str(folder)!r}; steps there: {have}")
+  return found

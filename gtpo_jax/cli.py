@@ -204,7 +204,7 @@ def _open(workdir: Path, step: int | None, given: Config | None = None,
   """The actor, config, parameters and step of a run's checkpoint, on the devices of this machine."""
   import dataclasses
 
-  from gtpo_jax.checkpoint import Checkpoints
+  from gtpo_jax.checkpoint import open_run
   from gtpo_jax.config import MeshSection
   from gtpo_jax.rollout import Actor
   from gtpo_jax.workdir import load_config
@@ -215,16 +215,11 @@ def _open(workdir: Path, step: int | None, given: Config | None = None,
     raise UserError(f"the run in {str(workdir)!r} is of model.preset {own.model.preset!r}, the config of {given.model.preset!r}; "
                     f"leave --config out, or name the run's")
   config = given or dataclasses.replace(own, mesh=MeshSection())  # a run of a pod is looked at on a laptop
-  folder = workdir / ("base" if step == 0 else "checkpoints")
-  found = Checkpoints(folder) if folder.is_dir() else None
-  steps = found.steps() if found else []
-  if not steps or (step is not None and step not in steps):
-    have = ", ".join(map(str, steps)) or "none"
-    raise UserError(f"no checkpoint{'' if step is None else f' of step {step}'} in {str(folder)!r}; steps there: {have}")
-  actor = Actor(config, max_tokens)
+  found = open_run(workdir, step)
+  actor, step = Actor(config, max_tokens), found.latest if step is None else step
   params = found.restore_params(actor.model, step)
   found.close()
-  return actor, config, params, max(steps) if step is None else step
+  return actor, config, params, step
 
 
 class _StopSignals:

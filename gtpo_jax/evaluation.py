@@ -11,8 +11,8 @@ import numpy as np
 from gtpo_jax.config import Config
 from gtpo_jax.data.pipeline import held_out
 from gtpo_jax.data.records import Problem
-from gtpo_jax.models.qwen2 import Params, Unstacked
-from gtpo_jax.rollout import Actor, Stream, key_for
+from gtpo_jax.models.qwen2 import Params
+from gtpo_jax.rollout import Actor, Policy, Stream, key_for
 from gtpo_jax.sampling.filters import Sampler
 
 
@@ -54,11 +54,11 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 def evaluate_run(config: Config, actor: Actor, params: Params, samples: int | None = None) -> Evaluation:
   """The evaluation that a run's config asks for: the same held-out problems and random keys at every step."""
   problems = held_out(config.eval_task, config.eval.problems)
-  return evaluate(actor, actor.engine.layout(params), config.eval_name, problems, key_for(config.seed, Stream.EVALUATE),
+  return evaluate(actor, actor.policy(params), config.eval_name, problems, key_for(config.seed, Stream.EVALUATE),
                   samples=samples or config.eval.samples, batch=config.eval.batch, sampler=config.eval_sampler)
 
 
-def evaluate(actor: Actor, params: Unstacked, name: str, problems: Sequence[Problem], key: jax.Array, *, samples: int, batch: int,
+def evaluate(actor: Actor, policy: Policy, name: str, problems: Sequence[Problem], key: jax.Array, *, samples: int, batch: int,
              sampler: Sampler) -> Evaluation:
   """Answers every problem `samples` times and once greedily, `batch` problems at a time (the last batch is filled up)."""
   batch = min(batch, len(problems))
@@ -68,7 +68,7 @@ def evaluate(actor: Actor, params: Unstacked, name: str, problems: Sequence[Prob
     for start in range(0, len(problems), batch):
       part = list(problems[start:start + batch])
       filled = part + [part[-1]] * (batch - len(part))
-      rollouts = actor.answer(params, filled, jax.random.fold_in(key, start), group, how)
+      rollouts = actor.answer(policy, filled, jax.random.fold_in(key, start), group, how)
       rows.append(actor.judge(rollouts, filled).correct[:len(part)])
     return np.concatenate(rows)
 

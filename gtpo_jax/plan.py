@@ -13,14 +13,16 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from gtpo_jax.arrays import Prompts, Rollouts, Verdicts
+from gtpo_jax.collect import batch_like
 from gtpo_jax.config import Config
 from gtpo_jax.errors import UserError, first_line, nearest
 from gtpo_jax.models.qwen2 import Params, Qwen2, sampling_layout
 from gtpo_jax.parallel import make_mesh, named_sharding
 from gtpo_jax.sampling.decode import generate
 from gtpo_jax.sampling.engine import completion_keys
+from gtpo_jax.training.micro_batches import check_divides
 from gtpo_jax.training.state import abstract_state, make_optimizer
-from gtpo_jax.training.update import check_divides, make_update
+from gtpo_jax.training.update import make_update
 
 # GiB of memory of one device, by generation.
 MEMORY_GIB = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}
@@ -52,7 +54,7 @@ def plan(config: Config, topology: str) -> dict[str, Any]:
   rollouts, verdicts = abstract_batch(config, model)
 
   def sample(params: Params, prompts: Prompts, seed: jax.Array) -> Rollouts:
-    keys = completion_keys(jax.random.key(seed), config.batch.prompts, config.batch.group)
+    keys = completion_keys(jax.random.key(seed), config.batch.prompts, config.own_group)
     return generate(model, sampling_layout(model, params), prompts, keys, jnp.arange(2), jnp.int32(0), config.sampler,
                     config.sampling.max_tokens)
 
@@ -105,12 +107,8 @@ def topology_devices(topology: str) -> tuple[list[Any], int]:
 
 def abstract_batch(config: Config, model: Qwen2) -> tuple[Rollouts, Verdicts]:
   """The shapes of one step's rollouts and verdicts on the mesh, with nothing allocated."""
-  n, g, t, p = config.batch.prompts, config.batch.group, config.sampling.max_tokens, config.data.max_prompt_tokens
   sharding = named_sharding(model.mesh, "batch")
-  like = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-  tokens, mask, number = (like((n, g, t), dtype) for dtype in (jnp.int32, bool, jnp.float32))
-  rollouts = Rollouts(Prompts(like((n, p), jnp.int32), like((n,), jnp.int32)), tokens, mask, number, number, like((n, g), bool))
-  return rollouts, Verdicts(like((n, g), bool), like((n, g), jnp.float32), like((n, g), jnp.float32))
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch_like(config))
 
 
 def model_flops(config: Config) -> int:

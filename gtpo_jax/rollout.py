@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -13,9 +14,9 @@ from gtpo_jax.config import Config
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.data.records import Problem
 from gtpo_jax.errors import UserError
-from gtpo_jax.models.qwen2 import Qwen2, Unstacked, param_shardings
-from gtpo_jax.parallel import fetch, make_mesh, shard_batch
-from gtpo_jax.rewards import VERIFIERS, soft_overlong
+from gtpo_jax.models.qwen2 import Params, Qwen2, Unstacked, param_shardings
+from gtpo_jax.parallel import fetch, make_mesh
+from gtpo_jax.rewards import VERIFIERS, group_relative, soft_overlong
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.filters import Sampler
 
@@ -26,6 +27,7 @@ class Stream(enum.IntEnum):
   INIT = 0
   SAMPLE = 1
   EVALUATE = 2
+  GUIDE = 3
 
 
 def key_for(seed: int, stream: Stream, step: int = 0) -> jax.Array:
@@ -40,6 +42,14 @@ class Completions:
   texts: list[list[str]]  # [n][g]
   correct: np.ndarray     # bool[n, g]
   lengths: np.ndarray     # i32[n, g], tokens
+  finished: np.ndarray    # bool[n, g], False where the length ran out
+
+
+class Policy(NamedTuple):
+  """Something that writes completions: a compiled sampler and the parameters that it samples from."""
+
+  engine: Engine
+  params: Unstacked
 
 
 class Actor:
@@ -52,28 +62,44 @@ class Actor:
     if self.chat.vocab_size > config.model_config.vocab_size:
       raise UserError(f"the tokenizer has {self.chat.vocab_size} tokens, over the {config.model_config.vocab_size} of model.preset "
                       f"{config.model.preset!r}; choose a larger model")
-    self.engine = Engine(self.model, self.chat.stop, self.chat.pad, config.data.max_prompt_tokens,
-                         max_tokens or config.sampling.max_tokens)
+    self._max_prompt_tokens, self._max_tokens = config.data.max_prompt_tokens, max_tokens or config.sampling.max_tokens
+    self.engine = self.engine_for(self.model)
     self._algorithm, self._longest = config.algorithm_object, config.sampling.max_tokens
 
-  def answer(self, params: Unstacked, problems: Sequence[Problem], key: jax.Array, group: int, sampler: Sampler) -> Rollouts:
+  def engine_for(self, model: Qwen2) -> Engine:
+    """A sampler of `model` with this actor's tokenizer and limits."""
+    return Engine(model, self.chat.stop, self.chat.pad, self._max_prompt_tokens, self._max_tokens)
+
+  def policy(self, params: Params) -> Policy:
+    """The actor's own model with `params`, laid out for sampling: make it once and sample many batches from it."""
+    return Policy(self.engine, self.engine.layout(params))
+
+  def answer(self, policy: Policy, problems: Sequence[Problem], key: jax.Array, group: int, sampler: Sampler) -> Rollouts:
     """Samples `group` completions of each problem; returns when they are done."""
     prompts = [self.chat.encode_prompt(problem.messages) for problem in problems]
-    return jax.block_until_ready(self.engine.sample(params, prompts, key, group=group, sampler=sampler))
+    return jax.block_until_ready(policy.engine.sample(policy.params, prompts, key, group=group, sampler=sampler))
 
   def judge(self, rollouts: Rollouts, problems: Sequence[Problem]) -> Completions:
     """Decodes and verifies: a completion is right if it stopped by itself and its verifier says so."""
     tokens, mask, finished = fetch((rollouts.tokens, rollouts.mask, rollouts.finished))
-    n, g, _ = tokens.shape
-    flat = self.chat.decode(tokens.reshape(n * g, -1), mask.reshape(n * g, -1))
-    texts = [flat[i * g:(i + 1) * g] for i in range(n)]
+    texts = self.texts(tokens, mask)
     verified = [[VERIFIERS[problem.kind](text, problem.answer, problem.extra) for text in row]
                 for problem, row in zip(problems, texts, strict=True)]
-    return Completions(texts, np.asarray(verified) & finished, mask.sum(-1))
+    return Completions(texts, np.asarray(verified) & finished, mask.sum(-1), finished)
+
+  def texts(self, tokens: np.ndarray, mask: np.ndarray) -> list[list[str]]:
+    """Completions [n, g, t] as text, [n][g]."""
+    n, g, _ = tokens.shape
+    flat = self.chat.decode(tokens.reshape(n * g, -1), mask.reshape(n * g, -1))
+    return [flat[i * g:(i + 1) * g] for i in range(n)]
 
   def verdicts(self, completions: Completions) -> Verdicts:
-    """What the algorithm learns from: its rewards for right and wrong, and its length penalty, on the mesh."""
-    wrong, right = self._algorithm.recipe.rewards
+    """What the algorithm learns from, in host arrays: its rewards for right and wrong, its length penalty, and what counts."""
+    s, (wrong, right) = self._algorithm.settings, self._algorithm.recipe.rewards
     reward = np.where(completions.correct, right, wrong).astype(np.float32)
-    penalty = soft_overlong(completions.lengths, self._longest, self._algorithm.settings.overlong_buffer or 0)
-    return shard_batch(Verdicts(completions.correct, reward, penalty), self.model.mesh)
+    counted = completions.finished if s.overlong_filter else np.ones(reward.shape, bool)
+    if s.length_penalty == "group_relative":
+      penalty = group_relative(completions.lengths, completions.correct, counted, s.gamma)
+    else:
+      penalty = soft_overlong(completions.lengths, self._longest, s.overlong_buffer)
+    return Verdicts(completions.correct, reward, penalty, counted)

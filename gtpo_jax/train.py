@@ -4,24 +4,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from gtpo_jax.checkpoint import Checkpoints
+from gtpo_jax.collect import Collector, Experience
 from gtpo_jax.config import Config
-from gtpo_jax.data.pipeline import Batches
-from gtpo_jax.data.records import Problem
 from gtpo_jax.errors import RunError
 from gtpo_jax.evaluation import evaluate_run
+from gtpo_jax.frozen import check_frozen, load_frozen
 from gtpo_jax.models.qwen2 import Params, init_params
 from gtpo_jax.parallel import fetch
 from gtpo_jax.reporting.compiles import compile_count
 from gtpo_jax.reporting.curves import draw_curves
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import Journal
-from gtpo_jax.rollout import Actor, Completions, Stream, key_for
+from gtpo_jax.rollout import Actor, Stream, key_for
+from gtpo_jax.training.micro_batches import check_divides
 from gtpo_jax.training.state import TrainState, init_state, make_optimizer
-from gtpo_jax.training.update import check_divides, make_update
+from gtpo_jax.training.update import make_update
 from gtpo_jax.warm_start import check_prompts, warm_start
 from gtpo_jax.workdir import claim
 
@@ -52,11 +53,11 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
   actor = Actor(config)
   check_divides("batch.prompts", config.batch.prompts, config.batch.micro_batches, actor.model)
   check_prompts(config, actor)
+  check_frozen(config, actor)
   claim(workdir, config)
   algorithm, optimizer = config.algorithm_object, make_optimizer(config.optimizer, config.steps)
   update = make_update(actor.model, algorithm, optimizer, temperature=config.sampling.temperature,
                        micro_batches=config.batch.micro_batches, head_chunk=config.batch.head_chunk)
-  batches = Batches(config.train_task, config.batch.prompts, config.seed)
   checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
 
   display.say(f"{algorithm.name} on {config.data.train}: {config.steps} steps of {config.batch.prompts} prompts x {config.batch.group} "
@@ -71,6 +72,9 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
     display.say(f"resumed at step {int(state.step)} of {config.steps} from {workdir}")
 
   start = int(state.step)
+  collector = Collector(config, actor, load_frozen(config, actor, workdir), drawn=start)
+  if start and (like := collector.leftovers()):
+    collector.restore(checkpoints.restore_leftovers(like))
   journal = Journal(workdir, start, config.log.tensorboard)
   if start == 0 and not journal.read():
     journal.write(0, {})
@@ -80,30 +84,25 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
     if stopping():
       break
     began = time.perf_counter()
-    problems = batches[step]
-    key = key_for(config.seed, Stream.SAMPLE, step)
-    rollouts = actor.answer(actor.engine.layout(state.params), problems, key, config.batch.group, config.sampler)
-    sampled = time.perf_counter()
-    completions = actor.judge(rollouts, problems)
-    verdicts = actor.verdicts(completions)
-    judged = time.perf_counter()
-    state, metrics = update(state, rollouts, verdicts)
+    batch = collector.collect(state.params, display.say)
+    collected = time.perf_counter()
+    state, metrics = update(state, batch.rollouts, batch.verdicts)
     metrics = {name: float(value) for name, value in fetch(metrics).items()}
     ended = time.perf_counter()
 
     refuse_non_finite(step + 1, metrics, checkpoints)
-    metrics |= {"time/sample": sampled - began, "time/reward": judged - sampled, "time/update": ended - judged,
-                "time/step": ended - began, "tokens/s": metrics["tokens/completion"] / (ended - began), "compiles": compile_count()}
+    metrics |= batch.metrics | {"time/update": ended - collected, "time/step": ended - began, "compiles": compile_count(),
+                                "tokens/s": metrics["tokens/completion"] / (ended - began)}
     display.step(step + 1, metrics, line=step == start or (step + 1) % 5 == 0)
     journal.write(step + 1, metrics)
-    for i in range(min(config.log.samples, len(problems))):
-      journal.write_sample(step + 1, *_sample(problems, completions, i))
+    for i in range(min(config.log.samples, len(batch.problems))):
+      journal.write_sample(step + 1, *_sample(batch, i))
     if (step + 1) % config.checkpoint.every == 0:
-      checkpoints.save(state)
+      checkpoints.save(state, collector.leftovers())
     if evaluate_if_due(config, actor, state, journal, display):
-      display.sample(*_sample(problems, completions, 0))
+      display.sample(*_sample(batch, 0))
   display.end()
-  checkpoints.save(state)
+  checkpoints.save(state, collector.leftovers())
   checkpoints.close()
   journal.close()
   reached = int(state.step)
@@ -178,6 +177,6 @@ def _accuracy(row: dict[str, float]) -> float | None:
   return next((value for key, value in row.items() if key.startswith("eval/") and "/mean@" in key), None)
 
 
-def _sample(problems: Sequence[Problem], completions: Completions, i: int) -> tuple[str, str, bool]:
+def _sample(batch: Experience, i: int) -> tuple[str, str, bool]:
   """Problem i, its first completion, and whether that is right."""
-  return problems[i].messages[-1]["content"], completions.texts[i][0], bool(completions.correct[i, 0])
+  return batch.problems[i].messages[-1]["content"], batch.texts[i][0], bool(batch.correct[i, 0])

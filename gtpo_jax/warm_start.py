@@ -15,8 +15,8 @@ from gtpo_jax.reporting.display import Display
 from gtpo_jax.rollout import Actor
 from gtpo_jax.sampling.engine import pad_prompts
 from gtpo_jax.training.imitation import Demonstrations, make_imitation
+from gtpo_jax.training.micro_batches import check_divides
 from gtpo_jax.training.state import init_state, make_optimizer
-from gtpo_jax.training.update import check_divides
 
 CHUNK = 50  # updates a compiled call
 

@@ -6,8 +6,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.algorithms.relative_entropy import COMPARE, inverse_entropy, relative_entropy
+from gtpo_jax.algorithms.relative_entropy import inverse_entropy, relative_entropy
 from gtpo_jax.arrays import masked_mean
+
+MEANS = ("arithmetic", "geometric")
 
 
 class Signals(NamedTuple):
@@ -27,6 +29,16 @@ class Shaped(NamedTuple):
   minus: jax.Array  # f32[n, g, u]
 
 
+class Credit(NamedTuple):
+  """How entropy becomes reward: O+ earns `base + bonus * share(H)`, O- `-base - bonus * share(1 / H)`."""
+
+  right: tuple[float, float]  # base and bonus of O+
+  wrong: tuple[float, float]  # base and bonus of O-
+  axes: tuple[int, ...]       # of one set of entropies that are compared, from COMPARE
+  h_floor: float              # nats, the least entropy in 1 / H
+  clip: tuple[float, float]   # what O+ earns is held within
+
+
 def completion_entropy(entropy: jax.Array, mask: jax.Array, mean: str, h_floor: float) -> jax.Array:
   """The entropy of each whole completion, f32[n, g, 1] from f32[n, g, t]: the arithmetic or the geometric mean over its tokens."""
   if mean == "geometric":
@@ -34,14 +46,26 @@ def completion_entropy(entropy: jax.Array, mask: jax.Array, mean: str, h_floor: 
   return masked_mean(entropy, mask, -1, keepdims=True)
 
 
-def entropy_credit(signals: Signals, *, base: float, bonus: float, compare: str, scope: str, h_floor: float) -> Shaped:
-  """Credit where the entropy is (final paper, eqs. 3-7 for tokens, 8-11 for completions).
+def entropy_shares(x: Signals, credit: Credit) -> Shaped:
+  """The shares alone: of the entropy in O+, of its inverse in O-. Each sums to the size of its set (eqs. 2, 13)."""
+  right, wrong = x.mask & x.correct, x.mask & ~x.correct
+  return Shaped(relative_entropy(x.entropy, right, credit.axes),
+                relative_entropy(inverse_entropy(x.entropy, credit.h_floor), wrong, credit.axes))
 
-  O+ gets `base + bonus * share(H)`: a correct completion is paid most where it hesitated. O- gets
-  `-base - bonus * share(1 / H)`: a wrong one is charged most where it was sure.
+
+def entropy_credit(x: Signals, credit: Credit) -> Shaped:
+  """Credit where the entropy is (final paper, eqs. 3-7 for tokens, 8-11 for completions; v1, eqs. 2-8 and 11-19).
+
+  A correct completion is paid most where it hesitated, a wrong one is charged most where it was sure. The length penalty is
+  added to both.
   """
-  axes = COMPARE[compare, scope]
-  right, wrong = signals.mask & signals.correct, signals.mask & ~signals.correct
-  plus = base + bonus * relative_entropy(signals.entropy, right, axes)
-  minus = -base - bonus * relative_entropy(inverse_entropy(signals.entropy, h_floor), wrong, axes)
-  return Shaped(jnp.where(right, plus, 0.0), jnp.where(wrong, minus, 0.0))
+  share, (base, bonus), (cost, charge) = entropy_shares(x, credit), credit.right, credit.wrong
+  plus = jnp.clip(base + bonus * share.plus, *credit.clip) + x.penalty
+  minus = -cost - charge * share.minus + x.penalty
+  return Shaped(jnp.where(x.mask & x.correct, plus, 0.0), jnp.where(x.mask & ~x.correct, minus, 0.0))
+
+
+def plain_reward(x: Signals) -> Shaped:
+  """The verifier's reward and the length penalty, the same for every unit of a completion."""
+  reward = jnp.where(x.mask, x.reward + x.penalty, 0.0)
+  return Shaped(jnp.where(x.correct, reward, 0.0), jnp.where(x.correct, 0.0, reward))

@@ -79,10 +79,12 @@ class BatchSection:
     group: completions a prompt (g), at least 2.
     micro_batches: parts the prompts are cut into for gradients; memory falls, the result does not change.
     head_chunk: about how many tokens' logits are held at once, all devices together; at least one position of every row is.
+    max_gen_batches: with dynamic sampling, how many times `prompts` prompts may be sampled for one step.
   """
 
   prompts: int = 16
   group: int = 16
+  max_gen_batches: int = 10
   micro_batches: int = 1
   head_chunk: int = 4096
 
@@ -113,6 +115,17 @@ class WarmStartSection:
   batch: int = 16
   slips: float = 1.0
   optimizer: OptimizerConfig = IMITATION
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenSection:
+  """A policy that does not learn: the guide that writes completions, or the reference of the KL term.
+
+  Attributes:
+    path: the workdir of a run (its newest checkpoint) or a Hugging Face folder; "" for the base model of this run.
+  """
+
+  path: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +201,8 @@ class Config:
   batch: BatchSection = BatchSection()
   sampling: SamplingSection = SamplingSection()
   algorithm: AlgorithmSection = AlgorithmSection()
+  guide: FrozenSection = FrozenSection()
+  reference: FrozenSection = FrozenSection()
   optimizer: OptimizerConfig = LEARNING
   warm_start: WarmStartSection = WarmStartSection()
   eval: EvalSection = EvalSection()
@@ -195,10 +210,10 @@ class Config:
   log: LogSection = LogSection()
 
   def __post_init__(self):
-    at_least = {"steps": 1, "batch.prompts": 1, "batch.micro_batches": 1, "batch.head_chunk": 1, "sampling.max_tokens": 2,
-                "data.max_prompt_tokens": 1, "warm_start.steps": 0, "warm_start.batch": 1, "warm_start.slips": 0, "eval.every": 0,
-                "eval.problems": 1, "eval.samples": 1, "eval.batch": 1, "checkpoint.every": 1, "checkpoint.keep": 1,
-                "log.samples": 0, "seed": 0}
+    at_least = {"steps": 1, "batch.prompts": 1, "batch.micro_batches": 1, "batch.head_chunk": 1, "batch.max_gen_batches": 1,
+                "sampling.max_tokens": 2, "data.max_prompt_tokens": 1, "warm_start.steps": 0, "warm_start.batch": 1,
+                "warm_start.slips": 0, "eval.every": 0, "eval.problems": 1, "eval.samples": 1, "eval.batch": 1,
+                "checkpoint.every": 1, "checkpoint.keep": 1, "log.samples": 0, "seed": 0}
     if self.seed >= 2**32:
       raise UserError(f"seed must be below 2**32, got {self.seed}")
     values = flatten(to_dict(self))
@@ -219,14 +234,28 @@ class Config:
     # Made once here, so that a value that one of them refuses is refused now.
     for part in ("model_config", "sampler", "eval_sampler", "train_task", "eval_task", "algorithm_object"):
       getattr(self, part)
-    if (buffer := self.algorithm_object.settings.overlong_buffer or 0) >= self.sampling.max_tokens:
-      raise UserError(f"algorithm.overlong_buffer must be below sampling.max_tokens = {self.sampling.max_tokens}, got {buffer}")
+    settings = self.algorithm_object.settings
+    if settings.overlong_buffer >= self.sampling.max_tokens:
+      raise UserError(f"algorithm.overlong_buffer must be below sampling.max_tokens = {self.sampling.max_tokens}, "
+                      f"got {settings.overlong_buffer}")
+    if self.own_group < 2:
+      raise UserError(f"algorithm.guide_completions must leave two of batch.group = {self.batch.group} to the policy itself, "
+                      f"got {settings.guide_completions}")
+    if self.guide.path and not settings.guide_completions:
+      raise UserError(f"guide.path is set, but algorithm {self.algorithm.name!r} has no guide; use 'dapo_mixed', or leave it out")
+    if self.reference.path and not settings.kl_weight:
+      raise UserError("reference.path is set, but algorithm.kl_weight is 0; give it a weight, or leave the path out")
 
   @property
   def model_config(self) -> ModelConfig:
     """The preset in this run's number formats."""
     formats = {key: value for key, value in dataclasses.asdict(self.model).items() if key != "preset"}
     return dataclasses.replace(PRESETS[self.model.preset], **formats)
+
+  @property
+  def own_group(self) -> int:
+    """How many completions of a prompt the policy itself writes; a guide writes the others."""
+    return self.batch.group - (self.algorithm_object.settings.guide_completions or 0)
 
   @property
   def sampler(self) -> Sampler:

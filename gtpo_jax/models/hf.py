@@ -1,7 +1,9 @@
 """Names and layouts of Hugging Face Qwen2 weights: one table, read in both directions."""
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,27 +33,65 @@ OUTER_NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 
 
-def params_from_hf(model: Qwen2, tensors: Mapping[str, np.ndarray]) -> Params:
-  """Our parameters, on the model's mesh, from a Hugging Face state dict of a Qwen2ForCausalLM.
+def params_from_hf(model: Qwen2, tensors: Mapping[str, Any]) -> Params:
+  """Our parameters, on the model's mesh, from the tensors of a Hugging Face Qwen2ForCausalLM.
+
+  Args:
+    model: the architecture on its mesh.
+    tensors: by name, NumPy arrays or the slices of an open safetensors file. A process reads only what its devices hold.
 
   Raises:
     UserError: a tensor is missing, left over, or of another shape; all names are listed.
   """
-  expected = {name: shape for name, shape, *_ in _entries(model)}
+  shapes = {name: tuple(x.get_shape() if hasattr(x, "get_shape") else x.shape) for name, x in tensors.items()}
+  entries = list(_entries(model))
+  expected = {name: shape for name, shape, *_ in entries}
   tied_head = {"lm_head.weight"} if model.config.tied else set()  # some files carry the tied head a second time
-  missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys() - tied_head)
-  wrong = [f"{name} {tensors[name].shape} instead of {shape}" for name, shape in expected.items()
-           if name in tensors and tensors[name].shape != shape]
+  missing, extra = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys() - tied_head)
+  wrong = [f"{name} {shapes[name]} instead of {shape}" for name, shape in expected.items()
+           if name in shapes and shapes[name] != shape]
   for what, names in (("missing", missing), ("not of this architecture", extra), ("of the wrong shape", wrong)):
     if names:
       raise UserError(f"{len(names)} tensor(s) {what}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}")
 
-  params = jax.tree.map(lambda x: np.empty(x.shape, x.dtype), abstract_params(model))
-  for name, _, path, layer, linear in _entries(model):
-    target = _at(params, path) if layer is None else _at(params, path)[layer]
-    value = np.asarray(tensors[name])
-    target[...] = (value.T if linear else value).reshape(target.shape)
-  return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, abstract_params(model))
+  sources: dict[tuple[str, ...], list[str]] = {}
+  for name, _, path, _, _ in entries:
+    sources.setdefault(path, []).append(name)  # of a stacked parameter, one a layer, in order
+
+  def place(path: tuple[Any, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
+    keys = tuple(key.key for key in path)
+    names, stacked = sources[keys], keys[0] == "layers"
+    inputs = {"kernel": 2 if keys[-2:] == ("o", "kernel") else 1}.get(keys[-1])
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+      layers, index = (names[index[0]], index[1:]) if stacked else (names, index)
+      parts = [_read(tensors[name], index, like.shape[stacked:], inputs).astype(like.dtype) for name in layers]
+      return np.stack(parts) if stacked else parts[0]
+
+    return jax.make_array_from_callback(like.shape, like.sharding, read)
+
+  return jax.tree.map_with_path(place, abstract_params(model))
+
+
+def _read(tensor: Any, index: tuple[slice, ...], shape: tuple[int, ...], inputs: int | None) -> np.ndarray:
+  """The part `index` of our parameter of `shape`, out of its Hugging Face tensor.
+
+  A kernel lies there as a matrix [outputs, inputs], `inputs` being how many leading axes of ours are inputs; a bias (None) as
+  a vector. Only the first axis of several that were flattened together may be cut.
+  """
+  def flat(axes: slice) -> slice:
+    (first, *rest), (size, *inner) = index[axes], shape[axes]
+    start, stop, _ = first.indices(size)
+    if any(cut.indices(whole) != (0, whole, 1) for cut, whole in zip(rest, inner, strict=True)):
+      raise UserError(f"a parameter of shape {shape} is split over its inner axes; choose a mesh that splits heads whole")
+    return slice(start * math.prod(inner), stop * math.prod(inner))
+
+  part = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, shape, strict=True))
+  if inputs:
+    return tensor[flat(slice(inputs, None)), flat(slice(inputs))].T.reshape(part)
+  if len(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape) == 1:
+    return tensor[flat(slice(None))].reshape(part)
+  return tensor[index]
 
 
 def hf_from_params(model: Qwen2, params: Params) -> dict[str, np.ndarray]:

@@ -7,12 +7,14 @@ log-prob = z[token] - lse and entropy = lse - sum(p z).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.arrays import Prompts
+from gtpo_jax.arrays import Prompts, Rollouts
 from gtpo_jax.models.qwen2 import Params, Qwen2
+from gtpo_jax.training.micro_batches import join, split
 
 
 def score(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, temperature: float,
@@ -24,6 +26,16 @@ def score(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, tem
   rows = lambda x: x.reshape(n * g, *x.shape[2:])
   log_probs, entropy = log_probs_and_entropy(rows(hidden), table, rows(tokens), temperature, chunk, model.config.matmul_precision)
   return log_probs.reshape(n, g, t), entropy.reshape(n, g, t)
+
+
+def make_scorer(model: Qwen2, temperature: float, micro_batches: int, chunk: int) -> Callable[[Params, Rollouts], jax.Array]:
+  """A jitted function (params, rollouts) -> f32[n, g, t]: log-probs, in nats, of what was written, as the trainer computes them."""
+  def log_probs(params: Params, rollouts: Rollouts) -> jax.Array:
+    def part(x: tuple[Prompts, jax.Array]) -> jax.Array:
+      return jnp.where(x[2], score(model, params, x[0], x[1], temperature, chunk)[0], 0.0)
+    return join(jax.lax.map(part, split((rollouts.prompts, rollouts.tokens, rollouts.mask), micro_batches, model)))
+
+  return jax.jit(log_probs)
 
 
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array]

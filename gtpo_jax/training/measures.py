@@ -9,7 +9,7 @@ from gtpo_jax.arrays import Rollouts, Verdicts, masked_mean
 
 def measure(rollouts: Rollouts, verdicts: Verdicts, advantages: jax.Array, loss_mask: jax.Array,
             log_probs: jax.Array) -> dict[str, jax.Array]:
-  """The diagnostics of a step.
+  """The diagnostics of a step, of the policy's own completions unless they say "guide".
 
   Args:
     rollouts, verdicts: the batch.
@@ -17,27 +17,41 @@ def measure(rollouts: Rollouts, verdicts: Verdicts, advantages: jax.Array, loss_
     loss_mask: bool[n, g, t], tokens that carry signal.
     log_probs: f32[n, g, t], the learner's before the update; against the sampler's they give the mismatch.
   """
-  mask, entropy, lengths = rollouts.mask, rollouts.entropy, rollouts.lengths.astype(jnp.float32)
-  right = jnp.broadcast_to(verdicts.correct[..., None], mask.shape)
+  none = jnp.zeros(verdicts.correct.shape, bool)
+  guided, stale = (none if x is None else x for x in (rollouts.guided, rollouts.stale))
+  own, correct = ~guided, verdicts.correct
+  mask, entropy = rollouts.mask & own[..., None], rollouts.entropy
+  lengths = rollouts.lengths.astype(jnp.float32)
+  right = jnp.broadcast_to(correct[..., None], mask.shape)
+  trained_right, trained_wrong = loss_mask & right, loss_mask & ~right
   mean_over = lambda x, where: jnp.where(where.any(), masked_mean(x, where), jnp.nan)  # no such token: no number, not a 0
-  gap = jnp.where(mask, log_probs - rollouts.log_probs, 0.0)
-  return {
+  fresh = mask & ~stale[..., None]
+  gap = jnp.where(fresh, (log_probs if rollouts.rescored is None else rollouts.rescored) - rollouts.log_probs, 0.0)
+  metrics = {
       "entropy/mean": masked_mean(entropy, mask),
       "entropy/correct": mean_over(entropy, mask & right),
       "entropy/incorrect": mean_over(entropy, mask & ~right),
-      "length/mean": lengths.mean(),
-      "length/min": lengths.min(),
-      "length/max": lengths.max(),
-      "length/cut_off": 1.0 - rollouts.finished.mean(),
-      "reward/mean": (verdicts.reward + verdicts.penalty).mean(),
-      "reward/accuracy": verdicts.correct.mean(),
-      "groups/all_correct": verdicts.correct.all(1).mean(),
-      "groups/all_wrong": (~verdicts.correct).all(1).mean(),
-      "advantage/correct": mean_over(advantages, loss_mask & right),
-      "advantage/incorrect": mean_over(advantages, loss_mask & ~right),
+      "length/mean": masked_mean(lengths, own),
+      "length/min": jnp.where(own, lengths, jnp.inf).min(),
+      "length/max": jnp.where(own, lengths, 0.0).max(),
+      "length/cut_off": masked_mean(~rollouts.finished, own),
+      "reward/mean": masked_mean(verdicts.reward + verdicts.penalty, own),
+      "reward/accuracy": masked_mean(correct, own),
+      "groups/all_correct": (correct | guided).all(1).mean(),
+      "groups/all_wrong": (~correct | guided).all(1).mean(),
+      "advantage/correct": mean_over(advantages, trained_right),
+      "advantage/incorrect": mean_over(advantages, trained_wrong),
       "advantage/sign_flips": masked_mean(jnp.where(right, advantages < 0, advantages > 0), loss_mask),
       "mismatch/max_abs_logp": jnp.abs(gap).max(),
-      "mismatch/kl": masked_mean(jnp.expm1(gap) - gap, mask),  # k3 estimate of KL(sampler || learner), >= 0
-      "tokens/completion": mask.sum(),
+      "mismatch/kl": masked_mean(jnp.expm1(gap) - gap, fresh),  # k3 estimate of KL(sampler || trainer), >= 0
+      "tokens/completion": rollouts.mask.sum(),
       "tokens/trained": loss_mask.sum(),
   }
+  if verdicts.counted is not None:
+    metrics["completions/not_counted"] = 1.0 - verdicts.counted.mean()
+  if rollouts.guided is not None:
+    metrics["guide/accuracy"] = masked_mean(correct, guided)
+    metrics["guide/rescued"] = ((~correct | guided).all(1) & (correct & guided).any(1)).mean()
+  if rollouts.stale is not None:
+    metrics["groups/stale"] = stale.any(1).mean()
+  return metrics

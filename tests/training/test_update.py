@@ -13,8 +13,9 @@ from gtpo_jax.models import ModelConfig, Qwen2, init_params
 from gtpo_jax.models.qwen2 import abstract_params
 from gtpo_jax.parallel import make_mesh, shard_batch, single_device_mesh
 from gtpo_jax.training.head import score
+from gtpo_jax.training.micro_batches import check_divides
 from gtpo_jax.training.state import OptimizerConfig, abstract_state, init_state, learning_rate, make_optimizer
-from gtpo_jax.training.update import check_divides, make_update
+from gtpo_jax.training.update import make_update
 
 CONFIG = ModelConfig(vocab_size=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64)
 N, G, T = 8, 4, 9

@@ -1,0 +1,33 @@
+"""A batch cut into parts that are worked through one after the other."""
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gtpo_jax.errors import UserError
+from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.parallel import batch_shards, constrain
+
+
+def split(batch: Any, parts: int, model: Qwen2) -> Any:
+  """Arrays [n, ...] -> [parts, n / parts, ...]; every part takes prompts from every shard, so that no device waits."""
+  def one(x: jax.Array) -> jax.Array:
+    x = jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
+    return constrain(x, model.mesh, None, "batch")
+  return jax.tree.map(one, batch)
+
+
+def join(x: jax.Array) -> jax.Array:
+  """The inverse of `split`, of one array."""
+  x = jnp.moveaxis(x, 0, 1)
+  return x.reshape(-1, *x.shape[2:])
+
+
+def check_divides(name: str, size: int, parts: int, model: Qwen2) -> None:
+  """Refuses a batch of `size` that does not divide into `parts` over the mesh, before anything is compiled."""
+  shards = batch_shards(model.mesh)
+  if size % (parts * shards):
+    raise UserError(f"{name} = {size} does not divide into {parts} micro-batch(es) over {shards} batch shard(s) of mesh "
+                    f"{dict(model.mesh.shape)}; make it a multiple of {parts * shards}")
