@@ -13,6 +13,7 @@ from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.errors import RunError, UserError
 from gtpo_jax.models.qwen2 import init_params
+from gtpo_jax.parallel import shard_batch
 from gtpo_jax.reporting.compiles import compile_count
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
@@ -149,8 +150,8 @@ def test_no_compilation_after_warm_up():
   for step in range(21):
     problems = [Problem(str(i), user("7" * rng.integers(1, 11)), "7", "last_number") for i in range(8)]
     widths.add(tuple(len(actor.chat.encode_prompt(problem.messages)) for problem in problems))
-    rollouts = actor.answer(actor.engine.layout(state.params), problems, jax.random.key(step), 4, config.sampler)
-    state, metrics = update(state, rollouts, actor.verdicts(actor.judge(rollouts, problems)))
+    rollouts = actor.answer(actor.policy(state.params), problems, jax.random.key(step), 4, config.sampler)
+    state, metrics = update(state, rollouts, shard_batch(actor.verdicts(actor.judge(rollouts, problems)), actor.model.mesh))
     jax.device_get(metrics)
     counts.append(compile_count())
   assert len(widths) == 21 and counts[0] > 0
@@ -209,9 +210,9 @@ def test_judging(whole):
 def test_rewards_and_penalties_are_the_algorithms(whole):
   config = small_config(**{"algorithm.name": "dapo", "algorithm.overlong_buffer": 8})
   actor, problems = Actor(config), [Problem("0", user("1"), "1", "last_number")] * 4
-  params = actor.engine.layout(init_params(actor.model, jax.random.key(0)))
-  rollouts = actor.answer(params, problems, jax.random.key(0), 2, Sampler())
-  verdicts = jax.device_get(actor.verdicts(actor.judge(rollouts, problems)))
+  policy = actor.policy(init_params(actor.model, jax.random.key(0)))
+  rollouts = actor.answer(policy, problems, jax.random.key(0), 2, Sampler())
+  verdicts = actor.verdicts(actor.judge(rollouts, problems))
   assert set(np.unique(verdicts.reward)) <= {-1.0, 1.0}
   lengths = np.asarray(rollouts.lengths)
   np.testing.assert_allclose(verdicts.penalty, np.clip((18 - 8 - lengths) / 8, -1, 0))

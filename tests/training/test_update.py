@@ -41,6 +41,22 @@ def batch(seed=0):
 
 
 @functools.cache
+def full_batch():
+  """The same with everything that only some runs know: a guide's completions, a stale group, other scorings, one not counted."""
+  rollouts, verdicts = batch()
+  rng = np.random.default_rng(1)
+  guided, stale, counted = np.zeros((N, G), bool), np.zeros((N, G), bool), np.ones((N, G), bool)
+  guided[:, 3], stale[4], counted[5, 2] = True, True, False
+  verdicts = verdicts.replace(correct=verdicts.correct.copy(), counted=counted)
+  verdicts.correct[1, 3], verdicts.correct[6, :3], verdicts.correct[6, 3] = True, False, True  # two groups saved by the guide
+  near = lambda x: (x + np.where(rollouts.mask, rng.normal(0, 0.1, (N, G, T)), 0)).astype(np.float32)
+  return rollouts.replace(guided=guided, stale=stale, rescored=near(rollouts.log_probs), reference=near(rollouts.log_probs)), verdicts
+
+
+FULL = {"kl_weight": 0.1, "tis_cap": 1.05, "dual_clip": 1.5}
+
+
+@functools.cache
 def random_params():
   return jax.device_get(init_params(Qwen2(CONFIG, single_device_mesh()), jax.random.key(0)))
 
@@ -82,6 +98,43 @@ def test_one_device_equals_eight(name, shape, micro_batches):
   assert_same(plain(name), run(name, make_mesh(*shape), micro_batches))
 
 
+@pytest.mark.parametrize(("name", "settings"), [
+    ("dapo_mixed", {**FULL, "guide_completions": 1, "guide_cap": 1.1}), ("dapo_forking", FULL), ("gspo", FULL),
+    ("dr_grpo", {"average": "group"}), ("gtpo_v2", {"kappa": 3.0, "scope": "batch", "compare": "sequence"})])
+def test_everything_is_right_under_sharding_and_micro_batches(name, settings):
+  data = full_batch()
+  if name != "dapo_mixed":
+    data = (data[0].replace(guided=None), data[1])
+  whole = run(name, data=data, **settings)
+  assert whole[1]["grad_norm"] > 1e-3
+  assert_same(whole, run(name, make_mesh(2, 2, 2), micro_batches=2, data=data, **settings))
+
+
+def test_what_only_some_runs_know_is_measured():
+  rollouts, verdicts = full_batch()
+  _, metrics = run("dapo_mixed", data=full_batch(), guide_completions=1, **FULL)
+  mask, own = np.asarray(rollouts.mask), ~rollouts.guided
+  assert metrics["guide/accuracy"] == pytest.approx(verdicts.correct[:, 3].mean())
+  assert metrics["guide/rescued"] == pytest.approx(((~verdicts.correct[:, :3]).all(1) & verdicts.correct[:, 3]).mean())
+  assert metrics["groups/stale"] == 1 / 8 and metrics["completions/not_counted"] == pytest.approx(1 / 32)
+  assert metrics["reward/accuracy"] == pytest.approx(verdicts.correct[:, :3].mean())
+  assert metrics["length/mean"] == pytest.approx(mask.sum(-1)[own].mean())
+  assert metrics["entropy/mean"] == pytest.approx(np.asarray(rollouts.entropy)[mask & own[..., None]].mean(), abs=1e-5)
+  fresh = mask & own[..., None] & ~rollouts.stale[..., None]
+  assert metrics["mismatch/max_abs_logp"] == pytest.approx(np.abs(rollouts.rescored - rollouts.log_probs)[fresh].max(), abs=1e-5)
+  assert metrics["kl/reference"] > 0 and 0 < metrics["mismatch/weight"] <= 1.05
+
+
+def test_a_completion_that_is_not_counted_changes_nothing():
+  rollouts, verdicts = full_batch()
+  rollouts = rollouts.replace(guided=None)
+  other = rollouts.replace(tokens=np.where(verdicts.counted[..., None], rollouts.tokens, 7), entropy=np.where(
+      verdicts.counted[..., None], rollouts.entropy, 3.0).astype(np.float32))
+  a, b = run("gtpo", data=(rollouts, verdicts)), run("gtpo", data=(other, verdicts))
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), a[0], b[0])
+  assert a[1]["tokens/trained"] == b[1]["tokens/trained"]
+
+
 def test_batch_scopes_are_right_under_sharding_and_micro_batches():
   settings = {"scope": "batch", "compare": "matrix", "norm_scope": "batch"}
   assert_same(run("gtpo", **settings), run("gtpo", make_mesh(2, 2, 2), micro_batches=2, **settings))
@@ -103,8 +156,8 @@ def test_no_gradient_through_entropy_advantages_or_rewards(name):
   log_probs = rollouts.log_probs + 0.05
 
   def loss(log_probs, log_probs_old, entropy, reward, penalty):
-    mask = algorithm.loss_mask(rollouts.mask, verdicts.correct)
-    advantages = algorithm.advantages(entropy=entropy, mask=rollouts.mask, correct=verdicts.correct, reward=reward, penalty=penalty)
+    signals = {"entropy": entropy, "mask": rollouts.mask, "correct": verdicts.correct, "reward": reward, "penalty": penalty}
+    advantages, mask = algorithm.advantages(**signals), algorithm.loss_mask(**signals)
     return algorithm.loss(logp=log_probs, logp_old=log_probs_old, advantages=advantages, mask=mask)[0]
 
   grads = jax.grad(loss, argnums=(0, 1, 2, 3, 4))(log_probs, rollouts.log_probs, rollouts.entropy, verdicts.reward, verdicts.penalty)
@@ -126,8 +179,9 @@ def test_the_gradient_is_that_of_the_plain_loss():
   model = Qwen2(CONFIG, single_device_mesh())
   rollouts, verdicts = batch()
   algorithm = algorithms.make("gtpo")
-  mask = algorithm.loss_mask(rollouts.mask, verdicts.correct)
-  advantages = algorithm.advantages(entropy=rollouts.entropy, mask=rollouts.mask, correct=verdicts.correct, reward=verdicts.reward)
+  signals = {"entropy": rollouts.entropy, "mask": rollouts.mask, "correct": verdicts.correct, "reward": verdicts.reward,
+             "penalty": verdicts.penalty}
+  advantages, mask = algorithm.advantages(**signals), algorithm.loss_mask(**signals)
 
   def loss(params):
     hidden = model.apply({"params": params}, rollouts.prompts, rollouts.tokens, method="completion_hidden")
