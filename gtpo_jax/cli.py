@@ -9,17 +9,11 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gtpo_jax.errors import RunError, UserError, nearest
 from gtpo_jax.start import prepare_jax
 
-if TYPE_CHECKING:
-  from gtpo_jax.config import Config
-  from gtpo_jax.models.qwen2 import Params
-  from gtpo_jax.rollout import Actor
-
-COMMANDS = ("train", "eval", "sample", "plan", "doctor")
+COMMANDS = ("train", "eval", "sample", "export", "plan", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +48,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   train.set_defaults(run=_train)
 
   evaluation = commands.add_parser("eval", help="mean@n and pass@k on held-out problems", allow_abbrev=False)
-  evaluation.add_argument("--model", required=True, type=Path, help="the workdir of a run")
+  evaluation.add_argument("--model", required=True, type=Path, help="the workdir of a run, or a Hugging Face folder (with --config)")
   evaluation.add_argument("--config", help="a config file; the run's own unless given")
   evaluation.add_argument("--step", type=int, help="which checkpoint: a step number, 0 for the base model; the newest unless given")
   evaluation.add_argument("--k", default="", help="the ks of pass@k, such as 1,4,32; samples = the largest")
@@ -62,17 +56,25 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   evaluation.set_defaults(run=_eval)
 
   sample = commands.add_parser("sample", help="prints completions of a prompt", allow_abbrev=False)
-  sample.add_argument("--model", required=True, type=Path, help="the workdir of a run")
+  sample.add_argument("--model", required=True, type=Path, help="the workdir of a run, or a Hugging Face folder")
   sample.add_argument("--prompt", required=True)
   sample.add_argument("--step", type=int, help="which checkpoint: a step number, 0 for the base model; the newest unless given")
   sample.add_argument("--temperature", type=float, default=1.0, help="0 takes the most probable token")
   sample.add_argument("--top_k", type=int, default=0)
   sample.add_argument("--top_p", type=float, default=1.0)
   sample.add_argument("--min_p", type=float, default=0.0)
-  sample.add_argument("--max_tokens", type=int, help="the longest completion; the run's own limit unless given")
+  sample.add_argument("--max_tokens", type=int, help="the longest completion; the run's own limit unless given, or 256")
   sample.add_argument("--n", type=int, default=1, help="how many completions")
   sample.add_argument("--seed", type=int, default=0)
   sample.set_defaults(run=_sample)
+
+  exporter = commands.add_parser("export", help="a run's policy as a Hugging Face folder", allow_abbrev=False)
+  exporter.add_argument("--workdir", required=True, type=Path, help="the workdir of a run")
+  exporter.add_argument("--out", required=True, type=Path, help="the folder to write; must not exist yet")
+  exporter.add_argument("--step", type=int, help="which checkpoint: a step number, 0 for the base model; the newest unless given")
+  exporter.add_argument("--dtype", help="float32, bfloat16 or float16; the run's own unless given")
+  exporter.add_argument("--adapter", action="store_true", help="the LoRA adapters alone, as a PEFT folder")
+  exporter.set_defaults(run=_export)
 
   planner = commands.add_parser("plan", help="does a run fit hardware that is not here?", allow_abbrev=False)
   planner.add_argument("--config", required=True, help="a config file; --config.a.b=VALUE overrides a field")
@@ -142,9 +144,13 @@ def _eval(args: argparse.Namespace, overrides: list[str]) -> int:
   prepare_jax()
   from gtpo_jax import config as configs
   from gtpo_jax.evaluation import evaluate_run
+  from gtpo_jax.frozen import open_policy
+  from gtpo_jax.models.folder import is_hf_folder
+  if is_hf_folder(args.model) and not args.config:
+    raise UserError(f"{str(args.model)!r} is a Hugging Face folder: give --config=FILE, which says what to evaluate it on")
   ks = _numbers(args.k)
   _check_writable(args.json)
-  actor, config, params, step = _open(args.model, args.step, configs.load(args.config, overrides) if args.config else None)
+  actor, config, params, step = open_policy(args.model, args.step, configs.load(args.config, overrides) if args.config else None)
   result = evaluate_run(config, actor, params, samples=max(ks, default=None))
   metrics = {"step": step, "problems": len(result.correct), **result.metrics(ks or None)}
   for key, value in metrics.items():
@@ -169,15 +175,46 @@ def _sample(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax.sampling.filters import Sampler
   sampler = Sampler(args.temperature, args.top_k, args.top_p, args.min_p)
   import jax
+  import numpy as np
 
   from gtpo_jax.data.records import user
+  from gtpo_jax.frozen import open_policy
   from gtpo_jax.parallel import fetch
-  actor, _, params, _ = _open(args.model, args.step, None, args.max_tokens)
+  actor, _, params, _ = open_policy(args.model, args.step, None, args.max_tokens)
   ids = actor.chat.encode_prompt(user(args.prompt))
-  rollouts = actor.engine.sample(actor.engine.layout(params), [ids], jax.random.key(args.seed), group=args.n, sampler=sampler)
-  tokens, mask = fetch((rollouts.tokens[0], rollouts.mask[0]))
-  for text in actor.chat.decode(tokens, mask):
-    print(text)
+  policy, key = actor.policy(params), jax.random.key(args.seed)
+  if not sys.stdout.isatty():
+    rollouts = policy.engine.sample(policy.params, [ids], key, group=args.n, sampler=sampler)
+    for text in actor.chat.decode(*fetch((rollouts.tokens[0], rollouts.mask[0]))):
+      print(text)
+    return 0
+  shown, written = "", set()
+  for rollouts in policy.engine.stream(policy.params, ids, key, group=args.n, sampler=sampler):
+    tokens, mask, finished = fetch((rollouts.tokens[0], rollouts.mask[0], rollouts.finished[0]))
+    texts = actor.chat.decode(tokens, mask)
+    if args.n == 1:  # as it is written, but for a character that is not whole yet
+      whole = texts[0].rstrip("\ufffd")
+      print(whole[len(shown):], end="", flush=True)
+      shown = whole
+    else:  # each when it has ended
+      over = finished | (mask.sum(-1) == mask.shape[-1])
+      for i in sorted(set(np.flatnonzero(over).tolist()) - written):
+        print(texts[i], flush=True)
+        written.add(i)
+  if args.n == 1:
+    print(texts[0][len(shown):])
+  return 0
+
+
+def _export(args: argparse.Namespace, overrides: list[str]) -> int:
+  prepare_jax()
+  from gtpo_jax.export import export
+  if args.adapter and args.dtype:
+    raise UserError("--dtype is of whole models; adapters are float32")
+  given = {"workdir": args.workdir, "out": args.out, "step": args.step, "dtype": args.dtype}
+  command = shlex.join(["gtpo", "export", *(f"--{name}={value}" for name, value in given.items() if value is not None),
+                        *(["--adapter"] if args.adapter else [])])
+  print(export(args.workdir, args.out, command, args.step, args.dtype, args.adapter))
   return 0
 
 
@@ -197,29 +234,6 @@ def _doctor(args: argparse.Namespace, overrides: list[str]) -> int:
   prepare_jax()
   from gtpo_jax.doctor import examine
   return examine()
-
-
-def _open(workdir: Path, step: int | None, given: Config | None = None,
-          max_tokens: int | None = None) -> tuple[Actor, Config, Params, int]:
-  """The actor, config, parameters and step of a run's checkpoint, on the devices of this machine."""
-  import dataclasses
-
-  from gtpo_jax.checkpoint import open_run
-  from gtpo_jax.config import MeshSection
-  from gtpo_jax.rollout import Actor
-  from gtpo_jax.workdir import load_config
-  if not workdir.is_dir():
-    raise UserError(f"no folder at {str(workdir)!r}; --model is the workdir of a `gtpo train`")
-  own = load_config(workdir)
-  if given and given.model.preset != own.model.preset:
-    raise UserError(f"the run in {str(workdir)!r} is of model.preset {own.model.preset!r}, the config of {given.model.preset!r}; "
-                    f"leave --config out, or name the run's")
-  config = given or dataclasses.replace(own, mesh=MeshSection())  # a run of a pod is looked at on a laptop
-  found = open_run(workdir, step)
-  actor, step = Actor(config, max_tokens), found.latest if step is None else step
-  params = found.restore_params(actor.model, step)
-  found.close()
-  return actor, config, params, step
 
 
 class _StopSignals:

@@ -100,7 +100,7 @@ class Collector:
   def _fill(self, params: Params, policy: Policy, say: Callable[[str], None]) -> tuple[list[_Group], dict[str, float], float]:
     """Draws until there are n groups with contrast, those kept from the step before first (DAPO's dynamic sampling).
 
-    Where `max_gen_batches` do not suffice, groups without contrast fill the batch: they are cleared in the update.
+    Where `max_gen_batches` do not suffice, groups without contrast fill the batch up: their advantages are 0.
     """
     n, good, spare, judging, drawn = self._n, self._kept, [], 0.0, []
     for _ in range(self._config.batch.max_gen_batches):

@@ -1,16 +1,23 @@
-"""Policies that do not learn: the guide that writes completions, and the reference of the KL term."""
+"""Policies from where they lie: a run's checkpoint or base model, a Hugging Face folder; and those that stay frozen in a run."""
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import NamedTuple
 
-from gtpo_jax.checkpoint import open_run
-from gtpo_jax.config import Config
+import jax
+
+from gtpo_jax.checkpoint import Checkpoints, open_run
+from gtpo_jax.config import Config, DataSection, MeshSection, ModelSection, SamplingSection
 from gtpo_jax.errors import UserError
-from gtpo_jax.models.load import is_hf_folder, read_config, read_params
+from gtpo_jax.models.folder import find, is_hf_folder, read_config
+from gtpo_jax.models.load import read_params
+from gtpo_jax.models.lora import add_lora
 from gtpo_jax.models.qwen2 import Params, Qwen2
-from gtpo_jax.rollout import Actor, Policy
-from gtpo_jax.workdir import load_config
+from gtpo_jax.rollout import Actor, Policy, Stream, key_for
+from gtpo_jax.workdir import has_base, load_config
+
+PROMPT_TOKENS = 1024  # of a prompt that a Hugging Face folder is sampled with
 
 
 class FrozenPolicies(NamedTuple):
@@ -21,14 +28,14 @@ class FrozenPolicies(NamedTuple):
 
 
 def load_frozen(config: Config, actor: Actor, workdir: Path) -> FrozenPolicies:
-  """The guide and the reference, on the actor's mesh. The base model of WORKDIR must be there where a path is left empty."""
+  """The guide and the reference, on the actor's mesh. An empty path stands for the base model of the run in `workdir`."""
   settings, guide, reference = config.algorithm_object.settings, None, None
   if settings.guide_completions:
-    model, params = _load(config.guide.path, actor, workdir)
+    model, params = _load(config.guide.path, config, actor, workdir)
     engine = actor.engine_for(model)
     guide = Policy(engine, engine.layout(params))
   if settings.kl_weight:
-    reference = _load(config.reference.path, actor, workdir)
+    reference = _load(config.reference.path, config, actor, workdir)
   return FrozenPolicies(guide, reference)
 
 
@@ -41,28 +48,88 @@ def check_frozen(config: Config, actor: Actor) -> None:
   for name, path in (("guide.path", config.guide.path), ("reference.path", config.reference.path)):
     if not path:
       continue
-    if not Path(path).is_dir():
-      raise UserError(f"{name}: no folder at {path!r}; name the workdir of a run or a Hugging Face folder")
-    vocab = _architecture(Path(path), actor).config.vocab_size
+    vocab = _architecture(find(path), actor).config.vocab_size
     if vocab != actor.model.config.vocab_size:
       raise UserError(f"{name} = {path!r} has a vocabulary of {vocab} tokens, the policy of {actor.model.config.vocab_size}; "
                       f"they must share a tokenizer")
 
 
+def base_params(config: Config, workdir: Path, model: Qwen2) -> Params | None:
+  """The policy that the RL of a run starts from, where it need not be made: kept in WORKDIR/base, or as its folder gives it."""
+  if has_base(workdir):
+    keep = Checkpoints(workdir / "base")
+    params = keep.restore_params(model)
+    keep.close()
+    return params
+  if config.model.path and not config.warm_start.steps:
+    return add_lora(model, read_params(model, find(config.model.path)), key_for(config.seed, Stream.INIT))
+  return None
+
+
+def open_policy(workdir: Path, step: int | None, given: Config | None = None,
+                max_tokens: int | None = None) -> tuple[Actor, Config, Params, int]:
+  """The actor, config, parameters and step of a policy, on the devices of this machine.
+
+  Args:
+    workdir: of a `gtpo train`, or a Hugging Face folder.
+    step: which checkpoint of a run; None for the newest, 0 for the base model.
+    given: a config to use instead of the run's own, of the same model; for a Hugging Face folder, instead of the defaults.
+    max_tokens: the longest completion; the run's own limit if None, or 256.
+
+  Raises:
+    UserError: no such folder, run or checkpoint, or a config of another model.
+  """
+  if is_hf_folder(workdir):
+    if step is not None:
+      raise UserError(f"{str(workdir)!r} is a Hugging Face folder and has no steps; leave --step out")
+    config = given or _config_of_folder(workdir, max_tokens)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(workdir), lora_rank=0))
+    actor = Actor(config, max_tokens)
+    return actor, config, read_params(actor.model, workdir), 0
+  if not workdir.is_dir():
+    raise UserError(f"no folder at {str(workdir)!r}; --model is the workdir of a `gtpo train`, or a Hugging Face folder")
+  own = load_config(workdir)
+  if given and (given.model.preset, given.model.path) != (own.model.preset, own.model.path):
+    raise UserError(f"the run in {str(workdir)!r} is of model {own.model.path or own.model.preset!r}, the config of "
+                    f"{given.model.path or given.model.preset!r}; leave --config out, or name the run's")
+  config = given or dataclasses.replace(own, mesh=MeshSection())  # a run of a pod is looked at on a laptop
+  if step == 0 and not has_base(workdir) and own.model.path:
+    actor = Actor(config, max_tokens)
+    return actor, config, base_params(own, workdir, actor.model), 0
+  found = open_run(workdir, step)
+  actor, step = Actor(config, max_tokens), found.latest if step is None else step
+  params = found.restore_params(actor.model, step)
+  found.close()
+  return actor, config, params, step
+
+
+def _config_of_folder(folder: Path, max_tokens: int | None) -> Config:
+  """A config to sample from a folder with: half precision where that is fast, and all the context that the model has."""
+  dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+  tokens = 256 if max_tokens is None else max_tokens
+  longest = read_config(folder, dtype).longest
+  return Config(model=ModelSection(path=str(folder), param_dtype=dtype, compute_dtype=dtype),
+                data=DataSection(max_prompt_tokens=min(PROMPT_TOKENS, max(longest - tokens, 1))),
+                sampling=SamplingSection(max_tokens=max(tokens, 2)))
+
+
 def _architecture(folder: Path, actor: Actor) -> Qwen2:
   own = actor.model.config
   if is_hf_folder(folder):
-    return Qwen2(read_config(folder, own.compute_dtype), actor.model.mesh)
+    return Qwen2(dataclasses.replace(read_config(folder, own.compute_dtype), remat=own.remat, matmul_precision=own.matmul_precision),
+                 actor.model.mesh)
   open_run(folder).close()
   return Qwen2(load_config(folder).model_config, actor.model.mesh)
 
 
-def _load(path: str, actor: Actor, workdir: Path) -> tuple[Qwen2, Params]:
-  folder = Path(path or workdir)
-  model = _architecture(folder, actor) if path else actor.model
-  if path and is_hf_folder(folder):
+def _load(path: str, config: Config, actor: Actor, workdir: Path) -> tuple[Qwen2, Params]:
+  if not path:
+    return actor.model, base_params(config, workdir, actor.model)
+  folder = find(path)
+  model = _architecture(folder, actor)
+  if is_hf_folder(folder):
     return model, read_params(model, folder)
-  found = open_run(folder, None if path else 0)
+  found = open_run(folder)
   params = found.restore_params(model)
   found.close()
   return model, params

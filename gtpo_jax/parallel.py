@@ -26,6 +26,7 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
     "layer": None,
     "head_dim": None,
     "norm": None,
+    "rank": None,
     None: None,
 }
 

@@ -16,6 +16,7 @@ from gtpo_jax.arrays import Prompts, Rollouts, Verdicts
 from gtpo_jax.collect import batch_like
 from gtpo_jax.config import Config
 from gtpo_jax.errors import UserError, first_line, nearest
+from gtpo_jax.models.lora import merge_lora, without_lora
 from gtpo_jax.models.qwen2 import Params, Qwen2, sampling_layout
 from gtpo_jax.parallel import make_mesh, named_sharding
 from gtpo_jax.sampling.decode import generate
@@ -55,7 +56,8 @@ def plan(config: Config, topology: str) -> dict[str, Any]:
 
   def sample(params: Params, prompts: Prompts, seed: jax.Array) -> Rollouts:
     keys = completion_keys(jax.random.key(seed), config.batch.prompts, config.own_group)
-    return generate(model, sampling_layout(model, params), prompts, keys, jnp.arange(2), jnp.int32(0), config.sampler,
+    plain = without_lora(model)
+    return generate(plain, sampling_layout(plain, merge_lora(model, params)), prompts, keys, jnp.arange(2), jnp.int32(0), config.sampler,
                     config.sampling.max_tokens)
 
   seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=named_sharding(model.mesh))

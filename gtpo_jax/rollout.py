@@ -14,6 +14,7 @@ from gtpo_jax.config import Config
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.data.records import Problem
 from gtpo_jax.errors import UserError
+from gtpo_jax.models.folder import find
 from gtpo_jax.models.qwen2 import Params, Qwen2, Unstacked, param_shardings
 from gtpo_jax.parallel import fetch, make_mesh
 from gtpo_jax.rewards import VERIFIERS, group_relative, soft_overlong
@@ -56,12 +57,12 @@ class Actor:
   """A model on a mesh with its tokenizer: it answers problems, and its answers are judged."""
 
   def __init__(self, config: Config, max_tokens: int | None = None):
-    self.chat: Chat = load_chat()
+    self.chat: Chat = load_chat(find(config.model.path)) if config.model.path else load_chat()
     self.model = Qwen2(config.model_config, make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor))
     param_shardings(self.model)  # refuses a mesh that does not divide the model
     if self.chat.vocab_size > config.model_config.vocab_size:
-      raise UserError(f"the tokenizer has {self.chat.vocab_size} tokens, over the {config.model_config.vocab_size} of model.preset "
-                      f"{config.model.preset!r}; choose a larger model")
+      raise UserError(f"the tokenizer has {self.chat.vocab_size} tokens, over the {config.model_config.vocab_size} of model "
+                      f"{config.model.path or config.model.preset!r}; choose a larger model")
     self._max_prompt_tokens, self._max_tokens = config.data.max_prompt_tokens, max_tokens or config.sampling.max_tokens
     self.engine = self.engine_for(self.model)
     self._algorithm, self._longest = config.algorithm_object, config.sampling.max_tokens

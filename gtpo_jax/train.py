@@ -12,7 +12,10 @@ from gtpo_jax.collect import Collector, Experience
 from gtpo_jax.config import Config
 from gtpo_jax.errors import RunError
 from gtpo_jax.evaluation import evaluate_run
-from gtpo_jax.frozen import check_frozen, load_frozen
+from gtpo_jax.frozen import base_params, check_frozen, load_frozen
+from gtpo_jax.models.folder import find
+from gtpo_jax.models.load import read_params
+from gtpo_jax.models.lora import add_lora
 from gtpo_jax.models.qwen2 import Params, init_params
 from gtpo_jax.parallel import fetch
 from gtpo_jax.reporting.compiles import compile_count
@@ -61,7 +64,7 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
   checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
 
   display.say(f"{algorithm.name} on {config.data.train}: {config.steps} steps of {config.batch.prompts} prompts x {config.batch.group} "
-              f"completions, model {config.model.preset}, mesh {dict(actor.model.mesh.shape)}")
+              f"completions, model {config.model.path or config.model.preset}, mesh {dict(actor.model.mesh.shape)}")
   if checkpoints.latest is None:
     base = base_model(config, actor, workdir, display, stopping)
     if base is None:
@@ -113,17 +116,23 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
 
 
 def base_model(config: Config, actor: Actor, workdir: Path, display: Display, stopping: Callable[[], bool]) -> Params | None:
-  """The policy that RL starts from: random, or warm-started once and kept in WORKDIR/base. None where asked to stop."""
-  keep = Checkpoints(workdir / "base")
-  if keep.latest is not None:
-    params = keep.restore_params(actor.model)
+  """The policy that RL starts from. What a folder does not hold is kept in WORKDIR/base: random weights, or those of a warm start.
+
+  None where asked to stop.
+  """
+  if (params := base_params(config, workdir, actor.model)) is not None:
+    return params
+  key = key_for(config.seed, Stream.INIT)
+  if config.model.path:
+    params = add_lora(actor.model, read_params(actor.model, find(config.model.path)), key)
   else:
-    params = init_params(actor.model, key_for(config.seed, Stream.INIT))
-    if config.warm_start.steps:
-      params = warm_start(config, actor, params, display, stopping)
-    if params is not None:
-      keep.save_params(params)
-  keep.close()
+    params = init_params(actor.model, key)
+  if config.warm_start.steps:
+    params = warm_start(config, actor, params, display, stopping)
+  if params is not None:
+    keep = Checkpoints(workdir / "base")
+    keep.save_params(params)
+    keep.close()
   return params
 
 
@@ -156,7 +165,9 @@ def refuse_non_finite(step: int, metrics: dict[str, float], checkpoints: Checkpo
 
 def base_name(config: Config) -> str:
   """What the policy at step 0 is called."""
-  return "warm-started base model" if config.warm_start.steps else "random base model"
+  if config.warm_start.steps:
+    return "warm-started base model"
+  return "base model" if config.model.path else "random base model"
 
 
 def summarize(config: Config, journal: Journal) -> str:

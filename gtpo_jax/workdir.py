@@ -22,7 +22,7 @@ def claim(workdir: Path, config: Config) -> None:
     if workdir.exists() and not workdir.is_dir():
       raise UserError(f"workdir {str(workdir)!r} is a file; name a folder")
     workdir.mkdir(parents=True, exist_ok=True)
-    if file.exists() and has_base(workdir):  # a config that never made a model may be mended
+    if file.exists() and (has_base(workdir) or _has_steps(workdir / "checkpoints")):  # a config that never made a model may be mended
       changed = {key: values for key, values in difference(load_config(workdir), config).items() if not _may_change(key)}
       if changed:
         shown = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
@@ -54,7 +54,11 @@ def load_config(workdir: Path) -> Config:
 
 def has_base(workdir: Path) -> bool:
   """Whether a base model was saved whole."""
-  return any(step.name.isdigit() for step in workdir.glob("base/*"))
+  return _has_steps(workdir / "base")
+
+
+def _has_steps(folder: Path) -> bool:
+  return any(step.name.isdigit() for step in folder.glob("*"))
 
 
 def _may_change(key: str) -> bool:

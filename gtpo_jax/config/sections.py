@@ -9,7 +9,8 @@ from gtpo_jax import algorithms
 from gtpo_jax.algorithms import Algorithm, Settings
 from gtpo_jax.data.tasks import TASKS, Task, make_task
 from gtpo_jax.errors import UserError, nearest
-from gtpo_jax.models.presets import PRESETS, ModelConfig
+from gtpo_jax.models.folder import find, read_config
+from gtpo_jax.models.presets import PRESETS, Lora, ModelConfig
 from gtpo_jax.sampling.filters import Sampler
 from gtpo_jax.training.state import OptimizerConfig
 
@@ -22,18 +23,26 @@ class ModelSection:
   """Which architecture, and the number formats it runs in.
 
   Attributes:
-    preset: a name from `models.PRESETS`.
+    preset: a name from `models.PRESETS`: an architecture with random weights, and the small tokenizer. Not read with `path`.
+    path: a Hugging Face folder or hub id to start from: its architecture, weights, tokenizer and chat template.
     param_dtype: of the master weights.
     compute_dtype: of activations and matrix products.
     matmul_precision: "default", "high" or "highest".
     remat: "full" recomputes each layer in the backward pass, "none" keeps its residuals.
+    lora_rank: of low-rank adapters, which are then trained alone (in float32, whatever param_dtype); 0 trains all weights.
+    lora_alpha: the adapters' scale is lora_alpha / lora_rank.
+    lora_targets: the matrices that carry adapters, joined by commas.
   """
 
   preset: str = "tiny"
+  path: str = ""
   param_dtype: str = "float32"
   compute_dtype: str = "float32"
   matmul_precision: str = "default"
   remat: str = "full"
+  lora_rank: int = 0
+  lora_alpha: float = 32.0
+  lora_targets: str = "q,k,v,o,gate,up,down"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +243,8 @@ class Config:
     # Made once here, so that a value that one of them refuses is refused now.
     for part in ("model_config", "sampler", "eval_sampler", "train_task", "eval_task", "algorithm_object"):
       getattr(self, part)
+    if (length := self.data.max_prompt_tokens + self.sampling.max_tokens) > self.model_config.longest:
+      raise UserError(f"data.max_prompt_tokens + sampling.max_tokens = {length} is over the model's context of {self.model_config.longest}")
     settings = self.algorithm_object.settings
     if settings.overlong_buffer >= self.sampling.max_tokens:
       raise UserError(f"algorithm.overlong_buffer must be below sampling.max_tokens = {self.sampling.max_tokens}, "
@@ -248,9 +259,12 @@ class Config:
 
   @property
   def model_config(self) -> ModelConfig:
-    """The preset in this run's number formats."""
-    formats = {key: value for key, value in dataclasses.asdict(self.model).items() if key != "preset"}
-    return dataclasses.replace(PRESETS[self.model.preset], **formats)
+    """The preset's or the folder's architecture, in this run's number formats."""
+    m = self.model
+    shape = read_config(find(m.path), m.param_dtype) if m.path else PRESETS[m.preset]
+    lora = Lora(m.lora_rank, m.lora_alpha, tuple(filter(None, m.lora_targets.replace(" ", "").split(","))))
+    return dataclasses.replace(shape, param_dtype=m.param_dtype, compute_dtype=m.compute_dtype, matmul_precision=m.matmul_precision,
+                               remat=m.remat, lora=lora)
 
   @property
   def own_group(self) -> int:

@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gtpo_jax.errors import UserError
+from gtpo_jax.errors import UserError, first_line
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase
@@ -21,11 +22,11 @@ Messages = Sequence[dict[str, str]]
 class Chat:
   """A tokenizer with its chat template and its stop tokens."""
 
-  def __init__(self, tokenizer: PreTrainedTokenizerBase):
+  def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Collection[int] = ()):
     self.tokenizer = tokenizer
     self.control = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    self.pad = tokenizer.pad_token_id
-    self.stop = tuple(sorted({tokenizer.eos_token_id, tokenizer.pad_token_id}))  # ids that end a completion
+    self.pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    self.stop = tuple(sorted({tokenizer.eos_token_id, self.pad, *stop}))  # ids that end a completion
     self.vocab_size = len(tokenizer)
 
   def encode_prompt(self, messages: Messages) -> list[int]:
@@ -65,12 +66,39 @@ class Chat:
 
 @functools.cache
 def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
-  """The chat of a tokenizer folder; the shipped small one by default."""
+  """The chat of a tokenizer folder; the shipped small one by default. All EOS ids of its generation_config.json end a completion.
+
+  Raises:
+    UserError: there is no tokenizer, or it has no end token, no chat template, or asks for code.
+  """
   import os
   os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
   os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
   import transformers
   transformers.logging.set_verbosity_error()
-  if not Path(path).is_dir():
-    raise UserError(f"no tokenizer folder at {str(path)!r}")
-  return Chat(transformers.AutoTokenizer.from_pretrained(str(path)))
+  path = Path(path)
+  if not (path / "tokenizer_config.json").is_file():
+    raise UserError(f"no tokenizer in {str(path)!r}: it has no tokenizer_config.json")
+  if "auto_map" in _read(path / "tokenizer_config.json"):
+    raise UserError(f"the tokenizer in {str(path)!r} asks for code of its own (auto_map); nothing of a model folder is executed here")
+  try:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+  except Exception as error:  # transformers, tokenizers and JSON each have their own
+    raise UserError(f"the tokenizer in {str(path)!r} cannot be read: {first_line(error)}") from error
+  if tokenizer.eos_token_id is None:
+    raise UserError(f"the tokenizer in {str(path)!r} has no eos_token, so that no completion would end")
+  if not tokenizer.chat_template:
+    raise UserError(f"the tokenizer in {str(path)!r} has no chat template; put one into its tokenizer_config.json or chat_template.jinja")
+  ends = _read(path / "generation_config.json").get("eos_token_id") or []
+  return Chat(tokenizer, [ends] if isinstance(ends, int) else ends)
+
+
+def _read(file: Path) -> dict[str, Any]:
+  """A JSON object; empty where there is no such file."""
+  try:
+    values = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+  except (OSError, ValueError) as error:
+    raise UserError(f"{str(file)!r} is not valid JSON: {first_line(error)}") from error
+  if not isinstance(values, dict):
+    raise UserError(f"{str(file)!r} holds {type(values).__name__}, not an object")
+  return values

@@ -7,10 +7,14 @@ positions of a completion at once) and a decode step (one position against a cac
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from gtpo_jax.models.presets import Yarn
 
 MASKED = -1e30  # a finite "minus infinity": rows that see nothing stay finite
 
@@ -29,11 +33,27 @@ class Source(NamedTuple):
   visible: jax.Array  # bool, broadcastable to [n, g, query s, key s]
 
 
-def rope_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+def rope_angles(positions: jax.Array, head_dim: int, theta: float, yarn: Yarn | None = None) -> tuple[jax.Array, jax.Array]:
   """Cosines and sines f32[..., s, e/2] of the rotary angles at integer `positions` [..., s]."""
-  frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-  angles = positions[..., None].astype(jnp.float32) * frequency
-  return jnp.cos(angles), jnp.sin(angles)
+  frequency, scale = theta ** (-np.arange(0, head_dim, 2) / head_dim), 1.0
+  if yarn is not None:
+    frequency, scale = _yarn(frequency, head_dim, theta, yarn)
+  angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequency, jnp.float32)
+  return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def _yarn(frequency: np.ndarray, head_dim: int, theta: float, yarn: Yarn) -> tuple[np.ndarray, float]:
+  """YaRN's frequencies f64[e/2] and the factor of cosines and sines (2309.00071, section 3.2 and eq. 22).
+
+  Features that turn often over the original context keep their frequency, those that turn less than once have it divided by
+  the factor, those between are blended.
+  """
+  feature = lambda turns: head_dim * math.log(yarn.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+  first = max(math.floor(feature(yarn.beta_fast)), 0)
+  last = min(math.ceil(feature(yarn.beta_slow)), head_dim - 1)
+  blend = np.clip((np.arange(head_dim // 2) - first) / max(last - first, 1e-3), 0.0, 1.0)
+  scale = 0.1 * math.log(yarn.factor) + 1.0 if yarn.attention_factor is None else yarn.attention_factor
+  return frequency * (1 - blend) + frequency / yarn.factor * blend, scale
 
 
 def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 
 from gtpo_jax.errors import UserError
 from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
+from gtpo_jax.parallel import fetch
 
 # Our path within a layer, its Hugging Face name, and whether that is a torch linear weight [out, in].
 LAYER_NAMES: tuple[tuple[tuple[str, str], str, bool], ...] = (
@@ -38,12 +39,12 @@ def params_from_hf(model: Qwen2, tensors: Mapping[str, Any]) -> Params:
 
   Args:
     model: the architecture on its mesh.
-    tensors: by name, NumPy arrays or the slices of an open safetensors file. A process reads only what its devices hold.
+    tensors: by name, NumPy arrays or what is sliced like them. A process reads only what its devices hold.
 
   Raises:
     UserError: a tensor is missing, left over, or of another shape; all names are listed.
   """
-  shapes = {name: tuple(x.get_shape() if hasattr(x, "get_shape") else x.shape) for name, x in tensors.items()}
+  shapes = {name: tuple(x.shape) for name, x in tensors.items()}
   entries = list(_entries(model))
   expected = {name: shape for name, shape, *_ in entries}
   tied_head = {"lm_head.weight"} if model.config.tied else set()  # some files carry the tied head a second time
@@ -89,17 +90,37 @@ def _read(tensor: Any, index: tuple[slice, ...], shape: tuple[int, ...], inputs:
   part = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, shape, strict=True))
   if inputs:
     return tensor[flat(slice(inputs, None)), flat(slice(inputs))].T.reshape(part)
-  if len(tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape) == 1:
+  if len(tensor.shape) == 1:
     return tensor[flat(slice(None))].reshape(part)
   return tensor[index]
 
 
-def hf_from_params(model: Qwen2, params: Params) -> dict[str, np.ndarray]:
-  """The inverse of `params_from_hf`: Hugging Face names and layouts, as NumPy arrays."""
-  params, out = jax.device_get(params), {}
+def hf_shapes(model: Qwen2) -> dict[str, tuple[int, ...]]:
+  """The Hugging Face names and shapes of all tensors, in order."""
+  return {name: shape for name, shape, *_ in _entries(model)}
+
+
+def hf_from_params(model: Qwen2, params: Params, names: Container[str] | None = None) -> dict[str, np.ndarray]:
+  """The inverse of `params_from_hf`: Hugging Face names and layouts, as host arrays; of all tensors, or of those named."""
+  out = {}
   for name, shape, path, layer, linear in _entries(model):
-    value = _at(params, path) if layer is None else _at(params, path)[layer]
-    out[name] = np.ascontiguousarray(value.reshape(shape[::-1]).T if linear else value.reshape(shape))
+    if names is None or name in names:
+      value = _at(params, path)
+      value = fetch(value if layer is None else value[layer])
+      out[name] = np.ascontiguousarray(value.reshape(shape[::-1]).T if linear else value.reshape(shape))
+  return out
+
+
+def hf_from_adapters(model: Qwen2, params: Params) -> dict[str, np.ndarray]:
+  """The adapters as PEFT names and lays them out: `lora_A` [rank, inputs] and `lora_B` [outputs, rank]."""
+  out, rank = {}, model.config.lora.rank
+  for layer in range(model.config.layers):
+    for (module, leaf), name, _ in LAYER_NAMES:
+      if leaf == "kernel" and module in model.config.lora.targets:
+        weights, stem = params["layers"][module], f"base_model.model.model.layers.{layer}.{name.removesuffix('.weight')}"
+        a, b = (fetch(weights[which][layer]) for which in ("lora_a", "lora_b"))
+        out[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a.reshape(-1, rank).T)
+        out[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b.reshape(rank, -1).T)
   return out
 
 

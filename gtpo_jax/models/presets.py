@@ -5,11 +5,59 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from gtpo_jax.errors import UserError
+from gtpo_jax.errors import UserError, nearest
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 PRECISIONS = ("default", "high", "highest")
 REMAT = ("none", "full")
+LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn:
+  """YaRN (2309.00071): rotary angles for contexts longer than those of pre-training, as Qwen2.5 documents it.
+
+  Attributes:
+    factor: by how much the context grows.
+    original: positions of pre-training.
+    beta_fast, beta_slow: rotations over `original` above which a feature is left alone, below which it is interpolated.
+    attention_factor: scales cosines and sines; None for 0.1 ln(factor) + 1.
+  """
+
+  factor: float
+  original: int
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  attention_factor: float | None = None
+
+  def __post_init__(self):
+    if not (self.factor >= 1 and self.original >= 1 and self.beta_fast > self.beta_slow > 0):
+      raise UserError(f"YaRN needs factor >= 1, original >= 1 and beta_fast > beta_slow > 0, got {self}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+  """Low-rank adapters (2106.09685): W + (alpha / rank) A B, of which A and B alone are trained.
+
+  Attributes:
+    rank: columns of A, rows of B; 0 for no adapters.
+    alpha: their scale is alpha / rank.
+    targets: which matrices carry one, a part of q, k, v, o, gate, up, down.
+  """
+
+  rank: int = 0
+  alpha: float = 32.0
+  targets: tuple[str, ...] = LORA_TARGETS
+
+  def __post_init__(self):
+    if self.rank < 0:
+      raise UserError(f"model.lora_rank must be at least 0, got {self.rank}")
+    if not 0 < self.alpha < float("inf"):
+      raise UserError(f"model.lora_alpha must be above 0 and finite, got {self.alpha}")
+    if unknown := [target for target in self.targets if target not in LORA_TARGETS]:
+      raise UserError(f"model.lora_targets names {unknown[0]!r}{nearest(unknown[0], LORA_TARGETS)}; valid are {', '.join(LORA_TARGETS)}")
+    if not self.targets:
+      raise UserError("model.lora_targets is empty; name some of " + ", ".join(LORA_TARGETS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +75,9 @@ class ModelConfig:
     tied: the output head is the embedding.
     rope_theta: base of the rotary angles.
     norm_eps: added to the mean square in RMSNorm.
+    context: the most positions that the model was made for (`max_position_embeddings`; times YaRN's factor where there is one).
+    yarn: rotary angles for longer contexts; None for plain ones.
+    lora: adapters; rank 0 for none.
     param_dtype: format the parameters are kept in (the master weights).
     compute_dtype: format of activations and matrix products; norms, softmax and the head's statistics are float32.
     matmul_precision: "default", "high" or "highest", as `jax.lax.Precision`.
@@ -43,13 +94,16 @@ class ModelConfig:
   tied: bool = True
   rope_theta: float = 1e6
   norm_eps: float = 1e-6
+  context: int = 32768
+  yarn: Yarn | None = None
+  lora: Lora = Lora()
   param_dtype: str = "float32"
   compute_dtype: str = "float32"
   matmul_precision: str = "default"
   remat: str = "full"
 
   def __post_init__(self):
-    for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp"):
+    for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp", "context"):
       if getattr(self, name) < 1:
         raise UserError(f"model.{name} must be at least 1, got {getattr(self, name)}")
     if self.heads % self.kv_heads:
@@ -59,6 +113,11 @@ class ModelConfig:
     for name, valid in (("param_dtype", DTYPES), ("compute_dtype", DTYPES), ("matmul_precision", PRECISIONS), ("remat", REMAT)):
       if getattr(self, name) not in valid:
         raise UserError(f"model.{name} must be one of {', '.join(valid)}; got {getattr(self, name)!r}")
+
+  @property
+  def longest(self) -> int:
+    """Positions that a sequence may have: prompt and completion together."""
+    return self.context if self.yarn is None else max(self.context, int(self.yarn.factor * self.yarn.original))
 
   @property
   def matmul_params(self) -> int:

@@ -6,6 +6,7 @@ whole group in the same sweep over the layers.
 """
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -144,7 +145,7 @@ class Qwen2(nn.Module):
   def completion_rope(self, prompts: Prompts, steps: jax.Array) -> Rope:
     """Rotary angles of completion indices `steps` i32[s], which follow each prompt's own length."""
     positions = prompts.lengths[:, None, None] + steps
-    return rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+    return rope_angles(positions, self.config.head_dim, self.config.rope_theta, self.config.yarn)
 
   def _gathered(self, table: jax.Array) -> jax.Array:
     """A [v, d] table in the compute type, whole over fsdp, still split over the vocabulary."""
@@ -255,7 +256,7 @@ def _own_sight(mask: jax.Array, config: ModelConfig) -> Sight:
   positions = jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)[:, None]
   s = mask.shape[1]
   visible = jnp.tril(jnp.ones((s, s), bool)) & mask[:, None, :]
-  return Sight(rope_angles(positions, config.head_dim, config.rope_theta), visible[:, None])
+  return Sight(rope_angles(positions, config.head_dim, config.rope_theta, config.yarn), visible[:, None])
 
 
 class _Norm(nn.Module):
@@ -286,9 +287,27 @@ class _Dense(nn.Module):
     dtype, shape, split = DTYPES[self.config.param_dtype], self.inputs + self.outputs, len(self.inputs)
     init = nn.with_logical_partitioning(nn.initializers.normal(0.02), self.axes)
     kernel = self.param("kernel", init, shape, dtype).astype(x.dtype)
-    y = jax.lax.dot_general(x, kernel, ((tuple(range(x.ndim - split, x.ndim)), tuple(range(split))), ((), ())),
-                            precision=self.config.matmul_precision)
+    y = self._product(x, kernel, split)
+    if self.name in self.config.lora.targets and self.config.lora.rank:
+      lora = self.config.lora
+      a = self.param("lora_a", nn.with_logical_partitioning(_lora_init(self.inputs), (*self.axes[:split], "rank")),
+                     (*self.inputs, lora.rank), jnp.float32)
+      b = self.param("lora_b", nn.with_logical_partitioning(nn.initializers.zeros, ("rank", *self.axes[split:])),
+                     (lora.rank, *self.outputs), jnp.float32)
+      low = self._product(x, a.astype(x.dtype), split)
+      y = y + self._product(low, b.astype(x.dtype), 1) * (lora.alpha / lora.rank)
     if self.bias:
       zeros = nn.with_logical_partitioning(nn.initializers.zeros, self.axes[split:])
       y = y + self.param("bias", zeros, self.outputs, dtype).astype(x.dtype)
     return y
+
+  def _product(self, x: jax.Array, kernel: jax.Array, axes: int) -> jax.Array:
+    """Contracts the last `axes` axes of x with the first of the kernel."""
+    contracted = (tuple(range(x.ndim - axes, x.ndim)), tuple(range(axes)))
+    return jax.lax.dot_general(x, kernel, (contracted, ((), ())), precision=self.config.matmul_precision)
+
+
+def _lora_init(inputs: tuple[int, ...]) -> nn.initializers.Initializer:
+  """Uniform within 1 / sqrt(fan in), as PEFT begins A; B begins at zero, so that the adapter begins as nothing."""
+  bound = math.prod(inputs) ** -0.5
+  return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)

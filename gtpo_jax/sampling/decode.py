@@ -13,10 +13,13 @@ from gtpo_jax.parallel import constrain
 from gtpo_jax.sampling.filters import Sampler
 
 
-class _Loop(NamedTuple):
+class Decoding(NamedTuple):
+  """Completions on their way, after `step` tokens each."""
+
   step: jax.Array       # i32[]
   hidden: jax.Array     # [n, g, 1, d], predicts the token at `step`
-  caches: list[KV]
+  prompt_kv: list[KV]   # per layer [n, 1, k, p, e]
+  caches: list[KV]      # per layer [n, g, k, t, e]
   done: jax.Array       # bool[n, g]
   tokens: jax.Array     # i32[t, n, g]; time first, so that a step writes one contiguous slab
   mask: jax.Array       # bool[t, n, g]
@@ -39,27 +42,43 @@ def generate(model: Qwen2, params: Unstacked, prompts: Prompts, keys: jax.Array,
     sampler: temperature and filters.
     max_tokens: the longest completion, stop token included.
   """
-  n, g = keys.shape
-  head = lambda hidden: model.apply({"params": params.outer}, hidden[:, :, 0], method="logits")
+  begun = begin(model, params, prompts, keys.shape[1], pad, max_tokens)
+  return rollouts(model, prompts, advance(model, params, prompts, begun, keys, stop, pad, sampler, jnp.int32(max_tokens)))
+
+
+def begin(model: Qwen2, params: Unstacked, prompts: Prompts, g: int, pad: jax.Array, max_tokens: int) -> Decoding:
+  """Reads each prompt once; its g completions have no token yet."""
+  n = prompts.tokens.shape[0]
   hidden, prompt_kv = prefill(model, params, prompts)
   slab = lambda value, dtype: jnp.full((max_tokens, n, g), value, dtype)
-  start = _Loop(jnp.int32(0), jnp.broadcast_to(hidden, (n, g, *hidden.shape[2:])), empty_cache(model, n, g, max_tokens),
-                jnp.zeros((n, g), bool), slab(pad, jnp.int32), slab(False, bool), slab(0, jnp.float32), slab(0, jnp.float32))
+  return Decoding(jnp.int32(0), jnp.broadcast_to(hidden, (n, g, *hidden.shape[2:])), prompt_kv, empty_cache(model, n, g, max_tokens),
+                  jnp.zeros((n, g), bool), slab(pad, jnp.int32), slab(False, bool), slab(0, jnp.float32), slab(0, jnp.float32))
 
-  def going(loop: _Loop) -> jax.Array:
-    return (loop.step < max_tokens) & ~loop.done.all()
 
-  def advance(loop: _Loop) -> _Loop:
+def advance(model: Qwen2, params: Unstacked, prompts: Prompts, begun: Decoding, keys: jax.Array, stop: jax.Array, pad: jax.Array,
+            sampler: Sampler, until: jax.Array) -> Decoding:
+  """Goes on until every completion has ended or has `until` tokens, i32[]. Other arguments as of `generate`."""
+  head = lambda hidden: model.apply({"params": params.outer}, hidden[:, :, 0], method="logits")
+
+  def going(loop: Decoding) -> jax.Array:
+    return (loop.step < until) & ~loop.done.all()
+
+  def one(loop: Decoding) -> Decoding:
     fold = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, loop.step)))
     token, log_prob, entropy = sampler.pick(head(loop.hidden), fold(keys))
     alive = ~loop.done
     token = jnp.where(alive, token, pad)
     write = lambda slabs, row, empty: slabs.at[loop.step].set(jnp.where(alive, row, empty))
-    hidden, caches = decode_step(model, params, prompts, prompt_kv, loop.caches, token, loop.step)
-    return _Loop(loop.step + 1, hidden, caches, loop.done | (alive & jnp.isin(token, stop)),
-                 write(loop.tokens, token, pad), write(loop.mask, True, False),
-                 write(loop.log_probs, log_prob, 0.0), write(loop.entropy, entropy, 0.0))
+    hidden, caches = decode_step(model, params, prompts, begun.prompt_kv, loop.caches, token, loop.step)
+    return loop._replace(step=loop.step + 1, hidden=hidden, caches=caches, done=loop.done | (alive & jnp.isin(token, stop)),
+                         tokens=write(loop.tokens, token, pad), mask=write(loop.mask, True, False),
+                         log_probs=write(loop.log_probs, log_prob, 0.0), entropy=write(loop.entropy, entropy, 0.0))
 
-  end = jax.lax.while_loop(going, advance, start)
+  end = jax.lax.while_loop(going, one, begun._replace(prompt_kv=[]))  # what does not change stays out of the loop's state
+  return end._replace(prompt_kv=begun.prompt_kv)
+
+
+def rollouts(model: Qwen2, prompts: Prompts, end: Decoding) -> Rollouts:
+  """What has been written so far, [n, g, t]."""
   by_row = lambda x: constrain(jnp.moveaxis(x, 0, -1), model.mesh, "batch")
   return Rollouts(prompts, by_row(end.tokens), by_row(end.mask), by_row(end.log_probs), by_row(end.entropy), end.done)

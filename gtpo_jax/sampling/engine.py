@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,10 @@ import numpy as np
 
 from gtpo_jax.arrays import Prompts, Rollouts
 from gtpo_jax.errors import UserError
+from gtpo_jax.models.lora import merge_lora, without_lora
 from gtpo_jax.models.qwen2 import Params, Qwen2, Unstacked, sampling_layout
 from gtpo_jax.parallel import batch_shards, shard_batch
-from gtpo_jax.sampling.decode import generate
+from gtpo_jax.sampling.decode import advance, begin, generate, rollouts
 from gtpo_jax.sampling.filters import Sampler
 
 
@@ -40,14 +41,14 @@ class Engine:
   """
 
   def __init__(self, model: Qwen2, stop: Sequence[int], pad: int, max_prompt_tokens: int, max_tokens: int):
-    self.model, self.pad = model, pad
+    self.model, self.pad = without_lora(model), pad
     self.max_prompt_tokens, self.max_tokens = max_prompt_tokens, max_tokens
     self._stop = jnp.asarray(sorted(stop), jnp.int32)
-    self._layout = jax.jit(functools.partial(sampling_layout, model))
-    self._generate = jax.jit(functools.partial(_generate, model), static_argnames=("sampler", "group", "max_tokens"))
+    self._layout = jax.jit(lambda params: sampling_layout(self.model, merge_lora(model, params)))
+    self._generate = jax.jit(functools.partial(_generate, self.model), static_argnames=("sampler", "group", "max_tokens"))
 
   def layout(self, params: Params) -> Unstacked:
-    """The parameters as sampling wants them; make it once and sample many batches from it."""
+    """The parameters as sampling wants them, adapters merged; make it once and sample many batches from it."""
     return self._layout(params)
 
   def sample(self, params: Unstacked, prompts: Sequence[Sequence[int]], key: jax.Array, *, group: int,
@@ -64,9 +65,25 @@ class Engine:
     shards = batch_shards(self.model.mesh)
     filled = [*prompts, *[prompts[-1]] * (-n % shards)]
     padded = shard_batch(pad_prompts(filled, self.max_prompt_tokens, self.pad), self.model.mesh)
-    rollouts = self._generate(params, padded, key, self._stop, jnp.int32(self.pad), sampler=sampler, group=group,
-                              max_tokens=self.max_tokens)
-    return rollouts if len(filled) == n else jax.tree.map(lambda x: x[:n], rollouts)
+    written = self._generate(params, padded, key, self._stop, jnp.int32(self.pad), sampler=sampler, group=group,
+                             max_tokens=self.max_tokens)
+    return written if len(filled) == n else jax.tree.map(lambda x: x[:n], written)
+
+  def stream(self, params: Unstacked, prompt: Sequence[int], key: jax.Array, *, group: int, sampler: Sampler,
+             chunk: int = 4) -> Iterator[Rollouts]:
+    """The same completions of one prompt as `sample` gives, a few tokens at a time: yields the rollouts so far, [1, group, t]."""
+    shards = batch_shards(self.model.mesh)
+    prompts = shard_batch(pad_prompts([prompt] * shards, self.max_prompt_tokens, self.pad), self.model.mesh)
+    model, pad, keys = self.model, jnp.int32(self.pad), completion_keys(key, shards, group)
+    begun = jax.jit(lambda params: begin(model, params, prompts, group, pad, self.max_tokens))(params)
+    more = jax.jit(lambda params, begun, until: advance(model, params, prompts, begun, keys, self._stop, pad, sampler, until),
+                   donate_argnums=1)
+    for until in range(chunk, self.max_tokens + chunk, chunk):
+      begun = more(params, begun, jnp.int32(min(until, self.max_tokens)))
+      so_far = jax.tree.map(lambda x: x[:1], rollouts(model, prompts, begun))
+      yield so_far
+      if bool(so_far.finished.all()):
+        return
 
 
 def _generate(model: Qwen2, params: Unstacked, prompts: Prompts, key: jax.Array, stop: jax.Array, pad: jax.Array, *,

@@ -8,6 +8,7 @@ import jax
 import optax
 
 from gtpo_jax.arrays import Prompts, masked_mean
+from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.qwen2 import Params, Qwen2
 from gtpo_jax.training.head import score
 from gtpo_jax.training.state import TrainState, abstract_state
@@ -26,13 +27,15 @@ def make_imitation(model: Qwen2, optimizer: optax.GradientTransformation,
                    head_chunk: int) -> Callable[[TrainState, Demonstrations], tuple[TrainState, jax.Array]]:
   """A jitted (state, demonstrations) -> (state, losses f32[k]): k updates of maximum likelihood, mean nats a token."""
   def one(state: TrainState, part: Demonstrations) -> tuple[TrainState, jax.Array]:
-    def loss_of(params: Params) -> jax.Array:
-      log_probs, _ = score(model, params, part.prompts, part.tokens[:, None], 1.0, head_chunk)
+    trained, frozen = partition(model, state.params)
+
+    def loss_of(trained: Params) -> jax.Array:
+      log_probs, _ = score(model, combine(trained, frozen), part.prompts, part.tokens[:, None], 1.0, head_chunk)
       return -masked_mean(log_probs, part.mask[:, None])
 
-    loss, grads = jax.value_and_grad(loss_of)(state.params)
-    changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    return TrainState(state.step + 1, optax.apply_updates(state.params, changes), opt_state), loss
+    loss, grads = jax.value_and_grad(loss_of)(trained)
+    changes, opt_state = optimizer.update(grads, state.opt_state, trained)
+    return TrainState(state.step + 1, combine(optax.apply_updates(trained, changes), frozen), opt_state), loss
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
   return jax.jit(lambda state, parts: jax.lax.scan(one, state, parts), donate_argnums=0, out_shardings=(shardings, None))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from gtpo_jax.errors import UserError
+from gtpo_jax.models.lora import partition
 from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
 from gtpo_jax.parallel import named_sharding
 
@@ -82,21 +83,25 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 def _decayed(params: Params) -> Any:
   """True for matrices; norms and biases are not decayed."""
-  return jax.tree.map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding", "head"), params)
+  return jax.tree.map_with_path(lambda path, _: path[-1].key in ("kernel", "embedding", "head", "lora_a", "lora_b"), params)
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation, model: Qwen2) -> TrainState:
-  """A state at step 0 around `params`, which it consumes: the optimizer's moments are laid out as the parameters are."""
+  """A state at step 0 around `params`, which it consumes: the optimizer's moments are laid out as the parameters are.
+
+  With adapters they alone have moments.
+  """
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
-  build = jax.jit(lambda params: TrainState(jnp.int32(0), params, optimizer.init(params)), donate_argnums=0, out_shardings=shardings)
-  return build(params)
+  begin = lambda params: TrainState(jnp.int32(0), params, optimizer.init(partition(model, params)[0]))
+  return jax.jit(begin, donate_argnums=0, out_shardings=shardings)(params)
 
 
 def abstract_state(model: Qwen2, optimizer: optax.GradientTransformation) -> TrainState:
   """Shapes, dtypes and shardings of a state, with nothing allocated: for checkpoints and ahead-of-time compiles."""
   params, whole = abstract_params(model), named_sharding(model.mesh)
   placed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+  trained, _ = partition(model, params)
   opt_state = optax.tree_utils.tree_map_params(
-      optimizer, lambda moment, param: placed(moment, param.sharding), jax.eval_shape(optimizer.init, params), params,
+      optimizer, lambda moment, param: placed(moment, param.sharding), jax.eval_shape(optimizer.init, trained), trained,
       transform_non_params=lambda x: placed(x, whole))
   return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, opt_state)

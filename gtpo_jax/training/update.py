@@ -9,6 +9,7 @@ import optax
 
 from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.arrays import Rollouts, Verdicts
+from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.qwen2 import Params, Qwen2
 from gtpo_jax.training.head import score
 from gtpo_jax.training.measures import measure
@@ -39,10 +40,11 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: optax.GradientTra
                "penalty": verdicts.penalty, "guided": rollouts.guided}
     advantages, mask = algorithm.advantages(**signals), algorithm.loss_mask(**signals)
     weights = algorithm.token_weights(mask, verdicts.correct, rollouts.guided)
-    grads, log_probs = accumulate(state.params, (rollouts, advantages, mask, weights))
+    trained, frozen = partition(model, state.params)
+    grads, log_probs = accumulate(trained, frozen, (rollouts, advantages, mask, weights))
 
-    changes, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, changes)
+    changes, opt_state = optimizer.update(grads, state.opt_state, trained)
+    params = combine(optax.apply_updates(trained, changes), frozen)
 
     loss, metrics = loss_of(log_probs, rollouts, advantages, mask, weights)
     metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads)}
@@ -54,22 +56,22 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: optax.GradientTra
     return algorithm.loss(logp=log_probs, logp_old=rollouts.old_log_probs, advantages=advantages, mask=mask, weights=weights,
                           guided=rollouts.guided, logp_sampler=rollouts.log_probs, logp_reference=rollouts.reference)
 
-  def accumulate(params: Params, batch: tuple[Rollouts, jax.Array, jax.Array, jax.Array]) -> tuple[Params, jax.Array]:
-    """The gradient over the whole batch, and the learner's log-probs f32[n, g, t]."""
-    def part_loss(params: Params, part: tuple) -> tuple[jax.Array, jax.Array]:
+  def accumulate(trained: Params, frozen: Params, batch: tuple[Rollouts, jax.Array, jax.Array, jax.Array]) -> tuple[Params, jax.Array]:
+    """The gradient of what is trained over the whole batch, and the learner's log-probs f32[n, g, t]."""
+    def part_loss(trained: Params, part: tuple) -> tuple[jax.Array, jax.Array]:
       rollouts, *rest = part
-      log_probs, _ = score(model, params, rollouts.prompts, rollouts.tokens, temperature, head_chunk)
+      log_probs, _ = score(model, combine(trained, frozen), rollouts.prompts, rollouts.tokens, temperature, head_chunk)
       return loss_of(log_probs, rollouts, *rest)[0], log_probs
 
     gradient = jax.grad(part_loss, has_aux=True)
     if micro_batches == 1:
-      return gradient(params, batch)
+      return gradient(trained, batch)
 
     def add(total: Params, part: tuple) -> tuple[Params, jax.Array]:
-      grads, log_probs = gradient(params, part)
+      grads, log_probs = gradient(trained, part)
       return jax.tree.map(jnp.add, total, grads), log_probs
 
-    grads, log_probs = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), split(batch, micro_batches, model))
+    grads, log_probs = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, trained), split(batch, micro_batches, model))
     return grads, join(log_probs)
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
