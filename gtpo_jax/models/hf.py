@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -65,13 +65,29 @@ def params_from_hf(model: Qwen2, tensors: Mapping[str, Any]) -> Params:
     inputs = {"kernel": 2 if keys[-2:] == ("o", "kernel") else 1}.get(keys[-1])
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
-      layers, index = (names[index[0]], index[1:]) if stacked else (names, index)
-      parts = [_read(tensors[name], index, like.shape[stacked:], inputs).astype(like.dtype) for name in layers]
-      return np.stack(parts) if stacked else parts[0]
+      part = np.empty([len(range(*cut.indices(size))) for cut, size in zip(index, like.shape, strict=True)], like.dtype)
+      if stacked:
+        for i, name in enumerate(names[index[0]]):
+          part[i] = _read(tensors[name], index[1:], like.shape[1:], inputs)
+      else:
+        part[...] = _read(tensors[names[0]], index, like.shape, inputs)
+      return part
 
-    return jax.make_array_from_callback(like.shape, like.sharding, read)
+    return _place(like, read)
 
   return jax.tree.map_with_path(place, abstract_params(model))
+
+
+def _place(like: jax.ShapeDtypeStruct, read: Callable[[tuple[slice, ...]], np.ndarray]) -> jax.Array:
+  """An array from its parts; each is read once, and let go of on the host before the next is read."""
+  devices: dict[tuple, list[jax.Device]] = {}
+  for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
+    devices.setdefault(tuple(cut.indices(size) for cut, size in zip(index, like.shape, strict=True)), []).append(device)
+  placed = {}
+  for key, where in devices.items():
+    part = read(tuple(slice(start, stop) for start, stop, _ in key))
+    placed |= {device: jax.block_until_ready(jax.device_put(part, device)) for device in where}
+  return jax.make_array_from_single_device_arrays(like.shape, like.sharding, list(placed.values()))
 
 
 def _read(tensor: Any, index: tuple[slice, ...], shape: tuple[int, ...], inputs: int | None) -> np.ndarray:

@@ -51,8 +51,8 @@ def read_params(model: Qwen2, folder: Path) -> Params:
   """
   plain = without_lora(model)
   params = params_from_hf(plain, _tensors(folder))
-  bad = jax.jit(lambda tree: jax.tree.map(lambda x: ~jnp.isfinite(x).all(), tree))(params)
-  names = ["/".join(key.key for key in path) for path, value in jax.tree_util.tree_leaves_with_path(bad) if bool(value)]
+  finite = jax.jit(lambda x: jnp.isfinite(x).all())
+  names = ["/".join(key.key for key in path) for path, x in jax.tree_util.tree_leaves_with_path(params) if not bool(finite(x))]
   if names:
     raise UserError(f"the weights in {str(folder)!r} hold NaN or infinity, in {', '.join(names[:8])}")
   return params

@@ -1,0 +1,87 @@
+"""Qwen2.5's real shapes with random weights: parity with torch, and what loading costs. Slow: gigabytes."""
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gtpo_jax.models import PRESETS, Qwen2, abstract_params, load, save
+from gtpo_jax.models.hf import hf_shapes
+from gtpo_jax.parallel import single_device_mesh
+
+
+@pytest.mark.slow
+def test_the_half_billion_model_computes_what_torch_computes(tmp_path):
+  """24 layers, 896 wide, 14 query and 2 KV heads, vocabulary 151,936."""
+  torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+  c = PRESETS["qwen2.5-0.5b"]
+  torch.manual_seed(0)
+  reference = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
+      vocab_size=c.vocab_size, hidden_size=c.width, num_hidden_layers=c.layers, num_attention_heads=c.heads,
+      num_key_value_heads=c.kv_heads, intermediate_size=c.mlp, tie_word_embeddings=c.tied, rope_theta=c.rope_theta,
+      rms_norm_eps=c.norm_eps, max_position_embeddings=c.context)).eval()
+  reference.save_pretrained(tmp_path / "hf", max_shard_size="800MB")
+  tokens = np.random.default_rng(0).integers(0, c.vocab_size, (2, 96))
+  with torch.no_grad():
+    expected = reference(torch.from_numpy(tokens)).logits.numpy()
+  del reference
+
+  def logits(dtype):
+    model, params = load(tmp_path / "hf", dtype)
+    return np.asarray(jax.jit(lambda p: model.apply({"params": p}, jnp.asarray(tokens, jnp.int32)))(params))
+
+  ours = logits("float32")
+  gap, agree = np.abs(ours - expected).max(), (ours.argmax(-1) == expected.argmax(-1)).mean()
+  half = logits("bfloat16")
+  print(f"f32: max |difference| {gap:.2e}, argmax equal on {agree:.2%}; bf16: mean |difference| {np.abs(half - expected).mean():.2e} of "
+        f"logits with std {expected.std():.2f}, argmax equal on {(half.argmax(-1) == expected.argmax(-1)).mean():.2%}")
+  assert gap <= 2e-4 and agree >= 0.999
+
+
+LOAD = """
+import json, re, sys, time
+from pathlib import Path
+from gtpo_jax.start import prepare_jax
+prepare_jax()
+import jax
+from gtpo_jax.models import load
+from gtpo_jax.parallel import make_mesh
+
+def high_water():
+  return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+mesh, before = make_mesh(1, 4, 2), high_water()
+began = time.perf_counter()
+model, params = load(sys.argv[1], "bfloat16", mesh)
+jax.block_until_ready(params)
+seconds = time.perf_counter() - began
+arrays = sum(shard.data.nbytes for x in jax.tree.leaves(params) for shard in x.addressable_shards)
+print(json.dumps({"arrays": arrays, "before": before, "peak": high_water(), "seconds": seconds}))
+"""
+
+
+@pytest.mark.slow
+def test_a_folder_of_three_gigabytes_loads_in_little_more_than_its_arrays(tmp_path):
+  """The 1.5B shape in bf16, in shards, onto eight virtual devices."""
+  config = dataclasses.replace(PRESETS["qwen2.5-1.5b"], param_dtype="bfloat16", compute_dtype="bfloat16")
+  model = Qwen2(config, single_device_mesh())
+  rng = np.random.default_rng(0)
+  block = rng.normal(0, 0.02, 1 << 20).astype(np.float32)
+  fill = lambda like: jnp.asarray(np.resize(block, like.shape), jnp.bfloat16)
+  params = jax.tree.map(fill, abstract_params(model))
+  save(model, params, None, tmp_path / "hf", shard_bytes=10**9)
+  del params
+  assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+  done = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path / "hf")], capture_output=True, text=True, timeout=600)
+  assert done.returncode == 0, done.stderr
+  result = json.loads(done.stdout.splitlines()[-1])
+  above = result["peak"] - result["arrays"]
+  gib, speed = result["arrays"] / 2**30, result["arrays"] / 1e9 / result["seconds"]
+  print(f"{gib:.2f} GiB in {result['seconds']:.1f} s ({speed:.2f} GB/s); host peak {above / 2**30:.2f} GiB above the arrays, "
+        f"{result['before'] / 2**30:.2f} of them before loading")
+  assert result["arrays"] >= 2 * sum(int(np.prod(shape)) for shape in hf_shapes(model).values())
+  assert above <= 1.5 * 2**30
