@@ -26,6 +26,7 @@ setup(
         "orbax-checkpoint>=0.12,<0.13",
         "transformers>=5.0,<6",
         "safetensors>=0.8",
+        "huggingface-hub>=1.0",
         "jinja2>=3.1",
         "grain>=0.2.16",
         "tensorflow-datasets>=4.9.10",
@@ -47,6 +48,7 @@ setup(
             "ruff>=0.15",
             "psutil>=6",
             'torch==2.13.0; python_version < "3.12"',
+            'peft>=0.17; python_version < "3.12"',
         ],
     },
     classifiers=[

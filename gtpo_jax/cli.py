@@ -48,7 +48,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   train.set_defaults(run=_train)
 
   evaluation = commands.add_parser("eval", help="mean@n and pass@k on held-out problems", allow_abbrev=False)
-  evaluation.add_argument("--model", required=True, type=Path, help="the workdir of a run, or a Hugging Face folder (with --config)")
+  evaluation.add_argument("--model", required=True, type=Path,
+                          help="the workdir of a run, or (with --config) a Hugging Face folder or hub id")
   evaluation.add_argument("--config", help="a config file; the run's own unless given")
   evaluation.add_argument("--step", type=int, help="which checkpoint: a step number, 0 for the base model; the newest unless given")
   evaluation.add_argument("--k", default="", help="the ks of pass@k, such as 1,4,32; samples = the largest")
@@ -56,7 +57,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   evaluation.set_defaults(run=_eval)
 
   sample = commands.add_parser("sample", help="prints completions of a prompt", allow_abbrev=False)
-  sample.add_argument("--model", required=True, type=Path, help="the workdir of a run, or a Hugging Face folder")
+  sample.add_argument("--model", required=True, type=Path, help="the workdir of a run, a Hugging Face folder, or a hub id")
   sample.add_argument("--prompt", required=True)
   sample.add_argument("--step", type=int, help="which checkpoint: a step number, 0 for the base model; the newest unless given")
   sample.add_argument("--temperature", type=float, default=1.0, help="0 takes the most probable token")
@@ -145,8 +146,8 @@ def _eval(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax import config as configs
   from gtpo_jax.evaluation import evaluate_run
   from gtpo_jax.frozen import open_policy
-  from gtpo_jax.models.folder import is_hf_folder
-  if is_hf_folder(args.model) and not args.config:
+  from gtpo_jax.models.folder import find, is_hf_folder
+  if is_hf_folder(find(str(args.model))) and not args.config:
     raise UserError(f"{str(args.model)!r} is a Hugging Face folder: give --config=FILE, which says what to evaluate it on")
   ks = _numbers(args.k)
   _check_writable(args.json)

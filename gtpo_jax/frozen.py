@@ -71,7 +71,7 @@ def open_policy(workdir: Path, step: int | None, given: Config | None = None,
   """The actor, config, parameters and step of a policy, on the devices of this machine.
 
   Args:
-    workdir: of a `gtpo train`, or a Hugging Face folder.
+    workdir: of a `gtpo train`, a Hugging Face folder, or a hub id.
     step: which checkpoint of a run; None for the newest, 0 for the base model.
     given: a config to use instead of the run's own, of the same model; for a Hugging Face folder, instead of the defaults.
     max_tokens: the longest completion; the run's own limit if None, or 256.
@@ -79,6 +79,7 @@ def open_policy(workdir: Path, step: int | None, given: Config | None = None,
   Raises:
     UserError: no such folder, run or checkpoint, or a config of another model.
   """
+  workdir = find(str(workdir))
   if is_hf_folder(workdir):
     if step is not None:
       raise UserError(f"{str(workdir)!r} is a Hugging Face folder and has no steps; leave --step out")
@@ -86,8 +87,6 @@ def open_policy(workdir: Path, step: int | None, given: Config | None = None,
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(workdir), lora_rank=0))
     actor = Actor(config, max_tokens)
     return actor, config, read_params(actor.model, workdir), 0
-  if not workdir.is_dir():
-    raise UserError(f"no folder at {str(workdir)!r}; --model is the workdir of a `gtpo train`, or a Hugging Face folder")
   own = load_config(workdir)
   if given and (given.model.preset, given.model.path) != (own.model.preset, own.model.path):
     raise UserError(f"the run in {str(workdir)!r} is of model {own.model.path or own.model.preset!r}, the config of "

@@ -286,7 +286,7 @@ def test_guides_that_cannot_serve_are_refused_before_anything_is_written(tmp_pat
   (other / "config.json").write_text(json.dumps({
       "model_type": "qwen2", "vocab_size": 9, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
       "num_key_value_heads": 2, "intermediate_size": 32, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6}))
-  for path, message in ((tmp_path / "nobody", "guide.path: no folder at"), (tmp_path / "empty", "no checkpoint in"),
+  for path, message in ((tmp_path / "nobody", "no folder at"), (tmp_path / "empty", "no checkpoint in"),
                         (other, "has a vocabulary of 9 tokens, the policy of 384")):
     with pytest.raises(UserError, match=message):
       train(config_of("dapo_mixed", **{"guide.path": str(path)}), tmp_path / "run", Display(enabled=False))

@@ -28,12 +28,13 @@ def find(name: str, files: Sequence[str] = HUB_FILES) -> Path:
   folder = Path(name)
   if folder.is_dir():
     return folder
-  if folder.exists() or not HUB_ID.fullmatch(name):
-    raise UserError(f"no model folder at {name!r}; name a folder, or a hub id as Qwen/Qwen2.5-0.5B")
-  import huggingface_hub
-  huggingface_hub.utils.disable_progress_bars()
+  if folder.exists() or folder.parent.is_dir() or not HUB_ID.fullmatch(name):  # runs/misspelt is no hub id where runs/ is a folder
+    raise UserError(f"no folder at {name!r}; name the workdir of a run, a model folder, or a hub id as Qwen/Qwen2.5-0.5B")
+  from huggingface_hub import snapshot_download
+  from huggingface_hub.utils import disable_progress_bars
+  disable_progress_bars()
   try:
-    return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
+    return Path(snapshot_download(name, allow_patterns=list(files)))
   except Exception as error:  # the hub's, the network library's and the disk's own kinds
     raise UserError(f"{name!r} is neither a folder here nor cached, and the hub did not give it ({first_line(error)[:160]}); "
                     f"download it where there is a network, or name a folder") from error
