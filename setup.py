@@ -26,6 +26,7 @@ setup(
         "orbax-checkpoint>=0.12,<0.13",
         "transformers>=5.0,<6",
         "safetensors>=0.8",
+        "pyarrow>=17",
         "huggingface-hub>=1.0",
         "jinja2>=3.1",
         "grain>=0.2.16",
@@ -41,6 +42,7 @@ setup(
         "tpu": ["jax[tpu]>=0.10,<0.13"],
         "cuda": ["jax[cuda13]>=0.10,<0.13"],
         "plan": ["jax[tpu]>=0.10,<0.13"],  # libtpu, whose compiler needs no TPU
+        "data": ["datasets>=4"],  # hf:ID as a source
         "dev": [
             "pytest>=8",
             "pytest-xdist>=3.6",
