@@ -147,12 +147,13 @@ def _eval(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax.evaluation import evaluate_run
   from gtpo_jax.frozen import open_policy
   from gtpo_jax.models.folder import find, is_hf_folder
+  from gtpo_jax.problems import held_out_problems
   if is_hf_folder(find(str(args.model))) and not args.config:
     raise UserError(f"{str(args.model)!r} is a Hugging Face folder: give --config=FILE, which says what to evaluate it on")
   ks = _numbers(args.k)
   _check_writable(args.json)
   actor, config, params, step = open_policy(args.model, args.step, configs.load(args.config, overrides) if args.config else None)
-  result = evaluate_run(config, actor, params, samples=max(ks, default=None))
+  result = evaluate_run(config, actor, params, held_out_problems(config, actor, print), samples=max(ks, default=None))
   metrics = {"step": step, "problems": len(result.correct), **result.metrics(ks or None)}
   for key, value in metrics.items():
     print(f"{key:<32} {value:.4f}" if isinstance(value, float) else f"{key:<32} {value}")

@@ -14,7 +14,7 @@ from gtpo_jax.algorithms import informative
 from gtpo_jax.arrays import Prompts, Rollouts, Verdicts
 from gtpo_jax.config import Config
 from gtpo_jax.data.pipeline import Batches
-from gtpo_jax.data.records import Problem
+from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.frozen import FrozenPolicies
 from gtpo_jax.models.qwen2 import Params
 from gtpo_jax.parallel import fetch, shard_batch
@@ -52,10 +52,10 @@ class Collector:
   seed and on how many batches came before. Without dynamic sampling that number is the step's.
   """
 
-  def __init__(self, config: Config, actor: Actor, frozen: FrozenPolicies, drawn: int = 0):
+  def __init__(self, config: Config, actor: Actor, problems: Sequence[tuple[Problems, float]], frozen: FrozenPolicies, drawn: int = 0):
     self._config, self._actor, self._frozen = config, actor, frozen
     self._settings, self._n = config.algorithm_object.settings, config.batch.prompts
-    self._batches = Batches(config.train_task, self._n, config.seed)
+    self._batches = Batches(problems, self._n, config.seed)
     self._drawn, self._kept = drawn, []
     scorer = lambda model: make_scorer(model, config.sampling.temperature, config.batch.micro_batches, config.batch.head_chunk)
     self._rescore = scorer(actor.model) if self._settings.tis_cap else None

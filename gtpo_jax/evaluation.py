@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from gtpo_jax.config import Config
-from gtpo_jax.data.pipeline import held_out
 from gtpo_jax.data.records import Problem
 from gtpo_jax.models.qwen2 import Params
+from gtpo_jax.problems import eval_label
 from gtpo_jax.rollout import Actor, Policy, Stream, key_for
 from gtpo_jax.sampling.filters import Sampler
 
@@ -51,10 +51,9 @@ def pass_at_k(n: int, right: int, k: int) -> float:
   return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
-def evaluate_run(config: Config, actor: Actor, params: Params, samples: int | None = None) -> Evaluation:
-  """The evaluation that a run's config asks for: the same held-out problems and random keys at every step."""
-  problems = held_out(config.eval_task, config.eval.problems)
-  return evaluate(actor, actor.policy(params), config.eval_name, problems, key_for(config.seed, Stream.EVALUATE),
+def evaluate_run(config: Config, actor: Actor, params: Params, problems: Sequence[Problem], samples: int | None = None) -> Evaluation:
+  """The evaluation that a run's config asks for, of `held_out_problems`: the same random keys at every step."""
+  return evaluate(actor, actor.policy(params), eval_label(config), problems, key_for(config.seed, Stream.EVALUATE),
                   samples=samples or config.eval.samples, batch=config.eval.batch, sampler=config.eval_sampler)
 
 

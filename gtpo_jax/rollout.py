@@ -65,11 +65,20 @@ class Actor:
                       f"{config.model.path or config.model.preset!r}; choose a larger model")
     self._max_prompt_tokens, self._max_tokens = config.data.max_prompt_tokens, max_tokens or config.sampling.max_tokens
     self.engine = self.engine_for(self.model)
+    self._data = config.data
     self._algorithm, self._longest = config.algorithm_object, config.sampling.max_tokens
 
   def engine_for(self, model: Qwen2) -> Engine:
     """A sampler of `model` with this actor's tokenizer and limits."""
     return Engine(model, self.chat.stop, self.chat.pad, self._max_prompt_tokens, self._max_tokens)
+
+  def encode(self, problem: Problem) -> list[int]:
+    """A problem's token ids, put as the config's system message and template say."""
+    data, *rest, last = self._data, *problem.messages
+    messages = [*rest, {**last, "content": data.template.replace("{prompt}", last["content"])}]
+    if data.system and messages[0]["role"] != "system":
+      messages.insert(0, {"role": "system", "content": data.system})
+    return self.chat.encode_prompt(messages) if data.chat else self.chat.encode_text("\n\n".join(m["content"] for m in messages))
 
   def policy(self, params: Params) -> Policy:
     """The actor's own model with `params`, laid out for sampling: make it once and sample many batches from it."""
@@ -77,7 +86,7 @@ class Actor:
 
   def answer(self, policy: Policy, problems: Sequence[Problem], key: jax.Array, group: int, sampler: Sampler) -> Rollouts:
     """Samples `group` completions of each problem; returns when they are done."""
-    prompts = [self.chat.encode_prompt(problem.messages) for problem in problems]
+    prompts = [self.encode(problem) for problem in problems]
     return jax.block_until_ready(policy.engine.sample(policy.params, prompts, key, group=group, sampler=sampler))
 
   def judge(self, rollouts: Rollouts, problems: Sequence[Problem]) -> Completions:

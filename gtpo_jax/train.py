@@ -10,6 +10,7 @@ from pathlib import Path
 from gtpo_jax.checkpoint import Checkpoints
 from gtpo_jax.collect import Collector, Experience
 from gtpo_jax.config import Config
+from gtpo_jax.data.records import Problem
 from gtpo_jax.errors import RunError
 from gtpo_jax.evaluation import evaluate_run
 from gtpo_jax.frozen import base_params, check_frozen, load_frozen
@@ -18,6 +19,7 @@ from gtpo_jax.models.load import read_params
 from gtpo_jax.models.lora import add_lora
 from gtpo_jax.models.qwen2 import Params, init_params
 from gtpo_jax.parallel import fetch
+from gtpo_jax.problems import held_out_problems, training_problems
 from gtpo_jax.reporting.compiles import compile_count
 from gtpo_jax.reporting.curves import draw_curves
 from gtpo_jax.reporting.display import Display
@@ -57,6 +59,7 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
   check_divides("batch.prompts", config.batch.prompts, config.batch.micro_batches, actor.model)
   check_prompts(config, actor)
   check_frozen(config, actor)
+  problems, held_out = training_problems(config, actor, display.say), held_out_problems(config, actor, display.say)
   claim(workdir, config)
   algorithm, optimizer = config.algorithm_object, make_optimizer(config.optimizer, config.steps)
   update = make_update(actor.model, algorithm, optimizer, temperature=config.sampling.temperature,
@@ -75,13 +78,13 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
     display.say(f"resumed at step {int(state.step)} of {config.steps} from {workdir}")
 
   start = int(state.step)
-  collector = Collector(config, actor, load_frozen(config, actor, workdir), drawn=start)
+  collector = Collector(config, actor, problems, load_frozen(config, actor, workdir), drawn=start)
   if start and (like := collector.leftovers()):
     collector.restore(checkpoints.restore_leftovers(like))
   journal = Journal(workdir, start, config.log.tensorboard)
   if start == 0 and not journal.read():
     journal.write(0, {})
-  evaluate_if_due(config, actor, state, journal, display)
+  evaluate_if_due(config, actor, state, held_out, journal, display)
   display.begin(algorithm.name, config.steps, start)
   for step in range(start, config.steps):
     if stopping():
@@ -102,7 +105,7 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
       journal.write_sample(step + 1, *_sample(batch, i))
     if (step + 1) % config.checkpoint.every == 0:
       checkpoints.save(state, collector.leftovers())
-    if evaluate_if_due(config, actor, state, journal, display):
+    if evaluate_if_due(config, actor, state, held_out, journal, display):
       display.sample(*_sample(batch, 0))
   display.end()
   checkpoints.save(state, collector.leftovers())
@@ -136,7 +139,7 @@ def base_model(config: Config, actor: Actor, workdir: Path, display: Display, st
   return params
 
 
-def evaluate_if_due(config: Config, actor: Actor, state: TrainState, journal: Journal, display: Display) -> bool:
+def evaluate_if_due(config: Config, actor: Actor, state: TrainState, held_out: list[Problem], journal: Journal, display: Display) -> bool:
   """Evaluates the state into its step's line: at first, at last and every `eval.every` steps. False where it is not due or done."""
   step, began = int(state.step), time.perf_counter()
   due = step in (0, config.steps) or (config.eval.every and step % config.eval.every == 0)
@@ -145,7 +148,7 @@ def evaluate_if_due(config: Config, actor: Actor, state: TrainState, journal: Jo
   row = next((row for row in reversed(journal.read()) if row["step"] == step), None)
   if row is None or _accuracy(row) is not None:
     return False
-  result = evaluate_run(config, actor, state.params)
+  result = evaluate_run(config, actor, state.params, held_out)
   what = f"step {step}" if step else base_name(config)
   display.say(f"{what}: held-out pass@1 {result.mean:.1%}, greedy {result.greedy.mean():.1%}, "
               f"pass@{config.eval.samples} {result.pass_at(config.eval.samples):.1%} "

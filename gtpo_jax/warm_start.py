@@ -45,14 +45,16 @@ def warm_start(config: Config, actor: Actor, params: Params, display: Display, s
 def check_prompts(config: Config, actor: Actor) -> None:
   """Encodes a few hundred problems of each task, so that limits too short for them are refused before anything is compiled.
 
+  (Of a source every prompt is measured when it is read.)
+
   Raises:
     UserError: a prompt is over data.max_prompt_tokens, a demonstration over sampling.max_tokens, or warm_start.batch does not
       divide over the mesh.
   """
   rng = np.random.default_rng(0)
-  for task in {config.train_task, config.eval_task}:
-    problems = [task.problem(i).messages for i in rng.choice(np.append(task.train_ids, task.held_out_ids), 256)]
-    pad_prompts([actor.chat.encode_prompt(messages) for messages in problems], config.data.max_prompt_tokens, actor.chat.pad)
+  for task in {config.train_task, config.eval_task} - {None}:
+    problems = [task.problem(i) for i in rng.choice(np.append(task.train_ids, task.held_out_ids), 256)]
+    pad_prompts([actor.encode(problem) for problem in problems], config.data.max_prompt_tokens, actor.chat.pad)
   if config.warm_start.steps:
     check_divides("warm_start.batch", config.warm_start.batch, 1, actor.model)
     demonstrations(config, actor, rng, -(-256 // config.warm_start.batch))
@@ -66,7 +68,7 @@ def demonstrations(config: Config, actor: Actor, rng: np.random.Generator, count
   """
   task, b, t = config.train_task, config.warm_start.batch, config.sampling.max_tokens
   indices = rng.choice(task.train_ids, count * b)
-  questions = [actor.chat.encode_prompt(task.problem(i).messages) for i in indices]
+  questions = [actor.encode(task.problem(i)) for i in indices]
   prompts = pad_prompts(questions, config.data.max_prompt_tokens, actor.chat.pad)
   tokens, lengths = np.full((count * b, t), actor.chat.pad, np.int32), np.zeros(count * b, np.int32)
   for row, i in enumerate(indices):

@@ -14,6 +14,7 @@ from gtpo_jax.config import default_config, freeze
 from gtpo_jax.errors import UserError
 from gtpo_jax.frozen import FrozenPolicies, check_frozen, load_frozen
 from gtpo_jax.models.qwen2 import init_params
+from gtpo_jax.problems import training_problems
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
 from gtpo_jax.rewards import VERIFIERS, group_relative
@@ -57,7 +58,7 @@ NONE = FrozenPolicies(None, None)
 
 def collect(config, steps, frozen=NONE, collector=None, said=None):
   actor, params = random_actor(config)
-  collector = collector or Collector(config, actor, frozen)
+  collector = collector or Collector(config, actor, training_problems(config, actor), frozen)
   return collector, [collector.collect(params, (said if said is not None else []).append) for _ in range(steps)]
 
 
@@ -79,7 +80,7 @@ def test_a_plain_batch_is_that_of_its_step():
   config = config_of("gtpo")
   _, batches = collect(config, 3)
   actor, params = random_actor(config)
-  late = Collector(config, actor, NONE, drawn=2).collect(params, print)
+  late = Collector(config, actor, training_problems(config, actor), NONE, drawn=2).collect(params, print)
   assert_equal(host(batches[2]), host(late))
   assert [problem.id for problem in late.problems] == [problem.id for problem in batches[2].problems]
   assert batches[0].rollouts.stale is None and batches[0].metrics.keys() == {"time/sample", "time/reward"}
@@ -141,7 +142,7 @@ def test_leftovers_travel_as_arrays():
   assert leftovers.keys() == like.keys()
   assert all(leftovers[name].shape == x.shape and leftovers[name].dtype == x.dtype for name, x in like.items())
   _, (expected,) = collect(config, 1, collector=collector)
-  again = Collector(config, random_actor(config)[0], NONE)
+  again = Collector(config, random_actor(config)[0], training_problems(config, random_actor(config)[0]), NONE)
   again.restore(leftovers)
   _, (batch,) = collect(config, 1, collector=again)
   assert_equal(host(expected), host(batch))

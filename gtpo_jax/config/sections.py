@@ -7,6 +7,7 @@ from typing import Any
 
 from gtpo_jax import algorithms
 from gtpo_jax.algorithms import Algorithm, Settings
+from gtpo_jax.data.sources import is_source
 from gtpo_jax.data.tasks import TASKS, Task, make_task
 from gtpo_jax.errors import UserError, nearest
 from gtpo_jax.models.folder import find, read_config
@@ -62,18 +63,29 @@ class MeshSection:
 
 @dataclasses.dataclass(frozen=True)
 class DataSection:
-  """What is learned and what is held out.
+  """What is learned and what is held out, and how problems are put to the model.
 
   Attributes:
-    train: a task: "sums" or "countdown".
-    eval: the task evaluated, on its held-out part; "" for the same as `train`.
+    train: a task ("sums", "countdown"), or a source: a .jsonl or .parquet file or a folder of them, hf:ID, tfds:NAME; several
+      sources with their weights as "a.jsonl*2,b.parquet*1".
+    eval: what is evaluated: a task on its held-out part, or a source; "" for the same task as `train`.
+    fields: which columns of a source mean what, as "prompt=instruction,answer=output,kind=math"; "" for the layouts known.
+    bad_rows: malformed rows, or prompts too long, that a source may have; they are skipped.
+    system: a system message before every problem that has none; "" for none.
+    template: how a problem's text is put, {prompt} standing for it.
+    chat: the prompt goes through the chat template; False puts the bare text, for base models.
     terms: difficulty: additions (sums) or numbers (countdown) a problem; 0 for the task's own.
     largest: difficulty: the largest addend or number; 0 for the task's own.
-    max_prompt_tokens: every prompt is padded to this; a longer one is refused.
+    max_prompt_tokens: every prompt is padded to this.
   """
 
   train: str = "sums"
   eval: str = ""
+  fields: str = ""
+  bad_rows: int = 0
+  system: str = ""
+  template: str = "{prompt}"
+  chat: bool = True
   terms: int = 0
   largest: int = 0
   max_prompt_tokens: int = 32
@@ -222,7 +234,7 @@ class Config:
     at_least = {"steps": 1, "batch.prompts": 1, "batch.micro_batches": 1, "batch.head_chunk": 1, "batch.max_gen_batches": 1,
                 "sampling.max_tokens": 2, "data.max_prompt_tokens": 1, "warm_start.steps": 0, "warm_start.batch": 1,
                 "warm_start.slips": 0, "eval.every": 0, "eval.problems": 1, "eval.samples": 1, "eval.batch": 1,
-                "checkpoint.every": 1, "checkpoint.keep": 1, "log.samples": 0, "seed": 0}
+                "checkpoint.every": 1, "checkpoint.keep": 1, "log.samples": 0, "seed": 0, "data.bad_rows": 0}
     if self.seed >= 2**32:
       raise UserError(f"seed must be below 2**32, got {self.seed}")
     values = flatten(to_dict(self))
@@ -237,9 +249,17 @@ class Config:
       raise UserError(f"eval.temperature must be at least 0 and finite, got {self.eval.temperature}")
     if self.model.preset not in PRESETS:
       raise UserError(f"unknown model.preset {self.model.preset!r}{nearest(self.model.preset, PRESETS)}; valid are {', '.join(PRESETS)}")
-    for name in (self.data.train, self.eval_name):
-      if name not in TASKS:
-        raise UserError(f"unknown task {name!r} in data{nearest(name, TASKS)}; valid are {', '.join(TASKS)}")
+    for name in (*(name for name, _ in self.train_sources), self.eval_name):
+      if name not in TASKS and not is_source(name):
+        raise UserError(f"unknown task {name!r} in data{nearest(name, TASKS)}; valid are {', '.join(TASKS)}, or a source: a .jsonl or "
+                        f".parquet file, hf:ID, tfds:NAME")
+    if not self.data.eval and self.train_task is None:
+      raise UserError(f"data.eval must name the problems to evaluate on, since data.train = {self.data.train!r} holds none out")
+    if self.warm_start.steps and self.train_task is None:
+      raise UserError(f"warm_start.steps = {self.warm_start.steps} needs a task with a teacher ({', '.join(TASKS)}), not "
+                      f"data.train = {self.data.train!r}; set it to 0 and model.path to a model")
+    if "{prompt}" not in self.data.template:
+      raise UserError(f"data.template must hold {{prompt}}, got {self.data.template!r}")
     # Made once here, so that a value that one of them refuses is refused now.
     for part in ("model_config", "sampler", "eval_sampler", "train_task", "eval_task", "algorithm_object"):
       getattr(self, part)
@@ -282,19 +302,33 @@ class Config:
     return Sampler(self.eval.temperature)
 
   @property
-  def train_task(self) -> Task:
-    """The task learned."""
-    return make_task(self.data.train, self.data.terms, self.data.largest)
+  def train_sources(self) -> list[tuple[str, float]]:
+    """What is learned from, with weights."""
+    if len(parts := self.data.train.split(",")) == 1 and "*" not in self.data.train:
+      return [(self.data.train, 1.0)]
+    pairs = [part.strip().rpartition("*") for part in parts]
+    try:
+      weighted = [(name, float(weight)) for name, _, weight in pairs]
+    except ValueError:
+      weighted = []
+    if not weighted or not all(name and 0 < weight < float("inf") for name, weight in weighted):
+      raise UserError(f"data.train names several sources as a.jsonl*2,b.parquet*1 with weights above 0, got {self.data.train!r}")
+    return weighted
+
+  @property
+  def train_task(self) -> Task | None:
+    """The task learned; None where it is a source."""
+    return make_task(self.data.train, self.data.terms, self.data.largest) if self.data.train in TASKS else None
 
   @property
   def eval_name(self) -> str:
-    """The name of the task evaluated, in metrics too."""
+    """The task or source evaluated."""
     return self.data.eval or self.data.train
 
   @property
-  def eval_task(self) -> Task:
-    """The task evaluated."""
-    return make_task(self.eval_name, self.data.terms, self.data.largest)
+  def eval_task(self) -> Task | None:
+    """The task evaluated; None where it is a source."""
+    return make_task(self.eval_name, self.data.terms, self.data.largest) if self.eval_name in TASKS else None
 
   @property
   def algorithm_object(self) -> Algorithm:

@@ -48,6 +48,10 @@ class Chat:
       ids += self._encode(before) + self._encode(message["content"], plain=True)
     return ids + self._encode(rest)
 
+  def encode_text(self, text: str) -> list[int]:
+    """The ids of bare text, without the chat template: for base models. It never becomes a control token."""
+    return self._encode(text, plain=True)
+
   def encode_completion(self, text: str) -> list[int]:
     """The ids of an assistant's turn, its end token included."""
     return [*self._encode(text, plain=True), self.tokenizer.eos_token_id]

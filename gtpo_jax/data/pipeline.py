@@ -1,25 +1,34 @@
 """Batches of problems: a pure function of (seed, step), so that a resumed run sees what it would have seen."""
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from gtpo_jax.data.records import Problem
-from gtpo_jax.data.tasks import Task
+from gtpo_jax.data.records import Problem, Problems
 
 
 class Batches:
-  """The training problems in shuffled epochs, `size` a batch, by random access."""
+  """The training problems in shuffled epochs, `size` a batch, by random access.
 
-  def __init__(self, task: Task, size: int, seed: int):
+  Of several sources each goes through epochs of its own, and they take turns in proportion to their weights.
+
+  Args:
+    parts: sources with their weights.
+    size: problems a batch.
+    seed: of the order.
+  """
+
+  def __init__(self, parts: Sequence[tuple[Problems, float]], size: int, seed: int):
     import grain
-    problems = grain.MapDataset.source(task.train_ids).seed(seed).shuffle().repeat().map(task.problem)
-    self._batches = problems.batch(size, batch_fn=list)
+    shuffled = [grain.MapDataset.source(problems).seed(seed).shuffle().repeat() for problems, _ in parts]
+    whole = shuffled[0] if len(parts) == 1 else grain.MapDataset.mix(shuffled, [weight for _, weight in parts])
+    self._size, self._batches = size, whole.batch(size, batch_fn=list)
 
   def __getitem__(self, step: int) -> list[Problem]:
     return self._batches[step]
 
 
-def held_out(task: Task, count: int) -> list[Problem]:
-  """A fixed sample of held-out problems, the same for every seed and every run; all of them if there are fewer than `count`."""
-  ids = np.random.default_rng(0).permutation(task.held_out_ids)[:count]
-  return [task.problem(index) for index in ids]
+def fixed_sample(problems: Problems, count: int) -> list[Problem]:
+  """The same `count` problems for every seed and every run; all of them if there are fewer."""
+  return [problems[int(index)] for index in np.random.default_rng(0).permutation(len(problems))[:count]]

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +23,16 @@ class Problem:
   answer: str
   kind: str
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Problems(Protocol):
+  """Problems by number; a list of them is one."""
+
+  def __len__(self) -> int:
+    """How many there are."""
+
+  def __getitem__(self, index: int) -> Problem:
+    """Number `index`, from 0."""
 
 
 def user(text: str) -> tuple[dict[str, str], ...]:

@@ -5,6 +5,7 @@ training and evaluation are disjoint by construction, whatever the seed.
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Protocol
 
@@ -31,6 +32,20 @@ class Task(Protocol):
 
   def demonstration(self, index: int, rng: np.random.Generator, slips: float) -> str:
     """What the teacher writes for it; `slips` scales how often the teacher errs."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TaskPart:
+  """Some of a task's problems, by number."""
+
+  task: Task
+  ids: np.ndarray  # i64[...]
+
+  def __len__(self) -> int:
+    return len(self.ids)
+
+  def __getitem__(self, index: int) -> Problem:
+    return self.task.problem(int(self.ids[index]))
 
 
 class RunningSums:

@@ -2,10 +2,19 @@ import itertools
 
 import pytest
 
-from gtpo_jax.data.pipeline import Batches, held_out
-from gtpo_jax.data.tasks import make_task
+from gtpo_jax.data.pipeline import Batches as MixedBatches
+from gtpo_jax.data.pipeline import fixed_sample
+from gtpo_jax.data.tasks import TaskPart, make_task
 
 SIZE = 11
+
+
+def Batches(task, size, seed):
+  return MixedBatches([(TaskPart(task, task.train_ids), 1.0)], size, seed)
+
+
+def held_out(task, count):
+  return fixed_sample(TaskPart(task, task.held_out_ids), count)
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +68,14 @@ def test_all_held_out_problems_where_more_are_asked_for(task):
   everything = held_out(task, 10**6)
   assert len(everything) == len(task.held_out_ids)
   assert {problem.id for problem in everything} == {f"sums-{index}" for index in task.held_out_ids}
+
+
+def test_sources_take_turns_by_their_weights(task):
+  other = make_task("countdown", 3, 9)
+  parts = [(TaskPart(task, task.train_ids), 1.0), (TaskPart(other, other.train_ids), 3.0)]
+  mixed = MixedBatches(parts, 16, 0)
+  names = [problem.id.split("-")[0] for step in range(20) for problem in mixed[step]]
+  assert names.count("sums") == 80 and names.count("countdown") == 240
+  assert ids(mixed, [19, 3]) == ids(MixedBatches(parts, 16, 0), [19, 3])
+  alone = joined(ids(Batches(task, 16, 0), range(5)))
+  assert [name for name in joined(ids(mixed, range(20))) if name.startswith("sums")] == alone  # the order within a source is its own

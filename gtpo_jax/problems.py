@@ -1,0 +1,65 @@
+"""A run's problems: what it learns from, and what it is evaluated on."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from gtpo_jax.config import Config
+from gtpo_jax.data.pipeline import fixed_sample
+from gtpo_jax.data.records import Problem, Problems
+from gtpo_jax.data.sources import Loaded, load_source
+from gtpo_jax.data.tasks import TASKS, TaskPart, make_task
+from gtpo_jax.errors import UserError
+from gtpo_jax.rewards import VERIFIERS
+from gtpo_jax.rollout import Actor
+
+
+def training_problems(config: Config, actor: Actor, say: Callable[[str], None] = lambda line: None) -> list[tuple[Problems, float]]:
+  """Every source that is learned from, with its weight; what a source holds, and what was left out of it, is said.
+
+  Raises:
+    UserError: a source that cannot be read, or with more malformed rows and too long prompts than data.bad_rows.
+  """
+  return [(_problems(config, actor, name, held_out=False, say=say), weight) for name, weight in config.train_sources]
+
+
+def held_out_problems(config: Config, actor: Actor, say: Callable[[str], None] = lambda line: None) -> list[Problem]:
+  """The problems that are evaluated: the same for every seed and every run.
+
+  Raises:
+    UserError: as `training_problems`.
+  """
+  return fixed_sample(_problems(config, actor, config.eval_name, held_out=True, say=say), config.eval.problems)
+
+
+def eval_label(config: Config) -> str:
+  """What is evaluated, as the names of metrics say it: a task, or a file without its folder and ending."""
+  name = config.eval_name
+  return name.replace(":", "_").replace("/", "_") if name.startswith(("hf:", "tfds:")) else Path(name).name.split(".")[0]
+
+
+def _problems(config: Config, actor: Actor, name: str, held_out: bool, say: Callable[[str], None]) -> Problems:
+  data = config.data
+  if name in TASKS:
+    task = make_task(name, data.terms, data.largest)
+    return TaskPart(task, task.held_out_ids if held_out else task.train_ids)
+  loaded = _load(name, data.fields, data.bad_rows)
+  fitting = [problem for problem in loaded.problems if len(actor.encode(problem)) <= data.max_prompt_tokens]
+  long = len(loaded.problems) - len(fitting)
+  if len(loaded.bad) + long > data.bad_rows:
+    raise UserError(f"{name!r}: {long} of {len(loaded.problems)} prompts are over data.max_prompt_tokens = {data.max_prompt_tokens}, and "
+                    f"{len(loaded.bad)} rows malformed; data.bad_rows = {data.bad_rows} allowed; raise one of the two")
+  for problem in fitting:
+    if problem.kind not in VERIFIERS:
+      raise UserError(f"{name!r}: problem {problem.id} is of kind {problem.kind!r}, for which there is no verifier; valid are "
+                      f"{', '.join(VERIFIERS)}")
+  if not fitting:
+    raise UserError(f"{name!r} holds no problem within data.max_prompt_tokens = {data.max_prompt_tokens}")
+  say(loaded.summary(name) + (f", {long} too long" if long else ""))
+  return fitting
+
+
+@functools.lru_cache(maxsize=8)
+def _load(name: str, fields: str, bad_rows: int) -> Loaded:
+  return load_source(name, fields, bad_rows)
