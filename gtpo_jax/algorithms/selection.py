@@ -45,7 +45,7 @@ def highest(x: jax.Array, mask: jax.Array, share: float) -> jax.Array:
     bool[...], a part of `mask`.
   """
   bits = jax.lax.bitcast_convert_type(jnp.maximum(x, 0.0), jnp.int32)  # of floats >= 0: the same order
-  count = jnp.ceil(share * mask.sum() - 1e-4).astype(jnp.int32)  # 20 % of 15 tokens is 3, whatever rounding adds
+  count = jnp.maximum(jnp.ceil(share * mask.sum() - 1e-4), 1).astype(jnp.int32)  # 20 % of 15 tokens is 3, whatever rounding adds
 
   def settle(i: jax.Array, border: jax.Array) -> jax.Array:
     higher = border | (1 << (30 - i))

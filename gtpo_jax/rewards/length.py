@@ -41,7 +41,8 @@ def group_relative(lengths: np.ndarray, correct: np.ndarray, counted: np.ndarray
   """
   right = correct & counted
   total, winners = np.maximum(counted.sum(1), 1), right.sum(1)
-  easy, hard = winners >= gamma * total, winners <= (1 - gamma) * total
+  slack = 1e-9  # (1 - 0.8) * 5 is a little under 1
+  easy, hard = winners >= gamma * total - slack, winners <= (1 - gamma) * total + slack
   compared = np.where(easy[:, None], right, counted)
   punished = np.where((easy | (2 * winners > total))[:, None], right, counted & ~correct) & ~hard[:, None]
   length = np.where(compared, lengths, np.nan)

@@ -1,92 +1,68 @@
-"""The papers' equations as slow float64 loops over single tokens, for comparison; nothing here uses the package."""
+"""The papers' equations as slow float64 loops over single tokens, for comparison; nothing here uses the package.
+
+`s` is a dict of a recipe's settings throughout. A unit of credit is (i, j, k): prompt, completion, step; k = 0 for a whole
+completion.
+"""
 import math
+from fractions import Fraction
 
 import numpy as np
 
+NOTHING = lambda s, share: 0.0
+ABOUT_1 = lambda weight, share: 1 + weight * share
+END = lambda base, kappa: base + base / kappa if kappa else math.inf
 
-def random_batch(seed, n=6, g=4, t=5):
-  """Ragged completions; group 0 is all right, group 1 all wrong, the others mixed. Padding holds large numbers."""
-  rng = np.random.default_rng(seed)
-  lengths = rng.integers(1, t + 1, (n, g))
-  mask = np.arange(t) < lengths[..., None]
-  correct = rng.random((n, g)) < 0.5
-  correct[0], correct[1] = True, False
-  for i in range(2, n):
-    right, wrong = rng.permutation(g)[:2]
-    correct[i, right], correct[i, wrong] = True, False
-  entropy = rng.gamma(0.7, 1.0, (n, g, t)).astype(np.float32)
-  entropy[rng.random((n, g, t)) < 0.1] = 0.0
-  return {"entropy": np.where(mask, entropy, 1e6).astype(np.float32), "mask": mask, "correct": correct,
-          "reward": np.where(correct, 1.0, -1.0).astype(np.float32), "penalty": -rng.random((n, g)).astype(np.float32)}
-
-
-def random_policies(seed, mask, spread=0.4):
-  """New and old log-probs f32[n, g, t] whose ratios fall on both sides of the clip range, and advantages."""
-  rng = np.random.default_rng(seed)
-  old = -rng.gamma(1.0, 1.0, mask.shape)
-  new = old + spread * rng.standard_normal(mask.shape)
-  advantages = rng.standard_normal(mask.shape)
-  return tuple(np.where(mask, x, 9e3).astype(np.float32) for x in (new, old, advantages))
+# What a unit earns by its share of the entropy, in O+, and by its share of the inverse entropy, in O-.
+TOKEN_LEVEL = {
+    "gtpo": (lambda s, share: s["alpha1"] + s["alpha2"] * share, lambda s, share: -s["alpha1"] - s["alpha2"] * share),
+    "gtpo_v1": (lambda s, share: ABOUT_1(s["alpha"], share), NOTHING),
+    "gtpo_v1_clipped": (lambda s, share: min(max(s["alpha1"] + s["alpha2"] * share, s["floor"]), END(s["alpha1"], s["kappa"])), NOTHING),
+    "gtpo_v2": (lambda s, share: min(ABOUT_1(s["alpha"], share), END(1, s["kappa"])), lambda s, share: -share),
+}
+SEQUENCE_LEVEL = {
+    "grpo_s": (lambda s, share: s["beta1"] + s["beta2"] * share, lambda s, share: -s["beta1"] - s["beta2"] * share),
+    "grpo_s_v1": (lambda s, share: ABOUT_1(s["beta"], share), NOTHING),
+    "grpo_s_v2": (lambda s, share: ABOUT_1(s["beta"], share), lambda s, share: -share),
+}
+BY_ENTROPY = TOKEN_LEVEL | SEQUENCE_LEVEL
+TWO_COLLECTIONS = ("gtpo", "gtpo_v2", "grpo_s", "grpo_s_v2")
+EVERY_GROUP = ("grpo", "dr_grpo", "gspo")  # the others clear groups without contrast
 
 
-def informative(correct):
-  """Groups with 0 < n < G, by number."""
-  return [i for i in range(len(correct)) if 0 < sum(correct[i]) < len(correct[i])]
+def kept_groups(name, batch):
+  """The groups that are learned from, by number."""
+  alive, correct = batch["mask"].any(-1), batch["correct"]
+  guided = batch.get("guided")
+  kept = []
+  for i in range(len(correct)):
+    own = [j for j in range(len(correct[i])) if alive[i, j] and (guided is None or not guided[i, j])]
+    guide = [j for j in range(len(correct[i])) if alive[i, j] and guided is not None and guided[i, j]]
+    right = sum(bool(correct[i, j]) for j in own)
+    rescued = len(own) > 0 and right == 0 and any(correct[i, j] for j in guide)
+    if name in EVERY_GROUP or 0 < right < len(own) or rescued:
+      kept.append(i)
+  return kept
 
 
-def units_of(mask, correct):
-  """The loss tokens (i, j, k) of the batch."""
-  _, g, t = mask.shape
-  return [(i, j, k) for i in informative(correct) for j in range(g) for k in range(t) if mask[i, j, k]]
-
-
-def same_set(a, b, compare, scope):
-  """Whether tokens a and b, both in O+ or both in O-, are compared with each other."""
-  same_group = a[0] == b[0] or scope == "batch"
-  return {"position": same_group and a[2] == b[2], "sequence": a[:2] == b[:2], "matrix": same_group}[compare]
+def loss_mask(name, batch, s):
+  """bool[n, g, t]: the tokens of the kept groups; of those the `forking_share` with the highest entropy, ties included."""
+  mask = np.zeros_like(batch["mask"])
+  for i in kept_groups(name, batch):
+    mask[i] = batch["mask"][i]
+  if s.get("forking_share") and mask.any():
+    count = math.ceil(Fraction(str(s["forking_share"])) * int(mask.sum()))
+    border = sorted(batch["entropy"][mask].tolist(), reverse=True)[count - 1]
+    mask &= batch["entropy"] >= border
+  return mask
 
 
 def share(x, unit, side, compare, scope):
-  """d * x / sum x of the unit's set: eq. 2."""
-  members = [other for other in side if same_set(unit, other, compare, scope)]
-  total = sum(x[other] for other in members)
+  """d * x / sum x over the unit's set: eq. 2. `side` holds the units of O+ or of O-."""
+  where = {"group": lambda u: u[0], "batch": lambda u: None}[scope]
+  what = {"position": lambda u: (where(u), u[2]), "sequence": lambda u: u[:2], "matrix": where}[compare]
+  members = [x[other] for other in side if what(other) == what(unit)]
+  total = sum(members)
   return len(members) * x[unit] / total if total > 0 else 1.0
-
-
-def zscores(values, norm_scope):
-  """Values {unit: r} to {unit: (r - mean) / std}, over the whole batch or each group; 0 where std < 1e-6."""
-  out = {}
-  for unit in values:
-    pool = [r for other, r in values.items() if norm_scope == "batch" or other[0] == unit[0]]
-    mean = sum(pool) / len(pool)
-    std = math.sqrt(sum((r - mean) ** 2 for r in pool) / len(pool))
-    out[unit] = 0.0 if std < 1e-6 else (values[unit] - mean) / std
-  return out
-
-
-def two_sided(shaped_plus, shaped_minus, correct, norm_scope, sign_guard):
-  """R+ and R- each z-scored with the zeros of the other side in."""
-  units = [*shaped_plus, *shaped_minus]
-  plus = zscores({u: shaped_plus.get(u, 0.0) for u in units}, norm_scope)
-  minus = zscores({u: shaped_minus.get(u, 0.0) for u in units}, norm_scope)
-  advantages = {u: plus[u] if correct[u[:2]] else minus[u] for u in units}
-  if sign_guard:
-    advantages = {u: max(a, 0.0) if correct[u[:2]] else min(a, 0.0) for u, a in advantages.items()}
-  return advantages
-
-
-def gtpo_advantages(batch, *, alpha1, alpha2, compare, scope, norm_scope, h_floor, sign_guard=False):
-  """Final paper, eqs. 3-7: f64[n, g, t]."""
-  entropy, mask, correct = batch["entropy"].astype(np.float64), batch["mask"], batch["correct"]
-  tokens = units_of(mask, correct)
-  right, wrong = [u for u in tokens if correct[u[:2]]], [u for u in tokens if not correct[u[:2]]]
-  bonus, penalty = {u: entropy[u] for u in right}, {u: 1 / max(entropy[u], h_floor) for u in wrong}
-  plus = {u: alpha1 + alpha2 * share(bonus, u, right, compare, scope) for u in right}
-  minus = {u: -alpha1 - alpha2 * share(penalty, u, wrong, compare, scope) for u in wrong}
-  out = np.zeros(mask.shape)
-  for unit, value in two_sided(plus, minus, correct, norm_scope, sign_guard).items():
-    out[unit] = value
-  return out
 
 
 def completion_entropy(row, h_floor, mean):
@@ -96,66 +72,59 @@ def completion_entropy(row, h_floor, mean):
   return sum(row) / len(row)
 
 
-def grpo_s_advantages(batch, *, beta1, beta2, scope, norm_scope, h_floor, mean="arithmetic", sign_guard=False):
-  """Final paper, eqs. 8-11: f64[n, g, t], the same at every token of a completion."""
-  entropy, mask, correct = batch["entropy"].astype(np.float64), batch["mask"], batch["correct"]
-  completions = [(i, j, 0) for i in informative(correct) for j in range(mask.shape[1]) if mask[i, j].any()]
-  whole = {u: completion_entropy(entropy[u[:2]][mask[u[:2]]].tolist(), h_floor, mean) for u in completions}
-  right, wrong = [u for u in completions if correct[u[:2]]], [u for u in completions if not correct[u[:2]]]
-  inverse = {u: 1 / max(whole[u], h_floor) for u in wrong}
-  plus = {u: beta1 + beta2 * share(whole, u, right, "position", scope) for u in right}
-  minus = {u: -beta1 - beta2 * share(inverse, u, wrong, "position", scope) for u in wrong}
-  out = np.zeros(mask.shape)
-  for (i, j, _), value in two_sided(plus, minus, correct, norm_scope, sign_guard).items():
-    out[i, j, mask[i, j]] = value
+def units(name, batch, s):
+  """{unit: entropy} of the kept groups: tokens, or completions."""
+  mask, entropy, kept = batch["mask"], batch["entropy"].astype(np.float64), kept_groups(name, batch)
+  if name in TOKEN_LEVEL:
+    return {(i, j, k): entropy[i, j, k] for i, j, k in zip(*np.nonzero(mask), strict=True) if i in kept}
+  rows = {(i, j, 0): entropy[i, j][mask[i, j]].tolist() for i, j in zip(*np.nonzero(mask.any(-1)), strict=True) if i in kept}
+  if name not in SEQUENCE_LEVEL:
+    return dict.fromkeys(rows)
+  return {unit: completion_entropy(row, s["h_floor"], s["mean"]) for unit, row in rows.items()}
+
+
+def shaped_rewards(name, batch, s):
+  """Two dicts {unit: reward}, of O+ and of O-, length penalties included."""
+  entropy, correct = units(name, batch, s), batch["correct"]
+  penalty = np.zeros(correct.shape) if batch.get("penalty") is None else batch["penalty"].astype(np.float64)
+  right, wrong = [u for u in entropy if correct[u[:2]]], [u for u in entropy if not correct[u[:2]]]
+  if name not in BY_ENTROPY:
+    return tuple({u: float(batch["reward"][u[:2]]) + penalty[u[:2]] for u in side} for side in (right, wrong))
+  inverse = {u: 1 / max(entropy[u], s["h_floor"]) for u in wrong}
+  sets = (s.get("compare") or "position", s["scope"])
+  of_right, of_wrong = BY_ENTROPY[name]
+  return ({u: of_right(s, share(entropy, u, right, *sets)) + penalty[u[:2]] for u in right},
+          {u: of_wrong(s, share(inverse, u, wrong, *sets)) + penalty[u[:2]] for u in wrong})
+
+
+def normalised(values, norm_scope, by_std=True):
+  """{unit: r} to {unit: (r - mean) / std}, over the whole batch or each group; 0 where std < 1e-6."""
+  pools = {}
+  for unit, value in values.items():
+    pools.setdefault(None if norm_scope == "batch" else unit[0], []).append(value)
+  means = {key: sum(pool) / len(pool) for key, pool in pools.items()}
+  stds = {key: math.sqrt(sum((r - means[key]) ** 2 for r in pool) / len(pool)) for key, pool in pools.items()}
+  out = {}
+  for unit, value in values.items():
+    key = None if norm_scope == "batch" else unit[0]
+    out[unit] = value - means[key] if not by_std else (value - means[key]) / stds[key] if stds[key] >= 1e-6 else 0.0
   return out
 
 
-def group_zscore_advantages(batch, *, contrast):
-  """GRPO and DAPO: (r - mean) / std of the group's rewards plus penalties."""
-  mask, correct = batch["mask"], batch["correct"]
-  out = np.zeros(mask.shape)
-  for i in informative(correct) if contrast else range(len(mask)):
-    rewards = {(i, j, 0): float(batch["reward"][i, j]) + float(batch["penalty"][i, j]) for j in range(mask.shape[1])}
-    for (_, j, _), value in zscores(rewards, "group").items():
-      out[i, j, mask[i, j]] = value
-  return out
-
-
-def loss(logp, logp_old, advantages, mask, *, ratio, average, eps_low, eps_high):
-  """The clipped loss as a float64 number.
-
-  ratio: "token", "arithmetic" or "geometric". average: "token", "completion".
-  """
-  logp, logp_old = np.asarray(logp, np.float64), np.asarray(logp_old, np.float64)
-  n, g, _ = mask.shape
-  clipped = lambda w, a: min(w * a, min(max(w, 1 - eps_low), 1 + eps_high) * a)
-  bounded = lambda x: math.exp(min(max(x, -20.0), 20.0))
-  total, completions, tokens = 0.0, 0, int(mask.sum())
-  for i in range(n):
-    for j in range(g):
-      steps = np.flatnonzero(mask[i, j])
-      if not len(steps):
-        continue
-      completions += 1
-      logs = [logp[i, j, k] - logp_old[i, j, k] for k in steps]
-      if ratio == "token":
-        weights = [bounded(x) for x in logs]
-      elif ratio == "arithmetic":
-        weights = [sum(bounded(x) for x in logs) / len(logs)] * len(logs)
-      else:
-        weights = [bounded(sum(logs) / len(logs))] * len(logs)
-      terms = [clipped(w, float(advantages[i, j, k])) for w, k in zip(weights, steps, strict=True)]
-      total += sum(terms) / (1 if average == "token" else len(terms))
-  return -total / (tokens if average == "token" else completions)
-
-
-def numeric_gradient(f, x, places, step=1e-6):
-  """Central differences of f at `places`, f64 of x's shape."""
-  out = np.zeros(x.shape)
-  for place in places:
-    up, down = np.array(x, np.float64), np.array(x, np.float64)
-    up[place] += step
-    down[place] -= step
-    out[place] = (f(up) - f(down)) / (2 * step)
-  return out
+def advantages(name, batch, s):
+  """f64[n, g, t], 0 outside `loss_mask`."""
+  plus, minus = shaped_rewards(name, batch, s)
+  every, norm_scope = [*plus, *minus], s.get("norm_scope") or "group"
+  if name in TWO_COLLECTIONS:  # each with the zeros of the other side in
+    of_plus = normalised({u: plus.get(u, 0.0) for u in every}, norm_scope)
+    of_minus = normalised({u: minus.get(u, 0.0) for u in every}, norm_scope)
+    out = {u: of_plus[u] if u in plus else of_minus[u] for u in every}
+  else:
+    out = normalised(plus | minus, norm_scope, by_std=name != "dr_grpo")
+  if s.get("sign_guard"):
+    out = {u: max(a, 0.0) if u in plus else min(a, 0.0) for u, a in out.items()}
+  mask = loss_mask(name, batch, s)
+  per_token = np.zeros(mask.shape)
+  for i, j, k in zip(*np.nonzero(mask), strict=True):
+    per_token[i, j, k] = out[i, j, k if name in TOKEN_LEVEL else 0]
+  return per_token

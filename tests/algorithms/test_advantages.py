@@ -7,7 +7,11 @@ from gtpo_jax.algorithms import advantages
 from gtpo_jax.algorithms.shaping import Shaped
 
 zscore = jax.jit(advantages.zscore, static_argnums=2)
-two_sided_zscore = jax.jit(advantages.two_sided_zscore, static_argnames=("norm_scope", "sign_guard"))
+centred = jax.jit(advantages.centred, static_argnums=2)
+joint_zscore = jax.jit(advantages.joint_zscore, static_argnames=("axes", "sign_guard"))
+two_sided_zscore = jax.jit(advantages.two_sided_zscore, static_argnames=("axes", "sign_guard"))
+joint_centred = jax.jit(advantages.joint_centred, static_argnames=("axes", "sign_guard"))
+GROUP, BATCH = advantages.NORM_SCOPE["group"], advantages.NORM_SCOPE["batch"]
 
 
 def test_zscore_by_hand():
@@ -54,8 +58,22 @@ CORRECT, MASK = jnp.asarray([[[True], [True], [True], [False]]]), jnp.ones((1, 4
 
 def test_two_collections_by_hand():
   # R+: mean 1, variance 1/2. R-: mean -1/4, variance 3/16.
-  got = two_sided_zscore(SHAPED, CORRECT, MASK, norm_scope="batch", sign_guard=False)
+  got = two_sided_zscore(SHAPED, CORRECT, MASK, axes=BATCH, sign_guard=False)
   np.testing.assert_allclose(got.ravel(), [0, 0, 2**0.5, -3 / 3**0.5], rtol=1e-6, atol=1e-7)
+
+
+def test_one_collection_by_hand():
+  # 1, 1, 2, -1: mean 3/4, variance (1/16 + 1/16 + 25/16 + 49/16) / 4 = 19/16.
+  got = joint_zscore(SHAPED, CORRECT, MASK, axes=GROUP, sign_guard=False)
+  np.testing.assert_allclose(got.ravel(), np.asarray([0.25, 0.25, 1.25, -1.75]) / (19 / 16) ** 0.5, rtol=1e-6)
+  got = joint_centred(SHAPED, CORRECT, MASK, axes=GROUP, sign_guard=False)
+  np.testing.assert_allclose(got.ravel(), [0.25, 0.25, 1.25, -1.75], rtol=1e-6)
+
+
+def test_centred_by_hand():
+  x, mask = jnp.asarray([[[1.0, 3.0], [5.0, 99.0]], [[7.0, 7.0], [jnp.nan, 9.0]]]), jnp.asarray([[[True, True], [True, False]],
+                                                                                               [[True, True], [False, False]]])
+  assert centred(x, mask, GROUP).tolist() == [[[-2.0, 0.0], [2.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]
 
 
 def test_the_zeros_of_the_other_side_are_in_the_statistics():
@@ -63,14 +81,14 @@ def test_the_zeros_of_the_other_side_are_in_the_statistics():
   plus = jnp.asarray([[[1.0], [1.1], [0.0], [0.0]]])
   minus = jnp.asarray([[[0.0], [0.0], [-1.0], [-1.1]]])
   correct = jnp.asarray([[[True], [True], [False], [False]]])
-  got = np.asarray(two_sided_zscore(Shaped(plus, minus), correct, MASK, norm_scope="batch", sign_guard=False)).ravel()
+  got = np.asarray(two_sided_zscore(Shaped(plus, minus), correct, MASK, axes=BATCH, sign_guard=False)).ravel()
   assert got[:2].min() > 0.8 and got[2:].max() < -0.8
 
 
 def test_sign_guard_clamps_and_leaves_the_rest():
   shaped = SHAPED._replace(plus=jnp.asarray([[[1.0], [0.5], [2.0], [0.0]]]))
-  free = np.asarray(two_sided_zscore(shaped, CORRECT, MASK, norm_scope="group", sign_guard=False)).ravel()
-  guarded = np.asarray(two_sided_zscore(shaped, CORRECT, MASK, norm_scope="group", sign_guard=True)).ravel()
+  free = np.asarray(two_sided_zscore(shaped, CORRECT, MASK, axes=GROUP, sign_guard=False)).ravel()
+  guarded = np.asarray(two_sided_zscore(shaped, CORRECT, MASK, axes=GROUP, sign_guard=True)).ravel()
   assert free[1] < -0.1
   np.testing.assert_array_equal(guarded, [free[0], 0, free[2], free[3]])
 
@@ -78,7 +96,24 @@ def test_sign_guard_clamps_and_leaves_the_rest():
 def test_norm_scope():
   plus = jnp.asarray([[[1.0], [0.0]], [[3.0], [0.0]]])
   shaped, correct, mask = Shaped(plus, 0 * plus), plus > 0, jnp.ones((2, 2, 1), bool)
-  group = two_sided_zscore(shaped, correct, mask, norm_scope="group", sign_guard=False)
+  group = two_sided_zscore(shaped, correct, mask, axes=GROUP, sign_guard=False)
   np.testing.assert_allclose(group.ravel(), [1, 0, 1, 0], atol=1e-6)
-  batch = two_sided_zscore(shaped, correct, mask, norm_scope="batch", sign_guard=False)  # 1, 0, 3, 0: mean 1, variance 3/2
+  batch = two_sided_zscore(shaped, correct, mask, axes=BATCH, sign_guard=False)  # 1, 0, 3, 0: mean 1, variance 3/2
   np.testing.assert_allclose(batch.ravel(), [0, 0, 2 / 1.5**0.5, 0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("advantage", [joint_zscore, joint_centred])
+def test_sign_guard_on_one_collection(advantage):
+  shaped = Shaped(jnp.asarray([[[3.0], [0.2], [0.0], [0.0]]]), jnp.asarray([[[0.0], [0.0], [-0.1], [1.5]]]))
+  correct = jnp.asarray([[[True], [True], [False], [False]]])
+  free, guarded = (np.asarray(advantage(shaped, correct, MASK, axes=GROUP, sign_guard=guard)).ravel() for guard in (False, True))
+  assert free[1] < 0 < free[3] and free[2] < 0 < free[0]
+  np.testing.assert_array_equal(guarded, [free[0], 0, free[2], 0])
+
+
+def test_norm_scopes_span_groups_and_the_batch():
+  x, mask = jnp.asarray([[[0.0], [2.0]], [[4.0], [6.0]]]), jnp.ones((2, 2, 1), bool)
+  shaped = Shaped(x, 0 * x)
+  group, batch = (joint_zscore(shaped, mask, mask, axes=axes, sign_guard=False).ravel() for axes in (GROUP, BATCH))
+  np.testing.assert_allclose(group, [-1, 1, -1, 1], rtol=1e-6)
+  np.testing.assert_allclose(batch, np.asarray([-3, -1, 1, 3]) / 5**0.5, rtol=1e-6)

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_reference import loss, numeric_gradient, random_policies
+from recipe_cases import random_policies
 
 from gtpo_jax.algorithms import losses, make, ratios
+from gtpo_jax.errors import UserError
 
-clipped_objective, completion_mean, token_mean = map(jax.jit, (losses.clipped_objective, losses.completion_mean, losses.token_mean))
+AVERAGES = {name: jax.jit(average) for name, average in losses.AVERAGES.items()}
 token_ratio, sequence_ratio = jax.jit(ratios.token_ratio), jax.jit(ratios.sequence_ratio)
 geometric_sequence_ratio = jax.jit(ratios.geometric_sequence_ratio)
 
@@ -17,9 +18,8 @@ LOGP = jnp.log(jnp.asarray([[[2.0, 0.5], [4.0, 1.0]]]))
 OLD = jnp.zeros((1, 2, 2))
 MASK = jnp.asarray([[[True, True], [True, False]]])
 
-OBJECTIVE_AND_SLOPE = jax.jit(jax.value_and_grad(lambda ratio, advantage: clipped_objective(ratio, advantage, 0.2, 0.28)))
+OBJECTIVE_AND_SLOPE = jax.jit(jax.value_and_grad(lambda ratio, advantage: losses.clipped_objective(ratio, advantage, 0.2, 0.28)))
 RATIOS = {"token": token_ratio, "arithmetic": sequence_ratio, "geometric": geometric_sequence_ratio}
-AVERAGES = {"token": token_mean, "completion": completion_mean}
 
 
 def test_ratios_by_hand():
@@ -38,25 +38,31 @@ def test_log_ratios_stop_at_20(kind):
 
 @pytest.mark.parametrize("kind", RATIOS)
 def test_the_same_policy_has_ratio_1(kind):
-  logp, _, _ = random_policies(0, np.asarray(MASK))
+  logp = random_policies(0, np.asarray(MASK))["logp"]
   assert (RATIOS[kind](jnp.asarray(logp), jnp.asarray(logp), MASK) == 1).all()
 
 
-def test_averages_by_hand():
-  mask = jnp.asarray([[[True, True, True], [True, False, False]], [[True, True, False], [False, False, False]]])
-  np.testing.assert_allclose(token_mean(mask), np.asarray(mask) / 6, rtol=1e-6)
-  thirds = [[[1 / 9, 1 / 9, 1 / 9], [1 / 3, 0, 0]], [[1 / 6, 1 / 6, 0], [0, 0, 0]]]  # three completions with tokens
-  np.testing.assert_allclose(completion_mean(mask), thirds, rtol=1e-6)
+RAGGED = jnp.asarray([[[1, 1, 1], [1, 0, 0]], [[1, 1, 0], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]], bool)
 
 
-@pytest.mark.parametrize("average", AVERAGES.values())
+@pytest.mark.parametrize(("average", "expected"), [
+    ("token", [[[1 / 6] * 3, [1 / 6, 0, 0]], [[1 / 6, 1 / 6, 0], [0, 0, 0]]]),           # six tokens
+    ("completion", [[[1 / 9] * 3, [1 / 3, 0, 0]], [[1 / 6, 1 / 6, 0], [0, 0, 0]]]),      # three completions with tokens
+    ("group", [[[1 / 8] * 3, [1 / 8, 0, 0]], [[1 / 4, 1 / 4, 0], [0, 0, 0]]]),           # two groups with tokens, of 4 and 2
+    ("constant", [[[1 / 18] * 3, [1 / 18, 0, 0]], [[1 / 18, 1 / 18, 0], [0, 0, 0]]]),    # six completions of at most 3
+])
+def test_averages_by_hand(average, expected):
+  np.testing.assert_allclose(AVERAGES[average](RAGGED), [*expected, [[0] * 3] * 2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("average", AVERAGES)
 def test_weights_sum_to_1(average):
   rng = np.random.default_rng(4)
   mask = jnp.asarray(np.arange(9) < rng.integers(0, 10, (5, 3))[..., None])
-  weights = average(mask)
-  np.testing.assert_allclose(np.asarray(weights, np.float64).sum(), 1, rtol=1e-6)
+  weights = AVERAGES[average](mask)
+  np.testing.assert_allclose(np.asarray(weights, np.float64).sum(), 1 if average != "constant" else mask.mean(), rtol=1e-6)
   assert not np.asarray(weights)[~np.asarray(mask)].any()
-  assert not average(jnp.zeros((2, 2, 3), bool)).any()
+  assert not AVERAGES[average](jnp.zeros((2, 2, 3), bool)).any()
 
 
 @pytest.mark.parametrize(("ratio", "advantage", "objective", "slope"), [
@@ -74,31 +80,6 @@ def test_clipped_objective_by_hand(ratio, advantage, objective, slope):
   np.testing.assert_allclose([value, grad], [objective, slope], rtol=1e-6)
 
 
-def learned(kind, average, *, mask, eps=(0.2, 0.28)):
-  """The loss of the package as a function of (logp, logp_old, advantages)."""
-  def value(logp, logp_old, advantages):
-    objective = clipped_objective(RATIOS[kind](logp, logp_old, mask), jnp.where(mask, advantages, 0), *eps)
-    return -jnp.where(mask, AVERAGES[average](mask) * objective, 0).sum()
-  return value
-
-
-@pytest.mark.parametrize("average", AVERAGES)
-@pytest.mark.parametrize("kind", RATIOS)
-@pytest.mark.parametrize("seed", range(2))
-def test_loss_and_gradient_against_the_slow_loop_and_finite_differences(kind, average, seed):
-  rng = np.random.default_rng(seed + 50)
-  mask = np.arange(4) < rng.integers(1, 5, (2, 3))[..., None]
-  logp, old, advantages = random_policies(seed, mask, spread=0.3)
-  if kind != "token":  # a sequence-level advantage
-    advantages = np.broadcast_to(advantages[..., :1], mask.shape)
-  slow = lambda x: loss(x, old, advantages, mask, ratio=kind, average=average, eps_low=0.2, eps_high=0.28)
-  value, grad = jax.jit(jax.value_and_grad(learned(kind, average, mask=jnp.asarray(mask))))(logp, old, advantages)
-  np.testing.assert_allclose(value, slow(logp), rtol=2e-5, atol=1e-6)
-  expected = numeric_gradient(slow, logp, list(zip(*np.nonzero(mask), strict=True)))
-  np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-6)
-  assert np.abs(expected).max() > 0.01
-
-
 @pytest.mark.parametrize(("ratio", "expected"), [
     # d/dlogp of -A w^ / G with A = 1 and G = 2, for ratios 1.1 and 0.9 in the first completion, 1.2 in the second.
     ("arithmetic", [[-0.5 * 1.1 / 2, -0.5 * 0.9 / 2], [-0.5 * 1.2, 0]]),                        # w_t / |o|
@@ -109,6 +90,68 @@ def test_the_gradient_of_the_sequence_ratio_by_hand(ratio, expected):
   algorithm = make("grpo_s", ratio=ratio)
   value = lambda logp: algorithm.loss(logp=logp, logp_old=OLD, advantages=jnp.ones(MASK.shape), mask=MASK)[0]
   np.testing.assert_allclose(jax.jit(jax.grad(value))(logp), [expected], rtol=1e-5, atol=1e-7)
+
+
+DUAL = jax.jit(jax.value_and_grad(lambda ratio, advantage: losses.clipped_objective(ratio, advantage, 0.2, 0.28, 3.0)))
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "objective", "slope"), [
+    (5.0, -2.0, -6.0, 0.0),   # held at 3 A
+    (2.5, -2.0, -5.0, -2.0),  # not that far
+    (0.5, -2.0, -1.6, 0.0),
+    (5.0, 2.0, 2.56, 0.0),    # the right side is as ever
+    (0.5, 2.0, 1.0, 2.0),
+    (5.0, 0.0, 0.0, 0.0),
+])
+def test_dual_clip_by_hand(ratio, advantage, objective, slope):
+  value, grad = DUAL(ratio, advantage)
+  np.testing.assert_allclose([value, grad], [objective, slope], rtol=1e-6)
+
+
+def test_k3_by_hand():
+  # r = reference / pi = 2, 1/2; r - 1 - log r = 1 - log 2, log 2 - 1/2; outside the mask 0.
+  reference = OLD + jnp.log(jnp.asarray([[[2.0, 0.5], [1.0, 7.0]]]))
+  got = jax.jit(ratios.k3)(OLD, reference, MASK)
+  np.testing.assert_allclose(got, [[[1 - math.log(2), math.log(2) - 0.5], [0, 0]]], rtol=1e-5)
+
+
+def test_k3_is_never_negative_and_keeps_small_differences():
+  gap = jnp.asarray([[[1e-3, -1e-3, 1e-4, -3.0, 3.0, 1e4, -1e4]]])
+  got = np.asarray(jax.jit(ratios.k3)(jnp.zeros(gap.shape), gap, jnp.ones(gap.shape, bool)), np.float64).ravel()
+  assert (got >= 0).all() and np.isfinite(got).all()
+  np.testing.assert_allclose(got[:2], [5e-7, 5e-7], rtol=0.01, atol=1.3e-10)  # half the square, which float32 holds to an ulp of 1e-3
+  np.testing.assert_allclose(got[5:], [math.exp(20) - 21, 19], rtol=1e-5)
+
+
+def test_mismatch_weights_by_hand():
+  trainer = jnp.log(jnp.asarray([[[1.5, 0.5], [4.0, jnp.nan]]]))  # against a sampler that says 1
+  got = jax.jit(ratios.mismatch_weight)(trainer, OLD, MASK, 2.0)
+  np.testing.assert_allclose(got, [[[1.5, 0.5], [2.0, 1.0]]], rtol=1e-6)
+  assert not jax.jit(jax.grad(lambda x: ratios.mismatch_weight(x, OLD, MASK, 2.0).sum()))(trainer).any()
+
+
+def test_the_corrections_by_hand():
+  """One completion of two tokens, A = 1, -1, ratios 1.1, 5; the dual clip at 3, weights 1.5 and 2 (of 2.5), KL as above."""
+  logp, mask = jnp.log(jnp.asarray([[[1.1, 5.0]]])), jnp.ones((1, 1, 2), bool)
+  policies = {"logp": logp, "logp_old": jnp.zeros(mask.shape), "logp_sampler": -jnp.log(jnp.asarray([[[1.5, 2.5]]])),
+              "logp_reference": logp + jnp.log(jnp.asarray([[[2.0, 0.5]]]))}
+  algorithm = make("dapo", dual_clip=3.0, tis_cap=2.0, kl_weight=0.1)
+  value, metrics = jax.jit(algorithm.loss)(**policies, advantages=jnp.asarray([[[1.0, -1.0]]]), mask=mask)
+  divergence = (1 - math.log(2) + math.log(2) - 0.5) / 2
+  np.testing.assert_allclose(value, -(1.5 * 1.1 - 2 * 3) / 2 + 0.1 * divergence, rtol=1e-6)
+  np.testing.assert_allclose([metrics["kl/reference"], metrics["mismatch/weight"]], [divergence, 1.75], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("setting", "missing"), [("kl_weight", "logp_reference"), ("tis_cap", "logp_sampler")])
+def test_a_correction_without_its_log_probs_is_refused(setting, missing):
+  with pytest.raises(UserError, match=f"algorithm.{setting} = 0.5 needs {missing}; give it, or set {setting} = 0"):
+    make("dapo", **{setting: 0.5}).loss(logp=LOGP, logp_old=OLD, advantages=OLD, mask=MASK)
+
+
+def test_a_correction_that_is_off_reads_nothing():
+  value = lambda **more: make("dapo").loss(logp=LOGP, logp_old=OLD, advantages=1 + OLD, mask=MASK, **more)
+  loss, metrics = value(logp_sampler=OLD - 1, logp_reference=OLD - 1)
+  assert (float(loss), metrics.keys()) == (float(value()[0]), value()[1].keys()) == (float(loss), {"clip/low", "clip/high", "ratio/mean"})
 
 
 def test_clip_metrics_by_hand():

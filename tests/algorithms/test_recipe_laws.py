@@ -1,250 +1,244 @@
 """What must hold of every recipe, whatever the data."""
-import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from slow_reference import random_batch, random_policies
+from recipe_cases import (
+  COMPARISONS,
+  CONTRAST,
+  CORRECTIONS,
+  NAMES,
+  SEQUENCE_LEVEL,
+  TOKEN_LEVEL,
+  arrays,
+  random_batch,
+  random_policies,
+  step,
+  strong,
+)
+from slow_reference import kept_groups
 
 from gtpo_jax.algorithms import make
-from gtpo_jax.algorithms.relative_entropy import COMPARE, inverse_entropy, relative_entropy
-
-NAMES = ("gtpo", "grpo_s", "dapo", "grpo")
-COMPARISONS = [(c, s) for c in ("position", "sequence", "matrix") for s in ("group", "batch")]
-
-
-def arrays(batch):
-  return {name: jnp.asarray(value) for name, value in batch.items()}
-
-
-def rows(batch, keep):
-  return {name: value[keep] for name, value in batch.items()}
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def loss_of(algorithm, batch, policies):
-  """The loss and its gradient in logp."""
-  advantages, mask = algorithm.advantages(**batch), algorithm.loss_mask(batch["mask"], batch["correct"])
-  value = lambda logp: algorithm.loss(logp=logp, logp_old=policies[1], advantages=advantages, mask=mask)[0]
-  return jax.value_and_grad(value)(policies[0])
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def advantages_of(algorithm, batch):
-  return algorithm.advantages(**batch)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def credit_of(algorithm, batch):
-  """What the shaping made: sums of the two collections, their units, and the metrics."""
-  shaped, signals = algorithm.shaped(**batch)
-  right = signals.mask & batch["correct"][..., None]
-  units = {"right": right, "wrong": signals.mask & ~right}
-  return shaped.plus.sum(), shaped.minus.sum(), units, algorithm.credit_metrics(**batch)
 
 
 def policies_of(batch, seed=0):
-  return tuple(jnp.asarray(x) for x in random_policies(seed, np.asarray(batch["mask"]))[:2])
+  return random_policies(seed, batch["mask"])
 
 
-# --- conservation ---
-
-@pytest.mark.parametrize(("compare", "scope"), COMPARISONS)
-def test_gtpo_conserves_credit(compare, scope):
-  for seed in range(3):
-    algorithm, batch = make("gtpo", alpha1=0.7, alpha2=0.6, compare=compare, scope=scope), arrays(random_batch(seed))
-    plus, minus, units, metrics = credit_of(algorithm, batch)
-    right, wrong = int(units["right"].sum()), int(units["wrong"].sum())
-    assert right > 3 and wrong > 3
-    np.testing.assert_allclose([plus, minus], [1.3 * right, -1.3 * wrong], rtol=1e-5)
-    assert float(metrics["credit/conservation_residual"]) < 1e-5
-    axes = COMPARE[compare, scope]
-    for side, x in ((units["right"], batch["entropy"]), (units["wrong"], inverse_entropy(batch["entropy"], 0.01))):
-      share = np.asarray(relative_entropy(x, side, axes), np.float64)
-      np.testing.assert_allclose(share.sum(axes), side.sum(axes), atol=1e-5)
+def run(algorithm, batch, policies):
+  return jax.tree.map(np.asarray, step(algorithm, arrays(batch), arrays(policies)))
 
 
-@pytest.mark.parametrize("scope", ["group", "batch"])
-@pytest.mark.parametrize("mean", ["arithmetic", "geometric"])
-def test_grpo_s_conserves_credit(scope, mean):
-  batch = random_batch(2)
-  plus, minus, _, metrics = credit_of(make("grpo_s", beta1=0.7, beta2=0.6, scope=scope, mean=mean), arrays(batch))
-  mixed = batch["correct"][batch["correct"].any(1) & ~batch["correct"].all(1)]
-  np.testing.assert_allclose([plus, minus], [1.3 * mixed.sum(), -1.3 * (~mixed).sum()], rtol=1e-5)
-  assert float(metrics["credit/conservation_residual"]) < 1e-5
+def rows(tree, keep):
+  return jax.tree.map(lambda x: x[keep], tree)
+
+
+def assert_same(got, expected, exactly=False):
+  """Two results of `step`."""
+  assert jax.tree.structure(got) == jax.tree.structure(expected)
+  for path, value in jax.tree_util.tree_leaves_with_path(got):
+    other = dict(jax.tree_util.tree_leaves_with_path(expected))[path]
+    if exactly:
+      np.testing.assert_array_equal(value, other, err_msg=str(path))
+    elif "residual" not in str(path):  # which is rounding itself
+      np.testing.assert_allclose(value, other, rtol=1e-5, atol=2e-6, err_msg=str(path))
 
 
 # --- groups without contrast ---
 
-WITH_CONTRAST = [("gtpo", {"compare": c, "scope": s, "norm_scope": z}) for c, s in COMPARISONS for z in ("batch", "group")]
-WITH_CONTRAST += [("grpo_s", {"scope": s, "norm_scope": z}) for s in ("group", "batch") for z in ("batch", "group")]
-WITH_CONTRAST += [("dapo", {})]
+OPTIONS = [(name, {"compare": c, "scope": s, "norm_scope": z}) for name in TOKEN_LEVEL for c, s in COMPARISONS for z in ("batch", "group")]
+OPTIONS += [(name, {"scope": s, "norm_scope": z}) for name in SEQUENCE_LEVEL for s in ("group", "batch") for z in ("batch", "group")]
+OPTIONS += [(name, {}) for name in CONTRAST if name not in TOKEN_LEVEL + SEQUENCE_LEVEL]
 
 
-@pytest.mark.parametrize(("name", "options"), WITH_CONTRAST, ids=lambda x: x if isinstance(x, str) else "-".join(x.values()))
-def test_groups_without_contrast_are_as_if_absent(name, options):
-  algorithm = make(name, **options)
-  batch = random_batch(3)
-  keep = np.flatnonzero(batch["correct"].any(1) & ~batch["correct"].all(1))
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=lambda x: x if isinstance(x, str) else "-".join(x.values()))
+def test_groups_without_contrast_have_no_part_in_the_advantages(name, options):
+  algorithm, batch = strong(name, **options), random_batch(3, name)
+  keep = kept_groups(name, batch)
   gone = np.setdiff1d(np.arange(len(batch["correct"])), keep)
-  assert len(gone) == 2
-  whole, part = arrays(batch), arrays(rows(batch, keep))
-  advantages = np.asarray(algorithm.advantages(**whole))
-  np.testing.assert_allclose(advantages[keep], algorithm.advantages(**part), rtol=1e-6, atol=1e-7)
+  assert len(gone) >= 2 and len(keep) >= 3
+  advantages = np.asarray(algorithm.advantages(**arrays(batch)))
+  np.testing.assert_allclose(advantages[keep], algorithm.advantages(**arrays(rows(batch, keep))), rtol=1e-6, atol=1e-6)
   assert not advantages[gone].any()
 
 
-@pytest.mark.parametrize("name", ["gtpo", "grpo_s", "dapo"])
-def test_the_loss_does_not_see_groups_without_contrast(name):
-  algorithm, batch = make(name), random_batch(3)
-  keep, gone = np.arange(2, 6), np.arange(2)
-  policies = policies_of(batch)
-  whole, part = arrays(batch), arrays(rows(batch, keep))
-  (*_, metrics), (*_, metrics_part) = credit_of(algorithm, whole), credit_of(algorithm, part)
-  for metric in metrics.keys() - {"credit/conservation_residual"}:
-    np.testing.assert_allclose(metrics[metric], metrics_part[metric], rtol=1e-6)
-  value, grad = loss_of(algorithm, whole, policies)
-  value_part, grad_part = loss_of(algorithm, part, tuple(x[keep] for x in policies))
-  np.testing.assert_allclose(value, value_part, rtol=1e-5, atol=1e-7)
-  np.testing.assert_allclose(grad[keep], grad_part, rtol=1e-6, atol=1e-8)
-  assert not np.asarray(grad)[gone].any()
+@pytest.mark.parametrize("name", CONTRAST)
+def test_groups_without_contrast_are_as_if_absent(name):
+  """From the loss, its gradient and every metric too."""
+  algorithm, batch = strong(name, **CORRECTIONS), random_batch(4, name)
+  keep, policies = kept_groups(name, batch), policies_of(batch)
+  whole, part = run(algorithm, batch, policies), run(algorithm, rows(batch, keep), rows(policies, keep))
+  gone = np.setdiff1d(np.arange(len(batch["correct"])), keep)
+  for per_token in ("advantages", "mask", "weights", "grad"):
+    assert not whole[per_token][gone].any()
+    whole[per_token] = whole[per_token][keep]
+  assert_same(whole, part)
+  assert np.abs(whole["grad"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_these_recipes_learn_from_groups_without_contrast(name):
+  """Their penalties can differ where their rewards do not."""
+  batch = random_batch(5, name)
+  advantages = np.asarray(make(name).advantages(**arrays(batch)))
+  assert advantages[:2].any() == (name not in CONTRAST)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("verdict", [True, False])
 def test_a_batch_without_any_contrast_teaches_nothing(name, verdict):
-  batch = random_batch(4)
-  batch = {**batch, "correct": np.full_like(batch["correct"], verdict), "reward": np.full_like(batch["reward"], 0.3),
-           "penalty": np.zeros_like(batch["penalty"])}
-  value, grad = loss_of(make(name), arrays(batch), policies_of(batch))
-  assert float(value) == 0
-  assert not grad.any()
+  batch = random_batch(4, name)
+  same = {"correct": np.full_like(batch["correct"], verdict), "reward": np.full_like(batch["reward"], 0.3),
+          "penalty": np.zeros_like(batch["penalty"])}
+  got = run(make(name), batch | same, policies_of(batch))
+  assert got["loss"] == 0 and not got["grad"].any() and not got["advantages"].any()
 
 
-# --- right against wrong ---
+# --- what padding, order and the unit of entropy must not do ---
 
-@pytest.mark.parametrize("norm_scope", ["batch", "group"])
-@pytest.mark.parametrize(("name", "options"), [("gtpo", {"compare": c, "scope": s}) for c, s in COMPARISONS] + [("grpo_s", {})])
-def test_right_is_above_0_and_wrong_below_on_average(name, options, norm_scope):
-  recipe = make(name, norm_scope=norm_scope, **options)
-  for seed in range(3):
-    batch = random_batch(seed + 20)
-    x = arrays(batch)
-    advantages, kept = np.asarray(recipe.advantages(**x)), np.asarray(recipe.loss_mask(x["mask"], x["correct"]))
-    groups = [slice(None)] if norm_scope == "batch" else [slice(i, i + 1) for i in range(len(kept)) if kept[i].any()]
-    for group in groups:
-      right = (kept & batch["correct"][..., None])[group]
-      wrong = kept[group] & ~right
-      assert advantages[group][right].mean() > 0.1
-      assert advantages[group][wrong].mean() < -0.1
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_has_no_effect(name):
+  algorithm, batch = strong(name, **CORRECTIONS), random_batch(9, name)
+  policies = policies_of(batch)
+  clean = run(algorithm, batch, policies)
+  assert np.abs(clean["grad"]).max() > 1e-3
+  for garbage in (np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0):
+    fill = lambda x, garbage=garbage: np.where(batch["mask"], x, np.float32(garbage))
+    assert_same(run(algorithm, batch | {"entropy": fill(batch["entropy"])}, jax.tree.map(fill, policies)), clean, exactly=True)
 
 
-def test_both_weights_matter():
-  x = arrays(random_batch(5))
-  for name, base, bonus in (("gtpo", "alpha1", "alpha2"), ("grpo_s", "beta1", "beta2")):
-    plain, more = make(name, **{base: 1.0, bonus: 0.0}).advantages(**x), make(name, **{base: 1.0, bonus: 0.5}).advantages(**x)
-    assert np.abs(plain - more).max() > 0.1
-    less_base = make(name, **{base: 0.5, bonus: 0.5}).advantages(**x)
-    assert np.abs(less_base - more).max() > 0.1
-    doubled = make(name, **{base: 2.0, bonus: 1.0}).advantages(**x)  # z-scores do not see a common factor
-    np.testing.assert_allclose(doubled, more, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_said_of_a_completion_that_does_not_count_has_no_effect(name):
+  algorithm, batch = strong(name), random_batch(9, name)
+  absent = ~batch["mask"].any(-1)
+  assert absent.sum() == 1
+  clean = run(algorithm, batch, policies_of(batch))
+  for garbage in (np.nan, 1e30):
+    said = {key: np.where(absent, np.float32(garbage), batch[key]) for key in ("reward", "penalty")}
+    assert_same(run(algorithm, batch | said | {"correct": batch["correct"] ^ absent}, policies_of(batch)), clean, exactly=True)
 
 
-def test_without_a_bonus_every_right_token_is_worth_the_same():
-  batch = random_batch(6)
-  advantages = np.asarray(make("gtpo", alpha2=0.0).advantages(**arrays(batch)))
-  for side in (batch["correct"], ~batch["correct"]):
-    values = advantages[batch["mask"] & side[..., None] & (advantages != 0)]
-    assert np.ptp(values) < 1e-6 and abs(values[0]) > 0.1
+@pytest.mark.parametrize("name", NAMES)
+def test_advantages_in_the_padding_have_no_effect(name):
+  batch = arrays(random_batch(10, name))
+  policies, mask = arrays(policies_of(random_batch(10, name))), batch["mask"]
+  advantages = jnp.sin(jnp.arange(mask.size, dtype=jnp.float32)).reshape(mask.shape)
+  loss = lambda logp, advantages: make(name, **CORRECTIONS).loss(**policies | {"logp": logp}, advantages=advantages, mask=mask,
+                                                                 weights=mask / 9, guided=batch.get("guided"))
+  learn = jax.jit(jax.value_and_grad(loss, has_aux=True))
+  clean = learn(policies["logp"], advantages)
+  assert float(clean[0][0]) != 0
+  for garbage in (np.nan, np.inf, 1e30):
+    assert_same(learn(policies["logp"], jnp.where(mask, advantages, garbage)), clean, exactly=True)
 
 
-def test_more_entropy_earns_a_right_token_more_and_costs_a_wrong_one_less():
-  mask, correct = jnp.ones((1, 4, 1), bool), jnp.asarray([[True, True, False, False]])
-  entropy = jnp.asarray([[[0.2], [1.5], [0.2], [1.5]]])
-  advantages = advantages_of(make("gtpo"), {"entropy": entropy, "mask": mask, "correct": correct, "reward": jnp.zeros((1, 4))})
-  sure, unsure, sure_wrong, unsure_wrong = advantages.ravel().tolist()
-  assert unsure > sure > 0 > unsure_wrong > sure_wrong
+@pytest.mark.parametrize("name", NAMES)
+def test_the_order_of_prompts_and_completions_has_no_effect(name):
+  algorithm, batch = strong(name, **CORRECTIONS), random_batch(11, name)
+  policies, rng = policies_of(batch), np.random.default_rng(11)
+  prompts = rng.permutation(len(batch["mask"]))
+  completions = rng.permuted(np.tile(np.arange(batch["mask"].shape[1]), (len(prompts), 1)), axis=1)
+  shuffled = lambda tree: jax.tree.map(lambda x: x[prompts[:, None], completions] if x.ndim else x, tree)
+  assert_same(run(algorithm, shuffled(batch), shuffled(policies)), shuffled(run(algorithm, batch, policies)))
 
+
+SCALES = (0.5, 3.0, 1 / np.log(2))  # the last: nats to bits
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_unit_of_entropy_has_no_effect(name):
+  """H counts relative to other H, and 1/H to other 1/H as long as none is at the floor."""
+  batch = random_batch(12, name)
+  batch["entropy"] = np.maximum(batch["entropy"], 0.05)
+  for mean in ("arithmetic", "geometric") if name in SEQUENCE_LEVEL else (None,):
+    algorithm = strong(name, **({"mean": mean} if mean else {}))
+    expected = algorithm.advantages(**arrays(batch))
+    for scale in SCALES:
+      scaled = batch | {"entropy": np.float32(scale) * batch["entropy"]}
+      np.testing.assert_allclose(algorithm.advantages(**arrays(scaled)), expected, rtol=1e-5, atol=5e-6)
+      np.testing.assert_array_equal(algorithm.loss_mask(**arrays(scaled)), algorithm.loss_mask(**arrays(batch)))
+
+
+@pytest.mark.parametrize("name", ["gtpo_v1", "gtpo_v1_clipped", "grpo_s_v1", "dapo_forking"])
+def test_shares_of_h_know_no_floor(name):
+  batch = random_batch(13, name)  # some entropies are 0
+  algorithm = strong(name)
+  expected = algorithm.advantages(**arrays(batch))
+  for scale in (*SCALES, 1e-6):
+    scaled = batch | {"entropy": np.float32(scale) * batch["entropy"]}
+    np.testing.assert_allclose(algorithm.advantages(**arrays(scaled)), expected, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize(("name", "each"), [("gtpo", -1.2), ("gtpo_v2", -1.0), ("grpo_s", -1.2), ("grpo_s_v2", -1.0)])
+def test_the_floor_is_a_number_of_nats(name, each):
+  """Below it every wrong unit is charged alike, above it by its share."""
+  batch = random_batch(14) | {"penalty": np.zeros((7, 5), np.float32)}
+  low = batch | {"entropy": np.minimum(batch["entropy"], 0.4)}
+
+  def charges(floor):
+    shaped, x = strong(name, h_floor=floor).shaped(**arrays(low))
+    return np.asarray(shaped.minus)[np.asarray(x.mask & ~x.correct)]
+
+  np.testing.assert_allclose(charges(0.4), each, rtol=1e-5)
+  assert np.ptp(charges(0.1)) > 0.1
+
+
+# --- what the settings do ---
 
 @pytest.mark.parametrize("name", ["gtpo", "grpo_s"])
+def test_both_weights_matter(name):
+  base, bonus = {"gtpo": ("alpha1", "alpha2"), "grpo_s": ("beta1", "beta2")}[name]
+  x = arrays(random_batch(5) | {"penalty": None})
+  advantages = lambda a, b: np.asarray(make(name, **{base: a, bonus: b}).advantages(**x))
+  assert np.abs(advantages(1.0, 0.0) - advantages(1.0, 0.5)).max() > 0.1
+  assert np.abs(advantages(0.5, 0.5) - advantages(1.0, 0.5)).max() > 0.1
+  np.testing.assert_allclose(advantages(2.0, 1.0), advantages(1.0, 0.5), rtol=1e-5, atol=1e-6)  # z-scores do not see a common factor
+
+
+@pytest.mark.parametrize("name", ["gtpo", "gtpo_v2", "grpo_s", "grpo_s_v2"])
+def test_more_entropy_earns_the_right_more_and_costs_the_wrong_less(name):
+  mask, correct = jnp.ones((1, 4, 1), bool), jnp.asarray([[True, True, False, False]])
+  x = {"entropy": jnp.asarray([[[0.2], [1.5], [0.2], [1.5]]]), "mask": mask, "correct": correct, "reward": jnp.zeros((1, 4))}
+  sure, unsure, sure_wrong, unsure_wrong = make(name).advantages(**x).ravel().tolist()
+  assert unsure > sure > 0 > sure_wrong and unsure_wrong > sure_wrong
+
+
+@pytest.mark.parametrize("name", ["gtpo", "grpo_s", "gtpo_v1", "grpo_s_v2"])
 def test_sign_guard_holds_the_signs_and_leaves_the_rest(name):
   rng = np.random.default_rng(7)
   correct = np.ones((2, 16), bool)
   correct[:, 0] = False  # 15 of 16 right: without the guard many right ones get less than 0
-  x = {"entropy": jnp.asarray(rng.gamma(0.5, 1.0, (2, 16, 8)), jnp.float32), "mask": jnp.ones((2, 16, 8), bool),
-       "correct": jnp.asarray(correct), "reward": jnp.asarray(correct, jnp.float32)}
-  weights = {"alpha2": 1.0} if name == "gtpo" else {"beta2": 1.0}
-  free, guarded = (np.asarray(advantages_of(make(name, sign_guard=guard, **weights), x)) for guard in (False, True))
+  x = arrays({"entropy": rng.gamma(0.5, 1.0, (2, 16, 8)).astype(np.float32), "mask": np.ones((2, 16, 8), bool), "correct": correct,
+              "reward": correct.astype(np.float32)})
+  bonus = {"gtpo": "alpha2", "grpo_s": "beta2", "gtpo_v1": "alpha", "grpo_s_v2": "beta"}[name]
+  free, guarded = (np.asarray(make(name, sign_guard=guard, **{bonus: 1.0}).advantages(**x)) for guard in (False, True))
   flipped = (free < 0) & correct[..., None]
   assert flipped.mean() > 0.1
   np.testing.assert_array_equal(guarded, np.where(flipped, 0, free))
 
 
-# --- what carries no gradient, and what padding must not do ---
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_gradient_flows_through_the_new_log_probs_alone(name):
-  algorithm, batch = make(name), arrays(random_batch(8))
-  policies = policies_of(batch)
-  mask = algorithm.loss_mask(batch["mask"], batch["correct"])
-
-  def value(logp, logp_old, entropy, reward, penalty, factor):
-    inputs = {**batch, "entropy": entropy, "reward": reward, "penalty": penalty}
-    return algorithm.loss(logp=logp, logp_old=logp_old, advantages=factor * algorithm.advantages(**inputs), mask=mask)[0]
-
-  learned, *others = jax.jit(jax.grad(value, argnums=range(6)))(*policies, batch["entropy"], batch["reward"], batch["penalty"], 1.0)
-  assert np.abs(learned).max() > 1e-3
-  assert not any(np.asarray(other).any() for other in others)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
-def test_garbage_in_the_padding_has_no_effect(name, garbage):
-  algorithm, batch = make(name), random_batch(9)
-  policies = tuple(np.asarray(x) for x in policies_of(batch))
-  fill = lambda x: jnp.asarray(np.where(batch["mask"], x, garbage))
-  clean = loss_of(algorithm, arrays(batch), tuple(map(jnp.asarray, policies)))
-  broken = arrays(batch) | {"entropy": fill(batch["entropy"])}
-  got = loss_of(algorithm, broken, tuple(map(fill, policies)))
-  np.testing.assert_array_equal(got[0], clean[0])
-  np.testing.assert_array_equal(got[1], clean[1])
-  assert np.isfinite(clean[0]) and np.abs(clean[1]).max() > 1e-3
-  assert jax.tree.map(float, credit_of(algorithm, broken)[3]) == jax.tree.map(float, credit_of(algorithm, arrays(batch))[3])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_garbage_advantages_in_the_padding_have_no_effect(name):
-  mask = random_batch(10)["mask"]
-  logp, old, advantages = random_policies(10, mask)
-  value = lambda logp, advantages: make(name).loss(logp=logp, logp_old=old, advantages=advantages, mask=jnp.asarray(mask))
-  learn = jax.jit(jax.value_and_grad(value, has_aux=True))
-  (clean, metrics), grad = learn(logp, advantages)
-  assert float(clean) != 0 and np.abs(grad).max() > 1e-3
-  for garbage in (np.nan, np.inf, -np.inf):
-    (got, got_metrics), got_grad = learn(logp, np.where(mask, advantages, np.float32(garbage)))
-    assert (float(got), jax.tree.map(float, got_metrics)) == (float(clean), jax.tree.map(float, metrics))
-    np.testing.assert_array_equal(got_grad, grad)
-
-
-def test_a_spread_of_rewards_below_1e_6_is_no_signal():
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "dr_grpo"])
+def test_a_spread_of_rewards_below_1e_6_is_no_signal(name):
   mask, correct = jnp.ones((1, 2, 3), bool), jnp.asarray([[True, False]])
-  value = lambda spread: advantages_of(make("grpo"), {"entropy": jnp.zeros(mask.shape), "mask": mask, "correct": correct,
-                                                      "reward": jnp.asarray([[spread, -spread]])})
-  assert not value(5e-7).any()
-  np.testing.assert_allclose(value(5e-6), [[[1.0] * 3, [-1.0] * 3]], rtol=1e-5)
+  advantages = lambda spread: make(name).advantages(entropy=jnp.zeros(mask.shape), mask=mask, correct=correct,
+                                                    reward=jnp.asarray([[spread, -spread]]))
+  if name == "dr_grpo":  # there is no std to divide by
+    np.testing.assert_allclose(advantages(5e-7), [[[5e-7] * 3, [-5e-7] * 3]], rtol=1e-5)
+    return
+  assert not advantages(5e-7).any()
+  np.testing.assert_allclose(advantages(5e-6), [[[1.0] * 3, [-1.0] * 3]], rtol=1e-5)
 
 
 # --- compiled, and in parts ---
 
 @pytest.mark.parametrize("name", NAMES)
-def test_jitted_equals_not_jitted(name):
-  algorithm, batch = make(name), arrays(random_batch(11))
-  policies = policies_of(batch)
-  step = lambda algorithm, batch, policies: (algorithm.advantages(**batch), *loss_of.__wrapped__(algorithm, batch, policies))
-  plain, jitted = step(algorithm, batch, policies), jax.jit(step, static_argnums=0)(algorithm, batch, policies)
-  for a, b in zip(plain, jitted, strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+def test_compiled_equals_not_compiled(name):
+  algorithm, batch = strong(name, **CORRECTIONS), random_batch(11, name)
+  with jax.disable_jit():
+    plain = run(algorithm, batch, policies_of(batch))
+  assert_same(run(algorithm, batch, policies_of(batch)), plain)
 
 
 def test_equal_algorithms_are_one_static_argument():
@@ -255,29 +249,43 @@ def test_equal_algorithms_are_one_static_argument():
   assert len(traces) == 2
 
 
+@pytest.mark.parametrize("average", ["token", "completion", "group", "constant"])
 @pytest.mark.parametrize("name", NAMES)
-def test_token_weights_sum_to_1_over_what_is_learned_from(name):
-  algorithm, batch = make(name), arrays(random_batch(12))
-  mask = algorithm.loss_mask(batch["mask"], batch["correct"])
-  weights = np.asarray(algorithm.token_weights(mask), np.float64)
-  np.testing.assert_allclose(weights.sum(), 1, rtol=1e-6)
-  assert not weights[~np.asarray(mask)].any()
+def test_token_weights_are_of_what_is_learned_from(name, average):
+  algorithm, batch = make(name, average=average), arrays(random_batch(12, name))
+  mask, guided = algorithm.loss_mask(**batch), batch.get("guided")
+  weights = np.asarray(algorithm.token_weights(mask, batch["correct"], guided), np.float64)
+  parts = 1 if guided is None else 1.5  # the groups that the guide rescued weigh lambda_zero
+  if average != "constant":
+    np.testing.assert_allclose(weights.sum(), parts, rtol=1e-6)
+  assert not weights[~np.asarray(mask)].any() and (weights[np.asarray(mask)] > 0).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_losses_of_the_parts_add_up_to_the_whole(name):
-  algorithm, batch, parts = make(name), arrays(random_batch(13)), 3
-  logp, logp_old = policies_of(batch)
-  advantages, mask = algorithm.advantages(**batch), algorithm.loss_mask(batch["mask"], batch["correct"])
-  weights = algorithm.token_weights(mask)
+  algorithm, batch = strong(name, **CORRECTIONS), random_batch(13, name)
+  policies = policies_of(batch)
+  whole = run(algorithm, batch, policies)
 
-  def in_parts(logp):
-    losses = [algorithm.loss(logp=logp[i::parts], logp_old=logp_old[i::parts], advantages=advantages[i::parts], mask=mask[i::parts],
-                             weights=weights[i::parts])[0] for i in range(parts)]
-    return sum(losses)
+  def part_loss(logp, part):
+    policies, guided, advantages, mask, weights = part
+    return algorithm.loss(**policies | {"logp": logp}, guided=guided, advantages=advantages, mask=mask, weights=weights)[0]
 
-  whole = lambda logp: algorithm.loss(logp=logp, logp_old=logp_old, advantages=advantages, mask=mask)[0]
-  (value, grad), (expected, expected_grad) = (jax.jit(jax.value_and_grad(f))(logp) for f in (in_parts, whole))
-  np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-7)
-  np.testing.assert_allclose(grad, expected_grad, rtol=1e-6, atol=1e-8)
-  assert np.abs(expected_grad).max() > 1e-3
+  everything = (policies, batch.get("guided"), whole["advantages"], whole["mask"], whole["weights"])
+  learn, loss, grad = jax.jit(jax.value_and_grad(part_loss)), 0.0, np.zeros_like(whole["grad"])
+  for i in range(len(batch["mask"])):  # one prompt at a time
+    part = arrays(rows(everything, slice(i, i + 1)))
+    value, grad[i:i + 1] = learn(part[0]["logp"], part)
+    loss += float(value)
+  np.testing.assert_allclose(loss, whole["loss"], rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(grad, whole["grad"], rtol=1e-6, atol=1e-8)
+  assert np.abs(grad).max() > 1e-3
+
+
+def test_the_comparisons_and_the_norm_scopes_all_differ():
+  """Else a test that runs over them would prove little."""
+  x = arrays(random_batch(14))
+  differing = [pair for pair in COMPARISONS if pair != ("sequence", "batch")]  # which is ("sequence", "group")
+  results = [np.asarray(strong("gtpo", compare=compare, scope=scope, norm_scope=norm_scope).advantages(**x))
+             for compare, scope in differing for norm_scope in ("group", "batch")]
+  assert all(np.abs(a - b).max() > 1e-2 for a, b in itertools.combinations(results, 2))

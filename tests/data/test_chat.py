@@ -120,5 +120,5 @@ def test_an_empty_message_is_refused(chat, text):
 
 
 def test_a_missing_tokenizer_folder_is_refused(tmp_path):
-  with pytest.raises(UserError, match="no tokenizer folder at"):
+  with pytest.raises(UserError, match="no tokenizer in"):
     load_chat(tmp_path / "nowhere")

@@ -1,7 +1,9 @@
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
-from gtpo_jax.rewards.length import soft_overlong
+from gtpo_jax.rewards.length import group_relative, soft_overlong
 
 
 def test_the_penalty_by_hand():
@@ -28,3 +30,102 @@ def test_against_the_three_cases_of_the_definition(longest, buffer, kind):
 def test_the_penalty_never_rises_with_length():
   penalty = soft_overlong(np.arange(100), longest=60, buffer=17)
   assert (np.diff(penalty) <= 0).all() and penalty[0] == 0 and penalty[-1] == -1
+
+
+def test_r_of_i_is_the_same_function():
+  """v1, section 4.5.1, with L2 = 20 and L1 = 8: 0 up to L = L2 - L1 = 12, (L - |o|) / L1 up to L2, then -1."""
+  lengths = np.array([1, 12, 13, 14, 16, 19, 20, 21, 40])
+  np.testing.assert_array_equal(soft_overlong(lengths, longest=20, buffer=8), [0, 0, -1 / 8, -2 / 8, -4 / 8, -7 / 8, -1, -1, -1])
+
+
+# --- relative to the group ---
+
+def slow_group_relative(lengths, correct, counted, gamma):
+  """Appendix D, completion by completion, in exact fractions."""
+  gamma, out = Fraction(str(gamma)), np.zeros(lengths.shape)
+  for i in range(len(lengths)):
+    everybody = [j for j in range(lengths.shape[1]) if counted[i, j]]
+    right = [j for j in everybody if correct[i, j]]
+    wrong = [j for j in everybody if not correct[i, j]]
+    if not right or Fraction(len(right), len(everybody)) <= 1 - gamma:
+      continue
+    easy = Fraction(len(right), len(everybody)) >= gamma
+    compared = [int(lengths[i, j]) for j in (right if easy else everybody)]
+    border = max(Fraction(min(compared) + max(compared), 2), Fraction(sum(compared), len(compared)))
+    for j in right if easy or len(right) > len(wrong) else wrong:
+      if lengths[i, j] >= 2 * border:
+        out[i, j] = -0.5
+      elif lengths[i, j] >= border:
+        out[i, j] = -Fraction(1, 2) * (int(lengths[i, j]) - border) / border
+  return out
+
+
+def relative(lengths, correct, counted=None, gamma=0.75):
+  lengths, correct = np.asarray([lengths]), np.asarray([correct], bool)
+  counted = np.ones_like(correct) if counted is None else np.asarray([counted], bool)
+  return group_relative(lengths, correct, counted, gamma)[0]
+
+
+@pytest.mark.parametrize(("lengths", "correct", "expected"), [
+    # Easy, 3 of 4: L of the right is max((10 + 30) / 2, 20) = 20; the long wrong one goes free.
+    ([10, 20, 30, 100], [1, 1, 1, 0], [0, 0, -0.25, 0]),
+    # All right: L = max((2 + 12) / 2, 4) = 7.
+    ([2, 2, 2, 2, 12], [1, 1, 1, 1, 1], [0, 0, 0, 0, -5 / 14]),
+    # All right: the mean is the larger, L = max((1 + 9) / 2, 7) = 7.
+    ([1, 9, 9, 9], [1, 1, 1, 1], [0, -1 / 7, -1 / 7, -1 / 7]),
+    # Hard, 1 of 4 and none of 4: nobody.
+    ([10, 20, 30, 100], [1, 0, 0, 0], [0, 0, 0, 0]),
+    ([10, 20, 30, 100], [0, 0, 0, 0], [0, 0, 0, 0]),
+    # Between, 3 right, 2 wrong: L of all is max((10 + 50) / 2, 30) = 30; the right are punished.
+    ([10, 50, 40, 30, 20], [1, 1, 1, 0, 0], [0, -1 / 3, -1 / 6, 0, 0]),
+    ([10, 20, 30, 40, 50], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]),
+    # Between, 2 right, 3 wrong: the wrong are.
+    ([10, 50, 40, 30, 20], [0, 0, 0, 1, 1], [0, -1 / 3, -1 / 6, 0, 0]),
+    ([10, 20, 30, 40, 50], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]),
+    # A tie: the wrong are. L = max((10 + 40) / 2, 25) = 25.
+    ([10, 40, 30, 20], [1, 1, 0, 0], [0, 0, -0.1, 0]),
+    ([10, 40, 30, 20], [0, 0, 1, 1], [0, -0.3, 0, 0]),
+    # Of one length: nobody is long.
+    ([7, 7, 7, 7], [1, 1, 1, 1], [0, 0, 0, 0]),
+    ([5], [1], [0]),
+])
+def test_group_relative_by_hand(lengths, correct, expected):
+  penalty = relative(lengths, correct)
+  np.testing.assert_allclose(penalty, expected, rtol=1e-6)
+  assert penalty.dtype == np.float32
+
+
+def test_the_penalty_is_continuous_at_the_border():
+  """R is continuous at L: 0 on it, and (1/2) / L less for every token further."""
+  penalties = [relative([10, 30, 20, 20 + k, 20 - k], [1, 1, 1, 1, 1])[3] for k in range(4)]  # L stays at 20
+  np.testing.assert_allclose(penalties, [0, -1 / 40, -2 / 40, -3 / 40], rtol=1e-6)
+
+
+def test_completions_that_do_not_count_are_as_if_absent():
+  rng = np.random.default_rng(3)
+  for _ in range(20):
+    lengths, correct = rng.integers(1, 50, 6), rng.random(6) < 0.5
+    counted = rng.permutation([True, True, True, True, False, False])
+    penalty = relative(lengths, correct, counted)
+    np.testing.assert_array_equal(penalty[counted], relative(lengths[counted], correct[counted]))
+    assert not penalty[~counted].any()
+  assert relative([3, 9], [1, 1], [0, 0]).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("gamma", [0.51, 0.6, 0.75, 0.875, 1.0])
+def test_group_relative_against_the_slow_loop(gamma):
+  rng = np.random.default_rng(int(gamma * 1000))
+  for g in (1, 2, 4, 7, 8, 16):
+    lengths = np.ceil(rng.gamma(1.0, 40.0, (60, g))).astype(np.int32)
+    correct = rng.random((60, g)) < rng.random((60, 1))
+    counted = rng.random((60, g)) < 0.9
+    got, expected = group_relative(lengths, correct, counted, gamma), slow_group_relative(lengths, correct, counted, gamma)
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-8)
+    assert (got > -0.5).all()  # L is at least half the longest: 2 L is never reached
+    assert g < 4 or (got < -0.05).any()
+
+
+@pytest.mark.parametrize(("gamma", "right", "g"), [(0.9, 1, 10), (0.9, 2, 20), (0.8, 1, 5), (0.8, 2, 10)])
+def test_a_group_on_the_border_is_hard(gamma, right, g):
+  lengths, correct = np.arange(1, g + 1), np.arange(g) < right  # n / G = 1 - gamma, as written
+  assert relative(lengths, correct, gamma=gamma).tolist() == [0] * g
