@@ -16,6 +16,7 @@ from gtpo_jax.config import Config
 from gtpo_jax.data.pipeline import Batches
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.frozen import FrozenPolicies
+from gtpo_jax.judging import Judgement
 from gtpo_jax.models.qwen2 import Params
 from gtpo_jax.parallel import fetch, shard_batch
 from gtpo_jax.rollout import Actor, Policy, Stream, key_for
@@ -66,8 +67,8 @@ class Collector:
     """The next step's batch, written by the policy with `params` (and by the guide)."""
     began, policy = time.perf_counter(), self._actor.policy(params)
     if not self._settings.dynamic_sampling:
-      rollouts, verdicts, texts, judging = self._draw(params, policy)
-      correct, metrics = verdicts.correct, {}
+      rollouts, found, texts, judging = self._draw(params, policy)
+      verdicts, correct, metrics = found.verdicts, found.correct, found.metrics
       problems = self._batches[self._drawn - 1]
     else:
       groups, metrics, judging = self._fill(params, policy, say)
@@ -80,7 +81,7 @@ class Collector:
     metrics |= {"time/sample": time.perf_counter() - began - judging, "time/reward": judging}
     return Experience(rollouts, shard_batch(verdicts, self._actor.model.mesh), problems, texts, correct, metrics)
 
-  def _draw(self, params: Params, policy: Policy) -> tuple[Rollouts, Verdicts, list[list[str]], float]:
+  def _draw(self, params: Params, policy: Policy) -> tuple[Rollouts, Judgement, list[list[str]], float]:
     """Samples and judges the next generation batch; also the seconds that judging took."""
     config, actor, problems = self._config, self._actor, self._batches[self._drawn]
     key = key_for(config.seed, Stream.SAMPLE, self._drawn)
@@ -93,19 +94,18 @@ class Collector:
                                                      config.sampler))
     self._drawn += 1
     began = time.perf_counter()
-    completions = actor.judge(rollouts, problems)
-    verdicts = actor.verdicts(completions)
-    return rollouts, verdicts, completions.texts, time.perf_counter() - began
+    texts, found = actor.judged(rollouts, problems)
+    return rollouts, found, texts, time.perf_counter() - began
 
   def _fill(self, params: Params, policy: Policy, say: Callable[[str], None]) -> tuple[list[_Group], dict[str, float], float]:
     """Draws until there are n groups with contrast, those kept from the step before first (DAPO's dynamic sampling).
 
     Where `max_gen_batches` do not suffice, groups without contrast fill the batch up: their advantages are 0.
     """
-    n, good, spare, judging, drawn = self._n, self._kept, [], 0.0, []
+    n, good, spare, judging, drawn, parts = self._n, list(self._kept), [], 0.0, [], []
     for _ in range(self._config.batch.max_gen_batches):
-      groups, seconds = self._draw_groups(params, policy)
-      drawn, judging = drawn + groups, judging + seconds
+      groups, found, seconds = self._draw_groups(params, policy)
+      drawn, judging, parts = drawn + groups, judging + seconds, [*parts, found]
       for group in groups:
         (good if _has_contrast(group) else spare).append(group)
       if len(good) >= n:
@@ -120,15 +120,17 @@ class Collector:
     correct = _stack([group.verdicts.correct for group in drawn])
     metrics = {"reward/accuracy": float(correct.mean(where=own)), "groups/all_correct": float(correct.all(1, where=own).mean()),
                "groups/all_wrong": float((~correct).all(1, where=own).mean()), "groups/sampled": float(len(drawn)),
-               "groups/dropped": float(len(spare)), "groups/kept": float(len(self._kept)), "groups/short": float(short)}
+               "groups/dropped": float(len(spare)), "groups/kept": float(len(self._kept)), "groups/short": float(short),
+               **{name: float(np.nanmean([part[name] for part in parts])) for name in parts[0]}}
     return good[:n] + spare[len(spare) - short:], metrics, judging
 
-  def _draw_groups(self, params: Params, policy: Policy) -> tuple[list[_Group], float]:
-    """The next generation batch as groups on the host."""
+  def _draw_groups(self, params: Params, policy: Policy) -> tuple[list[_Group], dict[str, float], float]:
+    """The next generation batch as groups on the host; what judging said, and its seconds."""
     number, problems = self._drawn, self._batches[self._drawn]
-    rollouts, verdicts, texts, judging = self._draw(params, policy)
-    rollouts = fetch(rollouts).replace(stale=np.zeros(verdicts.correct.shape, bool))
-    return [_Group((number, i), problems[i], _row(rollouts, i), _row(verdicts, i), texts[i]) for i in range(self._n)], judging
+    rollouts, found, texts, judging = self._draw(params, policy)
+    rollouts, verdicts = fetch(rollouts).replace(stale=np.zeros(found.correct.shape, bool)), found.verdicts
+    groups = [_Group((number, i), problems[i], _row(rollouts, i), _row(verdicts, i), texts[i]) for i in range(self._n)]
+    return groups, found.metrics, judging
 
   def leftovers(self) -> dict[str, np.ndarray] | None:
     """What the next step needs of this one, as arrays of shapes that do not change; None without dynamic sampling."""

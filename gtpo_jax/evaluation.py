@@ -68,7 +68,8 @@ def evaluate(actor: Actor, policy: Policy, name: str, problems: Sequence[Problem
       part = list(problems[start:start + batch])
       filled = part + [part[-1]] * (batch - len(part))
       rollouts = actor.answer(policy, filled, jax.random.fold_in(key, start), group, how)
-      rows.append(actor.judge(rollouts, filled).correct[:len(part)])
+      _, found = actor.judged(rollouts, filled)
+      rows.append(found.correct[:len(part)])
     return np.concatenate(rows)
 
   return Evaluation(name, answers(samples, sampler), answers(1, Sampler(temperature=0.0))[:, 0])

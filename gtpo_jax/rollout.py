@@ -9,15 +9,15 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from gtpo_jax.arrays import Rollouts, Verdicts
+from gtpo_jax.arrays import Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.data.records import Problem
 from gtpo_jax.errors import UserError
+from gtpo_jax.judging import Judge, Judgement
 from gtpo_jax.models.folder import find
 from gtpo_jax.models.qwen2 import Params, Qwen2, Unstacked, param_shardings
 from gtpo_jax.parallel import fetch, make_mesh
-from gtpo_jax.rewards import VERIFIERS, group_relative, soft_overlong
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.filters import Sampler
 
@@ -41,7 +41,6 @@ class Completions:
   """What the host reads of one call's rollouts."""
 
   texts: list[list[str]]  # [n][g]
-  correct: np.ndarray     # bool[n, g]
   lengths: np.ndarray     # i32[n, g], tokens
   finished: np.ndarray    # bool[n, g], False where the length ran out
 
@@ -54,7 +53,7 @@ class Policy(NamedTuple):
 
 
 class Actor:
-  """A model on a mesh with its tokenizer: it answers problems, and its answers are judged."""
+  """A model on a mesh with its tokenizer: it answers problems, and has its answers judged."""
 
   def __init__(self, config: Config, max_tokens: int | None = None):
     self.chat: Chat = load_chat(find(config.model.path)) if config.model.path else load_chat()
@@ -65,8 +64,7 @@ class Actor:
                       f"{config.model.path or config.model.preset!r}; choose a larger model")
     self._max_prompt_tokens, self._max_tokens = config.data.max_prompt_tokens, max_tokens or config.sampling.max_tokens
     self.engine = self.engine_for(self.model)
-    self._data = config.data
-    self._algorithm, self._longest = config.algorithm_object, config.sampling.max_tokens
+    self._data, self.judge = config.data, Judge(config)
 
   def engine_for(self, model: Qwen2) -> Engine:
     """A sampler of `model` with this actor's tokenizer and limits."""
@@ -89,27 +87,18 @@ class Actor:
     prompts = [self.encode(problem) for problem in problems]
     return jax.block_until_ready(policy.engine.sample(policy.params, prompts, key, group=group, sampler=sampler))
 
-  def judge(self, rollouts: Rollouts, problems: Sequence[Problem]) -> Completions:
-    """Decodes and verifies: a completion is right if it stopped by itself and its verifier says so."""
+  def judged(self, rollouts: Rollouts, problems: Sequence[Problem]) -> tuple[list[list[str]], Judgement]:
+    """The completions as text [n][g], and what was found of them."""
+    read = self.read(rollouts)
+    return read.texts, self.judge(problems, read.texts, read.lengths, read.finished)
+
+  def read(self, rollouts: Rollouts) -> Completions:
+    """The completions on the host, as text."""
     tokens, mask, finished = fetch((rollouts.tokens, rollouts.mask, rollouts.finished))
-    texts = self.texts(tokens, mask)
-    verified = [[VERIFIERS[problem.kind](text, problem.answer, problem.extra) for text in row]
-                for problem, row in zip(problems, texts, strict=True)]
-    return Completions(texts, np.asarray(verified) & finished, mask.sum(-1), finished)
+    return Completions(self.texts(tokens, mask), mask.sum(-1), finished)
 
   def texts(self, tokens: np.ndarray, mask: np.ndarray) -> list[list[str]]:
     """Completions [n, g, t] as text, [n][g]."""
     n, g, _ = tokens.shape
     flat = self.chat.decode(tokens.reshape(n * g, -1), mask.reshape(n * g, -1))
     return [flat[i * g:(i + 1) * g] for i in range(n)]
-
-  def verdicts(self, completions: Completions) -> Verdicts:
-    """What the algorithm learns from, in host arrays: its rewards for right and wrong, its length penalty, and what counts."""
-    s, (wrong, right) = self._algorithm.settings, self._algorithm.recipe.rewards
-    reward = np.where(completions.correct, right, wrong).astype(np.float32)
-    counted = completions.finished if s.overlong_filter else np.ones(reward.shape, bool)
-    if s.length_penalty == "group_relative":
-      penalty = group_relative(completions.lengths, completions.correct, counted, s.gamma)
-    else:
-      penalty = soft_overlong(completions.lengths, self._longest, s.overlong_buffer)
-    return Verdicts(completions.correct, reward, penalty, counted)

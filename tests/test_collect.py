@@ -43,7 +43,7 @@ def config_of(name="dapo", **changes):
 @pytest.fixture(autouse=True)
 def coins(monkeypatch):
   """Verdicts of which a random model earns both kinds: the length's parity. (A completion that was cut off stays wrong.)"""
-  monkeypatch.setitem(VERIFIERS, "last_number", lambda completion, answer, extra: len(completion) % 2 == 0)
+  monkeypatch.setitem(VERIFIERS, "last_number", lambda completions, *_: [len(text) % 2 == 0 for text in completions])
 
 
 @functools.cache
@@ -83,7 +83,7 @@ def test_a_plain_batch_is_that_of_its_step():
   late = Collector(config, actor, training_problems(config, actor), NONE, drawn=2).collect(params, print)
   assert_equal(host(batches[2]), host(late))
   assert [problem.id for problem in late.problems] == [problem.id for problem in batches[2].problems]
-  assert batches[0].rollouts.stale is None and batches[0].metrics.keys() == {"time/sample", "time/reward"}
+  assert batches[0].rollouts.stale is None and batches[0].metrics.keys() == {"time/sample", "time/reward", "reward/no_verdict"}
   assert all(len(row) == G for row in batches[0].texts)
 
 

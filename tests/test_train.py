@@ -151,7 +151,7 @@ def test_no_compilation_after_warm_up():
     problems = [Problem(str(i), user("7" * rng.integers(1, 11)), "7", "last_number") for i in range(8)]
     widths.add(tuple(len(actor.chat.encode_prompt(problem.messages)) for problem in problems))
     rollouts = actor.answer(actor.policy(state.params), problems, jax.random.key(step), 4, config.sampler)
-    state, metrics = update(state, rollouts, shard_batch(actor.verdicts(actor.judge(rollouts, problems)), actor.model.mesh))
+    state, metrics = update(state, rollouts, shard_batch(actor.judged(rollouts, problems)[1].verdicts, actor.model.mesh))
     jax.device_get(metrics)
     counts.append(compile_count())
   assert len(widths) == 21 and counts[0] > 0
@@ -201,10 +201,10 @@ def test_judging(whole):
     tokens[0, i, :len(row)], mask[0, i, :len(row)] = row, True
   finished = np.array([[True, True, False, True]])
   rollouts = Rollouts(None, tokens, mask, None, None, finished)
-  completions = actor.judge(rollouts, [Problem("0", user("7+5:"), gold, "last_number")])
-  assert completions.texts == [texts]
-  np.testing.assert_array_equal(completions.correct, [[True, False, False, False]])
-  np.testing.assert_array_equal(completions.lengths, [[len(row) for row in ids]])
+  read, found = actor.judged(rollouts, [Problem("0", user("7+5:"), gold, "last_number")])
+  assert read == [texts]
+  np.testing.assert_array_equal(found.correct, [[True, False, False, False]])
+  np.testing.assert_array_equal(actor.read(rollouts).lengths, [[len(row) for row in ids]])
 
 
 def test_rewards_and_penalties_are_the_algorithms(whole):
@@ -212,7 +212,7 @@ def test_rewards_and_penalties_are_the_algorithms(whole):
   actor, problems = Actor(config), [Problem("0", user("1"), "1", "last_number")] * 4
   policy = actor.policy(init_params(actor.model, jax.random.key(0)))
   rollouts = actor.answer(policy, problems, jax.random.key(0), 2, Sampler())
-  verdicts = actor.verdicts(actor.judge(rollouts, problems))
+  verdicts = actor.judged(rollouts, problems)[1].verdicts
   assert set(np.unique(verdicts.reward)) <= {-1.0, 1.0}
   lengths = np.asarray(rollouts.lengths)
   np.testing.assert_allclose(verdicts.penalty, np.clip((18 - 8 - lengths) / 8, -1, 0))

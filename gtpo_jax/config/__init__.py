@@ -1,6 +1,6 @@
 """The configuration of a run."""
 from gtpo_jax.config.files import default_config, difference, freeze, load
-from gtpo_jax.config.sections import Config, DataSection, MeshSection, ModelSection, SamplingSection, flatten, to_dict
+from gtpo_jax.config.sections import Config, DataSection, MeshSection, ModelSection, RewardSection, SamplingSection, flatten, to_dict
 
-__all__ = ["Config", "DataSection", "MeshSection", "ModelSection", "SamplingSection", "default_config", "difference", "flatten", "freeze",
-           "load", "to_dict"]
+__all__ = ["Config", "DataSection", "MeshSection", "ModelSection", "RewardSection", "SamplingSection", "default_config", "difference",
+           "flatten", "freeze", "load", "to_dict"]

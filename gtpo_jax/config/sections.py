@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from gtpo_jax.models.presets import PRESETS, Lora, ModelConfig
 from gtpo_jax.sampling.filters import Sampler
 from gtpo_jax.training.state import OptimizerConfig
 
+MATH_RULES = ("math", "dapo")
 LEARNING = OptimizerConfig()
 IMITATION = OptimizerConfig(learning_rate=1.5e-3, schedule="cosine", warmup_steps=50, b2=0.99)
 
@@ -150,6 +152,43 @@ class FrozenSection:
 
 
 @dataclasses.dataclass(frozen=True)
+class RewardSection:
+  """How completions are judged.
+
+  Attributes:
+    parts: the reward as a weighted sum, as "correct*1,boxed*0.1,my_module:my_function*0.5"; "correct" is the algorithm's reward for
+      right and wrong. Each part is logged.
+    verifier: module:function that decides right and wrong, instead of the verifier of each problem's kind; "" for those.
+    math_rule: "math" (equivalence, by exact arithmetic and math-verify) or "dapo" (DAPO's own `Answer:` line, as a string).
+    timeout_s: seconds that one check may take; longer ones reach no verdict.
+  """
+
+  parts: str = "correct"
+  verifier: str = ""
+  math_rule: str = "math"
+  timeout_s: float = 5.0
+
+  def __post_init__(self):
+    if self.math_rule not in MATH_RULES:
+      raise UserError(f"reward.math_rule must be one of {', '.join(MATH_RULES)}, got {self.math_rule!r}")
+    if not 0 < self.timeout_s < float("inf"):
+      raise UserError(f"reward.timeout_s must be above 0 and finite, got {self.timeout_s}")
+    if not self.weighted:
+      raise UserError(f"reward.parts must name parts with finite weights, as correct*1,boxed*0.1; got {self.parts!r}")
+
+  @property
+  def weighted(self) -> list[tuple[str, float]]:
+    """The parts with their weights; empty where the text is none."""
+    pairs = [part.strip().partition("*") for part in self.parts.split(",")]
+    try:
+      weighted = [(name.strip(), float(weight) if star else 1.0) for name, star, weight in pairs]
+    except ValueError:
+      return []
+    good = all(name and math.isfinite(weight) for name, weight in weighted) and len({name for name, _ in weighted}) == len(weighted)
+    return weighted if good else []
+
+
+@dataclasses.dataclass(frozen=True)
 class EvalSection:
   """Held-out evaluation: before the first step, every so often, and at the end.
 
@@ -221,6 +260,7 @@ class Config:
   data: DataSection = DataSection()
   batch: BatchSection = BatchSection()
   sampling: SamplingSection = SamplingSection()
+  reward: RewardSection = RewardSection()
   algorithm: AlgorithmSection = AlgorithmSection()
   guide: FrozenSection = FrozenSection()
   reference: FrozenSection = FrozenSection()

@@ -1,0 +1,47 @@
+"""The verifiers by kind: each takes a whole batch, so that it may work on many completions side by side."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from gtpo_jax.rewards.arithmetic import countdown_correct, last_number_correct
+from gtpo_jax.rewards.math import extract, math_verdicts
+
+
+class Rules(Protocol):
+  """What verifiers read of a config."""
+
+  math_rule: str
+  timeout_s: float
+
+
+Verdicts = list[bool | None]
+Verifier = Callable[[Sequence[str], Sequence[str], Sequence[Mapping[str, Any]], Rules], Verdicts]
+
+
+def _last_number(completions: Sequence[str], answers: Sequence[str], extras: Sequence[Mapping[str, Any]], rules: Rules) -> Verdicts:
+  return [last_number_correct(text, answer) for text, answer in zip(completions, answers, strict=True)]
+
+
+def _countdown(completions: Sequence[str], answers: Sequence[str], extras: Sequence[Mapping[str, Any]], rules: Rules) -> Verdicts:
+  return [countdown_correct(text, extra["numbers"], int(answer)) for text, answer, extra in zip(completions, answers, extras, strict=True)]
+
+
+def _math(completions: Sequence[str], answers: Sequence[str], extras: Sequence[Mapping[str, Any]], rules: Rules) -> Verdicts:
+  return math_verdicts(completions, answers, rules.timeout_s, rule=rules.math_rule)
+
+
+VERIFIERS: dict[str, Verifier] = {"last_number": _last_number, "countdown": _countdown, "math": _math}
+
+
+def _boxed(prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str], extras: Sequence[Mapping[str, Any]]) -> list[float]:
+  return [float("\\boxed{" in text) for text in completions]
+
+
+def _answer_line(prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str],
+                 extras: Sequence[Mapping[str, Any]]) -> list[float]:
+  return [float("answer:" in text.lower() and extract(text) is not None) for text in completions]
+
+
+# Parts of a reward besides "correct": 1 where the completion has the form, else 0.
+PARTS: dict[str, Callable[..., list[float]]] = {"boxed": _boxed, "answer_line": _answer_line}
