@@ -1,0 +1,136 @@
+"""Verdicts and rewards: parts, users' functions and their faults. No silent zero."""
+import numpy as np
+import pytest
+
+from gtpo_jax.config import default_config, freeze
+from gtpo_jax.data.records import Problem, user
+from gtpo_jax.errors import UserError
+from gtpo_jax.judging import Judge, user_function
+from gtpo_jax.rewards import VERIFIERS
+
+PROBLEMS = [Problem("a", user("1+1?"), "2", "math"), Problem("b", user("12+3:"), "15", "last_number", {"hint": 7})]
+TEXTS = [[r"so \boxed{2}", "Answer: 3", "it is 2"], ["12+3=15", "12+3=5", "15"]]
+LENGTHS, FINISHED = np.array([[4, 5, 12], [3, 4, 5]]), np.array([[True, True, True], [True, True, False]])
+
+SEEN = []
+
+
+def shorter(prompts, completions, answers, extras):
+  SEEN.append((list(prompts), list(answers), list(extras)))
+  return [-len(text) / 10 for text in completions]
+
+
+def sometimes(prompts, completions, answers, extras):
+  return [None if "Answer" in text else float("nan") if text == "15" else True for text in completions]
+
+
+def raises(prompts, completions, answers, extras):
+  raise RuntimeError("no luck")
+
+
+def too_few(prompts, completions, answers, extras):
+  return [1.0]
+
+
+def words(prompts, completions, answers, extras):
+  return ["good"] * len(completions)
+
+
+not_a_function = 3
+
+
+def judge(name="gtpo", **changes):
+  config = default_config()
+  config.algorithm.name = name
+  with config.unlocked():
+    config.update_from_flattened_dict(changes)
+  return Judge(freeze(config))(PROBLEMS, TEXTS, LENGTHS, FINISHED)
+
+
+def test_each_kind_has_its_verifier_and_what_was_cut_off_is_wrong():
+  found = judge()
+  np.testing.assert_array_equal(found.correct, [[True, False, True], [True, False, False]])
+  assert found.reached.all() and found.counted.all() and found.metrics == {"reward/no_verdict": 0.0}
+  np.testing.assert_array_equal(found.reward, [[1, 0, 1], [1, 0, 0]])
+  np.testing.assert_array_equal(judge("dapo").reward, [[1, -1, 1], [1, -1, -1]])
+  assert found.reward.dtype == np.float32 and (found.penalty == 0).all()
+
+
+def test_parts_are_weighted_and_logged():
+  found = judge(**{"reward.parts": "correct*2,boxed*0.5,answer_line*-1,test_judging:shorter"})
+  text = [[-len(t) / 10 for t in row] for row in TEXTS]
+  expected = 2 * np.array([[1, 0, 1], [1, 0, 0]]) + 0.5 * np.array([[1, 0, 0], [0] * 3]) - np.array([[0, 1, 0], [0] * 3]) + np.array(text)
+  np.testing.assert_allclose(found.reward, expected, rtol=1e-6)
+  assert found.metrics["reward/part/boxed"] == pytest.approx(1 / 6) and found.metrics["reward/part/answer_line"] == pytest.approx(1 / 6)
+  assert found.metrics["reward/part/test_judging:shorter"] == pytest.approx(np.mean(text))
+  np.testing.assert_array_equal(found.correct, judge().correct)  # correct is not the shaped reward
+
+
+def test_what_a_users_function_is_given():
+  SEEN.clear()
+  judge(**{"reward.parts": "correct,test_judging:shorter"})
+  assert SEEN == [(["1+1?"] * 3 + ["12+3:"] * 3, ["2"] * 3 + ["15"] * 3, [{}] * 3 + [{"hint": 7}] * 3)]
+
+
+def test_no_verdict_is_masked_and_counted_never_a_zero(capfd):
+  found = judge(**{"reward.verifier": "test_judging:sometimes"})
+  np.testing.assert_array_equal(found.correct, [[True, False, True], [True, True, False]])
+  np.testing.assert_array_equal(found.counted, [[True, False, True], [True, True, True]])  # "15" was cut off: wrong without being asked
+  assert found.metrics["reward/no_verdict"] == 1
+  assert "it returned nan" in capfd.readouterr().err
+  part = judge(**{"reward.parts": "correct,test_judging:sometimes"})
+  np.testing.assert_array_equal(part.counted, [[True, False, True], [True, True, False]])
+  assert part.metrics["reward/no_verdict"] == 2
+
+
+@pytest.mark.parametrize(("name", "message"), [("raises", "RuntimeError: no luck"), ("too_few", "returned 1 values for 6 completions"),
+                                               ("words", "could not convert string to float")])
+def test_a_function_that_fails_leaves_all_out_and_is_shown_once(name, message, capfd):
+  config = default_config()
+  config.reward.verifier = f"test_judging:{name}"
+  judge = Judge(freeze(config))
+  for _ in range(3):
+    found = judge(PROBLEMS, TEXTS, LENGTHS, FINISHED)
+    assert not found.correct.any() and found.metrics["reward/no_verdict"] == 5  # the sixth was cut off, and is wrong
+    np.testing.assert_array_equal(found.counted, ~FINISHED)
+  err = capfd.readouterr().err
+  assert err.count(message) == 1 and f"reward function 'test_judging:{name}' failed" in err
+
+
+def test_penalties_and_filters():
+  np.testing.assert_allclose(judge(**{"sampling.max_tokens": 12, "algorithm.overlong_buffer": 10}).penalty,
+                             -np.clip((LENGTHS - 2) / 10, 0, 1), rtol=1e-6)
+  np.testing.assert_array_equal(judge(**{"algorithm.overlong_filter": True}).counted, FINISHED)
+  assert judge(**{"algorithm.length_penalty": "group_relative"}).penalty.shape == (2, 3)
+
+
+def test_daposs_own_rule():
+  found = judge(**{"reward.math_rule": "dapo"})
+  np.testing.assert_array_equal(found.correct[0], [False, False, False])  # no `Answer: 2` line anywhere
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("boxd", "is none of correct, boxed, answer_line, nor a function"), ("no_such_module:f", "cannot be imported: ModuleNotFoundError"),
+    ("test_judging:nothing", "cannot be imported: AttributeError"), ("test_judging:not_a_function", "is of type int and cannot be called"),
+    (":f", "nor a function")])
+def test_functions_that_are_none(name, message):
+  with pytest.raises(UserError, match=message):
+    user_function(name)
+
+
+@pytest.mark.parametrize(("field", "value", "message"), [
+    ("parts", "", "must name parts"), ("parts", "correct*x", "must name parts"), ("parts", "correct,correct", "must name parts"),
+    ("parts", "correct*nan", "must name parts"), ("math_rule", "dapoo", "one of math, dapo, got 'dapoo'"),
+    ("timeout_s", 0.0, "above 0 and finite, got 0.0")])
+def test_bad_reward_sections(field, value, message):
+  config = default_config()
+  config.reward[field] = value
+  with pytest.raises(UserError, match=message):
+    freeze(config)
+
+
+def test_every_verifier_keeps_order_and_length():
+  rules = default_config().reward
+  for name in ("math", "last_number"):
+    assert VERIFIERS[name](["2", "3", r"\boxed{2}"], ["2", "2", "2"], [{}] * 3, rules) == [True, False, True]
+    assert VERIFIERS[name]([], [], [], rules) == []
