@@ -27,6 +27,7 @@ setup(
         "transformers>=5.0,<6",
         "safetensors>=0.8",
         "pyarrow>=17",
+        "math-verify>=0.9,<0.10",
         "huggingface-hub>=1.0",
         "jinja2>=3.1",
         "grain>=0.2.16",

@@ -85,12 +85,7 @@ class Pool:
 
   def check_all(self, pairs: Iterable[tuple[str, str]], timeout_s: float | None = None) -> list[bool | None]:
     """The verdicts of (gold, answer) pairs in their order, checked side by side."""
-    futures = [self.submit(gold, answer, timeout_s) for gold, answer in pairs]
-    try:
-      return [future.result() for future in futures]
-    finally:  # an interrupt leaves nothing behind in the queue; a future that is done takes no notice
-      for future in futures:
-        future.cancel()
+    return wait_all([self.submit(gold, answer, timeout_s) for gold, answer in pairs])
 
   def pids(self) -> list[int]:
     """Process ids of the workers that live."""
@@ -220,6 +215,17 @@ def shared_pool(workers: int | None = None) -> Pool:
     if (key := workers or 0) not in _shared:
       _shared[key] = Pool(workers)
     return _shared[key]
+
+
+def wait_all(verdicts: Iterable[bool | Future | None]) -> list[bool | None]:
+  """The verdicts, waited for where they are still to come."""
+  verdicts = list(verdicts)
+  try:
+    return [verdict.result() if isinstance(verdict, Future) else verdict for verdict in verdicts]
+  finally:  # an interrupt leaves nothing behind in the queue; a future that is done takes no notice
+    for verdict in verdicts:
+      if isinstance(verdict, Future):
+        verdict.cancel()
 
 
 def close_pools() -> None:
