@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gtpo_jax.errors import UserError
 from gtpo_jax.rewards import math as rewards_math
+from gtpo_jax.rewards.exact import arithmetic
 from gtpo_jax.rewards.math import Undecided, compare, extract, gold_answer, math_correct, math_verdicts
 from gtpo_jax.rewards.pool import Pool
 
@@ -269,7 +270,7 @@ def test_two_numbers_are_equal_if_and_only_if_they_are(a, b, rng):
     lambda a, sign, b: f"({a}{sign}{b})", inner, st.sampled_from("+-*"), inner), max_leaves=12))
 def test_arithmetic_agrees_with_python(text):
   value = eval(text)
-  assert rewards_math._arithmetic(text) == value and compare(str(value), text) is True and compare(str(value + 1), text) is False
+  assert arithmetic(text) == value and compare(str(value), text) is True and compare(str(value + 1), text) is False
 
 
 @pytest.mark.parametrize(("text", "value"), [
@@ -284,7 +285,7 @@ def test_arithmetic_agrees_with_python(text):
     ("-2^2", -4),
 ])
 def test_arithmetic_by_hand(text, value):
-  assert rewards_math._arithmetic(text) == value
+  assert arithmetic(text) == value
 
 
 HOSTILE = {
