@@ -47,7 +47,8 @@ def main() -> None:
       Prompts(rng.integers(1, 8192, (N, P), np.int32), np.full(N, P, np.int32)), rng.integers(1, 8192, (N, G, T), np.int32),
       np.ones((N, G, T), bool), np.full((N, G, T), -9.0, np.float32), rng.gamma(1.0, 1.0, (N, G, T)).astype(np.float32),
       np.ones((N, G), bool))
-  batch = shard_batch((rollouts, Verdicts(correct, correct.astype(np.float32), np.zeros((N, G), np.float32))), model.mesh)
+  batch = shard_batch((rollouts, Verdicts(correct, correct.astype(np.float32), np.zeros((N, G), np.float32),
+                                          np.ones((N, G), bool))), model.mesh)
 
   def prepared(name: str) -> list:
     """[the update, its state, its seconds]."""

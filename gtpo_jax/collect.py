@@ -87,7 +87,7 @@ class Collector:
     key = key_for(config.seed, Stream.SAMPLE, self._drawn)
     rollouts = actor.answer(policy, problems, key, config.own_group, config.sampler)
     if self._rescore:
-      rollouts = rollouts.replace(rescored=self._rescore(params, rollouts))
+      rollouts = rollouts.replace(rescored=jax.block_until_ready(self._rescore(params, rollouts)))
     if self._frozen.guide:
       key = key_for(config.seed, Stream.GUIDE, self._drawn)
       rollouts = self._joined(rollouts, actor.answer(self._frozen.guide, problems, key, self._settings.guide_completions,
@@ -100,7 +100,8 @@ class Collector:
   def _fill(self, params: Params, policy: Policy, say: Callable[[str], None]) -> tuple[list[_Group], dict[str, float], float]:
     """Draws until there are n groups with contrast, those kept from the step before first (DAPO's dynamic sampling).
 
-    Where `max_gen_batches` do not suffice, groups without contrast fill the batch up: their advantages are 0.
+    Where `max_gen_batches` do not suffice, groups without contrast fill the batch up; they do not count. The metrics are of what was
+    sampled, not of the batch.
     """
     n, good, spare, judging, drawn, parts = self._n, list(self._kept), [], 0.0, [], []
     for _ in range(self._config.batch.max_gen_batches):
@@ -112,17 +113,24 @@ class Collector:
         break
     short = max(n - len(good), 0)
     if short:
-      say(f"dynamic sampling: {len(drawn)} groups sampled, batch.max_gen_batches = {self._config.batch.max_gen_batches} reached; "
-          f"{short} of {n} groups of this step carry no signal")
+      say(f"dynamic sampling: batch.max_gen_batches = {self._config.batch.max_gen_batches} reached, {len(drawn)} groups sampled, "
+          f"{len(spare)} without contrast; {n - short} of {n} groups "
+          f"of this step are trained on")
     self._kept = [dataclasses.replace(group, rollouts=group.rollouts.replace(stale=np.ones_like(group.rollouts.stale)))
                   for group in good[n:]]
     own = ~_stack([group.rollouts.guided for group in drawn]) if self._frozen.guide else True
     correct = _stack([group.verdicts.correct for group in drawn])
-    metrics = {"reward/accuracy": float(correct.mean(where=own)), "groups/all_correct": float(correct.all(1, where=own).mean()),
+    earned = _stack([group.verdicts.reward + group.verdicts.penalty for group in drawn])
+    metrics = {"reward/accuracy": float(correct.mean(where=own)), "reward/mean": float(earned.mean(where=own)),
+               "tokens/sampled": float(sum(group.rollouts.mask.sum() for group in drawn)),
+               "groups/all_correct": float(correct.all(1, where=own).mean()),
                "groups/all_wrong": float((~correct).all(1, where=own).mean()), "groups/sampled": float(len(drawn)),
                "groups/dropped": float(len(spare)), "groups/kept": float(len(self._kept)), "groups/short": float(short),
-               **{name: float(np.nanmean([part[name] for part in parts])) for name in parts[0]}}
-    return good[:n] + spare[len(spare) - short:], metrics, judging
+               **{name: float((np.nansum if name == "reward/no_verdict" else np.nanmean)([part[name] for part in parts]))
+                  for name in parts[0]}}
+    filler = [dataclasses.replace(group, verdicts=group.verdicts.replace(counted=np.zeros_like(group.verdicts.counted)))
+              for group in spare[len(spare) - short:]]
+    return good[:n] + filler, metrics, judging
 
   def _draw_groups(self, params: Params, policy: Policy) -> tuple[list[_Group], dict[str, float], float]:
     """The next generation batch as groups on the host; what judging said, and its seconds."""

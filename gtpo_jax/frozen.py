@@ -9,6 +9,7 @@ import jax
 
 from gtpo_jax.checkpoint import Checkpoints, open_run
 from gtpo_jax.config import Config, DataSection, MeshSection, ModelSection, SamplingSection
+from gtpo_jax.data.chat import load_chat
 from gtpo_jax.errors import UserError
 from gtpo_jax.models.folder import find, is_hf_folder, read_config
 from gtpo_jax.models.load import read_params
@@ -32,7 +33,7 @@ def load_frozen(config: Config, actor: Actor, workdir: Path) -> FrozenPolicies:
   settings, guide, reference = config.algorithm_object.settings, None, None
   if settings.guide_completions:
     model, params = _load(config.guide.path, config, actor, workdir)
-    engine = actor.engine_for(model)
+    engine = actor.engine_for(model, words=actor.chat.vocab_size)  # never a padding word, which the policy may not have
     guide = Policy(engine, engine.layout(params))
   if settings.kl_weight:
     reference = _load(config.reference.path, config, actor, workdir)
@@ -48,10 +49,16 @@ def check_frozen(config: Config, actor: Actor) -> None:
   for name, path in (("guide.path", config.guide.path), ("reference.path", config.reference.path)):
     if not path:
       continue
-    vocab = _architecture(find(path), actor).config.vocab_size
-    if vocab != actor.model.config.vocab_size:
-      raise UserError(f"{name} = {path!r} has a vocabulary of {vocab} tokens, the policy of {actor.model.config.vocab_size}; "
+    folder = find(path)
+    rows = _architecture(folder, actor).config.vocab_size  # more than the tokenizer has: Qwen2.5's sizes are padded differently
+    if rows < actor.chat.vocab_size:
+      raise UserError(f"{name} = {path!r} has a vocabulary of {rows} tokens, the policy's tokenizer of {actor.chat.vocab_size}; "
                       f"they must share a tokenizer")
+    if is_hf_folder(folder) and (folder / "tokenizer_config.json").exists():
+      theirs, ours = load_chat(folder).tokenizer.get_vocab(), actor.chat.tokenizer.get_vocab()
+      if different := sorted(word for word in ours if theirs.get(word) != ours[word]):
+        raise UserError(f"{name} = {path!r} has another tokenizer: {different[0]!r} and {len(different) - 1} other words differ; "
+                        f"they must share one")
 
 
 def base_params(config: Config, workdir: Path, model: Qwen2) -> Params | None:

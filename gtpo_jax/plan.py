@@ -17,8 +17,9 @@ from gtpo_jax.collect import batch_like
 from gtpo_jax.config import Config
 from gtpo_jax.errors import UserError, first_line, nearest
 from gtpo_jax.models.lora import merge_lora, without_lora
-from gtpo_jax.models.qwen2 import Params, Qwen2, sampling_layout
-from gtpo_jax.parallel import make_mesh, named_sharding
+from gtpo_jax.models.presets import DTYPES
+from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params, sampling_layout
+from gtpo_jax.parallel import axis_size, make_mesh, named_sharding
 from gtpo_jax.sampling.decode import generate
 from gtpo_jax.sampling.engine import completion_keys
 from gtpo_jax.training.micro_batches import check_divides
@@ -64,6 +65,8 @@ def plan(config: Config, topology: str) -> dict[str, Any]:
   with no_compile_cache():
     update_peak = peak_bytes(update.lower(state, rollouts, verdicts).compile())
     sample_peak = peak_bytes(jax.jit(sample).lower(state.params, rollouts.prompts, seed).compile()) + shard_bytes(state.opt_state)
+  rest = frozen_bytes(config, model)
+  update_peak, sample_peak = update_peak + rest, sample_peak + rest
   return {"topology": topology, "devices": len(devices), "hbm_bytes": memory,
           "params": sum(x.size for x in jax.tree.leaves(state.params)),
           "state.bytes": shard_bytes(state),
@@ -119,6 +122,15 @@ def model_flops(config: Config) -> int:
   tokens = prompts * config.data.max_prompt_tokens + prompts * config.batch.group * config.sampling.max_tokens
   length = config.data.max_prompt_tokens + config.sampling.max_tokens
   return 3 * tokens * (2 * c.matmul_params + 2 * c.layers * c.heads * c.head_dim * length)
+
+
+def frozen_bytes(config: Config, model: Qwen2) -> int:
+  """Bytes on one device of the reference and the guide, which rest beside the update and the sampler alike; each taken as large as the
+  policy, the guide in its compute type."""
+  settings, params = config.algorithm_object.settings, abstract_params(without_lora(model))
+  guide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, DTYPES[model.config.compute_dtype], sharding=x.sharding), params)
+  whole = axis_size(model.mesh, "embed")  # the guide's weights are gathered over fsdp
+  return (shard_bytes(params) if settings.kl_weight else 0) + (shard_bytes(guide) * whole if settings.guide_completions else 0)
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:

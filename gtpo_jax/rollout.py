@@ -66,9 +66,9 @@ class Actor:
     self.engine = self.engine_for(self.model)
     self._data, self.judge = config.data, Judge(config)
 
-  def engine_for(self, model: Qwen2) -> Engine:
-    """A sampler of `model` with this actor's tokenizer and limits."""
-    return Engine(model, self.chat.stop, self.chat.pad, self._max_prompt_tokens, self._max_tokens)
+  def engine_for(self, model: Qwen2, words: int | None = None) -> Engine:
+    """A sampler of `model` with this actor's tokenizer and limits, of its first `words` words alone where that is given."""
+    return Engine(model, self.chat.stop, self.chat.pad, self._max_prompt_tokens, self._max_tokens, words)
 
   def encode(self, problem: Problem) -> list[int]:
     """A problem's token ids, put as the config's system message and template say."""

@@ -98,7 +98,7 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
 
     refuse_non_finite(step + 1, metrics, checkpoints)
     metrics |= batch.metrics | {"time/update": ended - collected, "time/step": ended - began, "compiles": compile_count(),
-                                "tokens/s": metrics["tokens/completion"] / (ended - began)}
+                                "tokens/s": batch.metrics.get("tokens/sampled", metrics["tokens/completion"]) / (ended - began)}
     display.step(step + 1, metrics, line=step == start or (step + 1) % 5 == 0)
     journal.write(step + 1, metrics)
     for i in range(min(config.log.samples, len(batch.problems))):

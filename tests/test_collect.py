@@ -18,7 +18,7 @@ from gtpo_jax.problems import training_problems
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
 from gtpo_jax.rewards import VERIFIERS, group_relative
-from gtpo_jax.rollout import Actor, Stream, key_for
+from gtpo_jax.rollout import Actor, Policy, Stream, key_for
 from gtpo_jax.train import train
 from gtpo_jax.training.head import make_scorer
 
@@ -126,8 +126,9 @@ def test_at_the_limit_it_trains_on_what_there_is_and_says_so():
   _, (batch,) = collect(config_of(**{"batch.max_gen_batches": 1}), 1, said=said)
   good = int(contrast(batch).sum())
   assert 0 < good < N and batch.metrics["groups/short"] == N - good == batch.metrics["groups/dropped"]
-  assert said == [f"dynamic sampling: 8 groups sampled, batch.max_gen_batches = 1 reached; {N - good} of 8 groups of this step carry "
-                  "no signal"]
+  assert said == [f"dynamic sampling: batch.max_gen_batches = 1 reached, 8 groups sampled, {N - good} without contrast; {good} of 8 groups "
+                  "of this step are trained on"]
+  np.testing.assert_array_equal(np.asarray(batch.verdicts.counted).all(1), contrast(batch))
   assert batch.metrics["groups/all_wrong"] + batch.metrics["groups/all_correct"] == (N - good) / N
   assert batch.metrics["reward/accuracy"] == pytest.approx(batch.correct.mean())
 
@@ -288,10 +289,22 @@ def test_guides_that_cannot_serve_are_refused_before_anything_is_written(tmp_pat
       "model_type": "qwen2", "vocab_size": 9, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
       "num_key_value_heads": 2, "intermediate_size": 32, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6}))
   for path, message in ((tmp_path / "nobody", "no folder at"), (tmp_path / "empty", "no checkpoint in"),
-                        (other, "has a vocabulary of 9 tokens, the policy of 384")):
+                        (other, "has a vocabulary of 9 tokens, the policy's tokenizer of 384")):
     with pytest.raises(UserError, match=message):
       train(config_of("dapo_mixed", **{"guide.path": str(path)}), tmp_path / "run", Display(enabled=False))
   assert not (tmp_path / "run").exists()
+
+
+def test_a_guide_with_padding_words_never_writes_one(run_with_base):
+  """A guide with more rows than the tokenizer has words: what it writes, and how sure it was, is of the words alone."""
+  config = config_of("dapo_mixed")
+  actor, params = random_actor(config)
+  engine = actor.engine_for(actor.model, words=40)
+  problems = training_problems(config, actor)[0][0]
+  rollouts = actor.answer(Policy(engine, engine.layout(params)), [problems[i] for i in range(N)], jax.random.key(0), G, config.sampler)
+  tokens, mask = np.asarray(rollouts.tokens), np.asarray(rollouts.mask)
+  assert tokens[mask].max() < 40 and len(np.unique(tokens[mask])) > 20
+  assert np.asarray(rollouts.entropy)[mask].max() <= np.log(40) + 1e-4
 
 
 def test_configs_that_ask_for_what_is_not_read_are_refused():

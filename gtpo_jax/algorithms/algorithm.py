@@ -90,7 +90,12 @@ class Algorithm:
 
   def _contrast(self, mask: jax.Array, correct: jax.Array, guided: jax.Array | None) -> jax.Array:
     """`mask` without the groups that carry no signal, where the recipe asks for contrast."""
+    self._check_guided(guided)
     return mask & informative(correct, mask.any(-1), guided)[:, None, None] if self.recipe.contrast else mask
+
+  def _check_guided(self, guided: jax.Array | None) -> None:
+    if guided is not None and not self.settings.guide_completions:
+      raise UserError(f"algorithm {self.name!r} has no guide; leave `guided` out, or use 'dapo_mixed'")
 
   def token_weights(self, mask: jax.Array, correct: jax.Array | None = None, guided: jax.Array | None = None) -> jax.Array:
     """How much each token's objective counts, f32[n, g, t], made from the whole update batch.
@@ -101,6 +106,7 @@ class Algorithm:
         `lambda_zero` (2507.12931).
     """
     average = AVERAGES[self.settings.average]
+    self._check_guided(guided)
     if guided is None:
       return average(mask)
     apart = zero_reward(correct, mask.any(-1), guided)[:, None, None]
@@ -123,9 +129,11 @@ class Algorithm:
       logp_reference: f32[n, g, t], of the frozen reference; needed with `kl_weight`.
 
     Raises:
-      UserError: `kl_weight` is set and `logp_reference` is not given, or `tis_cap` and not `logp_sampler`.
+      UserError: `kl_weight` is set and `logp_reference` is not given, or `tis_cap` and not `logp_sampler`; or `guided` is given and
+        the recipe has no guide.
     """
     s = self.settings
+    self._check_guided(guided)
     for weight, given, name in (("kl_weight", logp_reference, "logp_reference"), ("tis_cap", logp_sampler, "logp_sampler")):
       if getattr(s, weight) and given is None:
         raise UserError(f"algorithm.{weight} = {getattr(s, weight)} needs {name}; give it, or set {weight} = 0")
@@ -146,12 +154,12 @@ class Algorithm:
     if s.tis_cap:
       trust = mismatch_weight(logp_old, logp_sampler, mask, s.tis_cap)
       objective *= trust
-      metrics["mismatch/weight"] = masked_mean(trust, mask)
+      metrics["mismatch/weight"] = masked_mean(trust, own)
     loss = -jnp.where(mask, weights * objective, 0.0).sum()
     if s.kl_weight:
-      divergence = k3(logp, logp_reference, mask)
-      loss += s.kl_weight * jnp.where(mask, weights * divergence, 0.0).sum()
-      metrics["kl/reference"] = masked_mean(divergence, mask)
+      divergence = k3(logp, logp_reference, own)  # an estimate on the policy's own tokens alone; on a guide's it explodes
+      loss += s.kl_weight * jnp.where(own, weights * divergence, 0.0).sum()
+      metrics["kl/reference"] = masked_mean(divergence, own)
     return loss, jax.lax.stop_gradient(metrics)
 
   def credit_metrics(self, **signals: Any) -> dict[str, jax.Array]:
@@ -178,11 +186,14 @@ def make(name: str, **overrides: Any) -> Algorithm:
     UserError (a ValueError): an unknown name or setting, with the nearest valid one, or a value out of its bounds.
   """
   if name not in RECIPES:
-    raise UserError(f"unknown algorithm {name!r}{nearest(name, RECIPES)}; valid are {', '.join(RECIPES)}")
+    raise UserError(f"unknown algorithm {name!r}{nearest(str(name), RECIPES)}; valid are {', '.join(RECIPES)}")
   settings = dict(RECIPES[name].settings)
   for key, value in overrides.items():
     if key not in settings:
       raise UserError(f"algorithm {name!r} has no setting {key!r}{nearest(key, settings)}; it reads {', '.join(settings)}")
     if value is None:
       raise UserError(f"algorithm.{key} must be given a value, got None; leave it out for the published {settings[key]!r}")
-  return Algorithm(name, Settings(**settings | overrides))
+  made = Settings(**settings | overrides)
+  if "gamma" in overrides and made.length_penalty != "group_relative":
+    raise UserError(f"algorithm.gamma = {made.gamma} is read by length_penalty = 'group_relative' alone; set that, or leave gamma out")
+  return Algorithm(name, made)

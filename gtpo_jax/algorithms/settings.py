@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import Any
 
 from gtpo_jax.algorithms.advantages import NORM_SCOPE
@@ -93,6 +94,8 @@ class Settings:
     if self.length_penalty == "group_relative" and self.overlong_buffer:
       raise UserError(f"algorithm.overlong_buffer = {self.overlong_buffer} is not read by length_penalty = 'group_relative'; "
                       f"leave one of them out")
+    if self.length_penalty == "r_length" and self.overlong_buffer == 0:
+      raise UserError("algorithm.length_penalty = 'r_length' needs overlong_buffer, the tokens before the limit over which it falls; got 0")
     if self.kappa and self.floor is not None and self.alpha1 is not None:
       end, least = self.alpha1 + self.alpha1 / self.kappa, self.floor * self.kappa / (self.kappa + 1)
       if self.alpha1 < least:
@@ -107,7 +110,7 @@ def _valid(name: str, value: Any) -> bool:
   if bound is bool or isinstance(value, bool):
     return bound is bool and isinstance(value, bool)
   test, _ = bound.check
-  return isinstance(value, int if bound.whole else (int, float)) and test(value)
+  return isinstance(value, numbers.Integral if bound.whole else numbers.Real) and bool(test(value))
 
 
 def _bound(name: str) -> str:
@@ -133,7 +136,8 @@ _OFF_OR_ABOVE_1 = _Number((lambda x: x == 0 or 1 < x < INFINITY, "above 1 and fi
 BOUNDS: dict[str, tuple[str, ...] | type | _Number] = {
     **dict.fromkeys(("alpha1", "alpha2", "alpha", "beta1", "beta2", "beta", "kappa", "floor", "kl_weight", "tis_cap", "lambda_zero"),
                     _AT_LEAST_0),
-    **dict.fromkeys(("h_floor", "eps_high", "guide_cap"), _ABOVE_0),
+    **dict.fromkeys(("eps_high", "guide_cap"), _ABOVE_0),
+    "h_floor": _Number((lambda x: 1e-30 <= x < INFINITY, "at least 1e-30 (its inverse must be a float32) and finite")),
     **dict.fromkeys(("sign_guard", "overlong_filter", "dynamic_sampling"), bool),
     "compare": tuple(dict.fromkeys(compare for compare, _ in COMPARE)),
     "scope": tuple(dict.fromkeys(scope for _, scope in COMPARE)),

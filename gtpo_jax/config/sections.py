@@ -145,7 +145,7 @@ class FrozenSection:
   """A policy that does not learn: the guide that writes completions, or the reference of the KL term.
 
   Attributes:
-    path: the workdir of a run (its newest checkpoint) or a Hugging Face folder; "" for the base model of this run.
+    path: the workdir of a run (its newest checkpoint at each start), a Hugging Face folder or hub id; "" for this run's base model.
   """
 
   path: str = ""

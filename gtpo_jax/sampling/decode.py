@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.arrays import Prompts, Rollouts
-from gtpo_jax.models.attention import KV
+from gtpo_jax.models.attention import KV, MASKED
 from gtpo_jax.models.qwen2 import Qwen2, Unstacked, decode_step, empty_cache, prefill
 from gtpo_jax.parallel import constrain
 from gtpo_jax.sampling.filters import Sampler
@@ -28,7 +28,7 @@ class Decoding(NamedTuple):
 
 
 def generate(model: Qwen2, params: Unstacked, prompts: Prompts, keys: jax.Array, stop: jax.Array, pad: jax.Array,
-             sampler: Sampler, max_tokens: int) -> Rollouts:
+             sampler: Sampler, max_tokens: int, words: int | None = None) -> Rollouts:
   """Samples one completion for each key.
 
   Args:
@@ -41,9 +41,10 @@ def generate(model: Qwen2, params: Unstacked, prompts: Prompts, keys: jax.Array,
     pad: i32[], the id written after the end.
     sampler: temperature and filters.
     max_tokens: the longest completion, stop token included.
+    words: only the first so many of the vocabulary are drawn from; None for all.
   """
   begun = begin(model, params, prompts, keys.shape[1], pad, max_tokens)
-  return rollouts(model, prompts, advance(model, params, prompts, begun, keys, stop, pad, sampler, jnp.int32(max_tokens)))
+  return rollouts(model, prompts, advance(model, params, prompts, begun, keys, stop, pad, sampler, jnp.int32(max_tokens), words))
 
 
 def begin(model: Qwen2, params: Unstacked, prompts: Prompts, g: int, pad: jax.Array, max_tokens: int) -> Decoding:
@@ -56,9 +57,11 @@ def begin(model: Qwen2, params: Unstacked, prompts: Prompts, g: int, pad: jax.Ar
 
 
 def advance(model: Qwen2, params: Unstacked, prompts: Prompts, begun: Decoding, keys: jax.Array, stop: jax.Array, pad: jax.Array,
-            sampler: Sampler, until: jax.Array) -> Decoding:
+            sampler: Sampler, until: jax.Array, words: int | None = None) -> Decoding:
   """Goes on until every completion has ended or has `until` tokens, i32[]. Other arguments as of `generate`."""
-  head = lambda hidden: model.apply({"params": params.outer}, hidden[:, :, 0], method="logits")
+  def head(hidden: jax.Array) -> jax.Array:
+    logits = model.apply({"params": params.outer}, hidden[:, :, 0], method="logits")
+    return logits if words in (None, logits.shape[-1]) else jnp.where(jnp.arange(logits.shape[-1]) < words, logits, MASKED)
 
   def going(loop: Decoding) -> jax.Array:
     return (loop.step < until) & ~loop.done.all()

@@ -40,12 +40,14 @@ class Engine:
   batches of other lengths compile nothing.
   """
 
-  def __init__(self, model: Qwen2, stop: Sequence[int], pad: int, max_prompt_tokens: int, max_tokens: int):
+  def __init__(self, model: Qwen2, stop: Sequence[int], pad: int, max_prompt_tokens: int, max_tokens: int,
+               words: int | None = None):
     self.model, self.pad = without_lora(model), pad
     self.max_prompt_tokens, self.max_tokens = max_prompt_tokens, max_tokens
     self._stop = jnp.asarray(sorted(stop), jnp.int32)
     self._layout = jax.jit(lambda params: sampling_layout(self.model, merge_lora(model, params)))
-    self._generate = jax.jit(functools.partial(_generate, self.model), static_argnames=("sampler", "group", "max_tokens"))
+    self._words = words
+    self._generate = jax.jit(functools.partial(_generate, self.model, words), static_argnames=("sampler", "group", "max_tokens"))
 
   def layout(self, params: Params) -> Unstacked:
     """The parameters as sampling wants them, adapters merged; make it once and sample many batches from it."""
@@ -76,19 +78,20 @@ class Engine:
     prompts = shard_batch(pad_prompts([prompt] * shards, self.max_prompt_tokens, self.pad), self.model.mesh)
     model, pad, keys = self.model, jnp.int32(self.pad), completion_keys(key, shards, group)
     begun = jax.jit(lambda params: begin(model, params, prompts, group, pad, self.max_tokens))(params)
-    more = jax.jit(lambda params, begun, until: advance(model, params, prompts, begun, keys, self._stop, pad, sampler, until),
+    more = jax.jit(lambda params, begun, until: advance(model, params, prompts, begun, keys, self._stop, pad, sampler, until, self._words),
                    donate_argnums=1)
     for until in range(chunk, self.max_tokens + chunk, chunk):
       begun = more(params, begun, jnp.int32(min(until, self.max_tokens)))
-      so_far = jax.tree.map(lambda x: x[:1], rollouts(model, prompts, begun))
+      so_far = jax.tree.map(lambda x: jnp.array(x[:1]), rollouts(model, prompts, begun))  # copies: `begun` is given away
       yield so_far
       if bool(so_far.finished.all()):
         return
 
 
-def _generate(model: Qwen2, params: Unstacked, prompts: Prompts, key: jax.Array, stop: jax.Array, pad: jax.Array, *,
+def _generate(model: Qwen2, words: int | None, params: Unstacked, prompts: Prompts, key: jax.Array, stop: jax.Array, pad: jax.Array, *,
               sampler: Sampler, group: int, max_tokens: int) -> Rollouts:
-  return generate(model, params, prompts, completion_keys(key, prompts.tokens.shape[0], group), stop, pad, sampler, max_tokens)
+  return generate(model, params, prompts, completion_keys(key, prompts.tokens.shape[0], group), stop, pad, sampler, max_tokens,
+                  words)
 
 
 def completion_keys(key: jax.Array, n: int, g: int) -> jax.Array:

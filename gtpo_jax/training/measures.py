@@ -9,7 +9,7 @@ from gtpo_jax.arrays import Rollouts, Verdicts, masked_mean
 
 def measure(rollouts: Rollouts, verdicts: Verdicts, advantages: jax.Array, loss_mask: jax.Array,
             log_probs: jax.Array) -> dict[str, jax.Array]:
-  """The diagnostics of a step, of the policy's own completions unless they say "guide".
+  """The diagnostics of a step, of the policy's own completions but for `guide/*`, `tokens/*` and `completions/*`.
 
   Args:
     rollouts, verdicts: the batch.
@@ -23,7 +23,7 @@ def measure(rollouts: Rollouts, verdicts: Verdicts, advantages: jax.Array, loss_
   mask, entropy = rollouts.mask & own[..., None], rollouts.entropy
   lengths = rollouts.lengths.astype(jnp.float32)
   right = jnp.broadcast_to(correct[..., None], mask.shape)
-  trained_right, trained_wrong = loss_mask & right, loss_mask & ~right
+  trained = loss_mask & own[..., None]
   mean_over = lambda x, where: jnp.where(where.any(), masked_mean(x, where), jnp.nan)  # no such token: no number, not a 0
   fresh = mask & ~stale[..., None]
   gap = jnp.where(fresh, (log_probs if rollouts.rescored is None else rollouts.rescored) - rollouts.log_probs, 0.0)
@@ -39,9 +39,9 @@ def measure(rollouts: Rollouts, verdicts: Verdicts, advantages: jax.Array, loss_
       "reward/accuracy": masked_mean(correct, own),
       "groups/all_correct": (correct | guided).all(1).mean(),
       "groups/all_wrong": (~correct | guided).all(1).mean(),
-      "advantage/correct": mean_over(advantages, trained_right),
-      "advantage/incorrect": mean_over(advantages, trained_wrong),
-      "advantage/sign_flips": masked_mean(jnp.where(right, advantages < 0, advantages > 0), loss_mask),
+      "advantage/correct": mean_over(advantages, trained & right),
+      "advantage/incorrect": mean_over(advantages, trained & ~right),
+      "advantage/sign_flips": masked_mean(jnp.where(right, advantages < 0, advantages > 0), trained),
       "mismatch/max_abs_logp": jnp.abs(gap).max(),
       "mismatch/kl": masked_mean(jnp.expm1(gap) - gap, fresh),  # k3 estimate of KL(sampler || trainer), >= 0
       "tokens/completion": rollouts.mask.sum(),

@@ -24,7 +24,7 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: optax.GradientTra
   """The update as one jitted function (state, rollouts, verdicts) -> (state, metrics); it consumes the state it is given.
 
   Advantages and token weights are made from the whole batch. Gradients are then summed over `micro_batches` parts of the
-  prompts, which gives the full batch's gradient whatever their number.
+  prompts, in float32, which gives the full batch's gradient whatever their number.
 
   Args:
     model: the architecture on its mesh.
@@ -69,10 +69,11 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: optax.GradientTra
 
     def add(total: Params, part: tuple) -> tuple[Params, jax.Array]:
       grads, log_probs = gradient(trained, part)
-      return jax.tree.map(jnp.add, total, grads), log_probs
+      return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, grads), log_probs
 
-    grads, log_probs = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, trained), split(batch, micro_batches, model))
-    return grads, join(log_probs)
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained)  # whatever the type of the parameters
+    total, log_probs = jax.lax.scan(add, zeros, split(batch, micro_batches, model))
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), total, trained), join(log_probs)
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
   return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))

@@ -66,9 +66,9 @@ def loss(x, s):
         seen["ratio/mean"].append(w)
       if s.get("tis_cap"):
         trust = min(math.exp(logp_old[i, j, k] - float(x["logp_sampler"][i, j, k])), s["tis_cap"])
-        seen["mismatch/weight"].append(trust)
+        seen["mismatch/weight"] += [] if from_guide else [trust]
         value *= trust
-      if s.get("kl_weight"):
+      if s.get("kl_weight") and not from_guide:
         log_r = float(x["logp_reference"][i, j, k]) - logp[i, j, k]
         seen["kl/reference"].append(math.exp(log_r) - 1 - log_r)
         value -= s["kl_weight"] * seen["kl/reference"][-1]

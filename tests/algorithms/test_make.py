@@ -1,6 +1,8 @@
 """What `make` gives and what it refuses."""
 import dataclasses
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import RECIPES, make
@@ -73,10 +75,10 @@ def test_alpha1_and_alpha2_of_the_clipped_form_sum_to_1(name):
     ("grpo_s", "ratio", "token", "one of arithmetic, geometric"),
     ("dapo", "average", "sequence", "one of token, completion, group, constant"),
     ("dapo", "length_penalty", "linear", "one of overlong, r_length, group_relative"),
-    ("gtpo", "h_floor", 0.0, "above 0 and finite"),
-    ("grpo_s", "h_floor", -0.01, "above 0 and finite"),
-    ("gtpo", "h_floor", float("nan"), "above 0 and finite"),
-    ("gtpo", "h_floor", float("inf"), "above 0 and finite"),  # every 1/H would be 0
+    ("gtpo", "h_floor", 0.0, "at least 1e-30 (its inverse must be a float32) and finite"),
+    ("grpo_s", "h_floor", -0.01, "at least 1e-30 (its inverse must be a float32) and finite"),
+    ("gtpo", "h_floor", float("nan"), "at least 1e-30 (its inverse must be a float32) and finite"),
+    ("gtpo", "h_floor", float("inf"), "at least 1e-30 (its inverse must be a float32) and finite"),  # every 1/H would be 0
     ("gtpo", "eps_low", 0.0, "in (0, 1)"),
     ("grpo", "eps_low", 1.0, "in (0, 1)"),
     ("dapo", "eps_low", float("nan"), "in (0, 1)"),
@@ -108,13 +110,34 @@ def test_a_bad_value_is_refused_with_the_value_and_the_bound(name, setting, valu
 
 @pytest.mark.parametrize(("name", "setting", "value"), [
     ("gtpo", "alpha1", 0), ("gtpo", "alpha2", 0.0), ("gtpo_v2", "kappa", 0), ("gtpo_v1_clipped", "floor", 0), ("grpo", "kl_weight", 0),
-    ("dapo", "dual_clip", 0), ("dapo", "dual_clip", 1.001), ("dapo", "eps_high", 5), ("dapo", "gamma", 1), ("dapo", "gamma", 0.501),
+    ("dapo", "dual_clip", 0), ("dapo", "dual_clip", 1.001), ("dapo", "eps_high", 5),
     ("dapo_forking", "forking_share", 1), ("dapo_forking", "forking_share", 1e-9), ("gtpo", "eps_low", 0.28),
     ("gtpo", "h_floor", 1e-9), ("dapo", "overlong_buffer", 0), ("dapo_mixed", "guide_completions", 1), ("dapo_mixed", "lambda_zero", 0),
-    ("dapo", "length_penalty", "r_length"), ("dapo", "average", "group"), ("gtpo", "sign_guard", True),
+    ("dapo", "length_penalty", "group_relative"), ("dapo", "average", "group"), ("gtpo", "sign_guard", True),
 ])
 def test_the_ends_of_the_bounds_are_allowed(name, setting, value):
   assert getattr(make(name, **{setting: value}).settings, setting) == value
+
+
+def test_numbers_of_numpy_are_numbers():
+  assert make("gtpo", alpha2=np.float32(0.25), overlong_buffer=np.int64(4)).settings.overlong_buffer == 4
+
+
+def test_settings_that_would_not_be_read_are_refused():
+  assert make("dapo", gamma=1, length_penalty="group_relative").settings.gamma == 1
+  with pytest.raises(UserError, match="is read by length_penalty = 'group_relative' alone"):
+    make("dapo", gamma=0.6)
+  with pytest.raises(UserError, match="needs overlong_buffer"):
+    make("dapo", length_penalty="r_length")
+
+
+def test_a_guide_that_the_recipe_does_not_have_is_refused():
+  mask, flags = jnp.ones((1, 2, 3), bool), jnp.asarray([[True, False]])
+  gtpo = make("gtpo")
+  for call in (lambda: gtpo.token_weights(mask, flags, flags), lambda: gtpo.loss_mask(entropy=jnp.ones((1, 2, 3)), mask=mask, correct=flags,
+                                                                                      guided=flags)):
+    with pytest.raises(UserError, match="'gtpo' has no guide"):
+      call()
 
 
 def test_every_setting_has_a_bound_and_every_recipe_reads_known_settings():
