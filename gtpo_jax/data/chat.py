@@ -2,19 +2,23 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gtpo_jax.errors import UserError, first_line
+from gtpo_jax.files import inside, read_json
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_DIR = Path(__file__).parent / "tokenizer"
+
+# What a tokenizer may be read from.
+FILES = ("tokenizer_config.json", "tokenizer.json", "config.json", "generation_config.json", "vocab.json", "merges.txt",
+         "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "tokenizer.model")
 
 Messages = Sequence[dict[str, str]]
 
@@ -81,10 +85,18 @@ def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
   import transformers
   transformers.logging.set_verbosity_error()
   path = Path(path)
-  if not (path / "tokenizer_config.json").is_file():
+  if not (path / "tokenizer_config.json").exists():
     raise UserError(f"no tokenizer in {str(path)!r}: it has no tokenizer_config.json")
-  if "auto_map" in _read(path / "tokenizer_config.json"):
-    raise UserError(f"the tokenizer in {str(path)!r} asks for code of its own (auto_map); nothing of a model folder is executed here")
+  present = [name for name in FILES if (path / name).exists()]
+  for name in present:
+    inside(path, name)
+  for name in ("tokenizer_config.json", "config.json"):
+    if name in present and "auto_map" in read_json(path, name):
+      raise UserError(f"{name} in {str(path)!r} asks for code of its own (auto_map); nothing of a model folder is executed here")
+  ends = read_json(path, "generation_config.json").get("eos_token_id") if "generation_config.json" in present else None
+  ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+  if any(not isinstance(end, int) or isinstance(end, bool) for end in ends):
+    raise UserError(f"generation_config.json in {str(path)!r} has eos_token_id = {ends!r}; it must be a token id or a list of them")
   try:
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
   except Exception as error:  # transformers, tokenizers and JSON each have their own
@@ -93,16 +105,4 @@ def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
     raise UserError(f"the tokenizer in {str(path)!r} has no eos_token, so that no completion would end")
   if not tokenizer.chat_template:
     raise UserError(f"the tokenizer in {str(path)!r} has no chat template; put one into its tokenizer_config.json or chat_template.jinja")
-  ends = _read(path / "generation_config.json").get("eos_token_id") or []
-  return Chat(tokenizer, [ends] if isinstance(ends, int) else ends)
-
-
-def _read(file: Path) -> dict[str, Any]:
-  """A JSON object; empty where there is no such file."""
-  try:
-    values = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-  except (OSError, ValueError) as error:
-    raise UserError(f"{str(file)!r} is not valid JSON: {first_line(error)}") from error
-  if not isinstance(values, dict):
-    raise UserError(f"{str(file)!r} holds {type(values).__name__}, not an object")
-  return values
+  return Chat(tokenizer, ends)

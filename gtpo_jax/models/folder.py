@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_jax.errors import UserError, first_line
+from gtpo_jax.files import printable, read_json
 from gtpo_jax.models.presets import ModelConfig, Yarn
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -26,10 +27,14 @@ def find(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     UserError: no such folder, and no such model in the cache or at the hub.
   """
   folder = Path(name)
-  if folder.is_dir():
-    return folder
-  if folder.exists() or folder.parent.is_dir() or not HUB_ID.fullmatch(name):  # runs/misspelt is no hub id where runs/ is a folder
-    raise UserError(f"no folder at {name!r}; name the workdir of a run, a model folder, or a hub id as Qwen/Qwen2.5-0.5B")
+  try:
+    if folder.is_dir():
+      return folder
+    taken = folder.exists() or folder.parent.is_dir()  # runs/misspelt is no hub id where runs/ is a folder
+  except (OSError, ValueError):  # too long for a path, or with a NUL
+    taken = True
+  if taken or not HUB_ID.fullmatch(name):
+    raise UserError(f"no folder at {name[:200]!r}; name the workdir of a run, a model folder, or a hub id as Qwen/Qwen2.5-0.5B")
   from huggingface_hub import snapshot_download
   from huggingface_hub.utils import disable_progress_bars
   disable_progress_bars()
@@ -43,42 +48,10 @@ def find(name: str, files: Sequence[str] = HUB_FILES) -> Path:
 def is_hf_folder(folder: Path) -> bool:
   """Whether a folder's config.json is a Hugging Face model's (a run's workdir has one too)."""
   try:
-    return "model_type" in json.loads((folder / "config.json").read_text())
-  except (OSError, ValueError):
+    values = json.loads((folder / "config.json").read_text())
+  except (OSError, ValueError, RecursionError):
     return False
-
-
-def read_json(folder: Path, name: str) -> dict[str, Any]:
-  """An object from a JSON file of the folder.
-
-  Raises:
-    UserError: it is not there, leads out of the folder, or is not a JSON object.
-  """
-  file = inside(folder, name)
-  try:
-    values = json.loads(file.read_text(encoding="utf-8"))
-  except OSError as error:
-    raise UserError(f"no {name} in {str(folder)!r} that can be read ({error.strerror})") from error
-  except (ValueError, RecursionError) as error:
-    raise UserError(f"{str(file)!r} is not valid JSON: {first_line(error)}") from error
-  if not isinstance(values, dict):
-    raise UserError(f"{str(file)!r} holds {type(values).__name__}, not an object")
-  return values
-
-
-def inside(folder: Path, name: str) -> Path:
-  """The file `name` of a folder; the hub's cache keeps its files behind links of its own, other links must not leave the folder.
-
-  Raises:
-    UserError: the name or a link leads elsewhere.
-  """
-  if not name or Path(name).name != name or name in (".", ".."):
-    raise UserError(f"{name!r}, named in {str(folder)!r}, is not the name of a file in it")
-  file, home = folder / name, folder.resolve()
-  cached = home.parent.name == "snapshots" and (home.parent.parent / "blobs").is_dir()
-  if not file.resolve().is_relative_to(home.parent.parent if cached else home):
-    raise UserError(f"{str(file)!r} is a link out of its folder; copy the file itself")
-  return file
+  return isinstance(values, dict) and "model_type" in values
 
 
 def read_config(folder: Path, dtype: str) -> ModelConfig:
@@ -95,41 +68,59 @@ def read_config(folder: Path, dtype: str) -> ModelConfig:
   for key, expected in {"use_sliding_window": False, "hidden_act": "silu", "attention_dropout": 0.0}.items():
     if values.get(key, expected) != expected:
       raise UserError(f"{where!r} has {key} = {values[key]!r}; this port computes {expected!r} alone")
-  need = {"vocab_size": int, "hidden_size": int, "num_hidden_layers": int, "num_attention_heads": int, "intermediate_size": int,
-          "rms_norm_eps": float}
-  for key, kind in need.items():
-    if not _is(values.get(key), kind):
-      raise UserError(f"{where!r} has {key} = {values.get(key)!r}; it must be a {'whole ' if kind is int else ''}number")
-  heads = values["num_attention_heads"]
-  head_dim = values.get("head_dim") or (values["hidden_size"] // heads if heads > 0 else 0)
-  theta, yarn = _rope(values, where)
+  sizes = {key: _number(values, key, where, int) for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+                                                             "intermediate_size")}
+  heads, eps = sizes["num_attention_heads"], _number(values, "rms_norm_eps", where, float)
+  kv_heads = _number(values, "num_key_value_heads", where, int, heads)
+  head_dim = _number(values, "head_dim", where, int, sizes["hidden_size"] // heads if heads > 0 else 0)
+  context = _number(values, "max_position_embeddings", where, int, 32768)
+  tied = values.get("tie_word_embeddings", False)
+  if not isinstance(tied, bool):
+    raise UserError(f"{where!r} has tie_word_embeddings = {tied!r}; it must be true or false")
+  if not 0 < eps < float("inf"):
+    raise UserError(f"{where!r} has rms_norm_eps = {eps}; it must be above 0 and finite")
+  if (kinds := values.get("layer_types")) and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+    raise UserError(f"{where!r} has layer_types other than full_attention; this port computes that alone")
+  theta, yarn = _rope(values, where, context)
   return ModelConfig(
-      vocab_size=values["vocab_size"], width=values["hidden_size"], layers=values["num_hidden_layers"], heads=heads,
-      kv_heads=values.get("num_key_value_heads") or heads, head_dim=head_dim, mlp=values["intermediate_size"],
-      tied=bool(values.get("tie_word_embeddings", False)), rope_theta=theta, norm_eps=float(values["rms_norm_eps"]),
-      context=values.get("max_position_embeddings") or 32768, yarn=yarn, param_dtype=dtype, compute_dtype=dtype)
+      vocab_size=sizes["vocab_size"], width=sizes["hidden_size"], layers=sizes["num_hidden_layers"], heads=heads, kv_heads=kv_heads,
+      head_dim=head_dim, mlp=sizes["intermediate_size"], tied=tied, rope_theta=theta, norm_eps=eps, context=context, yarn=yarn,
+      param_dtype=dtype, compute_dtype=dtype)
 
 
-def _rope(values: dict[str, Any], where: str) -> tuple[float, Yarn | None]:
+def _rope(values: dict[str, Any], where: str, context: int) -> tuple[float, Yarn | None]:
   """Theta and YaRN, from `rope_scaling` beside `rope_theta` or from the newer `rope_parameters`."""
+  for key in ("rope_parameters", "rope_scaling"):
+    if not isinstance(values.get(key) or {}, dict):
+      raise UserError(f"{where!r} has {key} = {values[key]!r}; it must be an object")
   rope = values.get("rope_parameters") or {}
   scaling = values.get("rope_scaling") or rope
-  theta = values.get("rope_theta") or rope.get("rope_theta") or 10000.0  # what transformers takes where none is said
+  theta = _number({"rope_theta": values.get("rope_theta") or rope.get("rope_theta")}, "rope_theta", where, float, 10000.0)
   kind = scaling.get("rope_type") or scaling.get("type") or "default"
-  if not _is(theta, float) or theta <= 1:
-    raise UserError(f"{where!r} has rope_theta = {theta!r}; it must be a number above 1")
+  if not 1 < theta < float("inf"):
+    raise UserError(f"{where!r} has rope_theta = {theta!r}; it must be above 1 and finite")
   if kind == "default":
-    return float(theta), None
+    return theta, None
   if kind != "yarn":
     raise UserError(f"{where!r} has RoPE scaling of type {kind!r}; this port computes 'yarn' and plain angles")
   known = {"type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}
   if unknown := sorted(scaling.keys() - known):
-    raise UserError(f"{where!r} has YaRN settings that this port does not compute: {', '.join(unknown)}")
+    raise UserError(f"{where!r} has YaRN settings that this port does not compute: {', '.join(map(printable, unknown))}")
   if not _is(scaling.get("factor"), float):
     raise UserError(f"{where!r} has YaRN without a factor")
-  original = scaling.get("original_max_position_embeddings") or values.get("max_position_embeddings")
-  return float(theta), Yarn(float(scaling["factor"]), original, scaling.get("beta_fast") or 32.0, scaling.get("beta_slow") or 1.0,
-                            scaling.get("attention_factor"))
+  attention = _number(scaling, "attention_factor", where, float, 0.0)
+  return theta, Yarn(_number(scaling, "factor", where, float), _number(scaling, "original_max_position_embeddings", where, int, context),
+                     _number(scaling, "beta_fast", where, float, 32.0), _number(scaling, "beta_slow", where, float, 1.0), attention or None)
+
+
+def _number(values: dict[str, Any], key: str, where: str, kind: type, default: float | None = None) -> Any:
+  """A number of config.json; `default` where it is absent or null."""
+  value = values.get(key)
+  if value is None and default is not None:
+    return default
+  if not _is(value, kind):
+    raise UserError(f"{where!r} has {key} = {value!r}; it must be a {'whole ' if kind is int else ''}number")
+  return kind(value)
 
 
 def _is(value: Any, kind: type) -> bool:

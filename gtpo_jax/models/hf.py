@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from gtpo_jax.errors import UserError
+from gtpo_jax.files import printable
 from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
 from gtpo_jax.parallel import fetch
 
@@ -45,6 +46,8 @@ def params_from_hf(model: Qwen2, tensors: Mapping[str, Any]) -> Params:
     UserError: a tensor is missing, left over, or of another shape; all names are listed.
   """
   shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+  if model.config.layers > len(shapes):  # before the names of a billion layers are listed
+    raise UserError(f"num_hidden_layers = {model.config.layers}, but there are {len(shapes)} tensors in all; some are missing")
   entries = list(_entries(model))
   expected = {name: shape for name, shape, *_ in entries}
   tied_head = {"lm_head.weight"} if model.config.tied else set()  # some files carry the tied head a second time
@@ -53,7 +56,7 @@ def params_from_hf(model: Qwen2, tensors: Mapping[str, Any]) -> Params:
            if name in shapes and shapes[name] != shape]
   for what, names in (("missing", missing), ("not of this architecture", extra), ("of the wrong shape", wrong)):
     if names:
-      raise UserError(f"{len(names)} tensor(s) {what}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}")
+      raise UserError(f"{len(names)} tensor(s) {what}: {', '.join(map(printable, names[:8]))}{' ...' if len(names) > 8 else ''}")
 
   sources: dict[tuple[str, ...], list[str]] = {}
   for name, _, path, _, _ in entries:

@@ -15,7 +15,8 @@ import safetensors
 from jax.sharding import Mesh
 
 from gtpo_jax.errors import UserError, first_line
-from gtpo_jax.models.folder import find, inside, read_config, read_json
+from gtpo_jax.files import inside, printable, read_json
+from gtpo_jax.models.folder import find, read_config
 from gtpo_jax.models.hf import params_from_hf
 from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.qwen2 import Params, Qwen2
@@ -77,7 +78,7 @@ def _tensors(folder: Path) -> dict[str, _Tensor]:
   for file, promised in _files(folder):
     here = _header(file)
     if promised is not None and (missing := sorted(promised - here.keys())):
-      raise UserError(f"{INDEX} says that {file.name} holds {', '.join(missing[:4])}, but it does not")
+      raise UserError(f"{INDEX} says that {file.name} holds {', '.join(map(printable, missing[:4]))}, but it does not")
     for name, entry in here.items():
       if name in found:
         raise UserError(f"tensor {name!r} is in {found[name].file.name} and again in {file.name}")
@@ -89,7 +90,7 @@ def _tensors(folder: Path) -> dict[str, _Tensor]:
 
 def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
   """The safetensors files of a folder, each with the names that the index promises of it."""
-  if (folder / INDEX).exists():
+  if (folder / INDEX).exists() or (folder / INDEX).is_symlink():
     weight_map = read_json(folder, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(file, str) for file in weight_map.values()):
       raise UserError(f"{str(folder / INDEX)!r} has no weight_map from tensors to files")

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 
@@ -31,8 +32,10 @@ class Yarn:
   attention_factor: float | None = None
 
   def __post_init__(self):
-    if not (self.factor >= 1 and self.original >= 1 and self.beta_fast > self.beta_slow > 0):
-      raise UserError(f"YaRN needs factor >= 1, original >= 1 and beta_fast > beta_slow > 0, got {self}")
+    finite = all(math.isfinite(x) for x in (self.factor, self.beta_fast, self.attention_factor or 1.0))
+    ordered = self.factor >= 1 and self.original >= 1 and self.beta_fast > self.beta_slow > 0 and (self.attention_factor or 1) > 0
+    if not (finite and ordered):
+      raise UserError(f"YaRN needs factor >= 1, original >= 1, beta_fast > beta_slow > 0, attention_factor > 0, all finite; got {self}")
 
 
 @dataclasses.dataclass(frozen=True)

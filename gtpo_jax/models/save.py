@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -114,7 +115,11 @@ def _write_weights(model: Qwen2, params: Params, out: Path, dtype: str, shard_by
   weight_map = {}
   for i, names in enumerate(shards):
     file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-    tensors = {name: x.astype(DTYPES[dtype]) for name, x in hf_from_params(model, params, set(names)).items()}
+    with np.errstate(over="ignore"):  # what does not fit is found below
+      tensors = {name: x.astype(DTYPES[dtype]) for name, x in hf_from_params(model, params, set(names)).items()}
+    for name, x in tensors.items():
+      if not np.isfinite(x).all():
+        raise UserError(f"tensor {name} holds values that {dtype} cannot; save it as float32 or bfloat16")
     if jax.process_index() == 0:
       _write_tensors(out / file, tensors)
     weight_map |= dict.fromkeys(names, file)
@@ -126,11 +131,12 @@ def _write_weights(model: Qwen2, params: Params, out: Path, dtype: str, shard_by
 @contextlib.contextmanager
 def _whole(folder: Path) -> Iterator[Path]:
   """A folder to write into that appears as `folder`, with its manifest, when all is written; nothing is left of it else."""
+  folder = Path(os.path.abspath(folder))  # "." has no name to be renamed to
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise UserError(f"{str(folder)!r} holds something already; name a new folder")
   try:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for old in folder.parent.glob(f".{folder.name}.partial-*"):
+    for old in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
       shutil.rmtree(old)  # of an export that was killed
     out = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     out.mkdir()
@@ -138,7 +144,7 @@ def _whole(folder: Path) -> Iterator[Path]:
     raise UserError(f"cannot write {str(folder)!r}: {error.strerror}") from error
   try:
     yield out
-    names = sorted(file.name for file in out.iterdir())
+    names = sorted(str(file.relative_to(out)) for file in out.rglob("*") if file.is_file())
     (out / MANIFEST).write_text("".join(f"{_sha256(out / name)}  {name}\n" for name in names))
     out.replace(folder)
   except OSError as error:
