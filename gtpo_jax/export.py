@@ -13,6 +13,7 @@ from gtpo_jax.config import Config, flatten, to_dict
 from gtpo_jax.errors import UserError
 from gtpo_jax.frozen import open_policy
 from gtpo_jax.models import save, save_adapter
+from gtpo_jax.models.folder import is_hf_folder
 from gtpo_jax.reporting.journal import read_jsonl
 
 PACKAGES = ("gtpo_jax", "jax", "flax", "optax", "transformers")
@@ -32,6 +33,8 @@ def export(workdir: Path, out: Path, command: str, step: int | None = None, dtyp
   Raises:
     UserError: no such checkpoint, or a folder that holds something already.
   """
+  if is_hf_folder(workdir):
+    raise UserError(f"{str(workdir)!r} is a Hugging Face folder already; --workdir is the folder of a `gtpo train`")
   actor, config, params, step = open_policy(workdir, step)
   card = {"README.md": model_card(config, step, read_jsonl(workdir / "metrics.jsonl"), command)}
   if adapter:

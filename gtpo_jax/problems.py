@@ -11,7 +11,7 @@ from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.data.sources import Loaded, load_source
 from gtpo_jax.data.tasks import TASKS, TaskPart, make_task
 from gtpo_jax.errors import UserError
-from gtpo_jax.rewards import VERIFIERS
+from gtpo_jax.rewards import VERIFIERS, sandbox_problem
 from gtpo_jax.rollout import Actor
 
 
@@ -54,6 +54,8 @@ def _problems(config: Config, actor: Actor, name: str, held_out: bool, say: Call
     if problem.kind not in VERIFIERS:
       raise UserError(f"{name!r}: problem {problem.id} is of kind {problem.kind!r}, for which there is no verifier; valid are "
                       f"{', '.join(VERIFIERS)}")
+  if any(problem.kind == "code" for problem in fitting) and (problem := sandbox_problem()):
+    raise UserError(f"{name!r} holds programs to be run, and there is no sandbox here: {problem}")
   if not fitting:
     raise UserError(f"{name!r} holds no problem within data.max_prompt_tokens = {data.max_prompt_tokens}")
   say(loaded.summary(name) + (f", {long} too long" if long else ""))

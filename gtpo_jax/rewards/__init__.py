@@ -1,7 +1,10 @@
 """Verifiers: text in, verdict out. No JAX here."""
 from gtpo_jax.rewards.arithmetic import countdown_correct, last_number_correct
+from gtpo_jax.rewards.code import code_correct, run_code
 from gtpo_jax.rewards.length import group_relative, soft_overlong
-from gtpo_jax.rewards.math import math_correct
+from gtpo_jax.rewards.math import math_correct, math_verdicts
+from gtpo_jax.rewards.sandbox import sandbox_problem
 from gtpo_jax.rewards.verifiers import PARTS, VERIFIERS
 
-__all__ = ["PARTS", "VERIFIERS", "countdown_correct", "group_relative", "last_number_correct", "math_correct", "soft_overlong"]
+__all__ = ["PARTS", "VERIFIERS", "code_correct", "countdown_correct", "group_relative", "last_number_correct", "math_correct",
+           "math_verdicts", "run_code", "sandbox_problem", "soft_overlong"]

@@ -2,10 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from gtpo_jax.rewards.arithmetic import countdown_correct, last_number_correct
+from gtpo_jax.rewards.code import code_correct
 from gtpo_jax.rewards.math import extract, math_verdicts
+
+SANDBOXES = 16  # at once
 
 
 class Rules(Protocol):
@@ -31,7 +35,12 @@ def _math(completions: Sequence[str], answers: Sequence[str], extras: Sequence[M
   return math_verdicts(completions, answers, rules.timeout_s, rule=rules.math_rule)
 
 
-VERIFIERS: dict[str, Verifier] = {"last_number": _last_number, "countdown": _countdown, "math": _math}
+def _code(completions: Sequence[str], answers: Sequence[str], extras: Sequence[Mapping[str, Any]], rules: Rules) -> Verdicts:
+  with ThreadPoolExecutor(max_workers=SANDBOXES) as threads:  # each waits for a process of its own
+    return list(threads.map(code_correct, completions, extras))
+
+
+VERIFIERS: dict[str, Verifier] = {"last_number": _last_number, "countdown": _countdown, "math": _math, "code": _code}
 
 
 def _boxed(prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str], extras: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -88,7 +88,6 @@ def test_eight_devices_stream_the_same(built):
 
 def test_what_was_yielded_stays_readable(built):
   """The loop's buffers are given away to the next part; what the caller holds must not be among them."""
-  # BUG: `finished` is the loop's own `done`, which the next part is given (engine.py, donate_argnums): it is deleted.
   engine, layout = built
   parts = list(engine.stream(layout, PROMPT, jax.random.key(4), group=3, sampler=Sampler(), chunk=1))
   assert len(parts) > 2

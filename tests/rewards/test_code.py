@@ -1,0 +1,264 @@
+import gzip
+import json
+import math
+import os
+import string
+import time
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gtpo_jax.rewards.code import Peer, Remote, code_correct, decode, encode, humaneval, program_of, run_code, run_stdin
+from gtpo_jax.rewards.sandbox import sandbox_problem
+
+PROBLEM = sandbox_problem()
+needs_sandbox = pytest.mark.skipif(PROBLEM is not None and not os.environ.get("GTPO_REQUIRE_SANDBOX"), reason=f"no sandbox here: {PROBLEM}")
+HUMANEVAL = Path(__file__).parents[3] / "shared" / "data" / "HumanEval.jsonl.gz"
+
+POINT = """
+class Point:
+  def __init__(self, x, y): self.x, self.y = x, y
+  def __eq__(self, other): return (self.x, self.y) == (other.x, other.y)
+  def __mul__(self, k): return Point(self.x * k, self.y * k)
+  def __len__(self): return 2
+  def __iter__(self): return iter((self.x, self.y))
+  def __getitem__(self, i): return (self.x, self.y)[i]
+  def __str__(self): return f'<{self.x} {self.y}>'
+  def key(self): return self.x
+"""
+
+PASS = {
+    "a function": ("def f(x): return x + 1", "assert f(1) == 2"),
+    "keywords": ("def f(a, *b, c=0, **d): return [a, b, c, d]", "assert f(1, 2, c=3, e=4) == [1, (2,), 3, {'e': 4}]"),
+    "text of all kinds": ("def f(x): return x + 'é\U0001f600\\0\\ud800'", "assert f('漢') == '漢é\U0001f600\\0\\ud800'"),
+    "all plain values": ("def f(x): return x", """
+x = [None, True, 3, -10**40, 2.5, float('inf'), 1j, 'a', b'\\xff', bytearray(b'x'), (1,), {1}, frozenset([2]), {'k': [()]}, range(3), int]
+assert f(x) == x and [type(a) for a in f(x)] == [type(a) for a in x]"""),
+    "values of the library": ("""
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from datetime import date, timedelta
+from decimal import Decimal
+from fractions import Fraction
+def f(): return Fraction(1, 3), Decimal('1.10'), Counter('aab'), deque([1]), defaultdict(list, {1: [2]}), OrderedDict(a=1), date(2024, 1, 2)
+def g(): return namedtuple('Pair', 'a b')(1, 2)""", """
+from fractions import Fraction
+a, b, c, d, e, g1, h = f()
+assert a == Fraction(1, 3) and a + 1 == Fraction(4, 3) and str(b) == '1.10' and c == {'a': 2, 'b': 1} and d[0] == 1
+assert e == {1: [2]} and e[5] == [] and g1 == {'a': 1} and h.year == 2024
+assert g() == (1, 2) and g().b == 2 and 2 in g()"""),
+    "arguments changed in place": ("def f(a, b, c): a.sort(); b.update(x=1); c.clear()", """
+a, b, c = [3, 1, 2], {}, {1}
+assert f(a, b, c) is None and a == [1, 2, 3] and b == {'x': 1} and c == set()"""),
+    "functions passed": ("def f(g, xs): return sorted(xs, key=g)", "assert f(lambda x: -x, [1, 3, 2]) == [3, 2, 1]"),
+    "built-in functions passed": ("def f(g, kind): return g([kind('1'), 2])", "assert f(sum, int) == 3"),
+    "functions returned": ("def f(n): return lambda x: x + n", "assert f(2)(3) == 5"),
+    "generators": ("def f():\n  n = 0\n  while True:\n    yield n\n    n += 1",
+                   "from itertools import islice\nassert list(islice(f(), 4)) == [0, 1, 2, 3]"),
+    "exceptions": ("class Mine(ValueError): pass\ndef f(): raise Mine('x')\ndef g(): return {}['k']", """
+try: f()
+except ValueError as error: assert str(error) == 'x' and type(error).__name__ == 'Mine'
+else: assert False
+try: g()
+except KeyError as error: assert error.args == ('k',)
+else: assert False"""),
+    "objects": (POINT, """
+p = Point(1, 2)
+assert p.x == 1 and p.key() == 1 and p == Point(1, 2) and p != Point(1, 3) and len(p) == 2 and list(p) == [1, 2] and p[1] == 2
+p.x = 5
+assert p.key() == 5 and str(p) == '<5 2>' and isinstance(p, Point) and not isinstance(3, Point) and (p * 2).x == 10
+assert p != 5 and p not in [1, None]"""),
+    "modules of the program": ("import math", "assert math.sqrt(4) == 2 and __program__.math.floor(2.5) == 2"),
+    "an entry point named as a builtin": ("def sum(a, b): return a * b", "assert sum(10, 15) == 150"),
+    "a constant": ("N = [1, 2]", "assert N == [1, 2]"),
+    "exit is known": ("def f():\n  try: exit()\n  except SystemExit: return 1", "assert f() == 1"),
+    "dataclasses": ("from dataclasses import dataclass\n@dataclass\nclass A:\n  x: int = 3", "assert A().x == 3 and A() == A(3)"),
+    "recursion": ("def f(n): return n and 1 + f(n - 1)", "assert f(900) == 900"),
+    "a main block is not run": ("def f(): return 1\nif __name__ == '__main__': input()", "assert f() == 1"),
+    "a long program": ("x = 0\n" + "x += 1\n" * 50000, "assert x == 50000"),
+    "a large answer": ("def f(x): return x[::-1]", "x = list(range(100000))\nassert f(x) == x[::-1]"),
+}
+
+FAIL = {
+    "wrong": ("def f(x): return x", "assert f(1) == 2", "failed: assert f(1) == 2"),
+    "wrong, with a message": ("def f(x): return x", "assert f(1) == 2, 'off\\nby one'", "failed: off"),
+    "raises": ("def f(x): return x / 0", "f(1)", "error: ZeroDivisionError: division by zero"),
+    "raises at once": ("import numpy", "pass", "error: ModuleNotFoundError: No module named 'numpy'"),
+    "no such function": ("def g(): pass", "f()", "error: NameError: name 'f' is not defined"),
+    "syntax": ("def f(:", "pass", "error: SyntaxError: invalid syntax"),
+    "exits": ("import sys\nsys.exit(0)", "pass", "error: SystemExit: 0"),
+    "NUL bytes": ("x = '\0'", "pass", "error: SyntaxError"),
+    "surrogates": ("x = '\ud800'", "pass", "error: Unicode"),
+    "too many parentheses": ("(" * 100000, "pass", ""),
+    "a very long line": ("x = " + "-" * 1000000 + "1", "pass", ""),
+    "memory": ("x = 'a' * 10**10", "pass", "memory: MemoryError"),
+    "an answer too large": ("def f(): return 'a' * 300_000_000", "f()", ""),
+    "reads": ("x = input()", "pass", "error: EOFError"),
+    "a cycle": ("def f():\n  a = []\n  a.append(a)\n  return a", "assert f() == 1", "error: RecursionError"),
+}
+
+
+@needs_sandbox
+@pytest.mark.parametrize("name", PASS)
+def test_good_programs_pass(name):
+  verdict = run_code(*PASS[name], timeout_s=30)
+  assert verdict.passed is True and verdict.reason == "passed", verdict
+
+
+@needs_sandbox
+@pytest.mark.parametrize("name", FAIL)
+def test_wrong_programs_fail_and_the_reason_is_told(name):
+  program, tests, reason = FAIL[name]
+  verdict = run_code(program, tests, timeout_s=30)
+  assert verdict.passed is False and verdict.reason.startswith(reason), verdict
+  assert "\n" not in verdict.reason and len(verdict.reason) <= 310
+
+
+@needs_sandbox
+@pytest.mark.parametrize(("program", "tests"), [("while True: pass", "pass"), ("def f():\n  while True: pass", "f()"),
+                                                ("import time\ntime.sleep(100)", "pass")])
+@pytest.mark.parametrize("limit", [0.5, 1.5])
+def test_a_timeout_takes_its_time(program, tests, limit):
+  began = time.monotonic()
+  verdict = run_code(program, tests, timeout_s=limit)
+  assert verdict.passed is False and verdict.reason == "timeout"
+  assert limit <= time.monotonic() - began < limit + 3
+
+
+@needs_sandbox
+@pytest.mark.parametrize(("tests", "reason"), [("assert (", "no verdict: the tests do not compile"),
+                                               ("class A: pass\nf(A())", "no verdict: the tests pass an object of A")])
+def test_faults_of_the_tests_are_no_verdict(tests, reason):
+  verdict = run_code("def f(x): return x", tests)
+  assert verdict.passed is None and verdict.reason.startswith(reason)
+
+
+@needs_sandbox
+def test_output_is_kept_and_capped():
+  assert run_code("print('héllo')", "pass").output == "héllo\n"
+  verdict = run_code("print('x' * 100000)", "pass")
+  assert verdict.passed and verdict.output == "x" * 16384
+
+
+@needs_sandbox
+def test_stdin_and_stdout():
+  double = "for line in open(0): print(int(line) * 2, end=' \\n')"
+  assert run_stdin(double, "1\n2\n", "2\n4").passed
+  assert run_stdin(double, "1\n2\n", "2\n5").reason == "failed: stdout is not what was expected"
+  assert run_stdin("print(input())", "é\n", "é\n\n").passed
+  assert run_stdin("import threading\nthreading.Thread(target=lambda: print(input())).start()", "4\n", "4").passed
+  assert run_stdin("if __name__ == '__main__':\n  print(1)\n  exit()", "", "1").passed
+  assert run_stdin("print(1)\n1 / 0", "", "1").reason == "error: ZeroDivisionError: division by zero"
+  assert run_stdin("print(1)\nexit(3)", "", "1").reason == "error: the program ended with exit status 3"
+  assert run_stdin("x = 'a' * 10**10", "", "1").reason.startswith("memory")
+  assert run_stdin("while True: pass", "", "", timeout_s=1).reason == "timeout"
+  assert run_stdin("print('x' * 10**6)", "", "x" * 10**6).passed
+
+
+class Wire:
+  """Both ends at once: what is exported under a number is found under it."""
+
+  SEVERAL, VALUES = Peer.SEVERAL, Peer.VALUES
+
+  def __init__(self):
+    self.mine, self.remotes = {}, {}
+
+  def export(self, x):
+    self.mine[len(self.mine)] = x
+    return len(self.mine) - 1
+
+
+def same(a, b):
+  return type(a) is type(b) and (a == b or a != a) if not isinstance(a, (list, tuple)) else \
+      type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary() | st.fractions()
+    | st.decimals(allow_nan=False),
+    lambda x: st.lists(x) | st.tuples(x, x) | st.dictionaries(st.text(), st.integers()) | st.frozensets(st.integers()), max_leaves=20)
+
+
+@settings(deadline=None)
+@given(PLAIN)
+def test_values_cross_unchanged(value):
+  wire = Wire()
+  assert same(decode(encode(value, wire), wire), value)
+
+
+@settings(deadline=None)
+@given(st.binary() | st.text(string.printable).map(lambda text: f"{len(text)} {text}".encode()))
+def test_no_message_makes_anything_but_data(data):
+  wire = Wire()
+  try:
+    value = decode(data, wire)
+  except Exception:
+    return
+  assert type(value) in (*map(type, (None, True, 1, 1.0, "", b"", bytearray())), list, tuple, set, frozenset, dict, range, complex, type,
+                         Remote, Fraction) or type(value).__module__ in ("decimal", "collections", "datetime")
+
+
+def test_the_program_is_the_last_block():
+  assert program_of("x = 1") == "x = 1"
+  assert program_of("a\n```python\nx = 1\n```\nb\n```py\nx = 2\n```\nc") == "x = 2\n"
+  assert program_of("a\n```\nx = 1\n```") == "x = 1\n"
+  assert program_of("a\n```python\nx = 1\ny = ") == "x = 1\ny = "
+  assert program_of("") == ""
+
+
+def test_humaneval_continuations_and_whole_functions():
+  prompt = "import math\n\ndef f(x):\n  '''Doubles.'''\n"
+  assert humaneval("  return 2 * x\n\ndef g(): pass", prompt, "", "f")[0] == prompt + "  return 2 * x\n"
+  assert humaneval("Sure:\n```python\ndef f(x):\n  return 2\n```", prompt, "", "f")[0] == prompt + "\n\ndef f(x):\n  return 2\n"
+
+
+@needs_sandbox
+def test_code_correct_by_kind():
+  extra = {"prompt": "def f(x):\n  '''Doubles.'''\n", "test": "def check(candidate):\n  assert candidate(2) == 4", "entry_point": "f"}
+  assert code_correct("  return 2 * x", extra) is True
+  assert code_correct("  return 3 * x", extra) is False
+  assert code_correct("```python\ndef f(x):\n  return 2 * x\n```", extra) is True
+  mbpp = {"test_list": ["assert f(2) == 4", "assert math.isclose(f(0.1), 0.2)"], "test_imports": ["import math"]}
+  assert code_correct("```python\ndef f(x): return 2 * x\n```", mbpp) is True
+  assert code_correct("```python\ndef f(x): return 4\n```", mbpp) is False
+  cases = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]}
+  assert code_correct("print(2 * int(input()))", {"input_output": cases}) is True
+  assert code_correct("print(2)", {"input_output": json.dumps(cases)}) is False
+  called = {"input_output": {"inputs": [[[1, 2], 3]], "outputs": [[3, 6]], "fn_name": "scale"}}
+  assert code_correct("class Solution:\n  def scale(self, x, k): return tuple(k * y for y in x)", called) is True
+  assert code_correct("def scale(x, k): return [k * y for y in x]", called) is True
+  assert code_correct("def scale(x, k): return x", called) is False
+  assert code_correct("x", {**extra, "test": "("}) is None
+
+
+def test_an_unknown_kind_is_refused():
+  with pytest.raises(ValueError, match="got \\['tests'\\]"):
+    code_correct("x", {"tests": 1})
+
+
+def problems():
+  return [json.loads(line) for line in gzip.decompress(HUMANEVAL.read_bytes()).splitlines()]
+
+
+@needs_sandbox
+@pytest.mark.skipif(not HUMANEVAL.exists(), reason=f"{HUMANEVAL} is absent")
+def test_humaneval_canonical_solutions_pass_and_broken_bodies_fail():
+  rows = problems()
+  assert len(rows) == 164
+  solutions = [row["canonical_solution"] for row in rows] + ["    return None\n" for row in rows]
+  with ThreadPoolExecutor(4) as pool:
+    verdicts = list(pool.map(lambda row, body: code_correct(body, row, timeout_s=60), rows * 2, solutions))
+  assert [row["task_id"] for row, verdict in zip(rows, verdicts[:164], strict=True) if verdict is not True] == []
+  assert [row["task_id"] for row, verdict in zip(rows, verdicts[164:], strict=True) if verdict is not False] == []
+
+
+@needs_sandbox
+@pytest.mark.skipif(not HUMANEVAL.exists(), reason=f"{HUMANEVAL} is absent")
+def test_a_program_cannot_replace_the_helpers_of_humaneval():
+  """HumanEval/32 checks a root with the prompt's own poly; a program that redefines poly as 0 used to pass such tests."""
+  row = next(row for row in problems() if row["task_id"] == "HumanEval/32")
+  cheat = f"```python\n{row['prompt']}    return {math.pi}\n\ndef poly(*x): return 0.0\n```"
+  assert code_correct(cheat, row) is False
