@@ -166,14 +166,14 @@ def test_mistakes_get_one_line_and_leave_nothing(run, exported, here, tmp_path):
       ((f"--workdir={run}", out, "--adapter"), "adapters"),
       ((f"--workdir={run}", out, "--adapter", "--dtype=float32"), "--dtype is of whole models"),
       ((f"--workdir={tmp_path / 'none'}", out), "no folder at"), ((f"--workdir={tmp_path}", out), ""),
-      ((f"--workdir={exported}", out, "--step=1"), "has no steps"),
+      ((f"--workdir={exported}", out, "--step=1"), "is a Hugging Face folder"),
       ((f"--workdir={run}",), "required: --out"), ((f"--workdir={run}", out, "--stp=1"), "did you mean '--step'")]:
     one_line(*here("export", *args), message)
   assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_is_not_a_run(exported, here, tmp_path):
-  """What has no config and no metrics of ours cannot have a card of ours: refused, or converted."""
+  """What has no config and no metrics of ours cannot have a card of ours."""
   one_line(*here("export", f"--workdir={exported}", f"--out={tmp_path / 'out'}"), "")
 
 
