@@ -95,3 +95,12 @@ def open_run(workdir: Path, step: int | None = None) -> Checkpoints:
     have = ", ".join(map(str, steps)) or "none"
     raise UserError(f"no checkpoint{'' if step is None else f' of step {step}'} in {str(folder)!r}; steps there: {have}")
   return found
+
+
+def run_params(workdir: Path, model: Qwen2, step: int | None = None) -> tuple[Params, int]:
+  """The parameters of a run at `step` (None: the newest), and that step. Raises what `open_run` raises."""
+  found = open_run(workdir, step)
+  step = found.latest if step is None else step
+  params = found.restore_params(model, step)
+  found.close()
+  return params, step

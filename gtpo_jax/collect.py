@@ -4,7 +4,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,17 @@ class _Group:
   texts: list[str]
 
 
+class _Draw(NamedTuple):
+  """One generation batch, sampled and judged."""
+
+  number: int
+  problems: list[Problem]
+  rollouts: Rollouts       # on the mesh
+  found: Judgement
+  texts: list[list[str]]   # [n][g]
+  judging: float           # seconds
+
+
 class Collector:
   """Samples and judges each step's batch.
 
@@ -67,9 +78,8 @@ class Collector:
     """The next step's batch, written by the policy with `params` (and by the guide)."""
     began, policy = time.perf_counter(), self._actor.policy(params)
     if not self._settings.dynamic_sampling:
-      rollouts, found, texts, judging = self._draw(params, policy)
+      _, problems, rollouts, found, texts, judging = self._draw(params, policy)
       verdicts, correct, metrics = found.verdicts, found.correct, found.metrics
-      problems = self._batches[self._drawn - 1]
     else:
       groups, metrics, judging = self._fill(params, policy, say)
       rollouts, verdicts = _stack([group.rollouts for group in groups]), _stack([group.verdicts for group in groups])
@@ -81,21 +91,21 @@ class Collector:
     metrics |= {"time/sample": time.perf_counter() - began - judging, "time/reward": judging}
     return Experience(rollouts, shard_batch(verdicts, self._actor.model.mesh), problems, texts, correct, metrics)
 
-  def _draw(self, params: Params, policy: Policy) -> tuple[Rollouts, Judgement, list[list[str]], float]:
-    """Samples and judges the next generation batch; also the seconds that judging took."""
-    config, actor, problems = self._config, self._actor, self._batches[self._drawn]
-    key = key_for(config.seed, Stream.SAMPLE, self._drawn)
+  def _draw(self, params: Params, policy: Policy) -> _Draw:
+    """Samples and judges the next generation batch."""
+    config, actor, number = self._config, self._actor, self._drawn
+    problems, key = self._batches[number], key_for(config.seed, Stream.SAMPLE, number)
     rollouts = actor.answer(policy, problems, key, config.own_group, config.sampler)
     if self._rescore:
       rollouts = rollouts.replace(rescored=jax.block_until_ready(self._rescore(params, rollouts)))
     if self._frozen.guide:
-      key = key_for(config.seed, Stream.GUIDE, self._drawn)
+      key = key_for(config.seed, Stream.GUIDE, number)
       rollouts = self._joined(rollouts, actor.answer(self._frozen.guide, problems, key, self._settings.guide_completions,
                                                      config.sampler))
     self._drawn += 1
     began = time.perf_counter()
     texts, found = actor.judged(rollouts, problems)
-    return rollouts, found, texts, time.perf_counter() - began
+    return _Draw(number, problems, rollouts, found, texts, time.perf_counter() - began)
 
   def _fill(self, params: Params, policy: Policy, say: Callable[[str], None]) -> tuple[list[_Group], dict[str, float], float]:
     """Draws until there are n groups with contrast, those kept from the step before first (DAPO's dynamic sampling).
@@ -105,8 +115,9 @@ class Collector:
     """
     n, good, spare, judging, drawn, parts = self._n, list(self._kept), [], 0.0, [], []
     for _ in range(self._config.batch.max_gen_batches):
-      groups, found, seconds = self._draw_groups(params, policy)
-      drawn, judging, parts = drawn + groups, judging + seconds, [*parts, found]
+      draw = self._draw(params, policy)
+      groups = _groups(draw)
+      drawn, judging, parts = drawn + groups, judging + draw.judging, [*parts, draw.found.metrics]
       for group in groups:
         (good if _has_contrast(group) else spare).append(group)
       if len(good) >= n:
@@ -114,8 +125,7 @@ class Collector:
     short = max(n - len(good), 0)
     if short:
       say(f"dynamic sampling: batch.max_gen_batches = {self._config.batch.max_gen_batches} reached, {len(drawn)} groups sampled, "
-          f"{len(spare)} without contrast; {n - short} of {n} groups "
-          f"of this step are trained on")
+          f"{len(spare)} without contrast; {n - short} of {n} groups of this step are trained on")
     self._kept = [dataclasses.replace(group, rollouts=group.rollouts.replace(stale=np.ones_like(group.rollouts.stale)))
                   for group in good[n:]]
     own = ~_stack([group.rollouts.guided for group in drawn]) if self._frozen.guide else True
@@ -131,14 +141,6 @@ class Collector:
     filler = [dataclasses.replace(group, verdicts=group.verdicts.replace(counted=np.zeros_like(group.verdicts.counted)))
               for group in spare[len(spare) - short:]]
     return good[:n] + filler, metrics, judging
-
-  def _draw_groups(self, params: Params, policy: Policy) -> tuple[list[_Group], dict[str, float], float]:
-    """The next generation batch as groups on the host; what judging said, and its seconds."""
-    number, problems = self._drawn, self._batches[self._drawn]
-    rollouts, found, texts, judging = self._draw(params, policy)
-    rollouts, verdicts = fetch(rollouts).replace(stale=np.zeros(found.correct.shape, bool)), found.verdicts
-    groups = [_Group((number, i), problems[i], _row(rollouts, i), _row(verdicts, i), texts[i]) for i in range(self._n)]
-    return groups, found.metrics, judging
 
   def leftovers(self) -> dict[str, np.ndarray] | None:
     """What the next step needs of this one, as arrays of shapes that do not change; None without dynamic sampling."""
@@ -202,6 +204,12 @@ def _joined(rollouts: Rollouts, guided: Rollouts) -> Rollouts:
     parts[1] = parts[1].replace(rescored=guided.log_probs)
   joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
   return joined.replace(prompts=rollouts.prompts)
+
+
+def _groups(draw: _Draw) -> list[_Group]:
+  """A generation batch as groups on the host."""
+  rollouts, verdicts = fetch(draw.rollouts).replace(stale=np.zeros(draw.found.correct.shape, bool)), draw.found.verdicts
+  return [_Group((draw.number, i), problem, _row(rollouts, i), _row(verdicts, i), draw.texts[i]) for i, problem in enumerate(draw.problems)]
 
 
 def _has_contrast(group: _Group) -> bool:

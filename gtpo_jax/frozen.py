@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import jax
 
-from gtpo_jax.checkpoint import Checkpoints, open_run
+from gtpo_jax.checkpoint import open_run, run_params
 from gtpo_jax.config import Config, DataSection, MeshSection, ModelSection, SamplingSection
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.errors import UserError
 from gtpo_jax.models.folder import find, is_hf_folder, read_config
 from gtpo_jax.models.load import read_params
 from gtpo_jax.models.lora import add_lora
-from gtpo_jax.models.qwen2 import Params, Qwen2
+from gtpo_jax.models.qwen2 import Params, Qwen2, init_params
 from gtpo_jax.rollout import Actor, Policy, Stream, key_for
 from gtpo_jax.workdir import has_base, load_config
 
@@ -64,13 +64,14 @@ def check_frozen(config: Config, actor: Actor) -> None:
 def base_params(config: Config, workdir: Path, model: Qwen2) -> Params | None:
   """The policy that the RL of a run starts from, where it need not be made: kept in WORKDIR/base, or as its folder gives it."""
   if has_base(workdir):
-    keep = Checkpoints(workdir / "base")
-    params = keep.restore_params(model)
-    keep.close()
-    return params
-  if config.model.path and not config.warm_start.steps:
-    return add_lora(model, read_params(model, find(config.model.path)), key_for(config.seed, Stream.INIT))
-  return None
+    return run_params(workdir, model, 0)[0]
+  return initial_params(config, model) if config.model.path and not config.warm_start.steps else None
+
+
+def initial_params(config: Config, model: Qwen2) -> Params:
+  """What a run begins with, before any warm start: the weights of its folder with fresh adapters, or random ones."""
+  key = key_for(config.seed, Stream.INIT)
+  return add_lora(model, read_params(model, find(config.model.path)), key) if config.model.path else init_params(model, key)
 
 
 def open_policy(workdir: Path, step: int | None, given: Config | None = None,
@@ -102,11 +103,9 @@ def open_policy(workdir: Path, step: int | None, given: Config | None = None,
   if step == 0 and not has_base(workdir) and own.model.path:
     actor = Actor(config, max_tokens)
     return actor, config, base_params(own, workdir, actor.model), 0
-  found = open_run(workdir, step)
-  actor, step = Actor(config, max_tokens), found.latest if step is None else step
-  params = found.restore_params(actor.model, step)
-  found.close()
-  return actor, config, params, step
+  open_run(workdir, step).close()  # refused before the actor is made
+  actor = Actor(config, max_tokens)
+  return actor, config, *run_params(workdir, actor.model, step)
 
 
 def _config_of_folder(folder: Path, max_tokens: int | None) -> Config:
@@ -135,7 +134,4 @@ def _load(path: str, config: Config, actor: Actor, workdir: Path) -> tuple[Qwen2
   model = _architecture(folder, actor)
   if is_hf_folder(folder):
     return model, read_params(model, folder)
-  found = open_run(folder)
-  params = found.restore_params(model)
-  found.close()
-  return model, params
+  return model, run_params(folder, model)[0]

@@ -13,18 +13,15 @@ from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
 from gtpo_jax.errors import RunError
 from gtpo_jax.evaluation import evaluate_run
-from gtpo_jax.frozen import base_params, check_frozen, load_frozen
-from gtpo_jax.models.folder import find
-from gtpo_jax.models.load import read_params
-from gtpo_jax.models.lora import add_lora
-from gtpo_jax.models.qwen2 import Params, init_params
+from gtpo_jax.frozen import base_params, check_frozen, initial_params, load_frozen
+from gtpo_jax.models.qwen2 import Params
 from gtpo_jax.parallel import fetch
 from gtpo_jax.problems import held_out_problems, training_problems
 from gtpo_jax.reporting.compiles import compile_count
 from gtpo_jax.reporting.curves import draw_curves
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import Journal
-from gtpo_jax.rollout import Actor, Stream, key_for
+from gtpo_jax.rollout import Actor
 from gtpo_jax.training.micro_batches import check_divides
 from gtpo_jax.training.state import TrainState, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
@@ -125,11 +122,7 @@ def base_model(config: Config, actor: Actor, workdir: Path, display: Display, st
   """
   if (params := base_params(config, workdir, actor.model)) is not None:
     return params
-  key = key_for(config.seed, Stream.INIT)
-  if config.model.path:
-    params = add_lora(actor.model, read_params(actor.model, find(config.model.path)), key)
-  else:
-    params = init_params(actor.model, key)
+  params = initial_params(config, actor.model)
   if config.warm_start.steps:
     params = warm_start(config, actor, params, display, stopping)
   if params is not None:
