@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from gtpo_jax.errors import first_line
+from gtpo_jax.rewards import sandbox_problem
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "grain", "tensorflow-datasets", "ml-collections",
             "numpy", "matplotlib", "rich", "tensorboardX")
@@ -34,6 +35,8 @@ def examine() -> int:
     version = _version(package)
     good &= version is not None
     line(package, version or f"MISSING: pip install {package}")
+  missing = sandbox_problem()
+  line("sandbox", f"none, so that no programs can be judged: {missing}" if missing else "works: programs can be judged")
   for package, advice in OPTIONAL.items():
     line(package, _version(package) or f"not installed ({advice})")
   try:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gtpo_jax.config import Config
@@ -50,16 +50,24 @@ def _problems(config: Config, actor: Actor, name: str, held_out: bool, say: Call
   if len(loaded.bad) + long > data.bad_rows:
     raise UserError(f"{name!r}: {long} of {len(loaded.problems)} prompts are over data.max_prompt_tokens = {data.max_prompt_tokens}, and "
                     f"{len(loaded.bad)} rows malformed; data.bad_rows = {data.bad_rows} allowed; raise one of the two")
-  for problem in fitting:
-    if problem.kind not in VERIFIERS:
-      raise UserError(f"{name!r}: problem {problem.id} is of kind {problem.kind!r}, for which there is no verifier; valid are "
-                      f"{', '.join(VERIFIERS)}")
-  if any(problem.kind == "code" for problem in fitting) and (problem := sandbox_problem()):
-    raise UserError(f"{name!r} holds programs to be run, and there is no sandbox here: {problem}")
+  if not config.reward.verifier:
+    _check_kinds(config, name, fitting, say)
   if not fitting:
     raise UserError(f"{name!r} holds no problem within data.max_prompt_tokens = {data.max_prompt_tokens}")
   say(loaded.summary(name) + (f", {long} too long" if long else ""))
   return fitting
+
+
+def _check_kinds(config: Config, name: str, problems: Sequence[Problem], say: Callable[[str], None]) -> None:
+  """Refuses problems that nothing here can judge."""
+  for problem in problems:
+    if problem.kind not in VERIFIERS:
+      raise UserError(f"{name!r}: problem {problem.id} is of kind {problem.kind!r}, for which there is no verifier; valid are "
+                      f"{', '.join(VERIFIERS)}")
+  if any(problem.kind == "code" for problem in problems) and (missing := sandbox_problem()):
+    if not config.reward.unsandboxed:
+      raise UserError(f"{name!r} holds programs to be run, and there is no sandbox here: {missing}")
+    say("DANGER: reward.unsandboxed is set and there is no sandbox here: programs of the model run as you, on your files and network")
 
 
 @functools.lru_cache(maxsize=8)

@@ -79,6 +79,14 @@ def test_doctor_is_content():
   assert done.returncode == 0 and "jax" in done.stdout and "ready: gtpo train" in done.stdout
 
 
+def test_doctor_says_what_the_sandbox_lacks(tmp_path):
+  """A machine without bubblewrap can train, but judges no programs."""
+  env = {**environment(), "PATH": str(tmp_path)}
+  done = subprocess.run(command("doctor"), cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+  (line,) = [line for line in done.stdout.splitlines() if line.startswith("sandbox")]
+  assert done.returncode == 0 and "none, so that no programs can be judged: bwrap is not installed: install bubblewrap" in line, line
+
+
 def test_ctrl_c_saves_and_the_same_command_goes_on(finished_run, tmp_path):
   workdir = tmp_path / "run"
   args = ["train", "--config=configs/tiny.py", f"--workdir={workdir}", "--config.steps=2000", "--config.eval.every=0", *SMALL]

@@ -121,7 +121,8 @@ def test_functions_that_are_none(name, message):
 @pytest.mark.parametrize(("field", "value", "message"), [
     ("parts", "", "must name parts"), ("parts", "correct*x", "must name parts"), ("parts", "correct,correct", "must name parts"),
     ("parts", "correct*nan", "must name parts"), ("math_rule", "dapoo", "one of math, dapo, got 'dapoo'"),
-    ("timeout_s", 0.0, "above 0 and finite, got 0.0")])
+    ("timeout_s", 0.0, "above 0 and finite, got 0.0"), ("code_timeout_s", float("inf"), "code_timeout_s must be above 0"),
+    ("code_memory_mb", 8, "reward.code_memory_mb must be at least 16, got 8")])
 def test_bad_reward_sections(field, value, message):
   config = default_config()
   config.reward[field] = value
@@ -134,3 +135,17 @@ def test_every_verifier_keeps_order_and_length():
   for name in ("math", "last_number"):
     assert VERIFIERS[name](["2", "3", r"\boxed{2}"], ["2", "2", "2"], [{}] * 3, rules) == [True, False, True]
     assert VERIFIERS[name]([], [], [], rules) == []
+
+
+@pytest.mark.sandbox
+def test_programs_are_held_to_the_limits_of_the_config():
+  extra = {"test_list": ["assert f() == 1"]}
+  programs = ["def f(): return 1", "import time\ndef f():\n  time.sleep(6)\n  return 1", "def f():\n  x = bytearray(10**8)\n  return 1"]
+
+  def verdicts(**changes):
+    config = default_config()
+    config.reward.update(changes)
+    return VERIFIERS["code"](programs, [""] * 3, [extra] * 3, freeze(config).reward)
+  assert verdicts(code_timeout_s=60.0) == [True, True, True]
+  assert verdicts(code_timeout_s=3.0) == [True, False, True]
+  assert verdicts(code_timeout_s=60.0, code_memory_mb=64) == [True, True, False]

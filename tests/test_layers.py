@@ -52,6 +52,11 @@ def test_rewards_know_no_jax():
     assert not {"outside:jax", "outside:flax"} & set(imports(path)), path
 
 
+def test_what_runs_in_the_sandbox_needs_nothing_that_is_not_there():
+  allowed = {"outside:" + name for name in ("__future__", "_operator", "builtins", "marshal", "os", "sys")}
+  assert set(imports(PACKAGE / "rewards" / "inside.py")) <= allowed
+
+
 def test_algorithms_know_arrays_alone():
   allowed = {"arrays", "errors", "algorithms"}
   for path in (PACKAGE / "algorithms").glob("*.py"):

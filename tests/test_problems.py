@@ -2,6 +2,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gtpo_jax.config import default_config, freeze
@@ -10,6 +11,7 @@ from gtpo_jax.errors import UserError
 from gtpo_jax.problems import eval_label, held_out_problems, training_problems
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.rewards import sandbox
 from gtpo_jax.rollout import Actor
 from gtpo_jax.train import train
 
@@ -85,6 +87,43 @@ def test_a_kind_without_a_verifier_is_refused(tmp_path):
   config = config_of(**{"data.train": str(tmp_path / "d.jsonl"), "data.eval": "sums"})
   with pytest.raises(UserError, match="is of kind 'poetry', for which there is no verifier; valid are"):
     training_problems(config, Actor(config))
+
+
+def test_a_verifier_of_the_users_own_takes_any_kind(tmp_path):
+  (tmp_path / "d.jsonl").write_text('{"prompt": "q", "answer": "1", "kind": "poetry"}\n')
+  config = config_of(**{"data.train": str(tmp_path / "d.jsonl"), "data.eval": "sums", "reward.verifier": "test_judging:sometimes"})
+  ((problems, _),) = training_problems(config, Actor(config))
+  assert problems[0].kind == "poetry"
+
+
+PROGRAM = {"task_id": 1, "text": "Write f.", "test_list": ["assert f() == 1"]}
+
+
+@pytest.fixture
+def no_bubblewrap(monkeypatch, tmp_path):
+  """A path on which there is no bwrap."""
+  caches = (sandbox.sandbox_problem, sandbox._sandbox)
+  for cached in caches:
+    cached.cache_clear()
+  monkeypatch.setenv("PATH", str(tmp_path))
+  yield
+  for cached in caches:
+    cached.cache_clear()
+
+
+def test_programs_without_a_sandbox_are_refused_unless_the_user_wrote_otherwise(tmp_path, no_bubblewrap):
+  (tmp_path / "d.jsonl").write_text(json.dumps(PROGRAM) + "\n")
+  changes = {"data.train": str(tmp_path / "d.jsonl"), "data.eval": "sums", "data.max_prompt_tokens": 64}
+  config = config_of(**changes)
+  with pytest.raises(UserError, match="holds programs to be run, and there is no sandbox here: bwrap is not installed: install bubble"):
+    train(config, tmp_path / "run", Display(enabled=False))
+  assert not (tmp_path / "run").exists()
+  config, said = config_of(**changes, **{"reward.unsandboxed": True}), []
+  actor = Actor(config)
+  ((problems, _),) = training_problems(config, actor, said.append)
+  assert said[0].startswith("DANGER: reward.unsandboxed is set")
+  found = actor.judge([problems[0]], [["def f(): return 1", "def f(): return 2"]], np.array([[1, 1]]), np.array([[True, True]]))
+  np.testing.assert_array_equal(found.correct, [[True, False]])
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -160,19 +160,26 @@ class RewardSection:
       right and wrong. Each part is logged.
     verifier: module:function that decides right and wrong, instead of the verifier of each problem's kind; "" for those.
     math_rule: "math" (equivalence, by exact arithmetic and math-verify) or "dapo" (DAPO's own `Answer:` line, as a string).
-    timeout_s: seconds that one check may take; longer ones reach no verdict.
+    timeout_s: seconds that the check of one mathematical answer may take; longer ones reach no verdict.
+    code_timeout_s: seconds that one run of a program may take, its tests included; longer ones are wrong.
+    code_memory_mb: MiB of memory that it may take, and its tests.
+    unsandboxed: DANGEROUS. Where there is no sandbox, programs that the model wrote run as you, on your files and network.
   """
 
   parts: str = "correct"
   verifier: str = ""
   math_rule: str = "math"
   timeout_s: float = 5.0
+  code_timeout_s: float = 5.0
+  code_memory_mb: int = 512
+  unsandboxed: bool = False
 
   def __post_init__(self):
     if self.math_rule not in MATH_RULES:
       raise UserError(f"reward.math_rule must be one of {', '.join(MATH_RULES)}, got {self.math_rule!r}")
-    if not 0 < self.timeout_s < float("inf"):
-      raise UserError(f"reward.timeout_s must be above 0 and finite, got {self.timeout_s}")
+    for name in ("timeout_s", "code_timeout_s"):
+      if not 0 < getattr(self, name) < float("inf"):
+        raise UserError(f"reward.{name} must be above 0 and finite, got {getattr(self, name)}")
     if not self.weighted:
       raise UserError(f"reward.parts must name parts with finite weights, as correct*1,boxed*0.1; got {self.parts!r}")
 
@@ -274,7 +281,8 @@ class Config:
     at_least = {"steps": 1, "batch.prompts": 1, "batch.micro_batches": 1, "batch.head_chunk": 1, "batch.max_gen_batches": 1,
                 "sampling.max_tokens": 2, "data.max_prompt_tokens": 1, "warm_start.steps": 0, "warm_start.batch": 1,
                 "warm_start.slips": 0, "eval.every": 0, "eval.problems": 1, "eval.samples": 1, "eval.batch": 1,
-                "checkpoint.every": 1, "checkpoint.keep": 1, "log.samples": 0, "seed": 0, "data.bad_rows": 0}
+                "checkpoint.every": 1, "checkpoint.keep": 1, "log.samples": 0, "seed": 0, "data.bad_rows": 0,
+                "reward.code_memory_mb": 16}
     if self.seed >= 2**32:
       raise UserError(f"seed must be below 2**32, got {self.seed}")
     values = flatten(to_dict(self))

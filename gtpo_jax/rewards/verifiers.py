@@ -1,6 +1,8 @@
 """The verifiers by kind: each takes a whole batch, so that it may work on many completions side by side."""
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -9,7 +11,7 @@ from gtpo_jax.rewards.arithmetic import countdown_correct, last_number_correct
 from gtpo_jax.rewards.code import code_correct
 from gtpo_jax.rewards.math import extract, math_verdicts
 
-SANDBOXES = 16  # at once
+SANDBOXES = 4 * (os.cpu_count() or 1)  # at once: starting and ending one is mostly waiting
 
 
 class Rules(Protocol):
@@ -17,6 +19,9 @@ class Rules(Protocol):
 
   math_rule: str
   timeout_s: float
+  code_timeout_s: float
+  code_memory_mb: int
+  unsandboxed: bool
 
 
 Verdicts = list[bool | None]
@@ -36,8 +41,10 @@ def _math(completions: Sequence[str], answers: Sequence[str], extras: Sequence[M
 
 
 def _code(completions: Sequence[str], answers: Sequence[str], extras: Sequence[Mapping[str, Any]], rules: Rules) -> Verdicts:
+  judge = functools.partial(code_correct, timeout_s=rules.code_timeout_s, memory_mb=rules.code_memory_mb,
+                            allow_unsandboxed=rules.unsandboxed)
   with ThreadPoolExecutor(max_workers=SANDBOXES) as threads:  # each waits for a process of its own
-    return list(threads.map(code_correct, completions, extras))
+    return list(threads.map(judge, completions, extras))
 
 
 VERIFIERS: dict[str, Verifier] = {"last_number": _last_number, "countdown": _countdown, "math": _math, "code": _code}

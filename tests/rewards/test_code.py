@@ -1,7 +1,6 @@
 import gzip
 import json
 import math
-import os
 import string
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtpo_jax.rewards.code import Peer, Remote, code_correct, decode, encode, humaneval, program_of, run_code, run_stdin
-from gtpo_jax.rewards.sandbox import sandbox_problem
+from gtpo_jax.rewards.code import code_correct, humaneval, program_of, run_code, run_stdin
+from gtpo_jax.rewards.inside import Peer, Remote, decode, encode
 
-PROBLEM = sandbox_problem()
-needs_sandbox = pytest.mark.skipif(PROBLEM is not None and not os.environ.get("GTPO_REQUIRE_SANDBOX"), reason=f"no sandbox here: {PROBLEM}")
 HUMANEVAL = Path(__file__).parents[3] / "shared" / "data" / "HumanEval.jsonl.gz"
 
 POINT = """
@@ -101,14 +98,14 @@ FAIL = {
 }
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 @pytest.mark.parametrize("name", PASS)
 def test_good_programs_pass(name):
   verdict = run_code(*PASS[name], timeout_s=30)
   assert verdict.passed is True and verdict.reason == "passed", verdict
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 @pytest.mark.parametrize("name", FAIL)
 def test_wrong_programs_fail_and_the_reason_is_told(name):
   program, tests, reason = FAIL[name]
@@ -117,7 +114,7 @@ def test_wrong_programs_fail_and_the_reason_is_told(name):
   assert "\n" not in verdict.reason and len(verdict.reason) <= 310
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 @pytest.mark.parametrize(("program", "tests"), [("while True: pass", "pass"), ("def f():\n  while True: pass", "f()"),
                                                 ("import time\ntime.sleep(100)", "pass")])
 @pytest.mark.parametrize("limit", [0.5, 1.5])
@@ -128,7 +125,7 @@ def test_a_timeout_takes_its_time(program, tests, limit):
   assert limit <= time.monotonic() - began < limit + 3
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 @pytest.mark.parametrize(("tests", "reason"), [("assert (", "no verdict: the tests do not compile"),
                                                ("class A: pass\nf(A())", "no verdict: the tests pass an object of A")])
 def test_faults_of_the_tests_are_no_verdict(tests, reason):
@@ -136,14 +133,14 @@ def test_faults_of_the_tests_are_no_verdict(tests, reason):
   assert verdict.passed is None and verdict.reason.startswith(reason)
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 def test_output_is_kept_and_capped():
   assert run_code("print('héllo')", "pass").output == "héllo\n"
   verdict = run_code("print('x' * 100000)", "pass")
   assert verdict.passed and verdict.output == "x" * 16384
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 def test_stdin_and_stdout():
   double = "for line in open(0): print(int(line) * 2, end=' \\n')"
   assert run_stdin(double, "1\n2\n", "2\n4").passed
@@ -215,7 +212,7 @@ def test_humaneval_continuations_and_whole_functions():
   assert humaneval("Sure:\n```python\ndef f(x):\n  return 2\n```", prompt, "", "f")[0] == prompt + "\n\ndef f(x):\n  return 2\n"
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 def test_code_correct_by_kind():
   extra = {"prompt": "def f(x):\n  '''Doubles.'''\n", "test": "def check(candidate):\n  assert candidate(2) == 4", "entry_point": "f"}
   assert code_correct("  return 2 * x", extra) is True
@@ -243,7 +240,7 @@ def problems():
   return [json.loads(line) for line in gzip.decompress(HUMANEVAL.read_bytes()).splitlines()]
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 @pytest.mark.skipif(not HUMANEVAL.exists(), reason=f"{HUMANEVAL} is absent")
 def test_humaneval_canonical_solutions_pass_and_broken_bodies_fail():
   rows = problems()
@@ -255,7 +252,7 @@ def test_humaneval_canonical_solutions_pass_and_broken_bodies_fail():
   assert [row["task_id"] for row, verdict in zip(rows, verdicts[164:], strict=True) if verdict is not False] == []
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 @pytest.mark.skipif(not HUMANEVAL.exists(), reason=f"{HUMANEVAL} is absent")
 def test_a_program_cannot_replace_the_helpers_of_humaneval():
   """HumanEval/32 checks a root with the prompt's own poly; a program that redefines poly as 0 used to pass such tests."""

@@ -17,8 +17,6 @@ from gtpo_jax.rewards import sandbox
 from gtpo_jax.rewards.code import OUTPUT_KEPT, run_code
 from gtpo_jax.rewards.sandbox import sandbox_problem
 
-PROBLEM = sandbox_problem()
-needs_sandbox = pytest.mark.skipif(PROBLEM is not None and not os.environ.get("GTPO_REQUIRE_SANDBOX"), reason=f"no sandbox here: {PROBLEM}")
 SECRET = "canary-5d1f90c2"
 TIMEOUT = 3
 # What lies in the home, but for the folder where the interpreter may be
@@ -278,7 +276,7 @@ def attacked(name, host):
   return run_code(program, judge_of(name), timeout_s=TIMEOUT, memory_mb=256)
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 @pytest.mark.parametrize("name", ATTACKS)
 def test_no_attack_succeeds(name, host):
   began = time.monotonic()
@@ -299,7 +297,7 @@ def test_the_attack_is_one(name, host):
   assert done.returncode == 0, done.stderr
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 def test_sixteen_attacks_at_once(host):
   """One good program among them is still judged right, and wrong ones never."""
   names = [name for name in ATTACKS if name != "memory of many processes"]
@@ -314,7 +312,7 @@ def test_sixteen_attacks_at_once(host):
   host.unharmed()
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 def test_a_flood_costs_the_trainer_no_memory():
   import psutil
   before = psutil.Process().memory_info().rss
@@ -322,14 +320,14 @@ def test_a_flood_costs_the_trainer_no_memory():
   assert psutil.Process().memory_info().rss - before < 64 * 2**20
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 def test_runs_do_not_see_each_other():
   program = "import os\ndef left(): return os.listdir('/tmp')\ndef leave(): open('/tmp/x', 'w').write('x')"
   assert run_code(program, "leave()\nassert left() == ['x']").passed
   assert run_code(program, "assert left() == []").passed
 
 
-@needs_sandbox
+@pytest.mark.sandbox
 def test_descriptors_stay_few():
   before = len(os.listdir("/proc/self/fd"))
   for _ in range(5):
