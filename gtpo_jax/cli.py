@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shlex
@@ -47,13 +48,15 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   train.add_argument("--workdir", required=True, type=Path, help="the run's folder")
   train.set_defaults(run=_train)
 
-  evaluation = commands.add_parser("eval", help="mean@n and pass@k on held-out problems", allow_abbrev=False)
+  evaluation = commands.add_parser("eval", help="mean@n, pass@k, best@k, maj@k on held-out problems", allow_abbrev=False)
   evaluation.add_argument("--model", required=True, type=Path,
                           help="the workdir of a run, or (with --config) a Hugging Face folder or hub id")
   evaluation.add_argument("--config", help="a config file; the run's own unless given")
   evaluation.add_argument("--step", type=int, help="which checkpoint: a step number, 0 for the base model; the newest unless given")
+  evaluation.add_argument("--data", help="evaluate on this instead of data.eval: a .jsonl or .parquet file, hf:ID, tfds:NAME, a task")
   evaluation.add_argument("--k", default="", help="the ks of pass@k, such as 1,4,32; samples = the largest")
   evaluation.add_argument("--json", type=Path, help="write the numbers into this file too")
+  evaluation.add_argument("--completions", type=Path, help="write every problem and completion into this .jsonl file")
   evaluation.set_defaults(run=_eval)
 
   sample = commands.add_parser("sample", help="prints completions of a prompt", allow_abbrev=False)
@@ -145,20 +148,29 @@ def _eval(args: argparse.Namespace, overrides: list[str]) -> int:
   prepare_jax()
   from gtpo_jax import config as configs
   from gtpo_jax.evaluation import evaluate_run
-  from gtpo_jax.frozen import open_policy
+  from gtpo_jax.frozen import find_policy
   from gtpo_jax.models.folder import find, is_hf_folder
   from gtpo_jax.problems import held_out_problems
   if is_hf_folder(find(str(args.model))) and not args.config:
     raise UserError(f"{str(args.model)!r} is a Hugging Face folder: give --config=FILE, which says what to evaluate it on")
   ks = _numbers(args.k)
   _check_writable(args.json)
-  actor, config, params, step = open_policy(args.model, args.step, configs.load(args.config, overrides) if args.config else None)
-  result = evaluate_run(config, actor, params, held_out_problems(config, actor, print), samples=max(ks, default=None))
-  metrics = {"step": step, "problems": len(result.correct), **result.metrics(ks or None)}
-  for key, value in metrics.items():
-    print(f"{key:<32} {value:.4f}" if isinstance(value, float) else f"{key:<32} {value}")
+  _check_writable(args.completions)
+  actor, config, read = find_policy(args.model, args.step, configs.load(args.config, overrides) if args.config else None)
+  if args.data:
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=args.data))
+  problems = held_out_problems(config, actor, print)  # refused, where they must be, before the weights are read
+  params, step = read()
+  result = evaluate_run(config, actor, params, problems, samples=max(ks, default=None))
+  summary = {"step": step, **result.summary(ks)}
   if args.json:
-    _write(args.json, json.dumps(metrics, indent=2) + "\n")
+    _write(args.json, json.dumps(summary, indent=2) + "\n")
+  if args.completions:
+    _write(args.completions, "".join(json.dumps(row) + "\n" for row in result.rows()))
+  intervals = summary.pop("intervals")
+  for key, value in summary.items():
+    shown = "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+    print(f"{key:<32} {shown}" + (" [{:.4f}, {:.4f}]".format(*intervals[key]) if None not in intervals.get(key, [None]) else ""))
   return 0
 
 

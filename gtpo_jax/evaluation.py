@@ -1,54 +1,127 @@
-"""Held-out evaluation: mean@n and unbiased pass@k of sampled completions, and the greedy answer."""
+"""Held-out evaluation: what sampled completions and the greedy one are worth, with intervals over the problems."""
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
+from gtpo_jax.estimators import best_of_k, bootstrap, majority_at, pass_at_k
 from gtpo_jax.models.qwen2 import Params
+from gtpo_jax.parallel import fetch
 from gtpo_jax.problems import eval_label
+from gtpo_jax.rewards import VOTES
 from gtpo_jax.rollout import Actor, Policy, Stream, key_for
 from gtpo_jax.sampling.filters import Sampler
 
 
 @dataclasses.dataclass(frozen=True)
+class Answers:
+  """g completions of each of n problems, and what was found of them; on the host."""
+
+  texts: list[list[str]]  # [n][g]
+  correct: np.ndarray     # bool[n, g]; False where there is no verdict
+  reached: np.ndarray     # bool[n, g]; False where there is no verdict
+  reward: np.ndarray      # f32[n, g], the weighted parts, without length penalties
+  lengths: np.ndarray     # i32[n, g], tokens
+  finished: np.ndarray    # bool[n, g], False where the length ran out
+
+  def row(self, i: int) -> list[dict[str, Any]]:
+    """The completions of problem i as plain data; `correct` is None where there is no verdict."""
+    return [{"text": self.texts[i][j], "correct": bool(self.correct[i, j]) if self.reached[i, j] else None,
+             "reward": float(self.reward[i, j]), "length": int(self.lengths[i, j]), "finished": bool(self.finished[i, j])}
+            for j in range(len(self.texts[i]))]
+
+
+ARRAYS = tuple(field.name for field in dataclasses.fields(Answers) if field.name != "texts")
+
+
+@dataclasses.dataclass(frozen=True)
 class Evaluation:
-  """How a policy does on a set of problems."""
+  """How a policy does on a set of problems.
+
+  A completion without a verdict is as if it had not been sampled: a problem with fewer than k of the others has no pass@k, best@k and
+  maj@k, and takes no part in their means. How many there are is `eval/NAME/no_verdict`.
+  """
 
   name: str
-  correct: np.ndarray  # bool[problems, samples]
-  greedy: np.ndarray   # bool[problems]
+  problems: Sequence[Problem]  # [n]
+  sampled: Answers             # [n, g]
+  greedy: Answers              # [n, 1]
 
-  @property
-  def mean(self) -> float:
-    """mean@n: the share of sampled completions that are right; the unbiased pass@1."""
-    return float(self.correct.mean())
+  def columns(self, ks: Sequence[int]) -> dict[str, np.ndarray]:
+    """mean@g (the share that is right), greedy, and pass@k: by name f64[n], whose mean over the problems is the metric.
 
-  def pass_at(self, k: int) -> float:
-    """pass@k, averaged over the problems."""
-    samples = self.correct.shape[1]
-    return float(np.mean([pass_at_k(samples, int(right), k) for right in self.correct.sum(1)]))
+    NaN where a problem has none. Raises ValueError for a k above g.
+    """
+    right = self._of_verdicts(self.sampled.correct)
+    return {f"mean@{self.sampled.correct.shape[1]}": np.asarray([row.mean() if len(row) else math.nan for row in right]),
+            "greedy": np.where(self.greedy.reached[:, 0], self.greedy.correct[:, 0], np.nan),
+            **self._at("pass", ks, lambda i, k: pass_at_k(len(right[i]), int(right[i].sum()), k))}
 
-  def metrics(self, ks: Sequence[int] | None = None) -> dict[str, float]:
-    """`eval/NAME/mean@n`, `eval/NAME/pass@k` for each k (1 and the number of samples unless given), `eval/NAME/greedy`."""
-    samples = self.correct.shape[1]
-    out = {f"eval/{self.name}/mean@{samples}": self.mean, f"eval/{self.name}/greedy": float(self.greedy.mean())}
-    return out | {f"eval/{self.name}/pass@{k}": self.pass_at(k) for k in ks or sorted({1, samples})}
+  def further_columns(self, ks: Sequence[int]) -> dict[str, np.ndarray]:
+    """best@k, the mean reward of the best of k (the paper's curves), and maj@k, the majority vote, where a kind has answers (`VOTES`).
+
+    A completion that was cut off abstains. NaN and errors as for `columns`.
+    """
+    rewards = self._of_verdicts(self.sampled.reward)
+    majorities = [self._majorities(i) for i in range(len(rewards))]
+    columns = self._at("best", ks, lambda i, k: best_of_k(rewards[i], k))
+    if any(row is not None for row in majorities):
+      columns |= self._at("maj", ks, lambda i, k: math.nan if majorities[i] is None else majorities[i][k - 1])
+    return columns
+
+  def _of_verdicts(self, values: np.ndarray) -> list[np.ndarray]:
+    """Each problem's values of the completions that have a verdict."""
+    return [row[kept] for row, kept in zip(values, self.sampled.reached, strict=True)]
+
+  def _at(self, name: str, ks: Sequence[int], estimate: Callable[[int, int], float]) -> dict[str, np.ndarray]:
+    """estimate(problem, k) of every problem with k verdicts or more."""
+    g, counts = self.sampled.reached.shape[1], self.sampled.reached.sum(1)
+    return {f"{name}@{k}": np.asarray([math.nan if count < k <= g else estimate(i, k) for i, count in enumerate(counts)]) for k in ks}
+
+  def _majorities(self, i: int) -> np.ndarray | None:
+    """maj@1, maj@2 ... of problem i; None where its kind has no answers to vote on."""
+    vote, s = VOTES.get(self.problems[i].kind), self.sampled
+    kept = np.flatnonzero(s.reached[i])
+    return vote and majority_at([vote(s.texts[i][j]) if s.finished[i, j] else None for j in kept], s.correct[i, kept])
+
+  def metrics(self) -> dict[str, float]:
+    """For a line of metrics.jsonl: `eval/NAME/` mean@g, greedy, pass@1, pass@g and no_verdict."""
+    columns = self.columns(sorted({1, self.sampled.correct.shape[1]}))
+    return {f"eval/{self.name}/{key}": _mean(column) for key, column in columns.items()} | self._missing()
+
+  def summary(self, ks: Sequence[int] = ()) -> dict[str, Any]:
+    """Every metric at each k (powers of two up to g, and g, unless given), and its 95 % interval over the problems.
+
+    `intervals` holds [lower, upper] by the metric's name, from a bootstrap of fixed seed. None stands for no number.
+    """
+    s, ks = self.sampled, ks or default_ks(self.sampled.correct.shape[1])
+    columns = {f"eval/{self.name}/{key}": column for key, column in (self.columns(ks) | self.further_columns(ks)).items()}
+    ends = bootstrap(np.stack(list(columns.values()), axis=1))
+    return {"problems": len(s.correct), "samples": s.correct.shape[1],
+            **{key: _number(_mean(column)) for key, column in columns.items()}, **self._missing(),
+            f"eval/{self.name}/length": float(s.lengths.mean()), f"eval/{self.name}/cut_off": float(1 - s.finished.mean()),
+            "intervals": {key: [_number(end) for end in ends[:, i]] for i, key in enumerate(columns)}}
+
+  def _missing(self) -> dict[str, float]:
+    return {f"eval/{self.name}/no_verdict": float((~self.sampled.reached).sum() + (~self.greedy.reached).sum())}
+
+  def rows(self) -> Iterator[dict[str, Any]]:
+    """Problem by problem as plain data: id, prompt, answer, kind, and each completion with what was found of it."""
+    for i, problem in enumerate(self.problems):
+      yield {"id": problem.id, "prompt": problem.messages[-1]["content"], "answer": problem.answer, "kind": problem.kind,
+             "samples": self.sampled.row(i), "greedy": self.greedy.row(i)[0]}
 
 
-def pass_at_k(n: int, right: int, k: int) -> float:
-  """The chance that at least one of k completions drawn from n without replacement is right: 1 - C(n-right, k) / C(n, k).
-
-  Source: Chen et al. 2021 (2107.03374), eq. 1. Raises ValueError unless 1 <= k <= n.
-  """
-  if not 1 <= k <= n:
-    raise ValueError(f"pass@k needs 1 <= k <= n samples, got k = {k} and n = {n}")
-  return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+def default_ks(g: int) -> list[int]:
+  """1, 2, 4 ... up to g, and g itself."""
+  return sorted({2**i for i in range(g.bit_length())} | {g})
 
 
 def evaluate_run(config: Config, actor: Actor, params: Params, problems: Sequence[Problem], samples: int | None = None) -> Evaluation:
@@ -62,14 +135,27 @@ def evaluate(actor: Actor, policy: Policy, name: str, problems: Sequence[Problem
   """Answers every problem `samples` times and once greedily, `batch` problems at a time (the last batch is filled up)."""
   batch = min(batch, len(problems))
 
-  def answers(group: int, how: Sampler) -> np.ndarray:
-    rows = []
-    for start in range(0, len(problems), batch):
-      part = list(problems[start:start + batch])
-      filled = part + [part[-1]] * (batch - len(part))
-      rollouts = actor.answer(policy, filled, jax.random.fold_in(key, start), group, how)
-      _, found = actor.judged(rollouts, filled)
-      rows.append(found.correct[:len(part)])
-    return np.concatenate(rows)
+  def part_of(start: int, group: int, how: Sampler) -> Answers:
+    part = list(problems[start:start + batch])
+    filled = part + [part[-1]] * (batch - len(part))
+    rollouts = actor.answer(policy, filled, jax.random.fold_in(key, start), group, how)
+    if len(part) < batch:
+      rollouts = jax.tree.map(lambda x: x[:len(part)], rollouts)
+    texts, found = actor.judged(rollouts, part)
+    return Answers(texts, found.correct, found.reached, found.reward, *fetch((rollouts.lengths, rollouts.finished)))
 
-  return Evaluation(name, answers(samples, sampler), answers(1, Sampler(temperature=0.0))[:, 0])
+  def answers(group: int, how: Sampler) -> Answers:
+    parts = [part_of(start, group, how) for start in range(0, len(problems), batch)]
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
+    return Answers([row for part in parts for row in part.texts], **arrays)
+
+  return Evaluation(name, problems, answers(samples, sampler), answers(1, Sampler(temperature=0.0)))
+
+
+def _mean(column: np.ndarray) -> float:
+  """The mean of what is a number; NaN where nothing is."""
+  return float(np.nanmean(column)) if not np.isnan(column).all() else math.nan
+
+
+def _number(value: float) -> float | None:
+  return None if math.isnan(value) else float(value)

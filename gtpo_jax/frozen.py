@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,9 +75,16 @@ def initial_params(config: Config, model: Qwen2) -> Params:
   return add_lora(model, read_params(model, find(config.model.path)), key) if config.model.path else init_params(model, key)
 
 
-def open_policy(workdir: Path, step: int | None, given: Config | None = None,
-                max_tokens: int | None = None) -> tuple[Actor, Config, Params, int]:
-  """The actor, config, parameters and step of a policy, on the devices of this machine.
+class Found(NamedTuple):
+  """A policy whose parameters are not read yet."""
+
+  actor: Actor
+  config: Config
+  read: Callable[[], tuple[Params, int]]  # the parameters and the step
+
+
+def find_policy(workdir: Path, step: int | None, given: Config | None = None, max_tokens: int | None = None) -> Found:
+  """The actor and config of a policy, on the devices of this machine.
 
   Args:
     workdir: of a `gtpo train`, a Hugging Face folder, or a hub id.
@@ -94,7 +102,7 @@ def open_policy(workdir: Path, step: int | None, given: Config | None = None,
     config = given or _config_of_folder(workdir, max_tokens)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(workdir), lora_rank=0))
     actor = Actor(config, max_tokens)
-    return actor, config, read_params(actor.model, workdir), 0
+    return Found(actor, config, lambda: (read_params(actor.model, workdir), 0))
   own = load_config(workdir)
   if given and (given.model.preset, given.model.path) != (own.model.preset, own.model.path):
     raise UserError(f"the run in {str(workdir)!r} is of model {own.model.path or own.model.preset!r}, the config of "
@@ -102,10 +110,17 @@ def open_policy(workdir: Path, step: int | None, given: Config | None = None,
   config = given or dataclasses.replace(own, mesh=MeshSection())  # a run of a pod is looked at on a laptop
   if step == 0 and not has_base(workdir) and own.model.path:
     actor = Actor(config, max_tokens)
-    return actor, config, base_params(own, workdir, actor.model), 0
+    return Found(actor, config, lambda: (base_params(own, workdir, actor.model), 0))
   open_run(workdir, step).close()  # refused before the actor is made
   actor = Actor(config, max_tokens)
-  return actor, config, *run_params(workdir, actor.model, step)
+  return Found(actor, config, lambda: run_params(workdir, actor.model, step))
+
+
+def open_policy(workdir: Path, step: int | None, given: Config | None = None,
+                max_tokens: int | None = None) -> tuple[Actor, Config, Params, int]:
+  """The actor, config, parameters and step of a policy; see `find_policy`."""
+  actor, config, read = find_policy(workdir, step, given, max_tokens)
+  return actor, config, *read()
 
 
 def _config_of_folder(folder: Path, max_tokens: int | None) -> Config:

@@ -30,7 +30,10 @@ def held_out_problems(config: Config, actor: Actor, say: Callable[[str], None] =
   Raises:
     UserError: as `training_problems`.
   """
-  return fixed_sample(_problems(config, actor, config.eval_name, held_out=True, say=say), config.eval.problems)
+  problems = _problems(config, actor, config.eval_name, held_out=True, say=say)
+  if config.eval_task is None and len(problems) > config.eval.problems:
+    say(f"{config.eval.problems} of them are evaluated (eval.problems)")
+  return fixed_sample(problems, config.eval.problems)
 
 
 def eval_label(config: Config) -> str:

@@ -141,12 +141,13 @@ def evaluate_if_due(config: Config, actor: Actor, state: TrainState, held_out: l
   row = next((row for row in reversed(journal.read()) if row["step"] == step), None)
   if row is None or _accuracy(row) is not None:
     return False
-  result = evaluate_run(config, actor, state.params, held_out)
+  result, samples = evaluate_run(config, actor, state.params, held_out), config.eval.samples
+  metrics, shown = result.metrics(), (f"mean@{samples}", "greedy", f"pass@{samples}", "no_verdict")
+  sampled, greedy, best, missing = (metrics[f"eval/{result.name}/{key}"] for key in shown)
   what = f"step {step}" if step else base_name(config)
-  display.say(f"{what}: held-out pass@1 {result.mean:.1%}, greedy {result.greedy.mean():.1%}, "
-              f"pass@{config.eval.samples} {result.pass_at(config.eval.samples):.1%} "
-              f"({len(result.greedy)} problems x {config.eval.samples} samples, {time.perf_counter() - began:.1f} s)")
-  journal.amend(step, result.metrics())
+  display.say(f"{what}: held-out pass@1 {sampled:.1%}, greedy {greedy:.1%}, pass@{samples} {best:.1%} ({len(held_out)} problems x "
+              f"{samples} samples, {f'{missing:.0f} without a verdict, ' if missing else ''}{time.perf_counter() - began:.1f} s)")
+  journal.amend(step, metrics)
   return True
 
 

@@ -1,4 +1,5 @@
 """The command line as a user meets it: real processes, exit codes, one line for every mistake."""
+import itertools
 import json
 import os
 import shutil
@@ -6,9 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
+
+from gtpo_jax.rewards import last_number_correct
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--config.data.terms=2", "--config.batch.prompts=4", "--config.batch.group=4", "--config.warm_start.steps=20",
@@ -72,6 +76,48 @@ def test_eval_prints_and_writes_json(finished_run, tmp_path):
   assert 0 <= numbers["eval/sums/pass@1"] <= numbers["eval/sums/pass@4"] <= 1
   assert numbers["eval/sums/mean@4"] == pytest.approx(numbers["eval/sums/pass@1"])
   assert "eval/sums/pass@4" in done.stdout
+
+
+def test_eval_at_every_k_agrees_with_a_direct_count(finished_run, tmp_path):
+  """32 samples of a run's policy on a file: every number again from the completions that were written.
+
+  (The model has hardly learned; the answers wanted are digits that it ends with now and then.)
+  """
+  data, out, summary = tmp_path / "sums.jsonl", tmp_path / "completions.jsonl", tmp_path / "out.json"
+  rows = [{"id": f"q{i}", "prompt": f"1{i}+{i % 7 + 1}+2:", "answer": (5, 2, 8)[i % 3], "kind": "last_number"} for i in range(10)]
+  data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  ks = range(1, 33)
+  done = gtpo("eval", f"--model={finished_run[0]}", "--step=0", f"--data={data}", f"--k={','.join(map(str, ks))}", f"--json={summary}",
+              f"--completions={out}")
+  assert done.returncode == 0, done.stderr
+  assert f"{data}: 10 problems of 10 rows" in done.stdout and "8 of them are evaluated (eval.problems)" in done.stdout
+  found, written = json.loads(summary.read_text()), [json.loads(line) for line in out.read_text().splitlines()]
+  assert (found["step"], found["problems"], found["samples"]) == (0, 8, 32)
+  assert len({row["id"] for row in written}) == 8
+  verdicts = []
+  for row in written:
+    assert row["prompt"] == next(r["prompt"] for r in rows if r["id"] == row["id"]) and len(row["samples"]) == 32
+    for sample in [*row["samples"], row["greedy"]]:
+      assert sample["correct"] == (last_number_correct(sample["text"], row["answer"]) and sample["finished"]) == bool(sample["reward"])
+      assert 1 <= sample["length"] <= 36
+    verdicts.append([sample["correct"] for sample in row["samples"]])
+  assert 0 < sum(map(sum, verdicts)) < 256  # or there is nothing to count
+  for k in ks:
+    shares = []
+    for row in verdicts:
+      none = Fraction(1)  # that k draws without putting back are all wrong
+      for i in range(k):
+        none *= Fraction(row.count(False) - i, 32 - i)
+      shares.append(1 - none)
+      if k in (1, 2, 3, 30, 31, 32):
+        subsets = list(itertools.combinations(row, k))
+        assert shares[-1] == Fraction(sum(map(any, subsets)), len(subsets))
+    assert found[f"eval/sums/pass@{k}"] == pytest.approx(float(sum(shares) / 8), abs=1e-12)
+    assert found[f"eval/sums/best@{k}"] == pytest.approx(found[f"eval/sums/pass@{k}"], abs=1e-9)
+    lower, upper = found["intervals"][f"eval/sums/pass@{k}"]
+    assert lower <= found[f"eval/sums/pass@{k}"] <= upper and (k == 32 or lower < upper)
+    assert f"eval/sums/pass@{k} " in done.stdout
+  assert found["eval/sums/maj@1"] == pytest.approx(found["eval/sums/pass@1"]) == pytest.approx(found["eval/sums/mean@32"])
 
 
 def test_doctor_is_content():
@@ -151,6 +197,9 @@ def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path):
     (["sample", "--model=none", "--prompt=1"], "no folder at 'none'"),
     (["sample", "--model={run}", "--prompt=1", "--seed=-1"], "--seed must be in [0, 2**32), got -1"),
     (["eval", "--model={run}", "--json=none/out.json"], "cannot write 'none/out.json'"),
+    (["eval", "--model={run}", "--completions=none/out.jsonl"], "cannot write 'none/out.jsonl'"),
+    (["eval", "--model={run}", "--data=none.jsonl"], "no file or folder at 'none.jsonl'"),
+    (["eval", "--model={run}", "--data=sumz"], "unknown task 'sumz' in data, did you mean 'sums'?"),
     (["sample", "--model={run}", "--prompt= "], "--prompt is empty"),
     (["sample", "--model={run}", "--prompt=" + "1+" * 30], "over the limit of 24"),
     (["sample", "--model={run}", "--prompt=1", "--step=9"], "no checkpoint of step 9"),

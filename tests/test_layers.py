@@ -7,7 +7,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "gtpo_jax"
 FLOORS = {
     "errors": 0, "files": 0, "start": 0, "arrays": 0, "parallel": 0,
-    "models": 1, "algorithms": 1, "rewards": 1, "data": 1,
+    "models": 1, "algorithms": 1, "rewards": 1, "data": 1, "estimators": 1,
     "sampling": 2, "training": 2,
     "config": 3, "problems": 3, "judging": 3, "rollout": 3, "collect": 3, "frozen": 3, "evaluation": 3, "checkpoint": 3, "reporting": 3,
     "workdir": 3,

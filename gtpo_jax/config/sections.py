@@ -205,6 +205,7 @@ class EvalSection:
     samples: completions a problem, for mean@n and pass@k.
     batch: problems sampled at once.
     temperature: of the sampled completions; a greedy pass is made besides.
+    top_p: the sampled completions draw from the smallest set of tokens with this probability.
   """
 
   every: int = 10
@@ -212,6 +213,7 @@ class EvalSection:
   samples: int = 8
   batch: int = 64
   temperature: float = 1.0
+  top_p: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,6 +297,8 @@ class Config:
       raise UserError("sampling.temperature must be above 0 while learning, got 0: greedy completions of a prompt are all the same")
     if not 0 <= self.eval.temperature < float("inf"):
       raise UserError(f"eval.temperature must be at least 0 and finite, got {self.eval.temperature}")
+    if not 0 < self.eval.top_p <= 1:
+      raise UserError(f"eval.top_p must be in (0, 1], got {self.eval.top_p}")
     if self.model.preset not in PRESETS:
       raise UserError(f"unknown model.preset {self.model.preset!r}{nearest(self.model.preset, PRESETS)}; valid are {', '.join(PRESETS)}")
     for name in (*(name for name, _ in self.train_sources), self.eval_name):
@@ -347,7 +351,7 @@ class Config:
   @property
   def eval_sampler(self) -> Sampler:
     """How evaluation draws."""
-    return Sampler(self.eval.temperature)
+    return Sampler(self.eval.temperature, top_p=self.eval.top_p)
 
   @property
   def train_sources(self) -> list[tuple[str, float]]:

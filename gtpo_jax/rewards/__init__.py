@@ -5,6 +5,7 @@ from gtpo_jax.rewards.length import group_relative, soft_overlong
 from gtpo_jax.rewards.math import math_correct, math_verdicts
 from gtpo_jax.rewards.sandbox import sandbox_problem
 from gtpo_jax.rewards.verifiers import PARTS, VERIFIERS
+from gtpo_jax.rewards.votes import VOTES
 
-__all__ = ["PARTS", "VERIFIERS", "code_correct", "countdown_correct", "group_relative", "last_number_correct", "math_correct",
+__all__ = ["PARTS", "VERIFIERS", "VOTES", "code_correct", "countdown_correct", "group_relative", "last_number_correct", "math_correct",
            "math_verdicts", "run_code", "sandbox_problem", "soft_overlong"]

@@ -8,10 +8,15 @@ from collections.abc import Sequence
 _STEP = re.compile(r"(\d{1,9})([+\-*])(\d{1,9})=(\d{1,9})", re.ASCII)
 
 
+def last_number(completion: str) -> str | None:
+  """The digits of the last whole number in the text; None where there is none."""
+  numbers = re.findall(r"\d+", completion, re.ASCII)
+  return numbers[-1] if numbers else None
+
+
 def last_number_correct(completion: str, answer: str) -> bool:
   """Whether the last whole number in the text is `answer`."""
-  numbers = re.findall(r"\d+", completion, re.ASCII)
-  return bool(numbers) and numbers[-1] == answer
+  return last_number(completion) == answer
 
 
 def countdown_correct(completion: str, numbers: Sequence[int], target: int) -> bool:
