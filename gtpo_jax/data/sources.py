@@ -146,11 +146,11 @@ def _hugging_face(name: str) -> Iterator[tuple[str, Row]]:
 
 
 def _tfds(name: str) -> Iterator[tuple[str, Row]]:
-  import tensorflow_datasets as tfds
+  from gtpo_jax.data.tfds_tasks import tfds  # with our own tasks among its data sets
   where, _, split = _parts(name, "tfds:", "train")
   try:
     if where == "gsm8k":
-      import tensorflow_datasets.text.gsm8k.gsm8k  # registers itself
+      from tensorflow_datasets.text.gsm8k import gsm8k  # noqa: F401 (registers itself)
     data = tfds.data_source(where, split=split)
   except Exception as error:  # TFDS has many kinds of its own
     raise UserError(f"{name!r} cannot be loaded: {first_line(error)[:200]}") from error
@@ -167,12 +167,14 @@ def _parts(name: str, prefix: str, split: str) -> tuple[str, str | None, str]:
 
 
 def _text(value: Any) -> Any:
-  """TFDS gives text as bytes, and scalars as NumPy's."""
+  """TFDS gives text as bytes, scalars and lists as NumPy's."""
   if isinstance(value, bytes):
     return value.decode("utf-8")
   if isinstance(value, Mapping):
     return {key: _text(item) for key, item in value.items()}
-  return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+  if isinstance(value, list):
+    return [_text(item) for item in value]
+  return _text(value.tolist()) if hasattr(value, "tolist") else value
 
 
 def _problem(row: Row | ValueError, mapping: dict[str, str], place: str) -> Problem:
