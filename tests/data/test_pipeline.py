@@ -1,10 +1,16 @@
 import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
 
 import pytest
 
 from gtpo_jax.data.pipeline import Batches as MixedBatches
 from gtpo_jax.data.pipeline import fixed_sample
 from gtpo_jax.data.tasks import TaskPart, make_task
+from gtpo_jax.errors import UserError
 
 SIZE = 11
 
@@ -79,3 +85,79 @@ def test_sources_take_turns_by_their_weights(task):
   assert ids(mixed, [19, 3]) == ids(MixedBatches(parts, 16, 0), [19, 3])
   alone = joined(ids(Batches(task, 16, 0), range(5)))
   assert [name for name in joined(ids(mixed, range(20))) if name.startswith("sums")] == alone  # the order within a source is its own
+
+
+def sharded(task, process, processes, size=12, seed=3):
+  return MixedBatches(PARTS(task), size, seed, process, processes)
+
+
+def PARTS(task):
+  other = make_task("countdown", 3, 9)
+  return [(TaskPart(task, task.train_ids), 2.0), (TaskPart(other, other.train_ids), 1.0)]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4, 5, 12])
+def test_the_rows_of_all_processes_in_order_are_the_batch_of_one(task, processes):
+  whole, steps = MixedBatches(PARTS(task), 12, 3), [0, 1, 7, 200, 2]
+  shards = [ids(sharded(task, process, processes), steps) for process in range(processes)]
+  assert [joined(parts) for parts in zip(*shards, strict=True)] == ids(whole, steps)
+  assert all(len(set(map(len, parts))) == 1 for parts in shards)
+
+
+@pytest.mark.parametrize(("process", "processes"), [(2, 2), (-1, 2), (0, 13)])
+def test_processes_that_get_no_rows(task, process, processes):
+  with pytest.raises(UserError, match=f"batch.prompts = 12 cannot be cut for process {process} of {processes}"):
+    sharded(task, process, processes)
+
+
+PROCESS = """
+import json, sys
+import jax
+import numpy as np
+address, process, processes, first, last = sys.argv[1], *map(int, sys.argv[2:])
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(address, processes, process)
+from jax.experimental import multihost_utils
+from gtpo_jax.data.pipeline import Batches
+from gtpo_jax.data.tasks import TaskPart, make_task
+from gtpo_jax.parallel import make_mesh, named_sharding
+sums, countdown = make_task("sums", 1, 9), make_task("countdown", 3, 9)
+parts = [(TaskPart(sums, sums.train_ids), 2.0), (TaskPart(countdown, countdown.train_ids), 1.0)]
+batches = Batches(parts, 12, 3, jax.process_index(), jax.process_count())
+own, whole = [], []
+for step in range(first, last):
+  own.append([problem.id for problem in batches[step]])
+  numbers = np.asarray([int(name.split("-")[1]) for name in own[-1]], np.int32)
+  placed = jax.make_array_from_process_local_data(named_sharding(make_mesh(), "batch"), numbers)
+  whole.append(multihost_utils.process_allgather(placed, tiled=True).tolist())
+print(json.dumps([own, whole]))
+"""
+
+
+def run_processes(processes, first, last):
+  """What each of several real processes, two devices each, sees of the steps, and what lies on the mesh of all of them."""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2"}
+  started = [subprocess.Popen([sys.executable, "-c", PROCESS, address, *map(str, (i, processes, first, last))], env=environment, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for i in range(processes)]
+  try:
+    said = [process.communicate(timeout=120) for process in started]
+  finally:
+    for process in started:
+      process.kill()
+  assert all(process.returncode == 0 for process in started), [err[-2000:] for _, err in said]
+  return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+def test_two_real_processes_and_a_resume_by_one(task):
+  """Steps 0-3 on two processes, then 4-5 on one: disjoint rows, in order the batch of one process, on the mesh too."""
+  whole = ids(MixedBatches(PARTS(task), 12, 3), range(6))
+  two, one = run_processes(2, 0, 4), run_processes(1, 4, 6)
+  (first, on_mesh), (second, same) = two
+  for step in range(4):
+    assert len(first[step]) == len(second[step]) == 6 and not set(first[step]) & set(second[step])
+    assert first[step] + second[step] == whole[step]
+    assert on_mesh[step] == same[step] == [int(name.split("-")[1]) for name in whole[step]]
+  assert one[0][0] == whole[4:]
