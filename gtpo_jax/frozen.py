@@ -89,7 +89,7 @@ def find_policy(workdir: Path, step: int | None, given: Config | None = None, ma
   Args:
     workdir: of a `gtpo train`, a Hugging Face folder, or a hub id.
     step: which checkpoint of a run; None for the newest, 0 for the base model.
-    given: a config to use instead of the run's own, of the same model; for a Hugging Face folder, instead of the defaults.
+    given: a config to use instead of the run's own, of the same model or of none; for a Hugging Face folder, instead of the defaults.
     max_tokens: the longest completion; the run's own limit if None, or 256.
 
   Raises:
@@ -104,6 +104,8 @@ def find_policy(workdir: Path, step: int | None, given: Config | None = None, ma
     actor = Actor(config, max_tokens)
     return Found(actor, config, lambda: (read_params(actor.model, workdir), 0))
   own = load_config(workdir)
+  if given and (given.model.path, given.model.preset) == ("", ModelSection().preset):  # it names none, as those of configs/eval_*.py
+    given = dataclasses.replace(given, model=own.model)
   if given and (given.model.preset, given.model.path) != (own.model.preset, own.model.path):
     raise UserError(f"the run in {str(workdir)!r} is of model {own.model.path or own.model.preset!r}, the config of "
                     f"{given.model.path or given.model.preset!r}; leave --config out, or name the run's")

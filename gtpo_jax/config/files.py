@@ -63,7 +63,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
   try:
     parser(argv)
     values = holder.value
-  except (flags.Error, TypeError, ValueError, KeyError, AttributeError) as error:
+  except (flags.Error, TypeError, ValueError, AttributeError) as error:
     raise UserError(f"config {file}: {_one_line(error)}") from error
   except (Exception, SystemExit) as error:  # the user's file is a program; whatever it raises is theirs to read
     raise UserError(f"config {file} raised {type(error).__name__}: {_one_line(error)}") from error

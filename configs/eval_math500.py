@@ -1,0 +1,32 @@
+"""MATH-500: 500 competition problems; mean@4, pass@k, maj@4 and greedy.
+
+    gtpo eval --config=configs/eval_math500.py --model=Qwen/Qwen2.5-7B-Instruct --json=math500.json
+    gtpo eval --config=configs/eval_math500.py:base --model=Qwen/Qwen2.5-7B --data=math500.jsonl   # a base model; a file of your own
+
+Hardware: one accelerator of 80 GiB for 7B, 16 GiB for 0.5B, or a smaller eval.batch (computed, not tried).
+Expected: not run here; Qwen's report gives 75.5 % for 7B-Instruct and 35.9 % for 0.5B-Instruct (greedy,
+on all of MATH's test part).
+Prompt: the question, then the wish to reason step by step and to box the answer, through the chat template;
+`:base` puts bare text. An answer that does not end within sampling.max_tokens is wrong.
+Data: from the hub (`pip install -e '.[data]'`), or --data=FILE with the columns problem and answer.
+"""
+from gtpo_jax.config import default_config
+
+TEMPLATES = {
+    "chat": "{prompt}\nPlease reason step by step, and put your final answer within \\boxed{}.",
+    "base": "Question: {prompt}\nAnswer: Let us think step by step, and put the final answer within \\boxed{}.\n",
+}
+
+
+def get_config(model="chat"):
+  config = default_config()
+  config.data.eval = "hf:HuggingFaceH4/MATH-500:test"
+  config.data.template = TEMPLATES[model]
+  config.data.chat = model == "chat"
+  config.data.max_prompt_tokens = 1024
+  config.sampling.max_tokens = 2048
+  config.eval.problems = 500
+  config.eval.samples = 4
+  config.eval.batch = 32
+  config.model.param_dtype = config.model.compute_dtype = "bfloat16"  # of a model folder; a run has its own
+  return config
