@@ -50,6 +50,7 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.15",
             "psutil>=6",
+            "datasets>=4",
             'torch==2.13.0; python_version < "3.12"',
             'peft>=0.17; python_version < "3.12"',
         ],

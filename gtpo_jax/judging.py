@@ -110,7 +110,7 @@ class Judge:
       values = [None if value is None else float(value) for value in function(prompts, completions, answers, extras)]
       if len(values) != len(completions):
         raise ValueError(f"returned {len(values)} values for {len(completions)} completions")
-    except Exception:  # whatever the user's own code raises
+    except (Exception, SystemExit):  # whatever the user's own code raises; a reward is no place to end a run from
       self._show_once(name, traceback.format_exc())
       return [None] * len(completions)
     if odd := [value for value in values if value is not None and not math.isfinite(value)]:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -48,16 +49,18 @@ def _problems(config: Config, actor: Actor, name: str, held_out: bool, say: Call
     task = make_task(name, data.terms, data.largest)
     return TaskPart(task, task.held_out_ids if held_out else task.train_ids)
   loaded = _load(name, data.fields, data.bad_rows)
-  fitting = [problem for problem in loaded.problems if len(actor.encode(problem)) <= data.max_prompt_tokens]
+  fits = [len(actor.encode(problem)) <= data.max_prompt_tokens for problem in loaded.problems]
+  fitting = list(itertools.compress(loaded.problems, fits))
   long = len(loaded.problems) - len(fitting)
+  first = f" (first {loaded.problems[fits.index(False)].id})" if long else ""
   if len(loaded.bad) + long > data.bad_rows:
-    raise UserError(f"{name!r}: {long} of {len(loaded.problems)} prompts are over data.max_prompt_tokens = {data.max_prompt_tokens}, and "
-                    f"{len(loaded.bad)} rows malformed; data.bad_rows = {data.bad_rows} allowed; raise one of the two")
+    raise UserError(f"{name!r}: {long} of {len(loaded.problems)} prompts{first} are over data.max_prompt_tokens = "
+                    f"{data.max_prompt_tokens}, and {len(loaded.bad)} rows malformed; data.bad_rows = {data.bad_rows} allowed; raise one of the two")
   if not config.reward.verifier:
     _check_kinds(config, name, fitting, say)
   if not fitting:
     raise UserError(f"{name!r} holds no problem within data.max_prompt_tokens = {data.max_prompt_tokens}")
-  say(loaded.summary(name) + (f", {long} too long" if long else ""))
+  say(loaded.summary(name) + (f", {long} too long{first}" if long else ""))
   return fitting
 
 

@@ -36,6 +36,10 @@ def words(prompts, completions, answers, extras):
   return ["good"] * len(completions)
 
 
+def leaves(prompts, completions, answers, extras):
+  raise SystemExit("enough")
+
+
 not_a_function = 3
 
 
@@ -84,7 +88,7 @@ def test_no_verdict_is_masked_and_counted_never_a_zero(capfd):
 
 
 @pytest.mark.parametrize(("name", "message"), [("raises", "RuntimeError: no luck"), ("too_few", "returned 1 values for 6 completions"),
-                                               ("words", "could not convert string to float")])
+                                               ("leaves", "SystemExit: enough"), ("words", "could not convert string to float")])
 def test_a_function_that_fails_leaves_all_out_and_is_shown_once(name, message, capfd):
   config = default_config()
   config.reward.verifier = f"test_judging:{name}"

@@ -75,11 +75,11 @@ def test_long_prompts_are_skipped_up_to_the_limit(tmp_path):
   rows = [{"prompt": "1+1:", "answer": 2, "kind": "last_number"}, {"prompt": "1+" * 40 + "1:", "answer": 41, "kind": "last_number"}]
   (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
   name, said = str(tmp_path / "d.jsonl"), []
-  with pytest.raises(UserError, match=r"1 of 2 prompts are over data.max_prompt_tokens = 32"):
+  with pytest.raises(UserError, match=r"1 of 2 prompts \(first d.jsonl:2\) are over data.max_prompt_tokens = 32"):
     training_problems(config_of(**{"data.train": name, "data.eval": name}), Actor(config_of()))
   config = config_of(**{"data.train": name, "data.eval": name, "data.bad_rows": 1})
   ((problems, _),) = training_problems(config, Actor(config), said.append)
-  assert len(problems) == 1 and said == [f"{name}: 2 problems of 2 rows, 1 too long"]
+  assert len(problems) == 1 and said == [f"{name}: 2 problems of 2 rows, 1 too long (first d.jsonl:2)"]
 
 
 def test_a_kind_without_a_verifier_is_refused(tmp_path):

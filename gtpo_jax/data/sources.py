@@ -124,11 +124,20 @@ def _parquet(file: Path) -> Iterator[tuple[str, Row | ValueError]]:
   try:
     number = 0
     for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=4096):
-      for row in batch.to_pylist():
+      for row in _batch_rows(batch):
         number += 1
         yield f"{file}:{number}", row
   except (pyarrow.ArrowException, OSError) as error:
     raise UserError(f"{str(file)!r} is not a sound Parquet file: {first_line(error)}") from error
+
+
+def _batch_rows(batch: Any) -> list[Row | ValueError]:
+  """The rows of an Arrow batch. What is no UTF-8 spoils its own row alone."""
+  try:
+    return batch.to_pylist()
+  except ValueError as error:
+    return [ValueError(first_line(error))] if batch.num_rows == 1 else [row for i in range(batch.num_rows)
+                                                                        for row in _batch_rows(batch.slice(i, 1))]
 
 
 def _hugging_face(name: str) -> Iterator[tuple[str, Row]]:
@@ -145,7 +154,7 @@ def _hugging_face(name: str) -> Iterator[tuple[str, Row]]:
     yield f"{name}:{number}", row
 
 
-def _tfds(name: str) -> Iterator[tuple[str, Row]]:
+def _tfds(name: str) -> Iterator[tuple[str, Row | ValueError]]:
   from gtpo_jax.data.tfds_tasks import tfds  # with our own tasks among its data sets
   where, _, split = _parts(name, "tfds:", "train")
   try:
@@ -155,7 +164,10 @@ def _tfds(name: str) -> Iterator[tuple[str, Row]]:
   except Exception as error:  # TFDS has many kinds of its own
     raise UserError(f"{name!r} cannot be loaded: {first_line(error)[:200]}") from error
   for number in range(len(data)):
-    yield f"{name}:{number}", {key: _text(value) for key, value in data[number].items()}
+    try:
+      yield f"{name}:{number}", _text(data[number])
+    except ValueError as error:  # bytes that are no UTF-8
+      yield f"{name}:{number}", ValueError(first_line(error))
 
 
 def _parts(name: str, prefix: str, split: str) -> tuple[str, str | None, str]:
@@ -249,8 +261,16 @@ def _humaneval(row: Row, place: str) -> Problem:
 
 
 def _mbpp(row: Row, place: str) -> Problem:
-  tests = {"test_list": list(row["test_list"]), "test_setup_code": row.get("test_setup_code", "")}
-  return _record(row, place, row["text"], str(row.get("task_id", place)), "code", tests)
+  tests = {"test_list": list(row["test_list"]), "test_setup_code": row.get("test_setup_code", ""),
+           "test_imports": list(row.get("test_imports") or ())}
+  return _record(row, place, row.get("text", row.get("prompt")), str(row.get("task_id", place)), "code", tests)
+
+
+def _stdin(row: Row, place: str) -> Problem:
+  if not row["input_output"]:
+    raise ValueError("has no tests: its input_output is empty")
+  name = str(row.get("problem_id", Path(place).name))
+  return _record({"id": name}, place, row["question"], name, "code", {"input_output": row["input_output"]})
 
 
 # The layouts that are known by their columns, the most particular first.
@@ -258,6 +278,8 @@ LAYOUTS: tuple[tuple[set[str], Callable[[Row, str], Problem]], ...] = (
     ({"prompt", "reward_model"}, _verl),                 # DAPO-Math-17k and the other files of verl
     ({"prompt", "test", "entry_point"}, _humaneval),
     ({"text", "test_list"}, _mbpp),
+    ({"prompt", "test_list"}, _mbpp),                    # MBPP sanitized
+    ({"question", "input_output"}, _stdin),              # APPS, TACO
     ({"prompt", "answer"}, _own),
     ({"question", "answer"}, _gsm8k),
     ({"problem", "answer"}, _math),                      # MATH-500, AIME

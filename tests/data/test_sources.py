@@ -49,7 +49,42 @@ def test_humanevals_and_mbpps_layouts(tmp_path):
   problem = only(tmp_path, row)
   assert problem.kind == "code" and problem.id == "HumanEval/0" and problem.extra == {k: row[k] for k in ("prompt", "test", "entry_point")}
   problem = only(tmp_path, {"task_id": 3, "text": "Write f.", "code": "x", "test_list": ["assert f() == 1"]})
-  assert problem.kind == "code" and problem.extra == {"test_list": ["assert f() == 1"], "test_setup_code": ""}
+  assert problem.kind == "code" and problem.extra == {"test_list": ["assert f() == 1"], "test_setup_code": "", "test_imports": []}
+  row = {"task_id": 3, "prompt": "Write f.", "test_list": ["assert f() == math.pi"], "test_imports": ["import math"]}
+  assert only(tmp_path, row).extra["test_imports"] == ["import math"]
+
+
+def test_programs_that_read_and_print(tmp_path):
+  cases = json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})
+  problem = only(tmp_path, {"problem_id": 9, "question": "Double it.", "input_output": cases, "solutions": "[]", "difficulty": "easy"})
+  assert (problem.id, problem.kind, problem.extra) == ("9", "code", {"input_output": cases})
+  with pytest.raises(UserError, match="has no tests"):
+    only(tmp_path, {"question": "Double it.", "input_output": ""})
+
+
+def test_a_parquet_row_that_is_no_utf8_is_one_bad_row(tmp_path):
+  import pyarrow
+  import pyarrow.parquet
+  texts = [b"q1", b"\xff\xfe", b"q3"]
+  prompts = pyarrow.StringArray.from_buffers(3, pyarrow.py_buffer(bytes([0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 0, 6, 0, 0, 0])),
+                                             pyarrow.py_buffer(b"".join(texts)))
+  pyarrow.parquet.write_table(pyarrow.table({"prompt": prompts, "answer": ["1", "2", "3"]}), tmp_path / "d.parquet")
+  with pytest.raises(UserError, match=r"d.parquet:2: .*utf-8"):
+    load_source(str(tmp_path / "d.parquet"))
+  loaded = load_source(str(tmp_path / "d.parquet"), bad_rows=1)
+  assert [p.answer for p in loaded.problems] == ["1", "3"] and len(loaded.bad) == 1
+
+
+def test_a_hugging_face_dataset_in_a_local_folder(tmp_path, monkeypatch):
+  """By the datasets library itself, with a split; the hub takes the same road."""
+  pytest.importorskip("datasets")
+  monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+  (tmp_path / "set").mkdir()
+  write(tmp_path / "set" / "train.jsonl", [{"question": "q1", "answer": "a #### 1"}])
+  write(tmp_path / "set" / "test.jsonl", [{"question": "q2", "answer": "b #### 2"}, {"question": "q3", "answer": "#### 3"}])
+  loaded = load_source(f"hf:{tmp_path / 'set'}:test")
+  assert [(p.messages[0]["content"], p.answer) for p in loaded.problems] == [("q2", "2"), ("q3", "3")]
+  assert [p.answer for p in load_source(f"hf:{tmp_path / 'set'}").problems] == ["1"]
 
 
 def test_verls_layout_as_it_is_with_every_row_repeated(tmp_path):
