@@ -55,7 +55,8 @@ def _problems(config: Config, actor: Actor, name: str, held_out: bool, say: Call
   first = f" (first {loaded.problems[fits.index(False)].id})" if long else ""
   if len(loaded.bad) + long > data.bad_rows:
     raise UserError(f"{name!r}: {long} of {len(loaded.problems)} prompts{first} are over data.max_prompt_tokens = "
-                    f"{data.max_prompt_tokens}, and {len(loaded.bad)} rows malformed; data.bad_rows = {data.bad_rows} allowed; raise one of the two")
+                    f"{data.max_prompt_tokens}, and {len(loaded.bad)} rows malformed; data.bad_rows = {data.bad_rows} allowed; "
+                    f"raise one of the two")
   if not config.reward.verifier:
     _check_kinds(config, name, fitting, say)
   if not fitting:

@@ -22,7 +22,7 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], title: str, out: Path) -> Non
   figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
   (held_out, reward), (entropy, length) = axes
   evaluated = sorted({key for row in rows for key in row if key.startswith("eval/")}, key=_eval_order)
-  for key, style in zip([key for key in evaluated if not key.endswith("pass@1")], ("o-", "s--", "^:"), strict=False):
+  for key, style in zip([key for key in evaluated if not key.endswith(("pass@1", "no_verdict"))], ("o-", "s--", "^:"), strict=False):
     label = key.removeprefix("eval/").split("/", 1)[1]
     curve(held_out, key, color={"o": ACCENT, "s": MEAN, "^": RIGHT}[style[0]], marker=style[0], linestyle=style[1:], markersize=4,
           label="sampled pass@1 (" + label + ")" if label.startswith("mean") else label)
