@@ -44,6 +44,11 @@ def test_a_batch_is_a_pure_function_of_seed_and_step(task):
   assert ids(Batches(task, SIZE, 4), steps) != forward
 
 
+def test_what_is_read_ahead_is_what_is_asked_for(task):
+  steps, batches = [0, 1, 2, 2, 3, 1, 1, 2, 9, 10], Batches(task, SIZE, 3)
+  assert ids(batches, steps) == [ids(Batches(task, SIZE, 3), [step])[0] for step in steps]
+
+
 def test_the_batch_size_does_not_change_the_order(task):
   by_11, by_22 = ids(Batches(task, SIZE, 0), range(6)), ids(Batches(task, 2 * SIZE, 0), range(3))
   assert joined(by_11) == joined(by_22)
