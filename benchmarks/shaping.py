@@ -58,7 +58,7 @@ def main() -> None:
     return [update, state, []]
 
   none = mock.Mock(return_value={})
-  with mock.patch.object(update_module, "measure", none), mock.patch.object(algorithms.Algorithm, "credit_metrics", none):
+  with mock.patch.multiple(update_module, measure=none, mismatch=none), mock.patch.object(algorithms.Algorithm, "credit_metrics", none):
     runs = {"plain": prepared("grpo")}
   runs |= {name: prepared(name) for name in args.algorithms.split(",")}
   for i in range(args.rounds):

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 
 from gtpo_jax.errors import RunError, UserError, first_line
 from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
-from gtpo_jax.training.state import TrainState, abstract_state
+from gtpo_jax.training.state import Optimizer, TrainState, abstract_state
 
 
 class Checkpoints:
@@ -46,7 +45,7 @@ class Checkpoints:
       raise RunError(f"the checkpoint of step {step} in {str(self._manager.directory)!r} cannot be read ({first_line(error)[:200]}); "
                      f"remove that step's folder to go back to the one before") from error
 
-  def restore(self, model: Qwen2, optimizer: optax.GradientTransformation) -> TrainState:
+  def restore(self, model: Qwen2, optimizer: Optimizer) -> TrainState:
     """The newest state, laid out for `model`'s mesh."""
     like = abstract_state(model, optimizer)
     rest = {"step": like.step, "opt_state": like.opt_state}

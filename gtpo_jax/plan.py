@@ -47,12 +47,13 @@ def plan(config: Config, topology: str) -> dict[str, Any]:
   """
   devices, memory = topology_devices(topology)
   model = Qwen2(config.model_config, make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices))
-  check_divides("batch.prompts", config.batch.prompts, config.batch.micro_batches, model)
-  optimizer = make_optimizer(config.optimizer, config.steps)
+  check_divides("batch.prompts", config.batch.prompts, config.batch.parts, model)
+  optimizer = make_optimizer(config.optimizer, config.steps, config.batch.updates)
   state = abstract_state(model, optimizer)
   began = time.perf_counter()
   update = make_update(model, config.algorithm_object, optimizer, temperature=config.sampling.temperature,
-                       micro_batches=config.batch.micro_batches, head_chunk=config.batch.head_chunk)
+                       minibatches=config.batch.minibatches, epochs=config.batch.epochs, micro_batches=config.batch.micro_batches,
+                       head_chunk=config.batch.head_chunk)
   rollouts, verdicts = abstract_batch(config, model)
 
   def sample(params: Params, prompts: Prompts, seed: jax.Array) -> Rollouts:

@@ -53,14 +53,15 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
   """
   compile_count()
   actor = Actor(config)
-  check_divides("batch.prompts", config.batch.prompts, config.batch.micro_batches, actor.model)
+  check_divides("batch.prompts", config.batch.prompts, config.batch.parts, actor.model)
   check_prompts(config, actor)
   check_frozen(config, actor)
   problems, held_out = training_problems(config, actor, display.say), held_out_problems(config, actor, display.say)
   claim(workdir, config)
-  algorithm, optimizer = config.algorithm_object, make_optimizer(config.optimizer, config.steps)
+  algorithm, optimizer = config.algorithm_object, make_optimizer(config.optimizer, config.steps, config.batch.updates)
   update = make_update(actor.model, algorithm, optimizer, temperature=config.sampling.temperature,
-                       micro_batches=config.batch.micro_batches, head_chunk=config.batch.head_chunk)
+                       minibatches=config.batch.minibatches, epochs=config.batch.epochs, micro_batches=config.batch.micro_batches,
+                       head_chunk=config.batch.head_chunk)
   checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
 
   display.say(f"{algorithm.name} on {config.data.train}: {config.steps} steps of {config.batch.prompts} prompts x {config.batch.group} "

@@ -100,7 +100,9 @@ class BatchSection:
   Attributes:
     prompts: prompts a step (n).
     group: completions a prompt (g), at least 2.
-    micro_batches: parts the prompts are cut into for gradients; memory falls, the result does not change.
+    minibatches: parts of the prompts that are learned from one after the other, a gradient update each; advantages are of the whole.
+    epochs: times that a step's batch is gone through.
+    micro_batches: parts each minibatch is cut into for gradients; memory falls, the result does not change.
     head_chunk: about how many tokens' logits are held at once, all devices together; at least one position of every row is.
     max_gen_batches: with dynamic sampling, how many times `prompts` prompts may be sampled for one step.
   """
@@ -108,8 +110,20 @@ class BatchSection:
   prompts: int = 16
   group: int = 16
   max_gen_batches: int = 10
+  minibatches: int = 1
+  epochs: int = 1
   micro_batches: int = 1
   head_chunk: int = 4096
+
+  @property
+  def parts(self) -> int:
+    """Into how many parts the prompts are cut whose gradients are taken at once."""
+    return self.minibatches * self.micro_batches
+
+  @property
+  def updates(self) -> int:
+    """Gradient updates a step."""
+    return self.minibatches * self.epochs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +273,7 @@ class Config:
 
   Attributes:
     seed: of initialisation, data order and sampling.
-    steps: rollouts, each followed by one update.
+    steps: rollouts, each followed by its update; the optimizer's schedule counts them too.
   """
 
   seed: int = 0
@@ -280,7 +294,8 @@ class Config:
   log: LogSection = LogSection()
 
   def __post_init__(self):
-    at_least = {"steps": 1, "batch.prompts": 1, "batch.micro_batches": 1, "batch.head_chunk": 1, "batch.max_gen_batches": 1,
+    at_least = {"steps": 1, "batch.prompts": 1, "batch.minibatches": 1, "batch.epochs": 1, "batch.micro_batches": 1,
+                "batch.head_chunk": 1, "batch.max_gen_batches": 1,
                 "sampling.max_tokens": 2, "data.max_prompt_tokens": 1, "warm_start.steps": 0, "warm_start.batch": 1,
                 "warm_start.slips": 0, "eval.every": 0, "eval.problems": 1, "eval.samples": 1, "eval.batch": 1,
                 "checkpoint.every": 1, "checkpoint.keep": 1, "log.samples": 0, "seed": 0, "data.bad_rows": 0,

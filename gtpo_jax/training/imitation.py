@@ -11,7 +11,7 @@ from gtpo_jax.arrays import Prompts, masked_mean
 from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.qwen2 import Params, Qwen2
 from gtpo_jax.training.head import score
-from gtpo_jax.training.state import TrainState, abstract_state
+from gtpo_jax.training.state import Optimizer, TrainState, abstract_state
 
 
 @flax.struct.dataclass
@@ -23,7 +23,7 @@ class Demonstrations:
   mask: jax.Array    # bool[k, b, t]
 
 
-def make_imitation(model: Qwen2, optimizer: optax.GradientTransformation,
+def make_imitation(model: Qwen2, optimizer: Optimizer,
                    head_chunk: int) -> Callable[[TrainState, Demonstrations], tuple[TrainState, jax.Array]]:
   """A jitted (state, demonstrations) -> (state, losses f32[k]): k updates of maximum likelihood, mean nats a token."""
   def one(state: TrainState, part: Demonstrations) -> tuple[TrainState, jax.Array]:
@@ -34,8 +34,8 @@ def make_imitation(model: Qwen2, optimizer: optax.GradientTransformation,
       return -masked_mean(log_probs, part.mask[:, None])
 
     loss, grads = jax.value_and_grad(loss_of)(trained)
-    changes, opt_state = optimizer.update(grads, state.opt_state, trained)
-    return TrainState(state.step + 1, combine(optax.apply_updates(trained, changes), frozen), opt_state), loss
+    changes, opt_state = optimizer.update(grads, optimizer.fetched(state.opt_state), trained)
+    return TrainState(state.step + 1, combine(optax.apply_updates(trained, changes), frozen), optimizer.rested(opt_state)), loss
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
   return jax.jit(lambda state, parts: jax.lax.scan(one, state, parts), donate_argnums=0, out_shardings=(shardings, None))

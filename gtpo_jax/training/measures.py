@@ -7,15 +7,13 @@ import jax.numpy as jnp
 from gtpo_jax.arrays import Rollouts, Verdicts, masked_mean
 
 
-def measure(rollouts: Rollouts, verdicts: Verdicts, advantages: jax.Array, loss_mask: jax.Array,
-            log_probs: jax.Array) -> dict[str, jax.Array]:
+def measure(rollouts: Rollouts, verdicts: Verdicts, advantages: jax.Array, loss_mask: jax.Array) -> dict[str, jax.Array]:
   """The diagnostics of a step, of the policy's own completions but for `guide/*`, `tokens/*` and `completions/*`.
 
   Args:
     rollouts, verdicts: the batch.
     advantages: f32[n, g, t].
     loss_mask: bool[n, g, t], tokens that carry signal.
-    log_probs: f32[n, g, t], the learner's before the update; against the sampler's they give the mismatch.
   """
   none = jnp.zeros(verdicts.correct.shape, bool)
   guided, stale = (none if x is None else x for x in (rollouts.guided, rollouts.stale))
@@ -25,8 +23,6 @@ def measure(rollouts: Rollouts, verdicts: Verdicts, advantages: jax.Array, loss_
   right = jnp.broadcast_to(correct[..., None], mask.shape)
   trained = loss_mask & own[..., None]
   mean_over = lambda x, where: jnp.where(where.any(), masked_mean(x, where), jnp.nan)  # no such token: no number, not a 0
-  fresh = mask & ~stale[..., None]
-  gap = jnp.where(fresh, (log_probs if rollouts.rescored is None else rollouts.rescored) - rollouts.log_probs, 0.0)
   metrics = {
       "entropy/mean": masked_mean(entropy, mask),
       "entropy/correct": mean_over(entropy, mask & right),
@@ -42,8 +38,6 @@ def measure(rollouts: Rollouts, verdicts: Verdicts, advantages: jax.Array, loss_
       "advantage/correct": mean_over(advantages, trained & right),
       "advantage/incorrect": mean_over(advantages, trained & ~right),
       "advantage/sign_flips": masked_mean(jnp.where(right, advantages < 0, advantages > 0), trained),
-      "mismatch/max_abs_logp": jnp.abs(gap).max(),
-      "mismatch/kl": masked_mean(jnp.expm1(gap) - gap, fresh),  # k3 estimate of KL(sampler || trainer), >= 0
       "tokens/completion": rollouts.mask.sum(),
       "tokens/trained": loss_mask.sum(),
   }
@@ -55,3 +49,18 @@ def measure(rollouts: Rollouts, verdicts: Verdicts, advantages: jax.Array, loss_
   if rollouts.stale is not None:
     metrics["groups/stale"] = stale.any(1).mean()
   return metrics
+
+
+def mismatch(rollouts: Rollouts, log_probs: jax.Array) -> dict[str, jax.Array]:
+  """How far sampler and trainer are apart on the policy's own fresh tokens.
+
+  Args:
+    rollouts: of the policy that learns, before it has learned from any of them.
+    log_probs: f32[n, g, t], its log-probs as the trainer computes them.
+  """
+  fresh = rollouts.mask
+  for flag in (rollouts.guided, rollouts.stale):
+    fresh = fresh if flag is None else fresh & ~flag[..., None]
+  gap = jnp.where(fresh, (log_probs if rollouts.rescored is None else rollouts.rescored) - rollouts.log_probs, 0.0)
+  return {"mismatch/max_abs_logp": jnp.abs(gap).max(),
+          "mismatch/kl": masked_mean(jnp.expm1(gap) - gap, fresh)}  # k3 estimate of KL(sampler || trainer), >= 0

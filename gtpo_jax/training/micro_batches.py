@@ -29,5 +29,5 @@ def check_divides(name: str, size: int, parts: int, model: Qwen2) -> None:
   """Refuses a batch of `size` that does not divide into `parts` over the mesh, before anything is compiled."""
   shards = batch_shards(model.mesh)
   if size % (parts * shards):
-    raise UserError(f"{name} = {size} does not divide into {parts} micro-batch(es) over {shards} batch shard(s) of mesh "
+    raise UserError(f"{name} = {size} does not divide into {parts} part(s) over {shards} batch shard(s) of mesh "
                     f"{dict(model.mesh.shape)}; make it a multiple of {parts * shards}")

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,52 +13,73 @@ from gtpo_jax.arrays import Rollouts, Verdicts
 from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.qwen2 import Params, Qwen2
 from gtpo_jax.training.head import score
-from gtpo_jax.training.measures import measure
+from gtpo_jax.training.measures import measure, mismatch
 from gtpo_jax.training.micro_batches import join, split
-from gtpo_jax.training.state import TrainState, abstract_state
+from gtpo_jax.training.state import Optimizer, TrainState, abstract_state
 
-Update = Callable[[TrainState, Rollouts, Verdicts], tuple[TrainState, dict[str, jax.Array]]]
+Metrics = dict[str, jax.Array]      # f32[] each
+Learned = tuple[Params, Any]        # what is trained, and the optimizer's state
+Update = Callable[[TrainState, Rollouts, Verdicts], tuple[TrainState, Metrics]]
 
 
-def make_update(model: Qwen2, algorithm: Algorithm, optimizer: optax.GradientTransformation, *, temperature: float = 1.0,
-                micro_batches: int = 1, head_chunk: int = 4096) -> Update:
+def make_update(model: Qwen2, algorithm: Algorithm, optimizer: Optimizer, *, temperature: float = 1.0, minibatches: int = 1,
+                epochs: int = 1, micro_batches: int = 1, head_chunk: int = 4096) -> Update:
   """The update as one jitted function (state, rollouts, verdicts) -> (state, metrics); it consumes the state it is given.
 
-  Advantages and token weights are made from the whole batch. Gradients are then summed over `micro_batches` parts of the
-  prompts, in float32, which gives the full batch's gradient whatever their number.
+  Advantages are made from the whole batch, once. Then comes one gradient update for each of `minibatches` parts of the prompts,
+  `epochs` times over; each averages over its own tokens, and all compare with the log-probs of the policy that sampled. A
+  minibatch's gradient is summed over `micro_batches` parts of it, in float32, which gives the same whatever their number.
+
+  Metrics of the loss and its gradient are means over the gradient updates; `mismatch/*` is of the first minibatch, before any of them.
 
   Args:
     model: the architecture on its mesh.
     algorithm: from `algorithms.make`.
     optimizer: from `make_optimizer`.
     temperature: the sampling policy's; log-probs are compared at it.
-    micro_batches: parts that the n prompts are cut into.
+    minibatches: parts of the n prompts that are learned from one after the other.
+    epochs: times that the batch is gone through.
+    micro_batches: parts that each minibatch is cut into.
     head_chunk: tokens whose logits are held at once.
   """
-  def update(state: TrainState, rollouts: Rollouts, verdicts: Verdicts) -> tuple[TrainState, dict[str, jax.Array]]:
+  def update(state: TrainState, rollouts: Rollouts, verdicts: Verdicts) -> tuple[TrainState, Metrics]:
     counted = rollouts.mask if verdicts.counted is None else rollouts.mask & verdicts.counted[..., None]
     signals = {"entropy": rollouts.entropy, "mask": counted, "correct": verdicts.correct, "reward": verdicts.reward,
                "penalty": verdicts.penalty, "guided": rollouts.guided}
     advantages, mask = algorithm.advantages(**signals), algorithm.loss_mask(**signals)
-    weights = algorithm.token_weights(mask, verdicts.correct, rollouts.guided)
     trained, frozen = partition(model, state.params)
+    learned, batch = (trained, state.opt_state), (rollouts, verdicts.correct, advantages, mask)
+    if minibatches == epochs == 1:
+      learned, metrics, apart = learn(frozen, learned, batch)
+    else:
+      parts, order = split(batch, minibatches, model), jnp.tile(jnp.arange(minibatches), epochs)
+
+      def one(learned: Learned, i: jax.Array) -> tuple[Learned, tuple[Metrics, Metrics]]:
+        learned, *measured = learn(frozen, learned, jax.tree.map(lambda x: x[i], parts))
+        return learned, tuple(measured)
+
+      learned, (each, apart) = jax.lax.scan(one, learned, order)
+      metrics, apart = jax.tree.map(lambda x: x.mean(), each), jax.tree.map(lambda x: x[0], apart)
+    metrics |= apart | measure(rollouts, verdicts, advantages, mask) | algorithm.credit_metrics(**signals)
+    return TrainState(state.step + 1, combine(learned[0], frozen), learned[1]), metrics
+
+  def learn(frozen: Params, learned: Learned, batch: tuple) -> tuple[Learned, Metrics, Metrics]:
+    """One gradient update on (rollouts, correct, advantages, mask): what it gives, its metrics, and the mismatch before it."""
+    (trained, opt_state), (rollouts, correct, advantages, mask) = learned, batch
+    weights = algorithm.token_weights(mask, correct, rollouts.guided)
     grads, log_probs = accumulate(trained, frozen, (rollouts, advantages, mask, weights))
-
-    changes, opt_state = optimizer.update(grads, state.opt_state, trained)
-    params = combine(optax.apply_updates(trained, changes), frozen)
-
+    changes, opt_state = optimizer.update(grads, optimizer.fetched(opt_state), trained)
     loss, metrics = loss_of(log_probs, rollouts, advantages, mask, weights)
     metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads)}
-    metrics |= measure(rollouts, verdicts, advantages, mask, log_probs) | algorithm.credit_metrics(**signals)
-    return TrainState(state.step + 1, params, opt_state), metrics
+    return (optax.apply_updates(trained, changes), optimizer.rested(opt_state)), metrics, mismatch(rollouts, log_probs)
 
   def loss_of(log_probs: jax.Array, rollouts: Rollouts, advantages: jax.Array, mask: jax.Array,
-              weights: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+              weights: jax.Array) -> tuple[jax.Array, Metrics]:
     return algorithm.loss(logp=log_probs, logp_old=rollouts.old_log_probs, advantages=advantages, mask=mask, weights=weights,
                           guided=rollouts.guided, logp_sampler=rollouts.log_probs, logp_reference=rollouts.reference)
 
   def accumulate(trained: Params, frozen: Params, batch: tuple[Rollouts, jax.Array, jax.Array, jax.Array]) -> tuple[Params, jax.Array]:
-    """The gradient of what is trained over the whole batch, and the learner's log-probs f32[n, g, t]."""
+    """The gradient of what is trained over a minibatch, and the learner's log-probs f32[n, g, t]."""
     def part_loss(trained: Params, part: tuple) -> tuple[jax.Array, jax.Array]:
       rollouts, *rest = part
       log_probs, _ = score(model, combine(trained, frozen), rollouts.prompts, rollouts.tokens, temperature, head_chunk)

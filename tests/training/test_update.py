@@ -1,4 +1,5 @@
 """The compiled update: the same result however the batch is cut and wherever it lies."""
+import dataclasses
 import functools
 
 import jax
@@ -65,10 +66,11 @@ def params_on(model):
   return jax.tree.map(lambda x, like: jax.device_put(x * 4, like.sharding), random_params(), abstract_params(model))
 
 
-def run(name, mesh=None, micro_batches=1, optimizer=SGD_LIKE, head_chunk=64, data=None, **settings):
+def run(name, mesh=None, micro_batches=1, optimizer=SGD_LIKE, head_chunk=64, data=None, minibatches=1, epochs=1, **settings):
   model = Qwen2(CONFIG, mesh or single_device_mesh())
   optimizer = make_optimizer(optimizer, 10)
-  update = make_update(model, algorithms.make(name, **settings), optimizer, micro_batches=micro_batches, head_chunk=head_chunk)
+  update = make_update(model, algorithms.make(name, **settings), optimizer, minibatches=minibatches, epochs=epochs,
+                       micro_batches=micro_batches, head_chunk=head_chunk)
   state, metrics = update(init_state(params_on(model), optimizer, model), *shard_batch(data or batch(), model.mesh))
   return jax.device_get(state), {key: float(value) for key, value in metrics.items()}
 
@@ -270,7 +272,7 @@ def test_schedules():
 @pytest.mark.parametrize(("field", "value", "message"), [
     ("learning_rate", 0.0, "above 0 and finite, got 0.0"), ("b2", 1.0, r"in \[0, 1\), got 1.0"),
     ("weight_decay", -1.0, "at least 0 and finite, got -1.0"), ("schedule", "step", "one of constant, cosine, linear; got 'step'"),
-    ("clip_norm", -1.0, "above 0 and finite, got -1.0")])
+    ("clip_norm", -1.0, "above 0 and finite, got -1.0"), ("momentum_dtype", "float16", "float32, bfloat16, .*got 'float16'")])
 def test_bad_optimizers_are_refused(field, value, message):
   with pytest.raises(UserError, match=message):
     OptimizerConfig(**{field: value})
@@ -281,3 +283,122 @@ def test_batches_that_do_not_divide_are_refused():
   check_divides("batch.prompts", 8, 2, model)
   with pytest.raises(UserError, match=r"batch.prompts = 12 does not divide into 2 .* 4 batch shard.*multiple of 8"):
     check_divides("batch.prompts", 12, 2, model)
+
+# --- minibatches, epochs, moments ---
+
+def slow_updates(minibatches, epochs, rate=1e-2, **settings):
+  """Parameters and loss after gradient updates by hand: full logits, plain AdamW in float64, advantages made once."""
+  model, algorithm = Qwen2(CONFIG, single_device_mesh()), algorithms.make("gtpo", **settings)
+  rollouts, verdicts = batch()
+  signals = {"entropy": rollouts.entropy, "mask": rollouts.mask, "correct": verdicts.correct, "reward": verdicts.reward,
+             "penalty": verdicts.penalty}
+  whole = rollouts, algorithm.advantages(**signals), algorithm.loss_mask(**signals)
+
+  def loss(params, part):
+    rollouts, advantages, mask = part
+    hidden = model.apply({"params": params}, rollouts.prompts, rollouts.tokens, method="completion_hidden")
+    log_probs = jax.nn.log_softmax(model.apply({"params": params}, hidden, method="logits"))
+    log_probs = jnp.take_along_axis(log_probs, rollouts.tokens[..., None], -1)[..., 0]
+    ratio = jnp.exp(log_probs - rollouts.log_probs)
+    objective = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.28) * advantages)
+    return -jnp.where(mask, objective, 0).sum() / mask.sum()
+
+  gradient = jax.jit(jax.value_and_grad(loss))
+  params = jax.tree.map(lambda x: np.asarray(x, np.float64), params_on(model))
+  first, second = (jax.tree.map(np.zeros_like, params) for _ in range(2))
+  losses, norms, count = [], [], 0
+  for _ in range(epochs):
+    for part in range(minibatches):
+      value, grads = gradient(jax.tree.map(np.float32, params), jax.tree.map(lambda x, i=part: x[i::minibatches], whole))
+      grads, count = jax.tree.map(lambda x: np.asarray(x, np.float64), grads), count + 1
+      losses.append(float(value))
+      norms.append(np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(grads))))
+      first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, grads)
+      second = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, second, grads)
+      moved = lambda p, m, v, c=count: p - rate * (m / (1 - 0.9**c)) / (np.sqrt(v / (1 - 0.999**c)) + 1.0)
+      params = jax.tree.map(moved, params, first, second)
+  return params, losses, norms
+
+
+PLAIN = OptimizerConfig(learning_rate=1e-2, eps=1.0, weight_decay=0.0, clip_norm=1e9)
+
+
+@pytest.mark.parametrize(("minibatches", "epochs"), [(4, 1), (2, 3), (1, 2)])
+def test_minibatches_and_epochs_against_a_slow_loop(minibatches, epochs):
+  params, losses, norms = slow_updates(minibatches, epochs)
+  state, metrics = run("gtpo", minibatches=minibatches, epochs=epochs, optimizer=PLAIN)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), state.params, params)
+  assert metrics["loss"] == pytest.approx(np.mean(losses), abs=1e-5) and metrics["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
+  assert state.step == 1 and {int(x) for x in jax.tree.leaves(state.opt_state) if x.ndim == 0} == {minibatches * epochs}
+  start = params_on(Qwen2(CONFIG, single_device_mesh()))
+  assert max(np.abs(x - y).max() for x, y in zip(jax.tree.leaves(params), jax.tree.leaves(jax.device_get(start)), strict=True)) > 1e-3
+
+
+def test_minibatches_under_sharding_and_micro_batches():
+  data, settings = full_batch(), {**FULL, "guide_completions": 1, "guide_cap": 1.1}
+  whole = run("dapo_mixed", data=data, minibatches=2, epochs=2, **settings)
+  assert_same(whole, run("dapo_mixed", make_mesh(2, 1, 2, jax.devices()[:4]), micro_batches=2, data=data, minibatches=2, epochs=2,
+                         **settings), atol=2e-5)
+
+
+def test_the_mismatch_is_of_tokens_that_nothing_was_learned_from():
+  """The first minibatch is rows 0, 4: its distance to the sampler before any update, however many follow."""
+  _, metrics = run("gtpo", minibatches=4, epochs=2)
+  rollouts, _ = batch()
+  model = Qwen2(CONFIG, single_device_mesh())
+  learner = score(model, params_on(model), rollouts.prompts, rollouts.tokens, 1.0, 64)[0]
+  gap = np.where(rollouts.mask, learner - rollouts.log_probs, 0)[::4]
+  assert metrics["mismatch/max_abs_logp"] == pytest.approx(np.abs(gap).max(), abs=1e-5)
+
+
+def test_the_schedule_counts_steps_not_gradient_updates():
+  """Warm-up over two steps: the first learns at rate 0 in all its updates, the second at half the peak in all of them."""
+  model = Qwen2(CONFIG, single_device_mesh())
+  config = OptimizerConfig(learning_rate=0.5, warmup_steps=2, weight_decay=0.0, b1=0.0, b2=0.0)
+  optimizer = make_optimizer(config, 10, updates=3)
+  params = params_on(model)
+  grads, state = jax.tree.map(jnp.ones_like, params), optimizer.init(params)
+  rates = []
+  for _ in range(9):
+    changes, state = optimizer.update(grads, state, params)
+    rates.append(round(-float(changes["norm"]["scale"][0]), 5))  # with no memory Adam's change is the rate
+  assert rates == [0.0] * 3 + [0.25] * 3 + [0.5] * 3
+
+
+def test_a_bfloat16_momentum():
+  """Half the bytes for the first moment alone; after one update the parameters are the same to bfloat16's rounding of it."""
+  model = Qwen2(CONFIG, make_mesh(2, 2, 2))
+  like = abstract_state(model, make_optimizer(OptimizerConfig(momentum_dtype="bfloat16"), 5)).opt_state
+  adam = next(x for x in jax.tree.leaves(like, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(x, "mu"))
+  assert {x.dtype for x in jax.tree.leaves(adam.mu)} == {jnp.dtype("bfloat16")}
+  assert {x.dtype for x in jax.tree.leaves(adam.nu)} == {jnp.dtype("float32")}
+  exact, rounded = (run("gtpo", minibatches=4, optimizer=dataclasses.replace(PLAIN, momentum_dtype=kind))[0] for kind in ("", "bfloat16"))
+  moved = max(np.abs(x - y).max() for x, y in zip(jax.tree.leaves(exact.params), jax.tree.leaves(plain("gtpo")[0].params), strict=True))
+  apart = max(np.abs(x - y).max() for x, y in zip(jax.tree.leaves(exact.params), jax.tree.leaves(rounded.params), strict=True))
+  assert 0 < apart < moved / 50
+
+
+def test_why_the_second_moment_is_not_bfloat16():
+  """At b2 = 0.999 a second moment in bfloat16 never decays: each step is under half its spacing."""
+  nu = jnp.bfloat16(1.5)
+  for _ in range(1000):
+    nu = (0.999 * nu.astype(jnp.float32)).astype(jnp.bfloat16)
+  assert float(nu) == 1.5 and 1.5 * 0.999**1000 < 0.6
+
+
+def test_offloaded_moments_change_nothing():
+  kind = lambda state: {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim}
+  model = Qwen2(CONFIG, make_mesh(1, 2, 1, jax.devices()[:2]))
+  states = {}
+  for offload in (False, True):
+    optimizer = make_optimizer(dataclasses.replace(SGD_LIKE, offload=offload), 10)
+    update = make_update(model, algorithms.make("gtpo"), optimizer, minibatches=2, head_chunk=64)
+    state = init_state(params_on(model), optimizer, model)
+    began = kind(state)
+    state, _ = update(state, *shard_batch(batch(), model.mesh))
+    assert began == kind(state) == kind(abstract_state(model, optimizer))
+    assert ("pinned_host" in began) == offload and len(began) == 1
+    state, _ = update(state, *shard_batch(batch(), model.mesh))
+    assert kind(state) == began and "pinned_host" not in {x.sharding.memory_kind for x in jax.tree.leaves(state.params)}
+    states[offload] = jax.device_get(state)
+  jax.tree.map(np.testing.assert_array_equal, states[False], states[True])
