@@ -1,0 +1,24 @@
+"""Qwen2.5-0.5B-Instruct on GSM8K by GTPO with LoRA: the first steps on one rented chip.
+
+    gtpo train --config=configs/colab_0_5b_gsm8k.py --workdir=WORKDIR --config.model.path=Qwen/Qwen2.5-0.5B-Instruct
+
+Hardware: one chip of 16 GB, such as Colab's TPU v5e-1 or T4 (topology v5e:1x1, 1 chip). Expected time, an estimate by the roofline and
+never measured: at least 1.5 s a step on a v5e, if every completion is as long as it may be.
+"""
+from gtpo_jax.config import default_config
+
+
+def get_config():
+  config = default_config()
+  config.steps = 200
+  config.model.preset = "qwen2.5-0.5b"
+  config.model.param_dtype = config.model.compute_dtype = "bfloat16"
+  config.model.lora_rank = 16
+  config.data.train, config.data.eval = "hf:openai/gsm8k:main:train", "hf:openai/gsm8k:main:test"
+  config.data.template = "{prompt} Let's think step by step and put the final answer within \\boxed{}."
+  config.data.max_prompt_tokens, config.sampling.max_tokens = 256, 512
+  config.batch.prompts, config.batch.group, config.batch.micro_batches = 8, 8, 4
+  config.algorithm.name = "gtpo"
+  config.optimizer.learning_rate = 2e-5
+  config.eval.every, config.eval.problems, config.eval.samples = 50, 200, 1
+  return config

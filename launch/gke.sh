@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# TPU slices on any GKE cluster with the JobSet and Kueue controllers: prints the JobSet.
+#
+#   ACCELERATOR=tpu-v5p-slice TOPOLOGY=4x4x4 IMAGE=... CONFIG=configs/qwen2_5_32b_gtpo.py WORKDIR=gs://... \
+#     launch/gke.sh [--config.a.b=VALUE ...] | kubectl apply -f -
+#
+# ACCELERATOR      of the node pool: tpu-v5-lite-podslice, tpu-v5p-slice, tpu-v6e-slice
+# CHIPS            a host
+# QUEUE            Kueue's LocalQueue, which holds the job back until the whole slice is free
+# SERVICE_ACCOUNT  of Kubernetes, bound to one that may write WORKDIR
+set -euo pipefail
+: "${NAME:=gtpo}" "${SLICES:=1}" "${CHIPS:=4}" "${RESTARTS:=50}" "${GRACE:=900}" "${QUEUE:=multislice-queue}" "${SERVICE_ACCOUNT:=default}"
+: "${ACCELERATOR:?the TPU of the node pool, such as tpu-v5p-slice}" "${TOPOLOGY:?the slice, such as 4x4x4}" "${IMAGE:?the container image}"
+: "${CONFIG:?a config, such as configs/qwen2_5_32b_gtpo.py}" "${WORKDIR:?the folder of the run, such as gs://BUCKET/RUN}"
+
+[[ $TOPOLOGY =~ ^[0-9]+(x[0-9]+)+$ ]] || { echo "TOPOLOGY must be numbers joined by x, such as 4x4x4; got $TOPOLOGY" >&2; exit 2; }
+hosts=$((${TOPOLOGY//x/*} / CHIPS))
+((hosts > 0 && hosts * CHIPS == ${TOPOLOGY//x/*})) || { echo "TOPOLOGY=$TOPOLOGY is no whole number of hosts of CHIPS=$CHIPS" >&2; exit 2; }
+quoted() {  # a YAML string
+  local text=${1//\\/\\\\}
+  printf '"%s"' "${text//\"/\\\"}"
+}
+
+cat <<MANIFEST
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: $(quoted "$NAME")
+  labels:
+    kueue.x-k8s.io/queue-name: $(quoted "$QUEUE")
+  annotations:
+    alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool  # a slice a node pool
+spec:
+  failurePolicy:
+    maxRestarts: $RESTARTS  # all hosts begin again together, from the newest checkpoint
+    rules:
+      - action: FailJobSet  # wrong input does not mend by itself
+        onJobFailureReasons: [PodFailurePolicy]
+  replicatedJobs:
+    - name: slice
+      replicas: $SLICES
+      template:
+        spec:
+          parallelism: $hosts
+          completions: $hosts
+          completionMode: Indexed
+          backoffLimit: 0
+          podFailurePolicy:
+            rules:
+              - action: FailJob
+                onExitCodes: {containerName: gtpo, operator: In, values: [2]}
+          template:
+            spec:
+              restartPolicy: Never
+              terminationGracePeriodSeconds: $GRACE  # from SIGTERM to SIGKILL: what a checkpoint needs
+              serviceAccountName: $(quoted "$SERVICE_ACCOUNT")
+              nodeSelector:
+                cloud.google.com/gke-tpu-accelerator: $(quoted "$ACCELERATOR")
+                cloud.google.com/gke-tpu-topology: $(quoted "$TOPOLOGY")
+              containers:
+                - name: gtpo
+                  image: $(quoted "$IMAGE")
+                  args:
+                    - train
+$(for arg in "--config=$CONFIG" "--workdir=$WORKDIR" "$@"; do echo "                    - $(quoted "$arg")"; done)
+                  resources:
+                    limits: {google.com/tpu: $CHIPS}
+MANIFEST
