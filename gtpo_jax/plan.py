@@ -2,59 +2,108 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import math
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
 from gtpo_jax.arrays import Prompts, Rollouts, Verdicts
 from gtpo_jax.collect import batch_like
-from gtpo_jax.config import Config
-from gtpo_jax.errors import UserError, first_line, nearest
+from gtpo_jax.collectives import collective_bytes
+from gtpo_jax.config import Config, flatten, freeze, to_dict
 from gtpo_jax.models.lora import merge_lora, without_lora
 from gtpo_jax.models.presets import DTYPES
 from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params, sampling_layout
 from gtpo_jax.parallel import axis_size, make_mesh, named_sharding
+from gtpo_jax.roofline import cache_bytes, sample_seconds, update_flops, update_seconds
 from gtpo_jax.sampling.decode import generate
 from gtpo_jax.sampling.engine import completion_keys
+from gtpo_jax.topology import Chip, topology_devices
 from gtpo_jax.training.micro_batches import check_divides
-from gtpo_jax.training.state import abstract_state, make_optimizer
+from gtpo_jax.training.state import Optimizer, abstract_state, make_optimizer
 from gtpo_jax.training.update import make_update
-
-# GiB of memory of one device, by generation.
-MEMORY_GIB = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}
 
 
 def plan(config: Config, topology: str) -> dict[str, Any]:
-  """Compiles the update and the sampler ahead of time.
+  """Compiles the update and the sampler ahead of time; where they do not fit, looks for an override with which they do.
 
   Args:
     config: the run.
     topology: "v5p:4x4x4" and the like (through libtpu), or "cpu:8" for virtual devices of this machine.
 
   Returns:
-    `fits`, `hbm_bytes`, `devices`, `params`, `update.peak_bytes`, `sample.peak_bytes`, `update.flops` (of the model, all
-    devices together, recomputation not counted), `seconds_compile`. Bytes are of one device; the sampler's count the
-    optimizer state that rests beside it.
+    What `measured` gives, and `override`: the flags that make it fit, each set of them compiled; "" where it fits, None where none of
+    the sets tried does.
 
   Raises:
     UserError: a topology that does not exist here, or a mesh or batch that does not divide over it.
   """
-  devices, memory = topology_devices(topology)
+  devices, chip = topology_devices(topology)
+  result = measured(config, laid_out(config, devices), chip) | {"topology": topology, "override": ""}
+  if not result["fits"]:
+    result["override"] = None
+    for override in levers(config, result["mesh"]):
+      other = changed(config, override)
+      if all(peak <= chip.memory for peak, _ in programs(other, laid_out(other, devices))):
+        result["override"] = " ".join(f"--config.{name}={value}" for name, value in override.items())
+        break
+  return result
+
+
+def laid_out(config: Config, devices: list[Any]) -> Qwen2:
+  """The run's model on these devices.
+
+  Raises:
+    UserError: mesh or batch do not divide over them.
+  """
   model = Qwen2(config.model_config, make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices))
   check_divides("batch.prompts", config.batch.prompts, config.batch.parts, model)
-  optimizer = make_optimizer(config.optimizer, config.steps, config.batch.updates)
-  state = abstract_state(model, optimizer)
-  began = time.perf_counter()
-  update = make_update(model, config.algorithm_object, optimizer, temperature=config.sampling.temperature,
+  return model
+
+
+def measured(config: Config, model: Qwen2, chip: Chip) -> dict[str, Any]:
+  """What a run needs on its mesh.
+
+  Returns:
+    `fits`, `devices`, `mesh`, `hbm_bytes`, `params` (their number), `seconds_compile`, and of one device: `params.bytes`,
+    `optimizer.bytes` (in its own memory), `cache.bytes` (keys and values), `update.peak_bytes`, `update.activation_bytes` (what the update
+    holds beside state and batch), `sample.peak_bytes` (the optimizer state that rests beside it included), `update.sent_bytes` (to other
+    devices; None where the compiler refused the program). `update.flops` are the model's, of all devices together, recomputation
+    not counted. `update.seconds` and `sample.seconds` are the roofline's, None where the chip's speed is not known.
+  """
+  began, state, batch = time.perf_counter(), abstract_state(model, optimizer(config)), abstract_batch(config, model)
+  (update_peak, update), (sample_peak, _) = programs(config, model)
+  seconds_compile = time.perf_counter() - began
+  mesh, devices = dict(model.mesh.shape), model.mesh.size
+  sent = None if update is None else sum(collective_bytes(update.as_text()).values())
+  known = chip.flops is not None
+  return {"devices": devices, "mesh": mesh, "hbm_bytes": chip.memory, "params": sum(x.size for x in jax.tree.leaves(state.params)),
+          "params.bytes": shard_bytes(state.params), "optimizer.bytes": shard_bytes(state.opt_state),
+          "cache.bytes": cache_bytes(config, mesh),
+          "update.peak_bytes": update_peak, "sample.peak_bytes": sample_peak, "update.sent_bytes": sent,
+          "update.activation_bytes": update_peak - frozen_bytes(config, model) - shard_bytes((state, batch)),
+          "update.flops": update_flops(config),
+          "update.seconds": update_seconds(config, chip, devices, sent or 0) if known else None,
+          "sample.seconds": sample_seconds(config, chip, mesh) if known else None,
+          "fits": max(update_peak, sample_peak) <= chip.memory, "seconds_compile": seconds_compile}
+
+
+def programs(config: Config, model: Qwen2) -> Iterator[tuple[int, jax.stages.Compiled | None]]:
+  """The update, then the sampler, each compiled when it is asked for: the most bytes that one device holds while it runs, and the program.
+
+  Where the compiler refuses because they are too many: the bytes that it says it would need, and None.
+  """
+  state, (rollouts, verdicts), rest = abstract_state(model, optimizer(config)), abstract_batch(config, model), frozen_bytes(config, model)
+  update = make_update(model, config.algorithm_object, optimizer(config), temperature=config.sampling.temperature,
                        minibatches=config.batch.minibatches, epochs=config.batch.epochs, micro_batches=config.batch.micro_batches,
                        head_chunk=config.batch.head_chunk)
-  rollouts, verdicts = abstract_batch(config, model)
+  peak, program = compile_peak(update.lower(state, rollouts, verdicts), (state, rollouts, verdicts))
+  yield peak + rest, program
 
   def sample(params: Params, prompts: Prompts, seed: jax.Array) -> Rollouts:
     keys = completion_keys(jax.random.key(seed), config.batch.prompts, config.own_group)
@@ -63,16 +112,59 @@ def plan(config: Config, topology: str) -> dict[str, Any]:
                     config.sampling.max_tokens)
 
   seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=named_sharding(model.mesh))
-  with no_compile_cache():
-    update_peak = peak_bytes(update.lower(state, rollouts, verdicts).compile())
-    sample_peak = peak_bytes(jax.jit(sample).lower(state.params, rollouts.prompts, seed).compile()) + shard_bytes(state.opt_state)
-  rest = frozen_bytes(config, model)
-  update_peak, sample_peak = update_peak + rest, sample_peak + rest
-  return {"topology": topology, "devices": len(devices), "hbm_bytes": memory,
-          "params": sum(x.size for x in jax.tree.leaves(state.params)),
-          "state.bytes": shard_bytes(state),
-          "update.peak_bytes": update_peak, "sample.peak_bytes": sample_peak, "update.flops": model_flops(config),
-          "fits": max(update_peak, sample_peak) <= memory, "seconds_compile": time.perf_counter() - began}
+  peak, program = compile_peak(jax.jit(sample).lower(state.params, rollouts.prompts, seed), (state.params, rollouts.prompts))
+  yield peak + rest + shard_bytes(state.opt_state), program
+
+
+def optimizer(config: Config) -> Optimizer:
+  """The run's optimizer."""
+  return make_optimizer(config.optimizer, config.steps, config.batch.updates)
+
+
+def levers(config: Config, mesh: dict[str, int]) -> list[dict[str, Any]]:
+  """Overrides that may make a run fit, the mildest first; each holds those before it.
+
+  Smaller micro-batches change nothing but time, host offload costs transfers, a wider tensor axis costs communication.
+  """
+  model, shards, found, now = config.model_config, mesh["data"] * mesh["fsdp"], [], {}
+  most = config.batch.prompts // (config.batch.minibatches * shards)
+  if most > config.batch.micro_batches:
+    found.append(now := now | {"batch.micro_batches": most})
+  if not config.optimizer.offload:
+    found.append(now := now | {"optimizer.offload": True})
+  tensor = 2 * mesh["tensor"]
+  if mesh["fsdp"] % 2 == 0 and not any(size % tensor for size in (model.heads, model.mlp, model.vocab_size)):
+    wider = {"mesh.fsdp": mesh["fsdp"] // 2, "mesh.tensor": tensor, "batch.micro_batches": 2 * most}
+    found.append(now | {"mesh.data": mesh["data"]} | wider)
+  return found
+
+
+def changed(config: Config, override: dict[str, Any]) -> Config:
+  """The config with other values under these dotted names."""
+  values: dict[str, Any] = {}
+  for name, value in (flatten(to_dict(config)) | override).items():
+    *sections, key = name.split(".")
+    place = values
+    for section in sections:
+      place = place.setdefault(section, {})
+    place[key] = value
+  return freeze(values)
+
+
+def compile_peak(lowered: jax.stages.Lowered, arguments: Any) -> tuple[int, jax.stages.Compiled | None]:
+  """The most bytes that a program holds at once on one device, its arguments included, and the program; see `programs`."""
+  try:
+    with no_compile_cache():
+      compiled = lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    needed = re.search(r"temporaries \(([\d.]+)([KMGT])\)|Used ([\d.]+)([KMGT]) of", str(error))
+    if "RESOURCE_EXHAUSTED" not in str(error) or not needed:
+      raise
+    size, unit = [part for part in needed.groups() if part]
+    return int(float(size) * 1024 ** ("KMGT".index(unit) + 1)) + (shard_bytes(arguments) if needed[1] else 0), None
+  found, (device, *_) = compiled.memory_analysis(), jax.tree.leaves(arguments)[0].sharding.device_set
+  unseen = found.temp_size_in_bytes if device.platform == "cpu" else 0  # XLA's peak of a CPU program leaves its temporaries out
+  return found.peak_memory_in_bytes + unseen, compiled
 
 
 @contextlib.contextmanager
@@ -88,41 +180,10 @@ def no_compile_cache() -> Iterator[None]:
     compilation_cache.reset_cache()
 
 
-def topology_devices(topology: str) -> tuple[list[Any], int]:
-  """The devices of a topology, and the bytes of memory of one of them."""
-  kind, _, shape = topology.partition(":")
-  if kind == "cpu":
-    devices = jax.devices("cpu")
-    if shape != str(len(devices)):
-      raise UserError(f"topology {topology!r}: this process has {len(devices)} CPU device(s); set JAX_NUM_CPU_DEVICES={shape or 1}")
-    return devices, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
-  if kind not in MEMORY_GIB:
-    raise UserError(f"unknown topology {topology!r}{nearest(kind, [*MEMORY_GIB, 'cpu'])}; give one of {', '.join(MEMORY_GIB)} with a "
-                    f"shape, as v5p:4x4x4, or cpu:N")
-  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-  for name, value in (("TPU_WORKER_HOSTNAMES", "localhost"), ("TPU_ACCELERATOR_TYPE", "v5p-8")):
-    os.environ.setdefault(name, value)  # libtpu complains where they are not set; the topology named decides, not these
-  from jax.experimental import topologies
-  try:
-    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-  except Exception as error:  # libtpu raises its own kinds, absent or displeased
-    raise UserError(f"topology {topology!r} cannot be described ({first_line(error)}); is libtpu installed (pip install 'gtpo_jax[plan]') "
-                    f"and the shape one that exists, as v5e:4x4?") from error
-  return list(described.devices), MEMORY_GIB[kind] * 2**30
-
-
 def abstract_batch(config: Config, model: Qwen2) -> tuple[Rollouts, Verdicts]:
   """The shapes of one step's rollouts and verdicts on the mesh, with nothing allocated."""
   sharding = named_sharding(model.mesh, "batch")
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch_like(config))
-
-
-def model_flops(config: Config) -> int:
-  """FLOP of one update at full length: 3 (2 N + 2 layers heads head_dim S) a token, recomputation not counted."""
-  c, prompts = config.model_config, config.batch.prompts
-  tokens = prompts * config.data.max_prompt_tokens + prompts * config.batch.group * config.sampling.max_tokens
-  length = config.data.max_prompt_tokens + config.sampling.max_tokens
-  return 3 * tokens * (2 * c.matmul_params + 2 * c.layers * c.heads * c.head_dim * length)
 
 
 def frozen_bytes(config: Config, model: Qwen2) -> int:
@@ -134,26 +195,39 @@ def frozen_bytes(config: Config, model: Qwen2) -> int:
   return (shard_bytes(params) if settings.kl_weight else 0) + (shard_bytes(guide) * whole if settings.guide_completions else 0)
 
 
-def peak_bytes(compiled: jax.stages.Compiled) -> int:
-  """The most memory that a compiled program holds at once on one device, its arguments included."""
-  analysis = compiled.memory_analysis()
-  return int(analysis.peak_memory_in_bytes)
-
-
 def shard_bytes(tree: Any) -> int:
-  """Bytes of one device's shard of every array in `tree`."""
-  return sum(int(np.prod(x.sharding.shard_shape(x.shape), dtype=np.int64)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+  """Bytes of one device's own memory that every array's shard in `tree` takes."""
+  here = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != "pinned_host"]
+  return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in here)
 
 
 def table(result: dict[str, Any]) -> str:
   """The result as lines for a person."""
-  gib = lambda key: f"{result[key] / 2**30:.2f} GiB"
-  rows = [("topology", f"{result['topology']}, {result['devices']} device(s) of {gib('hbm_bytes')}"),
-          ("parameters", f"{result['params'] / 1e9:.3f} billion"),
-          ("state per device", gib("state.bytes")),
-          ("update, peak per device", gib("update.peak_bytes")),
-          ("sampling, peak per device", gib("sample.peak_bytes")),
-          ("update, model FLOP", f"{result['update.flops']:.3e}"),
+  def size(key: str) -> str:
+    unit, count = ("GiB", 2**30) if result[key] >= 2**29 else ("MiB", 2**20)
+    return f"{result[key] / count:9.2f} {unit}"
+
+  seconds = lambda key: "not known" if result[key] is None else f"at least {result[key]:.3g} s, by the roofline"
+  mesh = " x ".join(f"{name} {count}" for name, count in result["mesh"].items())
+  rows = [("topology", f"{result['topology']}: {result['devices']} device(s) of {result['hbm_bytes'] / 2**30:.2f} GiB, mesh {mesh}"),
+          ("parameters", f"{result['params'] / 1e9:9.3f} billion"),
+          ("a device: parameters", size("params.bytes")),
+          ("a device: optimizer", size("optimizer.bytes")),
+          ("a device: keys and values", size("cache.bytes")),
+          ("a device: activations", size("update.activation_bytes")),
+          ("a device: peak, update", size("update.peak_bytes")),
+          ("a device: peak, sampling", size("sample.peak_bytes")),
+          ("a device: sent, update", "-" if result["update.sent_bytes"] is None else size("update.sent_bytes")),
+          ("update", f"{result['update.flops']:.3e} FLOP of the model, {seconds('update.seconds')}"),
+          ("sampling, full length", seconds("sample.seconds")),
           ("compiled in", f"{result['seconds_compile']:.1f} s"),
-          ("fits", "yes" if result["fits"] else "no: use more devices, more batch.micro_batches or a larger mesh.fsdp")]
+          ("fits", "yes" if result["fits"] else advice(result["override"]))]
   return "\n".join(f"{name:<28} {value}" for name, value in rows)
+
+
+def advice(override: str | None) -> str:
+  """What to do where a run does not fit."""
+  if override:
+    return f"no; with {override} it does (tried)"
+  return ("no, nor (tried, as far as they divide) with smaller micro-batches, moments on the host and a wider tensor axis: take more "
+          "devices, a smaller sampling.max_tokens, or model.lora_rank")

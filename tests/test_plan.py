@@ -1,11 +1,18 @@
 """`gtpo plan`: the programs of a run, compiled for hardware that is not here."""
 import importlib.util
+import time
+from pathlib import Path
 
+import jax
 import pytest
 
-from gtpo_jax.config import default_config, freeze
+from gtpo_jax.config import default_config, freeze, load
 from gtpo_jax.errors import UserError
-from gtpo_jax.plan import model_flops, plan, table, topology_devices
+from gtpo_jax.models.qwen2 import abstract_params
+from gtpo_jax.plan import changed, laid_out, levers, optimizer, plan, programs, shard_bytes, table
+from gtpo_jax.roofline import cache_bytes, sample_seconds, update_flops, update_seconds
+from gtpo_jax.topology import CHIPS, topology_devices
+from gtpo_jax.training.state import abstract_state
 
 
 def config(**changes):
@@ -17,33 +24,121 @@ def config(**changes):
 
 def check(result, devices):
   assert result["devices"] == devices and result["params"] == 640_640 and result["fits"]
-  assert 0 < result["state.bytes"] <= result["update.peak_bytes"] <= result["hbm_bytes"]
+  state = result["params.bytes"] + result["optimizer.bytes"]
+  assert 0 < state <= result["update.peak_bytes"] <= result["hbm_bytes"] and result["override"] == ""
   assert 0 < result["sample.peak_bytes"] <= result["hbm_bytes"]
-  assert result["state.bytes"] < 3 * 4 * result["params"]  # parameters and two moments are split over fsdp and tensor
+  assert state < 3 * 4 * result["params"]  # parameters and two moments are split over fsdp and tensor
   text = table(result)
   assert "fits" in text and "yes" in text and f"{devices} device(s)" in text
+  assert result["update.sent_bytes"] > 2 * result["params.bytes"]  # gathered twice at least, and reduced
 
 
 def test_virtual_devices():
-  check(plan(config(), "cpu:8"), 8)
+  result = plan(config(), "cpu:8")
+  check(result, 8)
+  assert result["update.seconds"] is result["sample.seconds"] is None
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_a_tpu_that_is_not_here():
   for _ in range(2):  # the second must not read what the first left in the compile cache: no program of an absent TPU can be
-    check(plan(config(), "v5e:2x4"), 8)
+    result = plan(config(), "v5e:2x4")
+    check(result, 8)
+    assert 0 < result["update.seconds"] < 1 and 0 < result["sample.seconds"] < 1
+    assert 0 < result["update.activation_bytes"] < result["update.peak_bytes"] and result["cache.bytes"] < result["sample.peak_bytes"]
 
 
 def test_model_flops_of_one_token_by_hand():
   # 3 (2 N + 2 layers heads head_dim S) with N the matrix parameters, head included once.
   n = 3 * (128 * 32 * (2 * 4 + 2 * 2) + 3 * 128 * 384) + 384 * 128
   tokens, length = 16 * 32 + 16 * 16 * 40, 32 + 40
-  assert model_flops(config()) == 3 * tokens * (2 * n + 2 * 3 * 4 * 32 * length)
+  assert update_flops(config()) == 3 * tokens * (2 * n + 2 * 3 * 4 * 32 * length)
 
 
 @pytest.mark.parametrize(("topology", "message"), [
-    ("v5x:4x4", "unknown topology 'v5x:4x4', did you mean 'v5p'"), ("cpu:3", "8 CPU device.*JAX_NUM_CPU_DEVICES=3")])
+    ("v5x:4x4", "unknown topology 'v5x:4x4', did you mean 'v5p'"), ("cpu:3", "8 CPU device.*JAX_NUM_CPU_DEVICES=3"),
+    ("v5p:4x4", "v5p has 3 dimensions, as v5p:4x4x4"), ("v5e:4xx4", "v5e has 2 dimensions, as v5e:4x4"), ("v6e", "as v6e:4x4")])
 def test_unknown_topologies_are_refused(topology, message):
   with pytest.raises(UserError, match=message):
     topology_devices(topology)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"mesh.data": 3}, r"data 3 x fsdp 2 x tensor 2 does not fit 8 device\(s\)"),
+    ({"batch.prompts": 6}, r"batch.prompts = 6 does not divide .* multiple of 4"),
+    ({"batch.minibatches": 4, "batch.micro_batches": 2}, r"batch.prompts = 16 does not divide into 8 part\(s\) over 4 .* multiple of 32"),
+    ({"mesh.fsdp": 1, "mesh.tensor": 8}, "heads axis of 4 does not divide over 8 shards"),
+    ({"sampling.max_tokens": 40_000}, "over the model's context of 32768")])
+def test_what_cannot_work_is_refused_at_once(changes, message):
+  began = time.process_time()
+  with pytest.raises(UserError, match=message):
+    plan(config(**changes), "cpu:8")
+  assert time.process_time() - began < 2  # of this process, whatever else the machine does
+
+
+def test_the_roofline_by_hand():
+  """7B on 32 chips: bounds that the arithmetic of the published shape gives."""
+  chip, mesh = CHIPS["v5p"], {"data": 1, "fsdp": 32, "tensor": 1}
+  run = load(str(Path(__file__).parents[1] / "configs" / "qwen2_5_7b_gtpo.py"))
+  n = 28 * (3584 * 128 * (2 * 28 + 2 * 4) + 3 * 3584 * 18944) + 152064 * 3584
+  tokens = 128 * 2048 + 128 * 16 * 4096
+  flops = 3 * tokens * (2 * n + 2 * 28 * 28 * 128 * 6144)
+  assert update_flops(run) == flops
+  assert update_seconds(run, chip, 32, 0) == pytest.approx(flops * 4 / 3 / 32 / 459e12)
+  assert update_seconds(run, chip, 32, 10**15) == pytest.approx(10**15 / 540e9)  # the links decide
+  kv = 2 * 28 * 4 * 128 * 2
+  assert cache_bytes(run, mesh) == 4 * (16 * 4096 + 2048) * kv
+  read = 2 * n + kv * (64 * 4096 / 2 + 4 * 2048)
+  assert sample_seconds(run, chip, mesh) == pytest.approx(4096 * read / 2765e9 + 2 * n * 128 * 2048 / 32 / 459e12)
+  assert cache_bytes(run, {"data": 1, "fsdp": 4, "tensor": 8}) == 32 * (16 * 4096 + 2048) * kv  # heads fewer than the axis are replicated
+
+
+def test_minibatches_and_epochs_in_the_plan():
+  assert update_flops(config(**{"batch.minibatches": 4})) == update_flops(config())
+  assert update_flops(config(**{"batch.epochs": 3})) == 3 * update_flops(config())
+
+
+def test_levers_by_hand():
+  run = config(**{"batch.prompts": 32, "mesh.data": 1, "mesh.fsdp": 4})
+  mesh = {"data": 1, "fsdp": 4, "tensor": 2}
+  assert levers(run, mesh) == [
+      {"batch.micro_batches": 8}, {"batch.micro_batches": 8, "optimizer.offload": True},
+      {"batch.micro_batches": 16, "optimizer.offload": True, "mesh.data": 1, "mesh.fsdp": 2, "mesh.tensor": 4}]
+  assert changed(run, levers(run, mesh)[1]).batch.micro_batches == 8
+  assert levers(changed(run, levers(run, mesh)[2]), {"data": 1, "fsdp": 2, "tensor": 4}) == []  # heads do not divide over 8
+
+
+def test_what_rests_on_the_host_takes_no_device_memory():
+  model = laid_out(config(), topology_devices("cpu:8")[0])
+  here, there = (shard_bytes(abstract_state(model, optimizer(config(**{"optimizer.offload": on}))).opt_state) for on in (False, True))
+  assert here > 1000 and there < 100  # its counters stay
+
+
+TPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+
+
+@pytest.mark.slow
+@TPU
+def test_a_run_that_does_not_fit_is_told_what_does():
+  """Whole batches of 64 rows of 8,192 positions need more than 16 GiB for the scores of a head; a row at a time does not."""
+  result = plan(config(**{"model.compute_dtype": "bfloat16", "data.max_prompt_tokens": 16, "sampling.max_tokens": 4096,
+                          "batch.group": 2, "batch.prompts": 64, "mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 1}), "v5e:2x2")
+  assert not result["fits"] and result["update.peak_bytes"] > result["hbm_bytes"] and result["update.sent_bytes"] is None
+  assert result["override"] == "--config.batch.micro_batches=16"
+  assert "with --config.batch.micro_batches=16 it does (tried)" in table(result)
+
+
+@pytest.mark.slow
+@TPU
+def test_moments_on_the_host_leave_the_device():
+  """At a width where the moments are most of it: the peak falls by what of them is not needed at once."""
+  changes = {"model.preset": "qwen2.5-0.5b", "model.compute_dtype": "bfloat16", "batch.prompts": 4, "batch.group": 2,
+             "mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 1}
+  peaks = {}
+  for on in (False, True):
+    run = config(**changes, **{"optimizer.offload": on})
+    model = laid_out(run, topology_devices("v5e:2x2")[0])
+    peaks[on], _ = next(programs(run, model))
+  moments = 2 * 4 * sum(x.size for x in jax.tree.leaves(abstract_params(model))) / 4
+  assert peaks[False] - peaks[True] > 0.2 * moments
