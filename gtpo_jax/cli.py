@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gtpo_jax.errors import RunError, UserError, nearest
 from gtpo_jax.start import prepare_jax
+from gtpo_jax.stopping import StopSignals
 
 COMMANDS = ("train", "eval", "sample", "export", "plan", "doctor")
 
@@ -128,7 +129,7 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax import config as configs
   from gtpo_jax.reporting.display import Display
   from gtpo_jax.train import train
-  config, display, stop = configs.load(args.config, overrides), Display(), _StopSignals()
+  config, display, stop = configs.load(args.config, overrides), Display(), StopSignals()
   with stop:
     try:
       result = train(config, args.workdir, display, stop.asked)
@@ -248,34 +249,6 @@ def _doctor(args: argparse.Namespace, overrides: list[str]) -> int:
   prepare_jax()
   from gtpo_jax.doctor import examine
   return examine()
-
-
-class _StopSignals:
-  """Turns the first Ctrl-C or SIGTERM into a wish to stop at the next step; the second one leaves at once."""
-
-  def __init__(self):
-    self.signal: int | None = None
-    self._before: dict[int, object] = {}
-
-  def asked(self) -> bool:
-    return self.signal is not None
-
-  def __enter__(self) -> _StopSignals:
-    for number in (signal.SIGINT, signal.SIGTERM):
-      self._before[number] = signal.signal(number, self._on_signal)
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    for number, handler in self._before.items():
-      signal.signal(number, handler)
-
-  def _on_signal(self, number: int, _: object) -> None:
-    if self.signal is not None:
-      if sys.stdout.isatty():
-        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the progress bar hid the cursor
-      os._exit(128 + number)
-    self.signal = number
-    print("\ngtpo: stopping at the next step boundary and saving; once more to leave at once", file=sys.stderr, flush=True)
 
 
 def _numbers(text: str) -> list[int]:

@@ -1,27 +1,56 @@
 """A run's folder: whose it is, and the config that it was written by."""
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 from gtpo_jax.config import Config, difference, freeze, to_dict
 from gtpo_jax.errors import UserError
 
 # What may change when a run is taken up again: where it runs and what is written, not what is computed.
-MAY_CHANGE = ("steps", "mesh", "eval", "checkpoint", "log", "batch.micro_batches", "batch.head_chunk", "model.remat")
+MAY_CHANGE = ("steps", "mesh", "eval", "checkpoint", "guards", "log", "batch.micro_batches", "batch.head_chunk", "model.remat")
 
 
-def claim(workdir: Path, config: Config) -> None:
-  """Makes the workdir and writes its config.json, or checks that the one there is of the same run.
+@contextlib.contextmanager
+def owned(workdir: Path) -> Iterator[None]:
+  """Makes the workdir and keeps every other process from training in it. The lock ends with the process, however that ends.
 
   Raises:
-    UserError: not a folder, not writable, or written by a config that differs in more than what may change on resume.
+    UserError: not a folder, not writable, or another process has it.
   """
-  file = workdir / "config.json"
-  try:
+  with _writing(workdir), contextlib.ExitStack() as closing:
     if workdir.exists() and not workdir.is_dir():
       raise UserError(f"workdir {str(workdir)!r} is a file; name a folder")
     workdir.mkdir(parents=True, exist_ok=True)
+    if "://" not in str(workdir):  # an object store knows no locks
+      lock = closing.enter_context(open(workdir / "lock", "a+"))
+      try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        lock.seek(0)
+        raise UserError(f"workdir {str(workdir)!r} is in use by {lock.read().strip() or 'another process'}; wait until that ends, or name "
+                        f"another workdir") from None
+      lock.truncate(0)
+      lock.write(f"process {os.getpid()} on {platform.node()}\n")
+      lock.flush()
+    held = closing.pop_all()
+  with held:
+    yield
+
+
+def claim(workdir: Path, config: Config) -> None:
+  """Writes config.json into the workdir, or checks that the one there is of the same run.
+
+  Raises:
+    UserError: not writable, or written by a config that differs in more than what may change on resume.
+  """
+  file = workdir / "config.json"
+  with _writing(workdir):
     if file.exists() and (has_base(workdir) or _has_steps(workdir / "checkpoints")):  # a config that never made a model may be mended
       changed = {key: values for key, values in difference(load_config(workdir), config).items() if not _may_change(key)}
       if changed:
@@ -30,8 +59,6 @@ def claim(workdir: Path, config: Config) -> None:
     fresh = file.with_suffix(".tmp")
     fresh.write_text(json.dumps(to_dict(config), indent=2) + "\n")
     fresh.replace(file)
-  except OSError as error:
-    raise UserError(f"cannot write into workdir {str(workdir)!r}: {error.strerror or error}") from error
 
 
 def load_config(workdir: Path) -> Config:
@@ -55,6 +82,14 @@ def load_config(workdir: Path) -> Config:
 def has_base(workdir: Path) -> bool:
   """Whether a base model was saved whole."""
   return _has_steps(workdir / "base")
+
+
+@contextlib.contextmanager
+def _writing(workdir: Path) -> Iterator[None]:
+  try:
+    yield
+  except OSError as error:
+    raise UserError(f"cannot write into workdir {str(workdir)!r}: {error.strerror or error}") from error
 
 
 def _has_steps(folder: Path) -> bool:

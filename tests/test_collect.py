@@ -53,7 +53,7 @@ def random_actor(config=None):
   return actor, init_params(actor.model, jax.random.key(3))
 
 
-NONE = FrozenPolicies(None, None)
+NONE = FrozenPolicies(None, None, {})
 
 
 def collect(config, steps, frozen=NONE, collector=None, said=None):

@@ -22,7 +22,7 @@ from gtpo_jax.sampling.filters import Sampler
 from gtpo_jax.train import train
 from gtpo_jax.training.state import init_state, make_optimizer
 from gtpo_jax.training.update import make_update
-from gtpo_jax.workdir import claim, load_config
+from gtpo_jax.workdir import claim, load_config, owned
 
 PROMISED = ["step", "reward/mean", "reward/accuracy", "entropy/mean", "entropy/correct", "entropy/incorrect", "length/mean",
             "length/cut_off", "loss", "grad_norm", "clip/low", "clip/high", "mismatch/max_abs_logp", "mismatch/kl", "groups/all_correct",
@@ -122,10 +122,10 @@ def test_another_config_is_refused_with_the_difference(whole):
 
 def test_bad_workdirs_are_refused(tmp_path):
   (tmp_path / "file").write_text("x")
-  with pytest.raises(UserError, match="is a file; name a folder"):
-    claim(tmp_path / "file", small_config())
-  with pytest.raises(UserError, match="cannot write into workdir"):
-    claim(tmp_path / "file" / "below", small_config())
+  with pytest.raises(UserError, match="is a file; name a folder"), owned(tmp_path / "file"):
+    pass
+  with pytest.raises(UserError, match="cannot write into workdir"), owned(tmp_path / "file" / "below"):
+    pass
   with pytest.raises(UserError, match="no run in"):
     load_config(tmp_path)
 
@@ -158,19 +158,22 @@ def test_no_compilation_after_warm_up():
   assert counts[1:] == [counts[0]] * 20
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(tmp_path):
+def test_updates_that_are_not_finite_stop_the_run_before_it_is_saved(tmp_path):
   workdir = tmp_path / "run"
   run(small_config(steps=2), workdir)
   checkpoints = Checkpoints(workdir / "checkpoints", keep=2)
   actor, config = Actor(small_config()), small_config()
   optimizer = make_optimizer(config.optimizer, config.steps)
-  state = checkpoints.restore(actor.model, optimizer)
+  state = checkpoints.restore(actor.model, optimizer).state
   broken = state.replace(step=state.step + 1, params=jax.tree.map(lambda x: x * np.nan, state.params))
   checkpoints.save(broken)  # as a bug elsewhere might
   checkpoints.close()
-  with pytest.raises(RunError, match=r"is nan at step 4; nothing of it is saved, the newest checkpoint is of step 3"):
-    run(small_config(steps=5, **{"eval.every": 0}), workdir)
+  with pytest.raises(RunError, match=r"3 updates in a row were skipped, to step 6"):
+    run(small_config(steps=8, **{"eval.every": 0, "checkpoint.every": 1}), workdir)
   assert Checkpoints(workdir / "checkpoints").steps() == [2, 3]
+  rows = read_jsonl(workdir / "metrics.jsonl")
+  assert [row["update/skipped"] for row in rows[-3:]] == [1, 1, 1] and rows[-4].get("update/skipped") == 0
+  assert sorted(file.name for file in (workdir / "skipped").iterdir()) == [f"step_{i}.npz" for i in (4, 5, 6)]
 
 
 def test_an_evaluation_that_was_killed_is_made_good(whole, tmp_path):

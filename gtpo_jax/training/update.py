@@ -24,7 +24,8 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: optax.GradientTra
   """The update as one jitted function (state, rollouts, verdicts) -> (state, metrics); it consumes the state it is given.
 
   Advantages and token weights are made from the whole batch. Gradients are then summed over `micro_batches` parts of the
-  prompts, in float32, which gives the full batch's gradient whatever their number.
+  prompts, in float32, which gives the full batch's gradient whatever their number. Where loss or gradient is not finite, parameters
+  and optimizer stay as they are, the step counts all the same, and `update/skipped` is 1.
 
   Args:
     model: the architecture on its mesh.
@@ -43,13 +44,17 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: optax.GradientTra
     trained, frozen = partition(model, state.params)
     grads, log_probs = accumulate(trained, frozen, (rollouts, advantages, mask, weights))
 
-    changes, opt_state = optimizer.update(grads, state.opt_state, trained)
-    params = combine(optax.apply_updates(trained, changes), frozen)
-
     loss, metrics = loss_of(log_probs, rollouts, advantages, mask, weights)
-    metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads)}
+    norm = optax.global_norm(grads)
+    good = jnp.isfinite(loss) & jnp.isfinite(norm)
+
+    changes, moved = optimizer.update(grads, state.opt_state, trained)
+    after, before = (optax.apply_updates(trained, changes), moved), (trained, state.opt_state)
+    trained, opt_state = jax.tree.map(lambda new, old: jnp.where(good, new, old), after, before)
+
+    metrics |= {"loss": loss, "grad_norm": norm, "update/skipped": ~good}
     metrics |= measure(rollouts, verdicts, advantages, mask, log_probs) | algorithm.credit_metrics(**signals)
-    return TrainState(state.step + 1, params, opt_state), metrics
+    return TrainState(state.step + 1, combine(trained, frozen), opt_state), metrics
 
   def loss_of(log_probs: jax.Array, rollouts: Rollouts, advantages: jax.Array, mask: jax.Array,
               weights: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
