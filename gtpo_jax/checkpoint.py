@@ -2,7 +2,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -161,6 +165,7 @@ class Checkpoints:
     try:
       yield
     except Exception as error:  # whatever the file system makes Orbax and TensorStore raise
+      sys.unraisablehook = _unraisable
       whole = [other for other in self.steps() if other != step]
       raise RunError(f"the checkpoint of step {step} cannot be saved in {str(self._manager.directory)!r} ({_cause(error)}); "
                      + (f"step {whole[-1]} is whole" if whole else "there is none yet")
@@ -168,12 +173,16 @@ class Checkpoints:
 
 
 def _cause(error: BaseException) -> str:
-  """What the operating system said, where it was that."""
-  while error is not None:
-    if isinstance(error, OSError) and error.strerror:
-      return error.strerror
-    last, error = error, error.__cause__ or error.__context__
-  return first_line(last)[:200]
+  """What the operating system said, where it was that; TensorStore puts it into the midst of its own message."""
+  known = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO))
+  text = "".join(traceback.format_exception(error))
+  return next((what for what in known if what in text), first_line(error)[:200])
+
+
+def _unraisable(unraisable: Any) -> None:
+  """Leaves out what the other writers of a failed save say when their event loop is gone."""
+  if str(unraisable.exc_value) != "Event loop is closed":
+    sys.__unraisablehook__(unraisable)
 
 
 def open_run(workdir: epath.PathLike, step: int | None = None) -> Checkpoints:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import json
 import os
 import shlex
@@ -15,6 +16,7 @@ from gtpo_jax.errors import RunError, UserError, nearest
 from gtpo_jax.start import prepare_jax
 from gtpo_jax.stopping import StopSignals
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 COMMANDS = ("train", "eval", "sample", "export", "plan", "doctor")
 
 
@@ -37,6 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 128 + signal.SIGINT
   except BrokenPipeError:  # the reader of our output went away
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
+  except OSError as error:
+    if error.errno not in FULL:
+      raise
+    print(f"gtpo: cannot write {str(error.filename or 'a file')!r}: {error.strerror}; what was saved is whole; free some space, then "
+          f"give the same command again", file=sys.stderr)
     return 1
 
 

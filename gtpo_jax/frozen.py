@@ -14,7 +14,7 @@ from gtpo_jax.data.chat import load_chat
 from gtpo_jax.digests import digest_tree
 from gtpo_jax.errors import UserError
 from gtpo_jax.models.folder import find, is_hf_folder, read_config
-from gtpo_jax.models.load import read_params
+from gtpo_jax.models.load import read_params, stored_tensors
 from gtpo_jax.models.lora import add_lora
 from gtpo_jax.models.qwen2 import Params, Qwen2, init_params
 from gtpo_jax.rollout import Actor, Policy, Stream, key_for
@@ -74,6 +74,12 @@ def check_frozen(config: Config, actor: Actor) -> None:
       if different := sorted(word for word in ours if theirs.get(word) != ours[word]):
         raise UserError(f"{name} = {path!r} has another tokenizer: {different[0]!r} and {len(different) - 1} other words differ; "
                         f"they must share one")
+
+
+def check_weights(config: Config) -> None:
+  """Reads the headers of the weights that a run starts from. Raises UserError where a file is missing or damaged."""
+  if config.model.path:
+    stored_tensors(find(config.model.path))
 
 
 def base_params(config: Config, workdir: Path, model: Qwen2) -> Params | None:

@@ -11,7 +11,7 @@ from gtpo_jax.collect import Collector, Experience
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.evaluation import Stopped, evaluate_run
-from gtpo_jax.frozen import check_frozen, initial_params, load_frozen
+from gtpo_jax.frozen import check_frozen, check_weights, initial_params, load_frozen
 from gtpo_jax.guards import Guards
 from gtpo_jax.models.qwen2 import Params
 from gtpo_jax.parallel import fetch
@@ -26,7 +26,7 @@ from gtpo_jax.training.micro_batches import check_divides
 from gtpo_jax.training.state import TrainState, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 from gtpo_jax.warm_start import check_prompts, warm_start
-from gtpo_jax.workdir import claim, owned
+from gtpo_jax.workdir import claim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +56,9 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
   check_divides("batch.prompts", config.batch.prompts, config.batch.micro_batches, actor.model)
   check_prompts(config, actor)
   check_frozen(config, actor)
+  check_weights(config)
   problems, held_out = training_problems(config, actor, display.say), held_out_problems(config, actor, display.say)
-  with owned(workdir), Watchdog(config.guards.stall_s, stopping) as stopping:
-    claim(workdir, config)
+  with claim(workdir, config), Watchdog(config.guards.stall_s, stopping) as stopping:
     return learn(config, workdir, display, stopping, actor, problems, held_out)
 
 

@@ -17,48 +17,51 @@ MAY_CHANGE = ("steps", "mesh", "eval", "checkpoint", "guards", "log", "batch.mic
 
 
 @contextlib.contextmanager
-def owned(workdir: Path) -> Iterator[None]:
-  """Makes the workdir and keeps every other process from training in it. The lock ends with the process, however that ends.
+def claim(workdir: Path, config: Config) -> Iterator[None]:
+  """Makes the workdir, keeps every other process from training in it, and writes its config.json.
+
+  The lock ends with the process, however that ends.
 
   Raises:
-    UserError: not a folder, not writable, or another process has it.
+    UserError: not a folder, not writable, in use, or written by a config that differs in more than what may change on resume.
   """
   with _writing(workdir), contextlib.ExitStack() as closing:
-    if workdir.exists() and not workdir.is_dir():
-      raise UserError(f"workdir {str(workdir)!r} is a file; name a folder")
+    _check_config(workdir, config)
     workdir.mkdir(parents=True, exist_ok=True)
     if "://" not in str(workdir):  # an object store knows no locks
-      lock = closing.enter_context(open(workdir / "lock", "a+"))
-      try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except BlockingIOError:
-        lock.seek(0)
-        raise UserError(f"workdir {str(workdir)!r} is in use by {lock.read().strip() or 'another process'}; wait until that ends, or name "
-                        f"another workdir") from None
-      lock.truncate(0)
-      lock.write(f"process {os.getpid()} on {platform.node()}\n")
-      lock.flush()
+      closing.enter_context(_locked(workdir))
+    fresh = workdir / "config.tmp"
+    fresh.write_text(json.dumps(to_dict(config), indent=2) + "\n")
+    fresh.replace(workdir / "config.json")
     held = closing.pop_all()
   with held:
     yield
 
 
-def claim(workdir: Path, config: Config) -> None:
-  """Writes config.json into the workdir, or checks that the one there is of the same run.
+def _check_config(workdir: Path, config: Config) -> None:
+  if workdir.exists() and not workdir.is_dir():
+    raise UserError(f"workdir {str(workdir)!r} is a file; name a folder")
+  if not (has_base(workdir) or _has_steps(workdir / "checkpoints")) or not (workdir / "config.json").exists():
+    return  # a config that never made a model may be mended
+  changed = {key: values for key, values in difference(load_config(workdir), config).items() if not _may_change(key)}
+  if changed:
+    shown = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
+    raise UserError(f"workdir {str(workdir)!r} belongs to another config ({shown}); name another workdir, or remove this one")
 
-  Raises:
-    UserError: not writable, or written by a config that differs in more than what may change on resume.
-  """
-  file = workdir / "config.json"
-  with _writing(workdir):
-    if file.exists() and (has_base(workdir) or _has_steps(workdir / "checkpoints")):  # a config that never made a model may be mended
-      changed = {key: values for key, values in difference(load_config(workdir), config).items() if not _may_change(key)}
-      if changed:
-        shown = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
-        raise UserError(f"workdir {str(workdir)!r} belongs to another config ({shown}); name another workdir, or remove this one")
-    fresh = file.with_suffix(".tmp")
-    fresh.write_text(json.dumps(to_dict(config), indent=2) + "\n")
-    fresh.replace(file)
+
+@contextlib.contextmanager
+def _locked(workdir: Path) -> Iterator[None]:
+  with (workdir / "lock").open("a+") as lock:
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      lock.seek(0)
+      raise UserError(f"workdir {str(workdir)!r} is in use by {lock.read().strip() or 'another process'}; wait until that ends, or name "
+                      f"another workdir") from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {platform.node()}\n")
+    lock.flush()
+    yield
 
 
 def load_config(workdir: Path) -> Config:

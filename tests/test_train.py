@@ -22,7 +22,7 @@ from gtpo_jax.sampling.filters import Sampler
 from gtpo_jax.train import train
 from gtpo_jax.training.state import init_state, make_optimizer
 from gtpo_jax.training.update import make_update
-from gtpo_jax.workdir import claim, load_config, owned
+from gtpo_jax.workdir import claim, load_config
 
 PROMISED = ["step", "reward/mean", "reward/accuracy", "entropy/mean", "entropy/correct", "entropy/incorrect", "length/mean",
             "length/cut_off", "loss", "grad_norm", "clip/low", "clip/high", "mismatch/max_abs_logp", "mismatch/kl", "groups/all_correct",
@@ -46,6 +46,11 @@ def small_config(**changes):
 
 def run(config, workdir, stopping=lambda: False):
   return train(config, workdir, Display(enabled=False), stopping)
+
+
+def take(workdir, config):
+  with claim(workdir, config):
+    pass
 
 
 def lasting(rows):
@@ -117,15 +122,15 @@ def test_a_finished_run_says_so_and_more_steps_go_on(whole):
 
 def test_another_config_is_refused_with_the_difference(whole):
   with pytest.raises(UserError, match=r"belongs to another config \(seed was 0, now 7\)"):
-    claim(whole[0], small_config(seed=7))
+    take(whole[0], small_config(seed=7))
 
 
 def test_bad_workdirs_are_refused(tmp_path):
   (tmp_path / "file").write_text("x")
-  with pytest.raises(UserError, match="is a file; name a folder"), owned(tmp_path / "file"):
-    pass
-  with pytest.raises(UserError, match="cannot write into workdir"), owned(tmp_path / "file" / "below"):
-    pass
+  with pytest.raises(UserError, match="is a file; name a folder"):
+    take(tmp_path / "file", small_config())
+  with pytest.raises(UserError, match="cannot write into workdir"):
+    take(tmp_path / "file" / "below", small_config())
   with pytest.raises(UserError, match="no run in"):
     load_config(tmp_path)
 
@@ -187,10 +192,10 @@ def test_an_evaluation_that_was_killed_is_made_good(whole, tmp_path):
 
 
 def test_memory_settings_may_change_on_resume_and_the_computation_may_not(whole):
-  claim(whole[0], small_config(**{"batch.micro_batches": 1, "mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1, "eval.samples": 4}))
+  take(whole[0], small_config(**{"batch.micro_batches": 1, "mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1, "eval.samples": 4}))
   with pytest.raises(UserError, match=r"batch.group was 4, now 8"):
-    claim(whole[0], small_config(**{"batch.group": 8}))
-  claim(whole[0], small_config())
+    take(whole[0], small_config(**{"batch.group": 8}))
+  take(whole[0], small_config())
 
 
 def test_judging(whole):

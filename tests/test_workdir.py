@@ -7,27 +7,29 @@ from pathlib import Path
 
 import pytest
 
+from gtpo_jax.config import Config
 from gtpo_jax.errors import UserError
-from gtpo_jax.workdir import owned
+from gtpo_jax.workdir import claim
 
 ROOT = Path(__file__).parents[1]
 OWNER = """
 import sys, time
 from pathlib import Path
-from gtpo_jax.workdir import owned
-with owned(Path(sys.argv[1])):
+from gtpo_jax.config import Config
+from gtpo_jax.workdir import claim
+with claim(Path(sys.argv[1]), Config()):
   print("mine", flush=True)
   time.sleep(600)
 """
 
 
 def own(workdir):
-  with owned(workdir):
+  with claim(workdir, Config()):
     pass
 
 
 def test_a_second_owner_is_refused_and_told_which_is_the_first(tmp_path):
-  with owned(tmp_path / "run"):
+  with claim(tmp_path / "run", Config()):
     with pytest.raises(UserError) as error:
       own(tmp_path / "run")
     assert f"is in use by process {os.getpid()} on " in str(error.value) and "\n" not in str(error.value)
@@ -50,7 +52,7 @@ def test_the_lock_ends_with_a_killed_process(tmp_path):
 
 
 def test_a_refusal_inside_lets_go(tmp_path):
-  with pytest.raises(UserError, match="something else"), owned(tmp_path):
+  with pytest.raises(UserError, match="something else"), claim(tmp_path, Config()):
     raise UserError("something else")
   own(tmp_path)
 
