@@ -5,7 +5,6 @@ import contextlib
 import errno
 import logging
 import os
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from etils import epath
 from gtpo_jax.digests import digest_leaves
 from gtpo_jax.errors import RunError, UserError, first_line
 from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
+from gtpo_jax.parallel import from_first, is_first
 from gtpo_jax.seal import Damaged, check_seal, seal_late_files, write_seal
 from gtpo_jax.training.state import TrainState, abstract_state
 
@@ -40,7 +40,7 @@ class Checkpoints:
   def __init__(self, folder: epath.PathLike, keep: int | None = None):
     for name in ("absl", "orbax", "asyncio"):  # their notes would break into the display; what fails is raised besides
       logging.getLogger(name).setLevel(logging.CRITICAL)
-    self._owned, self._sealing = keep is not None, (0, {}, {})
+    self._owned, self._sealing = keep is not None, (-1, {}, {})
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep, create=self._owned, read_only=not self._owned, cleanup_tmp_directories=self._owned,
         async_options=ocp.AsyncOptions(post_finalization_callback=self._seal))
@@ -67,9 +67,10 @@ class Checkpoints:
       self._save(step, items | ({} if leftovers is None else {"leftovers": leftovers}), facts or {})
 
   def save_params(self, params: Params, step: int = 0) -> None:
-    """Saves parameters alone, and waits. Raises RunError as `save` does."""
-    self._save(step, {"params": params}, {})
-    self.wait()
+    """Saves parameters alone, and waits; skipped and refused as `save` is."""
+    if step != self.latest:
+      self._save(step, {"params": params}, {})
+      self.wait()
 
   def _save(self, step: int, items: dict[str, Any], facts: Mapping[str, Any]) -> None:
     self.wait()  # a failure of the save before is told as its own
@@ -126,7 +127,7 @@ class Checkpoints:
 
   def _read(self, step: int, targets: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The items of `targets` that were saved, as these say (None: as host arrays), and the facts. Raises Damaged."""
-    seal = check_seal(self._manager.directory / str(step), targets)
+    seal = from_first(lambda: check_seal(self._manager.directory / str(step), targets))
     names = [name for name in targets if name in seal["leaves"]]
     try:
       found = dict(self._manager.restore(step, args=ocp.args.Composite(
@@ -140,10 +141,7 @@ class Checkpoints:
     return found, seal["facts"]
 
   def _set_aside(self, step: int) -> epath.Path:
-    folder, count = self._manager.directory, 1
-    while (aside := folder / f"{step}.damaged{'' if count == 1 else f'.{count}'}").exists():
-      count += 1
-    (folder / str(step)).rename(aside)
+    aside = from_first(lambda: _rename(self._manager.directory, step))
     self._manager.reload()
     return aside
 
@@ -152,7 +150,8 @@ class Checkpoints:
     step = self.latest
     with self._told(step):
       self._manager.wait_until_finished()
-      if self._owned and step is not None and step == self._sealing[0] and (folder := self._manager.directory / str(step)).exists():
+      folder = self._manager.directory / str(step)
+      if is_first() and self._owned and step == self._sealing[0] and folder.exists():
         seal_late_files(folder)
 
   def close(self) -> None:
@@ -165,11 +164,18 @@ class Checkpoints:
     try:
       yield
     except Exception as error:  # whatever the file system makes Orbax and TensorStore raise
-      sys.unraisablehook = _unraisable
       whole = [other for other in self.steps() if other != step]
       raise RunError(f"the checkpoint of step {step} cannot be saved in {str(self._manager.directory)!r} ({_cause(error)}); "
                      + (f"step {whole[-1]} is whole" if whole else "there is none yet")
                      + ": free some space or name another place, then give the same command again") from error
+
+
+def _rename(folder: epath.Path, step: int) -> epath.Path:
+  count = 1
+  while (aside := folder / f"{step}.damaged{'' if count == 1 else f'.{count}'}").exists():
+    count += 1
+  (folder / str(step)).rename(aside)
+  return aside
 
 
 def _cause(error: BaseException) -> str:
@@ -179,25 +185,21 @@ def _cause(error: BaseException) -> str:
   return next((what for what in known if what in text), first_line(error)[:200])
 
 
-def _unraisable(unraisable: Any) -> None:
-  """Leaves out what the other writers of a failed save say when their event loop is gone."""
-  if str(unraisable.exc_value) != "Event loop is closed":
-    sys.__unraisablehook__(unraisable)
-
-
 def open_run(workdir: epath.PathLike, step: int | None = None) -> Checkpoints:
-  """The folder of a run that holds `step`: its base model for step 0, its checkpoints else (None: the newest will do).
+  """The folder of a run that holds `step`: its base model for step 0, else its checkpoints (None: the newest will do) or its best.
 
   Raises:
     UserError: no such checkpoint, with the steps that there are.
   """
-  folder = epath.Path(workdir) / ("base" if step == 0 else "checkpoints")
-  found = Checkpoints(folder) if folder.is_dir() else None
-  steps = found.steps() if found else []
-  if not steps or (step is not None and step not in steps):
-    have = ", ".join(map(str, steps)) or "none"
-    raise UserError(f"no checkpoint{'' if step is None else f' of step {step}'} in {str(folder)!r}; steps there: {have}")
-  return found
+  workdir, have = epath.Path(workdir), set()
+  for name in ["base"] if step == 0 else ["checkpoints"] if step is None else ["checkpoints", "best"]:
+    found = Checkpoints(workdir / name) if (workdir / name).is_dir() else None
+    steps = found.steps() if found else []
+    if step in steps or (step is None and steps):
+      return found
+    have |= {*steps}
+  raise UserError(f"no checkpoint{'' if step is None else f' of step {step}'} in {str(workdir)!r}; steps there: "
+                  f"{', '.join(map(str, sorted(have))) or 'none'}")
 
 
 def run_params(workdir: epath.PathLike, model: Qwen2, step: int | None = None) -> tuple[Params, int]:

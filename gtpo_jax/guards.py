@@ -10,7 +10,7 @@ import numpy as np
 
 from gtpo_jax.collect import Experience
 from gtpo_jax.errors import RunError
-from gtpo_jax.parallel import fetch
+from gtpo_jax.parallel import fetch, is_first
 
 Rows = Sequence[Mapping[str, float | None]]
 
@@ -66,12 +66,14 @@ class Guards:
 
   def _dump(self, step: int, batch: Experience) -> str:
     """Writes the arrays of a batch into a file; what to say of it."""
+    arrays = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in
+              jax.tree_util.tree_leaves_with_path(fetch({"rollouts": batch.rollouts, "verdicts": batch.verdicts}))}
+    if not is_first():
+      return ""
     self._folder.mkdir(exist_ok=True)
     if len(list(self._folder.glob("*.npz"))) >= DUMPS:
       return ""
     file = self._folder / f"step_{step}.npz"
-    arrays = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in
-              jax.tree_util.tree_leaves_with_path(fetch({"rollouts": batch.rollouts, "verdicts": batch.verdicts}))}
     np.savez_compressed(file, problems=[problem.id for problem in batch.problems], **arrays)
     return f"; its batch is in {str(file)!r}"
 

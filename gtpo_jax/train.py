@@ -14,7 +14,7 @@ from gtpo_jax.evaluation import Stopped, evaluate_run
 from gtpo_jax.frozen import check_frozen, check_weights, initial_params, load_frozen
 from gtpo_jax.guards import Guards
 from gtpo_jax.models.qwen2 import Params
-from gtpo_jax.parallel import fetch
+from gtpo_jax.parallel import any_process, fetch, is_first
 from gtpo_jax.problems import held_out_problems, training_problems
 from gtpo_jax.reporting.compiles import compile_count
 from gtpo_jax.reporting.curves import draw_curves
@@ -58,8 +58,8 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
   check_frozen(config, actor)
   check_weights(config)
   problems, held_out = training_problems(config, actor, display.say), held_out_problems(config, actor, display.say)
-  with claim(workdir, config), Watchdog(config.guards.stall_s, stopping) as stopping:
-    return learn(config, workdir, display, stopping, actor, problems, held_out)
+  with claim(workdir, config), Watchdog(config.guards.stall_s, lambda: any_process(stopping())) as asked:
+    return learn(config, workdir, display, asked, actor, problems, held_out)
 
 
 def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[], bool], actor: Actor,
@@ -91,7 +91,7 @@ def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[]
   guards = Guards(config.guards.skipped, workdir, journal.read(), display.say)
   if start == 0 and not journal.read():
     journal.write(0, {})
-  evaluate_if_due(config, actor, state, held_out, journal, display, stopping)
+  evaluate_if_due(config, actor, state, held_out, workdir, journal, display, stopping)
   display.begin(algorithm.name, config.steps, start)
   for step in range(start, config.steps):
     if stopping():
@@ -112,14 +112,16 @@ def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[]
     guards.check(step + 1, metrics, batch)
     if (step + 1) % config.checkpoint.every == 0 and not guards.skipped:
       save()
-    if evaluate_if_due(config, actor, state, held_out, journal, display, stopping):
+    if evaluate_if_due(config, actor, state, held_out, workdir, journal, display, stopping):
       display.sample(*_sample(batch, 0))
   display.end()
   save()
   checkpoints.close()
   journal.close()
   reached = int(state.step)
-  draw_curves(journal.read(), f"{algorithm.name} on {config.data.train}, seed {config.seed}", workdir / "curves.png")
+  rows = journal.read()
+  if is_first():
+    draw_curves(rows, f"{algorithm.name} on {config.data.train}, seed {config.seed}", workdir / "curves.png")
   if reached < config.steps:
     return Result(reached, False, f"stopped at step {reached} of {config.steps}; saved")
   return Result(reached, True, summarize(config, journal))
@@ -142,8 +144,8 @@ def base_model(config: Config, actor: Actor, workdir: Path, display: Display, st
   return params
 
 
-def evaluate_if_due(config: Config, actor: Actor, state: TrainState, held_out: Sequence[Problem], journal: Journal, display: Display,
-                    stopping: Callable[[], bool]) -> bool:
+def evaluate_if_due(config: Config, actor: Actor, state: TrainState, held_out: Sequence[Problem], workdir: Path, journal: Journal,
+                    display: Display, stopping: Callable[[], bool]) -> bool:
   """Evaluates the state into its step's line: at first, at last and every `eval.every` steps.
 
   False where it is not due, or done, or asked to stop: then it is made good when the run is taken up again.
@@ -152,7 +154,8 @@ def evaluate_if_due(config: Config, actor: Actor, state: TrainState, held_out: S
   due = step in (0, config.steps) or (config.eval.every and step % config.eval.every == 0)
   if not due:
     return False
-  row = next((row for row in reversed(journal.read()) if row["step"] == step), None)
+  rows = journal.read()
+  row = next((row for row in reversed(rows) if row["step"] == step), None)
   if row is None or _accuracy(row) is not None:
     return False
   try:
@@ -164,6 +167,10 @@ def evaluate_if_due(config: Config, actor: Actor, state: TrainState, held_out: S
   what = f"step {step}" if step else base_name(config)
   display.say(f"{what}: held-out pass@1 {sampled:.1%}, greedy {greedy:.1%}, pass@{samples} {best:.1%} ({len(held_out)} problems x "
               f"{samples} samples, {f'{missing:.0f} without a verdict, ' if missing else ''}{time.perf_counter() - began:.1f} s)")
+  if config.checkpoint.best and sampled > max((_accuracy(row) or 0.0 for row in rows), default=0.0):
+    kept = Checkpoints(workdir / "best", keep=1)
+    kept.save_params(state.params, step)
+    kept.close()
   journal.amend(step, metrics)
   return True
 

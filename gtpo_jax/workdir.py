@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gtpo_jax.config import Config, difference, freeze, to_dict
 from gtpo_jax.errors import UserError
+from gtpo_jax.parallel import from_first
 
 # What may change when a run is taken up again: where it runs and what is written, not what is computed.
 MAY_CHANGE = ("steps", "mesh", "eval", "checkpoint", "guards", "log", "batch.micro_batches", "batch.head_chunk", "model.remat")
@@ -18,24 +19,29 @@ MAY_CHANGE = ("steps", "mesh", "eval", "checkpoint", "guards", "log", "batch.mic
 
 @contextlib.contextmanager
 def claim(workdir: Path, config: Config) -> Iterator[None]:
-  """Makes the workdir, keeps every other process from training in it, and writes its config.json.
+  """Makes the workdir, keeps every other run from training in it, and writes its config.json.
 
-  The lock ends with the process, however that ends.
+  The lock is held by the run's first process and ends with it, however that ends.
 
   Raises:
     UserError: not a folder, not writable, in use, or written by a config that differs in more than what may change on resume.
   """
-  with _writing(workdir), contextlib.ExitStack() as closing:
+  with contextlib.ExitStack() as held:
+    from_first(lambda: _take(workdir, config, held))
+    yield
+
+
+def _take(workdir: Path, config: Config, held: contextlib.ExitStack) -> None:
+  try:
     _check_config(workdir, config)
     workdir.mkdir(parents=True, exist_ok=True)
     if "://" not in str(workdir):  # an object store knows no locks
-      closing.enter_context(_locked(workdir))
+      held.enter_context(_locked(workdir))
     fresh = workdir / "config.tmp"
     fresh.write_text(json.dumps(to_dict(config), indent=2) + "\n")
     fresh.replace(workdir / "config.json")
-    held = closing.pop_all()
-  with held:
-    yield
+  except OSError as error:
+    raise UserError(f"cannot write into workdir {str(workdir)!r}: {error.strerror or error}") from error
 
 
 def _check_config(workdir: Path, config: Config) -> None:
@@ -85,14 +91,6 @@ def load_config(workdir: Path) -> Config:
 def has_base(workdir: Path) -> bool:
   """Whether a base model was saved whole."""
   return _has_steps(workdir / "base")
-
-
-@contextlib.contextmanager
-def _writing(workdir: Path) -> Iterator[None]:
-  try:
-    yield
-  except OSError as error:
-    raise UserError(f"cannot write into workdir {str(workdir)!r}: {error.strerror or error}") from error
 
 
 def _has_steps(folder: Path) -> bool:

@@ -6,9 +6,10 @@ import struct
 import jax
 import numpy as np
 import pytest
+from etils import epath
 
 from gtpo_jax.arrays import Rollouts
-from gtpo_jax.checkpoint import Checkpoints
+from gtpo_jax.checkpoint import Checkpoints, run_params
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.errors import RunError, UserError
@@ -17,8 +18,10 @@ from gtpo_jax.parallel import shard_batch
 from gtpo_jax.reporting.compiles import compile_count
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.rewards import VERIFIERS
 from gtpo_jax.rollout import Actor
 from gtpo_jax.sampling.filters import Sampler
+from gtpo_jax.seal import check_seal
 from gtpo_jax.train import train
 from gtpo_jax.training.state import init_state, make_optimizer
 from gtpo_jax.training.update import make_update
@@ -224,3 +227,18 @@ def test_rewards_and_penalties_are_the_algorithms(whole):
   assert set(np.unique(verdicts.reward)) <= {-1.0, 1.0}
   lengths = np.asarray(rollouts.lengths)
   np.testing.assert_allclose(verdicts.penalty, np.clip((18 - 8 - lengths) / 8, -1, 0))
+
+
+def test_the_best_evaluation_is_kept(tmp_path, monkeypatch):
+  """With a rate that spoils the model at once, the best is what it was before."""
+  monkeypatch.setitem(VERIFIERS, "last_number", lambda completions, *_: [len(text) % 2 == 0 for text in completions])
+  config = small_config(steps=2, **{"checkpoint.best": True, "checkpoint.keep": 1, "eval.every": 1, "optimizer.learning_rate": 0.5})
+  workdir = tmp_path / "run"
+  run(config, workdir)
+  means = [row["eval/sums/mean@2"] for row in read_jsonl(workdir / "metrics.jsonl")]
+  best = means.index(max(means))
+  assert max(means) > 0 and Checkpoints(workdir / "best").steps() == [best]
+  assert run_params(workdir, Actor(config).model, best or None)[1] == best or best == 0
+  digests = check_seal(epath.Path(workdir / "best" / str(best)), ["params"])["leaves"]["params"]
+  kept = epath.Path(workdir / ("base/0" if best == 0 else "checkpoints/2"))
+  assert (digests == check_seal(kept, ["params"])["leaves"]["params"]) == (best in (0, 2))

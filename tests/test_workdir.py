@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from etils import epath
 
 from gtpo_jax.config import Config
 from gtpo_jax.errors import UserError
-from gtpo_jax.workdir import claim
+from gtpo_jax.reporting.curves import draw_curves
+from gtpo_jax.reporting.journal import Journal
+from gtpo_jax.workdir import claim, load_config
 
 ROOT = Path(__file__).parents[1]
 OWNER = """
@@ -67,3 +70,20 @@ def test_a_read_only_workdir_is_refused(tmp_path):
       own(workdir)
   finally:
     os.system(f"umount {workdir}")
+
+
+def test_what_is_not_a_checkpoint_goes_through_etils_paths():
+  """A bucket's stand-in, kept in memory: no lock, no append, and no local folder of that name."""
+  fsspec = pytest.importorskip("fsspec")
+  from fsspec.implementations.memory import MemoryFileSystem
+  fsspec.register_implementation("gcs", MemoryFileSystem, clobber=True)
+  workdir = epath.Path("gs://bucket/run")
+  for first, last in ((0, 3), (2, 4)):
+    with claim(workdir, Config()):
+      journal = Journal(workdir, first, tensorboard=False)
+      for step in range(first + 1, last + 1):
+        journal.write(step, {"loss": step / 2})
+  draw_curves(journal.read(), "title", workdir / "curves.png")
+  assert [row["step"] for row in journal.read()] == [1, 2, 3, 4] and load_config(workdir) == Config()
+  assert (workdir / "curves.png").read_bytes()[:4] == b"\x89PNG" and not Path("gs:").exists()
+  assert {path.name for path in workdir.iterdir()} == {"config.json", "curves.png", "metrics.jsonl"}

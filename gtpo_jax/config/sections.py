@@ -223,10 +223,12 @@ class CheckpointSection:
   Attributes:
     every: steps between checkpoints; the last step is always saved.
     keep: newest checkpoints kept.
+    best: keep the parameters of the best evaluation (by mean@n) too, in WORKDIR/best.
   """
 
   every: int = 10
   keep: int = 2
+  best: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

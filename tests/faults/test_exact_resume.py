@@ -1,5 +1,7 @@
 """Processes that are killed or asked to stop at marked points, and taken up again: nothing is lost, to the bit."""
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,11 +23,35 @@ KILLS = ["kill:evaluation:1", "kill:sampling:2", "kill:reward:3", "kill:metrics:
 CLOCK = ("time/", "tokens/s", "compiles")
 
 
+def command(workdir, event, settings):
+  return list(map(str, [sys.executable, HERE / "run.py", event, "train", "--config=configs/base.py", f"--workdir={workdir}",
+                        *(f"--config.{key}={value}" for key, value in settings.items())]))
+
+
+def environment(**more):
+  return {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]), **more}
+
+
 def start(workdir, event, settings):
-  arguments = [sys.executable, HERE / "run.py", event, "train", "--config=configs/base.py", f"--workdir={workdir}",
-               *(f"--config.{key}={value}" for key, value in settings.items())]
-  environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
-  return subprocess.run(list(map(str, arguments)), cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+  return subprocess.run(command(workdir, event, settings), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
+
+
+def start_two(workdir, event, victim, settings):
+  """Two processes, to one of which something happens: their statuses and what they printed."""
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    address = f"localhost:{free.getsockname()[1]}"
+  processes = []
+  for i in range(2):
+    env = environment(JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(i))
+    processes.append(subprocess.Popen(command(workdir, event if i == victim else "-", settings), cwd=ROOT, env=env, stdout=subprocess.PIPE,
+                                      stderr=subprocess.STDOUT, text=True))
+  try:
+    printed = [process.communicate(timeout=600)[0] for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  return [process.returncode for process in processes], printed
 
 
 def left_behind(workdir):
@@ -105,3 +131,51 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(whole, t
     assert left_behind(disk / "run") == whole
   finally:
     os.system(f"umount {disk}")
+
+
+# --- two processes ---
+
+TWO_KILLS = [("kill:sampling:2", 1), ("kill:reward:2", 0), ("kill:update:3", 1), ("kill:saving:1", 0), ("kill:sealed:1", 0),
+             ("kill:saving:1", 1), ("kill:evaluation:1", 0)]
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp("faults") / "two"
+  codes, printed = start_two(workdir, "-", 0, SETTINGS)
+  assert codes == [0, 0], printed
+  assert printed[1].count("\n") <= 2  # the second one has nothing to say but gloo's own line
+  return workdir, left_behind(workdir)
+
+
+@pytest.mark.slow
+def test_two_processes_of_which_one_is_killed(whole_of_two, tmp_path):
+  """The other ends soon with one message, and both together go on exactly."""
+  for event, victim in TWO_KILLS:
+    codes, printed = start_two(tmp_path / "run", event, victim, SETTINGS)
+    assert codes[victim] == -9 and codes[1 - victim] not in (0, 2), (event, codes, printed)
+    assert "damaged" not in printed[0]
+  codes, printed = start_two(tmp_path / "run", "-", 0, SETTINGS)
+  assert codes == [0, 0] and "damaged" not in printed[0], printed
+  assert left_behind(tmp_path / "run") == whole_of_two[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_two_processes_stop_together(whole_of_two, tmp_path, victim):
+  codes, printed = start_two(tmp_path / "run", "term:sampling:2", victim, SETTINGS)
+  assert codes[victim] == 143 and codes[1 - victim] in (130, 143), (codes, printed)
+  assert "stopped at step" in printed[0]
+  codes, printed = start_two(tmp_path / "run", "-", 0, SETTINGS)
+  assert codes == [0, 0] and left_behind(tmp_path / "run") == whole_of_two[1], printed
+
+
+@pytest.mark.slow
+def test_a_run_moves_between_one_process_and_two(whole, whole_of_two, tmp_path):
+  """What is restored has the digests of what was saved, or it would be set aside."""
+  shutil.copytree(whole_of_two[0], tmp_path / "one")
+  done = start(tmp_path / "one", "-", SETTINGS | {"steps": STEPS + 1})
+  assert done.returncode == 0 and f"resumed at step {STEPS}" in done.stdout and "damaged" not in done.stdout, done.stderr
+  codes, printed = start_two(tmp_path / "one", "-", 0, SETTINGS | {"steps": STEPS + 2})
+  assert codes == [0, 0] and f"resumed at step {STEPS + 1}" in printed[0] and "damaged" not in printed[0], printed
+  assert [row["step"] for row in read_jsonl(tmp_path / "one" / "metrics.jsonl")] == list(range(STEPS + 3))
