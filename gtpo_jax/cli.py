@@ -144,7 +144,6 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax.reporting.display import Display
   from gtpo_jax.train import train
   config, display, stop = configs.load(args.config, overrides), Display(is_first()), StopSignals()
-  sys.unraisablehook = _unraisable
   with stop, _abreast():
     try:
       result = train(config, args.workdir, display, stop.asked)
@@ -176,12 +175,6 @@ def _abreast() -> Iterator[None]:
     print(f"gtpo: process {jax.process_index()} of {jax.process_count()}: {what}; start all of them again to go on",
           file=sys.stderr, flush=True)
     os._exit(2 if isinstance(error, UserError) else 1)
-
-
-def _unraisable(unraisable: object) -> None:
-  """Leaves out what Orbax's other writers say of a save that has failed, which is told in one line."""
-  if str(unraisable.exc_value) != "Event loop is closed":
-    sys.__unraisablehook__(unraisable)
 
 
 def _eval(args: argparse.Namespace, overrides: list[str]) -> int:

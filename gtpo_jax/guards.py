@@ -29,10 +29,11 @@ class Guards:
     workdir: batches of skipped updates go into its folder `skipped`.
     rows: the metrics of the steps before.
     say: how a warning reaches the user.
+    settle: called before the run is ended; returns when what is being saved is on disk.
   """
 
-  def __init__(self, limit: int, workdir: Path, rows: Rows, say: Callable[[str], None]):
-    self._limit, self._folder, self._say = limit, workdir / "skipped", say
+  def __init__(self, limit: int, workdir: Path, rows: Rows, say: Callable[[str], None], settle: Callable[[], None] = lambda: None):
+    self._limit, self._folder, self._say, self._settle = limit, workdir / "skipped", say, settle
     rows = [row for row in rows if row["step"]]
     self._first, self._last = rows[:FEW], collections.deque(rows, max(FEW, limit))
     self._warned: set[str] = set()
@@ -60,6 +61,7 @@ class Guards:
         self._warned.add(name)
         self._say(f"warning: {what}")
     if self.skipped >= self._limit:
+      self._settle()
       raise RunError(f"{self.skipped} updates in a row were skipped, to step {step}, since loss or gradient was not finite; the parameters "
                      f"are good, and no checkpoint is made of these steps; look at {str(self._folder)!r}, or try a smaller "
                      f"optimizer.learning_rate in another workdir")

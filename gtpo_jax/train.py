@@ -88,8 +88,8 @@ def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[]
       collector.restore(saved.leftovers)
   save = lambda: checkpoints.save(state, collector.leftovers(), frozen.identity)
   journal = Journal(workdir, start, config.log.tensorboard)
-  guards = Guards(config.guards.skipped, workdir, journal.read(), display.say)
-  if start == 0 and not journal.read():
+  guards = Guards(config.guards.skipped, workdir, rows := journal.read(), display.say, checkpoints.wait)
+  if start == 0 and not rows:
     journal.write(0, {})
   evaluate_if_due(config, actor, state, held_out, workdir, journal, display, stopping)
   display.begin(algorithm.name, config.steps, start)

@@ -57,7 +57,7 @@ def _check_config(workdir: Path, config: Config) -> None:
 
 @contextlib.contextmanager
 def _locked(workdir: Path) -> Iterator[None]:
-  with (workdir / "lock").open("a+") as lock:
+  with open(workdir / "lock", "a+") as lock:  # etils paths know no "a+"
     try:
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

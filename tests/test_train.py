@@ -2,6 +2,8 @@
 import json
 import shutil
 import struct
+import sys
+import types
 
 import jax
 import numpy as np
@@ -242,3 +244,26 @@ def test_the_best_evaluation_is_kept(tmp_path, monkeypatch):
   digests = check_seal(epath.Path(workdir / "best" / str(best)), ["params"])["leaves"]["params"]
   kept = epath.Path(workdir / ("base/0" if best == 0 else "checkpoints/2"))
   assert (digests == check_seal(kept, ["params"])["leaves"]["params"]) == (best in (0, 2))
+
+
+def test_a_reward_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
+  """Each step it fails in another way; the completions concerned are left out and counted, and the others are not."""
+  def raises(texts):
+    raise RuntimeError("the reward is broken")
+
+  ways = [raises, lambda texts: [None] * len(texts), lambda texts: [float("nan")] * len(texts), lambda texts: [1.0], lambda texts: None,
+          lambda texts: [True] * len(texts), lambda texts: [False] * len(texts), lambda texts: [3e38] * len(texts)]
+  calls = iter(ways)
+
+  def judge(prompts, completions, answers, extras):
+    return next(calls)(completions) if len(completions) == 32 else [False] * len(completions)  # evaluations are smaller
+
+  monkeypatch.setitem(sys.modules, "failing_reward", types.SimpleNamespace(judge=judge))
+  config = small_config(steps=len(ways), **{"reward.verifier": "failing_reward:judge", "eval.every": 0, "guards.skipped": 1})
+  assert run(config, tmp_path / "run").finished
+  rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+  assert [row["reward/no_verdict"] > 0 for row in rows] == [True] * 5 + [False] * 3
+  assert all(row["update/skipped"] == 0 and np.isfinite(row["loss"]) for row in rows)
+  for row in rows[:5]:
+    assert row["completions/not_counted"] == row["reward/no_verdict"] / 32
+  assert rows[5]["groups/all_correct"] > 0 and rows[6]["groups/all_wrong"] == 1

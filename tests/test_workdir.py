@@ -32,7 +32,7 @@ def own(workdir):
 
 
 def test_a_second_owner_is_refused_and_told_which_is_the_first(tmp_path):
-  with claim(tmp_path / "run", Config()):
+  with claim(epath.Path(tmp_path / "run"), Config()):
     with pytest.raises(UserError) as error:
       own(tmp_path / "run")
     assert f"is in use by process {os.getpid()} on " in str(error.value) and "\n" not in str(error.value)
