@@ -1,102 +1,207 @@
-"""Checkpoints on Orbax: the state of a run, saved in the background, restored onto any mesh."""
+"""Checkpoints on Orbax: the state of a run, saved in the background, sealed, checked when it is read, restored onto any mesh."""
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
-from pathlib import Path
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
+from gtpo_jax.digests import digest_leaves
 from gtpo_jax.errors import RunError, UserError, first_line
 from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
+from gtpo_jax.parallel import from_first, is_first
+from gtpo_jax.seal import Damaged, check_seal, seal_late_files, write_seal
 from gtpo_jax.training.state import Optimizer, TrainState, abstract_state
 
 
-class Checkpoints:
-  """A folder of numbered checkpoints, the newest `keep` of them.
+class Saved(NamedTuple):
+  """What a checkpoint of a run holds."""
 
-  Parameters and optimizer are separate items, so that a sampler reads the parameters alone.
+  state: TrainState
+  leftovers: dict[str, np.ndarray] | None  # what the step left to the next
+  facts: dict[str, Any]                    # what else the next step depends on, in plain values
+
+
+class Checkpoints:
+  """A folder of numbered checkpoints, the newest `keep` of them; None: to read them, and to leave the folder as it is.
+
+  Parameters and optimizer are separate items, so that a sampler reads the parameters alone. Each step is sealed before Orbax commits
+  it with one rename: a folder with a number for its name and a good seal was written whole.
   """
 
-  def __init__(self, folder: Path, keep: int = 1):
-    for name in ("absl", "orbax"):  # their progress notes would break into the display
-      logging.getLogger(name).setLevel(logging.ERROR)
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
-    self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+  def __init__(self, folder: epath.PathLike, keep: int | None = None):
+    for name in ("absl", "orbax", "asyncio"):  # their notes would break into the display; what fails is raised besides
+      logging.getLogger(name).setLevel(logging.CRITICAL)
+    self._owned, self._sealing = keep is not None, (-1, {}, {})
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, create=self._owned, read_only=not self._owned, cleanup_tmp_directories=self._owned,
+        async_options=ocp.AsyncOptions(post_finalization_callback=self._seal))
+    self._manager = ocp.CheckpointManager(epath.Path(folder).absolute(), options=options)
 
   @property
   def latest(self) -> int | None:
-    """The newest step saved."""
+    """The newest step saved, or begun to be."""
     return self._manager.latest_step()
 
-  def save(self, state: TrainState, leftovers: dict[str, np.ndarray] | None = None) -> None:
-    """Begins to save the state, and what a step leaves to the next where it does; a save of the newest step again is skipped."""
+  def steps(self) -> list[int]:
+    """The steps that are on disk, in order."""
+    return sorted(self._manager.all_steps(read=True))
+
+  def save(self, state: TrainState, leftovers: dict[str, np.ndarray] | None = None, facts: Mapping[str, Any] | None = None) -> None:
+    """Begins to save a state with what belongs to it (see `Saved`); a save of the newest step again is skipped.
+
+    Raises:
+      RunError: this save or the one before failed, as on a full disk.
+    """
     step = int(state.step)
     if step != self.latest:
       items = {"params": state.params, "rest": {"step": state.step, "opt_state": state.opt_state}}
-      items |= {} if leftovers is None else {"leftovers": leftovers}
+      self._save(step, items | ({} if leftovers is None else {"leftovers": leftovers}), facts or {})
+
+  def save_params(self, params: Params, step: int = 0) -> None:
+    """Saves parameters alone, and waits; skipped and refused as `save` is."""
+    if step != self.latest:
+      self._save(step, {"params": params}, {})
+      self.wait()
+
+  def _save(self, step: int, items: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    self.wait()  # a failure of the save before is told as its own
+    self._sealing = step, {name: digest_leaves(item) for name, item in items.items()}, dict(facts)
+    with self._told(step):
       self._manager.save(step, args=ocp.args.Composite(**{name: ocp.args.StandardSave(item) for name, item in items.items()}))
 
-  def _read(self, step: int | None, **items: ocp.args.CheckpointArgs) -> ocp.args.Composite:
-    try:
-      return self._manager.restore(step, args=ocp.args.Composite(**items))
-    except Exception as error:  # Orbax, TensorStore and JSON each have their own
-      raise RunError(f"the checkpoint of step {step} in {str(self._manager.directory)!r} cannot be read ({first_line(error)[:200]}); "
-                     f"remove that step's folder to go back to the one before") from error
+  def _seal(self) -> None:
+    """Called by Orbax when all files of a step are written and it is about to be committed."""
+    step, leaves, facts = self._sealing
+    folder = next(entry for entry in self._manager.directory.iterdir() if entry.name.split(".")[0] == str(step))
+    write_seal(folder, leaves, facts)
 
-  def restore(self, model: Qwen2, optimizer: Optimizer) -> TrainState:
-    """The newest state, laid out for `model`'s mesh."""
+  def restore(self, model: Qwen2, optimizer: Optimizer, say: Callable[[str], None] = print) -> Saved | None:
+    """The newest checkpoint that is whole, laid out for `model`'s mesh; None where there is none.
+
+    One that is not what was saved is set aside under another name, with a word of it, and the one before is read.
+    """
     like = abstract_state(model, optimizer)
-    rest = {"step": like.step, "opt_state": like.opt_state}
-    found = self._read(self.latest, params=ocp.args.StandardRestore(like.params), rest=ocp.args.StandardRestore(rest))
-    return TrainState(params=found["params"], **found["rest"])
+    targets = {"params": like.params, "rest": {"step": like.step, "opt_state": like.opt_state}, "leftovers": None}
+    if (newest := self._newest(targets, say)) is None:
+      return None
+    found, facts = newest
+    return Saved(TrainState(params=found["params"], **found["rest"]), found.get("leftovers"), facts)
 
-  def restore_leftovers(self, like: dict[str, jax.ShapeDtypeStruct]) -> dict[str, np.ndarray]:
-    """What the newest step left to the next, as host arrays."""
-    empty = {name: np.zeros(x.shape, x.dtype) for name, x in like.items()}
-    return self._read(self.latest, leftovers=ocp.args.StandardRestore(empty))["leftovers"]
+  def newest_params(self, model: Qwen2, say: Callable[[str], None] = print) -> Params | None:
+    """The parameters alone, of the newest step that is whole, as `restore` finds it."""
+    newest = self._newest({"params": abstract_params(model)}, say)
+    return newest and newest[0]["params"]
+
+  def _newest(self, targets: Mapping[str, Any], say: Callable[[str], None]) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    while (step := self.latest) is not None:
+      try:
+        return self._read(step, targets)
+      except Damaged as error:
+        aside = self._set_aside(step)
+        say(f"the checkpoint of step {step} is damaged ({error}); it is set aside as {str(aside)!r}, "
+            + (f"step {self.latest} is read instead" if self.latest is not None else "and there is none before it"))
+    return None
 
   def restore_params(self, model: Qwen2, step: int | None = None) -> Params:
-    """The parameters alone, of the newest step unless another is named."""
+    """The parameters alone, of the newest step unless another is named.
+
+    Raises:
+      RunError: they are not what was saved.
+    """
     step = self.latest if step is None else step
-    return self._read(step, params=ocp.args.StandardRestore(abstract_params(model)))["params"]
+    try:
+      return self._read(step, {"params": abstract_params(model)})[0]["params"]
+    except Damaged as error:
+      before = [other for other in self.steps() if other < step]
+      raise RunError(f"the checkpoint of step {step} in {str(self._manager.directory)!r} is damaged ({error}); "
+                     + (f"step {before[-1]} is before it" if before else "there is none before it")) from error
 
-  def save_params(self, params: Params) -> None:
-    """Saves parameters alone, as step 0, and waits: for the base model."""
-    self._manager.save(0, args=ocp.args.Composite(params=ocp.args.StandardSave(params)))
-    self.wait()
+  def _read(self, step: int, targets: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The items of `targets` that were saved, as these say (None: as host arrays), and the facts. Raises Damaged."""
+    seal = from_first(lambda: check_seal(self._manager.directory / str(step), targets))
+    names = [name for name in targets if name in seal["leaves"]]
+    try:
+      found = dict(self._manager.restore(step, args=ocp.args.Composite(
+          **{name: ocp.args.StandardRestore(targets[name]) for name in names})))
+    except Exception as error:  # Orbax, TensorStore and JSON each have their own
+      raise Damaged(first_line(error)[:200]) from error
+    for name in names:
+      now = digest_leaves(found[name])
+      if differs := [leaf for leaf, digest in seal["leaves"][name].items() if now.get(leaf) != digest]:
+        raise Damaged(f"{name}{differs[0]} is not what was saved")
+    return found, seal["facts"]
 
-  def steps(self) -> list[int]:
-    """The steps that can be restored."""
-    return list(self._manager.all_steps())
+  def _set_aside(self, step: int) -> epath.Path:
+    aside = from_first(lambda: _rename(self._manager.directory, step))
+    self._manager.reload()
+    return aside
 
   def wait(self) -> None:
-    """Returns when what was begun is on disk."""
-    self._manager.wait_until_finished()
+    """Returns when what was begun is on disk. Raises RunError where that failed."""
+    step = self.latest
+    with self._told(step):
+      self._manager.wait_until_finished()
+      folder = self._manager.directory / str(step)
+      if is_first() and self._owned and step == self._sealing[0] and folder.exists():
+        seal_late_files(folder)
 
   def close(self) -> None:
     """Waits and lets go of the folder."""
     self.wait()
     self._manager.close()
 
+  @contextlib.contextmanager
+  def _told(self, step: int | None) -> Iterator[None]:
+    try:
+      yield
+    except Exception as error:  # whatever the file system makes Orbax and TensorStore raise
+      whole = [other for other in self.steps() if other != step]
+      raise RunError(f"the checkpoint of step {step} cannot be saved in {str(self._manager.directory)!r} ({_cause(error)}); "
+                     + (f"step {whole[-1]} is whole" if whole else "there is none yet")
+                     + ": free some space or name another place, then give the same command again") from error
 
-def open_run(workdir: Path, step: int | None = None) -> Checkpoints:
-  """The folder of a run that holds `step`: its base model for step 0, its checkpoints else (None: the newest will do).
+
+def _rename(folder: epath.Path, step: int) -> epath.Path:
+  count = 1
+  while (aside := folder / f"{step}.damaged{'' if count == 1 else f'.{count}'}").exists():
+    count += 1
+  (folder / str(step)).rename(aside)
+  return aside
+
+
+def _cause(error: BaseException) -> str:
+  """What the operating system said, where it was that; TensorStore puts it into the midst of its own message."""
+  known = (os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO))
+  text = "".join(traceback.format_exception(error))
+  return next((what for what in known if what in text), first_line(error)[:200])
+
+
+def open_run(workdir: epath.PathLike, step: int | None = None) -> Checkpoints:
+  """The folder of a run that holds `step`: its base model for step 0, else its checkpoints (None: the newest will do) or its best.
 
   Raises:
     UserError: no such checkpoint, with the steps that there are.
   """
-  folder = workdir / ("base" if step == 0 else "checkpoints")
-  found = Checkpoints(folder) if folder.is_dir() else None
-  steps = found.steps() if found else []
-  if not steps or (step is not None and step not in steps):
-    have = ", ".join(map(str, steps)) or "none"
-    raise UserError(f"no checkpoint{'' if step is None else f' of step {step}'} in {str(folder)!r}; steps there: {have}")
-  return found
+  workdir, have = epath.Path(workdir), set()
+  for name in ["base"] if step == 0 else ["checkpoints"] if step is None else ["checkpoints", "best"]:
+    found = Checkpoints(workdir / name) if (workdir / name).is_dir() else None
+    steps = found.steps() if found else []
+    if step in steps or (step is None and steps):
+      return found
+    have |= {*steps}
+  raise UserError(f"no checkpoint{'' if step is None else f' of step {step}'} in {str(workdir)!r}; steps there: "
+                  f"{', '.join(map(str, sorted(have))) or 'none'}")
 
 
-def run_params(workdir: Path, model: Qwen2, step: int | None = None) -> tuple[Params, int]:
+def run_params(workdir: epath.PathLike, model: Qwen2, step: int | None = None) -> tuple[Params, int]:
   """The parameters of a run at `step` (None: the newest), and that step. Raises what `open_run` raises."""
   found = open_run(workdir, step)
   step = found.latest if step is None else step

@@ -2,18 +2,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import errno
 import json
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from gtpo_jax.errors import RunError, UserError, nearest
-from gtpo_jax.start import prepare_jax
+from etils import epath
 
+from gtpo_jax.errors import RunError, UserError, first_line, nearest
+from gtpo_jax.start import join_processes, prepare_jax
+from gtpo_jax.stopping import StopSignals
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 COMMANDS = ("train", "eval", "sample", "export", "plan", "doctor")
 
 
@@ -37,6 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   except BrokenPipeError:  # the reader of our output went away
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
+  except OSError as error:
+    if error.errno not in FULL:
+      raise
+    print(f"gtpo: cannot write {str(error.filename or 'a file')!r}: {error.strerror}; what was saved is whole; free some space, then "
+          f"give the same command again", file=sys.stderr)
+    return 1
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -45,7 +58,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
   train = commands.add_parser("train", help="the main job; the same command again resumes", allow_abbrev=False)
   train.add_argument("--config", required=True, help="a config file, such as configs/tiny.py; --config.a.b=VALUE overrides a field")
-  train.add_argument("--workdir", required=True, type=Path, help="the run's folder")
+  train.add_argument("--workdir", required=True, type=epath.Path, help="the run's folder")
   train.set_defaults(run=_train)
 
   evaluation = commands.add_parser("eval", help="mean@n, pass@k, best@k, maj@k on held-out problems", allow_abbrev=False)
@@ -73,7 +86,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   sample.set_defaults(run=_sample)
 
   exporter = commands.add_parser("export", help="a run's policy as a Hugging Face folder", allow_abbrev=False)
-  exporter.add_argument("--workdir", required=True, type=Path, help="the workdir of a run")
+  exporter.add_argument("--workdir", required=True, type=epath.Path, help="the workdir of a run")
   exporter.add_argument("--out", required=True, type=Path, help="the folder to write; must not exist yet")
   exporter.add_argument("--step", type=int, help="which checkpoint: a step number, 0 for the base model; the newest unless given")
   exporter.add_argument("--dtype", help="float32, bfloat16 or float16; the run's own unless given")
@@ -125,11 +138,13 @@ class _Parser(argparse.ArgumentParser):
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
   prepare_jax()
+  join_processes()
   from gtpo_jax import config as configs
+  from gtpo_jax.parallel import is_first
   from gtpo_jax.reporting.display import Display
   from gtpo_jax.train import train
-  config, display, stop = configs.load(args.config, overrides), Display(), _StopSignals()
-  with stop:
+  config, display, stop = configs.load(args.config, overrides), Display(is_first()), StopSignals()
+  with stop, _abreast():
     try:
       result = train(config, args.workdir, display, stop.asked)
     finally:
@@ -142,6 +157,24 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     return 128 + (stop.signal or signal.SIGINT)
   display.say(f"curves: {args.workdir / 'curves.png'}; try: {program} sample {shlex.quote(f'--model={args.workdir}')} --prompt=...")
   return 0
+
+
+@contextlib.contextmanager
+def _abreast() -> Iterator[None]:
+  """Of several processes, one that fails ends at once: the others may wait for it, and it must not wait for them."""
+  import jax
+  try:
+    yield
+  except Exception as error:
+    if jax.process_count() == 1:
+      raise
+    lost = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+    if not lost and not isinstance(error, UserError | RunError):
+      traceback.print_exc()
+    what = f"another process is gone or out of reach ({first_line(error)[:120]})" if lost else error
+    print(f"gtpo: process {jax.process_index()} of {jax.process_count()}: {what}; start all of them again to go on",
+          file=sys.stderr, flush=True)
+    os._exit(2 if isinstance(error, UserError) else 1)
 
 
 def _eval(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -248,34 +281,6 @@ def _doctor(args: argparse.Namespace, overrides: list[str]) -> int:
   prepare_jax()
   from gtpo_jax.doctor import examine
   return examine()
-
-
-class _StopSignals:
-  """Turns the first Ctrl-C or SIGTERM into a wish to stop at the next step; the second one leaves at once."""
-
-  def __init__(self):
-    self.signal: int | None = None
-    self._before: dict[int, object] = {}
-
-  def asked(self) -> bool:
-    return self.signal is not None
-
-  def __enter__(self) -> _StopSignals:
-    for number in (signal.SIGINT, signal.SIGTERM):
-      self._before[number] = signal.signal(number, self._on_signal)
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    for number, handler in self._before.items():
-      signal.signal(number, handler)
-
-  def _on_signal(self, number: int, _: object) -> None:
-    if self.signal is not None:
-      if sys.stdout.isatty():
-        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the progress bar hid the cursor
-      os._exit(128 + number)
-    self.signal = number
-    print("\ngtpo: stopping at the next step boundary and saving; once more to leave at once", file=sys.stderr, flush=True)
 
 
 def _numbers(text: str) -> list[int]:

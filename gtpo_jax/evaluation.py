@@ -124,18 +124,29 @@ def default_ks(g: int) -> list[int]:
   return sorted({2**i for i in range(g.bit_length())} | {g})
 
 
-def evaluate_run(config: Config, actor: Actor, params: Params, problems: Sequence[Problem], samples: int | None = None) -> Evaluation:
-  """The evaluation that a run's config asks for, of `held_out_problems`: the same random keys at every step."""
+class Stopped(Exception):
+  """Raised in an evaluation that was asked to stop."""
+
+
+def evaluate_run(config: Config, actor: Actor, params: Params, problems: Sequence[Problem], samples: int | None = None,
+                 stopping: Callable[[], bool] = lambda: False) -> Evaluation:
+  """The evaluation that a run's config asks for, of `held_out_problems`: the same random keys at every step. Raises Stopped."""
   return evaluate(actor, actor.policy(params), eval_label(config), problems, key_for(config.seed, Stream.EVALUATE),
-                  samples=samples or config.eval.samples, batch=config.eval.batch, sampler=config.eval_sampler)
+                  samples=samples or config.eval.samples, batch=config.eval.batch, sampler=config.eval_sampler, stopping=stopping)
 
 
 def evaluate(actor: Actor, policy: Policy, name: str, problems: Sequence[Problem], key: jax.Array, *, samples: int, batch: int,
-             sampler: Sampler) -> Evaluation:
-  """Answers every problem `samples` times and once greedily, `batch` problems at a time (the last batch is filled up)."""
+             sampler: Sampler, stopping: Callable[[], bool] = lambda: False) -> Evaluation:
+  """Answers every problem `samples` times and once greedily, `batch` problems at a time (the last batch is filled up).
+
+  Raises:
+    Stopped: `stopping`, asked before every batch, was True.
+  """
   batch = min(batch, len(problems))
 
   def part_of(start: int, group: int, how: Sampler) -> Answers:
+    if stopping():
+      raise Stopped
     part = list(problems[start:start + batch])
     filled = part + [part[-1]] * (batch - len(part))
     rollouts = actor.answer(policy, filled, jax.random.fold_in(key, start), group, how)

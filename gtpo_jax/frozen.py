@@ -11,9 +11,10 @@ import jax
 from gtpo_jax.checkpoint import open_run, run_params
 from gtpo_jax.config import Config, DataSection, MeshSection, ModelSection, SamplingSection
 from gtpo_jax.data.chat import load_chat
+from gtpo_jax.digests import digest_tree
 from gtpo_jax.errors import UserError
 from gtpo_jax.models.folder import find, is_hf_folder, read_config
-from gtpo_jax.models.load import read_params
+from gtpo_jax.models.load import read_params, stored_tensors
 from gtpo_jax.models.lora import add_lora
 from gtpo_jax.models.qwen2 import Params, Qwen2, init_params
 from gtpo_jax.rollout import Actor, Policy, Stream, key_for
@@ -27,18 +28,31 @@ class FrozenPolicies(NamedTuple):
 
   guide: Policy | None                    # in sampling layout
   reference: tuple[Qwen2, Params] | None  # in training layout
+  identity: dict[str, str]                # the digest of each one's parameters
+
+  def check(self, identity: dict[str, str]) -> None:
+    """Refuses policies other than those of `identity`, with which the run began.
+
+    Raises:
+      UserError: one of them has changed.
+    """
+    for name in self.identity:
+      if identity.get(name) != self.identity[name]:
+        raise UserError(f"{name}.path leads to other parameters than this run began with (a run's folder gives its newest checkpoint, "
+                        f"`gtpo export` keeps one); give it those, or name another workdir")
 
 
 def load_frozen(config: Config, actor: Actor, workdir: Path) -> FrozenPolicies:
   """The guide and the reference, on the actor's mesh. An empty path stands for the base model of the run in `workdir`."""
-  settings, guide, reference = config.algorithm_object.settings, None, None
+  settings, guide, reference, identity = config.algorithm_object.settings, None, None, {}
   if settings.guide_completions:
     model, params = _load(config.guide.path, config, actor, workdir)
     engine = actor.engine_for(model, words=actor.chat.vocab_size)  # never a padding word, which the policy may not have
-    guide = Policy(engine, engine.layout(params))
+    guide, identity["guide"] = Policy(engine, engine.layout(params)), digest_tree(params)
   if settings.kl_weight:
     reference = _load(config.reference.path, config, actor, workdir)
-  return FrozenPolicies(guide, reference)
+    identity["reference"] = digest_tree(reference[1])
+  return FrozenPolicies(guide, reference, identity)
 
 
 def check_frozen(config: Config, actor: Actor) -> None:
@@ -60,6 +74,12 @@ def check_frozen(config: Config, actor: Actor) -> None:
       if different := sorted(word for word in ours if theirs.get(word) != ours[word]):
         raise UserError(f"{name} = {path!r} has another tokenizer: {different[0]!r} and {len(different) - 1} other words differ; "
                         f"they must share one")
+
+
+def check_weights(config: Config) -> None:
+  """Reads the headers of the weights that a run starts from. Raises UserError where a file is missing or damaged."""
+  if config.model.path:
+    stored_tensors(find(config.model.path))
 
 
 def base_params(config: Config, workdir: Path, model: Qwen2) -> Params | None:

@@ -5,15 +5,18 @@ which mesh axis each word is split over. One device is the 1 x 1 x 1 mesh and ru
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gtpo_jax.errors import UserError
 
+Made = TypeVar("Made")
 MESH_AXES = ("data", "fsdp", "tensor")
 
 RULES: dict[str | None, str | tuple[str, ...] | None] = {
@@ -103,5 +106,35 @@ def fetch(tree: Any) -> Any:
   """Whole device arrays to NumPy on every process."""
   if jax.process_count() == 1:
     return jax.device_get(tree)
-  from jax.experimental import multihost_utils
   return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def is_first() -> bool:
+  """Whether this is the process that writes."""
+  return jax.process_index() == 0
+
+
+def from_first(make: Callable[[], Made]) -> Made:
+  """What `make` gives on the first process, on every process: for all that depends on clocks, files or users.
+
+  What it raises there is raised everywhere.
+  """
+  if jax.process_count() == 1:
+    return make()
+  made = b""
+  if is_first():
+    try:
+      made = pickle.dumps((make(), None))
+    except Exception as error:  # whatever it is, the others wait
+      made = pickle.dumps((None, error))
+  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(made))))
+  made = multihost_utils.broadcast_one_to_all(np.frombuffer(made.ljust(size, b"\0"), np.uint8))
+  value, error = pickle.loads(np.asarray(made, np.uint8).tobytes())
+  if error is not None:
+    raise error
+  return value
+
+
+def any_process(here: bool) -> bool:
+  """Whether `here` is True on some process."""
+  return here if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.asarray(here)).any())

@@ -17,7 +17,7 @@ from gtpo_jax.errors import UserError
 from gtpo_jax.judging import Judge, Judgement
 from gtpo_jax.models.folder import find
 from gtpo_jax.models.qwen2 import Params, Qwen2, Unstacked, param_shardings
-from gtpo_jax.parallel import fetch, make_mesh
+from gtpo_jax.parallel import fetch, from_first, make_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.filters import Sampler
 
@@ -90,7 +90,7 @@ class Actor:
   def judged(self, rollouts: Rollouts, problems: Sequence[Problem]) -> tuple[list[list[str]], Judgement]:
     """The completions as text [n][g], and what was found of them."""
     read = self.read(rollouts)
-    return read.texts, self.judge(problems, read.texts, read.lengths, read.finished)
+    return read.texts, from_first(lambda: self.judge(problems, read.texts, read.lengths, read.finished))
 
   def read(self, rollouts: Rollouts) -> Completions:
     """The completions on the host, as text."""

@@ -5,6 +5,8 @@ import importlib.util
 import os
 from pathlib import Path
 
+from gtpo_jax.errors import UserError
+
 
 def prepare_jax() -> None:
   """Keeps JAX from looking for TPU chips that are not here, and gives it a compile cache. Call it before JAX is imported.
@@ -21,3 +23,17 @@ def prepare_jax() -> None:
     jax.config.update("jax_compilation_cache_dir", str(home / "gtpo_jax" / "xla"))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def join_processes() -> None:
+  """Joins the processes of this run, where a launcher says that there are several.
+
+  It sets `JAX_COORDINATOR_ADDRESS` (host:port of the first), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`.
+  """
+  if os.environ.get("JAX_COORDINATOR_ADDRESS"):
+    import jax
+    try:
+      count, index = int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"])
+    except (KeyError, ValueError):
+      raise UserError("JAX_COORDINATOR_ADDRESS is set, so JAX_NUM_PROCESSES and JAX_PROCESS_ID must be set to whole numbers") from None
+    jax.distributed.initialize(num_processes=count, process_id=index, initialization_timeout=120)

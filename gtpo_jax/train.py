@@ -2,26 +2,26 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gtpo_jax.checkpoint import Checkpoints
 from gtpo_jax.collect import Collector, Experience
 from gtpo_jax.config import Config
-from gtpo_jax.data.records import Problem
-from gtpo_jax.errors import RunError
-from gtpo_jax.evaluation import evaluate_run
-from gtpo_jax.frozen import base_params, check_frozen, initial_params, load_frozen
+from gtpo_jax.data.records import Problem, Problems
+from gtpo_jax.evaluation import Stopped, evaluate_run
+from gtpo_jax.frozen import check_frozen, check_weights, initial_params, load_frozen
+from gtpo_jax.guards import Guards
 from gtpo_jax.models.qwen2 import Params
-from gtpo_jax.parallel import fetch
+from gtpo_jax.parallel import any_process, fetch, is_first
 from gtpo_jax.problems import held_out_problems, training_problems
 from gtpo_jax.reporting.compiles import compile_count
 from gtpo_jax.reporting.curves import draw_curves
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import Journal
 from gtpo_jax.rollout import Actor
+from gtpo_jax.stopping import Watchdog
 from gtpo_jax.training.micro_batches import check_divides
 from gtpo_jax.training.state import TrainState, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
@@ -39,7 +39,7 @@ class Result:
 
 
 def train(config: Config, workdir: Path, display: Display, stopping: Callable[[], bool] = lambda: False) -> Result:
-  """Trains to `config.steps`, from the newest checkpoint in `workdir` where there is one.
+  """Trains to `config.steps`, from the newest checkpoint in `workdir` that is whole, where there is one.
 
   Args:
     config: the run.
@@ -48,41 +48,51 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
     stopping: asked at every step boundary; True saves and returns.
 
   Raises:
-    UserError: the config cannot run here, or the workdir is not its own.
-    RunError: the loss is not finite, or the newest checkpoint cannot be read.
+    UserError: the config cannot run here, or the workdir is not its own or in use.
+    RunError: updates were skipped too often, or a checkpoint cannot be written.
   """
   compile_count()
   actor = Actor(config)
   check_divides("batch.prompts", config.batch.prompts, config.batch.parts, actor.model)
   check_prompts(config, actor)
   check_frozen(config, actor)
+  check_weights(config)
   problems, held_out = training_problems(config, actor, display.say), held_out_problems(config, actor, display.say)
-  claim(workdir, config)
+  with claim(workdir, config), Watchdog(config.guards.stall_s, lambda: any_process(stopping())) as asked:
+    return learn(config, workdir, display, asked, actor, problems, held_out)
+
+
+def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[], bool], actor: Actor,
+          problems: Sequence[tuple[Problems, float]], held_out: Sequence[Problem]) -> Result:
+  """Algorithm 1, in a workdir that is this run's, on `problems` with their weights."""
   algorithm, optimizer = config.algorithm_object, make_optimizer(config.optimizer, config.steps, config.batch.updates)
   update = make_update(actor.model, algorithm, optimizer, temperature=config.sampling.temperature,
                        minibatches=config.batch.minibatches, epochs=config.batch.epochs, micro_batches=config.batch.micro_batches,
                        head_chunk=config.batch.head_chunk)
-  checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
-
   display.say(f"{algorithm.name} on {config.data.train}: {config.steps} steps of {config.batch.prompts} prompts x {config.batch.group} "
               f"completions, model {config.model.path or config.model.preset}, mesh {dict(actor.model.mesh.shape)}")
-  if checkpoints.latest is None:
+  checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
+  if saved := checkpoints.restore(actor.model, optimizer, display.say):
+    state = saved.state
+    display.say(f"resumed at step {int(state.step)} of {config.steps} from {workdir}")
+  else:
     base = base_model(config, actor, workdir, display, stopping)
     if base is None:
       return Result(0, False, "stopped during the warm start, which is not saved and begins anew")
     state = init_state(base, optimizer, actor.model)
-  else:
-    state = checkpoints.restore(actor.model, optimizer)
-    display.say(f"resumed at step {int(state.step)} of {config.steps} from {workdir}")
 
-  start = int(state.step)
-  collector = Collector(config, actor, problems, load_frozen(config, actor, workdir), drawn=start)
-  if start and (like := collector.leftovers()):
-    collector.restore(checkpoints.restore_leftovers(like))
+  start, frozen = int(state.step), load_frozen(config, actor, workdir)
+  collector = Collector(config, actor, problems, frozen, drawn=start)
+  if saved:
+    frozen.check(saved.facts)
+    if saved.leftovers:
+      collector.restore(saved.leftovers)
+  save = lambda: checkpoints.save(state, collector.leftovers(), frozen.identity)
   journal = Journal(workdir, start, config.log.tensorboard)
-  if start == 0 and not journal.read():
+  guards = Guards(config.guards.skipped, workdir, rows := journal.read(), display.say, checkpoints.wait)
+  if start == 0 and not rows:
     journal.write(0, {})
-  evaluate_if_due(config, actor, state, held_out, journal, display)
+  evaluate_if_due(config, actor, state, held_out, workdir, journal, display, stopping)
   display.begin(algorithm.name, config.steps, start)
   for step in range(start, config.steps):
     if stopping():
@@ -94,23 +104,25 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
     metrics = {name: float(value) for name, value in fetch(metrics).items()}
     ended = time.perf_counter()
 
-    refuse_non_finite(step + 1, metrics, checkpoints)
     metrics |= batch.metrics | {"time/update": ended - collected, "time/step": ended - began, "compiles": compile_count(),
                                 "tokens/s": batch.metrics.get("tokens/sampled", metrics["tokens/completion"]) / (ended - began)}
     display.step(step + 1, metrics, line=step == start or (step + 1) % 5 == 0)
     journal.write(step + 1, metrics)
     for i in range(min(config.log.samples, len(batch.problems))):
       journal.write_sample(step + 1, *_sample(batch, i))
-    if (step + 1) % config.checkpoint.every == 0:
-      checkpoints.save(state, collector.leftovers())
-    if evaluate_if_due(config, actor, state, held_out, journal, display):
+    guards.check(step + 1, metrics, batch)
+    if (step + 1) % config.checkpoint.every == 0 and not guards.skipped:
+      save()
+    if evaluate_if_due(config, actor, state, held_out, workdir, journal, display, stopping):
       display.sample(*_sample(batch, 0))
   display.end()
-  checkpoints.save(state, collector.leftovers())
+  save()
   checkpoints.close()
   journal.close()
   reached = int(state.step)
-  draw_curves(journal.read(), f"{algorithm.name} on {config.data.train}, seed {config.seed}", workdir / "curves.png")
+  rows = journal.read()
+  if is_first():
+    draw_curves(rows, f"{algorithm.name} on {config.data.train}, seed {config.seed}", workdir / "curves.png")
   if reached < config.steps:
     return Result(reached, False, f"stopped at step {reached} of {config.steps}; saved")
   return Result(reached, True, summarize(config, journal))
@@ -121,44 +133,47 @@ def base_model(config: Config, actor: Actor, workdir: Path, display: Display, st
 
   None where asked to stop.
   """
-  if (params := base_params(config, workdir, actor.model)) is not None:
-    return params
-  params = initial_params(config, actor.model)
-  if config.warm_start.steps:
-    params = warm_start(config, actor, params, display, stopping)
-  if params is not None:
-    keep = Checkpoints(workdir / "base")
-    keep.save_params(params)
-    keep.close()
+  kept = Checkpoints(workdir / "base", keep=1)
+  params = kept.newest_params(actor.model, display.say)
+  if params is None:
+    params = initial_params(config, actor.model)
+    if config.warm_start.steps:
+      params = warm_start(config, actor, params, display, stopping)
+    if params is not None and (config.warm_start.steps or not config.model.path):
+      kept.save_params(params)
+  kept.close()
   return params
 
 
-def evaluate_if_due(config: Config, actor: Actor, state: TrainState, held_out: list[Problem], journal: Journal, display: Display) -> bool:
-  """Evaluates the state into its step's line: at first, at last and every `eval.every` steps. False where it is not due or done."""
+def evaluate_if_due(config: Config, actor: Actor, state: TrainState, held_out: Sequence[Problem], workdir: Path, journal: Journal,
+                    display: Display, stopping: Callable[[], bool]) -> bool:
+  """Evaluates the state into its step's line: at first, at last and every `eval.every` steps.
+
+  False where it is not due, or done, or asked to stop: then it is made good when the run is taken up again.
+  """
   step, began = int(state.step), time.perf_counter()
   due = step in (0, config.steps) or (config.eval.every and step % config.eval.every == 0)
   if not due:
     return False
-  row = next((row for row in reversed(journal.read()) if row["step"] == step), None)
+  rows = journal.read()
+  row = next((row for row in reversed(rows) if row["step"] == step), None)
   if row is None or _accuracy(row) is not None:
     return False
-  result, samples = evaluate_run(config, actor, state.params, held_out), config.eval.samples
+  try:
+    result, samples = evaluate_run(config, actor, state.params, held_out, stopping=stopping), config.eval.samples
+  except Stopped:
+    return False
   metrics, shown = result.metrics(), (f"mean@{samples}", "greedy", f"pass@{samples}", "no_verdict")
   sampled, greedy, best, missing = (metrics[f"eval/{result.name}/{key}"] for key in shown)
   what = f"step {step}" if step else base_name(config)
   display.say(f"{what}: held-out pass@1 {sampled:.1%}, greedy {greedy:.1%}, pass@{samples} {best:.1%} ({len(held_out)} problems x "
               f"{samples} samples, {f'{missing:.0f} without a verdict, ' if missing else ''}{time.perf_counter() - began:.1f} s)")
+  if config.checkpoint.best and sampled > max((_accuracy(row) or 0.0 for row in rows), default=0.0):
+    kept = Checkpoints(workdir / "best", keep=1)
+    kept.save_params(state.params, step)
+    kept.close()
   journal.amend(step, metrics)
   return True
-
-
-def refuse_non_finite(step: int, metrics: dict[str, float], checkpoints: Checkpoints) -> None:
-  """Stops the run before a state that holds NaN or infinity is saved over a good one."""
-  for name in ("loss", "grad_norm"):
-    if not math.isfinite(metrics[name]):
-      checkpoints.wait()
-      raise RunError(f"{name} is {metrics[name]} at step {step}; nothing of it is saved, the newest checkpoint is of step "
-                     f"{checkpoints.latest or 0}; try a smaller optimizer.learning_rate in another workdir")
 
 
 def base_name(config: Config) -> str:

@@ -1,37 +1,73 @@
 """A run's folder: whose it is, and the config that it was written by."""
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 from gtpo_jax.config import Config, difference, freeze, to_dict
 from gtpo_jax.errors import UserError
+from gtpo_jax.parallel import from_first
 
 # What may change when a run is taken up again: where it runs and what is written, not what is computed.
-MAY_CHANGE = ("steps", "mesh", "eval", "checkpoint", "log", "batch.micro_batches", "batch.head_chunk", "model.remat")
+MAY_CHANGE = ("steps", "mesh", "eval", "checkpoint", "guards", "log", "batch.micro_batches", "batch.head_chunk", "model.remat")
 
 
-def claim(workdir: Path, config: Config) -> None:
-  """Makes the workdir and writes its config.json, or checks that the one there is of the same run.
+@contextlib.contextmanager
+def claim(workdir: Path, config: Config) -> Iterator[None]:
+  """Makes the workdir, keeps every other run from training in it, and writes its config.json.
+
+  The lock is held by the run's first process and ends with it, however that ends.
 
   Raises:
-    UserError: not a folder, not writable, or written by a config that differs in more than what may change on resume.
+    UserError: not a folder, not writable, in use, or written by a config that differs in more than what may change on resume.
   """
-  file = workdir / "config.json"
+  with contextlib.ExitStack() as held:
+    from_first(lambda: _take(workdir, config, held))
+    yield
+
+
+def _take(workdir: Path, config: Config, held: contextlib.ExitStack) -> None:
   try:
-    if workdir.exists() and not workdir.is_dir():
-      raise UserError(f"workdir {str(workdir)!r} is a file; name a folder")
+    _check_config(workdir, config)
     workdir.mkdir(parents=True, exist_ok=True)
-    if file.exists() and (has_base(workdir) or _has_steps(workdir / "checkpoints")):  # a config that never made a model may be mended
-      changed = {key: values for key, values in difference(load_config(workdir), config).items() if not _may_change(key)}
-      if changed:
-        shown = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
-        raise UserError(f"workdir {str(workdir)!r} belongs to another config ({shown}); name another workdir, or remove this one")
-    fresh = file.with_suffix(".tmp")
+    if "://" not in str(workdir):  # an object store knows no locks
+      held.enter_context(_locked(workdir))
+    fresh = workdir / "config.tmp"
     fresh.write_text(json.dumps(to_dict(config), indent=2) + "\n")
-    fresh.replace(file)
+    fresh.replace(workdir / "config.json")
   except OSError as error:
     raise UserError(f"cannot write into workdir {str(workdir)!r}: {error.strerror or error}") from error
+
+
+def _check_config(workdir: Path, config: Config) -> None:
+  if workdir.exists() and not workdir.is_dir():
+    raise UserError(f"workdir {str(workdir)!r} is a file; name a folder")
+  if not (has_base(workdir) or _has_steps(workdir / "checkpoints")) or not (workdir / "config.json").exists():
+    return  # a config that never made a model may be mended
+  changed = {key: values for key, values in difference(load_config(workdir), config).items() if not _may_change(key)}
+  if changed:
+    shown = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
+    raise UserError(f"workdir {str(workdir)!r} belongs to another config ({shown}); name another workdir, or remove this one")
+
+
+@contextlib.contextmanager
+def _locked(workdir: Path) -> Iterator[None]:
+  with open(workdir / "lock", "a+") as lock:  # etils paths know no "a+"
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      lock.seek(0)
+      raise UserError(f"workdir {str(workdir)!r} is in use by {lock.read().strip() or 'another process'}; wait until that ends, or name "
+                      f"another workdir") from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {platform.node()}\n")
+    lock.flush()
+    yield
 
 
 def load_config(workdir: Path) -> Config:

@@ -11,6 +11,7 @@ import pytest
 from gtpo_jax.checkpoint import Checkpoints
 from gtpo_jax.collect import Collector, batch_like, leftovers_like
 from gtpo_jax.config import default_config, freeze
+from gtpo_jax.digests import digest_tree
 from gtpo_jax.errors import UserError
 from gtpo_jax.frozen import FrozenPolicies, check_frozen, load_frozen
 from gtpo_jax.models.qwen2 import init_params
@@ -53,7 +54,7 @@ def random_actor(config=None):
   return actor, init_params(actor.model, jax.random.key(3))
 
 
-NONE = FrozenPolicies(None, None)
+NONE = FrozenPolicies(None, None, {})
 
 
 def collect(config, steps, frozen=NONE, collector=None, said=None):
@@ -279,6 +280,12 @@ def test_a_guide_from_a_hugging_face_folder_and_from_a_run(tmp_path):
   guide = load_frozen(config, actor, tmp_path / "nowhere").guide
   newest = Checkpoints(tmp_path / "run" / "checkpoints").restore_params(actor.model)
   np.testing.assert_array_equal(guide.params.outer["embedding"], newest["embedding"])
+
+  began = load_frozen(config, actor, tmp_path / "nowhere")
+  assert began.identity == {"guide": digest_tree(newest)}
+  began.check(began.identity)
+  with pytest.raises(UserError, match=r"guide.path leads to other parameters than this run began with"):
+    began.check({"guide": digest_tree(jax.tree.map(lambda x: x + 1, newest))})
 
 
 def test_guides_that_cannot_serve_are_refused_before_anything_is_written(tmp_path):

@@ -6,11 +6,12 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "gtpo_jax"
 FLOORS = {
-    "errors": 0, "files": 0, "start": 0, "arrays": 0, "parallel": 0, "topology": 0, "collectives": 0,
+    "errors": 0, "files": 0, "start": 0, "stopping": 0, "arrays": 0, "parallel": 0, "digests": 0, "seal": 0,
+    "topology": 0, "collectives": 0,
     "models": 1, "algorithms": 1, "rewards": 1, "data": 1, "estimators": 1,
     "sampling": 2, "training": 2,
     "config": 3, "problems": 3, "judging": 3, "rollout": 3, "collect": 3, "frozen": 3, "evaluation": 3, "checkpoint": 3, "reporting": 3,
-    "workdir": 3,
+    "workdir": 3, "guards": 3,
     "warm_start": 4, "train": 4, "export": 4, "plan": 4, "roofline": 4, "doctor": 4,
     "cli": 5, "__main__": 6,
 }

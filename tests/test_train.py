@@ -2,13 +2,16 @@
 import json
 import shutil
 import struct
+import sys
+import types
 
 import jax
 import numpy as np
 import pytest
+from etils import epath
 
 from gtpo_jax.arrays import Rollouts
-from gtpo_jax.checkpoint import Checkpoints
+from gtpo_jax.checkpoint import Checkpoints, run_params
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.errors import RunError, UserError
@@ -17,8 +20,10 @@ from gtpo_jax.parallel import shard_batch
 from gtpo_jax.reporting.compiles import compile_count
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.rewards import VERIFIERS
 from gtpo_jax.rollout import Actor
 from gtpo_jax.sampling.filters import Sampler
+from gtpo_jax.seal import check_seal
 from gtpo_jax.train import train
 from gtpo_jax.training.state import init_state, make_optimizer
 from gtpo_jax.training.update import make_update
@@ -46,6 +51,11 @@ def small_config(**changes):
 
 def run(config, workdir, stopping=lambda: False):
   return train(config, workdir, Display(enabled=False), stopping)
+
+
+def take(workdir, config):
+  with claim(workdir, config):
+    pass
 
 
 def lasting(rows):
@@ -117,15 +127,15 @@ def test_a_finished_run_says_so_and_more_steps_go_on(whole):
 
 def test_another_config_is_refused_with_the_difference(whole):
   with pytest.raises(UserError, match=r"belongs to another config \(seed was 0, now 7\)"):
-    claim(whole[0], small_config(seed=7))
+    take(whole[0], small_config(seed=7))
 
 
 def test_bad_workdirs_are_refused(tmp_path):
   (tmp_path / "file").write_text("x")
   with pytest.raises(UserError, match="is a file; name a folder"):
-    claim(tmp_path / "file", small_config())
+    take(tmp_path / "file", small_config())
   with pytest.raises(UserError, match="cannot write into workdir"):
-    claim(tmp_path / "file" / "below", small_config())
+    take(tmp_path / "file" / "below", small_config())
   with pytest.raises(UserError, match="no run in"):
     load_config(tmp_path)
 
@@ -158,19 +168,22 @@ def test_no_compilation_after_warm_up():
   assert counts[1:] == [counts[0]] * 20
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(tmp_path):
+def test_updates_that_are_not_finite_stop_the_run_before_it_is_saved(tmp_path):
   workdir = tmp_path / "run"
   run(small_config(steps=2), workdir)
   checkpoints = Checkpoints(workdir / "checkpoints", keep=2)
   actor, config = Actor(small_config()), small_config()
   optimizer = make_optimizer(config.optimizer, config.steps)
-  state = checkpoints.restore(actor.model, optimizer)
+  state = checkpoints.restore(actor.model, optimizer).state
   broken = state.replace(step=state.step + 1, params=jax.tree.map(lambda x: x * np.nan, state.params))
   checkpoints.save(broken)  # as a bug elsewhere might
   checkpoints.close()
-  with pytest.raises(RunError, match=r"is nan at step 4; nothing of it is saved, the newest checkpoint is of step 3"):
-    run(small_config(steps=5, **{"eval.every": 0}), workdir)
+  with pytest.raises(RunError, match=r"3 updates in a row were skipped, to step 6"):
+    run(small_config(steps=8, **{"eval.every": 0, "checkpoint.every": 1}), workdir)
   assert Checkpoints(workdir / "checkpoints").steps() == [2, 3]
+  rows = read_jsonl(workdir / "metrics.jsonl")
+  assert [row["update/skipped"] for row in rows[-3:]] == [1, 1, 1] and rows[-4].get("update/skipped") == 0
+  assert sorted(file.name for file in (workdir / "skipped").iterdir()) == [f"step_{i}.npz" for i in (4, 5, 6)]
 
 
 def test_an_evaluation_that_was_killed_is_made_good(whole, tmp_path):
@@ -184,10 +197,10 @@ def test_an_evaluation_that_was_killed_is_made_good(whole, tmp_path):
 
 
 def test_memory_settings_may_change_on_resume_and_the_computation_may_not(whole):
-  claim(whole[0], small_config(**{"batch.micro_batches": 1, "mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1, "eval.samples": 4}))
+  take(whole[0], small_config(**{"batch.micro_batches": 1, "mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1, "eval.samples": 4}))
   with pytest.raises(UserError, match=r"batch.group was 4, now 8"):
-    claim(whole[0], small_config(**{"batch.group": 8}))
-  claim(whole[0], small_config())
+    take(whole[0], small_config(**{"batch.group": 8}))
+  take(whole[0], small_config())
 
 
 def test_judging(whole):
@@ -216,3 +229,41 @@ def test_rewards_and_penalties_are_the_algorithms(whole):
   assert set(np.unique(verdicts.reward)) <= {-1.0, 1.0}
   lengths = np.asarray(rollouts.lengths)
   np.testing.assert_allclose(verdicts.penalty, np.clip((18 - 8 - lengths) / 8, -1, 0))
+
+
+def test_the_best_evaluation_is_kept(tmp_path, monkeypatch):
+  """With a rate that spoils the model at once, the best is what it was before."""
+  monkeypatch.setitem(VERIFIERS, "last_number", lambda completions, *_: [len(text) % 2 == 0 for text in completions])
+  config = small_config(steps=2, **{"checkpoint.best": True, "checkpoint.keep": 1, "eval.every": 1, "optimizer.learning_rate": 0.5})
+  workdir = tmp_path / "run"
+  run(config, workdir)
+  means = [row["eval/sums/mean@2"] for row in read_jsonl(workdir / "metrics.jsonl")]
+  best = means.index(max(means))
+  assert max(means) > 0 and Checkpoints(workdir / "best").steps() == [best]
+  assert run_params(workdir, Actor(config).model, best or None)[1] == best or best == 0
+  digests = check_seal(epath.Path(workdir / "best" / str(best)), ["params"])["leaves"]["params"]
+  kept = epath.Path(workdir / ("base/0" if best == 0 else "checkpoints/2"))
+  assert (digests == check_seal(kept, ["params"])["leaves"]["params"]) == (best in (0, 2))
+
+
+def test_a_reward_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
+  """Each step it fails in another way; the completions concerned are left out and counted, and the others are not."""
+  def raises(texts):
+    raise RuntimeError("the reward is broken")
+
+  ways = [raises, lambda texts: [None] * len(texts), lambda texts: [float("nan")] * len(texts), lambda texts: [1.0], lambda texts: None,
+          lambda texts: [True] * len(texts), lambda texts: [False] * len(texts), lambda texts: [3e38] * len(texts)]
+  calls = iter(ways)
+
+  def judge(prompts, completions, answers, extras):
+    return next(calls)(completions) if len(completions) == 32 else [False] * len(completions)  # evaluations are smaller
+
+  monkeypatch.setitem(sys.modules, "failing_reward", types.SimpleNamespace(judge=judge))
+  config = small_config(steps=len(ways), **{"reward.verifier": "failing_reward:judge", "eval.every": 0, "guards.skipped": 1})
+  assert run(config, tmp_path / "run").finished
+  rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+  assert [row["reward/no_verdict"] > 0 for row in rows] == [True] * 5 + [False] * 3
+  assert all(row["update/skipped"] == 0 and np.isfinite(row["loss"]) for row in rows)
+  for row in rows[:5]:
+    assert row["completions/not_counted"] == row["reward/no_verdict"] / 32
+  assert rows[5]["groups/all_correct"] > 0 and rows[6]["groups/all_wrong"] == 1

@@ -237,10 +237,26 @@ class CheckpointSection:
   Attributes:
     every: steps between checkpoints; the last step is always saved.
     keep: newest checkpoints kept.
+    best: keep the parameters of the best evaluation (by mean@n) too, in WORKDIR/best.
   """
 
   every: int = 10
   keep: int = 2
+  best: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class GuardSection:
+  """When a run that goes wrong is ended.
+
+  Attributes:
+    skipped: updates in a row whose loss or gradient is not finite (each is skipped) that end the run.
+    stall_s: seconds without the end of a step, of a batch of evaluation or of a part of the warm start after which the process prints
+      its stacks and exits; 0 for never.
+  """
+
+  skipped: int = 3
+  stall_s: float = 7200.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,6 +307,7 @@ class Config:
   warm_start: WarmStartSection = WarmStartSection()
   eval: EvalSection = EvalSection()
   checkpoint: CheckpointSection = CheckpointSection()
+  guards: GuardSection = GuardSection()
   log: LogSection = LogSection()
 
   def __post_init__(self):
@@ -298,8 +315,8 @@ class Config:
                 "batch.head_chunk": 1, "batch.max_gen_batches": 1,
                 "sampling.max_tokens": 2, "data.max_prompt_tokens": 1, "warm_start.steps": 0, "warm_start.batch": 1,
                 "warm_start.slips": 0, "eval.every": 0, "eval.problems": 1, "eval.samples": 1, "eval.batch": 1,
-                "checkpoint.every": 1, "checkpoint.keep": 1, "log.samples": 0, "seed": 0, "data.bad_rows": 0,
-                "reward.code_memory_mb": 16}
+                "checkpoint.every": 1, "checkpoint.keep": 1, "guards.skipped": 1, "guards.stall_s": 0, "log.samples": 0,
+                "seed": 0, "data.bad_rows": 0, "reward.code_memory_mb": 16}
     if self.seed >= 2**32:
       raise UserError(f"seed must be below 2**32, got {self.seed}")
     values = flatten(to_dict(self))

@@ -51,7 +51,7 @@ def read_params(model: Qwen2, folder: Path) -> Params:
     UserError: a file is damaged, the tensors are not the model's, or some hold NaN or infinity.
   """
   plain = without_lora(model)
-  params = params_from_hf(plain, _tensors(folder))
+  params = params_from_hf(plain, stored_tensors(folder))
   finite = jax.jit(lambda x: jnp.isfinite(x).all())
   names = ["/".join(key.key for key in path) for path, x in jax.tree_util.tree_leaves_with_path(params) if not bool(finite(x))]
   if names:
@@ -72,7 +72,7 @@ class _Tensor:
       return np.array(opened.get_slice(self.name)[index])
 
 
-def _tensors(folder: Path) -> dict[str, _Tensor]:
+def stored_tensors(folder: Path) -> dict[str, _Tensor]:
   """Every tensor of a folder by name; checks the files' headers and the index, reads no data."""
   found: dict[str, _Tensor] = {}
   for file, promised in _files(folder):

@@ -1,6 +1,7 @@
 """The picture of a run: held-out accuracy, reward, entropy and length over the steps."""
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,10 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], title: str, out: Path) -> Non
     if axis.get_legend_handles_labels()[0]:
       axis.legend(frameon=False, fontsize=8)
   figure.suptitle(title)
+  picture = io.BytesIO()
+  figure.savefig(picture, dpi=110)
   fresh = out.with_suffix(".tmp.png")
-  figure.savefig(fresh, dpi=110)
+  fresh.write_bytes(picture.getvalue())
   fresh.replace(out)
   plt.close(figure)
 

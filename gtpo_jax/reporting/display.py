@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,7 +19,7 @@ class Display:
     self._console = console or Console(quiet=not enabled, highlight=False, soft_wrap=True)
     self._progress: Progress | None = None
     self._task = None
-    self._entropies: list[float] = []
+    self._entropies: deque[float] = deque(maxlen=16)
     self._started = time.perf_counter()
 
   def say(self, text: str) -> None:
@@ -46,7 +47,7 @@ class Display:
     """A learning step in one line."""
     self._entropies.append(metrics["entropy/mean"])
     facts = (f"step {step}  correct {metrics['reward/accuracy']:.0%}  entropy {metrics['entropy/mean']:.3f} "
-             f"{sparkline(self._entropies[-16:])}  length {metrics['length/mean']:.1f}  {metrics['tokens/s']:,.0f} tokens/s")
+             f"{sparkline(self._entropies)}  length {metrics['length/mean']:.1f}  {metrics['tokens/s']:,.0f} tokens/s")
     self.advance(step, facts, line)
 
   def sample(self, prompt: str, completion: str, correct: bool) -> None:
@@ -60,7 +61,7 @@ class Display:
       self._progress = None
 
 
-def sparkline(values: list[float]) -> str:
+def sparkline(values: Iterable[float]) -> str:
   """A row of small bars, scaled from 0 to the largest value; a value that is not finite is drawn as 0."""
   values = [value if math.isfinite(value) else 0.0 for value in values]
   top = max(values, default=0.0)

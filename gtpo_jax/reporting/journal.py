@@ -7,28 +7,37 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gtpo_jax.parallel import from_first, is_first
+
 
 class Journal:
-  """Appends one line a step; on resume, lines after the restored step are cut, so that no step stands twice."""
+  """Appends one line a step; on resume, lines after the restored step are cut, so that no step stands twice.
+
+  The first process writes; all of them may read, together.
+  """
 
   def __init__(self, workdir: Path, resumed_step: int, tensorboard: bool):
     self.metrics_file, self._samples_file = workdir / "metrics.jsonl", workdir / "samples.jsonl"
+    self._board = None
+    if not is_first():
+      return
     for file in (self.metrics_file, self._samples_file):
       _cut_back(file, resumed_step)
-    self._board = None
     if tensorboard:
       from tensorboardX import SummaryWriter
       self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=resumed_step + 1)
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
     """One object for the step: plain numbers, null for one that is not finite."""
-    _append(self.metrics_file, {"step": step, **_finite(metrics)})
-    self._to_board(step, metrics)
+    if is_first():
+      _append(self.metrics_file, {"step": step, **_finite(metrics)})
+      self._to_board(step, metrics)
 
   def amend(self, step: int, metrics: Mapping[str, float]) -> None:
     """Adds numbers to the object of a step that is already written."""
-    _rewrite(self.metrics_file, [row | _finite(metrics) if row["step"] == step else row for row in self.read()])
-    self._to_board(step, metrics)
+    if is_first():
+      _rewrite(self.metrics_file, [row | _finite(metrics) if row["step"] == step else row for row in read_jsonl(self.metrics_file)])
+      self._to_board(step, metrics)
 
   def _to_board(self, step: int, metrics: Mapping[str, float]) -> None:
     for name, value in metrics.items():
@@ -37,13 +46,14 @@ class Journal:
 
   def write_sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
     """One completion, to see what the policy writes."""
-    _append(self._samples_file, {"step": step, "prompt": prompt, "completion": completion, "correct": correct})
+    if is_first():
+      _append(self._samples_file, {"step": step, "prompt": prompt, "completion": completion, "correct": correct})
     if self._board:
       self._board.add_text("sample", f"{'right' if correct else 'wrong'}: `{prompt}` `{completion}`", step)
 
   def read(self) -> list[dict[str, Any]]:
     """Every line of metrics.jsonl."""
-    return read_jsonl(self.metrics_file)
+    return from_first(lambda: read_jsonl(self.metrics_file))
 
   def close(self) -> None:
     """Flushes the event files."""
@@ -63,6 +73,9 @@ def read_jsonl(file: Path) -> list[dict[str, Any]]:
 
 
 def _append(file: Path, row: Mapping[str, Any]) -> None:
+  if "://" in str(file):  # the objects of a store are written whole
+    file.write_text((file.read_text() if file.exists() else "") + json.dumps(row) + "\n")
+    return
   with file.open("a") as out:
     out.write(json.dumps(row) + "\n")
 

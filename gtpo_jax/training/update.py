@@ -28,7 +28,8 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: Optimizer, *, tem
 
   Advantages are made from the whole batch, once. Then comes one gradient update for each of `minibatches` parts of the prompts,
   `epochs` times over; each averages over its own tokens, and all compare with the log-probs of the policy that sampled. A
-  minibatch's gradient is summed over `micro_batches` parts of it, in float32, which gives the same whatever their number.
+  minibatch's gradient is summed over `micro_batches` parts of it, in float32, which gives the same whatever their number. Where its loss
+  or gradient is not finite, parameters and optimizer stay as they are and the step goes on; `update/skipped` is the share of such.
 
   Metrics of the loss and its gradient are means over the gradient updates; `mismatch/*` is of the first minibatch, before any of them.
 
@@ -68,10 +69,16 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: Optimizer, *, tem
     (trained, opt_state), (rollouts, correct, advantages, mask) = learned, batch
     weights = algorithm.token_weights(mask, correct, rollouts.guided)
     grads, log_probs = accumulate(trained, frozen, (rollouts, advantages, mask, weights))
-    changes, opt_state = optimizer.update(grads, optimizer.fetched(opt_state), trained)
     loss, metrics = loss_of(log_probs, rollouts, advantages, mask, weights)
-    metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads)}
-    return (optax.apply_updates(trained, changes), optimizer.rested(opt_state)), metrics, mismatch(rollouts, log_probs)
+    norm = optax.global_norm(grads)
+    good = jnp.isfinite(loss) & jnp.isfinite(norm)
+
+    before = trained, optimizer.fetched(opt_state)
+    changes, moved = optimizer.update(grads, before[1], trained)
+    after = optax.apply_updates(trained, changes), moved
+    trained, opt_state = jax.tree.map(lambda new, old: jnp.where(good, new, old), after, before)
+    metrics |= {"loss": loss, "grad_norm": norm, "update/skipped": (~good).astype(jnp.float32)}
+    return (trained, optimizer.rested(opt_state)), metrics, mismatch(rollouts, log_probs)
 
   def loss_of(log_probs: jax.Array, rollouts: Rollouts, advantages: jax.Array, mask: jax.Array,
               weights: jax.Array) -> tuple[jax.Array, Metrics]:

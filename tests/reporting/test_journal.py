@@ -1,4 +1,6 @@
 import json
+import struct
+import time
 
 import pytest
 
@@ -96,3 +98,34 @@ def test_tensorboard_files_are_written_where_asked_for(tmp_path):
   journal.close()
   events = list((tmp_path / "tensorboard").glob("events*"))
   assert len(events) == 1 and b"loss" in events[0].read_bytes()
+
+
+def scalars(folder):
+  """What TensorBoard shows of a folder: (tag, step) of every event file in the order of writing, those purged left out."""
+  from tensorboardX.proto.event_pb2 import Event, SessionLog
+  shown = []
+  for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns):
+    data = file.read_bytes()
+    while data:
+      length = struct.unpack("<Q", data[:8])[0]
+      event = Event.FromString(data[12:12 + length])
+      data = data[16 + length:]
+      if event.session_log.status == SessionLog.START:
+        shown = [(tag, step) for tag, step in shown if step < event.step]
+      shown += [(value.tag, event.step) for value in event.summary.value]
+  return shown
+
+
+def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path):
+  for first, last in ((0, 5), (3, 6), (3, 4)):
+    journal = Journal(tmp_path, first, tensorboard=True)
+    for step in range(first + 1, last + 1):
+      journal.write(step, {"loss": step / 2})
+      journal.write_sample(step, "1+2:", "3", correct=True)
+    journal.amend(last, {"eval/sums/mean@2": 0.5})
+    journal.close()
+    time.sleep(1.1)  # event files are named by the second
+  shown = scalars(tmp_path / "tensorboard")
+  assert sorted(shown) == sorted({*shown})
+  assert [step for tag, step in shown if tag == "loss"] == [1, 2, 3, 4]
+  assert steps_of(tmp_path / "metrics.jsonl") == steps_of(tmp_path / "samples.jsonl") == [1, 2, 3, 4]

@@ -402,3 +402,35 @@ def test_offloaded_moments_change_nothing():
     assert kind(state) == began and "pinned_host" not in {x.sharding.memory_kind for x in jax.tree.leaves(state.params)}
     states[offload] = jax.device_get(state)
   jax.tree.map(np.testing.assert_array_equal, states[False], states[True])
+
+
+
+def poisoned(kind):
+  """The batch with one number that is not one, and the algorithm that meets it."""
+  rollouts, verdicts = batch()
+  if kind == "log_prob":
+    log_probs = rollouts.log_probs.copy()
+    log_probs[3, 0, 0] = np.nan
+    return "gtpo", (rollouts.replace(log_probs=log_probs), verdicts)
+  reward = verdicts.reward.copy()
+  reward[3, 0] = 3e38  # a finite number, of which no two make a finite sum
+  return "dr_grpo", (rollouts, verdicts.replace(reward=reward))
+
+
+@pytest.mark.parametrize(("kind", "shape", "micro_batches"), [
+    ("log_prob", (1, 1, 1), 1), ("log_prob", (2, 2, 2), 2), ("reward", (1, 1, 1), 1)])
+def test_an_update_that_is_not_finite_is_skipped(kind, shape, micro_batches):
+  name, data = poisoned(kind)
+  mesh = make_mesh(*shape, devices=jax.devices()[:int(np.prod(shape))])
+  model, optimizer = Qwen2(CONFIG, mesh), make_optimizer(SGD_LIKE, 10)
+  update = make_update(model, algorithms.make(name), optimizer, micro_batches=micro_batches, head_chunk=64)
+  moved, _ = update(init_state(params_on(model), optimizer, model), *shard_batch(batch(), mesh))
+  before = jax.device_get(moved)  # moments that are not zero
+  after, metrics = update(moved, *shard_batch(data, mesh))
+  assert not (np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"])) and metrics["update/skipped"] == 1
+  after = jax.device_get(after)
+  jax.tree.map(np.testing.assert_array_equal, (after.params, after.opt_state), (before.params, before.opt_state))
+  assert (before.step, after.step) == (1, 2)  # the data goes on
+  placed = jax.device_put(after, jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer)))
+  again, metrics = update(placed, *shard_batch(batch(), mesh))
+  assert metrics["update/skipped"] == 0 and np.abs(jax.device_get(again.params["embedding"]) - after.params["embedding"]).max() > 1e-6
