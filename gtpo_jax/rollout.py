@@ -60,8 +60,9 @@ class Actor:
     self.model = Qwen2(config.model_config, make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor))
     param_shardings(self.model)  # refuses a mesh that does not divide the model
     if self.chat.vocab_size > config.model_config.vocab_size:
-      raise UserError(f"the tokenizer has {self.chat.vocab_size} tokens, over the {config.model_config.vocab_size} of model "
-                      f"{config.model.path or config.model.preset!r}; choose a larger model")
+      raise UserError(f"the tokenizer and its end tokens have ids up to {self.chat.vocab_size - 1}, model "
+                      f"{config.model.path or config.model.preset!r} a vocabulary of {config.model_config.vocab_size}; "
+                      f"they do not belong together")
     self._max_prompt_tokens, self._max_tokens = config.data.max_prompt_tokens, max_tokens or config.sampling.max_tokens
     self.engine = self.engine_for(self.model)
     self._data, self.judge = config.data, Judge(config)

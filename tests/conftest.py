@@ -18,3 +18,9 @@ def pytest_runtest_setup(item):
     from gtpo_jax.rewards import sandbox_problem
     if problem := sandbox_problem():
       (pytest.fail if os.environ.get("GTPO_REQUIRE_SANDBOX") else pytest.skip)(f"no sandbox here: {problem}")
+
+
+def pytest_configure(config):
+  """Compiling is most of what the default suite does, so there LLVM optimizes nothing; `-m slow` computes more and runs as users do."""
+  if config.option.markexpr == "not slow":
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gtpo_jax import cli
 from gtpo_jax.rewards import last_number_correct
 
 ROOT = Path(__file__).parents[1]
@@ -186,7 +187,7 @@ def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path):
      "unknown config key 'batch.grup', did you mean 'batch.group'?"),
     (["train", "--config=configs/tiny.py", "--workdir=w", "--config.batch.group=1"], "batch.group must be at least 2, got 1"),
     (["train", "--config=configs/tiny.py", "--workdir=w", "--config.mesh.data=3"],
-     "a mesh of data 3 x fsdp 1 x tensor 1 does not fit 1 device(s)"),
+     "a mesh of data 3 x fsdp 1 x tensor 1 does not fit 8 device(s)"),
     (["train", "--config=configs/tiny.py", "--workdir=w", "--config.mesh.tensor=-1"], "only one mesh axis may be -1"),
     (["train", "--config=configs/tiny.py", "--workdir=setup.py"], "workdir 'setup.py' is a file"),
     (["train", "--config=configs/tiny.py", "--workdir=/proc/none"], "cannot write into workdir '/proc/none'"),
@@ -206,8 +207,15 @@ def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path):
     (["sample", "--model={run}", "--prompt=1", "--top_p=2"], "sampling.top_p must be in (0, 1], got 2.0"),
     (["eval", "--model={run}", "--k=a"], "--k must be whole numbers"),
 ], ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "")
-def test_a_mistake_gets_one_line_and_status_2(args, message, finished_run, tmp_path):
-  done = gtpo(*(arg.format(run=finished_run[0], tmp=tmp_path) for arg in args))
-  assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
-  lines = done.stderr.strip().splitlines()
-  assert len(lines) == 1 and lines[0].startswith("gtpo: ") and message in lines[0], done.stderr
+def test_a_mistake_gets_one_line_and_status_2(args, message, finished_run, tmp_path, capsys, monkeypatch):
+  monkeypatch.chdir(ROOT)
+  status = cli.main([arg.format(run=finished_run[0], tmp=tmp_path) for arg in args])
+  out, err = capsys.readouterr()
+  assert (status, out) == (2, ""), (status, out, err)
+  lines = err.strip().splitlines()
+  assert len(lines) == 1 and lines[0].startswith("gtpo: ") and message in lines[0], err
+
+
+def test_the_status_is_that_of_the_process():
+  done = gtpo("trian")
+  assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("gtpo: unknown command 'trian'")

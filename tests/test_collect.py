@@ -257,7 +257,7 @@ def save_hf(folder, actor, params):
       vocab_size=c.vocab_size, hidden_size=c.width, num_hidden_layers=c.layers, num_attention_heads=c.heads,
       num_key_value_heads=c.kv_heads, intermediate_size=c.mlp, tie_word_embeddings=c.tied, rope_theta=c.rope_theta,
       rms_norm_eps=c.norm_eps))
-  hf.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in hf_from_params(actor.model, params).items()}, strict=False)
+  hf.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in hf_from_params(actor.model, params)}, strict=False)
   hf.save_pretrained(folder)
 
 

@@ -2,6 +2,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -196,6 +197,12 @@ def test_the_folder_and_the_run_are_equally_right(run, exported, here, tmp_path)
   assert a["eval/sums/mean@2"] == pytest.approx(b["eval/sums/mean@2"], abs=0.2)  # the same draws, of nearly the same numbers
   one_line(*here("eval", f"--model={exported}"), "give --config=FILE")
   one_line(*here("sample", f"--model={exported}", "--prompt=1", "--step=1"), "has no steps")
+
+
+def test_a_tokenizer_that_reaches_beyond_the_vocabulary_is_refused(exported, here, tmp_path):
+  other = shutil.copytree(exported, tmp_path / "other")
+  (other / "generation_config.json").write_text('{"eos_token_id": [383, 384]}')
+  one_line(*here("sample", f"--model={other}", "--prompt=1"), "ids up to 384")
 
 
 def test_training_goes_on_from_the_folder(run, exported, here, tmp_path):

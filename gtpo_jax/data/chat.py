@@ -1,7 +1,7 @@
 """Messages to token ids through the tokenizer's own chat template, and back."""
 from __future__ import annotations
 
-import functools
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,16 +28,20 @@ class Chat:
 
   def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Collection[int] = ()):
     self.tokenizer = tokenizer
-    self.control = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    added = tokenizer.added_tokens_decoder.values()
+    self.control = tuple(token.content for token in added)
+    # The library can leave special tokens unread in a text; the others, such as <|fim_prefix|>, must be broken behind their first sign.
+    breaks = (f"(?<={re.escape(word[0])})(?={re.escape(word[1:])})" for word in (token.content for token in added if not token.special))
+    self._breaks = re.compile("|".join(breaks) or "(?!)")
     self.pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     self.stop = tuple(sorted({tokenizer.eos_token_id, self.pad, *stop}))  # ids that end a completion
-    self.vocab_size = len(tokenizer)
+    self.vocab_size = 1 + max(*tokenizer.get_vocab().values(), *self.stop)  # one more than the largest id
 
   def encode_prompt(self, messages: Messages) -> list[int]:
     """The ids of a conversation, ready for the assistant's turn. Text from data never becomes a control token.
 
     Raises:
-      UserError: a message has no text.
+      UserError: a message has no text, or the template does not take the conversation.
     """
     for message in messages:
       if not message["content"].strip():
@@ -48,7 +52,9 @@ class Chat:
     marks = [f"\x00{i}\x00" for i in range(len(messages))]
     rest, ids = self._render([{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]), []
     for mark, message in zip(marks, messages, strict=True):
-      before, rest = rest.split(mark)
+      before, found, rest = rest.partition(mark)
+      if not found or mark in rest:
+        raise UserError(f"the chat template of {self.tokenizer.name_or_path!r} does not put each message once; set data.chat=False")
       ids += self._encode(before) + self._encode(message["content"], plain=True)
     return ids + self._encode(rest)
 
@@ -66,18 +72,24 @@ class Chat:
     return self.tokenizer.batch_decode(rows)
 
   def _render(self, messages: Messages) -> str:
-    return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    whose = f"the chat template of {self.tokenizer.name_or_path!r}"
+    if not self.tokenizer.chat_template:
+      raise UserError(f"{whose} is missing; put one into its tokenizer_config.json or chat_template.jinja, or set data.chat=False")
+    try:
+      return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # jinja2's, the sandbox's, or whatever somebody's template comes to
+      raise UserError(f"{whose} does not take this conversation: {first_line(error)[:200]}") from error
 
   def _encode(self, text: str, plain: bool = False) -> list[int]:
-    return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain)
+    pieces = self._breaks.split(text) if plain else [text]
+    return [id_ for piece in pieces for id_ in self.tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=plain)]
 
 
-@functools.cache
 def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
   """The chat of a tokenizer folder; the shipped small one by default. All EOS ids of its generation_config.json end a completion.
 
   Raises:
-    UserError: there is no tokenizer, or it has no end token, no chat template, or asks for code.
+    UserError: there is no tokenizer, or it has no end token, or asks for code.
   """
   import os
   os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -95,7 +107,7 @@ def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
       raise UserError(f"{name} in {str(path)!r} asks for code of its own (auto_map); nothing of a model folder is executed here")
   ends = read_json(path, "generation_config.json").get("eos_token_id") if "generation_config.json" in present else None
   ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-  if any(not isinstance(end, int) or isinstance(end, bool) for end in ends):
+  if any(not isinstance(end, int) or isinstance(end, bool) or end < 0 for end in ends):
     raise UserError(f"generation_config.json in {str(path)!r} has eos_token_id = {ends!r}; it must be a token id or a list of them")
   try:
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
@@ -103,6 +115,4 @@ def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
     raise UserError(f"the tokenizer in {str(path)!r} cannot be read: {first_line(error)}") from error
   if tokenizer.eos_token_id is None:
     raise UserError(f"the tokenizer in {str(path)!r} has no eos_token, so that no completion would end")
-  if not tokenizer.chat_template:
-    raise UserError(f"the tokenizer in {str(path)!r} has no chat template; put one into its tokenizer_config.json or chat_template.jinja")
   return Chat(tokenizer, ends)

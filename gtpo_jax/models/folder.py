@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,13 @@ from gtpo_jax.models.presets import ModelConfig, Yarn
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.json", "*.safetensors", "merges.txt", "*.jinja", "tokenizer.model")
 
+# Settings with one value that this port computes; absent and null stand for it.
+COMPUTED = {"use_sliding_window": False, "hidden_act": "silu", "attention_dropout": 0.0, "partial_rotary_factor": 1.0,
+            "quantization_config": None, "dual_chunk_attention_config": None}
+YARN = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}
 
-@functools.cache
-def find(name: str, files: Sequence[str] = HUB_FILES) -> Path:
+
+def find(name: str) -> Path:
   """The local folder of a model: a path as it is, a hub id through huggingface_hub's cache.
 
   Raises:
@@ -35,11 +38,16 @@ def find(name: str, files: Sequence[str] = HUB_FILES) -> Path:
     taken = True
   if taken or not HUB_ID.fullmatch(name):
     raise UserError(f"no folder at {name[:200]!r}; name the workdir of a run, a model folder, or a hub id as Qwen/Qwen2.5-0.5B")
+  return _from_hub(name)
+
+
+@functools.cache  # one revision for the whole process, though the hub moves on
+def _from_hub(name: str) -> Path:
   from huggingface_hub import snapshot_download
   from huggingface_hub.utils import disable_progress_bars
   disable_progress_bars()
   try:
-    return Path(snapshot_download(name, allow_patterns=list(files)))
+    return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
   except Exception as error:  # the hub's, the network library's and the disk's own kinds
     raise UserError(f"{name!r} is neither a folder here nor cached, and the hub did not give it ({first_line(error)[:160]}); "
                     f"download it where there is a network, or name a folder") from error
@@ -65,9 +73,10 @@ def read_config(folder: Path, dtype: str) -> ModelConfig:
     raise UserError(f"{where!r} asks for code of its own (auto_map); nothing of a model folder is executed here")
   if values.get("model_type") != "qwen2":
     raise UserError(f"{where!r} is of model_type {values.get('model_type')!r}; this port computes qwen2 (Qwen2 and Qwen2.5)")
-  for key, expected in {"use_sliding_window": False, "hidden_act": "silu", "attention_dropout": 0.0}.items():
-    if values.get(key, expected) != expected:
-      raise UserError(f"{where!r} has {key} = {values[key]!r}; this port computes {expected!r} alone")
+  for key, computed in COMPUTED.items():
+    if values.get(key) not in (None, computed):
+      which = "models without it" if computed is None else f"{computed!r} alone"
+      raise UserError(f"{where!r} has {key} = {repr(values[key])[:80]}; this port computes {which}")
   sizes = {key: _number(values, key, where, int) for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
                                                              "intermediate_size")}
   heads, eps = sizes["num_attention_heads"], _number(values, "rms_norm_eps", where, float)
@@ -93,24 +102,29 @@ def _rope(values: dict[str, Any], where: str, context: int) -> tuple[float, Yarn
   for key in ("rope_parameters", "rope_scaling"):
     if not isinstance(values.get(key) or {}, dict):
       raise UserError(f"{where!r} has {key} = {values[key]!r}; it must be an object")
-  rope = values.get("rope_parameters") or {}
-  scaling = values.get("rope_scaling") or rope
-  theta = _number({"rope_theta": values.get("rope_theta") or rope.get("rope_theta")}, "rope_theta", where, float, 10000.0)
-  kind = scaling.get("rope_type") or scaling.get("type") or "default"
+  newer, older = values.get("rope_parameters") or {}, values.get("rope_scaling") or {}
+  thetas = [_number(part, "rope_theta", where, float) for part in (values, newer, older) if part.get("rope_theta") is not None]
+  if any(theta != thetas[0] for theta in thetas[1:]):
+    raise UserError(f"{where!r} names several rope_theta: {', '.join(map(str, thetas))}; keep one")
+  theta = thetas[0] if thetas else 10000.0
   if not 1 < theta < float("inf"):
     raise UserError(f"{where!r} has rope_theta = {theta!r}; it must be above 1 and finite")
+  scaling = {key: value for key, value in (older or newer).items() if value is not None and key not in ("type", "rope_type", "rope_theta")}
+  kind = (older or newer).get("rope_type") or (older or newer).get("type") or "default"
+  if kind not in ("default", "yarn"):
+    raise UserError(f"{where!r} has RoPE scaling of type {kind!r}; this port computes 'yarn' and plain angles")
+  for key, computed in {"partial_rotary_factor": 1.0, "truncate": True}.items():
+    if (given := scaling.pop(key, computed)) != computed:
+      raise UserError(f"{where!r} has {key} = {given!r} for RoPE; this port computes {computed} alone")
+  if unknown := sorted(scaling.keys() - (YARN if kind == "yarn" else set())):
+    raise UserError(f"{where!r} has RoPE settings that this port does not compute for {kind!r}: {', '.join(map(printable, unknown))}")
   if kind == "default":
     return theta, None
-  if kind != "yarn":
-    raise UserError(f"{where!r} has RoPE scaling of type {kind!r}; this port computes 'yarn' and plain angles")
-  known = {"type", "rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}
-  if unknown := sorted(scaling.keys() - known):
-    raise UserError(f"{where!r} has YaRN settings that this port does not compute: {', '.join(map(printable, unknown))}")
-  if not _is(scaling.get("factor"), float):
+  if "factor" not in scaling:
     raise UserError(f"{where!r} has YaRN without a factor")
-  attention = _number(scaling, "attention_factor", where, float, 0.0)
+  attention = _number(scaling, "attention_factor", where, float) if "attention_factor" in scaling else None
   return theta, Yarn(_number(scaling, "factor", where, float), _number(scaling, "original_max_position_embeddings", where, int, context),
-                     _number(scaling, "beta_fast", where, float, 32.0), _number(scaling, "beta_slow", where, float, 1.0), attention or None)
+                     _number(scaling, "beta_fast", where, float, 32.0), _number(scaling, "beta_slow", where, float, 1.0), attention)
 
 
 def _number(values: dict[str, Any], key: str, where: str, kind: type, default: float | None = None) -> Any:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,8 +10,9 @@ import numpy as np
 
 from gtpo_jax.errors import UserError
 from gtpo_jax.files import printable
+from gtpo_jax.models.lora import merge_lora
 from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
-from gtpo_jax.parallel import fetch
+from gtpo_jax.parallel import fetch, named_sharding
 
 # Our path within a layer, its Hugging Face name, and whether that is a torch linear weight [out, in].
 LAYER_NAMES: tuple[tuple[tuple[str, str], str, bool], ...] = (
@@ -119,15 +120,19 @@ def hf_shapes(model: Qwen2) -> dict[str, tuple[int, ...]]:
   return {name: shape for name, shape, *_ in _entries(model)}
 
 
-def hf_from_params(model: Qwen2, params: Params, names: Container[str] | None = None) -> dict[str, np.ndarray]:
-  """The inverse of `params_from_hf`: Hugging Face names and layouts, as host arrays; of all tensors, or of those named."""
-  out = {}
+def hf_from_params(model: Qwen2, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+  """The inverse of `params_from_hf`, adapters merged: Hugging Face names and layouts in the order of `hf_shapes`.
+
+  They come as host arrays one after another, beside one whole layer on each device. Every process must take them all.
+  """
+  cut = jax.jit(lambda layers, i: merge_lora(model, jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1), layers)),
+                out_shardings=named_sharding(model.mesh))
+  at, weights = -1, {}
   for name, shape, path, layer, linear in _entries(model):
-    if names is None or name in names:
-      value = _at(params, path)
-      value = fetch(value if layer is None else value[layer])
-      out[name] = np.ascontiguousarray(value.reshape(shape[::-1]).T if linear else value.reshape(shape))
-  return out
+    if layer is not None and layer != at:
+      at, weights = layer, {"layers": cut(params["layers"], layer)}
+    value = fetch(_at(params, path)) if layer is None else np.asarray(_at(weights, path).addressable_data(0))
+    yield name, np.ascontiguousarray(value.reshape(shape[::-1]).T if linear else value.reshape(shape))
 
 
 def hf_from_adapters(model: Qwen2, params: Params) -> dict[str, np.ndarray]:
@@ -158,7 +163,7 @@ def _entries(model: Qwen2) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ..
       yield f"model.layers.{layer}.{name}", shape, ("layers", module, leaf), layer, linear
 
 
-def _at(params: Params, path: tuple[str, ...]) -> np.ndarray:
+def _at(params: Params, path: tuple[str, ...]) -> jax.Array:
   for key in path:
     params = params[key]
   return params

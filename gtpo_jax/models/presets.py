@@ -32,8 +32,9 @@ class Yarn:
   attention_factor: float | None = None
 
   def __post_init__(self):
-    finite = all(math.isfinite(x) for x in (self.factor, self.beta_fast, self.attention_factor or 1.0))
-    ordered = self.factor >= 1 and self.original >= 1 and self.beta_fast > self.beta_slow > 0 and (self.attention_factor or 1) > 0
+    attention = 1.0 if self.attention_factor is None else self.attention_factor
+    finite = all(math.isfinite(x) for x in (self.factor, self.beta_fast, attention))
+    ordered = self.factor >= 1 and self.original >= 1 and self.beta_fast > self.beta_slow > 0 and attention > 0
     if not (finite and ordered):
       raise UserError(f"YaRN needs factor >= 1, original >= 1, beta_fast > beta_slow > 0, attention_factor > 0, all finite; got {self}")
 

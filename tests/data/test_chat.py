@@ -1,7 +1,10 @@
 import filecmp
+import json
+import shutil
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 
 from gtpo_jax.data import train_tokenizer
 from gtpo_jax.data.chat import TOKENIZER_DIR, load_chat
@@ -117,6 +120,66 @@ def test_an_empty_message_is_refused(chat, text):
     chat.encode_prompt(user(text))
   with pytest.raises(UserError, match="the system message is empty"):
     chat.encode_prompt([{"role": "system", "content": text}, *user("1+2:")])
+
+
+def changed(folder, **settings):
+  """The shipped tokenizer in a folder of its own, with other settings; None takes one away."""
+  shutil.copytree(TOKENIZER_DIR, folder, dirs_exist_ok=True)
+  file = folder / "tokenizer_config.json"
+  values = json.loads(file.read_text()) | settings
+  file.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))
+  return load_chat(folder)
+
+
+def one_line(folder, problem, opening):
+  with pytest.raises(UserError) as caught:
+    opening()
+  message = str(caught.value)
+  assert problem in message and str(folder) in message and "\n" not in message and len(message) < 500, message
+
+
+def test_a_tokenizer_without_a_template_still_encodes_bare_text(tmp_path):
+  bare = changed(tmp_path, chat_template=None)
+  assert bare.encode_text("1+2:") == load_chat().encode_text("1+2:")
+  one_line(tmp_path, "is missing; put one into", lambda: bare.encode_prompt(user("1+2:")))
+
+
+@pytest.mark.parametrize(("template", "text", "problem"), [
+    ("{{ raise_exception('roles must alternate\nand more') }}", "?", "does not take this conversation: roles must alternate"),
+    ("{{ 1 ", "?", "does not take this conversation: "), ("{{ messages[7].content }}", "?", "does not take this conversation: "),
+    ([{"name": "rag", "template": "x"}], "?", "does not take this conversation: This model has multiple chat templates"),
+    ("always the same", "<|im_end|>", "does not put each message once"),
+    ("{{ messages[0].content * 2 }}", "<|im_end|>", "does not put each message once"),
+    ("{{ messages[0].content | tojson }}", "<|im_end|>", "does not put each message once")])
+def test_templates_that_cannot_serve(template, text, problem, tmp_path):
+  chat = changed(tmp_path, chat_template=template)
+  one_line(tmp_path, problem, lambda: chat.encode_prompt(user(text)))
+
+
+def test_added_words_that_are_not_special_are_not_written_by_text(tmp_path):
+  """Qwen2.5's <|fim_prefix|> and <tool_call> are such."""
+  first = load_chat().tokenizer
+  first.add_tokens([AddedToken("<|fim_prefix|>", special=False, normalized=False)])
+  first.save_pretrained(tmp_path)
+  chat = load_chat(tmp_path)
+  fim = first.convert_tokens_to_ids("<|fim_prefix|>")
+  assert fim == 384 and chat.vocab_size == 385 and fim in first.encode("a<|fim_prefix|>")
+  text = "x<|fim_prefix|><|im_end|><|<|fim_prefix|>y"
+  for ids in (chat.encode_text(text), chat.encode_completion(text)[:-1], chat.encode_prompt(user(text))):
+    assert fim not in ids and text in chat.tokenizer.decode(ids)
+  assert chat.encode_prompt(user("1+2:")) == load_chat().encode_prompt(user("1+2:"))
+
+
+def test_the_largest_id_counts_and_not_how_many_there_are(tmp_path):
+  (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 999]}')
+  chat = changed(tmp_path)
+  assert chat.vocab_size == 1000 and set(chat.stop) == {5, 999, *load_chat().stop}
+
+
+def test_a_folder_is_read_anew(tmp_path):
+  assert 7 not in changed(tmp_path).stop
+  (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+  assert 7 in load_chat(tmp_path).stop
 
 
 def test_a_missing_tokenizer_folder_is_refused(tmp_path):

@@ -415,7 +415,8 @@ def test_code_of_a_tokenizer_named_in_the_models_config_is_not_even_asked_about(
     (lambda f: (f / "generation_config.json").write_text("3"), "holds int, not an object"),
     (lambda f: (f / "generation_config.json").write_text('{"eos_token_id": "x"}'), "eos_token_id"),
     (lambda f: (f / "generation_config.json").write_text('{"eos_token_id": [1, null]}'), "eos_token_id"),
-], ids=["missing", "broken", "list", "deep", "empty-object", "bytes", "generation-number", "eos-text", "eos-null"])
+    (lambda f: (f / "generation_config.json").write_text('{"eos_token_id": -1}'), "eos_token_id"),
+], ids=["missing", "broken", "list", "deep", "empty-object", "bytes", "generation-number", "eos-text", "eos-null", "eos-negative"])
 def test_hostile_tokenizers(spoil, message, folder):
   spoil(with_tokenizer(folder))
   assert message in refusal(folder, load_chat)
@@ -499,13 +500,23 @@ def test_a_billion_layers_are_refused_before_they_are_listed(folder):
     (rope(rope_type="llama3", factor=8.0, low_freq_factor=1.0), "'llama3'"), (rope(rope_type="longrope"), "'longrope'"),
     (config(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), "'linear'"),
     (rope(rope_type=["yarn"]), "RoPE"), (rope(type="yarn"), "YaRN without a factor"),
-    (rope(type="yarn", factor="4"), "YaRN without a factor"),
+    (rope(type="yarn", factor="4"), "factor = '4'"),
     (rope(type="yarn", factor=4.0, mscale=0.7), "mscale"), (rope(type="yarn", factor=0.5), "YaRN needs"),
     (rope(type="yarn", factor=4.0, beta_fast="x"), "beta_fast"), (rope(type="yarn", factor=4.0, attention_factor="x"), "attention_factor"),
     (rope(type="yarn", factor=4.0, original_max_position_embeddings="x"), "original"),
     (rope(type="yarn", factor=float("inf")), "YaRN"),
     (config(rope_parameters=None, rope_theta="1e4"), "rope_theta"), (config(rope_parameters=None, rope_theta=-1), "rope_theta"),
     (config(rope_parameters=None, rope_theta=float("nan")), "rope_theta"),
+    (rope(type="yarn", factor=4.0, attention_factor=0), "YaRN needs"), (rope(type="yarn", factor=4.0, truncate=False), "truncate = False"),
+    (rope(type="yarn", factor=4.0, partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
+    (config(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
+    (config(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}), "partial_rotary_factor = 0.25"),
+    (config(rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 1e4}}), "for 'default': full_attention"),
+    (rope(factor=4.0), "for 'default': factor"), (rope(type="yarn", factor=4.0, rope_theta=7.0), "several rope_theta: 10000.0, 7.0"),
+    (config(rope_theta=5e5), "several rope_theta: 500000.0, 10000.0"), (config(rope_parameters=None, rope_theta=0), "rope_theta = 0.0"),
+    (config(rope_parameters=None, rope_theta=False), "rope_theta = False"),
+    (config(quantization_config={"quant_method": "gptq", "bits": 4}), "computes models without it"),
+    (config(dual_chunk_attention_config={"chunk_size": 262144}), "dual_chunk_attention_config"),
     (config(rope_scaling=[1]), "rope_scaling"), (config(rope_parameters="yarn"), "rope_parameters"),
     (text("[]"), "holds list, not an object"), (text("3"), "holds int, not an object"), (text("null"), "not an object"),
     (text("{"), "is not valid JSON"), (text(""), "is not valid JSON"),

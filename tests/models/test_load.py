@@ -67,7 +67,7 @@ def test_a_sharded_folder_is_laid_out_by_axes_and_equal_to_one_file():
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("asked", ["float32", "bfloat16"])
 def test_number_formats_are_converted_as_torch_does(stored, asked):
-  import torch
+  torch = pytest.importorskip("torch")
   folder, reference = hf_folder(stored)
   model, params = load(folder, asked)
   assert {str(x.dtype) for x in jax.tree.leaves(params)} == {asked}

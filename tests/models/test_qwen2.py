@@ -39,7 +39,7 @@ def test_logits_equal_torch(changes):
       num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, head_dim=c.head_dim, rms_norm_eps=c.norm_eps,
       rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta}, tie_word_embeddings=c.tied, attn_implementation="eager")
   peer = transformers.Qwen2ForCausalLM(config).eval()
-  state = {name: torch.from_numpy(value.copy()) for name, value in hf_from_params(model, params).items()}
+  state = {name: torch.from_numpy(value.copy()) for name, value in hf_from_params(model, params)}
   left = peer.load_state_dict(state, strict=False)
   assert not left.unexpected_keys and set(left.missing_keys) <= ({"lm_head.weight"} if c.tied else set())
 
@@ -59,7 +59,7 @@ def test_logits_equal_torch(changes):
 def test_hf_names_round_trip_and_complaints():
   model = small_model(tied=False)
   params = strong_params(model)
-  tensors = hf_from_params(model, params)
+  tensors = dict(hf_from_params(model, params))
   back = params_from_hf(model, tensors)
   jax.tree.map(np.testing.assert_array_equal, params, back)
   assert tensors["model.layers.2.self_attn.k_proj.weight"].shape == (16, 48)

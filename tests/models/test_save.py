@@ -238,17 +238,16 @@ def test_a_place_that_cannot_be_written(tmp_path):
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("other"), KeyboardInterrupt()],
                          ids=["disk", "other", "ctrl-c"])
 def test_a_save_that_fails_half_way_leaves_nothing(error, tmp_path, monkeypatch):
-  import safetensors.numpy
   module = importlib.import_module("gtpo_jax.models.save")  # the package has a function of that name
-  written, real = [], safetensors.numpy.save_file
+  written, real = [], module._write_tensors
 
-  def failing(tensors, file, *rest, **settings):
+  def failing(file, *rest):
     if len(written) == 2:
       raise error
     written.append(file)
-    real(tensors, file, *rest, **settings)
+    real(file, *rest)
 
-  monkeypatch.setattr(module, "save_file", failing)
+  monkeypatch.setattr(module, "_write_tensors", failing)
   if isinstance(error, OSError):
     assert refusal(tmp_path / "out", shard_bytes=20_000) == f"cannot write {str(tmp_path / 'out')!r}: No space left on device"
   else:
@@ -267,16 +266,16 @@ module = importlib.import_module("gtpo_jax.models.save")
 from gtpo_jax.models import PRESETS, Qwen2, init_params
 from gtpo_jax.parallel import single_device_mesh
 import dataclasses, jax
-real, count = module.save_file, 0
+real, count = module._write_tensors, 0
 
-def dying(tensors, file, **settings):
+def dying(*settings):
   global count
   count += 1
-  real(tensors, file, **settings)
+  real(*settings)
   if count == 3:
     os.kill(os.getpid(), signal.SIGKILL)
 
-module.save_file = dying
+module._write_tensors = dying
 model = Qwen2(dataclasses.replace(PRESETS["tiny"], vocab_size=64, width=32, heads=2, kv_heads=1, mlp=32, layers=1), single_device_mesh())
 module.save(model, init_params(model, jax.random.key(0)), None, sys.argv[1], shard_bytes=10_000)
 """

@@ -85,3 +85,44 @@ def test_a_folder_of_three_gigabytes_loads_in_little_more_than_its_arrays(tmp_pa
         f"{result['before'] / 2**30:.2f} of them before loading")
   assert result["arrays"] >= 2 * sum(int(np.prod(shape)) for shape in hf_shapes(model).values())
   assert above <= 1.5 * 2**30
+
+
+SAVE = """
+import dataclasses, gc, json, re, sys, time
+from pathlib import Path
+from gtpo_jax.start import prepare_jax
+prepare_jax()
+import jax, jax.numpy as jnp, numpy as np
+from gtpo_jax.models import PRESETS, Qwen2, abstract_params, save
+from gtpo_jax.models.lora import add_lora
+from gtpo_jax.models.presets import Lora
+from gtpo_jax.parallel import single_device_mesh
+
+def status(key):
+  return int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+out, dtype, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+config = dataclasses.replace(PRESETS["qwen2.5-0.5b"], param_dtype="bfloat16", compute_dtype="bfloat16", lora=Lora(rank))
+model, rng = Qwen2(config, single_device_mesh()), np.random.default_rng(0)
+block = rng.normal(0, 0.02, 1 << 20).astype(np.float32)
+params = jax.block_until_ready(jax.tree.map(lambda like: jnp.asarray(np.resize(block, like.shape).astype(like.dtype)),
+                                             abstract_params(model)))
+gc.collect()
+Path("/proc/self/clear_refs").write_text("5")  # the high water mark begins anew
+before, began = status("VmRSS"), time.perf_counter()
+save(model, params, None, out, dtype=dtype)
+print(json.dumps({"above": status("VmHWM") - before, "seconds": time.perf_counter() - began}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "rank"), [("bfloat16", 0), ("float32", 0), ("bfloat16", 16)])
+def test_a_save_holds_one_tensor_and_one_layer_beside_the_arrays(dtype, rank, tmp_path):
+  done = subprocess.run([sys.executable, "-c", SAVE, str(tmp_path / "out"), dtype, str(rank)], capture_output=True, text=True, timeout=600)
+  assert done.returncode == 0, done.stderr
+  result = json.loads(done.stdout.splitlines()[-1])
+  size = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
+  print(f"{dtype}, rank {rank}: {size / 2**30:.2f} GiB in {result['seconds']:.1f} s, host peak {result['above'] / 2**30:.2f} GiB above "
+        f"the arrays")
+  largest = 151936 * 896 * (2 if dtype == "bfloat16" else 4)
+  assert size >= 4.9e8 * (2 if dtype == "bfloat16" else 4) and result["above"] <= largest + 0.3 * 2**30

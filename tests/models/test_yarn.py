@@ -19,6 +19,7 @@ CASES = {
     "old": {"rope_theta": 100.0, "rope_scaling": {"type": "yarn", **BASE}},
     "old-without-original": {"rope_theta": 100.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
     "old-attention-factor": {"rope_theta": 100.0, "rope_scaling": {"rope_type": "yarn", "attention_factor": 1.3, **BASE}},
+    "old-theta-within": {"rope_scaling": {"type": "yarn", "rope_theta": 100.0, "truncate": True, "mscale": None, **BASE}},
     "new": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, **BASE}},
     "new-betas": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "beta_fast": 4, "beta_slow": 0.5, **BASE}},
     "new-factor": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, **BASE, "factor": 2.5, "attention_factor": 0.9}},
@@ -58,12 +59,13 @@ def test_greedy_text_equals_generate_across_the_border():
 def test_what_is_read_from_either_spelling():
   read = lambda case: read_config(folder_of(case)[0], "float32")
   assert read("old").yarn == read("old-without-original").yarn == read("new").yarn == Yarn(4.0, ORIGINAL)
-  assert read("old").rope_theta == read("new").rope_theta == 100.0
+  assert read("old").rope_theta == read("old-theta-within").rope_theta == read("new").rope_theta == 100.0
   assert read("new-betas").yarn == Yarn(4.0, ORIGINAL, 4.0, 0.5) and read("old-attention-factor").yarn.attention_factor == 1.3
   assert read("new").longest == 4 * ORIGINAL and read("new-factor").longest == 160
 
 
-@pytest.mark.parametrize("bad", [{"factor": 0.5}, {"original": 0}, {"beta_fast": 1.0}, {"beta_slow": 0.0}, {"factor": float("nan")}])
+@pytest.mark.parametrize("bad", [{"factor": 0.5}, {"original": 0}, {"beta_fast": 1.0}, {"beta_slow": 0.0}, {"factor": float("nan")},
+                                 {"attention_factor": 0.0}])
 def test_impossible_settings_are_refused(bad):
   with pytest.raises(UserError, match="YaRN needs factor >= 1"):
     Yarn(**{"factor": 4.0, "original": 64, **bad})

@@ -1,0 +1,101 @@
+"""Two real processes with one model between them write the folder that one process writes, byte for byte."""
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from gtpo_jax.data.chat import load_chat
+from gtpo_jax.models import load, save, save_adapter
+from gtpo_jax.models.lora import add_lora
+from gtpo_jax.models.presets import Lora, ModelConfig
+from gtpo_jax.models.qwen2 import Qwen2, init_params
+from gtpo_jax.parallel import single_device_mesh
+
+ROOT = Path(__file__).parents[2]
+CONFIG = ModelConfig(vocab_size=64, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, tied=False)
+
+CHILD = """
+import dataclasses, sys
+from pathlib import Path
+import jax
+port, rank, home = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{port}", 2, rank)
+from gtpo_jax.data.chat import load_chat
+from gtpo_jax.errors import UserError
+from gtpo_jax.models import Qwen2, load, save, save_adapter
+from gtpo_jax.models.lora import add_lora
+from gtpo_jax.models.presets import Lora
+from gtpo_jax.parallel import make_mesh
+assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (2, 4, 2)
+# The second process is given a place where it cannot write: it has nothing to write.
+model, params = load(home / "source", "float32", make_mesh(1, 2, 2))
+assert not params["layers"]["up"]["kernel"].is_fully_addressable
+out = home / "two" if rank == 0 else Path("/proc/nowhere")
+save(model, params, None if rank else load_chat().tokenizer, out, stop=[5], files={"README.md": "# card"}, shard_bytes=20_000)
+wide = Qwen2(dataclasses.replace(model.config, lora=Lora(2)), model.mesh)
+params = add_lora(wide, params, jax.random.key(1))
+save_adapter(wide, params, home / "two-adapters", "base")
+assert (home / "two-adapters" / "SHA256SUMS").exists()  # in every process
+save(wide, params, None, home / "two-merged", dtype="bfloat16")
+for other in (lambda: save(model, params, None, home / "source"), lambda: save_adapter(wide, params, home / "source", "base")):
+  try:
+    other()
+  except UserError as error:
+    print("refused:", error)
+"""
+
+
+def contents(folder):
+  return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+  """A folder of what two processes wrote, and the refusals that each of them saw."""
+  home = tmp_path_factory.mktemp("processes")
+  plain = Qwen2(CONFIG, single_device_mesh())
+  save(plain, init_params(plain, jax.random.key(0)), None, home / "source")
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = free.getsockname()[1]
+  environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2"}
+  children = [subprocess.Popen([sys.executable, "-c", CHILD, str(port), str(rank), home], cwd=ROOT, env=environment, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
+  try:
+    said = [child.communicate(timeout=120) for child in children]
+  finally:
+    for child in children:
+      child.kill()
+  assert [child.returncode for child in children] == [0, 0], said[0][1][-3000:] + said[1][1][-3000:]
+  return home, [[line for line in out.splitlines() if line.startswith("refused: ")] for out, _ in said]
+
+
+def test_two_processes_write_what_one_writes(two):
+  home, _ = two
+  model, params = load(home / "source", "float32")
+  save(model, params, load_chat().tokenizer, home / "one", stop=[5], files={"README.md": "# card"}, shard_bytes=20_000)
+  assert contents(home / "one") == contents(home / "two") and len(contents(home / "one")) > 8
+
+
+def test_adapters_and_what_they_are_merged_into(two):
+  home, _ = two
+  model, params = load(home / "source", "float32")
+  wide = Qwen2(dataclasses.replace(model.config, lora=Lora(2)), model.mesh)
+  params = add_lora(wide, params, jax.random.key(1))
+  save_adapter(wide, params, home / "one-adapters", "base")
+  save(wide, params, None, home / "one-merged", dtype="bfloat16")
+  assert contents(home / "one-adapters") == contents(home / "two-adapters")
+  assert contents(home / "one-merged") == contents(home / "two-merged")
+
+
+def test_a_refusal_is_one_everywhere_and_nothing_is_left(two):
+  home, (first, second) = two
+  assert len(first) == len(second) == 2 and all("holds something already" in line for line in first)
+  assert all(line.startswith(f"refused: cannot write '{home / 'source'}'") for line in second)
+  assert not list(home.glob(".*"))
