@@ -6,6 +6,7 @@ which mesh axis each word is split over. One device is the 1 x 1 x 1 mesh and ru
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -73,9 +74,9 @@ def axis_size(mesh: Mesh, logical: str | None) -> int:
   return int(np.prod([mesh.shape[name] for name in names], dtype=int))
 
 
-def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:
-  """Logical axis names, one a dimension, to the mesh axes they are split over."""
-  return PartitionSpec(*(RULES[axis] for axis in axes))
+def partition_spec(axes: Sequence[str | None | EllipsisType]) -> PartitionSpec:
+  """Logical axis names, one a dimension, to the mesh axes they are split over; `...` leaves a dimension to the compiler."""
+  return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if axis is ... else RULES[axis] for axis in axes))
 
 
 def named_sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
@@ -83,7 +84,7 @@ def named_sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
   return NamedSharding(mesh, partition_spec(axes))
 
 
-def constrain(x: jax.Array, mesh: Mesh, *axes: str | None) -> jax.Array:
+def constrain(x: jax.Array, mesh: Mesh, *axes: str | None | EllipsisType) -> jax.Array:
   """Asks the compiler to lay `x` out by its logical axes. The identity in value."""
   return jax.lax.with_sharding_constraint(x, named_sharding(mesh, *axes))
 

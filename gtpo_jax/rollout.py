@@ -17,7 +17,7 @@ from gtpo_jax.errors import UserError
 from gtpo_jax.judging import Judge, Judgement
 from gtpo_jax.models.folder import find
 from gtpo_jax.models.qwen2 import Params, Qwen2, Unstacked, param_shardings
-from gtpo_jax.parallel import fetch, make_mesh
+from gtpo_jax.parallel import fetch, make_mesh, shard_batch
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.filters import Sampler
 
@@ -85,7 +85,7 @@ class Actor:
   def answer(self, policy: Policy, problems: Sequence[Problem], key: jax.Array, group: int, sampler: Sampler) -> Rollouts:
     """Samples `group` completions of each problem; returns when they are done."""
     prompts = [self.encode(problem) for problem in problems]
-    return jax.block_until_ready(policy.engine.sample(policy.params, prompts, key, group=group, sampler=sampler))
+    return shard_batch(policy.engine.sample(policy.params, prompts, key, group=group, sampler=sampler), self.model.mesh)
 
   def judged(self, rollouts: Rollouts, problems: Sequence[Problem]) -> tuple[list[list[str]], Judgement]:
     """The completions as text [n][g], and what was found of them."""

@@ -1,6 +1,7 @@
-"""Sampling for its callers: prompts as lists of token ids in, rollouts out."""
+"""Sampling for its callers: prompts as lists of token ids in, completions out as they end."""
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
@@ -13,8 +14,64 @@ from gtpo_jax.errors import UserError
 from gtpo_jax.models.lora import merge_lora, without_lora
 from gtpo_jax.models.qwen2 import Params, Qwen2, Unstacked, sampling_layout
 from gtpo_jax.parallel import batch_shards, shard_batch
-from gtpo_jax.sampling.decode import advance, begin, generate, rollouts
+from gtpo_jax.sampling.cache import Seats, Slots, empty, resized
+from gtpo_jax.sampling.decode import Chunk, decode_chunk, read_prompts
 from gtpo_jax.sampling.filters import Sampler
+from gtpo_jax.sampling.slots import Schedule, room
+
+PREFILL_TOKENS = 8192  # prompt tokens that one shard reads at once
+LEAST = 64             # the shortest length that arrays are made for; others double it
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """How much is sampled at once.
+
+  Attributes:
+    slots: completions that run side by side, over all devices; 0 for 64 a device of the batch axes on CPU, 256 elsewhere.
+    chunk: tokens between two looks of the host; 0 for 16 on CPU, 64 elsewhere.
+    kv_dtype: what keys and values are kept as: float32, bfloat16, int8; "" for the model's compute type.
+  """
+
+  slots: int = 0
+  chunk: int = 0
+  kv_dtype: str = ""
+
+  def __post_init__(self):
+    if self.slots < 0:
+      raise UserError(f"sampling.slots must be at least 1, or 0 to choose by the machine; got {self.slots}")
+    if self.chunk < 0:
+      raise UserError(f"sampling.chunk must be at least 1, or 0 to choose by the machine; got {self.chunk}")
+    if self.kv_dtype not in ("", "float32", "bfloat16", "int8"):
+      raise UserError(f"sampling.kv_dtype must be float32, bfloat16, int8 or empty, got {self.kv_dtype!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sheet:
+  """Completions of one call on the host, while they are written: arrays that fill up, [n, g, t] or [n, g]."""
+
+  tokens: np.ndarray           # i32[n, g, t]; the padding id where nothing is written
+  mask: np.ndarray             # bool[n, g, t]
+  log_probs: np.ndarray        # f32[n, g, t], nats, as `Rollouts`
+  entropy: np.ndarray          # f32[n, g, t], nats, as `Rollouts`
+  drawn_log_probs: np.ndarray  # f32[n, g, t], nats, of the distribution that was drawn from: penalty and filters applied
+  plain_log_probs: np.ndarray  # f32[n, g, t], nats, at temperature 1
+  finished: np.ndarray         # bool[n, g], ended with a stop token
+
+  @classmethod
+  def blank(cls, n: int, g: int, t: int, pad: int) -> Sheet:
+    """A sheet with nothing written."""
+    number = lambda: np.zeros((n, g, t), np.float32)
+    return cls(np.full((n, g, t), pad, np.int32), np.zeros((n, g, t), bool), number(), number(), number(), number(), np.zeros((n, g), bool))
+
+  def write(self, which: np.ndarray, start: np.ndarray, chunk: Chunk) -> None:
+    """Enters what a chunk wrote in the slots of completions `which` i32[s, 2], from token `start` i32[s] on."""
+    step, slot = np.nonzero(chunk.mask)
+    place = (*which[slot].T, start[slot] + step)
+    self.mask[place] = True
+    for field in ("tokens", "log_probs", "entropy", "drawn_log_probs", "plain_log_probs"):
+      getattr(self, field)[place] = getattr(chunk, field)[step, slot]
+    self.finished[tuple(which[chunk.stopped].T)] = True
 
 
 def pad_prompts(ids: Sequence[Sequence[int]], width: int, pad: int) -> Prompts:
@@ -33,65 +90,137 @@ def pad_prompts(ids: Sequence[Sequence[int]], width: int, pad: int) -> Prompts:
   return Prompts(tokens, np.asarray([len(prompt) for prompt in ids], np.int32))
 
 
-class Engine:
-  """Compiled sampling for one model on one mesh.
+def lengths(most: int) -> list[int]:
+  """The lengths that arrays for up to `most` positions are made of: few, so that few programs are compiled."""
+  sizes = [LEAST]
+  while sizes[-1] < most:
+    sizes.append(2 * sizes[-1])
+  return [size for size in sizes if 4 * size <= 3 * most] + [most]
 
-  Shapes come from a small fixed set: prompts are always padded to `max_prompt_tokens`, completions to `max_tokens`, so that
-  batches of other lengths compile nothing.
+
+class Engine:
+  """Compiled sampling for one model on one mesh: continuous batching over a fixed number of slots.
+
+  Each prompt is read once, and its keys and values are kept once for its whole group. A chunk of tokens is decoded in every slot without
+  the host; between chunks finished slots take the next completions. Keys and values take the room that the longest of the running
+  completions needs, and when nothing waits any more, slots that have run dry are given up. All shapes come from a small fixed set.
   """
 
   def __init__(self, model: Qwen2, stop: Sequence[int], pad: int, max_prompt_tokens: int, max_tokens: int,
-               words: int | None = None):
+               words: int | None = None, limits: Limits = Limits()):
     self.model, self.pad = without_lora(model), pad
     self.max_prompt_tokens, self.max_tokens = max_prompt_tokens, max_tokens
-    self._stop = jnp.asarray(sorted(stop), jnp.int32)
+    self._stop = np.asarray(sorted(stop), np.int32)
+    cpu = model.mesh.devices.flat[0].platform == "cpu"
+    self._shards = batch_shards(model.mesh)
+    self._slots = limits.slots or (64 if cpu else 256) * self._shards
+    self._chunk = min(limits.chunk or (16 if cpu else 64), max_tokens)
+    self._widths = [size + self._chunk for size in lengths(self.max_tokens)]
+    self._kv_dtype = limits.kv_dtype or model.config.compute_dtype
     self._layout = jax.jit(lambda params: sampling_layout(self.model, merge_lora(model, params)))
-    self._words = words
-    self._generate = jax.jit(functools.partial(_generate, self.model, words), static_argnames=("sampler", "group", "max_tokens"))
+    self._empty = jax.jit(functools.partial(empty, self.model), static_argnums=(0, 1, 2, 3))
+    self._read = jax.jit(functools.partial(read_prompts, self.model), donate_argnums=1)
+    self._decode = jax.jit(functools.partial(decode_chunk, self.model, chunk=self._chunk, words=words), static_argnames="sampler",
+                           donate_argnums=2)
+    self._resized = jax.jit(functools.partial(resized, self.model), static_argnums=2)
+    self._keys = jax.jit(lambda key, n, g: jax.random.key_data(completion_keys(key, n, g)), static_argnums=(1, 2))
 
   def layout(self, params: Params) -> Unstacked:
     """The parameters as sampling wants them, adapters merged; make it once and sample many batches from it."""
     return self._layout(params)
 
-  def sample(self, params: Unstacked, prompts: Sequence[Sequence[int]], key: jax.Array, *, group: int,
-             sampler: Sampler) -> Rollouts:
-    """Samples `group` completions of each prompt.
-
-    Completion (i, j) is drawn with `fold_in(fold_in(key, i), j)`: it depends on the key, the prompt's place and its own
-    number, not on the mesh or on the completions beside it.
+  def sample(self, params: Unstacked, prompts: Sequence[Sequence[int]], key: jax.Array, *, group: int, sampler: Sampler) -> Rollouts:
+    """Samples `group` completions of each prompt; see `write`.
 
     Returns:
-      Rollouts with n the number of prompts, [n, group, max_tokens], on the mesh. Rows that fill up an uneven batch are cut.
+      Rollouts [n, group, max_tokens] in host arrays.
     """
-    n = len(prompts)
-    shards = batch_shards(self.model.mesh)
-    filled = [*prompts, *[prompts[-1]] * (-n % shards)]
-    padded = shard_batch(pad_prompts(filled, self.max_prompt_tokens, self.pad), self.model.mesh)
-    written = self._generate(params, padded, key, self._stop, jnp.int32(self.pad), sampler=sampler, group=group,
-                             max_tokens=self.max_tokens)
-    return written if len(filled) == n else jax.tree.map(lambda x: x[:n], written)
+    sheet = None
+    for sheet, _ in self.write(params, prompts, key, group=group, sampler=sampler):
+      pass
+    return self.rollouts(sheet, prompts)
 
-  def stream(self, params: Unstacked, prompt: Sequence[int], key: jax.Array, *, group: int, sampler: Sampler,
-             chunk: int = 4) -> Iterator[Rollouts]:
-    """The same completions of one prompt as `sample` gives, a few tokens at a time: yields the rollouts so far, [1, group, t]."""
-    shards = batch_shards(self.model.mesh)
-    prompts = shard_batch(pad_prompts([prompt] * shards, self.max_prompt_tokens, self.pad), self.model.mesh)
-    model, pad, keys = self.model, jnp.int32(self.pad), completion_keys(key, shards, group)
-    begun = jax.jit(lambda params: begin(model, params, prompts, group, pad, self.max_tokens))(params)
-    more = jax.jit(lambda params, begun, until: advance(model, params, prompts, begun, keys, self._stop, pad, sampler, until, self._words),
-                   donate_argnums=1)
-    for until in range(chunk, self.max_tokens + chunk, chunk):
-      begun = more(params, begun, jnp.int32(min(until, self.max_tokens)))
-      so_far = jax.tree.map(lambda x: jnp.array(x[:1]), rollouts(model, prompts, begun))  # copies: `begun` is given away
-      yield so_far
-      if bool(so_far.finished.all()):
+  def rollouts(self, sheet: Sheet, prompts: Sequence[Sequence[int]]) -> Rollouts:
+    """What a sheet holds of its prompts, in host arrays."""
+    return Rollouts(pad_prompts(prompts, self.max_prompt_tokens, self.pad), sheet.tokens, sheet.mask, sheet.log_probs, sheet.entropy,
+                    sheet.finished)
+
+  def write(self, params: Unstacked, prompts: Sequence[Sequence[int]], key: jax.Array, *, group: int, sampler: Sampler,
+            every: int | None = None) -> Iterator[tuple[Sheet, list[tuple[int, int]]]]:
+    """Samples `group` completions of each prompt, and shows them as they are written.
+
+    Completion (i, j) is drawn with `fold_in(fold_in(key, i), j)`: it depends on the key, the prompt's place and its own number, not on
+    slots, mesh or the completions beside it. It may have `max_tokens`, or what the model's context leaves behind the prompt.
+
+    Args:
+      params: from `layout`.
+      prompts: token ids, n lists.
+      key: typed PRNG key.
+      group: completions of each prompt.
+      sampler: how tokens are drawn.
+      every: looks after so many tokens, if that is sooner than the engine's own chunk.
+
+    Yields:
+      The sheet, always the same object, after each chunk (once, blank, before the first), and the (prompt, number) that have ended since.
+
+    Raises:
+      UserError: a prompt is empty, over `max_prompt_tokens` or over the model's context.
+    """
+    pad_prompts(prompts, self.max_prompt_tokens, self.pad)
+    context, have = self.model.config.longest, [len(prompt) for prompt in prompts]
+    if max(have, default=0) > context:
+      raise UserError(f"a prompt has {max(have)} tokens, over the model's context of {context}; shorten it")
+    limits = [min(self.max_tokens, context - length) for length in have]
+    sheet = Sheet.blank(len(prompts), group, self.max_tokens, self.pad)
+    yield sheet, [(i, j) for i, limit in enumerate(limits) if not limit for j in range(group)]
+    if not any(limits):
+      return
+    keys = np.asarray(self._keys(key, len(prompts), group))
+    schedule = Schedule(room(len(prompts), group, self._shards, self._slots), have, limits, keys)
+    width = next(size for size in lengths(self.max_prompt_tokens) if size >= max(have))
+    until = np.int32(min(every or self._chunk, self._chunk))
+    seats = Seats(*self._empty(schedule.room.shards * schedule.room.seats, width, self._kv_dtype, sampler.penalises))
+    slots, reads = None, max(min(schedule.room.seats, PREFILL_TOKENS // width), 1)
+    while True:
+      while any(seated := schedule.fill(reads)):
+        seats = self._read(params, seats, *_padded(seated, prompts, reads, width, schedule.room.seats, self.pad))
+      if not schedule.live.any():
         return
+      slots = self._fitted(slots, schedule, sampler)
+      control, busy = schedule.control(), int(schedule.live.sum())
+      spare = np.int32(max(busy // 8, 1) if schedule.waiting else busy)
+      slots, chunk = self._decode(params, seats, slots, control, self._stop, sampler=sampler, until=until, spare=spare)
+      chunk = jax.device_get(chunk)
+      which, written = schedule.completion.copy(), chunk.mask.sum(0)
+      sheet.write(which, control.written, chunk)
+      ended = control.live & (chunk.stopped | (control.written + written >= control.limit))
+      schedule.advance(written, ended)
+      yield sheet, [(i, j) for i, j in which[ended].tolist()]
+
+  def _fitted(self, slots: Slots | None, schedule: Schedule, sampler: Sampler) -> Slots:
+    """The slots with room for the next chunk: new ones, or the same made longer, shorter or fewer."""
+    need = int(schedule.written.max()) + self._chunk
+    width = next(size for size in self._widths if size >= need)
+    if slots is None:
+      return Slots(*self._empty(schedule.room.shards * schedule.room.slots, width, self._kv_dtype, sampler.penalises))
+    have = slots.kv[0].k.shape[3]
+    width = width if width > have or 4 * width <= have else have
+    fewer = schedule.room.slots
+    if not schedule.waiting:
+      busy = int(schedule.live.reshape(self._shards, -1).sum(1).max())
+      while fewer >= 4 and busy <= fewer // 4:
+        fewer //= 4
+    if (width, fewer) == (have, schedule.room.slots):
+      return slots
+    return self._resized(slots, schedule.shrink(fewer), width)
 
 
-def _generate(model: Qwen2, words: int | None, params: Unstacked, prompts: Prompts, key: jax.Array, stop: jax.Array, pad: jax.Array, *,
-              sampler: Sampler, group: int, max_tokens: int) -> Rollouts:
-  return generate(model, params, prompts, completion_keys(key, prompts.tokens.shape[0], group), stop, pad, sampler, max_tokens,
-                  words)
+def _padded(seated: list[list[tuple[int, int]]], prompts: Sequence[Sequence[int]], reads: int, width: int, seats: int,
+            pad: int) -> tuple[Prompts, np.ndarray]:
+  """The prompts that take seats, `reads` rows a shard, and their seats i32[shards, reads]; rows that are not needed get none."""
+  rows = [row for shard in seated for row in shard + [(seats, -1)] * (reads - len(shard))]
+  ids = [prompts[prompt] if prompt >= 0 else [pad] for _, prompt in rows]
+  return pad_prompts(ids, width, pad), np.asarray([seat for seat, _ in rows], np.int32).reshape(len(seated), reads)
 
 
 def completion_keys(key: jax.Array, n: int, g: int) -> jax.Array:

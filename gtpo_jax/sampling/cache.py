@@ -1,0 +1,138 @@
+"""Keys and values while sampling: prompts in seats, completions in slots, and what a query of a slot sees of both.
+
+Slots and seats are split over the batch axes of the mesh. Everything that moves between a slot and its prompt's seat moves within one
+shard, so that no device waits for another.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gtpo_jax.models.attention import KV, Seen, Source, join, look
+from gtpo_jax.models.presets import DTYPES
+from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.parallel import axis_size, batch_shards, constrain
+
+
+class Seats(NamedTuple):
+  """Prompts that have been read; their last token is at position p-1."""
+
+  kv: list[KV]             # per layer [m, 1, k, p, e]
+  hidden: jax.Array        # [m, 1, 1, d], predicts the first token of a completion
+  seen: jax.Array | None   # bool[m, v], the prompt's tokens; None where no sampler asks
+
+
+class Slots(NamedTuple):
+  """Completions on their way, the first token at position 0."""
+
+  kv: list[KV]             # per layer [s, 1, k, w, e]
+  hidden: jax.Array        # [s, 1, 1, d], predicts the next token
+  seen: jax.Array | None   # bool[s, v], tokens of prompt and completion
+
+
+def empty(model: Qwen2, rows: int, length: int, dtype: str, seen: bool) -> tuple[list[KV], jax.Array, jax.Array | None]:
+  """The fields of `Seats` or `Slots`, zeroed: `rows` of them with `length` positions, kept as `dtype`."""
+  c = model.config
+  kv = jnp.zeros((rows, 1, c.kv_heads, length, c.head_dim), jnp.int8 if dtype == "int8" else DTYPES[dtype])
+  scale = jnp.zeros(kv.shape[:-1], jnp.float32) if dtype == "int8" else None
+  return ([_placed(model, KV(kv, kv, scale, scale)) for _ in range(c.layers)],
+          constrain(jnp.zeros((rows, 1, 1, c.width), DTYPES[c.compute_dtype]), model.mesh, "batch"),
+          constrain(jnp.zeros((rows, c.vocab_size), bool), model.mesh, "batch") if seen else None)
+
+
+def kept_as(kv: KV, like: KV) -> KV:
+  """Keys and values in the type of a cache; int8 with one scale a head and position."""
+  if like.k_scale is None:
+    return KV(kv.k.astype(like.k.dtype), kv.v.astype(like.v.dtype))
+  (k, k_scale), (v, v_scale) = _quantised(kv.k), _quantised(kv.v)
+  return KV(k, v, k_scale, v_scale)
+
+
+def take_seats(model: Qwen2, seats: Seats, kv: list[KV], hidden: jax.Array, seen: jax.Array | None, at: jax.Array) -> Seats:
+  """Puts newly read prompts, [b, ...], into the seats `at` i32[shards, b / shards] within their shards; places past the last are left out."""
+  put = lambda all_, new: within_shards(model, lambda all_, new, at: all_.at[at].set(new, mode="drop"), all_, new, at.reshape(-1))
+  layers = [_placed(model, jax.tree.map(put, old, kept_as(new, old))) for old, new in zip(seats.kv, kv, strict=True)]
+  return Seats(layers, put(seats.hidden, hidden), None if seats.seen is None else put(seats.seen, seen))
+
+
+def write_back(model: Qwen2, caches: list[KV], chunk: list[KV], start: jax.Array) -> list[KV]:
+  """Writes a chunk's keys and values [s, 1, k, c, e] into the slots' caches, from position `start` i32[s] on."""
+  def write(old: jax.Array, new: jax.Array) -> jax.Array:
+    put = lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=2)
+    return within_shards(model, jax.vmap(put), old, new, start)
+
+  return [_placed(model, jax.tree.map(write, old, kept_as(new, old))) for old, new in zip(caches, chunk, strict=True)]
+
+
+def resized(model: Qwen2, slots: Slots, order: jax.Array, width: int) -> Slots:
+  """The slots `order` i32[shards, s' / shards] of each shard, with room for `width` positions."""
+  keep = lambda x: within_shards(model, lambda x, at: x[at], x, order.reshape(-1))
+  def fit(x: jax.Array) -> jax.Array:
+    have = x.shape[3]
+    return x[:, :, :, :width] if width <= have else jnp.pad(x, [(0, width - have if axis == 3 else 0) for axis in range(x.ndim)])
+
+  return Slots([_placed(model, jax.tree.map(lambda x: fit(keep(x)), kv)) for kv in slots.kv],
+               *jax.tree.map(keep, (slots.hidden, slots.seen)))
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+  """Where each slot looks during one chunk: its prompt's seat, what it wrote before the chunk, what it wrote since."""
+
+  model: Qwen2
+  seats: list[KV]       # per layer [m, 1, k, p, e]
+  past: list[KV]        # per layer [s, 1, k, w, e]
+  place: jax.Array      # i32[s], seat * rows + row within the shard
+  slot: jax.Array       # i32[m, rows], the slot of each row, within the shard
+  seated: jax.Array     # bool[m, 1, 1, p]
+  before: jax.Array     # bool[s, 1, 1, w]
+
+  def attend(self, chunk: list[KV], step: jax.Array) -> Callable[[int, jax.Array, KV], tuple[jax.Array, KV]]:
+    """The `attend` of `decode_step` at position `step` i32[] of the chunk, of which [s, 1, k, c, e] a layer is kept."""
+    precision = self.model.config.matmul_precision
+    so_far = (jnp.arange(chunk[0].k.shape[3]) <= step)[None, None, None]
+
+    def attend(layer: int, q: jax.Array, new: KV) -> tuple[jax.Array, KV]:
+      written = KV(*(jax.lax.dynamic_update_slice_in_dim(old, fresh, step, axis=3)
+                     for old, fresh in zip(chunk[layer][:2], new[:2], strict=True)))
+      parts = [self._prompt(q, layer, precision), look(q, Source(self.past[layer], self.before), precision),
+               look(q, Source(written, so_far), precision)]
+      return join(parts).astype(q.dtype), written
+
+    return attend
+
+  def _prompt(self, q: jax.Array, layer: int, precision: str) -> Seen:
+    """What each slot's queries see of their prompt. The queries go to the seat and what they saw comes back: a prompt's keys and values
+    are read once for all the slots that look at it."""
+    m, rows = self.slot.shape
+    at_seats = within_shards(self.model, lambda x, at: x[at], q[:, 0], self.slot.reshape(-1)).reshape(m, rows, *q.shape[2:])
+    seen = look(at_seats, Source(self.seats[layer], self.seated), precision)
+    back = lambda x: within_shards(self.model, lambda x, at: x[at], x.reshape(m * rows, *x.shape[2:]), self.place)[:, None]
+    return Seen(*map(back, seen))
+
+
+def within_shards(model: Qwen2, function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+  """Applies `function` to each shard's part of the arrays [shards * n, ...], and puts the results together."""
+  shards = batch_shards(model.mesh)
+  if shards == 1:
+    return function(*arrays)
+  rows = lambda x: constrain(x, model.mesh, "batch", *[...] * (x.ndim - 1))
+  out = jax.vmap(function)(*(rows(x.reshape(shards, -1, *x.shape[1:])) for x in arrays))
+  return rows(out.reshape(-1, *out.shape[2:]))
+
+
+def _placed(model: Qwen2, kv: KV) -> KV:
+  """Laid out over the mesh: rows over the batch axes, heads over the tensor axis where they divide."""
+  heads = None if model.config.kv_heads % axis_size(model.mesh, "kv_heads") else "kv_heads"
+  return jax.tree.map(lambda x: constrain(x, model.mesh, "batch", None, heads), kv)
+
+
+def _quantised(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """f[..., e] as int8 and f32[...] scales, x ~ int8 * scale, the largest of each row at 127."""
+  scale = jnp.abs(x).max(-1).astype(jnp.float32) / 127
+  rounded = jnp.round(x.astype(jnp.float32) / jnp.where(scale > 0, scale, 1)[..., None])
+  return rounded.astype(jnp.int8), scale
