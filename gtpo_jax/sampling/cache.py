@@ -68,15 +68,16 @@ def write_back(model: Qwen2, caches: list[KV], chunk: list[KV], start: jax.Array
   return [_placed(model, jax.tree.map(write, old, kept_as(new, old))) for old, new in zip(caches, chunk, strict=True)]
 
 
-def resized(model: Qwen2, slots: Slots, order: jax.Array, width: int) -> Slots:
-  """The slots `order` i32[shards, s' / shards] of each shard, with room for `width` positions."""
-  keep = lambda x: within_shards(model, lambda x, at: x[at], x, order.reshape(-1))
-  def fit(x: jax.Array) -> jax.Array:
-    have = x.shape[3]
-    return x[:, :, :, :width] if width <= have else jnp.pad(x, [(0, width - have if axis == 3 else 0) for axis in range(x.ndim)])
+def longer(model: Qwen2, slots: Slots, width: int) -> Slots:
+  """The slots with room for `width` positions each."""
+  pad = lambda x: jnp.pad(x, [(0, width - x.shape[3] if axis == 3 else 0) for axis in range(x.ndim)])
+  return slots._replace(kv=[_placed(model, jax.tree.map(pad, kv)) for kv in slots.kv])
 
-  return Slots([_placed(model, jax.tree.map(lambda x: fit(keep(x)), kv)) for kv in slots.kv],
-               *jax.tree.map(keep, (slots.hidden, slots.seen)))
+
+def fewer(model: Qwen2, slots: Slots, order: jax.Array) -> Slots:
+  """Only the slots `order` i32[shards, s' / shards] of each shard."""
+  keep = lambda x: within_shards(model, lambda x, at: x[at], x, order.reshape(-1))
+  return Slots([_placed(model, jax.tree.map(keep, kv)) for kv in slots.kv], *jax.tree.map(keep, (slots.hidden, slots.seen)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,11 @@ from gtpo_jax.arrays import Prompts, Rollouts
 from gtpo_jax.errors import UserError
 from gtpo_jax.models.lora import merge_lora, without_lora
 from gtpo_jax.models.qwen2 import Params, Qwen2, Unstacked, sampling_layout
-from gtpo_jax.parallel import batch_shards, shard_batch
-from gtpo_jax.sampling.cache import Seats, Slots, empty, resized
+from gtpo_jax.parallel import batch_shards
+from gtpo_jax.sampling.cache import Seats, Slots, empty, fewer, longer
 from gtpo_jax.sampling.decode import Chunk, decode_chunk, read_prompts
 from gtpo_jax.sampling.filters import Sampler
-from gtpo_jax.sampling.slots import Schedule, room
+from gtpo_jax.sampling.slots import Room, Schedule, room
 
 PREFILL_TOKENS = 8192  # prompt tokens that one shard reads at once
 LEAST = 64             # the shortest length that arrays are made for; others double it
@@ -113,7 +113,7 @@ class Engine:
     self._stop = np.asarray(sorted(stop), np.int32)
     cpu = model.mesh.devices.flat[0].platform == "cpu"
     self._shards = batch_shards(model.mesh)
-    self._slots = limits.slots or (64 if cpu else 256) * self._shards
+    self._most = limits.slots or (64 if cpu else 256) * self._shards
     self._chunk = min(limits.chunk or (16 if cpu else 64), max_tokens)
     self._widths = [size + self._chunk for size in lengths(self.max_tokens)]
     self._kv_dtype = limits.kv_dtype or model.config.compute_dtype
@@ -122,7 +122,8 @@ class Engine:
     self._read = jax.jit(functools.partial(read_prompts, self.model), donate_argnums=1)
     self._decode = jax.jit(functools.partial(decode_chunk, self.model, chunk=self._chunk, words=words), static_argnames="sampler",
                            donate_argnums=2)
-    self._resized = jax.jit(functools.partial(resized, self.model), static_argnums=2)
+    self._longer = jax.jit(functools.partial(longer, self.model), static_argnums=1)
+    self._fewer = jax.jit(functools.partial(fewer, self.model))
     self._keys = jax.jit(lambda key, n, g: jax.random.key_data(completion_keys(key, n, g)), static_argnums=(1, 2))
 
   def layout(self, params: Params) -> Unstacked:
@@ -176,11 +177,10 @@ class Engine:
     if not any(limits):
       return
     keys = np.asarray(self._keys(key, len(prompts), group))
-    schedule = Schedule(room(len(prompts), group, self._shards, self._slots), have, limits, keys)
+    schedule = Schedule(room(len(prompts), group, self._shards, self._most), have, limits, keys)
     width = next(size for size in lengths(self.max_prompt_tokens) if size >= max(have))
     until = np.int32(min(every or self._chunk, self._chunk))
-    seats = Seats(*self._empty(schedule.room.shards * schedule.room.seats, width, self._kv_dtype, sampler.penalises))
-    slots, reads = None, max(min(schedule.room.seats, PREFILL_TOKENS // width), 1)
+    seats, slots, reads = self._seats(schedule.room, width, sampler), None, _reads(schedule.room, width)
     while True:
       while any(seated := schedule.fill(reads)):
         seats = self._read(params, seats, *_padded(seated, prompts, reads, width, schedule.room.seats, self.pad))
@@ -198,21 +198,50 @@ class Engine:
       yield sheet, [(i, j) for i, j in which[ended].tolist()]
 
   def _fitted(self, slots: Slots | None, schedule: Schedule, sampler: Sampler) -> Slots:
-    """The slots with room for the next chunk: new ones, or the same made longer, shorter or fewer."""
+    """The slots with room for the next chunk: new ones, or the same made longer; a quarter of them where no more are needed."""
     need = int(schedule.written.max()) + self._chunk
-    width = next(size for size in self._widths if size >= need)
     if slots is None:
-      return Slots(*self._empty(schedule.room.shards * schedule.room.slots, width, self._kv_dtype, sampler.penalises))
-    have = slots.kv[0].k.shape[3]
-    width = width if width > have or 4 * width <= have else have
-    fewer = schedule.room.slots
-    if not schedule.waiting:
-      busy = int(schedule.live.reshape(self._shards, -1).sum(1).max())
-      while fewer >= 4 and busy <= fewer // 4:
-        fewer //= 4
-    if (width, fewer) == (have, schedule.room.slots):
-      return slots
-    return self._resized(slots, schedule.shrink(fewer), width)
+      return self._slots(schedule.room, self._widths[0], sampler)
+    while (have := slots.kv[0].k.shape[3]) < need:
+      slots = self._longer(slots, self._widths[self._widths.index(have) + 1])
+    busy = 0 if schedule.waiting else int(schedule.live.reshape(self._shards, -1).sum(1).max())
+    while busy and 4 * busy <= schedule.room.slots:
+      slots = self._fewer(slots, schedule.shrink(schedule.room.slots // 4))
+    return slots
+
+  def _slots(self, room: Room, width: int, sampler: Sampler) -> Slots:
+    return Slots(*self._empty(room.shards * room.slots, width, self._kv_dtype, sampler.penalises))
+
+  def _seats(self, room: Room, width: int, sampler: Sampler) -> Seats:
+    return Seats(*self._empty(room.shards * room.seats, width, self._kv_dtype, sampler.penalises))
+
+  def warm_up(self, params: Unstacked, prompts: int, *, group: int, sampler: Sampler) -> None:
+    """Compiles every program that sampling `prompts` x `group` completions may need, so that none is compiled later."""
+    limit = min(self.max_prompt_tokens, self.model.config.longest)
+    for width in lengths(limit):
+      place = room(prompts, group, self._shards, self._most)
+      reads = _reads(place, width)
+      seats = self._read(params, self._seats(place, width, sampler),
+                         *_padded([[] for _ in range(place.shards)], [], reads, width, place.seats, self.pad))
+      while True:
+        schedule, slots = Schedule(place, [1], [0], np.zeros((1, group, 2), np.uint32)), self._slots(place, self._widths[0], sampler)
+        rest, less = schedule.control(), place.slots // 4
+        order = schedule.shrink(less) if less else None
+        for wider in [*self._widths[1:], None]:
+          slots, _ = self._decode(params, seats, slots, rest, self._stop, sampler=sampler, until=np.int32(0), spare=np.int32(1))
+          if less:
+            self._fewer(slots, order)
+          if wider:
+            slots = self._longer(slots, wider)
+        if not less:
+          break
+        place = place._replace(slots=less)
+    jax.block_until_ready(slots)
+
+
+def _reads(room: Room, width: int) -> int:
+  """How many prompts of `width` tokens a shard reads at once."""
+  return max(min(room.seats, PREFILL_TOKENS // width), 1)
 
 
 def _padded(seated: list[list[tuple[int, int]]], prompts: Sequence[Sequence[int]], reads: int, width: int, seats: int,

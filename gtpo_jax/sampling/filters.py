@@ -80,20 +80,19 @@ class Sampler:
       keys: typed PRNG keys [...]; not used at temperature 0.
       seen: bool[..., v], the tokens written before; read where there is a repetition penalty.
     """
-    scaled = logits / self.policy_temperature
-    peak, weights, total = _weights(scaled)
-    entropy = jnp.log(total) - jnp.where(weights > 0, weights * (scaled - peak), 0).sum(-1, keepdims=True) / total
+    scaled, weights, total = self._weights(logits)
+    entropy = jnp.log(total) - jnp.where(weights > 0, weights * scaled, 0).sum(-1, keepdims=True) / total
     at = lambda values: jnp.take_along_axis(values, token[..., None], -1)
     shown, drawn = logits, weights
     if self.penalises:
       shown = jnp.where(seen, jnp.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty), logits)
-      drawn = _weights(shown / self.policy_temperature)[1]
+      drawn = self._weights(shown)[1]
     if self.temperature == 0:
       token = jnp.argmax(shown, -1).astype(jnp.int32)
     else:
       drawn = self.keep(drawn)
       token = draw(drawn, keys)
-    log_prob = at(scaled) - peak - jnp.log(total)
+    log_prob = at(scaled) - jnp.log(total)
     if self.temperature == 0:
       drawn_log_prob = jnp.zeros_like(log_prob)
     elif self.filters:
@@ -102,6 +101,12 @@ class Sampler:
       drawn_log_prob = log_prob
     plain = log_prob if self.policy_temperature == 1 else at(logits) - jax.nn.logsumexp(logits, -1, keepdims=True)
     return Picked(token, *(x[..., 0] for x in (log_prob, jnp.maximum(entropy, 0), drawn_log_prob, plain)))
+
+  def _weights(self, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """f32[..., v] of what the highest logit is ahead by, over the temperature, <= 0; its exponential; that one's sum f32[..., 1]."""
+    scaled = (logits - logits.max(-1, keepdims=True)) / self.policy_temperature  # in this order the highest is exactly 0
+    weights = jnp.exp(scaled)
+    return scaled, weights, weights.sum(-1, keepdims=True)
 
   def keep(self, probs: jax.Array) -> jax.Array:
     """Sets to 0 the probabilities f32[..., v], of any sum, that the filters drop. Ties at a filter's bound are kept.
@@ -161,10 +166,3 @@ def _uniform(keys: jax.Array) -> jax.Array:
   for _ in keys.shape:
     draw_one = jax.vmap(draw_one)
   return draw_one(keys)
-
-
-def _weights(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The highest logit f32[..., 1], exp(logit - highest) f32[..., v], and their sum f32[..., 1]."""
-  peak = logits.max(-1, keepdims=True)
-  weights = jnp.exp(logits - peak)
-  return peak, weights, weights.sum(-1, keepdims=True)

@@ -39,12 +39,12 @@ class Control(NamedTuple):
 def room(prompts: int, group: int, shards: int, slots: int) -> Room:
   """Room for `prompts` x `group` completions, at most `slots` at once in all (at least one a shard).
 
-  There are twice the seats that full groups need: a few slow completions then do not keep the next prompts waiting.
+  There are four times the seats that full groups need: a few slow completions then do not keep the next prompts waiting.
   """
-  most = -(-prompts // shards)
+  most = max(-(-prompts // shards), 1)
   slots = min(max(slots // shards, 1), most * group)
   rows = min(group, slots)
-  return Room(shards, slots, min(most, 2 * -(-slots // rows)), rows)
+  return Room(shards, slots, min(most, slots, 4 * -(-slots // rows)), rows)
 
 
 @dataclasses.dataclass
