@@ -21,9 +21,12 @@ MASKED = -1e30  # a finite "minus infinity": rows that see nothing stay finite
 
 
 class KV(NamedTuple):
-  """Keys and values of one layer; the group axis is 1 where a whole group shares them."""
+  """Keys and values of one layer; the group axis is 1 where a whole group shares them.
 
-  k: jax.Array  # [n, g | 1, k, s, e]
+  Keys lie transposed, as the product with the queries wants them: a cache is then read at every step without being turned.
+  """
+
+  k: jax.Array  # [n, g | 1, k, e, s]
   v: jax.Array  # [n, g | 1, k, s, e]
   k_scale: jax.Array | None = None  # f32[n, g | 1, k, s], by which int8 keys are multiplied; None for other types
   v_scale: jax.Array | None = None
@@ -90,7 +93,7 @@ def look(q: jax.Array, source: Source, precision: str = "default") -> Seen:
   n, g, h, s, e = q.shape
   kv, visible = source
   rows = q.reshape(n, g, kv.k.shape[2], -1, s, e) * e**-0.5
-  scores = _batched_product(rows, jnp.swapaxes(kv.k, -1, -2).astype(q.dtype), precision)  # [n, g, k, r, s, key s]
+  scores = _batched_product(rows, kv.k.astype(q.dtype), precision)  # [n, g, k, r, s, key s]
   if kv.k_scale is not None:
     scores *= jnp.expand_dims(kv.k_scale, (-2, -3))
   scores = jnp.where(jnp.expand_dims(visible, (-4, -3)), scores, MASKED)

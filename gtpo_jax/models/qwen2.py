@@ -73,10 +73,10 @@ class Layer(nn.Module):
     return self._finish(x, attended), kept
 
   def _project(self, x: jax.Array, rope: Rope) -> tuple[jax.Array, KV]:
-    """Rotated queries [n, g, h, s, e], and keys and values [n, g, k, s, e]."""
+    """Rotated queries [n, g, h, s, e], and the keys and values of the same positions."""
     x = self.attention_norm(x)
     q, k, v = (jnp.swapaxes(project(x), 2, 3) for project in (self.q, self.k, self.v))
-    return rotate(q, rope), KV(rotate(k, rope), v)
+    return rotate(q, rope), KV(jnp.swapaxes(rotate(k, rope), -1, -2), v)
 
   def _finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
     x = x + self.o(jnp.swapaxes(attended, 2, 3))
@@ -172,7 +172,7 @@ def sampling_layout(model: Qwen2, params: Params) -> Unstacked:
 
 
 def prefill(model: Qwen2, params: Unstacked, prompts: Prompts) -> tuple[jax.Array, list[KV]]:
-  """Runs each prompt once: the last position's normed hidden state [n, 1, 1, d] and every layer's KV [n, 1, k, p, e]."""
+  """Runs each prompt once: the last position's normed hidden state [n, 1, 1, d] and every layer's keys and values."""
   x = model.apply({"params": params.outer}, prompts.tokens, method="embed")[:, None]
   sight = _own_sight(prompts.mask, model.config)
   layer, kvs = Layer(model.config, model.mesh), []
@@ -187,7 +187,7 @@ def decode_step(model: Qwen2, params: Unstacked, tokens: jax.Array, positions: j
   """Feeds one token a row, i32[n, g], at `positions` i32[n, g].
 
   Args:
-    attend: called as (layer, queries [n, g, h, 1, e], the new keys and values [n, g, k, 1, e]); it owns the cache and returns what the
+    attend: called as (layer, queries [n, g, h, 1, e], the new keys and values); it owns the cache and returns what the
       queries see, [n, g, h, 1, e], and whatever it wants kept.
 
   Returns:

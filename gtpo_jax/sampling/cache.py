@@ -21,7 +21,7 @@ from gtpo_jax.parallel import axis_size, batch_shards, constrain
 class Seats(NamedTuple):
   """Prompts that have been read; their last token is at position p-1."""
 
-  kv: list[KV]             # per layer [m, 1, k, p, e]
+  kv: list[KV]             # per layer, p positions of m rows
   hidden: jax.Array        # [m, 1, 1, d], predicts the first token of a completion
   seen: jax.Array | None   # bool[m, v], the prompt's tokens; None where no sampler asks
 
@@ -29,17 +29,18 @@ class Seats(NamedTuple):
 class Slots(NamedTuple):
   """Completions on their way, the first token at position 0."""
 
-  kv: list[KV]             # per layer [s, 1, k, w, e]
+  kv: list[KV]             # per layer, w positions of s rows
   hidden: jax.Array        # [s, 1, 1, d], predicts the next token
   seen: jax.Array | None   # bool[s, v], tokens of prompt and completion
 
 
 def empty(model: Qwen2, rows: int, length: int, dtype: str, seen: bool) -> tuple[list[KV], jax.Array, jax.Array | None]:
   """The fields of `Seats` or `Slots`, zeroed: `rows` of them with `length` positions, kept as `dtype`."""
-  c = model.config
-  kv = jnp.zeros((rows, 1, c.kv_heads, length, c.head_dim), jnp.int8 if dtype == "int8" else DTYPES[dtype])
-  scale = jnp.zeros(kv.shape[:-1], jnp.float32) if dtype == "int8" else None
-  return ([_placed(model, KV(kv, kv, scale, scale)) for _ in range(c.layers)],
+  c, kind = model.config, jnp.int8 if dtype == "int8" else DTYPES[dtype]
+  scale = jnp.zeros((rows, 1, c.kv_heads, length), jnp.float32) if dtype == "int8" else None
+  shape = rows, 1, c.kv_heads
+  kv = KV(jnp.zeros((*shape, c.head_dim, length), kind), jnp.zeros((*shape, length, c.head_dim), kind), scale, scale)
+  return ([_placed(model, kv) for _ in range(c.layers)],
           constrain(jnp.zeros((rows, 1, 1, c.width), DTYPES[c.compute_dtype]), model.mesh, "batch"),
           constrain(jnp.zeros((rows, c.vocab_size), bool), model.mesh, "batch") if seen else None)
 
@@ -48,7 +49,7 @@ def kept_as(kv: KV, like: KV) -> KV:
   """Keys and values in the type of a cache; int8 with one scale a head and position."""
   if like.k_scale is None:
     return KV(kv.k.astype(like.k.dtype), kv.v.astype(like.v.dtype))
-  (k, k_scale), (v, v_scale) = _quantised(kv.k), _quantised(kv.v)
+  (k, k_scale), (v, v_scale) = _quantised(kv.k, -2), _quantised(kv.v, -1)
   return KV(k, v, k_scale, v_scale)
 
 
@@ -60,18 +61,23 @@ def take_seats(model: Qwen2, seats: Seats, kv: list[KV], hidden: jax.Array, seen
 
 
 def write_back(model: Qwen2, caches: list[KV], chunk: list[KV], start: jax.Array) -> list[KV]:
-  """Writes a chunk's keys and values [s, 1, k, c, e] into the slots' caches, from position `start` i32[s] on."""
-  def write(old: jax.Array, new: jax.Array) -> jax.Array:
-    put = lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis=2)
+  """Writes a chunk's keys and values into the slots' caches, from position `start` i32[s] on."""
+  def write(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+    put = lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis - 1)
     return within_shards(model, jax.vmap(put), old, new, start)
 
-  return [_placed(model, jax.tree.map(write, old, kept_as(new, old))) for old, new in zip(caches, chunk, strict=True)]
+  return [_placed(model, jax.tree.map(write, old, kept_as(new, old), positions(old))) for old, new in zip(caches, chunk, strict=True)]
+
+
+def positions(kv: KV) -> KV:
+  """Which axis of each of its arrays counts the positions."""
+  return KV(4, 3, *(None if scale is None else 3 for scale in kv[2:]))
 
 
 def longer(model: Qwen2, slots: Slots, width: int) -> Slots:
   """The slots with room for `width` positions each."""
-  pad = lambda x: jnp.pad(x, [(0, width - x.shape[3] if axis == 3 else 0) for axis in range(x.ndim)])
-  return slots._replace(kv=[_placed(model, jax.tree.map(pad, kv)) for kv in slots.kv])
+  pad = lambda x, at: jnp.pad(x, [(0, width - x.shape[at] if axis == at else 0) for axis in range(x.ndim)])
+  return slots._replace(kv=[_placed(model, jax.tree.map(pad, kv, positions(kv))) for kv in slots.kv])
 
 
 def fewer(model: Qwen2, slots: Slots, order: jax.Array) -> Slots:
@@ -85,21 +91,22 @@ class View:
   """Where each slot looks during one chunk: its prompt's seat, what it wrote before the chunk, what it wrote since."""
 
   model: Qwen2
-  seats: list[KV]       # per layer [m, 1, k, p, e]
-  past: list[KV]        # per layer [s, 1, k, w, e]
+  seats: list[KV]       # per layer, p positions of m rows
+  past: list[KV]        # per layer, w positions of s rows
   place: jax.Array      # i32[s], seat * rows + row within the shard
   slot: jax.Array       # i32[m, rows], the slot of each row, within the shard
   seated: jax.Array     # bool[m, 1, 1, p]
   before: jax.Array     # bool[s, 1, 1, w]
 
   def attend(self, chunk: list[KV], step: jax.Array) -> Callable[[int, jax.Array, KV], tuple[jax.Array, KV]]:
-    """The `attend` of `decode_step` at position `step` i32[] of the chunk, of which [s, 1, k, c, e] a layer is kept."""
+    """The `attend` of `decode_step` at position `step` i32[] of the chunk; what is kept of each layer is the chunk with it written."""
     precision = self.model.config.matmul_precision
-    so_far = (jnp.arange(chunk[0].k.shape[3]) <= step)[None, None, None]
+    so_far = (jnp.arange(chunk[0].v.shape[3]) <= step)[None, None, None]
 
     def attend(layer: int, q: jax.Array, new: KV) -> tuple[jax.Array, KV]:
-      written = KV(*(jax.lax.dynamic_update_slice_in_dim(old, fresh, step, axis=3)
-                     for old, fresh in zip(chunk[layer][:2], new[:2], strict=True)))
+      old = chunk[layer]
+      write = lambda old, fresh, axis: jax.lax.dynamic_update_slice_in_dim(old, fresh, step, axis)
+      written = jax.tree.map(write, old, new, positions(old))
       parts = [self._prompt(q, layer, precision), look(q, Source(self.past[layer], self.before), precision),
                look(q, Source(written, so_far), precision)]
       return join(parts).astype(q.dtype), written
@@ -132,8 +139,8 @@ def _placed(model: Qwen2, kv: KV) -> KV:
   return jax.tree.map(lambda x: constrain(x, model.mesh, "batch", None, heads), kv)
 
 
-def _quantised(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """f[..., e] as int8 and f32[...] scales, x ~ int8 * scale, the largest of each row at 127."""
-  scale = jnp.abs(x).max(-1).astype(jnp.float32) / 127
-  rounded = jnp.round(x.astype(jnp.float32) / jnp.where(scale > 0, scale, 1)[..., None])
-  return rounded.astype(jnp.int8), scale
+def _quantised(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+  """x as int8 and f32 scales, x ~ int8 * scale, the largest along `axis` at 127."""
+  scale = jnp.abs(x).max(axis, keepdims=True).astype(jnp.float32) / 127
+  rounded = jnp.round(x.astype(jnp.float32) / jnp.where(scale > 0, scale, 1))
+  return rounded.astype(jnp.int8), scale.squeeze(axis)

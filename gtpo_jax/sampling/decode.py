@@ -57,8 +57,7 @@ def decode_chunk(model: Qwen2, params: Unstacked, seats: Seats, slots: Slots, co
     words: only the first so many of the vocabulary are drawn from; None for all.
   """
   c, live, first = model.config, control.live, control.prompt + control.written
-  rows, width = control.slot.shape[1], slots.kv[0].k.shape[3]
-  p = seats.kv[0].k.shape[3]
+  (width, p), rows = (x.kv[0].v.shape[3] for x in (slots, seats)), control.slot.shape[1]
   view = View(model, seats.kv, slots.kv, control.place, control.slot, (jnp.arange(p) >= p - control.seated[:, None])[:, None, None],
               (jnp.arange(width) < control.written[:, None])[:, None, None])
   keys = jax.random.wrap_key_data(control.keys)
@@ -67,7 +66,8 @@ def decode_chunk(model: Qwen2, params: Unstacked, seats: Seats, slots: Slots, co
   hidden = enter(seats.hidden, slots.hidden)
   seen = None if slots.seen is None else enter(seats.seen, slots.seen)
   s = len(live)
-  fresh = [KV(*(jnp.zeros((*x.shape[:3], chunk, x.shape[4]), hidden.dtype) for x in kv[:2])) for kv in slots.kv]
+  fresh = [KV(jnp.zeros((*kv.k.shape[:4], chunk), hidden.dtype), jnp.zeros((*kv.v.shape[:3], chunk, c.head_dim), hidden.dtype))
+           for kv in slots.kv]
   slab = lambda dtype: jnp.zeros((chunk, s), dtype)
 
   def head(hidden: jax.Array) -> jax.Array:
@@ -98,5 +98,5 @@ class _Loop(NamedTuple):
   live: jax.Array          # bool[s]
   hidden: jax.Array        # [s, 1, 1, d]
   seen: jax.Array | None   # bool[s, v]
-  kv: list[KV]             # per layer [s, 1, k, c, e], of this chunk
+  kv: list[KV]             # per layer, c positions of s rows: of this chunk
   out: Chunk

@@ -202,7 +202,7 @@ class Engine:
     need = int(schedule.written.max()) + self._chunk
     if slots is None:
       return self._slots(schedule.room, self._widths[0], sampler)
-    while (have := slots.kv[0].k.shape[3]) < need:
+    while (have := slots.kv[0].v.shape[3]) < need:
       slots = self._longer(slots, self._widths[self._widths.index(have) + 1])
     busy = 0 if schedule.waiting else int(schedule.live.reshape(self._shards, -1).sum(1).max())
     while busy and 4 * busy <= schedule.room.slots:
