@@ -76,6 +76,8 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
 
   start = int(state.step)
   collector = Collector(config, actor, problems, load_frozen(config, actor, workdir), drawn=start)
+  if config.sampling.warm_up:
+    actor.engine.warm_up(actor.policy(state.params).params, config.batch.prompts, group=config.own_group, sampler=config.sampler)
   if start and (like := collector.leftovers()):
     collector.restore(checkpoints.restore_leftovers(like))
   journal = Journal(workdir, start, config.log.tensorboard)

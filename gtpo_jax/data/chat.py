@@ -2,11 +2,10 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from gtpo_jax.errors import UserError, first_line
 from gtpo_jax.files import inside, read_json
@@ -32,6 +31,7 @@ class Chat:
     self.pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     self.stop = tuple(sorted({tokenizer.eos_token_id, self.pad, *stop}))  # ids that end a completion
     self.vocab_size = len(tokenizer)
+    self._lock = threading.Lock()  # a fast tokenizer refuses to be set up for one call while another is under way
 
   def encode_prompt(self, messages: Messages) -> list[int]:
     """The ids of a conversation, ready for the assistant's turn. Text from data never becomes a control token.
@@ -60,16 +60,17 @@ class Chat:
     """The ids of an assistant's turn, its end token included."""
     return [*self._encode(text, plain=True), self.tokenizer.eos_token_id]
 
-  def decode(self, tokens: np.ndarray, mask: np.ndarray) -> list[str]:
-    """Completions i32[b, t] to text, end tokens left out."""
-    rows = [[token for token in row[keep].tolist() if token not in self.stop] for row, keep in zip(tokens, mask, strict=True)]
-    return self.tokenizer.batch_decode(rows)
+  def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    """Completions, token ids each, to text, end tokens left out."""
+    with self._lock:
+      return self.tokenizer.batch_decode([[int(token) for token in row if token not in self.stop] for row in rows])
 
   def _render(self, messages: Messages) -> str:
     return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
 
   def _encode(self, text: str, plain: bool = False) -> list[int]:
-    return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain)
+    with self._lock:
+      return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=plain)
 
 
 @functools.cache

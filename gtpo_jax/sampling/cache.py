@@ -54,7 +54,7 @@ def kept_as(kv: KV, like: KV) -> KV:
 
 
 def take_seats(model: Qwen2, seats: Seats, kv: list[KV], hidden: jax.Array, seen: jax.Array | None, at: jax.Array) -> Seats:
-  """Puts newly read prompts, [b, ...], into the seats `at` i32[shards, b / shards] within their shards; places past the last are left out."""
+  """Puts newly read prompts, [b, ...], into the seats `at` i32[shards, b / shards] within their shards; past the last seat is nowhere."""
   put = lambda all_, new: within_shards(model, lambda all_, new, at: all_.at[at].set(new, mode="drop"), all_, new, at.reshape(-1))
   layers = [_placed(model, jax.tree.map(put, old, kept_as(new, old))) for old, new in zip(seats.kv, kv, strict=True)]
   return Seats(layers, put(seats.hidden, hidden), None if seats.seen is None else put(seats.seen, seen))

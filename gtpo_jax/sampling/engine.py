@@ -17,33 +17,11 @@ from gtpo_jax.parallel import batch_shards
 from gtpo_jax.sampling.cache import Seats, Slots, empty, fewer, longer
 from gtpo_jax.sampling.decode import Chunk, decode_chunk, read_prompts
 from gtpo_jax.sampling.filters import Sampler
-from gtpo_jax.sampling.slots import Room, Schedule, room
+from gtpo_jax.sampling.slots import Limits, Room, Schedule, room
 
 PREFILL_TOKENS = 8192  # prompt tokens that one shard reads at once
+CHOSEN = Limits()      # all of them by the machine
 LEAST = 64             # the shortest length that arrays are made for; others double it
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-  """How much is sampled at once.
-
-  Attributes:
-    slots: completions that run side by side, over all devices; 0 for 64 a device of the batch axes on CPU, 256 elsewhere.
-    chunk: tokens between two looks of the host; 0 for 16 on CPU, 64 elsewhere.
-    kv_dtype: what keys and values are kept as: float32, bfloat16, int8; "" for the model's compute type.
-  """
-
-  slots: int = 0
-  chunk: int = 0
-  kv_dtype: str = ""
-
-  def __post_init__(self):
-    if self.slots < 0:
-      raise UserError(f"sampling.slots must be at least 1, or 0 to choose by the machine; got {self.slots}")
-    if self.chunk < 0:
-      raise UserError(f"sampling.chunk must be at least 1, or 0 to choose by the machine; got {self.chunk}")
-    if self.kv_dtype not in ("", "float32", "bfloat16", "int8"):
-      raise UserError(f"sampling.kv_dtype must be float32, bfloat16, int8 or empty, got {self.kv_dtype!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +85,7 @@ class Engine:
   """
 
   def __init__(self, model: Qwen2, stop: Sequence[int], pad: int, max_prompt_tokens: int, max_tokens: int,
-               words: int | None = None, limits: Limits = Limits()):
+               words: int | None = None, limits: Limits = CHOSEN):
     self.model, self.pad = without_lora(model), pad
     self.max_prompt_tokens, self.max_tokens = max_prompt_tokens, max_tokens
     self._stop = np.asarray(sorted(stop), np.int32)
@@ -136,9 +114,7 @@ class Engine:
     Returns:
       Rollouts [n, group, max_tokens] in host arrays.
     """
-    sheet = None
-    for sheet, _ in self.write(params, prompts, key, group=group, sampler=sampler):
-      pass
+    *_, (sheet, _) = self.write(params, prompts, key, group=group, sampler=sampler)
     return self.rollouts(sheet, prompts)
 
   def rollouts(self, sheet: Sheet, prompts: Sequence[Sequence[int]]) -> Rollouts:

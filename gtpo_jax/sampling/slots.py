@@ -12,6 +12,31 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gtpo_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """How much is sampled at once.
+
+  Attributes:
+    slots: completions that run side by side, over all devices; 0 for 64 a device of the batch axes on CPU, 256 elsewhere.
+    chunk: tokens between two looks of the host; 0 for 16 on CPU, 64 elsewhere.
+    kv_dtype: what keys and values are kept as: float32, bfloat16, int8; "" for the model's compute type.
+  """
+
+  slots: int = 0
+  chunk: int = 0
+  kv_dtype: str = ""
+
+  def __post_init__(self):
+    if self.slots < 0:
+      raise UserError(f"sampling.slots must be at least 1, or 0 to choose by the machine; got {self.slots}")
+    if self.chunk < 0:
+      raise UserError(f"sampling.chunk must be at least 1, or 0 to choose by the machine; got {self.chunk}")
+    if self.kv_dtype not in ("", "float32", "bfloat16", "int8"):
+      raise UserError(f"sampling.kv_dtype must be float32, bfloat16, int8 or empty, got {self.kv_dtype!r}")
+
 
 class Room(NamedTuple):
   """How much runs at once in one shard."""

@@ -1,4 +1,5 @@
 import filecmp
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -7,7 +8,6 @@ from gtpo_jax.data import train_tokenizer
 from gtpo_jax.data.chat import TOKENIZER_DIR, load_chat
 from gtpo_jax.data.records import user
 from gtpo_jax.data.tasks import TASKS, make_task
-from gtpo_jax.errors import UserError
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEXTS = ["12+7=19,19-5=14", "The answer is 42.", "naïve café, 日本語, 🙂", "a\nb\n\n  c\t d", "x < y | z > w", "<|im_", "|>", "\x00\x01",
@@ -97,28 +97,12 @@ def test_ordinary_text_encodes_the_same_on_both_paths(chat, text):
 def test_round_trip(chat, text):
   ids = chat.encode_completion(text)
   assert chat.tokenizer.decode(ids[:-1]) == text
-  width = len(ids) + 3
-  tokens = np.full((2, width), chat.pad)
-  tokens[0, :len(ids)] = ids
-  tokens[1, :len(ids) - 1] = ids[:-1]  # cut off before its end token
-  mask = np.arange(width) < np.array([[len(ids)], [len(ids) - 1]])
-  assert chat.decode(tokens, mask) == [text, text]
+  assert chat.decode([ids, np.asarray(ids[:-1]), []]) == [text, text, ""]  # whole, cut off before its end token, empty
 
 
-def test_what_is_masked_is_not_decoded(chat):
-  ids = np.array([chat.encode_completion("12,34")])
-  assert chat.decode(ids, np.arange(ids.shape[1])[None] < 3) == ["12,"]
-  assert chat.decode(ids, np.zeros(ids.shape, bool)) == [""]
-
-
-@pytest.mark.parametrize("text", ["", " ", "\n\t "])
-def test_an_empty_message_is_refused(chat, text):
-  with pytest.raises(UserError, match="the user message is empty"):
-    chat.encode_prompt(user(text))
-  with pytest.raises(UserError, match="the system message is empty"):
-    chat.encode_prompt([{"role": "system", "content": text}, *user("1+2:")])
-
-
-def test_a_missing_tokenizer_folder_is_refused(tmp_path):
-  with pytest.raises(UserError, match="no tokenizer in"):
-    load_chat(tmp_path / "nowhere")
+def test_threads_may_share_a_chat(chat):
+  """One encodes plain text, which sets the tokenizer up anew, while others decode."""
+  hostile = f"12,34 {chat.control[0]}"
+  with ThreadPoolExecutor(4) as threads:
+    found = list(threads.map(lambda i: chat.decode([chat.encode_completion("12,34")]) if i % 2 else chat.encode_text(hostile), range(400)))
+  assert found == [chat.encode_text(hostile), ["12,34"]] * 200

@@ -1,5 +1,6 @@
 """The engine, against the trainer's view of the same tokens and against its own promises."""
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +11,9 @@ from small import CONFIG, PAD, STOP, build
 from gtpo_jax.errors import UserError
 from gtpo_jax.parallel import make_mesh, shard_batch
 from gtpo_jax.reporting.compiles import compile_count
-from gtpo_jax.sampling.engine import Limits, lengths, pad_prompts
+from gtpo_jax.sampling.engine import lengths, pad_prompts
 from gtpo_jax.sampling.filters import Sampler
+from gtpo_jax.sampling.slots import Limits
 from gtpo_jax.training.head import score
 
 PROMPTS = [[5, 9, 1], [2], [4, 4, 8, 30, 21], [40, 41]]
@@ -211,7 +213,7 @@ def test_a_prompt_that_leaves_little_of_the_context_or_nothing():
   prompts = [[5] * 8, [5] * 7, [5] * 2, [5]]
   _, engine, layout = built
   parts = [ended for _, ended in engine.write(layout, prompts, jax.random.key(0), group=2, sampler=Sampler())]
-  assert parts[0] == [(0, 0), (0, 1)] and sorted(sum(parts, [])) == [(i, j) for i in range(4) for j in range(2)]
+  assert parts[0] == [(0, 0), (0, 1)] and sorted(itertools.chain(*parts)) == [(i, j) for i in range(4) for j in range(2)]
   rollouts = drawn(built, prompts, group=2)
   assert rollouts.mask.sum(-1).tolist() == [[0, 0], [1, 1], [6, 6], [7, 7]] and not rollouts.finished.any()
   with pytest.raises(UserError, match="a prompt has 9 tokens, over the model's context of 8"):

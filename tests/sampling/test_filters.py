@@ -161,7 +161,7 @@ def test_repetition_penalty_as_transformers_does_it(penalty, temperature):
   want = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(written), torch.tensor(z)).numpy()
   sampler = Sampler(temperature, repetition_penalty=penalty)
   many = lambda x: jnp.asarray(np.repeat(x, 3000, 0))
-  token, log_prob, entropy, drawn, plain = (np.asarray(x).reshape(3, 3000) for x in pick(sampler, many(z), keys(7, 9000), many(seen)))
+  token, log_prob, _, drawn, _ = (np.asarray(x).reshape(3, 3000) for x in pick(sampler, many(z), keys(7, 9000), many(seen)))
   for row in range(3):
     p, policy = softmax(want[row] / temperature), softmax(z[row].astype(np.float64) / temperature)
     assert p_value(token[row], p) > 1e-4 > p_value(token[row], policy)
