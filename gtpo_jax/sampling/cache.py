@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from gtpo_jax.models.attention import KV, Seen, Source, join, look
 from gtpo_jax.models.presets import DTYPES
 from gtpo_jax.models.qwen2 import Qwen2
-from gtpo_jax.parallel import axis_size, batch_shards, constrain
+from gtpo_jax.parallel import axis_size, batch_shards, constrain, named_sharding
+from gtpo_jax.sampling.ragged import look_back
 
 
 class Seats(NamedTuple):
@@ -43,6 +44,12 @@ def empty(model: Qwen2, rows: int, length: int, dtype: str, seen: bool) -> tuple
   return ([_placed(model, kv) for _ in range(c.layers)],
           constrain(jnp.zeros((rows, 1, 1, c.width), DTYPES[c.compute_dtype]), model.mesh, "batch"),
           constrain(jnp.zeros((rows, c.vocab_size), bool), model.mesh, "batch") if seen else None)
+
+
+def abstract(model: Qwen2, rows: int, length: int, dtype: str, seen: bool) -> tuple[list[KV], jax.Array, jax.Array | None]:
+  """The shapes and shardings of what `empty` gives, with nothing allocated."""
+  place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named_sharding(model.mesh, *_axes(model, x)))
+  return jax.tree.map(place, jax.eval_shape(lambda: empty(model, rows, length, dtype, seen)))
 
 
 def kept_as(kv: KV, like: KV) -> KV:
@@ -96,7 +103,8 @@ class View:
   place: jax.Array      # i32[s], seat * rows + row within the shard
   slot: jax.Array       # i32[m, rows], the slot of each row, within the shard
   seated: jax.Array     # bool[m, 1, 1, p]
-  before: jax.Array     # bool[s, 1, 1, w]
+  written: jax.Array    # i32[s], how many of the past positions there are
+  attention: str        # "xla" or "pallas", see `Limits`
 
   def attend(self, chunk: list[KV], step: jax.Array) -> Callable[[int, jax.Array, KV], tuple[jax.Array, KV]]:
     """The `attend` of `decode_step` at position `step` i32[] of the chunk; what is kept of each layer is the chunk with it written."""
@@ -107,11 +115,16 @@ class View:
       old = chunk[layer]
       write = lambda old, fresh, axis: jax.lax.dynamic_update_slice_in_dim(old, fresh, step, axis)
       written = jax.tree.map(write, old, new, positions(old))
-      parts = [self._prompt(q, layer, precision), look(q, Source(self.past[layer], self.before), precision),
-               look(q, Source(written, so_far), precision)]
+      parts = [self._prompt(q, layer, precision), self._past(q, layer, precision), look(q, Source(written, so_far), precision)]
       return join(parts).astype(q.dtype), written
 
     return attend
+
+  def _past(self, q: jax.Array, layer: int, precision: str) -> Seen:
+    if self.attention == "pallas":
+      return look_back(self.model, q, self.past[layer], self.written)
+    past = self.past[layer]
+    return look(q, Source(past, (jnp.arange(past.v.shape[3]) < self.written[:, None])[:, None, None]), precision)
 
   def _prompt(self, q: jax.Array, layer: int, precision: str) -> Seen:
     """What each slot's queries see of their prompt. The queries go to the seat and what they saw comes back: a prompt's keys and values
@@ -135,8 +148,13 @@ def within_shards(model: Qwen2, function: Callable[..., jax.Array], *arrays: jax
 
 def _placed(model: Qwen2, kv: KV) -> KV:
   """Laid out over the mesh: rows over the batch axes, heads over the tensor axis where they divide."""
-  heads = None if model.config.kv_heads % axis_size(model.mesh, "kv_heads") else "kv_heads"
-  return jax.tree.map(lambda x: constrain(x, model.mesh, "batch", None, heads), kv)
+  return jax.tree.map(lambda x: constrain(x, model.mesh, *_axes(model, x)), kv)
+
+
+def _axes(model: Qwen2, x: jax.Array) -> tuple[str | None, ...]:
+  """How one array of a cache lies: [rows, 1, k, ...] for keys, values and scales; [rows, v] and [rows, 1, 1, d] for the rest."""
+  split = x.ndim > 2 and x.shape[2] > 1 and not model.config.kv_heads % axis_size(model.mesh, "kv_heads")
+  return ("batch", None, "kv_heads") if split else ("batch",)
 
 
 def _quantised(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:

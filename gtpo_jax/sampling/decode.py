@@ -39,7 +39,7 @@ def read_prompts(model: Qwen2, params: Unstacked, seats: Seats, prompts: Prompts
 
 
 def decode_chunk(model: Qwen2, params: Unstacked, seats: Seats, slots: Slots, control: Control, stop: jax.Array, sampler: Sampler,
-                 chunk: int, until: jax.Array, spare: jax.Array, words: int | None = None) -> tuple[Slots, Chunk]:
+                 chunk: int, until: jax.Array, spare: jax.Array, attention: str, words: int | None = None) -> tuple[Slots, Chunk]:
   """Draws up to `chunk` tokens in every live slot, with no way back to the host between them.
 
   Token i of a completion is drawn with `fold_in(its key, i)`, so that it depends on its key and prompt alone.
@@ -54,12 +54,13 @@ def decode_chunk(model: Qwen2, params: Unstacked, seats: Seats, slots: Slots, co
     chunk: room for the chunk's keys and values.
     until: i32[] <= chunk, ends the chunk after so many tokens.
     spare: i32[], ends the chunk when so many slots have finished in it.
+    attention: "xla" or "pallas", see `Limits`.
     words: only the first so many of the vocabulary are drawn from; None for all.
   """
   c, live, first = model.config, control.live, control.prompt + control.written
-  (width, p), rows = (x.kv[0].v.shape[3] for x in (slots, seats)), control.slot.shape[1]
+  p, rows = seats.kv[0].v.shape[3], control.slot.shape[1]
   view = View(model, seats.kv, slots.kv, control.place, control.slot, (jnp.arange(p) >= p - control.seated[:, None])[:, None, None],
-              (jnp.arange(width) < control.written[:, None])[:, None, None])
+              jnp.asarray(control.written), attention)
   keys = jax.random.wrap_key_data(control.keys)
   enter = lambda seat, slot: jnp.where(
       control.fresh.reshape(-1, *[1] * (slot.ndim - 1)), within_shards(model, lambda x, at: x[at], seat, control.place // rows), slot)

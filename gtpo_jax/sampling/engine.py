@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,10 @@ from gtpo_jax.errors import UserError
 from gtpo_jax.models.lora import merge_lora, without_lora
 from gtpo_jax.models.qwen2 import Params, Qwen2, Unstacked, sampling_layout
 from gtpo_jax.parallel import batch_shards
-from gtpo_jax.sampling.cache import Seats, Slots, empty, fewer, longer
+from gtpo_jax.sampling.cache import Seats, Slots, abstract, empty, fewer, longer
 from gtpo_jax.sampling.decode import Chunk, decode_chunk, read_prompts
 from gtpo_jax.sampling.filters import Sampler
+from gtpo_jax.sampling.ragged import LANES
 from gtpo_jax.sampling.slots import Limits, Room, Schedule, room
 
 PREFILL_TOKENS = 8192  # prompt tokens that one shard reads at once
@@ -89,17 +91,17 @@ class Engine:
     self.model, self.pad = without_lora(model), pad
     self.max_prompt_tokens, self.max_tokens = max_prompt_tokens, max_tokens
     self._stop = np.asarray(sorted(stop), np.int32)
-    cpu = model.mesh.devices.flat[0].platform == "cpu"
     self._shards = batch_shards(model.mesh)
-    self._most = limits.slots or (64 if cpu else 256) * self._shards
-    self._chunk = min(limits.chunk or (16 if cpu else 64), max_tokens)
-    self._widths = [size + self._chunk for size in lengths(self.max_tokens)]
+    self.limits = limits.on(model.mesh.devices.flat[0].platform, self._shards)
+    self._most, self._chunk = self.limits.slots, min(self.limits.chunk, max_tokens)
+    multiple = LANES if self.limits.attention == "pallas" else 1
+    self._widths = sorted({-(-(size + self._chunk) // multiple) * multiple for size in lengths(max_tokens)})
     self._kv_dtype = limits.kv_dtype or model.config.compute_dtype
     self._layout = jax.jit(lambda params: sampling_layout(self.model, merge_lora(model, params)))
     self._empty = jax.jit(functools.partial(empty, self.model), static_argnums=(0, 1, 2, 3))
     self._read = jax.jit(functools.partial(read_prompts, self.model), donate_argnums=1)
-    self._decode = jax.jit(functools.partial(decode_chunk, self.model, chunk=self._chunk, words=words), static_argnames="sampler",
-                           donate_argnums=2)
+    decode = functools.partial(decode_chunk, self.model, chunk=self._chunk, attention=self.limits.attention, words=words)
+    self._decode = jax.jit(decode, static_argnames="sampler", donate_argnums=2)
     self._longer = jax.jit(functools.partial(longer, self.model), static_argnums=1)
     self._fewer = jax.jit(functools.partial(fewer, self.model))
     self._keys = jax.jit(lambda key, n, g: jax.random.key_data(completion_keys(key, n, g)), static_argnums=(1, 2))
@@ -123,7 +125,7 @@ class Engine:
                     sheet.finished)
 
   def write(self, params: Unstacked, prompts: Sequence[Sequence[int]], key: jax.Array, *, group: int, sampler: Sampler,
-            every: int | None = None) -> Iterator[tuple[Sheet, list[tuple[int, int]]]]:
+            every: int | None = None, limits: np.ndarray | None = None) -> Iterator[tuple[Sheet, list[tuple[int, int]]]]:
     """Samples `group` completions of each prompt, and shows them as they are written.
 
     Completion (i, j) is drawn with `fold_in(fold_in(key, i), j)`: it depends on the key, the prompt's place and its own number, not on
@@ -136,6 +138,7 @@ class Engine:
       group: completions of each prompt.
       sampler: how tokens are drawn.
       every: looks after so many tokens, if that is sooner than the engine's own chunk.
+      limits: i32[n, group] >= 1, the most tokens that each completion may have; None for `max_tokens`.
 
     Yields:
       The sheet, always the same object, after each chunk (once, blank, before the first), and the (prompt, number) that have ended since.
@@ -144,13 +147,14 @@ class Engine:
       UserError: a prompt is empty, over `max_prompt_tokens` or over the model's context.
     """
     pad_prompts(prompts, self.max_prompt_tokens, self.pad)
-    context, have = self.model.config.longest, [len(prompt) for prompt in prompts]
+    context, have = self.model.config.longest, np.asarray([len(prompt) for prompt in prompts], np.int32)
     if max(have, default=0) > context:
       raise UserError(f"a prompt has {max(have)} tokens, over the model's context of {context}; shorten it")
-    limits = [min(self.max_tokens, context - length) for length in have]
+    limits = np.full((len(prompts), group), self.max_tokens, np.int32) if limits is None else limits.astype(np.int32)
+    limits = np.minimum(limits, np.minimum(self.max_tokens, context - have)[:, None])
     sheet = Sheet.blank(len(prompts), group, self.max_tokens, self.pad)
-    yield sheet, [(i, j) for i, limit in enumerate(limits) if not limit for j in range(group)]
-    if not any(limits):
+    yield sheet, [(i, j) for i, j in np.argwhere(limits == 0).tolist()]
+    if not limits.any():
       return
     keys = np.asarray(self._keys(key, len(prompts), group))
     schedule = Schedule(room(len(prompts), group, self._shards, self._most), have, limits, keys)
@@ -200,7 +204,7 @@ class Engine:
       seats = self._read(params, self._seats(place, width, sampler),
                          *_padded([[] for _ in range(place.shards)], [], reads, width, place.seats, self.pad))
       while True:
-        schedule, slots = Schedule(place, [1], [0], np.zeros((1, group, 2), np.uint32)), self._slots(place, self._widths[0], sampler)
+        schedule, slots = _at_rest(place, group), self._slots(place, self._widths[0], sampler)
         rest, less = schedule.control(), place.slots // 4
         order = schedule.shrink(less) if less else None
         for wider in [*self._widths[1:], None]:
@@ -215,9 +219,35 @@ class Engine:
     jax.block_until_ready(slots)
 
 
+  def programs(self, params: Params, prompts: int, *, group: int, sampler: Sampler) -> Iterator[tuple[str, jax.stages.Lowered, Any]]:
+    """The programs of sampling `prompts` x `group` completions at their largest, for devices that need not be here.
+
+    Yields:
+      A name (layout, read, decode), the lowered program, and its arguments, all abstract but for what the host sends.
+    """
+    lowered = self._layout.lower(params)
+    yield "layout", lowered, params
+    shapes, shardings = jax.eval_shape(self._layout, params), lowered.compile().output_shardings
+    laid = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings)
+    place, width = room(prompts, group, self._shards, self._most), min(self.max_prompt_tokens, self.model.config.longest)
+    seats, slots = (kind(*abstract(self.model, self._shards * rows, length, self._kv_dtype, sampler.penalises))
+                    for kind, rows, length in ((Seats, place.seats, width), (Slots, place.slots, self._widths[-1])))
+    reads = _reads(place, width)
+    padded = _padded([[] for _ in range(self._shards)], [], reads, width, place.seats, self.pad)
+    yield "read", self._read.lower(laid, seats, *padded), (laid, seats)
+    number = np.int32(1)
+    decode = self._decode.lower(laid, seats, slots, _at_rest(place, group).control(), self._stop, sampler=sampler, until=number, spare=number)
+    yield "decode", decode, (laid, seats, slots)
+
+
 def _reads(room: Room, width: int) -> int:
   """How many prompts of `width` tokens a shard reads at once."""
   return max(min(room.seats, PREFILL_TOKENS // width), 1)
+
+
+def _at_rest(room: Room, group: int) -> Schedule:
+  """A schedule with nothing to do."""
+  return Schedule(room, np.ones(1, np.int32), np.zeros((1, group), np.int32), np.zeros((1, group, 2), np.uint32))
 
 
 def _padded(seated: list[list[tuple[int, int]]], prompts: Sequence[Sequence[int]], reads: int, width: int, seats: int,

@@ -7,7 +7,6 @@ that has finished takes the next completion of a seated prompt; a seat whose pro
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +22,14 @@ class Limits:
     slots: completions that run side by side, over all devices; 0 for 64 a device of the batch axes on CPU, 256 elsewhere.
     chunk: tokens between two looks of the host; 0 for 16 on CPU, 64 elsewhere.
     kv_dtype: what keys and values are kept as: float32, bfloat16, int8; "" for the model's compute type.
+    attention: how a slot looks at what it has written: "xla", over as many positions as the longest slot has; "pallas", a TPU kernel that
+      reads of each slot what it has (interpreted, slowly, on CPU); "" for pallas on TPU, xla elsewhere.
   """
 
   slots: int = 0
   chunk: int = 0
   kv_dtype: str = ""
+  attention: str = ""
 
   def __post_init__(self):
     if self.slots < 0:
@@ -36,6 +38,20 @@ class Limits:
       raise UserError(f"sampling.chunk must be at least 1, or 0 to choose by the machine; got {self.chunk}")
     if self.kv_dtype not in ("", "float32", "bfloat16", "int8"):
       raise UserError(f"sampling.kv_dtype must be float32, bfloat16, int8 or empty, got {self.kv_dtype!r}")
+    if self.attention not in ("", "xla", "pallas"):
+      raise UserError(f"sampling.attention must be xla, pallas or empty to choose by the machine, got {self.attention!r}")
+
+  def on(self, platform: str, shards: int) -> Limits:
+    """What is chosen by the machine filled in, for `shards` devices of the batch axes.
+
+    Raises:
+      UserError: the machine cannot run what is asked for.
+    """
+    cpu, attention = platform == "cpu", self.attention or ("pallas" if platform == "tpu" else "xla")
+    if attention == "pallas" and platform not in ("tpu", "cpu"):
+      raise UserError(f"sampling.attention = 'pallas' is a TPU kernel, and this is {platform}; leave it empty, or set it to 'xla'")
+    return dataclasses.replace(self, slots=self.slots or (64 if cpu else 256) * shards, chunk=self.chunk or (16 if cpu else 64),
+                               attention=attention)
 
 
 class Room(NamedTuple):
@@ -84,16 +100,16 @@ class _Seat:
 class Schedule:
   """Runs every completion of every prompt once: prompts in order, their completions in order."""
 
-  def __init__(self, room: Room, lengths: Sequence[int], limits: Sequence[int], keys: np.ndarray):
+  def __init__(self, room: Room, lengths: np.ndarray, limits: np.ndarray, keys: np.ndarray):
     """Args:
       room: what runs at once.
-      lengths: tokens of each prompt, n of them.
-      limits: the most tokens that a completion of each prompt may have; prompts of limit 0 are left out.
+      lengths: i32[n], tokens of each prompt.
+      limits: i32[n, g], the most tokens that each completion may have; prompts with 0 are left out.
       keys: u32[n, g, 2].
     """
     self.room, self._lengths, self._limits, self._keys = room, lengths, limits, keys
     self._group = keys.shape[1]
-    self._waiting = [i for i in range(len(lengths)) if limits[i] > 0][::-1]
+    self._waiting = np.flatnonzero(limits.all(1))[::-1].tolist()
     self._seats: list[list[_Seat | None]] = [[None] * room.seats for _ in range(room.shards)]
     total = room.shards * room.slots
     self.completion = np.full((total, 2), -1, np.int32)  # [s, (prompt, number)]
@@ -136,7 +152,7 @@ class Schedule:
     prompt, number = self.completion[:, 0], self.completion[:, 1]
     seats = [seat for shard in self._seats for seat in shard]
     return Control(live, live & (self.written == 0), self._keys[prompt, number], self.written.copy(),
-                   np.asarray(self._limits, np.int32)[prompt], self._place.copy(), np.asarray(self._lengths, np.int32)[prompt],
+                   self._limits[prompt, number], self._place.copy(), self._lengths[prompt],
                    np.asarray([[max(slot, 0) for slot in seat.rows] if seat else [0] * rows for seat in seats], np.int32),
                    np.asarray([self._lengths[seat.prompt] if seat else 1 for seat in seats], np.int32))
 

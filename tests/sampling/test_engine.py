@@ -1,6 +1,7 @@
 """The engine, against the trainer's view of the same tokens and against its own promises."""
 import dataclasses
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +162,14 @@ def test_nothing_compiles_after_the_warm_up():
   assert longest > 100 and compile_count() == before
 
 
+@pytest.mark.parametrize(("mesh", "kept"), [((1, 1, 1), "float32"), ((2, 2, 2), "float32")])
+def test_the_tpu_kernel_samples_the_same(mesh, kept, many):
+  """Interpreted. Caches of two blocks, some of them empty."""
+  devices = jax.devices()[:math.prod(mesh)]
+  built = build(make_mesh(*mesh, devices), limits=Limits(slots=16, chunk=4, kv_dtype=kept, attention="pallas"))
+  assert_same(drawn(built, MANY, group=6), many)
+
+
 # --- what is kept of keys and values ---
 
 @pytest.mark.parametrize(("kept", "most"), [("bfloat16", 0.02), ("int8", 0.04)])
@@ -240,10 +249,18 @@ def test_lengths_that_arrays_are_made_for():
   assert lengths(600) == [64, 128, 256, 600] and lengths(1024) == [64, 128, 256, 512, 1024]
 
 
-@pytest.mark.parametrize(("settings", "words"), [({"slots": -1}, "slots"), ({"chunk": -2}, "chunk"), ({"kv_dtype": "int4"}, "'int4'")])
+@pytest.mark.parametrize(("settings", "words"), [({"slots": -1}, "slots"), ({"chunk": -2}, "chunk"), ({"kv_dtype": "int4"}, "'int4'"),
+                                                 ({"attention": "flash"}, "'flash'")])
 def test_limits_that_cannot_be_are_refused(settings, words):
   with pytest.raises(UserError, match=words):
     Limits(**settings)
+
+
+def test_limits_by_the_machine():
+  assert Limits().on("cpu", 2) == Limits(128, 16, "", "xla") and Limits().on("tpu", 4) == Limits(1024, 64, "", "pallas")
+  assert Limits(8, 4, "int8", "xla").on("tpu", 4) == Limits(8, 4, "int8", "xla") and Limits().on("gpu", 1).attention == "xla"
+  with pytest.raises(UserError, match="a TPU kernel, and this is gpu"):
+    Limits(attention="pallas").on("gpu", 1)
 
 
 def test_frequencies_follow_the_distribution(built):

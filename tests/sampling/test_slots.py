@@ -9,9 +9,9 @@ from gtpo_jax.sampling.slots import Room, Schedule, room
 
 def play(place, prompts, group, length_of, prefill=2, chunk=4, limits=None, shrink=False):
   """Runs a schedule to its end; returns what ran (prompt, number) -> tokens, and chunks used. Checks its promises on the way."""
-  limits = limits or [40] * prompts
+  limits = np.repeat(np.asarray(limits or [40] * prompts)[:, None], group, 1)
   keys = np.arange(prompts * group * 2, dtype=np.uint32).reshape(prompts, group, 2)
-  schedule = Schedule(place, [5 + i for i in range(prompts)], limits, keys)
+  schedule = Schedule(place, 5 + np.arange(prompts), limits, keys)
   sat, done, chunks = {}, {}, 0
   while True:
     while any(seated := schedule.fill(prefill)):
@@ -39,10 +39,10 @@ def play(place, prompts, group, length_of, prefill=2, chunk=4, limits=None, shri
       assert sat[shard, seat] == prompt  # its prompt was read there, and nobody sat down on it since
       assert control.slot[shard * size.seats + seat, row] == local
       assert control.seated[shard * size.seats + seat] == control.prompt[i] == 5 + prompt
-      assert control.limit[i] == limits[prompt]
+      assert control.limit[i] == limits[prompt, number]
       assert control.fresh[i] == (control.written[i] == 0)
       np.testing.assert_array_equal(control.keys[i], keys[prompt, number])
-    wanted = np.array([min(length_of(*schedule.completion[i]), limits[schedule.completion[i][0]]) if control.live[i] else 0
+    wanted = np.array([min(length_of(*schedule.completion[i]), limits[tuple(schedule.completion[i])]) if control.live[i] else 0
                        for i in range(len(control.live))])
     tokens = np.where(control.live, np.minimum(wanted - control.written, chunk), 0)
     ended = control.live & (control.written + tokens == wanted)
@@ -91,12 +91,12 @@ def test_limits_hold_and_prompts_without_room_are_left_out():
 
 
 def test_no_prompts():
-  schedule = Schedule(room(0, 4, 2, 8), [], [], np.zeros((0, 4, 2), np.uint32))
+  schedule = Schedule(room(0, 4, 2, 8), np.zeros(0, int), np.zeros((0, 4), int), np.zeros((0, 4, 2), np.uint32))
   assert schedule.fill(3) == [[], []] and not schedule.waiting and not schedule.live.any()
 
 
 @pytest.mark.parametrize("shards", [1, 4])
 def test_prompts_are_read_together(shards):
   """Free seats fill up at once, so that prompts are read in few batches."""
-  schedule = Schedule(room(64, 4, shards, 16 * shards), [3] * 64, [9] * 64, np.zeros((64, 4, 2), np.uint32))
+  schedule = Schedule(room(64, 4, shards, 16 * shards), np.full(64, 3), np.full((64, 4), 9), np.zeros((64, 4, 2), np.uint32))
   assert [len(rows) for rows in schedule.fill(8)] == [8] * shards
