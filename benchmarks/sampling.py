@@ -2,9 +2,9 @@
 
     python benchmarks/sampling.py [--json FILE] [--peers transformers,tunix] [--tunix_python PYTHON] [--rounds 5] [--slots 16] ...
 
-The architecture of benchmarks/step.py with random weights in float32; 64 completions, one of each of 64 prompts of 64 tokens, at temperature 1.
-Their lengths are drawn from a log-normal distribution of median 32 and cut at 512. Nobody knows them ahead: a peer generates until the
-longest is whole. Tokens a second are those of the lengths, by the median time of the rounds after the first.
+The architecture of benchmarks/step.py with random weights in float32; 64 completions, one of each of 64 prompts of 64 tokens, at
+temperature 1. Their lengths are drawn from a log-normal distribution of median 32 and cut at 512. Nobody knows them ahead: a peer
+generates until the longest is whole. Tokens a second are those of the lengths, by the median time of the rounds after the first.
 """
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def ours(args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]
   params = engine.layout(init_params(model, jax.random.key(0)))
 
   def call(seed: int) -> None:
-    for sheet, _ in engine.write(params, prompts, jax.random.key(seed), group=1, sampler=Sampler(), limits=lengths[:, None]):
-      pass
+    *_, (sheet, _) = engine.write(params, prompts, jax.random.key(seed), group=1, sampler=Sampler(), limits=lengths[:, None])
     assert (sheet.mask.sum(-1)[:, 0] == lengths).all()
 
   return call
@@ -72,8 +71,8 @@ def transformers(args: argparse.Namespace, lengths: np.ndarray, prompts: list[li
 
 def tunix(args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]) -> Callable[[int], None]:
   """One call of Tunix's sampler in a process of its own, which answers on its standard output when it is done."""
-  there = subprocess.Popen([args.tunix_python, str(Path(__file__).with_name("tunix_sampler.py")), json.dumps(vars(args)), str(max(lengths))],
-                           stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  command = [args.tunix_python, str(Path(__file__).with_name("tunix_sampler.py")), json.dumps(vars(args)), str(max(lengths))]
+  there = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
   def call(seed: int) -> None:
     print(seed, file=there.stdin, flush=True)

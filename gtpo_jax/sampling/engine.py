@@ -235,8 +235,8 @@ class Engine:
     reads = _reads(place, width)
     padded = _padded([[] for _ in range(self._shards)], [], reads, width, place.seats, self.pad)
     yield "read", self._read.lower(laid, seats, *padded), (laid, seats)
-    number = np.int32(1)
-    decode = self._decode.lower(laid, seats, slots, _at_rest(place, group).control(), self._stop, sampler=sampler, until=number, spare=number)
+    rest, number = _at_rest(place, group).control(), np.int32(1)
+    decode = self._decode.lower(laid, seats, slots, rest, self._stop, sampler=sampler, until=number, spare=number)
     yield "decode", decode, (laid, seats, slots)
 
 

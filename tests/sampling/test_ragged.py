@@ -31,7 +31,8 @@ def test_kernel_sees_what_the_mask_lets_be_seen(heads, kv_heads, e, w, kept, mes
   want = look(q, Source(kv, (jnp.arange(w) < written[:, None])[:, None, None]))
   some = np.asarray(written) > 0
   for name in got._fields:
-    np.testing.assert_allclose(np.asarray(getattr(got, name))[some], np.asarray(getattr(want, name))[some], rtol=2e-5, atol=2e-5, err_msg=name)
+    a, b = (np.asarray(getattr(seen, name))[some] for seen in (got, want))
+    np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=name)
   assert not np.asarray(got.total)[~some].any() and not np.asarray(got.mixed)[~some].any()  # nothing seen has no weight
 
 
