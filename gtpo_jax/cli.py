@@ -222,33 +222,26 @@ def _sample(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax.sampling.filters import Sampler
   sampler = Sampler(args.temperature, args.top_k, args.top_p, args.min_p)
   import jax
-  import numpy as np
 
   from gtpo_jax.data.records import user
   from gtpo_jax.frozen import open_policy
-  from gtpo_jax.parallel import fetch
   actor, _, params, _ = open_policy(args.model, args.step, None, args.max_tokens)
   ids = actor.chat.encode_prompt(user(args.prompt))
   policy, key = actor.policy(params), jax.random.key(args.seed)
-  if not sys.stdout.isatty():
-    rollouts = policy.engine.sample(policy.params, [ids], key, group=args.n, sampler=sampler)
-    for text in actor.chat.decode(*fetch((rollouts.tokens[0], rollouts.mask[0]))):
-      print(text)
-    return 0
-  shown, written = "", set()
-  for rollouts in policy.engine.stream(policy.params, ids, key, group=args.n, sampler=sampler):
-    tokens, mask, finished = fetch((rollouts.tokens[0], rollouts.mask[0], rollouts.finished[0]))
-    texts = actor.chat.decode(tokens, mask)
-    if args.n == 1:  # as it is written, but for a character that is not whole yet
-      whole = texts[0].rstrip("\ufffd")
-      print(whole[len(shown):], end="", flush=True)
-      shown = whole
-    else:  # each when it has ended
-      over = finished | (mask.sum(-1) == mask.shape[-1])
-      for i in sorted(set(np.flatnonzero(over).tolist()) - written):
-        print(texts[i], flush=True)
-        written.add(i)
-  if args.n == 1:
+  live = sys.stdout.isatty()
+  shown, texts = "", [""] * args.n
+  for sheet, ended in policy.engine.write(policy.params, [ids], key, group=args.n, sampler=sampler, every=4 if live else None):
+    if live and args.n == 1:  # as it is written, but for a character that is not whole yet
+      text = actor.chat.decode([sheet.tokens[0, 0, sheet.mask[0, 0]]])[0].rstrip("\ufffd")
+      print(text[len(shown):], end="", flush=True)
+      shown = text
+    for _, j in ended:
+      texts[j], = actor.chat.decode([sheet.tokens[0, j, sheet.mask[0, j]]])
+      if live and args.n > 1:  # each when it has ended
+        print(texts[j], flush=True)
+  if not live:
+    print(*texts, sep="\n")
+  elif args.n == 1:
     print(texts[0][len(shown):])
   return 0
 

@@ -54,7 +54,7 @@ class _Draw(NamedTuple):
   rollouts: Rollouts       # on the mesh
   found: Judgement
   texts: list[list[str]]   # [n][g]
-  judging: float           # seconds
+  judging: float           # seconds waited for verdicts once all was written
 
 
 class Collector:
@@ -95,17 +95,17 @@ class Collector:
     """Samples and judges the next generation batch."""
     config, actor, number = self._config, self._actor, self._drawn
     problems, key = self._batches[number], key_for(config.seed, Stream.SAMPLE, number)
-    rollouts = actor.answer(policy, problems, key, config.own_group, config.sampler)
+    judging = actor.judging(problems, config.batch.group)
+    rollouts = actor.answer(policy, problems, key, config.own_group, config.sampler, judging)
     if self._rescore:
       rollouts = rollouts.replace(rescored=jax.block_until_ready(self._rescore(params, rollouts)))
     if self._frozen.guide:
       key = key_for(config.seed, Stream.GUIDE, number)
-      rollouts = self._joined(rollouts, actor.answer(self._frozen.guide, problems, key, self._settings.guide_completions,
-                                                     config.sampler))
+      rollouts = self._joined(rollouts, actor.answer(self._frozen.guide, problems, key, self._settings.guide_completions, config.sampler,
+                                                     judging, first=config.own_group))
     self._drawn += 1
     began = time.perf_counter()
-    texts, found = actor.judged(rollouts, problems)
-    return _Draw(number, problems, rollouts, found, texts, time.perf_counter() - began)
+    return _Draw(number, problems, rollouts, judging.result(), judging.texts, time.perf_counter() - began)
 
   def _fill(self, params: Params, policy: Policy, say: Callable[[str], None]) -> tuple[list[_Group], dict[str, float], float]:
     """Draws until there are n groups with contrast, those kept from the step before first (DAPO's dynamic sampling).
@@ -159,7 +159,8 @@ class Collector:
     """Takes up what `leftovers` gave."""
     like, count = _pool(self._config), int(leftovers["count"])
     rollouts, verdicts = jax.tree.unflatten(jax.tree.structure(like), [np.asarray(leftovers[name]) for name in _named(like)])
-    texts = self._actor.texts(rollouts.tokens, rollouts.mask)
+    texts = [self._actor.chat.decode([row[keep] for row, keep in zip(*group, strict=True)])
+             for group in zip(rollouts.tokens, rollouts.mask, strict=True)]
     places = [(int(batch), int(row)) for batch, row in leftovers["place"][:count]]
     self._kept = [_Group((batch, row), self._batches[batch][row], _row(rollouts, i), _row(verdicts, i), texts[i])
                   for i, (batch, row) in enumerate(places)]

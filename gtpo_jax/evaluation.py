@@ -13,7 +13,6 @@ from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
 from gtpo_jax.estimators import best_of_k, bootstrap, majority_at, pass_at_k
 from gtpo_jax.models.qwen2 import Params
-from gtpo_jax.parallel import fetch
 from gtpo_jax.problems import eval_label
 from gtpo_jax.rewards import VOTES
 from gtpo_jax.rollout import Actor, Policy, Stream, key_for
@@ -149,11 +148,10 @@ def evaluate(actor: Actor, policy: Policy, name: str, problems: Sequence[Problem
       raise Stopped
     part = list(problems[start:start + batch])
     filled = part + [part[-1]] * (batch - len(part))
-    rollouts = actor.answer(policy, filled, jax.random.fold_in(key, start), group, how)
-    if len(part) < batch:
-      rollouts = jax.tree.map(lambda x: x[:len(part)], rollouts)
-    texts, found = actor.judged(rollouts, part)
-    return Answers(texts, found.correct, found.reached, found.reward, *fetch((rollouts.lengths, rollouts.finished)))
+    judging = actor.judging(filled, group)
+    actor.answer(policy, filled, jax.random.fold_in(key, start), group, how, judging)
+    found, n = judging.result(), len(part)
+    return Answers(judging.texts[:n], *(x[:n] for x in (found.correct, found.reached, found.reward, judging.lengths, judging.finished)))
 
   def answers(group: int, how: Sampler) -> Answers:
     parts = [part_of(start, group, how) for start in range(0, len(problems), batch)]

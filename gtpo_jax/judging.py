@@ -4,12 +4,14 @@ A verdict that cannot be reached is None: its completion takes no part in loss a
 """
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
 import math
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from gtpo_jax.arrays import Verdicts
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
 from gtpo_jax.errors import UserError, first_line
+from gtpo_jax.parallel import from_first, is_first
 from gtpo_jax.rewards import PARTS, VERIFIERS, group_relative, soft_overlong
 
 # prompts, completions, answers, extras -> a number (or None) each
@@ -41,12 +44,13 @@ class Judgement:
 
 
 class Judge:
-  """Judges batches as the config says.
+  """Judges completions as the config says, on a thread of its own, while others are still being sampled.
 
   `reward.verifier` = module:function decides right and wrong instead of the problems' kinds; parts of `reward.parts` may be such
-  functions too. Each is called as `function(prompts, completions, answers, extras)`, equally long lists of text, text, text and dict,
-  and returns one number (or bool) for each completion, or None where it has none. What it raises is shown once; then, as with a list of
-  another length, NaN or None, the completions concerned are left out and counted.
+  functions too. Each is called once for each problem, when all its completions are written, as
+  `function(prompts, completions, answers, extras)`, equally long lists of text, text, text and dict, and returns one number (or bool) for
+  each completion, or None where it has none. What it raises is shown once; then, as with a list of another length, NaN or None, the
+  completions concerned are left out and counted.
 
   Raises:
     UserError: a part that does not exist or a function that cannot be imported.
@@ -54,23 +58,47 @@ class Judge:
 
   def __init__(self, config: Config):
     self._config, section = config, config.reward
-    self._parts = [(name, weight, PARTS.get(name) or (None if name == "correct" else user_function(name)))
-                   for name, weight in section.weighted]
+    self._functions = {name: PARTS.get(name) or user_function(name) for name, _ in section.weighted if name != "correct"}
     self._verifier = user_function(section.verifier) if section.verifier else None
     self._shown: set[str] = set()
+    self.thread = ThreadPoolExecutor(1, "gtpo-reward")
 
   def __call__(self, problems: Sequence[Problem], texts: Sequence[Sequence[str]], lengths: np.ndarray, finished: np.ndarray) -> Judgement:
     """Judges texts [n][g], with i32[n, g] lengths in tokens and bool[n, g] whether each ended by itself: else it is wrong."""
+    verdicts = np.full(finished.shape, np.nan)
+    places = [(i, j) for i, row in enumerate(texts) for j in range(len(row))]
+    for place, verdict in zip(places, self.verify([problems[i] for i, _ in places], [texts[i][j] for i, j in places]), strict=True):
+      verdicts[place] = verdict
+    rows = [self.of_group(problem, row) for problem, row in zip(problems, texts, strict=True)]
+    return self.weigh(verdicts, rows, lengths, finished)
+
+  def verify(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float]:
+    """The verdict of each completion by its problem's kind, f64, NaN for none; only NaN where a user's function decides."""
+    verdicts = [math.nan] * len(texts)
+    for kind in set() if self._verifier else {problem.kind for problem in problems}:  # together, so that a verifier may work side by side
+      places = [i for i, problem in enumerate(problems) if problem.kind == kind]
+      found = VERIFIERS[kind]([texts[i] for i in places], [problems[i].answer for i in places], [problems[i].extra for i in places],
+                              self._config.reward)
+      for i, verdict in zip(places, found, strict=True):
+        verdicts[i] = math.nan if verdict is None else float(verdict)
+    return verdicts
+
+  def of_group(self, problem: Problem, texts: Sequence[str]) -> dict[str, list[float]]:
+    """What the functions say of all completions of a problem: by name the value of each, NaN for none; "" is the user's verifier."""
+    functions = self._functions | ({"": self._verifier} if self._verifier else {})
+    return {name: self._call(name or self._config.reward.verifier, function, problem, texts) for name, function in functions.items()}
+
+  def weigh(self, verdicts: np.ndarray, rows: Sequence[dict[str, list[float]]], lengths: np.ndarray, finished: np.ndarray) -> Judgement:
+    """Puts the verdicts f64[n, g] of `verify` and what `of_group` gave, one a problem, together."""
     s, (wrong, right) = self._config.algorithm_object.settings, self._config.algorithm_object.recipe.rewards
-    verdicts = self._table(self._verify(problems, texts), finished.shape)
+    table = lambda name: np.asarray([row[name] for row in rows], np.float64).reshape(finished.shape)
+    verdicts = table("") if self._verifier else verdicts
     reached = ~np.isnan(verdicts) | ~finished
     correct = finished & (verdicts > 0.5)
     reward, metrics = np.zeros(finished.shape), {}
-    for name, weight, function in self._parts:
-      if function is None:
-        part = np.where(correct, right, wrong)
-      else:
-        part = self._table(self._call(name, function, problems, texts), finished.shape)
+    for name, weight in self._config.reward.weighted:
+      part = np.where(correct, right, wrong) if name == "correct" else table(name)
+      if name != "correct":
         reached &= ~np.isnan(part)
         metrics[f"reward/part/{name}"] = float(np.nanmean(part)) if not np.isnan(part).all() else math.nan
       reward += weight * np.nan_to_num(part)
@@ -83,39 +111,20 @@ class Judge:
       penalty = soft_overlong(lengths, self._config.sampling.max_tokens, s.overlong_buffer)
     return Judgement(correct, reached, reward.astype(np.float32), penalty, counted, metrics)
 
-  def _verify(self, problems: Sequence[Problem], texts: Sequence[Sequence[str]]) -> list[float | None]:
-    """A verdict for each completion, row by row."""
-    if self._verifier:
-      return self._call(self._config.reward.verifier, self._verifier, problems, texts)
-    verdicts: list[float | None] = [None] * sum(map(len, texts))
-    flat = [(problem, text) for problem, row in zip(problems, texts, strict=True) for text in row]
-    for kind in {problem.kind for problem in problems}:  # each verifier gets its whole batch, so that it may work side by side
-      places = [i for i, (problem, _) in enumerate(flat) if problem.kind == kind]
-      found = VERIFIERS[kind]([flat[i][1] for i in places], [flat[i][0].answer for i in places], [flat[i][0].extra for i in places],
-                              self._config.reward)
-      for i, verdict in zip(places, found, strict=True):
-        verdicts[i] = verdict
-    return verdicts
-
-  def _call(self, name: str, function: RewardFunction, problems: Sequence[Problem], texts: Sequence[Sequence[str]]) -> list[float | None]:
-    """What a user's function says of each completion; None for all of them where it fails."""
-    prompts, completions, answers, extras = [], [], [], []
-    for problem, row in zip(problems, texts, strict=True):
-      for text in row:
-        prompts.append(problem.messages[-1]["content"])
-        completions.append(text)
-        answers.append(problem.answer)
-        extras.append(dict(problem.extra))
+  def _call(self, name: str, function: RewardFunction, problem: Problem, texts: Sequence[str]) -> list[float]:
+    """What a function says of each completion of a problem; NaN for all of them where it fails."""
+    n = len(texts)
+    given = [problem.messages[-1]["content"]] * n, list(texts), [problem.answer] * n, [dict(problem.extra) for _ in texts]
     try:
-      values = [None if value is None else float(value) for value in function(prompts, completions, answers, extras)]
-      if len(values) != len(completions):
-        raise ValueError(f"returned {len(values)} values for {len(completions)} completions")
+      values = [None if value is None else float(value) for value in function(*given)]
+      if len(values) != n:
+        raise ValueError(f"returned {len(values)} values for {n} completions")
     except (Exception, SystemExit):  # whatever the user's own code raises; a reward is no place to end a run from
       self._show_once(name, traceback.format_exc())
-      return [None] * len(completions)
+      return [math.nan] * n
     if odd := [value for value in values if value is not None and not math.isfinite(value)]:
       self._show_once(name, f"it returned {odd[0]}\n")
-    return [None if value is None or not math.isfinite(value) else value for value in values]
+    return [math.nan if value is None or not math.isfinite(value) else value for value in values]
 
   def _show_once(self, name: str, what: str) -> None:
     if name not in self._shown:
@@ -123,9 +132,57 @@ class Judge:
       print(f"gtpo: reward function {name!r} failed; its completions are left out and counted as reward/no_verdict:\n{what}",
             file=sys.stderr, end="", flush=True)
 
-  def _table(self, values: Sequence[float | None], shape: tuple[int, ...]) -> np.ndarray:
-    """Values as f64[n, g], NaN for None."""
-    return np.asarray([np.nan if value is None else float(value) for value in values], np.float64).reshape(shape)
+
+class Judging:
+  """The judging of one batch, begun before the batch is whole: completions are put in as they end.
+
+  Of several processes the first judges, and tells the others: verdicts that time out on one alone would let them part.
+  """
+
+  def __init__(self, judge: Judge, problems: Sequence[Problem], group: int, read: Callable[[Sequence[np.ndarray]], list[str]]):
+    """Args:
+      judge: says what is right.
+      problems: [n].
+      group: completions of each problem.
+      read: rows of token ids to text.
+    """
+    self._judge, self._problems, self._read = judge, problems, read
+    n = len(problems)
+    self.texts = [[""] * group for _ in range(n)]
+    self.lengths, self.finished = np.zeros((n, group), np.int32), np.zeros((n, group), bool)
+    self._verdicts, self._rows = np.full((n, group), np.nan), [{} for _ in range(n)]
+    self._missing = np.full(n, group)
+    self._waiting: collections.deque[tuple[tuple[int, int], np.ndarray, bool]] = collections.deque()
+    self._work: list[Future[None]] = []
+
+  def put(self, ended: Sequence[tuple[tuple[int, int], np.ndarray, bool]]) -> None:
+    """Takes completions that have ended: (problem, number), their tokens i32[:], and whether they ended by themselves."""
+    if ended and is_first():
+      self._waiting.extend(ended)
+      self._work.append(self._judge.thread.submit(self._catch_up))
+
+  def result(self) -> Judgement:
+    """What was found, when all is judged, the same on every process. Raises what judging raised."""
+    found, self.texts, self.lengths, self.finished = from_first(self._found)
+    return found
+
+  def _found(self) -> tuple[Judgement, list[list[str]], np.ndarray, np.ndarray]:
+    for work in self._work:
+      work.result()
+    return self._judge.weigh(self._verdicts, self._rows, self.lengths, self.finished), self.texts, self.lengths, self.finished
+
+  def _catch_up(self) -> None:
+    """Judges all that waits: in one go, so that what ends while the judge is busy is judged side by side."""
+    ended = [self._waiting.popleft() for _ in range(len(self._waiting))]
+    if not ended:
+      return
+    texts = self._read([tokens for _, tokens, _ in ended])
+    verdicts = self._judge.verify([self._problems[i] for (i, _), *_ in ended], texts)
+    for ((i, j), tokens, finished), text, verdict in zip(ended, texts, verdicts, strict=True):
+      self.texts[i][j], self.lengths[i, j], self.finished[i, j], self._verdicts[i, j] = text, len(tokens), finished, verdict
+      self._missing[i] -= 1
+      if not self._missing[i]:
+        self._rows[i] = self._judge.of_group(self._problems[i], self.texts[i])
 
 
 def user_function(name: str) -> RewardFunction:

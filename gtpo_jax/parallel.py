@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from types import EllipsisType
 from typing import Any, TypeVar
 
 import jax
@@ -76,9 +77,9 @@ def axis_size(mesh: Mesh, logical: str | None) -> int:
   return int(np.prod([mesh.shape[name] for name in names], dtype=int))
 
 
-def partition_spec(axes: Sequence[str | None]) -> PartitionSpec:
-  """Logical axis names, one a dimension, to the mesh axes they are split over."""
-  return PartitionSpec(*(RULES[axis] for axis in axes))
+def partition_spec(axes: Sequence[str | EllipsisType | None]) -> PartitionSpec:
+  """Logical axis names, one a dimension, to the mesh axes they are split over; `...` leaves a dimension to the compiler."""
+  return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if axis is ... else RULES[axis] for axis in axes))
 
 
 def named_sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
@@ -86,7 +87,7 @@ def named_sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
   return NamedSharding(mesh, partition_spec(axes))
 
 
-def constrain(x: jax.Array, mesh: Mesh, *axes: str | None) -> jax.Array:
+def constrain(x: jax.Array, mesh: Mesh, *axes: str | EllipsisType | None) -> jax.Array:
   """Asks the compiler to lay `x` out by its logical axes. The identity in value."""
   return jax.lax.with_sharding_constraint(x, named_sharding(mesh, *axes))
 

@@ -9,20 +9,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from gtpo_jax.arrays import Prompts, Rollouts, Verdicts
+from gtpo_jax.arrays import Rollouts, Verdicts
 from gtpo_jax.collect import batch_like
 from gtpo_jax.collectives import collective_bytes
 from gtpo_jax.config import Config, flatten, freeze, to_dict
-from gtpo_jax.models.lora import merge_lora, without_lora
+from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.presets import DTYPES
-from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params, sampling_layout
+from gtpo_jax.models.qwen2 import Qwen2, abstract_params
 from gtpo_jax.parallel import axis_size, make_mesh, named_sharding
-from gtpo_jax.roofline import cache_bytes, sample_seconds, update_flops, update_seconds
-from gtpo_jax.sampling.decode import generate
-from gtpo_jax.sampling.engine import completion_keys
+from gtpo_jax.roofline import sample_seconds, update_flops, update_seconds
+from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.topology import Chip, topology_devices
 from gtpo_jax.training.micro_batches import check_divides
 from gtpo_jax.training.state import Optimizer, abstract_state, make_optimizer
@@ -71,7 +69,7 @@ def measured(config: Config, model: Qwen2, chip: Chip) -> dict[str, Any]:
 
   Returns:
     `fits`, `devices`, `mesh`, `hbm_bytes`, `params` (their number), `seconds_compile`, and of one device: `params.bytes`,
-    `optimizer.bytes` (in its own memory), `cache.bytes` (keys and values), `update.peak_bytes`, `update.activation_bytes` (what the update
+    `optimizer.bytes` (in its own memory), `cache.bytes` (keys and values of the completions sampled at once), `update.peak_bytes`, `update.activation_bytes` (what the update
     holds beside state and batch), `sample.peak_bytes` (the optimizer state that rests beside it included), `update.sent_bytes` (to other
     devices; None where the compiler refused the program). `update.flops` are the model's, of all devices together, recomputation
     not counted. `update.seconds` and `sample.seconds` are the roofline's, None where the chip's speed is not known.
@@ -81,15 +79,16 @@ def measured(config: Config, model: Qwen2, chip: Chip) -> dict[str, Any]:
   seconds_compile = time.perf_counter() - began
   mesh, devices = dict(model.mesh.shape), model.mesh.size
   sent = None if update is None else sum(collective_bytes(update.as_text()).values())
-  known = chip.flops is not None
+  known, engine = chip.flops is not None, sampler(config, model)
   return {"devices": devices, "mesh": mesh, "hbm_bytes": chip.memory, "params": sum(x.size for x in jax.tree.leaves(state.params)),
           "params.bytes": shard_bytes(state.params), "optimizer.bytes": shard_bytes(state.opt_state),
-          "cache.bytes": cache_bytes(config, mesh),
+          "cache.bytes": shard_bytes([cache.kv for cache in engine.caches(config.batch.prompts, group=config.own_group,
+                                                                          sampler=config.sampler)]),
           "update.peak_bytes": update_peak, "sample.peak_bytes": sample_peak, "update.sent_bytes": sent,
           "update.activation_bytes": update_peak - frozen_bytes(config, model) - shard_bytes((state, batch)),
           "update.flops": update_flops(config),
           "update.seconds": update_seconds(config, chip, devices, sent or 0) if known else None,
-          "sample.seconds": sample_seconds(config, chip, mesh) if known else None,
+          "sample.seconds": sample_seconds(config, chip, mesh, engine.limits.slots) if known else None,
           "fits": max(update_peak, sample_peak) <= chip.memory, "seconds_compile": seconds_compile}
 
 
@@ -105,15 +104,16 @@ def programs(config: Config, model: Qwen2) -> Iterator[tuple[int, jax.stages.Com
   peak, program = compile_peak(update.lower(state, rollouts, verdicts), (state, rollouts, verdicts))
   yield peak + rest, program
 
-  def sample(params: Params, prompts: Prompts, seed: jax.Array) -> Rollouts:
-    keys = completion_keys(jax.random.key(seed), config.batch.prompts, config.own_group)
-    plain = without_lora(model)
-    return generate(plain, sampling_layout(plain, merge_lora(model, params)), prompts, keys, jnp.arange(2), jnp.int32(0), config.sampler,
-                    config.sampling.max_tokens)
+  engine, peaks = sampler(config, model), []
+  for name, lowered, held in engine.programs(state.params, config.batch.prompts, group=config.own_group, sampler=config.sampler):
+    peak, program = compile_peak(lowered, held)
+    peaks.append(peak + (0 if name == "layout" else shard_bytes(state.params)))
+  yield max(peaks) + rest + shard_bytes(state.opt_state), program
 
-  seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=named_sharding(model.mesh))
-  peak, program = compile_peak(jax.jit(sample).lower(state.params, rollouts.prompts, seed), (state.params, rollouts.prompts))
-  yield peak + rest + shard_bytes(state.opt_state), program
+
+def sampler(config: Config, model: Qwen2) -> Engine:
+  """The run's sampler; which tokens end a completion makes no difference to what it needs."""
+  return Engine(model, (0, 1), 0, config.data.max_prompt_tokens, config.sampling.max_tokens, limits=config.limits)
 
 
 def optimizer(config: Config) -> Optimizer:

@@ -1,23 +1,21 @@
 """The acting half of a step: problems to completions, completions to verdicts."""
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.data.records import Problem
 from gtpo_jax.errors import UserError
-from gtpo_jax.judging import Judge, Judgement
+from gtpo_jax.judging import Judge, Judging
 from gtpo_jax.models.folder import find
 from gtpo_jax.models.qwen2 import Params, Qwen2, Unstacked, param_shardings
-from gtpo_jax.parallel import fetch, from_first, make_mesh
+from gtpo_jax.parallel import make_mesh, shard_batch
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.filters import Sampler
 
@@ -34,15 +32,6 @@ class Stream(enum.IntEnum):
 def key_for(seed: int, stream: Stream, step: int = 0) -> jax.Array:
   """The random key of one use at one step."""
   return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)
-
-
-@dataclasses.dataclass(frozen=True)
-class Completions:
-  """What the host reads of one call's rollouts."""
-
-  texts: list[list[str]]  # [n][g]
-  lengths: np.ndarray     # i32[n, g], tokens
-  finished: np.ndarray    # bool[n, g], False where the length ran out
 
 
 class Policy(NamedTuple):
@@ -64,12 +53,12 @@ class Actor:
                       f"{config.model.path or config.model.preset!r} a vocabulary of {config.model_config.vocab_size}; "
                       f"they do not belong together")
     self._max_prompt_tokens, self._max_tokens = config.data.max_prompt_tokens, max_tokens or config.sampling.max_tokens
+    self._limits, self._data, self.judge = config.limits, config.data, Judge(config)
     self.engine = self.engine_for(self.model)
-    self._data, self.judge = config.data, Judge(config)
 
   def engine_for(self, model: Qwen2, words: int | None = None) -> Engine:
     """A sampler of `model` with this actor's tokenizer and limits, of its first `words` words alone where that is given."""
-    return Engine(model, self.chat.stop, self.chat.pad, self._max_prompt_tokens, self._max_tokens, words)
+    return Engine(model, self.chat.stop, self.chat.pad, self._max_prompt_tokens, self._max_tokens, words, self._limits)
 
   def encode(self, problem: Problem) -> list[int]:
     """A problem's token ids, put as the config's system message and template say."""
@@ -83,23 +72,18 @@ class Actor:
     """The actor's own model with `params`, laid out for sampling: make it once and sample many batches from it."""
     return Policy(self.engine, self.engine.layout(params))
 
-  def answer(self, policy: Policy, problems: Sequence[Problem], key: jax.Array, group: int, sampler: Sampler) -> Rollouts:
-    """Samples `group` completions of each problem; returns when they are done."""
-    prompts = [self.encode(problem) for problem in problems]
-    return jax.block_until_ready(policy.engine.sample(policy.params, prompts, key, group=group, sampler=sampler))
+  def judging(self, problems: Sequence[Problem], group: int) -> Judging:
+    """The judging of `group` completions of each problem, to be handed to `answer`."""
+    return Judging(self.judge, problems, group, self.chat.decode)
 
-  def judged(self, rollouts: Rollouts, problems: Sequence[Problem]) -> tuple[list[list[str]], Judgement]:
-    """The completions as text [n][g], and what was found of them."""
-    read = self.read(rollouts)
-    return read.texts, from_first(lambda: self.judge(problems, read.texts, read.lengths, read.finished))
+  def answer(self, policy: Policy, problems: Sequence[Problem], key: jax.Array, group: int, sampler: Sampler,
+             judging: Judging | None = None, first: int = 0) -> Rollouts:
+    """Samples `group` completions of each problem, [n, group, t] on the mesh, and puts each into the judging as it ends.
 
-  def read(self, rollouts: Rollouts) -> Completions:
-    """The completions on the host, as text."""
-    tokens, mask, finished = fetch((rollouts.tokens, rollouts.mask, rollouts.finished))
-    return Completions(self.texts(tokens, mask), mask.sum(-1), finished)
-
-  def texts(self, tokens: np.ndarray, mask: np.ndarray) -> list[list[str]]:
-    """Completions [n, g, t] as text, [n][g]."""
-    n, g, _ = tokens.shape
-    flat = self.chat.decode(tokens.reshape(n * g, -1), mask.reshape(n * g, -1))
-    return [flat[i * g:(i + 1) * g] for i in range(n)]
+    Its number there is `first` more than here.
+    """
+    prompts, sheet = [self.encode(problem) for problem in problems], None
+    for sheet, ended in policy.engine.write(policy.params, prompts, key, group=group, sampler=sampler):
+      if judging:
+        judging.put([((i, first + j), sheet.tokens[i, j, sheet.mask[i, j]], bool(sheet.finished[i, j])) for i, j in ended])
+    return shard_batch(policy.engine.rollouts(sheet, prompts), self.model.mesh)

@@ -4,6 +4,8 @@ The formulas are those of arithmetic alone. Nothing here is measured, and no rea
 """
 from __future__ import annotations
 
+import math
+
 from gtpo_jax.config import Config
 from gtpo_jax.models.presets import DTYPES
 from gtpo_jax.topology import Chip
@@ -23,24 +25,18 @@ def update_seconds(config: Config, chip: Chip, devices: int, sent: int) -> float
   return max(update_flops(config) * recomputed / devices / chip.flops, sent / chip.links)
 
 
-def sample_seconds(config: Config, chip: Chip, mesh: dict[str, int]) -> float:
+def sample_seconds(config: Config, chip: Chip, mesh: dict[str, int], slots: int) -> float:
   """Seconds of sampling a step's completions, all at full length: each token reads the weights and the keys and values before it.
 
-  Weights are whole over data and fsdp and split over tensor; every device decodes its share of the completions at once.
+  Weights are whole over data and fsdp and split over tensor; every device decodes its share of the `slots` completions at once.
   """
   c, devices = config.model_config, mesh["data"] * mesh["fsdp"] * mesh["tensor"]
   shards, size = mesh["data"] * mesh["fsdp"], DTYPES[c.compute_dtype](0).itemsize
   rows, length, prompt = config.batch.prompts * config.own_group / shards, config.sampling.max_tokens, config.data.max_prompt_tokens
+  rounds = math.ceil(rows / (slots / shards))
+  rows /= rounds
   kv = 2 * c.layers * c.kv_heads * c.head_dim * size / min(mesh["tensor"], c.kv_heads)  # bytes a position
-  read = c.matmul_params * size / mesh["tensor"] + kv * (rows * length / 2 + config.batch.prompts / shards * prompt)
+  read = c.matmul_params * size / mesh["tensor"] + kv * (rows * length / 2 + rows / config.own_group * prompt)
   computed = 2 * c.matmul_params * rows / mesh["tensor"]
   prefill = 2 * c.matmul_params * config.batch.prompts * prompt / devices / chip.flops
-  return prefill + length * max(read / chip.bandwidth, computed / chip.flops)
-
-
-def cache_bytes(config: Config, mesh: dict[str, int]) -> int:
-  """Bytes of keys and values that one device holds at the end of sampling, prompts included."""
-  c, shards = config.model_config, mesh["data"] * mesh["fsdp"]
-  heads = c.kv_heads // mesh["tensor"] if c.kv_heads % mesh["tensor"] == 0 else c.kv_heads
-  positions = config.batch.prompts * (config.own_group * config.sampling.max_tokens + config.data.max_prompt_tokens) // shards
-  return 2 * c.layers * heads * c.head_dim * DTYPES[c.compute_dtype](0).itemsize * positions
+  return prefill + rounds * length * max(read / chip.bandwidth, computed / chip.flops)

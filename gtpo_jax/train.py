@@ -88,6 +88,8 @@ def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[]
     if saved.leftovers:
       collector.restore(saved.leftovers)
   save = lambda: checkpoints.save(state, collector.leftovers(), frozen.identity)
+  if config.sampling.warm_up:
+    actor.engine.warm_up(actor.policy(state.params).params, config.batch.prompts, group=config.own_group, sampler=config.sampler)
   journal = Journal(workdir, start, config.log.tensorboard)
   guards = Guards(config.guards.skipped, workdir, rows := journal.read(), display.say, checkpoints.wait)
   if start == 0 and not rows:

@@ -1,11 +1,13 @@
 """Verdicts and rewards: parts, users' functions and their faults. No silent zero."""
+import threading
+
 import numpy as np
 import pytest
 
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.errors import UserError
-from gtpo_jax.judging import Judge, user_function
+from gtpo_jax.judging import Judge, Judging, user_function
 from gtpo_jax.rewards import VERIFIERS
 
 PROBLEMS = [Problem("a", user("1+1?"), "2", "math"), Problem("b", user("12+3:"), "15", "last_number", {"hint": 7})]
@@ -43,12 +45,16 @@ def leaves(prompts, completions, answers, extras):
 not_a_function = 3
 
 
-def judge(name="gtpo", **changes):
+def judge_of(name="gtpo", **changes):
   config = default_config()
   config.algorithm.name = name
   with config.unlocked():
     config.update_from_flattened_dict(changes)
-  return Judge(freeze(config))(PROBLEMS, TEXTS, LENGTHS, FINISHED)
+  return Judge(freeze(config))
+
+
+def judge(name="gtpo", **changes):
+  return judge_of(name, **changes)(PROBLEMS, TEXTS, LENGTHS, FINISHED)
 
 
 def test_each_kind_has_its_verifier_and_what_was_cut_off_is_wrong():
@@ -73,7 +79,7 @@ def test_parts_are_weighted_and_logged():
 def test_what_a_users_function_is_given():
   SEEN.clear()
   judge(**{"reward.parts": "correct,test_judging:shorter"})
-  assert SEEN == [(["1+1?"] * 3 + ["12+3:"] * 3, ["2"] * 3 + ["15"] * 3, [{}] * 3 + [{"hint": 7}] * 3)]
+  assert SEEN == [(["1+1?"] * 3, ["2"] * 3, [{}] * 3), (["12+3:"] * 3, ["15"] * 3, [{"hint": 7}] * 3)]  # a problem at a time
 
 
 def test_no_verdict_is_masked_and_counted_never_a_zero(capfd):
@@ -87,7 +93,7 @@ def test_no_verdict_is_masked_and_counted_never_a_zero(capfd):
   assert part.metrics["reward/no_verdict"] == 2
 
 
-@pytest.mark.parametrize(("name", "message"), [("raises", "RuntimeError: no luck"), ("too_few", "returned 1 values for 6 completions"),
+@pytest.mark.parametrize(("name", "message"), [("raises", "RuntimeError: no luck"), ("too_few", "returned 1 values for 3 completions"),
                                                ("leaves", "SystemExit: enough"), ("words", "could not convert string to float")])
 def test_a_function_that_fails_leaves_all_out_and_is_shown_once(name, message, capfd):
   config = default_config()
@@ -153,3 +159,41 @@ def test_programs_are_held_to_the_limits_of_the_config():
   assert verdicts(code_timeout_s=60.0) == [True, True, True]
   assert verdicts(code_timeout_s=3.0) == [True, False, True]
   assert verdicts(code_timeout_s=60.0, code_memory_mb=64) == [True, True, False]
+
+
+@pytest.mark.parametrize("changes", [{}, {"reward.parts": "correct*2,boxed*0.5,test_judging:shorter"},
+                                     {"reward.verifier": "test_judging:sometimes"}, {"algorithm.length_penalty": "group_relative"}])
+def test_judged_as_they_end_is_judged_at_once(changes):
+  """Whatever the order, and however many end together."""
+  at_once, words = judge(**changes), [word for row in TEXTS for word in row]
+  for seed in range(4):
+    rng = np.random.default_rng(seed)
+    judging = Judging(judge_of(**changes), PROBLEMS, 3, lambda rows: [words[row[0]] for row in rows])
+    ended = [((i, j), np.full(LENGTHS[i, j], 3 * i + j), bool(FINISHED[i, j])) for i in range(2) for j in range(3)]
+    rng.shuffle(ended)
+    cut = rng.integers(0, 7)
+    for part in (ended[:cut], [], ended[cut:]):
+      judging.put(part)
+    found = judging.result()
+    assert judging.texts == TEXTS
+    for name in ("correct", "reached", "reward", "penalty", "counted"):
+      np.testing.assert_array_equal(getattr(found, name), getattr(at_once, name))
+    assert found.metrics == pytest.approx(at_once.metrics, nan_ok=True)
+
+
+def test_judging_goes_on_while_others_are_written():
+  """On another thread, and what that thread raises comes out at the end."""
+  writing, seen = threading.Event(), []
+
+  def read(rows):
+    assert writing.wait(10)
+    seen.append(threading.current_thread())
+    raise LookupError("a fault of ours")
+
+  judging = Judging(judge_of(), PROBLEMS, 1, read)
+  judging.put([((0, 0), np.ones(1, int), True)])
+  assert not seen  # put returned before it was judged
+  writing.set()
+  with pytest.raises(LookupError, match="a fault of ours"):
+    judging.result()
+  assert seen[0] is not threading.current_thread()

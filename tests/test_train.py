@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from etils import epath
 
-from gtpo_jax.arrays import Rollouts
 from gtpo_jax.checkpoint import Checkpoints, run_params
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
@@ -160,8 +159,9 @@ def test_no_compilation_after_warm_up():
   for step in range(21):
     problems = [Problem(str(i), user("7" * rng.integers(1, 11)), "7", "last_number") for i in range(8)]
     widths.add(tuple(len(actor.chat.encode_prompt(problem.messages)) for problem in problems))
-    rollouts = actor.answer(actor.policy(state.params), problems, jax.random.key(step), 4, config.sampler)
-    state, metrics = update(state, rollouts, shard_batch(actor.judged(rollouts, problems)[1].verdicts, actor.model.mesh))
+    judging = actor.judging(problems, 4)
+    rollouts = actor.answer(actor.policy(state.params), problems, jax.random.key(step), 4, config.sampler, judging)
+    state, metrics = update(state, rollouts, shard_batch(judging.result().verdicts, actor.model.mesh))
     jax.device_get(metrics)
     counts.append(compile_count())
   assert len(widths) == 21 and counts[0] > 0
@@ -209,23 +209,22 @@ def test_judging(whole):
   actor = Actor(config)
   texts, gold = ["7+5=12", "7+5=2", "7+5=12", "no number"], "12"
   ids = [actor.chat.encode_completion(text) for text in texts]
-  tokens, mask = np.zeros((1, 4, 18), np.int32), np.zeros((1, 4, 18), bool)
-  for i, row in enumerate(ids):
-    tokens[0, i, :len(row)], mask[0, i, :len(row)] = row, True
-  finished = np.array([[True, True, False, True]])
-  rollouts = Rollouts(None, tokens, mask, None, None, finished)
-  read, found = actor.judged(rollouts, [Problem("0", user("7+5:"), gold, "last_number")])
-  assert read == [texts]
+  judging = actor.judging([Problem("0", user("7+5:"), gold, "last_number")], 4)
+  for j in (2, 0, 3, 1):  # in whatever order they end
+    judging.put([((0, j), np.asarray(ids[j]), j != 2)])
+  found = judging.result()
+  assert judging.texts == [texts]
   np.testing.assert_array_equal(found.correct, [[True, False, False, False]])
-  np.testing.assert_array_equal(actor.read(rollouts).lengths, [[len(row) for row in ids]])
+  np.testing.assert_array_equal(judging.lengths, [[len(row) for row in ids]])
 
 
 def test_rewards_and_penalties_are_the_algorithms(whole):
   config = small_config(**{"algorithm.name": "dapo", "algorithm.overlong_buffer": 8})
   actor, problems = Actor(config), [Problem("0", user("1"), "1", "last_number")] * 4
   policy = actor.policy(init_params(actor.model, jax.random.key(0)))
-  rollouts = actor.answer(policy, problems, jax.random.key(0), 2, Sampler())
-  verdicts = actor.judged(rollouts, problems)[1].verdicts
+  judging = actor.judging(problems, 2)
+  rollouts = actor.answer(policy, problems, jax.random.key(0), 2, Sampler(), judging)
+  verdicts = judging.result().verdicts
   assert set(np.unique(verdicts.reward)) <= {-1.0, 1.0}
   lengths = np.asarray(rollouts.lengths)
   np.testing.assert_allclose(verdicts.penalty, np.clip((18 - 8 - lengths) / 8, -1, 0))

@@ -14,6 +14,7 @@ from gtpo_jax.errors import UserError, nearest
 from gtpo_jax.models.folder import find, read_config
 from gtpo_jax.models.presets import PRESETS, Lora, ModelConfig
 from gtpo_jax.sampling.filters import Sampler
+from gtpo_jax.sampling.slots import Limits
 from gtpo_jax.training.state import OptimizerConfig
 
 MATH_RULES = ("math", "dapo")
@@ -127,14 +128,20 @@ class BatchSection:
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingSection(Sampler):
-  """How completions are drawn while learning: the fields of `Sampler`, temperature above 0, and their length.
+class SamplingSection(Limits, Sampler):
+  """How completions are drawn while learning: the fields of `Sampler`, temperature above 0, those of `Limits`, and their length.
 
   Attributes:
     max_tokens: the longest completion, stop token included.
+    warm_up: compile all that sampling may need before the first step, instead of each program when it is needed.
   """
 
   max_tokens: int = 40
+  warm_up: bool = False
+
+  def __post_init__(self):
+    Limits.__post_init__(self)
+    Sampler.__post_init__(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,7 +385,12 @@ class Config:
   @property
   def sampler(self) -> Sampler:
     """How rollouts are drawn."""
-    return Sampler(**{field.name: getattr(self.sampling, field.name) for field in dataclasses.fields(Sampler)})
+    return _part(Sampler, self.sampling)
+
+  @property
+  def limits(self) -> Limits:
+    """How much is sampled at once."""
+    return _part(Limits, self.sampling)
 
   @property
   def eval_sampler(self) -> Sampler:
@@ -420,6 +432,11 @@ class Config:
     given = dataclasses.asdict(self.algorithm)
     name = given.pop("name")
     return algorithms.make(name, **{key: value for key, value in given.items() if value is not None})
+
+
+def _part(kind: type, whole: Any) -> Any:
+  """An object of a dataclass, with the values that another has under the same names."""
+  return kind(**{field.name: getattr(whole, field.name) for field in dataclasses.fields(kind)})
 
 
 def to_dict(config: Config) -> dict[str, Any]:

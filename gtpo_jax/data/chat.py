@@ -2,11 +2,10 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from gtpo_jax.errors import UserError, first_line
 from gtpo_jax.files import inside, read_json
@@ -36,6 +35,7 @@ class Chat:
     self.pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     self.stop = tuple(sorted({tokenizer.eos_token_id, self.pad, *stop}))  # ids that end a completion
     self.vocab_size = 1 + max(*tokenizer.get_vocab().values(), *self.stop)  # one more than the largest id
+    self._lock = threading.Lock()  # a fast tokenizer refuses to be set up for one call while another is under way
 
   def encode_prompt(self, messages: Messages) -> list[int]:
     """The ids of a conversation, ready for the assistant's turn. Text from data never becomes a control token.
@@ -66,10 +66,10 @@ class Chat:
     """The ids of an assistant's turn, its end token included."""
     return [*self._encode(text, plain=True), self.tokenizer.eos_token_id]
 
-  def decode(self, tokens: np.ndarray, mask: np.ndarray) -> list[str]:
-    """Completions i32[b, t] to text, end tokens left out."""
-    rows = [[token for token in row[keep].tolist() if token not in self.stop] for row, keep in zip(tokens, mask, strict=True)]
-    return self.tokenizer.batch_decode(rows)
+  def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    """Completions, token ids each, to text, end tokens left out."""
+    with self._lock:
+      return self.tokenizer.batch_decode([[int(token) for token in row if token not in self.stop] for row in rows])
 
   def _render(self, messages: Messages) -> str:
     whose = f"the chat template of {self.tokenizer.name_or_path!r}"
@@ -82,7 +82,8 @@ class Chat:
 
   def _encode(self, text: str, plain: bool = False) -> list[int]:
     pieces = self._breaks.split(text) if plain else [text]
-    return [id_ for piece in pieces for id_ in self.tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=plain)]
+    with self._lock:
+      return [id_ for piece in pieces for id_ in self.tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=plain)]
 
 
 def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,10 +21,15 @@ MASKED = -1e30  # a finite "minus infinity": rows that see nothing stay finite
 
 
 class KV(NamedTuple):
-  """Keys and values of one layer; the group axis is 1 where a whole group shares them."""
+  """Keys and values of one layer; the group axis is 1 where a whole group shares them.
 
-  k: jax.Array  # [n, g | 1, k, s, e]
+  Keys lie transposed, as the product with the queries wants them: a cache is then read at every step without being turned.
+  """
+
+  k: jax.Array  # [n, g | 1, k, e, s]
   v: jax.Array  # [n, g | 1, k, s, e]
+  k_scale: jax.Array | None = None  # f32[n, g | 1, k, s], by which int8 keys are multiplied; None for other types
+  v_scale: jax.Array | None = None
 
 
 class Source(NamedTuple):
@@ -71,32 +77,41 @@ def attend(q: jax.Array, sources: tuple[Source, ...], precision: str = "default"
   Returns:
     [n, g, h, s, e] in q's dtype.
   """
+  return join([look(q, source, precision) for source in sources]).astype(q.dtype)
+
+
+class Seen(NamedTuple):
+  """What queries found in one source, for `join` to put together with the rest."""
+
+  mixed: jax.Array  # f32[n, g, h, s, e], values weighted with exp(score - peak), not normalised
+  peak: jax.Array   # f32[n, g, h, s, 1], the highest score
+  total: jax.Array  # f32[n, g, h, s, 1], the weights' sum
+
+
+def look(q: jax.Array, source: Source, precision: str = "default") -> Seen:
+  """What the queries `q` [n, g, h, s, e] find in one source."""
   n, g, h, s, e = q.shape
-  kv_heads = sources[0].kv.k.shape[2]
-  q = q.reshape(n, g, kv_heads, h // kv_heads, s, e) * e**-0.5
-  scores = [jnp.where(jnp.expand_dims(visible, (-4, -3)), _scores(q, kv.k, precision), MASKED) for kv, visible in sources]
-  peak = jax.lax.stop_gradient(_maximum([x.max(-1, keepdims=True) for x in scores]))
-  weights = [jnp.exp(x - peak) for x in scores]  # each f32[n, g, k, r, s, key s]
-  total = sum(w.sum(-1, keepdims=True) for w in weights)
-  mixed = sum(_mix(w.astype(q.dtype), kv.v, precision) for w, (kv, _) in zip(weights, sources, strict=True))
-  return (mixed / total).astype(q.dtype).reshape(n, g, h, s, e)
+  kv, visible = source
+  rows = q.reshape(n, g, kv.k.shape[2], -1, s, e) * e**-0.5
+  scores = _batched_product(rows, kv.k.astype(q.dtype), precision)  # [n, g, k, r, s, key s]
+  if kv.k_scale is not None:
+    scores *= jnp.expand_dims(kv.k_scale, (-2, -3))
+  scores = jnp.where(jnp.expand_dims(visible, (-4, -3)), scores, MASKED)
+  peak = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+  weights = jnp.exp(scores - peak)
+  total = weights.sum(-1, keepdims=True)
+  if kv.v_scale is not None:
+    weights *= jnp.expand_dims(kv.v_scale, (-2, -3))
+  mixed = _batched_product(weights.astype(q.dtype), kv.v.astype(q.dtype), precision)
+  return Seen(*(x.reshape(n, g, h, s, -1) for x in (mixed, peak, total)))
 
 
-def _maximum(parts: list[jax.Array]) -> jax.Array:
-  peak = parts[0]
-  for part in parts[1:]:
-    peak = jnp.maximum(peak, part)
-  return peak
-
-
-def _scores(q: jax.Array, k: jax.Array, precision: str) -> jax.Array:
-  """q [n,g,k,r,s,e] against keys [n,g|1,k,z,e] -> f32[n,g,k,r,s,z]."""
-  return _batched_product(q, jnp.swapaxes(k, -1, -2), precision)
-
-
-def _mix(weights: jax.Array, v: jax.Array, precision: str) -> jax.Array:
-  """weights [n,g,k,r,s,z] on values [n,g|1,k,z,e] -> f32[n,g,k,r,s,e]."""
-  return _batched_product(weights, v, precision)
+def join(parts: Sequence[Seen]) -> jax.Array:
+  """The attention over several sources under one softmax, f32[n, g, h, s, e]."""
+  peak = functools.reduce(jnp.maximum, [part.peak for part in parts])
+  scales = [jnp.exp(part.peak - peak) for part in parts]
+  total = sum(part.total * scale for part, scale in zip(parts, scales, strict=True))
+  return sum(part.mixed * (scale / total) for part, scale in zip(parts, scales, strict=True))
 
 
 def _batched_product(x: jax.Array, y: jax.Array, precision: str) -> jax.Array:

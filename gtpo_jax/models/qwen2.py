@@ -6,7 +6,9 @@ whole group in the same sweep over the layers.
 """
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -22,6 +24,7 @@ from gtpo_jax.parallel import axis_size, constrain, partition_spec
 
 Params = dict[str, Any]
 Rope = tuple[jax.Array, jax.Array]
+Attend = Callable[[jax.Array, KV], tuple[jax.Array, Any]]
 
 
 class Sight(NamedTuple):
@@ -64,20 +67,16 @@ class Layer(nn.Module):
       out.append(self._finish(x, attend(q, sources, self.config.matmul_precision)))
     return tuple(out), first_kv
 
-  def decode(self, x: jax.Array, rope: Rope, prompt: Source, cache: KV, step: jax.Array) -> tuple[jax.Array, KV]:
-    """One new position x [n, g, 1, d] at completion index `step`; returns it transformed, and the cache with it written."""
-    q, new = self._project(x, rope)
-    cache = KV(*(jax.lax.dynamic_update_slice_in_dim(old, fresh.astype(old.dtype), step, axis=3)
-                 for old, fresh in zip(cache, new, strict=True)))
-    written = jnp.arange(cache.k.shape[3]) <= step
-    sources = (prompt, Source(cache, written[None, None, None]))
-    return self._finish(x, attend(q, sources, self.config.matmul_precision)), cache
+  def decode(self, x: jax.Array, rope: Rope, attend: Attend) -> tuple[jax.Array, Any]:
+    """One new position x [n, g, 1, d] transformed, and what `attend` keeps."""
+    attended, kept = attend(*self._project(x, rope))
+    return self._finish(x, attended), kept
 
   def _project(self, x: jax.Array, rope: Rope) -> tuple[jax.Array, KV]:
-    """Rotated queries [n, g, h, s, e], and keys and values [n, g, k, s, e]."""
+    """Rotated queries [n, g, h, s, e], and the keys and values of the same positions."""
     x = self.attention_norm(x)
     q, k, v = (jnp.swapaxes(project(x), 2, 3) for project in (self.q, self.k, self.v))
-    return rotate(q, rope), KV(rotate(k, rope), v)
+    return rotate(q, rope), KV(jnp.swapaxes(rotate(k, rope), -1, -2), v)
 
   def _finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
     x = x + self.o(jnp.swapaxes(attended, 2, 3))
@@ -118,7 +117,7 @@ class Qwen2(nn.Module):
     n, g, t = completions.shape
     inputs = completions[:, :, :-1]  # the last token predicts nothing that is trained
     streams = (self.embed(prompts.tokens)[:, None], self.embed(inputs))
-    rope = self.completion_rope(prompts, jnp.arange(t - 1))
+    rope = rope_angles(prompts.lengths[:, None, None] + jnp.arange(t - 1), self.config.head_dim, self.config.rope_theta, self.config.yarn)
     causal = jnp.tril(jnp.ones((t - 1, t - 1), bool))[None, None]
     sights = (_own_sight(prompts.mask, self.config), Sight(rope, causal, prompts.mask[:, None, None]))
     (prompt, hidden), _ = self._sweep(streams, sights)
@@ -141,11 +140,6 @@ class Qwen2(nn.Module):
   def head_table(self) -> jax.Array:
     """The output head [v, d] in the compute type: the embedding where tied."""
     return self._gathered(self.embedding if self.config.tied else self.head)
-
-  def completion_rope(self, prompts: Prompts, steps: jax.Array) -> Rope:
-    """Rotary angles of completion indices `steps` i32[s], which follow each prompt's own length."""
-    positions = prompts.lengths[:, None, None] + steps
-    return rope_angles(positions, self.config.head_dim, self.config.rope_theta, self.config.yarn)
 
   def _gathered(self, table: jax.Array) -> jax.Array:
     """A [v, d] table in the compute type, whole over fsdp, still split over the vocabulary."""
@@ -178,7 +172,7 @@ def sampling_layout(model: Qwen2, params: Params) -> Unstacked:
 
 
 def prefill(model: Qwen2, params: Unstacked, prompts: Prompts) -> tuple[jax.Array, list[KV]]:
-  """Runs each prompt once: the last position's normed hidden state [n, 1, 1, d] and every layer's KV [n, 1, k, p, e]."""
+  """Runs each prompt once: the last position's normed hidden state [n, 1, 1, d] and every layer's keys and values."""
   x = model.apply({"params": params.outer}, prompts.tokens, method="embed")[:, None]
   sight = _own_sight(prompts.mask, model.config)
   layer, kvs = Layer(model.config, model.mesh), []
@@ -188,28 +182,25 @@ def prefill(model: Qwen2, params: Unstacked, prompts: Prompts) -> tuple[jax.Arra
   return model.apply({"params": params.outer}, x[:, :, -1:], method="final_norm"), kvs
 
 
-def empty_cache(model: Qwen2, n: int, g: int, t: int) -> list[KV]:
-  """Zeroed per-layer caches [n, g, k, t, e] for t completion tokens."""
-  c = model.config
-  heads = None if c.kv_heads % axis_size(model.mesh, "kv_heads") else "kv_heads"
-  zeros = constrain(jnp.zeros((n, g, c.kv_heads, t, c.head_dim), DTYPES[c.compute_dtype]), model.mesh, "batch", None, heads)
-  return [KV(zeros, zeros) for _ in range(c.layers)]
+def decode_step(model: Qwen2, params: Unstacked, tokens: jax.Array, positions: jax.Array,
+                attend: Callable[[int, jax.Array, KV], tuple[jax.Array, Any]]) -> tuple[jax.Array, list[Any]]:
+  """Feeds one token a row, i32[n, g], at `positions` i32[n, g].
 
-
-def decode_step(model: Qwen2, params: Unstacked, prompts: Prompts, prompt_kv: list[KV], caches: list[KV], tokens: jax.Array,
-                step: jax.Array) -> tuple[jax.Array, list[KV]]:
-  """Feeds one token a completion, i32[n, g], at index `step`.
+  Args:
+    attend: called as (layer, queries [n, g, h, 1, e], the new keys and values); it owns the cache and returns what the
+      queries see, [n, g, h, 1, e], and whatever it wants kept.
 
   Returns:
-    The normed hidden state [n, g, 1, d] that predicts the next token, and the caches with this one written.
+    The normed hidden state [n, g, 1, d] that predicts the next token, and what was kept of each layer.
   """
+  c = model.config
   x = model.apply({"params": params.outer}, tokens[:, :, None], method="embed")
-  rope = model.apply({"params": params.outer}, prompts, step[None], method="completion_rope")
-  layer, visible, written = Layer(model.config, model.mesh), prompts.mask[:, None, None], []
-  for weights, kv, cache in zip(params.layers, prompt_kv, caches, strict=True):
-    x, cache = layer.apply({"params": weights}, x, rope, Source(kv, visible), cache, step, method="decode")
-    written.append(cache)
-  return model.apply({"params": params.outer}, x, method="final_norm"), written
+  rope = rope_angles(positions[:, :, None], c.head_dim, c.rope_theta, c.yarn)
+  layer, kept = Layer(c, model.mesh), []
+  for i, weights in enumerate(params.layers):
+    x, keep = layer.apply({"params": weights}, x, rope, functools.partial(attend, i), method="decode")
+    kept.append(keep)
+  return model.apply({"params": params.outer}, x, method="final_norm"), kept
 
 
 def init_params(model: Qwen2, key: jax.Array) -> Params:

@@ -1,4 +1,4 @@
-"""The compiled sampling loop: prefill once a prompt, then one token a completion until all have stopped."""
+"""The compiled programs of sampling: read prompts into their seats, and decode a chunk of tokens in every slot."""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -6,82 +6,98 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.arrays import Prompts, Rollouts
+from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention import KV, MASKED
-from gtpo_jax.models.qwen2 import Qwen2, Unstacked, decode_step, empty_cache, prefill
+from gtpo_jax.models.qwen2 import Qwen2, Unstacked, decode_step, prefill
 from gtpo_jax.parallel import constrain
+from gtpo_jax.sampling.cache import Seats, Slots, View, take_seats, within_shards, write_back
 from gtpo_jax.sampling.filters import Sampler
+from gtpo_jax.sampling.slots import Control
 
 
-class Decoding(NamedTuple):
-  """Completions on their way, after `step` tokens each."""
+class Chunk(NamedTuple):
+  """What one chunk wrote, the same on every device; time first, so that a step writes one contiguous slab."""
 
-  step: jax.Array       # i32[]
-  hidden: jax.Array     # [n, g, 1, d], predicts the token at `step`
-  prompt_kv: list[KV]   # per layer [n, 1, k, p, e]
-  caches: list[KV]      # per layer [n, g, k, t, e]
-  done: jax.Array       # bool[n, g]
-  tokens: jax.Array     # i32[t, n, g]; time first, so that a step writes one contiguous slab
-  mask: jax.Array       # bool[t, n, g]
-  log_probs: jax.Array  # f32[t, n, g]
-  entropy: jax.Array    # f32[t, n, g]
+  tokens: jax.Array           # i32[c, s]
+  mask: jax.Array             # bool[c, s], True on tokens that were written
+  log_probs: jax.Array        # f32[c, s], nats, of the policy (see `Sampler`)
+  entropy: jax.Array          # f32[c, s], nats, of the policy
+  drawn_log_probs: jax.Array  # f32[c, s], nats, of the distribution drawn from
+  plain_log_probs: jax.Array  # f32[c, s], nats, at temperature 1
+  stopped: jax.Array          # bool[s], a stop token was written
 
 
-def generate(model: Qwen2, params: Unstacked, prompts: Prompts, keys: jax.Array, stop: jax.Array, pad: jax.Array,
-             sampler: Sampler, max_tokens: int, words: int | None = None) -> Rollouts:
-  """Samples one completion for each key.
+def read_prompts(model: Qwen2, params: Unstacked, seats: Seats, prompts: Prompts, at: jax.Array) -> Seats:
+  """Reads `prompts` [b, p], each once, into the seats `at` i32[shards, b / shards]; only the last position's hidden state is kept."""
+  hidden, kv = prefill(model, params, prompts)
+  seen = None
+  if seats.seen is not None:
+    rows = jnp.arange(len(prompts.lengths))[:, None]
+    words = jnp.where(prompts.mask, prompts.tokens, model.config.vocab_size)
+    seen = jnp.zeros((len(prompts.lengths), model.config.vocab_size), bool).at[rows, words].set(True, mode="drop")
+  return take_seats(model, seats, kv, hidden, seen, at)
+
+
+def decode_chunk(model: Qwen2, params: Unstacked, seats: Seats, slots: Slots, control: Control, stop: jax.Array, sampler: Sampler,
+                 chunk: int, until: jax.Array, spare: jax.Array, attention: str, words: int | None = None) -> tuple[Slots, Chunk]:
+  """Draws up to `chunk` tokens in every live slot, with no way back to the host between them.
+
+  Token i of a completion is drawn with `fold_in(its key, i)`, so that it depends on its key and prompt alone.
 
   Args:
     model: the architecture.
     params: the policy, in sampling layout.
-    prompts: [n, p].
-    keys: typed PRNG keys [n, g], one a completion; token i is drawn with `fold_in(key, i)`, so that a completion depends on
-      its own key and prompt alone.
+    seats, slots: what has been read and written.
+    control: what each slot does.
     stop: i32[k], token ids that end a completion. The stop token itself is sampled, scored and masked in.
-    pad: i32[], the id written after the end.
     sampler: temperature and filters.
-    max_tokens: the longest completion, stop token included.
+    chunk: room for the chunk's keys and values.
+    until: i32[] <= chunk, ends the chunk after so many tokens.
+    spare: i32[], ends the chunk when so many slots have finished in it.
+    attention: "xla" or "pallas", see `Limits`.
     words: only the first so many of the vocabulary are drawn from; None for all.
   """
-  begun = begin(model, params, prompts, keys.shape[1], pad, max_tokens)
-  return rollouts(model, prompts, advance(model, params, prompts, begun, keys, stop, pad, sampler, jnp.int32(max_tokens), words))
+  c, live, first = model.config, control.live, control.prompt + control.written
+  p, rows = seats.kv[0].v.shape[3], control.slot.shape[1]
+  view = View(model, seats.kv, slots.kv, control.place, control.slot, (jnp.arange(p) >= p - control.seated[:, None])[:, None, None],
+              jnp.asarray(control.written), attention)
+  keys = jax.random.wrap_key_data(control.keys)
+  enter = lambda seat, slot: jnp.where(
+      control.fresh.reshape(-1, *[1] * (slot.ndim - 1)), within_shards(model, lambda x, at: x[at], seat, control.place // rows), slot)
+  hidden = enter(seats.hidden, slots.hidden)
+  seen = None if slots.seen is None else enter(seats.seen, slots.seen)
+  s = len(live)
+  fresh = [KV(jnp.zeros((*kv.k.shape[:4], chunk), hidden.dtype), jnp.zeros((*kv.v.shape[:3], chunk, c.head_dim), hidden.dtype))
+           for kv in slots.kv]
+  slab = lambda dtype: jnp.zeros((chunk, s), dtype)
 
-
-def begin(model: Qwen2, params: Unstacked, prompts: Prompts, g: int, pad: jax.Array, max_tokens: int) -> Decoding:
-  """Reads each prompt once; its g completions have no token yet."""
-  n = prompts.tokens.shape[0]
-  hidden, prompt_kv = prefill(model, params, prompts)
-  slab = lambda value, dtype: jnp.full((max_tokens, n, g), value, dtype)
-  return Decoding(jnp.int32(0), jnp.broadcast_to(hidden, (n, g, *hidden.shape[2:])), prompt_kv, empty_cache(model, n, g, max_tokens),
-                  jnp.zeros((n, g), bool), slab(pad, jnp.int32), slab(False, bool), slab(0, jnp.float32), slab(0, jnp.float32))
-
-
-def advance(model: Qwen2, params: Unstacked, prompts: Prompts, begun: Decoding, keys: jax.Array, stop: jax.Array, pad: jax.Array,
-            sampler: Sampler, until: jax.Array, words: int | None = None) -> Decoding:
-  """Goes on until every completion has ended or has `until` tokens, i32[]. Other arguments as of `generate`."""
   def head(hidden: jax.Array) -> jax.Array:
-    logits = model.apply({"params": params.outer}, hidden[:, :, 0], method="logits")
+    logits = model.apply({"params": params.outer}, hidden[:, 0, 0], method="logits")
     return logits if words in (None, logits.shape[-1]) else jnp.where(jnp.arange(logits.shape[-1]) < words, logits, MASKED)
 
-  def going(loop: Decoding) -> jax.Array:
-    return (loop.step < until) & ~loop.done.all()
+  def going(loop: _Loop) -> jax.Array:
+    return (loop.step < until) & loop.live.any() & ((live & ~loop.live).sum() < spare)
 
-  def one(loop: Decoding) -> Decoding:
-    fold = jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, loop.step)))
-    token, log_prob, entropy = sampler.pick(head(loop.hidden), fold(keys))
-    alive = ~loop.done
-    token = jnp.where(alive, token, pad)
-    write = lambda slabs, row, empty: slabs.at[loop.step].set(jnp.where(alive, row, empty))
-    hidden, caches = decode_step(model, params, prompts, begun.prompt_kv, loop.caches, token, loop.step)
-    return loop._replace(step=loop.step + 1, hidden=hidden, caches=caches, done=loop.done | (alive & jnp.isin(token, stop)),
-                         tokens=write(loop.tokens, token, pad), mask=write(loop.mask, True, False),
-                         log_probs=write(loop.log_probs, log_prob, 0.0), entropy=write(loop.entropy, entropy, 0.0))
+  def one(loop: _Loop) -> _Loop:
+    index = control.written + loop.step
+    picked = sampler.pick(head(loop.hidden), jax.vmap(jax.random.fold_in)(keys, index), loop.seen)
+    stopped = loop.live & jnp.isin(picked.token, stop)
+    write = lambda slab, row: slab.at[loop.step].set(jnp.where(loop.live, row, jnp.zeros_like(row)))
+    written = Chunk(*map(write, loop.out[:-1], (picked.token, loop.live, *picked[1:])), loop.out.stopped | stopped)
+    hidden, kv = decode_step(model, params, picked.token[:, None], (first + loop.step)[:, None], view.attend(loop.kv, loop.step))
+    seen = None if loop.seen is None else loop.seen.at[jnp.arange(s), picked.token].set(True)
+    return _Loop(loop.step + 1, loop.live & ~stopped & (index + 1 < control.limit), hidden, seen, kv, written)
 
-  end = jax.lax.while_loop(going, one, begun._replace(prompt_kv=[]))  # what does not change stays out of the loop's state
-  return end._replace(prompt_kv=begun.prompt_kv)
+  out = Chunk(slab(jnp.int32), slab(bool), *[slab(jnp.float32)] * 4, jnp.zeros(s, bool))
+  end = jax.lax.while_loop(going, one, _Loop(jnp.int32(0), jnp.asarray(live), hidden, seen, fresh, out))
+  slots = Slots(write_back(model, slots.kv, end.kv, control.written), end.hidden, end.seen)
+  return slots, jax.tree.map(lambda x: constrain(x, model.mesh), end.out)
 
 
-def rollouts(model: Qwen2, prompts: Prompts, end: Decoding) -> Rollouts:
-  """What has been written so far, [n, g, t]."""
-  by_row = lambda x: constrain(jnp.moveaxis(x, 0, -1), model.mesh, "batch")
-  return Rollouts(prompts, by_row(end.tokens), by_row(end.mask), by_row(end.log_probs), by_row(end.entropy), end.done)
+class _Loop(NamedTuple):
+  step: jax.Array          # i32[]
+  live: jax.Array          # bool[s]
+  hidden: jax.Array        # [s, 1, 1, d]
+  seen: jax.Array | None   # bool[s, v]
+  kv: list[KV]             # per layer, c positions of s rows: of this chunk
+  out: Chunk

@@ -1,11 +1,12 @@
-"""From logits to one token: temperature, top-k, top-p, min-p, and the draw.
+"""From logits to one token: repetition penalty, temperature, top-k, top-p, min-p, and the draw.
 
-The distribution *before* the filters is the policy: its log-probs and entropy are what the algorithms use. The filters only
-narrow what is drawn.
+The distribution at the sampling temperature, *before* penalty and filters, is the policy: its log-probs and entropy are what the
+algorithms use. Penalty and filters only change what is drawn.
 """
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,16 @@ import jax.numpy as jnp
 from gtpo_jax.errors import UserError
 
 BLOCK = 128  # words a block of the two-level draw: one TPU lane row
+
+
+class Picked(NamedTuple):
+  """One drawn token a row; log-probs and entropy in nats."""
+
+  token: jax.Array           # i32[...]
+  log_prob: jax.Array        # f32[...], of the policy: softmax(logits / temperature) over the whole vocabulary
+  entropy: jax.Array         # f32[...], of that same distribution
+  drawn_log_prob: jax.Array  # f32[...], of the distribution that was drawn from, penalty and filters applied; 0 under greedy decoding
+  plain_log_prob: jax.Array  # f32[...], of softmax(logits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +35,15 @@ class Sampler:
     top_k: keep the k most probable tokens; 0 keeps all.
     top_p: keep the smallest set of tokens whose probability reaches p; 1 keeps all.
     min_p: keep tokens at least this fraction as probable as the most probable; 0 keeps all.
+    repetition_penalty: divides positive logits, multiplies negative ones, of tokens already in prompt or completion (1909.05858,
+      section 4.1, as Transformers does it); 1 leaves them alone.
   """
 
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
   min_p: float = 0.0
+  repetition_penalty: float = 1.0
 
   def __post_init__(self):
     if not 0 <= self.temperature < float("inf"):
@@ -40,32 +54,62 @@ class Sampler:
       raise UserError(f"sampling.top_p must be in (0, 1], got {self.top_p}")
     if not 0 <= self.min_p < 1:
       raise UserError(f"sampling.min_p must be in [0, 1), got {self.min_p}")
+    if not 0 < self.repetition_penalty < float("inf"):
+      raise UserError(f"sampling.repetition_penalty must be above 0 and finite (1 leaves the logits alone), got {self.repetition_penalty}")
 
   @property
   def policy_temperature(self) -> float:
     """The temperature of the distribution whose log-probs and entropy are reported: 1 under greedy decoding."""
     return self.temperature or 1.0
 
-  def pick(self, logits: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  @property
+  def penalises(self) -> bool:
+    """Whether what was written before changes what is drawn."""
+    return self.repetition_penalty != 1.0
+
+  @property
+  def filters(self) -> bool:
+    """Whether tokens are drawn from anything but the policy itself."""
+    return self.penalises or self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+  def pick(self, logits: jax.Array, keys: jax.Array, seen: jax.Array | None = None) -> Picked:
     """Draws one token a row.
 
     Args:
       logits: f32[..., v].
       keys: typed PRNG keys [...]; not used at temperature 0.
-
-    Returns:
-      token i32[...], its log-prob f32[...] and the distribution's entropy f32[...], in nats, both of softmax(logits /
-      temperature) over the whole vocabulary.
+      seen: bool[..., v], the tokens written before; read where there is a repetition penalty.
     """
-    scaled = logits / self.policy_temperature
-    log_probs = jax.nn.log_softmax(scaled)
-    probs = jnp.exp(log_probs)
-    entropy = -(probs * log_probs).sum(-1)
-    token = jnp.argmax(logits, -1) if self.temperature == 0 else draw(self.keep(probs), keys)
-    return token.astype(jnp.int32), jnp.take_along_axis(log_probs, token[..., None], -1)[..., 0], entropy
+    scaled, weights, total = self._weights(logits)
+    entropy = jnp.log(total) - jnp.where(weights > 0, weights * scaled, 0).sum(-1, keepdims=True) / total
+    at = lambda values: jnp.take_along_axis(values, token[..., None], -1)
+    shown, drawn = logits, weights
+    if self.penalises:
+      shown = jnp.where(seen, jnp.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty), logits)
+      drawn = self._weights(shown)[1]
+    if self.temperature == 0:
+      token = jnp.argmax(shown, -1).astype(jnp.int32)
+    else:
+      drawn = self.keep(drawn)
+      token = draw(drawn, keys)
+    log_prob = at(scaled) - jnp.log(total)
+    if self.temperature == 0:
+      drawn_log_prob = jnp.zeros_like(log_prob)
+    elif self.filters:
+      drawn_log_prob = jnp.log(at(drawn) / drawn.sum(-1, keepdims=True))
+    else:
+      drawn_log_prob = log_prob
+    plain = log_prob if self.policy_temperature == 1 else at(logits) - jax.nn.logsumexp(logits, -1, keepdims=True)
+    return Picked(token, *(x[..., 0] for x in (log_prob, jnp.maximum(entropy, 0), drawn_log_prob, plain)))
+
+  def _weights(self, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """f32[..., v] of what the highest logit is ahead by, over the temperature, <= 0; its exponential; that one's sum f32[..., 1]."""
+    scaled = (logits - logits.max(-1, keepdims=True)) / self.policy_temperature  # in this order the highest is exactly 0
+    weights = jnp.exp(scaled)
+    return scaled, weights, weights.sum(-1, keepdims=True)
 
   def keep(self, probs: jax.Array) -> jax.Array:
-    """Sets to 0 the probabilities f32[..., v] that the filters drop. Ties at a filter's bound are kept.
+    """Sets to 0 the probabilities f32[..., v], of any sum, that the filters drop. Ties at a filter's bound are kept.
 
     The filters apply in the usual order, top-k, top-p, min-p; top-p counts within what top-k kept.
     """

@@ -1,6 +1,7 @@
 import filecmp
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -100,18 +101,7 @@ def test_ordinary_text_encodes_the_same_on_both_paths(chat, text):
 def test_round_trip(chat, text):
   ids = chat.encode_completion(text)
   assert chat.tokenizer.decode(ids[:-1]) == text
-  width = len(ids) + 3
-  tokens = np.full((2, width), chat.pad)
-  tokens[0, :len(ids)] = ids
-  tokens[1, :len(ids) - 1] = ids[:-1]  # cut off before its end token
-  mask = np.arange(width) < np.array([[len(ids)], [len(ids) - 1]])
-  assert chat.decode(tokens, mask) == [text, text]
-
-
-def test_what_is_masked_is_not_decoded(chat):
-  ids = np.array([chat.encode_completion("12,34")])
-  assert chat.decode(ids, np.arange(ids.shape[1])[None] < 3) == ["12,"]
-  assert chat.decode(ids, np.zeros(ids.shape, bool)) == [""]
+  assert chat.decode([ids, np.asarray(ids[:-1]), []]) == [text, text, ""]  # whole, cut off before its end token, empty
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t "])
@@ -185,3 +175,11 @@ def test_a_folder_is_read_anew(tmp_path):
 def test_a_missing_tokenizer_folder_is_refused(tmp_path):
   with pytest.raises(UserError, match="no tokenizer in"):
     load_chat(tmp_path / "nowhere")
+
+
+def test_threads_may_share_a_chat(chat):
+  """One encodes plain text, which sets the tokenizer up anew, while others decode."""
+  hostile = f"12,34 {chat.control[0]}"
+  with ThreadPoolExecutor(4) as threads:
+    found = list(threads.map(lambda i: chat.decode([chat.encode_completion("12,34")]) if i % 2 else chat.encode_text(hostile), range(400)))
+  assert found == [chat.encode_text(hostile), ["12,34"]] * 200

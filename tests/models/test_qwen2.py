@@ -9,8 +9,10 @@ import pytest
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.errors import UserError
 from gtpo_jax.models import PRESETS, ModelConfig, Qwen2, init_params
+from gtpo_jax.models.attention import KV, Source
+from gtpo_jax.models.attention import attend as models_attend
 from gtpo_jax.models.hf import hf_from_params, params_from_hf
-from gtpo_jax.models.qwen2 import abstract_params, decode_step, empty_cache, param_shardings, prefill, sampling_layout
+from gtpo_jax.models.qwen2 import abstract_params, decode_step, param_shardings, prefill, sampling_layout
 from gtpo_jax.parallel import make_mesh, single_device_mesh
 
 SMALL = ModelConfig(vocab_size=96, width=48, layers=3, heads=6, kv_heads=2, head_dim=8, mlp=64)
@@ -98,13 +100,20 @@ def test_prefill_and_decode_equal_one_forward_pass():
 
   layout = sampling_layout(model, params)
   hidden, prompt_kv = prefill(model, layout, prompts)
-  assert prompt_kv[0].k.shape == (3, 1, 2, 6, 8)  # once a prompt, not once a completion
-  hidden, caches = jnp.broadcast_to(hidden, (3, 2, 1, 48)), empty_cache(model, 3, 2, 8)
-  step = jax.jit(lambda caches, token, i: decode_step(model, layout, prompts, prompt_kv, caches, token, i))
+  assert prompt_kv[0].k.shape == (3, 1, 2, 8, 6) and prompt_kv[0].v.shape == (3, 1, 2, 6, 8)  # once a prompt, not once a completion
+  hidden, written = jnp.broadcast_to(hidden, (3, 2, 1, 48)), [[] for _ in range(3)]
+
+  def attend(layer, q, new):
+    """The plainest cache there is: a list of what was written."""
+    written[layer].append(new)
+    k, v = (jnp.concatenate([kv[part] for kv in written[layer]], axis) for part, axis in ((0, 4), (1, 3)))
+    seen = jnp.ones((1, 1, 1, len(written[layer])), bool)
+    return models_attend(q, (Source(prompt_kv[layer], prompts.mask[:, None, None]), Source(KV(k, v), seen))), None
+
   for i in range(8):
     got = model.apply({"params": layout.outer}, hidden[:, :, 0], method="logits")
     np.testing.assert_allclose(got, want[:, :, i], atol=2e-5)
-    hidden, caches = step(caches, completions[:, :, i], jnp.int32(i))
+    hidden, _ = decode_step(model, layout, completions[:, :, i], jnp.broadcast_to(prompts.lengths[:, None] + i, (3, 2)), attend)
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)])

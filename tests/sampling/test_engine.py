@@ -1,27 +1,23 @@
-"""The compiled sampling loop, against the trainer's view of the same tokens and against its own promises."""
+"""The engine, against the trainer's view of the same tokens and against its own promises."""
+import dataclasses
+import itertools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from small import CONFIG, PAD, STOP, build
 
 from gtpo_jax.errors import UserError
-from gtpo_jax.models import ModelConfig, Qwen2, init_params
-from gtpo_jax.models.qwen2 import abstract_params
-from gtpo_jax.parallel import make_mesh, single_device_mesh
-from gtpo_jax.sampling.engine import Engine, pad_prompts
+from gtpo_jax.parallel import make_mesh, shard_batch
+from gtpo_jax.reporting.compiles import compile_count
+from gtpo_jax.sampling.engine import lengths, pad_prompts
 from gtpo_jax.sampling.filters import Sampler
+from gtpo_jax.sampling.slots import Limits
 from gtpo_jax.training.head import score
 
-CONFIG = ModelConfig(vocab_size=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64)
-STOP, PAD = (7, 11), 3
 PROMPTS = [[5, 9, 1], [2], [4, 4, 8, 30, 21], [40, 41]]
-
-
-def build(mesh=None):
-  model = Qwen2(CONFIG, mesh or single_device_mesh())
-  params = init_params(Qwen2(CONFIG, single_device_mesh()), jax.random.key(0))
-  params = jax.tree.map(lambda x, like: jax.device_put(x * 4, like.sharding), params, abstract_params(model))
-  return model, params, Engine(model, STOP, PAD, max_prompt_tokens=6, max_tokens=10)
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +25,26 @@ def built():
   return build()
 
 
+def drawn(built, prompts=PROMPTS, key=4, group=5, **settings):
+  _, engine, layout = built
+  return engine.sample(layout, prompts, jax.random.key(key), group=group, sampler=Sampler(**settings))
+
+
 @pytest.fixture(scope="module")
 def sampled(built):
-  _, params, engine = built
-  return engine.sample(engine.layout(params), PROMPTS, jax.random.key(4), group=5, sampler=Sampler())
+  return drawn(built)
+
+
+def trainers_view(built, rollouts, temperature=1.0):
+  params, engine, _ = built
+  return score(engine.model, params, *shard_batch((rollouts.prompts, rollouts.tokens), engine.model.mesh), temperature, 64)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_and_entropy_equal_the_trainers(built, temperature):
-  model, params, engine = built
-  rollouts = engine.sample(engine.layout(params), PROMPTS, jax.random.key(0), group=6,
-                           sampler=Sampler(temperature=temperature, top_k=20, top_p=0.95, min_p=0.01))
-  log_probs, entropy = score(model, params, rollouts.prompts, rollouts.tokens, temperature, 64)
-  mask = np.asarray(rollouts.mask)
+  rollouts = drawn(built, key=0, group=6, temperature=temperature, top_k=20, top_p=0.95, min_p=0.01)
+  log_probs, entropy = trainers_view(built, rollouts, temperature)
+  mask = rollouts.mask
   assert mask.sum() > 100 and np.asarray(rollouts.entropy)[mask].min() >= 0
   assert np.abs(np.asarray(log_probs - rollouts.log_probs))[mask].max() <= 1e-4
   assert np.abs(np.asarray(entropy - rollouts.entropy))[mask].max() <= 1e-4
@@ -65,48 +68,205 @@ def test_outside_the_mask_there_is_nothing(sampled):
 
 
 def test_a_completion_depends_on_its_key_and_prompt_alone(built, sampled):
-  _, params, engine = built
-  layout = engine.layout(params)
-  fewer = engine.sample(layout, PROMPTS[:2], jax.random.key(4), group=3, sampler=Sampler())
+  fewer = drawn(built, PROMPTS[:2], group=3)
   np.testing.assert_array_equal(fewer.tokens, sampled.tokens[:2, :3])
-  other_neighbour = engine.sample(layout, [PROMPTS[0], [17, 17, 17]], jax.random.key(4), group=3, sampler=Sampler())
+  other_neighbour = drawn(built, [PROMPTS[0], [17, 17, 17]], group=3)
   np.testing.assert_array_equal(other_neighbour.tokens[0], fewer.tokens[0])
-  assert (np.asarray(other_neighbour.tokens[1]) != np.asarray(fewer.tokens[1])).any()
+  assert (other_neighbour.tokens[1] != fewer.tokens[1]).any()
 
 
 def test_keys_differ_by_step_prompt_and_completion(built):
-  _, params, engine = built
-  layout = engine.layout(params)
-  draw = lambda key: np.asarray(engine.sample(layout, [PROMPTS[0]] * 3, key, group=4, sampler=Sampler()).tokens)
-  first = draw(jax.random.key(0))
+  draw = lambda key: drawn(built, [PROMPTS[0]] * 3, key, group=4).tokens
+  first = draw(0)
   assert len({row.tobytes() for row in first.reshape(12, -1)}) > 9
-  np.testing.assert_array_equal(first, draw(jax.random.key(0)))
-  assert (first != draw(jax.random.key(1))).any()
+  np.testing.assert_array_equal(first, draw(0))
+  assert (first != draw(1)).any()
 
 
 def test_greedy_is_the_argmax_of_a_full_forward_pass(built):
-  model, params, engine = built
-  rollouts = engine.sample(engine.layout(params), PROMPTS, jax.random.key(0), group=1, sampler=Sampler(temperature=0.0))
-  for prompt, row, mask in zip(PROMPTS, np.asarray(rollouts.tokens[:, 0]), np.asarray(rollouts.mask[:, 0]), strict=True):
+  params, engine, _ = built
+  rollouts = drawn(built, group=1, temperature=0.0)
+  for prompt, row, mask in zip(PROMPTS, rollouts.tokens[:, 0], rollouts.mask[:, 0], strict=True):
     text = [*prompt, *row[mask]]
-    logits = np.asarray(model.apply({"params": params}, jnp.asarray([text])))[0]
+    logits = np.asarray(engine.model.apply({"params": params}, jnp.asarray([text])))[0]
     np.testing.assert_array_equal(logits.argmax(-1)[len(prompt) - 1:-1], row[mask])
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2)])
-def test_eight_devices_sample_the_same(sampled, shape):
-  _, params, engine = build(make_mesh(*shape))
-  rollouts = engine.sample(engine.layout(params), PROMPTS, jax.random.key(4), group=5, sampler=Sampler())  # 4 prompts on 8 or 4 shards
-  np.testing.assert_array_equal(rollouts.tokens, sampled.tokens)
-  np.testing.assert_allclose(rollouts.log_probs, sampled.log_probs, atol=1e-5)
-  np.testing.assert_allclose(rollouts.entropy, sampled.entropy, atol=1e-5)
+# --- slots, seats, mesh ---
+
+MANY = [[int(w) for w in np.random.default_rng(i).integers(12, 48, 1 + i % 6)] for i in range(11)]
+
+
+@pytest.fixture(scope="module")
+def many(built):
+  """66 completions, all side by side."""
+  rollouts = drawn(built, MANY, group=6)
+  assert rollouts.mask.sum(-1).min() == 1 and rollouts.mask.sum(-1).max() == 10 and 0.2 < rollouts.finished.mean() < 0.95
+  return rollouts
+
+
+def assert_same(rollouts, want):
+  np.testing.assert_array_equal(rollouts.tokens, want.tokens)
+  np.testing.assert_array_equal(rollouts.mask, want.mask)
+  np.testing.assert_array_equal(rollouts.finished, want.finished)
+  np.testing.assert_allclose(rollouts.log_probs, want.log_probs, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(rollouts.entropy, want.entropy, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("slots", "chunk"), [(1, 4), (4, 4), (4, 1), (16, 3), (64, 10)])
+def test_slots_and_chunks_do_not_matter(slots, chunk, many):
+  """Refilled slots, queues of every length, chunks that end early: the same completions."""
+  assert_same(drawn(build(limits=Limits(slots=slots, chunk=chunk)), MANY, group=6), many)
+
+
+@pytest.mark.parametrize(("mesh", "slots"), [((8, 1, 1), 16), ((2, 2, 2), 64), ((1, 4, 2), 4)])
+def test_the_mesh_does_not_matter(mesh, slots, many):
+  assert_same(drawn(build(make_mesh(*mesh), limits=Limits(slots=slots, chunk=4)), MANY, group=6), many)
+
+
+@pytest.mark.parametrize("slots", [3, 64])
+def test_refilled_slots_and_shared_prompts_agree_with_the_trainer(slots):
+  built = build(limits=Limits(slots=slots, chunk=3))
+  rollouts = drawn(built, MANY, group=6, temperature=0.8)
+  log_probs, entropy = trainers_view(built, rollouts, 0.8)
+  assert np.abs(np.asarray(log_probs) - rollouts.log_probs)[rollouts.mask].max() <= 1e-4
+  assert np.abs(np.asarray(entropy) - rollouts.entropy)[rollouts.mask].max() <= 1e-4
+
+
+def test_one_completion_alone_is_the_same(built, many):
+  _, engine, layout = built
+  alone = engine.sample(layout, MANY[:1], jax.random.key(4), group=1, sampler=Sampler())
+  np.testing.assert_array_equal(alone.tokens[0, 0], many.tokens[0, 0])
+
+
+def test_long_completions_grow_their_cache_and_shed_slots():
+  """Through every length that arrays are made for, and from many slots to few: against the trainer's full forward pass."""
+  built = build(longest=300, stop=(7,), limits=Limits(slots=8, chunk=16))
+  rollouts = drawn(built, MANY[:3], group=4, key=1)
+  found = rollouts.mask.sum(-1)
+  assert found.max() > 140 and found.min() < 40
+  log_probs, _ = trainers_view(built, rollouts)
+  assert np.abs(np.asarray(log_probs) - rollouts.log_probs)[rollouts.mask].max() <= 1e-4
+
+
+def test_nothing_compiles_after_the_warm_up():
+  """Ragged prompts and completions, 20 batches of them, through every length and number of slots."""
+  built = build(longest=150, stop=(7, 11), prompt=80, limits=Limits(slots=8, chunk=16))
+  _, engine, layout = built
+  engine.warm_up(layout, 6, group=4, sampler=Sampler())
+  drawn(built, MANY[:6], group=4)  # the keys
+  before, rng, longest = compile_count(), np.random.default_rng(0), 0
+  for step in range(20):
+    prompts = [rng.integers(12, 48, rng.integers(1, 81)).tolist() for _ in range(6)]
+    longest = max(longest, drawn(built, prompts, key=step, group=4).mask.sum(-1).max())
+  assert longest > 100 and compile_count() == before
+
+
+@pytest.mark.parametrize(("mesh", "kept"), [((1, 1, 1), "float32"), ((2, 2, 2), "float32")])
+def test_the_tpu_kernel_samples_the_same(mesh, kept, many):
+  """Interpreted. Caches of two blocks, some of them empty."""
+  devices = jax.devices()[:math.prod(mesh)]
+  built = build(make_mesh(*mesh, devices), limits=Limits(slots=16, chunk=4, kv_dtype=kept, attention="pallas"))
+  assert_same(drawn(built, MANY, group=6), many)
+
+
+# --- what is kept of keys and values ---
+
+@pytest.mark.parametrize(("kept", "most"), [("bfloat16", 0.02), ("int8", 0.04)])
+def test_smaller_caches_are_near(kept, most):
+  built = build(limits=Limits(chunk=2, kv_dtype=kept))
+  rollouts = drawn(built, MANY, group=6)
+  log_probs, _ = trainers_view(built, rollouts)
+  error = np.abs(np.asarray(log_probs) - rollouts.log_probs)[rollouts.mask]
+  assert 1e-4 < error.mean() < most, error.mean()  # not exact, and not far
+
+
+def test_bfloat16_compute_is_near():
+  built = build(config=dataclasses.replace(CONFIG, compute_dtype="bfloat16"))
+  rollouts = drawn(built, MANY, group=6)
+  log_probs, _ = trainers_view(built, rollouts)
+  assert np.abs(np.asarray(log_probs) - rollouts.log_probs)[rollouts.mask].mean() < 0.05
+
+
+# --- what else is reported, and the penalty ---
+
+@pytest.mark.parametrize("penalty", [1.0, 1.8])
+def test_log_probs_of_what_was_drawn_and_of_the_plain_model(penalty):
+  """In slots that are refilled: a repetition penalty sees this prompt and this completion, and nothing else."""
+  params, engine, layout = build(limits=Limits(slots=3, chunk=4))
+  sampler = Sampler(temperature=0.7, top_k=5, repetition_penalty=penalty)
+  *_, (sheet, _) = engine.write(layout, PROMPTS, jax.random.key(0), group=4, sampler=sampler)
+  forward = jax.jit(lambda tokens: engine.model.apply({"params": params}, tokens))
+  for i, prompt in enumerate(PROMPTS):
+    for tokens, mask, drawn_, plain in zip(sheet.tokens[i], sheet.mask[i], sheet.drawn_log_probs[i], sheet.plain_log_probs[i], strict=True):
+      words, text = tokens[mask], [*prompt, *tokens]
+      logits = np.asarray(forward(jnp.asarray([text + [PAD] * (16 - len(text))])), np.float64)[0, len(prompt) - 1:]
+      for at, word in enumerate(words):
+        policy, shown, seen = np.exp(logits[at]), logits[at].copy(), [*prompt, *words[:at]]
+        shown[seen] = np.where(shown[seen] > 0, shown[seen] / penalty, shown[seen] * penalty)
+        kept = np.where(shown >= np.sort(shown)[-5], np.exp(shown / 0.7), 0)
+        np.testing.assert_allclose(plain[at], np.log(policy[word] / policy.sum()), atol=1e-4)
+        np.testing.assert_allclose(drawn_[at], np.log(kept[word] / kept.sum()), atol=1e-4)
+
+
+# --- at the borders ---
+
+def test_no_prompts_no_completions(built):
+  rollouts = drawn(built, [], group=3)
+  assert rollouts.tokens.shape == (0, 3, 10) and rollouts.prompts.tokens.shape == (0, 6)
+
+
+def test_a_prompt_that_leaves_little_of_the_context_or_nothing():
+  config = dataclasses.replace(CONFIG, context=8)
+  built = build(config=config, stop=(), prompt=9)
+  prompts = [[5] * 8, [5] * 7, [5] * 2, [5]]
+  _, engine, layout = built
+  parts = [ended for _, ended in engine.write(layout, prompts, jax.random.key(0), group=2, sampler=Sampler())]
+  assert parts[0] == [(0, 0), (0, 1)] and sorted(itertools.chain(*parts)) == [(i, j) for i in range(4) for j in range(2)]
+  rollouts = drawn(built, prompts, group=2)
+  assert rollouts.mask.sum(-1).tolist() == [[0, 0], [1, 1], [6, 6], [7, 7]] and not rollouts.finished.any()
+  with pytest.raises(UserError, match="a prompt has 9 tokens, over the model's context of 8"):
+    drawn(built, [[5] * 9])
+
+
+def test_completions_of_one_token(built):
+  assert drawn(build(longest=1, stop=()), MANY, group=3).mask.sum(-1).tolist() == [[1] * 3] * 11
+  _, engine, layout = build(stop=range(48))  # whatever is drawn first ends it
+  rollouts = engine.sample(layout, MANY, jax.random.key(0), group=3, sampler=Sampler())
+  assert (rollouts.mask.sum(-1) == 1).all() and rollouts.finished.all()
+
+
+def test_a_caller_that_raises_leaves_the_engine_whole(built, many):
+  _, engine, layout = build(limits=Limits(slots=4, chunk=2))
+  with pytest.raises(ZeroDivisionError):
+    for step, _ in enumerate(engine.write(layout, MANY, jax.random.key(4), group=6, sampler=Sampler())):
+      1 / (3 - step)
+  assert_same(engine.sample(layout, MANY, jax.random.key(4), group=6, sampler=Sampler()), many)
+
+
+def test_lengths_that_arrays_are_made_for():
+  assert lengths(10) == [10] and lengths(64) == [64] and lengths(128) == [64, 128] and lengths(80) == [80]
+  assert lengths(600) == [64, 128, 256, 600] and lengths(1024) == [64, 128, 256, 512, 1024]
+
+
+@pytest.mark.parametrize(("settings", "words"), [({"slots": -1}, "slots"), ({"chunk": -2}, "chunk"), ({"kv_dtype": "int4"}, "'int4'"),
+                                                 ({"attention": "flash"}, "'flash'")])
+def test_limits_that_cannot_be_are_refused(settings, words):
+  with pytest.raises(UserError, match=words):
+    Limits(**settings)
+
+
+def test_limits_by_the_machine():
+  assert Limits().on("cpu", 2) == Limits(128, 16, "", "xla") and Limits().on("tpu", 4) == Limits(1024, 64, "", "pallas")
+  assert Limits(8, 4, "int8", "xla").on("tpu", 4) == Limits(8, 4, "int8", "xla") and Limits().on("gpu", 1).attention == "xla"
+  with pytest.raises(UserError, match="a TPU kernel, and this is gpu"):
+    Limits(attention="pallas").on("gpu", 1)
 
 
 def test_frequencies_follow_the_distribution(built):
-  model, params, engine = built
-  engine = Engine(model, (), PAD, max_prompt_tokens=6, max_tokens=1)
-  rollouts = engine.sample(engine.layout(params), [PROMPTS[2]], jax.random.key(9), group=4000, sampler=Sampler(temperature=2.0))
-  want = np.asarray(jax.nn.softmax(model.apply({"params": params}, jnp.asarray([PROMPTS[2]]))[0, -1] / 2.0))
+  params, engine, _ = built
+  rollouts = drawn(build(longest=1, stop=(), limits=Limits(slots=1000)), [PROMPTS[2]], group=4000, key=9, temperature=2.0)
+  want = np.asarray(jax.nn.softmax(engine.model.apply({"params": params}, jnp.asarray([PROMPTS[2]]))[0, -1] / 2.0))
   got = np.bincount(np.asarray(rollouts.tokens).ravel(), minlength=48) / 4000
   assert np.abs(got - want).max() < 4 * np.sqrt(0.25 / 4000)
   rows = (want * 4000 > 5)

@@ -35,17 +35,22 @@ def softmax(z):
 @pytest.mark.parametrize("filters", [{}, {"top_k": 4, "top_p": 0.8, "min_p": 0.05}])
 def test_log_prob_and_entropy_are_of_the_whole_distribution_at_the_temperature(temperature, filters):
   z = logits(0)
-  token, log_prob, entropy = pick(Sampler(temperature, **filters), jnp.asarray(z), keys(0, 5))
+  token, log_prob, entropy, drawn, plain = pick(Sampler(temperature, **filters), jnp.asarray(z), keys(0, 5))
   p = softmax(np.asarray(z, np.float64) / temperature)
   np.testing.assert_allclose(log_prob, np.log(p[np.arange(5), token]), rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(entropy, -(p * np.log(p)).sum(-1), rtol=1e-5)
-  assert token.dtype == jnp.int32 and log_prob.dtype == entropy.dtype == jnp.float32
+  assert token.dtype == jnp.int32 and log_prob.dtype == entropy.dtype == drawn.dtype == plain.dtype == jnp.float32
+  kept = np.stack([np.where(slow_keep(row, **filters), row, 0) for row in p])
+  np.testing.assert_allclose(drawn, np.log((kept / kept.sum(-1, keepdims=True))[np.arange(5), token]), rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(plain, np.log(softmax(z)[np.arange(5), token]), rtol=1e-5, atol=1e-6)
 
 
 def test_greedy_takes_the_most_probable_and_reports_temperature_1():
   z = logits(1)
-  token, log_prob, entropy = pick(Sampler(temperature=0.0), jnp.asarray(z), keys(0, 5))
+  token, log_prob, entropy, drawn, plain = pick(Sampler(temperature=0.0), jnp.asarray(z), keys(0, 5))
   p = softmax(z)
+  np.testing.assert_array_equal(plain, log_prob)
+  assert not drawn.any()  # certain
   assert token.tolist() == z.argmax(-1).tolist()
   np.testing.assert_allclose(log_prob, np.log(p.max(-1)), rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(entropy, -(p * np.log(p)).sum(-1), rtol=1e-5)
@@ -64,7 +69,7 @@ def test_every_leading_axis_is_a_row():
 def test_a_certain_token_has_entropy_0():
   z = np.full((1, VOCAB), -200.0, np.float32)
   z[0, 170] = 200.0
-  token, log_prob, entropy = pick(Sampler(), jnp.asarray(z), keys(0, 1))
+  token, log_prob, entropy, *_ = pick(Sampler(), jnp.asarray(z), keys(0, 1))
   assert (int(token[0]), float(log_prob[0]), float(entropy[0])) == (170, 0.0, 0.0)
 
 
@@ -127,10 +132,43 @@ def test_ties_at_a_bound_are_kept():
 @pytest.mark.parametrize("filters", [{"top_p": 0.6}, {"top_k": 9, "top_p": 0.9, "min_p": 0.05}], ids=str)
 def test_only_kept_tokens_are_drawn(filters):
   z = np.tile(logits(4, rows=1), (4000, 1))
-  token, _, _ = pick(Sampler(**filters), jnp.asarray(z), keys(5, 4000))
+  token, *_ = pick(Sampler(**filters), jnp.asarray(z), keys(5, 4000))
   kept = np.flatnonzero(slow_keep(softmax(z[0]), **filters))
   assert set(token.tolist()) <= set(kept.tolist())
   assert len(set(token.tolist())) > 1
+
+
+def test_logits_of_minus_infinity_in_effect_take_no_part():
+  z = logits(6)
+  z[:, 40:] = -1e30
+  for temperature in (1.0, 1e-9):
+    token, log_prob, entropy, *_ = pick(Sampler(temperature), jnp.asarray(z), keys(0, 5))
+    assert (np.asarray(token) < 40).all() and np.isfinite(log_prob).all() and np.isfinite(entropy).all()
+    assert (np.asarray(entropy) >= 0).all()
+
+
+# --- the repetition penalty ---
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_repetition_penalty_as_transformers_does_it(penalty, temperature):
+  torch = pytest.importorskip("torch")
+  from transformers import RepetitionPenaltyLogitsProcessor
+  z, rng = logits(8, rows=3), np.random.default_rng(0)
+  written = rng.integers(0, VOCAB, (3, 40))
+  seen = np.zeros((3, VOCAB), bool)
+  np.put_along_axis(seen, written, True, 1)
+  want = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(written), torch.tensor(z)).numpy()
+  sampler = Sampler(temperature, repetition_penalty=penalty)
+  many = lambda x: jnp.asarray(np.repeat(x, 3000, 0))
+  token, log_prob, _, drawn, _ = (np.asarray(x).reshape(3, 3000) for x in pick(sampler, many(z), keys(7, 9000), many(seen)))
+  for row in range(3):
+    p, policy = softmax(want[row] / temperature), softmax(z[row].astype(np.float64) / temperature)
+    assert p_value(token[row], p) > 1e-4 > p_value(token[row], policy)
+    np.testing.assert_allclose(drawn[row], np.log(p[token[row]]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(log_prob[row], np.log(policy[token[row]]), rtol=1e-4, atol=1e-5)  # the policy knows no penalty
+  greedy, *_ = pick(Sampler(0.0, repetition_penalty=penalty), jnp.asarray(z), keys(0, 3), jnp.asarray(seen))
+  assert greedy.tolist() == want.argmax(-1).tolist()
 
 
 # --- the draw ---

@@ -1,0 +1,90 @@
+"""What queries see of their own cache, as a TPU kernel that reads each slot's live positions and no more."""
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from gtpo_jax.models.attention import KV, MASKED, Seen
+from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.parallel import axis_size, partition_spec
+
+LANES = 128   # positions come in multiples of it
+BLOCKS = (512, 256, 128)  # positions read at once: the largest that divides the cache
+ROWS = 16     # queries of a head are filled up to a multiple of it: one bfloat16 tile
+
+
+def look_back(model: Qwen2, q: jax.Array, kv: KV, written: jax.Array) -> Seen:
+  """As `look` at the first `written` i32[s] positions of each slot, for one query each, [s, 1, h, 1, e].
+
+  A slot's blocks past its own length are neither fetched nor computed, so that the cost follows the live lengths, not the longest.
+  """
+  heads = None if model.config.kv_heads % axis_size(model.mesh, "kv_heads") else "kv_heads"
+  whole = partition_spec(("batch", None, heads))
+  local = functools.partial(_look_back, interpret=model.mesh.devices.flat[0].platform == "cpu")
+  spec = jax.tree.map(lambda _: whole, kv)
+  return jax.shard_map(local, mesh=model.mesh, in_specs=(whole, spec, partition_spec(("batch",))), out_specs=Seen(whole, whole, whole),
+                       check_vma=False)(q, kv, written)
+
+
+def _look_back(q: jax.Array, kv: KV, written: jax.Array, interpret: bool) -> Seen:
+  s, _, h, _, e = q.shape
+  heads, w = kv.v.shape[2:4]
+  r = h // heads
+  rows = -(-r // ROWS) * ROWS
+  queries = jnp.pad((q * e**-0.5).reshape(s, heads, r, e), [(0, 0), (0, 0), (0, rows - r), (0, 0)])
+  block = next(size for size in BLOCKS if w % size == 0)
+  # A block past the end names the last live one again, which is then not fetched anew.
+  live = lambda i, j, written: jnp.minimum(j, jnp.maximum(pl.cdiv(written[i], block) - 1, 0))
+  of_slot = lambda *shape: pl.BlockSpec((1, *shape), lambda i, j, written: (i, *[0] * len(shape)))
+  arrays = [queries, kv.k[:, 0], kv.v[:, 0]]
+  specs = [of_slot(heads, rows, e), pl.BlockSpec((1, heads, e, block), lambda i, j, written: (i, 0, 0, live(i, j, written))),
+           pl.BlockSpec((1, heads, block, e), lambda i, j, written: (i, 0, live(i, j, written), 0))]
+  if kv.k_scale is not None:
+    arrays += [kv.k_scale[:, 0], kv.v_scale[:, 0]]
+    specs += [pl.BlockSpec((1, heads, block), lambda i, j, written: (i, 0, live(i, j, written)))] * 2
+  number = lambda last: jax.ShapeDtypeStruct((s, heads, rows, last), jnp.float32)
+  mixed, peak, total = pl.pallas_call(
+      functools.partial(_kernel, block=block),
+      grid_spec=pltpu.PrefetchScalarGridSpec(
+          num_scalar_prefetch=1, grid=(s, w // block), in_specs=specs,
+          out_specs=[of_slot(heads, rows, e), of_slot(heads, rows, LANES), of_slot(heads, rows, LANES)]),
+      out_shape=[number(e), number(LANES), number(LANES)],
+      compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+      interpret=interpret)(written, *arrays)
+  back = lambda x: x[:, :, :r].reshape(s, 1, h, 1, -1)
+  return Seen(back(mixed), back(peak[..., :1]), back(total[..., :1]))
+
+
+def _kernel(written, q, k, v, *rest, block: int) -> None:
+  """One block of one slot; running maximum, sum and weighted values stay in the outputs, whose block is the slot's."""
+  *scales, mixed, peak, total = rest
+  i, j = pl.program_id(0), pl.program_id(1)
+
+  @pl.when(j == 0)
+  def _() -> None:
+    mixed[...] = jnp.zeros_like(mixed)
+    total[...] = jnp.zeros_like(total)
+    peak[...] = jnp.full_like(peak, MASKED)
+
+  @pl.when(j * block < written[i])
+  def _() -> None:
+    for head in range(q.shape[1]):
+      queries = q[0, head]
+      scores = jnp.dot(queries, k[0, head].astype(queries.dtype), preferred_element_type=jnp.float32)
+      if scales:
+        scores *= scales[0][0, head][None]
+      position = j * block + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+      scores = jnp.where(position < written[i], scores, MASKED)
+      before = peak[0, head][:, :1]
+      now = jnp.maximum(before, scores.max(-1, keepdims=True))
+      weights, fade = jnp.exp(scores - now), jnp.exp(before - now)
+      total[0, head] = jnp.broadcast_to(total[0, head][:, :1] * fade + weights.sum(-1, keepdims=True), total.shape[2:])
+      peak[0, head] = jnp.broadcast_to(now, peak.shape[2:])
+      if scales:
+        weights *= scales[1][0, head][None]
+      values = v[0, head].astype(queries.dtype)
+      mixed[0, head] = mixed[0, head] * fade + jnp.dot(weights.astype(queries.dtype), values, preferred_element_type=jnp.float32)

@@ -1,0 +1,21 @@
+"""A model small enough to sample many times, and engines over it."""
+import jax
+
+from gtpo_jax.models import ModelConfig, Qwen2, init_params
+from gtpo_jax.models.qwen2 import abstract_params
+from gtpo_jax.parallel import single_device_mesh
+from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.slots import Limits
+
+CONFIG = ModelConfig(vocab_size=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64)
+LIMITS = Limits(chunk=4)
+STOP, PAD, LONGEST = (7, 11), 3, 10
+
+
+def build(mesh=None, config=CONFIG, longest=LONGEST, stop=STOP, prompt=6, limits=LIMITS):
+  """A model with the same random weights on any mesh, its engine, and the weights laid out for sampling."""
+  model = Qwen2(config, mesh or single_device_mesh())
+  params = init_params(Qwen2(config, single_device_mesh()), jax.random.key(0))
+  params = jax.tree.map(lambda x, like: jax.device_put(x * 4, like.sharding), params, abstract_params(model))
+  engine = Engine(model, stop, PAD, max_prompt_tokens=prompt, max_tokens=longest, limits=limits)
+  return params, engine, engine.layout(params)
