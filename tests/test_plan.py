@@ -3,12 +3,13 @@ import importlib.util
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from gtpo_jax.config import default_config, freeze, load
 from gtpo_jax.errors import UserError
-from gtpo_jax.plan import changed, laid_out, levers, optimizer, plan, programs, shard_bytes, table
-from gtpo_jax.roofline import cache_bytes, sample_seconds, update_flops, update_seconds
+from gtpo_jax.plan import changed, laid_out, levers, optimizer, plan, programs, sampler, shard_bytes, table
+from gtpo_jax.roofline import sample_seconds, update_flops, update_seconds
 from gtpo_jax.topology import CHIPS, topology_devices
 from gtpo_jax.training.state import abstract_state
 
@@ -86,10 +87,25 @@ def test_the_roofline_by_hand():
   assert update_seconds(run, chip, 32, 0) == pytest.approx(flops * 4 / 3 / 32 / 459e12)
   assert update_seconds(run, chip, 32, 10**15) == pytest.approx(10**15 / 540e9)  # the links decide
   kv = 2 * 28 * 4 * 128 * 2
-  assert cache_bytes(run, mesh) == 4 * (16 * 4096 + 2048) * kv
   read = 2 * n + kv * (64 * 4096 / 2 + 4 * 2048)
-  assert sample_seconds(run, chip, mesh) == pytest.approx(4096 * read / 2765e9 + 2 * n * 128 * 2048 / 32 / 459e12)
-  assert cache_bytes(run, {"data": 1, "fsdp": 4, "tensor": 8}) == 32 * (16 * 4096 + 2048) * kv  # heads fewer than the axis are replicated
+  prefill = 2 * n * 128 * 2048 / 32 / 459e12
+  assert sample_seconds(run, chip, mesh, 8192) == pytest.approx(4096 * read / 2765e9 + prefill)  # all 64 completions of a chip at once
+  read = 2 * n + kv * (16 * 4096 / 2 + 2048)
+  assert sample_seconds(run, chip, mesh, 512) == pytest.approx(4 * 4096 * read / 2765e9 + prefill)
+
+
+@pytest.mark.parametrize(("mesh", "heads"), [((8, 1, 1), 2), ((2, 2, 2), 1), ((1, 1, 8), 2)])
+def test_the_cache_by_hand(mesh, heads):
+  """Completions and prompts of one shard at their largest, with heads that are fewer than the axis on every device."""
+  run = config(**{"sampling.slots": 16, "sampling.chunk": 4, **dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), mesh, strict=True))})
+  engine = sampler(run, laid_out(run, jax.devices()))
+  caches = engine.caches(run.batch.prompts, group=run.own_group, sampler=run.sampler)
+  c, shards = run.model_config, mesh[0] * mesh[1]
+  slots = min(16 // shards, -(-run.batch.prompts // shards) * run.batch.group)
+  seats = min(-(-run.batch.prompts // shards), slots, 4 * -(-slots // min(run.batch.group, slots)))
+  positions = slots * (run.sampling.max_tokens + 4) + seats * run.data.max_prompt_tokens
+  assert c.kv_heads == 2
+  assert shard_bytes([cache.kv for cache in caches]) == 2 * c.layers * heads * c.head_dim * 4 * positions
 
 
 def test_minibatches_and_epochs_in_the_plan():
