@@ -72,6 +72,8 @@ class Checkpoints:
       self.wait()
 
   def _save(self, step: int, items: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    if not self._owned:
+      raise ValueError("these checkpoints were opened to be read; open them with keep=")
     self.wait()  # a failure of the save before is told as its own
     self._sealing = step, {name: digest_leaves(item) for name, item in items.items()}, dict(facts)
     with self._told(step):

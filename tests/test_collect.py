@@ -22,6 +22,7 @@ from gtpo_jax.rewards import VERIFIERS, group_relative
 from gtpo_jax.rollout import Actor, Policy, Stream, key_for
 from gtpo_jax.train import train
 from gtpo_jax.training.head import make_scorer
+from gtpo_jax.training.state import make_optimizer
 
 N, G, T = 8, 4, 14
 
@@ -164,9 +165,11 @@ def test_a_run_with_leftovers_resumes_exactly(name, tmp_path):
   assert train(config, tmp_path / "whole", quiet).finished
   stop_at = lambda step: lambda: lasting(tmp_path / "halves")[-1]["step"] == step
   assert train(config, tmp_path / "halves", quiet, stop_at(1)).step == 1
-  manager = Checkpoints(tmp_path / "halves" / "checkpoints")
-  assert manager.restore_leftovers(leftovers_like(config))["drawn"] > 1
-  manager.close()
+  optimizer = make_optimizer(config.optimizer, config.steps)
+  saved = Checkpoints(tmp_path / "halves" / "checkpoints").restore(random_actor()[0].model, optimizer)
+  assert saved.leftovers["drawn"] > 1
+  assert {name: (x.shape, x.dtype) for name, x in saved.leftovers.items()} == {
+      name: (x.shape, x.dtype) for name, x in leftovers_like(config).items()}
   assert train(config, tmp_path / "halves", quiet).finished
   assert lasting(tmp_path / "whole") == lasting(tmp_path / "halves")
   ends = [Checkpoints(tmp_path / which / "checkpoints").restore_params(random_actor()[0].model) for which in ("whole", "halves")]
@@ -179,7 +182,7 @@ def test_a_run_with_leftovers_resumes_exactly(name, tmp_path):
 def run_with_base(tmp_path):
   """A workdir that holds a base model, as a run makes it before its first step."""
   _, params = random_actor()
-  keep = Checkpoints(tmp_path / "run" / "base")
+  keep = Checkpoints(tmp_path / "run" / "base", keep=1)
   keep.save_params(jax.tree.map(lambda x: x * 1.1, params))
   keep.close()
   return tmp_path / "run"
