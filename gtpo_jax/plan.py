@@ -71,8 +71,8 @@ def measured(config: Config, model: Qwen2, chip: Chip) -> dict[str, Any]:
     `fits`, `devices`, `mesh`, `hbm_bytes`, `params` (their number), `seconds_compile`, and of one device: `params.bytes`,
     `optimizer.bytes` (in its own memory), `cache.bytes` (keys and values of what is sampled at once), `update.peak_bytes`,
     `update.activation_bytes` (what the update holds beside state and batch), `sample.peak_bytes` (the state that rests beside it included),
-    `update.sent_bytes` (to other devices; None where the compiler refused the program). `update.flops` are the model's, of all devices together, recomputation
-    not counted. `update.seconds` and `sample.seconds` are the roofline's, None where the chip's speed is not known.
+    `update.sent_bytes` (to other devices; None where the compiler refused the program). `update.flops` are the model's, of all devices
+    together, recomputation not counted. `update.seconds` and `sample.seconds` are the roofline's, None where the chip's speed is not known.
   """
   began, state, batch = time.perf_counter(), abstract_state(model, optimizer(config)), abstract_batch(config, model)
   (update_peak, update), (sample_peak, _) = programs(config, model)
