@@ -69,7 +69,7 @@ class Collector:
     self._settings, self._n = config.algorithm_object.settings, config.batch.prompts
     self._batches = Batches(problems, self._n, config.seed)
     self._drawn, self._kept = drawn, []
-    scorer = lambda model: make_scorer(model, config.sampling.temperature, config.batch.micro_batches, config.batch.head_chunk)
+    scorer = lambda model: make_scorer(model, config.sampling.temperature, config.batch.parts, config.batch.head_chunk)
     self._rescore = scorer(actor.model) if self._settings.tis_cap else None
     self._refer = scorer(frozen.reference[0]) if frozen.reference else None
     self._joined = jax.jit(_joined)

@@ -35,6 +35,7 @@ def dapo_reference() -> ConfigDict:
   config = paper("32b", "dapo")
   config.mesh.tensor = 8
   config.sampling.max_tokens, config.algorithm.overlong_buffer = 20480, 4096
+  config.sampling.slots = 1024  # on 128 chips 41 GiB of keys and values each
   config.batch.prompts, config.batch.minibatches, config.batch.micro_batches = 512, 16, 2
   config.optimizer.warmup_steps = 20
   return config
