@@ -139,6 +139,19 @@ def test_flipped_bits_of_the_arrays_are_found_by_their_values(copy, model):
   assert found + harmless == 48 and found >= 40, (found, harmless)
 
 
+@pytest.mark.parametrize("item", ITEMS[:2])
+def test_sound_files_with_other_values_are_found(copy, model, item):
+  """What no checksum of a file format sees: the item of another step, under a seal that fits its files."""
+  folder = copy / "5"
+  seal = check_seal(epath.Path(folder), ITEMS)
+  shutil.rmtree(folder / item)
+  shutil.copytree(copy / "3" / item, folder / item)
+  write_seal(epath.Path(folder), seal["leaves"], seal["facts"])
+  said = []
+  assert_is_step(Checkpoints(copy, keep=3).restore(model, OPTIMIZER, said.append), model, 3)
+  assert len(said) == 1 and item in said[0] and "is not what was saved" in said[0]
+
+
 def test_damage_upon_damage(copy, model):
   flip(copy / "5" / "params" / "_METADATA")
   shutil.copytree(copy / "5", copy / "5.damaged")
