@@ -122,12 +122,12 @@ def test_flipped_bits_of_the_arrays_are_found_by_their_values(copy, model):
   """Large files are not read twice: what they hold is known by its digest alone. 48 flips, under a seal that fits the damaged files."""
   folder, found = copy / "5", 0
   seal = check_seal(epath.Path(folder), ITEMS)
-  payload = [max((folder / item / "ocdbt.process_0" / "d").iterdir(), key=lambda file: file.stat().st_size) for item in ITEMS]
+  payload = [max((folder / item / "ocdbt.process_0" / "d").iterdir(), key=lambda file: file.stat().st_size) for item in ITEMS[:2]]
   harmless = 0
   for file in payload:
     good, size = file.read_bytes(), file.stat().st_size * 8
-    for i in range(16):
-      flip(file, (i * size) // 16 + i % 8)
+    for i in range(24):
+      flip(file, (i * size) // 24 + i % 8)
       write_seal(epath.Path(folder), seal["leaves"], seal["facts"])
       checkpoints = Checkpoints(copy)
       try:
@@ -186,8 +186,11 @@ def test_a_reader_tells_and_leaves_the_folder_alone(copy, model):
 def test_what_a_kill_left_half_written_does_not_count_and_is_cleared_away_by_the_owner(copy, model):
   shutil.copytree(copy / "5", copy / "7.orbax-checkpoint-tmp")
   assert open_run(copy.parent).latest == 5 and (copy / "7.orbax-checkpoint-tmp").exists()
-  assert_is_step(Checkpoints(copy, keep=3).restore(model, OPTIMIZER), model, 5)
-  assert sorted(entry.name for entry in copy.iterdir()) == ["3", "5"]
+  checkpoints = Checkpoints(copy, keep=3)
+  assert_is_step(checkpoints.restore(model, OPTIMIZER), model, 5)
+  checkpoints.save(state_of(model, 8))  # Orbax clears away in the background, and is done before it saves
+  checkpoints.close()
+  assert sorted(entry.name for entry in copy.iterdir()) == ["3", "5", "8"]
 
 
 @pytest.fixture(scope="module")
