@@ -16,6 +16,9 @@ from gtpo_jax.parallel import make_mesh, single_device_mesh
 from gtpo_jax.seal import NAME, Damaged, check_seal, write_seal
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 
+# A read or save that fails in one array leaves Orbax's coroutines for the others behind; they complain of their closed event loop.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 SHAPE = dataclasses.replace(PRESETS["tiny"], layers=1, width=32, mlp=48, vocab_size=64, heads=4, kv_heads=2, head_dim=8)
 OPTIMIZER = make_optimizer(OptimizerConfig(), 10)
 LEFTOVERS = {"drawn": np.asarray(7, np.int32), "flags": np.array([[True, False]]), "log_probs": np.linspace(0, 1, 6, dtype=np.float32)}
@@ -224,7 +227,6 @@ def small_disk(tmp_path):
   os.system(f"umount {folder}")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves coroutines of a failed save behind
 def test_a_full_disk(small_disk, model):
   """The save fails in one line, what was saved before is whole, and with space it goes on."""
   checkpoints = Checkpoints(small_disk / "checkpoints", keep=3)
