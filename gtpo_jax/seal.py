@@ -26,7 +26,7 @@ def write_seal(folder: epath.Path, leaves: Mapping[str, Mapping[str, str]], fact
     leaves: for each item, the digests of its leaves.
     facts: plain values that belong to the checkpoint.
   """
-  files = {name: digest_file(folder / name) for name in _files(folder) if name not in LATE}
+  files = {name: digest_file(folder / name) for name in _files(folder) if name not in (NAME, *LATE)}
   _write(folder, {"leaves": leaves, "facts": facts, "files": files})
 
 

@@ -16,6 +16,9 @@ from gtpo_jax.parallel import make_mesh, single_device_mesh
 from gtpo_jax.seal import NAME, Damaged, check_seal, write_seal
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 
+# A read or save that fails in one array leaves Orbax's coroutines for the others behind; they complain of their closed event loop.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 SHAPE = dataclasses.replace(PRESETS["tiny"], layers=1, width=32, mlp=48, vocab_size=64, heads=4, kv_heads=2, head_dim=8)
 OPTIMIZER = make_optimizer(OptimizerConfig(), 10)
 LEFTOVERS = {"drawn": np.asarray(7, np.int32), "flags": np.array([[True, False]]), "log_probs": np.linspace(0, 1, 6, dtype=np.float32)}
@@ -122,12 +125,12 @@ def test_flipped_bits_of_the_arrays_are_found_by_their_values(copy, model):
   """Large files are not read twice: what they hold is known by its digest alone. 48 flips, under a seal that fits the damaged files."""
   folder, found = copy / "5", 0
   seal = check_seal(epath.Path(folder), ITEMS)
-  payload = [max((folder / item / "ocdbt.process_0" / "d").iterdir(), key=lambda file: file.stat().st_size) for item in ITEMS]
+  payload = [max((folder / item / "ocdbt.process_0" / "d").iterdir(), key=lambda file: file.stat().st_size) for item in ITEMS[:2]]
   harmless = 0
   for file in payload:
     good, size = file.read_bytes(), file.stat().st_size * 8
-    for i in range(16):
-      flip(file, (i * size) // 16 + i % 8)
+    for i in range(24):
+      flip(file, (i * size) // 24 + i % 8)
       write_seal(epath.Path(folder), seal["leaves"], seal["facts"])
       checkpoints = Checkpoints(copy)
       try:
@@ -137,6 +140,19 @@ def test_flipped_bits_of_the_arrays_are_found_by_their_values(copy, model):
         found += 1
       file.write_bytes(good)
   assert found + harmless == 48 and found >= 40, (found, harmless)
+
+
+@pytest.mark.parametrize("item", ITEMS[:2])
+def test_sound_files_with_other_values_are_found(copy, model, item):
+  """What no checksum of a file format sees: the item of another step, under a seal that fits its files."""
+  folder = copy / "5"
+  seal = check_seal(epath.Path(folder), ITEMS)
+  shutil.rmtree(folder / item)
+  shutil.copytree(copy / "3" / item, folder / item)
+  write_seal(epath.Path(folder), seal["leaves"], seal["facts"])
+  said = []
+  assert_is_step(Checkpoints(copy, keep=3).restore(model, OPTIMIZER, said.append), model, 3)
+  assert len(said) == 1 and item in said[0] and "is not what was saved" in said[0]
 
 
 def test_damage_upon_damage(copy, model):
@@ -173,8 +189,11 @@ def test_a_reader_tells_and_leaves_the_folder_alone(copy, model):
 def test_what_a_kill_left_half_written_does_not_count_and_is_cleared_away_by_the_owner(copy, model):
   shutil.copytree(copy / "5", copy / "7.orbax-checkpoint-tmp")
   assert open_run(copy.parent).latest == 5 and (copy / "7.orbax-checkpoint-tmp").exists()
-  assert_is_step(Checkpoints(copy, keep=3).restore(model, OPTIMIZER), model, 5)
-  assert sorted(entry.name for entry in copy.iterdir()) == ["3", "5"]
+  checkpoints = Checkpoints(copy, keep=3)
+  assert_is_step(checkpoints.restore(model, OPTIMIZER), model, 5)
+  checkpoints.save(state_of(model, 8))  # Orbax clears away in the background, and is done before it saves
+  checkpoints.close()
+  assert sorted(entry.name for entry in copy.iterdir()) == ["3", "5", "8"]
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +227,6 @@ def small_disk(tmp_path):
   os.system(f"umount {folder}")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax leaves coroutines of a failed save behind
 def test_a_full_disk(small_disk, model):
   """The save fails in one line, what was saved before is whole, and with space it goes on."""
   checkpoints = Checkpoints(small_disk / "checkpoints", keep=3)
