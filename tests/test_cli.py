@@ -16,7 +16,7 @@ from gtpo_jax import cli
 from gtpo_jax.rewards import last_number_correct
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--config.data.terms=2", "--config.batch.prompts=4", "--config.batch.group=4", "--config.warm_start.steps=20",
+SMALL = ["--config.data.terms=2", "--config.batch.prompts=8", "--config.batch.group=4", "--config.warm_start.steps=20",
          "--config.eval.problems=8", "--config.eval.samples=2", "--config.eval.batch=8", "--config.checkpoint.every=50"]
 
 
