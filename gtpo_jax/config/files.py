@@ -16,7 +16,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict, config_flags
 
-from gtpo_jax.config.sections import Config, flatten, to_dict
+from gtpo_jax.config.whole import Config, flatten, to_dict
 from gtpo_jax.errors import UserError, nearest
 
 

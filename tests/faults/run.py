@@ -84,9 +84,9 @@ def mark(place, reached):
   if place == "sampling":  # the completions are there, and not yet judged
     after(Actor, "answer", lambda: evaluating or reached())
   elif place == "reward":
-    before(Judge, "__call__", reached, lambda: not evaluating)
+    before(Judge, "weigh", reached, lambda: not evaluating)
   elif place == "evaluation":
-    before(Judge, "__call__", reached, lambda: evaluating)
+    before(Judge, "weigh", reached, lambda: evaluating)
   elif place in ("compile", "update"):
     def marked_update(*args, **kwargs):
       holder = type("Holder", (), {"update": staticmethod(make_update(*args, **kwargs))})
