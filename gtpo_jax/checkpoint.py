@@ -14,10 +14,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from gtpo_jax.digests import digest_leaves
-from gtpo_jax.errors import RunError, UserError, first_line
+from gtpo_jax.errors import Damaged, RunError, UserError, first_line
 from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
 from gtpo_jax.parallel import from_first, is_first
-from gtpo_jax.seal import Damaged, check_seal, seal_late_files, write_seal
+from gtpo_jax.seal import check_seal, seal_late_files, write_seal
 from gtpo_jax.training.state import Optimizer, TrainState, abstract_state
 
 
@@ -142,9 +142,9 @@ class Checkpoints:
     return found, seal["facts"]
 
   def _set_aside(self, step: int) -> epath.Path:
-    aside = from_first(lambda: _rename(self._manager.directory, step))
+    aside = from_first(lambda: str(_rename(self._manager.directory, step)))
     self._manager.reload()
-    return aside
+    return epath.Path(aside)
 
   def wait(self) -> None:
     """Returns when what was begun is on disk. Raises RunError where that failed."""

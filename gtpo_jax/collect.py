@@ -96,13 +96,14 @@ class Collector:
     config, actor, number = self._config, self._actor, self._drawn
     problems, key = self._batches[number], key_for(config.seed, Stream.SAMPLE, number)
     judging = actor.judging(problems, config.batch.group)
-    rollouts = actor.answer(policy, problems, key, config.own_group, config.sampler, judging)
+    rollouts = shard_batch(actor.answer(policy, problems, key, config.own_group, config.sampler, judging), actor.model.mesh)
     if self._rescore:
       rollouts = rollouts.replace(rescored=jax.block_until_ready(self._rescore(params, rollouts)))
     if self._frozen.guide:
       key = key_for(config.seed, Stream.GUIDE, number)
-      rollouts = self._joined(rollouts, actor.answer(self._frozen.guide, problems, key, self._settings.guide_completions, config.sampler,
-                                                     judging, first=config.own_group))
+      guided = actor.answer(self._frozen.guide, problems, key, self._settings.guide_completions, config.sampler, judging,
+                            first=config.own_group)
+      rollouts = self._joined(rollouts, shard_batch(guided, actor.model.mesh))
     self._drawn += 1
     began = time.perf_counter()
     return _Draw(number, problems, rollouts, judging.result(), judging.texts, time.perf_counter() - began)

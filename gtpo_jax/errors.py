@@ -19,6 +19,13 @@ class RunError(RuntimeError):
   """
 
 
+class Damaged(Exception):
+  """A checkpoint that is not what was saved. The message says in which way."""
+
+
+KINDS = {kind.__name__: kind for kind in (UserError, RunError, Damaged)}
+
+
 def first_line(error: BaseException) -> str:
   """The first line of another library's message, or its kind where it has none."""
   return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -163,13 +164,15 @@ class Judging:
 
   def result(self) -> Judgement:
     """What was found, when all is judged, the same on every process. Raises what judging raised."""
-    found, self.texts, self.lengths, self.finished = from_first(self._found)
-    return found
+    told = from_first(self._found)
+    self.texts, self.lengths, self.finished = told["texts"], told["lengths"], told["finished"]
+    return Judgement(**told["judgement"])
 
-  def _found(self) -> tuple[Judgement, list[list[str]], np.ndarray, np.ndarray]:
+  def _found(self) -> dict[str, Any]:
     for work in self._work:
       work.result()
-    return self._judge.weigh(self._verdicts, self._rows, self.lengths, self.finished), self.texts, self.lengths, self.finished
+    return {"judgement": vars(self._judge.weigh(self._verdicts, self._rows, self.lengths, self.finished)), "texts": self.texts,
+            "lengths": self.lengths, "finished": self.finished}
 
   def _catch_up(self) -> None:
     """Judges all that waits: in one go, so that what ends while the judge is busy is judged side by side."""

@@ -5,17 +5,17 @@ which mesh axis each word is split over. One device is the 1 x 1 x 1 mesh and ru
 """
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from types import EllipsisType
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from flax.serialization import msgpack_restore, msgpack_serialize
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from gtpo_jax.errors import UserError
+from gtpo_jax.errors import KINDS, UserError
 
 Made = TypeVar("Made")
 MESH_AXES = ("data", "fsdp", "tensor")
@@ -118,22 +118,23 @@ def is_first() -> bool:
 def from_first(make: Callable[[], Made]) -> Made:
   """What `make` gives on the first process, on every process: for all that depends on clocks, files or users.
 
-  What it raises there is raised everywhere.
+  It is made of dicts, lists, plain values and host arrays. What it raises there is raised everywhere.
   """
   if jax.process_count() == 1:
     return make()
   made = b""
   if is_first():
     try:
-      made = pickle.dumps((make(), None))
+      made = msgpack_serialize({"value": make()})
     except Exception as error:  # whatever it is, the others wait
-      made = pickle.dumps((None, error))
+      made = msgpack_serialize({"error": [type(error).__name__, str(error)]})
   size = int(multihost_utils.broadcast_one_to_all(np.int32(len(made))))
-  made = multihost_utils.broadcast_one_to_all(np.frombuffer(made.ljust(size, b"\0"), np.uint8))
-  value, error = pickle.loads(np.asarray(made, np.uint8).tobytes())
-  if error is not None:
-    raise error
-  return value
+  sent = multihost_utils.broadcast_one_to_all(np.frombuffer(made.ljust(size, b"\0"), np.uint8))
+  told = msgpack_restore(np.asarray(sent, np.uint8).tobytes())
+  if "error" in told:
+    kind, message = told["error"]
+    raise KINDS[kind](message) if kind in KINDS else RuntimeError(f"on the first process: {kind}: {message}")
+  return told["value"]
 
 
 def any_process(here: bool) -> bool:

@@ -15,7 +15,7 @@ from gtpo_jax.errors import UserError
 from gtpo_jax.judging import Judge, Judging
 from gtpo_jax.models.folder import find
 from gtpo_jax.models.qwen2 import Params, Qwen2, Unstacked, param_shardings
-from gtpo_jax.parallel import make_mesh, shard_batch
+from gtpo_jax.parallel import make_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.filters import Sampler
 
@@ -78,7 +78,7 @@ class Actor:
 
   def answer(self, policy: Policy, problems: Sequence[Problem], key: jax.Array, group: int, sampler: Sampler,
              judging: Judging | None = None, first: int = 0) -> Rollouts:
-    """Samples `group` completions of each problem, [n, group, t] on the mesh, and puts each into the judging as it ends.
+    """Samples `group` completions of each problem, [n, group, t] in host arrays, and puts each into the judging as it ends.
 
     Its number there is `first` more than here.
     """
@@ -86,4 +86,4 @@ class Actor:
     for sheet, ended in policy.engine.write(policy.params, prompts, key, group=group, sampler=sampler):
       if judging:
         judging.put([((i, first + j), sheet.tokens[i, j, sheet.mask[i, j]], bool(sheet.finished[i, j])) for i, j in ended])
-    return shard_batch(policy.engine.rollouts(sheet, prompts), self.model.mesh)
+    return policy.engine.rollouts(sheet, prompts)

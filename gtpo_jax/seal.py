@@ -9,13 +9,10 @@ from typing import Any
 from etils import epath
 
 from gtpo_jax.digests import digest_file
+from gtpo_jax.errors import Damaged
 
 NAME = "seal"  # the sha256 of the JSON below its first line
 LATE = ("_CHECKPOINT_METADATA", "commit_success.txt")  # what Orbax writes in committing, when the seal is in its place already
-
-
-class Damaged(Exception):
-  """A checkpoint that is not what was saved. The message says in which way."""
 
 
 def write_seal(folder: epath.Path, leaves: Mapping[str, Mapping[str, str]], facts: Mapping[str, Any]) -> None:

@@ -135,13 +135,15 @@ def base_model(config: Config, actor: Actor, workdir: Path, display: Display, st
 
   None where asked to stop.
   """
+  if config.model.path and not config.warm_start.steps:
+    return initial_params(config, actor.model)
   kept = Checkpoints(workdir / "base", keep=1)
   params = kept.newest_params(actor.model, display.say)
   if params is None:
     params = initial_params(config, actor.model)
     if config.warm_start.steps:
       params = warm_start(config, actor, params, display, stopping)
-    if params is not None and (config.warm_start.steps or not config.model.path):
+    if params is not None:
       kept.save_params(params)
   kept.close()
   return params

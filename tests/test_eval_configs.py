@@ -92,9 +92,10 @@ def test_the_real_files(name):
 def test_a_run_is_evaluated_by_a_config_that_names_no_model(tmp_path):
   """The run's own model and formats; a config of another model is refused."""
   run = Config(model=ModelSection(lora_rank=2, compute_dtype="bfloat16"))
-  claim(tmp_path, run)
+  with claim(tmp_path, run):
+    pass
   params = init_params(Actor(run).model, key_for(0, Stream.INIT))
-  keep = Checkpoints(tmp_path / "base")
+  keep = Checkpoints(tmp_path / "base", keep=1)
   keep.save_params(params)
   keep.close()
   found = find_policy(tmp_path, 0, config_of("eval_gsm8k"))

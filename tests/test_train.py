@@ -161,7 +161,7 @@ def test_no_compilation_after_warm_up():
     widths.add(tuple(len(actor.chat.encode_prompt(problem.messages)) for problem in problems))
     judging = actor.judging(problems, 4)
     rollouts = actor.answer(actor.policy(state.params), problems, jax.random.key(step), 4, config.sampler, judging)
-    state, metrics = update(state, rollouts, shard_batch(judging.result().verdicts, actor.model.mesh))
+    state, metrics = update(state, *shard_batch((rollouts, judging.result().verdicts), actor.model.mesh))
     jax.device_get(metrics)
     counts.append(compile_count())
   assert len(widths) == 21 and counts[0] > 0
@@ -252,10 +252,10 @@ def test_a_reward_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
 
   ways = [raises, lambda texts: [None] * len(texts), lambda texts: [float("nan")] * len(texts), lambda texts: [1.0], lambda texts: None,
           lambda texts: [True] * len(texts), lambda texts: [False] * len(texts), lambda texts: [3e38] * len(texts)]
-  calls = iter(ways)
+  calls = iter([way for way in ways for _ in range(8)])  # each step has eight problems
 
   def judge(prompts, completions, answers, extras):
-    return next(calls)(completions) if len(completions) == 32 else [False] * len(completions)  # evaluations are smaller
+    return next(calls)(completions) if len(completions) == 4 else [False] * len(completions)  # evaluations have fewer of each
 
   monkeypatch.setitem(sys.modules, "failing_reward", types.SimpleNamespace(judge=judge))
   config = small_config(steps=len(ways), **{"reward.verifier": "failing_reward:judge", "eval.every": 0, "guards.skipped": 1})
