@@ -22,6 +22,7 @@ MESH_AXES = ("data", "fsdp", "tensor")
 
 RULES: dict[str | None, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),  # prompts (axis n) or plain rows (axis b)
+    "sequence": "tensor",        # of the residual stream, between layers
     "vocab": "tensor",
     "embed": "fsdp",
     "heads": "tensor",
@@ -41,7 +42,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
   Args:
     data: replicas of the parameters; batches are split over them.
     fsdp: shards of the parameters, gathered when used; batches are split over them too.
-    tensor: shards of heads, MLP and vocabulary.
+    tensor: shards of heads, MLP and vocabulary, and of the positions between layers.
     devices: all local and remote devices unless given.
 
   Raises:
@@ -75,6 +76,12 @@ def axis_size(mesh: Mesh, logical: str | None) -> int:
   names = RULES[logical]
   names = (names,) if isinstance(names, str) else names or ()
   return int(np.prod([mesh.shape[name] for name in names], dtype=int))
+
+
+def uneven(name: str, size: int, mesh: Mesh) -> UserError:
+  """What is wrong with the model's axis called `name` on `mesh`."""
+  return UserError(f"the model's {name} axis of {size} does not divide over {axis_size(mesh, name)} shards of mesh {dict(mesh.shape)}; "
+                   f"choose a mesh axis that divides {size}")
 
 
 def partition_spec(axes: Sequence[str | EllipsisType | None]) -> PartitionSpec:
