@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention import KV, Context, rope_angles, rotate
 from gtpo_jax.models.causal import attend_causally
+from gtpo_jax.models.embedding import look_up
 from gtpo_jax.models.flash import SAVED
 from gtpo_jax.models.presets import DTYPES, ModelConfig
 from gtpo_jax.parallel import axis_size, constrain, partition_spec, uneven
@@ -84,7 +85,8 @@ class Layer(nn.Module):
   def _finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
     x = spread(x + self.o(jnp.swapaxes(attended, 2, 3)), self.mesh)
     h = self._whole(self.mlp_norm(x))
-    return spread(x + self.down(nn.silu(self.gate(h)) * self.up(h)), self.mesh)
+    mixed = constrain(nn.silu(self.gate(h)) * self.up(h), self.mesh, "batch", None, None, "mlp")  # and so its gradient
+    return spread(x + self.down(mixed), self.mesh)
 
   def _whole(self, x: jax.Array) -> jax.Array:
     """All positions on every shard of the tensor axis, as products with a shard's heads and features want them."""
@@ -133,7 +135,8 @@ class Qwen2(nn.Module):
     positions = prompts.lengths[:, None, None] - 1 + jnp.arange(inputs.shape[2])
     rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta, self.config.yarn)
     sights = (_own_sight(prompts.mask, self.config), Sight(rope, None, mask[..., :-1] if mask.shape[-1] > 1 else None))
-    return self._sweep((self.embed(prompts.tokens)[:, None], self.embed(inputs)), sights)[1]
+    streams = tuple(look_up(self.embedding, x, self.config.compute_dtype, self.mesh) for x in (prompts.tokens[:, None], inputs))
+    return self._sweep(streams, sights)[1]
 
   def embed(self, tokens: jax.Array) -> jax.Array:
     """i32[...] -> [..., d] in the compute type."""
