@@ -99,6 +99,16 @@ def constrain(x: jax.Array, mesh: Mesh, *axes: str | EllipsisType | None) -> jax
   return jax.lax.with_sharding_constraint(x, named_sharding(mesh, *axes))
 
 
+def gathered(x: jax.Array, name: str, axis: int) -> jax.Array:
+  """Within `shard_map`: what the shards of mesh axis `name` hold, one behind the other along `axis`. No copy where there is one."""
+  return x if jax.lax.axis_size(name) == 1 else jax.lax.all_gather(x, name, axis=axis, tiled=True)
+
+
+def scattered(x: jax.Array, name: str, axis: int) -> jax.Array:
+  """Within `shard_map`: the sum over mesh axis `name`, of which each shard keeps its part along `axis`."""
+  return x if jax.lax.axis_size(name) == 1 else jax.lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
+
+
 def batch_shards(mesh: Mesh) -> int:
   """How many parts a batch is cut into: the product of the data and fsdp axes."""
   return axis_size(mesh, "batch")

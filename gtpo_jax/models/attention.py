@@ -45,14 +45,16 @@ class Context(NamedTuple):
   own: KV                               # [n, g, k, ...], as many positions as there are queries
   own_mask: jax.Array | None = None     # bool[n, 1, s], real tokens; None where all may be looked at
   prompt: KV | None = None              # [n, 1, k, ...]
-  prompt_mask: jax.Array | None = None  # bool[n, 1, p], False on the padding on its left
+  prompt_mask: jax.Array | None = None  # bool[n, 1, p], False on the padding on its left and on its last token, which begins the stream
 
   def joined(self, g: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The prompt and behind it the stream, for kernels that know one source: k, v [n, g, k, p + s, e], real tokens bool[n, g, p + s]."""
+    """The prompt and behind it the stream, for kernels that know one source: k, v [n, g, k, p - 1 + s, e], real bool[n, g, p - 1 + s]."""
     spread = lambda x: jnp.broadcast_to(x, (x.shape[0], g, *x.shape[2:]))
     n, s = self.own.v.shape[0], self.own.v.shape[3]
     mask = jnp.ones((n, 1, s), bool) if self.own_mask is None else self.own_mask
-    parts = [(self.own, mask)] if self.prompt is None else [(self.prompt, self.prompt_mask), (self.own, mask)]
+    parts = [(self.own, mask)]
+    if self.prompt is not None:
+      parts = [(KV(self.prompt.k[..., :-1], self.prompt.v[..., :-1, :]), self.prompt_mask[..., :-1]), *parts]
     join = lambda arrays, axis: jnp.concatenate([spread(x) for x in arrays], axis)
     return (join([jnp.swapaxes(kv.k, -1, -2) for kv, _ in parts], 3), join([kv.v for kv, _ in parts], 3),
             join([mask for _, mask in parts], 2))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from gtpo_jax.parallel import axis_size, partition_spec
+from gtpo_jax.parallel import axis_size, gathered, partition_spec, scattered
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -23,10 +23,10 @@ def _forward(table: jax.Array, tokens: jax.Array, dtype: str, mesh: Mesh) -> tup
   rows, stream, split = _layout(tokens, mesh)
 
   def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    words = jax.lax.all_gather(table.astype(dtype), "fsdp", axis=1, tiled=True)
+    words = gathered(table.astype(dtype), "fsdp", 1)
     place = _place(table, tokens)
     found = jnp.where((place < len(words))[..., None], words[jnp.minimum(place, len(words) - 1)], 0)
-    return jax.lax.psum_scatter(found, "tensor", scatter_dimension=2, tiled=True) if split else jax.lax.psum(found, "tensor")
+    return scattered(found, "tensor", 2) if split else jax.lax.psum(found, "tensor")
 
   return jax.shard_map(local, mesh=mesh, in_specs=(_TABLE, rows), out_specs=stream, check_vma=False)(table, tokens), (table, tokens)
 
@@ -36,10 +36,10 @@ def _backward(dtype: str, mesh: Mesh, residuals: tuple, d_out: jax.Array) -> tup
   rows, stream, split = _layout(tokens, mesh)
 
   def local(table: jax.Array, tokens: jax.Array, d_out: jax.Array) -> jax.Array:
-    d_out = jax.lax.all_gather(d_out, "tensor", axis=2, tiled=True) if split else d_out
+    d_out = gathered(d_out, "tensor", 2) if split else d_out
     width = table.shape[1] * jax.lax.axis_size("fsdp")
     d_table = jnp.zeros((len(table), width), jnp.float32).at[_place(table, tokens)].add(d_out.astype(jnp.float32), mode="drop")
-    return jax.lax.psum(jax.lax.psum_scatter(d_table, "fsdp", scatter_dimension=1, tiled=True), "data").astype(table.dtype)
+    return jax.lax.psum(scattered(d_table, "fsdp", 1), "data").astype(table.dtype)
 
   return jax.shard_map(local, mesh=mesh, in_specs=(_TABLE, rows, stream), out_specs=_TABLE, check_vma=False)(table, tokens, d_out), None
 

@@ -34,7 +34,7 @@ class Sight(NamedTuple):
 
   rope: Rope                       # f32[n, g | 1, s, e/2] twice
   mask: jax.Array | None           # bool[n, 1, s], the stream's real tokens; None where those behind a token do not matter
-  prompt: jax.Array | None = None  # bool[n, 1, p - 1], of the first stream's but the last, which are seen; None for none of them
+  prompt: jax.Array | None = None  # bool[n, 1, p], which of the first stream's are seen; None for the first stream itself
 
 
 class Layer(nn.Module):
@@ -58,12 +58,11 @@ class Layer(nn.Module):
 
   def __call__(self, streams: tuple[jax.Array, ...], sights: tuple[Sight, ...]) -> tuple[tuple[jax.Array, ...], None]:
     """Runs the layer over each stream [n, g, s, d], of which all but the first may look at the first."""
-    x, kv = self.read(streams[0], sights[0])
-    seen, out = KV(kv.k[..., :-1], kv.v[..., :-1, :]), [x]
+    x, first = self.read(streams[0], sights[0])
+    out = [x]
     for x, sight in zip(streams[1:], sights[1:], strict=True):
       q, kv = self._project(x, sight.rope)
-      context = Context(kv, sight.mask) if sight.prompt is None else Context(kv, sight.mask, seen, sight.prompt)
-      out.append(self._finish(x, attend_causally(self.config, self.mesh, q, context)))
+      out.append(self._finish(x, attend_causally(self.config, self.mesh, q, Context(kv, sight.mask, first, sight.prompt))))
     return tuple(out), None
 
   def read(self, x: jax.Array, sight: Sight) -> tuple[jax.Array, KV]:
@@ -129,12 +128,13 @@ class Qwen2(nn.Module):
 
     The prompt is computed once a group, all but its last token, at which each completion begins.
     """
-    (n, g, _), mask = completions.shape, prompts.mask[:, None]
+    n, g, _ = completions.shape
     last = jnp.broadcast_to(prompts.tokens[:, None, -1:], (n, g, 1))
     inputs = jnp.concatenate([last, completions[:, :, :-1]], axis=2)
     positions = prompts.lengths[:, None, None] - 1 + jnp.arange(inputs.shape[2])
     rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta, self.config.yarn)
-    sights = (_own_sight(prompts.mask, self.config), Sight(rope, None, mask[..., :-1] if mask.shape[-1] > 1 else None))
+    before = prompts.mask.at[:, -1].set(False)[:, None]
+    sights = (_own_sight(prompts.mask, self.config), Sight(rope, None, before))
     streams = tuple(look_up(self.embedding, x, self.config.compute_dtype, self.mesh) for x in (prompts.tokens[:, None], inputs))
     return self._sweep(streams, sights)[1]
 

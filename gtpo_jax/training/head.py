@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from gtpo_jax.arrays import Prompts, Rollouts
 from gtpo_jax.models.qwen2 import Params, Qwen2
-from gtpo_jax.parallel import axis_size, partition_spec
+from gtpo_jax.parallel import axis_size, gathered, partition_spec, scattered
 from gtpo_jax.training.micro_batches import join, split
 
 
@@ -74,7 +74,7 @@ def _forward(hidden: jax.Array, table: jax.Array, tokens: jax.Array, temperature
   (b, t), shards = tokens.shape, axis_size(mesh, "vocab")
 
   def local(hidden: jax.Array, table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
-    words, first = _gathered(table, hidden.dtype), _first_word(table)
+    words, first = _words(table, hidden.dtype), _first_word(table)
 
     def one(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
       h, token = (_all_positions(x) for x in args)
@@ -102,7 +102,7 @@ def _backward(temperature: float, chunk: int, precision: str, mesh: Mesh, residu
   (b, t), shards = tokens.shape, axis_size(mesh, "vocab")
 
   def local(hidden: jax.Array, table: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    words, first = _gathered(table, hidden.dtype), _first_word(table)
+    words, first = _words(table, hidden.dtype), _first_word(table)
 
     def one(d_table: jax.Array, args: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
       h, token, lse, grad = (_all_positions(x) for x in args)
@@ -111,12 +111,12 @@ def _backward(temperature: float, chunk: int, precision: str, mesh: Mesh, residu
       d_logits = ((hit - probs) * (grad / temperature)[..., None]).astype(h.dtype)
       d_hidden = jnp.einsum("btv,vd->btd", d_logits, words, precision=precision)
       d_table += jnp.einsum("btv,btd->vd", d_logits, h, preferred_element_type=jnp.float32, precision=precision)
-      return d_table, jax.lax.psum_scatter(d_hidden, "tensor", scatter_dimension=1, tiled=True)
+      return d_table, scattered(d_hidden, "tensor", 1)
 
     count = _chunks(b, hidden.shape[1] * shards, chunk)
     parts = tuple(_split(x, count) for x in (hidden, *rest))
     d_table, d_hidden = jax.lax.scan(one, jnp.zeros(words.shape, jnp.float32), parts)
-    d_table = jax.lax.psum(jax.lax.psum_scatter(d_table, "fsdp", scatter_dimension=1, tiled=True), "data")
+    d_table = jax.lax.psum(scattered(d_table, "fsdp", 1), "data")
     return _join(d_hidden, hidden.shape[1]), d_table.astype(table.dtype)
 
   whole = _shard(mesh, local, (ROWS, TABLE, ROWS, ROWS, ROWS), (ROWS, TABLE))
@@ -131,9 +131,9 @@ def _shard(mesh: Mesh, function: Callable, inputs: tuple, outputs: tuple) -> Cal
   return jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
 
 
-def _gathered(table: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _words(table: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """A shard's words, whole over fsdp."""
-  return jax.lax.all_gather(table.astype(dtype), "fsdp", axis=1, tiled=True)
+  return gathered(table.astype(dtype), "fsdp", 1)
 
 
 def _first_word(table: jax.Array) -> jax.Array:
@@ -142,7 +142,7 @@ def _first_word(table: jax.Array) -> jax.Array:
 
 def _all_positions(x: jax.Array) -> jax.Array:
   """A chunk's positions of every shard of the tensor axis, [b, c, ...] -> [b, shards c, ...]."""
-  return jax.lax.all_gather(x, "tensor", axis=1, tiled=True)
+  return gathered(x, "tensor", 1)
 
 
 def _own_positions(x: jax.Array) -> jax.Array:
