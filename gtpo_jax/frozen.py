@@ -158,7 +158,8 @@ def _config_of_folder(folder: Path, max_tokens: int | None) -> Config:
 def _architecture(folder: Path, actor: Actor) -> Qwen2:
   own = actor.model.config
   if is_hf_folder(folder):
-    return Qwen2(dataclasses.replace(read_config(folder, own.compute_dtype), remat=own.remat, matmul_precision=own.matmul_precision),
+    return Qwen2(dataclasses.replace(read_config(folder, own.compute_dtype), remat=own.remat, matmul_precision=own.matmul_precision,
+                                     attention=own.attention),
                  actor.model.mesh)
   open_run(folder).close()
   return Qwen2(load_config(folder).model_config, actor.model.mesh)

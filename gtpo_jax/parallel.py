@@ -22,6 +22,7 @@ MESH_AXES = ("data", "fsdp", "tensor")
 
 RULES: dict[str | None, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),  # prompts (axis n) or plain rows (axis b)
+    "sequence": "tensor",        # of the residual stream, between layers
     "vocab": "tensor",
     "embed": "fsdp",
     "heads": "tensor",
@@ -41,7 +42,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
   Args:
     data: replicas of the parameters; batches are split over them.
     fsdp: shards of the parameters, gathered when used; batches are split over them too.
-    tensor: shards of heads, MLP and vocabulary.
+    tensor: shards of heads, MLP and vocabulary, and of the positions between layers.
     devices: all local and remote devices unless given.
 
   Raises:
@@ -77,6 +78,12 @@ def axis_size(mesh: Mesh, logical: str | None) -> int:
   return int(np.prod([mesh.shape[name] for name in names], dtype=int))
 
 
+def uneven(name: str, size: int, mesh: Mesh) -> UserError:
+  """What is wrong with the model's axis called `name` on `mesh`."""
+  return UserError(f"the model's {name} axis of {size} does not divide over {axis_size(mesh, name)} shards of mesh {dict(mesh.shape)}; "
+                   f"choose a mesh axis that divides {size}")
+
+
 def partition_spec(axes: Sequence[str | EllipsisType | None]) -> PartitionSpec:
   """Logical axis names, one a dimension, to the mesh axes they are split over; `...` leaves a dimension to the compiler."""
   return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if axis is ... else RULES[axis] for axis in axes))
@@ -90,6 +97,16 @@ def named_sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
 def constrain(x: jax.Array, mesh: Mesh, *axes: str | EllipsisType | None) -> jax.Array:
   """Asks the compiler to lay `x` out by its logical axes. The identity in value."""
   return jax.lax.with_sharding_constraint(x, named_sharding(mesh, *axes))
+
+
+def gathered(x: jax.Array, name: str, axis: int) -> jax.Array:
+  """Within `shard_map`: what the shards of mesh axis `name` hold, one behind the other along `axis`. No copy where there is one."""
+  return x if jax.lax.axis_size(name) == 1 else jax.lax.all_gather(x, name, axis=axis, tiled=True)
+
+
+def scattered(x: jax.Array, name: str, axis: int) -> jax.Array:
+  """Within `shard_map`: the sum over mesh axis `name`, of which each shard keeps its part along `axis`."""
+  return x if jax.lax.axis_size(name) == 1 else jax.lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
 
 
 def batch_shards(mesh: Mesh) -> int:

@@ -15,6 +15,7 @@ from gtpo_jax.arrays import Rollouts, Verdicts
 from gtpo_jax.collect import batch_like
 from gtpo_jax.collectives import collective_bytes
 from gtpo_jax.config import Config, flatten, freeze, to_dict
+from gtpo_jax.models.causal import attention_kind
 from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.presets import DTYPES
 from gtpo_jax.models.qwen2 import Qwen2, abstract_params
@@ -68,9 +69,10 @@ def measured(config: Config, model: Qwen2, chip: Chip) -> dict[str, Any]:
   """What a run needs on its mesh.
 
   Returns:
-    `fits`, `devices`, `mesh`, `hbm_bytes`, `params` (their number), `seconds_compile`, and of one device: `params.bytes`,
-    `optimizer.bytes` (in its own memory), `cache.bytes` (keys and values of what is sampled at once), `update.peak_bytes`,
-    `update.activation_bytes` (what the update holds beside state and batch), `sample.peak_bytes` (the state that rests beside it included),
+    `fits`, `devices`, `mesh`, `hbm_bytes`, `attention` (how whole sequences attend), `params` (their number), `seconds_compile`, and of
+    one device: `params.bytes`, `optimizer.bytes` (in its own memory), `cache.bytes` (keys and values of what is sampled at once),
+    `update.peak_bytes`, `update.activation_bytes` (what the update holds beside state and batch), `sample.peak_bytes` (the state that
+    rests beside it included),
     `update.sent_bytes` (to other devices; None where the compiler refused the program). `update.flops` are the model's, of all devices
     together, recomputation not counted. `update.seconds` and `sample.seconds` are the roofline's, None where the chip's speed is not known.
   """
@@ -80,7 +82,8 @@ def measured(config: Config, model: Qwen2, chip: Chip) -> dict[str, Any]:
   mesh, devices = dict(model.mesh.shape), model.mesh.size
   sent = None if update is None else sum(collective_bytes(update.as_text()).values())
   known, engine = chip.flops is not None, sampler(config, model)
-  return {"devices": devices, "mesh": mesh, "hbm_bytes": chip.memory, "params": sum(x.size for x in jax.tree.leaves(state.params)),
+  return {"devices": devices, "mesh": mesh, "hbm_bytes": chip.memory,
+          "attention": attention_kind(model.config, model.mesh), "params": sum(x.size for x in jax.tree.leaves(state.params)),
           "params.bytes": shard_bytes(state.params), "optimizer.bytes": shard_bytes(state.opt_state),
           "cache.bytes": shard_bytes([cache.kv for cache in engine.caches(config.batch.prompts, group=config.own_group,
                                                                           sampler=config.sampler)]),
@@ -210,6 +213,7 @@ def table(result: dict[str, Any]) -> str:
   seconds = lambda key: "not known" if result[key] is None else f"at least {result[key]:.3g} s, by the roofline"
   mesh = " x ".join(f"{name} {count}" for name, count in result["mesh"].items())
   rows = [("topology", f"{result['topology']}: {result['devices']} device(s) of {result['hbm_bytes'] / 2**30:.2f} GiB, mesh {mesh}"),
+          ("attention", result["attention"]),
           ("parameters", f"{result['params'] / 1e9:9.3f} billion"),
           ("a device: parameters", size("params.bytes")),
           ("a device: optimizer", size("optimizer.bytes")),

@@ -20,8 +20,8 @@ def update_flops(config: Config) -> int:
 
 
 def update_seconds(config: Config, chip: Chip, devices: int, sent: int) -> float:
-  """Seconds of a step's updates: the larger of computing (with full remat a third more than `update_flops`) and sending `sent` bytes."""
-  recomputed = 4 / 3 if config.model.remat == "full" else 1.0
+  """Seconds of a step's updates: the larger of computing (with remat a third more than `update_flops`) and sending `sent` bytes."""
+  recomputed = 1.0 if config.model.remat == "none" else 4 / 3
   return max(update_flops(config) * recomputed / devices / chip.flops, sent / chip.links)
 
 

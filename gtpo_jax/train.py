@@ -13,6 +13,7 @@ from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.evaluation import Stopped, evaluate_run
 from gtpo_jax.frozen import check_frozen, check_weights, initial_params, load_frozen
 from gtpo_jax.guards import Guards
+from gtpo_jax.models.causal import attention_kind
 from gtpo_jax.models.qwen2 import Params
 from gtpo_jax.parallel import any_process, fetch, is_first
 from gtpo_jax.problems import held_out_problems, training_problems
@@ -70,7 +71,8 @@ def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[]
                        minibatches=config.batch.minibatches, epochs=config.batch.epochs, micro_batches=config.batch.micro_batches,
                        head_chunk=config.batch.head_chunk)
   display.say(f"{algorithm.name} on {config.data.train}: {config.steps} steps of {config.batch.prompts} prompts x {config.batch.group} "
-              f"completions, model {config.model.path or config.model.preset}, mesh {dict(actor.model.mesh.shape)}")
+              f"completions, model {config.model.path or config.model.preset}, mesh {dict(actor.model.mesh.shape)}, "
+              f"attention by {attention_kind(actor.model.config, actor.model.mesh)}")
   display.say(f"sampling {actor.engine.described()}")
   checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
   if saved := checkpoints.restore(actor.model, optimizer, display.say):

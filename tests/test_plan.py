@@ -1,5 +1,7 @@
 """`gtpo plan`: the programs of a run, compiled for hardware that is not here."""
 import importlib.util
+import math
+import re
 import time
 from pathlib import Path
 
@@ -153,3 +155,18 @@ def test_moments_on_the_host_are_arguments_there():
   found, moments = program.memory_analysis(), 2 * 4 * 640_640 / 4
   assert moments <= found.host_argument_size_in_bytes == found.host_alias_size_in_bytes < 2 * moments  # tiles are padded
   assert found.argument_size_in_bytes < moments + 100_000 * 4
+
+
+@pytest.mark.slow
+def test_the_compiled_update_holds_neither_all_logits_nor_all_scores():
+  """The 0.5B shape, 8 completions of 2,048 tokens on fsdp 4 x tensor 2: of one device's program, every array's shape."""
+  run = config(**{"model.preset": "qwen2.5-0.5b", "mesh.data": 1, "mesh.fsdp": 4, "batch.prompts": 4, "batch.group": 2,
+                  "data.max_prompt_tokens": 512, "sampling.max_tokens": 2048, "batch.head_chunk": 512})
+  _, program = next(programs(run, laid_out(run, jax.devices())))
+  shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\b(?:f32|bf16|s32|pred)\[([\d,]+)\]", program.as_text())}
+  words, tokens = 151_936 // 2, 2 * 2048
+  beside = {math.prod(shape) // words for shape in shapes if words in shape}
+  assert not [shape for shape in shapes if 2 * words in shape]
+  assert {128, 896} <= beside and max(beside) < tokens / 2  # a chunk of two rows x 64 positions, the table, nothing as long as the batch
+  lengths = {2048, 2048 + 511, 2048 + 512}
+  assert not [shape for shape in shapes if sum(size in lengths for size in shape) > 1]

@@ -25,7 +25,9 @@ class ModelSection:
     param_dtype: of the master weights.
     compute_dtype: of activations and matrix products.
     matmul_precision: "default", "high" or "highest".
-    remat: "full" recomputes each layer in the backward pass, "none" keeps its residuals.
+    remat: "full" recomputes each layer in the backward pass, "attention" all but what attention gave, "none" keeps all residuals.
+    attention: how whole sequences attend: "splash" (a TPU kernel), "cudnn" (a GPU kernel, 16 bits) or "blocks" (XLA); "" for what the
+      platform is best at.
     lora_rank: of low-rank adapters, which are then trained alone (in float32, whatever param_dtype); 0 trains all weights.
     lora_alpha: the adapters' scale is lora_alpha / lora_rank.
     lora_targets: the matrices that carry adapters, joined by commas.
@@ -37,6 +39,7 @@ class ModelSection:
   compute_dtype: str = "float32"
   matmul_precision: str = "default"
   remat: str = "full"
+  attention: str = ""
   lora_rank: int = 0
   lora_alpha: float = 32.0
   lora_targets: str = "q,k,v,o,gate,up,down"

@@ -118,7 +118,7 @@ class Config:
     shape = read_config(find(m.path), m.param_dtype) if m.path else PRESETS[m.preset]
     lora = Lora(m.lora_rank, m.lora_alpha, tuple(filter(None, m.lora_targets.replace(" ", "").split(","))))
     return dataclasses.replace(shape, param_dtype=m.param_dtype, compute_dtype=m.compute_dtype, matmul_precision=m.matmul_precision,
-                               remat=m.remat, lora=lora)
+                               remat=m.remat, attention=m.attention, lora=lora)
 
   @property
   def own_group(self) -> int:

@@ -39,6 +39,27 @@ class Source(NamedTuple):
   visible: jax.Array  # bool, broadcastable to [n, g, query s, key s]
 
 
+class Context(NamedTuple):
+  """What the queries of a whole stream look at: the stream itself, causally, and the prompt of their group."""
+
+  own: KV                               # [n, g, k, ...], as many positions as there are queries
+  own_mask: jax.Array | None = None     # bool[n, 1, s], real tokens; None where all may be looked at
+  prompt: KV | None = None              # [n, 1, k, ...]
+  prompt_mask: jax.Array | None = None  # bool[n, 1, p], False on the padding on its left and on its last token, which begins the stream
+
+  def joined(self, g: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The prompt and behind it the stream, for kernels that know one source: k, v [n, g, k, p - 1 + s, e], real bool[n, g, p - 1 + s]."""
+    spread = lambda x: jnp.broadcast_to(x, (x.shape[0], g, *x.shape[2:]))
+    n, s = self.own.v.shape[0], self.own.v.shape[3]
+    mask = jnp.ones((n, 1, s), bool) if self.own_mask is None else self.own_mask
+    parts = [(self.own, mask)]
+    if self.prompt is not None:
+      parts = [(KV(self.prompt.k[..., :-1], self.prompt.v[..., :-1, :]), self.prompt_mask[..., :-1]), *parts]
+    join = lambda arrays, axis: jnp.concatenate([spread(x) for x in arrays], axis)
+    return (join([jnp.swapaxes(kv.k, -1, -2) for kv, _ in parts], 3), join([kv.v for kv, _ in parts], 3),
+            join([mask for _, mask in parts], 2))
+
+
 def rope_angles(positions: jax.Array, head_dim: int, theta: float, yarn: Yarn | None = None) -> tuple[jax.Array, jax.Array]:
   """Cosines and sines f32[..., s, e/2] of the rotary angles at integer `positions` [..., s]."""
   frequency, scale = theta ** (-np.arange(0, head_dim, 2) / head_dim), 1.0
@@ -93,7 +114,7 @@ def look(q: jax.Array, source: Source, precision: str = "default") -> Seen:
   n, g, h, s, e = q.shape
   kv, visible = source
   rows = q.reshape(n, g, kv.k.shape[2], -1, s, e) * e**-0.5
-  scores = _batched_product(rows, kv.k.astype(q.dtype), precision)  # [n, g, k, r, s, key s]
+  scores = batched_product(rows, kv.k.astype(q.dtype), precision)  # [n, g, k, r, s, key s]
   if kv.k_scale is not None:
     scores *= jnp.expand_dims(kv.k_scale, (-2, -3))
   scores = jnp.where(jnp.expand_dims(visible, (-4, -3)), scores, MASKED)
@@ -102,7 +123,7 @@ def look(q: jax.Array, source: Source, precision: str = "default") -> Seen:
   total = weights.sum(-1, keepdims=True)
   if kv.v_scale is not None:
     weights *= jnp.expand_dims(kv.v_scale, (-2, -3))
-  mixed = _batched_product(weights.astype(q.dtype), kv.v.astype(q.dtype), precision)
+  mixed = batched_product(weights.astype(q.dtype), kv.v.astype(q.dtype), precision)
   return Seen(*(x.reshape(n, g, h, s, -1) for x in (mixed, peak, total)))
 
 
@@ -114,7 +135,7 @@ def join(parts: Sequence[Seen]) -> jax.Array:
   return sum(part.mixed * (scale / total) for part, scale in zip(parts, scales, strict=True))
 
 
-def _batched_product(x: jax.Array, y: jax.Array, precision: str) -> jax.Array:
+def batched_product(x: jax.Array, y: jax.Array, precision: str) -> jax.Array:
   """x [n,g,k,r,s,a] @ y [n,g|1,k,a,c] -> f32[n,g,k,r,s,c], rows merged so that each head is one matrix product.
 
   A source shared by the group (g = 1 in y) multiplies all g x r x s rows at once.

@@ -10,7 +10,8 @@ from gtpo_jax.errors import UserError, nearest
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 PRECISIONS = ("default", "high", "highest")
-REMAT = ("none", "full")
+REMAT = ("none", "attention", "full")
+ATTENTION = ("", "blocks", "splash", "cudnn")
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -85,7 +86,9 @@ class ModelConfig:
     param_dtype: format the parameters are kept in (the master weights).
     compute_dtype: format of activations and matrix products; norms, softmax and the head's statistics are float32.
     matmul_precision: "default", "high" or "highest", as `jax.lax.Precision`.
-    remat: "full" recomputes each layer in the backward pass, "none" keeps its residuals.
+    remat: "full" recomputes each layer in the backward pass, "attention" all but what attention gave, "none" keeps all residuals.
+    attention: how whole streams attend: "splash" (a TPU kernel), "cudnn" (a GPU kernel, 16 bits) or "blocks" (XLA); "" for what the
+      platform is best at.
   """
 
   vocab_size: int
@@ -105,6 +108,7 @@ class ModelConfig:
   compute_dtype: str = "float32"
   matmul_precision: str = "default"
   remat: str = "full"
+  attention: str = ""
 
   def __post_init__(self):
     for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp", "context"):
@@ -114,9 +118,10 @@ class ModelConfig:
       raise UserError(f"model.heads must be a multiple of model.kv_heads, got {self.heads} and {self.kv_heads}")
     if self.head_dim % 2:
       raise UserError(f"model.head_dim must be even for rotary positions, got {self.head_dim}")
-    for name, valid in (("param_dtype", DTYPES), ("compute_dtype", DTYPES), ("matmul_precision", PRECISIONS), ("remat", REMAT)):
+    for name, valid in (("param_dtype", DTYPES), ("compute_dtype", DTYPES), ("matmul_precision", PRECISIONS), ("remat", REMAT),
+                        ("attention", ATTENTION)):
       if getattr(self, name) not in valid:
-        raise UserError(f"model.{name} must be one of {', '.join(valid)}; got {getattr(self, name)!r}")
+        raise UserError(f"model.{name} must be one of {', '.join(filter(None, valid))}; got {getattr(self, name)!r}")
 
   @property
   def longest(self) -> int:

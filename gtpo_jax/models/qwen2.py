@@ -17,10 +17,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from gtpo_jax.arrays import Prompts
-from gtpo_jax.errors import UserError
-from gtpo_jax.models.attention import KV, Source, attend, rope_angles, rotate
+from gtpo_jax.models.attention import KV, Context, rope_angles, rotate
+from gtpo_jax.models.causal import attend_causally
+from gtpo_jax.models.embedding import look_up
+from gtpo_jax.models.flash import SAVED
 from gtpo_jax.models.presets import DTYPES, ModelConfig
-from gtpo_jax.parallel import axis_size, constrain, partition_spec
+from gtpo_jax.parallel import axis_size, constrain, partition_spec, uneven
 
 Params = dict[str, Any]
 Rope = tuple[jax.Array, jax.Array]
@@ -30,9 +32,9 @@ Attend = Callable[[jax.Array, KV], tuple[jax.Array, Any]]
 class Sight(NamedTuple):
   """What the positions of one stream see, the same in every layer."""
 
-  rope: Rope                  # f32[n, g | 1, s, e/2] twice
-  own: jax.Array              # bool[n, g | 1, s, s], within the stream
-  prompt: jax.Array | None = None  # bool[n, 1, 1, p], of the first stream; None for the first stream itself
+  rope: Rope                       # f32[n, g | 1, s, e/2] twice
+  mask: jax.Array | None           # bool[n, 1, s], the stream's real tokens; None where those behind a token do not matter
+  prompt: jax.Array | None = None  # bool[n, 1, p], which of the first stream's are seen; None for the first stream itself
 
 
 class Layer(nn.Module):
@@ -54,18 +56,19 @@ class Layer(nn.Module):
     self.up = _Dense(c, (c.width,), (c.mlp,), ("embed", "mlp"))
     self.down = _Dense(c, (c.mlp,), (c.width,), ("mlp", "embed"))
 
-  def __call__(self, streams: tuple[jax.Array, ...], sights: tuple[Sight, ...]) -> tuple[tuple[jax.Array, ...], KV]:
-    """Runs the layer over each stream [n, g, s, d]; returns the new streams and the first stream's KV."""
-    out, first_kv = [], None
-    for x, sight in zip(streams, sights, strict=True):
+  def __call__(self, streams: tuple[jax.Array, ...], sights: tuple[Sight, ...]) -> tuple[tuple[jax.Array, ...], None]:
+    """Runs the layer over each stream [n, g, s, d], of which all but the first may look at the first."""
+    x, first = self.read(streams[0], sights[0])
+    out = [x]
+    for x, sight in zip(streams[1:], sights[1:], strict=True):
       q, kv = self._project(x, sight.rope)
-      sources = (Source(kv, sight.own),)
-      if first_kv is None:
-        first_kv = kv
-      else:
-        sources = (Source(first_kv, sight.prompt), *sources)
-      out.append(self._finish(x, attend(q, sources, self.config.matmul_precision)))
-    return tuple(out), first_kv
+      out.append(self._finish(x, attend_causally(self.config, self.mesh, q, Context(kv, sight.mask, first, sight.prompt))))
+    return tuple(out), None
+
+  def read(self, x: jax.Array, sight: Sight) -> tuple[jax.Array, KV]:
+    """Runs the layer over one stream [n, g, s, d] that looks at itself alone; its keys and values too."""
+    q, kv = self._project(x, sight.rope)
+    return self._finish(x, attend_causally(self.config, self.mesh, q, Context(kv, sight.mask))), kv
 
   def decode(self, x: jax.Array, rope: Rope, attend: Attend) -> tuple[jax.Array, Any]:
     """One new position x [n, g, 1, d] transformed, and what `attend` keeps."""
@@ -74,15 +77,25 @@ class Layer(nn.Module):
 
   def _project(self, x: jax.Array, rope: Rope) -> tuple[jax.Array, KV]:
     """Rotated queries [n, g, h, s, e], and the keys and values of the same positions."""
-    x = self.attention_norm(x)
+    x = self._whole(self.attention_norm(x))
     q, k, v = (jnp.swapaxes(project(x), 2, 3) for project in (self.q, self.k, self.v))
     return rotate(q, rope), KV(jnp.swapaxes(rotate(k, rope), -1, -2), v)
 
   def _finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-    x = x + self.o(jnp.swapaxes(attended, 2, 3))
-    h = self.mlp_norm(x)
-    x = x + self.down(nn.silu(self.gate(h)) * self.up(h))
+    x = spread(x + self.o(jnp.swapaxes(attended, 2, 3)), self.mesh)
+    h = self._whole(self.mlp_norm(x))
+    mixed = constrain(nn.silu(self.gate(h)) * self.up(h), self.mesh, "batch", None, None, "mlp")  # and so its gradient
+    return spread(x + self.down(mixed), self.mesh)
+
+  def _whole(self, x: jax.Array) -> jax.Array:
+    """All positions on every shard of the tensor axis, as products with a shard's heads and features want them."""
     return constrain(x, self.mesh, "batch", None, None, None)
+
+
+def spread(x: jax.Array, mesh: Mesh) -> jax.Array:
+  """The residual stream [n, g, s, d] between layers: split over the batch, and over positions where the tensor axis divides them."""
+  divides = x.shape[2] % axis_size(mesh, "sequence") == 0
+  return constrain(x, mesh, "batch", None, "sequence" if divides else None, None)
 
 
 class Qwen2(nn.Module):
@@ -98,7 +111,8 @@ class Qwen2(nn.Module):
     shape = (c.vocab_size, c.width)
     self.embedding = self.param("embedding", table, shape, DTYPES[c.param_dtype])
     self.head = None if c.tied else self.param("head", table, shape, DTYPES[c.param_dtype])
-    layer = nn.remat(Layer, prevent_cse=False) if c.remat == "full" else Layer
+    policy = jax.checkpoint_policies.save_only_these_names(SAVED) if c.remat == "attention" else None
+    layer = Layer if c.remat == "none" else nn.remat(Layer, prevent_cse=False, policy=policy)
     self.layers = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast,
                           length=c.layers, metadata_params={nn.PARTITION_NAME: "layer"})(c, self.mesh)
     self.norm = _Norm(c)
@@ -106,23 +120,23 @@ class Qwen2(nn.Module):
   def __call__(self, tokens: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     """Logits f32[b, s, v] for tokens i32[b, s]; `mask` bool[b, s] is False on padding, on either side."""
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask
-    (hidden,), _ = self._sweep((self.embed(tokens)[:, None],), (_own_sight(mask, self.config),))
+    hidden, = self._sweep((self.embed(tokens)[:, None],), (_own_sight(mask, self.config),))
     return self.logits(hidden[:, 0])
 
   def completion_hidden(self, prompts: Prompts, completions: jax.Array) -> jax.Array:
     """The hidden states [n, g, t, d] that predict each token of `completions` i32[n, g, t].
 
-    The prompt is computed once a group. State 0 is that of the prompt's last token; state i that of completion token i-1.
+    The prompt is computed once a group, all but its last token, at which each completion begins.
     """
-    n, g, t = completions.shape
-    inputs = completions[:, :, :-1]  # the last token predicts nothing that is trained
-    streams = (self.embed(prompts.tokens)[:, None], self.embed(inputs))
-    rope = rope_angles(prompts.lengths[:, None, None] + jnp.arange(t - 1), self.config.head_dim, self.config.rope_theta, self.config.yarn)
-    causal = jnp.tril(jnp.ones((t - 1, t - 1), bool))[None, None]
-    sights = (_own_sight(prompts.mask, self.config), Sight(rope, causal, prompts.mask[:, None, None]))
-    (prompt, hidden), _ = self._sweep(streams, sights)
-    first = jnp.broadcast_to(prompt[:, :, -1:], (n, g, 1, self.config.width))
-    return jnp.concatenate([first, hidden], axis=2)
+    n, g, _ = completions.shape
+    last = jnp.broadcast_to(prompts.tokens[:, None, -1:], (n, g, 1))
+    inputs = jnp.concatenate([last, completions[:, :, :-1]], axis=2)
+    positions = prompts.lengths[:, None, None] - 1 + jnp.arange(inputs.shape[2])
+    rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta, self.config.yarn)
+    before = prompts.mask.at[:, -1].set(False)[:, None]
+    sights = (_own_sight(prompts.mask, self.config), Sight(rope, None, before))
+    streams = tuple(look_up(self.embedding, x, self.config.compute_dtype, self.mesh) for x in (prompts.tokens[:, None], inputs))
+    return self._sweep(streams, sights)[1]
 
   def embed(self, tokens: jax.Array) -> jax.Array:
     """i32[...] -> [..., d] in the compute type."""
@@ -134,21 +148,20 @@ class Qwen2(nn.Module):
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """[..., d] -> f32[..., v]."""
-    return jnp.einsum("...d,vd->...v", hidden, self.head_table(), preferred_element_type=jnp.float32,
+    return jnp.einsum("...d,vd->...v", hidden, self._gathered(self.head_table()), preferred_element_type=jnp.float32,
                       precision=self.config.matmul_precision)
 
   def head_table(self) -> jax.Array:
-    """The output head [v, d] in the compute type: the embedding where tied."""
-    return self._gathered(self.embedding if self.config.tied else self.head)
+    """The output head [v, d] as it is kept: the embedding where tied."""
+    return self.embedding if self.config.tied else self.head
 
   def _gathered(self, table: jax.Array) -> jax.Array:
     """A [v, d] table in the compute type, whole over fsdp, still split over the vocabulary."""
     return constrain(table.astype(DTYPES[self.config.compute_dtype]), self.mesh, "vocab", None)
 
-  def _sweep(self, streams: tuple[jax.Array, ...], sights: tuple[Sight, ...]) -> tuple[tuple[jax.Array, ...], KV]:
-    streams = tuple(constrain(x, self.mesh, "batch", None, None, None) for x in streams)
-    streams, kv = self.layers(streams, sights)
-    return tuple(self.norm(x) for x in streams), kv
+  def _sweep(self, streams: tuple[jax.Array, ...], sights: tuple[Sight, ...]) -> tuple[jax.Array, ...]:
+    streams, _ = self.layers(tuple(spread(x, self.mesh) for x in streams), sights)
+    return tuple(self.norm(x) for x in streams)
 
 
 class Unstacked(NamedTuple):
@@ -188,7 +201,7 @@ def prefill(model: Qwen2, params: Unstacked, prompts: Prompts) -> tuple[jax.Arra
   sight = _own_sight(prompts.mask, model.config)
   layer, kvs = Layer(model.config, model.mesh), []
   for weights in params.layers:
-    (x,), kv = layer.apply({"params": weights}, (x,), (sight,))
+    x, kv = layer.apply({"params": weights}, x, sight, method="read")
     kvs.append(kv)
   return model.apply({"params": params.outer}, x[:, :, -1:], method="final_norm"), kvs
 
@@ -237,13 +250,11 @@ def param_shardings(model: Qwen2) -> Any:
   def place(x: Any) -> NamedSharding:
     names = list(x.names)
     for i, (name, size) in enumerate(zip(names, x.value.shape, strict=True)):
-      shards = axis_size(model.mesh, name)
-      if size % shards:
+      if size % axis_size(model.mesh, name):
         if name == "kv_heads":
           names[i] = None
         else:
-          raise UserError(f"the model's {name} axis of {size} does not divide over {shards} shards of mesh {dict(model.mesh.shape)}; "
-                          f"choose a mesh axis that divides {size}")
+          raise uneven(name, size, model.mesh)
     return NamedSharding(model.mesh, partition_spec(names))
 
   return jax.tree.map(place, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
@@ -256,9 +267,7 @@ def _init(model: Qwen2, key: jax.Array) -> Params:
 def _own_sight(mask: jax.Array, config: ModelConfig) -> Sight:
   """Causal sight of one stream bool[n, s] over its real tokens, positions counted from the first of them."""
   positions = jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)[:, None]
-  s = mask.shape[1]
-  visible = jnp.tril(jnp.ones((s, s), bool)) & mask[:, None, :]
-  return Sight(rope_angles(positions, config.head_dim, config.rope_theta, config.yarn), visible[:, None])
+  return Sight(rope_angles(positions, config.head_dim, config.rope_theta, config.yarn), mask[:, None])
 
 
 class _Norm(nn.Module):

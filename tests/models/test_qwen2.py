@@ -129,10 +129,11 @@ def test_logits_are_the_same_on_eight_devices(shape):
 
 def test_remat_changes_nothing():
   tokens = jnp.asarray(np.random.default_rng(4).integers(0, 96, (2, 9)))
-  kept, again = small_model(remat="none"), small_model(remat="full")
-  params = strong_params(kept)
-  grads = [jax.grad(lambda p, m=m: jax.nn.logsumexp(m.apply({"params": p}, tokens)).sum())(params) for m in (kept, again)]
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *grads)
+  models = [small_model(remat=remat) for remat in ("none", "attention", "full")]
+  params = strong_params(models[0])
+  kept, *again = [jax.grad(lambda p, m=m: jax.nn.logsumexp(m.apply({"params": p}, tokens)).sum())(params) for m in models]
+  for grads in again:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), kept, grads)
 
 
 def test_the_sampling_layout_keeps_norms_exact():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gtpo_jax.parallel import make_mesh, single_device_mesh
 from gtpo_jax.training.head import log_probs_and_entropy
 
 B, T, D, V = 3, 10, 8, 50
@@ -24,7 +25,7 @@ def naive(hidden, table, tokens, temperature):
 
 
 def chunked(hidden, table, tokens, temperature, chunk):
-  return log_probs_and_entropy(hidden, table, tokens, temperature, chunk, "highest")
+  return log_probs_and_entropy(hidden, table, tokens, temperature, chunk, "highest", single_device_mesh())
 
 
 def gradient_and_values(function, hidden, table, tokens, *static):
@@ -50,6 +51,18 @@ def test_value_and_gradient_equal_the_whole_softmax(chunk):
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     for a, b in zip(grads, expected_grads, strict=True):
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "t"), [((2, 2, 2), 10), ((1, 1, 8), 10), ((1, 2, 4), 13), ((1, 8, 1), 5)])
+def test_on_a_mesh_it_equals_the_whole_softmax(shape, t):
+  """Rows over data and fsdp, words and positions over tensor, positions that divide and that do not."""
+  mesh, x = make_mesh(*shape), inputs(5, 8, t, 16, 64)
+  sharded = lambda *x: log_probs_and_entropy(*x, 0.6, 24, "highest", mesh)
+  grads, values = gradient_and_values(sharded, *x)
+  expected_grads, expected = gradient_and_values(naive, *x, 0.6)
+  for got, want in zip((*values, *grads), (*expected, *expected_grads), strict=True):
+    assert got.shape == want.shape
+    assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
 
 
 @functools.cache
@@ -88,7 +101,7 @@ def test_a_certain_token_has_log_prob_0_and_no_negative_entropy():
 
 def test_bfloat16_stays_near_float32():
   hidden, table, tokens = inputs(3, dtype=jnp.bfloat16)
-  plain = lambda *x: log_probs_and_entropy(*x, 1.0, B * 4, "default")
+  plain = lambda *x: log_probs_and_entropy(*x, 1.0, B * 4, "default", single_device_mesh())
   grads, values = gradient_and_values(plain, hidden, table, tokens)
   expected_grads, expected = gradient_and_values(naive, hidden, table, tokens, 1.0)
   for a, b in zip(values, expected, strict=True):
@@ -114,3 +127,16 @@ def test_the_program_never_holds_all_the_logits(what):
 
   assert temporary(functools.partial(naive, temperature=0.9)) >= whole  # the measure can tell
   assert temporary(lambda *x: chunked(*x, 0.9, chunk)) < whole / 8
+
+
+def test_what_it_holds_grows_with_the_chunk():
+  b, t, d, v = 4, 512, 4, 1000
+  x = inputs(4, b, t, d, v)
+
+  def temporary(chunk):
+    program = jax.grad(lambda hidden, table, tokens: chunked(hidden, table, tokens, 0.9, chunk)[0].sum(), argnums=(0, 1))
+    return jax.jit(program).lower(*x).compile().memory_analysis().temp_size_in_bytes
+
+  small, large = temporary(128), temporary(512)
+  logits = v * 4  # bytes a token
+  assert 384 * logits < large - small < 384 * 4 * logits

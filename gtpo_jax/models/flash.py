@@ -1,0 +1,130 @@
+"""Causal attention of whole streams, with no buffer of [positions, positions].
+
+Queries pass in blocks. Each block looks at its prompt and at its own stream up to its last position, so that what is above the diagonal
+is not computed. The forward pass keeps one log-sum-exp a query; the backward pass makes each block's weights again (2205.14135).
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from gtpo_jax.models.attention import MASKED, Context, batched_product
+
+SAVED = "attention"  # what the remat policy of that name keeps: the result and one number a query
+
+
+WRITTEN_OUT = 1024  # up to so many positions the blocks are written out one by one, each with the keys up to its end and no more
+FEW, MANY = 64, 256  # queries of a block, written out and in a loop
+
+
+def attend_in_blocks(q: jax.Array, context: Context, precision: str = "default") -> jax.Array:
+  """Softmax attention of `q` [n, g, h, s, e] over its context, scores and sums in float32.
+
+  A query that sees nothing (padding) gets a finite, meaningless row.
+
+  Returns:
+    [n, g, h, s, e] in q's dtype.
+  """
+  own, prompt = context.own, context.prompt
+  n, g, h, s, e = q.shape
+  kv_heads = own.v.shape[2]
+  rows = (q * e**-0.5).astype(q.dtype).reshape(n, g, kv_heads, h // kv_heads, s, e)
+  keys = own.k, own.v, *(() if prompt is None else (prompt.k, prompt.v))
+  return _attend(rows, keys, (context.own_mask, context.prompt_mask), precision).reshape(q.shape)
+
+
+Arrays = tuple[jax.Array, ...]
+Masks = tuple[jax.Array | None, jax.Array | None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _attend(q: jax.Array, keys: Arrays, masks: Masks, precision: str) -> jax.Array:
+  """q [n,g,k,r,s,e], scaled; keys: own k [n,g,k,e,s], own v [n,g,k,s,e], and the prompt's, with 1 for g -> [n,g,k,r,s,e]."""
+  return _forward(q, keys, masks, precision)[0]
+
+
+def _forward(q: jax.Array, keys: Arrays, masks: Masks, precision: str) -> tuple[jax.Array, tuple]:
+  def one(_: None, block: tuple[jax.Array], first: jax.Array | int, span: int) -> tuple[None, tuple[jax.Array, jax.Array]]:
+    scores = _scores(block[0], keys, masks, first, span, precision)
+    peak = functools.reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in scores])
+    weights = [jnp.exp(x - peak) for x in scores]
+    total = sum(x.sum(-1, keepdims=True) for x in weights)
+    values = (keys[1][..., :span, :], *keys[3:])
+    out = sum(batched_product(w.astype(q.dtype), v, precision) for w, v in zip(weights, values, strict=True)) / total
+    return None, (out.astype(q.dtype), peak + jnp.log(total))
+
+  _, (out, lse) = _over_blocks(one, None, (q,))
+  out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
+  return out, (q, keys, masks, out, lse)
+
+
+def _backward(precision: str, residuals: tuple, d_out: jax.Array) -> tuple[jax.Array, Arrays, None]:
+  q, keys, masks, out, lse = residuals
+  turned = [jnp.swapaxes(x, -1, -2) for x in keys]
+  shift = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
+
+  def one(d_keys: Arrays, block: Arrays, first: jax.Array | int, span: int) -> tuple[Arrays, tuple[jax.Array]]:
+    (queries, grads, lse, shift), d_keys, d_queries = block, list(d_keys), 0.0
+    for i, scores in enumerate(_scores(queries, keys, masks, first, span, precision)):
+      cut = slice(0, scores.shape[-1])
+      weights = jnp.exp(scores - lse)
+      d_weights = batched_product(grads, turned[2 * i + 1][..., cut], precision)
+      d_scores = (weights * (d_weights - shift)).astype(q.dtype)
+      d_queries += batched_product(d_scores, turned[2 * i][..., cut, :], precision)
+      d_keys[2 * i] = d_keys[2 * i].at[..., cut].add(_turned_product(queries, d_scores, keys[2 * i], precision))
+      d_values = _turned_product(grads, weights.astype(q.dtype), keys[2 * i], precision)
+      d_keys[2 * i + 1] = d_keys[2 * i + 1].at[..., cut, :].add(jnp.swapaxes(d_values, -1, -2))
+    return tuple(d_keys), (d_queries.astype(q.dtype),)
+
+  d_keys, (d_q,) = _over_blocks(one, tuple(jnp.zeros(x.shape, jnp.float32) for x in keys), (q, d_out, lse, shift))
+  return d_q, tuple(d.astype(x.dtype) for d, x in zip(d_keys, keys, strict=True)), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _over_blocks(one: Callable, carry: Any, arrays: Arrays) -> tuple[Any, Arrays]:
+  """`one(carry, block of the arrays, its first query, keys that it may see)` -> (carry, its results), for all queries in turn.
+
+  Many blocks are a loop, in which each has all keys; arrays [..., s, e] are filled up with zeros, which see but are not seen.
+  """
+  s = arrays[0].shape[4]
+  size = min(FEW if s <= WRITTEN_OUT else MANY, s)
+  arrays = [jnp.pad(x, [(0, 0)] * 4 + [(0, -s % size), (0, 0)]) for x in arrays]
+  cut = lambda first: tuple(jax.lax.dynamic_slice_in_dim(x, first, size, 4) for x in arrays)
+  if s <= WRITTEN_OUT:
+    parts = []
+    for first in range(0, s, size):
+      carry, part = one(carry, cut(first), first, min(first + size, s))
+      parts.append(part)
+    whole = [jnp.concatenate(x, 4) for x in zip(*parts, strict=True)]
+  else:
+    carry, parts = jax.lax.scan(lambda carry, first: one(carry, cut(first), first, s), carry, jnp.arange(0, s, size))
+    whole = [jnp.moveaxis(x, 0, 4).reshape(*x.shape[1:5], -1, x.shape[-1]) for x in parts]
+  return carry, tuple(x[..., :s, :] for x in whole)
+
+
+def _scores(queries: jax.Array, keys: Arrays, masks: Masks, first: jax.Array | int, span: int, precision: str) -> list[jax.Array]:
+  """Scores f32[n,g,k,r,block,...] of the queries from `first` on: with `span` positions of their own stream, then with the prompt."""
+  visible = jnp.arange(span) <= first + jnp.arange(queries.shape[4])[:, None]
+  if masks[0] is not None:
+    visible &= masks[0][:, :, None, None, None, :span]
+  scores = [jnp.where(visible, batched_product(queries, keys[0][..., :span], precision), MASKED)]
+  if len(keys) > 2:
+    scores.append(jnp.where(masks[1][:, :, None, None, None], batched_product(queries, keys[2], precision), MASKED))
+  return scores
+
+
+def _turned_product(x: jax.Array, y: jax.Array, like: jax.Array, precision: str) -> jax.Array:
+  """The sum over r and s of x [n,g,k,r,s,a] and y [n,g,k,r,s,c], and over g where `like` is shared -> f32[n,g|1,k,a,c]."""
+  n, g, k, r, s, _ = x.shape
+  if like.shape[1] == 1 and g > 1:
+    x, y = (jnp.swapaxes(z, 1, 2).reshape(n, 1, k, g * r * s, -1) for z in (x, y))
+  else:
+    x, y = (z.reshape(n, g, k, r * s, -1) for z in (x, y))
+  return jnp.matmul(jnp.swapaxes(x, -1, -2), y, preferred_element_type=jnp.float32, precision=precision)

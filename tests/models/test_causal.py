@@ -1,0 +1,115 @@
+"""Attention of whole streams: every kernel against the whole softmax, in value and gradient, and however the heads lie."""
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gtpo_jax.errors import UserError
+from gtpo_jax.models import PRESETS, flash
+from gtpo_jax.models.attention import KV, Context
+from gtpo_jax.models.causal import attend_causally, attention_kind
+from gtpo_jax.models.cudnn import attend_by_cudnn
+from gtpo_jax.models.flash import attend_in_blocks
+from gtpo_jax.models.splash import attend_by_splash
+from gtpo_jax.parallel import make_mesh, single_device_mesh
+
+N, G, S, P, E = 2, 3, 150, 21, 16  # three blocks of 64, the last not whole
+
+
+def inputs(heads=4, kv_heads=2, prompt=True, s=S):
+  rng = np.random.default_rng(0)
+  array = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+  g, real = (G, None) if prompt else (1, jnp.arange(s) >= jnp.asarray([[[7]], [[0]]]))
+  q, own = array(N, g, heads, s, E), KV(array(N, g, kv_heads, E, s), array(N, g, kv_heads, s, E))
+  if not prompt:
+    return q, Context(own, real)
+  return q, Context(own, real, KV(array(N, 1, kv_heads, E, P), array(N, 1, kv_heads, P, E)),
+                    (jnp.arange(P) >= jnp.asarray([[[5]], [[0]]])) & (jnp.arange(P) < P - 1))
+
+
+def whole_softmax(q, context):
+  """All scores at once, keys and values repeated for every query head."""
+  _, g, h, s, e = q.shape
+  k, v, real = context.joined(g)
+  k, v = (jnp.repeat(x, h // x.shape[2], axis=2) for x in (k, v))
+  before = k.shape[3] - s
+  visible = (jnp.arange(before + s) <= before + jnp.arange(s)[:, None]) & real[:, :, None, None]
+  scores = jnp.einsum("nghse,nghte->nghst", q, k, precision="highest") / e**0.5
+  return jnp.einsum("nghst,nghte->nghse", jax.nn.softmax(jnp.where(visible, scores, -1e30)), v, precision="highest")
+
+
+def value_and_gradient(attend, q, context):
+  """What real queries see, and the gradient of an uneven sum of it by queries, keys and values."""
+  real = True if context.own_mask is None else context.own_mask[:, :, None, :, None]
+  weights = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
+
+  def of(q, own, prompt):
+    out = jnp.where(real, attend(q, context._replace(own=own, prompt=prompt)), 0)
+    return (out * weights).sum(), out
+
+  (_, out), grads = jax.jit(jax.value_and_grad(of, argnums=(0, 1, 2), has_aux=True))(q, context.own, context.prompt)
+  return out, *jax.tree.leaves(grads)
+
+
+def assert_same(attend, q, context):
+  for got, want in zip(value_and_gradient(attend, q, context), value_and_gradient(whole_softmax, q, context), strict=True):
+    assert np.abs(want).max() > 0.3
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("attend", [
+    functools.partial(attend_in_blocks, precision="highest"), functools.partial(attend_by_splash, interpret=True),
+    functools.partial(attend_by_cudnn, implementation="xla")], ids=["blocks", "splash", "turned rows"])
+def test_every_kernel_equals_the_whole_softmax(attend, prompt):
+  assert_same(attend, *inputs(prompt=prompt))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "shape"), [
+    (8, 4, (2, 1, 4)), (8, 2, (1, 2, 4)), (24, 3, (1, 1, 8)), (6, 2, (2, 1, 1))])
+def test_heads_on_a_mesh(heads, kv_heads, shape):
+  """Key/value heads that divide over the tensor axis, that are fewer, and that three queries of one shard share with another's."""
+  config = dataclasses.replace(PRESETS["tiny"], heads=heads, kv_heads=kv_heads, matmul_precision="highest")
+  mesh = make_mesh(*shape, devices=jax.devices()[:int(np.prod(shape))])
+  assert_same(functools.partial(attend_causally, config, mesh), *inputs(heads, kv_heads, s=70))
+
+
+def test_rows_that_do_not_divide_are_whole_on_every_device():
+  config = dataclasses.replace(PRESETS["tiny"], matmul_precision="highest")
+  assert_same(functools.partial(attend_causally, config, make_mesh(8, 1, 1)), *inputs(s=9))
+
+
+def test_no_buffer_of_positions_by_positions():
+  """The temporaries of a gradient grow as the length does, and no array of the program has it twice."""
+  def compiled(attend, s):
+    q, context = inputs(s=s)
+    program = jax.jit(jax.grad(lambda q, own: attend(q, context._replace(own=own)).sum(), argnums=(0, 1))).lower(q, context.own).compile()
+    return program.as_text(), program.memory_analysis().temp_size_in_bytes
+
+  twice = re.compile(r",(1500|1520|3000|3020),(1500|1520|3000|3020)\]")
+  assert twice.search(compiled(whole_softmax, 1500)[0])  # the search can find
+  (text, small), (longer, large) = compiled(attend_in_blocks, 1500), compiled(attend_in_blocks, 3000)
+  assert not twice.search(text) and not twice.search(longer)
+  assert large < 2.2 * small
+
+
+def test_a_loop_equals_blocks_written_out(monkeypatch):
+  monkeypatch.setattr(flash, "WRITTEN_OUT", 64)
+  assert_same(functools.partial(attend_in_blocks, precision="highest"), *inputs(s=300))
+
+
+def test_the_kind_follows_the_platform():
+  tiny = PRESETS["tiny"]
+  mesh = single_device_mesh()
+  assert attention_kind(tiny, mesh) == "blocks"
+  assert attention_kind(dataclasses.replace(tiny, attention="splash"), mesh) == "splash"
+  with pytest.raises(UserError, match=r"model\.attention = 'cudnn' does not run on cpu with compute_dtype float32.*use 'blocks'"):
+    attention_kind(dataclasses.replace(tiny, attention="cudnn"), mesh)
+  with pytest.raises(UserError, match=r"'splash' does not run on cpu with .*matmul_precision highest"):
+    attention_kind(dataclasses.replace(tiny, attention="splash", matmul_precision="highest"), mesh)
+  with pytest.raises(UserError, match=r"model\.attention must be one of blocks, splash, cudnn; got 'flash'"):
+    dataclasses.replace(tiny, attention="flash")
