@@ -1,4 +1,5 @@
 """gtpo_jax from a Python program or a notebook: `train` and `steps` with a function and dicts, and what is left when one leaves early."""
+import gzip
 import json
 import os
 import signal
@@ -154,6 +155,23 @@ def test_the_command_line_on_a_run_of_a_program(tmp_path):
     from gtpo_jax.problems import held_out_problems
     from gtpo_jax.rollout import Actor
     held_out_problems(given.config, Actor(given.config))
+
+
+def test_a_window_of_steps_is_traced(tmp_path):
+  """What Perfetto opens has the steps of the window and their phases; XProf's own file lies beside it."""
+  config = {**SHAPE, "profile": {"steps": "2:3"}}
+  gtpo_jax.train(config, tmp_path / "run", QUIET, reward=even, data=ROWS)
+  (folder,) = (tmp_path / "run" / "profile" / "plugins" / "profile").iterdir()
+  assert list(folder.glob("*.xplane.pb"))
+  events = json.loads(gzip.decompress((folder / "perfetto_trace.json.gz").read_bytes()))["traceEvents"]
+  spans = {name: [event for event in events if event.get("name") == name and event.get("ph") == "X"]
+           for name in ("step", "sample", "reward", "update", "evaluate", "save")}
+  assert [int(event["args"]["step_num"]) for event in sorted(spans["step"], key=lambda event: event["ts"])] == [2, 3]
+  assert {name for name, found in spans.items() if found} == spans.keys()
+  assert len(spans["update"]) == 2 and len(spans["evaluate"]) == len(spans["save"]) == 1
+  assert {event["tid"] for event in spans["reward"]} > {event["tid"] for event in spans["update"]}  # on a thread of its own, too
+  within = lambda inner, outer: outer["ts"] <= inner["ts"] <= inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+  assert all(any(within(event, step) for step in spans["step"]) for event in spans["update"] + spans["save"] + spans["evaluate"])
 
 
 def test_a_graded_reward():
