@@ -251,6 +251,7 @@ print(jax.config.jax_compilation_cache_dir)
 
 
 def test_the_import_is_light_and_jax_is_prepared():
-  env = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")} | {"XDG_CACHE_HOME": "/nowhere", "PYTHONPATH": str(ROOT)}
+  env = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
+  env |= {"XDG_CACHE_HOME": "/nowhere", "PYTHONPATH": str(ROOT)}
   done = subprocess.run([sys.executable, "-c", LIGHT], env=env, capture_output=True, text=True, timeout=120)
   assert (done.returncode, done.stdout) == (0, "/nowhere/gtpo_jax/xla\n"), done.stderr
