@@ -49,7 +49,8 @@ class Step:
   Attributes:
     step: how many steps are behind, this one included.
     metrics: what metrics.jsonl has of it, by name; NaN where there is no number. With those of its evaluation, where there was one.
-    batch: what was learned from: its `problems` (n), `texts` (n lists of g) and `correct` bool[n, g], and as arrays `rollouts` and `verdicts`.
+    batch: what was learned from: its `problems` (n), `texts` (n lists of g), `correct` bool[n, g], and as arrays `rollouts` and
+      `verdicts`.
     policy: as it is now, until the next step is asked for, which takes its memory over.
   """
 
