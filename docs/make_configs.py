@@ -16,8 +16,8 @@ HEAD = """# Configs: every field
 
 A config file is Python with `get_config()`; it starts from `default_config()` and changes what it wants. The command line overrides single
 fields (`--config.batch.group=8`); a program hands over the config itself, or nested dicts of what differs, as in
-`gtpo_jax.train({"steps": 20})`. A misspelt field, or a value of the wrong type or out of its bounds, ends with one line that names it. `None`
-stands for the published value of the algorithm (see the [settings of the algorithms](algorithms.md#settings)).
+`gtpo_jax.train({"steps": 20})`. A misspelt field, or a value of the wrong type or out of its bounds, ends with one line that names it.
+`None` stands for the published value of the algorithm (see the [settings of the algorithms](algorithms.md#settings)).
 """
 
 

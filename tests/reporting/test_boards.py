@@ -5,8 +5,8 @@ import struct
 import pytest
 
 from gtpo_jax.config import freeze
+from gtpo_jax.reporting import journal
 from gtpo_jax.reporting.boards import TensorBoard, finite
-from gtpo_jax.reporting.journal import Journal
 
 
 def events(folder):
@@ -34,21 +34,32 @@ def test_finite():
   assert finite({"a": 1.0, "b": float("nan"), "c": float("inf")}) == {"a": 1.0}
 
 
+def test_the_first_process_alone_writes(tmp_path, monkeypatch):
+  monkeypatch.setattr(journal, "is_first", lambda: False)
+  other = journal.Journal(tmp_path, 0, True, lambda: pytest.fail("a board on another process"))
+  other.write(1, {"loss": 1.0})
+  other.write_sample(1, "1+2:", "3", correct=True)
+  other.amend(1, {"eval/sums/mean@2": 0.5})
+  other.close()
+  assert not list(tmp_path.iterdir())
+
+
 def test_weights_and_biases_offline(tmp_path, monkeypatch):
   """The real library, offline: what it wrote is read back from its own files; a resumed run has the same id."""
-  pytest.importorskip("wandb")
+  wandb = pytest.importorskip("wandb")
   from gtpo_jax.reporting.boards import WeightsAndBiases
   monkeypatch.setenv("WANDB_MODE", "offline")
   for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
     monkeypatch.setenv(name, str(tmp_path))
   config = freeze({"seed": 7, "log": {"wandb": "gtpo-test"}})
   for first in (0, 2):
-    journal = Journal(tmp_path, first, False, lambda: [WeightsAndBiases(tmp_path, config)])
+    written = journal.Journal(tmp_path, first, False, lambda: [WeightsAndBiases(tmp_path, config)])
     for step in (first + 1, first + 2):
-      journal.write(step, {"loss": step / 2, "entropy/correct": float("nan")})
-      journal.write_sample(step, "1+2:", f"text {step}", correct=True)
-    journal.amend(first + 2, {"eval/sums/mean@2": 0.5})
-    journal.close()
+      written.write(step, {"loss": step / 2, "entropy/correct": float("nan")})
+      written.write_sample(step, "1+2:", f"text {step}", correct=True)
+    written.amend(first + 2, {"eval/sums/mean@2": 0.5})
+    written.close()
+  wandb.teardown()  # its own process writes the files
   runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
   name = (tmp_path / "wandb_id").read_text()
   assert len(runs) == 2 and all(run.name.endswith(name) for run in runs)
