@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from gtpo_jax.config import Config, freeze
 from gtpo_jax.data.pipeline import fixed_sample
 from gtpo_jax.data.records import Problem
@@ -41,6 +43,8 @@ def take(config: Config | Mapping[str, Any], reward: RewardFunction | None = Non
   Raises:
     UserError: one of them cannot be used, or `data` is too little to hold any of it out.
   """
+  if not isinstance(config, Config | ConfigDict | Mapping):
+    raise UserError(f"config must be a config or nested dicts, got {config!r}; read a file with gtpo_jax.load_config(path)")
   config = config if isinstance(config, Config) else freeze(config)
   section, records = config.data, {}
   if data is not None:

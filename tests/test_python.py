@@ -1,5 +1,6 @@
 """gtpo_jax from a Python program or a notebook: `train` and `steps` with a function and dicts, and what is left when one leaves early."""
 import gzip
+import importlib.util
 import json
 import os
 import signal
@@ -206,8 +207,8 @@ def test_a_graded_reward():
     ({"workdir": ROOT / "setup.py"}, "is a file; name a folder"),
 ], ids=lambda value: value[:40] if isinstance(value, str) else "")
 def test_what_cannot_be_used_is_one_line(given, message, monkeypatch):
-  import gtpo_jax.reporting.boards as boards
-  monkeypatch.setattr(boards.importlib.util, "find_spec", lambda name: None)
+  real = importlib.util.find_spec
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else real(name, *more))
   config = {**SHAPE, **given.pop("config", {})}
   with pytest.raises(UserError) as error:
     gtpo_jax.train(config, display=QUIET, **given)
@@ -228,6 +229,8 @@ def test_malformed_rows_may_be_skipped_and_duplicates_are_dropped():
 
 
 def test_a_config_of_any_kind_is_taken():
+  with pytest.raises(UserError, match=r"config must be a config or nested dicts, got 'configs/tiny.py'; read a file with gtpo_jax"):
+    take("configs/tiny.py")
   config = default_config()
   config.steps = 7
   frozen = freeze(config)
