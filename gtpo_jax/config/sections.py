@@ -280,7 +280,7 @@ class ProfileSection:
   """Which steps are traced, for XProf and Perfetto.
 
   Attributes:
-    steps: the first and the last step to trace into WORKDIR/profile, as "3:5"; "" for none. Steps 1 and 2 compile.
+    steps: the first and the last step to trace into WORKDIR/profile, as "3:5"; "" for none. The first steps compile.
   """
 
   steps: str = ""
