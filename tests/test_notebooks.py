@@ -27,8 +27,9 @@ def test_it_runs(file, tmp_path, monkeypatch):
   nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
   pytest.importorskip("ipykernel")
   paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-  for name, value in {"GTPO_TINY": "1", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": paths,
-                      "MPLBACKEND": "module://matplotlib_inline.backend_inline", "IPYTHONDIR": str(tmp_path / "ipython")}.items():
+  for name, value in {"GTPO_TINY": "1", "XLA_FLAGS": "--xla_backend_optimization_level=0", "JAX_PLATFORMS": "cpu",
+                      "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": paths, "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+                      "IPYTHONDIR": str(tmp_path / "ipython")}.items():
     monkeypatch.setenv(name, value)
   notebook = nbformat.read(file, as_version=4)
   nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
