@@ -58,7 +58,7 @@ class WeightsAndBiases:
     self._table = lambda rows: wandb.Table(columns=["step", "prompt", "completion", "right"], data=rows)
     self._samples: list[tuple[int, str, str, bool]] = []
     self._run = wandb.init(project=config.log.wandb, dir=str(workdir), name=workdir.name, config=to_dict(config), resume="allow",
-                           id=known.read_text() if known.exists() else None, settings=wandb.Settings(console="off", silent=True))
+                           id=known.read_text() if known.exists() else None, settings=wandb.Settings(console="off", quiet=True))
     known.write_text(self._run.id)
     self._run.define_metric("*", step_metric="step")
 
