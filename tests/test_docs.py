@@ -74,12 +74,14 @@ def test_the_python_of_the_quickstart_runs(tmp_path, monkeypatch):
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
   """The one that trains is the quickstart's; the one that needs the hub runs with a folder."""
+  import jax
+
   from gtpo_jax import models
+  from gtpo_jax.parallel import single_device_mesh
   shape, rng = (2, 4, 3), np.random.default_rng(0)
   namespace = {"H": rng.random(shape, np.float32), "m": np.ones(shape, bool), "c": np.tile([True, False], (2, 2)),
                "r": np.ones(shape[:2], np.float32), "lp": np.float32(-rng.random(shape)), "lp0": np.float32(-rng.random(shape))}
-  model = models.Qwen2(models.PRESETS["tiny"])
-  import jax
+  model = models.Qwen2(models.PRESETS["tiny"], single_device_mesh())
   models.save(model, models.init_params(model, jax.random.key(0)), None, tmp_path / "Qwen")
   namespace |= {"tokens": np.ones((1, 4), np.int32), "tokenizer": None}
   monkeypatch.chdir(tmp_path)
