@@ -7,9 +7,9 @@ WORKDIR ?= runs/tiny
 TOPOLOGY ?= v5e:4x4
 ARGS ?=
 
-.PHONY: setup train test test-slow lint bench plan clean
+.PHONY: setup train test test-slow lint bench plan docs clean
 
-# Everything: the program, the test tools, libtpu for `make plan`.
+# Everything: the program, the test tools, libtpu for `make plan`, the site's builder for `make docs`.
 setup: $(VENV)/.developer
 
 $(VENV)/.program: setup.py
@@ -20,7 +20,7 @@ $(VENV)/.program: setup.py
 	@touch $@
 
 $(VENV)/.developer: $(VENV)/.program
-	$(BIN)/python -m pip install --quiet --editable '.[dev,plan]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev,plan,docs]'
 	@touch $@
 
 train: $(VENV)/.program
@@ -41,5 +41,10 @@ bench: setup
 plan: setup
 	$(BIN)/gtpo plan --config=$(CONFIG) --topology=$(TOPOLOGY) $(ARGS)
 
+# The documentation as a site, in site/.
+docs: setup
+	$(BIN)/python docs/make_configs.py
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .ruff_cache

@@ -35,6 +35,7 @@ setup(
         "ml-collections>=1.1",
         "absl-py>=2.1",
         "numpy>=2.0",
+        "packaging>=24",
         "matplotlib>=3.9",
         "rich>=13",
         "tensorboardX>=2.6",
@@ -44,6 +45,8 @@ setup(
         "cuda": ["jax[cuda13]>=0.10,<0.13"],
         "plan": ["jax[tpu]>=0.10,<0.13"],  # libtpu, whose compiler needs no TPU
         "data": ["datasets>=4"],  # hf:ID as a source
+        "wandb": ["wandb>=0.20"],  # log.wandb
+        "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30"],
         "dev": [
             "pytest>=8",
             "pytest-xdist>=3.6",
@@ -51,6 +54,9 @@ setup(
             "ruff>=0.15",
             "psutil>=6",
             "datasets>=4",
+            "wandb>=0.20",
+            "nbclient>=0.10",
+            "ipykernel>=6.29",
             'torch==2.13.0; python_version < "3.12"',
             'peft>=0.17; python_version < "3.12"',
         ],

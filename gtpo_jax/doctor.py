@@ -7,15 +7,23 @@ import platform
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from gtpo_jax.errors import first_line
 from gtpo_jax.rewards import sandbox_problem
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "grain", "tensorflow-datasets", "ml-collections",
-            "numpy", "matplotlib", "rich", "tensorboardX")
-OPTIONAL = {"libtpu": "TPU chips: pip install 'gtpo_jax[tpu]'", "jax-cuda13-plugin": "NVIDIA GPUs: pip install 'gtpo_jax[cuda]'",
-            "torch": "parity tests: pip install 'gtpo_jax[dev]'"}
+OPTIONAL = {  # distribution: what it is for, and the extra that brings it
+    "libtpu": ("TPU chips, and gtpo plan for TPUs", "plan"),
+    "jax-cuda13-plugin": ("NVIDIA GPUs", "cuda"),
+    "datasets": ("hf:ID as a source of problems", "data"),
+    "wandb": ("log.wandb", "wandb"),
+    "torch": ("parity tests", "dev"),
+    "mkdocs-material": ("make docs", "docs"),
+}
+CHIPS = {"an NVIDIA GPU": ("/dev/nvidia0", "cuda"), "a TPU": ("/dev/accel0", "tpu")}
 
 
 def examine() -> int:
@@ -31,22 +39,26 @@ def examine() -> int:
   line("processor", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores")
   line("memory", _memory())
   line("disk here", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free")
-  for package in PACKAGES:
-    version = _version(package)
-    good &= version is not None
-    line(package, version or f"MISSING: pip install {package}")
+  for package, found, advice in _required():
+    good &= not advice
+    line(package, found + (f": {advice}" if advice else ""))
   missing = sandbox_problem()
   line("sandbox", f"none, so that no programs can be judged: {missing}" if missing else "works: programs can be judged")
-  for package, advice in OPTIONAL.items():
-    line(package, _version(package) or f"not installed ({advice})")
+  for package, (purpose, extra) in OPTIONAL.items():
+    line(package, _version(package) or f"not installed; for {purpose}: {_install(extra)}")
   try:
     import jax
     devices = jax.devices()
   except Exception as error:  # the very thing that this report is for
     line("devices", f"JAX does not start: {first_line(error)}")
-    print("not ready: see above")
+    named = os.environ.get("JAX_PLATFORMS")
+    print("not ready: " + (f"JAX_PLATFORMS={named} names what is not here; unset it, or set it to cpu" if named else
+                           "mend what the line above says, or set JAX_PLATFORMS=cpu"))
     return 1
   line("devices", f"{len(devices)} x {devices[0].device_kind} ({jax.default_backend()}), {jax.process_count()} process(es)")
+  for chip, (place, extra) in CHIPS.items():
+    if jax.default_backend() == "cpu" and Path(place).exists():
+      line("", f"{chip} is here, and JAX does not use it: {_install(extra)}, and leave JAX_PLATFORMS unset")
   for device in devices[:1]:
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
@@ -58,8 +70,26 @@ def examine() -> int:
   cache = jax.config.jax_compilation_cache_dir
   writable = _writable(Path(cache)) if cache else False
   line("compile cache", f"{cache}{'' if writable else ' (not writable: set JAX_COMPILATION_CACHE_DIR; every start compiles anew)'}")
-  print("ready: gtpo train --config=configs/tiny.py --workdir=runs/tiny" if good else "not ready: see MISSING above")
+  print("ready: gtpo train --config=configs/tiny.py --workdir=runs/tiny" if good else "not ready: give the pip commands above")
   return 0 if good else 1
+
+
+def _required() -> Iterator[tuple[str, str, str]]:
+  """What the package cannot do without: name, the version that is here, and what to do where it will not do ("" where it does)."""
+  try:
+    needed = importlib.metadata.requires("gtpo_jax") or []
+  except importlib.metadata.PackageNotFoundError:
+    yield "packages", "not checked, for gtpo_jax runs from a source tree", ""
+    return
+  for requirement in map(Requirement, needed):
+    if requirement.marker is None:  # those of extras have one
+      version = _version(requirement.name)
+      fits = version is not None and requirement.specifier.contains(version, prereleases=True)
+      yield requirement.name, version or "MISSING", "" if fits else f"pip install '{requirement}'"
+
+
+def _install(extra: str) -> str:
+  return f"pip install 'gtpo_jax[{extra}]', or -e '.[{extra}]' in a clone"
 
 
 def _version(package: str) -> str | None:

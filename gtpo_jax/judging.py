@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import importlib
 import math
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import jax
 import numpy as np
 
 from gtpo_jax.arrays import Verdicts
@@ -22,6 +24,8 @@ from gtpo_jax.data.records import Problem
 from gtpo_jax.errors import UserError, first_line
 from gtpo_jax.parallel import from_first, is_first
 from gtpo_jax.rewards import PARTS, VERIFIERS, group_relative, soft_overlong
+
+OWN = ("correct", "verifier")  # parts made of the verdicts themselves
 
 # prompts, completions, answers, extras -> a number (or None) each
 RewardFunction = Callable[[Sequence[str], Sequence[str], Sequence[str], Sequence[dict]], Sequence[float | None]]
@@ -47,20 +51,20 @@ class Judgement:
 class Judge:
   """Judges completions as the config says, on a thread of its own, while others are still being sampled.
 
-  `reward.verifier` = module:function decides right and wrong instead of the problems' kinds; parts of `reward.parts` may be such
-  functions too. Each is called once for each problem, when all its completions are written, as
-  `function(prompts, completions, answers, extras)`, equally long lists of text, text, text and dict, and returns one number (or bool) for
-  each completion, or None where it has none. What it raises is shown once; then, as with a list of another length, NaN or None, the
-  completions concerned are left out and counted.
+  `reward.verifier` = module:function, or the function `verifier`, decides right and wrong instead of the problems' kinds: above 0.5 is
+  right; the part "verifier" is the number itself. Parts of `reward.parts` may be such functions too. Each is called once for each
+  problem, when all its completions are written, as `function(prompts, completions, answers, extras)`, equally long lists of text, text,
+  text and dict, and returns one number (or bool) for each completion, or None where it has none. What it raises is shown once; then, as
+  with a list of another length, NaN or None, the completions concerned are left out and counted.
 
   Raises:
     UserError: a part that does not exist or a function that cannot be imported.
   """
 
-  def __init__(self, config: Config):
+  def __init__(self, config: Config, verifier: RewardFunction | None = None):
     self._config, section = config, config.reward
-    self._functions = {name: PARTS.get(name) or user_function(name) for name, _ in section.weighted if name != "correct"}
-    self._verifier = user_function(section.verifier) if section.verifier else None
+    self._functions = {name: PARTS.get(name) or user_function(name) for name, _ in section.weighted if name not in OWN}
+    self.verifier = verifier or (user_function(section.verifier) if section.verifier else None)
     self._shown: set[str] = set()
     self.thread = ThreadPoolExecutor(1, "gtpo-reward")
 
@@ -73,10 +77,14 @@ class Judge:
     rows = [self.of_group(problem, row) for problem, row in zip(problems, texts, strict=True)]
     return self.weigh(verdicts, rows, lengths, finished)
 
+  def close(self) -> None:
+    """Ends its thread; what waits is not judged any more."""
+    self.thread.shutdown(cancel_futures=True)
+
   def verify(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float]:
     """The verdict of each completion by its problem's kind, f64, NaN for none; only NaN where a user's function decides."""
     verdicts = [math.nan] * len(texts)
-    for kind in set() if self._verifier else {problem.kind for problem in problems}:  # together, so that a verifier may work side by side
+    for kind in set() if self.verifier else {problem.kind for problem in problems}:  # together, so that a verifier may work side by side
       places = [i for i, problem in enumerate(problems) if problem.kind == kind]
       found = VERIFIERS[kind]([texts[i] for i in places], [problems[i].answer for i in places], [problems[i].extra for i in places],
                               self._config.reward)
@@ -86,19 +94,19 @@ class Judge:
 
   def of_group(self, problem: Problem, texts: Sequence[str]) -> dict[str, list[float]]:
     """What the functions say of all completions of a problem: by name the value of each, NaN for none; "" is the user's verifier."""
-    functions = self._functions | ({"": self._verifier} if self._verifier else {})
+    functions = self._functions | ({"": self.verifier} if self.verifier else {})
     return {name: self._call(name or self._config.reward.verifier, function, problem, texts) for name, function in functions.items()}
 
   def weigh(self, verdicts: np.ndarray, rows: Sequence[dict[str, list[float]]], lengths: np.ndarray, finished: np.ndarray) -> Judgement:
     """Puts the verdicts f64[n, g] of `verify` and what `of_group` gave, one a problem, together."""
     s, (wrong, right) = self._config.algorithm_object.settings, self._config.algorithm_object.recipe.rewards
     table = lambda name: np.asarray([row[name] for row in rows], np.float64).reshape(finished.shape)
-    verdicts = table("") if self._verifier else verdicts
+    verdicts = table("") if self.verifier else verdicts
     reached = ~np.isnan(verdicts) | ~finished
     correct = finished & (verdicts > 0.5)
     reward, metrics = np.zeros(finished.shape), {}
     for name, weight in self._config.reward.weighted:
-      part = np.where(correct, right, wrong) if name == "correct" else table(name)
+      part = np.where(correct, right, wrong) if name == "correct" else verdicts if name == "verifier" else table(name)
       if name != "correct":
         reached &= ~np.isnan(part)
         metrics[f"reward/part/{name}"] = float(np.nanmean(part)) if not np.isnan(part).all() else math.nan
@@ -164,7 +172,8 @@ class Judging:
 
   def result(self) -> Judgement:
     """What was found, when all is judged, the same on every process. Raises what judging raised."""
-    told = from_first(self._found)
+    with jax.profiler.TraceAnnotation("reward"):
+      told = from_first(self._found)
     self.texts, self.lengths, self.finished = told["texts"], told["lengths"], told["finished"]
     return Judgement(**told["judgement"])
 
@@ -174,6 +183,7 @@ class Judging:
     return {"judgement": vars(self._judge.weigh(self._verdicts, self._rows, self.lengths, self.finished)), "texts": self.texts,
             "lengths": self.lengths, "finished": self.finished}
 
+  @functools.partial(jax.profiler.annotate_function, name="reward")
   def _catch_up(self) -> None:
     """Judges all that waits: in one go, so that what ends while the judge is busy is judged side by side."""
     ended = [self._waiting.popleft() for _ in range(len(self._waiting))]
@@ -196,7 +206,7 @@ def user_function(name: str) -> RewardFunction:
   """
   module, colon, function = name.partition(":")
   if not (module and colon and function):
-    raise UserError(f"reward part {name!r} is none of {', '.join(['correct', *PARTS])}, nor a function named as module:function")
+    raise UserError(f"reward part {name!r} is none of {', '.join([*OWN, *PARTS])}, nor a function named as module:function")
   if "" not in sys.path:
     sys.path.insert(0, "")  # a module beside the config, as `python -m` would find it
   try:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from gtpo_jax.config import Config
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.data.records import Problem
 from gtpo_jax.errors import UserError
-from gtpo_jax.judging import Judge, Judging
+from gtpo_jax.judging import Judge, Judging, RewardFunction
 from gtpo_jax.models.folder import find
 from gtpo_jax.models.qwen2 import Params, Qwen2, Unstacked, param_shardings
 from gtpo_jax.parallel import make_mesh
@@ -42,9 +43,9 @@ class Policy(NamedTuple):
 
 
 class Actor:
-  """A model on a mesh with its tokenizer: it answers problems, and has its answers judged."""
+  """A model on a mesh with its tokenizer: it answers problems, and has its answers judged, by `verifier` where that is given."""
 
-  def __init__(self, config: Config, max_tokens: int | None = None):
+  def __init__(self, config: Config, max_tokens: int | None = None, verifier: RewardFunction | None = None):
     self.chat: Chat = load_chat(find(config.model.path)) if config.model.path else load_chat()
     self.model = Qwen2(config.model_config, make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor))
     param_shardings(self.model)  # refuses a mesh that does not divide the model
@@ -53,8 +54,18 @@ class Actor:
                       f"{config.model.path or config.model.preset!r} a vocabulary of {config.model_config.vocab_size}; "
                       f"they do not belong together")
     self._max_prompt_tokens, self._max_tokens = config.data.max_prompt_tokens, max_tokens or config.sampling.max_tokens
-    self._limits, self._data, self.judge = config.limits, config.data, Judge(config)
+    self._limits, self._config, self._verifier = config.limits, config, verifier
     self.engine = self.engine_for(self.model)
+
+  @functools.cached_property
+  def judge(self) -> Judge:
+    """Made when something is to be judged: sampling from a run needs none of its reward functions. Raises UserError as `Judge`."""
+    return Judge(self._config, self._verifier)
+
+  def close(self) -> None:
+    """Ends the judge's thread; what is judged later has a new one."""
+    if judge := vars(self).pop("judge", None):
+      judge.close()
 
   def engine_for(self, model: Qwen2, words: int | None = None) -> Engine:
     """A sampler of `model` with this actor's tokenizer and limits, of its first `words` words alone where that is given."""
@@ -62,7 +73,7 @@ class Actor:
 
   def encode(self, problem: Problem) -> list[int]:
     """A problem's token ids, put as the config's system message and template say."""
-    data, *rest, last = self._data, *problem.messages
+    data, *rest, last = self._config.data, *problem.messages
     messages = [*rest, {**last, "content": data.template.replace("{prompt}", last["content"])}]
     if data.system and messages[0]["role"] != "system":
       messages.insert(0, {"role": "system", "content": data.system})
@@ -76,6 +87,7 @@ class Actor:
     """The judging of `group` completions of each problem, to be handed to `answer`."""
     return Judging(self.judge, problems, group, self.chat.decode)
 
+  @functools.partial(jax.profiler.annotate_function, name="sample")
   def answer(self, policy: Policy, problems: Sequence[Problem], key: jax.Array, group: int, sampler: Sampler,
              judging: Judging | None = None, first: int = 0) -> Rollouts:
     """Samples `group` completions of each problem, [n, group, t] in host arrays, and puts each into the judging as it ends.

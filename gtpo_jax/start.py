@@ -11,14 +11,17 @@ from gtpo_jax.errors import UserError
 def prepare_jax() -> None:
   """Keeps JAX from looking for TPU chips that are not here, and gives it a compile cache. Call it before JAX is imported.
 
-  `JAX_PLATFORMS` and `JAX_COMPILATION_CACHE_DIR` are left alone where they are set.
+  `JAX_PLATFORMS` and `JAX_COMPILATION_CACHE_DIR`, or JAX's own settings of that kind, are left alone where they are set.
   """
   chips = any(Path(path).exists() for path in ("/dev/accel0", "/dev/vfio"))
   gpu_plugin = any(importlib.util.find_spec(f"jax_{kind}_plugin") for kind in ("cuda12", "cuda13", "rocm7", "rocm60"))
-  if importlib.util.find_spec("libtpu") and not chips and not gpu_plugin:
+  cpu_alone = importlib.util.find_spec("libtpu") and not chips and not gpu_plugin
+  if cpu_alone:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
   import jax
-  if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+  if cpu_alone and not jax.config.jax_platforms:  # a notebook may have imported it before
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+  if jax.config.jax_compilation_cache_dir is None:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     jax.config.update("jax_compilation_cache_dir", str(home / "gtpo_jax" / "xla"))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -1,13 +1,14 @@
 """Ctrl-C and SIGTERM: the first asks the run to save and end, the second ends it at once. And the end of a run that has stalled."""
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STDERR = 2
@@ -58,6 +59,37 @@ class StopSignals:
     print("\ngtpo: stopping at the next step boundary and saving; once more to leave at once", file=sys.stderr, flush=True)
 
 
+class Interrupts:
+  """Within it, the first Ctrl-C is a wish to stop at the next step boundary, the second a KeyboardInterrupt as ever.
+
+  It is for programs and notebooks that call us: a second Ctrl-C must not end them. It may be entered again and again; outside of it
+  Ctrl-C does what it did before. Threads other than the main one get no signals, and there it does nothing.
+  """
+
+  def __init__(self):
+    self._asked = False
+
+  def asked(self) -> bool:
+    """Whether a Ctrl-C came."""
+    return self._asked
+
+  def __enter__(self) -> Interrupts:
+    self._main = threading.current_thread() is threading.main_thread()
+    if self._main:
+      self._before = signal.signal(signal.SIGINT, self._on_signal) or signal.SIG_DFL
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    if self._main:
+      signal.signal(signal.SIGINT, self._before)
+
+  def _on_signal(self, *_: object) -> None:
+    if self._asked:
+      raise KeyboardInterrupt
+    self._asked = True
+    print("\ngtpo: stopping at the next step boundary; once more to leave at once", file=sys.stderr, flush=True)
+
+
 class Watchdog:
   """Asks `stopping` on behalf of whoever calls it, and takes the question for a sign of life: it is asked whenever something has ended.
 
@@ -65,7 +97,7 @@ class Watchdog:
   """
 
   def __init__(self, limit_s: float, stopping: Callable[[], bool]):
-    self._limit_s, self._stopping, self._alive, self._over = limit_s, stopping, threading.Event(), False
+    self._limit_s, self._stopping, self._alive, self._over, self._paused = limit_s, stopping, threading.Event(), False, False
 
   def __call__(self) -> bool:
     """Whether the run is asked to stop."""
@@ -73,6 +105,18 @@ class Watchdog:
       faulthandler.dump_traceback_later(self._limit_s + GRACE_S, exit=True, file=STDERR)  # for what keeps all of Python from running
       self._alive.set()
     return self._stopping()
+
+  @contextlib.contextmanager
+  def paused(self) -> Iterator[None]:
+    """Within it nothing is expected to end: another's code runs."""
+    faulthandler.cancel_dump_traceback_later()
+    self._paused = True
+    self._alive.set()
+    try:
+      yield
+    finally:
+      self._paused = False
+      self._alive.set()
 
   def __enter__(self) -> Watchdog:
     if self._limit_s:
@@ -86,7 +130,7 @@ class Watchdog:
 
   def _watch(self) -> None:
     while not self._over:
-      if not self._alive.wait(self._limit_s):
+      if not self._alive.wait(None if self._paused else self._limit_s):
         print(f"\ngtpo: nothing has ended for {self._limit_s:g} s (guards.stall_s); the stacks of all threads follow; the same command "
               f"goes on from the newest checkpoint", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=STDERR, all_threads=True)

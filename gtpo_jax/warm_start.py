@@ -34,7 +34,7 @@ def warm_start(config: Config, actor: Actor, params: Params, display: Display, s
     count = min(CHUNK, section.steps - done)
     state, losses = imitate(state, demonstrations(config, actor, rng, count))
     done += count
-    display.advance(done, f"warm start {done} of {section.steps}: {float(fetch(losses).mean()):.3f} nats a token", line=done % 250 == 0)
+    display.advance(done, [f"warm start {done} of {section.steps}: {float(fetch(losses).mean()):.3f} nats a token"], line=done % 250 == 0)
   display.end()
   if done < section.steps:
     return None

@@ -120,7 +120,8 @@ def test_daposs_own_rule():
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("boxd", "is none of correct, boxed, answer_line, nor a function"), ("no_such_module:f", "cannot be imported: ModuleNotFoundError"),
+    ("boxd", "is none of correct, verifier, boxed, answer_line, nor a function"),
+    ("no_such_module:f", "cannot be imported: ModuleNotFoundError"),
     ("test_judging:nothing", "cannot be imported: AttributeError"), ("test_judging:not_a_function", "is of type int and cannot be called"),
     (":f", "nor a function")])
 def test_functions_that_are_none(name, message):

@@ -65,3 +65,29 @@ def test_it_asks_on_behalf_of_the_caller():
   answers = [False, True]
   with Watchdog(0, lambda: answers.pop(0)) as stopping:
     assert (stopping(), stopping()) == (False, True)
+
+
+def test_the_callers_own_time_is_no_stall():
+  body = "import time\n  stopping()\n  with stopping.paused():\n    time.sleep(2.5)\n  stopping()\n  " + BUSY.replace("\n", "\n  ")
+  with child(WATCHED.format(limit=1, body=body)) as process:
+    out, error = process.communicate(timeout=100)
+  assert process.returncode == 1 and out == ""  # when it goes on it is watched again
+  assert 'File "<string>", line 9 in <module>' in error
+
+
+def test_interrupts_of_a_notebook():
+  """The first is a wish, the second an exception; outside it is as before; on another thread it is not touched."""
+  code = ("import os, signal, threading\nfrom gtpo_jax.stopping import Interrupts\n"
+          "def press(): os.kill(os.getpid(), signal.SIGINT)\n"
+          "held = Interrupts()\n"
+          "with held: assert not held.asked()\n"
+          "try: press()\nexcept KeyboardInterrupt: print('as before')\n"
+          "with held:\n  press()\n  assert held.asked()\n"
+          "  try: press()\n  except KeyboardInterrupt: print('second')\n"
+          "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n"
+          "thread = threading.Thread(target=lambda: Interrupts().__enter__().__exit__())\nthread.start()\nthread.join()\n"
+          "assert signal.getsignal(signal.SIGINT) is signal.default_int_handler\n")
+  with child(code) as process:
+    out, error = process.communicate(timeout=60)
+  assert (process.returncode, out) == (0, "as before\nsecond\n"), error
+  assert error == "\ngtpo: stopping at the next step boundary; once more to leave at once\n"

@@ -174,7 +174,7 @@ class RewardSection:
 
   Attributes:
     parts: the reward as a weighted sum, as "correct*1,boxed*0.1,my_module:my_function*0.5"; "correct" is the algorithm's reward for
-      right and wrong. Each part is logged.
+      right and wrong, "verifier" the verifier's own number. Each part is logged.
     verifier: module:function that decides right and wrong, instead of the verifier of each problem's kind; "" for those.
     math_rule: "math" (equivalence, by exact arithmetic and math-verify) or "dapo" (DAPO's own `Answer:` line, as a string).
     timeout_s: seconds that the check of one mathematical answer may take; longer ones reach no verdict.
@@ -268,11 +268,38 @@ class LogSection:
 
   Attributes:
     tensorboard: write event files into WORKDIR/tensorboard.
+    wandb: the project of Weights & Biases to log into (needs `pip install 'gtpo_jax[wandb]'`); "" for none. WANDB_MODE=offline writes
+      into WORKDIR/wandb alone.
     samples: completions a step written into WORKDIR/samples.jsonl.
   """
 
   tensorboard: bool = True
+  wandb: str = ""
   samples: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileSection:
+  """Which steps are traced, for XProf and Perfetto.
+
+  Attributes:
+    steps: the first and the last step to trace into WORKDIR/profile, as "3:5"; "" for none. The first steps compile.
+  """
+
+  steps: str = ""
+
+  def __post_init__(self):
+    first, last = self.window or (1, 1)
+    if not 1 <= first <= last:
+      raise UserError(f"profile.steps must be two steps, as 3:5, the first at least 1 and not after the last; got {self.steps!r}")
+
+  @property
+  def window(self) -> tuple[int, int] | None:
+    """The first and the last step traced; (0, 0) where the text is none."""
+    if not self.steps:
+      return None
+    first, _, last = self.steps.partition(":")
+    return (int(first), int(last)) if first.isdecimal() and last.isdecimal() else (0, 0)
 
 
 @dataclasses.dataclass(frozen=True)

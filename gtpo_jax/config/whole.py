@@ -19,6 +19,7 @@ from gtpo_jax.config.sections import (
   LogSection,
   MeshSection,
   ModelSection,
+  ProfileSection,
   RewardSection,
   SamplingSection,
   WarmStartSection,
@@ -59,6 +60,7 @@ class Config:
   checkpoint: CheckpointSection = CheckpointSection()
   guards: GuardSection = GuardSection()
   log: LogSection = LogSection()
+  profile: ProfileSection = ProfileSection()
 
   def __post_init__(self):
     at_least = {"steps": 1, "batch.prompts": 1, "batch.minibatches": 1, "batch.epochs": 1, "batch.micro_batches": 1,

@@ -1,7 +1,8 @@
 """Problems from files and datasets: JSONL, Parquet, Hugging Face datasets and TFDS, as the one record type.
 
 A source is named by a text: a path (`train.jsonl`, `train.jsonl.gz`, `math.parquet`, a folder of such), `hf:ID[:CONFIG][:SPLIT]`, or
-`tfds:NAME[:SPLIT]`. Rows that cannot be read are counted and skipped up to a limit; exact duplicates are dropped.
+`tfds:NAME[:SPLIT]`; or it is a sequence of dicts that a program hands over. Rows that cannot be read are counted and skipped up to a
+limit; exact duplicates are dropped.
 """
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from gtpo_jax.data.records import Problem, user
 from gtpo_jax.errors import UserError, first_line
 
 FILES = (".jsonl", ".jsonl.gz", ".parquet")
+RECORDS = "records:"  # begins the name of what a program handed over
 
 Row = dict[str, Any]
 
@@ -47,7 +49,7 @@ class Loaded:
 
 def is_source(name: str) -> bool:
   """Whether `name` names a file, a folder or a dataset, rather than a synthetic task."""
-  return name.startswith(("hf:", "tfds:")) or name.endswith(FILES) or "/" in name
+  return name.startswith(("hf:", "tfds:", RECORDS)) or name.endswith(FILES) or "/" in name
 
 
 def load_source(name: str, fields: str = "", bad_rows: int = 0) -> Loaded:
@@ -62,10 +64,28 @@ def load_source(name: str, fields: str = "", bad_rows: int = 0) -> Loaded:
   Raises:
     UserError: no such source, more malformed rows than `bad_rows`, or no problem at all.
   """
+  return _loaded(name, _rows(name), fields, bad_rows)
+
+
+def load_records(records: Iterable[Row], name: str, fields: str = "", bad_rows: int = 0) -> Loaded:
+  """Takes rows from memory as `load_source` takes those of a file; `name` stands for them in messages.
+
+  Raises:
+    UserError: they are no sequence of dicts, or as `load_source`.
+  """
+  if isinstance(records, str | bytes | Mapping) or not isinstance(records, Iterable):
+    raise UserError(f"{name} must be a list of dicts, got {type(records).__name__} {str(records)[:60]!r}; a file is named in the config's "
+                    f"data.train and data.eval")
+  rows = ((f"{name}[{i}]", dict(row) if isinstance(row, Mapping) else ValueError(f"holds {type(row).__name__}, not a dict"))
+          for i, row in enumerate(records))
+  return _loaded(name, rows, fields, bad_rows)
+
+
+def _loaded(name: str, places: Iterable[tuple[str, Row | ValueError]], fields: str, bad_rows: int) -> Loaded:
   mapping = _mapping(fields)
   seen: set[bytes] = set()
   problems, bad, rows, duplicates = [], [], 0, 0
-  for place, row in _rows(name):
+  for place, row in places:
     rows += 1
     try:
       problem = _problem(row, mapping, place)
@@ -92,6 +112,8 @@ def _rows(name: str) -> Iterator[tuple[str, Row | ValueError]]:
     yield from _hugging_face(name)
   elif name.startswith("tfds:"):
     yield from _tfds(name)
+  elif name.startswith(RECORDS):
+    raise UserError(f"{name!r} was handed over by a Python program and is in no file; hand it over again, or name a file")
   else:
     path = Path(name)
     if not path.exists():

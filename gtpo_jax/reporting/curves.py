@@ -11,17 +11,15 @@ RIGHT, WRONG, MEAN, ACCENT = "#1b7837", "#b2182b", "#444444", "#2166ac"
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], title: str, out: Path) -> None:
   """Draws the rows of a metrics.jsonl into the PNG file `out`."""
-  import matplotlib
-  matplotlib.use("Agg")
-  import matplotlib.pyplot as plt
+  from matplotlib.figure import Figure  # without pyplot, whose backend is the caller's: a notebook's own
 
   def curve(axis: Any, key: str, **style: Any) -> None:
     points = [(row["step"], row[key]) for row in rows if key in row]
     if points:
       axis.plot(*zip(*points, strict=True), **style)
 
-  figure, axes = plt.subplots(2, 2, figsize=(10, 6.5), layout="constrained")
-  (held_out, reward), (entropy, length) = axes
+  figure = Figure(figsize=(10, 6.5), layout="constrained")
+  (held_out, reward), (entropy, length) = axes = figure.subplots(2, 2)
   evaluated = sorted({key for row in rows for key in row if key.startswith("eval/")}, key=_eval_order)
   for key, style in zip([key for key in evaluated if not key.endswith(("pass@1", "no_verdict"))], ("o-", "s--", "^:"), strict=False):
     label = key.removeprefix("eval/").split("/", 1)[1]
@@ -51,7 +49,6 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], title: str, out: Path) -> Non
   fresh = out.with_suffix(".tmp.png")
   fresh.write_bytes(picture.getvalue())
   fresh.replace(out)
-  plt.close(figure)
 
 
 def _eval_order(key: str) -> tuple[int, str]:

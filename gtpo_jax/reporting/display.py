@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a progress bar on a terminal, plain lines elsewhere."""
+"""What a run shows while it runs: a live panel on a terminal, plain lines elsewhere."""
 from __future__ import annotations
 
 import math
@@ -6,20 +6,25 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 SPARKS = "▁▂▃▄▅▆▇█"
+Sample = tuple[str, str, bool]  # prompt, completion, whether it is right
 
 
 class Display:
-  """Lines that stay, and on a terminal one progress bar below them. `enabled=False` prints nothing."""
+  """Lines that stay, and on a terminal a panel below them: progress, time left, reward, entropy, speed by phase, the last sample.
+
+  `enabled=False` prints nothing.
+  """
 
   def __init__(self, enabled: bool = True, console: Console | None = None):
     self._console = console or Console(quiet=not enabled, highlight=False, soft_wrap=True)
-    self._progress: Progress | None = None
-    self._task = None
-    self._entropies: deque[float] = deque(maxlen=16)
+    self._live: Live | None = None
+    self._entropies: deque[float] = deque(maxlen=32)
     self._started = time.perf_counter()
 
   def say(self, text: str) -> None:
@@ -30,35 +35,53 @@ class Display:
     """Starts a stretch of `total` steps."""
     self.end()
     if self._console.is_terminal:
-      self._progress = Progress(TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-                                TimeRemainingColumn(), TextColumn("{task.fields[facts]}"), console=self._console, transient=True,
-                                redirect_stderr=False)
-      self._task = self._progress.add_task(what, total=total, completed=done, facts="")
-      self._progress.start()
+      self._progress = Progress(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+                                TextColumn("left"), console=self._console)
+      self._task = self._progress.add_task(what, total=total, completed=done)
+      self._live = Live(self._progress, console=self._console, transient=True, redirect_stderr=False, refresh_per_second=4)
+      self._live.start()
 
-  def advance(self, done: int, facts: str, line: bool) -> None:
-    """`done` steps are behind; `facts` stand beside the bar, and as a line of their own where there is none and `line` is set."""
-    if self._progress:
-      self._progress.update(self._task, completed=done, facts=facts)
+  def advance(self, done: int, facts: Iterable[str], line: bool) -> None:
+    """`done` steps are behind; `facts` are the lines of the panel; where there is none, the first of them, if `line` is set."""
+    first, *more = facts
+    if self._live:
+      self._progress.update(self._task, completed=done)
+      lines = [Text("  " + fact.replace("\n", "\\n"), no_wrap=True, overflow="ellipsis") for fact in (first, *more)]
+      self._live.update(Group(self._progress, *lines))
     elif line:
-      self.say(facts)
+      self.say(first)
 
-  def step(self, step: int, metrics: Mapping[str, float], line: bool) -> None:
-    """A learning step in one line."""
+  def step(self, step: int, metrics: Mapping[str, float], sample: Sample, line: bool) -> None:
+    """A learning step, with its first completion."""
     self._entropies.append(metrics["entropy/mean"])
     facts = (f"step {step}  correct {metrics['reward/accuracy']:.0%}  entropy {metrics['entropy/mean']:.3f} "
              f"{sparkline(self._entropies)}  length {metrics['length/mean']:.1f}  {metrics['tokens/s']:,.0f} tokens/s")
-    self.advance(step, facts, line)
+    self.advance(step, (facts, f"reward {metrics['reward/mean']:.3f}  loss {metrics['loss']:.4f}  {speeds(metrics)}", shown(sample)), line)
 
   def sample(self, prompt: str, completion: str, correct: bool) -> None:
     """What the policy wrote, in one line."""
-    self.say(f"  {prompt} {completion}  ({'right' if correct else 'wrong'})".replace("\n", "\\n"))
+    self.say("  " + shown((prompt, completion, correct)))
 
   def end(self) -> None:
-    """Takes the bar away."""
-    if self._progress:
-      self._progress.stop()
-      self._progress = None
+    """Takes the panel away."""
+    if self._live:
+      self._live.stop()
+      self._live = None
+
+
+def shown(sample: Sample) -> str:
+  """A completion in one line."""
+  prompt, completion, correct = sample
+  return f"{prompt} {completion}  ({'right' if correct else 'wrong'})".replace("\n", "\\n")
+
+
+def speeds(metrics: Mapping[str, float]) -> str:
+  """Tokens a second while sampling and while updating, and each phase's share of the step."""
+  whole = metrics["time/step"]
+  sampled = metrics.get("tokens/sampled", metrics["tokens/completion"])
+  parts = [("sampling", "time/sample", sampled), ("reward", "time/reward", None), ("update", "time/update", metrics["tokens/completion"])]
+  return ", ".join(f"{name} {f'{tokens / metrics[key]:,.0f} tokens/s ' if tokens is not None and metrics[key] else ''}"
+                   f"{metrics[key] / whole if whole else 0:.0%}" for name, key, tokens in parts)
 
 
 def sparkline(values: Iterable[float]) -> str:

@@ -1,13 +1,14 @@
-"""What a run leaves behind in its workdir: metrics.jsonl, samples.jsonl, TensorBoard files."""
+"""What a run leaves behind in its workdir: metrics.jsonl and samples.jsonl; and what it shows on boards."""
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gtpo_jax.parallel import from_first, is_first
+from gtpo_jax.reporting.boards import Board, TensorBoard
 
 
 class Journal:
@@ -16,49 +17,47 @@ class Journal:
   The first process writes; all of them may read, together.
   """
 
-  def __init__(self, workdir: Path, resumed_step: int, tensorboard: bool):
+  def __init__(self, workdir: Path, resumed_step: int, tensorboard: bool, more: Callable[[], Sequence[Board]] = tuple):
+    """Opens the files of `workdir`; `more` makes further boards than TensorBoard, on the first process."""
     self.metrics_file, self._samples_file = workdir / "metrics.jsonl", workdir / "samples.jsonl"
-    self._board = None
+    self._boards: list[Board] = []
     if not is_first():
       return
     for file in (self.metrics_file, self._samples_file):
       _cut_back(file, resumed_step)
-    if tensorboard:
-      from tensorboardX import SummaryWriter
-      self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=resumed_step + 1)
+    self._boards = [*([TensorBoard(workdir, resumed_step)] if tensorboard else []), *more()]
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
     """One object for the step: plain numbers, null for one that is not finite."""
     if is_first():
       _append(self.metrics_file, {"step": step, **_finite(metrics)})
-      self._to_board(step, metrics)
+      self._show(step, metrics)
 
   def amend(self, step: int, metrics: Mapping[str, float]) -> None:
     """Adds numbers to the object of a step that is already written."""
     if is_first():
       _rewrite(self.metrics_file, [row | _finite(metrics) if row["step"] == step else row for row in read_jsonl(self.metrics_file)])
-      self._to_board(step, metrics)
+      self._show(step, metrics)
 
-  def _to_board(self, step: int, metrics: Mapping[str, float]) -> None:
-    for name, value in metrics.items():
-      if self._board and math.isfinite(value):
-        self._board.add_scalar(name, value, step)
+  def _show(self, step: int, metrics: Mapping[str, float]) -> None:
+    for board in self._boards:
+      board.scalars(step, metrics)
 
   def write_sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
     """One completion, to see what the policy writes."""
     if is_first():
       _append(self._samples_file, {"step": step, "prompt": prompt, "completion": completion, "correct": correct})
-    if self._board:
-      self._board.add_text("sample", f"{'right' if correct else 'wrong'}: `{prompt}` `{completion}`", step)
+    for board in self._boards:
+      board.sample(step, prompt, completion, correct)
 
   def read(self) -> list[dict[str, Any]]:
     """Every line of metrics.jsonl."""
     return from_first(lambda: read_jsonl(self.metrics_file))
 
   def close(self) -> None:
-    """Flushes the event files."""
-    if self._board:
-      self._board.close()
+    """Writes out what the boards hold back."""
+    for board in self._boards:
+      board.close()
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,99 @@
+"""TensorBoard and Weights & Biases: numbers, texts, and a resume."""
+import json
+import struct
+
+import pytest
+
+from gtpo_jax.config import freeze
+from gtpo_jax.reporting import journal
+from gtpo_jax.reporting.boards import TensorBoard, finite
+
+
+def events(folder):
+  from tensorboardX.proto.event_pb2 import Event
+  for file in sorted(folder.iterdir()):
+    data = file.read_bytes()
+    while data:
+      length = struct.unpack("<Q", data[:8])[0]
+      yield Event.FromString(data[12:12 + length])
+      data = data[16 + length:]
+
+
+def test_tensorboard_has_the_numbers_and_the_texts(tmp_path):
+  board = TensorBoard(tmp_path, 0)
+  board.scalars(3, {"loss": 0.5, "entropy/correct": float("nan")})
+  board.sample(3, "1+2:", "it is `3`\nor *4*", correct=False)
+  board.close()
+  values = [(event.step, value) for event in events(tmp_path / "tensorboard") for value in event.summary.value]
+  assert [(step, value.tag, value.simple_value) for step, value in values if value.simple_value] == [(3, "loss", 0.5)]
+  (text,) = [value.tensor.string_val[0].decode() for _, value in values if value.tensor.string_val]
+  assert text == "**wrong**\n\n    1+2:\n    \n    it is `3`\n    or *4*"
+
+
+def test_finite():
+  assert finite({"a": 1.0, "b": float("nan"), "c": float("inf")}) == {"a": 1.0}
+
+
+def test_the_first_process_alone_writes(tmp_path, monkeypatch):
+  monkeypatch.setattr(journal, "is_first", lambda: False)
+  other = journal.Journal(tmp_path, 0, True, lambda: pytest.fail("a board on another process"))
+  other.write(1, {"loss": 1.0})
+  other.write_sample(1, "1+2:", "3", correct=True)
+  other.amend(1, {"eval/sums/mean@2": 0.5})
+  other.close()
+  assert not list(tmp_path.iterdir())
+
+
+def test_weights_and_biases_offline(tmp_path, monkeypatch):
+  """The real library, offline: what it wrote is read back from its own files; a resumed run has the same id."""
+  wandb = pytest.importorskip("wandb")
+  from gtpo_jax.reporting.boards import WeightsAndBiases
+  monkeypatch.setenv("WANDB_MODE", "offline")
+  for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+    monkeypatch.setenv(name, str(tmp_path))
+  config = freeze({"seed": 7, "log": {"wandb": "gtpo-test"}})
+  for first in (0, 2):
+    written = journal.Journal(tmp_path, first, False, lambda: [WeightsAndBiases(tmp_path, config)])
+    for step in (first + 1, first + 2):
+      written.write(step, {"loss": step / 2, "entropy/correct": float("nan")})
+      written.write_sample(step, "1+2:", f"text {step}", correct=True)
+    written.amend(first + 2, {"eval/sums/mean@2": 0.5})
+    written.close()
+  wandb.teardown()  # its own process writes the files
+  runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
+  name = (tmp_path / "wandb_id").read_text()
+  assert len(runs) == 2 and all(run.name.endswith(name) for run in runs)
+  history, project, seed = [], set(), set()
+  for run in runs:
+    for record in records(next(run.glob("*.wandb"))):
+      if record.HasField("history"):
+        history.append({"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item})
+      if record.HasField("run"):
+        project.add(record.run.project)
+        seed |= {item.value_json for item in record.run.config.update if item.key == "seed"}
+    (table,) = (run / "files" / "media" / "table").glob("*.table.json")
+    (row,) = json.loads(table.read_text())["data"]
+    assert row[1:] == ["1+2:", f"text {row[0]}", True]
+  assert project == {"gtpo-test"} and seed == {"7"}
+  assert [(row["step"], row["loss"]) for row in history if "loss" in row] == [("1", "0.5"), ("2", "1"), ("3", "1.5"), ("4", "2")]
+  assert not any("entropy/correct" in row for row in history)
+  evaluated = [row for row in history if "eval/sums/mean@2" in row]
+  assert [row["step"] for row in evaluated] == ["2", "4"] and all(any(key.startswith("samples") for key in row) for row in evaluated)
+
+
+def records(file):
+  """The records of a .wandb file: a LevelDB log behind a header of 7 bytes."""
+  from wandb.proto import wandb_internal_pb2
+  data, at, parts = file.read_bytes(), 7, b""
+  while at + 7 <= len(data):
+    if 32768 - at % 32768 < 7:  # a block's end that holds no header
+      at += 32768 - at % 32768
+      continue
+    _, length, kind = struct.unpack("<IHB", data[at:at + 7])
+    parts += data[at + 7:at + 7 + length]
+    at += 7 + length
+    if kind in (1, 4):  # whole, or its last part
+      record = wandb_internal_pb2.Record()
+      record.ParseFromString(parts)
+      parts = b""
+      yield record
