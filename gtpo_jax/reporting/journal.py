@@ -1,4 +1,4 @@
-"""What a run leaves behind in its workdir: metrics.jsonl, samples.jsonl, TensorBoard files."""
+"""What a run leaves behind in its workdir: metrics.jsonl, evaluations.jsonl, samples.jsonl, TensorBoard files."""
 from __future__ import annotations
 
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_jax.parallel import from_first, is_first
+from gtpo_jax.reporting.credit import cut_credit_back
 
 
 class Journal:
@@ -18,11 +19,13 @@ class Journal:
 
   def __init__(self, workdir: Path, resumed_step: int, tensorboard: bool):
     self.metrics_file, self._samples_file = workdir / "metrics.jsonl", workdir / "samples.jsonl"
+    self._evaluations_file = workdir / "evaluations.jsonl"
     self._board = None
     if not is_first():
       return
-    for file in (self.metrics_file, self._samples_file):
+    for file in (self.metrics_file, self._evaluations_file, self._samples_file):
       _cut_back(file, resumed_step)
+    cut_credit_back(workdir, resumed_step)
     if tensorboard:
       from tensorboardX import SummaryWriter
       self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=resumed_step + 1)
@@ -43,6 +46,11 @@ class Journal:
     for name, value in metrics.items():
       if self._board and math.isfinite(value):
         self._board.add_scalar(name, value, step)
+
+  def write_evaluation(self, step: int, summary: Mapping[str, Any]) -> None:
+    """What `Evaluation.summary` gives: every metric at each k, with its interval."""
+    if is_first():
+      _append(self._evaluations_file, {"step": step, **summary})
 
   def write_sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
     """One completion, to see what the policy writes."""
