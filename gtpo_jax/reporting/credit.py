@@ -66,8 +66,8 @@ def write_credit(workdir: Path, step: int, batch: Experience, chat: Chat, groups
     return
   r, v, none = arrays["rollouts"], arrays["verdicts"], np.zeros(batch.correct.shape, bool)
   counted = ~none if v.counted is None else v.counted
-  contrast = informative(batch.correct, r.mask.any(-1) & counted, r.guided)
-  shown = np.argsort(~contrast, kind="stable")[:groups]
+  mixed = np.minimum((batch.correct & counted).sum(1), (~batch.correct & counted).sum(1)) * informative(batch.correct, counted, r.guided)
+  shown = np.argsort(-mixed, kind="stable")[:groups].astype(np.int32)
   numbers: dict[str, int] = {}
   piece = np.zeros((len(shown), *r.tokens.shape[1:]), np.int32)
   for i, j in np.ndindex(piece.shape[:2]):
@@ -130,5 +130,5 @@ def read_credit(file: Path) -> Credit:
     return Credit(**arrays | texts | {"step": int(arrays["step"])})
   except UserError:
     raise
-  except (OSError, EOFError, ValueError, LookupError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+  except (OSError, EOFError, ValueError, LookupError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
     raise UserError(f"{str(file)!r} is damaged ({first_line(error)[:100]}); remove it and give the command again") from error

@@ -39,20 +39,21 @@ class Panel:
 
 PANELS = (
     Panel("Policy entropy", "nats a token", {"entropy/mean": ""}),
-    Panel("Policy entropy in O+ and O−", "nats a token", {"entropy/correct": "O+, correct", "entropy/incorrect": "O−, incorrect"}),
+    Panel("Policy entropy in O+ and O−", "nats a token", {"entropy/correct": "O+", "entropy/incorrect": "O−"}),
     Panel("Response length", "tokens", {"length/mean": ""}),
     Panel("Cut off", "share at the length limit", {"length/cut_off": ""}, percent=True),
     Panel("Mean reward", "with length penalty", {"reward/mean": ""}, section="Reward"),
     Panel("Accuracy in training", "share correct", {"reward/accuracy": ""}, percent=True, section="Reward"),
     Panel("Advantage in O+ and O−", "trained tokens",
-          {"advantage/correct": "O+, correct", "advantage/incorrect": "O−, incorrect"}, section="Reward"),
-    Panel("Clip rate", "share of trained tokens", {"clip/high": "above 1 + ε", "clip/low": "below 1 − ε"}, percent=True, section="Update"),
+          {"advantage/correct": "O+", "advantage/incorrect": "O−"}, section="Reward"),
+    Panel("Clip rate", "tokens", {"clip/high": "above 1 + ε", "clip/low": "below 1 − ε"}, percent=True, section="Update"),
     Panel("Sampler–trainer mismatch", "KL, nats a token", {"mismatch/kl": ""}, section="Update"),
     Panel("Largest mismatch", "nats, log-prob of a token", {"mismatch/max_abs_logp": ""}, section="Update"),
     Panel("Gradient norm", "before clipping", {"grad_norm": ""}, section="Update"),
-    Panel("Throughput", "tokens a second", {"tokens/s": ""}, section="Groups and time"),
-    Panel("Time of a step", "seconds", {"time/step": ""}, section="Groups and time"),
+    Panel("Throughput", "tokens a second, from step 2", {"tokens/s": ""}, section="Groups and time"),
+    Panel("Time of a step", "seconds, from step 2", {"time/step": ""}, section="Groups and time"),
 )
+TIMES = {key for panel in PANELS if panel.section == "Groups and time" for key in panel.curves}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def evaluation_figures(kinds: Sequence[Kind]) -> list[dict[str, Any]]:
   figures = []
   for task in tasks:
     on = f" on {task}" if len(tasks) > 1 or len(kinds) > 1 else ""
-    lines = []
+    lines: list[Line] = []
     for i, kind in enumerate(kinds):
       sampled = [key for key in kind.eval_keys if key.startswith(f"eval/{task}/mean@")]
       for dash, key in enumerate([*sampled[:1], f"eval/{task}/greedy"]):
@@ -96,7 +97,7 @@ def evaluation_figures(kinds: Sequence[Kind]) -> list[dict[str, Any]]:
     for name, title, unit in (("pass", "pass@k", "solved by one of k"),
                               ("best", "Mean reward of best of k", "of k completions"),
                               ("maj", "maj@k", "solved by majority of k")):
-      lines = [line for i, kind in enumerate(kinds) for line in _over_k(kind, i, f"eval/{task}/{name}@")]
+      lines = [line for i, kind in enumerate(kinds) for line in _over_k(kind, i, f"eval/{task}/{name}@", alone=len(kinds) == 1)]
       if lines:
         figures.append(figure(f"{title}{on}", unit, "Evaluation", lines, percent=name != "best", over_k=True))
   return figures
@@ -126,6 +127,8 @@ def time_split(kind: Kind) -> dict[str, float]:
 
 def _over_steps(kind: Kind, i: int, key: str, dash: int, name: str) -> Line | None:
   steps, values = kind.series(key)
+  if key in TIMES and len(steps) > 1:  # the first step compiles
+    steps, values = steps[1:], values[:, 1:]
   if np.isnan(values).all():
     return None
   steps, values = _thinned(steps, values)
@@ -138,7 +141,7 @@ def _evaluated(kind: Kind, i: int, key: str, dash: int, name: str) -> Line:
   return Line(i, dash, name, steps, _mean(values), np.empty((0, len(steps))), _range(values) if len(values) > 1 else ends[0].T)
 
 
-def _over_k(kind: Kind, i: int, prefix: str) -> list[Line]:
+def _over_k(kind: Kind, i: int, prefix: str, alone: bool) -> list[Line]:
   ks = sorted(int(key.removeprefix(prefix)) for key in kind.eval_keys if key.startswith(prefix))
   columns = [kind.evaluated(f"{prefix}{k}") for k in ks]
   if len(ks) < 2 or not len(columns[0][0]):
@@ -147,7 +150,7 @@ def _over_k(kind: Kind, i: int, prefix: str) -> list[Line]:
   for dash, at in enumerate([-1, 0] if len(steps) > 1 else [-1]):
     values = np.stack([values[:, at] for _, values, _ in columns], axis=1)
     ends = np.stack([ends[0, at] for *_, ends in columns], axis=1)
-    name = f"step {steps[at]}" if i == 0 and len(steps) > 1 else ("last evaluation", "first evaluation")[dash]
+    name = f"step {steps[at]}" if alone else ("last evaluation", "first evaluation")[dash]
     lines.append(Line(i, dash, name, np.asarray(ks), _mean(values), np.empty((0, len(ks))), _range(values) if len(values) > 1 else ends))
   return lines
 
@@ -192,8 +195,8 @@ def _stack(title: str, kind: int, steps: np.ndarray, shares: dict[str, np.ndarra
     svg, limits = _svg(picture, axes)
   data = [{"kind": kind, "dash": 0, "name": name, "x": steps.tolist(), "y": [rounded(y) for y in row]}
           for name, row in zip(shares, values, strict=True)]
-  return {"title": title, "unit": "share of groups", "section": "Groups and time", "svg": svg, "lines": data, "limits": limits, "percent": True,
-          "over": "step", "keys": [], "stack": True}
+  return {"title": title, "unit": "", "section": "Groups and time", "svg": svg, "lines": data, "limits": limits,
+          "percent": True, "over": "step", "keys": [], "stack": True}
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
