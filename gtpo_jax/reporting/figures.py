@@ -258,7 +258,7 @@ def _svg(picture: Figure, axes: Any) -> tuple[str, list[float]]:
   svg = svg[svg.index("<svg"):]
   svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
   svg = re.sub(r'<g id="((?:raw|smooth|both) kind\d+)"', r'<g class="\1"', svg)
-  svg = re.sub(r' id="[a-zA-Z0-9]+_\d+"', "", svg)
+  svg = re.sub(r' id="[a-zA-Z0-9.]+_\d+"', "", svg)
   svg = re.sub(r"#a000(\d\d)", lambda found: f"var(--kind{int(found[1])})", svg)
   for color, name in ((INK, "ink-2"), (GRID, "grid"), (PLUS, "plus"), (MIXED, "mixed"), (MINUS, "minus")):
     svg = svg.replace(color, f"var(--{name})")

@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from gtpo_jax import __version__
+import gtpo_jax
 from gtpo_jax.config import difference, flatten, to_dict
 from gtpo_jax.reporting.figures import BOX, composition_figures, evaluation_figures, step_figures, time_split
 from gtpo_jax.reporting.runs import Kind, Run, kinds_of, number, read_run, run_label
@@ -39,7 +39,7 @@ def make_report(workdirs: Sequence[Path]) -> str:
   names = [visible(kind.label) for kind in kinds]
   page = jinja2.Environment(loader=jinja2.FileSystemLoader(PAGE), autoescape=True, undefined=jinja2.StrictUndefined)
   return page.get_template("report.html").render(
-      title=_title(kinds), version=__version__, kinds=names, runs=[_row(i, kind, run) for i, kind in enumerate(kinds) for run in kind.runs],
+      title=_title(kinds), version=gtpo_jax.__version__, kinds=names, runs=[_row(i, kind, run) for i, kind in enumerate(kinds) for run in kind.runs],
       facts=_facts(kinds), legend=_legend(kinds), sections=[(name, [f for f in figures if f["section"] == name]) for name in SECTIONS
                                                             if any(f["section"] == name for f in figures)],
       figure_data={"box": dict(zip(("left", "bottom", "right", "top"), BOX, strict=True)),

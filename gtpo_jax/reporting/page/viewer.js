@@ -31,8 +31,9 @@
     return mode === "entropy" ? view.data.entropy : view.data[mode](scheme());
   }
 
-  const whole = (value) => String(value).replace("-", "−");
-  const fmt = (value) => Number.isFinite(value) ? whole(Number(value.toPrecision(4))) : "–";
+  const plain = (value) => String(value).replace("-", "−");
+  const digits = (value) => Math.abs(value) >= 1e4 || Math.abs(value) < 1e-4 ? String(Number(value.toPrecision(4))) : value.toPrecision(4);
+  const fmt = (value) => Number.isFinite(value) ? plain(digits(value)) : "–";
 
   // ---- what is drawn
 
@@ -119,7 +120,7 @@
           flow.append(span);
           if (broken.has(data.piece[i])) flow.append(make("br"));
         }
-        const about = [`reward ${fmt(group.reward[row.i])}`];
+        const about = [`reward ${plain(group.reward[row.i])}`];
         if (!group.finished[row.i]) about.push("cut off");
         if (group.guided[row.i]) about.push("by the guide");
         if (!group.counted[row.i]) about.push("left out");
