@@ -39,9 +39,9 @@ def make_report(workdirs: Sequence[Path]) -> str:
   names = [visible(kind.label) for kind in kinds]
   page = jinja2.Environment(loader=jinja2.FileSystemLoader(PAGE), autoescape=True, undefined=jinja2.StrictUndefined)
   return page.get_template("report.html").render(
-      title=_title(kinds), version=gtpo_jax.__version__, kinds=names, runs=[_row(i, kind, run) for i, kind in enumerate(kinds) for run in kind.runs],
-      facts=_facts(kinds), legend=_legend(kinds), sections=[(name, [f for f in figures if f["section"] == name]) for name in SECTIONS
-                                                            if any(f["section"] == name for f in figures)],
+      title=_title(kinds), version=gtpo_jax.__version__, kinds=names,
+      runs=[_row(i, kind, run) for i, kind in enumerate(kinds) for run in kind.runs], facts=_facts(kinds), legend=_legend(kinds),
+      sections=[(name, here) for name in SECTIONS if (here := [figure for figure in figures if figure["section"] == name])],
       figure_data={"box": dict(zip(("left", "bottom", "right", "top"), BOX, strict=True)),
                    "figures": [{key: f[key] for key in ("lines", "limits", "percent", "over", "stack")} for f in figures]},
       viewer=viewer, packed=packed, **_settings(kinds), css=(PAGE / "report.css").read_text(encoding="utf-8"), script=script,
