@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 
+from gtpo_jax.config.sections import LogSection
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.errors import UserError
 from gtpo_jax.reporting.credit import Credit, credit_files, read_credit, save_credit
@@ -31,6 +32,11 @@ def test_what_is_written_comes_back(tmp_path):
   assert back.mask.tolist() == [[[True, False, False, False], [True] * 4], [[True, True, False, False], [True, True, True, False]]]
   signals = back.signals(guided=False)
   assert signals["guided"] is None and signals["entropy"][1, 1].tolist() == [1.5, 1.625, 1.75, 0.0]
+
+
+def test_when_a_step_is_kept():
+  kept = lambda every, last: [step for step in range(1, last + 1) if LogSection(credit_every=every).keeps_credit(step, last)]
+  assert kept(10, 25) == [1, 10, 20, 25] and kept(1, 3) == [1, 2, 3] and kept(0, 5) == [] and kept(50, 1) == [1]
 
 
 def test_a_resumed_run_keeps_what_its_checkpoint_knows(tmp_path):
