@@ -14,10 +14,10 @@
     input.addEventListener("change", () => root.classList.toggle(`hide${input.dataset.kind}`, !input.checked));
   }
 
+  const scaled = (chart, x) => chart.over === "k" ? Math.log2(x) : x;
   const place = (chart, x) => {  // of x in the picture, from 0 to 1
-    const scale = chart.over === "k" ? Math.log2 : (value) => value;
-    const [low, high] = chart.limits.map(scale === Math.log2 ? Math.log2 : (value) => value);
-    return box.left + (scale(x) - low) / (high - low) * (box.right - box.left);
+    const [low, high] = chart.limits.map((end) => scaled(chart, end));
+    return box.left + (scaled(chart, x) - low) / (high - low) * (box.right - box.left);
   };
   const nearest = (line, x) => line.x.reduce((best, value, i) => Math.abs(value - x) < Math.abs(line.x[best] - x) ? i : best, 0);
 

@@ -125,8 +125,9 @@
         if (group.guided[row.i]) about.push("by the guide");
         if (!group.counted[row.i]) about.push("left out");
         row.sums = make("span");
+        flow.setAttribute("role", "presentation");
         row.element = make("div", { className: "row" },
-          make("header", {}, make("b", { textContent: `${correct ? "✓" : "✗"} ${row.i + 1}` }), `  ${about.join(", ")}`, make("br"), row.sums), flow);
+          make("header", { role: "rowheader" }, make("b", { textContent: `${correct ? "✓" : "✗"} ${row.i + 1}` }), `  ${about.join(", ")}`, make("br"), row.sums), flow);
         row.element.setAttribute("role", "row");
         view.order.push(row);
         grid.append(row.element);
