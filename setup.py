@@ -17,7 +17,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["gtpo_jax", "gtpo_jax.*"]),
     package_dir={"": "."},  # an editable install is then a plain path
-    package_data={"gtpo_jax.data": ["tokenizer/*.json"]},
+    package_data={"gtpo_jax.data": ["tokenizer/*.json"], "gtpo_jax.reporting": ["page/*"]},
     entry_points={"console_scripts": ["gtpo = gtpo_jax.cli:main"]},
     install_requires=[
         "jax>=0.10,<0.13",
@@ -57,6 +57,7 @@ setup(
             "wandb>=0.20",
             "nbclient>=0.10",
             "ipykernel>=6.29",
+            "playwright>=1.49",  # drives the machine's own Chromium; downloads none
             'torch==2.13.0; python_version < "3.12"',
             'peft>=0.17; python_version < "3.12"',
         ],

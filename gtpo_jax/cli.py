@@ -21,7 +21,7 @@ from gtpo_jax.start import join_processes, prepare_jax
 from gtpo_jax.stopping import StopSignals
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-COMMANDS = ("train", "eval", "sample", "export", "plan", "doctor")
+COMMANDS = ("train", "eval", "sample", "export", "plan", "report", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,6 +98,11 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   planner.add_argument("--topology", required=True, help="such as v5p:4x4x4 or v5e:4x4 (needs libtpu), or cpu:8")
   planner.add_argument("--json", type=Path, help="write the numbers into this file too")
   planner.set_defaults(run=_plan)
+
+  reporter = commands.add_parser("report", help="runs as one HTML file: figures, and where the credit goes", allow_abbrev=False)
+  reporter.add_argument("--workdir", required=True, type=epath.Path, action="append", help="the workdir of a run; give it once for each")
+  reporter.add_argument("--out", required=True, type=Path, help="the HTML file to write")
+  reporter.set_defaults(run=_report)
 
   doctor = commands.add_parser("doctor", help="what is here, what is missing, how to get it", allow_abbrev=False)
   doctor.set_defaults(run=_doctor)
@@ -270,6 +275,17 @@ def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
   return 0
 
 
+def _report(args: argparse.Namespace, overrides: list[str]) -> int:
+  os.environ["JAX_PLATFORMS"] = "cpu"  # a run that is still going may hold the accelerator
+  prepare_jax()
+  from gtpo_jax.reporting.report import make_report
+  _check_writable(args.out)
+  page = make_report(args.workdir)
+  _write(args.out, page)
+  print(f"{args.out}: {len(args.workdir)} run(s), {len(page) / 1e6:.1f} MB; it needs nothing else, open it in any browser")
+  return 0
+
+
 def _doctor(args: argparse.Namespace, overrides: list[str]) -> int:
   prepare_jax()
   from gtpo_jax.doctor import examine
@@ -302,6 +318,6 @@ def _check_writable(file: Path | None) -> None:
 
 def _write(file: Path, text: str) -> None:
   try:
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
   except OSError as error:
     raise UserError(f"cannot write {str(file)!r}: {error.strerror}") from error

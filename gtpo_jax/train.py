@@ -29,6 +29,7 @@ from gtpo_jax.parallel import any_process, fetch, is_first
 from gtpo_jax.problems import held_out_problems, training_problems
 from gtpo_jax.reporting.boards import WeightsAndBiases, check_boards
 from gtpo_jax.reporting.compiles import compile_count
+from gtpo_jax.reporting.credit import write_credit
 from gtpo_jax.reporting.curves import draw_curves
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import Journal
@@ -213,6 +214,8 @@ def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[]
     journal.write(step + 1, metrics)
     for i in range(min(config.log.samples, len(batch.problems))):
       journal.write_sample(step + 1, *_sample(batch, i))
+    if config.log.keeps_credit(step + 1, config.steps):
+      write_credit(workdir, step + 1, batch, actor.chat, config.log.credit_groups)
     guards.check(step + 1, metrics, batch)
     if (step + 1) % config.checkpoint.every == 0 and not guards.skipped:
       save()
@@ -283,6 +286,7 @@ def evaluate_if_due(config: Config, actor: Actor, state: TrainState, held_out: S
     kept = Checkpoints(workdir / "best", keep=1)
     kept.save_params(state.params, step)
     kept.close()
+  journal.write_evaluation(step, result.summary())
   journal.amend(step, metrics)
   return metrics
 

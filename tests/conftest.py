@@ -1,6 +1,8 @@
-"""Eight virtual CPU devices for every test, a compile cache shared by the test processes, and the tests that need a sandbox."""
+"""Eight virtual CPU devices for every test, a compile cache shared by the test processes, and what tests need of the machine."""
 import importlib.metadata
+import importlib.util
 import os
+import shutil
 import tempfile
 
 import pytest
@@ -19,6 +21,20 @@ def pytest_runtest_setup(item):
     from gtpo_jax.rewards import sandbox_problem
     if problem := sandbox_problem():
       (pytest.fail if os.environ.get("GTPO_REQUIRE_SANDBOX") else pytest.skip)(f"no sandbox here: {problem}")
+
+
+@pytest.fixture(scope="session")
+def browser():
+  """The machine's own Chromium, without a window. Where GTPO_REQUIRE_BROWSER is set, as in CI, its lack is a failure."""
+  program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+  if program is None or importlib.util.find_spec("playwright") is None:
+    lack = "no Chromium here: install chromium" if program is None else "playwright is not installed: pip install playwright"
+    (pytest.fail if os.environ.get("GTPO_REQUIRE_BROWSER") else pytest.skip)(lack)
+  from playwright.sync_api import sync_playwright
+  with sync_playwright() as driver:
+    opened = driver.chromium.launch(executable_path=program, args=["--no-sandbox"] if os.geteuid() == 0 else [])
+    yield opened
+    opened.close()
 
 
 def pytest_configure(config):

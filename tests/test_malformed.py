@@ -77,6 +77,7 @@ CASES = {
     "an unknown algorithm": (train("algorithm.name=gtop"), "did you mean 'gtpo'?"),
     "no skipped update allowed": (train("guards.skipped=0"), "guards.skipped must be at least 1, got 0"),
     "a negative stall": (train("guards.stall_s=-1"), "guards.stall_s must be at least 0, got -1"),
+    "credit of no group": (train("log.credit_groups=0"), "log.credit_groups must be at least 1, got 0"),
     "a stall that is no number": (train("guards.stall_s=nan"), "guards.stall_s must be at least 0, got nan"),
     "no checkpoint kept": (train("checkpoint.keep=0"), "checkpoint.keep must be at least 1, got 0"),
     "three devices of eight": (train("mesh.data=3"), "does not fit 8 device(s)"),

@@ -17,6 +17,7 @@ from gtpo_jax.errors import RunError, UserError
 from gtpo_jax.models.qwen2 import init_params
 from gtpo_jax.parallel import shard_batch
 from gtpo_jax.reporting.compiles import compile_count
+from gtpo_jax.reporting.credit import credit_files, read_credit
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
 from gtpo_jax.rewards import VERIFIERS
@@ -91,6 +92,12 @@ def test_what_a_run_leaves_behind(whole):
   assert picture[:8] == b"\x89PNG\r\n\x1a\n" and min(struct.unpack(">II", picture[16:24])) > 300 and len(picture) > 20_000
   samples = read_jsonl(workdir / "samples.jsonl")
   assert {row["step"] for row in samples} == {1, 2, 3, 4} and "+" in samples[0]["prompt"]
+  assert list(credit_files(workdir)) == [1, 4]
+  evaluations = read_jsonl(workdir / "evaluations.jsonl")
+  assert [row["step"] for row in evaluations] == [0, 2, 4]
+  for row in evaluations:
+    lower, upper = row["intervals"]["eval/sums/pass@2"]
+    assert lower <= row["eval/sums/pass@2"] <= upper and row["eval/sums/pass@2"] == rows[row["step"]]["eval/sums/pass@2"]
   assert list((workdir / "tensorboard").glob("events.*"))
   assert load_config(workdir) == small_config()
   assert Checkpoints(workdir / "checkpoints").latest == 4
@@ -112,6 +119,10 @@ def test_resume_is_exact(whole, tmp_path):
   assert run(small_config(), workdir).finished
 
   assert lasting(read_jsonl(workdir / "metrics.jsonl")) == lasting(read_jsonl(whole[0] / "metrics.jsonl"))
+  assert read_jsonl(workdir / "evaluations.jsonl") == read_jsonl(whole[0] / "evaluations.jsonl")
+  for step in (1, 4):
+    one, other = (vars(read_credit(credit_files(folder)[step])) for folder in (workdir, whole[0]))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
   jax.tree.map(np.testing.assert_array_equal, final_params(small_config(), workdir), final_params(small_config(), whole[0]))
 
 

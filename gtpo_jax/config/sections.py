@@ -271,11 +271,20 @@ class LogSection:
     wandb: the project of Weights & Biases to log into (needs `pip install 'gtpo_jax[wandb]'`); "" for none. WANDB_MODE=offline writes
       into WORKDIR/wandb alone.
     samples: completions a step written into WORKDIR/samples.jsonl.
+    credit_every: steps between records of where the credit goes (WORKDIR/credit, for `gtpo report`), the first and the last step
+      besides; 0 for none.
+    credit_groups: groups of such a step whose tokens are kept, the most mixed first; of the others entropies and verdicts alone.
   """
 
   tensorboard: bool = True
   wandb: str = ""
   samples: int = 4
+  credit_every: int = 10
+  credit_groups: int = 4
+
+  def keeps_credit(self, step: int, last: int) -> bool:
+    """Whether step `step` of a run of `last` steps is recorded."""
+    return bool(self.credit_every) and (step in (1, last) or step % self.credit_every == 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,6 +68,7 @@ class Config:
                 "sampling.max_tokens": 2, "data.max_prompt_tokens": 1, "warm_start.steps": 0, "warm_start.batch": 1,
                 "warm_start.slips": 0, "eval.every": 0, "eval.problems": 1, "eval.samples": 1, "eval.batch": 1,
                 "checkpoint.every": 1, "checkpoint.keep": 1, "guards.skipped": 1, "guards.stall_s": 0, "log.samples": 0,
+                "log.credit_every": 0, "log.credit_groups": 1,
                 "seed": 0, "data.bad_rows": 0, "reward.code_memory_mb": 16}
     if self.seed >= 2**32:
       raise UserError(f"seed must be below 2**32, got {self.seed}")

@@ -19,6 +19,8 @@ TOKENIZER_DIR = Path(__file__).parent / "tokenizer"
 FILES = ("tokenizer_config.json", "tokenizer.json", "config.json", "generation_config.json", "vocab.json", "merges.txt",
          "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "tokenizer.model")
 
+BROKEN, LONGEST = "\ufffd", 4  # what stands for bytes that are no character, and how many bytes one may have
+
 Messages = Sequence[dict[str, str]]
 
 
@@ -70,6 +72,24 @@ class Chat:
     """Completions, token ids each, to text, end tokens left out."""
     with self._lock:
       return self.tokenizer.batch_decode([[int(token) for token in row if token not in self.stop] for row in rows])
+
+  def pieces(self, ids: Sequence[int]) -> list[str]:
+    """What each token of a completion adds to its text; end tokens by their names.
+
+    A character that several tokens spell together is added by the last of them, and the others add nothing.
+    """
+    ids = [int(token) for token in ids]
+    with self._lock:
+      alone = {token: self.tokenizer.decode([token]) for token in set(ids)}
+      pieces, run, begun = [], [], ""
+      for place, token in enumerate(ids):
+        run.append(token)
+        text = alone[token] if len(run) == 1 else self.tokenizer.decode(run)
+        open_end = text.endswith(BROKEN) and len(run) < LONGEST and place < len(ids) - 1
+        text = text.rstrip(BROKEN) if open_end else text
+        pieces.append(text[len(begun):])
+        run, begun = (run, text) if open_end else ([], "")
+    return pieces
 
   def _render(self, messages: Messages) -> str:
     whose = f"the chat template of {self.tokenizer.name_or_path!r}"

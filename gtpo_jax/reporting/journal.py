@@ -1,4 +1,4 @@
-"""What a run leaves behind in its workdir: metrics.jsonl and samples.jsonl; and what it shows on boards."""
+"""What a run leaves behind in its workdir: metrics.jsonl, evaluations.jsonl, samples.jsonl; and what it shows on boards."""
 from __future__ import annotations
 
 import json
@@ -9,6 +9,7 @@ from typing import Any
 
 from gtpo_jax.parallel import from_first, is_first
 from gtpo_jax.reporting.boards import Board, TensorBoard
+from gtpo_jax.reporting.credit import cut_credit_back
 
 
 class Journal:
@@ -20,11 +21,13 @@ class Journal:
   def __init__(self, workdir: Path, resumed_step: int, tensorboard: bool, more: Callable[[], Sequence[Board]] = tuple):
     """Opens the files of `workdir`; `more` makes further boards than TensorBoard, on the first process."""
     self.metrics_file, self._samples_file = workdir / "metrics.jsonl", workdir / "samples.jsonl"
+    self._evaluations_file = workdir / "evaluations.jsonl"
     self._boards: list[Board] = []
     if not is_first():
       return
-    for file in (self.metrics_file, self._samples_file):
+    for file in (self.metrics_file, self._evaluations_file, self._samples_file):
       _cut_back(file, resumed_step)
+    cut_credit_back(workdir, resumed_step)
     self._boards = [*([TensorBoard(workdir, resumed_step)] if tensorboard else []), *more()]
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -42,6 +45,11 @@ class Journal:
   def _show(self, step: int, metrics: Mapping[str, float]) -> None:
     for board in self._boards:
       board.scalars(step, metrics)
+
+  def write_evaluation(self, step: int, summary: Mapping[str, Any]) -> None:
+    """What `Evaluation.summary` gives: every metric at each k, with its interval."""
+    if is_first():
+      _append(self._evaluations_file, {"step": step, **summary})
 
   def write_sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
     """One completion, to see what the policy writes."""
