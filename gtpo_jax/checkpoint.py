@@ -137,7 +137,7 @@ class Checkpoints:
     for name in names:
       if targets[name] is not None:
         _check_kinds(folder, name, seal["leaves"][name], leaf_kinds(targets[name]))
-    found, damage, reader = {}, "", ocp.StandardCheckpointHandler()  # the manager's own waits for the other processes, whatever becomes of them
+    found, damage, reader = {}, "", ocp.StandardCheckpointHandler()  # the manager's reading waits for processes that failed
     try:
       for name in names:
         found[name] = reader.restore(folder / name, args=ocp.args.StandardRestore(targets[name]))
@@ -188,9 +188,9 @@ def _check_kinds(folder: epath.Path, item: str, saved: Mapping[str, str], wanted
   """Refuses a checkpoint, whole as it may be, whose arrays are others than those that are wanted."""
   kinds = {leaf: digest.partition(":")[0] for leaf, digest in saved.items()}
   if differs := [leaf for leaf in sorted(kinds.keys() | wanted.keys()) if kinds.get(leaf) != wanted.get(leaf)]:
-    raise UserError(f"the checkpoint in {str(folder)!r} is of another model or optimizer: {item}{differs[0]} is "
-                    f"{kinds.get(differs[0], 'not there')}, and by this config {wanted.get(differs[0], 'not there')}; give it the config that "
-                    f"it was made with, or name another workdir")
+    was, wants = (which.get(differs[0], "not there") for which in (kinds, wanted))
+    raise UserError(f"the checkpoint in {str(folder)!r} is of another model or optimizer: {item}{differs[0]} is {was}, and by this config "
+                    f"{wants}; give it the config that it was made with, or name another workdir")
 
 
 def _rename(folder: epath.Path, step: int) -> epath.Path:

@@ -13,6 +13,7 @@ from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.evaluation import Stopped, evaluate_run
 from gtpo_jax.frozen import check_frozen, check_weights, initial_params, load_frozen
 from gtpo_jax.guards import Guards
+from gtpo_jax.identity import check_identity, identity_of
 from gtpo_jax.models.qwen2 import Params
 from gtpo_jax.parallel import any_process, fetch, is_first
 from gtpo_jax.problems import held_out_problems, training_problems
@@ -58,7 +59,7 @@ def train(config: Config, workdir: Path, display: Display, stopping: Callable[[]
   check_frozen(config, actor)
   check_weights(config)
   problems, held_out = training_problems(config, actor, display.say), held_out_problems(config, actor, display.say)
-  with claim(workdir, config), Watchdog(config.guards.stall_s, lambda: any_process(stopping())) as asked:
+  with claim(workdir, config, display.say), Watchdog(config.guards.stall_s, lambda: any_process(stopping())) as asked:
     return learn(config, workdir, display, asked, actor, problems, held_out)
 
 
@@ -81,13 +82,14 @@ def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[]
       return Result(0, False, "stopped during the warm start, which is not saved and begins anew")
     state = init_state(base, optimizer, actor.model)
 
-  start, frozen = int(state.step), load_frozen(config, actor, workdir)
+  start, facts, accept = int(state.step), saved.facts if saved else {}, config.checkpoint.accept_changes
+  frozen = load_frozen(config, actor, workdir, {} if accept else facts.get("steps", {}))
+  identity = identity_of(config, problems, held_out, frozen)
+  check_identity(facts.get("identity", {}), identity, accept, display.say)
   collector = Collector(config, actor, problems, frozen, drawn=start)
-  if saved:
-    frozen.check(saved.facts)
-    if saved.leftovers:
-      collector.restore(saved.leftovers)
-  save = lambda: checkpoints.save(state, collector.leftovers(), frozen.identity)
+  if saved and saved.leftovers:
+    collector.restore(saved.leftovers)
+  save = lambda: checkpoints.save(state, collector.leftovers(), {"identity": identity, "steps": frozen.steps})
   if config.sampling.warm_up:
     actor.engine.warm_up(actor.policy(state.params).params, config.batch.prompts, group=config.own_group, sampler=config.sampler)
   journal = Journal(workdir, start, config.log.tensorboard)
