@@ -1,9 +1,10 @@
 """Verdicts and rewards: parts, users' functions and their faults. No silent zero."""
-import os
+import fcntl
 import signal
+import struct
+import termios
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -139,25 +140,37 @@ def test_a_function_that_hangs_is_left_to_itself(capfd):
   assert not left[0].is_alive()
 
 
-def test_a_worker_that_is_killed_costs_its_check_alone():
+@pytest.mark.parametrize("end", ["killed", "over its limit"])
+def test_a_worker_that_is_lost_costs_its_check_alone(end):
   """The check that it had has no verdict; those after it have, of a new worker."""
-  tower, plain = Problem("t", user("1"), r"\sqrt{8}+x", "math"), Problem("p", user("1"), r"\sqrt{2}+x", "math")
-  texts = [r"\boxed{9^{9^{9^9}}}", r"\boxed{x+\sqrt{2}}"]
-  judging = Judging(judge_of(**{"reward.timeout_s": 60.0}), [tower, plain], 1, lambda rows: [texts[row[0]] for row in rows])
+  problems = [Problem(name, user("1"), r"\sqrt{2}+x", "math") for name in "ab"]
+  judge = judge_of(**{"reward.timeout_s": 120.0 if end == "killed" else 5.0})
+  judging = Judging(judge, problems, 1, lambda rows: [r"\boxed{x+\sqrt{2}}"] * len(rows))
+  pool = shared_pool()
+  assert pool.check("x", "x") is True  # there is a worker
+  workers = list(pool._alive)
+  for worker in workers:
+    worker.process.send_signal(signal.SIGSTOP)
   judging.put([((0, 0), np.array([0]), True)])
-  pool, until = shared_pool(), time.monotonic() + 60
-  while not (busy := [pid for pid in pool.pids() if cpu_seconds(pid) > 3]) and time.monotonic() < until:  # past its start, in the check
-    time.sleep(0.1)
-  os.kill(busy[0], signal.SIGKILL)
+  until = time.monotonic() + 60
+  while not (asked := [worker for worker in workers if unread(worker.process.stdin)]) and time.monotonic() < until:
+    time.sleep(0.01)
+  for worker in workers:
+    if worker not in asked:
+      worker.process.send_signal(signal.SIGCONT)
+    elif end == "killed":
+      worker.process.kill()
+  judge.thread.submit(lambda: None).result(60)
+  pool.check("x", "x", 60.0)  # the start of another worker is no part of a check's time, its first imports may be
   judging.put([((1, 0), np.array([1]), True)])
   found = judging.result()
   assert found.reached.tolist() == [[False], [True]] and found.correct.tolist() == [[False], [True]]
-  assert found.metrics["reward/no_verdict"] == 1 and busy[0] not in pool.pids()
+  assert found.metrics["reward/no_verdict"] == 1 and asked[0].process.pid not in pool.pids()
 
 
-def cpu_seconds(pid):
-  fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-  return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def unread(pipe):
+  """Bytes that wait in a pipe."""
+  return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))[0]
 
 
 def test_penalties_and_filters():
