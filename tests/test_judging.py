@@ -5,6 +5,7 @@ import struct
 import termios
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -151,10 +152,9 @@ def test_a_worker_that_is_lost_costs_its_check_alone(end):
   workers = list(pool._alive)
   for worker in workers:
     worker.process.send_signal(signal.SIGSTOP)
+    wait_for(lambda worker=worker: Path(f"/proc/{worker.process.pid}/stat").read_text().rsplit(") ")[1][0] == "T")
   judging.put([((0, 0), np.array([0]), True)])
-  until = time.monotonic() + 60
-  while not (asked := [worker for worker in workers if unread(worker.process.stdin)]) and time.monotonic() < until:
-    time.sleep(0.01)
+  asked = wait_for(lambda: [worker for worker in workers if unread(worker.process.stdin)])
   for worker in workers:
     if worker not in asked:
       worker.process.send_signal(signal.SIGCONT)
@@ -166,6 +166,15 @@ def test_a_worker_that_is_lost_costs_its_check_alone(end):
   found = judging.result()
   assert found.reached.tolist() == [[False], [True]] and found.correct.tolist() == [[False], [True]]
   assert found.metrics["reward/no_verdict"] == 1 and asked[0].process.pid not in pool.pids()
+
+
+def wait_for(question):
+  """The first answer that is not empty."""
+  until = time.monotonic() + 60
+  while not (answer := question()):
+    assert time.monotonic() < until
+    time.sleep(0.01)
+  return answer
 
 
 def unread(pipe):
