@@ -87,10 +87,10 @@ def result(workdir: Path) -> tuple:
   return rows, read_jsonl(workdir / "samples.jsonl"), newest, json.loads(seal)["leaves"]
 
 
-def quarters(values: list[int]) -> list[float]:
-  """The means of the four quarters of a time."""
-  cuts = [i * len(values) // 4 for i in range(5)]
-  return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(cuts)]
+def tenths(values: list[int]) -> list[float]:
+  """The means of the ten parts of a time."""
+  cuts = [i * len(values) // 10 for i in range(11)]
+  return [round(sum(values[a:b]) / (b - a), 1) for a, b in itertools.pairwise(cuts)]
 
 
 def main() -> None:
@@ -103,11 +103,11 @@ def main() -> None:
   minutes = lambda: round((time.monotonic() - began) / 60, 1)
   seen = leave_alone(folder / "whole", 24 * args.minutes)
   steps, alone = steps_done(folder / "whole"), minutes()
-  memory, files, threads = (quarters(values) for values in zip(*seen, strict=True))
+  memory, files, threads = (tenths(values) for values in zip(*seen, strict=True))
   versions = {name: importlib.metadata.version(name) for name in ("jax", "orbax-checkpoint")}
   found = {"versions": {"python": platform.python_version(), **versions},
            "steps": steps, "minutes_alone": alone, "looked": len(seen), "memory_mib": [round(value / 1024, 1) for value in memory],
-           "memory_growth": memory[3] / memory[0] - 1, "files": files, "threads": threads}
+           "memory_growth": memory[9] / memory[0] - 1, "of_its_second_half": memory[9] / memory[5] - 1, "files": files, "threads": threads}
   print(json.dumps(found), flush=True)
   found |= {"kills": kill_at_random(folder / "killed", steps, random.Random(args.seed)), "minutes": minutes()}
   if result(folder / "killed") != result(folder / "whole"):

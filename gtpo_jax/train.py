@@ -161,7 +161,7 @@ def evaluate_if_due(config: Config, actor: Actor, state: TrainState, held_out: S
   due = step in (0, config.steps) or (config.eval.every and step % config.eval.every == 0)
   if not due:
     return False
-  rows = journal.read()
+  rows = journal.read("eval/")
   row = next((row for row in reversed(rows) if row["step"] == step), None)
   if row is None or _accuracy(row) is not None:
     return False

@@ -12,9 +12,9 @@ from gtpo_jax.seal import check_seal
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 STEPS = 6
-SETTINGS = {  # several minibatches and micro-batches, and groups left over from step to step
-    "steps": STEPS, "data.terms": 2, "data.max_prompt_tokens": 20, "sampling.max_tokens": 14, "batch.prompts": 8, "batch.group": 4,
-    "batch.minibatches": 2, "batch.micro_batches": 2, "batch.max_gen_batches": 20, "algorithm.name": "dapo", "reward.verifier": "run:judge",
+SETTINGS = {  # several minibatches, and groups left over from step to step
+    "steps": STEPS, "data.terms": 2, "data.max_prompt_tokens": 20, "sampling.max_tokens": 14, "batch.prompts": 4, "batch.group": 4,
+    "batch.minibatches": 2, "batch.max_gen_batches": 20, "algorithm.name": "dapo", "reward.verifier": "run:judge",
     "warm_start.steps": 0, "optimizer.learning_rate": 1e-3, "eval.every": 3, "eval.problems": 8, "eval.samples": 2, "eval.batch": 8,
     "checkpoint.every": 2}
 CLOCK = ("time/", "tokens/s", "compiles")
