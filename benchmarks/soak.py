@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py --minutes=60 --json=soak.json
 
-For two fifths of the time the job runs undisturbed; once a quarter of that is over, memory, open files and threads are looked at each
+For a third of the time the job runs undisturbed; once a quarter of that is over, memory, open files and threads are looked at each
 second. Where it has got to is the end of the second run, which is killed again and again, and must leave the same metrics, samples and
 digests. Kills fall at random times, so that what they hit is chance; `tests/faults` has them at marked points.
 """
@@ -60,12 +60,12 @@ def leave_alone(workdir: Path, seconds: float) -> list[tuple[int, int, int]]:
 
 
 def kill_at_random(workdir: Path, steps: int, chance: random.Random) -> int:
-  """Runs the job to the end, killing it each 5 to 90 seconds; the number of kills."""
+  """Runs the job to the end, killing it each 10 to 150 seconds; the number of kills."""
   kills = 0
   while True:
     process = start(workdir, steps)
     try:
-      process.wait(chance.uniform(5, 90))
+      process.wait(chance.uniform(10, 150))
     except subprocess.TimeoutExpired:
       process.kill()
       process.communicate()
@@ -101,7 +101,7 @@ def main() -> None:
   args = parser.parse_args()
   folder, began = Path(tempfile.mkdtemp(prefix="gtpo_soak_")), time.monotonic()
   minutes = lambda: round((time.monotonic() - began) / 60, 1)
-  seen = leave_alone(folder / "whole", 24 * args.minutes)
+  seen = leave_alone(folder / "whole", 20 * args.minutes)
   steps, alone = steps_done(folder / "whole"), minutes()
   memory, files, threads = (tenths(values) for values in zip(*seen, strict=True))
   versions = {name: importlib.metadata.version(name) for name in ("jax", "orbax-checkpoint")}
