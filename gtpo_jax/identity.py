@@ -10,6 +10,7 @@ from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.errors import UserError
 from gtpo_jax.frozen import FrozenPolicies
+from gtpo_jax.parallel import from_first
 
 
 def identity_of(config: Config, problems: Sequence[tuple[Problems, float]], held_out: Sequence[Problem],
@@ -33,8 +34,11 @@ def check_identity(then: Mapping[str, str], now: Mapping[str, str], accept: bool
   """Refuses to go on with other data or policies than a run began with; with `accept`, says so and goes on.
 
   Raises:
-    UserError: something has changed; the message says what, from what and to what.
+    UserError: something has changed, or is not what it is for the first process; the message says what, from what and to what.
   """
+  first = from_first(lambda: dict(now))
+  if differs := [name for name, what in now.items() if first[name] != what]:
+    raise UserError(f"{differs[0]} is not the same everywhere: the first process has {first[differs[0]]}, this one {now[differs[0]]}")
   changed = [f"{name} was {then[name]}, now {what}" for name, what in now.items() if then.get(name, what) != what]
   if changed and not accept:
     raise UserError(f"what this run learns from has changed since it began ({'; '.join(changed)}); give it what it had, name another "

@@ -4,7 +4,7 @@ import os
 import shutil
 
 import pytest
-from processes import SETTINGS, STEPS, left_behind, start, start_two
+from processes import SETTINGS, STEPS, command, left_behind, start, start_two, together
 
 from gtpo_jax.reporting.journal import read_jsonl
 
@@ -121,6 +121,10 @@ def test_two_processes_of_which_one_is_killed(whole_of_two, tmp_path):
     codes, printed = start_two(tmp_path / "run", event, victim, SETTINGS)
     assert codes[victim] == -9 and codes[1 - victim] not in (0, 2), (event, codes, printed)
     assert "damaged" not in printed[0]
+    ours = [line for line in printed[1 - victim].splitlines() if line.startswith("gtpo: ")]
+    if codes[1 - victim] == 1:  # else JAX's coordinator, which the first process has, missed the other one: and said so
+      assert len(ours) == 1 and f"process {1 - victim} of 2: another process is gone or out of reach" in ours[0], (event, printed)
+      assert "Traceback" not in printed[1 - victim], (event, printed)
   codes, printed = start_two(tmp_path / "run", "-", 0, SETTINGS)
   assert codes == [0, 0] and "damaged" not in printed[0], printed
   assert left_behind(tmp_path / "run") == whole_of_two[1]
@@ -134,6 +138,21 @@ def test_two_processes_stop_together(whole_of_two, tmp_path, victim):
   assert "stopped at step" in printed[0]
   codes, printed = start_two(tmp_path / "run", "-", 0, SETTINGS)
   assert codes == [0, 0] and left_behind(tmp_path / "run") == whole_of_two[1], printed
+
+
+@pytest.mark.slow
+def test_two_processes_that_do_not_see_the_same_data(tmp_path):
+  """As without a file system that both see: they would learn from different problems."""
+  for name, answer in (("first", 12), ("second", 13)):
+    (tmp_path / name).write_text(json.dumps({"prompt": "10+2:", "answer": answer, "kind": "last_number"}) + "\n")
+  data = tmp_path / "data.jsonl"
+  data.write_bytes((tmp_path / "first").read_bytes())
+  line = command(tmp_path / "run", "-", SETTINGS | {"data.train": data, "data.eval": "sums"})
+  own_view = ["unshare", "--mount", "sh", "-c", f'mount --bind {tmp_path / "second"} {data} && exec "$@"', "sh", *line]
+  codes, printed = together([line, own_view])
+  assert codes[1] == 2 and codes[0] not in (0, 2), (codes, printed)
+  ours = [row for row in printed[1].splitlines() if row.startswith("gtpo: ")]
+  assert len(ours) == 1 and "is not the same everywhere: the first process has 1 problems, sha256 " in ours[0], printed
 
 
 @pytest.mark.slow
