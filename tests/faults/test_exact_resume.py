@@ -122,7 +122,7 @@ def test_two_processes_of_which_one_is_killed(whole_of_two, tmp_path):
     assert codes[victim] == -9 and codes[1 - victim] not in (0, 2), (event, codes, printed)
     assert "damaged" not in printed[0]
     ours = [line for line in printed[1 - victim].splitlines() if line.startswith("gtpo: ")]
-    if codes[1 - victim] == 1:  # else JAX's coordinator, which the first process has, missed the other one: and said so
+    if codes[1 - victim] == 1:  # else JAX's own watch ended it, in its own words
       assert len(ours) == 1 and f"process {1 - victim} of 2: another process is gone or out of reach" in ours[0], (event, printed)
       assert "Traceback" not in printed[1 - victim], (event, printed)
   codes, printed = start_two(tmp_path / "run", "-", 0, SETTINGS)
@@ -153,6 +153,15 @@ def test_two_processes_that_do_not_see_the_same_data(tmp_path):
   assert codes[1] == 2 and codes[0] not in (0, 2), (codes, printed)
   ours = [row for row in printed[1].splitlines() if row.startswith("gtpo: ")]
   assert len(ours) == 1 and "is not the same everywhere: the first process has 1 problems, sha256 " in ours[0], printed
+
+
+@pytest.mark.slow
+def test_two_processes_of_which_nobody_reads_one(tmp_path):
+  """As `| head` does, or a launcher that is gone: what cannot be printed must not keep the others waiting."""
+  line = command(tmp_path / "run", "-", SETTINGS)
+  unread = ["bash", "-c", 'set -o pipefail; "$@" 2>&1 | head -c 1', "bash", *line]
+  codes, printed = together([unread, line])
+  assert codes[0] == 1 and codes[1] not in (0, 2), (codes, printed)
 
 
 @pytest.mark.slow
