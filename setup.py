@@ -24,6 +24,7 @@ setup(
         "flax>=0.12.8",
         "optax>=0.2.6",
         "orbax-checkpoint>=0.12,<0.13",
+        "etils[epath]>=1.10",
         "transformers>=5.0,<6",
         "safetensors>=0.8",
         "pyarrow>=17",

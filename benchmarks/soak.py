@@ -1,16 +1,21 @@
-"""A tiny job killed at random for some minutes: does it end as one that nothing happened to, and does anything grow?
+"""A tiny job left alone for a while, then the same job killed at random: does anything grow, and does it end the same?
 
     python benchmarks/soak.py --minutes=60 --json=soak.json
 
-Kills fall at random times, so that what they hit is chance; `tests/faults` has them at marked points. Memory, open files and threads are
-those of the longest life, sampled each second once it is past its first steps.
+For a third of the time the job runs undisturbed; once a quarter of that is over, memory, open files and threads are looked at each
+second. Where it has got to is the end of the second run, which is killed again and again, and must leave the same metrics, samples and
+digests. Kills fall at random times, so that what they hit is chance; `tests/faults` has them at marked points.
 """
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import itertools
 import json
 import os
+import platform
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,87 +23,96 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from gtpo_jax.reporting.journal import read_jsonl
+
 CLOCK = ("time/", "tokens/s", "compiles")
+FOR_EVER = 1_000_000
 
 
-def command(workdir: Path, steps: int) -> list[str]:
-  small = {"steps": steps, "data.terms": 2, "batch.prompts": 8, "batch.group": 8, "warm_start.steps": 50, "eval.every": 20,
-           "eval.problems": 32, "eval.samples": 2, "eval.batch": 32, "checkpoint.every": 5}
-  return [sys.executable, "-m", "gtpo_jax", "train", f"--config={ROOT / 'configs' / 'tiny.py'}", f"--workdir={workdir}",
-          *(f"--config.{key}={value}" for key, value in small.items())]
+def start(workdir: Path, steps: int) -> subprocess.Popen:
+  small = {"steps": steps, "data.terms": 2, "batch.prompts": 8, "batch.group": 8, "batch.minibatches": 2, "warm_start.steps": 50,
+           "eval.every": 20, "eval.problems": 32, "eval.samples": 2, "eval.batch": 32, "checkpoint.every": 5}
+  command = [sys.executable, "-m", "gtpo_jax", "train", f"--config={ROOT / 'configs' / 'tiny.py'}", f"--workdir={workdir}",
+             *(f"--config.{key}={value}" for key, value in small.items())]
+  return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def live(workdir: Path, steps: int, seconds: float) -> tuple[int | None, list[tuple[int, int, int]]]:
-  """One life of the job, killed after so many seconds; its status (None: killed) and (memory in KiB, open files, threads) over time."""
-  process = subprocess.Popen(command(workdir, steps), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-  began, first, seen = time.monotonic(), last_step(workdir), []
-  while process.poll() is None:
-    if time.monotonic() - began > seconds:
-      process.kill()
-      process.wait()
-      return None, seen
+def finish(process: subprocess.Popen, status: int) -> None:
+  _, error = process.communicate()
+  if process.returncode != status:
+    sys.exit(f"exit status {process.returncode}, not {status}\n{error}")
+
+
+def leave_alone(workdir: Path, seconds: float) -> list[tuple[int, int, int]]:
+  """Runs the job for so many seconds, asks it to stop and lets it finish there; (memory in KiB, open files, threads) each second."""
+  process, began, seen = start(workdir, FOR_EVER), time.monotonic(), []
+  while (passed := time.monotonic() - began) < seconds and process.poll() is None:
     time.sleep(1)
-    if last_step(workdir) > first + 25:  # past compilation and the first evaluation
-      try:
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if ":" in line)
-        seen.append((int(status["VmRSS"].split()[0]), len(os.listdir(f"/proc/{process.pid}/fd")), int(status["Threads"])))
-      except (OSError, KeyError):  # it has just ended
-        break
-  process.wait()
-  if process.returncode:
-    sys.exit(process.stderr.read())
-  return process.returncode, seen
+    if passed > seconds / 4:  # the warm start is over, and all is compiled
+      status = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if ":" in line)
+      seen.append((int(status["VmRSS"].split()[0]), len(os.listdir(f"/proc/{process.pid}/fd")), int(status["Threads"])))
+  process.send_signal(signal.SIGTERM)
+  finish(process, 128 + signal.SIGTERM)
+  finish(start(workdir, steps_done(workdir)), 0)  # the last evaluation
+  return seen
 
 
-def last_step(workdir: Path) -> int:
+def kill_at_random(workdir: Path, steps: int, chance: random.Random) -> int:
+  """Runs the job to the end, killing it each 10 to 150 seconds; the number of kills."""
+  kills = 0
+  while True:
+    process = start(workdir, steps)
+    try:
+      process.wait(chance.uniform(10, 150))
+    except subprocess.TimeoutExpired:
+      process.kill()
+      process.communicate()
+      kills += 1
+    else:
+      finish(process, 0)
+      return kills
+
+
+def steps_done(workdir: Path) -> int:
   file = workdir / "metrics.jsonl"
-  return file.read_bytes().count(b"\n") if file.exists() else 0
+  return file.read_bytes().count(b"\n") - 1 if file.exists() else 0
 
 
 def result(workdir: Path) -> tuple:
-  from gtpo_jax.reporting.journal import read_jsonl
   rows = [{key: value for key, value in row.items() if not key.startswith(CLOCK)} for row in read_jsonl(workdir / "metrics.jsonl")]
   newest = max(int(entry.name) for entry in (workdir / "checkpoints").iterdir())
   seal = (workdir / "checkpoints" / str(newest) / "seal").read_text().partition("\n")[2]
-  return rows, newest, json.loads(seal)["leaves"]
+  return rows, read_jsonl(workdir / "samples.jsonl"), newest, json.loads(seal)["leaves"]
 
 
-def growth(values: list[int]) -> float:
-  """The last quarter's mean over the first quarter's, less 1."""
-  quarter = max(len(values) // 4, 1)
-  return sum(values[-quarter:]) / sum(values[:quarter]) - 1
+def tenths(values: list[int]) -> list[float]:
+  """The means of the ten parts of a time."""
+  cuts = [i * len(values) // 10 for i in range(11)]
+  return [round(sum(values[a:b]) / (b - a), 1) for a, b in itertools.pairwise(cuts)]
 
 
 def main() -> None:
   parser = argparse.ArgumentParser()
-  parser.add_argument("--minutes", type=float, default=60.0)
-  parser.add_argument("--steps", type=int, default=400)
-  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--minutes", type=float, default=60.0, help="about how long it takes in all")
+  parser.add_argument("--seed", type=int, default=0, help="of the times of the kills")
   parser.add_argument("--json", type=Path)
   args = parser.parse_args()
-  chance, folder = random.Random(args.seed), Path(tempfile.mkdtemp(prefix="gtpo_soak_"))
-  until = time.monotonic() + 60 * args.minutes
-  began = time.monotonic()
-  _, seen = live(folder / "whole", args.steps, float("inf"))  # the uninterrupted run, whose growth is looked at
-  whole, alone = result(folder / "whole"), time.monotonic() - began
-  lives = runs = kills = 0
-  while time.monotonic() < until or not runs:
-    workdir = folder / f"killed_{runs}"
-    while True:
-      lives += 1
-      status, _ = live(workdir, args.steps, chance.uniform(0.1, 0.5) * alone + 15)
-      kills += status is None
-      if status == 0:
-        break
-    if result(workdir) != whole:
-      sys.exit(f"{workdir} differs from {folder / 'whole'} after {kills} kills")
-    runs += 1
-  found = {"minutes": (time.monotonic() - began) / 60, "runs": runs, "kills": kills, "steps": args.steps, "seconds_alone": alone,
-           "samples": len(seen)}
-  if seen:
-    found |= {"memory_mib": seen[-1][0] / 1024, "memory_growth": growth([memory for memory, *_ in seen]),
-              "files": [seen[0][1], seen[-1][1]], "threads": [seen[0][2], seen[-1][2]]}
-  text = json.dumps(found, indent=2)
+  folder, began = Path(tempfile.mkdtemp(prefix="gtpo_soak_")), time.monotonic()
+  minutes = lambda: round((time.monotonic() - began) / 60, 1)
+  seen = leave_alone(folder / "whole", 20 * args.minutes)
+  steps, alone = steps_done(folder / "whole"), minutes()
+  memory, files, threads = (tenths(values) for values in zip(*seen, strict=True))
+  versions = {name: importlib.metadata.version(name) for name in ("jax", "orbax-checkpoint")}
+  found = {"versions": {"python": platform.python_version(), **versions},
+           "steps": steps, "minutes_alone": alone, "looked": len(seen), "memory_mib": [round(value / 1024, 1) for value in memory],
+           "memory_growth": memory[9] / memory[0] - 1, "of_its_second_half": memory[9] / memory[5] - 1, "files": files, "threads": threads}
+  print(json.dumps(found), flush=True)
+  found |= {"kills": kill_at_random(folder / "killed", steps, random.Random(args.seed)), "minutes": minutes()}
+  if result(folder / "killed") != result(folder / "whole"):
+    sys.exit(f"{folder / 'killed'} differs from {folder / 'whole'} after {found['kills']} kills")
+  text = json.dumps(found | {"same": True}, indent=2)
   print(text)
   if args.json:
     args.json.write_text(text + "\n")

@@ -13,10 +13,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from gtpo_jax.digests import digest_leaves
+from gtpo_jax.digests import digest_leaves, leaf_kinds
 from gtpo_jax.errors import Damaged, RunError, UserError, first_line
 from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
-from gtpo_jax.parallel import from_first, is_first
+from gtpo_jax.parallel import any_text, from_first, is_first
 from gtpo_jax.seal import check_seal, seal_late_files, write_seal
 from gtpo_jax.training.state import Optimizer, TrainState, abstract_state
 
@@ -127,18 +127,31 @@ class Checkpoints:
                      + (f"step {before[-1]} is before it" if before else "there is none before it")) from error
 
   def _read(self, step: int, targets: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The items of `targets` that were saved, as these say (None: as host arrays), and the facts. Raises Damaged."""
-    seal = from_first(lambda: check_seal(self._manager.directory / str(step), targets))
+    """The items of `targets` that were saved, as these say (None: as host arrays), and the facts.
+
+    What one process alone finds damaged is damaged for all, or they would part. Raises Damaged, and UserError for arrays of other shapes.
+    """
+    folder = self._manager.directory / str(step)
+    seal = from_first(lambda: check_seal(folder, targets))
     names = [name for name in targets if name in seal["leaves"]]
+    for name in names:
+      if targets[name] is not None:
+        _check_kinds(folder, name, seal["leaves"][name], leaf_kinds(targets[name]))
+    found, damage, reader = {}, "", ocp.StandardCheckpointHandler()  # the manager's reading waits for processes that failed
     try:
-      found = dict(self._manager.restore(step, args=ocp.args.Composite(
-          **{name: ocp.args.StandardRestore(targets[name]) for name in names})))
+      for name in names:
+        found[name] = reader.restore(folder / name, args=ocp.args.StandardRestore(targets[name]))
     except Exception as error:  # Orbax, TensorStore and JSON each have their own
-      raise Damaged(first_line(error)[:200]) from error
+      damage = first_line(error)
+    finally:
+      reader.close()
+    if damage := any_text(damage[:200]):
+      raise Damaged(damage)
     for name in names:
       now = digest_leaves(found[name])
-      if differs := [leaf for leaf, digest in seal["leaves"][name].items() if now.get(leaf) != digest]:
-        raise Damaged(f"{name}{differs[0]} is not what was saved")
+      differs = [leaf for leaf, digest in seal["leaves"][name].items() if now.get(leaf) != digest]
+      if damage := any_text(f"{name}{differs[0]} is not what was saved" if differs else ""):
+        raise Damaged(damage)
     return found, seal["facts"]
 
   def _set_aside(self, step: int) -> epath.Path:
@@ -169,6 +182,15 @@ class Checkpoints:
       raise RunError(f"the checkpoint of step {step} cannot be saved in {str(self._manager.directory)!r} ({_cause(error)}); "
                      + (f"step {whole[-1]} is whole" if whole else "there is none yet")
                      + ": free some space or name another place, then give the same command again") from error
+
+
+def _check_kinds(folder: epath.Path, item: str, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+  """Refuses a checkpoint, whole as it may be, whose arrays are others than those that are wanted."""
+  kinds = {leaf: digest.partition(":")[0] for leaf, digest in saved.items()}
+  if differs := [leaf for leaf in sorted(kinds.keys() | wanted.keys()) if kinds.get(leaf) != wanted.get(leaf)]:
+    was, wants = (which.get(differs[0], "not there") for which in (kinds, wanted))
+    raise UserError(f"the checkpoint in {str(folder)!r} is of another model or optimizer: {item}{differs[0]} is {was}, and by this config "
+                    f"{wants}; give it the config that it was made with, or name another workdir")
 
 
 def _rename(folder: epath.Path, step: int) -> epath.Path:

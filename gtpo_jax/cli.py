@@ -174,11 +174,12 @@ def _abreast() -> Iterator[None]:
     if jax.process_count() == 1:
       raise
     lost = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
-    if not lost and not isinstance(error, UserError | RunError):
-      traceback.print_exc()
     what = f"another process is gone or out of reach ({first_line(error)[:120]})" if lost else error
-    print(f"gtpo: process {jax.process_index()} of {jax.process_count()}: {what}; start all of them again to go on",
-          file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # there may be nobody to read it
+      if not lost and not isinstance(error, UserError | RunError):
+        traceback.print_exc()
+      print(f"gtpo: process {jax.process_index()} of {jax.process_count()}: {what}; start all of them again to go on",
+            file=sys.stderr, flush=True)
     os._exit(2 if isinstance(error, UserError) else 1)
 
 

@@ -15,6 +15,7 @@ from gtpo_jax.arrays import Prompts, Rollouts, Verdicts
 from gtpo_jax.config import Config
 from gtpo_jax.data.pipeline import Batches
 from gtpo_jax.data.records import Problem, Problems
+from gtpo_jax.errors import UserError
 from gtpo_jax.frozen import FrozenPolicies
 from gtpo_jax.judging import Judgement
 from gtpo_jax.models.qwen2 import Params
@@ -157,8 +158,16 @@ class Collector:
     return arrays
 
   def restore(self, leftovers: dict[str, np.ndarray]) -> None:
-    """Takes up what `leftovers` gave."""
+    """Takes up what `leftovers` gave.
+
+    Raises:
+      UserError: it was of a config with other shapes.
+    """
     like, count = _pool(self._config), int(leftovers["count"])
+    for name, x in leftovers_like(self._config).items():
+      if name not in leftovers or leftovers[name].shape != x.shape:
+        raise UserError(f"the groups left over from the step before do not fit this config: {name} should be of shape {x.shape}; the "
+                        f"sizes of batch, prompts and completions, and the algorithm, must stay what they were")
     rollouts, verdicts = jax.tree.unflatten(jax.tree.structure(like), [np.asarray(leftovers[name]) for name in _named(like)])
     texts = [self._actor.chat.decode([row[keep] for row, keep in zip(*group, strict=True)])
              for group in zip(rollouts.tokens, rollouts.mask, strict=True)]

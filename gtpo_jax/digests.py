@@ -19,8 +19,14 @@ def digest_leaves(tree: Any) -> dict[str, str]:
   devices. One element that differs always changes both; of wider damage one in 2**64 would pass.
   """
   sums = jax.device_get(jax.tree.map(_sum, tree))
-  return {jax.tree_util.keystr(path): f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}:{found[0]:08x}{found[1]:08x}"
-          for (path, leaf), found in zip(jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(sums), strict=True)}
+  return {path: f"{kind}:{found[0]:08x}{found[1]:08x}"
+          for (path, kind), found in zip(leaf_kinds(tree).items(), jax.tree.leaves(sums), strict=True)}
+
+
+def leaf_kinds(tree: Any) -> dict[str, str]:
+  """Type and shape of each leaf by its path, as `digest_leaves` puts them before the colon; arrays may be abstract."""
+  return {jax.tree_util.keystr(path): f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+          for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def digest_tree(tree: Any) -> str:

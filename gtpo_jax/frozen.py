@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,31 +28,41 @@ class FrozenPolicies(NamedTuple):
 
   guide: Policy | None                    # in sampling layout
   reference: tuple[Qwen2, Params] | None  # in training layout
-  identity: dict[str, str]                # the digest of each one's parameters
-
-  def check(self, identity: dict[str, str]) -> None:
-    """Refuses policies other than those of `identity`, with which the run began.
-
-    Raises:
-      UserError: one of them has changed.
-    """
-    for name in self.identity:
-      if identity.get(name) != self.identity[name]:
-        raise UserError(f"{name}.path leads to other parameters than this run began with (a run's folder gives its newest checkpoint, "
-                        f"`gtpo export` keeps one); give it those, or name another workdir")
+  identity: dict[str, str]                # by path's name, the digest of the parameters
+  steps: dict[str, int]                   # by path's name, the checkpoint, of those that are a run's
 
 
-def load_frozen(config: Config, actor: Actor, workdir: Path) -> FrozenPolicies:
-  """The guide and the reference, on the actor's mesh. An empty path stands for the base model of the run in `workdir`."""
-  settings, guide, reference, identity = config.algorithm_object.settings, None, None, {}
+def load_frozen(config: Config, actor: Actor, workdir: Path, steps: Mapping[str, int]) -> FrozenPolicies:
+  """The guide and the reference, on the actor's mesh. An empty path stands for the base model of the run in `workdir`.
+
+  Args:
+    config: names them.
+    actor: the policy that learns beside them.
+    workdir: of this run.
+    steps: what `FrozenPolicies.steps` was when this run began, so that it goes on with the same checkpoints: {} to take the newest.
+
+  Raises:
+    UserError: a checkpoint of `steps` is no longer there.
+  """
+  settings, guide, reference, identity, pinned = config.algorithm_object.settings, None, None, {}, {}
+
+  def load(name: str, path: str) -> tuple[Qwen2, Params]:
+    try:
+      model, params, step = _load(path, config, actor, workdir, steps.get(name))
+    except UserError as error:
+      raise UserError(f"{name} = {path!r}: {error}") from error
+    identity[name] = digest_tree(params)[:16]
+    if step is not None:
+      pinned[name] = step
+    return model, params
+
   if settings.guide_completions:
-    model, params = _load(config.guide.path, config, actor, workdir)
+    model, params = load("guide.path", config.guide.path)
     engine = actor.engine_for(model, words=actor.chat.vocab_size)  # never a padding word, which the policy may not have
-    guide, identity["guide"] = Policy(engine, engine.layout(params)), digest_tree(params)
+    guide = Policy(engine, engine.layout(params))
   if settings.kl_weight:
-    reference = _load(config.reference.path, config, actor, workdir)
-    identity["reference"] = digest_tree(reference[1])
-  return FrozenPolicies(guide, reference, identity)
+    reference = load("reference.path", config.reference.path)
+  return FrozenPolicies(guide, reference, identity, pinned)
 
 
 def check_frozen(config: Config, actor: Actor) -> None:
@@ -165,11 +175,12 @@ def _architecture(folder: Path, actor: Actor) -> Qwen2:
   return Qwen2(load_config(folder).model_config, actor.model.mesh)
 
 
-def _load(path: str, config: Config, actor: Actor, workdir: Path) -> tuple[Qwen2, Params]:
+def _load(path: str, config: Config, actor: Actor, workdir: Path, step: int | None) -> tuple[Qwen2, Params, int | None]:
+  """A frozen policy, and which checkpoint it is where it is a run's: that of `step`, or the newest."""
   if not path:
-    return actor.model, base_params(config, workdir, actor.model)
+    return actor.model, base_params(config, workdir, actor.model), None
   folder = find(path)
   model = _architecture(folder, actor)
   if is_hf_folder(folder):
-    return model, read_params(model, folder)
-  return model, run_params(folder, model)[0]
+    return model, read_params(model, folder), None
+  return model, *run_params(folder, model, step)

@@ -25,7 +25,7 @@ class Guards:
   """Looks at each step's metrics.
 
   Args:
-    limit: skipped updates in a row that end the run.
+    limit: steps in a row with skipped updates that end the run.
     workdir: batches of skipped updates go into its folder `skipped`.
     rows: the metrics of the steps before.
     say: how a warning reaches the user.
@@ -40,30 +40,31 @@ class Guards:
 
   @property
   def skipped(self) -> int:
-    """Updates skipped in a row, up to the last step."""
+    """Steps in a row in which an update was skipped, up to the last step."""
     return next((i for i, row in enumerate(reversed(self._last)) if not row.get("update/skipped")), len(self._last))
 
   def check(self, step: int, metrics: Mapping[str, float], batch: Experience) -> None:
     """Takes in a step.
 
     Raises:
-      RunError: `limit` updates in a row were skipped.
+      RunError: updates were skipped in `limit` steps in a row.
     """
     row = {"step": step, **metrics}
     self._last.append(row)
     if len(self._first) < FEW:
       self._first.append(row)
-    if self.skipped:
-      self._say(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: the update is skipped, parameters and "
-                f"optimizer are as before{self._dump(step, batch)}")
+    if skipped := metrics.get("update/skipped", 0.0):
+      what = ("the update is skipped, parameters and optimizer are as before" if skipped == 1 else
+              f"{skipped:.0%} of its gradient updates are skipped, the others are made")
+      self._say(f"step {step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: {what}{self._dump(step, batch)}")
     for name, warning in WARNINGS.items():
       if name not in self._warned and (what := warning(self._first, self._last)):
         self._warned.add(name)
         self._say(f"warning: {what}")
     if self.skipped >= self._limit:
       self._settle()
-      raise RunError(f"{self.skipped} updates in a row were skipped, to step {step}, since loss or gradient was not finite; the parameters "
-                     f"are good, and no checkpoint is made of these steps; look at {str(self._folder)!r}, or try a smaller "
+      raise RunError(f"updates were skipped in {self.skipped} steps in a row, to step {step}, since loss or gradient was not finite; the "
+                     f"parameters are good, and no checkpoint is made of these steps; look at {str(self._folder)!r}, or try a smaller "
                      f"optimizer.learning_rate in another workdir")
 
   def _dump(self, step: int, batch: Experience) -> str:

@@ -10,6 +10,7 @@ import functools
 import importlib
 import math
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,7 +56,8 @@ class Judge:
   right; the part "verifier" is the number itself. Parts of `reward.parts` may be such functions too. Each is called once for each
   problem, when all its completions are written, as `function(prompts, completions, answers, extras)`, equally long lists of text, text,
   text and dict, and returns one number (or bool) for each completion, or None where it has none. What it raises is shown once; then, as
-  with a list of another length, NaN or None, the completions concerned are left out and counted.
+  with a list of another length, NaN or None, or where it takes longer than `reward.function_timeout_s`, the completions concerned are
+  left out and counted.
 
   Raises:
     UserError: a part that does not exist or a function that cannot be imported.
@@ -125,7 +127,7 @@ class Judge:
     n = len(texts)
     given = [problem.messages[-1]["content"]] * n, list(texts), [problem.answer] * n, [dict(problem.extra) for _ in texts]
     try:
-      values = [None if value is None else float(value) for value in function(*given)]
+      values = [None if value is None else float(value) for value in _within(self._config.reward.function_timeout_s, function, *given)]
       if len(values) != n:
         raise ValueError(f"returned {len(values)} values for {n} completions")
     except (Exception, SystemExit):  # whatever the user's own code raises; a reward is no place to end a run from
@@ -196,6 +198,25 @@ class Judging:
       self._missing[i] -= 1
       if not self._missing[i]:
         self._rows[i] = self._judge.of_group(self._problems[i], self.texts[i])
+
+
+def _within(limit_s: float, function: Callable[..., Any], *given: Any) -> Any:
+  """What a function gives or raises, on a thread that is left to itself where it takes longer. Raises TimeoutError there."""
+  answer: Future[Any] = Future()
+
+  def work() -> None:
+    try:
+      answer.set_result(function(*given))
+    except BaseException as error:  # SystemExit would end this thread without a word
+      answer.set_exception(error)
+
+  threading.Thread(target=work, name="gtpo reward function", daemon=True).start()  # one that hangs must not keep the program from ending
+  try:
+    return answer.result(limit_s)
+  except TimeoutError:
+    if answer.done():  # the function's own
+      raise
+    raise TimeoutError(f"it took longer than {limit_s:g} s (reward.function_timeout_s)") from None
 
 
 def user_function(name: str) -> RewardFunction:

@@ -154,6 +154,15 @@ def from_first(make: Callable[[], Made]) -> Made:
   return told["value"]
 
 
+def any_text(here: str) -> str:
+  """The first of the processes' texts that is not empty, the same on every process, cut after some 200 characters."""
+  if jax.process_count() == 1:
+    return here
+  room = np.frombuffer(here.encode()[:256].ljust(256, b"\0"), np.uint8)
+  texts = np.asarray(multihost_utils.process_allgather(room), np.uint8)
+  return next((text for row in texts if (text := row.tobytes().rstrip(b"\0").decode(errors="ignore"))), "")
+
+
 def any_process(here: bool) -> bool:
   """Whether `here` is True on some process."""
   return here if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.asarray(here)).any())

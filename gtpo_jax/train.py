@@ -22,6 +22,7 @@ from gtpo_jax.evaluation import Stopped, evaluate_run
 from gtpo_jax.frozen import check_frozen, check_weights, initial_params, load_frozen
 from gtpo_jax.given import Records, take
 from gtpo_jax.guards import Guards
+from gtpo_jax.identity import check_identity, identity_of
 from gtpo_jax.judging import RewardFunction
 from gtpo_jax.models.causal import attention_kind
 from gtpo_jax.models.qwen2 import Params
@@ -128,8 +129,8 @@ def steps(config: Config | Mapping[str, Any], workdir: str | Path | None = None,
   check_boards(config)
   problems = training_problems(config, actor, display.say, given.records)
   evaluated = held_out_problems(config, actor, display.say, given.records)
-  with _folder(workdir) as folder, claim(folder, config), Watchdog(config.guards.stall_s, lambda: any_process(stopping())) as asked, \
-      contextlib.closing(actor):
+  with (_folder(workdir) as folder, claim(folder, config, display.say), contextlib.closing(actor),
+        Watchdog(config.guards.stall_s, lambda: any_process(stopping())) as asked):
     run = learn(config, folder, display, asked, actor, problems, evaluated, keep=workdir is not None)
     try:
       while True:
@@ -177,17 +178,18 @@ def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[]
       return Result(0, False, "stopped during the warm start, which is not saved and begins anew")
     state = init_state(base, optimizer, actor.model)
 
-  start, frozen = int(state.step), load_frozen(config, actor, workdir)
+  start, facts, accept = int(state.step), saved.facts if saved else {}, config.checkpoint.accept_changes
+  frozen = load_frozen(config, actor, workdir, {} if accept else facts.get("steps", {}))
+  identity = identity_of(config, problems, held_out, frozen)
+  check_identity(facts.get("identity", {}), identity, accept, display.say)
   collector = Collector(config, actor, problems, frozen, drawn=start)
-  if saved:
-    frozen.check(saved.facts)
-    if saved.leftovers:
-      collector.restore(saved.leftovers)
+  if saved and saved.leftovers:
+    collector.restore(saved.leftovers)
 
   def save() -> None:
     if keep:
       with jax.profiler.TraceAnnotation("save"):
-        checkpoints.save(state, collector.leftovers(), frozen.identity)
+        checkpoints.save(state, collector.leftovers(), {"identity": identity, "steps": frozen.steps})
 
   if config.sampling.warm_up:
     actor.engine.warm_up(actor.policy(state.params).params, config.batch.prompts, group=config.own_group, sampler=config.sampler)
@@ -268,7 +270,7 @@ def evaluate_if_due(config: Config, actor: Actor, state: TrainState, held_out: S
   due = step in (0, config.steps) or (config.eval.every and step % config.eval.every == 0)
   if not due:
     return {}
-  rows = journal.read()
+  rows = journal.read("eval/")
   row = next((row for row in reversed(rows) if row["step"] == step), None)
   if row is None or _accuracy(row) is not None:
     return {}

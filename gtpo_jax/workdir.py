@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gtpo_jax.config import Config, difference, freeze, to_dict
@@ -19,22 +19,23 @@ MAY_CHANGE = ("steps", "mesh", "eval", "checkpoint", "guards", "log", "profile",
 
 
 @contextlib.contextmanager
-def claim(workdir: Path, config: Config) -> Iterator[None]:
+def claim(workdir: Path, config: Config, say: Callable[[str], None] = print) -> Iterator[None]:
   """Makes the workdir, keeps every other run from training in it, and writes its config.json.
 
-  The lock is held by the run's first process and ends with it, however that ends.
+  The lock is held by the run's first process and ends with it, however that ends. With `checkpoint.accept_changes` another config is
+  not refused, and what differs is said.
 
   Raises:
     UserError: not a folder, not writable, in use, or written by a config that differs in more than what may change on resume.
   """
   with contextlib.ExitStack() as held:
-    from_first(lambda: _take(workdir, config, held))
+    from_first(lambda: _take(workdir, config, held, say))
     yield
 
 
-def _take(workdir: Path, config: Config, held: contextlib.ExitStack) -> None:
+def _take(workdir: Path, config: Config, held: contextlib.ExitStack, say: Callable[[str], None]) -> None:
   try:
-    _check_config(workdir, config)
+    _check_config(workdir, config, say)
     workdir.mkdir(parents=True, exist_ok=True)
     if "://" not in str(workdir):  # an object store knows no locks
       held.enter_context(_locked(workdir))
@@ -45,15 +46,18 @@ def _take(workdir: Path, config: Config, held: contextlib.ExitStack) -> None:
     raise UserError(f"cannot write into workdir {str(workdir)!r}: {error.strerror or error}") from error
 
 
-def _check_config(workdir: Path, config: Config) -> None:
+def _check_config(workdir: Path, config: Config, say: Callable[[str], None]) -> None:
   if workdir.exists() and not workdir.is_dir():
     raise UserError(f"workdir {str(workdir)!r} is a file; name a folder")
   if not (has_base(workdir) or _has_steps(workdir / "checkpoints")) or not (workdir / "config.json").exists():
     return  # a config that never made a model may be mended
   changed = {key: values for key, values in difference(load_config(workdir), config).items() if not _may_change(key)}
+  shown = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
+  if changed and not config.checkpoint.accept_changes:
+    raise UserError(f"workdir {str(workdir)!r} belongs to another config ({shown}); name another workdir, remove this one, or set "
+                    f"checkpoint.accept_changes to go on all the same")
   if changed:
-    shown = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
-    raise UserError(f"workdir {str(workdir)!r} belongs to another config ({shown}); name another workdir, or remove this one")
+    say(f"changed since this run began: {shown}")
 
 
 @contextlib.contextmanager

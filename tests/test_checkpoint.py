@@ -9,7 +9,7 @@ import pytest
 from etils import epath
 
 from gtpo_jax.checkpoint import Checkpoints, open_run, run_params
-from gtpo_jax.errors import RunError
+from gtpo_jax.errors import RunError, UserError
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.models.qwen2 import Qwen2, init_params
 from gtpo_jax.parallel import make_mesh, single_device_mesh
@@ -214,6 +214,17 @@ def test_saved_on_eight_devices_and_restored_on_others(from_eight, sizes):
   found = Checkpoints(folder).restore(here, OPTIMIZER, pytest.fail)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.state), state)
   np.testing.assert_array_equal(found.leftovers["log_probs"], LEFTOVERS["log_probs"])
+
+
+def test_arrays_of_other_shapes_or_types_are_told_from_damage(copy, model):
+  before = contents(copy)
+  wider = Qwen2(dataclasses.replace(SHAPE, mlp=64), model.mesh)
+  kernel = r"params\['layers'\]\['down'\]\['kernel'\] is float32\[1, 48, 32\], and by this config float32\[1, 64, 32\]"
+  halved = make_optimizer(OptimizerConfig(momentum_dtype="bfloat16"), 10)
+  for other, optimizer, where in ((wider, OPTIMIZER, kernel), (model, halved, r"mu.* is float32.* by this config bfloat16")):
+    with pytest.raises(UserError, match=where):
+      Checkpoints(copy, keep=3).restore(other, optimizer, pytest.fail)
+  assert contents(copy) == before
 
 
 @pytest.fixture

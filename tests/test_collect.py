@@ -55,7 +55,7 @@ def random_actor(config=None):
   return actor, init_params(actor.model, jax.random.key(3))
 
 
-NONE = FrozenPolicies(None, None, {})
+NONE = FrozenPolicies(None, None, {}, {})
 
 
 def collect(config, steps, frozen=NONE, collector=None, said=None):
@@ -191,7 +191,7 @@ def run_with_base(tmp_path):
 def test_the_guide_writes_its_part_of_every_group(run_with_base):
   config = config_of("dapo_mixed", **{"algorithm.guide_completions": 2, "batch.max_gen_batches": 40})
   actor, params = random_actor()
-  frozen = load_frozen(config, actor, run_with_base)
+  frozen = load_frozen(config, actor, run_with_base, {})
   _, batches = collect(config, 2, frozen)
   base = jax.tree.map(lambda x: x * 1.1, params)
   for batch in batches:
@@ -211,7 +211,7 @@ def test_the_guide_writes_its_part_of_every_group(run_with_base):
 def test_the_reference_and_the_second_scoring(run_with_base):
   config = config_of("grpo", **{"algorithm.kl_weight": 0.1, "algorithm.tis_cap": 2.0})
   actor, params = random_actor()
-  _, (batch,) = collect(config, 1, load_frozen(config, actor, run_with_base))
+  _, (batch,) = collect(config, 1, load_frozen(config, actor, run_with_base, {}))
   score = make_scorer(actor.model, 1.0, 2, 64)
   np.testing.assert_allclose(batch.rollouts.reference, score(jax.tree.map(lambda x: x * 1.1, params), batch.rollouts), atol=1e-5)
   np.testing.assert_allclose(batch.rollouts.rescored, score(params, batch.rollouts), atol=1e-5)
@@ -222,7 +222,7 @@ def test_the_reference_and_the_second_scoring(run_with_base):
 @pytest.mark.parametrize("changes", [{}, {"algorithm.kl_weight": 0.1}, {"algorithm.tis_cap": 2.0}, {"algorithm.dynamic_sampling": True}])
 def test_the_promised_shapes_are_the_real_ones(changes, run_with_base):
   config = config_of("grpo", **changes)
-  _, (batch,) = collect(config, 1, load_frozen(config, random_actor()[0], run_with_base))
+  _, (batch,) = collect(config, 1, load_frozen(config, random_actor()[0], run_with_base, {}))
   like = batch_like(config)
   assert jax.tree.structure(like) == jax.tree.structure((batch.rollouts, batch.verdicts))
   jax.tree.map(lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype) or pytest.fail(f"{x} {y}"), like, (batch.rollouts, batch.verdicts))
@@ -271,7 +271,7 @@ def test_a_guide_from_a_hugging_face_folder_and_from_a_run(tmp_path):
   save_hf(tmp_path / "hf", actor, other)
   config = config_of("dapo_mixed", **{"guide.path": str(tmp_path / "hf")})
   check_frozen(config, actor)
-  _, (batch,) = collect(config, 1, load_frozen(config, actor, tmp_path / "nowhere"))
+  _, (batch,) = collect(config, 1, load_frozen(config, actor, tmp_path / "nowhere", {}))
   scored = make_scorer(actor.model, 1.0, 1, 256)(other, batch.rollouts)
   guided = np.asarray(batch.rollouts.guided)
   np.testing.assert_allclose(np.asarray(batch.rollouts.log_probs)[guided], np.asarray(scored)[guided], atol=1e-4)
@@ -280,15 +280,20 @@ def test_a_guide_from_a_hugging_face_folder_and_from_a_run(tmp_path):
   train(own, tmp_path / "run", Display(enabled=False))
   config = config_of("dapo_mixed", **{"guide.path": str(tmp_path / "run")})
   check_frozen(config, actor)
-  guide = load_frozen(config, actor, tmp_path / "nowhere").guide
+  guide = load_frozen(config, actor, tmp_path / "nowhere", {}).guide
   newest = Checkpoints(tmp_path / "run" / "checkpoints").restore_params(actor.model)
   np.testing.assert_array_equal(guide.params.outer["embedding"], newest["embedding"])
 
-  began = load_frozen(config, actor, tmp_path / "nowhere")
-  assert began.identity == {"guide": digest_tree(newest)}
-  began.check(began.identity)
-  with pytest.raises(UserError, match=r"guide.path leads to other parameters than this run began with"):
-    began.check({"guide": digest_tree(jax.tree.map(lambda x: x + 1, newest))})
+  began = load_frozen(config, actor, tmp_path / "nowhere", {})
+  assert began.identity == {"guide.path": digest_tree(newest)[:16]} and began.steps == {"guide.path": 1}
+  train(config_of("gtpo", steps=2), tmp_path / "run", Display(enabled=False))  # the other run goes on
+  again = load_frozen(config, actor, tmp_path / "nowhere", began.steps)
+  assert again.identity == began.identity and again.steps == {"guide.path": 1}
+  moved_on = load_frozen(config, actor, tmp_path / "nowhere", {})
+  assert moved_on.steps == {"guide.path": 2} and moved_on.identity != began.identity
+  shutil.rmtree(tmp_path / "run" / "checkpoints" / "1")
+  with pytest.raises(UserError, match=r"guide.path = '.*run': no checkpoint of step 1 in .*; steps there: 2"):
+    load_frozen(config, actor, tmp_path / "nowhere", began.steps)
 
 
 def test_guides_that_cannot_serve_are_refused_before_anything_is_written(tmp_path):
@@ -335,6 +340,6 @@ def test_keys_of_policy_and_guide_differ():
 
 def test_the_base_stays_where_it_was(run_with_base, tmp_path):
   shutil.copytree(run_with_base, tmp_path / "copy")
-  load_frozen(config_of("dapo_mixed"), random_actor()[0], run_with_base)
+  load_frozen(config_of("dapo_mixed"), random_actor()[0], run_with_base, {})
   files = lambda root: {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
   assert files(run_with_base) == files(tmp_path / "copy")

@@ -43,15 +43,24 @@ def test_skipped_updates_in_a_row_end_the_run_and_single_ones_do_not(tmp_path, b
   guard, said = guards(tmp_path)
   feed(guard, batch, [GOOD, BAD, BAD, GOOD, BAD, BAD])
   assert guard.skipped == 2 and len(said) == 4 and all("the update is skipped" in line for line in said)
-  with pytest.raises(RunError, match=r"^3 updates in a row were skipped, to step 7, "):
+  with pytest.raises(RunError, match=r"^updates were skipped in 3 steps in a row, to step 7, "):
     guard.check(7, BAD, batch)
+
+
+def test_updates_that_are_skipped_in_part_are_told_as_such(tmp_path, batch):
+  """Of several minibatches one may be skipped and the others made."""
+  guard, said = guards(tmp_path)
+  feed(guard, batch, [BAD | {"update/skipped": 0.25}])
+  assert "25% of its gradient updates are skipped, the others are made; its batch is in" in said[0] and "as before" not in said[0]
+  feed(guard, batch, [BAD], first=2)
+  assert "the update is skipped, parameters and optimizer are as before" in said[1] and guard.skipped == 2
 
 
 def test_the_row_goes_on_after_a_restart(tmp_path, batch):
   rows = [{"step": 0}] + [{"step": i, **GOOD} for i in range(1, 9)] + [{"step": i, **BAD, "loss": None} for i in (9, 10)]
   guard, _ = guards(tmp_path, rows)
   assert guard.skipped == 2
-  with pytest.raises(RunError, match="3 updates in a row"):
+  with pytest.raises(RunError, match="skipped in 3 steps in a row"):
     guard.check(11, BAD, batch)
 
 

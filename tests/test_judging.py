@@ -1,5 +1,11 @@
 """Verdicts and rewards: parts, users' functions and their faults. No silent zero."""
+import fcntl
+import signal
+import struct
+import termios
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +15,7 @@ from gtpo_jax.data.records import Problem, user
 from gtpo_jax.errors import UserError
 from gtpo_jax.judging import Judge, Judging, user_function
 from gtpo_jax.rewards import VERIFIERS
+from gtpo_jax.rewards.pool import shared_pool
 
 PROBLEMS = [Problem("a", user("1+1?"), "2", "math"), Problem("b", user("12+3:"), "15", "last_number", {"hint": 7})]
 TEXTS = [[r"so \boxed{2}", "Answer: 3", "it is 2"], ["12+3=15", "12+3=5", "15"]]
@@ -42,6 +49,17 @@ def leaves(prompts, completions, answers, extras):
   raise SystemExit("enough")
 
 
+def hangs(prompts, completions, answers, extras):
+  if answers[0] == "2":
+    HANGING.wait(60)
+  return [True] * len(completions)
+
+
+def times_out_itself(prompts, completions, answers, extras):
+  raise TimeoutError("the reward server is away")
+
+
+HANGING = threading.Event()
 not_a_function = 3
 
 
@@ -94,7 +112,9 @@ def test_no_verdict_is_masked_and_counted_never_a_zero(capfd):
 
 
 @pytest.mark.parametrize(("name", "message"), [("raises", "RuntimeError: no luck"), ("too_few", "returned 1 values for 3 completions"),
-                                               ("leaves", "SystemExit: enough"), ("words", "could not convert string to float")])
+                                               ("leaves", "SystemExit: enough"),
+                                               ("times_out_itself", "TimeoutError: the reward server is away"),
+                                               ("words", "could not convert string to float")])
 def test_a_function_that_fails_leaves_all_out_and_is_shown_once(name, message, capfd):
   config = default_config()
   config.reward.verifier = f"test_judging:{name}"
@@ -105,6 +125,61 @@ def test_a_function_that_fails_leaves_all_out_and_is_shown_once(name, message, c
     np.testing.assert_array_equal(found.counted, ~FINISHED)
   err = capfd.readouterr().err
   assert err.count(message) == 1 and f"reward function 'test_judging:{name}' failed" in err
+
+
+def test_a_function_that_hangs_is_left_to_itself(capfd):
+  """Its problem is left out and counted, the next one is judged, and nothing waits for its thread at the end."""
+  found = judge(**{"reward.verifier": "test_judging:hangs", "reward.function_timeout_s": 0.2})
+  np.testing.assert_array_equal(found.reached, [[False, False, False], [True, True, True]])
+  np.testing.assert_array_equal(found.correct, [[False, False, False], [True, True, False]])
+  assert found.metrics["reward/no_verdict"] == 3
+  assert "it took longer than 0.2 s (reward.function_timeout_s)" in capfd.readouterr().err
+  left = [thread for thread in threading.enumerate() if thread.name == "gtpo reward function"]
+  assert len(left) == 1 and left[0].daemon
+  HANGING.set()
+  left[0].join(10)
+  assert not left[0].is_alive()
+
+
+@pytest.mark.parametrize("end", ["killed", "over its limit"])
+def test_a_worker_that_is_lost_costs_its_check_alone(end):
+  """The check that it had has no verdict; those after it have, of a new worker."""
+  problems = [Problem(name, user("1"), r"\sqrt{2}+x", "math") for name in "ab"]
+  judge = judge_of(**{"reward.timeout_s": 120.0 if end == "killed" else 5.0})
+  judging = Judging(judge, problems, 1, lambda rows: [r"\boxed{x+\sqrt{2}}"] * len(rows))
+  pool = shared_pool()
+  assert pool.check("x", "x") is True  # there is a worker
+  workers = list(pool._alive)
+  for worker in workers:
+    worker.process.send_signal(signal.SIGSTOP)
+    wait_for(lambda worker=worker: Path(f"/proc/{worker.process.pid}/stat").read_text().rsplit(") ")[1][0] == "T")
+  judging.put([((0, 0), np.array([0]), True)])
+  asked = wait_for(lambda: [worker for worker in workers if unread(worker.process.stdin)])
+  for worker in workers:
+    if worker not in asked:
+      worker.process.send_signal(signal.SIGCONT)
+    elif end == "killed":
+      worker.process.kill()
+  judge.thread.submit(lambda: None).result(60)
+  pool.check("x", "x", 60.0)  # the start of another worker is no part of a check's time, its first imports may be
+  judging.put([((1, 0), np.array([1]), True)])
+  found = judging.result()
+  assert found.reached.tolist() == [[False], [True]] and found.correct.tolist() == [[False], [True]]
+  assert found.metrics["reward/no_verdict"] == 1 and asked[0].process.pid not in pool.pids()
+
+
+def wait_for(question):
+  """The first answer that is not empty."""
+  until = time.monotonic() + 60
+  while not (answer := question()):
+    assert time.monotonic() < until
+    time.sleep(0.01)
+  return answer
+
+
+def unread(pipe):
+  """Bytes that wait in a pipe."""
+  return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))[0]
 
 
 def test_penalties_and_filters():

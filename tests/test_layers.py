@@ -11,7 +11,7 @@ FLOORS = {
     "models": 1, "algorithms": 1, "rewards": 1, "data": 1, "estimators": 1,
     "sampling": 2, "training": 2,
     "config": 3, "problems": 3, "judging": 3, "rollout": 3, "collect": 3, "frozen": 3, "evaluation": 3, "checkpoint": 3, "reporting": 3,
-    "workdir": 3, "guards": 3, "given": 3, "trained": 3,
+    "workdir": 3, "guards": 3, "identity": 3, "given": 3, "trained": 3,
     "warm_start": 4, "train": 4, "export": 4, "plan": 4, "roofline": 4, "doctor": 4,
     "cli": 5, "__main__": 6,
 }

@@ -189,7 +189,7 @@ def test_updates_that_are_not_finite_stop_the_run_before_it_is_saved(tmp_path):
   broken = state.replace(step=state.step + 1, params=jax.tree.map(lambda x: x * np.nan, state.params))
   checkpoints.save(broken)  # as a bug elsewhere might
   checkpoints.close()
-  with pytest.raises(RunError, match=r"3 updates in a row were skipped, to step 6"):
+  with pytest.raises(RunError, match=r"updates were skipped in 3 steps in a row, to step 6"):
     run(small_config(steps=8, **{"eval.every": 0, "checkpoint.every": 1}), workdir)
   assert Checkpoints(workdir / "checkpoints").steps() == [2, 3]
   rows = read_jsonl(workdir / "metrics.jsonl")

@@ -1,4 +1,5 @@
 """One owner of a workdir at a time, for as long as it lives."""
+import dataclasses
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 from etils import epath
 
 from gtpo_jax.config import Config
+from gtpo_jax.config.sections import CheckpointSection
 from gtpo_jax.errors import UserError
 from gtpo_jax.reporting.curves import draw_curves
 from gtpo_jax.reporting.journal import Journal
@@ -19,6 +21,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from gtpo_jax.config import Config
+from gtpo_jax.config.sections import CheckpointSection
 from gtpo_jax.workdir import claim
 with claim(Path(sys.argv[1]), Config()):
   print("mine", flush=True)
@@ -87,3 +90,16 @@ def test_what_is_not_a_checkpoint_goes_through_etils_paths():
   assert [row["step"] for row in journal.read()] == [1, 2, 3, 4] and load_config(workdir) == Config()
   assert (workdir / "curves.png").read_bytes()[:4] == b"\x89PNG" and not Path("gs:").exists()
   assert {path.name for path in workdir.iterdir()} == {"config.json", "curves.png", "metrics.jsonl"}
+
+
+def test_another_config_is_taken_where_told_so_and_what_differs_is_said(tmp_path):
+  run, said = epath.Path(tmp_path / "run"), []
+  own(run)
+  (run / "checkpoints" / "3").mkdir(parents=True)
+  other = Config(seed=5)
+  with pytest.raises(UserError, match=r"\(seed was 0, now 5\).* or set checkpoint.accept_changes to go on"), claim(run, other):
+    pass
+  told = dataclasses.replace(other, checkpoint=CheckpointSection(accept_changes=True))
+  with claim(run, told, said.append):
+    assert said == ["changed since this run began: seed was 0, now 5"]
+  assert load_config(run) == told

@@ -162,7 +162,8 @@ class FrozenSection:
   """A policy that does not learn: the guide that writes completions, or the reference of the KL term.
 
   Attributes:
-    path: the workdir of a run (its newest checkpoint at each start), a Hugging Face folder or hub id; "" for this run's base model.
+    path: the workdir of a run (the checkpoint that is its newest when this run begins), a Hugging Face folder or hub id; "" for this
+      run's base model.
   """
 
   path: str = ""
@@ -178,6 +179,7 @@ class RewardSection:
     verifier: module:function that decides right and wrong, instead of the verifier of each problem's kind; "" for those.
     math_rule: "math" (equivalence, by exact arithmetic and math-verify) or "dapo" (DAPO's own `Answer:` line, as a string).
     timeout_s: seconds that the check of one mathematical answer may take; longer ones reach no verdict.
+    function_timeout_s: seconds that a function of yours may take for the completions of one problem; then they have no verdict.
     code_timeout_s: seconds that one run of a program may take, its tests included; longer ones are wrong.
     code_memory_mb: MiB of memory that it may take, and its tests.
     unsandboxed: DANGEROUS. Where there is no sandbox, programs that the model wrote run as you, on your files and network.
@@ -187,6 +189,7 @@ class RewardSection:
   verifier: str = ""
   math_rule: str = "math"
   timeout_s: float = 5.0
+  function_timeout_s: float = 300.0
   code_timeout_s: float = 5.0
   code_memory_mb: int = 512
   unsandboxed: bool = False
@@ -194,7 +197,7 @@ class RewardSection:
   def __post_init__(self):
     if self.math_rule not in MATH_RULES:
       raise UserError(f"reward.math_rule must be one of {', '.join(MATH_RULES)}, got {self.math_rule!r}")
-    for name in ("timeout_s", "code_timeout_s"):
+    for name in ("timeout_s", "function_timeout_s", "code_timeout_s"):
       if not 0 < getattr(self, name) < float("inf"):
         raise UserError(f"reward.{name} must be above 0 and finite, got {getattr(self, name)}")
     if not self.weighted:
@@ -241,11 +244,13 @@ class CheckpointSection:
     every: steps between checkpoints; the last step is always saved.
     keep: newest checkpoints kept.
     best: keep the parameters of the best evaluation (by mean@n) too, in WORKDIR/best.
+    accept_changes: take a run up again though its config, the contents of its data, or guide or reference have changed; what has is said.
   """
 
   every: int = 10
   keep: int = 2
   best: bool = False
+  accept_changes: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +258,7 @@ class GuardSection:
   """When a run that goes wrong is ended.
 
   Attributes:
-    skipped: updates in a row whose loss or gradient is not finite (each is skipped) that end the run.
+    skipped: steps in a row, in which an update whose loss or gradient is not finite was skipped, that end the run.
     stall_s: seconds without the end of a step, of a batch of evaluation or of a part of the warm start after which the process prints
       its stacks and exits; 0 for never.
   """

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Journal:
   def amend(self, step: int, metrics: Mapping[str, float]) -> None:
     """Adds numbers to the object of a step that is already written."""
     if is_first():
-      _rewrite(self.metrics_file, [row | _finite(metrics) if row["step"] == step else row for row in read_jsonl(self.metrics_file)])
+      _rewrite(self.metrics_file, (row | _finite(metrics) if row["step"] == step else row for row in _each(self.metrics_file)))
       self._show(step, metrics)
 
   def _show(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -58,9 +58,10 @@ class Journal:
     for board in self._boards:
       board.sample(step, prompt, completion, correct)
 
-  def read(self) -> list[dict[str, Any]]:
-    """Every line of metrics.jsonl."""
-    return from_first(lambda: read_jsonl(self.metrics_file))
+  def read(self, only: str = "") -> list[dict[str, Any]]:
+    """Every line of metrics.jsonl: of its numbers those whose names begin with `only`, and the step."""
+    return from_first(lambda: [{name: value for name, value in row.items() if name == "step" or name.startswith(only)}
+                               for row in _each(self.metrics_file)])
 
   def close(self) -> None:
     """Writes out what the boards hold back."""
@@ -70,13 +71,19 @@ class Journal:
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
   """The objects of a JSON-lines file; a line that a kill left half written is passed over."""
-  rows = []
-  for line in file.read_text().splitlines() if file.exists() else []:
-    try:
-      rows.append(json.loads(line))
-    except json.JSONDecodeError:
-      continue
-  return rows
+  return list(_each(file))
+
+
+def _each(file: Path) -> Iterator[dict[str, Any]]:
+  """The same one by one, so that a long run's file is never in memory as a whole."""
+  if not file.exists():
+    return
+  with file.open() as lines:
+    for line in lines:
+      try:
+        yield json.loads(line)
+      except json.JSONDecodeError:
+        continue
 
 
 def _append(file: Path, row: Mapping[str, Any]) -> None:
@@ -89,12 +96,13 @@ def _append(file: Path, row: Mapping[str, Any]) -> None:
 
 def _cut_back(file: Path, step: int) -> None:
   if file.exists():
-    _rewrite(file, [row for row in read_jsonl(file) if row["step"] <= step])
+    _rewrite(file, (row for row in _each(file) if row["step"] <= step))
 
 
-def _rewrite(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def _rewrite(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
   fresh = file.with_suffix(".tmp")
-  fresh.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  with fresh.open("w") as out:
+    out.writelines(json.dumps(row) + "\n" for row in rows)
   fresh.replace(file)
 
 

@@ -1,66 +1,15 @@
 """Processes that are killed or asked to stop at marked points, and taken up again: nothing is lost, to the bit."""
+import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from etils import epath
+from processes import SETTINGS, STEPS, command, left_behind, start, start_two, together
 
 from gtpo_jax.reporting.journal import read_jsonl
-from gtpo_jax.seal import check_seal
 
-HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-STEPS = 6
-SETTINGS = {  # several micro-batches, and groups left over from step to step
-    "steps": STEPS, "data.terms": 2, "data.max_prompt_tokens": 20, "sampling.max_tokens": 14, "batch.prompts": 4, "batch.group": 4,
-    "batch.micro_batches": 2, "batch.max_gen_batches": 20, "algorithm.name": "dapo", "reward.verifier": "run:judge", "warm_start.steps": 0,
-    "optimizer.learning_rate": 1e-3, "eval.every": 3, "eval.problems": 8, "eval.samples": 2, "eval.batch": 8, "checkpoint.every": 2}
 KILLS = ["kill:evaluation:1", "kill:sampling:2", "kill:reward:3", "kill:metrics:3", "kill:update:3", "kill:saving:1",
          "kill:written:1", "kill:sealed:1", "kill:committed:1", "kill:evaluation:2"]
-CLOCK = ("time/", "tokens/s", "compiles")
-
-
-def command(workdir, event, settings):
-  return list(map(str, [sys.executable, HERE / "run.py", event, "train", "--config=configs/base.py", f"--workdir={workdir}",
-                        *(f"--config.{key}={value}" for key, value in settings.items())]))
-
-
-def environment(**more):
-  return {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]), **more}
-
-
-def start(workdir, event, settings):
-  return subprocess.run(command(workdir, event, settings), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
-
-
-def start_two(workdir, event, victim, settings):
-  """Two processes, to one of which something happens: their statuses and what they printed."""
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    address = f"localhost:{free.getsockname()[1]}"
-  processes = []
-  for i in range(2):
-    env = environment(JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(i))
-    processes.append(subprocess.Popen(command(workdir, event if i == victim else "-", settings), cwd=ROOT, env=env, stdout=subprocess.PIPE,
-                                      stderr=subprocess.STDOUT, text=True))
-  try:
-    printed = [process.communicate(timeout=600)[0] for process in processes]
-  finally:
-    for process in processes:
-      process.kill()
-  return [process.returncode for process in processes], printed
-
-
-def left_behind(workdir):
-  """All that must not depend on what happened on the way: metrics, samples, and the digests of the last checkpoint."""
-  rows = [{key: value for key, value in row.items() if not key.startswith(CLOCK)} for row in read_jsonl(workdir / "metrics.jsonl")]
-  assert [row["step"] for row in rows] == list(range(len(rows)))
-  steps = sorted(int(entry.name) for entry in (workdir / "checkpoints").iterdir())
-  seal = check_seal(epath.Path(workdir / "checkpoints" / str(steps[-1])), ["params", "rest", "leftovers"])
-  return rows, read_jsonl(workdir / "samples.jsonl"), steps[-1], seal["leaves"]
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +64,23 @@ def test_the_warm_start_begins_anew(tmp_path, event, code):
 
 
 @pytest.mark.slow
+def test_data_that_changed_under_a_run_is_refused_with_the_difference(tmp_path):
+  rows = [{"prompt": f"1{i}+{j}:", "answer": str(10 + i + j), "kind": "last_number"} for i in range(8) for j in range(4)]
+  data = tmp_path / "data.jsonl"
+  data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  settings = SETTINGS | {"data.train": data, "data.eval": "sums", "steps": 2}
+  assert start(tmp_path / "run", "kill:metrics:3", settings).returncode == -9
+  data.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+  before = [file.read_bytes() for file in sorted((tmp_path / "run").rglob("*.json*"))]
+  refused = start(tmp_path / "run", "-", settings)
+  assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 1, refused.stderr
+  assert f"data.train '{data}' was 32 problems, sha256 " in refused.stderr and ", now 31 problems, sha256 " in refused.stderr
+  assert [file.read_bytes() for file in sorted((tmp_path / "run").rglob("*.json*"))] == before
+  told = start(tmp_path / "run", "-", settings | {"checkpoint.accept_changes": True})
+  assert told.returncode == 0 and "changed since this run began: data.train" in told.stdout, told.stderr
+
+
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(whole, tmp_path):
   disk = tmp_path / "disk"
   disk.mkdir()
@@ -134,8 +100,9 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(whole, t
 
 # --- two processes ---
 
-TWO_KILLS = [("kill:sampling:2", 1), ("kill:reward:2", 0), ("kill:update:3", 1), ("kill:saving:1", 0), ("kill:sealed:1", 0),
-             ("kill:saving:1", 1), ("kill:evaluation:1", 0)]
+TWO_KILLS = [("kill:evaluation:1", 0), ("kill:sampling:2", 1), ("kill:reward:3", 0), ("kill:metrics:3", 0), ("kill:update:3", 1),
+             ("kill:saving:1", 1), ("kill:saving:1", 0), ("kill:written:1", 0), ("kill:sealed:1", 0), ("kill:committed:1", 0),
+             ("kill:sampling:1", 0), ("kill:evaluation:1", 1)]
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +121,10 @@ def test_two_processes_of_which_one_is_killed(whole_of_two, tmp_path):
     codes, printed = start_two(tmp_path / "run", event, victim, SETTINGS)
     assert codes[victim] == -9 and codes[1 - victim] not in (0, 2), (event, codes, printed)
     assert "damaged" not in printed[0]
+    ours = [line for line in printed[1 - victim].splitlines() if line.startswith("gtpo: ")]
+    if codes[1 - victim] == 1:  # else JAX's own watch ended it, in its own words
+      assert len(ours) == 1 and f"process {1 - victim} of 2: another process is gone or out of reach" in ours[0], (event, printed)
+      assert "Traceback" not in printed[1 - victim], (event, printed)
   codes, printed = start_two(tmp_path / "run", "-", 0, SETTINGS)
   assert codes == [0, 0] and "damaged" not in printed[0], printed
   assert left_behind(tmp_path / "run") == whole_of_two[1]
@@ -167,6 +138,30 @@ def test_two_processes_stop_together(whole_of_two, tmp_path, victim):
   assert "stopped at step" in printed[0]
   codes, printed = start_two(tmp_path / "run", "-", 0, SETTINGS)
   assert codes == [0, 0] and left_behind(tmp_path / "run") == whole_of_two[1], printed
+
+
+@pytest.mark.slow
+def test_two_processes_that_do_not_see_the_same_data(tmp_path):
+  """As without a file system that both see: they would learn from different problems."""
+  for name, answer in (("first", 12), ("second", 13)):
+    (tmp_path / name).write_text(json.dumps({"prompt": "10+2:", "answer": answer, "kind": "last_number"}) + "\n")
+  data = tmp_path / "data.jsonl"
+  data.write_bytes((tmp_path / "first").read_bytes())
+  line = command(tmp_path / "run", "-", SETTINGS | {"data.train": data, "data.eval": "sums"})
+  own_view = ["unshare", "--mount", "sh", "-c", f'mount --bind {tmp_path / "second"} {data} && exec "$@"', "sh", *line]
+  codes, printed = together([line, own_view])
+  assert codes[1] == 2 and codes[0] not in (0, 2), (codes, printed)
+  ours = [row for row in printed[1].splitlines() if row.startswith("gtpo: ")]
+  assert len(ours) == 1 and "is not the same everywhere: the first process has 1 problems, sha256 " in ours[0], printed
+
+
+@pytest.mark.slow
+def test_two_processes_of_which_nobody_reads_one(tmp_path):
+  """As `| head` does, or a launcher that is gone: what cannot be printed must not keep the others waiting."""
+  line = command(tmp_path / "run", "-", SETTINGS)
+  unread = ["bash", "-c", 'set -o pipefail; "$@" 2>&1 | head -c 1', "bash", *line]
+  codes, printed = together([unread, line])
+  assert codes[0] == 1 and codes[1] not in (0, 2), (codes, printed)
 
 
 @pytest.mark.slow

@@ -1,0 +1,21 @@
+"""One of several processes that restore a checkpoint: `python restore.py CHECKPOINTS OUT DATA,FSDP,TENSOR`. OUT_i.npz is what i has."""
+import sys
+
+import jax
+import numpy as np
+
+from gtpo_jax.checkpoint import Checkpoints
+from gtpo_jax.models.presets import PRESETS
+from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.parallel import fetch, make_mesh
+from gtpo_jax.start import join_processes, prepare_jax
+from gtpo_jax.training.state import OptimizerConfig, make_optimizer
+
+if __name__ == "__main__":
+  prepare_jax()
+  join_processes()
+  _, folder, out, sizes = sys.argv
+  model = Qwen2(PRESETS["tiny"], make_mesh(*map(int, sizes.split(","))))
+  saved = Checkpoints(folder, keep=3).restore(model, make_optimizer(OptimizerConfig(), 10))
+  leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(fetch(saved.state))}
+  np.savez(f"{out}_{jax.process_index()}.npz", **leaves)
