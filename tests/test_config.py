@@ -172,7 +172,7 @@ def test_lower_bounds(name, least):
     ({"eval__temperature": -0.5}, ["eval.temperature", "-0.5"]),
     ({"warm_start__slips": -0.1}, ["warm_start.slips must be at least 0, got -0.1"]),
     ({"model__preset": "tinny"}, ["'tinny'", "did you mean 'tiny'"]),
-    ({"model__remat": "some"}, ["model.remat must be one of none, full", "'some'"]),
+    ({"model__remat": "some"}, ["model.remat must be one of none, attention, full", "'some'"]),
     ({"model__compute_dtype": "float31"}, ["model.compute_dtype", "'float31'"]),
     ({"data__train": "sum"}, ["'sum'", "did you mean 'sums'"]),
     ({"data__eval": "countdwn"}, ["'countdwn'", "did you mean 'countdown'"]),

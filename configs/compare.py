@@ -1,0 +1,23 @@
+"""Countdown from a strong warm start: right answers are many, none is sure, and sampling again still helps.
+
+    python benchmarks/compare.py --out=runs/compare
+"""
+from gtpo_jax.config import default_config
+
+
+def get_config():
+  config = default_config()
+  config.steps = 300
+  config.model.preset = "tiny"
+  config.data.train = "countdown"
+  config.data.max_prompt_tokens = 28
+  config.sampling.max_tokens = 32
+  config.algorithm.name = "gtpo"
+  config.warm_start.steps = 6000
+  config.warm_start.slips = 0.5
+  config.optimizer.learning_rate = 1e-4
+  config.optimizer.b2 = 0.95
+  config.eval.every = 50
+  config.eval.samples = 32
+  config.checkpoint.every = 100
+  return config
