@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 import re
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)^\}$", re.MULTILINE | re.DOTALL)
 _COLLECTIVE = re.compile(r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 _WHILE = re.compile(r" while\(.*condition=%([\w.\-]+), body=%([\w.\-]+)")
 _CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%([\w.\-]+)|branch_computations=\{([^}]*)\}")

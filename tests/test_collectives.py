@@ -61,3 +61,10 @@ def test_lines_of_the_tpu_compiler(line, expected):
 def test_a_loop_that_ends_by_itself_counts_once():
   line = "%a = f32[96]{0} collective-permute(%p), channel_id=7, source_target_pairs={{0,1}}"
   assert collective_bytes(hlo(line, condition="ROOT %going = pred[] and(%x, %y)")) == {"collective-permute": 96 * 4}
+
+
+def test_a_kernel_whose_line_is_broken_hides_nothing():
+  """The compiler breaks the line of a Pallas kernel within its metadata."""
+  kernel = '%k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", kernel_metadata={\n"block": "512"\n}}, metadata={}'
+  line = "%a = f32[96]{0} reduce-scatter(%p), channel_id=7, replica_groups={{0,1,2,3}}"
+  assert collective_bytes(hlo(kernel, line)) == {"reduce-scatter": 28 * 96 * 4 * 3}

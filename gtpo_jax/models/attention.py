@@ -114,7 +114,7 @@ def look(q: jax.Array, source: Source, precision: str = "default") -> Seen:
   n, g, h, s, e = q.shape
   kv, visible = source
   rows = q.reshape(n, g, kv.k.shape[2], -1, s, e) * e**-0.5
-  scores = batched_product(rows, kv.k.astype(q.dtype), precision)  # [n, g, k, r, s, key s]
+  scores = _batched_product(rows, kv.k.astype(q.dtype), precision)  # [n, g, k, r, s, key s]
   if kv.k_scale is not None:
     scores *= jnp.expand_dims(kv.k_scale, (-2, -3))
   scores = jnp.where(jnp.expand_dims(visible, (-4, -3)), scores, MASKED)
@@ -123,7 +123,7 @@ def look(q: jax.Array, source: Source, precision: str = "default") -> Seen:
   total = weights.sum(-1, keepdims=True)
   if kv.v_scale is not None:
     weights *= jnp.expand_dims(kv.v_scale, (-2, -3))
-  mixed = batched_product(weights.astype(q.dtype), kv.v.astype(q.dtype), precision)
+  mixed = _batched_product(weights.astype(q.dtype), kv.v.astype(q.dtype), precision)
   return Seen(*(x.reshape(n, g, h, s, -1) for x in (mixed, peak, total)))
 
 
@@ -135,7 +135,7 @@ def join(parts: Sequence[Seen]) -> jax.Array:
   return sum(part.mixed * (scale / total) for part, scale in zip(parts, scales, strict=True))
 
 
-def batched_product(x: jax.Array, y: jax.Array, precision: str) -> jax.Array:
+def _batched_product(x: jax.Array, y: jax.Array, precision: str) -> jax.Array:
   """x [n,g,k,r,s,a] @ y [n,g|1,k,a,c] -> f32[n,g,k,r,s,c], rows merged so that each head is one matrix product.
 
   A source shared by the group (g = 1 in y) multiplies all g x r x s rows at once.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from gtpo_jax.models.attention import MASKED, Context, batched_product
+from gtpo_jax.models.attention import MASKED, Context
 
 SAVED = "attention"  # what the remat policy of that name keeps: the result and one number a query
 
@@ -33,9 +33,10 @@ def attend_in_blocks(q: jax.Array, context: Context, precision: str = "default")
   own, prompt = context.own, context.prompt
   n, g, h, s, e = q.shape
   kv_heads = own.v.shape[2]
-  rows = (q * e**-0.5).astype(q.dtype).reshape(n, g, kv_heads, h // kv_heads, s, e)
-  keys = own.k, own.v, *(() if prompt is None else (prompt.k, prompt.v))
-  return _attend(rows, keys, (context.own_mask, context.prompt_mask), precision).reshape(q.shape)
+  heads_first = lambda x: jnp.swapaxes(x, 1, 2)  # so that a prompt's keys multiply the queries of all its group as they lie
+  rows = heads_first((q * e**-0.5).astype(q.dtype).reshape(n, g, kv_heads, h // kv_heads, s, e))
+  keys = tuple(heads_first(x) for kv in (own, prompt) if kv is not None for x in (kv.k, kv.v))
+  return heads_first(_attend(rows, keys, (context.own_mask, context.prompt_mask), precision)).reshape(q.shape)
 
 
 Arrays = tuple[jax.Array, ...]
@@ -44,7 +45,7 @@ Masks = tuple[jax.Array | None, jax.Array | None]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _attend(q: jax.Array, keys: Arrays, masks: Masks, precision: str) -> jax.Array:
-  """q [n,g,k,r,s,e], scaled; keys: own k [n,g,k,e,s], own v [n,g,k,s,e], and the prompt's, with 1 for g -> [n,g,k,r,s,e]."""
+  """q [n,k,g,r,s,e], scaled; keys: own k [n,k,g,e,s], own v [n,k,g,s,e], and the prompt's, with 1 for g -> [n,k,g,r,s,e]."""
   return _forward(q, keys, masks, precision)[0]
 
 
@@ -55,7 +56,7 @@ def _forward(q: jax.Array, keys: Arrays, masks: Masks, precision: str) -> tuple[
     weights = [jnp.exp(x - peak) for x in scores]
     total = sum(x.sum(-1, keepdims=True) for x in weights)
     values = (keys[1][..., :span, :], *keys[3:])
-    out = sum(batched_product(w.astype(q.dtype), v, precision) for w, v in zip(weights, values, strict=True)) / total
+    out = sum(_product(w.astype(q.dtype), v, precision) for w, v in zip(weights, values, strict=True)) / total
     return None, (out.astype(q.dtype), peak + jnp.log(total))
 
   _, (out, lse) = _over_blocks(one, None, (q,))
@@ -73,9 +74,9 @@ def _backward(precision: str, residuals: tuple, d_out: jax.Array) -> tuple[jax.A
     for i, scores in enumerate(_scores(queries, keys, masks, first, span, precision)):
       cut = slice(0, scores.shape[-1])
       weights = jnp.exp(scores - lse)
-      d_weights = batched_product(grads, turned[2 * i + 1][..., cut], precision)
+      d_weights = _product(grads, turned[2 * i + 1][..., cut], precision)
       d_scores = (weights * (d_weights - shift)).astype(q.dtype)
-      d_queries += batched_product(d_scores, turned[2 * i][..., cut, :], precision)
+      d_queries += _product(d_scores, turned[2 * i][..., cut, :], precision)
       d_keys[2 * i] = d_keys[2 * i].at[..., cut].add(_turned_product(queries, d_scores, keys[2 * i], precision))
       d_values = _turned_product(grads, weights.astype(q.dtype), keys[2 * i], precision)
       d_keys[2 * i + 1] = d_keys[2 * i + 1].at[..., cut, :].add(jnp.swapaxes(d_values, -1, -2))
@@ -110,21 +111,30 @@ def _over_blocks(one: Callable, carry: Any, arrays: Arrays) -> tuple[Any, Arrays
 
 
 def _scores(queries: jax.Array, keys: Arrays, masks: Masks, first: jax.Array | int, span: int, precision: str) -> list[jax.Array]:
-  """Scores f32[n,g,k,r,block,...] of the queries from `first` on: with `span` positions of their own stream, then with the prompt."""
+  """Scores f32[n,k,g,r,block,...] of the queries from `first` on: with `span` positions of their own stream, then with the prompt."""
   visible = jnp.arange(span) <= first + jnp.arange(queries.shape[4])[:, None]
   if masks[0] is not None:
-    visible &= masks[0][:, :, None, None, None, :span]
-  scores = [jnp.where(visible, batched_product(queries, keys[0][..., :span], precision), MASKED)]
+    visible &= masks[0][:, None, :, None, None, :span]
+  scores = [jnp.where(visible, _product(queries, keys[0][..., :span], precision), MASKED)]
   if len(keys) > 2:
-    scores.append(jnp.where(masks[1][:, :, None, None, None], batched_product(queries, keys[2], precision), MASKED))
+    scores.append(jnp.where(masks[1][:, None, :, None, None], _product(queries, keys[2], precision), MASKED))
   return scores
 
 
+def _product(x: jax.Array, y: jax.Array, precision: str) -> jax.Array:
+  """x [n,k,g,r,s,a] @ y [n,k,g|1,a,c] -> f32[n,k,g,r,s,c], rows merged so that each head is one matrix product."""
+  return _matmul(_rows(x, y), y, precision).reshape(*x.shape[:5], -1)
+
+
 def _turned_product(x: jax.Array, y: jax.Array, like: jax.Array, precision: str) -> jax.Array:
-  """The sum over r and s of x [n,g,k,r,s,a] and y [n,g,k,r,s,c], and over g where `like` is shared -> f32[n,g|1,k,a,c]."""
-  n, g, k, r, s, _ = x.shape
-  if like.shape[1] == 1 and g > 1:
-    x, y = (jnp.swapaxes(z, 1, 2).reshape(n, 1, k, g * r * s, -1) for z in (x, y))
-  else:
-    x, y = (z.reshape(n, g, k, r * s, -1) for z in (x, y))
-  return jnp.matmul(jnp.swapaxes(x, -1, -2), y, preferred_element_type=jnp.float32, precision=precision)
+  """The sum over r and s of x [n,k,g,r,s,a] and y [n,k,g,r,s,c], and over g where `like` is shared -> f32[n,k,g|1,a,c]."""
+  return _matmul(jnp.swapaxes(_rows(x, like), -1, -2), _rows(y, like), precision)
+
+
+def _rows(x: jax.Array, like: jax.Array) -> jax.Array:
+  """[n,k,g,r,s,a] -> [n,k,g|1,rows,a], the group among the rows where `like` is shared by it."""
+  return x.reshape(*x.shape[:2], like.shape[2], -1, x.shape[-1])
+
+
+def _matmul(x: jax.Array, y: jax.Array, precision: str) -> jax.Array:
+  return jnp.matmul(x, y, preferred_element_type=jnp.float32, precision=precision)
