@@ -68,8 +68,8 @@ def test_data_that_changed_under_a_run_is_refused_with_the_difference(tmp_path):
   rows = [{"prompt": f"1{i}+{j}:", "answer": str(10 + i + j), "kind": "last_number"} for i in range(8) for j in range(4)]
   data = tmp_path / "data.jsonl"
   data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  settings = SETTINGS | {"data.train": data, "data.eval": "sums", "steps": 2}
-  assert start(tmp_path / "run", "kill:metrics:3", settings).returncode == -9
+  settings = SETTINGS | {"data.train": data, "data.eval": "sums", "steps": 3, "checkpoint.every": 1}
+  assert start(tmp_path / "run", "kill:metrics:4", settings).returncode == -9
   data.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
   before = [file.read_bytes() for file in sorted((tmp_path / "run").rglob("*.json*"))]
   refused = start(tmp_path / "run", "-", settings)
