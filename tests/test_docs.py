@@ -22,13 +22,15 @@ FIELDS = flatten(to_dict(Config()))
 ENV = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
 
 
-def blocks(page, language):
-  return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+def blocks(page, *languages):
+  fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+  return [text for language, text in fenced if language in languages]
 
 
 def commands(page):
-  """Every command of ours in a block, as words."""
-  lines = "".join(blocks(page, "(?:bash|sh)?")).replace("\\\n", " ").splitlines()
+  """Every command of ours, as words: in blocks, and those but `gtpo` in passing, where much is left out."""
+  lines = "".join(blocks(page, "", "bash", "sh")).replace("\\\n", " ").splitlines()
+  lines += [code for code in inline(page) if code.split()[0] in ("make", "pip", "python") and " " in code]
   split = [shlex.split(line, comments=True) for line in lines if line.split()[:1] in (["gtpo"], ["make"], ["pip"], ["python"])]
   return [words for words in split if words]
 
