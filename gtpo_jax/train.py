@@ -72,6 +72,7 @@ def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[]
                        head_chunk=config.batch.head_chunk)
   display.say(f"{algorithm.name} on {config.data.train}: {config.steps} steps of {config.batch.prompts} prompts x {config.batch.group} "
               f"completions, model {config.model.path or config.model.preset}, mesh {dict(actor.model.mesh.shape)}")
+  display.say(f"sampling {actor.engine.described()}")
   checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
   if saved := checkpoints.restore(actor.model, optimizer, display.say):
     state = saved.state

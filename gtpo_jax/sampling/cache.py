@@ -104,7 +104,7 @@ class View:
   slot: jax.Array       # i32[m, rows], the slot of each row, within the shard
   seated: jax.Array     # bool[m, 1, 1, p]
   written: jax.Array    # i32[s], how many of the past positions there are
-  attention: str        # "xla" or "pallas", see `Limits`
+  attention: str        # "xla", "pallas" or "triton", see `Limits`
 
   def attend(self, chunk: list[KV], step: jax.Array) -> Callable[[int, jax.Array, KV], tuple[jax.Array, KV]]:
     """The `attend` of `decode_step` at position `step` i32[] of the chunk; what is kept of each layer is the chunk with it written."""
@@ -121,8 +121,8 @@ class View:
     return attend
 
   def _past(self, q: jax.Array, layer: int, precision: str) -> Seen:
-    if self.attention == "pallas":
-      return look_back(self.model, q, self.past[layer], self.written)
+    if self.attention != "xla":
+      return look_back(self.model, q, self.past[layer], self.written, self.attention)
     past = self.past[layer]
     return look(q, Source(past, (jnp.arange(past.v.shape[3]) < self.written[:, None])[:, None, None]), precision)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention import KV, MASKED
-from gtpo_jax.models.qwen2 import Qwen2, Unstacked, decode_step, prefill
+from gtpo_jax.models.qwen2 import Qwen2, Unstacked, decode_step, next_logits, prefill
 from gtpo_jax.parallel import constrain
 from gtpo_jax.sampling.cache import Seats, Slots, View, take_seats, within_shards, write_back
 from gtpo_jax.sampling.filters import Sampler
@@ -54,7 +54,7 @@ def decode_chunk(model: Qwen2, params: Unstacked, seats: Seats, slots: Slots, co
     chunk: room for the chunk's keys and values.
     until: i32[] <= chunk, ends the chunk after so many tokens.
     spare: i32[], ends the chunk when so many slots have finished in it.
-    attention: "xla" or "pallas", see `Limits`.
+    attention: "xla", "pallas" or "triton", see `Limits`.
     words: only the first so many of the vocabulary are drawn from; None for all.
   """
   c, live, first = model.config, control.live, control.prompt + control.written
@@ -72,7 +72,7 @@ def decode_chunk(model: Qwen2, params: Unstacked, seats: Seats, slots: Slots, co
   slab = lambda dtype: jnp.zeros((chunk, s), dtype)
 
   def head(hidden: jax.Array) -> jax.Array:
-    logits = model.apply({"params": params.outer}, hidden[:, 0, 0], method="logits")
+    logits = next_logits(model, params, hidden[:, 0, 0])
     return logits if words in (None, logits.shape[-1]) else jnp.where(jnp.arange(logits.shape[-1]) < words, logits, MASKED)
 
   def going(loop: _Loop) -> jax.Array:

@@ -94,7 +94,10 @@ class Engine:
     self._shards = batch_shards(model.mesh)
     self.limits = limits.on(model.mesh.devices.flat[0].platform, self._shards)
     self._most, self._chunk = self.limits.slots, min(self.limits.chunk, max_tokens)
-    multiple = LANES if self.limits.attention == "pallas" else 1
+    e = model.config.head_dim
+    if self.limits.attention == "triton" and (e < 16 or e & (e - 1)):
+      raise UserError(f"sampling.attention = 'triton' needs heads whose width is a power of two from 16, not {e}; set it to 'xla'")
+    multiple = 1 if self.limits.attention == "xla" else LANES
     self._widths = sorted({-(-(size + self._chunk) // multiple) * multiple for size in lengths(max_tokens)})
     self._kv_dtype = limits.kv_dtype or model.config.compute_dtype
     self._layout = jax.jit(lambda params: sampling_layout(self.model, merge_lora(model, params)))
@@ -105,6 +108,12 @@ class Engine:
     self._longer = jax.jit(functools.partial(longer, self.model), static_argnums=1)
     self._fewer = jax.jit(functools.partial(fewer, self.model))
     self._keys = jax.jit(lambda key, n, g: jax.random.key_data(completion_keys(key, n, g)), static_argnums=(1, 2))
+
+  def described(self) -> str:
+    """How it samples on this machine, in words."""
+    limits = self.limits
+    return (f"{limits.slots} completions at once in chunks of {self._chunk} tokens, keys and values as {self._kv_dtype}, "
+            f"attention by {limits.attention} on {self.model.mesh.devices.flat[0].platform}")
 
   def layout(self, params: Params) -> Unstacked:
     """The parameters as sampling wants them, adapters merged; make it once and sample many batches from it."""

@@ -13,6 +13,8 @@ import numpy as np
 
 from gtpo_jax.errors import UserError
 
+KERNELS = {"pallas": "tpu", "triton": "gpu"}  # of attention, and where they run
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -22,8 +24,8 @@ class Limits:
     slots: completions that run side by side, over all devices; 0 for 64 a device of the batch axes on CPU, 256 elsewhere.
     chunk: tokens between two looks of the host; 0 for 16 on CPU, 64 elsewhere.
     kv_dtype: what keys and values are kept as: float32, bfloat16, int8; "" for the model's compute type.
-    attention: how a slot looks at what it has written: "xla", over as many positions as the longest slot has; "pallas", a TPU kernel that
-      reads of each slot what it has (interpreted, slowly, on CPU); "" for pallas on TPU, xla elsewhere.
+    attention: how a slot looks at what it has written: "xla", over as many positions as the longest slot has; "pallas" and "triton",
+      kernels for TPU and GPU that read of each slot what it has (interpreted, slowly, on CPU); "" for pallas on TPU, xla elsewhere.
   """
 
   slots: int = 0
@@ -38,8 +40,8 @@ class Limits:
       raise UserError(f"sampling.chunk must be at least 1, or 0 to choose by the machine; got {self.chunk}")
     if self.kv_dtype not in ("", "float32", "bfloat16", "int8"):
       raise UserError(f"sampling.kv_dtype must be float32, bfloat16, int8 or empty, got {self.kv_dtype!r}")
-    if self.attention not in ("", "xla", "pallas"):
-      raise UserError(f"sampling.attention must be xla, pallas or empty to choose by the machine, got {self.attention!r}")
+    if self.attention not in ("", "xla", *KERNELS):
+      raise UserError(f"sampling.attention must be xla, pallas, triton or empty to choose by the machine, got {self.attention!r}")
 
   def on(self, platform: str, shards: int) -> Limits:
     """What is chosen by the machine filled in, for `shards` devices of the batch axes.
@@ -48,8 +50,9 @@ class Limits:
       UserError: the machine cannot run what is asked for.
     """
     cpu, attention = platform == "cpu", self.attention or ("pallas" if platform == "tpu" else "xla")
-    if attention == "pallas" and platform not in ("tpu", "cpu"):
-      raise UserError(f"sampling.attention = 'pallas' is a TPU kernel, and this is {platform}; leave it empty, or set it to 'xla'")
+    if (home := KERNELS.get(attention, platform)) != platform and not cpu:
+      raise UserError(f"sampling.attention = {attention!r} is a {home.upper()} kernel, and this is {platform}; leave it empty, or set it "
+                      f"to 'xla'")
     return dataclasses.replace(self, slots=self.slots or (64 if cpu else 256) * shards, chunk=self.chunk or (16 if cpu else 64),
                                attention=attention)
 

@@ -12,7 +12,7 @@ from gtpo_jax.models import PRESETS, ModelConfig, Qwen2, init_params
 from gtpo_jax.models.attention import KV, Source
 from gtpo_jax.models.attention import attend as models_attend
 from gtpo_jax.models.hf import hf_from_params, params_from_hf
-from gtpo_jax.models.qwen2 import abstract_params, decode_step, param_shardings, prefill, sampling_layout
+from gtpo_jax.models.qwen2 import abstract_params, decode_step, next_logits, param_shardings, prefill, sampling_layout
 from gtpo_jax.parallel import make_mesh, single_device_mesh
 
 SMALL = ModelConfig(vocab_size=96, width=48, layers=3, heads=6, kv_heads=2, head_dim=8, mlp=64)
@@ -111,8 +111,8 @@ def test_prefill_and_decode_equal_one_forward_pass():
     return models_attend(q, (Source(prompt_kv[layer], prompts.mask[:, None, None]), Source(KV(k, v), seen))), None
 
   for i in range(8):
-    got = model.apply({"params": layout.outer}, hidden[:, :, 0], method="logits")
-    np.testing.assert_allclose(got, want[:, :, i], atol=2e-5)
+    for laid in (layout, layout._replace(turned=None)):  # as on CPU, as elsewhere
+      np.testing.assert_allclose(next_logits(model, laid, hidden[:, :, 0]), want[:, :, i], atol=2e-5)
     hidden, _ = decode_step(model, layout, completions[:, :, i], jnp.broadcast_to(prompts.lengths[:, None] + i, (3, 2)), attend)
 
 
@@ -143,6 +143,7 @@ def test_the_sampling_layout_keeps_norms_exact():
   np.testing.assert_array_equal(layout.outer["norm"]["scale"], params["norm"]["scale"])
   np.testing.assert_array_equal(layout.layers[1]["mlp_norm"]["scale"], params["layers"]["mlp_norm"]["scale"][1])
   assert layout.layers[0]["q"]["kernel"].dtype == layout.outer["head"].dtype == jnp.bfloat16
+  np.testing.assert_array_equal(layout.turned, layout.outer["head"].T)
 
 
 def test_number_formats():

@@ -170,6 +170,14 @@ def test_the_tpu_kernel_samples_the_same(mesh, kept, many):
   assert_same(drawn(built, MANY, group=6), many)
 
 
+def test_the_gpu_kernel_agrees_with_the_trainer():
+  """Interpreted."""
+  built = build(config=dataclasses.replace(CONFIG, head_dim=16), limits=Limits(slots=6, chunk=4, attention="triton"))
+  rollouts = drawn(built)
+  log_probs, _ = trainers_view(built, rollouts)
+  assert np.abs(np.asarray(log_probs) - rollouts.log_probs)[rollouts.mask].max() <= 1e-4
+
+
 # --- what is kept of keys and values ---
 
 @pytest.mark.parametrize(("kept", "most"), [("bfloat16", 0.02), ("int8", 0.04)])
@@ -261,6 +269,11 @@ def test_limits_by_the_machine():
   assert Limits(8, 4, "int8", "xla").on("tpu", 4) == Limits(8, 4, "int8", "xla") and Limits().on("gpu", 1).attention == "xla"
   with pytest.raises(UserError, match="a TPU kernel, and this is gpu"):
     Limits(attention="pallas").on("gpu", 1)
+  with pytest.raises(UserError, match="a GPU kernel, and this is tpu"):
+    Limits(attention="triton").on("tpu", 1)
+  assert Limits(attention="triton").on("gpu", 1).attention == "triton"
+  with pytest.raises(UserError, match="a power of two from 16, not 8"):
+    build(limits=Limits(attention="triton"))
 
 
 def test_frequencies_follow_the_distribution(built):

@@ -1,4 +1,4 @@
-"""The TPU kernel, interpreted, against attention over everything with a mask."""
+"""The kernels for TPU and GPU, interpreted, against attention over everything with a mask."""
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,8 @@ import pytest
 from gtpo_jax.models import ModelConfig, Qwen2
 from gtpo_jax.models.attention import KV, Source, look
 from gtpo_jax.parallel import make_mesh, single_device_mesh
-from gtpo_jax.sampling.ragged import look_back
+from gtpo_jax.sampling.ragged import look_back, look_back_here
+from gtpo_jax.sampling.slots import KERNELS
 
 
 def case(heads, kv_heads, e, w, dtype=jnp.float32, kept=None, mesh=None):
@@ -22,12 +23,17 @@ def case(heads, kv_heads, e, w, dtype=jnp.float32, kept=None, mesh=None):
   return model, q, kv, written
 
 
+def seen_by(kernel, model, q, kv, written):
+  return jax.jit(lambda q, kv, written: look_back(model, q, kv, written, kernel))(q, kv, written)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("heads", "kv_heads", "e", "w", "kept", "mesh"), [
-    (4, 2, 8, 256, None, None), (7, 1, 64, 384, None, None), (5, 5, 16, 1024, None, None), (14, 2, 64, 512, "int8", None),
-    (4, 2, 8, 256, None, (2, 2, 2)), (4, 2, 8, 256, "int8", (1, 2, 4))])
-def test_kernel_sees_what_the_mask_lets_be_seen(heads, kv_heads, e, w, kept, mesh):
+    (4, 2, 16, 256, None, None), (7, 1, 64, 384, None, None), (5, 5, 16, 1024, None, None), (14, 2, 64, 512, "int8", None),
+    (4, 2, 16, 256, None, (2, 2, 2)), (4, 2, 16, 256, "int8", (1, 2, 4))])
+def test_kernel_sees_what_the_mask_lets_be_seen(heads, kv_heads, e, w, kept, mesh, kernel):
   model, q, kv, written = case(heads, kv_heads, e, w, kept=kept, mesh=mesh and make_mesh(*mesh))
-  got = jax.jit(lambda q, kv, written: look_back(model, q, kv, written))(q, kv, written)
+  got = seen_by(kernel, model, q, kv, written)
   want = look(q, Source(kv, (jnp.arange(w) < written[:, None])[:, None, None]))
   some = np.asarray(written) > 0
   for name in got._fields:
@@ -36,18 +42,28 @@ def test_kernel_sees_what_the_mask_lets_be_seen(heads, kv_heads, e, w, kept, mes
   assert not np.asarray(got.total)[~some].any() and not np.asarray(got.mixed)[~some].any()  # nothing seen has no weight
 
 
-def test_kernel_in_bfloat16():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernel_in_bfloat16(kernel):
   model, q, kv, written = case(12, 2, 128, 256, jnp.bfloat16)
-  got = jax.jit(lambda q, kv, written: look_back(model, q, kv, written))(q, kv, written)
+  got = seen_by(kernel, model, q, kv, written)
   want = look(q, Source(kv, (jnp.arange(256) < written[:, None])[:, None, None]))
   ratio = lambda seen: np.asarray(seen.mixed / seen.total)[1:]
   np.testing.assert_allclose(ratio(got), ratio(want), atol=2e-2)
 
 
-def test_what_is_behind_the_end_is_not_read():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_is_behind_the_end_is_not_read(kernel):
   """NaN there does no harm to values that are read beside it, unlike under a mask alone."""
-  model, q, kv, written = case(4, 2, 8, 384)
+  model, q, kv, written = case(4, 2, 16, 384)
   rotten = kv._replace(k=jnp.where(jnp.arange(384) >= 256, jnp.nan, kv.k))
   written = jnp.minimum(written, 250)
-  got = jax.jit(lambda q, kv, written: look_back(model, q, kv, written))(q, rotten, written)
+  got = seen_by(kernel, model, q, rotten, written)
   assert all(np.isfinite(x).all() for x in got)
+
+
+@pytest.mark.parametrize("kept", [None, "int8"])
+def test_the_gpu_kernel_becomes_a_triton_program(kept):
+  """There is no GPU here; as far as the Triton program that is handed to its compiler, it is made."""
+  _, q, kv, written = case(14, 2, 64, 512, jnp.bfloat16, kept)
+  here = jax.jit(lambda q, kv, written: look_back_here(q, kv, written, "triton", interpret=False))
+  assert "__gpu$xla.gpu.triton" in here.trace(q, kv, written).lower(lowering_platforms=("cuda",)).as_text()
