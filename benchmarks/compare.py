@@ -92,7 +92,8 @@ def main() -> None:
   with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
     for line in pool.map(train, names):
       print(line, flush=True)
-  run(["report", *(f"--workdir={args.out / name}" for name in names), f"--out={args.out / 'report.html'}"], args.out / "report.log", set(cores))
+  run(["report", *(f"--workdir={args.out / name}" for name in names), f"--out={args.out / 'report.html'}"], args.out / "report.log",
+      set(cores))
   print("\n".join(table(args.out, algorithms, seeds)))
   print(f"{args.out / 'report.html'}; {time.perf_counter() - began:.0f} s in all")
 

@@ -369,7 +369,7 @@ def test_the_file_loads_nothing(runs):
     (["--workdir={tmp}", "--out={tmp}/r.html"], "no run in '{tmp}'"),
     (["--workdir={tmp}/empty", "--out={tmp}/r.html"], "no metrics in '{tmp}/empty'"),
     (["--workdir={tmp}/older", "--out={tmp}/r.html"], "has no 'entropy/mean' at step 2: another version of gtpo_jax wrote it"),
-    (["--workdir={tmp}/newer", "--out={tmp}/r.html"], "cannot be read by this version of gtpo_jax: unknown config key 'batch.fancy'"),
+    (["--workdir={tmp}/newer", "--out={tmp}/r.html"], "is of another version of gtpo_jax, with 'batch.fancy'; make the report"),
     (["--workdir={runs}/grpo", "--workdir={tmp}/other", "--out={tmp}/r.html"], "1.npz' is of format 9, this version of gtpo_jax reads 1"),
     (["--workdir={runs}/grpo", "--workdir={runs}/../{name}/grpo", "--out={tmp}/r.html"], "is named twice"),
     (["--workdir={runs}/grpo", "--out={tmp}/none/r.html"], "cannot write '{tmp}/none/r.html'"),
