@@ -55,7 +55,8 @@ def _title(kinds: Sequence[Kind]) -> str:
 def _facts(kinds: Sequence[Kind]) -> str:
   config = kinds[0].runs[0].config
   size = f"{config['batch.prompts']} prompts × {config['batch.group']} completions of at most {config['sampling.max_tokens']} tokens"
-  return (f"{size} a step, model {visible(config['model.path'] or config['model.preset'])}{' (of the first run)' if len(kinds) > 1 else ''}. "
+  whose = " (of the first run)" if len(kinds) > 1 else ""
+  return (f"{size} a step, model {visible(config['model.path'] or config['model.preset'])}{whose}. "
           f"Reward, entropy and length are those of the last step; times are medians of all steps but the first.")
 
 
