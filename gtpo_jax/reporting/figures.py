@@ -85,7 +85,7 @@ def evaluation_figures(kinds: Sequence[Kind]) -> list[dict[str, Any]]:
   tasks = list(dict.fromkeys(key.split("/")[1] for kind in kinds for key in kind.eval_keys))
   figures = []
   for task in tasks:
-    on = f" on {task}" if len(tasks) > 1 or len(kinds) > 1 else ""
+    on = f" on {task}" if len(tasks) > 1 else ""
     lines: list[Line] = []
     for i, kind in enumerate(kinds):
       sampled = [key for key in kind.eval_keys if key.startswith(f"eval/{task}/mean@")]

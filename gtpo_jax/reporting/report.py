@@ -11,7 +11,6 @@ from typing import Any
 import jinja2
 
 import gtpo_jax
-from gtpo_jax.config import difference, flatten, to_dict
 from gtpo_jax.reporting.figures import BOX, composition_figures, evaluation_figures, step_figures, time_split
 from gtpo_jax.reporting.runs import Kind, Run, kinds_of, number, read_run, run_label
 from gtpo_jax.reporting.viewer import MOST_TOKENS, viewer_data, visible
@@ -49,14 +48,15 @@ def make_report(workdirs: Sequence[Path]) -> str:
 
 
 def _title(kinds: Sequence[Kind]) -> str:
-  names, data = [visible(kind.label) for kind in kinds], visible(kinds[0].runs[0].config.data.train)
+  names, data = [visible(kind.label) for kind in kinds], visible(kinds[0].runs[0].config["data.train"])
   return f"{' and '.join(names) if len(names) < 3 else f'{len(names)} kinds of run'} on {data}"
 
 
 def _facts(kinds: Sequence[Kind]) -> str:
   config = kinds[0].runs[0].config
-  return (f"{config.batch.prompts} prompts × {config.batch.group} completions of at most {config.sampling.max_tokens} tokens a step, "
-          f"model {visible(config.model.path or config.model.preset)}{' (of the first run)' if len(kinds) > 1 else ''}. "
+  size = f"{config['batch.prompts']} prompts × {config['batch.group']} completions of at most {config['sampling.max_tokens']} tokens"
+  whose = " (of the first run)" if len(kinds) > 1 else ""
+  return (f"{size} a step, model {visible(config['model.path'] or config['model.preset'])}{whose}. "
           f"Reward, entropy and length are those of the last step; times are medians of all steps but the first.")
 
 
@@ -72,7 +72,7 @@ def _row(i: int, kind: Kind, run: Run) -> dict[str, Any]:
   last, split = run.rows[run.steps], time_split(Kind(kind.label, (run,)))
   whole = sum(split.values()) or 1.0
   return {"kind": i, "label": visible(run_label(kind, run)), "folder": visible(str(run.workdir)),
-          "steps": f"{run.steps} of {run.config.steps}", "held_out": _held_out(run), "reward": _plain(number(last, "reward/mean")),
+          "steps": f"{run.steps} of {run.config['steps']}", "held_out": _held_out(run), "reward": _plain(number(last, "reward/mean")),
           "entropy": _plain(number(last, "entropy/mean")),
           "length": _plain(number(last, "length/mean")), "seconds": f"{sum(split.values()):.3g} s",
           "split": [(phase, f"{seconds / whole:.0%}", round(100 * seconds / whole, 2)) for phase, seconds in split.items()]}
@@ -114,7 +114,7 @@ def _viewer(kinds: Sequence[Kind]) -> tuple[dict[str, Any] | None, list[str]]:
   members = [(kind, run) for kind in kinds for run in kind.runs]
   runs, packed = [], []
   for kind, run in members:
-    data, texts = viewer_data(run.workdir, run.config.algorithm_object, MOST_TOKENS // len(members))
+    data, texts = viewer_data(run.workdir, run.algorithm, MOST_TOKENS // len(members))
     if data["steps"]:
       for i, group in enumerate(group for step in data["steps"] for group in step["groups"]):
         group["packed"] = len(packed) + i
@@ -126,7 +126,5 @@ def _viewer(kinds: Sequence[Kind]) -> tuple[dict[str, Any] | None, list[str]]:
 def _settings(kinds: Sequence[Kind]) -> dict[str, list[tuple[str, list[str]]]]:
   """Every setting of every kind, and those in which they differ."""
   configs = [kind.runs[0].config for kind in kinds]
-  flat = [flatten(to_dict(config)) for config in configs]
-  rows = [(key, [visible(str(values[key])) if values[key] is not None else "–" for values in flat]) for key in flat[0]]
-  differ = {key for config in configs for key in difference(configs[0], config)} - {"seed"}
-  return {"settings": rows, "apart": [(key, values) for key, values in rows if key in differ]}
+  rows = [(key, [visible(str(config[key])) if config[key] is not None else "–" for config in configs]) for key in configs[0]]
+  return {"settings": rows, "apart": [(key, values) for key, values in rows if len(set(values)) > 1 and key != "seed"]}

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from gtpo_jax.config import Config, difference, flatten, to_dict
+from gtpo_jax.algorithms import Algorithm, make
+from gtpo_jax.config import Config, flatten, to_dict
 from gtpo_jax.errors import UserError
 from gtpo_jax.reporting.journal import read_jsonl
-from gtpo_jax.workdir import MAY_CHANGE, load_config
+from gtpo_jax.workdir import MAY_CHANGE
 
 # What does not make another kind of run: chance, and where and how it is run and written down.
 ALIKE = ("seed", *(name for name in MAY_CHANGE if name not in ("steps", "eval")))
@@ -25,7 +27,7 @@ class Run:
   """A workdir's metrics."""
 
   workdir: Path
-  config: Config
+  config: dict[str, Any]                  # by dotted name; nothing that it names outside the workdir is looked at
   rows: dict[int, dict[str, Any]]         # of metrics.jsonl, by step; step 0 is the evaluation before the first
   evaluations: dict[int, dict[str, Any]]  # by step, with `intervals` where they are known
 
@@ -33,6 +35,12 @@ class Run:
   def steps(self) -> int:
     """The last step."""
     return max(self.rows)
+
+  @property
+  def algorithm(self) -> Algorithm:
+    """What it learned by."""
+    fields = {key.removeprefix("algorithm."): value for key, value in self.config.items() if key.startswith("algorithm.")}
+    return make(fields.pop("name"), **{key: value for key, value in fields.items() if value is not None})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +76,7 @@ def read_run(workdir: Path) -> Run:
   """
   if not workdir.is_dir():
     raise UserError(f"no folder at {str(workdir)!r}; --workdir is the folder of a `gtpo train`")
-  try:
-    config = load_config(workdir)
-  except UserError as error:
-    if not (workdir / "config.json").is_file():
-      raise
-    raise UserError(f"{str(workdir / 'config.json')!r} cannot be read by this version of gtpo_jax: {error}") from error
+  config = _config(workdir / "config.json")
   rows = _by_step(workdir / "metrics.jsonl")
   if not any(rows):
     raise UserError(f"no metrics in {str(workdir)!r}: its metrics.jsonl holds no step yet; try again when the first step is done")
@@ -106,12 +109,12 @@ def kinds_of(runs: Sequence[Run]) -> list[Kind]:
   if len(groups) > KINDS:
     raise UserError(f"{len(groups)} kinds of run side by side cannot be told apart; name those of {KINDS} at most")
   apart = list(dict.fromkeys(key for group in groups for key in _distinct(groups[0][0].config, group[0].config)))
-  return [Kind(_label(group[0].config, apart), tuple(sorted(group, key=lambda run: run.config.seed))) for group in groups]
+  return [Kind(_label(group[0].config, apart), tuple(sorted(group, key=lambda run: run.config["seed"]))) for group in groups]
 
 
 def run_label(kind: Kind, run: Run) -> str:
   """A run among those of the report."""
-  return f"{kind.label}, seed {run.config.seed}" if len(kind.runs) > 1 else kind.label
+  return f"{kind.label}, seed {run.config['seed']}" if len(kind.runs) > 1 else kind.label
 
 
 def number(row: Mapping[str, Any], of: str) -> float:
@@ -132,6 +135,21 @@ def smoothed(values: np.ndarray, span: float) -> np.ndarray:
   return out
 
 
+def _config(file: Path) -> dict[str, Any]:
+  if not file.is_file():
+    raise UserError(f"no run in {str(file.parent)!r}: it has no config.json; name the workdir of a `gtpo train`")
+  try:
+    values = json.loads(file.read_text())
+  except ValueError as error:
+    raise UserError(f"{str(file)!r} is not valid JSON: {error}") from error
+  if not isinstance(values, dict):
+    raise UserError(f"{str(file)!r} is not a config: it holds {type(values).__name__}, not an object")
+  known, found = flatten(to_dict(Config())), flatten(values)
+  if strange := sorted(found.keys() - known.keys()):
+    raise UserError(f"{str(file)!r} is of another version of gtpo_jax, with {strange[0]!r}; make the report with that one")
+  return known | found
+
+
 def _by_step(file: Path) -> dict[int, dict[str, Any]]:
   rows = [row for row in read_jsonl(file) if isinstance(row, dict)]
   return {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
@@ -142,11 +160,10 @@ def _interval(row: Mapping[str, Any], of: str) -> tuple[float, float]:
   return tuple(math.nan if end is None else float(end) for end in ends)
 
 
-def _distinct(a: Config, b: Config) -> list[str]:
-  return [key for key in difference(a, b) if not any(key == name or key.startswith(f"{name}.") for name in ALIKE)]
+def _distinct(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+  return [key for key in a if a[key] != b[key] and not any(key == name or key.startswith(f"{name}.") for name in ALIKE)]
 
 
-def _label(config: Config, apart: Sequence[str]) -> str:
-  values = flatten(to_dict(config))
-  others = [f"{key.removeprefix('algorithm.')}={values[key]}" for key in apart if key != "algorithm.name" and values[key] is not None]
-  return ", ".join([config.algorithm.name, *others[:3]])
+def _label(config: Mapping[str, Any], apart: Sequence[str]) -> str:
+  others = [f"{key.removeprefix('algorithm.')}={config[key]}" for key in apart if key != "algorithm.name" and config[key] is not None]
+  return ", ".join([config["algorithm.name"], *others[:3]])
