@@ -16,8 +16,6 @@ from jax.ad_checkpoint import checkpoint_name
 from gtpo_jax.models.attention import MASKED, Context
 
 SAVED = "attention"  # what the remat policy of that name keeps: the result and one number a query
-
-
 WRITTEN_OUT = 1024  # up to so many positions the blocks are written out one by one, each with the keys up to its end and no more
 FEW, MANY = 64, 256  # queries of a block, written out and in a loop
 
