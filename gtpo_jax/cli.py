@@ -170,7 +170,7 @@ def _abreast() -> Iterator[None]:
   import jax
   try:
     yield
-  except Exception as error:
+  except (Exception, SystemExit) as error:  # the display makes a SystemExit of an output that nobody reads
     if jax.process_count() == 1:
       raise
     lost = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
