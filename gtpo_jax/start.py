@@ -18,6 +18,7 @@ def prepare_jax() -> None:
   cpu_alone = importlib.util.find_spec("libtpu") and not chips and not gpu_plugin
   if cpu_alone:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  give_threads()
   import jax
   if cpu_alone and not jax.config.jax_platforms:  # a notebook may have imported it before
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
@@ -26,6 +27,17 @@ def prepare_jax() -> None:
     jax.config.update("jax_compilation_cache_dir", str(home / "gtpo_jax" / "xla"))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def give_threads() -> None:
+  """Gives virtual CPU devices threads enough, through a variable that XLA reads when it makes its devices.
+
+  A device that waits for others in a collective keeps a thread of a pool as large as the machine. Devices may take up independent
+  collectives in different order, several each; once every thread waits, none can go on.
+  """
+  devices = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
+  if devices.isdigit() and int(devices) > 1:
+    os.environ.setdefault("NPROC", str(8 * int(devices)))
 
 
 def join_processes() -> None:

@@ -15,6 +15,11 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+import jax  # after its settings
+
+from gtpo_jax.start import give_threads
+
+
 def pytest_runtest_setup(item):
   """Where GTPO_REQUIRE_SANDBOX is set, as in CI, a sandbox that does not work is a failure."""
   if item.get_closest_marker("sandbox"):
@@ -44,3 +49,6 @@ def pytest_configure(config):
     if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do not know this flag, and end at once
       flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+  give_threads()
+  jax.devices()
+  os.environ.pop("NPROC", None)  # the programs that tests start ask for their own
