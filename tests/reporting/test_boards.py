@@ -1,6 +1,7 @@
 """TensorBoard and Weights & Biases: numbers, texts, and a resume."""
 import json
 import struct
+import time
 
 import pytest
 
@@ -59,6 +60,7 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
       written.write_sample(step, "1+2:", f"text {step}", correct=True)
     written.amend(first + 2, {"eval/sums/mean@2": 0.5})
     written.close()
+    time.sleep(1.1)  # a run's folder is named after the second in which it began
   wandb.teardown()  # its own process writes the files
   runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
   name = (tmp_path / "wandb_id").read_text()
