@@ -24,7 +24,7 @@ def _forward(table: jax.Array, tokens: jax.Array, dtype: str, mesh: Mesh) -> tup
 
   def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
     words = gathered(table.astype(dtype), "fsdp", 1)
-    place = _place(table, tokens)
+    place = place_among(table, tokens)
     found = jnp.where((place < len(words))[..., None], words[jnp.minimum(place, len(words) - 1)], 0)
     return scattered(found, "tensor", 2) if split else jax.lax.psum(found, "tensor")
 
@@ -38,7 +38,7 @@ def _backward(dtype: str, mesh: Mesh, residuals: tuple, d_out: jax.Array) -> tup
   def local(table: jax.Array, tokens: jax.Array, d_out: jax.Array) -> jax.Array:
     d_out = gathered(d_out, "tensor", 2) if split else d_out
     width = table.shape[1] * jax.lax.axis_size("fsdp")
-    d_table = jnp.zeros((len(table), width), jnp.float32).at[_place(table, tokens)].add(d_out.astype(jnp.float32), mode="drop")
+    d_table = jnp.zeros((len(table), width), jnp.float32).at[place_among(table, tokens)].add(d_out.astype(jnp.float32), mode="drop")
     return jax.lax.psum(scattered(d_table, "fsdp", 1), "data").astype(table.dtype)
 
   return jax.shard_map(local, mesh=mesh, in_specs=(_TABLE, rows, stream), out_specs=_TABLE, check_vma=False)(table, tokens, d_out), None
@@ -55,7 +55,7 @@ def _layout(tokens: jax.Array, mesh: Mesh) -> tuple:
   return partition_spec(("batch",)), partition_spec(("batch", None, "sequence" if split else None)), split
 
 
-def _place(table: jax.Array, tokens: jax.Array) -> jax.Array:
-  """Where in this shard's words the tokens stand; behind the last where they are another's."""
-  place = tokens - jax.lax.axis_index("tensor") * len(table)
-  return jnp.where((place >= 0) & (place < len(table)), place, len(table))
+def place_among(words: jax.Array, tokens: jax.Array) -> jax.Array:
+  """Within `shard_map`: where in this shard's `words` [v / tensor, ...] the tokens stand; behind the last where they are another's."""
+  place = tokens - jax.lax.axis_index("tensor") * len(words)
+  return jnp.where((place >= 0) & (place < len(words)), place, len(words))

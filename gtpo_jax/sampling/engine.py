@@ -227,7 +227,6 @@ class Engine:
         place = place._replace(slots=less)
     jax.block_until_ready(slots)
 
-
   def caches(self, prompts: int, *, group: int, sampler: Sampler) -> tuple[Seats, Slots]:
     """What sampling `prompts` x `group` completions keeps at its largest, as shapes and shardings."""
     place, width = room(prompts, group, self._shards, self._most), min(self.max_prompt_tokens, self.model.config.longest)

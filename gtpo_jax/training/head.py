@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from gtpo_jax.arrays import Prompts, Rollouts
+from gtpo_jax.models.embedding import place_among
 from gtpo_jax.models.qwen2 import Params, Qwen2
 from gtpo_jax.parallel import axis_size, gathered, partition_spec, scattered
 from gtpo_jax.training.micro_batches import join, split
@@ -74,16 +75,15 @@ def _forward(hidden: jax.Array, table: jax.Array, tokens: jax.Array, temperature
   (b, t), shards = tokens.shape, axis_size(mesh, "vocab")
 
   def local(hidden: jax.Array, table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
-    words, first = _words(table, hidden.dtype), _first_word(table)
+    words = _words(table, hidden.dtype)
 
     def one(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
       h, token = (_all_positions(x) for x in args)
       z = _logits(h, words, temperature, precision)
       peak = jax.lax.pmax(z.max(-1), "tensor")
-      weights, place = jnp.exp(z - peak[..., None]), token - first
-      here = (place >= 0) & (place < len(words))
-      target = jnp.take_along_axis(z, jnp.clip(place, 0, len(words) - 1)[..., None], -1)[..., 0]
-      parts = jnp.where(here, target - peak, 0), weights.sum(-1), (weights * (z - peak[..., None])).sum(-1)
+      weights, place = jnp.exp(z - peak[..., None]), place_among(words, token)
+      target = jnp.take_along_axis(z, jnp.minimum(place, len(words) - 1)[..., None], -1)[..., 0]
+      parts = jnp.where(place < len(words), target - peak, 0), weights.sum(-1), (weights * (z - peak[..., None])).sum(-1)
       target, total, mixed = jax.lax.psum(parts, "tensor")
       log_total = jnp.log(total)
       return tuple(map(_own_positions, (target - log_total, log_total - mixed / total, peak + log_total)))
@@ -102,12 +102,12 @@ def _backward(temperature: float, chunk: int, precision: str, mesh: Mesh, residu
   (b, t), shards = tokens.shape, axis_size(mesh, "vocab")
 
   def local(hidden: jax.Array, table: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    words, first = _words(table, hidden.dtype), _first_word(table)
+    words = _words(table, hidden.dtype)
 
     def one(d_table: jax.Array, args: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
       h, token, lse, grad = (_all_positions(x) for x in args)
       probs = jnp.exp(_logits(h, words, temperature, precision) - lse[..., None])
-      hit = jnp.arange(len(words)) == (token - first)[..., None]
+      hit = jnp.arange(len(words)) == place_among(words, token)[..., None]
       d_logits = ((hit - probs) * (grad / temperature)[..., None]).astype(h.dtype)
       d_hidden = jnp.einsum("btv,vd->btd", d_logits, words, precision=precision)
       d_table += jnp.einsum("btv,btd->vd", d_logits, h, preferred_element_type=jnp.float32, precision=precision)
@@ -134,10 +134,6 @@ def _shard(mesh: Mesh, function: Callable, inputs: tuple, outputs: tuple) -> Cal
 def _words(table: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """A shard's words, whole over fsdp."""
   return gathered(table.astype(dtype), "fsdp", 1)
-
-
-def _first_word(table: jax.Array) -> jax.Array:
-  return jax.lax.axis_index("tensor") * len(table)
 
 
 def _all_positions(x: jax.Array) -> jax.Array:
