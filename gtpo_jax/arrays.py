@@ -8,9 +8,11 @@ Dimension letters, used in every shape comment of the package:
   v  vocabulary                    d  model width
   h  query heads                   k  key/value heads
   r  query heads per kv head       e  features of one head
+  w  rows that a prompt's completions are packed into, and m the most that one of them holds
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import flax.struct
@@ -33,6 +35,35 @@ class Prompts:
 
 
 @flax.struct.dataclass
+class Packing:
+  """How the completions of each prompt lie behind one another in rows, with less padding than a row each; `training.packing` makes it."""
+
+  segment: jax.Array | None  # i32[n, w, s], which of its row's completions a place is of, from 0; m: of none. None: a row holds one
+  source: jax.Array          # i32[n, w, s], where its token stands in the prompt's [g t]; 0 where there is none
+  place: jax.Array           # i32[n, g], where each completion begins in the prompt's [w s]
+
+  def pack(self, x: jax.Array) -> jax.Array:
+    """[n, g, t] -> [n, w, s]; places of no completion get anything."""
+    return _take(x, self.source)
+
+  def unpack(self, x: jax.Array, t: int) -> jax.Array:
+    """[n, w, s] -> [n, g, t], the inverse; behind a completion's end stands anything."""
+    places = self.place[:, :, None] + jnp.arange(t)
+    return _take(x, jnp.minimum(places, math.prod(x.shape[1:]) - 1))
+
+
+def most_in_row(g: int, w: int) -> int:
+  """m: of g completions in w rows, the most that one row may hold."""
+  return min(2 * -(-g // w), g) if w < g else 1
+
+
+def _take(x: jax.Array, places: jax.Array) -> jax.Array:
+  """Row by row: of x [n, ...] what stands at `places` i32[n, a, b] of its flattened rest."""
+  n = x.shape[0]
+  return jnp.take_along_axis(x.reshape(n, -1), places.reshape(n, -1), axis=1).reshape(places.shape)
+
+
+@flax.struct.dataclass
 class Rollouts:
   """Sampled completions with what the sampling policy itself thought of every token."""
 
@@ -47,6 +78,7 @@ class Rollouts:
   stale: jax.Array | None = None      # bool[n, g]; the policy of an earlier step wrote it
   rescored: jax.Array | None = None   # f32[n, g, t], nats; log_probs of the same policy as the trainer computes them
   reference: jax.Array | None = None  # f32[n, g, t], nats; log-probs of the frozen reference
+  packing: Packing | None = None      # how the trainer lays the completions; None: a row each
 
   @property
   def lengths(self) -> jax.Array:

@@ -18,10 +18,12 @@ from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.errors import UserError
 from gtpo_jax.frozen import FrozenPolicies
 from gtpo_jax.judging import Judgement
+from gtpo_jax.models.causal import attention_kind
 from gtpo_jax.models.qwen2 import Params
 from gtpo_jax.parallel import fetch, shard_batch
 from gtpo_jax.rollout import Actor, Policy, Stream, key_for
 from gtpo_jax.training.head import make_scorer
+from gtpo_jax.training.packing import plan_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Collector:
       problems, texts = [group.problem for group in groups], [group.texts for group in groups]
       correct = verdicts.correct
       rollouts = shard_batch(rollouts, self._actor.model.mesh)
+    rollouts = self._packed(rollouts)
     if self._refer:
       rollouts = rollouts.replace(reference=jax.block_until_ready(self._refer(self._frozen.reference[1], rollouts)))
     metrics |= {"time/sample": time.perf_counter() - began - judging, "time/reward": judging}
@@ -99,7 +102,7 @@ class Collector:
     judging = actor.judging(problems, config.batch.group)
     rollouts = shard_batch(actor.answer(policy, problems, key, config.own_group, config.sampler, judging), actor.model.mesh)
     if self._rescore:
-      rollouts = rollouts.replace(rescored=jax.block_until_ready(self._rescore(params, rollouts)))
+      rollouts = rollouts.replace(rescored=jax.block_until_ready(self._rescore(params, self._packed(rollouts))))
     if self._frozen.guide:
       key = key_for(config.seed, Stream.GUIDE, number)
       guided = actor.answer(self._frozen.guide, problems, key, self._settings.guide_completions, config.sampler, judging,
@@ -108,6 +111,15 @@ class Collector:
     self._drawn += 1
     began = time.perf_counter()
     return _Draw(number, problems, rollouts, judging.result(), judging.texts, time.perf_counter() - began)
+
+  def _packed(self, rollouts: Rollouts) -> Rollouts:
+    """With the rows that the trainer lays the completions in."""
+    model = self._actor.model
+    if not self._config.batch.pack:
+      return rollouts
+    shared = attention_kind(model.config, model.mesh) != "cudnn"  # which knows no segments
+    packing = plan_rows(fetch(rollouts.lengths), rollouts.tokens.shape[2], shared)
+    return rollouts.replace(packing=packing and shard_batch(packing, model.mesh))
 
   def _fill(self, params: Params, policy: Policy, say: Callable[[str], None]) -> tuple[list[_Group], dict[str, float], float]:
     """Draws until there are n groups with contrast, those kept from the step before first (DAPO's dynamic sampling).

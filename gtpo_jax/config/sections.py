@@ -101,6 +101,8 @@ class BatchSection:
     epochs: times that a step's batch is gone through.
     micro_batches: parts each minibatch is cut into for gradients; memory falls, the result does not change.
     head_chunk: about how many tokens' logits are held at once, all devices together; at least one position of every row is.
+    pack: short completions of one prompt share rows in the trainer, rows are no longer than the longest completion needs, and the result
+      does not change; each shape that comes up, of few, is compiled once.
     max_gen_batches: with dynamic sampling, how many times `prompts` prompts may be sampled for one step.
   """
 
@@ -111,6 +113,7 @@ class BatchSection:
   epochs: int = 1
   micro_batches: int = 1
   head_chunk: int = 4096
+  pack: bool = True
 
   @property
   def parts(self) -> int:

@@ -45,19 +45,25 @@ class Context(NamedTuple):
   own: KV                               # [n, g, k, ...], as many positions as there are queries
   own_mask: jax.Array | None = None     # bool[n, 1, s], real tokens; None where all may be looked at
   prompt: KV | None = None              # [n, 1, k, ...]
-  prompt_mask: jax.Array | None = None  # bool[n, 1, p], False on the padding on its left and on its last token, which begins the stream
+  prompt_mask: jax.Array | None = None  # bool[n, m, p], once for each segment; False on the padding on the prompt's left, and on its
+  #                                       last token, which begins the stream
+  segment: jax.Array | None = None      # i32[n, g, s], 0 .. m - 1: what a position sees alone of its stream; m on padding; None for one
 
   def joined(self, g: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The prompt and behind it the stream, for kernels that know one source: k, v [n, g, k, p - 1 + s, e], real bool[n, g, p - 1 + s]."""
+    """The prompt and behind it the stream, for kernels that know one source: k, v [n, g, k, m (p - 1) + s, e], and what each place is of.
+
+    That is i32[n, g, m (p - 1) + s]: 1 + its segment, 0 where nothing stands. Every segment has the prompt to itself.
+    """
     spread = lambda x: jnp.broadcast_to(x, (x.shape[0], g, *x.shape[2:]))
     n, s = self.own.v.shape[0], self.own.v.shape[3]
-    mask = jnp.ones((n, 1, s), bool) if self.own_mask is None else self.own_mask
-    parts = [(self.own, mask)]
+    own = jnp.ones((n, 1, s), jnp.int32) if self.segment is None else 1 + self.segment
+    parts = [(self.own, own if self.own_mask is None else own * self.own_mask)]
     if self.prompt is not None:
-      parts = [(KV(self.prompt.k[..., :-1], self.prompt.v[..., :-1, :]), self.prompt_mask[..., :-1]), *parts]
+      prompt = KV(self.prompt.k[..., :-1], self.prompt.v[..., :-1, :])
+      parts = [(prompt, mask[:, None, :-1] * (1 + i)) for i, mask in enumerate(jnp.unstack(self.prompt_mask, axis=1))] + parts
     join = lambda arrays, axis: jnp.concatenate([spread(x) for x in arrays], axis)
     return (join([jnp.swapaxes(kv.k, -1, -2) for kv, _ in parts], 3), join([kv.v for kv, _ in parts], 3),
-            join([mask for _, mask in parts], 2))
+            join([place for _, place in parts], 2))
 
 
 def rope_angles(positions: jax.Array, head_dim: int, theta: float, yarn: Yarn | None = None) -> tuple[jax.Array, jax.Array]:

@@ -61,5 +61,6 @@ def attend_causally(config: ModelConfig, mesh: Mesh, q: jax.Array, context: Cont
   spec = lambda heads: partition_spec((rows, None, heads))
   of_kv = lambda kv: jax.tree.map(lambda _: spec("kv_heads" if split else None), kv)
   of_mask = lambda mask: None if mask is None else partition_spec((rows,))
-  specs = Context(of_kv(context.own), of_mask(context.own_mask), of_kv(context.prompt), of_mask(context.prompt_mask))
+  specs = Context(of_kv(context.own), of_mask(context.own_mask), of_kv(context.prompt), of_mask(context.prompt_mask),
+                  of_mask(context.segment))
   return jax.shard_map(attend, mesh=mesh, in_specs=(spec("heads"), specs), out_specs=spec("heads"), check_vma=False)(q, context)

@@ -15,14 +15,14 @@ def attend_by_cudnn(q: jax.Array, context: Context, implementation: str = "cudnn
 
   Args:
     q: [n, g, h, s, e].
-    context: what they look at; its tokens stand beside one another.
+    context: what they look at; its tokens stand beside one another, in one segment.
     implementation: of `jax.nn.dot_product_attention`.
   """
   n, g, _, s, _ = q.shape
-  k, v, real = context.joined(g)
+  k, v, segment = context.joined(g)
   before = k.shape[3] - s
   rows = lambda x: jnp.moveaxis(x.reshape(n * g, *x.shape[2:]), 1, 2)  # [b, places, heads, e]
-  places, padding = jnp.arange(before + s), real.reshape(n * g, -1).argmax(-1)[:, None]
+  places, padding = jnp.arange(before + s), segment.reshape(n * g, -1).argmax(-1)[:, None]
   turn = lambda x, by: jnp.take_along_axis(x, ((places + by) % (before + s))[..., None, None], 1)
   queries = jnp.pad(q, [(0, 0)] * 3 + [(before, 0), (0, 0)])
   found = jax.nn.dot_product_attention(*(turn(rows(x), padding) for x in (queries, k, v)), is_causal=True, implementation=implementation)

@@ -34,11 +34,12 @@ def attend_in_blocks(q: jax.Array, context: Context, precision: str = "default")
   heads_first = lambda x: jnp.swapaxes(x, 1, 2)  # so that a prompt's keys multiply the queries of all its group as they lie
   rows = heads_first((q * e**-0.5).astype(q.dtype).reshape(n, g, kv_heads, h // kv_heads, s, e))
   keys = tuple(heads_first(x) for kv in (own, prompt) if kv is not None for x in (kv.k, kv.v))
-  return heads_first(_attend(rows, keys, (context.own_mask, context.prompt_mask), precision)).reshape(q.shape)
+  masks = context.own_mask, None if prompt is None else context.prompt_mask[:, :1], context.segment  # the same for all segments
+  return heads_first(_attend(rows, keys, masks, precision)).reshape(q.shape)
 
 
 Arrays = tuple[jax.Array, ...]
-Masks = tuple[jax.Array | None, jax.Array | None]
+Masks = tuple[jax.Array | None, jax.Array | None, jax.Array | None]  # own, the prompt's, and segments, as of `Context`
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -110,12 +111,17 @@ def _over_blocks(one: Callable, carry: Any, arrays: Arrays) -> tuple[Any, Arrays
 
 def _scores(queries: jax.Array, keys: Arrays, masks: Masks, first: jax.Array | int, span: int, precision: str) -> list[jax.Array]:
   """Scores f32[n,k,g,r,block,...] of the queries from `first` on: with `span` positions of their own stream, then with the prompt."""
-  visible = jnp.arange(span) <= first + jnp.arange(queries.shape[4])[:, None]
-  if masks[0] is not None:
-    visible &= masks[0][:, None, :, None, None, :span]
+  own, prompt, segment = masks
+  places = first + jnp.arange(queries.shape[4])
+  visible = jnp.arange(span) <= places[:, None]
+  if own is not None:
+    visible &= own[:, None, :, None, None, :span]
+  if segment is not None:
+    of_queries = jnp.take(segment, jnp.minimum(places, segment.shape[2] - 1), axis=2)
+    visible &= (of_queries[..., None] == segment[..., None, :span])[:, None, :, None]
   scores = [jnp.where(visible, _product(queries, keys[0][..., :span], precision), MASKED)]
   if len(keys) > 2:
-    scores.append(jnp.where(masks[1][:, None, :, None, None], _product(queries, keys[2], precision), MASKED))
+    scores.append(jnp.where(prompt[:, None, :, None, None], _product(queries, keys[2], precision), MASKED))
   return scores
 
 

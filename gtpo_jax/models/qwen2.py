@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gtpo_jax.arrays import Prompts
+from gtpo_jax.arrays import Packing, Prompts, most_in_row
 from gtpo_jax.models.attention import KV, Context, rope_angles, rotate
 from gtpo_jax.models.causal import attend_causally
 from gtpo_jax.models.embedding import look_up
@@ -34,7 +34,8 @@ class Sight(NamedTuple):
 
   rope: Rope                       # f32[n, g | 1, s, e/2] twice
   mask: jax.Array | None           # bool[n, 1, s], the stream's real tokens; None where those behind a token do not matter
-  prompt: jax.Array | None = None  # bool[n, 1, p], which of the first stream's are seen; None for the first stream itself
+  prompt: jax.Array | None = None  # bool[n, m, p], which of the first stream's are seen, once for each segment; None for the first itself
+  segment: jax.Array | None = None  # i32[n, g, s], the segment that a position sees alone of its stream; None where there is but one
 
 
 class Layer(nn.Module):
@@ -62,7 +63,7 @@ class Layer(nn.Module):
     out = [x]
     for x, sight in zip(streams[1:], sights[1:], strict=True):
       q, kv = self._project(x, sight.rope)
-      out.append(self._finish(x, attend_causally(self.config, self.mesh, q, Context(kv, sight.mask, first, sight.prompt))))
+      out.append(self._finish(x, attend_causally(self.config, self.mesh, q, Context(kv, sight.mask, first, sight.prompt, sight.segment))))
     return tuple(out), None
 
   def read(self, x: jax.Array, sight: Sight) -> tuple[jax.Array, KV]:
@@ -123,18 +124,20 @@ class Qwen2(nn.Module):
     hidden, = self._sweep((self.embed(tokens)[:, None],), (_own_sight(mask, self.config),))
     return self.logits(hidden[:, 0])
 
-  def completion_hidden(self, prompts: Prompts, completions: jax.Array) -> jax.Array:
-    """The hidden states [n, g, t, d] that predict each token of `completions` i32[n, g, t].
+  def completion_hidden(self, prompts: Prompts, completions: jax.Array, packing: Packing | None = None) -> jax.Array:
+    """The hidden states [n, g, t, d] that predict each token of `completions` i32[n, g, t]; [n, w, s, d] where they are packed.
 
     The prompt is computed once a group, all but its last token, at which each completion begins.
     """
-    n, g, _ = completions.shape
+    n, g, t = completions.shape
     last = jnp.broadcast_to(prompts.tokens[:, None, -1:], (n, g, 1))
-    inputs = jnp.concatenate([last, completions[:, :, :-1]], axis=2)
-    positions = prompts.lengths[:, None, None] - 1 + jnp.arange(inputs.shape[2])
-    rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta, self.config.yarn)
-    before = prompts.mask.at[:, -1].set(False)[:, None]
-    sights = (_own_sight(prompts.mask, self.config), Sight(rope, None, before))
+    inputs, number = jnp.concatenate([last, completions[:, :, :-1]], axis=2), jnp.arange(t)
+    before, segment = prompts.mask.at[:, -1].set(False)[:, None], None
+    if packing is not None:
+      inputs, number, segment = packing.pack(inputs), packing.source % t, packing.segment
+      before = jnp.repeat(before, most_in_row(g, inputs.shape[1]), axis=1)
+    rope = rope_angles(prompts.lengths[:, None, None] - 1 + number, self.config.head_dim, self.config.rope_theta, self.config.yarn)
+    sights = (_own_sight(prompts.mask, self.config), Sight(rope, None, before, segment))
     streams = tuple(look_up(self.embedding, x, self.config.compute_dtype, self.mesh) for x in (prompts.tokens[:, None], inputs))
     return self._sweep(streams, sights)[1]
 

@@ -16,7 +16,7 @@ def attend_by_splash(q: jax.Array, context: Context, interpret: bool = False) ->
   """As `attend_in_blocks`, but that products are of the kernel's own precision: that of the arrays.
 
   Prompt and stream stand one behind the other as keys, so that one causal mask, moved by the prompt's length, is right for both; what is
-  not to be looked at is another segment. Each key/value head is a multi-query attention.
+  not to be looked at is another segment, and each segment has the prompt to itself. Each key/value head is a multi-query attention.
 
   Args:
     q: [n, g, h, s, e].
@@ -24,12 +24,12 @@ def attend_by_splash(q: jax.Array, context: Context, interpret: bool = False) ->
     interpret: the kernel is interpreted, for tests where there is no TPU.
   """
   n, g, h, s, e = q.shape
-  k, v, real = context.joined(g)
+  k, v, places = context.joined(g)
   heads, length = k.shape[2:4]
   fill = lambda x, axis: jnp.pad(x, [(0, -x.shape[i] % TILE if i == axis else 0) for i in range(x.ndim)])
   queries = fill((q * e**-0.5).astype(q.dtype).reshape(n * g, heads, h // heads, s, e), 3)
   keys, values = (fill(x.reshape(n * g, heads, length, e), 2) for x in (k, v))
-  segments = splash_attention.SegmentIds(*(fill(x.reshape(n * g, -1).astype(jnp.int32), 1) for x in (real[..., -s:], real)))
+  segments = splash_attention.SegmentIds(*(fill(x.reshape(n * g, -1), 1) for x in (places[..., -s:], places)))
   sizes = queries.shape[3], keys.shape[2]
   mask = splash_attention.MultiHeadMask([splash_attention.CausalMask(sizes, offset=length - s)] * (h // heads))
   kernel = splash_attention.make_splash_mqa_single_device(mask, block_sizes=_block_sizes(*sizes), residual_checkpoint_name=SAVED,

@@ -16,31 +16,34 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from gtpo_jax.arrays import Prompts, Rollouts
+from gtpo_jax.arrays import Packing, Prompts, Rollouts
 from gtpo_jax.models.embedding import place_among
 from gtpo_jax.models.qwen2 import Params, Qwen2
 from gtpo_jax.parallel import axis_size, gathered, partition_spec, scattered
 from gtpo_jax.training.micro_batches import join, split
 
 
-def score(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, temperature: float,
-          chunk: int) -> tuple[jax.Array, jax.Array]:
-  """Log-prob and entropy f32[n, g, t], in nats, of completion tokens i32[n, g, t] under the policy at `temperature`."""
-  n, g, t = tokens.shape
-  hidden = model.apply({"params": params}, prompts, tokens, method="completion_hidden")
+def score(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, temperature: float, chunk: int,
+          packing: Packing | None = None) -> tuple[jax.Array, jax.Array]:
+  """Log-prob and entropy f32[n, g, t], in nats, of completion tokens i32[n, g, t] under the policy at `temperature`.
+
+  With a `packing`, anything stands where no token does.
+  """
+  hidden = model.apply({"params": params}, prompts, tokens, packing, method="completion_hidden")
   table = model.apply({"params": params}, method="head_table")
-  rows = lambda x: x.reshape(n * g, *x.shape[2:])
-  log_probs, entropy = log_probs_and_entropy(rows(hidden), table, rows(tokens), temperature, chunk,
-                                             model.config.matmul_precision, model.mesh)
-  return log_probs.reshape(n, g, t), entropy.reshape(n, g, t)
+  targets = tokens if packing is None else packing.pack(tokens)
+  rows = lambda x: x.reshape(-1, *x.shape[2:])
+  found = log_probs_and_entropy(rows(hidden), table, rows(targets), temperature, chunk, model.config.matmul_precision, model.mesh)
+  found = tuple(x.reshape(targets.shape) for x in found)
+  return found if packing is None else tuple(packing.unpack(x, tokens.shape[2]) for x in found)
 
 
 def make_scorer(model: Qwen2, temperature: float, micro_batches: int, chunk: int) -> Callable[[Params, Rollouts], jax.Array]:
   """A jitted function (params, rollouts) -> f32[n, g, t]: log-probs, in nats, of what was written, as the trainer computes them."""
   def log_probs(params: Params, rollouts: Rollouts) -> jax.Array:
-    def part(x: tuple[Prompts, jax.Array]) -> jax.Array:
-      return jnp.where(x[2], score(model, params, x[0], x[1], temperature, chunk)[0], 0.0)
-    return join(jax.lax.map(part, split((rollouts.prompts, rollouts.tokens, rollouts.mask), micro_batches, model)))
+    def part(x: Rollouts) -> jax.Array:
+      return jnp.where(x.mask, score(model, params, x.prompts, x.tokens, temperature, chunk, x.packing)[0], 0.0)
+    return join(jax.lax.map(part, split(rollouts, micro_batches, model)))
 
   return jax.jit(log_probs)
 

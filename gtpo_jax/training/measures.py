@@ -40,6 +40,7 @@ def measure(rollouts: Rollouts, verdicts: Verdicts, advantages: jax.Array, loss_
       "advantage/sign_flips": masked_mean(jnp.where(right, advantages < 0, advantages > 0), trained),
       "tokens/completion": rollouts.mask.sum(),
       "tokens/trained": loss_mask.sum(),
+      "tokens/padding": _padding(rollouts),
   }
   if verdicts.counted is not None:
     metrics["completions/not_counted"] = 1.0 - verdicts.counted.mean()
@@ -49,6 +50,13 @@ def measure(rollouts: Rollouts, verdicts: Verdicts, advantages: jax.Array, loss_
   if rollouts.stale is not None:
     metrics["groups/stale"] = stale.any(1).mean()
   return metrics
+
+
+def _padding(rollouts: Rollouts) -> jax.Array:
+  """Of the places that the trainer computes, of prompts and completions, the share that holds no token."""
+  prompts, packing = rollouts.prompts, rollouts.packing
+  places = prompts.tokens.size + (rollouts.mask if packing is None else packing.source).size
+  return 1 - (prompts.lengths.sum() + rollouts.mask.sum()) / places
 
 
 def mismatch(rollouts: Rollouts, log_probs: jax.Array) -> dict[str, jax.Array]:

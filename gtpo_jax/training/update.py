@@ -89,7 +89,8 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: Optimizer, *, tem
     """The gradient of what is trained over a minibatch, and the learner's log-probs f32[n, g, t]."""
     def part_loss(trained: Params, part: tuple) -> tuple[jax.Array, jax.Array]:
       rollouts, *rest = part
-      log_probs, _ = score(model, combine(trained, frozen), rollouts.prompts, rollouts.tokens, temperature, head_chunk)
+      log_probs, _ = score(model, combine(trained, frozen), rollouts.prompts, rollouts.tokens, temperature, head_chunk,
+                           rollouts.packing)
       return loss_of(log_probs, rollouts, *rest)[0], log_probs
 
     gradient = jax.grad(part_loss, has_aux=True)

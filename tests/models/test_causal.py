@@ -34,10 +34,11 @@ def inputs(heads=4, kv_heads=2, prompt=True, s=S):
 def whole_softmax(q, context):
   """All scores at once, keys and values repeated for every query head."""
   _, g, h, s, e = q.shape
-  k, v, real = context.joined(g)
+  k, v, place = context.joined(g)
   k, v = (jnp.repeat(x, h // x.shape[2], axis=2) for x in (k, v))
   before = k.shape[3] - s
-  visible = (jnp.arange(before + s) <= before + jnp.arange(s)[:, None]) & real[:, :, None, None]
+  visible = jnp.arange(before + s) <= before + jnp.arange(s)[:, None]
+  visible = visible & (place[:, :, None, None] == place[:, :, None, -s:, None]) & (place > 0)[:, :, None, None]
   scores = jnp.einsum("nghse,nghte->nghst", q, k, precision="highest") / e**0.5
   return jnp.einsum("nghst,nghte->nghse", jax.nn.softmax(jnp.where(visible, scores, -1e30)), v, precision="highest")
 
@@ -45,6 +46,8 @@ def whole_softmax(q, context):
 def value_and_gradient(attend, q, context):
   """What real queries see, and the gradient of an uneven sum of it by queries, keys and values."""
   real = True if context.own_mask is None else context.own_mask[:, :, None, :, None]
+  if context.segment is not None:
+    real = (context.segment < 2)[:, :, None, :, None]
   weights = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
 
   def of(q, own, prompt):
@@ -67,6 +70,25 @@ def assert_same(attend, q, context):
     functools.partial(attend_by_cudnn, implementation="xla")], ids=["blocks", "splash", "turned rows"])
 def test_every_kernel_equals_the_whole_softmax(attend, prompt):
   assert_same(attend, *inputs(prompt=prompt))
+
+
+def in_two_segments(s=S):
+  """Rows of two completions that see the prompt and themselves; the second row has padding behind them."""
+  q, context = inputs(s=s)
+  places, ends = jnp.arange(s), jnp.asarray([[s // 3, s], [s // 2, s - 9], [5, s]])
+  segment = jnp.broadcast_to((places >= ends[..., None]).sum(1), (N, G, s))
+  return q, context._replace(prompt_mask=jnp.repeat(context.prompt_mask, 2, axis=1), segment=segment)
+
+
+@pytest.mark.parametrize(
+    "attend", [functools.partial(attend_in_blocks, precision="highest"), functools.partial(attend_by_splash, interpret=True)],
+    ids=["blocks", "splash"])
+def test_segments_see_the_prompt_and_themselves(attend):
+  q, context = in_two_segments()
+  assert_same(attend, q, context)
+  alone = context._replace(own=jax.tree.map(lambda x: x[:, 1:2], context.own), prompt_mask=context.prompt_mask[:, :1], segment=None)
+  cut = alone._replace(own=KV(alone.own.k[..., S // 2:S - 9], alone.own.v[..., S // 2:S - 9, :]))
+  np.testing.assert_allclose(attend(q, context)[:, 1:2, :, S // 2:S - 9], attend(q[:, 1:2, :, S // 2:S - 9], cut), rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "shape"), [
@@ -100,6 +122,7 @@ def test_no_buffer_of_positions_by_positions():
 def test_a_loop_equals_blocks_written_out(monkeypatch):
   monkeypatch.setattr(flash, "WRITTEN_OUT", 64)
   assert_same(functools.partial(attend_in_blocks, precision="highest"), *inputs(s=300))
+  assert_same(functools.partial(attend_in_blocks, precision="highest"), *in_two_segments(s=300))
 
 
 def test_the_kind_follows_the_platform():

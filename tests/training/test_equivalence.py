@@ -13,6 +13,7 @@ from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rollouts, Verdicts
 from gtpo_jax.models import ModelConfig, Qwen2, init_params
 from gtpo_jax.parallel import fetch, make_mesh, shard_batch
+from gtpo_jax.training.packing import plan_rows
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
@@ -24,7 +25,7 @@ N, G, P, T = 8, 4, 6, 70  # two blocks of attention, of which one is not whole
 def batch(step):
   """Rollouts of uneven lengths and their verdicts, a pure function of the step."""
   rng = np.random.default_rng(step)
-  mask = np.arange(T) < rng.integers(1, T + 1, (N, G, 1))
+  mask = np.arange(T) < rng.integers(1, T + 1, (2, N, G, 1)).min(0)
   prompts = Prompts(rng.integers(0, 64, (N, P)).astype(np.int32), rng.integers(1, P + 1, N).astype(np.int32))
   number = lambda low, high: np.where(mask, rng.uniform(low, high, (N, G, T)), 0).astype(np.float32)
   tokens = rng.integers(0, 64, (N, G, T)).astype(np.int32)
@@ -33,13 +34,17 @@ def batch(step):
   return rollouts, Verdicts(correct, correct.astype(np.float32), np.zeros((N, G), np.float32))
 
 
-def three_steps(mesh, micro_batches=1):
+def three_steps(mesh, micro_batches=1, pack=False):
   """The loss of each of three steps of GTPO, and the parameters after them, on the host."""
   model, optimizer = Qwen2(CONFIG, mesh), make_optimizer(OptimizerConfig(learning_rate=1e-2, eps=1e-3), 10)
   update = make_update(model, algorithms.make("gtpo"), optimizer, micro_batches=micro_batches, head_chunk=64)
   state, losses = init_state(init_params(model, jax.random.key(0)), optimizer, model), []
   for step in range(3):
-    state, metrics = update(state, *shard_batch(batch(step), mesh))
+    rollouts, verdicts = batch(step)
+    if pack:
+      rollouts = rollouts.replace(packing=plan_rows(rollouts.mask.sum(-1), T))
+      assert rollouts.packing.source.shape[1] < G
+    state, metrics = update(state, *shard_batch((rollouts, verdicts), mesh))
     losses.append(float(metrics["loss"]))
   return losses, jax.tree.leaves(fetch(state.params))
 
@@ -66,6 +71,13 @@ def test_three_steps_move_the_parameters(one_device):
 def test_on_every_mesh(one_device, shape, micro_batches):
   mesh = make_mesh(*shape, devices=jax.devices()[:int(np.prod(shape))])
   assert_same(three_steps(mesh, micro_batches), one_device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "micro_batches"), [((1, 1, 1), 1), ((1, 1, 1), 2), ((8, 1, 1), 1), ((2, 2, 2), 2), ((1, 1, 2), 1)])
+def test_packed_on_every_mesh(one_device, shape, micro_batches):
+  mesh = make_mesh(*shape, devices=jax.devices()[:int(np.prod(shape))])
+  assert_same(three_steps(mesh, micro_batches, pack=True), one_device)
 
 
 CHILD = """
