@@ -37,6 +37,7 @@ class Answers:
             for j in range(len(self.texts[i]))]
 
 
+GREEDY = Sampler(temperature=0.0)
 ARRAYS = tuple(field.name for field in dataclasses.fields(Answers) if field.name != "texts")
 
 
@@ -134,6 +135,13 @@ def evaluate_run(config: Config, actor: Actor, params: Params, problems: Sequenc
                   samples=samples or config.eval.samples, batch=config.eval.batch, sampler=config.eval_sampler, stopping=stopping)
 
 
+def warm_up_evaluation(config: Config, policy: Policy, problems: Sequence[Problem]) -> None:
+  """Compiles every program that `evaluate_run` may need for the run's own number of samples."""
+  batch = min(config.eval.batch, len(problems))
+  for group, sampler in ((config.eval.samples, config.eval_sampler), (1, GREEDY)):
+    policy.engine.warm_up(policy.params, batch, group=group, sampler=sampler)
+
+
 def evaluate(actor: Actor, policy: Policy, name: str, problems: Sequence[Problem], key: jax.Array, *, samples: int, batch: int,
              sampler: Sampler, stopping: Callable[[], bool] = lambda: False) -> Evaluation:
   """Answers every problem `samples` times and once greedily, `batch` problems at a time (the last batch is filled up).
@@ -158,7 +166,7 @@ def evaluate(actor: Actor, policy: Policy, name: str, problems: Sequence[Problem
     arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
     return Answers([row for part in parts for row in part.texts], **arrays)
 
-  return Evaluation(name, problems, answers(samples, sampler), answers(1, Sampler(temperature=0.0)))
+  return Evaluation(name, problems, answers(samples, sampler), answers(1, GREEDY))
 
 
 def _mean(column: np.ndarray) -> float:

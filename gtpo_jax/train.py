@@ -18,7 +18,7 @@ from gtpo_jax.checkpoint import Checkpoints
 from gtpo_jax.collect import Collector, Experience
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem, Problems
-from gtpo_jax.evaluation import Stopped, evaluate_run
+from gtpo_jax.evaluation import Stopped, evaluate_run, warm_up_evaluation
 from gtpo_jax.frozen import check_frozen, check_weights, initial_params, load_frozen
 from gtpo_jax.given import Records, take
 from gtpo_jax.guards import Guards
@@ -168,6 +168,7 @@ def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[]
               f"completions, model {config.model.path or config.model.preset}, mesh {dict(actor.model.mesh.shape)}, "
               f"attention by {attention_kind(actor.model.config, actor.model.mesh)}")
   display.say(f"sampling {actor.engine.described()}")
+  display.say("each program is compiled when it is first needed: the first evaluation and the first steps take longest")
   checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
   if saved := checkpoints.restore(actor.model, optimizer, display.say):
     state = saved.state
@@ -192,7 +193,8 @@ def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[]
         checkpoints.save(state, collector.leftovers(), {"identity": identity, "steps": frozen.steps})
 
   if config.sampling.warm_up:
-    actor.engine.warm_up(actor.policy(state.params).params, config.batch.prompts, group=config.own_group, sampler=config.sampler)
+    collector.warm_up(state.params)
+    warm_up_evaluation(config, actor.policy(state.params), held_out)
   journal = Journal(workdir, start, config.log.tensorboard, lambda: [WeightsAndBiases(workdir, config)] if config.log.wandb else [])
   guards = Guards(config.guards.skipped, workdir, rows := journal.read(), display.say, checkpoints.wait)
   if start == 0 and not rows:

@@ -15,7 +15,7 @@ from gtpo_jax.parallel import from_first
 
 # What may change when a run is taken up again: where it runs and what is written, not what is computed.
 MAY_CHANGE = ("steps", "mesh", "eval", "checkpoint", "guards", "log", "profile", "batch.micro_batches", "batch.head_chunk", "batch.pack",
-              "model.remat", "model.attention")
+              "model.remat", "model.attention", "sampling.slots", "sampling.chunk", "sampling.warm_up")
 
 
 @contextlib.contextmanager

@@ -179,6 +179,12 @@ def test_no_compilation_after_warm_up():
   assert counts[1:] == [counts[0]] * 20
 
 
+def test_a_warm_run_compiles_nothing_later(tmp_path):
+  """Neither in sampling nor in the evaluations of a run that was warmed up."""
+  run(small_config(steps=4, **{"sampling.warm_up": True, "batch.pack": False, "eval.every": 1}), tmp_path)
+  assert len({row["compiles"] for row in read_jsonl(tmp_path / "metrics.jsonl") if row["step"] > 1}) == 1
+
+
 def test_updates_that_are_not_finite_stop_the_run_before_it_is_saved(tmp_path):
   workdir = tmp_path / "run"
   run(small_config(steps=2), workdir)

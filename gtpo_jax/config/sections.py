@@ -132,7 +132,8 @@ class SamplingSection(Limits, Sampler):
 
   Attributes:
     max_tokens: the longest completion, stop token included.
-    warm_up: compile all that sampling may need before the first step, instead of each program when it is needed.
+    warm_up: compile all that sampling may need, in learning and in evaluation, before the first step, instead of each program when it is
+      needed.
   """
 
   max_tokens: int = 40
