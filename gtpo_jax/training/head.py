@@ -167,7 +167,7 @@ def _over_chunks(one: Callable, hidden: jax.Array, table: jax.Array, rows: tuple
 
   Args:
     one: (a shard's words, its positions of a chunk of `hidden` and of each of `rows`) -> (the chunk's part of the table's gradient,
-      f32 as wide as the words, or None; and a pytree of what it has of its positions).
+      f32[d, v] as wide as the words, or None; and a pytree of what it has of its positions).
     rows: pytrees of arrays [b, t, ...].
     learns: whether `one` gives a gradient.
 
@@ -184,9 +184,9 @@ def _over_chunks(one: Callable, hidden: jax.Array, table: jax.Array, rows: tuple
       more, own = one(words, *part)
       return jax.tree.map(jnp.add, total, more), own
 
-    start = jnp.zeros(words.shape, jnp.float32) if learns else None
+    start = jnp.zeros(words.T.shape, jnp.float32) if learns else None
     d_table, own = jax.lax.scan(step, start, jax.tree.map(lambda x: _split(x, count), rows))
-    d_table = jax.tree.map(lambda x: jax.lax.psum(scattered(x, "fsdp", 1), "data").astype(table.dtype), d_table)
+    d_table = jax.tree.map(lambda x: jax.lax.psum(scattered(x, "fsdp", 0), "data").T.astype(table.dtype), d_table)
     return d_table, jax.tree.map(lambda x: _join(x, width), own)
 
   whole = jax.shard_map(local, mesh=mesh, in_specs=(TABLE, ROWS), out_specs=(TABLE, ROWS), check_vma=False)
@@ -214,10 +214,10 @@ def _statistics(z: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array, j
 
 def _gradient(words: jax.Array, h: jax.Array, z: jax.Array, place: jax.Array, lse: jax.Array, slope: jax.Array,
               precision: str) -> tuple[jax.Array, jax.Array]:
-  """The gradient in a shard's words f32[v, d] and in its own positions' states [b, c, d]; `slope` f32[b, c] is that in a token's logit."""
+  """The gradient in a shard's words f32[d, v] and in its own positions' states [b, c, d]; `slope` f32[b, c] is that in a token's logit."""
   hit = jnp.arange(len(words)) == place[..., None]
   d_logits = ((hit - jnp.exp(z - lse[..., None])) * slope[..., None]).astype(h.dtype)
-  d_table = jnp.einsum("btv,btd->vd", d_logits, h, preferred_element_type=jnp.float32, precision=precision)
+  d_table = jnp.einsum("btd,btv->dv", h, d_logits, preferred_element_type=jnp.float32, precision=precision)
   return d_table, scattered(jnp.einsum("btv,vd->btd", d_logits, words, precision=precision), "tensor", 1)
 
 
