@@ -186,7 +186,8 @@ def _over_chunks(one: Callable, hidden: jax.Array, table: jax.Array, rows: tuple
 
     start = jnp.zeros(words.T.shape, jnp.float32) if learns else None
     d_table, own = jax.lax.scan(step, start, jax.tree.map(lambda x: _split(x, count), rows))
-    d_table = jax.tree.map(lambda x: jax.lax.psum(scattered(x, "fsdp", 0), "data").T.astype(table.dtype), d_table)
+    # Turned before it is sent: a tied embedding's gradient lies so too, and XLA sums the two first and sends them once.
+    d_table = jax.tree.map(lambda x: jax.lax.psum(scattered(x.T, "fsdp", 1), "data").astype(table.dtype), d_table)
     return d_table, jax.tree.map(lambda x: _join(x, width), own)
 
   whole = jax.shard_map(local, mesh=mesh, in_specs=(TABLE, ROWS), out_specs=(TABLE, ROWS), check_vma=False)
