@@ -39,12 +39,13 @@ class Packing:
   """How the completions of each prompt lie behind one another in rows, with less padding than a row each; `training.packing` makes it."""
 
   segment: jax.Array | None  # i32[n, w, s], which of its row's completions a place is of, from 0; m: of none. None: a row holds one
-  source: jax.Array          # i32[n, w, s], where its token stands in the prompt's [g t]; 0 where there is none
+  source: jax.Array          # i32[n, w, s], where its token stands in the prompt's [g t]; -1 where there is none
   place: jax.Array           # i32[n, g], where each completion begins in the prompt's [w s]
 
   def pack(self, x: jax.Array) -> jax.Array:
-    """[n, g, t] -> [n, w, s]; places of no completion get anything."""
-    return _take(x, self.source)
+    """[n, g, t] -> [n, w, s], 0 where there is no token."""
+    found = _take(x, self.source)
+    return jnp.where(self.source < 0, jnp.zeros_like(found), found)
 
   def unpack(self, x: jax.Array, t: int) -> jax.Array:
     """[n, w, s] -> [n, g, t], the inverse; behind a completion's end stands anything."""

@@ -39,7 +39,7 @@ def plan_rows(lengths: np.ndarray, t: int, share: bool = True) -> Packing | None
   if (w, s) == (g, t):
     return None
   (row, begin, number), m = found, most_in_row(g, w)
-  segment, source = np.full((n, w, s), m, np.int32), np.zeros((n, w, s), np.int32)
+  segment, source = np.full((n, w, s), m, np.int32), np.full((n, w, s), -1, np.int32)
   for i, j in np.ndindex(n, g):
     places = i, row[i, j], slice(begin[i, j], begin[i, j] + lengths[i, j])
     segment[places], source[places] = number[i, j], j * t + np.arange(lengths[i, j])
