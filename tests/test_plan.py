@@ -66,7 +66,8 @@ def test_unknown_topologies_are_refused(topology, message):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"mesh.data": 3}, r"data 3 x fsdp 2 x tensor 2 does not fit 8 device\(s\)"),
+    ({"mesh.data": 3}, r"data 3 x fsdp 2 x context 1 x tensor 2 does not fit 8 device\(s\)"),
+    ({"mesh.context": 2, "sampling.max_tokens": 41}, "sampling.max_tokens = 41 does not divide over mesh.context = 2"),
     ({"batch.prompts": 6}, r"batch.prompts = 6 does not divide .* multiple of 4"),
     ({"batch.minibatches": 4, "batch.micro_batches": 2}, r"batch.prompts = 16 does not divide into 8 part\(s\) over 4 .* multiple of 32"),
     ({"mesh.fsdp": 1, "mesh.tensor": 8}, "heads axis of 4 does not divide over 8 shards"),
@@ -80,7 +81,7 @@ def test_what_cannot_work_is_refused_at_once(changes, message):
 
 def test_the_roofline_by_hand():
   """7B on 32 chips: bounds that the arithmetic of the published shape gives."""
-  chip, mesh = CHIPS["v5p"], {"data": 1, "fsdp": 32, "tensor": 1}
+  chip, mesh = CHIPS["v5p"], {"data": 1, "fsdp": 32, "context": 1, "tensor": 1}
   run = load(str(Path(__file__).parents[1] / "configs" / "qwen2_5_7b_gtpo.py"))
   n = 28 * (3584 * 128 * (2 * 28 + 2 * 4) + 3 * 3584 * 18944) + 152064 * 3584
   tokens = 128 * 2048 + 128 * 16 * 4096
@@ -94,6 +95,13 @@ def test_the_roofline_by_hand():
   assert sample_seconds(run, chip, mesh, 8192) == pytest.approx(4096 * read / 2765e9 + prefill)  # all 64 completions of a chip at once
   read = 2 * n + kv * (16 * 4096 / 2 + 2048)
   assert sample_seconds(run, chip, mesh, 512) == pytest.approx(4 * 4096 * read / 2765e9 + prefill)
+
+
+def test_sampling_takes_context_for_more_rows():
+  chip, run = CHIPS["v5p"], config()
+  meshes = ({"data": 1, "fsdp": fsdp, "context": 8 // fsdp, "tensor": 2} for fsdp in (8, 2))
+  first, second = (sample_seconds(run, chip, mesh, 64) for mesh in meshes)
+  assert first == second < sample_seconds(run, chip, {"data": 1, "fsdp": 4, "context": 1, "tensor": 2}, 64)
 
 
 @pytest.mark.parametrize(("mesh", "heads"), [((8, 1, 1), 2), ((2, 2, 2), 1), ((1, 1, 8), 2)])
@@ -117,12 +125,18 @@ def test_minibatches_and_epochs_in_the_plan():
 
 def test_levers_by_hand():
   run = config(**{"batch.prompts": 32, "mesh.data": 1, "mesh.fsdp": 4})
-  mesh = {"data": 1, "fsdp": 4, "tensor": 2}
+  mesh = {"data": 1, "fsdp": 4, "context": 1, "tensor": 2}
+  half = {"batch.micro_batches": 16, "optimizer.offload": True, "mesh.data": 1, "mesh.fsdp": 2}
   assert levers(run, mesh) == [
       {"batch.micro_batches": 8}, {"batch.micro_batches": 8, "optimizer.offload": True},
-      {"batch.micro_batches": 16, "optimizer.offload": True, "mesh.data": 1, "mesh.fsdp": 2, "mesh.tensor": 4}]
+      half | {"mesh.context": 2}, half | {"mesh.tensor": 4}]
   assert changed(run, levers(run, mesh)[1]).batch.micro_batches == 8
-  assert levers(changed(run, levers(run, mesh)[2]), {"data": 1, "fsdp": 2, "tensor": 4}) == []  # heads do not divide over 8
+  wide, mesh = changed(run, levers(run, mesh)[3]), {"data": 1, "fsdp": 2, "context": 1, "tensor": 4}
+  last = half | {"mesh.fsdp": 1, "batch.micro_batches": 32}
+  del last["optimizer.offload"]
+  assert levers(wide, mesh) == [last | {"mesh.context": 2}]  # heads do not divide over 8
+  odd = changed(wide, {"sampling.max_tokens": 41})
+  assert levers(odd, mesh) == []
 
 
 def test_what_rests_on_the_host_takes_no_device_memory():
@@ -157,13 +171,25 @@ def test_moments_on_the_host_are_arguments_there():
   assert found.argument_size_in_bytes < moments + 100_000 * 4
 
 
+def shapes_of(program):
+  return {tuple(map(int, dims.split(","))) for dims in re.findall(r"\b(?:f32|bf16|s32|pred)\[([\d,]+)\]", program.as_text())}
+
+
+def test_on_a_context_mesh_no_layer_holds_all_positions():
+  """fsdp 2 x context 4: of one device's program, the MLP's features stand beside a quarter of the positions of its rows."""
+  run = config(**{"mesh.data": 1, "mesh.context": 4, "mesh.tensor": 1, "sampling.max_tokens": 104, "batch.group": 2})
+  _, program = next(programs(run, laid_out(run, jax.devices())))
+  rows, features = 16 // 2 * 2, run.model_config.mlp
+  assert max(math.prod(shape) // features for shape in shapes_of(program) if features in shape) == rows * 104 // 4
+
+
 @pytest.mark.slow
 def test_the_compiled_update_holds_neither_all_logits_nor_all_scores():
   """The 0.5B shape, 8 completions of 2,048 tokens on fsdp 4 x tensor 2: of one device's program, every array's shape."""
   run = config(**{"model.preset": "qwen2.5-0.5b", "mesh.data": 1, "mesh.fsdp": 4, "batch.prompts": 4, "batch.group": 2,
                   "data.max_prompt_tokens": 512, "sampling.max_tokens": 2048, "batch.head_chunk": 512})
   _, program = next(programs(run, laid_out(run, jax.devices())))
-  shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\b(?:f32|bf16|s32|pred)\[([\d,]+)\]", program.as_text())}
+  shapes = shapes_of(program)
   words, tokens = 151_936 // 2, 2 * 2048
   beside = {math.prod(shape) // words for shape in shapes if words in shape}
   assert not [shape for shape in shapes if 2 * words in shape]

@@ -14,7 +14,7 @@ from gtpo_jax.arrays import Prompts, Rollouts
 from gtpo_jax.errors import UserError
 from gtpo_jax.models.lora import merge_lora, without_lora
 from gtpo_jax.models.qwen2 import Params, Qwen2, Unstacked, sampling_layout
-from gtpo_jax.parallel import batch_shards
+from gtpo_jax.parallel import batch_shards, sampling_mesh
 from gtpo_jax.sampling.cache import Seats, Slots, abstract, empty, fewer, longer
 from gtpo_jax.sampling.decode import Chunk, decode_chunk, read_prompts
 from gtpo_jax.sampling.filters import Sampler
@@ -88,10 +88,10 @@ class Engine:
 
   def __init__(self, model: Qwen2, stop: Sequence[int], pad: int, max_prompt_tokens: int, max_tokens: int,
                words: int | None = None, limits: Limits = CHOSEN):
-    self.model, self.pad = without_lora(model), pad
+    self.model, self.pad = Qwen2(without_lora(model).config, sampling_mesh(model.mesh)), pad
     self.max_prompt_tokens, self.max_tokens = max_prompt_tokens, max_tokens
     self._stop = np.asarray(sorted(stop), np.int32)
-    self._shards = batch_shards(model.mesh)
+    self._shards = batch_shards(self.model.mesh)
     self.limits = limits.on(model.mesh.devices.flat[0].platform, self._shards)
     self._most, self._chunk = self.limits.slots, min(self.limits.chunk, max_tokens)
     e = model.config.head_dim

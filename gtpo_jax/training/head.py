@@ -4,8 +4,8 @@ Tokens pass in chunks at full vocabulary width. The forward pass keeps one log-s
 chunk's logits again. One log-sum-exp serves both outputs: with z the logits, lse their log-sum-exp and p = exp(z - lse),
 log-prob = z[token] - lse and entropy = lse - sum(p z).
 
-Rows lie over the batch axes; positions and the vocabulary over the tensor axis. The table is gathered over fsdp once, outside the loop over
-chunks; each chunk's states are gathered over tensor, and every shard looks at its words alone: maxima and sums make the statistics whole.
+Rows lie over the batch axes; positions and the vocabulary over context and tensor. The table is gathered over fsdp once, outside the loop
+over chunks; each chunk's positions are gathered, and every shard looks at its words alone: maxima and sums make the statistics whole.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from gtpo_jax.arrays import Packing, Prompts, Rollouts
 from gtpo_jax.models.embedding import place_among
 from gtpo_jax.models.qwen2 import Params, Qwen2
-from gtpo_jax.parallel import axis_size, gathered, partition_spec, scattered
+from gtpo_jax.parallel import axis_size, gathered, mesh_axes, partition_spec, scattered, shard_number
 from gtpo_jax.training.micro_batches import join, split
 
 
@@ -49,7 +49,8 @@ def make_scorer(model: Qwen2, temperature: float, micro_batches: int, chunk: int
 
 
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-ROWS, TABLE = partition_spec(("batch", "sequence")), partition_spec(("vocab", "embed"))
+ROWS, TABLE = partition_spec(("batch", "sequence")), partition_spec(("vocab", "vocab_embed"))
+WORDS = mesh_axes("vocab")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -64,7 +65,7 @@ def log_probs_and_entropy(hidden: jax.Array, table: jax.Array, tokens: jax.Array
     temperature: of the policy.
     chunk: about how many tokens' logits are held at once, all devices together; positions are chunked, rows stay whole (and sharded).
     precision: of the matrix products.
-    mesh: b divides over its batch axes, v over tensor, d over fsdp.
+    mesh: b divides over its batch axes, v over context and tensor, d over fsdp.
 
   Returns:
     log_probs f32[b, t] and entropy f32[b, t], in nats. The gradient flows through log_probs alone: entropy is a measurement
@@ -83,11 +84,11 @@ def _forward(hidden: jax.Array, table: jax.Array, tokens: jax.Array, temperature
     def one(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
       h, token = (_all_positions(x) for x in args)
       z = _logits(h, words, temperature, precision)
-      peak = jax.lax.pmax(z.max(-1), "tensor")
+      peak = jax.lax.pmax(z.max(-1), WORDS)
       weights, place = jnp.exp(z - peak[..., None]), place_among(words, token)
       target = jnp.take_along_axis(z, jnp.minimum(place, len(words) - 1)[..., None], -1)[..., 0]
       parts = jnp.where(place < len(words), target - peak, 0), weights.sum(-1), (weights * (z - peak[..., None])).sum(-1)
-      target, total, mixed = jax.lax.psum(parts, "tensor")
+      target, total, mixed = jax.lax.psum(parts, WORDS)
       log_total = jnp.log(total)
       return tuple(map(_own_positions, (target - log_total, log_total - mixed / total, peak + log_total)))
 
@@ -114,12 +115,12 @@ def _backward(temperature: float, chunk: int, precision: str, mesh: Mesh, residu
       d_logits = ((hit - probs) * (grad / temperature)[..., None]).astype(h.dtype)
       d_hidden = jnp.einsum("btv,vd->btd", d_logits, words, precision=precision)
       d_table += jnp.einsum("btv,btd->vd", d_logits, h, preferred_element_type=jnp.float32, precision=precision)
-      return d_table, scattered(d_hidden, "tensor", 1)
+      return d_table, scattered(d_hidden, "sequence", 1)
 
     count = _chunks(b, hidden.shape[1] * shards, chunk)
     parts = tuple(_split(x, count) for x in (hidden, *rest))
     d_table, d_hidden = jax.lax.scan(one, jnp.zeros(words.shape, jnp.float32), parts)
-    d_table = jax.lax.psum(scattered(d_table, "fsdp", 1), "data")
+    d_table = jax.lax.psum(scattered(d_table, "vocab_embed", 1), "data")
     return _join(d_hidden, hidden.shape[1]), d_table.astype(table.dtype)
 
   whole = _shard(mesh, local, (ROWS, TABLE, ROWS, ROWS, ROWS), (ROWS, TABLE))
@@ -136,18 +137,18 @@ def _shard(mesh: Mesh, function: Callable, inputs: tuple, outputs: tuple) -> Cal
 
 def _words(table: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """A shard's words, whole over fsdp."""
-  return gathered(table.astype(dtype), "fsdp", 1)
+  return gathered(table.astype(dtype), "vocab_embed", 1)
 
 
 def _all_positions(x: jax.Array) -> jax.Array:
-  """A chunk's positions of every shard of the tensor axis, [b, c, ...] -> [b, shards c, ...]."""
-  return gathered(x, "tensor", 1)
+  """A chunk's positions of every shard, [b, c, ...] -> [b, shards c, ...]."""
+  return gathered(x, "sequence", 1)
 
 
 def _own_positions(x: jax.Array) -> jax.Array:
   """The inverse of `_all_positions`."""
-  own = x.shape[1] // jax.lax.axis_size("tensor")
-  return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tensor") * own, own, 1)
+  own = x.shape[1] // jax.lax.axis_size(mesh_axes("sequence"))
+  return jax.lax.dynamic_slice_in_dim(x, shard_number("sequence") * own, own, 1)
 
 
 def _logits(hidden: jax.Array, table: jax.Array, temperature: float, precision: str) -> jax.Array:
