@@ -139,7 +139,7 @@ def levers(config: Config, mesh: dict[str, int]) -> list[dict[str, Any]]:
   if not config.optimizer.offload:
     found.append(now := now | {"optimizer.offload": True})
   if mesh["fsdp"] % 2 == 0:
-    now |= {"mesh.data": mesh["data"], "mesh.fsdp": mesh["fsdp"] // 2, "batch.micro_batches": 2 * most}
+    now = now | {"mesh.data": mesh["data"], "mesh.fsdp": mesh["fsdp"] // 2, "batch.micro_batches": 2 * most}
     for axis, sizes in (("context", [config.sampling.max_tokens]), ("tensor", [model.heads, model.mlp])):
       wider, words = 2 * mesh[axis], 2 * mesh["context"] * mesh["tensor"]
       if model.vocab_size % words == 0 and not any(size % wider for size in sizes):
