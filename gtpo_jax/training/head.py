@@ -129,7 +129,7 @@ def loss_and_log_probs(token_loss: TokenLoss, hidden: jax.Array, table: jax.Arra
   Args:
     token_loss: (log_probs f32[b, c], signals of the same tokens [b, c]) -> f32[], a sum over tokens of a function of each token's own
       log-prob and signals. It is called with chunks of positions, and with all of them.
-    signals: a pytree of arrays [b, t].
+    signals: a pytree of arrays [b, t]. Positions that fill up the last chunk have signals of 0 and states of 0.
     hidden, table, tokens, temperature, chunk, precision, mesh: as in `log_probs_and_entropy`.
 
   Returns:
