@@ -42,6 +42,12 @@ class Packing:
   source: jax.Array          # i32[n, w, s], where its token stands in the prompt's [g t]; 0 where there is none
   place: jax.Array           # i32[n, g], where each completion begins in the prompt's [w s]
 
+  @property
+  def filled(self) -> jax.Array:
+    """bool[n, w, s], where a token stands; and where the first completion begins, though it has none."""
+    number = jnp.arange(math.prod(self.source.shape[1:])).reshape(self.source.shape[1:])
+    return (self.source > 0) | (number == self.place[:, :1, None])
+
   def pack(self, x: jax.Array) -> jax.Array:
     """[n, g, t] -> [n, w, s]; places of no completion get anything."""
     return _take(x, self.source)

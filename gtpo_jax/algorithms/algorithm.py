@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -47,6 +47,11 @@ class Algorithm:
   def ratio(self) -> Callable[..., jax.Array]:
     """The importance ratio, a function of (logp, logp_old, mask)."""
     return SEQUENCE_RATIOS[self.settings.ratio] if self.settings.ratio else token_ratio
+
+  @property
+  def per_token(self) -> bool:
+    """Whether the loss is a sum over tokens of a function of each one's own log-prob; then it is the sum of any parts' `token_loss`."""
+    return self.ratio is token_ratio
 
   def advantages(self, *, entropy: jax.Array, mask: jax.Array, correct: jax.Array, reward: jax.Array,
                  penalty: jax.Array | None = None, guided: jax.Array | None = None) -> jax.Array:
@@ -161,6 +166,16 @@ class Algorithm:
       loss += s.kl_weight * jnp.where(own, weights * divergence, 0.0).sum()
       metrics["kl/reference"] = masked_mean(divergence, own)
     return loss, jax.lax.stop_gradient(metrics)
+
+  def token_loss(self, logp: jax.Array, signals: Mapping[str, jax.Array | None]) -> jax.Array:
+    """What tokens from anywhere in a batch have in its `loss`, f32[], where the algorithm is `per_token`.
+
+    Args:
+      logp: f32[b, c], nats.
+      signals: what `loss` takes beside, [b, c] each: `weights` are of the whole batch, and `guided` is of a token's completion.
+    """
+    alone = jax.tree.map(lambda x: x[..., None], dict(signals))  # each token is a completion [b, c, 1]
+    return self.loss(logp=logp[..., None], **alone | {"guided": signals.get("guided")})[0]
 
   def credit_metrics(self, **signals: Any) -> dict[str, jax.Array]:
     """How the entropy spreads the credit. Takes what `advantages` takes; empty for recipes that do not read the entropy.

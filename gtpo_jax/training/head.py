@@ -1,8 +1,11 @@
 """The vocabulary head: log-prob and entropy of every token without ever holding [tokens, vocabulary].
 
-Tokens pass in chunks at full vocabulary width. The forward pass keeps one log-sum-exp a token; the backward pass makes each
-chunk's logits again. One log-sum-exp serves both outputs: with z the logits, lse their log-sum-exp and p = exp(z - lse),
-log-prob = z[token] - lse and entropy = lse - sum(p z).
+Tokens pass in chunks at full vocabulary width. With z a chunk's logits, lse their log-sum-exp and p = exp(z - lse), one log-sum-exp
+serves both outputs: log-prob = z[token] - lse and entropy = lse - sum(p z). There are two ways to a gradient:
+
+- `log_probs_and_entropy` keeps one log-sum-exp a token, and its backward pass makes each chunk's logits again: for every objective.
+- `loss_and_log_probs` knows a chunk's slopes as soon as its log-probs, because the loss is a sum over tokens, and takes the gradient
+  while the logits are there: three products with the table instead of four, and nothing left to compute in its backward pass.
 
 Rows lie over the batch axes; positions and the vocabulary over context and tensor. The table is gathered over fsdp once, outside the loop
 over chunks; each chunk's positions are gathered, and every shard looks at its words alone: maxima and sums make the statistics whole.
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +26,8 @@ from gtpo_jax.models.qwen2 import Params, Qwen2
 from gtpo_jax.parallel import axis_size, gathered, mesh_axes, partition_spec, scattered, shard_number
 from gtpo_jax.training.micro_batches import join, split
 
+TokenLoss = Callable[[jax.Array, Any], jax.Array]  # (log-probs f32[b, c], arrays [b, c] of the same tokens) -> their sum of losses f32[]
+
 
 def score(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, temperature: float, chunk: int,
           packing: Packing | None = None) -> tuple[jax.Array, jax.Array]:
@@ -29,13 +35,25 @@ def score(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, tem
 
   With a `packing`, anything stands where no token does.
   """
-  hidden = model.apply({"params": params}, prompts, tokens, packing, method="completion_hidden")
-  table = model.apply({"params": params}, method="head_table")
-  targets = tokens if packing is None else packing.pack(tokens)
-  rows = lambda x: x.reshape(-1, *x.shape[2:])
-  found = log_probs_and_entropy(rows(hidden), table, rows(targets), temperature, chunk, model.config.matmul_precision, model.mesh)
-  found = tuple(x.reshape(targets.shape) for x in found)
-  return found if packing is None else tuple(packing.unpack(x, tokens.shape[2]) for x in found)
+  found = log_probs_and_entropy(*_inputs(model, params, prompts, tokens, packing), temperature, chunk, model.config.matmul_precision,
+                                model.mesh)
+  return tuple(_of_completions(x, tokens, packing) for x in found)
+
+
+def score_and_loss(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, temperature: float, chunk: int,
+                   token_loss: TokenLoss, signals: Any, packing: Packing | None = None) -> tuple[jax.Array, jax.Array]:
+  """The loss f32[], whose gradient is computed beside it, and the log-probs f32[n, g, t] of `score`, which pass no gradient on.
+
+  Takes what `score` takes, and a `token_loss` and its signals as `loss_and_log_probs` does; these are [n, g, t] here, or [n, g] where a
+  completion's tokens share one.
+  """
+  def of_tokens(x: jax.Array) -> jax.Array:
+    x = jnp.broadcast_to(x.reshape(*tokens.shape[:2], -1), tokens.shape)
+    return _rows(x if packing is None else jnp.where(packing.filled, packing.pack(x), jnp.zeros((), x.dtype)))
+
+  loss, log_probs = loss_and_log_probs(token_loss, *_inputs(model, params, prompts, tokens, packing), jax.tree.map(of_tokens, signals),
+                                       temperature, chunk, model.config.matmul_precision, model.mesh)
+  return loss, _of_completions(log_probs, tokens, packing)
 
 
 def make_scorer(model: Qwen2, temperature: float, micro_batches: int, chunk: int) -> Callable[[Params, Rollouts], jax.Array]:
@@ -48,9 +66,25 @@ def make_scorer(model: Qwen2, temperature: float, micro_batches: int, chunk: int
   return jax.jit(log_probs)
 
 
-Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
-ROWS, TABLE = partition_spec(("batch", "sequence")), partition_spec(("vocab", "vocab_embed"))
-WORDS = mesh_axes("vocab")
+def _inputs(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array,
+            packing: Packing | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """What the head reads: the states that predict each token [b, t, d], the table [v, d], the tokens i32[b, t]; packed or not."""
+  hidden = model.apply({"params": params}, prompts, tokens, packing, method="completion_hidden")
+  targets = tokens if packing is None else packing.pack(tokens)
+  return _rows(hidden), model.apply({"params": params}, method="head_table"), _rows(targets)
+
+
+def _rows(x: jax.Array) -> jax.Array:
+  """[n, g, t, ...] -> [b, t, ...]."""
+  return x.reshape(-1, *x.shape[2:])
+
+
+def _of_completions(x: jax.Array, tokens: jax.Array, packing: Packing | None) -> jax.Array:
+  """What the head found in rows [b, t], for each of `tokens` [n, g, t]."""
+  return x.reshape(tokens.shape) if packing is None else packing.unpack(x.reshape(packing.source.shape), tokens.shape[2])
+
+
+ROWS, TABLE, WORDS = partition_spec(("batch", "sequence")), partition_spec(("vocab", "vocab_embed")), mesh_axes("vocab")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -75,69 +109,129 @@ def log_probs_and_entropy(hidden: jax.Array, table: jax.Array, tokens: jax.Array
 
 
 def _forward(hidden: jax.Array, table: jax.Array, tokens: jax.Array, temperature: float, chunk: int, precision: str,
-             mesh: Mesh) -> tuple[tuple[jax.Array, jax.Array], Residuals]:
-  (b, t), shards = tokens.shape, axis_size(mesh, "vocab")
+             mesh: Mesh) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+  def one(words: jax.Array, h: jax.Array, token: jax.Array) -> tuple[None, tuple[jax.Array, ...]]:
+    _, *read = _read(words, h, token, temperature, precision)
+    return None, tuple(map(_own_positions, _statistics(*read)))
 
-  def local(hidden: jax.Array, table: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
-    words = _words(table, hidden.dtype)
-
-    def one(args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-      h, token = (_all_positions(x) for x in args)
-      z = _logits(h, words, temperature, precision)
-      peak = jax.lax.pmax(z.max(-1), WORDS)
-      weights, place = jnp.exp(z - peak[..., None]), place_among(words, token)
-      target = jnp.take_along_axis(z, jnp.minimum(place, len(words) - 1)[..., None], -1)[..., 0]
-      parts = jnp.where(place < len(words), target - peak, 0), weights.sum(-1), (weights * (z - peak[..., None])).sum(-1)
-      target, total, mixed = jax.lax.psum(parts, WORDS)
-      log_total = jnp.log(total)
-      return tuple(map(_own_positions, (target - log_total, log_total - mixed / total, peak + log_total)))
-
-    count = _chunks(b, tokens.shape[1] * shards, chunk)
-    return tuple(_join(x, tokens.shape[1]) for x in jax.lax.map(one, (_split(hidden, count), _split(tokens, count))))
-
-  whole = _shard(mesh, local, (ROWS, TABLE, ROWS), (ROWS, ROWS, ROWS))
-  log_probs, entropy, lse = whole(_fill(hidden, shards), table, _fill(tokens, shards))
-  return (log_probs[:, :t], jnp.maximum(entropy[:, :t], 0)), (hidden, table, tokens, lse)
+  _, (log_probs, entropy, lse) = _over_chunks(one, hidden, table, (tokens,), chunk, mesh, learns=False)
+  return (log_probs, jnp.maximum(entropy, 0)), (hidden, table, tokens, lse)
 
 
-def _backward(temperature: float, chunk: int, precision: str, mesh: Mesh, residuals: Residuals,
+def _backward(temperature: float, chunk: int, precision: str, mesh: Mesh, residuals: tuple[jax.Array, ...],
               grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, None]:
   hidden, table, tokens, lse = residuals
-  (b, t), shards = tokens.shape, axis_size(mesh, "vocab")
 
-  def local(hidden: jax.Array, table: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
-    words = _words(table, hidden.dtype)
+  def one(words: jax.Array, h: jax.Array, token: jax.Array, lse: jax.Array, slope: jax.Array) -> tuple[jax.Array, jax.Array]:
+    read = _read(words, h, token, temperature, precision)
+    return _gradient(words, *read, _all_positions(lse), _all_positions(slope) / temperature, precision)
 
-    def one(d_table: jax.Array, args: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-      h, token, lse, grad = (_all_positions(x) for x in args)
-      probs = jnp.exp(_logits(h, words, temperature, precision) - lse[..., None])
-      hit = jnp.arange(len(words)) == place_among(words, token)[..., None]
-      d_logits = ((hit - probs) * (grad / temperature)[..., None]).astype(h.dtype)
-      d_hidden = jnp.einsum("btv,vd->btd", d_logits, words, precision=precision)
-      d_table += jnp.einsum("btv,btd->vd", d_logits, h, preferred_element_type=jnp.float32, precision=precision)
-      return d_table, scattered(d_hidden, "sequence", 1)
-
-    count = _chunks(b, hidden.shape[1] * shards, chunk)
-    parts = tuple(_split(x, count) for x in (hidden, *rest))
-    d_table, d_hidden = jax.lax.scan(one, jnp.zeros(words.shape, jnp.float32), parts)
-    d_table = jax.lax.psum(scattered(d_table, "vocab_embed", 1), "data")
-    return _join(d_hidden, hidden.shape[1]), d_table.astype(table.dtype)
-
-  whole = _shard(mesh, local, (ROWS, TABLE, ROWS, ROWS, ROWS), (ROWS, TABLE))
-  d_hidden, d_table = whole(_fill(hidden, shards), table, _fill(tokens, shards), lse, _fill(grads[0], shards))
-  return d_hidden[:, :t], d_table, None
+  d_table, d_hidden = _over_chunks(one, hidden, table, (tokens, lse, grads[0]), chunk, mesh, learns=True)
+  return d_hidden, d_table, None
 
 
 log_probs_and_entropy.defvjp(_forward, _backward)
 
 
-def _shard(mesh: Mesh, function: Callable, inputs: tuple, outputs: tuple) -> Callable:
-  return jax.shard_map(function, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6, 7, 8))
+def loss_and_log_probs(token_loss: TokenLoss, hidden: jax.Array, table: jax.Array, tokens: jax.Array, signals: Any, temperature: float,
+                       chunk: int, precision: str, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+  """A loss that is a sum over tokens, and the log-probs it is made from. Its gradient is computed beside it, chunk by chunk.
+
+  Args:
+    token_loss: (log_probs f32[b, c], signals of the same tokens [b, c]) -> f32[], a sum over tokens of a function of each token's own
+      log-prob and signals. It is called with chunks of positions, and with all of them.
+    signals: a pytree of arrays [b, t]. Positions that fill up the last chunk have signals of 0 and states of 0.
+    hidden, table, tokens, temperature, chunk, precision, mesh: as in `log_probs_and_entropy`.
+
+  Returns:
+    The loss f32[] and log_probs f32[b, t], in nats. The gradient flows through the loss alone, and to `hidden` and `table` alone.
+  """
+  return _forward_with_gradient(token_loss, hidden, table, tokens, signals, temperature, chunk, precision, mesh)[0]
 
 
-def _words(table: jax.Array, dtype: jnp.dtype) -> jax.Array:
-  """A shard's words, whole over fsdp."""
-  return gathered(table.astype(dtype), "vocab_embed", 1)
+def _forward_with_gradient(token_loss: TokenLoss, hidden: jax.Array, table: jax.Array, tokens: jax.Array, signals: Any, temperature: float,
+                           chunk: int, precision: str, mesh: Mesh) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+  def one(words: jax.Array, h: jax.Array, token: jax.Array, signals: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    h, z, place = _read(words, h, token, temperature, precision)
+    log_probs, _, lse = _statistics(z, place)
+    log_probs = _own_positions(log_probs)
+    slope = jax.grad(token_loss)(log_probs, signals)
+    d_table, d_hidden = _gradient(words, h, z, place, lse, _all_positions(slope) / temperature, precision)
+    return d_table, (log_probs, d_hidden)
+
+  d_table, (log_probs, d_hidden) = _over_chunks(one, hidden, table, (tokens, signals), chunk, mesh, learns=True)
+  return (token_loss(log_probs, signals), log_probs), (d_hidden, d_table)
+
+
+def _backward_with_gradient(token_loss: TokenLoss, temperature: float, chunk: int, precision: str, mesh: Mesh,
+                            residuals: tuple[jax.Array, jax.Array],
+                            grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, None, None]:
+  return *((x * grads[0]).astype(x.dtype) for x in residuals), None, None
+
+
+loss_and_log_probs.defvjp(_forward_with_gradient, _backward_with_gradient)
+
+
+def _over_chunks(one: Callable, hidden: jax.Array, table: jax.Array, rows: tuple, chunk: int, mesh: Mesh,
+                 learns: bool) -> tuple[jax.Array | None, Any]:
+  """Calls `one` with chunk after chunk of positions, within `shard_map`.
+
+  Args:
+    one: (a shard's words, its positions of a chunk of `hidden` and of each of `rows`) -> (the chunk's part of the table's gradient,
+      f32[d, v] as wide as the words, or None; and a pytree of what it has of its positions).
+    rows: pytrees of arrays [b, t, ...].
+    learns: whether `one` gives a gradient.
+
+  Returns:
+    The gradient of the table [v, d], or None, and the pytree of all positions, [b, t, ...].
+  """
+  (b, t), shards = hidden.shape[:2], axis_size(mesh, "sequence")
+
+  def local(table: jax.Array, rows: tuple) -> tuple[jax.Array | None, Any]:
+    words, width = gathered(table.astype(hidden.dtype), "vocab_embed", 1), rows[0].shape[1]
+    count = _chunks(b, width * shards, chunk)
+
+    def step(total: jax.Array | None, part: tuple) -> tuple[jax.Array | None, Any]:
+      more, own = one(words, *part)
+      return jax.tree.map(jnp.add, total, more), own
+
+    start = jnp.zeros(words.T.shape, jnp.float32) if learns else None
+    d_table, own = jax.lax.scan(step, start, jax.tree.map(lambda x: _split(x, count), rows))
+    # Turned before it is sent: a tied embedding's gradient lies so too, and XLA sums the two first and sends them once.
+    d_table = jax.tree.map(lambda x: jax.lax.psum(scattered(x.T, "vocab_embed", 1), "data").astype(table.dtype), d_table)
+    return d_table, jax.tree.map(lambda x: _join(x, width), own)
+
+  whole = jax.shard_map(local, mesh=mesh, in_specs=(TABLE, ROWS), out_specs=(TABLE, ROWS), check_vma=False)
+  d_table, own = whole(table, jax.tree.map(lambda x: _fill(x, shards), (hidden, *rows)))
+  return d_table, jax.tree.map(lambda x: x[:, :t], own)
+
+
+def _read(words: jax.Array, h: jax.Array, token: jax.Array, temperature: float, precision: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Of all positions of a chunk: states [b, c, d], logits f32[b, c, v] of a shard's words, and where among these each token stands."""
+  h = _all_positions(h)
+  z = jnp.einsum("btd,vd->btv", h, words, preferred_element_type=jnp.float32, precision=precision) / temperature
+  return h, z, place_among(words, _all_positions(token))
+
+
+def _statistics(z: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Log-prob, entropy and log-sum-exp f32[b, c] of what `_read` gives."""
+  peak, last = jax.lax.pmax(z.max(-1), WORDS), z.shape[-1] - 1
+  above = z - peak[..., None]
+  weights, target = jnp.exp(above), jnp.take_along_axis(z, jnp.minimum(place, last)[..., None], -1)[..., 0]
+  parts = jnp.where(place <= last, target - peak, 0), weights.sum(-1), (weights * above).sum(-1)
+  target, total, mixed = jax.lax.psum(parts, WORDS)
+  log_total = jnp.log(total)
+  return target - log_total, log_total - mixed / total, peak + log_total
+
+
+def _gradient(words: jax.Array, h: jax.Array, z: jax.Array, place: jax.Array, lse: jax.Array, slope: jax.Array,
+              precision: str) -> tuple[jax.Array, jax.Array]:
+  """The gradient in a shard's words f32[d, v] and in its own positions' states [b, c, d]; `slope` f32[b, c] is that in a token's logit."""
+  hit = jnp.arange(len(words)) == place[..., None]
+  d_logits = ((hit - jnp.exp(z - lse[..., None])) * slope[..., None]).astype(h.dtype)
+  d_table = jnp.einsum("btd,btv->dv", h, d_logits, preferred_element_type=jnp.float32, precision=precision)
+  return d_table, scattered(jnp.einsum("btv,vd->btd", d_logits, words, precision=precision), "sequence", 1)
 
 
 def _all_positions(x: jax.Array) -> jax.Array:
@@ -149,10 +243,6 @@ def _own_positions(x: jax.Array) -> jax.Array:
   """The inverse of `_all_positions`."""
   own = x.shape[1] // jax.lax.axis_size(mesh_axes("sequence"))
   return jax.lax.dynamic_slice_in_dim(x, shard_number("sequence") * own, own, 1)
-
-
-def _logits(hidden: jax.Array, table: jax.Array, temperature: float, precision: str) -> jax.Array:
-  return jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32, precision=precision) / temperature
 
 
 def _chunks(b: int, t: int, chunk: int) -> int:

@@ -12,7 +12,7 @@ from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.arrays import Rollouts, Verdicts
 from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.qwen2 import Params, Qwen2
-from gtpo_jax.training.head import score
+from gtpo_jax.training.head import score, score_and_loss
 from gtpo_jax.training.measures import measure, mismatch
 from gtpo_jax.training.micro_batches import join, split
 from gtpo_jax.training.state import Optimizer, TrainState, abstract_state
@@ -69,7 +69,7 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: Optimizer, *, tem
     (trained, opt_state), (rollouts, correct, advantages, mask) = learned, batch
     weights = algorithm.token_weights(mask, correct, rollouts.guided)
     grads, log_probs = accumulate(trained, frozen, (rollouts, advantages, mask, weights))
-    loss, metrics = loss_of(log_probs, rollouts, advantages, mask, weights)
+    loss, metrics = algorithm.loss(logp=log_probs, **signals_of(rollouts, advantages, mask, weights))
     norm = optax.global_norm(grads)
     good = jnp.isfinite(loss) & jnp.isfinite(norm)
 
@@ -80,18 +80,20 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: Optimizer, *, tem
     metrics |= {"loss": loss, "grad_norm": norm, "update/skipped": (~good).astype(jnp.float32)}
     return (trained, optimizer.rested(opt_state)), metrics, mismatch(rollouts, log_probs)
 
-  def loss_of(log_probs: jax.Array, rollouts: Rollouts, advantages: jax.Array, mask: jax.Array,
-              weights: jax.Array) -> tuple[jax.Array, Metrics]:
-    return algorithm.loss(logp=log_probs, logp_old=rollouts.old_log_probs, advantages=advantages, mask=mask, weights=weights,
-                          guided=rollouts.guided, logp_sampler=rollouts.log_probs, logp_reference=rollouts.reference)
+  def signals_of(rollouts: Rollouts, advantages: jax.Array, mask: jax.Array, weights: jax.Array) -> dict[str, jax.Array | None]:
+    """What the loss takes beside the learner's log-probs."""
+    return {"logp_old": rollouts.old_log_probs, "advantages": advantages, "mask": mask, "weights": weights, "guided": rollouts.guided,
+            "logp_sampler": rollouts.log_probs, "logp_reference": rollouts.reference}
 
   def accumulate(trained: Params, frozen: Params, batch: tuple[Rollouts, jax.Array, jax.Array, jax.Array]) -> tuple[Params, jax.Array]:
     """The gradient of what is trained over a minibatch, and the learner's log-probs f32[n, g, t]."""
     def part_loss(trained: Params, part: tuple) -> tuple[jax.Array, jax.Array]:
-      rollouts, *rest = part
-      log_probs, _ = score(model, combine(trained, frozen), rollouts.prompts, rollouts.tokens, temperature, head_chunk,
-                           rollouts.packing)
-      return loss_of(log_probs, rollouts, *rest)[0], log_probs
+      rollouts, signals = part[0], signals_of(*part)
+      inputs = model, combine(trained, frozen), rollouts.prompts, rollouts.tokens, temperature, head_chunk
+      if algorithm.per_token:
+        return score_and_loss(*inputs, algorithm.token_loss, signals, rollouts.packing)
+      log_probs, _ = score(*inputs, rollouts.packing)
+      return algorithm.loss(logp=log_probs, **signals)[0], log_probs
 
     gradient = jax.grad(part_loss, has_aux=True)
     if micro_batches == 1:

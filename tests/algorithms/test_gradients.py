@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import slow_losses
-from recipe_cases import CORRECTIONS, NAMES, arrays, random_batch, random_policies, settings_of, step, strong
+from recipe_cases import CORRECTIONS, NAMES, SEQUENCE_LEVEL, arrays, random_batch, random_policies, settings_of, step, strong
 
 from gtpo_jax.algorithms import make
 
@@ -94,6 +94,23 @@ def test_the_true_gradient_of_the_sequence_ratio(name, ratio):
   with jax.enable_x64(True):
     grad = jax.jit(jax.grad(lambda x: algorithm.loss(logp=x, logp_old=old, advantages=advantages, mask=MASK)[0]))(logp)
     np.testing.assert_allclose(grad, np.where(MASK, by_hand, 0), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loss_that_is_per_token_is_that_of_its_tokens_in_any_parts(name):
+  """Its tokens shuffled and cut in two have its loss and its gradient; those of a sequence-level ratio have others."""
+  algorithm, batch = strong(name, **CORRECTIONS), random_batch(11, name)
+  policies, mask = random_policies(11, batch["mask"]), batch["mask"]
+  whole = jax.device_get(step(algorithm, arrays(batch), arrays(policies)))
+  guided = np.broadcast_to(batch["guided"][..., None], mask.shape) if "guided" in batch else None
+  logp, signals = policies.pop("logp"), policies | {key: whole[key] for key in ("advantages", "mask", "weights")} | {"guided": guided}
+  part_loss, loss, grad = jax.jit(jax.value_and_grad(algorithm.token_loss)), 0.0, np.zeros(mask.size, np.float32)
+  for part in np.random.default_rng(11).permutation(mask.size).reshape(2, 7, -1):
+    value, grad[part] = part_loss(*jax.tree.map(lambda x: x.reshape(-1)[part], (logp, signals)))  # noqa: B023
+    loss += value
+  same = np.allclose(grad.reshape(mask.shape), whole["grad"], rtol=1e-5, atol=1e-7) and np.isclose(loss, whole["loss"], rtol=1e-5)
+  assert same == algorithm.per_token == (name not in (*SEQUENCE_LEVEL, "gspo"))
+  assert np.abs(grad).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gtpo_jax import algorithms
 from gtpo_jax.parallel import make_mesh, single_device_mesh
-from gtpo_jax.training.head import log_probs_and_entropy
+from gtpo_jax.training.head import log_probs_and_entropy, loss_and_log_probs
 
 B, T, D, V = 3, 10, 8, 50
 
@@ -112,6 +113,48 @@ def test_bfloat16_stays_near_float32():
     assert a.dtype == jnp.bfloat16
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     assert np.linalg.norm(a - b) < 0.01 * np.linalg.norm(b)
+
+
+def signals(algorithm, log_probs, seed=0):
+  """What the loss takes of tokens [b, t] whose ratios leave every range on both sides; padding holds large numbers."""
+  rng, shape = np.random.default_rng(seed), log_probs.shape
+  mask = np.arange(shape[1]) < rng.integers(1, shape[1] + 1, (shape[0], 1))
+  near = lambda scale: np.where(mask, log_probs + scale * rng.standard_normal(shape), 9e3).astype(np.float32)
+  guided = np.broadcast_to(np.arange(shape[0])[:, None] % 3 == 1, shape) if algorithm.settings.guide_completions else None
+  return {"logp_old": near(0.5), "logp_sampler": near(0.5), "logp_reference": near(0.3), "mask": mask, "guided": guided,
+          "advantages": rng.standard_normal(shape, np.float32), "weights": rng.random(shape, np.float32) / mask.sum()}
+
+
+ONE, EIGHT = (1, 1, 1), (2, 2, 2)
+PER_TOKEN = [name for name in algorithms.RECIPES if algorithms.make(name).per_token]
+
+
+@pytest.mark.parametrize(("name", "shape", "t", "dtype"), [
+    *((name, ONE, 10, "float32") for name in PER_TOKEN), ("dapo_mixed", EIGHT, 13, "float32"), ("gtpo", EIGHT, 10, "float32"),
+    ("gtpo", EIGHT, 10, "bfloat16")])
+def test_the_gradient_computed_beside_the_loss_is_the_one_computed_after_it(name, shape, t, dtype):
+  """For every recipe whose loss is a sum over tokens, with positions that chunks and shards do not divide."""
+  mesh = make_mesh(*shape, devices=jax.devices()[:np.prod(shape)])
+  hidden, table, tokens = inputs(6, 8, t, 16, 64, dtype)
+  algorithm = algorithms.make(name, dual_clip=2.0, kl_weight=0.3, tis_cap=1.1)
+  static = 0.7, 24, "highest", mesh
+  given = signals(algorithm, np.asarray(log_probs_and_entropy(hidden, table, tokens, *static)[0]))
+
+  def after(hidden, table):
+    log_probs, _ = log_probs_and_entropy(hidden, table, tokens, *static)
+    loss = algorithm.token_loss(log_probs, given)
+    return 2 * loss, (loss, log_probs)
+
+  def beside(hidden, table):
+    loss, log_probs = loss_and_log_probs(algorithm.token_loss, hidden, table, tokens, given, *static)
+    return 2 * loss + log_probs.sum(), (loss, log_probs)  # log-probs pass no gradient on
+
+  gradient = lambda way: jax.jit(jax.grad(way, argnums=(0, 1), has_aux=True))(hidden, table)
+  (grads, values), (expected_grads, expected) = gradient(beside), gradient(after)
+  for got, want in zip((*values, *grads), (*expected, *expected_grads), strict=True):
+    assert got.dtype == want.dtype and got.shape == want.shape
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("what", ["value", "gradient"])

@@ -61,6 +61,8 @@ def test_every_token_stands_once_in_a_row_of_its_prompt(data):
   if packing.segment is not None:
     real = packing.segment < most_in_row(g, w)
     assert real.sum() == lengths.sum() and rows[real].size == np.unique(rows[real]).size
+    first = np.arange(w * s).reshape(w, s) == packing.place[:, :1, None]
+    np.testing.assert_array_equal(packing.filled, real | first)
 
 
 def packed(data, t=9):

@@ -1,6 +1,8 @@
 """The compiled update: the same result however the batch is cut and wherever it lies."""
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rollouts, Verdicts
 from gtpo_jax.errors import UserError
 from gtpo_jax.models import ModelConfig, Qwen2, init_params
+from gtpo_jax.models.presets import Lora
 from gtpo_jax.models.qwen2 import abstract_params
 from gtpo_jax.parallel import make_mesh, shard_batch, single_device_mesh
 from gtpo_jax.training.head import score
@@ -200,6 +203,25 @@ def test_the_gradient_is_that_of_the_plain_loss():
   assert metrics["loss"] == pytest.approx(float(loss(params)), abs=1e-6)
   assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
   assert metrics["clip/low"] > 0 and metrics["clip/high"] > 0
+
+
+@pytest.mark.parametrize(("name", "lora", "micro_batches", "products"), [
+    ("gtpo", Lora(), 1, 3), ("gspo", Lora(), 1, 4), ("gtpo", Lora(rank=2), 2, 2)])
+def test_the_products_with_the_head(name, lora, micro_batches, products):
+  """Logits, and the gradients in states and table; logits twice where the ratio is a completion's; none in a table that is frozen.
+
+  The largest array of the program is the logits of one chunk: two positions of every row.
+  """
+  words = 1000
+  model = Qwen2(dataclasses.replace(CONFIG, vocab_size=words, layers=1, lora=lora), single_device_mesh())
+  optimizer = make_optimizer(SGD_LIKE, 10)
+  update = make_update(model, algorithms.make(name), optimizer, micro_batches=micro_batches, head_chunk=64 // micro_batches)
+  program = update.lower(abstract_state(model, optimizer), *batch()).compile().as_text()
+  shape = dict(re.findall(r"(%[\w.-]+) = \w+\[([\d,]*)\]", program))
+  has_words = lambda name: str(words) in shape.get(name, "").split(",")
+  dots = [line for line in program.splitlines() if " dot(" in line and any(map(has_words, re.findall(r"%[\w.-]+", line)))]
+  assert len(dots) == products
+  assert max(math.prod(map(int, x.split(","))) for x in shape.values() if x) == 64 // micro_batches * words < N * G * T * words / 4
 
 
 def test_the_update_raises_the_probability_of_what_was_right():
