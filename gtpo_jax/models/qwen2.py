@@ -83,15 +83,30 @@ class Layer(nn.Module):
     return rotate(q, rope), KV(jnp.swapaxes(rotate(k, rope), -1, -2), v)
 
   def _finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-    x = spread(x + self.o(jnp.swapaxes(attended, 2, 3)), self.mesh)
+    x = spread(x + whole_gradient(self.o(jnp.swapaxes(attended, 2, 3)), self.mesh), self.mesh)
     h = self._whole(self.mlp_norm(x))
     mixed = nn.silu(self.gate(h)) * self.up(h)
     mixed = constrain(mixed, self.mesh, "batch", None, where_even(self.mesh, h.shape[2], "position"), "mlp")  # and so its gradient
-    return spread(x + self.down(mixed), self.mesh)
+    return spread(x + whole_gradient(self.down(mixed), self.mesh), self.mesh)
 
   def _whole(self, x: jax.Array) -> jax.Array:
     """All positions of a context shard on every shard of the tensor axis, as products with its heads and features want them."""
-    return constrain(x, self.mesh, "batch", None, where_even(self.mesh, x.shape[2], "position"), None)
+    return within(x, self.mesh)
+
+
+def within(x: jax.Array, mesh: Mesh) -> jax.Array:
+  """The layout of [n, g, s, d] within a layer: split over the batch, and over positions where the context axis divides them."""
+  return constrain(x, mesh, "batch", None, where_even(mesh, x.shape[2], "position"), None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def whole_gradient(x: jax.Array, mesh: Mesh) -> jax.Array:
+  """The identity, whose gradient is laid out as within a layer. Without it the compiler gathers the batch for the gradient of a matrix
+  whose other operand is split over context alone, where the stream is split over context and tensor."""
+  return x
+
+
+whole_gradient.defvjp(lambda x, mesh: (x, None), lambda mesh, _, d_out: (within(d_out, mesh),))
 
 
 def spread(x: jax.Array, mesh: Mesh) -> jax.Array:
