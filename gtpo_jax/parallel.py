@@ -74,10 +74,15 @@ def single_device_mesh() -> Mesh:
   return make_mesh(1, 1, 1, jax.devices()[:1])
 
 
-def sampling_mesh(mesh: Mesh) -> Mesh:
-  """The same devices in the same order, with the context axis among the batch's: a decoded token has one position, and rows are many."""
+def sampling_mesh(mesh: Mesh, *sizes: int) -> Mesh:
+  """The same devices in the same order for sampling, where there are no positions to split.
+
+  Of the context axis as much joins the tensor axis as all `sizes` divide over, which cuts the weights that each token reads; the rest
+  joins the batch's axes.
+  """
   data, fsdp, context, tensor = mesh.devices.shape
-  return mesh if context == 1 else make_mesh(data, fsdp * context, tensor, mesh.devices.flat)
+  more = max((k for k in range(1, context + 1) if context % k == 0 and not any(size % (k * tensor) for size in sizes)), default=1)
+  return mesh if context == 1 else make_mesh(data, fsdp * context // more, tensor * more, mesh.devices.flat)
 
 
 def mesh_axes(logical: str | None) -> tuple[str, ...]:

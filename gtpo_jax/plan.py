@@ -93,7 +93,7 @@ def measured(config: Config, model: Qwen2, chip: Chip) -> dict[str, Any]:
           "update.activation_bytes": update_peak - frozen_bytes(config, model) - shard_bytes((state, batch)),
           "update.flops": update_flops(config),
           "update.seconds": update_seconds(config, chip, devices, sent or 0) if known else None,
-          "sample.seconds": sample_seconds(config, chip, mesh, engine.limits.slots) if known else None,
+          "sample.seconds": sample_seconds(config, chip, engine.model.mesh.shape, engine.limits.slots) if known else None,
           "fits": max(update_peak, sample_peak) <= chip.memory, "seconds_compile": seconds_compile}
 
 
@@ -199,7 +199,7 @@ def frozen_bytes(config: Config, model: Qwen2) -> int:
   policy, the guide in its compute type."""
   settings, params = config.algorithm_object.settings, abstract_params(without_lora(model))
   guide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, DTYPES[model.config.compute_dtype], sharding=x.sharding), params)
-  whole = axis_size(model.mesh, "embed")  # the guide's weights are gathered over fsdp and context
+  whole = axis_size(sampler(config, model).model.mesh, "embed")  # over which the guide's weights are gathered
   return (shard_bytes(params) if settings.kl_weight else 0) + (shard_bytes(guide) * whole if settings.guide_completions else 0)
 
 

@@ -28,10 +28,10 @@ def update_seconds(config: Config, chip: Chip, devices: int, sent: int) -> float
 def sample_seconds(config: Config, chip: Chip, mesh: dict[str, int], slots: int) -> float:
   """Seconds of sampling a step's completions, all at full length: each token reads the weights and the keys and values before it.
 
-  Weights are split over tensor alone, completions over all other axes; every device decodes its share of the `slots` completions at once.
+  Weights are whole over data and fsdp and split over tensor; every device decodes its share of the `slots` completions at once.
   """
-  c, devices = config.model_config, math.prod(mesh.values())
-  shards, size = devices // mesh["tensor"], DTYPES[c.compute_dtype](0).itemsize
+  c, devices = config.model_config, mesh["data"] * mesh["fsdp"] * mesh["tensor"]
+  shards, size = mesh["data"] * mesh["fsdp"], DTYPES[c.compute_dtype](0).itemsize
   rows, length, prompt = config.batch.prompts * config.own_group / shards, config.sampling.max_tokens, config.data.max_prompt_tokens
   rounds = math.ceil(rows / (slots / shards))
   rows /= rounds

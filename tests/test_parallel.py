@@ -72,11 +72,14 @@ def test_logical_axes_by_hand():
   assert batch_shards(mesh) == 4 and batch_shards(make_mesh()) == 8 and batch_shards(single_device_mesh()) == 1
 
 
-def test_sampling_has_rows_where_training_has_positions():
-  mesh = make_mesh(1, 2, 2, context=2)
-  assert dict(sampling_mesh(mesh).shape) == {"data": 1, "fsdp": 4, "context": 1, "tensor": 2}
-  assert sampling_mesh(mesh).devices.ravel().tolist() == mesh.devices.ravel().tolist()
-  assert sampling_mesh(make_mesh(2, 2, 2)) == make_mesh(2, 2, 2)
+@pytest.mark.parametrize(("sizes", "heads", "fsdp", "tensor"), [
+    ((1, 2, 1, None, 4), 4, 2, 4), ((1, 2, 1, None, 4), 2, 4, 2), ((1, 2, 2, None, 2), 2, 4, 2), ((1, 1, 4, None, 2), 2, 2, 4)])
+def test_sampling_has_heads_or_rows_where_training_has_positions(sizes, heads, fsdp, tensor):
+  mesh = make_mesh(*sizes)
+  found = sampling_mesh(mesh, heads, 64)
+  assert dict(found.shape) == {"data": 1, "fsdp": fsdp, "context": 1, "tensor": tensor}
+  assert found.devices.ravel().tolist() == mesh.devices.ravel().tolist()
+  assert sampling_mesh(make_mesh(2, 2, 2), heads, 64) == make_mesh(2, 2, 2)
 
 
 def test_an_unknown_logical_axis_is_an_error():

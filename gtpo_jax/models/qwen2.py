@@ -199,6 +199,7 @@ def sampling_layout(model: Qwen2, params: Params) -> Unstacked:
     if path[-1].key != "scale":  # norms work in float32 with the master scales, as in training
       x = x.astype(DTYPES[model.config.compute_dtype])
     spec = PartitionSpec(*(None if axes and "fsdp" in axes else axes for axes in sharding.spec))
+    x = jax.lax.with_sharding_constraint(x, sharding)  # onto this mesh first, where it is another: no device then holds it whole
     return jax.lax.with_sharding_constraint(x, NamedSharding(model.mesh, spec))
 
   params = jax.tree.map_with_path(place, params, param_shardings(model))
