@@ -20,7 +20,7 @@ from gtpo_jax.frozen import FrozenPolicies
 from gtpo_jax.judging import Judgement
 from gtpo_jax.models.causal import attention_kind
 from gtpo_jax.models.qwen2 import Params
-from gtpo_jax.parallel import fetch, shard_batch
+from gtpo_jax.parallel import axis_size, fetch, shard_batch
 from gtpo_jax.rollout import Actor, Policy, Stream, key_for
 from gtpo_jax.training.head import make_scorer
 from gtpo_jax.training.packing import plan_rows
@@ -125,7 +125,7 @@ class Collector:
     if not self._config.batch.pack:
       return rollouts
     shared = attention_kind(model.config, model.mesh) != "cudnn"  # which knows no segments
-    packing = plan_rows(fetch(rollouts.lengths), rollouts.tokens.shape[2], shared)
+    packing = plan_rows(fetch(rollouts.lengths), rollouts.tokens.shape[2], shared, axis_size(model.mesh, "position"))
     return rollouts.replace(packing=packing and shard_batch(packing, model.mesh))
 
   def _fill(self, params: Params, policy: Policy, say: Callable[[str], None]) -> tuple[list[_Group], dict[str, float], float]:

@@ -1,7 +1,7 @@
 """The device mesh, and how logical array axes lie on it.
 
 Every parameter and activation names its axes with words ("embed", "heads", "batch"); `RULES` is the one place that says
-which mesh axis each word is split over. One device is the 1 x 1 x 1 mesh and runs the same code.
+which mesh axes each word is split over. One device is the 1 x 1 x 1 x 1 mesh and runs the same code.
 """
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from gtpo_jax.errors import KINDS, UserError
 
 Made = TypeVar("Made")
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "context", "tensor")
 
 RULES: dict[str | None, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),  # prompts (axis n) or plain rows (axis b)
-    "sequence": "tensor",        # of the residual stream, between layers
-    "vocab": "tensor",
-    "embed": "fsdp",
+    "position": "context",       # of a stream, within layers
+    "sequence": ("context", "tensor"),  # of a stream, between layers and in the head
+    "vocab": ("context", "tensor"),
+    "vocab_embed": "fsdp",       # a word's features in the tables of embedding and head
+    "embed": ("fsdp", "context"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
@@ -36,20 +38,21 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
 }
 
 
-def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """Builds the (data, fsdp, tensor) mesh; one size may be -1 and takes the devices that are left.
+def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None, context: int = 1) -> Mesh:
+  """Builds the (data, fsdp, context, tensor) mesh; one size may be -1 and takes the devices that are left.
 
   Args:
     data: replicas of the parameters; batches are split over them.
     fsdp: shards of the parameters, gathered when used; batches are split over them too.
     tensor: shards of heads, MLP and vocabulary, and of the positions between layers.
     devices: all local and remote devices unless given.
+    context: shards of the positions, between layers and within; parameters and vocabulary are split over them too.
 
   Raises:
     UserError: the sizes do not multiply to the number of devices.
   """
   devices = list(jax.devices() if devices is None else devices)
-  sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+  sizes = dict(zip(MESH_AXES, (data, fsdp, context, tensor), strict=True))
   for name, size in sizes.items():
     if size < 1 and size != -1:
       raise UserError(f"mesh.{name} must be at least 1, or -1 for the devices that are left; got {size}")
@@ -63,19 +66,39 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
     shape = " x ".join(f"{name} {size}" for name, size in sizes.items())
     raise UserError(f"a mesh of {shape} does not fit {len(devices)} device(s): the product must be {len(devices)}; "
                     f"set one axis to -1 to fill it in")
-  return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), MESH_AXES, axis_types=(AxisType.Auto,) * 3)
+  return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def single_device_mesh() -> Mesh:
-  """The 1 x 1 x 1 mesh on the first device."""
+  """The mesh of one device, the first."""
   return make_mesh(1, 1, 1, jax.devices()[:1])
+
+
+def sampling_mesh(mesh: Mesh, *sizes: int) -> Mesh:
+  """The same devices in the same order for sampling, where there are no positions to split.
+
+  Of the context axis as much joins the tensor axis as all `sizes` divide over, which cuts the weights that each token reads; the rest
+  joins the batch's axes.
+  """
+  data, fsdp, context, tensor = mesh.devices.shape
+  more = max((k for k in range(1, context + 1) if context % k == 0 and not any(size % (k * tensor) for size in sizes)), default=1)
+  return mesh if context == 1 else make_mesh(data, fsdp * context // more, tensor * more, mesh.devices.flat)
+
+
+def mesh_axes(logical: str | None) -> tuple[str, ...]:
+  """The mesh axes that the axis called `logical` is split over, the outermost first."""
+  names = RULES[logical]
+  return (names,) if isinstance(names, str) else names or ()
 
 
 def axis_size(mesh: Mesh, logical: str | None) -> int:
   """How many shards the axis called `logical` is cut into on `mesh`."""
-  names = RULES[logical]
-  names = (names,) if isinstance(names, str) else names or ()
-  return int(np.prod([mesh.shape[name] for name in names], dtype=int))
+  return int(np.prod([mesh.shape[name] for name in mesh_axes(logical)], dtype=int))
+
+
+def where_even(mesh: Mesh, size: int, *names: str) -> str | None:
+  """The first of the logical axes `names` over whose shards `size` divides, or None: a dimension of that size is then not split."""
+  return next((name for name in names if size % axis_size(mesh, name) == 0), None)
 
 
 def uneven(name: str, size: int, mesh: Mesh) -> UserError:
@@ -99,14 +122,21 @@ def constrain(x: jax.Array, mesh: Mesh, *axes: str | EllipsisType | None) -> jax
   return jax.lax.with_sharding_constraint(x, named_sharding(mesh, *axes))
 
 
-def gathered(x: jax.Array, name: str, axis: int) -> jax.Array:
-  """Within `shard_map`: what the shards of mesh axis `name` hold, one behind the other along `axis`. No copy where there is one."""
-  return x if jax.lax.axis_size(name) == 1 else jax.lax.all_gather(x, name, axis=axis, tiled=True)
+def gathered(x: jax.Array, logical: str, axis: int) -> jax.Array:
+  """Within `shard_map`: what the shards of the axis called `logical` hold, one behind the other along `axis`; no copy of a single one."""
+  names = mesh_axes(logical)
+  return x if jax.lax.axis_size(names) == 1 else jax.lax.all_gather(x, names, axis=axis, tiled=True)
 
 
-def scattered(x: jax.Array, name: str, axis: int) -> jax.Array:
-  """Within `shard_map`: the sum over mesh axis `name`, of which each shard keeps its part along `axis`."""
-  return x if jax.lax.axis_size(name) == 1 else jax.lax.psum_scatter(x, name, scatter_dimension=axis, tiled=True)
+def scattered(x: jax.Array, logical: str, axis: int) -> jax.Array:
+  """Within `shard_map`: the sum over the shards of the axis called `logical`, of which each keeps its part along `axis`."""
+  names = mesh_axes(logical)
+  return x if jax.lax.axis_size(names) == 1 else jax.lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
+
+
+def shard_number(logical: str) -> jax.Array:
+  """Within `shard_map`: which of the shards of the axis called `logical` this is, i32[]."""
+  return jax.lax.axis_index(mesh_axes(logical))
 
 
 def batch_shards(mesh: Mesh) -> int:

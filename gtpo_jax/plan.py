@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import re
 import time
@@ -23,7 +24,7 @@ from gtpo_jax.parallel import axis_size, make_mesh, named_sharding
 from gtpo_jax.roofline import sample_seconds, update_flops, update_seconds
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.topology import Chip, topology_devices
-from gtpo_jax.training.micro_batches import check_divides
+from gtpo_jax.training.micro_batches import check_divides, check_positions
 from gtpo_jax.training.state import Optimizer, abstract_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
@@ -60,8 +61,9 @@ def laid_out(config: Config, devices: list[Any]) -> Qwen2:
   Raises:
     UserError: mesh or batch do not divide over them.
   """
-  model = Qwen2(config.model_config, make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor, devices))
+  model = Qwen2(config.model_config, make_mesh(**dataclasses.asdict(config.mesh), devices=devices))
   check_divides("batch.prompts", config.batch.prompts, config.batch.parts, model)
+  check_positions(config.sampling.max_tokens, model)
   return model
 
 
@@ -91,7 +93,7 @@ def measured(config: Config, model: Qwen2, chip: Chip) -> dict[str, Any]:
           "update.activation_bytes": update_peak - frozen_bytes(config, model) - shard_bytes((state, batch)),
           "update.flops": update_flops(config),
           "update.seconds": update_seconds(config, chip, devices, sent or 0) if known else None,
-          "sample.seconds": sample_seconds(config, chip, mesh, engine.limits.slots) if known else None,
+          "sample.seconds": sample_seconds(config, chip, engine.model.mesh.shape, engine.limits.slots) if known else None,
           "fits": max(update_peak, sample_peak) <= chip.memory, "seconds_compile": seconds_compile}
 
 
@@ -125,9 +127,10 @@ def optimizer(config: Config) -> Optimizer:
 
 
 def levers(config: Config, mesh: dict[str, int]) -> list[dict[str, Any]]:
-  """Overrides that may make a run fit, the mildest first; each holds those before it.
+  """Overrides that may make a run fit, the mildest first; each holds those before it, but that the last two stand for one another.
 
-  Smaller micro-batches change nothing but time, host offload costs transfers, a wider tensor axis costs communication.
+  Smaller micro-batches change nothing but time, host offload costs transfers; a wider context axis gathers keys and values, a wider tensor
+  axis all that goes into a layer.
   """
   model, shards, found, now = config.model_config, mesh["data"] * mesh["fsdp"], [], {}
   most = config.batch.prompts // (config.batch.minibatches * shards)
@@ -135,10 +138,12 @@ def levers(config: Config, mesh: dict[str, int]) -> list[dict[str, Any]]:
     found.append(now := now | {"batch.micro_batches": most})
   if not config.optimizer.offload:
     found.append(now := now | {"optimizer.offload": True})
-  tensor = 2 * mesh["tensor"]
-  if mesh["fsdp"] % 2 == 0 and not any(size % tensor for size in (model.heads, model.mlp, model.vocab_size)):
-    wider = {"mesh.fsdp": mesh["fsdp"] // 2, "mesh.tensor": tensor, "batch.micro_batches": 2 * most}
-    found.append(now | {"mesh.data": mesh["data"]} | wider)
+  if mesh["fsdp"] % 2 == 0:
+    now = now | {"mesh.data": mesh["data"], "mesh.fsdp": mesh["fsdp"] // 2, "batch.micro_batches": 2 * most}
+    for axis, sizes in (("context", [config.sampling.max_tokens]), ("tensor", [model.heads, model.mlp])):
+      wider, words = 2 * mesh[axis], 2 * mesh["context"] * mesh["tensor"]
+      if model.vocab_size % words == 0 and not any(size % wider for size in sizes):
+        found.append(now | {f"mesh.{axis}": wider})
   return found
 
 
@@ -194,7 +199,7 @@ def frozen_bytes(config: Config, model: Qwen2) -> int:
   policy, the guide in its compute type."""
   settings, params = config.algorithm_object.settings, abstract_params(without_lora(model))
   guide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, DTYPES[model.config.compute_dtype], sharding=x.sharding), params)
-  whole = axis_size(model.mesh, "embed")  # the guide's weights are gathered over fsdp
+  whole = axis_size(sampler(config, model).model.mesh, "embed")  # over which the guide's weights are gathered
   return (shard_bytes(params) if settings.kl_weight else 0) + (shard_bytes(guide) * whole if settings.guide_completions else 0)
 
 
@@ -233,5 +238,5 @@ def advice(override: str | None) -> str:
   """What to do where a run does not fit."""
   if override:
     return f"no; with {override} it does (tried)"
-  return ("no, nor (tried, as far as they divide) with smaller micro-batches, moments on the host and a wider tensor axis: take more "
-          "devices, a smaller sampling.max_tokens, or model.lora_rank")
+  return ("no, nor (tried, as far as they divide) with smaller micro-batches, moments on the host and a wider context or tensor axis: take "
+          "more devices, a smaller sampling.max_tokens, or model.lora_rank")

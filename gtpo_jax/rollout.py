@@ -1,6 +1,7 @@
 """The acting half of a step: problems to completions, completions to verdicts."""
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ class Actor:
 
   def __init__(self, config: Config, max_tokens: int | None = None, verifier: RewardFunction | None = None):
     self.chat: Chat = load_chat(find(config.model.path)) if config.model.path else load_chat()
-    self.model = Qwen2(config.model_config, make_mesh(config.mesh.data, config.mesh.fsdp, config.mesh.tensor))
+    self.model = Qwen2(config.model_config, make_mesh(**dataclasses.asdict(config.mesh)))
     param_shardings(self.model)  # refuses a mesh that does not divide the model
     if self.chat.vocab_size > config.model_config.vocab_size:
       raise UserError(f"the tokenizer and its end tokens have ids up to {self.chat.vocab_size - 1}, model "

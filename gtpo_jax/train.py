@@ -38,7 +38,7 @@ from gtpo_jax.reporting.profile import trace_window
 from gtpo_jax.rollout import Actor
 from gtpo_jax.stopping import Interrupts, Watchdog
 from gtpo_jax.trained import Trained
-from gtpo_jax.training.micro_batches import check_divides
+from gtpo_jax.training.micro_batches import check_divides, check_positions
 from gtpo_jax.training.state import TrainState, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 from gtpo_jax.warm_start import check_prompts, warm_start
@@ -123,6 +123,7 @@ def steps(config: Config | Mapping[str, Any], workdir: str | Path | None = None,
   stopping = stopping or interrupts.asked
   actor = Actor(config, verifier=given.reward)
   check_divides("batch.prompts", config.batch.prompts, config.batch.parts, actor.model)
+  check_positions(config.sampling.max_tokens, actor.model)
   check_prompts(config, actor)
   check_frozen(config, actor)
   check_weights(config)

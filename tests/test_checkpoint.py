@@ -207,10 +207,10 @@ def from_eight(tmp_path_factory):
   return folder, jax.device_get(state)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 2)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 2), (1, 2, 1, 2)])
 def test_saved_on_eight_devices_and_restored_on_others(from_eight, sizes):
   folder, state = from_eight
-  here = model_on(make_mesh(*sizes, devices=jax.devices()[:int(np.prod(sizes))]))
+  here = model_on(make_mesh(*sizes[:3], jax.devices()[:int(np.prod(sizes))], *sizes[3:]))
   found = Checkpoints(folder).restore(here, OPTIMIZER, pytest.fail)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.state), state)
   np.testing.assert_array_equal(found.leftovers["log_probs"], LEFTOVERS["log_probs"])

@@ -13,6 +13,7 @@ from gtpo_jax.parallel import (
   make_mesh,
   named_sharding,
   partition_spec,
+  sampling_mesh,
   shard_batch,
   single_device_mesh,
 )
@@ -23,23 +24,23 @@ def test_there_are_eight_devices():
 
 
 @pytest.mark.parametrize(("sizes", "shape"), [
-    ((), (8, 1, 1)), ((-1, 2, 1), (4, 2, 1)), ((1, -1, 2), (1, 4, 2)), ((2, 2, -1), (2, 2, 2)), ((-1, 8, 1), (1, 8, 1)),
-    ((8, 1, 1), (8, 1, 1)), ((1, 4, 2), (1, 4, 2))])
+    ((), (8, 1, 1, 1)), ((-1, 2, 1), (4, 2, 1, 1)), ((1, -1, 2), (1, 4, 1, 2)), ((2, 2, -1), (2, 2, 1, 2)), ((-1, 8, 1), (1, 8, 1, 1)),
+    ((8, 1, 1), (8, 1, 1, 1)), ((1, 4, 2), (1, 4, 1, 2)), ((1, -1, 1, None, 4), (1, 2, 4, 1)), ((2, 1, 2, None, -1), (2, 1, 2, 2))])
 def test_a_mesh_takes_every_device(sizes, shape):
   mesh = make_mesh(*sizes)
-  assert dict(mesh.shape) == dict(zip(("data", "fsdp", "tensor"), shape, strict=True))
+  assert dict(mesh.shape) == dict(zip(("data", "fsdp", "context", "tensor"), shape, strict=True))
   assert set(mesh.devices.ravel()) == set(jax.devices())
 
 
 def test_a_mesh_of_given_devices():
   mesh = make_mesh(-1, 2, devices=jax.devices()[:4])
-  assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 1}
+  assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "context": 1, "tensor": 1}
   assert mesh.devices.ravel().tolist() == jax.devices()[:4]
   assert single_device_mesh().size == 1
 
 
 @pytest.mark.parametrize(("sizes", "parts"), [
-    ((3, 1, 1), ["data 3 x fsdp 1 x tensor 1", "8 device(s)"]),
+    ((3, 1, 1), ["data 3 x fsdp 1 x context 1 x tensor 1", "8 device(s)"]),
     ((-1, 3, 1), ["fsdp 3", "8 device(s)"]),
     ((4, 4, 1), ["data 4 x fsdp 4", "8 device(s)"]),
     ((1, 1, 1), ["8 device(s)", "-1"]),
@@ -48,6 +49,8 @@ def test_a_mesh_of_given_devices():
     ((-1, -1, -1), ["only one mesh axis may be -1"]),
     ((0, 1, 8), ["mesh.data must be at least 1", "got 0"]),
     ((1, -2, 8), ["mesh.fsdp must be at least 1", "got -2"]),
+    ((-1, 1, 1, None, -1), ["only one mesh axis may be -1", "mesh.data and mesh.context"]),
+    ((1, 1, 1, None, 0), ["mesh.context must be at least 1", "got 0"]),
 ])
 def test_an_impossible_mesh_is_refused(sizes, parts):
   with pytest.raises(UserError) as error:
@@ -60,9 +63,23 @@ def test_an_impossible_mesh_is_refused(sizes, parts):
 def test_logical_axes_by_hand():
   mesh = make_mesh(2, 2, 2)
   assert partition_spec(("batch", None, "heads")) == PartitionSpec(("data", "fsdp"), None, "tensor")
-  assert partition_spec(("vocab", "embed")) == PartitionSpec("tensor", "fsdp")
+  assert partition_spec(("vocab", "vocab_embed")) == PartitionSpec(("context", "tensor"), "fsdp")
+  assert partition_spec(("embed", "position", "sequence")) == PartitionSpec(("fsdp", "context"), "context", ("context", "tensor"))
   assert [axis_size(mesh, name) for name in ("batch", "embed", "mlp", "layer", None)] == [4, 2, 2, 1, 1]
+  wide = make_mesh(1, 2, 2, context=2)
+  names = ("batch", "position", "sequence", "vocab", "vocab_embed", "embed", "heads")
+  assert [axis_size(wide, name) for name in names] == [2, 2, 4, 4, 2, 4, 2]
   assert batch_shards(mesh) == 4 and batch_shards(make_mesh()) == 8 and batch_shards(single_device_mesh()) == 1
+
+
+@pytest.mark.parametrize(("sizes", "heads", "fsdp", "tensor"), [
+    ((1, 2, 1, None, 4), 4, 2, 4), ((1, 2, 1, None, 4), 2, 4, 2), ((1, 2, 2, None, 2), 2, 4, 2), ((1, 1, 4, None, 2), 2, 2, 4)])
+def test_sampling_has_heads_or_rows_where_training_has_positions(sizes, heads, fsdp, tensor):
+  mesh = make_mesh(*sizes)
+  found = sampling_mesh(mesh, heads, 64)
+  assert dict(found.shape) == {"data": 1, "fsdp": fsdp, "context": 1, "tensor": tensor}
+  assert found.devices.ravel().tolist() == mesh.devices.ravel().tolist()
+  assert sampling_mesh(make_mesh(2, 2, 2), heads, 64) == make_mesh(2, 2, 2)
 
 
 def test_an_unknown_logical_axis_is_an_error():

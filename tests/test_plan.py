@@ -66,7 +66,8 @@ def test_unknown_topologies_are_refused(topology, message):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"mesh.data": 3}, r"data 3 x fsdp 2 x tensor 2 does not fit 8 device\(s\)"),
+    ({"mesh.data": 3}, r"data 3 x fsdp 2 x context 1 x tensor 2 does not fit 8 device\(s\)"),
+    ({"mesh.context": 2, "sampling.max_tokens": 41}, "sampling.max_tokens = 41 does not divide over mesh.context = 2"),
     ({"batch.prompts": 6}, r"batch.prompts = 6 does not divide .* multiple of 4"),
     ({"batch.minibatches": 4, "batch.micro_batches": 2}, r"batch.prompts = 16 does not divide into 8 part\(s\) over 4 .* multiple of 32"),
     ({"mesh.fsdp": 1, "mesh.tensor": 8}, "heads axis of 4 does not divide over 8 shards"),
@@ -117,12 +118,18 @@ def test_minibatches_and_epochs_in_the_plan():
 
 def test_levers_by_hand():
   run = config(**{"batch.prompts": 32, "mesh.data": 1, "mesh.fsdp": 4})
-  mesh = {"data": 1, "fsdp": 4, "tensor": 2}
+  mesh = {"data": 1, "fsdp": 4, "context": 1, "tensor": 2}
+  half = {"batch.micro_batches": 16, "optimizer.offload": True, "mesh.data": 1, "mesh.fsdp": 2}
   assert levers(run, mesh) == [
       {"batch.micro_batches": 8}, {"batch.micro_batches": 8, "optimizer.offload": True},
-      {"batch.micro_batches": 16, "optimizer.offload": True, "mesh.data": 1, "mesh.fsdp": 2, "mesh.tensor": 4}]
+      half | {"mesh.context": 2}, half | {"mesh.tensor": 4}]
   assert changed(run, levers(run, mesh)[1]).batch.micro_batches == 8
-  assert levers(changed(run, levers(run, mesh)[2]), {"data": 1, "fsdp": 2, "tensor": 4}) == []  # heads do not divide over 8
+  wide, mesh = changed(run, levers(run, mesh)[3]), {"data": 1, "fsdp": 2, "context": 1, "tensor": 4}
+  last = half | {"mesh.fsdp": 1, "batch.micro_batches": 32}
+  del last["optimizer.offload"]
+  assert levers(wide, mesh) == [last | {"mesh.context": 2}]  # heads do not divide over 8
+  odd = changed(wide, {"sampling.max_tokens": 41})
+  assert levers(odd, mesh) == []
 
 
 def test_what_rests_on_the_host_takes_no_device_memory():
@@ -157,13 +164,25 @@ def test_moments_on_the_host_are_arguments_there():
   assert found.argument_size_in_bytes < moments + 100_000 * 4
 
 
+def shapes_of(program):
+  return {tuple(map(int, dims.split(","))) for dims in re.findall(r"\b(?:f32|bf16|s32|pred)\[([\d,]+)\]", program.as_text())}
+
+
+def test_on_a_context_mesh_no_layer_holds_all_positions():
+  """fsdp 2 x context 4: of one device's program, the MLP's features stand beside a quarter of the positions of its rows."""
+  run = config(**{"mesh.data": 1, "mesh.context": 4, "mesh.tensor": 1, "sampling.max_tokens": 104, "batch.group": 2})
+  _, program = next(programs(run, laid_out(run, jax.devices())))
+  rows, features = 16 // 2 * 2, run.model_config.mlp
+  assert max(math.prod(shape) // features for shape in shapes_of(program) if features in shape) == rows * 104 // 4
+
+
 @pytest.mark.slow
 def test_the_compiled_update_holds_neither_all_logits_nor_all_scores():
   """The 0.5B shape, 8 completions of 2,048 tokens on fsdp 4 x tensor 2: of one device's program, every array's shape."""
   run = config(**{"model.preset": "qwen2.5-0.5b", "mesh.data": 1, "mesh.fsdp": 4, "batch.prompts": 4, "batch.group": 2,
                   "data.max_prompt_tokens": 512, "sampling.max_tokens": 2048, "batch.head_chunk": 512})
   _, program = next(programs(run, laid_out(run, jax.devices())))
-  shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\b(?:f32|bf16|s32|pred)\[([\d,]+)\]", program.as_text())}
+  shapes = shapes_of(program)
   words, tokens = 151_936 // 2, 2 * 2048
   beside = {math.prod(shape) // words for shape in shapes if words in shape}
   assert not [shape for shape in shapes if 2 * words in shape]

@@ -50,7 +50,7 @@ class Algorithm:
 
   @property
   def per_token(self) -> bool:
-    """Whether the loss is a sum over tokens, each of a function of its own log-prob: then it is the sum of any parts' `token_loss`."""
+    """Whether the loss is a sum over tokens of a function of each one's own log-prob; then it is the sum of any parts' `token_loss`."""
     return self.ratio is token_ratio
 
   def advantages(self, *, entropy: jax.Array, mask: jax.Array, correct: jax.Array, reward: jax.Array,

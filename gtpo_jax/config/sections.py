@@ -52,11 +52,13 @@ class MeshSection:
   Attributes:
     data: replicas of the parameters.
     fsdp: shards of the parameters, gathered when used.
+    context: shards of the positions of a sequence, for long ones; parameters are split over them too.
     tensor: shards of heads, MLP and vocabulary.
   """
 
   data: int = -1
   fsdp: int = 1
+  context: int = 1
   tensor: int = 1
 
 

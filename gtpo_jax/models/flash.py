@@ -14,16 +14,23 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from gtpo_jax.models.attention import MASKED, Context
+from gtpo_jax.models.parts import Part
 
 SAVED = "attention"  # what the remat policy of that name keeps: the result and one number a query
 WRITTEN_OUT = 1024  # up to so many positions the blocks are written out one by one, each with the keys up to its end and no more
 FEW, MANY = 64, 256  # queries of a block, written out and in a loop
 
 
-def attend_in_blocks(q: jax.Array, context: Context, precision: str = "default") -> jax.Array:
-  """Softmax attention of `q` [n, g, h, s, e] over its context, scores and sums in float32.
+def attend_in_blocks(q: jax.Array, context: Context, precision: str = "default", part: Part | None = None) -> jax.Array:
+  """Softmax attention of queries over their context, scores and sums in float32.
 
   A query that sees nothing (padding) gets a finite, meaningless row.
+
+  Args:
+    q: [n, g, h, s, e].
+    context: what they look at.
+    precision: of the matrix products.
+    part: which queries of their stream `q` has; None where it has them all.
 
   Returns:
     [n, g, h, s, e] in q's dtype.
@@ -34,12 +41,13 @@ def attend_in_blocks(q: jax.Array, context: Context, precision: str = "default")
   heads_first = lambda x: jnp.swapaxes(x, 1, 2)  # so that a prompt's keys multiply the queries of all its group as they lie
   rows = heads_first((q * e**-0.5).astype(q.dtype).reshape(n, g, kv_heads, h // kv_heads, s, e))
   keys = tuple(heads_first(x) for kv in (own, prompt) if kv is not None for x in (kv.k, kv.v))
-  masks = context.own_mask, None if prompt is None else context.prompt_mask[:, :1], context.segment  # the same for all segments
-  return heads_first(_attend(rows, keys, masks, precision)).reshape(q.shape)
+  of_prompt = None if prompt is None else context.prompt_mask[:, :1]  # the same for all segments
+  places = None if part is None else jnp.asarray(part.places)[part.number]
+  return heads_first(_attend(rows, keys, (context.own_mask, of_prompt, context.segment, places), precision)).reshape(q.shape)
 
 
 Arrays = tuple[jax.Array, ...]
-Masks = tuple[jax.Array | None, jax.Array | None, jax.Array | None]  # own, the prompt's, and segments, as of `Context`
+Masks = tuple[jax.Array | None, ...]  # own, the prompt's, and segments, as of `Context`; and i32[s], where queries stand
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -49,8 +57,8 @@ def _attend(q: jax.Array, keys: Arrays, masks: Masks, precision: str) -> jax.Arr
 
 
 def _forward(q: jax.Array, keys: Arrays, masks: Masks, precision: str) -> tuple[jax.Array, tuple]:
-  def one(_: None, block: tuple[jax.Array], first: jax.Array | int, span: int) -> tuple[None, tuple[jax.Array, jax.Array]]:
-    scores = _scores(block[0], keys, masks, first, span, precision)
+  def one(_: None, block: tuple[jax.Array], places: jax.Array, span: int) -> tuple[None, tuple[jax.Array, jax.Array]]:
+    scores = _scores(block[0], keys, masks, places, span, precision)
     peak = functools.reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in scores])
     weights = [jnp.exp(x - peak) for x in scores]
     total = sum(x.sum(-1, keepdims=True) for x in weights)
@@ -58,7 +66,7 @@ def _forward(q: jax.Array, keys: Arrays, masks: Masks, precision: str) -> tuple[
     out = sum(_product(w.astype(q.dtype), v, precision) for w, v in zip(weights, values, strict=True)) / total
     return None, (out.astype(q.dtype), peak + jnp.log(total))
 
-  _, (out, lse) = _over_blocks(one, None, (q,))
+  _, (out, lse) = _over_blocks(one, None, (q,), keys, masks)
   out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
   return out, (q, keys, masks, out, lse)
 
@@ -68,9 +76,9 @@ def _backward(precision: str, residuals: tuple, d_out: jax.Array) -> tuple[jax.A
   turned = [jnp.swapaxes(x, -1, -2) for x in keys]
   shift = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
 
-  def one(d_keys: Arrays, block: Arrays, first: jax.Array | int, span: int) -> tuple[Arrays, tuple[jax.Array]]:
+  def one(d_keys: Arrays, block: Arrays, places: jax.Array, span: int) -> tuple[Arrays, tuple[jax.Array]]:
     (queries, grads, lse, shift), d_keys, d_queries = block, list(d_keys), 0.0
-    for i, scores in enumerate(_scores(queries, keys, masks, first, span, precision)):
+    for i, scores in enumerate(_scores(queries, keys, masks, places, span, precision)):
       cut = slice(0, scores.shape[-1])
       weights = jnp.exp(scores - lse)
       d_weights = _product(grads, turned[2 * i + 1][..., cut], precision)
@@ -81,38 +89,41 @@ def _backward(precision: str, residuals: tuple, d_out: jax.Array) -> tuple[jax.A
       d_keys[2 * i + 1] = d_keys[2 * i + 1].at[..., cut, :].add(jnp.swapaxes(d_values, -1, -2))
     return tuple(d_keys), (d_queries.astype(q.dtype),)
 
-  d_keys, (d_q,) = _over_blocks(one, tuple(jnp.zeros(x.shape, jnp.float32) for x in keys), (q, d_out, lse, shift))
+  d_keys, (d_q,) = _over_blocks(one, tuple(jnp.zeros(x.shape, jnp.float32) for x in keys), (q, d_out, lse, shift), keys, masks)
   return d_q, tuple(d.astype(x.dtype) for d, x in zip(d_keys, keys, strict=True)), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _over_blocks(one: Callable, carry: Any, arrays: Arrays) -> tuple[Any, Arrays]:
-  """`one(carry, block of the arrays, its first query, keys that it may see)` -> (carry, its results), for all queries in turn.
+def _over_blocks(one: Callable, carry: Any, arrays: Arrays, keys: Arrays, masks: Masks) -> tuple[Any, Arrays]:
+  """`one(carry, block of the arrays, i32[block] where its queries stand, keys that it may see)` -> (carry, its results), for all in turn.
 
-  Many blocks are a loop, in which each has all keys; arrays [..., s, e] are filled up with zeros, which see but are not seen.
+  Many blocks are a loop, in which each has all keys, as has every block of a part of a stream: which part is not known before it runs.
+  Arrays [..., s, e] are filled up with zeros, which see but are not seen.
   """
-  s = arrays[0].shape[4]
+  s, most, (*_, places) = arrays[0].shape[4], keys[0].shape[4], masks
   size = min(FEW if s <= WRITTEN_OUT else MANY, s)
+  if places is not None:
+    places = jnp.pad(places, (0, -s % size), mode="edge")
+  stand = lambda first: first + jnp.arange(size) if places is None else jax.lax.dynamic_slice_in_dim(places, first, size)
   arrays = [jnp.pad(x, [(0, 0)] * 4 + [(0, -s % size), (0, 0)]) for x in arrays]
   cut = lambda first: tuple(jax.lax.dynamic_slice_in_dim(x, first, size, 4) for x in arrays)
   if s <= WRITTEN_OUT:
     parts = []
     for first in range(0, s, size):
-      carry, part = one(carry, cut(first), first, min(first + size, s))
+      carry, part = one(carry, cut(first), stand(first), min(first + size, s) if places is None else most)
       parts.append(part)
     whole = [jnp.concatenate(x, 4) for x in zip(*parts, strict=True)]
   else:
-    carry, parts = jax.lax.scan(lambda carry, first: one(carry, cut(first), first, s), carry, jnp.arange(0, s, size))
+    carry, parts = jax.lax.scan(lambda carry, first: one(carry, cut(first), stand(first), most), carry, jnp.arange(0, s, size))
     whole = [jnp.moveaxis(x, 0, 4).reshape(*x.shape[1:5], -1, x.shape[-1]) for x in parts]
   return carry, tuple(x[..., :s, :] for x in whole)
 
 
-def _scores(queries: jax.Array, keys: Arrays, masks: Masks, first: jax.Array | int, span: int, precision: str) -> list[jax.Array]:
-  """Scores f32[n,k,g,r,block,...] of the queries from `first` on: with `span` positions of their own stream, then with the prompt."""
-  own, prompt, segment = masks
-  places = first + jnp.arange(queries.shape[4])
+def _scores(queries: jax.Array, keys: Arrays, masks: Masks, places: jax.Array, span: int, precision: str) -> list[jax.Array]:
+  """Scores f32[n,k,g,r,block,...] of the queries at `places`: with `span` positions of their own stream, then with the prompt."""
+  own, prompt, segment, _ = masks
   visible = jnp.arange(span) <= places[:, None]
   if own is not None:
     visible &= own[:, None, :, None, None, :span]

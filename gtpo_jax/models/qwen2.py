@@ -22,7 +22,7 @@ from gtpo_jax.models.causal import attend_causally
 from gtpo_jax.models.embedding import look_up
 from gtpo_jax.models.flash import SAVED
 from gtpo_jax.models.presets import DTYPES, ModelConfig
-from gtpo_jax.parallel import axis_size, constrain, partition_spec, uneven
+from gtpo_jax.parallel import axis_size, constrain, partition_spec, uneven, where_even
 
 Params = dict[str, Any]
 Rope = tuple[jax.Array, jax.Array]
@@ -83,20 +83,35 @@ class Layer(nn.Module):
     return rotate(q, rope), KV(jnp.swapaxes(rotate(k, rope), -1, -2), v)
 
   def _finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-    x = spread(x + self.o(jnp.swapaxes(attended, 2, 3)), self.mesh)
+    x = spread(x + whole_gradient(self.o(jnp.swapaxes(attended, 2, 3)), self.mesh), self.mesh)
     h = self._whole(self.mlp_norm(x))
-    mixed = constrain(nn.silu(self.gate(h)) * self.up(h), self.mesh, "batch", None, None, "mlp")  # and so its gradient
-    return spread(x + self.down(mixed), self.mesh)
+    mixed = nn.silu(self.gate(h)) * self.up(h)
+    mixed = constrain(mixed, self.mesh, "batch", None, where_even(self.mesh, h.shape[2], "position"), "mlp")  # and so its gradient
+    return spread(x + whole_gradient(self.down(mixed), self.mesh), self.mesh)
 
   def _whole(self, x: jax.Array) -> jax.Array:
-    """All positions on every shard of the tensor axis, as products with a shard's heads and features want them."""
-    return constrain(x, self.mesh, "batch", None, None, None)
+    """All positions of a context shard on every shard of the tensor axis, as products with its heads and features want them."""
+    return within(x, self.mesh)
+
+
+def within(x: jax.Array, mesh: Mesh) -> jax.Array:
+  """The layout of [n, g, s, d] within a layer: split over the batch, and over positions where the context axis divides them."""
+  return constrain(x, mesh, "batch", None, where_even(mesh, x.shape[2], "position"), None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def whole_gradient(x: jax.Array, mesh: Mesh) -> jax.Array:
+  """The identity, whose gradient is laid out as within a layer. Without it the compiler gathers the batch for the gradient of a matrix
+  whose other operand is split over context alone, where the stream is split over context and tensor."""
+  return x
+
+
+whole_gradient.defvjp(lambda x, mesh: (x, None), lambda mesh, _, d_out: (within(d_out, mesh),))
 
 
 def spread(x: jax.Array, mesh: Mesh) -> jax.Array:
-  """The residual stream [n, g, s, d] between layers: split over the batch, and over positions where the tensor axis divides them."""
-  divides = x.shape[2] % axis_size(mesh, "sequence") == 0
-  return constrain(x, mesh, "batch", None, "sequence" if divides else None, None)
+  """The residual stream [n, g, s, d] between layers: split over the batch, and over positions where context and tensor divide them."""
+  return constrain(x, mesh, "batch", None, where_even(mesh, x.shape[2], "sequence", "position"), None)
 
 
 class Qwen2(nn.Module):
@@ -108,7 +123,7 @@ class Qwen2(nn.Module):
   def setup(self):
     """Declares embedding, head, stacked layers and final norm."""
     c = self.config
-    table = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
+    table = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "vocab_embed"))
     shape = (c.vocab_size, c.width)
     self.embedding = self.param("embedding", table, shape, DTYPES[c.param_dtype])
     self.head = None if c.tied else self.param("head", table, shape, DTYPES[c.param_dtype])
@@ -176,11 +191,15 @@ class Unstacked(NamedTuple):
 
 
 def sampling_layout(model: Qwen2, params: Params) -> Unstacked:
-  """Casts, gathers over fsdp and unstacks the parameters: once a rollout, not once a token. To be jitted."""
+  """Casts, gathers over fsdp and unstacks the parameters: once a rollout, not once a token. To be jitted.
+
+  `model` is on the sampling mesh; the parameters may lie on another of the same devices.
+  """
   def place(path: tuple, x: jax.Array, sharding: NamedSharding) -> jax.Array:
     if path[-1].key != "scale":  # norms work in float32 with the master scales, as in training
       x = x.astype(DTYPES[model.config.compute_dtype])
-    spec = PartitionSpec(*(None if axis == "fsdp" else axis for axis in sharding.spec))
+    spec = PartitionSpec(*(None if axes and "fsdp" in axes else axes for axes in sharding.spec))
+    x = jax.lax.with_sharding_constraint(x, sharding)  # onto this mesh first, where it is another: no device then holds it whole
     return jax.lax.with_sharding_constraint(x, NamedSharding(model.mesh, spec))
 
   params = jax.tree.map_with_path(place, params, param_shardings(model))

@@ -14,7 +14,7 @@ from gtpo_jax.arrays import Prompts, Rollouts
 from gtpo_jax.errors import UserError
 from gtpo_jax.models.lora import merge_lora, without_lora
 from gtpo_jax.models.qwen2 import Params, Qwen2, Unstacked, sampling_layout
-from gtpo_jax.parallel import batch_shards
+from gtpo_jax.parallel import batch_shards, sampling_mesh
 from gtpo_jax.sampling.cache import Seats, Slots, abstract, empty, fewer, longer
 from gtpo_jax.sampling.decode import Chunk, decode_chunk, read_prompts
 from gtpo_jax.sampling.filters import Sampler
@@ -88,18 +88,18 @@ class Engine:
 
   def __init__(self, model: Qwen2, stop: Sequence[int], pad: int, max_prompt_tokens: int, max_tokens: int,
                words: int | None = None, limits: Limits = CHOSEN):
-    self.model, self.pad = without_lora(model), pad
+    c = model.config
+    self.model, self.pad = Qwen2(without_lora(model).config, sampling_mesh(model.mesh, c.kv_heads, c.mlp)), pad
     self.max_prompt_tokens, self.max_tokens = max_prompt_tokens, max_tokens
     self._stop = np.asarray(sorted(stop), np.int32)
-    self._shards = batch_shards(model.mesh)
+    self._shards = batch_shards(self.model.mesh)
     self.limits = limits.on(model.mesh.devices.flat[0].platform, self._shards)
     self._most, self._chunk = self.limits.slots, min(self.limits.chunk, max_tokens)
-    e = model.config.head_dim
-    if self.limits.attention == "triton" and (e < 16 or e & (e - 1)):
-      raise UserError(f"sampling.attention = 'triton' needs heads whose width is a power of two from 16, not {e}; set it to 'xla'")
+    if self.limits.attention == "triton" and (c.head_dim < 16 or c.head_dim & (c.head_dim - 1)):
+      raise UserError(f"sampling.attention = 'triton' needs heads whose width is a power of two from 16, not {c.head_dim}; set it to 'xla'")
     multiple = 1 if self.limits.attention == "xla" else LANES
     self._widths = sorted({-(-(size + self._chunk) // multiple) * multiple for size in lengths(max_tokens)})
-    self._kv_dtype = limits.kv_dtype or model.config.compute_dtype
+    self._kv_dtype = limits.kv_dtype or c.compute_dtype
     self._layout = jax.jit(lambda params: sampling_layout(self.model, merge_lora(model, params)))
     self._empty = jax.jit(functools.partial(empty, self.model), static_argnums=(0, 1, 2, 3))
     self._read = jax.jit(functools.partial(read_prompts, self.model), donate_argnums=1)

@@ -7,8 +7,8 @@ serves both outputs: log-prob = z[token] - lse and entropy = lse - sum(p z). The
 - `loss_and_log_probs` knows a chunk's slopes as soon as its log-probs, because the loss is a sum over tokens, and takes the gradient
   while the logits are there: three products with the table instead of four, and nothing left to compute in its backward pass.
 
-Rows lie over the batch axes; positions and the vocabulary over the tensor axis. The table is gathered over fsdp once, outside the loop over
-chunks; each chunk's states are gathered over tensor, and every shard looks at its words alone: maxima and sums make the statistics whole.
+Rows lie over the batch axes; positions and the vocabulary over context and tensor. The table is gathered over fsdp once, outside the loop
+over chunks; each chunk's positions are gathered, and every shard looks at its words alone: maxima and sums make the statistics whole.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from gtpo_jax.arrays import Packing, Prompts, Rollouts
 from gtpo_jax.models.embedding import place_among
 from gtpo_jax.models.qwen2 import Params, Qwen2
-from gtpo_jax.parallel import axis_size, gathered, partition_spec, scattered
+from gtpo_jax.parallel import axis_size, gathered, mesh_axes, partition_spec, scattered, shard_number
 from gtpo_jax.training.micro_batches import join, split
 
 TokenLoss = Callable[[jax.Array, Any], jax.Array]  # (log-probs f32[b, c], arrays [b, c] of the same tokens) -> their sum of losses f32[]
@@ -35,9 +35,9 @@ def score(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, tem
 
   With a `packing`, anything stands behind a completion's end.
   """
-  hidden, table, targets = _inputs(model, params, prompts, tokens, packing)
-  found = log_probs_and_entropy(_rows(hidden), table, _rows(targets), temperature, chunk, model.config.matmul_precision, model.mesh)
-  return tuple(_unpacked(x.reshape(targets.shape), packing, tokens.shape[2]) for x in found)
+  found = log_probs_and_entropy(*_inputs(model, params, prompts, tokens, packing), temperature, chunk, model.config.matmul_precision,
+                                model.mesh)
+  return tuple(_of_completions(x, tokens, packing) for x in found)
 
 
 def score_and_loss(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, temperature: float, chunk: int,
@@ -47,12 +47,11 @@ def score_and_loss(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.A
   Takes what `score` takes, and a `token_loss` and its signals as `loss_and_log_probs` does; these are [n, g, t] here, or [n, g] where a
   completion's tokens share one. Where there is no token, all its signals are 0, and so must be its loss.
   """
-  hidden, table, targets = _inputs(model, params, prompts, tokens, packing)
   of_tokens = lambda x: jnp.broadcast_to(x.reshape(*tokens.shape[:2], -1), tokens.shape)
-  signals = jax.tree.map(lambda x: _rows(_packed(of_tokens(x), packing)), signals)
-  loss, log_probs = loss_and_log_probs(token_loss, _rows(hidden), table, _rows(targets), signals, temperature, chunk,
+  loss, log_probs = loss_and_log_probs(token_loss, *_inputs(model, params, prompts, tokens, packing),
+                                       jax.tree.map(lambda x: _rows(of_tokens(x), packing), signals), temperature, chunk,
                                        model.config.matmul_precision, model.mesh)
-  return loss, _unpacked(log_probs.reshape(targets.shape), packing, tokens.shape[2])
+  return loss, _of_completions(log_probs, tokens, packing)
 
 
 def make_scorer(model: Qwen2, temperature: float, micro_batches: int, chunk: int) -> Callable[[Params, Rollouts], jax.Array]:
@@ -67,25 +66,23 @@ def make_scorer(model: Qwen2, temperature: float, micro_batches: int, chunk: int
 
 def _inputs(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array,
             packing: Packing | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """What the head reads: the states that predict each token, [n, g, t, d] or packed [n, w, s, d], the table [v, d], and the tokens."""
+  """What the head reads: the states that predict each token [b, t, d], the table [v, d], the tokens i32[b, t]; packed or not."""
   hidden = model.apply({"params": params}, prompts, tokens, packing, method="completion_hidden")
-  return hidden, model.apply({"params": params}, method="head_table"), _packed(tokens, packing)
+  return hidden.reshape(-1, *hidden.shape[2:]), model.apply({"params": params}, method="head_table"), _rows(tokens, packing)
 
 
-def _packed(x: jax.Array, packing: Packing | None) -> jax.Array:
-  return x if packing is None else packing.pack(x)
+def _rows(x: jax.Array, packing: Packing | None) -> jax.Array:
+  """[n, g, t] -> [b, t]; packed, where completions are."""
+  x = x if packing is None else packing.pack(x)
+  return x.reshape(-1, x.shape[2])
 
 
-def _unpacked(x: jax.Array, packing: Packing | None, t: int) -> jax.Array:
-  return x if packing is None else packing.unpack(x, t)
+def _of_completions(x: jax.Array, tokens: jax.Array, packing: Packing | None) -> jax.Array:
+  """What the head found in rows [b, t], for each of `tokens` [n, g, t]."""
+  return x.reshape(tokens.shape) if packing is None else packing.unpack(x.reshape(packing.source.shape), tokens.shape[2])
 
 
-def _rows(x: jax.Array) -> jax.Array:
-  """[n, g, t, ...] -> [b, t, ...]."""
-  return x.reshape(-1, *x.shape[2:])
-
-
-ROWS, TABLE = partition_spec(("batch", "sequence")), partition_spec(("vocab", "embed"))
+ROWS, TABLE, WORDS = partition_spec(("batch", "sequence")), partition_spec(("vocab", "vocab_embed")), mesh_axes("vocab")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -100,7 +97,7 @@ def log_probs_and_entropy(hidden: jax.Array, table: jax.Array, tokens: jax.Array
     temperature: of the policy.
     chunk: about how many tokens' logits are held at once, all devices together; positions are chunked, rows stay whole (and sharded).
     precision: of the matrix products.
-    mesh: b divides over its batch axes, v over tensor, d over fsdp.
+    mesh: b divides over its batch axes, v over context and tensor, d over fsdp.
 
   Returns:
     log_probs f32[b, t] and entropy f32[b, t], in nats. The gradient flows through log_probs alone: entropy is a measurement
@@ -142,7 +139,7 @@ def loss_and_log_probs(token_loss: TokenLoss, hidden: jax.Array, table: jax.Arra
   Args:
     token_loss: (log_probs f32[b, c], signals of the same tokens [b, c]) -> f32[], a sum over tokens of a function of each token's own
       log-prob and signals. It is called with chunks of positions, and with all of them.
-    signals: a pytree of arrays [b, t].
+    signals: a pytree of arrays [b, t]. Positions that fill up the last chunk have signals of 0 and states of 0.
     hidden, table, tokens, temperature, chunk, precision, mesh: as in `log_probs_and_entropy`.
 
   Returns:
@@ -190,7 +187,7 @@ def _over_chunks(one: Callable, hidden: jax.Array, table: jax.Array, rows: tuple
   (b, t), shards = hidden.shape[:2], axis_size(mesh, "sequence")
 
   def local(table: jax.Array, rows: tuple) -> tuple[jax.Array | None, Any]:
-    words, width = gathered(table.astype(hidden.dtype), "fsdp", 1), rows[0].shape[1]
+    words, width = gathered(table.astype(hidden.dtype), "vocab_embed", 1), rows[0].shape[1]
     count = _chunks(b, width * shards, chunk)
 
     def step(total: jax.Array | None, part: tuple) -> tuple[jax.Array | None, Any]:
@@ -200,7 +197,7 @@ def _over_chunks(one: Callable, hidden: jax.Array, table: jax.Array, rows: tuple
     start = jnp.zeros(words.T.shape, jnp.float32) if learns else None
     d_table, own = jax.lax.scan(step, start, jax.tree.map(lambda x: _split(x, count), rows))
     # Turned before it is sent: a tied embedding's gradient lies so too, and XLA sums the two first and sends them once.
-    d_table = jax.tree.map(lambda x: jax.lax.psum(scattered(x.T, "fsdp", 1), "data").astype(table.dtype), d_table)
+    d_table = jax.tree.map(lambda x: jax.lax.psum(scattered(x.T, "vocab_embed", 1), "data").astype(table.dtype), d_table)
     return d_table, jax.tree.map(lambda x: _join(x, width), own)
 
   whole = jax.shard_map(local, mesh=mesh, in_specs=(TABLE, ROWS), out_specs=(TABLE, ROWS), check_vma=False)
@@ -217,11 +214,11 @@ def _read(words: jax.Array, h: jax.Array, token: jax.Array, temperature: float, 
 
 def _statistics(z: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Log-prob, entropy and log-sum-exp f32[b, c] of what `_read` gives."""
-  peak, last = jax.lax.pmax(z.max(-1), "tensor"), z.shape[-1] - 1
+  peak, last = jax.lax.pmax(z.max(-1), WORDS), z.shape[-1] - 1
   above = z - peak[..., None]
   weights, target = jnp.exp(above), jnp.take_along_axis(z, jnp.minimum(place, last)[..., None], -1)[..., 0]
   parts = jnp.where(place <= last, target - peak, 0), weights.sum(-1), (weights * above).sum(-1)
-  target, total, mixed = jax.lax.psum(parts, "tensor")
+  target, total, mixed = jax.lax.psum(parts, WORDS)
   log_total = jnp.log(total)
   return target - log_total, log_total - mixed / total, peak + log_total
 
@@ -232,18 +229,18 @@ def _gradient(words: jax.Array, h: jax.Array, z: jax.Array, place: jax.Array, ls
   hit = jnp.arange(len(words)) == place[..., None]
   d_logits = ((hit - jnp.exp(z - lse[..., None])) * slope[..., None]).astype(h.dtype)
   d_table = jnp.einsum("btd,btv->dv", h, d_logits, preferred_element_type=jnp.float32, precision=precision)
-  return d_table, scattered(jnp.einsum("btv,vd->btd", d_logits, words, precision=precision), "tensor", 1)
+  return d_table, scattered(jnp.einsum("btv,vd->btd", d_logits, words, precision=precision), "sequence", 1)
 
 
 def _all_positions(x: jax.Array) -> jax.Array:
-  """A chunk's positions of every shard of the tensor axis, [b, c, ...] -> [b, shards c, ...]."""
-  return gathered(x, "tensor", 1)
+  """A chunk's positions of every shard, [b, c, ...] -> [b, shards c, ...]."""
+  return gathered(x, "sequence", 1)
 
 
 def _own_positions(x: jax.Array) -> jax.Array:
   """The inverse of `_all_positions`."""
-  own = x.shape[1] // jax.lax.axis_size("tensor")
-  return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tensor") * own, own, 1)
+  own = x.shape[1] // jax.lax.axis_size(mesh_axes("sequence"))
+  return jax.lax.dynamic_slice_in_dim(x, shard_number("sequence") * own, own, 1)
 
 
 def _chunks(b: int, t: int, chunk: int) -> int:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from gtpo_jax.errors import UserError
 from gtpo_jax.models.qwen2 import Qwen2
-from gtpo_jax.parallel import batch_shards, constrain
+from gtpo_jax.parallel import axis_size, batch_shards, constrain
 
 
 def split(batch: Any, parts: int, model: Qwen2) -> Any:
@@ -23,6 +23,13 @@ def join(x: jax.Array) -> jax.Array:
   """The inverse of `split`, of one array."""
   x = jnp.moveaxis(x, 0, 1)
   return x.reshape(-1, *x.shape[2:])
+
+
+def check_positions(max_tokens: int, model: Qwen2) -> None:
+  """Refuses completions whose positions do not divide over the context axis, which would then split nothing."""
+  shards = axis_size(model.mesh, "position")
+  if max_tokens % shards:
+    raise UserError(f"sampling.max_tokens = {max_tokens} does not divide over mesh.context = {shards}; make it a multiple of {shards}")
 
 
 def check_divides(name: str, size: int, parts: int, model: Qwen2) -> None:

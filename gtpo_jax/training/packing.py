@@ -13,15 +13,15 @@ QUARTERS = 4        # rows are so many quarters of a group at most: few numbers,
 LEAST = 64          # the shortest rows
 
 
-def widths(most: int) -> list[int]:
-  """The lengths that rows of up to `most` places are made of: `most` and halves of it, down to `LEAST`."""
+def widths(most: int, shards: int = 1) -> list[int]:
+  """The lengths that rows of up to `most` places are made of: `most` and halves of it that divide over `shards`, down to `LEAST`."""
   sizes = [most]
-  while sizes[0] % 2 == 0 and sizes[0] // 2 >= LEAST:
+  while sizes[0] % (2 * shards) == 0 and sizes[0] // 2 >= LEAST:
     sizes.insert(0, sizes[0] // 2)
   return sizes
 
 
-def plan_rows(lengths: np.ndarray, t: int, share: bool = True) -> Packing | None:
+def plan_rows(lengths: np.ndarray, t: int, share: bool = True, shards: int = 1) -> Packing | None:
   """The packing of completions of `lengths` i32[n, g] in arrays [n, g, t], on the host; None where it saves nothing.
 
   Rows are as wide as the longest completion needs, in steps of `widths`. Then as few as hold every group: the longest completion first,
@@ -31,9 +31,10 @@ def plan_rows(lengths: np.ndarray, t: int, share: bool = True) -> Packing | None
     lengths: tokens of each completion, at most t.
     t: the most tokens of a completion.
     share: whether completions may share rows; else rows are made narrower alone.
+    shards: over how many devices a row's positions are split.
   """
   n, g = lengths.shape
-  s = next(size for size in widths(t) if size >= lengths.max(initial=0))
+  s = next(size for size in widths(t, shards) if size >= lengths.max(initial=0))
   rows = (-(-quarters * g // QUARTERS) for quarters in range(1, QUARTERS + 1)) if share else (g,)
   w, found = next((w, found) for w in rows if (found := _fill(lengths, w, s)) is not None)
   if (w, s) == (g, t):

@@ -100,6 +100,25 @@ def test_heads_on_a_mesh(heads, kv_heads, shape):
   assert_same(functools.partial(attend_causally, config, mesh), *inputs(heads, kv_heads, s=70))
 
 
+@pytest.mark.parametrize(("kind", "loop"), [("blocks", False), ("blocks", True), ("splash", False)])
+def test_positions_on_a_mesh(kind, loop, monkeypatch):
+  """Each shard has a third of the queries, with keys of the prompt and of all positions: of its own stream or of segments."""
+  if loop:
+    monkeypatch.setattr(flash, "WRITTEN_OUT", 16)
+    monkeypatch.setattr(flash, "MANY", 32)
+  config = dataclasses.replace(PRESETS["tiny"], attention=kind, matmul_precision="highest" if kind == "blocks" else "default")
+  attend = functools.partial(attend_causally, config, make_mesh(1, 1, 2, jax.devices()[:6], context=3))
+  assert_same(attend, *inputs())
+  assert_same(attend, *in_two_segments())
+  if not loop:
+    assert_same(attend, *inputs(s=153, prompt=False))  # whose parts have no halves
+
+
+def test_positions_that_do_not_divide_are_whole_on_every_shard():
+  config = dataclasses.replace(PRESETS["tiny"], matmul_precision="highest")
+  assert_same(functools.partial(attend_causally, config, make_mesh(1, 2, 1, context=4)), *inputs(s=70))
+
+
 def test_rows_that_do_not_divide_are_whole_on_every_device():
   config = dataclasses.replace(PRESETS["tiny"], matmul_precision="highest")
   assert_same(functools.partial(attend_causally, config, make_mesh(8, 1, 1)), *inputs(s=9))
@@ -132,6 +151,9 @@ def test_the_kind_follows_the_platform():
   assert attention_kind(dataclasses.replace(tiny, attention="splash"), mesh) == "splash"
   with pytest.raises(UserError, match=r"model\.attention = 'cudnn' does not run on cpu with compute_dtype float32.*use 'blocks'"):
     attention_kind(dataclasses.replace(tiny, attention="cudnn"), mesh)
+  wide = make_mesh(2, 2, 1, context=2)
+  with pytest.raises(UserError, match=r"'cudnn' does not run on cpu with .*mesh\.context 2"):
+    attention_kind(dataclasses.replace(tiny, attention="cudnn", compute_dtype="bfloat16"), wide)
   with pytest.raises(UserError, match=r"'splash' does not run on cpu with .*matmul_precision highest"):
     attention_kind(dataclasses.replace(tiny, attention="splash", matmul_precision="highest"), mesh)
   with pytest.raises(UserError, match=r"model\.attention must be one of blocks, splash, cudnn; got 'flash'"):

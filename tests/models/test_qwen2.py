@@ -165,10 +165,10 @@ def test_every_parameter_is_laid_out_by_its_axes():
   model = Qwen2(PRESETS["tiny"], make_mesh(1, 2, 4))
   specs = {jax.tree_util.keystr(path, simple=True, separator="/"): s.spec for path, s in jax.tree.leaves_with_path(param_shardings(model))}
   P = jax.sharding.PartitionSpec
-  assert specs["embedding"] == P("tensor", "fsdp")
-  assert specs["layers/q/kernel"] == P(None, "fsdp", "tensor", None)
-  assert specs["layers/k/kernel"] == P(None, "fsdp", None, None)  # two heads do not divide over four: replicated
-  assert specs["layers/down/kernel"] == P(None, "tensor", "fsdp")
+  assert specs["embedding"] == P(("context", "tensor"), "fsdp")
+  assert specs["layers/q/kernel"] == P(None, ("fsdp", "context"), "tensor", None)
+  assert specs["layers/k/kernel"] == P(None, ("fsdp", "context"), None, None)  # two heads do not divide over four: replicated
+  assert specs["layers/down/kernel"] == P(None, "tensor", ("fsdp", "context"))
   with pytest.raises(UserError, match="heads axis of 4 does not divide over 8"):
     param_shardings(Qwen2(PRESETS["tiny"], make_mesh(1, 1, 8)))
 

@@ -119,7 +119,8 @@ def test_slots_and_chunks_do_not_matter(slots, chunk, many):
   assert_same(drawn(build(limits=Limits(slots=slots, chunk=chunk)), MANY, group=6), many)
 
 
-@pytest.mark.parametrize(("mesh", "slots"), [((8, 1, 1), 16), ((2, 2, 2), 64), ((1, 4, 2), 4)])
+@pytest.mark.parametrize(("mesh", "slots"), [
+    ((8, 1, 1), 16), ((2, 2, 2), 64), ((1, 4, 2), 4), ((1, 2, 2, None, 2), 16), ((1, 2, 1, None, 4), 16)])
 def test_the_mesh_does_not_matter(mesh, slots, many):
   assert_same(drawn(build(make_mesh(*mesh), limits=Limits(slots=slots, chunk=4)), MANY, group=6), many)
 

@@ -54,6 +54,11 @@ def one_device():
   return three_steps(make_mesh(1, 1, 1, jax.devices()[:1]))
 
 
+def on(shape):
+  """The mesh of these sizes, (data, fsdp, tensor) or with context behind them."""
+  return make_mesh(*shape[:3], jax.devices()[:int(np.prod(shape))], *shape[3:])
+
+
 def assert_same(got, want):
   np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
   for a, b in zip(got[1], want[1], strict=True):
@@ -67,17 +72,17 @@ def test_three_steps_move_the_parameters(one_device):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "micro_batches"), [
-    ((1, 1, 1), 2), ((8, 1, 1), 1), ((1, 8, 1), 1), ((2, 2, 2), 1), ((2, 2, 2), 2), ((1, 1, 2), 1), ((1, 1, 2), 4)])
+    ((1, 1, 1), 2), ((8, 1, 1), 1), ((1, 8, 1), 1), ((2, 2, 2), 1), ((2, 2, 2), 2), ((1, 1, 2), 1), ((1, 1, 2), 4),
+    ((1, 1, 1, 2), 1), ((1, 2, 2, 2), 2), ((2, 1, 1, 4), 1)])  # 70 positions do not divide over the last: they stay whole
 def test_on_every_mesh(one_device, shape, micro_batches):
-  mesh = make_mesh(*shape, devices=jax.devices()[:int(np.prod(shape))])
-  assert_same(three_steps(mesh, micro_batches), one_device)
+  assert_same(three_steps(on(shape), micro_batches), one_device)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "micro_batches"), [((1, 1, 1), 1), ((1, 1, 1), 2), ((8, 1, 1), 1), ((2, 2, 2), 2), ((1, 1, 2), 1)])
+@pytest.mark.parametrize(("shape", "micro_batches"), [
+    ((1, 1, 1), 1), ((1, 1, 1), 2), ((8, 1, 1), 1), ((2, 2, 2), 2), ((1, 1, 2), 1), ((1, 2, 2, 2), 1)])
 def test_packed_on_every_mesh(one_device, shape, micro_batches):
-  mesh = make_mesh(*shape, devices=jax.devices()[:int(np.prod(shape))])
-  assert_same(three_steps(mesh, micro_batches, pack=True), one_device)
+  assert_same(three_steps(on(shape), micro_batches, pack=True), one_device)
 
 
 CHILD = """

@@ -54,9 +54,10 @@ def test_value_and_gradient_equal_the_whole_softmax(chunk):
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("shape", "t"), [((2, 2, 2), 10), ((1, 1, 8), 10), ((1, 2, 4), 13), ((1, 8, 1), 5)])
+@pytest.mark.parametrize(("shape", "t"), [
+    ((2, 2, 2), 10), ((1, 1, 8), 10), ((1, 2, 4), 13), ((1, 8, 1), 5), ((1, 2, 2, None, 2), 13)])
 def test_on_a_mesh_it_equals_the_whole_softmax(shape, t):
-  """Rows over data and fsdp, words and positions over tensor, positions that divide and that do not."""
+  """Rows over data and fsdp, words and positions over context and tensor, positions that divide and that do not."""
   mesh, x = make_mesh(*shape), inputs(5, 8, t, 16, 64)
   sharded = lambda *x: log_probs_and_entropy(*x, 0.6, 24, "highest", mesh)
   grads, values = gradient_and_values(sharded, *x)

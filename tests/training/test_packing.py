@@ -29,6 +29,7 @@ def test_what_does_not_fit_has_a_row_each():
   assert plan_rows(np.asarray([[1, 1, 1, 1], [6, 4, 4, 2]]), 6).source.shape == (2, 3, 6)
   packing = plan_rows(np.asarray([[100, 90, 90, 80]]), 256)  # narrower rows alone
   assert packing.source.shape == (1, 4, 128) and packing.segment is None
+  assert widths(256, 4) == [64, 128, 256] and widths(320, 3) == [320] and widths(384, 3) == [96, 192, 384]
   packing = plan_rows(np.asarray([[100, 20, 10, 80]]), 256, share=False)
   assert packing.source.shape == (1, 4, 128) and packing.segment is None
 
@@ -60,6 +61,7 @@ def test_every_token_stands_once_in_a_row_of_its_prompt(data):
   if packing.segment is not None:
     real = packing.segment < most_in_row(g, w)
     assert real.sum() == lengths.sum() and rows[real].size == np.unique(rows[real]).size
+    np.testing.assert_array_equal(packing.source >= 0, real)
 
 
 def packed(data, t=9):

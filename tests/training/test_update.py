@@ -17,7 +17,7 @@ from gtpo_jax.models.presets import Lora
 from gtpo_jax.models.qwen2 import abstract_params
 from gtpo_jax.parallel import make_mesh, shard_batch, single_device_mesh
 from gtpo_jax.training.head import score
-from gtpo_jax.training.micro_batches import check_divides
+from gtpo_jax.training.micro_batches import check_divides, check_positions
 from gtpo_jax.training.state import OptimizerConfig, abstract_state, init_state, learning_rate, make_optimizer
 from gtpo_jax.training.update import make_update
 
@@ -267,7 +267,7 @@ def test_the_state_is_laid_out_like_the_parameters():
   model = Qwen2(CONFIG, make_mesh(2, 2, 2))
   state = init_state(params_on(model), make_optimizer(SGD_LIKE, 5), model)
   moments = [x for x in jax.tree.leaves(state.opt_state) if x.shape == (2, 32, 64)]
-  assert len(moments) == 4 and all(x.sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor") for x in moments)
+  assert len(moments) == 4 and all(x.sharding.spec == jax.sharding.PartitionSpec(None, ("fsdp", "context"), "tensor") for x in moments)
   like = abstract_state(model, make_optimizer(SGD_LIKE, 5))
   jax.tree.map(lambda x, y: (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding) or pytest.fail(f"{x} {y}"), state, like)
 
@@ -305,6 +305,11 @@ def test_batches_that_do_not_divide_are_refused():
   check_divides("batch.prompts", 8, 2, model)
   with pytest.raises(UserError, match=r"batch.prompts = 12 does not divide into 2 .* 4 batch shard.*multiple of 8"):
     check_divides("batch.prompts", 12, 2, model)
+  check_positions(41, model)
+  model = Qwen2(CONFIG, make_mesh(1, 1, 2, context=4))
+  check_positions(40, model)
+  with pytest.raises(UserError, match=r"sampling.max_tokens = 42 does not divide over mesh.context = 4; make it a multiple of 4"):
+    check_positions(42, model)
 
 # --- minibatches, epochs, moments ---
 
