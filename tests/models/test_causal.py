@@ -14,8 +14,9 @@ from gtpo_jax.models.attention import KV, Context
 from gtpo_jax.models.causal import attend_causally, attention_kind
 from gtpo_jax.models.cudnn import attend_by_cudnn
 from gtpo_jax.models.flash import attend_in_blocks
+from gtpo_jax.models.parts import exchange, paired
 from gtpo_jax.models.splash import attend_by_splash
-from gtpo_jax.parallel import make_mesh, single_device_mesh
+from gtpo_jax.parallel import make_mesh, partition_spec, single_device_mesh
 
 N, G, S, P, E = 2, 3, 150, 21, 16  # three blocks of 64, the last not whole
 
@@ -112,6 +113,23 @@ def test_positions_on_a_mesh(kind, loop, monkeypatch):
   assert_same(attend, *in_two_segments())
   if not loop:
     assert_same(attend, *inputs(s=153, prompt=False))  # whose parts have no halves
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_paired_parts_see_as_many_keys_and_queries_come_back(parts):
+  mesh, s, found = make_mesh(1, 1, 1, jax.devices()[:parts], context=parts), 4 * parts, []
+  spec = partition_spec((None, None, None, "position"))
+
+  def there_and_back(x):
+    part, there = paired(s, parts), exchange(x, parts)
+    found.append(part.places)
+    return there, jnp.asarray(part.places)[part.number][None, None, None, :, None], exchange(there, parts, back=True)
+
+  places = jnp.arange(s).reshape(1, 1, 1, s, 1)
+  there, told, back = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=spec, out_specs=(spec,) * 3))(places)
+  np.testing.assert_array_equal(there, told)
+  np.testing.assert_array_equal(back, places)
+  assert sorted(found[0].ravel()) == list(range(s)) and set(found[0].sum(1)) == {s * (s - 1) // 2 // parts}
 
 
 def test_positions_that_do_not_divide_are_whole_on_every_shard():
