@@ -15,7 +15,7 @@ from gtpo_jax.models.flash import attend_in_blocks
 from gtpo_jax.models.parts import contiguous, exchange, paired
 from gtpo_jax.models.presets import ModelConfig
 from gtpo_jax.models.splash import attend_by_splash
-from gtpo_jax.parallel import axis_size, gathered, partition_spec, uneven, where_even
+from gtpo_jax.parallel import axis_size, gathered, partition_spec, shard_number, uneven, where_even
 
 
 def attention_kind(config: ModelConfig, mesh: Mesh) -> str:
@@ -59,7 +59,7 @@ def attend_causally(config: ModelConfig, mesh: Mesh, q: jax.Array, context: Cont
 
   def attend(q: jax.Array, context: Context) -> jax.Array:
     if not split:
-      heads = (jax.lax.axis_index("tensor") * here + jnp.arange(0, here, run)) // (h // kv_heads)
+      heads = (shard_number("heads") * here + jnp.arange(0, here, run)) // (h // kv_heads)
       pick = lambda kv: None if kv is None else jax.tree.map(lambda x: jnp.take(x, heads, axis=2), kv)
       context = context._replace(own=pick(context.own), prompt=pick(context.prompt))
     context = context._replace(own=_whole(context.own, own_axis), prompt=_whole(context.prompt, prompt_axis))
