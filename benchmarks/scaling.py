@@ -20,11 +20,15 @@ from gtpo_jax.plan import laid_out, measured
 from gtpo_jax.topology import topology_devices
 
 SLICES = {64: "v5p:4x4x4", 256: "v5p:4x8x8", 1024: "v5p:8x8x16"}
-# (chips, data, fsdp, tensor, prompts, completions of each)
-WEAK = [(64, 1, 16, 4, 16, 4), (256, 4, 16, 4, 64, 4), (1024, 16, 16, 4, 256, 4)]
-STRONG = [(64, 1, 16, 4, 64, 4), (256, 4, 16, 4, 64, 4), (1024, 8, 16, 8, 128, 2)]
-ROWS = {f"{size}-{kind}-{shape[0]}": (size, shape) for size in ("7b", "32b") for kind, shapes in (("weak", WEAK), ("strong", STRONG))
-        for shape in shapes}
+GROUP = 4  # completions of each prompt
+# By chips: prompts, and shards of data, fsdp, context and tensor; 7B has its positions over context, 32B over tensor.
+SHAPES = {
+    "7b-weak": {64: (16, 1, 16, 4, 1), 256: (64, 4, 16, 4, 1), 1024: (256, 16, 16, 4, 1)},
+    "7b-strong": {64: (64, 1, 16, 4, 1), 256: (64, 4, 16, 4, 1), 1024: (64, 4, 16, 4, 4)},
+    "32b-weak": {64: (16, 1, 16, 1, 4), 256: (64, 4, 16, 1, 4), 1024: (256, 16, 16, 1, 4)},
+    "32b-strong": {64: (64, 1, 16, 1, 4), 256: (64, 4, 16, 1, 4), 1024: (64, 4, 16, 4, 4)},
+}
+ROWS = {f"{name}-{chips}": (name.partition("-")[0], chips, shape) for name, shapes in SHAPES.items() for chips, shape in shapes.items()}
 
 
 def main() -> None:
@@ -41,20 +45,20 @@ def main() -> None:
         json.dump(results, out, indent=2)
 
 
-def row(size: str, shape: tuple[int, ...]) -> dict[str, object]:
-  chips, data, fsdp, tensor, prompts, group = shape
+def row(size: str, chips: int, shape: tuple[int, ...]) -> dict[str, object]:
   config = default_config()
   with config.unlocked():
     config.update_from_flattened_dict({
-        "model.preset": f"qwen2.5-{size}", "model.compute_dtype": "bfloat16", "mesh.data": data, "mesh.fsdp": fsdp, "mesh.tensor": tensor,
-        "batch.prompts": prompts, "batch.group": group, "data.max_prompt_tokens": 2048, "sampling.max_tokens": 18432})
+        "model.preset": f"qwen2.5-{size}", "model.compute_dtype": "bfloat16", "batch.group": GROUP, "data.max_prompt_tokens": 2048,
+        "sampling.max_tokens": 18432,
+        **dict(zip(("batch.prompts", "mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor"), shape, strict=True))})
   devices, chip = topology_devices(SLICES[chips])
   try:
     found = measured(frozen := freeze(config), laid_out(frozen, devices), chip)
   except UserError as error:
     return {"refused": str(error)}
   gib = lambda key: None if found[key] is None else round(found[key] / 2**30, 2)
-  return {"chips": chips, "mesh": found["mesh"], "sequences": prompts * group, "update_gib": gib("update.peak_bytes"),
+  return {"chips": chips, "mesh": found["mesh"], "sequences": shape[0] * GROUP, "update_gib": gib("update.peak_bytes"),
           "sample_gib": gib("sample.peak_bytes"), "sent_gib": gib("update.sent_bytes"), "seconds": found["update.seconds"],
           "fits": found["fits"], "seconds_compile": round(found["seconds_compile"], 1)}
 
