@@ -48,7 +48,9 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: Optimizer, *, tem
     signals = {"entropy": rollouts.entropy, "mask": counted, "correct": verdicts.correct, "reward": verdicts.reward,
                "penalty": verdicts.penalty, "guided": rollouts.guided}
     advantages, mask = algorithm.advantages(**signals), algorithm.loss_mask(**signals)
-    trained, frozen = partition(model, state.params)
+    found = measure(rollouts, verdicts, advantages, mask) | algorithm.credit_metrics(**signals)
+    params, (advantages, mask, found) = in_turn(state.params, (advantages, mask, found))
+    trained, frozen = partition(model, params)
     learned, batch = (trained, state.opt_state), (rollouts, verdicts.correct, advantages, mask)
     if minibatches == epochs == 1:
       learned, metrics, apart = learn(frozen, learned, batch)
@@ -61,14 +63,15 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: Optimizer, *, tem
 
       learned, (each, apart) = jax.lax.scan(one, learned, order)
       metrics, apart = jax.tree.map(lambda x: x.mean(), each), jax.tree.map(lambda x: x[0], apart)
-    metrics |= apart | measure(rollouts, verdicts, advantages, mask) | algorithm.credit_metrics(**signals)
+    metrics |= apart | found
     return TrainState(state.step + 1, combine(learned[0], frozen), learned[1]), metrics
 
   def learn(frozen: Params, learned: Learned, batch: tuple) -> tuple[Learned, Metrics, Metrics]:
     """One gradient update on (rollouts, correct, advantages, mask): what it gives, its metrics, and the mismatch before it."""
     (trained, opt_state), (rollouts, correct, advantages, mask) = learned, batch
     weights = algorithm.token_weights(mask, correct, rollouts.guided)
-    grads, log_probs = accumulate(trained, frozen, (rollouts, advantages, mask, weights))
+    trained, weights = in_turn(trained, weights)
+    grads, log_probs = in_turn(*accumulate(trained, frozen, (rollouts, advantages, mask, weights)))
     loss, metrics = algorithm.loss(logp=log_probs, **signals_of(rollouts, advantages, mask, weights))
     norm = optax.global_norm(grads)
     good = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -109,3 +112,12 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: Optimizer, *, tem
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
   return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def in_turn(one: Any, other: Any) -> tuple[Any, Any]:
+  """Both, neither to be used before both are there.
+
+  So the sums over the whole batch come before and behind the model's own collectives, and never at the same time: virtual CPU devices that
+  take up independent collectives in different order wait for one another for ever.
+  """
+  return jax.lax.optimization_barrier((one, other))
