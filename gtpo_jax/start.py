@@ -37,7 +37,7 @@ def give_threads() -> None:
   """
   devices = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
   if devices.isdigit() and int(devices) > 1:
-    os.environ.setdefault("NPROC", str(8 * int(devices)))
+    os.environ.setdefault("NPROC", str(32 * int(devices)))
 
 
 def join_processes() -> None:
