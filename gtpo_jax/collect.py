@@ -77,9 +77,9 @@ class Collector:
     self._refer = scorer(frozen.reference[0]) if frozen.reference else None
     self._joined = jax.jit(_joined)
 
-  def warm_up(self, params: Params) -> None:
-    """Compiles every program that sampling a batch may need."""
-    config, guide, policy = self._config, self._frozen.guide, self._actor.policy(params)
+  def warm_up(self, policy: Policy) -> None:
+    """Compiles every program that sampling a batch by `policy` (and the guide) may need."""
+    config, guide = self._config, self._frozen.guide
     policy.engine.warm_up(policy.params, self._n, group=config.own_group, sampler=config.sampler)
     if guide:
       guide.engine.warm_up(guide.params, self._n, group=self._settings.guide_completions, sampler=config.sampler)

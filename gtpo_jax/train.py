@@ -35,7 +35,7 @@ from gtpo_jax.reporting.curves import draw_curves
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import Journal
 from gtpo_jax.reporting.profile import trace_window
-from gtpo_jax.rollout import Actor
+from gtpo_jax.rollout import Actor, Policy
 from gtpo_jax.stopping import Interrupts, Watchdog
 from gtpo_jax.trained import Trained
 from gtpo_jax.training.micro_batches import check_divides, check_positions
@@ -194,8 +194,7 @@ def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[]
         checkpoints.save(state, collector.leftovers(), {"identity": identity, "steps": frozen.steps})
 
   if config.sampling.warm_up:
-    collector.warm_up(state.params)
-    warm_up_evaluation(config, actor.policy(state.params), held_out)
+    warm_up(config, actor.policy(state.params), collector, held_out)
   journal = Journal(workdir, start, config.log.tensorboard, lambda: [WeightsAndBiases(workdir, config)] if config.log.wandb else [])
   guards = Guards(config.guards.skipped, workdir, rows := journal.read(), display.say, checkpoints.wait)
   if start == 0 and not rows:
@@ -242,6 +241,12 @@ def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[]
   if reached < config.steps:
     return Result(reached, False, f"stopped at step {reached} of {config.steps}{'; saved' if keep else ''}", rows, policy)
   return Result(reached, True, summarize(config, rows), rows, policy)
+
+
+def warm_up(config: Config, policy: Policy, collector: Collector, held_out: Sequence[Problem]) -> None:
+  """Compiles all that sampling may need, on one layout of the parameters, which goes when this returns."""
+  collector.warm_up(policy)
+  warm_up_evaluation(config, policy, held_out)
 
 
 def base_model(config: Config, actor: Actor, workdir: Path, display: Display, stopping: Callable[[], bool]) -> Params | None:

@@ -3,6 +3,7 @@ import importlib.metadata
 import importlib.util
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -44,6 +45,7 @@ def browser():
 
 def pytest_configure(config):
   """Compiling is most of what the default suite does: there XLA takes its quickest way. `-m slow` computes more and runs as users do."""
+  signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, and so would all that tests start
   if config.option.markexpr == "not slow":
     flags = ["--xla_backend_optimization_level=0"]
     if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do not know this flag, and end at once

@@ -181,7 +181,7 @@ def test_no_compilation_after_warm_up():
 
 def test_a_warm_run_compiles_nothing_later(tmp_path):
   """Neither in sampling nor in the evaluations of a run that was warmed up."""
-  run(small_config(steps=4, **{"sampling.warm_up": True, "batch.pack": False, "eval.every": 1}), tmp_path)
+  run(small_config(steps=4, **{"sampling.warm_up": True, "batch.pack": False, "eval.every": 1, "checkpoint.every": 1}), tmp_path)
   assert len({row["compiles"] for row in read_jsonl(tmp_path / "metrics.jsonl") if row["step"] > 1}) == 1
 
 

@@ -49,8 +49,7 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: Optimizer, *, tem
                "penalty": verdicts.penalty, "guided": rollouts.guided}
     advantages, mask = algorithm.advantages(**signals), algorithm.loss_mask(**signals)
     found = measure(rollouts, verdicts, advantages, mask) | algorithm.credit_metrics(**signals)
-    params, (advantages, mask, found) = in_turn(state.params, (advantages, mask, found))
-    trained, frozen = partition(model, params)
+    trained, frozen = partition(model, state.params)
     learned, batch = (trained, state.opt_state), (rollouts, verdicts.correct, advantages, mask)
     if minibatches == epochs == 1:
       learned, metrics, apart = learn(frozen, learned, batch)
@@ -70,8 +69,7 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: Optimizer, *, tem
     """One gradient update on (rollouts, correct, advantages, mask): what it gives, its metrics, and the mismatch before it."""
     (trained, opt_state), (rollouts, correct, advantages, mask) = learned, batch
     weights = algorithm.token_weights(mask, correct, rollouts.guided)
-    trained, weights = in_turn(trained, weights)
-    grads, log_probs = in_turn(*accumulate(trained, frozen, (rollouts, advantages, mask, weights)))
+    grads, log_probs = accumulate(trained, frozen, (rollouts, advantages, mask, weights))
     loss, metrics = algorithm.loss(logp=log_probs, **signals_of(rollouts, advantages, mask, weights))
     norm = optax.global_norm(grads)
     good = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -112,12 +110,3 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: Optimizer, *, tem
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
   return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))
-
-
-def in_turn(one: Any, other: Any) -> tuple[Any, Any]:
-  """Both, neither to be used before both are there.
-
-  So the sums over the whole batch come before and behind the model's own collectives, and never at the same time: virtual CPU devices that
-  take up independent collectives in different order wait for one another for ever.
-  """
-  return jax.lax.optimization_barrier((one, other))
