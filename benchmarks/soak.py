@@ -34,10 +34,11 @@ FOR_EVER = 1_000_000
 def start(workdir: Path, steps: int) -> subprocess.Popen:
   small = {"steps": steps, "data.terms": 2, "batch.prompts": 8, "batch.group": 8, "batch.minibatches": 2, "warm_start.steps": 50,
            "sampling.warm_up": True, "batch.pack": False,  # nothing is left to be compiled later
-           "eval.every": 20, "eval.problems": 32, "eval.samples": 2, "eval.batch": 32, "checkpoint.every": 25}
+           "eval.every": 20, "eval.problems": 32, "eval.samples": 2, "eval.batch": 32, "checkpoint.every": 50}
   command = [sys.executable, "-m", "gtpo_jax", "train", f"--config={ROOT / 'configs' / 'tiny.py'}", f"--workdir={workdir}",
              *(f"--config.{key}={value}" for key, value in small.items())]
-  return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+  environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # with one for each thread, glibc keeps more and more of what was given back
+  return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def finish(process: subprocess.Popen, status: int) -> None:

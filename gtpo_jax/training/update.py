@@ -48,7 +48,6 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: Optimizer, *, tem
     signals = {"entropy": rollouts.entropy, "mask": counted, "correct": verdicts.correct, "reward": verdicts.reward,
                "penalty": verdicts.penalty, "guided": rollouts.guided}
     advantages, mask = algorithm.advantages(**signals), algorithm.loss_mask(**signals)
-    found = measure(rollouts, verdicts, advantages, mask) | algorithm.credit_metrics(**signals)
     trained, frozen = partition(model, state.params)
     learned, batch = (trained, state.opt_state), (rollouts, verdicts.correct, advantages, mask)
     if minibatches == epochs == 1:
@@ -62,7 +61,7 @@ def make_update(model: Qwen2, algorithm: Algorithm, optimizer: Optimizer, *, tem
 
       learned, (each, apart) = jax.lax.scan(one, learned, order)
       metrics, apart = jax.tree.map(lambda x: x.mean(), each), jax.tree.map(lambda x: x[0], apart)
-    metrics |= apart | found
+    metrics |= apart | measure(rollouts, verdicts, advantages, mask) | algorithm.credit_metrics(**signals)
     return TrainState(state.step + 1, combine(learned[0], frozen), learned[1]), metrics
 
   def learn(frozen: Params, learned: Learned, batch: tuple) -> tuple[Learned, Metrics, Metrics]:
