@@ -21,7 +21,8 @@ from gtpo_jax.topology import topology_devices
 
 SLICES = {64: "v5p:4x4x4", 256: "v5p:4x8x8", 1024: "v5p:8x8x16"}
 GROUP = 4  # completions of each prompt
-# By chips: prompts, and shards of data, fsdp, context and tensor; 7B has its positions over context, 32B over tensor.
+# By chips: prompts, and shards of data, fsdp, context and tensor; 7B has its positions over context, 32B over
+# tensor, and both over both on 1,024 chips that share 64 prompts.
 SHAPES = {
     "7b-weak": {64: (16, 1, 16, 4, 1), 256: (64, 4, 16, 4, 1), 1024: (256, 16, 16, 4, 1)},
     "7b-strong": {64: (64, 1, 16, 4, 1), 256: (64, 4, 16, 4, 1), 1024: (64, 4, 16, 4, 4)},

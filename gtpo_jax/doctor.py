@@ -68,11 +68,8 @@ def examine() -> int:
   jax.block_until_ready(jax.jit(lambda x: x @ x)(x))
   line("matrix product", f"compiled and run in {time.perf_counter() - began:.2f} s")
   cache = jax.config.jax_compilation_cache_dir
-  if jax.config.jax_enable_compilation_cache:
-    writable = _writable(Path(cache)) if cache else False
-    line("compile cache", f"{cache}{'' if writable else ' (not writable: set JAX_COMPILATION_CACHE_DIR; every start compiles anew)'}")
-  else:
-    line("compile cache", "off, as it is for several CPU devices: every start compiles anew")
+  writable = _writable(Path(cache)) if cache else False
+  line("compile cache", f"{cache}{'' if writable else ' (not writable: set JAX_COMPILATION_CACHE_DIR; every start compiles anew)'}")
   print("ready: gtpo train --config=configs/tiny.py --workdir=runs/tiny" if good else "not ready: give the pip commands above")
   return 0 if good else 1
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from flax.serialization import msgpack_restore, msgpack_serialize
 from jax.experimental import multihost_utils
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gtpo_jax.errors import KINDS, UserError
@@ -41,6 +42,8 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
 def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None, context: int = 1) -> Mesh:
   """Builds the (data, fsdp, context, tensor) mesh; one size may be -1 and takes the devices that are left.
 
+  From the first mesh of several CPU devices on, the process leaves JAX's compile cache alone.
+
   Args:
     data: replicas of the parameters; batches are split over them.
     fsdp: shards of the parameters, gathered when used; batches are split over them too.
@@ -66,7 +69,17 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
     shape = " x ".join(f"{name} {size}" for name, size in sizes.items())
     raise UserError(f"a mesh of {shape} does not fit {len(devices)} device(s): the product must be {len(devices)}; "
                     f"set one axis to -1 to fill it in")
+  if len(devices) > 1 and devices[0].platform == "cpu":
+    _leave_compile_cache()
   return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _leave_compile_cache() -> None:
+  """XLA has all devices take up a program's collectives in one order. A CPU program that was read back from the cache has lost that order,
+  and its devices may wait for one another for ever (jaxlib 0.10.2)."""
+  if jax.config.jax_enable_compilation_cache:
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX decides once whether it has a cache; this makes it decide again
 
 
 def single_device_mesh() -> Mesh:

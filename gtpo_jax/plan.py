@@ -41,7 +41,7 @@ def plan(config: Config, topology: str) -> dict[str, Any]:
     the sets tried does.
 
   Raises:
-    UserError: a topology that does not exist here, or a mesh or batch that does not divide over it.
+    UserError: a topology that does not exist here, or a mesh, batch or positions that do not divide over it.
   """
   devices, chip = topology_devices(topology)
   result = measured(config, laid_out(config, devices), chip) | {"topology": topology, "override": ""}
@@ -59,7 +59,7 @@ def laid_out(config: Config, devices: list[Any]) -> Qwen2:
   """The run's model on these devices.
 
   Raises:
-    UserError: mesh or batch do not divide over them.
+    UserError: mesh, batch or positions do not divide over them.
   """
   model = Qwen2(config.model_config, make_mesh(**dataclasses.asdict(config.mesh), devices=devices))
   check_divides("batch.prompts", config.batch.prompts, config.batch.parts, model)
@@ -140,9 +140,10 @@ def levers(config: Config, mesh: dict[str, int]) -> list[dict[str, Any]]:
     found.append(now := now | {"optimizer.offload": True})
   if mesh["fsdp"] % 2 == 0:
     now = now | {"mesh.data": mesh["data"], "mesh.fsdp": mesh["fsdp"] // 2, "batch.micro_batches": 2 * most}
-    for axis, sizes in (("context", [config.sampling.max_tokens]), ("tensor", [model.heads, model.mlp])):
+    for axis, sizes in (("context", []), ("tensor", [model.heads, model.mlp])):
       wider, words = 2 * mesh[axis], 2 * mesh["context"] * mesh["tensor"]
-      if model.vocab_size % words == 0 and not any(size % wider for size in sizes):
+      split = [model.vocab_size, *([config.sampling.max_tokens] if axis == "context" or mesh["context"] > 1 else [])]
+      if not any(size % wider for size in sizes) and not any(size % words for size in split):
         found.append(now | {f"mesh.{axis}": wider})
   return found
 

@@ -27,8 +27,6 @@ def prepare_jax() -> None:
     jax.config.update("jax_compilation_cache_dir", str(home / "gtpo_jax" / "xla"))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-  if jax.config.jax_platforms == "cpu" or not (chips or gpu_plugin):
-    keep_order()
 
 
 def give_threads() -> None:
@@ -37,24 +35,9 @@ def give_threads() -> None:
   A device that waits for others in a collective keeps a thread of a pool as large as the machine. Devices may take up independent
   collectives in different order, several each; once every thread waits, none can go on.
   """
-  if (devices := _cpu_devices()) > 1:
-    os.environ.setdefault("NPROC", str(32 * devices))
-
-
-def keep_order() -> None:
-  """Turns the compile cache off where several CPU devices work together, in one process or in several.
-
-  XLA has the devices of a compiled program take up its collectives in one order; a program for CPU that was read back from the cache has
-  lost that order, and its devices may then wait for one another for ever (jaxlib 0.10.2).
-  """
-  if _cpu_devices() > 1 or os.environ.get("JAX_COORDINATOR_ADDRESS"):
-    import jax
-    jax.config.update("jax_enable_compilation_cache", False)
-
-
-def _cpu_devices() -> int:
   devices = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
-  return int(devices) if devices.isdigit() else 1
+  if devices.isdigit() and int(devices) > 1:
+    os.environ.setdefault("NPROC", str(32 * int(devices)))
 
 
 def join_processes() -> None:

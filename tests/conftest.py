@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for every test, a compile cache for the programs that tests start, and what tests need of the machine."""
+"""Eight virtual CPU devices for every test, a compile cache shared by the test processes, and what tests need of the machine."""
 import importlib.metadata
 import importlib.util
 import os
@@ -18,7 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import jax  # after its settings
 
-from gtpo_jax.start import give_threads, keep_order
+from gtpo_jax.start import give_threads
 
 
 def pytest_runtest_setup(item):
@@ -52,6 +52,5 @@ def pytest_configure(config):
       flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
   give_threads()
-  keep_order()
   jax.devices()
   os.environ.pop("NPROC", None)  # the programs that tests start ask for their own

@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path):
      "a mesh of data 3 x fsdp 1 x context 1 x tensor 1 does not fit 8 device(s)"),
     (["train", "--config=configs/tiny.py", "--workdir=w", "--config.mesh.tensor=-1"], "only one mesh axis may be -1"),
     (["train", "--config=configs/tiny.py", "--workdir=w", "--config.mesh.context=8", "--config.sampling.max_tokens=42"],
-     "sampling.max_tokens = 42 does not divide over mesh.context = 8; make it a multiple of 8"),
+     "sampling.max_tokens = 42 does not divide over mesh.context x mesh.tensor = 8; make it a multiple of 8"),
     (["train", "--config=configs/tiny.py", "--workdir=setup.py"], "workdir 'setup.py' is a file"),
     (["train", "--config=configs/tiny.py", "--workdir=/proc/none"], "cannot write into workdir '/proc/none'"),
     (["train", "--config=configs/tiny.py", "--workdir={tmp}/w", "--config.data.max_prompt_tokens=8"], "20 tokens, over the limit of 8"),

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec
 
 from gtpo_jax.errors import UserError
@@ -110,3 +111,27 @@ def test_constrain_is_the_identity_in_value_and_lays_out():
   y = jax.jit(lambda x: constrain(x, mesh, "embed", "heads"))(x)
   np.testing.assert_array_equal(y, x)
   assert {shard.data.shape for shard in y.addressable_shards} == {(2, 2)}
+
+
+def test_programs_of_several_cpu_devices_stay_out_of_the_compile_cache(tmp_path):
+  """Read back from it, they have lost the order of their collectives, and may stand still."""
+  before = jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir
+
+  def keep(on, folder):
+    jax.config.update("jax_enable_compilation_cache", on)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
+
+  def kept(factor):
+    jax.jit(lambda x: x * factor)(jnp.ones(3))
+    return len(list(tmp_path.iterdir()))
+
+  try:
+    keep(True, str(tmp_path))
+    alone = kept(2.0)
+    single_device_mesh()
+    assert 0 < alone < (more := kept(3.0))
+    make_mesh(2, 2, 2)
+    assert kept(4.0) == more
+  finally:
+    keep(*before)

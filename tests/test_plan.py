@@ -67,7 +67,7 @@ def test_unknown_topologies_are_refused(topology, message):
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"mesh.data": 3}, r"data 3 x fsdp 2 x context 1 x tensor 2 does not fit 8 device\(s\)"),
-    ({"mesh.context": 2, "sampling.max_tokens": 41}, "sampling.max_tokens = 41 does not divide over mesh.context = 2"),
+    ({"mesh.context": 2, "sampling.max_tokens": 41}, "sampling.max_tokens = 41 does not divide over mesh.context x mesh.tensor = 4"),
     ({"batch.prompts": 6}, r"batch.prompts = 6 does not divide .* multiple of 4"),
     ({"batch.minibatches": 4, "batch.micro_batches": 2}, r"batch.prompts = 16 does not divide into 8 part\(s\) over 4 .* multiple of 32"),
     ({"mesh.fsdp": 1, "mesh.tensor": 8}, "heads axis of 4 does not divide over 8 shards"),

@@ -249,15 +249,12 @@ from gtpo_jax import train
 import gtpo_jax.train as module, inspect, jax
 assert train is module is gtpo_jax.train and "reward" in inspect.signature(train).parameters
 assert module.train.__module__ == "gtpo_jax.train" and gtpo_jax.models.save and gtpo_jax.default_config().steps
-print(jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache)
+print(jax.config.jax_compilation_cache_dir)
 """
 
 
-@pytest.mark.parametrize(("several", "cached"), [
-    ({}, True), ({"JAX_NUM_CPU_DEVICES": "1"}, True), ({"JAX_NUM_CPU_DEVICES": "2"}, False), ({"JAX_COORDINATOR_ADDRESS": "localhost:1"}, False)])
-def test_the_import_is_light_and_jax_is_prepared(several, cached):
-  """A CPU program of several devices that is read back from the compile cache may stand still: there the cache is off."""
+def test_the_import_is_light_and_jax_is_prepared():
   env = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
-  env |= {"XDG_CACHE_HOME": "/nowhere", "PYTHONPATH": str(ROOT)} | several
+  env |= {"XDG_CACHE_HOME": "/nowhere", "PYTHONPATH": str(ROOT)}
   done = subprocess.run([sys.executable, "-c", LIGHT], env=env, capture_output=True, text=True, timeout=120)
-  assert (done.returncode, done.stdout) == (0, f"/nowhere/gtpo_jax/xla {cached}\n"), done.stderr
+  assert (done.returncode, done.stdout) == (0, "/nowhere/gtpo_jax/xla\n"), done.stderr

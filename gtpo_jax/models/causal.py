@@ -66,7 +66,7 @@ def attend_causally(config: ModelConfig, mesh: Mesh, q: jax.Array, context: Cont
     if parts == 1:
       return local(q, context)
     if kind == "splash" and s % (2 * parts) == 0:  # blocks look at all keys, wherever the queries stand
-      return exchange(local(exchange(q, parts), context, part=paired(s, parts)), parts, back=True)
+      return exchange(local(exchange(q, parts), context, part=paired(s, parts)), parts)
     return local(q, context, part=contiguous(s, parts))
 
   kv_spec = (rows, None, "kv_heads" if split else None)

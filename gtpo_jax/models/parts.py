@@ -27,20 +27,14 @@ def paired(length: int, parts: int) -> Part:
 
   Of 2 parts runs, number i is together with the i-th from the end (2407.21783, section 3.3.2); `exchange` brings them there.
   """
-  held = np.zeros((parts, 2), int)
-  for half, pairs in enumerate(_routes(parts)):
-    for source, target in pairs:
-      held[target, half] = 2 * source + half
-  return Part(np.arange(length, dtype=np.int32).reshape(2 * parts, -1)[held].reshape(parts, -1), shard_number("position"))
+  runs = np.arange(length, dtype=np.int32).reshape(2 * parts, -1)
+  return Part(np.concatenate([runs[::2], runs[1::2][::-1]], axis=1), shard_number("position"))
 
 
-def exchange(x: jax.Array, parts: int, back: bool = False) -> jax.Array:
-  """Within `shard_map`: queries or what they saw [n, g, h, s, e], from `contiguous` parts to `paired` ones, or back."""
-  routes = [[pair[::-1] if back else pair for pair in pairs] for pairs in _routes(parts)]
-  halves = zip(jnp.split(x, 2, axis=3), routes, strict=True)
-  return jnp.concatenate([jax.lax.ppermute(half, mesh_axes("position"), pairs) for half, pairs in halves], axis=3)
+def exchange(x: jax.Array, parts: int) -> jax.Array:
+  """Within `shard_map`: queries or what they saw [n, g, h, s, e], from `contiguous` parts to `paired` ones, and from these back.
 
-
-def _routes(parts: int) -> list[list[tuple[int, int]]]:
-  """(from, to) of every shard's first half, and of every second half: a permutation of the shards each."""
-  return [[(i, min(run, 2 * parts - 1 - run)) for i, run in enumerate(range(half, 2 * parts, 2))] for half in range(2)]
+  Every shard keeps its first half; the second halves change places, the first shard's with the last's.
+  """
+  kept, sent = jnp.split(x, 2, axis=3)
+  return jnp.concatenate([kept, jax.lax.ppermute(sent, mesh_axes("position"), [(i, parts - 1 - i) for i in range(parts)])], axis=3)

@@ -26,10 +26,11 @@ def join(x: jax.Array) -> jax.Array:
 
 
 def check_positions(max_tokens: int, model: Qwen2) -> None:
-  """Refuses completions whose positions do not divide over the context axis, which would then split nothing."""
-  shards = axis_size(model.mesh, "position")
-  if max_tokens % shards:
-    raise UserError(f"sampling.max_tokens = {max_tokens} does not divide over mesh.context = {shards}; make it a multiple of {shards}")
+  """Refuses completions whose positions do not divide where there is a context axis: somewhere it would then split nothing."""
+  shards = axis_size(model.mesh, "sequence")
+  if axis_size(model.mesh, "position") > 1 and max_tokens % shards:
+    raise UserError(f"sampling.max_tokens = {max_tokens} does not divide over mesh.context x mesh.tensor = {shards}; make it a multiple "
+                    f"of {shards}")
 
 
 def check_divides(name: str, size: int, parts: int, model: Qwen2) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.errors import UserError
-from gtpo_jax.models import PRESETS, flash
+from gtpo_jax.models import PRESETS, flash, splash
 from gtpo_jax.models.attention import KV, Context
 from gtpo_jax.models.causal import attend_causally, attention_kind
 from gtpo_jax.models.cudnn import attend_by_cudnn
@@ -115,7 +115,18 @@ def test_positions_on_a_mesh(kind, loop, monkeypatch):
     assert_same(attend, *inputs(s=153, prompt=False))  # whose parts have no halves
 
 
-@pytest.mark.parametrize("parts", [2, 3, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("s", [786, 783])
+def test_parts_of_several_blocks(s, monkeypatch):
+  """A third of the queries, paired and not, takes three of the kernel's blocks, the last of them filled up."""
+  monkeypatch.setattr(splash, "BLOCKS", (128,))
+  config = dataclasses.replace(PRESETS["tiny"], attention="splash")
+  attend = functools.partial(attend_causally, config, make_mesh(1, 1, 1, jax.devices()[:3], context=3))
+  assert_same(attend, *inputs(s=s))
+  assert_same(attend, *in_two_segments(s=s))
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4, 5])
 def test_paired_parts_see_as_many_keys_and_queries_come_back(parts):
   mesh, s, found = make_mesh(1, 1, 1, jax.devices()[:parts], context=parts), 4 * parts, []
   spec = partition_spec((None, None, None, "position"))
@@ -123,7 +134,7 @@ def test_paired_parts_see_as_many_keys_and_queries_come_back(parts):
   def there_and_back(x):
     part, there = paired(s, parts), exchange(x, parts)
     found.append(part.places)
-    return there, jnp.asarray(part.places)[part.number][None, None, None, :, None], exchange(there, parts, back=True)
+    return there, jnp.asarray(part.places)[part.number][None, None, None, :, None], exchange(there, parts)
 
   places = jnp.arange(s).reshape(1, 1, 1, s, 1)
   there, told, back = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=spec, out_specs=(spec,) * 3))(places)

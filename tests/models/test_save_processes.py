@@ -64,7 +64,7 @@ def two(tmp_path_factory):
   with socket.socket() as free:
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
-  environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+  environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2"}
   children = [subprocess.Popen([sys.executable, "-c", CHILD, str(port), str(rank), home], cwd=ROOT, env=environment, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
   try:

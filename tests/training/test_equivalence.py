@@ -106,7 +106,7 @@ def test_in_two_processes(one_device, tmp_path):
   with socket.socket() as free:
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
-  environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "NPROC": "128", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+  environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "NPROC": "128"}
   command = [sys.executable, "-c", CHILD, str(port)]
   children = [subprocess.Popen([*command, str(rank), tmp_path / "out.npz"], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
                                stderr=subprocess.PIPE) for rank in range(2)]

@@ -308,7 +308,7 @@ def test_batches_that_do_not_divide_are_refused():
   check_positions(41, model)
   model = Qwen2(CONFIG, make_mesh(1, 1, 2, context=4))
   check_positions(40, model)
-  with pytest.raises(UserError, match=r"sampling.max_tokens = 42 does not divide over mesh.context = 4; make it a multiple of 4"):
+  with pytest.raises(UserError, match=r"sampling.max_tokens = 42 does not divide over mesh.context x mesh.tensor = 8; make it"):
     check_positions(42, model)
 
 # --- minibatches, epochs, moments ---
