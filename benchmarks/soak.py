@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py --minutes=60 --json=soak.json
 
-For a third of the time the job runs undisturbed; once a quarter of that is over, memory, open files and threads are looked at each
+For half of the time the job runs undisturbed; once a quarter of that is over, memory, open files and threads are looked at each
 second. Where it has got to is the end of the second run, which is killed again and again, and must leave the same metrics, samples and
 digests. Kills fall at random times, so that what they hit is chance; `tests/faults` has them at marked points.
 """
@@ -103,7 +103,7 @@ def main() -> None:
   args = parser.parse_args()
   folder, began = Path(tempfile.mkdtemp(prefix="gtpo_soak_")), time.monotonic()
   minutes = lambda: round((time.monotonic() - began) / 60, 1)
-  seen = leave_alone(folder / "whole", 20 * args.minutes)
+  seen = leave_alone(folder / "whole", 30 * args.minutes)
   steps, alone = steps_done(folder / "whole"), minutes()
   memory, files, threads = (tenths(values) for values in zip(*seen, strict=True))
   versions = {name: importlib.metadata.version(name) for name in ("jax", "orbax-checkpoint")}
