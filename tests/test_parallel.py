@@ -115,11 +115,12 @@ def test_constrain_is_the_identity_in_value_and_lays_out():
 
 def test_programs_of_several_cpu_devices_stay_out_of_the_compile_cache(tmp_path):
   """Read back from it, they have lost the order of their collectives, and may stand still."""
-  before = jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir
+  names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+  before = [getattr(jax.config, name) for name in names]
 
-  def keep(on, folder):
-    jax.config.update("jax_enable_compilation_cache", on)
-    jax.config.update("jax_compilation_cache_dir", folder)
+  def keep(*values):
+    for name, value in zip(names, values, strict=True):
+      jax.config.update(name, value)
     compilation_cache.reset_cache()
 
   def kept(factor):
@@ -127,7 +128,7 @@ def test_programs_of_several_cpu_devices_stay_out_of_the_compile_cache(tmp_path)
     return len(list(tmp_path.iterdir()))
 
   try:
-    keep(True, str(tmp_path))
+    keep(True, str(tmp_path), 0.0)
     alone = kept(2.0)
     single_device_mesh()
     assert 0 < alone < (more := kept(3.0))
