@@ -90,11 +90,11 @@ def single_device_mesh() -> Mesh:
 def sampling_mesh(mesh: Mesh, *sizes: int) -> Mesh:
   """The same devices in the same order for sampling, where there are no positions to split.
 
-  Of the context axis as much joins the tensor axis as all `sizes` divide over, which cuts the weights that each token reads; the rest
-  joins the batch's axes.
+  The context axis joins the tensor axis where all `sizes` divide over both, which cuts the weights that each token reads; else it joins the
+  batch's axes. Not some of it each: from there to here XLA then holds whole matrices on every device.
   """
   data, fsdp, context, tensor = mesh.devices.shape
-  more = max((k for k in range(1, context + 1) if context % k == 0 and not any(size % (k * tensor) for size in sizes)), default=1)
+  more = 1 if any(size % (context * tensor) for size in sizes) else context
   return mesh if context == 1 else make_mesh(data, fsdp * context // more, tensor * more, mesh.devices.flat)
 
 

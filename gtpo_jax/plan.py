@@ -113,6 +113,8 @@ def programs(config: Config, model: Qwen2) -> Iterator[tuple[int, jax.stages.Com
   for name, lowered, held in engine.programs(state.params, config.batch.prompts, group=config.own_group, sampler=config.sampler):
     peak, program = compile_peak(lowered, held)
     peaks.append(peak + (0 if name == "layout" else shard_bytes(state.params)))
+    if program is None:
+      break  # what comes next is made from it
   yield max(peaks) + rest + shard_bytes(state.opt_state), program
 
 

@@ -74,7 +74,7 @@ def test_logical_axes_by_hand():
 
 
 @pytest.mark.parametrize(("sizes", "heads", "fsdp", "tensor"), [
-    ((1, 2, 1, None, 4), 4, 2, 4), ((1, 2, 1, None, 4), 2, 4, 2), ((1, 2, 2, None, 2), 2, 4, 2), ((1, 1, 4, None, 2), 2, 2, 4)])
+    ((1, 2, 1, None, 4), 4, 2, 4), ((1, 2, 1, None, 4), 2, 8, 1), ((1, 2, 2, None, 2), 2, 4, 2), ((1, 1, 4, None, 2), 2, 2, 4)])
 def test_sampling_has_heads_or_rows_where_training_has_positions(sizes, heads, fsdp, tensor):
   mesh = make_mesh(*sizes)
   found = sampling_mesh(mesh, heads, 64)
