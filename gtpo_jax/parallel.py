@@ -75,8 +75,8 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
 
 
 def _leave_compile_cache() -> None:
-  """XLA has all devices take up a program's collectives in one order. A CPU program that was read back from the cache has lost that order,
-  and its devices may wait for one another for ever (jaxlib 0.10.2)."""
+  """A CPU program that was read back from the cache may stand still, its devices waiting for one another in different collectives; freshly
+  compiled it does not (jaxlib 0.10.2). It seems to have lost the order in which XLA has devices take collectives up."""
   if jax.config.jax_enable_compilation_cache:
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX decides once whether it has a cache; this makes it decide again

@@ -114,7 +114,7 @@ def test_constrain_is_the_identity_in_value_and_lays_out():
 
 
 def test_programs_of_several_cpu_devices_stay_out_of_the_compile_cache(tmp_path):
-  """Read back from it, they have lost the order of their collectives, and may stand still."""
+  """Read back from it, they may stand still."""
   names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
   before = [getattr(jax.config, name) for name in names]
 
