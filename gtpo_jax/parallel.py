@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from flax.serialization import msgpack_restore, msgpack_serialize
 from jax.experimental import multihost_utils
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gtpo_jax.errors import KINDS, UserError
+from gtpo_jax.start import use_compile_cache
 
 Made = TypeVar("Made")
 MESH_AXES = ("data", "fsdp", "context", "tensor")
@@ -70,16 +70,10 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
     raise UserError(f"a mesh of {shape} does not fit {len(devices)} device(s): the product must be {len(devices)}; "
                     f"set one axis to -1 to fill it in")
   if len(devices) > 1 and devices[0].platform == "cpu":
-    _leave_compile_cache()
+    # A program read back from the cache may stand still here, its devices waiting for one another in different collectives; freshly
+    # compiled it does not (jaxlib 0.10.2). It seems to have lost the order in which XLA has devices take collectives up.
+    use_compile_cache(False)
   return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-
-
-def _leave_compile_cache() -> None:
-  """A CPU program that was read back from the cache may stand still, its devices waiting for one another in different collectives; freshly
-  compiled it does not (jaxlib 0.10.2). It seems to have lost the order in which XLA has devices take collectives up."""
-  if jax.config.jax_enable_compilation_cache:
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # JAX decides once whether it has a cache; this makes it decide again
 
 
 def single_device_mesh() -> Mesh:

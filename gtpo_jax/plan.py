@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from gtpo_jax.arrays import Rollouts, Verdicts
 from gtpo_jax.collect import batch_like
@@ -23,6 +22,7 @@ from gtpo_jax.models.qwen2 import Qwen2, abstract_params
 from gtpo_jax.parallel import axis_size, make_mesh, named_sharding
 from gtpo_jax.roofline import sample_seconds, update_flops, update_seconds
 from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.start import use_compile_cache
 from gtpo_jax.topology import Chip, topology_devices
 from gtpo_jax.training.micro_batches import check_divides, check_positions
 from gtpo_jax.training.state import Optimizer, abstract_state, make_optimizer
@@ -182,13 +182,11 @@ def compile_peak(lowered: jax.stages.Lowered, arguments: Any) -> tuple[int, jax.
 def no_compile_cache() -> Iterator[None]:
   """Within it nothing is read from or written to JAX's compile cache: a program for devices that are not here can be written, not read."""
   before = jax.config.jax_enable_compilation_cache
-  jax.config.update("jax_enable_compilation_cache", False)
-  compilation_cache.reset_cache()  # JAX decides once whether it has a cache; this makes it decide again
+  use_compile_cache(False)
   try:
     yield
   finally:
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
+    use_compile_cache(before)
 
 
 def abstract_batch(config: Config, model: Qwen2) -> tuple[Rollouts, Verdicts]:

@@ -29,6 +29,15 @@ def prepare_jax() -> None:
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def use_compile_cache(on: bool) -> None:
+  """Turns JAX's compile cache on or off, whatever was compiled before."""
+  import jax
+  from jax.experimental.compilation_cache import compilation_cache
+  if jax.config.jax_enable_compilation_cache != on:
+    jax.config.update("jax_enable_compilation_cache", on)
+    compilation_cache.reset_cache()  # JAX decides once whether it has a cache; this makes it decide again
+
+
 def give_threads() -> None:
   """Gives virtual CPU devices threads enough, through a variable that XLA reads when it makes its devices.
 
