@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gtpo_jax.start import prepare_jax
+from gtpo_jax.runtime.startup import prepare_jax
 
 prepare_jax()  # before JAX is imported
 
@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from gtpo_jax.models import PRESETS, Qwen2, init_params
 from gtpo_jax.models.presets import DTYPES
-from gtpo_jax.parallel import make_mesh
+from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.filters import Sampler
 from gtpo_jax.sampling.slots import Limits

@@ -16,7 +16,7 @@ import re
 import time
 from pathlib import Path
 
-from gtpo_jax.start import prepare_jax
+from gtpo_jax.runtime.startup import prepare_jax
 
 prepare_jax()  # before JAX is imported
 
@@ -24,12 +24,12 @@ import jax
 
 from gtpo_jax.models import PRESETS, Qwen2
 from gtpo_jax.models.qwen2 import abstract_params
-from gtpo_jax.parallel import make_mesh
-from gtpo_jax.plan import compile_peak, shard_bytes
+from gtpo_jax.planning.plan import compile_peak, shard_bytes
+from gtpo_jax.planning.topology import topology_devices
+from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.filters import Sampler
 from gtpo_jax.sampling.slots import Limits
-from gtpo_jax.topology import topology_devices
 
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 ARRAY = re.compile(r"\b(pred|[a-z]+?)(\d*)(?:e\w+)?\[([\d,]*)\](\{[^}]*\})?")

@@ -19,14 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from gtpo_jax.start import prepare_jax
+from gtpo_jax.runtime.startup import prepare_jax
 
 prepare_jax()  # before JAX is imported
 
 import jax
 
 from gtpo_jax.models import ModelConfig, Qwen2, init_params
-from gtpo_jax.parallel import make_mesh
+from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.filters import Sampler
 from gtpo_jax.sampling.slots import Limits

@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 
-from gtpo_jax.start import prepare_jax
+from gtpo_jax.runtime.startup import prepare_jax
 
 prepare_jax()  # before JAX is imported
 
 from gtpo_jax.config import default_config, freeze
-from gtpo_jax.errors import UserError
-from gtpo_jax.plan import laid_out, measured
-from gtpo_jax.topology import topology_devices
+from gtpo_jax.planning.plan import laid_out, measured
+from gtpo_jax.planning.topology import topology_devices
+from gtpo_jax.runtime.errors import UserError
 
 SLICES = {64: "v5p:4x4x4", 256: "v5p:4x8x8", 1024: "v5p:8x8x16"}
 GROUP = 4  # completions of each prompt

@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 
-from gtpo_jax.start import prepare_jax
+from gtpo_jax.runtime.startup import prepare_jax
 
 prepare_jax()  # before JAX is imported
 
@@ -24,7 +24,7 @@ import jax
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rollouts, Verdicts
 from gtpo_jax.models import ModelConfig, Qwen2, init_params
-from gtpo_jax.parallel import make_mesh, shard_batch
+from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.training import update as update_module
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 

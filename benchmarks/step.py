@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from gtpo_jax.start import prepare_jax
+from gtpo_jax.runtime.startup import prepare_jax
 
 prepare_jax()  # before JAX is imported
 
@@ -25,7 +25,8 @@ jax.config.update("jax_compilation_cache_dir", None)  # the first step shows a r
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Verdicts
 from gtpo_jax.models import ModelConfig, Qwen2, init_params
-from gtpo_jax.parallel import fetch, make_mesh, shard_batch
+from gtpo_jax.runtime.distributed import fetch
+from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.filters import Sampler
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer

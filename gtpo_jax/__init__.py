@@ -15,8 +15,8 @@ __version__ = "0.1.0"
 __all__ = ["algorithms", "default_config", "load_config", "models", "rewards", "steps", "train"]
 
 _LIBRARY = ("algorithms", "models", "rewards")
-_PROGRAM = {"default_config": ("config", "default_config"), "load_config": ("config", "load"), "steps": ("train", "steps"),
-            "train": ("train", None)}  # the module, which may be called
+_PROGRAM = {"default_config": ("config", "default_config"), "load_config": ("config", "load"), "steps": ("loop", "steps"),
+            "train": ("loop", "train")}
 
 
 def __getattr__(name: str) -> Any:
@@ -24,11 +24,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   if name in _LIBRARY:
     return importlib.import_module(f"{__name__}.{name}")
-  from gtpo_jax.start import prepare_jax
+  from gtpo_jax.runtime.startup import prepare_jax
   prepare_jax()
   part, function = _PROGRAM[name]
   module = importlib.import_module(f"{__name__}.{part}")
-  return getattr(module, function) if function else module
+  return getattr(module, function)
 
 
 def __dir__() -> list[str]:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from etils import epath
 
-from gtpo_jax.errors import RunError, UserError, first_line, nearest
-from gtpo_jax.start import join_processes, prepare_jax
-from gtpo_jax.stopping import StopSignals
+from gtpo_jax.runtime.errors import RunError, UserError, first_line, nearest
+from gtpo_jax.runtime.signals import StopSignals
+from gtpo_jax.runtime.startup import join_processes, prepare_jax
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 COMMANDS = ("train", "eval", "sample", "export", "plan", "report", "doctor")
@@ -145,10 +145,10 @@ def _train(args: argparse.Namespace, overrides: list[str]) -> int:
   prepare_jax()
   join_processes()
   from gtpo_jax import config as configs
-  from gtpo_jax.parallel import is_first
+  from gtpo_jax.loop import train
   from gtpo_jax.reporting.display import Display
-  from gtpo_jax.train import train
-  config, display, stop = configs.load(args.config, overrides), Display(is_first()), StopSignals()
+  from gtpo_jax.runtime.distributed import is_first_process
+  config, display, stop = configs.load(args.config, overrides), Display(is_first_process()), StopSignals()
   with stop, _abreast():
     try:
       result = train(config, args.workdir, display, stop.asked)
@@ -186,10 +186,10 @@ def _abreast() -> Iterator[None]:
 def _eval(args: argparse.Namespace, overrides: list[str]) -> int:
   prepare_jax()
   from gtpo_jax import config as configs
-  from gtpo_jax.evaluation import evaluate_run
-  from gtpo_jax.frozen import find_policy
+  from gtpo_jax.evaluation.evaluate import evaluate_run
   from gtpo_jax.models.folder import find, is_hf_folder
-  from gtpo_jax.problems import held_out_problems
+  from gtpo_jax.rollout.policies import find_policy
+  from gtpo_jax.rollout.problems import held_out_problems
   if is_hf_folder(find(str(args.model))) and not args.config:
     raise UserError(f"{str(args.model)!r} is a Hugging Face folder: give --config=FILE, which says what to evaluate it on")
   ks = _numbers(args.k)
@@ -230,7 +230,7 @@ def _sample(args: argparse.Namespace, overrides: list[str]) -> int:
   import jax
 
   from gtpo_jax.data.records import user
-  from gtpo_jax.frozen import open_policy
+  from gtpo_jax.rollout.policies import open_policy
   actor, _, params, _ = open_policy(args.model, args.step, None, args.max_tokens)
   ids = actor.chat.encode_prompt(user(args.prompt))
   policy, key = actor.policy(params), jax.random.key(args.seed)
@@ -267,7 +267,7 @@ def _export(args: argparse.Namespace, overrides: list[str]) -> int:
 def _plan(args: argparse.Namespace, overrides: list[str]) -> int:
   prepare_jax()
   from gtpo_jax import config as configs
-  from gtpo_jax.plan import plan, table
+  from gtpo_jax.planning.plan import plan, table
   _check_writable(args.json)
   result = plan(configs.load(args.config, overrides), args.topology)
   print(table(result))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from gtpo_jax.errors import first_line
 from gtpo_jax.rewards import sandbox_problem
+from gtpo_jax.runtime.errors import first_line
 
 OPTIONAL = {  # distribution: what it is for, and the extra that brings it
     "libtpu": ("TPU chips, and gtpo plan for TPUs", "plan"),

@@ -10,11 +10,11 @@ from typing import Any
 
 from gtpo_jax.algorithms import RECIPES
 from gtpo_jax.config import Config, flatten, to_dict
-from gtpo_jax.errors import UserError
-from gtpo_jax.frozen import open_policy
 from gtpo_jax.models import save, save_adapter
 from gtpo_jax.models.folder import is_hf_folder
 from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.rollout.policies import open_policy
+from gtpo_jax.runtime.errors import UserError
 
 PACKAGES = ("gtpo_jax", "jax", "flax", "optax", "transformers")
 

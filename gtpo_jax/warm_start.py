@@ -8,11 +8,12 @@ import jax
 import numpy as np
 
 from gtpo_jax.config import Config
-from gtpo_jax.errors import UserError
 from gtpo_jax.models.qwen2 import Params
-from gtpo_jax.parallel import fetch, named_sharding
 from gtpo_jax.reporting.display import Display
-from gtpo_jax.rollout import Actor
+from gtpo_jax.rollout.worker import Actor
+from gtpo_jax.runtime.distributed import fetch
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import named_sharding
 from gtpo_jax.sampling.engine import pad_prompts
 from gtpo_jax.training.imitation import Demonstrations, make_imitation
 from gtpo_jax.training.micro_batches import check_divides

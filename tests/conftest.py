@@ -18,7 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import jax  # after its settings
 
-from gtpo_jax.start import give_threads
+from gtpo_jax.runtime.startup import give_threads
 
 
 def pytest_runtest_setup(item):

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import RECIPES
-from gtpo_jax.checkpoint import Checkpoints
+from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.config import load
 from gtpo_jax.config.sections import AlgorithmSection
+from gtpo_jax.loop import base_model, train
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
-from gtpo_jax.rollout import Actor
-from gtpo_jax.train import base_model, train
+from gtpo_jax.rollout.worker import Actor
 
 
 @pytest.fixture(scope="module")

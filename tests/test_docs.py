@@ -12,7 +12,7 @@ import pytest
 
 from gtpo_jax import cli, config
 from gtpo_jax.config import Config, flatten, to_dict
-from gtpo_jax.errors import UserError
+from gtpo_jax.runtime.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -79,7 +79,7 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
   import jax
 
   from gtpo_jax import models
-  from gtpo_jax.parallel import single_device_mesh
+  from gtpo_jax.runtime.mesh import single_device_mesh
   shape, rng = (2, 4, 3), np.random.default_rng(0)
   namespace = {"H": rng.random(shape, np.float32), "m": np.ones(shape, bool), "c": np.tile([True, False], (2, 2)),
                "r": np.ones(shape[:2], np.float32), "lp": np.float32(-rng.random(shape)), "lp0": np.float32(-rng.random(shape))}

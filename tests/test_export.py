@@ -14,9 +14,9 @@ from flax.traverse_util import flatten_dict
 
 from gtpo_jax import cli
 from gtpo_jax.data.chat import load_chat
-from gtpo_jax.frozen import open_policy
 from gtpo_jax.models import load
 from gtpo_jax.models.lora import merge_lora
+from gtpo_jax.rollout.policies import open_policy
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["--config.data.terms=2", "--config.batch.prompts=8", "--config.batch.group=4", "--config.eval.problems=8",

@@ -17,7 +17,7 @@ from gtpo_jax.algorithms.selection import highest, informative, zero_reward
 from gtpo_jax.algorithms.settings import Settings
 from gtpo_jax.algorithms.shaping import Credit, Shaped, Signals, completion_entropy, entropy_credit, entropy_shares, plain_reward
 from gtpo_jax.arrays import masked_mean
-from gtpo_jax.errors import UserError, nearest
+from gtpo_jax.runtime.errors import UserError, nearest
 
 
 @dataclasses.dataclass(frozen=True)

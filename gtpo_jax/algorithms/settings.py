@@ -10,7 +10,7 @@ from gtpo_jax.algorithms.losses import AVERAGES
 from gtpo_jax.algorithms.ratios import SEQUENCE_RATIOS
 from gtpo_jax.algorithms.relative_entropy import COMPARE
 from gtpo_jax.algorithms.shaping import MEANS
-from gtpo_jax.errors import UserError
+from gtpo_jax.runtime.errors import UserError
 
 LENGTH_PENALTIES = ("overlong", "r_length", "group_relative")
 INFINITY = float("inf")

@@ -17,7 +17,7 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict, config_flags
 
 from gtpo_jax.config.whole import Config, flatten, to_dict
-from gtpo_jax.errors import UserError, nearest
+from gtpo_jax.runtime.errors import UserError, nearest
 
 
 def default_config() -> ConfigDict:

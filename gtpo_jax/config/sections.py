@@ -5,7 +5,7 @@ import dataclasses
 import math
 
 from gtpo_jax.algorithms import Settings
-from gtpo_jax.errors import UserError
+from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.filters import Sampler
 from gtpo_jax.sampling.slots import Limits
 from gtpo_jax.training.state import OptimizerConfig

@@ -26,9 +26,9 @@ from gtpo_jax.config.sections import (
 )
 from gtpo_jax.data.sources import is_source
 from gtpo_jax.data.tasks import TASKS, Task, make_task
-from gtpo_jax.errors import UserError, nearest
 from gtpo_jax.models.folder import find, read_config
 from gtpo_jax.models.presets import PRESETS, Lora, ModelConfig
+from gtpo_jax.runtime.errors import UserError, nearest
 from gtpo_jax.sampling.filters import Sampler
 from gtpo_jax.sampling.slots import Limits
 from gtpo_jax.training.state import OptimizerConfig

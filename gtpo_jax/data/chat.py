@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gtpo_jax.errors import UserError, first_line
-from gtpo_jax.files import inside, read_json
+from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.files import inside, read_json
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gtpo_jax.data.records import Problem, Problems
-from gtpo_jax.errors import UserError
+from gtpo_jax.runtime.errors import UserError
 
 
 class Batches:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_jax.data.records import Problem, user
-from gtpo_jax.errors import UserError, first_line
+from gtpo_jax.runtime.errors import UserError, first_line
 
 FILES = (".jsonl", ".jsonl.gz", ".parquet")
 RECORDS = "records:"  # begins the name of what a program handed over

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from gtpo_jax.data.records import Problem, user
-from gtpo_jax.errors import UserError, nearest
+from gtpo_jax.runtime.errors import UserError, nearest
 
 HELD_OUT = 8    # one problem in this many
 MOST = 1 << 22  # problems a task numbers; of a larger space it takes a fixed sample

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from gtpo_jax.errors import UserError
 from gtpo_jax.models.attention import KV, Context
 from gtpo_jax.models.cudnn import attend_by_cudnn
 from gtpo_jax.models.flash import attend_in_blocks
 from gtpo_jax.models.parts import contiguous, exchange, paired
 from gtpo_jax.models.presets import ModelConfig
 from gtpo_jax.models.splash import attend_by_splash
-from gtpo_jax.parallel import axis_size, gathered, partition_spec, shard_number, uneven, where_even
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import axis_size, gathered, partition_spec, shard_number, uneven, where_even
 
 
 def attention_kind(config: ModelConfig, mesh: Mesh) -> str:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from gtpo_jax.parallel import gathered, mesh_axes, partition_spec, scattered, shard_number, where_even
+from gtpo_jax.runtime.mesh import gathered, mesh_axes, partition_spec, scattered, shard_number, where_even
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

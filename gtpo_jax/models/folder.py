@@ -10,9 +10,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gtpo_jax.errors import UserError, first_line
-from gtpo_jax.files import printable, read_json
 from gtpo_jax.models.presets import ModelConfig, Yarn
+from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.files import printable, read_json
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILES = ("*.json", "*.safetensors", "merges.txt", "*.jinja", "tokenizer.model")

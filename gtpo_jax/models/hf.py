@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from gtpo_jax.errors import UserError
-from gtpo_jax.files import printable
 from gtpo_jax.models.lora import merge_lora
 from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
-from gtpo_jax.parallel import fetch, named_sharding
+from gtpo_jax.runtime.distributed import fetch
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.files import printable
+from gtpo_jax.runtime.mesh import named_sharding
 
 # Our path within a layer, its Hugging Face name, and whether that is a torch linear weight [out, in].
 LAYER_NAMES: tuple[tuple[tuple[str, str], str, bool], ...] = (

@@ -14,13 +14,13 @@ import numpy as np
 import safetensors
 from jax.sharding import Mesh
 
-from gtpo_jax.errors import UserError, first_line
-from gtpo_jax.files import inside, printable, read_json
 from gtpo_jax.models.folder import find, read_config
 from gtpo_jax.models.hf import params_from_hf
 from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.qwen2 import Params, Qwen2
-from gtpo_jax.parallel import single_device_mesh
+from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.files import inside, printable, read_json
+from gtpo_jax.runtime.mesh import single_device_mesh
 
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F32", "BF16", "F16")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gtpo_jax.parallel import mesh_axes, shard_number
+from gtpo_jax.runtime.mesh import mesh_axes, shard_number
 
 
 class Part(NamedTuple):

@@ -6,7 +6,7 @@ import math
 
 import jax.numpy as jnp
 
-from gtpo_jax.errors import UserError, nearest
+from gtpo_jax.runtime.errors import UserError, nearest
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 PRECISIONS = ("default", "high", "highest")

@@ -22,7 +22,7 @@ from gtpo_jax.models.causal import attend_causally
 from gtpo_jax.models.embedding import look_up
 from gtpo_jax.models.flash import SAVED
 from gtpo_jax.models.presets import DTYPES, ModelConfig
-from gtpo_jax.parallel import axis_size, constrain, partition_spec, uneven, where_even
+from gtpo_jax.runtime.mesh import axis_size, constrain, partition_spec, uneven, where_even
 
 Params = dict[str, Any]
 Rope = tuple[jax.Array, jax.Array]

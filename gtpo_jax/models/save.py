@@ -18,10 +18,10 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all, sync_global_devices
 
-from gtpo_jax.errors import UserError
 from gtpo_jax.models.hf import LAYER_NAMES, hf_from_adapters, hf_from_params, hf_shapes
 from gtpo_jax.models.presets import DTYPES, ModelConfig
 from gtpo_jax.models.qwen2 import Params, Qwen2
+from gtpo_jax.runtime.errors import UserError
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gtpo_jax.config import Config, to_dict
-from gtpo_jax.errors import UserError
+from gtpo_jax.runtime.errors import UserError
 
 
 class Board(Protocol):

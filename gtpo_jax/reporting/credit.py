@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from gtpo_jax.algorithms import informative
-from gtpo_jax.collect import Experience
 from gtpo_jax.data.chat import Chat
-from gtpo_jax.errors import UserError, first_line
-from gtpo_jax.parallel import fetch, is_first
+from gtpo_jax.rollout.experience import Experience
+from gtpo_jax.runtime.distributed import fetch, is_first_process
+from gtpo_jax.runtime.errors import UserError, first_line
 
 FOLDER, FORMAT = "credit", 1
 
@@ -62,7 +62,7 @@ TEXTS = ("pieces", "prompts", "answers")
 def write_credit(workdir: Path, step: int, batch: Experience, chat: Chat, groups: int) -> None:
   """Keeps a step's batch, and the tokens of `groups` of its groups, the most mixed first. All processes call it, the first writes."""
   arrays = fetch({"rollouts": batch.rollouts.replace(prompts=None), "verdicts": batch.verdicts})
-  if not is_first():
+  if not is_first_process():
     return
   r, v, none = arrays["rollouts"], arrays["verdicts"], np.zeros(batch.correct.shape, bool)
   counted = ~none if v.counted is None else v.counted

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gtpo_jax.parallel import from_first, is_first
 from gtpo_jax.reporting.boards import Board, TensorBoard
 from gtpo_jax.reporting.credit import cut_credit_back
+from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
 
 
 class Journal:
@@ -23,7 +23,7 @@ class Journal:
     self.metrics_file, self._samples_file = workdir / "metrics.jsonl", workdir / "samples.jsonl"
     self._evaluations_file = workdir / "evaluations.jsonl"
     self._boards: list[Board] = []
-    if not is_first():
+    if not is_first_process():
       return
     for file in (self.metrics_file, self._evaluations_file, self._samples_file):
       _cut_back(file, resumed_step)
@@ -32,13 +32,13 @@ class Journal:
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
     """One object for the step: plain numbers, null for one that is not finite."""
-    if is_first():
+    if is_first_process():
       _append(self.metrics_file, {"step": step, **_finite(metrics)})
       self._show(step, metrics)
 
   def amend(self, step: int, metrics: Mapping[str, float]) -> None:
     """Adds numbers to the object of a step that is already written."""
-    if is_first():
+    if is_first_process():
       _rewrite(self.metrics_file, (row | _finite(metrics) if row["step"] == step else row for row in _each(self.metrics_file)))
       self._show(step, metrics)
 
@@ -48,19 +48,19 @@ class Journal:
 
   def write_evaluation(self, step: int, summary: Mapping[str, Any]) -> None:
     """What `Evaluation.summary` gives: every metric at each k, with its interval."""
-    if is_first():
+    if is_first_process():
       _append(self._evaluations_file, {"step": step, **summary})
 
   def write_sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
     """One completion, to see what the policy writes."""
-    if is_first():
+    if is_first_process():
       _append(self._samples_file, {"step": step, "prompt": prompt, "completion": completion, "correct": correct})
     for board in self._boards:
       board.sample(step, prompt, completion, correct)
 
   def read(self, only: str = "") -> list[dict[str, Any]]:
     """Every line of metrics.jsonl: of its numbers those whose names begin with `only`, and the step."""
-    return from_first(lambda: [{name: value for name, value in row.items() if name == "step" or name.startswith(only)}
+    return broadcast_from_first(lambda: [{name: value for name, value in row.items() if name == "step" or name.startswith(only)}
                                for row in _each(self.metrics_file)])
 
   def close(self) -> None:

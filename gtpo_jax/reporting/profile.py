@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from gtpo_jax.parallel import is_first
+from gtpo_jax.runtime.distributed import is_first_process
 
 
 def trace_window(window: tuple[int, int] | None, steps: range, folder: Path) -> Iterator[int]:
@@ -18,7 +18,7 @@ def trace_window(window: tuple[int, int] | None, steps: range, folder: Path) -> 
 
   The trace is written into `folder` when the window is over, or the loop is left within it. The first process alone traces.
   """
-  first, last = window if window and is_first() else (0, 0)
+  first, last = window if window and is_first_process() else (0, 0)
   tracing = False
   try:
     for step in steps:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from gtpo_jax.algorithms import Algorithm, make
+from gtpo_jax.checkpoint.workdir import MAY_CHANGE
 from gtpo_jax.config import Config, flatten, to_dict
-from gtpo_jax.errors import UserError
 from gtpo_jax.reporting.journal import read_jsonl
-from gtpo_jax.workdir import MAY_CHANGE
+from gtpo_jax.runtime.errors import UserError
 
 # What does not make another kind of run: chance, and where and how it is run and written down.
 ALIKE = ("seed", *(name for name in MAY_CHANGE if name not in ("steps", "eval")))

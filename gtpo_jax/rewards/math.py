@@ -18,10 +18,10 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from gtpo_jax.errors import UserError, nearest
 from gtpo_jax.rewards.exact import CLOSE, MAX_DEPTH, OPEN
 from gtpo_jax.rewards.pool import Pool, shared_pool, wait_all
 from gtpo_jax.rewards.values import SPACE, WORDS, clean, read, same
+from gtpo_jax.runtime.errors import UserError, nearest
 
 MAX_CHARS = 1000  # of an answer; the longest gold of MATH-500 has 159
 RULES = ("math", "dapo")

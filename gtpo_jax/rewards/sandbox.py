@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 
-from gtpo_jax.errors import UserError, first_line
+from gtpo_jax.runtime.errors import UserError, first_line
 
 MIB = 2**20
 TMP_MIB = 64  # size of the private /tmp

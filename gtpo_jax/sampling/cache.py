@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from gtpo_jax.models.attention import KV, Seen, Source, join, look
 from gtpo_jax.models.presets import DTYPES
 from gtpo_jax.models.qwen2 import Qwen2
-from gtpo_jax.parallel import axis_size, batch_shards, constrain, named_sharding
+from gtpo_jax.runtime.mesh import axis_size, batch_shards, constrain, named_sharding
 from gtpo_jax.sampling.ragged import look_back
 
 

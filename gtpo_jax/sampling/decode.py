@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention import KV, MASKED
 from gtpo_jax.models.qwen2 import Qwen2, Unstacked, decode_step, next_logits, prefill
-from gtpo_jax.parallel import constrain
+from gtpo_jax.runtime.mesh import constrain
 from gtpo_jax.sampling.cache import Seats, Slots, View, take_seats, within_shards, write_back
 from gtpo_jax.sampling.filters import Sampler
 from gtpo_jax.sampling.slots import Control

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from gtpo_jax.arrays import Prompts, Rollouts
-from gtpo_jax.errors import UserError
 from gtpo_jax.models.lora import merge_lora, without_lora
 from gtpo_jax.models.qwen2 import Params, Qwen2, Unstacked, sampling_layout
-from gtpo_jax.parallel import batch_shards, sampling_mesh
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import batch_shards, sampling_mesh
 from gtpo_jax.sampling.cache import Seats, Slots, abstract, empty, fewer, longer
 from gtpo_jax.sampling.decode import Chunk, decode_chunk, read_prompts
 from gtpo_jax.sampling.filters import Sampler

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.errors import UserError
+from gtpo_jax.runtime.errors import UserError
 
 BLOCK = 128  # words a block of the two-level draw: one TPU lane row
 

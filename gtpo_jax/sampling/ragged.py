@@ -11,7 +11,7 @@ from jax.experimental.pallas import triton
 
 from gtpo_jax.models.attention import KV, MASKED, Seen
 from gtpo_jax.models.qwen2 import Qwen2
-from gtpo_jax.parallel import axis_size, partition_spec
+from gtpo_jax.runtime.mesh import axis_size, partition_spec
 
 LANES = 128   # positions come in multiples of it
 BLOCKS = (512, 256, 128)  # positions read at once: the largest that divides the cache

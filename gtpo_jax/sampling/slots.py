@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gtpo_jax.errors import UserError
+from gtpo_jax.runtime.errors import UserError
 
 KERNELS = {"pallas": "tpu", "triton": "gpu"}  # of attention, and where they run
 

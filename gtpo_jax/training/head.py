@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from gtpo_jax.arrays import Packing, Prompts, Rollouts
 from gtpo_jax.models.embedding import place_among
 from gtpo_jax.models.qwen2 import Params, Qwen2
-from gtpo_jax.parallel import axis_size, gathered, mesh_axes, partition_spec, scattered, shard_number
+from gtpo_jax.runtime.mesh import axis_size, gathered, mesh_axes, partition_spec, scattered, shard_number
 from gtpo_jax.training.micro_batches import join, split
 
 TokenLoss = Callable[[jax.Array, Any], jax.Array]  # (log-probs f32[b, c], arrays [b, c] of the same tokens) -> their sum of losses f32[]

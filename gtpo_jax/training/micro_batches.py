@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.errors import UserError
 from gtpo_jax.models.qwen2 import Qwen2
-from gtpo_jax.parallel import axis_size, batch_shards, constrain
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import axis_size, batch_shards, constrain
 
 
 def split(batch: Any, parts: int, model: Qwen2) -> Any:

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gtpo_jax.errors import UserError
 from gtpo_jax.models.lora import partition
 from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
-from gtpo_jax.parallel import named_sharding
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import named_sharding
 
 SCHEDULES = ("constant", "cosine", "linear")
 MOMENTUM_DTYPES = ("", "float32", "bfloat16")

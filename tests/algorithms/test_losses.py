@@ -7,7 +7,7 @@ import pytest
 from recipe_cases import random_policies
 
 from gtpo_jax.algorithms import losses, make, ratios
-from gtpo_jax.errors import UserError
+from gtpo_jax.runtime.errors import UserError
 
 AVERAGES = {name: jax.jit(average) for name, average in losses.AVERAGES.items()}
 token_ratio, sequence_ratio = jax.jit(ratios.token_ratio), jax.jit(ratios.sequence_ratio)

@@ -7,7 +7,7 @@ import pytest
 
 from gtpo_jax.algorithms import RECIPES, make
 from gtpo_jax.algorithms.settings import BOUNDS, Settings
-from gtpo_jax.errors import UserError
+from gtpo_jax.runtime.errors import UserError
 
 EVERYWHERE = {"eps_low": 0.2, "eps_high": 0.28, "average": "token", "dual_clip": 0.0, "kl_weight": 0.0, "tis_cap": 0.0,
               "length_penalty": "overlong", "overlong_buffer": 0, "gamma": 0.75, "overlong_filter": False, "dynamic_sampling": False}

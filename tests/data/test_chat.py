@@ -11,7 +11,7 @@ from gtpo_jax.data import train_tokenizer
 from gtpo_jax.data.chat import TOKENIZER_DIR, load_chat
 from gtpo_jax.data.records import user
 from gtpo_jax.data.tasks import TASKS, make_task
-from gtpo_jax.errors import UserError
+from gtpo_jax.runtime.errors import UserError
 
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEXTS = ["12+7=19,19-5=14", "The answer is 42.", "naïve café, 日本語, 🙂", "a\nb\n\n  c\t d", "x < y | z > w", "<|im_", "|>", "\x00\x01",

@@ -10,7 +10,7 @@ import pytest
 from gtpo_jax.data.pipeline import Batches as MixedBatches
 from gtpo_jax.data.pipeline import fixed_sample
 from gtpo_jax.data.tasks import TaskPart, make_task
-from gtpo_jax.errors import UserError
+from gtpo_jax.runtime.errors import UserError
 
 SIZE = 11
 
@@ -125,7 +125,7 @@ jax.distributed.initialize(address, processes, process)
 from jax.experimental import multihost_utils
 from gtpo_jax.data.pipeline import Batches
 from gtpo_jax.data.tasks import TaskPart, make_task
-from gtpo_jax.parallel import make_mesh, named_sharding
+from gtpo_jax.runtime.mesh import make_mesh, named_sharding
 sums, countdown = make_task("sums", 1, 9), make_task("countdown", 3, 9)
 parts = [(TaskPart(sums, sums.train_ids), 2.0), (TaskPart(countdown, countdown.train_ids), 1.0)]
 batches = Batches(parts, 12, 3, jax.process_index(), jax.process_count())

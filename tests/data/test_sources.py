@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gtpo_jax.data.sources import is_source, load_source
-from gtpo_jax.errors import UserError
+from gtpo_jax.runtime.errors import UserError
 
 REAL = Path(__file__).parents[3] / "shared" / "data"
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from gtpo_jax.data.tasks import HELD_OUT, MOST, TASKS, Countdown, RunningSums, make_task
-from gtpo_jax.errors import UserError
 from gtpo_jax.rewards import VERIFIERS, countdown_correct
+from gtpo_jax.runtime.errors import UserError
 
 DIFFICULTIES = [("sums", 0, 0), ("sums", 1, 9), ("sums", 6, 4), ("countdown", 0, 0), ("countdown", 2, 20), ("countdown", 4, 30)]
 

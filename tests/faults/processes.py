@@ -7,8 +7,8 @@ from pathlib import Path
 
 from etils import epath
 
+from gtpo_jax.checkpoint.integrity import check_seal
 from gtpo_jax.reporting.journal import read_jsonl
-from gtpo_jax.seal import check_seal
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 STEPS = 6

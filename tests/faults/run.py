@@ -10,15 +10,14 @@ import time
 
 import jax
 
-import gtpo_jax.checkpoint
-import gtpo_jax.evaluation
-import gtpo_jax.train
+import gtpo_jax.checkpoint.manager
+import gtpo_jax.loop
 import gtpo_jax.warm_start
-from gtpo_jax.checkpoint import Checkpoints
+from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.cli import main
-from gtpo_jax.judging import Judge
 from gtpo_jax.reporting.journal import Journal
-from gtpo_jax.rollout import Actor
+from gtpo_jax.rollout.scoring import Judge
+from gtpo_jax.rollout.worker import Actor
 
 evaluating = False
 
@@ -70,7 +69,7 @@ def after(owner, name, reached):
 
 def mark(place, reached):
   """Puts `reached` at a place."""
-  whole_evaluation, make_update, save = gtpo_jax.train.evaluate_run, gtpo_jax.train.make_update, Checkpoints.save
+  whole_evaluation, make_update, save = gtpo_jax.loop.evaluate_run, gtpo_jax.loop.make_update, Checkpoints.save
 
   def evaluate_run(*args, **kwargs):
     global evaluating
@@ -80,7 +79,7 @@ def mark(place, reached):
     finally:
       evaluating = False
 
-  gtpo_jax.train.evaluate_run = evaluate_run
+  gtpo_jax.loop.evaluate_run = evaluate_run
   if place == "sampling":  # the completions are there, and not yet judged
     after(Actor, "answer", lambda: evaluating or reached())
   elif place == "reward":
@@ -92,18 +91,18 @@ def mark(place, reached):
       holder = type("Holder", (), {"update": staticmethod(make_update(*args, **kwargs))})
       (before if place == "compile" else after)(holder, "update", reached)
       return holder.update
-    gtpo_jax.train.make_update = marked_update
+    gtpo_jax.loop.make_update = marked_update
   elif place == "saving":  # the files are being written
     def marked_save(*args, **kwargs):
       save(*args, **kwargs)
       reached()
     Checkpoints.save = marked_save
   elif place == "written":  # all files are there, the step is not committed
-    before(gtpo_jax.checkpoint, "write_seal", reached)
+    before(gtpo_jax.checkpoint.manager, "write_seal", reached)
   elif place == "sealed":  # and is about to be
-    after(gtpo_jax.checkpoint, "write_seal", reached)
+    after(gtpo_jax.checkpoint.manager, "write_seal", reached)
   elif place == "committed":
-    before(gtpo_jax.checkpoint, "seal_late_files", reached)
+    before(gtpo_jax.checkpoint.manager, "seal_late_files", reached)
   elif place == "metrics":
     after(Journal, "write", reached)
   elif place == "warm start":

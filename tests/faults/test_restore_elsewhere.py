@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from processes import HERE, together
 
-from gtpo_jax.checkpoint import Checkpoints
+from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.models.qwen2 import Qwen2, init_params
-from gtpo_jax.parallel import make_mesh
+from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 
 OPTIMIZER = make_optimizer(OptimizerConfig(), 10)

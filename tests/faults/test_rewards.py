@@ -7,15 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from gtpo_jax.checkpoint import Checkpoints
+from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
-from gtpo_jax.judging import Judging
+from gtpo_jax.loop import train
 from gtpo_jax.models.qwen2 import init_params
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
-from gtpo_jax.rollout import Actor
-from gtpo_jax.train import train
+from gtpo_jax.rollout.scoring import Judging
+from gtpo_jax.rollout.worker import Actor
 
 T = 14
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtpo_jax.errors import UserError
 from gtpo_jax.models import PRESETS, flash, splash
 from gtpo_jax.models.attention import KV, Context
 from gtpo_jax.models.causal import attend_causally, attention_kind
@@ -16,7 +15,8 @@ from gtpo_jax.models.cudnn import attend_by_cudnn
 from gtpo_jax.models.flash import attend_in_blocks
 from gtpo_jax.models.parts import exchange, paired
 from gtpo_jax.models.splash import attend_by_splash
-from gtpo_jax.parallel import make_mesh, partition_spec, single_device_mesh
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import make_mesh, partition_spec, single_device_mesh
 
 N, G, S, P, E = 2, 3, 150, 21, 16  # three blocks of 64, the last not whole
 

@@ -14,9 +14,9 @@ import pytest
 from hf_folders import edit_json, hf_folder, join_file, split_file
 
 from gtpo_jax.data.chat import TOKENIZER_DIR, load_chat
-from gtpo_jax.errors import UserError
 from gtpo_jax.models import load
 from gtpo_jax.models.folder import is_hf_folder
+from gtpo_jax.runtime.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 INDEX = "model.safetensors.index.json"
@@ -398,7 +398,7 @@ def test_code_of_a_tokenizer_named_in_the_models_config_is_not_even_asked_about(
   (folder / "tokenization_evil.py").write_text(CODE.format(str(canary)) + "class Evil: pass\n")
   edit_json(folder / "config.json", auto_map={"AutoTokenizer": ["tokenization_evil.Evil", None]})
   edit_json(folder / "tokenizer_config.json", tokenizer_class=None)
-  script = ("import sys; from gtpo_jax.data.chat import load_chat; from gtpo_jax.errors import UserError\n"
+  script = ("import sys; from gtpo_jax.data.chat import load_chat; from gtpo_jax.runtime.errors import UserError\n"
             "try: load_chat(sys.argv[1])\nexcept UserError as error: print('refused', error)")
   done = subprocess.run([sys.executable, "-c", script, folder], cwd=ROOT, input="y\n" * 9, capture_output=True, text=True, timeout=120)
   assert not canary.exists(), done.stdout + done.stderr
@@ -568,7 +568,7 @@ def test_names_of_nothing(name):
 
 HUB = """
 import sys, time
-from gtpo_jax.errors import UserError
+from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.models import load
 began = time.perf_counter()
 try:

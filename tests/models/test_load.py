@@ -8,7 +8,7 @@ from hf_folders import hf_folder, our_greedy, our_logits, padded_batch, split_fi
 
 from gtpo_jax.models import PRESETS, Qwen2, abstract_params, load
 from gtpo_jax.models.hf import hf_shapes
-from gtpo_jax.parallel import make_mesh, single_device_mesh
+from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
 
 SHARDED = "20KB"
 SEVEN_ONE = {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1}

@@ -13,12 +13,12 @@ from hf_folders import hf_folder, our_greedy, our_logits, padded_batch, raw_tens
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rollouts, Verdicts
-from gtpo_jax.errors import UserError
 from gtpo_jax.models import Qwen2, init_params, load, save, save_adapter
 from gtpo_jax.models.lora import add_lora, combine, merge_lora, partition, without_lora
 from gtpo_jax.models.presets import LORA_TARGETS, Lora
 from gtpo_jax.models.qwen2 import abstract_params
-from gtpo_jax.parallel import make_mesh, shard_batch, single_device_mesh
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import make_mesh, shard_batch, single_device_mesh
 from gtpo_jax.training.head import score
 from gtpo_jax.training.state import OptimizerConfig, abstract_state, init_state, make_optimizer
 from gtpo_jax.training.update import make_update

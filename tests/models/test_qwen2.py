@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from gtpo_jax.arrays import Prompts
-from gtpo_jax.errors import UserError
 from gtpo_jax.models import PRESETS, ModelConfig, Qwen2, init_params
 from gtpo_jax.models.attention import KV, Source
 from gtpo_jax.models.attention import attend as models_attend
 from gtpo_jax.models.hf import hf_from_params, params_from_hf
 from gtpo_jax.models.qwen2 import abstract_params, decode_step, next_logits, param_shardings, prefill, sampling_layout
-from gtpo_jax.parallel import make_mesh, single_device_mesh
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
 
 SMALL = ModelConfig(vocab_size=96, width=48, layers=3, heads=6, kv_heads=2, head_dim=8, mlp=64)
 

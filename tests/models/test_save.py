@@ -17,10 +17,10 @@ import pytest
 from hf_folders import hf_folder, our_logits, padded_batch, raw_tensors, split_file, torch_logits
 
 from gtpo_jax.data.chat import load_chat
-from gtpo_jax.errors import UserError
 from gtpo_jax.models import ModelConfig, Qwen2, init_params, load, save
 from gtpo_jax.models.presets import Yarn
-from gtpo_jax.parallel import make_mesh, single_device_mesh
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
 
 ROOT = Path(__file__).parents[2]
 INDEX = "model.safetensors.index.json"
@@ -264,7 +264,7 @@ import os, signal, sys
 import importlib
 module = importlib.import_module("gtpo_jax.models.save")
 from gtpo_jax.models import PRESETS, Qwen2, init_params
-from gtpo_jax.parallel import single_device_mesh
+from gtpo_jax.runtime.mesh import single_device_mesh
 import dataclasses, jax
 real, count = module._write_tensors, 0
 

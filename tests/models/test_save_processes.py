@@ -14,7 +14,7 @@ from gtpo_jax.models import load, save, save_adapter
 from gtpo_jax.models.lora import add_lora
 from gtpo_jax.models.presets import Lora, ModelConfig
 from gtpo_jax.models.qwen2 import Qwen2, init_params
-from gtpo_jax.parallel import single_device_mesh
+from gtpo_jax.runtime.mesh import single_device_mesh
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ModelConfig(vocab_size=64, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, tied=False)
@@ -27,11 +27,11 @@ port, rank, home = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from gtpo_jax.data.chat import load_chat
-from gtpo_jax.errors import UserError
+from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.models import Qwen2, load, save, save_adapter
 from gtpo_jax.models.lora import add_lora
 from gtpo_jax.models.presets import Lora
-from gtpo_jax.parallel import make_mesh
+from gtpo_jax.runtime.mesh import make_mesh
 assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (2, 4, 2)
 # The second process is given a place where it cannot write: it has nothing to write.
 model, params = load(home / "source", "float32", make_mesh(1, 2, 2))

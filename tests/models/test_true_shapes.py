@@ -11,7 +11,7 @@ import pytest
 
 from gtpo_jax.models import PRESETS, Qwen2, abstract_params, load, save
 from gtpo_jax.models.hf import hf_shapes
-from gtpo_jax.parallel import single_device_mesh
+from gtpo_jax.runtime.mesh import single_device_mesh
 
 
 @pytest.mark.slow
@@ -45,11 +45,11 @@ def test_the_half_billion_model_computes_what_torch_computes(tmp_path):
 LOAD = """
 import json, re, sys, time
 from pathlib import Path
-from gtpo_jax.start import prepare_jax
+from gtpo_jax.runtime.startup import prepare_jax
 prepare_jax()
 import jax
 from gtpo_jax.models import load
-from gtpo_jax.parallel import make_mesh
+from gtpo_jax.runtime.mesh import make_mesh
 
 def high_water():
   return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
@@ -90,13 +90,13 @@ def test_a_folder_of_three_gigabytes_loads_in_little_more_than_its_arrays(tmp_pa
 SAVE = """
 import dataclasses, gc, json, re, sys, time
 from pathlib import Path
-from gtpo_jax.start import prepare_jax
+from gtpo_jax.runtime.startup import prepare_jax
 prepare_jax()
 import jax, jax.numpy as jnp, numpy as np
 from gtpo_jax.models import PRESETS, Qwen2, abstract_params, save
 from gtpo_jax.models.lora import add_lora
 from gtpo_jax.models.presets import Lora
-from gtpo_jax.parallel import single_device_mesh
+from gtpo_jax.runtime.mesh import single_device_mesh
 
 def status(key):
   return int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

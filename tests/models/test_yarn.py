@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hf_folders import hf_folder, our_greedy, our_logits, torch_greedy, torch_logits
 
-from gtpo_jax.errors import UserError
 from gtpo_jax.models import load
 from gtpo_jax.models.folder import read_config
 from gtpo_jax.models.presets import Yarn
+from gtpo_jax.runtime.errors import UserError
 
 ORIGINAL, LENGTH = 64, 200
 BASE = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}

@@ -36,7 +36,7 @@ def test_finite():
 
 
 def test_the_first_process_alone_writes(tmp_path, monkeypatch):
-  monkeypatch.setattr(journal, "is_first", lambda: False)
+  monkeypatch.setattr(journal, "is_first_process", lambda: False)
   other = journal.Journal(tmp_path, 0, True, lambda: pytest.fail("a board on another process"))
   other.write(1, {"loss": 1.0})
   other.write_sample(1, "1+2:", "3", correct=True)

@@ -4,9 +4,9 @@ import pytest
 
 from gtpo_jax.config.sections import LogSection
 from gtpo_jax.data.chat import load_chat
-from gtpo_jax.errors import UserError
 from gtpo_jax.reporting.credit import Credit, credit_files, read_credit, save_credit
 from gtpo_jax.reporting.journal import Journal
+from gtpo_jax.runtime.errors import UserError
 
 
 def credit(step=3):

@@ -14,12 +14,12 @@ import pytest
 from gtpo_jax import cli
 from gtpo_jax.algorithms import make
 from gtpo_jax.config import default_config, freeze
+from gtpo_jax.loop import train
 from gtpo_jax.reporting.credit import credit_files, read_credit, save_credit
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
 from gtpo_jax.reporting.report import make_report
 from gtpo_jax.reporting.viewer import schemes, visible
-from gtpo_jax.train import train
 
 HERE = Path(__file__).parent
 METHODS = ("position", "sequence", "matrix")

@@ -10,10 +10,10 @@ import pytest
 
 from gtpo_jax.algorithms import make
 from gtpo_jax.config import Config, flatten, to_dict
-from gtpo_jax.errors import UserError
 from gtpo_jax.reporting.figures import Line, composition_figures, evaluation_figures, figure, step_figures, time_split
 from gtpo_jax.reporting.runs import Kind, Run, kinds_of, number, read_run, run_label, smoothed
 from gtpo_jax.reporting.viewer import pack, visible
+from gtpo_jax.runtime.errors import UserError
 
 
 def run(workdir, rows, evaluations=None, **changes):

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtpo_jax.errors import UserError
 from gtpo_jax.rewards import math as rewards_math
 from gtpo_jax.rewards.exact import arithmetic
 from gtpo_jax.rewards.math import Undecided, compare, extract, gold_answer, math_correct, math_verdicts
 from gtpo_jax.rewards.pool import Pool
+from gtpo_jax.runtime.errors import UserError
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 HUGE = "9^{9^{9^9}}"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from gtpo_jax.errors import UserError
 from gtpo_jax.rewards import sandbox
 from gtpo_jax.rewards.code import OUTPUT_KEPT, run_code
 from gtpo_jax.rewards.sandbox import sandbox_problem
+from gtpo_jax.runtime.errors import UserError
 
 SECRET = "canary-5d1f90c2"
 TIMEOUT = 3

@@ -3,7 +3,7 @@ import jax
 
 from gtpo_jax.models import ModelConfig, Qwen2, init_params
 from gtpo_jax.models.qwen2 import abstract_params
-from gtpo_jax.parallel import single_device_mesh
+from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.slots import Limits
 

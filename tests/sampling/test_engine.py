@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from small import CONFIG, PAD, STOP, build
 
-from gtpo_jax.errors import UserError
-from gtpo_jax.parallel import make_mesh, shard_batch
 from gtpo_jax.reporting.compiles import compile_count
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.sampling.engine import lengths, pad_prompts
 from gtpo_jax.sampling.filters import Sampler
 from gtpo_jax.sampling.slots import Limits

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from gtpo_jax.errors import UserError
+from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.filters import Sampler, _invert
 from gtpo_jax.sampling.filters import draw as plain_draw
 

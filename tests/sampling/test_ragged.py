@@ -6,7 +6,7 @@ import pytest
 
 from gtpo_jax.models import ModelConfig, Qwen2
 from gtpo_jax.models.attention import KV, Source, look
-from gtpo_jax.parallel import make_mesh, single_device_mesh
+from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
 from gtpo_jax.sampling.ragged import look_back, look_back_here
 from gtpo_jax.sampling.slots import KERNELS
 

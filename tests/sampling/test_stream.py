@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from small import LONGEST, PAD, build
 
-from gtpo_jax.parallel import make_mesh
+from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.filters import Sampler
 
 PROMPT = [5, 9, 1]

@@ -12,7 +12,8 @@ import pytest
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rollouts, Verdicts
 from gtpo_jax.models import ModelConfig, Qwen2, init_params
-from gtpo_jax.parallel import fetch, make_mesh, shard_batch
+from gtpo_jax.runtime.distributed import fetch
+from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.training.packing import plan_rows
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
@@ -93,7 +94,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 sys.path.insert(0, "tests/training")
 from test_equivalence import three_steps
-from gtpo_jax.parallel import make_mesh
+from gtpo_jax.runtime.mesh import make_mesh
 assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (2, 8, 4)
 losses, params = three_steps(make_mesh(2, 2, 2), micro_batches=2)
 if rank == 0:

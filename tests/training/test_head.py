@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax import algorithms
-from gtpo_jax.parallel import make_mesh, single_device_mesh
+from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
 from gtpo_jax.training.head import log_probs_and_entropy, loss_and_log_probs
 
 B, T, D, V = 3, 10, 8, 50

@@ -5,7 +5,7 @@ import numpy as np
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models import ModelConfig, Qwen2, init_params
-from gtpo_jax.parallel import make_mesh
+from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.training.imitation import Demonstrations, make_imitation
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from test_update import FULL, assert_same, batch, full_batch, plain, run
 
 from gtpo_jax.arrays import most_in_row
-from gtpo_jax.parallel import make_mesh
+from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.training.packing import plan_rows, widths
 
 

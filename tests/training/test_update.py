@@ -11,11 +11,11 @@ import pytest
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rollouts, Verdicts
-from gtpo_jax.errors import UserError
 from gtpo_jax.models import ModelConfig, Qwen2, init_params
 from gtpo_jax.models.presets import Lora
 from gtpo_jax.models.qwen2 import abstract_params
-from gtpo_jax.parallel import make_mesh, shard_batch, single_device_mesh
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import make_mesh, shard_batch, single_device_mesh
 from gtpo_jax.training.head import score
 from gtpo_jax.training.micro_batches import check_divides, check_positions
 from gtpo_jax.training.state import OptimizerConfig, abstract_state, init_state, learning_rate, make_optimizer

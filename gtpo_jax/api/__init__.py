@@ -1,0 +1,1 @@
+"""What a Python program hands over and what it gets back."""

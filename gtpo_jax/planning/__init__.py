@@ -1,0 +1,1 @@
+"""What a run needs on hardware that is not here."""

@@ -1,0 +1,1 @@
+"""Problems to judged completions: the batch that one step learns from."""

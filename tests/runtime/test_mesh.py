@@ -1,0 +1,138 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import PartitionSpec
+
+from gtpo_jax.runtime.distributed import fetch
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import (
+  axis_size,
+  batch_shards,
+  constrain,
+  make_mesh,
+  named_sharding,
+  partition_spec,
+  sampling_mesh,
+  shard_batch,
+  single_device_mesh,
+)
+
+
+def test_there_are_eight_devices():
+  assert jax.device_count() == 8
+
+
+@pytest.mark.parametrize(("sizes", "shape"), [
+    ((), (8, 1, 1, 1)), ((-1, 2, 1), (4, 2, 1, 1)), ((1, -1, 2), (1, 4, 1, 2)), ((2, 2, -1), (2, 2, 1, 2)), ((-1, 8, 1), (1, 8, 1, 1)),
+    ((8, 1, 1), (8, 1, 1, 1)), ((1, 4, 2), (1, 4, 1, 2)), ((1, -1, 1, None, 4), (1, 2, 4, 1)), ((2, 1, 2, None, -1), (2, 1, 2, 2))])
+def test_a_mesh_takes_every_device(sizes, shape):
+  mesh = make_mesh(*sizes)
+  assert dict(mesh.shape) == dict(zip(("data", "fsdp", "context", "tensor"), shape, strict=True))
+  assert set(mesh.devices.ravel()) == set(jax.devices())
+
+
+def test_a_mesh_of_given_devices():
+  mesh = make_mesh(-1, 2, devices=jax.devices()[:4])
+  assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "context": 1, "tensor": 1}
+  assert mesh.devices.ravel().tolist() == jax.devices()[:4]
+  assert single_device_mesh().size == 1
+
+
+@pytest.mark.parametrize(("sizes", "parts"), [
+    ((3, 1, 1), ["data 3 x fsdp 1 x context 1 x tensor 1", "8 device(s)"]),
+    ((-1, 3, 1), ["fsdp 3", "8 device(s)"]),
+    ((4, 4, 1), ["data 4 x fsdp 4", "8 device(s)"]),
+    ((1, 1, 1), ["8 device(s)", "-1"]),
+    ((-1, 16, 1), ["fsdp 16", "8 device(s)"]),
+    ((-1, -1, 1), ["only one mesh axis may be -1", "mesh.data", "mesh.fsdp"]),
+    ((-1, -1, -1), ["only one mesh axis may be -1"]),
+    ((0, 1, 8), ["mesh.data must be at least 1", "got 0"]),
+    ((1, -2, 8), ["mesh.fsdp must be at least 1", "got -2"]),
+    ((-1, 1, 1, None, -1), ["only one mesh axis may be -1", "mesh.data and mesh.context"]),
+    ((1, 1, 1, None, 0), ["mesh.context must be at least 1", "got 0"]),
+])
+def test_an_impossible_mesh_is_refused(sizes, parts):
+  with pytest.raises(UserError) as error:
+    make_mesh(*sizes)
+  assert "\n" not in str(error.value)
+  for part in parts:
+    assert part in str(error.value)
+
+
+def test_logical_axes_by_hand():
+  mesh = make_mesh(2, 2, 2)
+  assert partition_spec(("batch", None, "heads")) == PartitionSpec(("data", "fsdp"), None, "tensor")
+  assert partition_spec(("vocab", "vocab_embed")) == PartitionSpec(("context", "tensor"), "fsdp")
+  assert partition_spec(("embed", "position", "sequence")) == PartitionSpec(("fsdp", "context"), "context", ("context", "tensor"))
+  assert [axis_size(mesh, name) for name in ("batch", "embed", "mlp", "layer", None)] == [4, 2, 2, 1, 1]
+  wide = make_mesh(1, 2, 2, context=2)
+  names = ("batch", "position", "sequence", "vocab", "vocab_embed", "embed", "heads")
+  assert [axis_size(wide, name) for name in names] == [2, 2, 4, 4, 2, 4, 2]
+  assert batch_shards(mesh) == 4 and batch_shards(make_mesh()) == 8 and batch_shards(single_device_mesh()) == 1
+
+
+@pytest.mark.parametrize(("sizes", "heads", "fsdp", "tensor"), [
+    ((1, 2, 1, None, 4), 4, 2, 4), ((1, 2, 1, None, 4), 2, 8, 1), ((1, 2, 2, None, 2), 2, 4, 2), ((1, 1, 4, None, 2), 2, 2, 4)])
+def test_sampling_has_heads_or_rows_where_training_has_positions(sizes, heads, fsdp, tensor):
+  mesh = make_mesh(*sizes)
+  found = sampling_mesh(mesh, heads, 64)
+  assert dict(found.shape) == {"data": 1, "fsdp": fsdp, "context": 1, "tensor": tensor}
+  assert found.devices.ravel().tolist() == mesh.devices.ravel().tolist()
+  assert sampling_mesh(make_mesh(2, 2, 2), heads, 64) == make_mesh(2, 2, 2)
+
+
+def test_an_unknown_logical_axis_is_an_error():
+  with pytest.raises(KeyError):
+    partition_spec(("rows",))
+
+
+def test_a_batch_is_split_over_data_and_fsdp_and_comes_back_whole():
+  mesh = make_mesh(2, 2, 2)
+  tree = {"tokens": np.arange(24).reshape(8, 3), "reward": np.linspace(0, 1, 8, dtype=np.float32)}
+  placed = shard_batch(tree, mesh)
+  assert {shard.data.shape for shard in placed["tokens"].addressable_shards} == {(2, 3)}
+  assert placed["reward"].sharding.is_equivalent_to(named_sharding(mesh, "batch"), 1)
+  back = fetch(placed)
+  for name in tree:
+    assert isinstance(back[name], np.ndarray)
+    np.testing.assert_array_equal(back[name], tree[name])
+
+
+def test_a_batch_that_does_not_divide_is_an_error():
+  with pytest.raises(ValueError, match="divi"):
+    shard_batch(np.zeros((6, 2)), make_mesh(2, 2, 2))
+
+
+def test_constrain_is_the_identity_in_value_and_lays_out():
+  mesh = make_mesh(1, 4, 2)
+  x = jnp.arange(32.0).reshape(8, 4)
+  y = jax.jit(lambda x: constrain(x, mesh, "embed", "heads"))(x)
+  np.testing.assert_array_equal(y, x)
+  assert {shard.data.shape for shard in y.addressable_shards} == {(2, 2)}
+
+
+def test_programs_of_several_cpu_devices_stay_out_of_the_compile_cache(tmp_path):
+  """Read back from it, they may stand still."""
+  names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+  before = [getattr(jax.config, name) for name in names]
+
+  def keep(*values):
+    for name, value in zip(names, values, strict=True):
+      jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+  def kept(factor):
+    jax.jit(lambda x: x * factor)(jnp.ones(3))
+    return len(list(tmp_path.iterdir()))
+
+  try:
+    keep(True, str(tmp_path), 0.0)
+    alone = kept(2.0)
+    single_device_mesh()
+    assert 0 < alone < (more := kept(3.0))
+    make_mesh(2, 2, 2)
+    assert kept(4.0) == more
+  finally:
+    keep(*before)
