@@ -1,4 +1,5 @@
 """Package metadata. Tool settings are in pyproject.toml."""
+
 import re
 from pathlib import Path
 
@@ -8,64 +9,64 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "gtpo_jax/__init__.py").read_text())[1]
 
 setup(
-    name="gtpo_jax",
-    version=VERSION,
-    description="Reinforcement learning of language models with entropy-shaped credit (GTPO, GRPO-S) in JAX/Flax, for TPU pods and laptops",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    python_requires=">=3.11",
-    packages=find_packages(include=["gtpo_jax", "gtpo_jax.*"]),
-    package_dir={"": "."},  # an editable install is then a plain path
-    package_data={"gtpo_jax.data": ["tokenizer/*.json"], "gtpo_jax.reporting": ["page/*"]},
-    entry_points={"console_scripts": ["gtpo = gtpo_jax.cli:main"]},
-    install_requires=[
-        "jax>=0.10,<0.13",
-        "flax>=0.12.8",
-        "optax>=0.2.6",
-        "orbax-checkpoint>=0.12,<0.13",
-        "etils[epath]>=1.10",
-        "transformers>=5.0,<6",
-        "safetensors>=0.8",
-        "pyarrow>=17",
-        "math-verify>=0.9,<0.10",
-        "huggingface-hub>=1.0",
-        "jinja2>=3.1",
-        "grain>=0.2.16",
-        "tensorflow-datasets>=4.9.10",
-        "ml-collections>=1.1",
-        "absl-py>=2.1",
-        "numpy>=2.0",
-        "packaging>=24",
-        "matplotlib>=3.9",
-        "rich>=13",
-        "tensorboardX>=2.6",
+  name="gtpo_jax",
+  version=VERSION,
+  description="Reinforcement learning of language models with entropy-shaped credit (GTPO, GRPO-S) in JAX/Flax, for TPU pods and laptops",
+  long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+  long_description_content_type="text/markdown",
+  license="Apache-2.0",
+  python_requires=">=3.11",
+  packages=find_packages(include=["gtpo_jax", "gtpo_jax.*"]),
+  package_dir={"": "."},  # an editable install is then a plain path
+  package_data={"gtpo_jax.data": ["tokenizer/*.json"], "gtpo_jax.reporting": ["page/*"]},
+  entry_points={"console_scripts": ["gtpo = gtpo_jax.cli:main"]},
+  install_requires=[
+    "jax>=0.10,<0.13",
+    "flax>=0.12.8",
+    "optax>=0.2.6",
+    "orbax-checkpoint>=0.12,<0.13",
+    "etils[epath]>=1.10",
+    "transformers>=5.0,<6",
+    "safetensors>=0.8",
+    "pyarrow>=17",
+    "math-verify>=0.9,<0.10",
+    "huggingface-hub>=1.0",
+    "jinja2>=3.1",
+    "grain>=0.2.16",
+    "tensorflow-datasets>=4.9.10",
+    "ml-collections>=1.1",
+    "absl-py>=2.1",
+    "numpy>=2.0",
+    "packaging>=24",
+    "matplotlib>=3.9",
+    "rich>=13",
+    "tensorboardX>=2.6",
+  ],
+  extras_require={
+    "tpu": ["jax[tpu]>=0.10,<0.13"],
+    "cuda": ["jax[cuda13]>=0.10,<0.13"],
+    "plan": ["jax[tpu]>=0.10,<0.13"],  # libtpu, whose compiler needs no TPU
+    "data": ["datasets>=4"],  # hf:ID as a source
+    "wandb": ["wandb>=0.20"],  # log.wandb
+    "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30"],
+    "dev": [
+      "pytest>=8",
+      "pytest-xdist>=3.6",
+      "hypothesis>=6.100",
+      "ruff>=0.15",
+      "psutil>=6",
+      "datasets>=4",
+      "wandb>=0.20",
+      "nbclient>=0.10",
+      "ipykernel>=6.29",
+      "playwright>=1.49",  # drives the machine's own Chromium; downloads none
+      'torch==2.13.0; python_version < "3.12"',
+      'peft>=0.17; python_version < "3.12"',
     ],
-    extras_require={
-        "tpu": ["jax[tpu]>=0.10,<0.13"],
-        "cuda": ["jax[cuda13]>=0.10,<0.13"],
-        "plan": ["jax[tpu]>=0.10,<0.13"],  # libtpu, whose compiler needs no TPU
-        "data": ["datasets>=4"],  # hf:ID as a source
-        "wandb": ["wandb>=0.20"],  # log.wandb
-        "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30"],
-        "dev": [
-            "pytest>=8",
-            "pytest-xdist>=3.6",
-            "hypothesis>=6.100",
-            "ruff>=0.15",
-            "psutil>=6",
-            "datasets>=4",
-            "wandb>=0.20",
-            "nbclient>=0.10",
-            "ipykernel>=6.29",
-            "playwright>=1.49",  # drives the machine's own Chromium; downloads none
-            'torch==2.13.0; python_version < "3.12"',
-            'peft>=0.17; python_version < "3.12"',
-        ],
-    },
-    classifiers=[
-        "Programming Language :: Python :: 3.11",
-        "Programming Language :: Python :: 3.12",
-        "Topic :: Scientific/Engineering :: Artificial Intelligence",
-    ],
+  },
+  classifiers=[
+    "Programming Language :: Python :: 3.11",
+    "Programming Language :: Python :: 3.12",
+    "Topic :: Scientific/Engineering :: Artificial Intelligence",
+  ],
 )

@@ -6,6 +6,7 @@ Each run is a program of HumanEval's kind (a dozen asserts) in a sandbox of its 
 `from typing import List`, as one in eight of HumanEval has it (its import takes 10 ms). The load of the machine at the
 start is reported too: other work takes its share.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -41,7 +42,8 @@ check(running_maximum)
 
 def measure(program: str, at_once: int, seconds: float) -> dict[str, float]:
   """Runs a second, and seconds a run: median and 99th percentile."""
-  end, took = time.perf_counter() + seconds, []
+  end = time.perf_counter() + seconds
+  took = []
 
   def work() -> None:
     while (began := time.perf_counter()) < end:
@@ -53,8 +55,11 @@ def measure(program: str, at_once: int, seconds: float) -> dict[str, float]:
   with ThreadPoolExecutor(at_once) as pool:
     for job in [pool.submit(work) for _ in range(at_once)]:
       job.result()
-  return {"runs_per_s": len(took) / (time.perf_counter() - began), "median_s": float(np.median(took)),
-          "p99_s": float(np.percentile(took, 99))}
+  return {
+    "runs_per_s": len(took) / (time.perf_counter() - began),
+    "median_s": float(np.median(took)),
+    "p99_s": float(np.percentile(took, 99)),
+  }
 
 
 def main() -> None:
@@ -64,17 +69,25 @@ def main() -> None:
   parser.add_argument("--json")
   args = parser.parse_args()
 
-  result = {"python": platform.python_version(), "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
+  result = {
+    "python": platform.python_version(),
+    "cores": len(os.sched_getaffinity(0)),
+    "load": os.getloadavg()[0],
+  }
   began = time.perf_counter()
   if problem := sandbox_problem():
     raise UserError(problem)
   result["prepared_s"] = time.perf_counter() - began
-  print(f"python {result['python']}, {result['cores']} cores, load {result['load']:.1f}, prepared in {result['prepared_s']:.2f} s")
+  print(
+    f"python {result['python']}, {result['cores']} cores, load {result['load']:.1f}, prepared in {result['prepared_s']:.2f} s"
+  )
   print(f"{'program':>8} {'at once':>8} {'runs/s':>8} {'median':>10} {'p99':>10}")
   for name, program in (("plain", PROGRAM), ("typing", "from typing import List\n" + PROGRAM)):
     for at_once in map(int, args.at_once.split(",")):
       row = result[f"{name}/{at_once}"] = measure(program, at_once, args.seconds)
-      print(f"{name:>8} {at_once:>8} {row['runs_per_s']:>8.1f} {row['median_s'] * 1e3:>7.1f} ms {row['p99_s'] * 1e3:>7.1f} ms")
+      print(
+        f"{name:>8} {at_once:>8} {row['runs_per_s']:>8.1f} {row['median_s'] * 1e3:>7.1f} ms {row['p99_s'] * 1e3:>7.1f} ms"
+      )
   if args.json:
     with open(args.json, "w") as out:
       json.dump(result, out, indent=2)

@@ -6,6 +6,7 @@ First the base model: the warm start of `--config`, once, exported as a Hugging 
 algorithm and seed, `--jobs` at once, each on cores of its own. Last `gtpo report` over all of them. The same command again takes up what
 is not finished. Fields given as `--config.a.b=VALUE` are set in every run.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -46,12 +47,26 @@ def last_evaluation(workdir: Path) -> dict[str, float]:
 
 def table(out: Path, algorithms: list[str], seeds: list[str]) -> list[str]:
   """Of every algorithm and evaluated number the mean over the seeds, and the standard deviation between them."""
-  found = {algorithm: [last_evaluation(out / f"{algorithm}-{seed}") for seed in seeds] for algorithm in algorithms}
-  keys = [key for key in next(iter(found.values()))[0] if key.startswith("eval/") and ("pass@" in key or "mean@" in key or "greedy" in key)]
-  lines = ["| | " + " | ".join(key.split("/", 2)[2] for key in keys) + " |", "|---" * (len(keys) + 1) + "|"]
+  found = {
+    algorithm: [last_evaluation(out / f"{algorithm}-{seed}") for seed in seeds]
+    for algorithm in algorithms
+  }
+  keys = [
+    key
+    for key in next(iter(found.values()))[0]
+    if key.startswith("eval/") and ("pass@" in key or "mean@" in key or "greedy" in key)
+  ]
+  lines = [
+    "| | " + " | ".join(key.split("/", 2)[2] for key in keys) + " |",
+    "|---" * (len(keys) + 1) + "|",
+  ]
   for algorithm, rows in found.items():
     values = [np.asarray([row[key] for row in rows]) for key in keys]
-    lines.append(f"| {algorithm} | " + " | ".join(f"{100 * x.mean():.1f} +- {100 * x.std(ddof=len(x) > 1):.1f}" for x in values) + " |")
+    lines.append(
+      f"| {algorithm} | "
+      + " | ".join(f"{100 * x.mean():.1f} +- {100 * x.std(ddof=len(x) > 1):.1f}" for x in values)
+      + " |"
+    )
   return lines
 
 
@@ -64,27 +79,57 @@ def main() -> None:
   parser.add_argument("--jobs", type=int, default=2, help="runs at once")
   args, fields = parser.parse_known_args()
   if strange := [field for field in fields if not field.startswith("--config.")]:
-    parser.error(f"{strange[0]} is not an option; fields of the config are given as --config.a.b=VALUE")
-  algorithms, seeds = args.algorithms.split(","), args.seeds.split(",")
+    parser.error(
+      f"{strange[0]} is not an option; fields of the config are given as --config.a.b=VALUE"
+    )
+  algorithms = args.algorithms.split(",")
+  seeds = args.seeds.split(",")
   cores = sorted(os.sched_getaffinity(0))
   args.out.mkdir(parents=True, exist_ok=True)
 
-  base, began = args.out / "base_model", time.perf_counter()
+  base = args.out / "base_model"
+  began = time.perf_counter()
   if not base.exists():
-    run(["train", f"--config={args.config}", f"--workdir={args.out / 'base'}", *fields, "--config.steps=1", "--config.eval.problems=16"],
-        args.out / "base.log", set(cores))
-    run(["export", f"--workdir={args.out / 'base'}", "--step=0", f"--out={base}"], args.out / "base.log", set(cores))
+    run(
+      [
+        "train",
+        f"--config={args.config}",
+        f"--workdir={args.out / 'base'}",
+        *fields,
+        "--config.steps=1",
+        "--config.eval.problems=16",
+      ],
+      args.out / "base.log",
+      set(cores),
+    )
+    run(
+      ["export", f"--workdir={args.out / 'base'}", "--step=0", f"--out={base}"],
+      args.out / "base.log",
+      set(cores),
+    )
   print(f"base model: {time.perf_counter() - began:.0f} s", flush=True)
 
   free: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
   for job in range(args.jobs):
-    free.put(set(cores[job::args.jobs]) or set(cores))
+    free.put(set(cores[job :: args.jobs]) or set(cores))
 
   def train(name: str) -> str:
     algorithm, _, seed = name.rpartition("-")
     mine = free.get()
-    took = run(["train", f"--config={args.config}", f"--workdir={args.out / name}", *fields, f"--config.algorithm.name={algorithm}",
-                f"--config.seed={seed}", f"--config.model.path={base}", "--config.warm_start.steps=0"], args.out / f"{name}.log", mine)
+    took = run(
+      [
+        "train",
+        f"--config={args.config}",
+        f"--workdir={args.out / name}",
+        *fields,
+        f"--config.algorithm.name={algorithm}",
+        f"--config.seed={seed}",
+        f"--config.model.path={base}",
+        "--config.warm_start.steps=0",
+      ],
+      args.out / f"{name}.log",
+      mine,
+    )
     free.put(mine)
     return f"{name}: {took:.0f} s"
 
@@ -93,7 +138,11 @@ def main() -> None:
     for line in pool.map(train, names):
       print(line, flush=True)
   report = args.out / "report.html"
-  run(["report", *(f"--workdir={args.out / name}" for name in names), f"--out={report}"], args.out / "report.log", set(cores))
+  run(
+    ["report", *(f"--workdir={args.out / name}" for name in names), f"--out={report}"],
+    args.out / "report.log",
+    set(cores),
+  )
   print("\n".join(table(args.out, algorithms, seeds)))
   print(f"{report}; {time.perf_counter() - began:.0f} s in all")
 

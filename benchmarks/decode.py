@@ -5,6 +5,7 @@
 The floor is the larger of two times, measured here: reading every weight once (a sum over arrays of that many bytes), and the step's
 matrix products alone, one after another in one program.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -29,8 +30,8 @@ from gtpo_jax.models import PRESETS, Qwen2, init_params
 from gtpo_jax.models.presets import DTYPES
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.filters import Sampler
-from gtpo_jax.sampling.slots import Limits
+from gtpo_jax.sampling.filters import SamplingParams
+from gtpo_jax.sampling.slots import EngineConfig
 
 
 def seconds(call: Callable[[], object], times: int = 5) -> float:
@@ -54,8 +55,17 @@ def main() -> None:
   c = dataclasses.replace(PRESETS[args.preset], compute_dtype=args.dtype, param_dtype=args.dtype)
   dtype = DTYPES[args.dtype]
 
-  heads, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-  shapes = [(c.width, heads), (c.width, kv), (c.width, kv), (heads, c.width), (c.width, c.mlp), (c.width, c.mlp), (c.mlp, c.width)]
+  heads = c.heads * c.head_dim
+  kv = c.kv_heads * c.head_dim
+  shapes = [
+    (c.width, heads),
+    (c.width, kv),
+    (c.width, kv),
+    (heads, c.width),
+    (c.width, c.mlp),
+    (c.width, c.mlp),
+    (c.mlp, c.width),
+  ]
   size = (sum(a * b for a, b in shapes) * c.layers + c.vocab_size * c.width) * dtype(0).itemsize
   matrices = [[jnp.full(shape, 0.01, dtype) for shape in shapes] for _ in range(c.layers)]
   table = jnp.full((c.vocab_size, c.width), 0.01, dtype)
@@ -74,21 +84,51 @@ def main() -> None:
   matrices = table = None  # make room
 
   model = Qwen2(c, make_mesh())
-  engine = Engine(model, stop=(), pad=0, max_prompt_tokens=args.prompt_len, max_tokens=args.tokens, limits=Limits(slots=args.batch))
+  engine = Engine(
+    model,
+    stop=(),
+    pad=0,
+    max_prompt_tokens=args.prompt_len,
+    max_tokens=args.tokens,
+    engine_config=EngineConfig(slots=args.batch),
+  )
   params = engine.layout(init_params(model, jax.random.key(0)))
-  prompts = np.random.default_rng(0).integers(0, c.vocab_size, (args.batch, args.prompt_len)).tolist()
+  prompts = (
+    np.random.default_rng(0).integers(0, c.vocab_size, (args.batch, args.prompt_len)).tolist()
+  )
 
   def sample(tokens: int) -> None:
-    limits = np.full((args.batch, 1), tokens)
-    *_, (sheet, _) = engine.write(params, prompts, jax.random.key(0), group=1, sampler=Sampler(), limits=limits)
-    assert sheet.mask.sum() == tokens * args.batch
+    token_limits = np.full((args.batch, 1), tokens)
+    *_, (buffer, _) = engine.generate(
+      params,
+      prompts,
+      jax.random.key(0),
+      group=1,
+      sampling_params=SamplingParams(),
+      token_limits=token_limits,
+    )
+    assert buffer.mask.sum() == tokens * args.batch
 
-  whole_s, first_s = seconds(lambda: sample(args.tokens), 3), seconds(lambda: sample(1), 3)
-  step_s, floor_s = (whole_s - first_s) / (args.tokens - 1), max(product_s, read_s)
-  result = {"step_s": step_s, "floor_s": floor_s, "times_the_floor": step_s / floor_s, "products_s": product_s, "read_s": read_s,
-            "weights_gb": size / 1e9, "read_gb_s": size / 1e9 / read_s, "tokens_per_s": args.batch / step_s, "preset": args.preset,
-            "dtype": args.dtype, "batch": args.batch, "jax": jax.__version__, "python": platform.python_version(),
-            "device": jax.devices()[0].device_kind}
+  whole_s = seconds(lambda: sample(args.tokens), 3)
+  first_s = seconds(lambda: sample(1), 3)
+  step_s = (whole_s - first_s) / (args.tokens - 1)
+  floor_s = max(product_s, read_s)
+  result = {
+    "step_s": step_s,
+    "floor_s": floor_s,
+    "times_the_floor": step_s / floor_s,
+    "products_s": product_s,
+    "read_s": read_s,
+    "weights_gb": size / 1e9,
+    "read_gb_s": size / 1e9 / read_s,
+    "tokens_per_s": args.batch / step_s,
+    "preset": args.preset,
+    "dtype": args.dtype,
+    "batch": args.batch,
+    "jax": jax.__version__,
+    "python": platform.python_version(),
+    "device": jax.devices()[0].device_kind,
+  }
   for name, value in result.items():
     print(f"{name:<16} {value:.4g}" if isinstance(value, float) else f"{name:<16} {value}")
   if args.json:

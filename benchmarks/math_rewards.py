@@ -7,6 +7,7 @@ batch has 1 in 20 answers replaced by 9^{9^{9^9}}, 3,000 nested parentheses or (
 batches share an answer, so that no cache helps across them. The last number is of what only math-verify can judge (roots), by the
 workers, started before the clock.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -21,19 +22,32 @@ from gtpo_jax.rewards.math import math_verdicts
 from gtpo_jax.rewards.pool import close_pools
 
 HOSTILE = ["9^{9^{9^9}}", "(" * 3000 + "{n}" + ")" * 3000, "(10^9)!"]
-REASONING = "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs a day.\nShe makes 9 * 2 = $<<9*2=18>>18 every day at the market.\n" * 3
+REASONING = (
+  "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs a day.\nShe makes 9 * 2 = $<<9*2=18>>18 every day at the market.\n"
+  * 3
+)
 
 
-def batch(size: int, hostile: bool, rng: np.random.Generator) -> tuple[list[str], list[str], list[bool | None]]:
+def batch(
+  size: int, hostile: bool, rng: np.random.Generator
+) -> tuple[list[str], list[str], list[bool | None]]:
   """Completions, gold answers and what must be judged; None stands for "not right"."""
-  completions, golds, expected = [], [], []
+  completions = []
+  golds = []
+  expected = []
   for i in range(size):
     number = int(rng.integers(10**6))
     right = i % 2 == 0
     answer = f"{number if right else number + 1:,}"
     if hostile and i % 20 == 0:
-      answer, right = HOSTILE[i // 20 % 3].replace("{n}", str(number + 1)), False
-    completions.append(REASONING + ("#### {}", "Answer: ${}", "so \\boxed{{{}}}.")[i % 3 if len(answer) < 10 else 2].format(answer))
+      answer = HOSTILE[i // 20 % 3].replace("{n}", str(number + 1))
+      right = False
+    completions.append(
+      REASONING
+      + ("#### {}", "Answer: ${}", "so \\boxed{{{}}}.")[i % 3 if len(answer) < 10 else 2].format(
+        answer
+      )
+    )
     golds.append(str(number))
     expected.append(right)
   return completions, golds, expected
@@ -47,7 +61,8 @@ def main() -> None:
   parser.add_argument("--json")
   args = parser.parse_args()
 
-  rng, seconds = np.random.default_rng(0), {False: [], True: []}
+  rng = np.random.default_rng(0)
+  seconds = {False: [], True: []}
   for i in range(args.rounds + 1):
     for hostile in (False, True) if i % 2 else (True, False):
       completions, golds, expected = batch(args.batch, hostile, rng)
@@ -55,19 +70,32 @@ def main() -> None:
       verdicts = math_verdicts(completions, golds, workers=args.workers)
       seconds[hostile].append(time.perf_counter() - began)
       assert verdicts == expected, "a wrong verdict"
-  clean, hostile = (np.asarray(seconds[kind][1:]) for kind in (False, True))  # the first round compiles patterns
+  clean, hostile = (
+    np.asarray(seconds[kind][1:]) for kind in (False, True)
+  )  # the first round compiles patterns
 
-  roots = [(f"\\boxed{{{k}\\sqrt{{{n}}}}}", f"\\sqrt{{{k * k * n}}}") for k in range(2, 12) for n in (2, 3, 5, 6, 7, 10, 11, 13, 14, 15)]
+  roots = [
+    (f"\\boxed{{{k}\\sqrt{{{n}}}}}", f"\\sqrt{{{k * k * n}}}")
+    for k in range(2, 12)
+    for n in (2, 3, 5, 6, 7, 10, 11, 13, 14, 15)
+  ]
   math_verdicts(*zip(*roots[:8], strict=True), workers=args.workers)
   began = time.perf_counter()
   assert all(math_verdicts(*zip(*roots, strict=True), workers=args.workers)), "a wrong verdict"
   roots_per_s = len(roots) / (time.perf_counter() - began)
   close_pools()
 
-  result = {"python": platform.python_version(), "cores": len(os.sched_getaffinity(0)), "batch": args.batch, "rounds": args.rounds,
-            "verdicts_per_s": float(args.batch / np.median(clean)), "clean_s": float(np.median(clean)),
-            "hostile_s": float(np.median(hostile)),
-            "hostile_over_clean": float(np.median(hostile / clean)), "math_verify_per_s": roots_per_s}
+  result = {
+    "python": platform.python_version(),
+    "cores": len(os.sched_getaffinity(0)),
+    "batch": args.batch,
+    "rounds": args.rounds,
+    "verdicts_per_s": float(args.batch / np.median(clean)),
+    "clean_s": float(np.median(clean)),
+    "hostile_s": float(np.median(hostile)),
+    "hostile_over_clean": float(np.median(hostile / clean)),
+    "math_verify_per_s": roots_per_s,
+  }
   for name, value in result.items():
     print(f"{name:<20} {value:.4g}" if isinstance(value, float) else f"{name:<20} {value}")
   if args.json:

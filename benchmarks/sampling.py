@@ -6,6 +6,7 @@ The architecture of benchmarks/step.py with random weights in float32; 64 comple
 temperature 1. Their lengths are drawn from a log-normal distribution of median 32 and cut at 512. Nobody knows them ahead: a peer
 generates until the longest is whole. Tokens a second are those of the lengths, by the median time of the rounds after the first.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -28,33 +29,72 @@ import jax
 from gtpo_jax.models import ModelConfig, Qwen2, init_params
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.filters import Sampler
-from gtpo_jax.sampling.slots import Limits
+from gtpo_jax.sampling.filters import SamplingParams
+from gtpo_jax.sampling.slots import EngineConfig
 
 
-def ours(args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]) -> Callable[[int], None]:
+def ours(
+  args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]
+) -> Callable[[int], None]:
   """One call of our engine, ready to be timed."""
-  model = Qwen2(ModelConfig(args.vocab, args.width, args.layers, heads=args.width // 64, kv_heads=max(args.width // 128, 1), head_dim=64,
-                            mlp=4 * args.width), make_mesh())
-  engine = Engine(model, stop=(), pad=0, max_prompt_tokens=args.prompt_len, max_tokens=args.longest, limits=Limits(slots=args.slots))
+  model = Qwen2(
+    ModelConfig(
+      args.vocab,
+      args.width,
+      args.layers,
+      heads=args.width // 64,
+      kv_heads=max(args.width // 128, 1),
+      head_dim=64,
+      mlp=4 * args.width,
+    ),
+    make_mesh(),
+  )
+  engine = Engine(
+    model,
+    stop=(),
+    pad=0,
+    max_prompt_tokens=args.prompt_len,
+    max_tokens=args.longest,
+    engine_config=EngineConfig(slots=args.slots),
+  )
   params = engine.layout(init_params(model, jax.random.key(0)))
 
   def call(seed: int) -> None:
-    *_, (sheet, _) = engine.write(params, prompts, jax.random.key(seed), group=1, sampler=Sampler(), limits=lengths[:, None])
-    assert (sheet.mask.sum(-1)[:, 0] == lengths).all()
+    *_, (buffer, _) = engine.generate(
+      params,
+      prompts,
+      jax.random.key(seed),
+      group=1,
+      sampling_params=SamplingParams(),
+      token_limits=lengths[:, None],
+    )
+    assert (buffer.mask.sum(-1)[:, 0] == lengths).all()
 
   return call
 
 
-def transformers(args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]) -> Callable[[int], None]:
+def transformers(
+  args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]
+) -> Callable[[int], None]:
   """One call of `generate`, which may stop each row at its own length."""
   import torch
   from transformers import Qwen2Config, Qwen2ForCausalLM, StoppingCriteria
+
   torch.manual_seed(0)
-  model = Qwen2ForCausalLM(Qwen2Config(
-      vocab_size=args.vocab, hidden_size=args.width, num_hidden_layers=args.layers, num_attention_heads=args.width // 64,
-      num_key_value_heads=max(args.width // 128, 1), head_dim=64, intermediate_size=4 * args.width, tie_word_embeddings=True,
-      eos_token_id=None, pad_token_id=0)).eval()
+  model = Qwen2ForCausalLM(
+    Qwen2Config(
+      vocab_size=args.vocab,
+      hidden_size=args.width,
+      num_hidden_layers=args.layers,
+      num_attention_heads=args.width // 64,
+      num_key_value_heads=max(args.width // 128, 1),
+      head_dim=64,
+      intermediate_size=4 * args.width,
+      tie_word_embeddings=True,
+      eos_token_id=None,
+      pad_token_id=0,
+    )
+  ).eval()
 
   class AtLength(StoppingCriteria):
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
@@ -63,15 +103,28 @@ def transformers(args: argparse.Namespace, lengths: np.ndarray, prompts: list[li
   def call(seed: int) -> None:
     torch.manual_seed(seed)
     with torch.inference_mode():
-      model.generate(torch.tensor(prompts), do_sample=True, top_k=0, temperature=1.0, max_new_tokens=args.longest,
-                     stopping_criteria=[AtLength()])
+      model.generate(
+        torch.tensor(prompts),
+        do_sample=True,
+        top_k=0,
+        temperature=1.0,
+        max_new_tokens=args.longest,
+        stopping_criteria=[AtLength()],
+      )
 
   return call
 
 
-def tunix(args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]) -> Callable[[int], None]:
+def tunix(
+  args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]
+) -> Callable[[int], None]:
   """One call of Tunix's sampler in a process of its own, which answers on its standard output when it is done."""
-  command = [args.tunix_python, str(Path(__file__).with_name("tunix_sampler.py")), json.dumps(vars(args)), str(max(lengths))]
+  command = [
+    args.tunix_python,
+    str(Path(__file__).with_name("tunix_sampler.py")),
+    json.dumps(vars(args)),
+    str(max(lengths)),
+  ]
   there = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
   def call(seed: int) -> None:
@@ -88,12 +141,24 @@ PEERS = {"transformers": transformers, "tunix": tunix}
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  for name, default in {"vocab": 8192, "width": 256, "layers": 4, "prompt_len": 64, "completions": 64, "slots": 16, "median": 32,
-                        "longest": 512, "rounds": 5, "seed": 0}.items():
+  for name, default in {
+    "vocab": 8192,
+    "width": 256,
+    "layers": 4,
+    "prompt_len": 64,
+    "completions": 64,
+    "slots": 16,
+    "median": 32,
+    "longest": 512,
+    "rounds": 5,
+    "seed": 0,
+  }.items():
     parser.add_argument(f"--{name}", type=int, default=default)
   parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of the lengths")
   parser.add_argument("--peers", default="", help=f"a part of {','.join(PEERS)}")
-  parser.add_argument("--tunix_python", default=sys.executable, help="an interpreter with google-tunix")
+  parser.add_argument(
+    "--tunix_python", default=sys.executable, help="an interpreter with google-tunix"
+  )
   parser.add_argument("--json")
   args = parser.parse_args()
   names = [name for name in args.peers.split(",") if name]
@@ -104,7 +169,9 @@ def main() -> None:
   drawn = np.exp(rng.normal(np.log(args.median), args.sigma, args.completions))
   lengths = np.clip(np.round(drawn), 1, args.longest).astype(int)
   prompts = rng.integers(2, args.vocab, (args.completions, args.prompt_len)).tolist()
-  calls = {"ours": ours(args, lengths, prompts)} | {name: PEERS[name](args, lengths, prompts) for name in names}
+  calls = {"ours": ours(args, lengths, prompts)} | {
+    name: PEERS[name](args, lengths, prompts) for name in names
+  }
   seconds: dict[str, list[float]] = {name: [] for name in calls}
   for seed in range(args.rounds + 1):
     for name, call in calls.items():
@@ -112,13 +179,27 @@ def main() -> None:
       call(seed)
       seconds[name].append(time.perf_counter() - began)
 
-  total, medians = int(lengths.sum()), {name: float(np.median(times[1:])) for name, times in seconds.items()}
-  result = {"tokens_per_s": total / medians["ours"], "tokens": total, "seconds": medians, "lengths": sorted(lengths.tolist()),
-            "ratio": {name: medians[name] / medians["ours"] for name in names}, "slots": args.slots, "jax": jax.__version__,
-            "python": platform.python_version(), "device": jax.devices()[0].device_kind, "devices": jax.device_count()}
+  total = int(lengths.sum())
+  medians = {name: float(np.median(times[1:])) for name, times in seconds.items()}
+  result = {
+    "tokens_per_s": total / medians["ours"],
+    "tokens": total,
+    "seconds": medians,
+    "lengths": sorted(lengths.tolist()),
+    "ratio": {name: medians[name] / medians["ours"] for name in names},
+    "slots": args.slots,
+    "jax": jax.__version__,
+    "python": platform.python_version(),
+    "device": jax.devices()[0].device_kind,
+    "devices": jax.device_count(),
+  }
   for name, median in medians.items():
-    print(f"{name:<14} {median:8.3f} s {total / median:9.0f} tokens/s {median / medians['ours']:6.2f} x our time")
-  print(f"{total} tokens in {args.completions} completions, the longest {max(lengths)}, {args.slots} slots of ours")
+    print(
+      f"{name:<14} {median:8.3f} s {total / median:9.0f} tokens/s {median / medians['ours']:6.2f} x our time"
+    )
+  print(
+    f"{total} tokens in {args.completions} completions, the longest {max(lengths)}, {args.slots} slots of ours"
+  )
   if args.json:
     Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
 

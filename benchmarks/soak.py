@@ -6,6 +6,7 @@ For half of the time the job runs undisturbed; once a quarter of that is over, m
 second. Where it has got to is the end of the second run, which is killed again and again, and must leave the same metrics, samples and
 digests. Kills fall at random times, so that what they hit is chance; `tests/faults` has them at marked points.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -32,13 +33,37 @@ FOR_EVER = 1_000_000
 
 
 def start(workdir: Path, steps: int) -> subprocess.Popen:
-  small = {"steps": steps, "data.terms": 2, "batch.prompts": 8, "batch.group": 8, "batch.minibatches": 2, "warm_start.steps": 50,
-           "sampling.warm_up": True, "batch.pack": False,  # nothing is left to be compiled later
-           "eval.every": 20, "eval.problems": 32, "eval.samples": 2, "eval.batch": 32, "checkpoint.every": 50}
-  command = [sys.executable, "-m", "gtpo_jax", "train", f"--config={ROOT / 'configs' / 'tiny.py'}", f"--workdir={workdir}",
-             *(f"--config.{key}={value}" for key, value in small.items())]
-  environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}  # with one for each thread, glibc keeps more and more of what was given back
-  return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+  small = {
+    "steps": steps,
+    "data.terms": 2,
+    "batch.prompts": 8,
+    "batch.group": 8,
+    "batch.minibatches": 2,
+    "warm_start.steps": 50,
+    "sampling.warm_up": True,
+    "batch.pack": False,  # nothing is left to be compiled later
+    "eval.every": 20,
+    "eval.problems": 32,
+    "eval.samples": 2,
+    "eval.batch": 32,
+    "checkpoint.every": 50,
+  }
+  command = [
+    sys.executable,
+    "-m",
+    "gtpo_jax",
+    "train",
+    f"--config={ROOT / 'configs' / 'tiny.py'}",
+    f"--workdir={workdir}",
+    *(f"--config.{key}={value}" for key, value in small.items()),
+  ]
+  environment = {
+    **os.environ,
+    "MALLOC_ARENA_MAX": "1",
+  }  # with one for each thread, glibc keeps more and more of what was given back
+  return subprocess.Popen(
+    command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+  )
 
 
 def finish(process: subprocess.Popen, status: int) -> None:
@@ -49,12 +74,24 @@ def finish(process: subprocess.Popen, status: int) -> None:
 
 def leave_alone(workdir: Path, seconds: float) -> list[tuple[int, int, int]]:
   """Runs the job for so many seconds, asks it to stop and lets it finish there; (memory in KiB, open files, threads) each second."""
-  process, began, seen = start(workdir, FOR_EVER), time.monotonic(), []
+  process = start(workdir, FOR_EVER)
+  began = time.monotonic()
+  seen = []
   while (passed := time.monotonic() - began) < seconds and process.poll() is None:
     time.sleep(1)
     if passed > seconds / 4:  # the warm start is over, and all is compiled
-      status = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if ":" in line)
-      seen.append((int(status["VmRSS"].split()[0]), len(os.listdir(f"/proc/{process.pid}/fd")), int(status["Threads"])))
+      status = dict(
+        line.split(":", 1)
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        if ":" in line
+      )
+      seen.append(
+        (
+          int(status["VmRSS"].split()[0]),
+          len(os.listdir(f"/proc/{process.pid}/fd")),
+          int(status["Threads"]),
+        )
+      )
   process.send_signal(signal.SIGTERM)
   finish(process, 128 + signal.SIGTERM)
   finish(start(workdir, steps_done(workdir)), 0)  # the last evaluation
@@ -83,7 +120,10 @@ def steps_done(workdir: Path) -> int:
 
 
 def result(workdir: Path) -> tuple:
-  rows = [{key: value for key, value in row.items() if not key.startswith(CLOCK)} for row in read_jsonl(workdir / "metrics.jsonl")]
+  rows = [
+    {key: value for key, value in row.items() if not key.startswith(CLOCK)}
+    for row in read_jsonl(workdir / "metrics.jsonl")
+  ]
   newest = max(int(entry.name) for entry in (workdir / "checkpoints").iterdir())
   seal = (workdir / "checkpoints" / str(newest) / "seal").read_text().partition("\n")[2]
   return rows, read_jsonl(workdir / "samples.jsonl"), newest, json.loads(seal)["leaves"]
@@ -101,17 +141,30 @@ def main() -> None:
   parser.add_argument("--seed", type=int, default=0, help="of the times of the kills")
   parser.add_argument("--json", type=Path)
   args = parser.parse_args()
-  folder, began = Path(tempfile.mkdtemp(prefix="gtpo_soak_")), time.monotonic()
+  folder = Path(tempfile.mkdtemp(prefix="gtpo_soak_"))
+  began = time.monotonic()
   minutes = lambda: round((time.monotonic() - began) / 60, 1)
   seen = leave_alone(folder / "whole", 30 * args.minutes)
-  steps, alone = steps_done(folder / "whole"), minutes()
+  steps = steps_done(folder / "whole")
+  alone = minutes()
   memory, files, threads = (tenths(values) for values in zip(*seen, strict=True))
   versions = {name: importlib.metadata.version(name) for name in ("jax", "orbax-checkpoint")}
-  found = {"versions": {"python": platform.python_version(), **versions},
-           "steps": steps, "minutes_alone": alone, "looked": len(seen), "memory_mib": [round(value / 1024, 1) for value in memory],
-           "memory_growth": memory[9] / memory[0] - 1, "of_its_second_half": memory[9] / memory[5] - 1, "files": files, "threads": threads}
+  found = {
+    "versions": {"python": platform.python_version(), **versions},
+    "steps": steps,
+    "minutes_alone": alone,
+    "looked": len(seen),
+    "memory_mib": [round(value / 1024, 1) for value in memory],
+    "memory_growth": memory[9] / memory[0] - 1,
+    "of_its_second_half": memory[9] / memory[5] - 1,
+    "files": files,
+    "threads": threads,
+  }
   print(json.dumps(found), flush=True)
-  found |= {"kills": kill_at_random(folder / "killed", steps, random.Random(args.seed)), "minutes": minutes()}
+  found |= {
+    "kills": kill_at_random(folder / "killed", steps, random.Random(args.seed)),
+    "minutes": minutes(),
+  }
   if result(folder / "killed") != result(folder / "whole"):
     sys.exit(f"{folder / 'killed'} differs from {folder / 'whole'} after {found['kills']} kills")
   text = json.dumps(found | {"same": True}, indent=2)

@@ -5,6 +5,7 @@
 Qwen2 architecture with random weights in float32, 4 layers of width 256, vocabulary 8192; 4 prompts of 64 tokens x 8 completions
 of exactly 128 tokens at temperature 1; AdamW, one update a step, no KL. Prints a table; medians of the steps after the first.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -23,53 +24,91 @@ import jax
 jax.config.update("jax_compilation_cache_dir", None)  # the first step shows a real compile
 
 from gtpo_jax import algorithms
-from gtpo_jax.arrays import Verdicts
+from gtpo_jax.arrays import Rewards
 from gtpo_jax.models import ModelConfig, Qwen2, init_params
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.filters import Sampler
+from gtpo_jax.sampling.filters import SamplingParams
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  for name, default in {"vocab": 8192, "width": 256, "layers": 4, "prompts": 4, "group": 8, "prompt_len": 64, "response_len": 128,
-                        "steps": 6}.items():
+  for name, default in {
+    "vocab": 8192,
+    "width": 256,
+    "layers": 4,
+    "prompts": 4,
+    "group": 8,
+    "prompt_len": 64,
+    "response_len": 128,
+    "steps": 6,
+  }.items():
     parser.add_argument(f"--{name}", type=int, default=default)
   parser.add_argument("--algorithm", default="grpo", choices=algorithms.RECIPES)
   parser.add_argument("--json")
   args = parser.parse_args()
   if args.steps < 2:
-    parser.error(f"--steps must be at least 2, got {args.steps}: the first step compiles and is not counted")
+    parser.error(
+      f"--steps must be at least 2, got {args.steps}: the first step compiles and is not counted"
+    )
 
-  shape = ModelConfig(args.vocab, args.width, args.layers, heads=args.width // 64, kv_heads=max(args.width // 128, 1), head_dim=64,
-                      mlp=4 * args.width)
+  shape = ModelConfig(
+    args.vocab,
+    args.width,
+    args.layers,
+    heads=args.width // 64,
+    kv_heads=max(args.width // 128, 1),
+    head_dim=64,
+    mlp=4 * args.width,
+  )
   model = Qwen2(shape, make_mesh())
   optimizer = make_optimizer(OptimizerConfig(), args.steps)
   update = make_update(model, algorithms.make(args.algorithm), optimizer)
-  engine = Engine(model, stop=(), pad=0, max_prompt_tokens=args.prompt_len, max_tokens=args.response_len)  # no stop: exact lengths
+  engine = Engine(
+    model, stop=(), pad=0, max_prompt_tokens=args.prompt_len, max_tokens=args.response_len
+  )  # no stop: exact lengths
   state = init_state(init_params(model, jax.random.key(0)), optimizer, model)
-  rng, rows = np.random.default_rng(0), []
+  rng = np.random.default_rng(0)
+  rows = []
   for step in range(args.steps):
     prompts = rng.integers(1, args.vocab, (args.prompts, args.prompt_len)).tolist()
     began = time.perf_counter()
-    rollouts = jax.block_until_ready(engine.sample(engine.layout(state.params), prompts, jax.random.key(step), group=args.group,
-                                                   sampler=Sampler()))
+    rollouts = jax.block_until_ready(
+      engine.sample(
+        engine.layout(state.params),
+        prompts,
+        jax.random.key(step),
+        group=args.group,
+        sampling_params=SamplingParams(),
+      )
+    )
     sampled = time.perf_counter()
     correct = fetch(rollouts.tokens).sum(-1) % 2 == 0
-    verdicts = shard_batch(Verdicts(correct, correct.astype(np.float32), np.zeros(correct.shape, np.float32)), model.mesh)
+    verdicts = shard_batch(
+      Rewards(correct, correct.astype(np.float32), np.zeros(correct.shape, np.float32)), model.mesh
+    )
     judged = time.perf_counter()
     state, metrics = jax.block_until_ready(update(state, rollouts, verdicts))
     ended = time.perf_counter()
     rows.append((ended - began, sampled - began, ended - judged))
 
   step_s, sample_s, update_s = np.median(rows[1:], axis=0).tolist()
-  result = {"step_s": step_s, "sample_s": sample_s, "update_s": update_s, "first_s": rows[0][0],
-            "tokens": args.prompts * args.group * args.response_len, "algorithm": args.algorithm, "jax": jax.__version__,
-            "python": platform.python_version(), "device": jax.devices()[0].device_kind, "devices": jax.device_count(),
-            "mismatch": float(metrics["mismatch/max_abs_logp"])}
+  result = {
+    "step_s": step_s,
+    "sample_s": sample_s,
+    "update_s": update_s,
+    "first_s": rows[0][0],
+    "tokens": args.prompts * args.group * args.response_len,
+    "algorithm": args.algorithm,
+    "jax": jax.__version__,
+    "python": platform.python_version(),
+    "device": jax.devices()[0].device_kind,
+    "devices": jax.device_count(),
+    "mismatch": float(metrics["mismatch/max_abs_logp"]),
+  }
   for name, value in result.items():
     print(f"{name:<12} {value:.4g}" if isinstance(value, float) else f"{name:<12} {value}")
   if args.json:

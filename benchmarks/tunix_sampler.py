@@ -4,6 +4,7 @@
 
 It cannot be told each completion's length, so it generates until the longest is whole, as with lengths that nobody knows ahead.
 """
+
 import json
 import os
 import sys
@@ -18,7 +19,8 @@ from jax.sharding import Mesh
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.models.qwen2 import model as qwen2
 
-ARGS, LONGEST = json.loads(sys.argv[1]), int(sys.argv[2])
+ARGS = json.loads(sys.argv[1])
+LONGEST = int(sys.argv[2])
 
 
 class Bytes(sentencepiece.SentencePieceProcessor):
@@ -47,21 +49,54 @@ class Bytes(sentencepiece.SentencePieceProcessor):
 
 
 config = qwen2.ModelConfig(
-    num_layers=ARGS["layers"], vocab_size=ARGS["vocab"], embed_dim=ARGS["width"], hidden_dim=4 * ARGS["width"],
-    num_heads=ARGS["width"] // 64, head_dim=64, num_kv_heads=max(ARGS["width"] // 128, 1), rope_theta=1_000_000, norm_eps=1e-6,
-    use_tied_embedding=True)
+  num_layers=ARGS["layers"],
+  vocab_size=ARGS["vocab"],
+  embed_dim=ARGS["width"],
+  hidden_dim=4 * ARGS["width"],
+  num_heads=ARGS["width"] // 64,
+  head_dim=64,
+  num_kv_heads=max(ARGS["width"] // 128, 1),
+  rope_theta=1_000_000,
+  norm_eps=1e-6,
+  use_tied_embedding=True,
+)
 with Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp")):
   model = qwen2.Qwen2(config, rngs=nnx.Rngs(0))
-leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))  # its MLPs start at zero: give every matrix real values
+leaves, tree = jax.tree.flatten(
+  nnx.state(model, nnx.Param)
+)  # its MLPs start at zero: give every matrix real values
 keys = jax.random.split(jax.random.key(1), len(leaves))
-nnx.update(model, jax.tree.unflatten(tree, [jax.random.normal(key, x.shape, x.dtype) * 0.02 if x.ndim > 1 else x
-                                            for key, x in zip(keys, leaves, strict=True)]))
-cache = CacheConfig(cache_size=ARGS["prompt_len"] + LONGEST, num_layers=ARGS["layers"], num_kv_heads=config.num_kv_heads, head_dim=64)
+nnx.update(
+  model,
+  jax.tree.unflatten(
+    tree,
+    [
+      jax.random.normal(key, x.shape, x.dtype) * 0.02 if x.ndim > 1 else x
+      for key, x in zip(keys, leaves, strict=True)
+    ],
+  ),
+)
+cache = CacheConfig(
+  cache_size=ARGS["prompt_len"] + LONGEST,
+  num_layers=ARGS["layers"],
+  num_kv_heads=config.num_kv_heads,
+  head_dim=64,
+)
 sampler = Sampler(model, Bytes(), cache)
 rng = np.random.default_rng(0)
-prompts = ["".join(rng.choice(list("abcdefghij 0123456789"), ARGS["prompt_len"] - 1)) for _ in range(ARGS["completions"])]
+prompts = [
+  "".join(rng.choice(list("abcdefghij 0123456789"), ARGS["prompt_len"] - 1))
+  for _ in range(ARGS["completions"])
+]
 for line in sys.stdin:
-  out = sampler(prompts, max_generation_steps=LONGEST, max_prompt_length=ARGS["prompt_len"], temperature=1.0, top_p=1.0, seed=int(line),
-                return_logprobs=True)
+  out = sampler(
+    prompts,
+    max_generation_steps=LONGEST,
+    max_prompt_length=ARGS["prompt_len"],
+    temperature=1.0,
+    top_p=1.0,
+    seed=int(line),
+    return_logprobs=True,
+  )
   assert len(out.text) == len(prompts)
   print("done", flush=True)

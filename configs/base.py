@@ -1,4 +1,5 @@
 """Every field at its default. Other configs start here; `gtpo_jax/config/sections.py` says what each field means."""
+
 from gtpo_jax.config import default_config
 
 

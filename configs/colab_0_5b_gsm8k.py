@@ -5,6 +5,7 @@
 Hardware: one chip of 16 GB, such as Colab's TPU v5e-1 or T4 (topology v5e:1x1, 1 chip). Expected time, an estimate by the roofline and
 never measured: at least 1.5 s a step on a v5e, if every completion is as long as it may be.
 """
+
 from gtpo_jax.config import default_config
 
 
@@ -15,10 +16,16 @@ def get_config():
   config.model.param_dtype = config.model.compute_dtype = "bfloat16"
   config.model.lora_rank = 16
   config.data.train, config.data.eval = "hf:openai/gsm8k:main:train", "hf:openai/gsm8k:main:test"
-  config.data.template = "{prompt} Let's think step by step and put the final answer within \\boxed{}."
+  config.data.template = (
+    "{prompt} Let's think step by step and put the final answer within \\boxed{}."
+  )
   config.data.max_prompt_tokens, config.sampling.max_tokens = 256, 512
-  config.batch.prompts, config.batch.group, config.batch.micro_batches = 8, 8, 4
+  config.batch.prompts = 8
+  config.batch.group = 8
+  config.batch.micro_batches = 4
   config.algorithm.name = "gtpo"
   config.optimizer.learning_rate = 2e-5
-  config.eval.every, config.eval.problems, config.eval.samples = 50, 200, 1
+  config.eval.every = 50
+  config.eval.problems = 200
+  config.eval.samples = 1
   return config

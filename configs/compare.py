@@ -1,7 +1,8 @@
 """Countdown from a strong warm start: right answers are many, none is sure, and sampling again still helps.
 
-    python benchmarks/compare.py --out=runs/compare
+python benchmarks/compare.py --out=runs/compare
 """
+
 from gtpo_jax.config import default_config
 
 

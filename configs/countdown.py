@@ -5,6 +5,7 @@
 Hardware: two CPU cores, five to six minutes. Expected (seed 0): held-out pass@1 22 % -> 34 %, while pass@16 falls from 88 % to 42 %:
 the policy gets surer faster than it gets better, which is what to study here. Longer runs want a longer warm start.
 """
+
 from gtpo_jax.config import default_config
 
 

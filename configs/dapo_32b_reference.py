@@ -6,6 +6,7 @@ Hardware: TPU v5p, topology v5p:4x4x8 (128 chips). Expected time, an estimate by
 44 minutes a step, if every completion is as long as it may be; dynamic sampling draws more. Their score: 50 on AIME 2024.
 1,024 completions are sampled at once: their keys and values take 41 GiB a chip.
 """
+
 from gtpo_jax.config.published import dapo_reference
 
 

@@ -9,11 +9,12 @@ Prompt: the question, then the wish to reason step by step and to box the answer
 `:base` puts bare text. An answer that does not end within sampling.max_tokens is wrong.
 Data: from the hub (`pip install -e '.[data]'`), or --data=FILE with the columns question and answer.
 """
+
 from gtpo_jax.config import default_config
 
 TEMPLATES = {
-    "chat": "{prompt}\nPlease reason step by step, and put your final answer within \\boxed{}.",
-    "base": "Question: {prompt}\nAnswer: Let us think step by step, and put the final answer within \\boxed{}.\n",
+  "chat": "{prompt}\nPlease reason step by step, and put your final answer within \\boxed{}.",
+  "base": "Question: {prompt}\nAnswer: Let us think step by step, and put the final answer within \\boxed{}.\n",
 }
 
 
@@ -27,5 +28,7 @@ def get_config(model="chat"):
   config.eval.problems = 1319
   config.eval.samples = 4
   config.eval.batch = 64
-  config.model.param_dtype = config.model.compute_dtype = "bfloat16"  # of a model folder; a run has its own
+  config.model.param_dtype = config.model.compute_dtype = (
+    "bfloat16"  # of a model folder; a run has its own
+  )
   return config

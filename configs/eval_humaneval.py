@@ -9,11 +9,12 @@ Prompt: the beginning of the function in a block of Python, and the wish to have
 beginning alone, and a continuation that does not end within sampling.max_tokens is wrong.
 Data: from the hub (`pip install -e '.[data]'`), or --data=FILE with the columns task_id, prompt, test, entry_point.
 """
+
 from gtpo_jax.config import default_config
 
 TEMPLATES = {
-    "chat": "Complete this Python function. Answer with the whole function in one block of Python.\n\n```python\n{prompt}\n```",
-    "base": "{prompt}",
+  "chat": "Complete this Python function. Answer with the whole function in one block of Python.\n\n```python\n{prompt}\n```",
+  "base": "{prompt}",
 }
 
 
@@ -29,5 +30,7 @@ def get_config(model="chat"):
   config.eval.batch = 16
   config.eval.temperature = 0.8
   config.eval.top_p = 0.95
-  config.model.param_dtype = config.model.compute_dtype = "bfloat16"  # of a model folder; a run has its own
+  config.model.param_dtype = config.model.compute_dtype = (
+    "bfloat16"  # of a model folder; a run has its own
+  )
   return config

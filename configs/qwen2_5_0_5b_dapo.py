@@ -5,6 +5,7 @@
 Hardware: TPU v5e, topology v5e:4x4 (16 chips). Expected time, an estimate by the roofline and never measured: at least
 35.9 s a step, if every completion is as long as it may be; dynamic sampling draws more.
 """
+
 from gtpo_jax.config.published import paper
 
 

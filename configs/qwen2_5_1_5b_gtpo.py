@@ -5,6 +5,7 @@
 Hardware: TPU v5e, topology v5e:4x8 (32 chips). Expected time, an estimate by the roofline and never measured: at least
 55.4 s a step, if every completion is as long as it may be.
 """
+
 from gtpo_jax.config.published import paper
 
 

@@ -5,6 +5,7 @@
 Hardware: TPU v5p, topology v5p:4x4x4 (64 chips). Expected time, an estimate by the roofline and never measured: at least
 2 minutes a step, if every completion is as long as it may be.
 """
+
 from gtpo_jax.config.published import paper
 
 

@@ -5,6 +5,7 @@
 Hardware: TPU v5p, topology v5p:2x4x4 (32 chips). Expected time, an estimate by the roofline and never measured: at least
 69.2 s a step, if every completion is as long as it may be; dynamic sampling draws more.
 """
+
 from gtpo_jax.config.published import paper
 
 

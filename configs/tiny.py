@@ -4,6 +4,7 @@
 
 Hardware: two CPU cores, under 2 GiB of memory, about two minutes. Expected: held-out sampled pass@1 from 20 % to 93 %.
 """
+
 from gtpo_jax.config import default_config
 
 

@@ -1,4 +1,5 @@
 """What the site needs of our pages besides what GitHub shows."""
+
 import re
 
 

@@ -1,4 +1,5 @@
 """Writes docs/configs.md from the docstrings of the config's dataclasses; `make docs` runs it."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -24,27 +25,42 @@ fields (`--config.batch.group=8`); a program hands over the config itself, or ne
 def page() -> str:
   """The whole page."""
   hints = typing.get_type_hints(Config)
-  own = [field for field in dataclasses.fields(Config) if not dataclasses.is_dataclass(hints[field.name])]
+  own = [
+    field for field in dataclasses.fields(Config) if not dataclasses.is_dataclass(hints[field.name])
+  ]
   parts = [HEAD, table(Config, own, "", Config())]
   for field in dataclasses.fields(Config):
     if field not in own:
-      kind, default = hints[field.name], getattr(Config(), field.name)
-      parts += [f"## {field.name}\n\n{first_paragraph(kind)}\n", table(kind, dataclasses.fields(kind), f"{field.name}.", default)]
+      kind = hints[field.name]
+      default = getattr(Config(), field.name)
+      parts += [
+        f"## {field.name}\n\n{first_paragraph(kind)}\n",
+        table(kind, dataclasses.fields(kind), f"{field.name}.", default),
+      ]
       for inner in dataclasses.fields(kind):
         if dataclasses.is_dataclass(value := getattr(default, inner.name)):
-          parts += [f"### {field.name}.{inner.name}\n\n{first_paragraph(type(value))}\n",
-                    table(type(value), dataclasses.fields(value), f"{field.name}.{inner.name}.", value)]
+          parts += [
+            f"### {field.name}.{inner.name}\n\n{first_paragraph(type(value))}\n",
+            table(type(value), dataclasses.fields(value), f"{field.name}.{inner.name}.", value),
+          ]
   return "\n".join(parts)
 
 
-def table(kind: type, fields: typing.Iterable[dataclasses.Field], prefix: str, defaults: object) -> str:
+def table(
+  kind: type, fields: typing.Iterable[dataclasses.Field], prefix: str, defaults: object
+) -> str:
   """Name, type, default and meaning of each field that is no section itself."""
-  meanings, hints = meanings_of(kind), typing.get_type_hints(kind)
+  meanings = meanings_of(kind)
+  hints = typing.get_type_hints(kind)
   lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
   for field in fields:
     value = getattr(defaults, field.name)
     if not dataclasses.is_dataclass(value):
-      types = " or ".join(part.__name__ for part in typing.get_args(hints[field.name]) or [hints[field.name]] if part is not type(None))
+      types = " or ".join(
+        part.__name__
+        for part in typing.get_args(hints[field.name]) or [hints[field.name]]
+        if part is not type(None)
+      )
       lines.append(f"| `{prefix}{field.name}` | {types} | `{value!r}` | {meanings[field.name]} |")
   return "\n".join(lines) + "\n"
 
@@ -57,7 +73,9 @@ def meanings_of(kind: type) -> dict[str, str]:
     for entry in re.split(r"\n(?=\S)", textwrap.dedent(text)) if mark else []:
       names, _, meaning = entry.partition(": ")
       meaning = " ".join(meaning.split())
-      found |= dict.fromkeys(names.split(", "), (meaning[:1].upper() + meaning[1:]).replace("|", "\\|"))
+      found |= dict.fromkeys(
+        names.split(", "), (meaning[:1].upper() + meaning[1:]).replace("|", "\\|")
+      )
   return found
 
 

@@ -6,6 +6,7 @@
 
 Importing this imports no JAX; the first use of a name does.
 """
+
 from __future__ import annotations
 
 import importlib
@@ -15,8 +16,12 @@ __version__ = "0.1.0"
 __all__ = ["algorithms", "default_config", "load_config", "models", "rewards", "steps", "train"]
 
 _LIBRARY = ("algorithms", "models", "rewards")
-_PROGRAM = {"default_config": ("config", "default_config"), "load_config": ("config", "load"), "steps": ("loop", "steps"),
-            "train": ("loop", "train")}
+_PROGRAM = {
+  "default_config": ("config", "default_config"),
+  "load_config": ("config", "load"),
+  "steps": ("loop", "steps"),
+  "train": ("loop", "train"),
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -25,6 +30,7 @@ def __getattr__(name: str) -> Any:
   if name in _LIBRARY:
     return importlib.import_module(f"{__name__}.{name}")
   from gtpo_jax.runtime.startup import prepare_jax
+
   prepare_jax()
   part, function = _PROGRAM[name]
   module = importlib.import_module(f"{__name__}.{part}")

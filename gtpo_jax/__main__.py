@@ -1,4 +1,5 @@
 """`python -m gtpo_jax` is `gtpo`."""
+
 import sys
 
 from gtpo_jax.cli import main

@@ -1,4 +1,5 @@
 """The main job, as the paper's Algorithm 1: prompts, rollouts, verdicts, update; then log, save, evaluate."""
+
 from __future__ import annotations
 
 import contextlib
@@ -13,7 +14,7 @@ import jax
 from etils import epath
 
 from gtpo_jax.api.inputs import Records, take
-from gtpo_jax.api.policy import Trained
+from gtpo_jax.api.policy import TrainedPolicy
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.checkpoint.provenance import check_identity, identity_of
 from gtpo_jax.checkpoint.workdir import claim
@@ -33,7 +34,7 @@ from gtpo_jax.rollout.experience import Collector, Experience
 from gtpo_jax.rollout.policies import check_frozen, check_weights, initial_params, load_frozen
 from gtpo_jax.rollout.problems import held_out_problems, training_problems
 from gtpo_jax.rollout.scoring import RewardFunction
-from gtpo_jax.rollout.worker import Actor, Policy
+from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.runtime.distributed import any_process, fetch, is_first_process
 from gtpo_jax.runtime.guards import Guards
 from gtpo_jax.runtime.signals import Interrupts, Watchdog
@@ -58,7 +59,7 @@ class Step:
   step: int
   metrics: dict[str, float]
   batch: Experience = dataclasses.field(repr=False)
-  policy: Trained
+  policy: TrainedPolicy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +78,19 @@ class Result:
   finished: bool
   summary: str
   history: list[dict[str, Any]] = dataclasses.field(default_factory=list, repr=False)
-  policy: Trained | None = None
+  policy: TrainedPolicy | None = None
 
 
-def train(config: Config | Mapping[str, Any], workdir: str | Path | None = None, display: Display | None = None,
-          stopping: Callable[[], bool] | None = None, *, reward: RewardFunction | None = None, data: Records | None = None,
-          held_out: Records | None = None) -> Result:
+def train(
+  config: Config | Mapping[str, Any],
+  workdir: str | Path | None = None,
+  display: Display | None = None,
+  stopping: Callable[[], bool] | None = None,
+  *,
+  reward: RewardFunction | None = None,
+  data: Records | None = None,
+  held_out: Records | None = None,
+) -> Result:
   """Trains to `config.steps`, as `steps` does, and returns what was learned. `gtpo_jax.train(...)` is this function."""
   run = steps(config, workdir, display, stopping, reward=reward, data=data, held_out=held_out)
   while True:
@@ -92,9 +100,16 @@ def train(config: Config | Mapping[str, Any], workdir: str | Path | None = None,
       return end.value
 
 
-def steps(config: Config | Mapping[str, Any], workdir: str | Path | None = None, display: Display | None = None,
-          stopping: Callable[[], bool] | None = None, *, reward: RewardFunction | None = None, data: Records | None = None,
-          held_out: Records | None = None) -> Generator[Step, None, Result]:
+def steps(
+  config: Config | Mapping[str, Any],
+  workdir: str | Path | None = None,
+  display: Display | None = None,
+  stopping: Callable[[], bool] | None = None,
+  *,
+  reward: RewardFunction | None = None,
+  data: Records | None = None,
+  held_out: Records | None = None,
+) -> Generator[Step, None, Result]:
   """Trains to `config.steps` and yields each step, from the newest checkpoint in `workdir` that is whole, where there is one.
 
   Left early (`break`, `close()`, an exception in the loop's body), the run is saved and let go of as if it had been asked to stop.
@@ -116,21 +131,29 @@ def steps(config: Config | Mapping[str, Any], workdir: str | Path | None = None,
   """
   compile_count()
   given = take(config, reward, data, held_out)
-  config, display, interrupts = given.config, display or Display(is_first_process()), Interrupts()
+  config = given.config
+  display = display or Display(is_first_process())
+  interrupts = Interrupts()
   signals = interrupts if stopping is None else contextlib.nullcontext()
   stopping = stopping or interrupts.asked
-  actor = Actor(config, verifier=given.reward)
-  check_divides("batch.prompts", config.batch.prompts, config.batch.parts, actor.model)
-  check_positions(config.sampling.max_tokens, actor.model)
-  check_prompts(config, actor)
-  check_frozen(config, actor)
+  worker = RolloutWorker(config, verifier=given.reward)
+  check_divides("batch.prompts", config.batch.prompts, config.batch.parts, worker.model)
+  check_positions(config.sampling.max_tokens, worker.model)
+  check_prompts(config, worker)
+  check_frozen(config, worker)
   check_weights(config)
   check_boards(config)
-  problems = training_problems(config, actor, display.say, given.records)
-  evaluated = held_out_problems(config, actor, display.say, given.records)
-  with (_folder(workdir) as folder, claim(folder, config, display.say), contextlib.closing(actor),
-        Watchdog(config.guards.stall_s, lambda: any_process(stopping())) as asked):
-    run = learn(config, folder, display, asked, actor, problems, evaluated, keep=workdir is not None)
+  problems = training_problems(config, worker, display.say, given.records)
+  evaluated = held_out_problems(config, worker, display.say, given.records)
+  with (
+    _folder(workdir) as folder,
+    claim(folder, config, display.say),
+    contextlib.closing(worker),
+    Watchdog(config.guards.stall_s, lambda: any_process(stopping())) as asked,
+  ):
+    run = learn(
+      config, folder, display, asked, worker, problems, evaluated, keep=workdir is not None
+    )
     try:
       while True:
         with signals:
@@ -156,48 +179,79 @@ def _folder(workdir: str | Path | None) -> Iterator[epath.Path]:
       yield epath.Path(folder)
 
 
-def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[], bool], actor: Actor,
-          problems: Sequence[tuple[Problems, float]], held_out: Sequence[Problem], keep: bool = True) -> Generator[Step, None, Result]:
+def learn(
+  config: Config,
+  workdir: Path,
+  display: Display,
+  stopping: Callable[[], bool],
+  worker: RolloutWorker,
+  problems: Sequence[tuple[Problems, float]],
+  held_out: Sequence[Problem],
+  keep: bool = True,
+) -> Generator[Step, None, Result]:
   """Algorithm 1, in a workdir that is this run's, on `problems` with their weights; without `keep` its checkpoints are of no use."""
-  algorithm, optimizer = config.algorithm_object, make_optimizer(config.optimizer, config.steps, config.batch.updates)
-  update = make_update(actor.model, algorithm, optimizer, temperature=config.sampling.temperature,
-                       minibatches=config.batch.minibatches, epochs=config.batch.epochs, micro_batches=config.batch.micro_batches,
-                       head_chunk=config.batch.head_chunk)
-  display.say(f"{algorithm.name} on {config.data.train}: {config.steps} steps of {config.batch.prompts} prompts x {config.batch.group} "
-              f"completions, model {config.model.path or config.model.preset}, mesh {dict(actor.model.mesh.shape)}, "
-              f"attention by {attention_kind(actor.model.config, actor.model.mesh)}")
-  display.say(f"sampling {actor.engine.described()}")
-  display.say("each program is compiled when it is first needed: the first evaluation and the first steps take longest")
+  algorithm = config.algorithm_built
+  optimizer = make_optimizer(config.optimizer, config.steps, config.batch.updates)
+  update = make_update(
+    worker.model,
+    algorithm,
+    optimizer,
+    temperature=config.sampling.temperature,
+    minibatches=config.batch.minibatches,
+    epochs=config.batch.epochs,
+    micro_batches=config.batch.micro_batches,
+    head_chunk=config.batch.head_chunk,
+  )
+  display.say(
+    f"{algorithm.name} on {config.data.train}: {config.steps} steps of {config.batch.prompts} prompts x {config.batch.group} "
+    f"completions, model {config.model.path or config.model.preset}, mesh {dict(worker.model.mesh.shape)}, "
+    f"attention by {attention_kind(worker.model.config, worker.model.mesh)}"
+  )
+  display.say(f"sampling {worker.engine.described()}")
+  display.say(
+    "each program is compiled when it is first needed: the first evaluation and the first steps take longest"
+  )
   checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
-  if saved := checkpoints.restore(actor.model, optimizer, display.say):
+  if saved := checkpoints.restore(worker.model, optimizer, display.say):
     state = saved.state
     display.say(f"resumed at step {int(state.step)} of {config.steps} from {workdir}")
   else:
-    base = base_model(config, actor, workdir, display, stopping)
+    base = base_model(config, worker, workdir, display, stopping)
     if base is None:
       return Result(0, False, "stopped during the warm start, which is not saved and begins anew")
-    state = init_state(base, optimizer, actor.model)
+    state = init_state(base, optimizer, worker.model)
 
-  start, facts, accept = int(state.step), saved.facts if saved else {}, config.checkpoint.accept_changes
-  frozen = load_frozen(config, actor, workdir, {} if accept else facts.get("steps", {}))
+  start = int(state.step)
+  facts = saved.facts if saved else {}
+  accept = config.checkpoint.accept_changes
+  frozen = load_frozen(config, worker, workdir, {} if accept else facts.get("steps", {}))
   identity = identity_of(config, problems, held_out, frozen.identity)
   check_identity(facts.get("identity", {}), identity, accept, display.say)
-  collector = Collector(config, actor, problems, frozen, drawn=start)
+  collector = Collector(config, worker, problems, frozen, drawn=start)
   if saved and saved.leftovers:
     collector.restore(saved.leftovers)
 
   def save() -> None:
     if keep:
       with jax.profiler.TraceAnnotation("save"):
-        checkpoints.save(state, collector.leftovers(), {"identity": identity, "steps": frozen.steps})
+        checkpoints.save(
+          state, collector.leftovers(), {"identity": identity, "steps": frozen.steps}
+        )
 
   if config.sampling.warm_up:
-    warm_up(config, actor.policy(state.params), collector, held_out)
-  journal = Journal(workdir, start, config.log.tensorboard, lambda: [WeightsAndBiases(workdir, config)] if config.log.wandb else [])
-  guards = Guards(config.guards.skipped, workdir, rows := journal.read(), display.say, checkpoints.wait)
+    warm_up(config, worker.policy(state.params), collector, held_out)
+  journal = Journal(
+    workdir,
+    start,
+    config.log.tensorboard,
+    lambda: [WeightsAndBiases(workdir, config)] if config.log.wandb else [],
+  )
+  guards = Guards(
+    config.guards.skipped, workdir, rows := journal.read(), display.say, checkpoints.wait
+  )
   if start == 0 and not rows:
     journal.write(0, {})
-  evaluate_if_due(config, actor, state, held_out, workdir, journal, display, stopping)
+  evaluate_if_due(config, worker, state, held_out, workdir, journal, display, stopping)
   display.begin(algorithm.name, config.steps, start)
   for step in trace_window(config.profile.window, range(start, config.steps), workdir / "profile"):
     if stopping():
@@ -210,21 +264,28 @@ def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[]
       metrics = {name: float(value) for name, value in fetch(metrics).items()}
     ended = time.perf_counter()
 
-    metrics |= batch.metrics | {"time/update": ended - collected, "time/step": ended - began, "compiles": compile_count(),
-                                "tokens/s": batch.metrics.get("tokens/sampled", metrics["tokens/completion"]) / (ended - began)}
+    metrics |= batch.metrics | {
+      "time/update": ended - collected,
+      "time/step": ended - began,
+      "compiles": compile_count(),
+      "tokens/s": batch.metrics.get("tokens/sampled", metrics["tokens/completion"])
+      / (ended - began),
+    }
     display.step(step + 1, metrics, _sample(batch, 0), line=step == start or (step + 1) % 5 == 0)
     journal.write(step + 1, metrics)
     for i in range(min(config.log.samples, len(batch.problems))):
       journal.write_sample(step + 1, *_sample(batch, i))
     if config.log.keeps_credit(step + 1, config.steps):
-      write_credit(workdir, step + 1, batch, actor.chat, config.log.credit_groups)
+      write_credit(workdir, step + 1, batch, worker.chat, config.log.credit_groups)
     guards.check(step + 1, metrics, batch.to_arrays)
     if (step + 1) % config.checkpoint.every == 0 and not guards.skipped:
       save()
-    if found := evaluate_if_due(config, actor, state, held_out, workdir, journal, display, stopping):
+    if found := evaluate_if_due(
+      config, worker, state, held_out, workdir, journal, display, stopping
+    ):
       display.sample(*_sample(batch, 0))
     try:
-      yield Step(step + 1, metrics | found, batch, Trained(actor, state.params))
+      yield Step(step + 1, metrics | found, batch, TrainedPolicy(worker, state.params))
     except GeneratorExit:  # the caller left
       break
   display.end()
@@ -234,45 +295,70 @@ def learn(config: Config, workdir: Path, display: Display, stopping: Callable[[]
   reached = int(state.step)
   rows = journal.read()
   if is_first_process():
-    draw_curves(rows, f"{algorithm.name} on {config.data.train}, seed {config.seed}", workdir / "curves.png")
-  policy = Trained(actor, state.params)
+    draw_curves(
+      rows, f"{algorithm.name} on {config.data.train}, seed {config.seed}", workdir / "curves.png"
+    )
+  policy = TrainedPolicy(worker, state.params)
   if reached < config.steps:
-    return Result(reached, False, f"stopped at step {reached} of {config.steps}{'; saved' if keep else ''}", rows, policy)
+    return Result(
+      reached,
+      False,
+      f"stopped at step {reached} of {config.steps}{'; saved' if keep else ''}",
+      rows,
+      policy,
+    )
   return Result(reached, True, summarize(config, rows), rows, policy)
 
 
-def warm_up(config: Config, policy: Policy, collector: Collector, held_out: Sequence[Problem]) -> None:
+def warm_up(
+  config: Config, policy: Policy, collector: Collector, held_out: Sequence[Problem]
+) -> None:
   """Compiles all that sampling may need, on one layout of the parameters, which goes when this returns."""
   collector.warm_up(policy)
   warm_up_evaluation(config, policy, held_out)
 
 
-def base_model(config: Config, actor: Actor, workdir: Path, display: Display, stopping: Callable[[], bool]) -> Params | None:
+def base_model(
+  config: Config,
+  worker: RolloutWorker,
+  workdir: Path,
+  display: Display,
+  stopping: Callable[[], bool],
+) -> Params | None:
   """The policy that RL starts from. What a folder does not hold is kept in WORKDIR/base: random weights, or those of a warm start.
 
   None where asked to stop.
   """
   if config.model.path and not config.warm_start.steps:
-    return initial_params(config, actor.model)
+    return initial_params(config, worker.model)
   kept = Checkpoints(workdir / "base", keep=1)
-  params = kept.newest_params(actor.model, display.say)
+  params = kept.newest_params(worker.model, display.say)
   if params is None:
-    params = initial_params(config, actor.model)
+    params = initial_params(config, worker.model)
     if config.warm_start.steps:
-      params = warm_start(config, actor, params, display, stopping)
+      params = warm_start(config, worker, params, display, stopping)
     if params is not None:
       kept.save_params(params)
   kept.close()
   return params
 
 
-def evaluate_if_due(config: Config, actor: Actor, state: TrainState, held_out: Sequence[Problem], workdir: Path, journal: Journal,
-                    display: Display, stopping: Callable[[], bool]) -> dict[str, float]:
+def evaluate_if_due(
+  config: Config,
+  worker: RolloutWorker,
+  state: TrainState,
+  held_out: Sequence[Problem],
+  workdir: Path,
+  journal: Journal,
+  display: Display,
+  stopping: Callable[[], bool],
+) -> dict[str, float]:
   """Evaluates the state into its step's line: at first, at last and every `eval.every` steps. Returns what was found.
 
   Nothing where it is not due, or done, or asked to stop: then it is made good when the run is taken up again.
   """
-  step, began = int(state.step), time.perf_counter()
+  step = int(state.step)
+  began = time.perf_counter()
   due = step in (0, config.steps) or (config.eval.every and step % config.eval.every == 0)
   if not due:
     return {}
@@ -282,14 +368,18 @@ def evaluate_if_due(config: Config, actor: Actor, state: TrainState, held_out: S
     return {}
   try:
     with jax.profiler.TraceAnnotation("evaluate"):
-      result, samples = evaluate_run(config, actor, state.params, held_out, stopping=stopping), config.eval.samples
+      result = evaluate_run(config, worker, state.params, held_out, stopping=stopping)
+      samples = config.eval.samples
   except Stopped:
     return {}
-  metrics, shown = result.metrics(), (f"mean@{samples}", "greedy", f"pass@{samples}", "no_verdict")
+  metrics = result.metrics()
+  shown = (f"mean@{samples}", "greedy", f"pass@{samples}", "no_verdict")
   sampled, greedy, best, missing = (metrics[f"eval/{result.name}/{key}"] for key in shown)
   what = f"step {step}" if step else base_name(config)
-  display.say(f"{what}: held-out pass@1 {sampled:.1%}, greedy {greedy:.1%}, pass@{samples} {best:.1%} ({len(held_out)} problems x "
-              f"{samples} samples, {f'{missing:.0f} without a verdict, ' if missing else ''}{time.perf_counter() - began:.1f} s)")
+  display.say(
+    f"{what}: held-out pass@1 {sampled:.1%}, greedy {greedy:.1%}, pass@{samples} {best:.1%} ({len(held_out)} problems x "
+    f"{samples} samples, {f'{missing:.0f} without a verdict, ' if missing else ''}{time.perf_counter() - began:.1f} s)"
+  )
   if config.checkpoint.best and sampled > max((_accuracy(row) or 0.0 for row in rows), default=0.0):
     kept = Checkpoints(workdir / "best", keep=1)
     kept.save_params(state.params, step)
@@ -313,14 +403,19 @@ def summarize(config: Config, rows: Sequence[Mapping[str, Any]]) -> str:
   spent = f"{seconds:.0f} s of sampling, reward and update"
   if not evaluated or evaluated[0][0] != 0:
     return f"{config.algorithm.name}: {rows[-1]['step'] if rows else 0} steps; {spent}"
-  (_, before), (step, after) = evaluated[0], evaluated[-1]
-  return (f"{config.algorithm.name}: held-out pass@1 {before:.1%} ({base_name(config)}) -> {after:.1%} after {step} steps, "
-          f"{100 * (after - before):+.1f} points; {spent}")
+  (_, before) = evaluated[0]
+  (step, after) = evaluated[-1]
+  return (
+    f"{config.algorithm.name}: held-out pass@1 {before:.1%} ({base_name(config)}) -> {after:.1%} after {step} steps, "
+    f"{100 * (after - before):+.1f} points; {spent}"
+  )
 
 
 def _accuracy(row: Mapping[str, Any]) -> float | None:
   """The mean@n of a line that was evaluated, whatever its n."""
-  return next((value for key, value in row.items() if key.startswith("eval/") and "/mean@" in key), None)
+  return next(
+    (value for key, value in row.items() if key.startswith("eval/") and "/mean@" in key), None
+  )
 
 
 def _sample(batch: Experience, i: int) -> tuple[str, str, bool]:

@@ -1,4 +1,5 @@
 """Every algorithm on the tiny job: thirty steps from one warm start, and it has learned."""
+
 import dataclasses
 import shutil
 from pathlib import Path
@@ -13,20 +14,27 @@ from gtpo_jax.config.sections import AlgorithmSection
 from gtpo_jax.loop import base_model, train
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
-from gtpo_jax.rollout.worker import Actor
+from gtpo_jax.rollout.worker import RolloutWorker
 
 
 @pytest.fixture(scope="module")
 def tiny():
-  return load(str(Path(__file__).parents[1] / "configs/tiny.py"), [
-      "--config.steps=30", "--config.eval.every=0", "--config.eval.problems=200", "--config.eval.samples=4",
-      "--config.log.tensorboard=false"])
+  return load(
+    str(Path(__file__).parents[1] / "configs/tiny.py"),
+    [
+      "--config.steps=30",
+      "--config.eval.every=0",
+      "--config.eval.problems=200",
+      "--config.eval.samples=4",
+      "--config.log.tensorboard=false",
+    ],
+  )
 
 
 @pytest.fixture(scope="module")
 def base(tiny, tmp_path_factory):
   workdir = tmp_path_factory.mktemp("tiny")
-  base_model(tiny, Actor(tiny), workdir, Display(enabled=False), lambda: False)
+  base_model(tiny, RolloutWorker(tiny), workdir, Display(enabled=False), lambda: False)
   return workdir / "base"
 
 
@@ -38,10 +46,15 @@ def test_thirty_steps(name, tiny, base, tmp_path):
   result = train(config, tmp_path, Display(enabled=False))
   rows = read_jsonl(tmp_path / "metrics.jsonl")
   assert result.finished and len(rows) == 31
-  assert all(np.isfinite([row["loss"], row["grad_norm"], row["entropy/mean"]]).all() for row in rows[1:])
-  before, after = rows[0]["eval/sums/mean@4"], rows[-1]["eval/sums/mean@4"]
-  print(f"{name}: {before:.1%} -> {after:.1%}, {rows[-1]['reward/accuracy']:.1%} at the last step, "
-        f"{sum(row['time/step'] for row in rows[1:]):.0f} s, entropy {rows[-1]['entropy/mean']:.3f}")
+  assert all(
+    np.isfinite([row["loss"], row["grad_norm"], row["entropy/mean"]]).all() for row in rows[1:]
+  )
+  before = rows[0]["eval/sums/mean@4"]
+  after = rows[-1]["eval/sums/mean@4"]
+  print(
+    f"{name}: {before:.1%} -> {after:.1%}, {rows[-1]['reward/accuracy']:.1%} at the last step, "
+    f"{sum(row['time/step'] for row in rows[1:]):.0f} s, entropy {rows[-1]['entropy/mean']:.3f}"
+  )
   assert after > before + 0.1
   found = Checkpoints(tmp_path / "checkpoints")
   assert found.latest == 30

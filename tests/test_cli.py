@@ -1,4 +1,5 @@
 """The command line as a user meets it: real processes, exit codes, one line for every mistake."""
+
 import itertools
 import json
 import os
@@ -16,8 +17,16 @@ from gtpo_jax import cli
 from gtpo_jax.rewards import last_number_correct
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--config.data.terms=2", "--config.batch.prompts=8", "--config.batch.group=4", "--config.warm_start.steps=20",
-         "--config.eval.problems=8", "--config.eval.samples=2", "--config.eval.batch=8", "--config.checkpoint.every=50"]
+SMALL = [
+  "--config.data.terms=2",
+  "--config.batch.prompts=8",
+  "--config.batch.group=4",
+  "--config.warm_start.steps=20",
+  "--config.eval.problems=8",
+  "--config.eval.samples=2",
+  "--config.eval.batch=8",
+  "--config.checkpoint.every=50",
+]
 
 
 def command(*args):
@@ -29,13 +38,17 @@ def environment():
 
 
 def gtpo(*args):
-  return subprocess.run(command(*args), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+  return subprocess.run(
+    command(*args), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+  )
 
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("cli") / "run"
-  done = gtpo("train", "--config=configs/tiny.py", f"--workdir={workdir}", "--config.steps=2", *SMALL)
+  done = gtpo(
+    "train", "--config=configs/tiny.py", f"--workdir={workdir}", "--config.steps=2", *SMALL
+  )
   assert done.returncode == 0, done.stderr
   return workdir, done.stdout
 
@@ -48,7 +61,9 @@ def test_train_says_what_happened(finished_run):
 
 
 def test_sample_prints_completions(finished_run):
-  done = gtpo("sample", f"--model={finished_run[0]}", "--prompt=12+3+4:", "--n=3", "--temperature=0")
+  done = gtpo(
+    "sample", f"--model={finished_run[0]}", "--prompt=12+3+4:", "--n=3", "--temperature=0"
+  )
   assert done.returncode == 0, done.stderr
   lines = done.stdout.splitlines()
   assert len(lines) == 3 and len(set(lines)) == 1  # greedy
@@ -62,7 +77,9 @@ def test_sample_of_the_base_model_and_of_a_pods_run(finished_run, tmp_path):
   config = json.loads((workdir / "config.json").read_text())
   config["mesh"] = {"data": 2, "fsdp": 8, "tensor": 4}
   (workdir / "config.json").write_text(json.dumps(config))
-  quiet = {key: value for key, value in environment().items() if key != "JAX_PLATFORMS"}  # as a user has it
+  quiet = {
+    key: value for key, value in environment().items() if key != "JAX_PLATFORMS"
+  }  # as a user has it
   args = command("sample", f"--model={workdir}", "--prompt=12+3+4:", "--step=0", "--max_tokens=1")
   done = subprocess.run(args, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=300)
   assert (done.returncode, done.stderr) == (0, "")
@@ -84,22 +101,50 @@ def test_eval_at_every_k_agrees_with_a_direct_count(finished_run, tmp_path):
 
   (The model has hardly learned; the answers wanted are digits that it ends with now and then.)
   """
-  data, out, summary = tmp_path / "sums.jsonl", tmp_path / "completions.jsonl", tmp_path / "out.json"
-  rows = [{"id": f"q{i}", "prompt": f"1{i}+{i % 7 + 1}+2:", "answer": (5, 2, 8)[i % 3], "kind": "last_number"} for i in range(10)]
+  data = tmp_path / "sums.jsonl"
+  out = tmp_path / "completions.jsonl"
+  summary = tmp_path / "out.json"
+  rows = [
+    {
+      "id": f"q{i}",
+      "prompt": f"1{i}+{i % 7 + 1}+2:",
+      "answer": (5, 2, 8)[i % 3],
+      "kind": "last_number",
+    }
+    for i in range(10)
+  ]
   data.write_text("".join(json.dumps(row) + "\n" for row in rows))
   ks = range(1, 33)
-  done = gtpo("eval", f"--model={finished_run[0]}", "--step=0", f"--data={data}", f"--k={','.join(map(str, ks))}", f"--json={summary}",
-              f"--completions={out}")
+  done = gtpo(
+    "eval",
+    f"--model={finished_run[0]}",
+    "--step=0",
+    f"--data={data}",
+    f"--k={','.join(map(str, ks))}",
+    f"--json={summary}",
+    f"--completions={out}",
+  )
   assert done.returncode == 0, done.stderr
-  assert f"{data}: 10 problems of 10 rows" in done.stdout and "8 of them are evaluated (eval.problems)" in done.stdout
-  found, written = json.loads(summary.read_text()), [json.loads(line) for line in out.read_text().splitlines()]
+  assert (
+    f"{data}: 10 problems of 10 rows" in done.stdout
+    and "8 of them are evaluated (eval.problems)" in done.stdout
+  )
+  found = json.loads(summary.read_text())
+  written = [json.loads(line) for line in out.read_text().splitlines()]
   assert (found["step"], found["problems"], found["samples"]) == (0, 8, 32)
   assert len({row["id"] for row in written}) == 8
   verdicts = []
   for row in written:
-    assert row["prompt"] == next(r["prompt"] for r in rows if r["id"] == row["id"]) and len(row["samples"]) == 32
+    assert (
+      row["prompt"] == next(r["prompt"] for r in rows if r["id"] == row["id"])
+      and len(row["samples"]) == 32
+    )
     for sample in [*row["samples"], row["greedy"]]:
-      assert sample["correct"] == (last_number_correct(sample["text"], row["answer"]) and sample["finished"]) == bool(sample["reward"])
+      assert (
+        sample["correct"]
+        == (last_number_correct(sample["text"], row["answer"]) and sample["finished"])
+        == bool(sample["reward"])
+      )
       assert 1 <= sample["length"] <= 36
     verdicts.append([sample["correct"] for sample in row["samples"]])
   assert 0 < sum(map(sum, verdicts)) < 256  # or there is nothing to count
@@ -118,7 +163,11 @@ def test_eval_at_every_k_agrees_with_a_direct_count(finished_run, tmp_path):
     lower, upper = found["intervals"][f"eval/sums/pass@{k}"]
     assert lower <= found[f"eval/sums/pass@{k}"] <= upper and (k == 32 or lower < upper)
     assert f"eval/sums/pass@{k} " in done.stdout
-  assert found["eval/sums/maj@1"] == pytest.approx(found["eval/sums/pass@1"]) == pytest.approx(found["eval/sums/mean@32"])
+  assert (
+    found["eval/sums/maj@1"]
+    == pytest.approx(found["eval/sums/pass@1"])
+    == pytest.approx(found["eval/sums/mean@32"])
+  )
 
 
 def test_doctor_is_content():
@@ -129,16 +178,31 @@ def test_doctor_is_content():
 def test_doctor_says_what_the_sandbox_lacks(tmp_path):
   """A machine without bubblewrap can train, but judges no programs."""
   env = {**environment(), "PATH": str(tmp_path)}
-  done = subprocess.run(command("doctor"), cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+  done = subprocess.run(
+    command("doctor"), cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+  )
   (line,) = [line for line in done.stdout.splitlines() if line.startswith("sandbox")]
-  assert done.returncode == 0 and "none, so that no programs can be judged: bwrap is not installed: install bubblewrap" in line, line
+  assert (
+    done.returncode == 0
+    and "none, so that no programs can be judged: bwrap is not installed: install bubblewrap"
+    in line
+  ), line
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(finished_run, tmp_path):
   workdir = tmp_path / "run"
-  args = ["train", "--config=configs/tiny.py", f"--workdir={workdir}", "--config.steps=2000", "--config.eval.every=0", *SMALL]
+  args = [
+    "train",
+    "--config=configs/tiny.py",
+    f"--workdir={workdir}",
+    "--config.steps=2000",
+    "--config.eval.every=0",
+    *SMALL,
+  ]
   with (tmp_path / "out").open("w") as out:
-    process = subprocess.Popen(command(*args), cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+      command(*args), cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT
+    )
     try:
       wait_for_step(workdir, 2, process)
       process.send_signal(signal.SIGINT)
@@ -147,13 +211,20 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(finished_run, tmp_path):
       process.kill()
   text = (tmp_path / "out").read_text()
   assert "stopped at step" in text and "saved" in text
-  assert f"to go on: python -m gtpo_jax train --config=configs/tiny.py --workdir={workdir} --config.steps=2000" in text
-  steps = [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  assert (
+    f"to go on: python -m gtpo_jax train --config=configs/tiny.py --workdir={workdir} --config.steps=2000"
+    in text
+  )
+  steps = [
+    json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()
+  ]
   assert steps == list(range(steps[-1] + 1)) and steps[-1] >= 2
 
   more = [arg.replace("steps=2000", f"steps={steps[-1] + 1}") for arg in args]
   again = gtpo(*more)
-  assert again.returncode == 0 and f"resumed at step {steps[-1]}" in again.stdout, again.stdout + again.stderr
+  assert again.returncode == 0 and f"resumed at step {steps[-1]}" in again.stdout, (
+    again.stdout + again.stderr
+  )
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   assert [json.loads(line)["step"] for line in lines] == list(range(steps[-1] + 2))
 
@@ -175,30 +246,83 @@ def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path):
     if file.is_file():
       file.write_bytes(file.read_bytes()[:10])
   done = gtpo("sample", f"--model={workdir}", "--prompt=1")
-  assert done.returncode == 1 and "the checkpoint of step 2" in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+  assert (
+    done.returncode == 1
+    and "the checkpoint of step 2" in done.stderr
+    and len(done.stderr.strip().splitlines()) == 1
+  ), done.stderr
 
 
-@pytest.mark.parametrize(("args", "message"), [
+@pytest.mark.parametrize(
+  ("args", "message"),
+  [
     (["trian"], "unknown command 'trian', did you mean 'train'?"),
     (["train", "--workdir=w"], "required: --config"),
-    (["train", "--config=configs/tiny.py", "--workdri=w"], "unknown option '--workdri', did you mean '--workdir'?"),
-    (["train", "--config=configs/tinny.py", "--workdir=w"], "no config file at 'configs/tinny.py', did you mean 'configs/tiny.py'?"),
-    (["train", "--config=configs/tiny.py", "--workdir=w", "--config.batch.grup=4"],
-     "unknown config key 'batch.grup', did you mean 'batch.group'?"),
-    (["train", "--config=configs/tiny.py", "--workdir=w", "--config.batch.group=1"], "batch.group must be at least 2, got 1"),
-    (["train", "--config=configs/tiny.py", "--workdir=w", "--config.mesh.data=3"],
-     "a mesh of data 3 x fsdp 1 x context 1 x tensor 1 does not fit 8 device(s)"),
-    (["train", "--config=configs/tiny.py", "--workdir=w", "--config.mesh.tensor=-1"], "only one mesh axis may be -1"),
-    (["train", "--config=configs/tiny.py", "--workdir=w", "--config.mesh.context=8", "--config.sampling.max_tokens=42"],
-     "sampling.max_tokens = 42 does not divide over mesh.context x mesh.tensor = 8; make it a multiple of 8"),
+    (
+      ["train", "--config=configs/tiny.py", "--workdri=w"],
+      "unknown option '--workdri', did you mean '--workdir'?",
+    ),
+    (
+      ["train", "--config=configs/tinny.py", "--workdir=w"],
+      "no config file at 'configs/tinny.py', did you mean 'configs/tiny.py'?",
+    ),
+    (
+      ["train", "--config=configs/tiny.py", "--workdir=w", "--config.batch.grup=4"],
+      "unknown config key 'batch.grup', did you mean 'batch.group'?",
+    ),
+    (
+      ["train", "--config=configs/tiny.py", "--workdir=w", "--config.batch.group=1"],
+      "batch.group must be at least 2, got 1",
+    ),
+    (
+      ["train", "--config=configs/tiny.py", "--workdir=w", "--config.mesh.data=3"],
+      "a mesh of data 3 x fsdp 1 x context 1 x tensor 1 does not fit 8 device(s)",
+    ),
+    (
+      ["train", "--config=configs/tiny.py", "--workdir=w", "--config.mesh.tensor=-1"],
+      "only one mesh axis may be -1",
+    ),
+    (
+      [
+        "train",
+        "--config=configs/tiny.py",
+        "--workdir=w",
+        "--config.mesh.context=8",
+        "--config.sampling.max_tokens=42",
+      ],
+      "sampling.max_tokens = 42 does not divide over mesh.context x mesh.tensor = 8; make it a multiple of 8",
+    ),
     (["train", "--config=configs/tiny.py", "--workdir=setup.py"], "workdir 'setup.py' is a file"),
-    (["train", "--config=configs/tiny.py", "--workdir=/proc/none"], "cannot write into workdir '/proc/none'"),
-    (["train", "--config=configs/tiny.py", "--workdir={tmp}/w", "--config.data.max_prompt_tokens=8"], "20 tokens, over the limit of 8"),
-    (["train", "--config=configs/tiny.py", "--workdir=w", "--config.mesh=3"], "'mesh' is a section; set one of its fields"),
-    (["train", "--config=configs/tiny.py", "--workdir=w", "--config.steps", "5"], "--config.steps needs its value behind an equals sign"),
-    (["train", "--config=configs", "--workdir=w"], "--config=configs is a folder; name a file in it"),
+    (
+      ["train", "--config=configs/tiny.py", "--workdir=/proc/none"],
+      "cannot write into workdir '/proc/none'",
+    ),
+    (
+      [
+        "train",
+        "--config=configs/tiny.py",
+        "--workdir={tmp}/w",
+        "--config.data.max_prompt_tokens=8",
+      ],
+      "20 tokens, over the limit of 8",
+    ),
+    (
+      ["train", "--config=configs/tiny.py", "--workdir=w", "--config.mesh=3"],
+      "'mesh' is a section; set one of its fields",
+    ),
+    (
+      ["train", "--config=configs/tiny.py", "--workdir=w", "--config.steps", "5"],
+      "--config.steps needs its value behind an equals sign",
+    ),
+    (
+      ["train", "--config=configs", "--workdir=w"],
+      "--config=configs is a folder; name a file in it",
+    ),
     (["sample", "--model=none", "--prompt=1"], "no folder at 'none'"),
-    (["sample", "--model={run}", "--prompt=1", "--seed=-1"], "--seed must be in [0, 2**32), got -1"),
+    (
+      ["sample", "--model={run}", "--prompt=1", "--seed=-1"],
+      "--seed must be in [0, 2**32), got -1",
+    ),
     (["eval", "--model={run}", "--json=none/out.json"], "cannot write 'none/out.json'"),
     (["eval", "--model={run}", "--completions=none/out.jsonl"], "cannot write 'none/out.jsonl'"),
     (["eval", "--model={run}", "--data=none.jsonl"], "no file or folder at 'none.jsonl'"),
@@ -206,10 +330,17 @@ def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path):
     (["sample", "--model={run}", "--prompt= "], "--prompt is empty"),
     (["sample", "--model={run}", "--prompt=" + "1+" * 30], "over the limit of 24"),
     (["sample", "--model={run}", "--prompt=1", "--step=9"], "no checkpoint of step 9"),
-    (["sample", "--model={run}", "--prompt=1", "--top_p=2"], "sampling.top_p must be in (0, 1], got 2.0"),
+    (
+      ["sample", "--model={run}", "--prompt=1", "--top_p=2"],
+      "sampling.top_p must be in (0, 1], got 2.0",
+    ),
     (["eval", "--model={run}", "--k=a"], "--k must be whole numbers"),
-], ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "")
-def test_a_mistake_gets_one_line_and_status_2(args, message, finished_run, tmp_path, capsys, monkeypatch):
+  ],
+  ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
+)
+def test_a_mistake_gets_one_line_and_status_2(
+  args, message, finished_run, tmp_path, capsys, monkeypatch
+):
   monkeypatch.chdir(ROOT)
   status = cli.main([arg.format(run=finished_run[0], tmp=tmp_path) for arg in args])
   out, err = capsys.readouterr()
@@ -220,4 +351,6 @@ def test_a_mistake_gets_one_line_and_status_2(args, message, finished_run, tmp_p
 
 def test_the_status_is_that_of_the_process():
   done = gtpo("trian")
-  assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("gtpo: unknown command 'trian'")
+  assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(
+    "gtpo: unknown command 'trian'"
+  )

@@ -1,4 +1,5 @@
 """What the documentation claims: its Python runs, its commands are ones, its fields exist, its links lead somewhere, its site builds."""
+
 import importlib.util
 import os
 import re
@@ -30,8 +31,14 @@ def blocks(page, *languages):
 def commands(page):
   """Every command of ours, as words: in blocks, and those but `gtpo` in passing, where much is left out."""
   lines = "".join(blocks(page, "", "bash", "sh")).replace("\\\n", " ").splitlines()
-  lines += [code for code in inline(page) if code.split()[0] in ("make", "pip", "python") and " " in code]
-  split = [shlex.split(line, comments=True) for line in lines if line.split()[:1] in (["gtpo"], ["make"], ["pip"], ["python"])]
+  lines += [
+    code for code in inline(page) if code.split()[0] in ("make", "pip", "python") and " " in code
+  ]
+  split = [
+    shlex.split(line, comments=True)
+    for line in lines
+    if line.split()[:1] in (["gtpo"], ["make"], ["pip"], ["python"])
+  ]
   return [words for words in split if words]
 
 
@@ -46,7 +53,9 @@ def run_blocks(page, namespace, change=lambda block: block):
     exec(compile(change(block), str(page), "exec"), namespace)
 
 
-@pytest.mark.parametrize(("name", "count"), [("algorithms", 5), ("concepts", 1), ("data", 1), ("rewards", 2)])
+@pytest.mark.parametrize(
+  ("name", "count"), [("algorithms", 5), ("concepts", 1), ("data", 1), ("rewards", 2)]
+)
 def test_the_python_of_a_page_runs(name, count):
   """Its blocks in order, in one namespace; they assert what the page says."""
   assert len(blocks(DOCS / f"{name}.md", "python")) >= count
@@ -57,9 +66,11 @@ def test_the_python_of_a_page_runs(name, count):
 def test_the_python_of_the_quickstart_runs(tmp_path, monkeypatch):
   """As it stands, but for the numbers that make it long."""
   monkeypatch.chdir(tmp_path)
-  smaller = {"config.steps = 50": "config.steps = 3\nconfig.batch.prompts, config.batch.group = 8, 4\n"
-                                  "config.eval.problems, config.eval.samples, config.eval.batch = 8, 2, 8",
-             "config.warm_start.steps = 1000": "config.warm_start.steps = 8"}
+  smaller = {
+    "config.steps = 50": "config.steps = 3\nconfig.batch.prompts, config.batch.group = 8, 4\n"
+    "config.eval.problems, config.eval.samples, config.eval.batch = 8, 2, 8",
+    "config.warm_start.steps = 1000": "config.warm_start.steps = 8",
+  }
   whole = "".join(blocks(DOCS / "quickstart.md", "python"))
   assert all(old in whole for old in smaller)
 
@@ -80,16 +91,28 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
 
   from gtpo_jax import models
   from gtpo_jax.runtime.mesh import single_device_mesh
-  shape, rng = (2, 4, 3), np.random.default_rng(0)
-  namespace = {"H": rng.random(shape, np.float32), "m": np.ones(shape, bool), "c": np.tile([True, False], (2, 2)),
-               "r": np.ones(shape[:2], np.float32), "lp": np.float32(-rng.random(shape)), "lp0": np.float32(-rng.random(shape))}
+
+  shape = (2, 4, 3)
+  rng = np.random.default_rng(0)
+  namespace = {
+    "H": rng.random(shape, np.float32),
+    "m": np.ones(shape, bool),
+    "c": np.tile([True, False], (2, 2)),
+    "r": np.ones(shape[:2], np.float32),
+    "lp": np.float32(-rng.random(shape)),
+    "lp0": np.float32(-rng.random(shape)),
+  }
   model = models.Qwen2(models.PRESETS["tiny"], single_device_mesh())
   models.save(model, models.init_params(model, jax.random.key(0)), None, tmp_path / "Qwen")
   namespace |= {"tokens": np.ones((1, 4), np.int32), "tokenizer": None}
   monkeypatch.chdir(tmp_path)
   known = blocks(DOCS / "quickstart.md", "python")
   assert any(block in known for block in blocks(ROOT / "README.md", "python"))
-  run_blocks(ROOT / "README.md", namespace, lambda block: "" if block in known else block.replace("Qwen/Qwen2.5-0.5B", "Qwen"))
+  run_blocks(
+    ROOT / "README.md",
+    namespace,
+    lambda block: "" if block in known else block.replace("Qwen/Qwen2.5-0.5B", "Qwen"),
+  )
   assert namespace["adv"].shape == shape and (tmp_path / "out" / "config.json").exists()
 
 
@@ -105,17 +128,26 @@ def test_every_command_is_one(page):
     elif program == "make":
       assert {word for word in rest if "=" not in word} <= targets, words
     elif program == "pip":
-      assert {extra for word in rest for found in re.findall(r"\[(.+)\]", word) for extra in found.split(",")} <= extras, words
+      assert {
+        extra
+        for word in rest
+        for found in re.findall(r"\[(.+)\]", word)
+        for extra in found.split(",")
+      } <= extras, words
     elif rest[0] != "-m":
       assert (ROOT / rest[0]).is_file(), words
 
 
 def check_gtpo(words):
   args, overrides = cli._parse(words)
-  assert {override.removeprefix("--config.").split("=")[0] for override in overrides} <= FIELDS.keys()
+  assert {
+    override.removeprefix("--config.").split("=")[0] for override in overrides
+  } <= FIELDS.keys()
   if getattr(args, "config", None):
     file = "configs/base.py" if args.config == "configs/mine.py" else args.config
-    config.load(str(ROOT / file), [override for override in overrides if "model.path" not in override])  # the hub is not asked
+    config.load(
+      str(ROOT / file), [override for override in overrides if "model.path" not in override]
+    )  # the hub is not asked
 
 
 @BY_NAME
@@ -138,20 +170,38 @@ def test_what_is_named_in_passing_exists(page):
 @pytest.mark.slow
 def test_the_commands_of_the_quickstart_run(tmp_path):
   """From the tiny run to a model of one's own task, in an empty folder, as the page has it, but small."""
-  page, tiny = DOCS / "quickstart.md", "configs/tiny.py"
+  page = DOCS / "quickstart.md"
+  tiny = "configs/tiny.py"
   (tmp_path / "configs").mkdir()
   (tmp_path / tiny).write_text((ROOT / tiny).read_text())
   (mine,) = [block for block in blocks(page, "python") if block.startswith("# configs/mine.py")]
   (tmp_path / "configs" / "mine.py").write_text(mine)
   for name in ("train.jsonl", "test.jsonl"):
     (tmp_path / name).write_text("".join(blocks(page, "json")))
-  small = ["steps=2", "batch.prompts=2", "batch.group=4", "eval.problems=8", "eval.samples=2", "eval.batch=8"]
+  small = [
+    "steps=2",
+    "batch.prompts=2",
+    "batch.group=4",
+    "eval.problems=8",
+    "eval.samples=2",
+    "eval.batch=8",
+  ]
   done = []
   for words in commands(page):
-    if words[0] == "gtpo" and words[1] in ("train", "sample", "eval", "export") and not any("0_5b" in word for word in words):
-      more = [*small, *(["warm_start.steps=8"] if f"--config={tiny}" in words else [])] if words[1] == "train" else []
+    if (
+      words[0] == "gtpo"
+      and words[1] in ("train", "sample", "eval", "export")
+      and not any("0_5b" in word for word in words)
+    ):
+      more = (
+        [*small, *(["warm_start.steps=8"] if f"--config={tiny}" in words else [])]
+        if words[1] == "train"
+        else []
+      )
       call = [sys.executable, "-m", "gtpo_jax", *words[1:], *(f"--config.{item}" for item in more)]
-      result = subprocess.run(call, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=300)
+      result = subprocess.run(
+        call, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=300
+      )
       assert result.returncode == 0, (call, result.stderr)
       done.append(words[1])
   assert done == ["train", "sample", "eval", "export", "train", "export", "sample"]
@@ -159,13 +209,28 @@ def test_the_commands_of_the_quickstart_run(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda script: script.name)
+@pytest.mark.parametrize(
+  "script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda script: script.name
+)
 def test_the_options_of_a_benchmark_exist(script):
   """Each option with which some page calls it."""
-  named = {word.split("=")[0] for page in PAGES for words in commands(page) if words[:2] == ["python", f"benchmarks/{script.name}"]
-           for word in words if word.startswith("--")}
+  named = {
+    word.split("=")[0]
+    for page in PAGES
+    for words in commands(page)
+    if words[:2] == ["python", f"benchmarks/{script.name}"]
+    for word in words
+    if word.startswith("--")
+  }
   if named:
-    done = subprocess.run([sys.executable, str(script), "--help"], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+      [sys.executable, str(script), "--help"],
+      cwd=ROOT,
+      env=ENV,
+      capture_output=True,
+      text=True,
+      timeout=200,
+    )
     assert done.returncode == 0 and all(option in done.stdout for option in named), done.stderr
 
 
@@ -190,11 +255,19 @@ def test_the_page_of_configs_is_as_the_code_has_it():
 def test_the_site_builds_without_warnings(tmp_path):
   """Links and anchors within it are checked by MkDocs; every public function of the API page is there."""
   pytest.importorskip("mkdocstrings")
-  done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")], cwd=ROOT,
-                        env={**ENV, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=200)
+  done = subprocess.run(
+    [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+    cwd=ROOT,
+    env={**ENV, "NO_MKDOCS_2_WARNING": "1"},
+    capture_output=True,
+    text=True,
+    timeout=200,
+  )
   assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
   page = (tmp_path / "site" / "api" / "index.html").read_text()
   for name in re.findall(r"^::: (\S+)", (DOCS / "api.md").read_text(), re.MULTILINE):
     assert f'id="{name}"' in page, name
   assert "held_out" in page and "Raises" in page
-  assert not re.findall(r'<(?:script|link)[^>]+(?:src|href)="https?://', page)  # nothing is fetched from elsewhere
+  assert not re.findall(
+    r'<(?:script|link)[^>]+(?:src|href)="https?://', page
+  )  # nothing is fetched from elsewhere

@@ -1,4 +1,5 @@
 """From a run to a Hugging Face folder and back: `gtpo export`, then sample, evaluate and train from what it wrote."""
+
 import json
 import os
 import shlex
@@ -19,16 +20,30 @@ from gtpo_jax.models.lora import merge_lora
 from gtpo_jax.rollout.policies import open_policy
 
 ROOT = Path(__file__).parents[1]
-SMALL = ["--config.data.terms=2", "--config.batch.prompts=8", "--config.batch.group=4", "--config.eval.problems=8",
-         "--config.eval.samples=2", "--config.eval.batch=8", "--config.eval.every=0", "--config.log.tensorboard=False"]
+SMALL = [
+  "--config.data.terms=2",
+  "--config.batch.prompts=8",
+  "--config.batch.group=4",
+  "--config.eval.problems=8",
+  "--config.eval.samples=2",
+  "--config.eval.batch=8",
+  "--config.eval.every=0",
+  "--config.log.tensorboard=False",
+]
 TRAIN = ["train", "--config=configs/tiny.py", *SMALL]
 
 
 def gtpo(*args):
   """In a process of its own, as a user has it."""
   environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
-  done = subprocess.run([sys.executable, "-m", "gtpo_jax", *map(str, args)], cwd=ROOT, env=environment, capture_output=True, text=True,
-                        timeout=300)
+  done = subprocess.run(
+    [sys.executable, "-m", "gtpo_jax", *map(str, args)],
+    cwd=ROOT,
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
   assert "Traceback" not in done.stderr, done.stderr
   return done
 
@@ -42,13 +57,20 @@ def here(capsys, monkeypatch):
     capsys.readouterr()
     status = cli.main([str(arg) for arg in args])
     return status, *capsys.readouterr()
+
   return run
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("export") / "run"
-  done = gtpo(*TRAIN, f"--workdir={workdir}", "--config.steps=2", "--config.warm_start.steps=20", "--config.checkpoint.every=1")
+  done = gtpo(
+    *TRAIN,
+    f"--workdir={workdir}",
+    "--config.steps=2",
+    "--config.warm_start.steps=20",
+    "--config.checkpoint.every=1",
+  )
   assert done.returncode == 0, done.stderr
   return workdir
 
@@ -66,8 +88,15 @@ def exported(run):
 def adapted(exported):
   """A run with adapters on the exported folder."""
   workdir = exported.parent / "adapted"
-  done = gtpo(*TRAIN, f"--workdir={workdir}", f"--config.model.path={exported}", "--config.model.lora_rank=4",
-              "--config.warm_start.steps=0", "--config.steps=1", "--config.optimizer.learning_rate=1e-2")
+  done = gtpo(
+    *TRAIN,
+    f"--workdir={workdir}",
+    f"--config.model.path={exported}",
+    "--config.model.lora_rank=4",
+    "--config.warm_start.steps=0",
+    "--config.steps=1",
+    "--config.optimizer.learning_rate=1e-2",
+  )
   assert done.returncode == 0, done.stderr
   assert "base model: held-out pass@1" in done.stdout and f"model {exported}" in done.stdout
   return workdir
@@ -75,8 +104,8 @@ def adapted(exported):
 
 def weights_of(workdir, step=None):
   """A checkpoint's parameters, adapters merged, on the host."""
-  actor, _, params, _ = open_policy(workdir, step)
-  return jax.device_get(merge_lora(actor.model, params))
+  worker, _, params, _ = open_policy(workdir, step)
+  return jax.device_get(merge_lora(worker.model, params))
 
 
 def same(a, b):
@@ -84,17 +113,34 @@ def same(a, b):
 
 
 def one_line(status, out, err, message):
-  assert (status, out) == (2, "") and err.startswith("gtpo: ") and err.count("\n") == 1 and message in err, (status, out, err)
+  assert (
+    (status, out) == (2, "")
+    and err.startswith("gtpo: ")
+    and err.count("\n") == 1
+    and message in err
+  ), (status, out, err)
 
 
 # The folder.
 
+
 def test_the_folder_is_complete(exported):
   names = {file.name for file in exported.iterdir()}
-  assert names >= {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"}
-  done = subprocess.run(["sha256sum", "-c", "--strict", "SHA256SUMS"], cwd=exported, capture_output=True, text=True)
+  assert names >= {
+    "model.safetensors",
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "README.md",
+  }
+  done = subprocess.run(
+    ["sha256sum", "-c", "--strict", "SHA256SUMS"], cwd=exported, capture_output=True, text=True
+  )
   assert done.returncode == 0 and done.stdout.count(": OK") == len(names) - 1
-  assert json.loads((exported / "generation_config.json").read_text())["eos_token_id"] == sorted(load_chat().stop)
+  assert json.loads((exported / "generation_config.json").read_text())["eos_token_id"] == sorted(
+    load_chat().stop
+  )
   assert load_chat(exported).tokenizer.chat_template == load_chat().tokenizer.chat_template
 
 
@@ -105,32 +151,58 @@ def test_the_weights_are_the_checkpoints(exported, run):
 
 
 def test_transformers_opens_it_and_writes_what_we_write(exported, here):
-  torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+  torch = pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
   tokenizer = transformers.AutoTokenizer.from_pretrained(exported, local_files_only=True)
   model = transformers.AutoModelForCausalLM.from_pretrained(exported, local_files_only=True)
-  ids = tokenizer.apply_chat_template([{"role": "user", "content": "12+3:"}], add_generation_prompt=True, return_dict=True,
-                                      return_tensors="pt")
+  ids = tokenizer.apply_chat_template(
+    [{"role": "user", "content": "12+3:"}],
+    add_generation_prompt=True,
+    return_dict=True,
+    return_tensors="pt",
+  )
   with torch.no_grad():
-    written = model.generate(**ids, max_new_tokens=20, do_sample=False)[0, ids["input_ids"].shape[1]:]
-  _, out, _ = here("sample", f"--model={exported}", "--prompt=12+3:", "--temperature=0", "--max_tokens=20")
+    written = model.generate(**ids, max_new_tokens=20, do_sample=False)[
+      0, ids["input_ids"].shape[1] :
+    ]
+  _, out, _ = here(
+    "sample", f"--model={exported}", "--prompt=12+3:", "--temperature=0", "--max_tokens=20"
+  )
   assert out == tokenizer.decode(written, skip_special_tokens=True) + "\n"
 
 
 def test_the_model_card(exported, run):
   card = (exported / "README.md").read_text()
   _, header, text = card.split("---\n", 2)
-  assert 'library_name: "transformers"' in header and '"gtpo"' in header and "base_model" not in header
-  assert "random weights after 20 steps of imitation" in text and "2 steps of 8 prompts x 4 completions" in text and "`sums`" in text
-  rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("| ")}
+  assert (
+    'library_name: "transformers"' in header and '"gtpo"' in header and "base_model" not in header
+  )
+  assert (
+    "random weights after 20 steps of imitation" in text
+    and "2 steps of 8 prompts x 4 completions" in text
+    and "`sums`" in text
+  )
+  rows = {
+    line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("| ")
+  }
   config = json.loads((run / "config.json").read_text())
-  flat = lambda tree, prefix="": [key for name, value in tree.items() for key in (
-      flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"])]
+  flat = lambda tree, prefix="": [
+    key
+    for name, value in tree.items()
+    for key in (flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"])
+  ]
   missing = [key for key in flat(config) if key not in rows and not key.startswith("algorithm.")]
   assert not missing
-  assert rows["algorithm.name"] == "| algorithm.name | gtpo |" and rows["batch.group"] == "| batch.group | 4 |"
+  assert (
+    rows["algorithm.name"] == "| algorithm.name | gtpo |"
+    and rows["batch.group"] == "| batch.group | 4 |"
+  )
   assert "None" not in rows["algorithm.alpha2"] and "0.00015" in rows["optimizer.learning_rate"]
   last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-  assert f"{last['reward/mean']:.4g}" in rows["reward/mean"] and f"{last['eval/sums/mean@2']:.4g}" in rows["sums/mean@2"]
+  assert (
+    f"{last['reward/mean']:.4g}" in rows["reward/mean"]
+    and f"{last['eval/sums/mean@2']:.4g}" in rows["sums/mean@2"]
+  )
   assert "| step 0 | step 2 |" in text
   assert f"jax {jax.__version__}" in text and "Python 3." in text and "transformers " in text
   assert shlex.join(["gtpo", "export", f"--workdir={run}", f"--out={exported}"]) in text
@@ -138,21 +210,33 @@ def test_the_model_card(exported, run):
 
 def test_the_base_model_and_an_earlier_step(run, here, tmp_path):
   for step in (0, 1):
-    status, out, err = here("export", f"--workdir={run}", f"--out={tmp_path / str(step)}", f"--step={step}")
+    status, out, err = here(
+      "export", f"--workdir={run}", f"--out={tmp_path / str(step)}", f"--step={step}"
+    )
     assert (status, err) == (0, "") and out.startswith(f"step {step} of ")
     same(load(tmp_path / str(step), "float32")[1], weights_of(run, step))
     assert f"--step={step}" in (tmp_path / str(step) / "README.md").read_text()
   card = (tmp_path / "0" / "README.md").read_text()
-  assert ": 0 steps of" in card and "reward/mean" not in card.split("## Settings")[0]  # nothing of later steps
-  assert np.any(load(tmp_path / "0", "float32")[1]["embedding"] != load(tmp_path / "1", "float32")[1]["embedding"])
+  assert (
+    ": 0 steps of" in card and "reward/mean" not in card.split("## Settings")[0]
+  )  # nothing of later steps
+  assert np.any(
+    load(tmp_path / "0", "float32")[1]["embedding"]
+    != load(tmp_path / "1", "float32")[1]["embedding"]
+  )
 
 
 def test_half_precision(run, here, tmp_path):
-  status, out, err = here("export", f"--workdir={run}", f"--out={tmp_path / 'out'}", "--dtype=bfloat16")
+  status, out, err = here(
+    "export", f"--workdir={run}", f"--out={tmp_path / 'out'}", "--dtype=bfloat16"
+  )
   assert (status, err) == (0, "") and out.endswith("(bfloat16)\n")
   assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
   assert (tmp_path / "out" / "model.safetensors").stat().st_size < 2 * 700_000
-  same(load(tmp_path / "out", "bfloat16")[1], jax.tree.map(lambda x: x.astype("bfloat16"), weights_of(run)))
+  same(
+    load(tmp_path / "out", "bfloat16")[1],
+    jax.tree.map(lambda x: x.astype("bfloat16"), weights_of(run)),
+  )
 
 
 def test_mistakes_get_one_line_and_leave_nothing(run, exported, here, tmp_path):
@@ -162,13 +246,19 @@ def test_mistakes_get_one_line_and_leave_nothing(run, exported, here, tmp_path):
   one_line(done.returncode, done.stdout, done.stderr, "holds something already; name a new folder")
   assert {file.name: file.stat().st_mtime_ns for file in exported.iterdir()} == before
   for args, message in [
-      ((f"--workdir={run}", out, "--step=9"), "no checkpoint of step 9"),
-      ((f"--workdir={run}", out, "--dtype=int8"), "dtype must be one of float32, bfloat16, float16; got 'int8'"),
-      ((f"--workdir={run}", out, "--adapter"), "adapters"),
-      ((f"--workdir={run}", out, "--adapter", "--dtype=float32"), "--dtype is of whole models"),
-      ((f"--workdir={tmp_path / 'none'}", out), "no folder at"), ((f"--workdir={tmp_path}", out), ""),
-      ((f"--workdir={exported}", out, "--step=1"), "is a Hugging Face folder"),
-      ((f"--workdir={run}",), "required: --out"), ((f"--workdir={run}", out, "--stp=1"), "did you mean '--step'")]:
+    ((f"--workdir={run}", out, "--step=9"), "no checkpoint of step 9"),
+    (
+      (f"--workdir={run}", out, "--dtype=int8"),
+      "dtype must be one of float32, bfloat16, float16; got 'int8'",
+    ),
+    ((f"--workdir={run}", out, "--adapter"), "adapters"),
+    ((f"--workdir={run}", out, "--adapter", "--dtype=float32"), "--dtype is of whole models"),
+    ((f"--workdir={tmp_path / 'none'}", out), "no folder at"),
+    ((f"--workdir={tmp_path}", out), ""),
+    ((f"--workdir={exported}", out, "--step=1"), "is a Hugging Face folder"),
+    ((f"--workdir={run}",), "required: --out"),
+    ((f"--workdir={run}", out, "--stp=1"), "did you mean '--step'"),
+  ]:
     one_line(*here("export", *args), message)
   assert not list(tmp_path.iterdir())
 
@@ -180,21 +270,28 @@ def test_a_folder_is_not_a_run(exported, here, tmp_path):
 
 # Back again.
 
+
 def test_the_folder_and_the_run_write_the_same(run, exported, here):
   args = ("sample", "--prompt=12+3:", "--temperature=0", "--max_tokens=20")
-  (status, out, err), again = here(*args, f"--model={run}"), here(*args, f"--model={exported}")
+  (status, out, err) = here(*args, f"--model={run}")
+  again = here(*args, f"--model={exported}")
   assert (status, err) == (0, "") and out.strip()
   assert again == (status, out, err)
 
 
 def test_the_folder_and_the_run_are_equally_right(run, exported, here, tmp_path):
-  a, b = tmp_path / "a.json", tmp_path / "b.json"
+  a = tmp_path / "a.json"
+  b = tmp_path / "b.json"
   assert here("eval", f"--model={run}", f"--json={a}")[0] == 0
-  status, _, err = here("eval", f"--model={exported}", "--config=configs/tiny.py", *SMALL, f"--json={b}")
+  status, _, err = here(
+    "eval", f"--model={exported}", "--config=configs/tiny.py", *SMALL, f"--json={b}"
+  )
   assert (status, err) == (0, "")
   a, b = (json.loads(file.read_text()) for file in (a, b))
   assert a["eval/sums/greedy"] == b["eval/sums/greedy"] and a["problems"] == b["problems"] == 8
-  assert a["eval/sums/mean@2"] == pytest.approx(b["eval/sums/mean@2"], abs=0.2)  # the same draws, of nearly the same numbers
+  assert a["eval/sums/mean@2"] == pytest.approx(
+    b["eval/sums/mean@2"], abs=0.2
+  )  # the same draws, of nearly the same numbers
   one_line(*here("eval", f"--model={exported}"), "give --config=FILE")
   one_line(*here("sample", f"--model={exported}", "--prompt=1", "--step=1"), "has no steps")
 
@@ -207,7 +304,12 @@ def test_a_tokenizer_that_reaches_beyond_the_vocabulary_is_refused(exported, her
 
 def test_training_goes_on_from_the_folder(run, exported, here, tmp_path):
   workdir = tmp_path / "more"
-  args = (*TRAIN, f"--workdir={workdir}", f"--config.model.path={exported}", "--config.warm_start.steps=0")
+  args = (
+    *TRAIN,
+    f"--workdir={workdir}",
+    f"--config.model.path={exported}",
+    "--config.warm_start.steps=0",
+  )
   status, out, err = here(*args, "--config.steps=1")
   assert (status, err) == (0, "") and "base model: held-out pass@1" in out, err
   first = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[0])
@@ -218,10 +320,14 @@ def test_training_goes_on_from_the_folder(run, exported, here, tmp_path):
   assert here("export", f"--workdir={workdir}", f"--out={tmp_path / 'out'}")[0] == 0
   card = (tmp_path / "out" / "README.md").read_text()
   assert f"base_model: {json.dumps(str(exported))}" in card and f"from `{exported}`" in card
-  one_line(*here("export", f"--workdir={workdir}", f"--out={tmp_path / 'adapter'}", "--adapter"), "has no adapters (model.lora_rank = 0)")
+  one_line(
+    *here("export", f"--workdir={workdir}", f"--out={tmp_path / 'adapter'}", "--adapter"),
+    "has no adapters (model.lora_rank = 0)",
+  )
 
 
 # Adapters.
+
 
 def test_the_adapters_alone_are_trained_and_the_run_resumes(adapted, exported, here):
   before, after = (flatten_dict(jax.device_get(open_policy(adapted, step)[2])) for step in (0, 1))
@@ -229,26 +335,47 @@ def test_the_adapters_alone_are_trained_and_the_run_resumes(adapted, exported, h
   assert len(before) == len(after) == len(base) + 14
   for path, x in base.items():
     assert x.tobytes() == before[path].tobytes() == after[path].tobytes(), path
-  assert all(np.any(before[path] != after[path]) for path in before if path[-1] == "lora_a")  # decay moves A even where nothing was learned
-  status, out, err = here(*TRAIN, f"--workdir={adapted}", f"--config.model.path={exported}", "--config.model.lora_rank=4",
-                          "--config.warm_start.steps=0", "--config.optimizer.learning_rate=1e-2", "--config.steps=2")
+  assert all(
+    np.any(before[path] != after[path]) for path in before if path[-1] == "lora_a"
+  )  # decay moves A even where nothing was learned
+  status, out, err = here(
+    *TRAIN,
+    f"--workdir={adapted}",
+    f"--config.model.path={exported}",
+    "--config.model.lora_rank=4",
+    "--config.warm_start.steps=0",
+    "--config.optimizer.learning_rate=1e-2",
+    "--config.steps=2",
+  )
   assert (status, err) == (0, "") and f"resumed at step 1 of 2 from {adapted}" in out
-  status, _, err = here(*TRAIN, f"--workdir={adapted}", f"--config.model.path={exported}", "--config.model.lora_rank=8",
-                        "--config.warm_start.steps=0", "--config.optimizer.learning_rate=1e-2", "--config.steps=2")
+  status, _, err = here(
+    *TRAIN,
+    f"--workdir={adapted}",
+    f"--config.model.path={exported}",
+    "--config.model.lora_rank=8",
+    "--config.warm_start.steps=0",
+    "--config.optimizer.learning_rate=1e-2",
+    "--config.steps=2",
+  )
   assert status == 2 and "model.lora_rank" in err and err.count("\n") == 1
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT about names of transformers
 def test_adapters_are_exported_for_peft_and_merged(adapted, exported, here, tmp_path):
-  status, out, err = here("export", f"--workdir={adapted}", f"--out={tmp_path / 'peft'}", "--adapter")
+  status, out, err = here(
+    "export", f"--workdir={adapted}", f"--out={tmp_path / 'peft'}", "--adapter"
+  )
   assert (status, err) == (0, "") and out.endswith("(adapters)\n")
   names = {file.name for file in (tmp_path / "peft").iterdir()}
   assert names == {"README.md", "SHA256SUMS", "adapter_config.json", "adapter_model.safetensors"}
-  assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(exported)
+  assert json.loads((tmp_path / "peft" / "adapter_config.json").read_text())[
+    "base_model_name_or_path"
+  ] == str(exported)
   assert here("export", f"--workdir={adapted}", f"--out={tmp_path / 'whole'}")[0] == 0
   same(load(tmp_path / "whole", "float32")[1], weights_of(adapted))
 
-  torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+  torch = pytest.importorskip("torch")
+  peft = pytest.importorskip("peft")
   reference = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "peft").eval()
   model, params = load(tmp_path / "whole", "float32")
   tokens = np.random.default_rng(0).integers(0, 384, (2, 24))

@@ -1,4 +1,5 @@
 """What starts a run elsewhere, checked by the tools that can do it without a cluster; each is skipped where its tool is not installed."""
+
 import os
 import re
 import shutil
@@ -11,8 +12,17 @@ import yaml
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
-RUN = {"NAME": "mine", "ZONE": "us-central1-a", "TPU": "v5p-128", "IMAGE": "us-docker.pkg.dev/mine/gtpo:1", "CLUSTER": "mine",
-       "CONFIG": "configs/tiny.py", "WORKDIR": "gs://bucket/run", "ACCELERATOR": "tpu-v5p-slice", "TOPOLOGY": "4x4x4"}
+RUN = {
+  "NAME": "mine",
+  "ZONE": "us-central1-a",
+  "TPU": "v5p-128",
+  "IMAGE": "us-docker.pkg.dev/mine/gtpo:1",
+  "CLUSTER": "mine",
+  "CONFIG": "configs/tiny.py",
+  "WORKDIR": "gs://bucket/run",
+  "ACCELERATOR": "tpu-v5p-slice",
+  "TOPOLOGY": "4x4x4",
+}
 OVERRIDE = '--config.data.template={prompt} "quoted"'
 
 
@@ -22,8 +32,15 @@ def tool(name):
 
 def call(*command, tmp_path=None, code=0, **environment):
   """Output of a command that sees only these variables of ours, and no credentials."""
-  bare = {"PATH": os.environ["PATH"], "HOME": str(tmp_path or "/nonexistent"), "CLOUDSDK_CORE_PROJECT": "mine", **environment}
-  done = subprocess.run(command, env=bare, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+  bare = {
+    "PATH": os.environ["PATH"],
+    "HOME": str(tmp_path or "/nonexistent"),
+    "CLOUDSDK_CORE_PROJECT": "mine",
+    **environment,
+  }
+  done = subprocess.run(
+    command, env=bare, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+  )
   assert done.returncode == code, done.stdout + done.stderr
   return done.stdout + done.stderr
 
@@ -57,17 +74,29 @@ def test_the_jobset():
   assert found["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "multislice-queue"}
   (job,) = found["spec"]["replicatedJobs"]
   spec = job["template"]["spec"]
-  assert job["replicas"] == 2 and spec["parallelism"] == spec["completions"] == 16 and spec["backoffLimit"] == 0
+  assert (
+    job["replicas"] == 2
+    and spec["parallelism"] == spec["completions"] == 16
+    and spec["backoffLimit"] == 0
+  )
   pod = spec["template"]["spec"]
   assert pod["terminationGracePeriodSeconds"] == 900 and pod["restartPolicy"] == "Never"
   (container,) = pod["containers"]
-  assert container["args"] == ["train", "--config=configs/tiny.py", "--workdir=gs://bucket/run", OVERRIDE]
+  assert container["args"] == [
+    "train",
+    "--config=configs/tiny.py",
+    "--workdir=gs://bucket/run",
+    OVERRIDE,
+  ]
   assert container["resources"]["limits"] == {"google.com/tpu": 4}
   assert found["spec"]["failurePolicy"]["maxRestarts"] == 50
   assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"] == container["name"]
 
 
-@pytest.mark.parametrize(("topology", "message"), [("4x", "4x4x4; got 4x"), ("3x3", "no whole number of hosts"), ("2x1", "no whole")])
+@pytest.mark.parametrize(
+  ("topology", "message"),
+  [("4x", "4x4x4; got 4x"), ("3x3", "no whole number of hosts"), ("2x1", "no whole")],
+)
 def test_a_slice_that_cannot_be_is_refused(topology, message):
   assert message in call(str(LAUNCH / "gke.sh"), code=2, **{**RUN, "TOPOLOGY": topology})
 
@@ -100,7 +129,11 @@ def test_hadolint_finds_nothing():
 def check_job(spec, tmp_path):
   """The Job inside a JobSet against the schema of Kubernetes, strictly: no field that it does not know."""
   file = tmp_path / "job.yaml"
-  file.write_text(yaml.safe_dump({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "mine"}, "spec": spec}))
+  file.write_text(
+    yaml.safe_dump(
+      {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "mine"}, "spec": spec}
+    )
+  )
   return call(tool("kubernetes-validate"), "--strict", str(file))
 
 
@@ -122,25 +155,46 @@ def test_xpk_makes_a_jobset_of_it(tmp_path):
   spec = yaml.safe_load(manifest.read_text())["spec"]
   pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
   assert spec["failurePolicy"]["maxRestarts"] == 50 and pod["terminationGracePeriodSeconds"] == 900
-  command = next(line for line in pod["containers"][0]["command"][-1].splitlines() if "gtpo train" in line)
+  command = next(
+    line for line in pod["containers"][0]["command"][-1].splitlines() if "gtpo train" in line
+  )
   inside = command.strip().removeprefix("(").split(" ) &")[0].replace("exec gtpo", "printf '%s\\n'")
-  assert call("bash", "-c", inside).splitlines() == ["train", "--config=configs/tiny.py", "--workdir=gs://bucket/run", OVERRIDE]
-  over = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"][0]["onExitCodes"]
+  assert call("bash", "-c", inside).splitlines() == [
+    "train",
+    "--config=configs/tiny.py",
+    "--workdir=gs://bucket/run",
+    OVERRIDE,
+  ]
+  over = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"][0][
+    "onExitCodes"
+  ]
   assert over["operator"] == "NotIn" and 143 in over["values"] and 2 not in over["values"]
 
 
 @pytest.mark.slow
 def test_sky_reads_the_task(tmp_path):
   python = Path(tool("sky")).read_text().splitlines()[0].removeprefix("#!")
-  program = ("import sky, yaml; config = yaml.safe_load(open('launch/sky.yaml'));"
-             "task = sky.Task.from_yaml_config(config, env_overrides=[('WORKDIR', 'gs://bucket/run')]); print(task.envs, task.resources)")
+  program = (
+    "import sky, yaml; config = yaml.safe_load(open('launch/sky.yaml'));"
+    "task = sky.Task.from_yaml_config(config, env_overrides=[('WORKDIR', 'gs://bucket/run')]); print(task.envs, task.resources)"
+  )
   shown = call(python, "-c", program, tmp_path=tmp_path)
   assert "gs://bucket/run" in shown and "tpu-v5litepod-16" in shown and "Spot" in shown
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("flags", "message"), [({}, "select an already authenticated account"), ({"SPOT": "1"}, "authenticated account")])
+@pytest.mark.parametrize(
+  ("flags", "message"),
+  [({}, "select an already authenticated account"), ({"SPOT": "1"}, "authenticated account")],
+)
 def test_gcloud_knows_the_flags(tmp_path, flags, message):
   """Without credentials it reads its arguments, then says that it has none."""
   tool("gcloud")
-  assert message in call(str(LAUNCH / "tpu.sh"), OVERRIDE, tmp_path=tmp_path, code=1, **{**RUN, "TPU": "v5litepod-16"}, **flags)
+  assert message in call(
+    str(LAUNCH / "tpu.sh"),
+    OVERRIDE,
+    tmp_path=tmp_path,
+    code=1,
+    **{**RUN, "TPU": "v5litepod-16"},
+    **flags,
+  )

@@ -1,4 +1,5 @@
 """The layers of the package: a folder imports only folders on lower floors, so no two of them form a cycle."""
+
 import ast
 from pathlib import Path
 
@@ -6,14 +7,24 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "gtpo_jax"
 FLOORS = {
-  "runtime": 0, "arrays": 0,
-  "algorithms": 1, "data": 1, "models": 1, "rewards": 1,
-  "sampling": 2, "training": 2,
+  "runtime": 0,
+  "arrays": 0,
+  "algorithms": 1,
+  "data": 1,
+  "models": 1,
+  "rewards": 1,
+  "sampling": 2,
+  "training": 2,
   "config": 3,
   "checkpoint": 4,
   "rollout": 5,
-  "api": 6, "evaluation": 6, "planning": 6, "reporting": 6,
-  "doctor": 7, "export": 7, "warm_start": 7,
+  "api": 6,
+  "evaluation": 6,
+  "planning": 6,
+  "reporting": 6,
+  "doctor": 7,
+  "export": 7,
+  "warm_start": 7,
   "loop": 8,
   "cli": 9,
   "__main__": 10,
@@ -37,7 +48,11 @@ def imports(path):
       else:
         yield "outside:" + node.module.split(".")[0]
     elif isinstance(node, ast.Import):
-      yield from ("outside:" + alias.name.split(".")[0] for alias in node.names if not alias.name.startswith("gtpo_jax"))
+      yield from (
+        "outside:" + alias.name.split(".")[0]
+        for alias in node.names
+        if not alias.name.startswith("gtpo_jax")
+      )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -47,7 +62,9 @@ def test_imports_go_down(path):
   for there in imports(path):
     if there.startswith("outside:") or there == here:
       continue
-    assert FLOORS[there] < FLOORS[here], f"{path} on floor {FLOORS[here]} imports {there} on floor {FLOORS[there]}"
+    assert FLOORS[there] < FLOORS[here], (
+      f"{path} on floor {FLOORS[here]} imports {there} on floor {FLOORS[there]}"
+    )
 
 
 def test_few_modules_are_loose_and_every_folder_has_a_floor():
@@ -63,7 +80,9 @@ def test_rewards_know_no_jax():
 
 
 def test_what_runs_in_the_sandbox_needs_nothing_that_is_not_there():
-  allowed = {"outside:" + name for name in ("__future__", "_operator", "builtins", "marshal", "os", "sys")}
+  allowed = {
+    "outside:" + name for name in ("__future__", "_operator", "builtins", "marshal", "os", "sys")
+  }
   assert set(imports(PACKAGE / "rewards" / "inside.py")) <= allowed
 
 

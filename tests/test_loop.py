@@ -1,4 +1,5 @@
 """The whole loop, small: what it leaves behind, exact resume, and no compilation after warm-up."""
+
 import json
 import shutil
 import struct
@@ -22,26 +23,55 @@ from gtpo_jax.reporting.credit import credit_files, read_credit
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
 from gtpo_jax.rewards import VERIFIERS
-from gtpo_jax.rollout.worker import Actor
+from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import RunError, UserError
 from gtpo_jax.runtime.mesh import shard_batch
-from gtpo_jax.sampling.filters import Sampler
+from gtpo_jax.sampling.filters import SamplingParams
 from gtpo_jax.training.state import init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
-PROMISED = ["step", "reward/mean", "reward/accuracy", "entropy/mean", "entropy/correct", "entropy/incorrect", "length/mean",
-            "length/cut_off", "loss", "grad_norm", "clip/low", "clip/high", "mismatch/max_abs_logp", "mismatch/kl", "groups/all_correct",
-            "groups/all_wrong", "time/sample", "time/reward", "time/update", "time/step", "tokens/s"]
+PROMISED = [
+  "step",
+  "reward/mean",
+  "reward/accuracy",
+  "entropy/mean",
+  "entropy/correct",
+  "entropy/incorrect",
+  "length/mean",
+  "length/cut_off",
+  "loss",
+  "grad_norm",
+  "clip/low",
+  "clip/high",
+  "mismatch/max_abs_logp",
+  "mismatch/kl",
+  "groups/all_correct",
+  "groups/all_wrong",
+  "time/sample",
+  "time/reward",
+  "time/update",
+  "time/step",
+  "tokens/s",
+]
 
 
 def small_config(**changes):
   config = default_config()
   config.steps = 4
-  config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 2, 2, 2
-  config.data.terms, config.data.max_prompt_tokens, config.sampling.max_tokens = 2, 20, 18
-  config.batch.prompts, config.batch.group, config.batch.micro_batches = 8, 4, 2
+  config.mesh.data = 2
+  config.mesh.fsdp = 2
+  config.mesh.tensor = 2
+  config.data.terms = 2
+  config.data.max_prompt_tokens = 20
+  config.sampling.max_tokens = 18
+  config.batch.prompts = 8
+  config.batch.group = 4
+  config.batch.micro_batches = 2
   config.warm_start.steps, config.warm_start.batch = 40, 8
-  config.eval.every, config.eval.problems, config.eval.samples, config.eval.batch = 2, 12, 2, 8
+  config.eval.every = 2
+  config.eval.problems = 12
+  config.eval.samples = 2
+  config.eval.batch = 8
   config.checkpoint.every = 2
   config.optimizer.learning_rate = 1e-3
   with config.unlocked():
@@ -60,11 +90,20 @@ def take(workdir, config):
 
 def lasting(rows):
   """Metrics without what the clock and the process say."""
-  return [{key: value for key, value in row.items() if not key.startswith("time/") and key not in ("tokens/s", "compiles")} for row in rows]
+  return [
+    {
+      key: value
+      for key, value in row.items()
+      if not key.startswith("time/") and key not in ("tokens/s", "compiles")
+    }
+    for row in rows
+  ]
 
 
 def final_params(config, workdir):
-  return jax.device_get(Checkpoints(workdir / "checkpoints").restore_params(Actor(config).model))
+  return jax.device_get(
+    Checkpoints(workdir / "checkpoints").restore_params(RolloutWorker(config).model)
+  )
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +120,35 @@ def test_what_a_run_leaves_behind(whole):
   assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
   for row in rows[1:]:
     assert set(PROMISED) <= row.keys()
-    empty_side = {key for key, value in row.items() if value is None}  # no correct completion in the batch, say
-    assert empty_side <= {"entropy/correct", "entropy/incorrect", "advantage/correct", "advantage/incorrect"}
-    assert all(isinstance(value, int | float) and np.isfinite(value) for key, value in row.items() if key not in empty_side)
+    empty_side = {
+      key for key, value in row.items() if value is None
+    }  # no correct completion in the batch, say
+    assert empty_side <= {
+      "entropy/correct",
+      "entropy/incorrect",
+      "advantage/correct",
+      "advantage/incorrect",
+    }
+    assert all(
+      isinstance(value, int | float) and np.isfinite(value)
+      for key, value in row.items()
+      if key not in empty_side
+    )
     assert row["mismatch/max_abs_logp"] <= 1e-4
   for row in rows[0], rows[2], rows[4]:
-    assert {"eval/sums/mean@2", "eval/sums/pass@1", "eval/sums/pass@2", "eval/sums/greedy"} <= row.keys()
+    assert {
+      "eval/sums/mean@2",
+      "eval/sums/pass@1",
+      "eval/sums/pass@2",
+      "eval/sums/greedy",
+    } <= row.keys()
   assert not any(key.startswith("eval/") for key in rows[1])
   picture = (workdir / "curves.png").read_bytes()
-  assert picture[:8] == b"\x89PNG\r\n\x1a\n" and min(struct.unpack(">II", picture[16:24])) > 300 and len(picture) > 20_000
+  assert (
+    picture[:8] == b"\x89PNG\r\n\x1a\n"
+    and min(struct.unpack(">II", picture[16:24])) > 300
+    and len(picture) > 20_000
+  )
   samples = read_jsonl(workdir / "samples.jsonl")
   assert {row["step"] for row in samples} == {1, 2, 3, 4} and "+" in samples[0]["prompt"]
   assert list(credit_files(workdir)) == [1, 4]
@@ -97,7 +156,10 @@ def test_what_a_run_leaves_behind(whole):
   assert [row["step"] for row in evaluations] == [0, 2, 4]
   for row in evaluations:
     lower, upper = row["intervals"]["eval/sums/pass@2"]
-    assert lower <= row["eval/sums/pass@2"] <= upper and row["eval/sums/pass@2"] == rows[row["step"]]["eval/sums/pass@2"]
+    assert (
+      lower <= row["eval/sums/pass@2"] <= upper
+      and row["eval/sums/pass@2"] == rows[row["step"]]["eval/sums/pass@2"]
+    )
   assert list((workdir / "tensorboard").glob("events.*"))
   assert load_config(workdir) == small_config()
   assert Checkpoints(workdir / "checkpoints").latest == 4
@@ -114,16 +176,24 @@ def test_resume_is_exact(whole, tmp_path):
   first = run(small_config(), workdir, stop_in_step_two)
   assert not first.finished and first.step == 2
   assert [row["step"] for row in read_jsonl(workdir / "metrics.jsonl")] == [0, 1, 2]
-  with (workdir / "metrics.jsonl").open("a") as out:  # as a kill after the checkpoint would leave it
+  with (workdir / "metrics.jsonl").open(
+    "a"
+  ) as out:  # as a kill after the checkpoint would leave it
     out.write(json.dumps({"step": 3, "loss": 1.0}) + "\n" + '{"step": 4, "lo')
   assert run(small_config(), workdir).finished
 
-  assert lasting(read_jsonl(workdir / "metrics.jsonl")) == lasting(read_jsonl(whole[0] / "metrics.jsonl"))
+  assert lasting(read_jsonl(workdir / "metrics.jsonl")) == lasting(
+    read_jsonl(whole[0] / "metrics.jsonl")
+  )
   assert read_jsonl(workdir / "evaluations.jsonl") == read_jsonl(whole[0] / "evaluations.jsonl")
   for step in (1, 4):
     one, other = (vars(read_credit(credit_files(folder)[step])) for folder in (workdir, whole[0]))
     jax.tree.map(np.testing.assert_array_equal, one, other)
-  jax.tree.map(np.testing.assert_array_equal, final_params(small_config(), workdir), final_params(small_config(), whole[0]))
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    final_params(small_config(), workdir),
+    final_params(small_config(), whole[0]),
+  )
 
 
 def test_a_finished_run_says_so_and_more_steps_go_on(whole):
@@ -161,18 +231,33 @@ def test_a_batch_that_does_not_divide_is_refused_before_anything_is_written(tmp_
 def test_no_compilation_after_warm_up():
   """Twenty batches whose prompts and completions have other lengths: the programs of the first one serve them all."""
   config = small_config()
-  actor, optimizer = Actor(config), make_optimizer(config.optimizer, 20)
-  update = make_update(actor.model, config.algorithm_object, optimizer, micro_batches=2, head_chunk=64)
-  state = init_state(init_params(actor.model, jax.random.key(0)), optimizer, actor.model)
+  worker = RolloutWorker(config)
+  optimizer = make_optimizer(config.optimizer, 20)
+  update = make_update(
+    worker.model, config.algorithm_built, optimizer, micro_batches=2, head_chunk=64
+  )
+  state = init_state(init_params(worker.model, jax.random.key(0)), optimizer, worker.model)
   rng = np.random.default_rng(0)
   compile_count()
-  counts, widths = [], set()
+  counts = []
+  widths = set()
   for step in range(21):
-    problems = [Problem(str(i), user("7" * rng.integers(1, 11)), "7", "last_number") for i in range(8)]
-    widths.add(tuple(len(actor.chat.encode_prompt(problem.messages)) for problem in problems))
-    judging = actor.judging(problems, 4)
-    rollouts = actor.answer(actor.policy(state.params), problems, jax.random.key(step), 4, config.sampler, judging)
-    state, metrics = update(state, *shard_batch((rollouts, judging.result().verdicts), actor.model.mesh))
+    problems = [
+      Problem(str(i), user("7" * rng.integers(1, 11)), "7", "last_number") for i in range(8)
+    ]
+    widths.add(tuple(len(worker.chat.encode_prompt(problem.messages)) for problem in problems))
+    pending = worker.pending(problems, 4)
+    rollouts = worker.generate(
+      worker.policy(state.params),
+      problems,
+      jax.random.key(step),
+      4,
+      config.sampling_params,
+      pending,
+    )
+    state, metrics = update(
+      state, *shard_batch((rollouts, pending.result().verdicts), worker.model.mesh)
+    )
     jax.device_get(metrics)
     counts.append(compile_count())
   assert len(widths) == 21 and counts[0] > 0
@@ -181,40 +266,73 @@ def test_no_compilation_after_warm_up():
 
 def test_a_warm_run_compiles_nothing_later(tmp_path):
   """Neither in sampling nor in the evaluations of a run that was warmed up."""
-  run(small_config(steps=4, **{"sampling.warm_up": True, "batch.pack": False, "eval.every": 1, "checkpoint.every": 1}), tmp_path)
-  assert len({row["compiles"] for row in read_jsonl(tmp_path / "metrics.jsonl") if row["step"] > 1}) == 1
+  run(
+    small_config(
+      steps=4,
+      **{"sampling.warm_up": True, "batch.pack": False, "eval.every": 1, "checkpoint.every": 1},
+    ),
+    tmp_path,
+  )
+  assert (
+    len({row["compiles"] for row in read_jsonl(tmp_path / "metrics.jsonl") if row["step"] > 1}) == 1
+  )
 
 
 def test_updates_that_are_not_finite_stop_the_run_before_it_is_saved(tmp_path):
   workdir = tmp_path / "run"
   run(small_config(steps=2), workdir)
   checkpoints = Checkpoints(workdir / "checkpoints", keep=2)
-  actor, config = Actor(small_config()), small_config()
+  worker = RolloutWorker(small_config())
+  config = small_config()
   optimizer = make_optimizer(config.optimizer, config.steps)
-  state = checkpoints.restore(actor.model, optimizer).state
-  broken = state.replace(step=state.step + 1, params=jax.tree.map(lambda x: x * np.nan, state.params))
+  state = checkpoints.restore(worker.model, optimizer).state
+  broken = state.replace(
+    step=state.step + 1, params=jax.tree.map(lambda x: x * np.nan, state.params)
+  )
   checkpoints.save(broken)  # as a bug elsewhere might
   checkpoints.close()
   with pytest.raises(RunError, match=r"updates were skipped in 3 steps in a row, to step 6"):
     run(small_config(steps=8, **{"eval.every": 0, "checkpoint.every": 1}), workdir)
   assert Checkpoints(workdir / "checkpoints").steps() == [2, 3]
   rows = read_jsonl(workdir / "metrics.jsonl")
-  assert [row["update/skipped"] for row in rows[-3:]] == [1, 1, 1] and rows[-4].get("update/skipped") == 0
-  assert sorted(file.name for file in (workdir / "skipped").iterdir()) == [f"step_{i}.npz" for i in (4, 5, 6)]
+  assert [row["update/skipped"] for row in rows[-3:]] == [1, 1, 1] and rows[-4].get(
+    "update/skipped"
+  ) == 0
+  assert sorted(file.name for file in (workdir / "skipped").iterdir()) == [
+    f"step_{i}.npz" for i in (4, 5, 6)
+  ]
 
 
 def test_an_evaluation_that_was_killed_is_made_good(whole, tmp_path):
   workdir = tmp_path / "run"
   shutil.copytree(whole[0], workdir)
   rows = read_jsonl(workdir / "metrics.jsonl")
-  kept = [{key: value for key, value in row.items() if not key.startswith("eval/") or row["step"] < rows[-1]["step"]} for row in rows]
+  kept = [
+    {
+      key: value
+      for key, value in row.items()
+      if not key.startswith("eval/") or row["step"] < rows[-1]["step"]
+    }
+    for row in rows
+  ]
   (workdir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
   assert run(small_config(steps=rows[-1]["step"]), workdir).finished
   assert lasting(read_jsonl(workdir / "metrics.jsonl")) == lasting(rows)
 
 
 def test_memory_settings_may_change_on_resume_and_the_computation_may_not(whole):
-  take(whole[0], small_config(**{"batch.micro_batches": 1, "mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1, "eval.samples": 4}))
+  take(
+    whole[0],
+    small_config(
+      **{
+        "batch.micro_batches": 1,
+        "mesh.data": 8,
+        "mesh.fsdp": 1,
+        "mesh.tensor": 1,
+        "eval.samples": 4,
+      }
+    ),
+  )
   with pytest.raises(UserError, match=r"batch.group was 4, now 8"):
     take(whole[0], small_config(**{"batch.group": 8}))
   take(whole[0], small_config())
@@ -223,25 +341,27 @@ def test_memory_settings_may_change_on_resume_and_the_computation_may_not(whole)
 def test_judging(whole):
   """Right means: ended by itself, and the last number is the sum."""
   config = small_config()
-  actor = Actor(config)
-  texts, gold = ["7+5=12", "7+5=2", "7+5=12", "no number"], "12"
-  ids = [actor.chat.encode_completion(text) for text in texts]
-  judging = actor.judging([Problem("0", user("7+5:"), gold, "last_number")], 4)
+  worker = RolloutWorker(config)
+  texts = ["7+5=12", "7+5=2", "7+5=12", "no number"]
+  gold = "12"
+  ids = [worker.chat.encode_completion(text) for text in texts]
+  pending = worker.pending([Problem("0", user("7+5:"), gold, "last_number")], 4)
   for j in (2, 0, 3, 1):  # in whatever order they end
-    judging.put([((0, j), np.asarray(ids[j]), j != 2)])
-  found = judging.result()
-  assert judging.texts == [texts]
+    pending.put([((0, j), np.asarray(ids[j]), j != 2)])
+  found = pending.result()
+  assert pending.texts == [texts]
   np.testing.assert_array_equal(found.correct, [[True, False, False, False]])
-  np.testing.assert_array_equal(judging.lengths, [[len(row) for row in ids]])
+  np.testing.assert_array_equal(pending.lengths, [[len(row) for row in ids]])
 
 
 def test_rewards_and_penalties_are_the_algorithms(whole):
   config = small_config(**{"algorithm.name": "dapo", "algorithm.overlong_buffer": 8})
-  actor, problems = Actor(config), [Problem("0", user("1"), "1", "last_number")] * 4
-  policy = actor.policy(init_params(actor.model, jax.random.key(0)))
-  judging = actor.judging(problems, 2)
-  rollouts = actor.answer(policy, problems, jax.random.key(0), 2, Sampler(), judging)
-  verdicts = judging.result().verdicts
+  worker = RolloutWorker(config)
+  problems = [Problem("0", user("1"), "1", "last_number")] * 4
+  policy = worker.policy(init_params(worker.model, jax.random.key(0)))
+  pending = worker.pending(problems, 2)
+  rollouts = worker.generate(policy, problems, jax.random.key(0), 2, SamplingParams(), pending)
+  verdicts = pending.result().verdicts
   assert set(np.unique(verdicts.reward)) <= {-1.0, 1.0}
   lengths = np.asarray(rollouts.lengths)
   np.testing.assert_allclose(verdicts.penalty, np.clip((18 - 8 - lengths) / 8, -1, 0))
@@ -249,14 +369,24 @@ def test_rewards_and_penalties_are_the_algorithms(whole):
 
 def test_the_best_evaluation_is_kept(tmp_path, monkeypatch):
   """With a rate that spoils the model at once, the best is what it was before."""
-  monkeypatch.setitem(VERIFIERS, "last_number", lambda completions, *_: [len(text) % 2 == 0 for text in completions])
-  config = small_config(steps=2, **{"checkpoint.best": True, "checkpoint.keep": 1, "eval.every": 1, "optimizer.learning_rate": 0.5})
+  monkeypatch.setitem(
+    VERIFIERS, "last_number", lambda completions, *_: [len(text) % 2 == 0 for text in completions]
+  )
+  config = small_config(
+    steps=2,
+    **{
+      "checkpoint.best": True,
+      "checkpoint.keep": 1,
+      "eval.every": 1,
+      "optimizer.learning_rate": 0.5,
+    },
+  )
   workdir = tmp_path / "run"
   run(config, workdir)
   means = [row["eval/sums/mean@2"] for row in read_jsonl(workdir / "metrics.jsonl")]
   best = means.index(max(means))
   assert max(means) > 0 and Checkpoints(workdir / "best").steps() == [best]
-  assert run_params(workdir, Actor(config).model, best or None)[1] == best or best == 0
+  assert run_params(workdir, RolloutWorker(config).model, best or None)[1] == best or best == 0
   digests = check_seal(epath.Path(workdir / "best" / str(best)), ["params"])["leaves"]["params"]
   kept = epath.Path(workdir / ("base/0" if best == 0 else "checkpoints/2"))
   assert (digests == check_seal(kept, ["params"])["leaves"]["params"]) == (best in (0, 2))
@@ -264,18 +394,32 @@ def test_the_best_evaluation_is_kept(tmp_path, monkeypatch):
 
 def test_a_reward_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
   """Each step it fails in another way; the completions concerned are left out and counted, and the others are not."""
+
   def raises(texts):
     raise RuntimeError("the reward is broken")
 
-  ways = [raises, lambda texts: [None] * len(texts), lambda texts: [float("nan")] * len(texts), lambda texts: [1.0], lambda texts: None,
-          lambda texts: [True] * len(texts), lambda texts: [False] * len(texts), lambda texts: [3e38] * len(texts)]
+  ways = [
+    raises,
+    lambda texts: [None] * len(texts),
+    lambda texts: [float("nan")] * len(texts),
+    lambda texts: [1.0],
+    lambda texts: None,
+    lambda texts: [True] * len(texts),
+    lambda texts: [False] * len(texts),
+    lambda texts: [3e38] * len(texts),
+  ]
   calls = iter([way for way in ways for _ in range(8)])  # each step has eight problems
 
   def judge(prompts, completions, answers, extras):
-    return next(calls)(completions) if len(completions) == 4 else [False] * len(completions)  # evaluations have fewer of each
+    return (
+      next(calls)(completions) if len(completions) == 4 else [False] * len(completions)
+    )  # evaluations have fewer of each
 
   monkeypatch.setitem(sys.modules, "failing_reward", types.SimpleNamespace(judge=judge))
-  config = small_config(steps=len(ways), **{"reward.verifier": "failing_reward:judge", "eval.every": 0, "guards.skipped": 1})
+  config = small_config(
+    steps=len(ways),
+    **{"reward.verifier": "failing_reward:judge", "eval.every": 0, "guards.skipped": 1},
+  )
   assert run(config, tmp_path / "run").finished
   rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
   assert [row["reward/no_verdict"] > 0 for row in rows] == [True] * 5 + [False] * 3

@@ -1,4 +1,5 @@
 """Algorithms: arrays in, arrays out. No models, no configs, no loggers."""
+
 from gtpo_jax.algorithms.algorithm import Algorithm, make
 from gtpo_jax.algorithms.recipes import RECIPES, Recipe
 from gtpo_jax.algorithms.relative_entropy import relative_entropy

@@ -1,4 +1,5 @@
 """From shaped rewards to advantages. All arrays are [n, g, u]; the statistics are over the True places of `mask`."""
+
 from __future__ import annotations
 
 import jax
@@ -16,7 +17,9 @@ STD_FLOOR = 1e-6
 def centred(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
   """x - mean over `axes`; 0 outside `mask`."""
   mean = masked_mean(x, mask, axes, keepdims=True)
-  mean += masked_mean(x - mean, mask, axes, keepdims=True)  # what rounding left: equal values must give a std of 0
+  mean += masked_mean(
+    x - mean, mask, axes, keepdims=True
+  )  # what rounding left: equal values must give a std of 0
   return jnp.where(mask, x - mean, 0.0)
 
 
@@ -27,7 +30,9 @@ def zscore(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
   return jnp.where(std >= STD_FLOOR, x / jnp.where(std >= STD_FLOOR, std, 1.0), 0.0)
 
 
-def joint_zscore(shaped: Shaped, correct: jax.Array, mask: jax.Array, axes: tuple[int, ...], sign_guard: bool) -> jax.Array:
+def joint_zscore(
+  shaped: Shaped, correct: jax.Array, mask: jax.Array, axes: tuple[int, ...], sign_guard: bool
+) -> jax.Array:
   """One z-score over right and wrong together: the baselines', and GTPO's and GRPO-S's of v1 (eqs. 4, 8).
 
   Args:
@@ -40,17 +45,22 @@ def joint_zscore(shaped: Shaped, correct: jax.Array, mask: jax.Array, axes: tupl
   return _guarded(zscore(shaped.plus + shaped.minus, mask, axes), correct, sign_guard)
 
 
-def two_sided_zscore(shaped: Shaped, correct: jax.Array, mask: jax.Array, axes: tuple[int, ...], sign_guard: bool) -> jax.Array:
+def two_sided_zscore(
+  shaped: Shaped, correct: jax.Array, mask: jax.Array, axes: tuple[int, ...], sign_guard: bool
+) -> jax.Array:
   """The final paper's advantages (and v2's): R+ and R- each z-scored over all units, A+ used on O+ and A- on O-.
 
   Both collections keep the zeros on the other side. Over its own side alone each would get mean 0, and with it the difference
   between right and wrong would be gone. Arguments as of `joint_zscore`.
   """
-  plus, minus = zscore(shaped.plus, mask, axes), zscore(shaped.minus, mask, axes)
+  plus = zscore(shaped.plus, mask, axes)
+  minus = zscore(shaped.minus, mask, axes)
   return _guarded(jnp.where(correct, plus, minus), correct, sign_guard)
 
 
-def joint_centred(shaped: Shaped, correct: jax.Array, mask: jax.Array, axes: tuple[int, ...], sign_guard: bool) -> jax.Array:
+def joint_centred(
+  shaped: Shaped, correct: jax.Array, mask: jax.Array, axes: tuple[int, ...], sign_guard: bool
+) -> jax.Array:
   """The reward less its mean, not divided by its std (Dr. GRPO, 2503.20783). Arguments as of `joint_zscore`."""
   return _guarded(centred(shaped.plus + shaped.minus, mask, axes), correct, sign_guard)
 

@@ -1,4 +1,5 @@
 """A recipe with its settings, as pure functions of arrays."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -15,7 +16,15 @@ from gtpo_jax.algorithms.recipes import RECIPES, Recipe
 from gtpo_jax.algorithms.relative_entropy import COMPARE, effective_participants
 from gtpo_jax.algorithms.selection import highest, informative, zero_reward
 from gtpo_jax.algorithms.settings import Settings
-from gtpo_jax.algorithms.shaping import Credit, Shaped, Signals, completion_entropy, entropy_credit, entropy_shares, plain_reward
+from gtpo_jax.algorithms.shaping import (
+  EntropyBonus,
+  Shaped,
+  Signals,
+  completion_entropy,
+  entropy_credit,
+  entropy_shares,
+  plain_reward,
+)
 from gtpo_jax.arrays import masked_mean
 from gtpo_jax.runtime.errors import UserError, nearest
 
@@ -33,15 +42,19 @@ class Algorithm:
     return RECIPES[self.name]
 
   @property
-  def credit(self) -> Credit | None:
+  def credit(self) -> EntropyBonus | None:
     """How entropy becomes reward; None where it does not."""
-    recipe, s = self.recipe, self.settings
+    recipe = self.recipe
+    s = self.settings
     if recipe.right is None:
       return None
     amount = lambda x: getattr(s, x) if isinstance(x, str) else x
-    right, wrong = tuple(map(amount, recipe.right)), tuple(map(amount, recipe.wrong))
+    right = tuple(map(amount, recipe.right))
+    wrong = tuple(map(amount, recipe.wrong))
     end = right[0] + right[0] / s.kappa if s.kappa else float("inf")
-    return Credit(right, wrong, COMPARE[s.compare or "position", s.scope], s.h_floor, (s.floor or 0.0, end))
+    return EntropyBonus(
+      right, wrong, COMPARE[s.compare or "position", s.scope], s.h_floor, (s.floor or 0.0, end)
+    )
 
   @property
   def ratio(self) -> Callable[..., jax.Array]:
@@ -53,8 +66,16 @@ class Algorithm:
     """Whether the loss is a sum over tokens of a function of each one's own log-prob; then it is the sum of any parts' `token_loss`."""
     return self.ratio is token_ratio
 
-  def advantages(self, *, entropy: jax.Array, mask: jax.Array, correct: jax.Array, reward: jax.Array,
-                 penalty: jax.Array | None = None, guided: jax.Array | None = None) -> jax.Array:
+  def advantages(
+    self,
+    *,
+    entropy: jax.Array,
+    mask: jax.Array,
+    correct: jax.Array,
+    reward: jax.Array,
+    penalty: jax.Array | None = None,
+    guided: jax.Array | None = None,
+  ) -> jax.Array:
     """Advantages of every token, under `stop_gradient`, in float32.
 
     Args:
@@ -68,41 +89,79 @@ class Algorithm:
     Returns:
       f32[n, g, t]; 0 outside `loss_mask`.
     """
-    signals = jax.lax.stop_gradient({"entropy": entropy, "mask": mask, "correct": correct, "reward": reward, "penalty": penalty,
-                                     "guided": guided})
+    signals = jax.lax.stop_gradient(
+      {
+        "entropy": entropy,
+        "mask": mask,
+        "correct": correct,
+        "reward": reward,
+        "penalty": penalty,
+        "guided": guided,
+      }
+    )
     shaped, x = self.shaped(**signals)
     axes = NORM_SCOPE[self.settings.norm_scope or "group"]
-    advantages = self.recipe.advantage(shaped, x.correct, x.mask, axes, self.settings.sign_guard or False)
+    advantages = self.recipe.advantage(
+      shaped, x.correct, x.mask, axes, self.settings.sign_guard or False
+    )
     return jax.lax.stop_gradient(jnp.where(self.loss_mask(**signals), advantages, 0.0))
 
-  def shaped(self, *, entropy: jax.Array, mask: jax.Array, correct: jax.Array, reward: jax.Array, penalty: jax.Array | None = None,
-             guided: jax.Array | None = None) -> tuple[Shaped, Signals]:
+  def shaped(
+    self,
+    *,
+    entropy: jax.Array,
+    mask: jax.Array,
+    correct: jax.Array,
+    reward: jax.Array,
+    penalty: jax.Array | None = None,
+    guided: jax.Array | None = None,
+  ) -> tuple[Shaped, Signals]:
     """The shaped rewards and what they were made from, per unit of credit [n, g, u]. Takes what `advantages` takes."""
-    mask, entropy = self._contrast(mask, correct, guided), entropy.astype(jnp.float32)
+    mask = self._contrast(mask, correct, guided)
+    entropy = entropy.astype(jnp.float32)
     if self.recipe.per_completion:
       if self.credit:
         entropy = completion_entropy(entropy, mask, self.settings.mean, self.settings.h_floor)
       mask = mask.any(-1, keepdims=True)
     penalty = jnp.zeros(correct.shape, jnp.float32) if penalty is None else penalty
-    x = Signals(entropy, mask, *(x[..., None] for x in (correct, reward.astype(jnp.float32), penalty)))
+    x = Signals(
+      entropy, mask, *(x[..., None] for x in (correct, reward.astype(jnp.float32), penalty))
+    )
     return entropy_credit(x, self.credit) if self.credit else plain_reward(x), x
 
-  def loss_mask(self, *, entropy: jax.Array, mask: jax.Array, correct: jax.Array, guided: jax.Array | None = None,
-                **_: Any) -> jax.Array:
+  def loss_mask(
+    self,
+    *,
+    entropy: jax.Array,
+    mask: jax.Array,
+    correct: jax.Array,
+    guided: jax.Array | None = None,
+    **_: Any,
+  ) -> jax.Array:
     """The tokens that are learned from, bool[n, g, t]. Takes what `advantages` takes."""
     mask = self._contrast(mask, correct, guided)
-    return highest(entropy, mask, self.settings.forking_share) if self.settings.forking_share else mask
+    return (
+      highest(entropy, mask, self.settings.forking_share) if self.settings.forking_share else mask
+    )
 
   def _contrast(self, mask: jax.Array, correct: jax.Array, guided: jax.Array | None) -> jax.Array:
     """`mask` without the groups that carry no signal, where the recipe asks for contrast."""
     self._check_guided(guided)
-    return mask & informative(correct, mask.any(-1), guided)[:, None, None] if self.recipe.contrast else mask
+    return (
+      mask & informative(correct, mask.any(-1), guided)[:, None, None]
+      if self.recipe.contrast
+      else mask
+    )
 
   def _check_guided(self, guided: jax.Array | None) -> None:
     if guided is not None and not self.settings.guide_completions:
-      raise UserError(f"algorithm {self.name!r} has no guide; leave `guided` out, or use 'dapo_mixed'")
+      raise UserError(
+        f"algorithm {self.name!r} has no guide; leave `guided` out, or use 'dapo_mixed'"
+      )
 
-  def token_weights(self, mask: jax.Array, correct: jax.Array | None = None, guided: jax.Array | None = None) -> jax.Array:
+  def token_weights(
+    self, mask: jax.Array, correct: jax.Array | None = None, guided: jax.Array | None = None
+  ) -> jax.Array:
     """How much each token's objective counts, f32[n, g, t], made from the whole update batch.
 
     Args:
@@ -117,9 +176,18 @@ class Algorithm:
     apart = zero_reward(correct, mask.any(-1), guided)[:, None, None]
     return average(mask & ~apart) + self.settings.lambda_zero * average(mask & apart)
 
-  def loss(self, *, logp: jax.Array, logp_old: jax.Array, advantages: jax.Array, mask: jax.Array, weights: jax.Array | None = None,
-           guided: jax.Array | None = None, logp_sampler: jax.Array | None = None,
-           logp_reference: jax.Array | None = None) -> tuple[jax.Array, dict[str, jax.Array]]:
+  def loss(
+    self,
+    *,
+    logp: jax.Array,
+    logp_old: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    weights: jax.Array | None = None,
+    guided: jax.Array | None = None,
+    logp_sampler: jax.Array | None = None,
+    logp_reference: jax.Array | None = None,
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The clipped loss f32[], differentiable in `logp` alone, and its metrics.
 
     Args:
@@ -139,15 +207,24 @@ class Algorithm:
     """
     s = self.settings
     self._check_guided(guided)
-    for weight, given, name in (("kl_weight", logp_reference, "logp_reference"), ("tis_cap", logp_sampler, "logp_sampler")):
+    for weight, given, name in (
+      ("kl_weight", logp_reference, "logp_reference"),
+      ("tis_cap", logp_sampler, "logp_sampler"),
+    ):
       if getattr(s, weight) and given is None:
-        raise UserError(f"algorithm.{weight} = {getattr(s, weight)} needs {name}; give it, or set {weight} = 0")
-    logp_old, advantages, logp_sampler, logp_reference = jax.lax.stop_gradient((logp_old, advantages, logp_sampler, logp_reference))
+        raise UserError(
+          f"algorithm.{weight} = {getattr(s, weight)} needs {name}; give it, or set {weight} = 0"
+        )
+    logp_old, advantages, logp_sampler, logp_reference = jax.lax.stop_gradient(
+      (logp_old, advantages, logp_sampler, logp_reference)
+    )
     if weights is None:
       mask = mask & (advantages != 0) if s.forking_share else mask
       weights = self.token_weights(mask)
-    ratio, advantages = self.ratio(logp, logp_old, mask), jnp.where(mask, advantages, 0.0)
-    low, high = (ratio < 1 - s.eps_low) & (advantages < 0), (ratio > 1 + s.eps_high) & (advantages > 0)
+    ratio = self.ratio(logp, logp_old, mask)
+    advantages = jnp.where(mask, advantages, 0.0)
+    low = (ratio < 1 - s.eps_low) & (advantages < 0)
+    high = (ratio > 1 + s.eps_high) & (advantages > 0)
     objective = clipped_objective(ratio, advantages, s.eps_low, s.eps_high, s.dual_clip)
     metrics = {}
     if guided is not None:
@@ -155,14 +232,20 @@ class Algorithm:
       objective = jnp.where(guided, jnp.minimum(ratio, s.guide_cap) * advantages, objective)
       metrics["clip/guide"] = masked_mean(ratio > s.guide_cap, mask & guided)
     own = mask if guided is None else mask & ~guided
-    metrics |= {"clip/low": masked_mean(low, own), "clip/high": masked_mean(high, own), "ratio/mean": masked_mean(ratio, own)}
+    metrics |= {
+      "clip/low": masked_mean(low, own),
+      "clip/high": masked_mean(high, own),
+      "ratio/mean": masked_mean(ratio, own),
+    }
     if s.tis_cap:
       trust = mismatch_weight(logp_old, logp_sampler, mask, s.tis_cap)
       objective *= trust
       metrics["mismatch/weight"] = masked_mean(trust, own)
     loss = -jnp.where(mask, weights * objective, 0.0).sum()
     if s.kl_weight:
-      divergence = k3(logp, logp_reference, own)  # an estimate on the policy's own tokens alone; on a guide's it explodes
+      divergence = k3(
+        logp, logp_reference, own
+      )  # an estimate on the policy's own tokens alone; on a guide's it explodes
       loss += s.kl_weight * jnp.where(own, weights * divergence, 0.0).sum()
       metrics["kl/reference"] = masked_mean(divergence, own)
     return loss, jax.lax.stop_gradient(metrics)
@@ -174,7 +257,9 @@ class Algorithm:
       logp: f32[b, c], nats.
       signals: what `loss` takes beside, [b, c] each: `weights` are of the whole batch, and `guided` is of a token's completion.
     """
-    alone = jax.tree.map(lambda x: x[..., None], dict(signals))  # each token is a completion [b, c, 1]
+    alone = jax.tree.map(
+      lambda x: x[..., None], dict(signals)
+    )  # each token is a completion [b, c, 1]
     return self.loss(logp=logp[..., None], **alone | {"guided": signals.get("guided")})[0]
 
   def credit_metrics(self, **signals: Any) -> dict[str, jax.Array]:
@@ -186,12 +271,18 @@ class Algorithm:
     if not self.credit:
       return {}
     _, x = self.shaped(**signals)
-    share, axes = entropy_shares(x, self.credit), self.credit.axes
-    right, wrong = x.mask & x.correct, x.mask & ~x.correct
+    share = entropy_shares(x, self.credit)
+    axes = self.credit.axes
+    right = x.mask & x.correct
+    wrong = x.mask & ~x.correct
     residual = lambda share, side: jnp.abs(share.sum() - side.sum()) / jnp.maximum(side.sum(), 1)
-    return {"credit/participants_correct": effective_participants(share.plus, right, axes),
-            "credit/participants_incorrect": effective_participants(share.minus, wrong, axes),
-            "credit/conservation_residual": jnp.maximum(residual(share.plus, right), residual(share.minus, wrong))}
+    return {
+      "credit/participants_correct": effective_participants(share.plus, right, axes),
+      "credit/participants_incorrect": effective_participants(share.minus, wrong, axes),
+      "credit/conservation_residual": jnp.maximum(
+        residual(share.plus, right), residual(share.minus, wrong)
+      ),
+    }
 
 
 def make(name: str, **overrides: Any) -> Algorithm:
@@ -201,14 +292,22 @@ def make(name: str, **overrides: Any) -> Algorithm:
     UserError (a ValueError): an unknown name or setting, with the nearest valid one, or a value out of its bounds.
   """
   if name not in RECIPES:
-    raise UserError(f"unknown algorithm {name!r}{nearest(str(name), RECIPES)}; valid are {', '.join(RECIPES)}")
+    raise UserError(
+      f"unknown algorithm {name!r}{nearest(str(name), RECIPES)}; valid are {', '.join(RECIPES)}"
+    )
   settings = dict(RECIPES[name].settings)
   for key, value in overrides.items():
     if key not in settings:
-      raise UserError(f"algorithm {name!r} has no setting {key!r}{nearest(key, settings)}; it reads {', '.join(settings)}")
+      raise UserError(
+        f"algorithm {name!r} has no setting {key!r}{nearest(key, settings)}; it reads {', '.join(settings)}"
+      )
     if value is None:
-      raise UserError(f"algorithm.{key} must be given a value, got None; leave it out for the published {settings[key]!r}")
+      raise UserError(
+        f"algorithm.{key} must be given a value, got None; leave it out for the published {settings[key]!r}"
+      )
   made = Settings(**settings | overrides)
   if "gamma" in overrides and made.length_penalty != "group_relative":
-    raise UserError(f"algorithm.gamma = {made.gamma} is read by length_penalty = 'group_relative' alone; set that, or leave gamma out")
+    raise UserError(
+      f"algorithm.gamma = {made.gamma} is read by length_penalty = 'group_relative' alone; set that, or leave gamma out"
+    )
   return Algorithm(name, made)

@@ -1,4 +1,5 @@
 """Importance ratios f32[n, g, t] from log-probs f32[n, g, t]; differentiable in the new log-probs."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -26,7 +27,9 @@ def token_ratio(logp: jax.Array, logp_old: jax.Array, mask: jax.Array) -> jax.Ar
 
 def sequence_ratio(logp: jax.Array, logp_old: jax.Array, mask: jax.Array) -> jax.Array:
   """The arithmetic mean of a completion's token ratios (GRPO-S, eq. 6), the same at each of its steps."""
-  return jnp.broadcast_to(masked_mean(token_ratio(logp, logp_old, mask), mask, -1, keepdims=True), mask.shape)
+  return jnp.broadcast_to(
+    masked_mean(token_ratio(logp, logp_old, mask), mask, -1, keepdims=True), mask.shape
+  )
 
 
 def geometric_sequence_ratio(logp: jax.Array, logp_old: jax.Array, mask: jax.Array) -> jax.Array:
@@ -35,10 +38,15 @@ def geometric_sequence_ratio(logp: jax.Array, logp_old: jax.Array, mask: jax.Arr
   return jnp.broadcast_to(_bounded_exp(mean), mask.shape)
 
 
-SEQUENCE_RATIOS: dict[str, Callable[..., jax.Array]] = {"arithmetic": sequence_ratio, "geometric": geometric_sequence_ratio}
+SEQUENCE_RATIOS: dict[str, Callable[..., jax.Array]] = {
+  "arithmetic": sequence_ratio,
+  "geometric": geometric_sequence_ratio,
+}
 
 
-def mismatch_weight(logp_trainer: jax.Array, logp_sampler: jax.Array, mask: jax.Array, cap: float) -> jax.Array:
+def mismatch_weight(
+  logp_trainer: jax.Array, logp_sampler: jax.Array, mask: jax.Array, cap: float
+) -> jax.Array:
   """`min(pi_trainer / pi_sampler, cap)` a token, a constant: truncated importance weights for one policy computed in two ways.
 
   Both log-probs are of the parameters that sampled, as the trainer and as the sampler computes them. 1 outside `mask`.

@@ -1,4 +1,5 @@
 """The one idea of the papers: an entropy, relative to the mean of the entropies it is compared with."""
+
 from __future__ import annotations
 
 import jax
@@ -8,12 +9,12 @@ from gtpo_jax.arrays import masked_mean
 
 # The axes of [n, g, t] that one comparison set spans.
 COMPARE: dict[tuple[str, str], tuple[int, ...]] = {
-    ("position", "group"): (1,),       # method 1, "column": the same step in all completions
-    ("position", "batch"): (0, 1),
-    ("sequence", "group"): (2,),       # method 2, "row": the steps of one completion
-    ("sequence", "batch"): (2,),
-    ("matrix", "group"): (1, 2),       # method 3: every token
-    ("matrix", "batch"): (0, 1, 2),
+  ("position", "group"): (1,),  # method 1, "column": the same step in all completions
+  ("position", "batch"): (0, 1),
+  ("sequence", "group"): (2,),  # method 2, "row": the steps of one completion
+  ("sequence", "batch"): (2,),
+  ("matrix", "group"): (1, 2),  # method 3: every token
+  ("matrix", "batch"): (0, 1, 2),
 }
 
 

@@ -1,4 +1,5 @@
 """What is learned from: groups with contrast, and tokens at which the policy forks."""
+
 from __future__ import annotations
 
 from typing import TypeVar
@@ -44,8 +45,12 @@ def highest(x: jax.Array, mask: jax.Array, share: float) -> jax.Array:
   Returns:
     bool[...], a part of `mask`.
   """
-  bits = jax.lax.bitcast_convert_type(jnp.maximum(x, 0.0), jnp.int32)  # of floats >= 0: the same order
-  count = jnp.maximum(jnp.ceil(share * mask.sum() - 1e-4), 1).astype(jnp.int32)  # 20 % of 15 tokens is 3, whatever rounding adds
+  bits = jax.lax.bitcast_convert_type(
+    jnp.maximum(x, 0.0), jnp.int32
+  )  # of floats >= 0: the same order
+  count = jnp.maximum(jnp.ceil(share * mask.sum() - 1e-4), 1).astype(
+    jnp.int32
+  )  # 20 % of 15 tokens is 3, whatever rounding adds
 
   def settle(i: jax.Array, border: jax.Array) -> jax.Array:
     higher = border | (1 << (30 - i))

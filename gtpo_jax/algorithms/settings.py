@@ -1,4 +1,5 @@
 """The hyperparameters of every recipe, checked when they are set."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -90,17 +91,26 @@ class Settings:
       if value is not None and not _valid(field.name, value):
         raise UserError(f"algorithm.{field.name} must be {_bound(field.name)}, got {value!r}")
     if self.eps_low is not None and self.eps_high is not None and self.eps_low > self.eps_high:
-      raise UserError(f"algorithm.eps_low must be in (0, eps_high], got {self.eps_low} > {self.eps_high}")
+      raise UserError(
+        f"algorithm.eps_low must be in (0, eps_high], got {self.eps_low} > {self.eps_high}"
+      )
     if self.length_penalty == "group_relative" and self.overlong_buffer:
-      raise UserError(f"algorithm.overlong_buffer = {self.overlong_buffer} is not read by length_penalty = 'group_relative'; "
-                      f"leave one of them out")
+      raise UserError(
+        f"algorithm.overlong_buffer = {self.overlong_buffer} is not read by length_penalty = 'group_relative'; "
+        f"leave one of them out"
+      )
     if self.length_penalty == "r_length" and self.overlong_buffer == 0:
-      raise UserError("algorithm.length_penalty = 'r_length' needs overlong_buffer, the tokens before the limit over which it falls; got 0")
+      raise UserError(
+        "algorithm.length_penalty = 'r_length' needs overlong_buffer, the tokens before the limit over which it falls; got 0"
+      )
     if self.kappa and self.floor is not None and self.alpha1 is not None:
-      end, least = self.alpha1 + self.alpha1 / self.kappa, self.floor * self.kappa / (self.kappa + 1)
+      end = self.alpha1 + self.alpha1 / self.kappa
+      least = self.floor * self.kappa / (self.kappa + 1)
       if self.alpha1 < least:
-        raise UserError(f"algorithm.alpha1 must be at least floor * kappa / (kappa + 1) = {least:.4g}, got {self.alpha1}: the clip range "
-                        f"[floor, alpha1 + alpha1/kappa] = [{self.floor:g}, {end:.4g}] is empty")
+        raise UserError(
+          f"algorithm.alpha1 must be at least floor * kappa / (kappa + 1) = {least:.4g}, got {self.alpha1}: the clip range "
+          f"[floor, alpha1 + alpha1/kappa] = [{self.floor:g}, {end:.4g}] is empty"
+        )
 
 
 def _valid(name: str, value: Any) -> bool:
@@ -130,26 +140,44 @@ class _Number:
 
 _AT_LEAST_0 = _Number((lambda x: 0 <= x < INFINITY, "at least 0 and finite"))
 _ABOVE_0 = _Number((lambda x: 0 < x < INFINITY, "above 0 and finite"))
-_OFF_OR_ABOVE_1 = _Number((lambda x: x == 0 or 1 < x < INFINITY, "above 1 and finite, or 0 for off"))
+_OFF_OR_ABOVE_1 = _Number(
+  (lambda x: x == 0 or 1 < x < INFINITY, "above 1 and finite, or 0 for off")
+)
 
 # What each setting may be: a choice of words, a truth value, or a number.
 BOUNDS: dict[str, tuple[str, ...] | type | _Number] = {
-    **dict.fromkeys(("alpha1", "alpha2", "alpha", "beta1", "beta2", "beta", "kappa", "floor", "kl_weight", "tis_cap", "lambda_zero"),
-                    _AT_LEAST_0),
-    **dict.fromkeys(("eps_high", "guide_cap"), _ABOVE_0),
-    "h_floor": _Number((lambda x: 1e-30 <= x < INFINITY, "at least 1e-30 (its inverse must be a float32) and finite")),
-    **dict.fromkeys(("sign_guard", "overlong_filter", "dynamic_sampling"), bool),
-    "compare": tuple(dict.fromkeys(compare for compare, _ in COMPARE)),
-    "scope": tuple(dict.fromkeys(scope for _, scope in COMPARE)),
-    "norm_scope": tuple(NORM_SCOPE),
-    "mean": tuple(MEANS),
-    "ratio": tuple(SEQUENCE_RATIOS),
-    "average": tuple(AVERAGES),
-    "length_penalty": LENGTH_PENALTIES,
-    "eps_low": _Number((lambda x: 0 < x < 1, "in (0, 1)")),
-    "dual_clip": _OFF_OR_ABOVE_1,
-    "forking_share": _Number((lambda x: 0 < x <= 1, "in (0, 1]")),
-    "gamma": _Number((lambda x: 0.5 < x <= 1, "in (0.5, 1]")),
-    "overlong_buffer": _Number((lambda x: x >= 0, "at least 0, in whole tokens"), whole=True),
-    "guide_completions": _Number((lambda x: x >= 1, "at least 1, a whole number"), whole=True),
+  **dict.fromkeys(
+    (
+      "alpha1",
+      "alpha2",
+      "alpha",
+      "beta1",
+      "beta2",
+      "beta",
+      "kappa",
+      "floor",
+      "kl_weight",
+      "tis_cap",
+      "lambda_zero",
+    ),
+    _AT_LEAST_0,
+  ),
+  **dict.fromkeys(("eps_high", "guide_cap"), _ABOVE_0),
+  "h_floor": _Number(
+    (lambda x: 1e-30 <= x < INFINITY, "at least 1e-30 (its inverse must be a float32) and finite")
+  ),
+  **dict.fromkeys(("sign_guard", "overlong_filter", "dynamic_sampling"), bool),
+  "compare": tuple(dict.fromkeys(compare for compare, _ in COMPARE)),
+  "scope": tuple(dict.fromkeys(scope for _, scope in COMPARE)),
+  "norm_scope": tuple(NORM_SCOPE),
+  "mean": tuple(MEANS),
+  "ratio": tuple(SEQUENCE_RATIOS),
+  "average": tuple(AVERAGES),
+  "length_penalty": LENGTH_PENALTIES,
+  "eps_low": _Number((lambda x: 0 < x < 1, "in (0, 1)")),
+  "dual_clip": _OFF_OR_ABOVE_1,
+  "forking_share": _Number((lambda x: 0 < x <= 1, "in (0, 1]")),
+  "gamma": _Number((lambda x: 0.5 < x <= 1, "in (0.5, 1]")),
+  "overlong_buffer": _Number((lambda x: x >= 0, "at least 0, in whole tokens"), whole=True),
+  "guide_completions": _Number((lambda x: x >= 1, "at least 1, a whole number"), whole=True),
 }

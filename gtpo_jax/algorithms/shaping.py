@@ -1,4 +1,5 @@
 """Rewards shaped per unit of credit: a token (u = t) or a whole completion (u = 1). All arrays are [n, g, u]."""
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -16,27 +17,27 @@ class Signals(NamedTuple):
   """What is known of every unit when rewards are shaped."""
 
   entropy: jax.Array  # f32[n, g, u], nats
-  mask: jax.Array     # bool[n, g, u]
+  mask: jax.Array  # bool[n, g, u]
   correct: jax.Array  # bool[n, g, 1]
-  reward: jax.Array   # f32[n, g, 1]
+  reward: jax.Array  # f32[n, g, 1]
   penalty: jax.Array  # f32[n, g, 1]
 
 
 class Shaped(NamedTuple):
   """Shaped rewards in two collections: `plus` is zero on O-, `minus` is zero on O+."""
 
-  plus: jax.Array   # f32[n, g, u]
+  plus: jax.Array  # f32[n, g, u]
   minus: jax.Array  # f32[n, g, u]
 
 
-class Credit(NamedTuple):
+class EntropyBonus(NamedTuple):
   """How entropy becomes reward: O+ earns `base + bonus * share(H)`, O- `-base - bonus * share(1 / H)`."""
 
   right: tuple[float, float]  # base and bonus of O+
   wrong: tuple[float, float]  # base and bonus of O-
-  axes: tuple[int, ...]       # of one set of entropies that are compared, from COMPARE
-  h_floor: float              # nats, the least entropy in 1 / H
-  clip: tuple[float, float]   # what O+ earns is held within
+  axes: tuple[int, ...]  # of one set of entropies that are compared, from COMPARE
+  h_floor: float  # nats, the least entropy in 1 / H
+  clip: tuple[float, float]  # what O+ earns is held within
 
 
 def completion_entropy(entropy: jax.Array, mask: jax.Array, mean: str, h_floor: float) -> jax.Array:
@@ -46,23 +47,30 @@ def completion_entropy(entropy: jax.Array, mask: jax.Array, mean: str, h_floor: 
   return masked_mean(entropy, mask, -1, keepdims=True)
 
 
-def entropy_shares(x: Signals, credit: Credit) -> Shaped:
+def entropy_shares(x: Signals, credit: EntropyBonus) -> Shaped:
   """The shares alone: of the entropy in O+, of its inverse in O-. Each sums to the size of its set (eqs. 2, 13)."""
-  right, wrong = x.mask & x.correct, x.mask & ~x.correct
-  return Shaped(relative_entropy(x.entropy, right, credit.axes),
-                relative_entropy(inverse_entropy(x.entropy, credit.h_floor), wrong, credit.axes))
+  right = x.mask & x.correct
+  wrong = x.mask & ~x.correct
+  return Shaped(
+    relative_entropy(x.entropy, right, credit.axes),
+    relative_entropy(inverse_entropy(x.entropy, credit.h_floor), wrong, credit.axes),
+  )
 
 
-def entropy_credit(x: Signals, credit: Credit) -> Shaped:
+def entropy_credit(x: Signals, credit: EntropyBonus) -> Shaped:
   """Credit where the entropy is (final paper, eqs. 3-7 for tokens, 8-11 for completions; v1, eqs. 2-8 and 11-19).
 
   A correct completion is paid most where it hesitated, a wrong one is charged most where it was sure. The length penalty is
   added to both.
   """
-  share, (base, bonus), (cost, charge) = entropy_shares(x, credit), credit.right, credit.wrong
+  share = entropy_shares(x, credit)
+  (base, bonus) = credit.right
+  (cost, charge) = credit.wrong
   plus = jnp.clip(base + bonus * share.plus, *credit.clip) + x.penalty
   minus = -cost - charge * share.minus + x.penalty
-  return Shaped(jnp.where(x.mask & x.correct, plus, 0.0), jnp.where(x.mask & ~x.correct, minus, 0.0))
+  return Shaped(
+    jnp.where(x.mask & x.correct, plus, 0.0), jnp.where(x.mask & ~x.correct, minus, 0.0)
+  )
 
 
 def plain_reward(x: Signals) -> Shaped:

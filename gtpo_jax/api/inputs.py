@@ -1,4 +1,5 @@
 """What a Python program hands over itself: dicts instead of a source's name, a function instead of a verifier's."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -22,16 +23,20 @@ Records = Iterable[Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class Inputs:
   """What was handed over, as far as it was."""
 
-  config: Config                # in which names stand for it
+  config: Config  # in which names stand for it
   reward: RewardFunction | None
   records: Mapping[str, Loaded]  # by name
 
 
-def take(config: Config | Mapping[str, Any], reward: RewardFunction | None = None, data: Records | None = None,
-         held_out: Records | None = None) -> Given:
+def take(
+  config: Config | Mapping[str, Any],
+  reward: RewardFunction | None = None,
+  data: Records | None = None,
+  held_out: Records | None = None,
+) -> Inputs:
   """Checks what was handed over, and names it in the config: a run's config.json says what it learned from.
 
   Args:
@@ -44,9 +49,12 @@ def take(config: Config | Mapping[str, Any], reward: RewardFunction | None = Non
     UserError: one of them cannot be used, or `data` is too little to hold any of it out.
   """
   if not isinstance(config, Config | ConfigDict | Mapping):
-    raise UserError(f"config must be a config or nested dicts, got {config!r}; read a file with gtpo_jax.load_config(path)")
+    raise UserError(
+      f"config must be a config or nested dicts, got {config!r}; read a file with gtpo_jax.load_config(path)"
+    )
   config = config if isinstance(config, Config) else freeze(config)
-  section, records = config.data, {}
+  section = config.data
+  records = {}
   if data is not None:
     train = load_records(data, "data", section.fields, section.bad_rows)
     name = _name(train.problems)
@@ -64,18 +72,22 @@ def take(config: Config | Mapping[str, Any], reward: RewardFunction | None = Non
   judged = config.reward
   if reward is not None:
     judged = dataclasses.replace(judged, verifier=_check_reward(reward))
-  return Given(dataclasses.replace(config, data=section, reward=judged), reward, records)
+  return Inputs(dataclasses.replace(config, data=section, reward=judged), reward, records)
 
 
 def _check_reward(reward: RewardFunction) -> str:
   """The name of a reward function, as `reward.verifier` writes it."""
   if not callable(reward):
-    raise UserError(f"reward must be a function of (prompts, completions, answers, extras), got {reward!r}")
+    raise UserError(
+      f"reward must be a function of (prompts, completions, answers, extras), got {reward!r}"
+    )
   name = f"{getattr(reward, '__module__', '')}:{getattr(reward, '__qualname__', type(reward).__qualname__)}"
   try:
     inspect.signature(reward).bind([], [], [], [])
   except TypeError as error:
-    raise UserError(f"reward function {name!r} must take (prompts, completions, answers, extras): {error}") from None
+    raise UserError(
+      f"reward function {name!r} must take (prompts, completions, answers, extras): {error}"
+    ) from None
   except ValueError:
     pass  # a builtin that does not tell
   return name
@@ -83,7 +95,10 @@ def _check_reward(reward: RewardFunction) -> str:
 
 def _name(problems: Sequence[Problem]) -> str:
   """A name that changes with the problems."""
-  text = json.dumps([[problem.messages, problem.answer, problem.kind, problem.extra] for problem in problems], default=str)
+  text = json.dumps(
+    [[problem.messages, problem.answer, problem.kind, problem.extra] for problem in problems],
+    default=str,
+  )
   return f"{RECORDS}{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
@@ -91,7 +106,9 @@ def _split(loaded: Loaded) -> tuple[Loaded, Loaded]:
   """The problems that are learned from, and the tenth that is held out, the same one every time."""
   count = max(len(loaded.problems) // SHARE, 1)
   if len(loaded.problems) == 1:
-    raise UserError("data holds 1 problem, of which none can be held out for evaluation; give more, or others as held_out")
+    raise UserError(
+      "data holds 1 problem, of which none can be held out for evaluation; give more, or others as held_out"
+    )
   kept = fixed_sample(loaded.problems, count)
   ids = {id(problem) for problem in kept}
   rest = tuple(problem for problem in loaded.problems if id(problem) not in ids)

@@ -1,4 +1,5 @@
 """A policy in the hands of a Python program."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -11,16 +12,16 @@ import numpy as np
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.models.qwen2 import Params, Qwen2
 from gtpo_jax.models.save import save
-from gtpo_jax.rollout.worker import Actor
+from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.filters import Sampler
+from gtpo_jax.sampling.filters import SamplingParams
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class TrainedPolicy:
   """A model with its parameters and its tokenizer.
 
   Attributes:
@@ -28,20 +29,22 @@ class Trained:
     params: of the model.
   """
 
-  actor: Actor = dataclasses.field(repr=False)
+  worker: RolloutWorker = dataclasses.field(repr=False)
   params: Params = dataclasses.field(repr=False)
 
   @property
   def model(self) -> Qwen2:
     """The architecture: `model.apply({"params": params}, tokens)` gives logits f32[b, s, v] of i32[b, s]."""
-    return self.actor.model
+    return self.worker.model
 
   @property
   def tokenizer(self) -> PreTrainedTokenizerBase:
     """Of transformers."""
-    return self.actor.chat.tokenizer
+    return self.worker.chat.tokenizer
 
-  def sample(self, prompt: str, n: int = 1, *, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0) -> list[str]:
+  def sample(
+    self, prompt: str, n: int = 1, *, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0
+  ) -> list[str]:
     """`n` completions of a prompt, which is put as the prompts that were learned from (`data.system`, `data.template`).
 
     Raises:
@@ -51,11 +54,17 @@ class Trained:
       raise UserError(f"n must be at least 1, got {n}")
     if not 0 <= seed < 2**32:
       raise UserError(f"seed must be in [0, 2**32), got {seed}")
-    rollouts = self.actor.answer(self.actor.policy(self.params), [Problem("0", user(prompt), "", "")], jax.random.key(seed), n,
-                                 Sampler(temperature, top_p=top_p))
-    tokens, mask = np.asarray(rollouts.tokens[0]), np.asarray(rollouts.mask[0])
-    return self.actor.chat.decode([row[kept] for row, kept in zip(tokens, mask, strict=True)])
+    rollouts = self.worker.generate(
+      self.worker.policy(self.params),
+      [Problem("0", user(prompt), "", "")],
+      jax.random.key(seed),
+      n,
+      SamplingParams(temperature, top_p=top_p),
+    )
+    tokens = np.asarray(rollouts.tokens[0])
+    mask = np.asarray(rollouts.mask[0])
+    return self.worker.chat.decode([row[kept] for row, kept in zip(tokens, mask, strict=True)])
 
   def save(self, folder: str | Path, dtype: str | None = None) -> None:
     """Writes a Hugging Face folder; see `models.save`."""
-    save(self.model, self.params, self.tokenizer, folder, dtype=dtype, stop=self.actor.chat.stop)
+    save(self.model, self.params, self.tokenizer, folder, dtype=dtype, stop=self.worker.chat.stop)

@@ -1,4 +1,5 @@
 """The seal of a checkpoint: what its files and arrays were when it was written. A step without one was not written whole."""
+
 from __future__ import annotations
 
 import hashlib
@@ -12,10 +13,15 @@ from gtpo_jax.checkpoint.digests import digest_file
 from gtpo_jax.runtime.errors import Damaged
 
 NAME = "seal"  # the sha256 of the JSON below its first line
-LATE = ("_CHECKPOINT_METADATA", "commit_success.txt")  # what Orbax writes in committing, when the seal is in its place already
+LATE = (
+  "_CHECKPOINT_METADATA",
+  "commit_success.txt",
+)  # what Orbax writes in committing, when the seal is in its place already
 
 
-def write_seal(folder: epath.Path, leaves: Mapping[str, Mapping[str, str]], facts: Mapping[str, Any]) -> None:
+def write_seal(
+  folder: epath.Path, leaves: Mapping[str, Mapping[str, str]], facts: Mapping[str, Any]
+) -> None:
   """Seals a checkpoint's folder before it is committed.
 
   Args:
@@ -29,7 +35,8 @@ def write_seal(folder: epath.Path, leaves: Mapping[str, Mapping[str, str]], fact
 
 def seal_late_files(folder: epath.Path) -> None:
   """Takes the files of the commit itself into the seal, where that is still to do. They hold times and notes, nothing that is restored."""
-  seal, late = _read(folder), {name: digest_file(folder / name) for name in LATE if (folder / name).exists()}
+  seal = _read(folder)
+  late = {name: digest_file(folder / name) for name in LATE if (folder / name).exists()}
   if not late.keys() <= seal["files"].keys():
     _write(folder, {**seal, "files": seal["files"] | late})
 
@@ -62,7 +69,8 @@ def _read(folder: epath.Path) -> dict[str, Any]:
 
 
 def _write(folder: epath.Path, seal: Mapping[str, Any]) -> None:
-  text, fresh = json.dumps(seal, indent=1).encode(), folder / f"{NAME}.tmp"
+  text = json.dumps(seal, indent=1).encode()
+  fresh = folder / f"{NAME}.tmp"
   fresh.write_bytes(_sha256(text) + b"\n" + text)
   fresh.replace(folder / NAME)
 
@@ -73,5 +81,10 @@ def _sha256(text: bytes) -> bytes:
 
 def _files(folder: epath.Path, above: str = "") -> list[str]:
   """Every file below `folder` by its path in it."""
-  return [name for entry in sorted(folder.iterdir())
-          for name in (_files(entry, f"{above}{entry.name}/") if entry.is_dir() else [f"{above}{entry.name}"])]
+  return [
+    name
+    for entry in sorted(folder.iterdir())
+    for name in (
+      _files(entry, f"{above}{entry.name}/") if entry.is_dir() else [f"{above}{entry.name}"]
+    )
+  ]

@@ -3,6 +3,7 @@
 A config file is an ml_collections file with `get_config()`; it starts from `default_config()` and changes what it wants.
 `freeze` turns the ConfigDict, once, into dataclasses. Everything after that reads attributes that exist.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -45,18 +46,25 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
   if Path(file).is_dir():
     raise UserError(f"--config={file} is a folder; name a file in it, such as configs/tiny.py")
   if not Path(file).is_file():
-    beside = [str(found) for found in sorted(Path(file).parent.glob("*.py"))] if Path(file).parent.is_dir() else []
+    beside = (
+      [str(found) for found in sorted(Path(file).parent.glob("*.py"))]
+      if Path(file).parent.is_dir()
+      else []
+    )
     raise UserError(f"no config file at {file!r}{nearest(file, beside)}")
   valid = flatten(to_dict(Config()))
   for override in overrides:
     key, equals, _ = override.removeprefix("--config.").partition("=")
     if fields := [name for name in valid if name.startswith(f"{key}.")]:
-      raise UserError(f"config key {key!r} is a section; set one of its fields, such as --config.{fields[0]}=VALUE")
+      raise UserError(
+        f"config key {key!r} is a section; set one of its fields, such as --config.{fields[0]}=VALUE"
+      )
     if key not in valid:
       raise UserError(_unknown(key, valid))
     if not equals:
       raise UserError(f"config key {key!r} needs a value: --config.{key}=VALUE")
   from absl import flags
+
   argv = ["gtpo", f"--config={path}", *overrides]
   parser = flags.FlagValues()
   holder = config_flags.DEFINE_config_file("config", flag_values=parser, sys_argv=argv)
@@ -65,16 +73,22 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
     values = holder.value
   except (flags.Error, TypeError, ValueError, AttributeError) as error:
     raise UserError(f"config {file}: {_one_line(error)}") from error
-  except (Exception, SystemExit) as error:  # the user's file is a program; whatever it raises is theirs to read
+  except (
+    Exception,
+    SystemExit,
+  ) as error:  # the user's file is a program; whatever it raises is theirs to read
     raise UserError(f"config {file} raised {type(error).__name__}: {_one_line(error)}") from error
   if not isinstance(values, ConfigDict):
-    raise UserError(f"config {file}: get_config() must return a ConfigDict, got {type(values).__name__}")
+    raise UserError(
+      f"config {file}: get_config() must return a ConfigDict, got {type(values).__name__}"
+    )
   return freeze(values)
 
 
 def difference(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
   """The fields in which two configs differ, by dotted name."""
-  a, b = flatten(to_dict(old)), flatten(to_dict(new))
+  a = flatten(to_dict(old))
+  b = flatten(to_dict(new))
   return {key: (a[key], b[key]) for key in a if a[key] != b[key]}
 
 
@@ -91,8 +105,12 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
         raise UserError(f"{prefix}{key} is a section with fields, got {value!r}")
       try:
         made[key] = _build(hint, value, f"{prefix}{key}.")
-      except UserError as error:  # the optimizer's own complaints say "optimizer."; here it is whose
-        raise UserError(prefix + str(error)) if str(error).startswith("optimizer.") else error from None
+      except (
+        UserError
+      ) as error:  # the optimizer's own complaints say "optimizer."; here it is whose
+        raise (
+          UserError(prefix + str(error)) if str(error).startswith("optimizer.") else error
+        ) from None
     else:
       made[key] = _typed(value, hint, f"{prefix}{key}")
   return cls(**made)
@@ -120,7 +138,9 @@ def _unknown(key: str, valid: Mapping[str, Any]) -> str:
 
 def _one_line(error: Exception) -> str:
   text = str(error).strip() or type(error).__name__
-  if "Traceback (most recent call last)" in text:  # ml_collections puts one into its message; the last line says it
+  if (
+    "Traceback (most recent call last)" in text
+  ):  # ml_collections puts one into its message; the last line says it
     text = text.splitlines()[-1]
   return re.sub(r"\s+", " ", text).strip()
 

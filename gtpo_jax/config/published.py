@@ -3,6 +3,7 @@
 They hold an architecture and no weights: a run gives `--config.model.path` a folder or hub id of the same size, `gtpo plan` needs none.
 What 2508.04349 does not print (weight decay, the form of prompts and answers) is DAPO's, whose code and data it builds on.
 """
+
 from __future__ import annotations
 
 from ml_collections import ConfigDict
@@ -10,7 +11,12 @@ from ml_collections import ConfigDict
 from gtpo_jax.config.files import default_config
 
 # size: (preset, shards of the tensor axis, micro-batches), for the hardware that the configs name: one prompt a shard at a time.
-SIZES = {"0_5b": ("qwen2.5-0.5b", 1, 8), "1_5b": ("qwen2.5-1.5b", 1, 4), "7b": ("qwen2.5-7b", 1, 4), "32b": ("qwen2.5-32b", 4, 8)}
+SIZES = {
+  "0_5b": ("qwen2.5-0.5b", 1, 8),
+  "1_5b": ("qwen2.5-1.5b", 1, 4),
+  "7b": ("qwen2.5-7b", 1, 4),
+  "32b": ("qwen2.5-32b", 4, 8),
+}
 
 
 def paper(size: str, algorithm: str) -> ConfigDict:
@@ -18,15 +24,25 @@ def paper(size: str, algorithm: str) -> ConfigDict:
   preset, tensor, micro_batches = SIZES[size]
   config = default_config()
   config.steps = 210
-  config.model.preset, config.model.compute_dtype = preset, "bfloat16"
-  config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 1, -1, tensor
-  config.data.train, config.data.eval = "hf:BytedTsinghua-SIA/DAPO-Math-17k", "hf:BytedTsinghua-SIA/AIME-2024"
+  config.model.preset = preset
+  config.model.compute_dtype = "bfloat16"
+  config.mesh.data = 1
+  config.mesh.fsdp = -1
+  config.mesh.tensor = tensor
+  config.data.train, config.data.eval = (
+    "hf:BytedTsinghua-SIA/DAPO-Math-17k",
+    "hf:BytedTsinghua-SIA/AIME-2024",
+  )
   config.data.max_prompt_tokens, config.sampling.max_tokens = 2048, 4096
-  config.batch.prompts, config.batch.group, config.batch.micro_batches = 128, 16, micro_batches
+  config.batch.prompts = 128
+  config.batch.group = 16
+  config.batch.micro_batches = micro_batches
   config.algorithm.name = algorithm
   config.reward.math_rule = "dapo"
   config.optimizer.learning_rate, config.optimizer.weight_decay = 1e-6, 0.1
-  config.eval.problems, config.eval.samples, config.eval.top_p = 30, 32, 0.7
+  config.eval.problems = 30
+  config.eval.samples = 32
+  config.eval.top_p = 0.7
   return config
 
 
@@ -36,6 +52,8 @@ def dapo_reference() -> ConfigDict:
   config.mesh.tensor = 8
   config.sampling.max_tokens, config.algorithm.overlong_buffer = 20480, 4096
   config.sampling.slots = 1024  # on 128 chips 41 GiB of keys and values each
-  config.batch.prompts, config.batch.minibatches, config.batch.micro_batches = 512, 16, 2
+  config.batch.prompts = 512
+  config.batch.minibatches = 16
+  config.batch.micro_batches = 2
   config.optimizer.warmup_steps = 20
   return config

@@ -1,4 +1,5 @@
 """The fields of a configuration, with defaults and meaning: one frozen dataclass a section."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -6,8 +7,8 @@ import math
 
 from gtpo_jax.algorithms import Settings
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.filters import Sampler
-from gtpo_jax.sampling.slots import Limits
+from gtpo_jax.sampling.filters import SamplingParams
+from gtpo_jax.sampling.slots import EngineConfig
 from gtpo_jax.training.state import OptimizerConfig
 
 MATH_RULES = ("math", "dapo")
@@ -129,8 +130,8 @@ class BatchSection:
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingSection(Limits, Sampler):
-  """How completions are drawn while learning: the fields of `Sampler`, temperature above 0, those of `Limits`, and their length.
+class SamplingSection(EngineConfig, SamplingParams):
+  """How completions are drawn while learning: the fields of `SamplingParams`, temperature above 0, those of `Limits`, and their length.
 
   Attributes:
     max_tokens: the longest completion, stop token included.
@@ -142,8 +143,8 @@ class SamplingSection(Limits, Sampler):
   warm_up: bool = False
 
   def __post_init__(self):
-    Limits.__post_init__(self)
-    Sampler.__post_init__(self)
+    EngineConfig.__post_init__(self)
+    SamplingParams.__post_init__(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,12 +203,16 @@ class RewardSection:
 
   def __post_init__(self):
     if self.math_rule not in MATH_RULES:
-      raise UserError(f"reward.math_rule must be one of {', '.join(MATH_RULES)}, got {self.math_rule!r}")
+      raise UserError(
+        f"reward.math_rule must be one of {', '.join(MATH_RULES)}, got {self.math_rule!r}"
+      )
     for name in ("timeout_s", "function_timeout_s", "code_timeout_s"):
       if not 0 < getattr(self, name) < float("inf"):
         raise UserError(f"reward.{name} must be above 0 and finite, got {getattr(self, name)}")
     if not self.weighted:
-      raise UserError(f"reward.parts must name parts with finite weights, as correct*1,boxed*0.1; got {self.parts!r}")
+      raise UserError(
+        f"reward.parts must name parts with finite weights, as correct*1,boxed*0.1; got {self.parts!r}"
+      )
 
   @property
   def weighted(self) -> list[tuple[str, float]]:
@@ -217,7 +222,9 @@ class RewardSection:
       weighted = [(name.strip(), float(weight) if star else 1.0) for name, star, weight in pairs]
     except ValueError:
       return []
-    good = all(name and math.isfinite(weight) for name, weight in weighted) and len({name for name, _ in weighted}) == len(weighted)
+    good = all(name and math.isfinite(weight) for name, weight in weighted) and len(
+      {name for name, _ in weighted}
+    ) == len(weighted)
     return weighted if good else []
 
 
@@ -311,7 +318,9 @@ class ProfileSection:
   def __post_init__(self):
     first, last = self.window or (1, 1)
     if not 1 <= first <= last:
-      raise UserError(f"profile.steps must be two steps, as 3:5, the first at least 1 and not after the last; got {self.steps!r}")
+      raise UserError(
+        f"profile.steps must be two steps, as 3:5, the first at least 1 and not after the last; got {self.steps!r}"
+      )
 
   @property
   def window(self) -> tuple[int, int] | None:

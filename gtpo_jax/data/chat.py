@@ -1,4 +1,5 @@
 """Messages to token ids through the tokenizer's own chat template, and back."""
+
 from __future__ import annotations
 
 import re
@@ -16,10 +17,23 @@ if TYPE_CHECKING:
 TOKENIZER_DIR = Path(__file__).parent / "tokenizer"
 
 # What a tokenizer may be read from.
-FILES = ("tokenizer_config.json", "tokenizer.json", "config.json", "generation_config.json", "vocab.json", "merges.txt",
-         "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "tokenizer.model")
+FILES = (
+  "tokenizer_config.json",
+  "tokenizer.json",
+  "config.json",
+  "generation_config.json",
+  "vocab.json",
+  "merges.txt",
+  "special_tokens_map.json",
+  "added_tokens.json",
+  "chat_template.jinja",
+  "tokenizer.model",
+)
 
-BROKEN, LONGEST = "\ufffd", 4  # what stands for bytes that are no character, and how many bytes one may have
+BROKEN, LONGEST = (
+  "\ufffd",
+  4,
+)  # what stands for bytes that are no character, and how many bytes one may have
 
 Messages = Sequence[dict[str, str]]
 
@@ -32,12 +46,21 @@ class Chat:
     added = tokenizer.added_tokens_decoder.values()
     self.control = tuple(token.content for token in added)
     # The library can leave special tokens unread in a text; the others, such as <|fim_prefix|>, must be broken behind their first sign.
-    breaks = (f"(?<={re.escape(word[0])})(?={re.escape(word[1:])})" for word in (token.content for token in added if not token.special))
+    breaks = (
+      f"(?<={re.escape(word[0])})(?={re.escape(word[1:])})"
+      for word in (token.content for token in added if not token.special)
+    )
     self._breaks = re.compile("|".join(breaks) or "(?!)")
     self.pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    self.stop = tuple(sorted({tokenizer.eos_token_id, self.pad, *stop}))  # ids that end a completion
-    self.vocab_size = 1 + max(*tokenizer.get_vocab().values(), *self.stop)  # one more than the largest id
-    self._lock = threading.Lock()  # a fast tokenizer refuses to be set up for one call while another is under way
+    self.stop = tuple(
+      sorted({tokenizer.eos_token_id, self.pad, *stop})
+    )  # ids that end a completion
+    self.vocab_size = 1 + max(
+      *tokenizer.get_vocab().values(), *self.stop
+    )  # one more than the largest id
+    self._lock = (
+      threading.Lock()
+    )  # a fast tokenizer refuses to be set up for one call while another is under way
 
   def encode_prompt(self, messages: Messages) -> list[int]:
     """The ids of a conversation, ready for the assistant's turn. Text from data never becomes a control token.
@@ -52,11 +75,16 @@ class Chat:
       return self._encode(self._render(messages))
     # Some text spells a control token: encode it apart from the template, as plain characters.
     marks = [f"\x00{i}\x00" for i in range(len(messages))]
-    rest, ids = self._render([{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]), []
+    rest = self._render(
+      [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
+    )
+    ids = []
     for mark, message in zip(marks, messages, strict=True):
       before, found, rest = rest.partition(mark)
       if not found or mark in rest:
-        raise UserError(f"the chat template of {self.tokenizer.name_or_path!r} does not put each message once; set data.chat=False")
+        raise UserError(
+          f"the chat template of {self.tokenizer.name_or_path!r} does not put each message once; set data.chat=False"
+        )
       ids += self._encode(before) + self._encode(message["content"], plain=True)
     return ids + self._encode(rest)
 
@@ -71,7 +99,9 @@ class Chat:
   def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
     """Completions, token ids each, to text, end tokens left out."""
     with self._lock:
-      return self.tokenizer.batch_decode([[int(token) for token in row if token not in self.stop] for row in rows])
+      return self.tokenizer.batch_decode(
+        [[int(token) for token in row if token not in self.stop] for row in rows]
+      )
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
     """What each token of a completion adds to its text; end tokens by their names.
@@ -81,29 +111,43 @@ class Chat:
     ids = [int(token) for token in ids]
     with self._lock:
       alone = {token: self.tokenizer.decode([token]) for token in set(ids)}
-      pieces, run, begun = [], [], ""
+      pieces = []
+      run = []
+      begun = ""
       for place, token in enumerate(ids):
         run.append(token)
         text = alone[token] if len(run) == 1 else self.tokenizer.decode(run)
         open_end = text.endswith(BROKEN) and len(run) < LONGEST and place < len(ids) - 1
         text = text.rstrip(BROKEN) if open_end else text
-        pieces.append(text[len(begun):])
+        pieces.append(text[len(begun) :])
         run, begun = (run, text) if open_end else ([], "")
     return pieces
 
   def _render(self, messages: Messages) -> str:
     whose = f"the chat template of {self.tokenizer.name_or_path!r}"
     if not self.tokenizer.chat_template:
-      raise UserError(f"{whose} is missing; put one into its tokenizer_config.json or chat_template.jinja, or set data.chat=False")
+      raise UserError(
+        f"{whose} is missing; put one into its tokenizer_config.json or chat_template.jinja, or set data.chat=False"
+      )
     try:
-      return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+      return self.tokenizer.apply_chat_template(
+        list(messages), tokenize=False, add_generation_prompt=True
+      )
     except Exception as error:  # jinja2's, the sandbox's, or whatever somebody's template comes to
-      raise UserError(f"{whose} does not take this conversation: {first_line(error)[:200]}") from error
+      raise UserError(
+        f"{whose} does not take this conversation: {first_line(error)[:200]}"
+      ) from error
 
   def _encode(self, text: str, plain: bool = False) -> list[int]:
     pieces = self._breaks.split(text) if plain else [text]
     with self._lock:
-      return [id_ for piece in pieces for id_ in self.tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=plain)]
+      return [
+        id_
+        for piece in pieces
+        for id_ in self.tokenizer.encode(
+          piece, add_special_tokens=False, split_special_tokens=plain
+        )
+      ]
 
 
 def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
@@ -113,9 +157,11 @@ def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
     UserError: there is no tokenizer, or it has no end token, or asks for code.
   """
   import os
+
   os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
   os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
   import transformers
+
   transformers.logging.set_verbosity_error()
   path = Path(path)
   if not (path / "tokenizer_config.json").exists():
@@ -125,15 +171,27 @@ def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
     inside(path, name)
   for name in ("tokenizer_config.json", "config.json"):
     if name in present and "auto_map" in read_json(path, name):
-      raise UserError(f"{name} in {str(path)!r} asks for code of its own (auto_map); nothing of a model folder is executed here")
-  ends = read_json(path, "generation_config.json").get("eos_token_id") if "generation_config.json" in present else None
+      raise UserError(
+        f"{name} in {str(path)!r} asks for code of its own (auto_map); nothing of a model folder is executed here"
+      )
+  ends = (
+    read_json(path, "generation_config.json").get("eos_token_id")
+    if "generation_config.json" in present
+    else None
+  )
   ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
   if any(not isinstance(end, int) or isinstance(end, bool) or end < 0 for end in ends):
-    raise UserError(f"generation_config.json in {str(path)!r} has eos_token_id = {ends!r}; it must be a token id or a list of them")
+    raise UserError(
+      f"generation_config.json in {str(path)!r} has eos_token_id = {ends!r}; it must be a token id or a list of them"
+    )
   try:
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
   except Exception as error:  # transformers, tokenizers and JSON each have their own
-    raise UserError(f"the tokenizer in {str(path)!r} cannot be read: {first_line(error)}") from error
+    raise UserError(
+      f"the tokenizer in {str(path)!r} cannot be read: {first_line(error)}"
+    ) from error
   if tokenizer.eos_token_id is None:
-    raise UserError(f"the tokenizer in {str(path)!r} has no eos_token, so that no completion would end")
+    raise UserError(
+      f"the tokenizer in {str(path)!r} has no eos_token, so that no completion would end"
+    )
   return Chat(tokenizer, ends)

@@ -1,4 +1,5 @@
 """Batches of problems: a pure function of (seed, step), so that a resumed run sees what it would have seen."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -22,12 +23,28 @@ class Batches:
       in order they are the batch of one process, so that the order does not depend on how many there are.
   """
 
-  def __init__(self, parts: Sequence[tuple[Problems, float]], size: int, seed: int, process: int = 0, processes: int = 1):
+  def __init__(
+    self,
+    parts: Sequence[tuple[Problems, float]],
+    size: int,
+    seed: int,
+    process: int = 0,
+    processes: int = 1,
+  ):
     import grain
+
     if not 0 <= process < processes <= size:
-      raise UserError(f"batch.prompts = {size} cannot be cut for process {process} of {processes}; it must be {processes} at least")
-    shuffled = [grain.MapDataset.source(problems).seed(seed).shuffle().repeat() for problems, _ in parts]
-    whole = shuffled[0] if len(parts) == 1 else grain.MapDataset.mix(shuffled, [weight for _, weight in parts])
+      raise UserError(
+        f"batch.prompts = {size} cannot be cut for process {process} of {processes}; it must be {processes} at least"
+      )
+    shuffled = [
+      grain.MapDataset.source(problems).seed(seed).shuffle().repeat() for problems, _ in parts
+    ]
+    whole = (
+      shuffled[0]
+      if len(parts) == 1
+      else grain.MapDataset.mix(shuffled, [weight for _, weight in parts])
+    )
     rows = slice(size * process // processes, size * (process + 1) // processes)
     self._batches = whole.batch(size, batch_fn=lambda batch: list(batch)[rows])
     self._options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
@@ -42,4 +59,6 @@ class Batches:
 
 def fixed_sample(problems: Problems, count: int) -> list[Problem]:
   """The same `count` problems for every seed and every run; all of them if there are fewer."""
-  return [problems[int(index)] for index in np.random.default_rng(0).permutation(len(problems))[:count]]
+  return [
+    problems[int(index)] for index in np.random.default_rng(0).permutation(len(problems))[:count]
+  ]

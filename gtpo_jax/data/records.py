@@ -1,4 +1,5 @@
 """The one record type of the package: a problem."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -4,6 +4,7 @@ A source is named by a text: a path (`train.jsonl`, `train.jsonl.gz`, `math.parq
 `tfds:NAME[:SPLIT]`; or it is a sequence of dicts that a program hands over. Rows that cannot be read are counted and skipped up to a
 limit; exact duplicates are dropped.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -74,17 +75,31 @@ def load_records(records: Iterable[Row], name: str, fields: str = "", bad_rows: 
     UserError: they are no sequence of dicts, or as `load_source`.
   """
   if isinstance(records, str | bytes | Mapping) or not isinstance(records, Iterable):
-    raise UserError(f"{name} must be a list of dicts, got {type(records).__name__} {str(records)[:60]!r}; a file is named in the config's "
-                    f"data.train and data.eval")
-  rows = ((f"{name}[{i}]", dict(row) if isinstance(row, Mapping) else ValueError(f"holds {type(row).__name__}, not a dict"))
-          for i, row in enumerate(records))
+    raise UserError(
+      f"{name} must be a list of dicts, got {type(records).__name__} {str(records)[:60]!r}; a file is named in the config's "
+      f"data.train and data.eval"
+    )
+  rows = (
+    (
+      f"{name}[{i}]",
+      dict(row)
+      if isinstance(row, Mapping)
+      else ValueError(f"holds {type(row).__name__}, not a dict"),
+    )
+    for i, row in enumerate(records)
+  )
   return _loaded(name, rows, fields, bad_rows)
 
 
-def _loaded(name: str, places: Iterable[tuple[str, Row | ValueError]], fields: str, bad_rows: int) -> Loaded:
+def _loaded(
+  name: str, places: Iterable[tuple[str, Row | ValueError]], fields: str, bad_rows: int
+) -> Loaded:
   mapping = _mapping(fields)
   seen: set[bytes] = set()
-  problems, bad, rows, duplicates = [], [], 0, 0
+  problems = []
+  bad = []
+  rows = 0
+  duplicates = 0
   for place, row in places:
     rows += 1
     try:
@@ -92,10 +107,15 @@ def _loaded(name: str, places: Iterable[tuple[str, Row | ValueError]], fields: s
     except ValueError as error:
       bad.append(f"{place}: {first_line(error)}")
       if len(bad) > bad_rows:
-        raise UserError(f"{bad[-1]} ({len(bad)} malformed row(s), data.bad_rows = {bad_rows} allowed); mend it, set data.fields, or allow "
-                        f"more") from error
+        raise UserError(
+          f"{bad[-1]} ({len(bad)} malformed row(s), data.bad_rows = {bad_rows} allowed); mend it, set data.fields, or allow "
+          f"more"
+        ) from error
       continue
-    key = hashlib.blake2b(json.dumps([problem.messages, problem.answer, problem.extra.get("test")]).encode(), digest_size=16).digest()
+    key = hashlib.blake2b(
+      json.dumps([problem.messages, problem.answer, problem.extra.get("test")]).encode(),
+      digest_size=16,
+    ).digest()
     if key in seen:
       duplicates += 1
       continue
@@ -113,12 +133,20 @@ def _rows(name: str) -> Iterator[tuple[str, Row | ValueError]]:
   elif name.startswith("tfds:"):
     yield from _tfds(name)
   elif name.startswith(RECORDS):
-    raise UserError(f"{name!r} was handed over by a Python program and is in no file; hand it over again, or name a file")
+    raise UserError(
+      f"{name!r} was handed over by a Python program and is in no file; hand it over again, or name a file"
+    )
   else:
     path = Path(name)
     if not path.exists():
-      raise UserError(f"no file or folder at {name!r}; data.train and data.eval name a task, a .jsonl or .parquet file, hf:ID or tfds:NAME")
-    files = sorted(file for file in path.rglob("*") if file.name.endswith(FILES)) if path.is_dir() else [path]
+      raise UserError(
+        f"no file or folder at {name!r}; data.train and data.eval name a task, a .jsonl or .parquet file, hf:ID or tfds:NAME"
+      )
+    files = (
+      sorted(file for file in path.rglob("*") if file.name.endswith(FILES))
+      if path.is_dir()
+      else [path]
+    )
     if not files:
       raise UserError(f"no {', '.join(FILES)} in {name!r}")
     for file in files:
@@ -133,7 +161,12 @@ def _jsonl(file: Path) -> Iterator[tuple[str, Row | ValueError]]:
           continue
         try:
           row = json.loads(line.decode("utf-8"))
-          yield f"{file}:{number}", row if isinstance(row, dict) else ValueError(f"holds {type(row).__name__}, not an object")
+          yield (
+            f"{file}:{number}",
+            row
+            if isinstance(row, dict)
+            else ValueError(f"holds {type(row).__name__}, not an object"),
+          )
         except (ValueError, RecursionError) as error:  # JSON's and UTF-8's own
           yield f"{file}:{number}", ValueError(first_line(error))
   except (OSError, EOFError) as error:
@@ -143,6 +176,7 @@ def _jsonl(file: Path) -> Iterator[tuple[str, Row | ValueError]]:
 def _parquet(file: Path) -> Iterator[tuple[str, Row | ValueError]]:
   import pyarrow
   import pyarrow.parquet
+
   try:
     number = 0
     for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=4096):
@@ -158,8 +192,11 @@ def _batch_rows(batch: Any) -> list[Row | ValueError]:
   try:
     return batch.to_pylist()
   except ValueError as error:
-    return [ValueError(first_line(error))] if batch.num_rows == 1 else [row for i in range(batch.num_rows)
-                                                                        for row in _batch_rows(batch.slice(i, 1))]
+    return (
+      [ValueError(first_line(error))]
+      if batch.num_rows == 1
+      else [row for i in range(batch.num_rows) for row in _batch_rows(batch.slice(i, 1))]
+    )
 
 
 def _hugging_face(name: str) -> Iterator[tuple[str, Row]]:
@@ -178,6 +215,7 @@ def _hugging_face(name: str) -> Iterator[tuple[str, Row]]:
 
 def _tfds(name: str) -> Iterator[tuple[str, Row | ValueError]]:
   from gtpo_jax.data.tfds_tasks import tfds  # with our own tasks among its data sets
+
   where, _, split = _parts(name, "tfds:", "train")
   try:
     if where == "gsm8k":
@@ -222,13 +260,21 @@ def _problem(row: Row | ValueError, mapping: dict[str, str], place: str) -> Prob
   for needed, make in LAYOUTS:
     if needed <= row.keys():
       return make(row, place)
-  raise ValueError(f"has the columns {', '.join(map(str, row))}, no known layout; say with data.fields which is prompt and which answer")
+  raise ValueError(
+    f"has the columns {', '.join(map(str, row))}, no known layout; say with data.fields which is prompt and which answer"
+  )
 
 
-def _record(row: Row, place: str, prompt: Any, answer: Any, kind: Any, extra: Mapping[str, Any] | None = None) -> Problem:
+def _record(
+  row: Row, place: str, prompt: Any, answer: Any, kind: Any, extra: Mapping[str, Any] | None = None
+) -> Problem:
   if isinstance(prompt, str):
     messages = user(prompt)
-  elif isinstance(prompt, list | tuple) and prompt and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt):
+  elif (
+    isinstance(prompt, list | tuple)
+    and prompt
+    and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt)
+  ):
     messages = tuple({"role": str(m["role"]), "content": m["content"]} for m in prompt)
   else:
     raise ValueError(f"has a prompt that is neither text nor messages: {str(prompt)[:80]!r}")
@@ -236,10 +282,16 @@ def _record(row: Row, place: str, prompt: Any, answer: Any, kind: Any, extra: Ma
     if not isinstance(message["content"], str) or not message["content"].strip():
       raise ValueError(f"has an empty {message['role']} message")
     message["content"].encode()  # surrogates are no text; UnicodeEncodeError is a ValueError
-  if not isinstance(answer, str | int | float) or isinstance(answer, bool) or not str(answer).strip():
+  if (
+    not isinstance(answer, str | int | float) or isinstance(answer, bool) or not str(answer).strip()
+  ):
     raise ValueError(f"has no answer: {answer!r}")
-  name = row.get("id", row.get("task_id", Path(place).name))  # the file and line; not where the file lies
-  return Problem(str(name), messages, str(answer).strip(), str(kind), extra or row.get("extra") or {})
+  name = row.get(
+    "id", row.get("task_id", Path(place).name)
+  )  # the file and line; not where the file lies
+  return Problem(
+    str(name), messages, str(answer).strip(), str(kind), extra or row.get("extra") or {}
+  )
 
 
 def _field(row: Row, name: str) -> Any:
@@ -258,19 +310,30 @@ def _own(row: Row, place: str) -> Problem:
 
 def _verl(row: Row, place: str) -> Problem:
   truth = _field(row, "reward_model.ground_truth")
-  return _record({"id": _index(row, place)}, place, row["prompt"], truth, "math", {"data_source": row.get("data_source", "")})
+  return _record(
+    {"id": _index(row, place)},
+    place,
+    row["prompt"],
+    truth,
+    "math",
+    {"data_source": row.get("data_source", "")},
+  )
 
 
 def _index(row: Row, place: str) -> str:
   extra = row.get("extra_info")
-  return str(extra["index"]) if isinstance(extra, Mapping) and "index" in extra else Path(place).name
+  return (
+    str(extra["index"]) if isinstance(extra, Mapping) and "index" in extra else Path(place).name
+  )
 
 
 def _gsm8k(row: Row, place: str) -> Problem:
   if not isinstance(row["answer"], str):
     return _record(row, place, row["question"], row["answer"], "math")
   solution, mark, answer = row["answer"].rpartition("####")
-  return _record(row, place, row["question"], answer, "math", {"solution": solution.strip()} if mark else {})
+  return _record(
+    row, place, row["question"], answer, "math", {"solution": solution.strip()} if mark else {}
+  )
 
 
 def _math(row: Row, place: str) -> Problem:
@@ -283,34 +346,45 @@ def _humaneval(row: Row, place: str) -> Problem:
 
 
 def _mbpp(row: Row, place: str) -> Problem:
-  tests = {"test_list": list(row["test_list"]), "test_setup_code": row.get("test_setup_code", ""),
-           "test_imports": list(row.get("test_imports") or ())}
-  return _record(row, place, row.get("text", row.get("prompt")), str(row.get("task_id", place)), "code", tests)
+  tests = {
+    "test_list": list(row["test_list"]),
+    "test_setup_code": row.get("test_setup_code", ""),
+    "test_imports": list(row.get("test_imports") or ()),
+  }
+  return _record(
+    row, place, row.get("text", row.get("prompt")), str(row.get("task_id", place)), "code", tests
+  )
 
 
 def _stdin(row: Row, place: str) -> Problem:
   if not row["input_output"]:
     raise ValueError("has no tests: its input_output is empty")
   name = str(row.get("problem_id", Path(place).name))
-  return _record({"id": name}, place, row["question"], name, "code", {"input_output": row["input_output"]})
+  return _record(
+    {"id": name}, place, row["question"], name, "code", {"input_output": row["input_output"]}
+  )
 
 
 # The layouts that are known by their columns, the most particular first.
 LAYOUTS: tuple[tuple[set[str], Callable[[Row, str], Problem]], ...] = (
-    ({"prompt", "reward_model"}, _verl),                 # DAPO-Math-17k and the other files of verl
-    ({"prompt", "test", "entry_point"}, _humaneval),
-    ({"text", "test_list"}, _mbpp),
-    ({"prompt", "test_list"}, _mbpp),                    # MBPP sanitized
-    ({"question", "input_output"}, _stdin),              # APPS, TACO
-    ({"prompt", "answer"}, _own),
-    ({"question", "answer"}, _gsm8k),
-    ({"problem", "answer"}, _math),                      # MATH-500, AIME
+  ({"prompt", "reward_model"}, _verl),  # DAPO-Math-17k and the other files of verl
+  ({"prompt", "test", "entry_point"}, _humaneval),
+  ({"text", "test_list"}, _mbpp),
+  ({"prompt", "test_list"}, _mbpp),  # MBPP sanitized
+  ({"question", "input_output"}, _stdin),  # APPS, TACO
+  ({"prompt", "answer"}, _own),
+  ({"question", "answer"}, _gsm8k),
+  ({"problem", "answer"}, _math),  # MATH-500, AIME
 )
 
 
 def _mapping(fields: str) -> dict[str, str]:
   pairs = [part.partition("=") for part in fields.replace(" ", "").split(",") if part]
   mapping = {key: value for key, _, value in pairs}
-  if mapping and not (all(mapping.values()) and {"prompt", "answer"} <= mapping.keys() <= {"prompt", "answer", "kind"}):
-    raise UserError(f"data.fields must name prompt and answer (and kind), as prompt=question,answer=answer,kind=math; got {fields!r}")
+  if mapping and not (
+    all(mapping.values()) and {"prompt", "answer"} <= mapping.keys() <= {"prompt", "answer", "kind"}
+  ):
+    raise UserError(
+      f"data.fields must name prompt and answer (and kind), as prompt=question,answer=answer,kind=math; got {fields!r}"
+    )
   return mapping

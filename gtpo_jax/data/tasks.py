@@ -3,6 +3,7 @@
 A task numbers its problems 0 .. size-1. A hash of the problem itself puts one in eight into the held-out part, so that
 training and evaluation are disjoint by construction, whatever the seed.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -14,7 +15,7 @@ import numpy as np
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.runtime.errors import UserError, nearest
 
-HELD_OUT = 8    # one problem in this many
+HELD_OUT = 8  # one problem in this many
 MOST = 1 << 22  # problems a task numbers; of a larger space it takes a fixed sample
 
 
@@ -62,11 +63,14 @@ class RunningSums:
   name = "sums"
 
   def __init__(self, terms: int = 4, largest: int = 9):
-    self.terms, self.largest = terms, largest
+    self.terms = terms
+    self.largest = largest
     top = 99 - terms * largest
     if not (terms >= 1 and 1 <= largest <= 9 and top >= 10):
-      raise UserError(f"data.terms = {terms} with data.largest = {largest} leaves no two-digit total; sums need terms >= 1, "
-                      f"largest in 1..9 and terms * largest <= 89")
+      raise UserError(
+        f"data.terms = {terms} with data.largest = {largest} leaves no two-digit total; sums need terms >= 1, "
+        f"largest in 1..9 and terms * largest <= 89"
+      )
     self._firsts = top - 9
     space = self._firsts * largest**terms
     self._codes = np.arange(space) if space <= MOST else _sample(space)
@@ -85,7 +89,9 @@ class RunningSums:
   def problem(self, index: int) -> Problem:
     """The sum as a question."""
     numbers = self.numbers(index)
-    return Problem(f"sums-{index}", user("+".join(map(str, numbers)) + ":"), str(sum(numbers)), "last_number")
+    return Problem(
+      f"sums-{index}", user("+".join(map(str, numbers)) + ":"), str(sum(numbers)), "last_number"
+    )
 
   def demonstration(self, index: int, rng: np.random.Generator, slips: float) -> str:
     """The steps, with carries forgotten now and then."""
@@ -115,31 +121,47 @@ class Countdown:
 
   def __init__(self, terms: int = 3, largest: int = 20):
     if not (2 <= terms <= 6 and 3 <= largest <= 50):
-      raise UserError(f"countdown needs data.terms in 2..6 and data.largest in 3..50, got {terms} and {largest}")
-    self.terms, self.largest = terms, largest
+      raise UserError(
+        f"countdown needs data.terms in 2..6 and data.largest in 3..50, got {terms} and {largest}"
+      )
+    self.terms = terms
+    self.largest = largest
     rng = np.random.default_rng(terms * 100 + largest)
-    self._numbers = rng.integers(1, largest + 1, (self.size, terms))  # in an order that solves the problem
+    self._numbers = rng.integers(
+      1, largest + 1, (self.size, terms)
+    )  # in an order that solves the problem
     minus = rng.random((self.size, terms)) < 0.5
-    self._targets, self._minus = self._numbers[:, 0].copy(), minus
+    self._targets = self._numbers[:, 0].copy()
+    self._minus = minus
     for i in range(1, terms):
       minus[:, i] &= self._targets > self._numbers[:, i]  # totals stay positive
       self._targets += np.where(minus[:, i], -1, 1) * self._numbers[:, i]
-    code = (np.sort(self._numbers, axis=1) * (largest + 1) ** np.arange(terms)).sum(1)  # one for all orders and targets
+    code = (np.sort(self._numbers, axis=1) * (largest + 1) ** np.arange(terms)).sum(
+      1
+    )  # one for all orders and targets
     self.train_ids, self.held_out_ids = _split(self, code)
 
   def problem(self, index: int) -> Problem:
     """The numbers in ascending order, and the target."""
-    numbers, target = np.sort(self._numbers[index]).tolist(), int(self._targets[index])
-    return Problem(f"countdown-{index}", user(" ".join(map(str, numbers)) + f"={target}:"), str(target), "countdown",
-                   {"numbers": numbers})
+    numbers = np.sort(self._numbers[index]).tolist()
+    target = int(self._targets[index])
+    return Problem(
+      f"countdown-{index}",
+      user(" ".join(map(str, numbers)) + f"={target}:"),
+      str(target),
+      "countdown",
+      {"numbers": numbers},
+    )
 
   def demonstration(self, index: int, rng: np.random.Generator, slips: float) -> str:
     """A true chain of steps, which often ends at another number."""
-    numbers, minus = self._numbers[index].tolist(), self._minus[index].tolist()
+    numbers = self._numbers[index].tolist()
+    minus = self._minus[index].tolist()
     if rng.random() < 0.9 * slips:  # the same numbers, another way
       numbers = [numbers[i] for i in rng.permutation(self.terms)]
       minus = (rng.random(self.terms) < 0.5).tolist()
-    total, steps = numbers[0], []
+    total = numbers[0]
+    steps = []
     for number, subtract in zip(numbers[1:], minus[1:], strict=True):
       subtract = subtract and total > number
       new = total - number if subtract else total + number
@@ -160,15 +182,19 @@ def make_task(name: str, terms: int = 0, largest: int = 0) -> Task:
   """
   if name not in TASKS:
     raise UserError(f"unknown task {name!r}{nearest(name, TASKS)}; valid are {', '.join(TASKS)}")
-  return TASKS[name](**{key: value for key, value in (("terms", terms), ("largest", largest)) if value})
+  return TASKS[name](
+    **{key: value for key, value in (("terms", terms), ("largest", largest)) if value}
+  )
 
 
 def _split(task: Task, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """The problem numbers of the training part and of the held-out part, by a hash of each problem's code."""
   held_out = _hash(codes.astype(np.uint64)) % np.uint64(HELD_OUT) == 0
   if held_out.all() or not held_out.any():
-    raise UserError(f"data.terms = {task.terms} with data.largest = {task.largest} leaves too few different {task.name} problems to hold "
-                    f"some out; raise one of them")
+    raise UserError(
+      f"data.terms = {task.terms} with data.largest = {task.largest} leaves too few different {task.name} problems to hold "
+      f"some out; raise one of them"
+    )
   return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 

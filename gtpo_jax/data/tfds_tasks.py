@@ -5,6 +5,7 @@ files, which it writes the first time (into TFDS_DATA_DIR, or ~/tensorflow_datas
 the task's own: "train", and "test" for the part held out. Rows have the columns of our own layout: id, prompt, answer, kind, and
 extra where the verifier reads more.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -38,21 +39,41 @@ class GtpoTasks(tfds.core.GeneratorBasedBuilder):
   """Reasoning problems with exact verifiers."""
 
   VERSION = tfds.core.Version("1.0.0")
-  BUILDER_CONFIGS = [TaskConfig(name=f"{task}_{terms}", task=task, terms=terms)  # noqa: RUF012 (TFDS reads it so)
-                     for task, terms in (*(("sums", terms) for terms in (1, 2, 3, 4)), ("countdown", 3), ("countdown", 4))]
+  BUILDER_CONFIGS = [  # noqa: RUF012 (TFDS requires a class attribute)
+    TaskConfig(name=f"{task}_{terms}", task=task, terms=terms)
+    for task, terms in (
+      *(("sums", terms) for terms in (1, 2, 3, 4)),
+      ("countdown", 3),
+      ("countdown", 4),
+    )
+  ]
 
   def _info(self) -> tfds.core.DatasetInfo:
-    columns: dict[str, Any] = {name: tfds.features.Text() for name in ("id", "prompt", "answer", "kind")}
+    columns: dict[str, Any] = {
+      name: tfds.features.Text() for name in ("id", "prompt", "answer", "kind")
+    }
     if self.builder_config.task == "countdown":
       columns["extra"] = {"numbers": tfds.features.Sequence(np.int64)}
-    return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(columns), description=self.builder_config.make().__doc__)
+    return tfds.core.DatasetInfo(
+      builder=self,
+      features=tfds.features.FeaturesDict(columns),
+      description=self.builder_config.make().__doc__,
+    )
 
   def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator]:
     task = self.builder_config.make()
-    return {"train": self._generate_examples(task, task.train_ids), "test": self._generate_examples(task, task.held_out_ids)}
+    return {
+      "train": self._generate_examples(task, task.train_ids),
+      "test": self._generate_examples(task, task.held_out_ids),
+    }
 
   def _generate_examples(self, task: Task, ids: Any) -> Iterator[tuple[int, dict[str, Any]]]:
     for index in map(int, ids):
       problem = task.problem(index)
-      row = {"id": problem.id, "prompt": problem.messages[-1]["content"], "answer": problem.answer, "kind": problem.kind}
+      row = {
+        "id": problem.id,
+        "prompt": problem.messages[-1]["content"],
+        "answer": problem.answer,
+        "kind": problem.kind,
+      }
       yield index, row | ({"extra": dict(problem.extra)} if problem.extra else {})

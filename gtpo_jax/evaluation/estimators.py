@@ -1,4 +1,5 @@
 """What a policy can do, estimated from n completions a problem: unbiased for k <= n, the mean over all subsets of k. NumPy alone."""
+
 from __future__ import annotations
 
 import functools
@@ -60,10 +61,14 @@ def bootstrap(columns: np.ndarray, level: float = 0.95, seed: int = 0) -> np.nda
     f64[2, c], lower and upper ends; NaN where a column has no number. All columns are drawn alike.
   """
   p = len(columns)
-  times = np.random.default_rng(seed).multinomial(p, np.full(p, 1 / p), size=DRAWS).astype(np.float64)  # f64[draws, p]
+  times = (
+    np.random.default_rng(seed).multinomial(p, np.full(p, 1 / p), size=DRAWS).astype(np.float64)
+  )  # f64[draws, p]
   there = ~np.isnan(columns)
   count = times @ there
-  means = np.divide(times @ np.where(there, columns, 0.0), count, out=np.full(count.shape, np.nan), where=count > 0)
+  means = np.divide(
+    times @ np.where(there, columns, 0.0), count, out=np.full(count.shape, np.nan), where=count > 0
+  )
   ends = np.full((2, columns.shape[1]), np.nan)
   some = there.any(0)
   ends[:, some] = np.nanpercentile(means[:, some], [50 * (1 - level), 50 * (1 + level)], axis=0)
@@ -99,7 +104,9 @@ def _wins(n: int, own: int, others: tuple[int, ...]) -> np.ndarray:
     product = np.zeros((len(y), n + 1), np.longdouble)
     product[:, m] = weights / 2 * _comb(own, m)
     for c in others:
-      factor = [np.full(len(y), _comb(c, i)) for i in range(min(m, c + 1))] + ([y * _comb(c, m)] if m <= c else [])
+      factor = [np.full(len(y), _comb(c, i)) for i in range(min(m, c + 1))] + (
+        [y * _comb(c, m)] if m <= c else []
+      )
       product = _times(product, factor)
     won += _times(product, [np.full(len(y), _comb(silent, i)) for i in range(silent + 1)]).sum(0)
   return np.asarray([won[k] / _comb(n, k) for k in range(1, n + 1)], np.float64)
@@ -109,9 +116,11 @@ def _times(product: np.ndarray, factor: Sequence[np.ndarray]) -> np.ndarray:
   """Polynomials [y, n + 1] times others given by their coefficients; powers above n are dropped, for there are none."""
   out = np.zeros_like(product)
   for i, coefficient in enumerate(factor):
-    out[:, i:] += product[:, :product.shape[1] - i] * coefficient[:, None]
+    out[:, i:] += product[:, : product.shape[1] - i] * coefficient[:, None]
   return out
 
 
 def _comb(n: int, k: int) -> np.longdouble:
-  return np.longdouble(math.comb(n, k))  # its range suffices for n = 16,000 where it is wider than a double
+  return np.longdouble(
+    math.comb(n, k)
+  )  # its range suffices for n = 16,000 where it is wider than a double

@@ -1,4 +1,5 @@
 """Attention of whole streams by cuDNN's flash kernel, for GPU."""
+
 from __future__ import annotations
 
 import jax
@@ -22,8 +23,13 @@ def attend_by_cudnn(q: jax.Array, context: Context, implementation: str = "cudnn
   k, v, segment = context.joined(g)
   before = k.shape[3] - s
   rows = lambda x: jnp.moveaxis(x.reshape(n * g, *x.shape[2:]), 1, 2)  # [b, places, heads, e]
-  places, padding = jnp.arange(before + s), segment.reshape(n * g, -1).argmax(-1)[:, None]
+  places = jnp.arange(before + s)
+  padding = segment.reshape(n * g, -1).argmax(-1)[:, None]
   turn = lambda x, by: jnp.take_along_axis(x, ((places + by) % (before + s))[..., None, None], 1)
   queries = jnp.pad(q, [(0, 0)] * 3 + [(before, 0), (0, 0)])
-  found = jax.nn.dot_product_attention(*(turn(rows(x), padding) for x in (queries, k, v)), is_causal=True, implementation=implementation)
+  found = jax.nn.dot_product_attention(
+    *(turn(rows(x), padding) for x in (queries, k, v)),
+    is_causal=True,
+    implementation=implementation,
+  )
   return jnp.moveaxis(turn(found, -padding)[:, before:], 1, 2).reshape(q.shape)

@@ -1,4 +1,5 @@
 """Looking tokens up in a table whose words lie over the context and tensor axes and whose features over fsdp."""
+
 from __future__ import annotations
 
 import functools
@@ -7,7 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from gtpo_jax.runtime.mesh import gathered, mesh_axes, partition_spec, scattered, shard_number, where_even
+from gtpo_jax.runtime.mesh import (
+  gathered,
+  mesh_axes,
+  partition_spec,
+  scattered,
+  shard_number,
+  where_even,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -19,7 +27,9 @@ def look_up(table: jax.Array, tokens: jax.Array, dtype: str, mesh: Mesh) -> jax.
   return _forward(table, tokens, dtype, mesh)[0]
 
 
-def _forward(table: jax.Array, tokens: jax.Array, dtype: str, mesh: Mesh) -> tuple[jax.Array, tuple]:
+def _forward(
+  table: jax.Array, tokens: jax.Array, dtype: str, mesh: Mesh
+) -> tuple[jax.Array, tuple]:
   rows, stream, split = _layout(tokens, mesh)
 
   def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -28,7 +38,9 @@ def _forward(table: jax.Array, tokens: jax.Array, dtype: str, mesh: Mesh) -> tup
     found = jnp.where((place < len(words))[..., None], words[jnp.minimum(place, len(words) - 1)], 0)
     return scattered(found, "sequence", 2) if split else jax.lax.psum(found, mesh_axes("vocab"))
 
-  return jax.shard_map(local, mesh=mesh, in_specs=(_TABLE, rows), out_specs=stream, check_vma=False)(table, tokens), (table, tokens)
+  return jax.shard_map(
+    local, mesh=mesh, in_specs=(_TABLE, rows), out_specs=stream, check_vma=False
+  )(table, tokens), (table, tokens)
 
 
 def _backward(dtype: str, mesh: Mesh, residuals: tuple, d_out: jax.Array) -> tuple[jax.Array, None]:
@@ -38,10 +50,16 @@ def _backward(dtype: str, mesh: Mesh, residuals: tuple, d_out: jax.Array) -> tup
   def local(table: jax.Array, tokens: jax.Array, d_out: jax.Array) -> jax.Array:
     d_out = gathered(d_out, "sequence", 2) if split else d_out
     width = table.shape[1] * jax.lax.axis_size(mesh_axes("vocab_embed"))
-    d_table = jnp.zeros((len(table), width), jnp.float32).at[place_among(table, tokens)].add(d_out.astype(jnp.float32), mode="drop")
+    d_table = (
+      jnp.zeros((len(table), width), jnp.float32)
+      .at[place_among(table, tokens)]
+      .add(d_out.astype(jnp.float32), mode="drop")
+    )
     return jax.lax.psum(scattered(d_table, "vocab_embed", 1), "data").astype(table.dtype)
 
-  return jax.shard_map(local, mesh=mesh, in_specs=(_TABLE, rows, stream), out_specs=_TABLE, check_vma=False)(table, tokens, d_out), None
+  return jax.shard_map(
+    local, mesh=mesh, in_specs=(_TABLE, rows, stream), out_specs=_TABLE, check_vma=False
+  )(table, tokens, d_out), None
 
 
 look_up.defvjp(_forward, _backward)

@@ -1,4 +1,5 @@
 """Adapters apart from the matrices that they stand beside: what is trained, what is frozen, what is merged."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -23,7 +24,10 @@ def partition(model: Qwen2, params: Params) -> tuple[Params, Params]:
   if not model.config.lora.rank:
     return params, {}
   flat = flatten_dict(params)
-  return tuple(unflatten_dict({path: x for path, x in flat.items() if is_adapter(path) == trained}) for trained in (True, False))
+  return tuple(
+    unflatten_dict({path: x for path, x in flat.items() if is_adapter(path) == trained})
+    for trained in (True, False)
+  )
 
 
 def combine(trained: Params, frozen: Params) -> Params:
@@ -41,7 +45,10 @@ def add_lora(model: Qwen2, params: Params, key: jax.Array) -> Params:
   if not model.config.lora.rank:
     return params
   shardings, _ = partition(model, param_shardings(model))
-  fresh = jax.jit(lambda k: partition(model, nn.unbox(model.init(k, jnp.zeros((1, 2), jnp.int32))["params"]))[0], out_shardings=shardings)
+  fresh = jax.jit(
+    lambda k: partition(model, nn.unbox(model.init(k, jnp.zeros((1, 2), jnp.int32))["params"]))[0],
+    out_shardings=shardings,
+  )
   return combine(fresh(key), params)
 
 
@@ -56,10 +63,15 @@ def merge_lora(model: Qwen2, params: Params) -> Params:
       return module
     if "lora_a" not in module:
       return {name: merged(value) for name, value in module.items()}
-    kernel, a, b = module["kernel"], module["lora_a"], module["lora_b"]  # [layer, in..., out...], [layer, in..., r], [layer, r, out...]
-    flat_a, flat_b = a.reshape(len(a), -1, lora.rank), b.reshape(len(b), lora.rank, -1)
+    kernel = module["kernel"]  # [layer, in..., out...], [layer, in..., r], [layer, r, out...]
+    a = module["lora_a"]
+    b = module["lora_b"]
+    flat_a = a.reshape(len(a), -1, lora.rank)
+    flat_b = b.reshape(len(b), lora.rank, -1)
     delta = jnp.einsum("lir,lro->lio", flat_a, flat_b, precision="highest").reshape(kernel.shape)
     whole = (kernel.astype(jnp.float32) + delta * (lora.alpha / lora.rank)).astype(kernel.dtype)
-    return {name: value for name, value in module.items() if name not in ("lora_a", "lora_b")} | {"kernel": whole}
+    return {name: value for name, value in module.items() if name not in ("lora_a", "lora_b")} | {
+      "kernel": whole
+    }
 
   return merged(params)

@@ -1,4 +1,5 @@
 """Which queries of a stream a shard of the context axis attends with: causal attention costs the late ones more."""
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -14,7 +15,7 @@ class Part(NamedTuple):
   """A shard's queries among all of a stream."""
 
   places: np.ndarray  # i32[parts, s], where the queries of each part stand
-  number: jax.Array   # i32[], the part that is here
+  number: jax.Array  # i32[], the part that is here
 
 
 def contiguous(length: int, parts: int) -> Part:
@@ -37,4 +38,10 @@ def exchange(x: jax.Array, parts: int) -> jax.Array:
   Every shard keeps its first half; the second halves change places, the first shard's with the last's.
   """
   kept, sent = jnp.split(x, 2, axis=3)
-  return jnp.concatenate([kept, jax.lax.ppermute(sent, mesh_axes("position"), [(i, parts - 1 - i) for i in range(parts)])], axis=3)
+  return jnp.concatenate(
+    [
+      kept,
+      jax.lax.ppermute(sent, mesh_axes("position"), [(i, parts - 1 - i) for i in range(parts)]),
+    ],
+    axis=3,
+  )

@@ -1,4 +1,5 @@
 """Shapes of the Qwen2.5 family, and of the tiny model of the embedded task."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -35,9 +36,16 @@ class Yarn:
   def __post_init__(self):
     attention = 1.0 if self.attention_factor is None else self.attention_factor
     finite = all(math.isfinite(x) for x in (self.factor, self.beta_fast, attention))
-    ordered = self.factor >= 1 and self.original >= 1 and self.beta_fast > self.beta_slow > 0 and attention > 0
+    ordered = (
+      self.factor >= 1
+      and self.original >= 1
+      and self.beta_fast > self.beta_slow > 0
+      and attention > 0
+    )
     if not (finite and ordered):
-      raise UserError(f"YaRN needs factor >= 1, original >= 1, beta_fast > beta_slow > 0, attention_factor > 0, all finite; got {self}")
+      raise UserError(
+        f"YaRN needs factor >= 1, original >= 1, beta_fast > beta_slow > 0, attention_factor > 0, all finite; got {self}"
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +68,9 @@ class Lora:
     if not 0 < self.alpha < float("inf"):
       raise UserError(f"model.lora_alpha must be above 0 and finite, got {self.alpha}")
     if unknown := [target for target in self.targets if target not in LORA_TARGETS]:
-      raise UserError(f"model.lora_targets names {unknown[0]!r}{nearest(unknown[0], LORA_TARGETS)}; valid are {', '.join(LORA_TARGETS)}")
+      raise UserError(
+        f"model.lora_targets names {unknown[0]!r}{nearest(unknown[0], LORA_TARGETS)}; valid are {', '.join(LORA_TARGETS)}"
+      )
     if not self.targets:
       raise UserError("model.lora_targets is empty; name some of " + ", ".join(LORA_TARGETS))
 
@@ -111,22 +121,44 @@ class ModelConfig:
   attention: str = ""
 
   def __post_init__(self):
-    for name in ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp", "context"):
+    for name in (
+      "vocab_size",
+      "width",
+      "layers",
+      "heads",
+      "kv_heads",
+      "head_dim",
+      "mlp",
+      "context",
+    ):
       if getattr(self, name) < 1:
         raise UserError(f"model.{name} must be at least 1, got {getattr(self, name)}")
     if self.heads % self.kv_heads:
-      raise UserError(f"model.heads must be a multiple of model.kv_heads, got {self.heads} and {self.kv_heads}")
+      raise UserError(
+        f"model.heads must be a multiple of model.kv_heads, got {self.heads} and {self.kv_heads}"
+      )
     if self.head_dim % 2:
       raise UserError(f"model.head_dim must be even for rotary positions, got {self.head_dim}")
-    for name, valid in (("param_dtype", DTYPES), ("compute_dtype", DTYPES), ("matmul_precision", PRECISIONS), ("remat", REMAT),
-                        ("attention", ATTENTION)):
+    for name, valid in (
+      ("param_dtype", DTYPES),
+      ("compute_dtype", DTYPES),
+      ("matmul_precision", PRECISIONS),
+      ("remat", REMAT),
+      ("attention", ATTENTION),
+    ):
       if getattr(self, name) not in valid:
-        raise UserError(f"model.{name} must be one of {', '.join(filter(None, valid))}; got {getattr(self, name)!r}")
+        raise UserError(
+          f"model.{name} must be one of {', '.join(filter(None, valid))}; got {getattr(self, name)!r}"
+        )
 
   @property
   def longest(self) -> int:
     """Positions that a sequence may have: prompt and completion together."""
-    return self.context if self.yarn is None else max(self.context, int(self.yarn.factor * self.yarn.original))
+    return (
+      self.context
+      if self.yarn is None
+      else max(self.context, int(self.yarn.factor * self.yarn.original))
+    )
 
   @property
   def matmul_params(self) -> int:
@@ -135,18 +167,32 @@ class ModelConfig:
     return self.layers * (attention + 3 * self.width * self.mlp) + self.vocab_size * self.width
 
 
-def _qwen(width: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab_size: int = 152064, tied: bool = False,
-          norm_eps: float = 1e-6) -> ModelConfig:
-  return ModelConfig(vocab_size, width, layers, heads, kv_heads, head_dim=128, mlp=mlp, tied=tied, norm_eps=norm_eps)
+def _qwen(
+  width: int,
+  layers: int,
+  heads: int,
+  kv_heads: int,
+  mlp: int,
+  vocab_size: int = 152064,
+  tied: bool = False,
+  norm_eps: float = 1e-6,
+) -> ModelConfig:
+  return ModelConfig(
+    vocab_size, width, layers, heads, kv_heads, head_dim=128, mlp=mlp, tied=tied, norm_eps=norm_eps
+  )
 
 
 PRESETS: dict[str, ModelConfig] = {
-    "tiny": ModelConfig(vocab_size=384, width=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp=384),
-    "qwen2.5-0.5b": ModelConfig(vocab_size=151936, width=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp=4864),
-    "qwen2.5-1.5b": _qwen(1536, 28, 12, 2, 8960, vocab_size=151936, tied=True),
-    "qwen2.5-3b": _qwen(2048, 36, 16, 2, 11008, vocab_size=151936, tied=True),
-    "qwen2.5-7b": _qwen(3584, 28, 28, 4, 18944),
-    "qwen2.5-14b": _qwen(5120, 48, 40, 8, 13824, norm_eps=1e-5),
-    "qwen2.5-32b": _qwen(5120, 64, 40, 8, 27648, norm_eps=1e-5),
-    "qwen2.5-72b": _qwen(8192, 80, 64, 8, 29568, norm_eps=1e-5),
+  "tiny": ModelConfig(
+    vocab_size=384, width=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp=384
+  ),
+  "qwen2.5-0.5b": ModelConfig(
+    vocab_size=151936, width=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp=4864
+  ),
+  "qwen2.5-1.5b": _qwen(1536, 28, 12, 2, 8960, vocab_size=151936, tied=True),
+  "qwen2.5-3b": _qwen(2048, 36, 16, 2, 11008, vocab_size=151936, tied=True),
+  "qwen2.5-7b": _qwen(3584, 28, 28, 4, 18944),
+  "qwen2.5-14b": _qwen(5120, 48, 40, 8, 13824, norm_eps=1e-5),
+  "qwen2.5-32b": _qwen(5120, 64, 40, 8, 27648, norm_eps=1e-5),
+  "qwen2.5-72b": _qwen(8192, 80, 64, 8, 29568, norm_eps=1e-5),
 }

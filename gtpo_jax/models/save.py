@@ -1,4 +1,5 @@
 """Hugging Face folders out: what vLLM, Transformers and llama.cpp open, written whole or not at all."""
+
 from __future__ import annotations
 
 import collections
@@ -31,8 +32,17 @@ MANIFEST = "SHA256SUMS"
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of safetensors
 
 
-def save(model: Qwen2, params: Params, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path, *, dtype: str | None = None,
-         stop: Collection[int] = (), files: Mapping[str, str] | None = None, shard_bytes: int = SHARD_BYTES) -> None:
+def save(
+  model: Qwen2,
+  params: Params,
+  tokenizer: PreTrainedTokenizerBase | None,
+  folder: str | Path,
+  *,
+  dtype: str | None = None,
+  stop: Collection[int] = (),
+  files: Mapping[str, str] | None = None,
+  shard_bytes: int = SHARD_BYTES,
+) -> None:
   """Writes a model as a Hugging Face folder; adapters are merged.
 
   It holds safetensors (shards of at most `shard_bytes` with an index), config.json, generation_config.json, the tokenizer with its
@@ -54,23 +64,36 @@ def save(model: Qwen2, params: Params, tokenizer: PreTrainedTokenizerBase | None
   dtype = dtype or model.config.param_dtype
   if dtype not in DTYPES:
     raise UserError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-  shapes, tensors = hf_shapes(model), _converted(hf_from_params(model, params), dtype)
+  shapes = hf_shapes(model)
+  tensors = _converted(hf_from_params(model, params), dtype)
   with _whole(Path(folder)) as out:
     if out is None:
       collections.deque(tensors, maxlen=0)  # the writer needs our part of each
       return
     _write_weights(out, shapes, tensors, dtype, shard_bytes)
     eos = None if tokenizer is None else tokenizer.eos_token_id
-    _write_json(out / "config.json", hf_config(model.config, dtype) | ({} if eos is None else {"eos_token_id": eos}))
+    _write_json(
+      out / "config.json",
+      hf_config(model.config, dtype) | ({} if eos is None else {"eos_token_id": eos}),
+    )
     ends = sorted({*stop, *([] if eos is None else [eos])})
     pad = None if tokenizer is None else tokenizer.pad_token_id
-    _write_json(out / "generation_config.json", ({"eos_token_id": ends} if ends else {}) | ({} if pad is None else {"pad_token_id": pad}))
+    _write_json(
+      out / "generation_config.json",
+      ({"eos_token_id": ends} if ends else {}) | ({} if pad is None else {"pad_token_id": pad}),
+    )
     if tokenizer is not None:
       tokenizer.save_pretrained(out)
     _write_files(out, files)
 
 
-def save_adapter(model: Qwen2, params: Params, folder: str | Path, base: str, files: Mapping[str, str] | None = None) -> None:
+def save_adapter(
+  model: Qwen2,
+  params: Params,
+  folder: str | Path,
+  base: str,
+  files: Mapping[str, str] | None = None,
+) -> None:
   """Writes the adapters alone, as a folder that `peft` loads onto the model `base`.
 
   Raises:
@@ -79,49 +102,98 @@ def save_adapter(model: Qwen2, params: Params, folder: str | Path, base: str, fi
   lora = model.config.lora
   if not lora.rank:
     raise UserError("this model has no adapters (model.lora_rank = 0); export it whole")
-  modules = [name.removesuffix(".weight").split(".")[-1] for (module, leaf), name, _ in LAYER_NAMES
-             if leaf == "kernel" and module in lora.targets]
+  modules = [
+    name.removesuffix(".weight").split(".")[-1]
+    for (module, leaf), name, _ in LAYER_NAMES
+    if leaf == "kernel" and module in lora.targets
+  ]
   with _whole(Path(folder)) as out:
     tensors = hf_from_adapters(model, params)
     if out is None:
       return
-    _write_tensors(out / "adapter_model.safetensors", {name: x.shape for name, x in tensors.items()}, tensors.items(), "float32")
-    _write_json(out / "adapter_config.json", {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank, "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True, "target_modules": modules})
+    _write_tensors(
+      out / "adapter_model.safetensors",
+      {name: x.shape for name, x in tensors.items()},
+      tensors.items(),
+      "float32",
+    )
+    _write_json(
+      out / "adapter_config.json",
+      {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": modules,
+      },
+    )
     _write_files(out, files)
 
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
   """The contents of config.json."""
   values = {
-      "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": config.vocab_size, "hidden_size": config.width,
-      "intermediate_size": config.mlp, "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
-      "num_key_value_heads": config.kv_heads, "hidden_act": "silu", "max_position_embeddings": config.context,
-      "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta, "tie_word_embeddings": config.tied, "attention_dropout": 0.0,
-      "use_sliding_window": False, "use_cache": True, "initializer_range": 0.02, "torch_dtype": dtype}
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "vocab_size": config.vocab_size,
+    "hidden_size": config.width,
+    "intermediate_size": config.mlp,
+    "num_hidden_layers": config.layers,
+    "num_attention_heads": config.heads,
+    "num_key_value_heads": config.kv_heads,
+    "hidden_act": "silu",
+    "max_position_embeddings": config.context,
+    "rms_norm_eps": config.norm_eps,
+    "rope_theta": config.rope_theta,
+    "tie_word_embeddings": config.tied,
+    "attention_dropout": 0.0,
+    "use_sliding_window": False,
+    "use_cache": True,
+    "initializer_range": 0.02,
+    "torch_dtype": dtype,
+  }
   if config.head_dim * config.heads != config.width:
     values["head_dim"] = config.head_dim
   if config.yarn:
     yarn = config.yarn
-    values["rope_scaling"] = {"type": "yarn", "rope_type": "yarn", "factor": yarn.factor, "original_max_position_embeddings": yarn.original,
-                              "beta_fast": yarn.beta_fast, "beta_slow": yarn.beta_slow}
+    values["rope_scaling"] = {
+      "type": "yarn",
+      "rope_type": "yarn",
+      "factor": yarn.factor,
+      "original_max_position_embeddings": yarn.original,
+      "beta_fast": yarn.beta_fast,
+      "beta_slow": yarn.beta_slow,
+    }
     if yarn.attention_factor is not None:
       values["rope_scaling"]["attention_factor"] = yarn.attention_factor
   return values
 
 
-def _converted(tensors: Iterable[tuple[str, np.ndarray]], dtype: str) -> Iterator[tuple[str, np.ndarray]]:
+def _converted(
+  tensors: Iterable[tuple[str, np.ndarray]], dtype: str
+) -> Iterator[tuple[str, np.ndarray]]:
   for name, x in tensors:
     with np.errstate(over="ignore"):  # what does not fit is found below
       x = x.astype(DTYPES[dtype], copy=False)
     if not np.isfinite(x).all():
-      raise UserError(f"tensor {name} holds values that {dtype} cannot; save it as float32 or bfloat16")
+      raise UserError(
+        f"tensor {name} holds values that {dtype} cannot; save it as float32 or bfloat16"
+      )
     yield name, x
 
 
-def _write_weights(out: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterator[tuple[str, np.ndarray]], dtype: str,
-                   shard_bytes: int) -> None:
+def _write_weights(
+  out: Path,
+  shapes: Mapping[str, tuple[int, ...]],
+  tensors: Iterator[tuple[str, np.ndarray]],
+  dtype: str,
+  shard_bytes: int,
+) -> None:
   shards: list[dict[str, tuple[int, ...]]] = [{}]
   for name, shape in shapes.items():
     if shards[-1] and _size({**shards[-1], name: shape}, dtype) > shard_bytes:
@@ -129,18 +201,32 @@ def _write_weights(out: Path, shapes: Mapping[str, tuple[int, ...]], tensors: It
     shards[-1][name] = shape
   weight_map = {}
   for i, held in enumerate(shards):
-    file = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+    file = (
+      "model.safetensors"
+      if len(shards) == 1
+      else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+    )
     _write_tensors(out / file, held, itertools.islice(tensors, len(held)), dtype)
     weight_map |= dict.fromkeys(held, file)
   if len(shards) > 1:
-    _write_json(out / "model.safetensors.index.json", {"metadata": {"total_size": _size(shapes, dtype)}, "weight_map": weight_map})
+    _write_json(
+      out / "model.safetensors.index.json",
+      {"metadata": {"total_size": _size(shapes, dtype)}, "weight_map": weight_map},
+    )
 
 
-def _write_tensors(file: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, np.ndarray]], dtype: str) -> None:
+def _write_tensors(
+  file: Path,
+  shapes: Mapping[str, tuple[int, ...]],
+  tensors: Iterable[tuple[str, np.ndarray]],
+  dtype: str,
+) -> None:
   """A safetensors file, a tensor at a time, where the library's writer wants them all: the header's length, the header, the data."""
-  header, end = {"__metadata__": {"format": "pt"}}, 0
+  header = {"__metadata__": {"format": "pt"}}
+  end = 0
   for name, shape in shapes.items():
-    start, end = end, end + _size({name: shape}, dtype)
+    start = end
+    end = end + _size({name: shape}, dtype)
     header[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": (start, end)}
   text = json.dumps(header).encode()
   text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8

@@ -1,13 +1,18 @@
 """What the devices of a compiled program send one another, read from its HLO text."""
+
 from __future__ import annotations
 
 import math
 import re
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)^\}$", re.MULTILINE | re.DOTALL)
-_COLLECTIVE = re.compile(r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
+_COLLECTIVE = re.compile(
+  r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
 _WHILE = re.compile(r" while\(.*condition=%([\w.\-]+), body=%([\w.\-]+)")
-_CALLED = re.compile(r"(?:calls|to_apply|true_computation|false_computation)=%([\w.\-]+)|branch_computations=\{([^}]*)\}")
+_CALLED = re.compile(
+  r"(?:calls|to_apply|true_computation|false_computation)=%([\w.\-]+)|branch_computations=\{([^}]*)\}"
+)
 _ARRAY = re.compile(r"\b(pred|[a-z]+?)(\d*)(?:e\w+)?\[([\d,]*)\]")
 
 
@@ -18,7 +23,8 @@ def collective_bytes(hlo: str) -> dict[str, int]:
   collective that the compiler spread over several fusions carry one channel number and count once. A ring is assumed: of n devices each
   sends (n - 1) / n of what it gathers or exchanges, twice that of what it reduces.
   """
-  bodies, entry = {}, ""
+  bodies = {}
+  entry = ""
   for found in _COMPUTATION.finditer(hlo):
     bodies[found[2]] = found[3].splitlines()
     entry = found[2] if found[1] else entry
@@ -32,7 +38,9 @@ def collective_bytes(hlo: str) -> dict[str, int]:
       if collective := _COLLECTIVE.search(line):
         channel = re.search(r"channel_id=(\d+)", line)
         key = collective[2], channel[1] if channel else f"{name}:{number}"
-        sent[key] = max(sent.get(key, 0), times * _sent(collective[2], collective[1], bool(collective[3]), line))
+        sent[key] = max(
+          sent.get(key, 0), times * _sent(collective[2], collective[1], bool(collective[3]), line)
+        )
       for called in _CALLED.finditer(line):
         for part in re.findall(r"[\w.\-]+", called[1] or called[2]):
           visit(part, times)
@@ -46,14 +54,27 @@ def collective_bytes(hlo: str) -> dict[str, int]:
 
 def _sent(kind: str, result: str, begun: bool, line: str) -> float:
   """Bytes that one device sends in one collective with this result type."""
-  sizes = [math.prod(map(int, filter(None, dims.split(",")))) * int(bits or 8) // 8 for _, bits, dims in _ARRAY.findall(result)]
-  if begun and kind in ("all-gather", "reduce-scatter", "collective-permute"):  # (operands, results[, two counters])
+  sizes = [
+    math.prod(map(int, filter(None, dims.split(",")))) * int(bits or 8) // 8
+    for _, bits, dims in _ARRAY.findall(result)
+  ]
+  if begun and kind in (
+    "all-gather",
+    "reduce-scatter",
+    "collective-permute",
+  ):  # (operands, results[, two counters])
     arrays = sizes[:2] if kind == "collective-permute" else sizes
-    sizes = arrays[len(arrays) // 2:]
-  size, n = sum(sizes), _group_size(line)
+    sizes = arrays[len(arrays) // 2 :]
+  size = sum(sizes)
+  n = _group_size(line)
   share = (n - 1) / n if n else 1.0
-  return {"all-gather": size * share, "all-reduce": 2 * size * share, "reduce-scatter": size * ((n or 2) - 1),
-          "all-to-all": size * share, "collective-permute": size}[kind]
+  return {
+    "all-gather": size * share,
+    "all-reduce": 2 * size * share,
+    "reduce-scatter": size * ((n or 2) - 1),
+    "all-to-all": size * share,
+    "collective-permute": size,
+  }[kind]
 
 
 def _group_size(line: str) -> int | None:

@@ -2,6 +2,7 @@
 
 The formulas are those of arithmetic alone. Nothing here is measured, and no real step is as fast.
 """
+
 from __future__ import annotations
 
 import math
@@ -13,10 +14,19 @@ from gtpo_jax.planning.topology import Chip
 
 def update_flops(config: Config) -> int:
   """FLOP of a step's updates at full length: 3 (2 N + 2 layers heads head_dim S) a token, recomputation not counted."""
-  c, prompts = config.model_config, config.batch.prompts
-  tokens = prompts * config.data.max_prompt_tokens + prompts * config.batch.group * config.sampling.max_tokens
+  c = config.model_config
+  prompts = config.batch.prompts
+  tokens = (
+    prompts * config.data.max_prompt_tokens
+    + prompts * config.batch.group * config.sampling.max_tokens
+  )
   length = config.data.max_prompt_tokens + config.sampling.max_tokens
-  return 3 * tokens * (2 * c.matmul_params + 2 * c.layers * c.heads * c.head_dim * length) * config.batch.epochs
+  return (
+    3
+    * tokens
+    * (2 * c.matmul_params + 2 * c.layers * c.heads * c.head_dim * length)
+    * config.batch.epochs
+  )
 
 
 def update_seconds(config: Config, chip: Chip, devices: int, sent: int) -> float:
@@ -30,13 +40,21 @@ def sample_seconds(config: Config, chip: Chip, mesh: dict[str, int], slots: int)
 
   Weights are whole over data and fsdp and split over tensor; every device decodes its share of the `slots` completions at once.
   """
-  c, devices = config.model_config, mesh["data"] * mesh["fsdp"] * mesh["tensor"]
-  shards, size = mesh["data"] * mesh["fsdp"], DTYPES[c.compute_dtype](0).itemsize
-  rows, length, prompt = config.batch.prompts * config.own_group / shards, config.sampling.max_tokens, config.data.max_prompt_tokens
+  c = config.model_config
+  devices = mesh["data"] * mesh["fsdp"] * mesh["tensor"]
+  shards = mesh["data"] * mesh["fsdp"]
+  size = DTYPES[c.compute_dtype](0).itemsize
+  rows = config.batch.prompts * config.policy_completions / shards
+  length = config.sampling.max_tokens
+  prompt = config.data.max_prompt_tokens
   rounds = math.ceil(rows / (slots / shards))
   rows /= rounds
-  kv = 2 * c.layers * c.kv_heads * c.head_dim * size / min(mesh["tensor"], c.kv_heads)  # bytes a position
-  read = c.matmul_params * size / mesh["tensor"] + kv * (rows * length / 2 + rows / config.own_group * prompt)
+  kv = (
+    2 * c.layers * c.kv_heads * c.head_dim * size / min(mesh["tensor"], c.kv_heads)
+  )  # bytes a position
+  read = c.matmul_params * size / mesh["tensor"] + kv * (
+    rows * length / 2 + rows / config.policy_completions * prompt
+  )
   computed = 2 * c.matmul_params * rows / mesh["tensor"]
   prefill = 2 * c.matmul_params * config.batch.prompts * prompt / devices / chip.flops
   return prefill + rounds * length * max(read / chip.bandwidth, computed / chip.flops)

@@ -1,4 +1,5 @@
 """Where a run's numbers and texts are shown besides its JSONL files: TensorBoard, Weights & Biases. The first process alone has them."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -29,6 +30,7 @@ class TensorBoard:
 
   def __init__(self, workdir: Path, resumed_step: int):
     from tensorboardX import SummaryWriter
+
     self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=resumed_step + 1)
 
   def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -54,11 +56,21 @@ class WeightsAndBiases:
 
   def __init__(self, workdir: Path, config: Config):
     import wandb
+
     known = workdir / "wandb_id"
-    self._table = lambda rows: wandb.Table(columns=["step", "prompt", "completion", "right"], data=rows)
+    self._table = lambda rows: wandb.Table(
+      columns=["step", "prompt", "completion", "right"], data=rows
+    )
     self._samples: list[tuple[int, str, str, bool]] = []
-    self._run = wandb.init(project=config.log.wandb, dir=str(workdir), name=workdir.name, config=to_dict(config), resume="allow",
-                           id=known.read_text() if known.exists() else None, settings=wandb.Settings(console="off", quiet=True))
+    self._run = wandb.init(
+      project=config.log.wandb,
+      dir=str(workdir),
+      name=workdir.name,
+      config=to_dict(config),
+      resume="allow",
+      id=known.read_text() if known.exists() else None,
+      settings=wandb.Settings(console="off", quiet=True),
+    )
     known.write_text(self._run.id)
     self._run.define_metric("*", step_metric="step")
 
@@ -71,7 +83,9 @@ class WeightsAndBiases:
 
   def sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
     """See `Board`."""
-    self._samples = [row for row in self._samples if row[0] == step] + [(step, prompt, completion, correct)]
+    self._samples = [row for row in self._samples if row[0] == step] + [
+      (step, prompt, completion, correct)
+    ]
 
   def close(self) -> None:
     """See `Board`."""
@@ -81,7 +95,9 @@ class WeightsAndBiases:
 def check_boards(config: Config) -> None:
   """Raises UserError where a board is asked for that cannot be had."""
   if config.log.wandb and importlib.util.find_spec("wandb") is None:
-    raise UserError(f"log.wandb = {config.log.wandb!r} needs the wandb library: pip install 'gtpo_jax[wandb]', or leave log.wandb empty")
+    raise UserError(
+      f"log.wandb = {config.log.wandb!r} needs the wandb library: pip install 'gtpo_jax[wandb]', or leave log.wandb empty"
+    )
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float]:

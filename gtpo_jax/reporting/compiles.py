@@ -1,4 +1,5 @@
 """Counts XLA compilations: after warm-up there should be none."""
+
 from __future__ import annotations
 
 import jax

@@ -1,4 +1,5 @@
 """The picture of a run: held-out accuracy, reward, entropy and length over the steps."""
+
 from __future__ import annotations
 
 import io
@@ -6,12 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-RIGHT, WRONG, MEAN, ACCENT = "#1b7837", "#b2182b", "#444444", "#2166ac"
+RIGHT = "#1b7837"
+WRONG = "#b2182b"
+MEAN = "#444444"
+ACCENT = "#2166ac"
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], title: str, out: Path) -> None:
   """Draws the rows of a metrics.jsonl into the PNG file `out`."""
-  from matplotlib.figure import Figure  # without pyplot, whose backend is the caller's: a notebook's own
+  from matplotlib.figure import (
+    Figure,
+  )  # without pyplot, whose backend is the caller's: a notebook's own
 
   def curve(axis: Any, key: str, **style: Any) -> None:
     points = [(row["step"], row[key]) for row in rows if key in row]
@@ -20,11 +26,24 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], title: str, out: Path) -> Non
 
   figure = Figure(figsize=(10, 6.5), layout="constrained")
   (held_out, reward), (entropy, length) = axes = figure.subplots(2, 2)
-  evaluated = sorted({key for row in rows for key in row if key.startswith("eval/")}, key=_eval_order)
-  for key, style in zip([key for key in evaluated if not key.endswith(("pass@1", "no_verdict"))], ("o-", "s--", "^:"), strict=False):
+  evaluated = sorted(
+    {key for row in rows for key in row if key.startswith("eval/")}, key=_eval_order
+  )
+  for key, style in zip(
+    [key for key in evaluated if not key.endswith(("pass@1", "no_verdict"))],
+    ("o-", "s--", "^:"),
+    strict=False,
+  ):
     label = key.removeprefix("eval/").split("/", 1)[1]
-    curve(held_out, key, color={"o": ACCENT, "s": MEAN, "^": RIGHT}[style[0]], marker=style[0], linestyle=style[1:], markersize=4,
-          label="sampled pass@1 (" + label + ")" if label.startswith("mean") else label)
+    curve(
+      held_out,
+      key,
+      color={"o": ACCENT, "s": MEAN, "^": RIGHT}[style[0]],
+      marker=style[0],
+      linestyle=style[1:],
+      markersize=4,
+      label="sampled pass@1 (" + label + ")" if label.startswith("mean") else label,
+    )
   held_out.set(title="held-out problems solved", ylim=(0, 1.02))
   curve(reward, "reward/accuracy", color=RIGHT, label="share of correct completions")
   curve(reward, "reward/mean", color=ACCENT, linestyle="--", label="mean reward")

@@ -1,4 +1,5 @@
 """What a run leaves behind in its workdir: metrics.jsonl, evaluations.jsonl, samples.jsonl; and what it shows on boards."""
+
 from __future__ import annotations
 
 import json
@@ -18,9 +19,16 @@ class Journal:
   The first process writes; all of them may read, together.
   """
 
-  def __init__(self, workdir: Path, resumed_step: int, tensorboard: bool, more: Callable[[], Sequence[Board]] = tuple):
+  def __init__(
+    self,
+    workdir: Path,
+    resumed_step: int,
+    tensorboard: bool,
+    more: Callable[[], Sequence[Board]] = tuple,
+  ):
     """Opens the files of `workdir`; `more` makes further boards than TensorBoard, on the first process."""
-    self.metrics_file, self._samples_file = workdir / "metrics.jsonl", workdir / "samples.jsonl"
+    self.metrics_file = workdir / "metrics.jsonl"
+    self._samples_file = workdir / "samples.jsonl"
     self._evaluations_file = workdir / "evaluations.jsonl"
     self._boards: list[Board] = []
     if not is_first_process():
@@ -39,7 +47,12 @@ class Journal:
   def amend(self, step: int, metrics: Mapping[str, float]) -> None:
     """Adds numbers to the object of a step that is already written."""
     if is_first_process():
-      _rewrite(self.metrics_file, (row | _finite(metrics) if row["step"] == step else row for row in _each(self.metrics_file)))
+      _rewrite(
+        self.metrics_file,
+        (
+          row | _finite(metrics) if row["step"] == step else row for row in _each(self.metrics_file)
+        ),
+      )
       self._show(step, metrics)
 
   def _show(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -54,14 +67,21 @@ class Journal:
   def write_sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
     """One completion, to see what the policy writes."""
     if is_first_process():
-      _append(self._samples_file, {"step": step, "prompt": prompt, "completion": completion, "correct": correct})
+      _append(
+        self._samples_file,
+        {"step": step, "prompt": prompt, "completion": completion, "correct": correct},
+      )
     for board in self._boards:
       board.sample(step, prompt, completion, correct)
 
   def read(self, only: str = "") -> list[dict[str, Any]]:
     """Every line of metrics.jsonl: of its numbers those whose names begin with `only`, and the step."""
-    return broadcast_from_first(lambda: [{name: value for name, value in row.items() if name == "step" or name.startswith(only)}
-                               for row in _each(self.metrics_file)])
+    return broadcast_from_first(
+      lambda: [
+        {name: value for name, value in row.items() if name == "step" or name.startswith(only)}
+        for row in _each(self.metrics_file)
+      ]
+    )
 
   def close(self) -> None:
     """Writes out what the boards hold back."""

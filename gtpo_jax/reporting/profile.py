@@ -3,6 +3,7 @@
 The phases are `step`, and within it `sample`, `reward` (on the reward's own thread while others are sampled, and on the main one as long as
 that waits), `update`, `save` and `evaluate`; where they happen they are marked with `jax.profiler.TraceAnnotation`.
 """
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -23,7 +24,9 @@ def trace_window(window: tuple[int, int] | None, steps: range, folder: Path) -> 
   try:
     for step in steps:
       if not tracing and first <= step + 1 <= last:
-        jax.profiler.start_trace(str(folder), create_perfetto_trace=True, profiler_options=_options())
+        jax.profiler.start_trace(
+          str(folder), create_perfetto_trace=True, profiler_options=_options()
+        )
         tracing = True
       with jax.profiler.StepTraceAnnotation("step", step_num=step + 1):
         yield step

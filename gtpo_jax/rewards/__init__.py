@@ -1,4 +1,5 @@
 """Verifiers: text in, verdict out. No JAX here."""
+
 from gtpo_jax.rewards.arithmetic import countdown_correct, last_number_correct
 from gtpo_jax.rewards.code import code_correct, run_code
 from gtpo_jax.rewards.length import group_relative, soft_overlong
@@ -7,5 +8,17 @@ from gtpo_jax.rewards.sandbox import sandbox_problem
 from gtpo_jax.rewards.verifiers import PARTS, VERIFIERS
 from gtpo_jax.rewards.votes import VOTES
 
-__all__ = ["PARTS", "VERIFIERS", "VOTES", "code_correct", "countdown_correct", "group_relative", "last_number_correct", "math_correct",
-           "math_verdicts", "run_code", "sandbox_problem", "soft_overlong"]
+__all__ = [
+  "PARTS",
+  "VERIFIERS",
+  "VOTES",
+  "code_correct",
+  "countdown_correct",
+  "group_relative",
+  "last_number_correct",
+  "math_correct",
+  "math_verdicts",
+  "run_code",
+  "sandbox_problem",
+  "soft_overlong",
+]

@@ -1,4 +1,5 @@
 """Exact verifiers of the synthetic tasks. They take any text and never raise."""
+
 from __future__ import annotations
 
 import re

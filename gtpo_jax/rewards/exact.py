@@ -2,6 +2,7 @@
 
 A result is a fraction, or a proof that it is at least 2**7999 in size, or undecided.
 """
+
 from __future__ import annotations
 
 import re
@@ -15,8 +16,13 @@ class NotDecidedError(ArithmeticError):
   """The value has no bound that is cheap and certain."""
 
 
-_TOKEN = re.compile(r" *(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+|\\cdot|\\times|\\div|[-+*/^!(){}])", re.ASCII)
-_MIXED = re.compile(r"(?<![\d.,^}/])(\d+) ?(?: and )?(?:\\frac\{(\d+)\}\{(\d+)\}|(?<= )(\d+) ?/ ?(\d+))", re.ASCII)
+_TOKEN = re.compile(
+  r" *(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+|\\cdot|\\times|\\div|[-+*/^!(){}])",
+  re.ASCII,
+)
+_MIXED = re.compile(
+  r"(?<![\d.,^}/])(\d+) ?(?: and )?(?:\\frac\{(\d+)\}\{(\d+)\}|(?<= )(\d+) ?/ ?(\d+))", re.ASCII
+)
 _FRAC = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}")
 _EXPONENT = re.compile(r"\^\{([^{}]*)\}")
 _SAME_OPERATOR = {"\\cdot": "*", "\\times": "*", "\\div": "/"}
@@ -32,7 +38,9 @@ def _tokens(text: str) -> list[str] | None:
     text, exponents = _EXPONENT.subn(r"^(\1)", text)
     if not fractions + exponents:
       break
-  text, tokens, position = text.rstrip(), [], 0
+  text = text.rstrip()
+  tokens = []
+  position = 0
   while position < len(text):
     match = _TOKEN.match(text, position)
     if not match:
@@ -48,14 +56,25 @@ def arithmetic(text: str) -> Fraction | float | None:
   +-infinity stands for a number proved to be at least 2**8000 in size. Exact values stay under 2**4000, so that the few sums a text
   of MAX_CHARS has room for leave it over 2**7999.
   """
-  values, operators, operand = [], [], ""  # operand: the token that ended one, just before
+  values = []  # operand: the token that ended one, just before
+  operators = []
+  operand = ""
 
   def apply() -> None:
-    right, operator = values.pop(), operators.pop()
-    values.append(_combine(Fraction(-1), "*", right) if operator == "minus" else _combine(values.pop(), operator, right))
+    right = values.pop()
+    operator = operators.pop()
+    values.append(
+      _combine(Fraction(-1), "*", right)
+      if operator == "minus"
+      else _combine(values.pop(), operator, right)
+    )
 
   def push(operator: str) -> None:
-    while operators and operators[-1] not in OPEN and (_PRECEDENCE[operators[-1]], operator != "^") >= (_PRECEDENCE[operator], True):
+    while (
+      operators
+      and operators[-1] not in OPEN
+      and (_PRECEDENCE[operators[-1]], operator != "^") >= (_PRECEDENCE[operator], True)
+    ):
       apply()
     operators.append(operator)
 
@@ -81,7 +100,9 @@ def arithmetic(text: str) -> Fraction | float | None:
         return None
       else:
         if operand:  # side by side is a product; 3 4, 05 - 01 and 1/2(3) are not decided
-          if (operand[0] not in ")}!" and token[0] not in OPEN) or (operators and operators[-1] == "/"):
+          if (operand[0] not in ")}!" and token[0] not in OPEN) or (
+            operators and operators[-1] == "/"
+          ):
             return None
           push("*")
         if token in OPEN:

@@ -15,6 +15,7 @@ What remains: a program may know the answers by heart, and where tests work with
 `Point(1, 2) == Point(1, 2)`) these classes answer. Identity (`result is argument`) is not kept across, the program's own exception
 classes cannot be named in `except`, and a test that passes an object of a class of its own gets no verdict.
 """
+
 from __future__ import annotations
 
 import _operator as operator  # operator itself is Python, and not loaded at start
@@ -25,7 +26,8 @@ import sys
 
 def encode(value: object, peer: Peer) -> bytes:
   """Words that say what follows, then all texts in one; what has no word of its own stays here and goes as a number."""
-  words, texts = [], []
+  words = []
+  texts = []
 
   def put(x):
     kind = type(x)
@@ -50,7 +52,10 @@ def encode(value: object, peer: Peer) -> bytes:
       words.append(f"q{x._remote_key}")
     elif kind is type and getattr(builtins, x.__name__, None) is x:
       words.append(f"T{x.__name__}")
-    elif kind.__name__ in peer.VALUES and getattr(sys.modules.get(peer.VALUES[kind.__name__][0]), kind.__name__, None) is kind:
+    elif (
+      kind.__name__ in peer.VALUES
+      and getattr(sys.modules.get(peer.VALUES[kind.__name__][0]), kind.__name__, None) is kind
+    ):
       words.append(f"V{kind.__name__}")
       put(peer.VALUES[kind.__name__][1](x))
     else:
@@ -64,13 +69,15 @@ def encode(value: object, peer: Peer) -> bytes:
 def decode(data: bytes, peer: Peer) -> object:
   """The value of a message from a side that is not trusted: it makes data and Remotes, and raises for anything else."""
   size, _, text = data.decode("utf-8", "surrogatepass").partition(" ")
-  words, place = iter(text[:int(size)].split(" ")), int(size)
+  words = iter(text[: int(size)].split(" "))
+  place = int(size)
   several = {code: kind for kind, code in peer.SEVERAL.items()}
 
   def take():
     nonlocal place
     word = next(words)
-    kind, rest = word[0], word[1:]
+    kind = word[0]
+    rest = word[1:]
     if kind in "ntf":
       return {"n": None, "t": True, "f": False}[kind]
     if kind == "i":
@@ -79,7 +86,7 @@ def decode(data: bytes, peer: Peer) -> object:
       return float(rest)
     if kind in "sby":
       place += int(rest)
-      piece = text[place - int(rest):place]
+      piece = text[place - int(rest) : place]
       return piece if kind == "s" else (bytes if kind == "b" else bytearray)(piece, "latin-1")
     if kind in several:
       return several[kind]([take() for _ in range(int(rest))])
@@ -91,7 +98,9 @@ def decode(data: bytes, peer: Peer) -> object:
       return peer.remotes.setdefault(int(rest), Remote(peer, int(rest)))
     if kind == "T" and isinstance(getattr(builtins, rest), type):
       return getattr(builtins, rest)
-    return getattr(__import__(peer.VALUES[rest][0]), rest)(*take())  # "V"; KeyError for anything else
+    return getattr(__import__(peer.VALUES[rest][0]), rest)(
+      *take()
+    )  # "V"; KeyError for anything else
 
   return take()
 
@@ -101,17 +110,31 @@ class Peer:
 
   SEVERAL = {list: "l", tuple: "u", set: "e", frozenset: "z"}  # noqa: RUF012
   VALUES = {  # noqa: RUF012 (name: module, what it is made of)
-      "Fraction": ("fractions", lambda x: (x.numerator, x.denominator)), "Decimal": ("decimal", lambda x: (str(x),)),
-      "complex": ("builtins", lambda x: (x.real, x.imag)), "range": ("builtins", lambda x: (x.start, x.stop, x.step)),
-      "deque": ("collections", lambda x: (list(x), x.maxlen)), "OrderedDict": ("collections", lambda x: (list(x.items()),)),
-      "Counter": ("collections", lambda x: (dict(x),)), "defaultdict": ("collections", lambda x: (x.default_factory, dict(x))),
-      "date": ("datetime", lambda x: (x.year, x.month, x.day)), "timedelta": ("datetime", lambda x: (x.days, x.seconds, x.microseconds)),
-      "time": ("datetime", lambda x: (x.hour, x.minute, x.second, x.microsecond)),
-      "datetime": ("datetime", lambda x: (x.year, x.month, x.day, x.hour, x.minute, x.second, x.microsecond))}
+    "Fraction": ("fractions", lambda x: (x.numerator, x.denominator)),
+    "Decimal": ("decimal", lambda x: (str(x),)),
+    "complex": ("builtins", lambda x: (x.real, x.imag)),
+    "range": ("builtins", lambda x: (x.start, x.stop, x.step)),
+    "deque": ("collections", lambda x: (list(x), x.maxlen)),
+    "OrderedDict": ("collections", lambda x: (list(x.items()),)),
+    "Counter": ("collections", lambda x: (dict(x),)),
+    "defaultdict": ("collections", lambda x: (x.default_factory, dict(x))),
+    "date": ("datetime", lambda x: (x.year, x.month, x.day)),
+    "timedelta": ("datetime", lambda x: (x.days, x.seconds, x.microseconds)),
+    "time": ("datetime", lambda x: (x.hour, x.minute, x.second, x.microsecond)),
+    "datetime": (
+      "datetime",
+      lambda x: (x.year, x.month, x.day, x.hour, x.minute, x.second, x.microsecond),
+    ),
+  }
 
   def __init__(self, read: int, write: int, serve, exportable=lambda x: True):
-    self.read, self.write, self.serve, self.exportable = read, write, serve, exportable
-    self.mine, self.numbers, self.remotes = {}, {}, {}
+    self.read = read
+    self.write = write
+    self.serve = serve
+    self.exportable = exportable
+    self.mine = {}
+    self.numbers = {}
+    self.remotes = {}
     self.over = self.unfit = ""  # why the other side is gone; why these tests cannot be run here
 
   def export(self, x) -> int:
@@ -129,7 +152,7 @@ class Peer:
     data = encode(message, self)
     view = memoryview(b"%016x" % len(data) + data)
     while view:
-      view = view[os.write(self.write, view[:2**20]):]
+      view = view[os.write(self.write, view[: 2**20]) :]
 
   def exactly(self, size: int) -> bytes:
     """The next bytes; EOFError where the other side has gone."""
@@ -168,13 +191,20 @@ class Peer:
       self.send("value", self.serve(self, *question))
     except BaseException as error:
       plain = all(type(x) in (int, float, str, bool) for x in error.args)
-      self.send("raised", [kind.__name__ for kind in type(error).__mro__], error.args if plain else (str(error),))
+      self.send(
+        "raised",
+        [kind.__name__ for kind in type(error).__mro__],
+        error.args if plain else (str(error),),
+      )
 
   @staticmethod
   def error(names: list, arguments: tuple):
     """The exception again; one of the program's own as an unknown child of the built-in that it extends."""
-    base = next(kind for kind in (getattr(builtins, str(name), None) for name in names)
-                if isinstance(kind, type) and issubclass(kind, BaseException))
+    base = next(
+      kind
+      for kind in (getattr(builtins, str(name), None) for name in names)
+      if isinstance(kind, type) and issubclass(kind, BaseException)
+    )
     kind = base if base.__name__ == names[0] else type(str(names[0]), (base,), {})
     try:
       return kind(*arguments)
@@ -184,6 +214,7 @@ class Peer:
 
 def operators(remote: type) -> type:
   """Gives Remote its operators; see the module's docstring for what they keep from the program."""
+
   def comparison(name):
     def compare(self, other):
       if type(other) is Remote:
@@ -192,6 +223,7 @@ def operators(remote: type) -> type:
       if plain is None or type(plain) is Remote:
         return name == "ne" if name in ("eq", "ne") else NotImplemented
       return getattr(operator, name)(plain, other)
+
     return compare
 
   def binary(name, swap):
@@ -200,7 +232,12 @@ def operators(remote: type) -> type:
       plain = self._remote_peer.ask("plain", self) if mixed else None
       if plain is not None and type(plain) is not Remote:
         return getattr(operator, name)(*((other, plain) if swap else (plain, other)))
-      return settled(self, self._remote_peer.ask(name, *((other, self) if swap else (self, other))), mixed or other._remote_mixed)
+      return settled(
+        self,
+        self._remote_peer.ask(name, *((other, self) if swap else (self, other))),
+        mixed or other._remote_mixed,
+      )
+
     return operate
 
   def unary(name):
@@ -217,11 +254,45 @@ def operators(remote: type) -> type:
 
   for name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(remote, f"__{name}__", comparison(name))
-  for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "and_", "or_", "xor"):
+  for name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "lshift",
+    "rshift",
+    "and_",
+    "or_",
+    "xor",
+  ):
     setattr(remote, f"__{name.strip('_')}__", binary(name, False))
     setattr(remote, f"__r{name.strip('_')}__", binary(name, True))
-  for name in ("neg", "pos", "invert", "abs", "int", "float", "complex", "round", "index", "bool", "len", "hash", "str", "repr", "getitem",
-               "setitem", "delitem", "next", "setattr", "delattr"):
+  for name in (
+    "neg",
+    "pos",
+    "invert",
+    "abs",
+    "int",
+    "float",
+    "complex",
+    "round",
+    "index",
+    "bool",
+    "len",
+    "hash",
+    "str",
+    "repr",
+    "getitem",
+    "setitem",
+    "delitem",
+    "next",
+    "setattr",
+    "delattr",
+  ):
     setattr(remote, f"__{name}__", unary(name))
   return remote
 
@@ -262,7 +333,11 @@ class Remote:
 
   def __contains__(self, item):
     plain = self._remote_peer.ask("plain", self)
-    return item in plain if plain is not None and type(plain) is not Remote else any(x == item for x in self)
+    return (
+      item in plain
+      if plain is not None and type(plain) is not Remote
+      else any(x == item for x in self)
+    )
 
   def __instancecheck__(self, x):
     return self._remote_peer.ask("isinstance", x, self)
@@ -279,7 +354,9 @@ def serve(peer: Peer, op: str, *args) -> object:
     value = function(*given, **named)
     if sys.stdout:
       sys.stdout.flush()
-    return value, {i: x for i, x in enumerate(given) if before[i] is not None and encode(x, peer) != before[i]}
+    return value, {
+      i: x for i, x in enumerate(given) if before[i] is not None and encode(x, peer) != before[i]
+    }
   if op == "load":
     program = sys.modules["program"] = type(sys)("program")
     builtins.exit = builtins.quit = sys.exit
@@ -288,10 +365,23 @@ def serve(peer: Peer, op: str, *args) -> object:
       sys.stdout.flush()
     return program
   if op == "names":
-    found = {name: vars(sys.modules["program"])[name] for name in args[0] if name in vars(sys.modules["program"])}
-    return {name: x for name, x in found.items() if type(x) is not type(sys)}, [name for name, x in found.items() if type(x) is type(sys)]
+    found = {
+      name: vars(sys.modules["program"])[name]
+      for name in args[0]
+      if name in vars(sys.modules["program"])
+    }
+    return {name: x for name, x in found.items() if type(x) is not type(sys)}, [
+      name for name, x in found.items() if type(x) is type(sys)
+    ]
   if op == "plain":
-    kind = next((kind for kind in (int, float, complex, str, bytes, tuple, list, dict, set, frozenset) if isinstance(args[0], kind)), None)
+    kind = next(
+      (
+        kind
+        for kind in (int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
+        if isinstance(args[0], kind)
+      ),
+      None,
+    )
     return kind and kind(args[0])
   return getattr(operator if hasattr(operator, op) else builtins, op)(*args)
 
@@ -315,7 +405,9 @@ def judge(peer: Peer, tests: str) -> str:
     names = {name for name in names if not hasattr(builtins, name)} or names
     values, modules = peer.ask("names", sorted(names))
     space.update({name: value for name, value in values.items() if name in names})
-    space.update({name: __import__(name) for name in modules if name in names & sys.stdlib_module_names})  # the tests' own copy
+    space.update(
+      {name: __import__(name) for name in modules if name in names & sys.stdlib_module_names}
+    )  # the tests' own copy
     exec(code, space)
   except BaseException as raised:
     error = raised
@@ -327,22 +419,27 @@ def judge(peer: Peer, tests: str) -> str:
     detail = str(error).strip().partition("\n")[0]
   except BaseException:
     detail = ""
-  line, trace = 0, error.__traceback__
+  line = 0
+  trace = error.__traceback__
   while trace:
     line = trace.tb_lineno if trace.tb_frame.f_code.co_filename == "<tests>" else line
     trace = trace.tb_next
   if isinstance(error, AssertionError):
     return f"failed: {detail or (tests.split(chr(10))[max(line - 1, 0)]).strip()}"
-  return f"{'memory' if isinstance(error, MemoryError) else 'error'}: {type(error).__name__}: {detail}"
+  return (
+    f"{'memory' if isinstance(error, MemoryError) else 'error'}: {type(error).__name__}: {detail}"
+  )
 
 
 def main(report: int, payload: int, private_at: int, program: str, by_tests: bool) -> None:
   """Forks the program's process, and only then reads the secret and the tests."""
   import marshal
+
   for name in ("typing", "collections", "re", "math"):
     if f"import {name}" in program or f"from {name}" in program:  # loaded once for both
       __import__(name)
-  (asked, ask), (answered, answer) = os.pipe(), os.pipe()
+  (asked, ask) = os.pipe()
+  (answered, answer) = os.pipe()
   pid = os.fork()
   if not pid:
     keep = (asked, answer) if by_tests else ()
@@ -352,7 +449,9 @@ def main(report: int, payload: int, private_at: int, program: str, by_tests: boo
     if not by_tests:
       module = sys.modules["__main__"] = type(sys)("__main__")
       builtins.exit = builtins.quit = sys.exit
-      return exec(compile(program, "<program>", "exec", dont_inherit=True), module.__dict__)  # and out, as any Python ends
+      return exec(
+        compile(program, "<program>", "exec", dont_inherit=True), module.__dict__
+      )  # and out, as any Python ends
     peer = Peer(asked, answer, serve)
     peer.program = program
     try:
@@ -362,9 +461,13 @@ def main(report: int, payload: int, private_at: int, program: str, by_tests: boo
       os._exit(0)
   os.close(asked)
   os.close(answer)
-  secret, tests = marshal.loads(os.pread(payload, os.fstat(payload).st_size - private_at, private_at))
+  secret, tests = marshal.loads(
+    os.pread(payload, os.fstat(payload).st_size - private_at, private_at)
+  )
 
-  def call_back(peer, op, function, given, named):  # the one thing a program may ask: a function that the tests gave it
+  def call_back(
+    peer, op, function, given, named
+  ):  # the one thing a program may ask: a function that the tests gave it
     if op != "call" or not any(function is x for x in peer.mine.values()):
       raise PermissionError(op)
     return function(*given, **named), {}
@@ -374,6 +477,9 @@ def main(report: int, payload: int, private_at: int, program: str, by_tests: boo
   if peer.over or not by_tests:
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     words = {0: "passed" if not by_tests else f"error: {peer.over}", -24: "timeout", -9: "timeout"}
-    word = words.get(status, f"error: the program ended with {'exit status' if status > 0 else 'signal'} {abs(status)}")
+    word = words.get(
+      status,
+      f"error: the program ended with {'exit status' if status > 0 else 'signal'} {abs(status)}",
+    )
   os.write(report, (secret + " ".join(word.split())[:300] + "\n").encode("utf-8", "replace"))
   os._exit(0)

@@ -1,4 +1,5 @@
 """Length shaping: penalties f32 <= 0 from completion lengths in tokens."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -22,7 +23,9 @@ def soft_overlong(lengths: np.ndarray, longest: int, buffer: int) -> np.ndarray:
   return np.clip((longest - buffer - np.asarray(lengths)) / buffer, -1.0, 0.0).astype(np.float32)
 
 
-def group_relative(lengths: np.ndarray, correct: np.ndarray, counted: np.ndarray, gamma: float) -> np.ndarray:
+def group_relative(
+  lengths: np.ndarray, correct: np.ndarray, valid: np.ndarray, gamma: float
+) -> np.ndarray:
   """The final paper's group-relative overlong punishment (appendix D): long for its group, not long as such.
 
   With the lengths compared, L = max((min + max) / 2, mean), and a completion that is punished gets -(1/2) (|o| - L) / L, from
@@ -39,15 +42,21 @@ def group_relative(lengths: np.ndarray, correct: np.ndarray, counted: np.ndarray
   Returns:
     f32[n, g] in [-1/2, 0].
   """
-  right = correct & counted
-  total, winners = np.maximum(counted.sum(1), 1), right.sum(1)
+  right = correct & valid
+  total = np.maximum(valid.sum(1), 1)
+  winners = right.sum(1)
   slack = 1e-9  # (1 - 0.8) * 5 is a little under 1
-  easy, hard = winners >= gamma * total - slack, winners <= (1 - gamma) * total + slack
-  compared = np.where(easy[:, None], right, counted)
-  punished = np.where((easy | (2 * winners > total))[:, None], right, counted & ~correct) & ~hard[:, None]
+  easy = winners >= gamma * total - slack
+  hard = winners <= (1 - gamma) * total + slack
+  compared = np.where(easy[:, None], right, valid)
+  punished = (
+    np.where((easy | (2 * winners > total))[:, None], right, valid & ~correct) & ~hard[:, None]
+  )
   length = np.where(compared, lengths, np.nan)
   alone = ~compared.any(1)
   length[alone] = 1.0  # nobody to compare with; nobody is punished either
-  border = np.maximum((np.nanmin(length, 1) + np.nanmax(length, 1)) / 2, np.nanmean(length, 1))[:, None]
+  border = np.maximum((np.nanmin(length, 1) + np.nanmax(length, 1)) / 2, np.nanmean(length, 1))[
+    :, None
+  ]
   penalty = -0.5 * np.clip((lengths - border) / border, 0.0, 1.0)
   return np.where(punished & ~alone[:, None], penalty, 0.0).astype(np.float32)

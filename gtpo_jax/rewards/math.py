@@ -12,6 +12,7 @@ A verdict is None only where none was reached:
 
 Sources: GSM8K (2110.14168, "#### 72"), MATH (2103.03874, \\boxed), DAPO (2503.14476, `Answer:`), math-verify 0.9.
 """
+
 from __future__ import annotations
 
 import re
@@ -27,7 +28,9 @@ MAX_CHARS = 1000  # of an answer; the longest gold of MATH-500 has 159
 RULES = ("math", "dapo")
 
 
-def math_correct(completion: str, gold: str, rule: str = "math", timeout_s: float = 5.0) -> bool | None:
+def math_correct(
+  completion: str, gold: str, rule: str = "math", timeout_s: float = 5.0
+) -> bool | None:
   """Whether the completion's answer equals `gold`, or None where no verdict was reached. Raises for no text, never hangs.
 
   The answer is the last balanced `\\boxed{...}`; else the later of the last `Answer: ...` ("The answer is ...") and the last
@@ -45,8 +48,15 @@ def math_correct(completion: str, gold: str, rule: str = "math", timeout_s: floa
   return math_verdicts([completion], [gold], timeout_s, rule=rule)[0]
 
 
-def math_verdicts(completions: Sequence[str], golds: Sequence[str], timeout_s: float = 5.0, workers: int | None = None, *,
-                  rule: str = "math", pool: Pool | None = None) -> list[bool | None]:
+def math_verdicts(
+  completions: Sequence[str],
+  golds: Sequence[str],
+  timeout_s: float = 5.0,
+  workers: int | None = None,
+  *,
+  rule: str = "math",
+  pool: Pool | None = None,
+) -> list[bool | None]:
   """`math_correct` of each pair, in order; what needs a worker is checked side by side while the rest is decided.
 
   Args:
@@ -77,7 +87,8 @@ class Undecided(NamedTuple):
 
 
 def _judge(completion: str, gold: str) -> bool | Undecided | None:
-  target, answer = gold_answer(gold), extract(completion)
+  target = gold_answer(gold)
+  answer = extract(completion)
   if not target.strip():
     return None
   return compare(target, answer) if answer else False
@@ -87,13 +98,20 @@ def _judge(completion: str, gold: str) -> bool | Undecided | None:
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(\{)|\\.|[{}]", re.DOTALL)
 _BOX_BARE = re.compile(r"\\boxed\s+([-+]?[\w.,/]+)")
-_ANSWER = re.compile(r"(?i)\banswer[*_]*(?:\s*[:：]|(?:\s+\w+){0,4}?\s+(?:is|equals)\b[*_]*:?|\s*=)[*_\s]*([^\n]+)")
+_ANSWER = re.compile(
+  r"(?i)\banswer[*_]*(?:\s*[:：]|(?:\s+\w+){0,4}?\s+(?:is|equals)\b[*_]*:?|\s*=)[*_\s]*([^\n]+)"
+)
 _HASHES = re.compile(r"####[^\S\n]*([^\n]+)")
 _DIGITS = r"\d{1,3}(?:,\d{3})+(?![\d,])|\d+"
-_LAST = re.compile(rf"\d+(?:[-/:]\d+){{2,}}|\d+:\d+|(?:(?<![\w)\]}}])[-−])?(?:\\[dt]?frac\{{\d+\}}\{{\d+\}}|"
-                   rf"(?:(?:{_DIGITS})(?:\.\d+)?|\.\d+)(?:/\d+|[eE][-+]?\d+|\s*\\?%)?)", re.ASCII)
+_LAST = re.compile(
+  rf"\d+(?:[-/:]\d+){{2,}}|\d+:\d+|(?:(?<![\w)\]}}])[-−])?(?:\\[dt]?frac\{{\d+\}}\{{\d+\}}|"
+  rf"(?:(?:{_DIGITS})(?:\.\d+)?|\.\d+)(?:/\d+|[eE][-+]?\d+|\s*\\?%)?)",
+  re.ASCII,
+)
 _SENTENCE_END = re.compile(r"[.?](?:\s|$)")
-_PROSE = re.compile(r"(?<![\\A-Za-z\d{])(?!(?:and|or|sqrt|sin|cos|tan|log|mod)\b)[A-Za-z]{3,}")  # words beyond a unit and a name
+_PROSE = re.compile(
+  r"(?<![\\A-Za-z\d{])(?!(?:and|or|sqrt|sin|cos|tan|log|mod)\b)[A-Za-z]{3,}"
+)  # words beyond a unit and a name
 _DOLLARS = re.compile(r"(?<!\\)\$([^$\n]+)(?<!\\)\$|\\\((.+?)\\\)")
 
 
@@ -129,7 +147,9 @@ def _last_match(pattern: re.Pattern, text: str) -> re.Match | None:
 def _last_number(text: str) -> str | None:
   for window in (2000, len(text)):
     match = _last_match(_LAST, text[-window:])
-    if match and (match.start() > MAX_CHARS or window >= len(text)):  # not one that the window may have cut
+    if match and (
+      match.start() > MAX_CHARS or window >= len(text)
+    ):  # not one that the window may have cut
       return match[0]
   return None
 
@@ -138,7 +158,8 @@ def _boxed(text: str) -> str | None:
   """What the last balanced box holds: one pass with a stack, since a search from every box would be quadratic."""
   if "box" not in text:
     return None
-  opened, found = [], None  # (start, whether of a box)
+  opened = []  # (start, whether of a box)
+  found = None
   for match in _BOX.finditer(text):
     if match[0] == "}":
       if opened:
@@ -148,7 +169,7 @@ def _boxed(text: str) -> str | None:
     elif match[1] or match[0] == "{":
       opened.append((match.end(), bool(match[1])))
   if found:
-    return text[found[0]:found[1]]
+    return text[found[0] : found[1]]
   bare = _last_match(_BOX_BARE, text)
   return bare[1] if bare else None
 
@@ -158,9 +179,11 @@ def _focus(line: str) -> str | None:
   if len(line) > MAX_CHARS:
     return _last_number(line)
   formulas = [a or b for a, b in _DOLLARS.findall(line)]
-  if formulas and not _PROSE.search(clean(formulas[-1])):  # in "$5 more than $8" dollars are dollars
+  if formulas and not _PROSE.search(
+    clean(formulas[-1])
+  ):  # in "$5 more than $8" dollars are dollars
     return formulas[-1]
-  sentence = line[:end.start()] if (end := _SENTENCE_END.search(line)) else line
+  sentence = line[: end.start()] if (end := _SENTENCE_END.search(line)) else line
   if _PROSE.search(read(sentence)[0]) and not WORDS.fullmatch(clean(sentence)):
     return _last_number(sentence) or sentence
   return sentence
@@ -169,20 +192,24 @@ def _focus(line: str) -> str | None:
 # The comparison.
 
 _TOO_COSTLY = re.compile(
-    r"\^[\s{(]*-?\d{6,}|\^[\s{(]*-?\d+\s*\^[\s{(]*-?\d"
-    r"|\d{5,}[\s)}]*!|!\s*[)}]*\s*!|\^[^!]{0,20}[)}]\s*!|\^[^^]{0,40}\^[^^]{0,40}\^|\d{301}", re.ASCII)
+  r"\^[\s{(]*-?\d{6,}|\^[\s{(]*-?\d+\s*\^[\s{(]*-?\d"
+  r"|\d{5,}[\s)}]*!|!\s*[)}]*\s*!|\^[^!]{0,20}[)}]\s*!|\^[^^]{0,40}\^[^^]{0,40}\^|\d{301}",
+  re.ASCII,
+)
 _LETTER = re.compile(r"\(?([A-J])\)?")
 _LETTER_FIRST = re.compile(r"\(?([A-J])(?:[.):]|\)?$)")
 
 
 def compare(gold: str, answer: str) -> bool | Undecided | None:
   """Whether two answers are equal, where that is decided cheaply; None where the answer is refused; else the pair for math-verify."""
-  gold, answer = _unwrap(gold.strip()), _unwrap(answer.strip())
+  gold = _unwrap(gold.strip())
+  answer = _unwrap(answer.strip())
   if gold == answer:
     return True
   if max(len(gold), len(answer)) > MAX_CHARS:
     return None
-  (gold, target), (answer, value) = read(gold), read(answer)
+  (gold, target) = read(gold)
+  (answer, value) = read(answer)
   if not gold:
     return None
   if SPACE.sub("", gold) == SPACE.sub("", answer):
@@ -196,7 +223,9 @@ def compare(gold: str, answer: str) -> bool | Undecided | None:
     if verdict is not None:
       return verdict
   elif isinstance(target, str) and target not in ("oo", "-oo"):
-    return False  # not these words; math-verify would multiply their letters, and take "evil" for "live"
+    return (
+      False  # not these words; math-verify would multiply their letters, and take "evil" for "live"
+    )
   if _depth(answer) > MAX_DEPTH or _TOO_COSTLY.search(answer):
     return None
   return Undecided(_latex(gold), _latex(answer))
@@ -210,7 +239,8 @@ def _unwrap(text: str) -> str:
   """Any number of round brackets around something without such brackets becomes one pair."""
   if not text.startswith("((") or not text.endswith("))"):
     return text
-  left, right = len(text) - len(text.lstrip("(")), len(text) - len(text.rstrip(")"))
+  left = len(text) - len(text.lstrip("("))
+  right = len(text) - len(text.rstrip(")"))
   inner = text[left:-right]
   return f"({inner})" if left == right and "(" not in inner and ")" not in inner else text
 
@@ -227,16 +257,54 @@ def _depth(text: str) -> int:
 
 _DAPO_ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _DAPO_REPLACED = (
-    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
-    ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
-    *((word, "") for word in str.split(
-        "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm pounds meters "
-        "meals edges students childrentickets multiples \\text{s} \\text{.}")),
-    *((text, "") for text in ("\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}",
-                              "\\;", ",\\!", "{,}", '"', "\\dots")))
-_DAPO_REWRITTEN = [(re.compile(pattern), new) for pattern, new in (
-    (r".*?\$(.*?)\$.*", r"$\1$"), (r"\\text\{(.*?)\}", r"\1"), (r"\\textbf\{(.*?)\}", r"\1"), (r"\\overline\{(.*?)\}", r"\1"),
-    (r"\\boxed\{(.*)\}", r"\1"), (r"frac([^{])(.)", r"frac{\1}{\2}"), (r"sqrt([^{])", r"sqrt{\1}"))]
+  ("an ", ""),
+  ("a ", ""),
+  (".$", "$"),
+  ("\\$", ""),
+  ("\\ ", ""),
+  (" ", ""),
+  ("mbox", "text"),
+  (",\\text{and}", ","),
+  ("\\text{and}", ","),
+  ("\\text{m}", "\\text{}"),
+  *(
+    (word, "")
+    for word in str.split(
+      "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm pounds meters "
+      "meals edges students childrentickets multiples \\text{s} \\text{.}"
+    )
+  ),
+  *(
+    (text, "")
+    for text in (
+      "\\text{\ns}",
+      "\\text{}^2",
+      "\\text{}^3",
+      "\\text{\n}",
+      "\\text{}",
+      "\\mathrm{th}",
+      "^\\circ",
+      "^{\\circ}",
+      "\\;",
+      ",\\!",
+      "{,}",
+      '"',
+      "\\dots",
+    )
+  ),
+)
+_DAPO_REWRITTEN = [
+  (re.compile(pattern), new)
+  for pattern, new in (
+    (r".*?\$(.*?)\$.*", r"$\1$"),
+    (r"\\text\{(.*?)\}", r"\1"),
+    (r"\\textbf\{(.*?)\}", r"\1"),
+    (r"\\overline\{(.*?)\}", r"\1"),
+    (r"\\boxed\{(.*)\}", r"\1"),
+    (r"frac([^{])(.)", r"frac{\1}{\2}"),
+    (r"sqrt([^{])", r"sqrt{\1}"),
+  )
+]
 
 
 def _dapo(completion: str, gold: str) -> bool | None:

@@ -4,6 +4,7 @@ A worker is a fresh interpreter that runs this file as a script (`python -P pool
 and its threads would not survive, nor multiprocessing's spawn, which imports the parent's main module and so JAX again. It imports
 the standard library and the check, nothing of gtpo_jax; hence no import of this package in this file.
 """
+
 from __future__ import annotations
 
 import atexit
@@ -25,7 +26,9 @@ from concurrent.futures import Future
 from pathlib import Path
 
 START_LIMIT_S = 60.0  # to import SymPy on a busy machine; not counted as time of a check
-GRACE_S = 1.0  # the worker ends itself this long after the limit, where no parent is left to kill it
+GRACE_S = (
+  1.0  # the worker ends itself this long after the limit, where no parent is left to kill it
+)
 REQUEST_BYTES = 32_768  # below the 64 KiB of a pipe, so that writing a request never blocks
 _VERDICTS = {b"1": True, b"0": False, b"?": None}
 _log = logging.getLogger(__name__)
@@ -46,13 +49,17 @@ class Pool:
     memory_mb: MiB of address space of a worker (1 MiB = 2**20 bytes); a check that needs more ends without a verdict.
   """
 
-  def __init__(self, workers: int | None = None, timeout_s: float = 5.0, check: str = "", memory_mb: int = 2048):
+  def __init__(
+    self, workers: int | None = None, timeout_s: float = 5.0, check: str = "", memory_mb: int = 2048
+  ):
     if workers is not None and workers < 1:
       raise ValueError(f"workers must be at least 1, got {workers}")
     if not 0 < timeout_s <= 86_400:
       raise ValueError(f"timeout_s must be in (0, 86400], got {timeout_s}")
     self.workers = workers or min(8, _cores())
-    self.timeout_s, self.check_name, self.memory_mb = timeout_s, check, memory_mb
+    self.timeout_s = timeout_s
+    self.check_name = check
+    self.memory_mb = memory_mb
     self._lock = threading.Lock()
     self._forget()
     _pools.add(self)
@@ -74,7 +81,11 @@ class Pool:
     with self._lock:
       self._pending += 1
       if self._pending > len(self._threads) < self.workers:
-        self._threads.append(threading.Thread(target=self._own, args=(self._jobs, self._closed, self._alive), daemon=True))
+        self._threads.append(
+          threading.Thread(
+            target=self._own, args=(self._jobs, self._closed, self._alive), daemon=True
+          )
+        )
         self._threads[-1].start()
       self._jobs.put((future, request, limit))
     return future
@@ -83,7 +94,9 @@ class Pool:
     """The verdict, waited for."""
     return self.submit(gold, answer, timeout_s).result()
 
-  def check_all(self, pairs: Iterable[tuple[str, str]], timeout_s: float | None = None) -> list[bool | None]:
+  def check_all(
+    self, pairs: Iterable[tuple[str, str]], timeout_s: float | None = None
+  ) -> list[bool | None]:
     """The verdicts of (gold, answer) pairs in their order, checked side by side."""
     return wait_all([self.submit(gold, answer, timeout_s) for gold, answer in pairs])
 
@@ -95,7 +108,9 @@ class Pool:
   def close(self) -> None:
     """Ends all workers. What is being checked or waits gets the verdict None."""
     with self._lock:
-      threads, jobs, alive = self._threads, self._jobs, list(self._alive)
+      threads = self._threads
+      jobs = self._jobs
+      alive = list(self._alive)
       self._closed.set()
       self._forget()
     with contextlib.suppress(queue.Empty):
@@ -125,7 +140,9 @@ class Pool:
       verdict = None
       if not closed.is_set() and future.set_running_or_notify_cancel():
         try:
-          if worker is None or worker.process.poll() is not None:  # one that died between two checks costs none
+          if (
+            worker is None or worker.process.poll() is not None
+          ):  # one that died between two checks costs none
             worker = self._start(worker, closed, alive)
           verdict = worker.ask(request, limit) if worker else None
         except Exception:  # of any kind, since a future left open would hang its caller
@@ -135,7 +152,9 @@ class Pool:
       _resolve(future, verdict)
     self._end(worker, alive)
 
-  def _start(self, dead: _Worker | None, closed: threading.Event, alive: set[_Worker]) -> _Worker | None:
+  def _start(
+    self, dead: _Worker | None, closed: threading.Event, alive: set[_Worker]
+  ) -> _Worker | None:
     """A worker that has said it is ready, or None; after three failures in a row no more is tried until the pool is closed."""
     self._end(dead, alive)
     if self._failures >= 3:
@@ -169,9 +188,23 @@ class _Worker:
   """One process with the pipes to and from it, used by one thread; `kill` alone may come from another."""
 
   def __init__(self, check: str, memory_mb: int):
-    command = [sys.executable, "-P", str(Path(__file__).resolve()), str(os.getpid()), str(memory_mb), check, json.dumps(sys.path)]
-    self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
-                                    start_new_session=True)  # a terminal's Ctrl-C does not reach another session
+    command = [
+      sys.executable,
+      "-P",
+      str(Path(__file__).resolve()),
+      str(os.getpid()),
+      str(memory_mb),
+      check,
+      json.dumps(sys.path),
+    ]
+    self.process = subprocess.Popen(
+      command,
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.DEVNULL,
+      bufsize=0,
+      start_new_session=True,
+    )  # a terminal's Ctrl-C does not reach another session
 
   def ask(self, request: bytes, limit_s: float) -> bool | None:
     """The verdict; raises EOFError or OSError where the process died, TimeoutError after `limit_s` seconds."""
@@ -181,7 +214,9 @@ class _Worker:
 
   def read(self, deadline: float) -> bytes:
     """One line without its end."""
-    pipe, line, poll = self.process.stdout.fileno(), b"", select.poll()
+    pipe = self.process.stdout.fileno()
+    line = b""
+    poll = select.poll()
     poll.register(pipe, select.POLLIN)
     while not line.endswith(b"\n"):
       if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
@@ -258,6 +293,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 # What follows runs in a worker.
 
+
 def equal_by_math_verify(gold: str, answer: str) -> bool | None:
   """Whether two LaTeX expressions are equivalent for math-verify (github.com/huggingface/Math-Verify).
 
@@ -266,9 +302,19 @@ def equal_by_math_verify(gold: str, answer: str) -> bool | None:
   """
   from math_verify import LatexExtractionConfig, parse, verify
 
-  read = lambda text: parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None, raise_on_error=True)
+  read = lambda text: parse(
+    f"${text}$",
+    [LatexExtractionConfig()],
+    fallback_mode="no_fallback",
+    parsing_timeout=None,
+    raise_on_error=True,
+  )
   target = read(gold)
-  return bool(verify(target, read(answer), timeout_seconds=None, raise_on_error=True)) if target else None
+  return (
+    bool(verify(target, read(answer), timeout_seconds=None, raise_on_error=True))
+    if target
+    else None
+  )
 
 
 def _load(name: str) -> Callable[[str, str], bool | None]:
@@ -307,15 +353,23 @@ def _serve(parent: int, memory_mb: int, check_name: str, path: list[str]) -> Non
   try:
     check = _load(check_name)
   except Exception as error:
-    os.write(verdicts, f"{type(error).__name__}: {error}".replace("\n", " ").encode(errors="replace")[:1000] + b"\n")
+    os.write(
+      verdicts,
+      f"{type(error).__name__}: {error}".replace("\n", " ").encode(errors="replace")[:1000] + b"\n",
+    )
     return
-  with contextlib.suppress(ImportError, ValueError, OSError):  # a bound the system does not know is no reason to stop
+  with contextlib.suppress(
+    ImportError, ValueError, OSError
+  ):  # a bound the system does not know is no reason to stop
     import resource
+
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb * 2**20,) * 2)
   os.write(verdicts, b"ready\n")
   while True:
     gold, answer, limit = json.loads(requests.get())
-    signal.setitimer(signal.ITIMER_REAL, limit + GRACE_S)  # the kernel's, so that it also ends C code that holds the GIL
+    signal.setitimer(
+      signal.ITIMER_REAL, limit + GRACE_S
+    )  # the kernel's, so that it also ends C code that holds the GIL
     try:
       verdict = check(gold, answer)
     except Exception:

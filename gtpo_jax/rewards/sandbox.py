@@ -7,6 +7,7 @@ user namespaces. A program's processes end with the run, at the latest at the wa
 What this does not cover: faults of the kernel itself, side channels, and the load of a run within its limits (a core, `memory_mb`).
 The memory of a run's processes together is watched every 50 ms from outside, so it can overshoot by what a core fills in that time.
 """
+
 from __future__ import annotations
 
 import atexit
@@ -42,21 +43,113 @@ OUTPUT_LIMIT = 8 * MIB  # bytes of stdout or stderr; a run that writes more is k
 PROCESSES = 16  # and threads; three of them are the sandbox's own
 START_S = 60.0  # from the launch to the first sign of life; only then the program's own time runs
 NOBODY = 65534
-ADVICE = ("install bubblewrap (`apt install bubblewrap` or `conda install -c conda-forge bubblewrap`); in a container allow user "
-          "namespaces: `docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined`, Kubernetes `seccompProfile: "
-          "{type: Unconfined}`; on Ubuntu 24.04 `sysctl kernel.apparmor_restrict_unprivileged_userns=0`")
-LEFT_OUT = shutil.ignore_patterns("test", "tests", "idlelib", "ensurepip", "lib2to3", "tkinter", "turtledemo", "site-packages",
-                                  "dist-packages", "config-*", "*.opt-?.pyc", "*.a", "_sysconfigdata*", "__phello__")
+ADVICE = (
+  "install bubblewrap (`apt install bubblewrap` or `conda install -c conda-forge bubblewrap`); in a container allow user "
+  "namespaces: `docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined`, Kubernetes `seccompProfile: "
+  "{type: Unconfined}`; on Ubuntu 24.04 `sysctl kernel.apparmor_restrict_unprivileged_userns=0`"
+)
+LEFT_OUT = shutil.ignore_patterns(
+  "test",
+  "tests",
+  "idlelib",
+  "ensurepip",
+  "lib2to3",
+  "tkinter",
+  "turtledemo",
+  "site-packages",
+  "dist-packages",
+  "config-*",
+  "*.opt-?.pyc",
+  "*.a",
+  "_sysconfigdata*",
+  "__phello__",
+)
 # The first step inside. What is public comes from the front of a file; the rest is read later, by the side that may know it.
 BOOT = "import sys,marshal,posix;f,n=map(int,sys.argv[1:]);c,x=marshal.loads(posix.pread(f,n,0));exec(c);enter(f,n,*x)"
 
 # Calls that no program needs and that reach other processes, other namespaces, the keys of the host, or memory no limit counts.
-_NEW_NUMBERS = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 440, 442, 447)  # io_uring, new mount calls, pidfd_getfd, ... on all
+_NEW_NUMBERS = (
+  425,
+  426,
+  427,
+  428,
+  429,
+  430,
+  431,
+  432,
+  433,
+  438,
+  440,
+  442,
+  447,
+)  # io_uring, new mount calls, pidfd_getfd, ... on all
 _REFUSED = {  # machine: audit name, clone, then: ptrace, process_vm_*, kcmp, mounts, namespaces, keys, bpf, perf, memfd, System V, mq
-    "x86_64": (0xC000003E, 56, (101, 310, 311, 312, 165, 166, 155, 161, 272, 308, 248, 249, 250, 321, 298, 323, 319, 29, 30, 64, 68, 240,
-                                135, 300, 303, 304, 278)),
-    "aarch64": (0xC00000B7, 220, (117, 270, 271, 272, 40, 39, 41, 51, 97, 268, 217, 218, 219, 280, 241, 282, 279, 194, 196, 190, 186, 180,
-                                  92, 262, 264, 265, 75)),
+  "x86_64": (
+    0xC000003E,
+    56,
+    (
+      101,
+      310,
+      311,
+      312,
+      165,
+      166,
+      155,
+      161,
+      272,
+      308,
+      248,
+      249,
+      250,
+      321,
+      298,
+      323,
+      319,
+      29,
+      30,
+      64,
+      68,
+      240,
+      135,
+      300,
+      303,
+      304,
+      278,
+    ),
+  ),
+  "aarch64": (
+    0xC00000B7,
+    220,
+    (
+      117,
+      270,
+      271,
+      272,
+      40,
+      39,
+      41,
+      51,
+      97,
+      268,
+      217,
+      218,
+      219,
+      280,
+      241,
+      282,
+      279,
+      194,
+      196,
+      190,
+      186,
+      180,
+      92,
+      262,
+      264,
+      265,
+      75,
+    ),
+  ),
 }
 _CLONE_NEW = 0x7E020080  # CLONE_NEW{USER,PID,NET,IPC,UTS,CGROUP,NS,TIME}
 _CLONE3 = 435  # its flags lie in memory that a filter cannot read: refused as unknown, and the C library falls back on clone
@@ -72,8 +165,16 @@ class Ended:
   err: bytes  # stderr, at most OUTPUT_LIMIT
 
 
-def run_inside(code: bytes, public: tuple, private: bytes, *, stdin: bytes = b"", timeout_s: float = 5, memory_mb: int = 512,
-               allow_unsandboxed: bool = False) -> Ended:
+def run_inside(
+  code: bytes,
+  public: tuple,
+  private: bytes,
+  *,
+  stdin: bytes = b"",
+  timeout_s: float = 5,
+  memory_mb: int = 512,
+  allow_unsandboxed: bool = False,
+) -> Ended:
   """Runs trusted start-up code in a fresh sandbox; what that code forks is held by the sandbox and killed with it.
 
   Args:
@@ -118,29 +219,65 @@ def _sandbox() -> tuple[str, ...]:
   if not bwrap:
     raise UserError(f"bwrap is not installed: {ADVICE}")
   root = _runtime()
-  options = subprocess.run([bwrap, "--help"], capture_output=True, text=True, timeout=30, check=False).stdout
+  options = subprocess.run(
+    [bwrap, "--help"], capture_output=True, text=True, timeout=30, check=False
+  ).stdout
   if "--size" not in options:
     raise UserError(f"bubblewrap 0.7 or later is needed, {bwrap} is older")
-  command = [bwrap, "--unshare-all", "--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox",
-             "--die-with-parent", "--new-session", "--cap-drop", "ALL", "--clearenv", "--setenv", "PATH", "/usr/bin:/bin",
-             "--setenv", "HOME", "/tmp", "--setenv", "LD_LIBRARY_PATH", (root / ".libraries").read_text(), "--ro-bind", str(root), "/"]
+  command = [
+    bwrap,
+    "--unshare-all",
+    "--unshare-user",
+    "--uid",
+    str(NOBODY),
+    "--gid",
+    str(NOBODY),
+    "--hostname",
+    "sandbox",
+    "--die-with-parent",
+    "--new-session",
+    "--cap-drop",
+    "ALL",
+    "--clearenv",
+    "--setenv",
+    "PATH",
+    "/usr/bin:/bin",
+    "--setenv",
+    "HOME",
+    "/tmp",
+    "--setenv",
+    "LD_LIBRARY_PATH",
+    (root / ".libraries").read_text(),
+    "--ro-bind",
+    str(root),
+    "/",
+  ]
   for device in ("null", "zero", "urandom"):
     command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
   command += ["--size", str(TMP_MIB * MIB), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-  if os.geteuid() == 0:  # as root no process limit holds, and files owned by root would be the program's own
+  if (
+    os.geteuid() == 0
+  ):  # as root no process limit holds, and files owned by root would be the program's own
     drop = shutil.which("setpriv")
     if not drop:
       raise UserError("setpriv (util-linux) is needed to leave root before programs run")
     command = [drop, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--", *command]
   variants = [[*command, "--disable-userns"]] if "--disable-userns" in options else []
-  if _filter():  # which refuses user namespaces too, where /proc/sys is read-only as in most containers
+  if (
+    _filter()
+  ):  # which refuses user namespaces too, where /proc/sys is read-only as in most containers
     variants.append(command)
   error = "no way to forbid user namespaces here: bubblewrap 0.8 or later is needed"
   for variant in variants:
-    ended = _run(tuple(variant), marshal.dumps(compile(_PROBE, "<probe>", "exec")), (), b"", b"", 5, 512)
+    ended = _run(
+      tuple(variant), marshal.dumps(compile(_PROBE, "<probe>", "exec")), (), b"", b"", 5, 512
+    )
     if ended.report == b"probe":
       return tuple(variant)
-    error = (ended.err.decode(errors="replace").strip().splitlines() or [f"the trial ended with {ended.how}"])[-1]
+    error = (
+      ended.err.decode(errors="replace").strip().splitlines()
+      or [f"the trial ended with {ended.how}"]
+    )[-1]
   raise UserError(f"bubblewrap cannot build its namespaces here ({error[:200]}): {ADVICE}")
 
 
@@ -152,16 +289,24 @@ def main(report, payload, private_at):
 """
 
 
-def enter(payload, private_at, report, sandboxed, limits, code, public):  # runs inside, as its own text: nothing of ours is there
+def enter(
+  payload, private_at, report, sandboxed, limits, code, public
+):  # runs inside, as its own text: nothing of ours is there
   """Sets the limits, hides this process's memory from those it will fork, says that it is ready, and runs the caller's main."""
   import _signal  # signal would load enum, which costs more than all the rest
   import os
   import resource
+
   if sandboxed:  # 4: PR_SET_DUMPABLE. No ptrace, no process_vm_readv, no pidfd_getfd, whatever the seccomp filter knows
     import _ctypes
+
     prctl = _ctypes.dlsym(_ctypes.dlopen(None, 2), "prctl")
-    assert _ctypes.call_function(prctl, (4, 0, 0, 0, 0)) == 0, "this process's memory cannot be hidden"
-  _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # else a program could raise KeyboardInterrupt in here
+    assert _ctypes.call_function(prctl, (4, 0, 0, 0, 0)) == 0, (
+      "this process's memory cannot be hidden"
+    )
+  _signal.signal(
+    _signal.SIGINT, _signal.SIG_DFL
+  )  # else a program could raise KeyboardInterrupt in here
   for name, value in limits.items():
     try:
       resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
@@ -182,27 +327,61 @@ def _interpreter() -> str:
   return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
-def _run(prefix: tuple[str, ...] | None, code: bytes, public: tuple, private: bytes, stdin: bytes, timeout_s: float,
-         memory_mb: int) -> Ended:
+def _run(
+  prefix: tuple[str, ...] | None,
+  code: bytes,
+  public: tuple,
+  private: bytes,
+  stdin: bytes,
+  timeout_s: float,
+  memory_mb: int,
+) -> Ended:
   """One run; without a prefix outside of any sandbox."""
   with ExitStack() as stack:
     report, write = os.pipe()
     report = stack.enter_context(open(report, "rb", buffering=0))
     closing = stack.enter_context(ExitStack())
     closing.callback(os.close, write)
-    arguments = (write, prefix is not None, _limits(timeout_s, memory_mb, prefix is not None), marshal.loads(code), public)
+    arguments = (
+      write,
+      prefix is not None,
+      _limits(timeout_s, memory_mb, prefix is not None),
+      marshal.loads(code),
+      public,
+    )
     front = marshal.dumps((_entrance(), arguments))
     payload = stack.enter_context(_file(front + private))
     source = stack.enter_context(_file(stdin))
     if prefix:  # a second door to the same file, that cannot write to this machine's disk
       source = stack.enter_context(open(f"/proc/self/fd/{source.fileno()}", "rb"))
-    python = [_interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", BOOT, str(payload.fileno()), str(len(front))]
+    python = [
+      _interpreter(),
+      "-I",
+      "-S",
+      "-B",
+      "-X",
+      "utf8",
+      "-c",
+      BOOT,
+      str(payload.fileno()),
+      str(len(front)),
+    ]
     fds = [payload.fileno(), write]
     if prefix and _filter():
       rules = stack.enter_context(_file(_filter()))
-      prefix, fds = (*prefix, "--seccomp", str(rules.fileno())), [*fds, rules.fileno()]
-    process = subprocess.Popen([*prefix, "--", *python] if prefix else python, stdin=source, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, pass_fds=fds, env={}, cwd="/", bufsize=0, start_new_session=True)
+      prefix = (*prefix, "--seccomp", str(rules.fileno()))
+      fds = [*fds, rules.fileno()]
+    process = subprocess.Popen(
+      [*prefix, "--", *python] if prefix else python,
+      stdin=source,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      pass_fds=fds,
+      env={},
+      cwd="/",
+      bufsize=0,
+      start_new_session=True,
+    )
     stack.enter_context(_ending(process, prefix is not None))
     closing.close()  # so that the end of the trusted part is the end of its pipe
     return _watch(process, report, timeout_s, memory_mb, prefix is not None)
@@ -227,10 +406,14 @@ def _kill(process: subprocess.Popen, sandboxed: bool) -> None:
   process.kill()
 
 
-def _watch(process: subprocess.Popen, report: io.FileIO, timeout_s: float, memory_mb: int, sandboxed: bool) -> Ended:
+def _watch(
+  process: subprocess.Popen, report: io.FileIO, timeout_s: float, memory_mb: int, sandboxed: bool
+) -> Ended:
   """Reads the three pipes until the trusted part has ended or a limit is passed, kills, and reads what is left in them."""
   found = {report: bytearray(), process.stdout: bytearray(), process.stderr: bytearray()}
-  how, deadline, look = "", time.monotonic() + START_S, math.inf  # look: when to look at the memory; not before it is ready
+  how = ""  # look: when to look at the memory; not before it is ready
+  deadline = time.monotonic() + START_S
+  look = math.inf
   with selectors.PollSelector() as selector:
     for pipe in found:
       os.set_blocking(pipe.fileno(), False)
@@ -258,15 +441,22 @@ def _watch(process: subprocess.Popen, report: io.FileIO, timeout_s: float, memor
         else:
           found[key.fileobj] += data
       if look == math.inf and found[report].startswith(b"ready\n"):
-        deadline, look = time.monotonic() + timeout_s, time.monotonic() + 0.05
+        deadline = time.monotonic() + timeout_s
+        look = time.monotonic() + 0.05
   if not found[report].startswith(b"ready\n"):
     how = "start"
-  return Ended(how, bytes(found[report]).removeprefix(b"ready\n"), bytes(found[process.stdout]), bytes(found[process.stderr]))
+  return Ended(
+    how,
+    bytes(found[report]).removeprefix(b"ready\n"),
+    bytes(found[process.stdout]),
+    bytes(found[process.stderr]),
+  )
 
 
 def _resident(pid: int) -> int:
   """Bytes of private resident memory of a process and all that descend from it; 0 for what has gone meanwhile."""
-  total, left = 0, [pid]
+  total = 0
+  left = [pid]
   while left:
     folder = f"/proc/{left.pop()}"
     with suppress(OSError, ValueError, IndexError):
@@ -279,7 +469,13 @@ def _resident(pid: int) -> int:
 
 def _limits(timeout_s: float, memory_mb: int, sandboxed: bool) -> dict[str, int]:
   """Limits for the trusted part to set inside; set outside they would count, or bind, this user's other processes."""
-  limits = {"AS": int(memory_mb * MIB), "CPU": math.ceil(timeout_s) + 2, "FSIZE": TMP_MIB * MIB, "NOFILE": 64, "CORE": 0}
+  limits = {
+    "AS": int(memory_mb * MIB),
+    "CPU": math.ceil(timeout_s) + 2,
+    "FSIZE": TMP_MIB * MIB,
+    "NOFILE": 64,
+    "CORE": 0,
+  }
   return limits | {"NPROC": PROCESSES} if sandboxed else limits
 
 
@@ -297,14 +493,34 @@ def _filter() -> bytes:
   if platform.machine() not in _REFUSED or sys.byteorder != "little" or struct.calcsize("P") != 8:
     return b""
   audit, clone, numbers = _REFUSED[platform.machine()]
-  load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
-  refuse, unknown, allow, kill = 0x00050001, 0x00050026, 0x7FFF0000, 0x80000000
-  rows = [(load, 0, 0, 4), (equal, 1, 0, audit), (end, 0, 0, kill), (load, 0, 0, 0),
-          (at_least, 0, 1, 0x40000000), (end, 0, 0, refuse)]  # x32 calls, the same kernel under other numbers
+  load = 0x20
+  equal = 0x15
+  at_least = 0x35
+  any_bit = 0x45
+  end = 0x06
+  refuse = 0x00050001
+  unknown = 0x00050026
+  allow = 0x7FFF0000
+  kill = 0x80000000
+  rows = [
+    (load, 0, 0, 4),
+    (equal, 1, 0, audit),
+    (end, 0, 0, kill),
+    (load, 0, 0, 0),
+    (at_least, 0, 1, 0x40000000),
+    (end, 0, 0, refuse),
+  ]  # x32 calls, the same kernel under other numbers
   for number in (*numbers, *_NEW_NUMBERS):
     rows += [(equal, 0, 1, number), (end, 0, 0, refuse)]
-  rows += [(equal, 0, 1, _CLONE3), (end, 0, 0, unknown), (equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 0, 1, _CLONE_NEW),
-           (end, 0, 0, refuse), (end, 0, 0, allow)]
+  rows += [
+    (equal, 0, 1, _CLONE3),
+    (end, 0, 0, unknown),
+    (equal, 0, 3, clone),
+    (load, 0, 0, 16),
+    (any_bit, 0, 1, _CLONE_NEW),
+    (end, 0, 0, refuse),
+    (end, 0, 0, allow),
+  ]
   return b"".join(struct.pack("<HBBI", *row) for row in rows)
 
 
@@ -325,16 +541,25 @@ def _runtime() -> Path:
   for name in ("null", "zero", "urandom"):
     (root / "dev" / name).touch()
   binaries = [_interpreter()]
-  bases = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}  # those of the interpreter, not of a virtual environment
+  bases = {
+    "base": sys.base_prefix,
+    "platbase": sys.base_exec_prefix,
+  }  # those of the interpreter, not of a virtual environment
   for folder in {sysconfig.get_path(name, vars=bases) for name in ("stdlib", "platstdlib")}:
-    shutil.copytree(os.path.realpath(folder), str(root) + folder, ignore=LEFT_OUT, dirs_exist_ok=True)
+    shutil.copytree(
+      os.path.realpath(folder), str(root) + folder, ignore=LEFT_OUT, dirs_exist_ok=True
+    )
     binaries += map(str, Path(folder, "lib-dynload").glob("*.so"))
-  listing = subprocess.run(["ldd", *binaries], capture_output=True, text=True, timeout=120, check=False).stdout
+  listing = subprocess.run(
+    ["ldd", *binaries], capture_output=True, text=True, timeout=120, check=False
+  ).stdout
   libraries = sorted(set(re.findall(r"(?m)^\s+(?:\S+ => )?(/\S+) \(0x", listing)))
   for path in (binaries[0], *libraries):
     Path(str(root) + path).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(path, str(root) + path)
-  (root / ".libraries").write_text(":".join(dict.fromkeys(os.path.dirname(path) for path in libraries)))
+  (root / ".libraries").write_text(
+    ":".join(dict.fromkeys(os.path.dirname(path) for path in libraries))
+  )
   return root
 
 

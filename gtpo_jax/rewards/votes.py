@@ -1,4 +1,5 @@
 """What a completion answers, as a value that votes are counted by: completions of equal values give one answer."""
+
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
@@ -36,4 +37,8 @@ def _whole(completion: str) -> str | None:
 
 
 # By kind. Programs have none: two are seldom the same, and which of them do the same is not known without tests.
-VOTES: dict[str, Callable[[str], Hashable | None]] = {"last_number": last_number, "countdown": _whole, "math": _math}
+VOTES: dict[str, Callable[[str], Hashable | None]] = {
+  "last_number": last_number,
+  "countdown": _whole,
+  "math": _math,
+}

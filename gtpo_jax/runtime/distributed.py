@@ -1,4 +1,5 @@
 """What several processes do together: values sent from the first to the others, and arrays gathered."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -44,7 +45,11 @@ def broadcast_from_first(make: Callable[[], Made]) -> Made:
   told = msgpack_restore(np.asarray(sent, np.uint8).tobytes())
   if "error" in told:
     kind, message = told["error"]
-    raise KINDS[kind](message) if kind in KINDS else RuntimeError(f"on the first process: {kind}: {message}")
+    raise (
+      KINDS[kind](message)
+      if kind in KINDS
+      else RuntimeError(f"on the first process: {kind}: {message}")
+    )
   return told["value"]
 
 
@@ -54,9 +59,15 @@ def any_text(here: str) -> str:
     return here
   room = np.frombuffer(here.encode()[:256].ljust(256, b"\0"), np.uint8)
   texts = np.asarray(multihost_utils.process_allgather(room), np.uint8)
-  return next((text for row in texts if (text := row.tobytes().rstrip(b"\0").decode(errors="ignore"))), "")
+  return next(
+    (text for row in texts if (text := row.tobytes().rstrip(b"\0").decode(errors="ignore"))), ""
+  )
 
 
 def any_process(here: bool) -> bool:
   """Whether `here` is True on some process."""
-  return here if jax.process_count() == 1 else bool(multihost_utils.process_allgather(np.asarray(here)).any())
+  return (
+    here
+    if jax.process_count() == 1
+    else bool(multihost_utils.process_allgather(np.asarray(here)).any())
+  )

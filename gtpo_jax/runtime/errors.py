@@ -1,4 +1,5 @@
 """Errors that are messages: one line for the user, no traceback."""
+
 from __future__ import annotations
 
 import difflib

@@ -1,4 +1,5 @@
 """Files of folders that others made: read as data, never followed out of the folder."""
+
 from __future__ import annotations
 
 import json
@@ -18,7 +19,8 @@ def inside(folder: Path, name: str) -> Path:
     raise UserError(f"{name!r}, named in {str(folder)!r}, is not the name of a file in it")
   file = folder / name
   try:
-    home, target = folder.resolve(), file.resolve()
+    home = folder.resolve()
+    target = file.resolve()
   except (OSError, RuntimeError) as error:  # a link that goes round in circles
     raise UserError(f"{str(file)!r} cannot be followed: {first_line(error)}") from error
   cached = home.parent.name == "snapshots" and (home.parent.parent / "blobs").is_dir()

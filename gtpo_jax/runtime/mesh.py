@@ -3,6 +3,7 @@
 Every parameter and activation names its axes with words ("embed", "heads", "batch"); `RULES` is the one place that says
 which mesh axes each word is split over. One device is the 1 x 1 x 1 x 1 mesh and runs the same code.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -19,24 +20,30 @@ from gtpo_jax.runtime.startup import use_compile_cache
 MESH_AXES = ("data", "fsdp", "context", "tensor")
 
 RULES: dict[str | None, str | tuple[str, ...] | None] = {
-    "batch": ("data", "fsdp"),  # prompts (axis n) or plain rows (axis b)
-    "position": "context",       # of a stream, within layers
-    "sequence": ("context", "tensor"),  # of a stream, between layers and in the head
-    "vocab": ("context", "tensor"),
-    "vocab_embed": "fsdp",       # a word's features in the tables of embedding and head
-    "embed": ("fsdp", "context"),
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "layer": None,
-    "head_dim": None,
-    "norm": None,
-    "rank": None,
-    None: None,
+  "batch": ("data", "fsdp"),  # prompts (axis n) or plain rows (axis b)
+  "position": "context",  # of a stream, within layers
+  "sequence": ("context", "tensor"),  # of a stream, between layers and in the head
+  "vocab": ("context", "tensor"),
+  "vocab_embed": "fsdp",  # a word's features in the tables of embedding and head
+  "embed": ("fsdp", "context"),
+  "heads": "tensor",
+  "kv_heads": "tensor",
+  "mlp": "tensor",
+  "layer": None,
+  "head_dim": None,
+  "norm": None,
+  "rank": None,
+  None: None,
 }
 
 
-def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None, context: int = 1) -> Mesh:
+def make_mesh(
+  data: int = -1,
+  fsdp: int = 1,
+  tensor: int = 1,
+  devices: Sequence[jax.Device] | None = None,
+  context: int = 1,
+) -> Mesh:
   """Builds the (data, fsdp, context, tensor) mesh; one size may be -1 and takes the devices that are left.
 
   From the first mesh of several CPU devices on, the process leaves JAX's compile cache alone.
@@ -55,22 +62,32 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
   sizes = dict(zip(MESH_AXES, (data, fsdp, context, tensor), strict=True))
   for name, size in sizes.items():
     if size < 1 and size != -1:
-      raise UserError(f"mesh.{name} must be at least 1, or -1 for the devices that are left; got {size}")
+      raise UserError(
+        f"mesh.{name} must be at least 1, or -1 for the devices that are left; got {size}"
+      )
   free = [name for name, size in sizes.items() if size == -1]
   if len(free) > 1:
-    raise UserError(f"only one mesh axis may be -1, got {' and '.join(f'mesh.{name}' for name in free)}")
+    raise UserError(
+      f"only one mesh axis may be -1, got {' and '.join(f'mesh.{name}' for name in free)}"
+    )
   fixed = int(np.prod([size for size in sizes.values() if size != -1]))
   if free and len(devices) % fixed == 0:
     sizes[free[0]] = len(devices) // fixed
   if int(np.prod(list(sizes.values()))) != len(devices):
     shape = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    raise UserError(f"a mesh of {shape} does not fit {len(devices)} device(s): the product must be {len(devices)}; "
-                    f"set one axis to -1 to fill it in")
+    raise UserError(
+      f"a mesh of {shape} does not fit {len(devices)} device(s): the product must be {len(devices)}; "
+      f"set one axis to -1 to fill it in"
+    )
   if len(devices) > 1 and devices[0].platform == "cpu":
     # A program read back from the cache may stand still here, its devices waiting for one another in different collectives; freshly
     # compiled it does not (jaxlib 0.10.2). It seems to have lost the order in which XLA has devices take collectives up.
     use_compile_cache(False)
-  return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+  return Mesh(
+    np.asarray(devices).reshape(tuple(sizes.values())),
+    MESH_AXES,
+    axis_types=(AxisType.Auto,) * len(MESH_AXES),
+  )
 
 
 def single_device_mesh() -> Mesh:
@@ -86,7 +103,11 @@ def sampling_mesh(mesh: Mesh, *sizes: int) -> Mesh:
   """
   data, fsdp, context, tensor = mesh.devices.shape
   more = 1 if any(size % (context * tensor) for size in sizes) else context
-  return mesh if context == 1 else make_mesh(data, fsdp * context // more, tensor * more, mesh.devices.flat)
+  return (
+    mesh
+    if context == 1
+    else make_mesh(data, fsdp * context // more, tensor * more, mesh.devices.flat)
+  )
 
 
 def mesh_axes(logical: str | None) -> tuple[str, ...]:
@@ -107,13 +128,17 @@ def where_even(mesh: Mesh, size: int, *names: str) -> str | None:
 
 def uneven(name: str, size: int, mesh: Mesh) -> UserError:
   """What is wrong with the model's axis called `name` on `mesh`."""
-  return UserError(f"the model's {name} axis of {size} does not divide over {axis_size(mesh, name)} shards of mesh {dict(mesh.shape)}; "
-                   f"choose a mesh axis that divides {size}")
+  return UserError(
+    f"the model's {name} axis of {size} does not divide over {axis_size(mesh, name)} shards of mesh {dict(mesh.shape)}; "
+    f"choose a mesh axis that divides {size}"
+  )
 
 
 def partition_spec(axes: Sequence[str | EllipsisType | None]) -> PartitionSpec:
   """Logical axis names, one a dimension, to the mesh axes they are split over; `...` leaves a dimension to the compiler."""
-  return PartitionSpec(*(PartitionSpec.UNCONSTRAINED if axis is ... else RULES[axis] for axis in axes))
+  return PartitionSpec(
+    *(PartitionSpec.UNCONSTRAINED if axis is ... else RULES[axis] for axis in axes)
+  )
 
 
 def named_sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
@@ -135,7 +160,11 @@ def gathered(x: jax.Array, logical: str, axis: int) -> jax.Array:
 def scattered(x: jax.Array, logical: str, axis: int) -> jax.Array:
   """Within `shard_map`: the sum over the shards of the axis called `logical`, of which each keeps its part along `axis`."""
   names = mesh_axes(logical)
-  return x if jax.lax.axis_size(names) == 1 else jax.lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
+  return (
+    x
+    if jax.lax.axis_size(names) == 1
+    else jax.lax.psum_scatter(x, names, scatter_dimension=axis, tiled=True)
+  )
 
 
 def shard_number(logical: str) -> jax.Array:
@@ -151,4 +180,9 @@ def batch_shards(mesh: Mesh) -> int:
 def shard_batch(tree: Any, mesh: Mesh) -> Any:
   """Places host arrays [n, ...], the same on every process, on the mesh, split over their first axis."""
   sharding = named_sharding(mesh, "batch")
-  return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index]), tree)
+  return jax.tree.map(
+    lambda x: jax.make_array_from_callback(
+      np.shape(x), sharding, lambda index: np.asarray(x)[index]
+    ),
+    tree,
+  )

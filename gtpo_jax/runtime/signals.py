@@ -1,4 +1,5 @@
 """Ctrl-C and SIGTERM: the first asks the run to save and end, the second ends it at once. And the end of a run that has stalled."""
+
 from __future__ import annotations
 
 import contextlib
@@ -56,7 +57,11 @@ class StopSignals:
         os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the progress bar hid the cursor
       os._exit(128 + number)
     self.signal = number
-    print("\ngtpo: stopping at the next step boundary and saving; once more to leave at once", file=sys.stderr, flush=True)
+    print(
+      "\ngtpo: stopping at the next step boundary and saving; once more to leave at once",
+      file=sys.stderr,
+      flush=True,
+    )
 
 
 class Interrupts:
@@ -87,7 +92,11 @@ class Interrupts:
     if self._asked:
       raise KeyboardInterrupt
     self._asked = True
-    print("\ngtpo: stopping at the next step boundary; once more to leave at once", file=sys.stderr, flush=True)
+    print(
+      "\ngtpo: stopping at the next step boundary; once more to leave at once",
+      file=sys.stderr,
+      flush=True,
+    )
 
 
 class Watchdog:
@@ -97,12 +106,18 @@ class Watchdog:
   """
 
   def __init__(self, limit_s: float, stopping: Callable[[], bool]):
-    self._limit_s, self._stopping, self._alive, self._over, self._paused = limit_s, stopping, threading.Event(), False, False
+    self._limit_s = limit_s
+    self._stopping = stopping
+    self._alive = threading.Event()
+    self._over = False
+    self._paused = False
 
   def __call__(self) -> bool:
     """Whether the run is asked to stop."""
     if self._limit_s:
-      faulthandler.dump_traceback_later(self._limit_s + GRACE_S, exit=True, file=STDERR)  # for what keeps all of Python from running
+      faulthandler.dump_traceback_later(
+        self._limit_s + GRACE_S, exit=True, file=STDERR
+      )  # for what keeps all of Python from running
       self._alive.set()
     return self._stopping()
 
@@ -131,8 +146,12 @@ class Watchdog:
   def _watch(self) -> None:
     while not self._over:
       if not self._alive.wait(None if self._paused else self._limit_s):
-        print(f"\ngtpo: nothing has ended for {self._limit_s:g} s (guards.stall_s); the stacks of all threads follow; the same command "
-              f"goes on from the newest checkpoint", file=sys.stderr, flush=True)
+        print(
+          f"\ngtpo: nothing has ended for {self._limit_s:g} s (guards.stall_s); the stacks of all threads follow; the same command "
+          f"goes on from the newest checkpoint",
+          file=sys.stderr,
+          flush=True,
+        )
         faulthandler.dump_traceback(file=STDERR, all_threads=True)
         os._exit(1)
       self._alive.clear()

@@ -1,4 +1,5 @@
 """What must be settled before JAX starts. Importing this imports no JAX."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -14,12 +15,16 @@ def prepare_jax() -> None:
   `JAX_PLATFORMS` and `JAX_COMPILATION_CACHE_DIR`, or JAX's own settings of that kind, are left alone where they are set.
   """
   chips = any(Path(path).exists() for path in ("/dev/accel0", "/dev/vfio"))
-  gpu_plugin = any(importlib.util.find_spec(f"jax_{kind}_plugin") for kind in ("cuda12", "cuda13", "rocm7", "rocm60"))
+  gpu_plugin = any(
+    importlib.util.find_spec(f"jax_{kind}_plugin")
+    for kind in ("cuda12", "cuda13", "rocm7", "rocm60")
+  )
   cpu_alone = importlib.util.find_spec("libtpu") and not chips and not gpu_plugin
   if cpu_alone:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
   give_threads()
   import jax
+
   if cpu_alone and not jax.config.jax_platforms:  # a notebook may have imported it before
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
   if jax.config.jax_compilation_cache_dir is None:
@@ -33,6 +38,7 @@ def use_compile_cache(on: bool) -> None:
   """Turns JAX's compile cache on or off, whatever was compiled before."""
   import jax
   from jax.experimental.compilation_cache import compilation_cache
+
   if jax.config.jax_enable_compilation_cache != on:
     jax.config.update("jax_enable_compilation_cache", on)
     compilation_cache.reset_cache()  # JAX decides once whether it has a cache; this makes it decide again
@@ -56,8 +62,12 @@ def join_processes() -> None:
   """
   if os.environ.get("JAX_COORDINATOR_ADDRESS"):
     import jax
+
     try:
-      count, index = int(os.environ["JAX_NUM_PROCESSES"]), int(os.environ["JAX_PROCESS_ID"])
+      count = int(os.environ["JAX_NUM_PROCESSES"])
+      index = int(os.environ["JAX_PROCESS_ID"])
     except (KeyError, ValueError):
-      raise UserError("JAX_COORDINATOR_ADDRESS is set, so JAX_NUM_PROCESSES and JAX_PROCESS_ID must be set to whole numbers") from None
+      raise UserError(
+        "JAX_COORDINATOR_ADDRESS is set, so JAX_NUM_PROCESSES and JAX_PROCESS_ID must be set to whole numbers"
+      ) from None
     jax.distributed.initialize(num_processes=count, process_id=index, initialization_timeout=120)

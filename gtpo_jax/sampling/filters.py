@@ -3,6 +3,7 @@
 The distribution at the sampling temperature, *before* penalty and filters, is the policy: its log-probs and entropy are what the
 algorithms use. Penalty and filters only change what is drawn.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -19,15 +20,17 @@ BLOCK = 128  # words a block of the two-level draw: one TPU lane row
 class Picked(NamedTuple):
   """One drawn token a row; log-probs and entropy in nats."""
 
-  token: jax.Array           # i32[...]
-  log_prob: jax.Array        # f32[...], of the policy: softmax(logits / temperature) over the whole vocabulary
-  entropy: jax.Array         # f32[...], of that same distribution
+  token: jax.Array  # i32[...]
+  log_prob: (
+    jax.Array
+  )  # f32[...], of the policy: softmax(logits / temperature) over the whole vocabulary
+  entropy: jax.Array  # f32[...], of that same distribution
   drawn_log_prob: jax.Array  # f32[...], of the distribution that was drawn from, penalty and filters applied; 0 under greedy decoding
   plain_log_prob: jax.Array  # f32[...], of softmax(logits)
 
 
 @dataclasses.dataclass(frozen=True)
-class Sampler:
+class SamplingParams:
   """How tokens are drawn.
 
   Attributes:
@@ -55,7 +58,9 @@ class Sampler:
     if not 0 <= self.min_p < 1:
       raise UserError(f"sampling.min_p must be in [0, 1), got {self.min_p}")
     if not 0 < self.repetition_penalty < float("inf"):
-      raise UserError(f"sampling.repetition_penalty must be above 0 and finite (1 leaves the logits alone), got {self.repetition_penalty}")
+      raise UserError(
+        f"sampling.repetition_penalty must be above 0 and finite (1 leaves the logits alone), got {self.repetition_penalty}"
+      )
 
   @property
   def policy_temperature(self) -> float:
@@ -70,7 +75,9 @@ class Sampler:
   @property
   def filters(self) -> bool:
     """Whether tokens are drawn from anything but the policy itself."""
-    return self.penalises or self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+    return (
+      self.penalises or self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+    )
 
   def pick(self, logits: jax.Array, keys: jax.Array, seen: jax.Array | None = None) -> Picked:
     """Draws one token a row.
@@ -81,11 +88,18 @@ class Sampler:
       seen: bool[..., v], the tokens written before; read where there is a repetition penalty.
     """
     scaled, weights, total = self._weights(logits)
-    entropy = jnp.log(total) - jnp.where(weights > 0, weights * scaled, 0).sum(-1, keepdims=True) / total
+    entropy = (
+      jnp.log(total) - jnp.where(weights > 0, weights * scaled, 0).sum(-1, keepdims=True) / total
+    )
     at = lambda values: jnp.take_along_axis(values, token[..., None], -1)
-    shown, drawn = logits, weights
+    shown = logits
+    drawn = weights
     if self.penalises:
-      shown = jnp.where(seen, jnp.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty), logits)
+      shown = jnp.where(
+        seen,
+        jnp.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty),
+        logits,
+      )
       drawn = self._weights(shown)[1]
     if self.temperature == 0:
       token = jnp.argmax(shown, -1).astype(jnp.int32)
@@ -99,12 +113,20 @@ class Sampler:
       drawn_log_prob = jnp.log(at(drawn) / drawn.sum(-1, keepdims=True))
     else:
       drawn_log_prob = log_prob
-    plain = log_prob if self.policy_temperature == 1 else at(logits) - jax.nn.logsumexp(logits, -1, keepdims=True)
-    return Picked(token, *(x[..., 0] for x in (log_prob, jnp.maximum(entropy, 0), drawn_log_prob, plain)))
+    plain = (
+      log_prob
+      if self.policy_temperature == 1
+      else at(logits) - jax.nn.logsumexp(logits, -1, keepdims=True)
+    )
+    return Picked(
+      token, *(x[..., 0] for x in (log_prob, jnp.maximum(entropy, 0), drawn_log_prob, plain))
+    )
 
   def _weights(self, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """f32[..., v] of what the highest logit is ahead by, over the temperature, <= 0; its exponential; that one's sum f32[..., 1]."""
-    scaled = (logits - logits.max(-1, keepdims=True)) / self.policy_temperature  # in this order the highest is exactly 0
+    scaled = (
+      logits - logits.max(-1, keepdims=True)
+    ) / self.policy_temperature  # in this order the highest is exactly 0
     weights = jnp.exp(scaled)
     return scaled, weights, weights.sum(-1, keepdims=True)
 
@@ -120,7 +142,9 @@ class Sampler:
     if self.top_p < 1:
       ordered = jnp.sort(probs, axis=-1, descending=True)
       before = jnp.cumsum(ordered, axis=-1) - ordered
-      inside = before < self.top_p * ordered.sum(-1, keepdims=True)  # the most probable token always is
+      inside = before < self.top_p * ordered.sum(
+        -1, keepdims=True
+      )  # the most probable token always is
       bound = jnp.where(inside, ordered, jnp.inf).min(-1, keepdims=True)
       probs = jnp.where(probs >= bound, probs, 0)
     if self.min_p > 0:

@@ -4,6 +4,7 @@ A slot runs one completion at a time. A seat holds the keys and values of one pr
 seats are cut into equal shards, one a device of the batch axes, and a completion runs in the shard in which its prompt sits. A slot
 that has finished takes the next completion of a seated prompt; a seat whose prompt has no completion left takes the next prompt.
 """
+
 from __future__ import annotations
 
 import dataclasses
@@ -17,7 +18,7 @@ KERNELS = {"pallas": "tpu", "triton": "gpu"}  # of attention, and where they run
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class EngineConfig:
   """How much is sampled at once.
 
   Attributes:
@@ -35,26 +36,41 @@ class Limits:
 
   def __post_init__(self):
     if self.slots < 0:
-      raise UserError(f"sampling.slots must be at least 1, or 0 to choose by the machine; got {self.slots}")
+      raise UserError(
+        f"sampling.slots must be at least 1, or 0 to choose by the machine; got {self.slots}"
+      )
     if self.chunk < 0:
-      raise UserError(f"sampling.chunk must be at least 1, or 0 to choose by the machine; got {self.chunk}")
+      raise UserError(
+        f"sampling.chunk must be at least 1, or 0 to choose by the machine; got {self.chunk}"
+      )
     if self.kv_dtype not in ("", "float32", "bfloat16", "int8"):
-      raise UserError(f"sampling.kv_dtype must be float32, bfloat16, int8 or empty, got {self.kv_dtype!r}")
+      raise UserError(
+        f"sampling.kv_dtype must be float32, bfloat16, int8 or empty, got {self.kv_dtype!r}"
+      )
     if self.attention not in ("", "xla", *KERNELS):
-      raise UserError(f"sampling.attention must be xla, pallas, triton or empty to choose by the machine, got {self.attention!r}")
+      raise UserError(
+        f"sampling.attention must be xla, pallas, triton or empty to choose by the machine, got {self.attention!r}"
+      )
 
-  def on(self, platform: str, shards: int) -> Limits:
+  def on(self, platform: str, shards: int) -> EngineConfig:
     """What is chosen by the machine filled in, for `shards` devices of the batch axes.
 
     Raises:
       UserError: the machine cannot run what is asked for.
     """
-    cpu, attention = platform == "cpu", self.attention or ("pallas" if platform == "tpu" else "xla")
+    cpu = platform == "cpu"
+    attention = self.attention or ("pallas" if platform == "tpu" else "xla")
     if (home := KERNELS.get(attention, platform)) != platform and not cpu:
-      raise UserError(f"sampling.attention = {attention!r} is a {home.upper()} kernel, and this is {platform}; leave it empty, or set it "
-                      f"to 'xla'")
-    return dataclasses.replace(self, slots=self.slots or (64 if cpu else 256) * shards, chunk=self.chunk or (16 if cpu else 64),
-                               attention=attention)
+      raise UserError(
+        f"sampling.attention = {attention!r} is a {home.upper()} kernel, and this is {platform}; leave it empty, or set it "
+        f"to 'xla'"
+      )
+    return dataclasses.replace(
+      self,
+      slots=self.slots or (64 if cpu else 256) * shards,
+      chunk=self.chunk or (16 if cpu else 64),
+      attention=attention,
+    )
 
 
 class Room(NamedTuple):
@@ -62,22 +78,24 @@ class Room(NamedTuple):
 
   shards: int
   slots: int  # completions
-  seats: int  # prompts
-  rows: int   # completions of one prompt
+  prompt_cache: int  # prompts
+  rows: int  # completions of one prompt
 
 
 class Control(NamedTuple):
   """What the decode program is told before each chunk; slots [s] and seats [m] shard by shard. A slot that is not live is at rest."""
 
-  live: np.ndarray     # bool[s]
-  fresh: np.ndarray    # bool[s], its completion has no token yet
-  keys: np.ndarray     # u32[s, 2], of its completion
+  live: np.ndarray  # bool[s]
+  fresh: np.ndarray  # bool[s], its completion has no token yet
+  keys: np.ndarray  # u32[s, 2], of its completion
   written: np.ndarray  # i32[s], tokens so far
-  limit: np.ndarray    # i32[s], the most tokens it may have
-  place: np.ndarray    # i32[s], seat * rows + row within its shard
-  prompt: np.ndarray   # i32[s], tokens of its prompt
-  slot: np.ndarray     # i32[m, rows], the slot in each row of a seat, within the shard; 0 where there is none
-  seated: np.ndarray   # i32[m], tokens of the seated prompt
+  limit: np.ndarray  # i32[s], the most tokens it may have
+  place: np.ndarray  # i32[s], seat * rows + row within its shard
+  prompt: np.ndarray  # i32[s], tokens of its prompt
+  slot: (
+    np.ndarray
+  )  # i32[m, rows], the slot in each row of a seat, within the shard; 0 where there is none
+  seated: np.ndarray  # i32[m], tokens of the seated prompt
 
 
 def room(prompts: int, group: int, shards: int, slots: int) -> Room:
@@ -103,17 +121,20 @@ class _Seat:
 class Schedule:
   """Runs every completion of every prompt once: prompts in order, their completions in order."""
 
-  def __init__(self, room: Room, lengths: np.ndarray, limits: np.ndarray, keys: np.ndarray):
+  def __init__(self, room: Room, lengths: np.ndarray, token_limits: np.ndarray, keys: np.ndarray):
     """Args:
-      room: what runs at once.
-      lengths: i32[n], tokens of each prompt.
-      limits: i32[n, g], the most tokens that each completion may have; prompts with 0 are left out.
-      keys: u32[n, g, 2].
+    room: what runs at once.
+    lengths: i32[n], tokens of each prompt.
+    token_limits: i32[n, g], the most tokens that each completion may have; prompts with 0 are left out.
+    keys: u32[n, g, 2].
     """
-    self.room, self._lengths, self._limits, self._keys = room, lengths, limits, keys
+    self.room = room
+    self._lengths = lengths
+    self._token_limits = token_limits
+    self._keys = keys
     self._group = keys.shape[1]
-    self._waiting = np.flatnonzero(limits.all(1))[::-1].tolist()
-    self._seats: list[list[_Seat | None]] = [[None] * room.seats for _ in range(room.shards)]
+    self._waiting = np.flatnonzero(token_limits.all(1))[::-1].tolist()
+    self._seats: list[list[_Seat | None]] = [[None] * room.prompt_cache for _ in range(room.shards)]
     total = room.shards * room.slots
     self.completion = np.full((total, 2), -1, np.int32)  # [s, (prompt, number)]
     self.written = np.zeros(total, np.int32)
@@ -127,7 +148,9 @@ class Schedule:
   @property
   def waiting(self) -> bool:
     """Whether completions wait for a slot."""
-    return bool(self._waiting) or any(seat and seat.begun < self._group for seats in self._seats for seat in seats)
+    return bool(self._waiting) or any(
+      seat and seat.begun < self._group for prompt_cache in self._seats for seat in prompt_cache
+    )
 
   def fill(self, prefill: int) -> list[list[tuple[int, int]]]:
     """Gives free slots their next completions. Where slots stay idle, prompts take seats, at most `prefill` a shard.
@@ -138,8 +161,14 @@ class Schedule:
     seated: list[list[tuple[int, int]]] = [[] for _ in self._seats]
     idle = [self._assign(shard) for shard in range(self.room.shards)]
     short = any(idle)
-    while self._waiting and short:  # once prompts are read at all, free seats are filled ahead of need
-      roomy = [shard for shard, seats in enumerate(self._seats) if None in seats and len(seated[shard]) < prefill]
+    while (
+      self._waiting and short
+    ):  # once prompts are read at all, free seats are filled ahead of need
+      roomy = [
+        shard
+        for shard, prompt_cache in enumerate(self._seats)
+        if None in prompt_cache and len(seated[shard]) < prefill
+      ]
       if not roomy:
         break
       shard = max(roomy, key=lambda shard: (idle[shard], -len(seated[shard])))
@@ -151,13 +180,25 @@ class Schedule:
 
   def control(self) -> Control:
     """What the next chunk is told."""
-    live, rows = self.live, self.room.rows
-    prompt, number = self.completion[:, 0], self.completion[:, 1]
-    seats = [seat for shard in self._seats for seat in shard]
-    return Control(live, live & (self.written == 0), self._keys[prompt, number], self.written.copy(),
-                   self._limits[prompt, number], self._place.copy(), self._lengths[prompt],
-                   np.asarray([[max(slot, 0) for slot in seat.rows] if seat else [0] * rows for seat in seats], np.int32),
-                   np.asarray([self._lengths[seat.prompt] if seat else 1 for seat in seats], np.int32))
+    live = self.live
+    rows = self.room.rows
+    prompt = self.completion[:, 0]
+    number = self.completion[:, 1]
+    prompt_cache = [seat for shard in self._seats for seat in shard]
+    return Control(
+      live,
+      live & (self.written == 0),
+      self._keys[prompt, number],
+      self.written.copy(),
+      self._token_limits[prompt, number],
+      self._place.copy(),
+      self._lengths[prompt],
+      np.asarray(
+        [[max(slot, 0) for slot in seat.rows] if seat else [0] * rows for seat in prompt_cache],
+        np.int32,
+      ),
+      np.asarray([self._lengths[seat.prompt] if seat else 1 for seat in prompt_cache], np.int32),
+    )
 
   def advance(self, tokens: np.ndarray, ended: np.ndarray) -> None:
     """Takes up what a chunk wrote: i32[s] tokens in each slot, and bool[s] whether its completion ended. Its slot is then free."""
@@ -170,31 +211,37 @@ class Schedule:
       seat.rows[row] = -1
       if seat.begun == self._group and max(seat.rows) < 0:
         self._seats[shard][number] = None
-    self.completion[ended], self.written[ended], self._place[ended] = -1, 0, 0
+    self.completion[ended] = -1
+    self.written[ended] = 0
+    self._place[ended] = 0
 
   def shrink(self, slots: int) -> np.ndarray:
     """Leaves `slots` a shard, which must hold all that are live; returns the slots that stay, i32[shards, slots], within the shard."""
     live = self.live.reshape(self.room.shards, -1)
     order = np.argsort(~live, axis=1, kind="stable")[:, :slots].astype(np.int32)
     keep = (order + np.arange(self.room.shards)[:, None] * self.room.slots).ravel()
-    for shard, seats in enumerate(self._seats):
+    for shard, prompt_cache in enumerate(self._seats):
       new = {int(old): i for i, old in enumerate(order[shard])}
-      for seat in filter(None, seats):
+      for seat in filter(None, prompt_cache):
         seat.rows = [-1 if slot < 0 else new[slot] for slot in seat.rows]
     self.room = self.room._replace(slots=slots)
-    self.completion, self.written, self._place = self.completion[keep], self.written[keep], self._place[keep]
+    self.completion = self.completion[keep]
+    self.written = self.written[keep]
+    self._place = self._place[keep]
     return order
 
   def _assign(self, shard: int) -> int:
     """Gives the shard's free slots completions of prompts that are seated; returns how many stay idle."""
     first = shard * self.room.slots
-    free = np.flatnonzero(~self.live[first:first + self.room.slots]).tolist()[::-1]
+    free = np.flatnonzero(~self.live[first : first + self.room.slots]).tolist()[::-1]
     for number, seat in enumerate(self._seats[shard]):
       while free and seat and seat.begun < self._group and -1 in seat.rows:
-        local, row = free.pop(), seat.rows.index(-1)
+        local = free.pop()
+        row = seat.rows.index(-1)
         slot = first + local
         seat.rows[row] = local
         self.completion[slot] = seat.prompt, seat.begun
-        self._place[slot], self.written[slot] = number * self.room.rows + row, 0
+        self._place[slot] = number * self.room.rows + row
+        self.written[slot] = 0
         seat.begun += 1
     return len(free)

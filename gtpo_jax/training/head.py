@@ -10,6 +10,7 @@ serves both outputs: log-prob = z[token] - lse and entropy = lse - sum(p z). The
 Rows lie over the batch axes; positions and the vocabulary over context and tensor. The table is gathered over fsdp once, outside the loop
 over chunks; each chunk's positions are gathered, and every shard looks at its words alone: maxima and sums make the statistics whole.
 """
+
 from __future__ import annotations
 
 import functools
@@ -23,52 +24,99 @@ from jax.sharding import Mesh
 from gtpo_jax.arrays import Packing, Prompts, Rollouts
 from gtpo_jax.models.embedding import place_among
 from gtpo_jax.models.qwen2 import Params, Qwen2
-from gtpo_jax.runtime.mesh import axis_size, gathered, mesh_axes, partition_spec, scattered, shard_number
+from gtpo_jax.runtime.mesh import (
+  axis_size,
+  gathered,
+  mesh_axes,
+  partition_spec,
+  scattered,
+  shard_number,
+)
 from gtpo_jax.training.micro_batches import join, split
 
-TokenLoss = Callable[[jax.Array, Any], jax.Array]  # (log-probs f32[b, c], arrays [b, c] of the same tokens) -> their sum of losses f32[]
+TokenLoss = Callable[
+  [jax.Array, Any], jax.Array
+]  # (log-probs f32[b, c], arrays [b, c] of the same tokens) -> their sum of losses f32[]
 
 
-def score(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, temperature: float, chunk: int,
-          packing: Packing | None = None) -> tuple[jax.Array, jax.Array]:
+def score(
+  model: Qwen2,
+  params: Params,
+  prompts: Prompts,
+  tokens: jax.Array,
+  temperature: float,
+  chunk: int,
+  packing: Packing | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """Log-prob and entropy f32[n, g, t], in nats, of completion tokens i32[n, g, t] under the policy at `temperature`.
 
   With a `packing`, anything stands behind a completion's end.
   """
-  found = log_probs_and_entropy(*_inputs(model, params, prompts, tokens, packing), temperature, chunk, model.config.matmul_precision,
-                                model.mesh)
+  found = log_probs_and_entropy(
+    *_inputs(model, params, prompts, tokens, packing),
+    temperature,
+    chunk,
+    model.config.matmul_precision,
+    model.mesh,
+  )
   return tuple(_of_completions(x, tokens, packing) for x in found)
 
 
-def score_and_loss(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, temperature: float, chunk: int,
-                   token_loss: TokenLoss, signals: Any, packing: Packing | None = None) -> tuple[jax.Array, jax.Array]:
+def score_and_loss(
+  model: Qwen2,
+  params: Params,
+  prompts: Prompts,
+  tokens: jax.Array,
+  temperature: float,
+  chunk: int,
+  token_loss: TokenLoss,
+  signals: Any,
+  packing: Packing | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """The loss f32[], whose gradient is computed beside it, and the log-probs f32[n, g, t] of `score`, which pass no gradient on.
 
   Takes what `score` takes, and a `token_loss` and its signals as `loss_and_log_probs` does; these are [n, g, t] here, or [n, g] where a
   completion's tokens share one. Where there is no token, all its signals are 0, and so must be its loss.
   """
   of_tokens = lambda x: jnp.broadcast_to(x.reshape(*tokens.shape[:2], -1), tokens.shape)
-  loss, log_probs = loss_and_log_probs(token_loss, *_inputs(model, params, prompts, tokens, packing),
-                                       jax.tree.map(lambda x: _rows(of_tokens(x), packing), signals), temperature, chunk,
-                                       model.config.matmul_precision, model.mesh)
+  loss, log_probs = loss_and_log_probs(
+    token_loss,
+    *_inputs(model, params, prompts, tokens, packing),
+    jax.tree.map(lambda x: _rows(of_tokens(x), packing), signals),
+    temperature,
+    chunk,
+    model.config.matmul_precision,
+    model.mesh,
+  )
   return loss, _of_completions(log_probs, tokens, packing)
 
 
-def make_scorer(model: Qwen2, temperature: float, micro_batches: int, chunk: int) -> Callable[[Params, Rollouts], jax.Array]:
+def make_scorer(
+  model: Qwen2, temperature: float, micro_batches: int, chunk: int
+) -> Callable[[Params, Rollouts], jax.Array]:
   """A jitted function (params, rollouts) -> f32[n, g, t]: log-probs, in nats, of what was written, as the trainer computes them."""
+
   def log_probs(params: Params, rollouts: Rollouts) -> jax.Array:
     def part(x: Rollouts) -> jax.Array:
-      return jnp.where(x.mask, score(model, params, x.prompts, x.tokens, temperature, chunk, x.packing)[0], 0.0)
+      return jnp.where(
+        x.mask, score(model, params, x.prompts, x.tokens, temperature, chunk, x.packing)[0], 0.0
+      )
+
     return join(jax.lax.map(part, split(rollouts, micro_batches, model)))
 
   return jax.jit(log_probs)
 
 
-def _inputs(model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array,
-            packing: Packing | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _inputs(
+  model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, packing: Packing | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """What the head reads: the states that predict each token [b, t, d], the table [v, d], the tokens i32[b, t]; packed or not."""
   hidden = model.apply({"params": params}, prompts, tokens, packing, method="completion_hidden")
-  return hidden.reshape(-1, *hidden.shape[2:]), model.apply({"params": params}, method="head_table"), _rows(tokens, packing)
+  return (
+    hidden.reshape(-1, *hidden.shape[2:]),
+    model.apply({"params": params}, method="head_table"),
+    _rows(tokens, packing),
+  )
 
 
 def _rows(x: jax.Array, packing: Packing | None) -> jax.Array:
@@ -79,15 +127,28 @@ def _rows(x: jax.Array, packing: Packing | None) -> jax.Array:
 
 def _of_completions(x: jax.Array, tokens: jax.Array, packing: Packing | None) -> jax.Array:
   """What the head found in rows [b, t], for each of `tokens` [n, g, t]."""
-  return x.reshape(tokens.shape) if packing is None else packing.unpack(x.reshape(packing.source.shape), tokens.shape[2])
+  return (
+    x.reshape(tokens.shape)
+    if packing is None
+    else packing.unpack(x.reshape(packing.source.shape), tokens.shape[2])
+  )
 
 
-ROWS, TABLE, WORDS = partition_spec(("batch", "sequence")), partition_spec(("vocab", "vocab_embed")), mesh_axes("vocab")
+ROWS = partition_spec(("batch", "sequence"))
+TABLE = partition_spec(("vocab", "vocab_embed"))
+WORDS = mesh_axes("vocab")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def log_probs_and_entropy(hidden: jax.Array, table: jax.Array, tokens: jax.Array, temperature: float, chunk: int, precision: str,
-                          mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+def log_probs_and_entropy(
+  hidden: jax.Array,
+  table: jax.Array,
+  tokens: jax.Array,
+  temperature: float,
+  chunk: int,
+  precision: str,
+  mesh: Mesh,
+) -> tuple[jax.Array, jax.Array]:
   """Log-probs and entropies of softmax(hidden @ table.T / temperature).
 
   Args:
@@ -106,25 +167,46 @@ def log_probs_and_entropy(hidden: jax.Array, table: jax.Array, tokens: jax.Array
   return _forward(hidden, table, tokens, temperature, chunk, precision, mesh)[0]
 
 
-def _forward(hidden: jax.Array, table: jax.Array, tokens: jax.Array, temperature: float, chunk: int, precision: str,
-             mesh: Mesh) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+def _forward(
+  hidden: jax.Array,
+  table: jax.Array,
+  tokens: jax.Array,
+  temperature: float,
+  chunk: int,
+  precision: str,
+  mesh: Mesh,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
   def one(words: jax.Array, h: jax.Array, token: jax.Array) -> tuple[None, tuple[jax.Array, ...]]:
     _, *read = _read(words, h, token, temperature, precision)
     return None, tuple(map(_own_positions, _statistics(*read)))
 
-  _, (log_probs, entropy, lse) = _over_chunks(one, hidden, table, (tokens,), chunk, mesh, learns=False)
+  _, (log_probs, entropy, lse) = _over_chunks(
+    one, hidden, table, (tokens,), chunk, mesh, learns=False
+  )
   return (log_probs, jnp.maximum(entropy, 0)), (hidden, table, tokens, lse)
 
 
-def _backward(temperature: float, chunk: int, precision: str, mesh: Mesh, residuals: tuple[jax.Array, ...],
-              grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, None]:
+def _backward(
+  temperature: float,
+  chunk: int,
+  precision: str,
+  mesh: Mesh,
+  residuals: tuple[jax.Array, ...],
+  grads: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, None]:
   hidden, table, tokens, lse = residuals
 
-  def one(words: jax.Array, h: jax.Array, token: jax.Array, lse: jax.Array, slope: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def one(
+    words: jax.Array, h: jax.Array, token: jax.Array, lse: jax.Array, slope: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
     read = _read(words, h, token, temperature, precision)
-    return _gradient(words, *read, _all_positions(lse), _all_positions(slope) / temperature, precision)
+    return _gradient(
+      words, *read, _all_positions(lse), _all_positions(slope) / temperature, precision
+    )
 
-  d_table, d_hidden = _over_chunks(one, hidden, table, (tokens, lse, grads[0]), chunk, mesh, learns=True)
+  d_table, d_hidden = _over_chunks(
+    one, hidden, table, (tokens, lse, grads[0]), chunk, mesh, learns=True
+  )
   return d_hidden, d_table, None
 
 
@@ -132,8 +214,17 @@ log_probs_and_entropy.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6, 7, 8))
-def loss_and_log_probs(token_loss: TokenLoss, hidden: jax.Array, table: jax.Array, tokens: jax.Array, signals: Any, temperature: float,
-                       chunk: int, precision: str, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+def loss_and_log_probs(
+  token_loss: TokenLoss,
+  hidden: jax.Array,
+  table: jax.Array,
+  tokens: jax.Array,
+  signals: Any,
+  temperature: float,
+  chunk: int,
+  precision: str,
+  mesh: Mesh,
+) -> tuple[jax.Array, jax.Array]:
   """A loss that is a sum over tokens, and the log-probs it is made from. Its gradient is computed beside it, chunk by chunk.
 
   Args:
@@ -145,34 +236,64 @@ def loss_and_log_probs(token_loss: TokenLoss, hidden: jax.Array, table: jax.Arra
   Returns:
     The loss f32[] and log_probs f32[b, t], in nats. The gradient flows through the loss alone, and to `hidden` and `table` alone.
   """
-  return _forward_with_gradient(token_loss, hidden, table, tokens, signals, temperature, chunk, precision, mesh)[0]
+  return _forward_with_gradient(
+    token_loss, hidden, table, tokens, signals, temperature, chunk, precision, mesh
+  )[0]
 
 
-def _forward_with_gradient(token_loss: TokenLoss, hidden: jax.Array, table: jax.Array, tokens: jax.Array, signals: Any, temperature: float,
-                           chunk: int, precision: str, mesh: Mesh) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-  def one(words: jax.Array, h: jax.Array, token: jax.Array, signals: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _forward_with_gradient(
+  token_loss: TokenLoss,
+  hidden: jax.Array,
+  table: jax.Array,
+  tokens: jax.Array,
+  signals: Any,
+  temperature: float,
+  chunk: int,
+  precision: str,
+  mesh: Mesh,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+  def one(
+    words: jax.Array, h: jax.Array, token: jax.Array, signals: Any
+  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     h, z, place = _read(words, h, token, temperature, precision)
     log_probs, _, lse = _statistics(z, place)
     log_probs = _own_positions(log_probs)
     slope = jax.grad(token_loss)(log_probs, signals)
-    d_table, d_hidden = _gradient(words, h, z, place, lse, _all_positions(slope) / temperature, precision)
+    d_table, d_hidden = _gradient(
+      words, h, z, place, lse, _all_positions(slope) / temperature, precision
+    )
     return d_table, (log_probs, d_hidden)
 
-  d_table, (log_probs, d_hidden) = _over_chunks(one, hidden, table, (tokens, signals), chunk, mesh, learns=True)
+  d_table, (log_probs, d_hidden) = _over_chunks(
+    one, hidden, table, (tokens, signals), chunk, mesh, learns=True
+  )
   return (token_loss(log_probs, signals), log_probs), (d_hidden, d_table)
 
 
-def _backward_with_gradient(token_loss: TokenLoss, temperature: float, chunk: int, precision: str, mesh: Mesh,
-                            residuals: tuple[jax.Array, jax.Array],
-                            grads: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, None, None]:
+def _backward_with_gradient(
+  token_loss: TokenLoss,
+  temperature: float,
+  chunk: int,
+  precision: str,
+  mesh: Mesh,
+  residuals: tuple[jax.Array, jax.Array],
+  grads: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, None, None]:
   return *((x * grads[0]).astype(x.dtype) for x in residuals), None, None
 
 
 loss_and_log_probs.defvjp(_forward_with_gradient, _backward_with_gradient)
 
 
-def _over_chunks(one: Callable, hidden: jax.Array, table: jax.Array, rows: tuple, chunk: int, mesh: Mesh,
-                 learns: bool) -> tuple[jax.Array | None, Any]:
+def _over_chunks(
+  one: Callable,
+  hidden: jax.Array,
+  table: jax.Array,
+  rows: tuple,
+  chunk: int,
+  mesh: Mesh,
+  learns: bool,
+) -> tuple[jax.Array | None, Any]:
   """Calls `one` with chunk after chunk of positions, within `shard_map`.
 
   Args:
@@ -184,10 +305,12 @@ def _over_chunks(one: Callable, hidden: jax.Array, table: jax.Array, rows: tuple
   Returns:
     The gradient of the table [v, d], or None, and the pytree of all positions, [b, t, ...].
   """
-  (b, t), shards = hidden.shape[:2], axis_size(mesh, "sequence")
+  (b, t) = hidden.shape[:2]
+  shards = axis_size(mesh, "sequence")
 
   def local(table: jax.Array, rows: tuple) -> tuple[jax.Array | None, Any]:
-    words, width = gathered(table.astype(hidden.dtype), "vocab_embed", 1), rows[0].shape[1]
+    words = gathered(table.astype(hidden.dtype), "vocab_embed", 1)
+    width = rows[0].shape[1]
     count = _chunks(b, width * shards, chunk)
 
     def step(total: jax.Array | None, part: tuple) -> tuple[jax.Array | None, Any]:
@@ -197,39 +320,61 @@ def _over_chunks(one: Callable, hidden: jax.Array, table: jax.Array, rows: tuple
     start = jnp.zeros(words.T.shape, jnp.float32) if learns else None
     d_table, own = jax.lax.scan(step, start, jax.tree.map(lambda x: _split(x, count), rows))
     # Turned before it is sent: a tied embedding's gradient lies so too, and XLA sums the two first and sends them once.
-    d_table = jax.tree.map(lambda x: jax.lax.psum(scattered(x.T, "vocab_embed", 1), "data").astype(table.dtype), d_table)
+    d_table = jax.tree.map(
+      lambda x: jax.lax.psum(scattered(x.T, "vocab_embed", 1), "data").astype(table.dtype), d_table
+    )
     return d_table, jax.tree.map(lambda x: _join(x, width), own)
 
-  whole = jax.shard_map(local, mesh=mesh, in_specs=(TABLE, ROWS), out_specs=(TABLE, ROWS), check_vma=False)
+  whole = jax.shard_map(
+    local, mesh=mesh, in_specs=(TABLE, ROWS), out_specs=(TABLE, ROWS), check_vma=False
+  )
   d_table, own = whole(table, jax.tree.map(lambda x: _fill(x, shards), (hidden, *rows)))
   return d_table, jax.tree.map(lambda x: x[:, :t], own)
 
 
-def _read(words: jax.Array, h: jax.Array, token: jax.Array, temperature: float, precision: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _read(
+  words: jax.Array, h: jax.Array, token: jax.Array, temperature: float, precision: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Of all positions of a chunk: states [b, c, d], logits f32[b, c, v] of a shard's words, and where among these each token stands."""
   h = _all_positions(h)
-  z = jnp.einsum("btd,vd->btv", h, words, preferred_element_type=jnp.float32, precision=precision) / temperature
+  z = (
+    jnp.einsum("btd,vd->btv", h, words, preferred_element_type=jnp.float32, precision=precision)
+    / temperature
+  )
   return h, z, place_among(words, _all_positions(token))
 
 
 def _statistics(z: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Log-prob, entropy and log-sum-exp f32[b, c] of what `_read` gives."""
-  peak, last = jax.lax.pmax(z.max(-1), WORDS), z.shape[-1] - 1
+  peak = jax.lax.pmax(z.max(-1), WORDS)
+  last = z.shape[-1] - 1
   above = z - peak[..., None]
-  weights, target = jnp.exp(above), jnp.take_along_axis(z, jnp.minimum(place, last)[..., None], -1)[..., 0]
+  weights = jnp.exp(above)
+  target = jnp.take_along_axis(z, jnp.minimum(place, last)[..., None], -1)[..., 0]
   parts = jnp.where(place <= last, target - peak, 0), weights.sum(-1), (weights * above).sum(-1)
   target, total, mixed = jax.lax.psum(parts, WORDS)
   log_total = jnp.log(total)
   return target - log_total, log_total - mixed / total, peak + log_total
 
 
-def _gradient(words: jax.Array, h: jax.Array, z: jax.Array, place: jax.Array, lse: jax.Array, slope: jax.Array,
-              precision: str) -> tuple[jax.Array, jax.Array]:
+def _gradient(
+  words: jax.Array,
+  h: jax.Array,
+  z: jax.Array,
+  place: jax.Array,
+  lse: jax.Array,
+  slope: jax.Array,
+  precision: str,
+) -> tuple[jax.Array, jax.Array]:
   """The gradient in a shard's words f32[d, v] and in its own positions' states [b, c, d]; `slope` f32[b, c] is that in a token's logit."""
   hit = jnp.arange(len(words)) == place[..., None]
   d_logits = ((hit - jnp.exp(z - lse[..., None])) * slope[..., None]).astype(h.dtype)
-  d_table = jnp.einsum("btd,btv->dv", h, d_logits, preferred_element_type=jnp.float32, precision=precision)
-  return d_table, scattered(jnp.einsum("btv,vd->btd", d_logits, words, precision=precision), "sequence", 1)
+  d_table = jnp.einsum(
+    "btd,btv->dv", h, d_logits, preferred_element_type=jnp.float32, precision=precision
+  )
+  return d_table, scattered(
+    jnp.einsum("btv,vd->btd", d_logits, words, precision=precision), "sequence", 1
+  )
 
 
 def _all_positions(x: jax.Array) -> jax.Array:

@@ -3,14 +3,17 @@
 A row holds completions of one prompt alone: they look at the same keys and values, each behind them at itself only. So packing moves
 nothing between devices, and all statistics are of the completions, packed or not.
 """
+
 from __future__ import annotations
 
 import numpy as np
 
 from gtpo_jax.arrays import Packing, most_in_row
 
-QUARTERS = 4        # rows are so many quarters of a group at most: few numbers, for each is a program of its own
-LEAST = 64          # the shortest rows
+QUARTERS = (
+  4  # rows are so many quarters of a group at most: few numbers, for each is a program of its own
+)
+LEAST = 64  # the shortest rows
 
 
 def widths(most: int, shards: int = 1) -> list[int]:
@@ -39,19 +42,25 @@ def plan_rows(lengths: np.ndarray, t: int, share: bool = True, shards: int = 1) 
   w, found = next((w, found) for w in rows if (found := _fill(lengths, w, s)) is not None)
   if (w, s) == (g, t):
     return None
-  (row, begin, number), m = found, most_in_row(g, w)
-  segment, source = np.full((n, w, s), m, np.int32), np.full((n, w, s), -1, np.int32)
+  (row, begin, number) = found
+  m = most_in_row(g, w)
+  segment = np.full((n, w, s), m, np.int32)
+  source = np.full((n, w, s), -1, np.int32)
   for i, j in np.ndindex(n, g):
     places = i, row[i, j], slice(begin[i, j], begin[i, j] + lengths[i, j])
-    segment[places], source[places] = number[i, j], j * t + np.arange(lengths[i, j])
+    segment[places] = number[i, j]
+    source[places] = j * t + np.arange(lengths[i, j])
   return Packing(segment if m > 1 else None, source, row * s + begin)
 
 
 def _fill(lengths: np.ndarray, w: int, s: int) -> np.ndarray | None:
   """Of each completion its row of w, its first place of s, and how many are before it in its row, i32[3, n, g]; None: they do not fit."""
   n, g = lengths.shape
-  most, prompts = most_in_row(g, w), np.arange(n)
-  used, held, found = np.zeros((n, w), np.int32), np.zeros((n, w), np.int32), np.zeros((3, n, g), np.int32)
+  most = most_in_row(g, w)
+  prompts = np.arange(n)
+  used = np.zeros((n, w), np.int32)
+  held = np.zeros((n, w), np.int32)
+  found = np.zeros((3, n, g), np.int32)
   for j in np.argsort(-lengths, axis=1, kind="stable").T:  # of every prompt the next shorter one
     row = np.where(held < most, used, s + 1).argmin(1)
     at = prompts, row

@@ -1,4 +1,5 @@
 """Importance ratios, averages and losses as slow float64 loops, and numeric gradients; nothing here uses the package."""
+
 import math
 
 import numpy as np
@@ -11,8 +12,12 @@ def average(kind, mask):
   completions = sum(bool(mask[i, j].any()) for i in range(n) for j in range(g))
   groups = sum(bool(mask[i].any()) for i in range(n))
   for i, j, k in zip(*np.nonzero(mask), strict=True):
-    weights[i, j, k] = {"token": 1 / mask.sum(), "completion": 1 / (mask[i, j].sum() * completions),
-                        "group": 1 / (mask[i].sum() * groups), "constant": 1 / (n * g * t)}[kind]
+    weights[i, j, k] = {
+      "token": 1 / mask.sum(),
+      "completion": 1 / (mask[i, j].sum() * completions),
+      "group": 1 / (mask[i].sum() * groups),
+      "constant": 1 / (n * g * t),
+    }[kind]
   return weights
 
 
@@ -22,7 +27,9 @@ def token_weights(mask, s, correct=None, guided=None):
     return average(s["average"], mask)
   apart = np.zeros_like(mask)
   for i in range(len(mask)):
-    if not any(mask[i, j].any() and correct[i, j] and not guided[i, j] for j in range(mask.shape[1])):
+    if not any(
+      mask[i, j].any() and correct[i, j] and not guided[i, j] for j in range(mask.shape[1])
+    ):
       apart[i] = mask[i]
   return average(s["average"], mask & ~apart) + s["lambda_zero"] * average(s["average"], apart)
 
@@ -50,12 +57,26 @@ def loss(x, s):
 
   x: logp, logp_old, advantages, mask, weights and, where there are any, guided, logp_sampler, logp_reference.
   """
-  total, seen = 0.0, {"clip/low": [], "clip/high": [], "ratio/mean": [], "clip/guide": [], "mismatch/weight": [], "kl/reference": []}
-  logp, logp_old, mask = np.asarray(x["logp"], np.float64), np.asarray(x["logp_old"], np.float64), x["mask"]
+  total = 0.0
+  seen = {
+    "clip/low": [],
+    "clip/high": [],
+    "ratio/mean": [],
+    "clip/guide": [],
+    "mismatch/weight": [],
+    "kl/reference": [],
+  }
+  logp = np.asarray(x["logp"], np.float64)
+  logp_old = np.asarray(x["logp_old"], np.float64)
+  mask = x["mask"]
   for i, j in zip(*np.nonzero(mask.any(-1)), strict=True):
     steps = np.flatnonzero(mask[i, j])
     from_guide = x.get("guided") is not None and bool(x["guided"][i, j])
-    for k, w in zip(steps, ratios(s.get("ratio") or "token", [logp[i, j, k] - logp_old[i, j, k] for k in steps]), strict=True):
+    for k, w in zip(
+      steps,
+      ratios(s.get("ratio") or "token", [logp[i, j, k] - logp_old[i, j, k] for k in steps]),
+      strict=True,
+    ):
       a = float(x["advantages"][i, j, k])
       value = objective(w, a, s, from_guide)
       if from_guide:
@@ -80,7 +101,8 @@ def numeric_gradient(f, x, places, step=1e-6):
   """Central differences of f at `places`, f64 of x's shape."""
   out = np.zeros(x.shape)
   for place in places:
-    up, down = np.array(x, np.float64), np.array(x, np.float64)
+    up = np.array(x, np.float64)
+    down = np.array(x, np.float64)
     up[place] += step
     down[place] -= step
     out[place] = (f(up) - f(down)) / (2 * step)

@@ -3,6 +3,7 @@
 `s` is a dict of a recipe's settings throughout. A unit of credit is (i, j, k): prompt, completion, step; k = 0 for a whole
 completion.
 """
+
 import math
 from fractions import Fraction
 
@@ -14,15 +15,29 @@ END = lambda base, kappa: base + base / kappa if kappa else math.inf
 
 # What a unit earns by its share of the entropy, in O+, and by its share of the inverse entropy, in O-.
 TOKEN_LEVEL = {
-    "gtpo": (lambda s, share: s["alpha1"] + s["alpha2"] * share, lambda s, share: -s["alpha1"] - s["alpha2"] * share),
-    "gtpo_v1": (lambda s, share: ABOUT_1(s["alpha"], share), NOTHING),
-    "gtpo_v1_clipped": (lambda s, share: min(max(s["alpha1"] + s["alpha2"] * share, s["floor"]), END(s["alpha1"], s["kappa"])), NOTHING),
-    "gtpo_v2": (lambda s, share: min(ABOUT_1(s["alpha"], share), END(1, s["kappa"])), lambda s, share: -share),
+  "gtpo": (
+    lambda s, share: s["alpha1"] + s["alpha2"] * share,
+    lambda s, share: -s["alpha1"] - s["alpha2"] * share,
+  ),
+  "gtpo_v1": (lambda s, share: ABOUT_1(s["alpha"], share), NOTHING),
+  "gtpo_v1_clipped": (
+    lambda s, share: min(
+      max(s["alpha1"] + s["alpha2"] * share, s["floor"]), END(s["alpha1"], s["kappa"])
+    ),
+    NOTHING,
+  ),
+  "gtpo_v2": (
+    lambda s, share: min(ABOUT_1(s["alpha"], share), END(1, s["kappa"])),
+    lambda s, share: -share,
+  ),
 }
 SEQUENCE_LEVEL = {
-    "grpo_s": (lambda s, share: s["beta1"] + s["beta2"] * share, lambda s, share: -s["beta1"] - s["beta2"] * share),
-    "grpo_s_v1": (lambda s, share: ABOUT_1(s["beta"], share), NOTHING),
-    "grpo_s_v2": (lambda s, share: ABOUT_1(s["beta"], share), lambda s, share: -share),
+  "grpo_s": (
+    lambda s, share: s["beta1"] + s["beta2"] * share,
+    lambda s, share: -s["beta1"] - s["beta2"] * share,
+  ),
+  "grpo_s_v1": (lambda s, share: ABOUT_1(s["beta"], share), NOTHING),
+  "grpo_s_v2": (lambda s, share: ABOUT_1(s["beta"], share), lambda s, share: -share),
 }
 BY_ENTROPY = TOKEN_LEVEL | SEQUENCE_LEVEL
 TWO_COLLECTIONS = ("gtpo", "gtpo_v2", "grpo_s", "grpo_s_v2")
@@ -31,12 +46,17 @@ EVERY_GROUP = ("grpo", "dr_grpo", "gspo")  # the others clear groups without con
 
 def kept_groups(name, batch):
   """The groups that are learned from, by number."""
-  alive, correct = batch["mask"].any(-1), batch["correct"]
+  alive = batch["mask"].any(-1)
+  correct = batch["correct"]
   guided = batch.get("guided")
   kept = []
   for i in range(len(correct)):
-    own = [j for j in range(len(correct[i])) if alive[i, j] and (guided is None or not guided[i, j])]
-    guide = [j for j in range(len(correct[i])) if alive[i, j] and guided is not None and guided[i, j]]
+    own = [
+      j for j in range(len(correct[i])) if alive[i, j] and (guided is None or not guided[i, j])
+    ]
+    guide = [
+      j for j in range(len(correct[i])) if alive[i, j] and guided is not None and guided[i, j]
+    ]
     right = sum(bool(correct[i, j]) for j in own)
     rescued = len(own) > 0 and right == 0 and any(correct[i, j] for j in guide)
     if name in EVERY_GROUP or 0 < right < len(own) or rescued:
@@ -59,7 +79,9 @@ def loss_mask(name, batch, s):
 def share(x, unit, side, compare, scope):
   """d * x / sum x over the unit's set: eq. 2. `side` holds the units of O+ or of O-."""
   where = {"group": lambda u: u[0], "batch": lambda u: None}[scope]
-  what = {"position": lambda u: (where(u), u[2]), "sequence": lambda u: u[:2], "matrix": where}[compare]
+  what = {"position": lambda u: (where(u), u[2]), "sequence": lambda u: u[:2], "matrix": where}[
+    compare
+  ]
   members = [x[other] for other in side if what(other) == what(unit)]
   total = sum(members)
   return len(members) * x[unit] / total if total > 0 else 1.0
@@ -74,10 +96,18 @@ def completion_entropy(row, h_floor, mean):
 
 def units(name, batch, s):
   """{unit: entropy} of the kept groups: tokens, or completions."""
-  mask, entropy, kept = batch["mask"], batch["entropy"].astype(np.float64), kept_groups(name, batch)
+  mask = batch["mask"]
+  entropy = batch["entropy"].astype(np.float64)
+  kept = kept_groups(name, batch)
   if name in TOKEN_LEVEL:
-    return {(i, j, k): entropy[i, j, k] for i, j, k in zip(*np.nonzero(mask), strict=True) if i in kept}
-  rows = {(i, j, 0): entropy[i, j][mask[i, j]].tolist() for i, j in zip(*np.nonzero(mask.any(-1)), strict=True) if i in kept}
+    return {
+      (i, j, k): entropy[i, j, k] for i, j, k in zip(*np.nonzero(mask), strict=True) if i in kept
+    }
+  rows = {
+    (i, j, 0): entropy[i, j][mask[i, j]].tolist()
+    for i, j in zip(*np.nonzero(mask.any(-1)), strict=True)
+    if i in kept
+  }
   if name not in SEQUENCE_LEVEL:
     return dict.fromkeys(rows)
   return {unit: completion_entropy(row, s["h_floor"], s["mean"]) for unit, row in rows.items()}
@@ -85,16 +115,24 @@ def units(name, batch, s):
 
 def shaped_rewards(name, batch, s):
   """Two dicts {unit: reward}, of O+ and of O-, length penalties included."""
-  entropy, correct = units(name, batch, s), batch["correct"]
-  penalty = np.zeros(correct.shape) if batch.get("penalty") is None else batch["penalty"].astype(np.float64)
-  right, wrong = [u for u in entropy if correct[u[:2]]], [u for u in entropy if not correct[u[:2]]]
+  entropy = units(name, batch, s)
+  correct = batch["correct"]
+  penalty = (
+    np.zeros(correct.shape) if batch.get("penalty") is None else batch["penalty"].astype(np.float64)
+  )
+  right = [u for u in entropy if correct[u[:2]]]
+  wrong = [u for u in entropy if not correct[u[:2]]]
   if name not in BY_ENTROPY:
-    return tuple({u: float(batch["reward"][u[:2]]) + penalty[u[:2]] for u in side} for side in (right, wrong))
+    return tuple(
+      {u: float(batch["reward"][u[:2]]) + penalty[u[:2]] for u in side} for side in (right, wrong)
+    )
   inverse = {u: 1 / max(entropy[u], s["h_floor"]) for u in wrong}
   sets = (s.get("compare") or "position", s["scope"])
   of_right, of_wrong = BY_ENTROPY[name]
-  return ({u: of_right(s, share(entropy, u, right, *sets)) + penalty[u[:2]] for u in right},
-          {u: of_wrong(s, share(inverse, u, wrong, *sets)) + penalty[u[:2]] for u in wrong})
+  return (
+    {u: of_right(s, share(entropy, u, right, *sets)) + penalty[u[:2]] for u in right},
+    {u: of_wrong(s, share(inverse, u, wrong, *sets)) + penalty[u[:2]] for u in wrong},
+  )
 
 
 def normalised(values, norm_scope, by_std=True):
@@ -103,18 +141,28 @@ def normalised(values, norm_scope, by_std=True):
   for unit, value in values.items():
     pools.setdefault(None if norm_scope == "batch" else unit[0], []).append(value)
   means = {key: sum(pool) / len(pool) for key, pool in pools.items()}
-  stds = {key: math.sqrt(sum((r - means[key]) ** 2 for r in pool) / len(pool)) for key, pool in pools.items()}
+  stds = {
+    key: math.sqrt(sum((r - means[key]) ** 2 for r in pool) / len(pool))
+    for key, pool in pools.items()
+  }
   out = {}
   for unit, value in values.items():
     key = None if norm_scope == "batch" else unit[0]
-    out[unit] = value - means[key] if not by_std else (value - means[key]) / stds[key] if stds[key] >= 1e-6 else 0.0
+    out[unit] = (
+      value - means[key]
+      if not by_std
+      else (value - means[key]) / stds[key]
+      if stds[key] >= 1e-6
+      else 0.0
+    )
   return out
 
 
 def advantages(name, batch, s):
   """f64[n, g, t], 0 outside `loss_mask`."""
   plus, minus = shaped_rewards(name, batch, s)
-  every, norm_scope = [*plus, *minus], s.get("norm_scope") or "group"
+  every = [*plus, *minus]
+  norm_scope = s.get("norm_scope") or "group"
   if name in TWO_COLLECTIONS:  # each with the zeros of the other side in
     of_plus = normalised({u: plus.get(u, 0.0) for u in every}, norm_scope)
     of_minus = normalised({u: minus.get(u, 0.0) for u in every}, norm_scope)

@@ -11,25 +11,33 @@ centred = jax.jit(advantages.centred, static_argnums=2)
 joint_zscore = jax.jit(advantages.joint_zscore, static_argnames=("axes", "sign_guard"))
 two_sided_zscore = jax.jit(advantages.two_sided_zscore, static_argnames=("axes", "sign_guard"))
 joint_centred = jax.jit(advantages.joint_centred, static_argnames=("axes", "sign_guard"))
-GROUP, BATCH = advantages.NORM_SCOPE["group"], advantages.NORM_SCOPE["batch"]
+GROUP = advantages.NORM_SCOPE["group"]
+BATCH = advantages.NORM_SCOPE["batch"]
 
 
 def test_zscore_by_hand():
-  x, mask = jnp.asarray([[[1.0, 3.0], [5.0, 99.0]]]), jnp.asarray([[[True, True], [True, False]]])
+  x = jnp.asarray([[[1.0, 3.0], [5.0, 99.0]]])
+  mask = jnp.asarray([[[True, True], [True, False]]])
   # 1, 3, 5: mean 3, population variance 8/3.
   std = (8 / 3) ** 0.5
-  np.testing.assert_allclose(zscore(x, mask, (0, 1, 2)), [[[-2 / std, 0], [2 / std, 0]]], rtol=1e-6, atol=1e-7)
+  np.testing.assert_allclose(
+    zscore(x, mask, (0, 1, 2)), [[[-2 / std, 0], [2 / std, 0]]], rtol=1e-6, atol=1e-7
+  )
 
 
 def test_zscore_of_each_group_apart():
-  x, mask = jnp.asarray([[[0.0], [2.0]], [[10.0], [10.0]]]), jnp.ones((2, 2, 1), bool)
+  x = jnp.asarray([[[0.0], [2.0]], [[10.0], [10.0]]])
+  mask = jnp.ones((2, 2, 1), bool)
   assert zscore(x, mask, (1, 2)).tolist() == [[[-1.0], [1.0]], [[0.0], [0.0]]]
 
 
 def test_zscore_has_mean_0_and_population_std_1():
   rng = np.random.default_rng(1)
   mask = rng.random((3, 4, 5)) < 0.7
-  z = np.asarray(zscore(jnp.asarray(rng.normal(3, 2, mask.shape), jnp.float32), jnp.asarray(mask), (0, 1, 2)), np.float64)
+  z = np.asarray(
+    zscore(jnp.asarray(rng.normal(3, 2, mask.shape), jnp.float32), jnp.asarray(mask), (0, 1, 2)),
+    np.float64,
+  )
   np.testing.assert_allclose([z[mask].mean(), z[mask].std()], [0, 1], atol=1e-6)
   assert not z[~mask].any()
 
@@ -52,8 +60,11 @@ def test_an_empty_mask_gives_0():
 
 
 # 3 right of 4, one token each: R+ = 1, 1, 2, 0 and R- = 0, 0, 0, -1.
-SHAPED = Shaped(jnp.asarray([[[1.0], [1.0], [2.0], [0.0]]]), jnp.asarray([[[0.0], [0.0], [0.0], [-1.0]]]))
-CORRECT, MASK = jnp.asarray([[[True], [True], [True], [False]]]), jnp.ones((1, 4, 1), bool)
+SHAPED = Shaped(
+  jnp.asarray([[[1.0], [1.0], [2.0], [0.0]]]), jnp.asarray([[[0.0], [0.0], [0.0], [-1.0]]])
+)
+CORRECT = jnp.asarray([[[True], [True], [True], [False]]])
+MASK = jnp.ones((1, 4, 1), bool)
 
 
 def test_two_collections_by_hand():
@@ -65,14 +76,16 @@ def test_two_collections_by_hand():
 def test_one_collection_by_hand():
   # 1, 1, 2, -1: mean 3/4, variance (1/16 + 1/16 + 25/16 + 49/16) / 4 = 19/16.
   got = joint_zscore(SHAPED, CORRECT, MASK, axes=GROUP, sign_guard=False)
-  np.testing.assert_allclose(got.ravel(), np.asarray([0.25, 0.25, 1.25, -1.75]) / (19 / 16) ** 0.5, rtol=1e-6)
+  np.testing.assert_allclose(
+    got.ravel(), np.asarray([0.25, 0.25, 1.25, -1.75]) / (19 / 16) ** 0.5, rtol=1e-6
+  )
   got = joint_centred(SHAPED, CORRECT, MASK, axes=GROUP, sign_guard=False)
   np.testing.assert_allclose(got.ravel(), [0.25, 0.25, 1.25, -1.75], rtol=1e-6)
 
 
 def test_centred_by_hand():
-  x, mask = jnp.asarray([[[1.0, 3.0], [5.0, 99.0]], [[7.0, 7.0], [jnp.nan, 9.0]]]), jnp.asarray([[[True, True], [True, False]],
-                                                                                               [[True, True], [False, False]]])
+  x = jnp.asarray([[[1.0, 3.0], [5.0, 99.0]], [[7.0, 7.0], [jnp.nan, 9.0]]])
+  mask = jnp.asarray([[[True, True], [True, False]], [[True, True], [False, False]]])
   assert centred(x, mask, GROUP).tolist() == [[[-2.0, 0.0], [2.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]
 
 
@@ -81,7 +94,9 @@ def test_the_zeros_of_the_other_side_are_in_the_statistics():
   plus = jnp.asarray([[[1.0], [1.1], [0.0], [0.0]]])
   minus = jnp.asarray([[[0.0], [0.0], [-1.0], [-1.1]]])
   correct = jnp.asarray([[[True], [True], [False], [False]]])
-  got = np.asarray(two_sided_zscore(Shaped(plus, minus), correct, MASK, axes=BATCH, sign_guard=False)).ravel()
+  got = np.asarray(
+    two_sided_zscore(Shaped(plus, minus), correct, MASK, axes=BATCH, sign_guard=False)
+  ).ravel()
   assert got[:2].min() > 0.8 and got[2:].max() < -0.8
 
 
@@ -95,25 +110,37 @@ def test_sign_guard_clamps_and_leaves_the_rest():
 
 def test_norm_scope():
   plus = jnp.asarray([[[1.0], [0.0]], [[3.0], [0.0]]])
-  shaped, correct, mask = Shaped(plus, 0 * plus), plus > 0, jnp.ones((2, 2, 1), bool)
+  shaped = Shaped(plus, 0 * plus)
+  correct = plus > 0
+  mask = jnp.ones((2, 2, 1), bool)
   group = two_sided_zscore(shaped, correct, mask, axes=GROUP, sign_guard=False)
   np.testing.assert_allclose(group.ravel(), [1, 0, 1, 0], atol=1e-6)
-  batch = two_sided_zscore(shaped, correct, mask, axes=BATCH, sign_guard=False)  # 1, 0, 3, 0: mean 1, variance 3/2
+  batch = two_sided_zscore(
+    shaped, correct, mask, axes=BATCH, sign_guard=False
+  )  # 1, 0, 3, 0: mean 1, variance 3/2
   np.testing.assert_allclose(batch.ravel(), [0, 0, 2 / 1.5**0.5, 0], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("advantage", [joint_zscore, joint_centred])
 def test_sign_guard_on_one_collection(advantage):
-  shaped = Shaped(jnp.asarray([[[3.0], [0.2], [0.0], [0.0]]]), jnp.asarray([[[0.0], [0.0], [-0.1], [1.5]]]))
+  shaped = Shaped(
+    jnp.asarray([[[3.0], [0.2], [0.0], [0.0]]]), jnp.asarray([[[0.0], [0.0], [-0.1], [1.5]]])
+  )
   correct = jnp.asarray([[[True], [True], [False], [False]]])
-  free, guarded = (np.asarray(advantage(shaped, correct, MASK, axes=GROUP, sign_guard=guard)).ravel() for guard in (False, True))
+  free, guarded = (
+    np.asarray(advantage(shaped, correct, MASK, axes=GROUP, sign_guard=guard)).ravel()
+    for guard in (False, True)
+  )
   assert free[1] < 0 < free[3] and free[2] < 0 < free[0]
   np.testing.assert_array_equal(guarded, [free[0], 0, free[2], 0])
 
 
 def test_norm_scopes_span_groups_and_the_batch():
-  x, mask = jnp.asarray([[[0.0], [2.0]], [[4.0], [6.0]]]), jnp.ones((2, 2, 1), bool)
+  x = jnp.asarray([[[0.0], [2.0]], [[4.0], [6.0]]])
+  mask = jnp.ones((2, 2, 1), bool)
   shaped = Shaped(x, 0 * x)
-  group, batch = (joint_zscore(shaped, mask, mask, axes=axes, sign_guard=False).ravel() for axes in (GROUP, BATCH))
+  group, batch = (
+    joint_zscore(shaped, mask, mask, axes=axes, sign_guard=False).ravel() for axes in (GROUP, BATCH)
+  )
   np.testing.assert_allclose(group, [-1, 1, -1, 1], rtol=1e-6)
   np.testing.assert_allclose(batch, np.asarray([-3, -1, 1, 3]) / 5**0.5, rtol=1e-6)

@@ -1,4 +1,5 @@
 """Hypothesis looks for a batch that some recipe answers with NaN or infinity."""
+
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
 import jax
@@ -9,24 +10,41 @@ from recipe_cases import CORRECTIONS, NAMES, arrays, step, strong
 
 from gtpo_jax.algorithms import make
 
-N, G, T = 7, 5, 4
+N = 7
+G = 5
+T = 4
 ENTROPIES = np.asarray([0.0, 1e-30, 1e-6, 0.5, 3.0, 12.0], np.float32)
 LOG_RATIOS = np.asarray([0.0, 1e-4, 0.3, -0.3, 1e4, -1e4, 25.0], np.float32)
 PADDING = np.asarray([0.0, 1e30, -1e30, np.nan, np.inf], np.float32)
-VERDICTS = np.asarray([[1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 1], [1, 1, 1, 0, 0], [0, 1, 1, 1, 1]], bool)
+VERDICTS = np.asarray(
+  [
+    [1, 1, 1, 1, 1],
+    [0, 0, 0, 0, 0],
+    [1, 0, 0, 0, 0],
+    [0, 0, 0, 0, 1],
+    [1, 1, 1, 0, 0],
+    [0, 1, 1, 1, 1],
+  ],
+  bool,
+)
 
-OTHERS = [("gtpo", {"compare": "matrix", "scope": "batch", "norm_scope": "group", "sign_guard": True}),
-          ("gtpo_v2", {"compare": "sequence", "norm_scope": "group", "average": "group"}),
-          ("gtpo_v1_clipped", {"compare": "matrix", "scope": "batch", "kappa": 0.0}),
-          ("grpo_s", {"mean": "geometric", "ratio": "geometric", "scope": "batch", "norm_scope": "batch"}),
-          ("grpo_s_v2", {"mean": "geometric", "average": "token"}),
-          ("gspo", {"ratio": "arithmetic", "average": "group"}),
-          ("dapo_mixed", {"average": "completion", "lambda_zero": 0.0}), ("dapo_forking", {"forking_share": 1.0, "average": "constant"})]
+OTHERS = [
+  ("gtpo", {"compare": "matrix", "scope": "batch", "norm_scope": "group", "sign_guard": True}),
+  ("gtpo_v2", {"compare": "sequence", "norm_scope": "group", "average": "group"}),
+  ("gtpo_v1_clipped", {"compare": "matrix", "scope": "batch", "kappa": 0.0}),
+  ("grpo_s", {"mean": "geometric", "ratio": "geometric", "scope": "batch", "norm_scope": "batch"}),
+  ("grpo_s_v2", {"mean": "geometric", "average": "token"}),
+  ("gspo", {"ratio": "arithmetic", "average": "group"}),
+  ("dapo_mixed", {"average": "completion", "lambda_zero": 0.0}),
+  ("dapo_forking", {"forking_share": 1.0, "average": "constant"}),
+]
 
 
 def picked(values, shape):
   """Arrays of `shape` whose entries are among `values`."""
-  return hnp.arrays(np.int8, shape, elements=st.integers(0, len(values) - 1)).map(lambda i: values[i])
+  return hnp.arrays(np.int8, shape, elements=st.integers(0, len(values) - 1)).map(
+    lambda i: values[i]
+  )
 
 
 @st.composite
@@ -35,20 +53,33 @@ def batches(draw, guided):
   lengths = draw(hnp.arrays(np.int8, (N, G), elements=st.sampled_from([0, 1, 1, 2, 3, 4])))
   mask = np.arange(T) < lengths[..., None]
   correct = np.stack([VERDICTS[draw(st.integers(0, len(VERDICTS) - 1))] for _ in range(N)])
-  padding, (wrong, right) = draw(st.sampled_from(PADDING)), draw(st.sampled_from([(0, 1), (-1, 1), (1, 1), (-1e4, 1e4)]))
+  padding = draw(st.sampled_from(PADDING))
+  (wrong, right) = draw(st.sampled_from([(0, 1), (-1, 1), (1, 1), (-1e4, 1e4)]))
   fill = lambda x: np.where(mask, x, padding).astype(np.float32)
   penalty = draw(picked(np.asarray([0.0, -0.5, -1.0], np.float32), (N, G)))
-  batch = {"entropy": fill(draw(picked(ENTROPIES, (N, G, T)))), "mask": mask, "correct": correct,
-           "reward": np.where(correct, np.float32(right), np.float32(wrong)), "penalty": penalty}
+  batch = {
+    "entropy": fill(draw(picked(ENTROPIES, (N, G, T)))),
+    "mask": mask,
+    "correct": correct,
+    "reward": np.where(correct, np.float32(right), np.float32(wrong)),
+    "penalty": penalty,
+  }
   if guided:
     batch["guided"] = np.broadcast_to(np.arange(G) >= G - 2, (N, G))
   old = draw(picked(np.asarray([0.0, -1e-6, -2.0, -40.0, -1e4], np.float32), (N, G, T)))
-  return batch, {"logp": fill(old + draw(picked(LOG_RATIOS, (N, G, T)))), "logp_old": fill(old),
-                 "logp_sampler": fill(old - draw(picked(LOG_RATIOS, (N, G, T)))), "logp_reference": fill(0 * old - 1)}
+  return batch, {
+    "logp": fill(old + draw(picked(LOG_RATIOS, (N, G, T)))),
+    "logp_old": fill(old),
+    "logp_sampler": fill(old - draw(picked(LOG_RATIOS, (N, G, T)))),
+    "logp_reference": fill(0 * old - 1),
+  }
 
 
-@pytest.mark.parametrize(("name", "options"), [(name, {}) for name in NAMES] + OTHERS,
-                         ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())) or "plain")
+@pytest.mark.parametrize(
+  ("name", "options"),
+  [(name, {}) for name in NAMES] + OTHERS,
+  ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())) or "plain",
+)
 def test_nothing_is_nan_or_infinite(name, options):
   algorithm = strong(name, **CORRECTIONS | options)
 
@@ -63,7 +94,11 @@ def test_nothing_is_nan_or_infinite(name, options):
     for per_token in ("advantages", "weights", "grad"):
       assert not got[per_token][~got["mask"]].any()
     assert all(float(x) < 1e-4 for key, x in got["credit"].items() if key.endswith("residual"))
-    assert all(0 <= float(x) <= 1.00001 for key, x in {**got["metrics"], **got["credit"]}.items() if key.startswith(("clip/", "credit/p")))
+    assert all(
+      0 <= float(x) <= 1.00001
+      for key, x in {**got["metrics"], **got["credit"]}.items()
+      if key.startswith(("clip/", "credit/p"))
+    )
 
   check()
 
@@ -76,6 +111,9 @@ def test_a_single_token_is_a_batch(name):
     batch["guided"] = ~one[0]
   x = arrays(batch)
   algorithm = make(name)
-  advantages, mask = algorithm.advantages(**x), algorithm.loss_mask(**x)
-  loss, _ = algorithm.loss(logp=-x["entropy"], logp_old=-x["entropy"], advantages=advantages, mask=mask)
+  advantages = algorithm.advantages(**x)
+  mask = algorithm.loss_mask(**x)
+  loss, _ = algorithm.loss(
+    logp=-x["entropy"], logp_old=-x["entropy"], advantages=advantages, mask=mask
+  )
   assert float(loss) == 0 and advantages.ravel().tolist() == [0]

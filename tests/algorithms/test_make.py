@@ -1,4 +1,5 @@
 """What `make` gives and what it refuses."""
+
 import dataclasses
 
 import jax.numpy as jnp
@@ -9,28 +10,54 @@ from gtpo_jax.algorithms import RECIPES, make
 from gtpo_jax.algorithms.settings import BOUNDS, Settings
 from gtpo_jax.runtime.errors import UserError
 
-EVERYWHERE = {"eps_low": 0.2, "eps_high": 0.28, "average": "token", "dual_clip": 0.0, "kl_weight": 0.0, "tis_cap": 0.0,
-              "length_penalty": "overlong", "overlong_buffer": 0, "gamma": 0.75, "overlong_filter": False, "dynamic_sampling": False}
-TOKENS = {**EVERYWHERE, "compare": "position", "scope": "group", "norm_scope": "batch", "h_floor": 0.01, "sign_guard": False}
-COMPLETIONS = {**EVERYWHERE, "scope": "group", "norm_scope": "group", "h_floor": 0.01, "sign_guard": False, "mean": "arithmetic",
-               "ratio": "arithmetic", "average": "completion"}
+EVERYWHERE = {
+  "eps_low": 0.2,
+  "eps_high": 0.28,
+  "average": "token",
+  "dual_clip": 0.0,
+  "kl_weight": 0.0,
+  "tis_cap": 0.0,
+  "length_penalty": "overlong",
+  "overlong_buffer": 0,
+  "gamma": 0.75,
+  "overlong_filter": False,
+  "dynamic_sampling": False,
+}
+TOKENS = {
+  **EVERYWHERE,
+  "compare": "position",
+  "scope": "group",
+  "norm_scope": "batch",
+  "h_floor": 0.01,
+  "sign_guard": False,
+}
+COMPLETIONS = {
+  **EVERYWHERE,
+  "scope": "group",
+  "norm_scope": "group",
+  "h_floor": 0.01,
+  "sign_guard": False,
+  "mean": "arithmetic",
+  "ratio": "arithmetic",
+  "average": "completion",
+}
 GRPO = {**EVERYWHERE, "eps_high": 0.2, "average": "completion"}
 DAPO = {**EVERYWHERE, "dynamic_sampling": True}
 
 PUBLISHED = {
-    "gtpo": {**TOKENS, "alpha1": 1.0, "alpha2": 0.1},
-    "gtpo_v1": {**TOKENS, "alpha": 0.1},
-    "gtpo_v1_clipped": {**TOKENS, "alpha1": 0.9, "alpha2": 0.1, "kappa": 3.0, "floor": 1.0},
-    "gtpo_v2": {**TOKENS, "alpha": 0.1, "kappa": 0.0},
-    "grpo_s": {**COMPLETIONS, "beta1": 1.0, "beta2": 0.1},
-    "grpo_s_v1": {**COMPLETIONS, "beta": 0.1},
-    "grpo_s_v2": {**COMPLETIONS, "beta": 0.1},
-    "grpo": GRPO,
-    "dapo": DAPO,
-    "dapo_forking": {**DAPO, "forking_share": 0.2},
-    "dr_grpo": {**GRPO, "average": "constant"},
-    "gspo": {**GRPO, "ratio": "geometric", "eps_low": 3e-4, "eps_high": 4e-4},
-    "dapo_mixed": {**DAPO, "guide_completions": 4, "guide_cap": 2.0, "lambda_zero": 0.5},
+  "gtpo": {**TOKENS, "alpha1": 1.0, "alpha2": 0.1},
+  "gtpo_v1": {**TOKENS, "alpha": 0.1},
+  "gtpo_v1_clipped": {**TOKENS, "alpha1": 0.9, "alpha2": 0.1, "kappa": 3.0, "floor": 1.0},
+  "gtpo_v2": {**TOKENS, "alpha": 0.1, "kappa": 0.0},
+  "grpo_s": {**COMPLETIONS, "beta1": 1.0, "beta2": 0.1},
+  "grpo_s_v1": {**COMPLETIONS, "beta": 0.1},
+  "grpo_s_v2": {**COMPLETIONS, "beta": 0.1},
+  "grpo": GRPO,
+  "dapo": DAPO,
+  "dapo_forking": {**DAPO, "forking_share": 0.2},
+  "dr_grpo": {**GRPO, "average": "constant"},
+  "gspo": {**GRPO, "ratio": "geometric", "eps_low": 3e-4, "eps_high": 4e-4},
+  "dapo_mixed": {**DAPO, "guide_completions": 4, "guide_cap": 2.0, "lambda_zero": 0.5},
 }
 
 
@@ -41,7 +68,9 @@ def test_there_are_thirteen_recipes():
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_settings(name):
   algorithm = make(name)
-  given = {key: value for key, value in dataclasses.asdict(algorithm.settings).items() if value is not None}
+  given = {
+    key: value for key, value in dataclasses.asdict(algorithm.settings).items() if value is not None
+  }
   assert given == PUBLISHED[name]
   assert algorithm.name == name and algorithm.recipe is RECIPES[name]
 
@@ -52,7 +81,9 @@ def test_alpha1_and_alpha2_of_the_clipped_form_sum_to_1(name):
   assert s.floor is None or s.alpha1 + s.alpha2 == 1.0
 
 
-@pytest.mark.parametrize(("name", "setting", "value", "bound"), [
+@pytest.mark.parametrize(
+  ("name", "setting", "value", "bound"),
+  [
     ("gtpo", "alpha1", -0.5, "at least 0 and finite"),
     ("gtpo", "alpha1", float("inf"), "at least 0 and finite"),
     ("gtpo", "alpha2", float("nan"), "at least 0 and finite"),
@@ -78,7 +109,12 @@ def test_alpha1_and_alpha2_of_the_clipped_form_sum_to_1(name):
     ("gtpo", "h_floor", 0.0, "at least 1e-30 (its inverse must be a float32) and finite"),
     ("grpo_s", "h_floor", -0.01, "at least 1e-30 (its inverse must be a float32) and finite"),
     ("gtpo", "h_floor", float("nan"), "at least 1e-30 (its inverse must be a float32) and finite"),
-    ("gtpo", "h_floor", float("inf"), "at least 1e-30 (its inverse must be a float32) and finite"),  # every 1/H would be 0
+    (
+      "gtpo",
+      "h_floor",
+      float("inf"),
+      "at least 1e-30 (its inverse must be a float32) and finite",
+    ),  # every 1/H would be 0
     ("gtpo", "eps_low", 0.0, "in (0, 1)"),
     ("grpo", "eps_low", 1.0, "in (0, 1)"),
     ("dapo", "eps_low", float("nan"), "in (0, 1)"),
@@ -101,26 +137,45 @@ def test_alpha1_and_alpha2_of_the_clipped_form_sum_to_1(name):
     ("gtpo", "sign_guard", 1, "True or False"),
     ("dapo", "dynamic_sampling", "yes", "True or False"),
     ("dapo", "overlong_filter", 0, "True or False"),
-])
+  ],
+)
 def test_a_bad_value_is_refused_with_the_value_and_the_bound(name, setting, value, bound):
   with pytest.raises(UserError) as error:
     make(name, **{setting: value})
   assert str(error.value) == f"algorithm.{setting} must be {bound}, got {value!r}"
 
 
-@pytest.mark.parametrize(("name", "setting", "value"), [
-    ("gtpo", "alpha1", 0), ("gtpo", "alpha2", 0.0), ("gtpo_v2", "kappa", 0), ("gtpo_v1_clipped", "floor", 0), ("grpo", "kl_weight", 0),
-    ("dapo", "dual_clip", 0), ("dapo", "dual_clip", 1.001), ("dapo", "eps_high", 5),
-    ("dapo_forking", "forking_share", 1), ("dapo_forking", "forking_share", 1e-9), ("gtpo", "eps_low", 0.28),
-    ("gtpo", "h_floor", 1e-9), ("dapo", "overlong_buffer", 0), ("dapo_mixed", "guide_completions", 1), ("dapo_mixed", "lambda_zero", 0),
-    ("dapo", "length_penalty", "group_relative"), ("dapo", "average", "group"), ("gtpo", "sign_guard", True),
-])
+@pytest.mark.parametrize(
+  ("name", "setting", "value"),
+  [
+    ("gtpo", "alpha1", 0),
+    ("gtpo", "alpha2", 0.0),
+    ("gtpo_v2", "kappa", 0),
+    ("gtpo_v1_clipped", "floor", 0),
+    ("grpo", "kl_weight", 0),
+    ("dapo", "dual_clip", 0),
+    ("dapo", "dual_clip", 1.001),
+    ("dapo", "eps_high", 5),
+    ("dapo_forking", "forking_share", 1),
+    ("dapo_forking", "forking_share", 1e-9),
+    ("gtpo", "eps_low", 0.28),
+    ("gtpo", "h_floor", 1e-9),
+    ("dapo", "overlong_buffer", 0),
+    ("dapo_mixed", "guide_completions", 1),
+    ("dapo_mixed", "lambda_zero", 0),
+    ("dapo", "length_penalty", "group_relative"),
+    ("dapo", "average", "group"),
+    ("gtpo", "sign_guard", True),
+  ],
+)
 def test_the_ends_of_the_bounds_are_allowed(name, setting, value):
   assert getattr(make(name, **{setting: value}).settings, setting) == value
 
 
 def test_numbers_of_numpy_are_numbers():
-  assert make("gtpo", alpha2=np.float32(0.25), overlong_buffer=np.int64(4)).settings.overlong_buffer == 4
+  assert (
+    make("gtpo", alpha2=np.float32(0.25), overlong_buffer=np.int64(4)).settings.overlong_buffer == 4
+  )
 
 
 def test_settings_that_would_not_be_read_are_refused():
@@ -132,10 +187,13 @@ def test_settings_that_would_not_be_read_are_refused():
 
 
 def test_a_guide_that_the_recipe_does_not_have_is_refused():
-  mask, flags = jnp.ones((1, 2, 3), bool), jnp.asarray([[True, False]])
+  mask = jnp.ones((1, 2, 3), bool)
+  flags = jnp.asarray([[True, False]])
   gtpo = make("gtpo")
-  for call in (lambda: gtpo.token_weights(mask, flags, flags), lambda: gtpo.loss_mask(entropy=jnp.ones((1, 2, 3)), mask=mask, correct=flags,
-                                                                                      guided=flags)):
+  for call in (
+    lambda: gtpo.token_weights(mask, flags, flags),
+    lambda: gtpo.loss_mask(entropy=jnp.ones((1, 2, 3)), mask=mask, correct=flags, guided=flags),
+  ):
     with pytest.raises(UserError, match="'gtpo' has no guide"):
       call()
 
@@ -147,7 +205,9 @@ def test_every_setting_has_a_bound_and_every_recipe_reads_known_settings():
 
 
 def test_a_clip_range_the_wrong_way_round_is_refused():
-  with pytest.raises(UserError, match=r"^algorithm.eps_low must be in \(0, eps_high\], got 0.3 > 0.28$"):
+  with pytest.raises(
+    UserError, match=r"^algorithm.eps_low must be in \(0, eps_high\], got 0.3 > 0.28$"
+  ):
     make("gtpo", eps_low=0.3)
   assert make("gtpo", eps_low=0.28).settings.eps_low == 0.28
 
@@ -156,28 +216,46 @@ def test_an_empty_range_for_the_shaped_reward_is_refused_with_the_numbers():
   """[floor, alpha1 + alpha1 / kappa] has members where alpha1 >= floor * kappa / (kappa + 1)."""
   with pytest.raises(UserError) as error:
     make("gtpo_v1_clipped", alpha1=0.7, alpha2=0.3, kappa=3.0)
-  assert str(error.value) == ("algorithm.alpha1 must be at least floor * kappa / (kappa + 1) = 0.75, got 0.7: the clip range "
-                              "[floor, alpha1 + alpha1/kappa] = [1, 0.9333] is empty")
+  assert str(error.value) == (
+    "algorithm.alpha1 must be at least floor * kappa / (kappa + 1) = 0.75, got 0.7: the clip range "
+    "[floor, alpha1 + alpha1/kappa] = [1, 0.9333] is empty"
+  )
   assert make("gtpo_v1_clipped", alpha1=0.75, kappa=3.0).settings.alpha1 == 0.75  # [1, 1]
-  assert make("gtpo_v1_clipped", alpha1=0.5, kappa=0.0).settings.kappa == 0.0     # no end
-  assert make("gtpo_v1_clipped", alpha1=0.5, floor=0.5).settings.floor == 0.5     # the paper's other floor is never above the end
+  assert make("gtpo_v1_clipped", alpha1=0.5, kappa=0.0).settings.kappa == 0.0  # no end
+  assert (
+    make("gtpo_v1_clipped", alpha1=0.5, floor=0.5).settings.floor == 0.5
+  )  # the paper's other floor is never above the end
   with pytest.raises(UserError, match=r"= 1\.5, got 1\.4.*\[2, 1\.867\]"):
     make("gtpo_v1_clipped", alpha1=1.4, kappa=3.0, floor=2.0)
 
 
 def test_a_buffer_that_the_penalty_does_not_read_is_refused():
-  with pytest.raises(UserError, match="overlong_buffer = 64 is not read by length_penalty = 'group_relative'"):
+  with pytest.raises(
+    UserError, match="overlong_buffer = 64 is not read by length_penalty = 'group_relative'"
+  ):
     make("gtpo", length_penalty="group_relative", overlong_buffer=64)
   assert make("gtpo", length_penalty="group_relative").settings.overlong_buffer == 0
   assert make("gtpo", length_penalty="r_length", overlong_buffer=64).settings.overlong_buffer == 64
 
 
-@pytest.mark.parametrize(("name", "nearest"), [("gtop", "gtpo"), ("dappo", "dapo"), ("grpo-s", "grpo_s"), ("GSPO", "gspo"),
-                                               ("gtpo_v1_cliped", "gtpo_v1_clipped"), ("drgrpo", "dr_grpo")])
+@pytest.mark.parametrize(
+  ("name", "nearest"),
+  [
+    ("gtop", "gtpo"),
+    ("dappo", "dapo"),
+    ("grpo-s", "grpo_s"),
+    ("GSPO", "gspo"),
+    ("gtpo_v1_cliped", "gtpo_v1_clipped"),
+    ("drgrpo", "dr_grpo"),
+  ],
+)
 def test_an_unknown_algorithm_names_the_nearest(name, nearest):
   with pytest.raises(UserError) as error:
     make(name)
-  assert str(error.value) == f"unknown algorithm {name!r}, did you mean {nearest!r}?; valid are {', '.join(RECIPES)}"
+  assert (
+    str(error.value)
+    == f"unknown algorithm {name!r}, did you mean {nearest!r}?; valid are {', '.join(RECIPES)}"
+  )
 
 
 def test_an_algorithm_like_no_other_is_refused_without_a_guess():
@@ -186,7 +264,10 @@ def test_an_algorithm_like_no_other_is_refused_without_a_guess():
 
 
 def test_an_unknown_setting_names_the_nearest_and_those_that_are_read():
-  with pytest.raises(UserError, match=r"^algorithm 'gtpo' has no setting 'alpha_2', did you mean 'alpha2'.; it reads .*eps_low"):
+  with pytest.raises(
+    UserError,
+    match=r"^algorithm 'gtpo' has no setting 'alpha_2', did you mean 'alpha2'.; it reads .*eps_low",
+  ):
     make("gtpo", alpha_2=0.1)
   with pytest.raises(UserError, match="no setting 'alpha2'"):  # another recipe's
     make("grpo", alpha2=0.1)
@@ -194,15 +275,23 @@ def test_an_unknown_setting_names_the_nearest_and_those_that_are_read():
     make("dapo", guide_cap=2.0)
 
 
-@pytest.mark.parametrize(("name", "setting", "published"), [("gtpo", "alpha2", 0.1), ("grpo", "eps_low", 0.2), ("gtpo", "scope", "group")])
+@pytest.mark.parametrize(
+  ("name", "setting", "published"),
+  [("gtpo", "alpha2", 0.1), ("grpo", "eps_low", 0.2), ("gtpo", "scope", "group")],
+)
 def test_none_is_no_value(name, setting, published):
   with pytest.raises(UserError) as error:
     make(name, **{setting: None})
-  assert str(error.value) == f"algorithm.{setting} must be given a value, got None; leave it out for the published {published!r}"
+  assert (
+    str(error.value)
+    == f"algorithm.{setting} must be given a value, got None; leave it out for the published {published!r}"
+  )
 
 
 def test_an_override_changes_its_setting_alone():
-  changed, published = (dataclasses.asdict(make("gtpo", **options).settings) for options in ({"alpha2": 0.4}, {}))
+  changed, published = (
+    dataclasses.asdict(make("gtpo", **options).settings) for options in ({"alpha2": 0.4}, {})
+  )
   assert changed == published | {"alpha2": 0.4}
 
 
@@ -214,6 +303,9 @@ def test_algorithms_and_their_settings_are_frozen_and_hashable():
     algorithm.settings.alpha1 = 2.0
   with pytest.raises(dataclasses.FrozenInstanceError):
     algorithm.recipe.contrast = False
-  assert {make("gtpo"), make("gtpo"), make("gtpo", alpha2=0.2)} == {make("gtpo"), make("gtpo", alpha2=0.2)}
+  assert {make("gtpo"), make("gtpo"), make("gtpo", alpha2=0.2)} == {
+    make("gtpo"),
+    make("gtpo", alpha2=0.2),
+  }
   with pytest.raises(UserError):
     dataclasses.replace(algorithm.settings, alpha1=-1.0)

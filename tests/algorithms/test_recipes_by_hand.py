@@ -3,6 +3,7 @@
 Completions of 2, 1, 2 and 1 tokens; the first two are right. The numbers under each test are in this order of tokens:
 (1,1) (1,2) (2,1) | (3,1) (3,2) (4,1).
 """
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,10 +26,19 @@ COMPLETIONS = [[[1.0, 2.0], [0.5, 7.0], [0.25, 0.75], [0.25, 7.0]]]
 
 def work(algorithm, entropy, penalty=None, reward=REWARD):
   """Shaped rewards of both sides, advantages and loss."""
-  x = {"entropy": jnp.asarray(entropy), "mask": MASK, "correct": CORRECT, "reward": reward, "penalty": penalty}
+  x = {
+    "entropy": jnp.asarray(entropy),
+    "mask": MASK,
+    "correct": CORRECT,
+    "reward": reward,
+    "penalty": penalty,
+  }
   shaped, _ = algorithm.shaped(**x)
-  advantages, mask = algorithm.advantages(**x), algorithm.loss_mask(**x)
-  loss, _ = jax.jit(algorithm.loss)(logp=OLD + jnp.log(RATIOS), logp_old=OLD, advantages=advantages, mask=mask)
+  advantages = algorithm.advantages(**x)
+  mask = algorithm.loss_mask(**x)
+  loss, _ = jax.jit(algorithm.loss)(
+    logp=OLD + jnp.log(RATIOS), logp_old=OLD, advantages=advantages, mask=mask
+  )
   return np.asarray(shaped.plus), np.asarray(shaped.minus), np.asarray(advantages), float(loss)
 
 
@@ -46,12 +56,19 @@ def close(got, expected):
 
 def test_gtpo():
   plus, minus, advantages, loss = work(make("gtpo", alpha1=1.0, alpha2=0.3), TOKENS)
-  close(plus, per_token(1.15, 1.3, 1.45, 0, 0, 0))     # mean 0.65, variance (0.5^2 + 0.65^2 + 0.8^2 + 3 * 0.65^2) / 6 = 2.58 / 6
-  close(minus, per_token(0, 0, 0, -1.2, -1.3, -1.4))   # mean -0.65, variance (0.55^2 + 0.65^2 + 0.75^2 + 3 * 0.65^2) / 6 = 2.555 / 6
-  p, m = (2.58 / 6) ** 0.5, (2.555 / 6) ** 0.5
+  close(
+    plus, per_token(1.15, 1.3, 1.45, 0, 0, 0)
+  )  # mean 0.65, variance (0.5^2 + 0.65^2 + 0.8^2 + 3 * 0.65^2) / 6 = 2.58 / 6
+  close(
+    minus, per_token(0, 0, 0, -1.2, -1.3, -1.4)
+  )  # mean -0.65, variance (0.55^2 + 0.65^2 + 0.75^2 + 3 * 0.65^2) / 6 = 2.555 / 6
+  p = (2.58 / 6) ** 0.5
+  m = (2.555 / 6) ** 0.5
   close(advantages, per_token(0.5 / p, 0.65 / p, 0.8 / p, -0.55 / m, -0.65 / m, -0.75 / m))
   # Ratios 1.5 -> 1.28, 1, 0.5 on the right; 0.5 -> 0.8, 1.1, 1.5 on the wrong; the mean over six tokens.
-  close(loss, -((1.28 * 0.5 + 0.65 + 0.5 * 0.8) / p - (0.8 * 0.55 + 1.1 * 0.65 + 1.5 * 0.75) / m) / 6)
+  close(
+    loss, -((1.28 * 0.5 + 0.65 + 0.5 * 0.8) / p - (0.8 * 0.55 + 1.1 * 0.65 + 1.5 * 0.75) / m) / 6
+  )
 
 
 def test_gtpo_v1():
@@ -64,8 +81,12 @@ def test_gtpo_v1():
 
 
 def test_gtpo_v1_clipped():
-  algorithm = make("gtpo_v1_clipped", alpha1=0.7, alpha2=0.4, kappa=1.4, floor=1.0)  # held within [1, 0.7 + 0.7 / 1.4 = 1.2]
-  plus, minus, advantages, loss = work(algorithm, TOKENS, penalty=jnp.asarray([[-0.5, 0.0, 0.0, -0.3]]))
+  algorithm = make(
+    "gtpo_v1_clipped", alpha1=0.7, alpha2=0.4, kappa=1.4, floor=1.0
+  )  # held within [1, 0.7 + 0.7 / 1.4 = 1.2]
+  plus, minus, advantages, loss = work(
+    algorithm, TOKENS, penalty=jnp.asarray([[-0.5, 0.0, 0.0, -0.3]])
+  )
   # 0.7 + 0.4 * (1/2, 1, 3/2) = 0.9 -> 1, 1.1, 1.3 -> 1.2; then R(i), on the right and on the wrong.
   close(plus, per_token(0.5, 0.6, 1.2, 0, 0, 0))
   close(minus, per_token(0, 0, 0, 0, 0, -0.3))
@@ -76,15 +97,20 @@ def test_gtpo_v1_clipped():
 
 
 def test_the_other_published_floor_of_gtpo_v1_clipped():
-  plus, _, _, _ = work(make("gtpo_v1_clipped", alpha1=0.7, alpha2=0.4, kappa=1.4, floor=0.7), TOKENS)
+  plus, _, _, _ = work(
+    make("gtpo_v1_clipped", alpha1=0.7, alpha2=0.4, kappa=1.4, floor=0.7), TOKENS
+  )
   close(plus, per_token(0.9, 1.1, 1.2, 0, 0, 0))
 
 
 def test_gtpo_v2():
   plus, minus, advantages, loss = work(make("gtpo_v2", alpha=0.3), TOKENS)
   close(plus, per_token(1.15, 1.3, 1.45, 0, 0, 0))
-  close(minus, per_token(0, 0, 0, -2 / 3, -1, -4 / 3))  # mean -1/2, variance (4/9 + 1 + 16/9) / 6 - 1/4
-  p, m = (2.58 / 6) ** 0.5, (29 / 54 - 0.25) ** 0.5
+  close(
+    minus, per_token(0, 0, 0, -2 / 3, -1, -4 / 3)
+  )  # mean -1/2, variance (4/9 + 1 + 16/9) / 6 - 1/4
+  p = (2.58 / 6) ** 0.5
+  m = (29 / 54 - 0.25) ** 0.5
   close(advantages, per_token(0.5 / p, 0.65 / p, 0.8 / p, -1 / 6 / m, -0.5 / m, -5 / 6 / m))
   close(loss, -((1.28 * 0.5 + 0.65 + 0.5 * 0.8) / p - (0.8 / 6 + 1.1 * 0.5 + 1.5 * 5 / 6) / m) / 6)
 
@@ -98,20 +124,30 @@ def test_gtpo_v2_clipped_where_asked():
 def test_grpo_s():
   plus, minus, advantages, loss = work(make("grpo_s", beta1=1.0, beta2=0.3), COMPLETIONS)
   assert plus.shape == (1, 4, 1)
-  close(plus.ravel(), [1.45, 1.15, 0, 0])    # mean 0.65, variance (0.8^2 + 0.5^2 + 2 * 0.65^2) / 4 = 1.735 / 4
-  close(minus.ravel(), [0, 0, -1.2, -1.4])   # mean -0.65, variance (0.55^2 + 0.75^2 + 2 * 0.65^2) / 4 = 1.71 / 4
-  p, m = (1.735 / 4) ** 0.5, (1.71 / 4) ** 0.5
+  close(
+    plus.ravel(), [1.45, 1.15, 0, 0]
+  )  # mean 0.65, variance (0.8^2 + 0.5^2 + 2 * 0.65^2) / 4 = 1.735 / 4
+  close(
+    minus.ravel(), [0, 0, -1.2, -1.4]
+  )  # mean -0.65, variance (0.55^2 + 0.75^2 + 2 * 0.65^2) / 4 = 1.71 / 4
+  p = (1.735 / 4) ** 0.5
+  m = (1.71 / 4) ** 0.5
   close(advantages, per_completion(0.8 / p, 0.5 / p, -0.55 / m, -0.75 / m))
   # w^ = 1.25, 0.5 on the right and 0.8, 1.5 on the wrong: none is held back; the mean over four completions.
   close(loss, -((1.25 * 0.8 + 0.5 * 0.5) / p - (0.8 * 0.55 + 1.5 * 0.75) / m) / 4)
 
 
 def test_grpo_s_with_the_geometric_means():
-  entropy = [[[0.5, 2.0], [3.0, 7.0], [0.125, 0.5], [0.5, 7.0]]]  # H^ = 1, 3 and 1/4, 1/2: shares 1/2, 3/2 and 4/3, 2/3
-  plus, minus, advantages, loss = work(make("grpo_s", beta1=1.0, beta2=0.3, mean="geometric", ratio="geometric"), entropy)
+  entropy = [
+    [[0.5, 2.0], [3.0, 7.0], [0.125, 0.5], [0.5, 7.0]]
+  ]  # H^ = 1, 3 and 1/4, 1/2: shares 1/2, 3/2 and 4/3, 2/3
+  plus, minus, advantages, loss = work(
+    make("grpo_s", beta1=1.0, beta2=0.3, mean="geometric", ratio="geometric"), entropy
+  )
   close(plus.ravel(), [1.15, 1.45, 0, 0])
   close(minus.ravel(), [0, 0, -1.4, -1.2])
-  p, m = (1.735 / 4) ** 0.5, (1.71 / 4) ** 0.5
+  p = (1.735 / 4) ** 0.5
+  m = (1.71 / 4) ** 0.5
   close(advantages, per_completion(0.5 / p, 0.8 / p, -0.75 / m, -0.55 / m))
   # w^ = sqrt(1.5 * 1) = 1.2247, 0.5; sqrt(0.5 * 1.1) = 0.7416 -> 0.8, 1.5.
   close(loss, -((1.5**0.5 * 0.5 + 0.5 * 0.8) / p - (0.8 * 0.75 + 1.5 * 0.55) / m) / 4)
@@ -130,7 +166,8 @@ def test_grpo_s_v2():
   plus, minus, advantages, loss = work(make("grpo_s_v2", beta=0.3), COMPLETIONS)
   close(plus.ravel(), [1.45, 1.15, 0, 0])
   close(minus.ravel(), [0, 0, -2 / 3, -4 / 3])  # mean -1/2, variance (4/9 + 16/9) / 4 - 1/4 = 11/36
-  p, m = (1.735 / 4) ** 0.5, (11 / 36) ** 0.5
+  p = (1.735 / 4) ** 0.5
+  m = (11 / 36) ** 0.5
   close(advantages, per_completion(0.8 / p, 0.5 / p, -1 / 6 / m, -5 / 6 / m))
   close(loss, -((1.25 * 0.8 + 0.5 * 0.5) / p - (0.8 / 6 + 1.5 * 5 / 6) / m) / 4)
 
@@ -143,7 +180,9 @@ def test_grpo():
 
 
 def test_dapo():
-  _, _, advantages, loss = work(make("dapo"), TOKENS, penalty=jnp.asarray([[-0.5, 0.0, 0.0, 0.0]]), reward=2 * REWARD - 1)
+  _, _, advantages, loss = work(
+    make("dapo"), TOKENS, penalty=jnp.asarray([[-0.5, 0.0, 0.0, 0.0]]), reward=2 * REWARD - 1
+  )
   # 0.5, 1, -1, -1: mean -0.125, deviations 0.625, 1.125, -0.875, -0.875, variance 3.1875 / 4.
   s = (3.1875 / 4) ** 0.5
   close(advantages, per_completion(0.625 / s, 1.125 / s, -0.875 / s, -0.875 / s))
@@ -151,7 +190,9 @@ def test_dapo():
 
 
 def test_dapo_forking():
-  entropy = [[[1.0, 2.0], [0.1, 7.0], [0.5, 3.0], [0.25, 7.0]]]  # 20 % of 6 tokens: 2, those of 3 and 2 nats
+  entropy = [
+    [[1.0, 2.0], [0.1, 7.0], [0.5, 3.0], [0.25, 7.0]]
+  ]  # 20 % of 6 tokens: 2, those of 3 and 2 nats
   _, _, advantages, loss = work(make("dapo_forking"), entropy, reward=2 * REWARD - 1)
   close(advantages, per_token(0, 1, 0, 0, -1, 0))
   close(loss, -(1.0 * 1 - 1.1 * 1) / 2)
@@ -160,7 +201,9 @@ def test_dapo_forking():
 def test_dr_grpo():
   _, _, advantages, loss = work(make("dr_grpo"), TOKENS)
   close(advantages, per_completion(0.5, 0.5, -0.5, -0.5))  # less the mean, not over the std
-  close(loss, -0.5 * (1.2 + 1.0 + 0.5 - 0.8 - 1.1 - 1.5) / 8)  # four completions of at most two tokens
+  close(
+    loss, -0.5 * (1.2 + 1.0 + 0.5 - 0.8 - 1.1 - 1.5) / 8
+  )  # four completions of at most two tokens
 
 
 def test_gspo():
@@ -175,18 +218,33 @@ def test_dapo_mixed():
   mask = jnp.asarray([[[True, True], [True, False], [True, False]], [[True, False]] * 3])
   correct = jnp.asarray([[True, False, True], [False, False, True]])
   guided = jnp.asarray([[False, False, True]] * 2)
-  x = {"entropy": jnp.zeros(mask.shape), "mask": mask, "correct": correct, "reward": jnp.where(correct, 1.0, -1.0), "guided": guided}
+  x = {
+    "entropy": jnp.zeros(mask.shape),
+    "mask": mask,
+    "correct": correct,
+    "reward": jnp.where(correct, 1.0, -1.0),
+    "guided": guided,
+  }
   algorithm = make("dapo_mixed", guide_cap=2.0, lambda_zero=0.5)
-  advantages, kept = algorithm.advantages(**x), algorithm.loss_mask(**x)
+  advantages = algorithm.advantages(**x)
+  kept = algorithm.loss_mask(**x)
   np.testing.assert_array_equal(kept, mask)
   # Rewards 1, -1, 1: mean 1/3, std sqrt(8)/3. Rewards -1, -1, 1: mean -1/3, the same std.
   r = 2**0.5
   close(advantages, [[[1 / r, 1 / r], [-r, 0], [1 / r, 0]], [[-1 / r, 0], [-1 / r, 0], [r, 0]]])
   weights = algorithm.token_weights(kept, correct, guided)
-  close(weights, [[[1 / 4, 1 / 4], [1 / 4, 0], [1 / 4, 0]], [[0.5 / 3, 0]] * 3])  # the parts apart, the second times lambda_zero
+  close(
+    weights, [[[1 / 4, 1 / 4], [1 / 4, 0], [1 / 4, 0]], [[0.5 / 3, 0]] * 3]
+  )  # the parts apart, the second times lambda_zero
   ratios = jnp.asarray([[[1.5, 1.0], [0.5, 1.0], [3.0, 1.0]], [[1.1, 1.0], [1.5, 1.0], [0.5, 1.0]]])
-  loss, metrics = jax.jit(algorithm.loss)(logp=jnp.log(ratios), logp_old=jnp.zeros(mask.shape), advantages=advantages, mask=kept,
-                                          weights=weights, guided=guided)
+  loss, metrics = jax.jit(algorithm.loss)(
+    logp=jnp.log(ratios),
+    logp_old=jnp.zeros(mask.shape),
+    advantages=advantages,
+    mask=kept,
+    weights=weights,
+    guided=guided,
+  )
   # 1.5 -> 1.28, 1; 0.5 -> 0.8; the guide's 3 -> 2. Then 1.1, 1.5, and the guide's 0.5 as it is.
   close(loss, -((1.28 + 1.0 + 2.0) / r - 0.8 * r) / 4 - 0.5 * ((-1.1 - 1.5) / r + 0.5 * r) / 3)
   close([metrics["clip/guide"], metrics["clip/low"], metrics["clip/high"]], [1 / 2, 1 / 5, 1 / 5])
@@ -197,7 +255,10 @@ def test_participants():
   """(sum x)^2 / sum x^2 over the number of tokens: H = 1, 2, 3 of the right, 1/H = 2, 4, 4 of the wrong, all compared at once."""
   x = {"entropy": jnp.asarray(TOKENS), "mask": MASK, "correct": CORRECT, "reward": REWARD}
   metrics = make("gtpo", compare="matrix").credit_metrics(**x)
-  close([metrics["credit/participants_correct"], metrics["credit/participants_incorrect"]], [36 / 14 / 3, 100 / 36 / 3])
+  close(
+    [metrics["credit/participants_correct"], metrics["credit/participants_incorrect"]],
+    [36 / 14 / 3, 100 / 36 / 3],
+  )
 
 
 @pytest.mark.parametrize("name", ["gtpo", "grpo_s"])
@@ -206,11 +267,31 @@ def test_a_token_of_a_rare_success_earns_more(name):
   bonus = {"gtpo": "alpha2", "grpo_s": "beta2"}[name]
   mask = jnp.ones((1, 4, 1), bool)
   for right, expected in ((1, 3**0.5), (3, 3**-0.5)):
-    x = {"entropy": jnp.ones(mask.shape), "mask": mask, "correct": jnp.arange(4)[None] < right, "reward": jnp.zeros((1, 4))}
+    x = {
+      "entropy": jnp.ones(mask.shape),
+      "mask": mask,
+      "correct": jnp.arange(4)[None] < right,
+      "reward": jnp.zeros((1, 4)),
+    }
     close(make(name, **{bonus: 0.0}).advantages(**x)[0, 0, 0], expected)
 
 
 def test_what_right_and_wrong_earn():
-  zero_and_one = {"gtpo", "gtpo_v1", "gtpo_v1_clipped", "gtpo_v2", "grpo_s", "grpo_s_v1", "grpo_s_v2", "grpo", "dr_grpo", "gspo"}
+  zero_and_one = {
+    "gtpo",
+    "gtpo_v1",
+    "gtpo_v1_clipped",
+    "gtpo_v2",
+    "grpo_s",
+    "grpo_s_v1",
+    "grpo_s_v2",
+    "grpo",
+    "dr_grpo",
+    "gspo",
+  }
   assert {name for name, recipe in RECIPES.items() if recipe.rewards == (0.0, 1.0)} == zero_and_one
-  assert {name for name, recipe in RECIPES.items() if recipe.rewards == (-1.0, 1.0)} == {"dapo", "dapo_forking", "dapo_mixed"}
+  assert {name for name, recipe in RECIPES.items() if recipe.rewards == (-1.0, 1.0)} == {
+    "dapo",
+    "dapo_forking",
+    "dapo_mixed",
+  }

@@ -21,23 +21,29 @@ def random_case(seed, n=3, g=4, t=6):
   return x, mask
 
 
-@pytest.mark.parametrize(("compare", "expected"), [
-    ("position", [[0.5, 2.0, 1.0], [1.5, 0.0, 0.0], [1.0, 1.0, 0.0]]),        # means 2, 2, 2
+@pytest.mark.parametrize(
+  ("compare", "expected"),
+  [
+    ("position", [[0.5, 2.0, 1.0], [1.5, 0.0, 0.0], [1.0, 1.0, 0.0]]),  # means 2, 2, 2
     ("sequence", [[3 / 7, 12 / 7, 6 / 7], [2.0, 0.0, 0.0], [1.0, 1.0, 0.0]]),  # means 7/3, 3/2, 2
-    ("matrix", [[0.5, 2.0, 1.0], [1.5, 0.0, 0.0], [1.0, 1.0, 0.0]]),           # mean 14/7
-])
+    ("matrix", [[0.5, 2.0, 1.0], [1.5, 0.0, 0.0], [1.0, 1.0, 0.0]]),  # mean 14/7
+  ],
+)
 def test_shares_by_hand(compare, expected):
   share = relative_entropy(jnp.asarray(ENTROPY), jnp.asarray(MASK), COMPARE[compare, "group"])
   np.testing.assert_allclose(share, [expected], rtol=1e-6)
 
 
 def test_the_batch_scope_compares_across_prompts_by_hand():
-  x, mask = jnp.asarray([[[1.0, 2.0]], [[3.0, 8.0]]]), jnp.asarray([[[True, True]], [[True, False]]])
+  x = jnp.asarray([[[1.0, 2.0]], [[3.0, 8.0]]])
+  mask = jnp.asarray([[[True, True]], [[True, False]]])
   share = lambda compare, scope: relative_entropy(x, mask, COMPARE[compare, scope]).tolist()
   assert share("position", "group") == [[[1.0, 1.0]], [[1.0, 0.0]]]
   assert share("position", "batch") == [[[0.5, 1.0]], [[1.5, 0.0]]]
   assert share("matrix", "batch") == [[[0.5, 1.0]], [[1.5, 0.0]]]
-  np.testing.assert_allclose(share("sequence", "batch"), [[[2 / 3, 4 / 3]], [[1.0, 0.0]]], rtol=1e-6)
+  np.testing.assert_allclose(
+    share("sequence", "batch"), [[[2 / 3, 4 / 3]], [[1.0, 0.0]]], rtol=1e-6
+  )
 
 
 @pytest.mark.parametrize("axes", sorted(set(COMPARE.values())))
@@ -49,7 +55,9 @@ def test_every_set_sums_to_its_size(axes, seed):
 
 
 def test_a_set_without_any_entropy_shares_equally():
-  share = relative_entropy(jnp.zeros((1, 3, 2)), jnp.asarray([[[True, True], [True, False], [True, False]]]), (1,))
+  share = relative_entropy(
+    jnp.zeros((1, 3, 2)), jnp.asarray([[[True, True], [True, False], [True, False]]]), (1,)
+  )
   assert share.tolist() == [[[1.0, 1.0], [1.0, 0.0], [1.0, 0.0]]]
 
 
@@ -61,7 +69,8 @@ def test_an_empty_set_is_all_zero():
 @pytest.mark.parametrize("axes", sorted(set(COMPARE.values())))
 def test_what_is_masked_plays_no_part(axes):
   x, mask = random_case(5)
-  clean, broken = np.where(mask, x, 0), np.where(mask, x, np.nan)
+  clean = np.where(mask, x, 0)
+  broken = np.where(mask, x, np.nan)
   share = lambda x: np.asarray(relative_entropy(jnp.asarray(x), jnp.asarray(mask), axes))
   np.testing.assert_array_equal(share(broken), share(clean))
 
@@ -83,6 +92,10 @@ def test_effective_participants_by_hand():
   column = lambda *values: jnp.asarray(values).reshape(1, 4, 1)
   assert float(effective_participants(column(1.0, 1.0, 1.0, 1.0), all_alive, (1,))) == 1.0
   assert float(effective_participants(column(4.0, 0.0, 0.0, 0.0), all_alive, (1,))) == 0.25
-  np.testing.assert_allclose(effective_participants(column(3.0, 1.0, 0.0, 0.0), all_alive, (1,)), 16 / 10 / 4, rtol=1e-6)
+  np.testing.assert_allclose(
+    effective_participants(column(3.0, 1.0, 0.0, 0.0), all_alive, (1,)), 16 / 10 / 4, rtol=1e-6
+  )
   some = column(True, True, False, False)
-  np.testing.assert_allclose(effective_participants(column(3.0, 1.0, 9.0, np.nan), some, (1,)), 16 / 10 / 2, rtol=1e-6)
+  np.testing.assert_allclose(
+    effective_participants(column(3.0, 1.0, 9.0, np.nan), some, (1,)), 16 / 10 / 2, rtol=1e-6
+  )

@@ -6,10 +6,16 @@ import pytest
 from gtpo_jax.algorithms import selection
 
 highest = jax.jit(selection.highest, static_argnums=2)
-GROUPS = {"mixed": [1, 0, 0, 0], "all right": [1, 1, 1, 1], "all wrong": [0, 0, 0, 0], "right by the guide alone": [0, 0, 0, 1],
-          "wrong by the guide alone": [1, 1, 1, 0]}
+GROUPS = {
+  "mixed": [1, 0, 0, 0],
+  "all right": [1, 1, 1, 1],
+  "all wrong": [0, 0, 0, 0],
+  "right by the guide alone": [0, 0, 0, 1],
+  "wrong by the guide alone": [1, 1, 1, 0],
+}
 CORRECT = np.asarray(list(GROUPS.values()), bool)
-EVERYBODY, GUIDED = np.ones_like(CORRECT), np.zeros_like(CORRECT)
+EVERYBODY = np.ones_like(CORRECT)
+GUIDED = np.zeros_like(CORRECT)
 GUIDED[:, 3] = True
 
 
@@ -20,7 +26,11 @@ def named(flags):
 @pytest.mark.parametrize("module", [np, jnp])
 def test_groups_with_contrast(module):
   informative = lambda *x: named(selection.informative(*map(module.asarray, x)))
-  assert informative(CORRECT, EVERYBODY) == {"mixed", "right by the guide alone", "wrong by the guide alone"}
+  assert informative(CORRECT, EVERYBODY) == {
+    "mixed",
+    "right by the guide alone",
+    "wrong by the guide alone",
+  }
   assert informative(CORRECT, EVERYBODY, GUIDED) == {"mixed", "right by the guide alone"}
   assert informative(CORRECT, EVERYBODY, np.zeros_like(GUIDED)) == informative(CORRECT, EVERYBODY)
 
@@ -28,7 +38,10 @@ def test_groups_with_contrast(module):
 def test_what_does_not_count_makes_no_contrast():
   alive = EVERYBODY.copy()
   alive[:, 0] = False
-  assert named(selection.informative(CORRECT, alive)) == {"right by the guide alone", "wrong by the guide alone"}
+  assert named(selection.informative(CORRECT, alive)) == {
+    "right by the guide alone",
+    "wrong by the guide alone",
+  }
   assert named(selection.informative(CORRECT, ~EVERYBODY)) == set()
   alive[:, 3] = False
   assert named(selection.informative(CORRECT, alive, GUIDED)) == set()
@@ -43,18 +56,21 @@ def test_groups_that_the_policy_failed_throughout(module):
   assert zero_reward(CORRECT, alive, GUIDED) == {"all wrong", "right by the guide alone", "mixed"}
 
 
-@pytest.mark.parametrize(("x", "share", "kept"), [
-    ([1.0, 5.0, 2.0, 4.0, 3.0], 0.2, [5.0]),                   # 1 of 5
-    ([1.0, 5.0, 2.0, 4.0, 3.0, 0.0], 0.2, [5.0, 4.0]),         # 1.2 of 6: 2
+@pytest.mark.parametrize(
+  ("x", "share", "kept"),
+  [
+    ([1.0, 5.0, 2.0, 4.0, 3.0], 0.2, [5.0]),  # 1 of 5
+    ([1.0, 5.0, 2.0, 4.0, 3.0, 0.0], 0.2, [5.0, 4.0]),  # 1.2 of 6: 2
     ([1.0, 5.0, 2.0, 4.0, 3.0], 0.6, [5.0, 4.0, 3.0]),
     ([1.0, 5.0, 2.0, 4.0, 3.0], 1.0, [1.0, 5.0, 2.0, 4.0, 3.0]),
-    ([4.0, 5.0, 4.0, 4.0, 3.0], 0.4, [4.0, 5.0, 4.0, 4.0]),    # ties at the border are all in
+    ([4.0, 5.0, 4.0, 4.0, 3.0], 0.4, [4.0, 5.0, 4.0, 4.0]),  # ties at the border are all in
     ([2.0, 2.0, 2.0], 0.2, [2.0, 2.0, 2.0]),
-    ([0.0, 0.0, 0.0, 1e-30], 0.5, [0.0, 0.0, 0.0, 1e-30]),     # the second highest is a 0
+    ([0.0, 0.0, 0.0, 1e-30], 0.5, [0.0, 0.0, 0.0, 1e-30]),  # the second highest is a 0
     ([0.0, -0.0, 1.0], 1.0, [0.0, -0.0, 1.0]),
-    ([7.0], 0.2, [7.0]),                                       # one token
+    ([7.0], 0.2, [7.0]),  # one token
     ([0.0], 0.2, [0.0]),
-])
+  ],
+)
 def test_the_highest_by_hand(x, share, kept):
   got = highest(jnp.asarray([x]), jnp.ones((1, len(x)), bool), share)
   assert [value for value, flag in zip(x, got[0].tolist(), strict=True) if flag] == kept
@@ -62,17 +78,22 @@ def test_the_highest_by_hand(x, share, kept):
 
 @pytest.mark.parametrize("x", [0.0, 1e-30, 0.7, 3.0, 1e30])
 def test_the_border_is_found_to_the_last_bit(x):
-  more = np.nextafter(np.float32(max(x, 1.2e-38)), np.float32(np.inf))  # above 0: the least float that is not a denormal
+  more = np.nextafter(
+    np.float32(max(x, 1.2e-38)), np.float32(np.inf)
+  )  # above 0: the least float that is not a denormal
   assert highest(jnp.asarray([x, more, x]), jnp.ones(3, bool), 0.2).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize(("count", "expected"), [(5, 1), (10, 2), (15, 3), (16, 4), (35, 7), (1000, 200), (1001, 201)])
+@pytest.mark.parametrize(
+  ("count", "expected"), [(5, 1), (10, 2), (15, 3), (16, 4), (35, 7), (1000, 200), (1001, 201)]
+)
 def test_20_percent_is_rounded_up_and_not_by_rounding_errors(count, expected):
   assert int(highest(jnp.arange(1.0, count + 1), jnp.ones(count, bool), 0.2).sum()) == expected
 
 
 def test_what_is_masked_is_never_among_the_highest():
-  x, mask = jnp.asarray([[9.0, 1.0, jnp.nan, 2.0, jnp.inf]]), jnp.asarray([[False, True, False, True, False]])
+  x = jnp.asarray([[9.0, 1.0, jnp.nan, 2.0, jnp.inf]])
+  mask = jnp.asarray([[False, True, False, True, False]])
   assert highest(x, mask, 0.5).tolist() == [[False, False, False, True, False]]
   assert not highest(x, jnp.zeros_like(mask), 0.5).any()
 
@@ -85,7 +106,9 @@ def test_the_bisection_finds_what_a_sort_finds(share):
     x[rng.random(x.shape) < 0.2] = 0.0
     mask = rng.random(x.shape) < 0.8
     border = np.sort(x[mask])[::-1][int(np.ceil(share * mask.sum() - 1e-9)) - 1]
-    np.testing.assert_array_equal(highest(jnp.asarray(x), jnp.asarray(mask), share), mask & (x >= border))
+    np.testing.assert_array_equal(
+      highest(jnp.asarray(x), jnp.asarray(mask), share), mask & (x >= border)
+    )
 
 
 def test_at_least_one_is_kept_however_small_the_share():

@@ -5,14 +5,21 @@ import pytest
 
 from gtpo_jax.algorithms import shaping
 from gtpo_jax.algorithms.relative_entropy import COMPARE
-from gtpo_jax.algorithms.shaping import Credit, Signals
+from gtpo_jax.algorithms.shaping import EntropyBonus, Signals
 
 entropy_credit = jax.jit(shaping.entropy_credit, static_argnames="credit")
 completion_entropy = jax.jit(shaping.completion_entropy, static_argnums=2)
 
 
-def credit(right=(1.0, 0.3), wrong=(1.0, 0.3), compare="position", scope="group", h_floor=0.01, clip=(0.0, float("inf"))):
-  return Credit(right, wrong, COMPARE[compare, scope], h_floor, clip)
+def credit(
+  right=(1.0, 0.3),
+  wrong=(1.0, 0.3),
+  compare="position",
+  scope="group",
+  h_floor=0.01,
+  clip=(0.0, float("inf")),
+):
+  return EntropyBonus(right, wrong, COMPARE[compare, scope], h_floor, clip)
 
 
 def signals(entropy, mask, correct):
@@ -22,8 +29,11 @@ def signals(entropy, mask, correct):
 
 
 # Two right completions, two wrong ones, of lengths 2, 1, 2, 1.
-HAND = signals([[[1.0, 2.0], [3.0, 7.0], [0.5, 0.25], [0.25, 7.0]]], [[[True, True], [True, False], [True, True], [True, False]]],
-               [[True, True, False, False]])
+HAND = signals(
+  [[[1.0, 2.0], [3.0, 7.0], [0.5, 0.25], [0.25, 7.0]]],
+  [[[True, True], [True, False], [True, True], [True, False]]],
+  [[True, True, False, False]],
+)
 
 
 def test_credit_by_hand():
@@ -54,7 +64,10 @@ def test_the_length_penalty_comes_on_top_of_the_clip_on_both_sides():
 
 
 def test_the_plain_reward_by_hand():
-  x = HAND._replace(reward=jnp.asarray([[[1.0], [1.0], [-1.0], [-1.0]]]), penalty=jnp.asarray([[[-0.5], [0.0], [0.0], [-0.25]]]))
+  x = HAND._replace(
+    reward=jnp.asarray([[[1.0], [1.0], [-1.0], [-1.0]]]),
+    penalty=jnp.asarray([[[-0.5], [0.0], [0.0], [-0.25]]]),
+  )
   shaped = jax.jit(shaping.plain_reward)(x)
   np.testing.assert_array_equal(shaped.plus, [[[0.5, 0.5], [1, 0], [0, 0], [0, 0]]])
   np.testing.assert_array_equal(shaped.minus, [[[0, 0], [0, 0], [-1, -1], [-1.25, 0]]])
@@ -64,7 +77,9 @@ def test_right_and_wrong_are_never_compared_with_each_other():
   everywhere = credit(compare="matrix", scope="batch")
   before = entropy_credit(HAND, credit=everywhere)
   right = jnp.asarray(HAND.correct)
-  other_wrong = entropy_credit(HAND._replace(entropy=jnp.where(right, HAND.entropy, HAND.entropy**2 + 1)), credit=everywhere)
+  other_wrong = entropy_credit(
+    HAND._replace(entropy=jnp.where(right, HAND.entropy, HAND.entropy**2 + 1)), credit=everywhere
+  )
   np.testing.assert_array_equal(other_wrong.plus, before.plus)
   assert np.abs(other_wrong.minus - before.minus).max() > 0.01
 
@@ -78,18 +93,29 @@ def test_credit_is_conserved(compare, scope):
   x = signals(rng.gamma(0.5, 1.0, mask.shape), mask, correct)
   shaped = entropy_credit(x, credit=credit((0.9, 0.4), (0.2, 0.7), compare, scope))
   np.testing.assert_allclose(shaped.plus.sum(), 1.3 * (mask & correct[..., None]).sum(), rtol=1e-5)
-  np.testing.assert_allclose(shaped.minus.sum(), -0.9 * (mask & ~correct[..., None]).sum(), rtol=1e-5)
+  np.testing.assert_allclose(
+    shaped.minus.sum(), -0.9 * (mask & ~correct[..., None]).sum(), rtol=1e-5
+  )
 
 
 def test_completion_entropy_by_hand():
   entropy = jnp.asarray([[[1.0, 4.0, jnp.nan], [2.0, 2.0, 8.0], [0.0, 1.0, jnp.nan]]])
   mask = jnp.asarray([[[True, True, False], [True, True, True], [True, True, False]]])
-  np.testing.assert_allclose(completion_entropy(entropy, mask, "arithmetic", 0.01), [[[2.5], [4.0], [0.5]]], rtol=1e-6)
-  np.testing.assert_allclose(completion_entropy(entropy, mask, "geometric", 0.01), [[[2.0], [32 ** (1 / 3)], [0.1]]], rtol=1e-5)
+  np.testing.assert_allclose(
+    completion_entropy(entropy, mask, "arithmetic", 0.01), [[[2.5], [4.0], [0.5]]], rtol=1e-6
+  )
+  np.testing.assert_allclose(
+    completion_entropy(entropy, mask, "geometric", 0.01),
+    [[[2.0], [32 ** (1 / 3)], [0.1]]],
+    rtol=1e-5,
+  )
 
 
 def test_the_arithmetic_mean_is_at_least_the_geometric():
   rng = np.random.default_rng(0)
-  entropy, mask = jnp.asarray(rng.gamma(1.0, 1.0, (4, 4, 6)) + 0.02, jnp.float32), jnp.ones((4, 4, 6), bool)
-  arithmetic, geometric = (completion_entropy(entropy, mask, mean, 0.01) for mean in ("arithmetic", "geometric"))
+  entropy = jnp.asarray(rng.gamma(1.0, 1.0, (4, 4, 6)) + 0.02, jnp.float32)
+  mask = jnp.ones((4, 4, 6), bool)
+  arithmetic, geometric = (
+    completion_entropy(entropy, mask, mean, 0.01) for mean in ("arithmetic", "geometric")
+  )
   assert (arithmetic > geometric).all()

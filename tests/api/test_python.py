@@ -1,4 +1,5 @@
 """gtpo_jax from a Python program or a notebook: `train` and `steps` with a function and dicts, and what is left when one leaves early."""
+
 import gzip
 import importlib.util
 import json
@@ -26,9 +27,17 @@ from gtpo_jax.runtime.errors import UserError
 ROOT = Path(__file__).parents[2]
 QUIET = Display(enabled=False)
 ROWS = [{"prompt": f"{a}+{b}:", "answer": str(a + b)} for a in range(2, 8) for b in range(2, 8)]
-SHAPE = {"steps": 4, "model": {"preset": "tiny"}, "data": {"max_prompt_tokens": 20}, "batch": {"prompts": 4, "group": 4},
-         "sampling": {"max_tokens": 8}, "eval": {"problems": 4, "samples": 2, "batch": 4, "every": 2}, "checkpoint": {"every": 3},
-         "mesh": {"data": 4, "fsdp": 1, "tensor": 2}, "optimizer": {"learning_rate": 1e-3}}
+SHAPE = {
+  "steps": 4,
+  "model": {"preset": "tiny"},
+  "data": {"max_prompt_tokens": 20},
+  "batch": {"prompts": 4, "group": 4},
+  "sampling": {"max_tokens": 8},
+  "eval": {"problems": 4, "samples": 2, "batch": 4, "every": 2},
+  "checkpoint": {"every": 3},
+  "mesh": {"data": 4, "fsdp": 1, "tensor": 2},
+  "optimizer": {"learning_rate": 1e-3},
+}
 
 
 def even(prompts, completions, answers, extras):
@@ -37,7 +46,11 @@ def even(prompts, completions, answers, extras):
 
 
 def our_threads():
-  return {thread for thread in threading.enumerate() if thread.name.startswith(("gtpo", "ThreadPoolExecutor", "Thread-"))}
+  return {
+    thread
+    for thread in threading.enumerate()
+    if thread.name.startswith(("gtpo", "ThreadPoolExecutor", "Thread-"))
+  }
 
 
 @pytest.fixture(scope="module")
@@ -58,26 +71,40 @@ def test_ten_lines_train_a_model(trained):
   result, seen, _ = trained
   assert result.finished and result.step == 4
   assert [row["step"] for row in result.history] == [0, 1, 2, 3, 4]
-  assert {"eval/held_out/mean@2", "eval/held_out/pass@2"} <= result.history[0].keys() & result.history[-1].keys()
+  assert {"eval/held_out/mean@2", "eval/held_out/pass@2"} <= result.history[
+    0
+  ].keys() & result.history[-1].keys()
   assert "held-out pass@1" in result.summary
   prompts, completions, answers, extras = seen[0]
-  assert len(set(prompts)) == len(set(answers)) == 1 and len(prompts) == len(completions) == len(answers) == len(extras)
+  assert len(set(prompts)) == len(set(answers)) == 1 and len(prompts) == len(completions) == len(
+    answers
+  ) == len(extras)
   assert {"prompt": prompts[0], "answer": answers[0]} in ROWS and extras[0] == {}
-  assert {len(given[0]) for given in seen} == {4, 2, 1}  # a group, an evaluation's samples, its greedy one
+  assert {len(given[0]) for given in seen} == {
+    4,
+    2,
+    1,
+  }  # a group, an evaluation's samples, its greedy one
 
 
 def test_the_policy_samples_and_is_saved(trained, tmp_path):
   policy = trained[0].policy
   texts = policy.sample("2+3:", n=3, seed=1)
-  assert len(texts) == 3 and texts == policy.sample("2+3:", n=3, seed=1) != policy.sample("2+3:", n=3, seed=2)
+  assert len(texts) == 3 and texts == policy.sample("2+3:", n=3, seed=1) != policy.sample(
+    "2+3:", n=3, seed=2
+  )
   assert len(set(policy.sample("2+3:", n=2, temperature=0))) == 1
-  for bad, message in (({"n": 0}, "n must be at least 1, got 0"), ({"seed": -1}, r"seed must be in \[0, 2\*\*32\), got -1"),
-                       ({"top_p": 2}, "top_p must be in")):
+  for bad, message in (
+    ({"n": 0}, "n must be at least 1, got 0"),
+    ({"seed": -1}, r"seed must be in \[0, 2\*\*32\), got -1"),
+    ({"top_p": 2}, "top_p must be in"),
+  ):
     with pytest.raises(UserError, match=message):
       policy.sample("2+3:", **bad)
   models.save(policy.model, policy.params, policy.tokenizer, tmp_path / "a")
   policy.save(tmp_path / "b")
-  (_, a), (_, b) = models.load(tmp_path / "a"), models.load(tmp_path / "b")
+  (_, a) = models.load(tmp_path / "a")
+  (_, b) = models.load(tmp_path / "b")
   jax.tree.map(np.testing.assert_array_equal, a, b)
   assert (tmp_path / "b" / "generation_config.json").exists()
 
@@ -90,14 +117,30 @@ def test_steps_are_the_same_run(trained):
   """The generator gives what `train` gives, step by step, and what a plot needs."""
   steps = list(gtpo_jax.steps(SHAPE, display=QUIET, reward=even, data=ROWS))
   assert [step.step for step in steps] == [1, 2, 3, 4]
-  lasting = lambda row: {key: value for key, value in row.items()
-                         if not key.startswith("time/") and key not in ("step", "tokens/s", "compiles")}
+  lasting = lambda row: {
+    key: value
+    for key, value in row.items()
+    if not key.startswith("time/") and key not in ("step", "tokens/s", "compiles")
+  }
   for step, row in zip(steps, trained[0].history[1:], strict=True):
-    np.testing.assert_equal({key: None if np.isnan(value) else value for key, value in lasting(step.metrics).items()}, lasting(row))
-  assert "eval/held_out/mean@2" in steps[1].metrics and "eval/held_out/mean@2" not in steps[0].metrics
+    np.testing.assert_equal(
+      {key: None if np.isnan(value) else value for key, value in lasting(step.metrics).items()},
+      lasting(row),
+    )
+  assert (
+    "eval/held_out/mean@2" in steps[1].metrics and "eval/held_out/mean@2" not in steps[0].metrics
+  )
   batch = steps[0].batch
-  assert len(batch.texts) == 4 and batch.correct.shape == (4, 4) and batch.rollouts.entropy.shape == (4, 4, 8)
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(steps[-1].policy.params), jax.device_get(trained[0].policy.params))
+  assert (
+    len(batch.texts) == 4
+    and batch.correct.shape == (4, 4)
+    and batch.rollouts.entropy.shape == (4, 4, 8)
+  )
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    jax.device_get(steps[-1].policy.params),
+    jax.device_get(trained[0].policy.params),
+  )
 
 
 def leave(workdir, how):
@@ -110,20 +153,28 @@ def leave(workdir, how):
         break
     run.close()
   elif how == "error":
+
     def body():
       for step in gtpo_jax.steps(SHAPE, workdir, QUIET, reward=even, data=ROWS):
         if step.step == 2:
           raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
       body()
   elif how == "interrupt":  # in the midst of a step: that ends, and is handed out
+
     def interrupting(prompts, completions, answers, extras):
-      if (workdir / "metrics.jsonl").read_text().count("\n") == 2 and len(prompts) == 4 and not asked:
+      if (
+        (workdir / "metrics.jsonl").read_text().count("\n") == 2 and len(prompts) == 4 and not asked
+      ):
         asked.append(os.kill(os.getpid(), signal.SIGINT))
       return even(prompts, completions, answers, extras)
+
     asked = []
     interrupting.__qualname__ = "even"
-    assert [step.step for step in gtpo_jax.steps(SHAPE, workdir, QUIET, reward=interrupting, data=ROWS)] == [1, 2]
+    assert [
+      step.step for step in gtpo_jax.steps(SHAPE, workdir, QUIET, reward=interrupting, data=ROWS)
+    ] == [1, 2]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
   return our_threads() - before
 
@@ -139,8 +190,18 @@ def test_left_early_a_run_is_saved_and_goes_on(how, tmp_path, trained):
     pass
   if how == "break":
     result = gtpo_jax.train(SHAPE, workdir, QUIET, reward=even, data=ROWS)
-    assert result.finished and [row["step"] for row in read_jsonl(workdir / "metrics.jsonl")] == [0, 1, 2, 3, 4]
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(result.policy.params), jax.device_get(trained[0].policy.params))
+    assert result.finished and [row["step"] for row in read_jsonl(workdir / "metrics.jsonl")] == [
+      0,
+      1,
+      2,
+      3,
+      4,
+    ]
+    jax.tree.map(
+      np.testing.assert_array_equal,
+      jax.device_get(result.policy.params),
+      jax.device_get(trained[0].policy.params),
+    )
     with pytest.raises(UserError, match="belongs to another config"):
       gtpo_jax.train(SHAPE, workdir, QUIET, reward=even, data=ROWS[1:])
 
@@ -148,14 +209,18 @@ def test_left_early_a_run_is_saved_and_goes_on(how, tmp_path, trained):
 def test_the_command_line_on_a_run_of_a_program(tmp_path):
   """Its policy can be sampled; its problems and its reward are in no file, and that is said."""
   from gtpo_jax.cli import main
+
   workdir = tmp_path / "run"
   given = take({**SHAPE, "steps": 1, "eval": {**SHAPE["eval"], "problems": 1}}, even, ROWS)
   gtpo_jax.train(given.config, workdir, QUIET, lambda: True, reward=even, data=ROWS)
   assert main(["sample", f"--model={workdir}", "--prompt=2+3:", "--step=0"]) == 0
-  with pytest.raises(UserError, match=r"'records:\w+:held_out' was handed over by a Python program and is in no file"):
+  with pytest.raises(
+    UserError, match=r"'records:\w+:held_out' was handed over by a Python program and is in no file"
+  ):
     from gtpo_jax.rollout.problems import held_out_problems
-    from gtpo_jax.rollout.worker import Actor
-    held_out_problems(given.config, Actor(given.config))
+    from gtpo_jax.rollout.worker import RolloutWorker
+
+    held_out_problems(given.config, RolloutWorker(given.config))
 
 
 def test_a_window_of_steps_is_traced(tmp_path):
@@ -164,51 +229,98 @@ def test_a_window_of_steps_is_traced(tmp_path):
   gtpo_jax.train(config, tmp_path / "run", QUIET, reward=even, data=ROWS)
   (folder,) = (tmp_path / "run" / "profile" / "plugins" / "profile").iterdir()
   assert list(folder.glob("*.xplane.pb"))
-  events = json.loads(gzip.decompress((folder / "perfetto_trace.json.gz").read_bytes()))["traceEvents"]
-  spans = {name: [event for event in events if event.get("name") == name and event.get("ph") == "X"]
-           for name in ("step", "sample", "reward", "update", "evaluate", "save")}
-  assert [int(event["args"]["step_num"]) for event in sorted(spans["step"], key=lambda event: event["ts"])] == [2, 3]
+  events = json.loads(gzip.decompress((folder / "perfetto_trace.json.gz").read_bytes()))[
+    "traceEvents"
+  ]
+  spans = {
+    name: [event for event in events if event.get("name") == name and event.get("ph") == "X"]
+    for name in ("step", "sample", "reward", "update", "evaluate", "save")
+  }
+  assert [
+    int(event["args"]["step_num"]) for event in sorted(spans["step"], key=lambda event: event["ts"])
+  ] == [2, 3]
   assert {name for name, found in spans.items() if found} == spans.keys()
   assert len(spans["update"]) == 2 and len(spans["evaluate"]) == len(spans["save"]) == 1
-  assert {event["tid"] for event in spans["reward"]} > {event["tid"] for event in spans["update"]}  # on a thread of its own, too
-  within = lambda inner, outer: outer["ts"] <= inner["ts"] <= inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
-  assert all(any(within(event, step) for step in spans["step"]) for event in spans["update"] + spans["save"] + spans["evaluate"])
+  assert {event["tid"] for event in spans["reward"]} > {
+    event["tid"] for event in spans["update"]
+  }  # on a thread of its own, too
+  within = lambda inner, outer: (
+    outer["ts"] <= inner["ts"] <= inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+  )
+  assert all(
+    any(within(event, step) for step in spans["step"])
+    for event in spans["update"] + spans["save"] + spans["evaluate"]
+  )
 
 
 def test_a_graded_reward():
   """What the function says is the reward itself with the part `verifier`."""
-  graded = lambda prompts, completions, answers, extras: [0.25 * (len(text) % 4) for text in completions]
-  step = next(gtpo_jax.steps({**SHAPE, "algorithm": {"name": "grpo"}, "reward": {"parts": "verifier"}}, display=QUIET, reward=graded,
-                             data=ROWS))
-  want = np.asarray([[0.25 * (len(text) % 4) for text in row] for row in step.batch.texts], np.float32)
+  graded = lambda prompts, completions, answers, extras: [
+    0.25 * (len(text) % 4) for text in completions
+  ]
+  step = next(
+    gtpo_jax.steps(
+      {**SHAPE, "algorithm": {"name": "grpo"}, "reward": {"parts": "verifier"}},
+      display=QUIET,
+      reward=graded,
+      data=ROWS,
+    )
+  )
+  want = np.asarray(
+    [[0.25 * (len(text) % 4) for text in row] for row in step.batch.texts], np.float32
+  )
   np.testing.assert_array_equal(np.asarray(step.batch.verdicts.reward), want)
   finished = np.asarray(step.batch.rollouts.finished)
   np.testing.assert_array_equal(step.batch.correct, (want > 0.5) & finished)
 
 
-@pytest.mark.parametrize(("given", "message"), [
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
     ({"reward": 3}, "reward must be a function of (prompts, completions, answers, extras), got 3"),
-    ({"reward": lambda completions: 1}, "must take (prompts, completions, answers, extras): too many positional arguments"),
-    ({"data": "train.jsonl"}, "data must be a list of dicts, got str 'train.jsonl'; a file is named in the config's data.train"),
+    (
+      {"reward": lambda completions: 1},
+      "must take (prompts, completions, answers, extras): too many positional arguments",
+    ),
+    (
+      {"data": "train.jsonl"},
+      "data must be a list of dicts, got str 'train.jsonl'; a file is named in the config's data.train",
+    ),
     ({"data": {"prompt": "1", "answer": "1"}}, "data must be a list of dicts, got dict"),
     ({"data": 5}, "data must be a list of dicts, got int '5'"),
     ({"data": []}, "'data' holds no problem (0 rows)"),
     ({"data": ROWS[:1] * 3}, "data holds 1 problem, of which none can be held out"),
-    ({"data": [*ROWS, "1+1"]}, "data[36]: holds str, not a dict (1 malformed row(s), data.bad_rows = 0 allowed)"),
+    (
+      {"data": [*ROWS, "1+1"]},
+      "data[36]: holds str, not a dict (1 malformed row(s), data.bad_rows = 0 allowed)",
+    ),
     ({"data": [{"question": "1+1"}]}, "data[0]: has the columns question, no known layout"),
     ({"data": [{"prompt": "", "answer": "2"}]}, "data[0]: has an empty user message"),
     ({"data": ROWS, "held_out": [{"prompt": "1"}]}, "held_out[0]: has the columns prompt"),
-    ({"data": [*ROWS, {"prompt": "1+" * 30, "answer": "2"}]}, "are over data.max_prompt_tokens = 20"),
-    ({"data": [*ROWS, {"prompt": "1", "answer": "2", "kind": "poem"}]}, "kind 'poem', for which there is no verifier"),
+    (
+      {"data": [*ROWS, {"prompt": "1+" * 30, "answer": "2"}]},
+      "are over data.max_prompt_tokens = 20",
+    ),
+    (
+      {"data": [*ROWS, {"prompt": "1", "answer": "2", "kind": "poem"}]},
+      "kind 'poem', for which there is no verifier",
+    ),
     ({"config": {"stepz": 3}}, "unknown config key 'stepz', did you mean 'steps'?"),
     ({"config": {"log": {"wandb": "x"}}}, "log.wandb = 'x' needs the wandb library"),
-    ({"config": {"profile": {"steps": "5:3"}}}, "profile.steps must be two steps, as 3:5, the first at least 1 and not after the last"),
+    (
+      {"config": {"profile": {"steps": "5:3"}}},
+      "profile.steps must be two steps, as 3:5, the first at least 1 and not after the last",
+    ),
     ({"config": {"profile": {"steps": "3"}}}, "profile.steps must be two steps"),
     ({"workdir": ROOT / "setup.py"}, "is a file; name a folder"),
-], ids=lambda value: value[:40] if isinstance(value, str) else "")
+  ],
+  ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
 def test_what_cannot_be_used_is_one_line(given, message, monkeypatch):
   real = importlib.util.find_spec
-  monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else real(name, *more))
+  monkeypatch.setattr(
+    importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else real(name, *more)
+  )
   config = {**SHAPE, **given.pop("config", {})}
   with pytest.raises(UserError) as error:
     gtpo_jax.train(config, display=QUIET, **given)
@@ -218,18 +330,36 @@ def test_what_cannot_be_used_is_one_line(given, message, monkeypatch):
 def test_malformed_rows_may_be_skipped_and_duplicates_are_dropped():
   rows = [*ROWS[:20], *ROWS[:5], {"prompt": "no answer"}]
   given = take({**SHAPE, "data": {"bad_rows": 1}}, even, rows)
-  train, held_out = given.records[given.config.data.train], given.records[given.config.data.eval]
-  assert (train.rows, train.duplicates, len(train.bad), len(train.problems), len(held_out.problems)) == (26, 5, 1, 18, 2)
-  assert not {p.messages[0]["content"] for p in train.problems} & {p.messages[0]["content"] for p in held_out.problems}
+  train = given.records[given.config.data.train]
+  held_out = given.records[given.config.data.eval]
+  assert (
+    train.rows,
+    train.duplicates,
+    len(train.bad),
+    len(train.problems),
+    len(held_out.problems),
+  ) == (26, 5, 1, 18, 2)
+  assert not {p.messages[0]["content"] for p in train.problems} & {
+    p.messages[0]["content"] for p in held_out.problems
+  }
   again = take({**SHAPE, "data": {"bad_rows": 1}}, even, list(rows))
-  assert again.config == given.config and again.records[given.config.data.eval].problems == held_out.problems
+  assert (
+    again.config == given.config
+    and again.records[given.config.data.eval].problems == held_out.problems
+  )
   assert take(SHAPE, even, ROWS[1:]).config.data.train != take(SHAPE, even, ROWS).config.data.train
   own = take(SHAPE, None, ROWS[:10], ROWS[10:])
-  assert len(own.records[own.config.data.train].problems) == 10 and len(own.records[own.config.data.eval].problems) == 26
+  assert (
+    len(own.records[own.config.data.train].problems) == 10
+    and len(own.records[own.config.data.eval].problems) == 26
+  )
 
 
 def test_a_config_of_any_kind_is_taken():
-  with pytest.raises(UserError, match=r"config must be a config or nested dicts, got 'configs/tiny.py'; read a file with gtpo_jax"):
+  with pytest.raises(
+    UserError,
+    match=r"config must be a config or nested dicts, got 'configs/tiny.py'; read a file with gtpo_jax",
+  ):
     take("configs/tiny.py")
   config = default_config()
   config.steps = 7
@@ -256,5 +386,7 @@ print(jax.config.jax_compilation_cache_dir)
 def test_the_import_is_light_and_jax_is_prepared():
   env = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
   env |= {"XDG_CACHE_HOME": "/nowhere", "PYTHONPATH": str(ROOT)}
-  done = subprocess.run([sys.executable, "-c", LIGHT], env=env, capture_output=True, text=True, timeout=120)
+  done = subprocess.run(
+    [sys.executable, "-c", LIGHT], env=env, capture_output=True, text=True, timeout=120
+  )
   assert (done.returncode, done.stdout) == (0, "/nowhere/gtpo_jax/xla\n"), done.stderr

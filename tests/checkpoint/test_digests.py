@@ -1,4 +1,5 @@
 """Digests of arrays: the same on every mesh, another after any change of one element."""
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,30 +12,41 @@ from gtpo_jax.runtime.mesh import make_mesh, named_sharding
 
 def slow(x, salt):
   """The sum that a digest holds, with Python's own whole numbers."""
+
   def mix(h):
     h = (h ^ (h >> 16)) * 0x85EBCA6B % 2**32
     h = (h ^ (h >> 13)) * 0xC2B2AE35 % 2**32
     return h ^ (h >> 16)
+
   bits = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").ravel()
   return sum(mix(int(b) ^ mix((i + salt) % 2**32)) for i, b in enumerate(bits)) % 2**32
 
 
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16, np.int32, np.uint32, np.bool_])
+@pytest.mark.parametrize(
+  "dtype", [np.float32, ml_dtypes.bfloat16, np.float16, np.int32, np.uint32, np.bool_]
+)
 def test_against_a_slow_loop(dtype):
   x = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(dtype)
   name = np.dtype(dtype).name
-  assert digest_leaves({"a": x}) == {"['a']": f"{name}[3, 4, 5]:{slow(x, 0x9E3779B9):08x}{slow(x, 0x85EBCA77):08x}"}
+  assert digest_leaves({"a": x}) == {
+    "['a']": f"{name}[3, 4, 5]:{slow(x, 0x9E3779B9):08x}{slow(x, 0x85EBCA77):08x}"
+  }
 
 
 def test_known_values():
   assert digest_leaves([np.float32(0), np.arange(4, dtype=np.int32)]) == {
-      "[0]": "float32[]:aa3e5b61b8dbb7ba", "[1]": digest_leaves([jnp.arange(4)])["[0]"]}
+    "[0]": "float32[]:aa3e5b61b8dbb7ba",
+    "[1]": digest_leaves([jnp.arange(4)])["[0]"],
+  }
 
 
 def test_the_mesh_does_not_show():
   x = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
-  found = {digest_tree({"a": jax.device_put(x, named_sharding(make_mesh(*sizes), *axes))})
-           for sizes in ((8, 1, 1), (1, 8, 1), (2, 2, 2)) for axes in (("batch", "heads"), ("embed", None), (None, "vocab"), ())}
+  found = {
+    digest_tree({"a": jax.device_put(x, named_sharding(make_mesh(*sizes), *axes))})
+    for sizes in ((8, 1, 1), (1, 8, 1), (2, 2, 2))
+    for axes in (("batch", "heads"), ("embed", None), (None, "vocab"), ())
+  }
   assert found == {digest_tree({"a": x})}
 
 
@@ -50,8 +62,16 @@ def test_every_flipped_bit_shows():
 
 def test_order_shape_type_and_name_show():
   x = np.arange(6, dtype=np.float32)
-  trees = [[x], [x[::-1].copy()], [x.reshape(2, 3)], [x.view(np.int32)], {"a": x}, [x, x], [np.where(x == 0, -0.0, x)],
-           [np.full(6, np.nan, np.float32)]]
+  trees = [
+    [x],
+    [x[::-1].copy()],
+    [x.reshape(2, 3)],
+    [x.view(np.int32)],
+    {"a": x},
+    [x, x],
+    [np.where(x == 0, -0.0, x)],
+    [np.full(6, np.nan, np.float32)],
+  ]
   assert len({digest_tree(tree) for tree in trees}) == len(trees)
 
 
@@ -59,6 +79,7 @@ def test_files_are_read_whole_up_to_a_size(tmp_path, monkeypatch):
   from etils import epath
 
   from gtpo_jax.checkpoint import digests
+
   file = epath.Path(tmp_path / "a")
   file.write_bytes(b"abc")
   assert digest_file(file) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

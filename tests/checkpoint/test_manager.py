@@ -1,4 +1,5 @@
 """Checkpoints under every damage that a disk can do: found, set aside, and the one before is read."""
+
 import dataclasses
 import os
 import shutil
@@ -19,9 +20,15 @@ from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 # A read or save that fails in one array leaves Orbax's coroutines for the others behind; they complain of their closed event loop.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-SHAPE = dataclasses.replace(PRESETS["tiny"], layers=1, width=32, mlp=48, vocab_size=64, heads=4, kv_heads=2, head_dim=8)
+SHAPE = dataclasses.replace(
+  PRESETS["tiny"], layers=1, width=32, mlp=48, vocab_size=64, heads=4, kv_heads=2, head_dim=8
+)
 OPTIMIZER = make_optimizer(OptimizerConfig(), 10)
-LEFTOVERS = {"drawn": np.asarray(7, np.int32), "flags": np.array([[True, False]]), "log_probs": np.linspace(0, 1, 6, dtype=np.float32)}
+LEFTOVERS = {
+  "drawn": np.asarray(7, np.int32),
+  "flags": np.array([[True, False]]),
+  "log_probs": np.linspace(0, 1, 6, dtype=np.float32),
+}
 ITEMS = ("params", "rest", "leftovers")
 
 
@@ -36,7 +43,11 @@ def model_on(mesh):
 
 
 def contents(folder):
-  return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+  return {
+    str(file.relative_to(folder)): file.read_bytes()
+    for file in sorted(folder.rglob("*"))
+    if file.is_file()
+  }
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +105,20 @@ def test_every_file_truncated_deleted_and_flipped(copy):
   """Each of them is noticed without a byte being given to Orbax, and mended it is good again."""
   folder = copy / "5"
   files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-  assert {"seal", "commit_success.txt", "params/_METADATA", "rest/manifest.ocdbt"} <= {str(file.relative_to(folder)) for file in files}
+  assert {"seal", "commit_success.txt", "params/_METADATA", "rest/manifest.ocdbt"} <= {
+    str(file.relative_to(folder)) for file in files
+  }
   assert len(files) >= 25
   flips = 0
   for file in files:
     good = file.read_bytes()
     bits = [(7 * i + len(good) * 8 * i // 4) % (len(good) * 8) for i in range(4)]
-    for damage in [truncate, delete, lambda file: file.write_bytes(b""), *(lambda file, bit=bit: flip(file, bit) for bit in bits)]:
+    for damage in [
+      truncate,
+      delete,
+      lambda file: file.write_bytes(b""),
+      *(lambda file, bit=bit: flip(file, bit) for bit in bits),
+    ]:
       damage(file)
       with pytest.raises(Damaged, match=r"is missing|is not what was written|has no seal"):
         check_seal(epath.Path(folder), ITEMS)
@@ -110,25 +128,47 @@ def test_every_file_truncated_deleted_and_flipped(copy):
   check_seal(epath.Path(folder), ITEMS)
 
 
-@pytest.mark.parametrize(("damage", "name"), [
-    (delete, "seal"), (truncate, "_CHECKPOINT_METADATA"), (flip, "params/_sharding"), (truncate, "rest/ocdbt.process_0/manifest.ocdbt"),
-    (flip, "leftovers/manifest.ocdbt")], ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+  ("damage", "name"),
+  [
+    (delete, "seal"),
+    (truncate, "_CHECKPOINT_METADATA"),
+    (flip, "params/_sharding"),
+    (truncate, "rest/ocdbt.process_0/manifest.ocdbt"),
+    (flip, "leftovers/manifest.ocdbt"),
+  ],
+  ids=lambda value: getattr(value, "__name__", value),
+)
 def test_the_step_before_is_used_and_nothing_else_is_touched(copy, model, damage, name):
   damage(copy / "5" / name)
-  before, said = contents(copy), []
+  before = contents(copy)
+  said = []
   assert_is_step(Checkpoints(copy, keep=3).restore(model, OPTIMIZER, said.append), model, 3)
-  assert len(said) == 1 and "the checkpoint of step 5 is damaged" in said[0] and name in said[0] and "step 3 is read instead" in said[0]
-  assert contents(copy) == {key.replace("5/", "5.damaged/", 1) if key.startswith("5/") else key: value for key, value in before.items()}
+  assert (
+    len(said) == 1
+    and "the checkpoint of step 5 is damaged" in said[0]
+    and name in said[0]
+    and "step 3 is read instead" in said[0]
+  )
+  assert contents(copy) == {
+    key.replace("5/", "5.damaged/", 1) if key.startswith("5/") else key: value
+    for key, value in before.items()
+  }
 
 
 def test_flipped_bits_of_the_arrays_are_found_by_their_values(copy, model):
   """Large files are not read twice: what they hold is known by its digest alone. 48 flips, under a seal that fits the damaged files."""
-  folder, found = copy / "5", 0
+  folder = copy / "5"
+  found = 0
   seal = check_seal(epath.Path(folder), ITEMS)
-  payload = [max((folder / item / "ocdbt.process_0" / "d").iterdir(), key=lambda file: file.stat().st_size) for item in ITEMS[:2]]
+  payload = [
+    max((folder / item / "ocdbt.process_0" / "d").iterdir(), key=lambda file: file.stat().st_size)
+    for item in ITEMS[:2]
+  ]
   harmless = 0
   for file in payload:
-    good, size = file.read_bytes(), file.stat().st_size * 8
+    good = file.read_bytes()
+    size = file.stat().st_size * 8
     for i in range(24):
       flip(file, (i * size) // 24 + i % 8)
       write_seal(epath.Path(folder), seal["leaves"], seal["facts"])
@@ -177,9 +217,14 @@ def test_a_run_goes_on_from_the_step_before(copy, model):
 def test_a_reader_tells_and_leaves_the_folder_alone(copy, model):
   flip(copy / "5" / "params" / "_METADATA")
   before = contents(copy)
-  with pytest.raises(RunError, match=r"step 5 in .* is damaged \(params/_METADATA is not what was written\); step 3 is before it"):
+  with pytest.raises(
+    RunError,
+    match=r"step 5 in .* is damaged \(params/_METADATA is not what was written\); step 3 is before it",
+  ):
     run_params(copy.parent, model)
-  jax.tree.map(np.testing.assert_array_equal, run_params(copy.parent, model, 3)[0], state_of(model, 3).params)
+  jax.tree.map(
+    np.testing.assert_array_equal, run_params(copy.parent, model, 3)[0], state_of(model, 3).params
+  )
   flip(copy / "5" / "rest" / "_METADATA")  # which is none of a sampler's business
   flip(copy / "5" / "params" / "_METADATA")
   assert run_params(copy.parent, model)[1] == 5
@@ -191,7 +236,9 @@ def test_what_a_kill_left_half_written_does_not_count_and_is_cleared_away_by_the
   assert open_run(copy.parent).latest == 5 and (copy / "7.orbax-checkpoint-tmp").exists()
   checkpoints = Checkpoints(copy, keep=3)
   assert_is_step(checkpoints.restore(model, OPTIMIZER), model, 5)
-  checkpoints.save(state_of(model, 8))  # Orbax clears away in the background, and is done before it saves
+  checkpoints.save(
+    state_of(model, 8)
+  )  # Orbax clears away in the background, and is done before it saves
   checkpoints.close()
   assert sorted(entry.name for entry in copy.iterdir()) == ["3", "5", "8"]
 
@@ -199,7 +246,8 @@ def test_what_a_kill_left_half_written_does_not_count_and_is_cleared_away_by_the
 @pytest.fixture(scope="module")
 def from_eight(tmp_path_factory):
   """Step 2, saved on 2 x 2 x 2 devices, and what it was."""
-  folder, wide = tmp_path_factory.mktemp("eight") / "checkpoints", model_on(make_mesh(2, 2, 2))
+  folder = tmp_path_factory.mktemp("eight") / "checkpoints"
+  wide = model_on(make_mesh(2, 2, 2))
   state = init_state(init_params(wide, jax.random.key(2)), OPTIMIZER, wide)
   checkpoints = Checkpoints(folder, keep=1)
   checkpoints.save(state, LEFTOVERS, {"guide": "a digest"})
@@ -210,7 +258,7 @@ def from_eight(tmp_path_factory):
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 2), (1, 2, 1, 2)])
 def test_saved_on_eight_devices_and_restored_on_others(from_eight, sizes):
   folder, state = from_eight
-  here = model_on(make_mesh(*sizes[:3], jax.devices()[:int(np.prod(sizes))], *sizes[3:]))
+  here = model_on(make_mesh(*sizes[:3], jax.devices()[: int(np.prod(sizes))], *sizes[3:]))
   found = Checkpoints(folder).restore(here, OPTIMIZER, pytest.fail)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.state), state)
   np.testing.assert_array_equal(found.leftovers["log_probs"], LEFTOVERS["log_probs"])
@@ -221,7 +269,10 @@ def test_arrays_of_other_shapes_or_types_are_told_from_damage(copy, model):
   wider = Qwen2(dataclasses.replace(SHAPE, mlp=64), model.mesh)
   kernel = r"params\['layers'\]\['down'\]\['kernel'\] is float32\[1, 48, 32\], and by this config float32\[1, 64, 32\]"
   halved = make_optimizer(OptimizerConfig(momentum_dtype="bfloat16"), 10)
-  for other, optimizer, where in ((wider, OPTIMIZER, kernel), (model, halved, r"mu.* is float32.* by this config bfloat16")):
+  for other, optimizer, where in (
+    (wider, OPTIMIZER, kernel),
+    (model, halved, r"mu.* is float32.* by this config bfloat16"),
+  ):
     with pytest.raises(UserError, match=where):
       Checkpoints(copy, keep=3).restore(other, optimizer, pytest.fail)
   assert contents(copy) == before
@@ -248,13 +299,18 @@ def test_a_full_disk(small_disk, model):
   with pytest.raises(OSError, match="No space"), ballast.open("wb", buffering=0) as out:
     while True:
       out.write(b"x" * 1024)
-  with pytest.raises(RunError, match=r"the checkpoint of step 2 cannot be saved in .*; step 1 is whole: free some space") as error:
+  with pytest.raises(
+    RunError,
+    match=r"the checkpoint of step 2 cannot be saved in .*; step 1 is whole: free some space",
+  ) as error:
     checkpoints.save(state_of(model, 2))
     checkpoints.wait()
   assert "\n" not in str(error.value)
   ballast.unlink()
   again = Checkpoints(small_disk / "checkpoints", keep=3)
-  jax.tree.map(np.testing.assert_array_equal, again.restore(model, OPTIMIZER).state, state_of(model, 1))
+  jax.tree.map(
+    np.testing.assert_array_equal, again.restore(model, OPTIMIZER).state, state_of(model, 1)
+  )
   again.save(state_of(model, 2))
   again.close()
   assert contents(small_disk / "checkpoints" / "1") == before

@@ -7,7 +7,7 @@ import pytest
 from gtpo_jax.algorithms import RECIPES, make
 from gtpo_jax.config import Config, default_config, difference, flatten, freeze, load, to_dict
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.filters import Sampler
+from gtpo_jax.sampling.filters import SamplingParams
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
 BASE = str(next(file for file in CONFIGS if file.name == "base.py"))
@@ -38,8 +38,11 @@ def nested(values):
 
 def write(tmp_path, body):
   file = tmp_path / "mine.py"
-  file.write_text("from gtpo_jax.config import default_config\n\n\ndef get_config():\n  config = default_config()\n"
-                  + "".join(f"  {line}\n" for line in body.splitlines()) + "  return config\n")
+  file.write_text(
+    "from gtpo_jax.config import default_config\n\n\ndef get_config():\n  config = default_config()\n"
+    + "".join(f"  {line}\n" for line in body.splitlines())
+    + "  return config\n"
+  )
   return str(file)
 
 
@@ -52,11 +55,12 @@ def load_refused(path, *overrides):
 
 # --- files ---
 
+
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_every_shipped_config_loads(file):
   config = load(str(file))
   assert isinstance(config, Config)
-  assert config.algorithm_object.recipe is RECIPES[config.algorithm.name]
+  assert config.algorithm_built.recipe is RECIPES[config.algorithm.name]
 
 
 def test_base_is_every_default():
@@ -64,14 +68,28 @@ def test_base_is_every_default():
 
 
 def test_a_file_changes_what_it_names(tmp_path):
-  config = load(write(tmp_path, "config.steps = 7\nconfig.algorithm.name = 'grpo_s'\nconfig.algorithm.beta2 = 0.3"))
-  assert difference(Config(), config) == {"steps": (50, 7), "algorithm.name": ("gtpo", "grpo_s"), "algorithm.beta2": (None, 0.3)}
-  assert config.algorithm_object == make("grpo_s", beta2=0.3)
+  config = load(
+    write(
+      tmp_path, "config.steps = 7\nconfig.algorithm.name = 'grpo_s'\nconfig.algorithm.beta2 = 0.3"
+    )
+  )
+  assert difference(Config(), config) == {
+    "steps": (50, 7),
+    "algorithm.name": ("gtpo", "grpo_s"),
+    "algorithm.beta2": (None, 0.3),
+  }
+  assert config.algorithm_built == make("grpo_s", beta2=0.3)
 
 
 def test_an_unknown_key_in_a_file_names_the_nearest(tmp_path):
-  assert load_refused(write(tmp_path, "config.batch.promts = 3")) == "unknown config key 'batch.promts', did you mean 'batch.prompts'?"
-  assert load_refused(write(tmp_path, "config.stepz = 3")) == "unknown config key 'stepz', did you mean 'steps'?"
+  assert (
+    load_refused(write(tmp_path, "config.batch.promts = 3"))
+    == "unknown config key 'batch.promts', did you mean 'batch.prompts'?"
+  )
+  assert (
+    load_refused(write(tmp_path, "config.stepz = 3"))
+    == "unknown config key 'stepz', did you mean 'steps'?"
+  )
   assert "did you mean 'sampling'?" in load_refused(write(tmp_path, "config.samplin = 3"))
 
 
@@ -85,7 +103,15 @@ def test_a_file_that_raises_says_what(tmp_path):
   assert "mine.py" in message and "RuntimeError" in message and "no luck" in message
 
 
-@pytest.mark.parametrize("body", ["def get_config(:\n", "import nothing_of_this_name\n", "x = 1\n", "def get_config():\n  return 3\n"])
+@pytest.mark.parametrize(
+  "body",
+  [
+    "def get_config(:\n",
+    "import nothing_of_this_name\n",
+    "x = 1\n",
+    "def get_config():\n  return 3\n",
+  ],
+)
 def test_a_file_that_is_no_config(tmp_path, body):
   file = tmp_path / "mine.py"
   file.write_text(body)
@@ -99,20 +125,38 @@ def test_a_missing_file_names_the_nearest():
 
 # --- the command line ---
 
+
 def test_overrides():
-  config = load(BASE, ["--config.steps=7", "--config.algorithm.alpha2=0.3", "--config.algorithm.sign_guard=true",
-                       "--config.log.tensorboard=false", "--config.model.remat=none", "--config.optimizer.learning_rate=1e-4"])
+  config = load(
+    BASE,
+    [
+      "--config.steps=7",
+      "--config.algorithm.alpha2=0.3",
+      "--config.algorithm.sign_guard=true",
+      "--config.log.tensorboard=false",
+      "--config.model.remat=none",
+      "--config.optimizer.learning_rate=1e-4",
+    ],
+  )
   assert difference(Config(), config) == {
-      "steps": (50, 7), "algorithm.alpha2": (None, 0.3), "algorithm.sign_guard": (None, True), "log.tensorboard": (True, False),
-      "model.remat": ("full", "none"), "optimizer.learning_rate": (1e-6, 1e-4)}
+    "steps": (50, 7),
+    "algorithm.alpha2": (None, 0.3),
+    "algorithm.sign_guard": (None, True),
+    "log.tensorboard": (True, False),
+    "model.remat": ("full", "none"),
+    "optimizer.learning_rate": (1e-6, 1e-4),
+  }
 
 
-@pytest.mark.parametrize(("override", "key", "nearest"), [
+@pytest.mark.parametrize(
+  ("override", "key", "nearest"),
+  [
     ("--config.stpes=3", "stpes", "steps"),
     ("--config.batch.promts=3", "batch.promts", "batch.prompts"),
     ("--config.algoritm.alpha2=3", "algoritm.alpha2", "algorithm.alpha2"),
     ("--config.learning_rate=3", "learning_rate", "optimizer.learning_rate"),
-])
+  ],
+)
 def test_an_unknown_override_names_the_nearest(override, key, nearest):
   message = load_refused(BASE, override)
   assert message.startswith(f"unknown config key {key!r}")
@@ -120,12 +164,22 @@ def test_an_unknown_override_names_the_nearest(override, key, nearest):
 
 
 def test_an_override_without_a_value():
-  assert load_refused(BASE, "--config.steps") == "config key 'steps' needs a value: --config.steps=VALUE"
+  assert (
+    load_refused(BASE, "--config.steps") == "config key 'steps' needs a value: --config.steps=VALUE"
+  )
 
 
-@pytest.mark.parametrize(("override", "value"), [
-    ("--config.steps=many", "many"), ("--config.steps=1.5", "1.5"), ("--config.optimizer.learning_rate=fast", "fast"),
-    ("--config.log.tensorboard=perhaps", "perhaps"), ("--config.algorithm.alpha2=x", "x"), ("--config.steps=", "steps")])
+@pytest.mark.parametrize(
+  ("override", "value"),
+  [
+    ("--config.steps=many", "many"),
+    ("--config.steps=1.5", "1.5"),
+    ("--config.optimizer.learning_rate=fast", "fast"),
+    ("--config.log.tensorboard=perhaps", "perhaps"),
+    ("--config.algorithm.alpha2=x", "x"),
+    ("--config.steps=", "steps"),
+  ],
+)
 def test_an_override_of_the_wrong_type(override, value):
   message = load_refused(BASE, override)
   assert value in message
@@ -134,6 +188,7 @@ def test_an_override_of_the_wrong_type(override, value):
 
 # --- types and bounds ---
 
+
 def test_wrong_types():
   refused("steps must be of type int", "1.5", steps=1.5)
   refused("steps must be of type int", "True", steps=True)
@@ -141,12 +196,21 @@ def test_wrong_types():
   refused("log.tensorboard must be of type bool", "1", log__tensorboard=1)
   refused("model.preset must be of type str", "7", model__preset=7)
   refused("algorithm.alpha2 must be of type float", "'0.1'", algorithm__alpha2="0.1")
-  refused("algorithm.overlong_buffer must be of type int", "2.0", algorithm__name="dapo", algorithm__overlong_buffer=2.0)
+  refused(
+    "algorithm.overlong_buffer must be of type int",
+    "2.0",
+    algorithm__name="dapo",
+    algorithm__overlong_buffer=2.0,
+  )
   refused("batch is a section with fields", "3", batch=3)
 
 
 def test_an_unknown_key_names_the_nearest():
-  refused("unknown config key 'optimizer.learning_rat'", "did you mean 'optimizer.learning_rate'", optimizer__learning_rat=1.0)
+  refused(
+    "unknown config key 'optimizer.learning_rat'",
+    "did you mean 'optimizer.learning_rate'",
+    optimizer__learning_rat=1.0,
+  )
   refused("unknown config key 'optimiser'", "did you mean 'optimizer'", optimiser={"b1": 0.5})
 
 
@@ -155,17 +219,38 @@ def test_an_int_serves_where_a_float_is_meant():
   assert type(config.sampling.temperature) is float and type(config.algorithm.alpha2) is float
 
 
-@pytest.mark.parametrize(("name", "least"), [
-    ("steps", 1), ("seed", 0), ("batch__prompts", 1), ("batch__micro_batches", 1), ("batch__head_chunk", 1), ("batch__group", 2),
-    ("sampling__max_tokens", 2), ("data__max_prompt_tokens", 1), ("warm_start__steps", 0), ("warm_start__batch", 1), ("eval__every", 0),
-    ("eval__problems", 1), ("eval__samples", 1), ("eval__batch", 1), ("checkpoint__every", 1), ("checkpoint__keep", 1),
-    ("log__samples", 0)])
+@pytest.mark.parametrize(
+  ("name", "least"),
+  [
+    ("steps", 1),
+    ("seed", 0),
+    ("batch__prompts", 1),
+    ("batch__micro_batches", 1),
+    ("batch__head_chunk", 1),
+    ("batch__group", 2),
+    ("sampling__max_tokens", 2),
+    ("data__max_prompt_tokens", 1),
+    ("warm_start__steps", 0),
+    ("warm_start__batch", 1),
+    ("eval__every", 0),
+    ("eval__problems", 1),
+    ("eval__samples", 1),
+    ("eval__batch", 1),
+    ("checkpoint__every", 1),
+    ("checkpoint__keep", 1),
+    ("log__samples", 0),
+  ],
+)
 def test_lower_bounds(name, least):
   freeze(nested({name: least}))
-  refused(f"{name.replace('__', '.')} must be at least {least}, got {least - 1}", **{name: least - 1})
+  refused(
+    f"{name.replace('__', '.')} must be at least {least}, got {least - 1}", **{name: least - 1}
+  )
 
 
-@pytest.mark.parametrize(("values", "parts"), [
+@pytest.mark.parametrize(
+  ("values", "parts"),
+  [
     ({"sampling__temperature": 0.0}, ["sampling.temperature must be above 0", "got 0"]),
     ({"sampling__temperature": -1.0}, ["sampling.temperature", "-1.0"]),
     ({"sampling__top_p": 1.5}, ["sampling.top_p must be in (0, 1], got 1.5"]),
@@ -181,29 +266,64 @@ def test_lower_bounds(name, least):
     ({"algorithm__alpha2": -1.0}, ["algorithm.alpha2 must be at least 0 and finite, got -1.0"]),
     ({"algorithm__beta2": 0.1}, ["algorithm 'gtpo' has no setting 'beta2'"]),
     ({"algorithm__eps_low": 0.5}, ["algorithm.eps_low must be in (0, eps_high], got 0.5 > 0.28"]),
-    ({"algorithm__name": "dapo", "algorithm__overlong_buffer": 40},
-     ["algorithm.overlong_buffer must be below sampling.max_tokens = 40, got 40"]),
-    ({"optimizer__learning_rate": 0.0}, ["optimizer.learning_rate must be above 0 and finite, got 0.0"]),
+    (
+      {"algorithm__name": "dapo", "algorithm__overlong_buffer": 40},
+      ["algorithm.overlong_buffer must be below sampling.max_tokens = 40, got 40"],
+    ),
+    (
+      {"optimizer__learning_rate": 0.0},
+      ["optimizer.learning_rate must be above 0 and finite, got 0.0"],
+    ),
     ({"optimizer__b2": 1.0}, ["optimizer.b2 must be in [0, 1), got 1.0"]),
-    ({"optimizer__warmup_steps": -1}, ["optimizer.warmup_steps must be at least 0 and finite, got -1"]),
-    ({"warm_start__optimizer__schedule": "cosin"}, ["warm_start.optimizer.schedule must be one of constant, cosine, linear", "'cosin'"]),
-])
+    (
+      {"optimizer__warmup_steps": -1},
+      ["optimizer.warmup_steps must be at least 0 and finite, got -1"],
+    ),
+    (
+      {"warm_start__optimizer__schedule": "cosin"},
+      ["warm_start.optimizer.schedule must be one of constant, cosine, linear", "'cosin'"],
+    ),
+  ],
+)
 def test_bounds(values, parts):
   refused(*parts, **values)
 
 
-@pytest.mark.parametrize("name", ["optimizer__weight_decay", "optimizer__learning_rate", "optimizer__clip_norm", "warm_start__slips",
-                                  "sampling__temperature", "eval__temperature", "algorithm__alpha2"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "optimizer__weight_decay",
+    "optimizer__learning_rate",
+    "optimizer__clip_norm",
+    "warm_start__slips",
+    "sampling__temperature",
+    "eval__temperature",
+    "algorithm__alpha2",
+  ],
+)
 def test_not_a_number_is_refused(name):
   refused("nan", **{name: float("nan")})
 
 
 # --- there and back ---
 
-@pytest.mark.parametrize("config", [
-    Config(), *(freeze({"algorithm": {"name": name}}) for name in RECIPES),
-    freeze({"steps": 3, "algorithm": {"name": "grpo_s", "beta2": 0.5, "sign_guard": True}, "sampling": {"top_p": 0.9}, "mesh": {"fsdp": 2}})
-], ids=lambda config: config.algorithm.name)
+
+@pytest.mark.parametrize(
+  "config",
+  [
+    Config(),
+    *(freeze({"algorithm": {"name": name}}) for name in RECIPES),
+    freeze(
+      {
+        "steps": 3,
+        "algorithm": {"name": "grpo_s", "beta2": 0.5, "sign_guard": True},
+        "sampling": {"top_p": 0.9},
+        "mesh": {"fsdp": 2},
+      }
+    ),
+  ],
+  ids=lambda config: config.algorithm.name,
+)
 def test_freeze_is_the_way_back(config):
   assert freeze(to_dict(config)) == config
   assert freeze(json.loads(json.dumps(to_dict(config)))) == config
@@ -211,10 +331,20 @@ def test_freeze_is_the_way_back(config):
 
 
 def test_the_parts_of_a_config():
-  config = freeze(nested({"sampling__top_k": 5, "sampling__temperature": 0.7, "eval__temperature": 0.0, "model__param_dtype": "bfloat16",
-                          "data__train": "countdown", "data__terms": 4}))
-  assert config.sampler == Sampler(0.7, 5, 1.0, 0.0)
-  assert config.eval_sampler == Sampler(0.0)
+  config = freeze(
+    nested(
+      {
+        "sampling__top_k": 5,
+        "sampling__temperature": 0.7,
+        "eval__temperature": 0.0,
+        "model__param_dtype": "bfloat16",
+        "data__train": "countdown",
+        "data__terms": 4,
+      }
+    )
+  )
+  assert config.sampling_params == SamplingParams(0.7, 5, 1.0, 0.0)
+  assert config.eval_sampling_params == SamplingParams(0.0)
   assert (config.model_config.param_dtype, config.model_config.width) == ("bfloat16", 128)
   assert (config.train_task.name, config.train_task.terms) == ("countdown", 4)
   assert config.eval_task is config.train_task

@@ -1,4 +1,5 @@
 """The configs that are shipped: what their heads name is what they hold."""
+
 import math
 import re
 from pathlib import Path
@@ -8,7 +9,11 @@ import pytest
 from gtpo_jax.config import difference, load
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-PAPER = [f"qwen2_5_{size}_{algorithm}" for size in ("0_5b", "1_5b", "7b", "32b") for algorithm in ("gtpo", "grpo_s", "dapo")]
+PAPER = [
+  f"qwen2_5_{size}_{algorithm}"
+  for size in ("0_5b", "1_5b", "7b", "32b")
+  for algorithm in ("gtpo", "grpo_s", "dapo")
+]
 LARGE = [*PAPER, "dapo_32b_reference", "colab_0_5b_gsm8k"]
 
 
@@ -19,46 +24,94 @@ def read(name):
 @pytest.mark.parametrize("name", LARGE)
 def test_the_head_names_command_hardware_and_time(name):
   text = (CONFIGS / f"{name}.py").read_text().split('"""')[1]
-  assert f"gtpo train --config=configs/{name}.py --workdir=WORKDIR --config.model.path=Qwen/Qwen2.5-" in text
+  assert (
+    f"gtpo train --config=configs/{name}.py --workdir=WORKDIR --config.model.path=Qwen/Qwen2.5-"
+    in text
+  )
   assert "Hardware: " in text
-  assert re.search(r"Expected time, an estimate by the roofline and\s+never\s+measured: at least\s+[\d.]+ (s|minutes|hours)", text)
+  assert re.search(
+    r"Expected time, an estimate by the roofline and\s+never\s+measured: at least\s+[\d.]+ (s|minutes|hours)",
+    text,
+  )
   size = read(name).model.preset.removeprefix("qwen2.5-").upper()
   assert f"Qwen2.5-{size}" in text.split("model.path=")[1]
 
 
 @pytest.mark.parametrize("name", LARGE)
 def test_it_divides_over_the_hardware_it_names(name):
-  config, text = read(name), (CONFIGS / f"{name}.py").read_text()
+  config = read(name)
+  text = (CONFIGS / f"{name}.py").read_text()
   shape, chips = re.search(r"topology v\d[ep]:([\dx]+)[,)]? \(?(\d+) chip", text).groups()
-  chips, model, mesh = int(chips), config.model_config, [config.mesh.data, config.mesh.fsdp, config.mesh.tensor]
+  chips = int(chips)
+  model = config.model_config
+  mesh = [config.mesh.data, config.mesh.fsdp, config.mesh.tensor]
   assert math.prod(map(int, shape.split("x"))) == chips and mesh.count(-1) == 1
   mesh[mesh.index(-1)] = chips // -math.prod(mesh)
   assert math.prod(mesh) == chips
   assert config.batch.prompts % (config.batch.parts * mesh[0] * mesh[1]) == 0
-  assert all(size % mesh[2] == 0 for size in (model.heads, model.kv_heads, model.mlp, model.vocab_size)) and model.width % mesh[1] == 0
+  assert (
+    all(size % mesh[2] == 0 for size in (model.heads, model.kv_heads, model.mlp, model.vocab_size))
+    and model.width % mesh[1] == 0
+  )
 
 
 @pytest.mark.parametrize("name", PAPER)
 def test_the_papers_settings(name):
-  config, (size, algorithm) = read(name), name.removeprefix("qwen2_5_").split("b_")
-  assert (config.algorithm.name, config.model.preset) == (algorithm, f"qwen2.5-{size.replace('_', '.')}b")
-  assert (config.batch.prompts, config.batch.group, config.batch.updates, config.steps) == (128, 16, 1, 210)
+  config = read(name)
+  (size, algorithm) = name.removeprefix("qwen2_5_").split("b_")
+  assert (config.algorithm.name, config.model.preset) == (
+    algorithm,
+    f"qwen2.5-{size.replace('_', '.')}b",
+  )
+  assert (config.batch.prompts, config.batch.group, config.batch.updates, config.steps) == (
+    128,
+    16,
+    1,
+    210,
+  )
   assert (config.data.max_prompt_tokens, config.sampling.max_tokens) == (2048, 4096)
-  assert (config.sampling.temperature, config.sampling.top_p, config.optimizer.learning_rate) == (1.0, 1.0, 1e-6)
-  settings = config.algorithm_object.settings
+  assert (config.sampling.temperature, config.sampling.top_p, config.optimizer.learning_rate) == (
+    1.0,
+    1.0,
+    1e-6,
+  )
+  settings = config.algorithm_built.settings
   assert (settings.eps_low, settings.eps_high) == (0.2, 0.28)
-  assert (config.eval_sampler.temperature, config.eval_sampler.top_p, config.eval.samples) == (1.0, 0.7, 32)
+  assert (
+    config.eval_sampling_params.temperature,
+    config.eval_sampling_params.top_p,
+    config.eval.samples,
+  ) == (1.0, 0.7, 32)
 
 
 def test_the_comparison_differs_in_the_algorithm_alone():
   for size in ("0_5b", "7b"):
-    assert set(difference(read(f"qwen2_5_{size}_gtpo"), read(f"qwen2_5_{size}_grpo_s"))) == {"algorithm.name"}
+    assert set(difference(read(f"qwen2_5_{size}_gtpo"), read(f"qwen2_5_{size}_grpo_s"))) == {
+      "algorithm.name"
+    }
 
 
 def test_dapos_own_run():
   config = read("dapo_32b_reference")
-  assert (config.batch.prompts, config.batch.group, config.batch.updates, config.sampling.max_tokens) == (512, 16, 16, 20480)
-  assert config.batch.prompts // config.batch.minibatches * config.batch.group == 512  # completions a gradient update
-  settings, optimizer = config.algorithm_object.settings, config.optimizer
-  assert (settings.overlong_buffer, settings.dynamic_sampling, settings.average) == (4096, True, "token")
-  assert (optimizer.learning_rate, optimizer.weight_decay, optimizer.clip_norm, optimizer.warmup_steps) == (1e-6, 0.1, 1.0, 20)
+  assert (
+    config.batch.prompts,
+    config.batch.group,
+    config.batch.updates,
+    config.sampling.max_tokens,
+  ) == (512, 16, 16, 20480)
+  assert (
+    config.batch.prompts // config.batch.minibatches * config.batch.group == 512
+  )  # completions a gradient update
+  settings = config.algorithm_built.settings
+  optimizer = config.optimizer
+  assert (settings.overlong_buffer, settings.dynamic_sampling, settings.average) == (
+    4096,
+    True,
+    "token",
+  )
+  assert (
+    optimizer.learning_rate,
+    optimizer.weight_decay,
+    optimizer.clip_norm,
+    optimizer.warmup_steps,
+  ) == (1e-6, 0.1, 1.0, 20)

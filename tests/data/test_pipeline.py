@@ -38,19 +38,22 @@ def joined(lists):
 
 def test_a_batch_is_a_pure_function_of_seed_and_step(task):
   steps = [0, 1, 2, 57, 58, 1000]
-  forward, backward = ids(Batches(task, SIZE, 3), steps), ids(Batches(task, SIZE, 3), steps[::-1])[::-1]
+  forward = ids(Batches(task, SIZE, 3), steps)
+  backward = ids(Batches(task, SIZE, 3), steps[::-1])[::-1]
   assert forward == backward
   assert all(len(batch) == SIZE for batch in forward)
   assert ids(Batches(task, SIZE, 4), steps) != forward
 
 
 def test_what_is_read_ahead_is_what_is_asked_for(task):
-  steps, batches = [0, 1, 2, 2, 3, 1, 1, 2, 9, 10], Batches(task, SIZE, 3)
+  steps = [0, 1, 2, 2, 3, 1, 1, 2, 9, 10]
+  batches = Batches(task, SIZE, 3)
   assert ids(batches, steps) == [ids(Batches(task, SIZE, 3), [step])[0] for step in steps]
 
 
 def test_the_batch_size_does_not_change_the_order(task):
-  by_11, by_22 = ids(Batches(task, SIZE, 0), range(6)), ids(Batches(task, 2 * SIZE, 0), range(3))
+  by_11 = ids(Batches(task, SIZE, 0), range(6))
+  by_22 = ids(Batches(task, 2 * SIZE, 0), range(3))
   assert joined(by_11) == joined(by_22)
 
 
@@ -59,7 +62,8 @@ def test_an_epoch_has_every_training_problem_once(task):
   steps = -(-2 * count // SIZE)
   stream = joined(ids(Batches(task, SIZE, 0), range(steps)))
   train = {f"sums-{index}" for index in task.train_ids}
-  first, second = stream[:count], stream[count:2 * count]
+  first = stream[:count]
+  second = stream[count : 2 * count]
   for epoch in (first, second):
     assert len(set(epoch)) == count
     assert set(epoch) == train
@@ -89,7 +93,9 @@ def test_sources_take_turns_by_their_weights(task):
   assert names.count("sums") == 80 and names.count("countdown") == 240
   assert ids(mixed, [19, 3]) == ids(MixedBatches(parts, 16, 0), [19, 3])
   alone = joined(ids(Batches(task, 16, 0), range(5)))
-  assert [name for name in joined(ids(mixed, range(20))) if name.startswith("sums")] == alone  # the order within a source is its own
+  assert [
+    name for name in joined(ids(mixed, range(20))) if name.startswith("sums")
+  ] == alone  # the order within a source is its own
 
 
 def sharded(task, process, processes, size=12, seed=3):
@@ -103,7 +109,8 @@ def PARTS(task):
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 5, 12])
 def test_the_rows_of_all_processes_in_order_are_the_batch_of_one(task, processes):
-  whole, steps = MixedBatches(PARTS(task), 12, 3), [0, 1, 7, 200, 2]
+  whole = MixedBatches(PARTS(task), 12, 3)
+  steps = [0, 1, 7, 200, 2]
   shards = [ids(sharded(task, process, processes), steps) for process in range(processes)]
   assert [joined(parts) for parts in zip(*shards, strict=True)] == ids(whole, steps)
   assert all(len(set(map(len, parts))) == 1 for parts in shards)
@@ -111,7 +118,9 @@ def test_the_rows_of_all_processes_in_order_are_the_batch_of_one(task, processes
 
 @pytest.mark.parametrize(("process", "processes"), [(2, 2), (-1, 2), (0, 13)])
 def test_processes_that_get_no_rows(task, process, processes):
-  with pytest.raises(UserError, match=f"batch.prompts = 12 cannot be cut for process {process} of {processes}"):
+  with pytest.raises(
+    UserError, match=f"batch.prompts = 12 cannot be cut for process {process} of {processes}"
+  ):
     sharded(task, process, processes)
 
 
@@ -145,8 +154,16 @@ def run_processes(processes, first, last):
     free.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{free.getsockname()[1]}"
   environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2"}
-  started = [subprocess.Popen([sys.executable, "-c", PROCESS, address, *map(str, (i, processes, first, last))], env=environment, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for i in range(processes)]
+  started = [
+    subprocess.Popen(
+      [sys.executable, "-c", PROCESS, address, *map(str, (i, processes, first, last))],
+      env=environment,
+      text=True,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+    )
+    for i in range(processes)
+  ]
   try:
     said = [process.communicate(timeout=120) for process in started]
   finally:
@@ -159,7 +176,8 @@ def run_processes(processes, first, last):
 def test_two_real_processes_and_a_resume_by_one(task):
   """Steps 0-3 on two processes, then 4-5 on one: disjoint rows, in order the batch of one process, on the mesh too."""
   whole = ids(MixedBatches(PARTS(task), 12, 3), range(6))
-  two, one = run_processes(2, 0, 4), run_processes(1, 4, 6)
+  two = run_processes(2, 0, 4)
+  one = run_processes(1, 4, 6)
   (first, on_mesh), (second, same) = two
   for step in range(4):
     assert len(first[step]) == len(second[step]) == 6 and not set(first[step]) & set(second[step])

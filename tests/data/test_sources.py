@@ -1,4 +1,5 @@
 """Files and datasets as problems: the layouts that are known, the rows that are not, duplicates, real data."""
+
 import gzip
 import json
 from pathlib import Path
@@ -12,7 +13,9 @@ REAL = Path(__file__).parents[3] / "shared" / "data"
 
 
 def write(path, rows):
-  data = b"".join(row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows)
+  data = b"".join(
+    row if isinstance(row, bytes) else json.dumps(row).encode() + b"\n" for row in rows
+  )
   path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
   return str(path)
 
@@ -24,9 +27,18 @@ def only(tmp_path, row, **options):
 
 # --- layouts ---
 
+
 def test_our_own_layout(tmp_path):
-  problem = only(tmp_path, {"id": 7, "prompt": "1+1?", "answer": 2, "kind": "last_number", "extra": {"hint": "two"}})
-  assert problem.id == "7" and problem.answer == "2" and problem.kind == "last_number" and problem.extra == {"hint": "two"}
+  problem = only(
+    tmp_path,
+    {"id": 7, "prompt": "1+1?", "answer": 2, "kind": "last_number", "extra": {"hint": "two"}},
+  )
+  assert (
+    problem.id == "7"
+    and problem.answer == "2"
+    and problem.kind == "last_number"
+    and problem.extra == {"hint": "two"}
+  )
   assert problem.messages == ({"role": "user", "content": "1+1?"},)
   chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
   assert only(tmp_path, {"prompt": chat, "answer": "2"}).messages == tuple(chat)
@@ -34,29 +46,67 @@ def test_our_own_layout(tmp_path):
 
 def test_gsm8ks_layout(tmp_path):
   problem = only(tmp_path, {"question": "q", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"})
-  assert (problem.answer, problem.kind, problem.extra) == ("2", "math", {"solution": "1 + 1 = <<1+1=2>>2"})
+  assert (problem.answer, problem.kind, problem.extra) == (
+    "2",
+    "math",
+    {"solution": "1 + 1 = <<1+1=2>>2"},
+  )
   assert problem.id == "one.jsonl:1"
 
 
 def test_the_layout_of_math_and_aime(tmp_path):
   problem = only(tmp_path, {"id": 60, "problem": "p", "solution": "s", "answer": "204", "url": "u"})
-  assert (problem.messages[0]["content"], problem.answer, problem.kind, problem.id) == ("p", "204", "math", "60")
+  assert (problem.messages[0]["content"], problem.answer, problem.kind, problem.id) == (
+    "p",
+    "204",
+    "math",
+    "60",
+  )
 
 
 def test_humanevals_and_mbpps_layouts(tmp_path):
-  row = {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "canonical_solution": "  return 1",
-         "test": "def check(c): pass"}
+  row = {
+    "task_id": "HumanEval/0",
+    "prompt": "def f():\n",
+    "entry_point": "f",
+    "canonical_solution": "  return 1",
+    "test": "def check(c): pass",
+  }
   problem = only(tmp_path, row)
-  assert problem.kind == "code" and problem.id == "HumanEval/0" and problem.extra == {k: row[k] for k in ("prompt", "test", "entry_point")}
-  problem = only(tmp_path, {"task_id": 3, "text": "Write f.", "code": "x", "test_list": ["assert f() == 1"]})
-  assert problem.kind == "code" and problem.extra == {"test_list": ["assert f() == 1"], "test_setup_code": "", "test_imports": []}
-  row = {"task_id": 3, "prompt": "Write f.", "test_list": ["assert f() == math.pi"], "test_imports": ["import math"]}
+  assert (
+    problem.kind == "code"
+    and problem.id == "HumanEval/0"
+    and problem.extra == {k: row[k] for k in ("prompt", "test", "entry_point")}
+  )
+  problem = only(
+    tmp_path, {"task_id": 3, "text": "Write f.", "code": "x", "test_list": ["assert f() == 1"]}
+  )
+  assert problem.kind == "code" and problem.extra == {
+    "test_list": ["assert f() == 1"],
+    "test_setup_code": "",
+    "test_imports": [],
+  }
+  row = {
+    "task_id": 3,
+    "prompt": "Write f.",
+    "test_list": ["assert f() == math.pi"],
+    "test_imports": ["import math"],
+  }
   assert only(tmp_path, row).extra["test_imports"] == ["import math"]
 
 
 def test_programs_that_read_and_print(tmp_path):
   cases = json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})
-  problem = only(tmp_path, {"problem_id": 9, "question": "Double it.", "input_output": cases, "solutions": "[]", "difficulty": "easy"})
+  problem = only(
+    tmp_path,
+    {
+      "problem_id": 9,
+      "question": "Double it.",
+      "input_output": cases,
+      "solutions": "[]",
+      "difficulty": "easy",
+    },
+  )
   assert (problem.id, problem.kind, problem.extra) == ("9", "code", {"input_output": cases})
   with pytest.raises(UserError, match="has no tests"):
     only(tmp_path, {"question": "Double it.", "input_output": ""})
@@ -65,10 +115,16 @@ def test_programs_that_read_and_print(tmp_path):
 def test_a_parquet_row_that_is_no_utf8_is_one_bad_row(tmp_path):
   import pyarrow
   import pyarrow.parquet
+
   texts = [b"q1", b"\xff\xfe", b"q3"]
-  prompts = pyarrow.StringArray.from_buffers(3, pyarrow.py_buffer(bytes([0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 0, 6, 0, 0, 0])),
-                                             pyarrow.py_buffer(b"".join(texts)))
-  pyarrow.parquet.write_table(pyarrow.table({"prompt": prompts, "answer": ["1", "2", "3"]}), tmp_path / "d.parquet")
+  prompts = pyarrow.StringArray.from_buffers(
+    3,
+    pyarrow.py_buffer(bytes([0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 0, 6, 0, 0, 0])),
+    pyarrow.py_buffer(b"".join(texts)),
+  )
+  pyarrow.parquet.write_table(
+    pyarrow.table({"prompt": prompts, "answer": ["1", "2", "3"]}), tmp_path / "d.parquet"
+  )
   with pytest.raises(UserError, match=r"d.parquet:2: .*utf-8"):
     load_source(str(tmp_path / "d.parquet"))
   loaded = load_source(str(tmp_path / "d.parquet"), bad_rows=1)
@@ -81,9 +137,15 @@ def test_a_hugging_face_dataset_in_a_local_folder(tmp_path, monkeypatch):
   monkeypatch.setenv("HF_HUB_OFFLINE", "1")
   (tmp_path / "set").mkdir()
   write(tmp_path / "set" / "train.jsonl", [{"question": "q1", "answer": "a #### 1"}])
-  write(tmp_path / "set" / "test.jsonl", [{"question": "q2", "answer": "b #### 2"}, {"question": "q3", "answer": "#### 3"}])
+  write(
+    tmp_path / "set" / "test.jsonl",
+    [{"question": "q2", "answer": "b #### 2"}, {"question": "q3", "answer": "#### 3"}],
+  )
   loaded = load_source(f"hf:{tmp_path / 'set'}:test")
-  assert [(p.messages[0]["content"], p.answer) for p in loaded.problems] == [("q2", "2"), ("q3", "3")]
+  assert [(p.messages[0]["content"], p.answer) for p in loaded.problems] == [
+    ("q2", "2"),
+    ("q3", "3"),
+  ]
   assert [p.answer for p in load_source(f"hf:{tmp_path / 'set'}").problems] == ["1"]
 
 
@@ -91,12 +153,20 @@ def test_verls_layout_as_it_is_with_every_row_repeated(tmp_path):
   """DAPO-Math-17k: a list as prompt, the truth in reward_model, and each row many times."""
   import pyarrow
   import pyarrow.parquet
-  row = lambda i: {"data_source": "math_dapo", "prompt": [{"content": f"Solve {i}.", "role": "user"}], "ability": "MATH",
-                   "reward_model": {"ground_truth": str(i), "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": f"id-{i}"}}
+
+  row = lambda i: {
+    "data_source": "math_dapo",
+    "prompt": [{"content": f"Solve {i}.", "role": "user"}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": str(i), "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": f"id-{i}"},
+  }
   table = pyarrow.Table.from_pylist([row(i) for i in range(5)] * 100)
   pyarrow.parquet.write_table(table, tmp_path / "dapo.parquet")
   loaded = load_source(str(tmp_path / "dapo.parquet"))
-  assert [p.id for p in loaded.problems] == [f"id-{i}" for i in range(5)] and [p.answer for p in loaded.problems] == list("01234")
+  assert [p.id for p in loaded.problems] == [f"id-{i}" for i in range(5)] and [
+    p.answer for p in loaded.problems
+  ] == list("01234")
   assert (loaded.rows, loaded.duplicates) == (500, 495)
   assert loaded.summary("dapo") == "dapo: 5 problems of 500 rows, 495 duplicates dropped"
 
@@ -105,7 +175,10 @@ def test_columns_of_other_names(tmp_path):
   row = {"instruction": "q", "meta": {"gold": "5"}, "sort": "last_number"}
   fields = "prompt=instruction, answer=meta.gold, kind=sort"
   assert only(tmp_path, row, fields=fields).kind == "last_number"
-  assert only(tmp_path, row, fields="prompt=instruction,answer=meta.gold,kind=countdown").kind == "countdown"
+  assert (
+    only(tmp_path, row, fields="prompt=instruction,answer=meta.gold,kind=countdown").kind
+    == "countdown"
+  )
   assert only(tmp_path, row, fields="prompt=instruction,answer=meta.gold").kind == "math"
   for bad in ("prompt=instruction", "prompt=,answer=x", "prompt=a,answer=b,colour=c"):
     with pytest.raises(UserError, match=r"data\.fields must name prompt and answer"):
@@ -123,34 +196,63 @@ def test_folders_and_compressed_files(tmp_path):
 
 # --- rows that are wrong ---
 
-@pytest.mark.parametrize(("row", "message"), [
-    (b"{broken\n", "Expecting property name"), (b"[1, 2]\n", "holds list, not an object"),
+
+@pytest.mark.parametrize(
+  ("row", "message"),
+  [
+    (b"{broken\n", "Expecting property name"),
+    (b"[1, 2]\n", "holds list, not an object"),
     (b'{"prompt": "\xff"}\n', "can't decode byte 0xff"),
-    (b'{"prompt": "\\ud800", "answer": "1"}\n', "surrogates not allowed"), ({"prompt": "", "answer": "1"}, "empty user message"),
-    ({"prompt": 5, "answer": "1"}, "neither text nor messages"), ({"prompt": [], "answer": "1"}, "neither text nor messages"),
-    ({"prompt": "q", "answer": None}, "has no answer: None"), ({"prompt": "q", "answer": " "}, "has no answer"),
-    ({"prompt": "q", "answer": True}, "has no answer: True"), ({"colour": 1}, "has the columns colour, no known layout"),
-    (b"[" * 100_000 + b"\n", "recursion"), ({"prompt": [{"role": "user", "content": None}], "answer": "1"}, "empty user message")])
+    (b'{"prompt": "\\ud800", "answer": "1"}\n', "surrogates not allowed"),
+    ({"prompt": "", "answer": "1"}, "empty user message"),
+    ({"prompt": 5, "answer": "1"}, "neither text nor messages"),
+    ({"prompt": [], "answer": "1"}, "neither text nor messages"),
+    ({"prompt": "q", "answer": None}, "has no answer: None"),
+    ({"prompt": "q", "answer": " "}, "has no answer"),
+    ({"prompt": "q", "answer": True}, "has no answer: True"),
+    ({"colour": 1}, "has the columns colour, no known layout"),
+    (b"[" * 100_000 + b"\n", "recursion"),
+    ({"prompt": [{"role": "user", "content": None}], "answer": "1"}, "empty user message"),
+  ],
+)
 def test_a_malformed_row_is_skipped_up_to_the_limit_and_named(tmp_path, row, message):
   good = {"prompt": "q", "answer": "1"}
   file = write(tmp_path / "data.jsonl", [good, row, {"prompt": "q2", "answer": "1"}])
   with pytest.raises(UserError) as caught:
     load_source(file)
   text = str(caught.value)
-  assert "\n" not in text and "data.jsonl:2: " in text and message in text and "data.bad_rows = 0 allowed" in text
+  assert (
+    "\n" not in text
+    and "data.jsonl:2: " in text
+    and message in text
+    and "data.bad_rows = 0 allowed" in text
+  )
   loaded = load_source(file, bad_rows=1)
-  assert len(loaded.problems) == 2 and len(loaded.bad) == 1 and loaded.bad[0].split(": ")[0].endswith("data.jsonl:2")
+  assert (
+    len(loaded.problems) == 2
+    and len(loaded.bad) == 1
+    and loaded.bad[0].split(": ")[0].endswith("data.jsonl:2")
+  )
   assert "1 skipped, first" in loaded.summary("data")
 
 
 def test_blank_lines_are_no_rows(tmp_path):
-  loaded = load_source(write(tmp_path / "data.jsonl", [b"\n", {"prompt": "q", "answer": "1"}, b"  \n"]))
+  loaded = load_source(
+    write(tmp_path / "data.jsonl", [b"\n", {"prompt": "q", "answer": "1"}, b"  \n"])
+  )
   assert loaded.rows == 1 and loaded.problems[0].id == "data.jsonl:2"
 
 
-@pytest.mark.parametrize("make", [
-    lambda path: write(path / "empty.jsonl", []), lambda path: str(path / "none.jsonl"), lambda path: str(path),
-    lambda path: write(path / "x.parquet", [b"no parquet"]), lambda path: write(path / "cut.jsonl.gz", [])[:-3] + ".gz"])
+@pytest.mark.parametrize(
+  "make",
+  [
+    lambda path: write(path / "empty.jsonl", []),
+    lambda path: str(path / "none.jsonl"),
+    lambda path: str(path),
+    lambda path: write(path / "x.parquet", [b"no parquet"]),
+    lambda path: write(path / "cut.jsonl.gz", [])[:-3] + ".gz",
+  ],
+)
 def test_sources_that_hold_nothing(tmp_path, make):
   with pytest.raises(UserError) as caught:
     load_source(make(tmp_path))
@@ -165,13 +267,19 @@ def test_a_truncated_archive_is_one_line(tmp_path):
 
 
 def test_same_question_other_answer_is_no_duplicate(tmp_path):
-  rows = [{"prompt": "q", "answer": "1"}, {"prompt": "q", "answer": "2"}, {"prompt": "q", "answer": "1"}]
+  rows = [
+    {"prompt": "q", "answer": "1"},
+    {"prompt": "q", "answer": "2"},
+    {"prompt": "q", "answer": "1"},
+  ]
   loaded = load_source(write(tmp_path / "data.jsonl", rows))
   assert [p.answer for p in loaded.problems] == ["1", "2"] and loaded.duplicates == 1
 
 
 def test_what_a_name_means():
-  assert all(map(is_source, ("a.jsonl", "b.jsonl.gz", "c.parquet", "hf:x", "tfds:gsm8k", "folder/here")))
+  assert all(
+    map(is_source, ("a.jsonl", "b.jsonl.gz", "c.parquet", "hf:x", "tfds:gsm8k", "folder/here"))
+  )
   assert not is_source("sums") and not is_source("countdown")
 
 
@@ -185,12 +293,21 @@ def test_datasets_that_are_not_there(monkeypatch):
 
 # --- real data ---
 
+
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real data is not here")
-@pytest.mark.parametrize(("name", "count", "kind", "first"), [
-    ("gsm8k_train", 7473, "math", "72"), ("gsm8k_test", 1319, "math", "18"), ("aime24", 30, "math", "204"),
-    ("HumanEval", 164, "code", "has_close_elements")])
+@pytest.mark.parametrize(
+  ("name", "count", "kind", "first"),
+  [
+    ("gsm8k_train", 7473, "math", "72"),
+    ("gsm8k_test", 1319, "math", "18"),
+    ("aime24", 30, "math", "204"),
+    ("HumanEval", 164, "code", "has_close_elements"),
+  ],
+)
 def test_real_files(name, count, kind, first):
   loaded = load_source(str(REAL / f"{name}.jsonl.gz"))
   assert (len(loaded.problems), loaded.duplicates, loaded.bad) == (count, 0, ())
-  assert {problem.kind for problem in loaded.problems} == {kind} and loaded.problems[0].answer == first
+  assert {problem.kind for problem in loaded.problems} == {kind} and loaded.problems[
+    0
+  ].answer == first
   assert len({problem.id for problem in loaded.problems}) == count

@@ -7,17 +7,26 @@ from gtpo_jax.data.tasks import HELD_OUT, MOST, TASKS, Countdown, RunningSums, m
 from gtpo_jax.rewards import VERIFIERS, countdown_correct
 from gtpo_jax.runtime.errors import UserError
 
-DIFFICULTIES = [("sums", 0, 0), ("sums", 1, 9), ("sums", 6, 4), ("countdown", 0, 0), ("countdown", 2, 20), ("countdown", 4, 30)]
+DIFFICULTIES = [
+  ("sums", 0, 0),
+  ("sums", 1, 9),
+  ("sums", 6, 4),
+  ("countdown", 0, 0),
+  ("countdown", 2, 20),
+  ("countdown", 4, 30),
+]
 
 
 def accuracy(task, slips, seed=0, count=2000):
   """How often the teacher is verified right on a random sample of training problems."""
   rng = np.random.default_rng(seed)
-  problems, texts = [], []
+  problems = []
+  texts = []
   for index in rng.choice(task.train_ids, count):
     problems.append(task.problem(index))
     texts.append(task.demonstration(index, rng, slips))
-  answers, extras = [problem.answer for problem in problems], [problem.extra for problem in problems]
+  answers = [problem.answer for problem in problems]
+  extras = [problem.extra for problem in problems]
   return np.mean(VERIFIERS[problems[0].kind](texts, answers, extras, None))
 
 
@@ -40,10 +49,13 @@ def test_fewer_slips_are_fewer_errors(name):
 
 @pytest.mark.parametrize(("name", "terms", "largest"), DIFFICULTIES)
 def test_problems_are_pure_functions_of_their_number(name, terms, largest):
-  one, other = TASKS[name](terms, largest) if terms else TASKS[name](), make_task(name, terms, largest)
+  one = TASKS[name](terms, largest) if terms else TASKS[name]()
+  other = make_task(name, terms, largest)
   ids = np.random.default_rng(1).choice(one.size, 100)
   assert [one.problem(i) for i in ids] == [other.problem(i) for i in ids]
-  texts = [task.demonstration(i, np.random.default_rng(i), 1.0) for task in (one, other) for i in ids]
+  texts = [
+    task.demonstration(i, np.random.default_rng(i), 1.0) for task in (one, other) for i in ids
+  ]
   assert texts[:100] == texts[100:]
   assert len({one.problem(i).id for i in range(300)}) == 300
 
@@ -60,7 +72,8 @@ def test_the_parts_are_disjoint_and_about_one_in_eight_is_held_out(name, terms, 
 def test_sums_are_disjoint_as_questions():
   task = make_task("sums", 2, 5)
   asked = lambda ids: {task.problem(i).messages[0]["content"] for i in ids}
-  train, held_out = asked(task.train_ids), asked(task.held_out_ids)
+  train = asked(task.train_ids)
+  held_out = asked(task.held_out_ids)
   assert len(train) + len(held_out) == task.size and not train & held_out
 
 
@@ -68,7 +81,10 @@ def test_sums_are_disjoint_as_questions():
 def test_countdown_is_disjoint_as_multisets_of_numbers(terms, largest):
   task = make_task("countdown", terms, largest)
   multisets = np.sort(task._numbers, axis=1)
-  train, held_out = ({tuple(row) for row in np.unique(multisets[ids], axis=0).tolist()} for ids in (task.train_ids, task.held_out_ids))
+  train, held_out = (
+    {tuple(row) for row in np.unique(multisets[ids], axis=0).tolist()}
+    for ids in (task.train_ids, task.held_out_ids)
+  )
   assert train and held_out
   assert not train & held_out
   index = int(task.held_out_ids[0])
@@ -88,7 +104,8 @@ def test_sums_respect_their_difficulty():
 
 
 def test_a_slip_forgets_one_carry_and_goes_on_from_there():
-  task, rng = make_task("sums"), np.random.default_rng(3)
+  task = make_task("sums")
+  rng = np.random.default_rng(3)
   slips = 0
   for index in rng.choice(task.train_ids, 300):
     total, *addends = task.numbers(index)
@@ -102,10 +119,13 @@ def test_a_slip_forgets_one_carry_and_goes_on_from_there():
 
 
 def test_countdown_respects_its_difficulty():
-  task, rng = make_task("countdown", 4, 12), np.random.default_rng(4)
+  task = make_task("countdown", 4, 12)
+  rng = np.random.default_rng(4)
   for index in rng.choice(task.size, 300):
     problem = task.problem(index)
-    given, target = re.fullmatch(r"((?:\d+ ){3}\d+)=(\d+):", problem.messages[0]["content"]).groups()
+    given, target = re.fullmatch(
+      r"((?:\d+ ){3}\d+)=(\d+):", problem.messages[0]["content"]
+    ).groups()
     numbers = [int(x) for x in given.split()]
     assert numbers == sorted(numbers) == problem.extra["numbers"]
     assert all(1 <= x <= 12 for x in numbers)
@@ -113,11 +133,15 @@ def test_countdown_respects_its_difficulty():
 
 
 def test_the_countdown_teacher_computes_honestly_even_where_it_misses():
-  task, rng = make_task("countdown"), np.random.default_rng(5)
+  task = make_task("countdown")
+  rng = np.random.default_rng(5)
   for index in rng.choice(task.train_ids, 300):
-    text, problem = task.demonstration(index, rng, 1.0), task.problem(index)
+    text = task.demonstration(index, rng, 1.0)
+    problem = task.problem(index)
     end = text.split("=")[-1]
-    assert countdown_correct(text, problem.extra["numbers"], int(end))  # a true chain over all the numbers, to some target
+    assert countdown_correct(
+      text, problem.extra["numbers"], int(end)
+    )  # a true chain over all the numbers, to some target
 
 
 @pytest.mark.parametrize(("terms", "largest"), [(-1, 9), (4, 10), (4, -2), (10, 9), (90, 1)])
@@ -133,7 +157,10 @@ def test_countdown_refuses_a_difficulty_out_of_bounds(terms, largest):
     make_task("countdown", terms, largest)
 
 
-@pytest.mark.parametrize(("name", "terms", "largest"), [("sums", 1, 1), ("sums", 89, 1), ("countdown", 2, 3), ("countdown", 6, 3)])
+@pytest.mark.parametrize(
+  ("name", "terms", "largest"),
+  [("sums", 1, 1), ("sums", 89, 1), ("countdown", 2, 3), ("countdown", 6, 3)],
+)
 def test_a_difficulty_has_problems_on_both_sides_or_is_refused(name, terms, largest):
   try:
     task = make_task(name, terms, largest)
@@ -155,8 +182,14 @@ def test_of_a_space_too_large_to_number_a_fixed_sample_is_taken():
 
 
 def test_zero_leaves_a_setting_at_the_tasks_own():
-  assert (make_task("sums").terms, make_task("sums").largest) == (RunningSums().terms, RunningSums().largest)
-  assert (make_task("countdown", 4).terms, make_task("countdown", 4).largest) == (4, Countdown().largest)
+  assert (make_task("sums").terms, make_task("sums").largest) == (
+    RunningSums().terms,
+    RunningSums().largest,
+  )
+  assert (make_task("countdown", 4).terms, make_task("countdown", 4).largest) == (
+    4,
+    Countdown().largest,
+  )
 
 
 def test_an_unknown_task_names_the_nearest():

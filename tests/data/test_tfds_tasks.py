@@ -1,4 +1,5 @@
 """The synthetic tasks as a TFDS data set: built, read back. In processes of their own, for TFDS reads its folder once."""
+
 import json
 import os
 import subprocess
@@ -19,7 +20,14 @@ print(json.dumps([loaded.rows, [[p.id, p.messages[0]["content"], p.answer, p.kin
 
 def read(name, folder):
   environment = {**os.environ, "TFDS_DATA_DIR": str(folder)}
-  done = subprocess.run([sys.executable, "-c", READ, name], env=environment, capture_output=True, text=True, timeout=300, check=False)
+  done = subprocess.run(
+    [sys.executable, "-c", READ, name],
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=300,
+    check=False,
+  )
   assert done.returncode == 0, done.stderr[-2000:]
   return json.loads(done.stdout.splitlines()[-1])
 
@@ -31,10 +39,15 @@ def expected(task, ids):
 
 def test_sums_are_built_and_read_back(tmp_path):
   task = make_task("sums", 1)
-  (rows, train), (held_out, test) = read("tfds:gtpo_tasks/sums_1:train", tmp_path), read("tfds:gtpo_tasks/sums_1:test", tmp_path)
+  (rows, train) = read("tfds:gtpo_tasks/sums_1:train", tmp_path)
+  (held_out, test) = read("tfds:gtpo_tasks/sums_1:test", tmp_path)
   assert (rows, held_out) == (len(task.train_ids), len(task.held_out_ids))
-  assert sorted(train) == sorted(expected(task, task.train_ids)) and sorted(test) == sorted(expected(task, task.held_out_ids))
-  assert any(file.name.endswith("-of-00001") and "array_record" in file.name for file in tmp_path.rglob("*"))
+  assert sorted(train) == sorted(expected(task, task.train_ids)) and sorted(test) == sorted(
+    expected(task, task.held_out_ids)
+  )
+  assert any(
+    file.name.endswith("-of-00001") and "array_record" in file.name for file in tmp_path.rglob("*")
+  )
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 """Estimators against a direct count over every subset, by hand, and by laws."""
+
 import itertools
 
 import numpy as np
@@ -57,12 +58,23 @@ def majority_by_counting(votes, right, k):
     cast = [votes[i] for i in subset if votes[i] is not None]
     most = max(map(cast.count, cast), default=0)
     winners = {vote for vote in cast if cast.count(vote) == most}
-    values.append(np.mean([np.mean([right[i] for i in range(len(votes)) if votes[i] == vote]) for vote in winners]) if winners else 0.0)
+    values.append(
+      np.mean(
+        [np.mean([right[i] for i in range(len(votes)) if votes[i] == vote]) for vote in winners]
+      )
+      if winners
+      else 0.0
+    )
   return np.mean(values)
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from([None, "a", "b", "c", "d"]), st.booleans()), min_size=1, max_size=9), st.booleans())
+@given(
+  st.lists(
+    st.tuples(st.sampled_from([None, "a", "b", "c", "d"]), st.booleans()), min_size=1, max_size=9
+  ),
+  st.booleans(),
+)
 def test_the_majority_against_every_draw(completions, consistent):
   """Where an answer is always judged alike, and where it is not."""
   votes = [vote for vote, _ in completions]
@@ -75,15 +87,24 @@ def test_the_majority_against_every_draw(completions, consistent):
 
 def test_the_majority_by_hand():
   right = np.array([True, True, False, False])
-  np.testing.assert_allclose(majority_at(["1", "1", "2", "3"], right), [1 / 2, (1 + 4 / 2) / 6, (2 + 2 / 3) / 4, 1])
+  np.testing.assert_allclose(
+    majority_at(["1", "1", "2", "3"], right), [1 / 2, (1 + 4 / 2) / 6, (2 + 2 / 3) / 4, 1]
+  )
   np.testing.assert_allclose(majority_at([None, None], np.array([False, False])), [0, 0])
-  np.testing.assert_allclose(majority_at(["1", None], np.array([True, False])), [1 / 2, 1])  # an abstention is no vote against
+  np.testing.assert_allclose(
+    majority_at(["1", None], np.array([True, False])), [1 / 2, 1]
+  )  # an abstention is no vote against
 
 
 def test_the_majority_of_many_samples():
   """600 : 400 of 1000; k = 1 is the share, and the whole vote is won. Halves tie at every k."""
   found = majority_at([0] * 600 + [1] * 400, np.arange(1000) < 600)
-  assert found[0] == pytest.approx(0.6) and found[-1] == 1 and (np.diff(found[::2]) > -1e-9).all() and not np.isnan(found).any()
+  assert (
+    found[0] == pytest.approx(0.6)
+    and found[-1] == 1
+    and (np.diff(found[::2]) > -1e-9).all()
+    and not np.isnan(found).any()
+  )
   np.testing.assert_allclose(majority_at([0] * 40 + [1] * 40, np.arange(80) < 40), 0.5)
 
 
@@ -94,7 +115,9 @@ def test_the_bootstrap_against_draws_one_by_one():
   columns[2, 1] = columns[7, 1] = np.nan
   times = np.random.default_rng(0).multinomial(13, [1 / 13] * 13, size=1000)
   slow = [[np.nanmean(np.repeat(columns[:, c], row)) for c in range(3)] for row in times]
-  np.testing.assert_allclose(bootstrap(columns), np.percentile(slow, [2.5, 97.5], axis=0), rtol=1e-12)
+  np.testing.assert_allclose(
+    bootstrap(columns), np.percentile(slow, [2.5, 97.5], axis=0), rtol=1e-12
+  )
 
 
 def test_the_bootstrap_covers():
@@ -107,6 +130,8 @@ def test_the_bootstrap_covers():
 
 
 def test_the_bootstrap_of_little():
-  np.testing.assert_array_equal(bootstrap(np.array([[0.25, np.nan]])), [[0.25, np.nan], [0.25, np.nan]])
+  np.testing.assert_array_equal(
+    bootstrap(np.array([[0.25, np.nan]])), [[0.25, np.nan], [0.25, np.nan]]
+  )
   np.testing.assert_array_equal(bootstrap(np.ones((9, 1))), [[1], [1]])
   assert np.isfinite(bootstrap(np.array([[1.0], [np.nan], [np.nan]]))).all()

@@ -1,4 +1,5 @@
 """One of several processes that restore a checkpoint: `python restore.py CHECKPOINTS OUT DATA,FSDP,TENSOR`. OUT_i.npz is what i has."""
+
 import sys
 
 import jax
@@ -18,5 +19,8 @@ if __name__ == "__main__":
   _, folder, out, sizes = sys.argv
   model = Qwen2(PRESETS["tiny"], make_mesh(*map(int, sizes.split(","))))
   saved = Checkpoints(folder, keep=3).restore(model, make_optimizer(OptimizerConfig(), 10))
-  leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(fetch(saved.state))}
+  leaves = {
+    jax.tree_util.keystr(path): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(fetch(saved.state))
+  }
   np.savez(f"{out}_{jax.process_index()}.npz", **leaves)

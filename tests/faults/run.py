@@ -3,6 +3,7 @@
 The action is `kill` (SIGKILL), `term` (SIGTERM) or `term2` (SIGTERM twice), at the COUNTth time that PLACE is reached. The places are
 functions of the program itself, wrapped here; the program knows nothing of it.
 """
+
 import os
 import signal
 import sys
@@ -16,8 +17,8 @@ import gtpo_jax.warm_start
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.cli import main
 from gtpo_jax.reporting.journal import Journal
-from gtpo_jax.rollout.scoring import Judge
-from gtpo_jax.rollout.worker import Actor
+from gtpo_jax.rollout.scoring import RewardManager
+from gtpo_jax.rollout.worker import RolloutWorker
 
 evaluating = False
 
@@ -42,6 +43,7 @@ def arm(action, count):
         time.sleep(0.2)  # signals that are the same and not yet delivered are one
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
+
   return reached
 
 
@@ -53,6 +55,7 @@ def before(owner, name, reached, when=lambda: True):
     if when():
       reached()
     return whole(*args, **kwargs)
+
   setattr(owner, name, wrapped)
 
 
@@ -64,12 +67,15 @@ def after(owner, name, reached):
     given = jax.block_until_ready(whole(*args, **kwargs))
     reached()
     return given
+
   setattr(owner, name, wrapped)
 
 
 def mark(place, reached):
   """Puts `reached` at a place."""
-  whole_evaluation, make_update, save = gtpo_jax.loop.evaluate_run, gtpo_jax.loop.make_update, Checkpoints.save
+  whole_evaluation = gtpo_jax.loop.evaluate_run
+  make_update = gtpo_jax.loop.make_update
+  save = Checkpoints.save
 
   def evaluate_run(*args, **kwargs):
     global evaluating
@@ -81,21 +87,25 @@ def mark(place, reached):
 
   gtpo_jax.loop.evaluate_run = evaluate_run
   if place == "sampling":  # the completions are there, and not yet judged
-    after(Actor, "answer", lambda: evaluating or reached())
+    after(RolloutWorker, "generate", lambda: evaluating or reached())
   elif place == "reward":
-    before(Judge, "weigh", reached, lambda: not evaluating)
+    before(RewardManager, "weigh", reached, lambda: not evaluating)
   elif place == "evaluation":
-    before(Judge, "weigh", reached, lambda: evaluating)
+    before(RewardManager, "weigh", reached, lambda: evaluating)
   elif place in ("compile", "update"):
+
     def marked_update(*args, **kwargs):
       holder = type("Holder", (), {"update": staticmethod(make_update(*args, **kwargs))})
       (before if place == "compile" else after)(holder, "update", reached)
       return holder.update
+
     gtpo_jax.loop.make_update = marked_update
   elif place == "saving":  # the files are being written
+
     def marked_save(*args, **kwargs):
       save(*args, **kwargs)
       reached()
+
     Checkpoints.save = marked_save
   elif place == "written":  # all files are there, the step is not committed
     before(gtpo_jax.checkpoint.manager, "write_seal", reached)

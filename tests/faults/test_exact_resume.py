@@ -1,4 +1,5 @@
 """Processes that are killed or asked to stop at marked points, and taken up again: nothing is lost, to the bit."""
+
 import json
 import os
 
@@ -8,8 +9,17 @@ from processes import SETTINGS, STEPS, left_behind, start
 from gtpo_jax.reporting.journal import read_jsonl
 
 KILLS = [  # each can be reached wherever the ones before it left the run
-    "kill:evaluation:1", "kill:sampling:2", "kill:reward:3", "kill:evaluation:2", "kill:metrics:1", "kill:update:1", "kill:saving:1",
-    "kill:written:1", "kill:sealed:1", "kill:committed:1"]
+  "kill:evaluation:1",
+  "kill:sampling:2",
+  "kill:reward:3",
+  "kill:evaluation:2",
+  "kill:metrics:1",
+  "kill:update:1",
+  "kill:saving:1",
+  "kill:written:1",
+  "kill:sealed:1",
+  "kill:committed:1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +29,11 @@ def whole(tmp_path_factory):
   done = start(workdir, "-", SETTINGS)
   assert done.returncode == 0, done.stderr
   rows, _, step, leaves = found = left_behind(workdir)
-  assert step == STEPS == rows[-1]["step"] and leaves["leftovers"] and max(row.get("groups/kept", 0) for row in rows) > 0
+  assert (
+    step == STEPS == rows[-1]["step"]
+    and leaves["leftovers"]
+    and max(row.get("groups/kept", 0) for row in rows) > 0
+  )
   return found
 
 
@@ -36,13 +50,27 @@ def test_killed_at_every_phase(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("event", ["term:compile:1", "term:sampling:2", "term:saving:1", "term:evaluation:2", "term2:sampling:3",
-                                   "term2:written:2", "term2:evaluation:1"])
+@pytest.mark.parametrize(
+  "event",
+  [
+    "term:compile:1",
+    "term:sampling:2",
+    "term:saving:1",
+    "term:evaluation:2",
+    "term2:sampling:3",
+    "term2:written:2",
+    "term2:evaluation:1",
+  ],
+)
 def test_asked_to_stop(whole, tmp_path, event):
   stopped = start(tmp_path / "run", event, SETTINGS)
   assert stopped.returncode == 143, (stopped.returncode, stopped.stdout, stopped.stderr)
   if event.startswith("term:"):
-    assert "stopped at step" in stopped.stdout and "saved" in stopped.stdout and "to go on:" in stopped.stdout
+    assert (
+      "stopped at step" in stopped.stdout
+      and "saved" in stopped.stdout
+      and "to go on:" in stopped.stdout
+    )
     saved = max(int(entry.name) for entry in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
   assert "Traceback" not in stopped.stderr
@@ -54,7 +82,13 @@ def test_asked_to_stop(whole, tmp_path, event):
 @pytest.mark.slow
 @pytest.mark.parametrize(("event", "code"), [("term:warm start:1", 143), ("kill:warm start:2", -9)])
 def test_the_warm_start_begins_anew(tmp_path, event, code):
-  settings = SETTINGS | {"warm_start.steps": 60, "warm_start.batch": 8, "sampling.max_tokens": 18, "steps": 1, "reward.verifier": ""}
+  settings = SETTINGS | {
+    "warm_start.steps": 60,
+    "warm_start.batch": 8,
+    "sampling.max_tokens": 18,
+    "steps": 1,
+    "reward.verifier": "",
+  }
   first = start(tmp_path / "run", event, settings)
   assert first.returncode == code, first.stderr
   assert ("which is not saved and begins anew" in first.stdout) == (code == 143)
@@ -65,7 +99,11 @@ def test_the_warm_start_begins_anew(tmp_path, event, code):
 
 @pytest.mark.slow
 def test_data_that_changed_under_a_run_is_refused_with_the_difference(tmp_path):
-  rows = [{"prompt": f"1{i}+{j}:", "answer": str(10 + i + j), "kind": "last_number"} for i in range(8) for j in range(4)]
+  rows = [
+    {"prompt": f"1{i}+{j}:", "answer": str(10 + i + j), "kind": "last_number"}
+    for i in range(8)
+    for j in range(4)
+  ]
   data = tmp_path / "data.jsonl"
   data.write_text("".join(json.dumps(row) + "\n" for row in rows))
   settings = SETTINGS | {"data.train": data, "data.eval": "sums", "steps": 3, "checkpoint.every": 1}
@@ -74,10 +112,15 @@ def test_data_that_changed_under_a_run_is_refused_with_the_difference(tmp_path):
   before = [file.read_bytes() for file in sorted((tmp_path / "run").rglob("*.json*"))]
   refused = start(tmp_path / "run", "-", settings)
   assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 1, refused.stderr
-  assert f"data.train '{data}' was 32 problems, sha256 " in refused.stderr and ", now 31 problems, sha256 " in refused.stderr
+  assert (
+    f"data.train '{data}' was 32 problems, sha256 " in refused.stderr
+    and ", now 31 problems, sha256 " in refused.stderr
+  )
   assert [file.read_bytes() for file in sorted((tmp_path / "run").rglob("*.json*"))] == before
   told = start(tmp_path / "run", "-", settings | {"checkpoint.accept_changes": True})
-  assert told.returncode == 0 and "changed since this run began: data.train" in told.stdout, told.stderr
+  assert told.returncode == 0 and "changed since this run began: data.train" in told.stdout, (
+    told.stderr
+  )
 
 
 @pytest.mark.slow
@@ -88,8 +131,12 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(whole, t
     pytest.skip("mounting needs root")
   try:
     full = start(disk / "run", "-", SETTINGS)
-    ours = [line for line in full.stderr.splitlines() if line.startswith("gtpo: ")]  # Orbax and tensorboardX add their threads' own
-    assert full.returncode == 1 and len(ours) == 1 and "No space left on device" in ours[0], full.stderr
+    ours = [
+      line for line in full.stderr.splitlines() if line.startswith("gtpo: ")
+    ]  # Orbax and tensorboardX add their threads' own
+    assert full.returncode == 1 and len(ours) == 1 and "No space left on device" in ours[0], (
+      full.stderr
+    )
     os.system(f"mount -o remount,size=200m {disk}")
     done = start(disk / "run", "-", SETTINGS)
     assert done.returncode == 0 and "damaged" not in done.stdout, done.stderr

@@ -1,4 +1,5 @@
 """A checkpoint read by other processes than wrote it, and one of which a single process sees damage."""
+
 import sys
 
 import jax
@@ -18,13 +19,19 @@ OPTIMIZER = make_optimizer(OptimizerConfig(), 10)
 @pytest.fixture
 def saved(tmp_path):
   """Steps 1 and 2, saved on 2 x 2 x 2 devices, and what they were."""
-  model, states = Qwen2(PRESETS["tiny"], make_mesh(2, 2, 2)), {}
+  model = Qwen2(PRESETS["tiny"], make_mesh(2, 2, 2))
+  states = {}
   checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
   for step in (1, 2):
     state = init_state(init_params(model, jax.random.key(step)), OPTIMIZER, model)
-    state = state.replace(step=state.step + step, opt_state=jax.tree.map(lambda x: x + 3, state.opt_state))
+    state = state.replace(
+      step=state.step + step, opt_state=jax.tree.map(lambda x: x + 3, state.opt_state)
+    )
     checkpoints.save(state)
-    states[step] = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(state))}
+    states[step] = {
+      jax.tree_util.keystr(path): leaf
+      for path, leaf in jax.tree_util.tree_leaves_with_path(jax.device_get(state))
+    }
   checkpoints.close()
   return tmp_path / "checkpoints", states
 
@@ -60,12 +67,17 @@ def test_saved_on_eight_devices_and_restored_on_two_processes(saved, mesh, devic
 def test_damage_that_one_process_alone_sees_sends_all_to_the_step_before(saved, tmp_path, damage):
   """As a disk or a cache of one machine may have it: the first process, which checks the files, finds them good."""
   folder, states = saved
-  file = max((folder / "2" / "params" / "ocdbt.process_0" / "d").iterdir(), key=lambda file: file.stat().st_size)
+  file = max(
+    (folder / "2" / "params" / "ocdbt.process_0" / "d").iterdir(),
+    key=lambda file: file.stat().st_size,
+  )
   content = bytearray(file.read_bytes())
   content[len(content) // 2] ^= 1
   (tmp_path / "bad").write_bytes(content if damage == "flipped" else b"")
   found, printed = restore(folder, "2,1,1", 1, f"mount --bind {tmp_path / 'bad'} {file}")
-  assert "the checkpoint of step 2 is damaged" in printed[0] and "step 1 is read instead" in printed[0], printed
+  assert (
+    "the checkpoint of step 2 is damaged" in printed[0] and "step 1 is read instead" in printed[0]
+  ), printed
   for each in found:
     assert_same(each, states[1])
   assert sorted(entry.name for entry in folder.iterdir()) == ["1", "2.damaged"]

@@ -1,4 +1,5 @@
 """Hugging Face folders made on the spot: torch models with random weights saved by transformers itself, read and spoilt by hand."""
+
 import functools
 import json
 import os
@@ -11,19 +12,30 @@ import numpy as np
 import pytest
 
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.filters import Sampler
+from gtpo_jax.sampling.filters import SamplingParams
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": True}
+TINY = {
+  "vocab_size": 64,
+  "hidden_size": 32,
+  "intermediate_size": 48,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "max_position_embeddings": 128,
+  "tie_word_embeddings": True,
+}
 
 
 def torch_model(**changes):
   """A Qwen2ForCausalLM whose every tensor matters, norms and biases included."""
-  torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+  torch = pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
   torch.manual_seed(0)
-  model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TINY | changes, attn_implementation="eager")).eval()
+  model = transformers.Qwen2ForCausalLM(
+    transformers.Qwen2Config(**TINY | changes, attn_implementation="eager")
+  ).eval()
   with torch.no_grad():
     for weights in model.parameters():
       weights.add_(0.15 * torch.randn(weights.shape))
@@ -34,6 +46,7 @@ def torch_model(**changes):
 def _made(options, dtype, shard):
   """The folder and the torch model of it."""
   import torch
+
   model = torch_model(**dict(options)).to(getattr(torch, dtype))
   folder = Path(tempfile.mkdtemp(prefix="gtpo_hf_")) / "hf"
   model.save_pretrained(folder, max_shard_size=shard)
@@ -48,40 +61,73 @@ def hf_folder(dtype="float32", shard="5GB", **changes):
 
 def padded_batch(vocab=64, length=17):
   """Eight rows, some padded on the left, some on the right: tokens and mask."""
-  tokens, mask = np.random.default_rng(0).integers(0, vocab, (8, length)), np.ones((8, length), bool)
-  mask[1, :5], mask[2, -4:], mask[5, :length - 1], mask[6, 1:] = False, False, False, False
+  tokens = np.random.default_rng(0).integers(0, vocab, (8, length))
+  mask = np.ones((8, length), bool)
+  mask[1, :5] = False
+  mask[2, -4:] = False
+  mask[5, : length - 1] = False
+  mask[6, 1:] = False
   return tokens, mask
 
 
 def torch_logits(model, tokens, mask=None):
   """What torch computes, positions counted from the first real token."""
   import torch
+
   mask = np.ones(tokens.shape, bool) if mask is None else mask
   with torch.no_grad():
-    return model(torch.from_numpy(tokens), attention_mask=torch.from_numpy(mask.astype(np.int64)),
-                 position_ids=torch.from_numpy(np.maximum(mask.cumsum(1) - 1, 0))).logits.float().numpy()
+    return (
+      model(
+        torch.from_numpy(tokens),
+        attention_mask=torch.from_numpy(mask.astype(np.int64)),
+        position_ids=torch.from_numpy(np.maximum(mask.cumsum(1) - 1, 0)),
+      )
+      .logits.float()
+      .numpy()
+    )
 
 
 def our_logits(model, params, tokens, mask=None):
   mask = np.ones(tokens.shape, bool) if mask is None else mask
-  return np.asarray(jax.jit(lambda p, t, m: model.apply({"params": p}, t, m))(params, jnp.asarray(tokens), jnp.asarray(mask)))
+  return np.asarray(
+    jax.jit(lambda p, t, m: model.apply({"params": p}, t, m))(
+      params, jnp.asarray(tokens), jnp.asarray(mask)
+    )
+  )
 
 
 def torch_greedy(model, prompts, count, stop=None):
   """`generate` on left-padded prompts: the new tokens [n, count], 0 behind the end."""
   import torch
+
   width = max(map(len, prompts))
-  tokens, mask = np.zeros((len(prompts), width), np.int64), np.zeros((len(prompts), width), np.int64)
+  tokens = np.zeros((len(prompts), width), np.int64)
+  mask = np.zeros((len(prompts), width), np.int64)
   for i, prompt in enumerate(prompts):
-    tokens[i, width - len(prompt):], mask[i, width - len(prompt):] = prompt, 1
-  out = model.generate(torch.from_numpy(tokens), attention_mask=torch.from_numpy(mask), max_new_tokens=count, do_sample=False,
-                       pad_token_id=0, eos_token_id=stop).numpy()[:, width:]
+    tokens[i, width - len(prompt) :] = prompt
+    mask[i, width - len(prompt) :] = 1
+  out = model.generate(
+    torch.from_numpy(tokens),
+    attention_mask=torch.from_numpy(mask),
+    max_new_tokens=count,
+    do_sample=False,
+    pad_token_id=0,
+    eos_token_id=stop,
+  ).numpy()[:, width:]
   return np.pad(out, ((0, 0), (0, count - out.shape[1])))
 
 
 def our_greedy(model, params, prompts, count, stop=()):
-  engine = Engine(model, stop, 0, max(map(len, prompts)) + 3, count)  # wider than the longest prompt: padding must not matter
-  written = engine.sample(engine.layout(params), prompts, jax.random.key(0), group=1, sampler=Sampler(temperature=0.0))
+  engine = Engine(
+    model, stop, 0, max(map(len, prompts)) + 3, count
+  )  # wider than the longest prompt: padding must not matter
+  written = engine.sample(
+    engine.layout(params),
+    prompts,
+    jax.random.key(0),
+    group=1,
+    sampling_params=SamplingParams(temperature=0.0),
+  )
   return np.asarray(written.tokens[:, 0])
 
 
@@ -102,7 +148,7 @@ def split_file(file):
   """A safetensors file as (header, data)."""
   whole = file.read_bytes()
   size = int.from_bytes(whole[:8], "little")
-  return json.loads(whole[8:8 + size]), whole[8 + size:]
+  return json.loads(whole[8 : 8 + size]), whole[8 + size :]
 
 
 def join_file(file, header, data):

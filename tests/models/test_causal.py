@@ -1,4 +1,5 @@
 """Attention of whole streams: every kernel against the whole softmax, in value and gradient, and however the heads lie."""
+
 import dataclasses
 import functools
 import re
@@ -18,18 +19,27 @@ from gtpo_jax.models.splash import attend_by_splash
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh, partition_spec, single_device_mesh
 
-N, G, S, P, E = 2, 3, 150, 21, 16  # three blocks of 64, the last not whole
+N = 2  # three blocks of 64, the last not whole
+G = 3
+S = 150
+P = 21
+E = 16
 
 
 def inputs(heads=4, kv_heads=2, prompt=True, s=S):
   rng = np.random.default_rng(0)
   array = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
   g, real = (G, None) if prompt else (1, jnp.arange(s) >= jnp.asarray([[[7]], [[0]]]))
-  q, own = array(N, g, heads, s, E), KV(array(N, g, kv_heads, E, s), array(N, g, kv_heads, s, E))
+  q = array(N, g, heads, s, E)
+  own = KV(array(N, g, kv_heads, E, s), array(N, g, kv_heads, s, E))
   if not prompt:
     return q, Context(own, real)
-  return q, Context(own, real, KV(array(N, 1, kv_heads, E, P), array(N, 1, kv_heads, P, E)),
-                    (jnp.arange(P) >= jnp.asarray([[[5]], [[0]]])) & (jnp.arange(P) < P - 1))
+  return q, Context(
+    own,
+    real,
+    KV(array(N, 1, kv_heads, E, P), array(N, 1, kv_heads, P, E)),
+    (jnp.arange(P) >= jnp.asarray([[[5]], [[0]]])) & (jnp.arange(P) < P - 1),
+  )
 
 
 def whole_softmax(q, context):
@@ -39,9 +49,15 @@ def whole_softmax(q, context):
   k, v = (jnp.repeat(x, h // x.shape[2], axis=2) for x in (k, v))
   before = k.shape[3] - s
   visible = jnp.arange(before + s) <= before + jnp.arange(s)[:, None]
-  visible = visible & (place[:, :, None, None] == place[:, :, None, -s:, None]) & (place > 0)[:, :, None, None]
+  visible = (
+    visible
+    & (place[:, :, None, None] == place[:, :, None, -s:, None])
+    & (place > 0)[:, :, None, None]
+  )
   scores = jnp.einsum("nghse,nghte->nghst", q, k, precision="highest") / e**0.5
-  return jnp.einsum("nghst,nghte->nghse", jax.nn.softmax(jnp.where(visible, scores, -1e30)), v, precision="highest")
+  return jnp.einsum(
+    "nghst,nghte->nghse", jax.nn.softmax(jnp.where(visible, scores, -1e30)), v, precision="highest"
+  )
 
 
 def value_and_gradient(attend, q, context):
@@ -55,20 +71,32 @@ def value_and_gradient(attend, q, context):
     out = jnp.where(real, attend(q, context._replace(own=own, prompt=prompt)), 0)
     return (out * weights).sum(), out
 
-  (_, out), grads = jax.jit(jax.value_and_grad(of, argnums=(0, 1, 2), has_aux=True))(q, context.own, context.prompt)
+  (_, out), grads = jax.jit(jax.value_and_grad(of, argnums=(0, 1, 2), has_aux=True))(
+    q, context.own, context.prompt
+  )
   return out, *jax.tree.leaves(grads)
 
 
 def assert_same(attend, q, context):
-  for got, want in zip(value_and_gradient(attend, q, context), value_and_gradient(whole_softmax, q, context), strict=True):
+  for got, want in zip(
+    value_and_gradient(attend, q, context),
+    value_and_gradient(whole_softmax, q, context),
+    strict=True,
+  ):
     assert np.abs(want).max() > 0.3
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("prompt", [True, False])
-@pytest.mark.parametrize("attend", [
-    functools.partial(attend_in_blocks, precision="highest"), functools.partial(attend_by_splash, interpret=True),
-    functools.partial(attend_by_cudnn, implementation="xla")], ids=["blocks", "splash", "turned rows"])
+@pytest.mark.parametrize(
+  "attend",
+  [
+    functools.partial(attend_in_blocks, precision="highest"),
+    functools.partial(attend_by_splash, interpret=True),
+    functools.partial(attend_by_cudnn, implementation="xla"),
+  ],
+  ids=["blocks", "splash", "turned rows"],
+)
 def test_every_kernel_equals_the_whole_softmax(attend, prompt):
   assert_same(attend, *inputs(prompt=prompt))
 
@@ -76,28 +104,51 @@ def test_every_kernel_equals_the_whole_softmax(attend, prompt):
 def in_two_segments(s=S):
   """Rows of two completions that see the prompt and themselves; the second row has padding behind them."""
   q, context = inputs(s=s)
-  places, ends = jnp.arange(s), jnp.asarray([[s // 3, s], [s // 2, s - 9], [5, s]])
+  places = jnp.arange(s)
+  ends = jnp.asarray([[s // 3, s], [s // 2, s - 9], [5, s]])
   segment = jnp.broadcast_to((places >= ends[..., None]).sum(1), (N, G, s))
-  return q, context._replace(prompt_mask=jnp.repeat(context.prompt_mask, 2, axis=1), segment=segment)
+  return q, context._replace(
+    prompt_mask=jnp.repeat(context.prompt_mask, 2, axis=1), segment=segment
+  )
 
 
 @pytest.mark.parametrize(
-    "attend", [functools.partial(attend_in_blocks, precision="highest"), functools.partial(attend_by_splash, interpret=True)],
-    ids=["blocks", "splash"])
+  "attend",
+  [
+    functools.partial(attend_in_blocks, precision="highest"),
+    functools.partial(attend_by_splash, interpret=True),
+  ],
+  ids=["blocks", "splash"],
+)
 def test_segments_see_the_prompt_and_themselves(attend):
   q, context = in_two_segments()
   assert_same(attend, q, context)
-  alone = context._replace(own=jax.tree.map(lambda x: x[:, 1:2], context.own), prompt_mask=context.prompt_mask[:, :1], segment=None)
-  cut = alone._replace(own=KV(alone.own.k[..., S // 2:S - 9], alone.own.v[..., S // 2:S - 9, :]))
-  np.testing.assert_allclose(attend(q, context)[:, 1:2, :, S // 2:S - 9], attend(q[:, 1:2, :, S // 2:S - 9], cut), rtol=1e-5, atol=2e-5)
+  alone = context._replace(
+    own=jax.tree.map(lambda x: x[:, 1:2], context.own),
+    prompt_mask=context.prompt_mask[:, :1],
+    segment=None,
+  )
+  cut = alone._replace(
+    own=KV(alone.own.k[..., S // 2 : S - 9], alone.own.v[..., S // 2 : S - 9, :])
+  )
+  np.testing.assert_allclose(
+    attend(q, context)[:, 1:2, :, S // 2 : S - 9],
+    attend(q[:, 1:2, :, S // 2 : S - 9], cut),
+    rtol=1e-5,
+    atol=2e-5,
+  )
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "shape"), [
-    (8, 4, (2, 1, 4)), (8, 2, (1, 2, 4)), (24, 3, (1, 1, 8)), (6, 2, (2, 1, 1))])
+@pytest.mark.parametrize(
+  ("heads", "kv_heads", "shape"),
+  [(8, 4, (2, 1, 4)), (8, 2, (1, 2, 4)), (24, 3, (1, 1, 8)), (6, 2, (2, 1, 1))],
+)
 def test_heads_on_a_mesh(heads, kv_heads, shape):
   """Key/value heads that divide over the tensor axis, that are fewer, and that three queries of one shard share with another's."""
-  config = dataclasses.replace(PRESETS["tiny"], heads=heads, kv_heads=kv_heads, matmul_precision="highest")
-  mesh = make_mesh(*shape, devices=jax.devices()[:int(np.prod(shape))])
+  config = dataclasses.replace(
+    PRESETS["tiny"], heads=heads, kv_heads=kv_heads, matmul_precision="highest"
+  )
+  mesh = make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
   assert_same(functools.partial(attend_causally, config, mesh), *inputs(heads, kv_heads, s=70))
 
 
@@ -107,8 +158,12 @@ def test_positions_on_a_mesh(kind, loop, monkeypatch):
   if loop:
     monkeypatch.setattr(flash, "WRITTEN_OUT", 16)
     monkeypatch.setattr(flash, "MANY", 32)
-  config = dataclasses.replace(PRESETS["tiny"], attention=kind, matmul_precision="highest" if kind == "blocks" else "default")
-  attend = functools.partial(attend_causally, config, make_mesh(1, 1, 2, jax.devices()[:6], context=3))
+  config = dataclasses.replace(
+    PRESETS["tiny"], attention=kind, matmul_precision="highest" if kind == "blocks" else "default"
+  )
+  attend = functools.partial(
+    attend_causally, config, make_mesh(1, 1, 2, jax.devices()[:6], context=3)
+  )
   assert_same(attend, *inputs())
   assert_same(attend, *in_two_segments())
   if not loop:
@@ -121,31 +176,46 @@ def test_parts_of_several_blocks(s, monkeypatch):
   """A third of the queries, paired and not, takes three of the kernel's blocks, the last of them filled up."""
   monkeypatch.setattr(splash, "BLOCKS", (128,))
   config = dataclasses.replace(PRESETS["tiny"], attention="splash")
-  attend = functools.partial(attend_causally, config, make_mesh(1, 1, 1, jax.devices()[:3], context=3))
+  attend = functools.partial(
+    attend_causally, config, make_mesh(1, 1, 1, jax.devices()[:3], context=3)
+  )
   assert_same(attend, *inputs(s=s))
   assert_same(attend, *in_two_segments(s=s))
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4, 5])
 def test_paired_parts_see_as_many_keys_and_queries_come_back(parts):
-  mesh, s, found = make_mesh(1, 1, 1, jax.devices()[:parts], context=parts), 4 * parts, []
+  mesh = make_mesh(1, 1, 1, jax.devices()[:parts], context=parts)
+  s = 4 * parts
+  found = []
   spec = partition_spec((None, None, None, "position"))
 
   def there_and_back(x):
-    part, there = paired(s, parts), exchange(x, parts)
+    part = paired(s, parts)
+    there = exchange(x, parts)
     found.append(part.places)
-    return there, jnp.asarray(part.places)[part.number][None, None, None, :, None], exchange(there, parts)
+    return (
+      there,
+      jnp.asarray(part.places)[part.number][None, None, None, :, None],
+      exchange(there, parts),
+    )
 
   places = jnp.arange(s).reshape(1, 1, 1, s, 1)
-  there, told, back = jax.jit(jax.shard_map(there_and_back, mesh=mesh, in_specs=spec, out_specs=(spec,) * 3))(places)
+  there, told, back = jax.jit(
+    jax.shard_map(there_and_back, mesh=mesh, in_specs=spec, out_specs=(spec,) * 3)
+  )(places)
   np.testing.assert_array_equal(there, told)
   np.testing.assert_array_equal(back, places)
-  assert sorted(found[0].ravel()) == list(range(s)) and set(found[0].sum(1)) == {s * (s - 1) // 2 // parts}
+  assert sorted(found[0].ravel()) == list(range(s)) and set(found[0].sum(1)) == {
+    s * (s - 1) // 2 // parts
+  }
 
 
 def test_positions_that_do_not_divide_are_whole_on_every_shard():
   config = dataclasses.replace(PRESETS["tiny"], matmul_precision="highest")
-  assert_same(functools.partial(attend_causally, config, make_mesh(1, 2, 1, context=4)), *inputs(s=70))
+  assert_same(
+    functools.partial(attend_causally, config, make_mesh(1, 2, 1, context=4)), *inputs(s=70)
+  )
 
 
 def test_rows_that_do_not_divide_are_whole_on_every_device():
@@ -155,14 +225,20 @@ def test_rows_that_do_not_divide_are_whole_on_every_device():
 
 def test_no_buffer_of_positions_by_positions():
   """The temporaries of a gradient grow as the length does, and no array of the program has it twice."""
+
   def compiled(attend, s):
     q, context = inputs(s=s)
-    program = jax.jit(jax.grad(lambda q, own: attend(q, context._replace(own=own)).sum(), argnums=(0, 1))).lower(q, context.own).compile()
+    program = (
+      jax.jit(jax.grad(lambda q, own: attend(q, context._replace(own=own)).sum(), argnums=(0, 1)))
+      .lower(q, context.own)
+      .compile()
+    )
     return program.as_text(), program.memory_analysis().temp_size_in_bytes
 
   twice = re.compile(r",(1500|1520|3000|3020),(1500|1520|3000|3020)\]")
   assert twice.search(compiled(whole_softmax, 1500)[0])  # the search can find
-  (text, small), (longer, large) = compiled(attend_in_blocks, 1500), compiled(attend_in_blocks, 3000)
+  (text, small) = compiled(attend_in_blocks, 1500)
+  (longer, large) = compiled(attend_in_blocks, 3000)
   assert not twice.search(text) and not twice.search(longer)
   assert large < 2.2 * small
 
@@ -178,12 +254,19 @@ def test_the_kind_follows_the_platform():
   mesh = single_device_mesh()
   assert attention_kind(tiny, mesh) == "blocks"
   assert attention_kind(dataclasses.replace(tiny, attention="splash"), mesh) == "splash"
-  with pytest.raises(UserError, match=r"model\.attention = 'cudnn' does not run on cpu with compute_dtype float32.*use 'blocks'"):
+  with pytest.raises(
+    UserError,
+    match=r"model\.attention = 'cudnn' does not run on cpu with compute_dtype float32.*use 'blocks'",
+  ):
     attention_kind(dataclasses.replace(tiny, attention="cudnn"), mesh)
   wide = make_mesh(2, 2, 1, context=2)
   with pytest.raises(UserError, match=r"'cudnn' does not run on cpu with .*mesh\.context 2"):
     attention_kind(dataclasses.replace(tiny, attention="cudnn", compute_dtype="bfloat16"), wide)
-  with pytest.raises(UserError, match=r"'splash' does not run on cpu with .*matmul_precision highest"):
+  with pytest.raises(
+    UserError, match=r"'splash' does not run on cpu with .*matmul_precision highest"
+  ):
     attention_kind(dataclasses.replace(tiny, attention="splash", matmul_precision="highest"), mesh)
-  with pytest.raises(UserError, match=r"model\.attention must be one of blocks, splash, cudnn; got 'flash'"):
+  with pytest.raises(
+    UserError, match=r"model\.attention must be one of blocks, splash, cudnn; got 'flash'"
+  ):
     dataclasses.replace(tiny, attention="flash")

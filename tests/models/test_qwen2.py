@@ -1,4 +1,5 @@
 """The port against torch's Qwen2, and its own parts against one another."""
+
 import dataclasses
 
 import jax
@@ -11,7 +12,14 @@ from gtpo_jax.models import PRESETS, ModelConfig, Qwen2, init_params
 from gtpo_jax.models.attention import KV, Source
 from gtpo_jax.models.attention import attend as models_attend
 from gtpo_jax.models.hf import hf_from_params, params_from_hf
-from gtpo_jax.models.qwen2 import abstract_params, decode_step, next_logits, param_shardings, prefill, sampling_layout
+from gtpo_jax.models.qwen2 import (
+  abstract_params,
+  decode_step,
+  next_logits,
+  param_shardings,
+  prefill,
+  sampling_layout,
+)
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
 
@@ -26,33 +34,58 @@ def strong_params(model, seed=0):
   """Random parameters large enough that every part matters, biases and norms included."""
   leaves, tree = jax.tree.flatten(init_params(model, jax.random.key(seed)))
   keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-  return jax.tree.unflatten(tree, [x * 2 + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)])
+  return jax.tree.unflatten(
+    tree, [x * 2 + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+  )
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied": False}, {"heads": 5, "kv_heads": 5}, {"heads": 7, "kv_heads": 1},
-                                     {"rope_theta": 1e4, "norm_eps": 1e-5}])
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {},
+    {"tied": False},
+    {"heads": 5, "kv_heads": 5},
+    {"heads": 7, "kv_heads": 1},
+    {"rope_theta": 1e4, "norm_eps": 1e-5},
+  ],
+)
 def test_logits_equal_torch(changes):
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
   model = small_model(**changes)
-  c, params = model.config, strong_params(model)
+  c = model.config
+  params = strong_params(model)
   config = transformers.Qwen2Config(
-      vocab_size=c.vocab_size, hidden_size=c.width, intermediate_size=c.mlp, num_hidden_layers=c.layers,
-      num_attention_heads=c.heads, num_key_value_heads=c.kv_heads, head_dim=c.head_dim, rms_norm_eps=c.norm_eps,
-      rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta}, tie_word_embeddings=c.tied, attn_implementation="eager")
+    vocab_size=c.vocab_size,
+    hidden_size=c.width,
+    intermediate_size=c.mlp,
+    num_hidden_layers=c.layers,
+    num_attention_heads=c.heads,
+    num_key_value_heads=c.kv_heads,
+    head_dim=c.head_dim,
+    rms_norm_eps=c.norm_eps,
+    rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+    tie_word_embeddings=c.tied,
+    attn_implementation="eager",
+  )
   peer = transformers.Qwen2ForCausalLM(config).eval()
   state = {name: torch.from_numpy(value.copy()) for name, value in hf_from_params(model, params)}
   left = peer.load_state_dict(state, strict=False)
-  assert not left.unexpected_keys and set(left.missing_keys) <= ({"lm_head.weight"} if c.tied else set())
+  assert not left.unexpected_keys and set(left.missing_keys) <= (
+    {"lm_head.weight"} if c.tied else set()
+  )
 
   tokens = np.random.default_rng(0).integers(0, c.vocab_size, (3, 17))
   mask = np.ones(tokens.shape, bool)
-  mask[1, :5] = False   # padded left
+  mask[1, :5] = False  # padded left
   mask[2, -4:] = False  # padded right
   positions = np.maximum(mask.cumsum(1) - 1, 0)
   with torch.no_grad():
-    want = peer(torch.from_numpy(tokens), attention_mask=torch.from_numpy(mask.astype(np.int64)),
-                position_ids=torch.from_numpy(positions)).logits.numpy()
+    want = peer(
+      torch.from_numpy(tokens),
+      attention_mask=torch.from_numpy(mask.astype(np.int64)),
+      position_ids=torch.from_numpy(positions),
+    ).logits.numpy()
   got = np.asarray(model.apply({"params": params}, jnp.asarray(tokens), jnp.asarray(mask)))
   assert np.abs(want[mask]).max() > 0.5  # the comparison is of something
   np.testing.assert_allclose(got[mask], want[mask], atol=2e-4)
@@ -70,7 +103,9 @@ def test_hf_names_round_trip_and_complaints():
     params_from_hf(model, {k: v for k, v in tensors.items() if k != "model.norm.weight"})
   with pytest.raises(UserError, match=r"not of this architecture: model\.rotary"):
     params_from_hf(model, {**tensors, "model.rotary": np.zeros(1)})
-  with pytest.raises(UserError, match=r"wrong shape: lm_head.weight \(2, 2\) instead of \(96, 48\)"):
+  with pytest.raises(
+    UserError, match=r"wrong shape: lm_head.weight \(2, 2\) instead of \(96, 48\)"
+  ):
     params_from_hf(model, {**tensors, "lm_head.weight": np.zeros((2, 2))})
 
 
@@ -78,15 +113,20 @@ def test_completion_hidden_equals_a_plain_forward_pass():
   model = small_model()
   params = strong_params(model)
   rng = np.random.default_rng(1)
-  prompt, completions = rng.integers(0, 96, (2, 7)), rng.integers(0, 96, (2, 3, 5))
+  prompt = rng.integers(0, 96, (2, 7))
+  completions = rng.integers(0, 96, (2, 3, 5))
   lengths = np.array([7, 4])
-  hidden = model.apply({"params": params}, Prompts(jnp.asarray(prompt), jnp.asarray(lengths)), jnp.asarray(completions),
-                       method="completion_hidden")
+  hidden = model.apply(
+    {"params": params},
+    Prompts(jnp.asarray(prompt), jnp.asarray(lengths)),
+    jnp.asarray(completions),
+    method="completion_hidden",
+  )
   logits = model.apply({"params": params}, hidden, method="logits")
   for n in range(2):
     for g in range(3):
-      row = np.concatenate([prompt[n, 7 - lengths[n]:], completions[n, g]])[None]
-      want = model.apply({"params": params}, jnp.asarray(row))[0, lengths[n] - 1:-1]
+      row = np.concatenate([prompt[n, 7 - lengths[n] :], completions[n, g]])[None]
+      want = model.apply({"params": params}, jnp.asarray(row))[0, lengths[n] - 1 : -1]
       np.testing.assert_allclose(logits[n, g], want, atol=2e-5)
 
 
@@ -96,31 +136,57 @@ def test_prefill_and_decode_equal_one_forward_pass():
   rng = np.random.default_rng(2)
   prompts = Prompts(jnp.asarray(rng.integers(0, 96, (3, 6))), jnp.asarray([6, 2, 5]))
   completions = jnp.asarray(rng.integers(0, 96, (3, 2, 8)))
-  want = model.apply({"params": params}, model.apply({"params": params}, prompts, completions, method="completion_hidden"), method="logits")
+  want = model.apply(
+    {"params": params},
+    model.apply({"params": params}, prompts, completions, method="completion_hidden"),
+    method="logits",
+  )
 
   layout = sampling_layout(model, params)
   hidden, prompt_kv = prefill(model, layout, prompts)
-  assert prompt_kv[0].k.shape == (3, 1, 2, 8, 6) and prompt_kv[0].v.shape == (3, 1, 2, 6, 8)  # once a prompt, not once a completion
-  hidden, written = jnp.broadcast_to(hidden, (3, 2, 1, 48)), [[] for _ in range(3)]
+  assert prompt_kv[0].k.shape == (3, 1, 2, 8, 6) and prompt_kv[0].v.shape == (
+    3,
+    1,
+    2,
+    6,
+    8,
+  )  # once a prompt, not once a completion
+  hidden = jnp.broadcast_to(hidden, (3, 2, 1, 48))
+  written = [[] for _ in range(3)]
 
   def attend(layer, q, new):
     """The plainest cache there is: a list of what was written."""
     written[layer].append(new)
-    k, v = (jnp.concatenate([kv[part] for kv in written[layer]], axis) for part, axis in ((0, 4), (1, 3)))
+    k, v = (
+      jnp.concatenate([kv[part] for kv in written[layer]], axis) for part, axis in ((0, 4), (1, 3))
+    )
     seen = jnp.ones((1, 1, 1, len(written[layer])), bool)
-    return models_attend(q, (Source(prompt_kv[layer], prompts.mask[:, None, None]), Source(KV(k, v), seen))), None
+    return models_attend(
+      q, (Source(prompt_kv[layer], prompts.mask[:, None, None]), Source(KV(k, v), seen))
+    ), None
 
   for i in range(8):
-    for laid in (layout, layout._replace(turned=None)):  # as on CPU, as elsewhere
-      np.testing.assert_allclose(next_logits(model, laid, hidden[:, :, 0]), want[:, :, i], atol=2e-5)
-    hidden, _ = decode_step(model, layout, completions[:, :, i], jnp.broadcast_to(prompts.lengths[:, None] + i, (3, 2)), attend)
+    for laid in (layout, layout._replace(head_transposed=None)):  # as on CPU, as elsewhere
+      np.testing.assert_allclose(
+        next_logits(model, laid, hidden[:, :, 0]), want[:, :, i], atol=2e-5
+      )
+    hidden, _ = decode_step(
+      model,
+      layout,
+      completions[:, :, i],
+      jnp.broadcast_to(prompts.lengths[:, None] + i, (3, 2)),
+      attend,
+    )
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)])
 def test_logits_are_the_same_on_eight_devices(shape):
-  model, wide = small_model(heads=8, kv_heads=2), Qwen2(dataclasses.replace(SMALL, heads=8, kv_heads=2), make_mesh(*shape))
+  model = small_model(heads=8, kv_heads=2)
+  wide = Qwen2(dataclasses.replace(SMALL, heads=8, kv_heads=2), make_mesh(*shape))
   params = strong_params(model)
-  placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, abstract_params(wide))
+  placed = jax.tree.map(
+    lambda x, like: jax.device_put(x, like.sharding), params, abstract_params(wide)
+  )
   tokens = np.random.default_rng(3).integers(0, 96, (8, 9))
   want = model.apply({"params": params}, jnp.asarray(tokens))
   got = jax.jit(lambda p, t: wide.apply({"params": p}, t))(placed, tokens)
@@ -131,7 +197,10 @@ def test_remat_changes_nothing():
   tokens = jnp.asarray(np.random.default_rng(4).integers(0, 96, (2, 9)))
   models = [small_model(remat=remat) for remat in ("none", "attention", "full")]
   params = strong_params(models[0])
-  kept, *again = [jax.grad(lambda p, m=m: jax.nn.logsumexp(m.apply({"params": p}, tokens)).sum())(params) for m in models]
+  kept, *again = [
+    jax.grad(lambda p, m=m: jax.nn.logsumexp(m.apply({"params": p}, tokens)).sum())(params)
+    for m in models
+  ]
   for grads in again:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), kept, grads)
 
@@ -142,9 +211,11 @@ def test_the_sampling_layout_keeps_norms_exact():
   params = strong_params(model)
   layout = sampling_layout(model, params)
   np.testing.assert_array_equal(layout.outer["norm"]["scale"], params["norm"]["scale"])
-  np.testing.assert_array_equal(layout.layers[1]["mlp_norm"]["scale"], params["layers"]["mlp_norm"]["scale"][1])
+  np.testing.assert_array_equal(
+    layout.layers[1]["mlp_norm"]["scale"], params["layers"]["mlp_norm"]["scale"][1]
+  )
   assert layout.layers[0]["q"]["kernel"].dtype == layout.outer["head"].dtype == jnp.bfloat16
-  np.testing.assert_array_equal(layout.turned, layout.outer["head"].T)
+  np.testing.assert_array_equal(layout.head_transposed, layout.outer["head"].T)
 
 
 def test_number_formats():
@@ -158,31 +229,46 @@ def test_number_formats():
   gap = np.abs(np.asarray(jax.nn.log_softmax(logits) - jax.nn.log_softmax(exact))).mean()
   assert 0 < gap < 0.1
   half = small_model(param_dtype="bfloat16")
-  assert {x.dtype for x in jax.tree.leaves(init_params(half, jax.random.key(0)))} == {jnp.dtype("bfloat16")}
+  assert {x.dtype for x in jax.tree.leaves(init_params(half, jax.random.key(0)))} == {
+    jnp.dtype("bfloat16")
+  }
 
 
 def test_every_parameter_is_laid_out_by_its_axes():
   model = Qwen2(PRESETS["tiny"], make_mesh(1, 2, 4))
-  specs = {jax.tree_util.keystr(path, simple=True, separator="/"): s.spec for path, s in jax.tree.leaves_with_path(param_shardings(model))}
+  specs = {
+    jax.tree_util.keystr(path, simple=True, separator="/"): s.spec
+    for path, s in jax.tree.leaves_with_path(param_shardings(model))
+  }
   P = jax.sharding.PartitionSpec
   assert specs["embedding"] == P(("context", "tensor"), "fsdp")
   assert specs["layers/q/kernel"] == P(None, ("fsdp", "context"), "tensor", None)
-  assert specs["layers/k/kernel"] == P(None, ("fsdp", "context"), None, None)  # two heads do not divide over four: replicated
+  assert specs["layers/k/kernel"] == P(
+    None, ("fsdp", "context"), None, None
+  )  # two heads do not divide over four: replicated
   assert specs["layers/down/kernel"] == P(None, "tensor", ("fsdp", "context"))
   with pytest.raises(UserError, match="heads axis of 4 does not divide over 8"):
     param_shardings(Qwen2(PRESETS["tiny"], make_mesh(1, 1, 8)))
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"heads": 5}, "multiple of model.kv_heads, got 5 and 2"), ({"head_dim": 7}, "even for rotary positions, got 7"),
-    ({"layers": 0}, "model.layers must be at least 1, got 0"), ({"compute_dtype": "float8"}, "one of .*'float8'")])
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"heads": 5}, "multiple of model.kv_heads, got 5 and 2"),
+    ({"head_dim": 7}, "even for rotary positions, got 7"),
+    ({"layers": 0}, "model.layers must be at least 1, got 0"),
+    ({"compute_dtype": "float8"}, "one of .*'float8'"),
+  ],
+)
 def test_impossible_architectures_are_refused(changes, message):
   with pytest.raises(UserError, match=message):
     dataclasses.replace(SMALL, **changes)
 
 
 def test_presets_have_the_published_sizes():
-  billions = {name: abstract_params(Qwen2(config, single_device_mesh())) for name, config in PRESETS.items()}
+  billions = {
+    name: abstract_params(Qwen2(config, single_device_mesh())) for name, config in PRESETS.items()
+  }
   count = {name: sum(x.size for x in jax.tree.leaves(tree)) for name, tree in billions.items()}
   assert count["qwen2.5-0.5b"] == 494_032_768
   assert count["qwen2.5-1.5b"] == 1_543_714_304

@@ -1,4 +1,5 @@
 """Folders out: byte for byte what came in, readable by others, whole or not there at all."""
+
 import dataclasses
 import functools
 import importlib
@@ -34,14 +35,29 @@ def made(**changes):
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
-@pytest.mark.parametrize(("dtype", "changes", "shape"), [
-    ("float32", {}, None), ("bfloat16", {}, (2, 2, 2)), ("float16", {}, None), ("bfloat16", {"tie_word_embeddings": False}, None),
+@pytest.mark.parametrize(
+  ("dtype", "changes", "shape"),
+  [
+    ("float32", {}, None),
+    ("bfloat16", {}, (2, 2, 2)),
+    ("float16", {}, None),
+    ("bfloat16", {"tie_word_embeddings": False}, None),
     ("float32", {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1}, None),
-    ("float32", {"head_dim": 16, "tie_word_embeddings": False}, (2, 2, 2))])
-def test_loaded_and_saved_again_every_tensor_is_byte_identical(dtype, changes, shape, shard_bytes, tmp_path):
+    ("float32", {"head_dim": 16, "tie_word_embeddings": False}, (2, 2, 2)),
+  ],
+)
+def test_loaded_and_saved_again_every_tensor_is_byte_identical(
+  dtype, changes, shape, shard_bytes, tmp_path
+):
   source, _ = hf_folder(dtype, shard="20KB", **changes)
-  save(*load(source, dtype, make_mesh(*shape) if shape else None), None, tmp_path / "out", shard_bytes=shard_bytes)
-  before, after = raw_tensors(source), raw_tensors(tmp_path / "out")
+  save(
+    *load(source, dtype, make_mesh(*shape) if shape else None),
+    None,
+    tmp_path / "out",
+    shard_bytes=shard_bytes,
+  )
+  before = raw_tensors(source)
+  after = raw_tensors(tmp_path / "out")
   assert before.keys() == after.keys()
   for name in before:
     assert before[name] == after[name], name
@@ -53,8 +69,13 @@ def test_shards_stay_below_the_limit_and_the_index_names_each_tensor_once(tmp_pa
   save(model, params, None, tmp_path / "out", shard_bytes=20_000)
   index = json.loads((tmp_path / "out" / INDEX).read_text())
   files = sorted((tmp_path / "out").glob("*.safetensors"))
-  assert [file.name for file in files] == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-  held = {name: sum(len(data) for *_, data in raw_tensors_of(file).values()) for name, file in ((file.name, file) for file in files)}
+  assert [file.name for file in files] == [
+    f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))
+  ]
+  held = {
+    name: sum(len(data) for *_, data in raw_tensors_of(file).values())
+    for name, file in ((file.name, file) for file in files)
+  }
   assert max(held.values()) <= 20_000 and sum(held.values()) == index["metadata"]["total_size"]
   assert index["metadata"]["total_size"] == 4 * sum(x.size for x in jax.tree.leaves(params))
   assert {name: file.name for file in files for name in raw_tensors_of(file)} == index["weight_map"]
@@ -62,20 +83,38 @@ def test_shards_stay_below_the_limit_and_the_index_names_each_tensor_once(tmp_pa
 
 def raw_tensors_of(file):
   header, data = split_file(file)
-  return {name: (entry["dtype"], data[slice(*entry["data_offsets"])]) for name, entry in header.items() if name != "__metadata__"}
+  return {
+    name: (entry["dtype"], data[slice(*entry["data_offsets"])])
+    for name, entry in header.items()
+    if name != "__metadata__"
+  }
 
 
 def test_a_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path):
   model, params = made()
   save(model, params, None, tmp_path / "out", shard_bytes=1)
-  assert len(list((tmp_path / "out").glob("*.safetensors"))) == len(raw_tensors(tmp_path / "out")) == 26
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(load(tmp_path / "out", "float32")[1]), jax.device_get(params))
+  assert (
+    len(list((tmp_path / "out").glob("*.safetensors"))) == len(raw_tensors(tmp_path / "out")) == 26
+  )
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    jax.device_get(load(tmp_path / "out", "float32")[1]),
+    jax.device_get(params),
+  )
 
 
 @functools.cache
 def saved_whole(home):
   model, params = made()
-  save(model, params, load_chat().tokenizer, home / "out", stop=load_chat().stop, files={"README.md": "# Café\n"}, shard_bytes=20_000)
+  save(
+    model,
+    params,
+    load_chat().tokenizer,
+    home / "out",
+    stop=load_chat().stop,
+    files={"README.md": "# Café\n"},
+    shard_bytes=20_000,
+  )
   return home / "out"
 
 
@@ -85,7 +124,9 @@ def saved(tmp_path_factory):
 
 
 def test_the_manifest_is_what_sha256sum_checks(saved, tmp_path):
-  check = lambda folder: subprocess.run(["sha256sum", "-c", "--strict", "SHA256SUMS"], cwd=folder, capture_output=True, text=True)
+  check = lambda folder: subprocess.run(
+    ["sha256sum", "-c", "--strict", "SHA256SUMS"], cwd=folder, capture_output=True, text=True
+  )
   done = check(saved)
   assert done.returncode == 0, done.stdout
   assert done.stdout.count(": OK") == len(list(saved.iterdir())) - 1  # every file but itself
@@ -96,7 +137,15 @@ def test_the_manifest_is_what_sha256sum_checks(saved, tmp_path):
 
 def test_files_are_complete_and_readable_by_others(saved):
   names = {file.name for file in saved.iterdir()}
-  assert names >= {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md", "SHA256SUMS", INDEX}
+  assert names >= {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "README.md",
+    "SHA256SUMS",
+    INDEX,
+  }
   assert (saved / "README.md").read_text(encoding="utf-8") == "# Café\n"
   for file in saved.iterdir():
     assert file.stat().st_mode & stat.S_IROTH and file.stat().st_size, file
@@ -105,36 +154,64 @@ def test_files_are_complete_and_readable_by_others(saved):
 
 
 def test_the_tokenizer_goes_with_it(saved):
-  first, again = load_chat(), load_chat(saved)
+  first = load_chat()
+  again = load_chat(saved)
   messages = [{"role": "system", "content": "Hi."}, {"role": "user", "content": "1+2=<|im_end|>é"}]
   assert first.encode_prompt(messages) == again.encode_prompt(messages)
-  assert (first.stop, first.pad, first.vocab_size, first.control) == (again.stop, again.pad, again.vocab_size, again.control)
+  assert (first.stop, first.pad, first.vocab_size, first.control) == (
+    again.stop,
+    again.pad,
+    again.vocab_size,
+    again.control,
+  )
   assert first.tokenizer.chat_template == again.tokenizer.chat_template
 
 
 def test_generation_config_lists_every_end(saved, tmp_path):
   chat = load_chat()
-  assert json.loads((saved / "generation_config.json").read_text()) == {"eos_token_id": sorted(chat.stop), "pad_token_id": chat.pad}
+  assert json.loads((saved / "generation_config.json").read_text()) == {
+    "eos_token_id": sorted(chat.stop),
+    "pad_token_id": chat.pad,
+  }
   transformers = pytest.importorskip("transformers")
   assert transformers.GenerationConfig.from_pretrained(saved).eos_token_id == sorted(chat.stop)
   model, params = made()
   save(model, params, None, tmp_path / "out", stop=[5, 3])
-  assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": [3, 5]}
+  assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
+    "eos_token_id": [3, 5]
+  }
 
 
 def test_a_tokenizer_with_several_chat_templates(tmp_path):
   import copy
+
   tokenizer = copy.deepcopy(load_chat().tokenizer)
-  tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ messages[0].content }}"}
+  tokenizer.chat_template = {
+    "default": tokenizer.chat_template,
+    "tool_use": "{{ messages[0].content }}",
+  }
   model, params = made()
   save(model, params, tokenizer, tmp_path / "out")
-  assert load_chat(tmp_path / "out").tokenizer.get_chat_template("tool_use") == "{{ messages[0].content }}"
+  assert (
+    load_chat(tmp_path / "out").tokenizer.get_chat_template("tool_use")
+    == "{{ messages[0].content }}"
+  )
 
 
-SHAPES = {"tied": {}, "untied": {"tied": False}, "head_dim": {"head_dim": 16}, "odd heads": {"heads": 7, "kv_heads": 1},
-          "numbers": {"rope_theta": 12345.5, "norm_eps": 1e-5, "context": 4096}, "narrow": {"head_dim": 2, "kv_heads": 4},
-          "yarn": {"context": 64, "yarn": Yarn(4.0, 64)},
-          "yarn of other settings": {"context": 256, "rope_theta": 100.0, "yarn": Yarn(2.5, 64, 16.0, 0.5, 1.25)}}
+SHAPES = {
+  "tied": {},
+  "untied": {"tied": False},
+  "head_dim": {"head_dim": 16},
+  "odd heads": {"heads": 7, "kv_heads": 1},
+  "numbers": {"rope_theta": 12345.5, "norm_eps": 1e-5, "context": 4096},
+  "narrow": {"head_dim": 2, "kv_heads": 4},
+  "yarn": {"context": 64, "yarn": Yarn(4.0, 64)},
+  "yarn of other settings": {
+    "context": 256,
+    "rope_theta": 100.0,
+    "yarn": Yarn(2.5, 64, 16.0, 0.5, 1.25),
+  },
+}
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -148,43 +225,70 @@ def test_what_we_save_is_what_transformers_loads(name, tmp_path):
   again, read = load(tmp_path / "out", "float32")
   assert again.config == model.config
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(read), jax.device_get(params))
-  reference, report = transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True, attn_implementation="eager",
-                                                                    local_files_only=True)
-  assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+  reference, report = transformers.Qwen2ForCausalLM.from_pretrained(
+    tmp_path / "out", output_loading_info=True, attn_implementation="eager", local_files_only=True
+  )
+  assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+    report
+  )
   assert reference.dtype == __import__("torch").float32
   tokens, mask = padded_batch(length=100 if "yarn" in name else 17)
   want = torch_logits(reference.eval(), tokens, mask)
-  np.testing.assert_allclose(our_logits(model, params, tokens, mask)[mask], want[mask], rtol=0, atol=2e-4)
+  np.testing.assert_allclose(
+    our_logits(model, params, tokens, mask)[mask], want[mask], rtol=0, atol=2e-4
+  )
   assert np.abs(want[mask]).max() > 0.5
 
 
-@pytest.mark.parametrize(("kept", "asked", "code"), [
-    ("float32", "bfloat16", "BF16"), ("bfloat16", "float32", "F32"), ("float32", "float16", "F16"), ("bfloat16", None, "BF16")])
+@pytest.mark.parametrize(
+  ("kept", "asked", "code"),
+  [
+    ("float32", "bfloat16", "BF16"),
+    ("bfloat16", "float32", "F32"),
+    ("float32", "float16", "F16"),
+    ("bfloat16", None, "BF16"),
+  ],
+)
 def test_the_dtype_asked_for(kept, asked, code, tmp_path):
   torch = pytest.importorskip("torch")
   source, _ = hf_folder(kept)
   save(*load(source, kept), None, tmp_path / "out", dtype=asked)
-  before, after = raw_tensors(source), raw_tensors(tmp_path / "out")
+  before = raw_tensors(source)
+  after = raw_tensors(tmp_path / "out")
   assert {dtype for dtype, *_ in after.values()} == {code}
-  assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == (asked or kept)
+  assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == (
+    asked or kept
+  )
   as_torch = lambda entry, kind: torch.frombuffer(bytearray(entry[2]), dtype=getattr(torch, kind))
   for name in before:
-    assert torch.equal(as_torch(before[name], kept).to(getattr(torch, asked or kept)), as_torch(after[name], asked or kept)), name
+    assert torch.equal(
+      as_torch(before[name], kept).to(getattr(torch, asked or kept)),
+      as_torch(after[name], asked or kept),
+    ), name
 
 
 def test_a_value_that_half_precision_cannot_hold_is_refused(tmp_path):
   model, params = made()
   with pytest.raises(UserError, match=r"embedding|embed_tokens|float16"):
-    save(model, params | {"embedding": params["embedding"] + 1e5}, None, tmp_path / "out", dtype="float16")
+    save(
+      model,
+      params | {"embedding": params["embedding"] + 1e5},
+      None,
+      tmp_path / "out",
+      dtype="float16",
+    )
 
 
 def test_bad_dtypes_are_refused_before_anything_is_written(tmp_path):
-  with pytest.raises(UserError, match="dtype must be one of float32, bfloat16, float16; got 'int8'"):
+  with pytest.raises(
+    UserError, match="dtype must be one of float32, bfloat16, float16; got 'int8'"
+  ):
     save(*made(), None, tmp_path / "out", dtype="int8")
   assert not list(tmp_path.iterdir())
 
 
 # Whole or not at all.
+
 
 def refusal(place, **settings):
   with pytest.raises(UserError) as caught:
@@ -228,18 +332,26 @@ def test_parents_are_made(tmp_path):
 
 def test_a_place_that_cannot_be_written(tmp_path):
   (tmp_path / "file").write_text("")
-  assert refusal(tmp_path / "file" / "out").startswith(f"cannot write {str(tmp_path / 'file' / 'out')!r}: ")
+  assert refusal(tmp_path / "file" / "out").startswith(
+    f"cannot write {str(tmp_path / 'file' / 'out')!r}: "
+  )
   assert "cannot write" in refusal("/proc/out")
   (tmp_path / "link").symlink_to(tmp_path / "nowhere")
   assert "cannot write" in refusal(tmp_path / "link")
   assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "link"]
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("other"), KeyboardInterrupt()],
-                         ids=["disk", "other", "ctrl-c"])
+@pytest.mark.parametrize(
+  "error",
+  [OSError(28, "No space left on device"), RuntimeError("other"), KeyboardInterrupt()],
+  ids=["disk", "other", "ctrl-c"],
+)
 def test_a_save_that_fails_half_way_leaves_nothing(error, tmp_path, monkeypatch):
-  module = importlib.import_module("gtpo_jax.models.save")  # the package has a function of that name
-  written, real = [], module._write_tensors
+  module = importlib.import_module(
+    "gtpo_jax.models.save"
+  )  # the package has a function of that name
+  written = []
+  real = module._write_tensors
 
   def failing(file, *rest):
     if len(written) == 2:
@@ -249,7 +361,10 @@ def test_a_save_that_fails_half_way_leaves_nothing(error, tmp_path, monkeypatch)
 
   monkeypatch.setattr(module, "_write_tensors", failing)
   if isinstance(error, OSError):
-    assert refusal(tmp_path / "out", shard_bytes=20_000) == f"cannot write {str(tmp_path / 'out')!r}: No space left on device"
+    assert (
+      refusal(tmp_path / "out", shard_bytes=20_000)
+      == f"cannot write {str(tmp_path / 'out')!r}: No space left on device"
+    )
   else:
     with pytest.raises(type(error)):
       save(*made(), None, tmp_path / "out", shard_bytes=20_000)
@@ -285,8 +400,14 @@ module.save(model, init_params(model, jax.random.key(0)), None, sys.argv[1], sha
 def test_a_killed_save_leaves_no_folder_and_the_next_one_cleans_up(name, tmp_path):
   if name == "out":
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
-    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path / name], cwd=ROOT, env=environment, capture_output=True, text=True,
-                          timeout=120)
+    done = subprocess.run(
+      [sys.executable, "-c", KILLED, tmp_path / name],
+      cwd=ROOT,
+      env=environment,
+      capture_output=True,
+      text=True,
+      timeout=120,
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
   else:
     (tmp_path / f".{name}.partial-1").mkdir()
@@ -304,7 +425,12 @@ def test_cleaning_up_spares_other_folders(tmp_path):
     (tmp_path / other / "notes").write_text("mine")
   save(*made(), None, tmp_path / "out")
   save(*made(), None, tmp_path / "*")
-  assert sorted(file.parent.name for file in tmp_path.rglob("notes")) == [".mine.partial-7", ".out2.partial-7", "out.partial-7", "out2"]
+  assert sorted(file.parent.name for file in tmp_path.rglob("notes")) == [
+    ".mine.partial-7",
+    ".out2.partial-7",
+    "out.partial-7",
+    "out2",
+  ]
 
 
 def test_the_same_model_gives_the_same_files(tmp_path):
@@ -317,4 +443,6 @@ def test_a_sharded_model_is_saved_as_on_one_device(tmp_path):
   model, params = made()
   save(model, params, None, tmp_path / "one")
   save(*load(tmp_path / "one", "float32", make_mesh(2, 2, 2)), None, tmp_path / "eight")
-  assert (tmp_path / "one" / "SHA256SUMS").read_text() == (tmp_path / "eight" / "SHA256SUMS").read_text()
+  assert (tmp_path / "one" / "SHA256SUMS").read_text() == (
+    tmp_path / "eight" / "SHA256SUMS"
+  ).read_text()

@@ -1,4 +1,5 @@
 """Two real processes with one model between them write the folder that one process writes, byte for byte."""
+
 import dataclasses
 import os
 import socket
@@ -17,7 +18,9 @@ from gtpo_jax.models.qwen2 import Qwen2, init_params
 from gtpo_jax.runtime.mesh import single_device_mesh
 
 ROOT = Path(__file__).parents[2]
-CONFIG = ModelConfig(vocab_size=64, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, tied=False)
+CONFIG = ModelConfig(
+  vocab_size=64, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, tied=False
+)
 
 CHILD = """
 import dataclasses, sys
@@ -65,21 +68,40 @@ def two(tmp_path_factory):
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
   environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2"}
-  children = [subprocess.Popen([sys.executable, "-c", CHILD, str(port), str(rank), home], cwd=ROOT, env=environment, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
+  children = [
+    subprocess.Popen(
+      [sys.executable, "-c", CHILD, str(port), str(rank), home],
+      cwd=ROOT,
+      env=environment,
+      text=True,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+    )
+    for rank in range(2)
+  ]
   try:
     said = [child.communicate(timeout=120) for child in children]
   finally:
     for child in children:
       child.kill()
   assert [child.returncode for child in children] == [0, 0], said[0][1][-3000:] + said[1][1][-3000:]
-  return home, [[line for line in out.splitlines() if line.startswith("refused: ")] for out, _ in said]
+  return home, [
+    [line for line in out.splitlines() if line.startswith("refused: ")] for out, _ in said
+  ]
 
 
 def test_two_processes_write_what_one_writes(two):
   home, _ = two
   model, params = load(home / "source", "float32")
-  save(model, params, load_chat().tokenizer, home / "one", stop=[5], files={"README.md": "# card"}, shard_bytes=20_000)
+  save(
+    model,
+    params,
+    load_chat().tokenizer,
+    home / "one",
+    stop=[5],
+    files={"README.md": "# card"},
+    shard_bytes=20_000,
+  )
   assert contents(home / "one") == contents(home / "two") and len(contents(home / "one")) > 8
 
 

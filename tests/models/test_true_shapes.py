@@ -1,4 +1,5 @@
 """Qwen2.5's real shapes with random weights: parity with torch, and what loading costs. Slow: gigabytes."""
+
 import dataclasses
 import json
 import subprocess
@@ -17,13 +18,24 @@ from gtpo_jax.runtime.mesh import single_device_mesh
 @pytest.mark.slow
 def test_the_half_billion_model_computes_what_torch_computes(tmp_path):
   """24 layers, 896 wide, 14 query and 2 KV heads, vocabulary 151,936."""
-  torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+  torch = pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
   c = PRESETS["qwen2.5-0.5b"]
   torch.manual_seed(0)
-  reference = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
-      vocab_size=c.vocab_size, hidden_size=c.width, num_hidden_layers=c.layers, num_attention_heads=c.heads,
-      num_key_value_heads=c.kv_heads, intermediate_size=c.mlp, tie_word_embeddings=c.tied, rope_theta=c.rope_theta,
-      rms_norm_eps=c.norm_eps, max_position_embeddings=c.context)).eval()
+  reference = transformers.Qwen2ForCausalLM(
+    transformers.Qwen2Config(
+      vocab_size=c.vocab_size,
+      hidden_size=c.width,
+      num_hidden_layers=c.layers,
+      num_attention_heads=c.heads,
+      num_key_value_heads=c.kv_heads,
+      intermediate_size=c.mlp,
+      tie_word_embeddings=c.tied,
+      rope_theta=c.rope_theta,
+      rms_norm_eps=c.norm_eps,
+      max_position_embeddings=c.context,
+    )
+  ).eval()
   reference.save_pretrained(tmp_path / "hf", max_shard_size="800MB")
   tokens = np.random.default_rng(0).integers(0, c.vocab_size, (2, 96))
   with torch.no_grad():
@@ -32,13 +44,18 @@ def test_the_half_billion_model_computes_what_torch_computes(tmp_path):
 
   def logits(dtype):
     model, params = load(tmp_path / "hf", dtype)
-    return np.asarray(jax.jit(lambda p: model.apply({"params": p}, jnp.asarray(tokens, jnp.int32)))(params))
+    return np.asarray(
+      jax.jit(lambda p: model.apply({"params": p}, jnp.asarray(tokens, jnp.int32)))(params)
+    )
 
   ours = logits("float32")
-  gap, agree = np.abs(ours - expected).max(), (ours.argmax(-1) == expected.argmax(-1)).mean()
+  gap = np.abs(ours - expected).max()
+  agree = (ours.argmax(-1) == expected.argmax(-1)).mean()
   half = logits("bfloat16")
-  print(f"f32: max |difference| {gap:.2e}, argmax equal on {agree:.2%}; bf16: mean |difference| {np.abs(half - expected).mean():.2e} of "
-        f"logits with std {expected.std():.2f}, argmax equal on {(half.argmax(-1) == expected.argmax(-1)).mean():.2%}")
+  print(
+    f"f32: max |difference| {gap:.2e}, argmax equal on {agree:.2%}; bf16: mean |difference| {np.abs(half - expected).mean():.2e} of "
+    f"logits with std {expected.std():.2f}, argmax equal on {(half.argmax(-1) == expected.argmax(-1)).mean():.2%}"
+  )
   assert gap <= 2e-4 and agree >= 0.999
 
 
@@ -67,7 +84,9 @@ print(json.dumps({"arrays": arrays, "before": before, "peak": high_water(), "sec
 @pytest.mark.slow
 def test_a_folder_of_three_gigabytes_loads_in_little_more_than_its_arrays(tmp_path):
   """The 1.5B shape in bf16, in shards, onto eight virtual devices."""
-  config = dataclasses.replace(PRESETS["qwen2.5-1.5b"], param_dtype="bfloat16", compute_dtype="bfloat16")
+  config = dataclasses.replace(
+    PRESETS["qwen2.5-1.5b"], param_dtype="bfloat16", compute_dtype="bfloat16"
+  )
   model = Qwen2(config, single_device_mesh())
   rng = np.random.default_rng(0)
   block = rng.normal(0, 0.02, 1 << 20).astype(np.float32)
@@ -76,13 +95,18 @@ def test_a_folder_of_three_gigabytes_loads_in_little_more_than_its_arrays(tmp_pa
   save(model, params, None, tmp_path / "hf", shard_bytes=10**9)
   del params
   assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
-  done = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path / "hf")], capture_output=True, text=True, timeout=600)
+  done = subprocess.run(
+    [sys.executable, "-c", LOAD, str(tmp_path / "hf")], capture_output=True, text=True, timeout=600
+  )
   assert done.returncode == 0, done.stderr
   result = json.loads(done.stdout.splitlines()[-1])
   above = result["peak"] - result["arrays"]
-  gib, speed = result["arrays"] / 2**30, result["arrays"] / 1e9 / result["seconds"]
-  print(f"{gib:.2f} GiB in {result['seconds']:.1f} s ({speed:.2f} GB/s); host peak {above / 2**30:.2f} GiB above the arrays, "
-        f"{result['before'] / 2**30:.2f} of them before loading")
+  gib = result["arrays"] / 2**30
+  speed = result["arrays"] / 1e9 / result["seconds"]
+  print(
+    f"{gib:.2f} GiB in {result['seconds']:.1f} s ({speed:.2f} GB/s); host peak {above / 2**30:.2f} GiB above the arrays, "
+    f"{result['before'] / 2**30:.2f} of them before loading"
+  )
   assert result["arrays"] >= 2 * sum(int(np.prod(shape)) for shape in hf_shapes(model).values())
   assert above <= 1.5 * 2**30
 
@@ -118,11 +142,20 @@ print(json.dumps({"above": status("VmHWM") - before, "seconds": time.perf_counte
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "rank"), [("bfloat16", 0), ("float32", 0), ("bfloat16", 16)])
 def test_a_save_holds_one_tensor_and_one_layer_beside_the_arrays(dtype, rank, tmp_path):
-  done = subprocess.run([sys.executable, "-c", SAVE, str(tmp_path / "out"), dtype, str(rank)], capture_output=True, text=True, timeout=600)
+  done = subprocess.run(
+    [sys.executable, "-c", SAVE, str(tmp_path / "out"), dtype, str(rank)],
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
   assert done.returncode == 0, done.stderr
   result = json.loads(done.stdout.splitlines()[-1])
   size = sum(file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors"))
-  print(f"{dtype}, rank {rank}: {size / 2**30:.2f} GiB in {result['seconds']:.1f} s, host peak {result['above'] / 2**30:.2f} GiB above "
-        f"the arrays")
+  print(
+    f"{dtype}, rank {rank}: {size / 2**30:.2f} GiB in {result['seconds']:.1f} s, host peak {result['above'] / 2**30:.2f} GiB above "
+    f"the arrays"
+  )
   largest = 151936 * 896 * (2 if dtype == "bfloat16" else 4)
-  assert size >= 4.9e8 * (2 if dtype == "bfloat16" else 4) and result["above"] <= largest + 0.3 * 2**30
+  assert (
+    size >= 4.9e8 * (2 if dtype == "bfloat16" else 4) and result["above"] <= largest + 0.3 * 2**30
+  )

@@ -1,4 +1,5 @@
 """YaRN against transformers, at positions that pre-training did not see, in both spellings of config.json."""
+
 import functools
 import json
 import tempfile
@@ -16,13 +17,37 @@ from gtpo_jax.runtime.errors import UserError
 ORIGINAL, LENGTH = 64, 200
 BASE = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 CASES = {
-    "old": {"rope_theta": 100.0, "rope_scaling": {"type": "yarn", **BASE}},
-    "old-without-original": {"rope_theta": 100.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-    "old-attention-factor": {"rope_theta": 100.0, "rope_scaling": {"rope_type": "yarn", "attention_factor": 1.3, **BASE}},
-    "old-theta-within": {"rope_scaling": {"type": "yarn", "rope_theta": 100.0, "truncate": True, "mscale": None, **BASE}},
-    "new": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, **BASE}},
-    "new-betas": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "beta_fast": 4, "beta_slow": 0.5, **BASE}},
-    "new-factor": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, **BASE, "factor": 2.5, "attention_factor": 0.9}},
+  "old": {"rope_theta": 100.0, "rope_scaling": {"type": "yarn", **BASE}},
+  "old-without-original": {
+    "rope_theta": 100.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+  },
+  "old-attention-factor": {
+    "rope_theta": 100.0,
+    "rope_scaling": {"rope_type": "yarn", "attention_factor": 1.3, **BASE},
+  },
+  "old-theta-within": {
+    "rope_scaling": {"type": "yarn", "rope_theta": 100.0, "truncate": True, "mscale": None, **BASE}
+  },
+  "new": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, **BASE}},
+  "new-betas": {
+    "rope_parameters": {
+      "rope_type": "yarn",
+      "rope_theta": 100.0,
+      "beta_fast": 4,
+      "beta_slow": 0.5,
+      **BASE,
+    }
+  },
+  "new-factor": {
+    "rope_parameters": {
+      "rope_type": "yarn",
+      "rope_theta": 100.0,
+      **BASE,
+      "factor": 2.5,
+      "attention_factor": 0.9,
+    }
+  },
 }
 
 
@@ -35,8 +60,12 @@ def folder_of(case):
   (folder / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
   config = json.loads((source / "config.json").read_text())
   config.pop("rope_parameters", None)
-  (folder / "config.json").write_text(json.dumps(config | CASES[case] | {"max_position_embeddings": ORIGINAL}))
-  return folder, transformers.Qwen2ForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+  (folder / "config.json").write_text(
+    json.dumps(config | CASES[case] | {"max_position_embeddings": ORIGINAL})
+  )
+  return folder, transformers.Qwen2ForCausalLM.from_pretrained(
+    folder, attn_implementation="eager"
+  ).eval()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -53,19 +82,37 @@ def test_logits_equal_those_of_transformers_beyond_the_original_context(case):
 def test_greedy_text_equals_generate_across_the_border():
   folder, reference = folder_of("new")
   prompts = [np.random.default_rng(2).integers(0, 64, length).tolist() for length in (60, 90)]
-  np.testing.assert_array_equal(our_greedy(*load(folder, "float32"), prompts, 64), torch_greedy(reference, prompts, 64))
+  np.testing.assert_array_equal(
+    our_greedy(*load(folder, "float32"), prompts, 64), torch_greedy(reference, prompts, 64)
+  )
 
 
 def test_what_is_read_from_either_spelling():
   read = lambda case: read_config(folder_of(case)[0], "float32")
-  assert read("old").yarn == read("old-without-original").yarn == read("new").yarn == Yarn(4.0, ORIGINAL)
-  assert read("old").rope_theta == read("old-theta-within").rope_theta == read("new").rope_theta == 100.0
-  assert read("new-betas").yarn == Yarn(4.0, ORIGINAL, 4.0, 0.5) and read("old-attention-factor").yarn.attention_factor == 1.3
+  assert (
+    read("old").yarn == read("old-without-original").yarn == read("new").yarn == Yarn(4.0, ORIGINAL)
+  )
+  assert (
+    read("old").rope_theta == read("old-theta-within").rope_theta == read("new").rope_theta == 100.0
+  )
+  assert (
+    read("new-betas").yarn == Yarn(4.0, ORIGINAL, 4.0, 0.5)
+    and read("old-attention-factor").yarn.attention_factor == 1.3
+  )
   assert read("new").longest == 4 * ORIGINAL and read("new-factor").longest == 160
 
 
-@pytest.mark.parametrize("bad", [{"factor": 0.5}, {"original": 0}, {"beta_fast": 1.0}, {"beta_slow": 0.0}, {"factor": float("nan")},
-                                 {"attention_factor": 0.0}])
+@pytest.mark.parametrize(
+  "bad",
+  [
+    {"factor": 0.5},
+    {"original": 0},
+    {"beta_fast": 1.0},
+    {"beta_slow": 0.0},
+    {"factor": float("nan")},
+    {"attention_factor": 0.0},
+  ],
+)
 def test_impossible_settings_are_refused(bad):
   with pytest.raises(UserError, match="YaRN needs factor >= 1"):
     Yarn(**{"factor": 4.0, "original": 64, **bad})

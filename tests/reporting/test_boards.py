@@ -1,4 +1,5 @@
 """TensorBoard and Weights & Biases: numbers, texts, and a resume."""
+
 import json
 import struct
 import time
@@ -12,12 +13,13 @@ from gtpo_jax.reporting.boards import TensorBoard, finite
 
 def events(folder):
   from tensorboardX.proto.event_pb2 import Event
+
   for file in sorted(folder.iterdir()):
     data = file.read_bytes()
     while data:
       length = struct.unpack("<Q", data[:8])[0]
-      yield Event.FromString(data[12:12 + length])
-      data = data[16 + length:]
+      yield Event.FromString(data[12 : 12 + length])
+      data = data[16 + length :]
 
 
 def test_tensorboard_has_the_numbers_and_the_texts(tmp_path):
@@ -25,8 +27,14 @@ def test_tensorboard_has_the_numbers_and_the_texts(tmp_path):
   board.scalars(3, {"loss": 0.5, "entropy/correct": float("nan")})
   board.sample(3, "1+2:", "it is `3`\nor *4*", correct=False)
   board.close()
-  values = [(event.step, value) for event in events(tmp_path / "tensorboard") for value in event.summary.value]
-  assert [(step, value.tag, value.simple_value) for step, value in values if value.simple_value] == [(3, "loss", 0.5)]
+  values = [
+    (event.step, value)
+    for event in events(tmp_path / "tensorboard")
+    for value in event.summary.value
+  ]
+  assert [
+    (step, value.tag, value.simple_value) for step, value in values if value.simple_value
+  ] == [(3, "loss", 0.5)]
   (text,) = [value.tensor.string_val[0].decode() for _, value in values if value.tensor.string_val]
   assert text == "**wrong**\n\n    1+2:\n    \n    it is `3`\n    or *4*"
 
@@ -49,6 +57,7 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
   """The real library, offline: what it wrote is read back from its own files; a resumed run has the same id."""
   wandb = pytest.importorskip("wandb")
   from gtpo_jax.reporting.boards import WeightsAndBiases
+
   monkeypatch.setenv("WANDB_MODE", "offline")
   for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
     monkeypatch.setenv(name, str(tmp_path))
@@ -65,11 +74,15 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
   runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
   name = (tmp_path / "wandb_id").read_text()
   assert len(runs) == 2 and all(run.name.endswith(name) for run in runs)
-  history, project, seed = [], set(), set()
+  history = []
+  project = set()
+  seed = set()
   for run in runs:
     for record in records(next(run.glob("*.wandb"))):
       if record.HasField("history"):
-        history.append({"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item})
+        history.append(
+          {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+        )
       if record.HasField("run"):
         project.add(record.run.project)
         seed |= {item.value_json for item in record.run.config.update if item.key == "seed"}
@@ -77,22 +90,32 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     (row,) = json.loads(table.read_text())["data"]
     assert row[1:] == ["1+2:", f"text {row[0]}", True]
   assert project == {"gtpo-test"} and seed == {"7"}
-  assert [(row["step"], row["loss"]) for row in history if "loss" in row] == [("1", "0.5"), ("2", "1"), ("3", "1.5"), ("4", "2")]
+  assert [(row["step"], row["loss"]) for row in history if "loss" in row] == [
+    ("1", "0.5"),
+    ("2", "1"),
+    ("3", "1.5"),
+    ("4", "2"),
+  ]
   assert not any("entropy/correct" in row for row in history)
   evaluated = [row for row in history if "eval/sums/mean@2" in row]
-  assert [row["step"] for row in evaluated] == ["2", "4"] and all(any(key.startswith("samples") for key in row) for row in evaluated)
+  assert [row["step"] for row in evaluated] == ["2", "4"] and all(
+    any(key.startswith("samples") for key in row) for row in evaluated
+  )
 
 
 def records(file):
   """The records of a .wandb file: a LevelDB log behind a header of 7 bytes."""
   from wandb.proto import wandb_internal_pb2
-  data, at, parts = file.read_bytes(), 7, b""
+
+  data = file.read_bytes()
+  at = 7
+  parts = b""
   while at + 7 <= len(data):
     if 32768 - at % 32768 < 7:  # a block's end that holds no header
       at += 32768 - at % 32768
       continue
-    _, length, kind = struct.unpack("<IHB", data[at:at + 7])
-    parts += data[at + 7:at + 7 + length]
+    _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+    parts += data[at + 7 : at + 7 + length]
     at += 7 + length
     if kind in (1, 4):  # whole, or its last part
       record = wandb_internal_pb2.Record()

@@ -1,18 +1,39 @@
 """What a user sees: a panel on a terminal, plain lines elsewhere."""
+
 import io
 
 from rich.console import Console
 
 from gtpo_jax.reporting.display import Display, sparkline, speeds
 
-METRICS = {"entropy/mean": 0.5, "reward/accuracy": 0.25, "reward/mean": -0.125, "length/mean": 12.34, "tokens/s": 1500.0, "loss": 0.0625,
-           "time/step": 2.0, "time/sample": 1.0, "time/reward": 0.1, "time/update": 0.5, "tokens/completion": 3000.0}
+METRICS = {
+  "entropy/mean": 0.5,
+  "reward/accuracy": 0.25,
+  "reward/mean": -0.125,
+  "length/mean": 12.34,
+  "tokens/s": 1500.0,
+  "loss": 0.0625,
+  "time/step": 2.0,
+  "time/sample": 1.0,
+  "time/reward": 0.1,
+  "time/update": 0.5,
+  "tokens/completion": 3000.0,
+}
 SAMPLE = ("1+2:", "it is\n[bold]3[/bold]", True)
 
 
 def shown(terminal, act, width=120):
   out = io.StringIO()
-  display = Display(console=Console(file=out, force_terminal=terminal, width=width, highlight=False, soft_wrap=True, color_system=None))
+  display = Display(
+    console=Console(
+      file=out,
+      force_terminal=terminal,
+      width=width,
+      highlight=False,
+      soft_wrap=True,
+      color_system=None,
+    )
+  )
   act(display)
   return out.getvalue()
 
@@ -28,17 +49,21 @@ def run(display):
 def test_plain_lines_where_there_is_no_terminal():
   lines = shown(False, run).splitlines()
   assert [line.split("s] ")[1] for line in lines] == [
-      "step 3  correct 25%  entropy 0.667 █  length 12.3  1,500 tokens/s", "  1+2: it is\\n[bold]3[/bold]  (right)"]
+    "step 3  correct 25%  entropy 0.667 █  length 12.3  1,500 tokens/s",
+    "  1+2: it is\\n[bold]3[/bold]  (right)",
+  ]
 
 
 def test_the_panel_of_a_terminal():
   text = shown(True, run)
   assert "\x1b[" in text  # it is drawn over
-  last = text[text.rindex("gtpo"):]
+  last = text[text.rindex("gtpo") :]
   assert "4/8" in last and "left" in last
-  for part in ("step 4  correct 25%  entropy 0.500 █▇  length 12.3  1,500 tokens/s",
-               "reward -0.125  loss 0.0625  sampling 3,000 tokens/s 50%, reward 5%, update 6,000 tokens/s 25%",
-               "1+2: it is\\n[bold]3[/bold]  (right)"):
+  for part in (
+    "step 4  correct 25%  entropy 0.500 █▇  length 12.3  1,500 tokens/s",
+    "reward -0.125  loss 0.0625  sampling 3,000 tokens/s 50%, reward 5%, update 6,000 tokens/s 25%",
+    "1+2: it is\\n[bold]3[/bold]  (right)",
+  ):
     assert part in last, last
   assert text.endswith("\x1b[?25h") or "\x1b[?25h" in last  # the cursor is back
 
@@ -55,8 +80,9 @@ def test_it_may_be_quiet(capsys):
 
 def test_speeds_without_time_or_with_more_sampled_than_kept():
   assert speeds(METRICS | {"tokens/sampled": 6000.0}).startswith("sampling 6,000 tokens/s 50%")
-  assert speeds(METRICS | dict.fromkeys(("time/sample", "time/reward", "time/update", "time/step"), 0.0)) == (
-      "sampling 0%, reward 0%, update 0%")
+  assert speeds(
+    METRICS | dict.fromkeys(("time/sample", "time/reward", "time/update", "time/step"), 0.0)
+  ) == ("sampling 0%, reward 0%, update 0%")
 
 
 def test_a_sparkline_is_scaled_to_its_largest():

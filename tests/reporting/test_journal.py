@@ -22,10 +22,18 @@ def steps_of(file):
 
 def test_one_line_a_step(tmp_path):
   journal = fill(tmp_path, 3)
-  assert journal.read() == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 1.5}]
+  assert journal.read() == [
+    {"step": 1, "loss": 0.5},
+    {"step": 2, "loss": 1.0},
+    {"step": 3, "loss": 1.5},
+  ]
   assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
   assert json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[1]) == {
-      "step": 2, "prompt": "1+2:", "completion": "text 2", "correct": True}
+    "step": 2,
+    "prompt": "1+2:",
+    "completion": "text 2",
+    "correct": True,
+  }
 
 
 def test_what_is_written_is_there_before_the_journal_is_closed(tmp_path):
@@ -37,7 +45,11 @@ def test_what_is_written_is_there_before_the_journal_is_closed(tmp_path):
 def test_a_resumed_run_cuts_both_files_back_and_goes_on(tmp_path):
   fill(tmp_path, 5)
   fill(tmp_path, 7, first=3)
-  assert steps_of(tmp_path / "metrics.jsonl") == steps_of(tmp_path / "samples.jsonl") == [1, 2, 3, 4, 5, 6, 7]
+  assert (
+    steps_of(tmp_path / "metrics.jsonl")
+    == steps_of(tmp_path / "samples.jsonl")
+    == [1, 2, 3, 4, 5, 6, 7]
+  )
 
 
 def test_a_resumed_run_without_more_steps_keeps_what_the_checkpoint_knows(tmp_path):
@@ -62,7 +74,12 @@ def test_a_last_line_half_written_is_passed_over_and_cut(tmp_path, cut):
   assert [row["step"] for row in read_jsonl(metrics)] == [1, 2, 3]
   journal = Journal(tmp_path, 3, tensorboard=False)
   journal.write(4, {"loss": 9.0})
-  assert [(row["step"], row["loss"]) for row in journal.read()] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 9.0)]
+  assert [(row["step"], row["loss"]) for row in journal.read()] == [
+    (1, 0.5),
+    (2, 1.0),
+    (3, 1.5),
+    (4, 9.0),
+  ]
 
 
 def test_a_last_line_without_its_newline_still_counts(tmp_path):
@@ -79,7 +96,10 @@ def test_no_file_reads_as_no_rows(tmp_path):
   assert Journal(tmp_path, 0, tensorboard=False).read() == []
 
 
-@pytest.mark.parametrize("text", ["two\nlines", "line\u2028separator \x85 \x1c", "\ud800 half a pair", '"quoted" \\', "日本"])
+@pytest.mark.parametrize(
+  "text",
+  ["two\nlines", "line\u2028separator \x85 \x1c", "\ud800 half a pair", '"quoted" \\', "日本"],
+)
 def test_any_text_is_one_line_and_comes_back(tmp_path, text):
   journal = Journal(tmp_path, 0, tensorboard=False)
   journal.write_sample(1, text, text, correct=False)
@@ -103,13 +123,14 @@ def test_tensorboard_files_are_written_where_asked_for(tmp_path):
 def scalars(folder):
   """What TensorBoard shows of a folder: (tag, step) of every event file in the order of writing, those purged left out."""
   from tensorboardX.proto.event_pb2 import Event, SessionLog
+
   shown = []
   for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns):
     data = file.read_bytes()
     while data:
       length = struct.unpack("<Q", data[:8])[0]
-      event = Event.FromString(data[12:12 + length])
-      data = data[16 + length:]
+      event = Event.FromString(data[12 : 12 + length])
+      data = data[16 + length :]
       if event.session_log.status == SessionLog.START:
         shown = [(tag, step) for tag, step in shown if step < event.step]
       shown += [(value.tag, event.step) for value in event.summary.value]
@@ -128,4 +149,6 @@ def test_tensorboard_shows_no_step_twice_after_a_resume(tmp_path):
   shown = scalars(tmp_path / "tensorboard")
   assert sorted(shown) == sorted({*shown})
   assert [step for tag, step in shown if tag == "loss"] == [1, 2, 3, 4]
-  assert steps_of(tmp_path / "metrics.jsonl") == steps_of(tmp_path / "samples.jsonl") == [1, 2, 3, 4]
+  assert (
+    steps_of(tmp_path / "metrics.jsonl") == steps_of(tmp_path / "samples.jsonl") == [1, 2, 3, 4]
+  )

@@ -29,72 +29,118 @@ class Point:
 """
 
 PASS = {
-    "a function": ("def f(x): return x + 1", "assert f(1) == 2"),
-    "keywords": ("def f(a, *b, c=0, **d): return [a, b, c, d]", "assert f(1, 2, c=3, e=4) == [1, (2,), 3, {'e': 4}]"),
-    "text of all kinds": ("def f(x): return x + 'é\U0001f600\\0\\ud800'", "assert f('漢') == '漢é\U0001f600\\0\\ud800'"),
-    "all plain values": ("def f(x): return x", """
+  "a function": ("def f(x): return x + 1", "assert f(1) == 2"),
+  "keywords": (
+    "def f(a, *b, c=0, **d): return [a, b, c, d]",
+    "assert f(1, 2, c=3, e=4) == [1, (2,), 3, {'e': 4}]",
+  ),
+  "text of all kinds": (
+    "def f(x): return x + 'é\U0001f600\\0\\ud800'",
+    "assert f('漢') == '漢é\U0001f600\\0\\ud800'",
+  ),
+  "all plain values": (
+    "def f(x): return x",
+    """
 x = [None, True, 3, -10**40, 2.5, float('inf'), 1j, 'a', b'\\xff', bytearray(b'x'), (1,), {1}, frozenset([2]), {'k': [()]}, range(3), int]
-assert f(x) == x and [type(a) for a in f(x)] == [type(a) for a in x]"""),
-    "values of the library": ("""
+assert f(x) == x and [type(a) for a in f(x)] == [type(a) for a in x]""",
+  ),
+  "values of the library": (
+    """
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from datetime import date, timedelta
 from decimal import Decimal
 from fractions import Fraction
 def f(): return Fraction(1, 3), Decimal('1.10'), Counter('aab'), deque([1]), defaultdict(list, {1: [2]}), OrderedDict(a=1), date(2024, 1, 2)
-def g(): return namedtuple('Pair', 'a b')(1, 2)""", """
+def g(): return namedtuple('Pair', 'a b')(1, 2)""",
+    """
 from fractions import Fraction
 a, b, c, d, e, g1, h = f()
 assert a == Fraction(1, 3) and a + 1 == Fraction(4, 3) and str(b) == '1.10' and c == {'a': 2, 'b': 1} and d[0] == 1
 assert e == {1: [2]} and e[5] == [] and g1 == {'a': 1} and h.year == 2024
-assert g() == (1, 2) and g().b == 2 and 2 in g()"""),
-    "arguments changed in place": ("def f(a, b, c): a.sort(); b.update(x=1); c.clear()", """
+assert g() == (1, 2) and g().b == 2 and 2 in g()""",
+  ),
+  "arguments changed in place": (
+    "def f(a, b, c): a.sort(); b.update(x=1); c.clear()",
+    """
 a, b, c = [3, 1, 2], {}, {1}
-assert f(a, b, c) is None and a == [1, 2, 3] and b == {'x': 1} and c == set()"""),
-    "functions passed": ("def f(g, xs): return sorted(xs, key=g)", "assert f(lambda x: -x, [1, 3, 2]) == [3, 2, 1]"),
-    "built-in functions passed": ("def f(g, kind): return g([kind('1'), 2])", "assert f(sum, int) == 3"),
-    "functions returned": ("def f(n): return lambda x: x + n", "assert f(2)(3) == 5"),
-    "generators": ("def f():\n  n = 0\n  while True:\n    yield n\n    n += 1",
-                   "from itertools import islice\nassert list(islice(f(), 4)) == [0, 1, 2, 3]"),
-    "exceptions": ("class Mine(ValueError): pass\ndef f(): raise Mine('x')\ndef g(): return {}['k']", """
+assert f(a, b, c) is None and a == [1, 2, 3] and b == {'x': 1} and c == set()""",
+  ),
+  "functions passed": (
+    "def f(g, xs): return sorted(xs, key=g)",
+    "assert f(lambda x: -x, [1, 3, 2]) == [3, 2, 1]",
+  ),
+  "built-in functions passed": (
+    "def f(g, kind): return g([kind('1'), 2])",
+    "assert f(sum, int) == 3",
+  ),
+  "functions returned": ("def f(n): return lambda x: x + n", "assert f(2)(3) == 5"),
+  "generators": (
+    "def f():\n  n = 0\n  while True:\n    yield n\n    n += 1",
+    "from itertools import islice\nassert list(islice(f(), 4)) == [0, 1, 2, 3]",
+  ),
+  "exceptions": (
+    "class Mine(ValueError): pass\ndef f(): raise Mine('x')\ndef g(): return {}['k']",
+    """
 try: f()
 except ValueError as error: assert str(error) == 'x' and type(error).__name__ == 'Mine'
 else: assert False
 try: g()
 except KeyError as error: assert error.args == ('k',)
-else: assert False"""),
-    "objects": (POINT, """
+else: assert False""",
+  ),
+  "objects": (
+    POINT,
+    """
 p = Point(1, 2)
 assert p.x == 1 and p.key() == 1 and p == Point(1, 2) and p != Point(1, 3) and len(p) == 2 and list(p) == [1, 2] and p[1] == 2
 p.x = 5
 assert p.key() == 5 and str(p) == '<5 2>' and isinstance(p, Point) and not isinstance(3, Point) and (p * 2).x == 10
-assert p != 5 and p not in [1, None]"""),
-    "modules of the program": ("import math", "assert math.sqrt(4) == 2 and __program__.math.floor(2.5) == 2"),
-    "an entry point named as a builtin": ("def sum(a, b): return a * b", "assert sum(10, 15) == 150"),
-    "a constant": ("N = [1, 2]", "assert N == [1, 2]"),
-    "exit is known": ("def f():\n  try: exit()\n  except SystemExit: return 1", "assert f() == 1"),
-    "dataclasses": ("from dataclasses import dataclass\n@dataclass\nclass A:\n  x: int = 3", "assert A().x == 3 and A() == A(3)"),
-    "recursion": ("def f(n): return n and 1 + f(n - 1)", "assert f(900) == 900"),
-    "a main block is not run": ("def f(): return 1\nif __name__ == '__main__': input()", "assert f() == 1"),
-    "a long program": ("x = 0\n" + "x += 1\n" * 50000, "assert x == 50000"),
-    "a large answer": ("def f(x): return x[::-1]", "x = list(range(100000))\nassert f(x) == x[::-1]"),
+assert p != 5 and p not in [1, None]""",
+  ),
+  "modules of the program": (
+    "import math",
+    "assert math.sqrt(4) == 2 and __program__.math.floor(2.5) == 2",
+  ),
+  "an entry point named as a builtin": ("def sum(a, b): return a * b", "assert sum(10, 15) == 150"),
+  "a constant": ("N = [1, 2]", "assert N == [1, 2]"),
+  "exit is known": ("def f():\n  try: exit()\n  except SystemExit: return 1", "assert f() == 1"),
+  "dataclasses": (
+    "from dataclasses import dataclass\n@dataclass\nclass A:\n  x: int = 3",
+    "assert A().x == 3 and A() == A(3)",
+  ),
+  "recursion": ("def f(n): return n and 1 + f(n - 1)", "assert f(900) == 900"),
+  "a main block is not run": (
+    "def f(): return 1\nif __name__ == '__main__': input()",
+    "assert f() == 1",
+  ),
+  "a long program": ("x = 0\n" + "x += 1\n" * 50000, "assert x == 50000"),
+  "a large answer": ("def f(x): return x[::-1]", "x = list(range(100000))\nassert f(x) == x[::-1]"),
 }
 
 FAIL = {
-    "wrong": ("def f(x): return x", "assert f(1) == 2", "failed: assert f(1) == 2"),
-    "wrong, with a message": ("def f(x): return x", "assert f(1) == 2, 'off\\nby one'", "failed: off"),
-    "raises": ("def f(x): return x / 0", "f(1)", "error: ZeroDivisionError: division by zero"),
-    "raises at once": ("import numpy", "pass", "error: ModuleNotFoundError: No module named 'numpy'"),
-    "no such function": ("def g(): pass", "f()", "error: NameError: name 'f' is not defined"),
-    "syntax": ("def f(:", "pass", "error: SyntaxError: invalid syntax"),
-    "exits": ("import sys\nsys.exit(0)", "pass", "error: SystemExit: 0"),
-    "NUL bytes": ("x = '\0'", "pass", "error: SyntaxError"),
-    "surrogates": ("x = '\ud800'", "pass", "error: Unicode"),
-    "too many parentheses": ("(" * 100000, "pass", ""),
-    "a very long line": ("x = " + "-" * 1000000 + "1", "pass", ""),
-    "memory": ("x = 'a' * 10**10", "pass", "memory: MemoryError"),
-    "an answer too large": ("def f(): return 'a' * 300_000_000", "f()", ""),
-    "reads": ("x = input()", "pass", "error: EOFError"),
-    "a cycle": ("def f():\n  a = []\n  a.append(a)\n  return a", "assert f() == 1", "error: RecursionError"),
+  "wrong": ("def f(x): return x", "assert f(1) == 2", "failed: assert f(1) == 2"),
+  "wrong, with a message": (
+    "def f(x): return x",
+    "assert f(1) == 2, 'off\\nby one'",
+    "failed: off",
+  ),
+  "raises": ("def f(x): return x / 0", "f(1)", "error: ZeroDivisionError: division by zero"),
+  "raises at once": ("import numpy", "pass", "error: ModuleNotFoundError: No module named 'numpy'"),
+  "no such function": ("def g(): pass", "f()", "error: NameError: name 'f' is not defined"),
+  "syntax": ("def f(:", "pass", "error: SyntaxError: invalid syntax"),
+  "exits": ("import sys\nsys.exit(0)", "pass", "error: SystemExit: 0"),
+  "NUL bytes": ("x = '\0'", "pass", "error: SyntaxError"),
+  "surrogates": ("x = '\ud800'", "pass", "error: Unicode"),
+  "too many parentheses": ("(" * 100000, "pass", ""),
+  "a very long line": ("x = " + "-" * 1000000 + "1", "pass", ""),
+  "memory": ("x = 'a' * 10**10", "pass", "memory: MemoryError"),
+  "an answer too large": ("def f(): return 'a' * 300_000_000", "f()", ""),
+  "reads": ("x = input()", "pass", "error: EOFError"),
+  "a cycle": (
+    "def f():\n  a = []\n  a.append(a)\n  return a",
+    "assert f() == 1",
+    "error: RecursionError",
+  ),
 }
 
 
@@ -115,8 +161,14 @@ def test_wrong_programs_fail_and_the_reason_is_told(name):
 
 
 @pytest.mark.sandbox
-@pytest.mark.parametrize(("program", "tests"), [("while True: pass", "pass"), ("def f():\n  while True: pass", "f()"),
-                                                ("import time\ntime.sleep(100)", "pass")])
+@pytest.mark.parametrize(
+  ("program", "tests"),
+  [
+    ("while True: pass", "pass"),
+    ("def f():\n  while True: pass", "f()"),
+    ("import time\ntime.sleep(100)", "pass"),
+  ],
+)
 @pytest.mark.parametrize("limit", [0.5, 1.5])
 def test_a_timeout_takes_its_time(program, tests, limit):
   began = time.monotonic()
@@ -126,8 +178,13 @@ def test_a_timeout_takes_its_time(program, tests, limit):
 
 
 @pytest.mark.sandbox
-@pytest.mark.parametrize(("tests", "reason"), [("assert (", "no verdict: the tests do not compile"),
-                                               ("class A: pass\nf(A())", "no verdict: the tests pass an object of A")])
+@pytest.mark.parametrize(
+  ("tests", "reason"),
+  [
+    ("assert (", "no verdict: the tests do not compile"),
+    ("class A: pass\nf(A())", "no verdict: the tests pass an object of A"),
+  ],
+)
 def test_faults_of_the_tests_are_no_verdict(tests, reason):
   verdict = run_code("def f(x): return x", tests)
   assert verdict.passed is None and verdict.reason.startswith(reason)
@@ -146,10 +203,16 @@ def test_stdin_and_stdout():
   assert run_stdin(double, "1\n2\n", "2\n4").passed
   assert run_stdin(double, "1\n2\n", "2\n5").reason == "failed: stdout is not what was expected"
   assert run_stdin("print(input())", "é\n", "é\n\n").passed
-  assert run_stdin("import threading\nthreading.Thread(target=lambda: print(input())).start()", "4\n", "4").passed
+  assert run_stdin(
+    "import threading\nthreading.Thread(target=lambda: print(input())).start()", "4\n", "4"
+  ).passed
   assert run_stdin("if __name__ == '__main__':\n  print(1)\n  exit()", "", "1").passed
-  assert run_stdin("print(1)\n1 / 0", "", "1").reason == "error: ZeroDivisionError: division by zero"
-  assert run_stdin("print(1)\nexit(3)", "", "1").reason == "error: the program ended with exit status 3"
+  assert (
+    run_stdin("print(1)\n1 / 0", "", "1").reason == "error: ZeroDivisionError: division by zero"
+  )
+  assert (
+    run_stdin("print(1)\nexit(3)", "", "1").reason == "error: the program ended with exit status 3"
+  )
   assert run_stdin("x = 'a' * 10**10", "", "1").reason.startswith("memory")
   assert run_stdin("while True: pass", "", "", timeout_s=1).reason == "timeout"
   assert run_stdin("print('x' * 10**6)", "", "x" * 10**6).passed
@@ -158,10 +221,12 @@ def test_stdin_and_stdout():
 class Wire:
   """Both ends at once: what is exported under a number is found under it."""
 
-  SEVERAL, VALUES = Peer.SEVERAL, Peer.VALUES
+  SEVERAL = Peer.SEVERAL
+  VALUES = Peer.VALUES
 
   def __init__(self):
-    self.mine, self.remotes = {}, {}
+    self.mine = {}
+    self.remotes = {}
 
   def export(self, x):
     self.mine[len(self.mine)] = x
@@ -169,14 +234,30 @@ class Wire:
 
 
 def same(a, b):
-  return type(a) is type(b) and (a == b or a != a) if not isinstance(a, (list, tuple)) else \
-      type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+  return (
+    type(a) is type(b) and (a == b or a != a)
+    if not isinstance(a, (list, tuple))
+    else type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+  )
 
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()) | st.binary() | st.fractions()
-    | st.decimals(allow_nan=False),
-    lambda x: st.lists(x) | st.tuples(x, x) | st.dictionaries(st.text(), st.integers()) | st.frozensets(st.integers()), max_leaves=20)
+  st.none()
+  | st.booleans()
+  | st.integers()
+  | st.floats()
+  | st.text(st.characters())
+  | st.binary()
+  | st.fractions()
+  | st.decimals(allow_nan=False),
+  lambda x: (
+    st.lists(x)
+    | st.tuples(x, x)
+    | st.dictionaries(st.text(), st.integers())
+    | st.frozensets(st.integers())
+  ),
+  max_leaves=20,
+)
 
 
 @settings(deadline=None)
@@ -194,8 +275,19 @@ def test_no_message_makes_anything_but_data(data):
     value = decode(data, wire)
   except Exception:
     return
-  assert type(value) in (*map(type, (None, True, 1, 1.0, "", b"", bytearray())), list, tuple, set, frozenset, dict, range, complex, type,
-                         Remote, Fraction) or type(value).__module__ in ("decimal", "collections", "datetime")
+  assert type(value) in (
+    *map(type, (None, True, 1, 1.0, "", b"", bytearray())),
+    list,
+    tuple,
+    set,
+    frozenset,
+    dict,
+    range,
+    complex,
+    type,
+    Remote,
+    Fraction,
+  ) or type(value).__module__ in ("decimal", "collections", "datetime")
 
 
 def test_the_program_is_the_last_block():
@@ -208,24 +300,39 @@ def test_the_program_is_the_last_block():
 
 def test_humaneval_continuations_and_whole_functions():
   prompt = "import math\n\ndef f(x):\n  '''Doubles.'''\n"
-  assert humaneval("  return 2 * x\n\ndef g(): pass", prompt, "", "f")[0] == prompt + "  return 2 * x\n"
-  assert humaneval("Sure:\n```python\ndef f(x):\n  return 2\n```", prompt, "", "f")[0] == prompt + "\n\ndef f(x):\n  return 2\n"
+  assert (
+    humaneval("  return 2 * x\n\ndef g(): pass", prompt, "", "f")[0] == prompt + "  return 2 * x\n"
+  )
+  assert (
+    humaneval("Sure:\n```python\ndef f(x):\n  return 2\n```", prompt, "", "f")[0]
+    == prompt + "\n\ndef f(x):\n  return 2\n"
+  )
 
 
 @pytest.mark.sandbox
 def test_code_correct_by_kind():
-  extra = {"prompt": "def f(x):\n  '''Doubles.'''\n", "test": "def check(candidate):\n  assert candidate(2) == 4", "entry_point": "f"}
+  extra = {
+    "prompt": "def f(x):\n  '''Doubles.'''\n",
+    "test": "def check(candidate):\n  assert candidate(2) == 4",
+    "entry_point": "f",
+  }
   assert code_correct("  return 2 * x", extra) is True
   assert code_correct("  return 3 * x", extra) is False
   assert code_correct("```python\ndef f(x):\n  return 2 * x\n```", extra) is True
-  mbpp = {"test_list": ["assert f(2) == 4", "assert math.isclose(f(0.1), 0.2)"], "test_imports": ["import math"]}
+  mbpp = {
+    "test_list": ["assert f(2) == 4", "assert math.isclose(f(0.1), 0.2)"],
+    "test_imports": ["import math"],
+  }
   assert code_correct("```python\ndef f(x): return 2 * x\n```", mbpp) is True
   assert code_correct("```python\ndef f(x): return 4\n```", mbpp) is False
   cases = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]}
   assert code_correct("print(2 * int(input()))", {"input_output": cases}) is True
   assert code_correct("print(2)", {"input_output": json.dumps(cases)}) is False
   called = {"input_output": {"inputs": [[[1, 2], 3]], "outputs": [[3, 6]], "fn_name": "scale"}}
-  assert code_correct("class Solution:\n  def scale(self, x, k): return tuple(k * y for y in x)", called) is True
+  assert (
+    code_correct("class Solution:\n  def scale(self, x, k): return tuple(k * y for y in x)", called)
+    is True
+  )
   assert code_correct("def scale(x, k): return [k * y for y in x]", called) is True
   assert code_correct("def scale(x, k): return x", called) is False
   assert code_correct("x", {**extra, "test": "("}) is None
@@ -247,9 +354,17 @@ def test_humaneval_canonical_solutions_pass_and_broken_bodies_fail():
   assert len(rows) == 164
   solutions = [row["canonical_solution"] for row in rows] + ["    return None\n" for row in rows]
   with ThreadPoolExecutor(4) as pool:
-    verdicts = list(pool.map(lambda row, body: code_correct(body, row, timeout_s=60), rows * 2, solutions))
-  assert [row["task_id"] for row, verdict in zip(rows, verdicts[:164], strict=True) if verdict is not True] == []
-  assert [row["task_id"] for row, verdict in zip(rows, verdicts[164:], strict=True) if verdict is not False] == []
+    verdicts = list(
+      pool.map(lambda row, body: code_correct(body, row, timeout_s=60), rows * 2, solutions)
+    )
+  assert [
+    row["task_id"] for row, verdict in zip(rows, verdicts[:164], strict=True) if verdict is not True
+  ] == []
+  assert [
+    row["task_id"]
+    for row, verdict in zip(rows, verdicts[164:], strict=True)
+    if verdict is not False
+  ] == []
 
 
 @pytest.mark.sandbox

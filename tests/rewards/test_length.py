@@ -9,7 +9,9 @@ from gtpo_jax.rewards.length import group_relative, soft_overlong
 def test_the_penalty_by_hand():
   lengths = np.array([[0, 1, 12], [16, 17, 18], [19, 20, 21]])
   penalty = soft_overlong(lengths, longest=20, buffer=4)
-  np.testing.assert_array_equal(penalty, np.array([[0, 0, 0], [0, -0.25, -0.5], [-0.75, -1, -1]], np.float32))
+  np.testing.assert_array_equal(
+    penalty, np.array([[0, 0, 0], [0, -0.25, -0.5], [-0.75, -1, -1]], np.float32)
+  )
   assert penalty.dtype == np.float32 and penalty.shape == (3, 3)
 
 
@@ -23,7 +25,10 @@ def test_no_buffer_is_no_penalty():
 @pytest.mark.parametrize(("longest", "buffer"), [(20480, 4096), (40, 39), (7, 3), (2, 1)])
 def test_against_the_three_cases_of_the_definition(longest, buffer, kind):
   lengths = np.arange(0, longest + 5, max(longest // 100, 1))
-  slow = [0.0 if n <= longest - buffer else ((longest - buffer) - n) / buffer if n <= longest else -1.0 for n in lengths.tolist()]
+  slow = [
+    0.0 if n <= longest - buffer else ((longest - buffer) - n) / buffer if n <= longest else -1.0
+    for n in lengths.tolist()
+  ]
   np.testing.assert_allclose(soft_overlong(lengths.astype(kind), longest, buffer), slow, rtol=1e-6)
 
 
@@ -35,16 +40,20 @@ def test_the_penalty_never_rises_with_length():
 def test_r_of_i_is_the_same_function():
   """v1, section 4.5.1, with L2 = 20 and L1 = 8: 0 up to L = L2 - L1 = 12, (L - |o|) / L1 up to L2, then -1."""
   lengths = np.array([1, 12, 13, 14, 16, 19, 20, 21, 40])
-  np.testing.assert_array_equal(soft_overlong(lengths, longest=20, buffer=8), [0, 0, -1 / 8, -2 / 8, -4 / 8, -7 / 8, -1, -1, -1])
+  np.testing.assert_array_equal(
+    soft_overlong(lengths, longest=20, buffer=8), [0, 0, -1 / 8, -2 / 8, -4 / 8, -7 / 8, -1, -1, -1]
+  )
 
 
 # --- relative to the group ---
 
-def slow_group_relative(lengths, correct, counted, gamma):
+
+def slow_group_relative(lengths, correct, valid, gamma):
   """Appendix D, completion by completion, in exact fractions."""
-  gamma, out = Fraction(str(gamma)), np.zeros(lengths.shape)
+  gamma = Fraction(str(gamma))
+  out = np.zeros(lengths.shape)
   for i in range(len(lengths)):
-    everybody = [j for j in range(lengths.shape[1]) if counted[i, j]]
+    everybody = [j for j in range(lengths.shape[1]) if valid[i, j]]
     right = [j for j in everybody if correct[i, j]]
     wrong = [j for j in everybody if not correct[i, j]]
     if not right or Fraction(len(right), len(everybody)) <= 1 - gamma:
@@ -60,13 +69,16 @@ def slow_group_relative(lengths, correct, counted, gamma):
   return out
 
 
-def relative(lengths, correct, counted=None, gamma=0.75):
-  lengths, correct = np.asarray([lengths]), np.asarray([correct], bool)
-  counted = np.ones_like(correct) if counted is None else np.asarray([counted], bool)
-  return group_relative(lengths, correct, counted, gamma)[0]
+def relative(lengths, correct, valid=None, gamma=0.75):
+  lengths = np.asarray([lengths])
+  correct = np.asarray([correct], bool)
+  valid = np.ones_like(correct) if valid is None else np.asarray([valid], bool)
+  return group_relative(lengths, correct, valid, gamma)[0]
 
 
-@pytest.mark.parametrize(("lengths", "correct", "expected"), [
+@pytest.mark.parametrize(
+  ("lengths", "correct", "expected"),
+  [
     # Easy, 3 of 4: L of the right is max((10 + 30) / 2, 20) = 20; the long wrong one goes free.
     ([10, 20, 30, 100], [1, 1, 1, 0], [0, 0, -0.25, 0]),
     # All right: L = max((2 + 12) / 2, 4) = 7.
@@ -88,7 +100,8 @@ def relative(lengths, correct, counted=None, gamma=0.75):
     # Of one length: nobody is long.
     ([7, 7, 7, 7], [1, 1, 1, 1], [0, 0, 0, 0]),
     ([5], [1], [0]),
-])
+  ],
+)
 def test_group_relative_by_hand(lengths, correct, expected):
   penalty = relative(lengths, correct)
   np.testing.assert_allclose(penalty, expected, rtol=1e-6)
@@ -97,18 +110,21 @@ def test_group_relative_by_hand(lengths, correct, expected):
 
 def test_the_penalty_is_continuous_at_the_border():
   """R is continuous at L: 0 on it, and (1/2) / L less for every token further."""
-  penalties = [relative([10, 30, 20, 20 + k, 20 - k], [1, 1, 1, 1, 1])[3] for k in range(4)]  # L stays at 20
+  penalties = [
+    relative([10, 30, 20, 20 + k, 20 - k], [1, 1, 1, 1, 1])[3] for k in range(4)
+  ]  # L stays at 20
   np.testing.assert_allclose(penalties, [0, -1 / 40, -2 / 40, -3 / 40], rtol=1e-6)
 
 
 def test_completions_that_do_not_count_are_as_if_absent():
   rng = np.random.default_rng(3)
   for _ in range(20):
-    lengths, correct = rng.integers(1, 50, 6), rng.random(6) < 0.5
-    counted = rng.permutation([True, True, True, True, False, False])
-    penalty = relative(lengths, correct, counted)
-    np.testing.assert_array_equal(penalty[counted], relative(lengths[counted], correct[counted]))
-    assert not penalty[~counted].any()
+    lengths = rng.integers(1, 50, 6)
+    correct = rng.random(6) < 0.5
+    valid = rng.permutation([True, True, True, True, False, False])
+    penalty = relative(lengths, correct, valid)
+    np.testing.assert_array_equal(penalty[valid], relative(lengths[valid], correct[valid]))
+    assert not penalty[~valid].any()
   assert relative([3, 9], [1, 1], [0, 0]).tolist() == [0, 0]
 
 
@@ -118,14 +134,18 @@ def test_group_relative_against_the_slow_loop(gamma):
   for g in (1, 2, 4, 7, 8, 16):
     lengths = np.ceil(rng.gamma(1.0, 40.0, (60, g))).astype(np.int32)
     correct = rng.random((60, g)) < rng.random((60, 1))
-    counted = rng.random((60, g)) < 0.9
-    got, expected = group_relative(lengths, correct, counted, gamma), slow_group_relative(lengths, correct, counted, gamma)
+    valid = rng.random((60, g)) < 0.9
+    got = group_relative(lengths, correct, valid, gamma)
+    expected = slow_group_relative(lengths, correct, valid, gamma)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-8)
     assert (got > -0.5).all()  # L is at least half the longest: 2 L is never reached
     assert g < 4 or (got < -0.05).any()
 
 
-@pytest.mark.parametrize(("gamma", "right", "g"), [(0.9, 1, 10), (0.9, 2, 20), (0.8, 1, 5), (0.8, 2, 10)])
+@pytest.mark.parametrize(
+  ("gamma", "right", "g"), [(0.9, 1, 10), (0.9, 2, 20), (0.8, 1, 5), (0.8, 2, 10)]
+)
 def test_a_group_on_the_border_is_hard(gamma, right, g):
-  lengths, correct = np.arange(1, g + 1), np.arange(g) < right  # n / G = 1 - gamma, as written
+  lengths = np.arange(1, g + 1)  # n / G = 1 - gamma, as written
+  correct = np.arange(g) < right
   assert relative(lengths, correct, gamma=gamma).tolist() == [0] * g

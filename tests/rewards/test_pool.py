@@ -1,4 +1,5 @@
 """Faults of the workers: real processes, real signals."""
+
 import json
 import os
 import signal
@@ -77,11 +78,14 @@ def test_verdicts_in_order(check):
   assert not any(map(alive, pids)) and pool.pids() == []
 
 
-@pytest.mark.parametrize(("fault", "seconds"), [("sleep", 1.0), ("spin", 1.0), ("die", 0.0), ("exit", 0.0)])
+@pytest.mark.parametrize(
+  ("fault", "seconds"), [("sleep", 1.0), ("spin", 1.0), ("die", 0.0), ("exit", 0.0)]
+)
 def test_a_fault_costs_one_check_and_its_worker_is_replaced(check, fault, seconds):
   with Pool(1, timeout_s=1.0, check=check) as pool:
     assert pool.check("a", "a") is True
-    first, began = pool.pids(), time.monotonic()
+    first = pool.pids()
+    began = time.monotonic()
     assert pool.check("a", fault) is None
     assert seconds <= time.monotonic() - began < seconds + 2.0
     assert pool.check_all([("a", "a"), ("a", "b")]) == [True, False]
@@ -150,7 +154,8 @@ def test_close_ends_what_runs_and_waits_and_the_pool_can_be_used_again(check):
   pool.check("a", "a")
   futures = [pool.submit("a", answer) for answer in ("sleep", "a", "a")]
   until(futures[0].running)
-  pids, began = pool.pids(), time.monotonic()
+  pids = pool.pids()
+  began = time.monotonic()
   pool.close()
   assert [future.result(5) for future in futures] == [None] * 3 and time.monotonic() - began < 3
   assert not any(map(alive, pids))
@@ -189,7 +194,10 @@ if sys.argv[5] == "stay":
 def parent_of_workers(tmp_path, check, jax="", busy="a", then="stay"):
   script = tmp_path / "parent.py"
   script.write_text(textwrap.dedent(PARENT))
-  return subprocess.Popen([sys.executable, str(script), check, json.dumps(sys.path), jax, busy, then], stdout=subprocess.PIPE)
+  return subprocess.Popen(
+    [sys.executable, str(script), check, json.dumps(sys.path), jax, busy, then],
+    stdout=subprocess.PIPE,
+  )
 
 
 @pytest.mark.parametrize("busy", ["a", "sleep"])
@@ -213,7 +221,15 @@ def test_a_parent_with_jax_that_ends_without_closing(tmp_path, check):
 
 def test_code_that_never_yields_ends_by_the_kernel_alone(check):
   """No parent kills this worker: its own timer must."""
-  command = [sys.executable, "-P", pool_module.__file__, str(os.getpid()), "2048", check, json.dumps(sys.path)]
+  command = [
+    sys.executable,
+    "-P",
+    pool_module.__file__,
+    str(os.getpid()),
+    "2048",
+    check,
+    json.dumps(sys.path),
+  ]
   with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
     assert worker.stdout.readline() == b"ready\n"
     worker.stdin.write(b'["a", "spin", 0.2]\n')
@@ -225,12 +241,18 @@ def test_a_forked_child_has_a_pool_of_its_own(check):
   with Pool(1, check=check) as pool:
     pool.check("a", "a")
     pids = pool.pids()
-    code = ("import os, sys, json, warnings\nsys.path[:] = json.loads(sys.argv[1])\nfrom gtpo_jax.rewards.pool import Pool\n"
-            "pool = Pool(1, check=sys.argv[2])\nassert pool.check('a', 'a')\nfirst = pool.pids()\nchild = os.fork()\n"
-            "if not child:\n  assert pool.pids() == [] and pool.check('a', 'b') is False and pool.pids() != first\n"
-            "  pool.close()\n  os._exit(7)\n"
-            "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\nassert pool.check('a', 'a') and pool.pids() == first\n")
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code, json.dumps(sys.path), check], check=True, timeout=60)
+    code = (
+      "import os, sys, json, warnings\nsys.path[:] = json.loads(sys.argv[1])\nfrom gtpo_jax.rewards.pool import Pool\n"
+      "pool = Pool(1, check=sys.argv[2])\nassert pool.check('a', 'a')\nfirst = pool.pids()\nchild = os.fork()\n"
+      "if not child:\n  assert pool.pids() == [] and pool.check('a', 'b') is False and pool.pids() != first\n"
+      "  pool.close()\n  os._exit(7)\n"
+      "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\nassert pool.check('a', 'a') and pool.pids() == first\n"
+    )
+    subprocess.run(
+      [sys.executable, "-W", "ignore", "-c", code, json.dumps(sys.path), check],
+      check=True,
+      timeout=60,
+    )
     assert pool.pids() == pids
 
 
@@ -240,7 +262,16 @@ def test_a_check_that_cannot_be_imported_is_said_once(caplog):
   assert len(caplog.records) == 1 and "No module named 'no_such_module'" in caplog.text
 
 
-@pytest.mark.parametrize("bad", [{"workers": 0}, {"workers": -1}, {"timeout_s": 0}, {"timeout_s": float("nan")}, {"timeout_s": 1e9}])
+@pytest.mark.parametrize(
+  "bad",
+  [
+    {"workers": 0},
+    {"workers": -1},
+    {"timeout_s": 0},
+    {"timeout_s": float("nan")},
+    {"timeout_s": 1e9},
+  ],
+)
 def test_bad_settings_are_refused(bad):
   with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
     Pool(**bad)
@@ -250,15 +281,25 @@ def test_math_verdicts_with_a_pool_that_fails(check):
   """None, never False, where no verdict was reached; the cheap ones do not notice."""
   completions = ["\\boxed{5}", "\\boxed{2\\sqrt{2}}", "\\boxed{6}", "nothing", "\\boxed{\\sqrt{8}}"]
   with Pool(1, check="no_such_module:check") as pool:
-    assert math_verdicts(completions, ["5", "\\sqrt{8}", "5", "5", "\\sqrt{8}"], pool=pool) == [True, None, False, False, True]
+    assert math_verdicts(completions, ["5", "\\sqrt{8}", "5", "5", "\\sqrt{8}"], pool=pool) == [
+      True,
+      None,
+      False,
+      False,
+      True,
+    ]
   with Pool(1, check=check) as pool:
     assert math_verdicts(["\\boxed{x}"], ["y"], pool=pool) == [False]
 
 
 def test_the_shared_pool():
   close_pools()
-  assert math_correct("\\boxed{5}", "5") is True and shared_pool().pids() == []  # a number needs no worker
-  assert math_verdicts(["\\boxed{2\\sqrt{2}}", "\\boxed{\\sqrt{9}}"], ["\\sqrt{8}", "4"], timeout_s=30, workers=1) == [True, False]
+  assert (
+    math_correct("\\boxed{5}", "5") is True and shared_pool().pids() == []
+  )  # a number needs no worker
+  assert math_verdicts(
+    ["\\boxed{2\\sqrt{2}}", "\\boxed{\\sqrt{9}}"], ["\\sqrt{8}", "4"], timeout_s=30, workers=1
+  ) == [True, False]
   assert len(shared_pool(1).pids()) == 1 and shared_pool(1) is shared_pool(1)
   close_pools()
   assert shared_pool(1).pids() == []

@@ -1,4 +1,5 @@
 """Attacks on the sandbox, each with a judge who says "passed" if it works. Some are also run outside, where they must work."""
+
 import os
 import socket
 import subprocess
@@ -20,41 +21,106 @@ from gtpo_jax.runtime.errors import UserError
 SECRET = "canary-5d1f90c2"
 TIMEOUT = 3
 # What lies in the home, but for the folder where the interpreter may be
-HOME = [str(path) for path in Path.home().glob("*") if not Path(sandbox._interpreter()).is_relative_to(path)]
-HOME += [str(path) for path in Path.home().glob(".*") if not Path(sandbox._interpreter()).is_relative_to(path)]
+HOME = [
+  str(path)
+  for path in Path.home().glob("*")
+  if not Path(sandbox._interpreter()).is_relative_to(path)
+]
+HOME += [
+  str(path)
+  for path in Path.home().glob(".*")
+  if not Path(sandbox._interpreter()).is_relative_to(path)
+]
 
 # name: (program, what the reason begins with, whether the attack works outside a sandbox). attack() is true where it succeeds.
 ATTACKS = {
-    "read the host's users": ("def attack(): return 'root' in open('/etc/passwd').read()", "error: FileNotFoundError", True),
-    "read the project": ("import os\ndef attack(): return os.listdir(PROJECT)", "error: FileNotFoundError", True),
-    "read the home": ("import os\ndef attack(): return any(map(os.path.exists, HOME))", "failed", True),
-    "read a canary": ("def attack(): return SECRET in open(CANARY).read()", "error: FileNotFoundError", True),
-    "overwrite a file": ("def attack(): return open(CANARY, 'w').write('gone')", "error: FileNotFoundError", True),
-    "delete a file": ("import os\ndef attack(): return os.remove(CANARY) is None", "error: FileNotFoundError", True),
-    "environment": ("import os\ndef attack(): return any(SECRET in value for value in os.environ.values())", "failed", True),
-    "environment of process 1": ("def attack(): return open('/proc/1/environ', 'rb').read()", "error: FileNotFoundError", False),
-    "own process file": ("def attack(): return open('/proc/self/status').read()", "error: FileNotFoundError", True),
-    "loopback socket": ("import socket\ndef attack(): return socket.create_connection(('127.0.0.1', PORT), 2)", "error: ", True),
-    "outside socket": ("import socket\ndef attack(): return socket.create_connection(('1.1.1.1', 53), 2)", "error: OSError", False),
-    "abstract socket": ("""
+  "read the host's users": (
+    "def attack(): return 'root' in open('/etc/passwd').read()",
+    "error: FileNotFoundError",
+    True,
+  ),
+  "read the project": (
+    "import os\ndef attack(): return os.listdir(PROJECT)",
+    "error: FileNotFoundError",
+    True,
+  ),
+  "read the home": (
+    "import os\ndef attack(): return any(map(os.path.exists, HOME))",
+    "failed",
+    True,
+  ),
+  "read a canary": (
+    "def attack(): return SECRET in open(CANARY).read()",
+    "error: FileNotFoundError",
+    True,
+  ),
+  "overwrite a file": (
+    "def attack(): return open(CANARY, 'w').write('gone')",
+    "error: FileNotFoundError",
+    True,
+  ),
+  "delete a file": (
+    "import os\ndef attack(): return os.remove(CANARY) is None",
+    "error: FileNotFoundError",
+    True,
+  ),
+  "environment": (
+    "import os\ndef attack(): return any(SECRET in value for value in os.environ.values())",
+    "failed",
+    True,
+  ),
+  "environment of process 1": (
+    "def attack(): return open('/proc/1/environ', 'rb').read()",
+    "error: FileNotFoundError",
+    False,
+  ),
+  "own process file": (
+    "def attack(): return open('/proc/self/status').read()",
+    "error: FileNotFoundError",
+    True,
+  ),
+  "loopback socket": (
+    "import socket\ndef attack(): return socket.create_connection(('127.0.0.1', PORT), 2)",
+    "error: ",
+    True,
+  ),
+  "outside socket": (
+    "import socket\ndef attack(): return socket.create_connection(('1.1.1.1', 53), 2)",
+    "error: OSError",
+    False,
+  ),
+  "abstract socket": (
+    """
         import socket
-        def attack(): return socket.socket(socket.AF_UNIX).connect('\\0' + ABSTRACT) is None""", "error: ConnectionRefused", True),
-    "many processes": ("""
+        def attack(): return socket.socket(socket.AF_UNIX).connect('\\0' + ABSTRACT) is None""",
+    "error: ConnectionRefused",
+    True,
+  ),
+  "many processes": (
+    """
         import os, time
         def attack():
           for i in range(100):
             if os.fork() == 0:
               time.sleep(60)
               os._exit(0)
-          return True""", "error: BlockingIOError", False),
-    "fork bomb": ("""
+          return True""",
+    "error: BlockingIOError",
+    False,
+  ),
+  "fork bomb": (
+    """
         import os
         def attack():
           while True:
             try: os.fork()
-            except OSError: pass""", "", False),
-    "memory": ("def attack(): return bytearray(4 * 10**8)", "memory", True),
-    "memory of many processes": ("""
+            except OSError: pass""",
+    "",
+    False,
+  ),
+  "memory": ("def attack(): return bytearray(4 * 10**8)", "memory", True),
+  "memory of many processes": (
+    """
         import os, time
         def attack():
           for i in range(8):
@@ -62,27 +128,47 @@ ATTACKS = {
               x = bytearray(80 * 2**20)
               for k in range(0, len(x), 4096): x[k] = 1
               time.sleep(60)
-          time.sleep(60)""", "memory", False),
-    "memory that no limit counts": ("""
+          time.sleep(60)""",
+    "memory",
+    False,
+  ),
+  "memory that no limit counts": (
+    """
         import ctypes, os
         def attack():
           try: return os.memfd_create('x') >= 0
-          except OSError: return ctypes.CDLL(None).shmget(0, 2**20, 0o1777) >= 0""", "failed", True),
-    "flood of stdout": ("""
+          except OSError: return ctypes.CDLL(None).shmget(0, 2**20, 0o1777) >= 0""",
+    "failed",
+    True,
+  ),
+  "flood of stdout": (
+    """
         import os
         def attack():
-          while True: os.write(1, b'x' * 65536)""", "output", False),
-    "flood of stderr": ("""
+          while True: os.write(1, b'x' * 65536)""",
+    "output",
+    False,
+  ),
+  "flood of stderr": (
+    """
         import os
         def attack():
-          while True: os.write(2, b'x' * 65536)""", "output", False),
-    "ignored signals": ("""
+          while True: os.write(2, b'x' * 65536)""",
+    "output",
+    False,
+  ),
+  "ignored signals": (
+    """
         import signal
         for number in range(1, 65):
           try: signal.signal(number, signal.SIG_IGN)
           except (OSError, ValueError): pass
-        while True: pass""", "timeout", False),
-    "orphans": ("""
+        while True: pass""",
+    "timeout",
+    False,
+  ),
+  "orphans": (
+    """
         import os, time
         def attack():
           for i in range(3):
@@ -90,17 +176,29 @@ ATTACKS = {
               os.setsid()
               if os.fork() == 0: time.sleep(600)
               os._exit(0)
-          return False""", "failed", False),
-    "exit 0": ("import os\nos._exit(0)", "error: the program ended itself", True),
-    "exit 0 when asked": ("import os\ndef attack(): os._exit(0)", "error: the program ended itself", True),
-    "forged verdict": ("""
+          return False""",
+    "failed",
+    False,
+  ),
+  "exit 0": ("import os\nos._exit(0)", "error: the program ended itself", True),
+  "exit 0 when asked": (
+    "import os\ndef attack(): os._exit(0)",
+    "error: the program ended itself",
+    True,
+  ),
+  "forged verdict": (
+    """
         import os
         for fd in range(256):
           for word in (b'ready\\npassed\\n', b'passed\\n', b'PASSED\\n', b'0' * 32 + b'passed\\n'):
             try: os.write(fd, word)
             except OSError: pass
-        os._exit(0)""", "error", True),
-    "search of frames, heap and descriptors": ("""
+        os._exit(0)""",
+    "error",
+    True,
+  ),
+  "search of frames, heap and descriptors": (
+    """
         import gc, os, sys
         def attack():
           mark, seen = 'stset-eht-fo-kram', []  # backwards, not to find itself
@@ -113,8 +211,12 @@ ATTACKS = {
           for fd in range(3, 256):
             try: seen.append(os.pread(fd, 10**6, 0))
             except OSError: pass
-          return any(mark in str(x)[::-1] for x in seen if isinstance(x, (str, bytes, bytearray)))""", "failed", True),
-    "patched builtins": ("""
+          return any(mark in str(x)[::-1] for x in seen if isinstance(x, (str, bytes, bytearray)))""",
+    "failed",
+    True,
+  ),
+  "patched builtins": (
+    """
         import atexit, builtins, gc, os, sys
         builtins.AssertionError = builtins.exec = builtins.compile = builtins.bool = lambda *a, **k: True
         sys.exit = os._exit = builtins.exit = lambda *a: None
@@ -127,8 +229,12 @@ ATTACKS = {
           for name in ('judge', 'compare', 'check', 'attack'):
             try: setattr(module, name, lambda *a, **k: 'passed')
             except Exception: pass
-        def attack(): return 0""", "failed", False),
-    "an object equal to all": ("""
+        def attack(): return 0""",
+    "failed",
+    False,
+  ),
+  "an object equal to all": (
+    """
         class Any(int):
           __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __contains__ = lambda self, other: True
           __sub__ = __rsub__ = __abs__ = lambda self, *other: 0
@@ -138,20 +244,32 @@ ATTACKS = {
           __sub__ = __rsub__ = __abs__ = __float__ = lambda self, *other: 0.0
           __hash__ = lambda self: 42
         def attack(): return False
-        def answer(plain): return Any(1) if plain else Other()""", "failed", False),
-    "shadowed builtins": ("""
+        def answer(plain): return Any(1) if plain else Other()""",
+    "failed",
+    False,
+  ),
+  "shadowed builtins": (
+    """
         def all(x): return True
         any = sorted = bool = isinstance = len = all
-        def attack(): return []""", "failed", False),
-    "a hostile answer": ("""
+        def attack(): return []""",
+    "failed",
+    False,
+  ),
+  "a hostile answer": (
+    """
         import os
         def attack():
           for text in ('1 T', '5 Veval', '5 q9999', '99999 l999999999', '21 l4 s3 s7 n u1 s4asksystem', '26 l2 s5 pvalue'):
             for fd in range(3, 10):
               try: os.write(fd, b'%016x' % len(text) + text.encode())
               except OSError: pass
-          return 0""", "error", False),
-    "ptrace": ("""
+          return 0""",
+    "error",
+    False,
+  ),
+  "ptrace": (
+    """
         import ctypes, os
         libc = ctypes.CDLL(None, use_errno=True)
         def attack():
@@ -159,39 +277,63 @@ ATTACKS = {
           class Vec(ctypes.Structure): _fields_ = [('base', ctypes.c_void_p), ('len', ctypes.c_size_t)]
           here, there = Vec(ctypes.addressof(word), 8), Vec(ctypes.addressof(word), 8)
           return (libc.ptrace(16, parent, 0, 0) == 0 or libc.ptrace(0x4206, parent, 0, 0) == 0
-                  or libc.process_vm_readv(parent, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) > 0)""", "failed", False),
-    "namespaces and mounts": ("""
+                  or libc.process_vm_readv(parent, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) > 0)""",
+    "failed",
+    False,
+  ),
+  "namespaces and mounts": (
+    """
         import ctypes
         libc = ctypes.CDLL(None, use_errno=True)
         def attack():
           return (libc.unshare(0x10000000) == 0 or libc.unshare(0x20000) == 0 or libc.mount(b'x', b'/tmp', b'tmpfs', 0, 0) == 0
                   or libc.syscall(56, 0x10000011, 0, 0, 0, 0) >= 0 or libc.syscall(435, 0, 0) >= 0
-                  or libc.syscall(250, 0, -3, 1) >= 0)""", "failed", False),
-    "writing outside /tmp": ("""
+                  or libc.syscall(250, 0, -3, 1) >= 0)""",
+    "failed",
+    False,
+  ),
+  "writing outside /tmp": (
+    """
         import os
         def attack():
           for folder in ('/', '/dev', '/dev/shm', '/usr', '/lib', '/etc', os.path.dirname(os.__file__)):
             try: open(folder + '/x', 'w').close()
             except OSError: pass
             else: return True
-          return False""", "failed", False),
-    "filling the disk": ("""
+          return False""",
+    "failed",
+    False,
+  ),
+  "filling the disk": (
+    """
         def attack():
           for i in range(40):
             open(f'/tmp/{i}', 'wb').write(b'x' * 2**22)
-          return True""", "error: OSError", False),
-    "crash of the interpreter": ("""
+          return True""",
+    "error: OSError",
+    False,
+  ),
+  "crash of the interpreter": (
+    """
         import ctypes, sys
         sys.setrecursionlimit(10**8)
-        def attack(): ctypes.string_at(0)""", "error: the program ended with signal 11", False),
-    "deep recursion": ("""
+        def attack(): ctypes.string_at(0)""",
+    "error: the program ended with signal 11",
+    False,
+  ),
+  "deep recursion": (
+    """
         import sys
         sys.setrecursionlimit(10**8)
         def attack():
           x = []
           for i in range(10**5): x = [x]
-          return repr(x)""", "", False),
-    "setuid and devices": ("""
+          return repr(x)""",
+    "",
+    False,
+  ),
+  "setuid and devices": (
+    """
         import os
         open('/tmp/x', 'w').close()
         def attack():
@@ -201,16 +343,31 @@ ATTACKS = {
             try: step()
             except OSError: pass
             else: return True
-          return os.getuid() == 0""", "failed", False),
-    "killing everybody": ("""
+          return os.getuid() == 0""",
+    "failed",
+    False,
+  ),
+  "killing everybody": (
+    """
         import os
         def attack():
           for pid in (1, os.getppid(), -1):
             try: os.kill(pid, 9)
             except OSError: pass
-          return 0""", "error", False),
-    "interrupting the judge": ("import os, time\ndef attack():\n  os.kill(os.getppid(), 2)\n  time.sleep(1)\n  return 0", "error", False),
-    "stopping the judge": ("import os\ndef attack():\n  os.kill(os.getppid(), 19)\n  return 1", "timeout", False),
+          return 0""",
+    "error",
+    False,
+  ),
+  "interrupting the judge": (
+    "import os, time\ndef attack():\n  os.kill(os.getppid(), 2)\n  time.sleep(1)\n  return 0",
+    "error",
+    False,
+  ),
+  "stopping the judge": (
+    "import os\ndef attack():\n  os.kill(os.getppid(), 19)\n  return 1",
+    "timeout",
+    False,
+  ),
 }
 
 
@@ -233,10 +390,13 @@ class Host:
 
 def inside():
   """The processes whose root is our sandbox's, or whose root we may not see."""
-  root, found = sandbox._runtime().stat(), []
+  root = sandbox._runtime().stat()
+  found = []
   for pid in filter(str.isdigit, os.listdir("/proc")):
     try:
-      if sandbox.BOOT.encode() in Path("/proc", pid, "cmdline").read_bytes() and os.path.samestat(Path("/proc", pid, "root").stat(), root):
+      if sandbox.BOOT.encode() in Path("/proc", pid, "cmdline").read_bytes() and os.path.samestat(
+        Path("/proc", pid, "root").stat(), root
+      ):
         found.append(int(pid))
     except OSError:
       pass
@@ -247,7 +407,11 @@ def inside():
 def host(monkeypatch):
   """A file and two listening sockets that anybody on this machine may use, and a secret in the environment."""
   monkeypatch.setenv("GTPO_SECRET", SECRET)
-  with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+  with (
+    tempfile.TemporaryDirectory() as folder,
+    socket.create_server(("127.0.0.1", 0)) as tcp,
+    socket.socket(socket.AF_UNIX) as unix,
+  ):
     os.chmod(folder, 0o777)
     canary = Path(folder, "canary")
     canary.write_text(SECRET)
@@ -256,16 +420,26 @@ def host(monkeypatch):
     unix.listen()
     for listener in (tcp, unix):
       listener.setblocking(False)
-    values = {"CANARY": str(canary), "SECRET": SECRET, "PORT": tcp.getsockname()[1], "ABSTRACT": folder, "HOME": HOME,
-              "PROJECT": str(Path(__file__).parents[2])}
-    yield Host("".join(f"{name} = {value!r}\n" for name, value in values.items()), canary, [tcp, unix])
+    values = {
+      "CANARY": str(canary),
+      "SECRET": SECRET,
+      "PORT": tcp.getsockname()[1],
+      "ABSTRACT": folder,
+      "HOME": HOME,
+      "PROJECT": str(Path(__file__).parents[2]),
+    }
+    yield Host(
+      "".join(f"{name} = {value!r}\n" for name, value in values.items()), canary, [tcp, unix]
+    )
 
 
 def judge_of(name):
   if name == "an object equal to all":
-    return "a, b = answer(True), answer(False)\nfor wrong in (lambda: a == 2, lambda: b == 2, lambda: abs(a - 9) < 1, lambda: a < 0, " \
-           "lambda: abs(b - 9) < 1, lambda: b < 0, lambda: 2 in [b], lambda: b in {42}, lambda: 2 in b, lambda: b - 9 == 0.0):\n" \
-           "  try: assert not wrong()\n  except TypeError: pass\nassert attack()"
+    return (
+      "a, b = answer(True), answer(False)\nfor wrong in (lambda: a == 2, lambda: b == 2, lambda: abs(a - 9) < 1, lambda: a < 0, "
+      "lambda: abs(b - 9) < 1, lambda: b < 0, lambda: 2 in [b], lambda: b in {42}, lambda: 2 in b, lambda: b - 9 == 0.0):\n"
+      "  try: assert not wrong()\n  except TypeError: pass\nassert attack()"
+    )
   if name == "shadowed builtins":
     return "assert all(x == 1 for x in [2]) or sorted(attack()) == [1] or len(attack()) == 3"
   return "'mark-of-the-tests'\nassert attack()"
@@ -293,7 +467,9 @@ def test_the_attack_is_one(name, host):
   if name == "read the home" and not HOME:
     pytest.skip("the home is empty")
   program = host.names + textwrap.dedent(ATTACKS[name][0]) + "\n" + judge_of(name)
-  done = subprocess.run([sys.executable, "-c", program], timeout=60, capture_output=True, check=False)
+  done = subprocess.run(
+    [sys.executable, "-c", program], timeout=60, capture_output=True, check=False
+  )
   assert done.returncode == 0, done.stderr
 
 
@@ -303,8 +479,8 @@ def test_sixteen_attacks_at_once(host):
   names = [name for name in ATTACKS if name != "memory of many processes"]
   good = "def f(x):\n  return x + 1"
   with ThreadPoolExecutor(16) as pool:
-    verdicts = list(pool.map(lambda name: attacked(name, host), names[:len(names) // 2]))
-    mixed = [pool.submit(attacked, name, host) for name in names[len(names) // 2:]]
+    verdicts = list(pool.map(lambda name: attacked(name, host), names[: len(names) // 2]))
+    mixed = [pool.submit(attacked, name, host) for name in names[len(names) // 2 :]]
     right = pool.submit(run_code, good, "assert f(1) == 2", 60)
     verdicts += [job.result() for job in mixed]
   assert not any(verdict.passed for verdict in verdicts)
@@ -315,6 +491,7 @@ def test_sixteen_attacks_at_once(host):
 @pytest.mark.sandbox
 def test_a_flood_costs_the_trainer_no_memory():
   import psutil
+
   before = psutil.Process().memory_info().rss
   run_code("import os\nwhile True: os.write(1, b'x' * 65536)", "", timeout_s=2)
   assert psutil.Process().memory_info().rss - before < 64 * 2**20
@@ -322,7 +499,9 @@ def test_a_flood_costs_the_trainer_no_memory():
 
 @pytest.mark.sandbox
 def test_runs_do_not_see_each_other():
-  program = "import os\ndef left(): return os.listdir('/tmp')\ndef leave(): open('/tmp/x', 'w').write('x')"
+  program = (
+    "import os\ndef left(): return os.listdir('/tmp')\ndef leave(): open('/tmp/x', 'w').write('x')"
+  )
   assert run_code(program, "leave()\nassert left() == ['x']").passed
   assert run_code(program, "assert left() == []").passed
 
@@ -350,20 +529,27 @@ def forget():
 
 def test_without_bubblewrap_it_refuses_with_advice(monkeypatch, forget):
   refusing(monkeypatch, lambda name: None)
-  with pytest.raises(UserError, match=r"bwrap is not installed.*apt install bubblewrap.*conda.*seccomp") as caught:
+  with pytest.raises(
+    UserError, match=r"bwrap is not installed.*apt install bubblewrap.*conda.*seccomp"
+  ) as caught:
     run_code("raise SystemExit", "")
   assert "\n" not in str(caught.value)
 
 
 def test_where_namespaces_are_forbidden_it_refuses_with_advice(monkeypatch, forget, tmp_path):
   broken = tmp_path / "bwrap"
-  broken.write_text("#!/bin/sh\n[ \"$1\" = --help ] && echo --size && exit\n"
-                    "echo 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+  broken.write_text(
+    '#!/bin/sh\n[ "$1" = --help ] && echo --size && exit\n'
+    "echo 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+  )
   broken.chmod(0o755)
   tmp_path.chmod(0o755)
   refusing(monkeypatch, lambda name: str(broken) if name == "bwrap" else None)
   monkeypatch.setattr(sandbox.os, "geteuid", lambda: 1000)
-  assert "No permissions to create new namespace" in sandbox_problem() and "user namespaces" in sandbox_problem()
+  assert (
+    "No permissions to create new namespace" in sandbox_problem()
+    and "user namespaces" in sandbox_problem()
+  )
 
 
 def test_only_a_waiver_runs_programs_without_a_sandbox(monkeypatch, forget):

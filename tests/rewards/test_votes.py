@@ -1,4 +1,5 @@
 """What counts as one answer in a vote."""
+
 import pytest
 
 from gtpo_jax.rewards import VERIFIERS, VOTES
@@ -6,21 +7,33 @@ from gtpo_jax.rewards import VERIFIERS, VOTES
 math = VOTES["math"]
 
 
-@pytest.mark.parametrize("texts", [
+@pytest.mark.parametrize(
+  "texts",
+  [
     (r"\boxed{72}", "#### 72", "The answer is $72$.", r"so \boxed{72.0}", "Answer: 72 apples"),
     (r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", r"Answer: 1/2", r"\boxed{\dfrac12}"),
-    (r"\boxed{1,234}", "Answer: 1234"), (r"\boxed{\{1, 2\}}", r"\boxed{\{2,1\}}"), (r"\boxed{(1, 2)}", r"\boxed{( 1,2 )}"),
-    (r"\boxed{x^2 + 1}", r"\boxed{x^2+1}"), (r"\boxed{\text{Tuesday}}", "Answer: Tuesday"), (r"\boxed{50\%}", "Answer: 50 percent")])
+    (r"\boxed{1,234}", "Answer: 1234"),
+    (r"\boxed{\{1, 2\}}", r"\boxed{\{2,1\}}"),
+    (r"\boxed{(1, 2)}", r"\boxed{( 1,2 )}"),
+    (r"\boxed{x^2 + 1}", r"\boxed{x^2+1}"),
+    (r"\boxed{\text{Tuesday}}", "Answer: Tuesday"),
+    (r"\boxed{50\%}", "Answer: 50 percent"),
+  ],
+)
 def test_one_answer_however_it_is_written(texts):
   assert len({math(text) for text in texts}) == 1 and math(texts[0]) is not None
 
 
-@pytest.mark.parametrize(("a", "b"), [("72", "73"), ("(1,2)", "(2,1)"), ("(1,2)", "[1,2]"), ("x", "y"), ("50", r"50\%")])
+@pytest.mark.parametrize(
+  ("a", "b"), [("72", "73"), ("(1,2)", "(2,1)"), ("(1,2)", "[1,2]"), ("x", "y"), ("50", r"50\%")]
+)
 def test_different_answers(a, b):
   assert math(rf"\boxed{{{a}}}") != math(rf"\boxed{{{b}}}")
 
 
-@pytest.mark.parametrize("text", ["", "I do not know.", r"\boxed{}", r"\boxed{ }", r"\boxed{" + "1+" * 1000 + "1}"])
+@pytest.mark.parametrize(
+  "text", ["", "I do not know.", r"\boxed{}", r"\boxed{ }", r"\boxed{" + "1+" * 1000 + "1}"]
+)
 def test_no_answer_abstains(text):
   assert math(text) is None
 

@@ -1,4 +1,5 @@
 """What a step learns from: dynamic sampling, the guide, the reference and the second scoring."""
+
 import functools
 import json
 import shutil
@@ -19,49 +20,67 @@ from gtpo_jax.rewards import VERIFIERS, group_relative
 from gtpo_jax.rollout.experience import Collector, batch_like, leftovers_like
 from gtpo_jax.rollout.policies import FrozenPolicies, check_frozen, load_frozen
 from gtpo_jax.rollout.problems import training_problems
-from gtpo_jax.rollout.worker import Actor, Policy, Stream, key_for
+from gtpo_jax.rollout.worker import Policy, RolloutWorker, Stream, key_for
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.training.head import make_scorer
 from gtpo_jax.training.state import make_optimizer
 
-N, G, T = 8, 4, 14
+N = 8
+G = 4
+T = 14
 
 
 def config_of(name="dapo", **changes):
   config = default_config()
   config.steps = 3
-  config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 2, 2, 2
-  config.data.terms, config.data.max_prompt_tokens, config.sampling.max_tokens = 2, 20, T
-  config.batch.prompts, config.batch.group = N, G
-  config.eval.every, config.eval.problems, config.eval.samples, config.eval.batch = 0, 8, 1, 8
-  config.checkpoint.every, config.checkpoint.keep, config.log.tensorboard = 1, 5, False
+  config.mesh.data = 2
+  config.mesh.fsdp = 2
+  config.mesh.tensor = 2
+  config.data.terms = 2
+  config.data.max_prompt_tokens = 20
+  config.sampling.max_tokens = T
+  config.batch.prompts = N
+  config.batch.group = G
+  config.eval.every = 0
+  config.eval.problems = 8
+  config.eval.samples = 1
+  config.eval.batch = 8
+  config.checkpoint.every = 1
+  config.checkpoint.keep = 5
+  config.log.tensorboard = False
   config.optimizer.learning_rate = 1e-3
   config.algorithm.name = name
   with config.unlocked():
-    config.update_from_flattened_dict({"algorithm.guide_completions": 1, **changes} if name == "dapo_mixed" else changes)
+    config.update_from_flattened_dict(
+      {"algorithm.guide_completions": 1, **changes} if name == "dapo_mixed" else changes
+    )
   return freeze(config)
 
 
 @pytest.fixture(autouse=True)
 def coins(monkeypatch):
   """Verdicts of which a random model earns both kinds: the length's parity. (A completion that was cut off stays wrong.)"""
-  monkeypatch.setitem(VERIFIERS, "last_number", lambda completions, *_: [len(text) % 2 == 0 for text in completions])
+  monkeypatch.setitem(
+    VERIFIERS, "last_number", lambda completions, *_: [len(text) % 2 == 0 for text in completions]
+  )
 
 
 @functools.cache
 def random_actor(config=None):
   """An actor of the config with a random policy, of whose completions some end by themselves."""
-  actor = Actor(config or config_of())
-  return actor, init_params(actor.model, jax.random.key(3))
+  worker = RolloutWorker(config or config_of())
+  return worker, init_params(worker.model, jax.random.key(3))
 
 
 NONE = FrozenPolicies(None, None, {}, {})
 
 
 def collect(config, steps, frozen=NONE, collector=None, said=None):
-  actor, params = random_actor(config)
-  collector = collector or Collector(config, actor, training_problems(config, actor), frozen)
-  return collector, [collector.collect(params, (said if said is not None else []).append) for _ in range(steps)]
+  worker, params = random_actor(config)
+  collector = collector or Collector(config, worker, training_problems(config, worker), frozen)
+  return collector, [
+    collector.collect(params, (said if said is not None else []).append) for _ in range(steps)
+  ]
 
 
 def contrast(batch):
@@ -78,18 +97,28 @@ def assert_equal(a, b):
 
 # --- without dynamic sampling ---
 
+
 def test_a_plain_batch_is_that_of_its_step():
   config = config_of("gtpo")
   _, batches = collect(config, 3)
-  actor, params = random_actor(config)
-  late = Collector(config, actor, training_problems(config, actor), NONE, drawn=2).collect(params, print)
+  worker, params = random_actor(config)
+  late = Collector(config, worker, training_problems(config, worker), NONE, drawn=2).collect(
+    params, print
+  )
   assert_equal(host(batches[2]), host(late))
-  assert [problem.id for problem in late.problems] == [problem.id for problem in batches[2].problems]
-  assert batches[0].rollouts.stale is None and batches[0].metrics.keys() == {"time/sample", "time/reward", "reward/no_verdict"}
+  assert [problem.id for problem in late.problems] == [
+    problem.id for problem in batches[2].problems
+  ]
+  assert batches[0].rollouts.stale is None and batches[0].metrics.keys() == {
+    "time/sample",
+    "time/reward",
+    "reward/no_verdict",
+  }
   assert all(len(row) == G for row in batches[0].texts)
 
 
 # --- dynamic sampling ---
+
 
 def test_every_group_has_contrast_and_the_surplus_comes_first_in_the_next_step():
   config = config_of(**{"batch.max_gen_batches": 40})
@@ -104,7 +133,9 @@ def test_every_group_has_contrast_and_the_surplus_comes_first_in_the_next_step()
     stale = np.asarray(batch.rollouts.stale)
     kept = int(before.metrics["groups/kept"]) if before else 0
     assert stale[:kept].all() and not stale[kept:].any()
-    assert N + m["groups/kept"] == kept + m["groups/sampled"] - m["groups/dropped"]  # nothing good is thrown away
+    assert (
+      N + m["groups/kept"] == kept + m["groups/sampled"] - m["groups/dropped"]
+    )  # nothing good is thrown away
   assert max(batch.metrics["groups/kept"] for batch in batches) > 0
   assert generated == collector.leftovers()["drawn"] * N
   ids = [problem.id for batch in batches for problem in batch.problems]
@@ -115,7 +146,11 @@ def test_groups_are_those_of_the_data_order():
   """Each group of a filled batch is bit for bit what plain sampling of its generation batch gives."""
   collector, (batch,) = collect(config_of(**{"batch.max_gen_batches": 40}), 1)
   _, plain = collect(config_of("gtpo"), int(collector.leftovers()["drawn"]))
-  by_id = {problem.id: (b.rollouts.tokens[i], b.rollouts.log_probs[i], b.texts[i]) for b in plain for i, problem in enumerate(b.problems)}
+  by_id = {
+    problem.id: (b.rollouts.tokens[i], b.rollouts.log_probs[i], b.texts[i])
+    for b in plain
+    for i, problem in enumerate(b.problems)
+  }
   for i, problem in enumerate(batch.problems):
     tokens, log_probs, texts = by_id[problem.id]
     np.testing.assert_array_equal(batch.rollouts.tokens[i], tokens)
@@ -127,10 +162,14 @@ def test_at_the_limit_it_trains_on_what_there_is_and_says_so():
   said = []
   _, (batch,) = collect(config_of(**{"batch.max_gen_batches": 1}), 1, said=said)
   good = int(contrast(batch).sum())
-  assert 0 < good < N and batch.metrics["groups/short"] == N - good == batch.metrics["groups/dropped"]
-  assert said == [f"dynamic sampling: batch.max_gen_batches = 1 reached, 8 groups sampled, {N - good} without contrast; {good} of 8 groups "
-                  "of this step are trained on"]
-  np.testing.assert_array_equal(np.asarray(batch.verdicts.counted).all(1), contrast(batch))
+  assert (
+    0 < good < N and batch.metrics["groups/short"] == N - good == batch.metrics["groups/dropped"]
+  )
+  assert said == [
+    f"dynamic sampling: batch.max_gen_batches = 1 reached, 8 groups sampled, {N - good} without contrast; {good} of 8 groups "
+    "of this step are trained on"
+  ]
+  np.testing.assert_array_equal(np.asarray(batch.verdicts.valid).all(1), contrast(batch))
   assert batch.metrics["groups/all_wrong"] + batch.metrics["groups/all_correct"] == (N - good) / N
   assert batch.metrics["reward/accuracy"] == pytest.approx(batch.correct.mean())
 
@@ -143,19 +182,32 @@ def test_leftovers_travel_as_arrays():
   leftovers = collector.leftovers()
   like = leftovers_like(config)
   assert leftovers.keys() == like.keys()
-  assert all(leftovers[name].shape == x.shape and leftovers[name].dtype == x.dtype for name, x in like.items())
+  assert all(
+    leftovers[name].shape == x.shape and leftovers[name].dtype == x.dtype
+    for name, x in like.items()
+  )
   _, (expected,) = collect(config, 1, collector=collector)
-  again = Collector(config, random_actor(config)[0], training_problems(config, random_actor(config)[0]), NONE)
+  again = Collector(
+    config, random_actor(config)[0], training_problems(config, random_actor(config)[0]), NONE
+  )
   again.restore(leftovers)
   _, (batch,) = collect(config, 1, collector=again)
   assert_equal(host(expected), host(batch))
   assert batch.texts == expected.texts and batch.problems == expected.problems
-  assert {k: v for k, v in batch.metrics.items() if "time" not in k} == {k: v for k, v in expected.metrics.items() if "time" not in k}
+  assert {k: v for k, v in batch.metrics.items() if "time" not in k} == {
+    k: v for k, v in expected.metrics.items() if "time" not in k
+  }
 
 
 def lasting(workdir):
-  return [{key: value for key, value in row.items() if not key.startswith("time/") and key not in ("tokens/s", "compiles")}
-          for row in read_jsonl(workdir / "metrics.jsonl")]
+  return [
+    {
+      key: value
+      for key, value in row.items()
+      if not key.startswith("time/") and key not in ("tokens/s", "compiles")
+    }
+    for row in read_jsonl(workdir / "metrics.jsonl")
+  ]
 
 
 @pytest.mark.parametrize("name", ["dapo", "dapo_mixed"])
@@ -166,17 +218,24 @@ def test_a_run_with_leftovers_resumes_exactly(name, tmp_path):
   stop_at = lambda step: lambda: lasting(tmp_path / "halves")[-1]["step"] == step
   assert train(config, tmp_path / "halves", quiet, stop_at(1)).step == 1
   optimizer = make_optimizer(config.optimizer, config.steps)
-  saved = Checkpoints(tmp_path / "halves" / "checkpoints").restore(random_actor()[0].model, optimizer)
+  saved = Checkpoints(tmp_path / "halves" / "checkpoints").restore(
+    random_actor()[0].model, optimizer
+  )
   assert saved.leftovers["drawn"] > 1
   assert {name: (x.shape, x.dtype) for name, x in saved.leftovers.items()} == {
-      name: (x.shape, x.dtype) for name, x in leftovers_like(config).items()}
+    name: (x.shape, x.dtype) for name, x in leftovers_like(config).items()
+  }
   assert train(config, tmp_path / "halves", quiet).finished
   assert lasting(tmp_path / "whole") == lasting(tmp_path / "halves")
-  ends = [Checkpoints(tmp_path / which / "checkpoints").restore_params(random_actor()[0].model) for which in ("whole", "halves")]
+  ends = [
+    Checkpoints(tmp_path / which / "checkpoints").restore_params(random_actor()[0].model)
+    for which in ("whole", "halves")
+  ]
   assert_equal(*jax.device_get(ends))
 
 
 # --- the guide, the reference, the second scoring ---
+
 
 @pytest.fixture
 def run_with_base(tmp_path):
@@ -189,20 +248,27 @@ def run_with_base(tmp_path):
 
 
 def test_the_guide_writes_its_part_of_every_group(run_with_base):
-  config = config_of("dapo_mixed", **{"algorithm.guide_completions": 2, "batch.max_gen_batches": 40})
-  actor, params = random_actor()
-  frozen = load_frozen(config, actor, run_with_base, {})
+  config = config_of(
+    "dapo_mixed", **{"algorithm.guide_completions": 2, "batch.max_gen_batches": 40}
+  )
+  worker, params = random_actor()
+  frozen = load_frozen(config, worker, run_with_base, {})
   _, batches = collect(config, 2, frozen)
   base = jax.tree.map(lambda x: x * 1.1, params)
   for batch in batches:
     guided = np.asarray(batch.rollouts.guided)
     np.testing.assert_array_equal(guided, np.tile([False, False, True, True], (N, 1)))
-    own_wrong, right = (~batch.correct[:, :2]).any(1), batch.correct.any(1)
+    own_wrong = (~batch.correct[:, :2]).any(1)
+    right = batch.correct.any(1)
     assert (own_wrong & right).all()
-    score = make_scorer(actor.model, 1.0, 1, 256)
+    score = make_scorer(worker.model, 1.0, 1, 256)
     by_guide, by_policy = (np.asarray(score(p, batch.rollouts)) for p in (base, params))
     mask = np.asarray(batch.rollouts.mask)
-    np.testing.assert_allclose(np.asarray(batch.rollouts.log_probs), np.where(guided[..., None], by_guide, by_policy), atol=1e-4)
+    np.testing.assert_allclose(
+      np.asarray(batch.rollouts.log_probs),
+      np.where(guided[..., None], by_guide, by_policy),
+      atol=1e-4,
+    )
     assert np.abs(by_guide - by_policy)[mask].max() > 1e-3
   saved = [b for b in batches if not b.correct[:, :2].any(1).all()]
   assert saved, "no group was rescued by the guide"
@@ -210,37 +276,61 @@ def test_the_guide_writes_its_part_of_every_group(run_with_base):
 
 def test_the_reference_and_the_second_scoring(run_with_base):
   config = config_of("grpo", **{"algorithm.kl_weight": 0.1, "algorithm.tis_cap": 2.0})
-  actor, params = random_actor()
-  _, (batch,) = collect(config, 1, load_frozen(config, actor, run_with_base, {}))
-  score = make_scorer(actor.model, 1.0, 2, 64)
-  np.testing.assert_allclose(batch.rollouts.reference, score(jax.tree.map(lambda x: x * 1.1, params), batch.rollouts), atol=1e-5)
+  worker, params = random_actor()
+  _, (batch,) = collect(config, 1, load_frozen(config, worker, run_with_base, {}))
+  score = make_scorer(worker.model, 1.0, 2, 64)
+  np.testing.assert_allclose(
+    batch.rollouts.reference,
+    score(jax.tree.map(lambda x: x * 1.1, params), batch.rollouts),
+    atol=1e-5,
+  )
   np.testing.assert_allclose(batch.rollouts.rescored, score(params, batch.rollouts), atol=1e-5)
-  assert np.abs(np.asarray(batch.rollouts.rescored) - np.asarray(batch.rollouts.log_probs)).max() < 1e-4
+  assert (
+    np.abs(np.asarray(batch.rollouts.rescored) - np.asarray(batch.rollouts.log_probs)).max() < 1e-4
+  )
   assert not np.asarray(batch.rollouts.rescored)[~np.asarray(batch.rollouts.mask)].any()
 
 
-@pytest.mark.parametrize("changes", [{}, {"algorithm.kl_weight": 0.1}, {"algorithm.tis_cap": 2.0}, {"algorithm.dynamic_sampling": True}])
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {},
+    {"algorithm.kl_weight": 0.1},
+    {"algorithm.tis_cap": 2.0},
+    {"algorithm.dynamic_sampling": True},
+  ],
+)
 def test_the_promised_shapes_are_the_real_ones(changes, run_with_base):
   config = config_of("grpo", **changes)
   _, (batch,) = collect(config, 1, load_frozen(config, random_actor()[0], run_with_base, {}))
   like = batch_like(config)
   assert jax.tree.structure(like) == jax.tree.structure((batch.rollouts, batch.verdicts))
-  jax.tree.map(lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype) or pytest.fail(f"{x} {y}"), like, (batch.rollouts, batch.verdicts))
+  jax.tree.map(
+    lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype) or pytest.fail(f"{x} {y}"),
+    like,
+    (batch.rollouts, batch.verdicts),
+  )
 
 
 def test_cut_off_completions_are_filtered_where_asked():
   for asked in (True, False):
     _, (batch,) = collect(config_of("gtpo", **{"algorithm.overlong_filter": asked}), 1)
-    counted, finished = np.asarray(batch.verdicts.counted), np.asarray(batch.rollouts.finished)
+    valid = np.asarray(batch.verdicts.valid)
+    finished = np.asarray(batch.rollouts.finished)
     assert not finished.all() and finished.any()
-    np.testing.assert_array_equal(counted, finished if asked else np.ones_like(finished))
+    np.testing.assert_array_equal(valid, finished if asked else np.ones_like(finished))
 
 
 def test_group_relative_penalties_reach_the_verdicts():
-  _, (batch,) = collect(config_of("dapo", **{"algorithm.length_penalty": "group_relative", "algorithm.gamma": 0.9}), 1)
-  penalty, lengths = np.asarray(batch.verdicts.penalty), np.asarray(batch.rollouts.lengths)
+  _, (batch,) = collect(
+    config_of("dapo", **{"algorithm.length_penalty": "group_relative", "algorithm.gamma": 0.9}), 1
+  )
+  penalty = np.asarray(batch.verdicts.penalty)
+  lengths = np.asarray(batch.rollouts.lengths)
   assert penalty.min() < 0
-  np.testing.assert_allclose(penalty, group_relative(lengths, batch.correct, np.ones((N, G), bool), 0.9))
+  np.testing.assert_allclose(
+    penalty, group_relative(lengths, batch.correct, np.ones((N, G), bool), 0.9)
+  )
 
 
 def test_kl_grows_from_the_reference_that_the_run_started_from(tmp_path):
@@ -250,84 +340,137 @@ def test_kl_grows_from_the_reference_that_the_run_started_from(tmp_path):
   assert kl[0] == pytest.approx(0, abs=1e-9) and kl[-1] > 1e-8
 
 
-def save_hf(folder, actor, params):
+def save_hf(folder, worker, params):
   import torch
   import transformers
 
   from gtpo_jax.models.hf import hf_from_params
-  c = actor.model.config
-  hf = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
-      vocab_size=c.vocab_size, hidden_size=c.width, num_hidden_layers=c.layers, num_attention_heads=c.heads,
-      num_key_value_heads=c.kv_heads, intermediate_size=c.mlp, tie_word_embeddings=c.tied, rope_theta=c.rope_theta,
-      rms_norm_eps=c.norm_eps))
-  hf.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in hf_from_params(actor.model, params)}, strict=False)
+
+  c = worker.model.config
+  hf = transformers.Qwen2ForCausalLM(
+    transformers.Qwen2Config(
+      vocab_size=c.vocab_size,
+      hidden_size=c.width,
+      num_hidden_layers=c.layers,
+      num_attention_heads=c.heads,
+      num_key_value_heads=c.kv_heads,
+      intermediate_size=c.mlp,
+      tie_word_embeddings=c.tied,
+      rope_theta=c.rope_theta,
+      rms_norm_eps=c.norm_eps,
+    )
+  )
+  hf.load_state_dict(
+    {k: torch.from_numpy(v.copy()) for k, v in hf_from_params(worker.model, params)}, strict=False
+  )
   hf.save_pretrained(folder)
 
 
 def test_a_guide_from_a_hugging_face_folder_and_from_a_run(tmp_path):
   pytest.importorskip("torch")
-  actor, params = random_actor()
+  worker, params = random_actor()
   other = jax.tree.map(lambda x: x * 0.9, params)
-  save_hf(tmp_path / "hf", actor, other)
+  save_hf(tmp_path / "hf", worker, other)
   config = config_of("dapo_mixed", **{"guide.path": str(tmp_path / "hf")})
-  check_frozen(config, actor)
-  _, (batch,) = collect(config, 1, load_frozen(config, actor, tmp_path / "nowhere", {}))
-  scored = make_scorer(actor.model, 1.0, 1, 256)(other, batch.rollouts)
+  check_frozen(config, worker)
+  _, (batch,) = collect(config, 1, load_frozen(config, worker, tmp_path / "nowhere", {}))
+  scored = make_scorer(worker.model, 1.0, 1, 256)(other, batch.rollouts)
   guided = np.asarray(batch.rollouts.guided)
-  np.testing.assert_allclose(np.asarray(batch.rollouts.log_probs)[guided], np.asarray(scored)[guided], atol=1e-4)
+  np.testing.assert_allclose(
+    np.asarray(batch.rollouts.log_probs)[guided], np.asarray(scored)[guided], atol=1e-4
+  )
 
   own = config_of("gtpo", steps=1)
   train(own, tmp_path / "run", Display(enabled=False))
   config = config_of("dapo_mixed", **{"guide.path": str(tmp_path / "run")})
-  check_frozen(config, actor)
-  guide = load_frozen(config, actor, tmp_path / "nowhere", {}).guide
-  newest = Checkpoints(tmp_path / "run" / "checkpoints").restore_params(actor.model)
+  check_frozen(config, worker)
+  guide = load_frozen(config, worker, tmp_path / "nowhere", {}).guide
+  newest = Checkpoints(tmp_path / "run" / "checkpoints").restore_params(worker.model)
   np.testing.assert_array_equal(guide.params.outer["embedding"], newest["embedding"])
 
-  began = load_frozen(config, actor, tmp_path / "nowhere", {})
-  assert began.identity == {"guide.path": digest_tree(newest)[:16]} and began.steps == {"guide.path": 1}
-  train(config_of("gtpo", steps=2), tmp_path / "run", Display(enabled=False))  # the other run goes on
-  again = load_frozen(config, actor, tmp_path / "nowhere", began.steps)
+  began = load_frozen(config, worker, tmp_path / "nowhere", {})
+  assert began.identity == {"guide.path": digest_tree(newest)[:16]} and began.steps == {
+    "guide.path": 1
+  }
+  train(
+    config_of("gtpo", steps=2), tmp_path / "run", Display(enabled=False)
+  )  # the other run goes on
+  again = load_frozen(config, worker, tmp_path / "nowhere", began.steps)
   assert again.identity == began.identity and again.steps == {"guide.path": 1}
-  moved_on = load_frozen(config, actor, tmp_path / "nowhere", {})
+  moved_on = load_frozen(config, worker, tmp_path / "nowhere", {})
   assert moved_on.steps == {"guide.path": 2} and moved_on.identity != began.identity
   shutil.rmtree(tmp_path / "run" / "checkpoints" / "1")
-  with pytest.raises(UserError, match=r"guide.path = '.*run': no checkpoint of step 1 in .*; steps there: 2"):
-    load_frozen(config, actor, tmp_path / "nowhere", began.steps)
+  with pytest.raises(
+    UserError, match=r"guide.path = '.*run': no checkpoint of step 1 in .*; steps there: 2"
+  ):
+    load_frozen(config, worker, tmp_path / "nowhere", began.steps)
 
 
 def test_guides_that_cannot_serve_are_refused_before_anything_is_written(tmp_path):
   (tmp_path / "empty").mkdir()
   other = tmp_path / "hf"
   other.mkdir()
-  (other / "config.json").write_text(json.dumps({
-      "model_type": "qwen2", "vocab_size": 9, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-      "num_key_value_heads": 2, "intermediate_size": 32, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6}))
-  for path, message in ((tmp_path / "nobody", "no folder at"), (tmp_path / "empty", "no checkpoint in"),
-                        (other, "has a vocabulary of 9 tokens, the policy's tokenizer of 384")):
+  (other / "config.json").write_text(
+    json.dumps(
+      {
+        "model_type": "qwen2",
+        "vocab_size": 9,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 32,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+      }
+    )
+  )
+  for path, message in (
+    (tmp_path / "nobody", "no folder at"),
+    (tmp_path / "empty", "no checkpoint in"),
+    (other, "has a vocabulary of 9 tokens, the policy's tokenizer of 384"),
+  ):
     with pytest.raises(UserError, match=message):
-      train(config_of("dapo_mixed", **{"guide.path": str(path)}), tmp_path / "run", Display(enabled=False))
+      train(
+        config_of("dapo_mixed", **{"guide.path": str(path)}),
+        tmp_path / "run",
+        Display(enabled=False),
+      )
   assert not (tmp_path / "run").exists()
 
 
 def test_a_guide_with_padding_words_never_writes_one(run_with_base):
   """A guide with more rows than the tokenizer has words: what it writes, and how sure it was, is of the words alone."""
   config = config_of("dapo_mixed")
-  actor, params = random_actor(config)
-  engine = actor.engine_for(actor.model, words=40)
-  problems = training_problems(config, actor)[0][0]
-  rollouts = actor.answer(Policy(engine, engine.layout(params)), [problems[i] for i in range(N)], jax.random.key(0), G, config.sampler)
-  tokens, mask = np.asarray(rollouts.tokens), np.asarray(rollouts.mask)
+  worker, params = random_actor(config)
+  engine = worker.engine_for(worker.model, words=40)
+  problems = training_problems(config, worker)[0][0]
+  rollouts = worker.generate(
+    Policy(engine, engine.layout(params)),
+    [problems[i] for i in range(N)],
+    jax.random.key(0),
+    G,
+    config.sampling_params,
+  )
+  tokens = np.asarray(rollouts.tokens)
+  mask = np.asarray(rollouts.mask)
   assert tokens[mask].max() < 40 and len(np.unique(tokens[mask])) > 20
   assert np.asarray(rollouts.entropy)[mask].max() <= np.log(40) + 1e-4
 
 
 def test_configs_that_ask_for_what_is_not_read_are_refused():
   for name, changes, message in (
-      ("dapo", {"guide.path": "x"}, "algorithm 'dapo' has no guide"), ("grpo", {"reference.path": "x"}, "algorithm.kl_weight is 0"),
-      ("dapo_mixed", {"algorithm.guide_completions": 3}, "must leave two of batch.group = 4"),
-      ("dapo", {"batch.max_gen_batches": 0}, "batch.max_gen_batches must be at least 1, got 0"),
-      ("gtpo", {"algorithm.overlong_buffer": 14}, "overlong_buffer must be below sampling.max_tokens = 14, got 14")):
+    ("dapo", {"guide.path": "x"}, "algorithm 'dapo' has no guide"),
+    ("grpo", {"reference.path": "x"}, "algorithm.kl_weight is 0"),
+    ("dapo_mixed", {"algorithm.guide_completions": 3}, "must leave two of batch.group = 4"),
+    ("dapo", {"batch.max_gen_batches": 0}, "batch.max_gen_batches must be at least 1, got 0"),
+    (
+      "gtpo",
+      {"algorithm.overlong_buffer": 14},
+      "overlong_buffer must be below sampling.max_tokens = 14, got 14",
+    ),
+  ):
     with pytest.raises(UserError, match=message):
       config_of(name, **changes)
 
@@ -341,5 +484,7 @@ def test_keys_of_policy_and_guide_differ():
 def test_the_base_stays_where_it_was(run_with_base, tmp_path):
   shutil.copytree(run_with_base, tmp_path / "copy")
   load_frozen(config_of("dapo_mixed"), random_actor()[0], run_with_base, {})
-  files = lambda root: {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+  files = lambda root: {
+    str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()
+  }
   assert files(run_with_base) == files(tmp_path / "copy")

@@ -1,4 +1,5 @@
 """What a run learns from and is evaluated on: tasks, files, limits."""
+
 import json
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
 from gtpo_jax.rewards import sandbox
 from gtpo_jax.rollout.problems import eval_label, held_out_problems, training_problems
-from gtpo_jax.rollout.worker import Actor
+from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 
 
@@ -24,7 +25,12 @@ def config_of(**changes):
 
 
 def sums(path, rows):
-  path.write_text("".join(json.dumps({"prompt": f"{a}+{b}:", "answer": a + b, "kind": "last_number"}) + "\n" for a, b in rows))
+  path.write_text(
+    "".join(
+      json.dumps({"prompt": f"{a}+{b}:", "answer": a + b, "kind": "last_number"}) + "\n"
+      for a, b in rows
+    )
+  )
   return str(path)
 
 
@@ -36,9 +42,23 @@ def files(tmp_path):
 
 def test_files_are_learned_from_and_evaluated(files, tmp_path):
   """The whole loop on two files, tiny and random: what it says, and the names of its metrics."""
-  config = config_of(**{"data.train": files[0], "data.eval": files[1], "steps": 1, "batch.prompts": 8, "batch.group": 4, "eval.samples": 2,
-                        "eval.batch": 8, "eval.problems": 6, "sampling.max_tokens": 8, "log.tensorboard": False,
-                        "reward.parts": "correct,answer_line*0.1", "data.template": "Q: {prompt}", "data.system": "Add."})
+  config = config_of(
+    **{
+      "data.train": files[0],
+      "data.eval": files[1],
+      "steps": 1,
+      "batch.prompts": 8,
+      "batch.group": 4,
+      "eval.samples": 2,
+      "eval.batch": 8,
+      "eval.problems": 6,
+      "sampling.max_tokens": 8,
+      "log.tensorboard": False,
+      "reward.parts": "correct,answer_line*0.1",
+      "data.template": "Q: {prompt}",
+      "data.system": "Add.",
+    }
+  )
   assert train(config, tmp_path / "run", Display(enabled=False)).finished
   rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
   assert {"eval/test/mean@2", "eval/test/pass@2"} <= rows[0].keys()
@@ -48,51 +68,77 @@ def test_files_are_learned_from_and_evaluated(files, tmp_path):
 
 def test_what_is_said_and_what_is_the_same_for_every_seed(files):
   said = []
-  config = config_of(**{"data.train": f"{files[0]}*3,{files[1]}*1", "data.eval": files[1], "eval.problems": 4})
-  actor = Actor(config)
-  parts = training_problems(config, actor, said.append)
+  config = config_of(
+    **{"data.train": f"{files[0]}*3,{files[1]}*1", "data.eval": files[1], "eval.problems": 4}
+  )
+  worker = RolloutWorker(config)
+  parts = training_problems(config, worker, said.append)
   assert [(len(problems), weight) for problems, weight in parts] == [(80, 3.0), (10, 1.0)]
   assert said == [f"{files[0]}: 80 problems of 80 rows", f"{files[1]}: 10 problems of 10 rows"]
-  some = held_out_problems(config, actor)
-  assert len(some) == 4 and some == held_out_problems(config_of(**{"seed": 9, "data.train": files[0], "data.eval": files[1],
-                                                                   "eval.problems": 4}), actor)
+  some = held_out_problems(config, worker)
+  assert len(some) == 4 and some == held_out_problems(
+    config_of(**{"seed": 9, "data.train": files[0], "data.eval": files[1], "eval.problems": 4}),
+    worker,
+  )
 
 
 def test_prompts_are_put_by_template_and_system_message():
   problem = Problem("x", user("1+1"), "2", "math")
-  decode = lambda actor: actor.chat.tokenizer.decode(actor.encode(problem))
-  plain = decode(Actor(config_of()))
+  decode = lambda worker: worker.chat.tokenizer.decode(worker.encode(problem))
+  plain = decode(RolloutWorker(config_of()))
   assert "1+1" in plain and plain.endswith("<|im_start|>assistant\n")
-  put = decode(Actor(config_of(**{"data.template": "12{prompt}34", "data.system": "56"})))
+  put = decode(RolloutWorker(config_of(**{"data.template": "12{prompt}34", "data.system": "56"})))
   assert "121+134" in put and put.index("56") < put.index("121+134") and "system" in put
-  assert decode(Actor(config_of(**{"data.chat": False, "data.template": "{prompt}="}))) == "1+1="
-  own = Problem("x", ({"role": "system", "content": "7"}, {"role": "user", "content": "1"}), "2", "math")
-  actor = Actor(config_of(**{"data.system": "56"}))
-  assert "56" not in actor.chat.tokenizer.decode(actor.encode(own))
+  assert (
+    decode(RolloutWorker(config_of(**{"data.chat": False, "data.template": "{prompt}="}))) == "1+1="
+  )
+  own = Problem(
+    "x", ({"role": "system", "content": "7"}, {"role": "user", "content": "1"}), "2", "math"
+  )
+  worker = RolloutWorker(config_of(**{"data.system": "56"}))
+  assert "56" not in worker.chat.tokenizer.decode(worker.encode(own))
 
 
 def test_long_prompts_are_skipped_up_to_the_limit(tmp_path):
-  rows = [{"prompt": "1+1:", "answer": 2, "kind": "last_number"}, {"prompt": "1+" * 40 + "1:", "answer": 41, "kind": "last_number"}]
+  rows = [
+    {"prompt": "1+1:", "answer": 2, "kind": "last_number"},
+    {"prompt": "1+" * 40 + "1:", "answer": 41, "kind": "last_number"},
+  ]
   (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-  name, said = str(tmp_path / "d.jsonl"), []
-  with pytest.raises(UserError, match=r"1 of 2 prompts \(first d.jsonl:2\) are over data.max_prompt_tokens = 32"):
-    training_problems(config_of(**{"data.train": name, "data.eval": name}), Actor(config_of()))
+  name = str(tmp_path / "d.jsonl")
+  said = []
+  with pytest.raises(
+    UserError, match=r"1 of 2 prompts \(first d.jsonl:2\) are over data.max_prompt_tokens = 32"
+  ):
+    training_problems(
+      config_of(**{"data.train": name, "data.eval": name}), RolloutWorker(config_of())
+    )
   config = config_of(**{"data.train": name, "data.eval": name, "data.bad_rows": 1})
-  ((problems, _),) = training_problems(config, Actor(config), said.append)
-  assert len(problems) == 1 and said == [f"{name}: 2 problems of 2 rows, 1 too long (first d.jsonl:2)"]
+  ((problems, _),) = training_problems(config, RolloutWorker(config), said.append)
+  assert len(problems) == 1 and said == [
+    f"{name}: 2 problems of 2 rows, 1 too long (first d.jsonl:2)"
+  ]
 
 
 def test_a_kind_without_a_verifier_is_refused(tmp_path):
   (tmp_path / "d.jsonl").write_text('{"prompt": "q", "answer": "1", "kind": "poetry"}\n')
   config = config_of(**{"data.train": str(tmp_path / "d.jsonl"), "data.eval": "sums"})
-  with pytest.raises(UserError, match="is of kind 'poetry', for which there is no verifier; valid are"):
-    training_problems(config, Actor(config))
+  with pytest.raises(
+    UserError, match="is of kind 'poetry', for which there is no verifier; valid are"
+  ):
+    training_problems(config, RolloutWorker(config))
 
 
 def test_a_verifier_of_the_users_own_takes_any_kind(tmp_path):
   (tmp_path / "d.jsonl").write_text('{"prompt": "q", "answer": "1", "kind": "poetry"}\n')
-  config = config_of(**{"data.train": str(tmp_path / "d.jsonl"), "data.eval": "sums", "reward.verifier": "test_judging:sometimes"})
-  ((problems, _),) = training_problems(config, Actor(config))
+  config = config_of(
+    **{
+      "data.train": str(tmp_path / "d.jsonl"),
+      "data.eval": "sums",
+      "reward.verifier": "test_judging:sometimes",
+    }
+  )
+  ((problems, _),) = training_problems(config, RolloutWorker(config))
   assert problems[0].kind == "poetry"
 
 
@@ -111,44 +157,78 @@ def no_bubblewrap(monkeypatch, tmp_path):
     cached.cache_clear()
 
 
-def test_programs_without_a_sandbox_are_refused_unless_the_user_wrote_otherwise(tmp_path, no_bubblewrap):
+def test_programs_without_a_sandbox_are_refused_unless_the_user_wrote_otherwise(
+  tmp_path, no_bubblewrap
+):
   (tmp_path / "d.jsonl").write_text(json.dumps(PROGRAM) + "\n")
-  changes = {"data.train": str(tmp_path / "d.jsonl"), "data.eval": "sums", "data.max_prompt_tokens": 64}
+  changes = {
+    "data.train": str(tmp_path / "d.jsonl"),
+    "data.eval": "sums",
+    "data.max_prompt_tokens": 64,
+  }
   config = config_of(**changes)
-  with pytest.raises(UserError, match="holds programs to be run, and there is no sandbox here: bwrap is not installed: install bubble"):
+  with pytest.raises(
+    UserError,
+    match="holds programs to be run, and there is no sandbox here: bwrap is not installed: install bubble",
+  ):
     train(config, tmp_path / "run", Display(enabled=False))
   assert not (tmp_path / "run").exists()
-  config, said = config_of(**changes, **{"reward.unsandboxed": True}), []
-  actor = Actor(config)
-  ((problems, _),) = training_problems(config, actor, said.append)
+  config = config_of(**changes, **{"reward.unsandboxed": True})
+  said = []
+  worker = RolloutWorker(config)
+  ((problems, _),) = training_problems(config, worker, said.append)
   assert said[0].startswith("DANGER: reward.unsandboxed is set")
-  found = actor.judge([problems[0]], [["def f(): return 1", "def f(): return 2"]], np.array([[1, 1]]), np.array([[True, True]]))
+  found = worker.judge(
+    [problems[0]],
+    [["def f(): return 1", "def f(): return 2"]],
+    np.array([[1, 1]]),
+    np.array([[True, True]]),
+  )
   np.testing.assert_array_equal(found.correct, [[True, False]])
 
 
-@pytest.mark.parametrize(("changes", "message"), [
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
     ({"data.train": "x.jsonl"}, r"data.eval must name the problems to evaluate on"),
-    ({"data.train": "x.jsonl", "data.eval": "sums", "warm_start.steps": 5}, "needs a task with a teacher"),
+    (
+      {"data.train": "x.jsonl", "data.eval": "sums", "warm_start.steps": 5},
+      "needs a task with a teacher",
+    ),
     ({"data.train": "sumz"}, "unknown task 'sumz' in data, did you mean 'sums'"),
     ({"data.train": "a.jsonl*0,b.jsonl*1", "data.eval": "sums"}, "with weights above 0"),
     ({"data.train": "a.jsonl,b.jsonl", "data.eval": "sums"}, "with weights above 0"),
-    ({"data.template": "no place"}, r"data.template must hold \{prompt\}, got 'no place'")])
+    ({"data.template": "no place"}, r"data.template must hold \{prompt\}, got 'no place'"),
+  ],
+)
 def test_configs_that_cannot_work(changes, message):
   with pytest.raises(UserError, match=message):
     config_of(**changes)
 
 
 def test_labels_of_metrics():
-  labels = {"sums": "sums", "/data/gsm8k_test.jsonl.gz": "gsm8k_test", "hf:openai/gsm8k:main:test": "hf_openai_gsm8k_main_test"}
+  labels = {
+    "sums": "sums",
+    "/data/gsm8k_test.jsonl.gz": "gsm8k_test",
+    "hf:openai/gsm8k:main:test": "hf_openai_gsm8k_main_test",
+  }
   for name, label in labels.items():
     assert eval_label(config_of(**{"data.eval": name})) == label
 
 
-@pytest.mark.skipif(not (Path(__file__).parents[3] / "shared" / "data").is_dir(), reason="the real data is not here")
+@pytest.mark.skipif(
+  not (Path(__file__).parents[3] / "shared" / "data").is_dir(), reason="the real data is not here"
+)
 def test_gsm8k_as_it_is():
   folder = Path(__file__).parents[3] / "shared" / "data"
-  config = config_of(**{"data.train": str(folder / "gsm8k_train.jsonl.gz"), "data.eval": str(folder / "gsm8k_test.jsonl.gz"),
-                        "data.max_prompt_tokens": 1024, "sampling.max_tokens": 64})
-  actor = Actor(config)
-  ((problems, _),) = training_problems(config, actor)
-  assert len(problems) == 7473 and len(held_out_problems(config, actor)) == 500
+  config = config_of(
+    **{
+      "data.train": str(folder / "gsm8k_train.jsonl.gz"),
+      "data.eval": str(folder / "gsm8k_test.jsonl.gz"),
+      "data.max_prompt_tokens": 1024,
+      "sampling.max_tokens": 64,
+    }
+  )
+  worker = RolloutWorker(config)
+  ((problems, _),) = training_problems(config, worker)
+  assert len(problems) == 7473 and len(held_out_problems(config, worker)) == 500

@@ -1,4 +1,5 @@
 """Verdicts and rewards: parts, users' functions and their faults. No silent zero."""
+
 import fcntl
 import signal
 import struct
@@ -14,12 +15,16 @@ from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.rewards import VERIFIERS
 from gtpo_jax.rewards.pool import shared_pool
-from gtpo_jax.rollout.scoring import Judge, Judging, user_function
+from gtpo_jax.rollout.scoring import PendingRewards, RewardManager, user_function
 from gtpo_jax.runtime.errors import UserError
 
-PROBLEMS = [Problem("a", user("1+1?"), "2", "math"), Problem("b", user("12+3:"), "15", "last_number", {"hint": 7})]
+PROBLEMS = [
+  Problem("a", user("1+1?"), "2", "math"),
+  Problem("b", user("12+3:"), "15", "last_number", {"hint": 7}),
+]
 TEXTS = [[r"so \boxed{2}", "Answer: 3", "it is 2"], ["12+3=15", "12+3=5", "15"]]
-LENGTHS, FINISHED = np.array([[4, 5, 12], [3, 4, 5]]), np.array([[True, True, True], [True, True, False]])
+LENGTHS = np.array([[4, 5, 12], [3, 4, 5]])
+FINISHED = np.array([[True, True, True], [True, True, False]])
 
 SEEN = []
 
@@ -30,7 +35,9 @@ def shorter(prompts, completions, answers, extras):
 
 
 def sometimes(prompts, completions, answers, extras):
-  return [None if "Answer" in text else float("nan") if text == "15" else True for text in completions]
+  return [
+    None if "Answer" in text else float("nan") if text == "15" else True for text in completions
+  ]
 
 
 def raises(prompts, completions, answers, extras):
@@ -68,7 +75,7 @@ def judge_of(name="gtpo", **changes):
   config.algorithm.name = name
   with config.unlocked():
     config.update_from_flattened_dict(changes)
-  return Judge(freeze(config))
+  return RewardManager(freeze(config))
 
 
 def judge(name="gtpo", **changes):
@@ -78,7 +85,7 @@ def judge(name="gtpo", **changes):
 def test_each_kind_has_its_verifier_and_what_was_cut_off_is_wrong():
   found = judge()
   np.testing.assert_array_equal(found.correct, [[True, False, True], [True, False, False]])
-  assert found.reached.all() and found.counted.all() and found.metrics == {"reward/no_verdict": 0.0}
+  assert found.reached.all() and found.valid.all() and found.metrics == {"reward/no_verdict": 0.0}
   np.testing.assert_array_equal(found.reward, [[1, 0, 1], [1, 0, 0]])
   np.testing.assert_array_equal(judge("dapo").reward, [[1, -1, 1], [1, -1, -1]])
   assert found.reward.dtype == np.float32 and (found.penalty == 0).all()
@@ -87,9 +94,16 @@ def test_each_kind_has_its_verifier_and_what_was_cut_off_is_wrong():
 def test_parts_are_weighted_and_logged():
   found = judge(**{"reward.parts": "correct*2,boxed*0.5,answer_line*-1,test_judging:shorter"})
   text = [[-len(t) / 10 for t in row] for row in TEXTS]
-  expected = 2 * np.array([[1, 0, 1], [1, 0, 0]]) + 0.5 * np.array([[1, 0, 0], [0] * 3]) - np.array([[0, 1, 0], [0] * 3]) + np.array(text)
+  expected = (
+    2 * np.array([[1, 0, 1], [1, 0, 0]])
+    + 0.5 * np.array([[1, 0, 0], [0] * 3])
+    - np.array([[0, 1, 0], [0] * 3])
+    + np.array(text)
+  )
   np.testing.assert_allclose(found.reward, expected, rtol=1e-6)
-  assert found.metrics["reward/part/boxed"] == pytest.approx(1 / 6) and found.metrics["reward/part/answer_line"] == pytest.approx(1 / 6)
+  assert found.metrics["reward/part/boxed"] == pytest.approx(1 / 6) and found.metrics[
+    "reward/part/answer_line"
+  ] == pytest.approx(1 / 6)
   assert found.metrics["reward/part/test_judging:shorter"] == pytest.approx(np.mean(text))
   np.testing.assert_array_equal(found.correct, judge().correct)  # correct is not the shaped reward
 
@@ -97,32 +111,45 @@ def test_parts_are_weighted_and_logged():
 def test_what_a_users_function_is_given():
   SEEN.clear()
   judge(**{"reward.parts": "correct,test_judging:shorter"})
-  assert SEEN == [(["1+1?"] * 3, ["2"] * 3, [{}] * 3), (["12+3:"] * 3, ["15"] * 3, [{"hint": 7}] * 3)]  # a problem at a time
+  assert SEEN == [
+    (["1+1?"] * 3, ["2"] * 3, [{}] * 3),
+    (["12+3:"] * 3, ["15"] * 3, [{"hint": 7}] * 3),
+  ]  # a problem at a time
 
 
 def test_no_verdict_is_masked_and_counted_never_a_zero(capfd):
   found = judge(**{"reward.verifier": "test_judging:sometimes"})
   np.testing.assert_array_equal(found.correct, [[True, False, True], [True, True, False]])
-  np.testing.assert_array_equal(found.counted, [[True, False, True], [True, True, True]])  # "15" was cut off: wrong without being asked
+  np.testing.assert_array_equal(
+    found.valid, [[True, False, True], [True, True, True]]
+  )  # "15" was cut off: wrong without being asked
   assert found.metrics["reward/no_verdict"] == 1
   assert "it returned nan" in capfd.readouterr().err
   part = judge(**{"reward.parts": "correct,test_judging:sometimes"})
-  np.testing.assert_array_equal(part.counted, [[True, False, True], [True, True, False]])
+  np.testing.assert_array_equal(part.valid, [[True, False, True], [True, True, False]])
   assert part.metrics["reward/no_verdict"] == 2
 
 
-@pytest.mark.parametrize(("name", "message"), [("raises", "RuntimeError: no luck"), ("too_few", "returned 1 values for 3 completions"),
-                                               ("leaves", "SystemExit: enough"),
-                                               ("times_out_itself", "TimeoutError: the reward server is away"),
-                                               ("words", "could not convert string to float")])
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
+    ("raises", "RuntimeError: no luck"),
+    ("too_few", "returned 1 values for 3 completions"),
+    ("leaves", "SystemExit: enough"),
+    ("times_out_itself", "TimeoutError: the reward server is away"),
+    ("words", "could not convert string to float"),
+  ],
+)
 def test_a_function_that_fails_leaves_all_out_and_is_shown_once(name, message, capfd):
   config = default_config()
   config.reward.verifier = f"test_judging:{name}"
-  judge = Judge(freeze(config))
+  judge = RewardManager(freeze(config))
   for _ in range(3):
     found = judge(PROBLEMS, TEXTS, LENGTHS, FINISHED)
-    assert not found.correct.any() and found.metrics["reward/no_verdict"] == 5  # the sixth was cut off, and is wrong
-    np.testing.assert_array_equal(found.counted, ~FINISHED)
+    assert (
+      not found.correct.any() and found.metrics["reward/no_verdict"] == 5
+    )  # the sixth was cut off, and is wrong
+    np.testing.assert_array_equal(found.valid, ~FINISHED)
   err = capfd.readouterr().err
   assert err.count(message) == 1 and f"reward function 'test_judging:{name}' failed" in err
 
@@ -146,14 +173,18 @@ def test_a_worker_that_is_lost_costs_its_check_alone(end):
   """The check that it had has no verdict; those after it have, of a new worker."""
   problems = [Problem(name, user("1"), r"\sqrt{2}+x", "math") for name in "ab"]
   judge = judge_of(**{"reward.timeout_s": 120.0 if end == "killed" else 5.0})
-  judging = Judging(judge, problems, 1, lambda rows: [r"\boxed{x+\sqrt{2}}"] * len(rows))
+  pending = PendingRewards(judge, problems, 1, lambda rows: [r"\boxed{x+\sqrt{2}}"] * len(rows))
   pool = shared_pool()
   assert pool.check("x", "x") is True  # there is a worker
   workers = list(pool._alive)
   for worker in workers:
     worker.process.send_signal(signal.SIGSTOP)
-    wait_for(lambda worker=worker: Path(f"/proc/{worker.process.pid}/stat").read_text().rsplit(") ")[1][0] == "T")
-  judging.put([((0, 0), np.array([0]), True)])
+    wait_for(
+      lambda worker=worker: (
+        Path(f"/proc/{worker.process.pid}/stat").read_text().rsplit(") ")[1][0] == "T"
+      )
+    )
+  pending.put([((0, 0), np.array([0]), True)])
   asked = wait_for(lambda: [worker for worker in workers if unread(worker.process.stdin)])
   for worker in workers:
     if worker not in asked:
@@ -161,9 +192,11 @@ def test_a_worker_that_is_lost_costs_its_check_alone(end):
     elif end == "killed":
       worker.process.kill()
   judge.thread.submit(lambda: None).result(60)
-  pool.check("x", "x", 60.0)  # the start of another worker is no part of a check's time, its first imports may be
-  judging.put([((1, 0), np.array([1]), True)])
-  found = judging.result()
+  pool.check(
+    "x", "x", 60.0
+  )  # the start of another worker is no part of a check's time, its first imports may be
+  pending.put([((1, 0), np.array([1]), True)])
+  found = pending.result()
   assert found.reached.tolist() == [[False], [True]] and found.correct.tolist() == [[False], [True]]
   assert found.metrics["reward/no_verdict"] == 1 and asked[0].process.pid not in pool.pids()
 
@@ -183,32 +216,50 @@ def unread(pipe):
 
 
 def test_penalties_and_filters():
-  np.testing.assert_allclose(judge(**{"sampling.max_tokens": 12, "algorithm.overlong_buffer": 10}).penalty,
-                             -np.clip((LENGTHS - 2) / 10, 0, 1), rtol=1e-6)
-  np.testing.assert_array_equal(judge(**{"algorithm.overlong_filter": True}).counted, FINISHED)
+  np.testing.assert_allclose(
+    judge(**{"sampling.max_tokens": 12, "algorithm.overlong_buffer": 10}).penalty,
+    -np.clip((LENGTHS - 2) / 10, 0, 1),
+    rtol=1e-6,
+  )
+  np.testing.assert_array_equal(judge(**{"algorithm.overlong_filter": True}).valid, FINISHED)
   assert judge(**{"algorithm.length_penalty": "group_relative"}).penalty.shape == (2, 3)
 
 
 def test_daposs_own_rule():
   found = judge(**{"reward.math_rule": "dapo"})
-  np.testing.assert_array_equal(found.correct[0], [False, False, False])  # no `Answer: 2` line anywhere
+  np.testing.assert_array_equal(
+    found.correct[0], [False, False, False]
+  )  # no `Answer: 2` line anywhere
 
 
-@pytest.mark.parametrize(("name", "message"), [
+@pytest.mark.parametrize(
+  ("name", "message"),
+  [
     ("boxd", "is none of correct, verifier, boxed, answer_line, nor a function"),
     ("no_such_module:f", "cannot be imported: ModuleNotFoundError"),
-    ("test_judging:nothing", "cannot be imported: AttributeError"), ("test_judging:not_a_function", "is of type int and cannot be called"),
-    (":f", "nor a function")])
+    ("test_judging:nothing", "cannot be imported: AttributeError"),
+    ("test_judging:not_a_function", "is of type int and cannot be called"),
+    (":f", "nor a function"),
+  ],
+)
 def test_functions_that_are_none(name, message):
   with pytest.raises(UserError, match=message):
     user_function(name)
 
 
-@pytest.mark.parametrize(("field", "value", "message"), [
-    ("parts", "", "must name parts"), ("parts", "correct*x", "must name parts"), ("parts", "correct,correct", "must name parts"),
-    ("parts", "correct*nan", "must name parts"), ("math_rule", "dapoo", "one of math, dapo, got 'dapoo'"),
-    ("timeout_s", 0.0, "above 0 and finite, got 0.0"), ("code_timeout_s", float("inf"), "code_timeout_s must be above 0"),
-    ("code_memory_mb", 8, "reward.code_memory_mb must be at least 16, got 8")])
+@pytest.mark.parametrize(
+  ("field", "value", "message"),
+  [
+    ("parts", "", "must name parts"),
+    ("parts", "correct*x", "must name parts"),
+    ("parts", "correct,correct", "must name parts"),
+    ("parts", "correct*nan", "must name parts"),
+    ("math_rule", "dapoo", "one of math, dapo, got 'dapoo'"),
+    ("timeout_s", 0.0, "above 0 and finite, got 0.0"),
+    ("code_timeout_s", float("inf"), "code_timeout_s must be above 0"),
+    ("code_memory_mb", 8, "reward.code_memory_mb must be at least 16, got 8"),
+  ],
+)
 def test_bad_reward_sections(field, value, message):
   config = default_config()
   config.reward[field] = value
@@ -219,39 +270,62 @@ def test_bad_reward_sections(field, value, message):
 def test_every_verifier_keeps_order_and_length():
   rules = default_config().reward
   for name in ("math", "last_number"):
-    assert VERIFIERS[name](["2", "3", r"\boxed{2}"], ["2", "2", "2"], [{}] * 3, rules) == [True, False, True]
+    assert VERIFIERS[name](["2", "3", r"\boxed{2}"], ["2", "2", "2"], [{}] * 3, rules) == [
+      True,
+      False,
+      True,
+    ]
     assert VERIFIERS[name]([], [], [], rules) == []
 
 
 @pytest.mark.sandbox
 def test_programs_are_held_to_the_limits_of_the_config():
   extra = {"test_list": ["assert f() == 1"]}
-  programs = ["def f(): return 1", "import time\ndef f():\n  time.sleep(6)\n  return 1", "def f():\n  x = bytearray(10**8)\n  return 1"]
+  programs = [
+    "def f(): return 1",
+    "import time\ndef f():\n  time.sleep(6)\n  return 1",
+    "def f():\n  x = bytearray(10**8)\n  return 1",
+  ]
 
   def verdicts(**changes):
     config = default_config()
     config.reward.update(changes)
     return VERIFIERS["code"](programs, [""] * 3, [extra] * 3, freeze(config).reward)
+
   assert verdicts(code_timeout_s=60.0) == [True, True, True]
   assert verdicts(code_timeout_s=3.0) == [True, False, True]
   assert verdicts(code_timeout_s=60.0, code_memory_mb=64) == [True, True, False]
 
 
-@pytest.mark.parametrize("changes", [{}, {"reward.parts": "correct*2,boxed*0.5,test_judging:shorter"},
-                                     {"reward.verifier": "test_judging:sometimes"}, {"algorithm.length_penalty": "group_relative"}])
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {},
+    {"reward.parts": "correct*2,boxed*0.5,test_judging:shorter"},
+    {"reward.verifier": "test_judging:sometimes"},
+    {"algorithm.length_penalty": "group_relative"},
+  ],
+)
 def test_judged_as_they_end_is_judged_at_once(changes):
   """Whatever the order, and however many end together."""
-  at_once, words = judge(**changes), [word for row in TEXTS for word in row]
+  at_once = judge(**changes)
+  words = [word for row in TEXTS for word in row]
   for seed in range(4):
     rng = np.random.default_rng(seed)
-    judging = Judging(judge_of(**changes), PROBLEMS, 3, lambda rows: [words[row[0]] for row in rows])
-    ended = [((i, j), np.full(LENGTHS[i, j], 3 * i + j), bool(FINISHED[i, j])) for i in range(2) for j in range(3)]
+    pending = PendingRewards(
+      judge_of(**changes), PROBLEMS, 3, lambda rows: [words[row[0]] for row in rows]
+    )
+    ended = [
+      ((i, j), np.full(LENGTHS[i, j], 3 * i + j), bool(FINISHED[i, j]))
+      for i in range(2)
+      for j in range(3)
+    ]
     rng.shuffle(ended)
     cut = rng.integers(0, 7)
     for part in (ended[:cut], [], ended[cut:]):
-      judging.put(part)
-    found = judging.result()
-    assert judging.texts == TEXTS
+      pending.put(part)
+    found = pending.result()
+    assert pending.texts == TEXTS
     for name in ("correct", "reached", "reward", "penalty", "counted"):
       np.testing.assert_array_equal(getattr(found, name), getattr(at_once, name))
     assert found.metrics == pytest.approx(at_once.metrics, nan_ok=True)
@@ -259,17 +333,18 @@ def test_judged_as_they_end_is_judged_at_once(changes):
 
 def test_judging_goes_on_while_others_are_written():
   """On another thread, and what that thread raises comes out at the end."""
-  writing, seen = threading.Event(), []
+  writing = threading.Event()
+  seen = []
 
   def read(rows):
     assert writing.wait(10)
     seen.append(threading.current_thread())
     raise LookupError("a fault of ours")
 
-  judging = Judging(judge_of(), PROBLEMS, 1, read)
-  judging.put([((0, 0), np.ones(1, int), True)])
+  pending = PendingRewards(judge_of(), PROBLEMS, 1, read)
+  pending.put([((0, 0), np.ones(1, int), True)])
   assert not seen  # put returned before it was judged
   writing.set()
   with pytest.raises(LookupError, match="a fault of ours"):
-    judging.result()
+    pending.result()
   assert seen[0] is not threading.current_thread()

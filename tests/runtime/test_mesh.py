@@ -24,9 +24,20 @@ def test_there_are_eight_devices():
   assert jax.device_count() == 8
 
 
-@pytest.mark.parametrize(("sizes", "shape"), [
-    ((), (8, 1, 1, 1)), ((-1, 2, 1), (4, 2, 1, 1)), ((1, -1, 2), (1, 4, 1, 2)), ((2, 2, -1), (2, 2, 1, 2)), ((-1, 8, 1), (1, 8, 1, 1)),
-    ((8, 1, 1), (8, 1, 1, 1)), ((1, 4, 2), (1, 4, 1, 2)), ((1, -1, 1, None, 4), (1, 2, 4, 1)), ((2, 1, 2, None, -1), (2, 1, 2, 2))])
+@pytest.mark.parametrize(
+  ("sizes", "shape"),
+  [
+    ((), (8, 1, 1, 1)),
+    ((-1, 2, 1), (4, 2, 1, 1)),
+    ((1, -1, 2), (1, 4, 1, 2)),
+    ((2, 2, -1), (2, 2, 1, 2)),
+    ((-1, 8, 1), (1, 8, 1, 1)),
+    ((8, 1, 1), (8, 1, 1, 1)),
+    ((1, 4, 2), (1, 4, 1, 2)),
+    ((1, -1, 1, None, 4), (1, 2, 4, 1)),
+    ((2, 1, 2, None, -1), (2, 1, 2, 2)),
+  ],
+)
 def test_a_mesh_takes_every_device(sizes, shape):
   mesh = make_mesh(*sizes)
   assert dict(mesh.shape) == dict(zip(("data", "fsdp", "context", "tensor"), shape, strict=True))
@@ -40,7 +51,9 @@ def test_a_mesh_of_given_devices():
   assert single_device_mesh().size == 1
 
 
-@pytest.mark.parametrize(("sizes", "parts"), [
+@pytest.mark.parametrize(
+  ("sizes", "parts"),
+  [
     ((3, 1, 1), ["data 3 x fsdp 1 x context 1 x tensor 1", "8 device(s)"]),
     ((-1, 3, 1), ["fsdp 3", "8 device(s)"]),
     ((4, 4, 1), ["data 4 x fsdp 4", "8 device(s)"]),
@@ -52,7 +65,8 @@ def test_a_mesh_of_given_devices():
     ((1, -2, 8), ["mesh.fsdp must be at least 1", "got -2"]),
     ((-1, 1, 1, None, -1), ["only one mesh axis may be -1", "mesh.data and mesh.context"]),
     ((1, 1, 1, None, 0), ["mesh.context must be at least 1", "got 0"]),
-])
+  ],
+)
 def test_an_impossible_mesh_is_refused(sizes, parts):
   with pytest.raises(UserError) as error:
     make_mesh(*sizes)
@@ -65,16 +79,35 @@ def test_logical_axes_by_hand():
   mesh = make_mesh(2, 2, 2)
   assert partition_spec(("batch", None, "heads")) == PartitionSpec(("data", "fsdp"), None, "tensor")
   assert partition_spec(("vocab", "vocab_embed")) == PartitionSpec(("context", "tensor"), "fsdp")
-  assert partition_spec(("embed", "position", "sequence")) == PartitionSpec(("fsdp", "context"), "context", ("context", "tensor"))
-  assert [axis_size(mesh, name) for name in ("batch", "embed", "mlp", "layer", None)] == [4, 2, 2, 1, 1]
+  assert partition_spec(("embed", "position", "sequence")) == PartitionSpec(
+    ("fsdp", "context"), "context", ("context", "tensor")
+  )
+  assert [axis_size(mesh, name) for name in ("batch", "embed", "mlp", "layer", None)] == [
+    4,
+    2,
+    2,
+    1,
+    1,
+  ]
   wide = make_mesh(1, 2, 2, context=2)
   names = ("batch", "position", "sequence", "vocab", "vocab_embed", "embed", "heads")
   assert [axis_size(wide, name) for name in names] == [2, 2, 4, 4, 2, 4, 2]
-  assert batch_shards(mesh) == 4 and batch_shards(make_mesh()) == 8 and batch_shards(single_device_mesh()) == 1
+  assert (
+    batch_shards(mesh) == 4
+    and batch_shards(make_mesh()) == 8
+    and batch_shards(single_device_mesh()) == 1
+  )
 
 
-@pytest.mark.parametrize(("sizes", "heads", "fsdp", "tensor"), [
-    ((1, 2, 1, None, 4), 4, 2, 4), ((1, 2, 1, None, 4), 2, 8, 1), ((1, 2, 2, None, 2), 2, 4, 2), ((1, 1, 4, None, 2), 2, 2, 4)])
+@pytest.mark.parametrize(
+  ("sizes", "heads", "fsdp", "tensor"),
+  [
+    ((1, 2, 1, None, 4), 4, 2, 4),
+    ((1, 2, 1, None, 4), 2, 8, 1),
+    ((1, 2, 2, None, 2), 2, 4, 2),
+    ((1, 1, 4, None, 2), 2, 2, 4),
+  ],
+)
 def test_sampling_has_heads_or_rows_where_training_has_positions(sizes, heads, fsdp, tensor):
   mesh = make_mesh(*sizes)
   found = sampling_mesh(mesh, heads, 64)
@@ -115,7 +148,11 @@ def test_constrain_is_the_identity_in_value_and_lays_out():
 
 def test_programs_of_several_cpu_devices_stay_out_of_the_compile_cache(tmp_path):
   """Read back from it, they may stand still."""
-  names = ("jax_enable_compilation_cache", "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+  names = (
+    "jax_enable_compilation_cache",
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+  )
   before = [getattr(jax.config, name) for name in names]
 
   def keep(*values):

@@ -1,4 +1,5 @@
 """The kernels for TPU and GPU, interpreted, against attention over everything with a mask."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,13 +13,23 @@ from gtpo_jax.sampling.slots import KERNELS
 
 
 def case(heads, kv_heads, e, w, dtype=jnp.float32, kept=None, mesh=None):
-  model = Qwen2(ModelConfig(vocab_size=48, width=32, layers=1, heads=heads, kv_heads=kv_heads, head_dim=e, mlp=64),
-                mesh or single_device_mesh())
-  keys, written = jax.random.split(jax.random.key(0), 5), jnp.asarray([0, 1, w // 2, w - 1, w, 127, 128, 129])
+  model = Qwen2(
+    ModelConfig(
+      vocab_size=48, width=32, layers=1, heads=heads, kv_heads=kv_heads, head_dim=e, mlp=64
+    ),
+    mesh or single_device_mesh(),
+  )
+  keys = jax.random.split(jax.random.key(0), 5)
+  written = jnp.asarray([0, 1, w // 2, w - 1, w, 127, 128, 129])
   q = jax.random.normal(keys[0], (8, 1, heads, 1, e), dtype)
-  kv = KV(jax.random.normal(keys[1], (8, 1, kv_heads, e, w), dtype), jax.random.normal(keys[2], (8, 1, kv_heads, w, e), dtype))
+  kv = KV(
+    jax.random.normal(keys[1], (8, 1, kv_heads, e, w), dtype),
+    jax.random.normal(keys[2], (8, 1, kv_heads, w, e), dtype),
+  )
   if kept == "int8":
-    scales = (jax.random.uniform(key, (8, 1, kv_heads, w), minval=0.01, maxval=0.02) for key in keys[3:])
+    scales = (
+      jax.random.uniform(key, (8, 1, kv_heads, w), minval=0.01, maxval=0.02) for key in keys[3:]
+    )
     kv = KV(*((50 * x).astype(jnp.int8) for x in kv[:2]), *scales)
   return model, q, kv, written
 
@@ -28,9 +39,17 @@ def seen_by(kernel, model, q, kv, written):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("heads", "kv_heads", "e", "w", "kept", "mesh"), [
-    (4, 2, 16, 256, None, None), (7, 1, 64, 384, None, None), (5, 5, 16, 1024, None, None), (14, 2, 64, 512, "int8", None),
-    (4, 2, 16, 256, None, (2, 2, 2)), (4, 2, 16, 256, "int8", (1, 2, 4))])
+@pytest.mark.parametrize(
+  ("heads", "kv_heads", "e", "w", "kept", "mesh"),
+  [
+    (4, 2, 16, 256, None, None),
+    (7, 1, 64, 384, None, None),
+    (5, 5, 16, 1024, None, None),
+    (14, 2, 64, 512, "int8", None),
+    (4, 2, 16, 256, None, (2, 2, 2)),
+    (4, 2, 16, 256, "int8", (1, 2, 4)),
+  ],
+)
 def test_kernel_sees_what_the_mask_lets_be_seen(heads, kv_heads, e, w, kept, mesh, kernel):
   model, q, kv, written = case(heads, kv_heads, e, w, kept=kept, mesh=mesh and make_mesh(*mesh))
   got = seen_by(kernel, model, q, kv, written)
@@ -39,7 +58,9 @@ def test_kernel_sees_what_the_mask_lets_be_seen(heads, kv_heads, e, w, kept, mes
   for name in got._fields:
     a, b = (np.asarray(getattr(seen, name))[some] for seen in (got, want))
     np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=name)
-  assert not np.asarray(got.total)[~some].any() and not np.asarray(got.mixed)[~some].any()  # nothing seen has no weight
+  assert (
+    not np.asarray(got.total)[~some].any() and not np.asarray(got.mixed)[~some].any()
+  )  # nothing seen has no weight
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
