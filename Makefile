@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine: `make train` and `make test`.
+# On a fresh machine, `make train` and `make test` are all you need.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,7 @@ ARGS ?=
 
 .PHONY: setup train test test-slow lint bench plan docs clean
 
-# Everything: the program, the test tools, libtpu for `make plan`, the site's builder for `make docs`.
+# Installs the program, the test tools, libtpu for `make plan`, and MkDocs for `make docs`.
 setup: $(VENV)/.developer
 
 $(VENV)/.program: setup.py
@@ -42,7 +42,7 @@ bench: setup
 plan: setup
 	$(BIN)/gtpo plan --config=$(CONFIG) --topology=$(TOPOLOGY) $(ARGS)
 
-# The documentation as a site, in site/.
+# Builds the documentation site in site/.
 docs: setup
 	$(BIN)/python docs/make_configs.py
 	$(BIN)/mkdocs build --strict

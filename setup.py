@@ -11,13 +11,16 @@ VERSION = re.search(r'__version__ = "(.+)"', (HERE / "gtpo_jax/__init__.py").rea
 setup(
   name="gtpo_jax",
   version=VERSION,
-  description="Reinforcement learning of language models with entropy-shaped credit (GTPO, GRPO-S) in JAX/Flax, for TPU pods and laptops",
+  description=(
+    "Reinforcement learning for language models with entropy-shaped credit (GTPO, GRPO-S) "
+    "in JAX/Flax, for TPU pods and laptops"
+  ),
   long_description=(HERE / "README.md").read_text(encoding="utf-8"),
   long_description_content_type="text/markdown",
   license="Apache-2.0",
   python_requires=">=3.11",
   packages=find_packages(include=["gtpo_jax", "gtpo_jax.*"]),
-  package_dir={"": "."},  # an editable install is then a plain path
+  package_dir={"": "."},  # makes an editable install a plain path
   package_data={"gtpo_jax.data": ["tokenizer/*.json"], "gtpo_jax.reporting": ["page/*"]},
   entry_points={"console_scripts": ["gtpo = gtpo_jax.cli:main"]},
   install_requires=[
@@ -45,7 +48,7 @@ setup(
   extras_require={
     "tpu": ["jax[tpu]>=0.10,<0.13"],
     "cuda": ["jax[cuda13]>=0.10,<0.13"],
-    "plan": ["jax[tpu]>=0.10,<0.13"],  # libtpu, whose compiler needs no TPU
+    "plan": ["jax[tpu]>=0.10,<0.13"],  # libtpu; its compiler needs no TPU
     "data": ["datasets>=4"],  # hf:ID as a source
     "wandb": ["wandb>=0.20"],  # log.wandb
     "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30"],
@@ -59,7 +62,7 @@ setup(
       "wandb>=0.20",
       "nbclient>=0.10",
       "ipykernel>=6.29",
-      "playwright>=1.49",  # drives the machine's own Chromium; downloads none
+      "playwright>=1.49",  # uses the installed Chromium; downloads none
       'torch==2.13.0; python_version < "3.12"',
       'peft>=0.17; python_version < "3.12"',
     ],

@@ -1,10 +1,10 @@
-"""Sandboxed code rewards: runs a second, one at a time and several at once.
+"""Sandboxed code rewards: runs per second, one at a time and several at once.
 
     python benchmarks/code_rewards.py [--json FILE] [--seconds 4] [--at_once 1,8,16]
 
-Each run is a program of HumanEval's kind (a dozen asserts) in a sandbox of its own, judged right; once as it is, once with
-`from typing import List`, as one in eight of HumanEval has it (its import takes 10 ms). The load of the machine at the
-start is reported too: other work takes its share.
+Each run is a correct program like those of HumanEval (a dozen asserts) in its own sandbox, with and
+without `from typing import List`, which one in eight of HumanEval has (the import takes 10 ms). The
+load of the machine at the start is reported too, because other work slows the runs down.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ check(running_maximum)
 
 
 def measure(program: str, at_once: int, seconds: float) -> dict[str, float]:
-  """Runs a second, and seconds a run: median and 99th percentile."""
+  """Runs per second, and the median and 99th percentile of the seconds per run."""
   end = time.perf_counter() + seconds
-  took = []
+  run_seconds = []
 
   def work() -> None:
-    while (began := time.perf_counter()) < end:
-      verdict = run_code(program, TESTS, timeout_s=30)
-      assert verdict.passed, verdict
-      took.append(time.perf_counter() - began)
+    while (started := time.perf_counter()) < end:
+      result = run_code(program, TESTS, timeout_s=30)
+      assert result.passed, result
+      run_seconds.append(time.perf_counter() - started)
 
-  began = time.perf_counter()
+  started = time.perf_counter()
   with ThreadPoolExecutor(at_once) as pool:
     for job in [pool.submit(work) for _ in range(at_once)]:
       job.result()
   return {
-    "runs_per_s": len(took) / (time.perf_counter() - began),
-    "median_s": float(np.median(took)),
-    "p99_s": float(np.percentile(took, 99)),
+    "runs_per_s": len(run_seconds) / (time.perf_counter() - started),
+    "median_s": float(np.median(run_seconds)),
+    "p99_s": float(np.percentile(run_seconds, 99)),
   }
 
 
@@ -74,19 +74,22 @@ def main() -> None:
     "cores": len(os.sched_getaffinity(0)),
     "load": os.getloadavg()[0],
   }
-  began = time.perf_counter()
+  started = time.perf_counter()
   if problem := sandbox_problem():
     raise UserError(problem)
-  result["prepared_s"] = time.perf_counter() - began
+  result["prepared_s"] = time.perf_counter() - started
   print(
-    f"python {result['python']}, {result['cores']} cores, load {result['load']:.1f}, prepared in {result['prepared_s']:.2f} s"
+    f"python {result['python']}, {result['cores']} cores, load {result['load']:.1f}, "
+    f"prepared in {result['prepared_s']:.2f} s"
   )
   print(f"{'program':>8} {'at once':>8} {'runs/s':>8} {'median':>10} {'p99':>10}")
   for name, program in (("plain", PROGRAM), ("typing", "from typing import List\n" + PROGRAM)):
     for at_once in map(int, args.at_once.split(",")):
       row = result[f"{name}/{at_once}"] = measure(program, at_once, args.seconds)
+      median_ms = row["median_s"] * 1e3
+      p99_ms = row["p99_s"] * 1e3
       print(
-        f"{name:>8} {at_once:>8} {row['runs_per_s']:>8.1f} {row['median_s'] * 1e3:>7.1f} ms {row['p99_s'] * 1e3:>7.1f} ms"
+        f"{name:>8} {at_once:>8} {row['runs_per_s']:>8.1f} {median_ms:>7.1f} ms {p99_ms:>7.1f} ms"
       )
   if args.json:
     with open(args.json, "w") as out:

@@ -1,9 +1,10 @@
-"""A decode step of a real Qwen2.5 shape with random weights, against the floor of this machine.
+"""Times one decode step of a real Qwen2.5 shape with random weights, against its lower bound.
 
-    python benchmarks/decode.py [--json FILE] [--preset qwen2.5-0.5b] [--dtype float32] [--batch 8] [--prompt_len 64] [--tokens 48]
+    python benchmarks/decode.py [--json FILE] [--preset qwen2.5-0.5b] [--dtype float32] \\
+      [--batch 8] [--prompt_len 64] [--tokens 48]
 
-The floor is the larger of two times, measured here: reading every weight once (a sum over arrays of that many bytes), and the step's
-matrix products alone, one after another in one program.
+The bound is the larger of two times measured on this machine: reading every weight once (a sum over
+arrays of that many bytes), and running only the step's matrix products in one program.
 """
 
 from __future__ import annotations
@@ -26,22 +27,82 @@ prepare_jax()  # before JAX is imported
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.models import PRESETS, Qwen2, init_params
-from gtpo_jax.models.presets import DTYPES
+from gtpo_jax.models import PRESETS, ModelConfig, Qwen2, init_params
+from gtpo_jax.models.config import DTYPES
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.filters import SamplingParams
-from gtpo_jax.sampling.slots import EngineConfig
+from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 
 
-def seconds(call: Callable[[], object], times: int = 5) -> float:
-  """The median time of a call after its first."""
-  took = []
-  for _ in range(times + 1):
-    began = time.perf_counter()
+def median_seconds(call: Callable[[], object], repeats: int = 5) -> float:
+  """Returns the median time of `repeats` calls after a first one."""
+  seconds = []
+  for _ in range(repeats + 1):
+    started = time.perf_counter()
     jax.block_until_ready(call())
-    took.append(time.perf_counter() - began)
-  return float(np.median(took[1:]))
+    seconds.append(time.perf_counter() - started)
+  return float(np.median(seconds[1:]))
+
+
+def matrix_shapes(c: ModelConfig) -> list[tuple[int, int]]:
+  """Returns the shapes of one layer's matrices: q, k, v, o, gate, up, down."""
+  heads = c.heads * c.head_dim
+  kv = c.kv_heads * c.head_dim
+  attention = [(c.width, heads), (c.width, kv), (c.width, kv), (heads, c.width)]
+  return [*attention, (c.width, c.mlp), (c.width, c.mlp), (c.mlp, c.width)]
+
+
+def lower_bounds(c: ModelConfig, batch: int) -> tuple[float, float]:
+  """Returns the seconds of the step's matrix products, and of reading every weight."""
+  dtype = DTYPES[c.compute_dtype]
+  groups = c.heads // c.kv_heads
+  layer = lambda: [jnp.full(shape, 0.01, dtype) for shape in matrix_shapes(c)]
+  layers = [layer() for _ in range(c.layers)]
+  table = jnp.full((c.vocab_size, c.width), 0.01, dtype)
+
+  def products(layers: list[list[jax.Array]], table: jax.Array, x: jax.Array) -> jax.Array:
+    for q, k, v, o, gate, up, down in layers:
+      x = ((x @ q) + jnp.tile((x @ k) + (x @ v), groups)) @ o
+      x = ((x @ gate) + (x @ up)) @ down
+    return jnp.einsum("bd,vd->bv", x, table, preferred_element_type=jnp.float32).max(-1)
+
+  def read(layers: list[list[jax.Array]], table: jax.Array) -> jax.Array:
+    return sum(x.sum() for x in jax.tree.leaves((layers, table)))
+
+  x = jnp.ones((batch, c.width), dtype)
+  products_s = median_seconds(functools.partial(jax.jit(products), layers, table, x))
+  read_s = median_seconds(functools.partial(jax.jit(read), layers, table))
+  return products_s, read_s
+
+
+def decode_step_seconds(c: ModelConfig, batch: int, prompt_len: int, tokens: int) -> float:
+  """Returns the engine's seconds per token, prefill and first token subtracted."""
+  model = Qwen2(c, make_mesh())
+  engine = Engine(
+    model,
+    stop=(),
+    pad=0,
+    max_prompt_tokens=prompt_len,
+    max_tokens=tokens,
+    engine_config=EngineConfig(slots=batch),
+  )
+  params = engine.layout(init_params(model, jax.random.key(0)))
+  prompts = np.random.default_rng(0).integers(0, c.vocab_size, (batch, prompt_len)).tolist()
+
+  def sample(length: int) -> None:
+    *_, (buffer, _) = engine.generate(
+      params,
+      prompts,
+      jax.random.key(0),
+      group=1,
+      sampling_params=SamplingParams(),
+      token_limits=np.full((batch, 1), length),
+    )
+    assert buffer.mask.sum() == length * batch
+
+  total_s = median_seconds(lambda: sample(tokens), 3)
+  first_s = median_seconds(lambda: sample(1), 3)
+  return (total_s - first_s) / (tokens - 1)
 
 
 def main() -> None:
@@ -53,74 +114,21 @@ def main() -> None:
   parser.add_argument("--json")
   args = parser.parse_args()
   c = dataclasses.replace(PRESETS[args.preset], compute_dtype=args.dtype, param_dtype=args.dtype)
-  dtype = DTYPES[args.dtype]
 
-  heads = c.heads * c.head_dim
-  kv = c.kv_heads * c.head_dim
-  shapes = [
-    (c.width, heads),
-    (c.width, kv),
-    (c.width, kv),
-    (heads, c.width),
-    (c.width, c.mlp),
-    (c.width, c.mlp),
-    (c.mlp, c.width),
-  ]
-  size = (sum(a * b for a, b in shapes) * c.layers + c.vocab_size * c.width) * dtype(0).itemsize
-  matrices = [[jnp.full(shape, 0.01, dtype) for shape in shapes] for _ in range(c.layers)]
-  table = jnp.full((c.vocab_size, c.width), 0.01, dtype)
-
-  def products(matrices: list[list[jax.Array]], table: jax.Array, x: jax.Array) -> jax.Array:
-    for q, k, v, o, gate, up, down in matrices:
-      x = ((x @ q) + jnp.tile((x @ k) + (x @ v), heads // kv)) @ o
-      x = ((x @ gate) + (x @ up)) @ down
-    return jnp.einsum("bd,vd->bv", x, table, preferred_element_type=jnp.float32).max(-1)
-
-  product = jax.jit(products)
-  x = jnp.ones((args.batch, c.width), dtype)
-  product_s = seconds(functools.partial(product, matrices, table, x))
-  read = jax.jit(lambda matrices, table: sum(x.sum() for x in jax.tree.leaves((matrices, table))))
-  read_s = seconds(functools.partial(read, matrices, table))
-  matrices = table = None  # make room
-
-  model = Qwen2(c, make_mesh())
-  engine = Engine(
-    model,
-    stop=(),
-    pad=0,
-    max_prompt_tokens=args.prompt_len,
-    max_tokens=args.tokens,
-    engine_config=EngineConfig(slots=args.batch),
-  )
-  params = engine.layout(init_params(model, jax.random.key(0)))
-  prompts = (
-    np.random.default_rng(0).integers(0, c.vocab_size, (args.batch, args.prompt_len)).tolist()
-  )
-
-  def sample(tokens: int) -> None:
-    token_limits = np.full((args.batch, 1), tokens)
-    *_, (buffer, _) = engine.generate(
-      params,
-      prompts,
-      jax.random.key(0),
-      group=1,
-      sampling_params=SamplingParams(),
-      token_limits=token_limits,
-    )
-    assert buffer.mask.sum() == tokens * args.batch
-
-  whole_s = seconds(lambda: sample(args.tokens), 3)
-  first_s = seconds(lambda: sample(1), 3)
-  step_s = (whole_s - first_s) / (args.tokens - 1)
-  floor_s = max(product_s, read_s)
+  products_s, read_s = lower_bounds(c, args.batch)
+  step_s = decode_step_seconds(c, args.batch, args.prompt_len, args.tokens)
+  floor_s = max(products_s, read_s)
+  layer_size = sum(a * b for a, b in matrix_shapes(c))
+  weights = layer_size * c.layers + c.vocab_size * c.width
+  weights_gb = weights * DTYPES[args.dtype](0).itemsize / 1e9
   result = {
     "step_s": step_s,
     "floor_s": floor_s,
     "times_the_floor": step_s / floor_s,
-    "products_s": product_s,
+    "products_s": products_s,
     "read_s": read_s,
-    "weights_gb": size / 1e9,
-    "read_gb_s": size / 1e9 / read_s,
+    "weights_gb": weights_gb,
+    "read_gb_s": weights_gb / read_s,
     "tokens_per_s": args.batch / step_s,
     "preset": args.preset,
     "dtype": args.dtype,

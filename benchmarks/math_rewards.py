@@ -1,11 +1,12 @@
-"""Math verdicts a second, and what 5 % hostile expressions add: batches of GSM8K-like answers, clean and hostile in turns.
+"""Math verdicts per second on GSM8K-like answers, and the cost of 5 % hostile expressions.
 
     python benchmarks/math_rewards.py [--json FILE] [--rounds 9] [--batch 4000] [--workers N]
 
-Each completion is a few lines of reasoning and an answer, right or wrong by turns, boxed, after `####` or after `Answer:`. A hostile
-batch has 1 in 20 answers replaced by 9^{9^{9^9}}, 3,000 nested parentheses or (10^9)!, in turns. Medians over the rounds; no two
-batches share an answer, so that no cache helps across them. The last number is of what only math-verify can judge (roots), by the
-workers, started before the clock.
+Each completion is a few lines of reasoning and an answer, alternately correct and incorrect; boxed,
+after `####`, or after `Answer:`. In a hostile batch, 1 in 20 answers is 9^{9^{9^9}}, 3,000 nested
+parentheses or (10^9)!, in turn. Clean and hostile batches alternate; results are medians over the
+rounds. Batches have different answers, so caches do not help. The last number is for answers that
+only math-verify can check (roots), in workers that are started before the measurement.
 """
 
 from __future__ import annotations
@@ -22,35 +23,48 @@ from gtpo_jax.rewards.math import math_verdicts
 from gtpo_jax.rewards.pool import close_pools
 
 HOSTILE = ["9^{9^{9^9}}", "(" * 3000 + "{n}" + ")" * 3000, "(10^9)!"]
-REASONING = (
-  "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs a day.\nShe makes 9 * 2 = $<<9*2=18>>18 every day at the market.\n"
-  * 3
+HOSTILE_EVERY = 20
+FORMATS = ("#### {}", "Answer: ${}", "so \\boxed{{{}}}.")
+LONGEST_PLAIN_ANSWER = 10  # characters; longer ones are always boxed
+REASONING = 3 * (
+  "She sells 16 - 3 - 4 = <<16-3-4=9>>9 eggs a day.\n"
+  "She makes 9 * 2 = $<<9*2=18>>18 every day at the market.\n"
 )
 
 
 def batch(
   size: int, hostile: bool, rng: np.random.Generator
 ) -> tuple[list[str], list[str], list[bool | None]]:
-  """Completions, gold answers and what must be judged; None stands for "not right"."""
+  """Completions, gold answers and the expected verdicts."""
   completions = []
   golds = []
   expected = []
   for i in range(size):
     number = int(rng.integers(10**6))
-    right = i % 2 == 0
-    answer = f"{number if right else number + 1:,}"
-    if hostile and i % 20 == 0:
-      answer = HOSTILE[i // 20 % 3].replace("{n}", str(number + 1))
-      right = False
-    completions.append(
-      REASONING
-      + ("#### {}", "Answer: ${}", "so \\boxed{{{}}}.")[i % 3 if len(answer) < 10 else 2].format(
-        answer
-      )
-    )
+    correct = i % 2 == 0
+    answer = f"{number if correct else number + 1:,}"
+    if hostile and i % HOSTILE_EVERY == 0:
+      answer = HOSTILE[i // HOSTILE_EVERY % 3].replace("{n}", str(number + 1))
+      correct = False
+    answer_format = FORMATS[i % 3 if len(answer) < LONGEST_PLAIN_ANSWER else 2]
+    completions.append(REASONING + answer_format.format(answer))
     golds.append(str(number))
-    expected.append(right)
+    expected.append(correct)
   return completions, golds, expected
+
+
+def measure_math_verify(workers: int | None) -> float:
+  """Verdicts per second on answers with roots."""
+  roots = [
+    (f"\\boxed{{{k}\\sqrt{{{n}}}}}", f"\\sqrt{{{k * k * n}}}")
+    for k in range(2, 12)
+    for n in (2, 3, 5, 6, 7, 10, 11, 13, 14, 15)
+  ]
+  completions, golds = zip(*roots, strict=True)
+  math_verdicts(completions[:8], golds[:8], workers=workers)  # starts the workers
+  started = time.perf_counter()
+  assert all(math_verdicts(completions, golds, workers=workers)), "a wrong verdict"
+  return len(roots) / (time.perf_counter() - started)
 
 
 def main() -> None:
@@ -66,23 +80,14 @@ def main() -> None:
   for i in range(args.rounds + 1):
     for hostile in (False, True) if i % 2 else (True, False):
       completions, golds, expected = batch(args.batch, hostile, rng)
-      began = time.perf_counter()
+      started = time.perf_counter()
       verdicts = math_verdicts(completions, golds, workers=args.workers)
-      seconds[hostile].append(time.perf_counter() - began)
+      seconds[hostile].append(time.perf_counter() - started)
       assert verdicts == expected, "a wrong verdict"
-  clean, hostile = (
-    np.asarray(seconds[kind][1:]) for kind in (False, True)
-  )  # the first round compiles patterns
-
-  roots = [
-    (f"\\boxed{{{k}\\sqrt{{{n}}}}}", f"\\sqrt{{{k * k * n}}}")
-    for k in range(2, 12)
-    for n in (2, 3, 5, 6, 7, 10, 11, 13, 14, 15)
-  ]
-  math_verdicts(*zip(*roots[:8], strict=True), workers=args.workers)
-  began = time.perf_counter()
-  assert all(math_verdicts(*zip(*roots, strict=True), workers=args.workers)), "a wrong verdict"
-  roots_per_s = len(roots) / (time.perf_counter() - began)
+  # The first round compiles the patterns.
+  clean_seconds = np.asarray(seconds[False][1:])
+  hostile_seconds = np.asarray(seconds[True][1:])
+  math_verify_per_s = measure_math_verify(args.workers)
   close_pools()
 
   result = {
@@ -90,11 +95,11 @@ def main() -> None:
     "cores": len(os.sched_getaffinity(0)),
     "batch": args.batch,
     "rounds": args.rounds,
-    "verdicts_per_s": float(args.batch / np.median(clean)),
-    "clean_s": float(np.median(clean)),
-    "hostile_s": float(np.median(hostile)),
-    "hostile_over_clean": float(np.median(hostile / clean)),
-    "math_verify_per_s": roots_per_s,
+    "verdicts_per_s": float(args.batch / np.median(clean_seconds)),
+    "clean_s": float(np.median(clean_seconds)),
+    "hostile_s": float(np.median(hostile_seconds)),
+    "hostile_over_clean": float(np.median(hostile_seconds / clean_seconds)),
+    "math_verify_per_s": math_verify_per_s,
   }
   for name, value in result.items():
     print(f"{name:<20} {value:.4g}" if isinstance(value, float) else f"{name:<20} {value}")

@@ -1,8 +1,9 @@
-"""A report of many long completions: its size, the time to make and open it, and to switch what is on view.
+"""A report of many long completions: its size, the seconds to make, open and operate it.
 
     python benchmarks/report.py --completions=1000 --tokens=500
 
-Random entropies and words, groups of 16; opened in this machine's own headless Chromium (needs playwright). One JSON object.
+Random entropies and words in groups of 16, opened in this machine's own headless Chromium (needs
+playwright). Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -17,58 +18,73 @@ from pathlib import Path
 import numpy as np
 
 from gtpo_jax.config import Config, to_dict
-from gtpo_jax.reporting.credit import EntropyBonus, save_credit
+from gtpo_jax.reporting.credit import CreditRecord, save_credit
 from gtpo_jax.reporting.report import make_report
 
-GROUP, WORDS = 16, 2000
-SWITCH = """async (what) => {
-  const painted = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
+GROUP = 16
+WORDS = 2000  # in the vocabulary
+# Milliseconds from a click until the page is painted.
+CLICK = """async (selector) => {
+  const frame = () => new Promise((done) => requestAnimationFrame(done));
+  const painted = async () => { await frame(); await frame(); };
+  const pause = () => new Promise((done) => setTimeout(done, 1));
   await painted();
-  const began = performance.now(), old = document.querySelector('.t');
-  document.querySelector(what).click();
-  while (what === '#v-next' && document.querySelector('.t') === old) await new Promise((done) => setTimeout(done, 1));
+  const started = performance.now();
+  const old = document.querySelector('.t');
+  document.querySelector(selector).click();
+  while (selector === '#v-next' && document.querySelector('.t') === old) await pause();
   await painted();
-  return performance.now() - began;
+  return performance.now() - started;
 }"""
+# Milliseconds that the page takes when the pointer enters a token.
 POINT = """() => {
-  const all = [...document.querySelectorAll('.t')].slice(0, 100), began = performance.now();
-  for (const each of all) each.dispatchEvent(new PointerEvent('pointerover', { bubbles: true }));
-  return (performance.now() - began) / all.length;
+  const tokens = [...document.querySelectorAll('.t')].slice(0, 100);
+  const started = performance.now();
+  const enter = () => new PointerEvent('pointerover', { bubbles: true });
+  for (const token of tokens) token.dispatchEvent(enter());
+  return (performance.now() - started) / tokens.length;
 }"""
+CLICKS = {
+  "group": ["#v-next"] * 3,
+  "colour": ["input[value=entropy]", "input[value=advantage]", "input[value=shaped]"],
+  "method": [
+    "input[name=scheme][value='1']",
+    "input[name=scheme][value='2']",
+    "input[name=scheme][value='0']",
+  ],
+}
 
 
 def make_run(workdir: Path, groups: int, tokens: int) -> None:
+  """Writes a run with one step and the credit of its completions."""
   rng = np.random.default_rng(0)
-  g = (groups, GROUP)
+  shape = (groups, GROUP)
   (workdir / "config.json").write_text(json.dumps(to_dict(Config())))
-  (workdir / "metrics.jsonl").write_text(
-    json.dumps({"step": 1, "reward/mean": 0.4, "entropy/mean": 0.15, "time/step": 1.0}) + "\n"
+  metrics = {"step": 1, "reward/mean": 0.4, "entropy/mean": 0.15, "time/step": 1.0}
+  (workdir / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+  correct = rng.random(shape) < 0.4
+  entropy = rng.exponential(0.3, (*shape, tokens)) * (rng.random((*shape, tokens)) < 0.5)
+  pieces = rng.integers(0, WORDS, (*shape, tokens)).astype(np.int32)
+  log_probs = -rng.exponential(0.4, (*shape, tokens)).astype(np.float32)
+  record = CreditRecord(
+    step=1,
+    lengths=np.full(shape, tokens, np.int32),
+    entropy=entropy.astype(np.float32),
+    correct=correct,
+    reward=correct.astype(np.float32),
+    penalty=np.zeros(shape, np.float32),
+    valid=np.ones(shape, bool),
+    finished=np.ones(shape, bool),
+    guided=np.zeros(shape, bool),
+    shown=np.arange(groups, dtype=np.int32),
+    ids=pieces,
+    log_probs=log_probs,
+    piece=pieces,
+    pieces=[f" word{i}" for i in range(WORDS)],
+    prompts=["prompt"] * groups,
+    answers=["answer"] * groups,
   )
-  correct = rng.random(g) < 0.4
-  none = np.zeros(g, bool)
-  entropy = rng.exponential(0.3, (*g, tokens)) * (rng.random((*g, tokens)) < 0.5)
-  piece = rng.integers(0, WORDS, (*g, tokens)).astype(np.int32)
-  save_credit(
-    workdir,
-    EntropyBonus(
-      1,
-      np.full(g, tokens, np.int32),
-      entropy.astype(np.float32),
-      correct,
-      correct.astype(np.float32),
-      np.zeros(g, np.float32),
-      ~none,
-      ~none,
-      none,
-      np.arange(groups, dtype=np.int32),
-      piece,
-      -rng.exponential(0.4, (*g, tokens)).astype(np.float32),
-      piece,
-      [f" word{i}" for i in range(WORDS)],
-      ["prompt"] * groups,
-      ["answer"] * groups,
-    ),
-  )
+  save_credit(workdir, record)
 
 
 def main() -> None:
@@ -78,52 +94,37 @@ def main() -> None:
   parser.add_argument("--completions", type=int, default=1000)
   parser.add_argument("--tokens", type=int, default=500)
   args = parser.parse_args()
+  groups = -(-args.completions // GROUP)
   from playwright.sync_api import sync_playwright
 
   with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
     workdir = Path(folder)
-    file = Path(folder) / "report.html"
-    make_run(workdir, -(-args.completions // GROUP), args.tokens)
-    began = time.perf_counter()
+    file = workdir / "report.html"
+    make_run(workdir, groups, args.tokens)
+    started = time.perf_counter()
     file.write_text(make_report([workdir]), encoding="utf-8")
-    made = time.perf_counter() - began
-    browser = driver.chromium.launch(
-      executable_path=shutil.which("chromium") or shutil.which("google-chrome"),
-      args=["--no-sandbox"],
-    )
+    make_s = time.perf_counter() - started
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
     page = browser.new_page(viewport={"width": 1300, "height": 900})
-    began = time.perf_counter()
+    started = time.perf_counter()
     page.goto(file.as_uri())
     page.wait_for_selector(".t")
-    opened = time.perf_counter() - began
+    open_s = time.perf_counter() - started
     page.evaluate("document.getElementById('credit').scrollIntoView()")
-    switches = {
-      "group": ["#v-next"] * 3,
-      "colour": ["input[value=entropy]", "input[value=advantage]", "input[value=shaped]"],
-      "method": [
-        "input[name=scheme][value='1']",
-        "input[name=scheme][value='2']",
-        "input[name=scheme][value='0']",
-      ],
+    result = {
+      "completions": groups * GROUP,
+      "tokens": args.tokens,
+      "chromium": browser.version,
+      "file_mb": file.stat().st_size / 1e6,
+      "record_mb": (workdir / "credit" / "1.npz").stat().st_size / 1e6,
+      "make_s": make_s,
+      "open_s": open_s,
     }
-    print(
-      json.dumps(
-        {
-          "completions": -(-args.completions // GROUP) * GROUP,
-          "tokens": args.tokens,
-          "chromium": browser.version,
-          "file_mb": file.stat().st_size / 1e6,
-          "record_mb": (workdir / "credit" / "1.npz").stat().st_size / 1e6,
-          "make_s": made,
-          "open_s": opened,
-          **{
-            f"{name}_ms": [round(page.evaluate(SWITCH, what)) for what in clicks]
-            for name, clicks in switches.items()
-          },
-          "point_ms": page.evaluate(POINT),
-        }
-      )
-    )
+    for name, selectors in CLICKS.items():
+      result[f"{name}_ms"] = [round(page.evaluate(CLICK, selector)) for selector in selectors]
+    result["point_ms"] = page.evaluate(POINT)
+    print(json.dumps(result))
     browser.close()
 
 

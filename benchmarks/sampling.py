@@ -1,10 +1,13 @@
-"""Sampling with long-tailed lengths: completed tokens a second of our engine and, where asked, of Transformers and Tunix in turns with it.
+"""Times sampling with long-tailed lengths: completed tokens per second of our engine and of peers.
 
-    python benchmarks/sampling.py [--json FILE] [--peers transformers,tunix] [--tunix_python PYTHON] [--rounds 5] [--slots 16] ...
+    python benchmarks/sampling.py [--json FILE] [--peers transformers,tunix] \\
+      [--tunix_python PYTHON] [--rounds 5] [--slots 16] ...
 
-The architecture of benchmarks/step.py with random weights in float32; 64 completions, one of each of 64 prompts of 64 tokens, at
-temperature 1. Their lengths are drawn from a log-normal distribution of median 32 and cut at 512. Nobody knows them ahead: a peer
-generates until the longest is whole. Tokens a second are those of the lengths, by the median time of the rounds after the first.
+The architecture of benchmarks/step.py with random weights in float32; 64 completions, one for each
+of 64 prompts of 64 tokens, at temperature 1. Their lengths are drawn from a log-normal distribution
+with median 32, cut at 512. They are not known in advance: a peer generates until the longest
+completion is done. Tokens per second count only those of the lengths, over the median time of the
+rounds after the first. Ours and the peers run interleaved.
 """
 
 from __future__ import annotations
@@ -29,14 +32,13 @@ import jax
 from gtpo_jax.models import ModelConfig, Qwen2, init_params
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.filters import SamplingParams
-from gtpo_jax.sampling.slots import EngineConfig
+from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 
 
 def ours(
   args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]
 ) -> Callable[[int], None]:
-  """One call of our engine, ready to be timed."""
+  """Returns one call of our engine to be timed."""
   model = Qwen2(
     ModelConfig(
       args.vocab,
@@ -76,7 +78,7 @@ def ours(
 def transformers(
   args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]
 ) -> Callable[[int], None]:
-  """One call of `generate`, which may stop each row at its own length."""
+  """Returns one call of `generate`, which may stop each row at its own length."""
   import torch
   from transformers import Qwen2Config, Qwen2ForCausalLM, StoppingCriteria
 
@@ -118,19 +120,19 @@ def transformers(
 def tunix(
   args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]
 ) -> Callable[[int], None]:
-  """One call of Tunix's sampler in a process of its own, which answers on its standard output when it is done."""
+  """Returns one call of Tunix's sampler in its own process, which reports when it is done."""
   command = [
     args.tunix_python,
     str(Path(__file__).with_name("tunix_sampler.py")),
     json.dumps(vars(args)),
     str(max(lengths)),
   ]
-  there = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+  process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
   def call(seed: int) -> None:
-    print(seed, file=there.stdin, flush=True)
-    while (answer := there.stdout.readline().strip()) != "done":
-      if not answer:
+    print(seed, file=process.stdin, flush=True)
+    while (line := process.stdout.readline().strip()) != "done":
+      if not line:
         sys.exit("Tunix's process ended; its message is above")
 
   return call
@@ -139,9 +141,9 @@ def tunix(
 PEERS = {"transformers": transformers, "tunix": tunix}
 
 
-def main() -> None:
+def parse_args() -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  for name, default in {
+  sizes = {
     "vocab": 8192,
     "width": 256,
     "layers": 4,
@@ -152,53 +154,67 @@ def main() -> None:
     "longest": 512,
     "rounds": 5,
     "seed": 0,
-  }.items():
+  }
+  for name, default in sizes.items():
     parser.add_argument(f"--{name}", type=int, default=default)
   parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of the lengths")
-  parser.add_argument("--peers", default="", help=f"a part of {','.join(PEERS)}")
+  parser.add_argument("--peers", default="", help=f"some of {','.join(PEERS)}")
   parser.add_argument(
     "--tunix_python", default=sys.executable, help="an interpreter with google-tunix"
   )
   parser.add_argument("--json")
   args = parser.parse_args()
-  names = [name for name in args.peers.split(",") if name]
-  if unknown := set(names) - set(PEERS):
+  args.peers = [name for name in args.peers.split(",") if name]
+  if unknown := set(args.peers) - set(PEERS):
     parser.error(f"--peers names {unknown.pop()!r}; choose from {', '.join(PEERS)}")
+  return args
 
+
+def workload(args: argparse.Namespace) -> tuple[np.ndarray, list[list[int]]]:
+  """Returns the completions' lengths i32[completions] and the prompts."""
   rng = np.random.default_rng(args.seed)
   drawn = np.exp(rng.normal(np.log(args.median), args.sigma, args.completions))
   lengths = np.clip(np.round(drawn), 1, args.longest).astype(int)
   prompts = rng.integers(2, args.vocab, (args.completions, args.prompt_len)).tolist()
-  calls = {"ours": ours(args, lengths, prompts)} | {
-    name: PEERS[name](args, lengths, prompts) for name in names
-  }
-  seconds: dict[str, list[float]] = {name: [] for name in calls}
-  for seed in range(args.rounds + 1):
-    for name, call in calls.items():
-      began = time.perf_counter()
-      call(seed)
-      seconds[name].append(time.perf_counter() - began)
+  return lengths, prompts
 
+
+def median_seconds(calls: dict[str, Callable[[int], None]], rounds: int) -> dict[str, float]:
+  """Returns each call's median time over interleaved rounds after a first one."""
+  seconds: dict[str, list[float]] = {name: [] for name in calls}
+  for seed in range(rounds + 1):
+    for name, call in calls.items():
+      started = time.perf_counter()
+      call(seed)
+      seconds[name].append(time.perf_counter() - started)
+  return {name: float(np.median(times[1:])) for name, times in seconds.items()}
+
+
+def main() -> None:
+  args = parse_args()
+  lengths, prompts = workload(args)
+  calls = {"ours": ours(args, lengths, prompts)}
+  calls |= {name: PEERS[name](args, lengths, prompts) for name in args.peers}
+  medians = median_seconds(calls, args.rounds)
   total = int(lengths.sum())
-  medians = {name: float(np.median(times[1:])) for name, times in seconds.items()}
   result = {
     "tokens_per_s": total / medians["ours"],
     "tokens": total,
     "seconds": medians,
     "lengths": sorted(lengths.tolist()),
-    "ratio": {name: medians[name] / medians["ours"] for name in names},
+    "ratio": {name: medians[name] / medians["ours"] for name in args.peers},
     "slots": args.slots,
     "jax": jax.__version__,
     "python": platform.python_version(),
     "device": jax.devices()[0].device_kind,
     "devices": jax.device_count(),
   }
-  for name, median in medians.items():
-    print(
-      f"{name:<14} {median:8.3f} s {total / median:9.0f} tokens/s {median / medians['ours']:6.2f} x our time"
-    )
+  for name, seconds in medians.items():
+    ratio = seconds / medians["ours"]
+    print(f"{name:<14} {seconds:8.3f} s {total / seconds:9.0f} tokens/s {ratio:6.2f} x our time")
   print(
-    f"{total} tokens in {args.completions} completions, the longest {max(lengths)}, {args.slots} slots of ours"
+    f"{total} tokens in {args.completions} completions, the longest {max(lengths)}; "
+    f"our engine has {args.slots} slots"
   )
   if args.json:
     Path(args.json).write_text(json.dumps(result, indent=2) + "\n")

@@ -1,9 +1,11 @@
-"""What one GTPO update of 7B and 32B needs on 64, 256 and 1,024 chips, from ahead-of-time compiles for TPU v5p. No TPU is used.
+"""One GTPO update of 7B and 32B on 64, 256 and 1,024 TPU v5p chips, compiled ahead of time.
 
     python benchmarks/scaling.py [--json FILE] [--only 32b-weak-256 ...]
 
-Sequences of 20,480 positions (2,048 of prompt), float32 parameters and AdamW, bfloat16 compute, full remat, no micro-batches. Weak: 64
-sequences for every 64 chips. Strong: 256 sequences whatever the chips. Prints a row when its programs are compiled (minutes each).
+No TPU is used. Sequences of 20,480 positions (2,048 of them prompt), float32 parameters and AdamW,
+bfloat16 compute, full remat, no micro-batches. Weak scaling: 64 sequences for every 64 chips.
+Strong scaling: 256 sequences on any number of chips. Prints a row as soon as its programs are
+compiled (minutes each).
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ from gtpo_jax.runtime.startup import prepare_jax
 
 prepare_jax()  # before JAX is imported
 
-from gtpo_jax.config import default_config, freeze
-from gtpo_jax.planning.plan import laid_out, measured
+from gtpo_jax.config import Config, default_config, freeze
+from gtpo_jax.planning.plan import measure
+from gtpo_jax.planning.programs import build_model
 from gtpo_jax.planning.topology import topology_devices
 from gtpo_jax.runtime.errors import UserError
 
 SLICES = {64: "v5p:4x4x4", 256: "v5p:4x8x8", 1024: "v5p:8x8x16"}
 GROUP = 4  # completions of each prompt
-# By chips: prompts, and shards of data, fsdp, context and tensor; 7B has its positions over context, 32B over
-# tensor, and both over both on 1,024 chips that share 64 prompts.
+KEYS = ("batch.prompts", "mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor")
+# The values of KEYS by number of chips. 7B splits positions over context, 32B over tensor, and both
+# split them over both on 1,024 chips that share 64 prompts.
 SHAPES = {
   "7b-weak": {64: (16, 1, 16, 4, 1), 256: (64, 4, 16, 4, 1), 1024: (256, 16, 16, 4, 1)},
   "7b-strong": {64: (64, 1, 16, 4, 1), 256: (64, 4, 16, 4, 1), 1024: (64, 4, 16, 4, 4)},
@@ -44,48 +48,46 @@ def main() -> None:
   args = parser.parse_args()
   results = {}
   for name in args.only:
-    results[name] = row(*ROWS[name])
+    results[name] = measure_row(*ROWS[name])
     print(name, *(f"{key} {value}" for key, value in results[name].items()), sep="  ", flush=True)
     if args.json:
       with open(args.json, "w") as out:
         json.dump(results, out, indent=2)
 
 
-def row(size: str, chips: int, shape: tuple[int, ...]) -> dict[str, object]:
+def row_config(size: str, shape: tuple[int, ...]) -> Config:
   config = default_config()
+  values = {
+    "model.preset": f"qwen2.5-{size}",
+    "model.compute_dtype": "bfloat16",
+    "batch.group": GROUP,
+    "data.max_prompt_tokens": 2048,
+    "sampling.max_tokens": 18432,
+    **dict(zip(KEYS, shape, strict=True)),
+  }
   with config.unlocked():
-    config.update_from_flattened_dict(
-      {
-        "model.preset": f"qwen2.5-{size}",
-        "model.compute_dtype": "bfloat16",
-        "batch.group": GROUP,
-        "data.max_prompt_tokens": 2048,
-        "sampling.max_tokens": 18432,
-        **dict(
-          zip(
-            ("batch.prompts", "mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor"),
-            shape,
-            strict=True,
-          )
-        ),
-      }
-    )
+    config.update_from_flattened_dict(values)
+  return freeze(config)
+
+
+def measure_row(size: str, chips: int, shape: tuple[int, ...]) -> dict[str, object]:
+  config = row_config(size, shape)
   devices, chip = topology_devices(SLICES[chips])
   try:
-    found = measured(frozen := freeze(config), laid_out(frozen, devices), chip)
+    result = measure(config, build_model(config, devices), chip)
   except UserError as error:
     return {"refused": str(error)}
-  gib = lambda key: None if found[key] is None else round(found[key] / 2**30, 2)
+  gib = lambda key: None if result[key] is None else round(result[key] / 2**30, 2)
   return {
     "chips": chips,
-    "mesh": found["mesh"],
+    "mesh": result["mesh"],
     "sequences": shape[0] * GROUP,
     "update_gib": gib("update.peak_bytes"),
     "sample_gib": gib("sample.peak_bytes"),
     "sent_gib": gib("update.sent_bytes"),
-    "seconds": found["update.seconds"],
-    "fits": found["fits"],
-    "seconds_compile": round(found["seconds_compile"], 1),
+    "seconds": result["update.seconds"],
+    "fits": result["fits"],
+    "seconds_compile": round(result["seconds_compile"], 1),
   }
 
 

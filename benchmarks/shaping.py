@@ -1,14 +1,16 @@
-"""What shaping and diagnostics add to the compiled update: each algorithm against plain GRPO without any diagnostics.
+"""Cost of shaping and diagnostics: the update of each algorithm against plain GRPO without metrics.
 
     python benchmarks/shaping.py [--json FILE] [--rounds 8] [--algorithms gtpo,grpo_s]
 
-The update of the peers' workload (see step.py): 4 prompts of 64 tokens x 8 completions of 128, Qwen2 of 4 layers, width 256,
-vocabulary 8192, float32. The updates take turns, so that what disturbs the machine disturbs all alike; medians.
+Measures the compiled update on the workload of step.py: 4 prompts of 64 tokens x 8 completions of
+128, Qwen2 with 4 layers of width 256, vocabulary 8192, float32. The updates alternate, so that
+disturbances of the machine affect all of them. Prints medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import time
@@ -27,13 +29,61 @@ from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.models import ModelConfig, Qwen2, init_params
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.training import update as update_module
-from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
+from gtpo_jax.training.state import OptimizerConfig, TrainState, init_state, make_optimizer
 
-SHAPE = ModelConfig(8192, 256, 4, heads=4, kv_heads=2, head_dim=64, mlp=1024)
+VOCAB = 8192
+ARCHITECTURE = ModelConfig(VOCAB, 256, 4, heads=4, kv_heads=2, head_dim=64, mlp=1024)
 N = 4
 G = 8
 P = 64
 T = 128
+
+
+@dataclasses.dataclass
+class Run:
+  """A compiled update, its state, and the seconds of each round."""
+
+  update: update_module.Update
+  state: TrainState
+  seconds: list[float] = dataclasses.field(default_factory=list)
+
+
+def make_batch(model: Qwen2) -> tuple[Rollouts, Rewards]:
+  """Returns random completions; every group has a correct and an incorrect one."""
+  rng = np.random.default_rng(0)
+  correct = rng.random((N, G)) < 0.5
+  correct[:, 0] = True
+  correct[:, 1] = False
+  rollouts = Rollouts(
+    prompts=Prompts(rng.integers(1, VOCAB, (N, P), np.int32), np.full(N, P, np.int32)),
+    tokens=rng.integers(1, VOCAB, (N, G, T), np.int32),
+    mask=np.ones((N, G, T), bool),
+    log_probs=np.full((N, G, T), -9.0, np.float32),
+    entropy=rng.gamma(1.0, 1.0, (N, G, T)).astype(np.float32),
+    finished=np.ones((N, G), bool),
+  )
+  reward = correct.astype(np.float32)
+  rewards = Rewards(correct, reward, penalty=np.zeros_like(reward), valid=np.ones((N, G), bool))
+  return shard_batch((rollouts, rewards), model.mesh)
+
+
+def compile_run(name: str, model: Qwen2, batch: tuple[Rollouts, Rewards]) -> Run:
+  """Returns the algorithm's update after one call, which compiles it."""
+  optimizer = make_optimizer(OptimizerConfig(), 1000)
+  state = init_state(init_params(model, jax.random.key(0)), optimizer, model)
+  update = update_module.make_update(model, algorithms.make(name), optimizer)
+  state, _ = jax.block_until_ready(update(state, *batch))
+  return Run(update, state)
+
+
+def compile_plain(model: Qwen2, batch: tuple[Rollouts, Rewards]) -> Run:
+  """Returns the update of GRPO without any diagnostics."""
+  no_metrics = mock.Mock(return_value={})
+  with (
+    mock.patch.multiple(update_module, batch_metrics=no_metrics, mismatch_metrics=no_metrics),
+    mock.patch.object(algorithms.Algorithm, "credit_metrics", no_metrics),
+  ):
+    return compile_run("grpo", model, batch)
 
 
 def main() -> None:
@@ -43,70 +93,33 @@ def main() -> None:
   parser.add_argument("--json")
   args = parser.parse_args()
 
-  model = Qwen2(SHAPE, make_mesh())
-  rng = np.random.default_rng(0)
-  optimizer = make_optimizer(OptimizerConfig(), 1000)
-  correct = rng.random((N, G)) < 0.5
-  correct[:, 0], correct[:, 1] = True, False
-  rollouts = Rollouts(
-    Prompts(rng.integers(1, 8192, (N, P), np.int32), np.full(N, P, np.int32)),
-    rng.integers(1, 8192, (N, G, T), np.int32),
-    np.ones((N, G, T), bool),
-    np.full((N, G, T), -9.0, np.float32),
-    rng.gamma(1.0, 1.0, (N, G, T)).astype(np.float32),
-    np.ones((N, G), bool),
-  )
-  batch = shard_batch(
-    (
-      rollouts,
-      Rewards(
-        correct, correct.astype(np.float32), np.zeros((N, G), np.float32), np.ones((N, G), bool)
-      ),
-    ),
-    model.mesh,
-  )
+  model = Qwen2(ARCHITECTURE, make_mesh())
+  batch = make_batch(model)
+  plain = compile_plain(model, batch)
+  runs = {name: compile_run(name, model, batch) for name in args.algorithms.split(",")}
+  order = [plain, *runs.values()]
+  for _ in range(args.rounds):
+    order.reverse()
+    for run in order:
+      started = time.perf_counter()
+      run.state, _ = jax.block_until_ready(run.update(run.state, *batch))
+      run.seconds.append(time.perf_counter() - started)
 
-  def prepared(name: str) -> list:
-    """[the update, its state, its seconds]."""
-    state = init_state(init_params(model, jax.random.key(0)), optimizer, model)
-    update = update_module.make_update(model, algorithms.make(name), optimizer)
-    state, _ = jax.block_until_ready(update(state, *batch))
-    return [update, state, []]
-
-  none = mock.Mock(return_value={})
-  with (
-    mock.patch.multiple(update_module, measure=none, mismatch=none),
-    mock.patch.object(algorithms.Algorithm, "credit_metrics", none),
-  ):
-    runs = {"plain": prepared("grpo")}
-  runs |= {name: prepared(name) for name in args.algorithms.split(",")}
-  for i in range(args.rounds):
-    for name in list(runs) if i % 2 else list(runs)[::-1]:
-      update, state, seconds = runs[name]
-      began = time.perf_counter()
-      runs[name][1], _ = jax.block_until_ready(update(state, *batch))
-      seconds.append(time.perf_counter() - began)
-
-  plain = np.asarray(runs["plain"][2])
   result = {
     "jax": jax.__version__,
     "python": platform.python_version(),
     "device": jax.devices()[0].device_kind,
     "rounds": args.rounds,
-    "plain_s": float(np.median(plain)),
+    "plain_s": float(np.median(plain.seconds)),
   }
-  for name in runs.keys() - {"plain"}:
-    ratio = np.asarray(runs[name][2]) / plain  # of the same round
-    result[name] = {
-      "update_s": float(np.median(runs[name][2])),
-      "added": float(np.median(ratio) - 1),
-    }
-  for name, value in result.items():
-    print(
-      f"{name:<16} {value['update_s']:.3f} s  {value['added']:+.2%}"
-      if isinstance(value, dict)
-      else f"{name:<16} {value}"
-    )
+  for key, value in result.items():
+    print(f"{key:<16} {value}")
+  for name, run in runs.items():
+    ratios = np.asarray(run.seconds) / plain.seconds  # of the same round
+    update_s = float(np.median(run.seconds))
+    added = float(np.median(ratios) - 1)
+    result[name] = {"update_s": update_s, "added": added}
+    print(f"{name:<16} {update_s:.3f} s  {added:+.2%}")
   if args.json:
     with open(args.json, "w") as out:
       json.dump(result, out, indent=2)

@@ -1,10 +1,11 @@
-"""A tiny job left alone for a while, then the same job killed at random: does anything grow, and does it end the same?
+"""Runs a tiny job for a long time, then the same job killed at random: does it leak or diverge?
 
     python benchmarks/soak.py --minutes=60 --json=soak.json
 
-For half of the time the job runs undisturbed; once a quarter of that is over, memory, open files and threads are looked at each
-second. Where it has got to is the end of the second run, which is killed again and again, and must leave the same metrics, samples and
-digests. Kills fall at random times, so that what they hit is chance; `tests/faults` has them at marked points.
+The job runs undisturbed for half of the time. After the first quarter of that, its memory, open
+files and threads are sampled every second. A second run of the same length is killed again and
+again, and must end with the same metrics, samples and digests. The kills are at random times;
+`tests/faults` covers kills at marked points.
 """
 
 from __future__ import annotations
@@ -22,32 +23,35 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from gtpo_jax.reporting.journal import read_jsonl
 
-CLOCK = ("time/", "tokens/s", "compiles")
-FOR_EVER = 1_000_000
+TIMING_METRICS = ("time/", "tokens/s", "compiles")
+UNLIMITED_STEPS = 1_000_000
+SECONDS_TO_KILL = (10, 150)
+CONFIG = {
+  "data.terms": 2,
+  "batch.prompts": 8,
+  "batch.group": 8,
+  "batch.minibatches": 2,
+  "warm_start.steps": 50,
+  "sampling.warm_up": True,  # with this and without packing, nothing compiles later
+  "batch.pack": False,
+  "eval.every": 20,
+  "eval.problems": 32,
+  "eval.samples": 2,
+  "eval.batch": 32,
+  "checkpoint.every": 50,
+}
 
 
 def start(workdir: Path, steps: int) -> subprocess.Popen:
-  small = {
-    "steps": steps,
-    "data.terms": 2,
-    "batch.prompts": 8,
-    "batch.group": 8,
-    "batch.minibatches": 2,
-    "warm_start.steps": 50,
-    "sampling.warm_up": True,
-    "batch.pack": False,  # nothing is left to be compiled later
-    "eval.every": 20,
-    "eval.problems": 32,
-    "eval.samples": 2,
-    "eval.batch": 32,
-    "checkpoint.every": 50,
-  }
+  """Starts or resumes the job."""
+  values = {"steps": steps, **CONFIG}
   command = [
     sys.executable,
     "-m",
@@ -55,119 +59,122 @@ def start(workdir: Path, steps: int) -> subprocess.Popen:
     "train",
     f"--config={ROOT / 'configs' / 'tiny.py'}",
     f"--workdir={workdir}",
-    *(f"--config.{key}={value}" for key, value in small.items()),
+    *(f"--config.{key}={value}" for key, value in values.items()),
   ]
-  environment = {
-    **os.environ,
-    "MALLOC_ARENA_MAX": "1",
-  }  # with one for each thread, glibc keeps more and more of what was given back
+  # With an arena per thread, glibc keeps more and more of the memory that was freed.
+  environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
   return subprocess.Popen(
     command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
   )
 
 
-def finish(process: subprocess.Popen, status: int) -> None:
+def wait_for(process: subprocess.Popen, status: int) -> None:
+  """Waits for a process and checks its exit status."""
   _, error = process.communicate()
   if process.returncode != status:
-    sys.exit(f"exit status {process.returncode}, not {status}\n{error}")
+    sys.exit(f"exit status {process.returncode}, expected {status}\n{error}")
 
 
-def leave_alone(workdir: Path, seconds: float) -> list[tuple[int, int, int]]:
-  """Runs the job for so many seconds, asks it to stop and lets it finish there; (memory in KiB, open files, threads) each second."""
-  process = start(workdir, FOR_EVER)
-  began = time.monotonic()
-  seen = []
-  while (passed := time.monotonic() - began) < seconds and process.poll() is None:
+def sample_process(pid: int) -> tuple[int, int, int]:
+  """Memory in KiB, open files and threads of a process."""
+  lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+  status = dict(line.split(":", 1) for line in lines if ":" in line)
+  memory = int(status["VmRSS"].split()[0])
+  return memory, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"])
+
+
+def run_undisturbed(workdir: Path, seconds: float) -> list[tuple[int, int, int]]:
+  """Runs the job, stops it after `seconds` and finishes it there; returns a sample per second."""
+  process = start(workdir, UNLIMITED_STEPS)
+  started = time.monotonic()
+  samples = []
+  while (passed := time.monotonic() - started) < seconds and process.poll() is None:
     time.sleep(1)
-    if passed > seconds / 4:  # the warm start is over, and all is compiled
-      status = dict(
-        line.split(":", 1)
-        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        if ":" in line
-      )
-      seen.append(
-        (
-          int(status["VmRSS"].split()[0]),
-          len(os.listdir(f"/proc/{process.pid}/fd")),
-          int(status["Threads"]),
-        )
-      )
+    if passed > seconds / 4:  # after the warm start and all compilation
+      samples.append(sample_process(process.pid))
   process.send_signal(signal.SIGTERM)
-  finish(process, 128 + signal.SIGTERM)
-  finish(start(workdir, steps_done(workdir)), 0)  # the last evaluation
-  return seen
+  wait_for(process, 128 + signal.SIGTERM)
+  wait_for(start(workdir, completed_steps(workdir)), 0)  # the last evaluation
+  return samples
 
 
-def kill_at_random(workdir: Path, steps: int, chance: random.Random) -> int:
-  """Runs the job to the end, killing it each 10 to 150 seconds; the number of kills."""
+def run_with_kills(workdir: Path, steps: int, rng: random.Random) -> int:
+  """Runs the job to the end, killing it at random times; returns the number of kills."""
   kills = 0
   while True:
     process = start(workdir, steps)
     try:
-      process.wait(chance.uniform(10, 150))
+      process.wait(rng.uniform(*SECONDS_TO_KILL))
     except subprocess.TimeoutExpired:
       process.kill()
       process.communicate()
       kills += 1
     else:
-      finish(process, 0)
+      wait_for(process, 0)
       return kills
 
 
-def steps_done(workdir: Path) -> int:
+def completed_steps(workdir: Path) -> int:
   file = workdir / "metrics.jsonl"
   return file.read_bytes().count(b"\n") - 1 if file.exists() else 0
 
 
-def result(workdir: Path) -> tuple:
+def outcome(workdir: Path) -> tuple:
+  """The metrics except timings, the samples, the newest step, and the digests of its arrays."""
   rows = [
-    {key: value for key, value in row.items() if not key.startswith(CLOCK)}
+    {key: value for key, value in row.items() if not key.startswith(TIMING_METRICS)}
     for row in read_jsonl(workdir / "metrics.jsonl")
   ]
   newest = max(int(entry.name) for entry in (workdir / "checkpoints").iterdir())
-  seal = (workdir / "checkpoints" / str(newest) / "seal").read_text().partition("\n")[2]
-  return rows, read_jsonl(workdir / "samples.jsonl"), newest, json.loads(seal)["leaves"]
+  record = (workdir / "checkpoints" / str(newest) / "seal").read_text().partition("\n")[2]
+  return rows, read_jsonl(workdir / "samples.jsonl"), newest, json.loads(record)["leaves"]
 
 
 def tenths(values: list[int]) -> list[float]:
-  """The means of the ten parts of a time."""
-  cuts = [i * len(values) // 10 for i in range(11)]
-  return [round(sum(values[a:b]) / (b - a), 1) for a, b in itertools.pairwise(cuts)]
+  """The means over ten equal parts of a series."""
+  bounds = [i * len(values) // 10 for i in range(11)]
+  return [round(sum(values[a:b]) / (b - a), 1) for a, b in itertools.pairwise(bounds)]
 
 
-def main() -> None:
-  parser = argparse.ArgumentParser()
-  parser.add_argument("--minutes", type=float, default=60.0, help="about how long it takes in all")
-  parser.add_argument("--seed", type=int, default=0, help="of the times of the kills")
-  parser.add_argument("--json", type=Path)
-  args = parser.parse_args()
-  folder = Path(tempfile.mkdtemp(prefix="gtpo_soak_"))
-  began = time.monotonic()
-  minutes = lambda: round((time.monotonic() - began) / 60, 1)
-  seen = leave_alone(folder / "whole", 30 * args.minutes)
-  steps = steps_done(folder / "whole")
-  alone = minutes()
-  memory, files, threads = (tenths(values) for values in zip(*seen, strict=True))
-  versions = {name: importlib.metadata.version(name) for name in ("jax", "orbax-checkpoint")}
-  found = {
-    "versions": {"python": platform.python_version(), **versions},
-    "steps": steps,
-    "minutes_alone": alone,
-    "looked": len(seen),
+def summarize(samples: list[tuple[int, int, int]]) -> dict[str, Any]:
+  """Memory, files and threads over tenths of the time, and the growth of memory."""
+  memory, files, threads = (tenths(values) for values in zip(*samples, strict=True))
+  return {
+    "looked": len(samples),
     "memory_mib": [round(value / 1024, 1) for value in memory],
     "memory_growth": memory[9] / memory[0] - 1,
     "of_its_second_half": memory[9] / memory[5] - 1,
     "files": files,
     "threads": threads,
   }
-  print(json.dumps(found), flush=True)
-  found |= {
-    "kills": kill_at_random(folder / "killed", steps, random.Random(args.seed)),
-    "minutes": minutes(),
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser()
+  parser.add_argument("--minutes", type=float, default=60.0, help="approximate time in all")
+  parser.add_argument("--seed", type=int, default=0, help="seed of the times of the kills")
+  parser.add_argument("--json", type=Path)
+  args = parser.parse_args()
+  folder = Path(tempfile.mkdtemp(prefix="gtpo_soak_"))
+  started = time.monotonic()
+  minutes = lambda: round((time.monotonic() - started) / 60, 1)
+
+  samples = run_undisturbed(folder / "undisturbed", 30 * args.minutes)
+  steps = completed_steps(folder / "undisturbed")
+  versions = {name: importlib.metadata.version(name) for name in ("jax", "orbax-checkpoint")}
+  result = {
+    "versions": {"python": platform.python_version(), **versions},
+    "steps": steps,
+    "minutes_alone": minutes(),
+    **summarize(samples),
   }
-  if result(folder / "killed") != result(folder / "whole"):
-    sys.exit(f"{folder / 'killed'} differs from {folder / 'whole'} after {found['kills']} kills")
-  text = json.dumps(found | {"same": True}, indent=2)
+  print(json.dumps(result), flush=True)
+
+  kills = run_with_kills(folder / "killed", steps, random.Random(args.seed))
+  result |= {"kills": kills, "minutes": minutes()}
+  if outcome(folder / "killed") != outcome(folder / "undisturbed"):
+    sys.exit(f"{folder / 'killed'} differs from {folder / 'undisturbed'} after {kills} kills")
+  text = json.dumps(result | {"same": True}, indent=2)
   print(text)
   if args.json:
     args.json.write_text(text + "\n")

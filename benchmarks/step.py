@@ -1,9 +1,10 @@
-"""One on-policy step on the workload that TRL and Tunix are measured on: sample, reward, update.
+"""One on-policy step on the workload on which TRL and Tunix are measured: sample, reward, update.
 
     python benchmarks/step.py [--json FILE] [--algorithm gtpo] [--steps 6] [--vocab 32768] ...
 
-Qwen2 architecture with random weights in float32, 4 layers of width 256, vocabulary 8192; 4 prompts of 64 tokens x 8 completions
-of exactly 128 tokens at temperature 1; AdamW, one update a step, no KL. Prints a table; medians of the steps after the first.
+Qwen2 architecture with random weights in float32, 4 layers of width 256, vocabulary 8192; 4 prompts
+of 64 tokens x 8 completions of exactly 128 tokens at temperature 1; AdamW, one update per step, no
+KL. Prints a table of medians over the steps after the first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ prepare_jax()  # before JAX is imported
 
 import jax
 
-jax.config.update("jax_compilation_cache_dir", None)  # the first step shows a real compile
+jax.config.update("jax_compilation_cache_dir", None)  # the first step shows a real compilation
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Rewards
@@ -29,23 +30,26 @@ from gtpo_jax.models import ModelConfig, Qwen2, init_params
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.filters import SamplingParams
+from gtpo_jax.sampling.params import SamplingParams
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
+HEAD_DIM = 64
+DEFAULTS = {
+  "vocab": 8192,
+  "width": 256,
+  "layers": 4,
+  "prompts": 4,
+  "group": 8,
+  "prompt_len": 64,
+  "response_len": 128,
+  "steps": 6,
+}
 
-def main() -> None:
+
+def parse_args() -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  for name, default in {
-    "vocab": 8192,
-    "width": 256,
-    "layers": 4,
-    "prompts": 4,
-    "group": 8,
-    "prompt_len": 64,
-    "response_len": 128,
-    "steps": 6,
-  }.items():
+  for name, default in DEFAULTS.items():
     parser.add_argument(f"--{name}", type=int, default=default)
   parser.add_argument("--algorithm", default="grpo", choices=algorithms.RECIPES)
   parser.add_argument("--json")
@@ -54,28 +58,33 @@ def main() -> None:
     parser.error(
       f"--steps must be at least 2, got {args.steps}: the first step compiles and is not counted"
     )
+  return args
 
+
+def run_steps(args: argparse.Namespace) -> tuple[list[tuple[float, float, float]], float]:
+  """The seconds of each step, of its sampling and of its update; the last sampler mismatch."""
   shape = ModelConfig(
     args.vocab,
     args.width,
     args.layers,
-    heads=args.width // 64,
-    kv_heads=max(args.width // 128, 1),
-    head_dim=64,
+    heads=args.width // HEAD_DIM,
+    kv_heads=max(args.width // (2 * HEAD_DIM), 1),
+    head_dim=HEAD_DIM,
     mlp=4 * args.width,
   )
   model = Qwen2(shape, make_mesh())
   optimizer = make_optimizer(OptimizerConfig(), args.steps)
   update = make_update(model, algorithms.make(args.algorithm), optimizer)
+  # Without stop tokens, every completion has the same length.
   engine = Engine(
     model, stop=(), pad=0, max_prompt_tokens=args.prompt_len, max_tokens=args.response_len
-  )  # no stop: exact lengths
+  )
   state = init_state(init_params(model, jax.random.key(0)), optimizer, model)
   rng = np.random.default_rng(0)
-  rows = []
+  seconds = []
   for step in range(args.steps):
     prompts = rng.integers(1, args.vocab, (args.prompts, args.prompt_len)).tolist()
-    began = time.perf_counter()
+    started = time.perf_counter()
     rollouts = jax.block_until_ready(
       engine.sample(
         engine.layout(state.params),
@@ -87,27 +96,31 @@ def main() -> None:
     )
     sampled = time.perf_counter()
     correct = fetch(rollouts.tokens).sum(-1) % 2 == 0
-    verdicts = shard_batch(
-      Rewards(correct, correct.astype(np.float32), np.zeros(correct.shape, np.float32)), model.mesh
-    )
-    judged = time.perf_counter()
-    state, metrics = jax.block_until_ready(update(state, rollouts, verdicts))
+    reward = correct.astype(np.float32)
+    rewards = shard_batch(Rewards(correct, reward, np.zeros_like(reward)), model.mesh)
+    rewarded = time.perf_counter()
+    state, metrics = jax.block_until_ready(update(state, rollouts, rewards))
     ended = time.perf_counter()
-    rows.append((ended - began, sampled - began, ended - judged))
+    seconds.append((ended - started, sampled - started, ended - rewarded))
+  return seconds, float(metrics["mismatch/max_abs_logp"])
 
-  step_s, sample_s, update_s = np.median(rows[1:], axis=0).tolist()
+
+def main() -> None:
+  args = parse_args()
+  seconds, mismatch = run_steps(args)
+  step_s, sample_s, update_s = np.median(seconds[1:], axis=0).tolist()
   result = {
     "step_s": step_s,
     "sample_s": sample_s,
     "update_s": update_s,
-    "first_s": rows[0][0],
+    "first_s": seconds[0][0],
     "tokens": args.prompts * args.group * args.response_len,
     "algorithm": args.algorithm,
     "jax": jax.__version__,
     "python": platform.python_version(),
     "device": jax.devices()[0].device_kind,
     "devices": jax.device_count(),
-    "mismatch": float(metrics["mismatch/max_abs_logp"]),
+    "mismatch": mismatch,
   }
   for name, value in result.items():
     print(f"{name:<12} {value:.4g}" if isinstance(value, float) else f"{name:<12} {value}")

@@ -1,8 +1,9 @@
-"""Tunix's sampler on the workload of benchmarks/sampling.py, in a process of its own: reads a seed a line, answers "done".
+"""Runs Tunix's sampler on the workload of benchmarks/sampling.py, in its own process.
 
     PYTHON_WITH_GOOGLE_TUNIX tunix_sampler.py ARGUMENTS_AS_JSON LONGEST
 
-It cannot be told each completion's length, so it generates until the longest is whole, as with lengths that nobody knows ahead.
+Reads one seed per line and prints "done" after sampling with it. Tunix takes no length per
+completion, so it generates until the longest is done, as with lengths not known in advance.
 """
 
 import json
@@ -24,7 +25,7 @@ LONGEST = int(sys.argv[2])
 
 
 class Bytes(sentencepiece.SentencePieceProcessor):
-  """Bytes as tokens; the end token is one that a random model practically never draws."""
+  """Bytes as tokens; a random model practically never samples the end token."""
 
   def pad_id(self):
     return 0
@@ -62,20 +63,14 @@ config = qwen2.ModelConfig(
 )
 with Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp")):
   model = qwen2.Qwen2(config, rngs=nnx.Rngs(0))
-leaves, tree = jax.tree.flatten(
-  nnx.state(model, nnx.Param)
-)  # its MLPs start at zero: give every matrix real values
+# Its MLPs are initialised with zeros: give every matrix random values.
+leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))
 keys = jax.random.split(jax.random.key(1), len(leaves))
-nnx.update(
-  model,
-  jax.tree.unflatten(
-    tree,
-    [
-      jax.random.normal(key, x.shape, x.dtype) * 0.02 if x.ndim > 1 else x
-      for key, x in zip(keys, leaves, strict=True)
-    ],
-  ),
-)
+random_leaves = [
+  jax.random.normal(key, x.shape, x.dtype) * 0.02 if x.ndim > 1 else x
+  for key, x in zip(keys, leaves, strict=True)
+]
+nnx.update(model, jax.tree.unflatten(tree, random_leaves))
 cache = CacheConfig(
   cache_size=ARGS["prompt_len"] + LONGEST,
   num_layers=ARGS["layers"],

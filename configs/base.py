@@ -1,4 +1,7 @@
-"""Every field at its default. Other configs start here; `gtpo_jax/config/sections.py` says what each field means."""
+"""Every field at its default; other configs start from it.
+
+`gtpo_jax/config/sections.py` documents each field.
+"""
 
 from gtpo_jax.config import default_config
 

@@ -1,6 +1,8 @@
-"""Countdown from a strong warm start: right answers are many, none is sure, and sampling again still helps.
+"""Countdown from a strong warm start: problems have several answers, and no answer is certain.
 
-python benchmarks/compare.py --out=runs/compare
+    python benchmarks/compare.py --out=runs/compare
+
+More samples of one problem still find more answers, so pass@k is informative.
 """
 
 from gtpo_jax.config import default_config

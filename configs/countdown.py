@@ -1,9 +1,12 @@
-"""Countdown: reach a target with every number used once. Several answers are right, so pass@k means something.
+"""Countdown: reach a target using every number once.
 
     gtpo train --config=configs/countdown.py --workdir=runs/countdown
 
-Hardware: two CPU cores, five to six minutes. Expected (seed 0): held-out pass@1 22 % -> 34 %, while pass@16 falls from 88 % to 42 %:
-the policy gets surer faster than it gets better, which is what to study here. Longer runs want a longer warm start.
+Several answers are right, so pass@k is informative.
+Hardware: two CPU cores, five to six minutes.
+Expected (seed 0): held-out pass@1 rises from 22 % to 34 %, while pass@16 falls from 88 % to 42 %.
+The policy becomes confident faster than it improves, which is what this task lets you study.
+Longer runs need a longer warm start.
 """
 
 from gtpo_jax.config import default_config

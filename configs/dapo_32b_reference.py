@@ -1,10 +1,13 @@
-"""Qwen2.5-32B by DAPO as its authors ran it (arXiv 2503.14476): 512 prompts x 16 completions, 16 gradient updates a step, 20,480 tokens.
+r"""Qwen2.5-32B with DAPO as its authors ran it (arXiv 2503.14476).
 
-    gtpo train --config=configs/dapo_32b_reference.py --workdir=WORKDIR --config.model.path=Qwen/Qwen2.5-32B
+    gtpo train --config=configs/dapo_32b_reference.py --workdir=WORKDIR \
+               --config.model.path=Qwen/Qwen2.5-32B
 
-Hardware: TPU v5p, topology v5p:4x4x8 (128 chips). Expected time, an estimate by the roofline and never measured: at least
-44 minutes a step, if every completion is as long as it may be; dynamic sampling draws more. Their score: 50 on AIME 2024.
-1,024 completions are sampled at once: their keys and values take 41 GiB a chip.
+512 prompts x 16 completions of up to 20,480 tokens, 16 gradient updates per step. 1,024 completions
+are sampled at once; their keys and values take 41 GiB per chip.
+Hardware: TPU v5p, topology v5p:4x4x8 (128 chips).
+Expected time (roofline estimate, never measured): at least 44 minutes per step if every completion
+reaches its maximum length; dynamic sampling takes longer. The authors' score is 50 on AIME 2024.
 """
 
 from gtpo_jax.config.published import dapo_reference

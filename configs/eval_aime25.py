@@ -1,12 +1,18 @@
-"""AIME 2025: 30 problems, 32 samples each at temperature 1 and top-p 0.7, as DAPO (2503.14476) evaluates.
+r"""AIME 2025: 30 problems, 32 samples at temperature 1 and top-p 0.7, as in DAPO (2503.14476).
 
-    gtpo eval --config=configs/eval_aime25.py --model=Qwen/Qwen2.5-7B-Instruct --json=aime25.json
-    gtpo eval --config=configs/eval_aime25.py:base --model=Qwen/Qwen2.5-7B --data=aime25.jsonl   # a base model; a file of your own
+    gtpo eval --config=configs/eval_aime25.py --model=Qwen/Qwen2.5-7B-Instruct \
+              --json=aime25.json
 
-Hardware: one accelerator of 80 GiB for 7B, 16 GiB for 0.5B, or a smaller eval.batch (computed, not tried).
-Expected: not run here, and no number for these settings is at hand.
-Prompt: the question, then the wish to reason step by step and to box the answer, through the chat template;
-`:base` puts bare text. An answer that does not end within sampling.max_tokens is wrong.
+A base model, and a file of your own:
+
+    gtpo eval --config=configs/eval_aime25.py:base --model=Qwen/Qwen2.5-7B --data=aime25.jsonl
+
+Hardware: one accelerator with 80 GiB for 7B, 16 GiB for 0.5B, or a smaller eval.batch (computed,
+not tried).
+Expected: not run here; no published number for these settings is known.
+Prompt: the question and the instruction to reason step by step and box the answer, through the
+chat template; `:base` uses plain text. An answer that does not end within sampling.max_tokens is
+wrong.
 Data: from the hub (`pip install -e '.[data]'`), or --data=FILE with the columns problem and answer.
 """
 
@@ -14,7 +20,10 @@ from gtpo_jax.config import default_config
 
 TEMPLATES = {
   "chat": "{prompt}\nPlease reason step by step, and put your final answer within \\boxed{}.",
-  "base": "Question: {prompt}\nAnswer: Let us think step by step, and put the final answer within \\boxed{}.\n",
+  "base": (
+    "Question: {prompt}\n"
+    "Answer: Let us think step by step, and put the final answer within \\boxed{}.\n"
+  ),
 }
 
 
@@ -29,7 +38,7 @@ def get_config(model="chat"):
   config.eval.samples = 32
   config.eval.batch = 6
   config.eval.top_p = 0.7
-  config.model.param_dtype = config.model.compute_dtype = (
-    "bfloat16"  # of a model folder; a run has its own
-  )
+  # These apply to model folders; a run keeps its own types.
+  config.model.param_dtype = "bfloat16"
+  config.model.compute_dtype = "bfloat16"
   return config

@@ -1,19 +1,32 @@
-"""HumanEval: 164 functions to write, judged by their tests in a sandbox; pass@k of 16 samples at temperature 0.8, top-p 0.95.
+r"""HumanEval: 164 functions, checked by their tests in a sandbox.
 
-    gtpo eval --config=configs/eval_humaneval.py --model=Qwen/Qwen2.5-7B-Instruct --json=humaneval.json
-    gtpo eval --config=configs/eval_humaneval.py:base --model=Qwen/Qwen2.5-7B --data=humaneval.jsonl   # a base model; a file of your own
+Reports pass@k of 16 samples at temperature 0.8 and top-p 0.95.
 
-Hardware: one accelerator of 80 GiB for 7B, 16 GiB for 0.5B, or a smaller eval.batch (computed, not tried); bubblewrap.
-Expected: not run here; Qwen's report gives 84.8 % for 7B-Instruct and 35.4 % for 0.5B-Instruct (greedy).
-Prompt: the beginning of the function in a block of Python, and the wish to have it whole, through the chat template; `:base` puts the
-beginning alone, and a continuation that does not end within sampling.max_tokens is wrong.
-Data: from the hub (`pip install -e '.[data]'`), or --data=FILE with the columns task_id, prompt, test, entry_point.
+    gtpo eval --config=configs/eval_humaneval.py --model=Qwen/Qwen2.5-7B-Instruct \
+              --json=humaneval.json
+
+A base model, and a file of your own:
+
+    gtpo eval --config=configs/eval_humaneval.py:base --model=Qwen/Qwen2.5-7B --data=humaneval.jsonl
+
+Hardware: one accelerator with 80 GiB for 7B, 16 GiB for 0.5B, or a smaller eval.batch (computed,
+not tried), and bubblewrap.
+Expected: not run here. Qwen's report gives 84.8 % for 7B-Instruct and 35.4 % for 0.5B-Instruct
+(greedy).
+Prompt: the beginning of the function in a Python block and the instruction to complete it, through
+the chat template; `:base` uses only the beginning. A completion that does not end within
+sampling.max_tokens is wrong.
+Data: from the hub (`pip install -e '.[data]'`), or --data=FILE with the columns task_id, prompt,
+test, entry_point.
 """
 
 from gtpo_jax.config import default_config
 
 TEMPLATES = {
-  "chat": "Complete this Python function. Answer with the whole function in one block of Python.\n\n```python\n{prompt}\n```",
+  "chat": (
+    "Complete this Python function. Answer with the whole function in one block of Python.\n\n"
+    "```python\n{prompt}\n```"
+  ),
   "base": "{prompt}",
 }
 
@@ -30,7 +43,7 @@ def get_config(model="chat"):
   config.eval.batch = 16
   config.eval.temperature = 0.8
   config.eval.top_p = 0.95
-  config.model.param_dtype = config.model.compute_dtype = (
-    "bfloat16"  # of a model folder; a run has its own
-  )
+  # These apply to model folders; a run keeps its own types.
+  config.model.param_dtype = "bfloat16"
+  config.model.compute_dtype = "bfloat16"
   return config

@@ -1,13 +1,19 @@
-"""MATH-500: 500 competition problems; mean@4, pass@k, maj@4 and greedy.
+r"""MATH-500: 500 competition problems; mean@4, pass@k, maj@4 and greedy.
 
-    gtpo eval --config=configs/eval_math500.py --model=Qwen/Qwen2.5-7B-Instruct --json=math500.json
-    gtpo eval --config=configs/eval_math500.py:base --model=Qwen/Qwen2.5-7B --data=math500.jsonl   # a base model; a file of your own
+    gtpo eval --config=configs/eval_math500.py --model=Qwen/Qwen2.5-7B-Instruct \
+              --json=math500.json
 
-Hardware: one accelerator of 80 GiB for 7B, 16 GiB for 0.5B, or a smaller eval.batch (computed, not tried).
-Expected: not run here; Qwen's report gives 75.5 % for 7B-Instruct and 35.9 % for 0.5B-Instruct (greedy,
-on all of MATH's test part).
-Prompt: the question, then the wish to reason step by step and to box the answer, through the chat template;
-`:base` puts bare text. An answer that does not end within sampling.max_tokens is wrong.
+A base model, and a file of your own:
+
+    gtpo eval --config=configs/eval_math500.py:base --model=Qwen/Qwen2.5-7B --data=math500.jsonl
+
+Hardware: one accelerator with 80 GiB for 7B, 16 GiB for 0.5B, or a smaller eval.batch (computed,
+not tried).
+Expected: not run here. Qwen's report gives 75.5 % for 7B-Instruct and 35.9 % for 0.5B-Instruct
+(greedy, on the complete test split of MATH).
+Prompt: the question and the instruction to reason step by step and box the answer, through the
+chat template; `:base` uses plain text. An answer that does not end within sampling.max_tokens is
+wrong.
 Data: from the hub (`pip install -e '.[data]'`), or --data=FILE with the columns problem and answer.
 """
 
@@ -15,7 +21,10 @@ from gtpo_jax.config import default_config
 
 TEMPLATES = {
   "chat": "{prompt}\nPlease reason step by step, and put your final answer within \\boxed{}.",
-  "base": "Question: {prompt}\nAnswer: Let us think step by step, and put the final answer within \\boxed{}.\n",
+  "base": (
+    "Question: {prompt}\n"
+    "Answer: Let us think step by step, and put the final answer within \\boxed{}.\n"
+  ),
 }
 
 
@@ -29,7 +38,7 @@ def get_config(model="chat"):
   config.eval.problems = 500
   config.eval.samples = 4
   config.eval.batch = 32
-  config.model.param_dtype = config.model.compute_dtype = (
-    "bfloat16"  # of a model folder; a run has its own
-  )
+  # These apply to model folders; a run keeps its own types.
+  config.model.param_dtype = "bfloat16"
+  config.model.compute_dtype = "bfloat16"
   return config

@@ -1,9 +1,11 @@
-"""Qwen2.5-1.5B on DAPO-Math-17k by DAPO, at the settings of the paper's comparison (arXiv 2508.04349).
+r"""Qwen2.5-1.5B on DAPO-Math-17k with DAPO: the paper's comparison (arXiv 2508.04349).
 
-    gtpo train --config=configs/qwen2_5_1_5b_dapo.py --workdir=WORKDIR --config.model.path=Qwen/Qwen2.5-1.5B
+    gtpo train --config=configs/qwen2_5_1_5b_dapo.py --workdir=WORKDIR \
+               --config.model.path=Qwen/Qwen2.5-1.5B
 
-Hardware: TPU v5e, topology v5e:4x8 (32 chips). Expected time, an estimate by the roofline and never measured: at least
-55.4 s a step, if every completion is as long as it may be; dynamic sampling draws more.
+Hardware: TPU v5e, topology v5e:4x8 (32 chips).
+Expected time (roofline estimate, never measured): at least 55.4 s per step if every
+completion reaches its maximum length; dynamic sampling takes longer.
 """
 
 from gtpo_jax.config.published import paper

@@ -1,9 +1,11 @@
-"""Qwen2.5-32B on DAPO-Math-17k by GTPO, at the settings of the paper's comparison (arXiv 2508.04349).
+r"""Qwen2.5-32B on DAPO-Math-17k with GTPO: the paper's comparison (arXiv 2508.04349).
 
-    gtpo train --config=configs/qwen2_5_32b_gtpo.py --workdir=WORKDIR --config.model.path=Qwen/Qwen2.5-32B
+    gtpo train --config=configs/qwen2_5_32b_gtpo.py --workdir=WORKDIR \
+               --config.model.path=Qwen/Qwen2.5-32B
 
-Hardware: TPU v5p, topology v5p:4x4x4 (64 chips). Expected time, an estimate by the roofline and never measured: at least
-2 minutes a step, if every completion is as long as it may be.
+Hardware: TPU v5p, topology v5p:4x4x4 (64 chips).
+Expected time (roofline estimate, never measured): at least 2 minutes per step if every
+completion reaches its maximum length.
 """
 
 from gtpo_jax.config.published import paper

@@ -1,8 +1,8 @@
-"""What the site needs of our pages besides what GitHub shows."""
+"""MkDocs hooks: adapts pages written for GitHub to the site."""
 
 import re
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-  """Links to files outside of docs/ become their words: the site does not hold those files."""
+  """Replaces links to files outside docs/, which the site does not contain, with their text."""
   return re.sub(r"\[([^\]]+)\]\(\.\./[^)]+\)", r"\1", markdown)

@@ -1,4 +1,4 @@
-"""`python -m gtpo_jax` is `gtpo`."""
+"""Lets `python -m gtpo_jax` run the command line `gtpo`."""
 
 import sys
 

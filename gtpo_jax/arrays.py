@@ -1,14 +1,15 @@
-"""What travels between the parts: frozen pytrees of arrays, and the one helper that owns masking.
+"""The arrays passed between the parts of the package: frozen pytrees, and the masking helpers.
 
 Dimension letters, used in every shape comment of the package:
 
-  n  prompts in the batch          g  completions per prompt (a group is this axis)
-  p  prompt positions, padded left t  completion positions
-  s  sequence positions            b  rows of a plain batch
-  v  vocabulary                    d  model width
-  h  query heads                   k  key/value heads
-  r  query heads per kv head       e  features of one head
-  w  rows that a prompt's completions are packed into, and m the most that one of them holds
+  n  prompts in the batch             g  completions per prompt (a group is this axis)
+  p  prompt positions, padded left    t  completion positions
+  s  sequence positions               b  rows of a plain batch
+  v  vocabulary                       d  model width
+  h  query heads                      k  key/value heads
+  r  query heads per key/value head   e  features per head
+  w  rows per prompt, if completions are packed
+  m  the most completions in one such row
 """
 
 from __future__ import annotations
@@ -20,115 +21,140 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+SHORTEST_ARRAY = 64  # positions; shorter arrays save little time, and each costs a program
+
 
 @flax.struct.dataclass
 class Prompts:
-  """A batch of prompts, padded on the left so that position p-1 is every prompt's last token."""
+  """A batch of prompts, padded on the left: every prompt's last token is at position p-1."""
 
   tokens: jax.Array  # i32[n, p]
-  lengths: jax.Array  # i32[n], real tokens in each row
+  lengths: jax.Array  # i32[n], number of tokens without padding
 
   @property
   def mask(self) -> jax.Array:
-    """bool[n, p], False on the padding."""
+    """bool[n, p], False on padding."""
     width = self.tokens.shape[1]
     return jnp.arange(width) >= width - self.lengths[:, None]
 
 
 @flax.struct.dataclass
 class Packing:
-  """How the completions of each prompt lie behind one another in rows, with less padding than a row each; `training.packing` makes it."""
+  """How each prompt's completions are packed into rows, to save padding.
 
-  segment: (
-    jax.Array | None
-  )  # i32[n, w, s], which of its row's completions a place is of, from 0; m: of none. None: a row holds one
-  source: (
-    jax.Array
-  )  # i32[n, w, s], where its token stands in the prompt's [g t]; -1 where there is none
-  place: jax.Array  # i32[n, g], where each completion begins in the prompt's [w s]
+  `training.packing` makes it.
+  """
+
+  # i32[n, w, s], the index of each token's completion within its row; m on padding.
+  # None: each row holds one completion.
+  segment: jax.Array | None
+  # i32[n, w, s], the flat index of each token in its prompt's [g, t]; -1 on padding.
+  source: jax.Array
+  # i32[n, g], the flat index of each completion's first token in its prompt's [w, s].
+  start: jax.Array
 
   def pack(self, x: jax.Array) -> jax.Array:
-    """[n, g, t] -> [n, w, s], 0 where there is no token."""
-    found = _take(x, self.source)
-    return jnp.where(self.source < 0, jnp.zeros_like(found), found)
+    """Returns [n, g, t] as [n, w, s], with 0 on padding."""
+    packed = _gather(x, self.source)
+    return jnp.where(self.source < 0, jnp.zeros_like(packed), packed)
 
   def unpack(self, x: jax.Array, t: int) -> jax.Array:
-    """[n, w, s] -> [n, g, t], the inverse; behind a completion's end stands anything."""
-    places = self.place[:, :, None] + jnp.arange(t)
-    return _take(x, jnp.minimum(places, math.prod(x.shape[1:]) - 1))
+    """Returns [n, w, s] as [n, g, t], the inverse of `pack`.
+
+    Values after a completion's end are arbitrary.
+    """
+    index = self.start[:, :, None] + jnp.arange(t)
+    return _gather(x, jnp.minimum(index, math.prod(x.shape[1:]) - 1))
 
 
-def most_in_row(g: int, w: int) -> int:
-  """m: of g completions in w rows, the most that one row may hold."""
+def max_per_row(g: int, w: int) -> int:
+  """Returns m, the most completions that one row may hold if g completions share w rows."""
   return min(2 * -(-g // w), g) if w < g else 1
 
 
-def _take(x: jax.Array, places: jax.Array) -> jax.Array:
-  """Row by row: of x [n, ...] what stands at `places` i32[n, a, b] of its flattened rest."""
+def array_lengths(longest: int, shards: int = 1) -> list[int]:
+  """Returns the lengths that arrays for up to `longest` positions are padded to, ascending.
+
+  They are the powers of two from 64 up to 3/4 of `longest` that divide over `shards`, and `longest`
+  itself. They are few because each length is a program of its own; one just short of `longest`
+  would save less than its compilation costs.
+  """
+  lengths = []
+  length = SHORTEST_ARRAY
+  while 4 * length <= 3 * longest:
+    if length % shards == 0:
+      lengths.append(length)
+    length *= 2
+  return [*lengths, longest]
+
+
+def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
+  """Returns x [n, ...] at `index` i32[n, a, b] of its flattened trailing axes, [n, a, b]."""
   n = x.shape[0]
-  return jnp.take_along_axis(x.reshape(n, -1), places.reshape(n, -1), axis=1).reshape(places.shape)
+  return jnp.take_along_axis(x.reshape(n, -1), index.reshape(n, -1), axis=1).reshape(index.shape)
 
 
 @flax.struct.dataclass
 class Rollouts:
-  """Sampled completions with what the sampling policy itself thought of every token."""
+  """Sampled completions, with the sampling policy's own log-prob and entropy of every token."""
 
   prompts: Prompts
   tokens: jax.Array  # i32[n, g, t]; the padding id where mask is False
   mask: jax.Array  # bool[n, g, t]; True on sampled tokens, EOS included
-  log_probs: (
-    jax.Array
-  )  # f32[n, g, t], nats; at the sampling temperature, before top-k / top-p / min-p
-  entropy: jax.Array  # f32[n, g, t], nats; of that same full distribution
-  finished: (
-    jax.Array
-  )  # bool[n, g]; True where a stop token was sampled, False where the length ran out
-  # Known of some runs alone; None stands for none of them.
-  guided: jax.Array | None = (
-    None  # bool[n, g]; a guide wrote the completion, log_probs and entropy are its own
-  )
-  stale: jax.Array | None = None  # bool[n, g]; the policy of an earlier step wrote it
-  rescored: jax.Array | None = (
-    None  # f32[n, g, t], nats; log_probs of the same policy as the trainer computes them
-  )
-  reference: jax.Array | None = None  # f32[n, g, t], nats; log-probs of the frozen reference
-  packing: Packing | None = None  # how the trainer lays the completions; None: a row each
+  # f32[n, g, t], nats; at the sampling temperature, before top-k / top-p / min-p.
+  log_probs: jax.Array
+  entropy: jax.Array  # f32[n, g, t], nats; of the same full distribution
+  # bool[n, g]; True if a stop token was sampled, False if the completion was cut off.
+  finished: jax.Array
+
+  # Only some runs have these; None elsewhere.
+  # bool[n, g]; True if a guide wrote the completion, and log_probs and entropy are the guide's.
+  guided: jax.Array | None = None
+  # bool[n, g]; True if the policy of an earlier step wrote the completion.
+  stale: jax.Array | None = None
+  # f32[n, g, t], nats; log_probs of the same policy, as computed by the trainer.
+  rescored: jax.Array | None = None
+  # f32[n, g, t], nats; log-probs of the frozen reference.
+  reference: jax.Array | None = None
+  # How the trainer packs completions into rows. None: one completion per row.
+  packing: Packing | None = None
 
   @property
   def lengths(self) -> jax.Array:
-    """i32[n, g], tokens, the stop token included."""
+    """i32[n, g], in tokens, including the stop token."""
     return self.mask.sum(-1)
 
   @property
   def old_log_probs(self) -> jax.Array:
-    """f32[n, g, t], what the learner's log-probs are compared with."""
+    """f32[n, g, t], nats; the denominator of the importance ratio."""
     return self.log_probs if self.rescored is None else self.rescored
 
 
 @flax.struct.dataclass
 class Rewards:
-  """What the verifier said of each completion."""
+  """The verifier's result for each completion."""
 
   correct: jax.Array  # bool[n, g]
-  reward: jax.Array  # f32[n, g]; what baselines normalise, length penalty not included
+  reward: jax.Array  # f32[n, g]; what baselines normalise, without length penalty
   penalty: jax.Array  # f32[n, g], <= 0; length shaping
-  valid: jax.Array | None = (
-    None  # bool[n, g]; False: no part in loss or statistics; None: all count
-  )
+  # bool[n, g]; False excludes a completion from loss and statistics. None: all are valid.
+  valid: jax.Array | None = None
 
 
 def masked_sum(
   x: jax.Array, mask: jax.Array, axes: int | Sequence[int] | None = None, keepdims: bool = False
 ) -> jax.Array:
-  """Sum of `x` where `mask`; whatever stands under a False, NaN included, has no part in value or gradient."""
+  """Returns the sum of `x` where `mask` is True.
+
+  Masked entries, NaN included, affect neither the value nor the gradient.
+  """
   return jnp.where(mask, x, 0).sum(axes, keepdims=keepdims)
 
 
 def masked_mean(
   x: jax.Array, mask: jax.Array, axes: int | Sequence[int] | None = None, keepdims: bool = False
 ) -> jax.Array:
-  """Mean of `x` over the True places of `mask` along `axes`; 0 where there are none."""
-  count = jnp.broadcast_to(mask, jnp.broadcast_shapes(mask.shape, x.shape)).sum(
-    axes, keepdims=keepdims
-  )
+  """Returns the mean of `x` where `mask` is True, along `axes`; 0 over an empty mask."""
+  mask_of_x = jnp.broadcast_to(mask, jnp.broadcast_shapes(mask.shape, x.shape))
+  count = mask_of_x.sum(axes, keepdims=keepdims)
   return masked_sum(x, mask, axes, keepdims) / jnp.maximum(count, 1)

@@ -1,4 +1,4 @@
-"""`gtpo doctor`: what machine this is, what works, what is missing and how to get it."""
+"""`gtpo doctor`: describes this machine, what works, what is missing and how to install it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from gtpo_jax.rewards import sandbox_problem
 from gtpo_jax.runtime.errors import first_line
 
-OPTIONAL = {  # distribution: what it is for, and the extra that brings it
+OPTIONAL = {  # distribution: its purpose, and the extra that installs it
   "libtpu": ("TPU chips, and gtpo plan for TPUs", "plan"),
   "jax-cuda13-plugin": ("NVIDIA GPUs", "cuda"),
   "datasets": ("hf:ID as a source of problems", "data"),
@@ -24,95 +24,117 @@ OPTIONAL = {  # distribution: what it is for, and the extra that brings it
   "torch": ("parity tests", "dev"),
   "mkdocs-material": ("make docs", "docs"),
 }
-CHIPS = {"an NVIDIA GPU": ("/dev/nvidia0", "cuda"), "a TPU": ("/dev/accel0", "tpu")}
+ACCELERATORS = {  # name: its device file, and the extra that installs its JAX plugin
+  "an NVIDIA GPU": ("/dev/nvidia0", "cuda"),
+  "a TPU": ("/dev/accel0", "tpu"),
+}
 
 
 def examine() -> int:
-  """Prints the report; returns 0 where the main job can run, else 1."""
+  """Prints the report. Returns 0 if `gtpo train` can run, else 1."""
+  _print_machine()
+  packages_ok = _print_packages()
+  if not _print_devices():
+    return 1
+  _print_compiler()
+  if packages_ok:
+    print("ready: gtpo train --config=configs/tiny.py --workdir=runs/tiny")
+  else:
+    print("not ready: run the pip commands above")
+  return 0 if packages_ok else 1
+
+
+def _line(name: str, value: str) -> None:
+  print(f"{name:<20} {value}")
+
+
+def _print_machine() -> None:
   import gtpo_jax
 
-  good = True
+  can_count = hasattr(os, "sched_getaffinity")
+  cores = len(os.sched_getaffinity(0)) if can_count else os.cpu_count()
+  _line("gtpo_jax", gtpo_jax.__version__)
+  _line("python", f"{platform.python_version()} on {platform.platform()}")
+  _line("processor", f"{cores} cores")
+  _line("memory", _memory())
+  _line("disk here", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free")
 
-  def line(name: str, value: str) -> None:
-    print(f"{name:<20} {value}")
 
-  line("gtpo_jax", gtpo_jax.__version__)
-  line("python", f"{platform.python_version()} on {platform.platform()}")
-  line(
-    "processor",
-    f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores",
-  )
-  line("memory", _memory())
-  line("disk here", f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free")
-  for package, found, advice in _required():
-    good &= not advice
-    line(package, found + (f": {advice}" if advice else ""))
-  missing = sandbox_problem()
-  line(
-    "sandbox",
-    f"none, so that no programs can be judged: {missing}"
-    if missing
-    else "works: programs can be judged",
-  )
+def _print_packages() -> bool:
+  """Prints the packages and the sandbox. Returns whether all required packages fit."""
+  all_fit = True
+  for package, version, command in _required():
+    all_fit &= not command
+    _line(package, f"{version}: {command}" if command else version)
+  problem = sandbox_problem()
+  works = "works: programs can be scored"
+  _line("sandbox", f"none, so programs cannot be scored: {problem}" if problem else works)
   for package, (purpose, extra) in OPTIONAL.items():
-    line(package, _version(package) or f"not installed; for {purpose}: {_install(extra)}")
+    missing = f"not installed; for {purpose}: {_install(extra)}"
+    _line(package, _version(package) or missing)
+  return all_fit
+
+
+def _print_devices() -> bool:
+  """Prints the devices of JAX. Returns whether JAX starts."""
   try:
     import jax
 
     devices = jax.devices()
-  except Exception as error:  # the very thing that this report is for
-    line("devices", f"JAX does not start: {first_line(error)}")
-    named = os.environ.get("JAX_PLATFORMS")
-    print(
-      "not ready: "
-      + (
-        f"JAX_PLATFORMS={named} names what is not here; unset it, or set it to cpu"
-        if named
-        else "mend what the line above says, or set JAX_PLATFORMS=cpu"
+  except Exception as error:  # a JAX that does not start is what this report is for
+    _line("devices", f"JAX does not start: {first_line(error)}")
+    platforms = os.environ.get("JAX_PLATFORMS")
+    if platforms:
+      print(
+        f"not ready: JAX_PLATFORMS={platforms} names a platform that is not available here; "
+        f"unset it, or set it to cpu"
       )
-    )
-    return 1
-  line(
-    "devices",
-    f"{len(devices)} x {devices[0].device_kind} ({jax.default_backend()}), {jax.process_count()} process(es)",
+    else:
+      print("not ready: fix what the line above says, or set JAX_PLATFORMS=cpu")
+    return False
+  backend = jax.default_backend()
+  processes = jax.process_count()
+  _line(
+    "devices", f"{len(devices)} x {devices[0].device_kind} ({backend}), {processes} process(es)"
   )
-  for chip, (place, extra) in CHIPS.items():
-    if jax.default_backend() == "cpu" and Path(place).exists():
-      line(
+  for accelerator, (device_file, extra) in ACCELERATORS.items():
+    if backend == "cpu" and Path(device_file).exists():
+      _line(
         "",
-        f"{chip} is here, and JAX does not use it: {_install(extra)}, and leave JAX_PLATFORMS unset",
+        f"{accelerator} is here, but JAX does not use it: "
+        f"{_install(extra)}, and leave JAX_PLATFORMS unset",
       )
-  for device in devices[:1]:
-    stats = device.memory_stats() or {}
-    if "bytes_limit" in stats:
-      line("device memory", f"{stats['bytes_limit'] / 2**30:.1f} GiB each")
+  stats = devices[0].memory_stats() or {}
+  if "bytes_limit" in stats:
+    _line("device memory", f"{stats['bytes_limit'] / 2**30:.1f} GiB each")
+  return True
+
+
+def _print_compiler() -> None:
+  import jax
+
   began = time.perf_counter()
   x = jax.numpy.ones((1024, 1024))
   jax.block_until_ready(jax.jit(lambda x: x @ x)(x))
-  line("matrix product", f"compiled and run in {time.perf_counter() - began:.2f} s")
+  _line("matrix product", f"compiled and run in {time.perf_counter() - began:.2f} s")
   cache = jax.config.jax_compilation_cache_dir
   writable = _writable(Path(cache)) if cache else False
-  line(
-    "compile cache",
-    f"{cache}{'' if writable else ' (not writable: set JAX_COMPILATION_CACHE_DIR; every start compiles anew)'}",
-  )
-  print(
-    "ready: gtpo train --config=configs/tiny.py --workdir=runs/tiny"
-    if good
-    else "not ready: give the pip commands above"
-  )
-  return 0 if good else 1
+  advice = " (not writable: set JAX_COMPILATION_CACHE_DIR; every start compiles from scratch)"
+  _line("compile cache", f"{cache}{'' if writable else advice}")
 
 
 def _required() -> Iterator[tuple[str, str, str]]:
-  """What the package cannot do without: name, the version that is here, and what to do where it will not do ("" where it does)."""
+  """Yields name, version and install command of each required package.
+
+  The command is empty if the installed version fits.
+  """
   try:
-    needed = importlib.metadata.requires("gtpo_jax") or []
+    requirements = importlib.metadata.requires("gtpo_jax") or []
   except importlib.metadata.PackageNotFoundError:
-    yield "packages", "not checked, for gtpo_jax runs from a source tree", ""
+    yield "packages", "not checked, because gtpo_jax runs from a source tree", ""
     return
-  for requirement in map(Requirement, needed):
-    if requirement.marker is None:  # those of extras have one
+  for requirement in map(Requirement, requirements):
+    if requirement.marker is None:  # those of extras have a marker
       version = _version(requirement.name)
       fits = version is not None and requirement.specifier.contains(version, prereleases=True)
       yield requirement.name, version or "MISSING", "" if fits else f"pip install '{requirement}'"

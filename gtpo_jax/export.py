@@ -1,4 +1,4 @@
-"""`gtpo export`: a run's policy as a Hugging Face folder, with a card that says how it came about."""
+"""`gtpo export`: writes a run's policy as a Hugging Face folder with a model card."""
 
 from __future__ import annotations
 
@@ -18,9 +18,17 @@ from gtpo_jax.rollout.policies import open_policy
 from gtpo_jax.runtime.errors import UserError
 
 PACKAGES = ("gtpo_jax", "jax", "flax", "optax", "transformers")
+CARD_METRICS = (
+  "reward/mean",
+  "reward/accuracy",
+  "entropy/mean",
+  "length/mean",
+  "loss",
+  "grad_norm",
+)
 
 
-def export(
+def export_policy(
   workdir: Path,
   out: Path,
   command: str,
@@ -28,109 +36,131 @@ def export(
   dtype: str | None = None,
   adapter: bool = False,
 ) -> str:
-  """Writes the policy of a run's checkpoint into the folder `out`; returns what was written, in one line.
+  """Writes the policy of a checkpoint to the folder `out`.
 
   Args:
-    workdir: of a `gtpo train`.
+    workdir: the folder of a `gtpo train`.
     out: must not exist yet, or be empty.
-    command: how this export was asked for; it goes into the model card.
-    step: which checkpoint; the newest unless given, 0 for the base model.
-    dtype: "float32", "bfloat16" or "float16"; the run's own if None.
-    adapter: the adapters alone, as a PEFT folder.
+    command: the command line of this export, for the model card.
+    step: the checkpoint; None for the newest, 0 for the base model.
+    dtype: "float32", "bfloat16" or "float16"; None for the dtype of the run's parameters.
+    adapter: writes only the adapters, as a PEFT folder.
+
+  Returns:
+    One line that says what was written.
 
   Raises:
-    UserError: no such checkpoint, or a folder that holds something already.
+    UserError: there is no such checkpoint, `out` is not empty, or the run has no such adapters.
   """
   if is_hf_folder(workdir):
     raise UserError(
-      f"{str(workdir)!r} is a Hugging Face folder already; --workdir is the folder of a `gtpo train`"
+      f"{str(workdir)!r} is a Hugging Face folder already; "
+      f"--workdir is the folder of a `gtpo train`"
     )
   worker, config, params, step = open_policy(workdir, step)
   card = {"README.md": model_card(config, step, read_jsonl(workdir / "metrics.jsonl"), command)}
   if adapter:
     if not config.model.path:
       raise UserError(
-        "adapters need a base model that others can load: this run began from random weights (model.path is empty)"
+        "adapters need a base model that others can load, "
+        "but this run started from random weights (model.path is empty)"
       )
     save_adapter(worker.model, params, out, config.model.path, card)
   else:
-    save(
-      worker.model,
-      params,
-      worker.chat.tokenizer,
-      out,
-      dtype=dtype,
-      stop=worker.chat.stop,
-      files=card,
-    )
-  return f"step {step} of {workdir} -> {out} ({'adapters' if adapter else dtype or config.model.param_dtype})"
+    chat = worker.chat
+    save(worker.model, params, chat.tokenizer, out, dtype=dtype, stop=chat.stop, files=card)
+  content = "adapters" if adapter else dtype or config.model.param_dtype
+  return f"step {step} of {workdir} -> {out} ({content})"
 
 
 def model_card(config: Config, step: int, rows: list[dict[str, Any]], command: str) -> str:
-  """The text of README.md: base, data, algorithm and all hyperparameters, steps, metrics, versions, command."""
+  """Returns the text of README.md.
+
+  It names the base model, the data, the algorithm and every setting, and shows the metrics up to
+  `step`, the versions and the export command.
+
+  Args:
+    config: the run's config.
+    step: the exported checkpoint.
+    rows: metrics.jsonl.
+    command: the command line of the export.
+  """
   name = config.algorithm.name
   base = config.model.path
-  header = {
-    "library_name": "transformers",
-    "pipeline_tag": "text-generation",
-    "tags": ["gtpo_jax", name, "reinforcement-learning"],
-  }
-  header |= {"base_model": base} if base else {}
   origin = f"`{base}`" if base else "random weights"
   if config.warm_start.steps:
     origin += f" after {config.warm_start.steps} steps of imitation"
-  up_to = [row for row in rows if row["step"] <= step]
-  evaluated = [row for row in up_to if any(key.startswith("eval/") for key in row)]
-  first, last = (evaluated[0], evaluated[-1]) if evaluated else ({"step": 0}, {"step": step})
-  gains = {
-    key.removeprefix("eval/"): (first.get(key), value)
-    for key, value in last.items()
-    if key.startswith("eval/")
-  }
-  shown = ("reward/mean", "reward/accuracy", "entropy/mean", "length/mean", "loss", "grad_norm")
-  ended = {key: (up_to[-1][key],) for key in shown if up_to and key in up_to[-1]}
+  rows = [row for row in rows if row["step"] <= step]
+  metrics = {key: (rows[-1][key],) for key in CARD_METRICS if rows and key in rows[-1]}
+  settings = {key: (value,) for key, value in resolved_settings(config).items()}
   versions = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
   parts = [
-    "\n".join(["---", *(f"{key}: {json.dumps(value)}" for key, value in header.items()), "---"]),
+    _header(name, base),
     f"# {base or config.model.preset}, trained by {name}",
-    f"Reinforcement learning by `{name}` ({RECIPES[name].paper}) on `{config.data.train}`: {step} steps of {config.batch.prompts} "
-    f"prompts x {config.batch.group} completions, from {origin}.",
-    _table("Held-out evaluation", ("", f"step {first['step']}", f"step {last['step']}"), gains),
-    _table(f"Step {step}", ("metric", "value"), ended),
-    _table(
-      "Settings", ("setting", "value"), {key: (value,) for key, value in settings(config).items()}
-    ),
+    f"Reinforcement learning by `{name}` ({RECIPES[name].paper}) on `{config.data.train}`: "
+    f"{step} steps of {config.batch.prompts} prompts x {config.batch.group} completions, "
+    f"from {origin}.",
+    _evaluation_table(rows, step),
+    _table(f"Step {step}", ("metric", "value"), metrics),
+    _table("Settings", ("setting", "value"), settings),
     f"## Versions\n\n{versions}, Python {platform.python_version()}",
     f"## Command\n\n```\n{command}\n```",
   ]
   return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _table(title: str, head: tuple[str, ...], rows: Mapping[str, tuple[Any, ...]]) -> str:
-  """A section with a Markdown table; nothing where there are no rows."""
-  cell = lambda value: (
-    f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
-  )
-  lines = [f"| {' | '.join((key, *map(cell, values)))} |" for key, values in rows.items()]
-  return (
-    "\n".join([f"## {title}", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines])
-    if rows
-    else ""
-  )
-
-
-def settings(config: Config) -> Mapping[str, Any]:
-  """Every field of the config, the algorithm's with the published values filled in."""
-  flat = flatten(to_dict(config))
-  algorithm = config.algorithm_built.settings
-  read = {
-    f"algorithm.{key}": getattr(algorithm, key) for key in RECIPES[config.algorithm.name].settings
+def _header(name: str, base: str) -> str:
+  """Returns the metadata that the Hugging Face hub reads, as YAML."""
+  fields = {
+    "library_name": "transformers",
+    "pipeline_tag": "text-generation",
+    "tags": ["gtpo_jax", name, "reinforcement-learning"],
   }
-  return {
+  if base:
+    fields["base_model"] = base
+  return "\n".join(
+    ["---", *(f"{key}: {json.dumps(value)}" for key, value in fields.items()), "---"]
+  )
+
+
+def _evaluation_table(rows: list[dict[str, Any]], step: int) -> str:
+  """Returns the metrics of the first and the last evaluation, side by side."""
+  evaluated = [row for row in rows if any(key.startswith("eval/") for key in row)]
+  first, last = (evaluated[0], evaluated[-1]) if evaluated else ({"step": 0}, {"step": step})
+  metrics = {
+    key.removeprefix("eval/"): (first.get(key), value)
+    for key, value in last.items()
+    if key.startswith("eval/")
+  }
+  head = ("", f"step {first['step']}", f"step {last['step']}")
+  return _table("Held-out evaluation", head, metrics)
+
+
+def _table(title: str, head: tuple[str, ...], rows: Mapping[str, tuple[Any, ...]]) -> str:
+  """Returns a section with a Markdown table, or the empty string if there are no rows."""
+  if not rows:
+    return ""
+  lines = [f"| {' | '.join((key, *map(_cell, values)))} |" for key, values in rows.items()]
+  separator = "|---" * len(head) + "|"
+  return "\n".join([f"## {title}", "", f"| {' | '.join(head)} |", separator, *lines])
+
+
+def _cell(value: Any) -> str:
+  if value is None:
+    return "-"
+  return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def resolved_settings(config: Config) -> Mapping[str, Any]:
+  """Returns every field of the config, with the algorithm's published values filled in."""
+  settings = config.resolved_algorithm.settings_dict()
+  algorithm = {f"algorithm.{key}": value for key, value in settings.items()}
+  fields = {
     key: value
-    for key, value in flat.items()
+    for key, value in flatten(to_dict(config)).items()
     if not key.startswith("algorithm.") or key == "algorithm.name"
-  } | read
+  }
+  return fields | algorithm
 
 
 def _version(package: str) -> str:

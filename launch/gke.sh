@@ -1,22 +1,35 @@
 #!/usr/bin/env bash
-# TPU slices on any GKE cluster with the JobSet and Kueue controllers: prints the JobSet.
+# TPU slices on any GKE cluster with the JobSet and Kueue controllers. Prints the JobSet.
 #
-#   ACCELERATOR=tpu-v5p-slice TOPOLOGY=4x4x4 IMAGE=... CONFIG=configs/qwen2_5_32b_gtpo.py WORKDIR=gs://... \
+#   ACCELERATOR=tpu-v5p-slice TOPOLOGY=4x4x4 IMAGE=... \
+#     CONFIG=configs/qwen2_5_32b_gtpo.py WORKDIR=gs://... \
 #     launch/gke.sh [--config.a.b=VALUE ...] | kubectl apply -f -
 #
-# ACCELERATOR      of the node pool: tpu-v5-lite-podslice, tpu-v5p-slice, tpu-v6e-slice
-# CHIPS            a host
-# QUEUE            Kueue's LocalQueue, which holds the job back until the whole slice is free
-# SERVICE_ACCOUNT  of Kubernetes, bound to one that may write WORKDIR
+# ACCELERATOR      TPU type of the node pool: tpu-v5-lite-podslice, tpu-v5p-slice, tpu-v6e-slice
+# CHIPS            chips per host
+# QUEUE            Kueue's LocalQueue; it holds the job back until the complete slice is free
+# SERVICE_ACCOUNT  Kubernetes service account, bound to one that can write to WORKDIR
+# SLICES           number of slices
+# RESTARTS         maximum number of restarts
+# GRACE            seconds from SIGTERM to SIGKILL
 set -euo pipefail
-: "${NAME:=gtpo}" "${SLICES:=1}" "${CHIPS:=4}" "${RESTARTS:=50}" "${GRACE:=900}" "${QUEUE:=multislice-queue}" "${SERVICE_ACCOUNT:=default}"
-: "${ACCELERATOR:?the TPU of the node pool, such as tpu-v5p-slice}" "${TOPOLOGY:?the slice, such as 4x4x4}" "${IMAGE:?the container image}"
-: "${CONFIG:?a config, such as configs/qwen2_5_32b_gtpo.py}" "${WORKDIR:?the folder of the run, such as gs://BUCKET/RUN}"
+: "${NAME:=gtpo}" "${SLICES:=1}" "${CHIPS:=4}" "${RESTARTS:=50}" "${GRACE:=900}"
+: "${QUEUE:=multislice-queue}" "${SERVICE_ACCOUNT:=default}"
+: "${ACCELERATOR:?the TPU type of the node pool, such as tpu-v5p-slice}"
+: "${TOPOLOGY:?the slice, such as 4x4x4}" "${IMAGE:?the container image}"
+: "${CONFIG:?a config, such as configs/qwen2_5_32b_gtpo.py}"
+: "${WORKDIR:?the folder of the run, such as gs://BUCKET/RUN}"
 
-[[ $TOPOLOGY =~ ^[0-9]+(x[0-9]+)+$ ]] || { echo "TOPOLOGY must be numbers joined by x, such as 4x4x4; got $TOPOLOGY" >&2; exit 2; }
+if ! [[ $TOPOLOGY =~ ^[0-9]+(x[0-9]+)+$ ]]; then
+  echo "TOPOLOGY must be numbers joined by x, such as 4x4x4; got $TOPOLOGY" >&2
+  exit 2
+fi
 hosts=$((${TOPOLOGY//x/*} / CHIPS))
-((hosts > 0 && hosts * CHIPS == ${TOPOLOGY//x/*})) || { echo "TOPOLOGY=$TOPOLOGY is no whole number of hosts of CHIPS=$CHIPS" >&2; exit 2; }
-quoted() {  # a YAML string
+if ! ((hosts > 0 && hosts * CHIPS == ${TOPOLOGY//x/*})); then
+  echo "TOPOLOGY=$TOPOLOGY: the number of chips is not a multiple of CHIPS=$CHIPS per host" >&2
+  exit 2
+fi
+quoted() {  # prints a YAML string
   local text=${1//\\/\\\\}
   printf '"%s"' "${text//\"/\\\"}"
 }
@@ -29,12 +42,12 @@ metadata:
   labels:
     kueue.x-k8s.io/queue-name: $(quoted "$QUEUE")
   annotations:
-    alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool  # a slice a node pool
+    alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool  # a slice per pool
 spec:
   failurePolicy:
-    maxRestarts: $RESTARTS  # all hosts begin again together, from the newest checkpoint
+    maxRestarts: $RESTARTS  # all hosts restart together, from the newest checkpoint
     rules:
-      - action: FailJobSet  # wrong input does not mend by itself
+      - action: FailJobSet  # a restart cannot fix wrong input
         onJobFailureReasons: [PodFailurePolicy]
   replicatedJobs:
     - name: slice
@@ -52,7 +65,7 @@ spec:
           template:
             spec:
               restartPolicy: Never
-              terminationGracePeriodSeconds: $GRACE  # from SIGTERM to SIGKILL: what a checkpoint needs
+              terminationGracePeriodSeconds: $GRACE  # from SIGTERM to SIGKILL; a checkpoint must fit
               serviceAccountName: $(quoted "$SERVICE_ACCOUNT")
               nodeSelector:
                 cloud.google.com/gke-tpu-accelerator: $(quoted "$ACCELERATOR")

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# GPU nodes under Slurm: one task a node, which drives all its GPUs.
+# GPU nodes under Slurm, with one task per node that uses all its GPUs.
 #
-#   CONFIG=configs/qwen2_5_7b_gtpo.py WORKDIR=/shared/RUN sbatch --nodes=4 --gpus-per-node=8 launch/slurm.sh [--config.a.b=VALUE ...]
+#   CONFIG=configs/qwen2_5_7b_gtpo.py WORKDIR=/shared/RUN \
+#     sbatch --nodes=4 --gpus-per-node=8 launch/slurm.sh [--config.a.b=VALUE ...]
 #
-# GTPO         the program, installed with the extra `cuda` where every node sees it
-# MAX_RESTARTS how often an interrupted run is put back into the queue
-# One task a GPU instead: sbatch --ntasks-per-node=8 ...
+# GTPO          the program, installed with the extra `cuda` where every node can run it
+# MAX_RESTARTS  how often an interrupted run is requeued
+#
+# For one task per GPU: sbatch --ntasks-per-node=8 ...
 #SBATCH --job-name=gtpo
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
@@ -17,16 +19,18 @@
 #SBATCH --output=%x-%j.log
 set -uo pipefail
 : "${GTPO:=gtpo}" "${MAX_RESTARTS:=100}"
-: "${CONFIG:?a config, such as configs/qwen2_5_7b_gtpo.py}" "${WORKDIR:?the folder of the run, which every node sees}"
+: "${CONFIG:?a config, such as configs/qwen2_5_7b_gtpo.py}"
+: "${WORKDIR:?the folder of the run, on a file system that all nodes share}"
 
-# JAX finds the coordinator and the ranks from Slurm's variables. It takes one GPU a task unless told otherwise.
+# JAX reads coordinator and ranks from Slurm's variables. By default it uses one GPU per task.
 if [[ ${SLURM_NTASKS_PER_NODE:-1} == 1 ]]; then
   JAX_LOCAL_DEVICE_IDS=$(seq --separator=, 0 $((${SLURM_GPUS_ON_NODE:-1} - 1)))
   export JAX_LOCAL_DEVICE_IDS
 fi
 
-# Ten minutes before the time is up (--signal) or when Slurm takes the nodes, each task gets a SIGTERM, saves, and ends with 143. A task
-# that ends first must not have the others killed while they save.
+# Ten minutes before the time limit (--signal), or when Slurm preempts the job, each task receives
+# SIGTERM, saves, and exits with 143. The first task to exit must not make Slurm kill those that are
+# still saving (--kill-on-bad-exit=0).
 srun --kill-on-bad-exit=0 "$GTPO" train --config="$CONFIG" --workdir="$WORKDIR" "$@"
 status=$?
 if ((status > 128 && ${SLURM_RESTART_COUNT:-0} < MAX_RESTARTS)); then

@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for every test, a compile cache shared by the test processes, and what tests need of the machine."""
+"""Eight virtual CPU devices, a compile cache shared by test processes, a sandbox and a browser."""
 
 import importlib.metadata
 import importlib.util
@@ -19,57 +19,60 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-import jax  # after its settings
+import jax  # reads the variables above
 
-from gtpo_jax.runtime.startup import give_threads
+from gtpo_jax.runtime.startup import reserve_cpu_threads
 
 
 def pytest_runtest_setup(item):
-  """Where GTPO_REQUIRE_SANDBOX is set, as in CI, a sandbox that does not work is a failure."""
+  """Skips a test that needs the sandbox if it does not work; fails it if CI requires one."""
   if item.get_closest_marker("sandbox"):
     from gtpo_jax.rewards import sandbox_problem
 
     if problem := sandbox_problem():
-      (pytest.fail if os.environ.get("GTPO_REQUIRE_SANDBOX") else pytest.skip)(
-        f"no sandbox here: {problem}"
-      )
+      skip_or_fail("GTPO_REQUIRE_SANDBOX", f"the sandbox does not work: {problem}")
+
+
+def skip_or_fail(required, reason):
+  """Skips the test, or fails it if the environment variable `required` is set, as in CI."""
+  if os.environ.get(required):
+    pytest.fail(reason)
+  pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")
 def browser():
-  """The machine's own Chromium, without a window. Where GTPO_REQUIRE_BROWSER is set, as in CI, its lack is a failure."""
+  """The machine's own Chromium, without a window. CI fails if it is missing."""
   program = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
   )
-  if program is None or importlib.util.find_spec("playwright") is None:
-    lack = (
-      "no Chromium here: install chromium"
-      if program is None
-      else "playwright is not installed: pip install playwright"
-    )
-    (pytest.fail if os.environ.get("GTPO_REQUIRE_BROWSER") else pytest.skip)(lack)
+  if program is None:
+    skip_or_fail("GTPO_REQUIRE_BROWSER", "Chromium is missing: install chromium")
+  if importlib.util.find_spec("playwright") is None:
+    skip_or_fail("GTPO_REQUIRE_BROWSER", "playwright is missing: pip install playwright")
   from playwright.sync_api import sync_playwright
 
   with sync_playwright() as driver:
-    opened = driver.chromium.launch(
-      executable_path=program, args=["--no-sandbox"] if os.geteuid() == 0 else []
-    )
-    yield opened
-    opened.close()
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    chromium = driver.chromium.launch(executable_path=program, args=arguments)
+    yield chromium
+    chromium.close()
 
 
 def pytest_configure(config):
-  """Compiling is most of what the default suite does: there XLA takes its quickest way. `-m slow` computes more and runs as users do."""
-  signal.signal(
-    signal.SIGINT, signal.default_int_handler
-  )  # a shell's background job ignores it, and so would all that tests start
+  """Sets up signals, XLA's flags and the devices.
+
+  The default suite spends most of its time in compilation, so XLA compiles with few optimizations.
+  `-m slow` computes more and uses the settings that users have.
+  """
+  # A background job of a shell ignores SIGINT, and the processes that tests start inherit that.
+  signal.signal(signal.SIGINT, signal.default_int_handler)
   if config.option.markexpr == "not slow":
     flags = ["--xla_backend_optimization_level=0"]
-    if importlib.metadata.version("jaxlib").startswith(
-      "0.10."
-    ):  # later ones do not know this flag, and end at once
+    # Later versions of XLA do not know this flag and would exit.
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
       flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
-  give_threads()
+  reserve_cpu_threads()
   jax.devices()
-  os.environ.pop("NPROC", None)  # the programs that tests start ask for their own
+  os.environ.pop("NPROC", None)  # programs that tests start set their own value

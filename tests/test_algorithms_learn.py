@@ -1,4 +1,4 @@
-"""Every algorithm on the tiny job: thirty steps from one warm start, and it has learned."""
+"""Every algorithm learns: thirty steps of the tiny config from one warm start."""
 
 import dataclasses
 import shutil
@@ -11,10 +11,11 @@ from gtpo_jax.algorithms import RECIPES
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.config import load
 from gtpo_jax.config.sections import AlgorithmSection
-from gtpo_jax.loop import base_model, train
+from gtpo_jax.loop import train
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
 from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.warm_start import base_model
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, exit codes, one line for every mistake."""
+"""The command line in real processes: exit codes, and one line for every mistake."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ SMALL = [
 ]
 
 
-def command(*args):
+def command_line(*args):
   return [sys.executable, "-m", "gtpo_jax", *map(str, args)]
 
 
@@ -39,7 +39,7 @@ def environment():
 
 def gtpo(*args):
   return subprocess.run(
-    command(*args), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+    command_line(*args), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
   )
 
 
@@ -53,11 +53,13 @@ def finished_run(tmp_path_factory):
   return workdir, done.stdout
 
 
-def test_train_says_what_happened(finished_run):
+def test_train_prints_its_result(finished_run):
   workdir, out = finished_run
   assert "warm-started base model: held-out pass@1" in out
-  assert "gtpo: held-out pass@1" in out and "points" in out and str(workdir / "curves.png") in out
-  assert "\x1b" not in out  # plain lines where there is no terminal
+  assert "gtpo: held-out pass@1" in out
+  assert "points" in out
+  assert str(workdir / "curves.png") in out
+  assert "\x1b" not in out  # plain lines without a terminal
 
 
 def test_sample_prints_completions(finished_run):
@@ -66,22 +68,26 @@ def test_sample_prints_completions(finished_run):
   )
   assert done.returncode == 0, done.stderr
   lines = done.stdout.splitlines()
-  assert len(lines) == 3 and len(set(lines)) == 1  # greedy
+  assert len(lines) == 3
+  assert len(set(lines)) == 1  # greedy
   assert done.stderr == ""
 
 
-def test_sample_of_the_base_model_and_of_a_pods_run(finished_run, tmp_path):
-  """--step=0 is the base model, --max_tokens may be 1, and the run's own mesh does not matter here."""
+def test_sample_from_the_base_model_of_a_run_on_more_devices(finished_run, tmp_path):
+  """--step=0 is the base model, --max_tokens may be 1, and the run's own mesh is ignored."""
   workdir = tmp_path / "pod"
   shutil.copytree(finished_run[0], workdir)
   config = json.loads((workdir / "config.json").read_text())
   config["mesh"] = {"data": 2, "fsdp": 8, "tensor": 4}
   (workdir / "config.json").write_text(json.dumps(config))
-  quiet = {
-    key: value for key, value in environment().items() if key != "JAX_PLATFORMS"
-  }  # as a user has it
-  args = command("sample", f"--model={workdir}", "--prompt=12+3+4:", "--step=0", "--max_tokens=1")
-  done = subprocess.run(args, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=300)
+  user_environment = environment()
+  user_environment.pop("JAX_PLATFORMS", None)  # set only in tests
+  args = command_line(
+    "sample", f"--model={workdir}", "--prompt=12+3+4:", "--step=0", "--max_tokens=1"
+  )
+  done = subprocess.run(
+    args, cwd=ROOT, env=user_environment, capture_output=True, text=True, timeout=300
+  )
   assert (done.returncode, done.stderr) == (0, "")
   assert len(done.stdout.strip()) <= 10  # one token
 
@@ -90,16 +96,17 @@ def test_eval_prints_and_writes_json(finished_run, tmp_path):
   done = gtpo("eval", f"--model={finished_run[0]}", "--k=1,4", f"--json={tmp_path / 'out.json'}")
   assert done.returncode == 0, done.stderr
   numbers = json.loads((tmp_path / "out.json").read_text())
-  assert numbers["step"] == 2 and numbers["problems"] == 8
+  assert numbers["step"] == 2
+  assert numbers["problems"] == 8
   assert 0 <= numbers["eval/sums/pass@1"] <= numbers["eval/sums/pass@4"] <= 1
   assert numbers["eval/sums/mean@4"] == pytest.approx(numbers["eval/sums/pass@1"])
   assert "eval/sums/pass@4" in done.stdout
 
 
 def test_eval_at_every_k_agrees_with_a_direct_count(finished_run, tmp_path):
-  """32 samples of a run's policy on a file: every number again from the completions that were written.
+  """Recomputes every metric from the completions written for 32 samples per problem.
 
-  (The model has hardly learned; the answers wanted are digits that it ends with now and then.)
+  The model has learned almost nothing; the answers are digits that it sometimes ends with.
   """
   data = tmp_path / "sums.jsonl"
   out = tmp_path / "completions.jsonl"
@@ -125,71 +132,63 @@ def test_eval_at_every_k_agrees_with_a_direct_count(finished_run, tmp_path):
     f"--completions={out}",
   )
   assert done.returncode == 0, done.stderr
-  assert (
-    f"{data}: 10 problems of 10 rows" in done.stdout
-    and "8 of them are evaluated (eval.problems)" in done.stdout
-  )
-  found = json.loads(summary.read_text())
+  assert f"{data}: 10 problems of 10 rows" in done.stdout
+  assert "8 of them are evaluated (eval.problems)" in done.stdout
+  metrics = json.loads(summary.read_text())
   written = [json.loads(line) for line in out.read_text().splitlines()]
-  assert (found["step"], found["problems"], found["samples"]) == (0, 8, 32)
+  assert (metrics["step"], metrics["problems"], metrics["samples"]) == (0, 8, 32)
   assert len({row["id"] for row in written}) == 8
   verdicts = []
   for row in written:
-    assert (
-      row["prompt"] == next(r["prompt"] for r in rows if r["id"] == row["id"])
-      and len(row["samples"]) == 32
-    )
+    assert row["prompt"] == next(r["prompt"] for r in rows if r["id"] == row["id"])
+    assert len(row["samples"]) == 32
     for sample in [*row["samples"], row["greedy"]]:
-      assert (
-        sample["correct"]
-        == (last_number_correct(sample["text"], row["answer"]) and sample["finished"])
-        == bool(sample["reward"])
-      )
+      correct = last_number_correct(sample["text"], row["answer"]) and sample["finished"]
+      assert sample["correct"] == correct == bool(sample["reward"])
       assert 1 <= sample["length"] <= 36
     verdicts.append([sample["correct"] for sample in row["samples"]])
-  assert 0 < sum(map(sum, verdicts)) < 256  # or there is nothing to count
+  assert 0 < sum(map(sum, verdicts)) < 256  # else every estimate is trivial
   for k in ks:
-    shares = []
+    solved = []
     for row in verdicts:
-      none = Fraction(1)  # that k draws without putting back are all wrong
+      all_wrong = Fraction(1)  # probability that k draws without replacement are all wrong
       for i in range(k):
-        none *= Fraction(row.count(False) - i, 32 - i)
-      shares.append(1 - none)
+        all_wrong *= Fraction(row.count(False) - i, 32 - i)
+      solved.append(1 - all_wrong)
       if k in (1, 2, 3, 30, 31, 32):
         subsets = list(itertools.combinations(row, k))
-        assert shares[-1] == Fraction(sum(map(any, subsets)), len(subsets))
-    assert found[f"eval/sums/pass@{k}"] == pytest.approx(float(sum(shares) / 8), abs=1e-12)
-    assert found[f"eval/sums/best@{k}"] == pytest.approx(found[f"eval/sums/pass@{k}"], abs=1e-9)
-    lower, upper = found["intervals"][f"eval/sums/pass@{k}"]
-    assert lower <= found[f"eval/sums/pass@{k}"] <= upper and (k == 32 or lower < upper)
+        assert solved[-1] == Fraction(sum(map(any, subsets)), len(subsets))
+    pass_at_k = metrics[f"eval/sums/pass@{k}"]
+    assert pass_at_k == pytest.approx(float(sum(solved) / 8), abs=1e-12)
+    assert metrics[f"eval/sums/best@{k}"] == pytest.approx(pass_at_k, abs=1e-9)
+    lower, upper = metrics["intervals"][f"eval/sums/pass@{k}"]
+    assert lower <= pass_at_k <= upper
+    assert k == 32 or lower < upper
     assert f"eval/sums/pass@{k} " in done.stdout
-  assert (
-    found["eval/sums/maj@1"]
-    == pytest.approx(found["eval/sums/pass@1"])
-    == pytest.approx(found["eval/sums/mean@32"])
-  )
+  for name in ("maj@1", "mean@32"):
+    assert metrics[f"eval/sums/{name}"] == pytest.approx(metrics["eval/sums/pass@1"])
 
 
-def test_doctor_is_content():
+def test_doctor_finds_this_machine_ready():
   done = gtpo("doctor")
-  assert done.returncode == 0 and "jax" in done.stdout and "ready: gtpo train" in done.stdout
+  assert done.returncode == 0
+  assert "jax" in done.stdout
+  assert "ready: gtpo train" in done.stdout
 
 
-def test_doctor_says_what_the_sandbox_lacks(tmp_path):
-  """A machine without bubblewrap can train, but judges no programs."""
+def test_doctor_names_what_the_sandbox_lacks(tmp_path):
+  """A machine without bubblewrap can train, but cannot score programs."""
   env = {**environment(), "PATH": str(tmp_path)}
   done = subprocess.run(
-    command("doctor"), cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    command_line("doctor"), cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
   )
   (line,) = [line for line in done.stdout.splitlines() if line.startswith("sandbox")]
-  assert (
-    done.returncode == 0
-    and "none, so that no programs can be judged: bwrap is not installed: install bubblewrap"
-    in line
-  ), line
+  assert done.returncode == 0
+  message = "none, so programs cannot be scored: bwrap is not installed: install bubblewrap"
+  assert message in line
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(finished_run, tmp_path):
+def test_ctrl_c_saves_and_the_same_command_resumes(finished_run, tmp_path):
   workdir = tmp_path / "run"
   args = [
     "train",
@@ -201,7 +200,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(finished_run, tmp_path):
   ]
   with (tmp_path / "out").open("w") as out:
     process = subprocess.Popen(
-      command(*args), cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT
+      command_line(*args), cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT
     )
     try:
       wait_for_step(workdir, 2, process)
@@ -210,21 +209,20 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(finished_run, tmp_path):
     finally:
       process.kill()
   text = (tmp_path / "out").read_text()
-  assert "stopped at step" in text and "saved" in text
-  assert (
-    f"to go on: python -m gtpo_jax train --config=configs/tiny.py --workdir={workdir} --config.steps=2000"
-    in text
-  )
+  assert "stopped at step" in text
+  assert "saved" in text
+  resume = f"train --config=configs/tiny.py --workdir={workdir} --config.steps=2000"
+  assert f"to resume: python -m gtpo_jax {resume}" in text
   steps = [
     json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()
   ]
-  assert steps == list(range(steps[-1] + 1)) and steps[-1] >= 2
+  assert steps == list(range(steps[-1] + 1))
+  assert steps[-1] >= 2
 
   more = [arg.replace("steps=2000", f"steps={steps[-1] + 1}") for arg in args]
   again = gtpo(*more)
-  assert again.returncode == 0 and f"resumed at step {steps[-1]}" in again.stdout, (
-    again.stdout + again.stderr
-  )
+  assert again.returncode == 0, again.stdout + again.stderr
+  assert f"resumed at step {steps[-1]}" in again.stdout
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   assert [json.loads(line)["step"] for line in lines] == list(range(steps[-1] + 2))
 
@@ -246,11 +244,9 @@ def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path):
     if file.is_file():
       file.write_bytes(file.read_bytes()[:10])
   done = gtpo("sample", f"--model={workdir}", "--prompt=1")
-  assert (
-    done.returncode == 1
-    and "the checkpoint of step 2" in done.stderr
-    and len(done.stderr.strip().splitlines()) == 1
-  ), done.stderr
+  assert done.returncode == 1, done.stderr
+  assert "the checkpoint of step 2" in done.stderr
+  assert len(done.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -290,7 +286,7 @@ def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path):
         "--config.mesh.context=8",
         "--config.sampling.max_tokens=42",
       ],
-      "sampling.max_tokens = 42 does not divide over mesh.context x mesh.tensor = 8; make it a multiple of 8",
+      "sampling.max_tokens = 42 does not divide over mesh.context x mesh.tensor = 8",
     ),
     (["train", "--config=configs/tiny.py", "--workdir=setup.py"], "workdir 'setup.py' is a file"),
     (
@@ -312,7 +308,7 @@ def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path):
     ),
     (
       ["train", "--config=configs/tiny.py", "--workdir=w", "--config.steps", "5"],
-      "--config.steps needs its value behind an equals sign",
+      "--config.steps needs a value after an equals sign: --config.steps=VALUE",
     ),
     (
       ["train", "--config=configs", "--workdir=w"],
@@ -338,7 +334,7 @@ def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path):
   ],
   ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
-def test_a_mistake_gets_one_line_and_status_2(
+def test_a_mistake_prints_one_line_and_exits_with_2(
   args, message, finished_run, tmp_path, capsys, monkeypatch
 ):
   monkeypatch.chdir(ROOT)
@@ -346,11 +342,12 @@ def test_a_mistake_gets_one_line_and_status_2(
   out, err = capsys.readouterr()
   assert (status, out) == (2, ""), (status, out, err)
   lines = err.strip().splitlines()
-  assert len(lines) == 1 and lines[0].startswith("gtpo: ") and message in lines[0], err
+  assert len(lines) == 1, err
+  assert lines[0].startswith("gtpo: ")
+  assert message in lines[0]
 
 
-def test_the_status_is_that_of_the_process():
+def test_the_process_exits_with_the_status():
   done = gtpo("trian")
-  assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(
-    "gtpo: unknown command 'trian'"
-  )
+  assert (done.returncode, done.stdout) == (2, "")
+  assert done.stderr.startswith("gtpo: unknown command 'trian'")

@@ -1,4 +1,7 @@
-"""What the documentation claims: its Python runs, its commands are ones, its fields exist, its links lead somewhere, its site builds."""
+"""The documentation is true: its Python runs, and its commands, fields, files and links exist.
+
+The site builds without warnings.
+"""
 
 import importlib.util
 import os
@@ -18,37 +21,41 @@ from gtpo_jax.runtime.errors import UserError
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), ROOT / "launch" / "README.md"])
-BY_NAME = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 FIELDS = flatten(to_dict(Config()))
 ENV = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
 
 
 def blocks(page, *languages):
+  """Returns the fenced blocks of `page` that are marked with one of `languages`."""
   fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
   return [text for language, text in fenced if language in languages]
 
 
 def commands(page):
-  """Every command of ours, as words: in blocks, and those but `gtpo` in passing, where much is left out."""
+  """Returns every `gtpo`, `make`, `pip` and `python` command of `page`, split into arguments.
+
+  Commands in blocks all count. Inline, `gtpo` commands are abbreviated, so only the others count.
+  """
   lines = "".join(blocks(page, "", "bash", "sh")).replace("\\\n", " ").splitlines()
   lines += [
     code for code in inline(page) if code.split()[0] in ("make", "pip", "python") and " " in code
   ]
-  split = [
-    shlex.split(line, comments=True)
-    for line in lines
-    if line.split()[:1] in (["gtpo"], ["make"], ["pip"], ["python"])
-  ]
-  return [words for words in split if words]
+  ours = [line for line in lines if line.split()[:1] in (["gtpo"], ["make"], ["pip"], ["python"])]
+  return [shlex.split(line, comments=True) for line in ours]
 
 
 def inline(page):
-  """Every piece of inline code but those in the first column of a table, where others' names may stand."""
+  """Returns the inline code of `page`.
+
+  Skips the first column of tables, which may hold names of other libraries.
+  """
   text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
   return re.findall(r"`([^`\n]+)`", re.sub(r"^\|[^|\n]*\|", "|", text, flags=re.MULTILINE))
 
 
 def run_blocks(page, namespace, change=lambda block: block):
+  """Runs the Python blocks of `page` in order in one namespace; `change` edits each first."""
   for block in blocks(page, "python"):
     exec(compile(change(block), str(page), "exec"), namespace)
 
@@ -57,22 +64,22 @@ def run_blocks(page, namespace, change=lambda block: block):
   ("name", "count"), [("algorithms", 5), ("concepts", 1), ("data", 1), ("rewards", 2)]
 )
 def test_the_python_of_a_page_runs(name, count):
-  """Its blocks in order, in one namespace; they assert what the page says."""
+  """The blocks assert what the page says."""
   assert len(blocks(DOCS / f"{name}.md", "python")) >= count
   run_blocks(DOCS / f"{name}.md", {})
 
 
 @pytest.mark.slow
 def test_the_python_of_the_quickstart_runs(tmp_path, monkeypatch):
-  """As it stands, but for the numbers that make it long."""
+  """Runs unchanged except for the numbers that make it slow."""
   monkeypatch.chdir(tmp_path)
   smaller = {
     "config.steps = 50": "config.steps = 3\nconfig.batch.prompts, config.batch.group = 8, 4\n"
     "config.eval.problems, config.eval.samples, config.eval.batch = 8, 2, 8",
     "config.warm_start.steps = 1000": "config.warm_start.steps = 8",
   }
-  whole = "".join(blocks(DOCS / "quickstart.md", "python"))
-  assert all(old in whole for old in smaller)
+  source = "".join(blocks(DOCS / "quickstart.md", "python"))
+  assert all(old in source for old in smaller)
 
   def change(block):
     for old, new in smaller.items():
@@ -82,11 +89,11 @@ def test_the_python_of_the_quickstart_runs(tmp_path, monkeypatch):
   namespace = {}
   run_blocks(DOCS / "quickstart.md", namespace, change)
   assert len(namespace["rewards"]) == 2 and namespace["result"].step == 3
-  assert not list(tmp_path.iterdir())  # no file is left
+  assert not list(tmp_path.iterdir())  # no file is left behind
 
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
-  """The one that trains is the quickstart's; the one that needs the hub runs with a folder."""
+  """The block that trains is tested with the quickstart; the hub id is replaced with a folder."""
   import jax
 
   from gtpo_jax import models
@@ -106,70 +113,67 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
   models.save(model, models.init_params(model, jax.random.key(0)), None, tmp_path / "Qwen")
   namespace |= {"tokens": np.ones((1, 4), np.int32), "tokenizer": None}
   monkeypatch.chdir(tmp_path)
-  known = blocks(DOCS / "quickstart.md", "python")
-  assert any(block in known for block in blocks(ROOT / "README.md", "python"))
+  quickstart = blocks(DOCS / "quickstart.md", "python")
+  assert any(block in quickstart for block in blocks(ROOT / "README.md", "python"))
   run_blocks(
     ROOT / "README.md",
     namespace,
-    lambda block: "" if block in known else block.replace("Qwen/Qwen2.5-0.5B", "Qwen"),
+    lambda block: "" if block in quickstart else block.replace("Qwen/Qwen2.5-0.5B", "Qwen"),
   )
   assert namespace["adv"].shape == shape and (tmp_path / "out" / "config.json").exists()
 
 
-@BY_NAME
-def test_every_command_is_one(page):
-  """`gtpo`: the flags and fields are read by the real parser and the config is made; `make`, `pip`, `python`: what they name exists."""
-  extras = set(re.findall(r'^        "(\w+)": \[', (ROOT / "setup.py").read_text(), re.MULTILINE))
+@EVERY_PAGE
+def test_every_command_is_valid(page):
+  """The real parser reads `gtpo` commands; targets, extras and scripts of the others exist."""
+  extras = set(re.findall(r'^    "(\w+)": \[', (ROOT / "setup.py").read_text(), re.MULTILINE))
   targets = set(re.findall(r"^(\S+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-  for words in commands(page):
-    program, *rest = words
+  assert "dev" in extras and "test" in targets
+  for program, *arguments in commands(page):
     if program == "gtpo":
-      check_gtpo(rest)
+      check_gtpo(arguments)
     elif program == "make":
-      assert {word for word in rest if "=" not in word} <= targets, words
+      assert {target for target in arguments if "=" not in target} <= targets, arguments
     elif program == "pip":
-      assert {
-        extra
-        for word in rest
-        for found in re.findall(r"\[(.+)\]", word)
-        for extra in found.split(",")
-      } <= extras, words
-    elif rest[0] != "-m":
-      assert (ROOT / rest[0]).is_file(), words
+      named = re.findall(r"\[(.+?)\]", " ".join(arguments))
+      assert set(",".join(named).split(",")) <= extras | {""}, arguments
+    elif arguments[0] != "-m":
+      assert (ROOT / arguments[0]).is_file(), arguments
 
 
-def check_gtpo(words):
-  args, overrides = cli._parse(words)
-  assert {
-    override.removeprefix("--config.").split("=")[0] for override in overrides
-  } <= FIELDS.keys()
+def check_gtpo(arguments):
+  """Checks flags and fields of a `gtpo` command and builds its config, without asking the hub."""
+  args, overrides = cli.parse(arguments)
+  named = {override.removeprefix("--config.").split("=")[0] for override in overrides}
+  assert named <= FIELDS.keys()
   if getattr(args, "config", None):
     file = "configs/base.py" if args.config == "configs/mine.py" else args.config
-    config.load(
-      str(ROOT / file), [override for override in overrides if "model.path" not in override]
-    )  # the hub is not asked
+    offline = [override for override in overrides if "model.path" not in override]
+    config.load(str(ROOT / file), offline)
 
 
-@BY_NAME
-def test_what_is_named_in_passing_exists(page):
-  """Inline code: the fields of configs, and the options of commands."""
+@EVERY_PAGE
+def test_inline_code_names_what_exists(page):
+  """Config fields, options of commands, and Python files."""
   sections = {name.split(".")[0] for name in FIELDS if "." in name}
   for code in inline(page):
     named = re.match(r"(?:--config\.)?([a-z_]+(?:\.[a-z_0-9]+)+)(?= ?=|$)", code)
     if named and named[1].split(".")[0] in sections and not named[1].endswith(".py"):
       assert any(name == named[1] or name.startswith(named[1] + ".") for name in FIELDS), code
+    if re.fullmatch(r"\w+/[\w/]+\.py", code) and code != "configs/mine.py":
+      assert (ROOT / code).is_file() or (ROOT / "gtpo_jax" / code).is_file(), code
     if code.startswith("gtpo "):
-      words = re.sub(r"\[.*?\]", "", code).replace("...", "x").split()[1:]
-      assert words[0] in cli.COMMANDS, code
+      arguments = re.sub(r"\[.*?\]", "", code).replace("...", "x").split()[1:]
+      assert arguments[0] in cli.COMMANDS, code
       try:
-        cli._parse(words)
+        cli.parse(arguments)
       except UserError as error:
         assert "are required" in str(error), code
 
 
 @pytest.mark.slow
 def test_the_commands_of_the_quickstart_run(tmp_path):
-  """From the tiny run to a model of one's own task, in an empty folder, as the page has it, but small."""
+  """From the tiny run to a model of one's own task, at a small size, in an empty folder."""
   page = DOCS / "quickstart.md"
   tiny = "configs/tiny.py"
   (tmp_path / "configs").mkdir()
@@ -178,32 +182,24 @@ def test_the_commands_of_the_quickstart_run(tmp_path):
   (tmp_path / "configs" / "mine.py").write_text(mine)
   for name in ("train.jsonl", "test.jsonl"):
     (tmp_path / name).write_text("".join(blocks(page, "json")))
-  small = [
-    "steps=2",
-    "batch.prompts=2",
-    "batch.group=4",
-    "eval.problems=8",
-    "eval.samples=2",
-    "eval.batch=8",
-  ]
+  small = ["steps=2", "batch.prompts=2", "batch.group=4"]
+  small += ["eval.problems=8", "eval.samples=2", "eval.batch=8"]
   done = []
-  for words in commands(page):
-    if (
-      words[0] == "gtpo"
-      and words[1] in ("train", "sample", "eval", "export")
-      and not any("0_5b" in word for word in words)
-    ):
-      more = (
-        [*small, *(["warm_start.steps=8"] if f"--config={tiny}" in words else [])]
-        if words[1] == "train"
-        else []
-      )
-      call = [sys.executable, "-m", "gtpo_jax", *words[1:], *(f"--config.{item}" for item in more)]
-      result = subprocess.run(
-        call, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=300
-      )
-      assert result.returncode == 0, (call, result.stderr)
-      done.append(words[1])
+  for program, *arguments in commands(page):
+    if program != "gtpo" or any("0_5b" in argument for argument in arguments):
+      continue
+    if arguments[0] not in ("train", "sample", "eval", "export"):
+      continue
+    fields = small if arguments[0] == "train" else []
+    if f"--config={tiny}" in arguments:
+      fields = [*fields, "warm_start.steps=8"]
+    overrides = [f"--config.{field}" for field in fields]
+    call = [sys.executable, "-m", "gtpo_jax", *arguments, *overrides]
+    result = subprocess.run(
+      call, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, (call, result.stderr)
+    done.append(arguments[0])
   assert done == ["train", "sample", "eval", "export", "train", "export", "sample"]
   assert {file.name for file in (tmp_path / "hf").iterdir()} == {"tiny", "mine"}
 
@@ -213,47 +209,43 @@ def test_the_commands_of_the_quickstart_run(tmp_path):
   "script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda script: script.name
 )
 def test_the_options_of_a_benchmark_exist(script):
-  """Each option with which some page calls it."""
-  named = {
-    word.split("=")[0]
-    for page in PAGES
-    for words in commands(page)
-    if words[:2] == ["python", f"benchmarks/{script.name}"]
-    for word in words
-    if word.startswith("--")
+  """Every option that some page passes to the script is in its --help."""
+  calls = [call for page in PAGES for call in commands(page)]
+  options = {
+    argument.split("=")[0]
+    for call in calls
+    if call[:2] == ["python", f"benchmarks/{script.name}"]
+    for argument in call
+    if argument.startswith("--")
   }
-  if named:
-    done = subprocess.run(
-      [sys.executable, str(script), "--help"],
-      cwd=ROOT,
-      env=ENV,
-      capture_output=True,
-      text=True,
-      timeout=200,
-    )
-    assert done.returncode == 0 and all(option in done.stdout for option in named), done.stderr
+  if not options:
+    return
+  call = [sys.executable, str(script), "--help"]
+  done = subprocess.run(call, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=200)
+  assert done.returncode == 0 and all(option in done.stdout for option in options), done.stderr
 
 
-@BY_NAME
-def test_links_lead_somewhere(page):
+@EVERY_PAGE
+def test_links_to_files_exist(page):
   for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
     if not re.match(r"[a-z]+:|#", target):
       assert (page.parent / target.split("#")[0]).exists(), target
 
 
-def test_the_page_of_configs_is_as_the_code_has_it():
+def test_the_page_of_configs_is_up_to_date():
   spec = importlib.util.spec_from_file_location("make_configs", DOCS / "make_configs.py")
   make_configs = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(make_configs)
   page = make_configs.page()
   assert make_configs.PAGE.read_text() == page, "docs/configs.md is out of date: make docs"
   for name in FIELDS:
-    (row,) = re.findall(rf"^\| `{re.escape(name)}` \| \w+ \| `.+?` \| (.+) \|$", page, re.MULTILINE)
-    assert len(row) > 5, name
+    pattern = rf"^\| `{re.escape(name)}` \| \w+ \| (?:`.+?`|-) \| (.+) \|$"
+    (meaning,) = re.findall(pattern, page, re.MULTILINE)
+    assert len(meaning) > 5, name
 
 
 def test_the_site_builds_without_warnings(tmp_path):
-  """Links and anchors within it are checked by MkDocs; every public function of the API page is there."""
+  """MkDocs checks links and anchors; the API page contains every function that it names."""
   pytest.importorskip("mkdocstrings")
   done = subprocess.run(
     [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
@@ -268,6 +260,5 @@ def test_the_site_builds_without_warnings(tmp_path):
   for name in re.findall(r"^::: (\S+)", (DOCS / "api.md").read_text(), re.MULTILINE):
     assert f'id="{name}"' in page, name
   assert "held_out" in page and "Raises" in page
-  assert not re.findall(
-    r'<(?:script|link)[^>]+(?:src|href)="https?://', page
-  )  # nothing is fetched from elsewhere
+  # The page loads nothing from other sites.
+  assert not re.findall(r'<(?:script|link)[^>]+(?:src|href)="https?://', page)

@@ -1,4 +1,4 @@
-"""`gtpo doctor` on machines that lack something: what it says of it, and what to do."""
+"""`gtpo doctor` on machines that lack something: it says what is missing and how to get it."""
 
 import importlib.metadata
 
@@ -8,20 +8,21 @@ import pytest
 from gtpo_jax import doctor
 
 
-def examined(capsys):
+def examine(capsys):
+  """Returns the exit status, the lines by their first word, and the complete output."""
   status = doctor.examine()
   out = capsys.readouterr().out
   return status, {line.split()[0]: line for line in out.splitlines() if line.strip()}, out
 
 
-def lacking(monkeypatch, *packages, **others):
-  """A machine without these packages, and with other versions of some."""
+def install(monkeypatch, *missing, **versions):
+  """Simulates a machine without the `missing` packages, and with other versions of some."""
   real = importlib.metadata.version
 
   def version(name):
-    if name in packages:
+    if name in missing:
       raise importlib.metadata.PackageNotFoundError(name)
-    return others.get(name) or real(name)
+    return versions.get(name) or real(name)
 
   monkeypatch.setattr(doctor.importlib.metadata, "version", version)
   monkeypatch.setattr(
@@ -31,18 +32,20 @@ def lacking(monkeypatch, *packages, **others):
   )
 
 
-def test_what_is_required_and_missing_or_too_old(monkeypatch, capsys):
-  lacking(monkeypatch, "optax", jax="0.9.2")
-  status, lines, out = examined(capsys)
-  assert status == 1 and out.splitlines()[-1] == "not ready: give the pip commands above"
+def test_required_packages_that_are_missing_or_too_old(monkeypatch, capsys):
+  install(monkeypatch, "optax", jax="0.9.2")
+  status, lines, out = examine(capsys)
+  assert status == 1
+  assert out.splitlines()[-1] == "not ready: run the pip commands above"
   assert lines["jax"].endswith("0.9.2: pip install 'jax<0.13,>=0.10'")
   assert lines["optax"].endswith("MISSING: pip install 'optax>=0.2'")
 
 
-def test_what_is_optional_says_what_it_is_for(monkeypatch, capsys):
-  lacking(monkeypatch, *doctor.OPTIONAL)
-  status, lines, out = examined(capsys)
-  assert status == 0 and "ready: gtpo train" in out
+def test_missing_optional_packages_are_listed_with_their_purpose(monkeypatch, capsys):
+  install(monkeypatch, *doctor.OPTIONAL)
+  status, lines, out = examine(capsys)
+  assert status == 0
+  assert "ready: gtpo train" in out
   assert lines["wandb"].endswith(
     "not installed; for log.wandb: pip install 'gtpo_jax[wandb]', or -e '.[wandb]' in a clone"
   )
@@ -51,41 +54,37 @@ def test_what_is_optional_says_what_it_is_for(monkeypatch, capsys):
     assert "not installed; for " in lines[package]
 
 
-def test_a_chip_that_jax_does_not_use(monkeypatch, capsys, tmp_path):
+def test_an_accelerator_that_jax_does_not_use(monkeypatch, capsys, tmp_path):
   (tmp_path / "nvidia0").touch()
-  monkeypatch.setattr(
-    doctor,
-    "CHIPS",
-    {
-      "an NVIDIA GPU": (str(tmp_path / "nvidia0"), "cuda"),
-      "a TPU": (str(tmp_path / "none"), "tpu"),
-    },
-  )
-  out = examined(capsys)[2]
-  assert (
-    "an NVIDIA GPU is here, and JAX does not use it: pip install 'gtpo_jax[cuda]'" in out
-    and "a TPU" not in out
-  )
+  accelerators = {
+    "an NVIDIA GPU": (str(tmp_path / "nvidia0"), "cuda"),
+    "a TPU": (str(tmp_path / "none"), "tpu"),
+  }
+  monkeypatch.setattr(doctor, "ACCELERATORS", accelerators)
+  out = examine(capsys)[2]
+  assert "an NVIDIA GPU is here, but JAX does not use it: pip install 'gtpo_jax[cuda]'" in out
+  assert "a TPU" not in out
 
 
 @pytest.mark.parametrize(
-  ("named", "advice"),
+  ("platforms", "advice"),
   [
-    ("tpu", "JAX_PLATFORMS=tpu names what is not here; unset it, or set it to cpu"),
+    ("tpu", "JAX_PLATFORMS=tpu names a platform that is not available here; unset it, or set it"),
     ("", "or set JAX_PLATFORMS=cpu"),
   ],
 )
-def test_jax_that_does_not_start(named, advice, monkeypatch, capsys):
+def test_jax_does_not_start(platforms, advice, monkeypatch, capsys):
   def devices():
     raise RuntimeError("Unable to initialize backend\nand more")
 
   monkeypatch.setattr(jax, "devices", devices)
-  monkeypatch.setenv("JAX_PLATFORMS", named)
-  status, lines, out = examined(capsys)
-  assert status == 1 and lines["devices"].endswith(
-    "JAX does not start: Unable to initialize backend"
-  )
-  assert out.splitlines()[-1].startswith("not ready: ") and advice in out.splitlines()[-1]
+  monkeypatch.setenv("JAX_PLATFORMS", platforms)
+  status, lines, out = examine(capsys)
+  last = out.splitlines()[-1]
+  assert status == 1
+  assert lines["devices"].endswith("JAX does not start: Unable to initialize backend")
+  assert last.startswith("not ready: ")
+  assert advice in last
 
 
 def test_a_source_tree_that_is_not_installed(monkeypatch, capsys):
@@ -93,4 +92,4 @@ def test_a_source_tree_that_is_not_installed(monkeypatch, capsys):
     raise importlib.metadata.PackageNotFoundError(name)
 
   monkeypatch.setattr(doctor.importlib.metadata, "requires", requires)
-  assert "not checked, for gtpo_jax runs from a source tree" in examined(capsys)[1]["packages"]
+  assert "not checked, because gtpo_jax runs from a source tree" in examine(capsys)[1]["packages"]

@@ -1,4 +1,4 @@
-"""What starts a run elsewhere, checked by the tools that can do it without a cluster; each is skipped where its tool is not installed."""
+"""The launch scripts, checked by tools that need no cluster; a test is skipped without its tool."""
 
 import os
 import re
@@ -31,30 +31,31 @@ def tool(name):
 
 
 def call(*command, tmp_path=None, code=0, **environment):
-  """Output of a command that sees only these variables of ours, and no credentials."""
-  bare = {
+  """Returns the output of a command that sees only these variables, and no credentials."""
+  env = {
     "PATH": os.environ["PATH"],
     "HOME": str(tmp_path or "/nonexistent"),
     "CLOUDSDK_CORE_PROJECT": "mine",
     **environment,
   }
   done = subprocess.run(
-    command, env=bare, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
   )
   assert done.returncode == code, done.stdout + done.stderr
   return done.stdout + done.stderr
 
 
 def jobset(**changes):
+  """Returns the JobSet that gke.sh prints."""
   return yaml.safe_load(call(str(LAUNCH / "gke.sh"), OVERRIDE, **{**RUN, **changes}))
 
 
-def test_every_file_is_explained():
-  named = (LAUNCH / "README.md").read_text()
+def test_the_readme_covers_every_file():
+  readme = (LAUNCH / "README.md").read_text()
   files = {path.name for path in LAUNCH.iterdir()} - {"README.md", "Dockerfile.dockerignore"}
   assert files == {"Dockerfile", "gke.sh", "sky.yaml", "slurm.sh", "tpu.sh", "xpk.sh"}
   for name in files:
-    assert f"launch/{name}" in named or f"`{name}`" in named
+    assert f"launch/{name}" in readme or f"`{name}`" in readme
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -64,23 +65,22 @@ def test_scripts_are_bash(script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_what_is_missing_is_named(script):
+def test_a_missing_variable_is_named(script):
   message = call(str(script), code=1)
   assert re.search(r"(ZONE|CLUSTER|ACCELERATOR|CONFIG): ", message)
 
 
 def test_the_jobset():
-  found = jobset(SLICES="2")
-  assert found["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "multislice-queue"}
-  (job,) = found["spec"]["replicatedJobs"]
+  manifest = jobset(SLICES="2")
+  assert manifest["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "multislice-queue"}
+  (job,) = manifest["spec"]["replicatedJobs"]
   spec = job["template"]["spec"]
-  assert (
-    job["replicas"] == 2
-    and spec["parallelism"] == spec["completions"] == 16
-    and spec["backoffLimit"] == 0
-  )
+  assert job["replicas"] == 2
+  assert spec["parallelism"] == spec["completions"] == 16
+  assert spec["backoffLimit"] == 0
   pod = spec["template"]["spec"]
-  assert pod["terminationGracePeriodSeconds"] == 900 and pod["restartPolicy"] == "Never"
+  assert pod["terminationGracePeriodSeconds"] == 900
+  assert pod["restartPolicy"] == "Never"
   (container,) = pod["containers"]
   assert container["args"] == [
     "train",
@@ -89,25 +89,26 @@ def test_the_jobset():
     OVERRIDE,
   ]
   assert container["resources"]["limits"] == {"google.com/tpu": 4}
-  assert found["spec"]["failurePolicy"]["maxRestarts"] == 50
+  assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 50
   assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"] == container["name"]
 
 
 @pytest.mark.parametrize(
   ("topology", "message"),
-  [("4x", "4x4x4; got 4x"), ("3x3", "no whole number of hosts"), ("2x1", "no whole")],
+  [("4x", "4x4x4; got 4x"), ("3x3", "not a multiple of CHIPS=4"), ("2x1", "not a multiple")],
 )
-def test_a_slice_that_cannot_be_is_refused(topology, message):
+def test_an_impossible_slice_is_refused(topology, message):
   assert message in call(str(LAUNCH / "gke.sh"), code=2, **{**RUN, "TOPOLOGY": topology})
 
 
-def test_the_sky_task_is_yaml_that_runs_gtpo():
+def test_the_sky_task_runs_gtpo():
   task = yaml.safe_load((LAUNCH / "sky.yaml").read_text())
-  assert "gtpo train" in task["run"] and {"CONFIG", "WORKDIR", "OVERRIDES"} <= task["envs"].keys()
+  assert "gtpo train" in task["run"]
+  assert {"CONFIG", "WORKDIR", "OVERRIDES"} <= task["envs"].keys()
   assert (ROOT / task["envs"]["CONFIG"]).exists()
 
 
-def test_configs_and_files_named_exist():
+def test_the_configs_and_files_mentioned_exist():
   for path in LAUNCH.iterdir():
     for name in re.findall(r"configs/\w+\.py", path.read_text()):
       assert (ROOT / name).exists(), (path.name, name)
@@ -127,7 +128,7 @@ def test_hadolint_finds_nothing():
 
 
 def check_job(spec, tmp_path):
-  """The Job inside a JobSet against the schema of Kubernetes, strictly: no field that it does not know."""
+  """Validates the Job inside a JobSet against the Kubernetes schema; unknown fields fail."""
   file = tmp_path / "job.yaml"
   file.write_text(
     yaml.safe_dump(
@@ -147,28 +148,33 @@ def test_the_inner_job_follows_the_schema(tmp_path):
 
 
 @pytest.mark.slow
-def test_xpk_makes_a_jobset_of_it(tmp_path):
+def test_xpk_makes_a_jobset(tmp_path):
   tool("xpk")
   manifest = tmp_path / "manifest.yaml"
-  flags = f"--project=mine --zone=us-central1-a --dry-run --skip-validation --output-manifest-file={manifest}"
+  flags = (
+    "--project=mine --zone=us-central1-a --dry-run --skip-validation "
+    f"--output-manifest-file={manifest}"
+  )
   call(str(LAUNCH / "xpk.sh"), OVERRIDE, tmp_path=tmp_path, XPK_FLAGS=flags, **RUN)
   spec = yaml.safe_load(manifest.read_text())["spec"]
   pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-  assert spec["failurePolicy"]["maxRestarts"] == 50 and pod["terminationGracePeriodSeconds"] == 900
-  command = next(
-    line for line in pod["containers"][0]["command"][-1].splitlines() if "gtpo train" in line
-  )
-  inside = command.strip().removeprefix("(").split(" ) &")[0].replace("exec gtpo", "printf '%s\\n'")
-  assert call("bash", "-c", inside).splitlines() == [
+  assert spec["failurePolicy"]["maxRestarts"] == 50
+  assert pod["terminationGracePeriodSeconds"] == 900
+  script = pod["containers"][0]["command"][-1]
+  line = next(line for line in script.splitlines() if "gtpo train" in line)
+  command = line.strip().removeprefix("(").split(" ) &")[0]
+  print_args = command.replace("exec gtpo", "printf '%s\\n'")
+  assert call("bash", "-c", print_args).splitlines() == [
     "train",
     "--config=configs/tiny.py",
     "--workdir=gs://bucket/run",
     OVERRIDE,
   ]
-  over = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"][0][
-    "onExitCodes"
-  ]
-  assert over["operator"] == "NotIn" and 143 in over["values"] and 2 not in over["values"]
+  policy = spec["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]
+  fatal = policy["rules"][0]["onExitCodes"]
+  assert fatal["operator"] == "NotIn"
+  assert 143 in fatal["values"]
+  assert 2 not in fatal["values"]
 
 
 @pytest.mark.slow
@@ -176,10 +182,13 @@ def test_sky_reads_the_task(tmp_path):
   python = Path(tool("sky")).read_text().splitlines()[0].removeprefix("#!")
   program = (
     "import sky, yaml; config = yaml.safe_load(open('launch/sky.yaml'));"
-    "task = sky.Task.from_yaml_config(config, env_overrides=[('WORKDIR', 'gs://bucket/run')]); print(task.envs, task.resources)"
+    "overrides = [('WORKDIR', 'gs://bucket/run')];"
+    "task = sky.Task.from_yaml_config(config, env_overrides=overrides);"
+    "print(task.envs, task.resources)"
   )
-  shown = call(python, "-c", program, tmp_path=tmp_path)
-  assert "gs://bucket/run" in shown and "tpu-v5litepod-16" in shown and "Spot" in shown
+  printed = call(python, "-c", program, tmp_path=tmp_path)
+  for text in ("gs://bucket/run", "tpu-v5litepod-16", "Spot"):
+    assert text in printed
 
 
 @pytest.mark.slow
@@ -188,7 +197,7 @@ def test_sky_reads_the_task(tmp_path):
   [({}, "select an already authenticated account"), ({"SPOT": "1"}, "authenticated account")],
 )
 def test_gcloud_knows_the_flags(tmp_path, flags, message):
-  """Without credentials it reads its arguments, then says that it has none."""
+  """Without credentials, gcloud parses its arguments before it says that it has none."""
   tool("gcloud")
   assert message in call(
     str(LAUNCH / "tpu.sh"),

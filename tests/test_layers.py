@@ -1,6 +1,8 @@
-"""The layers of the package: a folder imports only folders on lower floors, so no two of them form a cycle."""
+"""The layers of the package: a folder imports only from lower floors, so there are no cycles."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,12 +35,13 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__in
 
 
 def part_of(path):
-  """The folder or top-level module that a file belongs to."""
+  """Returns the folder or top-level module that a file belongs to."""
   first = path.relative_to(PACKAGE).parts[0]
   return first.removesuffix(".py")
 
 
 def imports(path):
+  """Yields the parts of the package that a file imports, and other packages as "outside:NAME"."""
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom) and node.module:
       if node.module == "gtpo_jax":
@@ -56,7 +59,7 @@ def imports(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_down(path):
+def test_imports_come_from_lower_floors(path):
   here = part_of(path)
   assert here in FLOORS, f"{here} has no floor"
   for there in imports(path):
@@ -67,26 +70,35 @@ def test_imports_go_down(path):
     )
 
 
-def test_few_modules_are_loose_and_every_folder_has_a_floor():
-  loose = {path.stem for path in PACKAGE.glob("*.py")}
+def test_the_top_level_has_few_modules_and_every_part_has_a_floor():
+  modules = {path.stem for path in PACKAGE.glob("*.py")}
   folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-  assert len(loose) <= 8
-  assert FLOORS.keys() == (loose | folders) - {"__init__"}
+  assert len(modules) <= 8
+  assert FLOORS.keys() == (modules | folders) - {"__init__"}
 
 
-def test_rewards_know_no_jax():
+def test_importing_the_runtime_does_not_import_jax():
+  """`prepare_jax` must run before JAX is imported, and signal handling must start quickly."""
+  names = ("", ".startup", ".signals", ".errors", ".files")
+  code = "import sys\n"
+  code += "".join(f"import gtpo_jax.runtime{name}\n" for name in names)
+  code += "assert not {'jax', 'jaxlib', 'flax'} & set(sys.modules)\n"
+  subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=True)
+
+
+def test_rewards_do_not_import_jax():
   for path in (PACKAGE / "rewards").glob("*.py"):
     assert not {"outside:jax", "outside:flax"} & set(imports(path)), path
 
 
-def test_what_runs_in_the_sandbox_needs_nothing_that_is_not_there():
+def test_code_inside_the_sandbox_imports_only_what_is_there():
   allowed = {
     "outside:" + name for name in ("__future__", "_operator", "builtins", "marshal", "os", "sys")
   }
   assert set(imports(PACKAGE / "rewards" / "inside.py")) <= allowed
 
 
-def test_algorithms_know_arrays_alone():
+def test_algorithms_depend_only_on_arrays():
   allowed = {"arrays", "runtime", "algorithms"}
   for path in (PACKAGE / "algorithms").glob("*.py"):
     ours = {name for name in imports(path) if not name.startswith("outside:")}

@@ -1,4 +1,4 @@
-"""The whole loop, small: what it leaves behind, exact resume, and no compilation after warm-up."""
+"""The complete loop on a small model: its files, exact resume, no compilation after warm-up."""
 
 import json
 import shutil
@@ -11,22 +11,24 @@ import numpy as np
 import pytest
 from etils import epath
 
-from gtpo_jax.checkpoint.integrity import check_seal
-from gtpo_jax.checkpoint.manager import Checkpoints, run_params
+from gtpo_jax.checkpoint.integrity import check_integrity
+from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.checkpoint.runs import run_params
 from gtpo_jax.checkpoint.workdir import claim, load_config
-from gtpo_jax.config import default_config, freeze
+from gtpo_jax.config import default_config, difference, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.loop import train
-from gtpo_jax.models.qwen2 import init_params
+from gtpo_jax.models.params import init_params
 from gtpo_jax.reporting.compiles import compile_count
 from gtpo_jax.reporting.credit import credit_files, read_credit
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
 from gtpo_jax.rewards import VERIFIERS
+from gtpo_jax.rollout.scoring import FinishedCompletion, PendingRewards, RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import RunError, UserError
 from gtpo_jax.runtime.mesh import shard_batch
-from gtpo_jax.sampling.filters import SamplingParams
+from gtpo_jax.sampling.params import SamplingParams
 from gtpo_jax.training.state import init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
@@ -83,13 +85,13 @@ def run(config, workdir, stopping=lambda: False):
   return train(config, workdir, Display(enabled=False), stopping)
 
 
-def take(workdir, config):
+def claim_workdir(workdir, config):
   with claim(workdir, config):
     pass
 
 
 def lasting(rows):
-  """Metrics without what the clock and the process say."""
+  """Returns metrics without those that depend on time or on the process."""
   return [
     {
       key: value
@@ -112,7 +114,7 @@ def whole(tmp_path_factory):
   return workdir, run(small_config(), workdir)
 
 
-def test_what_a_run_leaves_behind(whole):
+def test_the_files_of_a_run(whole):
   workdir, result = whole
   assert result.finished and result.step == 4
   assert "held-out pass@1" in result.summary and "after 4 steps" in result.summary
@@ -120,9 +122,8 @@ def test_what_a_run_leaves_behind(whole):
   assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
   for row in rows[1:]:
     assert set(PROMISED) <= row.keys()
-    empty_side = {
-      key for key, value in row.items() if value is None
-    }  # no correct completion in the batch, say
+    # For example, the batch may have no correct completion.
+    empty_side = {key for key, value in row.items() if value is None}
     assert empty_side <= {
       "entropy/correct",
       "entropy/incorrect",
@@ -161,12 +162,12 @@ def test_what_a_run_leaves_behind(whole):
       and row["eval/sums/pass@2"] == rows[row["step"]]["eval/sums/pass@2"]
     )
   assert list((workdir / "tensorboard").glob("events.*"))
-  assert load_config(workdir) == small_config()
+  assert not difference(load_config(workdir), small_config())
   assert Checkpoints(workdir / "checkpoints").latest == 4
 
 
 def test_resume_is_exact(whole, tmp_path):
-  """Stopped after two steps and taken up again, a run ends bit for bit where the whole one did."""
+  """A run stopped after two steps and resumed ends bit for bit like an uninterrupted one."""
   workdir = tmp_path / "halves"
 
   def stop_in_step_two():
@@ -176,9 +177,8 @@ def test_resume_is_exact(whole, tmp_path):
   first = run(small_config(), workdir, stop_in_step_two)
   assert not first.finished and first.step == 2
   assert [row["step"] for row in read_jsonl(workdir / "metrics.jsonl")] == [0, 1, 2]
-  with (workdir / "metrics.jsonl").open(
-    "a"
-  ) as out:  # as a kill after the checkpoint would leave it
+  # What a kill after the checkpoint leaves behind.
+  with (workdir / "metrics.jsonl").open("a") as out:
     out.write(json.dumps({"step": 3, "loss": 1.0}) + "\n" + '{"step": 4, "lo')
   assert run(small_config(), workdir).finished
 
@@ -196,7 +196,7 @@ def test_resume_is_exact(whole, tmp_path):
   )
 
 
-def test_a_finished_run_says_so_and_more_steps_go_on(whole):
+def test_a_finished_run_stays_finished_until_it_gets_more_steps(whole):
   workdir, _ = whole
   before = read_jsonl(workdir / "metrics.jsonl")
   assert run(small_config(), workdir).finished
@@ -207,15 +207,15 @@ def test_a_finished_run_says_so_and_more_steps_go_on(whole):
 
 def test_another_config_is_refused_with_the_difference(whole):
   with pytest.raises(UserError, match=r"belongs to another config \(seed was 0, now 7\)"):
-    take(whole[0], small_config(seed=7))
+    claim_workdir(whole[0], small_config(seed=7))
 
 
 def test_bad_workdirs_are_refused(tmp_path):
   (tmp_path / "file").write_text("x")
   with pytest.raises(UserError, match="is a file; name a folder"):
-    take(tmp_path / "file", small_config())
+    claim_workdir(tmp_path / "file", small_config())
   with pytest.raises(UserError, match="cannot write into workdir"):
-    take(tmp_path / "file" / "below", small_config())
+    claim_workdir(tmp_path / "file" / "below", small_config())
   with pytest.raises(UserError, match="no run in"):
     load_config(tmp_path)
 
@@ -229,16 +229,17 @@ def test_a_batch_that_does_not_divide_is_refused_before_anything_is_written(tmp_
 
 
 def test_no_compilation_after_warm_up():
-  """Twenty batches whose prompts and completions have other lengths: the programs of the first one serve them all."""
+  """Twenty batches with other lengths of prompts and completions reuse the first one's programs."""
   config = small_config()
   worker = RolloutWorker(config)
   optimizer = make_optimizer(config.optimizer, 20)
   update = make_update(
-    worker.model, config.algorithm_built, optimizer, micro_batches=2, head_chunk=64
+    worker.model, config.resolved_algorithm, optimizer, micro_batches=2, head_chunk=64
   )
   state = init_state(init_params(worker.model, jax.random.key(0)), optimizer, worker.model)
   rng = np.random.default_rng(0)
   compile_count()
+  reward_manager = RewardManager(config)
   counts = []
   widths = set()
   for step in range(21):
@@ -246,7 +247,7 @@ def test_no_compilation_after_warm_up():
       Problem(str(i), user("7" * rng.integers(1, 11)), "7", "last_number") for i in range(8)
     ]
     widths.add(tuple(len(worker.chat.encode_prompt(problem.messages)) for problem in problems))
-    pending = worker.pending(problems, 4)
+    pending = PendingRewards(reward_manager, problems, 4, worker.chat.decode)
     rollouts = worker.generate(
       worker.policy(state.params),
       problems,
@@ -256,7 +257,7 @@ def test_no_compilation_after_warm_up():
       pending,
     )
     state, metrics = update(
-      state, *shard_batch((rollouts, pending.result().verdicts), worker.model.mesh)
+      state, *shard_batch((rollouts, pending.result().rewards), worker.model.mesh)
     )
     jax.device_get(metrics)
     counts.append(compile_count())
@@ -265,7 +266,7 @@ def test_no_compilation_after_warm_up():
 
 
 def test_a_warm_run_compiles_nothing_later(tmp_path):
-  """Neither in sampling nor in the evaluations of a run that was warmed up."""
+  """After warm-up neither sampling nor evaluation compiles anything."""
   run(
     small_config(
       steps=4,
@@ -291,7 +292,7 @@ def test_updates_that_are_not_finite_stop_the_run_before_it_is_saved(tmp_path):
   )
   checkpoints.save(broken)  # as a bug elsewhere might
   checkpoints.close()
-  with pytest.raises(RunError, match=r"updates were skipped in 3 steps in a row, to step 6"):
+  with pytest.raises(RunError, match=r"updates were skipped in 3 consecutive steps, up to step 6"):
     run(small_config(steps=8, **{"eval.every": 0, "checkpoint.every": 1}), workdir)
   assert Checkpoints(workdir / "checkpoints").steps() == [2, 3]
   rows = read_jsonl(workdir / "metrics.jsonl")
@@ -303,7 +304,7 @@ def test_updates_that_are_not_finite_stop_the_run_before_it_is_saved(tmp_path):
   ]
 
 
-def test_an_evaluation_that_was_killed_is_made_good(whole, tmp_path):
+def test_an_evaluation_that_was_killed_is_repeated_on_resume(whole, tmp_path):
   workdir = tmp_path / "run"
   shutil.copytree(whole[0], workdir)
   rows = read_jsonl(workdir / "metrics.jsonl")
@@ -321,7 +322,7 @@ def test_an_evaluation_that_was_killed_is_made_good(whole, tmp_path):
 
 
 def test_memory_settings_may_change_on_resume_and_the_computation_may_not(whole):
-  take(
+  claim_workdir(
     whole[0],
     small_config(
       **{
@@ -334,20 +335,21 @@ def test_memory_settings_may_change_on_resume_and_the_computation_may_not(whole)
     ),
   )
   with pytest.raises(UserError, match=r"batch.group was 4, now 8"):
-    take(whole[0], small_config(**{"batch.group": 8}))
-  take(whole[0], small_config())
+    claim_workdir(whole[0], small_config(**{"batch.group": 8}))
+  claim_workdir(whole[0], small_config())
 
 
-def test_judging(whole):
-  """Right means: ended by itself, and the last number is the sum."""
+def test_scoring(whole):
+  """A completion is right if it ended by itself and its last number is the sum."""
   config = small_config()
   worker = RolloutWorker(config)
   texts = ["7+5=12", "7+5=2", "7+5=12", "no number"]
   gold = "12"
   ids = [worker.chat.encode_completion(text) for text in texts]
-  pending = worker.pending([Problem("0", user("7+5:"), gold, "last_number")], 4)
-  for j in (2, 0, 3, 1):  # in whatever order they end
-    pending.put([((0, j), np.asarray(ids[j]), j != 2)])
+  problem = Problem("0", user("7+5:"), gold, "last_number")
+  pending = PendingRewards(RewardManager(config), [problem], 4, worker.chat.decode)
+  for j in (2, 0, 3, 1):  # in any order
+    pending.put([FinishedCompletion(0, j, np.asarray(ids[j]), j != 2)])
   found = pending.result()
   assert pending.texts == [texts]
   np.testing.assert_array_equal(found.correct, [[True, False, False, False]])
@@ -359,16 +361,16 @@ def test_rewards_and_penalties_are_the_algorithms(whole):
   worker = RolloutWorker(config)
   problems = [Problem("0", user("1"), "1", "last_number")] * 4
   policy = worker.policy(init_params(worker.model, jax.random.key(0)))
-  pending = worker.pending(problems, 2)
+  pending = PendingRewards(RewardManager(config), problems, 2, worker.chat.decode)
   rollouts = worker.generate(policy, problems, jax.random.key(0), 2, SamplingParams(), pending)
-  verdicts = pending.result().verdicts
-  assert set(np.unique(verdicts.reward)) <= {-1.0, 1.0}
+  rewards = pending.result().rewards
+  assert set(np.unique(rewards.reward)) <= {-1.0, 1.0}
   lengths = np.asarray(rollouts.lengths)
-  np.testing.assert_allclose(verdicts.penalty, np.clip((18 - 8 - lengths) / 8, -1, 0))
+  np.testing.assert_allclose(rewards.penalty, np.clip((18 - 8 - lengths) / 8, -1, 0))
 
 
 def test_the_best_evaluation_is_kept(tmp_path, monkeypatch):
-  """With a rate that spoils the model at once, the best is what it was before."""
+  """With a learning rate that ruins the model, the best is an earlier one."""
   monkeypatch.setitem(
     VERIFIERS, "last_number", lambda completions, *_: [len(text) % 2 == 0 for text in completions]
   )
@@ -387,13 +389,13 @@ def test_the_best_evaluation_is_kept(tmp_path, monkeypatch):
   best = means.index(max(means))
   assert max(means) > 0 and Checkpoints(workdir / "best").steps() == [best]
   assert run_params(workdir, RolloutWorker(config).model, best or None)[1] == best or best == 0
-  digests = check_seal(epath.Path(workdir / "best" / str(best)), ["params"])["leaves"]["params"]
+  digests = check_integrity(epath.Path(workdir / "best" / str(best)), ["params"]).leaves["params"]
   kept = epath.Path(workdir / ("base/0" if best == 0 else "checkpoints/2"))
-  assert (digests == check_seal(kept, ["params"])["leaves"]["params"]) == (best in (0, 2))
+  assert (digests == check_integrity(kept, ["params"]).leaves["params"]) == (best in (0, 2))
 
 
 def test_a_reward_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
-  """Each step it fails in another way; the completions concerned are left out and counted, and the others are not."""
+  """It fails in another way each step; only the completions concerned have no verdict."""
 
   def raises(texts):
     raise RuntimeError("the reward is broken")

@@ -1,4 +1,4 @@
-"""Inputs that nobody meant: status 2, one line that names the value, no traceback, and not a byte written."""
+"""Malformed input: status 2, one line that names the value, no traceback, nothing written."""
 
 import json
 import shutil
@@ -7,9 +7,17 @@ from pathlib import Path
 import pytest
 
 from gtpo_jax import cli
+from gtpo_jax.cli import commands
 
 ROOT = Path(__file__).parents[1]
-MINE = "from gtpo_jax.config import default_config\n\n\ndef get_config():\n  config = default_config()\n  {line}\n  return config\n"
+CONFIG = """from gtpo_jax.config import default_config
+
+
+def get_config():
+  config = default_config()
+  {line}
+  return config
+"""
 MODEL = {
   "architectures": ["Qwen2ForCausalLM"],
   "model_type": "qwen2",
@@ -29,8 +37,8 @@ ROW = b'{"problem": "1+1?", "answer": "2"}\n'
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-  """A folder of configs, data, models and runs of which each is wrong in one way."""
+def folder(tmp_path, monkeypatch):
+  """A folder of configs, data, models and runs, each malformed in one way."""
   (tmp_path / "data").mkdir()
   for name, content in {
     "garbage": b"\x80\x81\xff" * 50,
@@ -52,7 +60,7 @@ def place(tmp_path, monkeypatch):
     "dict": "return {'steps': 3}",
     "exits": "raise SystemExit('no')",
   }.items():
-    (tmp_path / f"{name}.py").write_text(MINE.format(line=line))
+    (tmp_path / f"{name}.py").write_text(CONFIG.format(line=line))
   for name, text in {
     "no_config": None,
     "bad_json": "{",
@@ -73,11 +81,12 @@ def place(tmp_path, monkeypatch):
   (tmp_path / "broken" / "base" / "0").mkdir(parents=True)
   (tmp_path / "broken" / "config.json").write_text('{"seed": ')
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(cli, "prepare_jax", lambda: None)  # the tests' own JAX has started
+  monkeypatch.setattr(commands, "prepare_jax", lambda: None)  # JAX is already running here
   return tmp_path
 
 
 def contents(folder):
+  """Returns the bytes of every file, and None for folders."""
   return {
     str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
     for path in sorted(folder.rglob("*"))
@@ -94,13 +103,13 @@ def train(*overrides, config=ROOT / "configs" / "tiny.py", workdir="new"):
   ]
 
 
-def on_file(name, *overrides):
+def train_on_file(name, *overrides):
   return train(
     f"data.train=data/{name}", "data.eval=data/good.jsonl", "warm_start.steps=0", *overrides
   )
 
 
-def of_model(name):
+def train_model(name):
   return train(f"model.path=models/{name}", "warm_start.steps=0")
 
 
@@ -111,10 +120,10 @@ CASES = {
   "a config that exits": (train(config="exits.py"), "config exits.py raised SystemExit"),
   "a config that is a dict": (train(config="dict.py"), "must return a ConfigDict, got dict"),
   "a misspelt field": (train(config="unknown.py"), "'batch.promts', did you mean 'batch.prompts'?"),
-  "text for a number": (train(config="type.py"), "'steps'"),
+  "text as a number": (train(config="type.py"), "'steps'"),
   "a negative seed": (train("seed=-1"), "seed must be at least 0, got -1"),
   "a seed of 33 bits": (train("seed=4294967296"), "seed must be below 2**32, got 4294967296"),
-  "no number for a rate": (
+  "a learning rate that is not a number": (
     train("optimizer.learning_rate=nan"),
     "optimizer.learning_rate must be above 0 and finite, got nan",
   ),
@@ -126,77 +135,82 @@ CASES = {
     "guards.skipped must be at least 1, got 0",
   ),
   "a negative stall": (train("guards.stall_s=-1"), "guards.stall_s must be at least 0, got -1"),
-  "credit of no group": (
+  "no group to record": (
     train("log.credit_groups=0"),
     "log.credit_groups must be at least 1, got 0",
   ),
-  "a stall that is no number": (
+  "a stall that is not a number": (
     train("guards.stall_s=nan"),
     "guards.stall_s must be at least 0, got nan",
   ),
-  "no checkpoint kept": (train("checkpoint.keep=0"), "checkpoint.keep must be at least 1, got 0"),
+  "no checkpoint to keep": (
+    train("checkpoint.keep=0"),
+    "checkpoint.keep must be at least 1, got 0",
+  ),
   "three devices of eight": (train("mesh.data=3"), "does not fit 8 device(s)"),
   "micro-batches that do not divide": (
     train("batch.micro_batches=5"),
     "batch.prompts = 16 does not divide",
   ),
   "prompts too long": (train("data.max_prompt_tokens=4"), "over the limit of 4"),
-  "a template without its place": (
+  "a template without {prompt}": (
     train("data.template=x"),
-    "data.template must hold {prompt}, got 'x'",
+    "data.template must contain {prompt}, got 'x'",
   ),
-  "a reward that is not there": (
+  "a missing reward function": (
     train("reward.verifier=nowhere:f"),
     "reward function 'nowhere:f' cannot be imported",
   ),
   "a reward part without a weight": (train("reward.parts=correct*x"), "got 'correct*x'"),
   # data
-  "no such file": (on_file("none.jsonl"), "data/none.jsonl"),
-  "bytes that are no text": (on_file("garbage.jsonl"), "data/garbage.jsonl"),
-  "rows that are no JSON": (on_file("no_json.jsonl"), "data/no_json.jsonl"),
-  "rows without an answer": (on_file("no_answer.jsonl"), "data/no_answer.jsonl"),
-  "rows that are lists": (on_file("array.jsonl"), "data/array.jsonl"),
-  "a null for a problem": (on_file("null.jsonl"), "data/null.jsonl"),
-  "a row cut in half": (on_file("cut.jsonl"), "data/cut.jsonl"),
-  "an empty file": (on_file("empty.jsonl"), "data/empty.jsonl"),
-  "a parquet file that is none": (on_file("no.parquet"), "data/no.parquet"),
+  "a missing file": (train_on_file("none.jsonl"), "data/none.jsonl"),
+  "bytes that are not text": (train_on_file("garbage.jsonl"), "data/garbage.jsonl"),
+  "rows that are not JSON": (train_on_file("no_json.jsonl"), "data/no_json.jsonl"),
+  "rows without an answer": (train_on_file("no_answer.jsonl"), "data/no_answer.jsonl"),
+  "rows that are lists": (train_on_file("array.jsonl"), "data/array.jsonl"),
+  "null as a problem": (train_on_file("null.jsonl"), "data/null.jsonl"),
+  "a truncated row": (train_on_file("cut.jsonl"), "data/cut.jsonl"),
+  "an empty file": (train_on_file("empty.jsonl"), "data/empty.jsonl"),
+  "a truncated parquet file": (train_on_file("no.parquet"), "data/no.parquet"),
   # model folders
-  "an empty model folder": (of_model("no_config"), "config.json"),
-  "a model's config cut in half": (of_model("bad_json"), "is not valid JSON"),
-  "another architecture": (of_model("other"), "llama"),
-  "a negative width": (of_model("negative"), "-32"),
-  "no weights": (of_model("no_weights"), "no safetensors in 'models/no_weights'"),
-  "weights cut in half": (of_model("cut_weights"), "is not a sound safetensors file"),
-  "a guide that is not there": (
+  "an empty model folder": (train_model("no_config"), "config.json"),
+  "a truncated model config": (train_model("bad_json"), "is not valid JSON"),
+  "another architecture": (train_model("other"), "llama"),
+  "a negative width": (train_model("negative"), "-32"),
+  "no weights": (train_model("no_weights"), "no safetensors in 'models/no_weights'"),
+  "truncated weights": (train_model("cut_weights"), "is not a valid safetensors file"),
+  "a missing guide": (
     train("algorithm.name=dapo_mixed", "guide.path=models/none"),
     "no folder at 'models/none'",
   ),
   # the command line and workdirs
-  "no value behind an option": (
+  "an option without a value": (
     ["train", "--config=x.py", "--workdir=new", "--config.steps", "5"],
     "--config.steps=VALUE",
   ),
   "an unknown option": (["train", "--config=x.py", "--workdri=new"], "did you mean '--workdir'?"),
-  "a file for a workdir": (train(workdir="file"), "workdir 'file' is a file"),
-  "the workdir of another config": (train(workdir="run"), "seed was 5, now 0"),
-  "a workdir whose config is damaged": (
+  "a file as workdir": (train(workdir="file"), "workdir 'file' is a file"),
+  "a workdir of another config": (train(workdir="run"), "seed was 5, now 0"),
+  "a workdir with a damaged config": (
     train(workdir="broken"),
     "broken/config.json' is not valid JSON",
   ),
-  "a step that is not there": (
+  "a missing step": (
     ["export", "--workdir=run", "--out=out", "--step=7"],
     "no checkpoint of step 7",
   ),
-  "a prompt of nothing": (["sample", "--model=run", "--prompt= "], "--prompt is empty"),
+  "an empty prompt": (["sample", "--model=run", "--prompt= "], "--prompt is empty"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_malformed_input_is_refused(case, place, capfd):
+def test_a_malformed_input_is_refused(case, folder, capfd):
   args, message = CASES[case]
-  before = contents(place)
+  before = contents(folder)
   assert cli.main(args) == 2
   out, error = capfd.readouterr()
   lines = error.strip().splitlines()
-  assert len(lines) == 1 and lines[0].startswith("gtpo: ") and message in lines[0], (out, error)
-  assert contents(place) == before
+  assert len(lines) == 1, (out, error)
+  assert lines[0].startswith("gtpo: ")
+  assert message in lines[0]
+  assert contents(folder) == before

@@ -1,4 +1,4 @@
-"""The notebooks: stripped in git, and run to their end, small (`GTPO_TINY`)."""
+"""The notebooks: committed without outputs, and run in a small version (`GTPO_TINY`)."""
 
 import json
 import os
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
-def test_there_are_three():
+def test_all_notebooks_are_covered():
   assert [file.stem for file in NOTEBOOKS] == [
     "bring_your_own_task",
     "credit_assignment",
@@ -19,18 +19,18 @@ def test_there_are_three():
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_git_has_no_outputs(file):
-  whole = json.loads(file.read_text())
-  assert set(whole["metadata"]) <= {"kernelspec", "language_info"}
-  for cell in whole["cells"]:
-    assert (
-      cell["metadata"] == {} and not cell.get("outputs") and cell.get("execution_count") is None
-    ), cell["id"]
+def test_notebooks_have_no_outputs(file):
+  notebook = json.loads(file.read_text())
+  assert set(notebook["metadata"]) <= {"kernelspec", "language_info"}
+  for cell in notebook["cells"]:
+    assert cell["metadata"] == {}, cell["id"]
+    assert not cell.get("outputs"), cell["id"]
+    assert cell.get("execution_count") is None, cell["id"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_it_runs(file, tmp_path, monkeypatch):
+def test_a_notebook_runs(file, tmp_path, monkeypatch):
   nbclient = pytest.importorskip("nbclient")
   nbformat = pytest.importorskip("nbformat")
   pytest.importorskip("ipykernel")
@@ -54,8 +54,7 @@ def test_it_runs(file, tmp_path, monkeypatch):
   ]
   assert any("image/png" in output.get("data", {}) for output in outputs)
   text = "".join(output.get("text", "") for output in outputs)
-  assert "held-out pass@1" in text + str(
-    [output.get("data", {}).get("text/plain") for output in outputs]
-  )
+  values = [output.get("data", {}).get("text/plain") for output in outputs]
+  assert "held-out pass@1" in text + str(values)
   if file.stem == "quickstart":
     assert "no GPU here: skipped" in text

@@ -1,9 +1,9 @@
-"""Algorithms: arrays in, arrays out. No models, no configs, no loggers."""
+"""Algorithms as pure functions of arrays. No models, configs or loggers."""
 
 from gtpo_jax.algorithms.algorithm import Algorithm, make
 from gtpo_jax.algorithms.recipes import RECIPES, Recipe
 from gtpo_jax.algorithms.relative_entropy import relative_entropy
-from gtpo_jax.algorithms.selection import informative
+from gtpo_jax.algorithms.selection import has_contrast
 from gtpo_jax.algorithms.settings import Settings
 
-__all__ = ["RECIPES", "Algorithm", "Recipe", "Settings", "informative", "make", "relative_entropy"]
+__all__ = ["RECIPES", "Algorithm", "Recipe", "Settings", "has_contrast", "make", "relative_entropy"]

@@ -1,7 +1,8 @@
-"""Importance ratios f32[n, g, t] from log-probs f32[n, g, t]; differentiable in the new log-probs."""
+"""Importance ratios and related weights, f32[n, g, t], from log-probs f32[n, g, t] in nats."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -9,52 +10,86 @@ import jax.numpy as jnp
 
 from gtpo_jax.arrays import masked_mean
 
+# Log-ratios are clamped to +-20, so that their exponentials stay finite in float32.
 LOG_RATIO_BOUND = 20.0
 
 
-def _log_ratio(logp: jax.Array, logp_old: jax.Array, mask: jax.Array) -> jax.Array:
-  return jnp.where(mask, logp - logp_old, 0.0)
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+  """An importance ratio.
+
+  Attributes:
+    function: (log_probs, log_probs_old, mask) -> f32[n, g, t], differentiable in `log_probs`.
+    per_token: whether a token's ratio depends only on that token's log-probs.
+  """
+
+  function: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+  per_token: bool
 
 
-def _bounded_exp(x: jax.Array) -> jax.Array:
-  return jnp.exp(jnp.clip(x, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+def token_ratio(log_probs: jax.Array, log_probs_old: jax.Array, mask: jax.Array) -> jax.Array:
+  """Returns `exp(log_probs - log_probs_old)` per token, with the log-ratio clamped to +-20.
+
+  It is 1 where `mask` is False.
+  """
+  return _bounded_exp(_log_ratio(log_probs, log_probs_old, mask))
 
 
-def token_ratio(logp: jax.Array, logp_old: jax.Array, mask: jax.Array) -> jax.Array:
-  """`exp(logp - logp_old)` a token, the log-ratio held within +-20; 1 outside `mask`."""
-  return _bounded_exp(_log_ratio(logp, logp_old, mask))
+def sequence_ratio(log_probs: jax.Array, log_probs_old: jax.Array, mask: jax.Array) -> jax.Array:
+  """Returns the arithmetic mean of each completion's token ratios, repeated at its steps.
+
+  GRPO-S (2508.04349), eq. 6.
+  """
+  ratio = token_ratio(log_probs, log_probs_old, mask)
+  return jnp.broadcast_to(masked_mean(ratio, mask, -1, keepdims=True), mask.shape)
 
 
-def sequence_ratio(logp: jax.Array, logp_old: jax.Array, mask: jax.Array) -> jax.Array:
-  """The arithmetic mean of a completion's token ratios (GRPO-S, eq. 6), the same at each of its steps."""
-  return jnp.broadcast_to(
-    masked_mean(token_ratio(logp, logp_old, mask), mask, -1, keepdims=True), mask.shape
-  )
+def geometric_sequence_ratio(
+  log_probs: jax.Array, log_probs_old: jax.Array, mask: jax.Array
+) -> jax.Array:
+  """Returns `exp(mean(log_probs - log_probs_old))` of each completion, repeated at its steps.
 
-
-def geometric_sequence_ratio(logp: jax.Array, logp_old: jax.Array, mask: jax.Array) -> jax.Array:
-  """`exp(mean(logp - logp_old))` over a completion (GSPO, 2507.18071 eq. 7), the same at each of its steps."""
-  mean = masked_mean(_log_ratio(logp, logp_old, mask), mask, -1, keepdims=True)
+  GSPO (2507.18071), eq. 7.
+  """
+  mean = masked_mean(_log_ratio(log_probs, log_probs_old, mask), mask, -1, keepdims=True)
   return jnp.broadcast_to(_bounded_exp(mean), mask.shape)
 
 
-SEQUENCE_RATIOS: dict[str, Callable[..., jax.Array]] = {
-  "arithmetic": sequence_ratio,
-  "geometric": geometric_sequence_ratio,
+TOKEN_RATIO = Ratio(token_ratio, per_token=True)
+
+# What the setting `ratio` may be.
+SEQUENCE_RATIOS: dict[str, Ratio] = {
+  "arithmetic": Ratio(sequence_ratio, per_token=False),
+  "geometric": Ratio(geometric_sequence_ratio, per_token=False),
 }
 
 
 def mismatch_weight(
-  logp_trainer: jax.Array, logp_sampler: jax.Array, mask: jax.Array, cap: float
+  log_probs_trainer: jax.Array, log_probs_sampler: jax.Array, mask: jax.Array, cap: float
 ) -> jax.Array:
-  """`min(pi_trainer / pi_sampler, cap)` a token, a constant: truncated importance weights for one policy computed in two ways.
+  """Returns `min(pi_trainer / pi_sampler, cap)` per token: truncated importance weights.
 
-  Both log-probs are of the parameters that sampled, as the trainer and as the sampler computes them. 1 outside `mask`.
+  They correct for trainer and sampler computing the same parameters differently; both log-probs
+  are those of the policy that sampled. The weights are constants (`stop_gradient`), and 1 where
+  `mask` is False.
   """
-  return jax.lax.stop_gradient(jnp.minimum(token_ratio(logp_trainer, logp_sampler, mask), cap))
+  ratio = token_ratio(log_probs_trainer, log_probs_sampler, mask)
+  return jax.lax.stop_gradient(jnp.minimum(ratio, cap))
 
 
-def k3(logp: jax.Array, logp_reference: jax.Array, mask: jax.Array) -> jax.Array:
-  """Schulman's k3 estimate of KL(pi || reference), `r - 1 - log r` with r = reference / pi; >= 0, in nats; 0 outside `mask`."""
-  log_ratio = jnp.clip(_log_ratio(logp_reference, logp, mask), -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+def k3(log_probs: jax.Array, log_probs_reference: jax.Array, mask: jax.Array) -> jax.Array:
+  """Returns Schulman's k3 estimate of KL(pi || reference) per token, in nats.
+
+  It is `r - 1 - log r` with r = reference / pi: never negative, and 0 where `mask` is False.
+  """
+  log_ratio = _log_ratio(log_probs_reference, log_probs, mask)
+  log_ratio = jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
   return jnp.expm1(log_ratio) - log_ratio
+
+
+def _log_ratio(log_probs: jax.Array, log_probs_old: jax.Array, mask: jax.Array) -> jax.Array:
+  return jnp.where(mask, log_probs - log_probs_old, 0.0)
+
+
+def _bounded_exp(x: jax.Array) -> jax.Array:
+  return jnp.exp(jnp.clip(x, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))

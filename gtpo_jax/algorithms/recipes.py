@@ -1,6 +1,6 @@
-"""The algorithms, each a row: unit of credit x shaping x advantage x ratio x average, with its published settings.
+"""The algorithms, one row each: a function per column, and the published settings.
 
-Not to be confused with the other GTPO ("Group-relative Trajectory-based Policy Optimization", arXiv 2508.03772).
+This GTPO is not "Group-relative Trajectory-based Policy Optimization" (arXiv 2508.03772).
 """
 
 from __future__ import annotations
@@ -9,42 +9,56 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
+from gtpo_jax.algorithms.advantages import Advantage, joint_centred, joint_zscore, two_sided_zscore
+from gtpo_jax.algorithms.objectives import OBJECTIVES, Objective
+from gtpo_jax.algorithms.ratios import SEQUENCE_RATIOS, TOKEN_RATIO, Ratio
+from gtpo_jax.algorithms.settings import Settings
+from gtpo_jax.algorithms.shaping import Shaping, entropy_shaping, plain_reward
 
-from gtpo_jax.algorithms.advantages import joint_centred, joint_zscore, two_sided_zscore
 
-# A number, or the setting that holds it.
-Amount = float | str
+def token_level(_: Settings) -> Ratio:
+  """The importance ratio of single tokens."""
+  return TOKEN_RATIO
+
+
+def sequence_level(settings: Settings) -> Ratio:
+  """The importance ratio of whole completions that the setting `ratio` names."""
+  return SEQUENCE_RATIOS[settings.ratio]
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
   """One row of the table.
 
+  The loss aggregation is a column too; as every row reads it and users change it, the row's
+  settings name it: `loss_aggregation`.
+
   Attributes:
-    paper: where it comes from.
+    paper: the source.
     settings: the hyperparameters that this row reads, with their published values.
-    advantage: from shaped rewards to advantages.
-    per_completion: the unit of credit is a whole completion, else a token.
-    right: base and bonus of O+, see `shaping.Credit`; None where the reward is the verifier's alone.
-    wrong: base and bonus of O-.
-    contrast: groups that carry no signal are cleared before anything is computed.
-    rewards: what a wrong and a right completion earn, before any penalty.
+    advantage: shaped rewards -> advantages.
+    shaping: (units, settings) -> shaped rewards and diagnostics.
+    ratio: settings -> the importance ratio.
+    objective: the surrogate objective of ratio and advantages.
+    per_completion: whether the unit of credit is a whole completion instead of a token.
+    contrast: whether groups that carry no signal are removed before anything is computed.
+    rewards: the rewards of an incorrect and of a correct completion, without penalties.
   """
 
   paper: str
   settings: Mapping[str, Any]
-  advantage: Callable[..., jax.Array]
+  advantage: Advantage
+  shaping: Shaping = plain_reward
+  ratio: Callable[[Settings], Ratio] = token_level
+  objective: Objective = OBJECTIVES["clip"]
   per_completion: bool = False
-  right: tuple[Amount, Amount] | None = None
-  wrong: tuple[Amount, Amount] = (0.0, 0.0)
   contrast: bool = True
   rewards: tuple[float, float] = (0.0, 1.0)
 
 
-# What every recipe reads, and what it is unless a row says otherwise.
+# Every recipe reads these; a row may set other values.
 _COMMON = {
-  "average": "token",
+  "loss_aggregation": "token",
   "eps_low": 0.2,
   "eps_high": 0.28,
   "dual_clip": 0.0,
@@ -56,95 +70,109 @@ _COMMON = {
   "overlong_filter": False,
   "dynamic_sampling": False,
 }
-_CREDIT = {"scope": "group", "h_floor": 1e-2, "sign_guard": False}
-_TOKENS = {**_COMMON, **_CREDIT, "compare": "position", "norm_scope": "batch"}
-_COMPLETIONS = {
+_BY_ENTROPY = {"scope": "group", "h_floor": 1e-2, "sign_guard": False}
+_GTPO = {**_COMMON, **_BY_ENTROPY, "compare": "position", "norm_scope": "batch"}
+_GRPO_S = {
   **_COMMON,
-  **_CREDIT,
+  **_BY_ENTROPY,
   "mean": "arithmetic",
   "ratio": "arithmetic",
   "norm_scope": "group",
-  "average": "completion",
+  "loss_aggregation": "completion",
 }
+_GRPO = {**_COMMON, "eps_low": 0.2, "eps_high": 0.2, "loss_aggregation": "completion"}
 _DAPO = {**_COMMON, "dynamic_sampling": True}
-_GRPO = {**_COMMON, "eps_low": 0.2, "eps_high": 0.2, "average": "completion"}
 
-_FINAL, _V1 = "2508.04349, final", "2508.04349, v1"
+_FINAL = "2508.04349, final"
+_V1 = "2508.04349, v1"
 
 RECIPES: dict[str, Recipe] = {
   "gtpo": Recipe(
-    f"{_FINAL}, eqs. 3-7",
-    {**_TOKENS, "alpha1": 1.0, "alpha2": 0.1},
-    two_sided_zscore,
-    right=("alpha1", "alpha2"),
-    wrong=("alpha1", "alpha2"),
+    paper=f"{_FINAL}, eqs. 3-7",
+    settings={**_GTPO, "alpha1": 1.0, "alpha2": 0.1},
+    shaping=entropy_shaping(
+      plus=lambda s: (s.alpha1, s.alpha2), minus=lambda s: (s.alpha1, s.alpha2)
+    ),
+    advantage=two_sided_zscore,
   ),
   "gtpo_v1": Recipe(
-    f"{_V1}, eqs. 2-4", {**_TOKENS, "alpha": 0.1}, joint_zscore, right=(1.0, "alpha")
+    paper=f"{_V1}, eqs. 2-4",
+    settings={**_GTPO, "alpha": 0.1},
+    shaping=entropy_shaping(plus=lambda s: (1.0, s.alpha)),
+    advantage=joint_zscore,
   ),
   "gtpo_v1_clipped": Recipe(
-    f"{_V1}, eqs. 11-12",
-    {**_TOKENS, "alpha1": 0.9, "alpha2": 0.1, "kappa": 3.0, "floor": 1.0},
-    joint_zscore,
-    right=("alpha1", "alpha2"),
+    paper=f"{_V1}, eqs. 11-12",
+    settings={**_GTPO, "alpha1": 0.9, "alpha2": 0.1, "kappa": 3.0, "floor": 1.0},
+    shaping=entropy_shaping(plus=lambda s: (s.alpha1, s.alpha2)),
+    advantage=joint_zscore,
   ),
   "gtpo_v2": Recipe(
-    f"{_V1}, eqs. 13-16",
-    {**_TOKENS, "alpha": 0.1, "kappa": 0.0},
-    two_sided_zscore,
-    right=(1.0, "alpha"),
-    wrong=(0.0, 1.0),
+    paper=f"{_V1}, eqs. 13-16",
+    settings={**_GTPO, "alpha": 0.1, "kappa": 0.0},
+    shaping=entropy_shaping(plus=lambda s: (1.0, s.alpha), minus=lambda s: (0.0, 1.0)),
+    advantage=two_sided_zscore,
   ),
   "grpo_s": Recipe(
-    f"{_FINAL}, eqs. 8-11",
-    {**_COMPLETIONS, "beta1": 1.0, "beta2": 0.1},
-    two_sided_zscore,
+    paper=f"{_FINAL}, eqs. 8-11",
+    settings={**_GRPO_S, "beta1": 1.0, "beta2": 0.1},
+    shaping=entropy_shaping(plus=lambda s: (s.beta1, s.beta2), minus=lambda s: (s.beta1, s.beta2)),
+    advantage=two_sided_zscore,
+    ratio=sequence_level,
     per_completion=True,
-    right=("beta1", "beta2"),
-    wrong=("beta1", "beta2"),
   ),
   "grpo_s_v1": Recipe(
-    f"{_V1}, eqs. 5-8",
-    {**_COMPLETIONS, "beta": 0.1},
-    joint_zscore,
+    paper=f"{_V1}, eqs. 5-8",
+    settings={**_GRPO_S, "beta": 0.1},
+    shaping=entropy_shaping(plus=lambda s: (1.0, s.beta)),
+    advantage=joint_zscore,
+    ratio=sequence_level,
     per_completion=True,
-    right=(1.0, "beta"),
   ),
   "grpo_s_v2": Recipe(
-    f"{_V1}, eqs. 17-19",
-    {**_COMPLETIONS, "beta": 0.1},
-    two_sided_zscore,
+    paper=f"{_V1}, eqs. 17-19",
+    settings={**_GRPO_S, "beta": 0.1},
+    shaping=entropy_shaping(plus=lambda s: (1.0, s.beta), minus=lambda s: (0.0, 1.0)),
+    advantage=two_sided_zscore,
+    ratio=sequence_level,
     per_completion=True,
-    right=(1.0, "beta"),
-    wrong=(0.0, 1.0),
   ),
-  "grpo": Recipe("2402.03300", _GRPO, joint_zscore, per_completion=True, contrast=False),
-  "dapo": Recipe("2503.14476", _DAPO, joint_zscore, per_completion=True, rewards=(-1.0, 1.0)),
+  "grpo": Recipe(
+    paper="2402.03300", settings=_GRPO, advantage=joint_zscore, per_completion=True, contrast=False
+  ),
+  "dapo": Recipe(
+    paper="2503.14476",
+    settings=_DAPO,
+    advantage=joint_zscore,
+    per_completion=True,
+    rewards=(-1.0, 1.0),
+  ),
   "dapo_forking": Recipe(
-    "2506.01939",
-    {**_DAPO, "forking_share": 0.2},
-    joint_zscore,
+    paper="2506.01939",
+    settings={**_DAPO, "forking_share": 0.2},
+    advantage=joint_zscore,
     per_completion=True,
     rewards=(-1.0, 1.0),
   ),
   "dr_grpo": Recipe(
-    "2503.20783",
-    {**_GRPO, "average": "constant"},
-    joint_centred,
+    paper="2503.20783",
+    settings={**_GRPO, "loss_aggregation": "constant"},
+    advantage=joint_centred,
     per_completion=True,
     contrast=False,
   ),
   "gspo": Recipe(
-    "2507.18071",
-    {**_GRPO, "ratio": "geometric", "eps_low": 3e-4, "eps_high": 4e-4},
-    joint_zscore,
+    paper="2507.18071",
+    settings={**_GRPO, "ratio": "geometric", "eps_low": 3e-4, "eps_high": 4e-4},
+    advantage=joint_zscore,
+    ratio=sequence_level,
     per_completion=True,
     contrast=False,
   ),
   "dapo_mixed": Recipe(
-    "2507.12931",
-    {**_DAPO, "guide_completions": 4, "guide_cap": 2.0, "lambda_zero": 0.5},
-    joint_zscore,
+    paper="2507.12931",
+    settings={**_DAPO, "guide_completions": 4, "guide_cap": 2.0, "lambda_zero": 0.5},
+    advantage=joint_zscore,
     per_completion=True,
     rewards=(-1.0, 1.0),
   ),

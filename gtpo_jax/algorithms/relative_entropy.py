@@ -1,4 +1,4 @@
-"""The one idea of the papers: an entropy, relative to the mean of the entropies it is compared with."""
+"""The central idea of the papers: a unit's entropy relative to the mean of its comparison set."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 from gtpo_jax.arrays import masked_mean
 
-# The axes of [n, g, t] that one comparison set spans.
+# The axes of [n, g, t] that one comparison set spans, by (compare, scope).
 COMPARE: dict[tuple[str, str], tuple[int, ...]] = {
-  ("position", "group"): (1,),  # method 1, "column": the same step in all completions
+  ("position", "group"): (1,),  # method 1, "column": the same step of all completions
   ("position", "batch"): (0, 1),
-  ("sequence", "group"): (2,),  # method 2, "row": the steps of one completion
+  ("sequence", "group"): (2,),  # method 2, "row": all steps of one completion
   ("sequence", "batch"): (2,),
   ("matrix", "group"): (1, 2),  # method 3: every token
   ("matrix", "batch"): (0, 1, 2),
@@ -19,30 +19,36 @@ COMPARE: dict[tuple[str, str], tuple[int, ...]] = {
 
 
 def relative_entropy(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-  """`x` over its mean within the compared set; sums to the size of the set (eqs. 2, 13).
+  """Returns `x` divided by its mean over the comparison set (2508.04349 v1, eqs. 2 and 13).
+
+  The shares of a set sum to its size.
 
   Args:
     x: f32[n, g, t] >= 0: entropy in nats, or its inverse.
-    mask: bool[n, g, t], the tokens compared: O+ or O-, alive.
-    axes: of one set, from `COMPARE`.
+    mask: bool[n, g, t], the tokens to compare: those of O+ or of O- that are alive.
+    axes: the axes of one comparison set, from `COMPARE`.
 
   Returns:
-    f32[n, g, t]: the share; 1 throughout a set whose mean is 0, and 0 where `mask` is False.
+    f32[n, g, t], the shares: 1 throughout a set with mean 0, and 0 where `mask` is False.
   """
   mean = masked_mean(x, mask, axes, keepdims=True)
   return jnp.where(mask, jnp.where(mean > 0, x / jnp.where(mean > 0, mean, 1.0), 1.0), 0.0)
 
 
 def inverse_entropy(entropy: jax.Array, h_floor: float) -> jax.Array:
-  """`1 / max(H, h_floor)` f32[n, g, t], in 1/nats: large where a wrong completion was confident.
+  """Returns `1 / max(H, h_floor)` f32[n, g, t], in 1/nats: large for confident tokens.
 
-  The floor keeps one near-certain token from taking the whole penalty.
+  The floor keeps a single near-certain token from taking the whole penalty of its set.
   """
   return 1.0 / jnp.maximum(entropy, h_floor)
 
 
 def effective_participants(share: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-  """How many members of a set carry its share, (sum x)^2 / sum x^2, over the set's size, averaged over tokens; f32[] in [0, 1]."""
+  """Returns which fraction of a comparison set carries its credit, f32[] in [0, 1].
+
+  This is the effective number of members, (sum x)^2 / sum x^2, divided by the size of the set and
+  averaged over tokens.
+  """
   total = jnp.where(mask, share, 0).sum(axes, keepdims=True)
   squares = jnp.square(jnp.where(mask, share, 0)).sum(axes, keepdims=True)
   count = jnp.maximum(mask.sum(axes, keepdims=True), 1)

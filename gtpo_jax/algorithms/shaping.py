@@ -1,79 +1,121 @@
-"""Rewards shaped per unit of credit: a token (u = t) or a whole completion (u = 1). All arrays are [n, g, u]."""
+"""Reward shaping: functions (units, settings) -> (shaped rewards, diagnostics).
+
+All arrays are [n, g, u], where a unit of credit is a token (u = t) or a completion (u = 1).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.algorithms.relative_entropy import inverse_entropy, relative_entropy
-from gtpo_jax.arrays import masked_mean
+from gtpo_jax.algorithms.relative_entropy import (
+  COMPARE,
+  effective_participants,
+  inverse_entropy,
+  relative_entropy,
+)
+from gtpo_jax.algorithms.settings import Settings
+from gtpo_jax.algorithms.units import ShapedRewards, Units
 
-MEANS = ("arithmetic", "geometric")
+# Returns shaped rewards, and diagnostics f32[] by metric name.
+Shaping = Callable[[Units, Settings], tuple[ShapedRewards, dict[str, jax.Array]]]
 
-
-class Signals(NamedTuple):
-  """What is known of every unit when rewards are shaped."""
-
-  entropy: jax.Array  # f32[n, g, u], nats
-  mask: jax.Array  # bool[n, g, u]
-  correct: jax.Array  # bool[n, g, 1]
-  reward: jax.Array  # f32[n, g, 1]
-  penalty: jax.Array  # f32[n, g, 1]
-
-
-class Shaped(NamedTuple):
-  """Shaped rewards in two collections: `plus` is zero on O-, `minus` is zero on O+."""
-
-  plus: jax.Array  # f32[n, g, u]
-  minus: jax.Array  # f32[n, g, u]
+# The base reward and the weight of the entropy share.
+BaseAndWeight = tuple[float, float]
 
 
-class EntropyBonus(NamedTuple):
-  """How entropy becomes reward: O+ earns `base + bonus * share(H)`, O- `-base - bonus * share(1 / H)`."""
+class EntropyWeights(NamedTuple):
+  """How entropy becomes reward.
 
-  right: tuple[float, float]  # base and bonus of O+
-  wrong: tuple[float, float]  # base and bonus of O-
-  axes: tuple[int, ...]  # of one set of entropies that are compared, from COMPARE
-  h_floor: float  # nats, the least entropy in 1 / H
-  clip: tuple[float, float]  # what O+ earns is held within
-
-
-def completion_entropy(entropy: jax.Array, mask: jax.Array, mean: str, h_floor: float) -> jax.Array:
-  """The entropy of each whole completion, f32[n, g, 1] from f32[n, g, t]: the arithmetic or the geometric mean over its tokens."""
-  if mean == "geometric":
-    return jnp.exp(masked_mean(jnp.log(jnp.maximum(entropy, h_floor)), mask, -1, keepdims=True))
-  return masked_mean(entropy, mask, -1, keepdims=True)
-
-
-def entropy_shares(x: Signals, credit: EntropyBonus) -> Shaped:
-  """The shares alone: of the entropy in O+, of its inverse in O-. Each sums to the size of its set (eqs. 2, 13)."""
-  right = x.mask & x.correct
-  wrong = x.mask & ~x.correct
-  return Shaped(
-    relative_entropy(x.entropy, right, credit.axes),
-    relative_entropy(inverse_entropy(x.entropy, credit.h_floor), wrong, credit.axes),
-  )
-
-
-def entropy_credit(x: Signals, credit: EntropyBonus) -> Shaped:
-  """Credit where the entropy is (final paper, eqs. 3-7 for tokens, 8-11 for completions; v1, eqs. 2-8 and 11-19).
-
-  A correct completion is paid most where it hesitated, a wrong one is charged most where it was sure. The length penalty is
-  added to both.
+  O+ earns `base + weight * share(H)`, O- earns `-base - weight * share(1 / H)`.
   """
-  share = entropy_shares(x, credit)
-  (base, bonus) = credit.right
-  (cost, charge) = credit.wrong
-  plus = jnp.clip(base + bonus * share.plus, *credit.clip) + x.penalty
-  minus = -cost - charge * share.minus + x.penalty
-  return Shaped(
-    jnp.where(x.mask & x.correct, plus, 0.0), jnp.where(x.mask & ~x.correct, minus, 0.0)
+
+  plus: BaseAndWeight  # on O+
+  minus: BaseAndWeight  # on O-
+  axes: tuple[int, ...]  # of one comparison set, from COMPARE
+  h_floor: float  # nats; the lowest entropy in 1 / H
+  clip: tuple[float, float]  # bounds of the reward on O+, before the length penalty
+
+
+def plain_reward(x: Units, _: Settings) -> tuple[ShapedRewards, dict[str, jax.Array]]:
+  """Returns the verifier's reward plus the length penalty, equal for all units of a completion."""
+  reward = jnp.where(x.mask, x.reward + x.penalty, 0.0)
+  plus = jnp.where(x.correct, reward, 0.0)
+  minus = jnp.where(x.correct, 0.0, reward)
+  return ShapedRewards(plus, minus), {}
+
+
+def entropy_shaping(
+  plus: Callable[[Settings], BaseAndWeight],
+  minus: Callable[[Settings], BaseAndWeight] = lambda s: (0.0, 0.0),
+) -> Shaping:
+  """Returns the shaping of GTPO and GRPO-S with the given base rewards and weights.
+
+  Besides these it reads `compare`, `scope` and `h_floor`, and the clip range of v1, eqs. 11-12:
+  `floor` and `kappa`, which are off in recipes without these settings.
+
+  Args:
+    plus: settings -> base reward and weight of the entropy share on O+.
+    minus: the same on O-; rewards there are negative. Default: O- earns nothing.
+  """
+
+  def shaping(x: Units, settings: Settings) -> tuple[ShapedRewards, dict[str, jax.Array]]:
+    base, _ = plus(settings)
+    lowest = settings.floor or 0.0
+    highest = base + base / settings.kappa if settings.kappa else float("inf")
+    weights = EntropyWeights(
+      plus(settings),
+      minus(settings),
+      COMPARE[settings.compare or "position", settings.scope],
+      settings.h_floor,
+      (lowest, highest),
+    )
+    return shape_by_entropy(x, weights), share_metrics(x, weights.axes, weights.h_floor)
+
+  return shaping
+
+
+def shape_by_entropy(x: Units, weights: EntropyWeights) -> ShapedRewards:
+  """Shapes rewards by entropy (2508.04349 final, eqs. 3-11; v1, eqs. 2-8 and 11-19).
+
+  A correct unit earns most where the policy hesitated, an incorrect one is charged most where it
+  was confident. The length penalty is added to both.
+  """
+  shares = entropy_shares(x, weights.axes, weights.h_floor)
+  base, weight = weights.plus
+  plus = jnp.clip(base + weight * shares.plus, *weights.clip) + x.penalty
+  base, weight = weights.minus
+  minus = -base - weight * shares.minus + x.penalty
+  return ShapedRewards(jnp.where(x.plus, plus, 0.0), jnp.where(x.minus, minus, 0.0))
+
+
+def entropy_shares(x: Units, axes: tuple[int, ...], h_floor: float) -> ShapedRewards:
+  """Returns share(H) on O+ and share(1/H) on O- (v1, eqs. 2 and 13).
+
+  Each comparison set's shares sum to its size.
+  """
+  return ShapedRewards(
+    relative_entropy(x.entropy, x.plus, axes),
+    relative_entropy(inverse_entropy(x.entropy, h_floor), x.minus, axes),
   )
 
 
-def plain_reward(x: Signals) -> Shaped:
-  """The verifier's reward and the length penalty, the same for every unit of a completion."""
-  reward = jnp.where(x.mask, x.reward + x.penalty, 0.0)
-  return Shaped(jnp.where(x.correct, reward, 0.0), jnp.where(x.correct, 0.0, reward))
+def share_metrics(x: Units, axes: tuple[int, ...], h_floor: float) -> dict[str, jax.Array]:
+  """Returns how the shares spread the credit, f32[] each.
+
+  `credit/participants_*` is the effective fraction of a comparison set that carries its credit.
+  `credit/conservation_residual` is the difference between the sum of the shares of O+ or O- and
+  their number, per unit; it differs from 0 only by rounding.
+  """
+  shares = entropy_shares(x, axes, h_floor)
+  residual = lambda share, side: jnp.abs(share.sum() - side.sum()) / jnp.maximum(side.sum(), 1)
+  return {
+    "credit/participants_correct": effective_participants(shares.plus, x.plus, axes),
+    "credit/participants_incorrect": effective_participants(shares.minus, x.minus, axes),
+    "credit/conservation_residual": jnp.maximum(
+      residual(shares.plus, x.plus), residual(shares.minus, x.minus)
+    ),
+  }

@@ -1,1 +1,1 @@
-"""What a Python program hands over and what it gets back."""
+"""What Python programs pass to a run, and what they get back."""

@@ -1,4 +1,4 @@
-"""What a Python program hands over itself: dicts instead of a source's name, a function instead of a verifier's."""
+"""Inputs from a Python program: dicts instead of data files, a function instead of a verifier."""
 
 from __future__ import annotations
 
@@ -15,42 +15,50 @@ from gtpo_jax.config import Config, freeze
 from gtpo_jax.data.pipeline import fixed_sample
 from gtpo_jax.data.records import Problem
 from gtpo_jax.data.sources import RECORDS, Loaded, load_records
-from gtpo_jax.rollout.scoring import RewardFunction
+from gtpo_jax.rollout.user_functions import RewardFunction
 from gtpo_jax.runtime.errors import UserError
 
-SHARE = 10  # one problem in so many is held out where no others are named
+HELD_OUT_FRACTION = 10  # one problem in ten is held out if the program names none
 Records = Iterable[Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-  """What was handed over, as far as it was."""
+  """The inputs of a run.
 
-  config: Config  # in which names stand for it
+  Attributes:
+    config: the config; it refers to `reward` and `records` by name.
+    reward: the reward function, if there is one.
+    records: by name, the data that was passed as dicts.
+  """
+
+  config: Config
   reward: RewardFunction | None
-  records: Mapping[str, Loaded]  # by name
+  records: Mapping[str, Loaded]
 
 
-def take(
+def resolve_inputs(
   config: Config | Mapping[str, Any],
   reward: RewardFunction | None = None,
   data: Records | None = None,
   held_out: Records | None = None,
 ) -> Inputs:
-  """Checks what was handed over, and names it in the config: a run's config.json says what it learned from.
+  """Checks the inputs and names them in the config, so that config.json says what a run used.
 
   Args:
     config: a `Config`, or what `config.freeze` takes.
-    reward: decides right and wrong, as `reward.verifier` names such a function.
-    data: rows as a file has them, to learn from instead of `data.train`.
-    held_out: rows to evaluate on instead of `data.eval`. Where neither is given, a tenth of `data` is held out.
+    reward: decides right and wrong; its name becomes `reward.verifier`.
+    data: rows like those of a file, to train on instead of `data.train`.
+    held_out: rows to evaluate on instead of `data.eval`. If there is neither, a tenth of `data` is
+      held out.
 
   Raises:
-    UserError: one of them cannot be used, or `data` is too little to hold any of it out.
+    UserError: an input cannot be used, or `data` is too small to hold any of it out.
   """
   if not isinstance(config, Config | ConfigDict | Mapping):
     raise UserError(
-      f"config must be a config or nested dicts, got {config!r}; read a file with gtpo_jax.load_config(path)"
+      f"config must be a config or nested dicts, got {config!r}; "
+      "read a file with gtpo_jax.load_config(path)"
     )
   config = config if isinstance(config, Config) else freeze(config)
   section = config.data
@@ -59,29 +67,30 @@ def take(
     train = load_records(data, "data", section.fields, section.bad_rows)
     name = _name(train.problems)
     if held_out is None and (not section.eval or section.eval.startswith(RECORDS)):
-      train, kept = _split(train)
-      records[f"{name}:held_out"] = kept
+      train, rest = _split(train)
+      records[f"{name}:held_out"] = rest
       section = dataclasses.replace(section, eval=f"{name}:held_out")
     records[name] = train
     section = dataclasses.replace(section, train=name)
   if held_out is not None:
-    kept = load_records(held_out, "held_out", section.fields, section.bad_rows)
-    name = f"{_name(kept.problems)}:held_out"
-    records[name] = kept
+    loaded = load_records(held_out, "held_out", section.fields, section.bad_rows)
+    name = f"{_name(loaded.problems)}:held_out"
+    records[name] = loaded
     section = dataclasses.replace(section, eval=name)
-  judged = config.reward
+  reward_section = config.reward
   if reward is not None:
-    judged = dataclasses.replace(judged, verifier=_check_reward(reward))
-  return Inputs(dataclasses.replace(config, data=section, reward=judged), reward, records)
+    reward_section = dataclasses.replace(reward_section, verifier=_reward_name(reward))
+  return Inputs(dataclasses.replace(config, data=section, reward=reward_section), reward, records)
 
 
-def _check_reward(reward: RewardFunction) -> str:
-  """The name of a reward function, as `reward.verifier` writes it."""
+def _reward_name(reward: RewardFunction) -> str:
+  """Checks a reward function and returns its name in the form that `reward.verifier` has."""
   if not callable(reward):
     raise UserError(
       f"reward must be a function of (prompts, completions, answers, extras), got {reward!r}"
     )
-  name = f"{getattr(reward, '__module__', '')}:{getattr(reward, '__qualname__', type(reward).__qualname__)}"
+  function = getattr(reward, "__qualname__", type(reward).__qualname__)
+  name = f"{getattr(reward, '__module__', '')}:{function}"
   try:
     inspect.signature(reward).bind([], [], [], [])
   except TypeError as error:
@@ -89,27 +98,28 @@ def _check_reward(reward: RewardFunction) -> str:
       f"reward function {name!r} must take (prompts, completions, answers, extras): {error}"
     ) from None
   except ValueError:
-    pass  # a builtin that does not tell
+    pass  # a builtin has no signature to check
   return name
 
 
 def _name(problems: Sequence[Problem]) -> str:
-  """A name that changes with the problems."""
-  text = json.dumps(
-    [[problem.messages, problem.answer, problem.kind, problem.extra] for problem in problems],
-    default=str,
-  )
+  """Returns a name for problems that changes with their content."""
+  content = [
+    [problem.messages, problem.answer, problem.kind, problem.extra] for problem in problems
+  ]
+  text = json.dumps(content, default=str)
   return f"{RECORDS}{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
 def _split(loaded: Loaded) -> tuple[Loaded, Loaded]:
-  """The problems that are learned from, and the tenth that is held out, the same one every time."""
-  count = max(len(loaded.problems) // SHARE, 1)
+  """Returns the problems to train on and the tenth to hold out, the same ones every time."""
   if len(loaded.problems) == 1:
     raise UserError(
-      "data holds 1 problem, of which none can be held out for evaluation; give more, or others as held_out"
+      "data holds 1 problem, so none can be held out for evaluation; "
+      "pass more, or others as held_out"
     )
-  kept = fixed_sample(loaded.problems, count)
-  ids = {id(problem) for problem in kept}
-  rest = tuple(problem for problem in loaded.problems if id(problem) not in ids)
-  return dataclasses.replace(loaded, problems=rest), Loaded(tuple(kept), count, 0, ())
+  count = max(len(loaded.problems) // HELD_OUT_FRACTION, 1)
+  held_out = fixed_sample(loaded.problems, count)
+  ids = {id(problem) for problem in held_out}
+  train = tuple(problem for problem in loaded.problems if id(problem) not in ids)
+  return dataclasses.replace(loaded, problems=train), Loaded(tuple(held_out), count, 0, ())

@@ -1,4 +1,4 @@
-"""A policy in the hands of a Python program."""
+"""A trained policy, for a Python program to sample from and save."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import jax
 import numpy as np
 
 from gtpo_jax.data.records import Problem, user
-from gtpo_jax.models.qwen2 import Params, Qwen2
+from gtpo_jax.models.params import Params
+from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.models.save import save
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.filters import SamplingParams
+from gtpo_jax.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TrainedPolicy:
-  """A model with its parameters and its tokenizer.
+  """A model with its parameters and tokenizer.
 
   Attributes:
-    actor: what samples from it, as the run's config says.
-    params: of the model.
+    worker: samples completions, with the run's prompt format and limits.
+    params: the parameters, in training layout.
   """
 
   worker: RolloutWorker = dataclasses.field(repr=False)
@@ -34,21 +35,21 @@ class TrainedPolicy:
 
   @property
   def model(self) -> Qwen2:
-    """The architecture: `model.apply({"params": params}, tokens)` gives logits f32[b, s, v] of i32[b, s]."""
+    """The architecture; `model.apply({"params": params}, tokens)` gives logits f32[b, s, v]."""
     return self.worker.model
 
   @property
   def tokenizer(self) -> PreTrainedTokenizerBase:
-    """Of transformers."""
+    """The tokenizer, from Transformers."""
     return self.worker.chat.tokenizer
 
   def sample(
     self, prompt: str, n: int = 1, *, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0
   ) -> list[str]:
-    """`n` completions of a prompt, which is put as the prompts that were learned from (`data.system`, `data.template`).
+    """Returns `n` completions of a prompt, which gets the run's `data.system` and `data.template`.
 
     Raises:
-      UserError: an empty prompt or one over `data.max_prompt_tokens`, or a number out of its bounds.
+      UserError: the prompt is empty or over `data.max_prompt_tokens`, or a number is out of bounds.
     """
     if n < 1:
       raise UserError(f"n must be at least 1, got {n}")
@@ -63,7 +64,7 @@ class TrainedPolicy:
     )
     tokens = np.asarray(rollouts.tokens[0])
     mask = np.asarray(rollouts.mask[0])
-    return self.worker.chat.decode([row[kept] for row, kept in zip(tokens, mask, strict=True)])
+    return self.worker.chat.decode([row[real] for row, real in zip(tokens, mask, strict=True)])
 
   def save(self, folder: str | Path, dtype: str | None = None) -> None:
     """Writes a Hugging Face folder; see `models.save`."""

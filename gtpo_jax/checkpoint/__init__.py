@@ -1,1 +1,1 @@
-"""A run's state on disk: saving, integrity, the working directory."""
+"""A run's state on disk: saving, restoring, integrity, provenance and the working directory."""

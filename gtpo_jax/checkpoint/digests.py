@@ -1,4 +1,4 @@
-"""Digests: of arrays, computed where they lie and the same on every mesh; of files."""
+"""Digests of arrays, computed on their devices and equal on every mesh, and of files."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-WHOLE_FILE = (
-  64 << 20
-)  # bytes; of larger files, which hold nothing but arrays, the size alone is noted
+# Larger files contain only array data, which the digests of the leaves cover. Only their size is
+# recorded, so that nothing large is read twice.
+MAX_HASHED_BYTES = 64 << 20
+
+SALTS = (0x9E3779B9, 0x85EBCA77)  # one per 32-bit sum; stored digests depend on them
 
 
 def digest_leaves(tree: Any) -> dict[str, str]:
-  """One digest for each leaf, by its path: type, shape and 64 bits over every element and its place.
+  """Returns a digest of each leaf by its path: dtype, shape, and 64 bits over values and positions.
 
-  The sums are of integers, so that neither the mesh nor the order of a reduction shows in them, and nothing but the sums leaves the
-  devices. One element that differs always changes both; of wider damage one in 2**64 would pass.
+  The digests are integer sums, so neither the mesh nor the order of a reduction changes them, and
+  only the sums leave the devices. A change of one element always changes both sums; of larger
+  changes, one in 2**64 goes unnoticed.
   """
-  sums = jax.device_get(jax.tree.map(_sum, tree))
-  return {
-    path: f"{kind}:{found[0]:08x}{found[1]:08x}"
-    for (path, kind), found in zip(leaf_kinds(tree).items(), jax.tree.leaves(sums), strict=True)
-  }
+  sums = jax.device_get(jax.tree.map(_sums, tree))
+  pairs = zip(leaf_types(tree).items(), jax.tree.leaves(sums), strict=True)
+  return {path: f"{kind}:{first:08x}{second:08x}" for (path, kind), (first, second) in pairs}
 
 
-def leaf_kinds(tree: Any) -> dict[str, str]:
-  """Type and shape of each leaf by its path, as `digest_leaves` puts them before the colon; arrays may be abstract."""
+def leaf_types(tree: Any) -> dict[str, str]:
+  """Returns dtype and shape of each leaf by its path, as `digest_leaves` writes them before ":".
+
+  The leaves may be abstract arrays.
+  """
   return {
     jax.tree_util.keystr(path): f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -37,38 +41,41 @@ def leaf_kinds(tree: Any) -> dict[str, str]:
 
 
 def digest_tree(tree: Any) -> str:
-  """The digests of all leaves as one."""
+  """Returns one SHA-256 over the digests of all leaves, in hexadecimal."""
   return hashlib.sha256(repr(sorted(digest_leaves(tree).items())).encode()).hexdigest()
 
 
 def digest_file(file: epath.Path) -> str:
-  """The sha256 of a file, or the size of one over `WHOLE_FILE`."""
+  """Returns the SHA-256 of a file, or its size if it is larger than `MAX_HASHED_BYTES`."""
   size = file.stat().length
-  return hashlib.sha256(file.read_bytes()).hexdigest() if size <= WHOLE_FILE else f"{size} bytes"
+  if size > MAX_HASHED_BYTES:
+    return f"{size} bytes"
+  return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 @jax.jit
-def _sum(x: jax.Array) -> jax.Array:
-  """u32[2]: over all elements, the sum of a bijection of the element's bits that differs from place to place."""
-  bits = (
-    x if x.dtype == jnp.bool_ else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-  )
-  bits = bits.astype(jnp.uint32)
-  place = jnp.zeros(x.shape, jnp.uint32)
+def _sums(x: jax.Array) -> jax.Array:
+  """Returns u32[2]: sums over all elements of a hash of the element's bits and its position.
+
+  At each position the hash is a bijection of the bits, and it differs between positions.
+  """
+  if x.dtype != jnp.bool_:
+    x = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+  bits = x.astype(jnp.uint32)
+  position = jnp.zeros(x.shape, jnp.uint32)  # the row-major index, modulo 2**32
   stride = 1
   for axis in reversed(range(x.ndim)):
-    place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % 2**32)
+    position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride % 2**32)
     stride *= x.shape[axis]
-  return jnp.stack(
-    [
-      _mix(bits ^ _mix(place + jnp.uint32(salt))).sum(dtype=jnp.uint32)
-      for salt in (0x9E3779B9, 0x85EBCA77)
-    ]
-  )
+  hashes = [_mix(bits ^ _mix(position + jnp.uint32(salt))) for salt in SALTS]
+  return jnp.stack([h.sum(dtype=jnp.uint32) for h in hashes])
 
 
 def _mix(x: jax.Array) -> jax.Array:
-  """The finaliser of MurmurHash3: a bijection of 32 bits in which each bit of the input reaches each of the output."""
+  """A bijection of 32 bits in which each input bit affects every output bit.
+
+  It has the form of MurmurHash3's finalizer.
+  """
   x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
   x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
   return x ^ (x >> 16)

@@ -1,90 +1,118 @@
-"""The seal of a checkpoint: what its files and arrays were when it was written. A step without one was not written whole."""
+"""The integrity record of a checkpoint: digests of its files and arrays at the time of writing.
+
+A step without a record was not written completely.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from etils import epath
 
 from gtpo_jax.checkpoint.digests import digest_file
-from gtpo_jax.runtime.errors import Damaged
+from gtpo_jax.runtime.errors import CorruptCheckpoint
 
-NAME = "seal"  # the sha256 of the JSON below its first line
-LATE = (
-  "_CHECKPOINT_METADATA",
-  "commit_success.txt",
-)  # what Orbax writes in committing, when the seal is in its place already
+# Names on disk. They must not change, or older checkpoints no longer verify. The file's first line
+# is the SHA-256 of the JSON that follows.
+RECORD_FILE = "seal"
+METADATA_KEY = "facts"
+
+# Orbax writes these files while it commits a step, after the integrity record.
+COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
 
-def write_seal(
-  folder: epath.Path, leaves: Mapping[str, Mapping[str, str]], facts: Mapping[str, Any]
+class IntegrityRecord(NamedTuple):
+  """What a checkpoint contained when it was written."""
+
+  leaves: Mapping[str, Mapping[str, str]]  # by item, the digest of each leaf by its path
+  metadata: Mapping[str, Any]  # plain values saved with the checkpoint
+  files: Mapping[str, str]  # the digest of each file by its path in the step's folder
+
+
+def write_integrity_record(
+  folder: epath.Path, leaves: Mapping[str, Mapping[str, str]], metadata: Mapping[str, Any]
 ) -> None:
-  """Seals a checkpoint's folder before it is committed.
+  """Records the content of a checkpoint before it is committed.
 
   Args:
-    folder: of one step, with all its files.
+    folder: the folder of one step, complete except for the files of the commit.
     leaves: for each item, the digests of its leaves.
-    facts: plain values that belong to the checkpoint.
+    metadata: plain values to save with the checkpoint.
   """
-  files = {name: digest_file(folder / name) for name in _files(folder) if name not in (NAME, *LATE)}
-  _write(folder, {"leaves": leaves, "facts": facts, "files": files})
+  not_recorded = (RECORD_FILE, *COMMIT_FILES)
+  files = {
+    name: digest_file(folder / name) for name in _list_files(folder) if name not in not_recorded
+  }
+  _write(folder, IntegrityRecord(leaves, metadata, files))
 
 
-def seal_late_files(folder: epath.Path) -> None:
-  """Takes the files of the commit itself into the seal, where that is still to do. They hold times and notes, nothing that is restored."""
-  seal = _read(folder)
-  late = {name: digest_file(folder / name) for name in LATE if (folder / name).exists()}
-  if not late.keys() <= seal["files"].keys():
-    _write(folder, {**seal, "files": seal["files"] | late})
+def record_commit_files(folder: epath.Path) -> None:
+  """Adds the files of the commit to the record, if they are not in it yet.
+
+  They contain timestamps and notes, nothing that is restored.
+  """
+  record = _read(folder)
+  added = {name: digest_file(folder / name) for name in COMMIT_FILES if (folder / name).exists()}
+  if not added.keys() <= record.files.keys():
+    _write(folder, record._replace(files={**record.files, **added}))
 
 
-def check_seal(folder: epath.Path, items: Collection[str]) -> dict[str, Any]:
-  """The seal of a folder whose files are as they were: those of `items`, and those that are of none.
+def check_integrity(folder: epath.Path, items: Collection[str]) -> IntegrityRecord:
+  """Checks the files of some items, and those that belong to no item, against the record.
+
+  Args:
+    folder: the folder of one step.
+    items: names of items; the files of other items are not read.
+
+  Returns:
+    The record.
 
   Raises:
-    Damaged: no seal, another seal than was written, or a file that is missing or differs.
+    CorruptCheckpoint: the record or a file is missing or differs from what was written.
   """
-  seal = _read(folder)
-  for name, digest in seal["files"].items():
+  record = _read(folder)
+  for name, digest in record.files.items():
     item, slash, _ = name.partition("/")
-    if not slash or item in items:
-      file = folder / name
-      if not file.exists():
-        raise Damaged(f"{name} is missing")
-      if digest_file(file) != digest:
-        raise Damaged(f"{name} is not what was written")
-  return seal
+    if slash and item not in items:
+      continue
+    file = folder / name
+    if not file.exists():
+      raise CorruptCheckpoint(f"{name} is missing")
+    if digest_file(file) != digest:
+      raise CorruptCheckpoint(f"{name} differs from what was written")
+  return record
 
 
-def _read(folder: epath.Path) -> dict[str, Any]:
-  if not (folder / NAME).exists():
-    raise Damaged(f"it has no {NAME}")
-  digest, _, text = (folder / NAME).read_bytes().partition(b"\n")
+def _read(folder: epath.Path) -> IntegrityRecord:
+  file = folder / RECORD_FILE
+  if not file.exists():
+    raise CorruptCheckpoint(f"{RECORD_FILE} is missing")
+  digest, _, text = file.read_bytes().partition(b"\n")
   if digest != _sha256(text):
-    raise Damaged(f"{NAME} is not what was written")
-  return json.loads(text)
+    raise CorruptCheckpoint(f"{RECORD_FILE} differs from what was written")
+  values = json.loads(text)
+  return IntegrityRecord(values["leaves"], values[METADATA_KEY], values["files"])
 
 
-def _write(folder: epath.Path, seal: Mapping[str, Any]) -> None:
-  text = json.dumps(seal, indent=1).encode()
-  fresh = folder / f"{NAME}.tmp"
-  fresh.write_bytes(_sha256(text) + b"\n" + text)
-  fresh.replace(folder / NAME)
+def _write(folder: epath.Path, record: IntegrityRecord) -> None:
+  values = {"leaves": record.leaves, METADATA_KEY: record.metadata, "files": record.files}
+  text = json.dumps(values, indent=1).encode()
+  temporary = folder / f"{RECORD_FILE}.tmp"
+  temporary.write_bytes(_sha256(text) + b"\n" + text)
+  temporary.replace(folder / RECORD_FILE)
 
 
 def _sha256(text: bytes) -> bytes:
   return hashlib.sha256(text).hexdigest().encode()
 
 
-def _files(folder: epath.Path, above: str = "") -> list[str]:
-  """Every file below `folder` by its path in it."""
-  return [
-    name
-    for entry in sorted(folder.iterdir())
-    for name in (
-      _files(entry, f"{above}{entry.name}/") if entry.is_dir() else [f"{above}{entry.name}"]
-    )
-  ]
+def _list_files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
+  """Yields the path of every file below `folder`, relative to it and in order."""
+  for entry in sorted(folder.iterdir()):
+    if entry.is_dir():
+      yield from _list_files(entry, f"{prefix}{entry.name}/")
+    else:
+      yield f"{prefix}{entry.name}"

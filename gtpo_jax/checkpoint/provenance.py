@@ -1,4 +1,7 @@
-"""What a run depends on besides its config, and must find again when it is taken up: the contents of its data, its frozen policies."""
+"""Provenance of a run: the contents of its data and the digests of its frozen policies.
+
+They are not part of the config, but must be the same when a run resumes.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,24 @@ from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.runtime.distributed import broadcast_from_first
 from gtpo_jax.runtime.errors import UserError
 
+DIGEST_DIGITS = 16  # hexadecimal; enough to notice changes, short enough for a message
 
-def identity_of(
+
+def provenance_of(
   config: Config,
   problems: Sequence[tuple[Problems, float]],
   held_out: Sequence[Problem],
   frozen: Mapping[str, str],
 ) -> dict[str, str]:
-  """By the name of each thing, what it is: kept with each checkpoint. The synthetic tasks are what the config says, and have no part.
+  """Returns a description of each input of a run by its name; every checkpoint stores them.
+
+  Synthetic tasks are omitted, because the config defines them completely.
 
   Args:
-    config: of the run.
-    problems: of `training_problems`.
-    held_out: of `held_out_problems`.
-    frozen: the digests of the frozen policies, by their paths' names.
+    config: the run's config.
+    problems: the training problems of each source, with its weight, as from `training_problems`.
+    held_out: the evaluation problems, as from `held_out_problems`.
+    frozen: the digests of the frozen policies by the config keys of their paths.
   """
   sources = [
     (f"data.train {name!r}", part)
@@ -34,42 +41,50 @@ def identity_of(
   ]
   if config.eval_task is None:
     sources.append((f"data.eval {config.eval_name!r}", held_out))
-  return {name: f"{len(part)} problems, sha256 {_digest(part)}" for name, part in sources} | dict(
-    frozen
-  )
+  data = {name: f"{len(part)} problems, sha256 {_digest(part)}" for name, part in sources}
+  return data | dict(frozen)
 
 
-def check_identity(
-  then: Mapping[str, str], now: Mapping[str, str], accept: bool, say: Callable[[str], None]
+def check_provenance(
+  saved: Mapping[str, str], current: Mapping[str, str], accept: bool, say: Callable[[str], None]
 ) -> None:
-  """Refuses to go on with other data or policies than a run began with; with `accept`, says so and goes on.
+  """Checks that a run resumes with the data and policies that it began with.
+
+  Args:
+    saved: the provenance stored with the checkpoint; empty for a new run.
+    current: the provenance now.
+    accept: report changes through `say` and continue.
+    say: shows a message to the user.
 
   Raises:
-    UserError: something has changed, or is not what it is for the first process; the message says what, from what and to what.
+    UserError: an input has changed, or differs from that of the first process. The message names
+      the input, its old value and its new value.
   """
-  first = broadcast_from_first(lambda: dict(now))
-  if differs := [name for name, what in now.items() if first[name] != what]:
-    raise UserError(
-      f"{differs[0]} is not the same everywhere: the first process has {first[differs[0]]}, this one {now[differs[0]]}"
-    )
-  changed = [
-    f"{name} was {then[name]}, now {what}"
-    for name, what in now.items()
-    if then.get(name, what) != what
+  first = broadcast_from_first(lambda: dict(current))
+  for name, value in current.items():
+    if first[name] != value:
+      raise UserError(
+        f"{name} is not the same on all processes: the first process has {first[name]}, this one "
+        f"{value}"
+      )
+  changes = [
+    f"{name} was {saved[name]}, now {value}"
+    for name, value in current.items()
+    if saved.get(name, value) != value
   ]
-  if changed and not accept:
+  if changes and not accept:
     raise UserError(
-      f"what this run learns from has changed since it began ({'; '.join(changed)}); give it what it had, name another "
-      f"workdir, or set checkpoint.accept_changes to go on all the same"
+      f"the inputs of this run have changed since it began ({'; '.join(changes)}); restore them, "
+      f"use another workdir, or set checkpoint.accept_changes to continue anyway"
     )
-  for what in changed:
-    say(f"changed since this run began: {what}")
+  for change in changes:
+    say(f"changed since this run began: {change}")
 
 
 def _digest(problems: Sequence[Problem]) -> str:
-  """16 hexadecimal digits over all that a problem is, in order."""
+  """Returns the start of a SHA-256 over all fields of all problems, in order."""
   digest = hashlib.sha256()
   for problem in problems:
     fields: list[Any] = [problem.id, problem.messages, problem.answer, problem.kind, problem.extra]
     digest.update(json.dumps(fields, sort_keys=True, default=str).encode() + b"\n")
-  return digest.hexdigest()[:16]
+  return digest.hexdigest()[:DIGEST_DIGITS]

@@ -1,6 +1,8 @@
 """The configuration of a run."""
 
-from gtpo_jax.config.files import default_config, difference, freeze, load
+from gtpo_jax.config.config import Config, flatten, resolved_dict, to_dict
+from gtpo_jax.config.files import default_config, difference, freeze, freeze_saved, load
+from gtpo_jax.config.resolve import ResolvedModel, resolve_model
 from gtpo_jax.config.sections import (
   DataSection,
   MeshSection,
@@ -8,19 +10,22 @@ from gtpo_jax.config.sections import (
   RewardSection,
   SamplingSection,
 )
-from gtpo_jax.config.whole import Config, flatten, to_dict
 
 __all__ = [
   "Config",
   "DataSection",
   "MeshSection",
   "ModelSection",
+  "ResolvedModel",
   "RewardSection",
   "SamplingSection",
   "default_config",
   "difference",
   "flatten",
   "freeze",
+  "freeze_saved",
   "load",
+  "resolve_model",
+  "resolved_dict",
   "to_dict",
 ]

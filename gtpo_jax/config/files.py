@@ -1,7 +1,8 @@
-"""Config files and command-line overrides to a `Config`, and back.
+"""Reads config files and command-line overrides into a `Config`, and saved configs back.
 
-A config file is an ml_collections file with `get_config()`; it starts from `default_config()` and changes what it wants.
-`freeze` turns the ConfigDict, once, into dataclasses. Everything after that reads attributes that exist.
+A config file is an ml_collections file with `get_config()`, which starts from `default_config()`
+and changes some fields. `freeze` converts the ConfigDict to dataclasses once; all later code reads
+attributes that are known to exist.
 """
 
 from __future__ import annotations
@@ -17,23 +18,41 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict, config_flags
 
-from gtpo_jax.config.whole import Config, flatten, to_dict
-from gtpo_jax.runtime.errors import UserError, nearest
+from gtpo_jax.algorithms.settings import RENAMED as RENAMED_SETTINGS
+from gtpo_jax.config.config import Config, flatten, resolved_dict, to_dict
+from gtpo_jax.runtime.errors import UserError, did_you_mean
+
+# Config keys of earlier versions, and what they are called now.
+RENAMED = {f"algorithm.{old}": f"algorithm.{new}" for old, new in RENAMED_SETTINGS.items()}
 
 
 def default_config() -> ConfigDict:
-  """Every field at its default, as a ConfigDict: what `configs/base.py` returns."""
+  """Returns every field at its default, as a ConfigDict; `configs/base.py` returns this."""
   return _to_config_dict(Config())
 
 
 def freeze(values: Mapping[str, Any]) -> Config:
-  """Checks a ConfigDict or nested dict, and makes the dataclasses of it.
+  """Checks a ConfigDict or nested dict and converts it to a `Config`.
 
   Raises:
-    UserError: an unknown key (with the nearest valid one), a value of the wrong type, or one out of its bounds.
+    UserError: an unknown key (with the nearest valid one), a value of the wrong type or out of its
+      bounds.
   """
   values = values.to_dict() if isinstance(values, ConfigDict) else values
   return _build(Config, values, "")
+
+
+def freeze_saved(values: Mapping[str, Any]) -> Config:
+  """Converts the config.json of a run to a `Config`; keys renamed since then are accepted.
+
+  Raises:
+    UserError: as `freeze`.
+  """
+  algorithm = values.get("algorithm")
+  if isinstance(algorithm, Mapping):
+    renamed = {RENAMED_SETTINGS.get(key, key): value for key, value in algorithm.items()}
+    values = {**values, "algorithm": renamed}
+  return freeze(values)
 
 
 def load(path: str, overrides: Sequence[str] = ()) -> Config:
@@ -42,27 +61,9 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
   Raises:
     UserError: no such file, an error inside it, an unknown key or a value of the wrong type.
   """
-  file = path.split(":", 1)[0]
-  if Path(file).is_dir():
-    raise UserError(f"--config={file} is a folder; name a file in it, such as configs/tiny.py")
-  if not Path(file).is_file():
-    beside = (
-      [str(found) for found in sorted(Path(file).parent.glob("*.py"))]
-      if Path(file).parent.is_dir()
-      else []
-    )
-    raise UserError(f"no config file at {file!r}{nearest(file, beside)}")
-  valid = flatten(to_dict(Config()))
-  for override in overrides:
-    key, equals, _ = override.removeprefix("--config.").partition("=")
-    if fields := [name for name in valid if name.startswith(f"{key}.")]:
-      raise UserError(
-        f"config key {key!r} is a section; set one of its fields, such as --config.{fields[0]}=VALUE"
-      )
-    if key not in valid:
-      raise UserError(_unknown(key, valid))
-    if not equals:
-      raise UserError(f"config key {key!r} needs a value: --config.{key}=VALUE")
+  file = path.split(":", 1)[0]  # ml_collections passes what follows the colon to get_config
+  _check_file(Path(file))
+  _check_overrides(overrides)
   from absl import flags
 
   argv = ["gtpo", f"--config={path}", *overrides]
@@ -73,10 +74,7 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
     values = holder.value
   except (flags.Error, TypeError, ValueError, AttributeError) as error:
     raise UserError(f"config {file}: {_one_line(error)}") from error
-  except (
-    Exception,
-    SystemExit,
-  ) as error:  # the user's file is a program; whatever it raises is theirs to read
+  except (Exception, SystemExit) as error:  # the file is the user's program and may raise anything
     raise UserError(f"config {file} raised {type(error).__name__}: {_one_line(error)}") from error
   if not isinstance(values, ConfigDict):
     raise UserError(
@@ -86,37 +84,73 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def difference(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-  """The fields in which two configs differ, by dotted name."""
-  a = flatten(to_dict(old))
-  b = flatten(to_dict(new))
-  return {key: (a[key], b[key]) for key in a if a[key] != b[key]}
+  """Returns the fields in which two configs differ, by dotted name, as (old, new).
+
+  Algorithm settings are compared after published values are filled in, and only if both configs
+  name the same algorithm.
+  """
+  before = flatten(resolved_dict(old))
+  after = flatten(resolved_dict(new))
+  changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+  if name := changed.get("algorithm.name"):
+    changed = {key: both for key, both in changed.items() if not key.startswith("algorithm.")}
+    changed["algorithm.name"] = name
+  return changed
+
+
+def _check_file(file: Path) -> None:
+  if file.is_dir():
+    raise UserError(f"--config={file} is a folder; name a file in it, such as configs/tiny.py")
+  if not file.is_file():
+    siblings = sorted(map(str, file.parent.glob("*.py"))) if file.parent.is_dir() else []
+    raise UserError(f"no config file at {str(file)!r}{did_you_mean(str(file), siblings)}")
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+  valid = flatten(to_dict(Config()))
+  for override in overrides:
+    key, equals, _ = override.removeprefix("--config.").partition("=")
+    if fields := [name for name in valid if name.startswith(f"{key}.")]:
+      raise UserError(
+        f"config key {key!r} is a section; set one of its fields, "
+        f"such as --config.{fields[0]}=VALUE"
+      )
+    if key not in valid:
+      raise UserError(_unknown(key, valid))
+    if not equals:
+      raise UserError(f"config key {key!r} needs a value: --config.{key}=VALUE")
 
 
 def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
+  """Returns a dataclass of nested values; `prefix` is its own dotted name."""
   hints = typing.get_type_hints(cls)
   for key in values:
     if key not in hints:
       raise UserError(_unknown(f"{prefix}{key}", flatten(to_dict(Config()))))
-  made = {}
+  fields = {}
   for key, value in values.items():
-    hint = hints[key]
-    if dataclasses.is_dataclass(hint):
-      if not isinstance(value, Mapping):
-        raise UserError(f"{prefix}{key} is a section with fields, got {value!r}")
-      try:
-        made[key] = _build(hint, value, f"{prefix}{key}.")
-      except (
-        UserError
-      ) as error:  # the optimizer's own complaints say "optimizer."; here it is whose
-        raise (
-          UserError(prefix + str(error)) if str(error).startswith("optimizer.") else error
-        ) from None
+    name = f"{prefix}{key}"
+    if dataclasses.is_dataclass(hints[key]):
+      fields[key] = _build_section(hints[key], value, name, prefix)
     else:
-      made[key] = _typed(value, hint, f"{prefix}{key}")
-  return cls(**made)
+      fields[key] = _typed(value, hints[key], name)
+  return cls(**fields)
+
+
+def _build_section(cls: type, value: Any, name: str, prefix: str) -> Any:
+  if not isinstance(value, Mapping):
+    raise UserError(f"{name} is a section with fields, got {value!r}")
+  try:
+    return _build(cls, value, f"{name}.")
+  except UserError as error:
+    # Two sections hold an optimizer, whose own messages begin with "optimizer.".
+    if str(error).startswith("optimizer."):
+      raise UserError(f"{prefix}{error}") from None
+    raise
 
 
 def _typed(value: Any, hint: Any, name: str) -> Any:
+  """Returns `value` if it has the type `hint`; integers are accepted as floats."""
   kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
   if value is None and type(None) in kinds:
     return None
@@ -129,30 +163,31 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
 
 
 def _unknown(key: str, valid: Mapping[str, Any]) -> str:
+  """Returns the message for an unknown key, with its new name or the nearest valid one."""
+  if key in RENAMED:
+    return f"config key {key!r} is now called {RENAMED[key]!r}"
   sections = {name.rsplit(".", 1)[0] for name in valid if "." in name}
   close = difflib.get_close_matches(key, [*valid, *sections], n=1, cutoff=0.5)
-  if not close:  # the right name in another section
+  if not close:  # perhaps the right name in another section
     close = [name for name in valid if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
   return f"unknown config key {key!r}" + (f", did you mean {close[0]!r}?" if close else "")
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
   text = str(error).strip() or type(error).__name__
-  if (
-    "Traceback (most recent call last)" in text
-  ):  # ml_collections puts one into its message; the last line says it
+  if "Traceback (most recent call last)" in text:  # ml_collections includes one in its message
     text = text.splitlines()[-1]
   return re.sub(r"\s+", " ", text).strip()
 
 
 def _to_config_dict(section: Any) -> ConfigDict:
   out = ConfigDict()
+  hints = typing.get_type_hints(type(section))
   for field in dataclasses.fields(section):
     value = getattr(section, field.name)
     if dataclasses.is_dataclass(value):
       value = _to_config_dict(value)
     elif value is None:
-      hint = typing.get_type_hints(type(section))[field.name]
-      value = config_dict.placeholder(typing.get_args(hint)[0])
+      value = config_dict.placeholder(typing.get_args(hints[field.name])[0])
     out[field.name] = value
   return out

@@ -1,7 +1,8 @@
-"""Published settings as configs to start from; `configs/` names them.
+"""Published experiments as configs to start from; `configs/` names them.
 
-They hold an architecture and no weights: a run gives `--config.model.path` a folder or hub id of the same size, `gtpo plan` needs none.
-What 2508.04349 does not print (weight decay, the form of prompts and answers) is DAPO's, whose code and data it builds on.
+They set an architecture and no weights. A run sets `--config.model.path` to a folder or hub id of
+the same size; `gtpo plan` needs none. For what 2508.04349 does not print (weight decay, the format
+of prompts and answers) they use the settings of DAPO, whose code and data that paper builds on.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from ml_collections import ConfigDict
 
 from gtpo_jax.config.files import default_config
 
-# size: (preset, shards of the tensor axis, micro-batches), for the hardware that the configs name: one prompt a shard at a time.
+# By size: (preset, shards of the tensor axis, micro-batches), for the hardware the configs name.
+# Each shard computes the gradient of one prompt at a time.
 SIZES = {
   "0_5b": ("qwen2.5-0.5b", 1, 8),
   "1_5b": ("qwen2.5-1.5b", 1, 4),
@@ -20,7 +22,10 @@ SIZES = {
 
 
 def paper(size: str, algorithm: str) -> ConfigDict:
-  """The comparison of 2508.04349 (final): 128 prompts x 16 completions of at most 4,096 tokens, 210 steps, clipping 0.2 / 0.28."""
+  """Returns the comparison of 2508.04349 (final version).
+
+  128 prompts x 16 completions of at most 4,096 tokens, 210 steps, clipping 0.2 / 0.28.
+  """
   preset, tensor, micro_batches = SIZES[size]
   config = default_config()
   config.steps = 210
@@ -29,17 +34,17 @@ def paper(size: str, algorithm: str) -> ConfigDict:
   config.mesh.data = 1
   config.mesh.fsdp = -1
   config.mesh.tensor = tensor
-  config.data.train, config.data.eval = (
-    "hf:BytedTsinghua-SIA/DAPO-Math-17k",
-    "hf:BytedTsinghua-SIA/AIME-2024",
-  )
-  config.data.max_prompt_tokens, config.sampling.max_tokens = 2048, 4096
+  config.data.train = "hf:BytedTsinghua-SIA/DAPO-Math-17k"
+  config.data.eval = "hf:BytedTsinghua-SIA/AIME-2024"
+  config.data.max_prompt_tokens = 2048
+  config.sampling.max_tokens = 4096
   config.batch.prompts = 128
   config.batch.group = 16
   config.batch.micro_batches = micro_batches
   config.algorithm.name = algorithm
   config.reward.math_rule = "dapo"
-  config.optimizer.learning_rate, config.optimizer.weight_decay = 1e-6, 0.1
+  config.optimizer.learning_rate = 1e-6
+  config.optimizer.weight_decay = 0.1
   config.eval.problems = 30
   config.eval.samples = 32
   config.eval.top_p = 0.7
@@ -47,11 +52,15 @@ def paper(size: str, algorithm: str) -> ConfigDict:
 
 
 def dapo_reference() -> ConfigDict:
-  """DAPO's own run (2503.14476, section 4.1): 512 prompts x 16 completions of at most 20,480 tokens, 16 gradient updates a step."""
+  """Returns DAPO's own run (2503.14476, section 4.1).
+
+  512 prompts x 16 completions of at most 20,480 tokens, 16 gradient updates per step.
+  """
   config = paper("32b", "dapo")
   config.mesh.tensor = 8
-  config.sampling.max_tokens, config.algorithm.overlong_buffer = 20480, 4096
-  config.sampling.slots = 1024  # on 128 chips 41 GiB of keys and values each
+  config.sampling.max_tokens = 20480
+  config.sampling.slots = 1024  # 41 GiB of keys and values on each of 128 chips
+  config.algorithm.overlong_buffer = 4096
   config.batch.prompts = 512
   config.batch.minibatches = 16
   config.batch.micro_batches = 2

@@ -1,4 +1,4 @@
-"""The fields of a configuration, with defaults and meaning: one frozen dataclass a section."""
+"""The sections of a configuration: a frozen dataclass each, with defaults and meanings."""
 
 from __future__ import annotations
 
@@ -7,31 +7,36 @@ import math
 
 from gtpo_jax.algorithms import Settings
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.filters import SamplingParams
-from gtpo_jax.sampling.slots import EngineConfig
+from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 from gtpo_jax.training.state import OptimizerConfig
 
 MATH_RULES = ("math", "dapo")
-LEARNING = OptimizerConfig()
-IMITATION = OptimizerConfig(learning_rate=1.5e-3, schedule="cosine", warmup_steps=50, b2=0.99)
+RL_OPTIMIZER = OptimizerConfig()
+IMITATION_OPTIMIZER = OptimizerConfig(
+  learning_rate=1.5e-3, schedule="cosine", warmup_steps=50, b2=0.99
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSection:
-  """Which architecture, and the number formats it runs in.
+  """Which architecture to train, and its number formats.
 
   Attributes:
-    preset: a name from `models.PRESETS`: an architecture with random weights, and the small tokenizer. Not read with `path`.
-    path: a Hugging Face folder or hub id to start from: its architecture, weights, tokenizer and chat template.
-    param_dtype: of the master weights.
-    compute_dtype: of activations and matrix products.
+    preset: a name from `models.PRESETS`: an architecture with random weights and the small
+      tokenizer. Ignored if `path` is set.
+    path: a Hugging Face folder or hub id to start from: its architecture, weights, tokenizer and
+      chat template.
+    param_dtype: format of the master weights.
+    compute_dtype: format of activations and matrix products.
     matmul_precision: "default", "high" or "highest".
-    remat: "full" recomputes each layer in the backward pass, "attention" all but what attention gave, "none" keeps all residuals.
-    attention: how whole sequences attend: "splash" (a TPU kernel), "cudnn" (a GPU kernel, 16 bits) or "blocks" (XLA); "" for what the
-      platform is best at.
-    lora_rank: of low-rank adapters, which are then trained alone (in float32, whatever param_dtype); 0 trains all weights.
-    lora_alpha: the adapters' scale is lora_alpha / lora_rank.
-    lora_targets: the matrices that carry adapters, joined by commas.
+    remat: "full" recomputes each layer in the backward pass, "attention" recomputes everything
+      except the attention output, "none" keeps all residuals.
+    attention: attention over complete sequences: "splash" (TPU kernel), "cudnn" (GPU kernel,
+      16-bit types) or "blocks" (XLA); "" selects the best one for the platform.
+    lora_rank: rank of the LoRA adapters, which are then the only trained parameters (in float32,
+      whatever param_dtype is); 0 trains all weights.
+    lora_alpha: the adapters are scaled by lora_alpha / lora_rank.
+    lora_targets: the matrices that get adapters, separated by commas.
   """
 
   preset: str = "tiny"
@@ -48,12 +53,13 @@ class ModelSection:
 
 @dataclasses.dataclass(frozen=True)
 class MeshSection:
-  """How devices are arranged; one axis may be -1 and takes what is left.
+  """The device mesh; one axis may be -1 and takes the remaining devices.
 
   Attributes:
     data: replicas of the parameters.
-    fsdp: shards of the parameters, gathered when used.
-    context: shards of the positions of a sequence, for long ones; parameters are split over them too.
+    fsdp: shards of the parameters, gathered when they are used.
+    context: shards of a sequence's positions, for long sequences; parameters are sharded over
+      this axis too.
     tensor: shards of heads, MLP and vocabulary.
   """
 
@@ -65,20 +71,23 @@ class MeshSection:
 
 @dataclasses.dataclass(frozen=True)
 class DataSection:
-  """What is learned and what is held out, and how problems are put to the model.
+  """What to train and evaluate on, and how a problem becomes a prompt.
 
   Attributes:
-    train: a task ("sums", "countdown"), or a source: a .jsonl or .parquet file or a folder of them, hf:ID, tfds:NAME; several
-      sources with their weights as "a.jsonl*2,b.parquet*1".
-    eval: what is evaluated: a task on its held-out part, or a source; "" for the same task as `train`.
-    fields: which columns of a source mean what, as "prompt=instruction,answer=output,kind=math"; "" for the layouts known.
-    bad_rows: malformed rows, or prompts too long, that a source may have; they are skipped.
-    system: a system message before every problem that has none; "" for none.
-    template: how a problem's text is put, {prompt} standing for it.
-    chat: the prompt goes through the chat template; False puts the bare text, for base models.
-    terms: difficulty: additions (sums) or numbers (countdown) a problem; 0 for the task's own.
-    largest: difficulty: the largest addend or number; 0 for the task's own.
-    max_prompt_tokens: every prompt is padded to this.
+    train: a task ("sums", "countdown") or a source: a .jsonl or .parquet file or a folder of
+      them, hf:ID, tfds:NAME; several sources with weights as "a.jsonl*2,b.parquet*1".
+    eval: a task, evaluated on its held-out part, or a source; "" for the same task as `train`.
+    fields: the columns of a source, as "prompt=instruction,answer=output,kind=math"; "" for the
+      known layouts.
+    bad_rows: how many rows of a source may be malformed or have too long a prompt; they are
+      skipped.
+    system: a system message before every problem that has none; "" for no message.
+    template: the prompt text; {prompt} stands for the problem's text.
+    chat: apply the chat template; False uses the plain text, for base models.
+    terms: difficulty of a task: additions (sums) or numbers (countdown) in a problem; 0 for the
+      task's default.
+    largest: difficulty of a task: the largest addend or number; 0 for the task's default.
+    max_prompt_tokens: the longest prompt; shorter ones are padded to it.
   """
 
   train: str = "sums"
@@ -95,18 +104,23 @@ class DataSection:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSection:
-  """How much is learned from in one step.
+  """The batch of one step.
 
   Attributes:
-    prompts: prompts a step (n).
-    group: completions a prompt (g), at least 2.
-    minibatches: parts of the prompts that are learned from one after the other, a gradient update each; advantages are of the whole.
-    epochs: times that a step's batch is gone through.
-    micro_batches: parts each minibatch is cut into for gradients; memory falls, the result does not change.
-    head_chunk: about how many tokens' logits are held at once, all devices together; at least one position of every row is.
-    pack: short completions of one prompt share rows in the trainer, rows are no longer than the longest completion needs, and the result
-      does not change; each shape that comes up, of few, is compiled once.
-    max_gen_batches: with dynamic sampling, how many times `prompts` prompts may be sampled for one step.
+    prompts: prompts per step (n).
+    group: completions per prompt (g), at least 2.
+    minibatches: gradient updates per pass over the batch, each on its own part of the prompts;
+      advantages come from the complete batch.
+    epochs: passes over the batch.
+    micro_batches: gradient-accumulation parts of each minibatch; saves memory and does not change
+      the result.
+    head_chunk: approximate number of tokens, over all devices, whose logits are in memory at once;
+      at least one position of every row.
+    pack: let short completions of a prompt share rows in the trainer, and shorten rows to what the
+      longest completion needs. The result does not change. Each of the few array shapes is
+      compiled once.
+    max_gen_batches: with dynamic sampling, how many batches of `prompts` prompts may be sampled
+      for one step.
   """
 
   prompts: int = 16
@@ -120,23 +134,25 @@ class BatchSection:
 
   @property
   def parts(self) -> int:
-    """Into how many parts the prompts are cut whose gradients are taken at once."""
+    """How many parts of the prompts have their gradients computed separately."""
     return self.minibatches * self.micro_batches
 
   @property
   def updates(self) -> int:
-    """Gradient updates a step."""
+    """Gradient updates per step."""
     return self.minibatches * self.epochs
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSection(EngineConfig, SamplingParams):
-  """How completions are drawn while learning: the fields of `SamplingParams`, temperature above 0, those of `Limits`, and their length.
+  """How completions are sampled while training.
+
+  The fields of `SamplingParams` (with a temperature above 0), those of `EngineConfig`, and:
 
   Attributes:
     max_tokens: the longest completion, stop token included.
-    warm_up: compile all that sampling may need, in learning and in evaluation, before the first step, instead of each program when it is
-      needed.
+    warm_up: compile every program that sampling may need, for training and evaluation, before the
+      first step, instead of each program when it is first used.
   """
 
   max_tokens: int = 40
@@ -149,28 +165,28 @@ class SamplingSection(EngineConfig, SamplingParams):
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartSection:
-  """Supervised imitation of the task's imperfect teacher: it makes the base model that RL starts from.
+  """Supervised imitation of a task's imperfect teacher, which makes the base model for RL.
 
   Attributes:
-    steps: updates; 0 starts from random parameters.
-    batch: demonstrations an update.
-    slips: scales how often the teacher errs.
-    optimizer: AdamW of the imitation alone.
+    steps: updates; 0 starts RL from random parameters.
+    batch: demonstrations per update.
+    slips: scales how often the teacher makes mistakes.
+    optimizer: AdamW for the imitation only.
   """
 
   steps: int = 0
   batch: int = 16
   slips: float = 1.0
-  optimizer: OptimizerConfig = IMITATION
+  optimizer: OptimizerConfig = IMITATION_OPTIMIZER
 
 
 @dataclasses.dataclass(frozen=True)
 class FrozenSection:
-  """A policy that does not learn: the guide that writes completions, or the reference of the KL term.
+  """A policy that is not trained: the guide, which writes completions, or the KL reference.
 
   Attributes:
-    path: the workdir of a run (the checkpoint that is its newest when this run begins), a Hugging Face folder or hub id; "" for this
-      run's base model.
+    path: the workdir of a run (its newest checkpoint when this run begins), a Hugging Face folder
+      or a hub id; "" for this run's base model.
   """
 
   path: str = ""
@@ -178,18 +194,25 @@ class FrozenSection:
 
 @dataclasses.dataclass(frozen=True)
 class RewardSection:
-  """How completions are judged.
+  """How completions are scored.
 
   Attributes:
-    parts: the reward as a weighted sum, as "correct*1,boxed*0.1,my_module:my_function*0.5"; "correct" is the algorithm's reward for
-      right and wrong, "verifier" the verifier's own number. Each part is logged.
-    verifier: module:function that decides right and wrong, instead of the verifier of each problem's kind; "" for those.
-    math_rule: "math" (equivalence, by exact arithmetic and math-verify) or "dapo" (DAPO's own `Answer:` line, as a string).
-    timeout_s: seconds that the check of one mathematical answer may take; longer ones reach no verdict.
-    function_timeout_s: seconds that a function of yours may take for the completions of one problem; then they have no verdict.
-    code_timeout_s: seconds that one run of a program may take, its tests included; longer ones are wrong.
-    code_memory_mb: MiB of memory that it may take, and its tests.
-    unsandboxed: DANGEROUS. Where there is no sandbox, programs that the model wrote run as you, on your files and network.
+    parts: the reward as a weighted sum, as "correct*1,boxed*0.1,my_module:my_function*0.5".
+      "correct" is the algorithm's reward for right and wrong, "verifier" the verifier's own
+      number. Each part is logged.
+    verifier: module:function that decides right and wrong instead of the verifier for each
+      problem's kind; "" for those.
+    math_rule: "math" (equivalence, by exact arithmetic and math-verify) or "dapo" (DAPO's own
+      `Answer:` line, compared as a string).
+    timeout_s: seconds that checking one mathematical answer may take; after that it has no
+      verdict.
+    function_timeout_s: seconds that a user's function may take for the completions of one problem;
+      after that they have no verdict.
+    code_timeout_s: seconds that one run of a program with its tests may take; after that it is
+      wrong.
+    code_memory_mb: memory of such a run, in MiB.
+    unsandboxed: DANGEROUS. Without a sandbox, run programs written by the model as the current
+      user, with access to your files and network.
   """
 
   parts: str = "correct"
@@ -211,34 +234,34 @@ class RewardSection:
         raise UserError(f"reward.{name} must be above 0 and finite, got {getattr(self, name)}")
     if not self.weighted:
       raise UserError(
-        f"reward.parts must name parts with finite weights, as correct*1,boxed*0.1; got {self.parts!r}"
+        "reward.parts must name parts with finite weights, as correct*1,boxed*0.1; "
+        f"got {self.parts!r}"
       )
 
   @property
   def weighted(self) -> list[tuple[str, float]]:
-    """The parts with their weights; empty where the text is none."""
+    """The parts with their weights; empty if `parts` cannot be parsed."""
     pairs = [part.strip().partition("*") for part in self.parts.split(",")]
     try:
       weighted = [(name.strip(), float(weight) if star else 1.0) for name, star, weight in pairs]
     except ValueError:
       return []
-    good = all(name and math.isfinite(weight) for name, weight in weighted) and len(
-      {name for name, _ in weighted}
-    ) == len(weighted)
-    return weighted if good else []
+    valid = all(name and math.isfinite(weight) for name, weight in weighted)
+    unique = len({name for name, _ in weighted}) == len(weighted)
+    return weighted if valid and unique else []
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalSection:
-  """Held-out evaluation: before the first step, every so often, and at the end.
+  """Held-out evaluation: before the first step, at intervals, and at the end.
 
   Attributes:
-    every: steps between evaluations; 0 for the first and last alone.
+    every: steps between evaluations; 0 evaluates only at the beginning and the end.
     problems: held-out problems.
-    samples: completions a problem, for mean@n and pass@k.
+    samples: completions per problem, for mean@n and pass@k.
     batch: problems sampled at once.
-    temperature: of the sampled completions; a greedy pass is made besides.
-    top_p: the sampled completions draw from the smallest set of tokens with this probability.
+    temperature: of the sampled completions; a greedy pass is made as well.
+    top_p: sample from the smallest set of tokens with this total probability.
   """
 
   every: int = 10
@@ -251,13 +274,14 @@ class EvalSection:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointSection:
-  """When the state is saved.
+  """When the training state is saved.
 
   Attributes:
     every: steps between checkpoints; the last step is always saved.
-    keep: newest checkpoints kept.
-    best: keep the parameters of the best evaluation (by mean@n) too, in WORKDIR/best.
-    accept_changes: take a run up again though its config, the contents of its data, or guide or reference have changed; what has is said.
+    keep: how many of the newest checkpoints to keep.
+    best: also keep the parameters of the best evaluation (by mean@n), in WORKDIR/best.
+    accept_changes: resume a run even if its config, its data, its guide or its reference changed;
+      the changes are printed.
   """
 
   every: int = 10
@@ -268,12 +292,13 @@ class CheckpointSection:
 
 @dataclasses.dataclass(frozen=True)
 class GuardSection:
-  """When a run that goes wrong is ended.
+  """When to end a run that goes wrong.
 
   Attributes:
-    skipped: steps in a row, in which an update whose loss or gradient is not finite was skipped, that end the run.
-    stall_s: seconds without the end of a step, of a batch of evaluation or of a part of the warm start after which the process prints
-      its stacks and exits; 0 for never.
+    skipped: end the run after this many consecutive steps with a skipped update (its loss or
+      gradient was not finite).
+    stall_s: exit, after printing all stacks, if no step, evaluation batch or part of the warm
+      start ends for this many seconds; 0 never exits.
   """
 
   skipped: int = 3
@@ -285,13 +310,14 @@ class LogSection:
   """What is written besides metrics.jsonl.
 
   Attributes:
-    tensorboard: write event files into WORKDIR/tensorboard.
-    wandb: the project of Weights & Biases to log into (needs `pip install 'gtpo_jax[wandb]'`); "" for none. WANDB_MODE=offline writes
-      into WORKDIR/wandb alone.
-    samples: completions a step written into WORKDIR/samples.jsonl.
-    credit_every: steps between records of where the credit goes (WORKDIR/credit, for `gtpo report`), the first and the last step
-      besides; 0 for none.
-    credit_groups: groups of such a step whose tokens are kept, the most mixed first; of the others entropies and verdicts alone.
+    tensorboard: write event files to WORKDIR/tensorboard.
+    wandb: the Weights & Biases project to log to (needs `pip install 'gtpo_jax[wandb]'`); "" for
+      none. WANDB_MODE=offline writes only to WORKDIR/wandb.
+    samples: completions per step written to WORKDIR/samples.jsonl.
+    credit_every: steps between records of token-level credit (WORKDIR/credit, for `gtpo report`),
+      besides the first and the last step; 0 for none.
+    credit_groups: groups per record whose tokens are kept, those with the most mixed verdicts
+      first; for the other groups only entropies and verdicts are kept.
   """
 
   tensorboard: bool = True
@@ -301,7 +327,7 @@ class LogSection:
   credit_groups: int = 4
 
   def keeps_credit(self, step: int, last: int) -> bool:
-    """Whether step `step` of a run of `last` steps is recorded."""
+    """Whether credit is recorded at step `step` of a run of `last` steps."""
     return bool(self.credit_every) and (step in (1, last) or step % self.credit_every == 0)
 
 
@@ -310,7 +336,8 @@ class ProfileSection:
   """Which steps are traced, for XProf and Perfetto.
 
   Attributes:
-    steps: the first and the last step to trace into WORKDIR/profile, as "3:5"; "" for none. The first steps compile.
+    steps: the first and the last step to trace to WORKDIR/profile, as "3:5"; "" for none. The
+      first steps include compilation.
   """
 
   steps: str = ""
@@ -319,12 +346,13 @@ class ProfileSection:
     first, last = self.window or (1, 1)
     if not 1 <= first <= last:
       raise UserError(
-        f"profile.steps must be two steps, as 3:5, the first at least 1 and not after the last; got {self.steps!r}"
+        "profile.steps must be two steps, as 3:5, the first at least 1 and not after the last; "
+        f"got {self.steps!r}"
       )
 
   @property
   def window(self) -> tuple[int, int] | None:
-    """The first and the last step traced; (0, 0) where the text is none."""
+    """The first and the last step to trace; None for no trace, (0, 0) if `steps` is invalid."""
     if not self.steps:
       return None
     first, _, last = self.steps.partition(":")
@@ -333,7 +361,7 @@ class ProfileSection:
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmSection(Settings):
-  """The algorithm's name, and its hyperparameters beside it; None takes the published value.
+  """The algorithm's name and its hyperparameters; None takes the published value.
 
   Attributes:
     name: one of `algorithms.RECIPES`.

@@ -1,1 +1,1 @@
-"""Problems: records, synthetic tasks, batches, chat."""
+"""Problems: records, synthetic tasks, sources, batches, chat templates."""

@@ -1,4 +1,4 @@
-"""Batches of problems: a pure function of (seed, step), so that a resumed run sees what it would have seen."""
+"""Batches of problems: a pure function of (seed, step), so a resumed run sees the same batches."""
 
 from __future__ import annotations
 
@@ -9,56 +9,65 @@ import numpy as np
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.runtime.errors import UserError
 
+PREFETCHED_BATCHES = 2
+
 
 class Batches:
-  """The training problems in shuffled epochs, `size` a batch, by random access; what comes next is read ahead.
+  """Random access to batches of training problems, drawn in shuffled epochs.
 
-  Of several sources each goes through epochs of its own, and they take turns in proportion to their weights.
+  Several sources alternate in proportion to their weights, each in its own epochs. The batches that
+  follow the latest one are prefetched.
 
   Args:
-    parts: sources with their weights.
-    size: problems a batch, of all processes together.
-    seed: of the order.
-    process: which of the `processes` this is. Each gets its rows of every batch, those behind one another that its devices hold: joined
-      in order they are the batch of one process, so that the order does not depend on how many there are.
+    sources: problems with their weights.
+    size: problems per batch, over all processes together.
+    seed: determines the order.
+    process_index: index of this process.
+    process_count: number of processes. Each receives a contiguous slice of every batch, the rows of
+      its devices. Concatenated in order, the slices are the batch of a single process, so the order
+      does not depend on the number of processes.
+
+  Raises:
+    UserError: the batch has fewer problems than there are processes.
   """
 
   def __init__(
     self,
-    parts: Sequence[tuple[Problems, float]],
+    sources: Sequence[tuple[Problems, float]],
     size: int,
     seed: int,
-    process: int = 0,
-    processes: int = 1,
+    process_index: int = 0,
+    process_count: int = 1,
   ):
     import grain
 
-    if not 0 <= process < processes <= size:
+    if not 0 <= process_index < process_count <= size:
       raise UserError(
-        f"batch.prompts = {size} cannot be cut for process {process} of {processes}; it must be {processes} at least"
+        f"batch.prompts = {size} cannot be divided for process {process_index} of {process_count}; "
+        f"it must be at least {process_count}"
       )
     shuffled = [
-      grain.MapDataset.source(problems).seed(seed).shuffle().repeat() for problems, _ in parts
+      grain.MapDataset.source(problems).seed(seed).shuffle().repeat() for problems, _ in sources
     ]
-    whole = (
-      shuffled[0]
-      if len(parts) == 1
-      else grain.MapDataset.mix(shuffled, [weight for _, weight in parts])
-    )
-    rows = slice(size * process // processes, size * (process + 1) // processes)
-    self._batches = whole.batch(size, batch_fn=lambda batch: list(batch)[rows])
-    self._options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-    self._next, self._ahead = -1, None
+    if len(sources) == 1:
+      mixed = shuffled[0]
+    else:
+      mixed = grain.MapDataset.mix(shuffled, [weight for _, weight in sources])
+    start = size * process_index // process_count
+    stop = size * (process_index + 1) // process_count
+    self._batches = mixed.batch(size, batch_fn=lambda batch: list(batch)[start:stop])
+    self._options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED_BATCHES)
+    self._next_step = -1
+    self._iterator = None
 
   def __getitem__(self, step: int) -> list[Problem]:
-    if step != self._next:
-      self._ahead = iter(self._batches[step:].to_iter_dataset(self._options))
-    self._next = step + 1
-    return next(self._ahead)
+    if step != self._next_step:
+      self._iterator = iter(self._batches[step:].to_iter_dataset(self._options))
+    self._next_step = step + 1
+    return next(self._iterator)
 
 
 def fixed_sample(problems: Problems, count: int) -> list[Problem]:
-  """The same `count` problems for every seed and every run; all of them if there are fewer."""
-  return [
-    problems[int(index)] for index in np.random.default_rng(0).permutation(len(problems))[:count]
-  ]
+  """Returns the same `count` problems for every seed and run, or all if there are fewer."""
+  order = np.random.default_rng(0).permutation(len(problems))
+  return [problems[int(index)] for index in order[:count]]

@@ -1,4 +1,4 @@
-"""The one record type of the package: a problem."""
+"""The package's only record type: a problem."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-  """A question whose answer can be verified.
+  """A question with a verifiable answer.
 
   Attributes:
-    id: stable and unique within its source.
+    id: stable, and unique within its source.
     messages: the conversation up to the assistant's turn, {"role", "content"} each.
     answer: the gold answer as text.
-    kind: which verifier judges a completion.
-    extra: what else that verifier reads.
+    kind: selects the verifier of completions, see `rewards.VERIFIERS`.
+    extra: further data for that verifier.
   """
 
   id: str
@@ -27,15 +27,15 @@ class Problem:
 
 
 class Problems(Protocol):
-  """Problems by number; a list of them is one."""
+  """A sequence of problems, such as a list."""
 
   def __len__(self) -> int:
-    """How many there are."""
+    """Returns the number of problems."""
 
   def __getitem__(self, index: int) -> Problem:
-    """Number `index`, from 0."""
+    """Returns the problem with this index, from 0."""
 
 
 def user(text: str) -> tuple[dict[str, str], ...]:
-  """A conversation of one user message."""
+  """Returns a conversation that consists of one user message."""
   return ({"role": "user", "content": text},)

@@ -1,7 +1,7 @@
-"""Synthetic reasoning tasks, and the imperfect teachers whose writing the base model imitates.
+"""Synthetic reasoning tasks with imperfect teachers, which the base model learns to imitate.
 
-A task numbers its problems 0 .. size-1. A hash of the problem itself puts one in eight into the held-out part, so that
-training and evaluation are disjoint by construction, whatever the seed.
+A task numbers its problems 0 .. size-1. A hash of the problem itself assigns one in eight to the
+held-out part, so training and evaluation are disjoint by construction, for every seed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,20 @@ from typing import Protocol
 import numpy as np
 
 from gtpo_jax.data.records import Problem, user
-from gtpo_jax.runtime.errors import UserError, nearest
+from gtpo_jax.runtime.errors import UserError, did_you_mean
 
-HELD_OUT = 8  # one problem in this many
-MOST = 1 << 22  # problems a task numbers; of a larger space it takes a fixed sample
+HELD_OUT = 8  # one problem in this many is held out
+MAX_PROBLEMS = 1 << 22  # a task with a larger space takes a fixed sample of it
+
+# How often the teachers err, at `slips` = 1.
+CARRY_SLIP = 0.35  # forgets to carry
+LARGE_CARRY_SLIP = 0.8  # forgets to carry a large addend
+LARGE_ADDEND = 7
+COUNTDOWN_SLIP = 0.9  # computes something other than the solution
 
 
 class Task(Protocol):
-  """What warm start, training and evaluation ask of a task."""
+  """The interface of a task for warm start, training and evaluation."""
 
   name: str
   terms: int
@@ -29,15 +35,15 @@ class Task(Protocol):
   held_out_ids: np.ndarray
 
   def problem(self, index: int) -> Problem:
-    """The problem of that number."""
+    """Returns the problem with this number."""
 
   def demonstration(self, index: int, rng: np.random.Generator, slips: float) -> str:
-    """What the teacher writes for it; `slips` scales how often the teacher errs."""
+    """Returns the teacher's completion; `slips` scales how often the teacher errs."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TaskPart:
-  """Some of a task's problems, by number."""
+  """A subset of a task's problems, by number."""
 
   task: Task
   ids: np.ndarray  # i64[...]
@@ -50,14 +56,18 @@ class TaskPart:
 
 
 class RunningSums:
-  """`46+4+3+4+2:` is answered step by step, `46+4=50,50+3=53,53+4=57,57+2=59`.
+  """Running sums: `46+4+3+4+2:` has the answer `46+4=50,50+3=53,53+4=57,57+2=59`.
 
-  The teacher forgets to carry when an addition carries, often for large addends, and goes on from the wrong total: errors
-  that imitation learns as faithfully as the rest, and that only the verdict on the last number can mend.
+  The teacher sometimes forgets to carry, more often for large addends, and continues from the wrong
+  total. Imitation learns these errors as faithfully as the rest, and only the verdict on the last
+  number can correct them.
 
   Args:
-    terms: additions a problem.
-    largest: the largest addend, 1-9. Totals stay at two digits.
+    terms: additions per problem.
+    largest: the largest addend, 1-9. Totals always have two digits.
+
+  Raises:
+    UserError: the difficulty leaves no two-digit total, or too few problems.
   """
 
   name = "sums"
@@ -68,38 +78,39 @@ class RunningSums:
     top = 99 - terms * largest
     if not (terms >= 1 and 1 <= largest <= 9 and top >= 10):
       raise UserError(
-        f"data.terms = {terms} with data.largest = {largest} leaves no two-digit total; sums need terms >= 1, "
-        f"largest in 1..9 and terms * largest <= 89"
+        f"data.terms = {terms} with data.largest = {largest} leaves no two-digit total; "
+        "sums need terms >= 1, largest in 1..9 and terms * largest <= 89"
       )
-    self._firsts = top - 9
-    space = self._firsts * largest**terms
-    self._codes = np.arange(space) if space <= MOST else _sample(space)
+    self._num_starts = top - 9  # first totals, 10..top
+    space = self._num_starts * largest**terms
+    self._codes = np.arange(space) if space <= MAX_PROBLEMS else _sample(space)
     self.size = len(self._codes)
     self.train_ids, self.held_out_ids = _split(self, self._codes)
 
   def numbers(self, index: int) -> list[int]:
-    """The first total and the addends."""
-    rest, first = divmod(int(self._codes[index]), self._firsts)
-    numbers = [first + 10]
+    """Returns the first total and the addends."""
+    rest, start = divmod(int(self._codes[index]), self._num_starts)
+    numbers = [start + 10]
     for _ in range(self.terms):
       rest, addend = divmod(rest, self.largest)
       numbers.append(addend + 1)
     return numbers
 
   def problem(self, index: int) -> Problem:
-    """The sum as a question."""
+    """Returns the sum as a question."""
     numbers = self.numbers(index)
-    return Problem(
-      f"sums-{index}", user("+".join(map(str, numbers)) + ":"), str(sum(numbers)), "last_number"
-    )
+    question = user("+".join(map(str, numbers)) + ":")
+    return Problem(f"sums-{index}", question, str(sum(numbers)), "last_number")
 
   def demonstration(self, index: int, rng: np.random.Generator, slips: float) -> str:
-    """The steps, with carries forgotten now and then."""
+    """Returns the steps, some of them without their carry."""
     total, *addends = self.numbers(index)
     steps = []
     for addend in addends:
       new = total + addend
-      if new // 10 > total // 10 and rng.random() < slips * (0.8 if addend >= 7 else 0.35):
+      carries = new // 10 > total // 10
+      rate = LARGE_CARRY_SLIP if addend >= LARGE_ADDEND else CARRY_SLIP
+      if carries and rng.random() < slips * rate:
         new -= 10
       steps.append(f"{total}+{addend}={new}")
       total = new
@@ -107,13 +118,17 @@ class RunningSums:
 
 
 class Countdown:
-  """`7 12 5=14:` is answered `12+7=19,19-5=14`: reach the target with every number used once. Several answers are right.
+  """Countdown: `7 12 5=14:` has the answer `12+7=19,19-5=14`, among others.
 
-  The teacher often writes an honest computation that ends elsewhere.
+  The target must be reached with every number used once. The teacher often writes a correct
+  computation that ends at another number.
 
   Args:
-    terms: numbers a problem.
+    terms: numbers per problem.
     largest: the largest of them.
+
+  Raises:
+    UserError: the difficulty is out of bounds, or leaves too few problems.
   """
 
   name = "countdown"
@@ -127,37 +142,30 @@ class Countdown:
     self.terms = terms
     self.largest = largest
     rng = np.random.default_rng(terms * 100 + largest)
-    self._numbers = rng.integers(
-      1, largest + 1, (self.size, terms)
-    )  # in an order that solves the problem
+    # i64[size, terms], in an order that solves the problem.
+    self._numbers = rng.integers(1, largest + 1, (self.size, terms))
     minus = rng.random((self.size, terms)) < 0.5
     self._targets = self._numbers[:, 0].copy()
     self._minus = minus
     for i in range(1, terms):
       minus[:, i] &= self._targets > self._numbers[:, i]  # totals stay positive
       self._targets += np.where(minus[:, i], -1, 1) * self._numbers[:, i]
-    code = (np.sort(self._numbers, axis=1) * (largest + 1) ** np.arange(terms)).sum(
-      1
-    )  # one for all orders and targets
+    # Problems with the same numbers have the same code, whatever their order and target.
+    code = (np.sort(self._numbers, axis=1) * (largest + 1) ** np.arange(terms)).sum(1)
     self.train_ids, self.held_out_ids = _split(self, code)
 
   def problem(self, index: int) -> Problem:
-    """The numbers in ascending order, and the target."""
+    """Returns the numbers in ascending order with the target, as a question."""
     numbers = np.sort(self._numbers[index]).tolist()
-    target = int(self._targets[index])
-    return Problem(
-      f"countdown-{index}",
-      user(" ".join(map(str, numbers)) + f"={target}:"),
-      str(target),
-      "countdown",
-      {"numbers": numbers},
-    )
+    target = str(self._targets[index])
+    question = user(" ".join(map(str, numbers)) + f"={target}:")
+    return Problem(f"countdown-{index}", question, target, "countdown", {"numbers": numbers})
 
   def demonstration(self, index: int, rng: np.random.Generator, slips: float) -> str:
-    """A true chain of steps, which often ends at another number."""
+    """Returns a chain of correct steps, which often ends at another number."""
     numbers = self._numbers[index].tolist()
     minus = self._minus[index].tolist()
-    if rng.random() < 0.9 * slips:  # the same numbers, another way
+    if rng.random() < COUNTDOWN_SLIP * slips:  # the same numbers in another computation
       numbers = [numbers[i] for i in rng.permutation(self.terms)]
       minus = (rng.random(self.terms) < 0.5).tolist()
     total = numbers[0]
@@ -175,37 +183,37 @@ TASKS: dict[str, type] = {task.name: task for task in (RunningSums, Countdown)}
 
 @functools.lru_cache(maxsize=8)
 def make_task(name: str, terms: int = 0, largest: int = 0) -> Task:
-  """A task by name; 0 leaves a difficulty setting at the task's own.
+  """Returns a task by name; 0 selects the task's own default of a difficulty setting.
 
   Raises:
-    UserError: an unknown name, or a difficulty that the task cannot have.
+    UserError: the name is unknown, or the task does not have this difficulty.
   """
   if name not in TASKS:
-    raise UserError(f"unknown task {name!r}{nearest(name, TASKS)}; valid are {', '.join(TASKS)}")
-  return TASKS[name](
-    **{key: value for key, value in (("terms", terms), ("largest", largest)) if value}
-  )
+    suggestion = did_you_mean(name, TASKS)
+    raise UserError(f"unknown task {name!r}{suggestion}; valid are {', '.join(TASKS)}")
+  difficulty = {"terms": terms, "largest": largest}
+  return TASKS[name](**{key: value for key, value in difficulty.items() if value})
 
 
 def _split(task: Task, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """The problem numbers of the training part and of the held-out part, by a hash of each problem's code."""
+  """Returns the problem numbers of the training and the held-out part, by a hash of the codes."""
   held_out = _hash(codes.astype(np.uint64)) % np.uint64(HELD_OUT) == 0
   if held_out.all() or not held_out.any():
     raise UserError(
-      f"data.terms = {task.terms} with data.largest = {task.largest} leaves too few different {task.name} problems to hold "
-      f"some out; raise one of them"
+      f"data.terms = {task.terms} with data.largest = {task.largest} leaves too few different "
+      f"{task.name} problems to hold some out; raise one of them"
     )
   return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
 def _sample(space: int) -> np.ndarray:
-  """About `MOST` different numbers below `space`, always the same. (`np.unique` takes 20 times as long.)"""
-  numbers = np.sort(np.random.default_rng(0).integers(space, size=MOST))
-  return numbers[np.append(True, np.diff(numbers) > 0)]
+  """Returns about MAX_PROBLEMS different numbers below `space`, always the same ones."""
+  numbers = np.sort(np.random.default_rng(0).integers(space, size=MAX_PROBLEMS))
+  return numbers[np.append(True, np.diff(numbers) > 0)]  # np.unique takes 20 times as long
 
 
 def _hash(x: np.ndarray) -> np.ndarray:
-  """SplitMix64's finaliser: neighbouring codes land far apart."""
+  """Returns SplitMix64's finaliser, which maps neighbouring codes to distant values."""
   x = x + np.uint64(0x9E3779B97F4A7C15)
   x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
   x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,9 +1,13 @@
-"""The synthetic tasks as a TFDS builder, without TensorFlow: `tfds:gtpo_tasks/sums_4:train`, `tfds:gtpo_tasks/countdown_3:test`.
+"""The synthetic tasks as a TFDS builder that does not need TensorFlow.
 
-After importing this module, `tfds.data_source("gtpo_tasks/sums_4", split="test")` gives the same by random access from array_record
-files, which it writes the first time (into TFDS_DATA_DIR, or ~/tensorflow_datasets). A configuration is named TASK_TERMS. Splits are
-the task's own: "train", and "test" for the part held out. Rows have the columns of our own layout: id, prompt, answer, kind, and
-extra where the verifier reads more.
+The sources `tfds:gtpo_tasks/sums_4:train` and `tfds:gtpo_tasks/countdown_3:test` use it. After this
+module is imported, `tfds.data_source("gtpo_tasks/sums_4", split="test")` returns the same problems
+by random access from array_record files, which the first call writes to TFDS_DATA_DIR or
+~/tensorflow_datasets.
+
+A configuration is named TASK_TERMS. The splits are the task's own: "train", and "test" for the
+held-out part. Rows have the columns of this package's layout: id, prompt, answer, kind, and extra
+if the verifier needs more.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-# TFDS 4.9.10 asks builders for a class of this backport, and does not bring it; from Python 3.11 on the original has it.
+# TFDS 4.9.10 asks builders for a class of this backport but does not install it. From Python 3.11
+# on, the standard library has the same class.
 sys.modules.setdefault("importlib_resources", importlib.resources)
 
 import numpy as np  # noqa: E402
@@ -31,7 +36,7 @@ class TaskConfig(tfds.core.BuilderConfig):
   terms: int = 0
 
   def make(self) -> Task:
-    """The task itself."""
+    """Returns the task."""
     return make_task(self.task, self.terms)
 
 
@@ -41,17 +46,13 @@ class GtpoTasks(tfds.core.GeneratorBasedBuilder):
   VERSION = tfds.core.Version("1.0.0")
   BUILDER_CONFIGS = [  # noqa: RUF012 (TFDS requires a class attribute)
     TaskConfig(name=f"{task}_{terms}", task=task, terms=terms)
-    for task, terms in (
-      *(("sums", terms) for terms in (1, 2, 3, 4)),
-      ("countdown", 3),
-      ("countdown", 4),
-    )
+    for task, all_terms in (("sums", (1, 2, 3, 4)), ("countdown", (3, 4)))
+    for terms in all_terms
   ]
 
   def _info(self) -> tfds.core.DatasetInfo:
-    columns: dict[str, Any] = {
-      name: tfds.features.Text() for name in ("id", "prompt", "answer", "kind")
-    }
+    names = ("id", "prompt", "answer", "kind")
+    columns: dict[str, Any] = {name: tfds.features.Text() for name in names}
     if self.builder_config.task == "countdown":
       columns["extra"] = {"numbers": tfds.features.Sequence(np.int64)}
     return tfds.core.DatasetInfo(
@@ -76,4 +77,6 @@ class GtpoTasks(tfds.core.GeneratorBasedBuilder):
         "answer": problem.answer,
         "kind": problem.kind,
       }
-      yield index, row | ({"extra": dict(problem.extra)} if problem.extra else {})
+      if problem.extra:
+        row["extra"] = dict(problem.extra)
+      yield index, row

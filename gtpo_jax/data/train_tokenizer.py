@@ -1,9 +1,9 @@
-"""Trains the small Qwen2-style tokenizer that is shipped in `gtpo_jax/data/tokenizer`.
+"""Trains the small Qwen2-style tokenizer in `gtpo_jax/data/tokenizer`.
 
     python -m gtpo_jax.data.train_tokenizer [OUT_DIR]
 
-Qwen2's scheme at a small size: NFC, its splitting pattern (every digit a token of its own), byte-level BPE, the three ChatML
-control tokens. The result depends on this file alone.
+It follows Qwen2's scheme at a small size: NFC, its splitting pattern (each digit is one token),
+byte-level BPE, and the three ChatML control tokens. The result depends only on this file.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ from gtpo_jax.data.chat import TOKENIZER_DIR
 
 VOCAB_SIZE = 384  # 256 bytes, 125 merges, 3 control tokens: a multiple of 128
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+  r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 CHAT_TEMPLATE = (
-  "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+  "{% for message in messages %}"
+  "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
   "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CORPUS = [
@@ -65,7 +69,7 @@ CORPUS = [
 
 
 def train() -> Tokenizer:
-  """The tokenizer, trained on the few sentences above."""
+  """Returns the tokenizer, trained on the sentences above."""
   tokenizer = Tokenizer(models.BPE())
   tokenizer.normalizer = normalizers.NFC()
   tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -89,7 +93,7 @@ def train() -> Tokenizer:
 
 
 def main(out: Path) -> None:
-  """Trains and writes the tokenizer folder."""
+  """Trains the tokenizer and writes its folder."""
   out.mkdir(parents=True, exist_ok=True)
   tokenizer = train()
   tokenizer.save(str(out / "tokenizer.json"), pretty=False)

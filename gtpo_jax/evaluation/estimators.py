@@ -1,4 +1,7 @@
-"""What a policy can do, estimated from n completions a problem: unbiased for k <= n, the mean over all subsets of k. NumPy alone."""
+"""Estimators from n completions per problem: unbiased for k <= n, the mean over all subsets of k.
+
+NumPy only.
+"""
 
 from __future__ import annotations
 
@@ -8,71 +11,83 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-DRAWS = 1000  # of the bootstrap
+BOOTSTRAP_DRAWS = 1000
 
 
-def pass_at_k(n: int, right: int, k: int) -> float:
-  """The chance that at least one of k completions drawn from n without replacement is right: 1 - C(n-right, k) / C(n, k).
+def pass_at_k(n: int, correct: int, k: int) -> float:
+  """Returns the probability that at least one of k completions is correct.
 
-  Source: Chen et al. 2021 (2107.03374), eq. 1. Raises ValueError unless 1 <= k <= n.
+  The k completions are drawn without replacement from n with `correct` correct ones:
+  1 - C(n - correct, k) / C(n, k). Source: Chen et al. 2021 (2107.03374), eq. 1.
+
+  Raises:
+    ValueError: k is not in [1, n].
   """
   _check(n, k)
-  return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+  return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def best_of_k(rewards: np.ndarray, k: int) -> float:
-  """The mean, over all subsets of k of the rewards f[n], of the greatest in it; of rewards 0 and 1 it is pass@k.
+  """Returns the mean of the maximum reward over all subsets of k of the rewards f[n].
 
-  In ascending order reward i (from 0) is the greatest of C(i, k-1) of the C(n, k) subsets. Raises ValueError unless 1 <= k <= n.
+  In ascending order, reward i (from 0) is the maximum of C(i, k-1) of the C(n, k) subsets. For
+  rewards 0 and 1 this is pass@k.
+
+  Raises:
+    ValueError: k is not in [1, n].
   """
   _check(len(rewards), k)
-  return float(np.sort(rewards) @ _shares_of_greatest(len(rewards), k))
+  return float(np.sort(rewards) @ _maximum_weights(len(rewards), k))
 
 
-def majority_at(votes: Sequence[Hashable | None], right: np.ndarray) -> np.ndarray:
-  """For each k, how often the answer that most of k completions give is right: the mean over all subsets of k.
+def majority_at_each_k(votes: Sequence[Hashable | None], correct: np.ndarray) -> np.ndarray:
+  """Returns maj@k for each k: how often the answer with the most votes among k is correct.
 
-  None abstains: where all k abstain the vote is wrong. Answers that tie share the vote: of t such each counts 1 / t. An answer whose
-  completions are judged differently is as right as their mean.
+  The mean is over all subsets of k completions. None abstains; if all k abstain, the vote is wrong.
+  Answers that tie share the vote: each of t tied answers counts 1 / t. If completions with the same
+  answer have different verdicts, the answer counts as their mean.
 
   Args:
     votes: the answers of n completions.
-    right: bool[n], their verdicts.
+    correct: bool[n], the verdicts on the completions.
 
   Returns:
     f64[n], for k = 1 .. n.
   """
-  places: dict[Hashable, list[int]] = {}
-  for place, vote in enumerate(votes):
+  voters: dict[Hashable, list[int]] = {}
+  for i, vote in enumerate(votes):
     if vote is not None:
-      places.setdefault(vote, []).append(place)
-  worth = {vote: float(np.mean(right[at])) for vote, at in places.items()}
+      voters.setdefault(vote, []).append(i)
+  value = {vote: float(np.mean(correct[ids])) for vote, ids in voters.items()}
   total = np.zeros(len(votes))
-  for vote in (vote for vote in places if worth[vote]):
-    others = sorted(len(at) for other, at in places.items() if other != vote)
-    total += worth[vote] * _wins(len(votes), len(places[vote]), tuple(others))
+  for vote in (vote for vote in voters if value[vote]):
+    other_counts = sorted(len(ids) for other, ids in voters.items() if other != vote)
+    wins = _win_probabilities(len(votes), len(voters[vote]), tuple(other_counts))
+    total += value[vote] * wins
   return total
 
 
 def bootstrap(columns: np.ndarray, level: float = 0.95, seed: int = 0) -> np.ndarray:
-  """Percentile intervals of the means of `columns` f64[p, c] over problems drawn p at a time with replacement; NaN is left out.
+  """Returns percentile bootstrap intervals of the means of `columns` f64[p, c] over p problems.
+
+  Problems are drawn p at a time with replacement, the same draws for all columns. NaN is ignored.
 
   Returns:
-    f64[2, c], lower and upper ends; NaN where a column has no number. All columns are drawn alike.
+    f64[2, c], lower and upper ends; NaN for a column without numbers.
   """
   p = len(columns)
-  times = (
-    np.random.default_rng(seed).multinomial(p, np.full(p, 1 / p), size=DRAWS).astype(np.float64)
-  )  # f64[draws, p]
-  there = ~np.isnan(columns)
-  count = times @ there
-  means = np.divide(
-    times @ np.where(there, columns, 0.0), count, out=np.full(count.shape, np.nan), where=count > 0
-  )
-  ends = np.full((2, columns.shape[1]), np.nan)
-  some = there.any(0)
-  ends[:, some] = np.nanpercentile(means[:, some], [50 * (1 - level), 50 * (1 + level)], axis=0)
-  return ends
+  rng = np.random.default_rng(seed)
+  draws = rng.multinomial(p, np.full(p, 1 / p), size=BOOTSTRAP_DRAWS)
+  draws = draws.astype(np.float64)  # f64[draws, p], how often each problem is drawn
+  is_number = ~np.isnan(columns)
+  sums = draws @ np.where(is_number, columns, 0.0)
+  counts = draws @ is_number
+  means = np.divide(sums, counts, out=np.full(counts.shape, np.nan), where=counts > 0)
+  intervals = np.full((2, columns.shape[1]), np.nan)
+  has_numbers = is_number.any(0)
+  percentiles = [50 * (1 - level), 50 * (1 + level)]
+  intervals[:, has_numbers] = np.nanpercentile(means[:, has_numbers], percentiles, axis=0)
+  return intervals
 
 
 def _check(n: int, k: int) -> None:
@@ -81,22 +96,28 @@ def _check(n: int, k: int) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _shares_of_greatest(n: int, k: int) -> np.ndarray:
-  """f64[n]: C(i, k-1) / C(n, k) for i = 0 .. n-1, from its end k / n downwards by ratios, which never overflow."""
+def _maximum_weights(n: int, k: int) -> np.ndarray:
+  """f64[n]: C(i, k-1) / C(n, k) for i = 0 .. n-1.
+
+  Computed from the last, k / n, downwards by ratios, which never overflow.
+  """
   i = np.arange(n - 1, 0, -1)
   return np.cumprod(np.append(k / n, np.maximum(i - k + 1, 0) / i))[::-1]
 
 
 @functools.lru_cache(maxsize=4096)
-def _wins(n: int, own: int, others: tuple[int, ...]) -> np.ndarray:
-  """For each k = 1 .. n, the mean share of the vote won in subsets of k by an answer with `own` of n votes, the others having `others`.
+def _win_probabilities(n: int, own: int, others: tuple[int, ...]) -> np.ndarray:
+  """f64[n]: for k = 1 .. n, the mean share of the vote won by one answer in subsets of k.
 
-  With m votes for it in a subset, no other answer may have more, and t that have as many leave it 1 / (1 + t), which is the integral
-  of y^t over [0, 1]. So the subsets are counted by a product of polynomials in x, whose powers are their sizes, one factor an answer:
-  sum_{i<m} C(c, i) x^i + y C(c, m) x^m, at as many y as make Gauss's quadrature exact. No term is negative, so nothing cancels.
+  The answer has `own` of n votes; the other answers have `others`. If it has m votes in a subset,
+  no other answer may have more, and t others that have as many leave it 1 / (1 + t), which is the
+  integral of y^t over [0, 1]. So the subsets are counted by a product of polynomials in x, where
+  the power of x is the size of the subset. Another answer with c votes is the factor
+  sum_{i<m} C(c, i) x^i + y C(c, m) x^m, evaluated at enough y for exact Gauss quadrature. No term
+  is negative, so nothing cancels.
   """
   won = np.zeros(n + 1, np.longdouble)
-  silent = n - own - sum(others)
+  abstentions = n - own - sum(others)
   for m in range(1, own + 1):
     ties = sum(c >= m for c in others)
     nodes, weights = np.polynomial.legendre.leggauss(ties // 2 + 1)
@@ -104,16 +125,20 @@ def _wins(n: int, own: int, others: tuple[int, ...]) -> np.ndarray:
     product = np.zeros((len(y), n + 1), np.longdouble)
     product[:, m] = weights / 2 * _comb(own, m)
     for c in others:
-      factor = [np.full(len(y), _comb(c, i)) for i in range(min(m, c + 1))] + (
-        [y * _comb(c, m)] if m <= c else []
-      )
-      product = _times(product, factor)
-    won += _times(product, [np.full(len(y), _comb(silent, i)) for i in range(silent + 1)]).sum(0)
+      factor = [np.full(len(y), _comb(c, i)) for i in range(min(m, c + 1))]
+      if m <= c:
+        factor.append(y * _comb(c, m))
+      product = _multiply(product, factor)
+    factor = [np.full(len(y), _comb(abstentions, i)) for i in range(abstentions + 1)]
+    won += _multiply(product, factor).sum(0)
   return np.asarray([won[k] / _comb(n, k) for k in range(1, n + 1)], np.float64)
 
 
-def _times(product: np.ndarray, factor: Sequence[np.ndarray]) -> np.ndarray:
-  """Polynomials [y, n + 1] times others given by their coefficients; powers above n are dropped, for there are none."""
+def _multiply(product: np.ndarray, factor: Sequence[np.ndarray]) -> np.ndarray:
+  """Multiplies polynomials [y, n + 1] by a factor given as a list of coefficients [y].
+
+  Powers above n are dropped; they do not occur.
+  """
   out = np.zeros_like(product)
   for i, coefficient in enumerate(factor):
     out[:, i:] += product[:, : product.shape[1] - i] * coefficient[:, None]
@@ -121,6 +146,5 @@ def _times(product: np.ndarray, factor: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _comb(n: int, k: int) -> np.longdouble:
-  return np.longdouble(
-    math.comb(n, k)
-  )  # its range suffices for n = 16,000 where it is wider than a double
+  # Where long double is wider than double, its range suffices up to n = 16,000.
+  return np.longdouble(math.comb(n, k))

@@ -1,8 +1,10 @@
-"""The Qwen2.5 port."""
+"""The Qwen2.5 model: architecture, parameters, Hugging Face folders."""
 
+from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.load import load
-from gtpo_jax.models.presets import PRESETS, ModelConfig
-from gtpo_jax.models.qwen2 import Qwen2, abstract_params, init_params, param_shardings
+from gtpo_jax.models.params import abstract_params, init_params, param_shardings
+from gtpo_jax.models.presets import PRESETS
+from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.models.save import save, save_adapter
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The attention of whole streams, in training and where prompts are read: which kernel computes it, and on which device."""
+"""Attention of complete streams, in training and prefill: selects a kernel and splits its work."""
 
 from __future__ import annotations
 
@@ -9,118 +9,164 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from gtpo_jax.models.attention import KV, Context
-from gtpo_jax.models.cudnn import attend_by_cudnn
+from gtpo_jax.models.attention import KV, AttentionContext
+from gtpo_jax.models.config import ModelConfig
+from gtpo_jax.models.context_parallel import balanced_queries, contiguous_queries, exchange_halves
+from gtpo_jax.models.cudnn import attend_with_cudnn
 from gtpo_jax.models.flash import attend_in_blocks
-from gtpo_jax.models.parts import contiguous, exchange, paired
-from gtpo_jax.models.presets import ModelConfig
-from gtpo_jax.models.splash import attend_by_splash
+from gtpo_jax.models.splash import attend_with_splash
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import (
+  all_gather_axis,
   axis_size,
-  gathered,
+  divisible_axis,
+  indivisible_error,
   partition_spec,
-  shard_number,
-  uneven,
-  where_even,
+  shard_index,
 )
+
+CUDNN_MAX_HEAD_DIM = 256  # the limits of cuDNN's flash attention, forward and backward
+CUDNN_HEAD_DIM_MULTIPLE = 8
 
 
 def attention_kind(config: ModelConfig, mesh: Mesh) -> str:
-  """How whole streams attend on this mesh: "splash", "cudnn" or "blocks", as the config says, or else what its platform is best at.
+  """Returns the attention kernel for complete streams: "splash", "cudnn" or "blocks".
+
+  It is `config.attention` if set, otherwise the fastest one for the mesh's platform.
 
   Raises:
-    UserError: the config names one that this platform or these number formats do not have.
+    UserError: `config.attention` does not support this platform or these number formats.
   """
   platform = mesh.devices.flat[0].platform
-  whole = axis_size(mesh, "position") == 1
-  formats = (
-    f"compute_dtype {config.compute_dtype}, matmul_precision {config.matmul_precision}, head_dim {config.head_dim}"
-    + ("" if whole else f", mesh.context {axis_size(mesh, 'position')}")
+  context_shards = axis_size(mesh, "position")
+  cudnn_format = (
+    config.compute_dtype != "float32"
+    and config.head_dim <= CUDNN_MAX_HEAD_DIM
+    and config.head_dim % CUDNN_HEAD_DIM_MULTIPLE == 0
   )
-  half = config.compute_dtype != "float32" and config.head_dim <= 256 and config.head_dim % 8 == 0
-  plain = config.matmul_precision == "default"  # the kernels know no other
-  fits = {
-    "splash": platform in ("tpu", "cpu") and plain,
-    "cudnn": platform == "gpu" and half and plain and whole,
+  default_precision = config.matmul_precision == "default"  # the only one the kernels have
+  supported = {
+    "splash": platform in ("tpu", "cpu") and default_precision,
+    "cudnn": platform == "gpu" and cudnn_format and default_precision and context_shards == 1,
     "blocks": True,
   }
   if config.attention:
-    if not fits[config.attention]:
+    if not supported[config.attention]:
+      settings = (
+        f"compute_dtype {config.compute_dtype}, matmul_precision {config.matmul_precision}, "
+        f"head_dim {config.head_dim}"
+      )
+      if context_shards > 1:
+        settings += f", mesh.context {context_shards}"
       raise UserError(
-        f"model.attention = {config.attention!r} does not run on {platform} with {formats}; use 'blocks', or leave it empty"
+        f"model.attention = {config.attention!r} does not run on {platform} with {settings}; "
+        "use 'blocks', or leave it empty"
       )
     return config.attention
-  native = {"tpu": "splash", "gpu": "cudnn"}.get(platform, "blocks")
-  return native if fits[native] else "blocks"
+  fastest = {"tpu": "splash", "gpu": "cudnn"}.get(platform, "blocks")
+  return fastest if supported[fastest] else "blocks"
 
 
-def attend_causally(config: ModelConfig, mesh: Mesh, q: jax.Array, context: Context) -> jax.Array:
-  """Softmax attention of `q` [n, g, h, s, e] over its context -> [n, g, h, s, e], with no buffer of [s, s].
+def attend_causally(
+  config: ModelConfig, mesh: Mesh, q: jax.Array, context: AttentionContext
+) -> jax.Array:
+  """Softmax attention of `q` [n, g, h, s, e] over `context`, without a buffer of [s, s].
 
-  Heads are split over the tensor axis; key/value heads too where they divide, else every shard picks those of its queries. Positions are
-  split over the context axis where they divide: a shard has its own queries, and gathers the keys and values of all.
+  Query heads are split over the tensor axis. Key/value heads are split too if they divide;
+  otherwise every shard selects those that its queries use. Positions are split over the context
+  axis if they divide: a shard has its own queries and gathers the keys and values of all
+  positions.
+
+  Returns:
+    [n, g, h, s, e], split like `q`.
+
+  Raises:
+    UserError: the query heads do not divide over the tensor axis.
   """
-  (n, _, h, s, _) = q.shape
+  n, _, h, s, _ = q.shape
   kv_heads = context.own.v.shape[2]
-  shards = axis_size(mesh, "heads")
-  if h % shards:
-    raise uneven("heads", h, mesh)
+  tensor_shards = axis_size(mesh, "heads")
+  if h % tensor_shards:
+    raise indivisible_error("heads", h, mesh)
   kind = attention_kind(config, mesh)
-  local = {
+  kernel = {
     "blocks": functools.partial(attend_in_blocks, precision=config.matmul_precision),
-    "cudnn": attend_by_cudnn,
-    "splash": functools.partial(attend_by_splash, interpret=mesh.devices.flat[0].platform == "cpu"),
+    "cudnn": attend_with_cudnn,
+    "splash": functools.partial(
+      attend_with_splash, interpret=mesh.devices.flat[0].platform == "cpu"
+    ),
   }[kind]
   own_axis, prompt_axis = (
-    kv and where_even(mesh, kv.v.shape[3], "position") for kv in (context.own, context.prompt)
+    kv and divisible_axis(mesh, kv.v.shape[3], "position") for kv in (context.own, context.prompt)
   )
-  parts = axis_size(mesh, own_axis)
-  rows = where_even(mesh, n, "batch")
-  split = kv_heads % shards == 0
-  here = h // shards  # query heads of a shard; of them, those beside one another on one kv head
-  run = math.gcd(h // shards, h // kv_heads)
+  context_shards = axis_size(mesh, own_axis)
+  split_kv_heads = kv_heads % tensor_shards == 0
 
-  def attend(q: jax.Array, context: Context) -> jax.Array:
-    if not split:
-      heads = (shard_number("heads") * here + jnp.arange(0, here, run)) // (h // kv_heads)
-      pick = lambda kv: (
-        None if kv is None else jax.tree.map(lambda x: jnp.take(x, heads, axis=2), kv)
-      )
-      context = context._replace(own=pick(context.own), prompt=pick(context.prompt))
+  def attend(q: jax.Array, context: AttentionContext) -> jax.Array:
+    if not split_kv_heads:
+      context = _select_kv_heads(context, h, kv_heads, tensor_shards)
     context = context._replace(
-      own=_whole(context.own, own_axis), prompt=_whole(context.prompt, prompt_axis)
+      own=_all_positions(context.own, own_axis), prompt=_all_positions(context.prompt, prompt_axis)
     )
-    if parts == 1:
-      return local(q, context)
-    if (
-      kind == "splash" and s % (2 * parts) == 0
-    ):  # blocks look at all keys, wherever the queries stand
-      return exchange(local(exchange(q, parts), context, part=paired(s, parts)), parts)
-    return local(q, context, part=contiguous(s, parts))
+    if context_shards == 1:
+      return kernel(q, context)
+    # The blocks kernel computes the scores of all keys, so balancing would not speed it up.
+    if kind == "splash" and s % (2 * context_shards) == 0:
+      balanced = exchange_halves(q, context_shards)
+      attended = kernel(balanced, context, query_shard=balanced_queries(s, context_shards))
+      return exchange_halves(attended, context_shards)
+    return kernel(q, context, query_shard=contiguous_queries(s, context_shards))
 
-  kv_spec = (rows, None, "kv_heads" if split else None)
+  rows = divisible_axis(mesh, n, "batch")
+  kv_axis = "kv_heads" if split_kv_heads else None
+  queries = partition_spec((rows, None, "heads", own_axis))
+  specs = _context_specs(context, rows, kv_axis, own_axis, prompt_axis)
+  return jax.shard_map(
+    attend, mesh=mesh, in_specs=(queries, specs), out_specs=queries, check_vma=False
+  )(q, context)
+
+
+def _select_kv_heads(
+  context: AttentionContext, heads: int, kv_heads: int, tensor_shards: int
+) -> AttentionContext:
+  """Within `shard_map`: takes the key/value heads that this shard's query heads use."""
+  heads_per_shard = heads // tensor_shards
+  heads_per_kv = heads // kv_heads
+  # A shard's query heads fall into runs of this many that share one key/value head.
+  run = math.gcd(heads_per_shard, heads_per_kv)
+  first_of_runs = jnp.arange(0, heads_per_shard, run)
+  selected = (shard_index("heads") * heads_per_shard + first_of_runs) // heads_per_kv
+  select = lambda kv: kv and jax.tree.map(lambda x: jnp.take(x, selected, axis=2), kv)
+  return context._replace(own=select(context.own), prompt=select(context.prompt))
+
+
+def _context_specs(
+  context: AttentionContext,
+  rows: str | None,
+  kv_axis: str | None,
+  own_axis: str | None,
+  prompt_axis: str | None,
+) -> AttentionContext:
+  """Returns the `PartitionSpec` of every array of the context."""
   of_kv = lambda kv, positions: (
-    kv and KV(partition_spec((*kv_spec, None, positions)), partition_spec((*kv_spec, positions)))
+    kv
+    and KV(
+      partition_spec((rows, None, kv_axis, None, positions)),
+      partition_spec((rows, None, kv_axis, positions)),
+    )
   )
   of_mask = lambda mask: None if mask is None else partition_spec((rows,))
-  specs = Context(
+  return AttentionContext(
     of_kv(context.own, own_axis),
     of_mask(context.own_mask),
     of_kv(context.prompt, prompt_axis),
     of_mask(context.prompt_mask),
     of_mask(context.segment),
   )
-  queries = partition_spec((rows, None, "heads", own_axis))
-  return jax.shard_map(
-    attend, mesh=mesh, in_specs=(queries, specs), out_specs=queries, check_vma=False
-  )(q, context)
 
 
-def _whole(kv: KV | None, positions: str | None) -> KV | None:
-  """Within `shard_map`: the keys and values of all positions, which lie over the axis called `positions`."""
-  return (
-    kv
-    if kv is None or positions is None
-    else KV(gathered(kv.k, positions, 4), gathered(kv.v, positions, 3))
-  )
+def _all_positions(kv: KV | None, axis: str | None) -> KV | None:
+  """Within `shard_map`: gathers keys and values over the logical axis of their positions."""
+  if kv is None or axis is None:
+    return kv
+  return KV(all_gather_axis(kv.k, axis, 4), all_gather_axis(kv.v, axis, 3))

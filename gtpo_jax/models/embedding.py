@@ -1,4 +1,7 @@
-"""Looking tokens up in a table whose words lie over the context and tensor axes and whose features over fsdp."""
+"""Token embedding with a table that is sharded over the vocabulary and over the features.
+
+The vocabulary is split over the context and tensor axes, the features over fsdp.
+"""
 
 from __future__ import annotations
 
@@ -9,71 +12,88 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from gtpo_jax.runtime.mesh import (
-  gathered,
+  all_gather_axis,
+  divisible_axis,
   mesh_axes,
   partition_spec,
-  scattered,
-  shard_number,
-  where_even,
+  reduce_scatter_axis,
+  shard_index,
 )
+
+_TABLE = partition_spec(("vocab", "vocab_embed"))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def look_up(table: jax.Array, tokens: jax.Array, dtype: str, mesh: Mesh) -> jax.Array:
-  """The rows of `table` [v, d] for `tokens` i32[n, g, s], as `dtype`: [n, g, s, d], laid out as the residual stream.
+def embedding_lookup(table: jax.Array, tokens: jax.Array, dtype: str, mesh: Mesh) -> jax.Array:
+  """Returns the rows of `table` [v, d] for `tokens` i32[n, g, s], as `dtype` [n, g, s, d].
 
-  No device holds more of the table than its own words. Gradients are summed in float32: a frequent word has thousands of terms.
+  The result is split like the residual stream. No device holds more of the table than its own
+  vocabulary shard. Gradients are summed in float32, because a frequent token has thousands of
+  terms.
   """
   return _forward(table, tokens, dtype, mesh)[0]
+
+
+def local_ids(vocab_shard: jax.Array, tokens: jax.Array) -> jax.Array:
+  """Within `shard_map`: converts token ids to row indices of this vocabulary shard.
+
+  Args:
+    vocab_shard: [v / shards, ...], this shard's rows.
+    tokens: i32[...], global ids.
+
+  Returns:
+    i32[...]; `len(vocab_shard)`, which is out of bounds, for tokens of other shards.
+  """
+  rows = len(vocab_shard)
+  index = tokens - shard_index("vocab") * rows
+  return jnp.where((index >= 0) & (index < rows), index, rows)
 
 
 def _forward(
   table: jax.Array, tokens: jax.Array, dtype: str, mesh: Mesh
 ) -> tuple[jax.Array, tuple]:
-  rows, stream, split = _layout(tokens, mesh)
+  rows, stream, split_positions = _layout(tokens, mesh)
 
   def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    words = gathered(table.astype(dtype), "vocab_embed", 1)
-    place = place_among(table, tokens)
-    found = jnp.where((place < len(words))[..., None], words[jnp.minimum(place, len(words) - 1)], 0)
-    return scattered(found, "sequence", 2) if split else jax.lax.psum(found, mesh_axes("vocab"))
+    vocab_shard = all_gather_axis(table.astype(dtype), "vocab_embed", 1)
+    ids = local_ids(table, tokens)
+    last = len(vocab_shard) - 1
+    # A token's row is in one shard, the other shards add zeros.
+    x = jnp.where((ids <= last)[..., None], vocab_shard[jnp.minimum(ids, last)], 0)
+    if split_positions:
+      return reduce_scatter_axis(x, "sequence", 2)
+    return jax.lax.psum(x, mesh_axes("vocab"))
 
-  return jax.shard_map(
+  lookup = jax.shard_map(
     local, mesh=mesh, in_specs=(_TABLE, rows), out_specs=stream, check_vma=False
-  )(table, tokens), (table, tokens)
+  )
+  return lookup(table, tokens), (table, tokens)
 
 
 def _backward(dtype: str, mesh: Mesh, residuals: tuple, d_out: jax.Array) -> tuple[jax.Array, None]:
   table, tokens = residuals
-  rows, stream, split = _layout(tokens, mesh)
+  rows, stream, split_positions = _layout(tokens, mesh)
 
   def local(table: jax.Array, tokens: jax.Array, d_out: jax.Array) -> jax.Array:
-    d_out = gathered(d_out, "sequence", 2) if split else d_out
+    if split_positions:
+      d_out = all_gather_axis(d_out, "sequence", 2)
     width = table.shape[1] * jax.lax.axis_size(mesh_axes("vocab_embed"))
-    d_table = (
-      jnp.zeros((len(table), width), jnp.float32)
-      .at[place_among(table, tokens)]
-      .add(d_out.astype(jnp.float32), mode="drop")
-    )
-    return jax.lax.psum(scattered(d_table, "vocab_embed", 1), "data").astype(table.dtype)
+    d_table = jnp.zeros((len(table), width), jnp.float32)
+    ids = local_ids(table, tokens)
+    d_table = d_table.at[ids].add(d_out.astype(jnp.float32), mode="drop")
+    d_table = reduce_scatter_axis(d_table, "vocab_embed", 1)
+    return jax.lax.psum(d_table, "data").astype(table.dtype)
 
-  return jax.shard_map(
+  gradient = jax.shard_map(
     local, mesh=mesh, in_specs=(_TABLE, rows, stream), out_specs=_TABLE, check_vma=False
-  )(table, tokens, d_out), None
+  )
+  return gradient(table, tokens, d_out), None
 
 
-look_up.defvjp(_forward, _backward)
-
-_TABLE = partition_spec(("vocab", "vocab_embed"))
+embedding_lookup.defvjp(_forward, _backward)
 
 
 def _layout(tokens: jax.Array, mesh: Mesh) -> tuple:
-  """How the tokens lie, how what is found for them does, and whether that is split over positions."""
-  split = where_even(mesh, tokens.shape[2], "sequence")
+  """Returns the specs of the tokens and of their embeddings, and whether positions are split."""
+  split = divisible_axis(mesh, tokens.shape[2], "sequence")
   return partition_spec(("batch",)), partition_spec(("batch", None, split)), split is not None
-
-
-def place_among(words: jax.Array, tokens: jax.Array) -> jax.Array:
-  """Within `shard_map`: where in this shard's `words` [v / shards, ...] the tokens stand; behind the last where they are another's."""
-  place = tokens - shard_number("vocab") * len(words)
-  return jnp.where((place >= 0) & (place < len(words)), place, len(words))

@@ -1,224 +1,298 @@
-"""Names and layouts of Hugging Face Qwen2 weights: one table, read in both directions."""
+"""Names and layouts of Hugging Face weights: one table, read in both directions.
+
+Shapes come from the parameters' declarations. A matrix is stored as torch stores a linear weight,
+[outputs, inputs] with several axes flattened into one; a vector is flattened; a table is the same
+in both.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 
-from gtpo_jax.models.lora import merge_lora
-from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
+from gtpo_jax.models.config import ModelConfig
+from gtpo_jax.models.declaration import KINDS, Declaration, Kind
+from gtpo_jax.models.lora import merge_lora, without_lora
+from gtpo_jax.models.params import Params, abstract_params, declared_params
+from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.files import printable
 from gtpo_jax.runtime.mesh import named_sharding
 
-# Our path within a layer, its Hugging Face name, and whether that is a torch linear weight [out, in].
-LAYER_NAMES: tuple[tuple[tuple[str, str], str, bool], ...] = (
-  (("attention_norm", "scale"), "input_layernorm.weight", False),
-  (("q", "kernel"), "self_attn.q_proj.weight", True),
-  (("q", "bias"), "self_attn.q_proj.bias", False),
-  (("k", "kernel"), "self_attn.k_proj.weight", True),
-  (("k", "bias"), "self_attn.k_proj.bias", False),
-  (("v", "kernel"), "self_attn.v_proj.weight", True),
-  (("v", "bias"), "self_attn.v_proj.bias", False),
-  (("o", "kernel"), "self_attn.o_proj.weight", True),
-  (("mlp_norm", "scale"), "post_attention_layernorm.weight", False),
-  (("gate", "kernel"), "mlp.gate_proj.weight", True),
-  (("up", "kernel"), "mlp.up_proj.weight", True),
-  (("down", "kernel"), "mlp.down_proj.weight", True),
-)
-OUTER_NAMES: tuple[tuple[tuple[str, ...], str], ...] = (
-  (("embedding",), "model.embed_tokens.weight"),
-  (("norm", "scale"), "model.norm.weight"),
-  (("head",), "lm_head.weight"),
-)
+# Our modules outside of the layers, and within a layer, with their Hugging Face names, in the order
+# of the files that we write.
+OUTER_NAMES: dict[tuple[str, ...], str] = {
+  ("embedding",): "model.embed_tokens.weight",
+  ("norm", "scale"): "model.norm.weight",
+  ("head",): "lm_head.weight",
+}
+LAYER_MODULES: dict[str, str] = {
+  "attention_norm": "input_layernorm",
+  "q": "self_attn.q_proj",
+  "k": "self_attn.k_proj",
+  "v": "self_attn.v_proj",
+  "o": "self_attn.o_proj",
+  "mlp_norm": "post_attention_layernorm",
+  "gate": "mlp.gate_proj",
+  "up": "mlp.up_proj",
+  "down": "mlp.down_proj",
+}
+LAYER_LEAVES: dict[str, str] = {"scale": "weight", "kernel": "weight", "bias": "bias"}
+
+MAX_NAMES = 8  # tensors that an error message lists
+
+
+class HFTensor(NamedTuple):
+  """One tensor of a Hugging Face folder, and the part of our parameters that it holds."""
+
+  name: str
+  shape: tuple[int, ...]
+  path: tuple[str, ...]  # of our parameter
+  layer: int | None  # index into a stacked parameter; None outside of the layers
+  layout: StoredLayout
+
+
+class StoredLayout(NamedTuple):
+  """How one parameter (of one layer) is stored in a Hugging Face tensor."""
+
+  kind: Kind
+  shape: tuple[int, ...]  # ours
+  inputs: int  # leading axes that a matrix contracts
+
+  @property
+  def stored_shape(self) -> tuple[int, ...]:
+    """The shape of the Hugging Face tensor."""
+    if self.kind is Kind.MATRIX:
+      return math.prod(self.shape[self.inputs :]), math.prod(self.shape[: self.inputs])
+    return (math.prod(self.shape),) if self.kind is Kind.VECTOR else self.shape
+
+  def to_stored(self, value: np.ndarray) -> np.ndarray:
+    """Converts our array of `shape` to one of `stored_shape`, contiguous."""
+    if self.kind is Kind.MATRIX:
+      value = value.reshape(self.stored_shape[::-1]).T
+    return np.ascontiguousarray(value.reshape(self.stored_shape))
+
+  def read(self, tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
+    """Reads the slice `index` of our array from a stored tensor.
+
+    Of several axes that are stored as one, only the first may be cut.
+
+    Raises:
+      UserError: another one is cut.
+    """
+    if self.kind is Kind.TABLE:
+      return tensor[index]
+    cuts = zip(index, self.shape, strict=True)
+    part = tuple(len(range(*cut.indices(size))) for cut, size in cuts)
+    if self.kind is Kind.VECTOR:
+      return tensor[self._flat(index, slice(None))].reshape(part)
+    inputs = self._flat(index, slice(self.inputs))
+    outputs = self._flat(index, slice(self.inputs, None))
+    return tensor[outputs, inputs].T.reshape(part)
+
+  def _flat(self, index: tuple[slice, ...], axes: slice) -> slice:
+    """Converts the slices of several axes to one slice of the flattened axis."""
+    first, *rest = index[axes]
+    size, *inner = self.shape[axes]
+    start, stop, _ = first.indices(size)
+    if any(cut.indices(full) != (0, full, 1) for cut, full in zip(rest, inner, strict=True)):
+      raise UserError(
+        f"a parameter of shape {self.shape} is split over its inner axes; "
+        "choose a mesh that keeps each head on one device"
+      )
+    return slice(start * math.prod(inner), stop * math.prod(inner))
+
+
+def hf_tensors(model: Qwen2) -> list[HFTensor]:
+  """Returns every Hugging Face tensor of the model without adapters, in the order of its files.
+
+  Raises:
+    ValueError: a declared parameter has no Hugging Face name.
+  """
+  declared: dict[tuple[str, ...], Declaration] = flatten_dict(declared_params(without_lora(model)))
+  layer_names = {
+    ("layers", module, leaf): f"{hf_module}.{suffix}"
+    for module, hf_module in LAYER_MODULES.items()
+    for leaf, suffix in LAYER_LEAVES.items()
+  }
+  if unnamed := declared.keys() - OUTER_NAMES.keys() - layer_names.keys():
+    paths = ", ".join(sorted("/".join(path) for path in unnamed))
+    raise ValueError(f"no Hugging Face name for {paths}; add it to LAYER_MODULES or OUTER_NAMES")
+
+  def tensor(name: str, path: tuple[str, ...], layer: int | None) -> HFTensor:
+    shape = declared[path].value.shape
+    shape = shape if layer is None else shape[1:]
+    layout = StoredLayout(KINDS[path[-1]], shape, declared[path].inputs)
+    return HFTensor(name, layout.stored_shape, path, layer, layout)
+
+  outer = [tensor(name, path, None) for path, name in OUTER_NAMES.items() if path in declared]
+  layers = [
+    tensor(f"model.layers.{layer}.{name}", path, layer)
+    for layer in range(model.config.layers)
+    for path, name in layer_names.items()
+    if path in declared
+  ]
+  return outer + layers
+
+
+def hf_shapes(model: Qwen2) -> dict[str, tuple[int, ...]]:
+  """Returns the Hugging Face names and shapes of all tensors, in the order of the files."""
+  return {tensor.name: tensor.shape for tensor in hf_tensors(model)}
 
 
 def params_from_hf(model: Qwen2, tensors: Mapping[str, Any]) -> Params:
-  """Our parameters, on the model's mesh, from the tensors of a Hugging Face Qwen2ForCausalLM.
+  """Converts the tensors of a Hugging Face Qwen2ForCausalLM to our parameters.
 
   Args:
-    model: the architecture on its mesh.
-    tensors: by name, NumPy arrays or what is sliced like them. A process reads only what its devices hold.
+    model: the architecture, without adapters, on its mesh.
+    tensors: by name, NumPy arrays or objects that slice like them. A process reads only the slices
+      of its own devices.
+
+  Returns:
+    Parameters on the model's mesh.
 
   Raises:
-    UserError: a tensor is missing, left over, or of another shape; all names are listed.
+    UserError: tensors are missing, unknown or of another shape; the message names them.
   """
   shapes = {name: tuple(x.shape) for name, x in tensors.items()}
-  if model.config.layers > len(shapes):  # before the names of a billion layers are listed
+  _check_sizes(model.config, shapes)
+  entries = hf_tensors(model)
+  _check_shapes(model.config, {entry.name: entry.shape for entry in entries}, shapes)
+  by_path: dict[tuple[str, ...], list[HFTensor]] = {}
+  for entry in entries:
+    by_path.setdefault(entry.path, []).append(entry)  # one per layer, in order
+
+  def convert(path: tuple[Any, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
+    parts = by_path[tuple(key.key for key in path)]
+    stacked = parts[0].layer is not None
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+      cuts = zip(index, like.shape, strict=True)
+      out = np.empty([len(range(*cut.indices(size))) for cut, size in cuts], like.dtype)
+      if stacked:
+        for i, part in enumerate(parts[index[0]]):
+          out[i] = part.layout.read(tensors[part.name], index[1:])
+      else:
+        out[...] = parts[0].layout.read(tensors[parts[0].name], index)
+      return out
+
+    return _to_devices(like, read)
+
+  return jax.tree.map_with_path(convert, abstract_params(model))
+
+
+def _check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+  """Refuses sizes that the tensors cannot have, before anything of those sizes is built."""
+  if config.layers > len(shapes):
     raise UserError(
-      f"num_hidden_layers = {model.config.layers}, but there are {len(shapes)} tensors in all; some are missing"
+      f"num_hidden_layers = {config.layers}, but there are {len(shapes)} tensors in all; "
+      "some are missing"
     )
-  entries = list(_entries(model))
-  expected = {name: shape for name, shape, *_ in entries}
-  tied_head = (
-    {"lm_head.weight"} if model.config.tied else set()
-  )  # some files carry the tied head a second time
-  missing = sorted(expected.keys() - shapes.keys())
-  extra = sorted(shapes.keys() - expected.keys() - tied_head)
+  numbers = sum(map(math.prod, shapes.values()))
+  sizes = {
+    "vocab_size": config.vocab_size,
+    "hidden_size": config.width,
+    "num_attention_heads": config.heads,
+    "head_dim": config.head_dim,
+    "intermediate_size": config.mlp,
+  }
+  for name, size in sizes.items():
+    if size > numbers:
+      raise UserError(
+        f"{name} = {size}, but the tensors hold {numbers} numbers in all; some are missing"
+      )
+
+
+def _check_shapes(
+  config: ModelConfig,
+  expected: Mapping[str, tuple[int, ...]],
+  shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+  """Raises a UserError unless the tensors' names and shapes are the expected ones."""
+  # Some files hold a tied head a second time.
+  optional = {"lm_head.weight"} if config.tied else set()
   wrong = [
     f"{name} {shapes[name]} instead of {shape}"
     for name, shape in expected.items()
     if name in shapes and shapes[name] != shape
   ]
-  for what, names in (
-    ("missing", missing),
-    ("not of this architecture", extra),
+  for complaint, names in (
+    ("missing", sorted(expected.keys() - shapes.keys())),
+    ("not of this architecture", sorted(shapes.keys() - expected.keys() - optional)),
     ("of the wrong shape", wrong),
   ):
     if names:
-      raise UserError(
-        f"{len(names)} tensor(s) {what}: {', '.join(map(printable, names[:8]))}{' ...' if len(names) > 8 else ''}"
-      )
-
-  sources: dict[tuple[str, ...], list[str]] = {}
-  for name, _, path, _, _ in entries:
-    sources.setdefault(path, []).append(name)  # of a stacked parameter, one a layer, in order
-
-  def place(path: tuple[Any, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
-    keys = tuple(key.key for key in path)
-    names = sources[keys]
-    stacked = keys[0] == "layers"
-    inputs = {"kernel": 2 if keys[-2:] == ("o", "kernel") else 1}.get(keys[-1])
-
-    def read(index: tuple[slice, ...]) -> np.ndarray:
-      part = np.empty(
-        [len(range(*cut.indices(size))) for cut, size in zip(index, like.shape, strict=True)],
-        like.dtype,
-      )
-      if stacked:
-        for i, name in enumerate(names[index[0]]):
-          part[i] = _read(tensors[name], index[1:], like.shape[1:], inputs)
-      else:
-        part[...] = _read(tensors[names[0]], index, like.shape, inputs)
-      return part
-
-    return _place(like, read)
-
-  return jax.tree.map_with_path(place, abstract_params(model))
+      listed = ", ".join(map(printable, names[:MAX_NAMES]))
+      more = " ..." if len(names) > MAX_NAMES else ""
+      raise UserError(f"{len(names)} tensor(s) {complaint}: {listed}{more}")
 
 
-def _place(
+def _to_devices(
   like: jax.ShapeDtypeStruct, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:
-  """An array from its parts; each is read once, and let go of on the host before the next is read."""
+  """Builds an array from its shards. Each is read once and freed on the host before the next."""
   devices: dict[tuple, list[jax.Device]] = {}
   for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
-    devices.setdefault(
-      tuple(cut.indices(size) for cut, size in zip(index, like.shape, strict=True)), []
-    ).append(device)
-  placed = {}
-  for key, where in devices.items():
-    part = read(tuple(slice(start, stop) for start, stop, _ in key))
-    placed |= {device: jax.block_until_ready(jax.device_put(part, device)) for device in where}
-  return jax.make_array_from_single_device_arrays(like.shape, like.sharding, list(placed.values()))
-
-
-def _read(
-  tensor: Any, index: tuple[slice, ...], shape: tuple[int, ...], inputs: int | None
-) -> np.ndarray:
-  """The part `index` of our parameter of `shape`, out of its Hugging Face tensor.
-
-  A kernel lies there as a matrix [outputs, inputs], `inputs` being how many leading axes of ours are inputs; a bias (None) as
-  a vector. Only the first axis of several that were flattened together may be cut.
-  """
-
-  def flat(axes: slice) -> slice:
-    (first, *rest) = index[axes]
-    (size, *inner) = shape[axes]
-    start, stop, _ = first.indices(size)
-    if any(cut.indices(whole) != (0, whole, 1) for cut, whole in zip(rest, inner, strict=True)):
-      raise UserError(
-        f"a parameter of shape {shape} is split over its inner axes; choose a mesh that splits heads whole"
-      )
-    return slice(start * math.prod(inner), stop * math.prod(inner))
-
-  part = tuple(len(range(*cut.indices(size))) for cut, size in zip(index, shape, strict=True))
-  if inputs:
-    return tensor[flat(slice(inputs, None)), flat(slice(inputs))].T.reshape(part)
-  if len(tensor.shape) == 1:
-    return tensor[flat(slice(None))].reshape(part)
-  return tensor[index]
-
-
-def hf_shapes(model: Qwen2) -> dict[str, tuple[int, ...]]:
-  """The Hugging Face names and shapes of all tensors, in order."""
-  return {name: shape for name, shape, *_ in _entries(model)}
+    bounds = tuple(cut.indices(size) for cut, size in zip(index, like.shape, strict=True))
+    devices.setdefault(bounds, []).append(device)
+  shards = {}
+  for bounds, holders in devices.items():
+    part = read(tuple(slice(start, stop) for start, stop, _ in bounds))
+    shards |= {device: jax.block_until_ready(jax.device_put(part, device)) for device in holders}
+  return jax.make_array_from_single_device_arrays(like.shape, like.sharding, list(shards.values()))
 
 
 def hf_from_params(model: Qwen2, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-  """The inverse of `params_from_hf`, adapters merged: Hugging Face names and layouts in the order of `hf_shapes`.
+  """The inverse of `params_from_hf`; adapters are merged.
 
-  They come as host arrays one after another, beside one whole layer on each device. Every process must take them all.
+  Every process must consume the whole iterator. Each device holds one gathered layer at a time.
+
+  Yields:
+    (name, host array) in the order of `hf_shapes`.
   """
-  cut = jax.jit(
+  merged_layer = jax.jit(
     lambda layers, i: merge_lora(
       model, jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1), layers)
     ),
     out_shardings=named_sharding(model.mesh),
   )
-  at = -1
+  current = None
   weights = {}
-  for name, shape, path, layer, linear in _entries(model):
-    if layer is not None and layer != at:
-      at = layer
-      weights = {"layers": cut(params["layers"], layer)}
-    value = (
-      fetch(_at(params, path))
-      if layer is None
-      else np.asarray(_at(weights, path).addressable_data(0))
-    )
-    yield (
-      name,
-      np.ascontiguousarray(value.reshape(shape[::-1]).T if linear else value.reshape(shape)),
-    )
+  for entry in hf_tensors(model):
+    if entry.layer is None:
+      value = fetch(_at(params, entry.path))
+    else:
+      if entry.layer != current:
+        current = entry.layer
+        weights = {"layers": merged_layer(params["layers"], current)}
+      value = np.asarray(_at(weights, entry.path).addressable_data(0))
+    yield entry.name, entry.layout.to_stored(value)
 
 
 def hf_from_adapters(model: Qwen2, params: Params) -> dict[str, np.ndarray]:
-  """The adapters as PEFT names and lays them out: `lora_A` [rank, inputs] and `lora_B` [outputs, rank]."""
+  """Returns the adapters by PEFT's names: `lora_A` [rank, inputs] and `lora_B` [outputs, rank]."""
+  declared = declared_params(model)["layers"]
   out = {}
-  rank = model.config.lora.rank
   for layer in range(model.config.layers):
-    for (module, leaf), name, _ in LAYER_NAMES:
-      if leaf == "kernel" and module in model.config.lora.targets:
-        weights = params["layers"][module]
-        stem = f"base_model.model.model.layers.{layer}.{name.removesuffix('.weight')}"
-        a, b = (fetch(weights[which][layer]) for which in ("lora_a", "lora_b"))
-        out[f"{stem}.lora_A.weight"] = np.ascontiguousarray(a.reshape(-1, rank).T)
-        out[f"{stem}.lora_B.weight"] = np.ascontiguousarray(b.reshape(rank, -1).T)
+    for module in adapted_modules(model.config):
+      stem = f"base_model.model.model.layers.{layer}.{LAYER_MODULES[module]}"
+      for leaf, name in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
+        declaration = declared[module][leaf]
+        layout = StoredLayout(KINDS[leaf], declaration.value.shape[1:], declaration.inputs)
+        value = fetch(params["layers"][module][leaf][layer])
+        out[f"{stem}.{name}.weight"] = layout.to_stored(value)
   return out
 
 
-def _entries(
-  model: Qwen2,
-) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], int | None, bool]]:
-  """(Hugging Face name, its shape, our path, layer, is a linear weight) of every tensor."""
-  c = model.config
-  features = {
-    "q": c.heads * c.head_dim,
-    "k": c.kv_heads * c.head_dim,
-    "v": c.kv_heads * c.head_dim,
-    "o": c.width,
-    "gate": c.mlp,
-    "up": c.mlp,
-    "down": c.width,
-  }
-  inputs = {"o": c.heads * c.head_dim, "down": c.mlp}
-  for path, name in OUTER_NAMES:
-    if path != ("head",) or not c.tied:
-      yield name, (c.width,) if path[0] == "norm" else (c.vocab_size, c.width), path, None, False
-  for layer in range(c.layers):
-    for (module, leaf), name, linear in LAYER_NAMES:
-      shape = (
-        (features.get(module, c.width), inputs.get(module, c.width))
-        if linear
-        else (features.get(module, c.width),)
-      )
-      yield f"model.layers.{layer}.{name}", shape, ("layers", module, leaf), layer, linear
+def adapted_modules(config: ModelConfig) -> list[str]:
+  """Returns the modules that carry adapters, in the order of `LAYER_MODULES`."""
+  return [module for module in LAYER_MODULES if module in config.lora.targets]
 
 
 def _at(params: Params, path: tuple[str, ...]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Adapters apart from the matrices that they stand beside: what is trained, what is frozen, what is merged."""
+"""Low-rank adapters: adding them, separating them from the base parameters, merging them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from gtpo_jax.models.presets import Lora
-from gtpo_jax.models.qwen2 import Params, Qwen2, param_shardings
+from gtpo_jax.models.config import Lora
+from gtpo_jax.models.params import Params, param_shardings
+from gtpo_jax.models.qwen2 import Qwen2
+
+ADAPTERS = ("lora_a", "lora_b")  # names of an adapter's parameters within its module
 
 
 def is_adapter(path: tuple[str, ...]) -> bool:
-  """Whether the parameter at `path` belongs to an adapter."""
-  return path[-1] in ("lora_a", "lora_b")
+  """Returns whether the parameter at `path` belongs to an adapter."""
+  return path[-1] in ADAPTERS
 
 
 def partition(model: Qwen2, params: Params) -> tuple[Params, Params]:
-  """Parameters as (trained, frozen): with adapters, those alone are trained; without, everything is."""
+  """Splits parameters into (trained, frozen).
+
+  With adapters only these are trained; without, everything is.
+  """
   if not model.config.lora.rank:
     return params, {}
   flat = flatten_dict(params)
@@ -36,12 +42,21 @@ def combine(trained: Params, frozen: Params) -> Params:
 
 
 def without_lora(model: Qwen2) -> Qwen2:
-  """The same architecture without adapters."""
+  """Returns the same architecture without adapters."""
   return Qwen2(dataclasses.replace(model.config, lora=Lora()), model.mesh)
 
 
 def add_lora(model: Qwen2, params: Params, key: jax.Array) -> Params:
-  """Parameters of `model` from those of `without_lora(model)`: fresh adapters that change nothing yet, where they belong."""
+  """Adds fresh adapters, which leave the model's outputs unchanged.
+
+  Args:
+    model: with adapters.
+    params: of `without_lora(model)`.
+    key: for the random half of each adapter.
+
+  Returns:
+    Parameters of `model`, the adapters created in their shardings.
+  """
   if not model.config.lora.rank:
     return params
   shardings, _ = partition(model, param_shardings(model))
@@ -53,25 +68,27 @@ def add_lora(model: Qwen2, params: Params, key: jax.Array) -> Params:
 
 
 def merge_lora(model: Qwen2, params: Params) -> Params:
-  """Parameters of `without_lora(model)`: each kernel with its adapter added, in float32, and back in its own type."""
+  """Returns parameters of `without_lora(model)`: each kernel plus its adapter.
+
+  The sum is float32 and is cast back to the kernel's dtype.
+  """
   lora = model.config.lora
   if not lora.rank:
     return params
 
-  def merged(module: Any) -> Any:
+  def merge(module: Any) -> Any:
     if not isinstance(module, dict):
       return module
     if "lora_a" not in module:
-      return {name: merged(value) for name, value in module.items()}
-    kernel = module["kernel"]  # [layer, in..., out...], [layer, in..., r], [layer, r, out...]
-    a = module["lora_a"]
-    b = module["lora_b"]
-    flat_a = a.reshape(len(a), -1, lora.rank)
-    flat_b = b.reshape(len(b), lora.rank, -1)
-    delta = jnp.einsum("lir,lro->lio", flat_a, flat_b, precision="highest").reshape(kernel.shape)
-    whole = (kernel.astype(jnp.float32) + delta * (lora.alpha / lora.rank)).astype(kernel.dtype)
-    return {name: value for name, value in module.items() if name not in ("lora_a", "lora_b")} | {
-      "kernel": whole
-    }
+      return {name: merge(value) for name, value in module.items()}
+    kernel = module["kernel"]  # [layer, in..., out...]
+    a = module["lora_a"]  # [layer, in..., r]
+    b = module["lora_b"]  # [layer, r, out...]
+    a = a.reshape(len(a), -1, lora.rank)
+    b = b.reshape(len(b), lora.rank, -1)
+    delta = jnp.einsum("lir,lro->lio", a, b, precision="highest").reshape(kernel.shape)
+    merged = (kernel.astype(jnp.float32) + delta * (lora.alpha / lora.rank)).astype(kernel.dtype)
+    others = {name: value for name, value in module.items() if name not in ADAPTERS}
+    return others | {"kernel": merged}
 
-  return merged(params)
+  return merge(params)

@@ -1,4 +1,4 @@
-"""Attention of whole streams by JAX's splash kernel, for TPU."""
+"""Attention of complete streams with JAX's splash kernel, for TPU."""
 
 from __future__ import annotations
 
@@ -9,70 +9,86 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention
 
-from gtpo_jax.models.attention import Context
-from gtpo_jax.models.flash import SAVED
-from gtpo_jax.models.parts import Part
+from gtpo_jax.models.attention import AttentionContext
+from gtpo_jax.models.context_parallel import QueryShard
+from gtpo_jax.models.flash import ATTENTION_RESIDUALS
 
-TILE = 128  # positions are filled up to a multiple of it
-BLOCKS = (512, 256, 128)  # positions that a kernel step takes: the largest that divides them
+TILE = 128  # positions are padded to a multiple of it
+BLOCKS = (512, 256, 128)  # positions per kernel step: the largest that divides them
 
 
-def attend_by_splash(
-  q: jax.Array, context: Context, interpret: bool = False, part: Part | None = None
+def attend_with_splash(
+  q: jax.Array,
+  context: AttentionContext,
+  interpret: bool = False,
+  query_shard: QueryShard | None = None,
 ) -> jax.Array:
-  """As `attend_in_blocks`, but that products are of the kernel's own precision: that of the arrays.
+  """Softmax attention of `q` over `context`, with products in the precision of the arrays' dtype.
 
-  Prompt and stream stand one behind the other as keys, so that one causal mask, moved by the prompt's length, is right for both; what is
-  not to be looked at is another segment, and each segment has the prompt to itself. Each key/value head is a multi-query attention.
+  The keys are the prompt followed by the stream, so that one causal mask, offset by the prompt's
+  length, fits both. Hidden keys are in another segment, and each segment has its own copy of the
+  prompt. Each key/value head is a multi-query attention.
 
   Args:
     q: [n, g, h, s, e].
-    context: what they look at.
-    interpret: the kernel is interpreted, for tests where there is no TPU.
-    part: which queries of their stream `q` has; None where it has them all.
+    context: keys and values.
+    interpret: interprets the kernel, for tests without a TPU.
+    query_shard: the positions of `q` in its stream; None if `q` has all of them.
+
+  Returns:
+    [n, g, h, s, e] in q's dtype.
   """
   n, g, h, s, e = q.shape
-  k, v, places = context.joined(g)
-  heads, length, own = *k.shape[2:4], context.own.v.shape[3]
-  fill = lambda x, axis: jnp.pad(
-    x, [(0, -x.shape[i] % TILE if i == axis else 0) for i in range(x.ndim)]
-  )
-  queries = fill((q * e**-0.5).astype(q.dtype).reshape(n * g, heads, h // heads, s, e), 3)
-  keys, values = (fill(x.reshape(n * g, heads, length, e), 2) for x in (k, v))
-  of_queries = (
-    places[..., -own:]
-    if part is None
-    else jnp.take(places, jnp.asarray(length - own + part.places)[part.number], axis=2)
-  )
-  segments = splash_attention.SegmentIds(
-    *(fill(x.reshape(n * g, -1), 1) for x in (of_queries, places))
+  k, v, segment = context.concatenate(g)
+  kv_heads, length = k.shape[2:4]
+  own_length = context.own.v.shape[3]
+  prompt_length = length - own_length
+  queries = (q * e**-0.5).astype(q.dtype).reshape(n * g, kv_heads, h // kv_heads, s, e)
+  queries = _pad_to_tile(queries, 3)
+  keys, values = (_pad_to_tile(x.reshape(n * g, kv_heads, length, e), 2) for x in (k, v))
+  if query_shard is None:
+    query_segment = segment[..., -own_length:]
+  else:
+    positions = jnp.asarray(prompt_length + query_shard.positions)[query_shard.index]
+    query_segment = jnp.take(segment, positions, axis=2)
+  segment_ids = splash_attention.SegmentIds(
+    *(_pad_to_tile(x.reshape(n * g, -1), 1) for x in (query_segment, segment))
   )
   sizes = (queries.shape[3], keys.shape[2])
-  parts = own // s
-  mask = splash_attention.CausalMask((parts * sizes[0], sizes[1]), offset=length - own)
-  if part is not None:
-    mask.q_sequence = np.pad(part.places, [(0, 0), (0, sizes[0] - s)], mode="edge").reshape(-1)
+  shards = own_length // s
+  mask = splash_attention.CausalMask((shards * sizes[0], sizes[1]), offset=prompt_length)
+  if query_shard is not None:
+    padded = np.pad(query_shard.positions, [(0, 0), (0, sizes[0] - s)], mode="edge")
+    mask.q_sequence = padded.reshape(-1)
   kernel = splash_attention.make_splash_mqa(
-    splash_attention.MultiHeadMask([mask] * (h // heads)),
+    splash_attention.MultiHeadMask([mask] * (h // kv_heads)),
     block_sizes=_block_sizes(*sizes),
-    residual_checkpoint_name=SAVED,
+    residual_checkpoint_name=ATTENTION_RESIDUALS,
     interpret=interpret,
     head_shards=1,
-    q_seq_shards=parts,
+    q_seq_shards=shards,
   )
-  if part is not None:
-    kernel = _of_part(kernel, part.number, parts)
+  if query_shard is not None:
+    kernel = _kernel_of_shard(kernel, query_shard.index, shards)
   of_row = jax.vmap(kernel, in_axes=(0, 0, 0, None))
-  return jax.vmap(of_row)(queries, keys, values, segments)[..., :s, :].reshape(q.shape)
+  return jax.vmap(of_row)(queries, keys, values, segment_ids)[..., :s, :].reshape(q.shape)
 
 
-def _of_part(kernel: Callable, part: jax.Array, parts: int) -> Callable:
-  """The kernel of one part's queries: what it knows of its mask are arrays [1, blocks of queries, blocks of keys] and [queries]."""
+def _pad_to_tile(x: jax.Array, axis: int) -> jax.Array:
+  """Pads `axis` with zeros to a multiple of `TILE`."""
+  return jnp.pad(x, [(0, -x.shape[i] % TILE if i == axis else 0) for i in range(x.ndim)])
+
+
+def _kernel_of_shard(kernel: Callable, index: jax.Array, shards: int) -> Callable:
+  """Cuts the kernel's mask arrays to the queries of one shard.
+
+  They are [1, blocks of queries, blocks of keys] and [queries].
+  """
 
   def cut(x: jax.Array) -> jax.Array:
     axis = min(x.ndim - 1, 1)
-    size = x.shape[axis] // parts
-    return jax.lax.dynamic_slice_in_dim(x, part * size, size, axis)
+    size = x.shape[axis] // shards
+    return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis)
 
   return jax.tree.map(cut, kernel)
 

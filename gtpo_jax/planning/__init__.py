@@ -1,1 +1,1 @@
-"""What a run needs on hardware that is not here."""
+"""Ahead-of-time compilation of a run for hardware that is not attached, and its cost."""

@@ -1,4 +1,4 @@
-"""What the devices of a compiled program send one another, read from its HLO text."""
+"""Bytes that the devices of a compiled program send to each other, from its HLO text."""
 
 from __future__ import annotations
 
@@ -11,39 +11,42 @@ _COLLECTIVE = re.compile(
 )
 _WHILE = re.compile(r" while\(.*condition=%([\w.\-]+), body=%([\w.\-]+)")
 _CALLED = re.compile(
-  r"(?:calls|to_apply|true_computation|false_computation)=%([\w.\-]+)|branch_computations=\{([^}]*)\}"
+  r"(?:calls|to_apply|true_computation|false_computation)=%([\w.\-]+)"
+  r"|branch_computations=\{([^}]*)\}"
 )
 _ARRAY = re.compile(r"\b(pred|[a-z]+?)(\d*)(?:e\w+)?\[([\d,]*)\]")
 
 
 def collective_bytes(hlo: str) -> dict[str, int]:
-  """Bytes that one device sends in one run of a program, by kind of collective.
+  """Returns the bytes that one device sends in one run of a program, by kind of collective.
 
-  A loop's body counts as often as the loop turns; a loop whose number of turns is decided while it runs counts once. The steps of a
-  collective that the compiler spread over several fusions carry one channel number and count once. A ring is assumed: of n devices each
-  sends (n - 1) / n of what it gathers or exchanges, twice that of what it reduces.
+  A loop body counts once per iteration; a loop with a trip count that is only known at run time
+  counts once. The steps of a collective that the compiler spread over several fusions have the same
+  channel id and count once. Collectives are assumed to use a ring: of n devices, each sends
+  (n - 1) / n of what it gathers or exchanges, and twice that of what it reduces.
   """
   bodies = {}
   entry = ""
-  for found in _COMPUTATION.finditer(hlo):
-    bodies[found[2]] = found[3].splitlines()
-    entry = found[2] if found[1] else entry
+  for computation in _COMPUTATION.finditer(hlo):
+    is_entry, name, body = computation.groups()
+    bodies[name] = body.splitlines()
+    entry = name if is_entry else entry
   sent: dict[tuple[str, str], float] = {}
 
   def visit(name: str, times: int) -> None:
     for number, line in enumerate(bodies[name]):
       if loop := _WHILE.search(line):
-        visit(loop[2], times * _turns(line, bodies, loop[1]))
+        condition, body = loop.groups()
+        visit(body, times * _trip_count(line, bodies, condition))
         continue
       if collective := _COLLECTIVE.search(line):
+        result, kind, start = collective.groups()
         channel = re.search(r"channel_id=(\d+)", line)
-        key = collective[2], channel[1] if channel else f"{name}:{number}"
-        sent[key] = max(
-          sent.get(key, 0), times * _sent(collective[2], collective[1], bool(collective[3]), line)
-        )
+        key = kind, channel[1] if channel else f"{name}:{number}"
+        sent[key] = max(sent.get(key, 0), times * _sent(kind, result, bool(start), line))
       for called in _CALLED.finditer(line):
-        for part in re.findall(r"[\w.\-]+", called[1] or called[2]):
-          visit(part, times)
+        for callee in re.findall(r"[\w.\-]+", called[1] or called[2]):
+          visit(callee, times)
 
   visit(entry, 1)
   total: dict[str, float] = {}
@@ -52,17 +55,14 @@ def collective_bytes(hlo: str) -> dict[str, int]:
   return {kind: round(size) for kind, size in total.items()}
 
 
-def _sent(kind: str, result: str, begun: bool, line: str) -> float:
+def _sent(kind: str, result: str, is_start: bool, line: str) -> float:
   """Bytes that one device sends in one collective with this result type."""
   sizes = [
     math.prod(map(int, filter(None, dims.split(",")))) * int(bits or 8) // 8
     for _, bits, dims in _ARRAY.findall(result)
   ]
-  if begun and kind in (
-    "all-gather",
-    "reduce-scatter",
-    "collective-permute",
-  ):  # (operands, results[, two counters])
+  if is_start and kind in ("all-gather", "reduce-scatter", "collective-permute"):
+    # The type is (operands, results); collective-permute appends two counters.
     arrays = sizes[:2] if kind == "collective-permute" else sizes
     sizes = arrays[len(arrays) // 2 :]
   size = sum(sizes)
@@ -78,24 +78,28 @@ def _sent(kind: str, result: str, begun: bool, line: str) -> float:
 
 
 def _group_size(line: str) -> int | None:
-  """Devices that take part in one collective; None where the text does not say."""
-  if found := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-    return found[1].count(",") + 1
-  if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
-    return int(found[1])
-  if found := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", line):
-    sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
-    return math.prod(int(sizes[name]) for name in re.findall(r"'(\w+)'", found[2]))
+  """Devices that take part in a collective; None if the text does not say."""
+  if group := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+    return group[1].count(",") + 1
+  if shape := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+    return int(shape[1])
+  if mesh := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", line):
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+    return math.prod(int(sizes[name]) for name in re.findall(r"'(\w+)'", mesh[2]))
   return None
 
 
-def _turns(line: str, bodies: dict[str, list[str]], condition: str) -> int:
-  """How often a loop turns: as the compiler notes it, or the constant that its counter, from 0 by 1, is compared with."""
+def _trip_count(line: str, bodies: dict[str, list[str]], condition: str) -> int:
+  """Iterations of a loop, 1 if unknown.
+
+  Read from the compiler's annotation, or from the constant that the loop's counter, which starts at
+  0 and advances by 1, is compared with.
+  """
   if known := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
     return int(known[1])
   root = next(text for text in bodies[condition] if "ROOT" in text)
-  compared = re.search(r"compare\((.*?)\), direction=LT", root)
-  for operand in compared[1].split(",") if compared else ():
+  comparison = re.search(r"compare\((.*?)\), direction=LT", root)
+  for operand in comparison[1].split(",") if comparison else ():
     name = re.escape(operand.strip().split(" ")[-1])
     for text in bodies[condition]:
       if constant := re.search(rf"{name} = .* constant\((\d+)\)", text):

@@ -1,6 +1,7 @@
-"""The least time that a step can take on given chips: what it computes, reads and sends over what they can do.
+"""The roofline of a step on given chips: a lower bound on its time.
 
-The formulas are those of arithmetic alone. Nothing here is measured, and no real step is as fast.
+The bound is the FLOP, the bytes read and the bytes sent over the rates of the chips. The formulas
+are arithmetic; nothing is measured, and a real step is slower. `c` is the model's architecture.
 """
 
 from __future__ import annotations
@@ -8,53 +9,59 @@ from __future__ import annotations
 import math
 
 from gtpo_jax.config import Config
-from gtpo_jax.models.presets import DTYPES
+from gtpo_jax.models.config import DTYPES, ModelConfig
+from gtpo_jax.models.params import matmul_params
 from gtpo_jax.planning.topology import Chip
 
-
-def update_flops(config: Config) -> int:
-  """FLOP of a step's updates at full length: 3 (2 N + 2 layers heads head_dim S) a token, recomputation not counted."""
-  c = config.model_config
-  prompts = config.batch.prompts
-  tokens = (
-    prompts * config.data.max_prompt_tokens
-    + prompts * config.batch.group * config.sampling.max_tokens
-  )
-  length = config.data.max_prompt_tokens + config.sampling.max_tokens
-  return (
-    3
-    * tokens
-    * (2 * c.matmul_params + 2 * c.layers * c.heads * c.head_dim * length)
-    * config.batch.epochs
-  )
+REMAT_FACTOR = 4 / 3  # recomputing the forward pass adds a third to forward and backward
 
 
-def update_seconds(config: Config, chip: Chip, devices: int, sent: int) -> float:
-  """Seconds of a step's updates: the larger of computing (with remat a third more than `update_flops`) and sending `sent` bytes."""
-  recomputed = 1.0 if config.model.remat == "none" else 4 / 3
-  return max(update_flops(config) * recomputed / devices / chip.flops, sent / chip.links)
+def update_flops(config: Config, c: ModelConfig) -> int:
+  """Returns the model FLOP of a step's updates at full length, without recomputation.
 
-
-def sample_seconds(config: Config, chip: Chip, mesh: dict[str, int], slots: int) -> float:
-  """Seconds of sampling a step's completions, all at full length: each token reads the weights and the keys and values before it.
-
-  Weights are whole over data and fsdp and split over tensor; every device decodes its share of the `slots` completions at once.
+  3 (2 N + 2 layers heads head_dim S) per token, with N matrix parameters and S positions.
   """
-  c = config.model_config
+  prompts = config.batch.prompts
+  prompt_tokens = prompts * config.data.max_prompt_tokens
+  completion_tokens = prompts * config.batch.group * config.sampling.max_tokens
+  length = config.data.max_prompt_tokens + config.sampling.max_tokens
+  attention = 2 * c.layers * c.heads * c.head_dim * length
+  per_token = 3 * (2 * matmul_params(c) + attention)
+  return (prompt_tokens + completion_tokens) * per_token * config.batch.epochs
+
+
+def update_seconds(config: Config, c: ModelConfig, chip: Chip, devices: int, sent: int) -> float:
+  """Returns the minimum seconds of a step's updates.
+
+  The larger of computing (`update_flops`, with remat a third more) and sending `sent` bytes per
+  device.
+  """
+  factor = 1.0 if config.model.remat == "none" else REMAT_FACTOR
+  compute = update_flops(config, c) * factor / devices / chip.flops
+  return max(compute, sent / chip.link_bandwidth)
+
+
+def sample_seconds(
+  config: Config, c: ModelConfig, chip: Chip, mesh: dict[str, int], slots: int
+) -> float:
+  """Returns the minimum seconds of sampling a step's completions, all at full length.
+
+  Each token reads the weights and the keys and values before it. Weights are replicated over data
+  and fsdp and split over tensor. Every device decodes its share of `slots` completions at once.
+  """
   devices = mesh["data"] * mesh["fsdp"] * mesh["tensor"]
   shards = mesh["data"] * mesh["fsdp"]
-  size = DTYPES[c.compute_dtype](0).itemsize
+  itemsize = DTYPES[c.compute_dtype](0).itemsize
   rows = config.batch.prompts * config.policy_completions / shards
   length = config.sampling.max_tokens
-  prompt = config.data.max_prompt_tokens
+  prompt_length = config.data.max_prompt_tokens
   rounds = math.ceil(rows / (slots / shards))
   rows /= rounds
-  kv = (
-    2 * c.layers * c.kv_heads * c.head_dim * size / min(mesh["tensor"], c.kv_heads)
-  )  # bytes a position
-  read = c.matmul_params * size / mesh["tensor"] + kv * (
-    rows * length / 2 + rows / config.policy_completions * prompt
-  )
-  computed = 2 * c.matmul_params * rows / mesh["tensor"]
-  prefill = 2 * c.matmul_params * config.batch.prompts * prompt / devices / chip.flops
-  return prefill + rounds * length * max(read / chip.bandwidth, computed / chip.flops)
+  kv_shards = min(mesh["tensor"], c.kv_heads)
+  kv_bytes = 2 * c.layers * c.kv_heads * c.head_dim * itemsize / kv_shards  # per position
+  positions = rows * length / 2 + rows / config.policy_completions * prompt_length
+  bytes_read = matmul_params(c) * itemsize / mesh["tensor"] + kv_bytes * positions
+  decode_flops = 2 * matmul_params(c) * rows / mesh["tensor"]
+  prefill_flops = 2 * matmul_params(c) * config.batch.prompts * prompt_length / devices
+  token_seconds = max(bytes_read / chip.memory_bandwidth, decode_flops / chip.flops)
+  return prefill_flops / chip.flops + rounds * length * token_seconds

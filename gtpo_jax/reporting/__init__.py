@@ -1,1 +1,1 @@
-"""What a run shows and leaves behind."""
+"""Reporting: what a run prints, logs and draws, and the HTML report."""

@@ -1,4 +1,4 @@
-"""Counts XLA compilations: after warm-up there should be none."""
+"""A count of XLA compilations. After warm-up it should no longer grow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ _listening = False
 
 
 def compile_count() -> int:
-  """Programs compiled (or fetched from the compile cache) by this process since the first call."""
+  """Returns the number of programs this process compiled since the first call.
+
+  Programs fetched from the compile cache count too.
+  """
   global _listening
   if not _listening:
     jax.monitoring.register_event_duration_secs_listener(_on_event)

@@ -1,7 +1,7 @@
-"""Where a step's credit goes, kept for `gtpo report`: WORKDIR/credit/STEP.npz.
+"""Per-step records for the credit viewer of `gtpo report`: WORKDIR/credit/STEP.npz.
 
-A file holds what the algorithms read of the whole batch, so that shares and z-scores can be made again exactly, by whichever method,
-and the tokens of a few groups to look at.
+A record stores the algorithm's inputs for the complete batch, so that the report can recompute
+shares and z-scores exactly, with any method. It stores tokens for only a few groups.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-from gtpo_jax.algorithms import informative
+from gtpo_jax.algorithms import has_contrast
+from gtpo_jax.arrays import Rollouts
 from gtpo_jax.data.chat import Chat
 from gtpo_jax.rollout.experience import Experience
 from gtpo_jax.runtime.distributed import fetch, is_first_process
 from gtpo_jax.runtime.errors import UserError, first_line
 
-FOLDER, FORMAT = "credit", 1
+FOLDER = "credit"
+FORMAT = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,28 +32,32 @@ class CreditRecord:
 
   step: int
   lengths: np.ndarray  # i32[n, g], sampled tokens
-  entropy: np.ndarray  # f32[n, g, t], nats; 0 behind a completion's end
+  entropy: np.ndarray  # f32[n, g, t], nats; 0 after the end of a completion
   correct: np.ndarray  # bool[n, g]
   reward: np.ndarray  # f32[n, g]
   penalty: np.ndarray  # f32[n, g]
-  valid: np.ndarray  # bool[n, g]; False: no part in loss or statistics
-  finished: np.ndarray  # bool[n, g]; False where the length ran out
-  guided: np.ndarray  # bool[n, g]; a guide wrote the completion
-  shown: np.ndarray  # i32[k], which groups
-  ids: np.ndarray  # i32[k, g, t], 0 behind a completion's end, as the next two
+  valid: np.ndarray  # bool[n, g]; False: excluded from loss and statistics
+  finished: np.ndarray  # bool[n, g]; False: cut off at the length limit
+  guided: np.ndarray  # bool[n, g]; True: written by the guide
+  shown: np.ndarray  # i32[k], indices of the groups shown
+  ids: np.ndarray  # i32[k, g, t], token ids; 0 after the end of a completion, like the next two
   log_probs: np.ndarray  # f32[k, g, t], nats
-  piece: np.ndarray  # i32[k, g, t], into `pieces`
-  pieces: list[str]  # what a token adds to the text
-  prompts: list[str]  # [k], the last message of each
+  piece: np.ndarray  # i32[k, g, t], indices into `pieces`
+  pieces: list[str]  # the distinct texts that tokens add
+  prompts: list[str]  # [k], the last message of each prompt
   answers: list[str]  # [k]
 
   @property
   def mask(self) -> np.ndarray:
-    """bool[n, g, t], sampled tokens."""
+    """bool[n, g, t], True on sampled tokens."""
     return np.arange(self.entropy.shape[-1]) < self.lengths[..., None]
 
   def signals(self, guided: bool) -> dict[str, np.ndarray | None]:
-    """What `Algorithm.advantages` takes, as the update gave it; who wrote a completion only where that is asked for."""
+    """Returns the arguments of `Algorithm.advantages`, as the update passed them.
+
+    Args:
+      guided: whether to pass which completions the guide wrote; if not, None.
+    """
     return {
       "entropy": self.entropy,
       "mask": self.mask & self.valid[..., None],
@@ -62,114 +68,111 @@ class CreditRecord:
     }
 
 
-PER_TOKEN = ("entropy", "ids", "log_probs", "piece")  # kept without the padding
+PER_TOKEN = ("entropy", "ids", "log_probs", "piece")  # stored without padding
 TEXTS = ("pieces", "prompts", "answers")
+OLD_NAMES = {"counted": "valid"}  # arrays that older versions stored under another name
 
 
 def write_credit(workdir: Path, step: int, batch: Experience, chat: Chat, groups: int) -> None:
-  """Keeps a step's batch, and the tokens of `groups` of its groups, the most mixed first. All processes call it, the first writes."""
-  arrays = fetch({"rollouts": batch.rollouts.replace(prompts=None), "verdicts": batch.verdicts})
+  """Writes a step's batch, with tokens for `groups` of its groups, the most mixed first.
+
+  All processes must call this; the first one writes.
+  """
+  arrays = fetch({"rollouts": batch.rollouts.replace(prompts=None), "rewards": batch.rewards})
   if not is_first_process():
     return
-  r = arrays["rollouts"]
-  v = arrays["verdicts"]
+  rollouts = arrays["rollouts"]
+  rewards = arrays["rewards"]
   none = np.zeros(batch.correct.shape, bool)
-  valid = ~none if v.valid is None else v.valid
-  mixed = np.minimum((batch.correct & valid).sum(1), (~batch.correct & valid).sum(1)) * informative(
-    batch.correct, valid, r.guided
-  )
-  shown = np.argsort(-mixed, kind="stable")[:groups].astype(np.int32)
-  numbers: dict[str, int] = {}
-  piece = np.zeros((len(shown), *r.tokens.shape[1:]), np.int32)
-  for i, j in np.ndindex(piece.shape[:2]):
-    texts = chat.pieces(r.tokens[shown[i], j, r.mask[shown[i], j]])
-    piece[i, j, : len(texts)] = [numbers.setdefault(text, len(numbers)) for text in texts]
+  valid = ~none if rewards.valid is None else rewards.valid
+  shown = _most_mixed(batch.correct, valid, rollouts.guided)[:groups]
+  piece, pieces = _pieces(rollouts, shown, chat)
   problems = [batch.problems[i] for i in shown]
-  save_credit(
-    workdir,
-    CreditRecord(
-      step,
-      r.mask.sum(-1),
-      r.entropy,
-      batch.correct,
-      v.reward,
-      v.penalty,
-      valid,
-      r.finished,
-      none if r.guided is None else r.guided,
-      shown,
-      r.tokens[shown],
-      r.log_probs[shown],
-      piece,
-      list(numbers),
-      [p.messages[-1]["content"] for p in problems],
-      [p.answer for p in problems],
-    ),
+  record = CreditRecord(
+    step=step,
+    lengths=rollouts.mask.sum(-1),
+    entropy=rollouts.entropy,
+    correct=batch.correct,
+    reward=rewards.reward,
+    penalty=rewards.penalty,
+    valid=valid,
+    finished=rollouts.finished,
+    guided=none if rollouts.guided is None else rollouts.guided,
+    shown=shown,
+    ids=rollouts.tokens[shown],
+    log_probs=rollouts.log_probs[shown],
+    piece=piece,
+    pieces=pieces,
+    prompts=[problem.messages[-1]["content"] for problem in problems],
+    answers=[problem.answer for problem in problems],
   )
+  save_credit(workdir, record)
 
 
-def save_credit(workdir: Path, credit: CreditRecord) -> None:
-  """Writes the file of a step, whole or not at all."""
-  arrays = {name: np.asarray(value) for name, value in vars(credit).items() if name not in TEXTS}
+def _most_mixed(correct: np.ndarray, valid: np.ndarray, guided: np.ndarray | None) -> np.ndarray:
+  """Returns the group indices i32[n], ordered by the size of each group's smaller side."""
+  smaller_side = np.minimum((correct & valid).sum(1), (~correct & valid).sum(1))
+  mixed = smaller_side * has_contrast(correct, valid, guided)
+  return np.argsort(-mixed, kind="stable").astype(np.int32)
+
+
+def _pieces(rollouts: Rollouts, shown: np.ndarray, chat: Chat) -> tuple[np.ndarray, list[str]]:
+  """Returns the text of every token shown, as i32[k, g, t] indices into a list of texts."""
+  numbers: dict[str, int] = {}
+  piece = np.zeros((len(shown), *rollouts.tokens.shape[1:]), np.int32)
+  for i, j in np.ndindex(piece.shape[:2]):
+    mask = rollouts.mask[shown[i], j]
+    texts = chat.pieces(rollouts.tokens[shown[i], j, mask])
+    piece[i, j, : len(texts)] = [numbers.setdefault(text, len(numbers)) for text in texts]
+  return piece, list(numbers)
+
+
+def save_credit(workdir: Path, record: CreditRecord) -> None:
+  """Writes the file of a step atomically."""
+  arrays = {name: np.asarray(value) for name, value in vars(record).items() if name not in TEXTS}
   for name in PER_TOKEN:
-    arrays[name] = arrays[name][credit.mask if name == "entropy" else credit.mask[credit.shown]]
-  texts = json.dumps({name: getattr(credit, name) for name in TEXTS})
+    mask = record.mask if name == "entropy" else record.mask[record.shown]
+    arrays[name] = arrays[name][mask]
+  texts = json.dumps({name: getattr(record, name) for name in TEXTS})
   packed = io.BytesIO()
   np.savez_compressed(
     packed,
     format=FORMAT,
-    width=credit.entropy.shape[-1],
+    width=record.entropy.shape[-1],
     texts=np.frombuffer(texts.encode(), np.uint8),
     **arrays,
   )
   folder = workdir / FOLDER
   folder.mkdir(exist_ok=True)
-  fresh = folder / f"{credit.step}.tmp"
-  fresh.write_bytes(packed.getvalue())
-  fresh.replace(folder / f"{credit.step}.npz")
+  temporary = folder / f"{record.step}.tmp"
+  temporary.write_bytes(packed.getvalue())
+  temporary.replace(folder / f"{record.step}.npz")
 
 
 def credit_files(workdir: Path) -> dict[int, Path]:
-  """The files of a run by their steps, in order."""
+  """Returns the files of a run by step, in order."""
   folder = workdir / FOLDER
-  files = (
-    {int(file.stem): file for file in folder.glob("*.npz") if file.stem.isdigit()}
-    if folder.exists()
-    else {}
-  )
+  if not folder.exists():
+    return {}
+  files = {int(file.stem): file for file in folder.glob("*.npz") if file.stem.isdigit()}
   return dict(sorted(files.items()))
 
 
-def cut_credit_back(workdir: Path, step: int) -> None:
-  """Removes the files of steps after `step`."""
-  for number, file in credit_files(workdir).items():
-    if number > step:
+def cut_credit_back(workdir: Path, last_step: int) -> None:
+  """Removes the files of steps after `last_step`."""
+  for step, file in credit_files(workdir).items():
+    if step > last_step:
       file.unlink()
 
 
 def read_credit(file: Path) -> CreditRecord:
-  """A file of `write_credit`.
+  """Reads a file of `write_credit`.
 
   Raises:
-    UserError: it is damaged, or of another version.
+    UserError: the file is damaged, or another version wrote it.
   """
   try:
-    with np.load(io.BytesIO(file.read_bytes())) as stored:
-      arrays = dict(stored)
-    if (form := int(arrays.pop("format"))) != FORMAT:
-      raise UserError(
-        f"{str(file)!r} is of format {form}, this version of gtpo_jax reads {FORMAT}; make the report with the version that "
-        f"trained the run, or remove the folder {FOLDER!r}"
-      )
-    width = int(arrays.pop("width"))
-    texts = json.loads(arrays.pop("texts").tobytes())
-    mask = np.arange(width) < arrays["lengths"][..., None]
-    for name in PER_TOKEN:
-      where = mask if name == "entropy" else mask[arrays["shown"]]
-      flat = arrays[name]
-      arrays[name] = np.zeros(where.shape, arrays[name].dtype)
-      arrays[name][where] = flat
-    return CreditRecord(**arrays | texts | {"step": int(arrays["step"])})
+    return _read(file)
   except UserError:
     raise
   except (
@@ -183,5 +186,24 @@ def read_credit(file: Path) -> CreditRecord:
     zlib.error,
   ) as error:
     raise UserError(
-      f"{str(file)!r} is damaged ({first_line(error)[:100]}); remove it and give the command again"
+      f"{str(file)!r} is damaged ({first_line(error)[:100]}); remove it and run the command again"
     ) from error
+
+
+def _read(file: Path) -> CreditRecord:
+  with np.load(io.BytesIO(file.read_bytes())) as stored:
+    arrays = {OLD_NAMES.get(name, name): array for name, array in stored.items()}
+  if (version := int(arrays.pop("format"))) != FORMAT:
+    raise UserError(
+      f"{str(file)!r} has format {version}, this version of gtpo_jax reads {FORMAT}; make the "
+      f"report with the version that trained the run, or remove the folder {FOLDER!r}"
+    )
+  width = int(arrays.pop("width"))
+  texts = json.loads(arrays.pop("texts").tobytes())
+  mask = np.arange(width) < arrays["lengths"][..., None]
+  for name in PER_TOKEN:
+    where = mask if name == "entropy" else mask[arrays["shown"]]
+    flat = arrays[name]
+    arrays[name] = np.zeros(where.shape, flat.dtype)
+    arrays[name][where] = flat
+  return CreditRecord(**arrays | texts | {"step": int(arrays["step"])})

@@ -1,4 +1,4 @@
-"""The picture of a run: held-out accuracy, reward, entropy and length over the steps."""
+"""The PNG summary of a run: held-out accuracy, reward, entropy and length over the steps."""
 
 from __future__ import annotations
 
@@ -7,55 +7,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-RIGHT = "#1b7837"
-WRONG = "#b2182b"
+CORRECT = "#1b7837"
+INCORRECT = "#b2182b"
 MEAN = "#444444"
 ACCENT = "#2166ac"
+# Color, marker and line of the evaluation curves, in order; further metrics are not drawn.
+EVAL_STYLES = ((ACCENT, "o", "-"), (MEAN, "s", "--"), (CORRECT, "^", ":"))
+NOT_DRAWN = ("pass@1", "no_verdict")  # evaluation metrics; pass@1 equals mean@n
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], title: str, out: Path) -> None:
   """Draws the rows of a metrics.jsonl into the PNG file `out`."""
-  from matplotlib.figure import (
-    Figure,
-  )  # without pyplot, whose backend is the caller's: a notebook's own
-
-  def curve(axis: Any, key: str, **style: Any) -> None:
-    points = [(row["step"], row[key]) for row in rows if key in row]
-    if points:
-      axis.plot(*zip(*points, strict=True), **style)
+  # Imported here because training needs matplotlib only at its end, and not through pyplot, which
+  # would change the backend of the caller, such as a notebook's.
+  from matplotlib.figure import Figure
 
   figure = Figure(figsize=(10, 6.5), layout="constrained")
-  (held_out, reward), (entropy, length) = axes = figure.subplots(2, 2)
-  evaluated = sorted(
-    {key for row in rows for key in row if key.startswith("eval/")}, key=_eval_order
-  )
-  for key, style in zip(
-    [key for key in evaluated if not key.endswith(("pass@1", "no_verdict"))],
-    ("o-", "s--", "^:"),
-    strict=False,
-  ):
-    label = key.removeprefix("eval/").split("/", 1)[1]
-    curve(
-      held_out,
-      key,
-      color={"o": ACCENT, "s": MEAN, "^": RIGHT}[style[0]],
-      marker=style[0],
-      linestyle=style[1:],
-      markersize=4,
-      label="sampled pass@1 (" + label + ")" if label.startswith("mean") else label,
-    )
-  held_out.set(title="held-out problems solved", ylim=(0, 1.02))
-  curve(reward, "reward/accuracy", color=RIGHT, label="share of correct completions")
-  curve(reward, "reward/mean", color=ACCENT, linestyle="--", label="mean reward")
+  axes = figure.subplots(2, 2)
+  (held_out, reward), (entropy, length) = axes
+  _draw_evaluations(held_out, rows)
   reward.set(title="reward in training")
-  curve(entropy, "entropy/mean", color=MEAN, label="all tokens")
-  curve(entropy, "entropy/correct", color=RIGHT, label="O+ (correct completions)")
-  curve(entropy, "entropy/incorrect", color=WRONG, label="O− (incorrect completions)")
-  entropy.set(title="policy entropy, nats a token")
-  curve(length, "length/mean", color=MEAN, label="mean")
-  curve(length, "length/min", color=MEAN, linestyle=":", label="shortest")
-  curve(length, "length/max", color=MEAN, linestyle="--", label="longest")
+  _curve(reward, rows, "reward/accuracy", color=CORRECT, label="share of correct completions")
+  _curve(reward, rows, "reward/mean", color=ACCENT, linestyle="--", label="mean reward")
+  entropy.set(title="policy entropy, nats per token")
+  _curve(entropy, rows, "entropy/mean", color=MEAN, label="all tokens")
+  _curve(entropy, rows, "entropy/correct", color=CORRECT, label="O+ (correct completions)")
+  _curve(entropy, rows, "entropy/incorrect", color=INCORRECT, label="O− (incorrect completions)")
   length.set(title="completion length, tokens")
+  _curve(length, rows, "length/mean", color=MEAN, label="mean")
+  _curve(length, rows, "length/min", color=MEAN, linestyle=":", label="shortest")
+  _curve(length, rows, "length/max", color=MEAN, linestyle="--", label="longest")
   for axis in axes.flat:
     axis.set_xlabel("step")
     axis.grid(alpha=0.25)
@@ -65,11 +46,28 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], title: str, out: Path) -> Non
   figure.suptitle(title)
   picture = io.BytesIO()
   figure.savefig(picture, dpi=110)
-  fresh = out.with_suffix(".tmp.png")
-  fresh.write_bytes(picture.getvalue())
-  fresh.replace(out)
+  temporary = out.with_suffix(".tmp.png")
+  temporary.write_bytes(picture.getvalue())
+  temporary.replace(out)
+
+
+def _draw_evaluations(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+  axis.set(title="held-out problems solved", ylim=(0, 1.02))
+  keys = {key for row in rows for key in row if key.startswith("eval/")}
+  drawn = [key for key in sorted(keys, key=_eval_order) if not key.endswith(NOT_DRAWN)]
+  for key, (color, marker, line) in zip(drawn, EVAL_STYLES, strict=False):
+    name = key.removeprefix("eval/").split("/", 1)[1]
+    label = f"sampled pass@1 ({name})" if name.startswith("mean") else name
+    style = {"color": color, "marker": marker, "linestyle": line, "markersize": 4}
+    _curve(axis, rows, key, label=label, **style)
+
+
+def _curve(axis: Any, rows: Sequence[Mapping[str, Any]], key: str, **style: Any) -> None:
+  points = [(row["step"], row[key]) for row in rows if key in row]
+  if points:
+    axis.plot(*zip(*points, strict=True), **style)
 
 
 def _eval_order(key: str) -> tuple[int, str]:
-  kind = key.rsplit("/", 1)[-1]
-  return (0 if kind.startswith("mean") else 1 if kind.startswith("pass") else 2, key)
+  name = key.rsplit("/", 1)[-1]
+  return (0 if name.startswith("mean") else 1 if name.startswith("pass") else 2, key)

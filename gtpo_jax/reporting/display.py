@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a live panel on a terminal, plain lines elsewhere."""
+"""Terminal output of a run: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 SPARKS = "▁▂▃▄▅▆▇█"
-Sample = tuple[str, str, bool]  # prompt, completion, whether it is right
+SPARKLINE_STEPS = 32
+Sample = tuple[str, str, bool]  # prompt, completion, whether it is correct
 
 
 class Display:
-  """Lines that stay, and on a terminal a panel below them: progress, time left, reward, entropy, speed by phase, the last sample.
+  """Prints log lines and, on a terminal, a live panel below them.
 
-  `enabled=False` prints nothing.
+  The panel shows progress, time left, reward, entropy, the speed of each phase and the last
+  sample. `enabled=False` prints nothing.
   """
 
   def __init__(self, enabled: bool = True, console: Console | None = None):
     self._console = console or Console(quiet=not enabled, highlight=False, soft_wrap=True)
     self._live: Live | None = None
-    self._entropies: deque[float] = deque(maxlen=32)
+    self._entropies: deque[float] = deque(maxlen=SPARKLINE_STEPS)
     self._started = time.perf_counter()
 
   def say(self, text: str) -> None:
-    """A line that stays, behind the seconds since the start."""
+    """Prints a log line, prefixed with the seconds since the start."""
     self._console.print(f"[{time.perf_counter() - self._started:6.1f} s] {text}", markup=False)
 
-  def begin(self, what: str, total: int, done: int = 0) -> None:
-    """Starts a stretch of `total` steps."""
+  def begin(self, name: str, total: int, done: int = 0) -> None:
+    """Starts the panel of a phase with `total` steps, `done` of which are complete."""
     self.end()
     if self._console.is_terminal:
       self._progress = Progress(
@@ -44,7 +46,7 @@ class Display:
         TextColumn("left"),
         console=self._console,
       )
-      self._task = self._progress.add_task(what, total=total, completed=done)
+      self._task = self._progress.add_task(name, total=total, completed=done)
       self._live = Live(
         self._progress,
         console=self._console,
@@ -55,7 +57,13 @@ class Display:
       self._live.start()
 
   def advance(self, done: int, facts: Iterable[str], line: bool) -> None:
-    """`done` steps are behind; `facts` are the lines of the panel; where there is none, the first of them, if `line` is set."""
+    """Updates the panel after a step.
+
+    Args:
+      done: the number of completed steps.
+      facts: the lines of the panel.
+      line: without a terminal, whether to print the first of `facts`.
+    """
     first, *more = facts
     if self._live:
       self._progress.update(self._task, completed=done)
@@ -68,60 +76,56 @@ class Display:
       self.say(first)
 
   def step(self, step: int, metrics: Mapping[str, float], sample: Sample, line: bool) -> None:
-    """A learning step, with its first completion."""
-    self._entropies.append(metrics["entropy/mean"])
+    """Shows the metrics of a training step and one of its completions."""
+    entropy = metrics["entropy/mean"]
+    self._entropies.append(entropy)
     facts = (
-      f"step {step}  correct {metrics['reward/accuracy']:.0%}  entropy {metrics['entropy/mean']:.3f} "
-      f"{sparkline(self._entropies)}  length {metrics['length/mean']:.1f}  {metrics['tokens/s']:,.0f} tokens/s"
+      f"step {step}  correct {metrics['reward/accuracy']:.0%}  "
+      f"entropy {entropy:.3f} {sparkline(self._entropies)}  "
+      f"length {metrics['length/mean']:.1f}  {metrics['tokens/s']:,.0f} tokens/s",
+      f"reward {metrics['reward/mean']:.3f}  loss {metrics['loss']:.4f}  {speeds(metrics)}",
+      one_line(sample),
     )
-    self.advance(
-      step,
-      (
-        facts,
-        f"reward {metrics['reward/mean']:.3f}  loss {metrics['loss']:.4f}  {speeds(metrics)}",
-        shown(sample),
-      ),
-      line,
-    )
+    self.advance(step, facts, line)
 
   def sample(self, prompt: str, completion: str, correct: bool) -> None:
-    """What the policy wrote, in one line."""
-    self.say("  " + shown((prompt, completion, correct)))
+    """Prints a completion in one line."""
+    self.say("  " + one_line((prompt, completion, correct)))
 
   def end(self) -> None:
-    """Takes the panel away."""
+    """Removes the panel."""
     if self._live:
       self._live.stop()
       self._live = None
 
 
-def shown(sample: Sample) -> str:
-  """A completion in one line."""
+def one_line(sample: Sample) -> str:
+  """Returns a prompt, its completion and the verdict in one line."""
   prompt, completion, correct = sample
   return f"{prompt} {completion}  ({'right' if correct else 'wrong'})".replace("\n", "\\n")
 
 
 def speeds(metrics: Mapping[str, float]) -> str:
-  """Tokens a second while sampling and while updating, and each phase's share of the step."""
-  whole = metrics["time/step"]
-  sampled = metrics.get("tokens/sampled", metrics["tokens/completion"])
-  parts = [
-    ("sampling", "time/sample", sampled),
-    ("reward", "time/reward", None),
-    ("update", "time/update", metrics["tokens/completion"]),
-  ]
-  return ", ".join(
-    f"{name} {f'{tokens / metrics[key]:,.0f} tokens/s ' if tokens is not None and metrics[key] else ''}"
-    f"{metrics[key] / whole if whole else 0:.0%}"
-    for name, key, tokens in parts
+  """Returns the tokens per second of sampling and update, and each phase's share of the step."""
+  step_s = metrics["time/step"]
+  trained = metrics["tokens/completion"]
+  phases = (
+    ("sampling", metrics["time/sample"], metrics.get("tokens/sampled", trained)),
+    ("reward", metrics["time/reward"], None),
+    ("update", metrics["time/update"], trained),
   )
+  parts = []
+  for name, seconds, tokens in phases:
+    speed = f"{tokens / seconds:,.0f} tokens/s " if tokens is not None and seconds else ""
+    parts.append(f"{name} {speed}{seconds / step_s if step_s else 0:.0%}")
+  return ", ".join(parts)
 
 
 def sparkline(values: Iterable[float]) -> str:
-  """A row of small bars, scaled from 0 to the largest value; a value that is not finite is drawn as 0."""
+  """Returns a row of small bars, scaled from 0 to the largest value; 0 if not finite."""
   values = [value if math.isfinite(value) else 0.0 for value in values]
   top = max(values, default=0.0)
-  return "".join(
-    SPARKS[min(int(value / top * len(SPARKS)), len(SPARKS) - 1)] if top > 0 else SPARKS[0]
-    for value in values
-  )
+  if top <= 0:
+    return SPARKS[0] * len(values)
+  last = len(SPARKS) - 1
+  return "".join(SPARKS[min(int(value / top * len(SPARKS)), last)] for value in values)

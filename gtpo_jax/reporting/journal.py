@@ -1,4 +1,4 @@
-"""What a run leaves behind in its workdir: metrics.jsonl, evaluations.jsonl, samples.jsonl; and what it shows on boards."""
+"""The log files in a workdir (metrics.jsonl, evaluations.jsonl, samples.jsonl) and its trackers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gtpo_jax.reporting.boards import Board, TensorBoard
 from gtpo_jax.reporting.credit import cut_credit_back
+from gtpo_jax.reporting.trackers import TensorBoard, Tracker
 from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
 
 
 class Journal:
-  """Appends one line a step; on resume, lines after the restored step are cut, so that no step stands twice.
+  """Appends one line per step, and drops the lines after the restored step on resume.
 
-  The first process writes; all of them may read, together.
+  So no step appears twice. Only the first process writes; all processes may read, together.
   """
 
   def __init__(
@@ -24,78 +24,84 @@ class Journal:
     workdir: Path,
     resumed_step: int,
     tensorboard: bool,
-    more: Callable[[], Sequence[Board]] = tuple,
+    make_trackers: Callable[[], Sequence[Tracker]] = tuple,
   ):
-    """Opens the files of `workdir`; `more` makes further boards than TensorBoard, on the first process."""
+    """Opens the files of `workdir`.
+
+    Args:
+      workdir: the run's folder.
+      resumed_step: later steps are removed from the files.
+      tensorboard: whether to write TensorBoard files.
+      make_trackers: creates further trackers; called on the first process only.
+    """
     self.metrics_file = workdir / "metrics.jsonl"
     self._samples_file = workdir / "samples.jsonl"
     self._evaluations_file = workdir / "evaluations.jsonl"
-    self._boards: list[Board] = []
+    self._trackers: list[Tracker] = []
     if not is_first_process():
       return
     for file in (self.metrics_file, self._evaluations_file, self._samples_file):
       _cut_back(file, resumed_step)
     cut_credit_back(workdir, resumed_step)
-    self._boards = [*([TensorBoard(workdir, resumed_step)] if tensorboard else []), *more()]
+    if tensorboard:
+      self._trackers.append(TensorBoard(workdir, resumed_step))
+    self._trackers += make_trackers()
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """One object for the step: plain numbers, null for one that is not finite."""
+    """Appends the metrics of a step as one JSON object; null stands for a value not finite."""
     if is_first_process():
-      _append(self.metrics_file, {"step": step, **_finite(metrics)})
-      self._show(step, metrics)
+      _append(self.metrics_file, {"step": step, **_null_if_not_finite(metrics)})
+      self._track(step, metrics)
 
   def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Adds numbers to the object of a step that is already written."""
+    """Adds metrics to the object of a step that is already written."""
     if is_first_process():
-      _rewrite(
-        self.metrics_file,
-        (
-          row | _finite(metrics) if row["step"] == step else row for row in _each(self.metrics_file)
-        ),
-      )
-      self._show(step, metrics)
+      added = _null_if_not_finite(metrics)
+      rows = _each(self.metrics_file)
+      _rewrite(self.metrics_file, (row | added if row["step"] == step else row for row in rows))
+      self._track(step, metrics)
 
-  def _show(self, step: int, metrics: Mapping[str, float]) -> None:
-    for board in self._boards:
-      board.scalars(step, metrics)
+  def _track(self, step: int, metrics: Mapping[str, float]) -> None:
+    for tracker in self._trackers:
+      tracker.log_metrics(step, metrics)
 
   def write_evaluation(self, step: int, summary: Mapping[str, Any]) -> None:
-    """What `Evaluation.summary` gives: every metric at each k, with its interval."""
+    """Appends an `Evaluation.summary`: every metric at each k, with its interval."""
     if is_first_process():
       _append(self._evaluations_file, {"step": step, **summary})
 
   def write_sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
-    """One completion, to see what the policy writes."""
+    """Appends one completion."""
     if is_first_process():
       _append(
         self._samples_file,
         {"step": step, "prompt": prompt, "completion": completion, "correct": correct},
       )
-    for board in self._boards:
-      board.sample(step, prompt, completion, correct)
+    for tracker in self._trackers:
+      tracker.log_sample(step, prompt, completion, correct)
 
-  def read(self, only: str = "") -> list[dict[str, Any]]:
-    """Every line of metrics.jsonl: of its numbers those whose names begin with `only`, and the step."""
+  def read(self, prefix: str = "") -> list[dict[str, Any]]:
+    """Returns the rows of metrics.jsonl: the step, and the metrics whose names have `prefix`."""
     return broadcast_from_first(
       lambda: [
-        {name: value for name, value in row.items() if name == "step" or name.startswith(only)}
+        {name: value for name, value in row.items() if name == "step" or name.startswith(prefix)}
         for row in _each(self.metrics_file)
       ]
     )
 
   def close(self) -> None:
-    """Writes out what the boards hold back."""
-    for board in self._boards:
-      board.close()
+    """Closes the trackers, which flushes what they buffer."""
+    for tracker in self._trackers:
+      tracker.close()
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-  """The objects of a JSON-lines file; a line that a kill left half written is passed over."""
+  """Returns the objects of a JSON-lines file, without a line that a kill left half written."""
   return list(_each(file))
 
 
 def _each(file: Path) -> Iterator[dict[str, Any]]:
-  """The same one by one, so that a long run's file is never in memory as a whole."""
+  """Yields the objects one at a time, so that a long file is never in memory at once."""
   if not file.exists():
     return
   with file.open() as lines:
@@ -107,7 +113,7 @@ def _each(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _append(file: Path, row: Mapping[str, Any]) -> None:
-  if "://" in str(file):  # the objects of a store are written whole
+  if "://" in str(file):  # object stores cannot append
     file.write_text((file.read_text() if file.exists() else "") + json.dumps(row) + "\n")
     return
   with file.open("a") as out:
@@ -115,16 +121,17 @@ def _append(file: Path, row: Mapping[str, Any]) -> None:
 
 
 def _cut_back(file: Path, step: int) -> None:
+  """Removes the rows of later steps."""
   if file.exists():
     _rewrite(file, (row for row in _each(file) if row["step"] <= step))
 
 
 def _rewrite(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-  fresh = file.with_suffix(".tmp")
-  with fresh.open("w") as out:
+  temporary = file.with_suffix(".tmp")
+  with temporary.open("w") as out:
     out.writelines(json.dumps(row) + "\n" for row in rows)
-  fresh.replace(file)
+  temporary.replace(file)
 
 
-def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+def _null_if_not_finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
   return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

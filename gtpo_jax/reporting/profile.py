@@ -1,7 +1,8 @@
-"""A window of steps, traced by JAX's profiler: what XProf and Perfetto open, with the phases by name.
+"""A JAX profiler trace over a window of steps, for XProf and Perfetto.
 
-The phases are `step`, and within it `sample`, `reward` (on the reward's own thread while others are sampled, and on the main one as long as
-that waits), `update`, `save` and `evaluate`; where they happen they are marked with `jax.profiler.TraceAnnotation`.
+The trace names the phases: `step`, and within it `sample`, `reward`, `update`, `save` and
+`evaluate`, each marked with a `jax.profiler.TraceAnnotation` where it runs. `reward` runs on its
+own thread while the engine still samples; the time the main thread waits for it is marked too.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ from gtpo_jax.runtime.distributed import is_first_process
 
 
 def trace_window(window: tuple[int, int] | None, steps: range, folder: Path) -> Iterator[int]:
-  """Passes on the numbers of `steps`, from 0; the bodies of those from the first to the last of `window`, from 1, are traced.
+  """Yields `steps`, and traces the loop body for the steps inside `window`.
 
-  The trace is written into `folder` when the window is over, or the loop is left within it. The first process alone traces.
+  The trace is written when the window ends or the loop is left early. Only the first process
+  traces.
+
+  Args:
+    window: the first and the last step to trace, counted from 1; None traces nothing.
+    steps: step numbers, counted from 0.
+    folder: where the trace is written.
   """
   first, last = window if window and is_first_process() else (0, 0)
   tracing = False
@@ -39,7 +46,7 @@ def trace_window(window: tuple[int, int] | None, steps: range, folder: Path) -> 
 
 
 def _options() -> jax.profiler.ProfileOptions:
-  """Our own marks and the runtime's, without a line for every Python call, which would crowd them out."""
+  """Returns options without Python call tracing, which would crowd out our own annotations."""
   options = jax.profiler.ProfileOptions()
   options.python_tracer_level = 0
   return options

@@ -1,4 +1,4 @@
-"""`gtpo report`: runs as one HTML file that needs nothing else."""
+"""`gtpo report`: one self-contained HTML file about one or several runs."""
 
 from __future__ import annotations
 
@@ -12,194 +12,186 @@ from typing import Any
 import jinja2
 
 import gtpo_jax
+from gtpo_jax.reporting.drawing import BOX
 from gtpo_jax.reporting.figures import (
-  BOX,
   composition_figures,
   evaluation_figures,
   step_figures,
   time_split,
 )
-from gtpo_jax.reporting.runs import Kind, Run, kinds_of, number, read_run, run_label
-from gtpo_jax.reporting.viewer import MOST_TOKENS, viewer_data, visible
+from gtpo_jax.reporting.runs import Run, RunGroup, group_runs, number, read_run, run_label
+from gtpo_jax.reporting.viewer import MAX_TOKENS, viewer_data, visible
 
 PAGE = Path(__file__).parent / "page"
 SECTIONS = ("Evaluation", "Reward", "Policy", "Update", "Groups and time")
-ROWS = 8  # of the numbers below a figure
+TABLE_ROWS = 8  # rows of the table below a figure, spread evenly over the run
 
 
 def make_report(workdirs: Sequence[Path]) -> str:
-  """The page of one or several runs: the paper's figures, where the time went, and the credit viewer.
+  """Returns the HTML page: the paper's figures, time per phase, and the credit viewer.
 
   Raises:
-    UserError: a workdir without a run or without metrics, of another version, or named twice; or too many kinds of run.
+    UserError: a workdir has no run or no metrics, another version wrote it, or it is listed twice;
+      or the runs have too many different configs.
   """
-  runs = [read_run(workdir) for workdir in workdirs]
-  kinds = kinds_of(runs)
-  figures = [*evaluation_figures(kinds), *step_figures(kinds), *composition_figures(kinds)]
+  groups = group_runs([read_run(workdir) for workdir in workdirs])
+  figures = [*evaluation_figures(groups), *step_figures(groups), *composition_figures(groups)]
   for i, figure in enumerate(figures):
     figure["index"] = i
-    _describe(figure, kinds)
-  viewer, packed = _viewer(kinds)
+    _add_texts(figure, groups)
+  viewer, packed = _viewer(groups)
   script = "\n".join(
     (PAGE / name).read_text(encoding="utf-8") for name in ("charts.js", "viewer.js")
   )
   digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-  names = [visible(kind.label) for kind in kinds]
   page = jinja2.Environment(
     loader=jinja2.FileSystemLoader(PAGE), autoescape=True, undefined=jinja2.StrictUndefined
   )
+  by_section = {name: [f for f in figures if f["section"] == name] for name in SECTIONS}
+  plotted = ("lines", "limits", "percent", "over", "stack")
   return page.get_template("report.html").render(
-    title=_title(kinds),
+    title=_title(groups),
     version=gtpo_jax.__version__,
-    kinds=names,
-    runs=[_row(i, kind, run) for i, kind in enumerate(kinds) for run in kind.runs],
-    facts=_facts(kinds),
-    legend=_legend(kinds),
-    sections=[
-      (name, here)
-      for name in SECTIONS
-      if (here := [figure for figure in figures if figure["section"] == name])
-    ],
+    labels=[visible(group.label) for group in groups],
+    runs=[_row(color, group, run) for color, group in enumerate(groups) for run in group.runs],
+    facts=_facts(groups),
+    legend=_legend(groups),
+    sections=[(name, members) for name, members in by_section.items() if members],
     figure_data={
       "box": dict(zip(("left", "bottom", "right", "top"), BOX, strict=True)),
-      "figures": [
-        {key: f[key] for key in ("lines", "limits", "percent", "over", "stack")} for f in figures
-      ],
+      "figures": [{key: figure[key] for key in plotted} for figure in figures],
     },
     viewer=viewer,
     packed=packed,
-    **_settings(kinds),
+    **_settings(groups),
     css=(PAGE / "report.css").read_text(encoding="utf-8"),
     script=script,
     script_hash=f"'sha256-{digest}'",
   )
 
 
-def _title(kinds: Sequence[Kind]) -> str:
-  names = [visible(kind.label) for kind in kinds]
-  data = visible(kinds[0].runs[0].config["data.train"])
-  return f"{' and '.join(names) if len(names) < 3 else f'{len(names)} kinds of run'} on {data}"
+def _title(groups: Sequence[RunGroup]) -> str:
+  labels = [visible(group.label) for group in groups]
+  data = visible(groups[0].runs[0].config["data.train"])
+  return f"{' and '.join(labels) if len(labels) < 3 else f'{len(labels)} configs'} on {data}"
 
 
-def _facts(kinds: Sequence[Kind]) -> str:
-  config = kinds[0].runs[0].config
-  size = f"{config['batch.prompts']} prompts × {config['batch.group']} completions of at most {config['sampling.max_tokens']} tokens"
-  whose = " (of the first run)" if len(kinds) > 1 else ""
+def _facts(groups: Sequence[RunGroup]) -> str:
+  config = groups[0].runs[0].config
+  prompts = config["batch.prompts"]
+  completions = config["batch.group"]
+  model = visible(config["model.path"] or config["model.preset"])
+  of_first = " (of the first run)" if len(groups) > 1 else ""
   return (
-    f"{size} a step, model {visible(config['model.path'] or config['model.preset'])}{whose}. "
-    f"Reward, entropy and length are those of the last step; times are medians of all steps but the first."
+    f"{prompts} prompts × {completions} completions of at most {config['sampling.max_tokens']} "
+    f"tokens per step, model {model}{of_first}. Reward, entropy and length are from the last step; "
+    f"times are medians over all steps except the first."
   )
 
 
-def _legend(kinds: Sequence[Kind]) -> str:
-  seeds = any(len(kind.runs) > 1 for kind in kinds)
-  return (
-    "Smoothed: an exponential moving average over about a fifteenth of the run; a step's raw value is the faint line. "
-    + (
-      "Runs that differ in their seed alone are one curve: the mean of the seeds, in a band from the lowest to the highest. "
-      if seeds
-      else ""
-    )
-    + "Around the evaluations of a single run the band is the 95 % bootstrap interval over the problems."
+def _legend(groups: Sequence[RunGroup]) -> str:
+  smoothing = (
+    "Smoothed: an exponential moving average over about a fifteenth of the run; "
+    "the faint line shows the raw values. "
   )
+  seeds = (
+    "Runs that differ only in their seed share one curve: "
+    "the mean of the seeds, with a band from the lowest to the highest. "
+  )
+  interval = (
+    "For a single run, the band around an evaluation is the 95 % bootstrap interval "
+    "over the problems."
+  )
+  has_seeds = any(len(group.runs) > 1 for group in groups)
+  return smoothing + (seeds if has_seeds else "") + interval
 
 
-def _row(i: int, kind: Kind, run: Run) -> dict[str, Any]:
+def _row(color: int, group: RunGroup, run: Run) -> dict[str, Any]:
+  """Returns a run's row in the table of runs."""
   last = run.rows[run.steps]
-  split = time_split(Kind(kind.label, (run,)))
-  whole = sum(split.values()) or 1.0
+  split = time_split(RunGroup(group.label, (run,)))
+  step_s = sum(split.values())
+  shares = {phase: seconds / (step_s or 1.0) for phase, seconds in split.items()}
   return {
-    "kind": i,
-    "label": visible(run_label(kind, run)),
+    "color": color,
+    "label": visible(run_label(group, run)),
     "folder": visible(str(run.workdir)),
     "steps": f"{run.steps} of {run.config['steps']}",
     "held_out": _held_out(run),
     "reward": _plain(number(last, "reward/mean")),
     "entropy": _plain(number(last, "entropy/mean")),
     "length": _plain(number(last, "length/mean")),
-    "seconds": f"{sum(split.values()):.3g} s",
-    "split": [
-      (phase, f"{seconds / whole:.0%}", round(100 * seconds / whole, 2))
-      for phase, seconds in split.items()
-    ],
+    "seconds": f"{step_s:.3g} s",
+    "split": [(phase, f"{share:.0%}", round(100 * share, 2)) for phase, share in shares.items()],
   }
 
 
 def _held_out(run: Run) -> tuple[str, str, str] | None:
-  """mean@n at the first and the last evaluation, and the interval of the last."""
+  """Returns mean@n of the first and the last evaluation, and the interval of the last."""
   key = next((key for row in run.evaluations.values() for key in row if "/mean@" in key), None)
-  steps = (
-    [step for step, row in run.evaluations.items() if not math.isnan(number(row, key))]
-    if key
-    else []
-  )
-  if not steps:
+  if key is None:
     return None
-  ends = (run.evaluations[steps[-1]].get("intervals") or {}).get(key) or (None, None)
-  first, last = (f"{number(run.evaluations[step], key):.1%}" for step in (steps[0], steps[-1]))
-  return first, last, "" if None in ends else f"[{ends[0]:.1%}, {ends[1]:.1%}]"
+  rows = [row for row in run.evaluations.values() if not math.isnan(number(row, key))]
+  if not rows:
+    return None
+  low, high = (rows[-1].get("intervals") or {}).get(key) or (None, None)
+  interval = "" if low is None or high is None else f"[{low:.1%}, {high:.1%}]"
+  return f"{number(rows[0], key):.1%}", f"{number(rows[-1], key):.1%}", interval
 
 
-def _describe(figure: dict[str, Any], kinds: Sequence[Kind]) -> None:
-  """Adds the names of a figure's lines, its numbers as a table and, for those who cannot see it, in a sentence."""
+def _add_texts(figure: dict[str, Any], groups: Sequence[RunGroup]) -> None:
+  """Adds the names of a figure's lines, a table of its numbers, and a screen-reader summary."""
   for line in figure["lines"]:
-    parts = [visible(kinds[line["kind"]].label)] if len(kinds) > 1 and not figure["stack"] else []
-    line["name"] = (
-      " ".join([*parts, *([line["name"]] if line["name"] else [])]) or figure["title"].lower()
-    )
+    of_group = len(groups) > 1 and not figure["stack"]
+    label = visible(groups[line["color"]].label) if of_group else ""
+    line["name"] = " ".join(filter(None, (label, line["name"]))) or figure["title"].lower()
+  lines = figure["lines"]
   show = lambda y: "–" if y is None else f"{y:.1%}" if figure["percent"] else _plain(y)
-  xs = sorted({x for line in figure["lines"] for x in line["x"]})
-  chosen = (
-    [xs[round(i * (len(xs) - 1) / (ROWS - 1))] for i in range(ROWS)] if len(xs) > ROWS else xs
-  )
-  at = [dict(zip(line["x"], line["y"], strict=True)) for line in figure["lines"]]
+  xs = sorted({x for line in lines for x in line["x"]})
+  if len(xs) > TABLE_ROWS:
+    xs = [xs[round(i * (len(xs) - 1) / (TABLE_ROWS - 1))] for i in range(TABLE_ROWS)]
+  y_at = [dict(zip(line["x"], line["y"], strict=True)) for line in lines]
   figure["table"] = {
-    "heads": [line["name"] for line in figure["lines"]],
-    "rows": [[_plain(x), *(show(y.get(x)) for y in at)] for x in chosen],
+    "heads": [line["name"] for line in lines],
+    "rows": [[_plain(x), *(show(values.get(x)) for values in y_at)] for x in xs],
   }
-  figure["summary"] = (
-    "; ".join(
-      f"{line['name']}: {show(line['y'][0])} at {figure['over']} {_plain(line['x'][0])}, {show(line['y'][-1])} at {figure['over']} "
-      f"{_plain(line['x'][-1])}"
-      for line in figure["lines"]
-    )
-    + "."
-  )
+  point = lambda line, i: f"{show(line['y'][i])} at {figure['over']} {_plain(line['x'][i])}"
+  ends = [f"{line['name']}: {point(line, 0)}, {point(line, -1)}" for line in lines]
+  figure["summary"] = "; ".join(ends) + "."
 
 
 def _plain(value: float) -> str:
-  return (
-    "–"
-    if math.isnan(value)
-    else f"{value:.0f}"
-    if value == round(value) and abs(value) < 1e9
-    else f"{value:.4g}"
-  )
+  """Returns a number as text, as an integer if it is one."""
+  if math.isnan(value):
+    return "–"
+  if value == round(value) and abs(value) < 1e9:
+    return f"{value:.0f}"
+  return f"{value:.4g}"
 
 
-def _viewer(kinds: Sequence[Kind]) -> tuple[dict[str, Any] | None, list[str]]:
-  """The viewer's data of every run that kept some, and the packed groups, each named by its number in the page."""
-  members = [(kind, run) for kind in kinds for run in kind.runs]
+def _viewer(groups: Sequence[RunGroup]) -> tuple[dict[str, Any] | None, list[str]]:
+  """Returns the viewer's data for every run with records, and the packed groups of tokens.
+
+  `packed` in the data is an index into that list.
+  """
+  members = [(group, run) for group in groups for run in group.runs]
   runs = []
-  packed = []
-  for kind, run in members:
-    data, texts = viewer_data(run.workdir, run.algorithm, MOST_TOKENS // len(members))
+  packed: list[str] = []
+  for group, run in members:
+    data, texts = viewer_data(run.workdir, run.algorithm, MAX_TOKENS // len(members))
     if data["steps"]:
-      for i, group in enumerate(group for step in data["steps"] for group in step["groups"]):
-        group["packed"] = len(packed) + i
+      shown = [entry for step in data["steps"] for entry in step["groups"]]
+      for i, entry in enumerate(shown):
+        entry["packed"] = len(packed) + i
       packed += texts
-      runs.append({"label": visible(run_label(kind, run)), **data})
+      runs.append({"label": visible(run_label(group, run)), **data})
   return ({"runs": runs} if runs else None), packed
 
 
-def _settings(kinds: Sequence[Kind]) -> dict[str, list[tuple[str, list[str]]]]:
-  """Every setting of every kind, and those in which they differ."""
-  configs = [kind.runs[0].config for kind in kinds]
-  rows = [
-    (key, [visible(str(config[key])) if config[key] is not None else "–" for config in configs])
-    for key in configs[0]
-  ]
-  return {
-    "settings": rows,
-    "apart": [(key, values) for key, values in rows if len(set(values)) > 1 and key != "seed"],
-  }
+def _settings(groups: Sequence[RunGroup]) -> dict[str, list[tuple[str, list[str]]]]:
+  """Returns every setting of every run group, and the settings that differ."""
+  configs = [group.runs[0].config for group in groups]
+  show = lambda value: "–" if value is None else visible(str(value))
+  rows = [(key, [show(config[key]) for config in configs]) for key in configs[0]]
+  differing = [(key, values) for key, values in rows if len(set(values)) > 1 and key != "seed"]
+  return {"settings": rows, "differing": differing}

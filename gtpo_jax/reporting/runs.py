@@ -1,10 +1,9 @@
-"""The runs of a report: read from their workdirs, and put together where nothing but the seed sets them apart."""
+"""Reads the runs of a report from their workdirs, and groups those that differ only in seed."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,26 +12,26 @@ from typing import Any
 import numpy as np
 
 from gtpo_jax.algorithms import Algorithm, make
-from gtpo_jax.checkpoint.workdir import MAY_CHANGE
-from gtpo_jax.config import Config, flatten, to_dict
+from gtpo_jax.checkpoint.workdir import MAY_CHANGE, load_config
+from gtpo_jax.config import flatten, resolved_dict
 from gtpo_jax.reporting.journal import read_jsonl
 from gtpo_jax.runtime.errors import UserError
 
-# What does not make another kind of run: chance, and where and how it is run and written down.
-ALIKE = ("seed", *(name for name in MAY_CHANGE if name not in ("steps", "eval")))
-KINDS = 8  # as many as can be told apart by their colours
+# Fields that runs of one group may differ in: the seed, and where and how a run executes and logs.
+IGNORED = ("seed", *(name for name in MAY_CHANGE if name not in ("steps", "eval")))
+MAX_GROUPS = 8  # as many as there are distinguishable colors
+MAX_LABEL_FIELDS = 3  # differing fields that a group's label names
+REQUIRED = {"reward/mean", "entropy/mean", "time/step"}  # metrics that every step must have
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """A workdir's metrics."""
+  """The config and the metrics of a workdir."""
 
   workdir: Path
-  config: dict[str, Any]  # by dotted name; nothing that it names outside the workdir is looked at
-  rows: dict[
-    int, dict[str, Any]
-  ]  # of metrics.jsonl, by step; step 0 is the evaluation before the first
-  evaluations: dict[int, dict[str, Any]]  # by step, with `intervals` where they are known
+  config: dict[str, Any]  # by dotted name; files outside the workdir are never opened
+  rows: dict[int, dict[str, Any]]  # metrics by step; step 0 is the evaluation before training
+  evaluations: dict[int, dict[str, Any]]  # by step, with `intervals` if recorded
 
   @property
   def steps(self) -> int:
@@ -41,36 +40,42 @@ class Run:
 
   @property
   def algorithm(self) -> Algorithm:
-    """What it learned by."""
+    """The algorithm that trained the run."""
     fields = {
       key.removeprefix("algorithm."): value
       for key, value in self.config.items()
       if key.startswith("algorithm.")
     }
-    return make(
-      fields.pop("name"), **{key: value for key, value in fields.items() if value is not None}
-    )
+    name = fields.pop("name")
+    return make(name, **{key: value for key, value in fields.items() if value is not None})
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-  """Runs of one config, each with a seed of its own."""
+class RunGroup:
+  """Runs of one config with different seeds."""
 
   label: str
   runs: tuple[Run, ...]
 
-  def series(self, of: str) -> tuple[np.ndarray, np.ndarray]:
-    """A metric over the steps that all seeds have reached: i64[m], and f64[runs, m], NaN where there is no number."""
-    steps = sorted(set.intersection(*({step for step in run.rows if step} for run in self.runs)))
-    return np.asarray(steps), np.asarray(
-      [[number(run.rows[step], of) for step in steps] for run in self.runs]
-    )
+  def series(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a metric over the steps that every run reached.
 
-  def evaluated(self, of: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A metric of the evaluations that all seeds have had: steps i64[m], f64[runs, m], and its intervals f64[runs, m, 2]."""
+    Returns:
+      Steps i64[m] and values f64[runs, m], NaN if a row has no number.
+    """
+    steps = sorted(set.intersection(*({step for step in run.rows if step} for run in self.runs)))
+    values = [[number(run.rows[step], metric) for step in steps] for run in self.runs]
+    return np.asarray(steps), np.asarray(values)
+
+  def evaluated(self, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns a metric of the evaluations that every run has.
+
+    Returns:
+      Steps i64[m], values f64[runs, m] and intervals f64[runs, m, 2].
+    """
     steps = sorted(set.intersection(*(set(run.evaluations) for run in self.runs)))
-    values = [[number(run.evaluations[step], of) for step in steps] for run in self.runs]
-    ends = [[_interval(run.evaluations[step], of) for step in steps] for run in self.runs]
+    values = [[number(run.evaluations[step], metric) for step in steps] for run in self.runs]
+    ends = [[_interval(run.evaluations[step], metric) for step in steps] for run in self.runs]
     return (
       np.asarray(steps, int),
       np.asarray(values).reshape(len(self.runs), -1),
@@ -79,36 +84,30 @@ class Kind:
 
   @functools.cached_property
   def eval_keys(self) -> list[str]:
-    """The metrics of the evaluations of all its runs."""
-    return sorted(
-      {
-        key
-        for run in self.runs
-        for row in run.evaluations.values()
-        for key in row
-        if key.startswith("eval/")
-      }
-    )
+    """The evaluation metrics of all runs."""
+    rows = (row for run in self.runs for row in run.evaluations.values())
+    return sorted({key for row in rows for key in row if key.startswith("eval/")})
 
 
 def read_run(workdir: Path) -> Run:
   """Reads a workdir.
 
   Raises:
-    UserError: it holds no run, one without a step so far, or one that another version of this package wrote.
+    UserError: the folder holds no run, no completed step, or a run of another version.
   """
   if not workdir.is_dir():
     raise UserError(f"no folder at {str(workdir)!r}; --workdir is the folder of a `gtpo train`")
-  config = _config(workdir / "config.json")
+  config = _read_config(workdir)
   rows = _by_step(workdir / "metrics.jsonl")
   if not any(rows):
     raise UserError(
-      f"no metrics in {str(workdir)!r}: its metrics.jsonl holds no step yet; try again when the first step is done"
+      f"no metrics in {str(workdir)!r}: its metrics.jsonl has no step yet; "
+      f"try again after the first step"
     )
-  if missing := {"reward/mean", "entropy/mean", "time/step"} - rows[max(rows)].keys():
+  if missing := REQUIRED - rows[max(rows)].keys():
     raise UserError(
-      f"{str(workdir / 'metrics.jsonl')!r} has no {sorted(missing)[0]!r} at step {max(rows)}: another version of gtpo_jax "
-      f"wrote it; make the report with that one"
+      f"{str(workdir / 'metrics.jsonl')!r} has no {sorted(missing)[0]!r} at step {max(rows)}: "
+      f"another version of gtpo_jax wrote it; make the report with that version"
     )
   evaluations = {
     step: {key: value for key, value in row.items() if key.startswith("eval/")}
@@ -119,85 +118,79 @@ def read_run(workdir: Path) -> Run:
   return Run(workdir, config, rows, {step: row for step, row in sorted(evaluations.items()) if row})
 
 
-def kinds_of(runs: Sequence[Run]) -> list[Kind]:
-  """The runs by kind, labelled by what sets the kinds apart.
+def group_runs(runs: Sequence[Run]) -> list[RunGroup]:
+  """Groups runs that differ only in seed, and labels each group by the fields that differ.
 
   Raises:
-    UserError: one of them twice, or too many kinds.
+    UserError: a run is listed twice, or there are more groups than colors.
   """
-  places = [str(run.workdir.resolve()) for run in runs]
-  for place in places:
-    if places.count(place) > 1:
-      raise UserError(f"workdir {place!r} is named twice")
+  paths = [str(run.workdir.resolve()) for run in runs]
+  for path in paths:
+    if paths.count(path) > 1:
+      raise UserError(f"workdir {path!r} is listed twice")
   groups: list[list[Run]] = []
   for run in runs:
-    group = next((group for group in groups if not _distinct(group[0].config, run.config)), None)
+    group = next((g for g in groups if not _differing(g[0].config, run.config)), None)
     if group:
       group.append(run)
     else:
       groups.append([run])
-  if len(groups) > KINDS:
+  if len(groups) > MAX_GROUPS:
     raise UserError(
-      f"{len(groups)} kinds of run side by side cannot be told apart; name those of {KINDS} at most"
+      f"{len(groups)} different configs are too many for one report; "
+      f"pass runs of at most {MAX_GROUPS}"
     )
-  apart = list(
-    dict.fromkeys(
-      key for group in groups for key in _distinct(groups[0][0].config, group[0].config)
-    )
-  )
+  first = groups[0][0].config
+  differing = list(dict.fromkeys(key for g in groups for key in _differing(first, g[0].config)))
+  by_seed = lambda run: run.config["seed"]
   return [
-    Kind(_label(group[0].config, apart), tuple(sorted(group, key=lambda run: run.config["seed"])))
+    RunGroup(_label(group[0].config, differing), tuple(sorted(group, key=by_seed)))
     for group in groups
   ]
 
 
-def run_label(kind: Kind, run: Run) -> str:
-  """A run among those of the report."""
-  return f"{kind.label}, seed {run.config['seed']}" if len(kind.runs) > 1 else kind.label
+def run_label(group: RunGroup, run: Run) -> str:
+  """Returns the label of a run: its group's, and the seed if the group has several runs."""
+  return f"{group.label}, seed {run.config['seed']}" if len(group.runs) > 1 else group.label
 
 
-def number(row: Mapping[str, Any], of: str) -> float:
-  """A metric of a row; NaN where it is missing or no number."""
-  value = row.get(of)
-  return (
-    float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-  )
+def number(row: Mapping[str, Any], metric: str) -> float:
+  """Returns a metric of a row; NaN if it is missing or not a number."""
+  value = row.get(metric)
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
+  return float(value) if is_number else math.nan
 
 
 def smoothed(values: np.ndarray, span: float) -> np.ndarray:
-  """The exponential moving average of f64[..., m] over about `span` values, without the bias of its start; NaN is passed over."""
-  keep = 1.0 - 1.0 / max(span, 1.0)
+  """Returns the bias-corrected exponential moving average of f64[..., m]; NaN is skipped.
+
+  Args:
+    values: f64[..., m].
+    span: the number of values averaged over; up to 1 leaves `values` as they are.
+  """
+  decay = 1.0 - 1.0 / max(span, 1.0)
   total = np.zeros(values.shape[:-1])
   weight = np.zeros(values.shape[:-1])
   out = np.full(values.shape, np.nan)
   for i in range(values.shape[-1]):
-    there = ~np.isnan(values[..., i])
-    total = np.where(there, keep * total + np.nan_to_num(values[..., i]), total)
-    weight = np.where(there, keep * weight + 1.0, weight)
-    np.divide(total, weight, out=out[..., i], where=there & (weight > 0))
+    present = ~np.isnan(values[..., i])
+    total = np.where(present, decay * total + np.nan_to_num(values[..., i]), total)
+    weight = np.where(present, decay * weight + 1.0, weight)
+    np.divide(total, weight, out=out[..., i], where=present & (weight > 0))
   return out
 
 
-def _config(file: Path) -> dict[str, Any]:
-  if not file.is_file():
-    raise UserError(
-      f"no run in {str(file.parent)!r}: it has no config.json; name the workdir of a `gtpo train`"
-    )
+def _read_config(workdir: Path) -> dict[str, Any]:
+  """Returns the config of a run by dotted name, with every setting that its algorithm reads."""
   try:
-    values = json.loads(file.read_text())
-  except ValueError as error:
-    raise UserError(f"{str(file)!r} is not valid JSON: {error}") from error
-  if not isinstance(values, dict):
+    return flatten(resolved_dict(load_config(workdir)))
+  except UserError as error:
+    file = str(workdir / "config.json")
+    if file in str(error) or not (workdir / "config.json").is_file():
+      raise
     raise UserError(
-      f"{str(file)!r} is not a config: it holds {type(values).__name__}, not an object"
-    )
-  known = flatten(to_dict(Config()))
-  found = flatten(values)
-  if strange := sorted(found.keys() - known.keys()):
-    raise UserError(
-      f"{str(file)!r} is of another version of gtpo_jax, with {strange[0]!r}; make the report with that one"
-    )
-  return known | found
+      f"{file!r} is of another version of gtpo_jax ({error}); make the report with that version"
+    ) from error
 
 
 def _by_step(file: Path) -> dict[int, dict[str, Any]]:
@@ -205,23 +198,24 @@ def _by_step(file: Path) -> dict[int, dict[str, Any]]:
   return {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
 
 
-def _interval(row: Mapping[str, Any], of: str) -> tuple[float, float]:
-  ends = (row.get("intervals") or {}).get(of) or (None, None)
+def _interval(row: Mapping[str, Any], metric: str) -> tuple[float, float]:
+  ends = (row.get("intervals") or {}).get(metric) or (None, None)
   return tuple(math.nan if end is None else float(end) for end in ends)
 
 
-def _distinct(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-  return [
-    key
-    for key in a
-    if a[key] != b[key] and not any(key == name or key.startswith(f"{name}.") for name in ALIKE)
-  ]
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+  """Returns the fields that put two runs into different groups."""
+  ignored = lambda key: any(key == name or key.startswith(f"{name}.") for name in IGNORED)
+  return [key for key in a if a[key] != b[key] and not ignored(key)]
 
 
-def _label(config: Mapping[str, Any], apart: Sequence[str]) -> str:
-  others = [
+def _label(config: Mapping[str, Any], differing: Sequence[str]) -> str:
+  """Returns the algorithm and the differing fields, except settings with their published value."""
+  name = config["algorithm.name"]
+  published = {f"algorithm.{key}": value for key, value in make(name).settings_dict().items()}
+  fields = [
     f"{key.removeprefix('algorithm.')}={config[key]}"
-    for key in apart
-    if key != "algorithm.name" and config[key] is not None
+    for key in differing
+    if key != "algorithm.name" and config[key] not in (None, published.get(key))
   ]
-  return ", ".join([config["algorithm.name"], *others[:3]])
+  return ", ".join([name, *fields[:MAX_LABEL_FIELDS]])

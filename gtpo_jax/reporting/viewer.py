@@ -1,4 +1,7 @@
-"""The data of the credit viewer: entropies, shaped rewards and advantages of every token shown, by each method, ready for the page."""
+"""The data of the credit viewer.
+
+For every token shown: its entropy, and its shaped reward and advantage by each method.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ import numpy as np
 from gtpo_jax.algorithms import Algorithm, make
 from gtpo_jax.reporting.credit import CreditRecord, credit_files, read_credit
 
-MOST_TOKENS = 1_000_000  # in one report; of a run that keeps more, fewer steps are shown
+MAX_TOKENS = 1_000_000  # in one report, to bound the size of the page; steps are dropped beyond it
 
 METHODS = {
   "position": "Method 1: position",
   "sequence": "Method 2: completion",
   "matrix": "Method 3: group",
 }
-PICTURES = {
+SYMBOLS = {
   "\n": "⏎",
   "\t": "⇥",
   "\r": "␍",
@@ -34,25 +37,34 @@ PICTURES = {
   "\u200b": "‹ZWSP›",
   "\ufeff": "‹BOM›",
 }
+# Control, format, surrogate, unassigned and private-use characters; line and paragraph separators.
+HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-  """One way to give credit."""
+  """One way to assign credit."""
 
   label: str
   algorithm: Algorithm
-  trained: bool  # whether the run learned by it
+  trained: bool  # whether it trained the run
 
   def credit(self, record: CreditRecord) -> tuple[np.ndarray, np.ndarray]:
-    """Shaped rewards and advantages f32[k, g, t] of the groups shown, made from the whole batch; 0 behind a completion's end."""
+    """Returns the shaped rewards and advantages, f32[k, g, t], of the groups shown.
+
+    They are computed from the complete batch, and are 0 after the end of a completion.
+    """
     signals = record.signals(guided=bool(self.algorithm.settings.guide_completions))
     shaped, advantages = _credit(self.algorithm, signals)
     return np.asarray(shaped)[record.shown], np.asarray(advantages)[record.shown]
 
 
 def schemes(algorithm: Algorithm) -> list[Scheme]:
-  """What the viewer switches between: the three methods of the run's algorithm; where it has none, itself and the methods of gtpo."""
+  """Returns the schemes that the viewer switches between.
+
+  They are the three methods of the run's algorithm. An algorithm that compares no tokens is shown
+  itself, followed by the methods of gtpo.
+  """
   own = algorithm.settings.compare
   base = algorithm if own else make("gtpo")
   compare = lambda name: Algorithm(base.name, dataclasses.replace(base.settings, compare=name))
@@ -64,74 +76,89 @@ def schemes(algorithm: Algorithm) -> list[Scheme]:
 
 
 def viewer_data(
-  workdir: Path, algorithm: Algorithm, budget: int
+  workdir: Path, algorithm: Algorithm, max_tokens: int
 ) -> tuple[dict[str, Any], list[str]]:
-  """A run's part of the viewer: what the page reads at once, and one packed text for each group, which it opens when that is shown.
+  """Returns a run's data for the viewer.
 
   Args:
-    workdir: of the run.
-    algorithm: that it learned by.
-    budget: tokens; steps are left out evenly, the first and the last kept, until there are no more than that.
+    workdir: the run's folder.
+    algorithm: the algorithm that trained the run.
+    max_tokens: steps are dropped evenly, except the first and the last, until no more tokens are
+      left than this.
+
+  Returns:
+    What the page reads when it loads, and one packed text per group, which it unpacks when it
+    shows the group.
 
   Raises:
-    UserError: a record is damaged or of another version.
+    UserError: a record is damaged, or another version wrote it.
   """
   files = credit_files(workdir)
-  ways = schemes(algorithm)
-  vocabulary = {}
+  run_schemes = schemes(algorithm)
+  vocabulary: dict[str, int] = {}
   steps = []
   packed = []
-  for file in _within(files, budget):
+  for file in _thinned(files, max_tokens):
     record = read_credit(file)
-    piece = np.asarray(
-      [vocabulary.setdefault(text, len(vocabulary)) for text in record.pieces], np.int32
-    )[record.piece]
-    columns = [
-      piece,
-      record.ids,
-      record.entropy[record.shown],
-      record.log_probs,
-      *(x for way in ways for x in way.credit(record)),
-    ]
-    groups = []
-    for i, group in enumerate(record.shown):
-      here = record.mask[group]
-      packed.append(pack([column[i][here] for column in columns]))
-      groups.append(
-        {
-          "number": int(group),
-          "prompt": visible(record.prompts[i], "\n\t"),
-          "answer": visible(record.answers[i], "\n\t"),
-          **{
-            name: getattr(record, name)[group].tolist()
-            for name in ("lengths", "correct", "counted", "finished", "guided")
-          },
-          "reward": [rounded(x) for x in record.reward[group] + record.penalty[group]],
-        }
-      )
+    packed += _packed_groups(record, run_schemes, vocabulary)
+    groups = [_group(record, i) for i in range(len(record.shown))]
     steps.append({"step": record.step, "prompts": len(record.lengths), "groups": groups})
-  return {
+  data = {
     "schemes": [
       {
-        "label": way.label,
-        "compare": way.algorithm.settings.compare,
-        "scope": way.algorithm.settings.scope,
-        "trained": way.trained,
-        "perCompletion": way.algorithm.recipe.per_completion,
+        "label": scheme.label,
+        "compare": scheme.algorithm.settings.compare,
+        "scope": scheme.algorithm.settings.scope,
+        "trained": scheme.trained,
+        "perCompletion": scheme.algorithm.recipe.per_completion,
       }
-      for way in ways
+      for scheme in run_schemes
     ],
     "pieces": [visible(text) for text in vocabulary],
     "breaks": [i for text, i in vocabulary.items() if "\n" in text],
     "recorded": len(files),
     "steps": steps,
-  }, packed
+  }
+  return data, packed
+
+
+def _group(record: CreditRecord, i: int) -> dict[str, Any]:
+  """Returns what the page knows of the i-th group shown before it unpacks the tokens."""
+  group = record.shown[i]
+  names = ("lengths", "correct", "valid", "finished", "guided")
+  reward = record.reward[group] + record.penalty[group]
+  return {
+    "number": int(group),
+    "prompt": visible(record.prompts[i], "\n\t"),
+    "answer": visible(record.answers[i], "\n\t"),
+    **{name: getattr(record, name)[group].tolist() for name in names},
+    "reward": [rounded(x) for x in reward],
+  }
+
+
+def _packed_groups(
+  record: CreditRecord, run_schemes: Sequence[Scheme], vocabulary: dict[str, int]
+) -> list[str]:
+  """Packs the tokens of each group shown, and adds their texts to the run's vocabulary."""
+  numbers = [vocabulary.setdefault(text, len(vocabulary)) for text in record.pieces]
+  columns = [
+    np.asarray(numbers, np.int32)[record.piece],
+    record.ids,
+    record.entropy[record.shown],
+    record.log_probs,
+  ]
+  for scheme in run_schemes:
+    columns += scheme.credit(record)
+  masks = record.mask[record.shown]
+  return [pack([column[i][mask] for column in columns]) for i, mask in enumerate(masks)]
 
 
 def pack(columns: Sequence[np.ndarray]) -> str:
-  """Columns i32 or f32 [m] as one text: floats at 16 significant bits, all bytes sorted by their rank in the word, gzip, base64.
+  """Packs columns i32[m] or f32[m] into one text.
 
-  Rounding leaves 5 decimal digits and makes every fourth byte 0; sorted, the rest compresses too.
+  Floats keep 16 significant bits, which is about 5 decimal digits, so every fourth byte is 0. The
+  bytes of all 32-bit words are then grouped by significance, which compresses better, and encoded
+  by gzip and base64.
   """
   words = np.stack(
     [
@@ -139,9 +166,8 @@ def pack(columns: Sequence[np.ndarray]) -> str:
       for column in columns
     ]
   )
-  return base64.b64encode(
-    gzip.compress(words.view(np.uint8).reshape(-1, 4).T.tobytes(), 6, mtime=0)
-  ).decode()
+  grouped = words.view(np.uint8).reshape(-1, 4).T.tobytes()
+  return base64.b64encode(gzip.compress(grouped, 6, mtime=0)).decode()
 
 
 def _rounded_bits(x: np.ndarray) -> np.ndarray:
@@ -150,22 +176,27 @@ def _rounded_bits(x: np.ndarray) -> np.ndarray:
 
 
 def visible(text: str, keep: str = "") -> str:
-  """A text from a model or a file as it may be shown: what steers, hides or turns text (but for `keep`) stands as a sign of its own."""
-  return "".join(char if char in keep else _shown(char) for char in text)
+  """Returns text of unknown origin with every invisible or directional character as a symbol.
+
+  Args:
+    text: from a model or a file.
+    keep: characters that stay as they are.
+  """
+  return "".join(char if char in keep else _symbol(char) for char in text)
 
 
-def _shown(char: str) -> str:
-  if char in PICTURES:
-    return PICTURES[char]
+def _symbol(char: str) -> str:
+  if char in SYMBOLS:
+    return SYMBOLS[char]
   if char < " ":
-    return chr(0x2400 + ord(char))
-  if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp"):
+    return chr(0x2400 + ord(char))  # Unicode's control pictures
+  if unicodedata.category(char) in HIDDEN_CATEGORIES:
     return f"‹U+{ord(char):04X}›"
   return char
 
 
 def rounded(value: float) -> float:
-  """A number with 6 digits, for JSON."""
+  """Rounds a number to 6 significant digits, for JSON."""
   return float(f"{value:.6g}")
 
 
@@ -174,17 +205,19 @@ def _credit(
   algorithm: Algorithm, signals: dict[str, jax.Array | None]
 ) -> tuple[jax.Array, jax.Array]:
   shaped, _ = algorithm.shaped(**signals)
-  return jnp.where(signals["mask"], shaped.plus + shaped.minus, 0.0), algorithm.advantages(
-    **signals
-  )
+  advantages = algorithm.advantages(**signals)
+  return jnp.where(signals["mask"], shaped.plus + shaped.minus, 0.0), advantages
 
 
-def _within(files: dict[int, Path], budget: int) -> list[Path]:
-  """As many of the files, evenly, as hold no more than `budget` tokens; the last always."""
-  every = list(files.values())
-  counts = [int(record.lengths[record.shown].sum()) for record in map(read_credit, every)]
-  for stride in range(1, len(every) + 1):
-    kept = sorted({*range(0, len(every), stride), len(every) - 1})
-    if sum(counts[i] for i in kept) <= budget:
+def _thinned(files: dict[int, Path], max_tokens: int) -> list[Path]:
+  """Returns evenly spaced files with at most `max_tokens` tokens; always includes the last."""
+  paths = list(files.values())
+  if not paths:
+    return []
+  records = map(read_credit, paths)
+  counts = [int(record.lengths[record.shown].sum()) for record in records]
+  for stride in range(1, len(paths) + 1):
+    kept = sorted({*range(0, len(paths), stride), len(paths) - 1})
+    if sum(counts[i] for i in kept) <= max_tokens:
       break
-  return [every[i] for i in kept] if every else []
+  return [paths[i] for i in kept]

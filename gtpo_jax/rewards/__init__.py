@@ -1,10 +1,10 @@
-"""Verifiers: text in, verdict out. No JAX here."""
+"""Verifiers and reward parts: text in, verdicts and numbers out. No JAX."""
 
-from gtpo_jax.rewards.arithmetic import countdown_correct, last_number_correct
 from gtpo_jax.rewards.code import code_correct, run_code
 from gtpo_jax.rewards.length import group_relative, soft_overlong
 from gtpo_jax.rewards.math import math_correct, math_verdicts
 from gtpo_jax.rewards.sandbox import sandbox_problem
+from gtpo_jax.rewards.synthetic import countdown_correct, last_number_correct
 from gtpo_jax.rewards.verifiers import PARTS, VERIFIERS
 from gtpo_jax.rewards.votes import VOTES
 

@@ -1,40 +1,218 @@
-"""Exact verifiers of the synthetic tasks. They take any text and never raise."""
+"""Exact integer arithmetic in the notation of answers: `2^{10} + \\frac{3}{4}`, `7!`, `1 1/2`.
+
+A result is a fraction, or a proof that its magnitude is at least 2**7999, or undecided. Nothing
+recurses, and no intermediate value grows large.
+"""
 
 from __future__ import annotations
 
+import math
 import re
-from collections import Counter
-from collections.abc import Sequence
+from fractions import Fraction
 
-_STEP = re.compile(r"(\d{1,9})([+\-*])(\d{1,9})=(\d{1,9})", re.ASCII)
-
-
-def last_number(completion: str) -> str | None:
-  """The digits of the last whole number in the text; None where there is none."""
-  numbers = re.findall(r"\d+", completion, re.ASCII)
-  return numbers[-1] if numbers else None
+MAX_DEPTH = 20  # nested brackets in an answer
+OPEN = "([{"
+CLOSE = ")]}"
 
 
-def last_number_correct(completion: str, answer: str) -> bool:
-  """Whether the last whole number in the text is `answer`."""
-  return last_number(completion) == answer
+class NotDecidedError(ArithmeticError):
+  """Raised for a value that has no bound which is both cheap and certain."""
 
 
-def countdown_correct(completion: str, numbers: Sequence[int], target: int) -> bool:
-  """Whether the text is a chain of true steps `a+b=c,...` that uses every number once and ends at the target.
+_TOKEN = re.compile(
+  r" *(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+|\\cdot|\\times|\\div|[-+*/^!(){}])",
+  re.ASCII,
+)
+_MIXED = re.compile(
+  r"(?<![\d.,^}/])(\d+) ?(?: and )?(?:\\frac\{(\d+)\}\{(\d+)\}|(?<= )(\d+) ?/ ?(\d+))", re.ASCII
+)
+_FRAC = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}")
+_EXPONENT = re.compile(r"\^\{([^{}]*)\}")
+_SAME_OPERATOR = {"\\cdot": "*", "\\times": "*", "\\div": "/"}
+_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "minus": 3, "^": 4}
+# Exact values stay below 2**4000; a power proved to be at least 2**8000 is represented by
+# +-infinity. The gap absorbs additions: the few sums that fit into an answer of MAX_CHARS
+# characters cannot bring an infinity below 2**7999.
+_EXACT_BITS = 4000
+_VAST_BITS = 8000
 
-  A step takes two values from what is left, the given numbers or earlier results, and puts its result back; +, - and * are
-  allowed. At the end the target alone must be left.
+
+def _tokens(text: str) -> list[str] | None:
+  """Returns numbers, operators and brackets, or None if the text contains anything else.
+
+  A fraction becomes ((a)/(b)), an exponent ^(a).
   """
-  left = Counter(numbers)
-  for part in completion.strip().split(","):
-    step = _STEP.fullmatch(part.strip())
-    if not step:
-      return False
-    a, b, c = (int(step[i]) for i in (1, 3, 4))
-    left[a] -= 1
-    left[b] -= 1
-    if min(left[a], left[b]) < 0 or {"+": a + b, "-": a - b, "*": a * b}[step[2]] != c:
-      return False
-    left[c] += 1
-  return +left == Counter([target])
+  text = _MIXED.sub(lambda m: f"({m[1]}+{m[2] or m[4]}/{m[3] or m[5]})", text.replace("**", "^"))
+  for _ in range(MAX_DEPTH):
+    text, fractions = _FRAC.subn(r"((\1)/(\2))", text)
+    text, exponents = _EXPONENT.subn(r"^(\1)", text)
+    if not fractions + exponents:
+      break
+  text = text.rstrip()
+  tokens = []
+  position = 0
+  while position < len(text):
+    match = _TOKEN.match(text, position)
+    if not match:
+      return None
+    tokens.append(_SAME_OPERATOR.get(match[1], match[1]))
+    position = match.end()
+  return tokens
+
+
+def exact_value(text: str) -> Fraction | float | None:
+  """Evaluates + - * / ^ ! and \\frac over numbers in one pass, without recursion.
+
+  Returns:
+    The exact value as a fraction; +-infinity for a number proved to be at least 2**8000 in
+    magnitude (2**7999 after additions); None if the text is not such an expression or its value
+    is not decided.
+  """
+  parser = _Parser()
+  try:
+    for token in _tokens(text) or ():
+      parser.read(token)
+    return parser.result()
+  except (IndexError, KeyError, ArithmeticError):
+    return None
+
+
+class _Parser:
+  """A shunting-yard parser that evaluates as it reads."""
+
+  def __init__(self):
+    self._values: list[Fraction | float] = []
+    self._operators: list[str] = []
+    self._operand = ""  # the previous token if it ended an operand
+
+  def read(self, token: str) -> None:
+    """Takes the next token. Raises NotDecidedError, IndexError or KeyError."""
+    if token in _PRECEDENCE and (self._operand or token in "+-"):
+      if self._operand:
+        self._push(token)
+      elif token == "-":
+        self._operators.append("minus")
+      self._operand = ""
+    elif token in CLOSE or token == "!":
+      self._close_operand(token)
+    elif token in _PRECEDENCE:  # a binary operator without a left operand
+      raise NotDecidedError
+    else:
+      self._open_operand(token)
+
+  def result(self) -> Fraction | float | None:
+    """Returns the value of all tokens, or None if they are not one complete expression."""
+    while self._operators:
+      self._apply()
+    return self._values[0] if len(self._values) == 1 and self._operand else None
+
+  def _open_operand(self, token: str) -> None:
+    """Reads a number or an opening bracket."""
+    if self._operand:  # juxtaposition is a product; 3 4, 05 - 01 and 1/2(3) are not decided
+      two_numbers = self._operand[0] not in ")}!" and token[0] not in OPEN
+      after_division = self._operators and self._operators[-1] == "/"
+      if two_numbers or after_division:
+        raise NotDecidedError
+      self._push("*")
+    if token in OPEN:
+      self._operators.append(token)
+      self._operand = ""
+    else:
+      if token[0] == "0" and token[1:2].isdigit():
+        raise NotDecidedError
+      self._values.append(Fraction(token.replace(",", "")))
+      self._operand = token
+
+  def _close_operand(self, token: str) -> None:
+    """Reads a closing bracket or a factorial."""
+    if not self._operand:
+      raise NotDecidedError
+    if token == "!":
+      self._values.append(_factorial(self._values.pop()))
+    else:
+      while self._operators[-1] not in OPEN:
+        self._apply()
+      if OPEN.index(self._operators.pop()) != CLOSE.index(token):
+        raise NotDecidedError
+    self._operand = token
+
+  def _push(self, operator: str) -> None:
+    """Adds a binary operator after applying those that bind at least as tightly."""
+    limit = (_PRECEDENCE[operator], True)
+    while self._operators and self._operators[-1] not in OPEN:
+      if (_PRECEDENCE[self._operators[-1]], operator != "^") < limit:
+        break
+      self._apply()
+    self._operators.append(operator)
+
+  def _apply(self) -> None:
+    right = self._values.pop()
+    operator = self._operators.pop()
+    if operator == "minus":
+      value = _combine(Fraction(-1), "*", right)
+    else:
+      value = _combine(self._values.pop(), operator, right)
+    self._values.append(value)
+
+
+def _combine(a: Fraction | float, operator: str, b: Fraction | float) -> Fraction | float:
+  """Applies one binary operation.
+
+  +-infinity is a lower bound on a magnitude, so it only enters operations that preserve the bound.
+  """
+  if operator == "^":
+    return _power(a, b)
+  if operator == "-":
+    return _combine(a, "+", -b)
+  if operator == "/":
+    if isinstance(b, float):
+      raise NotDecidedError
+    return _combine(a, "*", 1 / b)
+  vast = [x for x in (a, b) if isinstance(x, float)]
+  if not vast:
+    return _exact(a + b if operator == "+" else a * b)
+  if operator == "+":
+    if len(set(vast)) > 1:
+      raise NotDecidedError
+    return vast[0]
+  if 0 in (a, b):
+    return Fraction(0)
+  if min(abs(a), abs(b)) < 1:
+    raise NotDecidedError
+  return float("inf") if (a > 0) == (b > 0) else float("-inf")
+
+
+def _exact(value: Fraction) -> Fraction:
+  if max(value.numerator.bit_length(), value.denominator.bit_length()) > _EXACT_BITS:
+    raise NotDecidedError
+  return value
+
+
+def _power(a: Fraction | float, b: Fraction | float) -> Fraction | float:
+  if isinstance(b, float):
+    if b > 0 and a >= 2:
+      return b
+    raise NotDecidedError
+  if b.denominator != 1:
+    raise NotDecidedError
+  n = b.numerator
+  if isinstance(a, float):
+    if n <= 0:
+      raise NotDecidedError
+    return a if n % 2 else abs(a)
+  if abs(a) in (0, 1):
+    return a ** (n % 2 + 2) if n > 0 or a else a**n
+  bits = max(abs(a.numerator).bit_length(), a.denominator.bit_length())
+  if a.denominator == 1 and n > 0 and (bits - 1) * n >= _VAST_BITS:
+    return float("-inf") if a < 0 and n % 2 else float("inf")
+  if bits * abs(n) > _EXACT_BITS:
+    raise NotDecidedError
+  return a**n
+
+
+def _factorial(n: Fraction | float) -> Fraction | float:
+  if n == float("inf") or (n >= 1000 and n.denominator == 1):  # 1000! > 2**8529
+    return float("inf")
+  if not 0 <= n <= 400 or n.denominator != 1:
+    raise NotDecidedError
+  return Fraction(math.factorial(n.numerator))

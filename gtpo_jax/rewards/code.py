@@ -1,6 +1,7 @@
-"""Whether a program is right: HumanEval, MBPP, stdin-and-stdout tests. The program is hostile text; the tests are the dataset's.
+"""Whether a program is correct: HumanEval, MBPP, tests by stdin and stdout.
 
-How the two meet in a sandbox, and what a program can and cannot do there, is in inside.py. Exit codes and printed text mean nothing.
+The program is hostile text; the tests come from the dataset. `inside.py` describes how the two meet
+in a sandbox, and what a program can and cannot do there. Exit codes and printed text prove nothing.
 """
 
 from __future__ import annotations
@@ -16,26 +17,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from gtpo_jax.rewards import inside
-from gtpo_jax.rewards.sandbox import Ended, run_inside
+from gtpo_jax.rewards.sandbox import run_inside
+from gtpo_jax.rewards.supervisor import RunResult
 
 OUTPUT_KEPT = 16384  # characters of a program's output in a verdict
-STOPS = (
-  "\nclass ",
-  "\ndef ",
-  "\n#",
-  "\nif ",
-  "\nprint(",
-  "\n```",
-)  # of a bare continuation, as in the HumanEval paper
+REASON_KEPT = 300  # characters
+# A continuation without a fence ends at the first of these, as in the HumanEval paper (2107.03374).
+STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n```")
 
 
 @dataclass(frozen=True)
 class CodeVerdict:
-  """What became of a program."""
+  """The outcome of a program.
 
-  passed: bool | None  # None: no verdict could be reached, through no fault of the program
-  reason: str  # passed, failed, error, timeout, memory, output or no verdict; then ": " and the first line of what was raised
-  output: str = ""  # stdout then stderr, at most OUTPUT_KEPT characters
+  Attributes:
+    passed: None if no verdict was reached, through no fault of the program.
+    reason: passed, failed, error, timeout, memory, output or no verdict; then ": " and the first
+      line of what was raised.
+    output: stdout followed by stderr, at most OUTPUT_KEPT characters.
+  """
+
+  passed: bool | None
+  reason: str
+  output: str = ""
 
 
 def run_code(
@@ -48,21 +52,34 @@ def run_code(
 ) -> CodeVerdict:
   """Runs `program`, then `tests` against it, in a sandbox.
 
+  Nothing that the program does raises here.
+
   Args:
     program: any text. It is executed as a module that is not `__main__`.
-    tests: Python that raises where the program is wrong. It sees the program's names, and the program itself as `__program__`.
+    tests: Python that raises if the program is wrong. It sees the program's names, and the program
+      itself as `__program__`.
     timeout_s: wall-clock seconds for both together.
     memory_mb: MiB of memory for both together.
-    allow_unsandboxed: DANGEROUS: where there is no sandbox, run the program as this user with this machine's files and network.
+    allow_unsandboxed: DANGEROUS. If no sandbox is available, run the program as this user, with
+      this machine's files and network.
 
-  Returns:
-    The verdict; it never raises for anything that the program does. UserError where there is no sandbox and none was waived.
+  Raises:
+    UserError: no sandbox is available, and allow_unsandboxed is not set.
   """
   secret = secrets.token_hex(16)
-  ended = _attempt(
-    (program, True), marshal.dumps((secret, tests)), b"", timeout_s, memory_mb, allow_unsandboxed
-  )
-  return _verdict(ended, secret) if isinstance(ended, Ended) else ended
+  private = marshal.dumps((secret, tests))
+  try:
+    result = run_inside(
+      _inside_code(),
+      (program, True),
+      private,
+      timeout_s=timeout_s,
+      memory_mb=memory_mb,
+      allow_unsandboxed=allow_unsandboxed,
+    )
+  except OSError as error:
+    return _not_started(error)
+  return _verdict(result, secret)
 
 
 def run_stdin(
@@ -74,26 +91,33 @@ def run_stdin(
   *,
   allow_unsandboxed: bool = False,
 ) -> CodeVerdict:
-  """Runs `program` as `__main__` on `stdin`; passed if it ends well and its stdout is `expected`, spaces at line ends aside.
+  """Runs `program` as `__main__` on `stdin`.
 
-  Arguments and errors as for run_code. The comparison happens out here: what is printed is the answer.
+  It passes if it ends normally and its stdout is `expected`, up to spaces at the ends of lines. The
+  comparison happens outside the sandbox, since the printed text is the answer. The other arguments
+  and errors are those of `run_code`.
   """
   secret = secrets.token_hex(16)
-  text = stdin.encode("utf-8", "replace")
-  ended = _attempt(
-    (program, False), marshal.dumps((secret, "")), text, timeout_s, memory_mb, allow_unsandboxed
-  )
-  verdict = _verdict(ended, secret) if isinstance(ended, Ended) else ended
-  if (
-    verdict.reason.startswith("error")
-    and isinstance(ended, Ended)
-    and (said := ended.err.decode("utf-8", "replace").strip())
-  ):
-    last = said.splitlines()[-1][:300]
-    return CodeVerdict(
-      False, f"{'memory' if last.startswith('MemoryError') else 'error'}: {last}", verdict.output
+  private = marshal.dumps((secret, ""))
+  try:
+    result = run_inside(
+      _inside_code(),
+      (program, False),
+      private,
+      stdin=stdin.encode("utf-8", "replace"),
+      timeout_s=timeout_s,
+      memory_mb=memory_mb,
+      allow_unsandboxed=allow_unsandboxed,
     )
-  if verdict.passed and _lines(ended.out.decode("utf-8", "replace")) != _lines(expected):
+  except OSError as error:
+    return _not_started(error)
+  verdict = _verdict(result, secret)
+  stderr = result.stderr.decode("utf-8", "replace").strip()
+  if verdict.reason.startswith("error") and stderr:
+    raised = stderr.splitlines()[-1][:REASON_KEPT]
+    kind = "memory" if raised.startswith("MemoryError") else "error"
+    return CodeVerdict(False, f"{kind}: {raised}", verdict.output)
+  if verdict.passed and _lines(result.stdout.decode("utf-8", "replace")) != _lines(expected):
     return CodeVerdict(False, "failed: stdout is not what was expected", verdict.output)
   return verdict
 
@@ -102,41 +126,30 @@ def _lines(text: str) -> list[str]:
   return [line.strip() for line in text.strip().splitlines()]
 
 
-def _attempt(
-  public: tuple, private: bytes, stdin: bytes, timeout_s: float, memory_mb: int, allow: bool
-) -> Ended | CodeVerdict:
-  try:
-    return run_inside(
-      _inside(),
-      public,
-      private,
-      stdin=stdin,
-      timeout_s=timeout_s,
-      memory_mb=memory_mb,
-      allow_unsandboxed=allow,
-    )
-  except OSError as error:  # no process, no pipe, no room: this machine's trouble
-    return CodeVerdict(None, f"no verdict: {error}")
+def _not_started(error: OSError) -> CodeVerdict:
+  """No process, no pipe, no disk space: a fault of this machine, not of the program."""
+  return CodeVerdict(None, f"no verdict: {error}")
 
 
-def _verdict(ended: Ended, secret: str) -> CodeVerdict:
-  """What the judge has reported; a judge that was silenced after its start was silenced by the program."""
-  output = (ended.out[:OUTPUT_KEPT] + ended.err[:OUTPUT_KEPT]).decode("utf-8", "replace")[
-    :OUTPUT_KEPT
-  ]
-  report = ended.report.decode("utf-8", "replace")
-  if ended.how == "start":
-    return CodeVerdict(
-      None, f"no verdict: the sandbox did not start: {output.strip().splitlines()[-1:]}"[:300]
-    )
+def _verdict(result: RunResult, secret: str) -> CodeVerdict:
+  """Reads the judge's report.
+
+  A judge that started but did not report was silenced by the program, which therefore fails.
+  """
+  output = result.stdout[:OUTPUT_KEPT] + result.stderr[:OUTPUT_KEPT]
+  output = output.decode("utf-8", "replace")[:OUTPUT_KEPT]
+  report = result.report.decode("utf-8", "replace")
+  if result.ended_by == "start":
+    last_line = output.strip().splitlines()[-1:]
+    reason = f"no verdict: the sandbox did not start: {last_line}"
+    return CodeVerdict(None, reason[:REASON_KEPT])
   if report.startswith(secret) and report.endswith("\n"):
-    word = report.removeprefix(secret)[:-1]
-    return CodeVerdict(
-      {"passed": True, "no verdict": None}.get(word.partition(":")[0], False), word, output
-    )
-  return CodeVerdict(
-    False, ended.how if ended.how != "report" else "error: the program stopped its judge", output
-  )
+    reason = report.removeprefix(secret)[:-1]
+    passed = {"passed": True, "no verdict": None}.get(reason.partition(":")[0], False)
+    return CodeVerdict(passed, reason, output)
+  if result.ended_by == "report":
+    return CodeVerdict(False, "error: the program stopped its judge", output)
+  return CodeVerdict(False, result.ended_by, output)
 
 
 def code_correct(
@@ -147,65 +160,74 @@ def code_correct(
   *,
   allow_unsandboxed: bool = False,
 ) -> bool | None:
-  """Whether a completion solves a problem, by the tests in `extra`, whose keys say which kind it is.
+  """Whether a completion solves a problem, by the tests in `extra`. Its keys determine the kind.
 
   Args:
-    completion: text with a fenced block of Python, of which the last counts, or bare code.
-    extra: HumanEval: prompt, test, entry_point. MBPP: test_list (lines of asserts), optionally test_setup_code or test_imports.
-      LiveCodeBench, APPS, TACO: input_output, a mapping or its JSON: inputs, outputs, and fn_name where a function is called.
-    timeout_s: wall-clock seconds for each run: one for HumanEval, MBPP and fn_name, one for each input otherwise.
+    completion: text whose last fenced block of Python is the program, or bare code.
+    extra: HumanEval: prompt, test, entry_point. MBPP: test_list (lines of asserts), optionally
+      test_setup_code or test_imports. LiveCodeBench, APPS, TACO: input_output, a mapping or its
+      JSON with inputs, outputs, and fn_name if a function is called.
+    timeout_s: wall-clock seconds of each run: one run for HumanEval, MBPP and fn_name, otherwise
+      one per input.
     memory_mb: MiB.
-    allow_unsandboxed: see run_code.
+    allow_unsandboxed: see `run_code`.
 
   Returns:
-    The verdict, None where none was reached. UserError where there is no sandbox; ValueError for an `extra` of no known kind.
+    The verdict, None if none was reached.
+
+  Raises:
+    UserError: no sandbox is available, and allow_unsandboxed is not set.
+    ValueError: `extra` is of no known kind.
   """
   limits = {"timeout_s": timeout_s, "memory_mb": memory_mb, "allow_unsandboxed": allow_unsandboxed}
   if "entry_point" in extra:
-    return run_code(
-      *humaneval(completion, extra["prompt"], extra["test"], extra["entry_point"]), **limits
-    ).passed
+    parts = humaneval(completion, extra["prompt"], extra["test"], extra["entry_point"])
+    return run_code(*parts, **limits).passed
+  program = program_of(completion)
   if "test_list" in extra:
-    lines = [
-      extra.get("test_setup_code") or "",
-      *(extra.get("test_imports") or ()),
-      *extra["test_list"],
-    ]
-    return run_code(program_of(completion), "\n".join(lines), **limits).passed
+    setup = [extra.get("test_setup_code") or "", *(extra.get("test_imports") or ())]
+    tests = "\n".join([*setup, *extra["test_list"]])
+    return run_code(program, tests, **limits).passed
   if "input_output" in extra:
     cases = extra["input_output"]
     cases = json.loads(cases) if isinstance(cases, str) else cases
     if cases.get("fn_name"):
-      return run_code(program_of(completion), _calls(cases), **limits).passed
+      return run_code(program, _function_tests(cases), **limits).passed
     for stdin, expected in zip(cases["inputs"], cases["outputs"], strict=True):
-      verdict = run_stdin(program_of(completion), _text(stdin), _text(expected), **limits)
+      verdict = run_stdin(program, _joined(stdin), _joined(expected), **limits)
       if not verdict.passed:
         return verdict.passed
     return True
   raise ValueError(f"extra must have entry_point, test_list or input_output, got {sorted(extra)}")
 
 
-def _text(lines: str | Sequence[str]) -> str:
+def _joined(lines: str | Sequence[str]) -> str:
   return lines if isinstance(lines, str) else "\n".join(lines)
 
 
-def _calls(cases: Mapping[str, Any]) -> str:
-  """Asserts for a function, or for a method of Solution; an expected [x] may stand for x, and a tuple for a list."""
-  return "\n".join(
-    [
-      "def plain(x): return [plain(y) for y in x] if isinstance(x, (list, tuple)) else x",
-      f"candidate = getattr(Solution() if hasattr(__program__, 'Solution') else __program__, {cases['fn_name']!r})",
-      *(
-        f"result = plain(candidate(*{list(given)!r})); expected = {wanted!r}\n"
-        "assert result == expected or [result] == expected"
-        for given, wanted in zip(cases["inputs"], cases["outputs"], strict=True)
-      ),
-    ]
-  )
+def _function_tests(cases: Mapping[str, Any]) -> str:
+  """Returns asserts for a function, or for a method of Solution.
+
+  An expected [x] also accepts x, and a tuple equals a list.
+  """
+  name = repr(cases["fn_name"])
+  lines = [
+    "def plain(x): return [plain(y) for y in x] if isinstance(x, (list, tuple)) else x",
+    "owner = Solution() if hasattr(__program__, 'Solution') else __program__",
+    f"candidate = getattr(owner, {name})",
+  ]
+  for arguments, expected in zip(cases["inputs"], cases["outputs"], strict=True):
+    call = f"candidate(*{list(arguments)!r})"
+    lines.append(f"result = plain({call}); expected = {expected!r}")
+    lines.append("assert result == expected or [result] == expected")
+  return "\n".join(lines)
 
 
 def program_of(completion: str) -> str:
-  """The last fenced block (one that was cut off runs to the end), or the whole text where there is none."""
+  """Returns the last fenced block, or the entire text if there is none.
+
+  A block without a closing fence runs to the end.
+  """
   blocks = re.findall(
     r"(?ms)^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", completion
   )
@@ -213,20 +235,25 @@ def program_of(completion: str) -> str:
 
 
 def humaneval(completion: str, prompt: str, test: str, entry_point: str) -> tuple[str, str]:
-  """(program, tests) of a HumanEval problem; helpers of the prompt, such as poly, come to the tests from the prompt itself."""
+  """Returns (program, tests) of a HumanEval problem.
+
+  The tests take helpers of the prompt, such as poly, from the prompt itself.
+  """
   program = program_of(completion)
   if re.search(rf"(?m)^(?:async )?def {re.escape(entry_point)}\b", program):
-    program = f"{prompt}\n\n{program}"  # the whole function again, as chat models answer
+    program = f"{prompt}\n\n{program}"  # the complete function again, as chat models answer
   else:
-    cut = min((place for stop in STOPS if (place := program.find(stop)) >= 0), default=len(program))
-    program = prompt + program[:cut]
-  return (
-    program,
-    f"{prompt}\n\n{entry_point} = __program__.{entry_point}\n\n{test}\n\ncheck({entry_point})\n",
-  )
+    ends = [program.find(stop) for stop in STOPS]
+    end = min((end for end in ends if end >= 0), default=len(program))
+    program = prompt + program[:end]
+  candidate = f"{entry_point} = __program__.{entry_point}"
+  return program, f"{prompt}\n\n{candidate}\n\n{test}\n\ncheck({entry_point})\n"
 
 
 @functools.cache
-def _inside() -> bytes:
-  """What runs in the sandbox is the text of a module: nothing of the project is there to import."""
+def _inside_code() -> bytes:
+  """The code that runs in the sandbox, compiled from a module's text.
+
+  Nothing of the project exists inside, so it cannot be imported there.
+  """
   return marshal.dumps(compile(inspect.getsource(inside), "<judge>", "exec", dont_inherit=True))

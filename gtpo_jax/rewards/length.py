@@ -1,62 +1,75 @@
-"""Length shaping: penalties f32 <= 0 from completion lengths in tokens."""
+"""Length penalties: f32 <= 0 from completion lengths in tokens."""
 
 from __future__ import annotations
 
 import numpy as np
 
+# Tolerance of the comparison n / G with gamma: (1 - 0.8) * 5 is slightly below 1 in floats.
+ROUNDING_SLACK = 1e-9
 
-def soft_overlong(lengths: np.ndarray, longest: int, buffer: int) -> np.ndarray:
-  """DAPO's soft overlong punishment (2503.14476, eq. 13), and R(i) of GTPO's v1, section 4.5.1, with L2 = longest and L1 = buffer.
 
-  (The printed denominator of R(i) is L2; with it the penalty jumps where it should be continuous, so ours is L1.)
+def soft_overlong(lengths: np.ndarray, max_length: int, buffer: int) -> np.ndarray:
+  """Returns DAPO's soft overlong punishment (2503.14476, eq. 13).
+
+  It equals R(i) of GTPO v1, section 4.5.1, with L2 = max_length and L1 = buffer. The paper prints
+  L2 as the denominator of R(i), which makes the penalty jump where it should be continuous; this
+  function divides by L1.
 
   Args:
     lengths: i32[...], tokens, stop token included.
-    longest: L_max, the length limit in tokens.
-    buffer: L_buffer, tokens before the limit over which the penalty grows; 0 gives no penalty at all.
+    max_length: L_max, the length limit in tokens.
+    buffer: tokens below the limit over which the penalty grows (L_cache of DAPO); 0 disables the
+      penalty.
 
   Returns:
-    f32[...]: 0 up to longest - buffer, then linear to -1 at `longest`, and -1 beyond.
+    f32[...]: 0 up to max_length - buffer, then linear to -1 at max_length, and -1 beyond.
   """
   if buffer == 0:
     return np.zeros(np.shape(lengths), np.float32)
-  return np.clip((longest - buffer - np.asarray(lengths)) / buffer, -1.0, 0.0).astype(np.float32)
+  penalty = (max_length - buffer - np.asarray(lengths)) / buffer
+  return np.clip(penalty, -1.0, 0.0).astype(np.float32)
 
 
 def group_relative(
   lengths: np.ndarray, correct: np.ndarray, valid: np.ndarray, gamma: float
 ) -> np.ndarray:
-  """The final paper's group-relative overlong punishment (appendix D): long for its group, not long as such.
+  """Returns the group-relative overlong punishment (GTPO, final paper, appendix D).
 
-  With the lengths compared, L = max((min + max) / 2, mean), and a completion that is punished gets -(1/2) (|o| - L) / L, from
-  -1/2 at 2 L on. An easy group (n / G >= gamma right) compares and punishes its right completions; a hard one
-  (n / G <= 1 - gamma) nobody; between them the lengths of all are compared, and the right ones are punished if they are
-  the more, else the wrong ones. Gamma and the last rule are not printed: they are our choice.
+  A completion is punished for being long compared with its group, not for its absolute length.
+  Let L = max((min + max) / 2, mean) over the compared lengths. A punished completion receives
+  -(1/2) (|o| - L) / L if it is longer than L, and -1/2 from 2 L on. With n correct completions
+  of G:
+
+    - easy group, n / G >= gamma: correct completions are compared and punished;
+    - hard group, n / G <= 1 - gamma: no penalty;
+    - otherwise: all completions are compared; the correct ones are punished if they are the
+      majority, else the wrong ones.
+
+  The paper gives neither gamma nor the rule of the last case; both are choices made here.
 
   Args:
     lengths: i32[n, g], tokens.
     correct: bool[n, g].
-    counted: bool[n, g], completions that take part.
+    valid: bool[n, g], completions that take part.
     gamma: in (0.5, 1].
 
   Returns:
     f32[n, g] in [-1/2, 0].
   """
-  right = correct & valid
+  is_correct = correct & valid
   total = np.maximum(valid.sum(1), 1)
-  winners = right.sum(1)
-  slack = 1e-9  # (1 - 0.8) * 5 is a little under 1
-  easy = winners >= gamma * total - slack
-  hard = winners <= (1 - gamma) * total + slack
-  compared = np.where(easy[:, None], right, valid)
-  punished = (
-    np.where((easy | (2 * winners > total))[:, None], right, valid & ~correct) & ~hard[:, None]
-  )
-  length = np.where(compared, lengths, np.nan)
-  alone = ~compared.any(1)
-  length[alone] = 1.0  # nobody to compare with; nobody is punished either
-  border = np.maximum((np.nanmin(length, 1) + np.nanmax(length, 1)) / 2, np.nanmean(length, 1))[
-    :, None
-  ]
-  penalty = -0.5 * np.clip((lengths - border) / border, 0.0, 1.0)
-  return np.where(punished & ~alone[:, None], penalty, 0.0).astype(np.float32)
+  num_correct = is_correct.sum(1)
+  easy = num_correct >= gamma * total - ROUNDING_SLACK
+  hard = num_correct <= (1 - gamma) * total + ROUNDING_SLACK
+  compared = np.where(easy[:, None], is_correct, valid)
+  punish_correct = easy | (2 * num_correct > total)
+  punished = np.where(punish_correct[:, None], is_correct, valid & ~correct) & ~hard[:, None]
+
+  compared_lengths = np.where(compared, lengths, np.nan)
+  empty = ~compared.any(1)
+  compared_lengths[empty] = 1.0  # avoids NaN; these rows get no penalty
+  shortest = np.nanmin(compared_lengths, 1)
+  longest = np.nanmax(compared_lengths, 1)
+  threshold = np.maximum((shortest + longest) / 2, np.nanmean(compared_lengths, 1))[:, None]
+  penalty = -0.5 * np.clip((lengths - threshold) / threshold, 0.0, 1.0)
+  return np.where(punished & ~empty[:, None], penalty, 0.0).astype(np.float32)

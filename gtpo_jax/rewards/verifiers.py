@@ -1,4 +1,7 @@
-"""The verifiers by kind: each takes a whole batch, so that it may work on many completions side by side."""
+"""The tables of reward kinds: `VERIFIERS` by problem kind, `PARTS` by name in `reward.parts`.
+
+A verifier receives an entire batch, so that it can check many completions in parallel.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from gtpo_jax.rewards.arithmetic import countdown_correct, last_number_correct
 from gtpo_jax.rewards.code import code_correct
-from gtpo_jax.rewards.math import extract, math_verdicts
+from gtpo_jax.rewards.extraction import extract
+from gtpo_jax.rewards.math import math_verdicts
+from gtpo_jax.rewards.synthetic import countdown_correct, last_number_correct
 
-SANDBOXES = 4 * (os.cpu_count() or 1)  # at once: starting and ending one is mostly waiting
+# Sandboxes that run at once. Most of a short run is waiting for processes to start and end.
+MAX_SANDBOXES = 4 * (os.cpu_count() or 1)
 
 
-class Rules(Protocol):
-  """What verifiers read of a config."""
+class Options(Protocol):
+  """The fields of the config's reward section that verifiers read."""
 
   math_rule: str
   timeout_s: float
@@ -25,58 +30,43 @@ class Rules(Protocol):
   unsandboxed: bool
 
 
-Rewards = list[bool | None]
-Verifier = Callable[[Sequence[str], Sequence[str], Sequence[Mapping[str, Any]], Rules], Rewards]
+Texts = Sequence[str]
+Extras = Sequence[Mapping[str, Any]]  # `Problem.extra` of each completion's problem
+Verdicts = list[bool | None]  # None: no verdict was reached
+
+# (completions, gold answers, extras, options) -> one verdict per completion, in order.
+Verifier = Callable[[Texts, Texts, Extras, Options], Verdicts]
+# (prompts, completions, gold answers, extras) -> one number per completion, in order.
+RewardPart = Callable[[Texts, Texts, Texts, Extras], list[float]]
 
 
-def _last_number(
-  completions: Sequence[str],
-  answers: Sequence[str],
-  extras: Sequence[Mapping[str, Any]],
-  rules: Rules,
-) -> Rewards:
+def _last_number(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
+  return [last_number_correct(*pair) for pair in zip(completions, answers, strict=True)]
+
+
+def _countdown(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
   return [
-    last_number_correct(text, answer) for text, answer in zip(completions, answers, strict=True)
+    countdown_correct(completion, extra["numbers"], int(answer))
+    for completion, answer, extra in zip(completions, answers, extras, strict=True)
   ]
 
 
-def _countdown(
-  completions: Sequence[str],
-  answers: Sequence[str],
-  extras: Sequence[Mapping[str, Any]],
-  rules: Rules,
-) -> Rewards:
-  return [
-    countdown_correct(text, extra["numbers"], int(answer))
-    for text, answer, extra in zip(completions, answers, extras, strict=True)
-  ]
+def _math(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
+  return math_verdicts(completions, answers, options.timeout_s, rule=options.math_rule)
 
 
-def _math(
-  completions: Sequence[str],
-  answers: Sequence[str],
-  extras: Sequence[Mapping[str, Any]],
-  rules: Rules,
-) -> Rewards:
-  return math_verdicts(completions, answers, rules.timeout_s, rule=rules.math_rule)
-
-
-def _code(
-  completions: Sequence[str],
-  answers: Sequence[str],
-  extras: Sequence[Mapping[str, Any]],
-  rules: Rules,
-) -> Rewards:
-  judge = functools.partial(
+def _code(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
+  run_tests = functools.partial(
     code_correct,
-    timeout_s=rules.code_timeout_s,
-    memory_mb=rules.code_memory_mb,
-    allow_unsandboxed=rules.unsandboxed,
+    timeout_s=options.code_timeout_s,
+    memory_mb=options.code_memory_mb,
+    allow_unsandboxed=options.unsandboxed,
   )
-  with ThreadPoolExecutor(max_workers=SANDBOXES) as threads:  # each waits for a process of its own
-    return list(threads.map(judge, completions, extras))
+  with ThreadPoolExecutor(MAX_SANDBOXES) as threads:  # each thread waits for one process
+    return list(threads.map(run_tests, completions, extras))
 
 
+# By `Problem.kind`: decides whether a completion is correct.
 VERIFIERS: dict[str, Verifier] = {
   "last_number": _last_number,
   "countdown": _countdown,
@@ -85,23 +75,13 @@ VERIFIERS: dict[str, Verifier] = {
 }
 
 
-def _boxed(
-  prompts: Sequence[str],
-  completions: Sequence[str],
-  answers: Sequence[str],
-  extras: Sequence[Mapping[str, Any]],
-) -> list[float]:
+def _boxed(prompts: Texts, completions: Texts, answers: Texts, extras: Extras) -> list[float]:
   return [float("\\boxed{" in text) for text in completions]
 
 
-def _answer_line(
-  prompts: Sequence[str],
-  completions: Sequence[str],
-  answers: Sequence[str],
-  extras: Sequence[Mapping[str, Any]],
-) -> list[float]:
+def _answer_line(prompts: Texts, completions: Texts, answers: Texts, extras: Extras) -> list[float]:
   return [float("answer:" in text.lower() and extract(text) is not None) for text in completions]
 
 
-# Parts of a reward besides "correct": 1 where the completion has the form, else 0.
-PARTS: dict[str, Callable[..., list[float]]] = {"boxed": _boxed, "answer_line": _answer_line}
+# Format rewards beside "correct": 1 if the completion has the format, else 0.
+PARTS: dict[str, RewardPart] = {"boxed": _boxed, "answer_line": _answer_line}

@@ -1,16 +1,20 @@
-"""What a completion answers, as a value that votes are counted by: completions of equal values give one answer."""
+"""Votes: the answer of a completion as a value. Completions with equal values share one vote."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from gtpo_jax.rewards.arithmetic import last_number
-from gtpo_jax.rewards.math import MAX_CHARS, extract
-from gtpo_jax.rewards.values import SPACE, Group, Number, Value, read
+from gtpo_jax.rewards.extraction import MAX_CHARS, extract
+from gtpo_jax.rewards.normalize import SPACE
+from gtpo_jax.rewards.synthetic import last_number
+from gtpo_jax.rewards.values import Group, Number, Value, read
 
 
 def _math(completion: str) -> Hashable | None:
-  """The number, group of numbers or words that are boxed or stated; else their spelling. No SymPy: \\sqrt{8} and 2\\sqrt{2} are two."""
+  """Returns the extracted answer as a value, or as its spelling if it has no exact value.
+
+  SymPy is not used, so \\sqrt{8} and 2\\sqrt{2} are two different votes.
+  """
   answer = extract(completion)
   if not answer or not answer.strip() or len(answer) > MAX_CHARS:
     return None
@@ -19,7 +23,7 @@ def _math(completion: str) -> Hashable | None:
 
 
 def _canonical(value: Value) -> Value:
-  """Without what does not matter: how many decimals were written, and the order of a set."""
+  """Drops what does not distinguish answers: the number of decimals, the order of a set."""
   if isinstance(value, Number):
     return Number(value.value, value.percent)
   if isinstance(value, Group):
@@ -32,13 +36,15 @@ def _canonical(value: Value) -> Value:
   return value
 
 
-def _whole(completion: str) -> str | None:
+def _entire_text(completion: str) -> str | None:
   return completion.strip() or None
 
 
-# By kind. Programs have none: two are seldom the same, and which of them do the same is not known without tests.
+# By `Problem.kind`: the vote of a completion, None if it abstains. A kind without an entry has no
+# majority vote. Programs have none: two are rarely equal as text, and only tests could tell which
+# of them behave the same.
 VOTES: dict[str, Callable[[str], Hashable | None]] = {
   "last_number": last_number,
-  "countdown": _whole,
+  "countdown": _entire_text,
   "math": _math,
 }

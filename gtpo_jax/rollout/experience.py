@@ -1,390 +1,304 @@
-"""What one step learns from: sampled, judged, and filled up with groups that carry signal."""
+"""The batch that one step trains on: sampled, scored, and filled with groups with a signal."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gtpo_jax.algorithms import informative
-from gtpo_jax.arrays import Prompts, Rewards, Rollouts
+from gtpo_jax.arrays import Rewards, Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.data.pipeline import Batches
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.models.causal import attention_kind
-from gtpo_jax.models.qwen2 import Params
-from gtpo_jax.rollout.policies import FrozenPolicies
-from gtpo_jax.rollout.scoring import RewardResult
-from gtpo_jax.rollout.worker import Policy, RolloutWorker, Stream, key_for
+from gtpo_jax.models.params import Params
+from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.rollout.frozen import FrozenPolicies
+from gtpo_jax.rollout.groups import Group, restore_groups, save_groups, split_groups, stack
+from gtpo_jax.rollout.keys import KeyStream, key_for
+from gtpo_jax.rollout.scoring import PendingRewards, RewardManager, RewardResult
+from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.runtime.distributed import fetch
-from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import axis_size, shard_batch
-from gtpo_jax.training.head import make_scorer
+from gtpo_jax.training.log_probs import make_scorer
 from gtpo_jax.training.packing import plan_rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Experience:
-  """A step's batch."""
+  """A step's batch.
 
-  rollouts: Rollouts  # on the mesh
-  verdicts: Rewards  # on the mesh
-  problems: list[Problem]  # [n]
-  texts: list[list[str]]  # [n][g]
-  correct: np.ndarray  # bool[n, g]
-  metrics: dict[str, float]  # what was sampled for it, and the seconds
+  Attributes:
+    rollouts: [n, g, ...], on the mesh.
+    rewards: [n, g], on the mesh.
+    problems: n problems.
+    texts: [n][g], decoded completions.
+    correct: bool[n, g], on the host.
+    metrics: of everything that was sampled for the batch, and the seconds it took.
+  """
+
+  rollouts: Rollouts
+  rewards: Rewards
+  problems: list[Problem]
+  texts: list[list[str]]
+  correct: np.ndarray
+  metrics: dict[str, float]
 
   def to_arrays(self) -> dict[str, np.ndarray]:
-    """Everything the update reads, as host arrays by dotted name, and the problems' ids. To be called on every process."""
-    leaves = jax.tree_util.tree_leaves_with_path(
-      fetch({"rollouts": self.rollouts, "verdicts": self.verdicts})
-    )
+    """Returns the problems' ids and everything the update reads, as host arrays by dotted name.
+
+    Every process must call it.
+    """
+    batch = fetch({"rollouts": self.rollouts, "rewards": self.rewards})
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
     arrays = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     return {"problems": np.asarray([problem.id for problem in self.problems]), **arrays}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Group:
-  """One prompt's completions on the host: a row of a batch."""
-
-  place: tuple[int, int]  # the generation batch, and the row in it
-  problem: Problem
-  rollouts: Rollouts
-  verdicts: Rewards
-  texts: list[str]
-
-
-class _Draw(NamedTuple):
-  """One generation batch, sampled and judged."""
+class _GenerationBatch(NamedTuple):
+  """One generation batch, sampled and scored."""
 
   number: int
   problems: list[Problem]
   rollouts: Rollouts  # on the mesh
-  found: RewardResult
+  scores: RewardResult
   texts: list[list[str]]  # [n][g]
-  waited_s: float  # seconds waited for verdicts once all was written
+  scoring_s: float  # seconds spent waiting for scores after the last completion ended
 
 
 class Collector:
-  """Samples and judges each step's batch.
+  """Samples and scores each step's batch.
 
-  Generation batch number k holds the problems k of the data order and is drawn with the key of k: what is sampled depends on the
-  seed and on how many batches came before. Without dynamic sampling that number is the step's.
+  Generation batch number k has the problems k of the data order and is sampled with the key of k:
+  what is sampled depends only on the seed and on the number of batches before it. Without dynamic
+  sampling this number is the step's.
   """
 
   def __init__(
     self,
     config: Config,
     worker: RolloutWorker,
+    reward_manager: RewardManager,
     problems: Sequence[tuple[Problems, float]],
     frozen: FrozenPolicies,
     drawn: int = 0,
   ):
+    """Args:
+    config: the run's config.
+    worker: samples completions.
+    reward_manager: scores them.
+    problems: sources with weights, from `training_problems`.
+    frozen: the guide and the reference.
+    drawn: generation batches sampled so far.
+    """
     self._config = config
-    self._actor = worker
+    self._worker = worker
+    self._reward_manager = reward_manager
     self._frozen = frozen
-    self._settings = config.algorithm_built.settings
+    self._settings = config.resolved_algorithm.settings
     self._n = config.batch.prompts
     self._batches = Batches(problems, self._n, config.seed)
     self._drawn = drawn
-    self._kept = []
-    scorer = lambda model: make_scorer(
-      model, config.sampling.temperature, config.batch.parts, config.batch.head_chunk
-    )
-    self._rescore = scorer(worker.model) if self._settings.tis_cap else None
-    self._refer = scorer(frozen.reference[0]) if frozen.reference else None
-    self._joined = jax.jit(_joined)
+    self._kept: list[Group] = []
+    self._rescore = self._make_scorer(worker.model) if self._settings.tis_cap else None
+    self._score_reference = self._make_scorer(frozen.reference[0]) if frozen.reference else None
+    self._append_guided = jax.jit(_append_guided)
+
+  def _make_scorer(self, model: Qwen2) -> Callable[[Params, Rollouts], jax.Array]:
+    batch = self._config.batch
+    return make_scorer(model, self._config.sampling.temperature, batch.parts, batch.head_chunk)
 
   def warm_up(self, policy: Policy) -> None:
-    """Compiles every program that sampling a batch by `policy` (and the guide) may need."""
-    config = self._config
-    guide = self._frozen.guide
-    policy.engine.warm_up(
-      policy.params,
-      self._n,
-      group=config.policy_completions,
-      sampling_params=config.sampling_params,
-    )
-    if guide:
-      guide.engine.warm_up(
-        guide.params,
-        self._n,
-        group=self._settings.guide_completions,
-        sampling_params=config.sampling_params,
+    """Compiles every program that sampling a batch from `policy` and the guide may need."""
+    policies = [(policy, self._config.policy_completions)]
+    if self._frozen.guide:
+      policies.append((self._frozen.guide, self._settings.guide_completions))
+    for (engine, params), group in policies:
+      engine.programs.warm_up(
+        params, self._n, group=group, sampling_params=self._config.sampling_params
       )
 
   def collect(self, params: Params, say: Callable[[str], None]) -> Experience:
-    """The next step's batch, written by the policy with `params` (and by the guide)."""
+    """Returns the next step's batch, written by the policy with `params` and by the guide.
+
+    Args:
+      params: the policy's parameters in training layout.
+      say: receives a line if dynamic sampling cannot fill the batch.
+    """
     began = time.perf_counter()
-    policy = self._actor.policy(params)
-    if not self._settings.dynamic_sampling:
-      _, problems, rollouts, found, texts, waited_s = self._draw(params, policy)
-      verdicts = found.verdicts
-      correct = found.correct
-      metrics = found.metrics
-    else:
-      groups, metrics, waited_s = self._fill(params, policy, say)
-      rollouts = _stack([group.rollouts for group in groups])
-      verdicts = _stack([group.verdicts for group in groups])
+    policy = self._worker.policy(params)
+    if self._settings.dynamic_sampling:
+      groups, metrics, scoring_s = self._sample_groups(params, policy, say)
+      rollouts = shard_batch(stack([group.rollouts for group in groups]), self._mesh)
+      rewards = stack([group.rewards for group in groups])
       problems = [group.problem for group in groups]
       texts = [group.texts for group in groups]
-      correct = verdicts.correct
-      rollouts = shard_batch(rollouts, self._actor.model.mesh)
-    rollouts = self._packed(rollouts)
-    if self._refer:
-      rollouts = rollouts.replace(
-        reference=jax.block_until_ready(self._refer(self._frozen.reference[1], rollouts))
-      )
-    metrics |= {"time/sample": time.perf_counter() - began - waited_s, "time/reward": waited_s}
-    return Experience(
-      rollouts, shard_batch(verdicts, self._actor.model.mesh), problems, texts, correct, metrics
-    )
+    else:
+      batch = self._sample_batch(params, policy)
+      rollouts = batch.rollouts
+      rewards = batch.scores.rewards
+      problems = batch.problems
+      texts = batch.texts
+      metrics = batch.scores.metrics
+      scoring_s = batch.scoring_s
+    rollouts = self._pack(rollouts)
+    if self._score_reference:
+      log_probs = self._score_reference(self._frozen.reference[1], rollouts)
+      rollouts = rollouts.replace(reference=jax.block_until_ready(log_probs))
+    metrics |= {"time/sample": time.perf_counter() - began - scoring_s, "time/reward": scoring_s}
+    correct = rewards.correct
+    return Experience(rollouts, shard_batch(rewards, self._mesh), problems, texts, correct, metrics)
 
-  def _draw(self, params: Params, policy: Policy) -> _Draw:
-    """Samples and judges the next generation batch."""
+  @property
+  def _mesh(self) -> jax.sharding.Mesh:
+    return self._worker.model.mesh
+
+  def _sample_batch(self, params: Params, policy: Policy) -> _GenerationBatch:
+    """Samples and scores the next generation batch."""
     config = self._config
-    worker = self._actor
+    worker = self._worker
     number = self._drawn
     problems = self._batches[number]
-    key = key_for(config.seed, Stream.SAMPLE, number)
-    pending = worker.pending(problems, config.batch.group)
-    rollouts = shard_batch(
-      worker.generate(
-        policy, problems, key, config.policy_completions, config.sampling_params, pending
-      ),
-      worker.model.mesh,
-    )
+    pending = PendingRewards(self._reward_manager, problems, config.batch.group, worker.chat.decode)
+    own = config.policy_completions
+    key = key_for(config.seed, KeyStream.SAMPLE, number)
+    rollouts = worker.generate(policy, problems, key, own, config.sampling_params, pending)
+    rollouts = shard_batch(rollouts, self._mesh)
     if self._rescore:
-      rollouts = rollouts.replace(
-        rescored=jax.block_until_ready(self._rescore(params, self._packed(rollouts)))
-      )
-    if self._frozen.guide:
-      key = key_for(config.seed, Stream.GUIDE, number)
+      log_probs = self._rescore(params, self._pack(rollouts))
+      rollouts = rollouts.replace(rescored=jax.block_until_ready(log_probs))
+    if guide := self._frozen.guide:
+      key = key_for(config.seed, KeyStream.GUIDE, number)
+      group = self._settings.guide_completions
       guided = worker.generate(
-        self._frozen.guide,
-        problems,
-        key,
-        self._settings.guide_completions,
-        config.sampling_params,
-        pending,
-        first=config.policy_completions,
+        guide, problems, key, group, config.sampling_params, pending, first=own
       )
-      rollouts = self._joined(rollouts, shard_batch(guided, worker.model.mesh))
+      rollouts = self._append_guided(rollouts, shard_batch(guided, self._mesh))
     self._drawn += 1
     began = time.perf_counter()
-    return _Draw(
-      number, problems, rollouts, pending.result(), pending.texts, time.perf_counter() - began
-    )
+    scores = pending.result()
+    scoring_s = time.perf_counter() - began
+    return _GenerationBatch(number, problems, rollouts, scores, pending.texts, scoring_s)
 
-  def _packed(self, rollouts: Rollouts) -> Rollouts:
-    """With the rows that the trainer lays the completions in."""
-    model = self._actor.model
+  def _pack(self, rollouts: Rollouts) -> Rollouts:
+    """Returns the rollouts with the rows in which the trainer will compute the completions."""
     if not self._config.batch.pack:
       return rollouts
-    shared = attention_kind(model.config, model.mesh) != "cudnn"  # which knows no segments
+    model = self._worker.model
+    share_rows = attention_kind(model.config, model.mesh) != "cudnn"  # cuDNN has no segments
     packing = plan_rows(
-      fetch(rollouts.lengths), rollouts.tokens.shape[2], shared, axis_size(model.mesh, "position")
+      fetch(rollouts.lengths),
+      rollouts.tokens.shape[2],
+      share_rows,
+      axis_size(model.mesh, "position"),
     )
     return rollouts.replace(packing=packing and shard_batch(packing, model.mesh))
 
-  def _fill(
+  def _sample_groups(
     self, params: Params, policy: Policy, say: Callable[[str], None]
-  ) -> tuple[list[_Group], dict[str, float], float]:
-    """Draws until there are n groups with contrast, those kept from the step before first (DAPO's dynamic sampling).
+  ) -> tuple[list[Group], dict[str, float], float]:
+    """Samples until n groups have contrast: DAPO's dynamic sampling (2503.14476).
 
-    Where `max_gen_batches` do not suffice, groups without contrast fill the batch up; they do not count. The metrics are of what was
-    sampled, not of the batch.
+    Groups kept from the previous step come first. If `max_gen_batches` do not suffice, groups
+    without contrast fill the batch and are not trained on. The metrics describe everything that was
+    sampled, not the batch.
+
+    Returns:
+      n groups, the metrics, and the seconds spent waiting for scores.
     """
     n = self._n
-    good = list(self._kept)
-    spare = []
-    waited_s = 0.0
-    drawn = []
-    parts = []
+    contrast = list(self._kept)
+    no_contrast: list[Group] = []
+    sampled: list[Group] = []
+    batch_metrics = []
+    scoring_s = 0.0
     for _ in range(self._config.batch.max_gen_batches):
-      draw = self._draw(params, policy)
-      groups = _groups(draw)
-      drawn = drawn + groups
-      waited_s = waited_s + draw.waited_s
-      parts = [*parts, draw.found.metrics]
+      batch = self._sample_batch(params, policy)
+      groups = split_groups(
+        batch.number, batch.problems, fetch(batch.rollouts), batch.scores.rewards, batch.texts
+      )
+      sampled += groups
+      scoring_s += batch.scoring_s
+      batch_metrics.append(batch.scores.metrics)
       for group in groups:
-        (good if _has_contrast(group) else spare).append(group)
-      if len(good) >= n:
+        (contrast if group.has_contrast else no_contrast).append(group)
+      if len(contrast) >= n:
         break
-    short = max(n - len(good), 0)
+    short = max(n - len(contrast), 0)
     if short:
       say(
-        f"dynamic sampling: batch.max_gen_batches = {self._config.batch.max_gen_batches} reached, {len(drawn)} groups sampled, "
-        f"{len(spare)} without contrast; {n - short} of {n} groups of this step are trained on"
+        f"dynamic sampling: batch.max_gen_batches = {self._config.batch.max_gen_batches} reached, "
+        f"{len(sampled)} groups sampled, {len(no_contrast)} without contrast; "
+        f"{n - short} of {n} groups of this step are trained on"
       )
-    self._kept = [
-      dataclasses.replace(
-        group, rollouts=group.rollouts.replace(stale=np.ones_like(group.rollouts.stale))
-      )
-      for group in good[n:]
-    ]
-    own = ~_stack([group.rollouts.guided for group in drawn]) if self._frozen.guide else True
-    correct = _stack([group.verdicts.correct for group in drawn])
-    earned = _stack([group.verdicts.reward + group.verdicts.penalty for group in drawn])
-    metrics = {
-      "reward/accuracy": float(correct.mean(where=own)),
-      "reward/mean": float(earned.mean(where=own)),
-      "tokens/sampled": float(sum(group.rollouts.mask.sum() for group in drawn)),
-      "groups/all_correct": float(correct.all(1, where=own).mean()),
-      "groups/all_wrong": float((~correct).all(1, where=own).mean()),
-      "groups/sampled": float(len(drawn)),
-      "groups/dropped": float(len(spare)),
+    filler = [group.as_filler() for group in no_contrast[len(no_contrast) - short :]]
+    self._kept = [group.as_stale() for group in contrast[n:]]
+    metrics = _sampled_metrics(sampled) | {
+      "groups/sampled": float(len(sampled)),
+      "groups/dropped": float(len(no_contrast)),
       "groups/kept": float(len(self._kept)),
       "groups/short": float(short),
-      **{
-        name: float(
-          (np.nansum if name == "reward/no_verdict" else np.nanmean)([part[name] for part in parts])
-        )
-        for name in parts[0]
-      },
+      **_combine_metrics(batch_metrics),
     }
-    filler = [
-      dataclasses.replace(
-        group, verdicts=group.verdicts.replace(valid=np.zeros_like(group.verdicts.valid))
-      )
-      for group in spare[len(spare) - short :]
-    ]
-    return good[:n] + filler, metrics, waited_s
+    return contrast[:n] + filler, metrics, scoring_s
 
   def leftovers(self) -> dict[str, np.ndarray] | None:
-    """What the next step needs of this one, as arrays of shapes that do not change; None without dynamic sampling."""
+    """Returns the groups kept for the next step, as arrays of fixed shapes for a checkpoint.
+
+    None without dynamic sampling.
+    """
     if not self._settings.dynamic_sampling:
       return None
-    empty = leftovers_like(self._config)
-    arrays = {name: np.zeros(x.shape, x.dtype) for name, x in empty.items()}
-    arrays["drawn"] = np.asarray(self._drawn, np.int32)
-    arrays["count"] = np.asarray(len(self._kept), np.int32)
-    for i, group in enumerate(self._kept):
-      arrays["place"][i] = group.place
-      for name, x in _named((group.rollouts, group.verdicts)).items():
-        arrays[name][i] = x
-    return arrays
+    return save_groups(self._config, self._kept, self._drawn)
 
   def restore(self, leftovers: dict[str, np.ndarray]) -> None:
-    """Takes up what `leftovers` gave.
+    """Restores what `leftovers` returned.
 
     Raises:
-      UserError: it was of a config with other shapes.
+      UserError: it was saved under a config with other shapes.
     """
-    like = _pool(self._config)
-    count = int(leftovers["count"])
-    for name, x in leftovers_like(self._config).items():
-      if name not in leftovers or leftovers[name].shape != x.shape:
-        raise UserError(
-          f"the groups left over from the step before do not fit this config: {name} should be of shape {x.shape}; the "
-          f"sizes of batch, prompts and completions, and the algorithm, must stay what they were"
-        )
-    rollouts, verdicts = jax.tree.unflatten(
-      jax.tree.structure(like), [np.asarray(leftovers[name]) for name in _named(like)]
-    )
-    texts = [
-      self._actor.chat.decode([row[keep] for row, keep in zip(*group, strict=True)])
-      for group in zip(rollouts.tokens, rollouts.mask, strict=True)
-    ]
-    places = [(int(batch), int(row)) for batch, row in leftovers["place"][:count]]
-    self._kept = [
-      _Group(
-        (batch, row), self._batches[batch][row], _row(rollouts, i), _row(verdicts, i), texts[i]
-      )
-      for i, (batch, row) in enumerate(places)
-    ]
+    kept = []
+    for index, rollouts, rewards in restore_groups(self._config, leftovers):
+      batch, row = index
+      tokens = [x[mask] for x, mask in zip(rollouts.tokens, rollouts.mask, strict=True)]
+      texts = self._worker.chat.decode(tokens)
+      kept.append(Group(index, self._batches[batch][row], rollouts, rewards, texts))
+    self._kept = kept
     self._drawn = int(leftovers["drawn"])
 
 
-def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
-  """The shapes and dtypes of one step's batch, with nothing allocated."""
-  s = config.algorithm_built.settings
-  n = config.batch.prompts
-  g = config.batch.group
-  t = config.sampling.max_tokens
-  p = config.data.max_prompt_tokens
-  like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
-  token = like(jnp.int32, n, g, t)
-  number = like(jnp.float32, n, g, t)
-  flag = like(jnp.bool_, n, g)
-  rollouts = Rollouts(
-    Prompts(like(jnp.int32, n, p), like(jnp.int32, n)),
-    token,
-    like(jnp.bool_, n, g, t),
-    number,
-    number,
-    flag,
-    guided=flag if s.guide_completions else None,
-    stale=flag if s.dynamic_sampling else None,
-    rescored=number if s.tis_cap else None,
-    reference=number if s.kl_weight else None,
-  )
-  return rollouts, Rewards(flag, like(jnp.float32, n, g), like(jnp.float32, n, g), flag)
-
-
-def leftovers_like(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-  """The shapes of `Collector.leftovers`: room for a whole batch, of which `count` rows are filled."""
-  number = jax.ShapeDtypeStruct((), np.int32)
-  return {
-    "drawn": number,
-    "count": number,
-    "place": jax.ShapeDtypeStruct((config.batch.prompts, 2), np.int32),
-    **_named(_pool(config)),
-  }
-
-
-def _pool(config: Config) -> tuple[Rollouts, Rewards]:
-  rollouts, verdicts = batch_like(config)
-  return rollouts.replace(
-    reference=None
-  ), verdicts  # the reference scores what is learned from, not what is put by
-
-
-def _named(tree: Any) -> dict[str, Any]:
-  """The leaves of a tree by their paths, in order."""
-  return {
-    jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  }
-
-
-def _joined(rollouts: Rollouts, guided: Rollouts) -> Rollouts:
-  """The guide's completions behind the policy's own, [n, g_own + g_guide, ...]."""
-  flags = [jnp.full(x.finished.shape, value) for x, value in ((rollouts, False), (guided, True))]
-  parts = [
-    x.replace(prompts=None, guided=flag) for x, flag in zip((rollouts, guided), flags, strict=True)
-  ]
+def _append_guided(rollouts: Rollouts, guided: Rollouts) -> Rollouts:
+  """Returns the policy's completions followed by the guide's, [n, g_policy + g_guide, ...]."""
+  own = rollouts.replace(prompts=None, guided=jnp.zeros(rollouts.finished.shape, bool))
+  added = guided.replace(prompts=None, guided=jnp.ones(guided.finished.shape, bool))
   if rollouts.rescored is not None:
-    parts[1] = parts[1].replace(rescored=guided.log_probs)
-  joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), *parts)
+    added = added.replace(rescored=guided.log_probs)
+  joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), own, added)
   return joined.replace(prompts=rollouts.prompts)
 
 
-def _groups(draw: _Draw) -> list[_Group]:
-  """A generation batch as groups on the host."""
-  rollouts = fetch(draw.rollouts).replace(stale=np.zeros(draw.found.correct.shape, bool))
-  verdicts = draw.found.verdicts
-  return [
-    _Group((draw.number, i), problem, _row(rollouts, i), _row(verdicts, i), draw.texts[i])
-    for i, problem in enumerate(draw.problems)
-  ]
+def _sampled_metrics(groups: Sequence[Group]) -> dict[str, float]:
+  """Returns metrics over the policy's own completions of all sampled groups."""
+  correct = stack([group.rewards.correct for group in groups])
+  total = stack([group.rewards.reward + group.rewards.penalty for group in groups])
+  own = True
+  if groups[0].rollouts.guided is not None:
+    own = ~stack([group.rollouts.guided for group in groups])
+  return {
+    "reward/accuracy": float(correct.mean(where=own)),
+    "reward/mean": float(total.mean(where=own)),
+    "tokens/sampled": float(sum(group.rollouts.mask.sum() for group in groups)),
+    "groups/all_correct": float(correct.all(1, where=own).mean()),
+    "groups/all_wrong": float((~correct).all(1, where=own).mean()),
+  }
 
 
-def _has_contrast(group: _Group) -> bool:
-  v = group.verdicts
-  guided = group.rollouts.guided
-  return bool(
-    informative(v.correct[None], v.valid[None], None if guided is None else guided[None])[0]
-  )
-
-
-def _row(tree: Any, i: int) -> Any:
-  return jax.tree.map(lambda x: x[i], tree)
-
-
-def _stack(rows: Sequence[Any]) -> Any:
-  return jax.tree.map(lambda *x: np.stack(x), *rows)
+def _combine_metrics(batches: Sequence[dict[str, float]]) -> dict[str, float]:
+  """Returns the metrics of several generation batches: counts are added, the rest averaged."""
+  combine = lambda name: np.nansum if name == "reward/no_verdict" else np.nanmean
+  return {name: float(combine(name)([metrics[name] for metrics in batches])) for name in batches[0]}

@@ -1,4 +1,4 @@
-"""A run's problems: what it learns from, and what it is evaluated on."""
+"""The problems of a run: what it trains on, and what it is evaluated on."""
 
 from __future__ import annotations
 
@@ -25,16 +25,20 @@ def training_problems(
   say: Callable[[str], None] = lambda line: None,
   records: Mapping[str, Loaded] = NO_RECORDS,
 ) -> list[tuple[Problems, float]]:
-  """Every source that is learned from, with its weight; what a source holds, and what was left out of it, is said.
+  """Returns the problems of every training source, with the source's weight.
 
-  `records` holds, by name, the sources that were handed over.
+  Args:
+    config: names the sources.
+    worker: encodes the prompts, to measure their lengths.
+    say: receives a line on what each source contains and what was left out.
+    records: by name, the sources that a Python program passed as dicts.
 
   Raises:
-    UserError: a source that cannot be read, or with more malformed rows and too long prompts than data.bad_rows; or a reward function
-      that cannot be imported.
+    UserError: a source cannot be read, has more malformed rows and too long prompts than
+      data.bad_rows, or has problems that nothing here can verify.
   """
   return [
-    (_problems(config, worker, name, False, say, records), weight)
+    (_load_problems(config, worker, name, False, say, records), weight)
     for name, weight in config.train_sources
   ]
 
@@ -45,30 +49,27 @@ def held_out_problems(
   say: Callable[[str], None] = lambda line: None,
   records: Mapping[str, Loaded] = NO_RECORDS,
 ) -> list[Problem]:
-  """The problems that are evaluated: the same for every seed and every run.
+  """Returns the problems to evaluate on: the same for every seed and every run.
 
-  Raises:
-    UserError: as `training_problems`.
+  Takes and raises what `training_problems` does.
   """
-  problems = _problems(config, worker, config.eval_name, True, say, records)
+  problems = _load_problems(config, worker, config.eval_name, True, say, records)
   if config.eval_task is None and len(problems) > config.eval.problems:
     say(f"{config.eval.problems} of them are evaluated (eval.problems)")
   return fixed_sample(problems, config.eval.problems)
 
 
 def eval_label(config: Config) -> str:
-  """What is evaluated, as the names of metrics say it: a task, or a file without its folder and ending."""
+  """Returns the name of the evaluation in metrics: a task, or a file without folder and ending."""
   name = config.eval_name
   if name.startswith(RECORDS):
     return name.rsplit(":", 1)[-1]
-  return (
-    name.replace(":", "_").replace("/", "_")
-    if name.startswith(("hf:", "tfds:"))
-    else Path(name).name.split(".")[0]
-  )
+  if name.startswith(("hf:", "tfds:")):
+    return name.replace(":", "_").replace("/", "_")
+  return Path(name).name.split(".")[0]
 
 
-def _problems(
+def _load_problems(
   config: Config,
   worker: RolloutWorker,
   name: str,
@@ -77,46 +78,46 @@ def _problems(
   records: Mapping[str, Loaded],
 ) -> Problems:
   data = config.data
-  reward_manager = worker.reward_manager
   if name in TASKS:
     task = make_task(name, data.terms, data.largest)
     return TaskPart(task, task.held_out_ids if held_out else task.train_ids)
   loaded = records[name] if name in records else _load(name, data.fields, data.bad_rows)
   fits = [len(worker.encode(problem)) <= data.max_prompt_tokens for problem in loaded.problems]
   fitting = list(itertools.compress(loaded.problems, fits))
-  long = len(loaded.problems) - len(fitting)
-  first = f" (first {loaded.problems[fits.index(False)].id})" if long else ""
-  if len(loaded.bad) + long > data.bad_rows:
+  too_long = len(loaded.problems) - len(fitting)
+  first = f" (first {loaded.problems[fits.index(False)].id})" if too_long else ""
+  if len(loaded.bad) + too_long > data.bad_rows:
     raise UserError(
-      f"{name!r}: {long} of {len(loaded.problems)} prompts{first} are over data.max_prompt_tokens = "
-      f"{data.max_prompt_tokens}, and {len(loaded.bad)} rows malformed; data.bad_rows = {data.bad_rows} allowed; "
-      f"raise one of the two"
+      f"{name!r}: {too_long} of {len(loaded.problems)} prompts{first} are over "
+      f"data.max_prompt_tokens = {data.max_prompt_tokens}, and {len(loaded.bad)} rows are "
+      f"malformed; data.bad_rows = {data.bad_rows} are allowed; raise one of the two"
     )
-  if not reward_manager.verifier:
+  if not config.reward.verifier:
     _check_kinds(config, name, fitting, say)
   if not fitting:
     raise UserError(
       f"{name!r} holds no problem within data.max_prompt_tokens = {data.max_prompt_tokens}"
     )
-  say(loaded.summary(name) + (f", {long} too long{first}" if long else ""))
+  say(loaded.summary(name) + (f", {too_long} too long{first}" if too_long else ""))
   return fitting
 
 
 def _check_kinds(
   config: Config, name: str, problems: Sequence[Problem], say: Callable[[str], None]
 ) -> None:
-  """Refuses problems that nothing here can judge."""
+  """Refuses problems that nothing here can verify."""
   for problem in problems:
     if problem.kind not in VERIFIERS:
       raise UserError(
-        f"{name!r}: problem {problem.id} is of kind {problem.kind!r}, for which there is no verifier; valid are "
-        f"{', '.join(VERIFIERS)}"
+        f"{name!r}: problem {problem.id} is of kind {problem.kind!r}, which has no verifier; "
+        f"valid are {', '.join(VERIFIERS)}"
       )
   if any(problem.kind == "code" for problem in problems) and (missing := sandbox_problem()):
     if not config.reward.unsandboxed:
-      raise UserError(f"{name!r} holds programs to be run, and there is no sandbox here: {missing}")
+      raise UserError(f"{name!r} holds programs to run, and there is no sandbox here: {missing}")
     say(
-      "DANGER: reward.unsandboxed is set and there is no sandbox here: programs of the model run as you, on your files and network"
+      "DANGER: reward.unsandboxed is set and there is no sandbox here: "
+      "programs of the model run as you, with access to your files and network"
     )
 
 

@@ -1,6 +1,7 @@
-"""Completions to verdicts: the verifier of each problem's kind, and the weighted parts of the reward.
+"""Scores completions: the verifier for each problem's kind, and the weighted parts of the reward.
 
-A verdict that cannot be reached is None: its completion takes no part in loss and statistics, and is counted. It never becomes a 0.
+A verdict that cannot be reached is None. Its completion takes no part in loss and statistics and is
+counted in `reward/no_verdict`; it never becomes a reward of 0.
 """
 
 from __future__ import annotations
@@ -8,14 +9,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import importlib
 import math
-import sys
-import threading
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,190 +21,182 @@ from gtpo_jax.arrays import Rewards
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
 from gtpo_jax.rewards import PARTS, VERIFIERS, group_relative, soft_overlong
+from gtpo_jax.rollout.user_functions import (
+  BUILTIN_PARTS,
+  FunctionCaller,
+  RewardFunction,
+  import_function,
+)
 from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
-from gtpo_jax.runtime.errors import UserError, first_line
 
-OWN = ("correct", "verifier")  # parts made of the verdicts themselves
-
-# prompts, completions, answers, extras -> a number (or None) each
-RewardFunction = Callable[
-  [Sequence[str], Sequence[str], Sequence[str], Sequence[dict]], Sequence[float | None]
-]
+CORRECT_ABOVE = 0.5  # a verifier's number above this is a right answer
+USER_VERIFIER = ""  # the name of a user's verifier among the values of a group
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardResult:
-  """What was found of one batch, on the host."""
+  """The scores of one batch, in host arrays.
 
-  correct: np.ndarray  # bool[n, g]; False where there is no verdict
-  reached: np.ndarray  # bool[n, g]; False where there is no verdict
-  reward: np.ndarray  # f32[n, g], the weighted sum; what baselines normalise
-  penalty: np.ndarray  # f32[n, g] <= 0
-  valid: np.ndarray  # bool[n, g]; reached, and not filtered
-  metrics: dict[str, float]  # each part's mean, and how many verdicts were not reached
+  Attributes:
+    correct: bool[n, g]; False if there is no verdict.
+    reached: bool[n, g]; whether there is a verdict.
+    reward: f32[n, g], the weighted sum of the parts, which the baselines normalise.
+    penalty: f32[n, g] <= 0, for length.
+    valid: bool[n, g]; there is a verdict, and the overlong filter keeps the completion.
+    metrics: the mean of each part, and the number of missing verdicts.
+  """
+
+  correct: np.ndarray
+  reached: np.ndarray
+  reward: np.ndarray
+  penalty: np.ndarray
+  valid: np.ndarray
+  metrics: dict[str, float]
 
   @property
-  def verdicts(self) -> Rewards:
-    """What the update learns from, in host arrays."""
+  def rewards(self) -> Rewards:
+    """What the update reads, in host arrays."""
     return Rewards(self.correct, self.reward, self.penalty, self.valid)
 
 
-class RewardManager:
-  """Judges completions as the config says, on a thread of its own, while others are still being sampled.
+class FinishedCompletion(NamedTuple):
+  """A completion that has ended."""
 
-  `reward.verifier` = module:function, or the function `verifier`, decides right and wrong instead of the problems' kinds: above 0.5 is
-  right; the part "verifier" is the number itself. Parts of `reward.parts` may be such functions too. Each is called once for each
-  problem, when all its completions are written, as `function(prompts, completions, answers, extras)`, equally long lists of text, text,
-  text and dict, and returns one number (or bool) for each completion, or None where it has none. What it raises is shown once; then, as
-  with a list of another length, NaN or None, or where it takes longer than `reward.function_timeout_s`, the completions concerned are
-  left out and counted.
+  prompt: int  # index of its problem in the batch
+  number: int  # index within the problem's group
+  tokens: np.ndarray  # i32[length]
+  finished: bool  # it ended with a stop token, and was not cut off
+
+
+class RewardManager:
+  """Scores completions as the config says, on a thread of its own, while others are being sampled.
+
+  `reward.verifier` = module:function, or the function `verifier`, decides right and wrong instead
+  of the verifiers of the problems' kinds: above 0.5 is right, and the part "verifier" is the number
+  itself. Parts of `reward.parts` may be such functions too. Each is called once per problem, when
+  all completions of the problem have ended, as `function(prompts, completions, answers, extras)`
+  with equally long lists of text, text, text and dict. It returns a number or bool for each
+  completion, or None for no verdict. An exception is shown once. The completions concerned have no
+  verdict then, nor if it returns a list of another length or NaN, or takes longer than
+  `reward.function_timeout_s`.
+
+  Attributes:
+    thread: runs the verifiers and functions.
 
   Raises:
-    UserError: a part that does not exist or a function that cannot be imported.
+    UserError: a part does not exist, or a function cannot be imported.
   """
 
   def __init__(self, config: Config, verifier: RewardFunction | None = None):
-    self._config = config
     section = config.reward
+    self._config = config
+    self._verifier = verifier
+    if verifier is None and section.verifier:
+      self._verifier = import_function(section.verifier)
     self._functions = {
-      name: PARTS.get(name) or user_function(name)
+      name: PARTS.get(name) or import_function(name)
       for name, _ in section.weighted
-      if name not in OWN
+      if name not in BUILTIN_PARTS
     }
-    self.verifier = verifier or (user_function(section.verifier) if section.verifier else None)
-    self._shown: set[str] = set()
+    self._call = FunctionCaller(section.function_timeout_s)
     self.thread = ThreadPoolExecutor(1, "gtpo-reward")
 
-  def __call__(
-    self,
-    problems: Sequence[Problem],
-    texts: Sequence[Sequence[str]],
-    lengths: np.ndarray,
-    finished: np.ndarray,
-  ) -> RewardResult:
-    """Judges texts [n][g], with i32[n, g] lengths in tokens and bool[n, g] whether each ended by itself: else it is wrong."""
-    verdicts = np.full(finished.shape, np.nan)
-    places = [(i, j) for i, row in enumerate(texts) for j in range(len(row))]
-    for place, verdict in zip(
-      places,
-      self.verify([problems[i] for i, _ in places], [texts[i][j] for i, j in places]),
-      strict=True,
-    ):
-      verdicts[place] = verdict
-    rows = [self.of_group(problem, row) for problem, row in zip(problems, texts, strict=True)]
-    return self.weigh(verdicts, rows, lengths, finished)
-
   def close(self) -> None:
-    """Ends its thread; what waits is not judged any more."""
+    """Ends the thread; completions that are waiting are not scored any more."""
     self.thread.shutdown(cancel_futures=True)
 
   def verify(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float]:
-    """The verdict of each completion by its problem's kind, f64, NaN for none; only NaN where a user's function decides."""
+    """Returns the verdict on each completion by the verifier for its problem's kind.
+
+    Numbers as 0.0 or 1.0, NaN for no verdict; all NaN if a user's verifier decides instead.
+    """
     verdicts = [math.nan] * len(texts)
-    for kind in (
-      set() if self.verifier else {problem.kind for problem in problems}
-    ):  # together, so that a verifier may work side by side
-      places = [i for i, problem in enumerate(problems) if problem.kind == kind]
-      found = VERIFIERS[kind](
-        [texts[i] for i in places],
-        [problems[i].answer for i in places],
-        [problems[i].extra for i in places],
+    if self._verifier:
+      return verdicts
+    for kind in {problem.kind for problem in problems}:
+      # All completions of a kind at once, so that a verifier may check them in parallel.
+      rows = [i for i, problem in enumerate(problems) if problem.kind == kind]
+      results = VERIFIERS[kind](
+        [texts[i] for i in rows],
+        [problems[i].answer for i in rows],
+        [problems[i].extra for i in rows],
         self._config.reward,
       )
-      for i, verdict in zip(places, found, strict=True):
+      for i, verdict in zip(rows, results, strict=True):
         verdicts[i] = math.nan if verdict is None else float(verdict)
     return verdicts
 
-  def of_group(self, problem: Problem, texts: Sequence[str]) -> dict[str, list[float]]:
-    """What the functions say of all completions of a problem: by name the value of each, NaN for none; "" is the user's verifier."""
-    functions = self._functions | ({"": self.verifier} if self.verifier else {})
-    return {
-      name: self._call(name or self._config.reward.verifier, function, problem, texts)
-      for name, function in functions.items()
-    }
+  def call_functions(self, problem: Problem, texts: Sequence[str]) -> dict[str, list[float]]:
+    """Returns what the functions say of all completions of a problem.
 
-  def weigh(
+    By function name, the value of each completion, NaN for none; a user's verifier is under "".
+    """
+    values = {
+      name: self._call(name, function, problem, texts) for name, function in self._functions.items()
+    }
+    if self._verifier:
+      name = self._config.reward.verifier
+      values[USER_VERIFIER] = self._call(name, self._verifier, problem, texts)
+    return values
+
+  def combine(
     self,
     verdicts: np.ndarray,
-    rows: Sequence[dict[str, list[float]]],
+    function_values: Sequence[dict[str, list[float]]],
     lengths: np.ndarray,
     finished: np.ndarray,
   ) -> RewardResult:
-    """Puts the verdicts f64[n, g] of `verify` and what `of_group` gave, one a problem, together."""
-    s = self._config.algorithm_built.settings
-    (wrong, right) = self._config.algorithm_built.recipe.rewards
-    table = lambda name: np.asarray([row[name] for row in rows], np.float64).reshape(finished.shape)
-    verdicts = table("") if self.verifier else verdicts
+    """Combines verdicts and function values into rewards.
+
+    Args:
+      verdicts: f64[n, g] from `verify`.
+      function_values: n results of `call_functions`.
+      lengths: i32[n, g], tokens of each completion.
+      finished: bool[n, g]; a completion that was cut off is wrong.
+    """
+    algorithm = self._config.resolved_algorithm
+    settings = algorithm.settings
+    wrong, right = algorithm.recipe.rewards
+
+    def column(name: str) -> np.ndarray:
+      rows = [values[name] for values in function_values]
+      return np.asarray(rows, np.float64).reshape(finished.shape)
+
+    if self._verifier:
+      verdicts = column(USER_VERIFIER)
     reached = ~np.isnan(verdicts) | ~finished
-    correct = finished & (verdicts > 0.5)
+    correct = finished & (verdicts > CORRECT_ABOVE)
     reward = np.zeros(finished.shape)
     metrics = {}
     for name, weight in self._config.reward.weighted:
-      part = (
-        np.where(correct, right, wrong)
-        if name == "correct"
-        else verdicts
-        if name == "verifier"
-        else table(name)
-      )
-      if name != "correct":
+      if name == "correct":
+        part = np.where(correct, right, wrong)
+      else:
+        part = verdicts if name == "verifier" else column(name)
         reached &= ~np.isnan(part)
-        metrics[f"reward/part/{name}"] = (
-          float(np.nanmean(part)) if not np.isnan(part).all() else math.nan
-        )
+        metrics[f"reward/part/{name}"] = _mean(part)
       reward += weight * np.nan_to_num(part)
     correct &= reached
     metrics["reward/no_verdict"] = float((~reached).sum())
-    valid = reached & finished if s.overlong_filter else reached
-    if s.length_penalty == "group_relative":
-      penalty = group_relative(lengths, correct, valid, s.gamma)
+    valid = reached & finished if settings.overlong_filter else reached
+    if settings.length_penalty == "group_relative":
+      penalty = group_relative(lengths, correct, valid, settings.gamma)
     else:
-      penalty = soft_overlong(lengths, self._config.sampling.max_tokens, s.overlong_buffer)
+      max_tokens = self._config.sampling.max_tokens
+      penalty = soft_overlong(lengths, max_tokens, settings.overlong_buffer)
     return RewardResult(correct, reached, reward.astype(np.float32), penalty, valid, metrics)
-
-  def _call(
-    self, name: str, function: RewardFunction, problem: Problem, texts: Sequence[str]
-  ) -> list[float]:
-    """What a function says of each completion of a problem; NaN for all of them where it fails."""
-    n = len(texts)
-    given = (
-      [problem.messages[-1]["content"]] * n,
-      list(texts),
-      [problem.answer] * n,
-      [dict(problem.extra) for _ in texts],
-    )
-    try:
-      values = [
-        None if value is None else float(value)
-        for value in _within(self._config.reward.function_timeout_s, function, *given)
-      ]
-      if len(values) != n:
-        raise ValueError(f"returned {len(values)} values for {n} completions")
-    except (
-      Exception,
-      SystemExit,
-    ):  # whatever the user's own code raises; a reward is no place to end a run from
-      self._show_once(name, traceback.format_exc())
-      return [math.nan] * n
-    if odd := [value for value in values if value is not None and not math.isfinite(value)]:
-      self._show_once(name, f"it returned {odd[0]}\n")
-    return [math.nan if value is None or not math.isfinite(value) else value for value in values]
-
-  def _show_once(self, name: str, what: str) -> None:
-    if name not in self._shown:
-      self._shown.add(name)
-      print(
-        f"gtpo: reward function {name!r} failed; its completions are left out and counted as reward/no_verdict:\n{what}",
-        file=sys.stderr,
-        end="",
-        flush=True,
-      )
 
 
 class PendingRewards:
-  """The judging of one batch, begun before the batch is whole: completions are put in as they end.
+  """The scores of one batch while it is being sampled: completions are added as they end.
 
-  Of several processes the first judges, and tells the others: verdicts that time out on one alone would let them part.
+  With several processes only the first scores and broadcasts the result: a verdict that timed out
+  on one process would otherwise make their states diverge.
+
+  Attributes:
+    texts: [n][g], the decoded completions; complete after `result`.
+    lengths: i32[n, g], tokens of each completion.
+    finished: bool[n, g], whether each ended with a stop token.
   """
 
   def __init__(
@@ -215,112 +204,80 @@ class PendingRewards:
     reward_manager: RewardManager,
     problems: Sequence[Problem],
     group: int,
-    read: Callable[[Sequence[np.ndarray]], list[str]],
+    decode: Callable[[Sequence[np.ndarray]], list[str]],
   ):
     """Args:
-    judge: says what is right.
-    problems: [n].
-    group: completions of each problem.
-    read: rows of token ids to text.
+    reward_manager: scores the completions.
+    problems: n problems.
+    group: completions per problem.
+    decode: turns rows of token ids into texts.
     """
-    self._judge = reward_manager
-    self._problems = problems
-    self._read = read
     n = len(problems)
+    self._reward_manager = reward_manager
+    self._problems = problems
+    self._decode = decode
     self.texts = [[""] * group for _ in range(n)]
     self.lengths = np.zeros((n, group), np.int32)
     self.finished = np.zeros((n, group), bool)
     self._verdicts = np.full((n, group), np.nan)
-    self._rows = [{} for _ in range(n)]
+    self._function_values: list[dict[str, list[float]]] = [{} for _ in range(n)]
     self._missing = np.full(n, group)
-    self._waiting: collections.deque[tuple[tuple[int, int], np.ndarray, bool]] = collections.deque()
+    self._waiting: collections.deque[FinishedCompletion] = collections.deque()
     self._work: list[Future[None]] = []
 
-  def put(self, ended: Sequence[tuple[tuple[int, int], np.ndarray, bool]]) -> None:
-    """Takes completions that have ended: (problem, number), their tokens i32[:], and whether they ended by themselves."""
-    if ended and is_first_process():
-      self._waiting.extend(ended)
-      self._work.append(self._judge.thread.submit(self._catch_up))
+  def put(self, completions: Sequence[FinishedCompletion]) -> None:
+    """Adds completions that have ended."""
+    if completions and is_first_process():
+      self._waiting.extend(completions)
+      self._work.append(self._reward_manager.thread.submit(self._score_waiting))
 
   def result(self) -> RewardResult:
-    """What was found, when all is judged, the same on every process. Raises what judging raised."""
-    with jax.profiler.TraceAnnotation("reward"):
-      told = broadcast_from_first(self._found)
-    self.texts = told["texts"]
-    self.lengths = told["lengths"]
-    self.finished = told["finished"]
-    return RewardResult(**told["judgement"])
+    """Waits for all scores and returns them, the same on every process.
 
-  def _found(self) -> dict[str, Any]:
+    Raises what scoring raised.
+    """
+    with jax.profiler.TraceAnnotation("reward"):
+      shared = broadcast_from_first(self._collect)
+    self.texts = shared["texts"]
+    self.lengths = shared["lengths"]
+    self.finished = shared["finished"]
+    return RewardResult(**shared["result"])
+
+  def _collect(self) -> dict[str, Any]:
     for work in self._work:
       work.result()
+    result = self._reward_manager.combine(
+      self._verdicts, self._function_values, self.lengths, self.finished
+    )
     return {
-      "judgement": vars(self._judge.weigh(self._verdicts, self._rows, self.lengths, self.finished)),
+      "result": vars(result),
       "texts": self.texts,
       "lengths": self.lengths,
       "finished": self.finished,
     }
 
   @functools.partial(jax.profiler.annotate_function, name="reward")
-  def _catch_up(self) -> None:
-    """Judges all that waits: in one go, so that what ends while the judge is busy is judged side by side."""
-    ended = [self._waiting.popleft() for _ in range(len(self._waiting))]
-    if not ended:
+  def _score_waiting(self) -> None:
+    """Scores all waiting completions at once, so that verifiers may check them in parallel."""
+    completions = [self._waiting.popleft() for _ in range(len(self._waiting))]
+    if not completions:
       return
-    texts = self._read([tokens for _, tokens, _ in ended])
-    verdicts = self._judge.verify([self._problems[i] for (i, _), *_ in ended], texts)
-    for ((i, j), tokens, finished), text, verdict in zip(ended, texts, verdicts, strict=True):
+    texts = self._decode([completion.tokens for completion in completions])
+    problems = [self._problems[completion.prompt] for completion in completions]
+    verdicts = self._reward_manager.verify(problems, texts)
+    for completion, text, verdict in zip(completions, texts, verdicts, strict=True):
+      i, j, tokens, finished = completion
       self.texts[i][j] = text
       self.lengths[i, j] = len(tokens)
       self.finished[i, j] = finished
       self._verdicts[i, j] = verdict
       self._missing[i] -= 1
       if not self._missing[i]:
-        self._rows[i] = self._judge.of_group(self._problems[i], self.texts[i])
+        self._function_values[i] = self._reward_manager.call_functions(
+          self._problems[i], self.texts[i]
+        )
 
 
-def _within(limit_s: float, function: Callable[..., Any], *given: Any) -> Any:
-  """What a function gives or raises, on a thread that is left to itself where it takes longer. Raises TimeoutError there."""
-  answer: Future[Any] = Future()
-
-  def work() -> None:
-    try:
-      answer.set_result(function(*given))
-    except BaseException as error:  # SystemExit would end this thread without a word
-      answer.set_exception(error)
-
-  threading.Thread(
-    target=work, name="gtpo reward function", daemon=True
-  ).start()  # one that hangs must not keep the program from ending
-  try:
-    return answer.result(limit_s)
-  except TimeoutError:
-    if answer.done():  # the function's own
-      raise
-    raise TimeoutError(f"it took longer than {limit_s:g} s (reward.function_timeout_s)") from None
-
-
-def user_function(name: str) -> RewardFunction:
-  """The function that `module:function` names.
-
-  Raises:
-    UserError: it is not of that form, or cannot be imported.
-  """
-  module, colon, function = name.partition(":")
-  if not (module and colon and function):
-    raise UserError(
-      f"reward part {name!r} is none of {', '.join([*OWN, *PARTS])}, nor a function named as module:function"
-    )
-  if "" not in sys.path:
-    sys.path.insert(0, "")  # a module beside the config, as `python -m` would find it
-  try:
-    found = getattr(importlib.import_module(module), function)
-  except Exception as error:  # an import runs the user's code
-    raise UserError(
-      f"reward function {name!r} cannot be imported: {type(error).__name__}: {first_line(error)}"
-    ) from error
-  if not callable(found):
-    raise UserError(
-      f"reward function {name!r} is of type {type(found).__name__} and cannot be called"
-    )
-  return found
+def _mean(values: np.ndarray) -> float:
+  """Returns the mean of the numbers; NaN if there are none."""
+  return math.nan if np.isnan(values).all() else float(np.nanmean(values))

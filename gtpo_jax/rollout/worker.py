@@ -1,9 +1,8 @@
-"""The acting half of a step: problems to completions, completions to verdicts."""
+"""The rollout worker: a model on its mesh with tokenizer and engine, which answers problems."""
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,102 +10,93 @@ from typing import NamedTuple
 import jax
 
 from gtpo_jax.arrays import Rollouts
-from gtpo_jax.config import Config
+from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.data.records import Problem
-from gtpo_jax.models.folder import find
-from gtpo_jax.models.qwen2 import DecodeParams, Params, Qwen2, param_shardings
-from gtpo_jax.rollout.scoring import PendingRewards, RewardFunction, RewardManager
+from gtpo_jax.models.decode import DecodeParams
+from gtpo_jax.models.params import Params, param_shardings
+from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.rollout.scoring import FinishedCompletion, PendingRewards
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.filters import SamplingParams
-
-
-class Stream(enum.IntEnum):
-  """The uses of random keys; each has keys of its own."""
-
-  INIT = 0
-  SAMPLE = 1
-  EVALUATE = 2
-  GUIDE = 3
-
-
-def key_for(seed: int, stream: Stream, step: int = 0) -> jax.Array:
-  """The random key of one use at one step."""
-  return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)
+from gtpo_jax.sampling.params import SamplingParams
 
 
 class Policy(NamedTuple):
-  """Something that writes completions: a compiled sampler and the parameters that it samples from."""
+  """Something that can be sampled from: an engine, and parameters in its layout."""
 
   engine: Engine
   params: DecodeParams
 
 
 class RolloutWorker:
-  """A model on a mesh with its tokenizer: it answers problems, and has its answers judged, by `verifier` where that is given."""
+  """Encodes problems as prompts and samples completions of them.
 
-  def __init__(
-    self, config: Config, max_tokens: int | None = None, verifier: RewardFunction | None = None
-  ):
-    self.chat: Chat = load_chat(find(config.model.path)) if config.model.path else load_chat()
-    self.model = Qwen2(config.model_config, make_mesh(**dataclasses.asdict(config.mesh)))
+  Attributes:
+    model: the architecture on the training mesh.
+    model_folder: the Hugging Face folder that `model.path` names; None for a preset.
+    chat: the tokenizer with its chat template and stop tokens.
+    engine: the sampling engine of `model`.
+
+  Raises:
+    UserError: the model cannot be found or is not supported, it does not divide over the mesh, or
+      its vocabulary is smaller than the tokenizer's.
+  """
+
+  def __init__(self, config: Config, max_tokens: int | None = None):
+    """Args: the run's config; `max_tokens` replaces `config.sampling.max_tokens` if given."""
+    resolved = resolve_model(config)
+    self.model_folder = resolved.folder
+    self.chat: Chat = load_chat(resolved.folder) if resolved.folder else load_chat()
+    self.model = Qwen2(resolved.config, make_mesh(**dataclasses.asdict(config.mesh)))
     param_shardings(self.model)  # refuses a mesh that does not divide the model
-    if self.chat.vocab_size > config.model_config.vocab_size:
+    if self.chat.vocab_size > resolved.config.vocab_size:
       raise UserError(
-        f"the tokenizer and its end tokens have ids up to {self.chat.vocab_size - 1}, model "
-        f"{config.model.path or config.model.preset!r} a vocabulary of {config.model_config.vocab_size}; "
-        f"they do not belong together"
+        f"the tokenizer and its end tokens have ids up to {self.chat.vocab_size - 1}, but model "
+        f"{config.model.path or config.model.preset!r} has a vocabulary of "
+        f"{resolved.config.vocab_size}; they do not belong together"
       )
-    self._max_prompt_tokens = config.data.max_prompt_tokens
+    self._data = config.data
     self._max_tokens = max_tokens or config.sampling.max_tokens
     self._engine_config = config.engine_config
-    self._config = config
-    self._verifier = verifier
     self.engine = self.engine_for(self.model)
 
-  @functools.cached_property
-  def reward_manager(self) -> RewardManager:
-    """Made when something is to be judged: sampling from a run needs none of its reward functions. Raises UserError as `RewardManager`."""
-    return RewardManager(self._config, self._verifier)
+  def engine_for(self, model: Qwen2, vocab_limit: int | None = None) -> Engine:
+    """Returns an engine for `model` with this worker's tokenizer and settings.
 
-  def close(self) -> None:
-    """Ends the judge's thread; what is judged later has a new one."""
-    if reward_manager := vars(self).pop("reward_manager", None):
-      reward_manager.close()
-
-  def engine_for(self, model: Qwen2, words: int | None = None) -> Engine:
-    """A sampler of `model` with this actor's tokenizer and engine_config, of its first `words` words alone where that is given."""
+    Args:
+      model: an architecture that shares the tokenizer.
+      vocab_limit: only token ids below this are sampled; None for the model's vocabulary.
+    """
     return Engine(
       model,
       self.chat.stop,
       self.chat.pad,
-      self._max_prompt_tokens,
+      self._data.max_prompt_tokens,
       self._max_tokens,
-      words,
+      vocab_limit,
       self._engine_config,
     )
 
   def encode(self, problem: Problem) -> list[int]:
-    """A problem's token ids, put as the config's system message and template say."""
-    data, *rest, last = self._config.data, *problem.messages
-    messages = [*rest, {**last, "content": data.template.replace("{prompt}", last["content"])}]
+    """Returns a problem's token ids, with the config's system message and template applied."""
+    data = self._data
+    *earlier, last = problem.messages
+    text = data.template.replace("{prompt}", last["content"])
+    messages = [*earlier, {**last, "content": text}]
     if data.system and messages[0]["role"] != "system":
       messages.insert(0, {"role": "system", "content": data.system})
-    return (
-      self.chat.encode_prompt(messages)
-      if data.chat
-      else self.chat.encode_text("\n\n".join(m["content"] for m in messages))
-    )
+    if data.chat:
+      return self.chat.encode_prompt(messages)
+    return self.chat.encode_text("\n\n".join(message["content"] for message in messages))
 
   def policy(self, params: Params) -> Policy:
-    """The actor's own model with `params`, laid out for sampling: make it once and sample many batches from it."""
-    return Policy(self.engine, self.engine.layout(params))
+    """Returns the worker's own model with `params` in sampling layout.
 
-  def pending(self, problems: Sequence[Problem], group: int) -> PendingRewards:
-    """The judging of `group` completions of each problem, to be handed to `generate`."""
-    return PendingRewards(self.reward_manager, problems, group, self.chat.decode)
+    Make it once and sample many batches from it.
+    """
+    return Policy(self.engine, self.engine.layout(params))
 
   @functools.partial(jax.profiler.annotate_function, name="sample")
   def generate(
@@ -119,9 +109,19 @@ class RolloutWorker:
     pending: PendingRewards | None = None,
     first: int = 0,
   ) -> Rollouts:
-    """Samples `group` completions of each problem, [n, group, t] in host arrays, and puts each into the judging as it ends.
+    """Samples `group` completions of each problem.
 
-    Its number there is `first` more than here.
+    Args:
+      policy: the policy to sample from.
+      problems: n problems.
+      key: a typed PRNG key.
+      group: completions per problem.
+      sampling_params: how tokens are drawn.
+      pending: receives each completion as soon as it ends, to score it meanwhile.
+      first: the index that the first completion of each problem has in `pending`.
+
+    Returns:
+      Rollouts [n, group, t] in host arrays.
     """
     prompts = [self.encode(problem) for problem in problems]
     buffer = None
@@ -129,10 +129,9 @@ class RolloutWorker:
       policy.params, prompts, key, group=group, sampling_params=sampling_params
     ):
       if pending:
-        pending.put(
-          [
-            ((i, first + j), buffer.tokens[i, j, buffer.mask[i, j]], bool(buffer.finished[i, j]))
-            for i, j in ended
-          ]
-        )
+        finished = []
+        for i, j in ended:
+          tokens = buffer.tokens[i, j, buffer.mask[i, j]]
+          finished.append(FinishedCompletion(i, first + j, tokens, bool(buffer.finished[i, j])))
+        pending.put(finished)
     return policy.engine.rollouts(buffer, prompts)

@@ -1,1 +1,1 @@
-"""The machine underneath: start-up, processes, mesh, signals, errors. Importing this package imports no JAX."""
+"""Processes, devices and signals: start-up, mesh, errors. Importing this package imports no JAX."""

@@ -1,4 +1,4 @@
-"""What several processes do together: values sent from the first to the others, and arrays gathered."""
+"""Communication between the processes of a run: broadcasts, votes, and arrays on the host."""
 
 from __future__ import annotations
 
@@ -10,64 +10,71 @@ import numpy as np
 from flax.serialization import msgpack_restore, msgpack_serialize
 from jax.experimental import multihost_utils
 
-from gtpo_jax.runtime.errors import KINDS
+from gtpo_jax.runtime.errors import SHARED_ERRORS
 
-Made = TypeVar("Made")
+T = TypeVar("T")
+MAX_TEXT_BYTES = 256  # every process sends a buffer of this size
 
 
 def fetch(tree: Any) -> Any:
-  """Whole device arrays to NumPy on every process."""
+  """Returns a tree of device arrays as complete NumPy arrays on every process."""
   if jax.process_count() == 1:
     return jax.device_get(tree)
   return multihost_utils.process_allgather(tree, tiled=True)
 
 
 def is_first_process() -> bool:
-  """Whether this is the process that writes."""
+  """Whether this is process 0, the one that writes files and prints."""
   return jax.process_index() == 0
 
 
-def broadcast_from_first(make: Callable[[], Made]) -> Made:
-  """What `make` gives on the first process, on every process: for all that depends on clocks, files or users.
+def broadcast_from_first(make: Callable[[], T]) -> T:
+  """Calls `make` on the first process and returns its result on every process.
 
-  It is made of dicts, lists, plain values and host arrays. What it raises there is raised everywhere.
+  Use it for everything that depends on clocks, files or user code, so that all processes agree.
+  The result consists of dicts, lists, plain values and host arrays.
+
+  Raises:
+    Exception: what `make` raised on the first process is raised on every process: with its own type
+      if that is one of `SHARED_ERRORS`, else as a RuntimeError.
   """
   if jax.process_count() == 1:
     return make()
-  made = b""
+  payload = b""
   if is_first_process():
     try:
-      made = msgpack_serialize({"value": make()})
-    except Exception as error:  # whatever it is, the others wait
-      made = msgpack_serialize({"error": [type(error).__name__, str(error)]})
-  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(made))))
-  sent = multihost_utils.broadcast_one_to_all(np.frombuffer(made.ljust(size, b"\0"), np.uint8))
-  told = msgpack_restore(np.asarray(sent, np.uint8).tobytes())
-  if "error" in told:
-    kind, message = told["error"]
-    raise (
-      KINDS[kind](message)
-      if kind in KINDS
-      else RuntimeError(f"on the first process: {kind}: {message}")
-    )
-  return told["value"]
+      payload = msgpack_serialize({"value": make()})
+    except Exception as error:  # of any type: the other processes are waiting
+      payload = msgpack_serialize({"error": [type(error).__name__, str(error)]})
+  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(payload))))
+  padded = np.frombuffer(payload.ljust(size, b"\0"), np.uint8)
+  received = np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8)
+  reply = msgpack_restore(received.tobytes())
+  if "error" not in reply:
+    return reply["value"]
+  kind, message = reply["error"]
+  if kind in SHARED_ERRORS:
+    raise SHARED_ERRORS[kind](message)
+  raise RuntimeError(f"the first process failed: {kind}: {message}")
 
 
-def any_text(here: str) -> str:
-  """The first of the processes' texts that is not empty, the same on every process, cut after some 200 characters."""
+def first_nonempty_text(text: str) -> str:
+  """Returns the non-empty `text` of the lowest process index, or "" if all are empty.
+
+  Every process returns the same text. With several processes it is cut to `MAX_TEXT_BYTES`.
+  """
   if jax.process_count() == 1:
-    return here
-  room = np.frombuffer(here.encode()[:256].ljust(256, b"\0"), np.uint8)
-  texts = np.asarray(multihost_utils.process_allgather(room), np.uint8)
-  return next(
-    (text for row in texts if (text := row.tobytes().rstrip(b"\0").decode(errors="ignore"))), ""
-  )
+    return text
+  padded = text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0")
+  rows = multihost_utils.process_allgather(np.frombuffer(padded, np.uint8))
+  for row in np.asarray(rows, np.uint8):
+    if decoded := row.tobytes().rstrip(b"\0").decode(errors="ignore"):
+      return decoded
+  return ""
 
 
-def any_process(here: bool) -> bool:
-  """Whether `here` is True on some process."""
-  return (
-    here
-    if jax.process_count() == 1
-    else bool(multihost_utils.process_allgather(np.asarray(here)).any())
-  )
+def any_process(flag: bool) -> bool:
+  """Whether `flag` is True on at least one process."""
+  if jax.process_count() == 1:
+    return flag
+  return bool(multihost_utils.process_allgather(np.asarray(flag)).any())

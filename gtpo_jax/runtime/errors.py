@@ -1,4 +1,4 @@
-"""Errors that are messages: one line for the user, no traceback."""
+"""Errors that are reported to the user as one line, without a traceback."""
 
 from __future__ import annotations
 
@@ -7,33 +7,36 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-  """Raised for input a user can mend. The message is one line: the value, the bound, the nearest valid name.
+  """Raised for input that the user can correct.
 
-  The command line prints it without a traceback and exits with status 2.
+  The message is one line: the value, the bound or the fix, and the nearest valid name. The command
+  line prints it without a traceback and exits with status 2.
   """
 
 
 class RunError(RuntimeError):
-  """Raised where a run cannot go on though its input was right. One line: what happened, what is safe, what to do.
+  """Raised when a run cannot continue although its input is valid.
 
-  The command line prints it without a traceback and exits with status 1.
+  The message is one line: what happened, what is safe, what to do. The command line prints it
+  without a traceback and exits with status 1.
   """
 
 
-class Damaged(Exception):
-  """A checkpoint that is not what was saved. The message says in which way."""
+class CorruptCheckpoint(Exception):
+  """Raised when a checkpoint differs from what was saved. The message names the difference."""
 
 
-KINDS = {kind.__name__: kind for kind in (UserError, RunError, Damaged)}
+# The errors that `broadcast_from_first` raises with their own type on every process.
+SHARED_ERRORS = {kind.__name__: kind for kind in (UserError, RunError, CorruptCheckpoint)}
 
 
 def first_line(error: BaseException) -> str:
-  """The first line of another library's message, or its kind where it has none."""
+  """Returns the first line of an error's message, or the error's type if it has no message."""
   return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
-  """The phrase ", did you mean ...?" where one of `choices` is close to `word`, else the empty string."""
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+  """Returns ", did you mean 'NAME'?" if a choice is close to `word`, else the empty string."""
   by_lower = {choice.lower(): choice for choice in choices}
   close = difflib.get_close_matches(word.lower(), list(by_lower), n=1)
   return f", did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""Files of folders that others made: read as data, never followed out of the folder."""
+"""Reads files from folders of unknown origin: as data only, and never from outside the folder."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from typing import Any
 from gtpo_jax.runtime.errors import UserError, first_line
 
 
-def inside(folder: Path, name: str) -> Path:
-  """The file `name` of a folder; the hub's cache keeps its files behind links of its own, other links must not leave the folder.
+def safe_join(folder: Path, name: str) -> Path:
+  """Returns the path of the file `name` in `folder`, which may be a link only within the folder.
+
+  The Hugging Face cache stores its files behind links from `snapshots/REVISION` to `blobs`, so in
+  such a folder a link may lead anywhere in the cached repository.
 
   Raises:
-    UserError: the name or a link leads elsewhere.
+    UserError: the name contains a path, or a link leads out of the folder.
   """
   if not name or "\0" in name or Path(name).name != name or name in (".", ".."):
-    raise UserError(f"{name!r}, named in {str(folder)!r}, is not the name of a file in it")
+    raise UserError(f"{name!r}, referred to in {str(folder)!r}, is not a file name in that folder")
   file = folder / name
   try:
     home = folder.resolve()
     target = file.resolve()
-  except (OSError, RuntimeError) as error:  # a link that goes round in circles
-    raise UserError(f"{str(file)!r} cannot be followed: {first_line(error)}") from error
+  except (OSError, RuntimeError) as error:  # for example links that form a cycle
+    raise UserError(f"{str(file)!r} cannot be resolved: {first_line(error)}") from error
   cached = home.parent.name == "snapshots" and (home.parent.parent / "blobs").is_dir()
   if not target.is_relative_to(home.parent.parent if cached else home):
     raise UserError(f"{str(file)!r} is a link out of its folder; copy the file itself")
@@ -30,16 +33,16 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-  """An object from a JSON file of the folder.
+  """Returns the JSON object in the file `name` of `folder`.
 
   Raises:
-    UserError: it is not there, leads out of the folder, or is not a JSON object.
+    UserError: the file is missing, leads out of the folder, or is not a JSON object.
   """
-  file = inside(folder, name)
+  file = safe_join(folder, name)
   try:
     values = json.loads(file.read_text(encoding="utf-8"))
   except OSError as error:
-    raise UserError(f"no {name} in {str(folder)!r} that can be read ({error.strerror})") from error
+    raise UserError(f"cannot read {name} in {str(folder)!r} ({error.strerror})") from error
   except (ValueError, RecursionError) as error:
     raise UserError(f"{str(file)!r} is not valid JSON: {first_line(error)}") from error
   if not isinstance(values, dict):
@@ -48,5 +51,5 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def printable(name: str) -> str:
-  """A name from a file as it may stand in a message: one line, no terminal codes."""
+  """Returns a name from a file in a form that is safe to print: one line, no terminal codes."""
   return name if name.isprintable() else repr(name)

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM: the first asks the run to save and end, the second ends it at once. And the end of a run that has stalled."""
+"""Ctrl-C and SIGTERM: the first asks the run to save and stop, the second quits at once.
+
+Also the watchdog, which ends a run that makes no progress.
+"""
 
 from __future__ import annotations
 
@@ -12,126 +15,135 @@ import threading
 from collections.abc import Callable, Iterator
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNAL_EXIT = 128  # plus the signal's number: the exit status shells use
 STDERR = 2
-GRACE_S = 5.0
+GRACE_S = 5.0  # time for the watchdog's thread to act before faulthandler ends the process
+SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class StopSignals:
-  """Within it, the first Ctrl-C or SIGTERM is a wish to stop at the next step boundary; the second leaves at once.
+  """Context manager: the first Ctrl-C or SIGTERM requests a stop, the second quits at once.
 
-  Signals are read by a thread, since the main one may be in a compiler or in a collective for minutes. Nothing on disk needs a clean
-  end: whatever is being written then does not count yet.
+  The run checks `requested` at each step boundary. A separate thread reads the signals, because the
+  main thread may spend minutes in a compiler or a collective. Quitting at once is safe: a file that
+  is being written does not count until it is complete.
   """
 
   def __init__(self):
     self.signal: int | None = None
-    self._before: dict[int, object] = {}
+    self._previous: dict[int, object] = {}
 
-  def asked(self) -> bool:
-    """Whether a signal came."""
+  def requested(self) -> bool:
+    """Whether a signal has arrived."""
     return self.signal is not None
 
   def __enter__(self) -> StopSignals:
-    self._reads, self._writes = socket.socketpair()
-    self._writes.setblocking(False)
-    self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-    self._wakeup = signal.set_wakeup_fd(self._writes.fileno(), warn_on_full_buffer=False)
+    self._reader, self._writer = socket.socketpair()
+    self._writer.setblocking(False)
+    self._previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
     threading.Thread(target=self._listen, name="gtpo signals", daemon=True).start()
     return self
 
   def __exit__(self, *_: object) -> None:
     signal.set_wakeup_fd(self._wakeup)
-    for number, handler in self._before.items():
+    for number, handler in self._previous.items():
       signal.signal(number, handler)
-    self._writes.close()  # which ends the thread
+    self._writer.close()  # ends the thread
 
   def _listen(self) -> None:
-    with self._reads:
-      while number := self._reads.recv(1):
+    with self._reader:
+      while number := self._reader.recv(1):
         if number[0] in SIGNALS:
           self._on_signal(number[0])
 
   def _on_signal(self, number: int) -> None:
     if self.signal is not None:
       if sys.stdout.isatty():
-        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")  # the progress bar hid the cursor
-      os._exit(128 + number)
+        os.write(sys.stdout.fileno(), SHOW_CURSOR)  # the progress bar hides it
+      os._exit(SIGNAL_EXIT + number)
     self.signal = number
     print(
-      "\ngtpo: stopping at the next step boundary and saving; once more to leave at once",
+      "\ngtpo: stopping at the next step boundary and saving; repeat to quit at once",
       file=sys.stderr,
       flush=True,
     )
 
 
 class Interrupts:
-  """Within it, the first Ctrl-C is a wish to stop at the next step boundary, the second a KeyboardInterrupt as ever.
+  """Context manager: the first Ctrl-C requests a stop, the second raises KeyboardInterrupt.
 
-  It is for programs and notebooks that call us: a second Ctrl-C must not end them. It may be entered again and again; outside of it
-  Ctrl-C does what it did before. Threads other than the main one get no signals, and there it does nothing.
+  For programs and notebooks that call this package, where a second Ctrl-C must not end the process.
+  It can be entered repeatedly; outside it, Ctrl-C does what it did before. Only the main thread
+  receives signals: on other threads it does nothing.
   """
 
   def __init__(self):
-    self._asked = False
+    self._requested = False
 
-  def asked(self) -> bool:
-    """Whether a Ctrl-C came."""
-    return self._asked
+  def requested(self) -> bool:
+    """Whether Ctrl-C was pressed."""
+    return self._requested
 
   def __enter__(self) -> Interrupts:
-    self._main = threading.current_thread() is threading.main_thread()
-    if self._main:
-      self._before = signal.signal(signal.SIGINT, self._on_signal) or signal.SIG_DFL
+    self._on_main_thread = threading.current_thread() is threading.main_thread()
+    if self._on_main_thread:
+      self._previous = signal.signal(signal.SIGINT, self._on_signal) or signal.SIG_DFL
     return self
 
   def __exit__(self, *_: object) -> None:
-    if self._main:
-      signal.signal(signal.SIGINT, self._before)
+    if self._on_main_thread:
+      signal.signal(signal.SIGINT, self._previous)
 
   def _on_signal(self, *_: object) -> None:
-    if self._asked:
+    if self._requested:
       raise KeyboardInterrupt
-    self._asked = True
+    self._requested = True
     print(
-      "\ngtpo: stopping at the next step boundary; once more to leave at once",
+      "\ngtpo: stopping at the next step boundary; repeat to quit at once",
       file=sys.stderr,
       flush=True,
     )
 
 
 class Watchdog:
-  """Asks `stopping` on behalf of whoever calls it, and takes the question for a sign of life: it is asked whenever something has ended.
+  """Ends a process that makes no progress. Each call is a sign of progress.
 
-  When nothing has for `limit_s` seconds (0: never mind), the process prints the stacks of all its threads and exits with status 1.
+  The run calls it whenever a piece of work is complete, to ask whether to stop; the answer is that
+  of `stopping`. After `limit_s` seconds without a call, the process prints the stacks of all its
+  threads and exits with status 1. The countdown starts when the context is entered.
+
+  Args:
+    limit_s: seconds without progress that end the process; 0 turns the watchdog off.
+    stopping: returns whether the run is asked to stop.
   """
 
   def __init__(self, limit_s: float, stopping: Callable[[], bool]):
     self._limit_s = limit_s
     self._stopping = stopping
-    self._alive = threading.Event()
-    self._over = False
+    self._progress = threading.Event()
+    self._closed = False
     self._paused = False
 
   def __call__(self) -> bool:
-    """Whether the run is asked to stop."""
+    """Reports progress and returns whether the run is asked to stop."""
     if self._limit_s:
-      faulthandler.dump_traceback_later(
-        self._limit_s + GRACE_S, exit=True, file=STDERR
-      )  # for what keeps all of Python from running
-      self._alive.set()
+      # If native code holds the interpreter's lock, the thread below cannot run; this one can.
+      faulthandler.dump_traceback_later(self._limit_s + GRACE_S, exit=True, file=STDERR)
+      self._progress.set()
     return self._stopping()
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
-    """Within it nothing is expected to end: another's code runs."""
+    """Stops the countdown within the context, while the caller's own code runs."""
     faulthandler.cancel_dump_traceback_later()
     self._paused = True
-    self._alive.set()
+    self._progress.set()
     try:
       yield
     finally:
       self._paused = False
-      self._alive.set()
+      self._progress.set()
 
   def __enter__(self) -> Watchdog:
     if self._limit_s:
@@ -139,19 +151,19 @@ class Watchdog:
     return self
 
   def __exit__(self, *_: object) -> None:
-    self._over = True
-    self._alive.set()
+    self._closed = True
+    self._progress.set()
     faulthandler.cancel_dump_traceback_later()
 
   def _watch(self) -> None:
-    while not self._over:
-      if not self._alive.wait(None if self._paused else self._limit_s):
+    while not self._closed:
+      if not self._progress.wait(None if self._paused else self._limit_s):
         print(
-          f"\ngtpo: nothing has ended for {self._limit_s:g} s (guards.stall_s); the stacks of all threads follow; the same command "
-          f"goes on from the newest checkpoint",
+          f"\ngtpo: no progress for {self._limit_s:g} s (guards.stall_s); the stacks of all "
+          f"threads follow; run the same command again to resume from the latest checkpoint",
           file=sys.stderr,
           flush=True,
         )
         faulthandler.dump_traceback(file=STDERR, all_threads=True)
         os._exit(1)
-      self._alive.clear()
+      self._progress.clear()

@@ -1,1 +1,1 @@
-"""From prompts to completions: filters, the compiled loop, the engine."""
+"""Sampling completions: the engine, its scheduler, caches, compiled programs and token filters."""

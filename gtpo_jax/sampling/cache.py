@@ -1,225 +1,199 @@
-"""Keys and values while sampling: prompts in seats, completions in slots, and what a query of a slot sees of both.
+"""Keys and values while sampling: a cache of prompts, and a cache of what each slot has generated.
 
-Slots and seats are split over the batch axes of the mesh. Everything that moves between a slot and its prompt's seat moves within one
-shard, so that no device waits for another.
+Slots and prompt cache entries are split over the batch axes of the mesh. Data moves between a slot
+and its prompt's entry only within one shard, so that no device waits for another.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.models.attention import KV, PartialAttention, Source, join, look
-from gtpo_jax.models.presets import DTYPES
+from gtpo_jax.models.attention import KV
+from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.runtime.mesh import axis_size, batch_shards, constrain, named_sharding
-from gtpo_jax.sampling.ragged import look_back
+
+INT8_MAX = 127
 
 
 class PromptCache(NamedTuple):
-  """Prompts that have been read; their last token is at position p-1."""
+  """Prefilled prompts, one per entry; the last token is at position p-1."""
 
   kv: list[KV]  # per layer, p positions of m rows
   hidden: jax.Array  # [m, 1, 1, d], predicts the first token of a completion
-  seen: jax.Array | None  # bool[m, v], the prompt's tokens; None where no sampler asks
+  seen_tokens: jax.Array | None  # bool[m, v], the prompt's tokens; None without a penalty
 
 
 class SlotCache(NamedTuple):
-  """Completions on their way, the first token at position 0."""
+  """Running completions, one per slot; the first token is at position 0."""
 
   kv: list[KV]  # per layer, w positions of s rows
   hidden: jax.Array  # [s, 1, 1, d], predicts the next token
-  seen: jax.Array | None  # bool[s, v], tokens of prompt and completion
+  seen_tokens: jax.Array | None  # bool[s, v], tokens of prompt and completion
 
 
-def empty(
-  model: Qwen2, rows: int, length: int, dtype: str, seen: bool
-) -> tuple[list[KV], jax.Array, jax.Array | None]:
-  """The fields of `PromptCache` or `Slots`, zeroed: `rows` of them with `length` positions, kept as `dtype`."""
+CacheFields = tuple[list[KV], jax.Array, jax.Array | None]
+
+
+def init_cache(model: Qwen2, rows: int, length: int, dtype: str, track_tokens: bool) -> CacheFields:
+  """Returns the fields of a zeroed `PromptCache` or `SlotCache`.
+
+  Args:
+    model: the architecture, on the sampling mesh.
+    rows: entries or slots, over all shards.
+    length: positions per row.
+    dtype: format of keys and values, as `EngineConfig.kv_dtype`.
+    track_tokens: whether to allocate `seen_tokens`.
+  """
   c = model.config
-  kind = jnp.int8 if dtype == "int8" else DTYPES[dtype]
+  kv_dtype = jnp.int8 if dtype == "int8" else DTYPES[dtype]
   scale = jnp.zeros((rows, 1, c.kv_heads, length), jnp.float32) if dtype == "int8" else None
-  shape = rows, 1, c.kv_heads
   kv = KV(
-    jnp.zeros((*shape, c.head_dim, length), kind),
-    jnp.zeros((*shape, length, c.head_dim), kind),
+    jnp.zeros((rows, 1, c.kv_heads, c.head_dim, length), kv_dtype),
+    jnp.zeros((rows, 1, c.kv_heads, length, c.head_dim), kv_dtype),
     scale,
     scale,
   )
+  hidden = jnp.zeros((rows, 1, 1, c.width), DTYPES[c.compute_dtype])
+  seen_tokens = None
+  if track_tokens:
+    seen_tokens = constrain(jnp.zeros((rows, c.vocab_size), bool), model.mesh, "batch")
   return (
-    [_placed(model, kv) for _ in range(c.layers)],
-    constrain(jnp.zeros((rows, 1, 1, c.width), DTYPES[c.compute_dtype]), model.mesh, "batch"),
-    constrain(jnp.zeros((rows, c.vocab_size), bool), model.mesh, "batch") if seen else None,
+    [_constrain_kv(model, kv) for _ in range(c.layers)],
+    constrain(hidden, model.mesh, "batch"),
+    seen_tokens,
   )
 
 
-def abstract(
-  model: Qwen2, rows: int, length: int, dtype: str, seen: bool
-) -> tuple[list[KV], jax.Array, jax.Array | None]:
-  """The shapes and shardings of what `empty` gives, with nothing allocated."""
-  place = lambda x: jax.ShapeDtypeStruct(
-    x.shape, x.dtype, sharding=named_sharding(model.mesh, *_axes(model, x))
-  )
-  return jax.tree.map(place, jax.eval_shape(lambda: empty(model, rows, length, dtype, seen)))
+def abstract_cache(
+  model: Qwen2, rows: int, length: int, dtype: str, track_tokens: bool
+) -> CacheFields:
+  """Returns the shapes and shardings of `init_cache` without allocating anything."""
+
+  def with_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    sharding = named_sharding(model.mesh, *_logical_axes(model, x))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+  shapes = jax.eval_shape(lambda: init_cache(model, rows, length, dtype, track_tokens))
+  return jax.tree.map(with_sharding, shapes)
 
 
-def kept_as(kv: KV, like: KV) -> KV:
-  """Keys and values in the type of a cache; int8 with one scale a head and position."""
-  if like.k_scale is None:
-    return KV(kv.k.astype(like.k.dtype), kv.v.astype(like.v.dtype))
-  (k, k_scale) = _quantised(kv.k, -2)
-  (v, v_scale) = _quantised(kv.v, -1)
-  return KV(k, v, k_scale, v_scale)
-
-
-def take_seats(
+def insert_prompts(
   model: Qwen2,
   prompt_cache: PromptCache,
   kv: list[KV],
   hidden: jax.Array,
-  seen: jax.Array | None,
-  at: jax.Array,
+  seen_tokens: jax.Array | None,
+  entries: jax.Array,
 ) -> PromptCache:
-  """Puts newly read prompts, [b, ...], into the seats `at` i32[shards, b / shards] within their shards; past the last seat is nowhere."""
-  put = lambda all_, new: within_shards(
-    model, lambda all_, new, at: all_.at[at].set(new, mode="drop"), all_, new, at.reshape(-1)
-  )
+  """Writes newly prefilled prompts, [b, ...], into the prompt cache.
+
+  Args:
+    model: the architecture.
+    prompt_cache: the cache to update.
+    kv: per layer, p positions of b rows.
+    hidden: [b, 1, 1, d].
+    seen_tokens: bool[b, v] or None, as in the cache.
+    entries: i32[shards, b / shards], each prompt's entry within its shard; a number past the last
+      entry drops the row.
+  """
+  set_rows = lambda old, new, at: old.at[at].set(new, mode="drop")
+  insert = lambda old, new: within_shards(model, set_rows, old, new, entries.reshape(-1))
   layers = [
-    _placed(model, jax.tree.map(put, old, kept_as(new, old)))
+    _constrain_kv(model, jax.tree.map(insert, old, cast_kv(new, old)))
     for old, new in zip(prompt_cache.kv, kv, strict=True)
   ]
   return PromptCache(
     layers,
-    put(prompt_cache.hidden, hidden),
-    None if prompt_cache.seen is None else put(prompt_cache.seen, seen),
+    insert(prompt_cache.hidden, hidden),
+    None if prompt_cache.seen_tokens is None else insert(prompt_cache.seen_tokens, seen_tokens),
   )
 
 
-def write_back(model: Qwen2, caches: list[KV], chunk: list[KV], start: jax.Array) -> list[KV]:
+def append_chunk(model: Qwen2, caches: list[KV], chunk: list[KV], start: jax.Array) -> list[KV]:
   """Writes a chunk's keys and values into the slots' caches, from position `start` i32[s] on."""
 
-  def write(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-    put = lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis - 1)
-    return within_shards(model, jax.vmap(put), old, new, start)
+  def append(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+    update = lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis - 1)
+    return within_shards(model, jax.vmap(update), old, new, start)
 
   return [
-    _placed(model, jax.tree.map(write, old, kept_as(new, old), positions(old)))
+    _constrain_kv(model, jax.tree.map(append, old, cast_kv(new, old), position_axes(old)))
     for old, new in zip(caches, chunk, strict=True)
   ]
 
 
-def positions(kv: KV) -> KV:
-  """Which axis of each of its arrays counts the positions."""
+def grow(model: Qwen2, slots: SlotCache, length: int) -> SlotCache:
+  """Pads the slots' caches to `length` positions."""
+
+  def pad(x: jax.Array, position_axis: int) -> jax.Array:
+    widths = [(0, 0)] * x.ndim
+    widths[position_axis] = (0, length - x.shape[position_axis])
+    return jnp.pad(x, widths)
+
+  kv = [_constrain_kv(model, jax.tree.map(pad, kv, position_axes(kv))) for kv in slots.kv]
+  return slots._replace(kv=kv)
+
+
+def compact(model: Qwen2, slots: SlotCache, order: jax.Array) -> SlotCache:
+  """Keeps only the slots `order` i32[shards, s' / shards] of each shard, in that order."""
+  keep = lambda x: gather_rows(model, x, order.reshape(-1))
+  kv = [_constrain_kv(model, jax.tree.map(keep, kv)) for kv in slots.kv]
+  return SlotCache(kv, *jax.tree.map(keep, (slots.hidden, slots.seen_tokens)))
+
+
+def cast_kv(kv: KV, like: KV) -> KV:
+  """Converts keys and values to the cache's type; int8 gets one scale per head and position."""
+  if like.k_scale is None:
+    return KV(kv.k.astype(like.k.dtype), kv.v.astype(like.v.dtype))
+  k, k_scale = _quantise(kv.k, -2)
+  v, v_scale = _quantise(kv.v, -1)
+  return KV(k, v, k_scale, v_scale)
+
+
+def position_axes(kv: KV) -> KV:
+  """Returns the index of the position axis of each array."""
   return KV(4, 3, *(None if scale is None else 3 for scale in kv[2:]))
 
 
-def longer(model: Qwen2, slots: SlotCache, width: int) -> SlotCache:
-  """The slots with room for `width` positions each."""
-  pad = lambda x, at: jnp.pad(
-    x, [(0, width - x.shape[at] if axis == at else 0) for axis in range(x.ndim)]
-  )
-  return slots._replace(
-    kv=[_placed(model, jax.tree.map(pad, kv, positions(kv))) for kv in slots.kv]
-  )
-
-
-def fewer(model: Qwen2, slots: SlotCache, order: jax.Array) -> SlotCache:
-  """Only the slots `order` i32[shards, s' / shards] of each shard."""
-  keep = lambda x: within_shards(model, lambda x, at: x[at], x, order.reshape(-1))
-  return SlotCache(
-    [_placed(model, jax.tree.map(keep, kv)) for kv in slots.kv],
-    *jax.tree.map(keep, (slots.hidden, slots.seen)),
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class View:
-  """Where each slot looks during one chunk: its prompt's seat, what it wrote before the chunk, what it wrote since."""
-
-  model: Qwen2
-  prompt_cache: list[KV]  # per layer, p positions of m rows
-  past: list[KV]  # per layer, w positions of s rows
-  place: jax.Array  # i32[s], seat * rows + row within the shard
-  slot: jax.Array  # i32[m, rows], the slot of each row, within the shard
-  seated: jax.Array  # bool[m, 1, 1, p]
-  written: jax.Array  # i32[s], how many of the past positions there are
-  attention: str  # "xla", "pallas" or "triton", see `Limits`
-
-  def attend(
-    self, chunk: list[KV], step: jax.Array
-  ) -> Callable[[int, jax.Array, KV], tuple[jax.Array, KV]]:
-    """The `attend` of `decode_step` at position `step` i32[] of the chunk; what is kept of each layer is the chunk with it written."""
-    precision = self.model.config.matmul_precision
-    so_far = (jnp.arange(chunk[0].v.shape[3]) <= step)[None, None, None]
-
-    def attend(layer: int, q: jax.Array, new: KV) -> tuple[jax.Array, KV]:
-      old = chunk[layer]
-      write = lambda old, fresh, axis: jax.lax.dynamic_update_slice_in_dim(old, fresh, step, axis)
-      written = jax.tree.map(write, old, new, positions(old))
-      parts = [
-        self._prompt(q, layer, precision),
-        self._past(q, layer, precision),
-        look(q, Source(written, so_far), precision),
-      ]
-      return join(parts).astype(q.dtype), written
-
-    return attend
-
-  def _past(self, q: jax.Array, layer: int, precision: str) -> PartialAttention:
-    if self.attention != "xla":
-      return look_back(self.model, q, self.past[layer], self.written, self.attention)
-    past = self.past[layer]
-    return look(
-      q,
-      Source(past, (jnp.arange(past.v.shape[3]) < self.written[:, None])[:, None, None]),
-      precision,
-    )
-
-  def _prompt(self, q: jax.Array, layer: int, precision: str) -> PartialAttention:
-    """What each slot's queries see of their prompt. The queries go to the seat and what they saw comes back: a prompt's keys and values
-    are read once for all the slots that look at it."""
-    m, rows = self.slot.shape
-    at_seats = within_shards(
-      self.model, lambda x, at: x[at], q[:, 0], self.slot.reshape(-1)
-    ).reshape(m, rows, *q.shape[2:])
-    seen = look(at_seats, Source(self.prompt_cache[layer], self.seated), precision)
-    back = lambda x: within_shards(
-      self.model, lambda x, at: x[at], x.reshape(m * rows, *x.shape[2:]), self.place
-    )[:, None]
-    return PartialAttention(*map(back, seen))
+def gather_rows(model: Qwen2, x: jax.Array, index: jax.Array) -> jax.Array:
+  """Returns x[index] within each shard; x is [shards * n, ...], `index` i32[shards * n']."""
+  return within_shards(model, lambda x, index: x[index], x, index)
 
 
 def within_shards(
   model: Qwen2, function: Callable[..., jax.Array], *arrays: jax.Array
 ) -> jax.Array:
-  """Applies `function` to each shard's part of the arrays [shards * n, ...], and puts the results together."""
+  """Applies `function` to each shard's part of the arrays [shards * n, ...] and concatenates."""
   shards = batch_shards(model.mesh)
   if shards == 1:
     return function(*arrays)
-  rows = lambda x: constrain(x, model.mesh, "batch", *[...] * (x.ndim - 1))
-  out = jax.vmap(function)(*(rows(x.reshape(shards, -1, *x.shape[1:])) for x in arrays))
-  return rows(out.reshape(-1, *out.shape[2:]))
+  split = lambda x: constrain(x, model.mesh, "batch", *[...] * (x.ndim - 1))
+  out = jax.vmap(function)(*(split(x.reshape(shards, -1, *x.shape[1:])) for x in arrays))
+  return split(out.reshape(-1, *out.shape[2:]))
 
 
-def _placed(model: Qwen2, kv: KV) -> KV:
-  """Laid out over the mesh: rows over the batch axes, heads over the tensor axis where they divide."""
-  return jax.tree.map(lambda x: constrain(x, model.mesh, *_axes(model, x)), kv)
+def _constrain_kv(model: Qwen2, kv: KV) -> KV:
+  """Shards rows over the batch axes, and heads over the tensor axis if it divides them."""
+  return jax.tree.map(lambda x: constrain(x, model.mesh, *_logical_axes(model, x)), kv)
 
 
-def _axes(model: Qwen2, x: jax.Array) -> tuple[str | None, ...]:
-  """How one array of a cache lies: [rows, 1, k, ...] for keys, values and scales; [rows, v] and [rows, 1, 1, d] for the rest."""
-  split = (
-    x.ndim > 2 and x.shape[2] > 1 and not model.config.kv_heads % axis_size(model.mesh, "kv_heads")
-  )
-  return ("batch", None, "kv_heads") if split else ("batch",)
+def _logical_axes(model: Qwen2, x: jax.Array) -> tuple[str | None, ...]:
+  """Returns the logical axes of one cache array.
+
+  Keys, values and scales are [rows, 1, k, ...]; the rest are [rows, v] and [rows, 1, 1, d].
+  """
+  has_heads = x.ndim > 2 and x.shape[2] > 1
+  divisible = model.config.kv_heads % axis_size(model.mesh, "kv_heads") == 0
+  return ("batch", None, "kv_heads") if has_heads and divisible else ("batch",)
 
 
-def _quantised(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-  """x as int8 and f32 scales, x ~ int8 * scale, the largest along `axis` at 127."""
-  scale = jnp.abs(x).max(axis, keepdims=True).astype(jnp.float32) / 127
+def _quantise(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+  """Returns int8 values and f32 scales with x ~ int8 * scale; the largest along `axis` is 127."""
+  scale = jnp.abs(x).max(axis, keepdims=True).astype(jnp.float32) / INT8_MAX
   rounded = jnp.round(x.astype(jnp.float32) / jnp.where(scale > 0, scale, 1))
   return rounded.astype(jnp.int8), scale.squeeze(axis)

@@ -1,4 +1,4 @@
-"""The compiled programs of sampling: read prompts into their seats, and decode a chunk of tokens in every slot."""
+"""Sampling on the devices: prefill prompts, and decode a chunk of tokens in every slot."""
 
 from __future__ import annotations
 
@@ -9,47 +9,68 @@ import jax.numpy as jnp
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention import KV, MASKED
-from gtpo_jax.models.qwen2 import DecodeParams, Qwen2, decode_step, next_logits, prefill
+from gtpo_jax.models.decode import DecodeParams, decode_step, next_logits, prefill
+from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.runtime.mesh import constrain
 from gtpo_jax.sampling.cache import (
   PromptCache,
   SlotCache,
-  View,
-  take_seats,
-  within_shards,
-  write_back,
+  append_chunk,
+  gather_rows,
+  insert_prompts,
 )
-from gtpo_jax.sampling.filters import SamplingParams
-from gtpo_jax.sampling.slots import Control
+from gtpo_jax.sampling.decode_attention import DecodeAttention
+from gtpo_jax.sampling.filters import SampledToken, sample_token
+from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.scheduler import DecodeInputs
 
 
 class Chunk(NamedTuple):
-  """What one chunk wrote, the same on every device; time first, so that a step writes one contiguous slab."""
+  """The tokens of one chunk, replicated on every device.
+
+  Time is the first axis, so that each step writes one contiguous row.
+  """
 
   tokens: jax.Array  # i32[c, s]
-  mask: jax.Array  # bool[c, s], True on tokens that were written
-  log_probs: jax.Array  # f32[c, s], nats, of the policy (see `SamplingParams`)
+  mask: jax.Array  # bool[c, s], True on generated tokens
+  log_probs: jax.Array  # f32[c, s], nats, under the policy, see `SampledToken`
   entropy: jax.Array  # f32[c, s], nats, of the policy
-  drawn_log_probs: jax.Array  # f32[c, s], nats, of the distribution drawn from
+  drawn_log_probs: jax.Array  # f32[c, s], nats, after penalty and filters
   plain_log_probs: jax.Array  # f32[c, s], nats, at temperature 1
-  stopped: jax.Array  # bool[s], a stop token was written
+  stopped: jax.Array  # bool[s], a stop token was sampled
 
 
-def read_prompts(
-  model: Qwen2, params: DecodeParams, prompt_cache: PromptCache, prompts: Prompts, at: jax.Array
+class _LoopState(NamedTuple):
+  """What changes from token to token within a chunk."""
+
+  step: jax.Array  # i32[], tokens decoded in this chunk
+  active: jax.Array  # bool[s]
+  hidden: jax.Array  # [s, 1, 1, d], predicts the next token
+  seen_tokens: jax.Array | None  # bool[s, v]
+  kv: list[KV]  # per layer, the chunk's c positions of s rows
+  out: Chunk
+
+
+def prefill_prompts(
+  model: Qwen2,
+  params: DecodeParams,
+  prompt_cache: PromptCache,
+  prompts: Prompts,
+  entries: jax.Array,
 ) -> PromptCache:
-  """Reads `prompts` [b, p], each once, into the seats `at` i32[shards, b / shards]; only the last position's hidden state is kept."""
+  """Prefills `prompts` [b, p], each once, into the entries i32[shards, b / shards].
+
+  Only the last position's hidden state is kept.
+  """
   hidden, kv = prefill(model, params, prompts)
-  seen = None
-  if prompt_cache.seen is not None:
+  seen_tokens = None
+  if prompt_cache.seen_tokens is not None:
     rows = jnp.arange(len(prompts.lengths))[:, None]
-    words = jnp.where(prompts.mask, prompts.tokens, model.config.vocab_size)
-    seen = (
-      jnp.zeros((len(prompts.lengths), model.config.vocab_size), bool)
-      .at[rows, words]
-      .set(True, mode="drop")
-    )
-  return take_seats(model, prompt_cache, kv, hidden, seen, at)
+    vocab = model.config.vocab_size
+    tokens = jnp.where(prompts.mask, prompts.tokens, vocab)  # padding is out of range: dropped
+    seen_tokens = jnp.zeros((len(prompts.lengths), vocab), bool)
+    seen_tokens = seen_tokens.at[rows, tokens].set(True, mode="drop")
+  return insert_prompts(model, prompt_cache, kv, hidden, seen_tokens, entries)
 
 
 def decode_chunk(
@@ -57,110 +78,151 @@ def decode_chunk(
   params: DecodeParams,
   prompt_cache: PromptCache,
   slots: SlotCache,
-  control: Control,
+  inputs: DecodeInputs,
   stop: jax.Array,
+  max_steps: jax.Array,
+  max_finished: jax.Array,
+  *,
   sampling_params: SamplingParams,
   chunk: int,
-  until: jax.Array,
-  spare: jax.Array,
   attention: str,
-  words: int | None = None,
+  vocab_limit: int | None = None,
 ) -> tuple[SlotCache, Chunk]:
-  """Draws up to `chunk` tokens in every live slot, with no way back to the host between them.
+  """Samples up to `chunk` tokens in every active slot without returning to the host.
 
-  Token i of a completion is drawn with `fold_in(its key, i)`, so that it depends on its key and prompt alone.
+  Token i of a completion is drawn with `fold_in(key, i)` of the completion's key, so it depends
+  only on that key and the prompt.
 
   Args:
     model: the architecture.
     params: the policy, in sampling layout.
-    seats, slots: what has been read and written.
-    control: what each slot does.
-    stop: i32[k], token ids that end a completion. The stop token itself is sampled, scored and masked in.
-    sampler: temperature and filters.
-    chunk: room for the chunk's keys and values.
-    until: i32[] <= chunk, ends the chunk after so many tokens.
-    spare: i32[], ends the chunk when so many slots have finished in it.
-    attention: "xla", "pallas" or "triton", see `Limits`.
-    words: only the first so many of the vocabulary are drawn from; None for all.
+    prompt_cache: the prefilled prompts.
+    slots: the completions generated so far.
+    inputs: what each slot does.
+    stop: i32[k], token ids that end a completion. The stop token itself is sampled, scored and
+      included in the mask.
+    max_steps: i32[] <= chunk, ends the chunk after this many tokens.
+    max_finished: i32[], ends the chunk once this many slots have finished in it.
+    sampling_params: temperature and filters.
+    chunk: allocated positions for the chunk's keys and values.
+    attention: "xla", "pallas" or "triton", see `EngineConfig`.
+    vocab_limit: samples only token ids below it; None for the whole vocabulary.
+
+  Returns:
+    The slots' caches with the chunk appended, and the chunk's tokens.
   """
-  c = model.config
-  live = control.live
-  first = control.prompt + control.written
-  p = prompt_cache.kv[0].v.shape[3]
-  rows = control.slot.shape[1]
-  view = View(
-    model,
-    prompt_cache.kv,
-    slots.kv,
-    control.place,
-    control.slot,
-    (jnp.arange(p) >= p - control.seated[:, None])[:, None, None],
-    jnp.asarray(control.written),
-    attention,
-  )
-  keys = jax.random.wrap_key_data(control.keys)
-  enter = lambda seat, slot: jnp.where(
-    control.fresh.reshape(-1, *[1] * (slot.ndim - 1)),
-    within_shards(model, lambda x, at: x[at], seat, control.place // rows),
-    slot,
-  )
-  hidden = enter(prompt_cache.hidden, slots.hidden)
-  seen = None if slots.seen is None else enter(prompt_cache.seen, slots.seen)
-  s = len(live)
-  fresh = [
-    KV(
-      jnp.zeros((*kv.k.shape[:4], chunk), hidden.dtype),
-      jnp.zeros((*kv.v.shape[:3], chunk, c.head_dim), hidden.dtype),
-    )
-    for kv in slots.kv
-  ]
-  slab = lambda dtype: jnp.zeros((chunk, s), dtype)
+  decode_attention = _decode_attention(model, prompt_cache, slots, inputs, attention)
+  keys = jax.random.wrap_key_data(inputs.keys)
 
-  def head(hidden: jax.Array) -> jax.Array:
-    logits = next_logits(model, params, hidden[:, 0, 0])
-    return (
-      logits
-      if words in (None, logits.shape[-1])
-      else jnp.where(jnp.arange(logits.shape[-1]) < words, logits, MASKED)
-    )
+  def keep_going(state: _LoopState) -> jax.Array:
+    finished = (inputs.active & ~state.active).sum()
+    return (state.step < max_steps) & state.active.any() & (finished < max_finished)
 
-  def going(loop: _Loop) -> jax.Array:
-    return (loop.step < until) & loop.live.any() & ((live & ~loop.live).sum() < spare)
-
-  def one(loop: _Loop) -> _Loop:
-    index = control.written + loop.step
-    picked = sampling_params.pick(
-      head(loop.hidden), jax.vmap(jax.random.fold_in)(keys, index), loop.seen
-    )
-    stopped = loop.live & jnp.isin(picked.token, stop)
-    write = lambda slab, row: slab.at[loop.step].set(jnp.where(loop.live, row, jnp.zeros_like(row)))
-    written = Chunk(
-      *map(write, loop.out[:-1], (picked.token, loop.live, *picked[1:])), loop.out.stopped | stopped
-    )
+  def decode_token(state: _LoopState) -> _LoopState:
+    index = inputs.generated + state.step
+    logits = _limit_vocab(next_logits(model, params, state.hidden[:, 0, 0]), vocab_limit)
+    token_keys = jax.vmap(jax.random.fold_in)(keys, index)
+    sampled = sample_token(sampling_params, logits, token_keys, state.seen_tokens)
+    stopped = state.active & jnp.isin(sampled.token, stop)
     hidden, kv = decode_step(
       model,
       params,
-      picked.token[:, None],
-      (first + loop.step)[:, None],
-      view.attend(loop.kv, loop.step),
+      sampled.token[:, None],
+      (inputs.prompt_lengths + index)[:, None],
+      decode_attention.at_step(state.kv, state.step),
     )
-    seen = None if loop.seen is None else loop.seen.at[jnp.arange(s), picked.token].set(True)
-    return _Loop(
-      loop.step + 1, loop.live & ~stopped & (index + 1 < control.limit), hidden, seen, kv, written
+    seen_tokens = state.seen_tokens
+    if seen_tokens is not None:
+      seen_tokens = seen_tokens.at[jnp.arange(len(stopped)), sampled.token].set(True)
+    return _LoopState(
+      step=state.step + 1,
+      active=state.active & ~stopped & (index + 1 < inputs.max_tokens),
+      hidden=hidden,
+      seen_tokens=seen_tokens,
+      kv=kv,
+      out=_record(state, sampled, stopped),
     )
 
-  out = Chunk(slab(jnp.int32), slab(bool), *[slab(jnp.float32)] * 4, jnp.zeros(s, bool))
-  end = jax.lax.while_loop(
-    going, one, _Loop(jnp.int32(0), jnp.asarray(live), hidden, seen, fresh, out)
+  start = _initial_state(model, prompt_cache, slots, inputs, chunk)
+  end = jax.lax.while_loop(keep_going, decode_token, start)
+  kv = append_chunk(model, slots.kv, end.kv, inputs.generated)
+  replicated = jax.tree.map(lambda x: constrain(x, model.mesh), end.out)
+  return SlotCache(kv, end.hidden, end.seen_tokens), replicated
+
+
+def _decode_attention(
+  model: Qwen2, prompt_cache: PromptCache, slots: SlotCache, inputs: DecodeInputs, kernel: str
+) -> DecodeAttention:
+  p = prompt_cache.kv[0].v.shape[3]
+  prompt_mask = jnp.arange(p) >= p - inputs.entry_lengths[:, None]
+  return DecodeAttention(
+    model,
+    prompt_cache.kv,
+    slots.kv,
+    inputs.table_index,
+    inputs.slot_table,
+    prompt_mask[:, None, None],
+    jnp.asarray(inputs.generated),
+    kernel,
   )
-  slots = SlotCache(write_back(model, slots.kv, end.kv, control.written), end.hidden, end.seen)
-  return slots, jax.tree.map(lambda x: constrain(x, model.mesh), end.out)
 
 
-class _Loop(NamedTuple):
-  step: jax.Array  # i32[]
-  live: jax.Array  # bool[s]
-  hidden: jax.Array  # [s, 1, 1, d]
-  seen: jax.Array | None  # bool[s, v]
-  kv: list[KV]  # per layer, c positions of s rows: of this chunk
-  out: Chunk
+def _initial_state(
+  model: Qwen2, prompt_cache: PromptCache, slots: SlotCache, inputs: DecodeInputs, chunk: int
+) -> _LoopState:
+  """Returns the state before the first token; new completions continue from their prompt."""
+  entry = inputs.table_index // inputs.slot_table.shape[1]
+
+  def start_from(prompt: jax.Array, slot: jax.Array) -> jax.Array:
+    is_new = inputs.is_new.reshape(-1, *[1] * (slot.ndim - 1))
+    return jnp.where(is_new, gather_rows(model, prompt, entry), slot)
+
+  hidden = start_from(prompt_cache.hidden, slots.hidden)
+  seen_tokens = slots.seen_tokens
+  if seen_tokens is not None:
+    seen_tokens = start_from(prompt_cache.seen_tokens, seen_tokens)
+  kv = [
+    KV(
+      jnp.zeros((*past.k.shape[:4], chunk), hidden.dtype),
+      jnp.zeros((*past.v.shape[:3], chunk, model.config.head_dim), hidden.dtype),
+    )
+    for past in slots.kv
+  ]
+  s = len(inputs.active)
+  zeros = lambda dtype: jnp.zeros((chunk, s), dtype)
+  out = Chunk(
+    tokens=zeros(jnp.int32),
+    mask=zeros(bool),
+    log_probs=zeros(jnp.float32),
+    entropy=zeros(jnp.float32),
+    drawn_log_probs=zeros(jnp.float32),
+    plain_log_probs=zeros(jnp.float32),
+    stopped=jnp.zeros(s, bool),
+  )
+  return _LoopState(jnp.int32(0), jnp.asarray(inputs.active), hidden, seen_tokens, kv, out)
+
+
+def _record(state: _LoopState, sampled: SampledToken, stopped: jax.Array) -> Chunk:
+  """Writes one step's tokens of the active slots into the chunk's output."""
+
+  def write(rows: jax.Array, row: jax.Array) -> jax.Array:
+    return rows.at[state.step].set(jnp.where(state.active, row, jnp.zeros_like(row)))
+
+  out = state.out
+  return Chunk(
+    tokens=write(out.tokens, sampled.token),
+    mask=write(out.mask, state.active),
+    log_probs=write(out.log_probs, sampled.log_prob),
+    entropy=write(out.entropy, sampled.entropy),
+    drawn_log_probs=write(out.drawn_log_probs, sampled.drawn_log_prob),
+    plain_log_probs=write(out.plain_log_probs, sampled.plain_log_prob),
+    stopped=out.stopped | stopped,
+  )
+
+
+def _limit_vocab(logits: jax.Array, vocab_limit: int | None) -> jax.Array:
+  """Masks the logits f32[..., v] of token ids from `vocab_limit` on."""
+  vocab = logits.shape[-1]
+  if vocab_limit in (None, vocab):
+    return logits
+  return jnp.where(jnp.arange(vocab) < vocab_limit, logits, MASKED)

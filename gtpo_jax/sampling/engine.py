@@ -1,102 +1,38 @@
-"""Sampling for its callers: prompts as lists of token ids in, completions out as they end."""
+"""The sampling engine: prompts as lists of token ids in, completions out as they end."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from gtpo_jax.arrays import Prompts, Rollouts
-from gtpo_jax.models.lora import merge_lora, without_lora
-from gtpo_jax.models.qwen2 import DecodeParams, Params, Qwen2, sampling_layout
+from gtpo_jax.arrays import Rollouts
+from gtpo_jax.models.decode import DecodeParams
+from gtpo_jax.models.params import Params
+from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import batch_shards, sampling_mesh
-from gtpo_jax.sampling.cache import PromptCache, SlotCache, abstract, empty, fewer, longer
-from gtpo_jax.sampling.decode import Chunk, decode_chunk, read_prompts
-from gtpo_jax.sampling.filters import SamplingParams
-from gtpo_jax.sampling.ragged import LANES
-from gtpo_jax.sampling.slots import EngineConfig, Room, Schedule, room
+from gtpo_jax.sampling.host_arrays import CompletionBuffer, pad_prompts
+from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+from gtpo_jax.sampling.programs import make_programs
+from gtpo_jax.sampling.scheduler import Scheduler
 
-PREFILL_TOKENS = 8192  # prompt tokens that one shard reads at once
-CHOSEN = EngineConfig()  # all of them by the machine
-LEAST = 64  # the shortest length that arrays are made for; others double it
-
-
-@dataclasses.dataclass(frozen=True)
-class CompletionBuffer:
-  """Completions of one call on the host, while they are written: arrays that fill up, [n, g, t] or [n, g]."""
-
-  tokens: np.ndarray  # i32[n, g, t]; the padding id where nothing is written
-  mask: np.ndarray  # bool[n, g, t]
-  log_probs: np.ndarray  # f32[n, g, t], nats, as `Rollouts`
-  entropy: np.ndarray  # f32[n, g, t], nats, as `Rollouts`
-  drawn_log_probs: (
-    np.ndarray
-  )  # f32[n, g, t], nats, of the distribution that was drawn from: penalty and filters applied
-  plain_log_probs: np.ndarray  # f32[n, g, t], nats, at temperature 1
-  finished: np.ndarray  # bool[n, g], ended with a stop token
-
-  @classmethod
-  def blank(cls, n: int, g: int, t: int, pad: int) -> CompletionBuffer:
-    """A sheet with nothing written."""
-    number = lambda: np.zeros((n, g, t), np.float32)
-    return cls(
-      np.full((n, g, t), pad, np.int32),
-      np.zeros((n, g, t), bool),
-      number(),
-      number(),
-      number(),
-      number(),
-      np.zeros((n, g), bool),
-    )
-
-  def write(self, which: np.ndarray, start: np.ndarray, chunk: Chunk) -> None:
-    """Enters what a chunk wrote in the slots of completions `which` i32[s, 2], from token `start` i32[s] on."""
-    step, slot = np.nonzero(chunk.mask)
-    place = (*which[slot].T, start[slot] + step)
-    self.mask[place] = True
-    for field in ("tokens", "log_probs", "entropy", "drawn_log_probs", "plain_log_probs"):
-      getattr(self, field)[place] = getattr(chunk, field)[step, slot]
-    self.finished[tuple(which[chunk.stopped].T)] = True
-
-
-def pad_prompts(ids: Sequence[Sequence[int]], width: int, pad: int) -> Prompts:
-  """Host prompts to left-padded arrays [n, width].
-
-  Raises:
-    UserError: a prompt is empty or longer than `width`.
-  """
-  tokens = np.full((len(ids), width), pad, np.int32)
-  for row, prompt in zip(tokens, ids, strict=True):
-    if not len(prompt):
-      raise UserError("a prompt is empty; give at least one token")
-    if len(prompt) > width:
-      raise UserError(
-        f"a prompt has {len(prompt)} tokens, over the limit of {width}; raise data.max_prompt_tokens or shorten it"
-      )
-    row[-len(prompt) :] = prompt
-  return Prompts(tokens, np.asarray([len(prompt) for prompt in ids], np.int32))
-
-
-def lengths(most: int) -> list[int]:
-  """The lengths that arrays for up to `most` positions are made of: few, so that few programs are compiled."""
-  sizes = [LEAST]
-  while sizes[-1] < most:
-    sizes.append(2 * sizes[-1])
-  return [size for size in sizes if 4 * size <= 3 * most] + [most]
+# While completions wait, a chunk ends once 1/8 of the active slots have finished: with fewer, the
+# host round trip costs more than it gains; with more, too many slots idle.
+REFILL_FRACTION = 8
 
 
 class Engine:
   """Compiled sampling for one model on one mesh: continuous batching over a fixed number of slots.
 
-  Each prompt is read once, and its keys and values are kept once for its whole group. A chunk of tokens is decoded in every slot without
-  the host; between chunks finished slots take the next completions. Keys and values take the room that the longest of the running
-  completions needs, and when nothing waits any more, slots that have run dry are given up. All shapes come from a small fixed set.
+  Each prompt is prefilled once, and its keys and values are stored once for its group. All slots
+  decode a chunk of tokens without the host; between chunks, finished slots take the next
+  completions. The slots' caches are as long as the longest running completion needs. Once nothing
+  waits any more, idle slots are dropped. All shapes come from a small fixed set.
+
+  Attributes:
+    programs: the compiled programs; `programs.warm_up` compiles them ahead of time.
+    model: the architecture on the sampling mesh.
   """
 
   def __init__(
@@ -106,58 +42,49 @@ class Engine:
     pad: int,
     max_prompt_tokens: int,
     max_tokens: int,
-    words: int | None = None,
-    engine_config: EngineConfig = CHOSEN,
+    vocab_limit: int | None = None,
+    engine_config: EngineConfig | None = None,
   ):
-    c = model.config
-    self.model = Qwen2(without_lora(model).config, sampling_mesh(model.mesh, c.kv_heads, c.mlp))
+    """Prepares the programs; they compile on their first use.
+
+    Args:
+      model: the trained model, LoRA adapters included, on the training mesh.
+      stop: token ids that end a completion.
+      pad: the padding id.
+      max_prompt_tokens: longest prompt.
+      max_tokens: longest completion.
+      vocab_limit: samples only token ids below it; None for the whole vocabulary.
+      engine_config: slots, chunk, cache format and kernel; None for the platform's defaults.
+
+    Raises:
+      UserError: the attention kernel does not support this platform or head width.
+    """
+    self.programs = make_programs(
+      model,
+      tuple(sorted(stop)),
+      pad,
+      max_prompt_tokens,
+      max_tokens,
+      vocab_limit,
+      engine_config or EngineConfig(),
+    )
+    self.model = self.programs.model
     self.pad = pad
     self.max_prompt_tokens = max_prompt_tokens
     self.max_tokens = max_tokens
-    self._stop = np.asarray(sorted(stop), np.int32)
-    self._shards = batch_shards(self.model.mesh)
-    self.engine_config = engine_config.on(model.mesh.devices.flat[0].platform, self._shards)
-    self._most = self.engine_config.slots
-    self._chunk = min(self.engine_config.chunk, max_tokens)
-    if self.engine_config.attention == "triton" and (
-      c.head_dim < 16 or c.head_dim & (c.head_dim - 1)
-    ):
-      raise UserError(
-        f"sampling.attention = 'triton' needs heads whose width is a power of two from 16, not {c.head_dim}; set it to 'xla'"
-      )
-    multiple = 1 if self.engine_config.attention == "xla" else LANES
-    self._widths = sorted(
-      {-(-(size + self._chunk) // multiple) * multiple for size in lengths(max_tokens)}
-    )
-    self._kv_dtype = engine_config.kv_dtype or c.compute_dtype
-    self._layout = jax.jit(lambda params: sampling_layout(self.model, merge_lora(model, params)))
-    self._empty = jax.jit(functools.partial(empty, self.model), static_argnums=(0, 1, 2, 3))
-    self._read = jax.jit(functools.partial(read_prompts, self.model), donate_argnums=1)
-    decode = functools.partial(
-      decode_chunk,
-      self.model,
-      chunk=self._chunk,
-      attention=self.engine_config.attention,
-      words=words,
-    )
-    self._decode = jax.jit(decode, static_argnames="sampling_params", donate_argnums=2)
-    self._longer = jax.jit(functools.partial(longer, self.model), static_argnums=1)
-    self._fewer = jax.jit(functools.partial(fewer, self.model))
-    self._keys = jax.jit(
-      lambda key, n, g: jax.random.key_data(completion_keys(key, n, g)), static_argnums=(1, 2)
-    )
 
-  def described(self) -> str:
-    """How it samples on this machine, in words."""
-    engine_config = self.engine_config
+  def describe(self) -> str:
+    """Returns one line on how this engine samples."""
+    config = self.programs.config
+    platform = self.model.mesh.devices.flat[0].platform
     return (
-      f"{engine_config.slots} completions at once in chunks of {self._chunk} tokens, keys and values as {self._kv_dtype}, "
-      f"attention by {engine_config.attention} on {self.model.mesh.devices.flat[0].platform}"
+      f"{config.slots} completions at once in chunks of {self.programs.chunk} tokens, keys and "
+      f"values as {self.programs.kv_dtype}, attention by {config.attention} on {platform}"
     )
 
   def layout(self, params: Params) -> DecodeParams:
-    """The parameters as sampling wants them, adapters merged; make it once and sample many batches from it."""
-    return self._layout(params)
+    """Returns `params` in sampling layout, adapters merged; one layout serves many batches."""
+    return self.programs.layout(params)
 
   def sample(
     self,
@@ -179,7 +106,7 @@ class Engine:
     return self.rollouts(buffer, prompts)
 
   def rollouts(self, buffer: CompletionBuffer, prompts: Sequence[Sequence[int]]) -> Rollouts:
-    """What a sheet holds of its prompts, in host arrays."""
+    """Returns a buffer's completions with their prompts, in host arrays."""
     return Rollouts(
       pad_prompts(prompts, self.max_prompt_tokens, self.pad),
       buffer.tokens,
@@ -197,231 +124,91 @@ class Engine:
     *,
     group: int,
     sampling_params: SamplingParams,
-    every: int | None = None,
+    stream_interval: int | None = None,
     token_limits: np.ndarray | None = None,
   ) -> Iterator[tuple[CompletionBuffer, list[tuple[int, int]]]]:
-    """Samples `group` completions of each prompt, and shows them as they are written.
+    """Samples `group` completions of each prompt, and yields them while they are generated.
 
-    Completion (i, j) is drawn with `fold_in(fold_in(key, i), j)`: it depends on the key, the prompt's place and its own number, not on
-    slots, mesh or the completions beside it. It may have `max_tokens`, or what the model's context leaves behind the prompt.
+    Completion (i, j) is drawn with `fold_in(fold_in(key, i), j)`: it depends on the key, on the
+    prompt and its index, and on its own index, not on slots, mesh or other completions. Its length
+    is at most `max_tokens`, or what the model's context leaves after the prompt.
 
     Args:
       params: from `layout`.
       prompts: token ids, n lists.
       key: typed PRNG key.
-      group: completions of each prompt.
-      sampler: how tokens are drawn.
-      every: looks after so many tokens, if that is sooner than the engine's own chunk.
-      token_limits: i32[n, group] >= 1, the most tokens that each completion may have; None for `max_tokens`.
+      group: completions per prompt.
+      sampling_params: how tokens are drawn.
+      stream_interval: yields after this many tokens, if they are fewer than the engine's chunk.
+      token_limits: i32[n, group] >= 1, maximum tokens of each completion; None for `max_tokens`.
 
     Yields:
-      The sheet, always the same object, after each chunk (once, blank, before the first), and the (prompt, number) that have ended since.
+      The buffer, always the same object: first empty, then after each chunk; and the
+      (prompt, index) of the completions that have ended since the last time.
 
     Raises:
       UserError: a prompt is empty, over `max_prompt_tokens` or over the model's context.
     """
-    pad_prompts(prompts, self.max_prompt_tokens, self.pad)
-    context = self.model.config.longest
-    have = np.asarray([len(prompt) for prompt in prompts], np.int32)
-    if max(have, default=0) > context:
-      raise UserError(
-        f"a prompt has {max(have)} tokens, over the model's context of {context}; shorten it"
-      )
-    token_limits = (
-      np.full((len(prompts), group), self.max_tokens, np.int32)
-      if token_limits is None
-      else token_limits.astype(np.int32)
-    )
-    token_limits = np.minimum(token_limits, np.minimum(self.max_tokens, context - have)[:, None])
-    buffer = CompletionBuffer.blank(len(prompts), group, self.max_tokens, self.pad)
-    yield buffer, [(i, j) for i, j in np.argwhere(token_limits == 0).tolist()]
-    if not token_limits.any():
+    prompt_lengths = self._prompt_lengths(prompts)
+    limits = self._token_limits(token_limits, prompt_lengths, group)
+    buffer = CompletionBuffer.empty(len(prompts), group, self.max_tokens, self.pad)
+    yield buffer, _as_pairs(np.argwhere(limits == 0))
+    if not limits.any():
       return
-    keys = np.asarray(self._keys(key, len(prompts), group))
-    schedule = Schedule(
-      room(len(prompts), group, self._shards, self._most), have, token_limits, keys
-    )
-    width = next(size for size in lengths(self.max_prompt_tokens) if size >= max(have))
-    until = np.int32(min(every or self._chunk, self._chunk))
-    prompt_cache = self._seats(schedule.room, width, sampling_params)
-    slots = None
-    reads = _reads(schedule.room, width)
+
+    programs = self.programs
+    capacity = programs.capacity(len(prompts), group)
+    keys = np.asarray(programs.completion_keys(key, len(prompts), group))
+    scheduler = Scheduler(capacity, prompt_lengths, limits, keys)
+    width = next(size for size in programs.prompt_widths if size >= max(prompt_lengths))
+    prompt_cache = programs.new_prompt_cache(capacity, width, sampling_params)
+    slots = programs.new_slots(capacity, sampling_params)
+    max_steps = min(stream_interval or programs.chunk, programs.chunk)
     while True:
-      while any(seated := schedule.fill(reads)):
-        prompt_cache = self._read(
-          params,
-          prompt_cache,
-          *_padded(seated, prompts, reads, width, schedule.room.prompt_cache, self.pad),
-        )
-      if not schedule.live.any():
+      prompt_cache = programs.prefill_assigned(params, prompt_cache, scheduler, prompts)
+      if not scheduler.active.any():
         return
-      slots = self._fitted(slots, schedule, sampling_params)
-      control = schedule.control()
-      busy = int(schedule.live.sum())
-      spare = np.int32(max(busy // 8, 1) if schedule.waiting else busy)
-      slots, chunk = self._decode(
-        params,
-        prompt_cache,
-        slots,
-        control,
-        self._stop,
-        sampling_params=sampling_params,
-        until=until,
-        spare=spare,
+      slots = programs.resize(slots, scheduler)
+      inputs = scheduler.inputs()
+      max_finished = _max_finished(scheduler)
+      slots, chunk = programs.decode(
+        params, prompt_cache, slots, inputs, max_steps, max_finished, sampling_params
       )
       chunk = jax.device_get(chunk)
-      which = schedule.completion.copy()
-      written = chunk.mask.sum(0)
-      buffer.write(which, control.written, chunk)
-      ended = control.live & (chunk.stopped | (control.written + written >= control.limit))
-      schedule.advance(written, ended)
-      yield buffer, [(i, j) for i, j in which[ended].tolist()]
+      completions = scheduler.completions.copy()
+      buffer.write(completions, inputs.generated, chunk)
+      new_tokens = chunk.mask.sum(0)
+      at_limit = inputs.generated + new_tokens >= inputs.max_tokens
+      ended = inputs.active & (chunk.stopped | at_limit)
+      scheduler.advance(new_tokens, ended)
+      yield buffer, _as_pairs(completions[ended])
 
-  def _fitted(
-    self, slots: SlotCache | None, schedule: Schedule, sampling_params: SamplingParams
-  ) -> SlotCache:
-    """The slots with room for the next chunk: new ones, or the same made longer; a quarter of them where no more are needed."""
-    need = int(schedule.written.max()) + self._chunk
-    if slots is None:
-      return self._slots(schedule.room, self._widths[0], sampling_params)
-    while (have := slots.kv[0].v.shape[3]) < need:
-      slots = self._longer(slots, self._widths[self._widths.index(have) + 1])
-    busy = 0 if schedule.waiting else int(schedule.live.reshape(self._shards, -1).sum(1).max())
-    while busy and 4 * busy <= schedule.room.slots:
-      slots = self._fewer(slots, schedule.shrink(schedule.room.slots // 4))
-    return slots
-
-  def _slots(self, room: Room, width: int, sampling_params: SamplingParams) -> SlotCache:
-    return SlotCache(
-      *self._empty(room.shards * room.slots, width, self._kv_dtype, sampling_params.penalises)
-    )
-
-  def _seats(self, room: Room, width: int, sampling_params: SamplingParams) -> PromptCache:
-    return PromptCache(
-      *self._empty(
-        room.shards * room.prompt_cache, width, self._kv_dtype, sampling_params.penalises
+  def _prompt_lengths(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+    """Returns i32[n] after checking the prompts; raises UserError as `generate`."""
+    lengths = pad_prompts(prompts, self.max_prompt_tokens, self.pad).lengths
+    context = self.model.config.max_length
+    longest = max(lengths, default=0)
+    if longest > context:
+      raise UserError(
+        f"a prompt has {longest} tokens, over the model's context of {context}; shorten it"
       )
-    )
+    return lengths
 
-  def warm_up(
-    self, params: DecodeParams, prompts: int, *, group: int, sampling_params: SamplingParams
-  ) -> None:
-    """Compiles every program that sampling `prompts` x `group` completions may need, so that none is compiled later."""
-    limit = min(self.max_prompt_tokens, self.model.config.longest)
-    for width in lengths(limit):
-      place = room(prompts, group, self._shards, self._most)
-      reads = _reads(place, width)
-      prompt_cache = self._read(
-        params,
-        self._seats(place, width, sampling_params),
-        *_padded([[] for _ in range(place.shards)], [], reads, width, place.prompt_cache, self.pad),
-      )
-      while True:
-        schedule = _at_rest(place, group)
-        slots = self._slots(place, self._widths[0], sampling_params)
-        rest = schedule.control()
-        less = place.slots // 4
-        order = schedule.shrink(less) if less else None
-        for wider in [*self._widths[1:], None]:
-          slots, _ = self._decode(
-            params,
-            prompt_cache,
-            slots,
-            rest,
-            self._stop,
-            sampling_params=sampling_params,
-            until=np.int32(0),
-            spare=np.int32(1),
-          )
-          if less:
-            self._fewer(slots, order)
-          if wider:
-            slots = self._longer(slots, wider)
-        if not less:
-          break
-        place = place._replace(slots=less)
-    jax.block_until_ready(slots)
-
-  def caches(
-    self, prompts: int, *, group: int, sampling_params: SamplingParams
-  ) -> tuple[PromptCache, SlotCache]:
-    """What sampling `prompts` x `group` completions keeps at its largest, as shapes and shardings."""
-    place = room(prompts, group, self._shards, self._most)
-    width = min(self.max_prompt_tokens, self.model.config.longest)
-    make = lambda rows, length: abstract(
-      self.model, self._shards * rows, length, self._kv_dtype, sampling_params.penalises
-    )
-    return PromptCache(*make(place.prompt_cache, width)), SlotCache(
-      *make(place.slots, self._widths[-1])
-    )
-
-  def programs(
-    self, params: Params, prompts: int, *, group: int, sampling_params: SamplingParams
-  ) -> Iterator[tuple[str, jax.stages.Lowered, Any]]:
-    """The programs of sampling `prompts` x `group` completions at their largest, for devices that need not be here.
-
-    Yields:
-      A name (layout, read, decode), the lowered program, and its arguments, all abstract but for what the host sends.
-    """
-    lowered = self._layout.lower(params)
-    yield "layout", lowered, params
-    shapes = jax.eval_shape(self._layout, params)
-    shardings = lowered.compile().output_shardings
-    laid = jax.tree.map(
-      lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, shardings
-    )
-    prompt_cache, slots = self.caches(prompts, group=group, sampling_params=sampling_params)
-    place = room(prompts, group, self._shards, self._most)
-    width = prompt_cache.kv[0].v.shape[3]
-    reads = _reads(place, width)
-    padded = _padded(
-      [[] for _ in range(self._shards)], [], reads, width, place.prompt_cache, self.pad
-    )
-    yield "read", self._read.lower(laid, prompt_cache, *padded), (laid, prompt_cache)
-    rest = _at_rest(place, group).control()
-    number = np.int32(1)
-    decode = self._decode.lower(
-      laid,
-      prompt_cache,
-      slots,
-      rest,
-      self._stop,
-      sampling_params=sampling_params,
-      until=number,
-      spare=number,
-    )
-    yield "decode", decode, (laid, prompt_cache, slots)
+  def _token_limits(
+    self, token_limits: np.ndarray | None, prompt_lengths: np.ndarray, group: int
+  ) -> np.ndarray:
+    """Returns i32[n, group], the maximum tokens of each completion; 0 if the context is full."""
+    if token_limits is None:
+      token_limits = np.full((len(prompt_lengths), group), self.max_tokens)
+    left = np.minimum(self.max_tokens, self.model.config.max_length - prompt_lengths)
+    return np.minimum(token_limits.astype(np.int32), left[:, None])
 
 
-def _reads(room: Room, width: int) -> int:
-  """How many prompts of `width` tokens a shard reads at once."""
-  return max(min(room.prompt_cache, PREFILL_TOKENS // width), 1)
+def _max_finished(scheduler: Scheduler) -> int:
+  """Returns after how many finished slots a chunk ends: all of them if nothing waits."""
+  active = int(scheduler.active.sum())
+  return max(active // REFILL_FRACTION, 1) if scheduler.has_waiting else active
 
 
-def _at_rest(room: Room, group: int) -> Schedule:
-  """A schedule with nothing to do."""
-  return Schedule(
-    room, np.ones(1, np.int32), np.zeros((1, group), np.int32), np.zeros((1, group, 2), np.uint32)
-  )
-
-
-def _padded(
-  seated: list[list[tuple[int, int]]],
-  prompts: Sequence[Sequence[int]],
-  reads: int,
-  width: int,
-  prompt_cache: int,
-  pad: int,
-) -> tuple[Prompts, np.ndarray]:
-  """The prompts that take seats, `reads` rows a shard, and their seats i32[shards, reads]; rows that are not needed get none."""
-  rows = [row for shard in seated for row in shard + [(prompt_cache, -1)] * (reads - len(shard))]
-  ids = [prompts[prompt] if prompt >= 0 else [pad] for _, prompt in rows]
-  return pad_prompts(ids, width, pad), np.asarray([seat for seat, _ in rows], np.int32).reshape(
-    len(seated), reads
-  )
-
-
-def completion_keys(key: jax.Array, n: int, g: int) -> jax.Array:
-  """Keys [n, g]: the step's key folded with the prompt's number, then with the completion's."""
-  rows = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(n))
-  return jax.vmap(lambda row: jax.vmap(lambda j: jax.random.fold_in(row, j))(jnp.arange(g)))(rows)
+def _as_pairs(completions: np.ndarray) -> list[tuple[int, int]]:
+  return [(prompt, index) for prompt, index in completions.tolist()]

@@ -1,4 +1,9 @@
-"""What queries see of their own cache, by kernels (one for TPU, one for GPU) that read each slot's live positions and no more."""
+"""Attention over caches of ragged length, by kernels that read only each slot's own positions.
+
+One kernel for TPU and one for GPU. Both compute a running softmax over blocks of positions. A
+slot's blocks past its own length are neither fetched nor computed, so the cost follows the actual
+lengths, not the longest.
+"""
 
 from __future__ import annotations
 
@@ -14,154 +19,127 @@ from gtpo_jax.models.attention import KV, MASKED, PartialAttention
 from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.runtime.mesh import axis_size, partition_spec
 
-LANES = 128  # positions come in multiples of it
-BLOCKS = (512, 256, 128)  # positions read at once: the largest that divides the cache
-GPU_BLOCK = 64  # the same on GPU; it divides LANES
-ROWS = 16  # queries of a head are filled up to a multiple of it: one bfloat16 tile on TPU, the least of a matrix unit on GPU
+LANES = 128  # cache lengths are multiples of it: the width of a TPU vector register
+TPU_BLOCKS = (512, 256, 128)  # positions per block: the largest that divides the cache's length
+GPU_BLOCK = 64  # positions per block on GPU; it divides LANES
+# The query rows of a head are padded to a multiple of this: one bfloat16 tile on TPU, the minimum
+# of a tensor core on GPU.
+QUERY_ROWS = 16
 
 
-def look_back(
-  model: Qwen2, q: jax.Array, kv: KV, written: jax.Array, attention: str
+def ragged_attention(
+  model: Qwen2, q: jax.Array, kv: KV, lengths: jax.Array, kernel: str
 ) -> PartialAttention:
-  """As `look` at the first `written` i32[s] positions of each slot, for one query each, [s, 1, h, 1, e].
+  """Attends with one query per slot to the first `lengths` i32[s] positions of the slot's cache.
 
-  A slot's blocks past its own length are neither fetched nor computed, so that the cost follows the live lengths, not the longest.
-  `attention` names the kernel: "pallas", for TPU, or "triton", for GPU. On CPU both are interpreted.
+  Args:
+    model: the architecture, on the sampling mesh.
+    q: queries [s, 1, h, 1, e].
+    kv: the caches of s slots.
+    lengths: i32[s], valid positions.
+    kernel: "pallas" (TPU) or "triton" (GPU). On CPU both are interpreted.
+
+  Returns:
+    The same as `partial_attention` with the equivalent mask; a slot of length 0 has weight_sum 0.
   """
   heads = None if model.config.kv_heads % axis_size(model.mesh, "kv_heads") else "kv_heads"
-  whole = partition_spec(("batch", None, heads))
-  local = functools.partial(
-    look_back_here, attention=attention, interpret=model.mesh.devices.flat[0].platform == "cpu"
-  )
-  spec = jax.tree.map(lambda _: whole, kv)
+  by_heads = partition_spec(("batch", None, heads))
+  interpret = model.mesh.devices.flat[0].platform == "cpu"
   return jax.shard_map(
-    local,
+    functools.partial(local_ragged_attention, kernel=kernel, interpret=interpret),
     mesh=model.mesh,
-    in_specs=(whole, spec, partition_spec(("batch",))),
-    out_specs=PartialAttention(whole, whole, whole),
+    in_specs=(by_heads, jax.tree.map(lambda _: by_heads, kv), partition_spec(("batch",))),
+    out_specs=PartialAttention(by_heads, by_heads, by_heads),
     check_vma=False,
-  )(q, kv, written)
+  )(q, kv, lengths)
 
 
-def look_back_here(
-  q: jax.Array, kv: KV, written: jax.Array, attention: str, interpret: bool
+def local_ragged_attention(
+  q: jax.Array, kv: KV, lengths: jax.Array, kernel: str, interpret: bool
 ) -> PartialAttention:
-  """`look_back` on one device's share."""
+  """Runs `ragged_attention` on one device's slots and heads."""
   s, _, h, _, e = q.shape
-  heads = kv.v.shape[2]
-  r = h // heads
-  rows = -(-r // ROWS) * ROWS
-  queries = jnp.pad((q * e**-0.5).reshape(s, heads, r, e), [(0, 0), (0, 0), (0, rows - r), (0, 0)])
+  kv_heads = kv.v.shape[2]
+  r = h // kv_heads
+  rows = -(-r // QUERY_ROWS) * QUERY_ROWS
+  queries = (q * e**-0.5).reshape(s, kv_heads, r, e)
+  queries = jnp.pad(queries, [(0, 0), (0, 0), (0, rows - r), (0, 0)])
   arrays = [queries, kv.k[:, 0], kv.v[:, 0]]
   if kv.k_scale is not None:
     arrays += [kv.k_scale[:, 0], kv.v_scale[:, 0]]
-  mixed, peak, total = {"pallas": _on_tpu, "triton": _on_gpu}[attention](written, arrays, interpret)
-  back = lambda x: x[:, :, :r].reshape(s, 1, h, 1, -1)
-  return PartialAttention(back(mixed), back(peak[..., :1]), back(total[..., :1]))
+  run = {"pallas": _run_tpu_kernel, "triton": _run_gpu_kernel}[kernel]
+  weighted_values, max_score, weight_sum = run(lengths, arrays, interpret)
+  unpad = lambda x: x[:, :, :r].reshape(s, 1, h, 1, -1)
+  return PartialAttention(
+    unpad(weighted_values), unpad(max_score[..., :1]), unpad(weight_sum[..., :1])
+  )
 
 
-def _on_tpu(written: jax.Array, arrays: list[jax.Array], interpret: bool) -> list[jax.Array]:
-  """f32[s, k, rows, e], and twice f32[s, k, rows, LANES] of the same number; a block of positions is a step of the grid."""
+def _run_tpu_kernel(
+  lengths: jax.Array, arrays: list[jax.Array], interpret: bool
+) -> list[jax.Array]:
+  """Runs a grid of (slot, block of positions).
+
+  Args:
+    lengths: i32[s].
+    arrays: queries [s, k, rows, e], keys [s, k, e, w], values [s, k, w, e]; for int8 also the
+      scales of keys and values f32[s, k, w].
+    interpret: whether to interpret the kernel.
+
+  Returns:
+    weighted_values f32[s, k, rows, e]; max_score and weight_sum f32[s, k, rows, LANES], equal in
+    all lanes.
+  """
   s, heads, rows, e = arrays[0].shape
   w = arrays[1].shape[-1]
-  block = next(size for size in BLOCKS if w % size == 0)
-  # A block past the end names the last live one again, which is then not fetched anew.
-  live = lambda i, j, written: jnp.minimum(j, jnp.maximum(pl.cdiv(written[i], block) - 1, 0))
-  of_slot = lambda *shape: pl.BlockSpec((1, *shape), lambda i, j, written: (i, *[0] * len(shape)))
-  specs = [
-    of_slot(heads, rows, e),
-    pl.BlockSpec((1, heads, e, block), lambda i, j, written: (i, 0, 0, live(i, j, written))),
-    pl.BlockSpec((1, heads, block, e), lambda i, j, written: (i, 0, live(i, j, written), 0)),
-  ]
-  specs += [pl.BlockSpec((1, heads, block), lambda i, j, written: (i, 0, live(i, j, written)))] * (
-    len(arrays) - len(specs)
+  block = next(size for size in TPU_BLOCKS if w % size == 0)
+
+  def last_needed(i: jax.Array, j: jax.Array, lengths: jax.Array) -> jax.Array:
+    # A block past the slot's end names the last needed one again, which is not fetched twice.
+    return jnp.minimum(j, jnp.maximum(pl.cdiv(lengths[i], block) - 1, 0))
+
+  per_slot = lambda *shape: pl.BlockSpec((1, *shape), lambda i, j, lengths: (i, *[0] * len(shape)))
+  key_spec = pl.BlockSpec(
+    (1, heads, e, block), lambda i, j, lengths: (i, 0, 0, last_needed(i, j, lengths))
   )
-  number = lambda last: jax.ShapeDtypeStruct((s, heads, rows, last), jnp.float32)
+  value_spec = pl.BlockSpec(
+    (1, heads, block, e), lambda i, j, lengths: (i, 0, last_needed(i, j, lengths), 0)
+  )
+  scale_spec = pl.BlockSpec(
+    (1, heads, block), lambda i, j, lengths: (i, 0, last_needed(i, j, lengths))
+  )
+  scale_specs = [scale_spec] * (len(arrays) - 3)
+  out_shape = lambda last: jax.ShapeDtypeStruct((s, heads, rows, last), jnp.float32)
   return pl.pallas_call(
     functools.partial(_tpu_kernel, block=block),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,
       grid=(s, w // block),
-      in_specs=specs,
-      out_specs=[of_slot(heads, rows, e), of_slot(heads, rows, LANES), of_slot(heads, rows, LANES)],
+      in_specs=[per_slot(heads, rows, e), key_spec, value_spec, *scale_specs],
+      out_specs=[per_slot(heads, rows, last) for last in (e, LANES, LANES)],
     ),
-    out_shape=[number(e), number(LANES), number(LANES)],
+    out_shape=[out_shape(e), out_shape(LANES), out_shape(LANES)],
     compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
     interpret=interpret,
-  )(written, *arrays)
+  )(lengths, *arrays)
 
 
-def _on_gpu(written: jax.Array, arrays: list[jax.Array], interpret: bool) -> list[jax.Array]:
-  """f32[s, k, rows, e], and twice f32[s, k, rows, 1]; one program of the grid walks over the live positions of one head of one slot."""
-  s, heads, rows, e = arrays[0].shape
-  of_head = lambda x: pl.BlockSpec(
-    (None, None, *x.shape[2:]), lambda i, j: (i, j, *[0] * (x.ndim - 2))
-  )
-  out = [jax.ShapeDtypeStruct((s, heads, rows, last), jnp.float32) for last in (e, 1, 1)]
-  return pl.pallas_call(
-    _gpu_kernel,
-    grid=(s, heads),
-    in_specs=[pl.BlockSpec((1,), lambda i, j: (i,)), *map(of_head, arrays)],
-    out_specs=list(map(of_head, out)),
-    out_shape=out,
-    compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
-    interpret=interpret,
-  )(written, *arrays)
+def _tpu_kernel(lengths, q, k, v, *rest, block: int) -> None:
+  """One block of one slot.
 
-
-def _gpu_kernel(written, q, k, v, *rest) -> None:
-  """One head of one slot, GPU_BLOCK positions at a time, up to what the slot has written."""
-  *scales, mixed, peak, total = rest
-  queries = q[...]
-  end = written[0]
-  rows, e = queries.shape
-
-  def look_at(
-    j: jax.Array, so_far: tuple[jax.Array, jax.Array, jax.Array]
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    before, weight, values = so_far
-    at = pl.ds(j * GPU_BLOCK, GPU_BLOCK)
-    live = (j * GPU_BLOCK + jnp.arange(GPU_BLOCK) < end)[None]
-    scores = jnp.dot(queries, k[:, at].astype(queries.dtype), preferred_element_type=jnp.float32)
-    if scales:
-      scores *= scales[0][at][None]
-    scores = jnp.where(live, scores, MASKED)
-    now = jnp.maximum(before, scores.max(-1, keepdims=True))
-    weights = jnp.exp(scores - now)
-    fade = jnp.exp(before - now)
-    weight = weight * fade + weights.sum(-1, keepdims=True)
-    if scales:
-      weights *= scales[1][at][None]
-    here = jnp.dot(
-      weights.astype(queries.dtype),
-      v[at, :].astype(queries.dtype),
-      preferred_element_type=jnp.float32,
-    )
-    return now, weight, values * fade + here
-
-  nothing = (
-    jnp.full((rows, 1), MASKED, jnp.float32),
-    jnp.zeros((rows, 1), jnp.float32),
-    jnp.zeros((rows, e), jnp.float32),
-  )
-  peak[...], total[...], mixed[...] = jax.lax.fori_loop(
-    0, pl.cdiv(end, GPU_BLOCK), look_at, nothing
-  )
-
-
-def _tpu_kernel(written, q, k, v, *rest, block: int) -> None:
-  """One block of one slot; running maximum, sum and weighted values stay in the outputs, whose block is the slot's."""
-  *scales, mixed, peak, total = rest
+  The running maximum, sum and weighted values stay in the outputs, which have one block per slot.
+  """
+  *scales, weighted_values, max_score, weight_sum = rest
   i = pl.program_id(0)
   j = pl.program_id(1)
 
   @pl.when(j == 0)
   def _() -> None:
-    mixed[...] = jnp.zeros_like(mixed)
-    total[...] = jnp.zeros_like(total)
-    peak[...] = jnp.full_like(peak, MASKED)
+    weighted_values[...] = jnp.zeros_like(weighted_values)
+    weight_sum[...] = jnp.zeros_like(weight_sum)
+    max_score[...] = jnp.full_like(max_score, MASKED)
 
-  @pl.when(j * block < written[i])
+  @pl.when(j * block < lengths[i])
   def _() -> None:
     for head in range(q.shape[1]):
       queries = q[0, head]
@@ -171,18 +149,88 @@ def _tpu_kernel(written, q, k, v, *rest, block: int) -> None:
       if scales:
         scores *= scales[0][0, head][None]
       position = j * block + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-      scores = jnp.where(position < written[i], scores, MASKED)
-      before = peak[0, head][:, :1]
-      now = jnp.maximum(before, scores.max(-1, keepdims=True))
-      weights = jnp.exp(scores - now)
-      fade = jnp.exp(before - now)
-      total[0, head] = jnp.broadcast_to(
-        total[0, head][:, :1] * fade + weights.sum(-1, keepdims=True), total.shape[2:]
+      scores = jnp.where(position < lengths[i], scores, MASKED)
+      old_max = max_score[0, head][:, :1]
+      new_max = jnp.maximum(old_max, scores.max(-1, keepdims=True))
+      weights = jnp.exp(scores - new_max)
+      decay = jnp.exp(old_max - new_max)
+      weight_sum[0, head] = jnp.broadcast_to(
+        weight_sum[0, head][:, :1] * decay + weights.sum(-1, keepdims=True), weight_sum.shape[2:]
       )
-      peak[0, head] = jnp.broadcast_to(now, peak.shape[2:])
+      max_score[0, head] = jnp.broadcast_to(new_max, max_score.shape[2:])
       if scales:
         weights *= scales[1][0, head][None]
       values = v[0, head].astype(queries.dtype)
-      mixed[0, head] = mixed[0, head] * fade + jnp.dot(
+      weighted_values[0, head] = weighted_values[0, head] * decay + jnp.dot(
         weights.astype(queries.dtype), values, preferred_element_type=jnp.float32
       )
+
+
+def _run_gpu_kernel(
+  lengths: jax.Array, arrays: list[jax.Array], interpret: bool
+) -> list[jax.Array]:
+  """Runs a grid of (slot, head); each program loops over the head's valid positions.
+
+  Args:
+    lengths: i32[s].
+    arrays: as for `_run_tpu_kernel`.
+    interpret: whether to interpret the kernel.
+
+  Returns:
+    weighted_values f32[s, k, rows, e]; max_score and weight_sum f32[s, k, rows, 1].
+  """
+  s, heads, rows, e = arrays[0].shape
+  per_head = lambda x: pl.BlockSpec(
+    (None, None, *x.shape[2:]), lambda i, j: (i, j, *[0] * (x.ndim - 2))
+  )
+  out = [jax.ShapeDtypeStruct((s, heads, rows, last), jnp.float32) for last in (e, 1, 1)]
+  return pl.pallas_call(
+    _gpu_kernel,
+    grid=(s, heads),
+    in_specs=[pl.BlockSpec((1,), lambda i, j: (i,)), *map(per_head, arrays)],
+    out_specs=list(map(per_head, out)),
+    out_shape=out,
+    compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+    interpret=interpret,
+  )(lengths, *arrays)
+
+
+def _gpu_kernel(lengths, q, k, v, *rest) -> None:
+  """One head of one slot, GPU_BLOCK positions at a time, up to the slot's length."""
+  *scales, weighted_values, max_score, weight_sum = rest
+  queries = q[...]
+  end = lengths[0]
+  rows, e = queries.shape
+
+  def add_block(
+    j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    old_max, old_sum, old_values = carry
+    at = pl.ds(j * GPU_BLOCK, GPU_BLOCK)
+    valid = (j * GPU_BLOCK + jnp.arange(GPU_BLOCK) < end)[None]
+    scores = jnp.dot(queries, k[:, at].astype(queries.dtype), preferred_element_type=jnp.float32)
+    if scales:
+      scores *= scales[0][at][None]
+    scores = jnp.where(valid, scores, MASKED)
+    new_max = jnp.maximum(old_max, scores.max(-1, keepdims=True))
+    weights = jnp.exp(scores - new_max)
+    decay = jnp.exp(old_max - new_max)
+    new_sum = old_sum * decay + weights.sum(-1, keepdims=True)
+    if scales:
+      weights *= scales[1][at][None]
+    block_values = jnp.dot(
+      weights.astype(queries.dtype),
+      v[at, :].astype(queries.dtype),
+      preferred_element_type=jnp.float32,
+    )
+    return new_max, new_sum, old_values * decay + block_values
+
+  empty = (
+    jnp.full((rows, 1), MASKED, jnp.float32),
+    jnp.zeros((rows, 1), jnp.float32),
+    jnp.zeros((rows, e), jnp.float32),
+  )
+  blocks = pl.cdiv(end, GPU_BLOCK)
+  max_score[...], weight_sum[...], weighted_values[...] = jax.lax.fori_loop(
+    0, blocks, add_block, empty
+  )

@@ -1,14 +1,20 @@
-"""The vocabulary head: log-prob and entropy of every token without ever holding [tokens, vocabulary].
+"""Chunked log-probs, entropy and loss over the vocabulary, without an array [tokens, vocabulary].
 
-Tokens pass in chunks at full vocabulary width. With z a chunk's logits, lse their log-sum-exp and p = exp(z - lse), one log-sum-exp
-serves both outputs: log-prob = z[token] - lse and entropy = lse - sum(p z). There are two ways to a gradient:
+Tokens are processed in chunks at full vocabulary width. With z the logits of a chunk, lse their
+log-sum-exp and p = exp(z - lse), one log-sum-exp gives both outputs: log-prob = z[token] - lse and
+entropy = lse - sum(p z). The gradient is computed in one of two ways:
 
-- `log_probs_and_entropy` keeps one log-sum-exp a token, and its backward pass makes each chunk's logits again: for every objective.
-- `loss_and_log_probs` knows a chunk's slopes as soon as its log-probs, because the loss is a sum over tokens, and takes the gradient
-  while the logits are there: three products with the table instead of four, and nothing left to compute in its backward pass.
+- `log_probs_and_entropy` saves one log-sum-exp per token, and its backward pass recomputes the
+  logits of each chunk. It serves every objective.
+- `loss_and_log_probs` needs a loss that is a sum over tokens. The derivative of such a loss with
+  respect to a chunk's log-probs is known as soon as these are, so the forward pass computes the
+  gradient while the chunk's logits are in memory: three matrix products with the table instead of
+  four, and nothing left to compute in the backward pass.
 
-Rows lie over the batch axes; positions and the vocabulary over context and tensor. The table is gathered over fsdp once, outside the loop
-over chunks; each chunk's positions are gathered, and every shard looks at its words alone: maxima and sums make the statistics whole.
+Rows are sharded over the batch axes; positions and the vocabulary are sharded over context and
+tensor. The table is gathered over fsdp once, before the loop over chunks. Within the loop the
+positions of a chunk are gathered, each device computes the logits of its vocabulary shard, and a
+maximum and sums over the shards complete the softmax statistics.
 """
 
 from __future__ import annotations
@@ -21,122 +27,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from gtpo_jax.arrays import Packing, Prompts, Rollouts
-from gtpo_jax.models.embedding import place_among
-from gtpo_jax.models.qwen2 import Params, Qwen2
+from gtpo_jax.models.embedding import local_ids
 from gtpo_jax.runtime.mesh import (
+  all_gather_axis,
   axis_size,
-  gathered,
   mesh_axes,
   partition_spec,
-  scattered,
-  shard_number,
+  reduce_scatter_axis,
+  shard_index,
 )
-from gtpo_jax.training.micro_batches import join, split
 
-TokenLoss = Callable[
-  [jax.Array, Any], jax.Array
-]  # (log-probs f32[b, c], arrays [b, c] of the same tokens) -> their sum of losses f32[]
-
-
-def score(
-  model: Qwen2,
-  params: Params,
-  prompts: Prompts,
-  tokens: jax.Array,
-  temperature: float,
-  chunk: int,
-  packing: Packing | None = None,
-) -> tuple[jax.Array, jax.Array]:
-  """Log-prob and entropy f32[n, g, t], in nats, of completion tokens i32[n, g, t] under the policy at `temperature`.
-
-  With a `packing`, anything stands behind a completion's end.
-  """
-  found = log_probs_and_entropy(
-    *_inputs(model, params, prompts, tokens, packing),
-    temperature,
-    chunk,
-    model.config.matmul_precision,
-    model.mesh,
-  )
-  return tuple(_of_completions(x, tokens, packing) for x in found)
-
-
-def score_and_loss(
-  model: Qwen2,
-  params: Params,
-  prompts: Prompts,
-  tokens: jax.Array,
-  temperature: float,
-  chunk: int,
-  token_loss: TokenLoss,
-  signals: Any,
-  packing: Packing | None = None,
-) -> tuple[jax.Array, jax.Array]:
-  """The loss f32[], whose gradient is computed beside it, and the log-probs f32[n, g, t] of `score`, which pass no gradient on.
-
-  Takes what `score` takes, and a `token_loss` and its signals as `loss_and_log_probs` does; these are [n, g, t] here, or [n, g] where a
-  completion's tokens share one. Where there is no token, all its signals are 0, and so must be its loss.
-  """
-  of_tokens = lambda x: jnp.broadcast_to(x.reshape(*tokens.shape[:2], -1), tokens.shape)
-  loss, log_probs = loss_and_log_probs(
-    token_loss,
-    *_inputs(model, params, prompts, tokens, packing),
-    jax.tree.map(lambda x: _rows(of_tokens(x), packing), signals),
-    temperature,
-    chunk,
-    model.config.matmul_precision,
-    model.mesh,
-  )
-  return loss, _of_completions(log_probs, tokens, packing)
-
-
-def make_scorer(
-  model: Qwen2, temperature: float, micro_batches: int, chunk: int
-) -> Callable[[Params, Rollouts], jax.Array]:
-  """A jitted function (params, rollouts) -> f32[n, g, t]: log-probs, in nats, of what was written, as the trainer computes them."""
-
-  def log_probs(params: Params, rollouts: Rollouts) -> jax.Array:
-    def part(x: Rollouts) -> jax.Array:
-      return jnp.where(
-        x.mask, score(model, params, x.prompts, x.tokens, temperature, chunk, x.packing)[0], 0.0
-      )
-
-    return join(jax.lax.map(part, split(rollouts, micro_batches, model)))
-
-  return jax.jit(log_probs)
-
-
-def _inputs(
-  model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, packing: Packing | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """What the head reads: the states that predict each token [b, t, d], the table [v, d], the tokens i32[b, t]; packed or not."""
-  hidden = model.apply({"params": params}, prompts, tokens, packing, method="completion_hidden")
-  return (
-    hidden.reshape(-1, *hidden.shape[2:]),
-    model.apply({"params": params}, method="head_table"),
-    _rows(tokens, packing),
-  )
-
-
-def _rows(x: jax.Array, packing: Packing | None) -> jax.Array:
-  """[n, g, t] -> [b, t]; packed, where completions are."""
-  x = x if packing is None else packing.pack(x)
-  return x.reshape(-1, x.shape[2])
-
-
-def _of_completions(x: jax.Array, tokens: jax.Array, packing: Packing | None) -> jax.Array:
-  """What the head found in rows [b, t], for each of `tokens` [n, g, t]."""
-  return (
-    x.reshape(tokens.shape)
-    if packing is None
-    else packing.unpack(x.reshape(packing.source.shape), tokens.shape[2])
-  )
-
+# (log-probs f32[b, c], signals [b, c] of the same tokens) -> the sum of their losses f32[]
+TokenLoss = Callable[[jax.Array, Any], jax.Array]
 
 ROWS = partition_spec(("batch", "sequence"))
 TABLE = partition_spec(("vocab", "vocab_embed"))
-WORDS = mesh_axes("vocab")
+VOCAB_AXES = mesh_axes("vocab")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -149,20 +55,21 @@ def log_probs_and_entropy(
   precision: str,
   mesh: Mesh,
 ) -> tuple[jax.Array, jax.Array]:
-  """Log-probs and entropies of softmax(hidden @ table.T / temperature).
+  """Returns the log-probs and entropies of softmax(hidden @ table.T / temperature).
 
   Args:
     hidden: [b, t, d], the states that predict each token.
-    table: [v, d], the output head as it is kept; products are taken in the type of `hidden`.
+    table: [v, d], the output head in its storage dtype; products use the dtype of `hidden`.
     tokens: i32[b, t].
-    temperature: of the policy.
-    chunk: about how many tokens' logits are held at once, all devices together; positions are chunked, rows stay whole (and sharded).
-    precision: of the matrix products.
-    mesh: b divides over its batch axes, v over context and tensor, d over fsdp.
+    temperature: the temperature of the policy.
+    chunk: approximate number of tokens whose logits are in memory at once, over all devices.
+      Positions are chunked; rows are not (they are sharded).
+    precision: the precision of the matrix products.
+    mesh: its batch axes divide b, context x tensor divides v, and fsdp divides d.
 
   Returns:
-    log_probs f32[b, t] and entropy f32[b, t], in nats. The gradient flows through log_probs alone: entropy is a measurement
-    here, never an objective.
+    log_probs f32[b, t] and entropy f32[b, t], in nats. The gradient flows only through log_probs:
+    here entropy is a measurement, never an objective.
   """
   return _forward(hidden, table, tokens, temperature, chunk, precision, mesh)[0]
 
@@ -176,12 +83,14 @@ def _forward(
   precision: str,
   mesh: Mesh,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-  def one(words: jax.Array, h: jax.Array, token: jax.Array) -> tuple[None, tuple[jax.Array, ...]]:
-    _, *read = _read(words, h, token, temperature, precision)
-    return None, tuple(map(_own_positions, _statistics(*read)))
+  def chunk_statistics(
+    vocab_shard: jax.Array, hidden: jax.Array, tokens: jax.Array
+  ) -> tuple[None, tuple[jax.Array, ...]]:
+    _, logits, ids = _chunk_logits(vocab_shard, hidden, tokens, temperature, precision)
+    return None, tuple(map(_local_positions, _softmax_statistics(logits, ids)))
 
   _, (log_probs, entropy, lse) = _over_chunks(
-    one, hidden, table, (tokens,), chunk, mesh, learns=False
+    chunk_statistics, hidden, table, (tokens,), chunk, mesh, with_gradient=False
   )
   return (log_probs, jnp.maximum(entropy, 0)), (hidden, table, tokens, lse)
 
@@ -192,20 +101,24 @@ def _backward(
   precision: str,
   mesh: Mesh,
   residuals: tuple[jax.Array, ...],
-  grads: tuple[jax.Array, jax.Array],
+  cotangents: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, None]:
   hidden, table, tokens, lse = residuals
 
-  def one(
-    words: jax.Array, h: jax.Array, token: jax.Array, lse: jax.Array, slope: jax.Array
+  def chunk_gradient(
+    vocab_shard: jax.Array,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    lse: jax.Array,
+    d_log_probs: jax.Array,
   ) -> tuple[jax.Array, jax.Array]:
-    read = _read(words, h, token, temperature, precision)
-    return _gradient(
-      words, *read, _all_positions(lse), _all_positions(slope) / temperature, precision
-    )
+    hidden, logits, ids = _chunk_logits(vocab_shard, hidden, tokens, temperature, precision)
+    lse = _gather_positions(lse)
+    d_target = _gather_positions(d_log_probs) / temperature
+    return _head_gradient(vocab_shard, hidden, logits, ids, lse, d_target, precision)
 
   d_table, d_hidden = _over_chunks(
-    one, hidden, table, (tokens, lse, grads[0]), chunk, mesh, learns=True
+    chunk_gradient, hidden, table, (tokens, lse, cotangents[0]), chunk, mesh, with_gradient=True
   )
   return d_hidden, d_table, None
 
@@ -225,16 +138,21 @@ def loss_and_log_probs(
   precision: str,
   mesh: Mesh,
 ) -> tuple[jax.Array, jax.Array]:
-  """A loss that is a sum over tokens, and the log-probs it is made from. Its gradient is computed beside it, chunk by chunk.
+  """Returns a loss that is a sum over tokens, and its log-probs; computes the gradient chunk-wise.
+
+  The gradient is computed in the forward pass, together with the loss.
 
   Args:
-    token_loss: (log_probs f32[b, c], signals of the same tokens [b, c]) -> f32[], a sum over tokens of a function of each token's own
-      log-prob and signals. It is called with chunks of positions, and with all of them.
-    signals: a pytree of arrays [b, t]. Positions that fill up the last chunk have signals of 0 and states of 0.
+    token_loss: (log_probs f32[b, c], signals [b, c] of the same tokens) -> f32[], the sum over
+      tokens of a function of each token's log-prob and signals. It is called on chunks of positions
+      and once on all positions.
+    signals: a pytree of arrays [b, t]. The padding of the last chunk has zero signals and zero
+      hidden states.
     hidden, table, tokens, temperature, chunk, precision, mesh: as in `log_probs_and_entropy`.
 
   Returns:
-    The loss f32[] and log_probs f32[b, t], in nats. The gradient flows through the loss alone, and to `hidden` and `table` alone.
+    The loss f32[] and log_probs f32[b, t], in nats. The gradient flows only through the loss, and
+    only to `hidden` and `table`.
   """
   return _forward_with_gradient(
     token_loss, hidden, table, tokens, signals, temperature, chunk, precision, mesh
@@ -252,20 +170,18 @@ def _forward_with_gradient(
   precision: str,
   mesh: Mesh,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-  def one(
-    words: jax.Array, h: jax.Array, token: jax.Array, signals: Any
+  def chunk_loss_gradient(
+    vocab_shard: jax.Array, hidden: jax.Array, tokens: jax.Array, signals: Any
   ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    h, z, place = _read(words, h, token, temperature, precision)
-    log_probs, _, lse = _statistics(z, place)
-    log_probs = _own_positions(log_probs)
-    slope = jax.grad(token_loss)(log_probs, signals)
-    d_table, d_hidden = _gradient(
-      words, h, z, place, lse, _all_positions(slope) / temperature, precision
-    )
+    hidden, logits, ids = _chunk_logits(vocab_shard, hidden, tokens, temperature, precision)
+    log_probs, _, lse = _softmax_statistics(logits, ids)
+    log_probs = _local_positions(log_probs)
+    d_target = _gather_positions(jax.grad(token_loss)(log_probs, signals)) / temperature
+    d_table, d_hidden = _head_gradient(vocab_shard, hidden, logits, ids, lse, d_target, precision)
     return d_table, (log_probs, d_hidden)
 
   d_table, (log_probs, d_hidden) = _over_chunks(
-    one, hidden, table, (tokens, signals), chunk, mesh, learns=True
+    chunk_loss_gradient, hidden, table, (tokens, signals), chunk, mesh, with_gradient=True
   )
   return (token_loss(log_probs, signals), log_probs), (d_hidden, d_table)
 
@@ -277,134 +193,155 @@ def _backward_with_gradient(
   precision: str,
   mesh: Mesh,
   residuals: tuple[jax.Array, jax.Array],
-  grads: tuple[jax.Array, jax.Array],
+  cotangents: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, None, None]:
-  return *((x * grads[0]).astype(x.dtype) for x in residuals), None, None
+  d_hidden, d_table = ((x * cotangents[0]).astype(x.dtype) for x in residuals)
+  return d_hidden, d_table, None, None
 
 
 loss_and_log_probs.defvjp(_forward_with_gradient, _backward_with_gradient)
 
 
 def _over_chunks(
-  one: Callable,
+  chunk_fn: Callable,
   hidden: jax.Array,
   table: jax.Array,
   rows: tuple,
   chunk: int,
   mesh: Mesh,
-  learns: bool,
+  with_gradient: bool,
 ) -> tuple[jax.Array | None, Any]:
-  """Calls `one` with chunk after chunk of positions, within `shard_map`.
+  """Scans `chunk_fn` over chunks of positions, within `shard_map`.
 
   Args:
-    one: (a shard's words, its positions of a chunk of `hidden` and of each of `rows`) -> (the chunk's part of the table's gradient,
-      f32[d, v] as wide as the words, or None; and a pytree of what it has of its positions).
+    chunk_fn: (vocab_shard [v / shards, d], *local positions of a chunk of `hidden` and `rows`) ->
+      (the chunk's term of the vocabulary shard's gradient, f32[d, v / shards], or None; a pytree of
+      outputs at the local positions).
     rows: pytrees of arrays [b, t, ...].
-    learns: whether `one` gives a gradient.
+    with_gradient: whether `chunk_fn` returns a gradient.
 
   Returns:
-    The gradient of the table [v, d], or None, and the pytree of all positions, [b, t, ...].
+    The gradient of the table [v, d], or None; and the outputs at all positions, [b, t, ...].
   """
-  (b, t) = hidden.shape[:2]
+  b, t = hidden.shape[:2]
   shards = axis_size(mesh, "sequence")
 
-  def local(table: jax.Array, rows: tuple) -> tuple[jax.Array | None, Any]:
-    words = gathered(table.astype(hidden.dtype), "vocab_embed", 1)
-    width = rows[0].shape[1]
-    count = _chunks(b, width * shards, chunk)
+  def scan_local(table: jax.Array, rows: tuple) -> tuple[jax.Array | None, Any]:
+    vocab_shard = all_gather_axis(table.astype(hidden.dtype), "vocab_embed", 1)
+    local_t = rows[0].shape[1]
+    chunks = _chunk_count(b, local_t * shards, chunk)
 
-    def step(total: jax.Array | None, part: tuple) -> tuple[jax.Array | None, Any]:
-      more, own = one(words, *part)
-      return jax.tree.map(jnp.add, total, more), own
+    def step(d_shard: jax.Array | None, rows: tuple) -> tuple[jax.Array | None, Any]:
+      d_chunk, outputs = chunk_fn(vocab_shard, *rows)
+      return jax.tree.map(jnp.add, d_shard, d_chunk), outputs
 
-    start = jnp.zeros(words.T.shape, jnp.float32) if learns else None
-    d_table, own = jax.lax.scan(step, start, jax.tree.map(lambda x: _split(x, count), rows))
-    # Turned before it is sent: a tied embedding's gradient lies so too, and XLA sums the two first and sends them once.
-    d_table = jax.tree.map(
-      lambda x: jax.lax.psum(scattered(x.T, "vocab_embed", 1), "data").astype(table.dtype), d_table
-    )
-    return d_table, jax.tree.map(lambda x: _join(x, width), own)
+    zeros = jnp.zeros(vocab_shard.T.shape, jnp.float32) if with_gradient else None
+    chunked_rows = jax.tree.map(lambda x: _split_positions(x, chunks), rows)
+    d_shard, outputs = jax.lax.scan(step, zeros, chunked_rows)
 
-  whole = jax.shard_map(
-    local, mesh=mesh, in_specs=(TABLE, ROWS), out_specs=(TABLE, ROWS), check_vma=False
+    def reduce_gradient(x: jax.Array) -> jax.Array:
+      # Transposed before it is sent: the gradient of a tied embedding has that layout too, so XLA
+      # adds the two first and sends one array.
+      x = reduce_scatter_axis(x.T, "vocab_embed", 1)
+      return jax.lax.psum(x, "data").astype(table.dtype)
+
+    outputs = jax.tree.map(lambda x: _merge_positions(x, local_t), outputs)
+    return jax.tree.map(reduce_gradient, d_shard), outputs
+
+  sharded = jax.shard_map(
+    scan_local, mesh=mesh, in_specs=(TABLE, ROWS), out_specs=(TABLE, ROWS), check_vma=False
   )
-  d_table, own = whole(table, jax.tree.map(lambda x: _fill(x, shards), (hidden, *rows)))
-  return d_table, jax.tree.map(lambda x: x[:, :t], own)
+  padded_rows = jax.tree.map(lambda x: _pad_positions(x, shards), (hidden, *rows))
+  d_table, outputs = sharded(table, padded_rows)
+  return d_table, jax.tree.map(lambda x: x[:, :t], outputs)
 
 
-def _read(
-  words: jax.Array, h: jax.Array, token: jax.Array, temperature: float, precision: str
+def _chunk_logits(
+  vocab_shard: jax.Array, hidden: jax.Array, tokens: jax.Array, temperature: float, precision: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Of all positions of a chunk: states [b, c, d], logits f32[b, c, v] of a shard's words, and where among these each token stands."""
-  h = _all_positions(h)
-  z = (
-    jnp.einsum("btd,vd->btv", h, words, preferred_element_type=jnp.float32, precision=precision)
-    / temperature
+  """Gathers a chunk's positions and computes their logits in one vocabulary shard.
+
+  Returns:
+    The hidden states [b, c, d], the logits f32[b, c, v / shards], and the index i32[b, c] of each
+    token within the vocabulary shard (`local_ids`).
+  """
+  hidden = _gather_positions(hidden)
+  logits = jnp.einsum(
+    "btd,vd->btv", hidden, vocab_shard, preferred_element_type=jnp.float32, precision=precision
   )
-  return h, z, place_among(words, _all_positions(token))
+  return hidden, logits / temperature, local_ids(vocab_shard, _gather_positions(tokens))
 
 
-def _statistics(z: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Log-prob, entropy and log-sum-exp f32[b, c] of what `_read` gives."""
-  peak = jax.lax.pmax(z.max(-1), WORDS)
-  last = z.shape[-1] - 1
-  above = z - peak[..., None]
-  weights = jnp.exp(above)
-  target = jnp.take_along_axis(z, jnp.minimum(place, last)[..., None], -1)[..., 0]
-  parts = jnp.where(place <= last, target - peak, 0), weights.sum(-1), (weights * above).sum(-1)
-  target, total, mixed = jax.lax.psum(parts, WORDS)
+def _softmax_statistics(
+  logits: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Log-prob, entropy and log-sum-exp, f32[b, c] each, of the output of `_chunk_logits`."""
+  max_logit = jax.lax.pmax(logits.max(-1), VOCAB_AXES)
+  last_id = logits.shape[-1] - 1
+  shifted = logits - max_logit[..., None]
+  weights = jnp.exp(shifted)
+  target = jnp.take_along_axis(logits, jnp.minimum(ids, last_id)[..., None], -1)[..., 0]
+  shard_sums = (
+    jnp.where(ids <= last_id, target - max_logit, 0),
+    weights.sum(-1),
+    (weights * shifted).sum(-1),
+  )
+  shifted_target, total, weighted_total = jax.lax.psum(shard_sums, VOCAB_AXES)
   log_total = jnp.log(total)
-  return target - log_total, log_total - mixed / total, peak + log_total
+  return shifted_target - log_total, log_total - weighted_total / total, max_logit + log_total
 
 
-def _gradient(
-  words: jax.Array,
-  h: jax.Array,
-  z: jax.Array,
-  place: jax.Array,
+def _head_gradient(
+  vocab_shard: jax.Array,
+  hidden: jax.Array,
+  logits: jax.Array,
+  ids: jax.Array,
   lse: jax.Array,
-  slope: jax.Array,
+  d_target: jax.Array,
   precision: str,
 ) -> tuple[jax.Array, jax.Array]:
-  """The gradient in a shard's words f32[d, v] and in its own positions' states [b, c, d]; `slope` f32[b, c] is that in a token's logit."""
-  hit = jnp.arange(len(words)) == place[..., None]
-  d_logits = ((hit - jnp.exp(z - lse[..., None])) * slope[..., None]).astype(h.dtype)
+  """The gradient of the vocabulary shard f32[d, v / shards] and of the local hidden states.
+
+  `d_target` f32[b, c] is the derivative of the loss in each token's log-prob over the temperature.
+  """
+  is_target = jnp.arange(len(vocab_shard)) == ids[..., None]
+  probs = jnp.exp(logits - lse[..., None])
+  d_logits = ((is_target - probs) * d_target[..., None]).astype(hidden.dtype)
   d_table = jnp.einsum(
-    "btd,btv->dv", h, d_logits, preferred_element_type=jnp.float32, precision=precision
+    "btd,btv->dv", hidden, d_logits, preferred_element_type=jnp.float32, precision=precision
   )
-  return d_table, scattered(
-    jnp.einsum("btv,vd->btd", d_logits, words, precision=precision), "sequence", 1
-  )
+  d_hidden = jnp.einsum("btv,vd->btd", d_logits, vocab_shard, precision=precision)
+  return d_table, reduce_scatter_axis(d_hidden, "sequence", 1)
 
 
-def _all_positions(x: jax.Array) -> jax.Array:
-  """A chunk's positions of every shard, [b, c, ...] -> [b, shards c, ...]."""
-  return gathered(x, "sequence", 1)
+def _gather_positions(x: jax.Array) -> jax.Array:
+  """The positions of all shards, [b, c / shards, ...] -> [b, c, ...]."""
+  return all_gather_axis(x, "sequence", 1)
 
 
-def _own_positions(x: jax.Array) -> jax.Array:
-  """The inverse of `_all_positions`."""
-  own = x.shape[1] // jax.lax.axis_size(mesh_axes("sequence"))
-  return jax.lax.dynamic_slice_in_dim(x, shard_number("sequence") * own, own, 1)
+def _local_positions(x: jax.Array) -> jax.Array:
+  """The positions of this shard, the inverse of `_gather_positions`."""
+  size = x.shape[1] // jax.lax.axis_size(mesh_axes("sequence"))
+  return jax.lax.dynamic_slice_in_dim(x, shard_index("sequence") * size, size, 1)
 
 
-def _chunks(b: int, t: int, chunk: int) -> int:
-  """Into how many parts t is cut so that a part holds at most `chunk` tokens, or one position where rows alone are more."""
+def _chunk_count(b: int, t: int, chunk: int) -> int:
+  """The fewest chunks of t with at most `chunk` tokens each, or one position if b exceeds that."""
   return -(-t // max(chunk // b, 1))
 
 
-def _fill(x: jax.Array, shards: int) -> jax.Array:
-  """[b, t, ...] with t filled up with zeros until it divides."""
-  return jnp.pad(x, [(0, 0), (0, -x.shape[1] % shards)] + [(0, 0)] * (x.ndim - 2))
+def _pad_positions(x: jax.Array, divisor: int) -> jax.Array:
+  """[b, t, ...] with t padded with zeros to a multiple of `divisor`."""
+  return jnp.pad(x, [(0, 0), (0, -x.shape[1] % divisor)] + [(0, 0)] * (x.ndim - 2))
 
 
-def _split(x: jax.Array, count: int) -> jax.Array:
-  """[b, t, ...] -> [count, b, ceil(t / count), ...], padded with zeros."""
-  x = _fill(x, count)
-  return jnp.moveaxis(x.reshape(x.shape[0], count, -1, *x.shape[2:]), 1, 0)
+def _split_positions(x: jax.Array, chunks: int) -> jax.Array:
+  """[b, t, ...] -> [chunks, b, ceil(t / chunks), ...], padded with zeros."""
+  x = _pad_positions(x, chunks)
+  return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
 
 
-def _join(x: jax.Array, t: int) -> jax.Array:
-  """The inverse of `_split`."""
+def _merge_positions(x: jax.Array, t: int) -> jax.Array:
+  """The inverse of `_split_positions`."""
   x = jnp.moveaxis(x, 0, 1)
   return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :t]

@@ -1,56 +1,61 @@
-"""Supervised imitation: the warm start that makes a base model worth improving."""
+"""Supervised imitation of a teacher, which warm-starts a base model."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import flax.struct
 import jax
 import optax
 
-from gtpo_jax.algorithms.losses import token_mean
+from gtpo_jax.algorithms.loss_aggregation import token_mean
 from gtpo_jax.arrays import Prompts, masked_sum
 from gtpo_jax.models.lora import combine, partition
-from gtpo_jax.models.qwen2 import Params, Qwen2
-from gtpo_jax.training.head import score_and_loss
-from gtpo_jax.training.state import Optimizer, TrainState, abstract_state
+from gtpo_jax.models.params import Params
+from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.training.log_probs import loss_and_score
+from gtpo_jax.training.state import COMPILED_RUNS, Optimizer, TrainState, abstract_state
 
 
 @flax.struct.dataclass
 class Demonstrations:
-  """What the teacher wrote, for several updates: the leading axis k counts them."""
+  """The teacher's completions for k updates of b prompts each."""
 
   prompts: Prompts  # [k, b, p]
   tokens: jax.Array  # i32[k, b, t]
   mask: jax.Array  # bool[k, b, t]
 
 
+@functools.lru_cache(maxsize=COMPILED_RUNS)
 def make_imitation(
   model: Qwen2, optimizer: Optimizer, head_chunk: int
 ) -> Callable[[TrainState, Demonstrations], tuple[TrainState, jax.Array]]:
-  """A jitted (state, demonstrations) -> (state, losses f32[k]): k updates of maximum likelihood, mean nats a token."""
+  """Returns a jitted function (state, demonstrations) -> (state, losses f32[k]).
 
-  def one(state: TrainState, part: Demonstrations) -> tuple[TrainState, jax.Array]:
+  It makes k maximum-likelihood updates and donates its state. Losses are in nats per token.
+  """
+
+  def imitation_step(state: TrainState, batch: Demonstrations) -> tuple[TrainState, jax.Array]:
     trained, frozen = partition(model, state.params)
 
-    def loss_of(trained: Params) -> tuple[jax.Array, jax.Array]:
+    def loss_fn(trained: Params) -> tuple[jax.Array, jax.Array]:
       params = combine(trained, frozen)
-      weights = token_mean(part.mask)[:, None]
-      return score_and_loss(
-        model, params, part.prompts, part.tokens[:, None], 1.0, head_chunk, _cross_entropy, weights
+      tokens = batch.tokens[:, None]
+      weights = token_mean(batch.mask)[:, None]
+      return loss_and_score(
+        model, params, batch.prompts, tokens, 1.0, head_chunk, _cross_entropy, weights
       )
 
-    (loss, _), grads = jax.value_and_grad(loss_of, has_aux=True)(trained)
-    changes, opt_state = optimizer.update(grads, optimizer.fetched(state.opt_state), trained)
-    return TrainState(
-      state.step + 1,
-      combine(optax.apply_updates(trained, changes), frozen),
-      optimizer.rested(opt_state),
-    ), loss
+    (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(trained)
+    opt_state = optimizer.load_moments(state.opt_state)
+    updates, opt_state = optimizer.update(grads, opt_state, trained)
+    params = combine(optax.apply_updates(trained, updates), frozen)
+    return TrainState(state.step + 1, params, optimizer.offload_moments(opt_state)), loss
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
   return jax.jit(
-    lambda state, parts: jax.lax.scan(one, state, parts),
+    lambda state, demonstrations: jax.lax.scan(imitation_step, state, demonstrations),
     donate_argnums=0,
     out_shardings=(shardings, None),
   )

@@ -1,8 +1,9 @@
-"""What the learner carries from step to step, and the optimizer that moves it."""
+"""The training state and its optimizer."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,28 +12,36 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gtpo_jax.models.declaration import is_decayed
 from gtpo_jax.models.lora import partition
-from gtpo_jax.models.qwen2 import Params, Qwen2, abstract_params
+from gtpo_jax.models.params import Params, abstract_params
+from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import named_sharding
 
 SCHEDULES = ("constant", "cosine", "linear")
+# How many optimizers, updates and the like a process keeps, with their compiled programs. Runs with
+# equal settings share them: a notebook that trains twice compiles once.
+COMPILED_RUNS = 8
+
 MOMENTUM_DTYPES = ("", "float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  """AdamW with a schedule and global-norm clipping.
+  """AdamW with a learning-rate schedule and global-norm clipping.
 
   Attributes:
-    learning_rate: the peak.
-    schedule: after the warm-up: "constant", or "cosine" / "linear" down to 0 at the last step.
-    warmup_steps: steps over which the rate rises linearly from 0.
-    b1, b2, eps, weight_decay: of AdamW; decay is for matrices only, not for norms and biases.
-    clip_norm: the largest global gradient norm.
-    momentum_dtype: format that the first moment is kept in, "float32" or "bfloat16"; "" for that of the parameters. The second has
-      theirs: at b2 = 0.999 it moves by a thousandth an update, which bfloat16 (steps of 1/256) would round away.
-    offload: both moments rest in the host's memory and visit the device for each gradient update.
+    learning_rate: the peak learning rate.
+    schedule: after the warm-up, "constant", or "cosine" / "linear" decay to 0 at the last step.
+    warmup_steps: steps over which the learning rate rises linearly from 0.
+    b1, b2, eps, weight_decay: the AdamW settings; matrices decay, norms and biases do not.
+    clip_norm: the maximum global gradient norm.
+    momentum_dtype: dtype of the first moment, "float32" or "bfloat16"; "" for the dtype of the
+      parameters. The second moment always has that dtype: at b2 = 0.999 it changes by a thousandth
+      per update, which bfloat16 (spacing 1/256) would round away.
+    offload: whether both moments stay in host memory and are copied to the device for each gradient
+      update.
   """
 
   learning_rate: float = 1e-6
@@ -64,68 +73,75 @@ class OptimizerConfig:
       )
     if self.momentum_dtype not in MOMENTUM_DTYPES:
       raise UserError(
-        f"optimizer.momentum_dtype must be float32, bfloat16, or empty for the parameters' own; got {self.momentum_dtype!r}"
+        "optimizer.momentum_dtype must be float32, bfloat16, or empty for the parameters' dtype; "
+        f"got {self.momentum_dtype!r}"
       )
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-  """An optax transformation, and where its moments rest between gradient updates."""
+  """An optax transformation and where its moments are stored between gradient updates.
+
+  Attributes:
+    init: trained parameters -> optimizer state.
+    update: (gradients, optimizer state, trained parameters) -> (updates, next optimizer state), all
+      on the device.
+    offload: whether the moments are stored in host memory.
+  """
 
   init: Callable[[Params], Any]
-  update: Callable[
-    ..., tuple[Params, Any]
-  ]  # (gradients, state, what is trained) -> (changes, next state), on the device
+  update: Callable[..., tuple[Params, Any]]
   offload: bool = False
 
-  def fetched(self, state: Any) -> Any:
-    """Its state on the device. To be jitted."""
-    return self._placed(state, jax.memory.Space.Device)
+  def load_moments(self, opt_state: Any) -> Any:
+    """Returns the state with offloaded moments copied to the device. Call it under jit."""
+    return self._move_moments(opt_state, jax.memory.Space.Device)
 
-  def rested(self, state: Any) -> Any:
-    """Its state with the moments where they rest. To be jitted."""
-    return self._placed(state, jax.memory.Space.Host)
+  def offload_moments(self, opt_state: Any) -> Any:
+    """Returns the state with the moments where they are stored between updates, under jit."""
+    return self._move_moments(opt_state, jax.memory.Space.Host)
 
-  def _placed(self, state: Any, space: jax.memory.Space) -> Any:
-    return (
-      optax.tree_utils.tree_map_params(self, lambda x: jax.device_put(x, space), state)
-      if self.offload
-      else state
-    )
+  def _move_moments(self, opt_state: Any, space: jax.memory.Space) -> Any:
+    if not self.offload:
+      return opt_state
+    move = lambda x: jax.device_put(x, space)
+    return optax.tree_utils.tree_map_params(self, move, opt_state)
 
 
 @flax.struct.dataclass
 class TrainState:
-  """Everything that the next update depends on."""
+  """Everything the next update depends on."""
 
-  step: jax.Array  # i32[], rollouts learned from
+  step: jax.Array  # i32[], completed steps
   params: Params
   opt_state: Any
 
 
-def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-  """The rate at each step of a run of `steps`."""
-  after = max(steps - config.warmup_steps, 1)
-  main = {
+def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+  """Returns the learning rate at each step of a run of `steps`."""
+  decay_steps = max(steps - config.warmup_steps, 1)
+  after_warmup = {
     "constant": lambda: optax.constant_schedule(config.learning_rate),
-    "cosine": lambda: optax.cosine_decay_schedule(config.learning_rate, after),
-    "linear": lambda: optax.linear_schedule(config.learning_rate, 0.0, after),
+    "cosine": lambda: optax.cosine_decay_schedule(config.learning_rate, decay_steps),
+    "linear": lambda: optax.linear_schedule(config.learning_rate, 0.0, decay_steps),
   }[config.schedule]()
   if not config.warmup_steps:
-    return main
-  return optax.join_schedules(
-    [optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps), main],
-    [config.warmup_steps],
-  )
+    return after_warmup
+  warmup = optax.linear_schedule(0.0, config.learning_rate, config.warmup_steps)
+  return optax.join_schedules([warmup, after_warmup], [config.warmup_steps])
 
 
+@functools.lru_cache(maxsize=COMPILED_RUNS)
 def make_optimizer(config: OptimizerConfig, steps: int, updates: int = 1) -> Optimizer:
-  """Global-norm clip, then AdamW on the schedule, whose steps are of `updates` gradient updates each."""
-  rate = learning_rate(config, steps)
+  """Returns global-norm clipping followed by AdamW.
+
+  The schedule counts steps, each of `updates` gradient updates.
+  """
+  schedule = make_schedule(config, steps)
   chain = optax.chain(
     optax.clip_by_global_norm(config.clip_norm),
     optax.adamw(
-      lambda count: rate(count // updates),
+      lambda count: schedule(count // updates),
       config.b1,
       config.b2,
       config.eps,
@@ -138,38 +154,45 @@ def make_optimizer(config: OptimizerConfig, steps: int, updates: int = 1) -> Opt
 
 
 def _decayed(params: Params) -> Any:
-  """True for matrices; norms and biases are not decayed."""
-  return jax.tree.map_with_path(
-    lambda path, _: path[-1].key in ("kernel", "embedding", "head", "lora_a", "lora_b"), params
-  )
+  """Returns True for the parameters that weight decay applies to, as they are declared."""
+  return jax.tree.map_with_path(lambda path, _: is_decayed(tuple(key.key for key in path)), params)
 
 
 def init_state(params: Params, optimizer: Optimizer, model: Qwen2) -> TrainState:
-  """A state at step 0 around `params`, which it consumes: the optimizer's moments are laid out as the parameters are.
+  """Returns the state at step 0 and donates `params`. Moments are sharded like the parameters.
 
-  With adapters they alone have moments; with `offload` the moments lie in the memory of each device's host.
+  With adapters, only the adapters have moments. With `offload`, the moments are in host memory.
   """
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
-  begin = lambda params: TrainState(
-    jnp.int32(0), params, optimizer.init(partition(model, params)[0])
-  )
-  return jax.jit(begin, donate_argnums=0, out_shardings=shardings)(params)
+
+  def create(params: Params) -> TrainState:
+    trained, _ = partition(model, params)
+    return TrainState(jnp.int32(0), params, optimizer.init(trained))
+
+  return jax.jit(create, donate_argnums=0, out_shardings=shardings)(params)
 
 
 def abstract_state(model: Qwen2, optimizer: Optimizer) -> TrainState:
-  """Shapes, dtypes and shardings of a state, with nothing allocated: for checkpoints and ahead-of-time compiles."""
+  """Returns the shapes, dtypes and shardings of a state, without allocating it.
+
+  Checkpoints and ahead-of-time compilation read them.
+  """
   params = abstract_params(model)
-  whole = named_sharding(model.mesh)
-  placed = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-  resting = lambda sharding: (
-    sharding.with_memory_kind("pinned_host") if optimizer.offload else sharding
-  )
+  replicated = named_sharding(model.mesh)
+  abstract = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+  def abstract_moment(moment: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct) -> Any:
+    sharding = param.sharding
+    if optimizer.offload:
+      sharding = sharding.with_memory_kind("pinned_host")
+    return abstract(moment, sharding)
+
   trained, _ = partition(model, params)
   opt_state = optax.tree_utils.tree_map_params(
     optimizer,
-    lambda moment, param: placed(moment, resting(param.sharding)),
+    abstract_moment,
     jax.eval_shape(optimizer.init, trained),
     trained,
-    transform_non_params=lambda x: placed(x, whole),
+    transform_non_params=lambda x: abstract(x, replicated),
   )
-  return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, opt_state)
+  return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated), params, opt_state)

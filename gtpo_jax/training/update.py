@@ -1,9 +1,10 @@
-"""One compiled call from rollouts and verdicts to the next state."""
+"""The compiled training step: one jitted call from rollouts and rewards to the next state."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +13,49 @@ import optax
 from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.arrays import Rewards, Rollouts
 from gtpo_jax.models.lora import combine, partition
-from gtpo_jax.models.qwen2 import Params, Qwen2
-from gtpo_jax.training.head import score, score_and_loss
-from gtpo_jax.training.measures import measure, mismatch
-from gtpo_jax.training.micro_batches import join, split
-from gtpo_jax.training.state import Optimizer, TrainState, abstract_state
+from gtpo_jax.models.params import Params
+from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.training.log_probs import loss_and_score, score
+from gtpo_jax.training.metrics import batch_metrics, mismatch_metrics
+from gtpo_jax.training.micro_batches import merge_parts, split_batch
+from gtpo_jax.training.state import COMPILED_RUNS, Optimizer, TrainState, abstract_state
 
 Metrics = dict[str, jax.Array]  # f32[] each
-Learned = tuple[Params, Any]  # what is trained, and the optimizer's state
 Update = Callable[[TrainState, Rollouts, Rewards], tuple[TrainState, Metrics]]
 
 
+class Learner(NamedTuple):
+  """The part of the state that a gradient update changes."""
+
+  params: Params  # only those that are trained
+  opt_state: Any
+
+
+class Minibatch(NamedTuple):
+  """The input of one gradient update."""
+
+  rollouts: Rollouts
+  correct: jax.Array  # bool[n, g]
+  advantages: jax.Array  # f32[n, g, t]
+  mask: jax.Array  # bool[n, g, t], tokens in the loss
+
+
+class LossInputs(NamedTuple):
+  """The input of the loss on a minibatch, or on one of its micro-batches."""
+
+  rollouts: Rollouts
+  advantages: jax.Array  # f32[n, g, t]
+  mask: jax.Array  # bool[n, g, t], tokens in the loss
+  weights: jax.Array  # f32[n, g, t], token weights of the complete minibatch
+
+
+# (trained parameters, frozen parameters, inputs) -> (gradient of the loss, log-probs f32[n, g, t])
+Gradient = Callable[[Params, Params, LossInputs], tuple[Params, jax.Array]]
+# (learner, frozen parameters, minibatch) -> (learner, metrics, mismatch metrics)
+GradientUpdate = Callable[[Learner, Params, Minibatch], tuple[Learner, Metrics, Metrics]]
+
+
+@functools.lru_cache(maxsize=COMPILED_RUNS)
 def make_update(
   model: Qwen2,
   algorithm: Algorithm,
@@ -34,128 +67,160 @@ def make_update(
   micro_batches: int = 1,
   head_chunk: int = 4096,
 ) -> Update:
-  """The update as one jitted function (state, rollouts, verdicts) -> (state, metrics); it consumes the state it is given.
+  """Returns the training step, a jitted function (state, rollouts, rewards) -> (state, metrics).
 
-  Advantages are made from the whole batch, once. Then comes one gradient update for each of `minibatches` parts of the prompts,
-  `epochs` times over; each averages over its own tokens, and all compare with the log-probs of the policy that sampled. A
-  minibatch's gradient is summed over `micro_batches` parts of it, in float32, which gives the same whatever their number. Where its loss
-  or gradient is not finite, parameters and optimizer stay as they are and the step goes on; `update/skipped` is the share of such.
+  It donates its state. Advantages are computed once, from the complete batch. Then each of
+  `minibatches` parts of the prompts gets one gradient update, `epochs` times over. Every minibatch
+  averages over its own tokens and compares with the log-probs of the policy that sampled. Its
+  gradient is accumulated in float32 over `micro_batches` parts; their number does not change the
+  result. If a loss or gradient is not finite, parameters and optimizer stay as they are and the
+  step continues; `update/skipped` is the share of such updates.
 
-  Metrics of the loss and its gradient are means over the gradient updates; `mismatch/*` is of the first minibatch, before any of them.
+  Metrics of the loss and its gradient are means over the gradient updates. `mismatch/*` is measured
+  on the first minibatch, before the first update.
 
   Args:
     model: the architecture on its mesh.
     algorithm: from `algorithms.make`.
     optimizer: from `make_optimizer`.
-    temperature: the sampling policy's; log-probs are compared at it.
-    minibatches: parts of the n prompts that are learned from one after the other.
-    epochs: times that the batch is gone through.
-    micro_batches: parts that each minibatch is cut into.
-    head_chunk: tokens whose logits are held at once.
+    temperature: the sampling temperature, at which log-probs are compared.
+    minibatches: parts of the n prompts, each with its own gradient update.
+    epochs: passes over the batch.
+    micro_batches: parts of a minibatch over which the gradient is accumulated.
+    head_chunk: tokens whose logits are in memory at once.
   """
+  gradient = _make_gradient(model, algorithm, temperature, micro_batches, head_chunk)
+  gradient_update = _make_gradient_update(algorithm, optimizer, gradient)
 
-  def update(
-    state: TrainState, rollouts: Rollouts, verdicts: Rewards
-  ) -> tuple[TrainState, Metrics]:
-    valid = rollouts.mask if verdicts.valid is None else rollouts.mask & verdicts.valid[..., None]
+  def update(state: TrainState, rollouts: Rollouts, rewards: Rewards) -> tuple[TrainState, Metrics]:
+    valid = rollouts.mask if rewards.valid is None else rollouts.mask & rewards.valid[..., None]
     signals = {
       "entropy": rollouts.entropy,
       "mask": valid,
-      "correct": verdicts.correct,
-      "reward": verdicts.reward,
-      "penalty": verdicts.penalty,
+      "correct": rewards.correct,
+      "reward": rewards.reward,
+      "penalty": rewards.penalty,
       "guided": rollouts.guided,
     }
     advantages = algorithm.advantages(**signals)
     mask = algorithm.loss_mask(**signals)
     trained, frozen = partition(model, state.params)
-    learned = (trained, state.opt_state)
-    batch = (rollouts, verdicts.correct, advantages, mask)
+    learner = Learner(trained, state.opt_state)
+    batch = Minibatch(rollouts, rewards.correct, advantages, mask)
     if minibatches == epochs == 1:
-      learned, metrics, apart = learn(frozen, learned, batch)
+      learner, metrics, mismatch = gradient_update(learner, frozen, batch)
     else:
-      parts = split(batch, minibatches, model)
+      parts = split_batch(batch, minibatches, model)
       order = jnp.tile(jnp.arange(minibatches), epochs)
-
-      def one(learned: Learned, i: jax.Array) -> tuple[Learned, tuple[Metrics, Metrics]]:
-        learned, *measured = learn(frozen, learned, jax.tree.map(lambda x: x[i], parts))
-        return learned, tuple(measured)
-
-      learned, (each, apart) = jax.lax.scan(one, learned, order)
-      metrics = jax.tree.map(lambda x: x.mean(), each)
-      apart = jax.tree.map(lambda x: x[0], apart)
-    metrics |= (
-      apart | measure(rollouts, verdicts, advantages, mask) | algorithm.credit_metrics(**signals)
-    )
-    return TrainState(state.step + 1, combine(learned[0], frozen), learned[1]), metrics
-
-  def learn(frozen: Params, learned: Learned, batch: tuple) -> tuple[Learned, Metrics, Metrics]:
-    """One gradient update on (rollouts, correct, advantages, mask): what it gives, its metrics, and the mismatch before it."""
-    (trained, opt_state) = learned
-    (rollouts, correct, advantages, mask) = batch
-    weights = algorithm.token_weights(mask, correct, rollouts.guided)
-    grads, log_probs = accumulate(trained, frozen, (rollouts, advantages, mask, weights))
-    loss, metrics = algorithm.loss(
-      logp=log_probs, **signals_of(rollouts, advantages, mask, weights)
-    )
-    norm = optax.global_norm(grads)
-    good = jnp.isfinite(loss) & jnp.isfinite(norm)
-
-    before = trained, optimizer.fetched(opt_state)
-    changes, moved = optimizer.update(grads, before[1], trained)
-    after = optax.apply_updates(trained, changes), moved
-    trained, opt_state = jax.tree.map(lambda new, old: jnp.where(good, new, old), after, before)
-    metrics |= {"loss": loss, "grad_norm": norm, "update/skipped": (~good).astype(jnp.float32)}
-    return (trained, optimizer.rested(opt_state)), metrics, mismatch(rollouts, log_probs)
-
-  def signals_of(
-    rollouts: Rollouts, advantages: jax.Array, mask: jax.Array, weights: jax.Array
-  ) -> dict[str, jax.Array | None]:
-    """What the loss takes beside the learner's log-probs."""
-    return {
-      "logp_old": rollouts.old_log_probs,
-      "advantages": advantages,
-      "mask": mask,
-      "weights": weights,
-      "guided": rollouts.guided,
-      "logp_sampler": rollouts.log_probs,
-      "logp_reference": rollouts.reference,
-    }
-
-  def accumulate(
-    trained: Params, frozen: Params, batch: tuple[Rollouts, jax.Array, jax.Array, jax.Array]
-  ) -> tuple[Params, jax.Array]:
-    """The gradient of what is trained over a minibatch, and the learner's log-probs f32[n, g, t]."""
-
-    def part_loss(trained: Params, part: tuple) -> tuple[jax.Array, jax.Array]:
-      rollouts = part[0]
-      signals = signals_of(*part)
-      inputs = (
-        model,
-        combine(trained, frozen),
-        rollouts.prompts,
-        rollouts.tokens,
-        temperature,
-        head_chunk,
-      )
-      if algorithm.per_token:
-        return score_and_loss(*inputs, algorithm.token_loss, signals, rollouts.packing)
-      log_probs, _ = score(*inputs, rollouts.packing)
-      return algorithm.loss(logp=log_probs, **signals)[0], log_probs
-
-    gradient = jax.grad(part_loss, has_aux=True)
-    if micro_batches == 1:
-      return gradient(trained, batch)
-
-    def add(total: Params, part: tuple) -> tuple[Params, jax.Array]:
-      grads, log_probs = gradient(trained, part)
-      return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, grads), log_probs
-
-    zeros = jax.tree.map(
-      lambda x: jnp.zeros_like(x, jnp.float32), trained
-    )  # whatever the type of the parameters
-    total, log_probs = jax.lax.scan(add, zeros, split(batch, micro_batches, model))
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), total, trained), join(log_probs)
+      learner, metrics, mismatch = _scan_minibatches(gradient_update, learner, frozen, parts, order)
+    metrics |= mismatch
+    metrics |= batch_metrics(rollouts, rewards, advantages, mask)
+    metrics |= algorithm.credit_metrics(**signals)
+    params = combine(learner.params, frozen)
+    return TrainState(state.step + 1, params, learner.opt_state), metrics
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
   return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def _scan_minibatches(
+  gradient_update: GradientUpdate,
+  learner: Learner,
+  frozen: Params,
+  minibatches: Minibatch,
+  order: jax.Array,
+) -> tuple[Learner, Metrics, Metrics]:
+  """Makes a gradient update on the minibatch at each index of `order` i32[updates].
+
+  Returns:
+    The learner, the means of the metrics, and the mismatch metrics of the first minibatch.
+  """
+
+  def step(learner: Learner, index: jax.Array) -> tuple[Learner, tuple[Metrics, Metrics]]:
+    minibatch = jax.tree.map(lambda x: x[index], minibatches)
+    learner, metrics, mismatch = gradient_update(learner, frozen, minibatch)
+    return learner, (metrics, mismatch)
+
+  learner, (metrics, mismatch) = jax.lax.scan(step, learner, order)
+  metrics = jax.tree.map(lambda x: x.mean(), metrics)
+  mismatch = jax.tree.map(lambda x: x[0], mismatch)
+  return learner, metrics, mismatch
+
+
+def _make_gradient_update(
+  algorithm: Algorithm, optimizer: Optimizer, gradient: Gradient
+) -> GradientUpdate:
+  """Returns the gradient update on one minibatch; it is skipped if it is not finite."""
+
+  def gradient_update(
+    learner: Learner, frozen: Params, minibatch: Minibatch
+  ) -> tuple[Learner, Metrics, Metrics]:
+    rollouts, correct, advantages, mask = minibatch
+    weights = algorithm.token_weights(mask, correct, rollouts.guided)
+    inputs = LossInputs(rollouts, advantages, mask, weights)
+    grads, log_probs = gradient(learner.params, frozen, inputs)
+    loss, metrics = algorithm.loss(log_probs=log_probs, **_loss_signals(inputs))
+    grad_norm = optax.global_norm(grads)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+
+    before = Learner(learner.params, optimizer.load_moments(learner.opt_state))
+    updates, opt_state = optimizer.update(grads, before.opt_state, before.params)
+    after = Learner(optax.apply_updates(before.params, updates), opt_state)
+    learner = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+    learner = Learner(learner.params, optimizer.offload_moments(learner.opt_state))
+
+    skipped = (~finite).astype(jnp.float32)
+    metrics |= {"loss": loss, "grad_norm": grad_norm, "update/skipped": skipped}
+    return learner, metrics, mismatch_metrics(rollouts, log_probs)
+
+  return gradient_update
+
+
+def _make_gradient(
+  model: Qwen2, algorithm: Algorithm, temperature: float, micro_batches: int, head_chunk: int
+) -> Gradient:
+  """Returns the gradient of the loss, accumulated over `micro_batches` parts of the inputs.
+
+  It also returns the learner's log-probs f32[n, g, t].
+  """
+
+  def loss_fn(trained: Params, frozen: Params, inputs: LossInputs) -> tuple[jax.Array, jax.Array]:
+    rollouts = inputs.rollouts
+    signals = _loss_signals(inputs)
+    params = combine(trained, frozen)
+    policy = (model, params, rollouts.prompts, rollouts.tokens, temperature, head_chunk)
+    if algorithm.per_token:
+      return loss_and_score(*policy, algorithm.token_loss, signals, rollouts.packing)
+    log_probs, _ = score(*policy, rollouts.packing)
+    return algorithm.loss(log_probs=log_probs, **signals)[0], log_probs
+
+  part_gradient = jax.grad(loss_fn, has_aux=True)
+  if micro_batches == 1:
+    return part_gradient
+
+  def gradient(trained: Params, frozen: Params, inputs: LossInputs) -> tuple[Params, jax.Array]:
+    def accumulate(total: Params, part: LossInputs) -> tuple[Params, jax.Array]:
+      grads, log_probs = part_gradient(trained, frozen, part)
+      return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, grads), log_probs
+
+    # Float32 whatever the dtype of the parameters.
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained)
+    total, log_probs = jax.lax.scan(accumulate, zeros, split_batch(inputs, micro_batches, model))
+    grads = jax.tree.map(lambda x, like: x.astype(like.dtype), total, trained)
+    return grads, merge_parts(log_probs)
+
+  return gradient
+
+
+def _loss_signals(inputs: LossInputs) -> dict[str, jax.Array | None]:
+  """The keywords of the loss other than the learner's log-probs."""
+  rollouts = inputs.rollouts
+  return {
+    "log_probs_old": rollouts.old_log_probs,
+    "advantages": inputs.advantages,
+    "mask": inputs.mask,
+    "weights": inputs.weights,
+    "guided": rollouts.guided,
+    "log_probs_sampler": rollouts.log_probs,
+    "log_probs_reference": rollouts.reference,
+  }

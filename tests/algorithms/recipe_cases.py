@@ -1,4 +1,4 @@
-"""The recipes, random batches for each of them, and one compiled step that every test shares."""
+"""The recipes, random batches for each of them, and one compiled step that all tests share."""
 
 import dataclasses
 import functools
@@ -6,22 +6,31 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from slow_reference import BY_ENTROPY, EVERY_GROUP, SEQUENCE_LEVEL
 
-from gtpo_jax.algorithms import make
+from gtpo_jax.algorithms import RECIPES, make
 
-TOKEN_LEVEL = ("gtpo", "gtpo_v1", "gtpo_v1_clipped", "gtpo_v2")
-SEQUENCE_LEVEL = ("grpo_s", "grpo_s_v1", "grpo_s_v2")
-BY_ENTROPY = TOKEN_LEVEL + SEQUENCE_LEVEL
-EVERY_GROUP = ("grpo", "dr_grpo", "gspo")
-NAMES = (*BY_ENTROPY, *EVERY_GROUP, "dapo", "dapo_forking", "dapo_mixed")
+NAMES = tuple(RECIPES)
 CONTRAST = tuple(name for name in NAMES if name not in EVERY_GROUP)
+WITHOUT_ENTROPY = tuple(name for name in NAMES if name not in BY_ENTROPY)
+SEQUENCE_RATIO = (*SEQUENCE_LEVEL, "gspo")
 
 COMPARISONS = [
   (compare, scope) for compare in ("position", "sequence", "matrix") for scope in ("group", "batch")
 ]
 CORRECTIONS = {"dual_clip": 2.0, "kl_weight": 0.3, "tis_cap": 1.1}
 
-# How shapes of credit can be told apart from their defaults: larger bonuses, and a clip range that cuts at both ends.
+# The setting that weighs the entropy share on O+.
+BONUS = {
+  "gtpo": "alpha2",
+  "gtpo_v1": "alpha",
+  "gtpo_v1_clipped": "alpha2",
+  "gtpo_v2": "alpha",
+  "grpo_s": "beta2",
+  "grpo_s_v1": "beta",
+  "grpo_s_v2": "beta",
+}
+# Settings that make the shaping visible: large weights, and a clip range that cuts at both ends.
 STRONG = {
   "gtpo": {"alpha1": 0.8, "alpha2": 0.4},
   "gtpo_v1": {"alpha": 0.4},
@@ -34,7 +43,7 @@ STRONG = {
 
 
 def strong(name, **options):
-  """The recipe with weights that make its shaping visible."""
+  """Returns the algorithm with weights that make its shaping visible."""
   return make(name, **STRONG.get(name, {}) | options)
 
 
@@ -42,10 +51,21 @@ def settings_of(algorithm):
   return dataclasses.asdict(algorithm.settings)
 
 
+def has_guide(name):
+  return "guide_completions" in RECIPES[name].settings
+
+
+def option_id(value):
+  """Returns a test id for a name or a dict of options."""
+  return value if isinstance(value, str) else "-".join(map(str, value.values())) or "plain"
+
+
 def random_batch(seed, name="gtpo", n=7, g=5, t=4):
-  """Ragged completions. Group 0 is all right, 1 all wrong, 2 right in its last alone, 3 wrong in its last two alone; the
-  others are mixed, and one completion of group 4 does not count. The last two of each group are the guide's, where the
-  recipe has one. Padding holds large numbers.
+  """Returns a batch of ragged completions, with large numbers on padding.
+
+  All of group 0 are correct, none of group 1, only the last of group 2, all but the last two of
+  group 3. The rest are mixed, and one completion of group 4 does not count. The last two of each
+  group are the guide's, if the recipe has one.
   """
   rng = np.random.default_rng(seed)
   mask = np.arange(t) < rng.integers(1, t + 1, (n, g))[..., None]
@@ -58,8 +78,7 @@ def random_batch(seed, name="gtpo", n=7, g=5, t=4):
     correct[i, right], correct[i, wrong] = True, False
   mask[4, 1] = False
   entropy = rng.gamma(0.7, 1.0, (n, g, t)) * (rng.random((n, g, t)) > 0.1)
-  recipe = make(name).recipe
-  wrong, right = recipe.rewards
+  wrong, right = RECIPES[name].rewards
   batch = {
     "entropy": np.where(mask, entropy, 1e6).astype(np.float32),
     "mask": mask,
@@ -67,22 +86,20 @@ def random_batch(seed, name="gtpo", n=7, g=5, t=4):
     "reward": np.where(correct, right, wrong).astype(np.float32),
     "penalty": -rng.random((n, g)).astype(np.float32),
   }
-  return batch | (
-    {"guided": np.broadcast_to(np.arange(g) >= g - 2, (n, g)).copy()}
-    if name == "dapo_mixed"
-    else {}
-  )
+  if has_guide(name):
+    batch["guided"] = np.broadcast_to(np.arange(g) >= g - 2, (n, g)).copy()
+  return batch
 
 
 def random_policies(seed, mask, spread=0.6):
-  """Log-probs f32[n, g, t] of the new, the old and the reference policy and of the sampler; padding holds large numbers."""
+  """Returns log-probs f32[n, g, t] of four policies, with large numbers on padding."""
   rng = np.random.default_rng(seed)
   old = -rng.gamma(1.0, 1.0, mask.shape)
   policies = {
-    "logp": old + spread * rng.standard_normal(mask.shape),
-    "logp_old": old,
-    "logp_sampler": old + 0.1 * rng.standard_normal(mask.shape),
-    "logp_reference": old + 0.3 * rng.standard_normal(mask.shape),
+    "log_probs": old + spread * rng.standard_normal(mask.shape),
+    "log_probs_old": old,
+    "log_probs_sampler": old + 0.1 * rng.standard_normal(mask.shape),
+    "log_probs_reference": old + 0.3 * rng.standard_normal(mask.shape),
   }
   return {key: np.where(mask, x, 9e3).astype(np.float32) for key, x in policies.items()}
 
@@ -93,18 +110,18 @@ def arrays(tree):
 
 @functools.partial(jax.jit, static_argnums=0)
 def step(algorithm, batch, policies):
-  """All that a recipe makes of a batch: advantages, mask, weights, loss, its gradient in logp, and the metrics."""
+  """Returns all that an algorithm computes from a batch, and the gradient in `log_probs`."""
   advantages = algorithm.advantages(**batch)
   mask = algorithm.loss_mask(**batch)
   weights = algorithm.token_weights(mask, batch["correct"], batch.get("guided"))
-  value = lambda logp: algorithm.loss(
-    **policies | {"logp": logp},
+  value = lambda log_probs: algorithm.loss(
+    **policies | {"log_probs": log_probs},
     advantages=advantages,
     mask=mask,
     weights=weights,
     guided=batch.get("guided"),
   )
-  (loss, metrics), grad = jax.value_and_grad(value, has_aux=True)(policies["logp"])
+  (loss, metrics), grad = jax.value_and_grad(value, has_aux=True)(policies["log_probs"])
   return {
     "advantages": advantages,
     "mask": mask,

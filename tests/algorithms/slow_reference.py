@@ -1,7 +1,7 @@
-"""The papers' equations as slow float64 loops over single tokens, for comparison; nothing here uses the package.
+"""The papers' equations as slow float64 loops over tokens; nothing here uses the package.
 
-`s` is a dict of a recipe's settings throughout. A unit of credit is (i, j, k): prompt, completion, step; k = 0 for a whole
-completion.
+`s` is a dict of a recipe's settings. A unit of credit is (i, j, k): prompt, completion, step, with
+k = 0 for a whole completion.
 """
 
 import math
@@ -10,24 +10,24 @@ from fractions import Fraction
 import numpy as np
 
 NOTHING = lambda s, share: 0.0
-ABOUT_1 = lambda weight, share: 1 + weight * share
-END = lambda base, kappa: base + base / kappa if kappa else math.inf
+FROM_1 = lambda weight, share: 1 + weight * share
+UPPER = lambda base, kappa: base + base / kappa if kappa else math.inf
 
-# What a unit earns by its share of the entropy, in O+, and by its share of the inverse entropy, in O-.
+# The reward of a unit by its share: of the entropy on O+, of the inverse entropy on O-.
 TOKEN_LEVEL = {
   "gtpo": (
     lambda s, share: s["alpha1"] + s["alpha2"] * share,
     lambda s, share: -s["alpha1"] - s["alpha2"] * share,
   ),
-  "gtpo_v1": (lambda s, share: ABOUT_1(s["alpha"], share), NOTHING),
+  "gtpo_v1": (lambda s, share: FROM_1(s["alpha"], share), NOTHING),
   "gtpo_v1_clipped": (
     lambda s, share: min(
-      max(s["alpha1"] + s["alpha2"] * share, s["floor"]), END(s["alpha1"], s["kappa"])
+      max(s["alpha1"] + s["alpha2"] * share, s["floor"]), UPPER(s["alpha1"], s["kappa"])
     ),
     NOTHING,
   ),
   "gtpo_v2": (
-    lambda s, share: min(ABOUT_1(s["alpha"], share), END(1, s["kappa"])),
+    lambda s, share: min(FROM_1(s["alpha"], share), UPPER(1, s["kappa"])),
     lambda s, share: -share,
   ),
 }
@@ -36,27 +36,25 @@ SEQUENCE_LEVEL = {
     lambda s, share: s["beta1"] + s["beta2"] * share,
     lambda s, share: -s["beta1"] - s["beta2"] * share,
   ),
-  "grpo_s_v1": (lambda s, share: ABOUT_1(s["beta"], share), NOTHING),
-  "grpo_s_v2": (lambda s, share: ABOUT_1(s["beta"], share), lambda s, share: -share),
+  "grpo_s_v1": (lambda s, share: FROM_1(s["beta"], share), NOTHING),
+  "grpo_s_v2": (lambda s, share: FROM_1(s["beta"], share), lambda s, share: -share),
 }
 BY_ENTROPY = TOKEN_LEVEL | SEQUENCE_LEVEL
 TWO_COLLECTIONS = ("gtpo", "gtpo_v2", "grpo_s", "grpo_s_v2")
-EVERY_GROUP = ("grpo", "dr_grpo", "gspo")  # the others clear groups without contrast
+EVERY_GROUP = ("grpo", "dr_grpo", "gspo")  # all other recipes remove groups without contrast
 
 
 def kept_groups(name, batch):
-  """The groups that are learned from, by number."""
+  """Returns the indices of the groups that are trained on."""
   alive = batch["mask"].any(-1)
   correct = batch["correct"]
   guided = batch.get("guided")
+  if guided is None:
+    guided = np.zeros_like(correct)
   kept = []
   for i in range(len(correct)):
-    own = [
-      j for j in range(len(correct[i])) if alive[i, j] and (guided is None or not guided[i, j])
-    ]
-    guide = [
-      j for j in range(len(correct[i])) if alive[i, j] and guided is not None and guided[i, j]
-    ]
+    own = [j for j in range(len(correct[i])) if alive[i, j] and not guided[i, j]]
+    guide = [j for j in range(len(correct[i])) if alive[i, j] and guided[i, j]]
     right = sum(bool(correct[i, j]) for j in own)
     rescued = len(own) > 0 and right == 0 and any(correct[i, j] for j in guide)
     if name in EVERY_GROUP or 0 < right < len(own) or rescued:
@@ -65,61 +63,62 @@ def kept_groups(name, batch):
 
 
 def loss_mask(name, batch, s):
-  """bool[n, g, t]: the tokens of the kept groups; of those the `forking_share` with the highest entropy, ties included."""
+  """Returns the tokens of the kept groups, bool[n, g, t].
+
+  With `forking_share`, only that share with the highest entropy, ties included.
+  """
   mask = np.zeros_like(batch["mask"])
   for i in kept_groups(name, batch):
     mask[i] = batch["mask"][i]
   if s.get("forking_share") and mask.any():
     count = math.ceil(Fraction(str(s["forking_share"])) * int(mask.sum()))
-    border = sorted(batch["entropy"][mask].tolist(), reverse=True)[count - 1]
-    mask &= batch["entropy"] >= border
+    threshold = sorted(batch["entropy"][mask].tolist(), reverse=True)[count - 1]
+    mask &= batch["entropy"] >= threshold
   return mask
 
 
 def share(x, unit, side, compare, scope):
-  """d * x / sum x over the unit's set: eq. 2. `side` holds the units of O+ or of O-."""
-  where = {"group": lambda u: u[0], "batch": lambda u: None}[scope]
-  what = {"position": lambda u: (where(u), u[2]), "sequence": lambda u: u[:2], "matrix": where}[
-    compare
-  ]
-  members = [x[other] for other in side if what(other) == what(unit)]
+  """Returns d * x / sum x over the unit's set: eq. 2. `side` has the units of O+ or of O-."""
+  group_of = {"group": lambda u: u[0], "batch": lambda u: None}[scope]
+  set_of = {
+    "position": lambda u: (group_of(u), u[2]),
+    "sequence": lambda u: u[:2],
+    "matrix": group_of,
+  }[compare]
+  members = [x[other] for other in side if set_of(other) == set_of(unit)]
   total = sum(members)
   return len(members) * x[unit] / total if total > 0 else 1.0
 
 
 def completion_entropy(row, h_floor, mean):
-  """H^ of one completion from its tokens' entropies."""
+  """Returns the entropy of one completion from its tokens' entropies."""
   if mean == "geometric":
     return math.exp(sum(math.log(max(h, h_floor)) for h in row) / len(row))
   return sum(row) / len(row)
 
 
 def units(name, batch, s):
-  """{unit: entropy} of the kept groups: tokens, or completions."""
+  """Returns {unit: entropy} of the kept groups: tokens, or completions."""
   mask = batch["mask"]
   entropy = batch["entropy"].astype(np.float64)
   kept = kept_groups(name, batch)
   if name in TOKEN_LEVEL:
-    return {
-      (i, j, k): entropy[i, j, k] for i, j, k in zip(*np.nonzero(mask), strict=True) if i in kept
-    }
-  rows = {
-    (i, j, 0): entropy[i, j][mask[i, j]].tolist()
-    for i, j in zip(*np.nonzero(mask.any(-1)), strict=True)
-    if i in kept
-  }
+    tokens = zip(*np.nonzero(mask), strict=True)
+    return {(i, j, k): entropy[i, j, k] for i, j, k in tokens if i in kept}
+  completions = zip(*np.nonzero(mask.any(-1)), strict=True)
+  rows = {(i, j, 0): entropy[i, j][mask[i, j]].tolist() for i, j in completions if i in kept}
   if name not in SEQUENCE_LEVEL:
     return dict.fromkeys(rows)
   return {unit: completion_entropy(row, s["h_floor"], s["mean"]) for unit, row in rows.items()}
 
 
 def shaped_rewards(name, batch, s):
-  """Two dicts {unit: reward}, of O+ and of O-, length penalties included."""
+  """Returns two dicts {unit: reward}, for O+ and O-, length penalties included."""
   entropy = units(name, batch, s)
   correct = batch["correct"]
-  penalty = (
-    np.zeros(correct.shape) if batch.get("penalty") is None else batch["penalty"].astype(np.float64)
-  )
+  penalty = np.zeros(correct.shape)
+  if batch.get("penalty") is not None:
+    penalty = batch["penalty"].astype(np.float64)
   right = [u for u in entropy if correct[u[:2]]]
   wrong = [u for u in entropy if not correct[u[:2]]]
   if name not in BY_ENTROPY:
@@ -136,34 +135,32 @@ def shaped_rewards(name, batch, s):
 
 
 def normalised(values, norm_scope, by_std=True):
-  """{unit: r} to {unit: (r - mean) / std}, over the whole batch or each group; 0 where std < 1e-6."""
+  """Maps {unit: r} to {unit: (r - mean) / std}, over the batch or each group; 0 if std < 1e-6."""
+  scope_of = lambda unit: None if norm_scope == "batch" else unit[0]
   pools = {}
   for unit, value in values.items():
-    pools.setdefault(None if norm_scope == "batch" else unit[0], []).append(value)
+    pools.setdefault(scope_of(unit), []).append(value)
   means = {key: sum(pool) / len(pool) for key, pool in pools.items()}
-  stds = {
-    key: math.sqrt(sum((r - means[key]) ** 2 for r in pool) / len(pool))
-    for key, pool in pools.items()
+  variances = {
+    key: sum((r - means[key]) ** 2 for r in pool) / len(pool) for key, pool in pools.items()
   }
   out = {}
   for unit, value in values.items():
-    key = None if norm_scope == "batch" else unit[0]
-    out[unit] = (
-      value - means[key]
-      if not by_std
-      else (value - means[key]) / stds[key]
-      if stds[key] >= 1e-6
-      else 0.0
-    )
+    deviation = value - means[scope_of(unit)]
+    std = math.sqrt(variances[scope_of(unit)])
+    if not by_std:
+      out[unit] = deviation
+    else:
+      out[unit] = deviation / std if std >= 1e-6 else 0.0
   return out
 
 
 def advantages(name, batch, s):
-  """f64[n, g, t], 0 outside `loss_mask`."""
+  """Returns the advantages, f64[n, g, t], 0 outside `loss_mask`."""
   plus, minus = shaped_rewards(name, batch, s)
   every = [*plus, *minus]
   norm_scope = s.get("norm_scope") or "group"
-  if name in TWO_COLLECTIONS:  # each with the zeros of the other side in
+  if name in TWO_COLLECTIONS:  # each includes the zeros of the other side
     of_plus = normalised({u: plus.get(u, 0.0) for u in every}, norm_scope)
     of_minus = normalised({u: minus.get(u, 0.0) for u in every}, norm_scope)
     out = {u: of_plus[u] if u in plus else of_minus[u] for u in every}

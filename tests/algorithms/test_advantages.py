@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import advantages
-from gtpo_jax.algorithms.shaping import Shaped
+from gtpo_jax.algorithms.units import ShapedRewards
 
 zscore = jax.jit(advantages.zscore, static_argnums=2)
 centred = jax.jit(advantages.centred, static_argnums=2)
@@ -15,55 +15,55 @@ GROUP = advantages.NORM_SCOPE["group"]
 BATCH = advantages.NORM_SCOPE["batch"]
 
 
+def column(*values):
+  """Returns one group of completions with one unit each, [1, g, 1]."""
+  return jnp.asarray(values)[None, :, None]
+
+
 def test_zscore_by_hand():
   x = jnp.asarray([[[1.0, 3.0], [5.0, 99.0]]])
   mask = jnp.asarray([[[True, True], [True, False]]])
   # 1, 3, 5: mean 3, population variance 8/3.
   std = (8 / 3) ** 0.5
-  np.testing.assert_allclose(
-    zscore(x, mask, (0, 1, 2)), [[[-2 / std, 0], [2 / std, 0]]], rtol=1e-6, atol=1e-7
-  )
+  expected = [[[-2 / std, 0], [2 / std, 0]]]
+  np.testing.assert_allclose(zscore(x, mask, BATCH), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_zscore_of_each_group_apart():
+def test_zscore_of_each_group_separately():
   x = jnp.asarray([[[0.0], [2.0]], [[10.0], [10.0]]])
   mask = jnp.ones((2, 2, 1), bool)
-  assert zscore(x, mask, (1, 2)).tolist() == [[[-1.0], [1.0]], [[0.0], [0.0]]]
+  assert zscore(x, mask, GROUP).tolist() == [[[-1.0], [1.0]], [[0.0], [0.0]]]
 
 
 def test_zscore_has_mean_0_and_population_std_1():
   rng = np.random.default_rng(1)
   mask = rng.random((3, 4, 5)) < 0.7
-  z = np.asarray(
-    zscore(jnp.asarray(rng.normal(3, 2, mask.shape), jnp.float32), jnp.asarray(mask), (0, 1, 2)),
-    np.float64,
-  )
+  x = jnp.asarray(rng.normal(3, 2, mask.shape), jnp.float32)
+  z = np.asarray(zscore(x, jnp.asarray(mask), BATCH), np.float64)
   np.testing.assert_allclose([z[mask].mean(), z[mask].std()], [0, 1], atol=1e-6)
   assert not z[~mask].any()
 
 
-@pytest.mark.parametrize(("spread", "dead"), [(0.0, True), (5e-7, True), (5e-6, False)])
-def test_a_std_below_1e_6_gives_0_and_no_division_by_epsilon(spread, dead):
-  x = jnp.asarray([[[-spread], [spread]]])  # std is the spread
-  z = zscore(x, jnp.ones((1, 2, 1), bool), (1, 2)).ravel().tolist()
-  assert z == ([0.0, 0.0] if dead else [-1.0, 1.0])
+@pytest.mark.parametrize(("spread", "no_signal"), [(0.0, True), (5e-7, True), (5e-6, False)])
+def test_a_std_below_1e_6_gives_0_instead_of_a_division_by_epsilon(spread, no_signal):
+  x = jnp.asarray([[[-spread], [spread]]])  # the std is the spread
+  z = zscore(x, jnp.ones((1, 2, 1), bool), GROUP).ravel().tolist()
+  assert z == ([0.0, 0.0] if no_signal else [-1.0, 1.0])
 
 
 @pytest.mark.parametrize("value", [0.1, 1.1, -3.3, 1e4])
 def test_equal_values_have_no_advantage(value):
   mask = jnp.ones((7, 11, 13), bool)
-  assert not zscore(jnp.full(mask.shape, value), mask, (0, 1, 2)).any()
+  assert not zscore(jnp.full(mask.shape, value), mask, BATCH).any()
 
 
 def test_an_empty_mask_gives_0():
-  assert not zscore(jnp.full((1, 2, 3), jnp.nan), jnp.zeros((1, 2, 3), bool), (1, 2)).any()
+  assert not zscore(jnp.full((1, 2, 3), jnp.nan), jnp.zeros((1, 2, 3), bool), GROUP).any()
 
 
-# 3 right of 4, one token each: R+ = 1, 1, 2, 0 and R- = 0, 0, 0, -1.
-SHAPED = Shaped(
-  jnp.asarray([[[1.0], [1.0], [2.0], [0.0]]]), jnp.asarray([[[0.0], [0.0], [0.0], [-1.0]]])
-)
-CORRECT = jnp.asarray([[[True], [True], [True], [False]]])
+# 3 of 4 correct, one token each: R+ = 1, 1, 2, 0 and R- = 0, 0, 0, -1.
+SHAPED = ShapedRewards(column(1.0, 1.0, 2.0, 0.0), column(0.0, 0.0, 0.0, -1.0))
+CORRECT = column(True, True, True, False)
 MASK = jnp.ones((1, 4, 1), bool)
 
 
@@ -75,12 +75,11 @@ def test_two_collections_by_hand():
 
 def test_one_collection_by_hand():
   # 1, 1, 2, -1: mean 3/4, variance (1/16 + 1/16 + 25/16 + 49/16) / 4 = 19/16.
+  deviations = np.asarray([0.25, 0.25, 1.25, -1.75])
   got = joint_zscore(SHAPED, CORRECT, MASK, axes=GROUP, sign_guard=False)
-  np.testing.assert_allclose(
-    got.ravel(), np.asarray([0.25, 0.25, 1.25, -1.75]) / (19 / 16) ** 0.5, rtol=1e-6
-  )
+  np.testing.assert_allclose(got.ravel(), deviations / (19 / 16) ** 0.5, rtol=1e-6)
   got = joint_centred(SHAPED, CORRECT, MASK, axes=GROUP, sign_guard=False)
-  np.testing.assert_allclose(got.ravel(), [0.25, 0.25, 1.25, -1.75], rtol=1e-6)
+  np.testing.assert_allclose(got.ravel(), deviations, rtol=1e-6)
 
 
 def test_centred_by_hand():
@@ -89,44 +88,29 @@ def test_centred_by_hand():
   assert centred(x, mask, GROUP).tolist() == [[[-2.0, 0.0], [2.0, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]
 
 
-def test_the_zeros_of_the_other_side_are_in_the_statistics():
-  """Without them each side would have mean 0, and right and wrong would look alike."""
-  plus = jnp.asarray([[[1.0], [1.1], [0.0], [0.0]]])
-  minus = jnp.asarray([[[0.0], [0.0], [-1.0], [-1.1]]])
-  correct = jnp.asarray([[[True], [True], [False], [False]]])
-  got = np.asarray(
-    two_sided_zscore(Shaped(plus, minus), correct, MASK, axes=BATCH, sign_guard=False)
-  ).ravel()
+def test_the_statistics_include_the_zeros_of_the_other_side():
+  """Without them each side would have mean 0, and correct and incorrect would look alike."""
+  shaped = ShapedRewards(column(1.0, 1.1, 0.0, 0.0), column(0.0, 0.0, -1.0, -1.1))
+  correct = column(True, True, False, False)
+  got = two_sided_zscore(shaped, correct, MASK, axes=BATCH, sign_guard=False)
+  got = np.asarray(got).ravel()
   assert got[:2].min() > 0.8 and got[2:].max() < -0.8
 
 
-def test_sign_guard_clamps_and_leaves_the_rest():
-  shaped = SHAPED._replace(plus=jnp.asarray([[[1.0], [0.5], [2.0], [0.0]]]))
-  free = np.asarray(two_sided_zscore(shaped, CORRECT, MASK, axes=GROUP, sign_guard=False)).ravel()
-  guarded = np.asarray(two_sided_zscore(shaped, CORRECT, MASK, axes=GROUP, sign_guard=True)).ravel()
+def test_sign_guard_clamps_only_wrong_signs():
+  shaped = SHAPED._replace(plus=column(1.0, 0.5, 2.0, 0.0))
+  free, guarded = (
+    np.asarray(two_sided_zscore(shaped, CORRECT, MASK, axes=GROUP, sign_guard=guard)).ravel()
+    for guard in (False, True)
+  )
   assert free[1] < -0.1
   np.testing.assert_array_equal(guarded, [free[0], 0, free[2], free[3]])
 
 
-def test_norm_scope():
-  plus = jnp.asarray([[[1.0], [0.0]], [[3.0], [0.0]]])
-  shaped = Shaped(plus, 0 * plus)
-  correct = plus > 0
-  mask = jnp.ones((2, 2, 1), bool)
-  group = two_sided_zscore(shaped, correct, mask, axes=GROUP, sign_guard=False)
-  np.testing.assert_allclose(group.ravel(), [1, 0, 1, 0], atol=1e-6)
-  batch = two_sided_zscore(
-    shaped, correct, mask, axes=BATCH, sign_guard=False
-  )  # 1, 0, 3, 0: mean 1, variance 3/2
-  np.testing.assert_allclose(batch.ravel(), [0, 0, 2 / 1.5**0.5, 0], rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("advantage", [joint_zscore, joint_centred])
 def test_sign_guard_on_one_collection(advantage):
-  shaped = Shaped(
-    jnp.asarray([[[3.0], [0.2], [0.0], [0.0]]]), jnp.asarray([[[0.0], [0.0], [-0.1], [1.5]]])
-  )
-  correct = jnp.asarray([[[True], [True], [False], [False]]])
+  shaped = ShapedRewards(column(3.0, 0.2, 0.0, 0.0), column(0.0, 0.0, -0.1, 1.5))
+  correct = column(True, True, False, False)
   free, guarded = (
     np.asarray(advantage(shaped, correct, MASK, axes=GROUP, sign_guard=guard)).ravel()
     for guard in (False, True)
@@ -135,10 +119,23 @@ def test_sign_guard_on_one_collection(advantage):
   np.testing.assert_array_equal(guarded, [free[0], 0, free[2], 0])
 
 
-def test_norm_scopes_span_groups_and_the_batch():
+def test_norm_scope_of_two_collections():
+  plus = jnp.asarray([[[1.0], [0.0]], [[3.0], [0.0]]])
+  shaped = ShapedRewards(plus, 0 * plus)
+  mask = jnp.ones((2, 2, 1), bool)
+  group, batch = (
+    two_sided_zscore(shaped, plus > 0, mask, axes=axes, sign_guard=False).ravel()
+    for axes in (GROUP, BATCH)
+  )
+  np.testing.assert_allclose(group, [1, 0, 1, 0], atol=1e-6)
+  # 1, 0, 3, 0: mean 1, variance 3/2.
+  np.testing.assert_allclose(batch, [0, 0, 2 / 1.5**0.5, 0], rtol=1e-6, atol=1e-7)
+
+
+def test_norm_scope_of_one_collection():
   x = jnp.asarray([[[0.0], [2.0]], [[4.0], [6.0]]])
   mask = jnp.ones((2, 2, 1), bool)
-  shaped = Shaped(x, 0 * x)
+  shaped = ShapedRewards(x, 0 * x)
   group, batch = (
     joint_zscore(shaped, mask, mask, axes=axes, sign_guard=False).ravel() for axes in (GROUP, BATCH)
   )

@@ -11,53 +11,53 @@ from recipe_cases import (
   COMPARISONS,
   CORRECTIONS,
   NAMES,
-  SEQUENCE_LEVEL,
-  TOKEN_LEVEL,
   arrays,
+  has_guide,
+  option_id,
   random_batch,
   random_policies,
   settings_of,
   step,
   strong,
 )
+from slow_reference import SEQUENCE_LEVEL, TOKEN_LEVEL
 
 from gtpo_jax.algorithms import make
+from gtpo_jax.algorithms.loss_aggregation import LOSS_AGGREGATIONS
 
 NORM_SCOPES = ("group", "batch")
 GUARDS = (False, True)
 
 
 def check_advantages(algorithm, batch):
-  """Package against loops; returns what the loops say."""
-  expected = slow_reference.advantages(algorithm.name, batch, settings_of(algorithm))
+  """Compares package and loops; returns the advantages of the loops."""
+  s = settings_of(algorithm)
+  expected = slow_reference.advantages(algorithm.name, batch, s)
   x = arrays(batch)
   np.testing.assert_allclose(algorithm.advantages(**x), expected, rtol=1e-5, atol=1e-5)
-  np.testing.assert_array_equal(
-    algorithm.loss_mask(**x),
-    slow_reference.loss_mask(algorithm.name, batch, settings_of(algorithm)),
-  )
+  expected_mask = slow_reference.loss_mask(algorithm.name, batch, s)
+  np.testing.assert_array_equal(algorithm.loss_mask(**x), expected_mask)
   return expected
+
+
+def check_all_norm_scopes(name, seed, **options):
+  for i, (norm_scope, sign_guard) in enumerate(itertools.product(NORM_SCOPES, GUARDS)):
+    options |= {"norm_scope": norm_scope, "sign_guard": sign_guard, "h_floor": 0.05}
+    advantages = check_advantages(strong(name, **options), random_batch(seed + i))
+    assert np.abs(advantages).max() > 0.5
 
 
 @pytest.mark.parametrize(("compare", "scope"), COMPARISONS)
 @pytest.mark.parametrize("name", TOKEN_LEVEL)
 def test_token_level_advantages(name, compare, scope):
-  for seed, (norm_scope, sign_guard) in enumerate(itertools.product(NORM_SCOPES, GUARDS)):
-    algorithm = strong(
-      name, compare=compare, scope=scope, norm_scope=norm_scope, sign_guard=sign_guard, h_floor=0.05
-    )
-    assert np.abs(check_advantages(algorithm, random_batch(seed + 11))).max() > 0.5
+  check_all_norm_scopes(name, 11, compare=compare, scope=scope)
 
 
 @pytest.mark.parametrize("mean", ["arithmetic", "geometric"])
 @pytest.mark.parametrize("scope", ["group", "batch"])
 @pytest.mark.parametrize("name", SEQUENCE_LEVEL)
 def test_sequence_level_advantages(name, scope, mean):
-  for seed, (norm_scope, sign_guard) in enumerate(itertools.product(NORM_SCOPES, GUARDS)):
-    algorithm = strong(
-      name, mean=mean, scope=scope, norm_scope=norm_scope, sign_guard=sign_guard, h_floor=0.05
-    )
-    assert np.abs(check_advantages(algorithm, random_batch(seed + 12))).max() > 0.5
+  check_all_norm_scopes(name, 12, scope=scope, mean=mean)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,12 +71,9 @@ def test_no_penalty_is_a_penalty_of_0(name):
   batch = random_batch(17, name)
   without = {key: value for key, value in batch.items() if key != "penalty"}
   got = check_advantages(strong(name), without)
-  np.testing.assert_array_equal(
-    got,
-    slow_reference.advantages(
-      name, {**without, "penalty": np.zeros((7, 5))}, settings_of(strong(name))
-    ),
-  )
+  zero = without | {"penalty": np.zeros((7, 5))}
+  expected = slow_reference.advantages(name, zero, settings_of(strong(name)))
+  np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.35, 0.5, 0.99, 1.0])
@@ -88,23 +85,21 @@ def test_the_forking_mask(share):
 
 
 def test_the_groups_that_a_guide_rescues():
+  """Group 2 is kept for the guide's success; group 3, where only the guide failed, is not."""
   batch = random_batch(19, "dapo_mixed")
   kept = slow_reference.kept_groups("dapo_mixed", batch)
-  assert (
-    2 in kept and not {0, 1, 3} & set(kept) and len(kept) > 2
-  )  # the guide's success alone; the others by its failures alone
+  assert 2 in kept and not {0, 1, 3} & set(kept) and len(kept) > 2
   advantages = check_advantages(make("dapo_mixed"), batch)
   assert np.abs(advantages[2]).max() > 0.5
 
 
 # --- weights, loss, gradient and metrics ---
 
-AVERAGES = ("token", "completion", "group", "constant")
 LOSSES = [(name, {}) for name in NAMES] + [(name, CORRECTIONS) for name in NAMES]
 LOSSES += [
-  (name, {"average": average})
+  (name, {"loss_aggregation": kind})
   for name in ("gtpo", "grpo_s", "dapo_mixed", "dapo_forking")
-  for average in AVERAGES
+  for kind in LOSS_AGGREGATIONS
 ]
 LOSSES += [
   ("grpo_s", {"ratio": "geometric"}),
@@ -114,11 +109,7 @@ LOSSES += [
 ]
 
 
-@pytest.mark.parametrize(
-  ("name", "options"),
-  LOSSES,
-  ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())) or "plain",
-)
+@pytest.mark.parametrize(("name", "options"), LOSSES, ids=option_id)
 def test_loss_gradient_and_metrics(name, options):
   algorithm = strong(name, **options)
   batch = random_batch(25, name)
@@ -129,21 +120,21 @@ def test_loss_gradient_and_metrics(name, options):
   weights = slow_losses.token_weights(mask, s, batch["correct"], batch.get("guided"))
   np.testing.assert_allclose(got["weights"], weights, rtol=1e-6)
 
-  slow = policies | {
+  inputs = policies | {
     "advantages": slow_reference.advantages(name, batch, s),
     "mask": mask,
     "weights": weights,
+    "guided": batch.get("guided"),
   }
-  slow["guided"] = batch.get("guided")
-  expected, metrics = slow_losses.loss(slow, s)
+  expected, metrics = slow_losses.loss(inputs, s)
   np.testing.assert_allclose(got["loss"], expected, rtol=1e-5, atol=1e-6)
   assert got["metrics"].keys() == metrics.keys()
   for key, value in metrics.items():
     np.testing.assert_allclose(got["metrics"][key], value, rtol=1e-5, err_msg=key)
 
   numeric = slow_losses.numeric_gradient(
-    lambda logp: slow_losses.loss(slow | {"logp": logp}, s)[0],
-    policies["logp"],
+    lambda log_probs: slow_losses.loss(inputs | {"log_probs": log_probs}, s)[0],
+    policies["log_probs"],
     list(zip(*np.nonzero(mask), strict=True)),
   )
   np.testing.assert_allclose(got["grad"], numeric, rtol=1e-4, atol=1e-6)
@@ -155,26 +146,25 @@ def test_the_policies_differ_enough_to_clip_both_ways(name):
   batch = random_batch(25, name)
   metrics = step(strong(name), arrays(batch), arrays(random_policies(26, batch["mask"])))["metrics"]
   assert 0 < metrics["clip/low"] < 1 and 0 < metrics["clip/high"] < 1
-  assert name != "dapo_mixed" or "clip/guide" in metrics
+  assert has_guide(name) == ("clip/guide" in metrics)
 
 
-def test_weights_made_from_the_mask_are_the_default():
+def test_weights_default_to_those_of_the_mask():
   batch = arrays(random_batch(27))
   policies = arrays(random_policies(28, batch["mask"]))
   algorithm = make("gtpo")
-  given = step(algorithm, batch, policies)
-  made, _ = algorithm.loss(**policies, advantages=given["advantages"], mask=given["mask"])
-  np.testing.assert_allclose(made, given["loss"], rtol=1e-6)
+  expected = step(algorithm, batch, policies)
+  loss, _ = algorithm.loss(**policies, advantages=expected["advantages"], mask=expected["mask"])
+  np.testing.assert_allclose(loss, expected["loss"], rtol=1e-6)
 
 
-def test_forking_finds_its_tokens_from_the_advantages_too():
-  """`loss` may be given the mask of all tokens: those that are not learned from have an advantage of 0."""
+def test_forking_also_finds_its_tokens_from_the_advantages():
+  """`loss` accepts the mask of all tokens: those outside the loss have an advantage of 0."""
   algorithm = make("dapo_forking")
   batch = arrays(random_batch(29, "dapo_forking"))
   policies = arrays(random_policies(30, batch["mask"]))
-  given = step(algorithm, batch, policies)
-  assert bool((given["advantages"] != 0)[given["mask"]].all())
-  made, _ = algorithm.loss(
-    **policies, advantages=given["advantages"], mask=jnp.asarray(batch["mask"])
-  )
-  np.testing.assert_allclose(made, given["loss"], rtol=1e-6)
+  expected = step(algorithm, batch, policies)
+  advantages = expected["advantages"]
+  assert bool((advantages != 0)[expected["mask"]].all())
+  loss, _ = algorithm.loss(**policies, advantages=advantages, mask=jnp.asarray(batch["mask"]))
+  np.testing.assert_allclose(loss, expected["loss"], rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Hypothesis looks for a batch that some recipe answers with NaN or infinity."""
+"""Hypothesis searches for a batch on which some recipe gives NaN or infinity."""
 
 import hypothesis.extra.numpy as hnp
 import hypothesis.strategies as st
@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from recipe_cases import CORRECTIONS, NAMES, arrays, step, strong
+from recipe_cases import CORRECTIONS, NAMES, arrays, has_guide, option_id, step, strong
 
 from gtpo_jax.algorithms import make
 
@@ -15,6 +15,8 @@ G = 5
 T = 4
 ENTROPIES = np.asarray([0.0, 1e-30, 1e-6, 0.5, 3.0, 12.0], np.float32)
 LOG_RATIOS = np.asarray([0.0, 1e-4, 0.3, -0.3, 1e4, -1e4, 25.0], np.float32)
+OLD_LOG_PROBS = np.asarray([0.0, -1e-6, -2.0, -40.0, -1e4], np.float32)
+PENALTIES = np.asarray([0.0, -0.5, -1.0], np.float32)
 PADDING = np.asarray([0.0, 1e30, -1e30, np.nan, np.inf], np.float32)
 VERDICTS = np.asarray(
   [
@@ -28,37 +30,36 @@ VERDICTS = np.asarray(
   bool,
 )
 
-OTHERS = [
+OPTIONS = [
   ("gtpo", {"compare": "matrix", "scope": "batch", "norm_scope": "group", "sign_guard": True}),
-  ("gtpo_v2", {"compare": "sequence", "norm_scope": "group", "average": "group"}),
+  ("gtpo_v2", {"compare": "sequence", "norm_scope": "group", "loss_aggregation": "group"}),
   ("gtpo_v1_clipped", {"compare": "matrix", "scope": "batch", "kappa": 0.0}),
   ("grpo_s", {"mean": "geometric", "ratio": "geometric", "scope": "batch", "norm_scope": "batch"}),
-  ("grpo_s_v2", {"mean": "geometric", "average": "token"}),
-  ("gspo", {"ratio": "arithmetic", "average": "group"}),
-  ("dapo_mixed", {"average": "completion", "lambda_zero": 0.0}),
-  ("dapo_forking", {"forking_share": 1.0, "average": "constant"}),
+  ("grpo_s_v2", {"mean": "geometric", "loss_aggregation": "token"}),
+  ("gspo", {"ratio": "arithmetic", "loss_aggregation": "group"}),
+  ("dapo_mixed", {"loss_aggregation": "completion", "lambda_zero": 0.0}),
+  ("dapo_forking", {"forking_share": 1.0, "loss_aggregation": "constant"}),
 ]
 
 
-def picked(values, shape):
-  """Arrays of `shape` whose entries are among `values`."""
-  return hnp.arrays(np.int8, shape, elements=st.integers(0, len(values) - 1)).map(
-    lambda i: values[i]
-  )
+def choices(values, shape):
+  """Arrays of `shape` with entries from `values`."""
+  indices = hnp.arrays(np.int8, shape, elements=st.integers(0, len(values) - 1))
+  return indices.map(lambda i: values[i])
 
 
 @st.composite
 def batches(draw, guided):
-  """A batch and its policies; lengths of 0 are completions that do not count, whole groups may have no other."""
+  """A batch and its policies. Completions of length 0 do not count; a group may have only those."""
   lengths = draw(hnp.arrays(np.int8, (N, G), elements=st.sampled_from([0, 1, 1, 2, 3, 4])))
   mask = np.arange(T) < lengths[..., None]
   correct = np.stack([VERDICTS[draw(st.integers(0, len(VERDICTS) - 1))] for _ in range(N)])
   padding = draw(st.sampled_from(PADDING))
-  (wrong, right) = draw(st.sampled_from([(0, 1), (-1, 1), (1, 1), (-1e4, 1e4)]))
+  wrong, right = draw(st.sampled_from([(0, 1), (-1, 1), (1, 1), (-1e4, 1e4)]))
   fill = lambda x: np.where(mask, x, padding).astype(np.float32)
-  penalty = draw(picked(np.asarray([0.0, -0.5, -1.0], np.float32), (N, G)))
+  penalty = draw(choices(PENALTIES, (N, G)))
   batch = {
-    "entropy": fill(draw(picked(ENTROPIES, (N, G, T)))),
+    "entropy": fill(draw(choices(ENTROPIES, (N, G, T)))),
     "mask": mask,
     "correct": correct,
     "reward": np.where(correct, np.float32(right), np.float32(wrong)),
@@ -66,25 +67,23 @@ def batches(draw, guided):
   }
   if guided:
     batch["guided"] = np.broadcast_to(np.arange(G) >= G - 2, (N, G))
-  old = draw(picked(np.asarray([0.0, -1e-6, -2.0, -40.0, -1e4], np.float32), (N, G, T)))
+  old = draw(choices(OLD_LOG_PROBS, (N, G, T)))
   return batch, {
-    "logp": fill(old + draw(picked(LOG_RATIOS, (N, G, T)))),
-    "logp_old": fill(old),
-    "logp_sampler": fill(old - draw(picked(LOG_RATIOS, (N, G, T)))),
-    "logp_reference": fill(0 * old - 1),
+    "log_probs": fill(old + draw(choices(LOG_RATIOS, (N, G, T)))),
+    "log_probs_old": fill(old),
+    "log_probs_sampler": fill(old - draw(choices(LOG_RATIOS, (N, G, T)))),
+    "log_probs_reference": fill(0 * old - 1),
   }
 
 
 @pytest.mark.parametrize(
-  ("name", "options"),
-  [(name, {}) for name in NAMES] + OTHERS,
-  ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())) or "plain",
+  ("name", "options"), [(name, {}) for name in NAMES] + OPTIONS, ids=option_id
 )
 def test_nothing_is_nan_or_infinite(name, options):
   algorithm = strong(name, **CORRECTIONS | options)
 
   @settings(max_examples=15, deadline=None, derandomize=True, database=None)
-  @given(batches(guided=name == "dapo_mixed"))
+  @given(batches(guided=has_guide(name)))
   def check(case):
     batch, policies = case
     got = jax.tree.map(np.asarray, step(algorithm, arrays(batch), arrays(policies)))
@@ -93,12 +92,11 @@ def test_nothing_is_nan_or_infinite(name, options):
     assert not (got["mask"] & ~batch["mask"]).any()
     for per_token in ("advantages", "weights", "grad"):
       assert not got[per_token][~got["mask"]].any()
-    assert all(float(x) < 1e-4 for key, x in got["credit"].items() if key.endswith("residual"))
-    assert all(
-      0 <= float(x) <= 1.00001
-      for key, x in {**got["metrics"], **got["credit"]}.items()
-      if key.startswith(("clip/", "credit/p"))
-    )
+    for key, value in {**got["metrics"], **got["credit"]}.items():
+      if key.endswith("residual"):
+        assert value < 1e-4
+      if key.startswith(("clip/", "credit/p")):  # a share
+        assert 0 <= value <= 1.00001
 
   check()
 
@@ -107,13 +105,12 @@ def test_nothing_is_nan_or_infinite(name, options):
 def test_a_single_token_is_a_batch(name):
   one = np.ones((1, 1, 1), bool)
   batch = {"entropy": np.zeros((1, 1, 1)), "mask": one, "correct": one[0], "reward": one[0] * 1.0}
-  if name == "dapo_mixed":
+  if has_guide(name):
     batch["guided"] = ~one[0]
   x = arrays(batch)
   algorithm = make(name)
   advantages = algorithm.advantages(**x)
   mask = algorithm.loss_mask(**x)
-  loss, _ = algorithm.loss(
-    logp=-x["entropy"], logp_old=-x["entropy"], advantages=advantages, mask=mask
-  )
+  policies = {"log_probs": -x["entropy"], "log_probs_old": -x["entropy"]}
+  loss, _ = algorithm.loss(**policies, advantages=advantages, mask=mask)
   assert float(loss) == 0 and advantages.ravel().tolist() == [0]

@@ -1,19 +1,18 @@
-"""What `make` gives and what it refuses."""
+"""What `make` returns and what it refuses."""
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import RECIPES, make
-from gtpo_jax.algorithms.settings import BOUNDS, Settings
+from gtpo_jax.algorithms.settings import BOUNDS, RENAMED, Settings
 from gtpo_jax.runtime.errors import UserError
 
-EVERYWHERE = {
+COMMON = {
   "eps_low": 0.2,
   "eps_high": 0.28,
-  "average": "token",
+  "loss_aggregation": "token",
   "dual_clip": 0.0,
   "kl_weight": 0.0,
   "tis_cap": 0.0,
@@ -23,62 +22,82 @@ EVERYWHERE = {
   "overlong_filter": False,
   "dynamic_sampling": False,
 }
-TOKENS = {
-  **EVERYWHERE,
+GTPO = {
+  **COMMON,
   "compare": "position",
   "scope": "group",
   "norm_scope": "batch",
   "h_floor": 0.01,
   "sign_guard": False,
 }
-COMPLETIONS = {
-  **EVERYWHERE,
+GRPO_S = {
+  **COMMON,
   "scope": "group",
   "norm_scope": "group",
   "h_floor": 0.01,
   "sign_guard": False,
   "mean": "arithmetic",
   "ratio": "arithmetic",
-  "average": "completion",
+  "loss_aggregation": "completion",
 }
-GRPO = {**EVERYWHERE, "eps_high": 0.2, "average": "completion"}
-DAPO = {**EVERYWHERE, "dynamic_sampling": True}
+GRPO = {**COMMON, "eps_high": 0.2, "loss_aggregation": "completion"}
+DAPO = {**COMMON, "dynamic_sampling": True}
 
+# The settings of every recipe, and the rewards of an incorrect and a correct completion.
 PUBLISHED = {
-  "gtpo": {**TOKENS, "alpha1": 1.0, "alpha2": 0.1},
-  "gtpo_v1": {**TOKENS, "alpha": 0.1},
-  "gtpo_v1_clipped": {**TOKENS, "alpha1": 0.9, "alpha2": 0.1, "kappa": 3.0, "floor": 1.0},
-  "gtpo_v2": {**TOKENS, "alpha": 0.1, "kappa": 0.0},
-  "grpo_s": {**COMPLETIONS, "beta1": 1.0, "beta2": 0.1},
-  "grpo_s_v1": {**COMPLETIONS, "beta": 0.1},
-  "grpo_s_v2": {**COMPLETIONS, "beta": 0.1},
-  "grpo": GRPO,
-  "dapo": DAPO,
-  "dapo_forking": {**DAPO, "forking_share": 0.2},
-  "dr_grpo": {**GRPO, "average": "constant"},
-  "gspo": {**GRPO, "ratio": "geometric", "eps_low": 3e-4, "eps_high": 4e-4},
-  "dapo_mixed": {**DAPO, "guide_completions": 4, "guide_cap": 2.0, "lambda_zero": 0.5},
+  "gtpo": ({**GTPO, "alpha1": 1.0, "alpha2": 0.1}, (0, 1)),
+  "gtpo_v1": ({**GTPO, "alpha": 0.1}, (0, 1)),
+  "gtpo_v1_clipped": ({**GTPO, "alpha1": 0.9, "alpha2": 0.1, "kappa": 3.0, "floor": 1.0}, (0, 1)),
+  "gtpo_v2": ({**GTPO, "alpha": 0.1, "kappa": 0.0}, (0, 1)),
+  "grpo_s": ({**GRPO_S, "beta1": 1.0, "beta2": 0.1}, (0, 1)),
+  "grpo_s_v1": ({**GRPO_S, "beta": 0.1}, (0, 1)),
+  "grpo_s_v2": ({**GRPO_S, "beta": 0.1}, (0, 1)),
+  "grpo": (GRPO, (0, 1)),
+  "dapo": (DAPO, (-1, 1)),
+  "dapo_forking": ({**DAPO, "forking_share": 0.2}, (-1, 1)),
+  "dr_grpo": ({**GRPO, "loss_aggregation": "constant"}, (0, 1)),
+  "gspo": ({**GRPO, "ratio": "geometric", "eps_low": 3e-4, "eps_high": 4e-4}, (0, 1)),
+  "dapo_mixed": ({**DAPO, "guide_completions": 4, "guide_cap": 2.0, "lambda_zero": 0.5}, (-1, 1)),
 }
 
 
-def test_there_are_thirteen_recipes():
-  assert RECIPES.keys() == PUBLISHED.keys() and len(RECIPES) == 13
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", RECIPES)
 def test_published_settings(name):
   algorithm = make(name)
-  given = {
-    key: value for key, value in dataclasses.asdict(algorithm.settings).items() if value is not None
-  }
-  assert given == PUBLISHED[name]
+  settings, rewards = PUBLISHED[name]
+  read = {key: value for key, value in vars(algorithm.settings).items() if value is not None}
+  assert read == algorithm.settings_dict() == settings
   assert algorithm.name == name and algorithm.recipe is RECIPES[name]
+  assert algorithm.recipe.rewards == rewards
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_alpha1_and_alpha2_of_the_clipped_form_sum_to_1(name):
-  s = make(name).settings
-  assert s.floor is None or s.alpha1 + s.alpha2 == 1.0
+@pytest.mark.parametrize("name", RECIPES)
+def test_published_values_are_never_refused(name):
+  """A run records the resolved settings and reads them back through `make`."""
+  published = make(name)
+  assert make(name, **published.settings_dict()) == published
+  for key, value in published.settings_dict().items():
+    assert make(name, **{key: value}) == published, key
+
+
+@pytest.mark.parametrize(
+  ("name", "options"),
+  [
+    ("dapo", {"gamma": 0.9, "length_penalty": "group_relative"}),
+    ("dapo", {"overlong_buffer": 64, "length_penalty": "r_length"}),
+    ("gtpo_v1_clipped", {"alpha1": 0.5, "floor": 0.5}),
+    ("gtpo", {"eps_low": 0.1, "eps_high": 0.1, "compare": "matrix"}),
+  ],
+)
+def test_resolved_settings_make_the_same_algorithm(name, options):
+  algorithm = make(name, **options)
+  assert algorithm.settings_dict() == make(name).settings_dict() | options
+  assert make(name, **algorithm.settings_dict()) == algorithm
+
+
+def test_alpha1_and_alpha2_of_the_clipped_form_sum_to_1():
+  s = make("gtpo_v1_clipped").settings
+  assert s.alpha1 + s.alpha2 == 1.0
 
 
 @pytest.mark.parametrize(
@@ -104,17 +123,13 @@ def test_alpha1_and_alpha2_of_the_clipped_form_sum_to_1(name):
     ("grpo_s", "norm_scope", "sequence", "one of group, batch"),
     ("grpo_s", "mean", "harmonic", "one of arithmetic, geometric"),
     ("grpo_s", "ratio", "token", "one of arithmetic, geometric"),
-    ("dapo", "average", "sequence", "one of token, completion, group, constant"),
+    ("dapo", "loss_aggregation", "sequence", "one of token, completion, group, constant"),
     ("dapo", "length_penalty", "linear", "one of overlong, r_length, group_relative"),
     ("gtpo", "h_floor", 0.0, "at least 1e-30 (its inverse must be a float32) and finite"),
     ("grpo_s", "h_floor", -0.01, "at least 1e-30 (its inverse must be a float32) and finite"),
     ("gtpo", "h_floor", float("nan"), "at least 1e-30 (its inverse must be a float32) and finite"),
-    (
-      "gtpo",
-      "h_floor",
-      float("inf"),
-      "at least 1e-30 (its inverse must be a float32) and finite",
-    ),  # every 1/H would be 0
+    # With an infinite floor every 1/H would be 0.
+    ("gtpo", "h_floor", float("inf"), "at least 1e-30 (its inverse must be a float32) and finite"),
     ("gtpo", "eps_low", 0.0, "in (0, 1)"),
     ("grpo", "eps_low", 1.0, "in (0, 1)"),
     ("dapo", "eps_low", float("nan"), "in (0, 1)"),
@@ -132,7 +147,7 @@ def test_alpha1_and_alpha2_of_the_clipped_form_sum_to_1(name):
     ("dapo", "overlong_buffer", 1.5, "at least 0, in whole tokens"),
     ("dapo_mixed", "guide_completions", 0, "at least 1, a whole number"),
     ("dapo_mixed", "guide_completions", 2.0, "at least 1, a whole number"),
-    ("gtpo", "sign_guard", "no", "True or False"),  # a text is true, whatever it says
+    ("gtpo", "sign_guard", "no", "True or False"),  # any text is true
     ("gtpo", "sign_guard", 2, "True or False"),
     ("gtpo", "sign_guard", 1, "True or False"),
     ("dapo", "dynamic_sampling", "yes", "True or False"),
@@ -164,7 +179,7 @@ def test_a_bad_value_is_refused_with_the_value_and_the_bound(name, setting, valu
     ("dapo_mixed", "guide_completions", 1),
     ("dapo_mixed", "lambda_zero", 0),
     ("dapo", "length_penalty", "group_relative"),
-    ("dapo", "average", "group"),
+    ("dapo", "loss_aggregation", "group"),
     ("gtpo", "sign_guard", True),
   ],
 )
@@ -172,30 +187,29 @@ def test_the_ends_of_the_bounds_are_allowed(name, setting, value):
   assert getattr(make(name, **{setting: value}).settings, setting) == value
 
 
-def test_numbers_of_numpy_are_numbers():
-  assert (
-    make("gtpo", alpha2=np.float32(0.25), overlong_buffer=np.int64(4)).settings.overlong_buffer == 4
-  )
+def test_numpy_numbers_are_accepted():
+  settings = make("gtpo", alpha2=np.float32(0.25), overlong_buffer=np.int64(4)).settings
+  assert (settings.alpha2, settings.overlong_buffer) == (0.25, 4)
 
 
-def test_settings_that_would_not_be_read_are_refused():
+def test_settings_that_would_have_no_effect_are_refused():
   assert make("dapo", gamma=1, length_penalty="group_relative").settings.gamma == 1
-  with pytest.raises(UserError, match="is read by length_penalty = 'group_relative' alone"):
+  with pytest.raises(UserError) as error:
     make("dapo", gamma=0.6)
+  assert str(error.value) == (
+    "algorithm.gamma = 0.6 is only read with length_penalty = 'group_relative'; set that, or leave "
+    "gamma at 0.75"
+  )
   with pytest.raises(UserError, match="needs overlong_buffer"):
     make("dapo", length_penalty="r_length")
 
 
-def test_a_guide_that_the_recipe_does_not_have_is_refused():
-  mask = jnp.ones((1, 2, 3), bool)
-  flags = jnp.asarray([[True, False]])
-  gtpo = make("gtpo")
-  for call in (
-    lambda: gtpo.token_weights(mask, flags, flags),
-    lambda: gtpo.loss_mask(entropy=jnp.ones((1, 2, 3)), mask=mask, correct=flags, guided=flags),
-  ):
-    with pytest.raises(UserError, match="'gtpo' has no guide"):
-      call()
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_earlier_name_is_refused_with_the_current_one(old, new):
+  with pytest.raises(UserError) as error:
+    make("gtpo", **{old: "token"})
+  assert str(error.value) == f"algorithm setting {old!r} is now called {new!r}"
+  assert new in BOUNDS and old not in BOUNDS
 
 
 def test_every_setting_has_a_bound_and_every_recipe_reads_known_settings():
@@ -204,16 +218,15 @@ def test_every_setting_has_a_bound_and_every_recipe_reads_known_settings():
   assert {key for recipe in RECIPES.values() for key in recipe.settings} == names
 
 
-def test_a_clip_range_the_wrong_way_round_is_refused():
-  with pytest.raises(
-    UserError, match=r"^algorithm.eps_low must be in \(0, eps_high\], got 0.3 > 0.28$"
-  ):
+def test_an_inverted_clip_range_is_refused():
+  with pytest.raises(UserError) as error:
     make("gtpo", eps_low=0.3)
+  assert str(error.value) == "algorithm.eps_low must be in (0, eps_high], got 0.3 > 0.28"
   assert make("gtpo", eps_low=0.28).settings.eps_low == 0.28
 
 
 def test_an_empty_range_for_the_shaped_reward_is_refused_with_the_numbers():
-  """[floor, alpha1 + alpha1 / kappa] has members where alpha1 >= floor * kappa / (kappa + 1)."""
+  """[floor, alpha1 + alpha1 / kappa] is empty if alpha1 < floor * kappa / (kappa + 1)."""
   with pytest.raises(UserError) as error:
     make("gtpo_v1_clipped", alpha1=0.7, alpha2=0.3, kappa=3.0)
   assert str(error.value) == (
@@ -221,18 +234,16 @@ def test_an_empty_range_for_the_shaped_reward_is_refused_with_the_numbers():
     "[floor, alpha1 + alpha1/kappa] = [1, 0.9333] is empty"
   )
   assert make("gtpo_v1_clipped", alpha1=0.75, kappa=3.0).settings.alpha1 == 0.75  # [1, 1]
-  assert make("gtpo_v1_clipped", alpha1=0.5, kappa=0.0).settings.kappa == 0.0  # no end
-  assert (
-    make("gtpo_v1_clipped", alpha1=0.5, floor=0.5).settings.floor == 0.5
-  )  # the paper's other floor is never above the end
+  assert make("gtpo_v1_clipped", alpha1=0.5, kappa=0.0).settings.kappa == 0.0  # no upper bound
+  # With the paper's other floor, alpha1, the range is never empty.
+  assert make("gtpo_v1_clipped", alpha1=0.5, floor=0.5).settings.floor == 0.5
   with pytest.raises(UserError, match=r"= 1\.5, got 1\.4.*\[2, 1\.867\]"):
     make("gtpo_v1_clipped", alpha1=1.4, kappa=3.0, floor=2.0)
 
 
 def test_a_buffer_that_the_penalty_does_not_read_is_refused():
-  with pytest.raises(
-    UserError, match="overlong_buffer = 64 is not read by length_penalty = 'group_relative'"
-  ):
+  message = "overlong_buffer = 64 is not read by length_penalty = 'group_relative'; remove one"
+  with pytest.raises(UserError, match=message):
     make("gtpo", length_penalty="group_relative", overlong_buffer=64)
   assert make("gtpo", length_penalty="group_relative").settings.overlong_buffer == 0
   assert make("gtpo", length_penalty="r_length", overlong_buffer=64).settings.overlong_buffer == 64
@@ -252,22 +263,20 @@ def test_a_buffer_that_the_penalty_does_not_read_is_refused():
 def test_an_unknown_algorithm_names_the_nearest(name, nearest):
   with pytest.raises(UserError) as error:
     make(name)
-  assert (
-    str(error.value)
-    == f"unknown algorithm {name!r}, did you mean {nearest!r}?; valid are {', '.join(RECIPES)}"
-  )
+  message = f"unknown algorithm {name!r}, did you mean {nearest!r}?; valid are {', '.join(RECIPES)}"
+  assert str(error.value) == message
 
 
-def test_an_algorithm_like_no_other_is_refused_without_a_guess():
+def test_a_name_close_to_no_algorithm_is_refused_without_a_guess():
   with pytest.raises(UserError, match="unknown algorithm 'xyz'; valid are gtpo, "):
     make("xyz")
 
 
-def test_an_unknown_setting_names_the_nearest_and_those_that_are_read():
-  with pytest.raises(
-    UserError,
-    match=r"^algorithm 'gtpo' has no setting 'alpha_2', did you mean 'alpha2'.; it reads .*eps_low",
-  ):
+def test_an_unknown_setting_names_the_nearest_and_lists_the_valid_ones():
+  message = (
+    r"^algorithm 'gtpo' has no setting 'alpha_2', did you mean 'alpha2'.; it reads .*eps_low"
+  )
+  with pytest.raises(UserError, match=message):
     make("gtpo", alpha_2=0.1)
   with pytest.raises(UserError, match="no setting 'alpha2'"):  # another recipe's
     make("grpo", alpha2=0.1)
@@ -279,16 +288,14 @@ def test_an_unknown_setting_names_the_nearest_and_those_that_are_read():
   ("name", "setting", "published"),
   [("gtpo", "alpha2", 0.1), ("grpo", "eps_low", 0.2), ("gtpo", "scope", "group")],
 )
-def test_none_is_no_value(name, setting, published):
+def test_none_is_refused(name, setting, published):
   with pytest.raises(UserError) as error:
     make(name, **{setting: None})
-  assert (
-    str(error.value)
-    == f"algorithm.{setting} must be given a value, got None; leave it out for the published {published!r}"
-  )
+  message = f"algorithm.{setting} must have a value, got None; omit it for the published "
+  assert str(error.value) == f"{message}{published!r}"
 
 
-def test_an_override_changes_its_setting_alone():
+def test_an_override_changes_only_its_setting():
   changed, published = (
     dataclasses.asdict(make("gtpo", **options).settings) for options in ({"alpha2": 0.4}, {})
   )

@@ -7,6 +7,7 @@ from gtpo_jax.algorithms import relative_entropy as plain_relative_entropy
 from gtpo_jax.algorithms.relative_entropy import COMPARE, effective_participants, inverse_entropy
 
 relative_entropy = jax.jit(plain_relative_entropy, static_argnums=2)
+AXES = sorted(set(COMPARE.values()))
 
 # One prompt, three completions of lengths 3, 2, 2.
 ENTROPY = np.array([[[1.0, 4.0, 2.0], [3.0, 0.0, 9.0], [2.0, 2.0, 9.0]]], np.float32)
@@ -41,23 +42,21 @@ def test_the_batch_scope_compares_across_prompts_by_hand():
   assert share("position", "group") == [[[1.0, 1.0]], [[1.0, 0.0]]]
   assert share("position", "batch") == [[[0.5, 1.0]], [[1.5, 0.0]]]
   assert share("matrix", "batch") == [[[0.5, 1.0]], [[1.5, 0.0]]]
-  np.testing.assert_allclose(
-    share("sequence", "batch"), [[[2 / 3, 4 / 3]], [[1.0, 0.0]]], rtol=1e-6
-  )
+  expected = [[[2 / 3, 4 / 3]], [[1.0, 0.0]]]
+  np.testing.assert_allclose(share("sequence", "batch"), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("axes", sorted(set(COMPARE.values())))
+@pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize("seed", range(3))
-def test_every_set_sums_to_its_size(axes, seed):
+def test_the_shares_of_every_set_sum_to_its_size(axes, seed):
   x, mask = random_case(seed)
   share = np.asarray(relative_entropy(jnp.asarray(x), jnp.asarray(mask), axes), np.float64)
   np.testing.assert_allclose(share.sum(axes), mask.sum(axes), atol=1e-5)
 
 
 def test_a_set_without_any_entropy_shares_equally():
-  share = relative_entropy(
-    jnp.zeros((1, 3, 2)), jnp.asarray([[[True, True], [True, False], [True, False]]]), (1,)
-  )
+  mask = jnp.asarray([[[True, True], [True, False], [True, False]]])
+  share = relative_entropy(jnp.zeros((1, 3, 2)), mask, (1,))
   assert share.tolist() == [[[1.0, 1.0], [1.0, 0.0], [1.0, 0.0]]]
 
 
@@ -66,8 +65,8 @@ def test_an_empty_set_is_all_zero():
   assert share.tolist() == np.zeros((2, 2, 3)).tolist()
 
 
-@pytest.mark.parametrize("axes", sorted(set(COMPARE.values())))
-def test_what_is_masked_plays_no_part(axes):
+@pytest.mark.parametrize("axes", AXES)
+def test_masked_entries_have_no_effect(axes):
   x, mask = random_case(5)
   clean = np.where(mask, x, 0)
   broken = np.where(mask, x, np.nan)
@@ -88,14 +87,12 @@ def test_inverse_entropy_stops_at_the_floor():
 
 
 def test_effective_participants_by_hand():
-  all_alive = jnp.ones((1, 4, 1), bool)
   column = lambda *values: jnp.asarray(values).reshape(1, 4, 1)
-  assert float(effective_participants(column(1.0, 1.0, 1.0, 1.0), all_alive, (1,))) == 1.0
-  assert float(effective_participants(column(4.0, 0.0, 0.0, 0.0), all_alive, (1,))) == 0.25
-  np.testing.assert_allclose(
-    effective_participants(column(3.0, 1.0, 0.0, 0.0), all_alive, (1,)), 16 / 10 / 4, rtol=1e-6
-  )
-  some = column(True, True, False, False)
-  np.testing.assert_allclose(
-    effective_participants(column(3.0, 1.0, 9.0, np.nan), some, (1,)), 16 / 10 / 2, rtol=1e-6
-  )
+  everyone = column(True, True, True, True)
+  participants = lambda share, mask: float(effective_participants(share, mask, (1,)))
+  assert participants(column(1.0, 1.0, 1.0, 1.0), everyone) == 1.0
+  assert participants(column(4.0, 0.0, 0.0, 0.0), everyone) == 0.25
+  uneven = participants(column(3.0, 1.0, 0.0, 0.0), everyone)
+  np.testing.assert_allclose(uneven, 16 / 10 / 4, rtol=1e-6)
+  two = participants(column(3.0, 1.0, 9.0, np.nan), column(True, True, False, False))
+  np.testing.assert_allclose(two, 16 / 10 / 2, rtol=1e-6)

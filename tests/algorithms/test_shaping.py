@@ -3,62 +3,65 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtpo_jax.algorithms import shaping
+from gtpo_jax.algorithms import make, shaping
 from gtpo_jax.algorithms.relative_entropy import COMPARE
-from gtpo_jax.algorithms.shaping import EntropyBonus, Signals
+from gtpo_jax.algorithms.shaping import EntropyWeights
+from gtpo_jax.algorithms.units import Units, completion_entropy
 
-entropy_credit = jax.jit(shaping.entropy_credit, static_argnames="credit")
-completion_entropy = jax.jit(shaping.completion_entropy, static_argnums=2)
+shape_by_entropy = jax.jit(shaping.shape_by_entropy, static_argnames="weights")
 
 
-def credit(
-  right=(1.0, 0.3),
-  wrong=(1.0, 0.3),
+def weights(
+  plus=(1.0, 0.3),
+  minus=(1.0, 0.3),
   compare="position",
   scope="group",
   h_floor=0.01,
   clip=(0.0, float("inf")),
 ):
-  return EntropyBonus(right, wrong, COMPARE[compare, scope], h_floor, clip)
+  return EntropyWeights(plus, minus, COMPARE[compare, scope], h_floor, clip)
 
 
-def signals(entropy, mask, correct):
+def make_units(entropy, mask, correct):
   correct = jnp.asarray(correct)[..., None]
-  nothing = jnp.zeros(correct.shape)
-  return Signals(jnp.asarray(entropy, jnp.float32), jnp.asarray(mask), correct, nothing, nothing)
+  zeros = jnp.zeros(correct.shape)
+  return Units(jnp.asarray(entropy, jnp.float32), jnp.asarray(mask), correct, zeros, zeros)
 
 
-# Two right completions, two wrong ones, of lengths 2, 1, 2, 1.
-HAND = signals(
+# Two correct completions, two incorrect ones, of lengths 2, 1, 2, 1.
+HAND = make_units(
   [[[1.0, 2.0], [3.0, 7.0], [0.5, 0.25], [0.25, 7.0]]],
   [[[True, True], [True, False], [True, True], [True, False]]],
   [[True, True, False, False]],
 )
 
 
-def test_credit_by_hand():
-  shaped = entropy_credit(HAND, credit=credit())
-  # Right, step 1: H = 1, 3, mean 2, shares 1/2, 3/2; step 2: alone. Wrong, step 1: 1/H = 2, 4, mean 3, shares 2/3, 4/3; step 2: alone.
+def test_shaped_rewards_by_hand():
+  """At step 1 the shares are H / 2 = 1/2, 3/2 on O+ and (1/H) / 3 = 2/3, 4/3 on O-.
+
+  At step 2 each side has one token, with a share of 1.
+  """
+  shaped = shape_by_entropy(HAND, weights=weights())
   np.testing.assert_allclose(shaped.plus, [[[1.15, 1.3], [1.45, 0], [0, 0], [0, 0]]], rtol=1e-6)
   np.testing.assert_allclose(shaped.minus, [[[0, 0], [0, 0], [-1.2, -1.3], [-1.4, 0]]], rtol=1e-6)
 
 
-def test_the_floor_bounds_the_penalty_of_a_certain_token():
-  x = signals([[[0.0], [1.0]]], [[[True], [True]]], [[False, False]])
-  shaped = entropy_credit(x, credit=credit(wrong=(0.0, 1.0), h_floor=0.5))
+def test_the_floor_bounds_the_charge_of_a_certain_token():
+  x = make_units([[[0.0], [1.0]]], [[[True], [True]]], [[False, False]])
+  shaped = shape_by_entropy(x, weights=weights(minus=(0.0, 1.0), h_floor=0.5))
   np.testing.assert_allclose(shaped.minus, [[[-4 / 3], [-2 / 3]]], rtol=1e-6)  # 1/H = 2, 1
   assert not shaped.plus.any()
 
 
-def test_what_the_right_earn_is_held_within_the_clip():
-  shaped = entropy_credit(HAND, credit=credit(clip=(1.2, 1.4)))  # of 1.15, 1.3, 1.45
+def test_the_clip_bounds_only_the_reward_of_correct_units():
+  shaped = shape_by_entropy(HAND, weights=weights(clip=(1.2, 1.4)))  # of 1.15, 1.3, 1.45
   np.testing.assert_allclose(shaped.plus, [[[1.2, 1.3], [1.4, 0], [0, 0], [0, 0]]], rtol=1e-6)
   np.testing.assert_allclose(shaped.minus, [[[0, 0], [0, 0], [-1.2, -1.3], [-1.4, 0]]], rtol=1e-6)
 
 
-def test_the_length_penalty_comes_on_top_of_the_clip_on_both_sides():
+def test_the_length_penalty_is_added_after_the_clip_on_both_sides():
   x = HAND._replace(penalty=jnp.asarray([[[-0.5], [0.0], [0.0], [-0.25]]]))
-  shaped = entropy_credit(x, credit=credit(wrong=(0.0, 0.0), clip=(1.2, 1.4)))
+  shaped = shape_by_entropy(x, weights=weights(minus=(0.0, 0.0), clip=(1.2, 1.4)))
   np.testing.assert_allclose(shaped.plus, [[[0.7, 0.8], [1.4, 0], [0, 0], [0, 0]]], rtol=1e-6)
   np.testing.assert_allclose(shaped.minus, [[[0, 0], [0, 0], [0, 0], [-0.25, 0]]], rtol=1e-6)
 
@@ -68,20 +71,19 @@ def test_the_plain_reward_by_hand():
     reward=jnp.asarray([[[1.0], [1.0], [-1.0], [-1.0]]]),
     penalty=jnp.asarray([[[-0.5], [0.0], [0.0], [-0.25]]]),
   )
-  shaped = jax.jit(shaping.plain_reward)(x)
+  shaped, metrics = shaping.plain_reward(x, make("grpo").settings)
   np.testing.assert_array_equal(shaped.plus, [[[0.5, 0.5], [1, 0], [0, 0], [0, 0]]])
   np.testing.assert_array_equal(shaped.minus, [[[0, 0], [0, 0], [-1, -1], [-1.25, 0]]])
+  assert metrics == {}
 
 
-def test_right_and_wrong_are_never_compared_with_each_other():
-  everywhere = credit(compare="matrix", scope="batch")
-  before = entropy_credit(HAND, credit=everywhere)
-  right = jnp.asarray(HAND.correct)
-  other_wrong = entropy_credit(
-    HAND._replace(entropy=jnp.where(right, HAND.entropy, HAND.entropy**2 + 1)), credit=everywhere
-  )
-  np.testing.assert_array_equal(other_wrong.plus, before.plus)
-  assert np.abs(other_wrong.minus - before.minus).max() > 0.01
+def test_correct_and_incorrect_are_never_compared():
+  everywhere = weights(compare="matrix", scope="batch")
+  before = shape_by_entropy(HAND, weights=everywhere)
+  changed = jnp.where(HAND.correct, HAND.entropy, HAND.entropy**2 + 1)
+  after = shape_by_entropy(HAND._replace(entropy=changed), weights=everywhere)
+  np.testing.assert_array_equal(after.plus, before.plus)
+  assert np.abs(after.minus - before.minus).max() > 0.01
 
 
 @pytest.mark.parametrize("compare", ["position", "sequence", "matrix"])
@@ -90,25 +92,19 @@ def test_credit_is_conserved(compare, scope):
   rng = np.random.default_rng(3)
   mask = np.arange(6) < rng.integers(1, 7, (3, 5))[..., None]
   correct = rng.random((3, 5)) < 0.5
-  x = signals(rng.gamma(0.5, 1.0, mask.shape), mask, correct)
-  shaped = entropy_credit(x, credit=credit((0.9, 0.4), (0.2, 0.7), compare, scope))
-  np.testing.assert_allclose(shaped.plus.sum(), 1.3 * (mask & correct[..., None]).sum(), rtol=1e-5)
-  np.testing.assert_allclose(
-    shaped.minus.sum(), -0.9 * (mask & ~correct[..., None]).sum(), rtol=1e-5
-  )
+  x = make_units(rng.gamma(0.5, 1.0, mask.shape), mask, correct)
+  shaped = shape_by_entropy(x, weights=weights((0.9, 0.4), (0.2, 0.7), compare, scope))
+  np.testing.assert_allclose(shaped.plus.sum(), 1.3 * x.plus.sum(), rtol=1e-5)
+  np.testing.assert_allclose(shaped.minus.sum(), -0.9 * x.minus.sum(), rtol=1e-5)
 
 
 def test_completion_entropy_by_hand():
   entropy = jnp.asarray([[[1.0, 4.0, jnp.nan], [2.0, 2.0, 8.0], [0.0, 1.0, jnp.nan]]])
   mask = jnp.asarray([[[True, True, False], [True, True, True], [True, True, False]]])
-  np.testing.assert_allclose(
-    completion_entropy(entropy, mask, "arithmetic", 0.01), [[[2.5], [4.0], [0.5]]], rtol=1e-6
-  )
-  np.testing.assert_allclose(
-    completion_entropy(entropy, mask, "geometric", 0.01),
-    [[[2.0], [32 ** (1 / 3)], [0.1]]],
-    rtol=1e-5,
-  )
+  arithmetic = completion_entropy(entropy, mask, "arithmetic", 0.01)
+  geometric = completion_entropy(entropy, mask, "geometric", 0.01)
+  np.testing.assert_allclose(arithmetic, [[[2.5], [4.0], [0.5]]], rtol=1e-6)
+  np.testing.assert_allclose(geometric, [[[2.0], [32 ** (1 / 3)], [0.1]]], rtol=1e-5)
 
 
 def test_the_arithmetic_mean_is_at_least_the_geometric():

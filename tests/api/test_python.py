@@ -1,4 +1,4 @@
-"""gtpo_jax from a Python program or a notebook: `train` and `steps` with a function and dicts, and what is left when one leaves early."""
+"""gtpo_jax from Python: `train` and `steps`, with functions and dicts, and early exits."""
 
 import gzip
 import importlib.util
@@ -16,7 +16,7 @@ import pytest
 
 import gtpo_jax
 from gtpo_jax import models
-from gtpo_jax.api.inputs import take
+from gtpo_jax.api.inputs import resolve_inputs
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.checkpoint.workdir import claim, load_config
 from gtpo_jax.config import default_config, freeze
@@ -211,11 +211,13 @@ def test_the_command_line_on_a_run_of_a_program(tmp_path):
   from gtpo_jax.cli import main
 
   workdir = tmp_path / "run"
-  given = take({**SHAPE, "steps": 1, "eval": {**SHAPE["eval"], "problems": 1}}, even, ROWS)
+  given = resolve_inputs(
+    {**SHAPE, "steps": 1, "eval": {**SHAPE["eval"], "problems": 1}}, even, ROWS
+  )
   gtpo_jax.train(given.config, workdir, QUIET, lambda: True, reward=even, data=ROWS)
   assert main(["sample", f"--model={workdir}", "--prompt=2+3:", "--step=0"]) == 0
   with pytest.raises(
-    UserError, match=r"'records:\w+:held_out' was handed over by a Python program and is in no file"
+    UserError, match=r"'records:\w+:held_out' was passed by a Python program and is not in a file"
   ):
     from gtpo_jax.rollout.problems import held_out_problems
     from gtpo_jax.rollout.worker import RolloutWorker
@@ -224,7 +226,7 @@ def test_the_command_line_on_a_run_of_a_program(tmp_path):
 
 
 def test_a_window_of_steps_is_traced(tmp_path):
-  """What Perfetto opens has the steps of the window and their phases; XProf's own file lies beside it."""
+  """The Perfetto file has the window's steps and phases; XProf's own file is beside it."""
   config = {**SHAPE, "profile": {"steps": "2:3"}}
   gtpo_jax.train(config, tmp_path / "run", QUIET, reward=even, data=ROWS)
   (folder,) = (tmp_path / "run" / "profile" / "plugins" / "profile").iterdir()
@@ -282,14 +284,11 @@ def test_a_graded_reward():
       {"reward": lambda completions: 1},
       "must take (prompts, completions, answers, extras): too many positional arguments",
     ),
-    (
-      {"data": "train.jsonl"},
-      "data must be a list of dicts, got str 'train.jsonl'; a file is named in the config's data.train",
-    ),
+    ({"data": "train.jsonl"}, "data must be a list of dicts, got str 'train.jsonl'; "),
     ({"data": {"prompt": "1", "answer": "1"}}, "data must be a list of dicts, got dict"),
     ({"data": 5}, "data must be a list of dicts, got int '5'"),
-    ({"data": []}, "'data' holds no problem (0 rows)"),
-    ({"data": ROWS[:1] * 3}, "data holds 1 problem, of which none can be held out"),
+    ({"data": []}, "'data' contains no problem (0 rows)"),
+    ({"data": ROWS[:1] * 3}, "data holds 1 problem, so none can be held out"),
     (
       {"data": [*ROWS, "1+1"]},
       "data[36]: holds str, not a dict (1 malformed row(s), data.bad_rows = 0 allowed)",
@@ -303,7 +302,7 @@ def test_a_graded_reward():
     ),
     (
       {"data": [*ROWS, {"prompt": "1", "answer": "2", "kind": "poem"}]},
-      "kind 'poem', for which there is no verifier",
+      "kind 'poem', which has no verifier",
     ),
     ({"config": {"stepz": 3}}, "unknown config key 'stepz', did you mean 'steps'?"),
     ({"config": {"log": {"wandb": "x"}}}, "log.wandb = 'x' needs the wandb library"),
@@ -329,7 +328,7 @@ def test_what_cannot_be_used_is_one_line(given, message, monkeypatch):
 
 def test_malformed_rows_may_be_skipped_and_duplicates_are_dropped():
   rows = [*ROWS[:20], *ROWS[:5], {"prompt": "no answer"}]
-  given = take({**SHAPE, "data": {"bad_rows": 1}}, even, rows)
+  given = resolve_inputs({**SHAPE, "data": {"bad_rows": 1}}, even, rows)
   train = given.records[given.config.data.train]
   held_out = given.records[given.config.data.eval]
   assert (
@@ -342,29 +341,37 @@ def test_malformed_rows_may_be_skipped_and_duplicates_are_dropped():
   assert not {p.messages[0]["content"] for p in train.problems} & {
     p.messages[0]["content"] for p in held_out.problems
   }
-  again = take({**SHAPE, "data": {"bad_rows": 1}}, even, list(rows))
+  again = resolve_inputs({**SHAPE, "data": {"bad_rows": 1}}, even, list(rows))
   assert (
     again.config == given.config
     and again.records[given.config.data.eval].problems == held_out.problems
   )
-  assert take(SHAPE, even, ROWS[1:]).config.data.train != take(SHAPE, even, ROWS).config.data.train
-  own = take(SHAPE, None, ROWS[:10], ROWS[10:])
+  assert (
+    resolve_inputs(SHAPE, even, ROWS[1:]).config.data.train
+    != resolve_inputs(SHAPE, even, ROWS).config.data.train
+  )
+  own = resolve_inputs(SHAPE, None, ROWS[:10], ROWS[10:])
   assert (
     len(own.records[own.config.data.train].problems) == 10
     and len(own.records[own.config.data.eval].problems) == 26
   )
 
 
-def test_a_config_of_any_kind_is_taken():
+def test_a_config_of_any_kind_is_accepted():
   with pytest.raises(
     UserError,
-    match=r"config must be a config or nested dicts, got 'configs/tiny.py'; read a file with gtpo_jax",
+    match=r"config must be a config or nested dicts, got 'configs/tiny.py'; read a file with ",
   ):
-    take("configs/tiny.py")
+    resolve_inputs("configs/tiny.py")
   config = default_config()
   config.steps = 7
   frozen = freeze(config)
-  assert take(config).config == take(frozen).config == take({"steps": 7}).config == frozen
+  assert (
+    resolve_inputs(config).config
+    == resolve_inputs(frozen).config
+    == resolve_inputs({"steps": 7}).config
+    == frozen
+  )
 
 
 LIGHT = """
@@ -378,7 +385,8 @@ else: raise SystemExit(3)
 from gtpo_jax import train
 import gtpo_jax.loop as module, inspect, jax
 assert train is module.train is gtpo_jax.train and "reward" in inspect.signature(train).parameters
-assert type(train).__name__ == "function" and gtpo_jax.models.save and gtpo_jax.default_config().steps
+assert type(train).__name__ == "function"
+assert gtpo_jax.models.save and gtpo_jax.default_config().steps
 print(jax.config.jax_compilation_cache_dir)
 """
 

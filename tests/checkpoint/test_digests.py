@@ -1,4 +1,4 @@
-"""Digests of arrays: the same on every mesh, another after any change of one element."""
+"""Digests of arrays: equal on every mesh, different after any change of one element."""
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from gtpo_jax.checkpoint.digests import digest_file, digest_leaves, digest_tree
 from gtpo_jax.runtime.mesh import make_mesh, named_sharding
 
 
-def slow(x, salt):
-  """The sum that a digest holds, with Python's own whole numbers."""
+def slow_sum(x, salt):
+  """One of the two sums of a digest, with Python integers."""
 
   def mix(h):
     h = (h ^ (h >> 16)) * 0x85EBCA6B % 2**32
@@ -29,7 +29,7 @@ def test_against_a_slow_loop(dtype):
   x = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(dtype)
   name = np.dtype(dtype).name
   assert digest_leaves({"a": x}) == {
-    "['a']": f"{name}[3, 4, 5]:{slow(x, 0x9E3779B9):08x}{slow(x, 0x85EBCA77):08x}"
+    "['a']": f"{name}[3, 4, 5]:{slow_sum(x, 0x9E3779B9):08x}{slow_sum(x, 0x85EBCA77):08x}"
   }
 
 
@@ -40,27 +40,27 @@ def test_known_values():
   }
 
 
-def test_the_mesh_does_not_show():
+def test_digests_do_not_depend_on_the_mesh():
   x = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
-  found = {
+  digests = {
     digest_tree({"a": jax.device_put(x, named_sharding(make_mesh(*sizes), *axes))})
     for sizes in ((8, 1, 1), (1, 8, 1), (2, 2, 2))
     for axes in (("batch", "heads"), ("embed", None), (None, "vocab"), ())
   }
-  assert found == {digest_tree({"a": x})}
+  assert digests == {digest_tree({"a": x})}
 
 
-def test_every_flipped_bit_shows():
+def test_every_flipped_bit_changes_the_digest():
   x = np.random.default_rng(2).normal(size=(5, 3)).astype(np.float32)
-  found = {digest_tree([x])}
+  digests = {digest_tree([x])}
   for bit in range(x.size * 32):
     bits = x.view(np.uint32).copy().ravel()
     bits[bit // 32] ^= np.uint32(1 << bit % 32)
-    found.add(digest_tree([bits.view(np.float32).reshape(5, 3)]))
-  assert len(found) == 1 + x.size * 32
+    digests.add(digest_tree([bits.view(np.float32).reshape(5, 3)]))
+  assert len(digests) == 1 + x.size * 32
 
 
-def test_order_shape_type_and_name_show():
+def test_order_shape_type_and_name_change_the_digest():
   x = np.arange(6, dtype=np.float32)
   trees = [
     [x],
@@ -75,7 +75,7 @@ def test_order_shape_type_and_name_show():
   assert len({digest_tree(tree) for tree in trees}) == len(trees)
 
 
-def test_files_are_read_whole_up_to_a_size(tmp_path, monkeypatch):
+def test_large_files_are_identified_by_their_size(tmp_path, monkeypatch):
   from etils import epath
 
   from gtpo_jax.checkpoint import digests
@@ -83,5 +83,5 @@ def test_files_are_read_whole_up_to_a_size(tmp_path, monkeypatch):
   file = epath.Path(tmp_path / "a")
   file.write_bytes(b"abc")
   assert digest_file(file) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-  monkeypatch.setattr(digests, "WHOLE_FILE", 2)
+  monkeypatch.setattr(digests, "MAX_HASHED_BYTES", 2)
   assert digest_file(file) == "3 bytes"

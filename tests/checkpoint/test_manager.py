@@ -1,4 +1,4 @@
-"""Checkpoints under every damage that a disk can do: found, set aside, and the one before is read."""
+"""Saving and restoring checkpoints, and every kind of damage that a disk can cause."""
 
 import dataclasses
 import os
@@ -9,15 +9,24 @@ import numpy as np
 import pytest
 from etils import epath
 
-from gtpo_jax.checkpoint.integrity import NAME, Damaged, check_seal, write_seal
-from gtpo_jax.checkpoint.manager import Checkpoints, open_run, run_params
+from gtpo_jax.checkpoint.integrity import (
+  RECORD_FILE,
+  CorruptCheckpoint,
+  check_integrity,
+  write_integrity_record,
+)
+from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.checkpoint.reader import read_checkpoint
+from gtpo_jax.checkpoint.runs import open_run, run_params
+from gtpo_jax.models.params import init_params
 from gtpo_jax.models.presets import PRESETS
-from gtpo_jax.models.qwen2 import Qwen2, init_params
+from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.runtime.errors import RunError, UserError
 from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 
-# A read or save that fails in one array leaves Orbax's coroutines for the others behind; they complain of their closed event loop.
+# If reading or saving one array fails, Orbax abandons the coroutines of the other arrays. They then
+# complain that their event loop is closed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 SHAPE = dataclasses.replace(
@@ -57,7 +66,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def saved(model, tmp_path_factory):
-  """A folder with the steps 3 and 5."""
+  """A folder with checkpoints of steps 3 and 5."""
   folder = tmp_path_factory.mktemp("saved") / "checkpoints"
   checkpoints = Checkpoints(folder, keep=3)
   for step in (3, 5):
@@ -72,15 +81,16 @@ def copy(saved, tmp_path):
   return tmp_path / "checkpoints"
 
 
-def assert_is_step(found, model, step):
-  jax.tree.map(np.testing.assert_array_equal, found.state, state_of(model, step))
-  assert found.facts == {"guide": "a digest"} and found.leftovers.keys() == LEFTOVERS.keys()
+def assert_is_step(restored, model, step):
+  jax.tree.map(np.testing.assert_array_equal, restored.state, state_of(model, step))
+  assert restored.metadata == {"guide": "a digest"}
+  assert restored.leftovers.keys() == LEFTOVERS.keys()
   for name, x in LEFTOVERS.items():
-    np.testing.assert_array_equal(found.leftovers[name], x)
-    assert found.leftovers[name].dtype == x.dtype
+    np.testing.assert_array_equal(restored.leftovers[name], x)
+    assert restored.leftovers[name].dtype == x.dtype
 
 
-def test_all_of_it_comes_back(saved, model):
+def test_restores_everything_that_was_saved(saved, model):
   before = contents(saved)
   assert_is_step(Checkpoints(saved).restore(model, OPTIMIZER), model, 5)
   assert contents(saved) == before
@@ -102,7 +112,7 @@ def flip(file, at=None):
 
 
 def test_every_file_truncated_deleted_and_flipped(copy):
-  """Each of them is noticed without a byte being given to Orbax, and mended it is good again."""
+  """Damage is found before Orbax reads anything; the repaired checkpoint is valid again."""
   folder = copy / "5"
   files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
   assert {"seal", "commit_success.txt", "params/_METADATA", "rest/manifest.ocdbt"} <= {
@@ -120,12 +130,12 @@ def test_every_file_truncated_deleted_and_flipped(copy):
       *(lambda file, bit=bit: flip(file, bit) for bit in bits),
     ]:
       damage(file)
-      with pytest.raises(Damaged, match=r"is missing|is not what was written|has no seal"):
-        check_seal(epath.Path(folder), ITEMS)
+      with pytest.raises(CorruptCheckpoint, match=r"is missing|differs from what was written"):
+        check_integrity(epath.Path(folder), ITEMS)
       file.write_bytes(good)
     flips += len(bits)
   assert flips >= 100
-  check_seal(epath.Path(folder), ITEMS)
+  check_integrity(epath.Path(folder), ITEMS)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +149,7 @@ def test_every_file_truncated_deleted_and_flipped(copy):
   ],
   ids=lambda value: getattr(value, "__name__", value),
 )
-def test_the_step_before_is_used_and_nothing_else_is_touched(copy, model, damage, name):
+def test_a_damaged_step_is_renamed_and_the_one_before_restored(copy, model, damage, name):
   damage(copy / "5" / name)
   before = contents(copy)
   said = []
@@ -148,7 +158,7 @@ def test_the_step_before_is_used_and_nothing_else_is_touched(copy, model, damage
     len(said) == 1
     and "the checkpoint of step 5 is damaged" in said[0]
     and name in said[0]
-    and "step 3 is read instead" in said[0]
+    and "trying step 3 instead" in said[0]
   )
   assert contents(copy) == {
     key.replace("5/", "5.damaged/", 1) if key.startswith("5/") else key: value
@@ -156,11 +166,14 @@ def test_the_step_before_is_used_and_nothing_else_is_touched(copy, model, damage
   }
 
 
-def test_flipped_bits_of_the_arrays_are_found_by_their_values(copy, model):
-  """Large files are not read twice: what they hold is known by its digest alone. 48 flips, under a seal that fits the damaged files."""
+def test_digests_find_flipped_bits_in_array_files(copy):
+  """Large files are not hashed: only the digests of their arrays protect them.
+
+  48 flips, each with a record that matches the damaged files.
+  """
   folder = copy / "5"
-  found = 0
-  seal = check_seal(epath.Path(folder), ITEMS)
+  detected = 0
+  record = check_integrity(epath.Path(folder), ITEMS)
   payload = [
     max((folder / item / "ocdbt.process_0" / "d").iterdir(), key=lambda file: file.stat().st_size)
     for item in ITEMS[:2]
@@ -171,81 +184,82 @@ def test_flipped_bits_of_the_arrays_are_found_by_their_values(copy, model):
     size = file.stat().st_size * 8
     for i in range(24):
       flip(file, (i * size) // 24 + i % 8)
-      write_seal(epath.Path(folder), seal["leaves"], seal["facts"])
-      checkpoints = Checkpoints(copy)
+      write_integrity_record(epath.Path(folder), record.leaves, record.metadata)
       try:
-        checkpoints._read(5, {"params": None, "rest": None, "leftovers": None})
-        harmless += 1  # a byte that stands for nothing: what is read is what was saved
-      except Damaged:
-        found += 1
+        read_checkpoint(epath.Path(folder), dict.fromkeys(ITEMS))
+        harmless += 1  # an unused byte: the arrays are what was saved
+      except CorruptCheckpoint:
+        detected += 1
       file.write_bytes(good)
-  assert found + harmless == 48 and found >= 40, (found, harmless)
+  assert detected + harmless == 48 and detected >= 40, (detected, harmless)
 
 
 @pytest.mark.parametrize("item", ITEMS[:2])
-def test_sound_files_with_other_values_are_found(copy, model, item):
-  """What no checksum of a file format sees: the item of another step, under a seal that fits its files."""
+def test_digests_find_valid_files_with_other_values(copy, model, item):
+  """The item of another step, with a record that matches its files: no file checksum sees it."""
   folder = copy / "5"
-  seal = check_seal(epath.Path(folder), ITEMS)
+  record = check_integrity(epath.Path(folder), ITEMS)
   shutil.rmtree(folder / item)
   shutil.copytree(copy / "3" / item, folder / item)
-  write_seal(epath.Path(folder), seal["leaves"], seal["facts"])
+  write_integrity_record(epath.Path(folder), record.leaves, record.metadata)
   said = []
   assert_is_step(Checkpoints(copy, keep=3).restore(model, OPTIMIZER, said.append), model, 3)
-  assert len(said) == 1 and item in said[0] and "is not what was saved" in said[0]
+  assert len(said) == 1 and item in said[0] and "differs from what was saved" in said[0]
 
 
-def test_damage_upon_damage(copy, model):
+def test_several_damaged_checkpoints(copy, model):
   flip(copy / "5" / "params" / "_METADATA")
   shutil.copytree(copy / "5", copy / "5.damaged")
-  delete(copy / "3" / NAME)
+  delete(copy / "3" / RECORD_FILE)
   said = []
   assert Checkpoints(copy, keep=3).restore(model, OPTIMIZER, said.append) is None
-  assert [line.split(";")[-1] for line in said][1].endswith("and there is none before it")
+  assert said[1].endswith("; there is none before it")
   assert sorted(entry.name for entry in copy.iterdir()) == ["3.damaged", "5.damaged", "5.damaged.2"]
 
 
-def test_a_run_goes_on_from_the_step_before(copy, model):
+def test_a_damaged_step_can_be_saved_again(copy, model):
   flip(copy / "5" / "rest" / "_METADATA")
   checkpoints = Checkpoints(copy, keep=3)
   state = checkpoints.restore(model, OPTIMIZER, lambda line: None).state
+  damaged = contents(copy / "5.damaged")
   checkpoints.save(state.replace(step=state.step + 2), LEFTOVERS)
   checkpoints.close()
-  assert Checkpoints(copy).steps() == [3, 5]
+  assert Checkpoints(copy).steps() == [3, 5] and contents(copy / "5.damaged") == damaged
+  restored = Checkpoints(copy).restore(model, OPTIMIZER, pytest.fail)
+  assert restored.state.step == 5 and restored.metadata == {}
 
 
-def test_a_reader_tells_and_leaves_the_folder_alone(copy, model):
+def test_a_reader_reports_damage_and_changes_nothing(copy, model):
   flip(copy / "5" / "params" / "_METADATA")
   before = contents(copy)
   with pytest.raises(
     RunError,
-    match=r"step 5 in .* is damaged \(params/_METADATA is not what was written\); step 3 is before it",
+    match=r"step 5 in .* is damaged \(params/_METADATA differs from what was written\); "
+    r"the one before is step 3",
   ):
     run_params(copy.parent, model)
   jax.tree.map(
     np.testing.assert_array_equal, run_params(copy.parent, model, 3)[0], state_of(model, 3).params
   )
-  flip(copy / "5" / "rest" / "_METADATA")  # which is none of a sampler's business
+  flip(copy / "5" / "rest" / "_METADATA")  # not read for the parameters
   flip(copy / "5" / "params" / "_METADATA")
   assert run_params(copy.parent, model)[1] == 5
   assert contents(copy).keys() == before.keys()
 
 
-def test_what_a_kill_left_half_written_does_not_count_and_is_cleared_away_by_the_owner(copy, model):
+def test_an_incomplete_step_is_ignored_and_removed_by_the_next_save(copy, model):
   shutil.copytree(copy / "5", copy / "7.orbax-checkpoint-tmp")
   assert open_run(copy.parent).latest == 5 and (copy / "7.orbax-checkpoint-tmp").exists()
   checkpoints = Checkpoints(copy, keep=3)
   assert_is_step(checkpoints.restore(model, OPTIMIZER), model, 5)
-  checkpoints.save(
-    state_of(model, 8)
-  )  # Orbax clears away in the background, and is done before it saves
+  checkpoints.save(state_of(model, 8))  # before it saves, Orbax has removed the temporary folder
   checkpoints.close()
   assert sorted(entry.name for entry in copy.iterdir()) == ["3", "5", "8"]
 
 
 @pytest.fixture(scope="module")
 def from_eight(tmp_path_factory):
-  """Step 2, saved on 2 x 2 x 2 devices, and what it was."""
+  """The folder of a checkpoint saved on 2 x 2 x 2 devices, and its state on the host."""
   folder = tmp_path_factory.mktemp("eight") / "checkpoints"
   wide = model_on(make_mesh(2, 2, 2))
   state = init_state(init_params(wide, jax.random.key(2)), OPTIMIZER, wide)
@@ -259,19 +273,22 @@ def from_eight(tmp_path_factory):
 def test_saved_on_eight_devices_and_restored_on_others(from_eight, sizes):
   folder, state = from_eight
   here = model_on(make_mesh(*sizes[:3], jax.devices()[: int(np.prod(sizes))], *sizes[3:]))
-  found = Checkpoints(folder).restore(here, OPTIMIZER, pytest.fail)
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.state), state)
-  np.testing.assert_array_equal(found.leftovers["log_probs"], LEFTOVERS["log_probs"])
+  restored = Checkpoints(folder).restore(here, OPTIMIZER, pytest.fail)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored.state), state)
+  np.testing.assert_array_equal(restored.leftovers["log_probs"], LEFTOVERS["log_probs"])
 
 
-def test_arrays_of_other_shapes_or_types_are_told_from_damage(copy, model):
+def test_arrays_of_other_shapes_or_types_are_not_taken_for_damage(copy, model):
   before = contents(copy)
   wider = Qwen2(dataclasses.replace(SHAPE, mlp=64), model.mesh)
-  kernel = r"params\['layers'\]\['down'\]\['kernel'\] is float32\[1, 48, 32\], and by this config float32\[1, 64, 32\]"
+  kernel = (
+    r"params\['layers'\]\['down'\]\['kernel'\] is float32\[1, 48, 32\], "
+    r"but float32\[1, 64, 32\] in this config"
+  )
   halved = make_optimizer(OptimizerConfig(momentum_dtype="bfloat16"), 10)
   for other, optimizer, where in (
     (wider, OPTIMIZER, kernel),
-    (model, halved, r"mu.* is float32.* by this config bfloat16"),
+    (model, halved, r"mu.* is float32.*, but bfloat16.* in this config"),
   ):
     with pytest.raises(UserError, match=where):
       Checkpoints(copy, keep=3).restore(other, optimizer, pytest.fail)
@@ -280,7 +297,7 @@ def test_arrays_of_other_shapes_or_types_are_told_from_damage(copy, model):
 
 @pytest.fixture
 def small_disk(tmp_path):
-  """A file system of one MiB; skipped where it cannot be mounted."""
+  """A file system of 1 MiB; skips the test if it cannot be mounted."""
   folder = tmp_path / "disk"
   folder.mkdir()
   if os.system(f"mount -t tmpfs -o size=1m none {folder} 2>/dev/null"):
@@ -290,7 +307,7 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk(small_disk, model):
-  """The save fails in one line, what was saved before is whole, and with space it goes on."""
+  """The save fails with one line, the previous step is intact, and with space saving works."""
   checkpoints = Checkpoints(small_disk / "checkpoints", keep=3)
   checkpoints.save(state_of(model, 1))
   checkpoints.wait()
@@ -300,8 +317,7 @@ def test_a_full_disk(small_disk, model):
     while True:
       out.write(b"x" * 1024)
   with pytest.raises(
-    RunError,
-    match=r"the checkpoint of step 2 cannot be saved in .*; step 1 is whole: free some space",
+    RunError, match=r"cannot save the checkpoint of step 2 in .*; step 1 is intact; free some space"
   ) as error:
     checkpoints.save(state_of(model, 2))
     checkpoints.wait()

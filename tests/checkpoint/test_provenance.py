@@ -1,11 +1,11 @@
-"""What a run must find again: other contents of its data, or another guide, are refused with the difference."""
+"""A run resumes only with the data and policies it began with, or names what has changed."""
 
 import dataclasses
 import json
 
 import pytest
 
-from gtpo_jax.checkpoint.provenance import check_identity, identity_of
+from gtpo_jax.checkpoint.provenance import check_provenance, provenance_of
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.sources import load_source
 from gtpo_jax.data.tasks import TaskPart, make_task
@@ -30,19 +30,22 @@ def problems(folder, rows):
   return list(load_source(str(file)).problems)
 
 
-def test_the_contents_of_data_files_are_part_of_a_run(tmp_path):
+def test_provenance_covers_the_contents_of_data_files(tmp_path):
   config = config_of(tmp_path / "a.jsonl", tmp_path / "b.jsonl")
-  given = problems(tmp_path, ROWS)
-  identity = lambda train, held_out=given: identity_of(config, [(train, 1.0)], held_out, {})
-  began = identity(given)
-  assert list(began) == [f"data.train '{tmp_path}/a.jsonl'", f"data.eval '{tmp_path}/b.jsonl'"]
-  assert all(what.startswith("3 problems, sha256 ") for what in began.values())
-  assert identity(problems(tmp_path, ROWS)) == began
+  original = problems(tmp_path, ROWS)
+
+  def provenance(train, held_out=original):
+    return provenance_of(config, [(train, 1.0)], held_out, {})
+
+  expected = provenance(original)
+  assert list(expected) == [f"data.train '{tmp_path}/a.jsonl'", f"data.eval '{tmp_path}/b.jsonl'"]
+  assert all(value.startswith("3 problems, sha256 ") for value in expected.values())
+  assert provenance(problems(tmp_path, ROWS)) == expected
   others = [
-    given[:2],
-    given[::-1],
+    original[:2],
+    original[::-1],
     *(
-      [dataclasses.replace(given[0], **change), *given[1:]]
+      [dataclasses.replace(original[0], **change), *original[1:]]
       for change in (
         {"answer": "2"},
         {"id": "x"},
@@ -52,33 +55,31 @@ def test_the_contents_of_data_files_are_part_of_a_run(tmp_path):
       )
     ),
   ]
-  found = {tuple(identity(other).values()) for other in others} | {
-    tuple(identity(given, other).values()) for other in others
-  }
-  assert len(found) == 2 * len(others) and tuple(began.values()) not in found
+  changed = {tuple(provenance(other).values()) for other in others}
+  changed |= {tuple(provenance(original, other).values()) for other in others}
+  assert len(changed) == 2 * len(others) and tuple(expected.values()) not in changed
 
 
-def test_a_task_is_what_the_config_says_and_policies_are_their_digests():
+def test_tasks_are_omitted_and_policies_are_their_digests():
   task = make_task("sums", 2, 0)
   frozen = {"guide.path": "0123"}
   assert (
-    identity_of(config_of("sums"), [(TaskPart(task, task.train_ids), 1.0)], [], frozen) == frozen
+    provenance_of(config_of("sums"), [(TaskPart(task, task.train_ids), 1.0)], [], frozen) == frozen
   )
 
 
-def test_what_has_changed_is_refused_with_the_difference_unless_told():
+def test_a_change_is_refused_with_the_difference_unless_accepted():
   said = []
-  then = {"data.train 'a'": "3 problems, sha256 aa", "guide.path": "0123"}
-  now = then | {"data.train 'a'": "4 problems, sha256 bb"}
-  check_identity(then, dict(then), False, said.append)
-  check_identity({}, now, False, said.append)
+  saved = {"data.train 'a'": "3 problems, sha256 aa", "guide.path": "0123"}
+  current = saved | {"data.train 'a'": "4 problems, sha256 bb"}
+  check_provenance(saved, dict(saved), False, said.append)
+  check_provenance({}, current, False, said.append)
   assert said == []
   with pytest.raises(
     UserError,
-    match=r"\(data.train 'a' was 3 problems, sha256 aa, now 4 problems, sha256 bb\); give it what it had",
+    match=r"\(data.train 'a' was 3 problems, sha256 aa, now 4 problems, sha256 bb\); restore them",
   ):
-    check_identity(then, now, False, said.append)
-  check_identity(then, now, True, said.append)
-  assert said == [
-    "changed since this run began: data.train 'a' was 3 problems, sha256 aa, now 4 problems, sha256 bb"
-  ]
+    check_provenance(saved, current, False, said.append)
+  check_provenance(saved, current, True, said.append)
+  change = "data.train 'a' was 3 problems, sha256 aa, now 4 problems, sha256 bb"
+  assert said == [f"changed since this run began: {change}"]

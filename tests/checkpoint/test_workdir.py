@@ -1,6 +1,7 @@
-"""One owner of a workdir at a time, for as long as it lives."""
+"""A workdir has one owner at a time, and belongs to one config."""
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 from etils import epath
 
+from gtpo_jax.algorithms import RECIPES
 from gtpo_jax.checkpoint.workdir import claim, load_config
-from gtpo_jax.config import Config
+from gtpo_jax.config import Config, difference, freeze, resolved_dict, to_dict
 from gtpo_jax.config.sections import CheckpointSection
 from gtpo_jax.reporting.curves import draw_curves
 from gtpo_jax.reporting.journal import Journal
@@ -30,12 +32,12 @@ with claim(Path(sys.argv[1]), Config()):
 """
 
 
-def own(workdir):
-  with claim(workdir, Config()):
+def own(workdir, config=None):
+  with claim(workdir, config or Config()):
     pass
 
 
-def test_a_second_owner_is_refused_and_told_which_is_the_first(tmp_path):
+def test_a_second_owner_is_refused_and_told_who_the_first_is(tmp_path):
   with claim(epath.Path(tmp_path / "run"), Config()):
     with pytest.raises(UserError) as error:
       own(tmp_path / "run")
@@ -61,7 +63,7 @@ def test_the_lock_ends_with_a_killed_process(tmp_path):
   own(tmp_path)
 
 
-def test_a_refusal_inside_lets_go(tmp_path):
+def test_an_error_inside_releases_the_lock(tmp_path):
   with pytest.raises(UserError, match="something else"), claim(tmp_path, Config()):
     raise UserError("something else")
   own(tmp_path)
@@ -79,8 +81,8 @@ def test_a_read_only_workdir_is_refused(tmp_path):
     os.system(f"umount {workdir}")
 
 
-def test_what_is_not_a_checkpoint_goes_through_etils_paths():
-  """A bucket's stand-in, kept in memory: no lock, no append, and no local folder of that name."""
+def test_everything_except_checkpoints_works_through_etils_paths():
+  """A bucket in memory: no lock, no append, and no local folder of that name."""
   fsspec = pytest.importorskip("fsspec")
   from fsspec.implementations.memory import MemoryFileSystem
 
@@ -92,14 +94,13 @@ def test_what_is_not_a_checkpoint_goes_through_etils_paths():
       for step in range(first + 1, last + 1):
         journal.write(step, {"loss": step / 2})
   draw_curves(journal.read(), "title", workdir / "curves.png")
-  assert [row["step"] for row in journal.read()] == [1, 2, 3, 4] and load_config(
-    workdir
-  ) == Config()
+  assert [row["step"] for row in journal.read()] == [1, 2, 3, 4]
+  assert not difference(load_config(workdir), Config())
   assert (workdir / "curves.png").read_bytes()[:4] == b"\x89PNG" and not Path("gs:").exists()
   assert {path.name for path in workdir.iterdir()} == {"config.json", "curves.png", "metrics.jsonl"}
 
 
-def test_another_config_is_taken_where_told_so_and_what_differs_is_said(tmp_path):
+def test_another_config_is_accepted_if_allowed_and_the_differences_are_printed(tmp_path):
   run = epath.Path(tmp_path / "run")
   said = []
   own(run)
@@ -107,12 +108,62 @@ def test_another_config_is_taken_where_told_so_and_what_differs_is_said(tmp_path
   other = Config(seed=5)
   with (
     pytest.raises(
-      UserError, match=r"\(seed was 0, now 5\).* or set checkpoint.accept_changes to go on"
+      UserError, match=r"\(seed was 0, now 5\).* or set checkpoint.accept_changes to continue"
     ),
     claim(run, other),
   ):
     pass
-  told = dataclasses.replace(other, checkpoint=CheckpointSection(accept_changes=True))
-  with claim(run, told, said.append):
+  accepting = dataclasses.replace(other, checkpoint=CheckpointSection(accept_changes=True))
+  with claim(run, accepting, said.append):
     assert said == ["changed since this run began: seed was 0, now 5"]
-  assert load_config(run) == told
+  assert not difference(load_config(run), accepting)
+
+
+def started(workdir, values):
+  """A workdir with a checkpoint, whose config.json has these values."""
+  (workdir / "checkpoints" / "3").mkdir(parents=True)
+  (workdir / "config.json").write_text(json.dumps(values))
+  return workdir
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_config_json_has_every_setting_that_the_algorithm_reads(name, tmp_path):
+  config = freeze({"algorithm": {"name": name}})
+  own(tmp_path / "run", config)
+  section = json.loads((tmp_path / "run" / "config.json").read_text())["algorithm"]
+  recorded = {key: value for key, value in section.items() if value is not None}
+  assert recorded == {"name": name, **config.resolved_algorithm.settings_dict()}
+  loaded = load_config(tmp_path / "run")
+  assert loaded.resolved_algorithm == config.resolved_algorithm
+  assert not difference(loaded, config)
+
+
+def test_a_published_value_that_has_changed_since_is_refused(tmp_path):
+  """The run was started when the published eps_high of gtpo was another one."""
+  values = resolved_dict(Config())
+  values["algorithm"]["eps_high"] = 0.3
+  run = started(tmp_path / "run", values)
+  with pytest.raises(UserError, match=r"\(algorithm.eps_high was 0.3, now 0.28\)"):
+    own(run)
+
+
+def test_a_run_of_a_version_that_recorded_no_settings_is_refused(tmp_path):
+  values = to_dict(Config())
+  values["algorithm"]["average"] = values["algorithm"].pop("loss_aggregation")
+  run = started(tmp_path / "run", values)
+  with pytest.raises(UserError, match=r"an earlier version, which did not record its") as error:
+    own(run)
+  assert "\n" not in str(error.value)
+  assert load_config(run).algorithm.name == "gtpo"  # it can still be read, to sample or export
+  own(run, freeze({"checkpoint": {"accept_changes": True}}))
+
+
+def test_a_setting_that_was_renamed_keeps_its_value(tmp_path):
+  values = resolved_dict(freeze({"algorithm": {"loss_aggregation": "group"}}))
+  values["algorithm"]["average"] = values["algorithm"].pop("loss_aggregation")
+  run = started(tmp_path / "run", values)
+  assert load_config(run).algorithm.loss_aggregation == "group"
+  own(run, freeze({"algorithm": {"loss_aggregation": "group"}}))
+  with pytest.raises(UserError, match="loss_aggregation was 'group', now 'token'"):
+    started(tmp_path / "other", values)
+    own(tmp_path / "other")

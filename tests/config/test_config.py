@@ -5,9 +5,18 @@ from pathlib import Path
 import pytest
 
 from gtpo_jax.algorithms import RECIPES, make
-from gtpo_jax.config import Config, default_config, difference, flatten, freeze, load, to_dict
+from gtpo_jax.config import (
+  Config,
+  default_config,
+  difference,
+  flatten,
+  freeze,
+  load,
+  resolve_model,
+  to_dict,
+)
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.filters import SamplingParams
+from gtpo_jax.sampling.params import SamplingParams
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
 BASE = str(next(file for file in CONFIGS if file.name == "base.py"))
@@ -39,7 +48,8 @@ def nested(values):
 def write(tmp_path, body):
   file = tmp_path / "mine.py"
   file.write_text(
-    "from gtpo_jax.config import default_config\n\n\ndef get_config():\n  config = default_config()\n"
+    "from gtpo_jax.config import default_config\n\n\n"
+    "def get_config():\n  config = default_config()\n"
     + "".join(f"  {line}\n" for line in body.splitlines())
     + "  return config\n"
   )
@@ -60,7 +70,7 @@ def load_refused(path, *overrides):
 def test_every_shipped_config_loads(file):
   config = load(str(file))
   assert isinstance(config, Config)
-  assert config.algorithm_built.recipe is RECIPES[config.algorithm.name]
+  assert config.resolved_algorithm.recipe is RECIPES[config.algorithm.name]
 
 
 def test_base_is_every_default():
@@ -76,9 +86,8 @@ def test_a_file_changes_what_it_names(tmp_path):
   assert difference(Config(), config) == {
     "steps": (50, 7),
     "algorithm.name": ("gtpo", "grpo_s"),
-    "algorithm.beta2": (None, 0.3),
   }
-  assert config.algorithm_built == make("grpo_s", beta2=0.3)
+  assert config.resolved_algorithm == make("grpo_s", beta2=0.3)
 
 
 def test_an_unknown_key_in_a_file_names_the_nearest(tmp_path):
@@ -140,8 +149,8 @@ def test_overrides():
   )
   assert difference(Config(), config) == {
     "steps": (50, 7),
-    "algorithm.alpha2": (None, 0.3),
-    "algorithm.sign_guard": (None, True),
+    "algorithm.alpha2": (0.1, 0.3),
+    "algorithm.sign_guard": (False, True),
     "log.tensorboard": (True, False),
     "model.remat": ("full", "none"),
     "optimizer.learning_rate": (1e-6, 1e-4),
@@ -345,7 +354,7 @@ def test_the_parts_of_a_config():
   )
   assert config.sampling_params == SamplingParams(0.7, 5, 1.0, 0.0)
   assert config.eval_sampling_params == SamplingParams(0.0)
-  assert (config.model_config.param_dtype, config.model_config.width) == ("bfloat16", 128)
+  assert (config.model.param_dtype, resolve_model(config).config.width) == ("bfloat16", 128)
   assert (config.train_task.name, config.train_task.terms) == ("countdown", 4)
   assert config.eval_task is config.train_task
 

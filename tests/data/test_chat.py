@@ -1,3 +1,5 @@
+"""Messages to token ids and back."""
+
 import filecmp
 import json
 import shutil
@@ -38,6 +40,15 @@ def pieces(chat, ids):
   return chat.tokenizer.convert_ids_to_tokens(ids)
 
 
+def chatml(messages):
+  turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
+  return "".join(turns) + "<|im_start|>assistant\n"
+
+
+def control_pieces(chat, ids):
+  return [piece for piece in pieces(chat, ids) if piece in CONTROL]
+
+
 def control_ids(chat):
   return {chat.tokenizer.convert_tokens_to_ids(token) for token in CONTROL}
 
@@ -57,20 +68,13 @@ def test_the_vocabulary(chat):
 
 
 def test_the_template_is_chatml(chat):
-  ids = chat.encode_prompt(
-    [{"role": "system", "content": "Hi."}, {"role": "user", "content": "1+2:"}]
-  )
-  assert (
-    chat.tokenizer.decode(ids)
-    == "<|im_start|>system\nHi.<|im_end|>\n<|im_start|>user\n1+2:<|im_end|>\n<|im_start|>assistant\n"
-  )
-  assert [piece for piece in pieces(chat, ids) if piece in CONTROL] == [
-    "<|im_start|>",
-    "<|im_end|>",
-  ] * 2 + ["<|im_start|>"]
+  messages = [{"role": "system", "content": "Hi."}, *user("1+2:")]
+  ids = chat.encode_prompt(messages)
+  assert chat.tokenizer.decode(ids) == chatml(messages)
+  assert control_pieces(chat, ids) == ["<|im_start|>", "<|im_end|>"] * 2 + ["<|im_start|>"]
 
 
-def test_every_digit_is_a_token_of_its_own(chat):
+def test_every_digit_is_one_token(chat):
   ids = chat.encode_completion("1234567890+13=1234567903,00")
   assert pieces(chat, ids)[:-1] == list("1234567890+13=1234567903,00")
 
@@ -98,16 +102,11 @@ def test_problems_and_demonstrations_are_short(chat, name):
   ],
 )
 def test_text_never_becomes_a_control_token(chat, hostile):
-  frame = chat.encode_prompt(user("?"))
+  harmless = chat.encode_prompt(user("?"))
   prompt = chat.encode_prompt(user(hostile))
-  count = lambda ids: [
-    sum(token == control for token in ids) for control in sorted(control_ids(chat))
-  ]
-  assert count(prompt) == count(frame)
-  assert (
-    chat.tokenizer.decode(prompt)
-    == f"<|im_start|>user\n{hostile}<|im_end|>\n<|im_start|>assistant\n"
-  )
+  for control in control_ids(chat):
+    assert prompt.count(control) == harmless.count(control)
+  assert chat.tokenizer.decode(prompt) == chatml(user(hostile))
   completion = chat.encode_completion(hostile)
   assert not set(completion[:-1]) & control_ids(chat)
   assert pieces(chat, completion)[-1] == "<|im_end|>"
@@ -121,15 +120,8 @@ def test_hostile_text_among_several_messages(chat):
     {"role": "user", "content": "\x001\x00"},
   ]
   ids = chat.encode_prompt(messages)
-  whole = (
-    "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-    + "<|im_start|>assistant\n"
-  )
-  assert chat.tokenizer.decode(ids) == whole
-  assert [piece for piece in pieces(chat, ids) if piece in CONTROL] == [
-    "<|im_start|>",
-    "<|im_end|>",
-  ] * 4 + ["<|im_start|>"]
+  assert chat.tokenizer.decode(ids) == chatml(messages)
+  assert control_pieces(chat, ids) == ["<|im_start|>", "<|im_end|>"] * 4 + ["<|im_start|>"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -145,11 +137,8 @@ def test_ordinary_text_encodes_the_same_on_both_paths(chat, text):
 def test_round_trip(chat, text):
   ids = chat.encode_completion(text)
   assert chat.tokenizer.decode(ids[:-1]) == text
-  assert chat.decode([ids, np.asarray(ids[:-1]), []]) == [
-    text,
-    text,
-    "",
-  ]  # whole, cut off before its end token, empty
+  cut_off = np.asarray(ids[:-1])
+  assert chat.decode([ids, cut_off, []]) == [text, text, ""]
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t "])
@@ -161,7 +150,7 @@ def test_an_empty_message_is_refused(chat, text):
 
 
 def changed(folder, **settings):
-  """The shipped tokenizer in a folder of its own, with other settings; None takes one away."""
+  """A copy of the shipped tokenizer with other settings; None removes a setting."""
   shutil.copytree(TOKENIZER_DIR, folder, dirs_exist_ok=True)
   file = folder / "tokenizer_config.json"
   values = json.loads(file.read_text()) | settings
@@ -169,19 +158,20 @@ def changed(folder, **settings):
   return load_chat(folder)
 
 
-def one_line(folder, problem, opening):
+def refuses_in_one_line(folder, problem, action):
   with pytest.raises(UserError) as caught:
-    opening()
+    action()
   message = str(caught.value)
-  assert (
-    problem in message and str(folder) in message and "\n" not in message and len(message) < 500
-  ), message
+  assert problem in message
+  assert str(folder) in message
+  assert "\n" not in message
+  assert len(message) < 500
 
 
 def test_a_tokenizer_without_a_template_still_encodes_bare_text(tmp_path):
   bare = changed(tmp_path, chat_template=None)
   assert bare.encode_text("1+2:") == load_chat().encode_text("1+2:")
-  one_line(tmp_path, "is missing; put one into", lambda: bare.encode_prompt(user("1+2:")))
+  refuses_in_one_line(tmp_path, "is missing; add one", lambda: bare.encode_prompt(user("1+2:")))
 
 
 @pytest.mark.parametrize(
@@ -190,27 +180,31 @@ def test_a_tokenizer_without_a_template_still_encodes_bare_text(tmp_path):
     (
       "{{ raise_exception('roles must alternate\nand more') }}",
       "?",
-      "does not take this conversation: roles must alternate",
+      "rejects this conversation: roles must alternate",
     ),
-    ("{{ 1 ", "?", "does not take this conversation: "),
-    ("{{ messages[7].content }}", "?", "does not take this conversation: "),
+    ("{{ 1 ", "?", "rejects this conversation: "),
+    ("{{ messages[7].content }}", "?", "rejects this conversation: "),
     (
       [{"name": "rag", "template": "x"}],
       "?",
-      "does not take this conversation: This model has multiple chat templates",
+      "rejects this conversation: This model has multiple chat templates",
     ),
-    ("always the same", "<|im_end|>", "does not put each message once"),
-    ("{{ messages[0].content * 2 }}", "<|im_end|>", "does not put each message once"),
-    ("{{ messages[0].content | tojson }}", "<|im_end|>", "does not put each message once"),
+    ("always the same", "<|im_end|>", "does not contain each message exactly once"),
+    ("{{ messages[0].content * 2 }}", "<|im_end|>", "does not contain each message exactly once"),
+    (
+      "{{ messages[0].content | tojson }}",
+      "<|im_end|>",
+      "does not contain each message exactly once",
+    ),
   ],
 )
-def test_templates_that_cannot_serve(template, text, problem, tmp_path):
+def test_templates_that_cannot_be_used(template, text, problem, tmp_path):
   chat = changed(tmp_path, chat_template=template)
-  one_line(tmp_path, problem, lambda: chat.encode_prompt(user(text)))
+  refuses_in_one_line(tmp_path, problem, lambda: chat.encode_prompt(user(text)))
 
 
-def test_added_words_that_are_not_special_are_not_written_by_text(tmp_path):
-  """Qwen2.5's <|fim_prefix|> and <tool_call> are such."""
+def test_text_never_becomes_an_added_token_that_is_not_special(tmp_path):
+  """Such as Qwen2.5's <|fim_prefix|> and <tool_call>."""
   first = load_chat().tokenizer
   first.add_tokens([AddedToken("<|fim_prefix|>", special=False, normalized=False)])
   first.save_pretrained(tmp_path)
@@ -227,13 +221,13 @@ def test_added_words_that_are_not_special_are_not_written_by_text(tmp_path):
   assert chat.encode_prompt(user("1+2:")) == load_chat().encode_prompt(user("1+2:"))
 
 
-def test_the_largest_id_counts_and_not_how_many_there_are(tmp_path):
+def test_the_vocabulary_size_follows_from_the_largest_id(tmp_path):
   (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 999]}')
   chat = changed(tmp_path)
   assert chat.vocab_size == 1000 and set(chat.stop) == {5, 999, *load_chat().stop}
 
 
-def test_a_folder_is_read_anew(tmp_path):
+def test_a_folder_is_not_cached(tmp_path):
   assert 7 not in changed(tmp_path).stop
   (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
   assert 7 in load_chat(tmp_path).stop
@@ -245,15 +239,12 @@ def test_a_missing_tokenizer_folder_is_refused(tmp_path):
 
 
 def test_threads_may_share_a_chat(chat):
-  """One encodes plain text, which sets the tokenizer up anew, while others decode."""
+  """Encoding plain text reconfigures the tokenizer; other threads decode meanwhile."""
   hostile = f"12,34 {chat.control[0]}"
+
+  def work(i):
+    return chat.decode([chat.encode_completion("12,34")]) if i % 2 else chat.encode_text(hostile)
+
   with ThreadPoolExecutor(4) as threads:
-    found = list(
-      threads.map(
-        lambda i: (
-          chat.decode([chat.encode_completion("12,34")]) if i % 2 else chat.encode_text(hostile)
-        ),
-        range(400),
-      )
-    )
-  assert found == [chat.encode_text(hostile), ["12,34"]] * 200
+    results = list(threads.map(work, range(400)))
+  assert results == [chat.encode_text(hostile), ["12,34"]] * 200

@@ -1,4 +1,4 @@
-"""Files and datasets as problems: the layouts that are known, the rows that are not, duplicates, real data."""
+"""Files and datasets as problems: layouts, malformed rows, duplicates, real data."""
 
 import gzip
 import json
@@ -28,43 +28,29 @@ def only(tmp_path, row, **options):
 # --- layouts ---
 
 
-def test_our_own_layout(tmp_path):
-  problem = only(
-    tmp_path,
-    {"id": 7, "prompt": "1+1?", "answer": 2, "kind": "last_number", "extra": {"hint": "two"}},
-  )
-  assert (
-    problem.id == "7"
-    and problem.answer == "2"
-    and problem.kind == "last_number"
-    and problem.extra == {"hint": "two"}
-  )
+def test_the_native_layout(tmp_path):
+  row = {"id": 7, "prompt": "1+1?", "answer": 2, "kind": "last_number", "extra": {"hint": "two"}}
+  problem = only(tmp_path, row)
+  assert (problem.id, problem.answer, problem.kind) == ("7", "2", "last_number")
+  assert problem.extra == {"hint": "two"}
   assert problem.messages == ({"role": "user", "content": "1+1?"},)
   chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
   assert only(tmp_path, {"prompt": chat, "answer": "2"}).messages == tuple(chat)
 
 
-def test_gsm8ks_layout(tmp_path):
+def test_the_layout_of_gsm8k(tmp_path):
   problem = only(tmp_path, {"question": "q", "answer": "1 + 1 = <<1+1=2>>2\n#### 2"})
-  assert (problem.answer, problem.kind, problem.extra) == (
-    "2",
-    "math",
-    {"solution": "1 + 1 = <<1+1=2>>2"},
-  )
-  assert problem.id == "one.jsonl:1"
+  assert (problem.id, problem.answer, problem.kind) == ("one.jsonl:1", "2", "math")
+  assert problem.extra == {"solution": "1 + 1 = <<1+1=2>>2"}
 
 
 def test_the_layout_of_math_and_aime(tmp_path):
   problem = only(tmp_path, {"id": 60, "problem": "p", "solution": "s", "answer": "204", "url": "u"})
-  assert (problem.messages[0]["content"], problem.answer, problem.kind, problem.id) == (
-    "p",
-    "204",
-    "math",
-    "60",
-  )
+  assert problem.messages[0]["content"] == "p"
+  assert (problem.id, problem.answer, problem.kind) == ("60", "204", "math")
 
 
-def test_humanevals_and_mbpps_layouts(tmp_path):
+def test_the_layout_of_humaneval(tmp_path):
   row = {
     "task_id": "HumanEval/0",
     "prompt": "def f():\n",
@@ -73,19 +59,15 @@ def test_humanevals_and_mbpps_layouts(tmp_path):
     "test": "def check(c): pass",
   }
   problem = only(tmp_path, row)
-  assert (
-    problem.kind == "code"
-    and problem.id == "HumanEval/0"
-    and problem.extra == {k: row[k] for k in ("prompt", "test", "entry_point")}
-  )
-  problem = only(
-    tmp_path, {"task_id": 3, "text": "Write f.", "code": "x", "test_list": ["assert f() == 1"]}
-  )
-  assert problem.kind == "code" and problem.extra == {
-    "test_list": ["assert f() == 1"],
-    "test_setup_code": "",
-    "test_imports": [],
-  }
+  assert (problem.id, problem.kind) == ("HumanEval/0", "code")
+  assert problem.extra == {key: row[key] for key in ("prompt", "test", "entry_point")}
+
+
+def test_the_layouts_of_mbpp(tmp_path):
+  tests = ["assert f() == 1"]
+  problem = only(tmp_path, {"task_id": 3, "text": "Write f.", "code": "x", "test_list": tests})
+  assert problem.kind == "code"
+  assert problem.extra == {"test_list": tests, "test_setup_code": "", "test_imports": []}
   row = {
     "task_id": 3,
     "prompt": "Write f.",
@@ -95,44 +77,41 @@ def test_humanevals_and_mbpps_layouts(tmp_path):
   assert only(tmp_path, row).extra["test_imports"] == ["import math"]
 
 
-def test_programs_that_read_and_print(tmp_path):
+def test_the_layout_of_programs_that_read_and_print(tmp_path):
   cases = json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})
-  problem = only(
-    tmp_path,
-    {
-      "problem_id": 9,
-      "question": "Double it.",
-      "input_output": cases,
-      "solutions": "[]",
-      "difficulty": "easy",
-    },
-  )
+  row = {
+    "problem_id": 9,
+    "question": "Double it.",
+    "input_output": cases,
+    "solutions": "[]",
+    "difficulty": "easy",
+  }
+  problem = only(tmp_path, row)
   assert (problem.id, problem.kind, problem.extra) == ("9", "code", {"input_output": cases})
   with pytest.raises(UserError, match="has no tests"):
     only(tmp_path, {"question": "Double it.", "input_output": ""})
 
 
-def test_a_parquet_row_that_is_no_utf8_is_one_bad_row(tmp_path):
+def test_a_parquet_row_that_is_not_utf8_is_one_bad_row(tmp_path):
   import pyarrow
   import pyarrow.parquet
 
   texts = [b"q1", b"\xff\xfe", b"q3"]
-  prompts = pyarrow.StringArray.from_buffers(
-    3,
-    pyarrow.py_buffer(bytes([0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 0, 6, 0, 0, 0])),
-    pyarrow.py_buffer(b"".join(texts)),
-  )
-  pyarrow.parquet.write_table(
-    pyarrow.table({"prompt": prompts, "answer": ["1", "2", "3"]}), tmp_path / "d.parquet"
-  )
+  offsets = bytes([0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 0, 6, 0, 0, 0])
+  buffers = (pyarrow.py_buffer(data) for data in (offsets, b"".join(texts)))
+  prompts = pyarrow.StringArray.from_buffers(3, *buffers)
+  table = pyarrow.table({"prompt": prompts, "answer": ["1", "2", "3"]})
+  file = tmp_path / "d.parquet"
+  pyarrow.parquet.write_table(table, file)
   with pytest.raises(UserError, match=r"d.parquet:2: .*utf-8"):
-    load_source(str(tmp_path / "d.parquet"))
-  loaded = load_source(str(tmp_path / "d.parquet"), bad_rows=1)
-  assert [p.answer for p in loaded.problems] == ["1", "3"] and len(loaded.bad) == 1
+    load_source(str(file))
+  loaded = load_source(str(file), bad_rows=1)
+  assert [p.answer for p in loaded.problems] == ["1", "3"]
+  assert len(loaded.bad) == 1
 
 
 def test_a_hugging_face_dataset_in_a_local_folder(tmp_path, monkeypatch):
-  """By the datasets library itself, with a split; the hub takes the same road."""
+  """Uses the datasets library itself, with a split, as a dataset of the hub does."""
   pytest.importorskip("datasets")
   monkeypatch.setenv("HF_HUB_OFFLINE", "1")
   (tmp_path / "set").mkdir()
@@ -142,15 +121,13 @@ def test_a_hugging_face_dataset_in_a_local_folder(tmp_path, monkeypatch):
     [{"question": "q2", "answer": "b #### 2"}, {"question": "q3", "answer": "#### 3"}],
   )
   loaded = load_source(f"hf:{tmp_path / 'set'}:test")
-  assert [(p.messages[0]["content"], p.answer) for p in loaded.problems] == [
-    ("q2", "2"),
-    ("q3", "3"),
-  ]
+  pairs = [(p.messages[0]["content"], p.answer) for p in loaded.problems]
+  assert pairs == [("q2", "2"), ("q3", "3")]
   assert [p.answer for p in load_source(f"hf:{tmp_path / 'set'}").problems] == ["1"]
 
 
-def test_verls_layout_as_it_is_with_every_row_repeated(tmp_path):
-  """DAPO-Math-17k: a list as prompt, the truth in reward_model, and each row many times."""
+def test_the_layout_of_verl_with_every_row_repeated(tmp_path):
+  """As in DAPO-Math-17k: the prompt is a list, the gold answer is in reward_model."""
   import pyarrow
   import pyarrow.parquet
 
@@ -164,9 +141,8 @@ def test_verls_layout_as_it_is_with_every_row_repeated(tmp_path):
   table = pyarrow.Table.from_pylist([row(i) for i in range(5)] * 100)
   pyarrow.parquet.write_table(table, tmp_path / "dapo.parquet")
   loaded = load_source(str(tmp_path / "dapo.parquet"))
-  assert [p.id for p in loaded.problems] == [f"id-{i}" for i in range(5)] and [
-    p.answer for p in loaded.problems
-  ] == list("01234")
+  assert [p.id for p in loaded.problems] == [f"id-{i}" for i in range(5)]
+  assert [p.answer for p in loaded.problems] == list("01234")
   assert (loaded.rows, loaded.duplicates) == (500, 495)
   assert loaded.summary("dapo") == "dapo: 5 problems of 500 rows, 495 duplicates dropped"
 
@@ -174,12 +150,10 @@ def test_verls_layout_as_it_is_with_every_row_repeated(tmp_path):
 def test_columns_of_other_names(tmp_path):
   row = {"instruction": "q", "meta": {"gold": "5"}, "sort": "last_number"}
   fields = "prompt=instruction, answer=meta.gold, kind=sort"
+  columns = "prompt=instruction,answer=meta.gold"
   assert only(tmp_path, row, fields=fields).kind == "last_number"
-  assert (
-    only(tmp_path, row, fields="prompt=instruction,answer=meta.gold,kind=countdown").kind
-    == "countdown"
-  )
-  assert only(tmp_path, row, fields="prompt=instruction,answer=meta.gold").kind == "math"
+  assert only(tmp_path, row, fields=columns + ",kind=countdown").kind == "countdown"
+  assert only(tmp_path, row, fields=columns).kind == "math"
   for bad in ("prompt=instruction", "prompt=,answer=x", "prompt=a,answer=b,colour=c"):
     with pytest.raises(UserError, match=r"data\.fields must name prompt and answer"):
       only(tmp_path, row, fields=bad)
@@ -194,7 +168,7 @@ def test_folders_and_compressed_files(tmp_path):
   assert [p.messages[0]["content"] for p in load_source(str(tmp_path)).problems] == ["a", "b"]
 
 
-# --- rows that are wrong ---
+# --- malformed rows ---
 
 
 @pytest.mark.parametrize(
@@ -216,30 +190,25 @@ def test_folders_and_compressed_files(tmp_path):
   ],
 )
 def test_a_malformed_row_is_skipped_up_to_the_limit_and_named(tmp_path, row, message):
-  good = {"prompt": "q", "answer": "1"}
-  file = write(tmp_path / "data.jsonl", [good, row, {"prompt": "q2", "answer": "1"}])
+  first = {"prompt": "q", "answer": "1"}
+  last = {"prompt": "q2", "answer": "1"}
+  file = write(tmp_path / "data.jsonl", [first, row, last])
   with pytest.raises(UserError) as caught:
     load_source(file)
   text = str(caught.value)
-  assert (
-    "\n" not in text
-    and "data.jsonl:2: " in text
-    and message in text
-    and "data.bad_rows = 0 allowed" in text
-  )
+  assert "\n" not in text
+  for part in ("data.jsonl:2: ", message, "data.bad_rows = 0 allowed"):
+    assert part in text
   loaded = load_source(file, bad_rows=1)
-  assert (
-    len(loaded.problems) == 2
-    and len(loaded.bad) == 1
-    and loaded.bad[0].split(": ")[0].endswith("data.jsonl:2")
-  )
+  assert len(loaded.problems) == 2
+  (bad,) = loaded.bad
+  assert bad.split(": ")[0].endswith("data.jsonl:2")
   assert "1 skipped, first" in loaded.summary("data")
 
 
-def test_blank_lines_are_no_rows(tmp_path):
-  loaded = load_source(
-    write(tmp_path / "data.jsonl", [b"\n", {"prompt": "q", "answer": "1"}, b"  \n"])
-  )
+def test_blank_lines_are_not_rows(tmp_path):
+  rows = [b"\n", {"prompt": "q", "answer": "1"}, b"  \n"]
+  loaded = load_source(write(tmp_path / "data.jsonl", rows))
   assert loaded.rows == 1 and loaded.problems[0].id == "data.jsonl:2"
 
 
@@ -253,37 +222,39 @@ def test_blank_lines_are_no_rows(tmp_path):
     lambda path: write(path / "cut.jsonl.gz", [])[:-3] + ".gz",
   ],
 )
-def test_sources_that_hold_nothing(tmp_path, make):
+def test_sources_without_problems_are_refused(tmp_path, make):
   with pytest.raises(UserError) as caught:
     load_source(make(tmp_path))
   assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
-def test_a_truncated_archive_is_one_line(tmp_path):
-  whole = gzip.compress(json.dumps({"prompt": "q" * 10_000, "answer": "1"}).encode() * 50)
-  (tmp_path / "cut.jsonl.gz").write_bytes(whole[:-20])
+def test_a_truncated_archive_is_refused(tmp_path):
+  complete = gzip.compress(json.dumps({"prompt": "q" * 10_000, "answer": "1"}).encode() * 50)
+  (tmp_path / "cut.jsonl.gz").write_bytes(complete[:-20])
   with pytest.raises(UserError, match=r"cut\.jsonl\.gz"):
     load_source(str(tmp_path / "cut.jsonl.gz"))
 
 
 def test_same_question_other_answer_is_no_duplicate(tmp_path):
-  rows = [
-    {"prompt": "q", "answer": "1"},
-    {"prompt": "q", "answer": "2"},
-    {"prompt": "q", "answer": "1"},
-  ]
+  rows = [{"prompt": "q", "answer": answer} for answer in ("1", "2", "1")]
   loaded = load_source(write(tmp_path / "data.jsonl", rows))
-  assert [p.answer for p in loaded.problems] == ["1", "2"] and loaded.duplicates == 1
+  assert [p.answer for p in loaded.problems] == ["1", "2"]
+  assert loaded.duplicates == 1
 
 
-def test_what_a_name_means():
-  assert all(
-    map(is_source, ("a.jsonl", "b.jsonl.gz", "c.parquet", "hf:x", "tfds:gsm8k", "folder/here"))
-  )
-  assert not is_source("sums") and not is_source("countdown")
+@pytest.mark.parametrize(
+  "name", ["a.jsonl", "b.jsonl.gz", "c.parquet", "hf:x", "tfds:gsm8k", "folder/here"]
+)
+def test_names_of_sources(name):
+  assert is_source(name)
 
 
-def test_datasets_that_are_not_there(monkeypatch):
+@pytest.mark.parametrize("name", ["sums", "countdown"])
+def test_names_of_tasks(name):
+  assert not is_source(name)
+
+
+def test_datasets_that_do_not_exist_are_refused(monkeypatch):
   monkeypatch.setenv("HF_HUB_OFFLINE", "1")
   for name in ("hf:nobody/nothing", "tfds:no_such_dataset", "hf:a:b:c:d", "tfds:"):
     with pytest.raises(UserError) as caught:
@@ -307,7 +278,6 @@ def test_datasets_that_are_not_there(monkeypatch):
 def test_real_files(name, count, kind, first):
   loaded = load_source(str(REAL / f"{name}.jsonl.gz"))
   assert (len(loaded.problems), loaded.duplicates, loaded.bad) == (count, 0, ())
-  assert {problem.kind for problem in loaded.problems} == {kind} and loaded.problems[
-    0
-  ].answer == first
+  assert {problem.kind for problem in loaded.problems} == {kind}
+  assert loaded.problems[0].answer == first
   assert len({problem.id for problem in loaded.problems}) == count

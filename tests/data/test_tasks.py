@@ -1,9 +1,11 @@
+"""Synthetic tasks and their teachers."""
+
 import re
 
 import numpy as np
 import pytest
 
-from gtpo_jax.data.tasks import HELD_OUT, MOST, TASKS, Countdown, RunningSums, make_task
+from gtpo_jax.data.tasks import HELD_OUT, MAX_PROBLEMS, TASKS, Countdown, RunningSums, make_task
 from gtpo_jax.rewards import VERIFIERS, countdown_correct
 from gtpo_jax.runtime.errors import UserError
 
@@ -18,7 +20,7 @@ DIFFICULTIES = [
 
 
 def accuracy(task, slips, seed=0, count=2000):
-  """How often the teacher is verified right on a random sample of training problems."""
+  """The teacher's accuracy on a random sample of training problems."""
   rng = np.random.default_rng(seed)
   problems = []
   texts = []
@@ -37,7 +39,7 @@ def test_a_teacher_without_slips_is_always_right(name, terms, largest):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_imperfect_teacher_leaves_room_to_learn(name):
-  """Right often enough that groups are mixed, wrong often enough that there is something to mend."""
+  """Groups must be mixed, and there must be errors to correct."""
   assert 0.10 <= accuracy(make_task(name), slips=1.0) <= 0.45
 
 
@@ -49,15 +51,14 @@ def test_fewer_slips_are_fewer_errors(name):
 
 @pytest.mark.parametrize(("name", "terms", "largest"), DIFFICULTIES)
 def test_problems_are_pure_functions_of_their_number(name, terms, largest):
-  one = TASKS[name](terms, largest) if terms else TASKS[name]()
+  task = TASKS[name](terms, largest) if terms else TASKS[name]()
   other = make_task(name, terms, largest)
-  ids = np.random.default_rng(1).choice(one.size, 100)
-  assert [one.problem(i) for i in ids] == [other.problem(i) for i in ids]
-  texts = [
-    task.demonstration(i, np.random.default_rng(i), 1.0) for task in (one, other) for i in ids
-  ]
-  assert texts[:100] == texts[100:]
-  assert len({one.problem(i).id for i in range(300)}) == 300
+  ids = np.random.default_rng(1).choice(task.size, 100)
+  assert [task.problem(i) for i in ids] == [other.problem(i) for i in ids]
+  for i in ids:
+    text = task.demonstration(i, np.random.default_rng(i), 1.0)
+    assert text == other.demonstration(i, np.random.default_rng(i), 1.0)
+  assert len({task.problem(i).id for i in range(300)}) == 300
 
 
 @pytest.mark.parametrize(("name", "terms", "largest"), DIFFICULTIES)
@@ -71,10 +72,11 @@ def test_the_parts_are_disjoint_and_about_one_in_eight_is_held_out(name, terms, 
 
 def test_sums_are_disjoint_as_questions():
   task = make_task("sums", 2, 5)
-  asked = lambda ids: {task.problem(i).messages[0]["content"] for i in ids}
-  train = asked(task.train_ids)
-  held_out = asked(task.held_out_ids)
-  assert len(train) + len(held_out) == task.size and not train & held_out
+  questions = lambda ids: {task.problem(i).messages[0]["content"] for i in ids}
+  train = questions(task.train_ids)
+  held_out = questions(task.held_out_ids)
+  assert len(train) + len(held_out) == task.size
+  assert not train & held_out
 
 
 @pytest.mark.parametrize(("terms", "largest"), [(2, 20), (3, 20), (4, 9), (6, 50)])
@@ -103,7 +105,7 @@ def test_sums_respect_their_difficulty():
   assert numbers[:, 0].min() == 10 and numbers[:, 1:].min() == 1 and numbers[:, 1:].max() == 6
 
 
-def test_a_slip_forgets_one_carry_and_goes_on_from_there():
+def test_a_slip_forgets_one_carry_and_continues_from_there():
   task = make_task("sums")
   rng = np.random.default_rng(3)
   slips = 0
@@ -123,25 +125,22 @@ def test_countdown_respects_its_difficulty():
   rng = np.random.default_rng(4)
   for index in rng.choice(task.size, 300):
     problem = task.problem(index)
-    given, target = re.fullmatch(
-      r"((?:\d+ ){3}\d+)=(\d+):", problem.messages[0]["content"]
-    ).groups()
-    numbers = [int(x) for x in given.split()]
+    question = problem.messages[0]["content"]
+    listed, target = re.fullmatch(r"((?:\d+ ){3}\d+)=(\d+):", question).groups()
+    numbers = [int(x) for x in listed.split()]
     assert numbers == sorted(numbers) == problem.extra["numbers"]
     assert all(1 <= x <= 12 for x in numbers)
     assert int(target) > 0 and target == problem.answer
 
 
-def test_the_countdown_teacher_computes_honestly_even_where_it_misses():
+def test_the_countdown_teacher_computes_correctly_even_if_it_misses_the_target():
   task = make_task("countdown")
   rng = np.random.default_rng(5)
   for index in rng.choice(task.train_ids, 300):
     text = task.demonstration(index, rng, 1.0)
     problem = task.problem(index)
-    end = text.split("=")[-1]
-    assert countdown_correct(
-      text, problem.extra["numbers"], int(end)
-    )  # a true chain over all the numbers, to some target
+    reached = int(text.split("=")[-1])
+    assert countdown_correct(text, problem.extra["numbers"], reached)
 
 
 @pytest.mark.parametrize(("terms", "largest"), [(-1, 9), (4, 10), (4, -2), (10, 9), (90, 1)])
@@ -165,15 +164,15 @@ def test_a_difficulty_has_problems_on_both_sides_or_is_refused(name, terms, larg
   try:
     task = make_task(name, terms, largest)
   except UserError as error:
-    assert str(largest) in str(error)  # says what it refuses
+    assert str(largest) in str(error)  # the message names the value
     return
   assert len(task.train_ids) > 0, "nothing to learn from"
   assert len(task.held_out_ids) > 0, "nothing to evaluate on"
 
 
-def test_of_a_space_too_large_to_number_a_fixed_sample_is_taken():
+def test_a_large_space_is_sampled_always_in_the_same_way():
   task = RunningSums(44, 2)
-  assert MOST * 0.9 < task.size <= MOST
+  assert MAX_PROBLEMS * 0.9 < task.size <= MAX_PROBLEMS
   assert abs(len(task.held_out_ids) / task.size - 1 / 8) < 0.01
   problems = [task.problem(i) for i in (0, 1, task.size - 1)]
   assert len({problem.messages[0]["content"] for problem in problems}) == 3
@@ -181,15 +180,12 @@ def test_of_a_space_too_large_to_number_a_fixed_sample_is_taken():
   assert problems == [again.problem(i) for i in (0, 1, task.size - 1)]
 
 
-def test_zero_leaves_a_setting_at_the_tasks_own():
-  assert (make_task("sums").terms, make_task("sums").largest) == (
-    RunningSums().terms,
-    RunningSums().largest,
-  )
-  assert (make_task("countdown", 4).terms, make_task("countdown", 4).largest) == (
-    4,
-    Countdown().largest,
-  )
+def test_zero_selects_the_tasks_own_default():
+  default = RunningSums()
+  sums = make_task("sums")
+  assert (sums.terms, sums.largest) == (default.terms, default.largest)
+  countdown = make_task("countdown", 4)
+  assert (countdown.terms, countdown.largest) == (4, Countdown().largest)
 
 
 def test_an_unknown_task_names_the_nearest():

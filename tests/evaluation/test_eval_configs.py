@@ -1,26 +1,27 @@
-"""The ready evaluations: each loads for chat and base models, and builds its problems from files of the layout that it names."""
+"""The evaluation configs: each loads for chat and base models and reads files in its layout."""
 
 import gzip
 import json
 from pathlib import Path
 
-import numpy as np
+import jax
 import pytest
 
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.checkpoint.workdir import claim
 from gtpo_jax.config import Config, MeshSection, ModelSection, load
-from gtpo_jax.models.qwen2 import init_params
+from gtpo_jax.models.params import init_params
 from gtpo_jax.rollout.policies import find_policy
 from gtpo_jax.rollout.problems import eval_label, held_out_problems
-from gtpo_jax.rollout.worker import RolloutWorker, Stream, key_for
+from gtpo_jax.rollout.scoring import RewardManager
+from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 REAL = ROOT.parent / "shared" / "data"
 CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("eval_*.py"))
 
-# A row of each layout, a right completion, a wrong one.
+# For each config: a row in its layout, a correct completion, an incorrect one.
 ROWS = {
   "eval_gsm8k": (
     {"question": "Tom has 3 eggs and buys 4.", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"},
@@ -57,6 +58,7 @@ ROWS = {
     "    return x",
   ),
 }
+# The real files, with their number of problems.
 FILES = {
   "eval_gsm8k": ("gsm8k_test", 1319),
   "eval_aime24": ("aime24", 30),
@@ -65,87 +67,83 @@ FILES = {
 
 
 def config_of(name, kind="", **changes):
-  more = [f"--config.{key.replace('__', '.')}={value}" for key, value in changes.items()]
-  return load(f"{ROOT}/configs/{name}.py{kind}", more)
+  flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in changes.items()]
+  return load(f"{ROOT}/configs/{name}.py{kind}", flags)
 
 
-def test_there_is_one_for_each():
+def write_row(folder, row):
+  path = folder / "data.jsonl"
+  path.write_text(json.dumps(row) + "\n")
+  return path
+
+
+def test_every_config_is_tested_and_short():
   assert set(CONFIGS) == set(ROWS)
-  assert all(
-    len((ROOT / "configs" / f"{name}.py").read_text().splitlines()) <= 100 for name in CONFIGS
-  )
+  for name in CONFIGS:
+    text = (ROOT / "configs" / f"{name}.py").read_text()
+    assert len(text.splitlines()) <= 100
 
 
 @pytest.mark.parametrize("kind", [":chat", ":base", ""])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_each_loads_and_puts_its_problems(name, kind, tmp_path):
-  row = ROWS[name][0]
-  file = tmp_path / "data.jsonl"
-  file.write_text(json.dumps(row) + "\n")
-  config = config_of(name, kind, data__eval=file)
-  assert config_of(name, kind).eval_name.startswith("hf:") and eval_label(config) == "data"
+def test_each_loads_and_encodes_its_problems(name, kind, tmp_path):
+  row, _, _ = ROWS[name]
+  config = config_of(name, kind, data__eval=write_row(tmp_path, row))
+  assert config_of(name, kind).eval_name.startswith("hf:")
+  assert eval_label(config) == "data"
   worker = RolloutWorker(config)
   (problem,) = held_out_problems(config, worker)
   text = worker.chat.tokenizer.decode(worker.encode(problem))
   question = row.get("question") or row.get("problem") or row["prompt"]
-  assert question in text and ("<|im_start|>" in text) == (kind != ":base")
+  assert question in text
+  assert ("<|im_start|>" in text) == (kind != ":base")
   assert ("boxed{}" in text) == (name != "eval_humaneval")
 
 
 @pytest.mark.sandbox
 @pytest.mark.parametrize("name", CONFIGS)
-def test_each_judges_right_and_wrong(name, tmp_path):
-  row, right, wrong = ROWS[name]
-  file = tmp_path / "data.jsonl"
-  file.write_text(json.dumps(row) + "\n")
-  config = config_of(name, data__eval=file)
-  worker = RolloutWorker(config)
-  found = worker.judge(
-    held_out_problems(config, worker),
-    [[right, wrong]],
-    np.array([[9, 9]]),
-    np.array([[True, True]]),
-  )
-  np.testing.assert_array_equal(found.correct, [[True, False]])
-  assert found.reached.all()
+def test_each_tells_correct_from_incorrect(name, tmp_path):
+  row, correct, incorrect = ROWS[name]
+  config = config_of(name, data__eval=write_row(tmp_path, row))
+  (problem,) = held_out_problems(config, RolloutWorker(config))
+  verdicts = RewardManager(config).verify([problem, problem], [correct, incorrect])
+  assert verdicts == [1.0, 0.0]
 
 
-def test_a_kind_of_model_that_there_is_not():
+def test_an_unknown_kind_of_model_is_rejected():
   with pytest.raises(UserError, match="KeyError: 'chatt'"):
     config_of("eval_gsm8k", ":chatt")
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="the real data is not here")
+@pytest.mark.skipif(not REAL.is_dir(), reason="the real data is not on this machine")
 @pytest.mark.parametrize("name", FILES)
 def test_the_real_files(name):
   file, count = FILES[name]
-  config = config_of(
-    name, data__eval=REAL / f"{file}.jsonl.gz", data__max_prompt_tokens=8192
-  )  # the small tokenizer's are short
-  said = []
-  problems = held_out_problems(config, RolloutWorker(config), said.append)
-  assert len(problems) == count == config.eval.problems and said == [
-    f"{REAL / file}.jsonl.gz: {count} problems of {count} rows"
-  ]
-  with gzip.open(REAL / f"{file}.jsonl.gz") as lines:
-    assert sum(1 for _ in lines) == count
+  path = REAL / f"{file}.jsonl.gz"
+  # The small tokenizer of the tests makes long prompts.
+  config = config_of(name, data__eval=path, data__max_prompt_tokens=8192)
+  lines = []
+  problems = held_out_problems(config, RolloutWorker(config), lines.append)
+  assert len(problems) == count == config.eval.problems
+  assert lines == [f"{path}: {count} problems of {count} rows"]
+  with gzip.open(path) as rows:
+    assert sum(1 for _ in rows) == count
 
 
-def test_a_run_is_evaluated_by_a_config_that_names_no_model(tmp_path):
-  """The run's own model and formats; a config of another model is refused."""
+def test_a_config_without_a_model_evaluates_the_runs_model(tmp_path):
+  """The run's model and dtypes are used; a config for another model is rejected."""
   run = Config(model=ModelSection(lora_rank=2, compute_dtype="bfloat16"))
   with claim(tmp_path, run):
     pass
-  params = init_params(RolloutWorker(run).model, key_for(0, Stream.INIT))
-  keep = Checkpoints(tmp_path / "base", keep=1)
-  keep.save_params(params)
-  keep.close()
-  found = find_policy(tmp_path, 0, config_of("eval_gsm8k"))
-  assert (
-    found.config.model == run.model
-    and found.config.eval.problems == 1319
-    and found.config.mesh == MeshSection()
-  )
-  assert found.read()[1] == 0
-  with pytest.raises(UserError, match="leave --config out, or name the run's"):
+  params = init_params(RolloutWorker(run).model, jax.random.key(0))
+  checkpoints = Checkpoints(tmp_path / "base", keep=1)
+  checkpoints.save_params(params)
+  checkpoints.close()
+  source = find_policy(tmp_path, 0, config_of("eval_gsm8k"))
+  assert source.config.model == run.model
+  assert source.config.eval.problems == 1319
+  assert source.config.mesh == MeshSection()
+  _, step = source.read()
+  assert step == 0
+  with pytest.raises(UserError, match="leave --config out, or use the run's"):
     find_policy(tmp_path, 0, config_of("eval_gsm8k", model__preset="qwen2.5-0.5b"))

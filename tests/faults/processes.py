@@ -1,4 +1,4 @@
-"""Runs of `gtpo train` as processes of their own, one or several together, and what they leave behind."""
+"""Starts `gtpo train` in one or several processes, and reads what a run wrote."""
 
 import os
 import socket
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from etils import epath
 
-from gtpo_jax.checkpoint.integrity import check_seal
+from gtpo_jax.checkpoint.integrity import check_integrity
 from gtpo_jax.reporting.journal import read_jsonl
 
 HERE = Path(__file__).parent
 ROOT = Path(__file__).parents[2]
 STEPS = 6
-SETTINGS = {  # several minibatches, and groups left over from step to step
+SETTINGS = {  # with several minibatches, and leftover groups between steps
   "steps": STEPS,
   "data.terms": 2,
   "data.max_prompt_tokens": 20,
@@ -24,7 +24,7 @@ SETTINGS = {  # several minibatches, and groups left over from step to step
   "batch.minibatches": 2,
   "batch.max_gen_batches": 20,
   "algorithm.name": "dapo",
-  "reward.verifier": "run:judge",
+  "reward.verifier": "run:verify",
   "warm_start.steps": 0,
   "optimizer.learning_rate": 1e-3,
   "eval.every": 3,
@@ -33,24 +33,14 @@ SETTINGS = {  # several minibatches, and groups left over from step to step
   "eval.batch": 8,
   "checkpoint.every": 2,
 }
-CLOCK = ("time/", "tokens/s", "compiles")
+TIMING = ("time/", "tokens/s", "compiles")  # prefixes of metrics that may differ
 
 
 def command(workdir, event, settings):
-  return list(
-    map(
-      str,
-      [
-        sys.executable,
-        HERE / "run.py",
-        event,
-        "train",
-        "--config=configs/base.py",
-        f"--workdir={workdir}",
-        *(f"--config.{key}={value}" for key, value in settings.items()),
-      ],
-    )
-  )
+  """Returns the command of a run in which `event` happens; see run.py."""
+  overrides = [f"--config.{key}={value}" for key, value in settings.items()]
+  args = ["train", "--config=configs/base.py", f"--workdir={workdir}", *overrides]
+  return [sys.executable, str(HERE / "run.py"), event, *args]
 
 
 def environment(**more):
@@ -63,6 +53,7 @@ def environment(**more):
 
 
 def start(workdir, event, settings):
+  """Runs one process to its end."""
   return subprocess.run(
     command(workdir, event, settings),
     cwd=ROOT,
@@ -74,12 +65,13 @@ def start(workdir, event, settings):
 
 
 def start_two(workdir, event, victim, settings):
-  """Two processes, to one of which something happens: their statuses and what they printed."""
-  return together([command(workdir, event if i == victim else "-", settings) for i in range(2)])
+  """Runs two processes, with an event in one: their exit statuses and what they printed."""
+  events = [event if i == victim else "-" for i in range(2)]
+  return start_together([command(workdir, event, settings) for event in events])
 
 
-def together(commands, devices=1):
-  """One process for each command, joined; their statuses and what they printed."""
+def start_together(commands, devices=1):
+  """Runs the commands as the processes of one run: their exit statuses and what they printed."""
   with socket.socket() as free:
     free.bind(("localhost", 0))
     address = f"localhost:{free.getsockname()[1]}"
@@ -104,15 +96,17 @@ def together(commands, devices=1):
   return [process.returncode for process in processes], printed
 
 
-def left_behind(workdir):
-  """All that must not depend on what happened on the way: metrics, samples, and the digests of the last checkpoint."""
+def read_result(workdir):
+  """Returns what interruptions must not change.
+
+  That is the metrics, the samples, the last step and the digests of its checkpoint.
+  """
   rows = [
-    {key: value for key, value in row.items() if not key.startswith(CLOCK)}
+    {key: value for key, value in row.items() if not key.startswith(TIMING)}
     for row in read_jsonl(workdir / "metrics.jsonl")
   ]
   assert [row["step"] for row in rows] == list(range(len(rows)))
   steps = sorted(int(entry.name) for entry in (workdir / "checkpoints").iterdir())
-  seal = check_seal(
-    epath.Path(workdir / "checkpoints" / str(steps[-1])), ["params", "rest", "leftovers"]
-  )
-  return rows, read_jsonl(workdir / "samples.jsonl"), steps[-1], seal["leaves"]
+  checkpoint = epath.Path(workdir / "checkpoints" / str(steps[-1]))
+  record = check_integrity(checkpoint, ["params", "rest", "leftovers"])
+  return rows, read_jsonl(workdir / "samples.jsonl"), steps[-1], record.leaves

@@ -1,4 +1,7 @@
-"""One of several processes that restore a checkpoint: `python restore.py CHECKPOINTS OUT DATA,FSDP,TENSOR`. OUT_i.npz is what i has."""
+"""One of several processes that restore a checkpoint together.
+
+`python restore.py CHECKPOINTS OUT DATA,FSDP,TENSOR`; process i writes its state to OUT_i.npz.
+"""
 
 import sys
 

@@ -1,7 +1,8 @@
-"""`gtpo train`, in which something happens at a marked point: `python run.py ACTION:PLACE:COUNT train ...`.
+"""`gtpo train` with a fault at a marked point: `python run.py ACTION:POINT:COUNT train ...`.
 
-The action is `kill` (SIGKILL), `term` (SIGTERM) or `term2` (SIGTERM twice), at the COUNTth time that PLACE is reached. The places are
-functions of the program itself, wrapped here; the program knows nothing of it.
+The action is `kill` (SIGKILL), `term` (SIGTERM) or `term2` (SIGTERM twice). It happens when the
+program reaches POINT for the COUNTth time. The points are functions of the program, which are
+wrapped here; the program itself has no code for this. `-` instead of an event does nothing.
 """
 
 import os
@@ -23,13 +24,13 @@ from gtpo_jax.rollout.worker import RolloutWorker
 evaluating = False
 
 
-def judge(prompts, completions, answers, extras):
-  """A verdict of which a random model earns both kinds."""
+def verify(prompts, completions, answers, extras):
+  """A verifier that calls about half of a random model's completions correct."""
   return [len(text) % 2 == 0 for text in completions]
 
 
 def arm(action, count):
-  """A function that acts when it is called for the `count`th time."""
+  """Returns a function that acts when it is called for the `count`th time."""
   left = int(count)
 
   def reached():
@@ -40,7 +41,7 @@ def arm(action, count):
         os.kill(os.getpid(), signal.SIGKILL)
       os.kill(os.getpid(), signal.SIGTERM)
       if action == "term2":
-        time.sleep(0.2)  # signals that are the same and not yet delivered are one
+        time.sleep(0.2)  # the kernel merges equal signals that are still pending
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
@@ -48,32 +49,32 @@ def arm(action, count):
 
 
 def before(owner, name, reached, when=lambda: True):
-  """Wraps a function of `owner`: `reached` is called first."""
-  whole = getattr(owner, name)
+  """Wraps a function of `owner` so that `reached` is called first."""
+  original = getattr(owner, name)
 
   def wrapped(*args, **kwargs):
     if when():
       reached()
-    return whole(*args, **kwargs)
+    return original(*args, **kwargs)
 
   setattr(owner, name, wrapped)
 
 
 def after(owner, name, reached):
-  """Wraps a function of `owner`: `reached` is called when it has returned, with what it gave computed."""
-  whole = getattr(owner, name)
+  """Wraps a function of `owner` so that `reached` is called after it, with its result computed."""
+  original = getattr(owner, name)
 
   def wrapped(*args, **kwargs):
-    given = jax.block_until_ready(whole(*args, **kwargs))
+    result = jax.block_until_ready(original(*args, **kwargs))
     reached()
-    return given
+    return result
 
   setattr(owner, name, wrapped)
 
 
-def mark(place, reached):
-  """Puts `reached` at a place."""
-  whole_evaluation = gtpo_jax.loop.evaluate_run
+def mark(point, reached):
+  """Calls `reached` whenever the program reaches a point."""
+  original_evaluation = gtpo_jax.loop.evaluate_run
   make_update = gtpo_jax.loop.make_update
   save = Checkpoints.save
 
@@ -81,49 +82,49 @@ def mark(place, reached):
     global evaluating
     evaluating = True
     try:
-      return whole_evaluation(*args, **kwargs)
+      return original_evaluation(*args, **kwargs)
     finally:
       evaluating = False
 
   gtpo_jax.loop.evaluate_run = evaluate_run
-  if place == "sampling":  # the completions are there, and not yet judged
+  if point == "sampling":  # the completions exist but are not scored yet
     after(RolloutWorker, "generate", lambda: evaluating or reached())
-  elif place == "reward":
-    before(RewardManager, "weigh", reached, lambda: not evaluating)
-  elif place == "evaluation":
-    before(RewardManager, "weigh", reached, lambda: evaluating)
-  elif place in ("compile", "update"):
+  elif point == "reward":
+    before(RewardManager, "combine", reached, lambda: not evaluating)
+  elif point == "evaluation":
+    before(RewardManager, "combine", reached, lambda: evaluating)
+  elif point in ("compile", "update"):
 
     def marked_update(*args, **kwargs):
       holder = type("Holder", (), {"update": staticmethod(make_update(*args, **kwargs))})
-      (before if place == "compile" else after)(holder, "update", reached)
+      (before if point == "compile" else after)(holder, "update", reached)
       return holder.update
 
     gtpo_jax.loop.make_update = marked_update
-  elif place == "saving":  # the files are being written
+  elif point == "saving":  # the files are being written
 
     def marked_save(*args, **kwargs):
       save(*args, **kwargs)
       reached()
 
     Checkpoints.save = marked_save
-  elif place == "written":  # all files are there, the step is not committed
-    before(gtpo_jax.checkpoint.manager, "write_seal", reached)
-  elif place == "sealed":  # and is about to be
-    after(gtpo_jax.checkpoint.manager, "write_seal", reached)
-  elif place == "committed":
-    before(gtpo_jax.checkpoint.manager, "seal_late_files", reached)
-  elif place == "metrics":
+  elif point == "written":  # all files exist, but the step is not committed
+    before(gtpo_jax.checkpoint.manager, "write_integrity_record", reached)
+  elif point == "sealed":  # the integrity record exists too
+    after(gtpo_jax.checkpoint.manager, "write_integrity_record", reached)
+  elif point == "committed":
+    before(gtpo_jax.checkpoint.manager, "record_commit_files", reached)
+  elif point == "metrics":
     after(Journal, "write", reached)
-  elif place == "warm start":
+  elif point == "warm start":
     after(gtpo_jax.warm_start, "demonstrations", reached)
   else:
-    raise ValueError(place)
+    raise ValueError(point)
 
 
 if __name__ == "__main__":
-  sys.modules["run"] = sys.modules["__main__"]  # reward.verifier = run:judge
+  sys.modules["run"] = sys.modules["__main__"]  # for reward.verifier = run:verify
   if sys.argv[1] != "-":
-    action, place, count = sys.argv[1].split(":")
-    mark(place, arm(action, count))
+    action, point, count = sys.argv[1].split(":")
+    mark(point, arm(action, count))
   sys.exit(main(sys.argv[2:]))

@@ -1,14 +1,14 @@
-"""Processes that are killed or asked to stop at marked points, and taken up again: nothing is lost, to the bit."""
+"""Runs that are killed or asked to stop at marked points resume bit for bit."""
 
 import json
 import os
 
 import pytest
-from processes import SETTINGS, STEPS, left_behind, start
+from processes import SETTINGS, STEPS, read_result, start
 
 from gtpo_jax.reporting.journal import read_jsonl
 
-KILLS = [  # each can be reached wherever the ones before it left the run
+KILLS = [  # in an order in which each point can still be reached after the earlier kills
   "kill:evaluation:1",
   "kill:sampling:2",
   "kill:reward:3",
@@ -23,30 +23,28 @@ KILLS = [  # each can be reached wherever the ones before it left the run
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-  """A run to which nothing happened."""
-  workdir = tmp_path_factory.mktemp("faults") / "whole"
+def expected(tmp_path_factory):
+  """The result of a run without a fault."""
+  workdir = tmp_path_factory.mktemp("faults") / "undisturbed"
   done = start(workdir, "-", SETTINGS)
   assert done.returncode == 0, done.stderr
-  rows, _, step, leaves = found = left_behind(workdir)
-  assert (
-    step == STEPS == rows[-1]["step"]
-    and leaves["leftovers"]
-    and max(row.get("groups/kept", 0) for row in rows) > 0
-  )
-  return found
+  rows, _, step, leaves = result = read_result(workdir)
+  assert step == STEPS == rows[-1]["step"]
+  assert leaves["leftovers"]
+  assert max(row.get("groups/kept", 0) for row in rows) > 0
+  return result
 
 
 @pytest.mark.slow
-def test_killed_at_every_phase(whole, tmp_path):
-  """One run, killed at one point after another; what a kill takes away is sampled and learned again, the same."""
+def test_a_run_killed_at_every_phase(expected, tmp_path):
+  """One run, killed at one point after another, repeats exactly what each kill destroyed."""
   for event in KILLS:
     killed = start(tmp_path / "run", event, SETTINGS)
     assert killed.returncode == -9, (event, killed.returncode, killed.stdout, killed.stderr)
     assert "damaged" not in killed.stdout
   done = start(tmp_path / "run", "-", SETTINGS)
   assert done.returncode == 0 and "damaged" not in done.stdout, done.stderr
-  assert left_behind(tmp_path / "run") == whole
+  assert read_result(tmp_path / "run") == expected
 
 
 @pytest.mark.slow
@@ -62,26 +60,23 @@ def test_killed_at_every_phase(whole, tmp_path):
     "term2:evaluation:1",
   ],
 )
-def test_asked_to_stop(whole, tmp_path, event):
+def test_a_run_asked_to_stop(expected, tmp_path, event):
   stopped = start(tmp_path / "run", event, SETTINGS)
   assert stopped.returncode == 143, (stopped.returncode, stopped.stdout, stopped.stderr)
   if event.startswith("term:"):
-    assert (
-      "stopped at step" in stopped.stdout
-      and "saved" in stopped.stdout
-      and "to go on:" in stopped.stdout
-    )
+    for text in ("stopped at step", "saved", "to resume:"):
+      assert text in stopped.stdout
     saved = max(int(entry.name) for entry in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
   assert "Traceback" not in stopped.stderr
   done = start(tmp_path / "run", "-", SETTINGS)
   assert done.returncode == 0, done.stderr
-  assert left_behind(tmp_path / "run") == whole
+  assert read_result(tmp_path / "run") == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("event", "code"), [("term:warm start:1", 143), ("kill:warm start:2", -9)])
-def test_the_warm_start_begins_anew(tmp_path, event, code):
+def test_the_warm_start_starts_over(tmp_path, event, code):
   settings = SETTINGS | {
     "warm_start.steps": 60,
     "warm_start.batch": 8,
@@ -91,14 +86,14 @@ def test_the_warm_start_begins_anew(tmp_path, event, code):
   }
   first = start(tmp_path / "run", event, settings)
   assert first.returncode == code, first.stderr
-  assert ("which is not saved and begins anew" in first.stdout) == (code == 143)
-  for workdir in (tmp_path / "run", tmp_path / "whole"):
+  assert ("which is not saved and starts over" in first.stdout) == (code == 143)
+  for workdir in (tmp_path / "run", tmp_path / "undisturbed"):
     assert start(workdir, "-", settings).returncode == 0
-  assert left_behind(tmp_path / "run") == left_behind(tmp_path / "whole")
+  assert read_result(tmp_path / "run") == read_result(tmp_path / "undisturbed")
 
 
 @pytest.mark.slow
-def test_data_that_changed_under_a_run_is_refused_with_the_difference(tmp_path):
+def test_changed_data_is_refused_with_the_difference(tmp_path):
   rows = [
     {"prompt": f"1{i}+{j}:", "answer": str(10 + i + j), "kind": "last_number"}
     for i in range(8)
@@ -111,35 +106,32 @@ def test_data_that_changed_under_a_run_is_refused_with_the_difference(tmp_path):
   data.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
   before = [file.read_bytes() for file in sorted((tmp_path / "run").rglob("*.json*"))]
   refused = start(tmp_path / "run", "-", settings)
-  assert refused.returncode == 2 and len(refused.stderr.strip().splitlines()) == 1, refused.stderr
-  assert (
-    f"data.train '{data}' was 32 problems, sha256 " in refused.stderr
-    and ", now 31 problems, sha256 " in refused.stderr
-  )
+  assert refused.returncode == 2, refused.stderr
+  assert len(refused.stderr.strip().splitlines()) == 1
+  assert f"data.train '{data}' was 32 problems, sha256 " in refused.stderr
+  assert ", now 31 problems, sha256 " in refused.stderr
   assert [file.read_bytes() for file in sorted((tmp_path / "run").rglob("*.json*"))] == before
-  told = start(tmp_path / "run", "-", settings | {"checkpoint.accept_changes": True})
-  assert told.returncode == 0 and "changed since this run began: data.train" in told.stdout, (
-    told.stderr
-  )
+  accepted = start(tmp_path / "run", "-", settings | {"checkpoint.accept_changes": True})
+  assert accepted.returncode == 0, accepted.stderr
+  assert "changed since this run began: data.train" in accepted.stdout
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(whole, tmp_path):
+def test_a_full_disk_prints_one_line_and_the_run_resumes_with_more_space(expected, tmp_path):
   disk = tmp_path / "disk"
   disk.mkdir()
   if os.system(f"mount -t tmpfs -o size=20m none {disk} 2>/dev/null"):
     pytest.skip("mounting needs root")
   try:
     full = start(disk / "run", "-", SETTINGS)
-    ours = [
-      line for line in full.stderr.splitlines() if line.startswith("gtpo: ")
-    ]  # Orbax and tensorboardX add their threads' own
-    assert full.returncode == 1 and len(ours) == 1 and "No space left on device" in ours[0], (
-      full.stderr
-    )
+    # The threads of Orbax and tensorboardX print lines of their own.
+    ours = [line for line in full.stderr.splitlines() if line.startswith("gtpo: ")]
+    assert full.returncode == 1, full.stderr
+    assert len(ours) == 1
+    assert "No space left on device" in ours[0]
     os.system(f"mount -o remount,size=200m {disk}")
     done = start(disk / "run", "-", SETTINGS)
     assert done.returncode == 0 and "damaged" not in done.stdout, done.stderr
-    assert left_behind(disk / "run") == whole
+    assert read_result(disk / "run") == expected
   finally:
     os.system(f"umount {disk}")

@@ -1,15 +1,16 @@
-"""A checkpoint read by other processes than wrote it, and one of which a single process sees damage."""
+"""A checkpoint restored by other processes than wrote it, or that only one of them sees damaged."""
 
 import sys
 
 import jax
 import numpy as np
 import pytest
-from processes import HERE, together
+from processes import HERE, start_together
 
 from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.models.params import init_params
 from gtpo_jax.models.presets import PRESETS
-from gtpo_jax.models.qwen2 import Qwen2, init_params
+from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 
@@ -18,7 +19,7 @@ OPTIMIZER = make_optimizer(OptimizerConfig(), 10)
 
 @pytest.fixture
 def saved(tmp_path):
-  """Steps 1 and 2, saved on 2 x 2 x 2 devices, and what they were."""
+  """Checkpoints of steps 1 and 2, saved on 2 x 2 x 2 devices, and their states."""
   model = Qwen2(PRESETS["tiny"], make_mesh(2, 2, 2))
   states = {}
   checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
@@ -37,35 +38,46 @@ def saved(tmp_path):
 
 
 def restore(folder, mesh, devices, before="true"):
-  """What each of two processes reads, the second after a shell command of its own view of the files; and what was printed."""
-  line = [sys.executable, str(HERE / "restore.py"), str(folder), str(folder.parent / "found"), mesh]
+  """Restores in two processes, the second after a shell command in its own mount namespace.
+
+  Returns what each process restored, and what they printed.
+  """
+  line = [
+    sys.executable,
+    str(HERE / "restore.py"),
+    str(folder),
+    str(folder.parent / "restored"),
+    mesh,
+  ]
   own_view = ["unshare", "--mount", "sh", "-c", f'{before} && exec "$@"', "sh", *line]
-  codes, printed = together([line, line if before == "true" else own_view], devices)
+  codes, printed = start_together([line, line if before == "true" else own_view], devices)
   assert codes == [0, 0], printed
-  return [dict(np.load(folder.parent / f"found_{i}.npz")) for i in range(2)], printed
+  return [dict(np.load(folder.parent / f"restored_{i}.npz")) for i in range(2)], printed
 
 
-def assert_same(found, state):
-  assert found.keys() == state.keys()
+def assert_same(restored, state):
+  assert restored.keys() == state.keys()
   for name, x in state.items():
-    assert found[name].dtype == x.dtype
-    np.testing.assert_array_equal(found[name], x)
+    assert restored[name].dtype == x.dtype
+    np.testing.assert_array_equal(restored[name], x)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "devices"), [("2,1,1", 1), ("1,2,2", 2)])
 def test_saved_on_eight_devices_and_restored_on_two_processes(saved, mesh, devices):
   folder, states = saved
-  found, printed = restore(folder, mesh, devices)
+  restored, printed = restore(folder, mesh, devices)
   assert "damaged" not in printed[0] + printed[1]
-  for each in found:
+  for each in restored:
     assert_same(each, states[2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flipped", "empty"])
-def test_damage_that_one_process_alone_sees_sends_all_to_the_step_before(saved, tmp_path, damage):
-  """As a disk or a cache of one machine may have it: the first process, which checks the files, finds them good."""
+def test_damage_that_only_one_process_sees_makes_all_restore_the_previous_step(
+  saved, tmp_path, damage
+):
+  """As from the disk or cache of one machine; the first process, which checks files, finds none."""
   folder, states = saved
   file = max(
     (folder / "2" / "params" / "ocdbt.process_0" / "d").iterdir(),
@@ -74,10 +86,9 @@ def test_damage_that_one_process_alone_sees_sends_all_to_the_step_before(saved, 
   content = bytearray(file.read_bytes())
   content[len(content) // 2] ^= 1
   (tmp_path / "bad").write_bytes(content if damage == "flipped" else b"")
-  found, printed = restore(folder, "2,1,1", 1, f"mount --bind {tmp_path / 'bad'} {file}")
-  assert (
-    "the checkpoint of step 2 is damaged" in printed[0] and "step 1 is read instead" in printed[0]
-  ), printed
-  for each in found:
+  restored, printed = restore(folder, "2,1,1", 1, f"mount --bind {tmp_path / 'bad'} {file}")
+  assert "the checkpoint of step 2 is damaged" in printed[0], printed
+  assert "trying step 1 instead" in printed[0]
+  for each in restored:
     assert_same(each, states[1])
   assert sorted(entry.name for entry in folder.iterdir()) == ["1", "2.damaged"]

@@ -1,4 +1,4 @@
-"""Hugging Face folders made on the spot: torch models with random weights saved by transformers itself, read and spoilt by hand."""
+"""Hugging Face folders of random torch models, saved by transformers, and tools to edit them."""
 
 import functools
 import json
@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gtpo_jax.models import ModelConfig, Qwen2, init_params
+from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.filters import SamplingParams
+from gtpo_jax.sampling.params import SamplingParams
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -28,8 +30,16 @@ TINY = {
 }
 
 
+@functools.cache
+def random_model(**changes):
+  """A model of our own with random parameters, of about the size of `TINY`."""
+  sizes = {"vocab_size": 64, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
+  model = Qwen2(ModelConfig(**sizes | {"mlp": 48} | changes), single_device_mesh())
+  return model, init_params(model, jax.random.key(0))
+
+
 def torch_model(**changes):
-  """A Qwen2ForCausalLM whose every tensor matters, norms and biases included."""
+  """A Qwen2ForCausalLM with random norms and biases too, so that every tensor matters."""
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
   torch.manual_seed(0)
@@ -43,8 +53,8 @@ def torch_model(**changes):
 
 
 @functools.cache
-def _made(options, dtype, shard):
-  """The folder and the torch model of it."""
+def _saved_by_torch(options, dtype, shard):
+  """A folder and the torch model in it."""
   import torch
 
   model = torch_model(**dict(options)).to(getattr(torch, dtype))
@@ -54,9 +64,9 @@ def _made(options, dtype, shard):
 
 
 def hf_folder(dtype="float32", shard="5GB", **changes):
-  """A folder that transformers saved, and its torch model; made once."""
+  """A folder that transformers saved, and its torch model; cached."""
   pytest.importorskip("torch")
-  return _made(tuple(sorted(changes.items())), dtype, shard)
+  return _saved_by_torch(tuple(sorted(changes.items())), dtype, shard)
 
 
 def padded_batch(vocab=64, length=17):
@@ -71,7 +81,7 @@ def padded_batch(vocab=64, length=17):
 
 
 def torch_logits(model, tokens, mask=None):
-  """What torch computes, positions counted from the first real token."""
+  """Logits of torch, with positions counted from the first real token."""
   import torch
 
   mask = np.ones(tokens.shape, bool) if mask is None else mask
@@ -97,7 +107,7 @@ def our_logits(model, params, tokens, mask=None):
 
 
 def torch_greedy(model, prompts, count, stop=None):
-  """`generate` on left-padded prompts: the new tokens [n, count], 0 behind the end."""
+  """The new tokens [n, count] of `generate` on left-padded prompts, 0 after the end."""
   import torch
 
   width = max(map(len, prompts))
@@ -118,9 +128,8 @@ def torch_greedy(model, prompts, count, stop=None):
 
 
 def our_greedy(model, params, prompts, count, stop=()):
-  engine = Engine(
-    model, stop, 0, max(map(len, prompts)) + 3, count
-  )  # wider than the longest prompt: padding must not matter
+  # Wider than the longest prompt: padding must not matter.
+  engine = Engine(model, stop, 0, max(map(len, prompts)) + 3, count)
   written = engine.sample(
     engine.layout(params),
     prompts,
@@ -132,7 +141,7 @@ def our_greedy(model, params, prompts, count, stop=()):
 
 
 def raw_tensors(folder):
-  """{name: (dtype, shape, bytes)} of all safetensors of a folder, read without the library."""
+  """{name: (dtype, shape, bytes)} of a folder's safetensors, read without the library."""
   found = {}
   for file in sorted(folder.glob("*.safetensors")):
     header, data = split_file(file)
@@ -152,12 +161,12 @@ def split_file(file):
 
 
 def join_file(file, header, data):
-  """The inverse; a header may be text, to say what JSON objects cannot."""
+  """The inverse of `split_file`; a header may be text, for what `json` would not write."""
   text = (header if isinstance(header, str) else json.dumps(header)).encode()
   file.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def edit_json(file, **changes):
-  """Sets keys of a JSON object; None takes one away."""
+  """Sets keys of a JSON object; None removes a key."""
   values = json.loads(file.read_text()) | changes
   file.write_text(json.dumps({key: value for key, value in values.items() if value is not None}))

@@ -1,4 +1,4 @@
-"""Attention of whole streams: every kernel against the whole softmax, in value and gradient, and however the heads lie."""
+"""Attention of complete streams: every kernel against a full softmax, in value and gradient."""
 
 import dataclasses
 import functools
@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from gtpo_jax.models import PRESETS, flash, splash
-from gtpo_jax.models.attention import KV, Context
+from gtpo_jax.models.attention import KV, AttentionContext
 from gtpo_jax.models.causal import attend_causally, attention_kind
-from gtpo_jax.models.cudnn import attend_by_cudnn
+from gtpo_jax.models.context_parallel import balanced_queries, exchange_halves
+from gtpo_jax.models.cudnn import attend_with_cudnn
 from gtpo_jax.models.flash import attend_in_blocks
-from gtpo_jax.models.parts import exchange, paired
-from gtpo_jax.models.splash import attend_by_splash
+from gtpo_jax.models.splash import attend_with_splash
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh, partition_spec, single_device_mesh
 
-N = 2  # three blocks of 64, the last not whole
+N = 2
 G = 3
-S = 150
+S = 150  # three blocks of 64, the last one partial
 P = 21
 E = 16
 
@@ -33,8 +33,8 @@ def inputs(heads=4, kv_heads=2, prompt=True, s=S):
   q = array(N, g, heads, s, E)
   own = KV(array(N, g, kv_heads, E, s), array(N, g, kv_heads, s, E))
   if not prompt:
-    return q, Context(own, real)
-  return q, Context(
+    return q, AttentionContext(own, real)
+  return q, AttentionContext(
     own,
     real,
     KV(array(N, 1, kv_heads, E, P), array(N, 1, kv_heads, P, E)),
@@ -42,17 +42,17 @@ def inputs(heads=4, kv_heads=2, prompt=True, s=S):
   )
 
 
-def whole_softmax(q, context):
-  """All scores at once, keys and values repeated for every query head."""
+def full_softmax(q, context):
+  """All scores at once, with keys and values repeated for every query head."""
   _, g, h, s, e = q.shape
-  k, v, place = context.joined(g)
+  k, v, segment = context.concatenate(g)
   k, v = (jnp.repeat(x, h // x.shape[2], axis=2) for x in (k, v))
-  before = k.shape[3] - s
-  visible = jnp.arange(before + s) <= before + jnp.arange(s)[:, None]
+  prompt_length = k.shape[3] - s
+  visible = jnp.arange(prompt_length + s) <= prompt_length + jnp.arange(s)[:, None]
   visible = (
     visible
-    & (place[:, :, None, None] == place[:, :, None, -s:, None])
-    & (place > 0)[:, :, None, None]
+    & (segment[:, :, None, None] == segment[:, :, None, -s:, None])
+    & (segment > 0)[:, :, None, None]
   )
   scores = jnp.einsum("nghse,nghte->nghst", q, k, precision="highest") / e**0.5
   return jnp.einsum(
@@ -61,17 +61,17 @@ def whole_softmax(q, context):
 
 
 def value_and_gradient(attend, q, context):
-  """What real queries see, and the gradient of an uneven sum of it by queries, keys and values."""
+  """The attention of real queries, and the gradient of a weighted sum of it in all inputs."""
   real = True if context.own_mask is None else context.own_mask[:, :, None, :, None]
   if context.segment is not None:
     real = (context.segment < 2)[:, :, None, :, None]
   weights = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
 
-  def of(q, own, prompt):
+  def loss(q, own, prompt):
     out = jnp.where(real, attend(q, context._replace(own=own, prompt=prompt)), 0)
     return (out * weights).sum(), out
 
-  (_, out), grads = jax.jit(jax.value_and_grad(of, argnums=(0, 1, 2), has_aux=True))(
+  (_, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(
     q, context.own, context.prompt
   )
   return out, *jax.tree.leaves(grads)
@@ -80,7 +80,7 @@ def value_and_gradient(attend, q, context):
 def assert_same(attend, q, context):
   for got, want in zip(
     value_and_gradient(attend, q, context),
-    value_and_gradient(whole_softmax, q, context),
+    value_and_gradient(full_softmax, q, context),
     strict=True,
   ):
     assert np.abs(want).max() > 0.3
@@ -92,21 +92,21 @@ def assert_same(attend, q, context):
   "attend",
   [
     functools.partial(attend_in_blocks, precision="highest"),
-    functools.partial(attend_by_splash, interpret=True),
-    functools.partial(attend_by_cudnn, implementation="xla"),
+    functools.partial(attend_with_splash, interpret=True),
+    functools.partial(attend_with_cudnn, implementation="xla"),
   ],
-  ids=["blocks", "splash", "turned rows"],
+  ids=["blocks", "splash", "rolled rows"],
 )
-def test_every_kernel_equals_the_whole_softmax(attend, prompt):
+def test_every_kernel_equals_the_full_softmax(attend, prompt):
   assert_same(attend, *inputs(prompt=prompt))
 
 
 def in_two_segments(s=S):
-  """Rows of two completions that see the prompt and themselves; the second row has padding behind them."""
+  """Rows of two completions, each its own segment; the second row is padded on the right."""
   q, context = inputs(s=s)
-  places = jnp.arange(s)
+  positions = jnp.arange(s)
   ends = jnp.asarray([[s // 3, s], [s // 2, s - 9], [5, s]])
-  segment = jnp.broadcast_to((places >= ends[..., None]).sum(1), (N, G, s))
+  segment = jnp.broadcast_to((positions >= ends[..., None]).sum(1), (N, G, s))
   return q, context._replace(
     prompt_mask=jnp.repeat(context.prompt_mask, 2, axis=1), segment=segment
   )
@@ -116,11 +116,11 @@ def in_two_segments(s=S):
   "attend",
   [
     functools.partial(attend_in_blocks, precision="highest"),
-    functools.partial(attend_by_splash, interpret=True),
+    functools.partial(attend_with_splash, interpret=True),
   ],
   ids=["blocks", "splash"],
 )
-def test_segments_see_the_prompt_and_themselves(attend):
+def test_segments_attend_to_the_prompt_and_to_themselves(attend):
   q, context = in_two_segments()
   assert_same(attend, q, context)
   alone = context._replace(
@@ -144,7 +144,7 @@ def test_segments_see_the_prompt_and_themselves(attend):
   [(8, 4, (2, 1, 4)), (8, 2, (1, 2, 4)), (24, 3, (1, 1, 8)), (6, 2, (2, 1, 1))],
 )
 def test_heads_on_a_mesh(heads, kv_heads, shape):
-  """Key/value heads that divide over the tensor axis, that are fewer, and that three queries of one shard share with another's."""
+  """Key/value heads that divide over the tensor axis, that are fewer, and that two shards share."""
   config = dataclasses.replace(
     PRESETS["tiny"], heads=heads, kv_heads=kv_heads, matmul_precision="highest"
   )
@@ -154,10 +154,10 @@ def test_heads_on_a_mesh(heads, kv_heads, shape):
 
 @pytest.mark.parametrize(("kind", "loop"), [("blocks", False), ("blocks", True), ("splash", False)])
 def test_positions_on_a_mesh(kind, loop, monkeypatch):
-  """Each shard has a third of the queries, with keys of the prompt and of all positions: of its own stream or of segments."""
+  """Each shard has a third of the queries, and gathers the keys of all positions."""
   if loop:
-    monkeypatch.setattr(flash, "WRITTEN_OUT", 16)
-    monkeypatch.setattr(flash, "MANY", 32)
+    monkeypatch.setattr(flash, "MAX_UNROLLED_POSITIONS", 16)
+    monkeypatch.setattr(flash, "LOOP_BLOCK", 32)
   config = dataclasses.replace(
     PRESETS["tiny"], attention=kind, matmul_precision="highest" if kind == "blocks" else "default"
   )
@@ -167,13 +167,13 @@ def test_positions_on_a_mesh(kind, loop, monkeypatch):
   assert_same(attend, *inputs())
   assert_same(attend, *in_two_segments())
   if not loop:
-    assert_same(attend, *inputs(s=153, prompt=False))  # whose parts have no halves
+    assert_same(attend, *inputs(s=153, prompt=False))  # the shards cannot be halved
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("s", [786, 783])
-def test_parts_of_several_blocks(s, monkeypatch):
-  """A third of the queries, paired and not, takes three of the kernel's blocks, the last of them filled up."""
+def test_shards_of_several_blocks(s, monkeypatch):
+  """A shard's queries, balanced and contiguous, take three of the kernel's blocks."""
   monkeypatch.setattr(splash, "BLOCKS", (128,))
   config = dataclasses.replace(PRESETS["tiny"], attention="splash")
   attend = functools.partial(
@@ -183,48 +183,43 @@ def test_parts_of_several_blocks(s, monkeypatch):
   assert_same(attend, *in_two_segments(s=s))
 
 
-@pytest.mark.parametrize("parts", [2, 3, 4, 5])
-def test_paired_parts_see_as_many_keys_and_queries_come_back(parts):
-  mesh = make_mesh(1, 1, 1, jax.devices()[:parts], context=parts)
-  s = 4 * parts
-  found = []
+@pytest.mark.parametrize("shards", [2, 3, 4, 5])
+def test_balanced_queries_have_equally_many_keys_and_return(shards):
+  mesh = make_mesh(1, 1, 1, jax.devices()[:shards], context=shards)
+  s = 4 * shards
+  by_shard = []
   spec = partition_spec((None, None, None, "position"))
 
   def there_and_back(x):
-    part = paired(s, parts)
-    there = exchange(x, parts)
-    found.append(part.places)
-    return (
-      there,
-      jnp.asarray(part.places)[part.number][None, None, None, :, None],
-      exchange(there, parts),
-    )
+    balanced = balanced_queries(s, shards)
+    by_shard.append(balanced.positions)
+    moved = exchange_halves(x, shards)
+    own = jnp.asarray(balanced.positions)[balanced.index]
+    return moved, own[None, None, None, :, None], exchange_halves(moved, shards)
 
-  places = jnp.arange(s).reshape(1, 1, 1, s, 1)
-  there, told, back = jax.jit(
-    jax.shard_map(there_and_back, mesh=mesh, in_specs=spec, out_specs=(spec,) * 3)
-  )(places)
-  np.testing.assert_array_equal(there, told)
-  np.testing.assert_array_equal(back, places)
-  assert sorted(found[0].ravel()) == list(range(s)) and set(found[0].sum(1)) == {
-    s * (s - 1) // 2 // parts
-  }
+  positions = jnp.arange(s).reshape(1, 1, 1, s, 1)
+  mapped = jax.shard_map(there_and_back, mesh=mesh, in_specs=spec, out_specs=(spec,) * 3)
+  moved, own, back = jax.jit(mapped)(positions)
+  np.testing.assert_array_equal(moved, own)
+  np.testing.assert_array_equal(back, positions)
+  assert sorted(by_shard[0].ravel()) == list(range(s))
+  assert set(by_shard[0].sum(1)) == {s * (s - 1) // 2 // shards}
 
 
-def test_positions_that_do_not_divide_are_whole_on_every_shard():
+def test_positions_that_do_not_divide_are_on_every_shard():
   config = dataclasses.replace(PRESETS["tiny"], matmul_precision="highest")
   assert_same(
     functools.partial(attend_causally, config, make_mesh(1, 2, 1, context=4)), *inputs(s=70)
   )
 
 
-def test_rows_that_do_not_divide_are_whole_on_every_device():
+def test_rows_that_do_not_divide_are_on_every_device():
   config = dataclasses.replace(PRESETS["tiny"], matmul_precision="highest")
   assert_same(functools.partial(attend_causally, config, make_mesh(8, 1, 1)), *inputs(s=9))
 
 
 def test_no_buffer_of_positions_by_positions():
-  """The temporaries of a gradient grow as the length does, and no array of the program has it twice."""
+  """Temporary memory grows linearly with the length; no array of the program has it as two axes."""
 
   def compiled(attend, s):
     q, context = inputs(s=s)
@@ -236,15 +231,15 @@ def test_no_buffer_of_positions_by_positions():
     return program.as_text(), program.memory_analysis().temp_size_in_bytes
 
   twice = re.compile(r",(1500|1520|3000|3020),(1500|1520|3000|3020)\]")
-  assert twice.search(compiled(whole_softmax, 1500)[0])  # the search can find
+  assert twice.search(compiled(full_softmax, 1500)[0])  # the pattern matches
   (text, small) = compiled(attend_in_blocks, 1500)
   (longer, large) = compiled(attend_in_blocks, 3000)
   assert not twice.search(text) and not twice.search(longer)
   assert large < 2.2 * small
 
 
-def test_a_loop_equals_blocks_written_out(monkeypatch):
-  monkeypatch.setattr(flash, "WRITTEN_OUT", 64)
+def test_the_loop_equals_unrolled_blocks(monkeypatch):
+  monkeypatch.setattr(flash, "MAX_UNROLLED_POSITIONS", 64)
   assert_same(functools.partial(attend_in_blocks, precision="highest"), *inputs(s=300))
   assert_same(functools.partial(attend_in_blocks, precision="highest"), *in_two_segments(s=300))
 
@@ -254,10 +249,10 @@ def test_the_kind_follows_the_platform():
   mesh = single_device_mesh()
   assert attention_kind(tiny, mesh) == "blocks"
   assert attention_kind(dataclasses.replace(tiny, attention="splash"), mesh) == "splash"
-  with pytest.raises(
-    UserError,
-    match=r"model\.attention = 'cudnn' does not run on cpu with compute_dtype float32.*use 'blocks'",
-  ):
+  refusal = (
+    r"model\.attention = 'cudnn' does not run on cpu with compute_dtype float32.*use 'blocks'"
+  )
+  with pytest.raises(UserError, match=refusal):
     attention_kind(dataclasses.replace(tiny, attention="cudnn"), mesh)
   wide = make_mesh(2, 2, 1, context=2)
   with pytest.raises(UserError, match=r"'cudnn' does not run on cpu with .*mesh\.context 2"):

@@ -1,4 +1,4 @@
-"""Folders that transformers saved, loaded by ours: the same logits, the same greedy text, on one device and on eight."""
+"""Folders that transformers saved: the same logits and greedy text as torch, on every mesh."""
 
 import shutil
 
@@ -95,15 +95,15 @@ def test_sixty_four_greedy_tokens_equal_generate(changes, shape):
   )
 
 
-def test_greedy_text_ends_where_generate_ends_it():
+def test_greedy_text_ends_where_that_of_generate_does():
   folder, reference = hf_folder()
   stop = [int(x) for x in torch_greedy(reference, PROMPTS, 64)[[0, 1], [5, 20]]]
   want = torch_greedy(reference, PROMPTS, 64, stop)
-  assert not want[0, -1]  # it did end
+  assert not want[0, -1]  # the first row has ended
   np.testing.assert_array_equal(our_greedy(*load(folder, "float32"), PROMPTS, 64, stop), want)
 
 
-def test_a_sharded_folder_is_laid_out_by_axes_and_equal_to_one_file():
+def test_a_sharded_folder_is_split_by_axes_and_equal_to_one_file():
   whole = hf_folder()[0]
   cut = hf_folder(shard=SHARDED)[0]
   _, plain = load(whole, "float32")
@@ -118,14 +118,14 @@ def test_a_sharded_folder_is_laid_out_by_axes_and_equal_to_one_file():
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("asked", ["float32", "bfloat16"])
-def test_number_formats_are_converted_as_torch_does(stored, asked):
+@pytest.mark.parametrize("requested", ["float32", "bfloat16"])
+def test_number_formats_are_converted_as_torch_does(stored, requested):
   torch = pytest.importorskip("torch")
   folder, reference = hf_folder(stored)
-  model, params = load(folder, asked)
-  assert {str(x.dtype) for x in jax.tree.leaves(params)} == {asked}
-  assert (model.config.param_dtype, model.config.compute_dtype) == (asked, asked)
-  want = reference.model.embed_tokens.weight.detach().to(getattr(torch, asked)).float().numpy()
+  model, params = load(folder, requested)
+  assert {str(x.dtype) for x in jax.tree.leaves(params)} == {requested}
+  assert (model.config.param_dtype, model.config.compute_dtype) == (requested, requested)
+  want = reference.model.embed_tokens.weight.detach().to(getattr(torch, requested)).float().numpy()
   np.testing.assert_array_equal(np.asarray(params["embedding"].astype("float32")), want)
 
 
@@ -139,7 +139,7 @@ def test_bfloat16_logits_are_near():
 
 
 def test_the_second_copy_of_a_tied_head_is_not_needed(tmp_path):
-  """Some folders hold lm_head.weight though it is the embedding."""
+  """Some folders have lm_head.weight although it is the embedding."""
   folder = shutil.copytree(hf_folder()[0], tmp_path / "hf")
   import torch
   from safetensors.torch import load_file, save_file
@@ -184,11 +184,9 @@ def test_names_are_those_that_transformers_saves():
 
 def test_the_seven_billion_model_by_its_published_names_and_shapes():
   shapes = hf_shapes(Qwen2(PRESETS["qwen2.5-7b"], single_device_mesh()))
-  assert len(shapes) == 339  # of the index of Qwen/Qwen2.5-7B
-  assert shapes["model.layers.27.self_attn.k_proj.weight"] == (512, 3584) and shapes[
-    "model.layers.27.self_attn.k_proj.bias"
-  ] == (512,)
-  assert shapes["model.layers.0.mlp.down_proj.weight"] == (3584, 18944) and shapes[
-    "lm_head.weight"
-  ] == (152064, 3584)
+  assert len(shapes) == 339  # as in the index of Qwen/Qwen2.5-7B
+  assert shapes["model.layers.27.self_attn.k_proj.weight"] == (512, 3584)
+  assert shapes["model.layers.27.self_attn.k_proj.bias"] == (512,)
+  assert shapes["model.layers.0.mlp.down_proj.weight"] == (3584, 18944)
+  assert shapes["lm_head.weight"] == (152064, 3584)
   assert not any(name.endswith("o_proj.bias") for name in shapes)

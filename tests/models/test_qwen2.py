@@ -1,4 +1,4 @@
-"""The port against torch's Qwen2, and its own parts against one another."""
+"""The model against torch's Qwen2, and its own parts against each other."""
 
 import dataclasses
 
@@ -9,17 +9,10 @@ import pytest
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models import PRESETS, ModelConfig, Qwen2, init_params
-from gtpo_jax.models.attention import KV, Source
-from gtpo_jax.models.attention import attend as models_attend
+from gtpo_jax.models.attention import KV, MaskedKV, merge_partials, partial_attention
+from gtpo_jax.models.decode import decode_step, make_decode_params, next_logits, prefill
 from gtpo_jax.models.hf import hf_from_params, params_from_hf
-from gtpo_jax.models.qwen2 import (
-  abstract_params,
-  decode_step,
-  next_logits,
-  param_shardings,
-  prefill,
-  sampling_layout,
-)
+from gtpo_jax.models.params import abstract_params, param_shardings
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
 
@@ -87,11 +80,11 @@ def test_logits_equal_torch(changes):
       position_ids=torch.from_numpy(positions),
     ).logits.numpy()
   got = np.asarray(model.apply({"params": params}, jnp.asarray(tokens), jnp.asarray(mask)))
-  assert np.abs(want[mask]).max() > 0.5  # the comparison is of something
+  assert np.abs(want[mask]).max() > 0.5  # not a comparison of zeros
   np.testing.assert_allclose(got[mask], want[mask], atol=2e-4)
 
 
-def test_hf_names_round_trip_and_complaints():
+def test_hf_names_round_trip_and_wrong_tensors_are_named():
   model = small_model(tied=False)
   params = strong_params(model)
   tensors = dict(hf_from_params(model, params))
@@ -142,37 +135,35 @@ def test_prefill_and_decode_equal_one_forward_pass():
     method="logits",
   )
 
-  layout = sampling_layout(model, params)
-  hidden, prompt_kv = prefill(model, layout, prompts)
-  assert prompt_kv[0].k.shape == (3, 1, 2, 8, 6) and prompt_kv[0].v.shape == (
-    3,
-    1,
-    2,
-    6,
-    8,
-  )  # once a prompt, not once a completion
+  decode_params = make_decode_params(model, params)
+  hidden, prompt_kv = prefill(model, decode_params, prompts)
+  assert prompt_kv[0].k.shape == (3, 1, 2, 8, 6)  # once per prompt, not once per completion
+  assert prompt_kv[0].v.shape == (3, 1, 2, 6, 8)
   hidden = jnp.broadcast_to(hidden, (3, 2, 1, 48))
   written = [[] for _ in range(3)]
 
   def attend(layer, q, new):
-    """The plainest cache there is: a list of what was written."""
+    """Keeps the cache as a list."""
     written[layer].append(new)
     k, v = (
       jnp.concatenate([kv[part] for kv in written[layer]], axis) for part, axis in ((0, 4), (1, 3))
     )
-    seen = jnp.ones((1, 1, 1, len(written[layer])), bool)
-    return models_attend(
-      q, (Source(prompt_kv[layer], prompts.mask[:, None, None]), Source(KV(k, v), seen))
-    ), None
+    everything = jnp.ones((1, 1, 1, len(written[layer])), bool)
+    sources = (
+      MaskedKV(prompt_kv[layer], prompts.mask[:, None, None]),
+      MaskedKV(KV(k, v), everything),
+    )
+    partials = [partial_attention(q, source) for source in sources]
+    return merge_partials(partials).astype(q.dtype), None
 
   for i in range(8):
-    for laid in (layout, layout._replace(head_transposed=None)):  # as on CPU, as elsewhere
-      np.testing.assert_allclose(
-        next_logits(model, laid, hidden[:, :, 0]), want[:, :, i], atol=2e-5
-      )
+    elsewhere = decode_params._replace(head_transposed=None)
+    for variant in (decode_params, elsewhere):  # as on CPU, as on other platforms
+      logits = next_logits(model, variant, hidden[:, :, 0])
+      np.testing.assert_allclose(logits, want[:, :, i], atol=2e-5)
     hidden, _ = decode_step(
       model,
-      layout,
+      decode_params,
       completions[:, :, i],
       jnp.broadcast_to(prompts.lengths[:, None] + i, (3, 2)),
       attend,
@@ -205,17 +196,21 @@ def test_remat_changes_nothing():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), kept, grads)
 
 
-def test_the_sampling_layout_keeps_norms_exact():
-  """In bf16 the sampler sees the very norm scales that the trainer does."""
+def test_decode_params_keep_norms_exact():
+  """In bf16 the sampler uses the same float32 norm scales as the trainer."""
   model = small_model(compute_dtype="bfloat16", tied=False)
   params = strong_params(model)
-  layout = sampling_layout(model, params)
-  np.testing.assert_array_equal(layout.outer["norm"]["scale"], params["norm"]["scale"])
+  decode_params = make_decode_params(model, params)
+  np.testing.assert_array_equal(decode_params.outer["norm"]["scale"], params["norm"]["scale"])
   np.testing.assert_array_equal(
-    layout.layers[1]["mlp_norm"]["scale"], params["layers"]["mlp_norm"]["scale"][1]
+    decode_params.layers[1]["mlp_norm"]["scale"], params["layers"]["mlp_norm"]["scale"][1]
   )
-  assert layout.layers[0]["q"]["kernel"].dtype == layout.outer["head"].dtype == jnp.bfloat16
-  np.testing.assert_array_equal(layout.head_transposed, layout.outer["head"].T)
+  assert (
+    decode_params.layers[0]["q"]["kernel"].dtype
+    == decode_params.outer["head"].dtype
+    == jnp.bfloat16
+  )
+  np.testing.assert_array_equal(decode_params.head_transposed, decode_params.outer["head"].T)
 
 
 def test_number_formats():
@@ -243,9 +238,8 @@ def test_every_parameter_is_laid_out_by_its_axes():
   P = jax.sharding.PartitionSpec
   assert specs["embedding"] == P(("context", "tensor"), "fsdp")
   assert specs["layers/q/kernel"] == P(None, ("fsdp", "context"), "tensor", None)
-  assert specs["layers/k/kernel"] == P(
-    None, ("fsdp", "context"), None, None
-  )  # two heads do not divide over four: replicated
+  # Two heads do not divide over four shards: replicated.
+  assert specs["layers/k/kernel"] == P(None, ("fsdp", "context"), None, None)
   assert specs["layers/down/kernel"] == P(None, "tensor", ("fsdp", "context"))
   with pytest.raises(UserError, match="heads axis of 4 does not divide over 8"):
     param_shardings(Qwen2(PRESETS["tiny"], make_mesh(1, 1, 8)))

@@ -1,37 +1,31 @@
-"""Folders out: byte for byte what came in, readable by others, whole or not there at all."""
+"""Saved folders: byte for byte as loaded, complete, and readable by transformers."""
 
-import dataclasses
-import functools
-import importlib
+import copy
 import json
-import os
 import shutil
-import signal
 import stat
 import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from hf_folders import hf_folder, our_logits, padded_batch, raw_tensors, split_file, torch_logits
+from hf_folders import (
+  hf_folder,
+  our_logits,
+  padded_batch,
+  random_model,
+  raw_tensors,
+  split_file,
+  torch_logits,
+)
 
 from gtpo_jax.data.chat import load_chat
-from gtpo_jax.models import ModelConfig, Qwen2, init_params, load, save
-from gtpo_jax.models.presets import Yarn
+from gtpo_jax.models import load, save
+from gtpo_jax.models.config import Yarn
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
+from gtpo_jax.runtime.mesh import make_mesh
 
-ROOT = Path(__file__).parents[2]
 INDEX = "model.safetensors.index.json"
-CONFIG = ModelConfig(vocab_size=64, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48)
-
-
-@functools.cache
-def made(**changes):
-  model = Qwen2(dataclasses.replace(CONFIG, **changes), single_device_mesh())
-  return model, init_params(model, jax.random.key(0))
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
@@ -65,18 +59,15 @@ def test_loaded_and_saved_again_every_tensor_is_byte_identical(
 
 
 def test_shards_stay_below_the_limit_and_the_index_names_each_tensor_once(tmp_path):
-  model, params = made()
+  model, params = random_model()
   save(model, params, None, tmp_path / "out", shard_bytes=20_000)
   index = json.loads((tmp_path / "out" / INDEX).read_text())
   files = sorted((tmp_path / "out").glob("*.safetensors"))
   assert [file.name for file in files] == [
     f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))
   ]
-  held = {
-    name: sum(len(data) for *_, data in raw_tensors_of(file).values())
-    for name, file in ((file.name, file) for file in files)
-  }
-  assert max(held.values()) <= 20_000 and sum(held.values()) == index["metadata"]["total_size"]
+  sizes = [sum(len(data) for _, data in raw_tensors_of(file).values()) for file in files]
+  assert max(sizes) <= 20_000 and sum(sizes) == index["metadata"]["total_size"]
   assert index["metadata"]["total_size"] == 4 * sum(x.size for x in jax.tree.leaves(params))
   assert {name: file.name for file in files for name in raw_tensors_of(file)} == index["weight_map"]
 
@@ -91,7 +82,7 @@ def raw_tensors_of(file):
 
 
 def test_a_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path):
-  model, params = made()
+  model, params = random_model()
   save(model, params, None, tmp_path / "out", shard_bytes=1)
   assert (
     len(list((tmp_path / "out").glob("*.safetensors"))) == len(raw_tensors(tmp_path / "out")) == 26
@@ -103,24 +94,20 @@ def test_a_tensor_larger_than_a_shard_has_one_of_its_own(tmp_path):
   )
 
 
-@functools.cache
-def saved_whole(home):
-  model, params = made()
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+  """A folder with every kind of file."""
+  folder = tmp_path_factory.mktemp("saved") / "out"
+  chat = load_chat()
   save(
-    model,
-    params,
-    load_chat().tokenizer,
-    home / "out",
-    stop=load_chat().stop,
+    *random_model(),
+    chat.tokenizer,
+    folder,
+    stop=chat.stop,
     files={"README.md": "# Café\n"},
     shard_bytes=20_000,
   )
-  return home / "out"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-  return saved_whole(tmp_path_factory.mktemp("saved"))
+  return folder
 
 
 def test_the_manifest_is_what_sha256sum_checks(saved, tmp_path):
@@ -153,7 +140,7 @@ def test_files_are_complete_and_readable_by_others(saved):
   assert [file.name for file in saved.parent.iterdir()] == ["out"]
 
 
-def test_the_tokenizer_goes_with_it(saved):
+def test_the_tokenizer_is_saved_too(saved):
   first = load_chat()
   again = load_chat(saved)
   messages = [{"role": "system", "content": "Hi."}, {"role": "user", "content": "1+2=<|im_end|>é"}]
@@ -167,7 +154,7 @@ def test_the_tokenizer_goes_with_it(saved):
   assert first.tokenizer.chat_template == again.tokenizer.chat_template
 
 
-def test_generation_config_lists_every_end(saved, tmp_path):
+def test_generation_config_lists_every_end_token(saved, tmp_path):
   chat = load_chat()
   assert json.loads((saved / "generation_config.json").read_text()) == {
     "eos_token_id": sorted(chat.stop),
@@ -175,7 +162,7 @@ def test_generation_config_lists_every_end(saved, tmp_path):
   }
   transformers = pytest.importorskip("transformers")
   assert transformers.GenerationConfig.from_pretrained(saved).eos_token_id == sorted(chat.stop)
-  model, params = made()
+  model, params = random_model()
   save(model, params, None, tmp_path / "out", stop=[5, 3])
   assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
     "eos_token_id": [3, 5]
@@ -183,14 +170,12 @@ def test_generation_config_lists_every_end(saved, tmp_path):
 
 
 def test_a_tokenizer_with_several_chat_templates(tmp_path):
-  import copy
-
   tokenizer = copy.deepcopy(load_chat().tokenizer)
   tokenizer.chat_template = {
     "default": tokenizer.chat_template,
     "tool_use": "{{ messages[0].content }}",
   }
-  model, params = made()
+  model, params = random_model()
   save(model, params, tokenizer, tmp_path / "out")
   assert (
     load_chat(tmp_path / "out").tokenizer.get_chat_template("tool_use")
@@ -216,10 +201,10 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_we_save_is_what_transformers_loads(name, tmp_path):
-  """Every field of the architecture survives, here and there."""
+  """Every field of the architecture survives, for us and for transformers."""
   pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
-  model, params = made(**SHAPES[name])
+  model, params = random_model(**SHAPES[name])
   params = jax.tree.map(lambda x: x * 3 + 0.05, params)  # biases too
   save(model, params, None, tmp_path / "out")
   again, read = load(tmp_path / "out", "float32")
@@ -249,7 +234,7 @@ def test_what_we_save_is_what_transformers_loads(name, tmp_path):
     ("bfloat16", None, "BF16"),
   ],
 )
-def test_the_dtype_asked_for(kept, asked, code, tmp_path):
+def test_the_requested_dtype(kept, asked, code, tmp_path):
   torch = pytest.importorskip("torch")
   source, _ = hf_folder(kept)
   save(*load(source, kept), None, tmp_path / "out", dtype=asked)
@@ -267,8 +252,8 @@ def test_the_dtype_asked_for(kept, asked, code, tmp_path):
     ), name
 
 
-def test_a_value_that_half_precision_cannot_hold_is_refused(tmp_path):
-  model, params = made()
+def test_a_value_that_half_precision_cannot_represent_is_refused(tmp_path):
+  model, params = random_model()
   with pytest.raises(UserError, match=r"embedding|embed_tokens|float16"):
     save(
       model,
@@ -283,164 +268,18 @@ def test_bad_dtypes_are_refused_before_anything_is_written(tmp_path):
   with pytest.raises(
     UserError, match="dtype must be one of float32, bfloat16, float16; got 'int8'"
   ):
-    save(*made(), None, tmp_path / "out", dtype="int8")
+    save(*random_model(), None, tmp_path / "out", dtype="int8")
   assert not list(tmp_path.iterdir())
-
-
-# Whole or not at all.
-
-
-def refusal(place, **settings):
-  with pytest.raises(UserError) as caught:
-    save(*made(), None, place, **settings)
-  assert "\n" not in str(caught.value)
-  return str(caught.value)
-
-
-def test_a_folder_that_holds_something_is_left_alone(tmp_path):
-  (tmp_path / "full").mkdir()
-  (tmp_path / "full" / "notes").write_text("mine")
-  (tmp_path / "file").write_text("mine")
-  for name in ("full", "file"):
-    assert "holds something already; name a new folder" in refusal(tmp_path / name)
-  assert sorted(file.name for file in tmp_path.rglob("*")) == ["file", "full", "notes"]
-  assert (tmp_path / "full" / "notes").read_text() == "mine" == (tmp_path / "file").read_text()
-
-
-def test_an_empty_folder_is_filled(tmp_path):
-  (tmp_path / "out").mkdir()
-  save(*made(), None, tmp_path / "out")
-  load(tmp_path / "out")
-  assert [file.name for file in tmp_path.iterdir()] == ["out"]
-
-
-def test_an_empty_current_folder_is_filled_or_refused_in_one_line(tmp_path, monkeypatch):
-  (tmp_path / "out").mkdir()
-  monkeypatch.chdir(tmp_path / "out")
-  try:
-    save(*made(), None, ".")
-  except UserError as error:
-    assert "\n" not in str(error)
-  else:
-    load(tmp_path / "out")
-
-
-def test_parents_are_made(tmp_path):
-  save(*made(), None, str(tmp_path / "a" / "b" / "out"))
-  load(tmp_path / "a" / "b" / "out")
-
-
-def test_a_place_that_cannot_be_written(tmp_path):
-  (tmp_path / "file").write_text("")
-  assert refusal(tmp_path / "file" / "out").startswith(
-    f"cannot write {str(tmp_path / 'file' / 'out')!r}: "
-  )
-  assert "cannot write" in refusal("/proc/out")
-  (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-  assert "cannot write" in refusal(tmp_path / "link")
-  assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "link"]
-
-
-@pytest.mark.parametrize(
-  "error",
-  [OSError(28, "No space left on device"), RuntimeError("other"), KeyboardInterrupt()],
-  ids=["disk", "other", "ctrl-c"],
-)
-def test_a_save_that_fails_half_way_leaves_nothing(error, tmp_path, monkeypatch):
-  module = importlib.import_module(
-    "gtpo_jax.models.save"
-  )  # the package has a function of that name
-  written = []
-  real = module._write_tensors
-
-  def failing(file, *rest):
-    if len(written) == 2:
-      raise error
-    written.append(file)
-    real(file, *rest)
-
-  monkeypatch.setattr(module, "_write_tensors", failing)
-  if isinstance(error, OSError):
-    assert (
-      refusal(tmp_path / "out", shard_bytes=20_000)
-      == f"cannot write {str(tmp_path / 'out')!r}: No space left on device"
-    )
-  else:
-    with pytest.raises(type(error)):
-      save(*made(), None, tmp_path / "out", shard_bytes=20_000)
-  assert len(written) == 2 and not list(tmp_path.iterdir())
-  monkeypatch.undo()
-  save(*made(), None, tmp_path / "out")
-  load(tmp_path / "out")
-
-
-KILLED = """
-import os, signal, sys
-import importlib
-module = importlib.import_module("gtpo_jax.models.save")
-from gtpo_jax.models import PRESETS, Qwen2, init_params
-from gtpo_jax.runtime.mesh import single_device_mesh
-import dataclasses, jax
-real, count = module._write_tensors, 0
-
-def dying(*settings):
-  global count
-  count += 1
-  real(*settings)
-  if count == 3:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-module._write_tensors = dying
-model = Qwen2(dataclasses.replace(PRESETS["tiny"], vocab_size=64, width=32, heads=2, kv_heads=1, mlp=32, layers=1), single_device_mesh())
-module.save(model, init_params(model, jax.random.key(0)), None, sys.argv[1], shard_bytes=10_000)
-"""
-
-
-@pytest.mark.parametrize("name", ["out", "out[1]*"])
-def test_a_killed_save_leaves_no_folder_and_the_next_one_cleans_up(name, tmp_path):
-  if name == "out":
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
-    done = subprocess.run(
-      [sys.executable, "-c", KILLED, tmp_path / name],
-      cwd=ROOT,
-      env=environment,
-      capture_output=True,
-      text=True,
-      timeout=120,
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr
-  else:
-    (tmp_path / f".{name}.partial-1").mkdir()
-  left = list(tmp_path.iterdir())
-  assert not (tmp_path / name).exists() and len(left) == 1 and left[0].name.startswith(".")
-  save(*made(), None, tmp_path / name)
-  assert [file.name for file in tmp_path.iterdir()] == [name]
-  load(tmp_path / name)
-
-
-def test_cleaning_up_spares_other_folders(tmp_path):
-  """Only what a save of the very same name has left is taken away."""
-  for other in (".mine.partial-7", ".out2.partial-7", "out.partial-7", "out2"):
-    (tmp_path / other).mkdir()
-    (tmp_path / other / "notes").write_text("mine")
-  save(*made(), None, tmp_path / "out")
-  save(*made(), None, tmp_path / "*")
-  assert sorted(file.parent.name for file in tmp_path.rglob("notes")) == [
-    ".mine.partial-7",
-    ".out2.partial-7",
-    "out.partial-7",
-    "out2",
-  ]
 
 
 def test_the_same_model_gives_the_same_files(tmp_path):
   for name in ("a", "b"):
-    save(*made(), load_chat().tokenizer, tmp_path / name)
+    save(*random_model(), load_chat().tokenizer, tmp_path / name)
   assert (tmp_path / "a" / "SHA256SUMS").read_text() == (tmp_path / "b" / "SHA256SUMS").read_text()
 
 
 def test_a_sharded_model_is_saved_as_on_one_device(tmp_path):
-  model, params = made()
+  model, params = random_model()
   save(model, params, None, tmp_path / "one")
   save(*load(tmp_path / "one", "float32", make_mesh(2, 2, 2)), None, tmp_path / "eight")
   assert (tmp_path / "one" / "SHA256SUMS").read_text() == (

@@ -1,4 +1,4 @@
-"""Two real processes with one model between them write the folder that one process writes, byte for byte."""
+"""Two processes that share one model write the same folder as one process, byte for byte."""
 
 import dataclasses
 import os
@@ -12,9 +12,10 @@ import pytest
 
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.models import load, save, save_adapter
+from gtpo_jax.models.config import Lora, ModelConfig
 from gtpo_jax.models.lora import add_lora
-from gtpo_jax.models.presets import Lora, ModelConfig
-from gtpo_jax.models.qwen2 import Qwen2, init_params
+from gtpo_jax.models.params import init_params
+from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.runtime.mesh import single_device_mesh
 
 ROOT = Path(__file__).parents[2]
@@ -33,22 +34,28 @@ from gtpo_jax.data.chat import load_chat
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.models import Qwen2, load, save, save_adapter
 from gtpo_jax.models.lora import add_lora
-from gtpo_jax.models.presets import Lora
+from gtpo_jax.models.config import Lora
 from gtpo_jax.runtime.mesh import make_mesh
 assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (2, 4, 2)
-# The second process is given a place where it cannot write: it has nothing to write.
+# The second process gets a path that it cannot write, and does not need to write.
 model, params = load(home / "source", "float32", make_mesh(1, 2, 2))
 assert not params["layers"]["up"]["kernel"].is_fully_addressable
 out = home / "two" if rank == 0 else Path("/proc/nowhere")
-save(model, params, None if rank else load_chat().tokenizer, out, stop=[5], files={"README.md": "# card"}, shard_bytes=20_000)
+tokenizer = None if rank else load_chat().tokenizer
+save(
+  model, params, tokenizer, out, stop=[5], files={"README.md": "# card"}, shard_bytes=20_000
+)
 wide = Qwen2(dataclasses.replace(model.config, lora=Lora(2)), model.mesh)
 params = add_lora(wide, params, jax.random.key(1))
 save_adapter(wide, params, home / "two-adapters", "base")
 assert (home / "two-adapters" / "SHA256SUMS").exists()  # in every process
 save(wide, params, None, home / "two-merged", dtype="bfloat16")
-for other in (lambda: save(model, params, None, home / "source"), lambda: save_adapter(wide, params, home / "source", "base")):
+for refused in (
+  lambda: save(model, params, None, home / "source"),
+  lambda: save_adapter(wide, params, home / "source", "base"),
+):
   try:
-    other()
+    refused()
   except UserError as error:
     print("refused:", error)
 """
@@ -60,7 +67,7 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-  """A folder of what two processes wrote, and the refusals that each of them saw."""
+  """The folder with everything that two processes wrote, and the refusals in each of them."""
   home = tmp_path_factory.mktemp("processes")
   plain = Qwen2(CONFIG, single_device_mesh())
   save(plain, init_params(plain, jax.random.key(0)), None, home / "source")
@@ -105,7 +112,7 @@ def test_two_processes_write_what_one_writes(two):
   assert contents(home / "one") == contents(home / "two") and len(contents(home / "one")) > 8
 
 
-def test_adapters_and_what_they_are_merged_into(two):
+def test_adapters_and_merged_weights(two):
   home, _ = two
   model, params = load(home / "source", "float32")
   wide = Qwen2(dataclasses.replace(model.config, lora=Lora(2)), model.mesh)
@@ -116,8 +123,8 @@ def test_adapters_and_what_they_are_merged_into(two):
   assert contents(home / "one-merged") == contents(home / "two-merged")
 
 
-def test_a_refusal_is_one_everywhere_and_nothing_is_left(two):
+def test_every_process_refuses_and_nothing_is_left(two):
   home, (first, second) = two
-  assert len(first) == len(second) == 2 and all("holds something already" in line for line in first)
+  assert len(first) == len(second) == 2 and all("is not empty" in line for line in first)
   assert all(line.startswith(f"refused: cannot write '{home / 'source'}'") for line in second)
   assert not list(home.glob(".*"))

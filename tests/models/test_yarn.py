@@ -1,4 +1,4 @@
-"""YaRN against transformers, at positions that pre-training did not see, in both spellings of config.json."""
+"""YaRN against transformers beyond the original context, in both spellings of config.json."""
 
 import functools
 import json
@@ -10,11 +10,12 @@ import pytest
 from hf_folders import hf_folder, our_greedy, our_logits, torch_greedy, torch_logits
 
 from gtpo_jax.models import load
-from gtpo_jax.models.folder import read_config
-from gtpo_jax.models.presets import Yarn
+from gtpo_jax.models.config import Yarn
+from gtpo_jax.models.hf_config import read_config
 from gtpo_jax.runtime.errors import UserError
 
-ORIGINAL, LENGTH = 64, 200
+ORIGINAL = 64
+LENGTH = 200
 BASE = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 CASES = {
   "old": {"rope_theta": 100.0, "rope_scaling": {"type": "yarn", **BASE}},
@@ -53,7 +54,7 @@ CASES = {
 
 @functools.cache
 def folder_of(case):
-  """The plain model's weights under a config.json with YaRN, and what transformers makes of that folder."""
+  """The plain model's weights with YaRN in config.json, and the torch model of that folder."""
   transformers = pytest.importorskip("transformers")
   source, _ = hf_folder(head_dim=16)
   folder = Path(tempfile.mkdtemp(prefix="gtpo_yarn_"))
@@ -79,7 +80,7 @@ def test_logits_equal_those_of_transformers_beyond_the_original_context(case):
   assert np.abs(got - plain)[:, ORIGINAL:].max() > 0.1  # the scaling matters here
 
 
-def test_greedy_text_equals_generate_across_the_border():
+def test_greedy_text_equals_generate_beyond_the_original_context():
   folder, reference = folder_of("new")
   prompts = [np.random.default_rng(2).integers(0, 64, length).tolist() for length in (60, 90)]
   np.testing.assert_array_equal(
@@ -87,7 +88,7 @@ def test_greedy_text_equals_generate_across_the_border():
   )
 
 
-def test_what_is_read_from_either_spelling():
+def test_both_spellings_are_read():
   read = lambda case: read_config(folder_of(case)[0], "float32")
   assert (
     read("old").yarn == read("old-without-original").yarn == read("new").yarn == Yarn(4.0, ORIGINAL)
@@ -99,7 +100,7 @@ def test_what_is_read_from_either_spelling():
     read("new-betas").yarn == Yarn(4.0, ORIGINAL, 4.0, 0.5)
     and read("old-attention-factor").yarn.attention_factor == 1.3
   )
-  assert read("new").longest == 4 * ORIGINAL and read("new-factor").longest == 160
+  assert read("new").max_length == 4 * ORIGINAL and read("new-factor").max_length == 160
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Bytes that devices send, from the text of compiled programs: of eight CPU devices, and lines as the TPU compiler writes them."""
+"""Bytes sent: of programs for eight CPU devices, and of lines as the TPU compiler writes them."""
 
 import functools
 
@@ -10,65 +10,80 @@ from jax.sharding import PartitionSpec as P
 from gtpo_jax.planning.collectives import collective_bytes
 from gtpo_jax.runtime.mesh import make_mesh
 
+ONES = jnp.ones((64, 16))
 
-def sent(body, x, out):
-  """What one of eight devices sends, by the compiled program of `body` over the axis `fsdp`."""
-  mesh = make_mesh(1, 8, 1)
-  program = jax.jit(
-    jax.shard_map(body, mesh=mesh, in_specs=P("fsdp"), out_specs=out, check_vma=False)
+
+def sent(body, out_specs):
+  """The bytes that one of eight devices sends in `body` over the fsdp axis."""
+  sharded = jax.shard_map(
+    body, mesh=make_mesh(1, 8, 1), in_specs=P("fsdp"), out_specs=out_specs, check_vma=False
   )
-  return collective_bytes(program.lower(x).compile().as_text())
+  return collective_bytes(jax.jit(sharded).lower(ONES).compile().as_text())
 
 
 def test_an_all_gather_sends_seven_eighths():
-  assert sent(lambda x: jax.lax.all_gather(x, "fsdp", tiled=True), jnp.ones((64, 16)), P()) == {
-    "all-gather": 64 * 16 * 4 * 7 // 8
-  }
+  gather = lambda x: jax.lax.all_gather(x, "fsdp", tiled=True)
+  assert sent(gather, P()) == {"all-gather": 64 * 16 * 4 * 7 // 8}
 
 
 def test_an_all_reduce_sends_twice_that():
-  assert sent(lambda x: jax.lax.psum(x, "fsdp"), jnp.ones((64, 16)), P()) == {
-    "all-reduce": 2 * 8 * 16 * 4 * 7 // 8
-  }
+  reduce = lambda x: jax.lax.psum(x, "fsdp")
+  assert sent(reduce, P()) == {"all-reduce": 2 * 8 * 16 * 4 * 7 // 8}
 
 
-def test_a_scan_counts_every_turn():
+def test_a_scan_counts_every_iteration():
   ring = functools.partial(
     jax.lax.ppermute, axis_name="fsdp", perm=[(i, (i + 1) % 8) for i in range(8)]
   )
   inner = lambda x: jax.lax.fori_loop(0, 3, lambda _, y: ring(jnp.sin(y)), x)
   body = lambda x: jax.lax.scan(lambda x, _: (inner(x), None), x, None, 5)[0]
-  assert sent(body, jnp.ones((64, 16)), P("fsdp")) == {"collective-permute": 5 * 3 * 8 * 16 * 4}
+  assert sent(body, P("fsdp")) == {"collective-permute": 5 * 3 * 8 * 16 * 4}
 
 
 def test_one_device_sends_nothing():
-  assert (
-    collective_bytes(jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile().as_text()) == {}
-  )
+  program = jax.jit(lambda x: x @ x).lower(jnp.ones((8, 8))).compile()
+  assert collective_bytes(program.as_text()) == {}
 
 
-def hlo(
-  *lines,
-  condition="%count = s32[] constant(28)\n  ROOT %lt = pred[] compare(%i, %count), direction=LT",
-):
-  body = "\n".join(f"  {line}" for line in lines)
-  return (
-    f"HloModule m\n\n%cond (p: (s32[])) -> pred[] {{\n  {condition}\n}}\n\n%fused (p: bf16[96]) -> bf16[1536] {{\n{body}\n}}\n\n"
-    "%body (p: (s32[])) -> (s32[]) {\n  %f.1 = bf16[1536]{0} fusion(%p), kind=kCustom, calls=%fused\n"
-    "  %f.2 = bf16[1536]{0} fusion(%p), kind=kCustom, calls=%fused\n}\n\n"
-    "ENTRY %main (p: s32[]) -> s32[] {\n  %w = (s32[]) while(%t), condition=%cond, body=%body\n}\n"
-  )
+COUNTED_LOOP = """%count = s32[] constant(28)
+  ROOT %lt = pred[] compare(%i, %count), direction=LT"""
+
+
+def hlo(*lines, condition=COUNTED_LOOP):
+  """A program that runs two fusions of these lines in a loop."""
+  fusion_body = "\n".join(f"  {line}" for line in lines)
+  return f"""HloModule m
+
+%cond (p: (s32[])) -> pred[] {{
+  {condition}
+}}
+
+%fused (p: bf16[96]) -> bf16[1536] {{
+{fusion_body}
+}}
+
+%body (p: (s32[])) -> (s32[]) {{
+  %f.1 = bf16[1536]{{0}} fusion(%p), kind=kCustom, calls=%fused
+  %f.2 = bf16[1536]{{0}} fusion(%p), kind=kCustom, calls=%fused
+}}
+
+ENTRY %main (p: s32[]) -> s32[] {{
+  %w = (s32[]) while(%t), condition=%cond, body=%body
+}}
+"""
 
 
 @pytest.mark.parametrize(
   ("line", "expected"),
   [
     (
-      "%a = bf16[1536]{0:T(8,128)(2,1)} all-gather(%p), channel_id=7, replica_groups=mesh['axis_0'=16,'axis_1'=1] {'axis_0'}",
+      "%a = bf16[1536]{0:T(8,128)(2,1)} all-gather(%p), channel_id=7, "
+      "replica_groups=mesh['axis_0'=16,'axis_1'=1] {'axis_0'}",
       {"all-gather": 28 * 1536 * 2 * 15 // 16},
     ),
     (
-      "%a = (bf16[96]{0}, bf16[1536]{0}) all-gather-start(%p), channel_id=7, replica_groups=[4,16]<=[64]",
+      "%a = (bf16[96]{0}, bf16[1536]{0}) all-gather-start(%p), channel_id=7, "
+      "replica_groups=[4,16]<=[64]",
       {"all-gather": 28 * 1536 * 2 * 15 // 16},
     ),
     (
@@ -80,25 +95,29 @@ def hlo(
       {"all-reduce": 28 * 96 * 6},
     ),
     (
-      "%a = (bf16[96]{0}, bf16[96]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), channel_id=7, source_target_pairs={{0,1}}",
+      "%a = (bf16[96]{0}, bf16[96]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), "
+      "channel_id=7, source_target_pairs={{0,1}}",
       {"collective-permute": 28 * 96 * 2},
     ),
   ],
 )
 def test_lines_of_the_tpu_compiler(line, expected):
-  """Two fusions are steps of one collective, by its channel; the loop turns 28 times."""
+  """The two fusions have one channel id, so they are one collective; the loop runs 28 times."""
   assert collective_bytes(hlo(line)) == expected
 
 
-def test_a_loop_that_ends_by_itself_counts_once():
+def test_a_loop_without_a_known_trip_count_counts_once():
   line = "%a = f32[96]{0} collective-permute(%p), channel_id=7, source_target_pairs={{0,1}}"
-  assert collective_bytes(hlo(line, condition="ROOT %going = pred[] and(%x, %y)")) == {
-    "collective-permute": 96 * 4
-  }
+  program = hlo(line, condition="ROOT %going = pred[] and(%x, %y)")
+  assert collective_bytes(program) == {"collective-permute": 96 * 4}
 
 
-def test_a_kernel_whose_line_is_broken_hides_nothing():
+def test_a_line_break_within_a_kernel_hides_nothing():
   """The compiler breaks the line of a Pallas kernel within its metadata."""
-  kernel = '%k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", kernel_metadata={\n"block": "512"\n}}, metadata={}'
+  kernel = (
+    '%k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", kernel_metadata={\n'
+    '"block": "512"\n'
+    "}}, metadata={}"
+  )
   line = "%a = f32[96]{0} reduce-scatter(%p), channel_id=7, replica_groups={{0,1,2,3}}"
   assert collective_bytes(hlo(kernel, line)) == {"reduce-scatter": 28 * 96 * 4 * 3}

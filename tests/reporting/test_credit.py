@@ -1,4 +1,4 @@
-"""What is kept of a step's credit: written, cut back, read, and refused where it is not what it should be."""
+"""Credit records: written, cut back on resume, read back, and refused if damaged."""
 
 import numpy as np
 import pytest
@@ -10,62 +10,76 @@ from gtpo_jax.reporting.journal import Journal
 from gtpo_jax.runtime.errors import UserError
 
 
-def credit(step=3):
-  """Two groups of two completions of at most four tokens; the second group is shown."""
+def make_record(step=3):
+  """Two groups of two completions with at most four tokens; the second group is shown."""
   lengths = np.array([[1, 4], [2, 3]], np.int32)
   mask = np.arange(4) < lengths[..., None]
   false = np.zeros((2, 2), bool)
   return CreditRecord(
-    step,
-    lengths,
-    np.where(mask, np.arange(16, dtype=np.float32).reshape(2, 2, 4) / 8, 0),
-    np.array([[True, False], [False, True]]),
-    np.array([[1, 0], [0, 1]], np.float32),
-    np.full((2, 2), -0.25, np.float32),
-    ~false,
-    ~false,
-    false,
-    np.array([1], np.int32),
-    np.where(mask[1:], 7, 0).astype(np.int32),
-    np.where(mask[1:], np.float32(-0.5), 0),
-    np.where(mask[1:], 1, 0).astype(np.int32),
-    ["\ud83d", "</script>\x00\u202e"],
-    ["1+1:"],
-    ["2"],
+    step=step,
+    lengths=lengths,
+    entropy=np.where(mask, np.arange(16, dtype=np.float32).reshape(2, 2, 4) / 8, 0),
+    correct=np.array([[True, False], [False, True]]),
+    reward=np.array([[1, 0], [0, 1]], np.float32),
+    penalty=np.full((2, 2), -0.25, np.float32),
+    valid=np.array([[True, True], [True, False]]),
+    finished=~false,
+    guided=false,
+    shown=np.array([1], np.int32),
+    ids=np.where(mask[1:], 7, 0).astype(np.int32),
+    log_probs=np.where(mask[1:], np.float32(-0.5), 0),
+    piece=np.where(mask[1:], 1, 0).astype(np.int32),
+    pieces=["\ud83d", "</script>\x00\u202e"],
+    prompts=["1+1:"],
+    answers=["2"],
   )
 
 
-def test_what_is_written_comes_back(tmp_path):
-  save_credit(tmp_path, credit())
+def assert_equal(record, expected):
+  for name, value in vars(expected).items():
+    np.testing.assert_array_equal(getattr(record, name), value, name)
+    assert isinstance(value, list | int) or getattr(record, name).dtype == value.dtype, name
+
+
+def test_a_record_is_read_back(tmp_path):
+  save_credit(tmp_path, make_record())
   (file,) = credit_files(tmp_path).values()
-  assert file.name == "3.npz" and [path.name for path in file.parent.iterdir()] == ["3.npz"]
-  back = read_credit(file)
-  for name, value in vars(credit()).items():
-    np.testing.assert_array_equal(getattr(back, name), value, name)
-    assert isinstance(value, list | int) or getattr(back, name).dtype == value.dtype, name
-  assert back.mask.tolist() == [
+  assert [path.name for path in file.parent.iterdir()] == ["3.npz"]
+  record = read_credit(file)
+  assert_equal(record, make_record())
+  assert record.mask.tolist() == [
     [[True, False, False, False], [True] * 4],
     [[True, True, False, False], [True, True, True, False]],
   ]
-  signals = back.signals(guided=False)
-  assert signals["guided"] is None and signals["entropy"][1, 1].tolist() == [1.5, 1.625, 1.75, 0.0]
+  signals = record.signals(guided=False)
+  assert signals["guided"] is None
+  assert signals["entropy"][1, 1].tolist() == [1.5, 1.625, 1.75, 0.0]
+  assert not signals["mask"][1, 1].any()  # not valid
 
 
-def test_when_a_step_is_kept():
-  kept = lambda every, last: [
-    step for step in range(1, last + 1) if LogSection(credit_every=every).keeps_credit(step, last)
-  ]
-  assert (
-    kept(10, 25) == [1, 10, 20, 25]
-    and kept(1, 3) == [1, 2, 3]
-    and kept(0, 5) == []
-    and kept(50, 1) == [1]
-  )
+def test_a_file_of_an_older_version_is_read(tmp_path):
+  """`valid` was stored as `counted`."""
+  save_credit(tmp_path, make_record())
+  file = credit_files(tmp_path)[3]
+  with np.load(file) as stored:
+    arrays = {{"valid": "counted"}.get(name, name): array for name, array in stored.items()}
+  assert "counted" in arrays
+  np.savez_compressed(file, **arrays)
+  assert_equal(read_credit(file), make_record())
 
 
-def test_a_resumed_run_keeps_what_its_checkpoint_knows(tmp_path):
+@pytest.mark.parametrize(
+  ("every", "last", "expected"),
+  [(10, 25, [1, 10, 20, 25]), (1, 3, [1, 2, 3]), (0, 5, []), (50, 1, [1])],
+)
+def test_steps_that_are_recorded(every, last, expected):
+  section = LogSection(credit_every=every)
+  assert [step for step in range(1, last + 1) if section.keeps_credit(step, last)] == expected
+
+
+def test_resuming_removes_the_records_of_later_steps(tmp_path):
   for step in (1, 2, 10):
-    save_credit(tmp_path, credit(step))
+    save_credit(tmp_path, make_record(step))
   assert list(credit_files(tmp_path)) == [1, 2, 10]
   Journal(tmp_path, 2, tensorboard=False)
   assert list(credit_files(tmp_path)) == [1, 2]
@@ -73,23 +87,19 @@ def test_a_resumed_run_keeps_what_its_checkpoint_knows(tmp_path):
   assert credit_files(tmp_path) == {}
 
 
-def test_evaluations_are_cut_back_too(tmp_path):
+def test_resuming_removes_later_evaluations(tmp_path):
   journal = Journal(tmp_path, 0, tensorboard=False)
   for step in (0, 2, 4):
     journal.write_evaluation(step, {"problems": 3, "intervals": {"eval/sums/pass@1": [0.25, 0.5]}})
   assert (tmp_path / "evaluations.jsonl").read_text().count("\n") == 3
   Journal(tmp_path, 2, tensorboard=False)
-  assert (
-    (tmp_path / "evaluations.jsonl")
-    .read_text()
-    .splitlines()[-1]
-    .startswith('{"step": 2, "problems": 3, "intervals": {"eval/sums')
-  )
+  last = (tmp_path / "evaluations.jsonl").read_text().splitlines()[-1]
+  assert last.startswith('{"step": 2, "problems": 3, "intervals": {"eval/sums')
 
 
 @pytest.mark.parametrize("cut", [0, 10, 300, -30])
-def test_a_damaged_file_is_one_line(tmp_path, cut):
-  save_credit(tmp_path, credit())
+def test_a_truncated_file_is_refused_in_one_line(tmp_path, cut):
+  save_credit(tmp_path, make_record())
   file = credit_files(tmp_path)[3]
   file.write_bytes(file.read_bytes()[:cut])
   with pytest.raises(UserError, match=r"3\.npz' is damaged") as refused:
@@ -97,13 +107,13 @@ def test_a_damaged_file_is_one_line(tmp_path, cut):
   assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("flips", [0, 1, 2])
-def test_a_damaged_byte_does_not_come_back_as_numbers(tmp_path, flips):
-  save_credit(tmp_path, credit())
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_flipped_bit_never_changes_numbers(tmp_path, seed):
+  save_credit(tmp_path, make_record())
   file = credit_files(tmp_path)[3]
-  rng = np.random.default_rng(flips)
+  rng = np.random.default_rng(seed)
   with np.load(file) as stored:
-    whole = {name: stored[name].tobytes() for name in stored}
+    sound = {name: stored[name].tobytes() for name in stored}
   for _ in range(40):
     data = bytearray(file.read_bytes())
     data[rng.integers(len(data))] ^= 1 << int(rng.integers(8))
@@ -113,23 +123,21 @@ def test_a_damaged_byte_does_not_come_back_as_numbers(tmp_path, flips):
       read = read_credit(broken)
     except UserError:
       continue
-    assert (
-      read.entropy[read.mask].tobytes() == whole["entropy"]
-      and read.log_probs[read.mask[read.shown]].tobytes() == whole["log_probs"]
-    )
+    assert read.entropy[read.mask].tobytes() == sound["entropy"]
+    assert read.log_probs[read.mask[read.shown]].tobytes() == sound["log_probs"]
 
 
-def test_another_format_is_named(tmp_path):
-  save_credit(tmp_path, credit())
+def test_another_format_is_refused(tmp_path):
+  save_credit(tmp_path, make_record())
   file = credit_files(tmp_path)[3]
   with np.load(file) as stored:
     np.savez_compressed(file, **{**stored, "format": 2})
-  with pytest.raises(UserError, match="is of format 2, this version of gtpo_jax reads 1"):
+  with pytest.raises(UserError, match="has format 2, this version of gtpo_jax reads 1"):
     read_credit(file)
 
 
-def test_a_pickle_in_it_is_not_opened(tmp_path):
-  save_credit(tmp_path, credit())
+def test_a_pickle_is_never_loaded(tmp_path):
+  save_credit(tmp_path, make_record())
   file = credit_files(tmp_path)[3]
   with np.load(file) as stored:
     np.savez_compressed(file, **{**stored, "shown": np.array([{"a": 1}], object)})
@@ -140,17 +148,17 @@ def test_a_pickle_in_it_is_not_opened(tmp_path):
 @pytest.mark.parametrize(
   "text", ["1+2:", "hé 🙂🙂 a</script>", "日本語\n\t\x00\u202e", "👨‍👩‍👧", " "]
 )
-def test_pieces_join_to_the_text(text):
+def test_pieces_concatenate_to_the_text(text):
   chat = load_chat()
   ids = chat.encode_completion(text)
   pieces = chat.pieces(ids)
   assert len(pieces) == len(ids) and "".join(pieces) == text + "<|im_end|>"
 
 
-def test_a_character_of_several_tokens_stands_at_its_last():
+def test_a_character_of_several_tokens_belongs_to_the_last():
   chat = load_chat()
   smile = chat.encode_text("🙂")
-  assert len(smile) == 4  # the small tokenizer knows bytes
+  assert len(smile) == 4  # the small tokenizer falls back to bytes
   assert chat.pieces([*smile, *chat.encode_text("a")]) == ["", "", "", "🙂", "a"]
-  assert chat.pieces(smile[:2]) == ["", "\ufffd"]  # cut off within it
+  assert chat.pieces(smile[:2]) == ["", "\ufffd"]  # the completion ends within it
   assert chat.pieces([]) == []

@@ -1,4 +1,4 @@
-"""What a user sees: a panel on a terminal, plain lines elsewhere."""
+"""Terminal output: a panel on a terminal, plain lines elsewhere."""
 
 import io
 
@@ -22,7 +22,8 @@ METRICS = {
 SAMPLE = ("1+2:", "it is\n[bold]3[/bold]", True)
 
 
-def shown(terminal, act, width=120):
+def printed(terminal, act, width=120):
+  """Returns what `act` prints through a display."""
   out = io.StringIO()
   display = Display(
     console=Console(
@@ -46,8 +47,8 @@ def run(display):
   display.end()
 
 
-def test_plain_lines_where_there_is_no_terminal():
-  lines = shown(False, run).splitlines()
+def test_plain_lines_without_a_terminal():
+  lines = printed(False, run).splitlines()
   assert [line.split("s] ")[1] for line in lines] == [
     "step 3  correct 25%  entropy 0.667 █  length 12.3  1,500 tokens/s",
     "  1+2: it is\\n[bold]3[/bold]  (right)",
@@ -55,36 +56,39 @@ def test_plain_lines_where_there_is_no_terminal():
 
 
 def test_the_panel_of_a_terminal():
-  text = shown(True, run)
-  assert "\x1b[" in text  # it is drawn over
+  text = printed(True, run)
+  assert "\x1b[" in text  # the panel is redrawn in place
   last = text[text.rindex("gtpo") :]
-  assert "4/8" in last and "left" in last
+  assert "4/8" in last
+  assert "left" in last
   for part in (
     "step 4  correct 25%  entropy 0.500 █▇  length 12.3  1,500 tokens/s",
     "reward -0.125  loss 0.0625  sampling 3,000 tokens/s 50%, reward 5%, update 6,000 tokens/s 25%",
     "1+2: it is\\n[bold]3[/bold]  (right)",
   ):
     assert part in last, last
-  assert text.endswith("\x1b[?25h") or "\x1b[?25h" in last  # the cursor is back
+  assert "\x1b[?25h" in last  # the cursor is visible again
 
 
-def test_a_narrow_terminal_cuts_lines_and_does_not_wrap_them():
-  text = shown(True, run, width=40)
-  assert "…" in text and "tokens/s 25%" not in text
+def test_a_narrow_terminal_truncates_lines():
+  text = printed(True, run, width=40)
+  assert "…" in text
+  assert "tokens/s 25%" not in text
 
 
-def test_it_may_be_quiet(capsys):
+def test_a_disabled_display_prints_nothing(capsys):
   run(Display(enabled=False))
   assert capsys.readouterr() == ("", "")
 
 
-def test_speeds_without_time_or_with_more_sampled_than_kept():
+def test_speeds_with_more_tokens_sampled_than_trained_and_without_time():
   assert speeds(METRICS | {"tokens/sampled": 6000.0}).startswith("sampling 6,000 tokens/s 50%")
-  assert speeds(
-    METRICS | dict.fromkeys(("time/sample", "time/reward", "time/update", "time/step"), 0.0)
-  ) == ("sampling 0%, reward 0%, update 0%")
+  no_time = dict.fromkeys(("time/sample", "time/reward", "time/update", "time/step"), 0.0)
+  assert speeds(METRICS | no_time) == "sampling 0%, reward 0%, update 0%"
 
 
-def test_a_sparkline_is_scaled_to_its_largest():
-  assert sparkline([0.0, 0.5, 1.0]) == "▁▅█" and sparkline([]) == "" and sparkline([0.0]) == "▁"
+def test_a_sparkline_is_scaled_to_its_largest_value():
+  assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+  assert sparkline([]) == ""
+  assert sparkline([0.0]) == "▁"
   assert sparkline([float("nan"), 1.0]) == "▁█"

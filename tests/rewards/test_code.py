@@ -1,18 +1,15 @@
+"""Programs and their tests in the sandbox."""
+
 import gzip
 import json
 import math
-import string
 import time
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gtpo_jax.rewards.code import code_correct, humaneval, program_of, run_code, run_stdin
-from gtpo_jax.rewards.inside import Peer, Remote, decode, encode
 
 HUMANEVAL = Path(__file__).parents[3] / "shared" / "data" / "HumanEval.jsonl.gz"
 
@@ -41,7 +38,8 @@ PASS = {
   "all plain values": (
     "def f(x): return x",
     """
-x = [None, True, 3, -10**40, 2.5, float('inf'), 1j, 'a', b'\\xff', bytearray(b'x'), (1,), {1}, frozenset([2]), {'k': [()]}, range(3), int]
+x = [None, True, 3, -10**40, 2.5, float('inf'), 1j, 'a', b'\\xff', bytearray(b'x')]
+x += [(1,), {1}, frozenset([2]), {'k': [()]}, range(3), int]
 assert f(x) == x and [type(a) for a in f(x)] == [type(a) for a in x]""",
   ),
   "values of the library": (
@@ -50,12 +48,16 @@ from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from datetime import date, timedelta
 from decimal import Decimal
 from fractions import Fraction
-def f(): return Fraction(1, 3), Decimal('1.10'), Counter('aab'), deque([1]), defaultdict(list, {1: [2]}), OrderedDict(a=1), date(2024, 1, 2)
+def f():
+  counts, lists = Counter('aab'), defaultdict(list, {1: [2]})
+  return (Fraction(1, 3), Decimal('1.10'), counts, deque([1]), lists, OrderedDict(a=1),
+          date(2024, 1, 2))
 def g(): return namedtuple('Pair', 'a b')(1, 2)""",
     """
 from fractions import Fraction
 a, b, c, d, e, g1, h = f()
-assert a == Fraction(1, 3) and a + 1 == Fraction(4, 3) and str(b) == '1.10' and c == {'a': 2, 'b': 1} and d[0] == 1
+assert a == Fraction(1, 3) and a + 1 == Fraction(4, 3) and str(b) == '1.10'
+assert c == {'a': 2, 'b': 1} and d[0] == 1
 assert e == {1: [2]} and e[5] == [] and g1 == {'a': 1} and h.year == 2024
 assert g() == (1, 2) and g().b == 2 and 2 in g()""",
   ),
@@ -92,9 +94,11 @@ else: assert False""",
     POINT,
     """
 p = Point(1, 2)
-assert p.x == 1 and p.key() == 1 and p == Point(1, 2) and p != Point(1, 3) and len(p) == 2 and list(p) == [1, 2] and p[1] == 2
+assert p.x == 1 and p.key() == 1 and p == Point(1, 2) and p != Point(1, 3)
+assert len(p) == 2 and list(p) == [1, 2] and p[1] == 2
 p.x = 5
-assert p.key() == 5 and str(p) == '<5 2>' and isinstance(p, Point) and not isinstance(3, Point) and (p * 2).x == 10
+assert p.key() == 5 and str(p) == '<5 2>' and (p * 2).x == 10
+assert isinstance(p, Point) and not isinstance(3, Point)
 assert p != 5 and p not in [1, None]""",
   ),
   "modules of the program": (
@@ -153,7 +157,7 @@ def test_good_programs_pass(name):
 
 @pytest.mark.sandbox
 @pytest.mark.parametrize("name", FAIL)
-def test_wrong_programs_fail_and_the_reason_is_told(name):
+def test_wrong_programs_fail_with_a_reason(name):
   program, tests, reason = FAIL[name]
   verdict = run_code(program, tests, timeout_s=30)
   assert verdict.passed is False and verdict.reason.startswith(reason), verdict
@@ -170,7 +174,7 @@ def test_wrong_programs_fail_and_the_reason_is_told(name):
   ],
 )
 @pytest.mark.parametrize("limit", [0.5, 1.5])
-def test_a_timeout_takes_its_time(program, tests, limit):
+def test_a_timeout_ends_the_run_at_its_limit(program, tests, limit):
   began = time.monotonic()
   verdict = run_code(program, tests, timeout_s=limit)
   assert verdict.passed is False and verdict.reason == "timeout"
@@ -185,7 +189,7 @@ def test_a_timeout_takes_its_time(program, tests, limit):
     ("class A: pass\nf(A())", "no verdict: the tests pass an object of A"),
   ],
 )
-def test_faults_of_the_tests_are_no_verdict(tests, reason):
+def test_faults_of_the_tests_give_no_verdict(tests, reason):
   verdict = run_code("def f(x): return x", tests)
   assert verdict.passed is None and verdict.reason.startswith(reason)
 
@@ -194,100 +198,45 @@ def test_faults_of_the_tests_are_no_verdict(tests, reason):
 def test_output_is_kept_and_capped():
   assert run_code("print('héllo')", "pass").output == "héllo\n"
   verdict = run_code("print('x' * 100000)", "pass")
-  assert verdict.passed and verdict.output == "x" * 16384
+  assert verdict.passed
+  assert verdict.output == "x" * 16384
+
+
+DOUBLE = "for line in open(0): print(int(line) * 2, end=' \\n')"
+THREAD = "import threading\nthreading.Thread(target=lambda: print(input())).start()"
 
 
 @pytest.mark.sandbox
-def test_stdin_and_stdout():
-  double = "for line in open(0): print(int(line) * 2, end=' \\n')"
-  assert run_stdin(double, "1\n2\n", "2\n4").passed
-  assert run_stdin(double, "1\n2\n", "2\n5").reason == "failed: stdout is not what was expected"
-  assert run_stdin("print(input())", "é\n", "é\n\n").passed
-  assert run_stdin(
-    "import threading\nthreading.Thread(target=lambda: print(input())).start()", "4\n", "4"
-  ).passed
-  assert run_stdin("if __name__ == '__main__':\n  print(1)\n  exit()", "", "1").passed
-  assert (
-    run_stdin("print(1)\n1 / 0", "", "1").reason == "error: ZeroDivisionError: division by zero"
-  )
-  assert (
-    run_stdin("print(1)\nexit(3)", "", "1").reason == "error: the program ended with exit status 3"
-  )
-  assert run_stdin("x = 'a' * 10**10", "", "1").reason.startswith("memory")
-  assert run_stdin("while True: pass", "", "", timeout_s=1).reason == "timeout"
-  assert run_stdin("print('x' * 10**6)", "", "x" * 10**6).passed
-
-
-class Wire:
-  """Both ends at once: what is exported under a number is found under it."""
-
-  SEVERAL = Peer.SEVERAL
-  VALUES = Peer.VALUES
-
-  def __init__(self):
-    self.mine = {}
-    self.remotes = {}
-
-  def export(self, x):
-    self.mine[len(self.mine)] = x
-    return len(self.mine) - 1
-
-
-def same(a, b):
-  return (
-    type(a) is type(b) and (a == b or a != a)
-    if not isinstance(a, (list, tuple))
-    else type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-  )
-
-
-PLAIN = st.recursive(
-  st.none()
-  | st.booleans()
-  | st.integers()
-  | st.floats()
-  | st.text(st.characters())
-  | st.binary()
-  | st.fractions()
-  | st.decimals(allow_nan=False),
-  lambda x: (
-    st.lists(x)
-    | st.tuples(x, x)
-    | st.dictionaries(st.text(), st.integers())
-    | st.frozensets(st.integers())
-  ),
-  max_leaves=20,
+@pytest.mark.parametrize(
+  ("program", "stdin", "expected"),
+  [
+    (DOUBLE, "1\n2\n", "2\n4"),
+    ("print(input())", "é\n", "é\n\n"),
+    (THREAD, "4\n", "4"),
+    ("if __name__ == '__main__':\n  print(1)\n  exit()", "", "1"),
+    ("print('x' * 10**6)", "", "x" * 10**6),
+  ],
+  ids=["lines", "characters", "threads", "exit", "long"],
 )
+def test_stdout_as_expected_passes(program, stdin, expected):
+  assert run_stdin(program, stdin, expected).passed
 
 
-@settings(deadline=None)
-@given(PLAIN)
-def test_values_cross_unchanged(value):
-  wire = Wire()
-  assert same(decode(encode(value, wire), wire), value)
-
-
-@settings(deadline=None)
-@given(st.binary() | st.text(string.printable).map(lambda text: f"{len(text)} {text}".encode()))
-def test_no_message_makes_anything_but_data(data):
-  wire = Wire()
-  try:
-    value = decode(data, wire)
-  except Exception:
-    return
-  assert type(value) in (
-    *map(type, (None, True, 1, 1.0, "", b"", bytearray())),
-    list,
-    tuple,
-    set,
-    frozenset,
-    dict,
-    range,
-    complex,
-    type,
-    Remote,
-    Fraction,
-  ) or type(value).__module__ in ("decimal", "collections", "datetime")
+@pytest.mark.sandbox
+@pytest.mark.parametrize(
+  ("program", "reason"),
+  [
+    ("print(2)", "failed: stdout is not what was expected"),
+    ("print(1)\n1 / 0", "error: ZeroDivisionError: division by zero"),
+    ("print(1)\nexit(3)", "error: the program ended with exit status 3"),
+    ("x = 'a' * 10**10", "memory"),
+    ("while True: pass", "timeout"),
+  ],
+)
+def test_other_stdout_and_failures_do_not_pass(program, reason):
+  verdict = run_stdin(program, "", "1", timeout_s=1 if reason == "timeout" else 5)
+  assert verdict.passed is False
+  assert verdict.reason.startswith(reason)
 
 
 def test_the_program_is_the_last_block():
@@ -298,44 +247,47 @@ def test_the_program_is_the_last_block():
   assert program_of("") == ""
 
 
-def test_humaneval_continuations_and_whole_functions():
+def test_humaneval_continuations_and_complete_functions():
   prompt = "import math\n\ndef f(x):\n  '''Doubles.'''\n"
-  assert (
-    humaneval("  return 2 * x\n\ndef g(): pass", prompt, "", "f")[0] == prompt + "  return 2 * x\n"
-  )
-  assert (
-    humaneval("Sure:\n```python\ndef f(x):\n  return 2\n```", prompt, "", "f")[0]
-    == prompt + "\n\ndef f(x):\n  return 2\n"
-  )
+  program, _ = humaneval("  return 2 * x\n\ndef g(): pass", prompt, "", "f")
+  assert program == prompt + "  return 2 * x\n"
+  program, _ = humaneval("Sure:\n```python\ndef f(x):\n  return 2\n```", prompt, "", "f")
+  assert program == prompt + "\n\ndef f(x):\n  return 2\n"
+
+
+HUMANEVAL_EXTRA = {
+  "prompt": "def f(x):\n  '''Doubles.'''\n",
+  "test": "def check(candidate):\n  assert candidate(2) == 4",
+  "entry_point": "f",
+}
+MBPP_EXTRA = {
+  "test_list": ["assert f(2) == 4", "assert math.isclose(f(0.1), 0.2)"],
+  "test_imports": ["import math"],
+}
+CASES = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]}
+CALLS = {"inputs": [[[1, 2], 3]], "outputs": [[3, 6]], "fn_name": "scale"}
+METHOD = "class Solution:\n  def scale(self, x, k): return tuple(k * y for y in x)"
 
 
 @pytest.mark.sandbox
-def test_code_correct_by_kind():
-  extra = {
-    "prompt": "def f(x):\n  '''Doubles.'''\n",
-    "test": "def check(candidate):\n  assert candidate(2) == 4",
-    "entry_point": "f",
-  }
-  assert code_correct("  return 2 * x", extra) is True
-  assert code_correct("  return 3 * x", extra) is False
-  assert code_correct("```python\ndef f(x):\n  return 2 * x\n```", extra) is True
-  mbpp = {
-    "test_list": ["assert f(2) == 4", "assert math.isclose(f(0.1), 0.2)"],
-    "test_imports": ["import math"],
-  }
-  assert code_correct("```python\ndef f(x): return 2 * x\n```", mbpp) is True
-  assert code_correct("```python\ndef f(x): return 4\n```", mbpp) is False
-  cases = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "4\n"]}
-  assert code_correct("print(2 * int(input()))", {"input_output": cases}) is True
-  assert code_correct("print(2)", {"input_output": json.dumps(cases)}) is False
-  called = {"input_output": {"inputs": [[[1, 2], 3]], "outputs": [[3, 6]], "fn_name": "scale"}}
-  assert (
-    code_correct("class Solution:\n  def scale(self, x, k): return tuple(k * y for y in x)", called)
-    is True
-  )
-  assert code_correct("def scale(x, k): return [k * y for y in x]", called) is True
-  assert code_correct("def scale(x, k): return x", called) is False
-  assert code_correct("x", {**extra, "test": "("}) is None
+@pytest.mark.parametrize(
+  ("completion", "extra", "verdict"),
+  [
+    ("  return 2 * x", HUMANEVAL_EXTRA, True),
+    ("  return 3 * x", HUMANEVAL_EXTRA, False),
+    ("```python\ndef f(x):\n  return 2 * x\n```", HUMANEVAL_EXTRA, True),
+    ("x", {**HUMANEVAL_EXTRA, "test": "("}, None),
+    ("```python\ndef f(x): return 2 * x\n```", MBPP_EXTRA, True),
+    ("```python\ndef f(x): return 4\n```", MBPP_EXTRA, False),
+    ("print(2 * int(input()))", {"input_output": CASES}, True),
+    ("print(2)", {"input_output": json.dumps(CASES)}, False),
+    (METHOD, {"input_output": CALLS}, True),
+    ("def scale(x, k): return [k * y for y in x]", {"input_output": CALLS}, True),
+    ("def scale(x, k): return x", {"input_output": CALLS}, False),
+  ],
+)
+def test_code_correct_by_kind_of_tests(completion, extra, verdict):
+  assert code_correct(completion, extra) is verdict
 
 
 def test_an_unknown_kind_is_refused():
@@ -343,34 +295,27 @@ def test_an_unknown_kind_is_refused():
     code_correct("x", {"tests": 1})
 
 
-def problems():
+def humaneval_rows():
   return [json.loads(line) for line in gzip.decompress(HUMANEVAL.read_bytes()).splitlines()]
 
 
 @pytest.mark.sandbox
 @pytest.mark.skipif(not HUMANEVAL.exists(), reason=f"{HUMANEVAL} is absent")
-def test_humaneval_canonical_solutions_pass_and_broken_bodies_fail():
-  rows = problems()
+@pytest.mark.parametrize("right", [True, False])
+def test_humaneval_canonical_solutions_pass_and_broken_bodies_fail(right):
+  rows = humaneval_rows()
   assert len(rows) == 164
-  solutions = [row["canonical_solution"] for row in rows] + ["    return None\n" for row in rows]
+  bodies = [row["canonical_solution"] if right else "    return None\n" for row in rows]
   with ThreadPoolExecutor(4) as pool:
-    verdicts = list(
-      pool.map(lambda row, body: code_correct(body, row, timeout_s=60), rows * 2, solutions)
-    )
-  assert [
-    row["task_id"] for row, verdict in zip(rows, verdicts[:164], strict=True) if verdict is not True
-  ] == []
-  assert [
-    row["task_id"]
-    for row, verdict in zip(rows, verdicts[164:], strict=True)
-    if verdict is not False
-  ] == []
+    verdicts = list(pool.map(lambda body, row: code_correct(body, row, timeout_s=60), bodies, rows))
+  pairs = zip(rows, verdicts, strict=True)
+  assert [row["task_id"] for row, verdict in pairs if verdict is not right] == []
 
 
 @pytest.mark.sandbox
 @pytest.mark.skipif(not HUMANEVAL.exists(), reason=f"{HUMANEVAL} is absent")
 def test_a_program_cannot_replace_the_helpers_of_humaneval():
-  """HumanEval/32 checks a root with the prompt's own poly; a program that redefines poly as 0 used to pass such tests."""
-  row = next(row for row in problems() if row["task_id"] == "HumanEval/32")
+  """HumanEval/32 checks a root with the prompt's own poly; a program may not redefine poly as 0."""
+  row = next(row for row in humaneval_rows() if row["task_id"] == "HumanEval/32")
   cheat = f"```python\n{row['prompt']}    return {math.pi}\n\ndef poly(*x): return 0.0\n```"
   assert code_correct(cheat, row) is False

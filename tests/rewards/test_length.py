@@ -1,3 +1,5 @@
+"""Length penalties."""
+
 from fractions import Fraction
 
 import numpy as np
@@ -8,7 +10,7 @@ from gtpo_jax.rewards.length import group_relative, soft_overlong
 
 def test_the_penalty_by_hand():
   lengths = np.array([[0, 1, 12], [16, 17, 18], [19, 20, 21]])
-  penalty = soft_overlong(lengths, longest=20, buffer=4)
+  penalty = soft_overlong(lengths, max_length=20, buffer=4)
   np.testing.assert_array_equal(
     penalty, np.array([[0, 0, 0], [0, -0.25, -0.5], [-0.75, -1, -1]], np.float32)
   )
@@ -16,33 +18,34 @@ def test_the_penalty_by_hand():
 
 
 def test_no_buffer_is_no_penalty():
-  penalty = soft_overlong(np.array([1, 20, 10**6]), longest=20, buffer=0)
+  penalty = soft_overlong(np.array([1, 20, 10**6]), max_length=20, buffer=0)
   np.testing.assert_array_equal(penalty, np.zeros(3, np.float32))
   assert penalty.dtype == np.float32
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64])
-@pytest.mark.parametrize(("longest", "buffer"), [(20480, 4096), (40, 39), (7, 3), (2, 1)])
-def test_against_the_three_cases_of_the_definition(longest, buffer, kind):
-  lengths = np.arange(0, longest + 5, max(longest // 100, 1))
-  slow = [
-    0.0 if n <= longest - buffer else ((longest - buffer) - n) / buffer if n <= longest else -1.0
-    for n in lengths.tolist()
-  ]
-  np.testing.assert_allclose(soft_overlong(lengths.astype(kind), longest, buffer), slow, rtol=1e-6)
+@pytest.mark.parametrize(("max_length", "buffer"), [(20480, 4096), (40, 39), (7, 3), (2, 1)])
+def test_against_the_three_cases_of_the_definition(max_length, buffer, kind):
+  def slow(length):
+    if length <= max_length - buffer:
+      return 0.0
+    return ((max_length - buffer) - length) / buffer if length <= max_length else -1.0
+
+  lengths = np.arange(0, max_length + 5, max(max_length // 100, 1))
+  penalty = soft_overlong(lengths.astype(kind), max_length, buffer)
+  np.testing.assert_allclose(penalty, list(map(slow, lengths.tolist())), rtol=1e-6)
 
 
 def test_the_penalty_never_rises_with_length():
-  penalty = soft_overlong(np.arange(100), longest=60, buffer=17)
+  penalty = soft_overlong(np.arange(100), max_length=60, buffer=17)
   assert (np.diff(penalty) <= 0).all() and penalty[0] == 0 and penalty[-1] == -1
 
 
 def test_r_of_i_is_the_same_function():
-  """v1, section 4.5.1, with L2 = 20 and L1 = 8: 0 up to L = L2 - L1 = 12, (L - |o|) / L1 up to L2, then -1."""
+  """v1, section 4.5.1, L2 = 20 and L1 = 8: 0 up to L = 12, (L - |o|) / L1 up to L2, then -1."""
   lengths = np.array([1, 12, 13, 14, 16, 19, 20, 21, 40])
-  np.testing.assert_array_equal(
-    soft_overlong(lengths, longest=20, buffer=8), [0, 0, -1 / 8, -2 / 8, -4 / 8, -7 / 8, -1, -1, -1]
-  )
+  penalty = soft_overlong(lengths, max_length=20, buffer=8)
+  np.testing.assert_array_equal(penalty, [0, 0, -1 / 8, -2 / 8, -4 / 8, -7 / 8, -1, -1, -1])
 
 
 # --- relative to the group ---
@@ -53,19 +56,20 @@ def slow_group_relative(lengths, correct, valid, gamma):
   gamma = Fraction(str(gamma))
   out = np.zeros(lengths.shape)
   for i in range(len(lengths)):
-    everybody = [j for j in range(lengths.shape[1]) if valid[i, j]]
-    right = [j for j in everybody if correct[i, j]]
-    wrong = [j for j in everybody if not correct[i, j]]
-    if not right or Fraction(len(right), len(everybody)) <= 1 - gamma:
+    members = [j for j in range(lengths.shape[1]) if valid[i, j]]
+    right = [j for j in members if correct[i, j]]
+    wrong = [j for j in members if not correct[i, j]]
+    if not right or Fraction(len(right), len(members)) <= 1 - gamma:
       continue
-    easy = Fraction(len(right), len(everybody)) >= gamma
-    compared = [int(lengths[i, j]) for j in (right if easy else everybody)]
-    border = max(Fraction(min(compared) + max(compared), 2), Fraction(sum(compared), len(compared)))
+    easy = Fraction(len(right), len(members)) >= gamma
+    compared = [int(lengths[i, j]) for j in (right if easy else members)]
+    middle = Fraction(min(compared) + max(compared), 2)
+    threshold = max(middle, Fraction(sum(compared), len(compared)))
     for j in right if easy or len(right) > len(wrong) else wrong:
-      if lengths[i, j] >= 2 * border:
+      if lengths[i, j] >= 2 * threshold:
         out[i, j] = -0.5
-      elif lengths[i, j] >= border:
-        out[i, j] = -Fraction(1, 2) * (int(lengths[i, j]) - border) / border
+      elif lengths[i, j] >= threshold:
+        out[i, j] = -Fraction(1, 2) * (int(lengths[i, j]) - threshold) / threshold
   return out
 
 
@@ -79,25 +83,25 @@ def relative(lengths, correct, valid=None, gamma=0.75):
 @pytest.mark.parametrize(
   ("lengths", "correct", "expected"),
   [
-    # Easy, 3 of 4: L of the right is max((10 + 30) / 2, 20) = 20; the long wrong one goes free.
+    # Easy, 3 of 4: L of the right is max((10 + 30) / 2, 20) = 20; the wrong one is not punished.
     ([10, 20, 30, 100], [1, 1, 1, 0], [0, 0, -0.25, 0]),
     # All right: L = max((2 + 12) / 2, 4) = 7.
     ([2, 2, 2, 2, 12], [1, 1, 1, 1, 1], [0, 0, 0, 0, -5 / 14]),
     # All right: the mean is the larger, L = max((1 + 9) / 2, 7) = 7.
     ([1, 9, 9, 9], [1, 1, 1, 1], [0, -1 / 7, -1 / 7, -1 / 7]),
-    # Hard, 1 of 4 and none of 4: nobody.
+    # Hard, 1 of 4 and none of 4: no penalty.
     ([10, 20, 30, 100], [1, 0, 0, 0], [0, 0, 0, 0]),
     ([10, 20, 30, 100], [0, 0, 0, 0], [0, 0, 0, 0]),
     # Between, 3 right, 2 wrong: L of all is max((10 + 50) / 2, 30) = 30; the right are punished.
     ([10, 50, 40, 30, 20], [1, 1, 1, 0, 0], [0, -1 / 3, -1 / 6, 0, 0]),
     ([10, 20, 30, 40, 50], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]),
-    # Between, 2 right, 3 wrong: the wrong are.
+    # Between, 2 right, 3 wrong: the wrong are punished.
     ([10, 50, 40, 30, 20], [0, 0, 0, 1, 1], [0, -1 / 3, -1 / 6, 0, 0]),
     ([10, 20, 30, 40, 50], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]),
-    # A tie: the wrong are. L = max((10 + 40) / 2, 25) = 25.
+    # A tie: the wrong are punished. L = max((10 + 40) / 2, 25) = 25.
     ([10, 40, 30, 20], [1, 1, 0, 0], [0, 0, -0.1, 0]),
     ([10, 40, 30, 20], [0, 0, 1, 1], [0, -0.3, 0, 0]),
-    # Of one length: nobody is long.
+    # Equal lengths: no completion is long.
     ([7, 7, 7, 7], [1, 1, 1, 1], [0, 0, 0, 0]),
     ([5], [1], [0]),
   ],
@@ -108,15 +112,13 @@ def test_group_relative_by_hand(lengths, correct, expected):
   assert penalty.dtype == np.float32
 
 
-def test_the_penalty_is_continuous_at_the_border():
-  """R is continuous at L: 0 on it, and (1/2) / L less for every token further."""
-  penalties = [
-    relative([10, 30, 20, 20 + k, 20 - k], [1, 1, 1, 1, 1])[3] for k in range(4)
-  ]  # L stays at 20
+def test_the_penalty_is_continuous_at_the_threshold():
+  """At L the penalty is 0; each further token subtracts (1/2) / L. Here L is always 20."""
+  penalties = [relative([10, 30, 20, 20 + k, 20 - k], [1, 1, 1, 1, 1])[3] for k in range(4)]
   np.testing.assert_allclose(penalties, [0, -1 / 40, -2 / 40, -3 / 40], rtol=1e-6)
 
 
-def test_completions_that_do_not_count_are_as_if_absent():
+def test_completions_that_are_not_valid_are_ignored():
   rng = np.random.default_rng(3)
   for _ in range(20):
     lengths = rng.integers(1, 50, 6)

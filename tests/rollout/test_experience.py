@@ -1,4 +1,4 @@
-"""What a step learns from: dynamic sampling, the guide, the reference and the second scoring."""
+"""The batch of a step: dynamic sampling, the guide, the reference and the second scoring."""
 
 import functools
 import json
@@ -13,16 +13,19 @@ from gtpo_jax.checkpoint.digests import digest_tree
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.loop import train
-from gtpo_jax.models.qwen2 import init_params
+from gtpo_jax.models.params import init_params
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
 from gtpo_jax.rewards import VERIFIERS, group_relative
-from gtpo_jax.rollout.experience import Collector, batch_like, leftovers_like
-from gtpo_jax.rollout.policies import FrozenPolicies, check_frozen, load_frozen
+from gtpo_jax.rollout.experience import Collector
+from gtpo_jax.rollout.frozen import FrozenPolicies, check_frozen, load_frozen
+from gtpo_jax.rollout.groups import batch_like, leftovers_like
+from gtpo_jax.rollout.keys import KeyStream, key_for
 from gtpo_jax.rollout.problems import training_problems
-from gtpo_jax.rollout.worker import Policy, RolloutWorker, Stream, key_for
+from gtpo_jax.rollout.scoring import RewardManager
+from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.training.head import make_scorer
+from gtpo_jax.training.log_probs import make_scorer
 from gtpo_jax.training.state import make_optimizer
 
 N = 8
@@ -59,15 +62,18 @@ def config_of(name="dapo", **changes):
 
 @pytest.fixture(autouse=True)
 def coins(monkeypatch):
-  """Verdicts of which a random model earns both kinds: the length's parity. (A completion that was cut off stays wrong.)"""
+  """A verifier that a random model passes half of the time: the length is even.
+
+  A completion that was cut off stays wrong.
+  """
   monkeypatch.setitem(
     VERIFIERS, "last_number", lambda completions, *_: [len(text) % 2 == 0 for text in completions]
   )
 
 
 @functools.cache
-def random_actor(config=None):
-  """An actor of the config with a random policy, of whose completions some end by themselves."""
+def random_worker(config=None):
+  """Returns a worker and random parameters; some of its completions end by themselves."""
   worker = RolloutWorker(config or config_of())
   return worker, init_params(worker.model, jax.random.key(3))
 
@@ -75,9 +81,15 @@ def random_actor(config=None):
 NONE = FrozenPolicies(None, None, {}, {})
 
 
+def make_collector(config, frozen=NONE, drawn=0):
+  worker, _ = random_worker(config)
+  problems = training_problems(config, worker)
+  return Collector(config, worker, RewardManager(config), problems, frozen, drawn)
+
+
 def collect(config, steps, frozen=NONE, collector=None, said=None):
-  worker, params = random_actor(config)
-  collector = collector or Collector(config, worker, training_problems(config, worker), frozen)
+  _, params = random_worker(config)
+  collector = collector or make_collector(config, frozen)
   return collector, [
     collector.collect(params, (said if said is not None else []).append) for _ in range(steps)
   ]
@@ -88,7 +100,7 @@ def contrast(batch):
 
 
 def host(batch):
-  return jax.device_get((batch.rollouts, batch.verdicts))
+  return jax.device_get((batch.rollouts, batch.rewards))
 
 
 def assert_equal(a, b):
@@ -101,10 +113,8 @@ def assert_equal(a, b):
 def test_a_plain_batch_is_that_of_its_step():
   config = config_of("gtpo")
   _, batches = collect(config, 3)
-  worker, params = random_actor(config)
-  late = Collector(config, worker, training_problems(config, worker), NONE, drawn=2).collect(
-    params, print
-  )
+  _, params = random_worker(config)
+  late = make_collector(config, drawn=2).collect(params, print)
   assert_equal(host(batches[2]), host(late))
   assert [problem.id for problem in late.problems] == [
     problem.id for problem in batches[2].problems
@@ -133,17 +143,16 @@ def test_every_group_has_contrast_and_the_surplus_comes_first_in_the_next_step()
     stale = np.asarray(batch.rollouts.stale)
     kept = int(before.metrics["groups/kept"]) if before else 0
     assert stale[:kept].all() and not stale[kept:].any()
-    assert (
-      N + m["groups/kept"] == kept + m["groups/sampled"] - m["groups/dropped"]
-    )  # nothing good is thrown away
+    # No group with contrast is lost.
+    assert N + m["groups/kept"] == kept + m["groups/sampled"] - m["groups/dropped"]
   assert max(batch.metrics["groups/kept"] for batch in batches) > 0
   assert generated == collector.leftovers()["drawn"] * N
   ids = [problem.id for batch in batches for problem in batch.problems]
-  assert len(set(ids)) == len(ids)  # no group is learned from twice
+  assert len(set(ids)) == len(ids)  # no group is trained on twice
 
 
 def test_groups_are_those_of_the_data_order():
-  """Each group of a filled batch is bit for bit what plain sampling of its generation batch gives."""
+  """Each group of a filled batch equals, bit for bit, plain sampling of its generation batch."""
   collector, (batch,) = collect(config_of(**{"batch.max_gen_batches": 40}), 1)
   _, plain = collect(config_of("gtpo"), int(collector.leftovers()["drawn"]))
   by_id = {
@@ -158,7 +167,7 @@ def test_groups_are_those_of_the_data_order():
     assert batch.texts[i] == texts
 
 
-def test_at_the_limit_it_trains_on_what_there_is_and_says_so():
+def test_at_the_limit_it_trains_on_the_groups_it_has_and_says_so():
   said = []
   _, (batch,) = collect(config_of(**{"batch.max_gen_batches": 1}), 1, said=said)
   good = int(contrast(batch).sum())
@@ -166,15 +175,15 @@ def test_at_the_limit_it_trains_on_what_there_is_and_says_so():
     0 < good < N and batch.metrics["groups/short"] == N - good == batch.metrics["groups/dropped"]
   )
   assert said == [
-    f"dynamic sampling: batch.max_gen_batches = 1 reached, 8 groups sampled, {N - good} without contrast; {good} of 8 groups "
-    "of this step are trained on"
+    f"dynamic sampling: batch.max_gen_batches = 1 reached, 8 groups sampled, "
+    f"{N - good} without contrast; {good} of 8 groups of this step are trained on"
   ]
-  np.testing.assert_array_equal(np.asarray(batch.verdicts.valid).all(1), contrast(batch))
+  np.testing.assert_array_equal(np.asarray(batch.rewards.valid).all(1), contrast(batch))
   assert batch.metrics["groups/all_wrong"] + batch.metrics["groups/all_correct"] == (N - good) / N
   assert batch.metrics["reward/accuracy"] == pytest.approx(batch.correct.mean())
 
 
-def test_leftovers_travel_as_arrays():
+def test_leftovers_survive_as_arrays():
   config = config_of(**{"batch.max_gen_batches": 40})
   collector, _ = collect(config, 1)
   while not collector.leftovers()["count"]:
@@ -187,9 +196,7 @@ def test_leftovers_travel_as_arrays():
     for name, x in like.items()
   )
   _, (expected,) = collect(config, 1, collector=collector)
-  again = Collector(
-    config, random_actor(config)[0], training_problems(config, random_actor(config)[0]), NONE
-  )
+  again = make_collector(config)
   again.restore(leftovers)
   _, (batch,) = collect(config, 1, collector=again)
   assert_equal(host(expected), host(batch))
@@ -219,7 +226,7 @@ def test_a_run_with_leftovers_resumes_exactly(name, tmp_path):
   assert train(config, tmp_path / "halves", quiet, stop_at(1)).step == 1
   optimizer = make_optimizer(config.optimizer, config.steps)
   saved = Checkpoints(tmp_path / "halves" / "checkpoints").restore(
-    random_actor()[0].model, optimizer
+    random_worker()[0].model, optimizer
   )
   assert saved.leftovers["drawn"] > 1
   assert {name: (x.shape, x.dtype) for name, x in saved.leftovers.items()} == {
@@ -228,7 +235,7 @@ def test_a_run_with_leftovers_resumes_exactly(name, tmp_path):
   assert train(config, tmp_path / "halves", quiet).finished
   assert lasting(tmp_path / "whole") == lasting(tmp_path / "halves")
   ends = [
-    Checkpoints(tmp_path / which / "checkpoints").restore_params(random_actor()[0].model)
+    Checkpoints(tmp_path / which / "checkpoints").restore_params(random_worker()[0].model)
     for which in ("whole", "halves")
   ]
   assert_equal(*jax.device_get(ends))
@@ -240,18 +247,18 @@ def test_a_run_with_leftovers_resumes_exactly(name, tmp_path):
 @pytest.fixture
 def run_with_base(tmp_path):
   """A workdir that holds a base model, as a run makes it before its first step."""
-  _, params = random_actor()
+  _, params = random_worker()
   keep = Checkpoints(tmp_path / "run" / "base", keep=1)
   keep.save_params(jax.tree.map(lambda x: x * 1.1, params))
   keep.close()
   return tmp_path / "run"
 
 
-def test_the_guide_writes_its_part_of_every_group(run_with_base):
+def test_the_guide_writes_its_share_of_every_group(run_with_base):
   config = config_of(
     "dapo_mixed", **{"algorithm.guide_completions": 2, "batch.max_gen_batches": 40}
   )
-  worker, params = random_actor()
+  worker, params = random_worker()
   frozen = load_frozen(config, worker, run_with_base, {})
   _, batches = collect(config, 2, frozen)
   base = jax.tree.map(lambda x: x * 1.1, params)
@@ -276,7 +283,7 @@ def test_the_guide_writes_its_part_of_every_group(run_with_base):
 
 def test_the_reference_and_the_second_scoring(run_with_base):
   config = config_of("grpo", **{"algorithm.kl_weight": 0.1, "algorithm.tis_cap": 2.0})
-  worker, params = random_actor()
+  worker, params = random_worker()
   _, (batch,) = collect(config, 1, load_frozen(config, worker, run_with_base, {}))
   score = make_scorer(worker.model, 1.0, 2, 64)
   np.testing.assert_allclose(
@@ -300,32 +307,32 @@ def test_the_reference_and_the_second_scoring(run_with_base):
     {"algorithm.dynamic_sampling": True},
   ],
 )
-def test_the_promised_shapes_are_the_real_ones(changes, run_with_base):
+def test_batch_like_has_the_real_shapes(changes, run_with_base):
   config = config_of("grpo", **changes)
-  _, (batch,) = collect(config, 1, load_frozen(config, random_actor()[0], run_with_base, {}))
+  _, (batch,) = collect(config, 1, load_frozen(config, random_worker()[0], run_with_base, {}))
   like = batch_like(config)
-  assert jax.tree.structure(like) == jax.tree.structure((batch.rollouts, batch.verdicts))
+  assert jax.tree.structure(like) == jax.tree.structure((batch.rollouts, batch.rewards))
   jax.tree.map(
     lambda x, y: (x.shape, x.dtype) == (y.shape, y.dtype) or pytest.fail(f"{x} {y}"),
     like,
-    (batch.rollouts, batch.verdicts),
+    (batch.rollouts, batch.rewards),
   )
 
 
-def test_cut_off_completions_are_filtered_where_asked():
+def test_the_overlong_filter_drops_completions_that_were_cut_off():
   for asked in (True, False):
     _, (batch,) = collect(config_of("gtpo", **{"algorithm.overlong_filter": asked}), 1)
-    valid = np.asarray(batch.verdicts.valid)
+    valid = np.asarray(batch.rewards.valid)
     finished = np.asarray(batch.rollouts.finished)
     assert not finished.all() and finished.any()
     np.testing.assert_array_equal(valid, finished if asked else np.ones_like(finished))
 
 
-def test_group_relative_penalties_reach_the_verdicts():
+def test_group_relative_penalties_reach_the_rewards():
   _, (batch,) = collect(
     config_of("dapo", **{"algorithm.length_penalty": "group_relative", "algorithm.gamma": 0.9}), 1
   )
-  penalty = np.asarray(batch.verdicts.penalty)
+  penalty = np.asarray(batch.rewards.penalty)
   lengths = np.asarray(batch.rollouts.lengths)
   assert penalty.min() < 0
   np.testing.assert_allclose(
@@ -368,7 +375,7 @@ def save_hf(folder, worker, params):
 
 def test_a_guide_from_a_hugging_face_folder_and_from_a_run(tmp_path):
   pytest.importorskip("torch")
-  worker, params = random_actor()
+  worker, params = random_worker()
   other = jax.tree.map(lambda x: x * 0.9, params)
   save_hf(tmp_path / "hf", worker, other)
   config = config_of("dapo_mixed", **{"guide.path": str(tmp_path / "hf")})
@@ -389,24 +396,23 @@ def test_a_guide_from_a_hugging_face_folder_and_from_a_run(tmp_path):
   np.testing.assert_array_equal(guide.params.outer["embedding"], newest["embedding"])
 
   began = load_frozen(config, worker, tmp_path / "nowhere", {})
-  assert began.identity == {"guide.path": digest_tree(newest)[:16]} and began.steps == {
+  assert began.digests == {"guide.path": digest_tree(newest)[:16]} and began.steps == {
     "guide.path": 1
   }
-  train(
-    config_of("gtpo", steps=2), tmp_path / "run", Display(enabled=False)
-  )  # the other run goes on
+  # The guide's own run continues.
+  train(config_of("gtpo", steps=2), tmp_path / "run", Display(enabled=False))
   again = load_frozen(config, worker, tmp_path / "nowhere", began.steps)
-  assert again.identity == began.identity and again.steps == {"guide.path": 1}
+  assert again.digests == began.digests and again.steps == {"guide.path": 1}
   moved_on = load_frozen(config, worker, tmp_path / "nowhere", {})
-  assert moved_on.steps == {"guide.path": 2} and moved_on.identity != began.identity
+  assert moved_on.steps == {"guide.path": 2} and moved_on.digests != began.digests
   shutil.rmtree(tmp_path / "run" / "checkpoints" / "1")
   with pytest.raises(
-    UserError, match=r"guide.path = '.*run': no checkpoint of step 1 in .*; steps there: 2"
+    UserError, match=r"guide.path = '.*run': no checkpoint of step 1 in .*; available steps: 2"
   ):
     load_frozen(config, worker, tmp_path / "nowhere", began.steps)
 
 
-def test_guides_that_cannot_serve_are_refused_before_anything_is_written(tmp_path):
+def test_unusable_guides_are_refused_before_anything_is_written(tmp_path):
   (tmp_path / "empty").mkdir()
   other = tmp_path / "hf"
   other.mkdir()
@@ -440,11 +446,11 @@ def test_guides_that_cannot_serve_are_refused_before_anything_is_written(tmp_pat
   assert not (tmp_path / "run").exists()
 
 
-def test_a_guide_with_padding_words_never_writes_one(run_with_base):
-  """A guide with more rows than the tokenizer has words: what it writes, and how sure it was, is of the words alone."""
+def test_a_guide_never_samples_padding_ids(run_with_base):
+  """If the guide's table is larger than the tokenizer, tokens and entropy ignore the excess."""
   config = config_of("dapo_mixed")
-  worker, params = random_actor(config)
-  engine = worker.engine_for(worker.model, words=40)
+  worker, params = random_worker(config)
+  engine = worker.engine_for(worker.model, vocab_limit=40)
   problems = training_problems(config, worker)[0][0]
   rollouts = worker.generate(
     Policy(engine, engine.layout(params)),
@@ -459,7 +465,7 @@ def test_a_guide_with_padding_words_never_writes_one(run_with_base):
   assert np.asarray(rollouts.entropy)[mask].max() <= np.log(40) + 1e-4
 
 
-def test_configs_that_ask_for_what_is_not_read_are_refused():
+def test_settings_that_would_not_be_read_are_refused():
   for name, changes, message in (
     ("dapo", {"guide.path": "x"}, "algorithm 'dapo' has no guide"),
     ("grpo", {"reference.path": "x"}, "algorithm.kl_weight is 0"),
@@ -476,14 +482,14 @@ def test_configs_that_ask_for_what_is_not_read_are_refused():
 
 
 def test_keys_of_policy_and_guide_differ():
-  keys = [jax.random.key_data(key_for(0, stream, 1)).tolist() for stream in Stream]
-  assert len({tuple(key) for key in keys}) == len(Stream)
-  assert jnp.issubdtype(key_for(0, Stream.GUIDE).dtype, jax.dtypes.prng_key)
+  keys = [jax.random.key_data(key_for(0, stream, 1)).tolist() for stream in KeyStream]
+  assert len({tuple(key) for key in keys}) == len(KeyStream)
+  assert jnp.issubdtype(key_for(0, KeyStream.GUIDE).dtype, jax.dtypes.prng_key)
 
 
-def test_the_base_stays_where_it_was(run_with_base, tmp_path):
+def test_loading_the_base_model_changes_no_file(run_with_base, tmp_path):
   shutil.copytree(run_with_base, tmp_path / "copy")
-  load_frozen(config_of("dapo_mixed"), random_actor()[0], run_with_base, {})
+  load_frozen(config_of("dapo_mixed"), random_worker()[0], run_with_base, {})
   files = lambda root: {
     str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()
   }

@@ -1,9 +1,8 @@
-"""What a run learns from and is evaluated on: tasks, files, limits."""
+"""The problems to train and evaluate on: tasks, files, limits."""
 
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from gtpo_jax.config import default_config, freeze
@@ -13,6 +12,7 @@ from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
 from gtpo_jax.rewards import sandbox
 from gtpo_jax.rollout.problems import eval_label, held_out_problems, training_problems
+from gtpo_jax.rollout.scoring import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 
@@ -40,8 +40,8 @@ def files(tmp_path):
   return train_file, sums(tmp_path / "test.jsonl", [(a, 9) for a in range(10, 20)])
 
 
-def test_files_are_learned_from_and_evaluated(files, tmp_path):
-  """The whole loop on two files, tiny and random: what it says, and the names of its metrics."""
+def test_train_and_evaluate_on_files(files, tmp_path):
+  """A complete run on two files with a tiny random model: its messages and metric names."""
   config = config_of(
     **{
       "data.train": files[0],
@@ -66,7 +66,7 @@ def test_files_are_learned_from_and_evaluated(files, tmp_path):
   assert read_jsonl(tmp_path / "run" / "samples.jsonl")[0]["prompt"].endswith(":")
 
 
-def test_what_is_said_and_what_is_the_same_for_every_seed(files):
+def test_messages_and_a_held_out_sample_that_ignores_the_seed(files):
   said = []
   config = config_of(
     **{"data.train": f"{files[0]}*3,{files[1]}*1", "data.eval": files[1], "eval.problems": 4}
@@ -82,7 +82,7 @@ def test_what_is_said_and_what_is_the_same_for_every_seed(files):
   )
 
 
-def test_prompts_are_put_by_template_and_system_message():
+def test_prompts_get_the_template_and_the_system_message():
   problem = Problem("x", user("1+1"), "2", "math")
   decode = lambda worker: worker.chat.tokenizer.decode(worker.encode(problem))
   plain = decode(RolloutWorker(config_of()))
@@ -123,19 +123,17 @@ def test_long_prompts_are_skipped_up_to_the_limit(tmp_path):
 def test_a_kind_without_a_verifier_is_refused(tmp_path):
   (tmp_path / "d.jsonl").write_text('{"prompt": "q", "answer": "1", "kind": "poetry"}\n')
   config = config_of(**{"data.train": str(tmp_path / "d.jsonl"), "data.eval": "sums"})
-  with pytest.raises(
-    UserError, match="is of kind 'poetry', for which there is no verifier; valid are"
-  ):
+  with pytest.raises(UserError, match="is of kind 'poetry', which has no verifier; valid are"):
     training_problems(config, RolloutWorker(config))
 
 
-def test_a_verifier_of_the_users_own_takes_any_kind(tmp_path):
+def test_a_users_verifier_accepts_any_kind(tmp_path):
   (tmp_path / "d.jsonl").write_text('{"prompt": "q", "answer": "1", "kind": "poetry"}\n')
   config = config_of(
     **{
       "data.train": str(tmp_path / "d.jsonl"),
       "data.eval": "sums",
-      "reward.verifier": "test_judging:sometimes",
+      "reward.verifier": "test_scoring:sometimes",
     }
   )
   ((problems, _),) = training_problems(config, RolloutWorker(config))
@@ -147,8 +145,8 @@ PROGRAM = {"task_id": 1, "text": "Write f.", "test_list": ["assert f() == 1"]}
 
 @pytest.fixture
 def no_bubblewrap(monkeypatch, tmp_path):
-  """A path on which there is no bwrap."""
-  caches = (sandbox.sandbox_problem, sandbox._sandbox)
+  """A PATH without bwrap."""
+  caches = (sandbox.sandbox_problem, sandbox._sandbox_command)
   for cached in caches:
     cached.cache_clear()
   monkeypatch.setenv("PATH", str(tmp_path))
@@ -157,7 +155,7 @@ def no_bubblewrap(monkeypatch, tmp_path):
     cached.cache_clear()
 
 
-def test_programs_without_a_sandbox_are_refused_unless_the_user_wrote_otherwise(
+def test_programs_without_a_sandbox_are_refused_unless_the_config_allows_it(
   tmp_path, no_bubblewrap
 ):
   (tmp_path / "d.jsonl").write_text(json.dumps(PROGRAM) + "\n")
@@ -169,7 +167,7 @@ def test_programs_without_a_sandbox_are_refused_unless_the_user_wrote_otherwise(
   config = config_of(**changes)
   with pytest.raises(
     UserError,
-    match="holds programs to be run, and there is no sandbox here: bwrap is not installed: install bubble",
+    match="holds programs to run, and there is no sandbox here: bwrap is not installed: install ",
   ):
     train(config, tmp_path / "run", Display(enabled=False))
   assert not (tmp_path / "run").exists()
@@ -178,13 +176,8 @@ def test_programs_without_a_sandbox_are_refused_unless_the_user_wrote_otherwise(
   worker = RolloutWorker(config)
   ((problems, _),) = training_problems(config, worker, said.append)
   assert said[0].startswith("DANGER: reward.unsandboxed is set")
-  found = worker.judge(
-    [problems[0]],
-    [["def f(): return 1", "def f(): return 2"]],
-    np.array([[1, 1]]),
-    np.array([[True, True]]),
-  )
-  np.testing.assert_array_equal(found.correct, [[True, False]])
+  programs = ["def f(): return 1", "def f(): return 2"]
+  assert RewardManager(config).verify([problems[0]] * 2, programs) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +191,7 @@ def test_programs_without_a_sandbox_are_refused_unless_the_user_wrote_otherwise(
     ({"data.train": "sumz"}, "unknown task 'sumz' in data, did you mean 'sums'"),
     ({"data.train": "a.jsonl*0,b.jsonl*1", "data.eval": "sums"}, "with weights above 0"),
     ({"data.train": "a.jsonl,b.jsonl", "data.eval": "sums"}, "with weights above 0"),
-    ({"data.template": "no place"}, r"data.template must hold \{prompt\}, got 'no place'"),
+    ({"data.template": "no place"}, r"data.template must contain \{prompt\}, got 'no place'"),
   ],
 )
 def test_configs_that_cannot_work(changes, message):
@@ -219,7 +212,7 @@ def test_labels_of_metrics():
 @pytest.mark.skipif(
   not (Path(__file__).parents[3] / "shared" / "data").is_dir(), reason="the real data is not here"
 )
-def test_gsm8k_as_it_is():
+def test_the_real_gsm8k():
   folder = Path(__file__).parents[3] / "shared" / "data"
   config = config_of(
     **{

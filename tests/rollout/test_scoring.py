@@ -1,4 +1,4 @@
-"""Verdicts and rewards: parts, users' functions and their faults. No silent zero."""
+"""Scoring: verdicts, parts of the reward, users' functions and their failures. No silent zero."""
 
 import fcntl
 import signal
@@ -15,7 +15,8 @@ from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.rewards import VERIFIERS
 from gtpo_jax.rewards.pool import shared_pool
-from gtpo_jax.rollout.scoring import PendingRewards, RewardManager, user_function
+from gtpo_jax.rollout.scoring import FinishedCompletion, PendingRewards, RewardManager
+from gtpo_jax.rollout.user_functions import import_function
 from gtpo_jax.runtime.errors import UserError
 
 PROBLEMS = [
@@ -70,7 +71,7 @@ HANGING = threading.Event()
 not_a_function = 3
 
 
-def judge_of(name="gtpo", **changes):
+def manager_of(name="gtpo", **changes):
   config = default_config()
   config.algorithm.name = name
   with config.unlocked():
@@ -78,21 +79,33 @@ def judge_of(name="gtpo", **changes):
   return RewardManager(freeze(config))
 
 
-def judge(name="gtpo", **changes):
-  return judge_of(name, **changes)(PROBLEMS, TEXTS, LENGTHS, FINISHED)
+def score_with(manager):
+  """The scores of PROBLEMS and TEXTS, all at once."""
+  verdicts = [
+    manager.verify([problem] * len(texts), texts)
+    for problem, texts in zip(PROBLEMS, TEXTS, strict=True)
+  ]
+  values = [
+    manager.call_functions(problem, texts) for problem, texts in zip(PROBLEMS, TEXTS, strict=True)
+  ]
+  return manager.combine(np.array(verdicts), values, LENGTHS, FINISHED)
 
 
-def test_each_kind_has_its_verifier_and_what_was_cut_off_is_wrong():
-  found = judge()
+def score(name="gtpo", **changes):
+  return score_with(manager_of(name, **changes))
+
+
+def test_each_kind_has_its_verifier_and_a_completion_cut_off_is_wrong():
+  found = score()
   np.testing.assert_array_equal(found.correct, [[True, False, True], [True, False, False]])
   assert found.reached.all() and found.valid.all() and found.metrics == {"reward/no_verdict": 0.0}
   np.testing.assert_array_equal(found.reward, [[1, 0, 1], [1, 0, 0]])
-  np.testing.assert_array_equal(judge("dapo").reward, [[1, -1, 1], [1, -1, -1]])
+  np.testing.assert_array_equal(score("dapo").reward, [[1, -1, 1], [1, -1, -1]])
   assert found.reward.dtype == np.float32 and (found.penalty == 0).all()
 
 
 def test_parts_are_weighted_and_logged():
-  found = judge(**{"reward.parts": "correct*2,boxed*0.5,answer_line*-1,test_judging:shorter"})
+  found = score(**{"reward.parts": "correct*2,boxed*0.5,answer_line*-1,test_scoring:shorter"})
   text = [[-len(t) / 10 for t in row] for row in TEXTS]
   expected = (
     2 * np.array([[1, 0, 1], [1, 0, 0]])
@@ -104,28 +117,28 @@ def test_parts_are_weighted_and_logged():
   assert found.metrics["reward/part/boxed"] == pytest.approx(1 / 6) and found.metrics[
     "reward/part/answer_line"
   ] == pytest.approx(1 / 6)
-  assert found.metrics["reward/part/test_judging:shorter"] == pytest.approx(np.mean(text))
-  np.testing.assert_array_equal(found.correct, judge().correct)  # correct is not the shaped reward
+  assert found.metrics["reward/part/test_scoring:shorter"] == pytest.approx(np.mean(text))
+  np.testing.assert_array_equal(found.correct, score().correct)  # correct is not the shaped reward
 
 
-def test_what_a_users_function_is_given():
+def test_the_arguments_of_a_users_function():
   SEEN.clear()
-  judge(**{"reward.parts": "correct,test_judging:shorter"})
+  score(**{"reward.parts": "correct,test_scoring:shorter"})
   assert SEEN == [
     (["1+1?"] * 3, ["2"] * 3, [{}] * 3),
     (["12+3:"] * 3, ["15"] * 3, [{"hint": 7}] * 3),
-  ]  # a problem at a time
+  ]  # one call per problem
 
 
 def test_no_verdict_is_masked_and_counted_never_a_zero(capfd):
-  found = judge(**{"reward.verifier": "test_judging:sometimes"})
+  found = score(**{"reward.verifier": "test_scoring:sometimes"})
   np.testing.assert_array_equal(found.correct, [[True, False, True], [True, True, False]])
   np.testing.assert_array_equal(
     found.valid, [[True, False, True], [True, True, True]]
-  )  # "15" was cut off: wrong without being asked
+  )  # "15" was cut off, so it is wrong whatever the function says
   assert found.metrics["reward/no_verdict"] == 1
   assert "it returned nan" in capfd.readouterr().err
-  part = judge(**{"reward.parts": "correct,test_judging:sometimes"})
+  part = score(**{"reward.parts": "correct,test_scoring:sometimes"})
   np.testing.assert_array_equal(part.valid, [[True, False, True], [True, True, False]])
   assert part.metrics["reward/no_verdict"] == 2
 
@@ -140,23 +153,23 @@ def test_no_verdict_is_masked_and_counted_never_a_zero(capfd):
     ("words", "could not convert string to float"),
   ],
 )
-def test_a_function_that_fails_leaves_all_out_and_is_shown_once(name, message, capfd):
+def test_a_failing_function_gives_no_verdicts_and_is_shown_once(name, message, capfd):
   config = default_config()
-  config.reward.verifier = f"test_judging:{name}"
-  judge = RewardManager(freeze(config))
+  config.reward.verifier = f"test_scoring:{name}"
+  manager = RewardManager(freeze(config))
   for _ in range(3):
-    found = judge(PROBLEMS, TEXTS, LENGTHS, FINISHED)
+    found = score_with(manager)
     assert (
       not found.correct.any() and found.metrics["reward/no_verdict"] == 5
-    )  # the sixth was cut off, and is wrong
+    )  # the sixth was cut off, so it is wrong
     np.testing.assert_array_equal(found.valid, ~FINISHED)
   err = capfd.readouterr().err
-  assert err.count(message) == 1 and f"reward function 'test_judging:{name}' failed" in err
+  assert err.count(message) == 1 and f"reward function 'test_scoring:{name}' failed" in err
 
 
-def test_a_function_that_hangs_is_left_to_itself(capfd):
-  """Its problem is left out and counted, the next one is judged, and nothing waits for its thread at the end."""
-  found = judge(**{"reward.verifier": "test_judging:hangs", "reward.function_timeout_s": 0.2})
+def test_a_function_that_hangs_is_abandoned(capfd):
+  """Its problem has no verdict, the next one is scored, and nothing waits for its thread."""
+  found = score(**{"reward.verifier": "test_scoring:hangs", "reward.function_timeout_s": 0.2})
   np.testing.assert_array_equal(found.reached, [[False, False, False], [True, True, True]])
   np.testing.assert_array_equal(found.correct, [[False, False, False], [True, True, False]])
   assert found.metrics["reward/no_verdict"] == 3
@@ -169,13 +182,13 @@ def test_a_function_that_hangs_is_left_to_itself(capfd):
 
 
 @pytest.mark.parametrize("end", ["killed", "over its limit"])
-def test_a_worker_that_is_lost_costs_its_check_alone(end):
-  """The check that it had has no verdict; those after it have, of a new worker."""
+def test_a_lost_worker_costs_only_its_own_check(end):
+  """Its check has no verdict; later checks are done by a new worker."""
   problems = [Problem(name, user("1"), r"\sqrt{2}+x", "math") for name in "ab"]
-  judge = judge_of(**{"reward.timeout_s": 120.0 if end == "killed" else 5.0})
-  pending = PendingRewards(judge, problems, 1, lambda rows: [r"\boxed{x+\sqrt{2}}"] * len(rows))
+  manager = manager_of(**{"reward.timeout_s": 120.0 if end == "killed" else 5.0})
+  pending = PendingRewards(manager, problems, 1, lambda rows: [r"\boxed{x+\sqrt{2}}"] * len(rows))
   pool = shared_pool()
-  assert pool.check("x", "x") is True  # there is a worker
+  assert pool.submit("x", "x").result() is True  # there is a worker
   workers = list(pool._alive)
   for worker in workers:
     worker.process.send_signal(signal.SIGSTOP)
@@ -184,25 +197,24 @@ def test_a_worker_that_is_lost_costs_its_check_alone(end):
         Path(f"/proc/{worker.process.pid}/stat").read_text().rsplit(") ")[1][0] == "T"
       )
     )
-  pending.put([((0, 0), np.array([0]), True)])
+  pending.put([FinishedCompletion(0, 0, np.array([0]), True)])
   asked = wait_for(lambda: [worker for worker in workers if unread(worker.process.stdin)])
   for worker in workers:
     if worker not in asked:
       worker.process.send_signal(signal.SIGCONT)
     elif end == "killed":
       worker.process.kill()
-  judge.thread.submit(lambda: None).result(60)
-  pool.check(
-    "x", "x", 60.0
-  )  # the start of another worker is no part of a check's time, its first imports may be
-  pending.put([((1, 0), np.array([1]), True)])
+  manager.thread.submit(lambda: None).result(60)
+  # Starting a worker is not part of a check's time, but its first imports may be.
+  pool.submit("x", "x", 60.0).result()
+  pending.put([FinishedCompletion(1, 0, np.array([1]), True)])
   found = pending.result()
   assert found.reached.tolist() == [[False], [True]] and found.correct.tolist() == [[False], [True]]
-  assert found.metrics["reward/no_verdict"] == 1 and asked[0].process.pid not in pool.pids()
+  assert found.metrics["reward/no_verdict"] == 1 and asked[0] not in pool._alive
 
 
 def wait_for(question):
-  """The first answer that is not empty."""
+  """Returns the first answer that is not empty."""
   until = time.monotonic() + 60
   while not (answer := question()):
     assert time.monotonic() < until
@@ -211,22 +223,22 @@ def wait_for(question):
 
 
 def unread(pipe):
-  """Bytes that wait in a pipe."""
+  """Returns the number of unread bytes in a pipe."""
   return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))[0]
 
 
 def test_penalties_and_filters():
   np.testing.assert_allclose(
-    judge(**{"sampling.max_tokens": 12, "algorithm.overlong_buffer": 10}).penalty,
+    score(**{"sampling.max_tokens": 12, "algorithm.overlong_buffer": 10}).penalty,
     -np.clip((LENGTHS - 2) / 10, 0, 1),
     rtol=1e-6,
   )
-  np.testing.assert_array_equal(judge(**{"algorithm.overlong_filter": True}).valid, FINISHED)
-  assert judge(**{"algorithm.length_penalty": "group_relative"}).penalty.shape == (2, 3)
+  np.testing.assert_array_equal(score(**{"algorithm.overlong_filter": True}).valid, FINISHED)
+  assert score(**{"algorithm.length_penalty": "group_relative"}).penalty.shape == (2, 3)
 
 
-def test_daposs_own_rule():
-  found = judge(**{"reward.math_rule": "dapo"})
+def test_daposs_rule():
+  found = score(**{"reward.math_rule": "dapo"})
   np.testing.assert_array_equal(
     found.correct[0], [False, False, False]
   )  # no `Answer: 2` line anywhere
@@ -235,16 +247,16 @@ def test_daposs_own_rule():
 @pytest.mark.parametrize(
   ("name", "message"),
   [
-    ("boxd", "is none of correct, verifier, boxed, answer_line, nor a function"),
+    ("boxd", "is none of correct, verifier, boxed, .*, nor a function"),
     ("no_such_module:f", "cannot be imported: ModuleNotFoundError"),
-    ("test_judging:nothing", "cannot be imported: AttributeError"),
-    ("test_judging:not_a_function", "is of type int and cannot be called"),
+    ("test_scoring:nothing", "cannot be imported: AttributeError"),
+    ("test_scoring:not_a_function", "is of type int and cannot be called"),
     (":f", "nor a function"),
   ],
 )
-def test_functions_that_are_none(name, message):
+def test_names_of_no_function(name, message):
   with pytest.raises(UserError, match=message):
-    user_function(name)
+    import_function(name)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +291,7 @@ def test_every_verifier_keeps_order_and_length():
 
 
 @pytest.mark.sandbox
-def test_programs_are_held_to_the_limits_of_the_config():
+def test_programs_run_within_the_limits_of_the_config():
   extra = {"test_list": ["assert f() == 1"]}
   programs = [
     "def f(): return 1",
@@ -301,38 +313,38 @@ def test_programs_are_held_to_the_limits_of_the_config():
   "changes",
   [
     {},
-    {"reward.parts": "correct*2,boxed*0.5,test_judging:shorter"},
-    {"reward.verifier": "test_judging:sometimes"},
+    {"reward.parts": "correct*2,boxed*0.5,test_scoring:shorter"},
+    {"reward.verifier": "test_scoring:sometimes"},
     {"algorithm.length_penalty": "group_relative"},
   ],
 )
-def test_judged_as_they_end_is_judged_at_once(changes):
-  """Whatever the order, and however many end together."""
-  at_once = judge(**changes)
+def test_scoring_as_completions_end_equals_scoring_at_once(changes):
+  """In any order, and however many end together."""
+  at_once = score(**changes)
   words = [word for row in TEXTS for word in row]
   for seed in range(4):
     rng = np.random.default_rng(seed)
     pending = PendingRewards(
-      judge_of(**changes), PROBLEMS, 3, lambda rows: [words[row[0]] for row in rows]
+      manager_of(**changes), PROBLEMS, 3, lambda rows: [words[row[0]] for row in rows]
     )
     ended = [
-      ((i, j), np.full(LENGTHS[i, j], 3 * i + j), bool(FINISHED[i, j]))
+      FinishedCompletion(i, j, np.full(LENGTHS[i, j], 3 * i + j), bool(FINISHED[i, j]))
       for i in range(2)
       for j in range(3)
     ]
-    rng.shuffle(ended)
+    ended = [ended[i] for i in rng.permutation(6)]
     cut = rng.integers(0, 7)
     for part in (ended[:cut], [], ended[cut:]):
       pending.put(part)
     found = pending.result()
     assert pending.texts == TEXTS
-    for name in ("correct", "reached", "reward", "penalty", "counted"):
+    for name in ("correct", "reached", "reward", "penalty", "valid"):
       np.testing.assert_array_equal(getattr(found, name), getattr(at_once, name))
     assert found.metrics == pytest.approx(at_once.metrics, nan_ok=True)
 
 
-def test_judging_goes_on_while_others_are_written():
-  """On another thread, and what that thread raises comes out at the end."""
+def test_scoring_runs_while_others_are_sampled():
+  """It runs on another thread; an exception there is raised by `result`."""
   writing = threading.Event()
   seen = []
 
@@ -341,9 +353,9 @@ def test_judging_goes_on_while_others_are_written():
     seen.append(threading.current_thread())
     raise LookupError("a fault of ours")
 
-  pending = PendingRewards(judge_of(), PROBLEMS, 1, read)
-  pending.put([((0, 0), np.ones(1, int), True)])
-  assert not seen  # put returned before it was judged
+  pending = PendingRewards(manager_of(), PROBLEMS, 1, read)
+  pending.put([FinishedCompletion(0, 0, np.ones(1, int), True)])
+  assert not seen  # put returned before the completion was scored
   writing.set()
   with pytest.raises(LookupError, match="a fault of ours"):
     pending.result()

@@ -1,4 +1,4 @@
-"""Guards: what is said of a run that goes wrong, when, and how it ends."""
+"""Guards: when a run warns, what it says, and when it ends."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from gtpo_jax.arrays import Rewards, Rollouts
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.rollout.experience import Experience
 from gtpo_jax.runtime.errors import RunError
-from gtpo_jax.runtime.guards import DUMPS, Guards
+from gtpo_jax.runtime.guards import MAX_DUMPS, Guards
 
 GOOD = {
   "loss": 0.1,
@@ -26,15 +26,15 @@ def batch():
   n = 2
   g = 3
   t = 4
-  number = np.arange(n * g * t, dtype=np.float32).reshape(n, g, t)
+  values = np.arange(n * g * t, dtype=np.float32).reshape(n, g, t)
   rollouts = Rollouts(
-    None, number.astype(np.int32), number > 2, -number, number, np.ones((n, g), bool)
+    None, values.astype(np.int32), values > 2, -values, values, np.ones((n, g), bool)
   )
   problems = [Problem(f"p{i}", user("1"), "1", "last_number") for i in range(n)]
-  correct = number[..., 0] > 1
+  correct = values[..., 0] > 1
   return Experience(
     rollouts,
-    Rewards(correct, number[..., 1], number[..., 2]),
+    Rewards(correct, values[..., 1], values[..., 2]),
     problems,
     [[""] * g] * n,
     correct,
@@ -42,68 +42,69 @@ def batch():
   )
 
 
-def guards(tmp_path, rows=(), limit=3):
+def make_guards(tmp_path, rows=(), limit=3):
   said = []
   return Guards(limit, tmp_path, rows, said.append), said
 
 
-def feed(guard, batch, rows, first=1):
+def feed(guards, batch, rows, first=1):
   for step, row in enumerate(rows, first):
-    guard.check(step, row, batch.to_arrays)
+    guards.check(step, row, batch.to_arrays)
 
 
-def test_a_good_run_hears_nothing(tmp_path, batch):
-  guard, said = guards(tmp_path)
-  feed(guard, batch, [GOOD] * 30)
-  assert said == [] and guard.skipped == 0 and not list(tmp_path.iterdir())
+def test_a_healthy_run_gets_no_message(tmp_path, batch):
+  guards, said = make_guards(tmp_path)
+  feed(guards, batch, [GOOD] * 30)
+  assert said == [] and guards.skipped == 0 and not list(tmp_path.iterdir())
 
 
-def test_skipped_updates_in_a_row_end_the_run_and_single_ones_do_not(tmp_path, batch):
-  guard, said = guards(tmp_path)
-  feed(guard, batch, [GOOD, BAD, BAD, GOOD, BAD, BAD])
+def test_only_consecutive_skipped_updates_end_the_run(tmp_path, batch):
+  guards, said = make_guards(tmp_path)
+  feed(guards, batch, [GOOD, BAD, BAD, GOOD, BAD, BAD])
   assert (
-    guard.skipped == 2 and len(said) == 4 and all("the update is skipped" in line for line in said)
+    guards.skipped == 2 and len(said) == 4 and all("skipped the update" in line for line in said)
   )
-  with pytest.raises(RunError, match=r"^updates were skipped in 3 steps in a row, to step 7, "):
-    guard.check(7, BAD, batch.to_arrays)
+  with pytest.raises(
+    RunError, match=r"^updates were skipped in 3 consecutive steps, up to step 7, "
+  ):
+    guards.check(7, BAD, batch.to_arrays)
 
 
-def test_updates_that_are_skipped_in_part_are_told_as_such(tmp_path, batch):
-  """Of several minibatches one may be skipped and the others made."""
-  guard, said = guards(tmp_path)
-  feed(guard, batch, [BAD | {"update/skipped": 0.25}])
+def test_a_step_that_skips_some_of_its_updates_says_so(tmp_path, batch):
+  """With several minibatches, some gradient updates of a step can be skipped and others applied."""
+  guards, said = make_guards(tmp_path)
+  feed(guards, batch, [BAD | {"update/skipped": 0.25}])
   assert (
-    "25% of its gradient updates are skipped, the others are made; its batch is in" in said[0]
-    and "as before" not in said[0]
+    "skipped 25% of the step's gradient updates, applied the rest; its batch is in" in said[0]
+    and "unchanged" not in said[0]
   )
-  feed(guard, batch, [BAD], first=2)
+  feed(guards, batch, [BAD], first=2)
   assert (
-    "the update is skipped, parameters and optimizer are as before" in said[1]
-    and guard.skipped == 2
+    "skipped the update, parameters and optimizer are unchanged" in said[1] and guards.skipped == 2
   )
 
 
-def test_the_row_goes_on_after_a_restart(tmp_path, batch):
+def test_the_count_of_skipped_updates_continues_after_a_restart(tmp_path, batch):
   rows = (
     [{"step": 0}]
     + [{"step": i, **GOOD} for i in range(1, 9)]
     + [{"step": i, **BAD, "loss": None} for i in (9, 10)]
   )
-  guard, _ = guards(tmp_path, rows)
-  assert guard.skipped == 2
-  with pytest.raises(RunError, match="skipped in 3 steps in a row"):
-    guard.check(11, BAD, batch.to_arrays)
+  guards, _ = make_guards(tmp_path, rows)
+  assert guards.skipped == 2
+  with pytest.raises(RunError, match="skipped in 3 consecutive steps"):
+    guards.check(11, BAD, batch.to_arrays)
 
 
-def test_the_batch_of_a_skipped_update_is_kept(tmp_path, batch):
-  guard, said = guards(tmp_path, limit=100)
-  feed(guard, batch, [GOOD] + [BAD] * (DUMPS + 4))
-  assert len(list((tmp_path / "skipped").iterdir())) == DUMPS
+def test_the_batch_of_a_skipped_update_is_saved(tmp_path, batch):
+  guards, said = make_guards(tmp_path, limit=100)
+  feed(guards, batch, [GOOD] + [BAD] * (MAX_DUMPS + 4))
+  assert len(list((tmp_path / "skipped").iterdir())) == MAX_DUMPS
   assert "step_2.npz" in said[0] and "npz" not in said[-1]
   with np.load(tmp_path / "skipped" / "step_2.npz") as dump:
     assert list(dump["problems"]) == ["p0", "p1"]
     np.testing.assert_array_equal(dump["rollouts.log_probs"], batch.rollouts.log_probs)
-    np.testing.assert_array_equal(dump["verdicts.correct"], batch.verdicts.correct)
+    np.testing.assert_array_equal(dump["rewards.correct"], batch.rewards.correct)
 
 
 @pytest.mark.parametrize(
@@ -114,13 +115,13 @@ def test_the_batch_of_a_skipped_update_is_kept(tmp_path, batch):
     ({"mismatch/kl": 0.06}, ["sampler and trainer disagree by 0.060", "tis_cap"]),
     (
       {"reward/accuracy": 0.0},
-      ["not one completion of the last 5 steps is right", "reward/no_verdict"],
+      ["no completion of the last 5 steps is correct", "reward/no_verdict"],
     ),
   ],
 )
-def test_each_warning_comes_once_with_what_to_look_at(tmp_path, batch, change, words):
-  guard, said = guards(tmp_path)
-  feed(guard, batch, [GOOD] * 6 + [GOOD | change] * 12)
+def test_each_warning_appears_once_with_advice(tmp_path, batch, change, words):
+  guards, said = make_guards(tmp_path)
+  feed(guards, batch, [GOOD] * 6 + [GOOD | change] * 12)
   assert (
     len(said) == 1 and said[0].startswith("warning: ") and all(word in said[0] for word in words)
   ), said
@@ -130,20 +131,22 @@ def test_each_warning_comes_once_with_what_to_look_at(tmp_path, batch, change, w
   "change", [{"entropy/mean": 0.11}, {"length/mean": 149.0}, {"mismatch/kl": 0.05}]
 )
 def test_no_warning_within_the_bounds(tmp_path, batch, change):
-  guard, said = guards(tmp_path)
+  guards, said = make_guards(tmp_path)
   feed(
-    guard, batch, [GOOD] * 6 + [GOOD | change] * 12 + [GOOD | {"reward/accuracy": 0.0}] * 4 + [GOOD]
+    guards,
+    batch,
+    [GOOD] * 6 + [GOOD | change] * 12 + [GOOD | {"reward/accuracy": 0.0}] * 4 + [GOOD],
   )
   assert said == []
 
 
-def test_numbers_that_are_missing_are_no_alarm(tmp_path, batch):
-  guard, said = guards(tmp_path, [{"step": i, "entropy/mean": None} for i in range(1, 4)])
-  feed(guard, batch, [{**GOOD, "mismatch/kl": None}] * 3, first=4)
+def test_missing_values_cause_no_warning(tmp_path, batch):
+  guards, said = make_guards(tmp_path, [{"step": i, "entropy/mean": None} for i in range(1, 4)])
+  feed(guards, batch, [{**GOOD, "mismatch/kl": None}] * 3, first=4)
   assert said == []
 
 
-def test_memory_does_not_grow_with_the_steps(tmp_path, batch):
-  guard, _ = guards(tmp_path)
-  feed(guard, batch, [GOOD] * 1000)
-  assert len(guard._last) + len(guard._first) <= 10
+def test_memory_does_not_grow_with_the_number_of_steps(tmp_path, batch):
+  guards, _ = make_guards(tmp_path)
+  feed(guards, batch, [GOOD] * 1000)
+  assert len(guards._last) + len(guards._first) <= 10

@@ -1,3 +1,5 @@
+"""The device mesh: its construction, logical axes and shardings."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,13 +40,13 @@ def test_there_are_eight_devices():
     ((2, 1, 2, None, -1), (2, 1, 2, 2)),
   ],
 )
-def test_a_mesh_takes_every_device(sizes, shape):
+def test_a_mesh_uses_every_device(sizes, shape):
   mesh = make_mesh(*sizes)
   assert dict(mesh.shape) == dict(zip(("data", "fsdp", "context", "tensor"), shape, strict=True))
   assert set(mesh.devices.ravel()) == set(jax.devices())
 
 
-def test_a_mesh_of_given_devices():
+def test_a_mesh_of_some_devices():
   mesh = make_mesh(-1, 2, devices=jax.devices()[:4])
   assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "context": 1, "tensor": 1}
   assert mesh.devices.ravel().tolist() == jax.devices()[:4]
@@ -67,7 +69,7 @@ def test_a_mesh_of_given_devices():
     ((1, 1, 1, None, 0), ["mesh.context must be at least 1", "got 0"]),
   ],
 )
-def test_an_impossible_mesh_is_refused(sizes, parts):
+def test_an_impossible_mesh_is_an_error(sizes, parts):
   with pytest.raises(UserError) as error:
     make_mesh(*sizes)
   assert "\n" not in str(error.value)
@@ -108,11 +110,11 @@ def test_logical_axes_by_hand():
     ((1, 1, 4, None, 2), 2, 2, 4),
   ],
 )
-def test_sampling_has_heads_or_rows_where_training_has_positions(sizes, heads, fsdp, tensor):
+def test_sampling_splits_heads_or_rows_instead_of_positions(sizes, heads, fsdp, tensor):
   mesh = make_mesh(*sizes)
-  found = sampling_mesh(mesh, heads, 64)
-  assert dict(found.shape) == {"data": 1, "fsdp": fsdp, "context": 1, "tensor": tensor}
-  assert found.devices.ravel().tolist() == mesh.devices.ravel().tolist()
+  sampling = sampling_mesh(mesh, heads, 64)
+  assert dict(sampling.shape) == {"data": 1, "fsdp": fsdp, "context": 1, "tensor": tensor}
+  assert sampling.devices.ravel().tolist() == mesh.devices.ravel().tolist()
   assert sampling_mesh(make_mesh(2, 2, 2), heads, 64) == make_mesh(2, 2, 2)
 
 
@@ -121,7 +123,7 @@ def test_an_unknown_logical_axis_is_an_error():
     partition_spec(("rows",))
 
 
-def test_a_batch_is_split_over_data_and_fsdp_and_comes_back_whole():
+def test_a_batch_is_split_over_data_and_fsdp_and_can_be_fetched():
   mesh = make_mesh(2, 2, 2)
   tree = {"tokens": np.arange(24).reshape(8, 3), "reward": np.linspace(0, 1, 8, dtype=np.float32)}
   placed = shard_batch(tree, mesh)
@@ -138,7 +140,7 @@ def test_a_batch_that_does_not_divide_is_an_error():
     shard_batch(np.zeros((6, 2)), make_mesh(2, 2, 2))
 
 
-def test_constrain_is_the_identity_in_value_and_lays_out():
+def test_constrain_changes_the_layout_but_not_the_values():
   mesh = make_mesh(1, 4, 2)
   x = jnp.arange(32.0).reshape(8, 4)
   y = jax.jit(lambda x: constrain(x, mesh, "embed", "heads"))(x)
@@ -146,8 +148,8 @@ def test_constrain_is_the_identity_in_value_and_lays_out():
   assert {shard.data.shape for shard in y.addressable_shards} == {(2, 2)}
 
 
-def test_programs_of_several_cpu_devices_stay_out_of_the_compile_cache(tmp_path):
-  """Read back from it, they may stand still."""
+def test_several_cpu_devices_turn_the_compile_cache_off(tmp_path):
+  """Programs read from the cache can deadlock."""
   names = (
     "jax_enable_compilation_cache",
     "jax_compilation_cache_dir",
@@ -155,21 +157,22 @@ def test_programs_of_several_cpu_devices_stay_out_of_the_compile_cache(tmp_path)
   )
   before = [getattr(jax.config, name) for name in names]
 
-  def keep(*values):
+  def configure(*values):
     for name, value in zip(names, values, strict=True):
       jax.config.update(name, value)
     compilation_cache.reset_cache()
 
-  def kept(factor):
+  def cached_files(factor):
     jax.jit(lambda x: x * factor)(jnp.ones(3))
     return len(list(tmp_path.iterdir()))
 
   try:
-    keep(True, str(tmp_path), 0.0)
-    alone = kept(2.0)
+    configure(True, str(tmp_path), 0.0)
+    first = cached_files(2.0)
     single_device_mesh()
-    assert 0 < alone < (more := kept(3.0))
+    second = cached_files(3.0)
+    assert 0 < first < second
     make_mesh(2, 2, 2)
-    assert kept(4.0) == more
+    assert cached_files(4.0) == second
   finally:
-    keep(*before)
+    configure(*before)

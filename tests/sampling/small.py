@@ -1,30 +1,66 @@
-"""A model small enough to sample many times, and engines over it."""
+"""A model small enough to sample from many times, engines for it, and comparisons."""
 
 import jax
+import numpy as np
 
 from gtpo_jax.models import ModelConfig, Qwen2, init_params
-from gtpo_jax.models.qwen2 import abstract_params
-from gtpo_jax.runtime.mesh import single_device_mesh
+from gtpo_jax.models.params import abstract_params
+from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.slots import EngineConfig
+from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+from gtpo_jax.training.log_probs import score
 
 CONFIG = ModelConfig(vocab_size=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64)
 ENGINE_CONFIG = EngineConfig(chunk=4)
 STOP = (7, 11)
 PAD = 3
-LONGEST = 10
+MAX_TOKENS = 10
+LOGIT_SCALE = 4  # of the initial weights: peaked distributions, completions of different lengths
+PROMPTS = [[5, 9, 1], [2], [4, 4, 8, 30, 21], [40, 41]]
+RAGGED_PROMPTS = [np.random.default_rng(i).integers(12, 48, 1 + i % 6).tolist() for i in range(11)]
 
 
 def build(
-  mesh=None, config=CONFIG, longest=LONGEST, stop=STOP, prompt=6, engine_config=ENGINE_CONFIG
+  mesh=None,
+  config=CONFIG,
+  max_tokens=MAX_TOKENS,
+  stop=STOP,
+  max_prompt_tokens=6,
+  engine_config=ENGINE_CONFIG,
 ):
-  """A model with the same random weights on any mesh, its engine, and the weights laid out for sampling."""
+  """Returns the same random weights on any mesh, an engine, and the weights in its layout."""
   model = Qwen2(config, mesh or single_device_mesh())
   params = init_params(Qwen2(config, single_device_mesh()), jax.random.key(0))
   params = jax.tree.map(
-    lambda x, like: jax.device_put(x * 4, like.sharding), params, abstract_params(model)
+    lambda x, like: jax.device_put(x * LOGIT_SCALE, like.sharding), params, abstract_params(model)
   )
-  engine = Engine(
-    model, stop, PAD, max_prompt_tokens=prompt, max_tokens=longest, engine_config=engine_config
-  )
+  engine = Engine(model, stop, PAD, max_prompt_tokens, max_tokens, engine_config=engine_config)
   return params, engine, engine.layout(params)
+
+
+def sample(built, prompts=PROMPTS, key=4, group=5, **settings):
+  _, engine, layout = built
+  return engine.sample(
+    layout, prompts, jax.random.key(key), group=group, sampling_params=SamplingParams(**settings)
+  )
+
+
+def trainer_scores(built, rollouts, temperature=1.0):
+  """The trainer's log-probs and entropy of the sampled tokens."""
+  params, engine, _ = built
+  batch = shard_batch((rollouts.prompts, rollouts.tokens), engine.model.mesh)
+  return score(engine.model, params, *batch, temperature, 64)
+
+
+def log_prob_errors(built, rollouts):
+  """Distance of each sampled token's log-prob from the trainer's."""
+  log_probs, _ = trainer_scores(built, rollouts)
+  return np.abs(np.asarray(log_probs) - rollouts.log_probs)[rollouts.mask]
+
+
+def assert_same(rollouts, expected):
+  np.testing.assert_array_equal(rollouts.tokens, expected.tokens)
+  np.testing.assert_array_equal(rollouts.mask, expected.mask)
+  np.testing.assert_array_equal(rollouts.finished, expected.finished)
+  np.testing.assert_allclose(rollouts.log_probs, expected.log_probs, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(rollouts.entropy, expected.entropy, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Three steps give the same loss and parameters on every mesh, in two processes, and however the batch is cut."""
+"""Three steps give the same loss and parameters on every mesh, in two processes, and packed."""
 
 import os
 import socket
@@ -30,28 +30,33 @@ CONFIG = ModelConfig(
   mlp=64,
   matmul_precision="highest",
 )
-N = 8  # two blocks of attention, of which one is not whole
+N = 8
 G = 4
 P = 6
-T = 70
+T = 70  # two blocks of attention, one of them not full
 
 
 def batch(step):
-  """Rollouts of uneven lengths and their verdicts, a pure function of the step."""
+  """Rollouts of uneven lengths and their rewards, a pure function of the step."""
   rng = np.random.default_rng(step)
   mask = np.arange(T) < rng.integers(1, T + 1, (2, N, G, 1)).min(0)
   prompts = Prompts(
     rng.integers(0, 64, (N, P)).astype(np.int32), rng.integers(1, P + 1, N).astype(np.int32)
   )
-  number = lambda low, high: np.where(mask, rng.uniform(low, high, (N, G, T)), 0).astype(np.float32)
+
+  def uniform(low, high):
+    return np.where(mask, rng.uniform(low, high, (N, G, T)), 0).astype(np.float32)
+
   tokens = rng.integers(0, 64, (N, G, T)).astype(np.int32)
   correct = rng.random((N, G)) < 0.5
-  rollouts = Rollouts(prompts, tokens, mask, number(-4.4, -3.9), number(0.5, 4.0), mask.sum(-1) < T)
+  log_probs = uniform(-4.4, -3.9)
+  entropy = uniform(0.5, 4.0)
+  rollouts = Rollouts(prompts, tokens, mask, log_probs, entropy, mask.sum(-1) < T)
   return rollouts, Rewards(correct, correct.astype(np.float32), np.zeros((N, G), np.float32))
 
 
 def three_steps(mesh, micro_batches=1, pack=False):
-  """The loss of each of three steps of GTPO, and the parameters after them, on the host."""
+  """The losses of three GTPO steps and the parameters after them, on the host."""
   model = Qwen2(CONFIG, mesh)
   optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2, eps=1e-3), 10)
   update = make_update(
@@ -60,23 +65,23 @@ def three_steps(mesh, micro_batches=1, pack=False):
   state = init_state(init_params(model, jax.random.key(0)), optimizer, model)
   losses = []
   for step in range(3):
-    rollouts, verdicts = batch(step)
+    rollouts, rewards = batch(step)
     if pack:
       rollouts = rollouts.replace(packing=plan_rows(rollouts.mask.sum(-1), T))
       assert rollouts.packing.source.shape[1] < G
-    state, metrics = update(state, *shard_batch((rollouts, verdicts), mesh))
+    state, metrics = update(state, *shard_batch((rollouts, rewards), mesh))
     losses.append(float(metrics["loss"]))
   return losses, jax.tree.leaves(fetch(state.params))
 
 
+def mesh_of(shape):
+  """The mesh of these sizes: (data, fsdp, tensor) or (data, fsdp, tensor, context)."""
+  return make_mesh(*shape[:3], jax.devices()[: int(np.prod(shape))], *shape[3:])
+
+
 @pytest.fixture(scope="module")
 def one_device():
-  return three_steps(make_mesh(1, 1, 1, jax.devices()[:1]))
-
-
-def on(shape):
-  """The mesh of these sizes, (data, fsdp, tensor) or with context behind them."""
-  return make_mesh(*shape[:3], jax.devices()[: int(np.prod(shape))], *shape[3:])
+  return three_steps(mesh_of((1, 1, 1)))
 
 
 def assert_same(got, want):
@@ -86,12 +91,10 @@ def assert_same(got, want):
 
 
 def test_three_steps_move_the_parameters(one_device):
-  start = jax.tree.leaves(
-    jax.device_get(
-      init_params(Qwen2(CONFIG, make_mesh(1, 1, 1, jax.devices()[:1])), jax.random.key(0))
-    )
-  )
-  assert max(np.abs(a - b).max() for a, b in zip(one_device[1], start, strict=True)) > 5e-3
+  _, params = one_device
+  model = Qwen2(CONFIG, mesh_of((1, 1, 1)))
+  start = jax.tree.leaves(jax.device_get(init_params(model, jax.random.key(0))))
+  assert max(np.abs(a - b).max() for a, b in zip(params, start, strict=True)) > 5e-3
 
 
 @pytest.mark.slow
@@ -107,11 +110,11 @@ def test_three_steps_move_the_parameters(one_device):
     ((1, 1, 2), 4),
     ((1, 1, 1, 2), 1),
     ((1, 2, 2, 2), 2),
-    ((2, 1, 1, 4), 1),
+    ((2, 1, 1, 4), 1),  # 70 positions do not divide over context 4, so they are not split
   ],
-)  # 70 positions do not divide over the last: they stay whole
+)
 def test_on_every_mesh(one_device, shape, micro_batches):
-  assert_same(three_steps(on(shape), micro_batches), one_device)
+  assert_same(three_steps(mesh_of(shape), micro_batches), one_device)
 
 
 @pytest.mark.slow
@@ -127,7 +130,7 @@ def test_on_every_mesh(one_device, shape, micro_batches):
   ],
 )
 def test_packed_on_every_mesh(one_device, shape, micro_batches):
-  assert_same(three_steps(on(shape), micro_batches, pack=True), one_device)
+  assert_same(three_steps(mesh_of(shape), micro_batches, pack=True), one_device)
 
 
 CHILD = """
@@ -148,9 +151,9 @@ if rank == 0:
 
 @pytest.mark.slow
 def test_in_two_processes(one_device, tmp_path):
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    port = free.getsockname()[1]
+  with socket.socket() as unused:
+    unused.bind(("localhost", 0))
+    port = unused.getsockname()[1]
   environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "NPROC": "128"}
   command = [sys.executable, "-c", CHILD, str(port)]
   children = [
@@ -165,11 +168,12 @@ def test_in_two_processes(one_device, tmp_path):
     for rank in range(2)
   ]
   try:
-    said = [child.communicate(timeout=240) for child in children]
+    outputs = [child.communicate(timeout=240) for child in children]
   finally:
     for child in children:
       child.kill()
-  assert [child.returncode for child in children] == [0, 0], said[0][1][-3000:] + said[1][1][-3000:]
-  with np.load(tmp_path / "out.npz") as found:
-    losses, *params = (found[name] for name in found.files)
+  errors = "".join(stderr[-3000:] for _, stderr in outputs)
+  assert [child.returncode for child in children] == [0, 0], errors
+  with np.load(tmp_path / "out.npz") as arrays:
+    losses, *params = (arrays[name] for name in arrays.files)
   assert_same((losses, params), one_device)

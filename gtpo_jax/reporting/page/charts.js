@@ -1,25 +1,40 @@
-// The figures: which runs and curves are drawn, and the numbers under the pointer.
+// The figures: shows and hides curves, and reads off the values under the pointer.
 (() => {
   const { box, figures } = JSON.parse(document.getElementById("figure-data").textContent);
   const root = document.documentElement;
-  const charts = [...document.querySelectorAll(".chart")].map((element) => {
-    const [rule, tip] = [element.querySelector(".rule"), element.querySelector(".tip")];
-    return { element, rule, tip, plot: element.querySelector(".plot"), ...figures[element.dataset.figure] };
-  });
+  const charts = [...document.querySelectorAll(".chart")].map((element) => ({
+    element,
+    plot: element.querySelector(".plot"),
+    rule: element.querySelector(".rule"),
+    tip: element.querySelector(".tip"),
+    ...figures[element.dataset.figure],
+  }));
 
   for (const input of document.querySelectorAll("[name=show]")) {
     input.addEventListener("change", () => { root.dataset.show = input.value; });
   }
-  for (const input of document.querySelectorAll("[data-kind]")) {
-    input.addEventListener("change", () => root.classList.toggle(`hide${input.dataset.kind}`, !input.checked));
+  for (const input of document.querySelectorAll("[data-color]")) {
+    const name = `hide${input.dataset.color}`;
+    input.addEventListener("change", () => root.classList.toggle(name, !input.checked));
   }
 
-  const scaled = (chart, x) => chart.over === "k" ? Math.log2(x) : x;
-  const place = (chart, x) => {  // of x in the picture, from 0 to 1
-    const [low, high] = chart.limits.map((end) => scaled(chart, end));
-    return box.left + (scaled(chart, x) - low) / (high - low) * (box.right - box.left);
-  };
-  const nearest = (line, x) => line.x.reduce((best, value, i) => Math.abs(value - x) < Math.abs(line.x[best] - x) ? i : best, 0);
+  // Position of x within the figure, as a share of its width.
+  function toShare(chart, x) {
+    const scale = chart.over === "k" ? Math.log2 : (value) => value;
+    const [low, high] = chart.limits.map(scale);
+    return box.left + (scale(x) - low) / (high - low) * (box.right - box.left);
+  }
+
+  // Index of the value with the smallest distance.
+  function nearest(values, distance) {
+    const closer = (best, value, i) => distance(value) < distance(values[best]) ? i : best;
+    return values.reduce(closer, 0);
+  }
+
+  function format(chart, y) {
+    if (y === null) return "–";
+    return chart.percent ? `${(100 * y).toFixed(1)} %` : String(Number(y.toPrecision(4)));
+  }
 
   function clear() {
     for (const { rule, tip } of charts) rule.hidden = tip.hidden = true;
@@ -27,30 +42,33 @@
 
   function point(chart, event) {
     const { left, width } = chart.plot.getBoundingClientRect();
-    const at = (event.clientX - left) / width;
+    const pointer = (event.clientX - left) / width;
     const xs = [...new Set(chart.lines.flatMap((line) => line.x))];
-    const x = xs.reduce((best, value) => Math.abs(place(chart, value) - at) < Math.abs(place(chart, best) - at) ? value : best, xs[0]);
+    const x = xs[nearest(xs, (value) => Math.abs(toShare(chart, value) - pointer))];
     for (const other of charts) {
-      const here = place(other, x);
+      const share = toShare(other, x);
       other.tip.hidden = other !== chart;
-      other.rule.hidden = other.over !== chart.over || here < box.left || here > box.right;
-      other.rule.style.left = `${100 * here}%`;
+      other.rule.hidden = other.over !== chart.over || share < box.left || share > box.right;
+      other.rule.style.left = `${100 * share}%`;
     }
     const head = document.createElement("b");
     head.textContent = `${chart.over} ${Number(x.toPrecision(7))}`;
-    const rows = chart.lines.filter((line) => !root.classList.contains(`hide${line.kind}`)).map((line) => {
-      const i = nearest(line, x), row = document.createElement("div"), dot = document.createElement("i");
-      dot.className = chart.stack ? "" : `swatch kind${line.kind}`;
-      row.append(dot, `${line.name} ${shown(chart, line.x[i] === x ? line.y[i] : null)}`);
-      return row;
-    });
-    chart.tip.replaceChildren(head, ...rows);
-    const right = at > 0.55;
-    chart.tip.style.left = right ? "auto" : `${100 * place(chart, x) + 2}%`;
-    chart.tip.style.right = right ? `${100 - 100 * place(chart, x) + 2}%` : "auto";
+    const lines = chart.lines.filter((line) => !root.classList.contains(`hide${line.color}`));
+    chart.tip.replaceChildren(head, ...lines.map((line) => tipRow(chart, line, x)));
+    const tipOnLeft = pointer > 0.55;
+    const share = 100 * toShare(chart, x);
+    chart.tip.style.left = tipOnLeft ? "auto" : `${share + 2}%`;
+    chart.tip.style.right = tipOnLeft ? `${100 - share + 2}%` : "auto";
   }
 
-  const shown = (chart, y) => y === null ? "–" : chart.percent ? `${(100 * y).toFixed(1)} %` : String(Number(y.toPrecision(4)));
+  function tipRow(chart, line, x) {
+    const i = nearest(line.x, (value) => Math.abs(value - x));
+    const row = document.createElement("div");
+    const dot = document.createElement("i");
+    dot.className = chart.stack ? "" : `swatch color${line.color}`;
+    row.append(dot, `${line.name} ${format(chart, line.x[i] === x ? line.y[i] : null)}`);
+    return row;
+  }
 
   for (const chart of charts) {
     chart.plot.addEventListener("pointermove", (event) => point(chart, event));

@@ -1,41 +1,65 @@
-// The credit viewer: one group's completions at a time, every token coloured, the numbers of the one in focus beside them.
+// The credit viewer: shows one group's completions with every token coloured, and beside them the
+// numbers of the selected token.
 (() => {
   const source = document.getElementById("viewer-data");
   if (!source) return;
   const { runs } = JSON.parse(source.textContent);
   const $ = (id) => document.getElementById(id);
-  const FIXED = 4, BINS = 8;  // columns before those of the schemes: piece, id, entropy, log-prob; steps of a colour
-  let view = null;            // the group on view
-  let asked = 0;
+  const FIXED_COLUMNS = 4;   // before those of the schemes: piece, id, entropy, log-prob
+  const SHADES = 8;          // of a colour, from light to dark
+  const LONG_GROUP = 8000;   // tokens; beyond it, rows outside the window are not laid out
+  let view = null;           // the group shown
+  let requests = 0;
 
   // ---- data
 
+  // Unpacks a text of `pack` in viewer.py into `count` columns.
   async function unpack(number, count) {
-    const bytes = Uint8Array.from(atob($(`packed-${number}`).textContent), (char) => char.charCodeAt(0));
-    const plain = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-    const sorted = new Uint8Array(await new Response(plain).arrayBuffer());
-    const words = sorted.length / 4, joined = new Uint8Array(sorted.length);
+    const text = $(`packed-${number}`).textContent;
+    const bytes = Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const grouped = new Uint8Array(await new Response(stream).arrayBuffer());
+    const words = grouped.length / 4;
+    const joined = new Uint8Array(grouped.length);
     for (let rank = 0; rank < 4; rank++) {
-      for (let i = 0, from = rank * words; i < words; i++) joined[4 * i + rank] = sorted[from + i];
+      const from = rank * words;
+      for (let i = 0; i < words; i++) joined[4 * i + rank] = grouped[from + i];
     }
-    const size = words / count, column = (kind, i) => new kind(joined.buffer, 4 * i * size, size);
-    return { piece: column(Int32Array, 0), id: column(Int32Array, 1), entropy: column(Float32Array, 2), logProb: column(Float32Array, 3),
-      shaped: (scheme) => column(Float32Array, FIXED + 2 * scheme), advantage: (scheme) => column(Float32Array, FIXED + 2 * scheme + 1) };
+    const size = words / count;
+    const column = (type, i) => new type(joined.buffer, 4 * i * size, size);
+    return {
+      piece: column(Int32Array, 0),
+      id: column(Int32Array, 1),
+      entropy: column(Float32Array, 2),
+      logProb: column(Float32Array, 3),
+      shaped: (scheme) => column(Float32Array, FIXED_COLUMNS + 2 * scheme),
+      advantage: (scheme) => column(Float32Array, FIXED_COLUMNS + 2 * scheme + 1),
+    };
   }
 
-  const chosen = (name) => document.querySelector(`input[name=${name}]:checked`).value;
-  const scheme = () => Number(chosen("scheme"));
+  const checked = (name) => document.querySelector(`input[name=${name}]:checked`).value;
+  const scheme = () => Number(checked("scheme"));
+  const run = () => runs[$("v-run").value];
+  const step = () => run().steps[$("v-step").value];
 
+  // The values that the tokens are coloured by.
   function values() {
-    const mode = chosen("colour");
+    const mode = checked("colour");
     return mode === "entropy" ? view.data.entropy : view.data[mode](scheme());
   }
 
-  const plain = (value) => String(value).replace("-", "−");
-  const digits = (value) => Math.abs(value) >= 1e4 || Math.abs(value) < 1e-4 ? String(Number(value.toPrecision(4))) : value.toPrecision(4);
-  const fmt = (value) => Number.isFinite(value) ? plain(digits(value)) : "–";
+  const withMinus = (value) => String(value).replace("-", "−");
 
-  // ---- what is drawn
+  function format(value) {
+    if (!Number.isFinite(value)) return "–";
+    const size = Math.abs(value);
+    const short = value.toPrecision(4);
+    return withMinus(size >= 1e4 || size < 1e-4 ? String(Number(short)) : short);
+  }
+
+  const countTrue = (flags) => flags.filter(Boolean).length;
+
+  // ---- controls
 
   function make(tag, attributes, ...children) {
     const element = Object.assign(document.createElement(tag), attributes);
@@ -43,210 +67,350 @@
     return element;
   }
 
-  function fill(select, labels) {
-    select.replaceChildren(...labels.map((text, i) => make("option", { value: i, textContent: text })));
+  function setOptions(select, labels) {
+    const option = (textContent, value) => make("option", { value, textContent });
+    select.replaceChildren(...labels.map(option));
   }
 
-  const run = () => runs[$("v-run").value];
-  const step = () => run().steps[$("v-step").value];
-
-  function mostMixed(steps) {  // the step at which there is most to see, the later of two that are alike
-    const mixed = steps.map(({ groups }) => groups.reduce((sum, { correct }) => {
-      const right = correct.filter(Boolean).length;
-      return sum + Math.min(right, correct.length - right);
-    }, 0));
+  // The step whose groups have the most completions on their smaller side; the later one of a tie.
+  function mostMixed(steps) {
+    const smallerSide = ({ correct }) =>
+      Math.min(countTrue(correct), correct.length - countTrue(correct));
+    const mixed = steps.map(({ groups }) =>
+      groups.reduce((sum, group) => sum + smallerSide(group), 0));
     return mixed.lastIndexOf(Math.max(...mixed));
   }
 
   function onRun() {
-      fill($("v-step"), run().steps.map((each) => `${each.step}`));
-    $("v-step").value = mostMixed(run().steps);
-    const kept = document.querySelector("input[name=scheme]:checked")?.dataset.label;
-    const methods = run().schemes.map((each, i) => {
+    const { schemes, steps } = run();
+    setOptions($("v-step"), steps.map((each) => `${each.step}`));
+    $("v-step").value = mostMixed(steps);
+    const previous = document.querySelector("input[name=scheme]:checked")?.dataset.label;
+    const methods = schemes.map((each, i) => {
       const input = make("input", { type: "radio", name: "scheme", value: i });
       input.dataset.label = each.label;
-      return make("label", {}, input, ` ${each.label}${each.trained && run().schemes.length === 3 ? " (as trained)" : ""}`);
+      const note = each.trained && schemes.length === 3 ? " (as trained)" : "";
+      return make("label", {}, input, ` ${each.label}${note}`);
     });
     $("v-methods").replaceChildren($("v-methods").querySelector("legend"), ...methods);
-    const same = run().schemes.findIndex((each) => each.label === kept);
-    document.querySelectorAll("input[name=scheme]")[same >= 0 ? same : run().schemes.findIndex((each) => each.trained)].checked = true;
+    const same = schemes.findIndex((each) => each.label === previous);
+    const selected = same >= 0 ? same : schemes.findIndex((each) => each.trained);
+    document.querySelectorAll("input[name=scheme]")[selected].checked = true;
     onStep();
   }
 
   function onStep() {
-    fill($("v-group"), step().groups.map((group, i) => {
-      const right = group.correct.filter(Boolean).length;
-      return `${i + 1}: ${right} of ${group.correct.length} correct`;
-    }));
+    setOptions($("v-group"), step().groups.map(({ correct }, i) =>
+      `${i + 1}: ${countTrue(correct)} of ${correct.length} correct`));
     onGroup();
   }
 
   async function onGroup() {
-    const ticket = ++asked, at = Number($("v-group").value), group = step().groups[at], current = run();
-    $("v-prev").disabled = at === 0;
-    $("v-next").disabled = at === step().groups.length - 1;
-    const data = await unpack(group.packed, FIXED + 2 * current.schemes.length);
-    if (ticket !== asked) return;  // another one was asked for meanwhile
-    view = { run: current, group, data, rows: [], spans: [], owner: [], now: -1 };
+    const request = ++requests;
+    const index = Number($("v-group").value);
+    const current = run();
+    const group = step().groups[index];
+    $("v-prev").disabled = index === 0;
+    $("v-next").disabled = index === step().groups.length - 1;
+    const data = await unpack(group.packed, FIXED_COLUMNS + 2 * current.schemes.length);
+    if (request !== requests) return;  // another group was requested meanwhile
+    view = { run: current, group, data, rows: [], order: [], spans: [], owner: [], selected: -1 };
     let start = 0;
     group.lengths.forEach((length, i) => {
       view.rows.push({ start, length, correct: group.correct[i], i });
       start += length;
     });
-    draw();
+    drawGroup();
     colour();
   }
 
-  function draw() {
-    const { group, data, run: { pieces, breaks } } = view, broken = new Set(breaks);
-    $("v-prompt").replaceChildren(make("b", { textContent: "Prompt  " }), group.prompt, make("br"), make("b", { textContent: "Answer  " }), group.answer);
-    view.order = [];
-    const sides = [[true, "Correct, O+"], [false, "Wrong, O−"]].map(([correct, title]) => {
-      const rows = view.rows.filter((row) => row.correct === correct);
-      if (!rows.length) return null;
-      const side = make("section", { className: `side ${correct ? "right" : "wrong"}` },
-        make("h4", {}, make("i"), `${title}: ${rows.length} of ${view.rows.length}`));
-      const grid = make("div", {});
-      grid.setAttribute("role", "grid");
-      grid.setAttribute("aria-label", `${title}, token by token`);
-      for (const row of rows) {
-        const flow = make("div", { className: "flow", dir: "ltr" });
-        for (let i = row.start; i < row.start + row.length; i++) {
-          const span = make("span", { className: "t", tabIndex: -1, textContent: pieces[data.piece[i]] });
-          span.setAttribute("role", "gridcell");
-          span.token = i;
-          view.spans[i] = span;
-          view.owner[i] = row;
-          flow.append(span);
-          if (broken.has(data.piece[i])) flow.append(make("br"));
-        }
-        const about = [`reward ${plain(group.reward[row.i])}`];
-        if (!group.finished[row.i]) about.push("cut off");
-        if (group.guided[row.i]) about.push("by the guide");
-        if (!group.counted[row.i]) about.push("left out");
-        row.sums = make("span");
-        flow.setAttribute("role", "presentation");
-        row.element = make("div", { className: "row" },
-          make("header", { role: "rowheader" }, make("b", { textContent: `${correct ? "✓" : "✗"} ${row.i + 1}` }), `  ${about.join(", ")}`, make("br"), row.sums), flow);
-        row.element.setAttribute("role", "row");
-        view.order.push(row);
-        grid.append(row.element);
-      }
-      side.append(grid);
-      return side;
-    });
-    $("v-tokens").classList.toggle("long", view.spans.length > 8000);  // then what is out of sight is not laid out
+  // ---- tokens
+
+  function drawGroup() {
+    const { group } = view;
+    const bold = (textContent) => make("b", { textContent });
+    $("v-prompt").replaceChildren(
+      bold("Prompt  "), group.prompt, make("br"), bold("Answer  "), group.answer);
+    const sides = [drawSide(true, "Correct, O+"), drawSide(false, "Wrong, O−")];
+    $("v-tokens").classList.toggle("long", view.spans.length > LONG_GROUP);
     $("v-tokens").replaceChildren(...sides.filter(Boolean));
     if (view.order.length) view.spans[view.order[0].start].tabIndex = 0;
-    $("v-token").replaceChildren(make("p", { className: "note", textContent: "Point at a token, or move to one with the arrow keys." }));
+    const hint = "Point at a token, or select one with the arrow keys.";
+    $("v-token").replaceChildren(make("p", { className: "note", textContent: hint }));
   }
 
+  // The completions that are correct, or those that are not; null if there are none.
+  function drawSide(correct, title) {
+    const rows = view.rows.filter((row) => row.correct === correct);
+    if (!rows.length) return null;
+    const grid = make("div", {});
+    grid.setAttribute("role", "grid");
+    grid.setAttribute("aria-label", `${title}, token by token`);
+    for (const row of rows) {
+      row.element = drawRow(row);
+      view.order.push(row);
+      grid.append(row.element);
+    }
+    const heading = make("h4", {}, make("i"), `${title}: ${rows.length} of ${view.rows.length}`);
+    return make("section", { className: `side ${correct ? "right" : "wrong"}` }, heading, grid);
+  }
+
+  function drawRow(row) {
+    const { group } = view;
+    const notes = [`reward ${withMinus(group.reward[row.i])}`];
+    if (!group.finished[row.i]) notes.push("cut off");
+    if (group.guided[row.i]) notes.push("by the guide");
+    if (!group.valid[row.i]) notes.push("excluded");
+    row.sums = make("span");
+    const name = make("b", { textContent: `${row.correct ? "✓" : "✗"} ${row.i + 1}` });
+    const header = make(
+      "header", { role: "rowheader" }, name, `  ${notes.join(", ")}`, make("br"), row.sums);
+    const element = make("div", { className: "row" }, header, drawTokens(row));
+    element.setAttribute("role", "row");
+    return element;
+  }
+
+  function drawTokens(row) {
+    const { data, run: { pieces, breaks } } = view;
+    const breaking = new Set(breaks);
+    const flow = make("div", { className: "flow", dir: "ltr" });
+    flow.setAttribute("role", "presentation");
+    for (let i = row.start; i < row.start + row.length; i++) {
+      const piece = data.piece[i];
+      const span = make("span", { className: "t", tabIndex: -1, textContent: pieces[piece] });
+      span.setAttribute("role", "gridcell");
+      span.token = i;
+      view.spans[i] = span;
+      view.owner[i] = row;
+      flow.append(span);
+      if (breaking.has(piece)) flow.append(make("br"));
+    }
+    return flow;
+  }
+
+  // ---- colours
+
+  function hueOf(mode, value) {
+    if (mode === "entropy") return "ent";
+    return value > 0 ? "plus" : value < 0 ? "minus" : "";
+  }
+
+  // Colours every token, on a scale from the smallest to the largest size shown of each hue.
   function colour() {
     if (!view) return;
-    const mode = chosen("colour"), numbers = values();
-    const ends = { plus: [Infinity, 0], minus: [Infinity, 0], ent: [0, 0] };
-    const hue = (value) => mode === "entropy" ? "ent" : value > 0 ? "plus" : value < 0 ? "minus" : "";
+    const mode = checked("colour");
+    const numbers = values();
+    const ranges = { plus: [Infinity, 0], minus: [Infinity, 0], ent: [0, 0] };
     for (const value of numbers) {
-      const end = ends[hue(value)], size = Math.abs(value);
-      if (end) { end[0] = Math.min(end[0], size); end[1] = Math.max(end[1], size); }
+      const range = ranges[hueOf(mode, value)];
+      const size = Math.abs(value);
+      if (range) {
+        range[0] = Math.min(range[0], size);
+        range[1] = Math.max(range[1], size);
+      }
     }
-    const names = {};
-    for (const kind of Object.keys(ends)) names[kind] = Array.from({ length: BINS + 1 }, (_, i) => `t ${kind} q${i}`);
+    const classes = {};  // built once: there may be a million tokens
+    for (const hue of Object.keys(ranges)) {
+      classes[hue] = Array.from({ length: SHADES + 1 }, (_, shade) => `t ${hue} q${shade}`);
+    }
     numbers.forEach((value, i) => {
-      const kind = hue(value), [low, high] = ends[kind] ?? [0, 0];
+      const hue = hueOf(mode, value);
+      const [low, high] = ranges[hue] ?? [0, 0];
       const share = high - low > 1e-6 * high ? (Math.abs(value) - low) / (high - low) : 0.5;
-      view.spans[i].className = kind ? names[kind][kind === "ent" ? Math.round(BINS * share) : 1 + Math.round((BINS - 1) * share)] : "t";
+      const shade = hue === "ent"
+        ? Math.round(SHADES * share)
+        : 1 + Math.round((SHADES - 1) * share);
+      view.spans[i].className = hue ? classes[hue][shade] : "t";
     });
-    scales(mode, ends);
+    drawScales(mode, ranges);
+    describe(numbers);
+    if (view.selected >= 0) show(view.selected);
+  }
+
+  // Writes each completion's mean, and the note about the group.
+  function describe(numbers) {
     for (const row of view.rows) {
-      const mine = numbers.subarray(row.start, row.start + row.length), total = mine.reduce((sum, value) => sum + value, 0);
-      row.sums.textContent = `${row.length} tokens, mean ${fmt(total / Math.max(row.length, 1))}`;
+      const own = numbers.subarray(row.start, row.start + row.length);
+      const total = own.reduce((sum, value) => sum + value, 0);
+      const mean = total / Math.max(row.length, 1);
+      row.sums.textContent = `${row.length} tokens, mean ${format(mean)}`;
     }
-    const right = view.group.correct.filter(Boolean).length, all = view.group.correct.length;
-    const chance = right === 0 || right === all;
-    $("v-note").textContent = `${chance ? `Every completion is ${right ? "correct" : "wrong"}: the group has no contrast. ` : ""}`
-      + `${step().groups.length} of the ${step().prompts} groups of step ${step().step} are kept token by token, the most mixed first.`;
-    if (view.now >= 0) show(view.now);
+    const { correct } = view.group;
+    const right = countTrue(correct);
+    const uniform = right === 0 ? "wrong" : right === correct.length ? "correct" : "";
+    const warning = uniform ? `Every completion is ${uniform}: the group has no contrast. ` : "";
+    const { groups, prompts, step: number } = step();
+    $("v-note").textContent = `${warning}${groups.length} of the ${prompts} groups of step `
+      + `${number} are stored token by token, the most mixed first.`;
   }
 
-  function scales(mode, ends) {
-    const bars = Object.entries(ends).filter(([, [low, high]]) => high > 0 && low < Infinity).map(([kind, [low, high]]) => {
-      const sign = kind === "minus" ? -1 : 1, cells = [];
-      for (let i = kind === "ent" ? 0 : 1; i <= BINS; i++) cells.push(make("i", { className: `${kind} q${i}` }));
-      const title = { ent: "Entropy, nats", plus: mode === "shaped" ? "Reward paid" : "Pushed up", minus: mode === "shaped" ? "Reward charged" : "Pushed down" }[kind];
-      const ends = high - low > 1e-6 * high ? [fmt(sign * low), fmt(sign * high)] : [`${fmt(sign * low)} throughout`];
-      return make("div", {}, make("span", { textContent: title }), make("span", { className: "ramp" }, ...cells),
-        make("span", {}, ...ends.map((textContent) => make("span", { textContent }))));
-    });
-    $("v-scale").replaceChildren(...(bars.length ? bars : [make("p", { className: "note", textContent: `Every ${mode === "shaped" ? "shaped reward" : mode} is 0.` })]));
+  function drawScales(mode, ranges) {
+    const used = Object.entries(ranges).filter(([, [low, high]]) => high > 0 && low < Infinity);
+    const scales = used.map(([hue, range]) => drawScale(mode, hue, range));
+    const name = mode === "shaped" ? "shaped reward" : mode;
+    const empty = make("p", { className: "note", textContent: `Every ${name} is 0.` });
+    $("v-scale").replaceChildren(...(scales.length ? scales : [empty]));
   }
 
-  // ---- the token in focus
+  function drawScale(mode, hue, [low, high]) {
+    const shaped = mode === "shaped";
+    const title = {
+      ent: "Entropy, nats",
+      plus: shaped ? "Positive reward" : "Pushed up",
+      minus: shaped ? "Negative reward" : "Pushed down",
+    }[hue];
+    const shades = [];
+    for (let shade = hue === "ent" ? 0 : 1; shade <= SHADES; shade++) {
+      shades.push(make("i", { className: `${hue} q${shade}` }));
+    }
+    const sign = hue === "minus" ? -1 : 1;
+    const ends = high - low > 1e-6 * high
+      ? [format(sign * low), format(sign * high)]
+      : [`${format(sign * low)} throughout`];
+    return make("div", {},
+      make("span", { textContent: title }),
+      make("span", { className: "ramp" }, ...shades),
+      make("span", {}, ...ends.map((textContent) => make("span", { textContent }))));
+  }
+
+  // ---- the selected token
 
   function facts(i) {
-    const { data, run: current } = view, row = view.owner[i];
-    return { text: view.spans[i].textContent || "(part of the next character)", id: data.id[i], position: i - row.start + 1, row,
-      entropy: data.entropy[i], logProb: data.logProb[i], probability: Math.exp(data.logProb[i]),
-      credit: current.schemes.map((each, k) => ({ label: each.label, shaped: data.shaped(k)[i], advantage: data.advantage(k)[i] })) };
+    const { data, run: { schemes } } = view;
+    const row = view.owner[i];
+    return {
+      text: view.spans[i].textContent || "(part of the next character)",
+      id: data.id[i],
+      position: i - row.start + 1,
+      row,
+      entropy: data.entropy[i],
+      logProb: data.logProb[i],
+      probability: Math.exp(data.logProb[i]),
+      credit: schemes.map(({ label }, k) =>
+        ({ label, shaped: data.shaped(k)[i], advantage: data.advantage(k)[i] })),
+    };
   }
 
-  function peers(i) {  // what the token's entropy is compared with, and in which words
-    const row = view.owner[i], side = view.rows.filter((other) => other.correct === row.correct && view.group.counted[other.i]);
-    const way = view.run.schemes[scheme()], others = way.scope === "batch" && way.compare !== "sequence" ? ", and those of the batch's other groups" : "";
-    const which = row.correct ? "correct" : "wrong", position = i - row.start;
-    if (!way.compare) return { elements: [], text: way.perCompletion ? "One value for the whole completion." : "" };
-    if (way.compare === "sequence") return { elements: [row.element], text: `Compared with the ${row.length} tokens of its completion.` };
-    if (way.compare === "matrix") {
-      return { elements: [row.element.closest(".side")], text: `Compared with all ${side.reduce((n, other) => n + other.length, 0)} tokens of the ${which} completions${others}.` };
+  // The elements that the token's entropy is compared with, and a sentence about them.
+  function peers(i) {
+    const row = view.owner[i];
+    const { compare, scope, perCompletion } = view.run.schemes[scheme()];
+    if (!compare) {
+      return { elements: [], text: perCompletion ? "One value for the entire completion." : "" };
     }
-    const alive = side.filter((other) => position < other.length);
-    return { elements: alive.map((other) => view.spans[other.start + position]), text: `Compared with position ${position + 1} of the ${alive.length} ${which} completions that reach it${others}.` };
+    if (compare === "sequence") {
+      const text = `Compared with the ${row.length} tokens of its completion.`;
+      return { elements: [row.element], text };
+    }
+    const side = view.rows.filter(
+      (other) => other.correct === row.correct && view.group.valid[other.i]);
+    const kind = row.correct ? "correct" : "wrong";
+    const more = scope === "batch" ? ", and those of the other groups in the batch" : "";
+    if (compare === "matrix") {
+      const count = side.reduce((sum, other) => sum + other.length, 0);
+      const text = `Compared with all ${count} tokens of the ${kind} completions${more}.`;
+      return { elements: [row.element.closest(".side")], text };
+    }
+    const position = i - row.start;
+    const longer = side.filter((other) => position < other.length);
+    return {
+      elements: longer.map((other) => view.spans[other.start + position]),
+      text: `Compared with position ${position + 1} of the ${longer.length} ${kind} completions `
+        + `that reach it${more}.`,
+    };
   }
 
   function show(i) {
-    for (const element of document.querySelectorAll(".peer, .t.now")) element.classList.remove("peer", "now");
-    view.now = i;
-    const fact = facts(i), compared = peers(i), current = scheme();
+    for (const element of document.querySelectorAll(".peer, .t.now")) {
+      element.classList.remove("peer", "now");
+    }
+    view.selected = i;
+    const fact = facts(i);
+    const compared = peers(i);
     for (const element of compared.elements) element.classList.add("peer");
     view.spans[i].classList.add("now");
-    const pairs = [["position", `${fact.position} of ${fact.row.length}`], ["completion", `${fact.row.i + 1}, ${fact.row.correct ? "correct (O+)" : "wrong (O−)"}`],
-      ["entropy", `${fmt(fact.entropy)} nats`], ["log-prob", fmt(fact.logProb)], ["probability", fmt(fact.probability)], ["token id", String(fact.id)]];
-    const list = make("dl", {}, ...pairs.flatMap(([name, text]) => {
-      const value = make("dd", { textContent: text });
+    $("v-token").replaceChildren(
+      make("h4", { textContent: fact.text, dir: "ltr" }),
+      drawFacts(fact),
+      drawCredit(fact.credit),
+      make("p", { className: "note", textContent: compared.text }));
+  }
+
+  function drawFacts(fact) {
+    const side = fact.row.correct ? "correct (O+)" : "wrong (O−)";
+    const pairs = [
+      ["position", `${fact.position} of ${fact.row.length}`],
+      ["completion", `${fact.row.i + 1}, ${side}`],
+      ["entropy", `${format(fact.entropy)} nats`],
+      ["log-prob", format(fact.logProb)],
+      ["probability", format(fact.probability)],
+      ["token id", String(fact.id)],
+    ];
+    return make("dl", {}, ...pairs.flatMap(([name, textContent]) => {
+      const value = make("dd", { textContent });
       value.dataset.fact = name;
       return [make("dt", { textContent: name }), value];
     }));
-    const head = make("thead", {}, make("tr", {}, ...["", "shaped", "advantage"].map((text) => make("th", { textContent: text, className: text ? "n" : "", scope: "col" }))));
-    const body = make("tbody", {}, ...fact.credit.map((each, k) => {
-      const line = make("tr", {}, make("th", { textContent: each.label, scope: "row" }), make("td", { className: "n", textContent: fmt(each.shaped) }),
-        make("td", { className: "n", textContent: fmt(each.advantage) }));
-      if (k === current) line.setAttribute("aria-current", "true");
-      return line;
-    }));
-    $("v-token").replaceChildren(make("h4", { textContent: fact.text, dir: "ltr" }), list, make("table", {}, head, body), make("p", { className: "note", textContent: compared.text }));
+  }
+
+  function drawCredit(credit) {
+    const heads = ["", "shaped", "advantage"].map((textContent) =>
+      make("th", { textContent, className: textContent ? "n" : "", scope: "col" }));
+    const current = scheme();
+    const cell = (value) => make("td", { className: "n", textContent: format(value) });
+    const rows = credit.map(({ label, shaped, advantage }, k) => {
+      const name = make("th", { textContent: label, scope: "row" });
+      const row = make("tr", {}, name, cell(shaped), cell(advantage));
+      if (k === current) row.setAttribute("aria-current", "true");
+      return row;
+    });
+    const head = make("thead", {}, make("tr", {}, ...heads));
+    return make("table", {}, head, make("tbody", {}, ...rows));
   }
 
   function focus(i) {
     for (const span of document.querySelectorAll("#v-tokens [tabindex='0']")) span.tabIndex = -1;
-    const span = view.spans[i], fact = facts(i), credit = fact.credit[scheme()];
+    const span = view.spans[i];
+    const fact = facts(i);
+    const { shaped, advantage } = fact.credit[scheme()];
     span.tabIndex = 0;
-    span.setAttribute("aria-label", `${fact.text}, position ${fact.position}, completion ${fact.row.i + 1}, ${fact.row.correct ? "correct" : "wrong"}, `
-      + `entropy ${fmt(fact.entropy)}, log-prob ${fmt(fact.logProb)}, shaped reward ${fmt(credit.shaped)}, advantage ${fmt(credit.advantage)}`);
+    span.setAttribute("aria-label", [
+      fact.text,
+      `position ${fact.position}`,
+      `completion ${fact.row.i + 1}`,
+      fact.row.correct ? "correct" : "wrong",
+      `entropy ${format(fact.entropy)}`,
+      `log-prob ${format(fact.logProb)}`,
+      `shaped reward ${format(shaped)}`,
+      `advantage ${format(advantage)}`,
+    ].join(", "));
     span.focus();
   }
 
-  // ---- what the user does
+  // ---- events
 
   const tokens = $("v-tokens");
-  tokens.addEventListener("pointerover", (event) => { if (event.target.token !== undefined) show(event.target.token); });
-  tokens.addEventListener("focusin", (event) => { if (event.target.token !== undefined) show(event.target.token); });
-  tokens.addEventListener("click", (event) => { if (event.target.token !== undefined) focus(event.target.token); });
+  const isToken = (element) => element.token !== undefined;
+  for (const type of ["pointerover", "focusin"]) {
+    tokens.addEventListener(type, ({ target }) => { if (isToken(target)) show(target.token); });
+  }
+  tokens.addEventListener("click", ({ target }) => { if (isToken(target)) focus(target.token); });
   tokens.addEventListener("keydown", (event) => {
-    if (event.target.token === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
-    const i = event.target.token, row = view.owner[i], at = view.order.indexOf(row), last = row.start + row.length - 1;
-    const beside = (other) => other && other.start + Math.min(i - row.start, other.length - 1);
-    const to = { ArrowRight: Math.min(i + 1, last), ArrowLeft: Math.max(i - 1, row.start), ArrowDown: beside(view.order[at + 1]),
-      ArrowUp: beside(view.order[at - 1]), Home: row.start, End: last }[event.key];
+    if (!isToken(event.target) || event.ctrlKey || event.metaKey || event.altKey) return;
+    const i = event.target.token;
+    const row = view.owner[i];
+    const at = view.order.indexOf(row);
+    const last = row.start + row.length - 1;
+    const samePosition = (other) =>
+      other && other.start + Math.min(i - row.start, other.length - 1);
+    const to = {
+      ArrowRight: Math.min(i + 1, last),
+      ArrowLeft: Math.max(i - 1, row.start),
+      ArrowDown: samePosition(view.order[at + 1]),
+      ArrowUp: samePosition(view.order[at - 1]),
+      Home: row.start,
+      End: last,
+    }[event.key];
     if (to === undefined) return;
     event.preventDefault();
     focus(to);
@@ -254,11 +418,16 @@
   $("v-run").addEventListener("change", onRun);
   $("v-step").addEventListener("change", onStep);
   $("v-group").addEventListener("change", onGroup);
-  for (const [id, by] of [["v-prev", -1], ["v-next", 1]]) {
-    $(id).addEventListener("click", () => { $("v-group").selectedIndex += by; onGroup(); });
+  for (const [id, offset] of [["v-prev", -1], ["v-next", 1]]) {
+    $(id).addEventListener("click", () => {
+      $("v-group").selectedIndex += offset;
+      onGroup();
+    });
   }
-  $("credit-tools").addEventListener("change", (event) => { if (event.target.name === "colour" || event.target.name === "scheme") colour(); });
+  $("credit-tools").addEventListener("change", ({ target }) => {
+    if (target.name === "colour" || target.name === "scheme") colour();
+  });
 
-  fill($("v-run"), runs.map((each) => each.label));
+  setOptions($("v-run"), runs.map((each) => each.label));
   onRun();
 })();

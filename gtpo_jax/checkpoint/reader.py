@@ -1,0 +1,91 @@
+"""Reads one checkpoint from disk and verifies that it contains what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from gtpo_jax.checkpoint.digests import digest_leaves, leaf_types
+from gtpo_jax.checkpoint.integrity import IntegrityRecord, check_integrity
+from gtpo_jax.runtime.distributed import broadcast_from_first, first_nonempty_text
+from gtpo_jax.runtime.errors import CorruptCheckpoint, UserError, first_line
+
+MAX_MESSAGE = 200  # characters of another library's message that are shown
+
+
+def read_checkpoint(
+  folder: epath.Path, targets: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Reads the items of a step's folder and checks them against its integrity record.
+
+  All processes reach the same result: damage that only one of them sees, as on a disk or in a cache
+  of its own, is an error on every process.
+
+  Args:
+    folder: the folder of one step.
+    targets: by item name, the abstract arrays to restore it as, with their shardings; None reads
+      the item as host arrays. An item that was not saved is skipped.
+
+  Returns:
+    The items by name, and the metadata saved with them.
+
+  Raises:
+    CorruptCheckpoint: the checkpoint differs from what was saved.
+    UserError: the checkpoint is intact, but its arrays have other shapes or types than `targets`.
+  """
+  values = broadcast_from_first(lambda: check_integrity(folder, targets)._asdict())
+  record = IntegrityRecord(**values)
+  wanted = {name: target for name, target in targets.items() if name in record.leaves}
+  for name, target in wanted.items():
+    if target is not None:
+      _check_types(folder, name, record.leaves[name], leaf_types(target))
+  items = _read_items(folder, wanted)
+  for name, item in items.items():
+    _check_digests(name, record.leaves[name], digest_leaves(item))
+  return items, record.metadata
+
+
+def _read_items(folder: epath.Path, targets: Mapping[str, Any]) -> dict[str, Any]:
+  # Orbax's CheckpointManager would wait for processes that failed; its handler does not.
+  handler = ocp.StandardCheckpointHandler()
+  items = {}
+  damage = ""
+  try:
+    for name, target in targets.items():
+      items[name] = handler.restore(folder / name, args=ocp.args.StandardRestore(target))
+  except Exception as error:  # Orbax, TensorStore and JSON raise types of their own
+    damage = first_line(error)
+  finally:
+    handler.close()
+  _raise_everywhere(damage[:MAX_MESSAGE])
+  return items
+
+
+def _check_types(
+  folder: epath.Path, item: str, saved: Mapping[str, str], wanted: Mapping[str, str]
+) -> None:
+  """Raises UserError if the digests `saved` of an item have other types than `wanted`."""
+  types = {leaf: digest.partition(":")[0] for leaf, digest in saved.items()}
+  for leaf in sorted(types.keys() | wanted.keys()):
+    actual = types.get(leaf, "missing")
+    expected = wanted.get(leaf, "missing")
+    if actual != expected:
+      raise UserError(
+        f"the checkpoint in {str(folder)!r} belongs to another model or optimizer: {item}{leaf} is "
+        f"{actual}, but {expected} in this config; use the config that it was written with, or "
+        f"another workdir"
+      )
+
+
+def _check_digests(item: str, saved: Mapping[str, str], restored: Mapping[str, str]) -> None:
+  changed = [leaf for leaf, digest in saved.items() if restored.get(leaf) != digest]
+  _raise_everywhere(f"{item}{changed[0]} differs from what was saved" if changed else "")
+
+
+def _raise_everywhere(damage: str) -> None:
+  """Raises CorruptCheckpoint on every process if `damage` is not empty on one of them."""
+  if message := first_nonempty_text(damage):
+    raise CorruptCheckpoint(message)

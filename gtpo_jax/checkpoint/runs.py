@@ -1,0 +1,65 @@
+"""Opens the checkpoints of a run by step number, for readers other than the run itself."""
+
+from __future__ import annotations
+
+from etils import epath
+
+from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.models.params import Params
+from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.runtime.errors import UserError
+
+BASE = "base"  # the initial model, as step 0
+REGULAR = "checkpoints"  # every `checkpoint.every` steps
+BEST = "best"  # the best evaluation so far
+
+
+def open_run(workdir: epath.PathLike, step: int | None = None) -> Checkpoints:
+  """Opens the checkpoint folder of a run that contains `step`.
+
+  Args:
+    workdir: the run's working directory.
+    step: 0 opens the base model; any other step is looked up in the regular checkpoints, then in
+      the best one; None opens the regular checkpoints, which must not be empty.
+
+  Raises:
+    UserError: there is no such checkpoint. The message lists the available steps.
+  """
+  workdir = epath.Path(workdir)
+  if step is None:
+    names = [REGULAR]
+  elif step == 0:
+    names = [BASE]
+  else:
+    names = [REGULAR, BEST]
+  available = set()
+  for name in names:
+    if not (workdir / name).is_dir():
+      continue
+    checkpoints = Checkpoints(workdir / name)
+    steps = checkpoints.steps()
+    if step in steps or (step is None and steps):
+      return checkpoints
+    available.update(steps)
+  wanted = "" if step is None else f" of step {step}"
+  listed = ", ".join(map(str, sorted(available))) or "none"
+  raise UserError(f"no checkpoint{wanted} in {str(workdir)!r}; available steps: {listed}")
+
+
+def run_params(
+  workdir: epath.PathLike, model: Qwen2, step: int | None = None
+) -> tuple[Params, int]:
+  """Restores the parameters of a run at `step` (None: the latest).
+
+  Returns:
+    The parameters, laid out on `model`'s mesh, and their step.
+
+  Raises:
+    UserError: there is no such checkpoint, or it was saved by another model.
+    RunError: the checkpoint is damaged.
+  """
+  checkpoints = open_run(workdir, step)
+  step = checkpoints.latest if step is None else step
+  params = checkpoints.restore_params(model, step)
+  checkpoints.close()
+  return params, step

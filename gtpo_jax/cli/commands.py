@@ -1,0 +1,282 @@
+"""The commands. Each takes its options and config overrides, and returns the exit status.
+
+Modules that import JAX are imported inside the functions, after `prepare_jax`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gtpo_jax.runtime.errors import RunError, UserError, first_line
+from gtpo_jax.runtime.signals import SIGNAL_EXIT, StopSignals
+from gtpo_jax.runtime.startup import join_processes, prepare_jax
+
+if TYPE_CHECKING:
+  from gtpo_jax.data.chat import Chat
+  from gtpo_jax.sampling.host_arrays import CompletionBuffer
+
+STREAM_INTERVAL = 4  # tokens between updates when `gtpo sample` streams to a terminal
+
+
+def train(args: argparse.Namespace, overrides: list[str]) -> int:
+  """`gtpo train`."""
+  prepare_jax()
+  join_processes()
+  from gtpo_jax import config as configs
+  from gtpo_jax import loop
+  from gtpo_jax.reporting.display import Display
+  from gtpo_jax.runtime.distributed import is_first_process
+
+  config = configs.load(args.config, overrides)
+  display = Display(is_first_process())
+  stop = StopSignals()
+  with stop, _exit_on_failure():
+    try:
+      result = loop.train(config, args.workdir, display, stop.requested)
+    finally:
+      display.end()
+  display.say(result.summary)
+  program = sys.argv[0] if Path(sys.argv[0]).name == "gtpo" else "python -m gtpo_jax"
+  if not result.finished:
+    words = ["train", f"--config={args.config}", f"--workdir={args.workdir}", *overrides]
+    display.say(f"to resume: {program} {shlex.join(words)}")
+    return SIGNAL_EXIT + (stop.signal or signal.SIGINT)
+  model = shlex.quote(f"--model={args.workdir}")
+  display.say(f"curves: {args.workdir / 'curves.png'}; try: {program} sample {model} --prompt=...")
+  return 0
+
+
+@contextlib.contextmanager
+def _exit_on_failure() -> Iterator[None]:
+  """With several processes, exits at once when this one fails.
+
+  A normal exit would wait for the other processes, which may wait for this one in a collective.
+  """
+  import jax
+
+  try:
+    yield
+  except (Exception, SystemExit) as error:  # rich raises SystemExit when its output pipe is closed
+    if jax.process_count() == 1:
+      raise
+    expected = isinstance(error, UserError | RunError)
+    peer_failed = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+    reason = str(error)
+    if peer_failed:
+      reason = f"another process exited or is unreachable ({first_line(error)[:120]})"
+    with contextlib.suppress(OSError):  # stderr may be closed
+      if not peer_failed and not expected:
+        traceback.print_exc()
+      print(
+        f"gtpo: process {jax.process_index()} of {jax.process_count()}: {reason}; "
+        f"restart all processes to resume",
+        file=sys.stderr,
+        flush=True,
+      )
+    os._exit(2 if isinstance(error, UserError) else 1)
+
+
+def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
+  """`gtpo eval`."""
+  prepare_jax()
+  from gtpo_jax import config as configs
+  from gtpo_jax.evaluation.evaluate import evaluate_run
+  from gtpo_jax.models.folder import find, is_hf_folder
+  from gtpo_jax.rollout.policies import find_policy
+  from gtpo_jax.rollout.problems import held_out_problems
+  from gtpo_jax.rollout.scoring import RewardManager
+
+  if is_hf_folder(find(str(args.model))) and not args.config:
+    raise UserError(
+      f"{str(args.model)!r} is a Hugging Face folder: "
+      f"give --config=FILE, which says what to evaluate it on"
+    )
+  ks = _parse_ks(args.k)
+  _check_writable(args.json)
+  _check_writable(args.completions)
+  own_config = configs.load(args.config, overrides) if args.config else None
+  worker, config, read = find_policy(args.model, args.step, own_config)
+  if args.data:
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=args.data))
+  problems = held_out_problems(config, worker, print)  # may raise; reading the weights takes longer
+  params, step = read()
+  samples = max(ks, default=None)
+  result = evaluate_run(config, worker, RewardManager(config), params, problems, samples=samples)
+  summary = {"step": step, **result.summary(ks)}
+  if args.json:
+    _write(args.json, json.dumps(summary, indent=2) + "\n")
+  if args.completions:
+    _write(args.completions, "".join(json.dumps(row) + "\n" for row in result.rows()))
+  _print_summary(summary)
+  return 0
+
+
+def _print_summary(summary: dict[str, object]) -> None:
+  """Prints an `Evaluation.summary`, one metric per line with its interval."""
+  intervals = summary["intervals"]
+  for key, value in summary.items():
+    if key == "intervals":
+      continue
+    low, high = intervals.get(key, (None, None))
+    interval = "" if low is None or high is None else f" [{low:.4f}, {high:.4f}]"
+    number = "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+    print(f"{key:<32} {number}{interval}")
+
+
+def sample(args: argparse.Namespace, overrides: list[str]) -> int:
+  """`gtpo sample`."""
+  prepare_jax()
+  _check_sample(args)
+  from gtpo_jax.sampling.params import SamplingParams
+
+  sampling_params = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
+  import jax
+
+  from gtpo_jax.data.records import user
+  from gtpo_jax.rollout.policies import open_policy
+
+  worker, _, params, _ = open_policy(args.model, args.step, None, args.max_tokens)
+  prompt = worker.chat.encode_prompt(user(args.prompt))
+  policy = worker.policy(params)
+  stream = sys.stdout.isatty()
+  printed = ""
+  texts = [""] * args.n
+  for buffer, ended in policy.engine.generate(
+    policy.params,
+    [prompt],
+    jax.random.key(args.seed),
+    group=args.n,
+    sampling_params=sampling_params,
+    stream_interval=STREAM_INTERVAL if stream else None,
+  ):
+    if stream and args.n == 1:
+      text = _decode(worker.chat, buffer, 0)
+      text = text.rstrip("\ufffd")  # a character whose last token is not there yet
+      print(text[len(printed) :], end="", flush=True)
+      printed = text
+    for _, j in ended:
+      texts[j] = _decode(worker.chat, buffer, j)
+      if stream and args.n > 1:  # several completions: each when it is complete
+        print(texts[j], flush=True)
+  if not stream:
+    print(*texts, sep="\n")
+  elif args.n == 1:
+    print(texts[0][len(printed) :])
+  return 0
+
+
+def _decode(chat: Chat, buffer: CompletionBuffer, j: int) -> str:
+  """Returns the text that completion j of the only prompt has so far."""
+  return chat.decode([buffer.tokens[0, j, buffer.mask[0, j]]])[0]
+
+
+def _check_sample(args: argparse.Namespace) -> None:
+  """Checks the options of `gtpo sample` that no config checks."""
+  if not args.prompt.strip():
+    raise UserError("--prompt is empty; give it some text")
+  try:
+    args.prompt.encode()
+  except UnicodeEncodeError:
+    raise UserError(f"--prompt is not valid UTF-8: {args.prompt!r}") from None
+  if not 0 <= args.seed < 2**32:
+    raise UserError(f"--seed must be in [0, 2**32), got {args.seed}")
+  if args.n < 1:
+    raise UserError(f"--n must be at least 1, got {args.n}")
+  if args.max_tokens is not None and args.max_tokens < 1:
+    raise UserError(f"--max_tokens must be at least 1, got {args.max_tokens}")
+
+
+def export(args: argparse.Namespace, overrides: list[str]) -> int:
+  """`gtpo export`."""
+  prepare_jax()
+  from gtpo_jax.export import export_policy
+
+  if args.adapter and args.dtype:
+    raise UserError("--dtype applies only to complete models; adapters are always float32")
+  values = {"workdir": args.workdir, "out": args.out, "step": args.step, "dtype": args.dtype}
+  options = [f"--{name}={value}" for name, value in values.items() if value is not None]
+  command = ["gtpo", "export", *options, *(["--adapter"] if args.adapter else [])]
+  print(
+    export_policy(args.workdir, args.out, shlex.join(command), args.step, args.dtype, args.adapter)
+  )
+  return 0
+
+
+def plan(args: argparse.Namespace, overrides: list[str]) -> int:
+  """`gtpo plan`."""
+  prepare_jax()
+  from gtpo_jax import config as configs
+  from gtpo_jax.planning import plan as planning
+  from gtpo_jax.planning.table import format_table
+
+  _check_writable(args.json)
+  result = planning.plan(configs.load(args.config, overrides), args.topology)
+  print(format_table(result))
+  if args.json:
+    _write(args.json, json.dumps(result, indent=2) + "\n")
+  return 0
+
+
+def report(args: argparse.Namespace, overrides: list[str]) -> int:
+  """`gtpo report`."""
+  os.environ["JAX_PLATFORMS"] = "cpu"  # a run in progress may hold the accelerator
+  prepare_jax()
+  from gtpo_jax.reporting.report import make_report
+
+  _check_writable(args.out)
+  page = make_report(args.workdir)
+  _write(args.out, page)
+  print(
+    f"{args.out}: {len(args.workdir)} run(s), {len(page) / 1e6:.1f} MB, self-contained; "
+    f"open it in any browser"
+  )
+  return 0
+
+
+def doctor(args: argparse.Namespace, overrides: list[str]) -> int:
+  """`gtpo doctor`."""
+  prepare_jax()
+  from gtpo_jax.doctor import examine
+
+  return examine()
+
+
+def _parse_ks(text: str) -> list[int]:
+  try:
+    ks = [int(part) for part in text.split(",") if part]
+  except ValueError as error:
+    raise UserError(
+      f"--k must be whole numbers separated by commas, such as 1,4,32; got {text!r}"
+    ) from error
+  if any(k < 1 for k in ks):
+    raise UserError(f"--k must be at least 1, got {text!r}")
+  return ks
+
+
+def _check_writable(file: Path | None) -> None:
+  """Raises UserError if a result file cannot be written, before the work that produces it."""
+  if file is None:
+    return
+  target = file if file.exists() else file.absolute().parent
+  if file.is_dir() or not os.access(target, os.W_OK):
+    raise UserError(
+      f"cannot write {str(file)!r}; name a file in an existing folder that you can write to"
+    )
+
+
+def _write(file: Path, text: str) -> None:
+  try:
+    file.write_text(text, encoding="utf-8")
+  except OSError as error:
+    raise UserError(f"cannot write {str(file)!r}: {error.strerror}") from error

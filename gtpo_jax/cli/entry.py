@@ -1,0 +1,50 @@
+"""The entry point: parses the command line, runs the command, and turns errors into one line."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from gtpo_jax.cli.parser import parse
+from gtpo_jax.runtime.errors import RunError, UserError
+from gtpo_jax.runtime.signals import SIGNAL_EXIT
+
+# Failed writes that the user can fix: disk full, over quota, file too large, read-only, I/O error.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs one command and returns its exit status."""
+  try:
+    args, overrides = parse(list(sys.argv[1:] if argv is None else argv))
+    return args.run(args, overrides)
+  except UserError as error:
+    return _fail(2, str(error))
+  except RunError as error:
+    return _fail(1, str(error))
+  except PermissionError as error:
+    return _fail(
+      2, f"no permission to access {error.filename!r}; name another path, or change its permissions"
+    )
+  except KeyboardInterrupt:
+    return SIGNAL_EXIT + signal.SIGINT
+  except BrokenPipeError:  # the reader of our output is gone; Python must not flush to it at exit
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
+  except OSError as error:
+    if error.errno not in DISK_ERRORS:
+      raise
+    file = str(error.filename or "a file")
+    return _fail(
+      1,
+      f"cannot write {file!r}: {error.strerror}; saved checkpoints are intact; free some space, "
+      f"then run the same command again",
+    )
+
+
+def _fail(status: int, message: str) -> int:
+  print(f"gtpo: {message}", file=sys.stderr)
+  return status

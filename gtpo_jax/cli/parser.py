@@ -1,0 +1,176 @@
+"""The options of every command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from etils import epath
+
+from gtpo_jax.cli import commands
+from gtpo_jax.runtime.errors import UserError, did_you_mean
+
+COMMANDS = ("train", "eval", "sample", "export", "plan", "report", "doctor")
+OVERRIDE = "--config."  # prefix of the options that set a config field
+CONFIG_HELP = "a config file, such as configs/tiny.py; --config.a.b=VALUE overrides a field"
+STEP_HELP = "checkpoint step; 0 for the base model (default: the newest checkpoint)"
+JSON_HELP = "also write the numbers to this file"
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+  """Parses the words after `gtpo`.
+
+  Returns:
+    The options, with the command's function as `run`, and the overrides of config fields.
+
+  Raises:
+    UserError: a word is wrong or missing.
+    SystemExit: help was requested, or there are no words.
+  """
+  # argparse would reject the overrides as unknown options.
+  overrides = [arg for arg in argv if arg.startswith(OVERRIDE)]
+  for override in overrides:
+    if "=" not in override:
+      raise UserError(f"{override} needs a value after an equals sign: {override}=VALUE")
+  rest = [arg for arg in argv if not arg.startswith(OVERRIDE)]
+  parser, by_command = _make_parser()
+  if not rest:
+    parser.print_help()
+    raise SystemExit(2)
+  if rest[0] in COMMANDS:  # reports a misspelt option before argparse reports a missing one
+    by_command[rest[0]].check_options(rest[1:])
+  args = parser.parse_args(rest)
+  if overrides and not getattr(args, "config", None):
+    raise UserError(f"{overrides[0]} needs a --config=FILE to override")
+  return args, overrides
+
+
+class _Parser(argparse.ArgumentParser):
+  """An argparse parser that raises one-line errors with the nearest valid name."""
+
+  def error(self, message: str) -> None:
+    if message.startswith("argument {") and "invalid choice: '" in message:
+      word = message.split("invalid choice: '")[1].split("'")[0]
+      hint = did_you_mean(word, COMMANDS)
+      message = f"unknown command {word!r}{hint}; valid are {', '.join(COMMANDS)}"
+    raise UserError(message)
+
+  def check_options(self, argv: Sequence[str]) -> None:
+    """Raises UserError for the first option that this command does not have."""
+    options = [option for action in self._actions for option in action.option_strings]
+    for word in (arg.split("=")[0] for arg in argv if arg.startswith("--")):
+      if word not in options:
+        hint = did_you_mean(word, options)
+        raise UserError(f"unknown option {word!r}{hint}; valid are {', '.join(sorted(options))}")
+
+
+def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
+  """Returns the parser of `gtpo`, and the parsers of its commands by name."""
+  parser = _Parser(
+    prog="gtpo", description="Reinforcement learning of language models with entropy-shaped credit."
+  )
+  subparsers = parser.add_subparsers(
+    dest="command", metavar="{" + ",".join(COMMANDS) + "}", parser_class=_Parser
+  )
+
+  def add(name: str, run: Callable[..., int], description: str) -> _Parser:
+    command = subparsers.add_parser(
+      name, help=description, description=description, allow_abbrev=False
+    )
+    command.set_defaults(run=run)
+    return command
+
+  _add_train(add("train", commands.train, "train a policy; the same command again resumes"))
+  _add_eval(
+    add("eval", commands.evaluate, "estimate mean@n, pass@k, best@k and maj@k on held-out problems")
+  )
+  _add_sample(add("sample", commands.sample, "print completions of a prompt"))
+  _add_export(add("export", commands.export, "write a run's policy as a Hugging Face folder"))
+  _add_plan(add("plan", commands.plan, "check whether a run fits hardware that is not here"))
+  _add_report(add("report", commands.report, "write an HTML file with figures and a credit viewer"))
+  add("doctor", commands.doctor, "check this machine: what works, what is missing, how to get it")
+  return parser, subparsers.choices
+
+
+def _add_train(parser: _Parser) -> None:
+  parser.add_argument("--config", required=True, help=CONFIG_HELP)
+  parser.add_argument("--workdir", required=True, type=epath.Path, help="the run's folder")
+
+
+def _add_eval(parser: _Parser) -> None:
+  parser.add_argument(
+    "--model",
+    required=True,
+    type=Path,
+    help="the workdir of a run; with --config also a Hugging Face folder or hub id",
+  )
+  parser.add_argument("--config", help="a config file (default: the run's own config)")
+  parser.add_argument("--step", type=int, help=STEP_HELP)
+  parser.add_argument(
+    "--data", help="replaces data.eval: a .jsonl or .parquet file, hf:ID, tfds:NAME, or a task"
+  )
+  parser.add_argument(
+    "--k", default="", help="the ks of pass@k, such as 1,4,32; the largest sets the samples"
+  )
+  parser.add_argument("--json", type=Path, help=JSON_HELP)
+  parser.add_argument(
+    "--completions", type=Path, help="also write all problems and completions to this .jsonl file"
+  )
+
+
+def _add_sample(parser: _Parser) -> None:
+  parser.add_argument(
+    "--model",
+    required=True,
+    type=Path,
+    help="the workdir of a run, a Hugging Face folder, or a hub id",
+  )
+  parser.add_argument("--prompt", required=True, help="the user's message")
+  parser.add_argument("--step", type=int, help=STEP_HELP)
+  parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: 1)")
+  parser.add_argument("--top_k", type=int, default=0, help="0 keeps all tokens (default: 0)")
+  parser.add_argument("--top_p", type=float, default=1.0, help="1 keeps all tokens (default: 1)")
+  parser.add_argument("--min_p", type=float, default=0.0, help="0 keeps all tokens (default: 0)")
+  parser.add_argument(
+    "--max_tokens",
+    type=int,
+    help="maximum tokens of a completion (default: the run's own limit; 256 for a folder)",
+  )
+  parser.add_argument("--n", type=int, default=1, help="number of completions (default: 1)")
+  parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+
+
+def _add_export(parser: _Parser) -> None:
+  parser.add_argument("--workdir", required=True, type=epath.Path, help="the workdir of a run")
+  parser.add_argument(
+    "--out", required=True, type=Path, help="the folder to write; it must not exist yet"
+  )
+  parser.add_argument("--step", type=int, help=STEP_HELP)
+  parser.add_argument(
+    "--dtype", help="float32, bfloat16 or float16 (default: the dtype of the run's parameters)"
+  )
+  parser.add_argument(
+    "--adapter", action="store_true", help="write only the LoRA adapters, as a PEFT folder"
+  )
+
+
+def _add_plan(parser: _Parser) -> None:
+  parser.add_argument("--config", required=True, help=CONFIG_HELP)
+  parser.add_argument(
+    "--topology",
+    required=True,
+    help="v5p:4x4x4, v5e:4x4, ... (needs libtpu); h100:8, ... (needs the extra plan_gpu); or cpu:8",
+  )
+  parser.add_argument("--json", type=Path, help=JSON_HELP)
+
+
+def _add_report(parser: _Parser) -> None:
+  parser.add_argument(
+    "--workdir",
+    required=True,
+    type=epath.Path,
+    action="append",
+    help="the workdir of a run; repeat the option for more runs",
+  )
+  parser.add_argument("--out", required=True, type=Path, help="the HTML file to write")

@@ -1,0 +1,303 @@
+"""The complete configuration of a run: its sections, checks across them, and derived values."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from gtpo_jax import algorithms
+from gtpo_jax.algorithms import Algorithm
+from gtpo_jax.config.sections import (
+  RL_OPTIMIZER,
+  AlgorithmSection,
+  BatchSection,
+  CheckpointSection,
+  DataSection,
+  EvalSection,
+  FrozenSection,
+  GuardSection,
+  LogSection,
+  MeshSection,
+  ModelSection,
+  ProfileSection,
+  RewardSection,
+  SamplingSection,
+  WarmStartSection,
+)
+from gtpo_jax.data.sources import is_source
+from gtpo_jax.data.tasks import TASKS, Task, make_task
+from gtpo_jax.models.config import Lora, ModelConfig
+from gtpo_jax.models.presets import PRESETS
+from gtpo_jax.runtime.errors import UserError, did_you_mean
+from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+from gtpo_jax.training.state import OptimizerConfig
+
+INFINITY = float("inf")
+
+# The smallest valid value of each field that has only a lower bound.
+AT_LEAST = {
+  "seed": 0,
+  "steps": 1,
+  "batch.prompts": 1,
+  "batch.minibatches": 1,
+  "batch.epochs": 1,
+  "batch.micro_batches": 1,
+  "batch.head_chunk": 1,
+  "batch.max_gen_batches": 1,
+  "sampling.max_tokens": 2,
+  "data.bad_rows": 0,
+  "data.max_prompt_tokens": 1,
+  "reward.code_memory_mb": 16,
+  "warm_start.steps": 0,
+  "warm_start.batch": 1,
+  "warm_start.slips": 0,
+  "eval.every": 0,
+  "eval.problems": 1,
+  "eval.samples": 1,
+  "eval.batch": 1,
+  "checkpoint.every": 1,
+  "checkpoint.keep": 1,
+  "guards.skipped": 1,
+  "guards.stall_s": 0,
+  "log.samples": 0,
+  "log.credit_every": 0,
+  "log.credit_groups": 1,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """The configuration of a run.
+
+  Making one checks every value without reading a file or the network: `config.resolve_model` reads
+  the model that it names.
+
+  Attributes:
+    seed: seed of initialisation, data order and sampling.
+    steps: rollouts, each followed by its update; the optimizer's schedule counts them too.
+
+  Raises:
+    UserError: a value is out of its bounds, or two values do not go together.
+  """
+
+  seed: int = 0
+  steps: int = 50
+  model: ModelSection = ModelSection()
+  mesh: MeshSection = MeshSection()
+  data: DataSection = DataSection()
+  batch: BatchSection = BatchSection()
+  sampling: SamplingSection = SamplingSection()
+  reward: RewardSection = RewardSection()
+  algorithm: AlgorithmSection = AlgorithmSection()
+  guide: FrozenSection = FrozenSection()
+  reference: FrozenSection = FrozenSection()
+  optimizer: OptimizerConfig = RL_OPTIMIZER
+  warm_start: WarmStartSection = WarmStartSection()
+  eval: EvalSection = EvalSection()
+  checkpoint: CheckpointSection = CheckpointSection()
+  guards: GuardSection = GuardSection()
+  log: LogSection = LogSection()
+  profile: ProfileSection = ProfileSection()
+
+  def __post_init__(self):
+    self._check_bounds()
+    self._check_model()
+    self._check_data()
+    self._check_algorithm()
+
+  def _check_bounds(self) -> None:
+    if self.seed >= 2**32:
+      raise UserError(f"seed must be below 2**32, got {self.seed}")
+    values = flatten(to_dict(self))
+    for name, least in AT_LEAST.items():
+      if not values[name] >= least:  # also refuses NaN
+        raise UserError(f"{name} must be at least {least}, got {values[name]}")
+    if self.batch.group < 2:
+      raise UserError(
+        f"batch.group must be at least 2, got {self.batch.group}: "
+        "a completion is compared with its group"
+      )
+    if self.sampling.temperature == 0:
+      raise UserError(
+        "sampling.temperature must be above 0 while learning, got 0: "
+        "greedy completions of a prompt are all the same"
+      )
+    if not 0 <= self.eval.temperature < INFINITY:
+      raise UserError(
+        f"eval.temperature must be at least 0 and finite, got {self.eval.temperature}"
+      )
+    if not 0 < self.eval.top_p <= 1:
+      raise UserError(f"eval.top_p must be in (0, 1], got {self.eval.top_p}")
+
+  def _check_model(self) -> None:
+    preset = self.model.preset
+    if preset not in PRESETS:
+      raise UserError(
+        f"unknown model.preset {preset!r}{did_you_mean(preset, PRESETS)}; "
+        f"valid are {', '.join(PRESETS)}"
+      )
+    architecture = self.with_formats(PRESETS[preset])  # checks the number formats in any case
+    if not self.model.path:
+      self.check_context(architecture)
+
+  def _check_data(self) -> None:
+    for name in (*(name for name, _ in self.train_sources), self.eval_name):
+      if name not in TASKS and not is_source(name):
+        raise UserError(
+          f"unknown task {name!r} in data{did_you_mean(name, TASKS)}; "
+          f"valid are {', '.join(TASKS)}, or a source: a .jsonl or .parquet file, hf:ID, tfds:NAME"
+        )
+    if not self.data.eval and self.train_task is None:
+      raise UserError(
+        "data.eval must name the problems to evaluate on, "
+        f"since data.train = {self.data.train!r} has no held-out part"
+      )
+    if self.warm_start.steps and self.train_task is None:
+      raise UserError(
+        f"warm_start.steps = {self.warm_start.steps} needs a task with a teacher "
+        f"({', '.join(TASKS)}), not data.train = {self.data.train!r}; "
+        "set it to 0 and model.path to a model"
+      )
+    if "{prompt}" not in self.data.template:
+      raise UserError(f"data.template must contain {{prompt}}, got {self.data.template!r}")
+    _ = self.eval_task  # refuses a difficulty that its task does not have
+
+  def _check_algorithm(self) -> None:
+    settings = self.resolved_algorithm.settings
+    if settings.overlong_buffer >= self.sampling.max_tokens:
+      raise UserError(
+        f"algorithm.overlong_buffer must be below sampling.max_tokens = "
+        f"{self.sampling.max_tokens}, got {settings.overlong_buffer}"
+      )
+    if self.policy_completions < 2:
+      raise UserError(
+        f"algorithm.guide_completions must leave two of batch.group = {self.batch.group} "
+        f"to the policy itself, got {settings.guide_completions}"
+      )
+    if self.guide.path and not settings.guide_completions:
+      raise UserError(
+        f"guide.path is set, but algorithm {self.algorithm.name!r} has no guide; "
+        "use 'dapo_mixed', or leave it out"
+      )
+    if self.reference.path and not settings.kl_weight:
+      raise UserError(
+        "reference.path is set, but algorithm.kl_weight is 0; "
+        "give it a weight, or leave the path out"
+      )
+
+  def check_context(self, architecture: ModelConfig) -> None:
+    """Raises UserError if prompt and completion together exceed the model's context."""
+    length = self.data.max_prompt_tokens + self.sampling.max_tokens
+    if length > architecture.max_length:
+      raise UserError(
+        f"data.max_prompt_tokens + sampling.max_tokens = {length} is over the model's context "
+        f"of {architecture.max_length}"
+      )
+
+  def with_formats(self, architecture: ModelConfig) -> ModelConfig:
+    """Returns `architecture` with this run's number formats, attention and adapters."""
+    m = self.model
+    targets = tuple(filter(None, m.lora_targets.replace(" ", "").split(",")))
+    return dataclasses.replace(
+      architecture,
+      param_dtype=m.param_dtype,
+      compute_dtype=m.compute_dtype,
+      matmul_precision=m.matmul_precision,
+      remat=m.remat,
+      attention=m.attention,
+      lora=Lora(m.lora_rank, m.lora_alpha, targets),
+    )
+
+  @functools.cached_property
+  def resolved_algorithm(self) -> Algorithm:
+    """The algorithm with this run's settings, published values filled in."""
+    settings = dataclasses.asdict(self.algorithm)
+    name = settings.pop("name")
+    chosen = {key: value for key, value in settings.items() if value is not None}
+    return algorithms.make(name, **chosen)
+
+  @property
+  def policy_completions(self) -> int:
+    """Completions per prompt that the policy itself writes; a guide writes the rest of a group."""
+    return self.batch.group - (self.resolved_algorithm.settings.guide_completions or 0)
+
+  @property
+  def sampling_params(self) -> SamplingParams:
+    """How rollouts are drawn."""
+    return _select(SamplingParams, self.sampling)
+
+  @property
+  def engine_config(self) -> EngineConfig:
+    """The size of the sampling engine."""
+    return _select(EngineConfig, self.sampling)
+
+  @property
+  def eval_sampling_params(self) -> SamplingParams:
+    """How evaluation draws its samples."""
+    return SamplingParams(self.eval.temperature, top_p=self.eval.top_p)
+
+  @property
+  def train_sources(self) -> list[tuple[str, float]]:
+    """The tasks or sources to train on, with their weights."""
+    if len(parts := self.data.train.split(",")) == 1 and "*" not in self.data.train:
+      return [(self.data.train, 1.0)]
+    pairs = [part.strip().rpartition("*") for part in parts]
+    try:
+      weighted = [(name, float(weight)) for name, _, weight in pairs]
+    except ValueError:
+      weighted = []
+    if not weighted or not all(name and 0 < weight < INFINITY for name, weight in weighted):
+      raise UserError(
+        "data.train names several sources as a.jsonl*2,b.parquet*1 with weights above 0, "
+        f"got {self.data.train!r}"
+      )
+    return weighted
+
+  @property
+  def train_task(self) -> Task | None:
+    """The task to train on; None if it is a source."""
+    return self._task(self.data.train)
+
+  @property
+  def eval_name(self) -> str:
+    """The task or source to evaluate on."""
+    return self.data.eval or self.data.train
+
+  @property
+  def eval_task(self) -> Task | None:
+    """The task to evaluate on; None if it is a source."""
+    return self._task(self.eval_name)
+
+  def _task(self, name: str) -> Task | None:
+    return make_task(name, self.data.terms, self.data.largest) if name in TASKS else None
+
+
+def _select(cls: type, section: Any) -> Any:
+  """Returns an instance of the dataclass `cls` with the fields of the same names in `section`."""
+  return cls(**{field.name: getattr(section, field.name) for field in dataclasses.fields(cls)})
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+  """Returns the config as nested plain dicts, ready for JSON; `freeze` is the inverse."""
+  return dataclasses.asdict(config)
+
+
+def resolved_dict(config: Config) -> dict[str, Any]:
+  """Returns `to_dict(config)` with the value of every setting that the algorithm reads.
+
+  This is what a run records: a later change of a published default cannot change its meaning.
+  """
+  values = to_dict(config)
+  values["algorithm"] |= config.resolved_algorithm.settings_dict()
+  return values
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Returns nested dicts as one dict, with keys joined by dots."""
+  flat: dict[str, Any] = {}
+  for key, value in tree.items():
+    name = f"{prefix}{key}"
+    flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+  return flat

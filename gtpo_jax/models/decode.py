@@ -1,0 +1,117 @@
+"""The model as the sampler runs it: unstacked parameters, prefill, one decode step, next logits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gtpo_jax.arrays import Prompts
+from gtpo_jax.models.attention import KV
+from gtpo_jax.models.config import DTYPES
+from gtpo_jax.models.params import Params, param_shardings
+from gtpo_jax.models.qwen2 import Layer, Qwen2, stream_masks
+from gtpo_jax.models.rope import rope_angles
+from gtpo_jax.runtime.mesh import constrain
+
+
+class DecodeParams(NamedTuple):
+  """Parameters for sampling: one tree per layer, in the compute dtype, gathered over fsdp."""
+
+  outer: Params  # embedding, head, final norm
+  layers: list[Params]
+  # [d, v], the transposed output head, on platforms that multiply by it faster (CPU); else None
+  head_transposed: jax.Array | None
+
+
+def make_decode_params(model: Qwen2, params: Params) -> DecodeParams:
+  """Casts the parameters, gathers them over fsdp and unstacks the layers.
+
+  This happens once per rollout rather than once per token. To be jitted.
+
+  Args:
+    model: on the sampling mesh.
+    params: on `model.mesh` or on another mesh of the same devices.
+  """
+
+  def prepare(path: tuple, x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    if path[-1].key != "scale":  # norms compute in float32 with the master scales, as in training
+      x = x.astype(DTYPES[model.config.compute_dtype])
+    spec = PartitionSpec(*(None if axes and "fsdp" in axes else axes for axes in sharding.spec))
+    # If x is on another mesh, move its shards first: otherwise a device would hold all of x.
+    x = jax.lax.with_sharding_constraint(x, sharding)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(model.mesh, spec))
+
+  params = jax.tree.map_with_path(prepare, params, param_shardings(model))
+  outer = {name: value for name, value in params.items() if name != "layers"}
+  head_transposed = None
+  if model.mesh.devices.flat[0].platform == "cpu":
+    head = model.apply({"params": outer}, method="head_table")
+    head_transposed = constrain(head.T, model.mesh, None, "vocab")
+  layer = lambda i: jax.tree.map(lambda x: x[i], params["layers"])
+  return DecodeParams(outer, [layer(i) for i in range(model.config.layers)], head_transposed)
+
+
+def prefill(model: Qwen2, params: DecodeParams, prompts: Prompts) -> tuple[jax.Array, list[KV]]:
+  """Computes each prompt once.
+
+  Returns:
+    The last position's hidden state after the final norm [n, 1, 1, d], and the keys and values of
+    every layer.
+  """
+  x = model.apply({"params": params.outer}, prompts.tokens, method="embed")[:, None]
+  masks = stream_masks(prompts.mask, model.config)
+  layer = Layer(model.config, model.mesh)
+  kvs = []
+  for weights in params.layers:
+    x, kv = layer.apply({"params": weights}, x, masks, method="prefill")
+    kvs.append(kv)
+  return model.apply({"params": params.outer}, x[:, :, -1:], method="final_norm"), kvs
+
+
+def decode_step(
+  model: Qwen2,
+  params: DecodeParams,
+  tokens: jax.Array,
+  positions: jax.Array,
+  attend: Callable[[int, jax.Array, KV], tuple[jax.Array, Any]],
+) -> tuple[jax.Array, list[Any]]:
+  """Computes one token per row.
+
+  Args:
+    model, params: the policy.
+    tokens: i32[n, g].
+    positions: i32[n, g].
+    attend: (layer, queries [n, g, h, 1, e], the new keys and values) -> (attention
+      [n, g, h, 1, e], anything). It owns the cache.
+
+  Returns:
+    The hidden state that predicts the next token, after the final norm [n, g, 1, d], and the second
+    result of `attend` for each layer.
+  """
+  c = model.config
+  x = model.apply({"params": params.outer}, tokens[:, :, None], method="embed")
+  rope = rope_angles(positions[:, :, None], c.head_dim, c.rope_theta, c.yarn)
+  layer = Layer(c, model.mesh)
+  extras = []
+  for i, weights in enumerate(params.layers):
+    attend_in_layer = functools.partial(attend, i)
+    x, extra = layer.apply({"params": weights}, x, rope, attend_in_layer, method="decode")
+    extras.append(extra)
+  return model.apply({"params": params.outer}, x, method="final_norm"), extras
+
+
+def next_logits(model: Qwen2, params: DecodeParams, hidden: jax.Array) -> jax.Array:
+  """Returns logits f32[..., v] of the next token, from final-norm hidden states [..., d]."""
+  if params.head_transposed is None:
+    return model.apply({"params": params.outer}, hidden, method="logits")
+  return jnp.matmul(
+    hidden,
+    params.head_transposed,
+    preferred_element_type=jnp.float32,
+    precision=model.config.matmul_precision,
+  )

@@ -1,0 +1,115 @@
+"""Finds the answer in the text of a completion or of a gold solution."""
+
+from __future__ import annotations
+
+import re
+
+from gtpo_jax.rewards.normalize import clean
+from gtpo_jax.rewards.values import WORDS, read
+
+MAX_CHARS = 1000  # of an answer; the longest gold answer of MATH-500 has 159
+TAIL_CHARS = 2000  # searched first for the last number, since completions can be long
+
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(\{)|\\.|[{}]", re.DOTALL)
+_BOX_WITHOUT_BRACES = re.compile(r"\\boxed\s+([-+]?[\w.,/]+)")
+_ANSWER = re.compile(
+  r"(?i)\banswer[*_]*(?:\s*[:：]|(?:\s+\w+){0,4}?\s+(?:is|equals)\b[*_]*:?|\s*=)[*_\s]*([^\n]+)"
+)
+_HASHES = re.compile(r"####[^\S\n]*([^\n]+)")
+_DIGITS = r"\d{1,3}(?:,\d{3})+(?![\d,])|\d+"
+_NUMBER = re.compile(
+  # a date or a time
+  r"\d+(?:[-/:]\d+){2,}|\d+:\d+"
+  # or, with a minus sign unless that is a subtraction, a \frac,
+  r"|(?:(?<![\w)\]}])[-−])?(?:\\[dt]?frac\{\d+\}\{\d+\}"
+  # or digits with a denominator, an exponent or a percent sign
+  rf"|(?:(?:{_DIGITS})(?:\.\d+)?|\.\d+)(?:/\d+|[eE][-+]?\d+|\s*\\?%)?)",
+  re.ASCII,
+)
+_SENTENCE_END = re.compile(r"[.?](?:\s|$)")
+# Words other than a unit and a name.
+_PROSE = re.compile(r"(?<![\\A-Za-z\d{])(?!(?:and|or|sqrt|sin|cos|tan|log|mod)\b)[A-Za-z]{3,}")
+_FORMULA = re.compile(r"(?<!\\)\$([^$\n]+)(?<!\\)\$|\\\((.+?)\\\)")
+
+
+def extract(completion: str) -> str | None:
+  """Returns the text of a completion's answer, None if it has none.
+
+  The order of preference is given in `math_correct`.
+  """
+  boxed = _boxed(completion)
+  if boxed is not None:
+    return boxed
+  matches = (last_match(pattern, completion) for pattern in (_ANSWER, _HASHES))
+  for match in sorted(filter(None, matches), key=lambda match: -match.start()):
+    answer = _focus(match[1].strip())
+    if answer:
+      return answer
+  return _last_number(completion)
+
+
+def gold_answer(gold: str) -> str:
+  """Returns the answer in a gold text: boxed, after `####`, after `Answer:`, else all of it."""
+  boxed = _boxed(gold)
+  if boxed is not None:
+    return boxed
+  match = last_match(_HASHES, gold) or last_match(_ANSWER, gold)
+  return match[1] if match else gold
+
+
+def last_match(pattern: re.Pattern, text: str) -> re.Match | None:
+  """Returns the last match of the pattern in the text, or None."""
+  match = None
+  for match in pattern.finditer(text):  # noqa: B007
+    pass
+  return match
+
+
+def _last_number(text: str) -> str | None:
+  for window in (TAIL_CHARS, len(text)):
+    match = last_match(_NUMBER, text[-window:])
+    # A match near the start of the window may be cut off by it.
+    if match and (match.start() > MAX_CHARS or window >= len(text)):
+      return match[0]
+  return None
+
+
+def _boxed(text: str) -> str | None:
+  """Returns the content of the last balanced box.
+
+  One pass with a stack: a search from every box would be quadratic.
+  """
+  if "box" not in text:
+    return None
+  open_braces = []  # (start of the content, whether it belongs to a box)
+  span = None
+  for match in _BOX.finditer(text):
+    if match[0] == "}":
+      if open_braces:
+        start, is_box = open_braces.pop()
+        if is_box and (span is None or start > span[0]):
+          span = (start, match.start())
+    elif match[1] or match[0] == "{":
+      open_braces.append((match.end(), bool(match[1])))
+  if span:
+    return text[span[0] : span[1]]
+  match = last_match(_BOX_WITHOUT_BRACES, text)
+  return match[1] if match else None
+
+
+def _focus(line: str) -> str | None:
+  """Returns the answer in the rest of an answer line.
+
+  That is its last formula if there is one, its last number if it is prose, else its first sentence.
+  """
+  if len(line) > MAX_CHARS:
+    return _last_number(line)
+  formulas = [dollars or parentheses for dollars, parentheses in _FORMULA.findall(line)]
+  # In "$5 more than $8" the dollar signs are a currency.
+  if formulas and not _PROSE.search(clean(formulas[-1])):
+    return formulas[-1]
+  end = _SENTENCE_END.search(line)
+  sentence = line[: end.start()] if end else line
+  if _PROSE.search(read(sentence)[0]) and not WORDS.fullmatch(clean(sentence)):
+    return _last_number(sentence) or sentence
+  return sentence

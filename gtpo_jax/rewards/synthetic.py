@@ -1,0 +1,41 @@
+"""Exact verifiers of the synthetic tasks. They accept any text and never raise."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+_STEP = re.compile(r"(\d{1,9})([+\-*])(\d{1,9})=(\d{1,9})", re.ASCII)
+
+
+def last_number(completion: str) -> str | None:
+  """Returns the digits of the last whole number in the text, or None if there is none."""
+  numbers = re.findall(r"\d+", completion, re.ASCII)
+  return numbers[-1] if numbers else None
+
+
+def last_number_correct(completion: str, answer: str) -> bool:
+  """Whether the last whole number in the text is `answer`."""
+  return last_number(completion) == answer
+
+
+def countdown_correct(completion: str, numbers: Sequence[int], target: int) -> bool:
+  """Whether the text is a chain of true steps `a+b=c,...` from `numbers` to `target`.
+
+  A step removes two values from the pool, which starts as `numbers`, and adds its result to it;
+  the operators are +, - and *. At the end the pool must contain the target and nothing else, so
+  every number is used exactly once.
+  """
+  pool = Counter(numbers)
+  for part in completion.strip().split(","):
+    step = _STEP.fullmatch(part.strip())
+    if not step:
+      return False
+    a, b, c = (int(step[i]) for i in (1, 3, 4))
+    pool[a] -= 1
+    pool[b] -= 1
+    if min(pool[a], pool[b]) < 0 or {"+": a + b, "-": a - b, "*": a * b}[step[2]] != c:
+      return False
+    pool[c] += 1
+  return +pool == Counter([target])

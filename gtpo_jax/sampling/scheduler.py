@@ -1,0 +1,236 @@
+"""Which completion runs in which slot, and which prompt occupies which prompt cache entry.
+
+A slot runs one completion at a time. An entry of the prompt cache holds the keys and values of one
+prompt, shared by all slots that complete it. Slots and entries are divided into equal shards, one
+per device of the batch axes, and a completion runs in the shard that caches its prompt. A finished
+slot takes the next completion of a cached prompt; an entry whose prompt has no completions left
+takes the next prompt. Plain Python and NumPy: this file knows no devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+# Prompt cache entries, as a multiple of what full groups need: a few slow completions then do not
+# keep the next prompts waiting.
+ENTRY_FACTOR = 4
+# Idle slots are dropped once 1/4 of them suffice: each number of slots is a program of its own, so
+# a coarse factor keeps the programs few.
+SHRINK_FACTOR = 4
+
+
+class Capacity(NamedTuple):
+  """How much runs at once in one shard."""
+
+  shards: int
+  slots: int  # completions
+  entries: int  # prompts in the cache
+  slots_per_entry: int  # completions of one prompt
+
+
+class DecodeInputs(NamedTuple):
+  """What the host sends to the decode program before each chunk.
+
+  Slots [s] and entries [m] are ordered shard by shard. A slot that is not active does nothing.
+  """
+
+  active: np.ndarray  # bool[s]
+  is_new: np.ndarray  # bool[s], the slot's completion has no token yet
+  keys: np.ndarray  # u32[s, 2], PRNG key data of the completion
+  generated: np.ndarray  # i32[s], tokens so far
+  max_tokens: np.ndarray  # i32[s], of the completion
+  prompt_lengths: np.ndarray  # i32[s]
+  table_index: np.ndarray  # i32[s], the slot's position in its shard's flattened `slot_table`
+  slot_table: np.ndarray  # i32[m, slots_per_entry], slots of an entry, within the shard; 0 if free
+  entry_lengths: np.ndarray  # i32[m], tokens of the cached prompt
+
+
+def capacity_for(prompts: int, group: int, shards: int, max_slots: int) -> Capacity:
+  """Returns the capacity per shard for `prompts` x `group` completions.
+
+  Args:
+    prompts: number of prompts.
+    group: completions per prompt.
+    shards: devices along the batch axes.
+    max_slots: slots over all shards; every shard gets at least one.
+  """
+  prompts_per_shard = max(-(-prompts // shards), 1)
+  slots = min(max(max_slots // shards, 1), prompts_per_shard * group)
+  slots_per_entry = min(group, slots)
+  full_groups = -(-slots // slots_per_entry)
+  entries = min(prompts_per_shard, slots, ENTRY_FACTOR * full_groups)
+  return Capacity(shards, slots, entries, slots_per_entry)
+
+
+def slot_counts(slots: int) -> list[int]:
+  """Returns every number of slots per shard that a call starting with `slots` may shrink to."""
+  counts = [slots]
+  while smaller := counts[-1] // SHRINK_FACTOR:
+    counts.append(smaller)
+  return counts
+
+
+@dataclasses.dataclass
+class _Entry:
+  """A cached prompt and the slots that complete it."""
+
+  prompt: int
+  slots: list[int]  # slots_per_entry of them, within the shard; -1 if free
+  started: int = 0  # completions started so far
+
+
+class Scheduler:
+  """Runs every completion of every prompt once: prompts in order, their completions in order.
+
+  Attributes:
+    capacity: what runs at once.
+    completions: i32[s, 2], the (prompt, index in its group) in each slot; -1 if the slot is free.
+    generated: i32[s], tokens that each slot's completion has.
+  """
+
+  def __init__(
+    self, capacity: Capacity, prompt_lengths: np.ndarray, token_limits: np.ndarray, keys: np.ndarray
+  ):
+    """Initialises the schedule with all prompts waiting.
+
+    Args:
+      capacity: what runs at once.
+      prompt_lengths: i32[n].
+      token_limits: i32[n, g], maximum tokens of each completion; prompts with a 0 are skipped.
+      keys: u32[n, g, 2], PRNG key data.
+    """
+    self.capacity = capacity
+    self._prompt_lengths = prompt_lengths
+    self._token_limits = token_limits
+    self._keys = keys
+    self._group = keys.shape[1]
+    self._waiting_prompts = np.flatnonzero(token_limits.all(1))[::-1].tolist()
+    self._entries: list[list[_Entry | None]] = [
+      [None] * capacity.entries for _ in range(capacity.shards)
+    ]
+    total = capacity.shards * capacity.slots
+    self.completions = np.full((total, 2), -1, np.int32)
+    self.generated = np.zeros(total, np.int32)
+    self._table_index = np.zeros(total, np.int32)
+
+  @property
+  def active(self) -> np.ndarray:
+    """bool[s]: the slots that run a completion."""
+    return self.completions[:, 0] >= 0
+
+  @property
+  def has_waiting(self) -> bool:
+    """Whether completions wait for a slot."""
+    return bool(self._waiting_prompts) or any(
+      entry and entry.started < self._group for entries in self._entries for entry in entries
+    )
+
+  def assign(self, max_prompts: int) -> list[list[tuple[int, int]]]:
+    """Assigns waiting completions to free slots, and prompts to entries if slots stay idle.
+
+    Call it until it returns no prompts.
+
+    Args:
+      max_prompts: prompts per shard that are assigned at most.
+
+    Returns:
+      For each shard the (entry, prompt) pairs to prefill before the next chunk.
+    """
+    to_prefill: list[list[tuple[int, int]]] = [[] for _ in self._entries]
+    idle = [self._fill_slots(shard) for shard in range(self.capacity.shards)]
+    if not any(idle):
+      return to_prefill
+    # Once prompts are prefilled at all, every free entry is filled: few large batches are cheaper.
+    while self._waiting_prompts:
+      candidates = [
+        shard
+        for shard, entries in enumerate(self._entries)
+        if None in entries and len(to_prefill[shard]) < max_prompts
+      ]
+      if not candidates:
+        break
+      shard = max(candidates, key=lambda shard: (idle[shard], -len(to_prefill[shard])))
+      index = self._entries[shard].index(None)
+      prompt = self._waiting_prompts.pop()
+      self._entries[shard][index] = _Entry(prompt, [-1] * self.capacity.slots_per_entry)
+      to_prefill[shard].append((index, prompt))
+      idle[shard] = self._fill_slots(shard)
+    return to_prefill
+
+  def inputs(self) -> DecodeInputs:
+    """Returns what the decode program needs to know for the next chunk."""
+    prompt = self.completions[:, 0]
+    index = self.completions[:, 1]
+    entries = [entry for shard in self._entries for entry in shard]
+    free = [0] * self.capacity.slots_per_entry
+    slot_table = [[max(slot, 0) for slot in entry.slots] if entry else free for entry in entries]
+    entry_lengths = [self._prompt_lengths[entry.prompt] if entry else 1 for entry in entries]
+    return DecodeInputs(
+      active=self.active,
+      is_new=self.active & (self.generated == 0),
+      keys=self._keys[prompt, index],
+      generated=self.generated.copy(),
+      max_tokens=self._token_limits[prompt, index],
+      prompt_lengths=self._prompt_lengths[prompt],
+      table_index=self._table_index.copy(),
+      slot_table=np.asarray(slot_table, np.int32),
+      entry_lengths=np.asarray(entry_lengths, np.int32),
+    )
+
+  def advance(self, tokens: np.ndarray, ended: np.ndarray) -> None:
+    """Records a chunk's results and frees the slots of ended completions.
+
+    Args:
+      tokens: i32[s], tokens generated in each slot.
+      ended: bool[s], whether the slot's completion ended.
+    """
+    self.generated += tokens
+    for slot in np.flatnonzero(ended):
+      shard, local = divmod(int(slot), self.capacity.slots)
+      index, position = divmod(int(self._table_index[slot]), self.capacity.slots_per_entry)
+      entry = self._entries[shard][index]
+      assert entry is not None and entry.slots[position] == local
+      entry.slots[position] = -1
+      if entry.started == self._group and max(entry.slots) < 0:
+        self._entries[shard][index] = None
+    self.completions[ended] = -1
+    self.generated[ended] = 0
+    self._table_index[ended] = 0
+
+  def shrink(self, slots: int) -> np.ndarray:
+    """Reduces every shard to `slots` slots, which must hold all active ones.
+
+    Returns:
+      The slots that remain, i32[shards, slots], within the shard.
+    """
+    active = self.active.reshape(self.capacity.shards, -1)
+    order = np.argsort(~active, axis=1, kind="stable")[:, :slots].astype(np.int32)
+    kept = (order + np.arange(self.capacity.shards)[:, None] * self.capacity.slots).ravel()
+    for shard, entries in enumerate(self._entries):
+      new_index = {int(old): new for new, old in enumerate(order[shard])}
+      for entry in filter(None, entries):
+        entry.slots = [-1 if slot < 0 else new_index[slot] for slot in entry.slots]
+    self.capacity = self.capacity._replace(slots=slots)
+    self.completions = self.completions[kept]
+    self.generated = self.generated[kept]
+    self._table_index = self._table_index[kept]
+    return order
+
+  def _fill_slots(self, shard: int) -> int:
+    """Starts completions of cached prompts in the shard's free slots; returns the idle slots."""
+    first = shard * self.capacity.slots
+    free = np.flatnonzero(~self.active[first : first + self.capacity.slots]).tolist()[::-1]
+    for index, entry in enumerate(self._entries[shard]):
+      while free and entry and entry.started < self._group and -1 in entry.slots:
+        local = free.pop()
+        slot = first + local
+        position = entry.slots.index(-1)
+        entry.slots[position] = local
+        self.completions[slot] = entry.prompt, entry.started
+        self._table_index[slot] = index * self.capacity.slots_per_entry + position
+        self.generated[slot] = 0
+        entry.started += 1
+    return len(free)

@@ -1,0 +1,124 @@
+"""Log-probs of completions as the trainer computes them: model, then chunked head."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gtpo_jax.arrays import Packing, Prompts, Rollouts
+from gtpo_jax.models.params import Params
+from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.training.head import TokenLoss, log_probs_and_entropy, loss_and_log_probs
+from gtpo_jax.training.micro_batches import merge_parts, split_batch
+from gtpo_jax.training.state import COMPILED_RUNS
+
+
+def score(
+  model: Qwen2,
+  params: Params,
+  prompts: Prompts,
+  tokens: jax.Array,
+  temperature: float,
+  chunk: int,
+  packing: Packing | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns log-probs and entropies f32[n, g, t], in nats, of completion tokens i32[n, g, t].
+
+  Both are those of the policy at `temperature`. With a `packing`, values after the end of a
+  completion are arbitrary.
+  """
+  outputs = log_probs_and_entropy(
+    *_head_inputs(model, params, prompts, tokens, packing),
+    temperature,
+    chunk,
+    model.config.matmul_precision,
+    model.mesh,
+  )
+  log_probs, entropy = (_to_completions(x, tokens, packing) for x in outputs)
+  return log_probs, entropy
+
+
+def loss_and_score(
+  model: Qwen2,
+  params: Params,
+  prompts: Prompts,
+  tokens: jax.Array,
+  temperature: float,
+  chunk: int,
+  token_loss: TokenLoss,
+  signals: Any,
+  packing: Packing | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the loss f32[] and the log-probs f32[n, g, t] of `score`.
+
+  The gradient is computed together with the loss and flows only through the loss.
+
+  Args:
+    model, params, prompts, tokens, temperature, chunk, packing: as in `score`.
+    token_loss: as in `loss_and_log_probs`.
+    signals: a pytree of arrays [n, g, t], or [n, g] if all tokens of a completion share one value.
+      Signals of padding are 0, and `token_loss` must be 0 there.
+  """
+
+  def to_rows(x: jax.Array) -> jax.Array:
+    per_token = jnp.broadcast_to(x.reshape(*tokens.shape[:2], -1), tokens.shape)
+    return _to_rows(per_token, packing)
+
+  loss, log_probs = loss_and_log_probs(
+    token_loss,
+    *_head_inputs(model, params, prompts, tokens, packing),
+    jax.tree.map(to_rows, signals),
+    temperature,
+    chunk,
+    model.config.matmul_precision,
+    model.mesh,
+  )
+  return loss, _to_completions(log_probs, tokens, packing)
+
+
+@functools.lru_cache(maxsize=COMPILED_RUNS)
+def make_scorer(
+  model: Qwen2, temperature: float, micro_batches: int, chunk: int
+) -> Callable[[Params, Rollouts], jax.Array]:
+  """Returns a jitted function (params, rollouts) -> log-probs f32[n, g, t], in nats; 0 on padding.
+
+  The log-probs are those of the sampled tokens, as the trainer computes them.
+  """
+
+  def log_probs(params: Params, rollouts: Rollouts) -> jax.Array:
+    def score_part(x: Rollouts) -> jax.Array:
+      scores, _ = score(model, params, x.prompts, x.tokens, temperature, chunk, x.packing)
+      return jnp.where(x.mask, scores, 0.0)
+
+    return merge_parts(jax.lax.map(score_part, split_batch(rollouts, micro_batches, model)))
+
+  return jax.jit(log_probs)
+
+
+def _head_inputs(
+  model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, packing: Packing | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The states that predict each token [b, t, d], the head's table [v, d], the tokens i32[b, t]."""
+  hidden = model.apply({"params": params}, prompts, tokens, packing, method="completion_hidden")
+  return (
+    hidden.reshape(-1, *hidden.shape[2:]),
+    model.apply({"params": params}, method="head_table"),
+    _to_rows(tokens, packing),
+  )
+
+
+def _to_rows(x: jax.Array, packing: Packing | None) -> jax.Array:
+  """[n, g, t] -> [b, t]: one completion per row, or the packed rows."""
+  x = x if packing is None else packing.pack(x)
+  return x.reshape(-1, x.shape[2])
+
+
+def _to_completions(x: jax.Array, tokens: jax.Array, packing: Packing | None) -> jax.Array:
+  """[b, t] -> the shape of `tokens`, [n, g, t]: the inverse of `_to_rows`."""
+  if packing is None:
+    return x.reshape(tokens.shape)
+  return packing.unpack(x.reshape(packing.source.shape), tokens.shape[2])

@@ -1,0 +1,94 @@
+"""Metrics of a batch and of the sampler-trainer mismatch: scalars f32[], computed in the graph."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from gtpo_jax.arrays import Rewards, Rollouts, masked_mean
+
+
+def batch_metrics(
+  rollouts: Rollouts, rewards: Rewards, advantages: jax.Array, loss_mask: jax.Array
+) -> dict[str, jax.Array]:
+  """Returns the diagnostics of a step's batch.
+
+  They describe the policy's own completions, except `guide/*`, `tokens/*` and `completions/*`. A
+  mean over tokens is NaN, not 0, if there are no such tokens.
+
+  Args:
+    rollouts, rewards: the batch.
+    advantages: f32[n, g, t].
+    loss_mask: bool[n, g, t], tokens in the loss.
+  """
+  none = jnp.zeros(rewards.correct.shape, bool)
+  guided = none if rollouts.guided is None else rollouts.guided
+  own = ~guided
+  correct = rewards.correct
+  mask = rollouts.mask & own[..., None]
+  entropy = rollouts.entropy
+  lengths = rollouts.lengths.astype(jnp.float32)
+  token_correct = jnp.broadcast_to(correct[..., None], mask.shape)
+  in_loss = loss_mask & own[..., None]
+  wrong_sign = jnp.where(token_correct, advantages < 0, advantages > 0)
+  metrics = {
+    "entropy/mean": masked_mean(entropy, mask),
+    "entropy/correct": _mean_or_nan(entropy, mask & token_correct),
+    "entropy/incorrect": _mean_or_nan(entropy, mask & ~token_correct),
+    "length/mean": masked_mean(lengths, own),
+    "length/min": jnp.where(own, lengths, jnp.inf).min(),
+    "length/max": jnp.where(own, lengths, 0.0).max(),
+    "length/cut_off": masked_mean(~rollouts.finished, own),
+    "reward/mean": masked_mean(rewards.reward + rewards.penalty, own),
+    "reward/accuracy": masked_mean(correct, own),
+    "groups/all_correct": (correct | guided).all(1).mean(),
+    "groups/all_wrong": (~correct | guided).all(1).mean(),
+    "advantage/correct": _mean_or_nan(advantages, in_loss & token_correct),
+    "advantage/incorrect": _mean_or_nan(advantages, in_loss & ~token_correct),
+    "advantage/sign_flips": masked_mean(wrong_sign, in_loss),
+    "tokens/completion": rollouts.mask.sum(),
+    "tokens/trained": loss_mask.sum(),
+    "tokens/padding": _padding_share(rollouts),
+  }
+  if rewards.valid is not None:
+    metrics["completions/not_counted"] = 1.0 - rewards.valid.mean()
+  if rollouts.guided is not None:
+    rescued = (~correct | guided).all(1) & (correct & guided).any(1)
+    metrics["guide/accuracy"] = masked_mean(correct, guided)
+    metrics["guide/rescued"] = rescued.mean()
+  if rollouts.stale is not None:
+    metrics["groups/stale"] = rollouts.stale.any(1).mean()
+  return metrics
+
+
+def mismatch_metrics(rollouts: Rollouts, log_probs: jax.Array) -> dict[str, jax.Array]:
+  """Returns how far sampler and trainer differ on the policy's own fresh tokens.
+
+  `mismatch/kl` is the k3 estimate of KL(sampler || trainer), >= 0.
+
+  Args:
+    rollouts: completions of the policy that is being trained, before any update on them.
+    log_probs: f32[n, g, t], the policy's log-probs as the trainer computes them.
+  """
+  fresh = rollouts.mask
+  for flag in (rollouts.guided, rollouts.stale):
+    fresh = fresh if flag is None else fresh & ~flag[..., None]
+  trainer_log_probs = log_probs if rollouts.rescored is None else rollouts.rescored
+  gap = jnp.where(fresh, trainer_log_probs - rollouts.log_probs, 0.0)
+  return {
+    "mismatch/max_abs_logp": jnp.abs(gap).max(),
+    "mismatch/kl": masked_mean(jnp.expm1(gap) - gap, fresh),
+  }
+
+
+def _mean_or_nan(x: jax.Array, mask: jax.Array) -> jax.Array:
+  return jnp.where(mask.any(), masked_mean(x, mask), jnp.nan)
+
+
+def _padding_share(rollouts: Rollouts) -> jax.Array:
+  """The share of padding among the prompt and completion positions that the trainer computes."""
+  prompts = rollouts.prompts
+  packing = rollouts.packing
+  completions = rollouts.mask if packing is None else packing.source
+  positions = prompts.tokens.size + completions.size
+  return 1 - (prompts.lengths.sum() + rollouts.mask.sum()) / positions

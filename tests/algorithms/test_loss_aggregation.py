@@ -1,0 +1,40 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gtpo_jax.algorithms import loss_aggregation
+
+AGGREGATIONS = {
+  name: jax.jit(aggregate) for name, aggregate in loss_aggregation.LOSS_AGGREGATIONS.items()
+}
+
+# Lengths 3, 1; 2, 0; 0, 0.
+RAGGED = jnp.asarray([[[1, 1, 1], [1, 0, 0]], [[1, 1, 0], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]], bool)
+
+
+@pytest.mark.parametrize(
+  ("name", "expected"),
+  [
+    # Six tokens.
+    ("token", [[[1 / 6] * 3, [1 / 6, 0, 0]], [[1 / 6, 1 / 6, 0], [0, 0, 0]]]),
+    # Three completions with tokens.
+    ("completion", [[[1 / 9] * 3, [1 / 3, 0, 0]], [[1 / 6, 1 / 6, 0], [0, 0, 0]]]),
+    # Two groups with tokens: 4 and 2 of them.
+    ("group", [[[1 / 8] * 3, [1 / 8, 0, 0]], [[1 / 4, 1 / 4, 0], [0, 0, 0]]]),
+    # Six completions of at most 3 tokens.
+    ("constant", [[[1 / 18] * 3, [1 / 18, 0, 0]], [[1 / 18, 1 / 18, 0], [0, 0, 0]]]),
+  ],
+)
+def test_aggregations_by_hand(name, expected):
+  np.testing.assert_allclose(AGGREGATIONS[name](RAGGED), [*expected, [[0] * 3] * 2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_weights_sum_to_1(name):
+  rng = np.random.default_rng(4)
+  mask = jnp.asarray(np.arange(9) < rng.integers(0, 10, (5, 3))[..., None])
+  weights = np.asarray(AGGREGATIONS[name](mask), np.float64)
+  np.testing.assert_allclose(weights.sum(), 1 if name != "constant" else mask.mean(), rtol=1e-6)
+  assert not weights[~np.asarray(mask)].any()
+  assert not AGGREGATIONS[name](jnp.zeros((2, 2, 3), bool)).any()

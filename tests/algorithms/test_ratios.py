@@ -1,0 +1,90 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from recipe_cases import random_policies
+
+from gtpo_jax.algorithms import make, ratios
+
+RATIOS = {
+  "token": jax.jit(ratios.token_ratio),
+  "arithmetic": jax.jit(ratios.sequence_ratio),
+  "geometric": jax.jit(ratios.geometric_sequence_ratio),
+}
+
+# Ratios 2, 1/2 and, in a completion of one token, 4.
+NEW = jnp.log(jnp.asarray([[[2.0, 0.5], [4.0, 1.0]]]))
+OLD = jnp.zeros((1, 2, 2))
+MASK = jnp.asarray([[[True, True], [True, False]]])
+
+
+@pytest.mark.parametrize(
+  ("kind", "expected"),
+  [
+    ("token", [[[2, 0.5], [4, 1]]]),
+    ("arithmetic", [[[1.25, 1.25], [4, 4]]]),
+    ("geometric", [[[1, 1], [4, 4]]]),
+  ],
+)
+def test_ratios_by_hand(kind, expected):
+  np.testing.assert_allclose(RATIOS[kind](NEW, OLD, MASK), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", RATIOS)
+def test_log_ratios_are_clamped_at_20(kind):
+  new = jnp.asarray([[[-1.0], [-500.0], [500.0]]])
+  old = jnp.asarray([[[-1.0], [-1.0], [1.0]]])
+  mask = jnp.ones((1, 3, 1), bool)
+  ratio = lambda new: RATIOS[kind](new, old, mask)
+  np.testing.assert_allclose(ratio(new).ravel(), [1, math.exp(-20), math.exp(20)], rtol=1e-5)
+  grad = jax.jit(jax.grad(lambda x: ratio(x).sum()))(new)
+  np.testing.assert_array_equal(grad.ravel(), [1, 0, 0])
+
+
+@pytest.mark.parametrize("kind", RATIOS)
+def test_the_same_policy_has_ratio_1(kind):
+  log_probs = jnp.asarray(random_policies(0, np.asarray(MASK))["log_probs"])
+  assert (RATIOS[kind](log_probs, log_probs, MASK) == 1).all()
+
+
+@pytest.mark.parametrize(
+  ("ratio", "expected"),
+  [
+    # The derivative of -A w^ / G in log_probs with A = 1 and G = 2, for token ratios 1.1 and 0.9 in
+    # the first completion and 1.2 in the second.
+    ("arithmetic", [[-0.5 * 1.1 / 2, -0.5 * 0.9 / 2], [-0.5 * 1.2, 0]]),  # w_t / |o|
+    ("geometric", [[-0.25 * 0.99**0.5, -0.25 * 0.99**0.5], [-0.5 * 1.2, 0]]),  # w^ / |o|
+  ],
+)
+def test_the_gradient_of_the_sequence_ratio_by_hand(ratio, expected):
+  new = jnp.log(jnp.asarray([[[1.1, 0.9], [1.2, 1.0]]]))
+  algorithm = make("grpo_s", ratio=ratio)
+  inputs = {"log_probs_old": OLD, "advantages": jnp.ones(MASK.shape), "mask": MASK}
+  value = lambda new: algorithm.loss(log_probs=new, **inputs)[0]
+  np.testing.assert_allclose(jax.jit(jax.grad(value))(new), [expected], rtol=1e-5, atol=1e-7)
+
+
+def test_k3_by_hand():
+  # r = reference / pi = 2, 1/2; r - 1 - log r = 1 - log 2, log 2 - 1/2; outside the mask 0.
+  reference = OLD + jnp.log(jnp.asarray([[[2.0, 0.5], [1.0, 7.0]]]))
+  got = jax.jit(ratios.k3)(OLD, reference, MASK)
+  np.testing.assert_allclose(got, [[[1 - math.log(2), math.log(2) - 0.5], [0, 0]]], rtol=1e-5)
+
+
+def test_k3_is_never_negative_and_keeps_small_differences():
+  gap = jnp.asarray([[[1e-3, -1e-3, 1e-4, -3.0, 3.0, 1e4, -1e4]]])
+  got = jax.jit(ratios.k3)(jnp.zeros(gap.shape), gap, jnp.ones(gap.shape, bool))
+  got = np.asarray(got, np.float64).ravel()
+  assert (got >= 0).all() and np.isfinite(got).all()
+  # Half the square, which float32 resolves to an ulp of 1e-3.
+  np.testing.assert_allclose(got[:2], [5e-7, 5e-7], rtol=0.01, atol=1.3e-10)
+  np.testing.assert_allclose(got[5:], [math.exp(20) - 21, 19], rtol=1e-5)
+
+
+def test_mismatch_weights_by_hand():
+  trainer = jnp.log(jnp.asarray([[[1.5, 0.5], [4.0, jnp.nan]]]))  # the sampler's ratio to it is 1
+  weight = lambda trainer: ratios.mismatch_weight(trainer, OLD, MASK, 2.0)
+  np.testing.assert_allclose(jax.jit(weight)(trainer), [[[1.5, 0.5], [2.0, 1.0]]], rtol=1e-6)
+  assert not jax.jit(jax.grad(lambda x: weight(x).sum()))(trainer).any()

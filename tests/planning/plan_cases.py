@@ -1,0 +1,19 @@
+"""The small run that the planning tests compile."""
+
+import importlib.util
+
+import pytest
+
+from gtpo_jax.config import default_config, freeze
+
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+
+
+def small_config(**changes):
+  """The default config on fsdp 2 x tensor 2, with these values by dotted name."""
+  config = default_config()
+  with config.unlocked():
+    config.update_from_flattened_dict({"mesh.fsdp": 2, "mesh.tensor": 2, **changes})
+  return freeze(config)

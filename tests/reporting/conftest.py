@@ -1,0 +1,77 @@
+"""Short real runs, and their report opened in a real browser."""
+
+import sys
+import types
+
+import pytest
+from pages import open_report
+
+from gtpo_jax.config import default_config, freeze
+from gtpo_jax.loop import train
+from gtpo_jax.reporting.credit import credit_files, read_credit
+from gtpo_jax.reporting.display import Display
+
+
+def mixed_verdicts(prompts, completions, answers, extras):
+  """Calls some of a group correct, whatever their text, so that most groups have contrast."""
+  return [i % 2 == len(text) % 2 for i, text in enumerate(completions)]
+
+
+@pytest.fixture(scope="package")
+def runs(tmp_path_factory):
+  """The folder of three runs: GTPO with two seeds, two steps each, and GRPO with one step."""
+  module = types.ModuleType("a_verifier")
+  module.verify = mixed_verdicts
+  sys.modules["a_verifier"] = module
+  folder = tmp_path_factory.mktemp("report")
+  for name, changes in {
+    "gtpo-0": {},
+    "gtpo-1": {"seed": 1},
+    "grpo": {"algorithm.name": "grpo", "steps": 1},
+  }.items():
+    config = default_config()
+    config.steps = 2
+    config.mesh.data = 2
+    config.mesh.fsdp = 2
+    config.mesh.tensor = 2
+    config.data.terms = 2
+    config.data.max_prompt_tokens = 20
+    config.sampling.max_tokens = 18
+    config.batch.prompts = 8
+    config.batch.group = 4
+    config.batch.micro_batches = 2
+    config.warm_start.steps = 40
+    config.warm_start.batch = 8
+    config.reward.verifier = "a_verifier:verify"
+    config.eval.problems = 12
+    config.eval.samples = 4
+    config.eval.batch = 8
+    config.optimizer.learning_rate = 1e-3
+    config.log.credit_groups = 3
+    config.log.tensorboard = False
+    config.update_from_flattened_dict(changes)
+    assert train(freeze(config), folder / name, Display(enabled=False)).finished
+  del sys.modules["a_verifier"]
+  return folder
+
+
+@pytest.fixture(scope="package")
+def record(runs):
+  """The last credit record of the first run."""
+  return read_credit(credit_files(runs / "gtpo-0")[2])
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+  """Opens the report of some runs. The page may request nothing and log nothing."""
+  pages = []
+
+  def make(*workdirs, **options):
+    page = open_report(browser, tmp_path / "report.html", workdirs, options)
+    pages.append(page)
+    return page
+
+  yield make
+  for page in pages:
+    assert page.complaints == []
+    page.close()

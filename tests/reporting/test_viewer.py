@@ -1,0 +1,41 @@
+"""Text and numbers as the viewer's page receives them."""
+
+import base64
+import gzip
+
+import numpy as np
+import pytest
+
+from gtpo_jax.reporting.viewer import pack, visible
+
+
+@pytest.mark.parametrize(
+  ("text", "shown"),
+  [
+    ("a b", "a b"),
+    ("\n", "⏎"),
+    ("\t\r", "⇥␍"),
+    ("\x00\x1b\x7f", "␀␛␡"),
+    ("\u202e\u2066\u200f", "‹U+202E›‹U+2066›‹U+200F›"),
+    ("\ud800\ufffe\ue000", "‹U+D800›‹U+FFFE›‹U+E000›"),
+    ("\u2028\u2029", "‹U+2028›‹U+2029›"),
+    ("\u200d\u200b", "‹ZWJ›‹ZWSP›"),
+    ("日本é🙂\ufffd", "日本é🙂\ufffd"),
+    ("", ""),
+  ],
+)
+def test_invisible_and_directional_characters_are_shown_as_symbols(text, shown):
+  assert visible(text) == shown
+  assert visible("a\n" + text, "\n\t\r").startswith("a\n")
+
+
+def test_packed_numbers_keep_five_digits():
+  rng = np.random.default_rng(0)
+  integers = rng.integers(-5, 2**31 - 1, 1000).astype(np.int32)
+  real = rng.normal(size=1000) * 10.0 ** rng.integers(-30, 30, 1000)
+  floats = np.append(real[:-3], [0.0, np.inf, 1.0]).astype(np.float32)
+  raw = gzip.decompress(base64.b64decode(pack([integers, floats])))
+  words = np.frombuffer(raw, np.uint8).reshape(4, -1).T.copy().view("<u4").reshape(2, -1)
+  np.testing.assert_array_equal(words[0].view("<i4"), integers)
+  np.testing.assert_allclose(words[1].view("<f4"), floats, rtol=2**-16)
+  assert words[1].view("<f4")[-3:].tolist() == [0.0, np.inf, 1.0]

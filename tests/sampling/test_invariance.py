@@ -1,0 +1,79 @@
+"""What is sampled depends neither on slots, chunks and mesh nor on the attention kernel."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+from small import (
+  CONFIG,
+  PROMPTS,
+  RAGGED_PROMPTS,
+  assert_same,
+  build,
+  log_prob_errors,
+  sample,
+  trainer_scores,
+)
+
+from gtpo_jax.runtime.mesh import make_mesh
+from gtpo_jax.sampling.params import EngineConfig
+
+
+@pytest.fixture(scope="module")
+def expected():
+  """66 completions, all at once on one device."""
+  rollouts = sample(build(), RAGGED_PROMPTS, group=6)
+  lengths = rollouts.mask.sum(-1)
+  assert lengths.min() == 1 and lengths.max() == 10
+  assert 0.2 < rollouts.finished.mean() < 0.95
+  return rollouts
+
+
+@pytest.mark.parametrize(("slots", "chunk"), [(1, 4), (4, 1), (16, 3), (64, 10)])
+def test_slots_and_chunks_do_not_matter(slots, chunk, expected):
+  """Refilled slots, queues of every length, chunks that end early."""
+  built = build(engine_config=EngineConfig(slots=slots, chunk=chunk))
+  assert_same(sample(built, RAGGED_PROMPTS, group=6), expected)
+
+
+@pytest.mark.parametrize(
+  ("mesh", "slots"),
+  [
+    ((8, 1, 1), 16),
+    ((2, 2, 2), 64),
+    ((1, 4, 2), 4),
+    ((1, 2, 2, None, 2), 16),
+    ((1, 2, 1, None, 4), 16),
+  ],
+)
+def test_the_mesh_does_not_matter(mesh, slots, expected):
+  built = build(make_mesh(*mesh), engine_config=EngineConfig(slots=slots, chunk=4))
+  assert_same(sample(built, RAGGED_PROMPTS, group=6), expected)
+
+
+def test_refilled_slots_and_shared_prompts_agree_with_the_trainer():
+  built = build(engine_config=EngineConfig(slots=3, chunk=3))
+  rollouts = sample(built, RAGGED_PROMPTS, group=6, temperature=0.8)
+  log_probs, entropy = trainer_scores(built, rollouts, 0.8)
+  assert np.abs(np.asarray(log_probs) - rollouts.log_probs)[rollouts.mask].max() <= 1e-4
+  assert np.abs(np.asarray(entropy) - rollouts.entropy)[rollouts.mask].max() <= 1e-4
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
+def test_the_tpu_kernel_samples_the_same(mesh, expected):
+  """Interpreted. Caches of two blocks, some of them empty."""
+  engine_config = EngineConfig(slots=16, chunk=4, kv_dtype="float32", attention="pallas")
+  devices = jax.devices()[: math.prod(mesh)]
+  built = build(make_mesh(*mesh, devices), engine_config=engine_config)
+  assert_same(sample(built, RAGGED_PROMPTS, group=6), expected)
+
+
+def test_the_gpu_kernel_agrees_with_the_trainer():
+  """Interpreted."""
+  built = build(
+    config=dataclasses.replace(CONFIG, head_dim=16),
+    engine_config=EngineConfig(slots=6, chunk=4, attention="triton"),
+  )
+  assert log_prob_errors(built, sample(built, PROMPTS)).max() <= 1e-4

@@ -1,0 +1,61 @@
+"""The settings of sampling: what is refused, and the defaults of each platform."""
+
+import pytest
+from small import build
+
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+
+
+@pytest.mark.parametrize(
+  ("setting", "value", "bound"),
+  [
+    ("temperature", -0.1, "at least 0 and finite"),
+    ("temperature", float("inf"), "at least 0 and finite"),
+    ("temperature", float("nan"), "at least 0 and finite"),
+    ("top_k", -1, "at least 0"),
+    ("top_p", 0.0, "in (0, 1]"),
+    ("top_p", 1.01, "in (0, 1]"),
+    ("top_p", float("nan"), "in (0, 1]"),
+    ("min_p", -0.01, "in [0, 1)"),
+    ("min_p", 1.0, "in [0, 1)"),
+    ("min_p", float("nan"), "in [0, 1)"),
+  ],
+)
+def test_bad_sampling_params_are_refused_with_value_and_bound(setting, value, bound):
+  with pytest.raises(UserError) as error:
+    SamplingParams(**{setting: value})
+  assert f"sampling.{setting} must be {bound}" in str(error.value)
+  assert str(error.value).endswith(f"got {value}")
+
+
+@pytest.mark.parametrize(
+  ("settings", "quoted"),
+  [
+    ({"slots": -1}, "slots"),
+    ({"chunk": -2}, "chunk"),
+    ({"kv_dtype": "int4"}, "'int4'"),
+    ({"attention": "flash"}, "'flash'"),
+  ],
+)
+def test_bad_engine_configs_are_refused(settings, quoted):
+  with pytest.raises(UserError, match=quoted):
+    EngineConfig(**settings)
+
+
+def test_defaults_depend_on_the_platform():
+  assert EngineConfig().resolve("cpu", 2) == EngineConfig(128, 16, "", "xla")
+  assert EngineConfig().resolve("tpu", 4) == EngineConfig(1024, 64, "", "pallas")
+  assert EngineConfig().resolve("gpu", 1).attention == "xla"
+  explicit = EngineConfig(8, 4, "int8", "xla")
+  assert explicit.resolve("tpu", 4) == explicit
+  assert EngineConfig(attention="triton").resolve("gpu", 1).attention == "triton"
+
+
+def test_kernels_are_refused_where_they_do_not_run():
+  with pytest.raises(UserError, match="a TPU kernel, and this is gpu"):
+    EngineConfig(attention="pallas").resolve("gpu", 1)
+  with pytest.raises(UserError, match="a GPU kernel, and this is tpu"):
+    EngineConfig(attention="triton").resolve("tpu", 1)
+  with pytest.raises(UserError, match="a power of two from 16, not 8"):
+    build(engine_config=EngineConfig(attention="triton"))

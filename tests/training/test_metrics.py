@@ -1,0 +1,67 @@
+"""The metrics of an update against NumPy."""
+
+import numpy as np
+import pytest
+from update_cases import (
+  EVERY_LOSS_TERM,
+  batch,
+  full_batch,
+  params_on,
+  plain,
+  run,
+  single_device_model,
+)
+
+from gtpo_jax.training.log_probs import score
+
+
+def test_batch_metrics():
+  rollouts, rewards = batch()
+  _, metrics = plain("gtpo")
+  mask = rollouts.mask
+  correct = rewards.correct
+  lengths = mask.sum(-1)
+  assert metrics["length/mean"] == pytest.approx(lengths.mean())
+  assert metrics["length/max"] == lengths.max()
+  assert metrics["length/cut_off"] == pytest.approx(1 - rollouts.finished.mean())
+  assert metrics["reward/accuracy"] == pytest.approx(correct.mean())
+  reward = rewards.reward + rewards.penalty
+  assert metrics["reward/mean"] == pytest.approx(reward.mean(), abs=1e-6)
+  entropy = rollouts.entropy[mask & correct[..., None]].mean()
+  assert metrics["entropy/correct"] == pytest.approx(entropy, abs=1e-5)
+  assert metrics["tokens/completion"] == mask.sum()
+  assert metrics["tokens/trained"] == mask[2:].sum()
+  assert metrics["credit/conservation_residual"] < 1e-5
+
+
+def test_metrics_of_optional_fields():
+  rollouts, rewards = full_batch()
+  _, metrics = run("dapo_mixed", data=full_batch(), guide_completions=1, **EVERY_LOSS_TERM)
+  mask = rollouts.mask
+  own = ~rollouts.guided
+  own_correct = rewards.correct[:, :3]
+  guide_correct = rewards.correct[:, 3]
+  rescued = (~own_correct).all(1) & guide_correct
+  assert metrics["guide/accuracy"] == pytest.approx(guide_correct.mean())
+  assert metrics["guide/rescued"] == pytest.approx(rescued.mean())
+  assert metrics["groups/stale"] == 1 / 8
+  assert metrics["completions/not_counted"] == pytest.approx(1 / 32)
+  assert metrics["reward/accuracy"] == pytest.approx(own_correct.mean())
+  assert metrics["length/mean"] == pytest.approx(mask.sum(-1)[own].mean())
+  entropy = rollouts.entropy[mask & own[..., None]].mean()
+  assert metrics["entropy/mean"] == pytest.approx(entropy, abs=1e-5)
+  fresh = mask & own[..., None] & ~rollouts.stale[..., None]
+  gap = np.abs(rollouts.rescored - rollouts.log_probs)[fresh].max()
+  assert metrics["mismatch/max_abs_logp"] == pytest.approx(gap, abs=1e-5)
+  assert metrics["kl/reference"] > 0
+  assert 0 < metrics["mismatch/weight"] <= 1.05
+
+
+def test_the_mismatch_is_measured_before_the_first_gradient_update():
+  """The first minibatch is rows 0 and 4, compared with the sampler whatever updates follow."""
+  _, metrics = run("gtpo", minibatches=4, epochs=2)
+  rollouts, _ = batch()
+  model = single_device_model()
+  learner, _ = score(model, params_on(model), rollouts.prompts, rollouts.tokens, 1.0, 64)
+  gap = np.where(rollouts.mask, learner - rollouts.log_probs, 0)[::4]
+  assert metrics["mismatch/max_abs_logp"] == pytest.approx(np.abs(gap).max(), abs=1e-5)

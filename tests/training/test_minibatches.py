@@ -1,0 +1,93 @@
+"""Minibatches and epochs: several gradient updates per step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from update_cases import (
+  EVERY_LOSS_TERM,
+  SGD_WITHOUT_DECAY,
+  assert_same,
+  batch,
+  full_batch,
+  largest_difference,
+  mesh_of,
+  params_on,
+  run,
+  signals,
+  single_device_model,
+)
+
+from gtpo_jax import algorithms
+
+
+def slow_updates(minibatches, epochs, rate=1e-2):
+  """GTPO by hand: full logits, AdamW in float64, advantages computed once from the full batch.
+
+  Returns the parameters, and the loss and gradient norm of each gradient update.
+  """
+  model = single_device_model()
+  algorithm = algorithms.make("gtpo")
+  rollouts, rewards = batch()
+  inputs = signals(rollouts, rewards)
+  full = rollouts, algorithm.advantages(**inputs), algorithm.loss_mask(**inputs)
+
+  def loss(params, part):
+    rollouts, advantages, mask = part
+    hidden = model.apply(
+      {"params": params}, rollouts.prompts, rollouts.tokens, method="completion_hidden"
+    )
+    log_probs = jax.nn.log_softmax(model.apply({"params": params}, hidden, method="logits"))
+    log_probs = jnp.take_along_axis(log_probs, rollouts.tokens[..., None], -1)[..., 0]
+    ratio = jnp.exp(log_probs - rollouts.log_probs)
+    objective = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.28) * advantages)
+    return -jnp.where(mask, objective, 0).sum() / mask.sum()
+
+  gradient = jax.jit(jax.value_and_grad(loss))
+  params = jax.tree.map(lambda x: np.asarray(x, np.float64), params_on(model))
+  first = jax.tree.map(np.zeros_like, params)
+  second = jax.tree.map(np.zeros_like, params)
+  losses = []
+  norms = []
+  for i in range(epochs * minibatches):
+    part = jax.tree.map(lambda x, start=i % minibatches: x[start::minibatches], full)
+    value, grads = gradient(jax.tree.map(np.float32, params), part)
+    grads = jax.tree.map(lambda x: np.asarray(x, np.float64), grads)
+    losses.append(float(value))
+    norms.append(np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(grads))))
+    first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, grads)
+    second = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, second, grads)
+
+    def adam(p, m, v, count=i + 1):
+      return p - rate * (m / (1 - 0.9**count)) / (np.sqrt(v / (1 - 0.999**count)) + 1.0)
+
+    params = jax.tree.map(adam, params, first, second)
+  return params, losses, norms
+
+
+@pytest.mark.parametrize(("minibatches", "epochs"), [(4, 1), (2, 3), (1, 2)])
+def test_minibatches_and_epochs_against_a_slow_loop(minibatches, epochs):
+  params, losses, norms = slow_updates(minibatches, epochs)
+  state, metrics = run("gtpo", minibatches=minibatches, epochs=epochs, optimizer=SGD_WITHOUT_DECAY)
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), state.params, params)
+  assert metrics["loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+  assert metrics["grad_norm"] == pytest.approx(np.mean(norms), rel=1e-4)
+  assert state.step == 1
+  counts = {int(x) for x in jax.tree.leaves(state.opt_state) if x.ndim == 0}
+  assert counts == {minibatches * epochs}
+  start = jax.device_get(params_on(single_device_model()))
+  assert largest_difference(params, start) > 1e-3
+
+
+def test_minibatches_with_sharding_and_micro_batches():
+  settings = {
+    "data": full_batch(),
+    "minibatches": 2,
+    "epochs": 2,
+    "guide_completions": 1,
+    "guide_cap": 1.1,
+    **EVERY_LOSS_TERM,
+  }
+  one_device = run("dapo_mixed", **settings)
+  sharded = run("dapo_mixed", mesh_of(2, 1, 2), micro_batches=2, **settings)
+  assert_same(one_device, sharded, atol=2e-5)

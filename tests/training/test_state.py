@@ -1,0 +1,151 @@
+"""The training state and its optimizer: layout, schedule, decay, momentum dtype and offload."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from update_cases import (
+  CONFIG,
+  SGD_LIKE,
+  SGD_WITHOUT_DECAY,
+  batch,
+  largest_difference,
+  mesh_of,
+  params_on,
+  run,
+  single_device_model,
+)
+
+from gtpo_jax import algorithms
+from gtpo_jax.models import Qwen2
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import make_mesh, shard_batch
+from gtpo_jax.training.state import (
+  OptimizerConfig,
+  abstract_state,
+  init_state,
+  make_optimizer,
+  make_schedule,
+)
+from gtpo_jax.training.update import make_update
+
+
+def test_the_state_is_sharded_like_the_parameters():
+  model = Qwen2(CONFIG, make_mesh(2, 2, 2))
+  state = init_state(params_on(model), make_optimizer(SGD_LIKE, 5), model)
+  moments = [x for x in jax.tree.leaves(state.opt_state) if x.shape == (2, 32, 64)]
+  assert len(moments) == 4
+  expected = jax.sharding.PartitionSpec(None, ("fsdp", "context"), "tensor")
+  assert all(x.sharding.spec == expected for x in moments)
+  abstract = abstract_state(model, make_optimizer(SGD_LIKE, 5))
+  described = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
+  assert described(state) == described(abstract)
+
+
+def test_norms_and_biases_do_not_decay():
+  model = single_device_model()
+  optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, weight_decay=0.5), 5)
+  params = params_on(model)
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+  kernel = params["layers"]["q"]["kernel"]
+  np.testing.assert_allclose(updates["layers"]["q"]["kernel"], -0.05 * kernel, rtol=1e-5)
+  assert not np.asarray(updates["norm"]["scale"]).any()
+  assert not np.asarray(updates["layers"]["q"]["bias"]).any()
+
+
+def test_schedules():
+  config = OptimizerConfig(learning_rate=2.0, warmup_steps=4, schedule="linear")
+  rate = make_schedule(config, 12)
+  rates = [rate(i) for i in (0, 2, 4, 8, 12)]
+  np.testing.assert_allclose(rates, [0.0, 1.0, 2.0, 1.0, 0.0], atol=1e-6)
+  rate = make_schedule(OptimizerConfig(learning_rate=2.0, schedule="cosine"), 8)
+  np.testing.assert_allclose([rate(i) for i in (0, 4, 8)], [2.0, 1.0, 0.0], atol=1e-6)
+  rate = make_schedule(OptimizerConfig(learning_rate=2.0), 8)
+  assert [float(rate(i)) for i in (0, 8)] == [2.0, 2.0]
+
+
+def test_the_schedule_counts_steps_not_gradient_updates():
+  """Two warm-up steps of three updates each: rate 0 in the first, half the peak in the second."""
+  model = single_device_model()
+  config = OptimizerConfig(learning_rate=0.5, warmup_steps=2, weight_decay=0.0, b1=0.0, b2=0.0)
+  optimizer = make_optimizer(config, 10, updates=3)
+  params = params_on(model)
+  grads = jax.tree.map(jnp.ones_like, params)
+  state = optimizer.init(params)
+  rates = []
+  for _ in range(9):
+    updates, state = optimizer.update(grads, state, params)
+    # Without memory, Adam's update is minus the rate.
+    rates.append(round(-float(updates["norm"]["scale"][0]), 5))
+  assert rates == [0.0] * 3 + [0.25] * 3 + [0.5] * 3
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "message"),
+  [
+    ("learning_rate", 0.0, "above 0 and finite, got 0.0"),
+    ("b2", 1.0, r"in \[0, 1\), got 1.0"),
+    ("weight_decay", -1.0, "at least 0 and finite, got -1.0"),
+    ("schedule", "step", "one of constant, cosine, linear; got 'step'"),
+    ("clip_norm", -1.0, "above 0 and finite, got -1.0"),
+    ("momentum_dtype", "float16", "float32, bfloat16, .*got 'float16'"),
+  ],
+)
+def test_invalid_optimizers_are_rejected(field, value, message):
+  with pytest.raises(UserError, match=message):
+    OptimizerConfig(**{field: value})
+
+
+def test_bfloat16_momentum():
+  """Only the first moment changes dtype; after four updates, parameters differ by its rounding."""
+  optimizer = make_optimizer(OptimizerConfig(momentum_dtype="bfloat16"), 5)
+  opt_state = abstract_state(Qwen2(CONFIG, make_mesh(2, 2, 2)), optimizer).opt_state
+  is_adam = lambda x: hasattr(x, "mu")
+  adam = next(x for x in jax.tree.leaves(opt_state, is_leaf=is_adam) if is_adam(x))
+  assert {x.dtype for x in jax.tree.leaves(adam.mu)} == {jnp.dtype("bfloat16")}
+  assert {x.dtype for x in jax.tree.leaves(adam.nu)} == {jnp.dtype("float32")}
+  exact, rounded = (
+    run(
+      "gtpo", minibatches=4, optimizer=dataclasses.replace(SGD_WITHOUT_DECAY, momentum_dtype=dtype)
+    )[0].params
+    for dtype in ("", "bfloat16")
+  )
+  start = jax.device_get(params_on(single_device_model()))
+  change = largest_difference(exact, start)
+  rounding = largest_difference(exact, rounded)
+  assert 0 < rounding < change / 50
+
+
+def test_why_the_second_moment_is_not_bfloat16():
+  """At b2 = 0.999 a bfloat16 second moment never decays: each step is under half its spacing."""
+  nu = jnp.bfloat16(1.5)
+  for _ in range(1000):
+    nu = (0.999 * nu.astype(jnp.float32)).astype(jnp.bfloat16)
+  assert float(nu) == 1.5
+  assert 1.5 * 0.999**1000 < 0.6
+
+
+def memory_kinds(tree):
+  return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
+
+
+def test_offloaded_moments_do_not_change_the_result():
+  model = Qwen2(CONFIG, mesh_of(1, 2, 1))
+  states = {}
+  for offload in (False, True):
+    optimizer = make_optimizer(dataclasses.replace(SGD_LIKE, offload=offload), 10)
+    update = make_update(model, algorithms.make("gtpo"), optimizer, minibatches=2, head_chunk=64)
+    state = init_state(params_on(model), optimizer, model)
+    kinds = memory_kinds(state.opt_state)
+    assert len(kinds) == 1
+    assert ("pinned_host" in kinds) == offload
+    assert memory_kinds(abstract_state(model, optimizer).opt_state) == kinds
+    for _ in range(2):
+      state, _ = update(state, *shard_batch(batch(), model.mesh))
+      assert memory_kinds(state.opt_state) == kinds
+      assert "pinned_host" not in memory_kinds(state.params)
+    states[offload] = jax.device_get(state)
+  jax.tree.map(np.testing.assert_array_equal, states[False], states[True])

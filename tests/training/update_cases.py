@@ -1,0 +1,164 @@
+"""A small model, batches with every kind of completion, and one update on them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gtpo_jax import algorithms
+from gtpo_jax.arrays import Prompts, Rewards, Rollouts
+from gtpo_jax.models import ModelConfig, Qwen2, init_params
+from gtpo_jax.models.params import abstract_params
+from gtpo_jax.runtime.mesh import make_mesh, shard_batch, single_device_mesh
+from gtpo_jax.training.log_probs import score
+from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
+from gtpo_jax.training.update import make_update
+
+CONFIG = ModelConfig(vocab_size=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64)
+N = 8
+G = 4
+T = 9
+# A large eps keeps Adam close to linear.
+SGD_LIKE = OptimizerConfig(learning_rate=1e-2, eps=1.0, weight_decay=0.1, clip_norm=1e9)
+SGD_WITHOUT_DECAY = OptimizerConfig(learning_rate=1e-2, eps=1.0, weight_decay=0.0, clip_norm=1e9)
+EVERY_LOSS_TERM = {"kl_weight": 0.1, "tis_cap": 1.05, "dual_clip": 1.5}
+
+
+@functools.cache
+def batch(seed=0):
+  """Rollouts of a policy close to the learner, with every kind of length, reward and penalty."""
+  rng = np.random.default_rng(seed)
+  model = single_device_model()
+  prompts = Prompts(
+    jnp.asarray(rng.integers(0, 48, (N, 5)), jnp.int32),
+    jnp.asarray(rng.integers(1, 6, N), jnp.int32),
+  )
+  tokens = jnp.asarray(rng.integers(0, 48, (N, G, T)), jnp.int32)
+  log_probs, entropy = score(model, params_on(model), prompts, tokens, 1.0, 64)
+  mask = np.arange(T) < rng.integers(1, T + 1, (N, G, 1))
+  # Large enough that some ratios leave the clip range.
+  noise = jnp.asarray(rng.normal(0, 0.2, (N, G, T)), jnp.float32)
+  correct = rng.random((N, G)) < 0.5
+  correct[0] = True  # groups 0 and 1 have no contrast
+  correct[1] = False
+  correct[2:, 0] = True
+  correct[2:, 1] = False
+  rollouts = Rollouts(
+    prompts,
+    tokens,
+    jnp.asarray(mask),
+    jnp.where(mask, log_probs + noise, 0),
+    jnp.where(mask, entropy, 0),
+    jnp.asarray(mask.sum(-1) < T),
+  )
+  penalty = np.where(mask.sum(-1) > 6, -0.5, 0.0).astype(np.float32)
+  return jax.device_get((rollouts, Rewards(correct, correct.astype(np.float32), penalty)))
+
+
+@functools.cache
+def full_batch():
+  """`batch` with all optional fields: guided, stale, rescored, reference and valid."""
+  rollouts, rewards = batch()
+  rng = np.random.default_rng(1)
+  guided = np.zeros((N, G), bool)
+  stale = np.zeros((N, G), bool)
+  valid = np.ones((N, G), bool)
+  guided[:, 3] = True
+  stale[4] = True
+  valid[5, 2] = False
+  correct = rewards.correct.copy()
+  correct[1, 3] = True  # the guide rescues groups 1 and 6
+  correct[6, :3] = False
+  correct[6, 3] = True
+
+  def near(x):
+    noise = np.where(rollouts.mask, rng.normal(0, 0.1, (N, G, T)), 0)
+    return (x + noise).astype(np.float32)
+
+  rollouts = rollouts.replace(
+    guided=guided,
+    stale=stale,
+    rescored=near(rollouts.log_probs),
+    reference=near(rollouts.log_probs),
+  )
+  return rollouts, rewards.replace(correct=correct, valid=valid)
+
+
+def signals(rollouts, rewards):
+  """The arguments of `Algorithm.advantages`."""
+  return {
+    "entropy": rollouts.entropy,
+    "mask": rollouts.mask,
+    "correct": rewards.correct,
+    "reward": rewards.reward,
+    "penalty": rewards.penalty,
+  }
+
+
+def single_device_model():
+  return Qwen2(CONFIG, single_device_mesh())
+
+
+@functools.cache
+def random_params():
+  return jax.device_get(init_params(single_device_model(), jax.random.key(0)))
+
+
+def params_on(model):
+  return jax.tree.map(
+    lambda x, like: jax.device_put(x * 4, like.sharding), random_params(), abstract_params(model)
+  )
+
+
+def run(
+  name,
+  mesh=None,
+  micro_batches=1,
+  optimizer=SGD_LIKE,
+  head_chunk=64,
+  data=None,
+  minibatches=1,
+  epochs=1,
+  **settings,
+):
+  """The state and the metrics after one update, on the host."""
+  model = Qwen2(CONFIG, mesh or single_device_mesh())
+  optimizer = make_optimizer(optimizer, 10)
+  update = make_update(
+    model,
+    algorithms.make(name, **settings),
+    optimizer,
+    minibatches=minibatches,
+    epochs=epochs,
+    micro_batches=micro_batches,
+    head_chunk=head_chunk,
+  )
+  state = init_state(params_on(model), optimizer, model)
+  state, metrics = update(state, *shard_batch(data or batch(), model.mesh))
+  return jax.device_get(state), {key: float(value) for key, value in metrics.items()}
+
+
+@functools.cache
+def plain(name):
+  """`run` of the published settings on one device, without micro-batches."""
+  return run(name)
+
+
+def assert_same(a, b, atol=1e-5):
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a[0], b[0])
+  assert a[1].keys() == b[1].keys()
+  for key in a[1]:
+    assert a[1][key] == pytest.approx(b[1][key], rel=atol, abs=atol), key
+
+
+def mesh_of(*shape):
+  """A mesh (data, fsdp, tensor) of the first devices."""
+  return make_mesh(*shape, jax.devices()[: int(np.prod(shape))])
+
+
+def largest_difference(a, b):
+  """max |x - y| over all arrays of two pytrees."""
+  differences = jax.tree.map(lambda x, y: np.abs(np.asarray(x) - np.asarray(y)).max(), a, b)
+  return max(jax.tree.leaves(differences))
