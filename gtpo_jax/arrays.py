@@ -75,17 +75,13 @@ def max_per_row(g: int, w: int) -> int:
 def array_lengths(longest: int, shards: int = 1) -> list[int]:
   """Returns the lengths that arrays for up to `longest` positions are padded to, ascending.
 
-  They are the powers of two from 64 up to 3/4 of `longest` that divide over `shards`, and `longest`
-  itself. They are few because each length is a program of its own; one just short of `longest`
-  would save less than its compilation costs.
+  They are `longest` halved again and again, down to 64, each rounded up to a multiple of `shards`:
+  few, because each length is a program of its own, and never more than twice what is needed.
   """
-  lengths = []
-  length = SHORTEST_ARRAY
-  while 4 * length <= 3 * longest:
-    if length % shards == 0:
-      lengths.append(length)
-    length *= 2
-  return [*lengths, longest]
+  lengths = [longest]
+  while (half := -(-lengths[0] // (2 * shards)) * shards) >= SHORTEST_ARRAY and half < lengths[0]:
+    lengths.insert(0, half)
+  return lengths
 
 
 def _gather(x: jax.Array, index: jax.Array) -> jax.Array:

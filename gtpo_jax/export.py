@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_jax.algorithms import RECIPES
-from gtpo_jax.config import Config, flatten, to_dict
+from gtpo_jax.config import Config, flatten, resolved_dict
 from gtpo_jax.models import save, save_adapter
 from gtpo_jax.models.folder import is_hf_folder
 from gtpo_jax.reporting.journal import read_jsonl
@@ -153,14 +153,11 @@ def _cell(value: Any) -> str:
 
 def resolved_settings(config: Config) -> Mapping[str, Any]:
   """Returns every field of the config, with the algorithm's published values filled in."""
-  settings = config.resolved_algorithm.settings_dict()
-  algorithm = {f"algorithm.{key}": value for key, value in settings.items()}
-  fields = {
+  return {
     key: value
-    for key, value in flatten(to_dict(config)).items()
-    if not key.startswith("algorithm.") or key == "algorithm.name"
+    for key, value in flatten(resolved_dict(config)).items()
+    if value is not None or not key.startswith("algorithm.")
   }
-  return fields | algorithm
 
 
 def _version(package: str) -> str:

@@ -15,7 +15,7 @@ from gtpo_jax.algorithms import RECIPES
 from gtpo_jax.algorithms.settings import RENAMED
 from gtpo_jax.config import Config, difference, freeze_saved, resolved_dict
 from gtpo_jax.runtime.distributed import broadcast_from_first
-from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.errors import UserError, first_line
 
 # What may change on resume: where the run computes and what it writes, but not what it computes.
 MAY_CHANGE = (
@@ -158,8 +158,8 @@ def _read_config(workdir: Path) -> dict[str, Any]:
     )
   try:
     values = json.loads(file.read_text())
-  except json.JSONDecodeError as error:
-    raise UserError(f"{str(file)!r} is not valid JSON: {error}") from error
+  except (ValueError, RecursionError) as error:  # also text that is not UTF-8
+    raise UserError(f"{str(file)!r} is not valid JSON: {first_line(error)}") from error
   if not isinstance(values, dict):
     raise UserError(
       f"{str(file)!r} is not a config: it holds {type(values).__name__}, not an object"

@@ -44,15 +44,16 @@ def test_array_lengths():
   assert array_lengths(64) == [64]
   assert array_lengths(80) == [80]
   assert array_lengths(128) == [64, 128]
-  assert array_lengths(600) == [64, 128, 256, 600]
+  assert array_lengths(600) == [75, 150, 300, 600]
   assert array_lengths(1024) == [64, 128, 256, 512, 1024]
-  assert array_lengths(20480) == [64, 128, 256, 512, 1024, 2048, 4096, 8192, 20480]
+  assert array_lengths(20480) == [80, 160, 320, 640, 1280, 2560, 5120, 10240, 20480]
 
 
 def test_array_lengths_divide_over_the_shards():
   assert array_lengths(256, 4) == [64, 128, 256]
   assert array_lengths(1024, 128) == [128, 256, 512, 1024]
-  assert array_lengths(384, 3) == [384]
+  assert array_lengths(384, 3) == [96, 192, 384]
+  assert array_lengths(130, 2) == [66, 130]
 
 
 @settings(max_examples=200, deadline=None)
