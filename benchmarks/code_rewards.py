@@ -1,10 +1,11 @@
-"""Sandboxed code rewards: runs per second, one at a time and several at once.
+"""Measures how many programs per second the sandbox for code rewards runs.
 
     python benchmarks/code_rewards.py [--json FILE] [--seconds 4] [--at_once 1,8,16]
 
-Each run is a correct program like those of HumanEval (a dozen asserts) in its own sandbox, with and
-without `from typing import List`, which one in eight of HumanEval has (the import takes 10 ms). The
-load of the machine at the start is reported too, because other work slows the runs down.
+Each run executes a correct program, similar to those of HumanEval (a dozen asserts), in its own
+sandbox. It is measured with and without `from typing import List`, which one in eight HumanEval
+programs contains (the import takes 10 ms), and with several numbers of concurrent runs. The load of
+the machine at the start is reported too, because other work slows the runs down.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ check(running_maximum)
 
 
 def measure(program: str, at_once: int, seconds: float) -> dict[str, float]:
-  """Runs per second, and the median and 99th percentile of the seconds per run."""
+  """Returns the runs per second, and the median and 99th percentile of the seconds per run."""
   end = time.perf_counter() + seconds
   run_seconds = []
 

@@ -1,11 +1,11 @@
-"""Trains several algorithms from one warm start with several seeds, and reports them side by side.
+"""Trains several algorithms with several seeds from one base model, and compares the results.
 
     python benchmarks/compare.py --out=runs/compare [--algorithms=gtpo,grpo_s,...] \\
       [--seeds=0,1,2] [--config.a.b=VALUE ...]
 
-First it makes the base model: the warm start of `--config`, exported once as a Hugging Face folder.
-Then it runs `gtpo train` from that folder for every algorithm and seed, `--jobs` runs at a time,
-each on its own cores. At the end it runs `gtpo report` over all of them. The same command again
+The base model is made by the warm start of `--config`, and exported once as a Hugging Face folder.
+`gtpo train` then runs from that folder for every algorithm and seed, `--jobs` runs at a time, each
+on its own cores. Finally `gtpo report` writes a report of all runs. Running the same command again
 resumes unfinished runs. Fields given as `--config.a.b=VALUE` are set in every run.
 """
 
@@ -27,7 +27,7 @@ GTPO = [sys.executable, "-m", "gtpo_jax"]
 
 
 def run(arguments: list[str], log: Path, cores: set[int]) -> float:
-  """Runs one gtpo command on these cores with its output in a file; returns the seconds it took.
+  """Runs one gtpo command on these cores, appends its output to `log`, and returns its seconds.
 
   Raises:
     SystemExit: the command failed.
@@ -35,20 +35,20 @@ def run(arguments: list[str], log: Path, cores: set[int]) -> float:
   started = time.perf_counter()
   with log.open("a") as out:
     process = subprocess.Popen([*GTPO, *arguments], stdout=out, stderr=subprocess.STDOUT)
-    os.sched_setaffinity(process.pid, cores)  # long before the process counts its cores
+    os.sched_setaffinity(process.pid, cores)  # the process counts its cores much later
   if code := process.wait():
     sys.exit(f"gtpo {' '.join(arguments)} exited with {code}; see {log}")
   return time.perf_counter() - started
 
 
 def last_evaluation(workdir: Path) -> dict[str, float]:
-  """The newest line of a run's metrics.jsonl that has an evaluation."""
+  """Returns the last row of a run's metrics.jsonl that contains an evaluation."""
   rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
   return next(row for row in reversed(rows) if any(key.startswith("eval/") for key in row))
 
 
 def table(out: Path, algorithms: list[str], seeds: list[str]) -> list[str]:
-  """For every algorithm and evaluation metric, the mean and standard deviation over the seeds."""
+  """Returns a table of each evaluation metric's mean and standard deviation over the seeds."""
   evaluations = {
     algorithm: [last_evaluation(out / f"{algorithm}-{seed}") for seed in seeds]
     for algorithm in algorithms
@@ -71,23 +71,21 @@ def table(out: Path, algorithms: list[str], seeds: list[str]) -> list[str]:
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
-  """The options, and the fields of the config."""
+  """Returns the options, and the `--config.a.b=VALUE` arguments."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", type=Path, required=True)
   parser.add_argument("--config", default="configs/compare.py")
   parser.add_argument("--algorithms", default="gtpo,grpo_s,dapo,dapo_forking,grpo")
   parser.add_argument("--seeds", default="0,1,2")
-  parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+  parser.add_argument("--jobs", type=int, default=2, help="number of runs at a time")
   args, fields = parser.parse_known_args()
   if unknown := [field for field in fields if not field.startswith("--config.")]:
-    parser.error(
-      f"{unknown[0]} is not an option; fields of the config are given as --config.a.b=VALUE"
-    )
+    parser.error(f"{unknown[0]} is not an option; set fields of the config by --config.a.b=VALUE")
   return args, fields
 
 
 def make_base_model(args: argparse.Namespace, fields: list[str], cores: set[int]) -> Path:
-  """The Hugging Face folder of the warm-started model, made unless it exists."""
+  """Returns the Hugging Face folder of the base model; makes it if it does not exist."""
   folder = args.out / "base_model"
   if folder.exists():
     return folder
@@ -102,7 +100,7 @@ def make_base_model(args: argparse.Namespace, fields: list[str], cores: set[int]
 def train_all(
   names: list[str], args: argparse.Namespace, fields: list[str], base: Path, cores: list[int]
 ) -> None:
-  """Trains the runs ALGORITHM-SEED, `--jobs` at a time on separate cores."""
+  """Trains the runs named ALGORITHM-SEED, `--jobs` at a time on separate cores."""
   free_cores: queue.SimpleQueue[set[int]] = queue.SimpleQueue()
   for job in range(args.jobs):
     free_cores.put(set(cores[job :: args.jobs]) or set(cores))
@@ -145,7 +143,7 @@ def main() -> None:
   workdirs = [f"--workdir={args.out / name}" for name in names]
   run(["report", *workdirs, f"--out={report}"], args.out / "report.log", set(cores))
   print("\n".join(table(args.out, algorithms, seeds)))
-  print(f"{report}; {time.perf_counter() - started:.0f} s in all")
+  print(f"{report}; {time.perf_counter() - started:.0f} s in total")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Times one decode step of a real Qwen2.5 shape with random weights, against its lower bound.
+"""Times one decode step of a Qwen2.5 architecture with random weights, against a lower bound.
 
     python benchmarks/decode.py [--json FILE] [--preset qwen2.5-0.5b] [--dtype float32] \\
       [--batch 8] [--prompt_len 64] [--tokens 48]
 
-The bound is the larger of two times measured on this machine: reading every weight once (a sum over
-arrays of that many bytes), and running only the step's matrix products in one program.
+The lower bound (`floor`) is the larger of two times measured on this machine: the time to read
+every weight once (a sum over arrays of the same size), and the time of a program that runs only the
+step's matrix products.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 
 
 def median_seconds(call: Callable[[], object], repeats: int = 5) -> float:
-  """Returns the median time of `repeats` calls after a first one."""
+  """Returns the median seconds of `repeats` calls, after a first call that compiles."""
   seconds = []
   for _ in range(repeats + 1):
     started = time.perf_counter()
@@ -53,7 +54,7 @@ def matrix_shapes(c: ModelConfig) -> list[tuple[int, int]]:
 
 
 def lower_bounds(c: ModelConfig, batch: int) -> tuple[float, float]:
-  """Returns the seconds of the step's matrix products, and of reading every weight."""
+  """Returns the seconds of a step's matrix products, and of reading every weight once."""
   dtype = DTYPES[c.compute_dtype]
   groups = c.heads // c.kv_heads
   layer = lambda: [jnp.full(shape, 0.01, dtype) for shape in matrix_shapes(c)]
@@ -76,7 +77,7 @@ def lower_bounds(c: ModelConfig, batch: int) -> tuple[float, float]:
 
 
 def decode_step_seconds(c: ModelConfig, batch: int, prompt_len: int, tokens: int) -> float:
-  """Returns the engine's seconds per token, prefill and first token subtracted."""
+  """Returns the engine's seconds per decode step, without prefill and the first token."""
   model = Qwen2(c, make_mesh())
   engine = Engine(
     model,

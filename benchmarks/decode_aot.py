@@ -1,13 +1,14 @@
-"""Compiles the decode program of a real Qwen2.5 shape for TPUs that are not present.
+"""Compiles the decode loop of a Qwen2.5 architecture for TPUs that are not attached.
 
     python benchmarks/decode_aot.py [--json FILE] [--preset qwen2.5-1.5b] [--topology v5e:4x4] \\
       [--tensor 1] [--slots 64] ...
 
-Reports what a chip holds in memory, and what one token moves. No weights are created. The lower
-bound of a token is to read every weight, and every key and value of the running completions at full
-length, once from a chip's memory. It is compared with what the compiled loop reads and writes
-there: the operands and results of its instructions, except those in on-chip memory. For an
-instruction that gathers rows of a table, only the result is counted.
+Reports the peak memory of a chip and the memory traffic of one decode step, which generates one
+token for every slot. No weights are created. The lower bound of a step (`floor`) is to read every
+weight, and every key and value of the completions at full length, once from the chip's memory.
+It is compared with the traffic of the compiled loop: the bytes of the operands and results of its
+instructions, except arrays in on-chip memory. An instruction that gathers rows of a table counts
+twice the size of its result, not the size of the table.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ MOVES_NOTHING = {
 
 
 def array_bytes(types: str, in_main_memory: bool = False) -> list[int]:
-  """Returns the bytes of each array in an HLO type, or only of those in the chip's main memory."""
+  """Returns the bytes of each array in an HLO type, optionally only of arrays in main memory."""
   return [
     math.prod(int(size) for size in dims.split(",") if size) * int(bits or 8) // 8
     for _, bits, dims, layout in ARRAY.findall(types)
@@ -59,7 +60,7 @@ def array_bytes(types: str, in_main_memory: bool = False) -> list[int]:
 
 
 def loop_body(hlo: str) -> list[str]:
-  """Returns the lines of the program's longest loop body."""
+  """Returns the lines of the longest loop body in the program, the decode step."""
   bodies = []
   for name in re.findall(r" while\(.*body=%([\w.\-]+)", hlo):
     pattern = rf"^%{re.escape(name)} \([^\n]*\{{\n(.*?)^\}}"
@@ -67,8 +68,8 @@ def loop_body(hlo: str) -> list[str]:
   return max(bodies, key=len)
 
 
-def bytes_per_token(hlo: str) -> int:
-  """Returns the bytes that one iteration of the longest loop moves to and from main memory."""
+def bytes_per_step(hlo: str) -> int:
+  """Returns the bytes that one decode step reads from and writes to a chip's main memory."""
   moved = 0
   types = {}
   traffic = lambda type_: sum(array_bytes(type_, in_main_memory=True))
@@ -82,7 +83,9 @@ def bytes_per_token(hlo: str) -> int:
       continue
     arguments = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
     operands = [types[argument] for argument in arguments if argument in types]
-    if kind.endswith("-start"):  # (operand, result, ...): a copy crosses main memory once
+    if kind.endswith("-start"):
+      # An asynchronous copy between main and on-chip memory, of type (operand, result, ...). Only
+      # one end is in main memory.
       moved += array_bytes(result)[1]
     elif "gather" in name:
       moved += 2 * traffic(result)
@@ -136,11 +139,11 @@ def main() -> None:
 
   params, prompt_cache, slot_cache = arguments
   kv_bytes = bytes_per_device((prompt_cache.kv, slot_cache.kv))
-  # If the embedding is not tied to the head, only a few of its rows are read.
+  # An embedding that is not tied to the head does not count: only a few of its rows are read.
   unread = 0 if c.tied else bytes_per_device(params.outer["embedding"])
   floor = bytes_per_device(params) - unread + kv_bytes
   floor_s = floor / chip.memory_bandwidth
-  moved = None if compiled is None else bytes_per_token(compiled.as_text())
+  moved = None if compiled is None else bytes_per_step(compiled.as_text())
   result = {
     "peak_bytes": peak,
     "fits": peak <= chip.memory,

@@ -1,12 +1,13 @@
-"""Math verdicts per second on GSM8K-like answers, and the cost of 5 % hostile expressions.
+"""Measures math verdicts per second on GSM8K-like answers, and the cost of hostile expressions.
 
     python benchmarks/math_rewards.py [--json FILE] [--rounds 9] [--batch 4000] [--workers N]
 
-Each completion is a few lines of reasoning and an answer, alternately correct and incorrect; boxed,
-after `####`, or after `Answer:`. In a hostile batch, 1 in 20 answers is 9^{9^{9^9}}, 3,000 nested
-parentheses or (10^9)!, in turn. Clean and hostile batches alternate; results are medians over the
-rounds. Batches have different answers, so caches do not help. The last number is for answers that
-only math-verify can check (roots), in workers that are started before the measurement.
+Each completion is a few lines of reasoning and an answer that is boxed, after `####`, or after
+`Answer:`. Correct and incorrect answers alternate. In a hostile batch, 1 in 20 answers is
+9^{9^{9^9}}, 3,000 nested parentheses or (10^9)!, in turn. Clean and hostile batches alternate; the
+results are medians over the rounds. All batches have different answers, so caches do not help. The
+last number is the rate for answers with roots, which only math-verify can check; its workers are
+started before the measurement.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ REASONING = 3 * (
 def batch(
   size: int, hostile: bool, rng: np.random.Generator
 ) -> tuple[list[str], list[str], list[bool | None]]:
-  """Completions, gold answers and the expected verdicts."""
+  """Returns completions, gold answers and the expected verdicts."""
   completions = []
   golds = []
   expected = []
@@ -54,7 +55,7 @@ def batch(
 
 
 def measure_math_verify(workers: int | None) -> float:
-  """Verdicts per second on answers with roots."""
+  """Returns the verdicts per second on answers with roots."""
   roots = [
     (f"\\boxed{{{k}\\sqrt{{{n}}}}}", f"\\sqrt{{{k * k * n}}}")
     for k in range(2, 12)

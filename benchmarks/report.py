@@ -1,9 +1,9 @@
-"""A report of many long completions: its size, the seconds to make, open and operate it.
+"""Measures a report of many long completions: file size, and the time to make, open and use it.
 
     python benchmarks/report.py --completions=1000 --tokens=500
 
-Random entropies and words in groups of 16, opened in this machine's own headless Chromium (needs
-playwright). Prints one JSON object.
+The completions have random words and entropies, in groups of 16. The report is opened in the
+headless Chromium of this machine (playwright is required). Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gtpo_jax.reporting.credit import CreditRecord, save_credit
 from gtpo_jax.reporting.report import make_report
 
 GROUP = 16
-WORDS = 2000  # in the vocabulary
+WORDS = 2000  # size of the vocabulary
 # Milliseconds from a click until the page is painted.
 CLICK = """async (selector) => {
   const frame = () => new Promise((done) => requestAnimationFrame(done));
@@ -36,7 +36,7 @@ CLICK = """async (selector) => {
   await painted();
   return performance.now() - started;
 }"""
-# Milliseconds that the page takes when the pointer enters a token.
+# Milliseconds that the page takes to respond when the pointer enters a token.
 POINT = """() => {
   const tokens = [...document.querySelectorAll('.t')].slice(0, 100);
   const started = performance.now();
@@ -56,7 +56,7 @@ CLICKS = {
 
 
 def make_run(workdir: Path, groups: int, tokens: int) -> None:
-  """Writes a run with one step and the credit of its completions."""
+  """Writes a run with one step and its credit record (entropy, reward and so on of each token)."""
   rng = np.random.default_rng(0)
   shape = (groups, GROUP)
   (workdir / "config.json").write_text(json.dumps(to_dict(Config())))

@@ -1,13 +1,17 @@
-"""Times sampling with long-tailed lengths: completed tokens per second of our engine and of peers.
+"""Compares our engine with other libraries: sampled tokens per second with long-tailed lengths.
 
     python benchmarks/sampling.py [--json FILE] [--peers transformers,tunix] \\
       [--tunix_python PYTHON] [--rounds 5] [--slots 16] ...
 
-The architecture of benchmarks/step.py with random weights in float32; 64 completions, one for each
-of 64 prompts of 64 tokens, at temperature 1. Their lengths are drawn from a log-normal distribution
-with median 32, cut at 512. They are not known in advance: a peer generates until the longest
-completion is done. Tokens per second count only those of the lengths, over the median time of the
-rounds after the first. Ours and the peers run interleaved.
+The model is that of benchmarks/step.py, with random weights in float32. One completion is sampled
+for each of 64 prompts of 64 tokens, at temperature 1. The lengths of the completions are drawn
+beforehand from a log-normal distribution with median 32, cut at 512. Our engine ends each
+completion at its drawn length and starts another in its slot. The other libraries (`--peers`)
+sample all completions as one batch until the longest is done, as they would with unknown lengths.
+
+Tokens per second are the sum of the drawn lengths, divided by the median time of a round. Tokens
+that another library generates beyond a drawn length are not counted. In each round our engine and
+the others run once, one after another; the first round, which compiles, is discarded.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 def ours(
   args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]
 ) -> Callable[[int], None]:
-  """Returns one call of our engine to be timed."""
+  """Returns a function that samples all completions with our engine, given a seed."""
   model = Qwen2(
     ModelConfig(
       args.vocab,
@@ -78,7 +82,10 @@ def ours(
 def transformers(
   args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]
 ) -> Callable[[int], None]:
-  """Returns one call of `generate`, which may stop each row at its own length."""
+  """Returns a function that samples all completions with Transformers, given a seed.
+
+  A stopping criterion ends each row at its drawn length; the batch runs until the last row ends.
+  """
   import torch
   from transformers import Qwen2Config, Qwen2ForCausalLM, StoppingCriteria
 
@@ -120,7 +127,7 @@ def transformers(
 def tunix(
   args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]
 ) -> Callable[[int], None]:
-  """Returns one call of Tunix's sampler in its own process, which reports when it is done."""
+  """Returns a function that samples all completions with Tunix in its own process, given a seed."""
   command = [
     args.tunix_python,
     str(Path(__file__).with_name("tunix_sampler.py")),
@@ -133,7 +140,7 @@ def tunix(
     print(seed, file=process.stdin, flush=True)
     while (line := process.stdout.readline().strip()) != "done":
       if not line:
-        sys.exit("Tunix's process ended; its message is above")
+        sys.exit("the Tunix process exited early; see its error message above")
 
   return call
 
@@ -157,10 +164,10 @@ def parse_args() -> argparse.Namespace:
   }
   for name, default in sizes.items():
     parser.add_argument(f"--{name}", type=int, default=default)
-  parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm of the lengths")
-  parser.add_argument("--peers", default="", help=f"some of {','.join(PEERS)}")
+  parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of log(length)")
+  parser.add_argument("--peers", default="", help=f"other libraries to time: {','.join(PEERS)}")
   parser.add_argument(
-    "--tunix_python", default=sys.executable, help="an interpreter with google-tunix"
+    "--tunix_python", default=sys.executable, help="Python interpreter with google-tunix"
   )
   parser.add_argument("--json")
   args = parser.parse_args()
@@ -180,7 +187,7 @@ def workload(args: argparse.Namespace) -> tuple[np.ndarray, list[list[int]]]:
 
 
 def median_seconds(calls: dict[str, Callable[[int], None]], rounds: int) -> dict[str, float]:
-  """Returns each call's median time over interleaved rounds after a first one."""
+  """Returns the median seconds of each function over `rounds` rounds, after a first one."""
   seconds: dict[str, list[float]] = {name: [] for name in calls}
   for seed in range(rounds + 1):
     for name, call in calls.items():
@@ -211,7 +218,9 @@ def main() -> None:
   }
   for name, seconds in medians.items():
     ratio = seconds / medians["ours"]
-    print(f"{name:<14} {seconds:8.3f} s {total / seconds:9.0f} tokens/s {ratio:6.2f} x our time")
+    print(
+      f"{name:<14} {seconds:8.3f} s {total / seconds:9.0f} tokens/s {ratio:6.2f} x the time of ours"
+    )
   print(
     f"{total} tokens in {args.completions} completions, the longest {max(lengths)}; "
     f"our engine has {args.slots} slots"

@@ -1,11 +1,12 @@
-"""One GTPO update of 7B and 32B on 64, 256 and 1,024 TPU v5p chips, compiled ahead of time.
+"""Compiles a GTPO update of 7B and 32B models for 64, 256 and 1,024 TPU v5p chips.
 
     python benchmarks/scaling.py [--json FILE] [--only 32b-weak-256 ...]
 
-No TPU is used. Sequences of 20,480 positions (2,048 of them prompt), float32 parameters and AdamW,
-bfloat16 compute, full remat, no micro-batches. Weak scaling: 64 sequences for every 64 chips.
-Strong scaling: 256 sequences on any number of chips. Prints a row as soon as its programs are
-compiled (minutes each).
+The programs are compiled ahead of time; no TPU is used. Sequences have 20,480 positions, 2,048 of
+them for the prompt. Parameters and AdamW are float32, compute is bfloat16, with full remat and
+without micro-batches. Weak scaling has 64 sequences for every 64 chips; strong scaling has 256
+sequences for any number of chips. A row is printed as soon as its programs are compiled, which
+takes minutes.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from gtpo_jax.runtime.errors import UserError
 SLICES = {64: "v5p:4x4x4", 256: "v5p:4x8x8", 1024: "v5p:8x8x16"}
 GROUP = 4  # completions of each prompt
 KEYS = ("batch.prompts", "mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor")
-# The values of KEYS by number of chips. 7B splits positions over context, 32B over tensor, and both
-# split them over both on 1,024 chips that share 64 prompts.
+# The values of KEYS by number of chips. Positions are sharded over context for 7B, over tensor for
+# 32B, and over both for 64 prompts on 1,024 chips.
 SHAPES = {
   "7b-weak": {64: (16, 1, 16, 4, 1), 256: (64, 4, 16, 4, 1), 1024: (256, 16, 16, 4, 1)},
   "7b-strong": {64: (64, 1, 16, 4, 1), 256: (64, 4, 16, 4, 1), 1024: (64, 4, 16, 4, 4)},

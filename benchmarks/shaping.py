@@ -1,10 +1,11 @@
-"""Cost of shaping and diagnostics: the update of each algorithm against plain GRPO without metrics.
+"""Times the update of each algorithm against that of GRPO without diagnostics.
 
     python benchmarks/shaping.py [--json FILE] [--rounds 8] [--algorithms gtpo,grpo_s]
 
-Measures the compiled update on the workload of step.py: 4 prompts of 64 tokens x 8 completions of
-128, Qwen2 with 4 layers of width 256, vocabulary 8192, float32. The updates alternate, so that
-disturbances of the machine affect all of them. Prints medians.
+The difference is the cost of reward shaping and diagnostics. The workload is that of step.py: 4
+prompts of 64 tokens x 8 completions of 128, Qwen2 with 4 layers of width 256, vocabulary 8192,
+float32. The updates run interleaved, so that noise from other work on the machine affects all of
+them. Prints medians over the rounds; compilation is not timed.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ T = 128
 
 
 @dataclasses.dataclass
-class Run:
-  """A compiled update, its state, and the seconds of each round."""
+class TimedUpdate:
+  """A compiled update, its training state, and the seconds it took in each round."""
 
   update: update_module.Update
   state: TrainState
@@ -49,7 +50,7 @@ class Run:
 
 
 def make_batch(model: Qwen2) -> tuple[Rollouts, Rewards]:
-  """Returns random completions; every group has a correct and an incorrect one."""
+  """Returns random completions; each group has at least one correct and one incorrect."""
   rng = np.random.default_rng(0)
   correct = rng.random((N, G)) < 0.5
   correct[:, 0] = True
@@ -67,23 +68,23 @@ def make_batch(model: Qwen2) -> tuple[Rollouts, Rewards]:
   return shard_batch((rollouts, rewards), model.mesh)
 
 
-def compile_run(name: str, model: Qwen2, batch: tuple[Rollouts, Rewards]) -> Run:
-  """Returns the algorithm's update after one call, which compiles it."""
+def compile_update(name: str, model: Qwen2, batch: tuple[Rollouts, Rewards]) -> TimedUpdate:
+  """Returns the update of an algorithm, compiled by a first call."""
   optimizer = make_optimizer(OptimizerConfig(), 1000)
   state = init_state(init_params(model, jax.random.key(0)), optimizer, model)
   update = update_module.make_update(model, algorithms.make(name), optimizer)
   state, _ = jax.block_until_ready(update(state, *batch))
-  return Run(update, state)
+  return TimedUpdate(update, state)
 
 
-def compile_plain(model: Qwen2, batch: tuple[Rollouts, Rewards]) -> Run:
-  """Returns the update of GRPO without any diagnostics."""
+def compile_plain(model: Qwen2, batch: tuple[Rollouts, Rewards]) -> TimedUpdate:
+  """Returns the compiled update of GRPO without diagnostics."""
   no_metrics = mock.Mock(return_value={})
   with (
     mock.patch.multiple(update_module, batch_metrics=no_metrics, mismatch_metrics=no_metrics),
     mock.patch.object(algorithms.Algorithm, "credit_metrics", no_metrics),
   ):
-    return compile_run("grpo", model, batch)
+    return compile_update("grpo", model, batch)
 
 
 def main() -> None:
@@ -96,14 +97,14 @@ def main() -> None:
   model = Qwen2(ARCHITECTURE, make_mesh())
   batch = make_batch(model)
   plain = compile_plain(model, batch)
-  runs = {name: compile_run(name, model, batch) for name in args.algorithms.split(",")}
-  order = [plain, *runs.values()]
+  updates = {name: compile_update(name, model, batch) for name in args.algorithms.split(",")}
+  order = [plain, *updates.values()]
   for _ in range(args.rounds):
     order.reverse()
-    for run in order:
+    for timed in order:
       started = time.perf_counter()
-      run.state, _ = jax.block_until_ready(run.update(run.state, *batch))
-      run.seconds.append(time.perf_counter() - started)
+      timed.state, _ = jax.block_until_ready(timed.update(timed.state, *batch))
+      timed.seconds.append(time.perf_counter() - started)
 
   result = {
     "jax": jax.__version__,
@@ -114,9 +115,9 @@ def main() -> None:
   }
   for key, value in result.items():
     print(f"{key:<16} {value}")
-  for name, run in runs.items():
-    ratios = np.asarray(run.seconds) / plain.seconds  # of the same round
-    update_s = float(np.median(run.seconds))
+  for name, timed in updates.items():
+    ratios = np.asarray(timed.seconds) / plain.seconds  # one per round, less noisy than medians
+    update_s = float(np.median(timed.seconds))
     added = float(np.median(ratios) - 1)
     result[name] = {"update_s": update_s, "added": added}
     print(f"{name:<16} {update_s:.3f} s  {added:+.2%}")

@@ -1,11 +1,11 @@
-"""Runs a tiny job for a long time, then the same job killed at random: does it leak or diverge?
+"""Tests for leaks and exact resumption: runs a tiny job for long, then again with random kills.
 
     python benchmarks/soak.py --minutes=60 --json=soak.json
 
-The job runs undisturbed for half of the time. After the first quarter of that, its memory, open
-files and threads are sampled every second. A second run of the same length is killed again and
-again, and must end with the same metrics, samples and digests. The kills are at random times;
-`tests/faults` covers kills at marked points.
+The job runs undisturbed for half of the time. After the first quarter of this half, its memory,
+open files and threads are sampled every second. A second run with the same number of steps is
+killed again and again at random times, and must end with the same metrics, samples and digests.
+Kills at specific points are tested in `tests/faults`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CONFIG = {
   "batch.group": 8,
   "batch.minibatches": 2,
   "warm_start.steps": 50,
-  "sampling.warm_up": True,  # with this and without packing, nothing compiles later
+  "sampling.warm_up": True,  # with this and without packing, all programs compile at the start
   "batch.pack": False,
   "eval.every": 20,
   "eval.problems": 32,
@@ -61,7 +61,7 @@ def start(workdir: Path, steps: int) -> subprocess.Popen:
     f"--workdir={workdir}",
     *(f"--config.{key}={value}" for key, value in values.items()),
   ]
-  # With an arena per thread, glibc keeps more and more of the memory that was freed.
+  # With one malloc arena per thread, glibc returns less and less of the freed memory.
   environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
   return subprocess.Popen(
     command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -76,7 +76,7 @@ def wait_for(process: subprocess.Popen, status: int) -> None:
 
 
 def sample_process(pid: int) -> tuple[int, int, int]:
-  """Memory in KiB, open files and threads of a process."""
+  """Returns the memory in KiB, open files and threads of a process."""
   lines = Path(f"/proc/{pid}/status").read_text().splitlines()
   status = dict(line.split(":", 1) for line in lines if ":" in line)
   memory = int(status["VmRSS"].split()[0])
@@ -84,7 +84,7 @@ def sample_process(pid: int) -> tuple[int, int, int]:
 
 
 def run_undisturbed(workdir: Path, seconds: float) -> list[tuple[int, int, int]]:
-  """Runs the job, stops it after `seconds` and finishes it there; returns a sample per second."""
+  """Runs the job and stops it after `seconds`; returns samples of the process, one per second."""
   process = start(workdir, UNLIMITED_STEPS)
   started = time.monotonic()
   samples = []
@@ -94,7 +94,7 @@ def run_undisturbed(workdir: Path, seconds: float) -> list[tuple[int, int, int]]
       samples.append(sample_process(process.pid))
   process.send_signal(signal.SIGTERM)
   wait_for(process, 128 + signal.SIGTERM)
-  wait_for(start(workdir, completed_steps(workdir)), 0)  # the last evaluation
+  wait_for(start(workdir, completed_steps(workdir)), 0)  # runs the last evaluation
   return samples
 
 
@@ -120,7 +120,7 @@ def completed_steps(workdir: Path) -> int:
 
 
 def outcome(workdir: Path) -> tuple:
-  """The metrics except timings, the samples, the newest step, and the digests of its arrays."""
+  """Returns metrics without timings, samples, and the newest checkpoint's step and digests."""
   rows = [
     {key: value for key, value in row.items() if not key.startswith(TIMING_METRICS)}
     for row in read_jsonl(workdir / "metrics.jsonl")
@@ -131,13 +131,13 @@ def outcome(workdir: Path) -> tuple:
 
 
 def tenths(values: list[int]) -> list[float]:
-  """The means over ten equal parts of a series."""
+  """Returns the means over ten equal parts of a series."""
   bounds = [i * len(values) // 10 for i in range(11)]
   return [round(sum(values[a:b]) / (b - a), 1) for a, b in itertools.pairwise(bounds)]
 
 
 def summarize(samples: list[tuple[int, int, int]]) -> dict[str, Any]:
-  """Memory, files and threads over tenths of the time, and the growth of memory."""
+  """Returns memory, files and threads per tenth of the time, and the growth of memory."""
   memory, files, threads = (tenths(values) for values in zip(*samples, strict=True))
   return {
     "looked": len(samples),
@@ -151,8 +151,8 @@ def summarize(samples: list[tuple[int, int, int]]) -> dict[str, Any]:
 
 def main() -> None:
   parser = argparse.ArgumentParser()
-  parser.add_argument("--minutes", type=float, default=60.0, help="approximate time in all")
-  parser.add_argument("--seed", type=int, default=0, help="seed of the times of the kills")
+  parser.add_argument("--minutes", type=float, default=60.0, help="approximate total time")
+  parser.add_argument("--seed", type=int, default=0, help="seed of the random kill times")
   parser.add_argument("--json", type=Path)
   args = parser.parse_args()
   folder = Path(tempfile.mkdtemp(prefix="gtpo_soak_"))

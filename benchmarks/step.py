@@ -1,10 +1,10 @@
-"""One on-policy step on the workload on which TRL and Tunix are measured: sample, reward, update.
+"""Times one on-policy step (sample, reward, update) on the workload used to measure TRL and Tunix.
 
     python benchmarks/step.py [--json FILE] [--algorithm gtpo] [--steps 6] [--vocab 32768] ...
 
-Qwen2 architecture with random weights in float32, 4 layers of width 256, vocabulary 8192; 4 prompts
-of 64 tokens x 8 completions of exactly 128 tokens at temperature 1; AdamW, one update per step, no
-KL. Prints a table of medians over the steps after the first.
+The model is a Qwen2 with random weights in float32, 4 layers of width 256 and a vocabulary of 8192.
+A step has 4 prompts of 64 tokens x 8 completions of exactly 128 tokens at temperature 1, and one
+update with AdamW and no KL term. Prints medians over the steps after the first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ prepare_jax()  # before JAX is imported
 
 import jax
 
-jax.config.update("jax_compilation_cache_dir", None)  # the first step shows a real compilation
+jax.config.update("jax_compilation_cache_dir", None)  # so that the first step compiles
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Rewards
@@ -62,7 +62,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def run_steps(args: argparse.Namespace) -> tuple[list[tuple[float, float, float]], float]:
-  """The seconds of each step, of its sampling and of its update; the last sampler mismatch."""
+  """Returns the seconds of each (step, sampling, update), and the last mismatch of the sampler."""
   shape = ModelConfig(
     args.vocab,
     args.width,

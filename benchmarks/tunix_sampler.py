@@ -2,8 +2,8 @@
 
     PYTHON_WITH_GOOGLE_TUNIX tunix_sampler.py ARGUMENTS_AS_JSON LONGEST
 
-Reads one seed per line and prints "done" after sampling with it. Tunix takes no length per
-completion, so it generates until the longest is done, as with lengths not known in advance.
+Reads one seed per line, samples with it, and prints "done". Tunix has no length limit per
+completion, so it generates until the longest is done, as it would with unknown lengths.
 """
 
 import json
@@ -25,7 +25,7 @@ LONGEST = int(sys.argv[2])
 
 
 class Bytes(sentencepiece.SentencePieceProcessor):
-  """Bytes as tokens; a random model practically never samples the end token."""
+  """A tokenizer of bytes. A random model practically never samples its end token."""
 
   def pad_id(self):
     return 0
@@ -63,7 +63,7 @@ config = qwen2.ModelConfig(
 )
 with Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp")):
   model = qwen2.Qwen2(config, rngs=nnx.Rngs(0))
-# Its MLPs are initialised with zeros: give every matrix random values.
+# Tunix initialises the MLPs with zeros, so every matrix gets random values here.
 leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))
 keys = jax.random.split(jax.random.key(1), len(leaves))
 random_leaves = [

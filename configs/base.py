@@ -1,4 +1,4 @@
-"""Every field at its default; other configs start from it.
+"""The defaults of all fields, from which the other configs start.
 
 `gtpo_jax/config/sections.py` documents each field.
 """

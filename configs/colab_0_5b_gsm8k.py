@@ -1,4 +1,4 @@
-r"""Qwen2.5-0.5B-Instruct on GSM8K with GTPO and LoRA: first steps on one rented chip.
+r"""Qwen2.5-0.5B-Instruct on GSM8K with GTPO and LoRA, on one small accelerator.
 
     gtpo train --config=configs/colab_0_5b_gsm8k.py --workdir=WORKDIR \
                --config.model.path=Qwen/Qwen2.5-0.5B-Instruct

@@ -1,8 +1,9 @@
-"""Countdown from a strong warm start: problems have several answers, and no answer is certain.
+"""Countdown with a long warm start, for comparisons of algorithms.
 
     python benchmarks/compare.py --out=runs/compare
 
-More samples of one problem still find more answers, so pass@k is informative.
+The task is informative for pass@k: a problem has several right answers, and after the warm start
+the policy is still uncertain, so that more samples of a problem find more of them.
 """
 
 from gtpo_jax.config import default_config

@@ -1,12 +1,12 @@
-"""Countdown: reach a target using every number once.
+"""Countdown: reach a target number by adding and subtracting given numbers, using each once.
 
     gtpo train --config=configs/countdown.py --workdir=runs/countdown
 
-Several answers are right, so pass@k is informative.
+A problem has several right answers, so pass@k is informative.
 Hardware: two CPU cores, five to six minutes.
 Expected (seed 0): held-out pass@1 rises from 22 % to 34 %, while pass@16 falls from 88 % to 42 %.
-The policy becomes confident faster than it improves, which is what this task lets you study.
-Longer runs need a longer warm start.
+The policy becomes confident faster than it improves; this task lets you study that effect.
+Increase warm_start.steps for longer runs.
 """
 
 from gtpo_jax.config import default_config

@@ -3,15 +3,15 @@ r"""AIME 2025: 30 problems, 32 samples at temperature 1 and top-p 0.7, as in DAP
     gtpo eval --config=configs/eval_aime25.py --model=Qwen/Qwen2.5-7B-Instruct \
               --json=aime25.json
 
-A base model, and a file of your own:
+A base model, with problems from a file of your own:
 
     gtpo eval --config=configs/eval_aime25.py:base --model=Qwen/Qwen2.5-7B --data=aime25.jsonl
 
-Hardware: one accelerator with 80 GiB for 7B, 16 GiB for 0.5B, or a smaller eval.batch (computed,
-not tried).
+Hardware: one accelerator with 80 GiB of memory for 7B or 16 GiB for 0.5B; with less memory, set a
+smaller eval.batch (computed, not tried).
 Expected: not run here; no published number for these settings is known.
-Prompt: the question and the instruction to reason step by step and box the answer, through the
-chat template; `:base` uses plain text. An answer that does not end within sampling.max_tokens is
+Prompt: the question and the instruction to reason step by step and box the answer, in the chat
+template; `:base` uses plain text. A completion that does not end within sampling.max_tokens is
 wrong.
 Data: from the hub (`pip install -e '.[data]'`), or --data=FILE with the columns problem and answer.
 """
@@ -38,7 +38,7 @@ def get_config(model="chat"):
   config.eval.samples = 32
   config.eval.batch = 6
   config.eval.top_p = 0.7
-  # These apply to model folders; a run keeps its own types.
+  # For model folders and hub ids; a run is evaluated in the formats it was trained in.
   config.model.param_dtype = "bfloat16"
   config.model.compute_dtype = "bfloat16"
   return config

@@ -1,4 +1,4 @@
-"""The embedded task: a Qwen2.5 with 0.6 M parameters learns running sums with GTPO.
+"""The built-in task: a Qwen2.5 with 0.6 M parameters learns running sums with GTPO.
 
     gtpo train --config=configs/tiny.py --workdir=runs/tiny
 

@@ -1,15 +1,20 @@
 """The arrays passed between the parts of the package: frozen pytrees, and the masking helpers.
 
-Dimension letters, used in every shape comment of the package:
+The shapes in comments and docstrings use these letters for dimensions:
 
   n  prompts in the batch             g  completions per prompt (a group is this axis)
   p  prompt positions, padded left    t  completion positions
-  s  sequence positions               b  rows of a plain batch
+  s  sequence positions               b  rows of a batch without groups
   v  vocabulary                       d  model width
   h  query heads                      k  key/value heads
   r  query heads per key/value head   e  features per head
+  u  units of credit per completion: t if a unit is a token, 1 if it is a completion
   w  rows per prompt, if completions are packed
   m  the most completions in one such row
+  c  positions of a chunk
+
+In the matrix products of `models`, `a` is the contracted axis and `c` the last axis of the result.
+In `sampling`, s, m and w have other meanings; see `sampling.cache`.
 """
 
 from __future__ import annotations
@@ -26,10 +31,10 @@ SHORTEST_ARRAY = 64  # positions; shorter arrays save little time, and each cost
 
 @flax.struct.dataclass
 class Prompts:
-  """A batch of prompts, padded on the left: every prompt's last token is at position p-1."""
+  """A batch of prompts, padded on the left: every prompt's last token is at position p - 1."""
 
   tokens: jax.Array  # i32[n, p]
-  lengths: jax.Array  # i32[n], number of tokens without padding
+  lengths: jax.Array  # i32[n], tokens without padding
 
   @property
   def mask(self) -> jax.Array:
@@ -40,13 +45,13 @@ class Prompts:
 
 @flax.struct.dataclass
 class Packing:
-  """How each prompt's completions are packed into rows, to save padding.
+  """The layout of each prompt's completions in shared rows, which have less padding.
 
-  `training.packing` makes it.
+  `training.packing.plan_rows` computes it.
   """
 
   # i32[n, w, s], the index of each token's completion within its row; m on padding.
-  # None: each row holds one completion.
+  # None if each row has one completion.
   segment: jax.Array | None
   # i32[n, w, s], the flat index of each token in its prompt's [g, t]; -1 on padding.
   source: jax.Array
@@ -54,29 +59,35 @@ class Packing:
   start: jax.Array
 
   def pack(self, x: jax.Array) -> jax.Array:
-    """Returns [n, g, t] as [n, w, s], with 0 on padding."""
+    """Converts `x` [n, g, t] to rows [n, w, s], with 0 on padding."""
     packed = _gather(x, self.source)
     return jnp.where(self.source < 0, jnp.zeros_like(packed), packed)
 
   def unpack(self, x: jax.Array, t: int) -> jax.Array:
-    """Returns [n, w, s] as [n, g, t], the inverse of `pack`.
+    """Converts rows `x` [n, w, s] to [n, g, t], the inverse of `pack`.
 
-    Values after a completion's end are arbitrary.
+    Values after the end of a completion are arbitrary.
     """
     index = self.start[:, :, None] + jnp.arange(t)
     return _gather(x, jnp.minimum(index, math.prod(x.shape[1:]) - 1))
 
 
 def max_per_row(g: int, w: int) -> int:
-  """Returns m, the most completions that one row may hold if g completions share w rows."""
+  """Returns m, the most completions that may share a row if g completions are packed into w rows.
+
+  It is twice the average number per row, but at most g; it is 1 if every completion has a row of
+  its own (w >= g).
+  """
   return min(2 * -(-g // w), g) if w < g else 1
 
 
 def array_lengths(longest: int, shards: int = 1) -> list[int]:
-  """Returns the lengths that arrays for up to `longest` positions are padded to, ascending.
+  """Returns the lengths, ascending, to which arrays of up to `longest` positions are padded.
 
-  They are `longest` halved again and again, down to 64, each rounded up to a multiple of `shards`:
-  few, because each length is a program of its own, and never more than twice what is needed.
+  They are `longest`, half of it, a quarter of it and so on, as long as they are at least
+  `SHORTEST_ARRAY`; each half is rounded up to a multiple of `shards`. There are few of them because
+  every length needs a compiled program of its own. Halving bounds the padding: only the shortest
+  array can be more than twice as long as its contents.
   """
   lengths = [longest]
   while (half := -(-lengths[0] // (2 * shards)) * shards) >= SHORTEST_ARRAY and half < lengths[0]:
@@ -85,34 +96,39 @@ def array_lengths(longest: int, shards: int = 1) -> list[int]:
 
 
 def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
-  """Returns x [n, ...] at `index` i32[n, a, b] of its flattened trailing axes, [n, a, b]."""
+  """Returns the entries of each prompt's part of `x` [n, ...] at flat indices, shaped like `index`.
+
+  Args:
+    x: [n, ...].
+    index: i32[n, ...], indices into the flattened trailing axes of `x`.
+  """
   n = x.shape[0]
   return jnp.take_along_axis(x.reshape(n, -1), index.reshape(n, -1), axis=1).reshape(index.shape)
 
 
 @flax.struct.dataclass
 class Rollouts:
-  """Sampled completions, with the sampling policy's own log-prob and entropy of every token."""
+  """Sampled completions, with each token's log-prob and entropy under the sampling policy."""
 
   prompts: Prompts
   tokens: jax.Array  # i32[n, g, t]; the padding id where mask is False
   mask: jax.Array  # bool[n, g, t]; True on sampled tokens, EOS included
-  # f32[n, g, t], nats; at the sampling temperature, before top-k / top-p / min-p.
+  # f32[n, g, t], nats; at the sampling temperature, before penalty, top-k, top-p and min-p.
   log_probs: jax.Array
-  entropy: jax.Array  # f32[n, g, t], nats; of the same full distribution
+  entropy: jax.Array  # f32[n, g, t], nats; of the same unfiltered distribution
   # bool[n, g]; True if a stop token was sampled, False if the completion was cut off.
   finished: jax.Array
 
-  # Only some runs have these; None elsewhere.
-  # bool[n, g]; True if a guide wrote the completion, and log_probs and entropy are the guide's.
+  # The fields below are None in runs that do not use them.
+  # bool[n, g]; True if a guide sampled the completion; log_probs and entropy are then the guide's.
   guided: jax.Array | None = None
-  # bool[n, g]; True if the policy of an earlier step wrote the completion.
+  # bool[n, g]; True if the policy of an earlier step sampled the completion.
   stale: jax.Array | None = None
-  # f32[n, g, t], nats; log_probs of the same policy, as computed by the trainer.
+  # f32[n, g, t], nats; `log_probs` recomputed by the trainer, except that a guide's are copied.
   rescored: jax.Array | None = None
-  # f32[n, g, t], nats; log-probs of the frozen reference.
+  # f32[n, g, t], nats; log-probs under the frozen reference policy.
   reference: jax.Array | None = None
-  # How the trainer packs completions into rows. None: one completion per row.
+  # How the trainer packs completions into rows; None if every completion has a row of its own.
   packing: Packing | None = None
 
   @property
@@ -128,12 +144,12 @@ class Rollouts:
 
 @flax.struct.dataclass
 class Rewards:
-  """The verifier's result for each completion."""
+  """The verifier's verdict on each completion, and its rewards."""
 
   correct: jax.Array  # bool[n, g]
-  reward: jax.Array  # f32[n, g]; what baselines normalise, without length penalty
-  penalty: jax.Array  # f32[n, g], <= 0; length shaping
-  # bool[n, g]; False excludes a completion from loss and statistics. None: all are valid.
+  reward: jax.Array  # f32[n, g]; without the length penalty; the baselines normalise it
+  penalty: jax.Array  # f32[n, g], <= 0; the length penalty
+  # bool[n, g]; False excludes a completion from loss and statistics. None if all are valid.
   valid: jax.Array | None = None
 
 
@@ -150,7 +166,7 @@ def masked_sum(
 def masked_mean(
   x: jax.Array, mask: jax.Array, axes: int | Sequence[int] | None = None, keepdims: bool = False
 ) -> jax.Array:
-  """Returns the mean of `x` where `mask` is True, along `axes`; 0 over an empty mask."""
+  """Returns the mean of `x` where `mask` is True, along `axes`; 0 where the mask is empty."""
   mask_of_x = jnp.broadcast_to(mask, jnp.broadcast_shapes(mask.shape, x.shape))
   count = mask_of_x.sum(axes, keepdims=keepdims)
   return masked_sum(x, mask, axes, keepdims) / jnp.maximum(count, 1)

@@ -1,4 +1,4 @@
-"""`gtpo doctor`: describes this machine, what works, what is missing and how to install it."""
+"""`gtpo doctor`: reports on this machine, on missing packages, and on how to install them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from gtpo_jax.rewards import sandbox_problem
 from gtpo_jax.runtime.errors import first_line
 
-OPTIONAL = {  # distribution: its purpose, and the extra that installs it
+OPTIONAL = {  # distribution: (purpose, the extra of gtpo_jax that installs it)
   "libtpu": ("TPU chips, and gtpo plan for TPUs", "plan"),
   "jax-cuda13-plugin": ("NVIDIA GPUs", "cuda"),
   "datasets": ("hf:ID as a source of problems", "data"),
@@ -24,7 +24,7 @@ OPTIONAL = {  # distribution: its purpose, and the extra that installs it
   "torch": ("parity tests", "dev"),
   "mkdocs-material": ("make docs", "docs"),
 }
-ACCELERATORS = {  # name: its device file, and the extra that installs its JAX plugin
+ACCELERATORS = {  # name: (device file, the extra of gtpo_jax that installs the JAX plugin)
   "an NVIDIA GPU": ("/dev/nvidia0", "cuda"),
   "a TPU": ("/dev/accel0", "tpu"),
 }
@@ -61,7 +61,7 @@ def _print_machine() -> None:
 
 
 def _print_packages() -> bool:
-  """Prints the packages and the sandbox. Returns whether all required packages fit."""
+  """Prints packages and sandbox. Returns whether all required packages have a valid version."""
   all_fit = True
   for package, version, command in _required():
     all_fit &= not command
@@ -76,21 +76,21 @@ def _print_packages() -> bool:
 
 
 def _print_devices() -> bool:
-  """Prints the devices of JAX. Returns whether JAX starts."""
+  """Prints the devices that JAX finds. Returns whether JAX starts."""
   try:
     import jax
 
     devices = jax.devices()
-  except Exception as error:  # a JAX that does not start is what this report is for
+  except Exception as error:  # the report must explain any failure
     _line("devices", f"JAX does not start: {first_line(error)}")
     platforms = os.environ.get("JAX_PLATFORMS")
     if platforms:
       print(
-        f"not ready: JAX_PLATFORMS={platforms} names a platform that is not available here; "
+        f"not ready: the platform of JAX_PLATFORMS={platforms} is not available here; "
         f"unset it, or set it to cpu"
       )
     else:
-      print("not ready: fix what the line above says, or set JAX_PLATFORMS=cpu")
+      print("not ready: fix the problem in the line above, or set JAX_PLATFORMS=cpu")
     return False
   backend = jax.default_backend()
   processes = jax.process_count()
@@ -101,7 +101,7 @@ def _print_devices() -> bool:
     if backend == "cpu" and Path(device_file).exists():
       _line(
         "",
-        f"{accelerator} is here, but JAX does not use it: "
+        f"this machine has {accelerator}, but JAX does not use it: "
         f"{_install(extra)}, and leave JAX_PLATFORMS unset",
       )
   stats = devices[0].memory_stats() or {}
@@ -124,9 +124,9 @@ def _print_compiler() -> None:
 
 
 def _required() -> Iterator[tuple[str, str, str]]:
-  """Yields name, version and install command of each required package.
+  """Yields (name, version, install command) of each required package.
 
-  The command is empty if the installed version fits.
+  The command is empty if the installed version is in the required range.
   """
   try:
     requirements = importlib.metadata.requires("gtpo_jax") or []
@@ -134,7 +134,7 @@ def _required() -> Iterator[tuple[str, str, str]]:
     yield "packages", "not checked, because gtpo_jax runs from a source tree", ""
     return
   for requirement in map(Requirement, requirements):
-    if requirement.marker is None:  # those of extras have a marker
+    if requirement.marker is None:  # the requirements of extras have a marker
       version = _version(requirement.name)
       fits = version is not None and requirement.specifier.contains(version, prereleases=True)
       yield requirement.name, version or "MISSING", "" if fits else f"pip install '{requirement}'"

@@ -1,4 +1,4 @@
-"""`gtpo export`: writes a run's policy as a Hugging Face folder with a model card."""
+"""`gtpo export`: writes the policy of a run as a Hugging Face folder with a model card."""
 
 from __future__ import annotations
 
@@ -39,30 +39,31 @@ def export_policy(
   """Writes the policy of a checkpoint to the folder `out`.
 
   Args:
-    workdir: the folder of a `gtpo train`.
-    out: must not exist yet, or be empty.
+    workdir: the workdir of a run.
+    out: the folder to write; it must be empty or not exist.
     command: the command line of this export, for the model card.
-    step: the checkpoint; None for the newest, 0 for the base model.
+    step: the step of the checkpoint; None for the newest, 0 for the base model.
     dtype: "float32", "bfloat16" or "float16"; None for the dtype of the run's parameters.
-    adapter: writes only the adapters, as a PEFT folder.
+    adapter: whether to write only the adapters, as a PEFT folder.
 
   Returns:
-    One line that says what was written.
+    A one-line summary for the user.
 
   Raises:
-    UserError: there is no such checkpoint, `out` is not empty, or the run has no such adapters.
+    UserError: there is no such checkpoint, `out` is not empty, or `adapter` is True and the run has
+      no adapters or started from random weights.
   """
   if is_hf_folder(workdir):
     raise UserError(
-      f"{str(workdir)!r} is a Hugging Face folder already; "
-      f"--workdir is the folder of a `gtpo train`"
+      f"{str(workdir)!r} is already a Hugging Face folder; "
+      f"--workdir must be the workdir of a `gtpo train` run"
     )
   worker, config, params, step = open_policy(workdir, step)
   card = {"README.md": model_card(config, step, read_jsonl(workdir / "metrics.jsonl"), command)}
   if adapter:
     if not config.model.path:
       raise UserError(
-        "adapters need a base model that others can load, "
+        "adapters can only be exported if others can load the base model, "
         "but this run started from random weights (model.path is empty)"
       )
     save_adapter(worker.model, params, out, config.model.path, card)
@@ -74,15 +75,15 @@ def export_policy(
 
 
 def model_card(config: Config, step: int, rows: list[dict[str, Any]], command: str) -> str:
-  """Returns the text of README.md.
+  """Returns the text of the model card, README.md.
 
-  It names the base model, the data, the algorithm and every setting, and shows the metrics up to
-  `step`, the versions and the export command.
+  It contains the base model, the data, the algorithm, all settings, the metrics at `step`, the
+  first and the last evaluation up to it, the versions, and the export command.
 
   Args:
     config: the run's config.
-    step: the exported checkpoint.
-    rows: metrics.jsonl.
+    step: the step of the exported checkpoint.
+    rows: the rows of metrics.jsonl.
     command: the command line of the export.
   """
   name = config.algorithm.name
@@ -110,7 +111,7 @@ def model_card(config: Config, step: int, rows: list[dict[str, Any]], command: s
 
 
 def _header(name: str, base: str) -> str:
-  """Returns the metadata that the Hugging Face hub reads, as YAML."""
+  """Returns the YAML header with the metadata for the Hugging Face hub."""
   fields = {
     "library_name": "transformers",
     "pipeline_tag": "text-generation",
@@ -124,7 +125,7 @@ def _header(name: str, base: str) -> str:
 
 
 def _evaluation_table(rows: list[dict[str, Any]], step: int) -> str:
-  """Returns the metrics of the first and the last evaluation, side by side."""
+  """Returns a table of the metrics of the first and the last evaluation."""
   evaluated = [row for row in rows if any(key.startswith("eval/") for key in row)]
   first, last = (evaluated[0], evaluated[-1]) if evaluated else ({"step": 0}, {"step": step})
   metrics = {
@@ -137,7 +138,7 @@ def _evaluation_table(rows: list[dict[str, Any]], step: int) -> str:
 
 
 def _table(title: str, head: tuple[str, ...], rows: Mapping[str, tuple[Any, ...]]) -> str:
-  """Returns a section with a Markdown table, or the empty string if there are no rows."""
+  """Returns a section with a Markdown table, or an empty string if there are no rows."""
   if not rows:
     return ""
   lines = [f"| {' | '.join((key, *map(_cell, values)))} |" for key, values in rows.items()]
@@ -152,7 +153,7 @@ def _cell(value: Any) -> str:
 
 
 def resolved_settings(config: Config) -> Mapping[str, Any]:
-  """Returns every field of the config, with the algorithm's published values filled in."""
+  """Returns all fields of the config by dotted name, with published values for unset settings."""
   return {
     key: value
     for key, value in flatten(resolved_dict(config)).items()
@@ -163,5 +164,5 @@ def resolved_settings(config: Config) -> Mapping[str, Any]:
 def _version(package: str) -> str:
   try:
     return importlib.metadata.version(package)
-  except importlib.metadata.PackageNotFoundError:  # run from a source tree
+  except importlib.metadata.PackageNotFoundError:  # the package runs from a source tree
     return "(source)"

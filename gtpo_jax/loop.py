@@ -1,7 +1,7 @@
-"""The training loop, as the paper's Algorithm 1: prompts, rollouts, rewards, update.
+"""The training loop (Algorithm 1 of the paper): prompts, rollouts, rewards, update.
 
-`learn` is the algorithm. `train` and `steps` are what programs call: they check the inputs, claim
-the workdir, and make the `Run` that holds everything the algorithm needs.
+`learn` is the algorithm. `train` and `steps` are the public entry points: they check the inputs,
+lock the workdir and build the `Run`, which holds the components that `learn` uses.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.distributed import any_process, fetch, is_first_process
 from gtpo_jax.runtime.guards import Guards
 from gtpo_jax.runtime.signals import Interrupts, Watchdog
-from gtpo_jax.training.micro_batches import check_divides, check_positions
-from gtpo_jax.training.state import Optimizer, TrainState, init_state, make_optimizer
-from gtpo_jax.training.update import Update, make_update
+from gtpo_jax.training.micro_batches import check_batch_divisible, check_positions_divisible
+from gtpo_jax.training.state import TrainState, init_state, make_optimizer
+from gtpo_jax.training.update import make_update
 from gtpo_jax.warm_start import base_model, check_prompts
 
 PRINT_EVERY = 5  # steps between lines of a plain log
@@ -66,7 +66,7 @@ def train(
   data: Records | None = None,
   held_out: Records | None = None,
 ) -> Result:
-  """Trains to `config.steps` and returns the result. Takes and raises what `steps` does."""
+  """Trains to `config.steps` and returns the result. Arguments and exceptions are as in `steps`."""
   run = steps(config, workdir, display, stopping, reward=reward, data=data, held_out=held_out)
   while True:
     try:
@@ -87,20 +87,22 @@ def steps(
 ) -> Generator[Step, None, Result]:
   """Trains to `config.steps` and yields each step.
 
-  Starts from the newest intact checkpoint in `workdir`, if there is one. If the caller leaves early
-  (`break`, `close()`, an exception in the body of its loop), the run is saved as if it had been
-  asked to stop.
+  Starts from the newest intact checkpoint in `workdir`, if there is one. If the caller stops
+  iterating early (`break`, `close()`, an exception in the body of its loop), the run is saved as it
+  is after a stop request.
 
   Args:
     config: a `Config`, an ml_collections ConfigDict as `default_config()` returns, or nested dicts
       of the fields to change.
-    workdir: the run's folder, locked while it runs; None keeps nothing, and the run cannot resume.
-    display: what the user sees; None prints lines, or a live display on a terminal.
-    stopping: called between steps; True saves and returns. None: Ctrl-C (an interrupt in a
-      notebook) asks to stop, and a second one raises KeyboardInterrupt.
+    workdir: the run's folder, locked while it runs. None uses a temporary folder, so the run cannot
+      be resumed.
+    display: the console output; None prints log lines, with a live panel on a terminal.
+    stopping: polled during the run; when it returns True, the run is saved and ends. If None,
+      Ctrl-C (or interrupting the notebook kernel) requests this; a second one raises
+      KeyboardInterrupt.
     reward: a function of (prompts, completions, answers, extras), four lists of equal length, that
-      returns a number or bool for each completion, or None for no verdict; above 0.5 is right. It
-      replaces the verifiers of the problems' kinds.
+      returns a number or bool for each completion, or None for no verdict; above 0.5 is correct. It
+      replaces the verifier that each problem's kind selects.
     data: dicts to train on, like the rows of a file: {"prompt": ..., "answer": ...}. They replace
       `config.data.train`.
     held_out: dicts to evaluate on. Without them and without `config.data.eval`, a tenth of `data`
@@ -111,13 +113,13 @@ def steps(
       of the inputs cannot be used.
     RunError: updates were skipped too often, or a checkpoint cannot be written.
   """
-  compile_count()  # starts counting
+  compile_count()  # the first call registers the listener that counts compilations
   inputs = resolve_inputs(config, reward, data, held_out)
   display = display or Display(is_first_process())
   interrupts = Interrupts()
   signals = interrupts if stopping is None else contextlib.nullcontext()
   stopping = stopping or interrupts.requested
-  worker, reward_manager, train_set, eval_set = _check(inputs, display)
+  worker, reward_manager, train_set, eval_set = _prepare(inputs, display)
   config = inputs.config
   with (
     _open_workdir(workdir) as folder,
@@ -136,7 +138,7 @@ def steps(
             step = next(learning)
           except StopIteration as end:
             return end.value
-        with watchdog.paused():  # the caller's time
+        with watchdog.paused():  # time in the caller's loop body is not a stall
           yield step
     finally:
       with signals:
@@ -145,10 +147,21 @@ def steps(
 
 
 def learn(run: Run, problems: Sequence[tuple[Problems, float]]) -> Generator[Step, None, Result]:
-  """Algorithm 1 of the paper, on `problems` with their weights."""
+  """Runs Algorithm 1 of the paper.
+
+  Each step samples g completions of each prompt with their entropies and scores them
+  (`Collector.collect`). It then shapes the rewards by entropy, normalises them to advantages and
+  makes the gradient updates (`training.update`).
+
+  Args:
+    run: the run's components.
+    problems: the sources to train on, with their mixing weights.
+  """
   state = run.set_up(problems)
   if state is None:
-    return Result(0, False, "stopped during the warm start, which is not saved and starts over")
+    return Result(
+      0, False, "stopped during the warm start; it is not saved, so the next run starts it over"
+    )
   config = run.config
   start = int(state.step)
   run.evaluate_if_due(state)
@@ -179,20 +192,20 @@ def learn(run: Run, problems: Sequence[tuple[Problems, float]]) -> Generator[Ste
       run.display.sample(*_first_completion(batch, 0))
     try:
       yield Step(step, metrics | evaluation, batch, TrainedPolicy(run.worker, state.params))
-    except GeneratorExit:  # the caller left
+    except GeneratorExit:  # the caller stopped iterating
       break
   return run.finish(state)
 
 
 class Run:
-  """Everything that one run needs, in its workdir.
+  """The components of one run, and the operations that `learn` calls on them.
 
   Attributes:
     config: the run's config.
     folder: the workdir, or a temporary folder.
-    keep: whether the folder outlasts the run, so that saving is of use.
-    display: what the user sees.
-    stopping: called between pieces of work; True asks the run to stop.
+    keep: whether the folder survives the run; if not, no checkpoints are written.
+    display: the console output.
+    stopping: polled between steps and inside long phases; True requests that the run end.
     worker: samples completions.
     collector, guards: made by `set_up`.
   """
@@ -217,13 +230,22 @@ class Run:
     self._reward_manager = reward_manager
     self._held_out = held_out
     self._optimizer = make_optimizer(config.optimizer, config.steps, config.batch.updates)
-    self._compiled_update = _make_update(config, worker, self._optimizer)
+    self._compiled_update = make_update(
+      worker.model,
+      config.resolved_algorithm,
+      self._optimizer,
+      temperature=config.sampling.temperature,
+      minibatches=config.batch.minibatches,
+      epochs=config.batch.epochs,
+      micro_batches=config.batch.micro_batches,
+      head_chunk=config.batch.head_chunk,
+    )
 
   def set_up(self, problems: Sequence[tuple[Problems, float]]) -> TrainState | None:
     """Restores or makes the initial state, and everything else that the loop uses.
 
     Returns:
-      The state to continue from; None if the run was stopped while its base model was made.
+      The state to continue from; None if the run was stopped during the warm start.
     """
     config = self.config
     for line in describe_run(config, self.worker):
@@ -267,7 +289,7 @@ class Run:
       config.guards.skipped, self.folder, rows, self.display.say, self._checkpoints.wait
     )
     if start == 0 and not rows:
-      self._journal.write(0, {})  # the base model's line, for its evaluation
+      self._journal.write(0, {})  # the row of step 0, to which the base model's evaluation is added
 
   def update(self, state: TrainState, batch: Experience) -> tuple[TrainState, dict[str, float]]:
     """Returns the next state and the update's metrics. The old state's memory is reused."""
@@ -278,7 +300,7 @@ class Run:
   def log(
     self, step: int, metrics: Mapping[str, float], batch: Experience, print_line: bool
   ) -> None:
-    """Shows a step and writes its metrics, some of its completions, and its credit."""
+    """Displays a step and writes its metrics, some completions, and its token-level credit."""
     log = self.config.log
     self.display.step(step, metrics, _first_completion(batch, 0), line=print_line)
     self._journal.write(step, metrics)
@@ -294,11 +316,13 @@ class Run:
         self._checkpoints.save(state, self.collector.leftovers(), self._metadata)
 
   def evaluate_if_due(self, state: TrainState) -> dict[str, float]:
-    """Evaluates at step 0, every `eval.every` steps and at the end, and adds it to the step's line.
+    """Evaluates at step 0, every `eval.every` steps and at the end.
+
+    The metrics are added to the step's row of metrics.jsonl.
 
     Returns:
       The metrics; {} if no evaluation is due, if the step has one already, or if the run is asked
-      to stop. A resumed run makes up for one that was interrupted.
+      to stop. A resumed run repeats an evaluation that was interrupted.
     """
     config = self.config
     step = int(state.step)
@@ -356,10 +380,10 @@ class Run:
     return Result(step, True, summarize(config, rows), rows, policy)
 
 
-def _check(
+def _prepare(
   inputs: Inputs, display: Display
 ) -> tuple[RolloutWorker, RewardManager, list[tuple[Problems, float]], list[Problem]]:
-  """Refuses what cannot run, before anything is written or compiled.
+  """Validates the inputs and loads the problems, before anything is written or compiled.
 
   Returns:
     The worker, the reward manager, and the problems to train on and to evaluate on.
@@ -367,8 +391,8 @@ def _check(
   config = inputs.config
   worker = RolloutWorker(config)
   reward_manager = RewardManager(config, inputs.reward)
-  check_divides("batch.prompts", config.batch.prompts, config.batch.parts, worker.model)
-  check_positions(config.sampling.max_tokens, worker.model)
+  check_batch_divisible("batch.prompts", config.batch.prompts, config.batch.parts, worker.model)
+  check_positions_divisible(config.sampling.max_tokens, worker.model)
   check_prompts(config, worker)
   check_frozen(config, worker)
   check_weights(worker)
@@ -386,19 +410,6 @@ def _open_workdir(workdir: str | Path | None) -> Iterator[epath.Path]:
     return
   with tempfile.TemporaryDirectory(prefix="gtpo_") as folder:
     yield epath.Path(folder)
-
-
-def _make_update(config: Config, worker: RolloutWorker, optimizer: Optimizer) -> Update:
-  return make_update(
-    worker.model,
-    config.resolved_algorithm,
-    optimizer,
-    temperature=config.sampling.temperature,
-    minibatches=config.batch.minibatches,
-    epochs=config.batch.epochs,
-    micro_batches=config.batch.micro_batches,
-    head_chunk=config.batch.head_chunk,
-  )
 
 
 def _first_completion(batch: Experience, i: int) -> tuple[str, str, bool]:

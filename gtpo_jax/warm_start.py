@@ -1,4 +1,4 @@
-"""The warm start: trains a base model to imitate a task's imperfect teacher."""
+"""The warm start: makes a base model by supervised imitation of a task's imperfect teacher."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import named_sharding
 from gtpo_jax.sampling.host_arrays import pad_prompts
 from gtpo_jax.training.imitation import Demonstrations, make_imitation
-from gtpo_jax.training.micro_batches import check_divides
+from gtpo_jax.training.micro_batches import check_batch_divisible
 from gtpo_jax.training.state import init_state, make_optimizer
 
-UPDATES_PER_CALL = 50  # of the compiled program: few calls, and a stop takes effect within seconds
-UPDATES_PER_LINE = 250  # between lines of progress without a terminal
-CHECKED_PROBLEMS = 256  # of each task, enough to see its longest prompts
+UPDATES_PER_CALL = 50  # one call of the compiled program takes seconds, so a stop request is quick
+UPDATES_PER_LINE = 250  # updates between progress lines if the output is not a terminal
+CHECKED_PROBLEMS = 256  # per task; enough to contain prompts of nearly the longest length
 
 
 def base_model(
@@ -35,9 +35,10 @@ def base_model(
   display: Display,
   stopping: Callable[[], bool],
 ) -> Params | None:
-  """Returns the parameters that RL starts from; None if asked to stop.
+  """Returns the parameters that RL starts from; None if `stopping` returned True.
 
-  Those that no model folder contains (random, or from a warm start) are kept in WORKDIR/base.
+  Parameters that are random or come from a warm start are saved in WORKDIR/base and read from
+  there when the run resumes.
   """
   if config.model.path and not config.warm_start.steps:
     return initial_params(config, worker)
@@ -60,7 +61,7 @@ def warm_start(
   display: Display,
   stopping: Callable[[], bool],
 ) -> Params | None:
-  """Trains `params`, which it donates, by the imitation that `config.warm_start` describes.
+  """Trains `params` by imitation with the settings of `config.warm_start`. `params` is donated.
 
   Returns:
     The trained parameters; None if `stopping` returned True before the last update.
@@ -94,13 +95,13 @@ def warm_start(
 
 
 def check_prompts(config: Config, worker: RolloutWorker) -> None:
-  """Encodes a few hundred problems of each task, to reject too small limits before compilation.
+  """Checks, before anything is compiled, that a few hundred problems of each task fit the limits.
 
-  Sources need no such check: reading a source measures every prompt.
+  Sources are not checked here: all their prompts are measured when they are read.
 
   Raises:
     UserError: a prompt exceeds data.max_prompt_tokens, a demonstration exceeds
-      sampling.max_tokens, or warm_start.batch does not divide over the mesh.
+      sampling.max_tokens, or warm_start.batch is not a multiple of the batch shards of the mesh.
   """
   rng = np.random.default_rng(0)
   for task in {config.train_task, config.eval_task} - {None}:
@@ -108,14 +109,14 @@ def check_prompts(config: Config, worker: RolloutWorker) -> None:
     prompts = [worker.encode(task.problem(i)) for i in ids]
     pad_prompts(prompts, config.data.max_prompt_tokens, worker.chat.pad)
   if config.warm_start.steps:
-    check_divides("warm_start.batch", config.warm_start.batch, 1, worker.model)
+    check_batch_divisible("warm_start.batch", config.warm_start.batch, 1, worker.model)
     demonstrations(config, worker, rng, -(-CHECKED_PROBLEMS // config.warm_start.batch))
 
 
 def demonstrations(
   config: Config, worker: RolloutWorker, rng: np.random.Generator, count: int
 ) -> Demonstrations:
-  """Returns the teacher's completions of training problems for `count` updates, on the mesh.
+  """Returns the teacher's completions of random training problems for `count` updates.
 
   Raises:
     UserError: a demonstration exceeds sampling.max_tokens.
@@ -134,7 +135,8 @@ def demonstrations(
     length = len(completion)
     if length > t:
       raise UserError(
-        f"the teacher's completion has {length} tokens, over sampling.max_tokens = {t}; raise it"
+        f"the teacher's completion has {length} tokens, more than sampling.max_tokens = {t}; "
+        "raise sampling.max_tokens"
       )
     tokens[row, :length] = completion
     lengths[row] = length

@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices, a compile cache shared by test processes, a sandbox and a browser."""
+"""Gives tests eight CPU devices, a shared compile cache, and checks for a sandbox and a browser."""
 
 import importlib.metadata
 import importlib.util
@@ -42,7 +42,7 @@ def skip_or_fail(required, reason):
 
 @pytest.fixture(scope="session")
 def browser():
-  """The machine's own Chromium, without a window. CI fails if it is missing."""
+  """This machine's Chromium in headless mode. CI fails if it is missing."""
   program = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
   )
@@ -63,9 +63,9 @@ def pytest_configure(config):
   """Sets up signals, XLA's flags and the devices.
 
   The default suite spends most of its time in compilation, so XLA compiles with few optimizations.
-  `-m slow` computes more and uses the settings that users have.
+  `-m slow` spends more time computing, so it compiles with the default settings.
   """
-  # A background job of a shell ignores SIGINT, and the processes that tests start inherit that.
+  # A shell's background jobs ignore SIGINT, and processes that tests start would inherit this.
   signal.signal(signal.SIGINT, signal.default_int_handler)
   if config.option.markexpr == "not slow":
     flags = ["--xla_backend_optimization_level=0"]

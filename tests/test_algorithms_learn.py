@@ -1,4 +1,4 @@
-"""Every algorithm learns: thirty steps of the tiny config from one warm start."""
+"""Tests that every algorithm learns in thirty steps of the tiny config, from one warm start."""
 
 import dataclasses
 import shutil

@@ -1,4 +1,4 @@
-"""The command line in real processes: exit codes, and one line for every mistake."""
+"""Runs the command line in real processes: exit codes, and a one-line error for every mistake."""
 
 import itertools
 import json
@@ -74,7 +74,7 @@ def test_sample_prints_completions(finished_run):
 
 
 def test_sample_from_the_base_model_of_a_run_on_more_devices(finished_run, tmp_path):
-  """--step=0 is the base model, --max_tokens may be 1, and the run's own mesh is ignored."""
+  """--step=0 selects the base model, --max_tokens=1 works, and the run's mesh is ignored."""
   workdir = tmp_path / "pod"
   shutil.copytree(finished_run[0], workdir)
   config = json.loads((workdir / "config.json").read_text())
@@ -147,7 +147,7 @@ def test_eval_at_every_k_agrees_with_a_direct_count(finished_run, tmp_path):
       assert sample["correct"] == correct == bool(sample["reward"])
       assert 1 <= sample["length"] <= 36
     verdicts.append([sample["correct"] for sample in row["samples"]])
-  assert 0 < sum(map(sum, verdicts)) < 256  # else every estimate is trivial
+  assert 0 < sum(map(sum, verdicts)) < 256  # otherwise every estimate is trivial
   for k in ks:
     solved = []
     for row in verdicts:
@@ -286,7 +286,7 @@ def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path):
         "--config.mesh.context=8",
         "--config.sampling.max_tokens=42",
       ],
-      "sampling.max_tokens = 42 does not divide over mesh.context x mesh.tensor = 8",
+      "sampling.max_tokens = 42 is not a multiple of mesh.context x mesh.tensor = 8",
     ),
     (["train", "--config=configs/tiny.py", "--workdir=setup.py"], "workdir 'setup.py' is a file"),
     (

@@ -1,6 +1,6 @@
-"""The documentation is true: its Python runs, and its commands, fields, files and links exist.
+"""Tests that the Python of the documentation runs, and that what it refers to exists.
 
-The site builds without warnings.
+This covers commands, config fields, files and links. The site must build without warnings.
 """
 
 import importlib.util
@@ -35,7 +35,7 @@ def blocks(page, *languages):
 def commands(page):
   """Returns every `gtpo`, `make`, `pip` and `python` command of `page`, split into arguments.
 
-  Commands in blocks all count. Inline, `gtpo` commands are abbreviated, so only the others count.
+  All commands in blocks count. Inline `gtpo` commands may be abbreviated, so they do not count.
   """
   lines = "".join(blocks(page, "", "bash", "sh")).replace("\\\n", " ").splitlines()
   lines += [
@@ -48,14 +48,14 @@ def commands(page):
 def inline(page):
   """Returns the inline code of `page`.
 
-  Skips the first column of tables, which may hold names of other libraries.
+  Skips the first column of tables, which may contain names from other libraries.
   """
   text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
   return re.findall(r"`([^`\n]+)`", re.sub(r"^\|[^|\n]*\|", "|", text, flags=re.MULTILINE))
 
 
 def run_blocks(page, namespace, change=lambda block: block):
-  """Runs the Python blocks of `page` in order in one namespace; `change` edits each first."""
+  """Runs the Python blocks of `page` in order, in one namespace, after `change` edits them."""
   for block in blocks(page, "python"):
     exec(compile(change(block), str(page), "exec"), namespace)
 
@@ -64,14 +64,14 @@ def run_blocks(page, namespace, change=lambda block: block):
   ("name", "count"), [("algorithms", 5), ("concepts", 1), ("data", 1), ("rewards", 2)]
 )
 def test_the_python_of_a_page_runs(name, count):
-  """The blocks assert what the page says."""
+  """The blocks contain asserts of the claims on the page."""
   assert len(blocks(DOCS / f"{name}.md", "python")) >= count
   run_blocks(DOCS / f"{name}.md", {})
 
 
 @pytest.mark.slow
 def test_the_python_of_the_quickstart_runs(tmp_path, monkeypatch):
-  """Runs unchanged except for the numbers that make it slow."""
+  """Only numbers that make the Python slow are changed."""
   monkeypatch.chdir(tmp_path)
   smaller = {
     "config.steps = 50": "config.steps = 3\nconfig.batch.prompts, config.batch.group = 8, 4\n"
@@ -125,7 +125,7 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
 
 @EVERY_PAGE
 def test_every_command_is_valid(page):
-  """The real parser reads `gtpo` commands; targets, extras and scripts of the others exist."""
+  """The parser accepts `gtpo` commands; targets, extras and scripts of other commands exist."""
   extras = set(re.findall(r'^    "(\w+)": \[', (ROOT / "setup.py").read_text(), re.MULTILINE))
   targets = set(re.findall(r"^(\S+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
   assert "dev" in extras and "test" in targets
@@ -154,7 +154,7 @@ def check_gtpo(arguments):
 
 @EVERY_PAGE
 def test_inline_code_names_what_exists(page):
-  """Config fields, options of commands, and Python files."""
+  """Checks config fields, options of commands, and Python files."""
   sections = {name.split(".")[0] for name in FIELDS if "." in name}
   for code in inline(page):
     named = re.match(r"(?:--config\.)?([a-z_]+(?:\.[a-z_0-9]+)+)(?= ?=|$)", code)
@@ -173,7 +173,7 @@ def test_inline_code_names_what_exists(page):
 
 @pytest.mark.slow
 def test_the_commands_of_the_quickstart_run(tmp_path):
-  """From the tiny run to a model of one's own task, at a small size, in an empty folder."""
+  """Runs all commands at a small size in an empty folder, from the tiny run to a custom task."""
   page = DOCS / "quickstart.md"
   tiny = "configs/tiny.py"
   (tmp_path / "configs").mkdir()
@@ -209,7 +209,7 @@ def test_the_commands_of_the_quickstart_run(tmp_path):
   "script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda script: script.name
 )
 def test_the_options_of_a_benchmark_exist(script):
-  """Every option that some page passes to the script is in its --help."""
+  """Every option that a page passes to the script is in its --help."""
   calls = [call for page in PAGES for call in commands(page)]
   options = {
     argument.split("=")[0]

@@ -62,14 +62,16 @@ def test_an_accelerator_that_jax_does_not_use(monkeypatch, capsys, tmp_path):
   }
   monkeypatch.setattr(doctor, "ACCELERATORS", accelerators)
   out = examine(capsys)[2]
-  assert "an NVIDIA GPU is here, but JAX does not use it: pip install 'gtpo_jax[cuda]'" in out
+  assert (
+    "this machine has an NVIDIA GPU, but JAX does not use it: pip install 'gtpo_jax[cuda]'" in out
+  )
   assert "a TPU" not in out
 
 
 @pytest.mark.parametrize(
   ("platforms", "advice"),
   [
-    ("tpu", "JAX_PLATFORMS=tpu names a platform that is not available here; unset it, or set it"),
+    ("tpu", "the platform of JAX_PLATFORMS=tpu is not available here; unset it, or set it"),
     ("", "or set JAX_PLATFORMS=cpu"),
   ],
 )

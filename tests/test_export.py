@@ -1,4 +1,4 @@
-"""`gtpo export`, and sampling, evaluation and training from the folder that it wrote."""
+"""Tests `gtpo export`, and sampling, evaluation and training from the exported folder."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def gtpo(*args):
 
 @pytest.fixture
 def gtpo_here(capsys, monkeypatch):
-  """Runs the command in this process, which need not compile again: (status, output, errors)."""
+  """Runs the command in this process, to reuse its compiled programs: (status, stdout, stderr)."""
   monkeypatch.chdir(ROOT)
 
   def run(*args):
@@ -211,7 +211,7 @@ def test_the_base_model_and_an_earlier_step(run, gtpo_here, tmp_path):
     assert f"--step={step}" in (tmp_path / str(step) / "README.md").read_text()
   card = (tmp_path / "0" / "README.md").read_text()
   assert ": 0 steps of" in card
-  assert "reward/mean" not in card.split("## Settings")[0]  # nothing of later steps
+  assert "reward/mean" not in card.split("## Settings")[0]  # no metrics of later steps
   embedding = lambda step: load(tmp_path / str(step), "float32")[1]["embedding"]
   assert np.any(embedding(0) != embedding(1))
 
@@ -258,7 +258,7 @@ def test_mistakes_print_one_line_and_write_nothing(run, exported, gtpo_here, tmp
 
 
 def test_a_folder_is_not_a_run(exported, gtpo_here, tmp_path):
-  """Without our config and metrics there is nothing to write in a card."""
+  """A folder without our config and metrics has no data for the model card."""
   assert_one_line(*gtpo_here("export", f"--workdir={exported}", f"--out={tmp_path / 'out'}"), "")
 
 
@@ -294,7 +294,7 @@ def test_the_folder_and_the_run_have_the_same_accuracy(run, exported, gtpo_here,
   )
 
 
-def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_refused(exported, gtpo_here, tmp_path):
+def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_rejected(exported, gtpo_here, tmp_path):
   other = shutil.copytree(exported, tmp_path / "other")
   (other / "generation_config.json").write_text('{"eos_token_id": [383, 384]}')
   assert_one_line(*gtpo_here("sample", f"--model={other}", "--prompt=1"), "ids up to 384")
@@ -316,7 +316,7 @@ def test_training_continues_from_the_folder(run, exported, gtpo_here, tmp_path):
   assert (
     first["eval/sums/greedy"] == last["eval/sums/greedy"]
   )  # it starts where the other run ended
-  assert not (workdir / "base").exists()  # the exported folder holds it
+  assert not (workdir / "base").exists()  # the base model is in the exported folder
   assert_equal(weights_of(workdir, 0), weights_of(run))
   assert gtpo_here("export", f"--workdir={workdir}", f"--out={tmp_path / 'out'}")[0] == 0
   card = (tmp_path / "out" / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""The launch scripts, checked by tools that need no cluster; a test is skipped without its tool."""
+"""Checks the launch scripts with tools that need no cluster. Tests skip if a tool is missing."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def tool(name):
 
 
 def call(*command, tmp_path=None, code=0, **environment):
-  """Returns the output of a command that sees only these variables, and no credentials."""
+  """Returns the output of a command with only these environment variables, so no credentials."""
   env = {
     "PATH": os.environ["PATH"],
     "HOME": str(tmp_path or "/nonexistent"),
@@ -97,7 +97,7 @@ def test_the_jobset():
   ("topology", "message"),
   [("4x", "4x4x4; got 4x"), ("3x3", "not a multiple of CHIPS=4"), ("2x1", "not a multiple")],
 )
-def test_an_impossible_slice_is_refused(topology, message):
+def test_an_impossible_slice_is_rejected(topology, message):
   assert message in call(str(LAUNCH / "gke.sh"), code=2, **{**RUN, "TOPOLOGY": topology})
 
 
@@ -197,7 +197,7 @@ def test_sky_reads_the_task(tmp_path):
   [({}, "select an already authenticated account"), ({"SPOT": "1"}, "authenticated account")],
 )
 def test_gcloud_knows_the_flags(tmp_path, flags, message):
-  """Without credentials, gcloud parses its arguments before it says that it has none."""
+  """gcloud parses its arguments before it reports missing credentials."""
   tool("gcloud")
   assert message in call(
     str(LAUNCH / "tpu.sh"),

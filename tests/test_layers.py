@@ -1,4 +1,4 @@
-"""The layers of the package: a folder imports only from lower floors, so there are no cycles."""
+"""Tests the layers of the package: folders import only from lower layers, so without cycles."""
 
 import ast
 import subprocess
@@ -41,7 +41,7 @@ def part_of(path):
 
 
 def imports(path):
-  """Yields the parts of the package that a file imports, and other packages as "outside:NAME"."""
+  """Yields the folders or modules of the package that a file imports; others as "outside:NAME"."""
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom) and node.module:
       if node.module == "gtpo_jax":

@@ -1,4 +1,4 @@
-"""The complete loop on a small model: its files, exact resume, no compilation after warm-up."""
+"""Tests the training loop on a small model: files, exact resume, no compilation after warm-up."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ from gtpo_jax.reporting.credit import credit_files, read_credit
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
 from gtpo_jax.rewards import VERIFIERS
-from gtpo_jax.rollout.scoring import FinishedCompletion, PendingRewards, RewardManager
+from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards, RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import RunError, UserError
 from gtpo_jax.runtime.mesh import shard_batch
@@ -91,7 +91,7 @@ def claim_workdir(workdir, config):
 
 
 def lasting(rows):
-  """Returns metrics without those that depend on time or on the process."""
+  """Returns the metrics that do not depend on time or on the process."""
   return [
     {
       key: value
@@ -177,7 +177,7 @@ def test_resume_is_exact(whole, tmp_path):
   first = run(small_config(), workdir, stop_in_step_two)
   assert not first.finished and first.step == 2
   assert [row["step"] for row in read_jsonl(workdir / "metrics.jsonl")] == [0, 1, 2]
-  # What a kill after the checkpoint leaves behind.
+  # The state that a kill after the checkpoint leaves.
   with (workdir / "metrics.jsonl").open("a") as out:
     out.write(json.dumps({"step": 3, "loss": 1.0}) + "\n" + '{"step": 4, "lo')
   assert run(small_config(), workdir).finished
@@ -205,12 +205,12 @@ def test_a_finished_run_stays_finished_until_it_gets_more_steps(whole):
   assert [row["step"] for row in read_jsonl(workdir / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
 
 
-def test_another_config_is_refused_with_the_difference(whole):
+def test_another_config_is_rejected_with_the_difference(whole):
   with pytest.raises(UserError, match=r"belongs to another config \(seed was 0, now 7\)"):
     claim_workdir(whole[0], small_config(seed=7))
 
 
-def test_bad_workdirs_are_refused(tmp_path):
+def test_bad_workdirs_are_rejected(tmp_path):
   (tmp_path / "file").write_text("x")
   with pytest.raises(UserError, match="is a file; name a folder"):
     claim_workdir(tmp_path / "file", small_config())
@@ -220,8 +220,8 @@ def test_bad_workdirs_are_refused(tmp_path):
     load_config(tmp_path)
 
 
-def test_a_batch_that_does_not_divide_is_refused_before_anything_is_written(tmp_path):
-  with pytest.raises(UserError, match=r"batch.prompts = 6 does not divide"):
+def test_a_batch_that_does_not_divide_is_rejected_before_anything_is_written(tmp_path):
+  with pytest.raises(UserError, match=r"batch.prompts = 6 is not a multiple of"):
     run(small_config(**{"batch.prompts": 6}), tmp_path / "run")
   with pytest.raises(UserError, match="does not fit 8 device"):
     run(small_config(**{"mesh.data": 3}), tmp_path / "run")
@@ -229,7 +229,7 @@ def test_a_batch_that_does_not_divide_is_refused_before_anything_is_written(tmp_
 
 
 def test_no_compilation_after_warm_up():
-  """Twenty batches with other lengths of prompts and completions reuse the first one's programs."""
+  """Twenty batches with other prompt and completion lengths reuse the programs of the first."""
   config = small_config()
   worker = RolloutWorker(config)
   optimizer = make_optimizer(config.optimizer, 20)
@@ -290,7 +290,7 @@ def test_updates_that_are_not_finite_stop_the_run_before_it_is_saved(tmp_path):
   broken = state.replace(
     step=state.step + 1, params=jax.tree.map(lambda x: x * np.nan, state.params)
   )
-  checkpoints.save(broken)  # as a bug elsewhere might
+  checkpoints.save(broken)  # simulates a bug elsewhere
   checkpoints.close()
   with pytest.raises(RunError, match=r"updates were skipped in 3 consecutive steps, up to step 6"):
     run(small_config(steps=8, **{"eval.every": 0, "checkpoint.every": 1}), workdir)
@@ -340,7 +340,7 @@ def test_memory_settings_may_change_on_resume_and_the_computation_may_not(whole)
 
 
 def test_scoring(whole):
-  """A completion is right if it ended by itself and its last number is the sum."""
+  """A completion is correct if it ended with a stop token and its last number is the sum."""
   config = small_config()
   worker = RolloutWorker(config)
   texts = ["7+5=12", "7+5=2", "7+5=12", "no number"]
@@ -349,7 +349,7 @@ def test_scoring(whole):
   problem = Problem("0", user("7+5:"), gold, "last_number")
   pending = PendingRewards(RewardManager(config), [problem], 4, worker.chat.decode)
   for j in (2, 0, 3, 1):  # in any order
-    pending.put([FinishedCompletion(0, j, np.asarray(ids[j]), j != 2)])
+    pending.put([EndedCompletion(0, j, np.asarray(ids[j]), j != 2)])
   found = pending.result()
   assert pending.texts == [texts]
   np.testing.assert_array_equal(found.correct, [[True, False, False, False]])
@@ -370,7 +370,7 @@ def test_rewards_and_penalties_are_the_algorithms(whole):
 
 
 def test_the_best_evaluation_is_kept(tmp_path, monkeypatch):
-  """With a learning rate that ruins the model, the best is an earlier one."""
+  """With a learning rate that ruins the model, the best evaluation is not the last."""
   monkeypatch.setitem(
     VERIFIERS, "last_number", lambda completions, *_: [len(text) % 2 == 0 for text in completions]
   )
@@ -395,7 +395,7 @@ def test_the_best_evaluation_is_kept(tmp_path, monkeypatch):
 
 
 def test_a_reward_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
-  """It fails in another way each step; only the completions concerned have no verdict."""
+  """The function fails in another way each step. Only affected completions have no verdict."""
 
   def raises(texts):
     raise RuntimeError("the reward is broken")

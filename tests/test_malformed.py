@@ -1,4 +1,4 @@
-"""Malformed input: status 2, one line that names the value, no traceback, nothing written."""
+"""Malformed input gives status 2 and one line with the value; no traceback, no file written."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ ROW = b'{"problem": "1+1?", "answer": "2"}\n'
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-  """A folder of configs, data, models and runs, each malformed in one way."""
+  """A folder of configs, data, models and runs that are each malformed in one way."""
   (tmp_path / "data").mkdir()
   for name, content in {
     "garbage": b"\x80\x81\xff" * 50,
@@ -86,7 +86,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def contents(folder):
-  """Returns the bytes of every file, and None for folders."""
+  """Returns the bytes of all files by path, and None for folders."""
   return {
     str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
     for path in sorted(folder.rglob("*"))
@@ -150,7 +150,7 @@ CASES = {
   "three devices of eight": (train("mesh.data=3"), "does not fit 8 device(s)"),
   "micro-batches that do not divide": (
     train("batch.micro_batches=5"),
-    "batch.prompts = 16 does not divide",
+    "batch.prompts = 16 is not a multiple of",
   ),
   "prompts too long": (train("data.max_prompt_tokens=4"), "over the limit of 4"),
   "a template without {prompt}": (
@@ -204,7 +204,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_malformed_input_is_refused(case, folder, capfd):
+def test_a_malformed_input_is_rejected(case, folder, capfd):
   args, message = CASES[case]
   before = contents(folder)
   assert cli.main(args) == 2

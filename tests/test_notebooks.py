@@ -1,4 +1,4 @@
-"""The notebooks: committed without outputs, and run in a small version (`GTPO_TINY`)."""
+"""Tests that the notebooks have no outputs, and runs a small version of them (`GTPO_TINY`)."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Algorithms as pure functions of arrays. No models, configs or loggers."""
+"""The algorithms, as pure functions of arrays that know no model, config or logger."""
 
 from gtpo_jax.algorithms.algorithm import Algorithm, make
 from gtpo_jax.algorithms.recipes import RECIPES, Recipe

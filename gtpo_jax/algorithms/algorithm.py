@@ -1,4 +1,4 @@
-"""A recipe with its settings, as pure functions of arrays."""
+"""`Algorithm`, a recipe with its settings: advantages, token weights and loss."""
 
 from __future__ import annotations
 
@@ -33,26 +33,27 @@ class Algorithm:
 
   @property
   def recipe(self) -> Recipe:
-    """The algorithm's row of the table."""
+    """The entry of `RECIPES` under the algorithm's name."""
     return RECIPES[self.name]
 
   @property
   def ratio(self) -> Ratio:
-    """The importance ratio."""
+    """The importance ratio that the recipe uses with these settings."""
     return self.recipe.ratio(self.settings)
 
   @property
   def per_token(self) -> bool:
-    """Whether the loss is a sum over tokens of a function of each token's own log-prob.
+    """Whether each token's term of the loss depends only on that token's own log-prob.
 
-    The loss of a batch is then the sum of `token_loss` over any partition of its tokens.
+    If so, the tokens of a batch can be split in any way, and the loss is the sum of `token_loss`
+    over the parts.
     """
     return self.ratio.per_token and self.recipe.objective.per_token
 
   def settings_dict(self) -> dict[str, Any]:
-    """Returns the settings that the recipe reads, with published values filled in.
+    """Returns the settings that the recipe reads, with their values.
 
-    `make(name, **settings_dict)` gives an equal algorithm.
+    `make(name, **settings_dict)` returns an equal algorithm.
     """
     return {name: getattr(self.settings, name) for name in self.recipe.settings}
 
@@ -69,12 +70,13 @@ class Algorithm:
     """Returns the advantage of every token, under `stop_gradient`, in float32.
 
     Args:
-      entropy: f32[n, g, t], nats, of the old policy's full distribution.
+      entropy: f32[n, g, t], nats, of the sampling policy's full distribution.
       mask: bool[n, g, t], sampled tokens.
-      correct: bool[n, g], splits the completions into O+ and O-.
-      reward: f32[n, g], what the baselines normalise.
-      penalty: f32[n, g] <= 0, length shaping, added to the (shaped) reward. None: 0.
-      guided: bool[n, g], completions that a guide wrote. None: none.
+      correct: bool[n, g], True for completions in O+ and False for those in O-.
+      reward: f32[n, g], the verifier's reward; recipes with entropy shaping ignore it.
+      penalty: f32[n, g] <= 0, the length penalty, which is added to the (shaped) reward; None for
+        no penalty.
+      guided: bool[n, g], completions sampled from a guide; None for none.
 
     Returns:
       f32[n, g, t]; 0 outside `loss_mask`.
@@ -100,7 +102,7 @@ class Algorithm:
     return jax.lax.stop_gradient(jnp.where(self.loss_mask(**signals), advantages, 0.0))
 
   def shaped(self, **signals: jax.Array | None) -> tuple[ShapedRewards, Units]:
-    """Returns the shaped rewards of each unit of credit, and the units they were made from.
+    """Returns the shaped reward of each unit of credit, and the units (the inputs of shaping).
 
     Takes the arguments of `advantages`.
     """
@@ -108,7 +110,7 @@ class Algorithm:
     return self.recipe.shaping(units, self.settings)[0], units
 
   def credit_metrics(self, **signals: jax.Array | None) -> dict[str, jax.Array]:
-    """Returns the shaping's diagnostics, f32[] each; none for recipes that ignore the entropy.
+    """Returns the diagnostics of entropy shaping, f32[] each; {} for recipes without it.
 
     Takes the arguments of `advantages`.
     """
@@ -136,13 +138,15 @@ class Algorithm:
   ) -> jax.Array:
     """Returns the weight of each token's objective in the loss, f32[n, g, t].
 
-    The weights belong to a whole update batch; micro-batches take slices of them.
+    Compute the weights from the complete batch of a gradient update, then slice them for its
+    micro-batches.
 
     Args:
       mask: bool[n, g, t], from `loss_mask`.
-      correct: bool[n, g]; needed with `guided`.
-      guided: bool[n, g]. With a guide, groups in which the policy itself is never correct are
-        aggregated separately and weighted by `lambda_zero` (2507.12931).
+      correct: bool[n, g]; required with `guided`.
+      guided: bool[n, g], completions sampled from a guide. If given, groups in which none of the
+        policy's own completions is correct are aggregated separately, and their weights are
+        multiplied by `lambda_zero` (2507.12931).
     """
     self._check_guided(guided)
     aggregate = LOSS_AGGREGATIONS[self.settings.loss_aggregation]
@@ -171,19 +175,21 @@ class Algorithm:
       advantages: f32[n, g, t].
       mask: bool[n, g, t], from `loss_mask`.
       log_probs: f32[n, g, t], nats, of the policy being trained.
-      log_probs_old: f32[n, g, t], of the policy that wrote the completion.
-      weights: f32[n, g, t], from `token_weights` of the whole batch if this is a micro-batch. None:
-        made from `mask`, from which `dapo_forking` then drops the tokens with an advantage of 0.
-      guided: bool[n, g], completions that a guide wrote: their ratio is capped, not clipped.
-      log_probs_sampler: f32[n, g, t], as the sampler computed them, if `log_probs_old` are the
-        trainer's; needed with `tis_cap`.
-      log_probs_reference: f32[n, g, t], of the frozen reference; needed with `kl_weight`.
+      log_probs_old: f32[n, g, t], nats, of the policy that sampled the completion.
+      weights: f32[n, g, t], from `token_weights` of the complete batch. None: `token_weights(mask)`
+        is used; with `forking_share`, tokens with advantage 0 are removed from `mask` before.
+      guided: bool[n, g], completions sampled from a guide. Their ratio is capped instead of
+        clipped.
+      log_probs_sampler: f32[n, g, t], nats, `log_probs_old` as computed by the sampler instead of
+        the trainer; required with `tis_cap`.
+      log_probs_reference: f32[n, g, t], nats, of the frozen reference; required with `kl_weight`.
       logp: alias of `log_probs`.
       logp_old: alias of `log_probs_old`.
 
     Raises:
-      UserError: an array that the settings need is missing, `log_probs` or `log_probs_old` is given
-        under both names or neither, or `guided` is given and the recipe has no guide.
+      UserError: an array that the settings require is missing; `log_probs` or `log_probs_old` is
+        given under both of its names or under neither; or `guided` is given and the recipe has no
+        guide.
     """
     log_probs = _resolve_alias("log_probs", log_probs, "logp", logp)
     log_probs_old = _resolve_alias("log_probs_old", log_probs_old, "logp_old", logp_old)
@@ -208,23 +214,24 @@ class Algorithm:
       metrics["mismatch/weight"] = masked_mean(trust, own)
     loss = -jnp.where(mask, weights * objective, 0.0).sum()
     if s.kl_weight:
-      # The estimate holds on the policy's own tokens only; on a guide's it explodes.
+      # Only on the policy's own tokens: k3 assumes samples from the policy, and the ratio to the
+      # reference can be huge on the guide's tokens.
       divergence = k3(log_probs, log_probs_reference, own)
       loss += s.kl_weight * jnp.where(own, weights * divergence, 0.0).sum()
       metrics["kl/reference"] = masked_mean(divergence, own)
     return loss, jax.lax.stop_gradient(metrics)
 
   def token_loss(self, log_probs: jax.Array, signals: Mapping[str, jax.Array | None]) -> jax.Array:
-    """Returns what a selection of a batch's tokens contributes to its loss, f32[].
+    """Returns the sum of the loss terms of some of a batch's tokens, f32[].
 
-    Valid only for algorithms that are `per_token`.
+    Valid only if `per_token` is True.
 
     Args:
-      log_probs: f32[b, c], nats.
-      signals: the other arguments of `loss`, [b, c] each. `weights` are of the whole batch, and
-        `guided` is that of each token's completion.
+      log_probs: f32[b, c], nats, for c tokens in each of b rows.
+      signals: the other arguments of `loss`, [b, c] each. `weights` come from the complete batch,
+        and `guided` says for each token whether its completion was sampled from the guide.
     """
-    # Each token becomes a completion of one step: [b, c, 1].
+    # Each token is treated as a completion of one token: [b, c, 1].
     single = jax.tree.map(lambda x: x[..., None], dict(signals))
     return self.loss(log_probs=log_probs[..., None], **single | {"guided": signals.get("guided")})[
       0
@@ -240,7 +247,7 @@ class Algorithm:
     penalty: jax.Array | None = None,
     guided: jax.Array | None = None,
   ) -> Units:
-    """Returns the units of credit. Takes the arguments of `advantages`."""
+    """Returns the inputs of reward shaping. Takes the arguments of `advantages`."""
     mask = self._contrast_mask(mask, correct, guided)
     entropy = entropy.astype(jnp.float32)
     if self.recipe.per_completion:
@@ -255,7 +262,7 @@ class Algorithm:
   def _contrast_mask(
     self, mask: jax.Array, correct: jax.Array, guided: jax.Array | None
   ) -> jax.Array:
-    """Returns `mask` without groups that carry no signal, if the recipe asks for contrast."""
+    """Returns `mask`, False in groups without contrast if the recipe leaves these out."""
     self._check_guided(guided)
     if not self.recipe.contrast:
       return mask
@@ -264,7 +271,7 @@ class Algorithm:
   def _objective(
     self, ratio: jax.Array, advantages: jax.Array, mask: jax.Array, guided: jax.Array | None
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the objective of each token, f32[n, g, t], and metrics of ratios and clipping."""
+    """Returns each token's objective f32[n, g, t], and metrics of the ratios and the clipping."""
     own = mask if guided is None else mask & ~guided[..., None]
     objective, clipped = self.recipe.objective.function(ratio, advantages, self.settings)
     metrics = {name: masked_mean(flags, own) for name, flags in clipped.items()}
@@ -287,11 +294,11 @@ class Algorithm:
 
 
 def make(name: str, **overrides: Any) -> Algorithm:
-  """Returns an algorithm by name, with its published settings except for `overrides`.
+  """Returns the algorithm `name` with its published settings, changed by `overrides`.
 
   Raises:
-    UserError (a ValueError): an unknown name or setting (the message has the nearest valid one), or
-      a value out of bounds.
+    UserError (a ValueError): the name or a setting is unknown (the message suggests the nearest
+      valid one), or a value is out of bounds.
   """
   if name not in RECIPES:
     raise UserError(
@@ -309,13 +316,13 @@ def make(name: str, **overrides: Any) -> Algorithm:
       )
     if value is None:
       raise UserError(
-        f"algorithm.{key} must have a value, got None; omit it for the published {published[key]!r}"
+        f"algorithm.{key} must not be None; omit it to use the published value {published[key]!r}"
       )
   settings = Settings(**published | overrides)
   if settings.gamma != published["gamma"] and settings.length_penalty != "group_relative":
     raise UserError(
-      f"algorithm.gamma = {settings.gamma} is only read with length_penalty = 'group_relative'; "
-      f"set that, or leave gamma at {published['gamma']}"
+      f"algorithm.gamma = {settings.gamma} only has an effect with length_penalty = "
+      f"'group_relative'; set that, or leave gamma at {published['gamma']}"
     )
   return Algorithm(name, settings)
 

@@ -1,7 +1,7 @@
-"""Loss aggregations: each a weighting of tokens f32[n, g, t], made from the loss mask of a batch.
+"""Loss aggregations: functions from the loss mask bool[n, g, t] to token weights f32[n, g, t].
 
-The weights are made once from the whole batch. A micro-batch takes its slice of them, so that the
-losses and gradients of the parts add up to those of the batch.
+The weights are computed from the complete batch of a gradient update. Each micro-batch uses its
+slice of them, so that the losses and gradients of the micro-batches add up to those of the batch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 
 def token_mean(mask: jax.Array) -> jax.Array:
-  """Weighs every token of the batch equally (DAPO, GTPO)."""
+  """Averages over all tokens of the batch (DAPO, GTPO)."""
   return mask / jnp.maximum(mask.sum(), 1)
 
 
@@ -30,7 +30,7 @@ def group_mean(mask: jax.Array) -> jax.Array:
 
 
 def constant_divisor(mask: jax.Array) -> jax.Array:
-  """Divides the sum over tokens by n * g * t, whatever the lengths (Dr. GRPO)."""
+  """Divides the sum over tokens by n * g * t, independent of the lengths (Dr. GRPO)."""
   return mask / mask.size
 
 

@@ -1,4 +1,4 @@
-"""Surrogate objectives, to be maximised: functions of ratio, advantages and settings."""
+"""Surrogate objectives, which are maximised: functions of ratio, advantages and settings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Objective:
   """A surrogate objective.
 
   Attributes:
-    function: (ratio f32[n, g, t], advantages f32[n, g, t], settings) -> the objective of each token
-      f32[n, g, t], and by metric name the tokens counted by that metric, bool[n, g, t].
+    function: (ratio f32[n, g, t], advantages f32[n, g, t], settings) -> (objective f32[n, g, t] of
+      each token, {metric name: tokens that the metric counts, bool[n, g, t]}).
     per_token: whether a token's objective depends only on that token's ratio and advantage.
   """
 
@@ -28,10 +28,11 @@ class Objective:
 def clipped_objective(
   ratio: jax.Array, advantages: jax.Array, settings: Settings
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Returns `min(w A, clip(w, 1 - eps_low, 1 + eps_high) A)`, and the tokens clipped (PPO, DAPO).
+  """Returns `min(w A, clip(w, 1 - eps_low, 1 + eps_high) A)` and the clipped tokens (PPO, DAPO).
 
-  With `dual_clip` c > 1 the objective is at least `c A` where A < 0 (1912.09729, eq. 5), which
-  bounds the gradient of an incorrect token that has become likely.
+  w is the ratio and A the advantage. With `dual_clip` = c > 1, the objective is at least `c A`
+  where A < 0 (1912.09729, eq. 5): a token with a negative advantage has no gradient once it is more
+  than c times as likely as when it was sampled.
   """
   lowest = 1 - settings.eps_low
   highest = 1 + settings.eps_high
@@ -46,9 +47,10 @@ def clipped_objective(
 
 
 def capped_objective(ratio: jax.Array, advantages: jax.Array, cap: float) -> jax.Array:
-  """Returns `min(w, cap) A`, the objective of a guide's tokens (2507.12931).
+  """Returns `min(w, cap) A`, the objective of the guide's tokens (2507.12931).
 
-  The guide is not close to the policy, so a clip range around 1 would not fit.
+  w is the ratio and A the advantage. A clip range around 1 would not work here, because the guide
+  is not close to the policy.
   """
   return jnp.minimum(ratio, cap) * advantages
 

@@ -1,4 +1,4 @@
-"""Importance ratios and related weights, f32[n, g, t], from log-probs f32[n, g, t] in nats."""
+"""Importance ratios and related weights f32[n, g, t], from log-probs f32[n, g, t] in nats."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Ratio:
 def token_ratio(log_probs: jax.Array, log_probs_old: jax.Array, mask: jax.Array) -> jax.Array:
   """Returns `exp(log_probs - log_probs_old)` per token, with the log-ratio clamped to +-20.
 
-  It is 1 where `mask` is False.
+  The ratio is 1 where `mask` is False.
   """
   return _bounded_exp(_log_ratio(log_probs, log_probs_old, mask))
 
 
 def sequence_ratio(log_probs: jax.Array, log_probs_old: jax.Array, mask: jax.Array) -> jax.Array:
-  """Returns the arithmetic mean of each completion's token ratios, repeated at its steps.
+  """Returns the arithmetic mean of each completion's token ratios, repeated for all its tokens.
 
-  GRPO-S (2508.04349), eq. 6.
+  Source: GRPO-S (2508.04349 v1), eq. 6.
   """
   ratio = token_ratio(log_probs, log_probs_old, mask)
   return jnp.broadcast_to(masked_mean(ratio, mask, -1, keepdims=True), mask.shape)
@@ -47,9 +47,9 @@ def sequence_ratio(log_probs: jax.Array, log_probs_old: jax.Array, mask: jax.Arr
 def geometric_sequence_ratio(
   log_probs: jax.Array, log_probs_old: jax.Array, mask: jax.Array
 ) -> jax.Array:
-  """Returns `exp(mean(log_probs - log_probs_old))` of each completion, repeated at its steps.
+  """Returns `exp(mean(log_probs - log_probs_old))` of each completion, repeated for all its tokens.
 
-  GSPO (2507.18071), eq. 7.
+  Source: GSPO (2507.18071), eq. 7.
   """
   mean = masked_mean(_log_ratio(log_probs, log_probs_old, mask), mask, -1, keepdims=True)
   return jnp.broadcast_to(_bounded_exp(mean), mask.shape)
@@ -57,7 +57,7 @@ def geometric_sequence_ratio(
 
 TOKEN_RATIO = Ratio(token_ratio, per_token=True)
 
-# What the setting `ratio` may be.
+# The ratios by value of the setting `ratio`.
 SEQUENCE_RATIOS: dict[str, Ratio] = {
   "arithmetic": Ratio(sequence_ratio, per_token=False),
   "geometric": Ratio(geometric_sequence_ratio, per_token=False),
@@ -67,11 +67,11 @@ SEQUENCE_RATIOS: dict[str, Ratio] = {
 def mismatch_weight(
   log_probs_trainer: jax.Array, log_probs_sampler: jax.Array, mask: jax.Array, cap: float
 ) -> jax.Array:
-  """Returns `min(pi_trainer / pi_sampler, cap)` per token: truncated importance weights.
+  """Returns the truncated importance weights `min(pi_trainer / pi_sampler, cap)` per token.
 
-  They correct for trainer and sampler computing the same parameters differently; both log-probs
-  are those of the policy that sampled. The weights are constants (`stop_gradient`), and 1 where
-  `mask` is False.
+  Both are the probability of the token under the sampling policy, computed by the trainer and by
+  the sampler, whose numerics differ. The weights are constants (`stop_gradient`), and
+  min(1, cap) where `mask` is False.
   """
   ratio = token_ratio(log_probs_trainer, log_probs_sampler, mask)
   return jax.lax.stop_gradient(jnp.minimum(ratio, cap))
@@ -80,7 +80,8 @@ def mismatch_weight(
 def k3(log_probs: jax.Array, log_probs_reference: jax.Array, mask: jax.Array) -> jax.Array:
   """Returns Schulman's k3 estimate of KL(pi || reference) per token, in nats.
 
-  It is `r - 1 - log r` with r = reference / pi: never negative, and 0 where `mask` is False.
+  The estimate is `r - 1 - log r` with r = reference / pi. It is never negative, and it is 0 where
+  `mask` is False.
   """
   log_ratio = _log_ratio(log_probs_reference, log_probs, mask)
   log_ratio = jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)

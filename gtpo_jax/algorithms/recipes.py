@@ -1,6 +1,7 @@
-"""The algorithms, one row each: a function per column, and the published settings.
+"""The recipes: for each algorithm, the functions it consists of and its published settings.
 
-This GTPO is not "Group-relative Trajectory-based Policy Optimization" (arXiv 2508.03772).
+GTPO here is the method of arXiv 2508.04349. It is not "Group-relative Trajectory-based Policy
+Optimization" (arXiv 2508.03772).
 """
 
 from __future__ import annotations
@@ -17,31 +18,32 @@ from gtpo_jax.algorithms.shaping import Shaping, entropy_shaping, plain_reward
 
 
 def token_level(_: Settings) -> Ratio:
-  """The importance ratio of single tokens."""
+  """Returns the importance ratio of single tokens."""
   return TOKEN_RATIO
 
 
 def sequence_level(settings: Settings) -> Ratio:
-  """The importance ratio of whole completions that the setting `ratio` names."""
+  """Returns the importance ratio of completions that the setting `ratio` selects."""
   return SEQUENCE_RATIOS[settings.ratio]
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """One row of the table.
+  """An algorithm as functions and published settings.
 
-  The loss aggregation is a column too; as every row reads it and users change it, the row's
-  settings name it: `loss_aggregation`.
+  The loss aggregation is not a field but a setting, `loss_aggregation`, so that users can change
+  it in every recipe.
 
   Attributes:
     paper: the source.
-    settings: the hyperparameters that this row reads, with their published values.
-    advantage: shaped rewards -> advantages.
-    shaping: (units, settings) -> shaped rewards and diagnostics.
-    ratio: settings -> the importance ratio.
-    objective: the surrogate objective of ratio and advantages.
-    per_completion: whether the unit of credit is a whole completion instead of a token.
-    contrast: whether groups that carry no signal are removed before anything is computed.
+    settings: the hyperparameters that the recipe reads, with their published values.
+    advantage: computes advantages from shaped rewards.
+    shaping: computes shaped rewards and diagnostics from units and settings.
+    ratio: returns the importance ratio for given settings.
+    objective: the surrogate objective, a function of ratio and advantages.
+    per_completion: whether the unit of credit is a completion instead of a token.
+    contrast: whether groups without contrast (see `has_contrast`) are excluded from the loss and
+      from all statistics.
     rewards: the rewards of an incorrect and of a correct completion, without penalties.
   """
 
@@ -56,7 +58,7 @@ class Recipe:
   rewards: tuple[float, float] = (0.0, 1.0)
 
 
-# Every recipe reads these; a row may set other values.
+# Every recipe reads these settings; a recipe may set other values.
 _COMMON = {
   "loss_aggregation": "token",
   "eps_low": 0.2,

@@ -1,4 +1,8 @@
-"""The central idea of the papers: a unit's entropy relative to the mean of its comparison set."""
+"""The entropy of a token or completion relative to the mean over its comparison set.
+
+This is the idea on which GTPO and GRPO-S are built. It is not the relative entropy that is also
+called KL divergence.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ import jax.numpy as jnp
 
 from gtpo_jax.arrays import masked_mean
 
-# The axes of [n, g, t] that one comparison set spans, by (compare, scope).
+# The axes of [n, g, t] that one comparison set spans, by the settings (compare, scope).
 COMPARE: dict[tuple[str, str], tuple[int, ...]] = {
-  ("position", "group"): (1,),  # method 1, "column": the same step of all completions
+  ("position", "group"): (1,),  # method 1, "column": the same position of all completions
   ("position", "batch"): (0, 1),
-  ("sequence", "group"): (2,),  # method 2, "row": all steps of one completion
+  ("sequence", "group"): (2,),  # method 2, "row": all tokens of one completion
   ("sequence", "batch"): (2,),
-  ("matrix", "group"): (1, 2),  # method 3: every token
+  ("matrix", "group"): (1, 2),  # method 3, "matrix": all tokens of all completions
   ("matrix", "batch"): (0, 1, 2),
 }
 
@@ -21,33 +25,34 @@ COMPARE: dict[tuple[str, str], tuple[int, ...]] = {
 def relative_entropy(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
   """Returns `x` divided by its mean over the comparison set (2508.04349 v1, eqs. 2 and 13).
 
-  The shares of a set sum to its size.
+  The results of a comparison set sum to its size.
 
   Args:
-    x: f32[n, g, t] >= 0: entropy in nats, or its inverse.
-    mask: bool[n, g, t], the tokens to compare: those of O+ or of O- that are alive.
+    x: f32[n, g, t] >= 0, entropy in nats or its inverse.
+    mask: bool[n, g, t], the tokens to compare: the sampled tokens of O+, or those of O-.
     axes: the axes of one comparison set, from `COMPARE`.
 
   Returns:
-    f32[n, g, t], the shares: 1 throughout a set with mean 0, and 0 where `mask` is False.
+    f32[n, g, t]; 1 in a set with mean 0, and 0 where `mask` is False.
   """
   mean = masked_mean(x, mask, axes, keepdims=True)
   return jnp.where(mask, jnp.where(mean > 0, x / jnp.where(mean > 0, mean, 1.0), 1.0), 0.0)
 
 
 def inverse_entropy(entropy: jax.Array, h_floor: float) -> jax.Array:
-  """Returns `1 / max(H, h_floor)` f32[n, g, t], in 1/nats: large for confident tokens.
+  """Returns `1 / max(entropy, h_floor)` f32[n, g, t], in 1/nats: large for confident tokens.
 
-  The floor keeps a single near-certain token from taking the whole penalty of its set.
+  Without `h_floor`, a single near-certain token would take nearly the complete charge of its
+  comparison set.
   """
   return 1.0 / jnp.maximum(entropy, h_floor)
 
 
 def effective_participants(share: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-  """Returns which fraction of a comparison set carries its credit, f32[] in [0, 1].
+  """Returns the effective fraction of a comparison set that shares its credit, f32[] in [0, 1].
 
-  This is the effective number of members, (sum x)^2 / sum x^2, divided by the size of the set and
-  averaged over tokens.
+  For a set with values x this is the effective number of members, (sum x)^2 / sum x^2, divided by
+  the size of the set. The result is the mean over the masked entries, each counted with its set.
   """
   total = jnp.where(mask, share, 0).sum(axes, keepdims=True)
   squares = jnp.square(jnp.where(mask, share, 0)).sum(axes, keepdims=True)

@@ -1,4 +1,4 @@
-"""The hyperparameters of every recipe, validated at construction."""
+"""The hyperparameters of all recipes, validated at construction."""
 
 from __future__ import annotations
 
@@ -23,53 +23,65 @@ RENAMED = {"average": "loss_aggregation"}
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """Every hyperparameter of every recipe. A recipe reads those in its row; the rest stay None.
+  """The hyperparameters of all recipes. A recipe reads those in its `settings`; others are None.
+
+  O+ and O- are the correct and the incorrect completions of a batch, or their tokens. "Final paper"
+  and "v1" are the final and the first version of 2508.04349.
 
   Attributes:
-    alpha1, alpha2: final token-level form: the base reward and the weight of the entropy share
-      (eqs. 3, 5).
-    alpha: token-level form of v1 and v2: the weight of the entropy share, added to a base of 1 (v1,
-      eq. 2).
-    beta1, beta2: final sequence-level form: the base reward and the weight of the entropy share
-      (eqs. 8, 10).
-    beta: sequence-level form of v1 and v2: the weight of the entropy share, added to a base of 1
-      (v1, eq. 5).
-    kappa: caps the shaped reward on O+ at base + base / kappa (v1, eqs. 11-12); 0 for no cap.
-    floor: lower bound of the shaped reward on O+ (v1, eqs. 11-12): 1, or the paper's alternative,
-      alpha1.
-    compare: "position", "sequence" or "matrix": the entropies that a token's entropy is compared
-      with.
-    scope: "group" or "batch": the completions that are compared.
-    norm_scope: "group" or "batch": the set over which advantages are z-scored.
-    h_floor: lowest entropy in 1/H, in nats; lower entropies count as this value.
-    sign_guard: clamp advantages: no correct unit gets a negative one, no incorrect one a positive.
-    mean: "arithmetic" or "geometric": how token entropies become the entropy of a completion.
-    ratio: "arithmetic" or "geometric": how token ratios become the ratio of a completion.
-    loss_aggregation: how the tokens' objectives become the loss: "token" (mean over all tokens of
-      the batch), "completion" (over tokens, then completions), "group" (over the tokens of each
-      group, then groups) or "constant" (their sum divided by completions x longest length).
-    eps_low, eps_high: the clip range [1 - eps_low, 1 + eps_high].
-    dual_clip: lower bound of the objective where A < 0, as a multiple of A (1912.09729); above 1,
-      or 0 for off.
-    forking_share: fraction of the batch's loss tokens to learn from: those of highest entropy
-      (2506.01939).
+    alpha1, alpha2: `gtpo`, `gtpo_v1_clipped`: the base reward and the weight of the entropy term
+      (final paper, eqs. 3, 5).
+    alpha: `gtpo_v1`, `gtpo_v2`: the weight of the entropy term, which is added to a base reward of
+      1 (v1, eq. 2).
+    beta1, beta2: `grpo_s`: the base reward and the weight of the entropy term (final paper, eqs. 8,
+      10).
+    beta: `grpo_s_v1`, `grpo_s_v2`: the weight of the entropy term, which is added to a base reward
+      of 1 (v1, eq. 5).
+    kappa: upper bound of the shaped reward on O+: base + base / kappa (v1, eqs. 11-12); 0 for no
+      bound.
+    floor: lower bound of the shaped reward on O+ (v1, eqs. 11-12). The paper uses 1, or
+      alternatively alpha1.
+    compare: which tokens a token's entropy is compared with: "position" (those at the same position
+      in all completions), "sequence" (those of its own completion) or "matrix" (all tokens). Tokens
+      of O+ are compared only with O+, those of O- only with O-.
+    scope: whether "all" in `compare` means the completions of the same prompt ("group") or of all
+      prompts ("batch"); in `grpo_s*`, which completions a completion is compared with.
+    norm_scope: "group" or "batch": the completions over which the mean and std of the advantages
+      are computed.
+    h_floor: lower bound in nats that is applied to entropies before 1/H and before the geometric
+      mean.
+    sign_guard: clamp advantages to be >= 0 for correct units and <= 0 for incorrect ones.
+    mean: "arithmetic" or "geometric": the mean over a completion's token entropies that is used as
+      the entropy of the completion.
+    ratio: "arithmetic" or "geometric": the mean over a completion's token ratios that is used as
+      the importance ratio of the completion.
+    loss_aggregation: how the objectives of the tokens are combined into the loss: "token" (mean
+      over all tokens of the batch), "completion" (mean over the tokens of each completion, then
+      over completions), "group" (mean over the tokens of each group, then over groups) or
+      "constant" (sum over tokens, divided by completions x maximum length).
+    eps_low, eps_high: the clip range [1 - eps_low, 1 + eps_high] of the importance ratio.
+    dual_clip: lower bound of the objective of tokens with a negative advantage, as a multiple of
+      the advantage (1912.09729); above 1, or 0 for off.
+    forking_share: fraction of the loss tokens that are trained on, those with the highest entropy
+      in the batch (2506.01939).
     kl_weight: weight of the k3 estimate of the KL divergence to a frozen reference, added to the
       loss (GRPO, 2402.03300, eq. 4); 0 for off.
-    tis_cap: weighs tokens by min(pi_trainer / pi_sampler, tis_cap), two computations of the policy
-      that sampled, to correct for differences between sampler and trainer; 0 turns this off, and
-      with it the extra pass that rescores the rollouts.
-    length_penalty: "overlong" (DAPO's soft punishment; "r_length", R(i) of v1, section 4.5.1, is
-      the same function) or "group_relative" (final paper, appendix D).
+    tis_cap: truncated importance sampling: weights each token by min(pi_trainer / pi_sampler,
+      tis_cap), where both are the sampling policy's probability, computed by the trainer and by the
+      sampler; 0 for off, which also saves the pass over the batch that computes pi_trainer.
+    length_penalty: "overlong" (DAPO's soft punishment), "r_length" (another name for "overlong",
+      which equals R(i) of v1, section 4.5.1) or "group_relative" (final paper, appendix D).
     overlong_buffer: number of tokens before the length limit over which "overlong" falls from 0 to
       -1; 0 for off.
-    gamma: for "group_relative": a group is easy if this share of it is correct, hard if this share
-      is incorrect.
-    overlong_filter: exclude completions that were cut off from the loss and from the statistics of
-      their group.
-    dynamic_sampling: replace groups without contrast by groups of further prompts (DAPO).
-    guide_completions: number of completions per group that the frozen guide writes (2507.12931).
+    gamma: for "group_relative": a group is easy if at least this fraction of its completions is
+      correct, and hard if at least this fraction is incorrect.
+    overlong_filter: exclude completions that were cut off at the length limit from the loss and
+      from the statistics of their group.
+    dynamic_sampling: replace all-correct and all-wrong groups by groups of further prompts (DAPO).
+    guide_completions: number of completions per group that are sampled from the frozen guide
+      (2507.12931).
     guide_cap: upper bound of the importance ratio pi / pi_guide.
-    lambda_zero: weight of the groups in which the guide is correct and the policy never is.
+    lambda_zero: loss weight of the groups in which the guide is correct and the policy never is.
   """
 
   alpha1: float | None = None
@@ -106,9 +118,9 @@ class Settings:
   def __post_init__(self):
     for field in dataclasses.fields(Settings):
       value = getattr(self, field.name)
-      bound = BOUNDS[field.name]
-      if value is not None and not bound.accepts(value):
-        raise UserError(f"algorithm.{field.name} must be {bound.description}, got {value!r}")
+      check = CHECKS[field.name]
+      if value is not None and not check.accepts(value):
+        raise UserError(f"algorithm.{field.name} must be {check.description}, got {value!r}")
     if self.eps_low is not None and self.eps_high is not None and self.eps_low > self.eps_high:
       raise UserError(
         f"algorithm.eps_low must be in (0, eps_high], got {self.eps_low} > {self.eps_high}"
@@ -119,17 +131,17 @@ class Settings:
   def _check_length_penalty(self) -> None:
     if self.length_penalty == "group_relative" and self.overlong_buffer:
       raise UserError(
-        f"algorithm.overlong_buffer = {self.overlong_buffer} is not read by "
-        "length_penalty = 'group_relative'; remove one of the two"
+        f"algorithm.overlong_buffer = {self.overlong_buffer} has no effect with length_penalty = "
+        "'group_relative'; set overlong_buffer = 0, or length_penalty = 'overlong'"
       )
     if self.length_penalty == "r_length" and self.overlong_buffer == 0:
       raise UserError(
-        "algorithm.length_penalty = 'r_length' needs overlong_buffer, the number of tokens before "
-        "the limit over which it falls; got 0"
+        "algorithm.length_penalty = 'r_length' needs overlong_buffer > 0, the number of tokens "
+        "before the length limit over which the penalty falls from 0 to -1; got 0"
       )
 
   def _check_clip_range(self) -> None:
-    """Refuses an empty range [floor, alpha1 + alpha1 / kappa] for the reward on O+."""
+    """Rejects settings with which the range [floor, alpha1 + alpha1 / kappa] on O+ is empty."""
     if not self.kappa or self.floor is None or self.alpha1 is None:
       return
     upper = self.alpha1 + self.alpha1 / self.kappa
@@ -143,28 +155,28 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Bound:
-  """Which values a setting accepts, as a test and in words."""
+class _Check:
+  """The values that a setting may have."""
 
   accepts: Callable[[Any], bool]
-  description: str
+  description: str  # completes "algorithm.NAME must be ..."
 
 
-def _number(test: Callable[[Any], bool], description: str, kind: type = numbers.Real) -> _Bound:
+def _number(test: Callable[[Any], bool], description: str, kind: type = numbers.Real) -> _Check:
   accepts = lambda x: isinstance(x, kind) and not isinstance(x, bool) and bool(test(x))
-  return _Bound(accepts, description)
+  return _Check(accepts, description)
 
 
-def _choice(names: Iterable[str]) -> _Bound:
+def _choice(names: Iterable[str]) -> _Check:
   choices = tuple(dict.fromkeys(names))  # without duplicates, in order
-  return _Bound(lambda x: isinstance(x, str) and x in choices, f"one of {', '.join(choices)}")
+  return _Check(lambda x: isinstance(x, str) and x in choices, f"one of {', '.join(choices)}")
 
 
-_FLAG = _Bound(lambda x: isinstance(x, bool), "True or False")
+_FLAG = _Check(lambda x: isinstance(x, bool), "True or False")
 _AT_LEAST_0 = _number(lambda x: 0 <= x < INFINITY, "at least 0 and finite")
 _ABOVE_0 = _number(lambda x: 0 < x < INFINITY, "above 0 and finite")
 
-BOUNDS: dict[str, _Bound] = {
+CHECKS: dict[str, _Check] = {
   "alpha1": _AT_LEAST_0,
   "alpha2": _AT_LEAST_0,
   "alpha": _AT_LEAST_0,
@@ -177,7 +189,7 @@ BOUNDS: dict[str, _Bound] = {
   "scope": _choice(scope for _, scope in COMPARE),
   "norm_scope": _choice(NORM_SCOPE),
   "h_floor": _number(
-    lambda x: 1e-30 <= x < INFINITY, "at least 1e-30 (its inverse must be a float32) and finite"
+    lambda x: 1e-30 <= x < INFINITY, "at least 1e-30 (1/h_floor must fit float32) and finite"
   ),
   "sign_guard": _FLAG,
   "mean": _choice(MEANS),
@@ -190,11 +202,11 @@ BOUNDS: dict[str, _Bound] = {
   "kl_weight": _AT_LEAST_0,
   "tis_cap": _AT_LEAST_0,
   "length_penalty": _choice(LENGTH_PENALTIES),
-  "overlong_buffer": _number(lambda x: x >= 0, "at least 0, in whole tokens", numbers.Integral),
+  "overlong_buffer": _number(lambda x: x >= 0, "an integer >= 0 (tokens)", numbers.Integral),
   "gamma": _number(lambda x: 0.5 < x <= 1, "in (0.5, 1]"),
   "overlong_filter": _FLAG,
   "dynamic_sampling": _FLAG,
-  "guide_completions": _number(lambda x: x >= 1, "at least 1, a whole number", numbers.Integral),
+  "guide_completions": _number(lambda x: x >= 1, "an integer >= 1", numbers.Integral),
   "guide_cap": _ABOVE_0,
   "lambda_zero": _AT_LEAST_0,
 }

@@ -1,6 +1,8 @@
 """Reward shaping: functions (units, settings) -> (shaped rewards, diagnostics).
 
-All arrays are [n, g, u], where a unit of credit is a token (u = t) or a completion (u = 1).
+All arrays are [n, g, u], where a unit of credit is a token (u = t) or a completion (u = 1). O+ and
+O- are the units of correct and of incorrect completions. rel(x) is x divided by its mean over the
+comparison set (`relative_entropy`).
 """
 
 from __future__ import annotations
@@ -20,24 +22,24 @@ from gtpo_jax.algorithms.relative_entropy import (
 from gtpo_jax.algorithms.settings import Settings
 from gtpo_jax.algorithms.units import ShapedRewards, Units
 
-# Returns shaped rewards, and diagnostics f32[] by metric name.
+# (units, settings) -> (shaped rewards, diagnostics f32[] by metric name)
 Shaping = Callable[[Units, Settings], tuple[ShapedRewards, dict[str, jax.Array]]]
 
-# The base reward and the weight of the entropy share.
+# The base reward and the weight of the entropy term.
 BaseAndWeight = tuple[float, float]
 
 
 class EntropyWeights(NamedTuple):
-  """How entropy becomes reward.
+  """The parameters of `shape_by_entropy`.
 
-  O+ earns `base + weight * share(H)`, O- earns `-base - weight * share(1 / H)`.
+  The shaped reward is `base + weight * rel(H)` on O+ and `-base - weight * rel(1 / H)` on O-.
   """
 
   plus: BaseAndWeight  # on O+
   minus: BaseAndWeight  # on O-
   axes: tuple[int, ...]  # of one comparison set, from COMPARE
-  h_floor: float  # nats; the lowest entropy in 1 / H
-  clip: tuple[float, float]  # bounds of the reward on O+, before the length penalty
+  h_floor: float  # nats; lower bound applied to H before 1 / H
+  clip: tuple[float, float]  # range of the reward on O+, before the length penalty is added
 
 
 def plain_reward(x: Units, _: Settings) -> tuple[ShapedRewards, dict[str, jax.Array]]:
@@ -52,14 +54,16 @@ def entropy_shaping(
   plus: Callable[[Settings], BaseAndWeight],
   minus: Callable[[Settings], BaseAndWeight] = lambda s: (0.0, 0.0),
 ) -> Shaping:
-  """Returns the shaping of GTPO and GRPO-S with the given base rewards and weights.
+  """Returns the reward shaping of GTPO and GRPO-S with the given base rewards and weights.
 
-  Besides these it reads `compare`, `scope` and `h_floor`, and the clip range of v1, eqs. 11-12:
-  `floor` and `kappa`, which are off in recipes without these settings.
+  The shaping also reads the settings `compare`, `scope` and `h_floor`, and `floor` and `kappa`, the
+  clip range of v1, eqs. 11-12. A recipe without `floor` or `kappa` does not clip at that end
+  (without `floor`, the lower end is 0).
 
   Args:
-    plus: settings -> base reward and weight of the entropy share on O+.
-    minus: the same on O-; rewards there are negative. Default: O- earns nothing.
+    plus: settings -> (base reward, weight of the entropy term) on O+.
+    minus: the same for O-, as magnitudes: the shaped rewards are their negatives. By default the
+      reward on O- is 0.
   """
 
   def shaping(x: Units, settings: Settings) -> tuple[ShapedRewards, dict[str, jax.Array]]:
@@ -81,8 +85,8 @@ def entropy_shaping(
 def shape_by_entropy(x: Units, weights: EntropyWeights) -> ShapedRewards:
   """Shapes rewards by entropy (2508.04349 final, eqs. 3-11; v1, eqs. 2-8 and 11-19).
 
-  A correct unit earns most where the policy hesitated, an incorrect one is charged most where it
-  was confident. The length penalty is added to both.
+  A correct unit earns most where the policy was uncertain; an incorrect unit is charged most where
+  the policy was confident. The length penalty is added on both sides.
   """
   shares = entropy_shares(x, weights.axes, weights.h_floor)
   base, weight = weights.plus
@@ -93,9 +97,9 @@ def shape_by_entropy(x: Units, weights: EntropyWeights) -> ShapedRewards:
 
 
 def entropy_shares(x: Units, axes: tuple[int, ...], h_floor: float) -> ShapedRewards:
-  """Returns share(H) on O+ and share(1/H) on O- (v1, eqs. 2 and 13).
+  """Returns rel(H) on O+ and rel(1/H) on O- (v1, eqs. 2 and 13).
 
-  Each comparison set's shares sum to its size.
+  The values of a comparison set sum to its size.
   """
   return ShapedRewards(
     relative_entropy(x.entropy, x.plus, axes),
@@ -104,11 +108,12 @@ def entropy_shares(x: Units, axes: tuple[int, ...], h_floor: float) -> ShapedRew
 
 
 def share_metrics(x: Units, axes: tuple[int, ...], h_floor: float) -> dict[str, jax.Array]:
-  """Returns how the shares spread the credit, f32[] each.
+  """Returns diagnostics of how the entropy terms distribute the credit, f32[] each.
 
-  `credit/participants_*` is the effective fraction of a comparison set that carries its credit.
-  `credit/conservation_residual` is the difference between the sum of the shares of O+ or O- and
-  their number, per unit; it differs from 0 only by rounding.
+  `credit/participants_*` is the effective fraction of a comparison set that shares its credit.
+  `credit/conservation_residual` compares the sum of rel(H) over O+ with the number of units in O+,
+  and that of rel(1/H) over O- with the number in O-. It is the larger absolute difference per unit,
+  and differs from 0 only by rounding.
   """
   shares = entropy_shares(x, axes, h_floor)
   residual = lambda share, side: jnp.abs(share.sum() - side.sum()) / jnp.maximum(side.sum(), 1)

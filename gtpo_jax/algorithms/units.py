@@ -1,4 +1,4 @@
-"""The unit of credit: a token (u = t) or a whole completion (u = 1)."""
+"""The unit of credit, which is a token (u = t) or a completion (u = 1)."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ MEANS = ("arithmetic", "geometric")
 
 
 class Units(NamedTuple):
-  """What shaping knows about each unit of credit."""
+  """The inputs of reward shaping, per unit of credit."""
 
   entropy: jax.Array  # f32[n, g, u], nats
   mask: jax.Array  # bool[n, g, u]
   correct: jax.Array  # bool[n, g, 1]
   reward: jax.Array  # f32[n, g, 1]
-  penalty: jax.Array  # f32[n, g, 1], <= 0; length shaping
+  penalty: jax.Array  # f32[n, g, 1], <= 0; length penalty
 
   @property
   def plus(self) -> jax.Array:
-    """bool[n, g, u], the units of O+: those of correct completions."""
+    """bool[n, g, u], O+: the units of correct completions."""
     return self.mask & self.correct
 
   @property
   def minus(self) -> jax.Array:
-    """bool[n, g, u], the units of O-: those of incorrect completions."""
+    """bool[n, g, u], O-: the units of incorrect completions."""
     return self.mask & ~self.correct
 
 
 class ShapedRewards(NamedTuple):
-  """Shaped rewards as two collections: R+ is zero on O-, R- is zero on O+."""
+  """The shaped rewards R+ and R- as separate arrays; R+ is 0 on O-, R- is 0 on O+."""
 
   plus: jax.Array  # f32[n, g, u]
   minus: jax.Array  # f32[n, g, u]
@@ -46,7 +46,7 @@ def completion_entropy(entropy: jax.Array, mask: jax.Array, mean: str, h_floor: 
     entropy: f32[n, g, t], nats.
     mask: bool[n, g, t].
     mean: one of `MEANS`.
-    h_floor: nats; the geometric mean counts entropies below it as `h_floor`.
+    h_floor: nats; lower bound applied to the entropies before the geometric mean.
 
   Returns:
     f32[n, g, 1].

@@ -1,7 +1,7 @@
 """The command line `gtpo`.
 
-Exit status: 0 done; 2 the user's input is wrong, and one line says what; 130 or 143 stopped by
-Ctrl-C or SIGTERM; 1 any other failure.
+Exit status: 0 on success; 2 if the user's input is wrong, with one line on stderr that says what to
+fix; 130 or 143 after Ctrl-C or SIGTERM; 1 after any other failure.
 """
 
 from gtpo_jax.cli.entry import main

@@ -1,4 +1,4 @@
-"""The commands. Each takes its options and config overrides, and returns the exit status.
+"""The commands. Each receives its options and the config overrides, and returns the exit status.
 
 Modules that import JAX are imported inside the functions, after `prepare_jax`.
 """
@@ -59,7 +59,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
 
 @contextlib.contextmanager
 def _exit_on_failure() -> Iterator[None]:
-  """With several processes, exits at once when this one fails.
+  """Exits at once when this process fails, if it is one of several.
 
   A normal exit would wait for the other processes, which may wait for this one in a collective.
   """
@@ -100,7 +100,7 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
   if is_hf_folder(find(str(args.model))) and not args.config:
     raise UserError(
       f"{str(args.model)!r} is a Hugging Face folder: "
-      f"give --config=FILE, which says what to evaluate it on"
+      f"give --config=FILE with the problems to evaluate it on"
     )
   ks = _parse_ks(args.k)
   _check_writable(args.json)
@@ -109,7 +109,9 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
   worker, config, read = find_policy(args.model, args.step, own_config)
   if args.data:
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=args.data))
-  problems = held_out_problems(config, worker, print)  # may raise; reading the weights takes longer
+  problems = held_out_problems(
+    config, worker, print
+  )  # before the weights, which take longer to read
   params, step = read()
   samples = max(ks, default=None)
   result = evaluate_run(config, worker, RewardManager(config), params, problems, samples=samples)
@@ -123,7 +125,7 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _print_summary(summary: dict[str, object]) -> None:
-  """Prints an `Evaluation.summary`, one metric per line with its interval."""
+  """Prints an `Evaluation.summary`, with one metric and its interval per line."""
   intervals = summary["intervals"]
   for key, value in summary.items():
     if key == "intervals":
@@ -162,12 +164,12 @@ def sample(args: argparse.Namespace, overrides: list[str]) -> int:
   ):
     if stream and args.n == 1:
       text = _decode(worker.chat, buffer, 0)
-      text = text.rstrip("\ufffd")  # a character whose last token is not there yet
+      text = text.rstrip("\ufffd")  # an incomplete character, which needs more tokens
       print(text[len(printed) :], end="", flush=True)
       printed = text
     for _, j in ended:
       texts[j] = _decode(worker.chat, buffer, j)
-      if stream and args.n > 1:  # several completions: each when it is complete
+      if stream and args.n > 1:  # print each completion when it is complete
         print(texts[j], flush=True)
   if not stream:
     print(*texts, sep="\n")
@@ -177,12 +179,12 @@ def sample(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _decode(chat: Chat, buffer: CompletionBuffer, j: int) -> str:
-  """Returns the text that completion j of the only prompt has so far."""
+  """Returns the text so far of completion j of the buffer's only prompt."""
   return chat.decode([buffer.tokens[0, j, buffer.mask[0, j]]])[0]
 
 
 def _check_sample(args: argparse.Namespace) -> None:
-  """Checks the options of `gtpo sample` that no config checks."""
+  """Validates the options of `gtpo sample` that are not config fields."""
   if not args.prompt.strip():
     raise UserError("--prompt is empty; give it some text")
   try:
@@ -265,7 +267,7 @@ def _parse_ks(text: str) -> list[int]:
 
 
 def _check_writable(file: Path | None) -> None:
-  """Raises UserError if a result file cannot be written, before the work that produces it."""
+  """Raises UserError if the file cannot be written. Called before the work that fills the file."""
   if file is None:
     return
   target = file if file.exists() else file.absolute().parent

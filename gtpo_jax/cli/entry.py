@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
   except KeyboardInterrupt:
     return SIGNAL_EXIT + signal.SIGINT
-  except BrokenPipeError:  # the reader of our output is gone; Python must not flush to it at exit
+  except BrokenPipeError:  # nobody reads stdout any more; redirect Python's flush at exit
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
   except OSError as error:

@@ -19,14 +19,14 @@ JSON_HELP = "also write the numbers to this file"
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-  """Parses the words after `gtpo`.
+  """Parses the arguments after `gtpo`.
 
   Returns:
-    The options, with the command's function as `run`, and the overrides of config fields.
+    The options, among them the command's function as `run`, and the overrides of config fields.
 
   Raises:
-    UserError: a word is wrong or missing.
-    SystemExit: help was requested, or there are no words.
+    UserError: an argument is wrong or missing.
+    SystemExit: help was requested, or there are no arguments.
   """
   # argparse would reject the overrides as unknown options.
   overrides = [arg for arg in argv if arg.startswith(OVERRIDE)]
@@ -38,7 +38,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   if not rest:
     parser.print_help()
     raise SystemExit(2)
-  if rest[0] in COMMANDS:  # reports a misspelt option before argparse reports a missing one
+  if rest[0] in COMMANDS:  # report a misspelt option before argparse reports a missing one
     by_command[rest[0]].check_options(rest[1:])
   args = parser.parse_args(rest)
   if overrides and not getattr(args, "config", None):
@@ -81,13 +81,15 @@ def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
     command.set_defaults(run=run)
     return command
 
-  _add_train(add("train", commands.train, "train a policy; the same command again resumes"))
+  _add_train(add("train", commands.train, "train a policy; run the same command again to resume"))
   _add_eval(
     add("eval", commands.evaluate, "estimate mean@n, pass@k, best@k and maj@k on held-out problems")
   )
   _add_sample(add("sample", commands.sample, "print completions of a prompt"))
   _add_export(add("export", commands.export, "write a run's policy as a Hugging Face folder"))
-  _add_plan(add("plan", commands.plan, "check whether a run fits hardware that is not here"))
+  _add_plan(
+    add("plan", commands.plan, "check whether a run fits on hardware that this machine lacks")
+  )
   _add_report(add("report", commands.report, "write an HTML file with figures and a credit viewer"))
   add("doctor", commands.doctor, "check this machine: what works, what is missing, how to get it")
   return parser, subparsers.choices

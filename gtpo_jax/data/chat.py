@@ -1,4 +1,4 @@
-"""Messages to token ids through the tokenizer's own chat template, and back."""
+"""Converts messages to token ids with the tokenizer's chat template, and token ids to text."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FILES = (
   "tokenizer.model",
 )
 
-REPLACEMENT = "\ufffd"  # decodes bytes that are not a complete character
+REPLACEMENT = "\ufffd"  # stands for bytes that are not a complete character
 MAX_CHARACTER_BYTES = 4
 MAX_REASON_CHARS = 200
 
@@ -41,8 +41,8 @@ class Chat:
   """A tokenizer with its chat template and stop tokens.
 
   Args:
-    tokenizer: from transformers.
-    stop: further ids that end a completion, beside the EOS and padding tokens.
+    tokenizer: a tokenizer of transformers.
+    stop: ids that end a completion, in addition to the EOS and padding tokens.
 
   Attributes:
     control: the texts of all added tokens.
@@ -55,15 +55,16 @@ class Chat:
     self.tokenizer = tokenizer
     added = tokenizer.added_tokens_decoder.values()
     self.control = tuple(token.content for token in added)
-    # The library can leave special tokens in a text unread. Added tokens that are not special, such
-    # as <|fim_prefix|>, must be split after their first character.
+    # The library can encode special tokens in a text as plain characters. It cannot do so for added
+    # tokens that are not special, such as <|fim_prefix|>; these are split after their first
+    # character.
     plain = [token.content for token in added if not token.special]
     splits = (f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in plain)
     self._splits = re.compile("|".join(splits) or "(?!)")
     self.pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     self.stop = tuple(sorted({tokenizer.eos_token_id, self.pad, *stop}))
     self.vocab_size = 1 + max(*tokenizer.get_vocab().values(), *self.stop)
-    # A fast tokenizer refuses to be configured for one call while another call runs.
+    # A fast tokenizer raises if one call changes its settings while another call runs.
     self._lock = threading.Lock()
 
   def encode_prompt(self, messages: Messages) -> list[int]:
@@ -116,7 +117,7 @@ class Chat:
   def pieces(self, ids: Sequence[int]) -> list[str]:
     """Returns the text that each token adds to a completion; stop tokens appear by name.
 
-    A character that consists of several tokens belongs to the last of them; the earlier ones add
+    If a character consists of several tokens, the last of them adds it; the earlier ones add
     nothing.
     """
     ids = [int(token) for token in ids]
@@ -148,12 +149,12 @@ class Chat:
       return self.tokenizer.apply_chat_template(
         list(messages), tokenize=False, add_generation_prompt=True
       )
-    except Exception as error:  # of jinja2, of its sandbox, or of the template itself
+    except Exception as error:  # from jinja2, its sandbox, or the template
       reason = first_line(error)[:MAX_REASON_CHARS]
       raise UserError(f"{self._template_name()} rejects this conversation: {reason}") from error
 
   def _encode(self, text: str, plain: bool = False) -> list[int]:
-    """Encodes a text; a plain one contains no control tokens."""
+    """Encodes a text. If `plain`, control tokens in it are encoded as plain characters."""
     parts = self._splits.split(text) if plain else [text]
     ids = []
     with self._lock:
@@ -168,8 +169,8 @@ def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
   All EOS ids of its generation_config.json end a completion.
 
   Raises:
-    UserError: there is no tokenizer, it cannot be read, it has no end token, or it needs code of
-      its own.
+    UserError: there is no tokenizer, it cannot be read, it has no EOS token, or it needs custom
+      code.
   """
   import os
 
@@ -183,7 +184,7 @@ def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
   stop = _stop_ids(path)
   try:
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-  except Exception as error:  # transformers, tokenizers and JSON have errors of their own
+  except Exception as error:  # transformers, tokenizers and JSON raise many types
     raise UserError(
       f"the tokenizer in {str(path)!r} cannot be read: {first_line(error)}"
     ) from error
@@ -195,7 +196,7 @@ def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
 
 
 def _check_files(path: Path) -> None:
-  """Refuses a folder without a tokenizer, with links that leave it, or with code of its own."""
+  """Raises UserError if a folder has no tokenizer, links to other folders, or custom code."""
   if not (path / "tokenizer_config.json").exists():
     raise UserError(f"no tokenizer in {str(path)!r}: it has no tokenizer_config.json")
   present = [name for name in FILES if (path / name).exists()]
@@ -204,13 +205,13 @@ def _check_files(path: Path) -> None:
   for name in ("tokenizer_config.json", "config.json"):
     if name in present and "auto_map" in read_json(path, name):
       raise UserError(
-        f"{name} in {str(path)!r} refers to code of its own (auto_map); "
+        f"{name} in {str(path)!r} refers to custom code (auto_map); "
         "code from a model folder is never executed"
       )
 
 
 def _stop_ids(path: Path) -> list[int]:
-  """Returns the EOS ids of generation_config.json, none if there is no such file."""
+  """Returns the EOS ids of generation_config.json, or [] if there is no such file."""
   if not (path / "generation_config.json").exists():
     return []
   value = read_json(path, "generation_config.json").get("eos_token_id")

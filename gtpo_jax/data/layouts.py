@@ -1,4 +1,4 @@
-"""Rows to problems: the layouts of well-known datasets, recognised by their columns."""
+"""Converts rows to problems. Layouts of well-known datasets are recognised by their columns."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def parse_fields(fields: str) -> dict[str, str]:
   """Parses `data.fields`, such as "prompt=question,answer=answer,kind=math".
 
   Returns:
-    The columns of prompt, answer and kind; empty for the known layouts.
+    The column of each field; empty if `fields` is empty, which selects a known layout.
 
   Raises:
-    UserError: prompt or answer is missing, or there is another name.
+    UserError: prompt or answer is missing, or a field is unknown.
   """
   pairs = [part.partition("=") for part in fields.replace(" ", "").split(",") if part]
   columns = {key: value for key, _, value in pairs}
@@ -41,7 +41,7 @@ def to_problem(row: Row | ValueError, columns: dict[str, str], location: str) ->
   Args:
     row: the row, or the error that occurred when it was read.
     columns: from `parse_fields`.
-    location: names the row; its last part is the problem's id if the row has none.
+    location: names the row in messages; its last part is the id of a problem without one.
 
   Raises:
     ValueError: the row is malformed.
@@ -50,7 +50,7 @@ def to_problem(row: Row | ValueError, columns: dict[str, str], location: str) ->
     raise row
   if columns:
     prompt, answer = (_column(row, columns[key]) for key in ("prompt", "answer"))
-    # A kind that is not the name of a column is the kind itself.
+    # A kind that is not the name of a column is the kind of all problems.
     kind = row.get(columns["kind"], columns["kind"]) if "kind" in columns else DEFAULT_KIND
     return _problem(row, location, prompt, answer, kind)
   for required, convert in LAYOUTS:
@@ -74,7 +74,7 @@ def _problem(
   is_answer = isinstance(answer, str | int | float) and not isinstance(answer, bool)
   if not is_answer or not str(answer).strip():
     raise ValueError(f"has no answer: {answer!r}")
-  # By default the file and the line, without the folder.
+  # The default id is the file name and the line number.
   name = row.get("id", row.get("task_id", Path(location).name))
   extra = extra or row.get("extra") or {}
   return Problem(str(name), messages, str(answer).strip(), str(kind), extra)
@@ -101,7 +101,7 @@ def _is_conversation(prompt: Any) -> bool:
 
 
 def _column(row: Row, name: str) -> Any:
-  """Returns a column by name; a dot selects a nested one."""
+  """Returns a column by name. A dot in the name selects a nested column."""
   value: Any = row
   for part in name.split("."):
     if not isinstance(value, Mapping) or part not in value:

@@ -15,8 +15,8 @@ PREFETCHED_BATCHES = 2
 class Batches:
   """Random access to batches of training problems, drawn in shuffled epochs.
 
-  Several sources alternate in proportion to their weights, each in its own epochs. The batches that
-  follow the latest one are prefetched.
+  Several sources alternate in proportion to their weights, each in its own epochs. The next batches
+  are prefetched.
 
   Args:
     sources: problems with their weights.
@@ -24,8 +24,8 @@ class Batches:
     seed: determines the order.
     process_index: index of this process.
     process_count: number of processes. Each receives a contiguous slice of every batch, the rows of
-      its devices. Concatenated in order, the slices are the batch of a single process, so the order
-      does not depend on the number of processes.
+      its devices. The slices of all processes, concatenated in order, are the batch of a single
+      process, so the data do not depend on the number of processes.
 
   Raises:
     UserError: the batch has fewer problems than there are processes.
@@ -68,6 +68,6 @@ class Batches:
 
 
 def fixed_sample(problems: Problems, count: int) -> list[Problem]:
-  """Returns the same `count` problems for every seed and run, or all if there are fewer."""
+  """Returns `count` problems, the same for every seed and run, or all if there are fewer."""
   order = np.random.default_rng(0).permutation(len(problems))
   return [problems[int(index)] for index in order[:count]]

@@ -1,7 +1,7 @@
-"""Rows of files and datasets: JSONL, Parquet, Hugging Face datasets, TFDS.
+"""Reads the rows of files and datasets: JSONL, Parquet, Hugging Face datasets, TFDS.
 
 Every reader yields (location, row). The location names the row in messages, such as
-`train.jsonl:7`. A row that cannot be read is yielded as a ValueError.
+`train.jsonl:7`. For a row that cannot be read, the reader yields a ValueError instead of the row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gtpo_jax.runtime.errors import UserError, first_line
 EXTENSIONS = (".jsonl", ".jsonl.gz", ".parquet")
 HUGGING_FACE = "hf:"
 TFDS = "tfds:"
-RECORDS = "records:"  # prefix of the names of data that a Python program passed
+RECORDS = "records:"  # prefix of the names of rows that a Python program passed
 DEFAULT_SPLIT = "train"
 PARQUET_BATCH = 4096  # rows
 MAX_REASON_CHARS = 200
@@ -27,7 +27,7 @@ LocatedRow = tuple[str, Row | ValueError]
 
 
 def is_source(name: str) -> bool:
-  """Whether `name` is a file, a folder or a dataset rather than a synthetic task."""
+  """Returns whether `name` is a file, a folder or a dataset rather than a synthetic task."""
   prefixes = (HUGGING_FACE, TFDS, RECORDS)
   return name.startswith(prefixes) or name.endswith(EXTENSIONS) or "/" in name
 
@@ -79,10 +79,10 @@ def _jsonl(file: Path) -> Iterator[LocatedRow]:
 def _json_object(line: bytes) -> Row | ValueError:
   try:
     row = json.loads(line.decode("utf-8"))
-  except (ValueError, RecursionError) as error:  # of JSON and of UTF-8
+  except (ValueError, RecursionError) as error:  # from JSON or UTF-8
     return ValueError(first_line(error))
   if not isinstance(row, dict):
-    return ValueError(f"holds {type(row).__name__}, not an object")
+    return ValueError(f"must be a JSON object, got {type(row).__name__}")
   return row
 
 
@@ -101,7 +101,7 @@ def _parquet(file: Path) -> Iterator[LocatedRow]:
 
 
 def _batch_rows(batch: Any) -> list[Row | ValueError]:
-  """Returns the rows of an Arrow batch. Text that is not UTF-8 spoils only its own row."""
+  """Returns the rows of an Arrow batch. Text that is not UTF-8 invalidates only its own row."""
   try:
     return batch.to_pylist()
   except ValueError as error:
@@ -118,7 +118,7 @@ def _hugging_face(name: str) -> Iterator[tuple[str, Row]]:
   dataset, config, split = _parse(name, HUGGING_FACE)
   try:
     rows = datasets.load_dataset(dataset, config, split=split)
-  except Exception as error:  # the hub, the builder and the disk have errors of their own
+  except Exception as error:  # the hub, the builder and the disk raise many types
     raise _cannot_load(name, error) from error
   for number, row in enumerate(rows):
     yield f"{name}:{number}", row
@@ -132,7 +132,7 @@ def _tfds(name: str) -> Iterator[LocatedRow]:
     if dataset == "gsm8k":
       from tensorflow_datasets.text.gsm8k import gsm8k  # noqa: F401 (registers itself)
     rows = tfds.data_source(dataset, split=split)
-  except Exception as error:  # TFDS has many errors of its own
+  except Exception as error:  # TFDS raises many types
     raise _cannot_load(name, error) from error
   for number in range(len(rows)):
     try:
@@ -146,7 +146,7 @@ def _cannot_load(name: str, error: Exception) -> UserError:
 
 
 def _parse(name: str, prefix: str) -> tuple[str, str | None, str]:
-  """Returns dataset, config and split of `ID`, `ID:SPLIT` or `ID:CONFIG:SPLIT`."""
+  """Returns the dataset, config and split of `ID`, `ID:SPLIT` or `ID:CONFIG:SPLIT`."""
   dataset, *rest = name.removeprefix(prefix).split(":")
   if len(rest) > 2 or not dataset:
     raise UserError(f"{name!r} is not {prefix}ID, {prefix}ID:SPLIT or {prefix}ID:CONFIG:SPLIT")
@@ -155,7 +155,10 @@ def _parse(name: str, prefix: str) -> tuple[str, str | None, str]:
 
 
 def _plain(value: Any) -> Any:
-  """Converts a value of TFDS, which returns text as bytes and numbers and lists as NumPy's."""
+  """Converts a value of TFDS to plain Python.
+
+  TFDS returns text as bytes, and numbers and lists as NumPy arrays.
+  """
   if isinstance(value, bytes):
     return value.decode("utf-8")
   if isinstance(value, Mapping):

@@ -13,10 +13,10 @@ class Problem:
 
   Attributes:
     id: stable, and unique within its source.
-    messages: the conversation up to the assistant's turn, {"role", "content"} each.
+    messages: the conversation up to the assistant's turn; each has "role" and "content".
     answer: the gold answer as text.
-    kind: selects the verifier of completions, see `rewards.VERIFIERS`.
-    extra: further data for that verifier.
+    kind: selects the verifier of the completions from `rewards.VERIFIERS`.
+    extra: additional data for the verifier.
   """
 
   id: str

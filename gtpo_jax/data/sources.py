@@ -1,8 +1,8 @@
 """Problems from files and datasets: JSONL, Parquet, Hugging Face datasets and TFDS.
 
 A source is named by a path (`train.jsonl`, `train.jsonl.gz`, `math.parquet`, or a folder of them),
-by `hf:ID[:CONFIG][:SPLIT]`, or by `tfds:NAME[:SPLIT]`; or it is a sequence of dicts that a Python
-program passes. Malformed rows are counted and skipped up to a limit. Exact duplicates are dropped.
+by `hf:ID[:CONFIG][:SPLIT]`, or by `tfds:NAME[:SPLIT]`. A Python program can pass a sequence of
+dicts instead. Malformed rows are counted and skipped up to a limit. Exact duplicates are dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Loaded:
   Attributes:
     problems: in the order of the source, without duplicates.
     rows: number of rows read.
-    duplicates: number of rows dropped because an earlier one has the same prompt and answer.
+    duplicates: number of rows dropped because an earlier row is the same problem.
     bad: the skipped rows, each as its location and the reason.
   """
 
@@ -37,7 +37,7 @@ class Loaded:
   bad: tuple[str, ...]
 
   def summary(self, name: str) -> str:
-    """Returns one line for the user."""
+    """Returns a one-line summary for the user."""
     parts = [f"{name}: {len(self.problems)} problems of {self.rows} rows"]
     if self.duplicates:
       parts.append(f"{self.duplicates} duplicates dropped")
@@ -51,9 +51,9 @@ def load_source(name: str, fields: str = "", bad_rows: int = 0) -> Loaded:
 
   Args:
     name: a path, `hf:...` or `tfds:...`; see the module's docstring.
-    fields: the meaning of the columns if the layout is not a known one, as
+    fields: the columns to read if the layout is unknown, such as
       `prompt=instruction,answer=output,kind=math`. A kind that is not the name of a column is the
-      kind itself.
+      kind of all problems.
     bad_rows: number of malformed rows that may be skipped.
 
   Raises:
@@ -64,21 +64,21 @@ def load_source(name: str, fields: str = "", bad_rows: int = 0) -> Loaded:
 
 
 def load_records(records: Iterable[Row], name: str, fields: str = "", bad_rows: int = 0) -> Loaded:
-  """Converts rows from memory as `load_source` converts those of a file.
+  """Converts rows in memory, in the same way as `load_source` converts the rows of a file.
 
   Args:
     records: one dict per row.
-    name: stands for the records in messages.
+    name: the name of the records in messages.
     fields: see `load_source`.
     bad_rows: see `load_source`.
 
   Raises:
-    UserError: `records` is not a sequence of dicts, or as `load_source`.
+    UserError: `records` is not an iterable of dicts, or an error of `load_source`.
   """
   if isinstance(records, str | bytes | Mapping) or not isinstance(records, Iterable):
     raise UserError(
       f"{name} must be a list of dicts, got {type(records).__name__} {str(records)[:60]!r}; "
-      "a file is named in the config's data.train and data.eval"
+      "to read a file, name it in the config's data.train or data.eval"
     )
   rows = ((f"{name}[{i}]", _as_row(record)) for i, record in enumerate(records))
   return _load(name, rows, fields, bad_rows)
@@ -87,7 +87,7 @@ def load_records(records: Iterable[Row], name: str, fields: str = "", bad_rows: 
 def _as_row(record: object) -> Row | ValueError:
   if isinstance(record, Mapping):
     return dict(record)
-  return ValueError(f"holds {type(record).__name__}, not a dict")
+  return ValueError(f"must be a dict, got {type(record).__name__}")
 
 
 def _load(name: str, rows: Iterable[LocatedRow], fields: str, bad_rows: int) -> Loaded:

@@ -1,7 +1,7 @@
-"""Synthetic reasoning tasks with imperfect teachers, which the base model learns to imitate.
+"""Synthetic reasoning tasks with imperfect teachers that the base model learns to imitate.
 
-A task numbers its problems 0 .. size-1. A hash of the problem itself assigns one in eight to the
-held-out part, so training and evaluation are disjoint by construction, for every seed.
+A task numbers its problems 0 .. size-1. A hash of the problem assigns about one in eight to the
+held-out part, so the problems of training and evaluation are disjoint for every seed.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import numpy as np
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
-HELD_OUT = 8  # one problem in this many is held out
-MAX_PROBLEMS = 1 << 22  # a task with a larger space takes a fixed sample of it
+HELD_OUT = 8  # about one problem in this many is held out
+MAX_PROBLEMS = 1 << 22  # a task with more possible problems uses a fixed sample of them
 
-# How often the teachers err, at `slips` = 1.
+# Probabilities of the teachers' errors, at `slips` = 1.
 CARRY_SLIP = 0.35  # forgets to carry
-LARGE_CARRY_SLIP = 0.8  # forgets to carry a large addend
+LARGE_CARRY_SLIP = 0.8  # forgets to carry if the addend is at least LARGE_ADDEND
 LARGE_ADDEND = 7
 COUNTDOWN_SLIP = 0.9  # computes something other than the solution
 
 
 class Task(Protocol):
-  """The interface of a task for warm start, training and evaluation."""
+  """The interface of a task, for warm start, training and evaluation."""
 
   name: str
   terms: int
   largest: int
-  train_ids: np.ndarray  # i64[...]
-  held_out_ids: np.ndarray
+  train_ids: np.ndarray  # i64[m], problem numbers
+  held_out_ids: np.ndarray  # i64[m]
 
   def problem(self, index: int) -> Problem:
     """Returns the problem with this number."""
@@ -46,7 +46,7 @@ class TaskPart:
   """A subset of a task's problems, by number."""
 
   task: Task
-  ids: np.ndarray  # i64[...]
+  ids: np.ndarray  # i64[m], problem numbers
 
   def __len__(self) -> int:
     return len(self.ids)
@@ -59,7 +59,7 @@ class RunningSums:
   """Running sums: `46+4+3+4+2:` has the answer `46+4=50,50+3=53,53+4=57,57+2=59`.
 
   The teacher sometimes forgets to carry, more often for large addends, and continues from the wrong
-  total. Imitation learns these errors as faithfully as the rest, and only the verdict on the last
+  total. A model that imitates the teacher learns these errors too. Only the verdict on the last
   number can correct them.
 
   Args:
@@ -67,7 +67,7 @@ class RunningSums:
     largest: the largest addend, 1-9. Totals always have two digits.
 
   Raises:
-    UserError: the difficulty leaves no two-digit total, or too few problems.
+    UserError: with this difficulty, totals exceed two digits or there are too few problems.
   """
 
   name = "sums"
@@ -81,7 +81,7 @@ class RunningSums:
         f"data.terms = {terms} with data.largest = {largest} leaves no two-digit total; "
         "sums need terms >= 1, largest in 1..9 and terms * largest <= 89"
       )
-    self._num_starts = top - 9  # first totals, 10..top
+    self._num_starts = top - 9  # number of first totals, which are 10..top
     space = self._num_starts * largest**terms
     self._codes = np.arange(space) if space <= MAX_PROBLEMS else _sample(space)
     self.size = len(self._codes)
@@ -103,7 +103,7 @@ class RunningSums:
     return Problem(f"sums-{index}", question, str(sum(numbers)), "last_number")
 
   def demonstration(self, index: int, rng: np.random.Generator, slips: float) -> str:
-    """Returns the steps, some of them without their carry."""
+    """Returns the teacher's steps, some of which forget to carry."""
     total, *addends = self.numbers(index)
     steps = []
     for addend in addends:
@@ -120,15 +120,15 @@ class RunningSums:
 class Countdown:
   """Countdown: `7 12 5=14:` has the answer `12+7=19,19-5=14`, among others.
 
-  The target must be reached with every number used once. The teacher often writes a correct
-  computation that ends at another number.
+  A solution uses every number once and ends at the target. The teacher's computations are correct
+  but often end at another number.
 
   Args:
     terms: numbers per problem.
-    largest: the largest of them.
+    largest: the largest number.
 
   Raises:
-    UserError: the difficulty is out of bounds, or leaves too few problems.
+    UserError: the difficulty is out of bounds, or there are too few problems.
   """
 
   name = "countdown"
@@ -142,7 +142,7 @@ class Countdown:
     self.terms = terms
     self.largest = largest
     rng = np.random.default_rng(terms * 100 + largest)
-    # i64[size, terms], in an order that solves the problem.
+    # i64[size, terms]; each row is in an order that solves the problem.
     self._numbers = rng.integers(1, largest + 1, (self.size, terms))
     minus = rng.random((self.size, terms)) < 0.5
     self._targets = self._numbers[:, 0].copy()
@@ -183,7 +183,7 @@ TASKS: dict[str, type] = {task.name: task for task in (RunningSums, Countdown)}
 
 @functools.lru_cache(maxsize=8)
 def make_task(name: str, terms: int = 0, largest: int = 0) -> Task:
-  """Returns a task by name; 0 selects the task's own default of a difficulty setting.
+  """Returns a task by name. A difficulty setting of 0 selects the task's default.
 
   Raises:
     UserError: the name is unknown, or the task does not have this difficulty.
@@ -196,18 +196,18 @@ def make_task(name: str, terms: int = 0, largest: int = 0) -> Task:
 
 
 def _split(task: Task, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the problem numbers of the training and the held-out part, by a hash of the codes."""
+  """Returns the problem numbers of the training and held-out parts, split by a hash of `codes`."""
   held_out = _hash(codes.astype(np.uint64)) % np.uint64(HELD_OUT) == 0
   if held_out.all() or not held_out.any():
     raise UserError(
-      f"data.terms = {task.terms} with data.largest = {task.largest} leaves too few different "
+      f"data.terms = {task.terms} with data.largest = {task.largest} gives too few different "
       f"{task.name} problems to hold some out; raise one of them"
     )
   return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
 def _sample(space: int) -> np.ndarray:
-  """Returns about MAX_PROBLEMS different numbers below `space`, always the same ones."""
+  """Returns about MAX_PROBLEMS different numbers below `space`, the same in every call."""
   numbers = np.sort(np.random.default_rng(0).integers(space, size=MAX_PROBLEMS))
   return numbers[np.append(True, np.diff(numbers) > 0)]  # np.unique takes 20 times as long
 

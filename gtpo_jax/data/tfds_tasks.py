@@ -1,13 +1,13 @@
-"""The synthetic tasks as a TFDS builder that does not need TensorFlow.
+"""A TFDS builder for the synthetic tasks that does not need TensorFlow.
 
-The sources `tfds:gtpo_tasks/sums_4:train` and `tfds:gtpo_tasks/countdown_3:test` use it. After this
-module is imported, `tfds.data_source("gtpo_tasks/sums_4", split="test")` returns the same problems
-by random access from array_record files, which the first call writes to TFDS_DATA_DIR or
-~/tensorflow_datasets.
+Sources such as `tfds:gtpo_tasks/sums_4:train` and `tfds:gtpo_tasks/countdown_3:test` use it. After
+this module is imported, `tfds.data_source("gtpo_tasks/sums_4", split="test")` returns the task's
+held-out problems, with random access to array_record files. The first call writes these files to
+TFDS_DATA_DIR or ~/tensorflow_datasets.
 
-A configuration is named TASK_TERMS. The splits are the task's own: "train", and "test" for the
-held-out part. Rows have the columns of this package's layout: id, prompt, answer, kind, and extra
-if the verifier needs more.
+A configuration is named TASK_TERMS. The splits are "train", and "test" for the task's held-out
+part. Rows have the columns of this package's layout: id, prompt, answer, kind, and extra if the
+verifier needs more.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-# TFDS 4.9.10 asks builders for a class of this backport but does not install it. From Python 3.11
-# on, the standard library has the same class.
+# TFDS 4.9.10 imports a class from this backport but does not install it. From Python 3.11 on, the
+# standard library has the same class.
 sys.modules.setdefault("importlib_resources", importlib.resources)
 
 import numpy as np  # noqa: E402

@@ -69,7 +69,7 @@ CORPUS = [
 
 
 def train() -> Tokenizer:
-  """Returns the tokenizer, trained on the sentences above."""
+  """Returns a tokenizer trained on CORPUS."""
   tokenizer = Tokenizer(models.BPE())
   tokenizer.normalizer = normalizers.NFC()
   tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -93,7 +93,7 @@ def train() -> Tokenizer:
 
 
 def main(out: Path) -> None:
-  """Trains the tokenizer and writes its folder."""
+  """Trains the tokenizer and writes it to the folder `out`."""
   out.mkdir(parents=True, exist_ok=True)
   tokenizer = train()
   tokenizer.save(str(out / "tokenizer.json"), pretty=False)

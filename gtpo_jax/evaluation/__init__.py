@@ -1,1 +1,1 @@
-"""Held-out evaluation and its estimators."""
+"""Evaluation on held-out problems, and its estimators."""

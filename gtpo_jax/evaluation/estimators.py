@@ -1,6 +1,7 @@
-"""Estimators from n completions per problem: unbiased for k <= n, the mean over all subsets of k.
+"""Estimators of pass@k, best@k and maj@k from n >= k completions of each problem.
 
-NumPy only.
+Each is the mean over all subsets of k completions, which makes it unbiased. This file uses only
+NumPy.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ BOOTSTRAP_DRAWS = 1000
 def pass_at_k(n: int, correct: int, k: int) -> float:
   """Returns the probability that at least one of k completions is correct.
 
-  The k completions are drawn without replacement from n with `correct` correct ones:
-  1 - C(n - correct, k) / C(n, k). Source: Chen et al. 2021 (2107.03374), eq. 1.
+  The k completions are drawn without replacement from n, of which `correct` are correct. The
+  result is 1 - C(n - correct, k) / C(n, k). Source: Chen et al. 2021 (2107.03374), eq. 1.
 
   Raises:
     ValueError: k is not in [1, n].
@@ -30,8 +31,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def best_of_k(rewards: np.ndarray, k: int) -> float:
   """Returns the mean of the maximum reward over all subsets of k of the rewards f[n].
 
-  In ascending order, reward i (from 0) is the maximum of C(i, k-1) of the C(n, k) subsets. For
-  rewards 0 and 1 this is pass@k.
+  With the rewards in ascending order, reward i (from 0) is the maximum in C(i, k-1) of the C(n, k)
+  subsets. If all rewards are 0 or 1, the result is pass@k.
 
   Raises:
     ValueError: k is not in [1, n].
@@ -41,14 +42,14 @@ def best_of_k(rewards: np.ndarray, k: int) -> float:
 
 
 def majority_at_each_k(votes: Sequence[Hashable | None], correct: np.ndarray) -> np.ndarray:
-  """Returns maj@k for each k: how often the answer with the most votes among k is correct.
+  """Returns maj@k for each k: the probability that the most frequent of k answers is correct.
 
-  The mean is over all subsets of k completions. None abstains; if all k abstain, the vote is wrong.
-  Answers that tie share the vote: each of t tied answers counts 1 / t. If completions with the same
-  answer have different verdicts, the answer counts as their mean.
+  The mean is over all subsets of k completions. A completion with answer None does not vote; if
+  none of the k votes, the result is wrong. Each of t answers that tie counts 1 / t. If completions
+  with the same answer have different verdicts, the value of the answer is the mean of the verdicts.
 
   Args:
-    votes: the answers of n completions.
+    votes: the answers of n completions, or None.
     correct: bool[n], the verdicts on the completions.
 
   Returns:
@@ -70,10 +71,10 @@ def majority_at_each_k(votes: Sequence[Hashable | None], correct: np.ndarray) ->
 def bootstrap(columns: np.ndarray, level: float = 0.95, seed: int = 0) -> np.ndarray:
   """Returns percentile bootstrap intervals of the means of `columns` f64[p, c] over p problems.
 
-  Problems are drawn p at a time with replacement, the same draws for all columns. NaN is ignored.
+  Each draw takes p problems with replacement; all columns use the same draws. NaN is ignored.
 
   Returns:
-    f64[2, c], lower and upper ends; NaN for a column without numbers.
+    f64[2, c], the lower and upper ends; NaN for a column that is all NaN.
   """
   p = len(columns)
   rng = np.random.default_rng(seed)
@@ -97,9 +98,9 @@ def _check(n: int, k: int) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _maximum_weights(n: int, k: int) -> np.ndarray:
-  """f64[n]: C(i, k-1) / C(n, k) for i = 0 .. n-1.
+  """Returns C(i, k-1) / C(n, k) for i = 0 .. n-1, f64[n].
 
-  Computed from the last, k / n, downwards by ratios, which never overflow.
+  The weights are computed by ratios, downwards from the last, which is k / n. This never overflows.
   """
   i = np.arange(n - 1, 0, -1)
   return np.cumprod(np.append(k / n, np.maximum(i - k + 1, 0) / i))[::-1]
@@ -107,14 +108,14 @@ def _maximum_weights(n: int, k: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=4096)
 def _win_probabilities(n: int, own: int, others: tuple[int, ...]) -> np.ndarray:
-  """f64[n]: for k = 1 .. n, the mean share of the vote won by one answer in subsets of k.
+  """Returns the probability that an answer wins the vote in subsets of k = 1 .. n, f64[n].
 
-  The answer has `own` of n votes; the other answers have `others`. If it has m votes in a subset,
-  no other answer may have more, and t others that have as many leave it 1 / (1 + t), which is the
-  integral of y^t over [0, 1]. So the subsets are counted by a product of polynomials in x, where
-  the power of x is the size of the subset. Another answer with c votes is the factor
-  sum_{i<m} C(c, i) x^i + y C(c, m) x^m, evaluated at enough y for exact Gauss quadrature. No term
-  is negative, so nothing cancels.
+  The answer has `own` of n votes; the other answers have the counts `others`. Suppose that it has m
+  votes in a subset. It wins only if no other answer has more, and if t others have m votes too, the
+  win counts 1 / (1 + t), which is the integral of y^t over [0, 1]. The subsets are counted by a
+  product of polynomials in x, where the power of x is the size of the subset. Another answer with c
+  votes contributes the factor sum_{i<m} C(c, i) x^i + y C(c, m) x^m, and the integral over y is
+  computed exactly by Gauss quadrature. All terms are non-negative, so there is no cancellation.
   """
   won = np.zeros(n + 1, np.longdouble)
   abstentions = n - own - sum(others)
@@ -135,9 +136,10 @@ def _win_probabilities(n: int, own: int, others: tuple[int, ...]) -> np.ndarray:
 
 
 def _multiply(product: np.ndarray, factor: Sequence[np.ndarray]) -> np.ndarray:
-  """Multiplies polynomials [y, n + 1] by a factor given as a list of coefficients [y].
+  """Multiplies polynomials of degree n, given as coefficients [y, n + 1], by a factor.
 
-  Powers above n are dropped; they do not occur.
+  The factor is a list of coefficients [y], one for each power. Powers above n are dropped; they do
+  not occur.
   """
   out = np.zeros_like(product)
   for i, coefficient in enumerate(factor):
@@ -146,5 +148,5 @@ def _multiply(product: np.ndarray, factor: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _comb(n: int, k: int) -> np.longdouble:
-  # Where long double is wider than double, its range suffices up to n = 16,000.
+  # On platforms where long double is wider than double, its range suffices up to n = 16,000.
   return np.longdouble(math.comb(n, k))

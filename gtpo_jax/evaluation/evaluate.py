@@ -1,4 +1,4 @@
-"""Held-out evaluation: samples completions of problems, and one greedy completion of each."""
+"""Evaluation: samples and scores completions of held-out problems, and one greedy one of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class EvaluationStopped(Exception):
-  """An evaluation was asked to stop before its last batch."""
+  """Raised by an evaluation that was asked to stop before its last batch."""
 
 
 def evaluate_run(
@@ -32,7 +32,7 @@ def evaluate_run(
   samples: int | None = None,
   stopping: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-  """Evaluates `params` as the config says, with the same random keys at every step.
+  """Evaluates `params` with the settings of `config.eval`; every step uses the same random keys.
 
   Args:
     config: the run's config.
@@ -41,7 +41,7 @@ def evaluate_run(
     params: the parameters of the policy.
     problems: from `held_out_problems`.
     samples: completions per problem; None for `eval.samples`.
-    stopping: asked before every batch; True stops the evaluation.
+    stopping: called before every batch; True stops the evaluation.
 
   Raises:
     EvaluationStopped: `stopping` returned True.
@@ -61,7 +61,7 @@ def evaluate_run(
 
 
 def warm_up_evaluation(config: Config, policy: Policy, problems: Sequence[Problem]) -> None:
-  """Compiles every program that `evaluate_run` may need with the config's number of samples."""
+  """Compiles every program that `evaluate_run` may need with `config.eval.samples` samples."""
   batch = min(config.eval.batch, len(problems))
   for group, sampling_params in ((config.eval.samples, config.eval_sampling_params), (1, GREEDY)):
     policy.engine.programs.warm_up(
@@ -82,12 +82,12 @@ def evaluate(
   sampling_params: SamplingParams,
   stopping: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-  """Samples `samples` completions and one greedy completion of every problem and scores them.
+  """Samples and scores `samples` completions and one greedy completion of every problem.
 
   Problems are processed `batch` at a time; the last batch is padded.
 
   Raises:
-    EvaluationStopped: `stopping`, asked before every batch, returned True.
+    EvaluationStopped: `stopping`, which is called before every batch, returned True.
   """
   batch = min(batch, len(problems))
 
@@ -104,7 +104,7 @@ def evaluate(
     return ScoredCompletions(
       texts=pending.texts[:n],
       correct=result.correct[:n],
-      has_verdict=result.reached[:n],
+      scored=result.scored[:n],
       reward=result.reward[:n],
       lengths=pending.lengths[:n],
       finished=pending.finished[:n],

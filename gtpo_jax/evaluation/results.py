@@ -1,4 +1,4 @@
-"""The result of an evaluation: scored completions, the metrics of a policy, and their intervals."""
+"""The result of an evaluation: scored completions, metrics, and intervals of the metrics."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gtpo_jax.rewards import VOTES
 
 @dataclasses.dataclass(frozen=True)
 class ScoredCompletions:
-  """g completions of each of n problems with their scores, on the host."""
+  """g completions of each of n problems with their scores, in host memory."""
 
   texts: list[list[str]]  # [n][g]
   correct: np.ndarray  # bool[n, g]; False if there is no verdict
-  has_verdict: np.ndarray  # bool[n, g]
-  reward: np.ndarray  # f32[n, g], the weighted parts, without length penalties
+  scored: np.ndarray  # bool[n, g]
+  reward: np.ndarray  # f32[n, g], the weighted sum of the parts, without length penalty
   lengths: np.ndarray  # i32[n, g], tokens
   finished: np.ndarray  # bool[n, g], False if cut off at the maximum length
 
@@ -30,7 +30,7 @@ class ScoredCompletions:
     return [
       {
         "text": self.texts[i][j],
-        "correct": bool(self.correct[i, j]) if self.has_verdict[i, j] else None,
+        "correct": bool(self.correct[i, j]) if self.scored[i, j] else None,
         "reward": float(self.reward[i, j]),
         "length": int(self.lengths[i, j]),
         "finished": bool(self.finished[i, j]),
@@ -40,7 +40,7 @@ class ScoredCompletions:
 
 
 def concatenate(parts: Sequence[ScoredCompletions]) -> ScoredCompletions:
-  """Returns the completions of all parts, problem after problem."""
+  """Concatenates the parts along the axis of the problems."""
   texts = [row for part in parts for row in part.texts]
   names = [field.name for field in dataclasses.fields(ScoredCompletions) if field.name != "texts"]
   arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
@@ -49,11 +49,11 @@ def concatenate(parts: Sequence[ScoredCompletions]) -> ScoredCompletions:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-  """How a policy performs on a set of problems.
+  """A policy's scored completions of a set of problems, and the metrics computed from them.
 
-  A completion without a verdict counts as not sampled: a problem with fewer than k verdicts has no
-  pass@k, best@k or maj@k and is left out of their means. `eval/NAME/no_verdict` is the number of
-  such completions.
+  Completions without a verdict are treated as if they had not been sampled; `eval/NAME/no_verdict`
+  is their number. A problem with fewer than k verdicts has no pass@k, best@k or maj@k, and is left
+  out of the means of these metrics.
   """
 
   name: str
@@ -62,17 +62,18 @@ class Evaluation:
   greedy: ScoredCompletions  # [n, 1]
 
   def columns(self, ks: Sequence[int]) -> dict[str, np.ndarray]:
-    """Returns mean@g (the share that is correct), greedy, and pass@k, each for every problem.
+    """Returns mean@g (the fraction that is correct), greedy, and pass@k of every problem.
 
     Returns:
-      f64[n] by name; its mean over the problems is the metric. NaN for a problem that has no value.
+      A dict of f64[n]. The mean of each array over the problems is the metric; a problem without a
+      value has NaN.
 
     Raises:
-      ValueError: a k is above g.
+      ValueError: one of `ks` is above g.
     """
     correct = self._with_verdict(self.sampled.correct)
     mean = [row.mean() if len(row) else math.nan for row in correct]
-    greedy = np.where(self.greedy.has_verdict[:, 0], self.greedy.correct[:, 0], np.nan)
+    greedy = np.where(self.greedy.scored[:, 0], self.greedy.correct[:, 0], np.nan)
     pass_k = lambda i, k: pass_at_k(len(correct[i]), int(correct[i].sum()), k)
     return {
       f"mean@{self.sampled.correct.shape[1]}": np.asarray(mean),
@@ -81,10 +82,11 @@ class Evaluation:
     }
 
   def further_columns(self, ks: Sequence[int]) -> dict[str, np.ndarray]:
-    """Returns best@k and maj@k for every problem, in the form of `columns`.
+    """Returns best@k and maj@k of every problem, in the same form as `columns`.
 
-    best@k is the mean reward of the best of k (the paper's curves). maj@k is the majority vote, for
-    kinds of problems with answers to vote on (`VOTES`); a completion that was cut off abstains.
+    best@k is the expected maximum reward of k completions (the paper's curves). maj@k is the
+    majority vote; only the kinds of problems in `VOTES` have it. A completion that was cut off does
+    not vote.
     """
     rewards = self._with_verdict(self.sampled.reward)
     majorities = [self._majorities(i) for i in range(len(rewards))]
@@ -95,15 +97,15 @@ class Evaluation:
     return columns
 
   def _with_verdict(self, values: np.ndarray) -> list[np.ndarray]:
-    """For each problem, the values of its completions that have a verdict."""
-    return [row[has] for row, has in zip(values, self.sampled.has_verdict, strict=True)]
+    """Returns, for each problem, the values of the completions that have a verdict."""
+    return [row[has] for row, has in zip(values, self.sampled.scored, strict=True)]
 
   def _at(
     self, name: str, ks: Sequence[int], estimate: Callable[[int, int], float]
   ) -> dict[str, np.ndarray]:
-    """estimate(i, k) for each problem i with at least k verdicts, NaN for the rest."""
-    g = self.sampled.has_verdict.shape[1]
-    counts = self.sampled.has_verdict.sum(1)
+    """Returns estimate(i, k) for each problem i with at least k verdicts, and NaN for others."""
+    g = self.sampled.scored.shape[1]
+    counts = self.sampled.scored.sum(1)
     return {
       f"{name}@{k}": np.asarray(
         [math.nan if count < k <= g else estimate(i, k) for i, count in enumerate(counts)]
@@ -112,12 +114,12 @@ class Evaluation:
     }
 
   def _majorities(self, i: int) -> np.ndarray | None:
-    """maj@1, maj@2, ... of problem i; None if its kind has no answers to vote on."""
+    """Returns maj@1, maj@2, ... of problem i, or None if `VOTES` does not have its kind."""
     vote_of = VOTES.get(self.problems[i].kind)
     if not vote_of:
       return None
     completions = self.sampled
-    ids = np.flatnonzero(completions.has_verdict[i])
+    ids = np.flatnonzero(completions.scored[i])
     votes = [vote_of(completions.texts[i][j]) if completions.finished[i, j] else None for j in ids]
     return majority_at_each_k(votes, completions.correct[i, ids])
 
@@ -128,12 +130,12 @@ class Evaluation:
     return means | self._missing()
 
   def summary(self, ks: Sequence[int] = ()) -> dict[str, Any]:
-    """Returns every metric with its 95 % interval over the problems; None where there is no number.
+    """Returns every metric with its 95 % interval over the problems; None replaces NaN.
 
-    `intervals` holds [lower, upper] under the metric's name, from a bootstrap with a fixed seed.
+    `intervals` maps the name of a metric to [lower, upper], from a bootstrap with a fixed seed.
 
     Args:
-      ks: the k of pass@k, best@k and maj@k; by default `default_ks`.
+      ks: the values of k in pass@k, best@k and maj@k; by default `default_ks`.
     """
     completions = self.sampled
     ks = ks or default_ks(completions.correct.shape[1])
@@ -155,7 +157,7 @@ class Evaluation:
     }
 
   def _missing(self) -> dict[str, float]:
-    missing = (~self.sampled.has_verdict).sum() + (~self.greedy.has_verdict).sum()
+    missing = (~self.sampled.scored).sum() + (~self.greedy.scored).sum()
     return {f"eval/{self.name}/no_verdict": float(missing)}
 
   def rows(self) -> Iterator[dict[str, Any]]:
@@ -177,7 +179,7 @@ def default_ks(g: int) -> list[int]:
 
 
 def _mean(column: np.ndarray) -> float:
-  """The mean without NaN; NaN if there are no numbers."""
+  """Returns the mean of the numbers that are not NaN; NaN if there are none."""
   return float(np.nanmean(column)) if not np.isnan(column).all() else math.nan
 
 

@@ -1,4 +1,4 @@
-"""The Qwen2.5 model: architecture, parameters, Hugging Face folders."""
+"""The Qwen2.5 model: its architecture, its parameters, and Hugging Face folders."""
 
 from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.load import load

@@ -1,4 +1,4 @@
-"""Writes a folder that appears complete, with a manifest of checksums, or not at all."""
+"""Writes a folder atomically: it appears with all its files and checksums, or not at all."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ MANIFEST = "SHA256SUMS"
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path | None]:
-  """Yields a temporary folder that is renamed to `folder` at the end, with a manifest.
+  """Yields a temporary folder; on exit a manifest is added and it is renamed to `folder`.
 
-  If the body raises, the temporary folder is deleted. All processes must enter; the first yields
-  the folder and writes it, the others yield None and leave when it exists.
+  If the body raises, the temporary folder is deleted. Every process must enter the context. The
+  first process gets the temporary folder and writes the files; the others get None, and their
+  context exits once `folder` exists.
 
   Raises:
-    UserError: `folder` is not empty, or the disk refuses. Every process raises.
+    UserError: `folder` is not empty or cannot be created (every process raises this), or a file
+      cannot be written.
   """
-  folder = Path(os.path.abspath(folder))  # "." has no name to rename to
+  folder = Path(os.path.abspath(folder))  # a folder cannot be renamed to "."
   out = None
-  refusal = None
+  failure = None
   if jax.process_index() == 0:
     try:
       out = _make_temporary(folder)
     except UserError as error:
-      refusal = error
-  if broadcast_one_to_all(np.bool_(refusal is not None)):
-    raise refusal or UserError(f"cannot write {str(folder)!r}: see the error of process 0")
+      failure = error
+  if broadcast_one_to_all(np.bool_(failure is not None)):
+    raise failure or UserError(f"cannot write {str(folder)!r}: see the error of process 0")
   try:
     yield out
     if out is not None:
@@ -53,7 +55,7 @@ def atomic_folder(folder: Path) -> Iterator[Path | None]:
 
 
 def _make_temporary(folder: Path) -> Path:
-  """Creates the temporary folder beside `folder`, and deletes those of killed writers."""
+  """Creates the temporary folder beside `folder`, and deletes those that killed processes left."""
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise UserError(f"{str(folder)!r} is not empty; name a new folder")
   try:

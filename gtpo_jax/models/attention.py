@@ -1,7 +1,8 @@
 """Grouped-query attention over several sources of keys and values under one softmax.
 
-A completion attends to its prompt and to itself. A group shares one copy of its prompt's keys and
-values: they are a separate source with group axis 1 and are never repeated g times.
+A completion attends to its prompt and to itself. The prompt's keys and values are a separate source
+with a group axis of size 1, so that a group shares one copy of them. They are repeated only for
+kernels that take a single source (`AttentionContext.concatenate`).
 """
 
 from __future__ import annotations
@@ -13,56 +14,58 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-MASKED = -1e30  # a finite "minus infinity": rows without a visible key stay finite
+MASKED = -1e30  # the score of a masked key; finite, so that a query without any key has no NaN
 
 
 class KV(NamedTuple):
-  """Keys and values of one layer. The group axis is 1 if the group shares them.
+  """Keys and values of one layer. The group axis has size 1 if the group shares them.
 
-  Keys are stored transposed, as the product with the queries reads them: a decode step never
-  transposes its cache.
+  Keys are stored as [e, s], the layout that their product with the queries reads, so that a decode
+  step does not transpose its cache.
   """
 
   k: jax.Array  # [n, g | 1, k, e, s]
   v: jax.Array  # [n, g | 1, k, s, e]
-  k_scale: jax.Array | None = None  # f32[n, g | 1, k, s], multiplies int8 keys; None otherwise
-  v_scale: jax.Array | None = None  # f32[n, g | 1, k, s], multiplies int8 values; None otherwise
+  k_scale: jax.Array | None = None  # f32[n, g | 1, k, s], scales of int8 keys; else None
+  v_scale: jax.Array | None = None  # f32[n, g | 1, k, s], scales of int8 values; else None
 
 
 class MaskedKV(NamedTuple):
-  """Keys and values, and which queries may attend to them."""
+  """Keys and values, and a mask of the queries that may attend to them."""
 
   kv: KV
-  mask: jax.Array  # bool, broadcastable to [n, g, query s, key s]
+  mask: jax.Array  # bool, broadcastable to [n, g, queries, keys]
 
 
 class AttentionContext(NamedTuple):
-  """Keys and values for the queries of a complete stream.
+  """The keys and values that the queries of a full sequence attend to.
 
-  A query attends causally to its own stream, and to the prompt of its group.
+  A query attends causally to its own sequence, and to the prompt of its group.
   """
 
   own: KV  # [n, g, k, ...], one position per query
-  own_mask: jax.Array | None = None  # bool[n, 1, s], real tokens; None if there is no padding
+  own_mask: jax.Array | None = (
+    None  # bool[n, 1, s], True on real tokens; None if there is no padding
+  )
   prompt: KV | None = None  # [n, 1, k, ...]
   # bool[n, m, p], one row per segment; False on the prompt's left padding and on its last token,
-  # which is the first input of the stream.
+  # which is the first input of the completion's sequence.
   prompt_mask: jax.Array | None = None
-  # i32[n, g, s] in 0 .. m - 1. A position attends to positions of the same segment only; m marks
-  # padding. None if each stream is one segment.
+  # i32[n, g, s] in 0 .. m - 1; m marks padding. A position attends only to positions of its own
+  # segment. None if each sequence is one segment.
   segment: jax.Array | None = None
 
   def concatenate(self, g: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Concatenates prompt and stream, for kernels that take a single source.
+    """Concatenates the prompt and the sequence, for kernels that take a single source.
 
-    The prompt is repeated once per segment.
+    The prompt's keys and values are repeated for each segment of each completion.
 
     Args:
       g: completions per prompt.
 
     Returns:
-      k and v [n, g, k, m (p - 1) + s, e], and the segment of each key i32[n, g, m (p - 1) + s]:
-      1 + its segment, 0 on padding.
+      Keys and values [n, g, k, m (p - 1) + s, e], and for each key i32[n, g, m (p - 1) + s]:
+      1 + its segment, or 0 where `own_mask` or `prompt_mask` is False.
     """
     over_group = lambda x: jnp.broadcast_to(x, (x.shape[0], g, *x.shape[2:]))
     n = self.own.v.shape[0]
@@ -83,7 +86,7 @@ class AttentionContext(NamedTuple):
 
 
 class PartialAttention(NamedTuple):
-  """Attention over one source, before normalisation; see `merge_partials`."""
+  """Attention over one source before normalisation; `merge_partials` combines several."""
 
   weighted_values: jax.Array  # f32[n, g, h, s, e], sum of exp(score - max_score) * value
   max_score: jax.Array  # f32[n, g, h, s, 1]
@@ -93,15 +96,15 @@ class PartialAttention(NamedTuple):
 def partial_attention(
   q: jax.Array, source: MaskedKV, precision: str = "default"
 ) -> PartialAttention:
-  """Attends with the queries `q` [n, g, h, s, e] to one source.
+  """Returns the attention of the queries `q` [n, g, h, s, e] over one source, not normalised.
 
-  Scores and sums are float32. A query without a visible key (padding) gets a finite, meaningless
-  row.
+  Scores and sums are float32. The result of a query that may attend to no key (padding) is finite
+  but meaningless.
   """
   n, g, h, s, e = q.shape
   kv, mask = source
-  rows = q.reshape(n, g, kv.k.shape[2], -1, s, e) * e**-0.5
-  scores = _batched_product(rows, kv.k.astype(q.dtype), precision)  # [n, g, k, r, s, key s]
+  queries = q.reshape(n, g, kv.k.shape[2], -1, s, e) * e**-0.5
+  scores = _batched_product(queries, kv.k.astype(q.dtype), precision)  # [n, g, k, r, s, keys]
   if kv.k_scale is not None:
     scores *= jnp.expand_dims(kv.k_scale, (-2, -3))
   scores = jnp.where(jnp.expand_dims(mask, (-4, -3)), scores, MASKED)
@@ -125,9 +128,10 @@ def merge_partials(partials: Sequence[PartialAttention]) -> jax.Array:
 
 
 def _batched_product(x: jax.Array, y: jax.Array, precision: str) -> jax.Array:
-  """x [n,g,k,r,s,a] @ y [n,g|1,k,a,c] -> f32[n,g,k,r,s,c], with one matrix product per head.
+  """Multiplies x [n, g, k, r, s, a] by y [n, g | 1, k, a, c]; returns f32[n, g, k, r, s, c].
 
-  A source that the group shares (group axis 1 in y) multiplies all g x r x s rows at once.
+  One matrix product computes the r query heads of a key/value head, and the full group if `y` has a
+  group axis of size 1.
   """
   n, g, k, r, s, a = x.shape
   product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32, precision=precision)

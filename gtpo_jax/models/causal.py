@@ -1,4 +1,4 @@
-"""Attention of complete streams, in training and prefill: selects a kernel and splits its work."""
+"""Attention over full sequences, for training and prefill: selects a kernel and splits its work."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ from gtpo_jax.runtime.mesh import (
   shard_index,
 )
 
-CUDNN_MAX_HEAD_DIM = 256  # the limits of cuDNN's flash attention, forward and backward
+# Limits of cuDNN's flash attention, forward and backward.
+CUDNN_MAX_HEAD_DIM = 256
 CUDNN_HEAD_DIM_MULTIPLE = 8
 
 
 def attention_kind(config: ModelConfig, mesh: Mesh) -> str:
-  """Returns the attention kernel for complete streams: "splash", "cudnn" or "blocks".
+  """Returns the attention kernel for full sequences: "splash", "cudnn" or "blocks".
 
-  It is `config.attention` if set, otherwise the fastest one for the mesh's platform.
+  It is `config.attention` if that is set, otherwise the fastest supported kernel of the platform.
 
   Raises:
-    UserError: `config.attention` does not support this platform or these number formats.
+    UserError: `config.attention` does not support this platform, mesh, head width or these number
+      formats.
   """
   platform = mesh.devices.flat[0].platform
-  context_shards = axis_size(mesh, "position")
+  context_shards = axis_size(mesh, "position")  # positions within a layer: the context axis
   cudnn_format = (
     config.compute_dtype != "float32"
     and config.head_dim <= CUDNN_MAX_HEAD_DIM
     and config.head_dim % CUDNN_HEAD_DIM_MULTIPLE == 0
   )
-  default_precision = config.matmul_precision == "default"  # the only one the kernels have
+  default_precision = config.matmul_precision == "default"  # splash and cuDNN have no other
   supported = {
     "splash": platform in ("tpu", "cpu") and default_precision,
     "cudnn": platform == "gpu" and cudnn_format and default_precision and context_shards == 1,
@@ -70,18 +72,18 @@ def attention_kind(config: ModelConfig, mesh: Mesh) -> str:
 def attend_causally(
   config: ModelConfig, mesh: Mesh, q: jax.Array, context: AttentionContext
 ) -> jax.Array:
-  """Softmax attention of `q` [n, g, h, s, e] over `context`, without a buffer of [s, s].
+  """Softmax attention of `q` [n, g, h, s, e] over `context`, without an array of [s, s] scores.
 
-  Query heads are split over the tensor axis. Key/value heads are split too if they divide;
-  otherwise every shard selects those that its queries use. Positions are split over the context
-  axis if they divide: a shard has its own queries and gathers the keys and values of all
-  positions.
+  Query heads are split over the tensor axis. Key/value heads are split too if the axis divides
+  their number; otherwise every shard selects the heads that its queries use. Positions are split
+  over the context axis if it divides their number: a shard then has its own queries and gathers the
+  keys and values of all positions.
 
   Returns:
     [n, g, h, s, e], split like `q`.
 
   Raises:
-    UserError: the query heads do not divide over the tensor axis.
+    UserError: the number of query heads is not a multiple of the tensor axis.
   """
   n, _, h, s, _ = q.shape
   kv_heads = context.own.v.shape[2]
@@ -110,17 +112,17 @@ def attend_causally(
     )
     if context_shards == 1:
       return kernel(q, context)
-    # The blocks kernel computes the scores of all keys, so balancing would not speed it up.
+    # On a shard the blocks kernel computes the scores of all keys, so balancing does not help it.
     if kind == "splash" and s % (2 * context_shards) == 0:
       balanced = exchange_halves(q, context_shards)
       attended = kernel(balanced, context, query_shard=balanced_queries(s, context_shards))
       return exchange_halves(attended, context_shards)
     return kernel(q, context, query_shard=contiguous_queries(s, context_shards))
 
-  rows = divisible_axis(mesh, n, "batch")
+  batch_axis = divisible_axis(mesh, n, "batch")
   kv_axis = "kv_heads" if split_kv_heads else None
-  queries = partition_spec((rows, None, "heads", own_axis))
-  specs = _context_specs(context, rows, kv_axis, own_axis, prompt_axis)
+  queries = partition_spec((batch_axis, None, "heads", own_axis))
+  specs = _context_specs(context, batch_axis, kv_axis, own_axis, prompt_axis)
   return jax.shard_map(
     attend, mesh=mesh, in_specs=(queries, specs), out_specs=queries, check_vma=False
   )(q, context)
@@ -129,10 +131,10 @@ def attend_causally(
 def _select_kv_heads(
   context: AttentionContext, heads: int, kv_heads: int, tensor_shards: int
 ) -> AttentionContext:
-  """Within `shard_map`: takes the key/value heads that this shard's query heads use."""
+  """Within `shard_map`: selects the key/value heads that this shard's query heads use."""
   heads_per_shard = heads // tensor_shards
   heads_per_kv = heads // kv_heads
-  # A shard's query heads fall into runs of this many that share one key/value head.
+  # Each run of this many query heads of a shard shares one key/value head.
   run = math.gcd(heads_per_shard, heads_per_kv)
   first_of_runs = jnp.arange(0, heads_per_shard, run)
   selected = (shard_index("heads") * heads_per_shard + first_of_runs) // heads_per_kv
@@ -142,7 +144,7 @@ def _select_kv_heads(
 
 def _context_specs(
   context: AttentionContext,
-  rows: str | None,
+  batch_axis: str | None,
   kv_axis: str | None,
   own_axis: str | None,
   prompt_axis: str | None,
@@ -151,11 +153,11 @@ def _context_specs(
   of_kv = lambda kv, positions: (
     kv
     and KV(
-      partition_spec((rows, None, kv_axis, None, positions)),
-      partition_spec((rows, None, kv_axis, positions)),
+      partition_spec((batch_axis, None, kv_axis, None, positions)),
+      partition_spec((batch_axis, None, kv_axis, positions)),
     )
   )
-  of_mask = lambda mask: None if mask is None else partition_spec((rows,))
+  of_mask = lambda mask: None if mask is None else partition_spec((batch_axis,))
   return AttentionContext(
     of_kv(context.own, own_axis),
     of_mask(context.own_mask),
@@ -166,7 +168,7 @@ def _context_specs(
 
 
 def _all_positions(kv: KV | None, axis: str | None) -> KV | None:
-  """Within `shard_map`: gathers keys and values over the logical axis of their positions."""
+  """Within `shard_map`: gathers the keys and values of all positions, which `axis` splits."""
   if kv is None or axis is None:
     return kv
   return KV(all_gather_axis(kv.k, axis, 4), all_gather_axis(kv.v, axis, 3))

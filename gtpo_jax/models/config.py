@@ -26,7 +26,7 @@ class Yarn:
     factor: ratio of the new context length to the original one.
     original: context length of pre-training, in positions.
     beta_fast: features with more rotations over `original` positions keep their frequency.
-    beta_slow: features with fewer rotations are interpolated by `factor`.
+    beta_slow: features with fewer rotations have their frequency divided by `factor`.
     attention_factor: scale of the cosines and sines; None for 0.1 ln(factor) + 1.
   """
 
@@ -59,7 +59,7 @@ class Lora:
   Attributes:
     rank: columns of A and rows of B; 0 for no adapters.
     alpha: the adapters are scaled by alpha / rank.
-    targets: the matrices that carry an adapter, a subset of q, k, v, o, gate, up, down.
+    targets: the matrices that have an adapter, a subset of q, k, v, o, gate, up, down.
   """
 
   rank: int = 0
@@ -92,7 +92,7 @@ class ModelConfig:
     kv_heads: number of key/value heads; each serves `heads // kv_heads` query heads.
     head_dim: features of one head, an even number.
     mlp: features of the gated MLP (`intermediate_size`).
-    tied: whether the output head is the embedding.
+    tied: whether the embedding is also the output head.
     rope_theta: base of the rotary angles.
     norm_eps: constant added to the mean square in RMSNorm.
     context: positions that the model was trained for (`max_position_embeddings`).
@@ -103,8 +103,8 @@ class ModelConfig:
       the output head are float32.
     matmul_precision: "default", "high" or "highest", as in `jax.lax.Precision`.
     remat: "full" recomputes each layer in the backward pass, "attention" recomputes everything but
-      the results of attention, "none" stores all residuals.
-    attention: kernel for complete streams: "splash" (TPU), "cudnn" (GPU, 16 bits) or "blocks"
+      the attention outputs, "none" stores all intermediate results.
+    attention: kernel for full sequences: "splash" (TPU), "cudnn" (GPU, 16 bits) or "blocks"
       (XLA); "" selects the fastest one for the platform.
   """
 

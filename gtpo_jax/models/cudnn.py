@@ -1,4 +1,4 @@
-"""Attention of complete streams with cuDNN's flash kernel, for GPU."""
+"""Attention over full sequences with cuDNN's flash kernel, on GPU."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def attend_with_cudnn(
 ) -> jax.Array:
   """Softmax attention of `q` over `context`, in 16 bits.
 
-  cuDNN treats a mask as a bias of [s, s]. To avoid one, each row (the prompt followed by its
-  stream) is rolled until its first real token is at position 0: causal masking then suffices. The
-  prompt's positions get queries of zeros, and their results are dropped.
+  cuDNN treats a mask as a bias of [s, s]. To avoid one, each row (the prompt followed by the
+  completion's sequence) is rolled until its first real token is at position 0; causal masking then
+  suffices. The queries of the prompt's positions are zeros, and their outputs are dropped.
 
   Args:
     q: [n, g, h, s, e].
-    context: keys and values. Real tokens are contiguous and form one segment.
+    context: the keys, values and masks. Real tokens are contiguous and form one segment.
     implementation: passed to `jax.nn.dot_product_attention`.
 
   Returns:
@@ -29,13 +29,13 @@ def attend_with_cudnn(
   k, v, segment = context.concatenate(g)
   prompt_length = k.shape[3] - s
   length = prompt_length + s
-  rows = lambda x: jnp.moveaxis(x.reshape(n * g, *x.shape[2:]), 1, 2)  # [b, positions, heads, e]
+  as_rows = lambda x: jnp.moveaxis(x.reshape(n * g, *x.shape[2:]), 1, 2)  # [b, positions, heads, e]
   positions = jnp.arange(length)
   padding = segment.reshape(n * g, -1).argmax(-1)[:, None]
   roll = lambda x, by: jnp.take_along_axis(x, ((positions + by) % length)[..., None, None], 1)
   queries = jnp.pad(q, [(0, 0)] * 3 + [(prompt_length, 0), (0, 0)])
   attended = jax.nn.dot_product_attention(
-    *(roll(rows(x), padding) for x in (queries, k, v)),
+    *(roll(as_rows(x), padding) for x in (queries, k, v)),
     is_causal=True,
     implementation=implementation,
   )

@@ -1,6 +1,6 @@
 """Parameter declarations: shape, dtype, logical axes, initializer and kind, all in one place.
 
-Shardings, abstract shapes, Hugging Face shapes and weight decay are derived from them.
+Shardings, abstract shapes, Hugging Face shapes and weight decay follow from the declarations.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Kind(enum.Enum):
 
   MATRIX = "matrix"  # a linear map: input axes, then output axes
   TABLE = "table"  # one row per token
-  VECTOR = "vector"  # a bias or a scale, whatever its number of axes
+  VECTOR = "vector"  # a bias or a scale, with any number of axes
 
 
-# The name of a parameter within its module says its kind.
+# The name of a parameter within its module determines its kind.
 KINDS = {
   "kernel": Kind.MATRIX,
   "lora_a": Kind.MATRIX,
@@ -38,7 +38,7 @@ class Declaration(nn.LogicallyPartitioned):
   """A parameter (or its abstract shape) with the names of its axes.
 
   Attributes:
-    inputs: number of leading axes that a matrix contracts, the layer axis not counted; 0 for other
+    inputs: number of leading axes that a matrix contracts, without the layer axis; 0 for other
       kinds.
   """
 
@@ -59,11 +59,11 @@ def declare(
   Args:
     module: a bound module.
     name: a key of `KINDS`.
-    init: initializer.
-    shape: of one layer.
+    init: the initializer.
+    shape: the shape within one layer.
     axes: a logical axis (see `runtime.mesh.RULES`) for each dimension.
-    dtype: stored format.
-    inputs: leading axes that a matrix contracts; 0 for other kinds.
+    dtype: the stored dtype.
+    inputs: number of leading axes that a matrix contracts; 0 for other kinds.
 
   Raises:
     ValueError: the name has no kind, or `inputs` does not fit its kind.

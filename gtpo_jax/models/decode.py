@@ -1,4 +1,4 @@
-"""The model as the sampler runs it: unstacked parameters, prefill, one decode step, next logits."""
+"""The model for sampling: unstacked parameters, prefill, one decode step, and the next logits."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ from gtpo_jax.runtime.mesh import constrain
 
 
 class DecodeParams(NamedTuple):
-  """Parameters for sampling: one tree per layer, in the compute dtype, gathered over fsdp."""
+  """Parameters for sampling: one tree per layer, gathered over fsdp, in the compute dtype.
+
+  Norm scales keep the parameters' dtype.
+  """
 
   outer: Params  # embedding, head, final norm
   layers: list[Params]
-  # [d, v], the transposed output head, on platforms that multiply by it faster (CPU); else None
+  # [d, v], the transposed output head, by which a CPU multiplies faster; None on other platforms
   head_transposed: jax.Array | None
 
 
 def make_decode_params(model: Qwen2, params: Params) -> DecodeParams:
   """Casts the parameters, gathers them over fsdp and unstacks the layers.
 
-  This happens once per rollout rather than once per token. To be jitted.
+  It runs once per rollout rather than once per token, under `jax.jit`.
 
   Args:
-    model: on the sampling mesh.
-    params: on `model.mesh` or on another mesh of the same devices.
+    model: the architecture, on the sampling mesh.
+    params: its parameters, on `model.mesh` or on another mesh of the same devices.
   """
 
   def prepare(path: tuple, x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    if path[-1].key != "scale":  # norms compute in float32 with the master scales, as in training
+    if path[-1].key != "scale":  # norms use the stored scales in float32, as in training
       x = x.astype(DTYPES[model.config.compute_dtype])
     spec = PartitionSpec(*(None if axes and "fsdp" in axes else axes for axes in sharding.spec))
     # If x is on another mesh, move its shards first: otherwise a device would hold all of x.
@@ -57,7 +60,7 @@ def make_decode_params(model: Qwen2, params: Params) -> DecodeParams:
 
 
 def prefill(model: Qwen2, params: DecodeParams, prompts: Prompts) -> tuple[jax.Array, list[KV]]:
-  """Computes each prompt once.
+  """Runs the prompts through the model, each once.
 
   Returns:
     The last position's hidden state after the final norm [n, 1, 1, d], and the keys and values of
@@ -80,14 +83,14 @@ def decode_step(
   positions: jax.Array,
   attend: Callable[[int, jax.Array, KV], tuple[jax.Array, Any]],
 ) -> tuple[jax.Array, list[Any]]:
-  """Computes one token per row.
+  """Runs one token of each sequence through the model.
 
   Args:
     model, params: the policy.
     tokens: i32[n, g].
     positions: i32[n, g].
-    attend: (layer, queries [n, g, h, 1, e], the new keys and values) -> (attention
-      [n, g, h, 1, e], anything). It owns the cache.
+    attend: (layer, queries [n, g, h, 1, e], the new position's keys and values) -> (the attention
+      output [n, g, h, 1, e], a result of any type). It reads the cache and keeps the new position.
 
   Returns:
     The hidden state that predicts the next token, after the final norm [n, g, 1, d], and the second

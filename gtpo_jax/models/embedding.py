@@ -1,6 +1,7 @@
 """Token embedding with a table that is sharded over the vocabulary and over the features.
 
-The vocabulary is split over the context and tensor axes, the features over fsdp.
+The vocabulary is split over the context and tensor axes, the features over fsdp. The logical axis
+"sequence" is the positions of a sequence between layers, split over the context and tensor axes.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def embedding_lookup(table: jax.Array, tokens: jax.Array, dtype: str, mesh: Mesh
   """Returns the rows of `table` [v, d] for `tokens` i32[n, g, s], as `dtype` [n, g, s, d].
 
   The result is split like the residual stream. No device holds more of the table than its own
-  vocabulary shard. Gradients are summed in float32, because a frequent token has thousands of
-  terms.
+  vocabulary shard. Gradients are summed in float32, because the gradient of a frequent token is a
+  sum of thousands of terms.
   """
   return _forward(table, tokens, dtype, mesh)[0]
 
@@ -42,7 +43,7 @@ def local_ids(vocab_shard: jax.Array, tokens: jax.Array) -> jax.Array:
     tokens: i32[...], global ids.
 
   Returns:
-    i32[...]; `len(vocab_shard)`, which is out of bounds, for tokens of other shards.
+    i32[...]; for tokens of other shards `len(vocab_shard)`, which is out of bounds.
   """
   rows = len(vocab_shard)
   index = tokens - shard_index("vocab") * rows
@@ -52,27 +53,27 @@ def local_ids(vocab_shard: jax.Array, tokens: jax.Array) -> jax.Array:
 def _forward(
   table: jax.Array, tokens: jax.Array, dtype: str, mesh: Mesh
 ) -> tuple[jax.Array, tuple]:
-  rows, stream, split_positions = _layout(tokens, mesh)
+  token_spec, embedding_spec, split_positions = _layout(tokens, mesh)
 
   def local(table: jax.Array, tokens: jax.Array) -> jax.Array:
     vocab_shard = all_gather_axis(table.astype(dtype), "vocab_embed", 1)
     ids = local_ids(table, tokens)
     last = len(vocab_shard) - 1
-    # A token's row is in one shard, the other shards add zeros.
+    # One shard has a token's row; the other shards contribute zeros.
     x = jnp.where((ids <= last)[..., None], vocab_shard[jnp.minimum(ids, last)], 0)
     if split_positions:
       return reduce_scatter_axis(x, "sequence", 2)
     return jax.lax.psum(x, mesh_axes("vocab"))
 
   lookup = jax.shard_map(
-    local, mesh=mesh, in_specs=(_TABLE, rows), out_specs=stream, check_vma=False
+    local, mesh=mesh, in_specs=(_TABLE, token_spec), out_specs=embedding_spec, check_vma=False
   )
   return lookup(table, tokens), (table, tokens)
 
 
 def _backward(dtype: str, mesh: Mesh, residuals: tuple, d_out: jax.Array) -> tuple[jax.Array, None]:
   table, tokens = residuals
-  rows, stream, split_positions = _layout(tokens, mesh)
+  token_spec, embedding_spec, split_positions = _layout(tokens, mesh)
 
   def local(table: jax.Array, tokens: jax.Array, d_out: jax.Array) -> jax.Array:
     if split_positions:
@@ -85,7 +86,11 @@ def _backward(dtype: str, mesh: Mesh, residuals: tuple, d_out: jax.Array) -> tup
     return jax.lax.psum(d_table, "data").astype(table.dtype)
 
   gradient = jax.shard_map(
-    local, mesh=mesh, in_specs=(_TABLE, rows, stream), out_specs=_TABLE, check_vma=False
+    local,
+    mesh=mesh,
+    in_specs=(_TABLE, token_spec, embedding_spec),
+    out_specs=_TABLE,
+    check_vma=False,
   )
   return gradient(table, tokens, d_out), None
 
@@ -94,6 +99,6 @@ embedding_lookup.defvjp(_forward, _backward)
 
 
 def _layout(tokens: jax.Array, mesh: Mesh) -> tuple:
-  """Returns the specs of the tokens and of their embeddings, and whether positions are split."""
+  """Returns the specs of tokens and embeddings, and whether positions are split."""
   split = divisible_axis(mesh, tokens.shape[2], "sequence")
   return partition_spec(("batch",)), partition_spec(("batch", None, split)), split is not None

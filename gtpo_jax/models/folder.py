@@ -14,7 +14,10 @@ HUB_FILES = ("*.json", "*.safetensors", "merges.txt", "*.jinja", "tokenizer.mode
 
 
 def find(name: str) -> Path:
-  """Returns the local folder of a model: `name` itself, or a hub id's folder in the hub's cache.
+  """Returns the local folder of a model, which is downloaded if `name` is a hub id not yet cached.
+
+  Args:
+    name: a folder, or a hub id such as Qwen/Qwen2.5-0.5B.
 
   Raises:
     UserError: there is no such folder, and no such model in the cache or on the hub.
@@ -23,7 +26,7 @@ def find(name: str) -> Path:
   try:
     if folder.is_dir():
       return folder
-    # runs/misspelt is not a hub id if runs/ is a folder.
+    # If runs/ is a folder, runs/misspelt is a wrong path rather than a hub id.
     is_path = folder.exists() or folder.parent.is_dir()
   except (OSError, ValueError):  # too long for a path, or contains a NUL
     is_path = True
@@ -35,7 +38,7 @@ def find(name: str) -> Path:
   return _from_hub(name)
 
 
-@functools.cache  # one revision per process, even if the hub is updated
+@functools.cache  # a process uses one revision, even if the hub changes
 def _from_hub(name: str) -> Path:
   from huggingface_hub import snapshot_download
   from huggingface_hub.utils import disable_progress_bars
@@ -43,7 +46,7 @@ def _from_hub(name: str) -> Path:
   disable_progress_bars()
   try:
     return Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
-  except Exception as error:  # of the hub, of the network library or of the disk
+  except Exception as error:  # from the hub, the network library or the disk
     raise UserError(
       f"{name!r} is neither a local folder nor cached, and the download from the hub failed "
       f"({first_line(error)[:160]}); download it on a machine with network access, or name a folder"
@@ -51,9 +54,9 @@ def _from_hub(name: str) -> Path:
 
 
 def is_hf_folder(folder: Path) -> bool:
-  """Returns whether the folder's config.json is a Hugging Face model's.
+  """Returns whether the folder's config.json is that of a Hugging Face model.
 
-  A run's workdir has a config.json too.
+  A run's workdir also has a config.json, in another format.
   """
   try:
     values = json.loads((folder / "config.json").read_text())

@@ -1,8 +1,7 @@
 """Names and layouts of Hugging Face weights: one table, read in both directions.
 
 Shapes come from the parameters' declarations. A matrix is stored as torch stores a linear weight,
-[outputs, inputs] with several axes flattened into one; a vector is flattened; a table is the same
-in both.
+[outputs, inputs], each flattened to one axis. A vector is flattened. A table is stored unchanged.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.files import printable
 from gtpo_jax.runtime.mesh import named_sharding
 
-# Our modules outside of the layers, and within a layer, with their Hugging Face names, in the order
-# of the files that we write.
+# Our modules, outside and within the layers, with their Hugging Face names, in the order in which
+# we write the tensors.
 OUTER_NAMES: dict[tuple[str, ...], str] = {
   ("embedding",): "model.embed_tokens.weight",
   ("norm", "scale"): "model.norm.weight",
@@ -45,16 +44,16 @@ LAYER_MODULES: dict[str, str] = {
 }
 LAYER_LEAVES: dict[str, str] = {"scale": "weight", "kernel": "weight", "bias": "bias"}
 
-MAX_NAMES = 8  # tensors that an error message lists
+MAX_NAMES = 8  # the most tensors that an error message lists
 
 
 class HFTensor(NamedTuple):
-  """One tensor of a Hugging Face folder, and the part of our parameters that it holds."""
+  """One tensor of a Hugging Face folder, and the parameter (of one layer) that it stores."""
 
   name: str
   shape: tuple[int, ...]
-  path: tuple[str, ...]  # of our parameter
-  layer: int | None  # index into a stacked parameter; None outside of the layers
+  path: tuple[str, ...]  # the path of our parameter
+  layer: int | None  # index into the stacked parameter; None outside the layers
   layout: StoredLayout
 
 
@@ -62,8 +61,8 @@ class StoredLayout(NamedTuple):
   """How one parameter (of one layer) is stored in a Hugging Face tensor."""
 
   kind: Kind
-  shape: tuple[int, ...]  # ours
-  inputs: int  # leading axes that a matrix contracts
+  shape: tuple[int, ...]  # in our format
+  inputs: int  # number of leading axes that a matrix contracts
 
   @property
   def stored_shape(self) -> tuple[int, ...]:
@@ -81,10 +80,10 @@ class StoredLayout(NamedTuple):
   def read(self, tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
     """Reads the slice `index` of our array from a stored tensor.
 
-    Of several axes that are stored as one, only the first may be cut.
+    Where several axes are stored as one, only the first of them may be sliced.
 
     Raises:
-      UserError: another one is cut.
+      UserError: another axis is sliced.
     """
     if self.kind is Kind.TABLE:
       return tensor[index]
@@ -110,7 +109,7 @@ class StoredLayout(NamedTuple):
 
 
 def hf_tensors(model: Qwen2) -> list[HFTensor]:
-  """Returns every Hugging Face tensor of the model without adapters, in the order of its files.
+  """Returns every Hugging Face tensor of the model without adapters, in the order of the files.
 
   Raises:
     ValueError: a declared parameter has no Hugging Face name.
@@ -151,14 +150,14 @@ def params_from_hf(model: Qwen2, tensors: Mapping[str, Any]) -> Params:
 
   Args:
     model: the architecture, without adapters, on its mesh.
-    tensors: by name, NumPy arrays or objects that slice like them. A process reads only the slices
-      of its own devices.
+    tensors: name -> NumPy array, or an object that is sliced like one. A process reads only the
+      slices that its devices need.
 
   Returns:
     Parameters on the model's mesh.
 
   Raises:
-    UserError: tensors are missing, unknown or of another shape; the message names them.
+    UserError: tensors are missing, unknown or of the wrong shape; the message names them.
   """
   shapes = {name: tuple(x.shape) for name, x in tensors.items()}
   _check_sizes(model.config, shapes)
@@ -166,7 +165,7 @@ def params_from_hf(model: Qwen2, tensors: Mapping[str, Any]) -> Params:
   _check_shapes(model.config, {entry.name: entry.shape for entry in entries}, shapes)
   by_path: dict[tuple[str, ...], list[HFTensor]] = {}
   for entry in entries:
-    by_path.setdefault(entry.path, []).append(entry)  # one per layer, in order
+    by_path.setdefault(entry.path, []).append(entry)  # one entry per layer, in order
 
   def convert(path: tuple[Any, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
     parts = by_path[tuple(key.key for key in path)]
@@ -188,7 +187,7 @@ def params_from_hf(model: Qwen2, tensors: Mapping[str, Any]) -> Params:
 
 
 def _check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-  """Refuses sizes that the tensors cannot have, before anything of those sizes is built."""
+  """Raises a UserError if a size exceeds what is stored, before arrays of that size are built."""
   if config.layers > len(shapes):
     raise UserError(
       f"num_hidden_layers = {config.layers}, but there are {len(shapes)} tensors in all; "
@@ -215,7 +214,7 @@ def _check_shapes(
   shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
   """Raises a UserError unless the tensors' names and shapes are the expected ones."""
-  # Some files hold a tied head a second time.
+  # Some files also store a tied head, as a copy of the embedding.
   optional = {"lm_head.weight"} if config.tied else set()
   wrong = [
     f"{name} {shapes[name]} instead of {shape}"
@@ -236,7 +235,7 @@ def _check_shapes(
 def _to_devices(
   like: jax.ShapeDtypeStruct, read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> jax.Array:
-  """Builds an array from its shards. Each is read once and freed on the host before the next."""
+  """Builds an array from shards, each read once and freed on the host before the next is read."""
   devices: dict[tuple, list[jax.Device]] = {}
   for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
     bounds = tuple(cut.indices(size) for cut, size in zip(index, like.shape, strict=True))
@@ -249,9 +248,10 @@ def _to_devices(
 
 
 def hf_from_params(model: Qwen2, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-  """The inverse of `params_from_hf`; adapters are merged.
+  """Converts parameters to Hugging Face tensors, with adapters merged.
 
-  Every process must consume the whole iterator. Each device holds one gathered layer at a time.
+  This is the inverse of `params_from_hf`. Every process must consume the full iterator. Each device
+  has one gathered layer in memory at a time.
 
   Yields:
     (name, host array) in the order of `hf_shapes`.
@@ -276,7 +276,7 @@ def hf_from_params(model: Qwen2, params: Params) -> Iterator[tuple[str, np.ndarr
 
 
 def hf_from_adapters(model: Qwen2, params: Params) -> dict[str, np.ndarray]:
-  """Returns the adapters by PEFT's names: `lora_A` [rank, inputs] and `lora_B` [outputs, rank]."""
+  """Returns the adapters under PEFT's names: lora_A [rank, inputs] and lora_B [outputs, rank]."""
   declared = declared_params(model)["layers"]
   out = {}
   for layer in range(model.config.layers):
@@ -291,7 +291,7 @@ def hf_from_adapters(model: Qwen2, params: Params) -> dict[str, np.ndarray]:
 
 
 def adapted_modules(config: ModelConfig) -> list[str]:
-  """Returns the modules that carry adapters, in the order of `LAYER_MODULES`."""
+  """Returns the modules that have adapters, in the order of `LAYER_MODULES`."""
   return [module for module in LAYER_MODULES if module in config.lora.targets]
 
 

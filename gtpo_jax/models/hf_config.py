@@ -1,6 +1,6 @@
-"""A model's config.json, read and written.
+"""Reads and writes a model's config.json.
 
-Nothing in a model folder is ever executed: code is refused.
+Nothing in a model folder is ever executed; a config.json that refers to code is rejected.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from gtpo_jax.models.config import ModelConfig, Yarn
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.files import printable, read_json
 
-# Settings for which only one value is implemented; absent and null mean that value.
+# Settings of which only one value is implemented. An absent or null setting has that value.
 SUPPORTED = {
   "use_sliding_window": False,
   "hidden_act": "silu",
@@ -39,7 +39,7 @@ def read_config(folder: Path, dtype: str) -> ModelConfig:
 
   Args:
     folder: a model folder.
-    dtype: format of the parameters and of computation.
+    dtype: the dtype of the parameters and of computation.
 
   Raises:
     UserError: there is no such file, or the architecture is not supported.
@@ -94,11 +94,11 @@ def _check_supported(values: dict[str, Any], path: str) -> None:
     raise UserError(f"{path!r} has tie_word_embeddings = {tied!r}; it must be true or false")
   kinds = values.get("layer_types")
   if kinds and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-    raise UserError(f"{path!r} has other layer_types than full_attention, the only supported type")
+    raise UserError(f"{path!r} has layer_types other than full_attention, the only supported type")
 
 
 def _rope(values: dict[str, Any], path: str, context: int) -> tuple[float, Yarn | None]:
-  """Returns theta and YaRN.
+  """Returns the base of the rotary angles, and the YaRN settings or None.
 
   Older files have `rope_scaling` and `rope_theta`, newer ones `rope_parameters`.
   """
@@ -157,7 +157,7 @@ def _rope_theta(objects: tuple[dict[str, Any], ...], path: str) -> float:
 def _number(
   values: dict[str, Any], key: str, path: str, kind: type, default: float | None = None
 ) -> Any:
-  """Returns a number of config.json, or `default` if it is absent or null."""
+  """Returns the number `values[key]`, or `default` if it is absent or null."""
   value = values.get(key)
   if value is None and default is not None:
     return default

@@ -1,4 +1,4 @@
-"""The modules that hold a layer's parameters: RMSNorm, and linear maps with optional adapters."""
+"""The modules of a layer: RMSNorm, and linear maps with optional adapters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    """[..., d] -> [..., d] in x's dtype."""
+    """Normalises and scales `x` [..., d]; the result has x's dtype."""
     dtype = DTYPES[self.config.param_dtype]
     scale = declare(self, "scale", nn.initializers.ones, (self.config.width,), ("norm",), dtype)
     h = x.astype(jnp.float32)
@@ -50,7 +50,7 @@ class Dense(nn.Module):
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    """[..., *inputs] -> [..., *outputs] in x's dtype."""
+    """Maps `x` [..., *inputs] to [..., *outputs] in x's dtype."""
     dtype = DTYPES[self.config.param_dtype]
     split = len(self.inputs)
     shape = self.inputs + self.outputs
@@ -65,7 +65,7 @@ class Dense(nn.Module):
     return y
 
   def _adapter(self, x: jax.Array) -> jax.Array:
-    """The low-rank product x A B (alpha / rank); A and B are float32 parameters."""
+    """Returns the low-rank product x A B (alpha / rank). A and B are stored as float32."""
     lora = self.config.lora
     split = len(self.inputs)
     a = declare(
@@ -96,7 +96,10 @@ class Dense(nn.Module):
 
 
 def _lora_a_init(inputs: tuple[int, ...]) -> nn.initializers.Initializer:
-  """Uniform within 1 / sqrt(fan in), like PEFT. B starts at zero, so a new adapter adds zero."""
+  """Returns the initializer of A, uniform within +-1 / sqrt(fan in) as in PEFT.
+
+  B is initialised to zero, so a new adapter adds zero.
+  """
   bound = math.prod(inputs) ** -0.5
   return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
@@ -109,12 +112,12 @@ def _multiply(x: jax.Array, kernel: jax.Array, axes: int, precision: str) -> jax
 def _multiply_on_one_device(
   x: jax.Array, kernel: jax.Array, axes: int, precision: str
 ) -> jax.Array:
-  """`_multiply` with a kernel gradient that is computed in the kernel's own axis order.
+  """`_multiply` with a kernel gradient that is computed in the kernel's axis order.
 
-  JAX's own gradient has the kernel's axes reversed and transposes the incoming gradient. XLA on
-  CPU then recomputes that gradient column by column, together with everything fused into it, which
-  takes three tenths of an update. This is measured on one device only, so several devices use
-  JAX's own gradient.
+  JAX computes this gradient with the kernel's axes reversed, from a transposed incoming gradient.
+  On CPU, XLA then recomputes the incoming gradient column by column, together with everything fused
+  into it, which takes three tenths of an update. This was measured on one device only, so several
+  devices use JAX's gradient.
   """
   return _multiply(x, kernel, axes, precision)
 

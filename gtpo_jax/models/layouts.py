@@ -1,4 +1,8 @@
-"""How activations [n, g, s, d] are split over the mesh, between layers and within them."""
+"""How activations [n, g, s, d] are split over the mesh, between layers and within them.
+
+Positions have two logical axes: between layers "sequence", split over the mesh axes context and
+tensor, and within layers "position", split over context.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ from gtpo_jax.runtime.mesh import constrain, divisible_axis
 def residual_layout(x: jax.Array, mesh: Mesh) -> jax.Array:
   """Lays out the residual stream between layers.
 
-  It is split over the batch, and over positions if context times tensor (or else context) divides
-  their number.
+  It is split over the batch. Positions are split over context and tensor if the product of the two
+  divides their number, otherwise over context if that does.
   """
   positions = divisible_axis(mesh, x.shape[2], "sequence", "position")
   return constrain(x, mesh, "batch", None, positions, None)
@@ -23,8 +27,8 @@ def residual_layout(x: jax.Array, mesh: Mesh) -> jax.Array:
 def layer_layout(x: jax.Array, mesh: Mesh) -> jax.Array:
   """Lays out activations within a layer.
 
-  They are split over the batch, and over positions if the context axis divides their number. Every
-  shard of the tensor axis has the same positions, because it multiplies them with its own heads
+  They are split over the batch, and over positions if the context axis divides their number. All
+  shards of the tensor axis have the same positions, because each computes them for its own heads
   and MLP features.
   """
   positions = divisible_axis(mesh, x.shape[2], "position")
@@ -35,8 +39,9 @@ def layer_layout(x: jax.Array, mesh: Mesh) -> jax.Array:
 def layer_layout_of_gradient(x: jax.Array, mesh: Mesh) -> jax.Array:
   """Returns `x` unchanged and gives its gradient the layout of `layer_layout`.
 
-  Without it the compiler gathers the batch for the gradient of a matrix: one operand is split over
-  context only, while the gradient of the residual stream is split over context and tensor.
+  Otherwise the two operands of a matrix's gradient would be split differently: the activations over
+  context only, and the gradient of the residual stream over context and tensor. The compiler would
+  then gather the batch.
   """
   return x
 

@@ -1,6 +1,6 @@
-"""Reads Hugging Face folders. A process reads each slice once, if one of its devices holds it.
+"""Reads Hugging Face folders. Each process reads only the slices that its devices need, each once.
 
-Nothing in a folder is ever executed: safetensors and JSON are data, pickles are refused.
+Nothing in a folder is ever executed: safetensors and JSON are data, and pickles are rejected.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def load(
   Args:
     name: a folder with config.json and safetensors (one file, or shards with an index), or a hub
       id.
-    dtype: "float32", "bfloat16" or "float16", of parameters and computation.
-    mesh: the parameters' devices; the first device if None.
+    dtype: "float32", "bfloat16" or "float16", the dtype of parameters and computation.
+    mesh: the mesh of the parameters; None for the first device.
 
   Raises:
-    UserError: the folder is not a Qwen2 checkpoint, or it is damaged, incomplete or links outside
-      of itself.
+    UserError: the folder is not a Qwen2 checkpoint, is damaged or incomplete, or has links to files
+      outside it.
   """
   folder = find(str(name))
   model = Qwen2(read_config(folder, dtype), mesh or single_device_mesh())
@@ -56,8 +56,8 @@ def load(
 def read_params(model: Qwen2, folder: Path) -> Params:
   """Returns the parameters of a folder's safetensors on the model's mesh, without adapters.
 
-  Host memory holds slices of one tensor at a time: a file is mapped while a slice is read, and
-  unmapped after it.
+  Host memory has slices of only one tensor at a time: a file is mapped while a slice is read, and
+  unmapped afterwards.
 
   Raises:
     UserError: a file is damaged, the tensors are not the model's, or some contain NaN or infinity.
@@ -72,7 +72,7 @@ def read_params(model: Qwen2, folder: Path) -> Params:
   ]
   if names:
     raise UserError(
-      f"the weights in {str(folder)!r} hold NaN or infinity, in {', '.join(names[:8])}"
+      f"the weights in {str(folder)!r} contain NaN or infinity, in {', '.join(names[:8])}"
     )
   return params
 
@@ -86,23 +86,23 @@ class StoredTensor:
   shape: tuple[int, ...]
 
   def __getitem__(self, index: Any) -> np.ndarray:
-    # Opened for each read, so that the pages that were read do not stay mapped.
+    # The file is opened for each read; otherwise the pages already read would stay mapped.
     with safetensors.safe_open(self.file, framework="numpy") as opened:
       return np.array(opened.get_slice(self.name)[index])
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-  """Returns every tensor of a folder by name. Checks the headers and the index, reads no data.
+  """Returns every tensor of a folder by name. Checks headers and index but reads no data.
 
   Raises:
     UserError: a file is damaged, the index is wrong, or a dtype is not supported.
   """
   tensors: dict[str, StoredTensor] = {}
-  for file, promised in _files(folder):
+  for file, indexed in _files(folder):
     header = _header(file)
-    if promised is not None and (missing := sorted(promised - header.keys())):
+    if indexed is not None and (missing := sorted(indexed - header.keys())):
       names = ", ".join(map(printable, missing[:4]))
-      raise UserError(f"{INDEX} says that {file.name} holds {names}, but it does not")
+      raise UserError(f"{INDEX} lists {names} in {file.name}, but that file does not have them")
     for name, entry in header.items():
       if name in tensors:
         raise UserError(f"tensor {name!r} is in {tensors[name].file.name} and again in {file.name}")
@@ -118,7 +118,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
   """Yields the safetensors files, each with the tensor names that the index lists for it.
 
-  The names are None without an index.
+  The names are None if the folder has no index.
   """
   if (folder / INDEX).exists() or (folder / INDEX).is_symlink():
     weight_map = _weight_map(folder)
@@ -130,13 +130,13 @@ def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     hint = ""
     if pickles:
-      hint = f"; {pickles[0]} is a pickle, which may run code and is never opened: convert it"
+      hint = f"; {pickles[0]} is a pickle, which may run code; convert it to safetensors"
     raise UserError(f"no safetensors in {str(folder)!r}{hint}")
   yield from ((safe_join(folder, name), None) for name in names)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-  """Returns the index's map from tensor names to file names."""
+  """Returns the index: tensor name -> file name."""
   path = str(folder / INDEX)
   weight_map = read_json(folder, INDEX).get("weight_map")
   if (
@@ -155,11 +155,11 @@ def _header(file: Path) -> dict[str, dict[str, Any]]:
   """Returns the entries of a safetensors file by tensor name.
 
   Raises:
-    UserError: the library refuses the file, or a name appears twice.
+    UserError: the file is not valid safetensors, or a name appears twice.
   """
   try:
     with safetensors.safe_open(file, framework="numpy"):
-      pass  # refuses truncated files, wrong offsets and overlaps
+      pass  # raises for truncated files, wrong offsets and overlaps
     with file.open("rb") as opened:
       length = int.from_bytes(opened.read(8), "little")
       entries = json.loads(opened.read(length), object_pairs_hook=list)
@@ -169,5 +169,5 @@ def _header(file: Path) -> dict[str, dict[str, Any]]:
     ) from error
   for name, count in collections.Counter(name for name, _ in entries).items():
     if count > 1:
-      raise UserError(f"{str(file)!r} holds tensor {name!r} {count} times")
+      raise UserError(f"{str(file)!r} has tensor {name!r} {count} times")
   return {name: dict(entry) for name, entry in entries if name != "__metadata__"}

@@ -25,7 +25,7 @@ def is_adapter(path: tuple[str, ...]) -> bool:
 def partition(model: Qwen2, params: Params) -> tuple[Params, Params]:
   """Splits parameters into (trained, frozen).
 
-  With adapters only these are trained; without, everything is.
+  If the model has adapters, only the adapters are trained; otherwise all parameters are.
   """
   if not model.config.lora.rank:
     return params, {}
@@ -37,7 +37,7 @@ def partition(model: Qwen2, params: Params) -> tuple[Params, Params]:
 
 
 def combine(trained: Params, frozen: Params) -> Params:
-  """The inverse of `partition`."""
+  """Joins trained and frozen parameters; the inverse of `partition`."""
   return unflatten_dict(flatten_dict(trained) | flatten_dict(frozen)) if frozen else trained
 
 
@@ -50,12 +50,12 @@ def add_lora(model: Qwen2, params: Params, key: jax.Array) -> Params:
   """Adds fresh adapters, which leave the model's outputs unchanged.
 
   Args:
-    model: with adapters.
-    params: of `without_lora(model)`.
-    key: for the random half of each adapter.
+    model: the architecture with adapters.
+    params: parameters of `without_lora(model)`.
+    key: PRNG key that initialises A, the random matrix of each adapter.
 
   Returns:
-    Parameters of `model`, the adapters created in their shardings.
+    Parameters of `model`; the adapters are created directly in their shardings.
   """
   if not model.config.lora.rank:
     return params
@@ -68,9 +68,9 @@ def add_lora(model: Qwen2, params: Params, key: jax.Array) -> Params:
 
 
 def merge_lora(model: Qwen2, params: Params) -> Params:
-  """Returns parameters of `without_lora(model)`: each kernel plus its adapter.
+  """Returns parameters of `without_lora(model)` in which each kernel includes its adapter.
 
-  The sum is float32 and is cast back to the kernel's dtype.
+  The sum is computed in float32 and cast back to the kernel's dtype.
   """
   lora = model.config.lora
   if not lora.rank:
@@ -81,9 +81,9 @@ def merge_lora(model: Qwen2, params: Params) -> Params:
       return module
     if "lora_a" not in module:
       return {name: merge(value) for name, value in module.items()}
-    kernel = module["kernel"]  # [layer, in..., out...]
-    a = module["lora_a"]  # [layer, in..., r]
-    b = module["lora_b"]  # [layer, r, out...]
+    kernel = module["kernel"]  # [layers, *inputs, *outputs]
+    a = module["lora_a"]  # [layers, *inputs, rank]
+    b = module["lora_b"]  # [layers, rank, *outputs]
     a = a.reshape(len(a), -1, lora.rank)
     b = b.reshape(len(b), lora.rank, -1)
     delta = jnp.einsum("lir,lro->lio", a, b, precision="highest").reshape(kernel.shape)

@@ -21,13 +21,13 @@ Params = dict[str, Any]  # nested dicts of arrays; layers are stacked on axis 0
 
 
 def init_params(model: Qwen2, key: jax.Array) -> Params:
-  """Returns random parameters, created in their shardings."""
+  """Returns random parameters, created directly in their shardings."""
   shardings = param_shardings(model)
   return jax.jit(lambda k: nn.unbox(_init(model, k)), out_shardings=shardings)(key)
 
 
 def declared_params(model: Qwen2) -> Params:
-  """Returns every parameter's `Declaration`, with its abstract shape as the value."""
+  """Returns the `Declaration` of every parameter, whose value is the abstract shape."""
   return jax.eval_shape(lambda k: _init(model, k), jax.random.key(0))
 
 
@@ -46,19 +46,20 @@ def abstract_params(model: Qwen2) -> Params:
 def param_shardings(model: Qwen2) -> Params:
   """Returns a `NamedSharding` for every parameter, from the names of its axes.
 
-  Key/value heads are replicated if the tensor axis does not divide them.
+  Key/value heads are replicated if the tensor axis does not divide their number.
 
   Raises:
-    UserError: another axis does not divide over the mesh.
+    UserError: the size of another axis is not a multiple of its number of shards.
   """
   return jax.tree.map(lambda x: x.sharding, abstract_params(model))
 
 
 @functools.cache
 def matmul_params(config: ModelConfig) -> int:
-  """Returns the number of parameters in matrix products, adapters not counted.
+  """Returns the number of parameters in matrix products, without adapters.
 
-  It counts all matrices and, once, the output head: the N of 6 N FLOP per trained token.
+  It counts all matrices and the output head, tied or not, but not the embedding lookup. This is the
+  N in the estimate of 6 N FLOP per trained token.
   """
   plain = Qwen2(dataclasses.replace(config, lora=Lora(), attention=""), single_device_mesh())
   declared = flatten_dict(declared_params(plain))

@@ -1,8 +1,9 @@
 """Qwen2.5 in Flax Linen: one layer's code for training, prefill and decoding.
 
-Parameters are stacked over layers and carry the names of their axes. A forward pass runs one or
-two *streams*, each [n, g, s, d]: the prompts (g = 1) and the completions. Completions attend to the
-keys and values of their prompt, which the same pass computes once per group.
+Parameters are stacked over layers and have named axes. A *stream* is one batch of sequences
+[n, g, s, d] that a forward pass runs through the layers. There are one or two: the prompts (g = 1)
+and the completions, which attend to the keys and values of their prompt. The same pass computes
+these once per group.
 """
 
 from __future__ import annotations
@@ -27,24 +28,34 @@ from gtpo_jax.models.layouts import layer_layout, layer_layout_of_gradient, resi
 from gtpo_jax.models.rope import Rope, rope_angles, rotate
 from gtpo_jax.runtime.mesh import constrain, divisible_axis
 
-# (queries [n, g, h, 1, e], new keys and values) -> (attention [n, g, h, 1, e], anything)
+# (queries [n, g, h, 1, e], the new position's keys and values) -> (the attention output
+# [n, g, h, 1, e], a result of any type that is passed on to the caller)
 Attend = Callable[[jax.Array, KV], tuple[jax.Array, Any]]
 
 
 class StreamMasks(NamedTuple):
-  """The positions of one stream, and what they attend to; the same in every layer."""
+  """The rotary angles and the attention masks of one stream, which are the same in every layer.
 
-  rope: Rope  # f32[n, g | 1, s, e/2] twice
-  mask: jax.Array | None  # bool[n, 1, s], real tokens; None if padding only follows them
-  # bool[n, m, p], the visible tokens of the prompt, one row per segment; None for the prompt's own
-  # stream
+  A stream is one batch of sequences [n, g, s, d] of a forward pass: the prompts (g = 1) or the
+  completions.
+  """
+
+  rope: Rope  # cosines and sines, f32[n, g | 1, s, e/2] each
+  mask: jax.Array | None  # bool[n, 1, s], True on real tokens; None if padding only follows them
+  # bool[n, m, p], True on the prompt's tokens that are attended to, one row per segment; None for
+  # the stream of prompts.
   prompt_mask: jax.Array | None = None
-  # i32[n, g, s], a position attends to its own segment of the stream; None if there is only one
+  # i32[n, g, s]; a position attends only to its own segment. None if each sequence is one segment.
   segment: jax.Array | None = None
 
 
 def stream_masks(mask: jax.Array, config: ModelConfig) -> StreamMasks:
-  """Returns the masks of one stream with real tokens bool[n, s]; positions count from the first."""
+  """Returns the masks of a stream with g = 1.
+
+  Args:
+    mask: bool[n, s], True on real tokens. Positions count from the first of them.
+    config: the architecture.
+  """
   positions = jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)[:, None]
   rope = rope_angles(positions, config.head_dim, config.rope_theta, config.yarn)
   return StreamMasks(rope, mask[:, None])
@@ -77,7 +88,7 @@ class Layer(nn.Module):
   def __call__(
     self, streams: tuple[jax.Array, ...], masks_by_stream: tuple[StreamMasks, ...]
   ) -> tuple[tuple[jax.Array, ...], None]:
-    """Runs the layer over streams [n, g, s, d]; the others may attend to the first."""
+    """Runs the layer over streams [n, g, s, d]; those after the first also attend to the first."""
     first, first_kv = self.prefill(streams[0], masks_by_stream[0])
     out = [first]
     for x, masks in zip(streams[1:], masks_by_stream[1:], strict=True):
@@ -110,14 +121,14 @@ class Layer(nn.Module):
     h = layer_layout(self.mlp_norm(x), self.mesh)
     hidden = nn.silu(self.gate(h)) * self.up(h)
     positions = divisible_axis(self.mesh, h.shape[2], "position")
-    hidden = constrain(hidden, self.mesh, "batch", None, positions, "mlp")  # and its gradient
+    hidden = constrain(hidden, self.mesh, "batch", None, positions, "mlp")  # the gradient too
     return residual_layout(x + layer_layout_of_gradient(self.down(hidden), self.mesh), self.mesh)
 
 
 class Qwen2(nn.Module):
   """The language model.
 
-  `apply({"params": params}, tokens)` returns logits; the other methods serve the sampler and the
+  `apply({"params": params}, tokens)` returns logits. The other methods are for the sampler and the
   trainer.
 
   Attributes:
@@ -160,7 +171,7 @@ class Qwen2(nn.Module):
 
     Args:
       tokens: padded on the left or on the right.
-      mask: bool[b, s], False on padding; None if there is none.
+      mask: bool[b, s], False on padding; None if there is no padding.
     """
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask
     streams = (self.embed(tokens)[:, None],)
@@ -172,7 +183,7 @@ class Qwen2(nn.Module):
   ) -> jax.Array:
     """Returns the hidden states that predict each token of `completions` i32[n, g, t].
 
-    Each prompt is computed once per group. Its last token is the first input of every completion.
+    Each prompt is computed once per group. Its last token is the first input of each completion.
 
     Returns:
       [n, g, t, d], or [n, w, s, d] with a `packing`.
@@ -199,7 +210,7 @@ class Qwen2(nn.Module):
     return self._run_layers(streams, masks_by_stream)[1]
 
   def embed(self, tokens: jax.Array) -> jax.Array:
-    """i32[...] -> [..., d] in the compute dtype."""
+    """Returns the embeddings [..., d] of `tokens` i32[...] in the compute dtype."""
     return self._gather_features(self.embedding)[tokens]
 
   def final_norm(self, x: jax.Array) -> jax.Array:
@@ -207,7 +218,7 @@ class Qwen2(nn.Module):
     return self.norm(x)
 
   def logits(self, hidden: jax.Array) -> jax.Array:
-    """[..., d] -> f32[..., v]."""
+    """Returns logits f32[..., v] from final-norm hidden states [..., d]."""
     return jnp.einsum(
       "...d,vd->...v",
       hidden,
@@ -217,7 +228,7 @@ class Qwen2(nn.Module):
     )
 
   def head_table(self) -> jax.Array:
-    """Returns the output head [v, d] as stored: the embedding if tied."""
+    """Returns the output head [v, d] in its stored dtype; it is the embedding if tied."""
     return self.embedding if self.config.tied else self.head
 
   def _gather_features(self, table: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ def rope_angles(
 
 
 def rotate(x: jax.Array, rope: Rope) -> jax.Array:
-  """Rotates `x` [..., heads, s, e]; features i and i + e/2 are a pair, as in Qwen and Llama."""
+  """Rotates `x` [..., heads, s, e]. Features i and i + e/2 form a pair, as in Qwen and Llama."""
   cos, sin = (jnp.expand_dims(a, -3) for a in rope)  # broadcast over the heads
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -37,9 +37,9 @@ def _yarn(
 ) -> tuple[np.ndarray, float]:
   """Returns YaRN's frequencies f64[e/2] and the scale of cosines and sines.
 
-  Features with many rotations over the original context keep their frequency. Features with less
-  than one rotation have it divided by `yarn.factor`. Those in between are blended
-  (2309.00071, section 3.2; the scale is eq. 22).
+  Features with more than `beta_fast` rotations over the original context keep their frequency.
+  Features with fewer than `beta_slow` rotations have it divided by `factor`. Frequencies in between
+  are blended (2309.00071, section 3.2; the scale is eq. 22).
   """
   feature = lambda rotations: (
     head_dim * math.log(yarn.original / (rotations * 2 * math.pi)) / (2 * math.log(theta))

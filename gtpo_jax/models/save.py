@@ -1,4 +1,4 @@
-"""Writes Hugging Face folders that vLLM, Transformers and llama.cpp open."""
+"""Writes Hugging Face folders that vLLM, Transformers and llama.cpp's converter can load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gtpo_jax.runtime.errors import UserError
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase
 
-SHARD_BYTES = 5 * 10**9  # the default of Transformers
+SHARD_BYTES = 5 * 10**9  # default of Transformers
 DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # safetensors' names
 
 
@@ -44,27 +44,28 @@ def save(
   files: Mapping[str, str] | None = None,
   shard_bytes: int = SHARD_BYTES,
 ) -> None:
-  """Writes a model as a Hugging Face folder; adapters are merged.
+  """Writes a model as a Hugging Face folder, with adapters merged.
 
-  The folder has safetensors (several with an index if larger than `shard_bytes`), config.json,
-  generation_config.json, the tokenizer with its chat template, and `SHA256SUMS`, which
+  The folder has safetensors (several files and an index if the tensors exceed `shard_bytes`),
+  config.json, generation_config.json, the tokenizer with its chat template, and `SHA256SUMS`, which
   `sha256sum -c` checks. It is written under a temporary name and renamed at the end. Host memory
-  holds one tensor at a time. With several processes all must call; the first one writes.
+  has one tensor at a time. If there are several processes, all must call this; the first one
+  writes.
 
   Args:
     model: the architecture.
     params: its parameters.
-    tokenizer: of transformers; None to write none.
-    folder: must not exist yet, or be empty.
-    dtype: "float32", "bfloat16" or "float16"; the parameters' own if None.
+    tokenizer: a tokenizer of transformers; None to write no tokenizer.
+    folder: a folder that does not exist yet or is empty.
+    dtype: "float32", "bfloat16" or "float16"; None for the dtype of the parameters.
     stop: token ids that end a completion, written to generation_config.json together with the
       tokenizer's end token.
     files: additional text files by name, such as README.md.
     shard_bytes: the most bytes of tensors in one file.
 
   Raises:
-    UserError: the folder is not empty, the dtype is unknown or cannot represent a value, or the
-      disk refuses.
+    UserError: the folder is not empty or cannot be written, or the dtype is unknown or cannot
+      represent a value.
   """
   dtype = dtype or model.config.param_dtype
   if dtype not in DTYPES:
@@ -73,7 +74,7 @@ def save(
   tensors = _cast(hf_from_params(model, params), dtype)
   with atomic_folder(Path(folder)) as out:
     if out is None:
-      collections.deque(tensors, maxlen=0)  # the writing process needs our shards of each tensor
+      collections.deque(tensors, maxlen=0)  # the first process needs our shards of each tensor
       return
     _write_weights(out, shapes, tensors, dtype, shard_bytes)
     _write_configs(out, model.config, dtype, tokenizer, stop)
@@ -92,19 +93,19 @@ def save_adapter(
   """Writes only the adapters, as a folder that `peft` loads onto the model `base`.
 
   Args:
-    model: with adapters.
+    model: the architecture with adapters.
     params: its parameters.
-    folder: must not exist yet, or be empty.
+    folder: a folder that does not exist yet or is empty.
     base: path or hub id of the model without adapters.
     files: additional text files by name.
 
   Raises:
-    UserError: the model has no adapters, the folder is not empty, or the disk refuses.
+    UserError: the model has no adapters, or the folder is not empty or cannot be written.
   """
   lora = model.config.lora
   if not lora.rank:
     raise UserError(
-      "this model has no adapters (model.lora_rank = 0); export the complete model instead"
+      "this model has no adapters (model.lora_rank = 0); export the full model instead"
     )
   with atomic_folder(Path(folder)) as out:
     tensors = hf_from_adapters(model, params)
@@ -174,7 +175,7 @@ def _write_weights(
   dtype: str,
   shard_bytes: int,
 ) -> None:
-  """Writes all tensors, in as few files as `shard_bytes` allows, and an index of several files."""
+  """Writes all tensors to files of at most `shard_bytes`, with an index if there are several."""
   shards: list[dict[str, tuple[int, ...]]] = [{}]
   for name, shape in shapes.items():
     if shards[-1] and _size({**shards[-1], name: shape}, dtype) > shard_bytes:
@@ -200,9 +201,9 @@ def _write_tensors(
   tensors: Iterable[tuple[str, np.ndarray]],
   dtype: str,
 ) -> None:
-  """Writes a safetensors file one tensor at a time; the library's writer needs all at once.
+  """Writes a safetensors file one tensor at a time; the library's writer needs all of them at once.
 
-  The file is the header's length, the header, the data.
+  The file consists of the header's length, the header and the data.
   """
   header = {"__metadata__": {"format": "pt"}}
   end = 0
@@ -219,7 +220,7 @@ def _write_tensors(
 
 
 def _size(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
-  """Returns the bytes of tensors of these shapes."""
+  """Returns the number of bytes of tensors of these shapes."""
   return sum(map(math.prod, shapes.values())) * np.dtype(DTYPES[dtype]).itemsize
 
 

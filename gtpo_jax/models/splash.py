@@ -1,4 +1,4 @@
-"""Attention of complete streams with JAX's splash kernel, for TPU."""
+"""Attention over full sequences with JAX's splash kernel, on TPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gtpo_jax.models.attention import AttentionContext
 from gtpo_jax.models.context_parallel import QueryShard
 from gtpo_jax.models.flash import ATTENTION_RESIDUALS
 
-TILE = 128  # positions are padded to a multiple of it
-BLOCKS = (512, 256, 128)  # positions per kernel step: the largest that divides them
+TILE = 128  # positions are padded to a multiple of this
+BLOCKS = (512, 256, 128)  # positions per kernel step; the largest that divides their number is used
 
 
 def attend_with_splash(
@@ -25,15 +25,15 @@ def attend_with_splash(
 ) -> jax.Array:
   """Softmax attention of `q` over `context`, with products in the precision of the arrays' dtype.
 
-  The keys are the prompt followed by the stream, so that one causal mask, offset by the prompt's
-  length, fits both. Hidden keys are in another segment, and each segment has its own copy of the
-  prompt. Each key/value head is a multi-query attention.
+  The keys are the prompt followed by the sequence, so that one causal mask, offset by the prompt's
+  length, covers both. A key that a query must not attend to has another segment id, and each
+  segment has its own copy of the prompt. Each key/value head is computed as multi-query attention.
 
   Args:
     q: [n, g, h, s, e].
-    context: keys and values.
-    interpret: interprets the kernel, for tests without a TPU.
-    query_shard: the positions of `q` in its stream; None if `q` has all of them.
+    context: the keys, values and masks.
+    interpret: whether to interpret the kernel, for tests without a TPU.
+    query_shard: the positions of the queries; None if `q` is a full sequence.
 
   Returns:
     [n, g, h, s, e] in q's dtype.
@@ -82,7 +82,7 @@ def _pad_to_tile(x: jax.Array, axis: int) -> jax.Array:
 def _kernel_of_shard(kernel: Callable, index: jax.Array, shards: int) -> Callable:
   """Cuts the kernel's mask arrays to the queries of one shard.
 
-  They are [1, blocks of queries, blocks of keys] and [queries].
+  Their shapes are [1, blocks of queries, blocks of keys] and [queries].
   """
 
   def cut(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Bytes that the devices of a compiled program send to each other, from its HLO text."""
+"""The bytes that devices send to each other in a compiled program, counted in its HLO text."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+?)(\d*)(?:e\w+)?\[([\d,]*)\]")
 def collective_bytes(hlo: str) -> dict[str, int]:
   """Returns the bytes that one device sends in one run of a program, by kind of collective.
 
-  A loop body counts once per iteration; a loop with a trip count that is only known at run time
-  counts once. The steps of a collective that the compiler spread over several fusions have the same
-  channel id and count once. Collectives are assumed to use a ring: of n devices, each sends
-  (n - 1) / n of what it gathers or exchanges, and twice that of what it reduces.
+  A loop body is counted once per iteration, but only once if the number of iterations is not known
+  before run time. If the compiler splits a collective over several fusions, the pieces have the
+  same channel id and are counted once. Collectives are assumed to use a ring of n devices: each
+  device sends (n - 1) / n of the bytes that it gathers or exchanges, and twice that for an
+  all-reduce.
   """
   bodies = {}
   entry = ""
@@ -56,7 +57,7 @@ def collective_bytes(hlo: str) -> dict[str, int]:
 
 
 def _sent(kind: str, result: str, is_start: bool, line: str) -> float:
-  """Bytes that one device sends in one collective with this result type."""
+  """Returns the bytes that one device sends in one collective with this result type."""
   sizes = [
     math.prod(map(int, filter(None, dims.split(",")))) * int(bits or 8) // 8
     for _, bits, dims in _ARRAY.findall(result)
@@ -78,7 +79,7 @@ def _sent(kind: str, result: str, is_start: bool, line: str) -> float:
 
 
 def _group_size(line: str) -> int | None:
-  """Devices that take part in a collective; None if the text does not say."""
+  """Returns the number of devices in each group of a collective; None if it is not in the line."""
   if group := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
     return group[1].count(",") + 1
   if shape := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
@@ -90,10 +91,10 @@ def _group_size(line: str) -> int | None:
 
 
 def _trip_count(line: str, bodies: dict[str, list[str]], condition: str) -> int:
-  """Iterations of a loop, 1 if unknown.
+  """Returns the number of iterations of a loop, or 1 if it is unknown.
 
-  Read from the compiler's annotation, or from the constant that the loop's counter, which starts at
-  0 and advances by 1, is compared with.
+  It is the compiler's annotation, or else the constant with which the loop condition compares the
+  loop counter. The counter is assumed to start at 0 and to increase by 1.
   """
   if known := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
     return int(known[1])

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from gtpo_jax.config import Config, flatten, freeze, to_dict
+from gtpo_jax.config import Config, flatten, freeze, resolve_model, to_dict
 
 
 def candidate_overrides(config: Config, mesh: dict[str, int]) -> list[dict[str, Any]]:
   """Returns overrides that may make a run fit, the cheapest first.
 
-  Each includes the ones before it, except the last two, which are alternatives: a wider context and
-  a wider tensor axis. Smaller micro-batches only cost time. Host offload costs transfers. A wider
-  context axis gathers keys and values, a wider tensor axis everything that enters a layer.
+  The candidates are smaller micro-batches, then also optimizer moments in host memory, then also
+  half the fsdp axis with either a context or a tensor axis of twice the size. Each includes the
+  ones before it; only the last two are alternatives. Smaller micro-batches cost only time. Moments
+  in host memory cost transfers. A larger context axis gathers keys and values; a larger tensor axis
+  gathers the inputs of every layer. Candidates that the config already has or that do not fit the
+  sizes are left out.
 
   Args:
-    config: the run.
-    mesh: the sizes of its mesh axes.
+    config: the config of the run.
+    mesh: the sizes of the run's mesh axes.
   """
   shards = mesh["data"] * mesh["fsdp"]
   max_micro_batches = config.batch.prompts // (config.batch.minibatches * shards)
@@ -41,8 +44,8 @@ def candidate_overrides(config: Config, mesh: dict[str, int]) -> list[dict[str, 
 
 
 def _can_double(axis: str, config: Config, mesh: dict[str, int]) -> bool:
-  """Whether model and positions divide if the context or tensor axis is twice as wide."""
-  model = config.model_config
+  """Returns whether model and positions can be sharded if `axis` has twice its size."""
+  model = resolve_model(config).config
   over_tensor = [model.heads, model.mlp] if axis == "tensor" else []
   over_both = [model.vocab_size]
   if axis == "context" or mesh["context"] > 1:
@@ -55,7 +58,7 @@ def _can_double(axis: str, config: Config, mesh: dict[str, int]) -> bool:
 
 
 def with_overrides(config: Config, override: dict[str, Any]) -> Config:
-  """Returns the config with these values, given by dotted name."""
+  """Returns the config with the values of `override`, which are given by dotted name."""
   values: dict[str, Any] = {}
   for name, value in (flatten(to_dict(config)) | override).items():
     *sections, key = name.split(".")

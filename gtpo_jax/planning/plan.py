@@ -1,4 +1,4 @@
-"""`gtpo plan`: compiles a run for hardware that is not attached and reports what it needs."""
+"""`gtpo plan`: compiles a run for hardware that is not attached; reports memory and time bounds."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from gtpo_jax.training.state import abstract_state
 
 
 def plan(config: Config, topology: str) -> dict[str, Any]:
-  """Compiles a run's update and sampler ahead of time; if they do not fit, looks for an override.
+  """Compiles a run's update and sampler ahead of time; if they do not fit, tries overrides.
 
   Args:
-    config: the run.
+    config: the config of the run.
     topology: for example "v5p:4x4x4" (through libtpu), or "cpu:8" for virtual devices of this
       machine.
 
   Returns:
-    The result of `measure`, `topology`, and `override`: flags with which the run fits, all of them
-    compiled; "" if it fits without, None if no candidate helps.
+    The result of `measure`, `topology`, and `override`: flags with which the run fits, checked by
+    compiling; "" if it fits without flags, None if it fits with no candidate.
 
   Raises:
-    UserError: the topology does not exist, or mesh, batch or positions do not divide over it.
+    UserError: the topology does not exist, or mesh, batch or positions cannot be sharded over it.
   """
   devices, chip = topology_devices(topology)
   result = measure(config, build_model(config, devices), chip)
@@ -52,7 +52,7 @@ def plan(config: Config, topology: str) -> dict[str, Any]:
 def _fitting_override(
   config: Config, devices: list[Any], mesh: dict[str, int], chip: Chip
 ) -> str | None:
-  """The flags of the first candidate that fits, or None."""
+  """Returns the flags of the first candidate that fits, or None."""
   for override in candidate_overrides(config, mesh):
     candidate = with_overrides(config, override)
     programs = compile_programs(candidate, build_model(candidate, devices))
@@ -62,18 +62,18 @@ def _fitting_override(
 
 
 def measure(config: Config, model: Qwen2, chip: Chip) -> dict[str, Any]:
-  """Compiles a run on its mesh and returns what it needs.
+  """Compiles a run on its mesh and returns its memory, communication and lower bounds on its time.
 
   Returns:
-    For the run: `fits`, `devices`, `mesh`, `hbm_bytes`, `attention` (the kernel for complete
-    sequences), `params` (their number), `seconds_compile`.
-    Per device: `params.bytes`, `optimizer.bytes` (in device memory), `cache.bytes` (keys and values
-    of the completions that are sampled at once), `update.peak_bytes`, `update.activation_bytes`
-    (the update without state and batch), `sample.peak_bytes` (with the state), `update.sent_bytes`
-    (to other devices; None if the compiler refused the program).
-    `update.flops` is the model FLOP on all devices together, without recomputation.
-    `update.seconds` and `sample.seconds` are roofline bounds, None if the speed of the chip is
-    unknown.
+    For the run: `fits`, `devices`, `mesh`, `hbm_bytes` (memory of one device), `attention` (the
+    kernel used for full sequences), `params` (number of parameters), `seconds_compile`.
+    Per device: `params.bytes`, `optimizer.bytes` (in device memory), `cache.bytes` (the KV cache of
+    the completions that are sampled concurrently), `update.peak_bytes`, `update.activation_bytes`
+    (`update.peak_bytes` without state, batch and frozen models), `sample.peak_bytes` (including the
+    state), `update.sent_bytes` (to other devices; None if the compiler ran out of memory).
+    `update.flops` is the model FLOP of all devices together, without recomputation.
+    `update.seconds` and `sample.seconds` are lower bounds (roofline), None if the speed of the chip
+    is unknown.
   """
   started = time.perf_counter()
   state = abstract_state(model, build_optimizer(config))

@@ -1,4 +1,4 @@
-"""A run's update and sampler, compiled ahead of time, and the memory they take on one device."""
+"""Compiles a run's update and sampler ahead of time and returns their peak memory per device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gtpo_jax.rollout.groups import batch_like
 from gtpo_jax.runtime.mesh import axis_size, make_mesh, named_sharding
 from gtpo_jax.runtime.startup import use_compile_cache
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.training.micro_batches import check_divides, check_positions
+from gtpo_jax.training.micro_batches import check_batch_divisible, check_positions_divisible
 from gtpo_jax.training.state import Optimizer, abstract_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
@@ -30,17 +30,17 @@ def build_model(config: Config, devices: list[Any]) -> Qwen2:
   """Returns the run's model on a mesh of these devices.
 
   Raises:
-    UserError: mesh, batch or positions do not divide over the devices.
+    UserError: the mesh does not fit the devices, or batch or positions cannot be sharded over it.
   """
   mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
   model = Qwen2(resolve_model(config).config, mesh)
-  check_divides("batch.prompts", config.batch.prompts, config.batch.parts, model)
-  check_positions(config.sampling.max_tokens, model)
+  check_batch_divisible("batch.prompts", config.batch.prompts, config.batch.parts, model)
+  check_positions_divisible(config.sampling.max_tokens, model)
   return model
 
 
 def build_engine(config: Config, model: Qwen2) -> Engine:
-  """Returns the run's sampler, with arbitrary stop tokens: they do not change its programs."""
+  """Returns the run's engine. Its stop tokens are arbitrary: they do not change the programs."""
   return Engine(
     model,
     stop=(0, 1),
@@ -70,9 +70,9 @@ def compile_programs(
   """Compiles the update, then the sampler, each when the iterator reaches it.
 
   Yields:
-    The peak bytes on one device while the program runs, with everything else that is in memory
-    then, and the program. If the compiler refuses it for lack of memory: the bytes it says the
-    program needs, and None.
+    The peak bytes on one device while the program runs, including everything else that is in memory
+    at that time, and the program. If compilation fails for lack of memory, the program is None, and
+    the bytes are those that the compiler reports.
   """
   yield _compile_update(config, model)
   yield _compile_sampler(config, model)
@@ -106,7 +106,8 @@ def _compile_sampler(config: Config, model: Qwen2) -> tuple[int, jax.stages.Comp
   peaks = []
   for name, lowered, arguments in lowered_programs:
     peak, program = compile_with_peak(lowered, arguments)
-    # The layout program takes the parameters as an argument. They stay in memory for the rest.
+    # The peak of the layout program includes the parameters, its argument. They stay in memory
+    # during the later programs too.
     resident = 0 if name == "layout" else bytes_per_device(state.params)
     peaks.append(peak + resident)
     if program is None:
@@ -121,8 +122,8 @@ def compile_with_peak(
   """Compiles a program.
 
   Returns:
-    The peak bytes on one device, arguments included, and the program. If the compiler refuses it
-    for lack of memory: the bytes it says the program needs, and None.
+    The peak bytes on one device, including the arguments, and the program. If compilation fails for
+    lack of memory, the program is None, and the bytes are those that the compiler reports.
   """
   try:
     with _no_compile_cache():
@@ -148,7 +149,7 @@ def _to_bytes(number: str, unit: str) -> int:
 
 @contextlib.contextmanager
 def _no_compile_cache() -> Iterator[None]:
-  """Turns off JAX's compile cache, which cannot read programs for absent devices back."""
+  """Turns off JAX's compile cache, which cannot load programs for devices that are not attached."""
   before = jax.config.jax_enable_compilation_cache
   use_compile_cache(False)
   try:
@@ -158,9 +159,9 @@ def _no_compile_cache() -> Iterator[None]:
 
 
 def frozen_bytes(config: Config, model: Qwen2) -> int:
-  """Returns the bytes per device of the reference and the guide, during update and sampling.
+  """Returns the bytes per device of the frozen reference and guide, which are always in memory.
 
-  Each counts as much as the policy, the guide in its compute dtype.
+  Each has as many parameters as the policy. The guide is stored in the compute dtype.
   """
   settings = config.resolved_algorithm.settings
   params = abstract_params(without_lora(model))
@@ -172,13 +173,13 @@ def frozen_bytes(config: Config, model: Qwen2) -> int:
     guide = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params
     )
-    # The sampler gathers the guide's weights over this axis.
+    # The sampler keeps the guide's weights gathered over this axis.
     gathered = axis_size(build_engine(config, model).model.mesh, "embed")
     total += bytes_per_device(guide) * gathered
   return total
 
 
 def bytes_per_device(tree: Any) -> int:
-  """Returns the bytes that the shards of the arrays in `tree` take in one device's own memory."""
+  """Returns the bytes of `tree` on one device; arrays in host memory do not count."""
   on_device = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != "pinned_host"]
   return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in on_device)

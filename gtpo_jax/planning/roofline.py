@@ -1,7 +1,7 @@
-"""The roofline of a step on given chips: a lower bound on its time.
+"""Lower bounds on the time of a step on given chips (roofline).
 
-The bound is the FLOP, the bytes read and the bytes sent over the rates of the chips. The formulas
-are arithmetic; nothing is measured, and a real step is slower. `c` is the model's architecture.
+A bound is the number of FLOP, bytes read or bytes sent, divided by the peak rate of the chips.
+Nothing is measured, and a real step is slower. In this file `c` is the model's architecture.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.params import matmul_params
 from gtpo_jax.planning.topology import Chip
 
-REMAT_FACTOR = 4 / 3  # recomputing the forward pass adds a third to forward and backward
+REMAT_FACTOR = 4 / 3  # forward and backward take 3 forward passes; remat recomputes one more
 
 
 def update_flops(config: Config, c: ModelConfig) -> int:
-  """Returns the model FLOP of a step's updates at full length, without recomputation.
+  """Returns the model FLOP of a step's updates, without recomputation.
 
-  3 (2 N + 2 layers heads head_dim S) per token, with N matrix parameters and S positions.
+  All prompts and completions have their maximum length. The FLOP per token are
+  3 (2 N + 2 layers heads head_dim S), with N the number of matrix parameters and S the positions.
   """
   prompts = config.batch.prompts
   prompt_tokens = prompts * config.data.max_prompt_tokens
@@ -33,8 +34,8 @@ def update_flops(config: Config, c: ModelConfig) -> int:
 def update_seconds(config: Config, c: ModelConfig, chip: Chip, devices: int, sent: int) -> float:
   """Returns the minimum seconds of a step's updates.
 
-  The larger of computing (`update_flops`, with remat a third more) and sending `sent` bytes per
-  device.
+  This is the larger of the compute time (`update_flops`, a third more with remat) and the time in
+  which each device sends `sent` bytes.
   """
   factor = 1.0 if config.model.remat == "none" else REMAT_FACTOR
   compute = update_flops(config, c) * factor / devices / chip.flops
@@ -44,10 +45,10 @@ def update_seconds(config: Config, c: ModelConfig, chip: Chip, devices: int, sen
 def sample_seconds(
   config: Config, c: ModelConfig, chip: Chip, mesh: dict[str, int], slots: int
 ) -> float:
-  """Returns the minimum seconds of sampling a step's completions, all at full length.
+  """Returns the minimum seconds of sampling a step's completions, all of the maximum length.
 
-  Each token reads the weights and the keys and values before it. Weights are replicated over data
-  and fsdp and split over tensor. Every device decodes its share of `slots` completions at once.
+  Each decode step reads the weights and all cached keys and values. Weights are replicated over
+  data and fsdp and sharded over tensor. `slots` completions are decoded at once over all devices.
   """
   devices = mesh["data"] * mesh["fsdp"] * mesh["tensor"]
   shards = mesh["data"] * mesh["fsdp"]

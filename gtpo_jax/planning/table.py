@@ -1,4 +1,4 @@
-"""The result of `gtpo plan` as text."""
+"""Formats the result of `gtpo plan` as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MIB = 2**20
 
 
 def format_table(result: dict[str, Any]) -> str:
-  """Returns the result of `plan` as a table."""
+  """Returns the result of `plan` as a table of names and values."""
 
   def size(key: str) -> str:
     unit, divisor = ("GiB", GIB) if result[key] >= GIB // 2 else ("MiB", MIB)
@@ -17,7 +17,7 @@ def format_table(result: dict[str, Any]) -> str:
 
   def seconds(key: str) -> str:
     value = result[key]
-    return "unknown" if value is None else f"at least {value:.3g} s, by the roofline"
+    return "unknown" if value is None else f"at least {value:.3g} s (roofline)"
 
   mesh = " x ".join(f"{name} {count}" for name, count in result["mesh"].items())
   topology = (
@@ -30,12 +30,12 @@ def format_table(result: dict[str, Any]) -> str:
     ("parameters", f"{result['params'] / 1e9:9.3f} billion"),
     ("per device: parameters", size("params.bytes")),
     ("per device: optimizer", size("optimizer.bytes")),
-    ("per device: keys and values", size("cache.bytes")),
+    ("per device: KV cache", size("cache.bytes")),
     ("per device: activations", size("update.activation_bytes")),
     ("per device: peak, update", size("update.peak_bytes")),
     ("per device: peak, sampling", size("sample.peak_bytes")),
     (
-      "per device: sent, update",
+      "per device: bytes sent",
       "-" if result["update.sent_bytes"] is None else size("update.sent_bytes"),
     ),
     ("update", f"{result['update.flops']:.3e} model FLOP, {seconds('update.seconds')}"),
@@ -47,11 +47,11 @@ def format_table(result: dict[str, Any]) -> str:
 
 
 def _advice(override: str | None) -> str:
-  """What to change if a run does not fit."""
+  """Returns the line `fits` of a run that does not fit: what to change."""
   if override:
-    return f"no, but it fits with {override} (compiled)"
+    return f"no, but it fits with {override} (checked by compiling)"
   return (
-    "no, and no override that was tried helps: smaller micro-batches, moments in host memory, a "
-    "wider context or tensor axis, as far as they divide; use more devices, a smaller "
-    "sampling.max_tokens, or model.lora_rank"
+    "no; smaller micro-batches, optimizer moments in host memory and larger context or tensor axes "
+    "were tried and do not make it fit; use more devices, a smaller sampling.max_tokens, or "
+    "model.lora_rank"
   )

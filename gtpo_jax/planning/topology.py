@@ -1,4 +1,4 @@
-"""Hardware that is not attached: its devices as the compiler describes them, and their limits."""
+"""Hardware that is not attached: device descriptions from the compiler, and the chips' limits."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from gtpo_jax.runtime.errors import UserError, did_you_mean, first_line
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """The limits of one device.
+  """The memory and peak rates of one device.
 
-  Values are the manufacturer's, except link bandwidth, which is as measured for "How to Scale Your
-  Model" (jax-ml.github.io/scaling-book). None means unknown.
+  The values are the manufacturer's, except for the link bandwidth, which was measured for "How to
+  Scale Your Model" (jax-ml.github.io/scaling-book). None means unknown.
 
   Attributes:
     memory: bytes.
     flops: peak bfloat16 FLOP per second.
     memory_bandwidth: bytes per second.
-    link_bandwidth: bytes per second sent to the neighbours, over all links together.
-    dimensions: dimensions of the torus from which slices are cut.
+    link_bandwidth: bytes per second sent to the neighbours, summed over all links.
+    dimensions: number of dimensions of a slice.
   """
 
   memory: int
@@ -40,8 +40,8 @@ CHIPS = {
   "v6e": Chip(32 * 2**30, 918e12, 1640e9, 360e9, 2),
 }
 
-# libtpu complains if these are unset. The topology is chosen by its name, not by them. No chip is
-# used, so another process may have libtpu loaded too.
+# libtpu prints errors if these variables are unset, but takes the topology from the topology name.
+# Several processes may load libtpu at once, because no chip is used.
 LIBTPU_ENVIRONMENT = {
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
   "TPU_SKIP_MDS_QUERY": "1",
@@ -51,11 +51,12 @@ LIBTPU_ENVIRONMENT = {
 
 
 def topology_devices(topology: str) -> tuple[list[Any], Chip]:
-  """Returns the devices of a topology and the limits of one of them.
+  """Returns the devices of a topology and the memory and rates of one of them.
 
   Args:
-    topology: a TPU generation and the shape of a slice, for example "v5p:4x4x4" (described by
-      libtpu); or "cpu:8", the virtual devices of this process, of which only the memory is known.
+    topology: a TPU generation and the shape of a slice, for example "v5p:4x4x4" (libtpu must be
+      installed); or "cpu:8", the virtual devices of this process. For these only the memory is
+      known.
 
   Raises:
     UserError: the topology does not exist, or libtpu is not installed.
@@ -83,7 +84,7 @@ def topology_devices(topology: str) -> tuple[list[Any], Chip]:
   one_chip = {"chips_per_host_bounds": [1] * 3} if set(sizes) == {1} else {}
   try:
     description = topologies.get_topology_desc(platform="tpu", topology_name=topology, **one_chip)
-  except Exception as error:  # libtpu raises types of its own, whether it is absent or refuses
+  except Exception as error:  # libtpu raises types of its own
     raise UserError(
       f"topology {topology!r} cannot be described ({first_line(error)}); is libtpu installed "
       "(pip install 'gtpo_jax[plan]'), and does the shape exist, for example v5e:4x4?"

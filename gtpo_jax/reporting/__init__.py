@@ -1,1 +1,1 @@
-"""Reporting: what a run prints, logs and draws, and the HTML report."""
+"""Reporting: terminal output, log files and figures of a run, and the HTML report."""

@@ -1,4 +1,4 @@
-"""A count of XLA compilations. After warm-up it should no longer grow."""
+"""Counts XLA compilations. After warm-up the count should not grow."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _listening = False
 
 
 def compile_count() -> int:
-  """Returns the number of programs this process compiled since the first call.
+  """Returns the number of programs that this process has compiled since the first call.
 
-  Programs fetched from the compile cache count too.
+  The first call starts the count and returns 0. Programs fetched from the compile cache count too.
   """
   global _listening
   if not _listening:

@@ -1,7 +1,7 @@
 """Per-step records for the credit viewer of `gtpo report`: WORKDIR/credit/STEP.npz.
 
 A record stores the algorithm's inputs for the complete batch, so that the report can recompute
-shares and z-scores exactly, with any method. It stores tokens for only a few groups.
+entropy terms and z-scores exactly, with any method. It stores the tokens of only a few groups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class CreditRecord:
-  """A step's batch of n groups, k of which are shown token by token."""
+  """A step's batch of n groups of g completions with up to t tokens.
+
+  The report shows k of the groups token by token.
+  """
 
   step: int
   lengths: np.ndarray  # i32[n, g], sampled tokens
@@ -38,12 +41,12 @@ class CreditRecord:
   penalty: np.ndarray  # f32[n, g]
   valid: np.ndarray  # bool[n, g]; False: excluded from loss and statistics
   finished: np.ndarray  # bool[n, g]; False: cut off at the length limit
-  guided: np.ndarray  # bool[n, g]; True: written by the guide
+  guided: np.ndarray  # bool[n, g]; True: sampled from the guide
   shown: np.ndarray  # i32[k], indices of the groups shown
   ids: np.ndarray  # i32[k, g, t], token ids; 0 after the end of a completion, like the next two
   log_probs: np.ndarray  # f32[k, g, t], nats
   piece: np.ndarray  # i32[k, g, t], indices into `pieces`
-  pieces: list[str]  # the distinct texts that tokens add
+  pieces: list[str]  # the distinct texts of tokens
   prompts: list[str]  # [k], the last message of each prompt
   answers: list[str]  # [k]
 
@@ -53,10 +56,10 @@ class CreditRecord:
     return np.arange(self.entropy.shape[-1]) < self.lengths[..., None]
 
   def signals(self, guided: bool) -> dict[str, np.ndarray | None]:
-    """Returns the arguments of `Algorithm.advantages`, as the update passed them.
+    """Returns the arguments that the update passed to `Algorithm.advantages`.
 
     Args:
-      guided: whether to pass which completions the guide wrote; if not, None.
+      guided: whether to include the mask of completions sampled from the guide; if not, None.
     """
     return {
       "entropy": self.entropy,
@@ -74,9 +77,10 @@ OLD_NAMES = {"counted": "valid"}  # arrays that older versions stored under anot
 
 
 def write_credit(workdir: Path, step: int, batch: Experience, chat: Chat, groups: int) -> None:
-  """Writes a step's batch, with tokens for `groups` of its groups, the most mixed first.
+  """Writes the record of a step, with the tokens of `groups` groups, the most mixed first.
 
-  All processes must call this; the first one writes.
+  A group is mixed if it has correct and incorrect completions, and most mixed if both are equally
+  many. All processes must call this; only the first one writes.
   """
   arrays = fetch({"rollouts": batch.rollouts.replace(prompts=None), "rewards": batch.rewards})
   if not is_first_process():
@@ -110,14 +114,18 @@ def write_credit(workdir: Path, step: int, batch: Experience, chat: Chat, groups
 
 
 def _most_mixed(correct: np.ndarray, valid: np.ndarray, guided: np.ndarray | None) -> np.ndarray:
-  """Returns the group indices i32[n], ordered by the size of each group's smaller side."""
+  """Returns all group indices i32[n], the most mixed first.
+
+  The order is by the number of correct or of incorrect completions, whichever is smaller. Groups
+  for which `has_contrast` is False come last.
+  """
   smaller_side = np.minimum((correct & valid).sum(1), (~correct & valid).sum(1))
   mixed = smaller_side * has_contrast(correct, valid, guided)
   return np.argsort(-mixed, kind="stable").astype(np.int32)
 
 
 def _pieces(rollouts: Rollouts, shown: np.ndarray, chat: Chat) -> tuple[np.ndarray, list[str]]:
-  """Returns the text of every token shown, as i32[k, g, t] indices into a list of texts."""
+  """Returns the texts of all tokens shown: indices i32[k, g, t] into a list, and the list."""
   numbers: dict[str, int] = {}
   piece = np.zeros((len(shown), *rollouts.tokens.shape[1:]), np.int32)
   for i, j in np.ndindex(piece.shape[:2]):
@@ -128,7 +136,7 @@ def _pieces(rollouts: Rollouts, shown: np.ndarray, chat: Chat) -> tuple[np.ndarr
 
 
 def save_credit(workdir: Path, record: CreditRecord) -> None:
-  """Writes the file of a step atomically."""
+  """Writes a record to its file atomically."""
   arrays = {name: np.asarray(value) for name, value in vars(record).items() if name not in TEXTS}
   for name in PER_TOKEN:
     mask = record.mask if name == "entropy" else record.mask[record.shown]
@@ -150,7 +158,7 @@ def save_credit(workdir: Path, record: CreditRecord) -> None:
 
 
 def credit_files(workdir: Path) -> dict[int, Path]:
-  """Returns the files of a run by step, in order."""
+  """Returns the record files of a run by step, in ascending order."""
   folder = workdir / FOLDER
   if not folder.exists():
     return {}
@@ -159,14 +167,14 @@ def credit_files(workdir: Path) -> dict[int, Path]:
 
 
 def cut_credit_back(workdir: Path, last_step: int) -> None:
-  """Removes the files of steps after `last_step`."""
+  """Removes the record files of steps after `last_step`."""
   for step, file in credit_files(workdir).items():
     if step > last_step:
       file.unlink()
 
 
 def read_credit(file: Path) -> CreditRecord:
-  """Reads a file of `write_credit`.
+  """Reads a record that `write_credit` wrote.
 
   Raises:
     UserError: the file is damaged, or another version wrote it.

@@ -11,15 +11,15 @@ CORRECT = "#1b7837"
 INCORRECT = "#b2182b"
 MEAN = "#444444"
 ACCENT = "#2166ac"
-# Color, marker and line of the evaluation curves, in order; further metrics are not drawn.
+# Color, marker and line style of the evaluation curves, in order. Other metrics are not drawn.
 EVAL_STYLES = ((ACCENT, "o", "-"), (MEAN, "s", "--"), (CORRECT, "^", ":"))
 NOT_DRAWN = ("pass@1", "no_verdict")  # evaluation metrics; pass@1 equals mean@n
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], title: str, out: Path) -> None:
   """Draws the rows of a metrics.jsonl into the PNG file `out`."""
-  # Imported here because training needs matplotlib only at its end, and not through pyplot, which
-  # would change the backend of the caller, such as a notebook's.
+  # Imported here because training needs matplotlib only at its end. Not imported through pyplot,
+  # which would change the backend of the caller, such as a notebook.
   from matplotlib.figure import Figure
 
   figure = Figure(figsize=(10, 6.5), layout="constrained")

@@ -21,7 +21,11 @@ class Display:
   """Prints log lines and, on a terminal, a live panel below them.
 
   The panel shows progress, time left, reward, entropy, the speed of each phase and the last
-  sample. `enabled=False` prints nothing.
+  sample.
+
+  Args:
+    enabled: if False, nothing is printed.
+    console: the output to use instead of stdout; `enabled` has no effect on it.
   """
 
   def __init__(self, enabled: bool = True, console: Console | None = None):
@@ -35,7 +39,7 @@ class Display:
     self._console.print(f"[{time.perf_counter() - self._started:6.1f} s] {text}", markup=False)
 
   def begin(self, name: str, total: int, done: int = 0) -> None:
-    """Starts the panel of a phase with `total` steps, `done` of which are complete."""
+    """Starts the panel of a phase that has `total` steps, of which `done` are complete."""
     self.end()
     if self._console.is_terminal:
       self._progress = Progress(
@@ -61,8 +65,9 @@ class Display:
 
     Args:
       done: the number of completed steps.
-      facts: the lines of the panel.
-      line: without a terminal, whether to print the first of `facts`.
+      facts: at least one line about the step, such as its metrics. A terminal shows all of them
+        below the progress bar.
+      line: whether to print the first of `facts` when the output is not a terminal.
     """
     first, *more = facts
     if self._live:
@@ -76,7 +81,14 @@ class Display:
       self.say(first)
 
   def step(self, step: int, metrics: Mapping[str, float], sample: Sample, line: bool) -> None:
-    """Shows the metrics of a training step and one of its completions."""
+    """Shows the metrics of a training step and one of its completions.
+
+    Args:
+      step: completed steps.
+      metrics: the metrics of the step.
+      sample: one of its completions.
+      line: see `advance`.
+    """
     entropy = metrics["entropy/mean"]
     self._entropies.append(entropy)
     facts = (
@@ -89,7 +101,7 @@ class Display:
     self.advance(step, facts, line)
 
   def sample(self, prompt: str, completion: str, correct: bool) -> None:
-    """Prints a completion in one line."""
+    """Prints a prompt, its completion and the verdict on one log line."""
     self.say("  " + one_line((prompt, completion, correct)))
 
   def end(self) -> None:
@@ -100,13 +112,13 @@ class Display:
 
 
 def one_line(sample: Sample) -> str:
-  """Returns a prompt, its completion and the verdict in one line."""
+  """Returns a prompt, its completion and the verdict on one line, with \\n for line breaks."""
   prompt, completion, correct = sample
   return f"{prompt} {completion}  ({'right' if correct else 'wrong'})".replace("\n", "\\n")
 
 
 def speeds(metrics: Mapping[str, float]) -> str:
-  """Returns the tokens per second of sampling and update, and each phase's share of the step."""
+  """Returns each phase's share of the step time, with tokens per second for sampling and update."""
   step_s = metrics["time/step"]
   trained = metrics["tokens/completion"]
   phases = (
@@ -122,7 +134,10 @@ def speeds(metrics: Mapping[str, float]) -> str:
 
 
 def sparkline(values: Iterable[float]) -> str:
-  """Returns a row of small bars, scaled from 0 to the largest value; 0 if not finite."""
+  """Returns a row of small bars, scaled from 0 to the largest value.
+
+  Values that are not finite count as 0.
+  """
   values = [value if math.isfinite(value) else 0.0 for value in values]
   top = max(values, default=0.0)
   if top <= 0:

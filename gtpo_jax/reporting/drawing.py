@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFor
 from gtpo_jax.reporting.viewer import rounded
 
 SIZE = (4.0, 2.6)  # inches; the page scales the figures
-BOX = (0.135, 0.13, 0.975, 0.93)  # of the axes within a figure: left, bottom, right, top
+BOX = (0.135, 0.13, 0.975, 0.93)  # left, bottom, right, top of the axes, as shares of a figure
 DASHES = ("-", (0, (4, 2)), (0, (1, 1.6)))
 MARKED_POINTS = 12  # curves of up to this many points get markers
 # Placeholders for the page's own colors, which differ in light and dark mode. The color of run
@@ -32,15 +32,15 @@ PAGE_COLORS = {INK: "ink-2", GRID: "grid", PLUS: "plus", MIXED: "mixed", MINUS: 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-  """One curve: the mean over the seeds of a run group, with a band around it."""
+  """One curve of m points: the mean over the seeds of a run group, with a band around it."""
 
   color: int  # index of the run group
   dash: int  # index into DASHES
   name: str
   x: np.ndarray  # f64[m]
   y: np.ndarray  # f64[m]
-  raw: np.ndarray  # f64[seeds, m], values before smoothing; no rows if nothing is smoothed
-  band: np.ndarray  # f64[2, m], lower and upper end; NaN for none
+  raw: np.ndarray  # f64[seeds, m], values before smoothing; f64[0, m] if nothing is smoothed
+  band: np.ndarray  # f64[2, m], lower and upper end; NaN if there is no band
 
 
 def curve_figure(
@@ -54,12 +54,12 @@ def curve_figure(
   """Returns a figure of curves: its SVG, and the numbers that the page shows.
 
   Args:
-    title: of the figure.
-    unit: of the y axis.
-    section: of the report.
+    title: title of the figure.
+    unit: unit of the y axis.
+    section: section of the report.
     lines: the curves.
-    percent: whether y is a share.
-    over_k: whether x is a number of samples, drawn on a logarithmic axis, instead of the step.
+    percent: whether y is a share, shown in percent.
+    over_k: whether x is a number of samples k, on a logarithmic axis; if not, x is the step.
   """
   with _style(title):
     picture, axes = _canvas(over_k, percent)
@@ -91,11 +91,11 @@ def stack_figure(
   """Returns a figure of stacked bars.
 
   Args:
-    title: of the figure.
-    section: of the report.
+    title: title of the figure.
+    section: section of the report.
     color: index of the run group.
-    steps: f64[m].
-    shares: three named shares f64[m] that add up to 1, from the bottom.
+    steps: f64[m], steps of the m bars.
+    shares: the three shares f64[m] by name, from the bottom of a bar to its top. They add up to 1.
   """
   with _style(title):
     picture, axes = _canvas(over_k=False, percent=True)
@@ -125,21 +125,21 @@ def stack_figure(
 
 
 def mean_over_seeds(values: np.ndarray) -> np.ndarray:
-  """Returns the mean f64[m] of f64[seeds, m] over the seeds that have a number; else NaN."""
+  """Returns the mean f64[m] of f64[seeds, m] over seeds, without NaN; NaN if all are NaN."""
   counts = (~np.isnan(values)).sum(0)
   sums = np.nan_to_num(values).sum(0)
   return np.divide(sums, counts, out=np.full(values.shape[1:], np.nan), where=counts > 0)
 
 
 def seed_range(values: np.ndarray) -> np.ndarray:
-  """Returns the lowest and the highest seed, f64[2, m], of f64[seeds, m]; NaN for one seed."""
+  """Returns the minimum and maximum over seeds, f64[2, m], of f64[seeds, m]; NaN for one seed."""
   if len(values) < 2:
     return np.full((2, values.shape[1]), np.nan)
   return np.stack([np.fmin.reduce(values), np.fmax.reduce(values)])
 
 
 def _draw(axes: Any, line: Line, marked: bool) -> None:
-  """Draws a curve; the page shows or hides its parts by the classes given as `gid`."""
+  """Draws a curve. Each `gid` becomes the class by which the page shows or hides a part of it."""
   style = {
     "color": f"#a000{line.color:02d}",
     "linestyle": DASHES[line.dash],
@@ -174,7 +174,7 @@ def _start_at_zero(axes: Any, lines: Sequence[Line], percent: bool) -> None:
 
 
 def _numbers(line: Line) -> dict[str, Any]:
-  """Returns a curve for the page: the mean of the raw values if it is smoothed."""
+  """Returns a curve's data for the page; for a smoothed curve, the means of the raw values."""
   values = mean_over_seeds(line.raw) if len(line.raw) else line.y
   return {
     "color": line.color,

@@ -1,4 +1,4 @@
-"""Selects and computes the curves of a report's figures, one panel per metric of the paper."""
+"""Selects and computes the curves of a report's figures."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from gtpo_jax.reporting.drawing import Line, curve_figure, mean_over_seeds, seed_range, stack_figure
 from gtpo_jax.reporting.runs import RunGroup, smoothed
 
-MAX_POINTS = 600  # per curve, to bound the size of the page; longer runs are averaged piecewise
+MAX_POINTS = 600  # per curve, to bound the size of the page; see `_thinned`
 SMOOTHING = 15  # the moving average spans 1/15 of a run
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-  """A figure over the steps."""
+  """A figure with steps on the x axis."""
 
   title: str
   unit: str
-  curves: dict[str, str]  # metric: its name in the legend
+  curves: dict[str, str]  # metric -> name in the legend
   percent: bool = False
   section: str = "Policy"
 
@@ -62,9 +62,9 @@ PANELS = (
   ),
   Panel("Step time", "seconds, from step 2", {"time/step": ""}, section="Groups and time"),
 )
-# Metrics of panels that leave out the first step, which compiles.
+# Metrics that are drawn without the first step, which compiles.
 TIMES = {key for panel in PANELS if panel.section == "Groups and time" for key in panel.curves}
-# Of the evaluation figures over k: the metric, its title and its unit.
+# Evaluation figures with k on the x axis: metric, title and unit.
 OVER_K = (
   ("pass", "pass@k", "solved by one of k"),
   ("best", "Mean reward of best of k", "of k completions"),
@@ -73,7 +73,7 @@ OVER_K = (
 
 
 def step_figures(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
-  """Returns the figures over the steps for which the runs have numbers."""
+  """Returns the figures over steps, for the metrics that the runs logged."""
   figures = []
   for panel in PANELS:
     lines = [
@@ -92,7 +92,7 @@ def step_figures(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
 def evaluation_figures(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
   """Returns the figures of the evaluations.
 
-  They are held-out accuracy over the steps, and pass@k, best@k and maj@k over k at the first and
+  They show held-out accuracy over the steps, and pass@k, best@k and maj@k over k at the first and
   the last evaluation.
   """
   tasks = list(dict.fromkeys(key.split("/")[1] for group in groups for key in group.eval_keys))
@@ -120,7 +120,10 @@ def evaluation_figures(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
 
 
 def composition_figures(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
-  """Returns, for each run group, the shares of all-correct, mixed and all-wrong prompt groups."""
+  """Returns a figure per run group: the shares of all-correct, mixed and all-wrong groups.
+
+  These groups are the completions of one prompt.
+  """
   figures = []
   for color, group in enumerate(groups):
     steps, all_correct = group.series("groups/all_correct")
@@ -138,7 +141,7 @@ def composition_figures(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
 
 
 def time_split(group: RunGroup) -> dict[str, float]:
-  """Returns the seconds of a step by phase: the median over seeds and steps.
+  """Returns the seconds of a step by phase, each the median over seeds and steps.
 
   The first step compiles and is left out unless it is the only one.
   """
@@ -183,7 +186,7 @@ def _accuracy_lines(groups: Sequence[RunGroup], task: str) -> list[Line]:
 
 
 def _over_k(group: RunGroup, prefix: str, color: int, only_group: bool) -> list[Line]:
-  """Returns a metric over k at the last and, if it differs, the first evaluation."""
+  """Returns the curves of a metric over k: the last evaluation and, if different, the first."""
   ks = sorted(int(key.removeprefix(prefix)) for key in group.eval_keys if key.startswith(prefix))
   columns = [group.evaluated(f"{prefix}{k}") for k in ks]
   if len(ks) < 2 or not len(columns[0][0]):
@@ -201,15 +204,15 @@ def _over_k(group: RunGroup, prefix: str, color: int, only_group: bool) -> list[
 def _with_band(
   color: int, dash: int, name: str, x: np.ndarray, values: np.ndarray, interval: np.ndarray
 ) -> Line:
-  """Returns a curve whose band is the range of its seeds, or the interval of a single run."""
+  """Returns a curve with the range over seeds as its band, or the interval of a single run."""
   band = seed_range(values) if len(values) > 1 else interval
   return Line(color, dash, name, x, mean_over_seeds(values), np.empty((0, len(x))), band)
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Averages over equal stretches of steps, so that at most `MAX_POINTS` points remain.
+  """Averages over stretches of consecutive steps, so that at most `MAX_POINTS` points remain.
 
-  Only the last stretch may be shorter.
+  The stretches have equal length, except that the last one may be shorter.
   """
   stretch = -(-len(steps) // MAX_POINTS)
   starts = np.arange(0, len(steps), stretch)

@@ -1,4 +1,4 @@
-"""The log files in a workdir (metrics.jsonl, evaluations.jsonl, samples.jsonl) and its trackers."""
+"""Writes the log files of a workdir (metrics, evaluations and samples .jsonl) and its trackers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
 
 
 class Journal:
-  """Appends one line per step, and drops the lines after the restored step on resume.
+  """Appends to the log files and passes metrics and samples to the trackers.
 
-  So no step appears twice. Only the first process writes; all processes may read, together.
+  On resume it removes the lines after the restored step, so no step appears twice. Only the first
+  process writes. All processes must call `read` together.
   """
 
   def __init__(
@@ -48,13 +49,13 @@ class Journal:
     self._trackers += make_trackers()
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Appends the metrics of a step as one JSON object; null stands for a value not finite."""
+    """Appends the metrics of a step as one JSON object. Values that are not finite become null."""
     if is_first_process():
       _append(self.metrics_file, {"step": step, **_null_if_not_finite(metrics)})
       self._track(step, metrics)
 
   def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Adds metrics to the object of a step that is already written."""
+    """Adds metrics to a step that is already in the file."""
     if is_first_process():
       added = _null_if_not_finite(metrics)
       rows = _each(self.metrics_file)
@@ -66,12 +67,12 @@ class Journal:
       tracker.log_metrics(step, metrics)
 
   def write_evaluation(self, step: int, summary: Mapping[str, Any]) -> None:
-    """Appends an `Evaluation.summary`: every metric at each k, with its interval."""
+    """Appends an `Evaluation.summary`, which has every metric at each k and the intervals."""
     if is_first_process():
       _append(self._evaluations_file, {"step": step, **summary})
 
   def write_sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
-    """Appends one completion."""
+    """Appends one completion to samples.jsonl."""
     if is_first_process():
       _append(
         self._samples_file,
@@ -96,12 +97,15 @@ class Journal:
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:
-  """Returns the objects of a JSON-lines file, without a line that a kill left half written."""
+  """Returns the objects of a JSON-lines file.
+
+  Skips invalid lines, such as one that was being written when the process was killed.
+  """
   return list(_each(file))
 
 
 def _each(file: Path) -> Iterator[dict[str, Any]]:
-  """Yields the objects one at a time, so that a long file is never in memory at once."""
+  """Yields the objects one at a time, so that a long file is never completely in memory."""
   if not file.exists():
     return
   with file.open() as lines:

@@ -1,8 +1,9 @@
 """A JAX profiler trace over a window of steps, for XProf and Perfetto.
 
 The trace names the phases: `step`, and within it `sample`, `reward`, `update`, `save` and
-`evaluate`, each marked with a `jax.profiler.TraceAnnotation` where it runs. `reward` runs on its
-own thread while the engine still samples; the time the main thread waits for it is marked too.
+`evaluate`. Each is marked with a `jax.profiler.TraceAnnotation` where it runs. `reward` runs on its
+own thread while the engine still samples. The time that the main thread waits for rewards is marked
+too.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from gtpo_jax.runtime.distributed import is_first_process
 def trace_window(window: tuple[int, int] | None, steps: range, folder: Path) -> Iterator[int]:
   """Yields `steps`, and traces the loop body for the steps inside `window`.
 
-  The trace is written when the window ends or the loop is left early. Only the first process
-  traces.
+  The trace is written when the window ends or the loop exits early. Only the first process traces.
 
   Args:
-    window: the first and the last step to trace, counted from 1; None traces nothing.
+    window: the first and last step to trace, counted from 1; None to trace nothing.
     steps: step numbers, counted from 0.
-    folder: where the trace is written.
+    folder: folder to write the trace to.
   """
   first, last = window if window and is_first_process() else (0, 0)
   tracing = False
@@ -46,7 +46,7 @@ def trace_window(window: tuple[int, int] | None, steps: range, folder: Path) -> 
 
 
 def _options() -> jax.profiler.ProfileOptions:
-  """Returns options without Python call tracing, which would crowd out our own annotations."""
+  """Returns options without Python call tracing, which would hide our annotations."""
   options = jax.profiler.ProfileOptions()
   options.python_tracer_level = 0
   return options

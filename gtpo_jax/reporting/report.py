@@ -1,4 +1,4 @@
-"""`gtpo report`: one self-contained HTML file about one or several runs."""
+"""`gtpo report`: writes one self-contained HTML file about one or more runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TABLE_ROWS = 8  # rows of the table below a figure, spread evenly over the run
 
 
 def make_report(workdirs: Sequence[Path]) -> str:
-  """Returns the HTML page: the paper's figures, time per phase, and the credit viewer.
+  """Returns an HTML page with the paper's figures, the time per phase, and the credit viewer.
 
   Raises:
     UserError: a workdir has no run or no metrics, another version wrote it, or it is listed twice;
@@ -140,7 +140,7 @@ def _held_out(run: Run) -> tuple[str, str, str] | None:
 
 
 def _add_texts(figure: dict[str, Any], groups: Sequence[RunGroup]) -> None:
-  """Adds the names of a figure's lines, a table of its numbers, and a screen-reader summary."""
+  """Adds line names, a table of numbers and a summary for screen readers to a figure."""
   for line in figure["lines"]:
     of_group = len(groups) > 1 and not figure["stack"]
     label = visible(groups[line["color"]].label) if of_group else ""
@@ -161,7 +161,7 @@ def _add_texts(figure: dict[str, Any], groups: Sequence[RunGroup]) -> None:
 
 
 def _plain(value: float) -> str:
-  """Returns a number as text, as an integer if it is one."""
+  """Returns a number as text, without a decimal point if it is an integer."""
   if math.isnan(value):
     return "–"
   if value == round(value) and abs(value) < 1e9:
@@ -170,9 +170,9 @@ def _plain(value: float) -> str:
 
 
 def _viewer(groups: Sequence[RunGroup]) -> tuple[dict[str, Any] | None, list[str]]:
-  """Returns the viewer's data for every run with records, and the packed groups of tokens.
+  """Returns the viewer's data for every run with credit records, and the packed groups of tokens.
 
-  `packed` in the data is an index into that list.
+  `packed` in the data of a group is its index in the list of packed groups.
   """
   members = [(group, run) for group in groups for run in group.runs]
   runs = []
@@ -189,7 +189,7 @@ def _viewer(groups: Sequence[RunGroup]) -> tuple[dict[str, Any] | None, list[str
 
 
 def _settings(groups: Sequence[RunGroup]) -> dict[str, list[tuple[str, list[str]]]]:
-  """Returns every setting of every run group, and the settings that differ."""
+  """Returns all settings of all run groups, and those that differ between groups."""
   configs = [group.runs[0].config for group in groups]
   show = lambda value: "–" if value is None else visible(str(value))
   rows = [(key, [show(config[key]) for config in configs]) for key in configs[0]]

@@ -17,10 +17,10 @@ from gtpo_jax.config import flatten, resolved_dict
 from gtpo_jax.reporting.journal import read_jsonl
 from gtpo_jax.runtime.errors import UserError
 
-# Fields that runs of one group may differ in: the seed, and where and how a run executes and logs.
+# Fields in which runs of one group may differ: the seed, and how a run executes and logs.
 IGNORED = ("seed", *(name for name in MAY_CHANGE if name not in ("steps", "eval")))
-MAX_GROUPS = 8  # as many as there are distinguishable colors
-MAX_LABEL_FIELDS = 3  # differing fields that a group's label names
+MAX_GROUPS = 8  # the number of distinguishable colors
+MAX_LABEL_FIELDS = 3  # maximum fields in a group's label
 REQUIRED = {"reward/mean", "entropy/mean", "time/step"}  # metrics that every step must have
 
 
@@ -29,7 +29,7 @@ class Run:
   """The config and the metrics of a workdir."""
 
   workdir: Path
-  config: dict[str, Any]  # by dotted name; files outside the workdir are never opened
+  config: dict[str, Any]  # by dotted name; files that it names are never opened
   rows: dict[int, dict[str, Any]]  # metrics by step; step 0 is the evaluation before training
   evaluations: dict[int, dict[str, Any]]  # by step, with `intervals` if recorded
 
@@ -52,23 +52,23 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class RunGroup:
-  """Runs of one config with different seeds."""
+  """Runs of one config with different seeds. Unrelated to a group of completions."""
 
   label: str
   runs: tuple[Run, ...]
 
   def series(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a metric over the steps that every run reached.
+    """Returns a metric over the m steps that every run has reached.
 
     Returns:
-      Steps i64[m] and values f64[runs, m], NaN if a row has no number.
+      Steps i64[m] and values f64[runs, m], NaN where a run has no number.
     """
     steps = sorted(set.intersection(*({step for step in run.rows if step} for run in self.runs)))
     values = [[number(run.rows[step], metric) for step in steps] for run in self.runs]
     return np.asarray(steps), np.asarray(values)
 
   def evaluated(self, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns a metric of the evaluations that every run has.
+    """Returns a metric of the m evaluations that every run has.
 
     Returns:
       Steps i64[m], values f64[runs, m] and intervals f64[runs, m, 2].
@@ -84,7 +84,7 @@ class RunGroup:
 
   @functools.cached_property
   def eval_keys(self) -> list[str]:
-    """The evaluation metrics of all runs."""
+    """The names of the evaluation metrics of all runs."""
     rows = (row for run in self.runs for row in run.evaluations.values())
     return sorted({key for row in rows for key in row if key.startswith("eval/")})
 
@@ -93,7 +93,7 @@ def read_run(workdir: Path) -> Run:
   """Reads a workdir.
 
   Raises:
-    UserError: the folder holds no run, no completed step, or a run of another version.
+    UserError: the folder has no run, no completed step, or a run of another version.
   """
   if not workdir.is_dir():
     raise UserError(f"no folder at {str(workdir)!r}; --workdir is the folder of a `gtpo train`")
@@ -166,7 +166,7 @@ def smoothed(values: np.ndarray, span: float) -> np.ndarray:
 
   Args:
     values: f64[..., m].
-    span: the number of values averaged over; up to 1 leaves `values` as they are.
+    span: about how many values are averaged; if at most 1, `values` are returned unchanged.
   """
   decay = 1.0 - 1.0 / max(span, 1.0)
   total = np.zeros(values.shape[:-1])
@@ -204,13 +204,13 @@ def _interval(row: Mapping[str, Any], metric: str) -> tuple[float, float]:
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-  """Returns the fields that put two runs into different groups."""
+  """Returns the fields that place two runs in different groups."""
   ignored = lambda key: any(key == name or key.startswith(f"{name}.") for name in IGNORED)
   return [key for key in a if a[key] != b[key] and not ignored(key)]
 
 
 def _label(config: Mapping[str, Any], differing: Sequence[str]) -> str:
-  """Returns the algorithm and the differing fields, except settings with their published value."""
+  """Returns a label: the algorithm, and the differing fields that are not at published values."""
   name = config["algorithm.name"]
   published = {f"algorithm.{key}": value for key, value in make(name).settings_dict().items()}
   fields = [

@@ -1,4 +1,4 @@
-"""One-line summaries of a run for its user."""
+"""One-line summaries of a run for the user."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def describe_run(config: Config, worker: RolloutWorker) -> list[str]:
 
 
 def base_model_name(config: Config) -> str:
-  """Returns what to call the policy at step 0."""
+  """Returns a name for the policy at step 0."""
   if config.warm_start.steps:
     return "warm-started base model"
   return "base model" if config.model.path else "random base model"
 
 
 def evaluated_accuracy(row: Row) -> float | None:
-  """Returns a row's mean@n, for any n; None if its step was not evaluated."""
+  """Returns the mean@n of a row, for any n, or None if its step was not evaluated."""
   for key, value in row.items():
     if key.startswith("eval/") and "/mean@" in key:
       return value
@@ -44,7 +44,7 @@ def evaluated_accuracy(row: Row) -> float | None:
 def describe_evaluation(
   config: Config, step: int, metrics: Mapping[str, float], label: str, problems: int, seconds: float
 ) -> str:
-  """Returns a line on one evaluation.
+  """Returns one line about an evaluation.
 
   Args:
     config: the run's config.
@@ -67,7 +67,7 @@ def describe_evaluation(
 
 
 def summarize(config: Config, rows: Sequence[Row]) -> str:
-  """Returns what the run gained, in one line."""
+  """Returns one line with the time that a run took and, if evaluated, its gain in accuracy."""
   name = config.algorithm.name
   seconds = sum(row.get("time/step", 0.0) for row in rows)
   spent = f"{seconds:.0f} s of sampling, reward and update"

@@ -29,7 +29,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-  """Event files in WORKDIR/tensorboard. A resumed run purges the steps after the restored one."""
+  """Writes WORKDIR/tensorboard. A resumed run purges the steps after the restored one."""
 
   def __init__(self, workdir: Path, resumed_step: int):
     from tensorboardX import SummaryWriter
@@ -42,7 +42,7 @@ class TensorBoard:
       self._writer.add_scalar(name, value, step)
 
   def log_sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
-    """See `Tracker`. TensorBoard renders Markdown, and indentation keeps the text verbatim."""
+    """See `Tracker`. TensorBoard renders Markdown, so the text is indented to keep it verbatim."""
     text = "\n".join("    " + line for line in f"{prompt}\n\n{completion}".splitlines())
     self._writer.add_text("sample", f"**{'right' if correct else 'wrong'}**\n\n{text}", step)
 
@@ -52,11 +52,11 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-  """A W&B run that resumes with the workdir.
+  """Logs to a W&B run, which resumes when the workdir's run resumes.
 
   The metric `step` is the x axis, so a step that is repeated after a resume keeps its position.
-  The samples of an evaluated step are logged as a table. W&B reads its own environment variables
-  (WANDB_MODE, WANDB_API_KEY, ...).
+  The samples of an evaluated step are logged as a table. The environment variables of W&B
+  (WANDB_MODE, WANDB_API_KEY, ...) apply.
   """
 
   def __init__(self, workdir: Path, config: Config):
@@ -87,7 +87,7 @@ class WeightsAndBiases:
     self._run.log({"step": step, **logged})
 
   def log_sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
-    """See `Tracker`. Keeps the samples of the newest step only."""
+    """See `Tracker`. Keeps only the samples of the newest step."""
     same_step = [row for row in self._samples if row[0] == step]
     self._samples = [*same_step, (step, prompt, completion, correct)]
 

@@ -1,6 +1,6 @@
-"""The data of the credit viewer.
+"""Computes the data of the credit viewer.
 
-For every token shown: its entropy, and its shaped reward and advantage by each method.
+For every token shown, this is its entropy, and its shaped reward and advantage by each method.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from gtpo_jax.algorithms import Algorithm, make
 from gtpo_jax.reporting.credit import CreditRecord, credit_files, read_credit
 
-MAX_TOKENS = 1_000_000  # in one report, to bound the size of the page; steps are dropped beyond it
+MAX_TOKENS = 1_000_000  # in one report, to bound the size of the page; see `viewer_data`
 
 METHODS = {
   "position": "Method 1: position",
@@ -43,14 +43,14 @@ HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-  """One way to assign credit."""
+  """An algorithm that assigns credit to tokens, and its label in the viewer."""
 
   label: str
   algorithm: Algorithm
   trained: bool  # whether it trained the run
 
   def credit(self, record: CreditRecord) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the shaped rewards and advantages, f32[k, g, t], of the groups shown.
+    """Returns the shaped rewards and advantages, f32[k, g, t], of the record's k groups shown.
 
     They are computed from the complete batch, and are 0 after the end of a completion.
     """
@@ -62,8 +62,8 @@ class Scheme:
 def schemes(algorithm: Algorithm) -> list[Scheme]:
   """Returns the schemes that the viewer switches between.
 
-  They are the three methods of the run's algorithm. An algorithm that compares no tokens is shown
-  itself, followed by the methods of gtpo.
+  These are the three methods of the run's algorithm. If the algorithm compares no tokens, they are
+  the algorithm itself, followed by the methods of gtpo.
   """
   own = algorithm.settings.compare
   base = algorithm if own else make("gtpo")
@@ -83,12 +83,12 @@ def viewer_data(
   Args:
     workdir: the run's folder.
     algorithm: the algorithm that trained the run.
-    max_tokens: steps are dropped evenly, except the first and the last, until no more tokens are
-      left than this.
+    max_tokens: if the records have more tokens, steps between the first and the last are dropped
+      evenly.
 
   Returns:
-    What the page reads when it loads, and one packed text per group, which it unpacks when it
-    shows the group.
+    The data that the page reads when it loads, and a packed text per group shown, which the page
+    unpacks when the user selects the group.
 
   Raises:
     UserError: a record is damaged, or another version wrote it.
@@ -123,7 +123,7 @@ def viewer_data(
 
 
 def _group(record: CreditRecord, i: int) -> dict[str, Any]:
-  """Returns what the page knows of the i-th group shown before it unpacks the tokens."""
+  """Returns the data of the i-th group shown that the page needs before it unpacks tokens."""
   group = record.shown[i]
   names = ("lengths", "correct", "valid", "finished", "guided")
   reward = record.reward[group] + record.penalty[group]
@@ -176,11 +176,11 @@ def _rounded_bits(x: np.ndarray) -> np.ndarray:
 
 
 def visible(text: str, keep: str = "") -> str:
-  """Returns text of unknown origin with every invisible or directional character as a symbol.
+  """Returns untrusted text with a symbol for every invisible or directional character.
 
   Args:
-    text: from a model or a file.
-    keep: characters that stay as they are.
+    text: text from a model or a file.
+    keep: characters that are not replaced.
   """
   return "".join(char if char in keep else _symbol(char) for char in text)
 
@@ -210,7 +210,10 @@ def _credit(
 
 
 def _thinned(files: dict[int, Path], max_tokens: int) -> list[Path]:
-  """Returns evenly spaced files with at most `max_tokens` tokens; always includes the last."""
+  """Returns evenly spaced files with at most `max_tokens` tokens.
+
+  The first and the last file are always included, even if they have more tokens.
+  """
   paths = list(files.values())
   if not paths:
     return []

@@ -2,7 +2,7 @@
 
     python -P check_worker.py PARENT_PID MEMORY_MB CHECK SYS_PATH_AS_JSON
 
-It imports the standard library and the check, but nothing of gtpo_jax, so it starts without JAX.
+It imports the standard library and the check, but nothing from gtpo_jax, so it starts without JAX.
 A request is one line, [gold, answer, limit in seconds] as JSON. A reply is one line: 1, 0 or ?.
 The first line written is "ready", or the reason why the check cannot be imported.
 """
@@ -22,17 +22,17 @@ from collections.abc import Callable
 
 # The worker ends itself this many seconds after the limit, in case no parent is left to kill it.
 GRACE_S = 1.0
-PARENT_POLL_S = 1.0  # how often it looks whether its parent still lives
+PARENT_POLL_S = 1.0  # seconds between checks that the parent is alive
 READ_BYTES = 65_536
 MAX_ERROR_BYTES = 1000
 
 
 def equal_by_math_verify(gold: str, answer: str) -> bool | None:
-  """Whether math-verify finds two LaTeX expressions equivalent.
+  """Returns whether math-verify finds two LaTeX expressions equivalent.
 
-  Returns False also if math-verify cannot read the answer, and None if it cannot read the gold
-  answer, since then nothing was compared. Its own time limits are disabled: they raise in threads,
-  do not interrupt C code, and report a failure as a wrong answer.
+  An answer that math-verify cannot parse is wrong. If it cannot parse the gold answer, nothing is
+  compared and the result is None. The time limits of math-verify are disabled, because they raise
+  in threads, do not interrupt C code, and report a timeout as a wrong answer.
 
   Source: github.com/huggingface/Math-Verify.
   """
@@ -62,10 +62,10 @@ def _load(name: str) -> Callable[[str, str], bool | None]:
 
 
 def _listen(parent: int, requests: queue.SimpleQueue) -> None:
-  """Passes lines from stdin on, and ends the process together with its parent.
+  """Adds the lines of stdin to `requests`, and ends this process when its parent dies.
 
-  The parent's death shows as the end of the file or, if a fork keeps the pipe open, as a different
-  parent id.
+  A dead parent shows as the end of stdin or, if a fork of the parent keeps the pipe open, as a
+  different parent id.
   """
   buffer = b""
   while True:
@@ -81,7 +81,7 @@ def _listen(parent: int, requests: queue.SimpleQueue) -> None:
 
 
 def _limit_memory(memory_mb: int) -> None:
-  # A system without this limit is no reason to stop.
+  # On a system without this limit, the worker runs without it.
   with contextlib.suppress(ImportError, ValueError, OSError):
     import resource
 
@@ -107,7 +107,7 @@ def _serve(parent: int, memory_mb: int, check_name: str, path: list[str]) -> Non
   os.write(replies, b"ready\n")
   while True:
     gold, answer, limit_s = json.loads(requests.get())
-    # The kernel's timer also ends C code that holds the GIL.
+    # The kernel's timer ends the process even if C code holds the GIL.
     signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)
     try:
       verdict = check(gold, answer)

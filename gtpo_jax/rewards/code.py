@@ -1,7 +1,8 @@
-"""Whether a program is correct: HumanEval, MBPP, tests by stdin and stdout.
+"""Checks programs with the tests of HumanEval and MBPP, or with pairs of stdin and stdout.
 
-The program is hostile text; the tests come from the dataset. `inside.py` describes how the two meet
-in a sandbox, and what a program can and cannot do there. Exit codes and printed text prove nothing.
+The program is untrusted; the tests come from the dataset. `inside.py` explains how the tests call
+the program in a sandbox, and what the program can and cannot do there. If tests call a program, its
+exit code and printed text cannot make it pass.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ from gtpo_jax.rewards import inside
 from gtpo_jax.rewards.sandbox import run_inside
 from gtpo_jax.rewards.supervisor import RunResult
 
-OUTPUT_KEPT = 16384  # characters of a program's output in a verdict
-REASON_KEPT = 300  # characters
-# A continuation without a fence ends at the first of these, as in the HumanEval paper (2107.03374).
+OUTPUT_KEPT = 16384  # maximum characters of a program's output in a verdict
+REASON_KEPT = 300  # maximum characters of a reason in a verdict
+# A completion that continues the prompt ends before the first of these, as in the HumanEval paper
+# (2107.03374).
 STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n```")
 
 
 @dataclass(frozen=True)
 class CodeVerdict:
-  """The outcome of a program.
+  """The verdict on a program.
 
   Attributes:
-    passed: None if no verdict was reached, through no fault of the program.
-    reason: passed, failed, error, timeout, memory, output or no verdict; then ": " and the first
-      line of what was raised.
+    passed: whether the program passed; None if no verdict was reached through no fault of the
+      program.
+    reason: "passed", "failed", "error", "timeout", "memory", "output" (it printed too much) or
+      "no verdict". Details can follow after ": ", such as the first line of an exception.
     output: stdout followed by stderr, at most OUTPUT_KEPT characters.
   """
 
@@ -52,14 +55,14 @@ def run_code(
 ) -> CodeVerdict:
   """Runs `program`, then `tests` against it, in a sandbox.
 
-  Nothing that the program does raises here.
+  Whatever the program does leads to a verdict, never to an exception here.
 
   Args:
     program: any text. It is executed as a module that is not `__main__`.
-    tests: Python that raises if the program is wrong. It sees the program's names, and the program
-      itself as `__program__`.
-    timeout_s: wall-clock seconds for both together.
-    memory_mb: MiB of memory for both together.
+    tests: Python code that raises if the program is wrong. It can use the names that the program
+      defines, and the program's module as `__program__`.
+    timeout_s: wall-clock seconds for the program and the tests together.
+    memory_mb: MiB of memory for the program and the tests together.
     allow_unsandboxed: DANGEROUS. If no sandbox is available, run the program as this user, with
       this machine's files and network.
 
@@ -93,9 +96,9 @@ def run_stdin(
 ) -> CodeVerdict:
   """Runs `program` as `__main__` on `stdin`.
 
-  It passes if it ends normally and its stdout is `expected`, up to spaces at the ends of lines. The
-  comparison happens outside the sandbox, since the printed text is the answer. The other arguments
-  and errors are those of `run_code`.
+  The program passes if it ends normally and prints `expected`. Whitespace around the text and
+  around each line is ignored. The comparison happens outside the sandbox, where the program cannot
+  affect it. See `run_code` for the other arguments and the errors.
   """
   secret = secrets.token_hex(16)
   private = marshal.dumps((secret, ""))
@@ -127,14 +130,14 @@ def _lines(text: str) -> list[str]:
 
 
 def _not_started(error: OSError) -> CodeVerdict:
-  """No process, no pipe, no disk space: a fault of this machine, not of the program."""
+  """Returns the verdict for a run that lacked a process, a pipe or disk space on this machine."""
   return CodeVerdict(None, f"no verdict: {error}")
 
 
 def _verdict(result: RunResult, secret: str) -> CodeVerdict:
-  """Reads the judge's report.
+  """Converts the report of the judge, the process that runs the tests, to a verdict.
 
-  A judge that started but did not report was silenced by the program, which therefore fails.
+  If the judge started but did not report, the program must have stopped it and fails.
   """
   output = result.stdout[:OUTPUT_KEPT] + result.stderr[:OUTPUT_KEPT]
   output = output.decode("utf-8", "replace")[:OUTPUT_KEPT]
@@ -160,24 +163,25 @@ def code_correct(
   *,
   allow_unsandboxed: bool = False,
 ) -> bool | None:
-  """Whether a completion solves a problem, by the tests in `extra`. Its keys determine the kind.
+  """Returns whether a completion passes the tests in `extra`.
 
   Args:
-    completion: text whose last fenced block of Python is the program, or bare code.
-    extra: HumanEval: prompt, test, entry_point. MBPP: test_list (lines of asserts), optionally
-      test_setup_code or test_imports. LiveCodeBench, APPS, TACO: input_output, a mapping or its
-      JSON with inputs, outputs, and fn_name if a function is called.
-    timeout_s: wall-clock seconds of each run: one run for HumanEval, MBPP and fn_name, otherwise
-      one per input.
-    memory_mb: MiB.
+    completion: text in which the last fenced block of Python is the program, or only code.
+    extra: the tests; the keys determine the format. HumanEval: prompt, test, entry_point. MBPP:
+      test_list (lines of asserts), optionally test_setup_code or test_imports. LiveCodeBench, APPS,
+      TACO: input_output, a mapping or its JSON with inputs, outputs, and fn_name if a function is
+      called.
+    timeout_s: wall-clock seconds per run. HumanEval, MBPP and fn_name need one run in all, other
+      problems one per input.
+    memory_mb: MiB of memory per run.
     allow_unsandboxed: see `run_code`.
 
   Returns:
-    The verdict, None if none was reached.
+    The verdict, or None if no verdict was reached.
 
   Raises:
     UserError: no sandbox is available, and allow_unsandboxed is not set.
-    ValueError: `extra` is of no known kind.
+    ValueError: `extra` has none of these formats.
   """
   limits = {"timeout_s": timeout_s, "memory_mb": memory_mb, "allow_unsandboxed": allow_unsandboxed}
   if "entry_point" in extra:
@@ -206,9 +210,9 @@ def _joined(lines: str | Sequence[str]) -> str:
 
 
 def _function_tests(cases: Mapping[str, Any]) -> str:
-  """Returns asserts for a function, or for a method of Solution.
+  """Returns asserts that test a function, or a method of the class Solution.
 
-  An expected [x] also accepts x, and a tuple equals a list.
+  If [x] is expected, x is accepted too. A tuple equals a list with the same items.
   """
   name = repr(cases["fn_name"])
   lines = [
@@ -224,7 +228,7 @@ def _function_tests(cases: Mapping[str, Any]) -> str:
 
 
 def program_of(completion: str) -> str:
-  """Returns the last fenced block, or the entire text if there is none.
+  """Returns the last fenced block of a completion, or the entire text if there is none.
 
   A block without a closing fence runs to the end.
   """
@@ -235,13 +239,14 @@ def program_of(completion: str) -> str:
 
 
 def humaneval(completion: str, prompt: str, test: str, entry_point: str) -> tuple[str, str]:
-  """Returns (program, tests) of a HumanEval problem.
+  """Returns the program and the tests of a HumanEval problem.
 
-  The tests take helpers of the prompt, such as poly, from the prompt itself.
+  The tests use helper functions of the prompt, such as poly, from their own copy of the prompt, so
+  the program cannot replace them.
   """
   program = program_of(completion)
   if re.search(rf"(?m)^(?:async )?def {re.escape(entry_point)}\b", program):
-    program = f"{prompt}\n\n{program}"  # the complete function again, as chat models answer
+    program = f"{prompt}\n\n{program}"  # chat models repeat the signature
   else:
     ends = [program.find(stop) for stop in STOPS]
     end = min((end for end in ends if end >= 0), default=len(program))
@@ -252,8 +257,8 @@ def humaneval(completion: str, prompt: str, test: str, entry_point: str) -> tupl
 
 @functools.cache
 def _inside_code() -> bytes:
-  """The code that runs in the sandbox, compiled from a module's text.
+  """Returns the code that runs in the sandbox: `inside.py`, compiled from its source.
 
-  Nothing of the project exists inside, so it cannot be imported there.
+  The sandbox does not contain this package, so the code cannot be imported there.
   """
   return marshal.dumps(compile(inspect.getsource(inside), "<judge>", "exec", dont_inherit=True))

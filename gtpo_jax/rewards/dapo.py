@@ -9,7 +9,7 @@ import re
 
 from gtpo_jax.rewards.extraction import MAX_CHARS, last_match
 
-SEARCHED_CHARS = 300  # from the end of a completion
+SEARCHED_CHARS = 300  # at the end of a completion; an answer before them is not found
 
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _WITHOUT_ANSWER = "[INVALID]"
@@ -61,7 +61,7 @@ _REWRITES = [
 
 
 def dapo_correct(completion: str, gold: str) -> bool | None:
-  """Whether the last `Answer:` line equals `gold` as a normalised string.
+  """Returns whether the last `Answer:` line equals `gold` as a normalised string.
 
   Returns None if gold is empty or longer than MAX_CHARS characters.
   """

@@ -7,8 +7,8 @@ import re
 from gtpo_jax.rewards.normalize import clean
 from gtpo_jax.rewards.values import WORDS, read
 
-MAX_CHARS = 1000  # of an answer; the longest gold answer of MATH-500 has 159
-TAIL_CHARS = 2000  # searched first for the last number, since completions can be long
+MAX_CHARS = 1000  # longest answer that is compared; the longest gold answer of MATH-500 has 159
+TAIL_CHARS = 2000  # end of a completion that is searched first for the last number, to save time
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(\{)|\\.|[{}]", re.DOTALL)
 _BOX_WITHOUT_BRACES = re.compile(r"\\boxed\s+([-+]?[\w.,/]+)")
@@ -27,15 +27,15 @@ _NUMBER = re.compile(
   re.ASCII,
 )
 _SENTENCE_END = re.compile(r"[.?](?:\s|$)")
-# Words other than a unit and a name.
+# A word that is not a LaTeX command, a conjunction, a function, or a unit directly after a digit.
 _PROSE = re.compile(r"(?<![\\A-Za-z\d{])(?!(?:and|or|sqrt|sin|cos|tan|log|mod)\b)[A-Za-z]{3,}")
 _FORMULA = re.compile(r"(?<!\\)\$([^$\n]+)(?<!\\)\$|\\\((.+?)\\\)")
 
 
 def extract(completion: str) -> str | None:
-  """Returns the text of a completion's answer, None if it has none.
+  """Returns the text of a completion's answer, or None if it has none.
 
-  The order of preference is given in `math_correct`.
+  `math_correct` describes which of several answers is preferred.
   """
   boxed = _boxed(completion)
   if boxed is not None:
@@ -49,7 +49,11 @@ def extract(completion: str) -> str | None:
 
 
 def gold_answer(gold: str) -> str:
-  """Returns the answer in a gold text: boxed, after `####`, after `Answer:`, else all of it."""
+  """Returns the answer in a gold text.
+
+  This is the last box, else the text after the last `####`, else the text after the last `Answer:`,
+  else the entire text.
+  """
   boxed = _boxed(gold)
   if boxed is not None:
     return boxed
@@ -75,9 +79,9 @@ def _last_number(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-  """Returns the content of the last balanced box.
+  """Returns the content of the last balanced box, or None if there is none.
 
-  One pass with a stack: a search from every box would be quadratic.
+  It takes one pass with a stack. A separate search from every box would take quadratic time.
   """
   if "box" not in text:
     return None
@@ -98,9 +102,10 @@ def _boxed(text: str) -> str | None:
 
 
 def _focus(line: str) -> str | None:
-  """Returns the answer in the rest of an answer line.
+  """Returns the answer in the text that follows `Answer:` or `####` on its line.
 
-  That is its last formula if there is one, its last number if it is prose, else its first sentence.
+  This is the last formula if there is one. Otherwise it is the first sentence, or the last number
+  of that sentence if it is prose. A line of more than MAX_CHARS characters gives its last number.
   """
   if len(line) > MAX_CHARS:
     return _last_number(line)

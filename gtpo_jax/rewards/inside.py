@@ -1,26 +1,27 @@
-"""The code that runs inside the sandbox: the judge of a program, and the program's own side.
+"""The code that runs in the sandbox, in two processes: the judge and the program.
 
-It is sent inside as text and imports nothing of the project, which does not exist there.
+It is compiled outside. It imports nothing from this package, which the sandbox does not contain.
 
-Two processes share one sandbox. The judge reads the tests only after it has forked the program's
-process, which has none of the judge's pipes and cannot read its memory. In the tests, a name of the
-program is a proxy that sends messages: call it with these values, answer with values. So a program
-can do nothing but answer. It cannot skip a test, reach an assert, or write the verdict, which
-carries a secret and leaves through a pipe that the program does not have. Exit codes and printed
-text prove nothing.
+The judge runs the tests. It reads them only after it has forked the program's process, which keeps
+only its own ends of the two message pipes and cannot read the judge's memory. In the tests, every
+name of the program is a proxy: a call sends the arguments to the program's process, and the reply
+contains the result. So a program can only reply. It cannot skip a test, reach an assert, or write
+the verdict, which contains a secret and is sent through a pipe that the program does not have. If
+tests call the program, its exit code and printed text cannot make it pass.
 
-Values cross as copies: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, set,
-frozenset, dict, range, builtin types, and Fraction, Decimal, date, time, datetime, timedelta,
-deque, OrderedDict, Counter, defaultdict. A list, dict, set or bytearray that the call changes is
-changed in the tests too. Functions of the tests can be passed and are called back. Other objects of
-the program stay on its side, and a Remote forwards their methods, attributes, items and iteration.
-Compared with the tests' own values, they count as the plain value that they extend, or as unequal.
-So an `__eq__` that is always true, or a difference that is always 0, gains nothing.
+Values are passed as copies: None, bool, int, float, complex, str, bytes, bytearray, list, tuple,
+set, frozenset, dict, range, builtin types, and Fraction, Decimal, date, time, datetime, timedelta,
+deque, OrderedDict, Counter, defaultdict. If a call changes a list, dict, set or bytearray, the
+tests see the change. The tests can pass functions of their own; when the program calls one, it runs
+in the judge. Other objects of the program stay in its process, and a `Remote` in the tests forwards
+their methods, attributes, items and iteration. Compared with a value of the tests, such an object
+counts as the plain value that its class extends (a subclass of int as an int), or as unequal. So a
+program gains nothing from an `__eq__` that is always true, or from a difference that is always 0.
 
-Limits of this scheme: a program may know the answers by heart. If tests work with objects of the
-program's own classes (`stack.pop()`, `Point(1, 2) == Point(1, 2)`), these classes answer. Identity
-(`result is argument`) is not preserved, the program's own exception classes cannot be named in
-`except`, and a test that passes an object of its own class gets no verdict.
+Limits of this scheme: A program may have memorized the answers. Tests of objects of the program's
+own classes (`stack.pop()`, `Point(1, 2) == Point(1, 2)`) trust these classes. Identity (`result is
+argument`) is not preserved. `except` clauses of the tests cannot name the program's own exception
+classes. A test that passes an object of its own class gets no verdict.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ import sys
 
 
 def encode(value: object, peer: Peer) -> bytes:
-  """Returns a message: a header of tags, then all texts concatenated.
+  """Encodes a value as a message: a header of type tags, then all texts concatenated.
 
-  An object that has no tag of its own stays on this side and is sent as a number.
+  An object of a type without a tag stays in this process. The message refers to it by a number.
   """
   tags = []
   texts = []
@@ -83,9 +84,9 @@ def encode(value: object, peer: Peer) -> bytes:
 
 
 def decode(data: bytes, peer: Peer) -> object:
-  """Returns the value of a message from the other side, which is not trusted.
+  """Decodes a message from the other process, which is not trusted.
 
-  It creates only data and Remotes, and raises for any other message.
+  The result consists of plain values and `Remote` proxies. Any other message raises an exception.
   """
   size, _, text = data.decode("utf-8", "surrogatepass").partition(" ")
   tags = iter(text[: int(size)].split(" "))
@@ -117,17 +118,17 @@ def decode(data: bytes, peer: Peer) -> object:
       return peer.remotes.setdefault(int(rest), Remote(peer, int(rest)))
     if code == "T" and isinstance(getattr(builtins, rest), type):
       return getattr(builtins, rest)
-    module, _ = peer.VALUES[rest]  # code "V"; KeyError for any other
+    module, _ = peer.VALUES[rest]  # code "V"; any other code raises KeyError
     return getattr(__import__(module), rest)(*take())
 
   return take()
 
 
 class Peer:
-  """One end of two pipes: asks the other side, and answers its questions while it waits."""
+  """One end of two pipes: asks the other process, and answers its questions while it waits."""
 
   COLLECTIONS = {list: "l", tuple: "u", set: "e", frozenset: "z"}  # noqa: RUF012
-  VALUES = {  # noqa: RUF012 (name: module, arguments that create an equal value)
+  VALUES = {  # noqa: RUF012 (type name: module, constructor arguments of an equal value)
     "Fraction": ("fractions", lambda x: (x.numerator, x.denominator)),
     "Decimal": ("decimal", lambda x: (str(x),)),
     "complex": ("builtins", lambda x: (x.real, x.imag)),
@@ -150,31 +151,31 @@ class Peer:
     self.write = write
     self.serve = serve
     self.exportable = exportable
-    self.exported = {}  # by key: objects that the other side may name
-    self.keys = {}  # by id: the keys of these objects
-    self.remotes = {}  # by key: proxies of the other side's objects
-    self.ended = ""  # why the other side is gone
-    self.unsupported = ""  # why these tests cannot be run here
+    self.exported = {}  # key -> object that the other process may refer to
+    self.keys = {}  # id of such an object -> its key
+    self.remotes = {}  # key -> proxy for an object in the other process
+    self.ended = ""  # why the other process ended; empty while it runs
+    self.unsupported = ""  # why these tests cannot be run; empty if they can
 
   def export(self, x) -> int:
-    """Returns the key under which the other side may name x."""
+    """Returns the key by which the other process may refer to x."""
     if id(x) not in self.keys:
       if not self.exportable(x):
         self.unsupported = f"the tests pass an object of {type(x).__name__}"
         raise TypeError(self.unsupported)
       self.keys[id(x)] = len(self.exported)
-      self.exported[len(self.exported)] = x  # kept alive, so that its id stays its own
+      self.exported[len(self.exported)] = x  # keeps x alive, so that its id is not reused
     return self.keys[id(x)]
 
   def send(self, *message) -> None:
-    """Writes a complete message."""
+    """Sends a message."""
     data = encode(message, self)
     view = memoryview(b"%016x" % len(data) + data)
     while view:
       view = view[os.write(self.write, view[: 2**20]) :]
 
   def read_exactly(self, size: int) -> bytes:
-    """Returns the next bytes. Raises EOFError if the other side is gone."""
+    """Reads `size` bytes. Raises EOFError if the other process has ended."""
     data = bytearray()
     while len(data) < size:
       piece = os.read(self.read, min(size - len(data), 2**20))
@@ -185,14 +186,14 @@ class Peer:
     return bytes(data)
 
   def receive(self):
-    """Returns the next message."""
+    """Reads and decodes the next message."""
     return decode(self.read_exactly(int(self.read_exactly(16), 16)), self)
 
   def ask(self, *question):
-    """Returns the other side's answer, or raises what it raised."""
+    """Sends a question and returns the answer, or raises what the other process raised."""
     try:
       self.send("ask", *question)
-    except OSError:  # nobody reads the pipe any more
+    except OSError:  # the pipe has no reader any more
       self.ended = "the program ended itself"
       raise
     while True:
@@ -205,7 +206,7 @@ class Peer:
         raise self.error(*rest)
 
   def answer(self, *question) -> None:
-    """Sends back the value, or what was raised."""
+    """Sends the answer to a question, or the exception that it raised."""
     try:
       self.send("value", self.serve(self, *question))
     except BaseException as error:
@@ -215,7 +216,7 @@ class Peer:
 
   @staticmethod
   def error(names: list, arguments: tuple):
-    """Returns the exception with these class names, the most derived first.
+    """Rebuilds an exception from the names of its classes, the most derived first.
 
     An exception class of the program becomes a new subclass of the built-in that it extends.
     """
@@ -228,7 +229,7 @@ class Peer:
       return Exception(*arguments)
 
 
-# --- objects of the other side ---
+# --- objects in the other process ---
 
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 BINARY = str.split("add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor")
@@ -239,13 +240,13 @@ UNARY = str.split(
 
 
 def plain_value(remote: Remote) -> object:
-  """Returns a copy of the plain value that the remote object extends, None if there is none."""
+  """Returns the remote object as the plain type that its class extends, or None without one."""
   value = remote._remote_peer.ask("plain", remote)
   return None if type(value) is Remote else value
 
 
 def operators(remote: type) -> type:
-  """Gives Remote its operators; the module's docstring says what they withhold from the program."""
+  """Adds the operators to `Remote`. The module's docstring describes how they compare objects."""
 
   def comparison(name):
     def compare(self, other):
@@ -275,14 +276,14 @@ def operators(remote: type) -> type:
     return lambda self, *more: checked(self, self._remote_peer.ask(name, self, *more), False)
 
   def checked(self, result, mixed):
-    """Rejects plain values that the program computed from the tests' own values.
+    """Rejects plain values that the program computed from a value of the tests.
 
-    Such a number proves nothing: the program could return a difference of 0 for any values.
+    Such a value proves nothing: the program could return 0 as the difference of any two values.
     """
     if not (mixed or self._remote_mixed):
       return result
     if type(result) is not Remote:
-      raise TypeError("the program's object gives no plain value from the tests' own")
+      raise TypeError("the program's operators must not turn values of the tests into plain values")
     object.__setattr__(result, "_remote_mixed", True)
     return result
 
@@ -298,7 +299,7 @@ def operators(remote: type) -> type:
 
 @operators
 class Remote:
-  """A proxy of an object of the other side."""
+  """A proxy for an object in the other process."""
 
   __slots__ = ("_remote_key", "_remote_mixed", "_remote_peer")
 
@@ -347,9 +348,9 @@ PLAIN_TYPES = (int, float, complex, str, bytes, tuple, list, dict, set, frozense
 
 
 def serve(peer: Peer, op: str, *args) -> object:
-  """Answers a question of the judge. Nothing depends on its honesty.
+  """Answers a question of the judge. It runs in the program's process, so no answer is trusted.
 
-  The program's code is called from here directly: helpers would take frames of its recursion limit.
+  It calls the program's code without helpers, which would use up frames of its recursion limit.
   """
   if op == "call":
     function, given, named = args
@@ -380,7 +381,7 @@ def serve(peer: Peer, op: str, *args) -> object:
 
 
 def close_others(pipes: tuple) -> None:
-  """Closes every descriptor above stderr except these, which are in ascending order."""
+  """Closes all descriptors above stderr except `pipes`, which must be in ascending order."""
   for low, high in zip((2, *pipes), (*pipes, 65536), strict=True):
     os.closerange(low + 1, high)
 
@@ -389,14 +390,14 @@ def close_others(pipes: tuple) -> None:
 
 
 def names_in(code) -> set:
-  """Returns every name that compiled code and the functions in it look up."""
+  """Returns all names that a code object and the functions in it look up."""
   return set(code.co_names).union(*(names_in(x) for x in code.co_consts if type(x) is type(code)))
 
 
 def judge(peer: Peer, tests: str) -> str:
   """Runs the tests and returns the verdict.
 
-  It is "passed" only if they end normally while the program is alive.
+  The verdict is "passed" only if the tests end normally while the program is still running.
   """
   try:
     code = compile(tests, "<tests>", "exec", dont_inherit=True)
@@ -406,8 +407,8 @@ def judge(peer: Peer, tests: str) -> str:
   try:
     space = {"__name__": "tests", "__builtins__": builtins, "__program__": peer.ask("load")}
     names = names_in(code) - set(space)
-    # Builtins are not taken from the program: its `sorted` or `all` would do the tests' work. MBPP
-    # has an entry point named `sum`; there it is the only name.
+    # The tests never use the program's versions of builtins, such as `sorted` or `all`, which could
+    # be false. The exception is an MBPP problem in which the only name is `sum`, the entry point.
     names = {name for name in names if not hasattr(builtins, name)} or names
     values, modules = peer.ask("names", sorted(names))
     space.update({name: value for name, value in values.items() if name in names})
@@ -425,7 +426,7 @@ def judge(peer: Peer, tests: str) -> str:
 
 
 def describe(error: BaseException, tests: str) -> str:
-  """Returns the reason for an exception: its kind and its first line, or the failed test line."""
+  """Describes an exception by its type and first line, or by the line of the assert that failed."""
   try:
     detail = str(error).strip().partition("\n")[0]
   except BaseException:
@@ -442,19 +443,19 @@ def describe(error: BaseException, tests: str) -> str:
 
 
 def call_back(peer, op, function, given, named):
-  """Answers the only question a program may ask: to call a function that the tests passed to it."""
+  """Calls a function that the tests passed to the program, the only thing a program may ask for."""
   if op != "call" or not any(function is x for x in peer.exported.values()):
     raise PermissionError(op)
   return function(*given, **named), {}
 
 
 def is_function(x) -> bool:
-  """Whether the tests may pass x to the program by reference."""
+  """Returns whether the tests may pass x to the program by reference."""
   return callable(x) and not isinstance(x, type)
 
 
 def exit_reason(pid: int, peer: Peer, by_tests: bool) -> str:
-  """Waits for the program's process and returns the verdict that its end implies."""
+  """Waits for the program's process to end and returns the verdict for its exit status."""
   status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
   if status == 0:
     return f"error: {peer.ended}" if by_tests else "passed"
@@ -472,13 +473,13 @@ def main(report: int, payload: int, private_at: int, program: str, by_tests: boo
     payload: descriptor of the file whose private part starts at `private_at`.
     private_at: offset in bytes.
     program: text of the program.
-    by_tests: whether tests call the program; else it runs as `__main__`.
+    by_tests: whether tests call the program; if not, it runs as `__main__`.
   """
   import marshal
 
   for name in ("typing", "collections", "re", "math"):
     if f"import {name}" in program or f"from {name}" in program:
-      __import__(name)  # once for both processes
+      __import__(name)  # before the fork, so once for both processes
   questions_out, questions_in = os.pipe()
   answers_out, answers_in = os.pipe()
   pid = os.fork()
@@ -489,7 +490,7 @@ def main(report: int, payload: int, private_at: int, program: str, by_tests: boo
       module = sys.modules["__main__"] = type(sys)("__main__")
       builtins.exit = builtins.quit = sys.exit
       exec(compile(program, "<program>", "exec", dont_inherit=True), module.__dict__)
-      return  # and ends as any Python process does
+      return  # the process then ends like any Python process
     peer = Peer(questions_out, answers_in, serve)
     peer.program = program
     try:

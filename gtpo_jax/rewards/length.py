@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-# Tolerance of the comparison n / G with gamma: (1 - 0.8) * 5 is slightly below 1 in floats.
+# Tolerance for comparing c / G with gamma: (1 - 0.8) * 5 is slightly below 1 in floats.
 ROUNDING_SLACK = 1e-9
 
 
@@ -37,21 +37,21 @@ def group_relative(
 
   A completion is punished for being long compared with its group, not for its absolute length.
   Let L = max((min + max) / 2, mean) over the compared lengths. A punished completion receives
-  -(1/2) (|o| - L) / L if it is longer than L, and -1/2 from 2 L on. With n correct completions
-  of G:
+  -(1/2) (|o| - L) / L if it is longer than L, and -1/2 if it is at least 2 L long. If c of the G
+  valid completions of a group are correct:
 
-    - easy group, n / G >= gamma: correct completions are compared and punished;
-    - hard group, n / G <= 1 - gamma: no penalty;
-    - otherwise: all completions are compared; the correct ones are punished if they are the
-      majority, else the wrong ones.
+    - easy group, c / G >= gamma: the correct completions are compared and punished;
+    - hard group, c / G <= 1 - gamma: there is no penalty;
+    - any other group: all completions are compared. The correct ones are punished if they are the
+      majority, otherwise the wrong ones.
 
   The paper gives neither gamma nor the rule of the last case; both are choices made here.
 
   Args:
-    lengths: i32[n, g], tokens.
+    lengths: i32[n, g], tokens per completion, for n groups of g completions.
     correct: bool[n, g].
-    valid: bool[n, g], completions that take part.
-    gamma: in (0.5, 1].
+    valid: bool[n, g], False for completions to ignore.
+    gamma: bound between the three cases, in (0.5, 1].
 
   Returns:
     f32[n, g] in [-1/2, 0].
@@ -67,7 +67,7 @@ def group_relative(
 
   compared_lengths = np.where(compared, lengths, np.nan)
   empty = ~compared.any(1)
-  compared_lengths[empty] = 1.0  # avoids NaN; these rows get no penalty
+  compared_lengths[empty] = 1.0  # avoids NaN; these groups get no penalty
   shortest = np.nanmin(compared_lengths, 1)
   longest = np.nanmax(compared_lengths, 1)
   threshold = np.maximum((shortest + longest) / 2, np.nanmean(compared_lengths, 1))[:, None]

@@ -1,19 +1,19 @@
-"""Whether the answer of a completion equals the gold answer.
+"""Decides whether the answer of a completion equals the gold answer.
 
-Most answers are numbers. Two numbers are compared here as exact fractions, without SymPy, whether
-they are equal or not. Only the rest (roots, symbols, matrices, inequalities) goes to math-verify,
-which is slow and can hang, in the worker processes of `pool.py`.
+Most answers are numbers. They are compared here as exact fractions, without SymPy. Other answers
+(roots, symbols, matrices, inequalities) are compared by math-verify, which is slow and can hang, in
+the worker processes of `pool.py`.
 
-A verdict is None only if none was reached:
-  - the check exceeded its time limit, its worker died, math-verify failed or cannot read the gold
-    answer, or the gold answer is empty;
-  - the answer is refused unread: longer than MAX_CHARS characters, nested deeper than MAX_DEPTH, a
-    tower of powers, or a power or factorial of a number with many digits.
+The verdict is None if no verdict was reached, in these cases:
+  - The check exceeded its time limit, its worker died, math-verify failed or cannot parse the gold
+    answer, or the gold answer is empty.
+  - The answer is rejected without being parsed: it is longer than MAX_CHARS characters, nested
+    deeper than MAX_DEPTH, a tower of powers, or a power or factorial of a number with many digits.
 
-An answer is not refused if it is decided first, by equal strings, by parentheses around one number,
-however many, or by integer arithmetic. `(((72)))` is 72, and 9^{9^{9^9}} and (10^9)! are proved
-larger than 2^8000, so they are wrong for any gold answer that is a number written out. That is a
-bound, not a guess: if no bound applies, the verdict is None.
+Such an answer still gets a verdict if a cheap check decides it first: equal strings, parentheses
+around one number (`(((72)))` is 72), or, up to MAX_CHARS characters, exact arithmetic. For example,
+9^{9^{9^9}} and (10^9)! are provably larger than 2^8000, so they differ from any gold answer that is
+written in digits. If no such bound applies, the verdict is None.
 
 Sources: GSM8K (2110.14168, "#### 72"), MATH (2103.03874, \\boxed), DAPO (2503.14476, `Answer:`),
 math-verify 0.9.
@@ -39,15 +39,15 @@ RULES = ("math", "dapo")
 def math_correct(
   completion: str, gold: str, rule: str = "math", timeout_s: float = 5.0
 ) -> bool | None:
-  """Whether the completion's answer equals `gold`; None if no verdict was reached.
+  """Returns whether the completion's answer equals `gold`, or None if no verdict was reached.
 
-  Never raises for any text, and never hangs. The answer is the last balanced `\\boxed{...}`; else
-  the later of the last `Answer: ...` ("The answer is ...") and the last `#### ...`; else the last
-  number. Gold may be written in the same ways. A completion without an answer is wrong.
+  No text makes it raise or hang. The answer is the last balanced `\\boxed{...}`. Without a box, it
+  is the later of the last `Answer: ...` ("The answer is ...") and the last `#### ...`; without
+  these, it is the last number. A completion without an answer is wrong.
 
   Args:
     completion: any text.
-    gold: the answer, plain or within a solution.
+    gold: the answer, or a solution that marks it by `\\boxed{...}`, `####` or `Answer:`.
     rule: "math"; or "dapo", DAPO's own verifier: the last `Answer:` line within the last 300
       characters, compared as a normalised string.
     timeout_s: time limit in seconds of a check in a worker.
@@ -69,7 +69,7 @@ def math_verdicts(
 ) -> list[bool | None]:
   """Returns `math_correct` of each pair, in order.
 
-  Checks that need a worker run in parallel while the remaining pairs are decided.
+  Checks that need a worker run in parallel while this process compares the remaining pairs.
 
   Args:
     completions: any texts.
@@ -77,7 +77,7 @@ def math_verdicts(
     timeout_s: time limit in seconds of each check in a worker.
     workers: number of processes, by default one per core; calls with the same number share them.
     rule: see `math_correct`.
-    pool: workers to use instead.
+    pool: a pool of workers to use instead of the shared one.
 
   Raises:
     UserError: the rule is unknown.
@@ -122,10 +122,11 @@ _CHOICE_FIRST = re.compile(r"\(?([A-J])(?:[.):]|\)?$)")
 
 
 def compare(gold: str, answer: str) -> bool | Undecided | None:
-  """Whether two answers are equal, if that can be decided cheaply.
+  """Compares two answers, if that is cheap.
 
   Returns:
-    The verdict; None if the answer is refused; else the pair for math-verify.
+    Whether they are equal; None if the gold answer is empty or an answer is rejected; or the pair
+    of expressions for math-verify.
   """
   gold = _collapse_parentheses(gold.strip())
   answer = _collapse_parentheses(answer.strip())
@@ -148,7 +149,8 @@ def compare(gold: str, answer: str) -> bool | Undecided | None:
     if verdict is not None:
       return verdict
   elif isinstance(gold_value, str) and gold_value not in ("oo", "-oo"):
-    # Other words are wrong. math-verify would multiply their letters and accept "evil" for "live".
+    # The gold answer is a word and the answer is not. math-verify would read a word as a product of
+    # letters and accept "evil" for "live".
     return False
   if _depth(answer) > MAX_DEPTH or _TOO_COSTLY.search(answer):
     return None
@@ -161,7 +163,7 @@ def _latex(text: str) -> str:
 
 
 def _collapse_parentheses(text: str) -> str:
-  """Replaces any number of parentheses around a text without parentheses by one pair."""
+  """Reduces several pairs of parentheses around a text to one; the text itself must have none."""
   if not text.startswith("((") or not text.endswith("))"):
     return text
   left = len(text) - len(text.lstrip("("))

@@ -1,10 +1,10 @@
-"""Answer text without formatting: one spelling for the many ways to typeset the same answer."""
+"""Normalises answer texts, so that the many ways to typeset an answer result in one spelling."""
 
 from __future__ import annotations
 
 import re
 
-# One character or word each.
+# Replacements of single characters.
 _CHARACTERS = str.maketrans(
   {
     "−": "-",
@@ -62,13 +62,13 @@ _REWRITES = [
   )
 ]
 
-# "5 cm^2", "60 km / h", "8 per box": the unit's last word is group 1.
+# A unit at the end, as in "5 cm^2", "60 km / h" and "8 per box". Group 1 is its last word.
 _UNIT = re.compile(
   r"(?:\s|(?<=[\d)}%])|(?<=[ A-Za-z][A-Za-z])(?=/))\s*(?:/|\bper\b)?\s*"
   r"([A-Za-z]+)\.?\s*(?:\^\s*\{?-?[23]\}?)?$"
 )
-_UNIT_WINDOW = 60  # characters from the end that a unit may span; bounds the search
-# Units shorter than MIN_UNIT_CHARS. Any longer word after a number is taken as a unit.
+_UNIT_WINDOW = 60  # maximum characters of a unit; bounds the search
+# Units of fewer than _MIN_UNIT_CHARS letters. Any longer word after a number counts as a unit.
 _SHORT_UNITS = frozenset(
   str.split(
     "mm cm dm km in ft yd mi mg kg lb oz ml mL cl dl kW min sec hr day mph kph kmh am pm sq rad "
@@ -84,9 +84,9 @@ MEANINGFUL_WORDS = frozenset(
     "thousand million billion trillion factorial squared cubed infinity union and or"
   )
 )
-_FUNCTION = re.compile(r"a?r?c?(?:sin|cos|tan|log|ln|sqrt|exp)")  # 5 sinx
+_FUNCTION = re.compile(r"a?r?c?(?:sin|cos|tan|log|ln|sqrt|exp)")  # as in 5 sinx
 
-SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # except between two digits: 7 2 is not 72
+SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # not between two digits: 7 2 is not 72
 
 
 def clean(text: str) -> str:
@@ -102,9 +102,9 @@ def clean(text: str) -> str:
 
 
 def strip_units(text: str) -> str:
-  """Removes the words after a number, except those that mean a number or an operation.
+  """Removes the unit after a number. Units are neither compared nor converted.
 
-  Units are neither compared nor converted.
+  Words that change the number, such as "million" or "squared", are not units.
   """
   while match := _UNIT.search(text, max(0, len(text) - _UNIT_WINDOW)):
     word = match[1]

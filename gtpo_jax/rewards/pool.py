@@ -1,8 +1,8 @@
 """A pool of killable worker processes for checks that may hang.
 
-A worker is a fresh interpreter that runs `check_worker.py` as a script. It is neither a fork, which
-a parent with JAX and its threads would not survive, nor one of multiprocessing's spawned processes,
-which import the parent's main module and so JAX again.
+A worker is a fresh interpreter that runs `check_worker.py` as a script. It is not a fork, which is
+unsafe in a process with JAX's threads, and not a spawned process of multiprocessing, which would
+import the parent's main module and so JAX.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from concurrent.futures import Future
 from pathlib import Path
 
 SCRIPT = Path(__file__).resolve().with_name("check_worker.py")
-START_LIMIT_S = 60.0  # to import SymPy on a busy machine; not part of a check's time
-JOIN_LIMIT_S = 5.0  # to wait for a thread of a closed pool
+START_LIMIT_S = 60.0  # for a worker to import SymPy on a busy machine; not part of a check's time
+JOIN_LIMIT_S = 5.0  # longest wait for each thread when a pool is closed
 MAX_TIMEOUT_S = 86_400
 MAX_DEFAULT_WORKERS = 8
-MAX_FAILED_STARTS = 3  # in a row; the pool then gives up until it is closed
+MAX_FAILED_STARTS = 3  # in a row; after that, the pool starts no worker until it is closed
 REQUEST_BYTES = 32_768  # below a pipe's 64 KiB, so that writing a request never blocks
 READ_BYTES = 4096
 _VERDICTS = {b"1": True, b"0": False, b"?": None}
@@ -49,7 +49,7 @@ class Pool:
     workers: number of processes; by default the cores this process may use, at most 8.
     timeout_s: time limit in seconds of a check, counted from when a worker receives it. Waiting for
       a free worker is not counted.
-    check: "module:function", importable in a fresh interpreter with the sys.path of this one; by
+    check: "module:function", importable in a fresh interpreter with this one's sys.path; by
       default `check_worker.equal_by_math_verify`.
     memory_mb: address space of a worker in MiB (2**20 bytes). A check that needs more ends without
       a verdict.
@@ -83,11 +83,14 @@ class Pool:
     """Starts a check.
 
     Returns:
-      A future of the verdict, None if none is reached. Its `result()` never raises.
+      A future of the verdict, or of None if no verdict is reached. `result()` raises no error of
+      the check.
     """
     future: Future[bool | None] = Future()
     limit_s = timeout_s or self.timeout_s
-    request = json.dumps([gold, answer, limit_s]).encode() + b"\n"  # ASCII, whatever the text
+    request = (
+      json.dumps([gold, answer, limit_s]).encode() + b"\n"
+    )  # JSON escapes all other characters, so ASCII
     if len(request) > REQUEST_BYTES:
       future.set_result(None)
       return future
@@ -120,9 +123,9 @@ class Pool:
         thread.join(JOIN_LIMIT_S)
 
   def _reset(self) -> None:
-    """Sets the state of a pool without workers.
+    """Resets the pool to having no workers.
 
-    The threads of a closed pool keep the queue, event and set they were started with.
+    Threads that were started earlier keep their own queue, event and set.
     """
     self._jobs: queue.SimpleQueue = queue.SimpleQueue()
     self._threads: list[threading.Thread] = []
@@ -134,18 +137,18 @@ class Pool:
   def _run_worker(
     self, jobs: queue.SimpleQueue, closed: threading.Event, alive: set[_Worker]
   ) -> None:
-    """Runs jobs on one worker. Only this thread writes to it, reads from it and replaces it."""
+    """Runs jobs on one worker. No other thread writes to, reads from or replaces this worker."""
     worker = None
     while (job := jobs.get()) is not None:
       future, request, limit_s = job
       verdict = None
       if not closed.is_set() and future.set_running_or_notify_cancel():
         try:
-          # A worker that died between two checks costs neither of them.
+          # If the worker died between two checks, both still get their verdicts.
           if worker is None or worker.process.poll() is not None:
             worker = self._start(worker, closed, alive)
           verdict = worker.ask(request, limit_s) if worker else None
-        except Exception:  # of any kind, since an unresolved future would hang its caller
+        except Exception:  # any error: an unresolved future would block its caller forever
           worker = self._end(worker, alive)
       with self._lock:
         self._pending -= jobs is self._jobs  # unless the pool was closed in the meantime
@@ -210,7 +213,7 @@ class _Worker:
     return _VERDICTS[self.read_line(deadline)]
 
   def read_line(self, deadline: float) -> bytes:
-    """Reads one line and strips its end. Raises as `ask`."""
+    """Reads one line and strips it. Raises the same errors as `ask`."""
     pipe = self.process.stdout.fileno()
     line = b""
     poll = select.poll()
@@ -225,7 +228,7 @@ class _Worker:
     return line.strip()
 
   def kill(self) -> None:
-    """Ends the process and everything it started."""
+    """Kills the process and its process group."""
     if self.process.poll() is None:
       with contextlib.suppress(OSError):
         os.killpg(self.process.pid, signal.SIGKILL)
@@ -234,7 +237,8 @@ class _Worker:
   def close_pipes(self) -> None:
     """Closes the pipes.
 
-    Only the owning thread may do this, so that no other thread sees their numbers reused.
+    Only the thread that owns the worker may call this. Otherwise the thread could read from a
+    descriptor that has been closed and reused.
     """
     self.process.stdin.close()
     self.process.stdout.close()
@@ -257,7 +261,7 @@ def wait_all(verdicts: Iterable[bool | Future | None]) -> list[bool | None]:
   verdicts = list(verdicts)
   try:
     return [verdict.result() if isinstance(verdict, Future) else verdict for verdict in verdicts]
-  finally:  # an interrupt leaves nothing in the queue; cancelling a finished future does nothing
+  finally:  # after an interrupt, nothing stays queued; cancelling a finished future has no effect
     for verdict in verdicts:
       if isinstance(verdict, Future):
         verdict.cancel()
@@ -270,7 +274,7 @@ def close_pools() -> None:
 
 
 def _after_fork() -> None:
-  """Empties the pools of a forked child: workers, threads and lock holders belong to the parent."""
+  """Resets the pools in a forked child, since workers, threads and locks belong to the parent."""
   global _shared_lock
   _shared_lock = threading.Lock()
   for pool in list(_pools):

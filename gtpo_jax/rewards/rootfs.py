@@ -1,4 +1,4 @@
-"""The sandbox's root file system: a copy of this interpreter and of what it loads."""
+"""The sandbox's root file system: a copy of this interpreter and of the libraries it loads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pathlib import Path
 
 PREFIX = "gtpo_sandbox_"
 DEVICES = ("null", "zero", "urandom")
-LIBRARY_PATH_FILE = ".libraries"  # contains the value of LD_LIBRARY_PATH inside
+LIBRARY_PATH_FILE = ".libraries"  # contains the sandbox's value of LD_LIBRARY_PATH
 LDD_TIMEOUT_S = 120
-STALE_AFTER_S = 3600  # a folder this old that nobody locks belongs to a process that was killed
+STALE_AFTER_S = 3600  # an unlocked folder older than this is left over from a killed process
 # Parts of the standard library that programs do not need.
 _LEFT_OUT = shutil.ignore_patterns(
   *str.split("test tests idlelib ensurepip lib2to3 tkinter turtledemo __phello__"),
@@ -29,16 +29,16 @@ _LEFT_OUT = shutil.ignore_patterns(
 
 
 def interpreter() -> str:
-  """Returns the path of the Python executable, not of a virtual environment's link to it."""
+  """Returns the path of the Python executable itself, not of a virtual environment's link."""
   return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 @functools.cache
 def root_filesystem() -> Path:
-  """Copies the interpreter and what it loads into a temporary folder, removed at exit.
+  """Copies the interpreter and the libraries it loads into a temporary folder, and returns it.
 
-  It is a copy because a trainer that runs as root cannot show an unprivileged user what is in its
-  home, and because one mount is faster than forty.
+  The folder is removed at exit. A copy is needed because the sandbox's unprivileged user cannot
+  read files in the home of a trainer that runs as root. Also, one mount is faster than forty.
 
   Raises:
     OSError: a file cannot be copied.
@@ -46,7 +46,7 @@ def root_filesystem() -> Path:
   _remove_stale()
   root = Path(tempfile.mkdtemp(prefix=PREFIX))
   lock = os.open(root, os.O_RDONLY)
-  fcntl.flock(lock, fcntl.LOCK_SH)  # marks it as in use, for _remove_stale and systemd-tmpfiles
+  fcntl.flock(lock, fcntl.LOCK_SH)  # tells _remove_stale and systemd-tmpfiles that it is in use
   atexit.register(_remove, root, os.getpid())
   root.chmod(0o755)
   for name in ("dev", "tmp"):
@@ -84,7 +84,7 @@ def _remove(root: Path, pid: int) -> None:
 
 
 def _remove_stale() -> None:
-  """Removes folders of killed processes: owned by this user, an hour old, and not locked."""
+  """Removes folders that killed processes left: this user's, older than an hour, and unlocked."""
   for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
     with suppress(OSError):
       status = folder.stat(follow_symlinks=False)

@@ -1,15 +1,15 @@
 """A sandbox for untrusted programs: bubblewrap, seccomp, and limits set inside. Linux only.
 
-Inside are a read-only copy of this interpreter, its standard library and the C libraries they load;
-/dev/null, zero and urandom; and 64 MiB of private /tmp. Not inside are any other file, /proc, the
-network, the environment, other processes, capabilities, and further user namespaces. A program's
-processes end with the run, at the latest at the wall-clock limit.
+A program has a read-only copy of this interpreter, its standard library and the C libraries they
+load; /dev/null, /dev/zero and /dev/urandom; and a private /tmp of 64 MiB. It has no access to other
+files, /proc, the network, the environment, other processes, capabilities, or further user
+namespaces. Its processes end with the run, at the latest at the wall-clock limit.
 
-The sandbox does not protect against bugs of the kernel itself, side channels, or the load of a run
-within its limits (one core, `memory_mb`). The memory of all processes of a run together is checked
-from outside every 50 ms, so it can exceed the limit by what one core fills in that time.
+The sandbox does not protect against bugs in the kernel, side channels, or the load of a run within
+its limits (16 processes and threads, `memory_mb`). The memory of all processes of a run together is
+checked from outside every 50 ms, so it can exceed the limit by as much as they fill in that time.
 
-This module knows nothing about tests.
+This module runs any code; `code.py` runs programs with tests.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from gtpo_jax.runtime.errors import UserError, first_line
 TMP_MIB = 64  # size of the private /tmp
 MAX_PROCESSES = 16  # processes and threads; three of them are the sandbox's own
 MAX_OPEN_FILES = 64
-EXTRA_CPU_S = 2  # CPU limit beyond the wall-clock limit, which is the one that should apply
+EXTRA_CPU_S = 2  # added to the wall-clock limit for the CPU limit, which should not apply first
 PROBE_TIMEOUT_S = 5
 PROBE_MEMORY_MB = 512
 NOBODY = 65534
@@ -46,8 +46,8 @@ ADVICE = (
   "--security-opt apparmor=unconfined`, Kubernetes `seccompProfile: {type: Unconfined}`; on "
   "Ubuntu 24.04 `sysctl kernel.apparmor_restrict_unprivileged_userns=0`"
 )
-# The first statements inside. The payload file begins with the public part; the private rest is
-# read later, by the process that may know it.
+# The first statements that run in the sandbox. The payload file begins with the public part. Its
+# private part is read later, by a process that may know it.
 BOOT = (
   "import sys,marshal,posix;f,n=map(int,sys.argv[1:]);"
   "c,x=marshal.loads(posix.pread(f,n,0));exec(c);enter(f,n,*x)"
@@ -69,25 +69,25 @@ def run_inside(
   memory_mb: int = 512,
   allow_unsandboxed: bool = False,
 ) -> RunResult:
-  """Runs trusted start-up code in a fresh sandbox, which also confines what that code forks.
+  """Runs trusted start-up code, and all processes that it forks, in a fresh sandbox.
 
   Args:
-    code: marshalled code object that defines main(report_fd, payload_fd, private_at, *public). It
-      runs within the limits, in a process whose memory no other process can read. It writes its
+    code: marshalled code object that defines main(report_fd, payload_fd, private_at, *public). Main
+      runs within the limits, in a process with memory that no other process can read. It writes its
       report to report_fd and ends.
-    public: the arguments of main; plain data. Anything forked later can read it.
-    private: the bytes of the payload file from offset private_at on, for main to read at a point
-      where no other process can.
+    public: plain data, passed to main as arguments. Processes that main forks can read it.
+    private: the bytes of the payload file from offset private_at on. Main should read them at a
+      point where no other process can.
     stdin: bytes on the program's standard input.
-    timeout_s: wall-clock seconds, from when main begins.
+    timeout_s: wall-clock seconds, counted from the start of main.
     memory_mb: MiB; limits the address space of each process, and the resident memory of all
       processes together.
     allow_unsandboxed: DANGEROUS. If no sandbox is available, run the program as this user, with
       this machine's files and network.
 
   Raises:
-    UserError: no sandbox is available, and allow_unsandboxed is not set; the message has advice.
-    OSError: no process could be started.
+    UserError: no sandbox is available, and allow_unsandboxed is not set; the message says what to
+    do. OSError: no process could be started.
   """
   problem = sandbox_problem()
   if problem and not allow_unsandboxed:
@@ -98,9 +98,9 @@ def run_inside(
 
 @functools.cache
 def sandbox_problem() -> str | None:
-  """Returns why programs cannot be sandboxed here, in one line with advice, or None if they can.
+  """Returns one line on why programs cannot be sandboxed here and what to do, or None if they can.
 
-  Tries it out once per process.
+  The first call in a process makes a trial run; later calls return the same result.
   """
   with _LOCK:
     try:
@@ -115,10 +115,10 @@ _LOCK = threading.Lock()
 
 @functools.cache
 def _sandbox_command() -> tuple[str, ...]:
-  """Returns a command, already tried out, that runs its arguments in the sandbox.
+  """Returns a command prefix that runs the command after it in the sandbox, tested by a trial run.
 
   Raises:
-    UserError: there is no such command here.
+    UserError: no sandbox works on this machine.
   """
   if sys.platform != "linux":
     raise UserError(f"bubblewrap needs Linux, this is {sys.platform}")
@@ -139,8 +139,8 @@ def _sandbox_command() -> tuple[str, ...]:
   command += ["--size", str(TMP_MIB * MIB), "--tmpfs", "/tmp", "--chdir", "/tmp"]
 
   variants = [[*command, "--disable-userns"]] if "--disable-userns" in options else []
-  # The filter refuses user namespaces too. --disable-userns fails if /proc/sys is read-only, as in
-  # most containers.
+  # --disable-userns fails if /proc/sys is read-only, as in most containers. The seccomp filter
+  # blocks user namespaces too, so with the filter the option is not necessary.
   if seccomp_filter():
     variants.append(command)
   error = "no way to forbid user namespaces here: bubblewrap 0.8 or later is needed"
@@ -155,15 +155,15 @@ def _sandbox_command() -> tuple[str, ...]:
 
 
 def _drop_root() -> list[str]:
-  """Returns the command that leaves root; empty for other users.
+  """Returns a command prefix that switches from root to an unprivileged user; empty if not root.
 
-  For root no process limit applies, and the program would own the files that root owns.
+  Process limits do not apply to root, and a program that runs as root owns the files of root.
   """
   if os.geteuid() != 0:
     return []
   setpriv = shutil.which("setpriv")
   if not setpriv:
-    raise UserError("setpriv (util-linux) is needed to leave root before programs run")
+    raise UserError("setpriv (util-linux) is needed to drop root privileges before programs run")
   return [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
 
 
@@ -171,24 +171,24 @@ _PROBE = """
 def main(report, payload, private_at):
   import os
   assert not os.path.exists("/proc") and os.getuid() == 65534 and not os.access("/", os.W_OK), \\
-    "the sandbox is not tight"
+    "the sandbox does not isolate"
   os.write(report, b"probe")
 """
 
 
 def enter(payload, private_at, report, sandboxed, limits, code, public):
-  """Sets the limits, hides this process's memory, reports that it is ready, and runs main.
+  """Hides this process's memory, sets the limits, reports that it is ready, and runs main.
 
-  Only this function's own source text is sent inside, where nothing of this module exists. Memory
-  is hidden before anything is forked.
+  Only the source text of this function is sent to the sandbox, so it cannot use other names of this
+  module. Memory is hidden before anything is forked.
   """
   import _signal  # signal would import enum, which takes longer than everything else here
   import os
   import resource
 
   if sandboxed:
-    # PR_SET_DUMPABLE (4) = 0: no ptrace, no process_vm_readv, no pidfd_getfd, whatever the seccomp
-    # filter covers.
+    # PR_SET_DUMPABLE (4) = 0 forbids ptrace, process_vm_readv and pidfd_getfd on this process, even
+    # without the seccomp filter.
     import _ctypes
 
     prctl = _ctypes.dlsym(_ctypes.dlopen(None, 2), "prctl")
@@ -221,7 +221,7 @@ def _run(
   timeout_s: float,
   memory_mb: int,
 ) -> RunResult:
-  """Runs the code once through `command`, or outside of any sandbox if it is None."""
+  """Runs the code once through `command`, or without a sandbox if `command` is None."""
   sandboxed = command is not None
   with ExitStack() as stack:
     report_fd, write_fd = os.pipe()
@@ -234,7 +234,7 @@ def _run(
     front = marshal.dumps((_entrance(), arguments))
     payload = stack.enter_context(_temporary_file(front + private))
     source = stack.enter_context(_temporary_file(stdin))
-    if sandboxed:  # opened again read-only, so that the program cannot write to this machine's disk
+    if sandboxed:  # reopened read-only, so that the program cannot write to this machine's disk
       source = stack.enter_context(open(f"/proc/self/fd/{source.fileno()}", "rb"))
     python = [interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", BOOT]
     python += [str(payload.fileno()), str(len(front))]
@@ -263,8 +263,8 @@ def _run(
 def _limits(timeout_s: float, memory_mb: int, sandboxed: bool) -> dict[str, int]:
   """Returns the resource limits, by RLIMIT name.
 
-  The trusted code sets them inside. Set outside, they would count or bind this user's other
-  processes.
+  The trusted code sets them in the sandbox. Outside, they would also count or limit this user's
+  other processes.
   """
   limits = {
     "AS": int(memory_mb * MIB),

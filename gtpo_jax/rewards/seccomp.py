@@ -1,6 +1,7 @@
-"""The seccomp filter of the sandbox: system calls that no program needs.
+"""The seccomp filter of the sandbox, which blocks system calls that no program needs.
 
-They reach other processes, other namespaces, the host's keys, or memory that no limit counts.
+These calls reach other processes, other namespaces, the host's keys, or memory that no limit
+counts.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import struct
 import sys
 from typing import NamedTuple
 
-# Refused calls that have their own number on each machine: name, x86_64, aarch64.
-_REFUSED = (
+# Blocked calls: name, number on x86_64, number on aarch64.
+_BLOCKED = (
   ("ptrace", 101, 117),
   ("process_vm_readv", 310, 270),
   ("process_vm_writev", 311, 271),
@@ -41,8 +42,8 @@ _REFUSED = (
   ("open_by_handle_at", 304, 265),
   ("vmsplice", 278, 75),
 )
-# Refused calls that are newer and have the same number on every machine.
-_REFUSED_EVERYWHERE = (
+# Newer blocked calls, which have the same number on every machine.
+_BLOCKED_EVERYWHERE = (
   ("io_uring_setup", 425),
   ("io_uring_enter", 426),
   ("io_uring_register", 427),
@@ -57,17 +58,19 @@ _REFUSED_EVERYWHERE = (
   ("mount_setattr", 442),
   ("memfd_secret", 447),
 )
-# clone3's flags are in memory that a filter cannot read. It is refused as unknown (ENOSYS), and the
-# C library falls back to clone.
+# The flags of clone3 are in memory that a filter cannot read. The call fails as unknown (ENOSYS),
+# and the C library falls back to clone.
 _CLONE3 = 435
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{USER,PID,NET,IPC,UTS,CGROUP,NS,TIME}
-_X32_BIT = 0x40000000  # set in the x32 calls, the same kernel under other numbers
+_X32_BIT = (
+  0x40000000  # set in the numbers of x32 calls, which are the same calls under other numbers
+)
 
 
 class _Machine(NamedTuple):
   audit_arch: int  # AUDIT_ARCH_*
   clone: int
-  column: int  # in _REFUSED
+  column: int  # in _BLOCKED
 
 
 _MACHINES = {"x86_64": _Machine(0xC000003E, 56, 1), "aarch64": _Machine(0xC00000B7, 220, 2)}
@@ -83,7 +86,7 @@ _CALL_NUMBER = 0
 _ARCH = 4
 _FIRST_ARGUMENT = 16
 # Results of a filter.
-_REFUSE = (_RETURN, 0, 0, 0x00050001)  # EPERM
+_BLOCK = (_RETURN, 0, 0, 0x00050001)  # EPERM
 _UNKNOWN = (_RETURN, 0, 0, 0x00050026)  # ENOSYS
 _ALLOW = (_RETURN, 0, 0, 0x7FFF0000)
 _KILL = (_RETURN, 0, 0, 0x80000000)
@@ -91,15 +94,16 @@ _KILL = (_RETURN, 0, 0, 0x80000000)
 
 @functools.cache
 def seccomp_filter() -> bytes:
-  """Returns the filter as a BPF program, empty for a machine whose call numbers are not listed.
+  """Returns the filter as a BPF program; empty for a machine with call numbers not listed here.
 
-  Refused calls fail with EPERM; all others pass.
+  Blocked calls fail with EPERM, clone3 with ENOSYS. A call for another architecture kills the
+  process. All other calls are allowed.
   """
   machine = _MACHINES.get(platform.machine())
   if machine is None or sys.byteorder != "little" or struct.calcsize("P") != 8:
     return b""
-  numbers = [row[machine.column] for row in _REFUSED]
-  numbers += [number for _, number in _REFUSED_EVERYWHERE]
+  numbers = [row[machine.column] for row in _BLOCKED]
+  numbers += [number for _, number in _BLOCKED_EVERYWHERE]
   # An instruction is (code, jump if true, jump if false, operand).
   program = [
     (_LOAD, 0, 0, _ARCH),
@@ -107,17 +111,17 @@ def seccomp_filter() -> bytes:
     _KILL,
     (_LOAD, 0, 0, _CALL_NUMBER),
     (_JUMP_AT_LEAST, 0, 1, _X32_BIT),
-    _REFUSE,
+    _BLOCK,
   ]
   for number in numbers:
-    program += [(_JUMP_EQUAL, 0, 1, number), _REFUSE]
+    program += [(_JUMP_EQUAL, 0, 1, number), _BLOCK]
   program += [
     (_JUMP_EQUAL, 0, 1, _CLONE3),
     _UNKNOWN,
     (_JUMP_EQUAL, 0, 3, machine.clone),
     (_LOAD, 0, 0, _FIRST_ARGUMENT),
     (_JUMP_ANY_BIT, 0, 1, _NEW_NAMESPACES),
-    _REFUSE,
+    _BLOCK,
     _ALLOW,
   ]
   return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)

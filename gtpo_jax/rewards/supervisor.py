@@ -1,4 +1,4 @@
-"""Supervises one run: reads its pipes, enforces its limits, and kills it."""
+"""Supervises one run of the sandbox: reads its pipes, enforces its limits, and kills it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MIB = 2**20
 OUTPUT_LIMIT = 8 * MIB  # bytes of stdout or stderr; a run that writes more is killed
 READ_BYTES = 65_536
 PAGE_BYTES = 4096  # unit of /proc/PID/statm
-START_LIMIT_S = 60.0  # from the launch to the ready message; the program's own time starts there
-REAP_LIMIT_S = 10  # to wait for the pipes of a killed run to close
+START_LIMIT_S = 60.0  # from the launch to the ready message, when the run's own time starts
+REAP_LIMIT_S = 10  # longest wait for the pipes of a killed run to close
 MEMORY_CHECK_S = 0.05  # interval of the memory checks
 READY = b"ready\n"  # the first thing the trusted code reports
 
@@ -28,8 +28,8 @@ class RunResult:
   """How a run ended, and what it wrote.
 
   Attributes:
-    ended_by: "report": the trusted code reported or died; "timeout", "memory" or "output": the run
-      was killed at that limit; "start": it never ran.
+    ended_by: "report" if the trusted code reported or died; "timeout", "memory" or "output" if the
+      run was killed at that limit; "start" if the trusted code never became ready.
     report: what the trusted code wrote to its own pipe after the ready message.
     stdout: at most OUTPUT_LIMIT bytes.
     stderr: at most OUTPUT_LIMIT bytes.
@@ -43,9 +43,9 @@ class RunResult:
 
 @contextmanager
 def killed_at_exit(process: subprocess.Popen, sandboxed: bool) -> Iterator[None]:
-  """Kills and reaps the process whatever happens.
+  """Kills and reaps the process at the end of the context, also after an exception.
 
-  Its end kills the sandbox's first process, and that ends all others inside.
+  When bubblewrap dies, the sandbox's first process dies with it, which ends all others in it.
   """
   try:
     yield
@@ -68,14 +68,14 @@ def watch(
 ) -> RunResult:
   """Reads the three pipes until the trusted code ends or a limit is exceeded.
 
-  Then kills the process and reads what is left in the pipes.
+  Then kills the process and reads the rest of the pipes.
 
   Args:
-    process: its stdout and stderr are pipes.
-    report: the end of the trusted code's own pipe.
+    process: the run, with pipes as stdout and stderr.
+    report: read end of the pipe that the trusted code reports to.
     timeout_s: wall-clock seconds, counted from the ready message.
     memory_mb: MiB of private resident memory of the process and its descendants.
-    sandboxed: else the process's group is killed with it.
+    sandboxed: whether the run is in a sandbox. If not, its process group is killed with it.
   """
   received = {report: bytearray(), process.stdout: bytearray(), process.stderr: bytearray()}
   ended_by = ""
@@ -104,7 +104,9 @@ def watch(
           selector.unregister(key.fileobj)
           ended_by = ended_by or ("report" if key.fileobj is report else "")
         elif len(received[key.fileobj]) + len(data) > OUTPUT_LIMIT:
-          ended_by = ended_by or "output"  # keep reading, so that nobody blocks, but store no more
+          ended_by = (
+            ended_by or "output"
+          )  # keep reading, so that no writer blocks, but store no more
         else:
           received[key.fileobj] += data
       if next_memory_check == math.inf and received[report].startswith(READY):

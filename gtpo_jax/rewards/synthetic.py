@@ -16,16 +16,16 @@ def last_number(completion: str) -> str | None:
 
 
 def last_number_correct(completion: str, answer: str) -> bool:
-  """Whether the last whole number in the text is `answer`."""
+  """Returns whether the last whole number in the text is `answer`."""
   return last_number(completion) == answer
 
 
 def countdown_correct(completion: str, numbers: Sequence[int], target: int) -> bool:
-  """Whether the text is a chain of true steps `a+b=c,...` from `numbers` to `target`.
+  """Returns whether the text is a chain of correct steps `a+b=c,...` from `numbers` to `target`.
 
-  A step removes two values from the pool, which starts as `numbers`, and adds its result to it;
-  the operators are +, - and *. At the end the pool must contain the target and nothing else, so
-  every number is used exactly once.
+  The values that may be used start as `numbers`. Each step removes its two operands and adds its
+  result; the operators are +, - and *. At the end only the target may remain, so every number is
+  used exactly once.
   """
   pool = Counter(numbers)
   for part in completion.strip().split(","):

@@ -1,4 +1,7 @@
-"""Answers as values that are compared without SymPy: numbers, groups of them, dates and words."""
+"""Parses answers into values that are compared without SymPy.
+
+Values are numbers, words, dates, and groups of values such as tuples, sets and intervals.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from typing import NamedTuple
 from gtpo_jax.rewards.arithmetic import CLOSE, OPEN, exact_value
 from gtpo_jax.rewards.normalize import MEANINGFUL_WORDS, clean, strip_units
 
-CACHED_READS = 8192  # answers; a batch repeats its gold answers once per completion
+CACHED_READS = 8192  # answers; a gold answer is read again for each completion of its problem
 MAX_EXPONENT = 200  # of a number like 1e30; bounds the size of its fraction
-MAX_NESTING = 4  # of groups within groups
-MAX_ITEMS = 50  # of a group
+MAX_NESTING = 4  # levels of groups within groups
+MAX_ITEMS = 50  # values in a group
 
 
 class Number(NamedTuple):
-  """A number together with how it is written.
+  """A number, and the notation it was written in.
 
   Attributes:
-    value: a fraction; or +-infinity, which stands for a number of at least 2**7999 in magnitude
-      (see `exact_value`).
-    percent: written with a percent sign.
-    places: digits after the point.
+    value: a fraction; or +-infinity for an unknown number of at least 2**7999 in magnitude (see
+      `exact_value`).
+    percent: whether it has a percent sign.
+    places: number of digits after the decimal point.
   """
 
   value: Fraction | float
@@ -33,12 +36,14 @@ class Number(NamedTuple):
 
 
 class Group(NamedTuple):
-  """Several values.
+  """Several values in one answer, such as a tuple, a set or an interval.
+
+  It is unrelated to a group of completions.
 
   Attributes:
-    kind: the pair of brackets; "list" if there is none; "union" of intervals; or "named", as in
-      x = 1, y = 2.
-    items: values.
+    kind: the pair of brackets, such as "()"; "list" if there are no brackets; "union" for a union
+      of intervals; "named" for values with names, as in x = 1, y = 2.
+    items: the values.
     names: the names of a "named" group, in the order of its items.
   """
 
@@ -94,7 +99,7 @@ _UNION = re.compile(r"\\cup(?![a-z])")
 
 @lru_cache(CACHED_READS)
 def read(text: str) -> tuple[str, Value | None]:
-  """Returns the cleaned text and its value, None if the value needs SymPy."""
+  """Returns the cleaned text and its value. The value is None if it needs SymPy."""
   if number := _literal(text):
     return text, number
   text = strip_units(clean(text))
@@ -105,7 +110,7 @@ def read(text: str) -> tuple[str, Value | None]:
 
 
 def same(a: Value, b: Value) -> bool | None:
-  """Whether two values are equal; None if their bounds do not decide it."""
+  """Returns whether two values are equal, or None if both have numbers with only the same bound."""
   if isinstance(a, Group) and isinstance(b, Group):
     return _same_groups(a, b)
   if isinstance(a, Group) or isinstance(b, Group):
@@ -116,11 +121,11 @@ def same(a: Value, b: Value) -> bool | None:
   return _same_numbers(a, b)
 
 
-# Reading.
+# Parsing.
 
 
 def _literal(text: str) -> Number | None:
-  """Reads a number that is written out."""
+  """Parses a number written in digits, or returns None."""
   match = _NUMBER.fullmatch(text)
   if not match:
     return None
@@ -163,7 +168,7 @@ def _value(text: str, depth: int = 0) -> Value | None:
 
 
 def _group(text: str, depth: int) -> Group | None:
-  """Reads intervals, tuples, sets, unions and lists; None if a member has no value."""
+  """Parses an interval, tuple, set, union or list. Returns None if an item has no value."""
   if text.startswith("\\pm"):
     number = _value(text[3:].strip(), depth + 1)
     if not isinstance(number, Number):
@@ -198,7 +203,7 @@ def _group(text: str, depth: int) -> Group | None:
 
 
 def _split(text: str, separator: re.Pattern) -> list[str] | None:
-  """Splits at separators outside of brackets; None if brackets do not pair up."""
+  """Splits the text at separators outside of brackets. Returns None if brackets do not match."""
   parts = []
   depth = 0
   start = 0
@@ -219,22 +224,22 @@ def _split(text: str, separator: re.Pattern) -> list[str] | None:
 
 
 def _same_numbers(a: Number, b: Number) -> bool | None:
-  vast = [isinstance(x.value, float) for x in (a, b)]
-  if any(vast):
-    return None if all(vast) and a.value == b.value else False
+  is_infinite = [isinstance(x.value, float) for x in (a, b)]
+  if any(is_infinite):
+    return None if all(is_infinite) and a.value == b.value else False
   if a.percent == b.percent:
     return _near(a, b)
-  share, plain = (a, b) if a.percent else (b, a)
-  as_fraction = share._replace(value=share.value / 100, places=share.places + 2)
+  percent, plain = (a, b) if a.percent else (b, a)
+  as_fraction = percent._replace(value=percent.value / 100, places=percent.places + 2)
   # "50 %" equals both 0.5 and 50, but "0.5 %" does not equal 0.5.
-  return _near(as_fraction, plain) or (abs(share.value) >= 1 and _near(share, plain))
+  return _near(as_fraction, plain) or (abs(percent.value) >= 1 and _near(percent, plain))
 
 
 def _near(a: Number, b: Number) -> bool:
-  """Whether two numbers are equal, or one is a decimal expansion of the other.
+  """Returns whether two numbers are equal, or one is a decimal expansion of the other.
 
-  An expansion is rounded or cut off after at least six digits, and stands for a fraction without a
-  finite expansion.
+  An expansion must be rounded or truncated after at least six digits, and the other number must be
+  a fraction without a finite decimal expansion.
   """
   if a.value == b.value:
     return True

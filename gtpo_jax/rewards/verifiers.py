@@ -1,6 +1,7 @@
-"""The tables of reward kinds: `VERIFIERS` by problem kind, `PARTS` by name in `reward.parts`.
+"""Tables of the built-in verifiers and reward parts.
 
-A verifier receives an entire batch, so that it can check many completions in parallel.
+`VERIFIERS` is indexed by `Problem.kind`, `PARTS` by the names in the config's `reward.parts`. A
+verifier receives many completions at once, so that it can check them in parallel.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from gtpo_jax.rewards.extraction import extract
 from gtpo_jax.rewards.math import math_verdicts
 from gtpo_jax.rewards.synthetic import countdown_correct, last_number_correct
 
-# Sandboxes that run at once. Most of a short run is waiting for processes to start and end.
+# Maximum sandboxes at once. More than the cores, since a short run mostly waits for processes.
 MAX_SANDBOXES = 4 * (os.cpu_count() or 1)
 
 
@@ -34,9 +35,9 @@ Texts = Sequence[str]
 Extras = Sequence[Mapping[str, Any]]  # `Problem.extra` of each completion's problem
 Verdicts = list[bool | None]  # None: no verdict was reached
 
-# (completions, gold answers, extras, options) -> one verdict per completion, in order.
+# (completions, gold answers, extras, options) -> one verdict per completion, in the same order.
 Verifier = Callable[[Texts, Texts, Extras, Options], Verdicts]
-# (prompts, completions, gold answers, extras) -> one number per completion, in order.
+# (prompts, completions, gold answers, extras) -> one number per completion, in the same order.
 RewardPart = Callable[[Texts, Texts, Texts, Extras], list[float]]
 
 
@@ -66,7 +67,7 @@ def _code(completions: Texts, answers: Texts, extras: Extras, options: Options) 
     return list(threads.map(run_tests, completions, extras))
 
 
-# By `Problem.kind`: decides whether a completion is correct.
+# By `Problem.kind`: the function that decides whether completions are correct.
 VERIFIERS: dict[str, Verifier] = {
   "last_number": _last_number,
   "countdown": _countdown,
@@ -83,5 +84,5 @@ def _answer_line(prompts: Texts, completions: Texts, answers: Texts, extras: Ext
   return [float("answer:" in text.lower() and extract(text) is not None) for text in completions]
 
 
-# Format rewards beside "correct": 1 if the completion has the format, else 0.
+# By name: format rewards, which are 1 if the completion has the format and 0 if not.
 PARTS: dict[str, RewardPart] = {"boxed": _boxed, "answer_line": _answer_line}

@@ -1,4 +1,7 @@
-"""Votes: the answer of a completion as a value. Completions with equal values share one vote."""
+"""Majority voting (maj@k): maps a completion to a hashable answer.
+
+Completions with equal answers vote together.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from gtpo_jax.rewards.values import Group, Number, Value, read
 
 
 def _math(completion: str) -> Hashable | None:
-  """Returns the extracted answer as a value, or as its spelling if it has no exact value.
+  """Returns the extracted answer as a value, or as its normalised text if it has no exact value.
 
-  SymPy is not used, so \\sqrt{8} and 2\\sqrt{2} are two different votes.
+  SymPy is not used, so \\sqrt{8} and 2\\sqrt{2} are different answers.
   """
   answer = extract(completion)
   if not answer or not answer.strip() or len(answer) > MAX_CHARS:
@@ -23,7 +26,7 @@ def _math(completion: str) -> Hashable | None:
 
 
 def _canonical(value: Value) -> Value:
-  """Drops what does not distinguish answers: the number of decimals, the order of a set."""
+  """Returns the same object for equal values: decimal places are dropped, sets are sorted."""
   if isinstance(value, Number):
     return Number(value.value, value.percent)
   if isinstance(value, Group):
@@ -40,9 +43,9 @@ def _entire_text(completion: str) -> str | None:
   return completion.strip() or None
 
 
-# By `Problem.kind`: the vote of a completion, None if it abstains. A kind without an entry has no
-# majority vote. Programs have none: two are rarely equal as text, and only tests could tell which
-# of them behave the same.
+# By `Problem.kind`: the function that maps a completion to its answer, or to None if it abstains.
+# Kinds without an entry have no majority vote. "code" has none, since two programs are rarely equal
+# as text, and only tests could show that they behave the same.
 VOTES: dict[str, Callable[[str], Hashable | None]] = {
   "last_number": last_number,
   "countdown": _entire_text,

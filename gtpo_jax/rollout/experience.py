@@ -1,4 +1,4 @@
-"""The batch that one step trains on: sampled, scored, and filled with groups with a signal."""
+"""Collects the batch of one step: samples, scores and, with dynamic sampling, resamples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Experience:
     problems: n problems.
     texts: [n][g], decoded completions.
     correct: bool[n, g], on the host.
-    metrics: of everything that was sampled for the batch, and the seconds it took.
+    metrics: statistics of all sampled completions, dropped ones included, and the time spent.
   """
 
   rollouts: Rollouts
@@ -74,9 +74,9 @@ class _GenerationBatch(NamedTuple):
 class Collector:
   """Samples and scores each step's batch.
 
-  Generation batch number k has the problems k of the data order and is sampled with the key of k:
-  what is sampled depends only on the seed and on the number of batches before it. Without dynamic
-  sampling this number is the step's.
+  Generation batch k has the k-th batch of the data order and is sampled with PRNG key k. For given
+  parameters, the completions therefore depend only on the seed and on k. Without dynamic sampling
+  there is one generation batch per step, and k is the step's index.
   """
 
   def __init__(
@@ -124,7 +124,7 @@ class Collector:
       )
 
   def collect(self, params: Params, say: Callable[[str], None]) -> Experience:
-    """Returns the next step's batch, written by the policy with `params` and by the guide.
+    """Samples and scores the next step's batch, with `params` and the guide if there is one.
 
     Args:
       params: the policy's parameters in training layout.
@@ -186,11 +186,13 @@ class Collector:
     return _GenerationBatch(number, problems, rollouts, scores, pending.texts, scoring_s)
 
   def _pack(self, rollouts: Rollouts) -> Rollouts:
-    """Returns the rollouts with the rows in which the trainer will compute the completions."""
+    """Adds the packing: which completions share a row in the trainer's forward pass."""
     if not self._config.batch.pack:
       return rollouts
     model = self._worker.model
-    share_rows = attention_kind(model.config, model.mesh) != "cudnn"  # cuDNN has no segments
+    share_rows = (
+      attention_kind(model.config, model.mesh) != "cudnn"
+    )  # cuDNN attention has no segment masks
     packing = plan_rows(
       fetch(rollouts.lengths),
       rollouts.tokens.shape[2],
@@ -202,11 +204,12 @@ class Collector:
   def _sample_groups(
     self, params: Params, policy: Policy, say: Callable[[str], None]
   ) -> tuple[list[Group], dict[str, float], float]:
-    """Samples until n groups have contrast: DAPO's dynamic sampling (2503.14476).
+    """Samples until n groups carry a learning signal: DAPO's dynamic sampling (2503.14476).
 
-    Groups kept from the previous step come first. If `max_gen_batches` do not suffice, groups
-    without contrast fill the batch and are not trained on. The metrics describe everything that was
-    sampled, not the batch.
+    Such groups contain correct and incorrect completions; see `algorithms.has_contrast`. Groups
+    kept from the previous step come first. If `max_gen_batches` batches are not enough, other
+    groups fill the batch and are masked out of the loss. The metrics describe everything that was
+    sampled, not only the batch.
 
     Returns:
       n groups, the metrics, and the seconds spent waiting for scores.
@@ -232,9 +235,9 @@ class Collector:
     short = max(n - len(contrast), 0)
     if short:
       say(
-        f"dynamic sampling: batch.max_gen_batches = {self._config.batch.max_gen_batches} reached, "
-        f"{len(sampled)} groups sampled, {len(no_contrast)} without contrast; "
-        f"{n - short} of {n} groups of this step are trained on"
+        f"dynamic sampling: batch.max_gen_batches = {self._config.batch.max_gen_batches} reached; "
+        f"{len(no_contrast)} of {len(sampled)} sampled groups carry no learning signal; "
+        f"training on {n - short} of {n} groups in this step"
       )
     filler = [group.as_filler() for group in no_contrast[len(no_contrast) - short :]]
     self._kept = [group.as_stale() for group in contrast[n:]]
@@ -276,7 +279,7 @@ def _append_guided(rollouts: Rollouts, guided: Rollouts) -> Rollouts:
   """Returns the policy's completions followed by the guide's, [n, g_policy + g_guide, ...]."""
   own = rollouts.replace(prompts=None, guided=jnp.zeros(rollouts.finished.shape, bool))
   added = guided.replace(prompts=None, guided=jnp.ones(guided.finished.shape, bool))
-  if rollouts.rescored is not None:
+  if rollouts.rescored is not None:  # a guide's ratio is to its own log-probs in any case
     added = added.replace(rescored=guided.log_probs)
   joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), own, added)
   return joined.replace(prompts=rollouts.prompts)

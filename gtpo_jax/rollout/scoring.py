@@ -1,7 +1,7 @@
 """Scores completions: the verifier for each problem's kind, and the weighted parts of the reward.
 
-A verdict that cannot be reached is None. Its completion takes no part in loss and statistics and is
-counted in `reward/no_verdict`; it never becomes a reward of 0.
+If verification fails, the verdict is None. The completion is then excluded from the loss and the
+statistics and counted in `reward/no_verdict`; it never gets a reward of 0.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from gtpo_jax.rollout.user_functions import (
 )
 from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
 
-CORRECT_ABOVE = 0.5  # a verifier's number above this is a right answer
-USER_VERIFIER = ""  # the name of a user's verifier among the values of a group
+CORRECT_ABOVE = 0.5  # a verifier's score above this counts as correct
+USER_VERIFIER = ""  # the key of a user's verifier in what `call_functions` returns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +38,17 @@ class RewardResult:
   """The scores of one batch, in host arrays.
 
   Attributes:
-    correct: bool[n, g]; False if there is no verdict.
-    reached: bool[n, g]; whether there is a verdict.
+    correct: bool[n, g]; False if not scored.
+    scored: bool[n, g]; whether the completion has a verdict and every part of its reward. A
+      completion that was cut off needs no verdict: it is wrong.
     reward: f32[n, g], the weighted sum of the parts, which the baselines normalise.
-    penalty: f32[n, g] <= 0, for length.
-    valid: bool[n, g]; there is a verdict, and the overlong filter keeps the completion.
+    penalty: f32[n, g] <= 0, the length penalty.
+    valid: bool[n, g]; `scored`, and not removed by the overlong filter.
     metrics: the mean of each part, and the number of missing verdicts.
   """
 
   correct: np.ndarray
-  reached: np.ndarray
+  scored: np.ndarray
   reward: np.ndarray
   penalty: np.ndarray
   valid: np.ndarray
@@ -59,26 +60,30 @@ class RewardResult:
     return Rewards(self.correct, self.reward, self.penalty, self.valid)
 
 
-class FinishedCompletion(NamedTuple):
-  """A completion that has ended."""
+class EndedCompletion(NamedTuple):
+  """A completion that is no longer being sampled."""
 
-  prompt: int  # index of its problem in the batch
-  number: int  # index within the problem's group
+  problem: int  # index of its problem in the batch
+  index: int  # index within the problem's group
   tokens: np.ndarray  # i32[length]
-  finished: bool  # it ended with a stop token, and was not cut off
+  finished: bool  # True if it ended with a stop token, False if it was cut off
 
 
 class RewardManager:
-  """Scores completions as the config says, on a thread of its own, while others are being sampled.
+  """Scores completions according to the config.
 
-  `reward.verifier` = module:function, or the function `verifier`, decides right and wrong instead
-  of the verifiers of the problems' kinds: above 0.5 is right, and the part "verifier" is the number
-  itself. Parts of `reward.parts` may be such functions too. Each is called once per problem, when
-  all completions of the problem have ended, as `function(prompts, completions, answers, extras)`
-  with equally long lists of text, text, text and dict. It returns a number or bool for each
-  completion, or None for no verdict. An exception is shown once. The completions concerned have no
-  verdict then, nor if it returns a list of another length or NaN, or takes longer than
-  `reward.function_timeout_s`.
+  `PendingRewards` calls it on `thread` while other completions are still being sampled.
+
+  A user's verifier (the argument `verifier`, or `reward.verifier` = module:function) replaces the
+  built-in ones. A score above 0.5 is correct; the reward part "verifier" is the score itself. Parts
+  of `reward.parts` may be users' functions too.
+
+  Each function is called once per problem, when all completions of the problem have ended, as
+  `function(prompts, completions, answers, extras)` with equally long lists of text, text, text and
+  dict. It returns a number or bool for each completion, or None for no verdict. If it raises,
+  returns a list of the wrong length or exceeds `reward.function_timeout_s`, the problem's
+  completions have no verdict; a completion for which it returns NaN has none either. The first
+  failure of each function is printed.
 
   Attributes:
     thread: runs the verifiers and functions.
@@ -102,13 +107,14 @@ class RewardManager:
     self.thread = ThreadPoolExecutor(1, "gtpo-reward")
 
   def close(self) -> None:
-    """Ends the thread; completions that are waiting are not scored any more."""
+    """Shuts the thread down and cancels queued scoring."""
     self.thread.shutdown(cancel_futures=True)
 
   def verify(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float]:
     """Returns the verdict on each completion by the verifier for its problem's kind.
 
-    Numbers as 0.0 or 1.0, NaN for no verdict; all NaN if a user's verifier decides instead.
+    1.0 is correct, 0.0 incorrect, NaN no verdict. All are NaN if a user's verifier is set:
+    `combine` then uses its scores.
     """
     verdicts = [math.nan] * len(texts)
     if self._verifier:
@@ -127,9 +133,10 @@ class RewardManager:
     return verdicts
 
   def call_functions(self, problem: Problem, texts: Sequence[str]) -> dict[str, list[float]]:
-    """Returns what the functions say of all completions of a problem.
+    """Calls the users' functions on all completions of a problem.
 
-    By function name, the value of each completion, NaN for none; a user's verifier is under "".
+    Returns, for each function name, one value per completion (NaN for none); the values of a user's
+    verifier are under `USER_VERIFIER`.
     """
     values = {
       name: self._call(name, function, problem, texts) for name, function in self._functions.items()
@@ -152,7 +159,7 @@ class RewardManager:
       verdicts: f64[n, g] from `verify`.
       function_values: n results of `call_functions`.
       lengths: i32[n, g], tokens of each completion.
-      finished: bool[n, g]; a completion that was cut off is wrong.
+      finished: bool[n, g]; False if the completion was cut off, which counts as incorrect.
     """
     algorithm = self._config.resolved_algorithm
     settings = algorithm.settings
@@ -164,7 +171,7 @@ class RewardManager:
 
     if self._verifier:
       verdicts = column(USER_VERIFIER)
-    reached = ~np.isnan(verdicts) | ~finished
+    scored = ~np.isnan(verdicts) | ~finished
     correct = finished & (verdicts > CORRECT_ABOVE)
     reward = np.zeros(finished.shape)
     metrics = {}
@@ -173,25 +180,25 @@ class RewardManager:
         part = np.where(correct, right, wrong)
       else:
         part = verdicts if name == "verifier" else column(name)
-        reached &= ~np.isnan(part)
+        scored &= ~np.isnan(part)
         metrics[f"reward/part/{name}"] = _mean(part)
       reward += weight * np.nan_to_num(part)
-    correct &= reached
-    metrics["reward/no_verdict"] = float((~reached).sum())
-    valid = reached & finished if settings.overlong_filter else reached
+    correct &= scored
+    metrics["reward/no_verdict"] = float((~scored).sum())
+    valid = scored & finished if settings.overlong_filter else scored
     if settings.length_penalty == "group_relative":
       penalty = group_relative(lengths, correct, valid, settings.gamma)
     else:
       max_tokens = self._config.sampling.max_tokens
       penalty = soft_overlong(lengths, max_tokens, settings.overlong_buffer)
-    return RewardResult(correct, reached, reward.astype(np.float32), penalty, valid, metrics)
+    return RewardResult(correct, scored, reward.astype(np.float32), penalty, valid, metrics)
 
 
 class PendingRewards:
   """The scores of one batch while it is being sampled: completions are added as they end.
 
-  With several processes only the first scores and broadcasts the result: a verdict that timed out
-  on one process would otherwise make their states diverge.
+  With several processes, only the first one scores, and it broadcasts the result. If each scored,
+  a timeout on one of them would make their states diverge.
 
   Attributes:
     texts: [n][g], the decoded completions; complete after `result`.
@@ -222,10 +229,10 @@ class PendingRewards:
     self._verdicts = np.full((n, group), np.nan)
     self._function_values: list[dict[str, list[float]]] = [{} for _ in range(n)]
     self._missing = np.full(n, group)
-    self._waiting: collections.deque[FinishedCompletion] = collections.deque()
+    self._waiting: collections.deque[EndedCompletion] = collections.deque()
     self._work: list[Future[None]] = []
 
-  def put(self, completions: Sequence[FinishedCompletion]) -> None:
+  def put(self, completions: Sequence[EndedCompletion]) -> None:
     """Adds completions that have ended."""
     if completions and is_first_process():
       self._waiting.extend(completions)
@@ -234,7 +241,7 @@ class PendingRewards:
   def result(self) -> RewardResult:
     """Waits for all scores and returns them, the same on every process.
 
-    Raises what scoring raised.
+    Re-raises any exception from the scoring thread.
     """
     with jax.profiler.TraceAnnotation("reward"):
       shared = broadcast_from_first(self._collect)
@@ -263,7 +270,7 @@ class PendingRewards:
     if not completions:
       return
     texts = self._decode([completion.tokens for completion in completions])
-    problems = [self._problems[completion.prompt] for completion in completions]
+    problems = [self._problems[completion.problem] for completion in completions]
     verdicts = self._reward_manager.verify(problems, texts)
     for completion, text, verdict in zip(completions, texts, verdicts, strict=True):
       i, j, tokens, finished = completion

@@ -16,7 +16,7 @@ from gtpo_jax.data.records import Problem
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.models.params import Params, param_shardings
 from gtpo_jax.models.qwen2 import Qwen2
-from gtpo_jax.rollout.scoring import FinishedCompletion, PendingRewards
+from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
@@ -117,7 +117,7 @@ class RolloutWorker:
       key: a typed PRNG key.
       group: completions per problem.
       sampling_params: how tokens are drawn.
-      pending: receives each completion as soon as it ends, to score it meanwhile.
+      pending: receives each completion as soon as it ends, and scores it while others are sampled.
       first: the index that the first completion of each problem has in `pending`.
 
     Returns:
@@ -132,6 +132,6 @@ class RolloutWorker:
         finished = []
         for i, j in ended:
           tokens = buffer.tokens[i, j, buffer.mask[i, j]]
-          finished.append(FinishedCompletion(i, first + j, tokens, bool(buffer.finished[i, j])))
+          finished.append(EndedCompletion(i, first + j, tokens, bool(buffer.finished[i, j])))
         pending.put(finished)
     return policy.engine.rollouts(buffer, prompts)

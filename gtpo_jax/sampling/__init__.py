@@ -1,1 +1,1 @@
-"""Sampling completions: the engine, its scheduler, caches, compiled programs and token filters."""
+"""Sampling: the engine, its scheduler, caches, compiled programs and token filters."""

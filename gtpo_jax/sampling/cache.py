@@ -1,7 +1,11 @@
-"""Keys and values while sampling: a cache of prompts, and a cache of what each slot has generated.
+"""The key/value caches of sampling: one for the prompts, one for the tokens that slots generate.
 
 Slots and prompt cache entries are split over the batch axes of the mesh. Data moves between a slot
 and its prompt's entry only within one shard, so that no device waits for another.
+
+In shapes of `gtpo_jax.sampling`, s is the number of slots, m the number of prompt cache entries, w
+the positions of a slot's cache and c the positions of a chunk. The other letters are those of
+`gtpo_jax.arrays`.
 """
 
 from __future__ import annotations
@@ -21,19 +25,21 @@ INT8_MAX = 127
 
 
 class PromptCache(NamedTuple):
-  """Prefilled prompts, one per entry; the last token is at position p-1."""
+  """Prefilled prompts, one per entry. The last token of each is at position p - 1."""
 
-  kv: list[KV]  # per layer, p positions of m rows
-  hidden: jax.Array  # [m, 1, 1, d], predicts the first token of a completion
-  seen_tokens: jax.Array | None  # bool[m, v], the prompt's tokens; None without a penalty
+  kv: list[KV]  # per layer, [m, 1, k, ...] with p positions
+  hidden: jax.Array  # [m, 1, 1, d], the states that predict the first token
+  seen_tokens: (
+    jax.Array | None
+  )  # bool[m, v], the prompt's tokens; None if there is no repetition penalty
 
 
 class SlotCache(NamedTuple):
-  """Running completions, one per slot; the first token is at position 0."""
+  """Running completions, one per slot. The first token of each is at position 0."""
 
-  kv: list[KV]  # per layer, w positions of s rows
-  hidden: jax.Array  # [s, 1, 1, d], predicts the next token
-  seen_tokens: jax.Array | None  # bool[s, v], tokens of prompt and completion
+  kv: list[KV]  # per layer, [s, 1, k, ...] with w positions
+  hidden: jax.Array  # [s, 1, 1, d], the states that predict the next token
+  seen_tokens: jax.Array | None  # bool[s, v], tokens of prompt and completion, or None
 
 
 CacheFields = tuple[list[KV], jax.Array, jax.Array | None]
@@ -44,9 +50,9 @@ def init_cache(model: Qwen2, rows: int, length: int, dtype: str, track_tokens: b
 
   Args:
     model: the architecture, on the sampling mesh.
-    rows: entries or slots, over all shards.
+    rows: number of entries or slots, over all shards.
     length: positions per row.
-    dtype: format of keys and values, as `EngineConfig.kv_dtype`.
+    dtype: format of keys and values: float32, bfloat16, float16 or int8.
     track_tokens: whether to allocate `seen_tokens`.
   """
   c = model.config
@@ -90,16 +96,16 @@ def insert_prompts(
   seen_tokens: jax.Array | None,
   entries: jax.Array,
 ) -> PromptCache:
-  """Writes newly prefilled prompts, [b, ...], into the prompt cache.
+  """Writes b newly prefilled prompts into the prompt cache.
 
   Args:
     model: the architecture.
     prompt_cache: the cache to update.
-    kv: per layer, p positions of b rows.
+    kv: per layer, [b, 1, k, ...] with p positions.
     hidden: [b, 1, 1, d].
     seen_tokens: bool[b, v] or None, as in the cache.
-    entries: i32[shards, b / shards], each prompt's entry within its shard; a number past the last
-      entry drops the row.
+    entries: i32[shards, b / shards], each prompt's entry within its shard. A row with a number past
+      the last entry is dropped.
   """
   set_rows = lambda old, new, at: old.at[at].set(new, mode="drop")
   insert = lambda old, new: within_shards(model, set_rows, old, new, entries.reshape(-1))
@@ -115,7 +121,7 @@ def insert_prompts(
 
 
 def append_chunk(model: Qwen2, caches: list[KV], chunk: list[KV], start: jax.Array) -> list[KV]:
-  """Writes a chunk's keys and values into the slots' caches, from position `start` i32[s] on."""
+  """Writes a chunk's keys and values into the slots' caches, from positions `start` i32[s] on."""
 
   def append(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
     update = lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(old, new, start, axis - 1)
@@ -140,14 +146,14 @@ def grow(model: Qwen2, slots: SlotCache, length: int) -> SlotCache:
 
 
 def compact(model: Qwen2, slots: SlotCache, order: jax.Array) -> SlotCache:
-  """Keeps only the slots `order` i32[shards, s' / shards] of each shard, in that order."""
+  """Keeps only the slots `order` i32[shards, kept slots per shard] of each shard, in that order."""
   keep = lambda x: gather_rows(model, x, order.reshape(-1))
   kv = [_constrain_kv(model, jax.tree.map(keep, kv)) for kv in slots.kv]
   return SlotCache(kv, *jax.tree.map(keep, (slots.hidden, slots.seen_tokens)))
 
 
 def cast_kv(kv: KV, like: KV) -> KV:
-  """Converts keys and values to the cache's type; int8 gets one scale per head and position."""
+  """Converts keys and values to the dtype of `like`; int8 has one scale per head and position."""
   if like.k_scale is None:
     return KV(kv.k.astype(like.k.dtype), kv.v.astype(like.v.dtype))
   k, k_scale = _quantise(kv.k, -2)
@@ -161,14 +167,14 @@ def position_axes(kv: KV) -> KV:
 
 
 def gather_rows(model: Qwen2, x: jax.Array, index: jax.Array) -> jax.Array:
-  """Returns x[index] within each shard; x is [shards * n, ...], `index` i32[shards * n']."""
+  """Returns the rows of `x` at `index` i32[...], whose numbers are counted within each shard."""
   return within_shards(model, lambda x, index: x[index], x, index)
 
 
 def within_shards(
   model: Qwen2, function: Callable[..., jax.Array], *arrays: jax.Array
 ) -> jax.Array:
-  """Applies `function` to each shard's part of the arrays [shards * n, ...] and concatenates."""
+  """Applies `function` to each shard's rows of the arrays and concatenates the results."""
   shards = batch_shards(model.mesh)
   if shards == 1:
     return function(*arrays)
@@ -178,14 +184,14 @@ def within_shards(
 
 
 def _constrain_kv(model: Qwen2, kv: KV) -> KV:
-  """Shards rows over the batch axes, and heads over the tensor axis if it divides them."""
+  """Shards rows over the batch axes, and heads over the tensor axis if it divides their number."""
   return jax.tree.map(lambda x: constrain(x, model.mesh, *_logical_axes(model, x)), kv)
 
 
 def _logical_axes(model: Qwen2, x: jax.Array) -> tuple[str | None, ...]:
   """Returns the logical axes of one cache array.
 
-  Keys, values and scales are [rows, 1, k, ...]; the rest are [rows, v] and [rows, 1, 1, d].
+  Keys, values and scales are [rows, 1, k, ...]; the other arrays are [rows, v] and [rows, 1, 1, d].
   """
   has_heads = x.ndim > 2 and x.shape[2] > 1
   divisible = model.config.kv_heads % axis_size(model.mesh, "kv_heads") == 0
@@ -193,7 +199,10 @@ def _logical_axes(model: Qwen2, x: jax.Array) -> tuple[str | None, ...]:
 
 
 def _quantise(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-  """Returns int8 values and f32 scales with x ~ int8 * scale; the largest along `axis` is 127."""
+  """Returns int8 values and f32 scales with x ~ int8 * scale.
+
+  The value of largest magnitude along `axis` becomes +-127.
+  """
   scale = jnp.abs(x).max(axis, keepdims=True).astype(jnp.float32) / INT8_MAX
   rounded = jnp.round(x.astype(jnp.float32) / jnp.where(scale > 0, scale, 1))
   return rounded.astype(jnp.int8), scale.squeeze(axis)

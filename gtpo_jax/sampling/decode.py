@@ -1,4 +1,4 @@
-"""Sampling on the devices: prefill prompts, and decode a chunk of tokens in every slot."""
+"""Sampling on the devices: prefills prompts, and decodes a chunk of tokens in every slot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gtpo_jax.sampling.scheduler import DecodeInputs
 class Chunk(NamedTuple):
   """The tokens of one chunk, replicated on every device.
 
-  Time is the first axis, so that each step writes one contiguous row.
+  The position in the chunk is the first axis, so that each step writes one contiguous row.
   """
 
   tokens: jax.Array  # i32[c, s]
@@ -37,17 +37,17 @@ class Chunk(NamedTuple):
   entropy: jax.Array  # f32[c, s], nats, of the policy
   drawn_log_probs: jax.Array  # f32[c, s], nats, after penalty and filters
   plain_log_probs: jax.Array  # f32[c, s], nats, at temperature 1
-  stopped: jax.Array  # bool[s], a stop token was sampled
+  stopped: jax.Array  # bool[s], True if a stop token was sampled
 
 
 class _LoopState(NamedTuple):
-  """What changes from token to token within a chunk."""
+  """The state that changes from token to token within a chunk."""
 
   step: jax.Array  # i32[], tokens decoded in this chunk
   active: jax.Array  # bool[s]
-  hidden: jax.Array  # [s, 1, 1, d], predicts the next token
+  hidden: jax.Array  # [s, 1, 1, d], the states that predict the next token
   seen_tokens: jax.Array | None  # bool[s, v]
-  kv: list[KV]  # per layer, the chunk's c positions of s rows
+  kv: list[KV]  # per layer, [s, 1, k, ...] with the c positions of the chunk
   out: Chunk
 
 
@@ -58,16 +58,19 @@ def prefill_prompts(
   prompts: Prompts,
   entries: jax.Array,
 ) -> PromptCache:
-  """Prefills `prompts` [b, p], each once, into the entries i32[shards, b / shards].
+  """Prefills `prompts` [b, p] into the prompt cache.
 
-  Only the last position's hidden state is kept.
+  Each prompt is computed once, and only the hidden state of its last position is kept. `entries` is
+  described in `insert_prompts`.
   """
   hidden, kv = prefill(model, params, prompts)
   seen_tokens = None
   if prompt_cache.seen_tokens is not None:
     rows = jnp.arange(len(prompts.lengths))[:, None]
     vocab = model.config.vocab_size
-    tokens = jnp.where(prompts.mask, prompts.tokens, vocab)  # padding is out of range: dropped
+    tokens = jnp.where(
+      prompts.mask, prompts.tokens, vocab
+    )  # padding is out of range, so it is dropped
     seen_tokens = jnp.zeros((len(prompts.lengths), vocab), bool)
     seen_tokens = seen_tokens.at[rows, tokens].set(True, mode="drop")
   return insert_prompts(model, prompt_cache, kv, hidden, seen_tokens, entries)
@@ -90,23 +93,23 @@ def decode_chunk(
 ) -> tuple[SlotCache, Chunk]:
   """Samples up to `chunk` tokens in every active slot without returning to the host.
 
-  Token i of a completion is drawn with `fold_in(key, i)` of the completion's key, so it depends
-  only on that key and the prompt.
+  Token i of a completion is drawn with `fold_in(key, i)` of the completion's key, so a completion
+  depends only on its key and its prompt.
 
   Args:
     model: the architecture.
-    params: the policy, in sampling layout.
+    params: the policy's parameters in sampling layout.
     prompt_cache: the prefilled prompts.
     slots: the completions generated so far.
-    inputs: what each slot does.
-    stop: i32[k], token ids that end a completion. The stop token itself is sampled, scored and
-      included in the mask.
-    max_steps: i32[] <= chunk, ends the chunk after this many tokens.
-    max_finished: i32[], ends the chunk once this many slots have finished in it.
+    inputs: the inputs of every slot and entry.
+    stop: i32[number of stop tokens], token ids that end a completion. The stop token itself is
+      sampled, has a log-prob and is included in the mask.
+    max_steps: i32[] <= chunk; the chunk ends after this many tokens.
+    max_finished: i32[]; the chunk ends once this many slots have finished in it.
     sampling_params: temperature and filters.
-    chunk: allocated positions for the chunk's keys and values.
+    chunk: number of positions allocated for the chunk's keys and values.
     attention: "xla", "pallas" or "triton", see `EngineConfig`.
-    vocab_limit: samples only token ids below it; None for the whole vocabulary.
+    vocab_limit: only token ids below this are sampled; None for the full vocabulary.
 
   Returns:
     The slots' caches with the chunk appended, and the chunk's tokens.
@@ -170,7 +173,7 @@ def _decode_attention(
 def _initial_state(
   model: Qwen2, prompt_cache: PromptCache, slots: SlotCache, inputs: DecodeInputs, chunk: int
 ) -> _LoopState:
-  """Returns the state before the first token; new completions continue from their prompt."""
+  """Returns the state before the first token. A new completion starts from its prompt's state."""
   entry = inputs.table_index // inputs.slot_table.shape[1]
 
   def start_from(prompt: jax.Array, slot: jax.Array) -> jax.Array:
@@ -203,7 +206,7 @@ def _initial_state(
 
 
 def _record(state: _LoopState, sampled: SampledToken, stopped: jax.Array) -> Chunk:
-  """Writes one step's tokens of the active slots into the chunk's output."""
+  """Returns the chunk with one step's tokens of the active slots written to it."""
 
   def write(rows: jax.Array, row: jax.Array) -> jax.Array:
     return rows.at[state.step].set(jnp.where(state.active, row, jnp.zeros_like(row)))
@@ -221,7 +224,7 @@ def _record(state: _LoopState, sampled: SampledToken, stopped: jax.Array) -> Chu
 
 
 def _limit_vocab(logits: jax.Array, vocab_limit: int | None) -> jax.Array:
-  """Masks the logits f32[..., v] of token ids from `vocab_limit` on."""
+  """Masks the logits f32[..., v] of token ids that are not below `vocab_limit`."""
   vocab = logits.shape[-1]
   if vocab_limit in (None, vocab):
     return logits

@@ -24,13 +24,13 @@ from gtpo_jax.sampling.ragged import ragged_attention
 class DecodeAttention:
   """The keys and values that slots attend to during one chunk, apart from the chunk's own.
 
-  Both caches are read-only within the chunk. Its own keys and values are in a small buffer, in
-  which all slots write the same column: no scatter at each token.
+  Both caches are read-only while a chunk is decoded. The chunk's own keys and values are in a small
+  buffer in which all slots write at the same position, so that a token needs no scatter.
   """
 
   model: Qwen2
-  prompt_kv: list[KV]  # per layer, p positions of m rows
-  past_kv: list[KV]  # per layer, w positions of s rows: tokens generated before the chunk
+  prompt_kv: list[KV]  # per layer, [m, 1, k, ...] with p positions
+  past_kv: list[KV]  # per layer, [s, 1, k, ...] with w positions: the tokens before the chunk
   table_index: jax.Array  # i32[s], as in `DecodeInputs`
   slot_table: jax.Array  # i32[m, slots_per_entry], as in `DecodeInputs`
   prompt_mask: jax.Array  # bool[m, 1, 1, p]
@@ -42,7 +42,8 @@ class DecodeAttention:
   ) -> Callable[[int, jax.Array, KV], tuple[jax.Array, KV]]:
     """Returns the `attend` argument of `decode_step` for position `step` i32[] of the chunk.
 
-    For each layer it returns the attention's output, and `chunk_kv` with the new position written.
+    For a layer it returns the attention output, and that layer's `chunk_kv` with the new position
+    written.
     """
     precision = self.model.config.matmul_precision
     chunk_mask = (jnp.arange(chunk_kv[0].v.shape[3]) <= step)[None, None, None]
@@ -70,8 +71,8 @@ class DecodeAttention:
   def _attend_prompt(self, q: jax.Array, layer: int, precision: str) -> PartialAttention:
     """Attends to each slot's prompt.
 
-    Queries are sent to the prompt's entry and the results are sent back: a prompt's keys and
-    values are read once for all the slots that attend to them.
+    The queries are gathered at the entries of their prompts, and the results are gathered back at
+    the slots. A prompt's keys and values are therefore read once for all slots that attend to them.
     """
     m, slots_per_entry = self.slot_table.shape
     at_entries = gather_rows(self.model, q[:, 0], self.slot_table.reshape(-1))

@@ -1,4 +1,4 @@
-"""The sampling engine: prompts as lists of token ids in, completions out as they end."""
+"""The sampling engine: takes prompts as lists of token ids, and yields completions as they end."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 from gtpo_jax.sampling.programs import make_programs
 from gtpo_jax.sampling.scheduler import Scheduler
 
-# While completions wait, a chunk ends once 1/8 of the active slots have finished: with fewer, the
-# host round trip costs more than it gains; with more, too many slots idle.
+# While completions wait, a chunk ends once 1/8 of the active slots have finished. With a smaller
+# fraction the host round trips cost more than they gain; with a larger one too many slots idle.
 REFILL_FRACTION = 8
 
 
 class Engine:
-  """Compiled sampling for one model on one mesh: continuous batching over a fixed number of slots.
+  """Samples from one model on one mesh, with continuous batching over a fixed number of slots.
 
   Each prompt is prefilled once, and its keys and values are stored once for its group. All slots
-  decode a chunk of tokens without the host; between chunks, finished slots take the next
-  completions. The slots' caches are as long as the longest running completion needs. Once nothing
-  waits any more, idle slots are dropped. All shapes come from a small fixed set.
+  decode a chunk of tokens without returning to the host; between chunks, finished slots take the
+  next completions. The slots' caches grow with the longest running completion. Once no completion
+  waits for a slot, idle slots are dropped. All shapes come from a small fixed set, so that few
+  programs are compiled.
 
   Attributes:
     programs: the compiled programs; `programs.warm_up` compiles them ahead of time.
-    model: the architecture on the sampling mesh.
+    model: the architecture on the sampling mesh, without adapters.
   """
 
   def __init__(
@@ -51,9 +52,9 @@ class Engine:
       model: the trained model, LoRA adapters included, on the training mesh.
       stop: token ids that end a completion.
       pad: the padding id.
-      max_prompt_tokens: longest prompt.
-      max_tokens: longest completion.
-      vocab_limit: samples only token ids below it; None for the whole vocabulary.
+      max_prompt_tokens: the most tokens of a prompt.
+      max_tokens: the most tokens of a completion.
+      vocab_limit: only token ids below this are sampled; None for the full vocabulary.
       engine_config: slots, chunk, cache format and kernel; None for the platform's defaults.
 
     Raises:
@@ -74,7 +75,7 @@ class Engine:
     self.max_tokens = max_tokens
 
   def describe(self) -> str:
-    """Returns one line on how this engine samples."""
+    """Returns one line that describes how this engine samples."""
     config = self.programs.config
     platform = self.model.mesh.devices.flat[0].platform
     return (
@@ -83,7 +84,7 @@ class Engine:
     )
 
   def layout(self, params: Params) -> DecodeParams:
-    """Returns `params` in sampling layout, adapters merged; one layout serves many batches."""
+    """Returns `params` in sampling layout, with adapters merged, for any number of batches."""
     return self.programs.layout(params)
 
   def sample(
@@ -106,7 +107,7 @@ class Engine:
     return self.rollouts(buffer, prompts)
 
   def rollouts(self, buffer: CompletionBuffer, prompts: Sequence[Sequence[int]]) -> Rollouts:
-    """Returns a buffer's completions with their prompts, in host arrays."""
+    """Returns the completions of a buffer with their prompts, in host arrays."""
     return Rollouts(
       pad_prompts(prompts, self.max_prompt_tokens, self.pad),
       buffer.tokens,
@@ -129,9 +130,9 @@ class Engine:
   ) -> Iterator[tuple[CompletionBuffer, list[tuple[int, int]]]]:
     """Samples `group` completions of each prompt, and yields them while they are generated.
 
-    Completion (i, j) is drawn with `fold_in(fold_in(key, i), j)`: it depends on the key, on the
-    prompt and its index, and on its own index, not on slots, mesh or other completions. Its length
-    is at most `max_tokens`, or what the model's context leaves after the prompt.
+    Completion j of prompt i is drawn with `fold_in(fold_in(key, i), j)`. It depends on `key`, the
+    prompt, i and j, but not on slots, mesh or other completions. It ends at a stop token, at its
+    token limit, or where the model's context ends.
 
     Args:
       params: from `layout`.
@@ -139,15 +140,16 @@ class Engine:
       key: typed PRNG key.
       group: completions per prompt.
       sampling_params: how tokens are drawn.
-      stream_interval: yields after this many tokens, if they are fewer than the engine's chunk.
+      stream_interval: yields after this many tokens instead of the engine's chunk, if that is less.
       token_limits: i32[n, group] >= 1, maximum tokens of each completion; None for `max_tokens`.
 
     Yields:
-      The buffer, always the same object: first empty, then after each chunk; and the
-      (prompt, index) of the completions that have ended since the last time.
+      The buffer, always the same object, and the (prompt, index) of each completion that has ended
+      since the last yield. The first yield is before sampling and lists the completions for which
+      the context has no space; the others follow each chunk.
 
     Raises:
-      UserError: a prompt is empty, over `max_prompt_tokens` or over the model's context.
+      UserError: a prompt is empty, or longer than `max_prompt_tokens` or the model's context.
     """
     prompt_lengths = self._prompt_lengths(prompts)
     limits = self._token_limits(token_limits, prompt_lengths, group)
@@ -184,7 +186,7 @@ class Engine:
       yield buffer, _as_pairs(completions[ended])
 
   def _prompt_lengths(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-    """Returns i32[n] after checking the prompts; raises UserError as `generate`."""
+    """Returns the lengths i32[n] of the prompts, and raises the UserErrors of `generate`."""
     lengths = pad_prompts(prompts, self.max_prompt_tokens, self.pad).lengths
     context = self.model.config.max_length
     longest = max(lengths, default=0)
@@ -205,7 +207,7 @@ class Engine:
 
 
 def _max_finished(scheduler: Scheduler) -> int:
-  """Returns after how many finished slots a chunk ends: all of them if nothing waits."""
+  """Returns the number of finished slots that ends a chunk: all active slots if nothing waits."""
   active = int(scheduler.active.sum())
   return max(active // REFILL_FRACTION, 1) if scheduler.has_waiting else active
 

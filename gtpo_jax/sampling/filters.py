@@ -1,7 +1,7 @@
-"""From logits to one token: repetition penalty, temperature, top-k, top-p, min-p, and the draw.
+"""Samples a token from logits: repetition penalty, temperature, top-k, top-p, min-p, draw.
 
-The policy is the distribution at the sampling temperature, *before* penalty and filters: the
-algorithms use its log-probs and entropy. Penalty and filters only change which token is drawn.
+The policy is the distribution at the sampling temperature, *before* penalty and filters. The
+algorithms use its log-probs and entropy. Penalty and filters only affect which token is drawn.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from gtpo_jax.sampling.params import SamplingParams
 
-BLOCK = 128  # tokens per block of the two-level draw: one TPU lane row
+BLOCK = 128  # tokens per block of the two-level draw; the width of a TPU vector register
 
 
 class SampledToken(NamedTuple):
-  """One sampled token per row; log-probs and entropy in nats."""
+  """One sampled token per row. Log-probs and entropy are in nats."""
 
   token: jax.Array  # i32[...]
   log_prob: jax.Array  # f32[...], under the policy: softmax(logits / temperature), unfiltered
@@ -35,7 +35,8 @@ def sample_token(
     params: temperature, penalty and filters.
     logits: f32[..., v].
     keys: typed PRNG keys [...]; unused at temperature 0.
-    seen_tokens: bool[..., v], the tokens that already occur; needed for a repetition penalty.
+    seen_tokens: bool[..., v], the tokens of the prompt and the completion so far; only needed for a
+      repetition penalty.
   """
   scaled, weights, total = _softmax_weights(logits, params.policy_temperature)
   entropy = (
@@ -69,10 +70,14 @@ def sample_token(
 
 
 def apply_filters(params: SamplingParams, probs: jax.Array) -> jax.Array:
-  """Sets the probabilities f32[..., v], of any sum, that the filters drop to 0.
+  """Returns `probs` with 0 for the tokens that the filters exclude.
 
-  The filters apply in the usual order: top-k, top-p, min-p. Top-p is measured within the tokens
-  that top-k keeps. Ties at a filter's bound are kept.
+  The filters apply in the usual order: top-k, top-p, min-p. Top-p is relative to the total of the
+  tokens that top-k keeps. All tokens tied at a filter's bound are kept.
+
+  Args:
+    params: the filters.
+    probs: f32[..., v], which need not sum to 1.
   """
   vocab = probs.shape[-1]
   if 0 < params.top_k < vocab:
@@ -80,7 +85,7 @@ def apply_filters(params: SamplingParams, probs: jax.Array) -> jax.Array:
     probs = jnp.where(probs >= bound, probs, 0)
   if params.top_p < 1:
     ordered = jnp.sort(probs, axis=-1, descending=True)
-    before = jnp.cumsum(ordered, axis=-1) - ordered  # 0 for the first: it is always kept
+    before = jnp.cumsum(ordered, axis=-1) - ordered  # 0 for the first, which is always kept
     inside = before < params.top_p * ordered.sum(-1, keepdims=True)
     bound = jnp.where(inside, ordered, jnp.inf).min(-1, keepdims=True)
     probs = jnp.where(probs >= bound, probs, 0)
@@ -92,10 +97,10 @@ def apply_filters(params: SamplingParams, probs: jax.Array) -> jax.Array:
 def draw(probs: jax.Array, keys: jax.Array) -> jax.Array:
   """Draws one index i32[...] per row with probability proportional to `probs` f32[..., v] >= 0.
 
-  Inverts the cumulative distribution function, which takes one uniform number per row instead of
-  Gumbel noise over the vocabulary. Two levels, first a block and then a token in it, keep the
-  running sums short (rounding stays near 1e-7 of the total) and read the vocabulary once. An index
-  of probability 0 is never drawn.
+  It inverts the cumulative distribution function, which needs one uniform number per row instead of
+  Gumbel noise over the vocabulary. The two levels, first a block and then a token in the block,
+  keep the running sums short (rounding stays near 1e-7 of the total) and read the vocabulary once.
+  An index of probability 0 is never drawn.
   """
   vocab = probs.shape[-1]
   padded = jnp.pad(probs, [(0, 0)] * (probs.ndim - 1) + [(0, -vocab % BLOCK)])
@@ -113,8 +118,8 @@ def _penalise(logits: jax.Array, seen_tokens: jax.Array, penalty: float) -> jax.
 def _softmax_weights(
   logits: jax.Array, temperature: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Scaled logits f32[..., v] with maximum 0, their exponentials, and the sum of those [..., 1]."""
-  shifted = logits - logits.max(-1, keepdims=True)  # before the division: the maximum is exactly 0
+  """Returns scaled logits f32[..., v] with maximum 0, their exponentials, and the sums [..., 1]."""
+  shifted = logits - logits.max(-1, keepdims=True)  # before dividing: the maximum is exactly 0
   scaled = shifted / temperature
   weights = jnp.exp(scaled)
   return scaled, weights, weights.sum(-1, keepdims=True)
@@ -123,8 +128,9 @@ def _softmax_weights(
 def _invert_cdf(weights: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Inverts the CDF of unnormalised `weights` f32[..., v] at `uniform` f32[...] in [0, 1).
 
-  A parallel running sum may rise by rounding across weights of 0, or end below the target. Neither
-  selects an index of weight 0: the last index of positive weight takes the remainder.
+  Because of rounding, a parallel running sum may rise across weights of 0 or end below the target.
+  An index of weight 0 is selected in neither case: rises at weights of 0 are ignored, and a target
+  past the end selects the last index of positive weight.
 
   Returns:
     The index i32[...], and the target's position within that index's weight, f32[...] in [0, 1).
@@ -140,7 +146,7 @@ def _invert_cdf(weights: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.
 
 
 def _uniform(keys: jax.Array) -> jax.Array:
-  """One uniform number f32[...] in [0, 1) per typed PRNG key [...]."""
+  """Returns one uniform number f32[...] in [0, 1) for each typed PRNG key [...]."""
   draw_one = lambda key: jax.random.uniform(key, dtype=jnp.float32)
   for _ in keys.shape:
     draw_one = jax.vmap(draw_one)

@@ -1,4 +1,4 @@
-"""Sampling's arrays on the host: padded prompts, and the completions generated so far."""
+"""The host arrays of sampling: padded prompts, and the completions generated so far."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CompletionBuffer:
   entropy: np.ndarray  # f32[n, g, t], nats, as in `Rollouts`
   drawn_log_probs: np.ndarray  # f32[n, g, t], nats, after penalty and filters
   plain_log_probs: np.ndarray  # f32[n, g, t], nats, at temperature 1
-  finished: np.ndarray  # bool[n, g], ended with a stop token
+  finished: np.ndarray  # bool[n, g], True if ended by a stop token
 
   @classmethod
   def empty(cls, n: int, g: int, t: int, pad: int) -> CompletionBuffer:
@@ -38,11 +38,11 @@ class CompletionBuffer:
     )
 
   def write(self, completions: np.ndarray, start: np.ndarray, chunk: Chunk) -> None:
-    """Adds a chunk's tokens.
+    """Writes the tokens of a chunk.
 
     Args:
       completions: i32[s, 2], the (prompt, index in its group) in each slot.
-      start: i32[s], the completion's tokens before the chunk.
+      start: i32[s], the number of tokens in each slot before the chunk.
       chunk: the chunk, in host arrays.
     """
     step, slot = np.nonzero(chunk.mask)
@@ -85,14 +85,14 @@ def pad_prefill(
   Args:
     assigned: for each shard, the (entry, prompt) pairs to prefill; at most `rows`.
     prompts: token ids of every prompt.
-    width: tokens per row, at least those of the longest prompt.
-    rows: rows per shard; unused ones hold padding.
+    width: tokens per row, at least the length of the longest prompt.
+    rows: rows per shard; unused rows are padding.
     entries: prompt cache entries per shard.
     pad: the padding id.
 
   Returns:
-    The prompts [shards * rows, width], and their entries i32[shards, rows]; an unused row has the
-    number past the last entry, where writes are dropped.
+    The prompts [shards * rows, width], and their entries i32[shards, rows]. The entry of an unused
+    row is `entries`, which is out of bounds, so that its write is dropped.
   """
   ids: list[Sequence[int]] = []
   entry_of_row: list[list[int]] = []

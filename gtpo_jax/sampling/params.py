@@ -7,11 +7,12 @@ import dataclasses
 from gtpo_jax.runtime.errors import UserError
 
 KERNEL_PLATFORMS = {"pallas": "tpu", "triton": "gpu"}  # attention kernel -> platform it runs on
-# Default slots per shard. More amortise reading the weights better, up to the compute bound, which
-# a CPU reaches with fewer.
+# Default slots per shard. More slots amortise the reading of the weights, until compute becomes the
+# bottleneck; on a CPU that takes fewer slots.
 CPU_SLOTS = 64
 ACCELERATOR_SLOTS = 256
-# Default tokens between two host round trips: the shorter a step, the more the round trip weighs.
+# Default tokens between two host round trips. An accelerator's steps are shorter, so that the round
+# trip must be shared by more of them.
 CPU_CHUNK = 16
 ACCELERATOR_CHUNK = 64
 
@@ -78,9 +79,10 @@ class EngineConfig:
     chunk: tokens decoded between two host round trips; 0 for 16 on CPU and 64 elsewhere.
     kv_dtype: format of the cached keys and values: float32, bfloat16, int8; "" for the model's
       compute type.
-    attention: how a slot attends to the tokens it has generated: "xla" computes as many positions
-      as the longest slot has; "pallas" (TPU) and "triton" (GPU) are kernels that read only each
-      slot's own positions (interpreted, slowly, on CPU); "" for pallas on TPU and xla elsewhere.
+    attention: how a slot attends to the tokens it has generated: "xla" computes the full length of
+      the cache for every slot; "pallas" (TPU) and "triton" (GPU) are kernels that read only each
+      slot's own positions (on CPU they are interpreted, slowly); "" for pallas on TPU and xla
+      elsewhere.
   """
 
   slots: int = 0
@@ -106,7 +108,7 @@ class EngineConfig:
       )
 
   def resolve(self, platform: str, shards: int) -> EngineConfig:
-    """Replaces slots, chunk and attention left at 0 or "" by the defaults of `platform`.
+    """Replaces slots, chunk and attention by the defaults of `platform` where they are 0 or "".
 
     Args:
       platform: "cpu", "gpu" or "tpu".

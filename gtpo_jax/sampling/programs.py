@@ -1,4 +1,4 @@
-"""The compiled programs of an engine, and the fixed set of shapes that they run with."""
+"""The compiled programs of an engine, and the fixed set of shapes that they are compiled for."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ from gtpo_jax.sampling.scheduler import (
   slot_counts,
 )
 
-# Prompt tokens that a shard prefills at once: bounds the memory of activations.
+# The most prompt tokens that a shard prefills at once. It bounds the memory of activations.
 PREFILL_TOKENS = 8192
-# How many engines' programs one process keeps: those of a policy, a guide and an evaluation, twice.
+# The number of engines whose programs a process caches: policy, guide and evaluation of two runs.
 SHARED_PROGRAMS = 6
-MIN_TRITON_HEAD_DIM = 16  # the smallest matrix product of a tensor core
+MIN_TRITON_HEAD_DIM = 16  # the smallest matrix that a tensor core multiplies
 
 
 class Programs:
   """The jitted functions of sampling for one model on one mesh. They compile on their first use.
 
   Attributes:
-    model: the architecture on the sampling mesh, LoRA adapters merged.
+    model: the architecture on the sampling mesh, without adapters.
     config: the engine's settings for this platform.
     shards: devices along the batch axes.
     chunk: tokens decoded between two host round trips.
     kv_dtype: format of cached keys and values.
     prompt_widths: lengths of the prompt cache, ascending.
     cache_lengths: lengths of the slots' caches, ascending.
-    layout: params -> DecodeParams, adapters merged.
+    layout: params -> DecodeParams, with adapters merged.
     completion_keys: (key, n, g) -> PRNG key data u32[n, g, 2].
   """
 
@@ -70,7 +70,7 @@ class Programs:
     vocab_limit: int | None,
     config: EngineConfig,
   ):
-    """See `Engine`."""
+    """Prepares the programs; the arguments are those of `Engine`."""
     c = model.config
     platform = model.mesh.devices.flat[0].platform
     self.model = Qwen2(without_lora(model).config, sampling_mesh(model.mesh, c.kv_heads, c.mlp))
@@ -101,7 +101,7 @@ class Programs:
     self._decode = jax.jit(decode, static_argnames="sampling_params", donate_argnums=2)
 
   def capacity(self, prompts: int, group: int) -> Capacity:
-    """Returns what runs at once of `prompts` x `group` completions."""
+    """Returns the number of slots and entries for `prompts` x `group` completions."""
     return capacity_for(prompts, group, self.shards, self.config.slots)
 
   def new_prompt_cache(
@@ -125,7 +125,7 @@ class Programs:
     scheduler: Scheduler,
     prompts: Sequence[Sequence[int]],
   ) -> PromptCache:
-    """Fills free slots, and prefills the prompts that the scheduler assigns to entries."""
+    """Lets the scheduler fill free slots, and prefills the prompts that it assigns to entries."""
     width = _length(prompt_cache)
     rows = _prefill_rows(scheduler.capacity, width)
     while any(assigned := scheduler.assign(rows)):
@@ -134,7 +134,7 @@ class Programs:
     return prompt_cache
 
   def resize(self, slots: SlotCache, scheduler: Scheduler) -> SlotCache:
-    """Grows the slots' caches for the next chunk, and drops idle slots once nothing waits."""
+    """Grows the slots' caches for the next chunk, and drops idle slots once no completion waits."""
     needed = int(scheduler.generated.max()) + self.chunk
     while (length := _length(slots)) < needed:
       slots = self._grow(slots, self.cache_lengths[self.cache_lengths.index(length) + 1])
@@ -156,7 +156,7 @@ class Programs:
     max_finished: int,
     sampling_params: SamplingParams,
   ) -> tuple[SlotCache, Chunk]:
-    """Decodes one chunk, see `decode_chunk`; `slots` is donated."""
+    """Decodes one chunk as `decode_chunk` does. `slots` is donated."""
     return self._decode(
       params,
       prompt_cache,
@@ -191,7 +191,7 @@ class Programs:
     group: int,
     sampling_params: SamplingParams,
   ) -> None:
-    """Compiles decoding, shrinking and growing of `capacity.slots` slots at every length."""
+    """Compiles decoding, shrinking and growing for `capacity.slots` slots at every cache length."""
     scheduler = _idle_scheduler(capacity, group)
     inputs = scheduler.inputs()
     fewer = capacity.slots // SHRINK_FACTOR
@@ -208,7 +208,7 @@ class Programs:
   def caches(
     self, prompts: int, *, group: int, sampling_params: SamplingParams
   ) -> tuple[PromptCache, SlotCache]:
-    """Returns the largest caches of sampling `prompts` x `group` as shapes and shardings."""
+    """Returns shapes and shardings of the largest caches for `prompts` x `group` completions."""
     capacity = self.capacity(prompts, group)
 
     def fields(rows: int, length: int) -> Any:
@@ -226,13 +226,13 @@ class Programs:
   def lower(
     self, params: Params, prompts: int, *, group: int, sampling_params: SamplingParams
   ) -> Iterator[tuple[str, jax.stages.Lowered, Any]]:
-    """Lowers the programs of sampling `prompts` x `group` at their largest, ahead of time.
+    """Lowers the largest programs for `prompts` x `group` completions, ahead of time.
 
     The mesh may consist of devices that are not present.
 
     Yields:
-      The name (layout, prefill, decode), the lowered program, and the abstract arguments that
-      reside on the devices.
+      The name (layout, prefill or decode), the lowered program, and its abstract arguments that are
+      in device memory.
     """
     layout = self.layout.lower(params)
     yield "layout", layout, params
@@ -259,7 +259,7 @@ class Programs:
     yield "decode", decode, (decode_params, prompt_cache, slots)
 
   def _unused_prefill(self, capacity: Capacity, width: int) -> tuple[Prompts, np.ndarray]:
-    """Returns a prefill batch of the right shape that fills no entry."""
+    """Returns a prefill batch of the right shape that writes to no entry."""
     no_prompts: list[list[tuple[int, int]]] = [[] for _ in range(capacity.shards)]
     rows = _prefill_rows(capacity, width)
     return pad_prefill(no_prompts, [], width, rows, capacity.entries, self._pad)
@@ -289,7 +289,7 @@ def _check_head_dim(attention: str, head_dim: int) -> None:
 
 
 def _cache_lengths(max_tokens: int, chunk: int, attention: str) -> list[int]:
-  """Returns the lengths of the slots' caches, ascending, each with room for one more chunk."""
+  """Returns the lengths of the slots' caches, ascending, with space for one more chunk each."""
   multiple = 1 if attention == "xla" else LANES
   round_up = lambda size: -(-size // multiple) * multiple
   return sorted({round_up(size + chunk) for size in array_lengths(max_tokens)})
@@ -301,7 +301,7 @@ def _length(cache: PromptCache | SlotCache) -> int:
 
 
 def _prefill_rows(capacity: Capacity, width: int) -> int:
-  """Returns how many prompts of `width` tokens a shard prefills at once."""
+  """Returns the number of prompts of `width` tokens that a shard prefills at once."""
   return max(min(capacity.entries, PREFILL_TOKENS // width), 1)
 
 
@@ -316,7 +316,7 @@ def _idle_scheduler(capacity: Capacity, group: int) -> Scheduler:
 
 
 def _completion_keys(key: jax.Array, n: int, g: int) -> jax.Array:
-  """Returns u32[n, g, 2]: `key` folded with the prompt's index, then the completion's."""
+  """Returns key data u32[n, g, 2]: `key` folded with the index of prompt, then of completion."""
   rows = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(n))
   fold_group = jax.vmap(lambda row, j: jax.random.fold_in(row, j), in_axes=(None, 0))
   keys = jax.vmap(fold_group, in_axes=(0, None))(rows, jnp.arange(g))

@@ -1,8 +1,8 @@
 """Attention over caches of ragged length, by kernels that read only each slot's own positions.
 
-One kernel for TPU and one for GPU. Both compute a running softmax over blocks of positions. A
-slot's blocks past its own length are neither fetched nor computed, so the cost follows the actual
-lengths, not the longest.
+There is one kernel for TPU and one for GPU. Both compute a running softmax over blocks of
+positions. Blocks past a slot's length are neither fetched nor computed, so the cost depends on the
+length of each slot, not on the longest.
 """
 
 from __future__ import annotations
@@ -19,28 +19,33 @@ from gtpo_jax.models.attention import KV, MASKED, PartialAttention
 from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.runtime.mesh import axis_size, partition_spec
 
-LANES = 128  # cache lengths are multiples of it: the width of a TPU vector register
-TPU_BLOCKS = (512, 256, 128)  # positions per block: the largest that divides the cache's length
+LANES = 128  # cache lengths are multiples of this, the width of a TPU vector register
+TPU_BLOCKS = (
+  512,
+  256,
+  128,
+)  # positions per block; the largest that divides the cache length is used
 GPU_BLOCK = 64  # positions per block on GPU; it divides LANES
-# The query rows of a head are padded to a multiple of this: one bfloat16 tile on TPU, the minimum
-# of a tensor core on GPU.
+# The r queries of a key/value head are padded to a multiple of this number of rows, which is one
+# bfloat16 tile on TPU and the smallest matrix of a tensor core on GPU.
 QUERY_ROWS = 16
 
 
 def ragged_attention(
   model: Qwen2, q: jax.Array, kv: KV, lengths: jax.Array, kernel: str
 ) -> PartialAttention:
-  """Attends with one query per slot to the first `lengths` i32[s] positions of the slot's cache.
+  """Attends with one query position per slot to the valid positions of the slot's cache.
 
   Args:
     model: the architecture, on the sampling mesh.
     q: queries [s, 1, h, 1, e].
     kv: the caches of s slots.
-    lengths: i32[s], valid positions.
+    lengths: i32[s], the number of valid positions, which come first.
     kernel: "pallas" (TPU) or "triton" (GPU). On CPU both are interpreted.
 
   Returns:
-    The same as `partial_attention` with the equivalent mask; a slot of length 0 has weight_sum 0.
+    The same as `partial_attention` with the equivalent mask, except that a slot of length 0 has
+    weight_sum 0.
   """
   heads = None if model.config.kv_heads % axis_size(model.mesh, "kv_heads") else "kv_heads"
   by_heads = partition_spec(("batch", None, heads))
@@ -78,24 +83,24 @@ def local_ragged_attention(
 def _run_tpu_kernel(
   lengths: jax.Array, arrays: list[jax.Array], interpret: bool
 ) -> list[jax.Array]:
-  """Runs a grid of (slot, block of positions).
+  """Runs the TPU kernel on a grid of (slot, block of positions).
 
   Args:
     lengths: i32[s].
-    arrays: queries [s, k, rows, e], keys [s, k, e, w], values [s, k, w, e]; for int8 also the
-      scales of keys and values f32[s, k, w].
+    arrays: queries [s, k, rows, e], padded from r to `rows` per head, keys [s, k, e, w] and values
+      [s, k, w, e]; for int8 also the scales of keys and values f32[s, k, w].
     interpret: whether to interpret the kernel.
 
   Returns:
-    weighted_values f32[s, k, rows, e]; max_score and weight_sum f32[s, k, rows, LANES], equal in
-    all lanes.
+    weighted_values f32[s, k, rows, e]; max_score and weight_sum f32[s, k, rows, LANES], with
+    the same value in every lane.
   """
   s, heads, rows, e = arrays[0].shape
   w = arrays[1].shape[-1]
   block = next(size for size in TPU_BLOCKS if w % size == 0)
 
   def last_needed(i: jax.Array, j: jax.Array, lengths: jax.Array) -> jax.Array:
-    # A block past the slot's end names the last needed one again, which is not fetched twice.
+    # Blocks past the slot's end repeat the last needed block, which is not fetched again.
     return jnp.minimum(j, jnp.maximum(pl.cdiv(lengths[i], block) - 1, 0))
 
   per_slot = lambda *shape: pl.BlockSpec((1, *shape), lambda i, j, lengths: (i, *[0] * len(shape)))
@@ -125,9 +130,10 @@ def _run_tpu_kernel(
 
 
 def _tpu_kernel(lengths, q, k, v, *rest, block: int) -> None:
-  """One block of one slot.
+  """Adds one block of positions to the softmax of one slot.
 
-  The running maximum, sum and weighted values stay in the outputs, which have one block per slot.
+  The running maximum, sum and weighted values are kept in the outputs: all grid steps of a slot map
+  to the same output block.
   """
   *scales, weighted_values, max_score, weight_sum = rest
   i = pl.program_id(0)
@@ -169,7 +175,7 @@ def _tpu_kernel(lengths, q, k, v, *rest, block: int) -> None:
 def _run_gpu_kernel(
   lengths: jax.Array, arrays: list[jax.Array], interpret: bool
 ) -> list[jax.Array]:
-  """Runs a grid of (slot, head); each program loops over the head's valid positions.
+  """Runs the GPU kernel on a grid of (slot, head), which loops over the slot's valid positions.
 
   Args:
     lengths: i32[s].
@@ -196,7 +202,7 @@ def _run_gpu_kernel(
 
 
 def _gpu_kernel(lengths, q, k, v, *rest) -> None:
-  """One head of one slot, GPU_BLOCK positions at a time, up to the slot's length."""
+  """Computes one head of one slot, GPU_BLOCK positions at a time, up to the slot's length."""
   *scales, weighted_values, max_score, weight_sum = rest
   queries = q[...]
   end = lengths[0]

@@ -1,10 +1,10 @@
-"""Which completion runs in which slot, and which prompt occupies which prompt cache entry.
+"""Assigns completions to slots, and prompts to entries of the prompt cache.
 
-A slot runs one completion at a time. An entry of the prompt cache holds the keys and values of one
-prompt, shared by all slots that complete it. Slots and entries are divided into equal shards, one
+A slot runs one completion at a time. An entry of the prompt cache has the keys and values of one
+prompt, which all slots that complete it share. Slots and entries are divided into equal shards, one
 per device of the batch axes, and a completion runs in the shard that caches its prompt. A finished
 slot takes the next completion of a cached prompt; an entry whose prompt has no completions left
-takes the next prompt. Plain Python and NumPy: this file knows no devices.
+takes the next prompt. The scheduler is plain Python and NumPy and does not use devices.
 """
 
 from __future__ import annotations
@@ -14,48 +14,50 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Prompt cache entries, as a multiple of what full groups need: a few slow completions then do not
-# keep the next prompts waiting.
+# Prompt cache entries, as a multiple of the number of full groups that fit in the slots. With spare
+# entries, the slow completions of a few prompts do not keep the next prompts waiting.
 ENTRY_FACTOR = 4
-# Idle slots are dropped once 1/4 of them suffice: each number of slots is a program of its own, so
-# a coarse factor keeps the programs few.
+# The number of slots is divided by 4 as soon as the active completions fit. Every number of slots
+# needs a compiled program, so a large factor keeps the programs few.
 SHRINK_FACTOR = 4
 
 
 class Capacity(NamedTuple):
-  """How much runs at once in one shard."""
+  """The number of shards, and the slots and entries of each."""
 
   shards: int
-  slots: int  # completions
-  entries: int  # prompts in the cache
-  slots_per_entry: int  # completions of one prompt
+  slots: int  # completions at once, per shard
+  entries: int  # prompts in the cache, per shard
+  slots_per_entry: int  # completions of one prompt at once
 
 
 class DecodeInputs(NamedTuple):
-  """What the host sends to the decode program before each chunk.
+  """The arrays that the host sends to the decode program before each chunk.
 
   Slots [s] and entries [m] are ordered shard by shard. A slot that is not active does nothing.
   """
 
   active: np.ndarray  # bool[s]
-  is_new: np.ndarray  # bool[s], the slot's completion has no token yet
+  is_new: np.ndarray  # bool[s], True if the completion has no token yet
   keys: np.ndarray  # u32[s, 2], PRNG key data of the completion
-  generated: np.ndarray  # i32[s], tokens so far
-  max_tokens: np.ndarray  # i32[s], of the completion
+  generated: np.ndarray  # i32[s], number of tokens so far
+  max_tokens: np.ndarray  # i32[s], the limit of the completion
   prompt_lengths: np.ndarray  # i32[s]
-  table_index: np.ndarray  # i32[s], the slot's position in its shard's flattened `slot_table`
-  slot_table: np.ndarray  # i32[m, slots_per_entry], slots of an entry, within the shard; 0 if free
-  entry_lengths: np.ndarray  # i32[m], tokens of the cached prompt
+  table_index: np.ndarray  # i32[s], index of the slot in its shard's flattened `slot_table`
+  # i32[m, slots_per_entry], the slots that complete each entry's prompt, counted within the shard;
+  # 0 where there is none
+  slot_table: np.ndarray
+  entry_lengths: np.ndarray  # i32[m], number of tokens of the cached prompt
 
 
 def capacity_for(prompts: int, group: int, shards: int, max_slots: int) -> Capacity:
-  """Returns the capacity per shard for `prompts` x `group` completions.
+  """Returns the capacity for `prompts` x `group` completions.
 
   Args:
     prompts: number of prompts.
     group: completions per prompt.
     shards: devices along the batch axes.
-    max_slots: slots over all shards; every shard gets at least one.
+    max_slots: the most slots over all shards; every shard gets at least one.
   """
   prompts_per_shard = max(-(-prompts // shards), 1)
   slots = min(max(max_slots // shards, 1), prompts_per_shard * group)
@@ -66,7 +68,7 @@ def capacity_for(prompts: int, group: int, shards: int, max_slots: int) -> Capac
 
 
 def slot_counts(slots: int) -> list[int]:
-  """Returns every number of slots per shard that a call starting with `slots` may shrink to."""
+  """Returns all numbers of slots per shard, from `slots` down, that shrinking may lead to."""
   counts = [slots]
   while smaller := counts[-1] // SHRINK_FACTOR:
     counts.append(smaller)
@@ -78,17 +80,17 @@ class _Entry:
   """A cached prompt and the slots that complete it."""
 
   prompt: int
-  slots: list[int]  # slots_per_entry of them, within the shard; -1 if free
-  started: int = 0  # completions started so far
+  slots: list[int]  # [slots_per_entry], counted within the shard; -1 if free
+  started: int = 0  # number of completions started so far
 
 
 class Scheduler:
-  """Runs every completion of every prompt once: prompts in order, their completions in order.
+  """Schedules every completion of every prompt once, prompts and their completions in order.
 
   Attributes:
-    capacity: what runs at once.
+    capacity: the current number of slots and entries.
     completions: i32[s, 2], the (prompt, index in its group) in each slot; -1 if the slot is free.
-    generated: i32[s], tokens that each slot's completion has.
+    generated: i32[s], number of tokens that each slot's completion has.
   """
 
   def __init__(
@@ -97,9 +99,10 @@ class Scheduler:
     """Initialises the schedule with all prompts waiting.
 
     Args:
-      capacity: what runs at once.
+      capacity: the initial number of slots and entries.
       prompt_lengths: i32[n].
-      token_limits: i32[n, g], maximum tokens of each completion; prompts with a 0 are skipped.
+      token_limits: i32[n, g], maximum tokens of each completion; a prompt with a limit of 0 is
+        skipped.
       keys: u32[n, g, 2], PRNG key data.
     """
     self.capacity = capacity
@@ -118,7 +121,7 @@ class Scheduler:
 
   @property
   def active(self) -> np.ndarray:
-    """bool[s]: the slots that run a completion."""
+    """bool[s], True for slots that run a completion."""
     return self.completions[:, 0] >= 0
 
   @property
@@ -129,21 +132,21 @@ class Scheduler:
     )
 
   def assign(self, max_prompts: int) -> list[list[tuple[int, int]]]:
-    """Assigns waiting completions to free slots, and prompts to entries if slots stay idle.
+    """Assigns waiting completions to free slots, and prompts to free entries if slots stay idle.
 
-    Call it until it returns no prompts.
+    It must be called until it returns no prompts.
 
     Args:
-      max_prompts: prompts per shard that are assigned at most.
+      max_prompts: the most prompts to assign per shard.
 
     Returns:
-      For each shard the (entry, prompt) pairs to prefill before the next chunk.
+      For each shard, the (entry, prompt) pairs to prefill before the next chunk.
     """
     to_prefill: list[list[tuple[int, int]]] = [[] for _ in self._entries]
     idle = [self._fill_slots(shard) for shard in range(self.capacity.shards)]
     if not any(idle):
       return to_prefill
-    # Once prompts are prefilled at all, every free entry is filled: few large batches are cheaper.
+    # If any prompt is prefilled, all free entries are filled: few large batches are cheaper.
     while self._waiting_prompts:
       candidates = [
         shard
@@ -161,7 +164,7 @@ class Scheduler:
     return to_prefill
 
   def inputs(self) -> DecodeInputs:
-    """Returns what the decode program needs to know for the next chunk."""
+    """Returns the inputs of the decode program for the next chunk."""
     prompt = self.completions[:, 0]
     index = self.completions[:, 1]
     entries = [entry for shard in self._entries for entry in shard]
@@ -184,7 +187,7 @@ class Scheduler:
     """Records a chunk's results and frees the slots of ended completions.
 
     Args:
-      tokens: i32[s], tokens generated in each slot.
+      tokens: i32[s], number of tokens generated in each slot.
       ended: bool[s], whether the slot's completion ended.
     """
     self.generated += tokens
@@ -201,10 +204,10 @@ class Scheduler:
     self._table_index[ended] = 0
 
   def shrink(self, slots: int) -> np.ndarray:
-    """Reduces every shard to `slots` slots, which must hold all active ones.
+    """Reduces every shard to `slots` slots, which must be at least the number of active slots.
 
     Returns:
-      The slots that remain, i32[shards, slots], within the shard.
+      The slots that remain, i32[shards, slots], counted within the shard.
     """
     active = self.active.reshape(self.capacity.shards, -1)
     order = np.argsort(~active, axis=1, kind="stable")[:, :slots].astype(np.int32)
@@ -220,7 +223,7 @@ class Scheduler:
     return order
 
   def _fill_slots(self, shard: int) -> int:
-    """Starts completions of cached prompts in the shard's free slots; returns the idle slots."""
+    """Starts cached prompts' completions in a shard's free slots; returns how many stay idle."""
     first = shard * self.capacity.slots
     free = np.flatnonzero(~self.active[first : first + self.capacity.slots]).tolist()[::-1]
     for index, entry in enumerate(self._entries[shard]):

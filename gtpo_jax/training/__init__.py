@@ -1,1 +1,1 @@
-"""State, head, update and imitation."""
+"""Training: state and optimizer, log-probs, the update, and imitation."""

@@ -1,20 +1,22 @@
-"""Chunked log-probs, entropy and loss over the vocabulary, without an array [tokens, vocabulary].
+"""Log-probs, entropy and loss from hidden states, without an array [tokens, vocabulary].
 
-Tokens are processed in chunks at full vocabulary width. With z the logits of a chunk, lse their
-log-sum-exp and p = exp(z - lse), one log-sum-exp gives both outputs: log-prob = z[token] - lse and
-entropy = lse - sum(p z). The gradient is computed in one of two ways:
+Tokens are processed in chunks. With z the logits of a token over the complete vocabulary, lse their
+log-sum-exp and p = exp(z - lse), the outputs are log-prob = z[token] - lse and entropy = lse -
+sum(p z). The gradient is computed in one of two ways:
 
 - `log_probs_and_entropy` saves one log-sum-exp per token, and its backward pass recomputes the
-  logits of each chunk. It serves every objective.
-- `loss_and_log_probs` needs a loss that is a sum over tokens. The derivative of such a loss with
-  respect to a chunk's log-probs is known as soon as these are, so the forward pass computes the
-  gradient while the chunk's logits are in memory: three matrix products with the table instead of
-  four, and nothing left to compute in the backward pass.
+  logits of each chunk. It works with every objective.
+- `loss_and_log_probs` requires a loss that is a sum over tokens. The derivative of such a loss with
+  respect to a chunk's log-probs depends only on that chunk, so the forward pass computes the
+  gradient while the chunk's logits are in memory. This takes three matrix products of the size of
+  the logits instead of four, and the backward pass only scales the result.
 
-Rows are sharded over the batch axes; positions and the vocabulary are sharded over context and
-tensor. The table is gathered over fsdp once, before the loop over chunks. Within the loop the
-positions of a chunk are gathered, each device computes the logits of its vocabulary shard, and a
-maximum and sums over the shards complete the softmax statistics.
+Rows are sharded over the batch axes of the mesh; positions and the vocabulary are sharded over
+context and tensor. The table (the output head) is gathered over fsdp once, before the loop over
+chunks. In the loop, the positions of a chunk are gathered, each device computes their logits for
+its vocabulary shard, and a maximum and sums over the shards complete the softmax statistics.
+
+Dimension letters: b rows, t positions, c positions of a chunk, d model width, v vocabulary.
 """
 
 from __future__ import annotations
@@ -62,14 +64,15 @@ def log_probs_and_entropy(
     table: [v, d], the output head in its storage dtype; products use the dtype of `hidden`.
     tokens: i32[b, t].
     temperature: the temperature of the policy.
-    chunk: approximate number of tokens whose logits are in memory at once, over all devices.
-      Positions are chunked; rows are not (they are sharded).
+    chunk: approximate number of tokens whose logits are in memory at once, over all devices. Each
+      chunk is a range of positions of all rows.
     precision: the precision of the matrix products.
-    mesh: its batch axes divide b, context x tensor divides v, and fsdp divides d.
+    mesh: the device mesh. b must be a multiple of its batch shards, v of context x tensor, and d of
+      fsdp.
 
   Returns:
-    log_probs f32[b, t] and entropy f32[b, t], in nats. The gradient flows only through log_probs:
-    here entropy is a measurement, never an objective.
+    log_probs f32[b, t] and entropy f32[b, t], in nats. The gradient flows only through log_probs;
+    the entropy is only measured, never optimised.
   """
   return _forward(hidden, table, tokens, temperature, chunk, precision, mesh)[0]
 
@@ -138,16 +141,16 @@ def loss_and_log_probs(
   precision: str,
   mesh: Mesh,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns a loss that is a sum over tokens, and its log-probs; computes the gradient chunk-wise.
+  """Returns a loss that is a sum over tokens, and the log-probs of the tokens.
 
-  The gradient is computed in the forward pass, together with the loss.
+  The gradient is computed chunk by chunk in the forward pass, together with the loss.
 
   Args:
-    token_loss: (log_probs f32[b, c], signals [b, c] of the same tokens) -> f32[], the sum over
-      tokens of a function of each token's log-prob and signals. It is called on chunks of positions
-      and once on all positions.
-    signals: a pytree of arrays [b, t]. The padding of the last chunk has zero signals and zero
-      hidden states.
+    token_loss: (log_probs f32[b, c], signals [b, c] of the same tokens) -> f32[], a sum over tokens
+      in which each term depends only on that token's log-prob and signals. It is called on every
+      chunk and once on all positions.
+    signals: a pytree of arrays [b, t]. Positions are padded with zero signals and zero hidden
+      states.
     hidden, table, tokens, temperature, chunk, precision, mesh: as in `log_probs_and_entropy`.
 
   Returns:
@@ -214,9 +217,9 @@ def _over_chunks(
   """Scans `chunk_fn` over chunks of positions, within `shard_map`.
 
   Args:
-    chunk_fn: (vocab_shard [v / shards, d], *local positions of a chunk of `hidden` and `rows`) ->
-      (the chunk's term of the vocabulary shard's gradient, f32[d, v / shards], or None; a pytree of
-      outputs at the local positions).
+    chunk_fn: (vocab_shard [v / shards, d], *arrays), where `arrays` are `hidden` and `rows` at this
+      device's positions of a chunk. Returns (d_shard, outputs): the chunk's term f32[d, v / shards]
+      of the gradient of the vocabulary shard, or None; and a pytree of outputs at these positions.
     rows: pytrees of arrays [b, t, ...].
     with_gradient: whether `chunk_fn` returns a gradient.
 
@@ -240,8 +243,8 @@ def _over_chunks(
     d_shard, outputs = jax.lax.scan(step, zeros, chunked_rows)
 
     def reduce_gradient(x: jax.Array) -> jax.Array:
-      # Transposed before it is sent: the gradient of a tied embedding has that layout too, so XLA
-      # adds the two first and sends one array.
+      # The transpose comes before the communication. The gradient of a tied embedding has the same
+      # layout, so XLA adds the two and sends one array.
       x = reduce_scatter_axis(x.T, "vocab_embed", 1)
       return jax.lax.psum(x, "data").astype(table.dtype)
 
@@ -275,7 +278,7 @@ def _chunk_logits(
 def _softmax_statistics(
   logits: jax.Array, ids: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Log-prob, entropy and log-sum-exp, f32[b, c] each, of the output of `_chunk_logits`."""
+  """Returns log-prob, entropy and log-sum-exp, f32[b, c] each, from the chunk's logits and ids."""
   max_logit = jax.lax.pmax(logits.max(-1), VOCAB_AXES)
   last_id = logits.shape[-1] - 1
   shifted = logits - max_logit[..., None]
@@ -300,9 +303,10 @@ def _head_gradient(
   d_target: jax.Array,
   precision: str,
 ) -> tuple[jax.Array, jax.Array]:
-  """The gradient of the vocabulary shard f32[d, v / shards] and of the local hidden states.
+  """Returns the gradients of the vocabulary shard f32[d, v / shards] and the local hidden states.
 
-  `d_target` f32[b, c] is the derivative of the loss in each token's log-prob over the temperature.
+  `d_target` f32[b, c] is the derivative of the loss with respect to each token's log-prob, divided
+  by the temperature.
   """
   is_target = jnp.arange(len(vocab_shard)) == ids[..., None]
   probs = jnp.exp(logits - lse[..., None])
@@ -315,33 +319,33 @@ def _head_gradient(
 
 
 def _gather_positions(x: jax.Array) -> jax.Array:
-  """The positions of all shards, [b, c / shards, ...] -> [b, c, ...]."""
+  """Gathers the positions of all shards: [b, c / shards, ...] -> [b, c, ...]."""
   return all_gather_axis(x, "sequence", 1)
 
 
 def _local_positions(x: jax.Array) -> jax.Array:
-  """The positions of this shard, the inverse of `_gather_positions`."""
+  """Returns this device's positions: the inverse of `_gather_positions`."""
   size = x.shape[1] // jax.lax.axis_size(mesh_axes("sequence"))
   return jax.lax.dynamic_slice_in_dim(x, shard_index("sequence") * size, size, 1)
 
 
 def _chunk_count(b: int, t: int, chunk: int) -> int:
-  """The fewest chunks of t with at most `chunk` tokens each, or one position if b exceeds that."""
+  """Returns the fewest chunks of t positions with at most `chunk` tokens each (t if b > chunk)."""
   return -(-t // max(chunk // b, 1))
 
 
 def _pad_positions(x: jax.Array, divisor: int) -> jax.Array:
-  """[b, t, ...] with t padded with zeros to a multiple of `divisor`."""
+  """Pads [b, t, ...] with zeros until t is a multiple of `divisor`."""
   return jnp.pad(x, [(0, 0), (0, -x.shape[1] % divisor)] + [(0, 0)] * (x.ndim - 2))
 
 
 def _split_positions(x: jax.Array, chunks: int) -> jax.Array:
-  """[b, t, ...] -> [chunks, b, ceil(t / chunks), ...], padded with zeros."""
+  """Splits [b, t, ...] into [chunks, b, ceil(t / chunks), ...], padded with zeros."""
   x = _pad_positions(x, chunks)
   return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
 
 
 def _merge_positions(x: jax.Array, t: int) -> jax.Array:
-  """The inverse of `_split_positions`."""
+  """Undoes `_split_positions`, given the original t."""
   x = jnp.moveaxis(x, 0, 1)
   return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :t]

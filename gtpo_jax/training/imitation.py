@@ -1,4 +1,4 @@
-"""Supervised imitation of a teacher, which warm-starts a base model."""
+"""Supervised imitation of a teacher: the training that makes a warm-started base model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.training.log_probs import loss_and_score
-from gtpo_jax.training.state import COMPILED_RUNS, Optimizer, TrainState, abstract_state
+from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, TrainState, abstract_state
 
 
 @flax.struct.dataclass
@@ -27,13 +27,14 @@ class Demonstrations:
   mask: jax.Array  # bool[k, b, t]
 
 
-@functools.lru_cache(maxsize=COMPILED_RUNS)
+@functools.lru_cache(maxsize=BUILDER_CACHE_SIZE)
 def make_imitation(
   model: Qwen2, optimizer: Optimizer, head_chunk: int
 ) -> Callable[[TrainState, Demonstrations], tuple[TrainState, jax.Array]]:
   """Returns a jitted function (state, demonstrations) -> (state, losses f32[k]).
 
-  It makes k maximum-likelihood updates and donates its state. Losses are in nats per token.
+  The function makes k maximum-likelihood updates. It donates its `state` argument. Losses are in
+  nats per token.
   """
 
   def imitation_step(state: TrainState, batch: Demonstrations) -> tuple[TrainState, jax.Array]:

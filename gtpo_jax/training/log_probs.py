@@ -1,4 +1,4 @@
-"""Log-probs of completions as the trainer computes them: model, then chunked head."""
+"""The trainer's log-probs of completions: the model, followed by the chunked head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gtpo_jax.models.params import Params
 from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.training.head import TokenLoss, log_probs_and_entropy, loss_and_log_probs
 from gtpo_jax.training.micro_batches import merge_parts, split_batch
-from gtpo_jax.training.state import COMPILED_RUNS
+from gtpo_jax.training.state import BUILDER_CACHE_SIZE
 
 
 def score(
@@ -28,8 +28,8 @@ def score(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns log-probs and entropies f32[n, g, t], in nats, of completion tokens i32[n, g, t].
 
-  Both are those of the policy at `temperature`. With a `packing`, values after the end of a
-  completion are arbitrary.
+  They are those of the distribution at `temperature`. With a `packing`, values after the end of a
+  completion are arbitrary. `chunk` is that of `log_probs_and_entropy`.
   """
   outputs = log_probs_and_entropy(
     *_head_inputs(model, params, prompts, tokens, packing),
@@ -53,9 +53,9 @@ def loss_and_score(
   signals: Any,
   packing: Packing | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the loss f32[] and the log-probs f32[n, g, t] of `score`.
+  """Returns the loss f32[] and the same log-probs f32[n, g, t] as `score`.
 
-  The gradient is computed together with the loss and flows only through the loss.
+  The gradient is computed together with the loss, and flows only through the loss.
 
   Args:
     model, params, prompts, tokens, temperature, chunk, packing: as in `score`.
@@ -80,13 +80,13 @@ def loss_and_score(
   return loss, _to_completions(log_probs, tokens, packing)
 
 
-@functools.lru_cache(maxsize=COMPILED_RUNS)
+@functools.lru_cache(maxsize=BUILDER_CACHE_SIZE)
 def make_scorer(
   model: Qwen2, temperature: float, micro_batches: int, chunk: int
 ) -> Callable[[Params, Rollouts], jax.Array]:
-  """Returns a jitted function (params, rollouts) -> log-probs f32[n, g, t], in nats; 0 on padding.
+  """Returns a jitted function (params, rollouts) -> log-probs f32[n, g, t] of the sampled tokens.
 
-  The log-probs are those of the sampled tokens, as the trainer computes them.
+  The log-probs are in nats, computed with the trainer's forward pass, and 0 on padding.
   """
 
   def log_probs(params: Params, rollouts: Rollouts) -> jax.Array:
@@ -102,7 +102,7 @@ def make_scorer(
 def _head_inputs(
   model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, packing: Packing | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The states that predict each token [b, t, d], the head's table [v, d], the tokens i32[b, t]."""
+  """Returns the states that predict each token [b, t, d], the head [v, d], the tokens i32[b, t]."""
   hidden = model.apply({"params": params}, prompts, tokens, packing, method="completion_hidden")
   return (
     hidden.reshape(-1, *hidden.shape[2:]),
@@ -112,13 +112,13 @@ def _head_inputs(
 
 
 def _to_rows(x: jax.Array, packing: Packing | None) -> jax.Array:
-  """[n, g, t] -> [b, t]: one completion per row, or the packed rows."""
+  """Reshapes [n, g, t] to rows: [n g, t], or [n w, s] with a packing."""
   x = x if packing is None else packing.pack(x)
   return x.reshape(-1, x.shape[2])
 
 
 def _to_completions(x: jax.Array, tokens: jax.Array, packing: Packing | None) -> jax.Array:
-  """[b, t] -> the shape of `tokens`, [n, g, t]: the inverse of `_to_rows`."""
+  """Undoes `_to_rows`, given the original `tokens` [n, g, t]."""
   if packing is None:
     return x.reshape(tokens.shape)
   return packing.unpack(x.reshape(packing.source.shape), tokens.shape[2])

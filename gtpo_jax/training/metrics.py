@@ -1,4 +1,4 @@
-"""Metrics of a batch and of the sampler-trainer mismatch: scalars f32[], computed in the graph."""
+"""Metrics of a batch and of the mismatch between sampler and trainer, computed under jit."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from gtpo_jax.arrays import Rewards, Rollouts, masked_mean
 def batch_metrics(
   rollouts: Rollouts, rewards: Rewards, advantages: jax.Array, loss_mask: jax.Array
 ) -> dict[str, jax.Array]:
-  """Returns the diagnostics of a step's batch.
+  """Returns the diagnostics of a step's batch, f32[] each.
 
-  They describe the policy's own completions, except `guide/*`, `tokens/*` and `completions/*`. A
-  mean over tokens is NaN, not 0, if there are no such tokens.
+  They cover only the policy's own completions, except `guide/*`, `tokens/*` and `completions/*`.
+  The means over O+ or over O- (`entropy/correct` and similar) are NaN if there are no such tokens.
 
   Args:
     rollouts, rewards: the batch.
@@ -62,13 +62,15 @@ def batch_metrics(
 
 
 def mismatch_metrics(rollouts: Rollouts, log_probs: jax.Array) -> dict[str, jax.Array]:
-  """Returns how far sampler and trainer differ on the policy's own fresh tokens.
+  """Returns how much the log-probs of sampler and trainer differ for the same parameters.
 
-  `mismatch/kl` is the k3 estimate of KL(sampler || trainer), >= 0.
+  Tokens of a guide or of an earlier step's policy are left out. `mismatch/kl` is the k3 estimate of
+  KL(sampler || trainer), >= 0.
 
   Args:
-    rollouts: completions of the policy that is being trained, before any update on them.
-    log_probs: f32[n, g, t], the policy's log-probs as the trainer computes them.
+    rollouts: completions sampled from the current parameters, before any update on them.
+    log_probs: f32[n, g, t], the trainer's log-probs with the same parameters; not used if the
+      rollouts are rescored.
   """
   fresh = rollouts.mask
   for flag in (rollouts.guided, rollouts.stale):
@@ -86,7 +88,7 @@ def _mean_or_nan(x: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def _padding_share(rollouts: Rollouts) -> jax.Array:
-  """The share of padding among the prompt and completion positions that the trainer computes."""
+  """Returns the fraction of the positions that the trainer processes that are padding."""
   prompts = rollouts.prompts
   packing = rollouts.packing
   completions = rollouts.mask if packing is None else packing.source

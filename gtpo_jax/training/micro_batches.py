@@ -1,4 +1,4 @@
-"""Splitting a batch into parts that are processed one after another, and the checks it needs."""
+"""Splits a batch into parts that are processed one after another; checks that the sizes fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gtpo_jax.runtime.mesh import axis_size, batch_shards, constrain
 def split_batch(batch: Any, parts: int, model: Qwen2) -> Any:
   """Splits arrays [n, ...] into [parts, n / parts, ...].
 
-  Every part takes prompts from every shard, so no device is idle.
+  Every part contains prompts of every batch shard, so that no device is idle.
   """
 
   def split_array(x: jax.Array) -> jax.Array:
@@ -31,35 +31,35 @@ def merge_parts(x: jax.Array) -> jax.Array:
   return x.reshape(-1, *x.shape[2:])
 
 
-def check_positions(max_tokens: int, model: Qwen2) -> None:
-  """Checks that completion positions divide over a context axis, which would otherwise not split.
+def check_positions_divisible(max_tokens: int, model: Qwen2) -> None:
+  """Checks that completion positions can be sharded over context and tensor.
 
   Raises:
-    UserError: the mesh has a context axis and `max_tokens` does not divide over context x tensor.
+    UserError: mesh.context is above 1 and `max_tokens` is not a multiple of context x tensor.
   """
   shards = axis_size(model.mesh, "sequence")
   if axis_size(model.mesh, "position") > 1 and max_tokens % shards:
     raise UserError(
-      f"sampling.max_tokens = {max_tokens} does not divide over mesh.context x mesh.tensor = "
-      f"{shards}; make it a multiple of {shards}"
+      f"sampling.max_tokens = {max_tokens} is not a multiple of mesh.context x mesh.tensor = "
+      f"{shards}; change sampling.max_tokens or the mesh"
     )
 
 
-def check_divides(name: str, size: int, parts: int, model: Qwen2) -> None:
-  """Checks, before anything is compiled, that a batch divides into `parts` over the mesh.
+def check_batch_divisible(name: str, size: int, parts: int, model: Qwen2) -> None:
+  """Checks that a batch can be split into equal parts, each sharded over the mesh's batch axes.
 
   Args:
     name: the config key of the batch size, for the message.
     size: the batch size.
-    parts: the number of parts it is split into.
+    parts: the number of parts.
     model: the model on its mesh.
 
   Raises:
-    UserError: `size` does not divide.
+    UserError: `size` is not a multiple of `parts` times the number of batch shards.
   """
   shards = batch_shards(model.mesh)
   if size % (parts * shards):
     raise UserError(
-      f"{name} = {size} does not divide into {parts} part(s) over {shards} batch shard(s) of mesh "
-      f"{dict(model.mesh.shape)}; make it a multiple of {parts * shards}"
+      f"{name} = {size} is not a multiple of {parts * shards}: {parts} part(s) x {shards} batch "
+      f"shard(s) of mesh {dict(model.mesh.shape)}; change {name} or the mesh"
     )

@@ -1,8 +1,11 @@
-"""Which completions of a prompt share a row, so that the trainer computes less padding.
+"""Packs the completions of a prompt into fewer or shorter rows, so that less padding is computed.
 
-A row holds completions of one prompt only: they attend to the same prompt keys and values, and each
-attends only to itself after them. Packing therefore moves nothing between devices, and all
-statistics are per completion, packed or not.
+All completions in a row belong to the same prompt. Each attends to the prompt's keys and values and
+to its own tokens. Packing therefore moves nothing between devices, and every statistic is computed
+per completion, packed or not.
+
+Dimension letters: n prompts, g completions per prompt, t completion positions, w rows per prompt,
+s positions per row.
 """
 
 from __future__ import annotations
@@ -13,30 +16,32 @@ import numpy as np
 
 from gtpo_jax.arrays import Packing, array_lengths, max_per_row
 
-# A group is packed into 1/4, 2/4, 3/4 or 4/4 as many rows as it has completions: each number of
-# rows is a program of its own.
+# A group is packed into 1/4, 2/4, 3/4 or 4/4 as many rows as it has completions. More choices would
+# save more padding, but each number of rows is compiled separately.
 ROW_FRACTIONS = 4
 
 
 class _Layout(NamedTuple):
-  """The row of each completion, and its position in it."""
+  """Where each completion is placed."""
 
-  row: np.ndarray  # i32[n, g], of w
-  start: np.ndarray  # i32[n, g], first position, of s
-  index: np.ndarray  # i32[n, g], completions before it in its row
+  row: np.ndarray  # i32[n, g], in [0, w)
+  start: np.ndarray  # i32[n, g], its first position in the row, in [0, s)
+  index: np.ndarray  # i32[n, g], number of completions before it in the row
 
 
 def plan_rows(lengths: np.ndarray, t: int, share: bool = True, shards: int = 1) -> Packing | None:
-  """Packs the completions of arrays [n, g, t] into rows, on the host.
+  """Plans, on the host, how the completions of arrays [n, g, t] are packed into rows [n, w, s].
 
-  Rows are as short as `array_lengths` allows for the longest completion. There are as few as can
-  hold every group: the longest completion is placed first, each in the row with the most space.
+  s is the smallest of `array_lengths` that fits the longest completion. w is the smallest of the
+  allowed numbers of rows (see `ROW_FRACTIONS`) that fits every group, where completions are placed
+  from the longest to the shortest, each in the row with the most space left. A row has at most
+  `max_per_row` completions.
 
   Args:
     lengths: i32[n, g], tokens of each completion, at most t.
     t: maximum tokens of a completion.
     share: whether completions may share rows; if not, rows are only made shorter.
-    shards: devices that a row's positions are split over.
+    shards: number of devices that a row's positions are sharded over.
 
   Returns:
     The packing, or None if it saves nothing.
@@ -58,7 +63,7 @@ def plan_rows(lengths: np.ndarray, t: int, share: bool = True, shards: int = 1) 
 
 
 def _fewest_rows(lengths: np.ndarray, s: int) -> tuple[int, _Layout]:
-  """Returns the smallest number of rows that holds every group, and the layout."""
+  """Returns the smallest allowed number of rows that fits every group, and the layout."""
   g = lengths.shape[1]
   for numerator in range(1, ROW_FRACTIONS + 1):
     w = -(-numerator * g // ROW_FRACTIONS)
@@ -69,7 +74,7 @@ def _fewest_rows(lengths: np.ndarray, s: int) -> tuple[int, _Layout]:
 
 
 def _fill(lengths: np.ndarray, w: int, s: int) -> _Layout | None:
-  """Places every completion in w rows of s positions; None if they do not fit."""
+  """Places each group's completions in w rows of s positions; returns None if they do not fit."""
   n, g = lengths.shape
   max_completions = max_per_row(g, w)
   prompts = np.arange(n)

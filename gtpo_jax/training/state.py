@@ -20,9 +20,10 @@ from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import named_sharding
 
 SCHEDULES = ("constant", "cosine", "linear")
-# How many optimizers, updates and the like a process keeps, with their compiled programs. Runs with
-# equal settings share them: a notebook that trains twice compiles once.
-COMPILED_RUNS = 8
+# maxsize of the lru_cache on make_optimizer, make_update, make_imitation and make_scorer. Runs with
+# equal settings in one process share these functions, and thereby the compiled programs: a notebook
+# that trains twice compiles once.
+BUILDER_CACHE_SIZE = 8
 
 MOMENTUM_DTYPES = ("", "float32", "bfloat16")
 
@@ -33,14 +34,17 @@ class OptimizerConfig:
 
   Attributes:
     learning_rate: the peak learning rate.
-    schedule: after the warm-up, "constant", or "cosine" / "linear" decay to 0 at the last step.
-    warmup_steps: steps over which the learning rate rises linearly from 0.
-    b1, b2, eps, weight_decay: the AdamW settings; matrices decay, norms and biases do not.
+    schedule: the learning rate after the warm-up: "constant", or "cosine" or "linear" decay to 0 at
+      the last step.
+    warmup_steps: number of steps over which the learning rate rises linearly from 0.
+    b1, b2, eps, weight_decay: the parameters of AdamW; weight decay applies to matrices, not to
+      norms and biases.
     clip_norm: the maximum global gradient norm.
     momentum_dtype: dtype of the first moment, "float32" or "bfloat16"; "" for the dtype of the
-      parameters. The second moment always has that dtype: at b2 = 0.999 it changes by a thousandth
-      per update, which bfloat16 (spacing 1/256) would round away.
-    offload: whether both moments stay in host memory and are copied to the device for each gradient
+      parameters. The second moment always has the dtype of the parameters: with b2 = 0.999 it
+      changes by about a thousandth per update, which bfloat16 (relative spacing 1/256) would round
+      away.
+    offload: whether both moments are kept in host memory and copied to the device for each gradient
       update.
   """
 
@@ -80,13 +84,13 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-  """An optax transformation and where its moments are stored between gradient updates.
+  """An optax transformation, and whether its moments are offloaded between gradient updates.
 
   Attributes:
     init: trained parameters -> optimizer state.
-    update: (gradients, optimizer state, trained parameters) -> (updates, next optimizer state), all
-      on the device.
-    offload: whether the moments are stored in host memory.
+    update: (gradients, optimizer state, trained parameters) -> (updates, next optimizer state); all
+      of these are in device memory.
+    offload: whether the moments are kept in host memory between gradient updates.
   """
 
   init: Callable[[Params], Any]
@@ -98,7 +102,7 @@ class Optimizer:
     return self._move_moments(opt_state, jax.memory.Space.Device)
 
   def offload_moments(self, opt_state: Any) -> Any:
-    """Returns the state with the moments where they are stored between updates, under jit."""
+    """Returns the state with the moments moved to host memory if `offload`. Call it under jit."""
     return self._move_moments(opt_state, jax.memory.Space.Host)
 
   def _move_moments(self, opt_state: Any, space: jax.memory.Space) -> Any:
@@ -110,7 +114,7 @@ class Optimizer:
 
 @flax.struct.dataclass
 class TrainState:
-  """Everything the next update depends on."""
+  """The training state: step, parameters and optimizer state."""
 
   step: jax.Array  # i32[], completed steps
   params: Params
@@ -118,7 +122,7 @@ class TrainState:
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-  """Returns the learning rate at each step of a run of `steps`."""
+  """Returns the schedule: a function from the step to the learning rate, for a run of `steps`."""
   decay_steps = max(steps - config.warmup_steps, 1)
   after_warmup = {
     "constant": lambda: optax.constant_schedule(config.learning_rate),
@@ -131,11 +135,11 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
   return optax.join_schedules([warmup, after_warmup], [config.warmup_steps])
 
 
-@functools.lru_cache(maxsize=COMPILED_RUNS)
+@functools.lru_cache(maxsize=BUILDER_CACHE_SIZE)
 def make_optimizer(config: OptimizerConfig, steps: int, updates: int = 1) -> Optimizer:
-  """Returns global-norm clipping followed by AdamW.
+  """Returns the optimizer: global-norm clipping followed by AdamW.
 
-  The schedule counts steps, each of `updates` gradient updates.
+  Each step has `updates` gradient updates; the learning rate changes per step, not per update.
   """
   schedule = make_schedule(config, steps)
   chain = optax.chain(
@@ -154,14 +158,15 @@ def make_optimizer(config: OptimizerConfig, steps: int, updates: int = 1) -> Opt
 
 
 def _decayed(params: Params) -> Any:
-  """Returns True for the parameters that weight decay applies to, as they are declared."""
+  """Returns a pytree of bools, True for the parameters that are declared with weight decay."""
   return jax.tree.map_with_path(lambda path, _: is_decayed(tuple(key.key for key in path)), params)
 
 
 def init_state(params: Params, optimizer: Optimizer, model: Qwen2) -> TrainState:
-  """Returns the state at step 0 and donates `params`. Moments are sharded like the parameters.
+  """Returns the state at step 0. The argument `params` is donated.
 
-  With adapters, only the adapters have moments. With `offload`, the moments are in host memory.
+  Moments are sharded like the parameters; with `offload` they are in host memory. If the model has
+  adapters, only these have moments.
   """
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
 
@@ -175,7 +180,7 @@ def init_state(params: Params, optimizer: Optimizer, model: Qwen2) -> TrainState
 def abstract_state(model: Qwen2, optimizer: Optimizer) -> TrainState:
   """Returns the shapes, dtypes and shardings of a state, without allocating it.
 
-  Checkpoints and ahead-of-time compilation read them.
+  They are used to restore checkpoints and to compile ahead of time.
   """
   params = abstract_params(model)
   replicated = named_sharding(model.mesh)

@@ -1,4 +1,4 @@
-"""The compiled training step: one jitted call from rollouts and rewards to the next state."""
+"""The training step: a jitted function from state, rollouts and rewards to the next state."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.training.log_probs import loss_and_score, score
 from gtpo_jax.training.metrics import batch_metrics, mismatch_metrics
 from gtpo_jax.training.micro_batches import merge_parts, split_batch
-from gtpo_jax.training.state import COMPILED_RUNS, Optimizer, TrainState, abstract_state
+from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, TrainState, abstract_state
 
 Metrics = dict[str, jax.Array]  # f32[] each
 Update = Callable[[TrainState, Rollouts, Rewards], tuple[TrainState, Metrics]]
 
 
-class Learner(NamedTuple):
-  """The part of the state that a gradient update changes."""
+class TrainableState(NamedTuple):
+  """The part of the training state that a gradient update changes."""
 
-  params: Params  # only those that are trained
+  params: Params  # trained parameters only
   opt_state: Any
 
 
 class Minibatch(NamedTuple):
-  """The input of one gradient update."""
+  """The inputs of one gradient update."""
 
   rollouts: Rollouts
   correct: jax.Array  # bool[n, g]
@@ -41,21 +41,23 @@ class Minibatch(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-  """The input of the loss on a minibatch, or on one of its micro-batches."""
+  """The inputs of the loss on a minibatch or on one of its micro-batches."""
 
   rollouts: Rollouts
   advantages: jax.Array  # f32[n, g, t]
   mask: jax.Array  # bool[n, g, t], tokens in the loss
-  weights: jax.Array  # f32[n, g, t], token weights of the complete minibatch
+  weights: jax.Array  # f32[n, g, t], token weights, computed from the complete minibatch
 
 
 # (trained parameters, frozen parameters, inputs) -> (gradient of the loss, log-probs f32[n, g, t])
-Gradient = Callable[[Params, Params, LossInputs], tuple[Params, jax.Array]]
-# (learner, frozen parameters, minibatch) -> (learner, metrics, mismatch metrics)
-GradientUpdate = Callable[[Learner, Params, Minibatch], tuple[Learner, Metrics, Metrics]]
+GradientFn = Callable[[Params, Params, LossInputs], tuple[Params, jax.Array]]
+# (trainable state, frozen parameters, minibatch) -> (trainable state, metrics, mismatch metrics)
+GradientUpdateFn = Callable[
+  [TrainableState, Params, Minibatch], tuple[TrainableState, Metrics, Metrics]
+]
 
 
-@functools.lru_cache(maxsize=COMPILED_RUNS)
+@functools.lru_cache(maxsize=BUILDER_CACHE_SIZE)
 def make_update(
   model: Qwen2,
   algorithm: Algorithm,
@@ -69,25 +71,27 @@ def make_update(
 ) -> Update:
   """Returns the training step, a jitted function (state, rollouts, rewards) -> (state, metrics).
 
-  It donates its state. Advantages are computed once, from the complete batch. Then each of
-  `minibatches` parts of the prompts gets one gradient update, `epochs` times over. Every minibatch
-  averages over its own tokens and compares with the log-probs of the policy that sampled. Its
-  gradient is accumulated in float32 over `micro_batches` parts; their number does not change the
-  result. If a loss or gradient is not finite, parameters and optimizer stay as they are and the
-  step continues; `update/skipped` is the share of such updates.
+  Its `state` argument is donated. The advantages are computed once, from the complete batch. The
+  prompts are then split into `minibatches`, and each minibatch gets one gradient update; this is
+  repeated for `epochs` passes. Each update averages the loss over the tokens of its minibatch, and
+  its importance ratios are relative to the log-probs of the policy that sampled the batch. The
+  gradient of a minibatch is accumulated in float32 over `micro_batches`; their number does not
+  change the result. If the loss or the gradient norm is not finite, the update is skipped:
+  parameters and optimizer state are unchanged, and the step continues with the next update.
+  `update/skipped` is the fraction of skipped updates.
 
-  Metrics of the loss and its gradient are means over the gradient updates. `mismatch/*` is measured
-  on the first minibatch, before the first update.
+  The metrics of the loss and the gradient are means over the gradient updates. `mismatch/*` is
+  measured on the first minibatch, before the first update.
 
   Args:
     model: the architecture on its mesh.
     algorithm: from `algorithms.make`.
     optimizer: from `make_optimizer`.
-    temperature: the sampling temperature, at which log-probs are compared.
-    minibatches: parts of the n prompts, each with its own gradient update.
-    epochs: passes over the batch.
-    micro_batches: parts of a minibatch over which the gradient is accumulated.
-    head_chunk: tokens whose logits are in memory at once.
+    temperature: the sampling temperature; the trainer's log-probs are computed at it too.
+    minibatches: number of parts of the n prompts, each with its own gradient update.
+    epochs: number of passes over the batch.
+    micro_batches: number of parts of a minibatch over which the gradient is accumulated.
+    head_chunk: approximate number of tokens, over all devices, whose logits are in memory at once.
   """
   gradient = _make_gradient(model, algorithm, temperature, micro_batches, head_chunk)
   gradient_update = _make_gradient_update(algorithm, optimizer, gradient)
@@ -105,88 +109,95 @@ def make_update(
     advantages = algorithm.advantages(**signals)
     mask = algorithm.loss_mask(**signals)
     trained, frozen = partition(model, state.params)
-    learner = Learner(trained, state.opt_state)
+    trainable = TrainableState(trained, state.opt_state)
     batch = Minibatch(rollouts, rewards.correct, advantages, mask)
     if minibatches == epochs == 1:
-      learner, metrics, mismatch = gradient_update(learner, frozen, batch)
+      trainable, metrics, mismatch = gradient_update(trainable, frozen, batch)
     else:
       parts = split_batch(batch, minibatches, model)
       order = jnp.tile(jnp.arange(minibatches), epochs)
-      learner, metrics, mismatch = _scan_minibatches(gradient_update, learner, frozen, parts, order)
+      trainable, metrics, mismatch = _scan_minibatches(
+        gradient_update, trainable, frozen, parts, order
+      )
     metrics |= mismatch
     metrics |= batch_metrics(rollouts, rewards, advantages, mask)
     metrics |= algorithm.credit_metrics(**signals)
-    params = combine(learner.params, frozen)
-    return TrainState(state.step + 1, params, learner.opt_state), metrics
+    params = combine(trainable.params, frozen)
+    return TrainState(state.step + 1, params, trainable.opt_state), metrics
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
   return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))
 
 
 def _scan_minibatches(
-  gradient_update: GradientUpdate,
-  learner: Learner,
+  gradient_update: GradientUpdateFn,
+  trainable: TrainableState,
   frozen: Params,
   minibatches: Minibatch,
   order: jax.Array,
-) -> tuple[Learner, Metrics, Metrics]:
-  """Makes a gradient update on the minibatch at each index of `order` i32[updates].
+) -> tuple[TrainableState, Metrics, Metrics]:
+  """Makes one gradient update for each minibatch index in `order` i32[updates].
 
   Returns:
-    The learner, the means of the metrics, and the mismatch metrics of the first minibatch.
+    The trainable state, the means of the metrics, and the mismatch metrics of the first update.
   """
 
-  def step(learner: Learner, index: jax.Array) -> tuple[Learner, tuple[Metrics, Metrics]]:
+  def step(
+    trainable: TrainableState, index: jax.Array
+  ) -> tuple[TrainableState, tuple[Metrics, Metrics]]:
     minibatch = jax.tree.map(lambda x: x[index], minibatches)
-    learner, metrics, mismatch = gradient_update(learner, frozen, minibatch)
-    return learner, (metrics, mismatch)
+    trainable, metrics, mismatch = gradient_update(trainable, frozen, minibatch)
+    return trainable, (metrics, mismatch)
 
-  learner, (metrics, mismatch) = jax.lax.scan(step, learner, order)
+  trainable, (metrics, mismatch) = jax.lax.scan(step, trainable, order)
   metrics = jax.tree.map(lambda x: x.mean(), metrics)
   mismatch = jax.tree.map(lambda x: x[0], mismatch)
-  return learner, metrics, mismatch
+  return trainable, metrics, mismatch
 
 
 def _make_gradient_update(
-  algorithm: Algorithm, optimizer: Optimizer, gradient: Gradient
-) -> GradientUpdate:
-  """Returns the gradient update on one minibatch; it is skipped if it is not finite."""
+  algorithm: Algorithm, optimizer: Optimizer, gradient: GradientFn
+) -> GradientUpdateFn:
+  """Returns a function that makes one gradient update.
+
+  The function returns the state unchanged if the loss or the gradient norm is not finite.
+  """
 
   def gradient_update(
-    learner: Learner, frozen: Params, minibatch: Minibatch
-  ) -> tuple[Learner, Metrics, Metrics]:
+    trainable: TrainableState, frozen: Params, minibatch: Minibatch
+  ) -> tuple[TrainableState, Metrics, Metrics]:
     rollouts, correct, advantages, mask = minibatch
     weights = algorithm.token_weights(mask, correct, rollouts.guided)
     inputs = LossInputs(rollouts, advantages, mask, weights)
-    grads, log_probs = gradient(learner.params, frozen, inputs)
-    loss, metrics = algorithm.loss(log_probs=log_probs, **_loss_signals(inputs))
+    grads, log_probs = gradient(trainable.params, frozen, inputs)
+    loss, metrics = algorithm.loss(log_probs=log_probs, **_loss_arguments(inputs))
     grad_norm = optax.global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-    before = Learner(learner.params, optimizer.load_moments(learner.opt_state))
+    before = TrainableState(trainable.params, optimizer.load_moments(trainable.opt_state))
     updates, opt_state = optimizer.update(grads, before.opt_state, before.params)
-    after = Learner(optax.apply_updates(before.params, updates), opt_state)
-    learner = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
-    learner = Learner(learner.params, optimizer.offload_moments(learner.opt_state))
+    after = TrainableState(optax.apply_updates(before.params, updates), opt_state)
+    trainable = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+    trainable = TrainableState(trainable.params, optimizer.offload_moments(trainable.opt_state))
 
     skipped = (~finite).astype(jnp.float32)
     metrics |= {"loss": loss, "grad_norm": grad_norm, "update/skipped": skipped}
-    return learner, metrics, mismatch_metrics(rollouts, log_probs)
+    return trainable, metrics, mismatch_metrics(rollouts, log_probs)
 
   return gradient_update
 
 
 def _make_gradient(
   model: Qwen2, algorithm: Algorithm, temperature: float, micro_batches: int, head_chunk: int
-) -> Gradient:
-  """Returns the gradient of the loss, accumulated over `micro_batches` parts of the inputs.
+) -> GradientFn:
+  """Returns a function that computes the gradient of the loss and the trainer's log-probs.
 
-  It also returns the learner's log-probs f32[n, g, t].
+  The function accumulates the gradient over `micro_batches` parts of its inputs.
   """
 
   def loss_fn(trained: Params, frozen: Params, inputs: LossInputs) -> tuple[jax.Array, jax.Array]:
     rollouts = inputs.rollouts
-    signals = _loss_signals(inputs)
+    signals = _loss_arguments(inputs)
     params = combine(trained, frozen)
     policy = (model, params, rollouts.prompts, rollouts.tokens, temperature, head_chunk)
     if algorithm.per_token:
@@ -203,7 +214,7 @@ def _make_gradient(
       grads, log_probs = part_gradient(trained, frozen, part)
       return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, grads), log_probs
 
-    # Float32 whatever the dtype of the parameters.
+    # The sum is float32 for every dtype of the parameters.
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained)
     total, log_probs = jax.lax.scan(accumulate, zeros, split_batch(inputs, micro_batches, model))
     grads = jax.tree.map(lambda x, like: x.astype(like.dtype), total, trained)
@@ -212,8 +223,8 @@ def _make_gradient(
   return gradient
 
 
-def _loss_signals(inputs: LossInputs) -> dict[str, jax.Array | None]:
-  """The keywords of the loss other than the learner's log-probs."""
+def _loss_arguments(inputs: LossInputs) -> dict[str, jax.Array | None]:
+  """Returns the arguments of `Algorithm.loss` other than `log_probs`."""
   rollouts = inputs.rollouts
   return {
     "log_probs_old": rollouts.old_log_probs,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import RECIPES, make
-from gtpo_jax.algorithms.settings import BOUNDS, RENAMED, Settings
+from gtpo_jax.algorithms.settings import CHECKS, RENAMED, Settings
 from gtpo_jax.runtime.errors import UserError
 
 COMMON = {
@@ -125,11 +125,11 @@ def test_alpha1_and_alpha2_of_the_clipped_form_sum_to_1():
     ("grpo_s", "ratio", "token", "one of arithmetic, geometric"),
     ("dapo", "loss_aggregation", "sequence", "one of token, completion, group, constant"),
     ("dapo", "length_penalty", "linear", "one of overlong, r_length, group_relative"),
-    ("gtpo", "h_floor", 0.0, "at least 1e-30 (its inverse must be a float32) and finite"),
-    ("grpo_s", "h_floor", -0.01, "at least 1e-30 (its inverse must be a float32) and finite"),
-    ("gtpo", "h_floor", float("nan"), "at least 1e-30 (its inverse must be a float32) and finite"),
+    ("gtpo", "h_floor", 0.0, "at least 1e-30 (1/h_floor must fit float32) and finite"),
+    ("grpo_s", "h_floor", -0.01, "at least 1e-30 (1/h_floor must fit float32) and finite"),
+    ("gtpo", "h_floor", float("nan"), "at least 1e-30 (1/h_floor must fit float32) and finite"),
     # With an infinite floor every 1/H would be 0.
-    ("gtpo", "h_floor", float("inf"), "at least 1e-30 (its inverse must be a float32) and finite"),
+    ("gtpo", "h_floor", float("inf"), "at least 1e-30 (1/h_floor must fit float32) and finite"),
     ("gtpo", "eps_low", 0.0, "in (0, 1)"),
     ("grpo", "eps_low", 1.0, "in (0, 1)"),
     ("dapo", "eps_low", float("nan"), "in (0, 1)"),
@@ -143,10 +143,10 @@ def test_alpha1_and_alpha2_of_the_clipped_form_sum_to_1():
     ("dapo_forking", "forking_share", 1.01, "in (0, 1]"),
     ("dapo", "gamma", 0.5, "in (0.5, 1]"),
     ("dapo", "gamma", 1.1, "in (0.5, 1]"),
-    ("dapo", "overlong_buffer", -1, "at least 0, in whole tokens"),
-    ("dapo", "overlong_buffer", 1.5, "at least 0, in whole tokens"),
-    ("dapo_mixed", "guide_completions", 0, "at least 1, a whole number"),
-    ("dapo_mixed", "guide_completions", 2.0, "at least 1, a whole number"),
+    ("dapo", "overlong_buffer", -1, "an integer >= 0 (tokens)"),
+    ("dapo", "overlong_buffer", 1.5, "an integer >= 0 (tokens)"),
+    ("dapo_mixed", "guide_completions", 0, "an integer >= 1"),
+    ("dapo_mixed", "guide_completions", 2.0, "an integer >= 1"),
     ("gtpo", "sign_guard", "no", "True or False"),  # any text is true
     ("gtpo", "sign_guard", 2, "True or False"),
     ("gtpo", "sign_guard", 1, "True or False"),
@@ -197,8 +197,8 @@ def test_settings_that_would_have_no_effect_are_refused():
   with pytest.raises(UserError) as error:
     make("dapo", gamma=0.6)
   assert str(error.value) == (
-    "algorithm.gamma = 0.6 is only read with length_penalty = 'group_relative'; set that, or leave "
-    "gamma at 0.75"
+    "algorithm.gamma = 0.6 only has an effect with length_penalty = 'group_relative'; set that, or "
+    "leave gamma at 0.75"
   )
   with pytest.raises(UserError, match="needs overlong_buffer"):
     make("dapo", length_penalty="r_length")
@@ -209,12 +209,12 @@ def test_an_earlier_name_is_refused_with_the_current_one(old, new):
   with pytest.raises(UserError) as error:
     make("gtpo", **{old: "token"})
   assert str(error.value) == f"algorithm setting {old!r} is now called {new!r}"
-  assert new in BOUNDS and old not in BOUNDS
+  assert new in CHECKS and old not in CHECKS
 
 
 def test_every_setting_has_a_bound_and_every_recipe_reads_known_settings():
   names = {field.name for field in dataclasses.fields(Settings)}
-  assert BOUNDS.keys() == names
+  assert CHECKS.keys() == names
   assert {key for recipe in RECIPES.values() for key in recipe.settings} == names
 
 
@@ -242,7 +242,7 @@ def test_an_empty_range_for_the_shaped_reward_is_refused_with_the_numbers():
 
 
 def test_a_buffer_that_the_penalty_does_not_read_is_refused():
-  message = "overlong_buffer = 64 is not read by length_penalty = 'group_relative'; remove one"
+  message = "overlong_buffer = 64 has no effect with length_penalty = 'group_relative'; set"
   with pytest.raises(UserError, match=message):
     make("gtpo", length_penalty="group_relative", overlong_buffer=64)
   assert make("gtpo", length_penalty="group_relative").settings.overlong_buffer == 0
@@ -291,7 +291,7 @@ def test_an_unknown_setting_names_the_nearest_and_lists_the_valid_ones():
 def test_none_is_refused(name, setting, published):
   with pytest.raises(UserError) as error:
     make(name, **{setting: None})
-  message = f"algorithm.{setting} must have a value, got None; omit it for the published "
+  message = f"algorithm.{setting} must not be None; omit it to use the published value "
   assert str(error.value) == f"{message}{published!r}"
 
 

@@ -291,7 +291,7 @@ def test_a_graded_reward():
     ({"data": ROWS[:1] * 3}, "data holds 1 problem, so none can be held out"),
     (
       {"data": [*ROWS, "1+1"]},
-      "data[36]: holds str, not a dict (1 malformed row(s), data.bad_rows = 0 allowed)",
+      "data[36]: must be a dict, got str (1 malformed row(s), data.bad_rows = 0 allowed)",
     ),
     ({"data": [{"question": "1+1"}]}, "data[0]: has the columns question, no known layout"),
     ({"data": [{"prompt": "", "answer": "2"}]}, "data[0]: has an empty user message"),

@@ -83,10 +83,7 @@ def test_a_file_changes_what_it_names(tmp_path):
       tmp_path, "config.steps = 7\nconfig.algorithm.name = 'grpo_s'\nconfig.algorithm.beta2 = 0.3"
     )
   )
-  assert difference(Config(), config) == {
-    "steps": (50, 7),
-    "algorithm.name": ("gtpo", "grpo_s"),
-  }
+  assert difference(Config(), config) == {"steps": (50, 7), "algorithm.name": ("gtpo", "grpo_s")}
   assert config.resolved_algorithm == make("grpo_s", beta2=0.3)
 
 

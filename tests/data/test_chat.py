@@ -1,4 +1,4 @@
-"""Messages to token ids and back."""
+"""Conversion of messages to token ids and back."""
 
 import filecmp
 import json
@@ -142,7 +142,7 @@ def test_round_trip(chat, text):
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t "])
-def test_an_empty_message_is_refused(chat, text):
+def test_an_empty_message_is_rejected(chat, text):
   with pytest.raises(UserError, match="the user message is empty"):
     chat.encode_prompt(user(text))
   with pytest.raises(UserError, match="the system message is empty"):
@@ -150,7 +150,7 @@ def test_an_empty_message_is_refused(chat, text):
 
 
 def changed(folder, **settings):
-  """A copy of the shipped tokenizer with other settings; None removes a setting."""
+  """Returns a copy of the package's tokenizer with other settings; None removes a setting."""
   shutil.copytree(TOKENIZER_DIR, folder, dirs_exist_ok=True)
   file = folder / "tokenizer_config.json"
   values = json.loads(file.read_text()) | settings
@@ -158,7 +158,7 @@ def changed(folder, **settings):
   return load_chat(folder)
 
 
-def refuses_in_one_line(folder, problem, action):
+def fails_in_one_line(folder, problem, action):
   with pytest.raises(UserError) as caught:
     action()
   message = str(caught.value)
@@ -171,7 +171,7 @@ def refuses_in_one_line(folder, problem, action):
 def test_a_tokenizer_without_a_template_still_encodes_bare_text(tmp_path):
   bare = changed(tmp_path, chat_template=None)
   assert bare.encode_text("1+2:") == load_chat().encode_text("1+2:")
-  refuses_in_one_line(tmp_path, "is missing; add one", lambda: bare.encode_prompt(user("1+2:")))
+  fails_in_one_line(tmp_path, "is missing; add one", lambda: bare.encode_prompt(user("1+2:")))
 
 
 @pytest.mark.parametrize(
@@ -200,11 +200,11 @@ def test_a_tokenizer_without_a_template_still_encodes_bare_text(tmp_path):
 )
 def test_templates_that_cannot_be_used(template, text, problem, tmp_path):
   chat = changed(tmp_path, chat_template=template)
-  refuses_in_one_line(tmp_path, problem, lambda: chat.encode_prompt(user(text)))
+  fails_in_one_line(tmp_path, problem, lambda: chat.encode_prompt(user(text)))
 
 
 def test_text_never_becomes_an_added_token_that_is_not_special(tmp_path):
-  """Such as Qwen2.5's <|fim_prefix|> and <tool_call>."""
+  """Examples are Qwen2.5's <|fim_prefix|> and <tool_call>."""
   first = load_chat().tokenizer
   first.add_tokens([AddedToken("<|fim_prefix|>", special=False, normalized=False)])
   first.save_pretrained(tmp_path)
@@ -233,13 +233,13 @@ def test_a_folder_is_not_cached(tmp_path):
   assert 7 in load_chat(tmp_path).stop
 
 
-def test_a_missing_tokenizer_folder_is_refused(tmp_path):
+def test_a_missing_tokenizer_folder_is_rejected(tmp_path):
   with pytest.raises(UserError, match="no tokenizer in"):
     load_chat(tmp_path / "nowhere")
 
 
 def test_threads_may_share_a_chat(chat):
-  """Encoding plain text reconfigures the tokenizer; other threads decode meanwhile."""
+  """Encoding plain text changes the tokenizer's settings while other threads decode."""
   hostile = f"12,34 {chat.control[0]}"
 
   def work(i):

@@ -117,7 +117,7 @@ def test_the_slices_of_all_processes_are_the_batch_of_one(task, processes):
 
 
 @pytest.mark.parametrize(("process", "processes"), [(2, 2), (-1, 2), (0, 13)])
-def test_processes_without_rows_are_refused(task, process, processes):
+def test_processes_without_rows_are_rejected(task, process, processes):
   message = f"batch.prompts = 12 cannot be divided for process {process} of {processes}"
   with pytest.raises(UserError, match=message):
     slice_of(task, process, processes)
@@ -151,7 +151,7 @@ print(json.dumps([own, everyone]))
 
 
 def run_processes(processes, first, last):
-  """The batches of each of several real processes with two devices, and their mesh's arrays."""
+  """Returns the batches of several real processes with two devices each, and their arrays."""
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{free.getsockname()[1]}"

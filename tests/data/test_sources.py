@@ -1,4 +1,4 @@
-"""Files and datasets as problems: layouts, malformed rows, duplicates, real data."""
+"""Problems from files and datasets: layouts, malformed rows, duplicates, real data."""
 
 import gzip
 import json
@@ -111,7 +111,7 @@ def test_a_parquet_row_that_is_not_utf8_is_one_bad_row(tmp_path):
 
 
 def test_a_hugging_face_dataset_in_a_local_folder(tmp_path, monkeypatch):
-  """Uses the datasets library itself, with a split, as a dataset of the hub does."""
+  """Loads it with the datasets library and a split, like a dataset of the hub."""
   pytest.importorskip("datasets")
   monkeypatch.setenv("HF_HUB_OFFLINE", "1")
   (tmp_path / "set").mkdir()
@@ -127,7 +127,7 @@ def test_a_hugging_face_dataset_in_a_local_folder(tmp_path, monkeypatch):
 
 
 def test_the_layout_of_verl_with_every_row_repeated(tmp_path):
-  """As in DAPO-Math-17k: the prompt is a list, the gold answer is in reward_model."""
+  """As in DAPO-Math-17k, the prompt is a list and the gold answer is in reward_model."""
   import pyarrow
   import pyarrow.parquet
 
@@ -175,7 +175,7 @@ def test_folders_and_compressed_files(tmp_path):
   ("row", "message"),
   [
     (b"{broken\n", "Expecting property name"),
-    (b"[1, 2]\n", "holds list, not an object"),
+    (b"[1, 2]\n", "must be a JSON object, got list"),
     (b'{"prompt": "\xff"}\n', "can't decode byte 0xff"),
     (b'{"prompt": "\\ud800", "answer": "1"}\n', "surrogates not allowed"),
     ({"prompt": "", "answer": "1"}, "empty user message"),
@@ -222,13 +222,13 @@ def test_blank_lines_are_not_rows(tmp_path):
     lambda path: write(path / "cut.jsonl.gz", [])[:-3] + ".gz",
   ],
 )
-def test_sources_without_problems_are_refused(tmp_path, make):
+def test_sources_without_problems_are_rejected(tmp_path, make):
   with pytest.raises(UserError) as caught:
     load_source(make(tmp_path))
   assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
-def test_a_truncated_archive_is_refused(tmp_path):
+def test_a_truncated_archive_is_rejected(tmp_path):
   complete = gzip.compress(json.dumps({"prompt": "q" * 10_000, "answer": "1"}).encode() * 50)
   (tmp_path / "cut.jsonl.gz").write_bytes(complete[:-20])
   with pytest.raises(UserError, match=r"cut\.jsonl\.gz"):
@@ -254,7 +254,7 @@ def test_names_of_tasks(name):
   assert not is_source(name)
 
 
-def test_datasets_that_do_not_exist_are_refused(monkeypatch):
+def test_datasets_that_do_not_exist_are_rejected(monkeypatch):
   monkeypatch.setenv("HF_HUB_OFFLINE", "1")
   for name in ("hf:nobody/nothing", "tfds:no_such_dataset", "hf:a:b:c:d", "tfds:"):
     with pytest.raises(UserError) as caught:

@@ -20,7 +20,7 @@ DIFFICULTIES = [
 
 
 def accuracy(task, slips, seed=0, count=2000):
-  """The teacher's accuracy on a random sample of training problems."""
+  """Returns the teacher's accuracy on a random sample of training problems."""
   rng = np.random.default_rng(seed)
   problems = []
   texts = []
@@ -39,7 +39,7 @@ def test_a_teacher_without_slips_is_always_right(name, terms, largest):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_imperfect_teacher_leaves_room_to_learn(name):
-  """Groups must be mixed, and there must be errors to correct."""
+  """Groups must have correct and incorrect completions, and there must be errors to correct."""
   assert 0.10 <= accuracy(make_task(name), slips=1.0) <= 0.45
 
 
@@ -144,14 +144,14 @@ def test_the_countdown_teacher_computes_correctly_even_if_it_misses_the_target()
 
 
 @pytest.mark.parametrize(("terms", "largest"), [(-1, 9), (4, 10), (4, -2), (10, 9), (90, 1)])
-def test_sums_refuse_a_difficulty_that_leaves_no_two_digit_total(terms, largest):
+def test_sums_reject_a_difficulty_that_leaves_no_two_digit_total(terms, largest):
   with pytest.raises(UserError, match=r"data\.terms") as error:
     make_task("sums", terms, largest)
   assert str(terms) in str(error.value) and str(largest) in str(error.value)
 
 
 @pytest.mark.parametrize(("terms", "largest"), [(1, 20), (7, 20), (3, 2), (3, 51)])
-def test_countdown_refuses_a_difficulty_out_of_bounds(terms, largest):
+def test_countdown_rejects_a_difficulty_out_of_bounds(terms, largest):
   with pytest.raises(UserError, match=f"got {terms} and {largest}"):
     make_task("countdown", terms, largest)
 
@@ -160,7 +160,7 @@ def test_countdown_refuses_a_difficulty_out_of_bounds(terms, largest):
   ("name", "terms", "largest"),
   [("sums", 1, 1), ("sums", 89, 1), ("countdown", 2, 3), ("countdown", 6, 3)],
 )
-def test_a_difficulty_has_problems_on_both_sides_or_is_refused(name, terms, largest):
+def test_a_difficulty_has_problems_on_both_sides_or_is_rejected(name, terms, largest):
   try:
     task = make_task(name, terms, largest)
   except UserError as error:

@@ -1,6 +1,6 @@
-"""The synthetic tasks as a TFDS dataset: built and read back.
+"""Builds the synthetic tasks as a TFDS dataset and reads them back.
 
-Each test uses a process of its own, since TFDS reads the variable for its folder only once.
+Each test runs its own process, since TFDS reads the environment variable of its folder only once.
 """
 
 import json

@@ -13,12 +13,12 @@ approx = pytest.approx
 
 def completions(verdicts, texts=None, rewards=None, finished=None):
   """Completions with these verdicts [n][g]; None for no verdict."""
-  has_verdict = np.array([[verdict is not None for verdict in row] for row in verdicts])
+  scored = np.array([[verdict is not None for verdict in row] for row in verdicts])
   correct = np.array([[bool(verdict) for verdict in row] for row in verdicts])
   return ScoredCompletions(
     texts=texts or [["1"] * len(row) for row in verdicts],
     correct=correct,
-    has_verdict=has_verdict,
+    scored=scored,
     reward=np.asarray(correct if rewards is None else rewards, np.float32),
     lengths=np.full(correct.shape, 3),
     finished=np.ones_like(correct) if finished is None else np.array(finished),

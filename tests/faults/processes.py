@@ -14,7 +14,7 @@ from gtpo_jax.reporting.journal import read_jsonl
 HERE = Path(__file__).parent
 ROOT = Path(__file__).parents[2]
 STEPS = 6
-SETTINGS = {  # with several minibatches, and leftover groups between steps
+SETTINGS = {  # several minibatches, and groups left over between steps
   "steps": STEPS,
   "data.terms": 2,
   "data.max_prompt_tokens": 20,
@@ -65,13 +65,13 @@ def start(workdir, event, settings):
 
 
 def start_two(workdir, event, victim, settings):
-  """Runs two processes, with an event in one: their exit statuses and what they printed."""
+  """Runs two processes with an event in one; returns their exit statuses and their output."""
   events = [event if i == victim else "-" for i in range(2)]
   return start_together([command(workdir, event, settings) for event in events])
 
 
 def start_together(commands, devices=1):
-  """Runs the commands as the processes of one run: their exit statuses and what they printed."""
+  """Runs commands as the processes of one run; returns their exit statuses and their output."""
   with socket.socket() as free:
     free.bind(("localhost", 0))
     address = f"localhost:{free.getsockname()[1]}"
@@ -97,9 +97,9 @@ def start_together(commands, devices=1):
 
 
 def read_result(workdir):
-  """Returns what interruptions must not change.
+  """Returns the results that interruptions must not change.
 
-  That is the metrics, the samples, the last step and the digests of its checkpoint.
+  These are the metrics, the samples, the last step and the digests of its checkpoint.
   """
   rows = [
     {key: value for key, value in row.items() if not key.startswith(TIMING)}

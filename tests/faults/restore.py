@@ -1,4 +1,4 @@
-"""One of several processes that restore a checkpoint together.
+"""Runs one of several processes that restore a checkpoint together.
 
 `python restore.py CHECKPOINTS OUT DATA,FSDP,TENSOR`; process i writes its state to OUT_i.npz.
 """

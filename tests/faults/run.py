@@ -1,8 +1,8 @@
 """`gtpo train` with a fault at a marked point: `python run.py ACTION:POINT:COUNT train ...`.
 
 The action is `kill` (SIGKILL), `term` (SIGTERM) or `term2` (SIGTERM twice). It happens when the
-program reaches POINT for the COUNTth time. The points are functions of the program, which are
-wrapped here; the program itself has no code for this. `-` instead of an event does nothing.
+program reaches POINT for the COUNTth time. The points are functions of the program that are wrapped
+here; the program has no code for faults. `-` instead of an event does nothing.
 """
 
 import os
@@ -61,7 +61,7 @@ def before(owner, name, reached, when=lambda: True):
 
 
 def after(owner, name, reached):
-  """Wraps a function of `owner` so that `reached` is called after it, with its result computed."""
+  """Wraps a function of `owner` so that `reached` is called after it has computed its result."""
   original = getattr(owner, name)
 
   def wrapped(*args, **kwargs):
@@ -73,7 +73,7 @@ def after(owner, name, reached):
 
 
 def mark(point, reached):
-  """Calls `reached` whenever the program reaches a point."""
+  """Wraps the program so that it calls `reached` whenever it reaches a point."""
   original_evaluation = gtpo_jax.loop.evaluate_run
   make_update = gtpo_jax.loop.make_update
   save = Checkpoints.save

@@ -1,4 +1,4 @@
-"""Runs that are killed or asked to stop at marked points resume bit for bit."""
+"""Tests that runs killed or stopped at marked points resume bit for bit."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from processes import SETTINGS, STEPS, read_result, start
 
 from gtpo_jax.reporting.journal import read_jsonl
 
-KILLS = [  # in an order in which each point can still be reached after the earlier kills
+KILLS = [  # ordered so that each point can still be reached after the earlier kills
   "kill:evaluation:1",
   "kill:sampling:2",
   "kill:reward:3",
@@ -37,7 +37,7 @@ def expected(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_run_killed_at_every_phase(expected, tmp_path):
-  """One run, killed at one point after another, repeats exactly what each kill destroyed."""
+  """One run is killed at each point in turn and repeats exactly the steps that a kill destroyed."""
   for event in KILLS:
     killed = start(tmp_path / "run", event, SETTINGS)
     assert killed.returncode == -9, (event, killed.returncode, killed.stdout, killed.stderr)
@@ -93,7 +93,7 @@ def test_the_warm_start_starts_over(tmp_path, event, code):
 
 
 @pytest.mark.slow
-def test_changed_data_is_refused_with_the_difference(tmp_path):
+def test_changed_data_is_rejected_with_the_difference(tmp_path):
   rows = [
     {"prompt": f"1{i}+{j}:", "answer": str(10 + i + j), "kind": "last_number"}
     for i in range(8)
@@ -105,11 +105,11 @@ def test_changed_data_is_refused_with_the_difference(tmp_path):
   assert start(tmp_path / "run", "kill:metrics:4", settings).returncode == -9
   data.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
   before = [file.read_bytes() for file in sorted((tmp_path / "run").rglob("*.json*"))]
-  refused = start(tmp_path / "run", "-", settings)
-  assert refused.returncode == 2, refused.stderr
-  assert len(refused.stderr.strip().splitlines()) == 1
-  assert f"data.train '{data}' was 32 problems, sha256 " in refused.stderr
-  assert ", now 31 problems, sha256 " in refused.stderr
+  rejected = start(tmp_path / "run", "-", settings)
+  assert rejected.returncode == 2, rejected.stderr
+  assert len(rejected.stderr.strip().splitlines()) == 1
+  assert f"data.train '{data}' was 32 problems, sha256 " in rejected.stderr
+  assert ", now 31 problems, sha256 " in rejected.stderr
   assert [file.read_bytes() for file in sorted((tmp_path / "run").rglob("*.json*"))] == before
   accepted = start(tmp_path / "run", "-", settings | {"checkpoint.accept_changes": True})
   assert accepted.returncode == 0, accepted.stderr
@@ -124,7 +124,7 @@ def test_a_full_disk_prints_one_line_and_the_run_resumes_with_more_space(expecte
     pytest.skip("mounting needs root")
   try:
     full = start(disk / "run", "-", SETTINGS)
-    # The threads of Orbax and tensorboardX print lines of their own.
+    # The threads of Orbax and tensorboardX print lines too.
     ours = [line for line in full.stderr.splitlines() if line.startswith("gtpo: ")]
     assert full.returncode == 1, full.stderr
     assert len(ours) == 1

@@ -1,4 +1,4 @@
-"""A checkpoint restored by other processes than wrote it, or that only one of them sees damaged."""
+"""Checkpoints that other processes restore than wrote them, and damage that one process sees."""
 
 import sys
 
@@ -40,7 +40,7 @@ def saved(tmp_path):
 def restore(folder, mesh, devices, before="true"):
   """Restores in two processes, the second after a shell command in its own mount namespace.
 
-  Returns what each process restored, and what they printed.
+  Returns the state that each process restored, and their output.
   """
   line = [
     sys.executable,
@@ -77,7 +77,7 @@ def test_saved_on_eight_devices_and_restored_on_two_processes(saved, mesh, devic
 def test_damage_that_only_one_process_sees_makes_all_restore_the_previous_step(
   saved, tmp_path, damage
 ):
-  """As from the disk or cache of one machine; the first process, which checks files, finds none."""
+  """Simulates damage on one machine's disk. The first process, which checks files, finds none."""
   folder, states = saved
   file = max(
     (folder / "2" / "params" / "ocdbt.process_0" / "d").iterdir(),

@@ -1,6 +1,6 @@
 """Batches without a training signal, and rewards that fail during sampling.
 
-The run continues, and the metrics count what is missing.
+The run continues, and the metrics count missing groups and verdicts.
 """
 
 import collections
@@ -48,7 +48,7 @@ def make_config(**changes):
 
 
 def save_base_model(workdir, config, stop_logit):
-  """Saves a base model for which the end of a completion is almost certain or impossible.
+  """Saves a base model that ends each completion almost immediately or almost never.
 
   Without attention and MLP outputs, its logits depend only on the last token's embedding.
   """
@@ -99,9 +99,9 @@ def test_batches_without_a_training_signal(tmp_path, stop_logit, changes, expect
 
 @pytest.mark.slow
 def test_a_reward_that_raises_during_sampling(monkeypatch):
-  """The completions still being sampled do not change.
+  """Completions that are still being sampled do not change.
 
-  Once one group is complete, the engine waits with its next chunk until the reward has failed.
+  After one group is complete, the engine delays its next chunk until the reward has failed.
   """
   failing = False
   failed = threading.Event()
@@ -144,9 +144,9 @@ def test_a_reward_that_raises_during_sampling(monkeypatch):
   reward_manager.close()
   assert ended_at_failure[0] < 32  # the reward failed before all completions were sampled
   jax.tree.map(np.testing.assert_array_equal, rollouts, expected)
-  # A completion that was cut off is wrong; no function is asked.
+  # A completion that was cut off is wrong without calling a function.
   finished = np.asarray(rollouts.finished)
-  np.testing.assert_array_equal(result.reached, ~finished)
-  np.testing.assert_array_equal(result.valid, result.reached)
+  np.testing.assert_array_equal(result.scored, ~finished)
+  np.testing.assert_array_equal(result.valid, result.scored)
   assert result.metrics["reward/no_verdict"] == finished.sum() > 0
   assert not result.correct.any()

@@ -1,6 +1,6 @@
-"""Two processes of one run: a fault in one ends both, and together they resume bit for bit.
+"""Tests faults in one of two processes of a run: both end, and together they resume bit for bit.
 
-One is killed, asked to stop, cannot print, or sees other data.
+The process is killed, stopped, cannot print, or reads other data.
 """
 
 import json
@@ -11,7 +11,7 @@ from processes import SETTINGS, STEPS, command, read_result, start, start_togeth
 
 from gtpo_jax.reporting.journal import read_jsonl
 
-KILLS = [  # (event, victim), in an order in which each point can still be reached
+KILLS = [  # (event, victim), ordered so that each point can still be reached
   ("kill:evaluation:1", 0),
   ("kill:sampling:1", 0),
   ("kill:sampling:2", 1),
@@ -39,13 +39,13 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.slow
 def test_one_of_two_processes_is_killed(undisturbed, tmp_path):
-  """The other exits soon with one message, and both together resume exactly."""
+  """The other process exits soon with one message. Together they resume exactly."""
   for event, victim in KILLS:
     codes, printed = start_two(tmp_path / "run", event, victim, SETTINGS)
     assert codes[victim] == -9 and codes[1 - victim] not in (0, 2), (event, codes, printed)
     assert "damaged" not in printed[0]
     ours = [line for line in printed[1 - victim].splitlines() if line.startswith("gtpo: ")]
-    if codes[1 - victim] == 1:  # else JAX's coordinator ended it, with its own message
+    if codes[1 - victim] == 1:  # otherwise JAX's coordinator ended it, with its own message
       assert len(ours) == 1, (event, printed)
       assert f"process {1 - victim} of 2: another process exited or is unreachable" in ours[0]
       assert "Traceback" not in printed[1 - victim], (event, printed)
@@ -65,7 +65,7 @@ def test_two_processes_stop_together(undisturbed, tmp_path, victim):
 
 
 @pytest.mark.slow
-def test_two_processes_with_different_data_are_refused(tmp_path):
+def test_two_processes_with_different_data_are_rejected(tmp_path):
   """Without a shared file system, they would train on different problems."""
   for name, answer in (("first", 12), ("second", 13)):
     (tmp_path / name).write_text(
@@ -93,7 +93,7 @@ def test_two_processes_with_different_data_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_one_of_two_processes_has_a_closed_output_pipe(tmp_path):
-  """As with `| head`, or after its launcher exited: the other process must not wait for it."""
+  """This happens with `| head` or if the launcher exits. The other process must not wait for it."""
   line = command(tmp_path / "run", "-", SETTINGS)
   unread = ["bash", "-c", 'set -o pipefail; "$@" 2>&1 | head -c 1', "bash", *line]
   codes, printed = start_together([unread, line])
@@ -103,7 +103,7 @@ def test_one_of_two_processes_has_a_closed_output_pipe(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_moves_between_one_process_and_two(undisturbed, tmp_path):
-  """What is restored must have the digests of what was saved, or it would be set aside."""
+  """The restored state must have the digests of the saved state, or it would be set aside."""
   shutil.copytree(undisturbed[0], tmp_path / "one")
   done = start(tmp_path / "one", "-", SETTINGS | {"steps": STEPS + 1})
   assert done.returncode == 0, done.stderr

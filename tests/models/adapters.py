@@ -24,13 +24,13 @@ def with_lora(model, mesh=None, targets=LORA_TARGETS, **changes):
 
 @functools.cache
 def base():
-  """The model without adapters and its parameters, from a folder of transformers."""
+  """The model without adapters and its parameters, loaded from a folder that transformers saved."""
   return load(hf_folder()[0], "float32")
 
 
 @functools.cache
 def adapted(targets=LORA_TARGETS):
-  """The model and its parameters, with adapters that are random on both sides."""
+  """The model and its parameters, with adapters in which both A and B are random."""
   model = with_lora(base()[0], targets=targets)
   flat = flatten_dict(add_lora(model, base()[1], jax.random.key(1)))
   keys = dict(zip(flat, jax.random.split(jax.random.key(2), len(flat)), strict=True))
@@ -47,7 +47,7 @@ def is_adapter(path):
 
 
 def on_mesh_of(params, model):
-  """The parameters in the model's shardings."""
+  """The parameters, moved to the shardings of the model."""
   return jax.tree.map(
     lambda x, like: jax.device_put(jax.device_get(x), like.sharding), params, abstract_params(model)
   )

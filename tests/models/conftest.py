@@ -15,5 +15,5 @@ def folder(tmp_path):
 
 @pytest.fixture
 def shards(tmp_path):
-  """The same model in several files with an index."""
+  """A copy of a valid folder of the same model, with several files of weights and an index."""
   return Path(shutil.copytree(hf_folder(shard="20KB")[0], tmp_path / "home" / "hf"))

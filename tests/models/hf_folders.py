@@ -32,14 +32,14 @@ TINY = {
 
 @functools.cache
 def random_model(**changes):
-  """A model of our own with random parameters, of about the size of `TINY`."""
+  """Our model with random parameters, of about the size of `TINY`."""
   sizes = {"vocab_size": 64, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
   model = Qwen2(ModelConfig(**sizes | {"mlp": 48} | changes), single_device_mesh())
   return model, init_params(model, jax.random.key(0))
 
 
 def torch_model(**changes):
-  """A Qwen2ForCausalLM with random norms and biases too, so that every tensor matters."""
+  """A Qwen2ForCausalLM whose norms and biases are random too, so that every tensor matters."""
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
   torch.manual_seed(0)
@@ -54,7 +54,7 @@ def torch_model(**changes):
 
 @functools.cache
 def _saved_by_torch(options, dtype, shard):
-  """A folder and the torch model in it."""
+  """A folder that transformers saved, and its torch model."""
   import torch
 
   model = torch_model(**dict(options)).to(getattr(torch, dtype))
@@ -64,13 +64,13 @@ def _saved_by_torch(options, dtype, shard):
 
 
 def hf_folder(dtype="float32", shard="5GB", **changes):
-  """A folder that transformers saved, and its torch model; cached."""
+  """A cached folder and its torch model; `changes` are settings of the model's config."""
   pytest.importorskip("torch")
   return _saved_by_torch(tuple(sorted(changes.items())), dtype, shard)
 
 
 def padded_batch(vocab=64, length=17):
-  """Eight rows, some padded on the left, some on the right: tokens and mask."""
+  """Tokens and mask of eight rows, of which some are padded on the left and some on the right."""
   tokens = np.random.default_rng(0).integers(0, vocab, (8, length))
   mask = np.ones((8, length), bool)
   mask[1, :5] = False
@@ -81,7 +81,7 @@ def padded_batch(vocab=64, length=17):
 
 
 def torch_logits(model, tokens, mask=None):
-  """Logits of torch, with positions counted from the first real token."""
+  """The torch model's logits, with positions counted from the first real token."""
   import torch
 
   mask = np.ones(tokens.shape, bool) if mask is None else mask
@@ -128,16 +128,16 @@ def torch_greedy(model, prompts, count, stop=None):
 
 
 def our_greedy(model, params, prompts, count, stop=()):
-  # Wider than the longest prompt: padding must not matter.
+  # Prompts are padded beyond the longest one, because padding must not matter.
   engine = Engine(model, stop, 0, max(map(len, prompts)) + 3, count)
-  written = engine.sample(
+  rollouts = engine.sample(
     engine.layout(params),
     prompts,
     jax.random.key(0),
     group=1,
     sampling_params=SamplingParams(temperature=0.0),
   )
-  return np.asarray(written.tokens[:, 0])
+  return np.asarray(rollouts.tokens[:, 0])
 
 
 def raw_tensors(folder):
@@ -155,13 +155,13 @@ def raw_tensors(folder):
 
 def split_file(file):
   """A safetensors file as (header, data)."""
-  whole = file.read_bytes()
-  size = int.from_bytes(whole[:8], "little")
-  return json.loads(whole[8 : 8 + size]), whole[8 + size :]
+  content = file.read_bytes()
+  size = int.from_bytes(content[:8], "little")
+  return json.loads(content[8 : 8 + size]), content[8 + size :]
 
 
 def join_file(file, header, data):
-  """The inverse of `split_file`; a header may be text, for what `json` would not write."""
+  """The inverse of `split_file`. The header may also be text that `json` would not write."""
   text = (header if isinstance(header, str) else json.dumps(header)).encode()
   file.write_bytes(len(text).to_bytes(8, "little") + text + data)
 

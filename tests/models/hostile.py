@@ -1,4 +1,4 @@
-"""Checks that a damaged or malicious folder is refused, and common ways to damage one."""
+"""A check that a damaged or malicious folder is rejected, and common ways to damage a folder."""
 
 import os
 
@@ -8,11 +8,11 @@ from gtpo_jax.models import load
 from gtpo_jax.runtime.errors import UserError
 
 INDEX = "model.safetensors.index.json"
-MAX_MESSAGE = 1200  # characters; a longer message is not one readable line
+MAX_MESSAGE = 1200  # characters; a longer message would not be one readable line
 
 
 def contents(folder):
-  """Every path below a folder with its bytes, its link target, or None for a folder."""
+  """Maps every path below a folder to its bytes, its link target, or None if it is a folder."""
 
   def read(file):
     if file.is_symlink():
@@ -22,8 +22,11 @@ def contents(folder):
   return {str(file.relative_to(folder)): read(file) for file in sorted(folder.rglob("*"))}
 
 
-def refusal(folder, load_folder=lambda folder: load(folder, "float32")):
-  """Returns the one line that a folder is refused with; nothing changed and no code of it ran."""
+def rejection(folder, load_folder=lambda folder: load(folder, "float32")):
+  """Returns the error message of loading a folder, and checks it.
+
+  The message must be one line, no file may change, and no code in the folder may run.
+  """
   home = folder.parent.parent
   before = contents(home)
   with pytest.raises(UserError) as caught:
@@ -44,7 +47,7 @@ def first_shard(folder):
 
 
 def move_out(file):
-  """Moves a file out of its folder and leaves a link."""
+  """Moves a file out of its folder and leaves a link to it."""
   outside = file.parent.parent / f"outside-{file.name}"
   file.rename(outside)
   file.symlink_to(outside)

@@ -1,4 +1,4 @@
-"""Folders of adapters: PEFT reads them, and merged folders compute the same logits."""
+"""Saved adapters and merged models: PEFT and transformers compute our logits from them."""
 
 import json
 import subprocess
@@ -16,7 +16,9 @@ from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT warns of names in transformers
+@pytest.mark.filterwarnings(
+  "ignore::FutureWarning"
+)  # PEFT uses names that are deprecated in transformers
 @pytest.mark.parametrize("targets", [LORA_TARGETS, SOME])
 def test_peft_loads_the_adapters_and_computes_our_logits(targets, tmp_path):
   peft = pytest.importorskip("peft")
@@ -37,7 +39,7 @@ def test_peft_loads_the_adapters_and_computes_our_logits(targets, tmp_path):
   want = our_logits(model, params, tokens, mask)[mask]
   np.testing.assert_allclose(torch_logits(loaded, tokens, mask)[mask], want, rtol=0, atol=2e-4)
   named = {name for name, _ in loaded.named_parameters() if "lora_" in name}
-  # PEFT says nothing if it adds an adapter of its own.
+  # PEFT silently creates adapters that the folder lacks, so the numbers must agree.
   assert len(named) == 2 * 2 * len(targets) == len(raw_tensors(tmp_path / "out"))
   config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
   assert config["base_model_name_or_path"] == str(hf_folder()[0]) and len(

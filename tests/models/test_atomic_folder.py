@@ -16,8 +16,8 @@ from gtpo_jax.runtime.errors import UserError
 ROOT = Path(__file__).parents[2]
 
 
-def refusal(place, **settings):
-  """Returns the one line that a save is refused with."""
+def rejection(place, **settings):
+  """Returns the error message of a save, which must be one line."""
   with pytest.raises(UserError) as caught:
     save(*random_model(), None, place, **settings)
   assert "\n" not in str(caught.value)
@@ -29,7 +29,7 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path):
   (tmp_path / "full" / "notes").write_text("mine")
   (tmp_path / "file").write_text("mine")
   for name in ("full", "file"):
-    assert "is not empty; name a new folder" in refusal(tmp_path / name)
+    assert "is not empty; name a new folder" in rejection(tmp_path / name)
   assert sorted(file.name for file in tmp_path.rglob("*")) == ["file", "full", "notes"]
   assert (tmp_path / "full" / "notes").read_text() == "mine" == (tmp_path / "file").read_text()
 
@@ -41,7 +41,7 @@ def test_an_empty_folder_is_filled(tmp_path):
   assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_empty_current_folder_is_filled_or_refused_in_one_line(tmp_path, monkeypatch):
+def test_an_empty_current_folder_is_filled_or_rejected_in_one_line(tmp_path, monkeypatch):
   (tmp_path / "out").mkdir()
   monkeypatch.chdir(tmp_path / "out")
   try:
@@ -59,12 +59,12 @@ def test_missing_parents_are_created(tmp_path):
 
 def test_a_place_that_cannot_be_written(tmp_path):
   (tmp_path / "file").write_text("")
-  assert refusal(tmp_path / "file" / "out").startswith(
+  assert rejection(tmp_path / "file" / "out").startswith(
     f"cannot write {str(tmp_path / 'file' / 'out')!r}: "
   )
-  assert "cannot write" in refusal("/proc/out")
+  assert "cannot write" in rejection("/proc/out")
   (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-  assert "cannot write" in refusal(tmp_path / "link")
+  assert "cannot write" in rejection(tmp_path / "link")
   assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "link"]
 
 
@@ -74,7 +74,7 @@ def test_a_place_that_cannot_be_written(tmp_path):
   ids=["disk", "other", "ctrl-c"],
 )
 def test_a_save_that_fails_midway_leaves_nothing(error, tmp_path, monkeypatch):
-  # `gtpo_jax.models.save` is the function.
+  # The attribute `gtpo_jax.models.save` is the function, not the module.
   module = importlib.import_module("gtpo_jax.models.save")
   written = []
   real = module._write_tensors
@@ -88,7 +88,7 @@ def test_a_save_that_fails_midway_leaves_nothing(error, tmp_path, monkeypatch):
   monkeypatch.setattr(module, "_write_tensors", failing)
   if isinstance(error, OSError):
     assert (
-      refusal(tmp_path / "out", shard_bytes=20_000)
+      rejection(tmp_path / "out", shard_bytes=20_000)
       == f"cannot write {str(tmp_path / 'out')!r}: No space left on device"
     )
   else:
@@ -148,7 +148,7 @@ def test_a_killed_save_leaves_no_folder_and_the_next_one_cleans_up(name, tmp_pat
 
 
 def test_cleaning_up_keeps_other_folders(tmp_path):
-  """Only the remains of a save of exactly the same name are deleted."""
+  """Only the remains of earlier saves to exactly the same folder name are deleted."""
   for other in (".mine.partial-7", ".out2.partial-7", "out.partial-7", "out2"):
     (tmp_path / other).mkdir()
     (tmp_path / other / "notes").write_text("mine")

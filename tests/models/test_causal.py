@@ -1,4 +1,4 @@
-"""Attention of complete streams: every kernel against a full softmax, in value and gradient."""
+"""Attention over full sequences: every kernel equals a full softmax, in value and gradient."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ def inputs(heads=4, kv_heads=2, prompt=True, s=S):
 
 
 def full_softmax(q, context):
-  """All scores at once, with keys and values repeated for every query head."""
+  """Attention from all scores at once, with keys and values repeated for every query head."""
   _, g, h, s, e = q.shape
   k, v, segment = context.concatenate(g)
   k, v = (jnp.repeat(x, h // x.shape[2], axis=2) for x in (k, v))
@@ -61,7 +61,7 @@ def full_softmax(q, context):
 
 
 def value_and_gradient(attend, q, context):
-  """The attention of real queries, and the gradient of a weighted sum of it in all inputs."""
+  """The outputs of unmasked queries, and the gradient of a weighted sum of them in all inputs."""
   real = True if context.own_mask is None else context.own_mask[:, :, None, :, None]
   if context.segment is not None:
     real = (context.segment < 2)[:, :, None, :, None]
@@ -102,7 +102,7 @@ def test_every_kernel_equals_the_full_softmax(attend, prompt):
 
 
 def in_two_segments(s=S):
-  """Rows of two completions, each its own segment; the second row is padded on the right."""
+  """Rows of two completions, each a segment of its own. The second row is padded on the right."""
   q, context = inputs(s=s)
   positions = jnp.arange(s)
   ends = jnp.asarray([[s // 3, s], [s // 2, s - 9], [5, s]])
@@ -144,7 +144,7 @@ def test_segments_attend_to_the_prompt_and_to_themselves(attend):
   [(8, 4, (2, 1, 4)), (8, 2, (1, 2, 4)), (24, 3, (1, 1, 8)), (6, 2, (2, 1, 1))],
 )
 def test_heads_on_a_mesh(heads, kv_heads, shape):
-  """Key/value heads that divide over the tensor axis, that are fewer, and that two shards share."""
+  """The tensor axis divides the key/value heads, or there are fewer, or two shards share one."""
   config = dataclasses.replace(
     PRESETS["tiny"], heads=heads, kv_heads=kv_heads, matmul_precision="highest"
   )
@@ -154,7 +154,7 @@ def test_heads_on_a_mesh(heads, kv_heads, shape):
 
 @pytest.mark.parametrize(("kind", "loop"), [("blocks", False), ("blocks", True), ("splash", False)])
 def test_positions_on_a_mesh(kind, loop, monkeypatch):
-  """Each shard has a third of the queries, and gathers the keys of all positions."""
+  """Each shard has its part of the queries, and gathers the keys of all positions."""
   if loop:
     monkeypatch.setattr(flash, "MAX_UNROLLED_POSITIONS", 16)
     monkeypatch.setattr(flash, "LOOP_BLOCK", 32)
@@ -167,7 +167,7 @@ def test_positions_on_a_mesh(kind, loop, monkeypatch):
   assert_same(attend, *inputs())
   assert_same(attend, *in_two_segments())
   if not loop:
-    assert_same(attend, *inputs(s=153, prompt=False))  # the shards cannot be halved
+    assert_same(attend, *inputs(s=153, prompt=False))  # an odd number per shard cannot be halved
 
 
 @pytest.mark.slow
@@ -219,7 +219,7 @@ def test_rows_that_do_not_divide_are_on_every_device():
 
 
 def test_no_buffer_of_positions_by_positions():
-  """Temporary memory grows linearly with the length; no array of the program has it as two axes."""
+  """Temporary memory is linear in the length, and no array of the program has two axes of it."""
 
   def compiled(attend, s):
     q, context = inputs(s=s)
@@ -249,10 +249,10 @@ def test_the_kind_follows_the_platform():
   mesh = single_device_mesh()
   assert attention_kind(tiny, mesh) == "blocks"
   assert attention_kind(dataclasses.replace(tiny, attention="splash"), mesh) == "splash"
-  refusal = (
+  rejection = (
     r"model\.attention = 'cudnn' does not run on cpu with compute_dtype float32.*use 'blocks'"
   )
-  with pytest.raises(UserError, match=refusal):
+  with pytest.raises(UserError, match=rejection):
     attention_kind(dataclasses.replace(tiny, attention="cudnn"), mesh)
   wide = make_mesh(2, 2, 1, context=2)
   with pytest.raises(UserError, match=r"'cudnn' does not run on cpu with .*mesh\.context 2"):

@@ -1,4 +1,4 @@
-"""Damaged weights, wrong tensors, hostile indexes: refused in one line, nothing written."""
+"""Damaged weights, wrong tensors and hostile indexes are rejected in one line; no file changes."""
 
 import json
 import re
@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from hf_folders import join_file, split_file
-from hostile import INDEX, first_shard, refusal, weights
+from hostile import INDEX, first_shard, rejection, weights
 
 NORM = "model.norm.weight"
 
@@ -148,7 +148,7 @@ def poison(folder, value):
 )
 def test_damaged_weights(damage, message, folder):
   damage(folder)
-  line = refusal(folder)
+  line = rejection(folder)
   assert re.search(message, line), line
 
 
@@ -164,7 +164,7 @@ def test_missing_tensors_are_named(folder):
   edit_tensors(
     folder, lambda tensors: [tensors.pop(f"model.layers.{i}.self_attn.q_proj.bias") for i in (0, 1)]
   )
-  assert refusal(folder) == (
+  assert rejection(folder) == (
     "2 tensor(s) missing: model.layers.0.self_attn.q_proj.bias, "
     "model.layers.1.self_attn.q_proj.bias"
   )
@@ -178,7 +178,7 @@ def test_extra_tensors_are_named(folder):
     ),
   )
   assert (
-    refusal(folder) == "1 tensor(s) not of this architecture: model.layers.2.mlp.up_proj.weight"
+    rejection(folder) == "1 tensor(s) not of this architecture: model.layers.2.mlp.up_proj.weight"
   )
 
 
@@ -187,7 +187,8 @@ def test_tensors_of_the_wrong_shape_are_named(folder):
     folder, lambda tensors: tensors.update({"model.norm.weight": np.zeros((32, 1), np.float32)})
   )
   assert (
-    refusal(folder) == "1 tensor(s) of the wrong shape: model.norm.weight (32, 1) instead of (32,)"
+    rejection(folder)
+    == "1 tensor(s) of the wrong shape: model.norm.weight (32, 1) instead of (32,)"
   )
 
 
@@ -198,19 +199,19 @@ def test_a_transposed_matrix_has_the_wrong_shape(folder):
       {"model.layers.0.mlp.up_proj.weight": np.zeros((32, 48), np.float32)}
     ),
   )
-  assert "model.layers.0.mlp.up_proj.weight (32, 48) instead of (48, 32)" in refusal(folder)
+  assert "model.layers.0.mlp.up_proj.weight (32, 48) instead of (48, 32)" in rejection(folder)
 
 
 def test_many_names_are_cut_short(folder):
   edit_tensors(
     folder, lambda tensors: tensors.update({f"x{i}": np.zeros(1, np.float32) for i in range(500)})
   )
-  assert refusal(folder).startswith("500 tensor(s) not of this architecture: x0, x1,")
+  assert rejection(folder).startswith("500 tensor(s) not of this architecture: x0, x1,")
 
 
 def test_a_tensor_name_of_many_lines_is_still_one_line(folder):
   edit_tensors(folder, lambda tensors: tensors.update({"a\nb\x1b[31m": np.zeros(1, np.float32)}))
-  refusal(folder)
+  rejection(folder)
 
 
 def redirect(name, target):
@@ -284,13 +285,13 @@ def test_hostile_indexes(change, message, shards):
   files = len(list(shards.glob("*.safetensors")))
   first_shard(shards).rename(shards / f"model-00001-of-{files:05d}.safetensors")
   change(shards)
-  line = refusal(shards)
+  line = rejection(shards)
   assert message in line, line
 
 
 def test_an_index_that_is_not_utf8(shards):
   (shards / INDEX).write_bytes(b'{"weight_map": {"\xff": "a.safetensors"}}')
-  assert "is not valid JSON" in refusal(shards)
+  assert "is not valid JSON" in rejection(shards)
 
 
 def test_a_tensor_in_two_shards(shards):
@@ -305,10 +306,10 @@ def test_a_tensor_in_two_shards(shards):
     other | {name: header[name] | {"data_offsets": [len(rest), len(rest) + end - start]}},
     rest + data[start:end],
   )
-  message = refusal(shards)
+  message = rejection(shards)
   assert name in message and files[0].name in message and files[1].name in message
 
 
 def test_the_same_tensor_in_two_files_without_an_index(folder):
   shutil.copy(weights(folder), folder / "again.safetensors")
-  assert "again.safetensors" in refusal(folder)
+  assert "again.safetensors" in rejection(folder)

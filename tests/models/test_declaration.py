@@ -1,4 +1,4 @@
-"""Parameters are declared once: weight decay, Hugging Face shapes and counts follow from it."""
+"""Weight decay, Hugging Face shapes and counts follow from the declarations of parameters."""
 
 import dataclasses
 
@@ -60,7 +60,7 @@ def test_adapters_fit_every_matrix_of_a_layer():
 
 
 class Gate(nn.Module):
-  """A module that the package does not have."""
+  """A new module, which is not in the package."""
 
   leaf: str = "kernel"
   inputs: int = 1
@@ -81,7 +81,7 @@ def test_a_new_matrix_is_decayed_and_a_new_bias_is_not():
   np.testing.assert_array_equal(changes["gate"]["bias"], 0)
 
 
-def test_a_parameter_without_a_kind_is_refused():
+def test_a_parameter_without_a_kind_is_rejected():
   with pytest.raises(ValueError, match="parameter 'weights' has no kind; use one of kernel, "):
     Gate("weights").init(jax.random.key(0), jnp.ones(3))
   optimizer = make_optimizer(OptimizerConfig(), 5)
@@ -115,7 +115,7 @@ def test_hugging_face_tensors_hold_every_parameter_once(preset):
   assert shapes["model.embed_tokens.weight"] == (c.vocab_size, c.width)
 
 
-def test_a_parameter_without_a_hugging_face_name_is_refused(monkeypatch):
+def test_a_parameter_without_a_hugging_face_name_is_rejected(monkeypatch):
   names = {module: name for module, name in hf.LAYER_MODULES.items() if module != "up"}
   monkeypatch.setattr(hf, "LAYER_MODULES", names)
   with pytest.raises(ValueError, match="no Hugging Face name for layers/up/kernel; add it to"):

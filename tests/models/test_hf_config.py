@@ -1,10 +1,10 @@
-"""config.json: unsupported architectures and wrong values are refused in one line."""
+"""config.json: unsupported architectures and wrong values are rejected in one line."""
 
 import signal
 
 import pytest
 from hf_folders import edit_json
-from hostile import refusal
+from hostile import rejection
 
 from gtpo_jax.models.folder import is_hf_folder
 
@@ -59,7 +59,7 @@ FIELDS = (*SIZES, "head_dim", "max_position_embeddings", "rms_norm_eps")
 )
 def test_sizes_of_the_wrong_kind(name, value, folder):
   config(**{name: value})(folder)
-  refusal(folder)
+  rejection(folder)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,13 @@ def test_sizes_of_the_wrong_kind(name, value, folder):
 )
 def test_sizes_that_are_missing_or_zero(name, folder):
   config(**{name: None})(folder)
-  assert f"has {name} = None" in refusal(folder)
+  assert f"has {name} = None" in rejection(folder)
   if name != "rms_norm_eps":
     config(**{name: 0})(folder)
-    assert "at least 1, got 0" in refusal(folder)
+    assert "at least 1, got 0" in rejection(folder)
 
 
-def test_a_billion_layers_are_refused_before_they_are_listed(folder):
+def test_a_billion_layers_are_rejected_before_they_are_listed(folder):
   config(num_hidden_layers=10**9)(folder)
 
   def too_long(*_):
@@ -90,7 +90,7 @@ def test_a_billion_layers_are_refused_before_they_are_listed(folder):
   before = signal.signal(signal.SIGALRM, too_long)
   signal.setitimer(signal.ITIMER_REAL, 2)
   try:
-    assert "num_hidden_layers" in refusal(folder) or "missing" in refusal(folder)
+    assert "num_hidden_layers" in rejection(folder) or "missing" in rejection(folder)
   finally:
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
@@ -99,10 +99,10 @@ def test_a_billion_layers_are_refused_before_they_are_listed(folder):
 @pytest.mark.parametrize(
   "name", ["vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "head_dim"]
 )
-def test_sizes_beyond_the_tensors_are_refused_before_anything_is_built(name, folder):
+def test_sizes_beyond_the_tensors_are_rejected_before_anything_is_built(name, folder):
   config(num_key_value_heads=1, head_dim=8)(folder)
   config(**{name: 2**70})(folder)
-  assert f"{name} = {2**70}, but the tensors hold" in refusal(folder)
+  assert f"{name} = {2**70}, but the tensors hold" in rejection(folder)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_sizes_beyond_the_tensors_are_refused_before_anything_is_built(name, fol
 )
 def test_unsupported_architectures(change, message, folder):
   change(folder)
-  line = refusal(folder)
+  line = rejection(folder)
   assert message in line, line
 
 

@@ -1,4 +1,4 @@
-"""Links out of a folder, pickles and code: refused in one line, nothing executed or written."""
+"""Links out of a folder, pickles and code are rejected in one line; nothing runs or is written."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from hf_folders import edit_json, hf_folder
-from hostile import INDEX, contents, first_shard, move_out, refusal, weights
+from hostile import INDEX, contents, first_shard, move_out, rejection, weights
 
 from gtpo_jax.data.chat import TOKENIZER_DIR, load_chat
 from gtpo_jax.models import load
@@ -23,33 +23,33 @@ TOUCH = "import pathlib\npathlib.Path({!r}).touch()\n"
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_a_link_out_of_the_folder(name, folder):
   move_out(folder / name)
-  assert f"{name}' is a link out of its folder" in refusal(folder)
+  assert f"{name}' is a link out of its folder" in rejection(folder)
 
 
 @pytest.mark.parametrize("which", [INDEX, "shard"])
 def test_a_link_out_of_a_sharded_folder(which, shards):
   file = first_shard(shards) if which == "shard" else shards / which
   move_out(file)
-  assert f"{file.name}' is a link out of its folder" in refusal(shards)
+  assert f"{file.name}' is a link out of its folder" in rejection(shards)
 
 
 def test_a_link_to_the_parent_by_dots(folder):
   weights(folder).rename(folder.parent / "w.safetensors")
   weights(folder).symlink_to("../w.safetensors")
-  assert "a link out of its folder" in refusal(folder)
+  assert "a link out of its folder" in rejection(folder)
 
 
 def test_a_link_to_itself(folder):
   weights(folder).unlink()
   weights(folder).symlink_to("model.safetensors")
-  refusal(folder)
+  rejection(folder)
 
 
 def test_a_dangling_index_link_is_one_line(shards):
   (shards / INDEX).unlink()
   (shards / INDEX).symlink_to("/nowhere/index.json")
   try:
-    # Also fine: taken for a folder without an index, it has complete files.
+    # Loading may also succeed: without the index, the folder still has all its files.
     load(shards, "float32")
   except UserError as error:
     assert "\n" not in str(error)
@@ -63,7 +63,7 @@ def test_links_within_the_folder_and_to_it_are_followed(folder, tmp_path):
 
 
 def hub_cache(home, source, name="models--gtpo--tiny"):
-  """The layout of huggingface_hub's cache: snapshots/HASH/* are links to blobs/*."""
+  """Copies a folder in the layout of huggingface_hub's cache: snapshots/HASH/* link to blobs/*."""
   store = home / name
   snapshot = store / "snapshots" / ("0" * 40)
   snapshot.mkdir(parents=True)
@@ -81,12 +81,12 @@ def test_the_hubs_own_links_are_followed(shard, tmp_path):
   load(hub_cache(tmp_path, hf_folder(shard=shard)[0]), "float32")
 
 
-def test_a_link_out_of_the_hubs_cache_is_refused(tmp_path):
+def test_a_link_out_of_the_hubs_cache_is_rejected(tmp_path):
   snapshot = hub_cache(tmp_path / "hub", hf_folder()[0])
   weights(snapshot).unlink()
   shutil.copy(hf_folder()[0] / "model.safetensors", tmp_path / "hub" / "other.safetensors")
   weights(snapshot).symlink_to("../../../other.safetensors")
-  assert "a link out of its folder" in refusal(snapshot)
+  assert "a link out of its folder" in rejection(snapshot)
 
 
 class Payload:
@@ -103,18 +103,18 @@ class Payload:
 def test_a_pickle_is_never_opened(name, folder):
   weights(folder).unlink()
   (folder / name).write_bytes(pickle.dumps(Payload(folder / "canary")))
-  assert f"{name} is a pickle" in refusal(folder)
+  assert f"{name} is a pickle" in rejection(folder)
 
 
-def test_a_pickle_named_safetensors_is_refused(folder):
+def test_a_pickle_named_safetensors_is_rejected(folder):
   weights(folder).write_bytes(pickle.dumps(Payload(folder / "canary")))
-  assert "not a valid safetensors file" in refusal(folder)
+  assert "not a valid safetensors file" in rejection(folder)
 
 
-def test_code_of_a_model_is_refused(folder):
+def test_code_of_a_model_is_rejected(folder):
   (folder / "modeling_evil.py").write_text(TOUCH.format(str(folder / "canary")))
   edit_json(folder / "config.json", auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
-  assert "auto_map" in refusal(folder)
+  assert "auto_map" in rejection(folder)
 
 
 def with_tokenizer(folder):
@@ -123,7 +123,7 @@ def with_tokenizer(folder):
   return folder
 
 
-def test_code_of_a_tokenizer_is_refused(folder):
+def test_code_of_a_tokenizer_is_rejected(folder):
   with_tokenizer(folder)
   (folder / "tokenization_evil.py").write_text(TOUCH.format(str(folder / "canary")))
   edit_json(
@@ -131,11 +131,11 @@ def test_code_of_a_tokenizer_is_refused(folder):
     auto_map={"AutoTokenizer": ["tokenization_evil.Evil", None]},
     tokenizer_class="Evil",
   )
-  assert "auto_map" in refusal(folder, load_chat)
+  assert "auto_map" in rejection(folder, load_chat)
 
 
 def test_no_question_about_code_of_a_tokenizer_in_the_models_config(folder):
-  """transformers asks on the terminal whether to run it; piped input could answer yes."""
+  """transformers would ask on the terminal whether to run it, and piped input could answer yes."""
   with_tokenizer(folder)
   canary = folder / "canary"
   (folder / "tokenization_evil.py").write_text(TOUCH.format(str(canary)) + "class Evil: pass\n")
@@ -145,7 +145,7 @@ def test_no_question_about_code_of_a_tokenizer_in_the_models_config(folder):
     "import sys\n"
     "from gtpo_jax.data.chat import load_chat\n"
     "from gtpo_jax.runtime.errors import UserError\n"
-    "try: load_chat(sys.argv[1])\nexcept UserError as error: print('refused', error)"
+    "try: load_chat(sys.argv[1])\nexcept UserError as error: print('rejected', error)"
   )
   done = subprocess.run(
     [sys.executable, "-c", script, folder],
@@ -193,7 +193,7 @@ def test_no_question_about_code_of_a_tokenizer_in_the_models_config(folder):
 )
 def test_hostile_tokenizers(damage, message, folder):
   damage(with_tokenizer(folder))
-  assert message in refusal(folder, load_chat)
+  assert message in rejection(folder, load_chat)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_hostile_tokenizers(damage, message, folder):
 )
 def test_a_tokenizers_links_out_of_the_folder(name, folder):
   move_out(with_tokenizer(folder) / name)
-  assert "link out of its folder" in refusal(folder, load_chat)
+  assert "link out of its folder" in rejection(folder, load_chat)
 
 
 @pytest.mark.parametrize(("ends", "stop"), [(7, {7}), ([7, 9], {7, 9}), (None, set())])
@@ -215,23 +215,23 @@ def test_every_eos_of_generation_config_stops(ends, stop, folder):
 
 def test_an_empty_folder(tmp_path):
   (tmp_path / "home" / "hf").mkdir(parents=True)
-  assert "cannot read config.json in" in refusal(tmp_path / "home" / "hf")
+  assert "cannot read config.json in" in rejection(tmp_path / "home" / "hf")
 
 
 def test_no_weights(folder):
   weights(folder).unlink()
-  assert refusal(folder) == f"no safetensors in {str(folder)!r}"
+  assert rejection(folder) == f"no safetensors in {str(folder)!r}"
 
 
 def test_a_folder_instead_of_a_file(folder):
   (folder / "config.json").unlink()
   (folder / "config.json").mkdir()
-  assert "config.json" in refusal(folder)
+  assert "config.json" in rejection(folder)
   shutil.rmtree(folder / "config.json")
   shutil.copy(hf_folder()[0] / "config.json", folder)
   weights(folder).unlink()
   weights(folder).mkdir()
-  assert "not a valid safetensors file" in refusal(folder)
+  assert "not a valid safetensors file" in rejection(folder)
 
 
 @pytest.mark.parametrize(
@@ -264,14 +264,14 @@ began = time.perf_counter()
 try:
   load("gtpo/nowhere")
 except UserError as error:
-  print("refused:", error)
+  print("rejected:", error)
 print("quick" if time.perf_counter() - began < 10 else "slow")
 model, params = load("gtpo/tiny", "float32")
 print("loaded", model.config.width)
 """
 
 
-def test_a_hub_id_is_read_from_the_cache_or_refused_in_one_line(tmp_path):
+def test_a_hub_id_is_read_from_the_cache_or_rejected_in_one_line(tmp_path):
   hub_cache(tmp_path / "hub", hf_folder()[0])
   before = contents(tmp_path / "hub" / "models--gtpo--tiny")
   environment = {
@@ -292,7 +292,7 @@ def test_a_hub_id_is_read_from_the_cache_or_refused_in_one_line(tmp_path):
   assert done.returncode == 0, done.stderr
   lines = done.stdout.splitlines()
   assert len(lines) == 3 and lines[1:] == ["quick", "loaded 32"] and done.stderr == "", done
-  assert lines[0].startswith("refused: 'gtpo/nowhere' is neither a local folder nor cached")
+  assert lines[0].startswith("rejected: 'gtpo/nowhere' is neither a local folder nor cached")
   assert contents(tmp_path / "hub" / "models--gtpo--tiny") == before
 
 

@@ -89,7 +89,7 @@ def test_logits_equal_those_of_transformers(changes, shard, shape):
 def test_sixty_four_greedy_tokens_equal_generate(changes, shape):
   folder, reference = hf_folder(**changes)
   want = torch_greedy(reference, PROMPTS, 64)
-  assert len(np.unique(want)) > 10  # not one token over and over
+  assert len(np.unique(want)) > 10  # the text is not one repeated token
   np.testing.assert_array_equal(
     our_greedy(*load(folder, "float32", mesh_of(shape)), PROMPTS, 64), want
   )
@@ -139,7 +139,7 @@ def test_bfloat16_logits_are_near():
 
 
 def test_the_second_copy_of_a_tied_head_is_not_needed(tmp_path):
-  """Some folders have lm_head.weight although it is the embedding."""
+  """Some folders also store lm_head.weight although it is tied to the embedding."""
   folder = shutil.copytree(hf_folder()[0], tmp_path / "hf")
   import torch
   from safetensors.torch import load_file, save_file

@@ -1,4 +1,4 @@
-"""Adapters: fresh ones change nothing, and merging them changes nothing either."""
+"""Fresh adapters do not change the outputs, and merging adapters does not change them either."""
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +133,7 @@ def test_sampling_merges_the_adapters():
     ({"rank": 4, "targets": ("q_proj",)}, "names 'q_proj'"),
   ],
 )
-def test_bad_values_are_refused(settings, message):
+def test_bad_values_are_rejected(settings, message):
   with pytest.raises(UserError, match=message):
     Lora(**settings)
 

@@ -1,4 +1,4 @@
-"""Training with adapters: only they move, and the update does not depend on how it is split."""
+"""Training with adapters: only the adapters change, however the update is split."""
 
 import functools
 
@@ -22,7 +22,7 @@ from gtpo_jax.training.update import make_update
 N = 8
 G = 4
 T = 6
-# A large eps keeps Adam nearly linear.
+# With a large eps, Adam's update is almost proportional to the gradient.
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1.0, weight_decay=0.1, clip_norm=1e9)
 
 
@@ -113,21 +113,21 @@ def test_the_update_does_not_depend_on_micro_batches_or_mesh(shape, micro_batche
 
 
 def test_the_gradient_is_that_of_the_merged_matrices():
-  """By hand: dA = s W' B^T and dB = s A^T W', with W' the gradient of the merged matrix."""
+  """dA = s W' B^T and dB = s A^T W', with W' the merged matrix's gradient and s = alpha / rank."""
   model, params = adapted()
   tokens, _ = padded_batch()
   loss = lambda model, params: jnp.square(
     model.apply({"params": params}, jnp.asarray(tokens))
   ).mean()
-  whole = jax.grad(lambda p: loss(without_lora(model), p))(merge_lora(model, params))
-  part = jax.grad(lambda p: loss(model, p))(params)
+  merged_grads = jax.grad(lambda p: loss(without_lora(model), p))(merge_lora(model, params))
+  adapter_grads = jax.grad(lambda p: loss(model, p))(params)
   for name in LORA_TARGETS:
     layer = params["layers"][name]
-    d = whole["layers"][name]["kernel"]
+    d = merged_grads["layers"][name]["kernel"]
     a = layer["lora_a"].reshape(2, -1, RANK)
     b = layer["lora_b"].reshape(2, RANK, -1)
     d = d.reshape(2, a.shape[1], b.shape[2])
-    got = part["layers"][name]
+    got = adapter_grads["layers"][name]
     np.testing.assert_allclose(
       got["lora_a"].reshape(a.shape), ALPHA / RANK * d @ b.mT, rtol=1e-3, atol=1e-4
     )

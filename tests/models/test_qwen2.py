@@ -1,4 +1,4 @@
-"""The model against torch's Qwen2, and its own parts against each other."""
+"""The model against torch's Qwen2, and its forward passes against each other."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def small_model(**changes):
 
 
 def strong_params(model, seed=0):
-  """Random parameters large enough that every part matters, biases and norms included."""
+  """Random parameters, also of biases and norms, large enough that every part matters."""
   leaves, tree = jax.tree.flatten(init_params(model, jax.random.key(seed)))
   keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
   return jax.tree.unflatten(
@@ -70,8 +70,8 @@ def test_logits_equal_torch(changes):
 
   tokens = np.random.default_rng(0).integers(0, c.vocab_size, (3, 17))
   mask = np.ones(tokens.shape, bool)
-  mask[1, :5] = False  # padded left
-  mask[2, -4:] = False  # padded right
+  mask[1, :5] = False  # padding on the left
+  mask[2, -4:] = False  # padding on the right
   positions = np.maximum(mask.cumsum(1) - 1, 0)
   with torch.no_grad():
     want = peer(
@@ -80,7 +80,7 @@ def test_logits_equal_torch(changes):
       position_ids=torch.from_numpy(positions),
     ).logits.numpy()
   got = np.asarray(model.apply({"params": params}, jnp.asarray(tokens), jnp.asarray(mask)))
-  assert np.abs(want[mask]).max() > 0.5  # not a comparison of zeros
+  assert np.abs(want[mask]).max() > 0.5  # the logits are not all close to zero
   np.testing.assert_allclose(got[mask], want[mask], atol=2e-4)
 
 
@@ -143,7 +143,7 @@ def test_prefill_and_decode_equal_one_forward_pass():
   written = [[] for _ in range(3)]
 
   def attend(layer, q, new):
-    """Keeps the cache as a list."""
+    """Attends to the prompt and to a cache that is a list of keys and values."""
     written[layer].append(new)
     k, v = (
       jnp.concatenate([kv[part] for kv in written[layer]], axis) for part, axis in ((0, 4), (1, 3))
@@ -158,7 +158,7 @@ def test_prefill_and_decode_equal_one_forward_pass():
 
   for i in range(8):
     elsewhere = decode_params._replace(head_transposed=None)
-    for variant in (decode_params, elsewhere):  # as on CPU, as on other platforms
+    for variant in (decode_params, elsewhere):  # the layout of CPU, and of other platforms
       logits = next_logits(model, variant, hidden[:, :, 0])
       np.testing.assert_allclose(logits, want[:, :, i], atol=2e-5)
     hidden, _ = decode_step(
@@ -197,7 +197,7 @@ def test_remat_changes_nothing():
 
 
 def test_decode_params_keep_norms_exact():
-  """In bf16 the sampler uses the same float32 norm scales as the trainer."""
+  """With bf16 compute, the sampler uses the same float32 norm scales as the trainer."""
   model = small_model(compute_dtype="bfloat16", tied=False)
   params = strong_params(model)
   decode_params = make_decode_params(model, params)
@@ -238,7 +238,7 @@ def test_every_parameter_is_laid_out_by_its_axes():
   P = jax.sharding.PartitionSpec
   assert specs["embedding"] == P(("context", "tensor"), "fsdp")
   assert specs["layers/q/kernel"] == P(None, ("fsdp", "context"), "tensor", None)
-  # Two heads do not divide over four shards: replicated.
+  # Two heads do not divide over four shards, so they are replicated.
   assert specs["layers/k/kernel"] == P(None, ("fsdp", "context"), None, None)
   assert specs["layers/down/kernel"] == P(None, "tensor", ("fsdp", "context"))
   with pytest.raises(UserError, match="heads axis of 4 does not divide over 8"):
@@ -254,7 +254,7 @@ def test_every_parameter_is_laid_out_by_its_axes():
     ({"compute_dtype": "float8"}, "one of .*'float8'"),
   ],
 )
-def test_impossible_architectures_are_refused(changes, message):
+def test_impossible_architectures_are_rejected(changes, message):
   with pytest.raises(UserError, match=message):
     dataclasses.replace(SMALL, **changes)
 

@@ -1,4 +1,4 @@
-"""Saved folders: byte for byte as loaded, complete, and readable by transformers."""
+"""Saved folders have the loaded bytes and all files, and transformers reads them."""
 
 import copy
 import json
@@ -116,7 +116,7 @@ def test_the_manifest_is_what_sha256sum_checks(saved, tmp_path):
   )
   done = check(saved)
   assert done.returncode == 0, done.stdout
-  assert done.stdout.count(": OK") == len(list(saved.iterdir())) - 1  # every file but itself
+  assert done.stdout.count(": OK") == len(list(saved.iterdir())) - 1  # every file but SHA256SUMS
   other = shutil.copytree(saved, tmp_path / "out")
   (other / "config.json").write_text("{}")
   assert check(other).returncode == 1
@@ -201,11 +201,11 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_we_save_is_what_transformers_loads(name, tmp_path):
-  """Every field of the architecture survives, for us and for transformers."""
+  """Every setting of the architecture is the same when we or transformers load the folder."""
   pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
   model, params = random_model(**SHAPES[name])
-  params = jax.tree.map(lambda x: x * 3 + 0.05, params)  # biases too
+  params = jax.tree.map(lambda x: x * 3 + 0.05, params)  # biases are not zero either
   save(model, params, None, tmp_path / "out")
   again, read = load(tmp_path / "out", "float32")
   assert again.config == model.config
@@ -252,7 +252,7 @@ def test_the_requested_dtype(kept, asked, code, tmp_path):
     ), name
 
 
-def test_a_value_that_half_precision_cannot_represent_is_refused(tmp_path):
+def test_a_value_that_half_precision_cannot_represent_is_rejected(tmp_path):
   model, params = random_model()
   with pytest.raises(UserError, match=r"embedding|embed_tokens|float16"):
     save(
@@ -264,7 +264,7 @@ def test_a_value_that_half_precision_cannot_represent_is_refused(tmp_path):
     )
 
 
-def test_bad_dtypes_are_refused_before_anything_is_written(tmp_path):
+def test_bad_dtypes_are_rejected_before_anything_is_written(tmp_path):
   with pytest.raises(
     UserError, match="dtype must be one of float32, bfloat16, float16; got 'int8'"
   ):

@@ -37,7 +37,7 @@ from gtpo_jax.models.lora import add_lora
 from gtpo_jax.models.config import Lora
 from gtpo_jax.runtime.mesh import make_mesh
 assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (2, 4, 2)
-# The second process gets a path that it cannot write, and does not need to write.
+# The second process gets a path that it cannot write to, because only the first one writes.
 model, params = load(home / "source", "float32", make_mesh(1, 2, 2))
 assert not params["layers"]["up"]["kernel"].is_fully_addressable
 out = home / "two" if rank == 0 else Path("/proc/nowhere")
@@ -50,14 +50,14 @@ params = add_lora(wide, params, jax.random.key(1))
 save_adapter(wide, params, home / "two-adapters", "base")
 assert (home / "two-adapters" / "SHA256SUMS").exists()  # in every process
 save(wide, params, None, home / "two-merged", dtype="bfloat16")
-for refused in (
+for rejected in (
   lambda: save(model, params, None, home / "source"),
   lambda: save_adapter(wide, params, home / "source", "base"),
 ):
   try:
-    refused()
+    rejected()
   except UserError as error:
-    print("refused:", error)
+    print("rejected:", error)
 """
 
 
@@ -67,7 +67,7 @@ def contents(folder):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-  """The folder with everything that two processes wrote, and the refusals in each of them."""
+  """The folder that two processes wrote to, and the error messages of each process."""
   home = tmp_path_factory.mktemp("processes")
   plain = Qwen2(CONFIG, single_device_mesh())
   save(plain, init_params(plain, jax.random.key(0)), None, home / "source")
@@ -87,13 +87,15 @@ def two(tmp_path_factory):
     for rank in range(2)
   ]
   try:
-    said = [child.communicate(timeout=120) for child in children]
+    outputs = [child.communicate(timeout=120) for child in children]
   finally:
     for child in children:
       child.kill()
-  assert [child.returncode for child in children] == [0, 0], said[0][1][-3000:] + said[1][1][-3000:]
+  assert [child.returncode for child in children] == [0, 0], (
+    outputs[0][1][-3000:] + outputs[1][1][-3000:]
+  )
   return home, [
-    [line for line in out.splitlines() if line.startswith("refused: ")] for out, _ in said
+    [line for line in out.splitlines() if line.startswith("rejected: ")] for out, _ in outputs
   ]
 
 
@@ -123,8 +125,8 @@ def test_adapters_and_merged_weights(two):
   assert contents(home / "one-merged") == contents(home / "two-merged")
 
 
-def test_every_process_refuses_and_nothing_is_left(two):
+def test_every_process_rejects_and_nothing_is_left(two):
   home, (first, second) = two
   assert len(first) == len(second) == 2 and all("is not empty" in line for line in first)
-  assert all(line.startswith(f"refused: cannot write '{home / 'source'}'") for line in second)
+  assert all(line.startswith(f"rejected: cannot write '{home / 'source'}'") for line in second)
   assert not list(home.glob(".*"))

@@ -1,4 +1,4 @@
-"""Qwen2.5's real shapes with random weights: parity with torch, memory of loading and saving."""
+"""Qwen2.5's real shapes with random weights: parity with torch, and memory to load and save."""
 
 import dataclasses
 import json
@@ -86,7 +86,7 @@ print(json.dumps({"arrays": arrays, "before": before, "peak": high_water(), "sec
 
 @pytest.mark.slow
 def test_loading_three_gigabytes_needs_little_more_than_the_arrays(tmp_path):
-  """The 1.5B shape in bf16, in shards, onto eight virtual devices."""
+  """The 1.5B shapes in bf16, in several files, are loaded onto eight virtual devices."""
   config = dataclasses.replace(
     PRESETS["qwen2.5-1.5b"], param_dtype="bfloat16", compute_dtype="bfloat16"
   )

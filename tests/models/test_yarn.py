@@ -54,7 +54,7 @@ CASES = {
 
 @functools.cache
 def folder_of(case):
-  """The plain model's weights with YaRN in config.json, and the torch model of that folder."""
+  """A folder of a plain model's weights with YaRN in config.json, and its torch model."""
   transformers = pytest.importorskip("transformers")
   source, _ = hf_folder(head_dim=16)
   folder = Path(tempfile.mkdtemp(prefix="gtpo_yarn_"))
@@ -114,6 +114,6 @@ def test_both_spellings_are_read():
     {"attention_factor": 0.0},
   ],
 )
-def test_impossible_settings_are_refused(bad):
+def test_impossible_settings_are_rejected(bad):
   with pytest.raises(UserError, match="YaRN needs factor >= 1"):
     Yarn(**{"factor": 4.0, "original": 64, **bad})

@@ -52,12 +52,12 @@ def test_a_tpu_that_is_not_attached():
     ({"mesh.data": 3}, r"data 3 x fsdp 2 x context 1 x tensor 2 does not fit 8 device\(s\)"),
     (
       {"mesh.context": 2, "sampling.max_tokens": 41},
-      "sampling.max_tokens = 41 does not divide over mesh.context x mesh.tensor = 4",
+      "sampling.max_tokens = 41 is not a multiple of mesh.context x mesh.tensor = 4",
     ),
-    ({"batch.prompts": 6}, r"batch.prompts = 6 does not divide .* multiple of 4"),
+    ({"batch.prompts": 6}, r"batch.prompts = 6 is not a multiple of 4: 1 part"),
     (
       {"batch.minibatches": 4, "batch.micro_batches": 2},
-      r"batch.prompts = 16 does not divide into 8 part\(s\) over 4 .* multiple of 32",
+      r"batch.prompts = 16 is not a multiple of 32: 8 part\(s\) x 4 batch",
     ),
     ({"mesh.fsdp": 1, "mesh.tensor": 8}, "heads axis of 4 does not divide over 8 shards"),
     ({"sampling.max_tokens": 40_000}, "over the model's context of 32768"),
@@ -92,4 +92,6 @@ def test_an_override_is_found_for_a_run_that_does_not_fit():
   assert result["update.peak_bytes"] > result["hbm_bytes"]
   assert result["update.sent_bytes"] is None
   assert result["override"] == "--config.batch.micro_batches=16"
-  assert "it fits with --config.batch.micro_batches=16 (compiled)" in format_table(result)
+  assert "it fits with --config.batch.micro_batches=16 (checked by compiling)" in format_table(
+    result
+  )

@@ -7,6 +7,7 @@ import jax
 import pytest
 from plan_cases import needs_libtpu, small_config
 
+from gtpo_jax.config import resolve_model
 from gtpo_jax.planning.programs import (
   build_engine,
   build_model,
@@ -38,7 +39,7 @@ def test_the_cache_by_hand(mesh, kv_heads):
   caches = engine.programs.caches(
     config.batch.prompts, group=config.policy_completions, sampling_params=config.sampling_params
   )
-  c = config.model_config
+  c = resolve_model(config).config
   shards = data * fsdp
   prompts = -(-config.batch.prompts // shards)
   slots = min(16 // shards, prompts * config.batch.group)
@@ -104,7 +105,7 @@ def test_on_a_context_mesh_no_layer_holds_all_positions():
       "batch.group": 2,
     }
   )
-  features = config.model_config.mlp
+  features = resolve_model(config).config.mlp
   rows = 16 // 2 * 2
   positions = [
     math.prod(shape) // features for shape in compiled_shapes(config) if features in shape

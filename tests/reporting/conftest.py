@@ -1,4 +1,4 @@
-"""Short real runs, and their report opened in a real browser."""
+"""Fixtures: short real runs, and their report in a real browser."""
 
 import sys
 import types
@@ -13,13 +13,13 @@ from gtpo_jax.reporting.display import Display
 
 
 def mixed_verdicts(prompts, completions, answers, extras):
-  """Calls some of a group correct, whatever their text, so that most groups have contrast."""
+  """A verifier that calls some completions of a group correct, so that most groups are mixed."""
   return [i % 2 == len(text) % 2 for i, text in enumerate(completions)]
 
 
 @pytest.fixture(scope="package")
 def runs(tmp_path_factory):
-  """The folder of three runs: GTPO with two seeds, two steps each, and GRPO with one step."""
+  """The folder of three runs: GTPO with two seeds and two steps each, and GRPO with one step."""
   module = types.ModuleType("a_verifier")
   module.verify = mixed_verdicts
   sys.modules["a_verifier"] = module
@@ -63,7 +63,7 @@ def record(runs):
 
 @pytest.fixture
 def opened(browser, tmp_path):
-  """Opens the report of some runs. The page may request nothing and log nothing."""
+  """Opens the report of some runs. The page must make no request and log nothing."""
   pages = []
 
   def make(*workdirs, **options):

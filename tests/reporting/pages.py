@@ -1,4 +1,4 @@
-"""Helpers that drive the page of a report, and the papers' equations to compare it with."""
+"""Helpers that operate the page of a report, and the papers' equations to compare it with."""
 
 import importlib.util
 from pathlib import Path
@@ -12,7 +12,7 @@ METHODS = ("position", "sequence", "matrix")
 
 
 def _slow_reference():
-  """The slow loops of tests/algorithms."""
+  """Returns the module of tests/algorithms that computes the equations by slow loops."""
   file = Path(__file__).parents[1] / "algorithms" / "slow_reference.py"
   spec = importlib.util.spec_from_file_location("slow_reference", file)
   module = importlib.util.module_from_spec(spec)
@@ -21,7 +21,7 @@ def _slow_reference():
 
 
 def open_report(browser, out, workdirs, options):
-  """Makes a report and opens it; `complaints` collects requests, console lines and errors."""
+  """Opens a new report. `complaints` collects its requests, console lines and errors."""
   args = [f"--workdir={workdir}" for workdir in workdirs]
   assert cli.main(["report", *args, f"--out={out}"]) == 0
   page = browser.new_page(viewport={"width": 1300, "height": 900}, **options)
@@ -39,7 +39,7 @@ def open_report(browser, out, workdirs, options):
 
 
 def select(page, step, group, run=None):
-  """Shows a group of a step, by its index in the list."""
+  """Shows a group of a step. `group` is its index in the list."""
   if run is not None:
     page.select_option("#v-run", index=run)
   page.select_option("#v-step", label=str(step))
@@ -65,7 +65,7 @@ def value(text):
 
 
 def shown_numbers(page):
-  """Returns the panel of the selected token: its facts, and (shaped, advantage) by scheme."""
+  """Returns the selected token's facts and, by scheme, its shaped reward and advantage."""
   facts = {
     fact.get_attribute("data-fact"): fact.inner_text()
     for fact in page.locator("#v-token [data-fact]").all()
@@ -78,7 +78,7 @@ def shown_numbers(page):
 
 
 def slow_credit(record, name, **settings):
-  """Returns shaped rewards and advantages f64[n, g, t] of a record, by slow loops."""
+  """Computes a record's shaped rewards and advantages, f64[n, g, t], by slow loops."""
   slow = _slow_reference()
   settings = {**vars(make(name).settings), **settings}
   batch = {

@@ -1,4 +1,4 @@
-"""Credit records: written, cut back on resume, read back, and refused if damaged."""
+"""Credit records: writing, removal on resume, reading, and errors for damaged files."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from gtpo_jax.runtime.errors import UserError
 
 
 def make_record(step=3):
-  """Two groups of two completions with at most four tokens; the second group is shown."""
+  """Returns two groups of two completions with at most four tokens; the second is shown."""
   lengths = np.array([[1, 4], [2, 3]], np.int32)
   mask = np.arange(4) < lengths[..., None]
   false = np.zeros((2, 2), bool)
@@ -58,7 +58,7 @@ def test_a_record_is_read_back(tmp_path):
 
 
 def test_a_file_of_an_older_version_is_read(tmp_path):
-  """`valid` was stored as `counted`."""
+  """Older versions stored `valid` as `counted`."""
   save_credit(tmp_path, make_record())
   file = credit_files(tmp_path)[3]
   with np.load(file) as stored:
@@ -98,13 +98,13 @@ def test_resuming_removes_later_evaluations(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [0, 10, 300, -30])
-def test_a_truncated_file_is_refused_in_one_line(tmp_path, cut):
+def test_a_truncated_file_is_rejected_in_one_line(tmp_path, cut):
   save_credit(tmp_path, make_record())
   file = credit_files(tmp_path)[3]
   file.write_bytes(file.read_bytes()[:cut])
-  with pytest.raises(UserError, match=r"3\.npz' is damaged") as refused:
+  with pytest.raises(UserError, match=r"3\.npz' is damaged") as rejected:
     read_credit(file)
-  assert "\n" not in str(refused.value)
+  assert "\n" not in str(rejected.value)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -127,7 +127,7 @@ def test_a_flipped_bit_never_changes_numbers(tmp_path, seed):
     assert read.log_probs[read.mask[read.shown]].tobytes() == sound["log_probs"]
 
 
-def test_another_format_is_refused(tmp_path):
+def test_another_format_is_rejected(tmp_path):
   save_credit(tmp_path, make_record())
   file = credit_files(tmp_path)[3]
   with np.load(file) as stored:

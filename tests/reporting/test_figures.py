@@ -1,4 +1,4 @@
-"""The figures of a report: the curves that are chosen and the SVG that is drawn."""
+"""The figures of a report: the selected curves and the drawn SVG."""
 
 import re
 

@@ -118,7 +118,7 @@ def test_tensorboard_files_are_written_on_request(tmp_path):
 
 
 def scalars(folder):
-  """Returns (tag, step) of every event that TensorBoard shows: in order, without purged ones."""
+  """Returns (tag, step) of all events that TensorBoard shows, in order and without purged ones."""
   from tensorboardX.proto.event_pb2 import Event, SessionLog
 
   shown = []

@@ -76,7 +76,7 @@ def test_pointing_at_a_token_shows_its_numbers(completion, runs, record, opened)
 
 
 def test_one_number_by_hand(runs, opened):
-  """Method 1 from the arrays in the file: 1 + 0.1 H / (mean H of the correct at the position)."""
+  """Method 1 by hand: 1 + 0.1 H / (mean H of the correct completions at the same position)."""
   with np.load(runs / "gtpo-0" / "credit" / "1.npz") as file:
     lengths = file["lengths"]
     correct = file["correct"]

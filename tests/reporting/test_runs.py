@@ -41,7 +41,7 @@ def test_a_group_is_labelled_by_the_fields_that_differ(tmp_path):
   ]
 
 
-def test_more_groups_than_colors_are_refused(tmp_path):
+def test_more_groups_than_colors_are_rejected(tmp_path):
   runs = [make_run(tmp_path / str(i), rewards(0.5), batch__group=i + 2) for i in range(9)]
   message = "9 different configs are too many for one report; pass runs of at most 8"
   with pytest.raises(UserError, match=message):
@@ -67,14 +67,14 @@ def test_smoothing_by_hand():
     smoothed(np.array([1.0, 3.0, 5.0]), 2),
     [1, (0.5 * 1 + 3) / 1.5, (0.25 * 1 + 0.5 * 3 + 5) / 1.75],
   )
-  # A span of up to one value leaves the values as they are.
+  # A span of at most one value returns the values unchanged.
   np.testing.assert_array_equal(smoothed(np.array([[2.0, 7.0, -1.0]]), 0.2), [[2, 7, -1]])
   np.testing.assert_allclose(smoothed(np.array([4.0, np.nan, 4.0]), 9), [4, np.nan, 4])
   np.testing.assert_allclose(smoothed(np.full(50, 0.3), 10), 0.3)  # no bias at the start
 
 
 def test_a_run_is_read_from_its_workdir_alone(tmp_path):
-  """The model that it started from may be gone."""
+  """The model that the run started from may no longer exist."""
   config = to_dict(dataclasses.replace(Config(), seed=5))
   config["model"]["path"] = "nobody/nothing"
   config["algorithm"]["alpha2"] = 0.25

@@ -1,4 +1,4 @@
-"""Text and numbers as the viewer's page receives them."""
+"""The text and numbers that the page of the viewer receives."""
 
 import base64
 import gzip

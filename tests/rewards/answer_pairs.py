@@ -1,8 +1,8 @@
-"""Gold answers and answers of completions, equal and unequal."""
+"""Pairs of a gold answer and a completion's answer, equal and unequal."""
 
 HUGE = "9^{9^{9^9}}"  # too large to write out
 
-# Pairs of gold and answer that are equal, decided without a worker.
+# Equal pairs of gold answer and answer, compared without a worker.
 EQUAL = [
   ("72", "72"),
   ("72", "72.0"),
@@ -158,7 +158,7 @@ EQUAL = [
   ("B", "\\textbf{(B)}\\ 12"),
   ("\\infty", "∞"),
 ]
-# Pairs that differ, decided without a worker.
+# Unequal pairs, compared without a worker.
 UNEQUAL = [
   ("72", "73"),
   ("72", "-72"),
@@ -248,7 +248,7 @@ UNEQUAL = [
   ("72", ""),
   ("72", "  "),
 ]
-# Gold, answer and verdict of math-verify.
+# Gold answer, answer, and the verdict of math-verify.
 BY_MATH_VERIFY = [
   ("\\sqrt{8}", "2\\sqrt{2}", True),
   ("\\sqrt2", "\\sqrt{2}", True),

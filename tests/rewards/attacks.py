@@ -1,4 +1,4 @@
-"""Programs that attack the sandbox or the judge, and the tests that accept them if they succeed."""
+"""Programs that attack the sandbox or the judge, and tests that pass if an attack succeeds."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ class Attack(NamedTuple):
 
   Attributes:
     program: defines attack(), which returns a true value if it succeeds.
-    reason: how the reason of the verdict begins.
+    reason: prefix of the verdict's reason in the sandbox.
     works_outside: whether the attack succeeds outside of any sandbox.
     tests: pass if the attack succeeds.
   """

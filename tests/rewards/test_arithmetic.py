@@ -1,4 +1,4 @@
-"""Exact integer arithmetic."""
+"""Exact rational arithmetic."""
 
 from fractions import Fraction
 

@@ -290,7 +290,7 @@ def test_code_correct_by_kind_of_tests(completion, extra, verdict):
   assert code_correct(completion, extra) is verdict
 
 
-def test_an_unknown_kind_is_refused():
+def test_an_unknown_kind_is_rejected():
   with pytest.raises(ValueError, match="got \\['tests'\\]"):
     code_correct("x", {"tests": 1})
 
@@ -315,7 +315,7 @@ def test_humaneval_canonical_solutions_pass_and_broken_bodies_fail(right):
 @pytest.mark.sandbox
 @pytest.mark.skipif(not HUMANEVAL.exists(), reason=f"{HUMANEVAL} is absent")
 def test_a_program_cannot_replace_the_helpers_of_humaneval():
-  """HumanEval/32 checks a root with the prompt's own poly; a program may not redefine poly as 0."""
+  """HumanEval/32 checks a root with the prompt's poly. A program that redefines poly as 0 fails."""
   row = next(row for row in humaneval_rows() if row["task_id"] == "HumanEval/32")
   cheat = f"```python\n{row['prompt']}    return {math.pi}\n\ndef poly(*x): return 0.0\n```"
   assert code_correct(cheat, row) is False

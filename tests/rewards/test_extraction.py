@@ -1,4 +1,4 @@
-"""The answer in a text."""
+"""Extraction of the answer from a text."""
 
 import pytest
 

@@ -10,7 +10,7 @@ from gtpo_jax.rewards.inside import Peer, Remote, decode, encode
 
 
 class Wire:
-  """Both ends at once: what is exported under a key is found under it."""
+  """Both ends at once: an object that it exports under a key is found under that key."""
 
   COLLECTIONS = Peer.COLLECTIONS
   VALUES = Peer.VALUES

@@ -52,7 +52,7 @@ def test_r_of_i_is_the_same_function():
 
 
 def slow_group_relative(lengths, correct, valid, gamma):
-  """Appendix D, completion by completion, in exact fractions."""
+  """Computes appendix D completion by completion, in exact fractions."""
   gamma = Fraction(str(gamma))
   out = np.zeros(lengths.shape)
   for i in range(len(lengths)):
@@ -83,19 +83,19 @@ def relative(lengths, correct, valid=None, gamma=0.75):
 @pytest.mark.parametrize(
   ("lengths", "correct", "expected"),
   [
-    # Easy, 3 of 4: L of the right is max((10 + 30) / 2, 20) = 20; the wrong one is not punished.
+    # Easy, 3 of 4: L of the correct is max((10 + 30) / 2, 20) = 20; the wrong is not punished.
     ([10, 20, 30, 100], [1, 1, 1, 0], [0, 0, -0.25, 0]),
-    # All right: L = max((2 + 12) / 2, 4) = 7.
+    # All correct: L = max((2 + 12) / 2, 4) = 7.
     ([2, 2, 2, 2, 12], [1, 1, 1, 1, 1], [0, 0, 0, 0, -5 / 14]),
-    # All right: the mean is the larger, L = max((1 + 9) / 2, 7) = 7.
+    # All correct: the mean is larger, L = max((1 + 9) / 2, 7) = 7.
     ([1, 9, 9, 9], [1, 1, 1, 1], [0, -1 / 7, -1 / 7, -1 / 7]),
-    # Hard, 1 of 4 and none of 4: no penalty.
+    # Hard, 1 of 4 and 0 of 4: no penalty.
     ([10, 20, 30, 100], [1, 0, 0, 0], [0, 0, 0, 0]),
     ([10, 20, 30, 100], [0, 0, 0, 0], [0, 0, 0, 0]),
-    # Between, 3 right, 2 wrong: L of all is max((10 + 50) / 2, 30) = 30; the right are punished.
+    # Between: 3 correct, 2 wrong. L of all is max((10 + 50) / 2, 30) = 30: punishes the correct.
     ([10, 50, 40, 30, 20], [1, 1, 1, 0, 0], [0, -1 / 3, -1 / 6, 0, 0]),
     ([10, 20, 30, 40, 50], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]),
-    # Between, 2 right, 3 wrong: the wrong are punished.
+    # Between: 2 correct, 3 wrong. The wrong are punished.
     ([10, 50, 40, 30, 20], [0, 0, 0, 1, 1], [0, -1 / 3, -1 / 6, 0, 0]),
     ([10, 20, 30, 40, 50], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]),
     # A tie: the wrong are punished. L = max((10 + 40) / 2, 25) = 25.
@@ -148,6 +148,6 @@ def test_group_relative_against_the_slow_loop(gamma):
   ("gamma", "right", "g"), [(0.9, 1, 10), (0.9, 2, 20), (0.8, 1, 5), (0.8, 2, 10)]
 )
 def test_a_group_on_the_border_is_hard(gamma, right, g):
-  lengths = np.arange(1, g + 1)  # n / G = 1 - gamma, as written
+  lengths = np.arange(1, g + 1)  # c / G = 1 - gamma
   correct = np.arange(g) < right
   assert relative(lengths, correct, gamma=gamma).tolist() == [0] * g

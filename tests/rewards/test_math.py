@@ -1,4 +1,4 @@
-"""The comparison of answers, exact and by math-verify."""
+"""Comparison of answers, by exact arithmetic and by math-verify."""
 
 import gzip
 import json
@@ -43,7 +43,9 @@ def test_unequal_without_a_worker(pair):
   gold, answer = pair
   assert compare(gold, answer) is False
   assert math_correct(f"So \\boxed{{{answer}}}.", gold) is False
-  assert compare(answer, gold) in (False, None) or not gold  # an answer as gold may be refused
+  assert (
+    compare(answer, gold) in (False, None) or not gold
+  )  # an answer used as gold may be rejected
 
 
 def test_the_tables_are_long_enough():
@@ -92,7 +94,7 @@ def other_number(number, rng):
 
 @pytest.mark.parametrize("name", ["gsm8k_test", "gsm8k_train"])
 def test_gsm8k(name):
-  """Gold solutions are right and other numbers wrong, in any format, without a worker."""
+  """In any format, gold solutions are correct and other numbers wrong, without a worker."""
   rng = random.Random(0)
   errors = []
   for row in rows(name):
@@ -126,7 +128,7 @@ def test_aime24():
     assert by_dapo is (not answer.startswith("0"))
 
 
-def test_bad_arguments_are_refused():
+def test_bad_arguments_are_rejected():
   with pytest.raises(UserError, match="did you mean 'dapo'"):
     math_correct("5", "5", rule="dappo")
   with pytest.raises(ValueError):
@@ -134,7 +136,7 @@ def test_bad_arguments_are_refused():
 
 
 def forms(number, rng):
-  """Ways to write an exact number."""
+  """Returns several notations of an exact number."""
   ways = [
     f"{number}",
     f"\\frac{{{number.numerator}}}{{{number.denominator}}}",
@@ -201,7 +203,9 @@ def test_hostile_text_is_cheap(name):
     for completion in (f"\\boxed{{{HOSTILE[name]}}}", HOSTILE[name], f"Answer: {HOSTILE[name]}"):
       began = time.process_time()
       assert isinstance(_decide(completion, gold), bool | Undecided | None)
-      assert time.process_time() - began < 2  # seconds; most take milliseconds, a megabyte longer
+      assert (
+        time.process_time() - began < 2
+      )  # seconds; most texts take milliseconds, a megabyte takes longer
   math_correct("5", HOSTILE[name][:2000], rule="dapo")
 
 
@@ -216,7 +220,7 @@ NESTED = "(" * 3000 + "{}" + ")" * 3000
     (HUGE, HUGE, True),  # the same string
     (f"({HUGE})", HUGE, None),
     ("9^{9^{9^x}}", "72", None),
-    ("(" * 3000 + "1" + "+1)" * 3000, "72", None),  # too long to be read
+    ("(" * 3000 + "1" + "+1)" * 3000, "72", None),  # too long to be parsed
     ("(" * 21 + "x" + "+1)" * 21, "72", None),  # too deep for math-verify
   ],
   ids=["nested", "nested other", "same string", "tower", "symbols", "too long", "too deep"],

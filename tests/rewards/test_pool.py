@@ -1,4 +1,4 @@
-"""Faults of the workers: real processes, real signals."""
+"""Faults of workers, in real processes and with real signals."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def check(gold, answer):
 
 @pytest.fixture
 def check_name(tmp_path, monkeypatch):
-  """The name of a check that misbehaves on demand, importable in a worker."""
+  """The name of a check that misbehaves on demand. Workers can import it."""
   (tmp_path / "naughty_check.py").write_text(CHECKS)
   monkeypatch.syspath_prepend(tmp_path)
   return "naughty_check:check"
@@ -56,7 +56,7 @@ def check(pool, gold, answer, timeout_s=None):
 
 
 def check_all(pool, pairs):
-  """Verdicts in the order of the pairs; the checks run in parallel."""
+  """Runs the checks in parallel and returns their verdicts in order."""
   return wait_all([pool.submit(gold, answer) for gold, answer in pairs])
 
 
@@ -136,7 +136,7 @@ def test_a_worker_killed_from_outside_during_a_check(check_name):
     wait_until(futures[0].running)
     os.kill(pids_of(pool)[0], signal.SIGKILL)
     assert [future.result(10) for future in futures] == [None, True, False]
-    os.kill(pids_of(pool)[0], signal.SIGKILL)  # between two checks: costs neither
+    os.kill(pids_of(pool)[0], signal.SIGKILL)  # between two checks, so both get verdicts
     time.sleep(0.2)
     assert check(pool, "a", "a") is True
 
@@ -246,7 +246,7 @@ def test_workers_die_with_a_parent_that_uses_jax_and_does_not_close_the_pool(tmp
 
 
 def test_the_kernel_ends_code_that_never_yields(check_name):
-  """No parent kills this worker; only its own timer can."""
+  """This worker has no parent that kills it; only its own timer can end it."""
   arguments = [str(os.getpid()), "2048", check_name, json.dumps(sys.path)]
   command = [sys.executable, "-P", str(SCRIPT), *arguments]
   with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
@@ -302,7 +302,7 @@ def test_a_check_that_cannot_be_imported_is_reported_once(caplog):
     {"timeout_s": 1e9},
   ],
 )
-def test_bad_settings_are_refused(bad):
+def test_bad_settings_are_rejected(bad):
   with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
     Pool(**bad)
 
@@ -340,4 +340,4 @@ def test_a_check_that_math_verify_cannot_end():
   with Pool(1, timeout_s=1.0) as pool:
     assert check(pool, "4", "9^{9^{9^9}}") is None
     assert check(pool, "2", "\\sqrt{4}", timeout_s=30) is True
-    assert check(pool, "\\sqrt{", "2") is None  # a gold answer that cannot be read
+    assert check(pool, "\\sqrt{", "2") is None  # a gold answer that cannot be parsed

@@ -1,4 +1,4 @@
-"""Attacks on the sandbox: each must fail inside, and some must succeed outside."""
+"""Attacks on the sandbox. Each must fail in it, and some must succeed without it."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ TIMEOUT_S = 3
 
 
 def in_home():
-  """Paths in the home, except the folder that contains the interpreter."""
+  """Returns paths in the home, except the folder that contains the interpreter."""
   paths = [*Path.home().glob("*"), *Path.home().glob(".*")]
   return [str(path) for path in paths if not Path(interpreter()).is_relative_to(path)]
 
@@ -35,10 +35,10 @@ HOME = in_home()
 
 @dataclass
 class Host:
-  """What an attack must not reach.
+  """Things on this machine that an attack must not reach.
 
   Attributes:
-    names: assignments that tell an attack where these things are.
+    names: Python assignments with the locations of these things, for the attacks.
     canary: a file that anybody may change.
     listeners: sockets that anybody may connect to.
   """
@@ -60,7 +60,7 @@ class Host:
 
 
 def sandboxed_pids():
-  """Processes with the sandbox's root, or with a root that this user may not see."""
+  """Returns processes with the sandbox's root, or with a root that this user may not read."""
   root = root_filesystem().stat()
   pids = []
   for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -123,7 +123,7 @@ def test_no_attack_succeeds(name, host):
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if ATTACKS[name].works_outside])
 def test_the_attack_succeeds_outside(name, host):
-  """Outside, in the same interpreter as its tests, it ends with the exit status of success."""
+  """The attack runs without a sandbox, in the interpreter of its tests, and exits with status 0."""
   if name == "read the home" and not HOME:
     pytest.skip("the home is empty")
   parts = (textwrap.dedent(text) for text in (ATTACKS[name].program, ATTACKS[name].tests))
@@ -136,7 +136,7 @@ def test_the_attack_succeeds_outside(name, host):
 
 @pytest.mark.sandbox
 def test_sixteen_attacks_at_once(host):
-  """A good program among them passes, and no attack does."""
+  """A correct program that runs at the same time passes, and no attack does."""
   names = [name for name in ATTACKS if name != "memory of many processes"]
   half = len(names) // 2
   good = "def f(x):\n  return x + 1"
@@ -184,7 +184,7 @@ def clear_caches():
 
 @pytest.fixture
 def which(monkeypatch):
-  """Replaces shutil.which, so that the sandbox is looked for anew, in this test only."""
+  """Replaces shutil.which and makes this test search for the sandbox again."""
 
   def replace(function):
     monkeypatch.setattr(sandbox.shutil, "which", function)
@@ -194,7 +194,7 @@ def which(monkeypatch):
   clear_caches()
 
 
-def test_without_bubblewrap_it_refuses_with_advice(which):
+def test_without_bubblewrap_it_fails_with_advice(which):
   which(lambda name: None)
   advice = r"bwrap is not installed.*apt install bubblewrap.*conda.*seccomp"
   with pytest.raises(UserError, match=advice) as caught:
@@ -209,7 +209,7 @@ exit 1
 """
 
 
-def test_if_namespaces_are_forbidden_it_refuses_with_advice(monkeypatch, which, tmp_path):
+def test_if_namespaces_are_forbidden_it_fails_with_advice(monkeypatch, which, tmp_path):
   broken = tmp_path / "bwrap"
   broken.write_text(FORBIDDEN)
   broken.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Verifiers of the synthetic tasks."""
+"""The verifiers of the synthetic tasks."""
 
 import time
 

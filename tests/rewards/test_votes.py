@@ -1,4 +1,4 @@
-"""Which completions share a vote."""
+"""Tests which completions vote for the same answer."""
 
 import pytest
 

@@ -175,8 +175,8 @@ def test_at_the_limit_it_trains_on_the_groups_it_has_and_says_so():
     0 < good < N and batch.metrics["groups/short"] == N - good == batch.metrics["groups/dropped"]
   )
   assert said == [
-    f"dynamic sampling: batch.max_gen_batches = 1 reached, 8 groups sampled, "
-    f"{N - good} without contrast; {good} of 8 groups of this step are trained on"
+    f"dynamic sampling: batch.max_gen_batches = 1 reached; {N - good} of 8 sampled groups carry no "
+    f"learning signal; training on {good} of 8 groups in this step"
   ]
   np.testing.assert_array_equal(np.asarray(batch.rewards.valid).all(1), contrast(batch))
   assert batch.metrics["groups/all_wrong"] + batch.metrics["groups/all_correct"] == (N - good) / N

@@ -15,7 +15,7 @@ from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.rewards import VERIFIERS
 from gtpo_jax.rewards.pool import shared_pool
-from gtpo_jax.rollout.scoring import FinishedCompletion, PendingRewards, RewardManager
+from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards, RewardManager
 from gtpo_jax.rollout.user_functions import import_function
 from gtpo_jax.runtime.errors import UserError
 
@@ -98,7 +98,7 @@ def score(name="gtpo", **changes):
 def test_each_kind_has_its_verifier_and_a_completion_cut_off_is_wrong():
   found = score()
   np.testing.assert_array_equal(found.correct, [[True, False, True], [True, False, False]])
-  assert found.reached.all() and found.valid.all() and found.metrics == {"reward/no_verdict": 0.0}
+  assert found.scored.all() and found.valid.all() and found.metrics == {"reward/no_verdict": 0.0}
   np.testing.assert_array_equal(found.reward, [[1, 0, 1], [1, 0, 0]])
   np.testing.assert_array_equal(score("dapo").reward, [[1, -1, 1], [1, -1, -1]])
   assert found.reward.dtype == np.float32 and (found.penalty == 0).all()
@@ -170,7 +170,7 @@ def test_a_failing_function_gives_no_verdicts_and_is_shown_once(name, message, c
 def test_a_function_that_hangs_is_abandoned(capfd):
   """Its problem has no verdict, the next one is scored, and nothing waits for its thread."""
   found = score(**{"reward.verifier": "test_scoring:hangs", "reward.function_timeout_s": 0.2})
-  np.testing.assert_array_equal(found.reached, [[False, False, False], [True, True, True]])
+  np.testing.assert_array_equal(found.scored, [[False, False, False], [True, True, True]])
   np.testing.assert_array_equal(found.correct, [[False, False, False], [True, True, False]])
   assert found.metrics["reward/no_verdict"] == 3
   assert "it took longer than 0.2 s (reward.function_timeout_s)" in capfd.readouterr().err
@@ -197,7 +197,7 @@ def test_a_lost_worker_costs_only_its_own_check(end):
         Path(f"/proc/{worker.process.pid}/stat").read_text().rsplit(") ")[1][0] == "T"
       )
     )
-  pending.put([FinishedCompletion(0, 0, np.array([0]), True)])
+  pending.put([EndedCompletion(0, 0, np.array([0]), True)])
   asked = wait_for(lambda: [worker for worker in workers if unread(worker.process.stdin)])
   for worker in workers:
     if worker not in asked:
@@ -207,9 +207,9 @@ def test_a_lost_worker_costs_only_its_own_check(end):
   manager.thread.submit(lambda: None).result(60)
   # Starting a worker is not part of a check's time, but its first imports may be.
   pool.submit("x", "x", 60.0).result()
-  pending.put([FinishedCompletion(1, 0, np.array([1]), True)])
+  pending.put([EndedCompletion(1, 0, np.array([1]), True)])
   found = pending.result()
-  assert found.reached.tolist() == [[False], [True]] and found.correct.tolist() == [[False], [True]]
+  assert found.scored.tolist() == [[False], [True]] and found.correct.tolist() == [[False], [True]]
   assert found.metrics["reward/no_verdict"] == 1 and asked[0] not in pool._alive
 
 
@@ -328,7 +328,7 @@ def test_scoring_as_completions_end_equals_scoring_at_once(changes):
       manager_of(**changes), PROBLEMS, 3, lambda rows: [words[row[0]] for row in rows]
     )
     ended = [
-      FinishedCompletion(i, j, np.full(LENGTHS[i, j], 3 * i + j), bool(FINISHED[i, j]))
+      EndedCompletion(i, j, np.full(LENGTHS[i, j], 3 * i + j), bool(FINISHED[i, j]))
       for i in range(2)
       for j in range(3)
     ]
@@ -338,7 +338,7 @@ def test_scoring_as_completions_end_equals_scoring_at_once(changes):
       pending.put(part)
     found = pending.result()
     assert pending.texts == TEXTS
-    for name in ("correct", "reached", "reward", "penalty", "valid"):
+    for name in ("correct", "scored", "reward", "penalty", "valid"):
       np.testing.assert_array_equal(getattr(found, name), getattr(at_once, name))
     assert found.metrics == pytest.approx(at_once.metrics, nan_ok=True)
 
@@ -354,7 +354,7 @@ def test_scoring_runs_while_others_are_sampled():
     raise LookupError("a fault of ours")
 
   pending = PendingRewards(manager_of(), PROBLEMS, 1, read)
-  pending.put([FinishedCompletion(0, 0, np.ones(1, int), True)])
+  pending.put([EndedCompletion(0, 0, np.ones(1, int), True)])
   assert not seen  # put returned before the completion was scored
   writing.set()
   with pytest.raises(LookupError, match="a fault of ours"):

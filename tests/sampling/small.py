@@ -15,7 +15,7 @@ ENGINE_CONFIG = EngineConfig(chunk=4)
 STOP = (7, 11)
 PAD = 3
 MAX_TOKENS = 10
-LOGIT_SCALE = 4  # of the initial weights: peaked distributions, completions of different lengths
+LOGIT_SCALE = 4  # scale of the random weights; the distributions are peaked, and lengths vary
 PROMPTS = [[5, 9, 1], [2], [4, 4, 8, 30, 21], [40, 41]]
 RAGGED_PROMPTS = [np.random.default_rng(i).integers(12, 48, 1 + i % 6).tolist() for i in range(11)]
 
@@ -28,7 +28,10 @@ def build(
   max_prompt_tokens=6,
   engine_config=ENGINE_CONFIG,
 ):
-  """Returns the same random weights on any mesh, an engine, and the weights in its layout."""
+  """Returns random weights, an engine, and the weights in sampling layout.
+
+  The weights have the same values on every mesh.
+  """
   model = Qwen2(config, mesh or single_device_mesh())
   params = init_params(Qwen2(config, single_device_mesh()), jax.random.key(0))
   params = jax.tree.map(
@@ -53,7 +56,7 @@ def trainer_scores(built, rollouts, temperature=1.0):
 
 
 def log_prob_errors(built, rollouts):
-  """Distance of each sampled token's log-prob from the trainer's."""
+  """The absolute difference between the engine's and the trainer's log-prob of each token."""
   log_probs, _ = trainer_scores(built, rollouts)
   return np.abs(np.asarray(log_probs) - rollouts.log_probs)[rollouts.mask]
 

@@ -1,4 +1,4 @@
-"""The engine against the trainer's scores of the same tokens, and against its own promises."""
+"""The engine against the trainer's scores of the same tokens, and the properties it documents."""
 
 import dataclasses
 import itertools
@@ -35,7 +35,7 @@ def sampled(built):
   return sample(built)
 
 
-# --- what a completion is ---
+# --- completions ---
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -114,7 +114,7 @@ def test_frequencies_follow_the_distribution(built):
 
 @pytest.mark.parametrize("penalty", [1.0, 1.8])
 def test_drawn_and_plain_log_probs(penalty):
-  """In refilled slots: a repetition penalty applies only to this prompt and this completion."""
+  """Also in refilled slots, the penalty applies only to the slot's own prompt and completion."""
   params, engine, layout = build(engine_config=EngineConfig(slots=3, chunk=4))
   sampling_params = SamplingParams(temperature=0.7, top_k=5, repetition_penalty=penalty)
   *_, (buffer, _) = engine.generate(
@@ -143,7 +143,7 @@ def test_drawn_and_plain_log_probs(penalty):
 
 
 def test_long_completions_grow_their_caches_and_drop_idle_slots():
-  """Through every cache length, and from many slots to few."""
+  """The caches grow through every length, and the number of slots shrinks."""
   built = build(max_tokens=300, stop=(7,), engine_config=EngineConfig(slots=8, chunk=16))
   rollouts = sample(built, RAGGED_PROMPTS[:3], group=4, key=1)
   lengths = rollouts.mask.sum(-1)
@@ -152,11 +152,11 @@ def test_long_completions_grow_their_caches_and_drop_idle_slots():
 
 
 def test_nothing_compiles_after_the_warm_up():
-  """20 batches of ragged prompts and completions, through every length and number of slots."""
+  """20 batches of ragged prompts and completions use every length and number of slots."""
   built = build(max_tokens=150, max_prompt_tokens=80, engine_config=EngineConfig(slots=8, chunk=16))
   _, engine, layout = built
   engine.programs.warm_up(layout, 6, group=4, sampling_params=SamplingParams())
-  sample(built, RAGGED_PROMPTS[:6], group=4)  # compiles the keys
+  sample(built, RAGGED_PROMPTS[:6], group=4)  # compiles the program of the keys
   before = compile_count()
   rng = np.random.default_rng(0)
   longest = 0
@@ -173,7 +173,7 @@ def test_nothing_compiles_after_the_warm_up():
 def test_smaller_caches_are_close(kv_dtype, bound):
   built = build(engine_config=EngineConfig(chunk=2, kv_dtype=kv_dtype))
   error = log_prob_errors(built, sample(built, RAGGED_PROMPTS, group=6)).mean()
-  assert 1e-4 < error < bound  # not exact, and close
+  assert 1e-4 < error < bound  # close, but not exact
 
 
 def test_bfloat16_compute_is_close():

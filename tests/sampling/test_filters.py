@@ -1,4 +1,4 @@
-"""Sampling one token from logits, against definitions written out slowly."""
+"""Sampling one token from logits, against slow implementations of the definitions."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def logits(seed, rows=5, vocab=VOCAB, spread=3.0):
 
 
 def softmax(z):
-  """The softmax over the last axis, in f64."""
+  """The softmax over the last axis, in float64."""
   z = np.asarray(z, np.float64)
   p = np.exp(z - z.max(-1, keepdims=True))
   return p / p.sum(-1, keepdims=True)
@@ -60,7 +60,7 @@ def test_greedy_takes_the_most_probable_and_reports_temperature_1():
   )
   p = softmax(z)
   np.testing.assert_array_equal(plain, log_prob)
-  assert not drawn.any()  # certain
+  assert not drawn.any()  # the greedy token has probability 1
   assert token.tolist() == z.argmax(-1).tolist()
   np.testing.assert_allclose(log_prob, np.log(p.max(-1)), rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(entropy, -(p * np.log(p)).sum(-1), rtol=1e-5)
@@ -87,7 +87,7 @@ def test_a_certain_token_has_entropy_0():
 
 
 def slow_filter(p, top_k=0, top_p=1.0, min_p=0.0):
-  """The kept tokens bool[v] by definition, one at a time; ties with the last one are kept."""
+  """The kept tokens bool[v], found one at a time. Ties with the last kept token are kept."""
   kept = set(range(len(p)))
   order = sorted(kept, key=lambda i: -p[i])
   if top_k:
@@ -142,7 +142,7 @@ def test_filters_by_hand():
   assert kept(top_p=0.75) == [1, 3, 4]
   assert kept(top_p=0.1) == [1]
   assert kept(min_p=0.3) == [1, 3, 4]
-  assert kept(top_k=3, top_p=0.8) == [1, 3]  # 0.7 of the 0.85 that top-k keeps
+  assert kept(top_k=3, top_p=0.8) == [1, 3]  # 0.7 / 0.85 > 0.8
 
 
 def test_ties_at_a_bound_are_kept():
@@ -215,7 +215,7 @@ def test_repetition_penalty_equals_transformers(penalty, temperature):
 
 
 def p_value(tokens, p):
-  """The p-value of Pearson's chi-square test; tokens expected fewer than 10 times are pooled."""
+  """The p-value of Pearson's chi-square test. Tokens expected fewer than 10 times are pooled."""
   counts = np.bincount(tokens, minlength=len(p))
   expected = p * len(tokens)
   rare = expected < 10
@@ -275,7 +275,7 @@ def test_a_token_of_probability_0_is_never_drawn(kind):
 # 128 tokens in a block, and 1188 blocks in a vocabulary of 152064.
 @pytest.mark.parametrize("length", [128, 1188])
 def test_inverting_the_cdf_never_selects_a_weight_of_0(length):
-  """Targets on the edges of the empty cells, where rounding of the running sums decides."""
+  """The targets are at the edges of weights of 0, where rounding of the running sums decides."""
   rng = np.random.default_rng(11)
   weights = (rng.random((50, length)) * (rng.random((50, length)) < 0.5)).astype(np.float32)
   weights[:, length // 2] = 0.5

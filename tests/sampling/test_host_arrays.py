@@ -16,7 +16,7 @@ def test_prompts_are_padded_on_the_left():
   np.testing.assert_array_equal(padded.mask, mask)
 
 
-def test_bad_prompts_are_refused():
+def test_bad_prompts_are_rejected():
   with pytest.raises(UserError, match="a prompt is empty"):
     pad_prompts([[1], []], 4, PAD)
   with pytest.raises(UserError, match="5 tokens, over the limit of 4"):
@@ -24,7 +24,7 @@ def test_bad_prompts_are_refused():
 
 
 def test_a_prefill_batch_has_the_same_rows_in_every_shard():
-  """Two shards, two rows each, five entries a shard: an unused row gets the entry past the last."""
+  """Two shards have two rows and five entries each; an unused row gets entry 5, past the last."""
   assigned = [[(4, 1), (0, 0)], [(2, 2)]]
   batch, entries = pad_prefill(assigned, [[1], [5, 6], [8]], width=2, rows=2, entries=5, pad=PAD)
   np.testing.assert_array_equal(batch.tokens, [[5, 6], [3, 1], [3, 8], [3, 3]])

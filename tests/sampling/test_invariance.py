@@ -1,4 +1,4 @@
-"""What is sampled depends neither on slots, chunks and mesh nor on the attention kernel."""
+"""Sampled tokens do not depend on slots, chunks, mesh or attention kernel."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ from gtpo_jax.sampling.params import EngineConfig
 
 @pytest.fixture(scope="module")
 def expected():
-  """66 completions, all at once on one device."""
+  """66 completions, sampled all at once on one device."""
   rollouts = sample(build(), RAGGED_PROMPTS, group=6)
   lengths = rollouts.mask.sum(-1)
   assert lengths.min() == 1 and lengths.max() == 10
@@ -33,7 +33,7 @@ def expected():
 
 @pytest.mark.parametrize(("slots", "chunk"), [(1, 4), (4, 1), (16, 3), (64, 10)])
 def test_slots_and_chunks_do_not_matter(slots, chunk, expected):
-  """Refilled slots, queues of every length, chunks that end early."""
+  """The cases have refilled slots, queues of every length and chunks that end early."""
   built = build(engine_config=EngineConfig(slots=slots, chunk=chunk))
   assert_same(sample(built, RAGGED_PROMPTS, group=6), expected)
 
@@ -63,7 +63,7 @@ def test_refilled_slots_and_shared_prompts_agree_with_the_trainer():
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)])
 def test_the_tpu_kernel_samples_the_same(mesh, expected):
-  """Interpreted. Caches of two blocks, some of them empty."""
+  """The kernel is interpreted. Caches have two blocks, some of which are empty."""
   engine_config = EngineConfig(slots=16, chunk=4, kv_dtype="float32", attention="pallas")
   devices = jax.devices()[: math.prod(mesh)]
   built = build(make_mesh(*mesh, devices), engine_config=engine_config)

@@ -1,4 +1,4 @@
-"""The settings of sampling: what is refused, and the defaults of each platform."""
+"""The settings of sampling: invalid values are rejected, and defaults depend on the platform."""
 
 import pytest
 from small import build
@@ -22,7 +22,7 @@ from gtpo_jax.sampling.params import EngineConfig, SamplingParams
     ("min_p", float("nan"), "in [0, 1)"),
   ],
 )
-def test_bad_sampling_params_are_refused_with_value_and_bound(setting, value, bound):
+def test_bad_sampling_params_are_rejected_with_value_and_bound(setting, value, bound):
   with pytest.raises(UserError) as error:
     SamplingParams(**{setting: value})
   assert f"sampling.{setting} must be {bound}" in str(error.value)
@@ -38,7 +38,7 @@ def test_bad_sampling_params_are_refused_with_value_and_bound(setting, value, bo
     ({"attention": "flash"}, "'flash'"),
   ],
 )
-def test_bad_engine_configs_are_refused(settings, quoted):
+def test_bad_engine_configs_are_rejected(settings, quoted):
   with pytest.raises(UserError, match=quoted):
     EngineConfig(**settings)
 
@@ -52,7 +52,7 @@ def test_defaults_depend_on_the_platform():
   assert EngineConfig(attention="triton").resolve("gpu", 1).attention == "triton"
 
 
-def test_kernels_are_refused_where_they_do_not_run():
+def test_kernels_are_rejected_where_they_do_not_run():
   with pytest.raises(UserError, match="a TPU kernel, and this is gpu"):
     EngineConfig(attention="pallas").resolve("gpu", 1)
   with pytest.raises(UserError, match="a GPU kernel, and this is tpu"):

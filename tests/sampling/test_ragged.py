@@ -66,7 +66,7 @@ def test_kernel_equals_masked_attention(heads, kv_heads, e, w, kv_dtype, mesh, k
   for name in result._fields:
     a, b = (np.asarray(getattr(partial, name))[nonempty] for partial in (result, expected))
     np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=name)
-  assert not np.asarray(result.weight_sum)[~nonempty].any()  # an empty slot has no weight
+  assert not np.asarray(result.weight_sum)[~nonempty].any()  # an empty slot has weight 0
   assert not np.asarray(result.weighted_values)[~nonempty].any()
 
 
@@ -81,7 +81,7 @@ def test_kernel_in_bfloat16(kernel):
 
 @pytest.mark.parametrize("kernel", KERNEL_PLATFORMS)
 def test_positions_past_the_length_are_not_read(kernel):
-  """NaN there does not spread to positions in other blocks, unlike under a mask."""
+  """NaN in blocks past the length does not reach the result, as it would through a mask."""
   model, q, kv, lengths = inputs(4, 2, 16, 384)
   with_nan = kv._replace(k=jnp.where(jnp.arange(384) >= 256, jnp.nan, kv.k))
   result = run(kernel, model, q, with_nan, jnp.minimum(lengths, 250))
@@ -90,7 +90,7 @@ def test_positions_past_the_length_are_not_read(kernel):
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_the_gpu_kernel_lowers_to_a_triton_program(kv_dtype):
-  """Without a GPU, up to the Triton program that would be passed to its compiler."""
+  """Without a GPU, the kernel can be lowered to the program for the Triton compiler."""
   _, q, kv, lengths = inputs(14, 2, 64, 512, jnp.bfloat16, kv_dtype)
   attend = jax.jit(
     lambda q, kv, lengths: local_ragged_attention(q, kv, lengths, "triton", interpret=False)

@@ -1,4 +1,4 @@
-"""The scheduler without an engine: completions with lengths chosen by the test."""
+"""The scheduler without an engine: the tests choose the lengths of the completions."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gtpo_jax.sampling.scheduler import Capacity, Scheduler, capacity_for, slot_counts
 
-PROMPT_LENGTH = 5  # of the first prompt; each next one is longer by 1
+PROMPT_LENGTH = 5  # of the first prompt; each next prompt is longer by 1
 
 
 def assert_inputs_are_consistent(scheduler, cached, limits, keys):
@@ -43,9 +43,9 @@ def assert_shrinks_in_order(scheduler):
 def play(
   capacity, prompts, group, length_of, max_prompts=2, chunk=4, token_limits=None, shrink=False
 ):
-  """Runs a scheduler to its end and checks its promises.
+  """Runs a scheduler until nothing is left, and checks its inputs before every chunk.
 
-  Returns the tokens of each (prompt, index) that ran, and the number of chunks.
+  Returns the number of tokens of each (prompt, index) that ran, and the number of chunks.
   """
   limits = np.repeat(np.asarray(token_limits or [40] * prompts)[:, None], group, 1)
   keys = np.arange(prompts * group * 2, dtype=np.uint32).reshape(prompts, group, 2)
@@ -117,7 +117,7 @@ def test_slot_counts():
 
 
 def test_slots_do_not_wait_for_the_slowest_of_a_group():
-  """One completion of each prompt takes ten times as long as the others, which do not wait."""
+  """One completion of each prompt takes ten times as long, and the others do not wait for it."""
   length_of = lambda i, j: 40 if j == 0 else 4
   done, chunks = play(capacity_for(8, 8, 1, 16), 8, 8, length_of)
   assert len(done) == 64

@@ -1,4 +1,4 @@
-"""Completions while they are generated: prefixes of what `sample` returns for the same key."""
+"""Unfinished completions are prefixes of those that `sample` returns for the same key."""
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.params import SamplingParams
 
 PROMPT = [5, 9, 1]
-CHUNK = 4  # of the engine
+CHUNK = 4  # tokens per chunk of the engine
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def sample_and_stream(built, *, seed=4, group=3, interval=4, **settings):
 
 
 def assert_prefix(part, complete, end):
-  """The first `end` tokens are those of the complete rollouts, and nothing follows them yet."""
+  """The first `end` tokens equal those of the complete rollouts, and the rest is still empty."""
   np.testing.assert_array_equal(part.tokens[..., :end], complete.tokens[..., :end])
   np.testing.assert_array_equal(part.mask[..., :end], complete.mask[..., :end])
   np.testing.assert_allclose(part.log_probs[..., :end], complete.log_probs[..., :end], atol=1e-5)
@@ -65,7 +65,7 @@ def test_each_part_is_a_prefix_of_the_complete_rollouts(group, interval, setting
 
 
 def test_each_end_is_reported_once(built):
-  """With the part in which the completion is first complete."""
+  """It is reported with the first part in which the completion is complete."""
   complete, parts = sample_and_stream(built, group=6, interval=2)
   lengths = complete.mask.sum(-1)[0]
   reported = [completion for _, ended in parts for completion in ended]

@@ -33,7 +33,7 @@ CONFIG = ModelConfig(
 N = 8
 G = 4
 P = 6
-T = 70  # two blocks of attention, one of them not full
+T = 70  # two attention blocks, the second not full
 
 
 def batch(step):
@@ -110,7 +110,7 @@ def test_three_steps_move_the_parameters(one_device):
     ((1, 1, 2), 4),
     ((1, 1, 1, 2), 1),
     ((1, 2, 2, 2), 2),
-    ((2, 1, 1, 4), 1),  # 70 positions do not divide over context 4, so they are not split
+    ((2, 1, 1, 4), 1),  # 70 is not a multiple of context 4, so positions are not split
   ],
 )
 def test_on_every_mesh(one_device, shape, micro_batches):

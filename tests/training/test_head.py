@@ -1,4 +1,4 @@
-"""The chunked vocabulary head against the full softmax."""
+"""The chunked output head against the full softmax."""
 
 import functools
 
@@ -27,7 +27,7 @@ def inputs(seed=0, b=B, t=T, d=D, v=V, dtype=jnp.float32):
 
 
 def naive(hidden, table, tokens, temperature):
-  """All logits at once, in float32."""
+  """Log-probs and entropy from all logits at once, in float32."""
   hidden = hidden.astype(jnp.float32)
   table = table.astype(jnp.float32)
   logits = jnp.einsum("btd,vd->btv", hidden, table, precision="highest") / temperature
@@ -67,8 +67,8 @@ def relative_error(got, want):
   return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
-# All at once; chunks that divide t; chunks that do not; one position at a time; fewer tokens than
-# rows.
+# The chunk has all positions; a divisor of t; not a divisor of t; one position; fewer tokens than
+# there are rows.
 @pytest.mark.parametrize("chunk", [1000, B * T, B * 5, B * 4, B * 3 + 1, B, 1])
 def test_value_and_gradient_equal_the_full_softmax(chunk):
   for temperature in (1.0, 0.6) if chunk == B * 4 else (0.6,):
@@ -87,7 +87,7 @@ def test_value_and_gradient_equal_the_full_softmax(chunk):
   [((2, 2, 2), 10), ((1, 1, 8), 10), ((1, 2, 4), 13), ((1, 8, 1), 5), ((1, 2, 2, None, 2), 13)],
 )
 def test_on_a_mesh_it_equals_the_full_softmax(shape, t):
-  """Rows over data and fsdp; vocabulary and positions, even or not, over context and tensor."""
+  """Vocabulary and positions are split over context and tensor, evenly or not."""
   mesh = make_mesh(*shape)
   arrays = inputs(5, 8, t, 16, 64)
   sharded = lambda *arrays: log_probs_and_entropy(*arrays, 0.6, 24, "highest", mesh)
@@ -146,9 +146,9 @@ def test_bfloat16_is_close_to_float32():
 
 
 def loss_signals(algorithm, log_probs, seed=0):
-  """The inputs of the loss at tokens [b, t].
+  """The inputs of the loss for tokens [b, t].
 
-  Ratios leave every range on both sides; padding holds large numbers.
+  Ratios leave every range on both sides, and padding has large values.
   """
   rng = np.random.default_rng(seed)
   shape = log_probs.shape
@@ -187,9 +187,9 @@ PER_TOKEN = [name for name in algorithms.RECIPES if algorithms.make(name).per_to
   ],
 )
 def test_both_ways_to_the_gradient_agree(name, shape, t, dtype):
-  """Gradients computed with the loss and in the backward pass, for each per-token recipe.
+  """For each per-token recipe, the forward and the backward pass compute the same gradient.
 
-  Chunks and shards do not divide the positions.
+  The positions are a multiple of neither chunks nor shards.
   """
   mesh = make_mesh(*shape, devices=jax.devices()[: np.prod(shape)])
   hidden, table, tokens = inputs(6, 8, t, 16, 64, dtype)
@@ -207,7 +207,7 @@ def test_both_ways_to_the_gradient_agree(name, shape, t, dtype):
     loss, log_probs = loss_and_log_probs(
       algorithm.token_loss, hidden, table, tokens, signals, *static
     )
-    # The log-probs pass no gradient on.
+    # No gradient flows through the log-probs.
     return 2 * loss + log_probs.sum(), (loss, log_probs)
 
   gradient = lambda way: jax.jit(jax.grad(way, argnums=(0, 1), has_aux=True))(hidden, table)
@@ -238,7 +238,7 @@ def test_the_program_never_holds_all_logits(transform):
   all_logits = b * t * v * 4  # bytes
   all_at_once = functools.partial(naive, temperature=0.9)
   in_chunks = functools.partial(chunked, temperature=0.9, chunk=64)
-  # The naive program shows that the measurement sees the logits.
+  # The measurement does see the logits in the program of the naive function.
   assert temporary_bytes(transform(all_at_once), arrays) >= all_logits
   assert temporary_bytes(transform(in_chunks), arrays) < all_logits / 8
 

@@ -19,7 +19,7 @@ T = 7
 
 
 def test_two_updates_on_a_mesh_equal_gradient_descent_on_the_full_softmax():
-  """The loss is the mean cross-entropy over the tokens in the mask, from full logits."""
+  """The expected loss is the mean cross-entropy over the mask, computed from full logits."""
   rng = np.random.default_rng(0)
   tokens = rng.integers(0, 48, (K, B, T)).astype(np.int32)
   prompts = Prompts(rng.integers(0, 48, (K, B, P)).astype(np.int32), np.full((K, B), P, np.int32))

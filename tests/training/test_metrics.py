@@ -58,7 +58,7 @@ def test_metrics_of_optional_fields():
 
 
 def test_the_mismatch_is_measured_before_the_first_gradient_update():
-  """The first minibatch is rows 0 and 4, compared with the sampler whatever updates follow."""
+  """Only rows 0 and 4, the first minibatch, are compared, whatever updates follow."""
   _, metrics = run("gtpo", minibatches=4, epochs=2)
   rollouts, _ = batch()
   model = single_device_model()

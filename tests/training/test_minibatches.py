@@ -22,7 +22,7 @@ from gtpo_jax import algorithms
 
 
 def slow_updates(minibatches, epochs, rate=1e-2):
-  """GTPO by hand: full logits, AdamW in float64, advantages computed once from the full batch.
+  """Runs GTPO with full logits, AdamW in float64, and advantages computed once per batch.
 
   Returns the parameters, and the loss and gradient norm of each gradient update.
   """

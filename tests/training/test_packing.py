@@ -1,4 +1,4 @@
-"""Packing: every token once, in a row of its own prompt, without any effect on the update."""
+"""Packing places every token once in a row of its prompt, and does not affect the update."""
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from gtpo_jax.training.packing import plan_rows
 
 
 def test_rows_by_hand():
-  """Four completions of up to 6 tokens in two rows: longest first, each in the emptier row."""
+  """Four completions of up to 6 tokens go to two rows, longest first, each to the emptier row."""
   packing = plan_rows(np.asarray([[5, 2, 1, 4], [3, 3, 0, 6]]), 6)
   assert packing.source[0].tolist() == [[0, 1, 2, 3, 4, 12], [18, 19, 20, 21, 6, 7]]
   assert packing.segment[0].tolist() == [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 1]]
@@ -89,7 +89,7 @@ def test_every_token_is_once_in_a_row_of_its_prompt(data):
 
 
 def packed(data, t=9):
-  """The batch of short completions, packed."""
+  """The batch, packed by the lengths of its completions."""
   rollouts, rewards = data
   packing = plan_rows(np.asarray(rollouts.mask.sum(-1)), t)
   assert packing.source.shape[1] == 2

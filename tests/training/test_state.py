@@ -68,7 +68,7 @@ def test_schedules():
 
 
 def test_the_schedule_counts_steps_not_gradient_updates():
-  """Two warm-up steps of three updates each: rate 0 in the first, half the peak in the second."""
+  """With two warm-up steps of three updates, the rate is 0 in the first, then half the peak."""
   model = single_device_model()
   config = OptimizerConfig(learning_rate=0.5, warmup_steps=2, weight_decay=0.0, b1=0.0, b2=0.0)
   optimizer = make_optimizer(config, 10, updates=3)
@@ -78,7 +78,7 @@ def test_the_schedule_counts_steps_not_gradient_updates():
   rates = []
   for _ in range(9):
     updates, state = optimizer.update(grads, state, params)
-    # Without memory, Adam's update is minus the rate.
+    # With b1 = b2 = 0, Adam's update is minus the rate.
     rates.append(round(-float(updates["norm"]["scale"][0]), 5))
   assert rates == [0.0] * 3 + [0.25] * 3 + [0.5] * 3
 
@@ -100,7 +100,7 @@ def test_invalid_optimizers_are_rejected(field, value, message):
 
 
 def test_bfloat16_momentum():
-  """Only the first moment changes dtype; after four updates, parameters differ by its rounding."""
+  """Only the first moment is bfloat16; after four updates, parameters differ by its rounding."""
   optimizer = make_optimizer(OptimizerConfig(momentum_dtype="bfloat16"), 5)
   opt_state = abstract_state(Qwen2(CONFIG, make_mesh(2, 2, 2)), optimizer).opt_state
   is_adam = lambda x: hasattr(x, "mu")
@@ -120,7 +120,7 @@ def test_bfloat16_momentum():
 
 
 def test_why_the_second_moment_is_not_bfloat16():
-  """At b2 = 0.999 a bfloat16 second moment never decays: each step is under half its spacing."""
+  """At b2 = 0.999 it never decays: a step is below half the spacing of bfloat16 numbers."""
   nu = jnp.bfloat16(1.5)
   for _ in range(1000):
     nu = (0.999 * nu.astype(jnp.float32)).astype(jnp.bfloat16)

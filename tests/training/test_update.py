@@ -1,4 +1,4 @@
-"""The compiled update: the same result however the batch is split and wherever it is placed."""
+"""The compiled update: its result depends neither on micro-batches nor on the mesh."""
 
 import dataclasses
 import math
@@ -97,17 +97,17 @@ def test_an_invalid_completion_changes_nothing():
   assert a_metrics["tokens/trained"] == b_metrics["tokens/trained"]
 
 
-def test_groups_without_contrast_change_nothing():
-  with_contrast = jax.tree.map(lambda x: x[2:], batch())
+def test_groups_that_are_all_correct_or_all_wrong_change_nothing():
+  mixed_groups = jax.tree.map(lambda x: x[2:], batch())
   state, metrics = plain("gtpo")
-  expected, _ = run("gtpo", data=with_contrast)
+  expected, _ = run("gtpo", data=mixed_groups)
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), state, expected)
   assert metrics["groups/all_correct"] == metrics["groups/all_wrong"] == 1 / 8
 
 
 @pytest.mark.parametrize("name", ["gtpo", "grpo_s", "dapo", "grpo"])
 def test_no_gradient_through_entropy_advantages_or_rewards(name):
-  """Of all the inputs of the loss, only the learner's log-probs have a gradient."""
+  """Of all inputs of the loss, only the log-probs of the trained policy have a gradient."""
   rollouts, rewards = batch()
   algorithm = algorithms.make(name)
   log_probs = rollouts.log_probs + 0.05
@@ -144,7 +144,7 @@ def test_no_gradient_through_the_models_own_entropy():
 
 
 def test_the_gradient_is_that_of_the_plain_loss():
-  """Against the loss from full logits, differentiated as one function."""
+  """The reference differentiates the loss from full logits as one function."""
   model = single_device_model()
   rollouts, rewards = batch()
   algorithm = algorithms.make("gtpo")
@@ -176,10 +176,10 @@ def test_the_gradient_is_that_of_the_plain_loss():
   [("gtpo", Lora(), 1, 3), ("gspo", Lora(), 1, 4), ("gtpo", Lora(rank=2), 2, 2)],
 )
 def test_the_number_of_products_with_the_head(name, lora, micro_batches, products):
-  """Logits, and the gradients of states and table.
+  """One product computes the logits, one the gradient of the states, one that of the table.
 
-  Logits twice if the ratio is per completion; no gradient of the table if it is frozen. The largest
-  array of the program is the logits of one chunk: two positions of every row.
+  The logits are computed twice if the ratio is per completion, and a frozen table has no gradient.
+  The largest array of the program is the logits of one chunk, which is two positions of every row.
   """
   vocab = 1000
   config = dataclasses.replace(CONFIG, vocab_size=vocab, layers=1, lora=lora)
@@ -215,7 +215,7 @@ def test_the_update_raises_the_probability_of_correct_completions():
   assert metrics["advantage/correct"] > 0 > metrics["advantage/incorrect"]
 
 
-def test_only_weight_decay_moves_the_policy_if_no_group_has_contrast():
+def test_only_weight_decay_moves_the_policy_if_no_group_is_mixed():
   rollouts, rewards = batch()
   rewards = rewards.replace(correct=np.zeros((N, G), bool))
   optimizer = OptimizerConfig(learning_rate=1e-2, weight_decay=0.0)
@@ -256,7 +256,7 @@ def test_an_update_that_is_not_finite_is_skipped(name, bad_batch, shape, micro_b
   )
   good = shard_batch(batch(), mesh)
   state, _ = update(init_state(params_on(model), optimizer, model), *good)
-  before = jax.device_get(state)  # its moments are not zero
+  before = jax.device_get(state)  # the moments of its optimizer state are not zero
 
   state, metrics = update(state, *shard_batch(bad_batch(), mesh))
   assert not (np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"]))
@@ -264,7 +264,10 @@ def test_an_update_that_is_not_finite_is_skipped(name, bad_batch, shape, micro_b
   after = jax.device_get(state)
   jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
   jax.tree.map(np.testing.assert_array_equal, after.opt_state, before.opt_state)
-  assert (before.step, after.step) == (1, 2)  # the data continues
+  assert (before.step, after.step) == (
+    1,
+    2,
+  )  # the step counts, so that the next batch is another one
 
   state, metrics = update(state, *good)
   assert metrics["update/skipped"] == 0

@@ -20,7 +20,7 @@ CONFIG = ModelConfig(vocab_size=48, width=32, layers=2, heads=4, kv_heads=2, hea
 N = 8
 G = 4
 T = 9
-# A large eps keeps Adam close to linear.
+# With a large eps, Adam's update is almost proportional to the gradient.
 SGD_LIKE = OptimizerConfig(learning_rate=1e-2, eps=1.0, weight_decay=0.1, clip_norm=1e9)
 SGD_WITHOUT_DECAY = OptimizerConfig(learning_rate=1e-2, eps=1.0, weight_decay=0.0, clip_norm=1e9)
 EVERY_LOSS_TERM = {"kl_weight": 0.1, "tis_cap": 1.05, "dual_clip": 1.5}
@@ -28,7 +28,7 @@ EVERY_LOSS_TERM = {"kl_weight": 0.1, "tis_cap": 1.05, "dual_clip": 1.5}
 
 @functools.cache
 def batch(seed=0):
-  """Rollouts of a policy close to the learner, with every kind of length, reward and penalty."""
+  """Rollouts of a policy close to the trained one, with many lengths, rewards and penalties."""
   rng = np.random.default_rng(seed)
   model = single_device_model()
   prompts = Prompts(
@@ -41,7 +41,7 @@ def batch(seed=0):
   # Large enough that some ratios leave the clip range.
   noise = jnp.asarray(rng.normal(0, 0.2, (N, G, T)), jnp.float32)
   correct = rng.random((N, G)) < 0.5
-  correct[0] = True  # groups 0 and 1 have no contrast
+  correct[0] = True  # group 0 is all correct, group 1 all wrong
   correct[1] = False
   correct[2:, 0] = True
   correct[2:, 1] = False
@@ -69,7 +69,7 @@ def full_batch():
   stale[4] = True
   valid[5, 2] = False
   correct = rewards.correct.copy()
-  correct[1, 3] = True  # the guide rescues groups 1 and 6
+  correct[1, 3] = True  # in groups 1 and 6 only the guide is correct
   correct[6, :3] = False
   correct[6, 3] = True
 
@@ -142,7 +142,7 @@ def run(
 
 @functools.cache
 def plain(name):
-  """`run` of the published settings on one device, without micro-batches."""
+  """The result of `run` with the published settings, on one device without micro-batches."""
   return run(name)
 
 
@@ -154,7 +154,7 @@ def assert_same(a, b, atol=1e-5):
 
 
 def mesh_of(*shape):
-  """A mesh (data, fsdp, tensor) of the first devices."""
+  """A mesh of shape (data, fsdp, tensor) of the first devices."""
   return make_mesh(*shape, jax.devices()[: int(np.prod(shape))])
 
 

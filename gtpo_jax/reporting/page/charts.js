@@ -1,4 +1,4 @@
-// The figures: shows and hides curves, and reads off the values under the pointer.
+// The figures: shows and hides curves, and shows the values under the pointer.
 (() => {
   const { box, figures } = JSON.parse(document.getElementById("figure-data").textContent);
   const root = document.documentElement;
@@ -18,14 +18,14 @@
     input.addEventListener("change", () => root.classList.toggle(name, !input.checked));
   }
 
-  // Position of x within the figure, as a share of its width.
+  // Returns the position of x in the figure, as a share of its width.
   function toShare(chart, x) {
     const scale = chart.over === "k" ? Math.log2 : (value) => value;
     const [low, high] = chart.limits.map(scale);
     return box.left + (scale(x) - low) / (high - low) * (box.right - box.left);
   }
 
-  // Index of the value with the smallest distance.
+  // Returns the index of the value with the smallest distance.
   function nearest(values, distance) {
     const closer = (best, value, i) => distance(value) < distance(values[best]) ? i : best;
     return values.reduce(closer, 0);

@@ -5,9 +5,9 @@
   if (!source) return;
   const { runs } = JSON.parse(source.textContent);
   const $ = (id) => document.getElementById(id);
-  const FIXED_COLUMNS = 4;   // before those of the schemes: piece, id, entropy, log-prob
-  const SHADES = 8;          // of a colour, from light to dark
-  const LONG_GROUP = 8000;   // tokens; beyond it, rows outside the window are not laid out
+  const FIXED_COLUMNS = 4;   // piece, id, entropy, log-prob; the columns of the schemes follow
+  const SHADES = 8;          // shades of a colour, from light to dark
+  const LONG_GROUP = 8000;   // tokens; in longer groups, rows outside the window are not laid out
   let view = null;           // the group shown
   let requests = 0;
 
@@ -42,7 +42,7 @@
   const run = () => runs[$("v-run").value];
   const step = () => run().steps[$("v-step").value];
 
-  // The values that the tokens are coloured by.
+  // Returns the values that determine the colours of the tokens.
   function values() {
     const mode = checked("colour");
     return mode === "entropy" ? view.data.entropy : view.data[mode](scheme());
@@ -72,7 +72,8 @@
     select.replaceChildren(...labels.map(option));
   }
 
-  // The step whose groups have the most completions on their smaller side; the later one of a tie.
+  // The index of the step with the most mixed groups, by the number of their correct or of their wrong
+  // completions, whichever is smaller; the last such step in a tie.
   function mostMixed(steps) {
     const smallerSide = ({ correct }) =>
       Math.min(countTrue(correct), correct.length - countTrue(correct));
@@ -139,7 +140,7 @@
     $("v-token").replaceChildren(make("p", { className: "note", textContent: hint }));
   }
 
-  // The completions that are correct, or those that are not; null if there are none.
+  // Returns the section of the correct or of the wrong completions; null if there are none.
   function drawSide(correct, title) {
     const rows = view.rows.filter((row) => row.correct === correct);
     if (!rows.length) return null;
@@ -195,7 +196,7 @@
     return value > 0 ? "plus" : value < 0 ? "minus" : "";
   }
 
-  // Colours every token, on a scale from the smallest to the largest size shown of each hue.
+  // Colours every token. The scale of each hue runs from the smallest to the largest absolute value.
   function colour() {
     if (!view) return;
     const mode = checked("colour");
@@ -227,7 +228,7 @@
     if (view.selected >= 0) show(view.selected);
   }
 
-  // Writes each completion's mean, and the note about the group.
+  // Shows the mean of each completion, and a note about the group.
   function describe(numbers) {
     for (const row of view.rows) {
       const own = numbers.subarray(row.start, row.start + row.length);
@@ -238,7 +239,7 @@
     const { correct } = view.group;
     const right = countTrue(correct);
     const uniform = right === 0 ? "wrong" : right === correct.length ? "correct" : "";
-    const warning = uniform ? `Every completion is ${uniform}: the group has no contrast. ` : "";
+    const warning = uniform ? `Every completion is ${uniform}: the group is not mixed. ` : "";
     const { groups, prompts, step: number } = step();
     $("v-note").textContent = `${warning}${groups.length} of the ${prompts} groups of step `
       + `${number} are stored token by token, the most mixed first.`;
@@ -291,8 +292,8 @@
     };
   }
 
-  // The elements that the token's entropy is compared with, and a sentence about them.
-  function peers(i) {
+  // Returns the elements that the entropy of token i is compared with, and a sentence about them.
+  function comparedWith(i) {
     const row = view.owner[i];
     const { compare, scope, perCompletion } = view.run.schemes[scheme()];
     if (!compare) {
@@ -326,7 +327,7 @@
     }
     view.selected = i;
     const fact = facts(i);
-    const compared = peers(i);
+    const compared = comparedWith(i);
     for (const element of compared.elements) element.classList.add("peer");
     view.spans[i].classList.add("now");
     $("v-token").replaceChildren(
