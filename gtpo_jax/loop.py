@@ -7,9 +7,8 @@ lock the workdir and build the `Run`, which holds the components that `learn` us
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from gtpo_jax.api.policy import TrainedPolicy
 from gtpo_jax.api.results import Result, Step
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.checkpoint.provenance import check_provenance, provenance_of
-from gtpo_jax.checkpoint.workdir import claim
+from gtpo_jax.checkpoint.workdir import claim, open_workdir
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.evaluation.evaluate import EvaluationStopped, evaluate_run, warm_up_evaluation
@@ -122,7 +121,7 @@ def steps(
   worker, reward_manager, train_set, eval_set = _prepare(inputs, display)
   config = inputs.config
   with (
-    _open_workdir(workdir) as folder,
+    open_workdir(workdir) as folder,
     claim(folder, config, display.say),
     contextlib.closing(reward_manager),
     Watchdog(config.guards.stall_s, lambda: any_process(stopping())) as watchdog,
@@ -159,9 +158,7 @@ def learn(run: Run, problems: Sequence[tuple[Problems, float]]) -> Generator[Ste
   """
   state = run.set_up(problems)
   if state is None:
-    return Result(
-      0, False, "stopped during the warm start; it is not saved, so the next run starts it over"
-    )
+    return Result(0, False, "stopped during the warm start, which the next run starts over")
   config = run.config
   start = int(state.step)
   run.evaluate_if_due(state)
@@ -189,7 +186,7 @@ def learn(run: Run, problems: Sequence[tuple[Problems, float]]) -> Generator[Ste
     if step % config.checkpoint.every == 0 and not run.guards.skipped:
       run.save(state)
     if evaluation := run.evaluate_if_due(state):
-      run.display.sample(*_first_completion(batch, 0))
+      run.display.sample(*batch.first_completion(0))
     try:
       yield Step(step, metrics | evaluation, batch, TrainedPolicy(run.worker, state.params))
     except GeneratorExit:  # the caller stopped iterating
@@ -302,10 +299,10 @@ class Run:
   ) -> None:
     """Displays a step and writes its metrics, some completions, and its token-level credit."""
     log = self.config.log
-    self.display.step(step, metrics, _first_completion(batch, 0), line=print_line)
+    self.display.step(step, metrics, batch.first_completion(0), line=print_line)
     self._journal.write(step, metrics)
     for i in range(min(log.samples, len(batch.problems))):
-      self._journal.write_sample(step, *_first_completion(batch, i))
+      self._journal.write_sample(step, *batch.first_completion(i))
     if log.keeps_credit(step, self.config.steps):
       write_credit(self.folder, step, batch, self.worker.chat, log.credit_groups)
 
@@ -400,18 +397,3 @@ def _prepare(
   train_set = training_problems(config, worker, display.say, inputs.records)
   eval_set = held_out_problems(config, worker, display.say, inputs.records)
   return worker, reward_manager, train_set, eval_set
-
-
-@contextlib.contextmanager
-def _open_workdir(workdir: str | Path | None) -> Iterator[epath.Path]:
-  """Yields the run's folder; a temporary one if there is no workdir."""
-  if workdir is not None:
-    yield epath.Path(workdir)
-    return
-  with tempfile.TemporaryDirectory(prefix="gtpo_") as folder:
-    yield epath.Path(folder)
-
-
-def _first_completion(batch: Experience, i: int) -> tuple[str, str, bool]:
-  """Returns problem i, its first completion, and whether that is right."""
-  return batch.problems[i].messages[-1]["content"], batch.texts[i][0], bool(batch.correct[i, 0])

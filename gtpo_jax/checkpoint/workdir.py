@@ -7,9 +7,12 @@ import fcntl
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from etils import epath
 
 from gtpo_jax.algorithms import RECIPES
 from gtpo_jax.algorithms.settings import RENAMED
@@ -35,6 +38,16 @@ MAY_CHANGE = (
   "sampling.chunk",
   "sampling.warm_up",
 )
+
+
+@contextlib.contextmanager
+def open_workdir(workdir: str | Path | None) -> Iterator[epath.Path]:
+  """Yields a run's folder; a temporary one if `workdir` is None."""
+  if workdir is not None:
+    yield epath.Path(workdir)
+    return
+  with tempfile.TemporaryDirectory(prefix="gtpo_") as folder:
+    yield epath.Path(folder)
 
 
 @contextlib.contextmanager

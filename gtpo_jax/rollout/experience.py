@@ -49,6 +49,11 @@ class Experience:
   correct: np.ndarray
   metrics: dict[str, float]
 
+  def first_completion(self, i: int) -> tuple[str, str, bool]:
+    """Returns problem i, its first completion, and whether that is correct."""
+    prompt = self.problems[i].messages[-1]["content"]
+    return prompt, self.texts[i][0], bool(self.correct[i, 0])
+
   def to_arrays(self) -> dict[str, np.ndarray]:
     """Returns the problems' ids and everything the update reads, as host arrays by dotted name.
 

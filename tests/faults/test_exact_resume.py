@@ -86,7 +86,7 @@ def test_the_warm_start_starts_over(tmp_path, event, code):
   }
   first = start(tmp_path / "run", event, settings)
   assert first.returncode == code, first.stderr
-  assert ("which is not saved and starts over" in first.stdout) == (code == 143)
+  assert ("which the next run starts over" in first.stdout) == (code == 143)
   for workdir in (tmp_path / "run", tmp_path / "undisturbed"):
     assert start(workdir, "-", settings).returncode == 0
   assert read_result(tmp_path / "run") == read_result(tmp_path / "undisturbed")

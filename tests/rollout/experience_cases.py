@@ -1,0 +1,94 @@
+"""A small run with a random policy, for the tests of batches and of frozen policies."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from gtpo_jax.config import default_config, freeze
+from gtpo_jax.models.params import init_params
+from gtpo_jax.rewards import VERIFIERS
+from gtpo_jax.rollout.experience import Collector
+from gtpo_jax.rollout.frozen import FrozenPolicies
+from gtpo_jax.rollout.problems import training_problems
+from gtpo_jax.rollout.scoring import RewardManager
+from gtpo_jax.rollout.worker import RolloutWorker
+
+N = 8
+G = 4
+T = 14
+
+
+def config_of(name="dapo", **changes):
+  config = default_config()
+  config.steps = 3
+  config.mesh.data = 2
+  config.mesh.fsdp = 2
+  config.mesh.tensor = 2
+  config.data.terms = 2
+  config.data.max_prompt_tokens = 20
+  config.sampling.max_tokens = T
+  config.batch.prompts = N
+  config.batch.group = G
+  config.eval.every = 0
+  config.eval.problems = 8
+  config.eval.samples = 1
+  config.eval.batch = 8
+  config.checkpoint.every = 1
+  config.checkpoint.keep = 5
+  config.log.tensorboard = False
+  config.optimizer.learning_rate = 1e-3
+  config.algorithm.name = name
+  with config.unlocked():
+    config.update_from_flattened_dict(
+      {"algorithm.guide_completions": 1, **changes} if name == "dapo_mixed" else changes
+    )
+  return freeze(config)
+
+
+@pytest.fixture(autouse=True)
+def coins(monkeypatch):
+  """A verifier that a random model passes half of the time: the length is even.
+
+  A completion that was cut off stays wrong.
+  """
+  monkeypatch.setitem(
+    VERIFIERS, "last_number", lambda completions, *_: [len(text) % 2 == 0 for text in completions]
+  )
+
+
+@functools.cache
+def random_worker(config=None):
+  """Returns a worker and random parameters; some of its completions end by themselves."""
+  worker = RolloutWorker(config or config_of())
+  return worker, init_params(worker.model, jax.random.key(3))
+
+
+NONE = FrozenPolicies(None, None, {}, {})
+
+
+def make_collector(config, frozen=NONE, drawn=0):
+  worker, _ = random_worker(config)
+  problems = training_problems(config, worker)
+  return Collector(config, worker, RewardManager(config), problems, frozen, drawn)
+
+
+def collect(config, steps, frozen=NONE, collector=None, said=None):
+  _, params = random_worker(config)
+  collector = collector or make_collector(config, frozen)
+  return collector, [
+    collector.collect(params, (said if said is not None else []).append) for _ in range(steps)
+  ]
+
+
+def contrast(batch):
+  return batch.correct.any(1) & ~batch.correct.all(1)
+
+
+def host(batch):
+  return jax.device_get((batch.rollouts, batch.rewards))
+
+
+def assert_equal(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
