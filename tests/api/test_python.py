@@ -20,6 +20,7 @@ from gtpo_jax.api.inputs import resolve_inputs
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.checkpoint.workdir import claim, load_config
 from gtpo_jax.config import default_config, freeze
+from gtpo_jax.reporting.compiles import compile_count
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
 from gtpo_jax.runtime.errors import UserError
@@ -141,6 +142,13 @@ def test_steps_are_the_same_run(trained):
     jax.device_get(steps[-1].policy.params),
     jax.device_get(trained[0].policy.params),
   )
+
+
+def test_a_second_run_with_equal_settings_reuses_the_compiled_programs(trained):
+  before = compile_count()
+  again = gtpo_jax.train(SHAPE, display=QUIET, reward=even, data=ROWS)
+  assert compile_count() - before <= 5  # the first run compiles about a hundred
+  jax.tree.map(np.testing.assert_array_equal, again.policy.params, trained[0].policy.params)
 
 
 def leave(workdir, how):
