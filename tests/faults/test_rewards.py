@@ -117,7 +117,7 @@ def test_a_reward_that_raises_during_sampling(monkeypatch):
   class WaitingRewards(PendingRewards):
     def put(self, completions):
       super().put(completions)
-      ended.update(completion.prompt for completion in completions)
+      ended.update(completion.problem for completion in completions)
       if failing and 4 in ended.values() and not failed.is_set():
         assert failed.wait(60)
         ended_at_failure.append(ended.total())
