@@ -249,7 +249,7 @@ def test_mistakes_print_one_line_and_write_nothing(run, exported, gtpo_here, tmp
     ),
     ((f"--workdir={tmp_path / 'none'}", out), "no folder at"),
     ((f"--workdir={tmp_path}", out), ""),
-    ((f"--workdir={exported}", out, "--step=1"), "is a Hugging Face folder"),
+    ((f"--workdir={exported}", out, "--step=1"), "is already a Hugging Face folder"),
     ((f"--workdir={run}",), "required: --out"),
     ((f"--workdir={run}", out, "--stp=1"), "did you mean '--step'"),
   ]:
