@@ -12,7 +12,7 @@ from gtpo_jax.models.config import ModelConfig, Yarn
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.files import printable, read_json
 
-# Settings of which only one value is implemented. An absent or null setting has that value.
+# Settings with only one implemented value. An absent or null setting has that value.
 SUPPORTED = {
   "use_sliding_window": False,
   "hidden_act": "silu",

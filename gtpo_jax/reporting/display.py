@@ -39,7 +39,7 @@ class Display:
     self._console.print(f"[{time.perf_counter() - self._started:6.1f} s] {text}", markup=False)
 
   def begin(self, name: str, total: int, done: int = 0) -> None:
-    """Starts the panel of a phase that has `total` steps, of which `done` are complete."""
+    """Starts the panel of a phase with `total` steps, `done` of them complete."""
     self.end()
     if self._console.is_terminal:
       self._progress = Progress(

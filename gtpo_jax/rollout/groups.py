@@ -96,7 +96,7 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
 
 
 def leftovers_like(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the shapes of `save_groups`: space for a batch, of which `count` rows are used."""
+  """Returns the shapes of `save_groups`: space for one batch; `count` rows are used."""
   number = jax.ShapeDtypeStruct((), np.int32)
   return {
     "drawn": number,

@@ -42,7 +42,7 @@ SHAPE = {
 
 
 def even(prompts, completions, answers, extras):
-  """A verdict of which a random model earns both kinds."""
+  """A verifier that a random model passes about half of the time."""
   return [len(text) % 2 == 0 for text in completions]
 
 

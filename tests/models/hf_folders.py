@@ -70,7 +70,7 @@ def hf_folder(dtype="float32", shard="5GB", **changes):
 
 
 def padded_batch(vocab=64, length=17):
-  """Tokens and mask of eight rows, of which some are padded on the left and some on the right."""
+  """Tokens and mask of eight rows; some are padded on the left and some on the right."""
   tokens = np.random.default_rng(0).integers(0, vocab, (8, length))
   mask = np.ones((8, length), bool)
   mask[1, :5] = False
