@@ -188,6 +188,7 @@ def test_doctor_names_what_the_sandbox_lacks(tmp_path):
   assert message in line
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_resumes(finished_run, tmp_path):
   workdir = tmp_path / "run"
   args = [

@@ -331,6 +331,7 @@ def test_training_continues_from_the_folder(run, exported, gtpo_here, tmp_path):
 # ---- adapters
 
 
+@pytest.mark.slow
 def test_only_the_adapters_are_trained_and_the_run_resumes(adapted, exported, gtpo_here):
   before, after = (flatten_dict(jax.device_get(open_policy(adapted, step)[2])) for step in (0, 1))
   base = flatten_dict(jax.device_get(load(exported, "float32")[1]))
@@ -356,6 +357,7 @@ def test_only_the_adapters_are_trained_and_the_run_resumes(adapted, exported, gt
   assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT warns about names in transformers
 def test_adapters_are_exported_for_peft_and_merged(adapted, exported, gtpo_here, tmp_path):
   status, out, err = gtpo_here(

@@ -228,6 +228,7 @@ def test_a_batch_that_does_not_divide_is_rejected_before_anything_is_written(tmp
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_no_compilation_after_warm_up():
   """Twenty batches with other prompt and completion lengths reuse the programs of the first."""
   config = small_config()
@@ -369,6 +370,7 @@ def test_rewards_and_penalties_are_the_algorithms(whole):
   np.testing.assert_allclose(rewards.penalty, np.clip((18 - 8 - lengths) / 8, -1, 0))
 
 
+@pytest.mark.slow
 def test_the_best_evaluation_is_kept(tmp_path, monkeypatch):
   """With a learning rate that ruins the model, the best evaluation is not the last."""
   monkeypatch.setitem(

@@ -236,6 +236,7 @@ def test_the_command_line_on_a_run_of_a_program(tmp_path):
     held_out_problems(given.config, RolloutWorker(given.config))
 
 
+@pytest.mark.slow
 def test_a_window_of_steps_is_traced(tmp_path):
   """The Perfetto file has the window's steps and phases; XProf's own file is beside it."""
   config = {**SHAPE, "profile": {"steps": "2:3"}}

@@ -248,7 +248,10 @@ def put_secret_beside(folder):
     (redirect(NORM, "pytorch_model.bin"), "only .safetensors files are supported"),
     (redirect(NORM, 3), "no weight_map"),
     (redirect(NORM, ["a"]), "no weight_map"),
-    (redirect("not.there", "model-00001-of-00004.safetensors"), "lists not.there in model-00001-of-00004"),
+    (
+      redirect("not.there", "model-00001-of-00004.safetensors"),
+      "lists not.there in model-00001-of-00004",
+    ),
     (redirect(NORM, "\n.safetensors"), ""),
     (with_index("[1]"), "holds list, not an object"),
     (with_index("{"), "is not valid JSON"),

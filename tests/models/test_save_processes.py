@@ -61,6 +61,9 @@ for rejected in (
 """
 
 
+pytestmark = pytest.mark.slow
+
+
 def contents(folder):
   return {file.name: file.read_bytes() for file in folder.iterdir()}
 

@@ -135,6 +135,7 @@ def lasting(workdir):
 
 
 @pytest.mark.parametrize("name", ["dapo", "dapo_mixed"])
+@pytest.mark.slow
 def test_a_run_with_leftovers_resumes_exactly(name, tmp_path):
   config = config_of(name, **{"batch.max_gen_batches": 4})
   quiet = Display(enabled=False)

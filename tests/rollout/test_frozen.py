@@ -160,6 +160,7 @@ def save_hf(folder, worker, params):
   hf.save_pretrained(folder)
 
 
+@pytest.mark.slow
 def test_a_guide_from_a_hugging_face_folder_and_from_a_run(tmp_path):
   pytest.importorskip("torch")
   worker, params = random_worker()

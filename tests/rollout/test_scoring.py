@@ -291,6 +291,7 @@ def test_every_verifier_keeps_order_and_length():
 
 
 @pytest.mark.sandbox
+@pytest.mark.slow
 def test_programs_run_within_the_limits_of_the_config():
   extra = {"test_list": ["assert f() == 1"]}
   programs = [

@@ -142,6 +142,7 @@ def test_drawn_and_plain_log_probs(penalty):
 # --- lengths of caches, numbers of slots ---
 
 
+@pytest.mark.slow
 def test_long_completions_grow_their_caches_and_drop_idle_slots():
   """The caches grow through every length, and the number of slots shrinks."""
   built = build(max_tokens=300, stop=(7,), engine_config=EngineConfig(slots=8, chunk=16))

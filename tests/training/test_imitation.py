@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from update_cases import largest_difference
 
 from gtpo_jax.arrays import Prompts
@@ -18,6 +19,7 @@ P = 3
 T = 7
 
 
+@pytest.mark.slow
 def test_two_updates_on_a_mesh_equal_gradient_descent_on_the_full_softmax():
   """The expected loss is the mean cross-entropy over the mask, computed from full logits."""
   rng = np.random.default_rng(0)

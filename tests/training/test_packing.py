@@ -56,7 +56,7 @@ def test_array_lengths_divide_over_the_shards():
   assert array_lengths(130, 2) == [66, 130]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_token_is_once_in_a_row_of_its_prompt(data):
   n = data.draw(st.integers(1, 4))
