@@ -2,8 +2,9 @@
 
     python benchmarks/report.py --completions=1000 --tokens=500
 
-The completions have random words and entropies, in groups of 16. The report is opened in the
-headless Chromium of this machine (playwright is required). Prints one JSON object.
+The completions are in groups of 16 (their number is rounded up), with random words and entropies.
+The report is opened with playwright (required) in headless Chromium or Chrome. Prints one JSON
+object.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ CLICK = """async (selector) => {
   await painted();
   return performance.now() - started;
 }"""
-# Milliseconds that the page takes to respond when the pointer enters a token.
+# Mean milliseconds that the page's event handlers take when the pointer enters a token.
 POINT = """() => {
   const tokens = [...document.querySelectorAll('.t')].slice(0, 100);
   const started = performance.now();
@@ -56,7 +57,7 @@ CLICKS = {
 
 
 def make_run(workdir: Path, groups: int, tokens: int) -> None:
-  """Writes a run with one step and its credit record (entropy, reward and so on of each token)."""
+  """Writes a run with one step and its credit record: entropies of tokens, rewards and so on."""
   rng = np.random.default_rng(0)
   shape = (groups, GROUP)
   (workdir / "config.json").write_text(json.dumps(to_dict(Config())))

@@ -14,11 +14,11 @@ class Step:
   """The result of one step.
 
   Attributes:
-    step: completed steps, this one included.
-    metrics: its line of metrics.jsonl, by name, with its evaluation if there was one; NaN for a
-      missing number.
-    batch: what it trained on: its `problems` (n), `texts` (n lists of g), `correct` bool[n, g], and
-      as arrays `rollouts` and `rewards`.
+    step: number of completed steps, including this one.
+    metrics: the step's metrics by name, as in metrics.jsonl, including those of its evaluation if
+      there was one; NaN for a missing value.
+    batch: the batch that the step trained on, with `problems` (n), `texts` (n lists of g strings),
+      `correct` bool[n, g], and the arrays in `rollouts` and `rewards`.
     policy: the policy after the step. Valid until the next step is requested, which reuses its
       memory.
   """
@@ -31,14 +31,15 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """The end of a run.
+  """The result of a run.
 
   Attributes:
-    step: completed steps.
-    finished: False if the run was asked to stop.
+    step: number of completed steps.
+    finished: whether all `config.steps` steps are complete.
     summary: one line for the user.
-    history: every line of metrics.jsonl, starting with the base model's (step 0).
-    policy: the trained policy; None if the run was stopped before the first step.
+    history: the rows of metrics.jsonl, the first for the base model (step 0); empty if the run was
+      stopped during the warm start.
+    policy: the trained policy; None if the run was stopped during the warm start.
   """
 
   step: int

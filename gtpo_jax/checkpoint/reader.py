@@ -21,20 +21,21 @@ def read_checkpoint(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Reads the items of a step's folder and checks them against its integrity record.
 
-  All processes reach the same result: damage that only one of them sees, as on a disk or in a cache
-  of its own, is an error on every process.
+  All processes reach the same result: if one of them finds damage, for example on its own disk or
+  in its own cache, every process raises the error.
 
   Args:
     folder: the folder of one step.
-    targets: by item name, the abstract arrays to restore it as, with their shardings; None reads
-      the item as host arrays. An item that was not saved is skipped.
+    targets: maps the name of each item to abstract arrays with the shardings to restore, or to None
+      to read host arrays. An item that was not saved is skipped.
 
   Returns:
     The items by name, and the metadata saved with them.
 
   Raises:
     CorruptCheckpoint: the checkpoint differs from what was saved.
-    UserError: the checkpoint is intact, but its arrays have other shapes or types than `targets`.
+    UserError: the checkpoint is intact, but its arrays differ from `targets` in paths, dtypes or
+      shapes.
   """
   values = broadcast_from_first(lambda: check_integrity(folder, targets)._asdict())
   record = IntegrityRecord(**values)
@@ -49,14 +50,14 @@ def read_checkpoint(
 
 
 def _read_items(folder: epath.Path, targets: Mapping[str, Any]) -> dict[str, Any]:
-  # Orbax's CheckpointManager would wait for processes that failed; its handler does not.
+  # CheckpointManager would wait for processes that failed; StandardCheckpointHandler does not.
   handler = ocp.StandardCheckpointHandler()
   items = {}
   damage = ""
   try:
     for name, target in targets.items():
       items[name] = handler.restore(folder / name, args=ocp.args.StandardRestore(target))
-  except Exception as error:  # Orbax, TensorStore and JSON raise types of their own
+  except Exception as error:  # Orbax, TensorStore and JSON raise various types
     damage = first_line(error)
   finally:
     handler.close()
@@ -67,7 +68,7 @@ def _read_items(folder: epath.Path, targets: Mapping[str, Any]) -> dict[str, Any
 def _check_types(
   folder: epath.Path, item: str, saved: Mapping[str, str], wanted: Mapping[str, str]
 ) -> None:
-  """Raises UserError if the digests `saved` of an item have other types than `wanted`."""
+  """Raises UserError if an item's saved arrays and `wanted` differ in paths, dtypes or shapes."""
   types = {leaf: digest.partition(":")[0] for leaf, digest in saved.items()}
   for leaf in sorted(types.keys() | wanted.keys()):
     actual = types.get(leaf, "missing")

@@ -1,4 +1,4 @@
-"""Verifiers and reward parts: compute verdicts and numbers from text, without JAX."""
+"""Verifiers, reward parts, length penalties and majority votes. None of them uses JAX."""
 
 from gtpo_jax.rewards.code import code_correct, run_code
 from gtpo_jax.rewards.length import group_relative, soft_overlong
