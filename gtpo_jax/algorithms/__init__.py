@@ -1,9 +1,20 @@
 """The algorithms, as pure functions of arrays that know no model, config or logger."""
 
-from gtpo_jax.algorithms.algorithm import Algorithm, make
+from gtpo_jax.algorithms.algorithm import Algorithm
+from gtpo_jax.algorithms.make import make
+from gtpo_jax.algorithms.objectives import OBJECTIVES
 from gtpo_jax.algorithms.recipes import RECIPES, Recipe
 from gtpo_jax.algorithms.relative_entropy import relative_entropy
 from gtpo_jax.algorithms.selection import has_contrast
 from gtpo_jax.algorithms.settings import Settings
 
-__all__ = ["RECIPES", "Algorithm", "Recipe", "Settings", "has_contrast", "make", "relative_entropy"]
+__all__ = [
+  "OBJECTIVES",
+  "RECIPES",
+  "Algorithm",
+  "Recipe",
+  "Settings",
+  "has_contrast",
+  "make",
+  "relative_entropy",
+]

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.algorithms.units import ShapedRewards
+from gtpo_jax.algorithms.units import ShapedRewards, Units
 from gtpo_jax.arrays import masked_mean
 
-# (shaped, correct, mask, axes, sign_guard) -> advantages f32[n, g, u].
-Advantage = Callable[[ShapedRewards, jax.Array, jax.Array, tuple[int, ...], bool], jax.Array]
+# (shaped, units, axes, sign_guard) -> advantages f32[n, g, u].
+Advantage = Callable[[ShapedRewards, Units, tuple[int, ...], bool], jax.Array]
 
 # The axes of [n, g, u] over which one mean and standard deviation are computed.
 NORM_SCOPE: dict[str, tuple[int, ...]] = {"group": (1, 2), "batch": (0, 1, 2)}
@@ -44,11 +44,7 @@ def zscore(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 
 def joint_zscore(
-  shaped: ShapedRewards,
-  correct: jax.Array,
-  mask: jax.Array,
-  axes: tuple[int, ...],
-  sign_guard: bool,
+  shaped: ShapedRewards, units: Units, axes: tuple[int, ...], sign_guard: bool
 ) -> jax.Array:
   """Z-scores the rewards of O+ and O- together.
 
@@ -56,23 +52,19 @@ def joint_zscore(
 
   Args:
     shaped: the shaped rewards R+ and R-, f32[n, g, u] each.
-    correct: bool[n, g, 1].
-    mask: bool[n, g, u].
+    units: the units of credit.
     axes: the axes of the mean and the std, from `NORM_SCOPE`.
     sign_guard: whether to clamp the advantages to be >= 0 on O+ and <= 0 on O-.
 
   Returns:
     f32[n, g, u].
   """
-  return _guard_signs(zscore(shaped.plus + shaped.minus, mask, axes), correct, sign_guard)
+  advantages = zscore(shaped.plus + shaped.minus, units.mask, axes)
+  return _guard_signs(advantages, units, sign_guard)
 
 
 def two_sided_zscore(
-  shaped: ShapedRewards,
-  correct: jax.Array,
-  mask: jax.Array,
-  axes: tuple[int, ...],
-  sign_guard: bool,
+  shaped: ShapedRewards, units: Units, axes: tuple[int, ...], sign_guard: bool
 ) -> jax.Array:
   """Z-scores R+ and R- separately; returns z(R+) on O+ and z(R-) on O-.
 
@@ -81,26 +73,86 @@ def two_sided_zscore(
   the difference between correct and incorrect would be lost. Arguments and result are those of
   `joint_zscore`.
   """
-  plus = zscore(shaped.plus, mask, axes)
-  minus = zscore(shaped.minus, mask, axes)
-  return _guard_signs(jnp.where(correct, plus, minus), correct, sign_guard)
+  plus = zscore(shaped.plus, units.mask, axes)
+  minus = zscore(shaped.minus, units.mask, axes)
+  return _guard_signs(jnp.where(units.correct, plus, minus), units, sign_guard)
 
 
 def joint_centred(
-  shaped: ShapedRewards,
-  correct: jax.Array,
-  mask: jax.Array,
-  axes: tuple[int, ...],
-  sign_guard: bool,
+  shaped: ShapedRewards, units: Units, axes: tuple[int, ...], sign_guard: bool
 ) -> jax.Array:
   """Subtracts the mean reward without dividing by the std (Dr. GRPO, 2503.20783).
 
   Arguments and result are those of `joint_zscore`.
   """
-  return _guard_signs(centred(shaped.plus + shaped.minus, mask, axes), correct, sign_guard)
+  advantages = centred(shaped.plus + shaped.minus, units.mask, axes)
+  return _guard_signs(advantages, units, sign_guard)
 
 
-def _guard_signs(advantages: jax.Array, correct: jax.Array, sign_guard: bool) -> jax.Array:
+def leave_one_out(
+  shaped: ShapedRewards, units: Units, axes: tuple[int, ...], sign_guard: bool
+) -> jax.Array:
+  """Subtracts the mean reward of the other units (RLOO, 2402.14740).
+
+  A unit without others has advantage 0. Arguments and result are those of `joint_zscore`.
+  """
+  count = units.mask.sum(axes, keepdims=True)
+  advantages = centred(shaped.plus + shaped.minus, units.mask, axes)
+  advantages *= count / jnp.maximum(count - 1, 1)
+  return _guard_signs(advantages, units, sign_guard)
+
+
+def whitened(
+  shaped: ShapedRewards, units: Units, axes: tuple[int, ...], sign_guard: bool
+) -> jax.Array:
+  """Subtracts the mean over `axes`, then z-scores over all tokens of the batch (REINFORCE++).
+
+  This is the variant with a baseline (2501.03262). The z-score weights each unit by its number of
+  tokens, as the public implementations do. Arguments and result are those of `joint_zscore`.
+  """
+  x = centred(shaped.plus + shaped.minus, units.mask, axes)
+  total = jnp.maximum(units.tokens.sum(), 1)
+  mean = (units.tokens * x).sum() / total
+  std = jnp.sqrt((units.tokens * jnp.square(x - mean)).sum() / total)
+  advantages = jnp.where(std >= MIN_STD, (x - mean) / jnp.where(std >= MIN_STD, std, 1.0), 0.0)
+  return _guard_signs(jnp.where(units.mask, advantages, 0.0), units, sign_guard)
+
+
+def mean_normalised(
+  shaped: ShapedRewards, units: Units, axes: tuple[int, ...], sign_guard: bool
+) -> jax.Array:
+  """Subtracts the mean reward and divides by it (MaxRL, 2602.02710).
+
+  The advantages are 0 where the mean is not positive, as in a group without a reward. Arguments and
+  result are those of `joint_zscore`.
+  """
+  rewards = shaped.plus + shaped.minus
+  mean = masked_mean(rewards, units.mask, axes, keepdims=True)
+  advantages = centred(rewards, units.mask, axes)
+  advantages = jnp.where(mean >= MIN_STD, advantages / jnp.where(mean >= MIN_STD, mean, 1.0), 0.0)
+  return _guard_signs(advantages, units, sign_guard)
+
+
+def entropy_bonus(
+  advantages: jax.Array, entropy: jax.Array, alpha: float, kappa: float
+) -> jax.Array:
+  """Returns `min(alpha H, |A| / kappa)`, to be added to the advantages (2506.14758, eq. 5).
+
+  With kappa > 1 the bonus never changes the sign of an advantage.
+
+  Args:
+    advantages: f32[n, g, t].
+    entropy: f32[n, g, t], nats.
+    alpha: the weight of the entropy.
+    kappa: the bonus is at most |A| / kappa.
+
+  Returns:
+    f32[n, g, t], >= 0.
+  """
+  return jnp.minimum(alpha * entropy, jnp.abs(advantages) / kappa)
+
+
+def _guard_signs(advantages: jax.Array, units: Units, sign_guard: bool) -> jax.Array:
   if not sign_guard:
     return advantages
-  return jnp.where(correct, jnp.maximum(advantages, 0.0), jnp.minimum(advantages, 0.0))
+  return jnp.where(units.correct, jnp.maximum(advantages, 0.0), jnp.minimum(advantages, 0.0))

@@ -9,16 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.algorithms.advantages import NORM_SCOPE
+from gtpo_jax.algorithms.advantages import NORM_SCOPE, entropy_bonus
+from gtpo_jax.algorithms.diagnostics import ratio_metrics
 from gtpo_jax.algorithms.loss_aggregation import LOSS_AGGREGATIONS
-from gtpo_jax.algorithms.objectives import capped_objective
-from gtpo_jax.algorithms.ratios import Ratio, k3, mismatch_weight
+from gtpo_jax.algorithms.objectives import OBJECTIVES, Objective, ObjectiveInputs, capped_objective
+from gtpo_jax.algorithms.ratios import RATIOS, Ratio, k3, mismatch_weight
 from gtpo_jax.algorithms.recipes import RECIPES, Recipe
 from gtpo_jax.algorithms.selection import all_wrong, has_contrast, top_share
-from gtpo_jax.algorithms.settings import RENAMED, Settings
+from gtpo_jax.algorithms.settings import Settings
 from gtpo_jax.algorithms.units import ShapedRewards, Units, completion_entropy
 from gtpo_jax.arrays import masked_mean
-from gtpo_jax.runtime.errors import UserError, did_you_mean
+from gtpo_jax.runtime.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +39,32 @@ class Algorithm:
 
   @property
   def ratio(self) -> Ratio:
-    """The importance ratio that the recipe uses with these settings."""
-    return self.recipe.ratio(self.settings)
+    """The importance ratio; that of tokens if the objective computes its own."""
+    return RATIOS[self.settings.ratio or "token"]
+
+  @property
+  def objective(self) -> Objective:
+    """The surrogate objective."""
+    return OBJECTIVES[self.settings.objective]
+
+  @property
+  def selects(self) -> bool:
+    """Whether the loss needs `selected`, from `select`."""
+    return self.objective.select is not None
+
+  @property
+  def entropy_bonus(self) -> bool:
+    """Whether the loss needs `entropy` and `entropy_coef`."""
+    return bool(self.settings.entropy_coef or self.settings.entropy_target)
 
   @property
   def per_token(self) -> bool:
-    """Whether each token's term of the loss depends only on that token's own log-prob.
+    """Whether each token's term of the loss depends only on that token's own log-prob and signals.
 
     If so, the tokens of a batch can be split in any way, and the loss is the sum of `token_loss`
     over the parts.
     """
-    return self.ratio.per_token and self.recipe.objective.per_token
+    return self.ratio.per_token and self.objective.per_token
 
   def settings_dict(self) -> dict[str, Any]:
     """Returns the settings that the recipe reads, with their values.
@@ -96,10 +112,15 @@ class Algorithm:
     )
     shaped, units = self.shaped(**signals)
     axes = NORM_SCOPE[self.settings.norm_scope or "group"]
-    advantages = self.recipe.advantage(
-      shaped, units.correct, units.mask, axes, self.settings.sign_guard or False
-    )
-    return jax.lax.stop_gradient(jnp.where(self.loss_mask(**signals), advantages, 0.0))
+    advantages = self.recipe.advantage(shaped, units, axes, self.settings.sign_guard or False)
+    mask = self.loss_mask(**signals)
+    advantages = jnp.where(mask, advantages, 0.0)
+    if self.settings.bonus_alpha:
+      entropy = jnp.where(mask, signals["entropy"].astype(jnp.float32), 0.0)
+      advantages += entropy_bonus(
+        advantages, entropy, self.settings.bonus_alpha, self.settings.bonus_kappa
+      )
+    return jax.lax.stop_gradient(advantages)
 
   def shaped(self, **signals: jax.Array | None) -> tuple[ShapedRewards, Units]:
     """Returns the shaped reward of each unit of credit, and the units (the inputs of shaping).
@@ -155,6 +176,59 @@ class Algorithm:
     rescued = all_wrong(correct, mask.any(-1), guided)[:, None, None]
     return aggregate(mask & ~rescued) + self.settings.lambda_zero * aggregate(mask & rescued)
 
+  def select(
+    self,
+    *,
+    log_probs: jax.Array,
+    log_probs_old: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    entropy_old: jax.Array | None = None,
+    key: jax.Array | None = None,
+  ) -> jax.Array:
+    """Returns the tokens that the objective treats differently, bool[n, g, t]. Not differentiable.
+
+    Only for objectives for which `selects` is True. Compute the selection from the complete batch
+    of a gradient update, then slice it for its micro-batches.
+
+    Args:
+      log_probs, log_probs_old, advantages, mask: as in `loss`.
+      entropy_old: f32[n, g, t], nats, of the sampling policy; required with `stare`.
+      key: PRNG key; required with `clip_cov`.
+
+    Raises:
+      UserError: an array that the objective requires is missing.
+    """
+    s = self.settings
+    self._check_present(s.objective == "stare", "entropy_old", entropy_old)
+    self._check_present(self.objective.random, "key", key)
+    inputs = self._objective_inputs(log_probs, log_probs_old, advantages, mask)
+    if entropy_old is not None:
+      entropy_old = jnp.where(mask, entropy_old, 0.0)
+    return self.objective.select(jax.lax.stop_gradient(inputs), entropy_old, s, key)
+
+  def next_entropy_coef(
+    self, coef: jax.Array, entropy_old: jax.Array, mask: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the entropy weight of this gradient update, and the coefficient of the next one.
+
+    Without `entropy_target` both are `entropy_coef`. With it, see `Settings` (2505.22312).
+
+    Args:
+      coef: f32[], the current coefficient.
+      entropy_old: f32[n, g, t], nats, of the sampling policy.
+      mask: bool[n, g, t], from `loss_mask`.
+
+    Returns:
+      f32[] each.
+    """
+    s = self.settings
+    if not s.entropy_target:
+      return jnp.float32(s.entropy_coef), coef
+    low = masked_mean(jnp.where(mask, entropy_old, 0.0), mask) <= s.entropy_target
+    change = jnp.where(low, s.entropy_coef_delta, -s.entropy_coef_delta)
+    return jnp.where(low, coef, 0.0), jnp.clip(coef + change, 0.0, s.entropy_coef_max)
+
   def loss(
     self,
     *,
@@ -164,12 +238,17 @@ class Algorithm:
     log_probs_old: jax.Array | None = None,
     weights: jax.Array | None = None,
     guided: jax.Array | None = None,
+    selected: jax.Array | None = None,
+    entropy: jax.Array | None = None,
+    entropy_weights: jax.Array | None = None,
     log_probs_sampler: jax.Array | None = None,
     log_probs_reference: jax.Array | None = None,
     logp: jax.Array | None = None,
     logp_old: jax.Array | None = None,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the loss f32[], differentiable only in `log_probs`, and its metrics, f32[] each.
+    """Returns the loss f32[], and its metrics, f32[] each.
+
+    The loss is differentiable only in `log_probs` and `entropy`.
 
     Args:
       advantages: f32[n, g, t].
@@ -180,6 +259,10 @@ class Algorithm:
         is used; with `forking_share`, tokens with advantage 0 are removed from `mask` before.
       guided: bool[n, g], completions sampled from a guide. Their ratio is capped instead of
         clipped.
+      selected: bool[n, g, t], from `select`; required if `selects` is True.
+      entropy: f32[n, g, t], nats, of the policy being trained; required with `entropy_bonus`.
+      entropy_weights: f32[n, g, t], the weights of the entropies in the loss: `weights` times the
+        coefficient of the entropy bonus. None: `weights` times `entropy_coef`.
       log_probs_sampler: f32[n, g, t], nats, `log_probs_old` as computed by the sampler instead of
         the trainer; required with `tis_cap`.
       log_probs_reference: f32[n, g, t], nats, of the frozen reference; required with `kl_weight`.
@@ -196,6 +279,8 @@ class Algorithm:
     self._check_guided(guided)
     self._check_needed("tis_cap", "log_probs_sampler", log_probs_sampler)
     self._check_needed("kl_weight", "log_probs_reference", log_probs_reference)
+    self._check_present(self.selects, "selected", selected)
+    self._check_present(self.entropy_bonus, "entropy", entropy)
     log_probs_old, advantages, log_probs_sampler, log_probs_reference = jax.lax.stop_gradient(
       (log_probs_old, advantages, log_probs_sampler, log_probs_reference)
     )
@@ -205,9 +290,8 @@ class Algorithm:
       weights = self.token_weights(mask)
     own = mask if guided is None else mask & ~guided[..., None]
 
-    ratio = self.ratio.function(log_probs, log_probs_old, mask)
-    advantages = jnp.where(mask, advantages, 0.0)
-    objective, metrics = self._objective(ratio, advantages, mask, guided)
+    inputs = self._objective_inputs(log_probs, log_probs_old, advantages, mask)
+    objective, metrics = self._objective(inputs._replace(selected=selected), guided)
     if s.tis_cap:
       trust = mismatch_weight(log_probs_old, log_probs_sampler, mask, s.tis_cap)
       objective *= trust
@@ -219,6 +303,10 @@ class Algorithm:
       divergence = k3(log_probs, log_probs_reference, own)
       loss += s.kl_weight * jnp.where(own, weights * divergence, 0.0).sum()
       metrics["kl/reference"] = masked_mean(divergence, own)
+    if self.entropy_bonus:
+      if entropy_weights is None:
+        entropy_weights = weights * s.entropy_coef
+      loss -= jnp.where(own, entropy_weights * entropy, 0.0).sum()
     return loss, jax.lax.stop_gradient(metrics)
 
   def token_loss(self, log_probs: jax.Array, signals: Mapping[str, jax.Array | None]) -> jax.Array:
@@ -250,81 +338,64 @@ class Algorithm:
     """Returns the inputs of reward shaping. Takes the arguments of `advantages`."""
     mask = self._contrast_mask(mask, correct, guided)
     entropy = entropy.astype(jnp.float32)
+    tokens = mask.astype(jnp.float32)
     if self.recipe.per_completion:
+      tokens = tokens.sum(-1, keepdims=True)
       mean = self.settings.mean or "arithmetic"
       entropy = completion_entropy(entropy, mask, mean, self.settings.h_floor)
       mask = mask.any(-1, keepdims=True)
     if penalty is None:
       penalty = jnp.zeros(correct.shape, jnp.float32)
     reward = reward.astype(jnp.float32)
-    return Units(entropy, mask, correct[..., None], reward[..., None], penalty[..., None])
+    return Units(entropy, mask, correct[..., None], reward[..., None], penalty[..., None], tokens)
 
   def _contrast_mask(
     self, mask: jax.Array, correct: jax.Array, guided: jax.Array | None
   ) -> jax.Array:
-    """Returns `mask`, False in groups without contrast if the recipe leaves these out."""
+    """Returns `mask`, False in groups without contrast if these are excluded."""
     self._check_guided(guided)
-    if not self.recipe.contrast:
+    if not self.settings.contrast:
       return mask
     return mask & has_contrast(correct, mask.any(-1), guided)[:, None, None]
 
+  def _objective_inputs(
+    self, log_probs: jax.Array, log_probs_old: jax.Array, advantages: jax.Array, mask: jax.Array
+  ) -> ObjectiveInputs:
+    """Returns the inputs of the objective, with zeros where `mask` is False."""
+    ratio = self.ratio.function(log_probs, log_probs_old, mask)
+    zeroed = (jnp.where(mask, x, 0.0) for x in (log_probs, log_probs_old, advantages))
+    return ObjectiveInputs(ratio, *zeroed, mask)
+
   def _objective(
-    self, ratio: jax.Array, advantages: jax.Array, mask: jax.Array, guided: jax.Array | None
+    self, x: ObjectiveInputs, guided: jax.Array | None
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns each token's objective f32[n, g, t], and metrics of the ratios and the clipping."""
-    own = mask if guided is None else mask & ~guided[..., None]
-    objective, clipped = self.recipe.objective.function(ratio, advantages, self.settings)
-    metrics = {name: masked_mean(flags, own) for name, flags in clipped.items()}
-    metrics["ratio/mean"] = masked_mean(ratio, own)
+    """Returns each token's objective f32[n, g, t], and metrics of the ratios and the objective."""
+    own = x.mask if guided is None else x.mask & ~guided[..., None]
+    objective, counted = self.objective.function(x, self.settings)
+    metrics = {name: masked_mean(flags, own) for name, flags in counted.items()}
+    constants = jax.lax.stop_gradient((x.ratio, x.advantages, x.log_probs))
+    metrics |= ratio_metrics(*constants, own)
     if guided is None:
       return objective, metrics
     guided = guided[..., None]
     cap = self.settings.guide_cap
-    metrics["clip/guide"] = masked_mean(ratio > cap, mask & guided)
-    return jnp.where(guided, capped_objective(ratio, advantages, cap), objective), metrics
+    metrics["clip/guide"] = masked_mean(x.ratio > cap, x.mask & guided)
+    return jnp.where(guided, capped_objective(x.ratio, x.advantages, cap), objective), metrics
 
   def _check_guided(self, guided: jax.Array | None) -> None:
     if guided is not None and not self.settings.guide_completions:
       raise UserError(f"algorithm {self.name!r} has no guide; omit `guided`, or use 'dapo_mixed'")
 
+  def _check_present(self, needed: bool, name: str, array: jax.Array | None) -> None:
+    if needed and array is None:
+      raise UserError(
+        f"algorithm {self.name!r} (objective {self.settings.objective!r}) needs {name}; pass it"
+      )
+
   def _check_needed(self, setting: str, name: str, array: jax.Array | None) -> None:
     value = getattr(self.settings, setting)
     if value and array is None:
       raise UserError(f"algorithm.{setting} = {value} needs {name}; pass it, or set {setting} = 0")
-
-
-def make(name: str, **overrides: Any) -> Algorithm:
-  """Returns the algorithm `name` with its published settings, changed by `overrides`.
-
-  Raises:
-    UserError (a ValueError): the name or a setting is unknown (the message suggests the nearest
-      valid one), or a value is out of bounds.
-  """
-  if name not in RECIPES:
-    raise UserError(
-      f"unknown algorithm {name!r}{did_you_mean(str(name), RECIPES)}; "
-      f"valid are {', '.join(RECIPES)}"
-    )
-  published = dict(RECIPES[name].settings)
-  for key, value in overrides.items():
-    if key in RENAMED:
-      raise UserError(f"algorithm setting {key!r} is now called {RENAMED[key]!r}")
-    if key not in published:
-      raise UserError(
-        f"algorithm {name!r} has no setting {key!r}{did_you_mean(key, published)}; "
-        f"it reads {', '.join(published)}"
-      )
-    if value is None:
-      raise UserError(
-        f"algorithm.{key} must not be None; omit it to use the published value {published[key]!r}"
-      )
-  settings = Settings(**published | overrides)
-  if settings.gamma != published["gamma"] and settings.length_penalty != "group_relative":
-    raise UserError(
-      f"algorithm.gamma = {settings.gamma} only has an effect with length_penalty = "
-      f"'group_relative'; set that, or leave gamma at {published['gamma']}"
-    )
-  return Algorithm(name, settings)
 
 
 def _resolve_alias(

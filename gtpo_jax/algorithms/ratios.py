@@ -55,13 +55,28 @@ def geometric_sequence_ratio(
   return jnp.broadcast_to(_bounded_exp(mean), mask.shape)
 
 
-TOKEN_RATIO = Ratio(token_ratio, per_token=True)
+def gspo_token_ratio(log_probs: jax.Array, log_probs_old: jax.Array, mask: jax.Array) -> jax.Array:
+  """Returns `sg(s) pi / sg(pi)` per token, with s the geometric ratio of the token's completion.
+
+  sg is `stop_gradient`. The value is that of `geometric_sequence_ratio`, but each token has its own
+  gradient, `s grad log pi`, so that the tokens of a completion can have different advantages.
+  Source: GSPO-token (2507.18071, eq. 14).
+  """
+  sequence = jax.lax.stop_gradient(geometric_sequence_ratio(log_probs, log_probs_old, mask))
+  log_probs = jnp.where(mask, log_probs, 0.0)
+  return sequence * jnp.exp(log_probs - jax.lax.stop_gradient(log_probs))
+
 
 # The ratios by value of the setting `ratio`.
-SEQUENCE_RATIOS: dict[str, Ratio] = {
+RATIOS: dict[str, Ratio] = {
+  "token": Ratio(token_ratio, per_token=True),
   "arithmetic": Ratio(sequence_ratio, per_token=False),
   "geometric": Ratio(geometric_sequence_ratio, per_token=False),
+  "gspo_token": Ratio(gspo_token_ratio, per_token=False),
 }
+
+# The ratios that one completion has in common; they need one advantage per completion.
+SEQUENCE_RATIOS = ("arithmetic", "geometric")
 
 
 def mismatch_weight(

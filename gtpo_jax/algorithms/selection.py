@@ -1,4 +1,9 @@
-"""Selects the groups and tokens of the loss: groups with contrast, and tokens of high entropy."""
+"""Selects the groups and tokens that enter the loss, or that an objective treats differently.
+
+No selection sorts: thresholds are found by bisection over the bits of the values, which takes 32
+counts. This is cheap for arrays sharded over many devices, and exact counts do not depend on the
+mesh.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gtpo_jax.arrays import masked_mean
+
 Array = TypeVar("Array", jax.Array, np.ndarray)
 
-# Subtracted before a count is rounded up, so that 20 % of 15 tokens is 3 despite float32 rounding.
+# Subtracted before a count is rounded up, so that 60 % of 25 tokens is 15 despite float32 rounding.
 COUNT_TOLERANCE = 1e-4
 
 
@@ -34,32 +41,135 @@ def has_contrast(correct: Array, alive: Array, guided: Array | None = None) -> A
 def all_wrong(correct: Array, alive: Array, guided: Array) -> Array:
   """Returns the groups in which none of the policy's own completions is correct, bool[n].
 
-  Arguments are those of `has_contrast`.
+  Takes the arguments of `has_contrast`; `guided` is required.
   """
   return ~(alive & ~guided & correct).any(1)
 
 
 def top_share(x: jax.Array, mask: jax.Array, share: float) -> jax.Array:
-  """Selects the largest masked entries: a fraction `share` of them, but at least one.
+  """Selects the largest entries where `mask` is True.
 
-  All entries equal to the threshold are selected. The threshold is found by bisection over the
-  bits of a float. This takes 31 counts and no sort, which is cheap for arrays sharded over many
-  devices.
+  It selects a fraction `share` of them, rounded up, and at least one if there are any. All entries
+  that tie with the smallest selected one are selected too.
 
   Args:
-    x: f32[...] >= 0.
+    x: f32[...].
     mask: bool[...].
     share: in (0, 1].
 
   Returns:
     bool[...], a subset of `mask`.
   """
-  # Floats >= 0 have the same order as their bits read as integers.
-  bits = jax.lax.bitcast_convert_type(jnp.maximum(x, 0.0), jnp.int32)
   count = jnp.maximum(jnp.ceil(share * mask.sum() - COUNT_TOLERANCE), 1).astype(jnp.int32)
+  return _largest(_sortable_bits(x), mask, count)
+
+
+def token_covariance(advantages: jax.Array, log_probs: jax.Array, mask: jax.Array) -> jax.Array:
+  """Returns each token's term of the covariance of advantages and log-probs (2505.22617, eq. 10).
+
+  The term is `(A - mean A) (log pi - mean log pi)`, with the means over the tokens in `mask`. Tokens
+  with a large term lower the policy's entropy most.
+
+  Args:
+    advantages: f32[n, g, t].
+    log_probs: f32[n, g, t], nats.
+    mask: bool[n, g, t], all tokens of a gradient update.
+
+  Returns:
+    f32[n, g, t], 0 where `mask` is False.
+  """
+  deviation = lambda x: jnp.where(mask, x - masked_mean(x, mask), 0.0)
+  return deviation(advantages) * deviation(log_probs)
+
+
+def covariance_band(
+  advantages: jax.Array,
+  log_probs: jax.Array,
+  mask: jax.Array,
+  free: jax.Array,
+  band: tuple[float, float],
+  share: float,
+  key: jax.Array,
+) -> jax.Array:
+  """Selects random tokens whose covariance term lies in a band (Clip-Cov, 2505.22617).
+
+  It selects `max(1, floor(share * tokens in mask))` of the candidates, or all if there are fewer.
+
+  Args:
+    advantages, log_probs, mask: as in `token_covariance`.
+    free: bool[n, g, t], the tokens that can be selected.
+    band: the bounds of the covariance term, both excluded.
+    share: in (0, 1].
+    key: PRNG key. The selection is the same on every mesh.
+
+  Returns:
+    bool[n, g, t], a subset of `free`.
+  """
+  term = token_covariance(advantages, log_probs, mask)
+  candidates = free & (band[0] < term) & (term < band[1])
+  draws = jax.random.bits(key, mask.shape, jnp.uint32)
+  ranks = jax.lax.bitcast_convert_type(draws, jnp.int32)
+  return _largest(ranks, candidates, _floor_count(share, mask))
+
+
+def highest_covariance(
+  advantages: jax.Array, log_probs: jax.Array, mask: jax.Array, share: float
+) -> jax.Array:
+  """Selects the tokens with the largest covariance term (KL-Cov, 2505.22617).
+
+  It selects `max(1, floor(share * tokens in mask))` tokens, and all ties at the threshold. Arguments
+  and result are those of `covariance_band`.
+  """
+  term = token_covariance(advantages, log_probs, mask)
+  return _largest(_sortable_bits(term), mask, _floor_count(share, mask))
+
+
+def quantile(x: jax.Array, mask: jax.Array, share: float) -> jax.Array:
+  """Returns the smallest masked x that at least a fraction `share` of the masked x do not exceed.
+
+  Args:
+    x: f32[...].
+    mask: bool[...].
+    share: in (0, 1].
+
+  Returns:
+    f32[]; NaN if `mask` is False everywhere.
+  """
+  total = mask.sum()
+  below = jnp.maximum(jnp.ceil(share * total - COUNT_TOLERANCE), 1).astype(jnp.int32)
+  threshold = _threshold(_sortable_bits(x), mask, total - below + 1)
+  # The largest value with at least total - below + 1 values not under it.
+  return jnp.where(mask.any(), _from_sortable_bits(threshold), jnp.nan)
+
+
+def _floor_count(share: float, mask: jax.Array) -> jax.Array:
+  return jnp.maximum(jnp.floor(share * mask.sum() + COUNT_TOLERANCE), 1).astype(jnp.int32)
+
+
+def _sortable_bits(x: jax.Array) -> jax.Array:
+  """Returns i32 with the order of the f32 values."""
+  bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+  return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _from_sortable_bits(bits: jax.Array) -> jax.Array:
+  """Undoes `_sortable_bits`."""
+  return jax.lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), jnp.float32)
+
+
+def _largest(values: jax.Array, mask: jax.Array, count: jax.Array) -> jax.Array:
+  """Selects the `count` largest i32 values where `mask` is True, and all ties at the threshold."""
+  return mask & (values >= _threshold(values, mask, count))
+
+
+def _threshold(values: jax.Array, mask: jax.Array, count: jax.Array) -> jax.Array:
+  """Returns the largest i32 that at least `count` masked values are not below."""
+  lowest = jnp.int32(-(2**31))
+  enough = lambda threshold: (mask & (values >= threshold)).sum() >= count
 
   def set_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
-    higher = threshold | (1 << (30 - i))
-    return jnp.where((mask & (bits >= higher)).sum() >= count, higher, threshold)
+    higher = threshold + (jnp.int32(1) << (30 - i))
+    return jnp.where(enough(higher), higher, threshold)
 
-  return mask & (bits >= jax.lax.fori_loop(0, 31, set_bit, jnp.int32(0)))
+  start = jnp.where(enough(jnp.int32(0)), jnp.int32(0), lowest)
+  return jax.lax.fori_loop(0, 31, set_bit, start)

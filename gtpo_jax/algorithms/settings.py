@@ -9,7 +9,8 @@ from typing import Any
 
 from gtpo_jax.algorithms.advantages import NORM_SCOPE
 from gtpo_jax.algorithms.loss_aggregation import LOSS_AGGREGATIONS
-from gtpo_jax.algorithms.ratios import SEQUENCE_RATIOS
+from gtpo_jax.algorithms.objectives import OBJECTIVES
+from gtpo_jax.algorithms.ratios import RATIOS
 from gtpo_jax.algorithms.relative_entropy import COMPARE
 from gtpo_jax.algorithms.units import MEANS
 from gtpo_jax.runtime.errors import UserError
@@ -29,6 +30,11 @@ class Settings:
   and "v1" are the final and the first version of 2508.04349.
 
   Attributes:
+    objective: the surrogate objective, a name from `OBJECTIVES`. Each objective has settings of its
+      own, which are marked with its name below.
+    contrast: whether groups without contrast, in which all completions are correct or all are
+      incorrect, are excluded from the loss and from all statistics. Algorithm 1 of v1, as printed,
+      does not exclude them.
     alpha1, alpha2: `gtpo`, `gtpo_v1_clipped`: the base reward and the weight of the entropy term
       (final paper, eqs. 3, 5).
     alpha: `gtpo_v1`, `gtpo_v2`: the weight of the entropy term, which is added to a base reward of
@@ -38,7 +44,7 @@ class Settings:
     beta: `grpo_s_v1`, `grpo_s_v2`: the weight of the entropy term, which is added to a base reward
       of 1 (v1, eq. 5).
     kappa: upper bound of the shaped reward on O+: base + base / kappa (v1, eqs. 11-12); 0 for no
-      bound.
+      bound. Above 1 in `gtpo_v1_clipped`.
     floor: lower bound of the shaped reward on O+ (v1, eqs. 11-12). The paper uses 1, or
       alternatively alpha1.
     compare: which tokens a token's entropy is compared with: "position" (those at the same position
@@ -53,15 +59,39 @@ class Settings:
     sign_guard: clamp advantages to be >= 0 for correct units and <= 0 for incorrect ones.
     mean: "arithmetic" or "geometric": the mean over a completion's token entropies that is used as
       the entropy of the completion.
-    ratio: "arithmetic" or "geometric": the mean over a completion's token ratios that is used as
-      the importance ratio of the completion.
+    ratio: the importance ratio: "token" (each token's own), "arithmetic" or "geometric" (the mean
+      over the token ratios of a completion; these need one advantage per completion), or
+      "gspo_token" (the value of "geometric", with a gradient per token).
     loss_aggregation: how the objectives of the tokens are combined into the loss: "token" (mean
       over all tokens of the batch), "completion" (mean over the tokens of each completion, then
       over completions), "group" (mean over the tokens of each group, then over groups) or
       "constant" (sum over tokens, divided by completions x maximum length).
-    eps_low, eps_high: the clip range [1 - eps_low, 1 + eps_high] of the importance ratio.
-    dual_clip: lower bound of the objective of tokens with a negative advantage, as a multiple of
-      the advantage (1912.09729); above 1, or 0 for off.
+    eps_low, eps_high: `clip`, `clip_cov`, `stare`: the clip range [1 - eps_low, 1 + eps_high] of the
+      importance ratio. `cispo`: the same range, for the weight of a token; eps_low = 1 for no lower
+      bound. `gmpo`: the clip range [-eps_low, eps_high] of the log-ratio.
+    dual_clip: `clip`, `clip_cov`, `stare`: lower bound of the objective of tokens with a negative
+      advantage, as a multiple of the advantage (1912.09729); above 1, or 0 for off.
+    tau_positive, tau_negative: `sapo`: the temperature of the gate where the advantage is positive,
+      and elsewhere.
+    delta_low, delta_high: `dppo`: how far the probability of a token may fall or rise, in the
+      direction of its advantage, before the token has no gradient.
+    ratio_cap: `dppo`: upper bound of the importance ratio.
+    selected_share: the fraction of the tokens of a gradient update that the objective selects: of
+      all tokens (`clip_cov`, `kl_cov`) or of those with a positive advantage (`stare`).
+    cov_low, cov_high: `clip_cov`: the covariance terms between which tokens are selected.
+    kl_cov_coef: `kl_cov`: the weight of |log r| for the selected tokens.
+    surprise_weight: `stare`: the factor of the objective of the selected tokens.
+    entropy_gate: `stare`: select tokens only while the mean entropy is below this value, in nats.
+    bonus_alpha, bonus_kappa: `entropy_advantage`: min(bonus_alpha * H, |A| / bonus_kappa) is added to
+      the advantage of each token (2506.14758, eq. 5).
+    entropy_coef: the weight of the policy's entropy, which is added to the objective; with
+      `entropy_target`, its initial value. 0 for no entropy bonus.
+    entropy_target: adapt the weight of the entropy to this mean entropy of the sampled tokens, in
+      nats (2505.22312): at each gradient update, the weight rises by `entropy_coef_delta` if the
+      entropy is at most the target, and falls by as much otherwise. The bonus applies only in the
+      first case. 0 for a constant weight.
+    entropy_coef_delta: the change of the weight of the entropy at each gradient update.
+    entropy_coef_max: the upper bound of the adapted weight.
     forking_share: fraction of the loss tokens that are trained on, those with the highest entropy
       in the batch (2506.01939).
     kl_weight: weight of the k3 estimate of the KL divergence to a frozen reference, added to the
@@ -84,6 +114,8 @@ class Settings:
     lambda_zero: loss weight of the groups in which the guide is correct and the policy never is.
   """
 
+  objective: str | None = None
+  contrast: bool | None = None
   alpha1: float | None = None
   alpha2: float | None = None
   alpha: float | None = None
@@ -103,6 +135,23 @@ class Settings:
   eps_low: float | None = None
   eps_high: float | None = None
   dual_clip: float | None = None
+  tau_positive: float | None = None
+  tau_negative: float | None = None
+  delta_low: float | None = None
+  delta_high: float | None = None
+  ratio_cap: float | None = None
+  selected_share: float | None = None
+  cov_low: float | None = None
+  cov_high: float | None = None
+  kl_cov_coef: float | None = None
+  surprise_weight: float | None = None
+  entropy_gate: float | None = None
+  bonus_alpha: float | None = None
+  bonus_kappa: float | None = None
+  entropy_coef: float | None = None
+  entropy_target: float | None = None
+  entropy_coef_delta: float | None = None
+  entropy_coef_max: float | None = None
   forking_share: float | None = None
   kl_weight: float | None = None
   tis_cap: float | None = None
@@ -121,12 +170,22 @@ class Settings:
       check = CHECKS[field.name]
       if value is not None and not check.accepts(value):
         raise UserError(f"algorithm.{field.name} must be {check.description}, got {value!r}")
-    if self.eps_low is not None and self.eps_high is not None and self.eps_low > self.eps_high:
-      raise UserError(
-        f"algorithm.eps_low must be in (0, eps_high], got {self.eps_low} > {self.eps_high}"
-      )
+    self._check_bounds()
     self._check_length_penalty()
     self._check_clip_range()
+
+  def _check_bounds(self) -> None:
+    """Rejects ranges whose lower bound is above the upper one."""
+    ordered = [("cov_low", "cov_high")]
+    if self.objective not in (None, "cispo"):
+      ordered.append(("eps_low", "eps_high"))
+    if self.entropy_target:
+      ordered.append(("entropy_coef", "entropy_coef_max"))
+    for low, high in ordered:
+      lower = getattr(self, low)
+      upper = getattr(self, high)
+      if None not in (lower, upper) and lower > upper:
+        raise UserError(f"algorithm.{low} must be at most {high} = {upper}, got {lower}")
 
   def _check_length_penalty(self) -> None:
     if self.length_penalty == "group_relative" and self.overlong_buffer:
@@ -141,9 +200,23 @@ class Settings:
       )
 
   def _check_clip_range(self) -> None:
-    """Rejects settings with which the range [floor, alpha1 + alpha1 / kappa] on O+ is empty."""
-    if not self.kappa or self.floor is None or self.alpha1 is None:
+    """Rejects settings of `gtpo_v1_clipped` that v1, eqs. 11-12, excludes.
+
+    With some of them the range [floor, alpha1 + alpha1 / kappa] on O+ is empty.
+    """
+    if self.floor is None or self.alpha1 is None or self.alpha2 is None:
       return
+    if abs(self.alpha1 + self.alpha2 - 1) > 1e-6:
+      raise UserError(
+        "algorithm.alpha1 and algorithm.alpha2 must sum to 1 (v1, eq. 11), got "
+        f"{self.alpha1} + {self.alpha2}"
+      )
+    if not self.kappa:
+      return
+    if self.kappa <= 1:
+      raise UserError(
+        f"algorithm.kappa must be above 1 (v1, eq. 11), or 0 for no upper bound, got {self.kappa}"
+      )
     upper = self.alpha1 + self.alpha1 / self.kappa
     least = self.floor * self.kappa / (self.kappa + 1)
     if self.alpha1 < least:
@@ -173,10 +246,13 @@ def _choice(names: Iterable[str]) -> _Check:
 
 
 _FLAG = _Check(lambda x: isinstance(x, bool), "True or False")
+_SHARE = _number(lambda x: 0 < x <= 1, "in (0, 1]")
 _AT_LEAST_0 = _number(lambda x: 0 <= x < INFINITY, "at least 0 and finite")
 _ABOVE_0 = _number(lambda x: 0 < x < INFINITY, "above 0 and finite")
 
 CHECKS: dict[str, _Check] = {
+  "objective": _choice(OBJECTIVES),
+  "contrast": _FLAG,
   "alpha1": _AT_LEAST_0,
   "alpha2": _AT_LEAST_0,
   "alpha": _AT_LEAST_0,
@@ -193,12 +269,29 @@ CHECKS: dict[str, _Check] = {
   ),
   "sign_guard": _FLAG,
   "mean": _choice(MEANS),
-  "ratio": _choice(SEQUENCE_RATIOS),
+  "ratio": _choice(RATIOS),
   "loss_aggregation": _choice(LOSS_AGGREGATIONS),
-  "eps_low": _number(lambda x: 0 < x < 1, "in (0, 1)"),
+  "eps_low": _SHARE,
   "eps_high": _ABOVE_0,
   "dual_clip": _number(lambda x: x == 0 or 1 < x < INFINITY, "above 1 and finite, or 0 for off"),
-  "forking_share": _number(lambda x: 0 < x <= 1, "in (0, 1]"),
+  "tau_positive": _ABOVE_0,
+  "tau_negative": _ABOVE_0,
+  "delta_low": _SHARE,
+  "delta_high": _SHARE,
+  "ratio_cap": _number(lambda x: 1 <= x < INFINITY, "at least 1 and finite"),
+  "selected_share": _SHARE,
+  "cov_low": _number(lambda x: abs(x) < INFINITY, "finite"),
+  "cov_high": _number(lambda x: abs(x) < INFINITY, "finite"),
+  "kl_cov_coef": _AT_LEAST_0,
+  "surprise_weight": _ABOVE_0,
+  "entropy_gate": _AT_LEAST_0,
+  "bonus_alpha": _AT_LEAST_0,
+  "bonus_kappa": _number(lambda x: 1 <= x < INFINITY, "at least 1 and finite"),
+  "entropy_coef": _AT_LEAST_0,
+  "entropy_target": _AT_LEAST_0,
+  "entropy_coef_delta": _AT_LEAST_0,
+  "entropy_coef_max": _AT_LEAST_0,
+  "forking_share": _SHARE,
   "kl_weight": _AT_LEAST_0,
   "tis_cap": _AT_LEAST_0,
   "length_penalty": _choice(LENGTH_PENALTIES),

@@ -20,6 +20,7 @@ class Units(NamedTuple):
   correct: jax.Array  # bool[n, g, 1]
   reward: jax.Array  # f32[n, g, 1]
   penalty: jax.Array  # f32[n, g, 1], <= 0; length penalty
+  tokens: jax.Array  # f32[n, g, u], number of tokens of the unit; 0 where mask is False
 
   @property
   def plus(self) -> jax.Array:
