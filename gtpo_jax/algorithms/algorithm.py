@@ -67,11 +67,12 @@ class Algorithm:
     return self.ratio.per_token and self.objective.per_token
 
   def settings_dict(self) -> dict[str, Any]:
-    """Returns the settings that the recipe reads, with their values.
+    """Returns the settings that the algorithm reads, with their values.
 
     `make(name, **settings_dict)` returns an equal algorithm.
     """
-    return {name: getattr(self.settings, name) for name in self.recipe.settings}
+    names = self.recipe.settings_with(self.settings.objective)
+    return {name: getattr(self.settings, name) for name in names}
 
   def advantages(
     self,

@@ -67,8 +67,8 @@ def top_share(x: jax.Array, mask: jax.Array, share: float) -> jax.Array:
 def token_covariance(advantages: jax.Array, log_probs: jax.Array, mask: jax.Array) -> jax.Array:
   """Returns each token's term of the covariance of advantages and log-probs (2505.22617, eq. 10).
 
-  The term is `(A - mean A) (log pi - mean log pi)`, with the means over the tokens in `mask`. Tokens
-  with a large term lower the policy's entropy most.
+  The term is `(A - mean A) (log pi - mean log pi)`, with means over the tokens in `mask`. Training
+  on the tokens with the largest terms lowers the policy's entropy most.
 
   Args:
     advantages: f32[n, g, t].
@@ -117,8 +117,8 @@ def highest_covariance(
 ) -> jax.Array:
   """Selects the tokens with the largest covariance term (KL-Cov, 2505.22617).
 
-  It selects `max(1, floor(share * tokens in mask))` tokens, and all ties at the threshold. Arguments
-  and result are those of `covariance_band`.
+  It selects `max(1, floor(share * tokens in mask))` tokens, and all ties at the threshold.
+  Arguments and result are those of `covariance_band`.
   """
   term = token_covariance(advantages, log_probs, mask)
   return _largest(_sortable_bits(term), mask, _floor_count(share, mask))

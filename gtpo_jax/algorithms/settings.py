@@ -66,9 +66,9 @@ class Settings:
       over all tokens of the batch), "completion" (mean over the tokens of each completion, then
       over completions), "group" (mean over the tokens of each group, then over groups) or
       "constant" (sum over tokens, divided by completions x maximum length).
-    eps_low, eps_high: `clip`, `clip_cov`, `stare`: the clip range [1 - eps_low, 1 + eps_high] of the
-      importance ratio. `cispo`: the same range, for the weight of a token; eps_low = 1 for no lower
-      bound. `gmpo`: the clip range [-eps_low, eps_high] of the log-ratio.
+    eps_low, eps_high: `clip`, `clip_cov`, `stare`: the clip range [1 - eps_low, 1 + eps_high] of
+      the importance ratio. `cispo`: the same range, for the weight of a token; eps_low = 1 for no
+      lower bound. `gmpo`: the clip range [-eps_low, eps_high] of the log-ratio.
     dual_clip: `clip`, `clip_cov`, `stare`: lower bound of the objective of tokens with a negative
       advantage, as a multiple of the advantage (1912.09729); above 1, or 0 for off.
     tau_positive, tau_negative: `sapo`: the temperature of the gate where the advantage is positive,
@@ -82,8 +82,8 @@ class Settings:
     kl_cov_coef: `kl_cov`: the weight of |log r| for the selected tokens.
     surprise_weight: `stare`: the factor of the objective of the selected tokens.
     entropy_gate: `stare`: select tokens only while the mean entropy is below this value, in nats.
-    bonus_alpha, bonus_kappa: `entropy_advantage`: min(bonus_alpha * H, |A| / bonus_kappa) is added to
-      the advantage of each token (2506.14758, eq. 5).
+    bonus_alpha, bonus_kappa: `entropy_advantage`: min(bonus_alpha * H, |A| / bonus_kappa) is added
+      to the advantage of each token (2506.14758, eq. 5).
     entropy_coef: the weight of the policy's entropy, which is added to the objective; with
       `entropy_target`, its initial value. 0 for no entropy bonus.
     entropy_target: adapt the weight of the entropy to this mean entropy of the sampled tokens, in
