@@ -66,6 +66,11 @@ class Algorithm:
     """
     return self.ratio.per_token and self.objective.per_token
 
+  @property
+  def initial_entropy_coef(self) -> float | None:
+    """The initial weight of the entropy bonus if it is adapted, else None."""
+    return self.settings.entropy_coef if self.settings.entropy_target else None
+
   def settings_dict(self) -> dict[str, Any]:
     """Returns the settings that the algorithm reads, with their values.
 
@@ -310,21 +315,24 @@ class Algorithm:
       loss -= jnp.where(own, entropy_weights * entropy, 0.0).sum()
     return loss, jax.lax.stop_gradient(metrics)
 
-  def token_loss(self, log_probs: jax.Array, signals: Mapping[str, jax.Array | None]) -> jax.Array:
+  def token_loss(
+    self, log_probs: jax.Array, entropy: jax.Array, signals: Mapping[str, jax.Array | None]
+  ) -> jax.Array:
     """Returns the sum of the loss terms of some of a batch's tokens, f32[].
 
     Valid only if `per_token` is True.
 
     Args:
       log_probs: f32[b, c], nats, for c tokens in each of b rows.
+      entropy: f32[b, c], nats; used only with `entropy_bonus`.
       signals: the other arguments of `loss`, [b, c] each. `weights` come from the complete batch,
         and `guided` says for each token whether its completion was sampled from the guide.
     """
     # Each token is treated as a completion of one token: [b, c, 1].
-    single = jax.tree.map(lambda x: x[..., None], dict(signals))
-    return self.loss(log_probs=log_probs[..., None], **single | {"guided": signals.get("guided")})[
-      0
-    ]
+    values = {**signals, "log_probs": log_probs, "entropy": entropy}
+    single = jax.tree.map(lambda x: x[..., None], values)
+    loss, _ = self.loss(**single | {"guided": signals.get("guided")})
+    return loss
 
   def _units(
     self,

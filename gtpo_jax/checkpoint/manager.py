@@ -26,7 +26,7 @@ from gtpo_jax.training.state import Optimizer, TrainState, abstract_state
 # Names of the items of a checkpoint on disk. They must not change, or older checkpoints no longer
 # restore. Parameters and optimizer are separate items, so that a sampler reads only the parameters.
 PARAMS = "params"
-REST = "rest"  # {"step", "opt_state"}
+REST = "rest"  # {"step", "opt_state"}, and "entropy_coef" if it is adapted
 LEFTOVERS = "leftovers"
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"  # of a step's folder until Orbax commits it
@@ -101,7 +101,7 @@ class Checkpoints:
     step = int(state.step)
     if step == self.latest:
       return
-    items = {PARAMS: state.params, REST: {"step": state.step, "opt_state": state.opt_state}}
+    items = {PARAMS: state.params, REST: _rest_of(state)}
     if leftovers is not None:
       items[LEFTOVERS] = leftovers
     self._start_save(step, items, metadata or {})
@@ -132,11 +132,7 @@ class Checkpoints:
       UserError: the checkpoint belongs to another model or optimizer.
     """
     abstract = abstract_state(model, optimizer)
-    targets = {
-      PARAMS: abstract.params,
-      REST: {"step": abstract.step, "opt_state": abstract.opt_state},
-      LEFTOVERS: None,
-    }
+    targets = {PARAMS: abstract.params, REST: _rest_of(abstract), LEFTOVERS: None}
     found = self._read_latest(targets, say)
     if found is None:
       return None
@@ -268,3 +264,9 @@ def _cause(error: BaseException) -> str:
     if (message := os.strerror(number)) in text:
       return message
   return first_line(error)[:MAX_MESSAGE]
+
+
+def _rest_of(state: TrainState) -> dict[str, Any]:
+  """Returns the training state without the parameters, as one item of a checkpoint."""
+  rest = {"step": state.step, "opt_state": state.opt_state}
+  return rest if state.entropy_coef is None else {**rest, "entropy_coef": state.entropy_coef}

@@ -53,7 +53,8 @@ def build_engine(config: Config, model: Qwen2) -> Engine:
 
 def build_optimizer(config: Config) -> Optimizer:
   """Returns the run's optimizer."""
-  return make_optimizer(config.optimizer, config.steps, config.batch.updates)
+  coef = config.resolved_algorithm.initial_entropy_coef
+  return make_optimizer(config.optimizer, config.steps, config.batch.updates, coef)
 
 
 def abstract_batch(config: Config, model: Qwen2) -> tuple[Rollouts, Rewards]:

@@ -2,7 +2,9 @@
 
 Tokens are processed in chunks. With z the logits of a token over the complete vocabulary, lse their
 log-sum-exp and p = exp(z - lse), the outputs are log-prob = z[token] - lse and entropy = lse -
-sum(p z). The gradient is computed in one of two ways:
+sum(p z). The gradient with respect to the logits is (1[token] - p) for the log-prob, and
+-p (log p + entropy) for the entropy; the second is computed only on request. There are two ways to
+compute the gradient of a loss:
 
 - `log_probs_and_entropy` saves one log-sum-exp per token, and its backward pass recomputes the
   logits of each chunk. It works with every objective.
@@ -39,15 +41,15 @@ from gtpo_jax.runtime.mesh import (
   shard_index,
 )
 
-# (log-probs f32[b, c], signals [b, c] of the same tokens) -> the sum of their losses f32[]
-TokenLoss = Callable[[jax.Array, Any], jax.Array]
+# (log-probs and entropies f32[b, c], signals [b, c] of the same tokens) -> the sum of their losses
+TokenLoss = Callable[[jax.Array, jax.Array, Any], jax.Array]
 
 ROWS = partition_spec(("batch", "sequence"))
 TABLE = partition_spec(("vocab", "vocab_embed"))
 VOCAB_AXES = mesh_axes("vocab")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
 def log_probs_and_entropy(
   hidden: jax.Array,
   table: jax.Array,
@@ -56,6 +58,7 @@ def log_probs_and_entropy(
   chunk: int,
   precision: str,
   mesh: Mesh,
+  entropy_gradient: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the log-probs and entropies of softmax(hidden @ table.T / temperature).
 
@@ -69,12 +72,13 @@ def log_probs_and_entropy(
     precision: the precision of the matrix products.
     mesh: the device mesh. b must be a multiple of its batch shards, v of context x tensor, and d of
       fsdp.
+    entropy_gradient: whether the gradient flows through the entropy too, as for an entropy bonus.
 
   Returns:
-    log_probs f32[b, t] and entropy f32[b, t], in nats. The gradient flows only through log_probs;
-    the entropy is only measured, never optimised.
+    log_probs f32[b, t] and entropy f32[b, t], in nats. Without `entropy_gradient`, the gradient
+    flows only through log_probs.
   """
-  return _forward(hidden, table, tokens, temperature, chunk, precision, mesh)[0]
+  return _forward(hidden, table, tokens, temperature, chunk, precision, mesh, entropy_gradient)[0]
 
 
 def _forward(
@@ -85,6 +89,7 @@ def _forward(
   chunk: int,
   precision: str,
   mesh: Mesh,
+  entropy_gradient: bool,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
   def chunk_statistics(
     vocab_shard: jax.Array, hidden: jax.Array, tokens: jax.Array
@@ -95,7 +100,9 @@ def _forward(
   _, (log_probs, entropy, lse) = _over_chunks(
     chunk_statistics, hidden, table, (tokens,), chunk, mesh, with_gradient=False
   )
-  return (log_probs, jnp.maximum(entropy, 0)), (hidden, table, tokens, lse)
+  entropy = jnp.maximum(entropy, 0)
+  residuals = (hidden, table, tokens, lse, entropy if entropy_gradient else None)
+  return (log_probs, entropy), residuals
 
 
 def _backward(
@@ -103,10 +110,13 @@ def _backward(
   chunk: int,
   precision: str,
   mesh: Mesh,
+  entropy_gradient: bool,
   residuals: tuple[jax.Array, ...],
   cotangents: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, None]:
-  hidden, table, tokens, lse = residuals
+  hidden, table, tokens, lse, entropy = residuals
+  # The entropies and their cotangents, or nothing.
+  of_entropy = (entropy, cotangents[1]) if entropy_gradient else ()
 
   def chunk_gradient(
     vocab_shard: jax.Array,
@@ -114,14 +124,17 @@ def _backward(
     tokens: jax.Array,
     lse: jax.Array,
     d_log_probs: jax.Array,
+    *of_entropy: jax.Array,
   ) -> tuple[jax.Array, jax.Array]:
     hidden, logits, ids = _chunk_logits(vocab_shard, hidden, tokens, temperature, precision)
+    cotangents = map(_gather_positions, (d_log_probs, *of_entropy))
     lse = _gather_positions(lse)
-    d_target = _gather_positions(d_log_probs) / temperature
-    return _head_gradient(vocab_shard, hidden, logits, ids, lse, d_target, precision)
+    d_logits = _logits_gradient(logits, ids, lse, temperature, *cotangents)
+    return _head_gradient(vocab_shard, hidden, d_logits, precision)
 
+  rows = (tokens, lse, cotangents[0], *of_entropy)
   d_table, d_hidden = _over_chunks(
-    chunk_gradient, hidden, table, (tokens, lse, cotangents[0]), chunk, mesh, with_gradient=True
+    chunk_gradient, hidden, table, rows, chunk, mesh, with_gradient=True
   )
   return d_hidden, d_table, None
 
@@ -129,7 +142,7 @@ def _backward(
 log_probs_and_entropy.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6, 7, 8))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6, 7, 8, 9))
 def loss_and_log_probs(
   token_loss: TokenLoss,
   hidden: jax.Array,
@@ -140,25 +153,36 @@ def loss_and_log_probs(
   chunk: int,
   precision: str,
   mesh: Mesh,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns a loss that is a sum over tokens, and the log-probs of the tokens.
+  entropy_gradient: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns a loss that is a sum over tokens, and the log-probs and entropies of the tokens.
 
   The gradient is computed chunk by chunk in the forward pass, together with the loss.
 
   Args:
-    token_loss: (log_probs f32[b, c], signals [b, c] of the same tokens) -> f32[], a sum over tokens
-      in which each term depends only on that token's log-prob and signals. It is called on every
-      chunk and once on all positions.
+    token_loss: (log_probs f32[b, c], entropy f32[b, c], signals [b, c] of the same tokens) -> f32[],
+      a sum over tokens in which each term depends only on that token's values. It is called on
+      every chunk and once on all positions.
     signals: a pytree of arrays [b, t]. Positions are padded with zero signals and zero hidden
       states.
-    hidden, table, tokens, temperature, chunk, precision, mesh: as in `log_probs_and_entropy`.
+    hidden, table, tokens, temperature, chunk, precision, mesh, entropy_gradient: as in
+      `log_probs_and_entropy`.
 
   Returns:
-    The loss f32[] and log_probs f32[b, t], in nats. The gradient flows only through the loss, and
-    only to `hidden` and `table`.
+    The loss f32[], and log_probs and entropy f32[b, t], in nats. The gradient flows only through
+    the loss, and only to `hidden` and `table`.
   """
   return _forward_with_gradient(
-    token_loss, hidden, table, tokens, signals, temperature, chunk, precision, mesh
+    token_loss,
+    hidden,
+    table,
+    tokens,
+    signals,
+    temperature,
+    chunk,
+    precision,
+    mesh,
+    entropy_gradient,
   )[0]
 
 
@@ -172,21 +196,29 @@ def _forward_with_gradient(
   chunk: int,
   precision: str,
   mesh: Mesh,
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+  entropy_gradient: bool,
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+  wanted = (0, 1) if entropy_gradient else (0,)
+
   def chunk_loss_gradient(
     vocab_shard: jax.Array, hidden: jax.Array, tokens: jax.Array, signals: Any
-  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     hidden, logits, ids = _chunk_logits(vocab_shard, hidden, tokens, temperature, precision)
-    log_probs, _, lse = _softmax_statistics(logits, ids)
-    log_probs = _local_positions(log_probs)
-    d_target = _gather_positions(jax.grad(token_loss)(log_probs, signals)) / temperature
-    d_table, d_hidden = _head_gradient(vocab_shard, hidden, logits, ids, lse, d_target, precision)
-    return d_table, (log_probs, d_hidden)
+    log_probs, entropy, lse = _softmax_statistics(logits, ids)
+    entropy = jnp.maximum(entropy, 0)
+    local = (_local_positions(log_probs), _local_positions(entropy))
+    gathered = map(_gather_positions, jax.grad(token_loss, wanted)(*local, signals))
+    d_log_probs, *d_entropy = gathered
+    of_entropy = (entropy, *d_entropy) if entropy_gradient else ()
+    d_logits = _logits_gradient(logits, ids, lse, temperature, d_log_probs, *of_entropy)
+    d_table, d_hidden = _head_gradient(vocab_shard, hidden, d_logits, precision)
+    return d_table, (*local, d_hidden)
 
-  d_table, (log_probs, d_hidden) = _over_chunks(
+  d_table, (log_probs, entropy, d_hidden) = _over_chunks(
     chunk_loss_gradient, hidden, table, (tokens, signals), chunk, mesh, with_gradient=True
   )
-  return (token_loss(log_probs, signals), log_probs), (d_hidden, d_table)
+  loss = token_loss(log_probs, entropy, signals)
+  return (loss, log_probs, entropy), (d_hidden, d_table)
 
 
 def _backward_with_gradient(
@@ -195,8 +227,9 @@ def _backward_with_gradient(
   chunk: int,
   precision: str,
   mesh: Mesh,
+  entropy_gradient: bool,
   residuals: tuple[jax.Array, jax.Array],
-  cotangents: tuple[jax.Array, jax.Array],
+  cotangents: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array, None, None]:
   d_hidden, d_table = ((x * cotangents[0]).astype(x.dtype) for x in residuals)
   return d_hidden, d_table, None, None
@@ -294,23 +327,36 @@ def _softmax_statistics(
   return shifted_target - log_total, log_total - weighted_total / total, max_logit + log_total
 
 
-def _head_gradient(
-  vocab_shard: jax.Array,
-  hidden: jax.Array,
+def _logits_gradient(
   logits: jax.Array,
   ids: jax.Array,
   lse: jax.Array,
-  d_target: jax.Array,
-  precision: str,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the gradients of the vocabulary shard f32[d, v / shards] and the local hidden states.
+  temperature: float,
+  d_log_probs: jax.Array,
+  entropy: jax.Array | None = None,
+  d_entropy: jax.Array | None = None,
+) -> jax.Array:
+  """Returns the gradient of the loss with respect to the model's logits, f32[b, c, v / shards].
 
-  `d_target` f32[b, c] is the derivative of the loss with respect to each token's log-prob, divided
-  by the temperature.
+  `logits` are the model's logits divided by the temperature. `d_log_probs` and `d_entropy` f32[b, c] are the derivatives of the loss with respect to each
+  token's log-prob and entropy.
   """
-  is_target = jnp.arange(len(vocab_shard)) == ids[..., None]
-  probs = jnp.exp(logits - lse[..., None])
-  d_logits = ((is_target - probs) * d_target[..., None]).astype(hidden.dtype)
+  is_target = jnp.arange(logits.shape[-1]) == ids[..., None]
+  log_probs = logits - lse[..., None]
+  probs = jnp.exp(log_probs)
+  d_target = d_log_probs / temperature
+  d_logits = (is_target - probs) * d_target[..., None]
+  if d_entropy is None:
+    return d_logits
+  slope = d_entropy / temperature
+  return d_logits - probs * (log_probs + entropy[..., None]) * slope[..., None]
+
+
+def _head_gradient(
+  vocab_shard: jax.Array, hidden: jax.Array, d_logits: jax.Array, precision: str
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the gradients of the vocabulary shard f32[d, v / shards] and the local hidden states."""
+  d_logits = d_logits.astype(hidden.dtype)
   d_table = jnp.einsum(
     "btd,btv->dv", hidden, d_logits, preferred_element_type=jnp.float32, precision=precision
   )

@@ -52,7 +52,8 @@ def make_imitation(
     opt_state = optimizer.load_moments(state.opt_state)
     updates, opt_state = optimizer.update(grads, opt_state, trained)
     params = combine(optax.apply_updates(trained, updates), frozen)
-    return TrainState(state.step + 1, params, optimizer.offload_moments(opt_state)), loss
+    opt_state = optimizer.offload_moments(opt_state)
+    return state.replace(step=state.step + 1, params=params, opt_state=opt_state), loss
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
   return jax.jit(

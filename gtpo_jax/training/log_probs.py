@@ -25,11 +25,12 @@ def score(
   temperature: float,
   chunk: int,
   packing: Packing | None = None,
+  entropy_gradient: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns log-probs and entropies f32[n, g, t], in nats, of completion tokens i32[n, g, t].
 
   They are those of the distribution at `temperature`. With a `packing`, values after the end of a
-  completion are arbitrary. `chunk` is that of `log_probs_and_entropy`.
+  completion are arbitrary. `chunk` and `entropy_gradient` are those of `log_probs_and_entropy`.
   """
   outputs = log_probs_and_entropy(
     *_head_inputs(model, params, prompts, tokens, packing),
@@ -37,6 +38,7 @@ def score(
     chunk,
     model.config.matmul_precision,
     model.mesh,
+    entropy_gradient,
   )
   log_probs, entropy = (_to_completions(x, tokens, packing) for x in outputs)
   return log_probs, entropy
@@ -52,13 +54,14 @@ def loss_and_score(
   token_loss: TokenLoss,
   signals: Any,
   packing: Packing | None = None,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the loss f32[] and the same log-probs f32[n, g, t] as `score`.
+  entropy_gradient: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the loss f32[], and the same log-probs and entropies f32[n, g, t] as `score`.
 
   The gradient is computed together with the loss, and flows only through the loss.
 
   Args:
-    model, params, prompts, tokens, temperature, chunk, packing: as in `score`.
+    model, params, prompts, tokens, temperature, chunk, packing, entropy_gradient: as in `score`.
     token_loss: as in `loss_and_log_probs`.
     signals: a pytree of arrays [n, g, t], or [n, g] if all tokens of a completion share one value.
       Signals of padding are 0, and `token_loss` must be 0 there.
@@ -68,7 +71,7 @@ def loss_and_score(
     per_token = jnp.broadcast_to(x.reshape(*tokens.shape[:2], -1), tokens.shape)
     return _to_rows(per_token, packing)
 
-  loss, log_probs = loss_and_log_probs(
+  loss, *outputs = loss_and_log_probs(
     token_loss,
     *_head_inputs(model, params, prompts, tokens, packing),
     jax.tree.map(to_rows, signals),
@@ -76,8 +79,10 @@ def loss_and_score(
     chunk,
     model.config.matmul_precision,
     model.mesh,
+    entropy_gradient,
   )
-  return loss, _to_completions(log_probs, tokens, packing)
+  log_probs, entropy = (_to_completions(x, tokens, packing) for x in outputs)
+  return loss, log_probs, entropy
 
 
 @functools.lru_cache(maxsize=BUILDER_CACHE_SIZE)

@@ -91,11 +91,14 @@ class Optimizer:
     update: (gradients, optimizer state, trained parameters) -> (updates, next optimizer state); all
       of these are in device memory.
     offload: whether the moments are kept in host memory between gradient updates.
+    entropy_coef: the initial value of the adapted weight of the entropy bonus, which is part of the
+      training state; None if no weight is adapted.
   """
 
   init: Callable[[Params], Any]
   update: Callable[..., tuple[Params, Any]]
   offload: bool = False
+  entropy_coef: float | None = None
 
   def load_moments(self, opt_state: Any) -> Any:
     """Returns the state with offloaded moments copied to the device. Call it under jit."""
@@ -114,11 +117,12 @@ class Optimizer:
 
 @flax.struct.dataclass
 class TrainState:
-  """The training state: step, parameters and optimizer state."""
+  """The training state: step, parameters, optimizer state, and an adapted entropy bonus."""
 
   step: jax.Array  # i32[], completed steps
   params: Params
   opt_state: Any
+  entropy_coef: jax.Array | None = None  # f32[], the adapted weight of the entropy bonus
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -136,10 +140,13 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 @functools.lru_cache(maxsize=BUILDER_CACHE_SIZE)
-def make_optimizer(config: OptimizerConfig, steps: int, updates: int = 1) -> Optimizer:
+def make_optimizer(
+  config: OptimizerConfig, steps: int, updates: int = 1, entropy_coef: float | None = None
+) -> Optimizer:
   """Returns the optimizer: global-norm clipping followed by AdamW.
 
   Each step has `updates` gradient updates; the learning rate changes per step, not per update.
+  `entropy_coef` is that of `Optimizer`.
   """
   schedule = make_schedule(config, steps)
   chain = optax.chain(
@@ -154,7 +161,7 @@ def make_optimizer(config: OptimizerConfig, steps: int, updates: int = 1) -> Opt
       mask=_decayed,
     ),
   )
-  return Optimizer(chain.init, chain.update, config.offload)
+  return Optimizer(chain.init, chain.update, config.offload, entropy_coef)
 
 
 def _decayed(params: Params) -> Any:
@@ -172,7 +179,8 @@ def init_state(params: Params, optimizer: Optimizer, model: Qwen2) -> TrainState
 
   def create(params: Params) -> TrainState:
     trained, _ = partition(model, params)
-    return TrainState(jnp.int32(0), params, optimizer.init(trained))
+    coef = None if optimizer.entropy_coef is None else jnp.float32(optimizer.entropy_coef)
+    return TrainState(jnp.int32(0), params, optimizer.init(trained), coef)
 
   return jax.jit(create, donate_argnums=0, out_shardings=shardings)(params)
 
@@ -200,4 +208,6 @@ def abstract_state(model: Qwen2, optimizer: Optimizer) -> TrainState:
     trained,
     transform_non_params=lambda x: abstract(x, replicated),
   )
-  return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated), params, opt_state)
+  scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=replicated)
+  coef = None if optimizer.entropy_coef is None else scalar(jnp.float32)
+  return TrainState(scalar(jnp.int32), params, opt_state, coef)

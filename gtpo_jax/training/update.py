@@ -29,6 +29,7 @@ class TrainableState(NamedTuple):
 
   params: Params  # trained parameters only
   opt_state: Any
+  entropy_coef: jax.Array | None  # f32[], the adapted weight of the entropy bonus
 
 
 class Minibatch(NamedTuple):
@@ -47,13 +48,23 @@ class LossInputs(NamedTuple):
   advantages: jax.Array  # f32[n, g, t]
   mask: jax.Array  # bool[n, g, t], tokens in the loss
   weights: jax.Array  # f32[n, g, t], token weights, computed from the complete minibatch
+  entropy_weights: jax.Array | None = None  # f32[n, g, t], with an entropy bonus
+  selected: jax.Array | None = None  # bool[n, g, t], if the objective selects tokens
 
 
-# (trained parameters, frozen parameters, inputs) -> (gradient of the loss, log-probs f32[n, g, t])
-GradientFn = Callable[[Params, Params, LossInputs], tuple[Params, jax.Array]]
-# (trainable state, frozen parameters, minibatch) -> (trainable state, metrics, mismatch metrics)
+class Scores(NamedTuple):
+  """The trainer's view of the tokens, in nats."""
+
+  log_probs: jax.Array  # f32[n, g, t]
+  entropy: jax.Array  # f32[n, g, t]
+
+
+# (trained parameters, frozen parameters, inputs, PRNG key) -> (gradient of the loss, scores)
+GradientFn = Callable[[Params, Params, LossInputs, jax.Array], tuple[Params, Scores]]
+# (trainable state, frozen parameters, minibatch, PRNG key) -> (trainable state, metrics, mismatch
+# metrics)
 GradientUpdateFn = Callable[
-  [TrainableState, Params, Minibatch], tuple[TrainableState, Metrics, Metrics]
+  [TrainableState, Params, Minibatch, jax.Array], tuple[TrainableState, Metrics, Metrics]
 ]
 
 
@@ -78,7 +89,8 @@ def make_update(
   gradient of a minibatch is accumulated in float32 over `micro_batches`; their number does not
   change the result. If the loss or the gradient norm is not finite, the update is skipped:
   parameters and optimizer state are unchanged, and the step continues with the next update.
-  `update/skipped` is the fraction of skipped updates.
+  `update/skipped` is the fraction of skipped updates. An update is left out in the same way if no
+  token of its minibatch has a term in the loss; `update/empty` is the fraction of these.
 
   The metrics of the loss and the gradient are means over the gradient updates. `mismatch/*` is
   measured on the first minibatch, before the first update.
@@ -109,21 +121,23 @@ def make_update(
     advantages = algorithm.advantages(**signals)
     mask = algorithm.loss_mask(**signals)
     trained, frozen = partition(model, state.params)
-    trainable = TrainableState(trained, state.opt_state)
+    trainable = TrainableState(trained, state.opt_state, state.entropy_coef)
     batch = Minibatch(rollouts, rewards.correct, advantages, mask)
+    key = jax.random.fold_in(jax.random.key(0), state.step)
     if minibatches == epochs == 1:
-      trainable, metrics, mismatch = gradient_update(trainable, frozen, batch)
+      trainable, metrics, mismatch = gradient_update(trainable, frozen, batch, key)
     else:
       parts = split_batch(batch, minibatches, model)
       order = jnp.tile(jnp.arange(minibatches), epochs)
       trainable, metrics, mismatch = _scan_minibatches(
-        gradient_update, trainable, frozen, parts, order
+        gradient_update, trainable, frozen, parts, order, key
       )
     metrics |= mismatch
     metrics |= batch_metrics(rollouts, rewards, advantages, mask)
     metrics |= algorithm.credit_metrics(**signals)
     params = combine(trainable.params, frozen)
-    return TrainState(state.step + 1, params, trainable.opt_state), metrics
+    step = state.step + 1
+    return TrainState(step, params, trainable.opt_state, trainable.entropy_coef), metrics
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
   return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))
@@ -135,6 +149,7 @@ def _scan_minibatches(
   frozen: Params,
   minibatches: Minibatch,
   order: jax.Array,
+  key: jax.Array,
 ) -> tuple[TrainableState, Metrics, Metrics]:
   """Makes one gradient update for each minibatch index in `order` i32[updates].
 
@@ -143,13 +158,15 @@ def _scan_minibatches(
   """
 
   def step(
-    trainable: TrainableState, index: jax.Array
+    trainable: TrainableState, xs: tuple[jax.Array, jax.Array]
   ) -> tuple[TrainableState, tuple[Metrics, Metrics]]:
+    index, key = xs
     minibatch = jax.tree.map(lambda x: x[index], minibatches)
-    trainable, metrics, mismatch = gradient_update(trainable, frozen, minibatch)
+    trainable, metrics, mismatch = gradient_update(trainable, frozen, minibatch, key)
     return trainable, (metrics, mismatch)
 
-  trainable, (metrics, mismatch) = jax.lax.scan(step, trainable, order)
+  xs = (order, jax.random.split(key, len(order)))
+  trainable, (metrics, mismatch) = jax.lax.scan(step, trainable, xs)
   metrics = jax.tree.map(lambda x: x.mean(), metrics)
   mismatch = jax.tree.map(lambda x: x[0], mismatch)
   return trainable, metrics, mismatch
@@ -160,29 +177,50 @@ def _make_gradient_update(
 ) -> GradientUpdateFn:
   """Returns a function that makes one gradient update.
 
-  The function returns the state unchanged if the loss or the gradient norm is not finite.
+  The function returns the state unchanged if the loss or the gradient norm is not finite, or if no
+  token has a term in the loss.
   """
 
   def gradient_update(
-    trainable: TrainableState, frozen: Params, minibatch: Minibatch
+    trainable: TrainableState, frozen: Params, minibatch: Minibatch, key: jax.Array
   ) -> tuple[TrainableState, Metrics, Metrics]:
     rollouts, correct, advantages, mask = minibatch
     weights = algorithm.token_weights(mask, correct, rollouts.guided)
     inputs = LossInputs(rollouts, advantages, mask, weights)
-    grads, log_probs = gradient(trainable.params, frozen, inputs)
-    loss, metrics = algorithm.loss(log_probs=log_probs, **_loss_arguments(inputs))
+    entropy_coef = trainable.entropy_coef
+    used_coef = None
+    if algorithm.entropy_bonus:
+      used_coef, entropy_coef = algorithm.next_entropy_coef(entropy_coef, rollouts.entropy, mask)
+      inputs = inputs._replace(entropy_weights=used_coef * weights)
+    grads, scores = gradient(trainable.params, frozen, inputs, key)
+    inputs = _with_selection(algorithm, inputs, scores.log_probs, key)
+    loss, metrics = algorithm.loss(**scores._asdict(), **_loss_arguments(inputs))
     grad_norm = optax.global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    # Without this, weight decay and the momentum would move the parameters.
+    empty = ~(mask & (advantages != 0)).any()
+    if algorithm.settings.kl_weight or algorithm.entropy_bonus:
+      empty = ~mask.any()
 
-    before = TrainableState(trainable.params, optimizer.load_moments(trainable.opt_state))
+    before = TrainableState(
+      trainable.params, optimizer.load_moments(trainable.opt_state), trainable.entropy_coef
+    )
     updates, opt_state = optimizer.update(grads, before.opt_state, before.params)
-    after = TrainableState(optax.apply_updates(before.params, updates), opt_state)
-    trainable = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
-    trainable = TrainableState(trainable.params, optimizer.offload_moments(trainable.opt_state))
+    after = TrainableState(optax.apply_updates(before.params, updates), opt_state, entropy_coef)
+    keep = finite & ~empty
+    trainable = jax.tree.map(lambda new, old: jnp.where(keep, new, old), after, before)
+    opt_state = optimizer.offload_moments(trainable.opt_state)
+    trainable = trainable._replace(opt_state=opt_state)
 
-    skipped = (~finite).astype(jnp.float32)
-    metrics |= {"loss": loss, "grad_norm": grad_norm, "update/skipped": skipped}
-    return trainable, metrics, mismatch_metrics(rollouts, log_probs)
+    metrics |= {
+      "loss": loss,
+      "grad_norm": grad_norm,
+      "update/skipped": (~finite).astype(jnp.float32),
+      "update/empty": empty.astype(jnp.float32),
+    }
+    if used_coef is not None:
+      metrics["entropy/coef"] = used_coef
+    return trainable, metrics, mismatch_metrics(rollouts, scores.log_probs)
 
   return gradient_update
 
@@ -190,41 +228,79 @@ def _make_gradient_update(
 def _make_gradient(
   model: Qwen2, algorithm: Algorithm, temperature: float, micro_batches: int, head_chunk: int
 ) -> GradientFn:
-  """Returns a function that computes the gradient of the loss and the trainer's log-probs.
+  """Returns a function that computes the gradient of the loss and the trainer's scores.
 
-  The function accumulates the gradient over `micro_batches` parts of its inputs.
+  The function accumulates the gradient over `micro_batches` parts of its inputs. If the objective
+  selects tokens of the complete minibatch and there are several parts, their log-probs are computed
+  once before.
   """
+  bonus = algorithm.entropy_bonus
 
-  def loss_fn(trained: Params, frozen: Params, inputs: LossInputs) -> tuple[jax.Array, jax.Array]:
-    rollouts = inputs.rollouts
-    signals = _loss_arguments(inputs)
+  def policy(trained: Params, frozen: Params, rollouts: Rollouts) -> tuple[Any, ...]:
     params = combine(trained, frozen)
-    policy = (model, params, rollouts.prompts, rollouts.tokens, temperature, head_chunk)
-    if algorithm.per_token:
-      return loss_and_score(*policy, algorithm.token_loss, signals, rollouts.packing)
-    log_probs, _ = score(*policy, rollouts.packing)
-    return algorithm.loss(log_probs=log_probs, **signals)[0], log_probs
+    return (model, params, rollouts.prompts, rollouts.tokens, temperature, head_chunk)
+
+  def loss_fn(
+    trained: Params, frozen: Params, inputs: LossInputs, key: jax.Array
+  ) -> tuple[jax.Array, Scores]:
+    rollouts = inputs.rollouts
+    inputs_of_policy = policy(trained, frozen, rollouts)
+    if algorithm.per_token and (inputs.selected is not None or not algorithm.selects):
+      signals = _loss_arguments(inputs)
+      loss, *scores = loss_and_score(
+        *inputs_of_policy, algorithm.token_loss, signals, rollouts.packing, bonus
+      )
+      return loss, Scores(*scores)
+    scores = Scores(*score(*inputs_of_policy, rollouts.packing, bonus))
+    inputs = _with_selection(algorithm, inputs, scores.log_probs, key)
+    return algorithm.loss(**scores._asdict(), **_loss_arguments(inputs))[0], scores
 
   part_gradient = jax.grad(loss_fn, has_aux=True)
   if micro_batches == 1:
     return part_gradient
 
-  def gradient(trained: Params, frozen: Params, inputs: LossInputs) -> tuple[Params, jax.Array]:
-    def accumulate(total: Params, part: LossInputs) -> tuple[Params, jax.Array]:
-      grads, log_probs = part_gradient(trained, frozen, part)
-      return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, grads), log_probs
+  def gradient(
+    trained: Params, frozen: Params, inputs: LossInputs, key: jax.Array
+  ) -> tuple[Params, Scores]:
+    def score_part(rollouts: Rollouts) -> jax.Array:
+      return score(*policy(trained, frozen, rollouts), rollouts.packing)[0]
 
+    def accumulate(total: Params, part: LossInputs) -> tuple[Params, Scores]:
+      grads, scores = part_gradient(trained, frozen, part, key)
+      return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, grads), scores
+
+    if algorithm.selects:
+      parts = split_batch(inputs.rollouts, micro_batches, model)
+      log_probs = merge_parts(jax.lax.map(score_part, parts))
+      inputs = _with_selection(algorithm, inputs, log_probs, key)
     # The sum is float32 for every dtype of the parameters.
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained)
-    total, log_probs = jax.lax.scan(accumulate, zeros, split_batch(inputs, micro_batches, model))
+    total, scores = jax.lax.scan(accumulate, zeros, split_batch(inputs, micro_batches, model))
     grads = jax.tree.map(lambda x, like: x.astype(like.dtype), total, trained)
-    return grads, merge_parts(log_probs)
+    return grads, jax.tree.map(merge_parts, scores)
 
   return gradient
 
 
+def _with_selection(
+  algorithm: Algorithm, inputs: LossInputs, log_probs: jax.Array, key: jax.Array
+) -> LossInputs:
+  """Returns the inputs with the tokens that the objective selects, if it selects any."""
+  if not algorithm.selects or inputs.selected is not None:
+    return inputs
+  selected = algorithm.select(
+    log_probs=log_probs,
+    log_probs_old=inputs.rollouts.old_log_probs,
+    advantages=inputs.advantages,
+    mask=inputs.mask,
+    entropy_old=inputs.rollouts.entropy,
+    key=key,
+  )
+  return inputs._replace(selected=selected)
+
+
 def _loss_arguments(inputs: LossInputs) -> dict[str, jax.Array | None]:
-  """Returns the arguments of `Algorithm.loss` other than `log_probs`."""
+  """Returns the arguments of `Algorithm.loss` other than the scores."""
   rollouts = inputs.rollouts
   return {
     "log_probs_old": rollouts.old_log_probs,
@@ -232,6 +308,8 @@ def _loss_arguments(inputs: LossInputs) -> dict[str, jax.Array | None]:
     "mask": inputs.mask,
     "weights": inputs.weights,
     "guided": rollouts.guided,
+    "selected": inputs.selected,
+    "entropy_weights": inputs.entropy_weights,
     "log_probs_sampler": rollouts.log_probs,
     "log_probs_reference": rollouts.reference,
   }
