@@ -226,12 +226,8 @@ class Run:
     self.worker = worker
     self._reward_manager = reward_manager
     self._held_out = held_out
-    self._optimizer = make_optimizer(
-      config.optimizer,
-      config.steps,
-      config.batch.updates,
-      config.resolved_algorithm.initial_entropy_coef,
-    )
+    coef = config.resolved_algorithm.initial_entropy_coef
+    self._optimizer = make_optimizer(config.optimizer, config.steps, config.batch.updates, coef)
     self._compiled_update = make_update(
       worker.model,
       config.resolved_algorithm,

@@ -159,7 +159,9 @@ def clip_cov_objective(x: ObjectiveInputs, settings: Settings) -> ObjectiveOutpu
 
 def kl_cov_objective(x: ObjectiveInputs, settings: Settings) -> ObjectiveOutputs:
   """Returns `r A`, minus `kl_cov_coef |log r|` for the selected tokens (KL-Cov, 2505.22617)."""
-  penalty = settings.kl_cov_coef * jnp.abs(x.log_ratio)
+  # |log r| with the derivative 0 at r = 1, as in PyTorch.
+  sign = jax.lax.stop_gradient(jnp.sign(x.log_ratio))
+  penalty = settings.kl_cov_coef * sign * x.log_ratio
   objective = x.ratio * x.advantages - jnp.where(x.selected, penalty, 0.0)
   return objective, {"clip/selected": x.selected}
 

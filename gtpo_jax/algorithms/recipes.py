@@ -129,7 +129,7 @@ RECIPES: dict[str, Recipe] = {
   ),
   "gtpo_v2": Recipe(
     paper=f"{_V1}, eqs. 13-16",
-    settings={**_GTPO, "alpha": 0.1, "kappa": 0.0},
+    settings={**_GTPO, "norm_scope": "group", "alpha": 0.1, "kappa": 0.0},
     shaping=entropy_shaping(plus=lambda s: (1.0, s.alpha), minus=lambda s: (0.0, 1.0)),
     advantage=two_sided_zscore,
   ),

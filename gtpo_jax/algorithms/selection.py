@@ -148,7 +148,8 @@ def _floor_count(share: float, mask: jax.Array) -> jax.Array:
 
 def _sortable_bits(x: jax.Array) -> jax.Array:
   """Returns i32 with the order of the f32 values."""
-  bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+  x = jnp.where(x == 0, 0.0, x.astype(jnp.float32))  # -0.0 equals 0.0
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 

@@ -177,7 +177,7 @@ class Settings:
   def _check_bounds(self) -> None:
     """Rejects ranges whose lower bound is above the upper one."""
     ordered = [("cov_low", "cov_high")]
-    if self.objective not in (None, "cispo"):
+    if self.objective in ("clip", "clip_cov", "stare"):
       ordered.append(("eps_low", "eps_high"))
     if self.entropy_target:
       ordered.append(("entropy_coef", "entropy_coef_max"))

@@ -160,9 +160,9 @@ def loss_and_log_probs(
   The gradient is computed chunk by chunk in the forward pass, together with the loss.
 
   Args:
-    token_loss: (log_probs f32[b, c], entropy f32[b, c], signals [b, c] of the same tokens) -> f32[],
-      a sum over tokens in which each term depends only on that token's values. It is called on
-      every chunk and once on all positions.
+    token_loss: (log_probs f32[b, c], entropy f32[b, c], signals [b, c] of the same tokens) ->
+      f32[], a sum over tokens in which each term depends only on that token's values. It is called
+      on every chunk and once on all positions.
     signals: a pytree of arrays [b, t]. Positions are padded with zero signals and zero hidden
       states.
     hidden, table, tokens, temperature, chunk, precision, mesh, entropy_gradient: as in
@@ -338,8 +338,8 @@ def _logits_gradient(
 ) -> jax.Array:
   """Returns the gradient of the loss with respect to the model's logits, f32[b, c, v / shards].
 
-  `logits` are the model's logits divided by the temperature. `d_log_probs` and `d_entropy` f32[b, c] are the derivatives of the loss with respect to each
-  token's log-prob and entropy.
+  `logits` are the model's logits divided by the temperature. `d_log_probs` and `d_entropy`
+  f32[b, c] are the derivatives of the loss with respect to each token's log-prob and entropy.
   """
   is_target = jnp.arange(logits.shape[-1]) == ids[..., None]
   log_probs = logits - lse[..., None]
@@ -355,7 +355,17 @@ def _logits_gradient(
 def _head_gradient(
   vocab_shard: jax.Array, hidden: jax.Array, d_logits: jax.Array, precision: str
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the gradients of the vocabulary shard f32[d, v / shards] and the local hidden states."""
+  """Returns the gradients of the vocabulary shard and the local hidden states.
+
+  Args:
+    vocab_shard: [v / shards, d].
+    hidden: [b, c, d].
+    d_logits: f32[b, c, v / shards], the gradient with respect to the logits.
+    precision: the precision of the matrix products.
+
+  Returns:
+    f32[d, v / shards], the transposed gradient of the shard, and [b, c / shards, d].
+  """
   d_logits = d_logits.astype(hidden.dtype)
   d_table = jnp.einsum(
     "btd,btv->dv", hidden, d_logits, preferred_element_type=jnp.float32, precision=precision

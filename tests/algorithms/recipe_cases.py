@@ -8,17 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 from slow_reference import BY_ENTROPY, EVERY_GROUP, SEQUENCE_LEVEL
 
-from gtpo_jax.algorithms import RECIPES, make
+from gtpo_jax.algorithms import OBJECTIVES, RECIPES, make
 
 NAMES = tuple(RECIPES)
 CONTRAST = tuple(name for name in NAMES if name not in EVERY_GROUP)
 WITHOUT_ENTROPY = tuple(name for name in NAMES if name not in BY_ENTROPY)
 SEQUENCE_RATIO = (*SEQUENCE_LEVEL, "gspo")
+# The loss of a token depends on the other tokens of its completion.
+NOT_PER_TOKEN = (*SEQUENCE_RATIO, "gspo_token", "gmpo")
 
 COMPARISONS = [
   (compare, scope) for compare in ("position", "sequence", "matrix") for scope in ("group", "batch")
 ]
 CORRECTIONS = {"dual_clip": 2.0, "kl_weight": 0.3, "tis_cap": 1.1}
+KEY = jax.random.key(7)
 
 # The setting that weighs the entropy share on O+.
 BONUS = {
@@ -35,16 +38,40 @@ STRONG = {
   "gtpo": {"alpha1": 0.8, "alpha2": 0.4},
   "gtpo_v1": {"alpha": 0.4},
   "gtpo_v2": {"alpha": 0.4, "kappa": 2.0},
-  "gtpo_v1_clipped": {"alpha1": 0.7, "alpha2": 0.4, "kappa": 1.4},
+  "gtpo_v1_clipped": {"alpha1": 0.6, "alpha2": 0.4, "kappa": 1.25},
   "grpo_s": {"beta1": 0.8, "beta2": 0.4},
   "grpo_s_v1": {"beta": 0.4},
   "grpo_s_v2": {"beta": 0.4},
 }
+# Settings with which each objective acts on a part of the tokens of `random_policies`.
+STRONG_OBJECTIVE = {
+  "cispo": {"eps_low": 0.4, "eps_high": 0.5},
+  "gmpo": {"eps_low": 0.3, "eps_high": 0.2},
+  "dppo": {"delta_low": 0.1, "delta_high": 0.1, "ratio_cap": 1.5},
+  "clip_cov": {"selected_share": 0.2, "cov_low": 0.05, "cov_high": 1.5},
+  "kl_cov": {"selected_share": 0.2, "kl_cov_coef": 0.7},
+  "stare": {"selected_share": 0.3, "surprise_weight": 1.4, "entropy_gate": 50.0},
+}
 
 
 def strong(name, **options):
-  """Returns the algorithm with weights that make its shaping visible."""
-  return make(name, **STRONG.get(name, {}) | options)
+  """Returns the algorithm with weights that make its shaping and its objective visible."""
+  objective = options.get("objective", RECIPES[name].settings["objective"])
+  return make(name, **STRONG.get(name, {}) | STRONG_OBJECTIVE.get(objective, {}) | options)
+
+
+def corrections(name, objective=None):
+  """Returns the settings of `CORRECTIONS` that the recipe reads."""
+  settings = RECIPES[name].settings_with(objective or RECIPES[name].settings["objective"])
+  return {key: value for key, value in CORRECTIONS.items() if key in settings}
+
+
+def meaningful(name, objective):
+  """Returns whether `make` accepts the objective for the recipe."""
+  token_credit = not RECIPES[name].per_completion or name == "entropy_advantage"
+  if OBJECTIVES[objective].per_completion and token_credit:
+    return False
+  return not (has_guide(name) and objective in ("gmpo", "clip_cov", "kl_cov", "stare"))
 
 
 def settings_of(algorithm):
@@ -114,15 +141,27 @@ def step(algorithm, batch, policies):
   advantages = algorithm.advantages(**batch)
   mask = algorithm.loss_mask(**batch)
   weights = algorithm.token_weights(mask, batch["correct"], batch.get("guided"))
+  selected = None
+  if algorithm.selects:
+    selected = algorithm.select(
+      log_probs=policies["log_probs"],
+      log_probs_old=policies["log_probs_old"],
+      advantages=advantages,
+      mask=mask,
+      entropy_old=batch["entropy"],
+      key=KEY,
+    )
   value = lambda log_probs: algorithm.loss(
     **policies | {"log_probs": log_probs},
     advantages=advantages,
     mask=mask,
     weights=weights,
     guided=batch.get("guided"),
+    selected=selected,
   )
   (loss, metrics), grad = jax.value_and_grad(value, has_aux=True)(policies["log_probs"])
-  return {
+  results = {} if selected is None else {"selected": selected}
+  return results | {
     "advantages": advantages,
     "mask": mask,
     "weights": weights,

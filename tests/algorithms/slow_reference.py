@@ -41,11 +41,31 @@ SEQUENCE_LEVEL = {
 }
 BY_ENTROPY = TOKEN_LEVEL | SEQUENCE_LEVEL
 TWO_COLLECTIONS = ("gtpo", "gtpo_v2", "grpo_s", "grpo_s_v2")
-EVERY_GROUP = ("grpo", "dr_grpo", "gspo")  # all other recipes remove groups without contrast
+CENTRED = ("dr_grpo", "dppo")
+# All other recipes remove groups without contrast.
+EVERY_GROUP = (
+  "grpo",
+  "dr_grpo",
+  "gspo",
+  "cispo",
+  "sapo",
+  "gmpo",
+  "gspo_token",
+  "dppo",
+  "clip_cov",
+  "kl_cov",
+  "rloo",
+  "reinforce_pp",
+  "max_rl",
+)
 
 
-def kept_groups(name, batch):
-  """Returns the indices of the groups that are trained on."""
+def kept_groups(name, batch, contrast=None):
+  """Returns the indices of the groups that are trained on.
+
+  contrast: whether groups without contrast are removed; None for what is published.
+  """
+  every_group = name in EVERY_GROUP if contrast is None else not contrast
   alive = batch["mask"].any(-1)
   correct = batch["correct"]
   guided = batch.get("guided")
@@ -57,7 +77,7 @@ def kept_groups(name, batch):
     guide = [j for j in range(len(correct[i])) if alive[i, j] and guided[i, j]]
     right = sum(bool(correct[i, j]) for j in own)
     rescued = len(own) > 0 and right == 0 and any(correct[i, j] for j in guide)
-    if name in EVERY_GROUP or 0 < right < len(own) or rescued:
+    if every_group or 0 < right < len(own) or rescued:
       kept.append(i)
   return kept
 
@@ -68,7 +88,7 @@ def loss_mask(name, batch, s):
   With `forking_share`, only that share with the highest entropy, ties included.
   """
   mask = np.zeros_like(batch["mask"])
-  for i in kept_groups(name, batch):
+  for i in kept_groups(name, batch, s["contrast"]):
     mask[i] = batch["mask"][i]
   if s.get("forking_share") and mask.any():
     count = math.ceil(Fraction(str(s["forking_share"])) * int(mask.sum()))
@@ -101,7 +121,7 @@ def units(name, batch, s):
   """Returns {unit: entropy} of the kept groups: tokens, or completions."""
   mask = batch["mask"]
   entropy = batch["entropy"].astype(np.float64)
-  kept = kept_groups(name, batch)
+  kept = kept_groups(name, batch, s["contrast"])
   if name in TOKEN_LEVEL:
     tokens = zip(*np.nonzero(mask), strict=True)
     return {(i, j, k): entropy[i, j, k] for i, j, k in tokens if i in kept}
@@ -155,6 +175,45 @@ def normalised(values, norm_scope, by_std=True):
   return out
 
 
+def _groups(rewards):
+  """Returns {group: [rewards of its completions]}."""
+  groups = {}
+  for (i, _, _), r in rewards.items():
+    groups.setdefault(i, []).append(r)
+  return groups
+
+
+def rloo(rewards, mask):
+  """Maps {unit: r} to {unit: r - mean of the others of the group}."""
+  groups = _groups(rewards)
+  out = {}
+  for unit, r in rewards.items():
+    others = len(groups[unit[0]]) - 1
+    out[unit] = r - (sum(groups[unit[0]]) - r) / others if others else 0.0
+  return out
+
+
+def max_rl(rewards, mask):
+  """Maps {unit: r} to {unit: (r - mean) / mean}; 0 where the mean is not positive."""
+  means = {key: sum(pool) / len(pool) for key, pool in _groups(rewards).items()}
+  return {
+    u: (r - means[u[0]]) / means[u[0]] if means[u[0]] >= 1e-6 else 0.0 for u, r in rewards.items()
+  }
+
+
+def reinforce_pp(rewards, mask):
+  """Subtracts the group's mean, then z-scores over all tokens, each with its completion's value."""
+  means = {key: sum(pool) / len(pool) for key, pool in _groups(rewards).items()}
+  centred = {u: r - means[u[0]] for u, r in rewards.items()}
+  tokens = [centred[u] for u in centred for _ in range(int(mask[u[:2]].sum()))]
+  mean = sum(tokens) / len(tokens)
+  std = math.sqrt(sum((x - mean) ** 2 for x in tokens) / len(tokens))
+  return {u: (x - mean) / std if std >= 1e-6 else 0.0 for u, x in centred.items()}
+
+
+CRITIC_FREE = {"rloo": rloo, "max_rl": max_rl, "reinforce_pp": reinforce_pp}
+
+
 def advantages(name, batch, s):
   """Returns the advantages, f64[n, g, t], 0 outside `loss_mask`."""
   plus, minus = shaped_rewards(name, batch, s)
@@ -164,12 +223,17 @@ def advantages(name, batch, s):
     of_plus = normalised({u: plus.get(u, 0.0) for u in every}, norm_scope)
     of_minus = normalised({u: minus.get(u, 0.0) for u in every}, norm_scope)
     out = {u: of_plus[u] if u in plus else of_minus[u] for u in every}
+  elif name in CRITIC_FREE:
+    out = CRITIC_FREE[name](plus | minus, batch["mask"])
   else:
-    out = normalised(plus | minus, norm_scope, by_std=name != "dr_grpo")
+    out = normalised(plus | minus, norm_scope, by_std=name not in CENTRED)
   if s.get("sign_guard"):
     out = {u: max(a, 0.0) if u in plus else min(a, 0.0) for u, a in out.items()}
   mask = loss_mask(name, batch, s)
   per_token = np.zeros(mask.shape)
   for i, j, k in zip(*np.nonzero(mask), strict=True):
-    per_token[i, j, k] = out[i, j, k if name in TOKEN_LEVEL else 0]
+    a = out[i, j, k if name in TOKEN_LEVEL else 0]
+    if s.get("bonus_alpha"):
+      a += min(s["bonus_alpha"] * float(batch["entropy"][i, j, k]), abs(a) / s["bonus_kappa"])
+    per_token[i, j, k] = a
   return per_token

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,9 +11,12 @@ import slow_reference
 from recipe_cases import (
   COMPARISONS,
   CORRECTIONS,
+  KEY,
   NAMES,
   arrays,
+  corrections,
   has_guide,
+  meaningful,
   option_id,
   random_batch,
   random_policies,
@@ -22,7 +26,7 @@ from recipe_cases import (
 )
 from slow_reference import SEQUENCE_LEVEL, TOKEN_LEVEL
 
-from gtpo_jax.algorithms import make
+from gtpo_jax.algorithms import OBJECTIVES, make
 from gtpo_jax.algorithms.loss_aggregation import LOSS_AGGREGATIONS
 
 NORM_SCOPES = ("group", "batch")
@@ -95,7 +99,7 @@ def test_the_groups_that_a_guide_rescues():
 
 # --- weights, loss, gradient and metrics ---
 
-LOSSES = [(name, {}) for name in NAMES] + [(name, CORRECTIONS) for name in NAMES]
+LOSSES = [(name, {}) for name in NAMES] + [(name, corrections(name)) for name in NAMES]
 LOSSES += [
   (name, {"loss_aggregation": kind})
   for name in ("gtpo", "grpo_s", "dapo_mixed", "dapo_forking")
@@ -106,6 +110,16 @@ LOSSES += [
   ("gspo", {"ratio": "arithmetic"}),
   ("dapo", {"eps_low": 0.1, "eps_high": 0.4}),
   ("gspo", {"eps_low": 0.2, "eps_high": 0.3, **CORRECTIONS}),
+  ("gtpo", {"ratio": "gspo_token"}),
+  ("gtpo", {"contrast": False}),
+  ("entropy_advantage", {"ratio": "gspo_token"}),
+]
+# Every objective with the credit of GTPO and of GRPO-S.
+LOSSES += [
+  (name, {"objective": objective})
+  for name in ("gtpo", "grpo_s")
+  for objective in OBJECTIVES
+  if objective != "clip" and meaningful(name, objective)
 ]
 
 
@@ -125,7 +139,14 @@ def test_loss_gradient_and_metrics(name, options):
     "mask": mask,
     "weights": weights,
     "guided": batch.get("guided"),
+    "fixed": policies["log_probs"],
   }
+  draws = jax.lax.bitcast_convert_type(jax.random.bits(KEY, mask.shape), jnp.int32)
+  selected = slow_losses.select(inputs, s, batch["entropy"], np.asarray(draws))
+  if selected is not None:
+    np.testing.assert_array_equal(got["selected"], selected)
+    assert selected.any() and (mask & ~selected).any()
+    inputs["selected"] = selected
   expected, metrics = slow_losses.loss(inputs, s)
   np.testing.assert_allclose(got["loss"], expected, rtol=1e-5, atol=1e-6)
   assert got["metrics"].keys() == metrics.keys()
@@ -144,8 +165,11 @@ def test_loss_gradient_and_metrics(name, options):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_policies_differ_enough_to_clip_both_ways(name):
   batch = random_batch(25, name)
+  if name == "max_rl":  # its advantages are 0 where the penalties make the mean reward negative
+    batch["penalty"] *= 0.1
   metrics = step(strong(name), arrays(batch), arrays(random_policies(26, batch["mask"])))["metrics"]
-  assert 0 < metrics["clip/low"] < 1 and 0 < metrics["clip/high"] < 1
+  shares = {key: value for key, value in metrics.items() if key.startswith("clip/")}
+  assert shares and all(0 < value < 1 for value in shares.values()), shares
   assert has_guide(name) == ("clip/guide" in metrics)
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from recipe_cases import CORRECTIONS, NAMES, arrays, has_guide, option_id, step, strong
+from recipe_cases import NAMES, arrays, corrections, has_guide, option_id, step, strong
 
 from gtpo_jax.algorithms import make
 
@@ -80,7 +80,7 @@ def batches(draw, guided):
   ("name", "options"), [(name, {}) for name in NAMES] + OPTIONS, ids=option_id
 )
 def test_nothing_is_nan_or_infinite(name, options):
-  algorithm = strong(name, **CORRECTIONS | options)
+  algorithm = strong(name, **corrections(name) | options)
 
   @settings(max_examples=15, deadline=None, derandomize=True, database=None)
   @given(batches(guided=has_guide(name)))

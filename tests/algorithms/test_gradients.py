@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import slow_losses
 from recipe_cases import (
-  CORRECTIONS,
   NAMES,
+  NOT_PER_TOKEN,
   SEQUENCE_RATIO,
   arrays,
+  corrections,
   has_guide,
+  meaningful,
   option_id,
   random_batch,
   random_policies,
@@ -19,7 +21,7 @@ from recipe_cases import (
   strong,
 )
 
-from gtpo_jax.algorithms import make
+from gtpo_jax.algorithms import OBJECTIVES, make
 
 SHAPE = N, G, T = 4, 3, 3
 # The last completion does not count.
@@ -39,13 +41,13 @@ NARROW = np.asarray([0.4, 0.7, 1 - 1e-4, 1.0, 1 + 1e-4, 1.5, 1.8, 2.3, 3.0])
 
 def draw_ratios(s, rng):
   """Returns importance ratios [n, g, t] at the recipe's level, and token ratios that give them."""
-  values = NARROW if s.eps_low < 0.01 else RATIOS
-  if s.ratio is None:
+  values = NARROW if s.eps_low and s.eps_low < 0.01 else RATIOS
+  if s.ratio in (None, "token"):
     ratios = rng.permuted(np.resize(values, SHAPE))
     return ratios, ratios
   ratios = np.repeat(rng.permuted(np.resize(values, (N, G, 1))), T, 2)
   noise = 0.2 * rng.standard_normal(SHAPE)
-  if s.ratio == "geometric":
+  if s.ratio in ("geometric", "gspo_token"):
     return ratios, ratios * np.exp(noise - noise.mean(-1, where=AVERAGED, keepdims=True))
   return ratios, ratios * np.exp(noise) / np.exp(noise).mean(-1, where=AVERAGED, keepdims=True)
 
@@ -53,7 +55,8 @@ def draw_ratios(s, rng):
 def case(algorithm, seed):
   """Returns ratios and the arguments of `loss`, in float64, with advantages of both signs."""
   rng = np.random.default_rng(seed)
-  per_completion = algorithm.settings.ratio is not None
+  of_completion = algorithm.settings.ratio in ("arithmetic", "geometric")
+  per_completion = of_completion or algorithm.objective.per_completion
   ratios, token_ratios = draw_ratios(algorithm.settings, rng)
   old = -rng.gamma(1.0, 1.0, SHAPE)
   fill = lambda x: np.where(MASK, x, 7e2)
@@ -65,28 +68,54 @@ def case(algorithm, seed):
     "log_probs_reference": fill(old + 0.3 * rng.standard_normal(SHAPE)),
     "advantages": rng.choice([-1.3, 0.7], (N, G, 1) if per_completion else SHAPE) * np.ones(SHAPE),
     "guided": GUIDED if has_guide(algorithm.name) else None,
+    "selected": rng.random(SHAPE) < 0.4 if algorithm.selects else None,
   }
 
 
-CASES = [(name, options) for name in NAMES for options in ({}, CORRECTIONS)]
+def kinks_of(s):
+  """Returns the ratios at which the objective has a kink."""
+  bounds = {
+    "clip": lambda: (1 - s["eps_low"], 1 + s["eps_high"], s["dual_clip"] or np.inf),
+    "gmpo": lambda: (np.exp(-s["eps_low"]), np.exp(s["eps_high"])),
+    "cispo": lambda: (1 - s["eps_low"], 1 + s["eps_high"]),
+    "dppo": lambda: (s["ratio_cap"],),
+    "sapo": lambda: (np.inf,),
+    "kl_cov": lambda: (np.inf,),
+  }
+  kind = "clip" if s["objective"] in ("clip_cov", "stare") else s["objective"]
+  return np.asarray([*bounds[kind](), s["guide_cap"] or np.inf])
+
+
+CASES = [(name, options) for name in NAMES for options in ({}, corrections(name))]
 CASES += [
   ("grpo_s", {"ratio": "geometric"}),
   ("gspo", {"ratio": "arithmetic", "eps_low": 0.2, "eps_high": 0.3}),
   ("grpo", {"loss_aggregation": "group"}),
   ("gtpo", {"loss_aggregation": "constant"}),
+  ("gtpo", {"ratio": "gspo_token"}),
+]
+CASES += [
+  (name, {"objective": objective})
+  for name in ("gtpo", "grpo_s")
+  for objective in OBJECTIVES
+  if objective != "clip" and meaningful(name, objective)
 ]
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=option_id)
 def test_the_gradient_is_the_derivative(name, options):
-  """In float64, against central differences of the package's loss and of the slow loops'."""
+  """In float64, against central differences of the package's loss and of the slow loops'.
+
+  A loss with stop-gradients is compared only with the slow loops, which keep these terms fixed.
+  """
   algorithm = make(name, **options)
   s = settings_of(algorithm)
   ratios, x = case(algorithm, seed=1)
   x["weights"] = slow_losses.token_weights(MASK, s, CORRECT, x["guided"])
-  kinks = [1 - s["eps_low"], 1 + s["eps_high"], s["dual_clip"] or np.inf, s["guide_cap"] or np.inf]
-  distance = np.abs(ratios[..., None] - np.asarray(kinks))[MASK].min()
-  assert distance > (1e-4 if s["eps_low"] < 0.01 else 0.05)
+  distance = np.abs(ratios[..., None] - kinks_of(s))[MASK].min()
+  narrow = s["eps_low"] is not None and s["eps_low"] < 0.01
+  assert distance > (1e-4 if narrow else 0.005)
+  stop_gradient = s["objective"] in ("cispo", "dppo") or s["ratio"] == "gspo_token"
 
   indices = np.argwhere(MASK)
   steps = np.zeros((len(indices), *SHAPE))
@@ -99,10 +128,12 @@ def test_the_gradient_is_the_derivative(name, options):
     differences = (up - down) / 2e-6
     assert value.dtype == grad.dtype == jnp.float64
     value, grad, differences = map(np.asarray, (value, grad, differences))
-  np.testing.assert_allclose(grad[MASK], differences, rtol=1e-6, atol=1e-9)
+  if not stop_gradient:
+    np.testing.assert_allclose(grad[MASK], differences, rtol=1e-6, atol=1e-9)
   assert not grad[~MASK].any() and (grad[MASK] != 0).mean() > 0.2 and np.abs(grad).max() > 0.01
 
-  slow = lambda log_probs: slow_losses.loss(x | {"log_probs": log_probs}, s)[0]
+  fixed = {**x, "fixed": x["log_probs"]}
+  slow = lambda log_probs: slow_losses.loss(fixed | {"log_probs": log_probs}, s)[0]
   np.testing.assert_allclose(value, slow(x["log_probs"]), rtol=1e-6)
   numeric = slow_losses.numeric_gradient(slow, x["log_probs"], [tuple(i) for i in indices])
   np.testing.assert_allclose(grad, numeric, rtol=1e-5, atol=1e-8)
@@ -133,18 +164,20 @@ def test_the_true_gradient_of_the_sequence_ratio(name, ratio):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_per_token_loss_is_the_sum_over_any_parts(name):
-  """Shuffled tokens cut in two keep loss and gradient, except under a sequence-level ratio."""
-  algorithm = strong(name, **CORRECTIONS)
+  """Shuffled tokens cut in two keep loss and gradient, unless a ratio is of the completion."""
+  algorithm = strong(name, **corrections(name))
   batch = random_batch(11, name)
   policies = random_policies(11, batch["mask"])
   mask = batch["mask"]
   whole = jax.device_get(step(algorithm, arrays(batch), arrays(policies)))
   log_probs = policies.pop("log_probs")
-  signals = policies | {key: whole[key] for key in ("advantages", "mask", "weights")}
+  computed = [key for key in ("advantages", "mask", "weights", "selected") if key in whole]
+  signals = policies | {key: whole[key] for key in computed}
   signals["guided"] = None
   if has_guide(name):
     signals["guided"] = np.broadcast_to(batch["guided"][..., None], mask.shape)
-  part_loss = jax.jit(jax.value_and_grad(algorithm.token_loss))
+  no_entropy = lambda log_probs, signals: algorithm.token_loss(log_probs, 0 * log_probs, signals)
+  part_loss = jax.jit(jax.value_and_grad(no_entropy))
   loss = 0.0
   grad = np.zeros(mask.size, np.float32)
   for part in np.random.default_rng(11).permutation(mask.size).reshape(2, 7, -1):
@@ -153,13 +186,13 @@ def test_a_per_token_loss_is_the_sum_over_any_parts(name):
     loss += value
   same_grad = np.allclose(grad.reshape(mask.shape), whole["grad"], rtol=1e-5, atol=1e-7)
   same = same_grad and np.isclose(loss, whole["loss"], rtol=1e-5)
-  assert same == algorithm.per_token == (name not in SEQUENCE_RATIO)
+  assert same == algorithm.per_token == (name not in NOT_PER_TOKEN)
   assert np.abs(grad).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_flows_only_through_the_new_log_probs(name):
-  algorithm = strong(name, **CORRECTIONS)
+  algorithm = strong(name, **corrections(name))
   batch = arrays(random_batch(8, name))
   policies = arrays(random_policies(8, np.asarray(batch["mask"])))
   signal_names = ("entropy", "reward", "penalty")
@@ -175,6 +208,7 @@ def test_the_gradient_flows_only_through_the_new_log_probs(name):
       mask=mask,
       weights=weights,
       guided=batch.get("guided"),
+      selected=mask & (batch["entropy"] > 0.3) if algorithm.selects else None,
     )
     return loss + sum(metrics.values())  # metrics have no gradient
 
@@ -199,7 +233,19 @@ def test_at_the_old_policy_the_gradient_is_the_policy_gradient(name):
   batch = random_batch(9, name)
   policies = random_policies(9, batch["mask"])
   on_policy = policies | {"log_probs": policies["log_probs_old"]}
-  got = step(strong(name), arrays(batch), arrays(on_policy))
+  algorithm = strong(name)
+  got = step(algorithm, arrays(batch), arrays(on_policy))
+  s = algorithm.settings
   expected = np.asarray(got["advantages"]) * np.asarray(got["weights"])
+  # The factor of the selected tokens. |log r| has no gradient at r = 1.
+  factor = {"clip_cov": 0.0, "stare": s.surprise_weight}.get(s.objective, 1.0)
+  selected = np.asarray(got.get("selected", np.zeros_like(batch["mask"])))
+  expected = np.where(selected, factor * expected, expected)
   np.testing.assert_allclose(got["grad"], -expected, rtol=1e-5, atol=1e-7)
-  np.testing.assert_allclose(got["loss"], -expected.sum(), rtol=1e-5, atol=1e-6)
+  # The objective divided by A at r = 1.
+  value = 1.0
+  if s.objective in ("cispo", "dppo"):
+    value = policies["log_probs_old"]
+  elif s.objective == "sapo":
+    value = 2 / np.where(expected > 0, s.tau_positive, s.tau_negative)
+  np.testing.assert_allclose(got["loss"], -(value * expected).sum(), rtol=1e-5, atol=1e-6)

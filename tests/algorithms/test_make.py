@@ -4,24 +4,30 @@ import dataclasses
 
 import numpy as np
 import pytest
+from recipe_cases import meaningful
 
-from gtpo_jax.algorithms import RECIPES, make
+from gtpo_jax.algorithms import OBJECTIVES, RECIPES, make
 from gtpo_jax.algorithms.settings import CHECKS, RENAMED, Settings
 from gtpo_jax.runtime.errors import UserError
 
-COMMON = {
-  "eps_low": 0.2,
-  "eps_high": 0.28,
+# What every recipe reads, besides the settings of its objective.
+BASE = {
+  "ratio": "token",
   "loss_aggregation": "token",
-  "dual_clip": 0.0,
+  "contrast": True,
   "kl_weight": 0.0,
   "tis_cap": 0.0,
+  "entropy_coef": 0.0,
+  "entropy_target": 0.0,
+  "entropy_coef_delta": 0.005,
+  "entropy_coef_max": 1.0,
   "length_penalty": "overlong",
   "overlong_buffer": 0,
   "gamma": 0.75,
   "overlong_filter": False,
   "dynamic_sampling": False,
 }
+COMMON = {**BASE, "objective": "clip", "eps_low": 0.2, "eps_high": 0.28, "dual_clip": 0.0}
 GTPO = {
   **COMMON,
   "compare": "position",
@@ -40,7 +46,8 @@ GRPO_S = {
   "ratio": "arithmetic",
   "loss_aggregation": "completion",
 }
-GRPO = {**COMMON, "eps_high": 0.2, "loss_aggregation": "completion"}
+EVERY_GROUP = {"contrast": False}
+GRPO = {**COMMON, **EVERY_GROUP, "eps_high": 0.2, "loss_aggregation": "completion"}
 DAPO = {**COMMON, "dynamic_sampling": True}
 
 # The settings of every recipe, and the rewards of an incorrect and a correct completion.
@@ -48,7 +55,7 @@ PUBLISHED = {
   "gtpo": ({**GTPO, "alpha1": 1.0, "alpha2": 0.1}, (0, 1)),
   "gtpo_v1": ({**GTPO, "alpha": 0.1}, (0, 1)),
   "gtpo_v1_clipped": ({**GTPO, "alpha1": 0.9, "alpha2": 0.1, "kappa": 3.0, "floor": 1.0}, (0, 1)),
-  "gtpo_v2": ({**GTPO, "alpha": 0.1, "kappa": 0.0}, (0, 1)),
+  "gtpo_v2": ({**GTPO, "norm_scope": "group", "alpha": 0.1, "kappa": 0.0}, (0, 1)),
   "grpo_s": ({**GRPO_S, "beta1": 1.0, "beta2": 0.1}, (0, 1)),
   "grpo_s_v1": ({**GRPO_S, "beta": 0.1}, (0, 1)),
   "grpo_s_v2": ({**GRPO_S, "beta": 0.1}, (0, 1)),
@@ -58,6 +65,71 @@ PUBLISHED = {
   "dr_grpo": ({**GRPO, "loss_aggregation": "constant"}, (0, 1)),
   "gspo": ({**GRPO, "ratio": "geometric", "eps_low": 3e-4, "eps_high": 4e-4}, (0, 1)),
   "dapo_mixed": ({**DAPO, "guide_completions": 4, "guide_cap": 2.0, "lambda_zero": 0.5}, (-1, 1)),
+  "cispo": ({**BASE, **EVERY_GROUP, "objective": "cispo", "eps_low": 1.0, "eps_high": 4.0}, (0, 1)),
+  "sapo": (
+    {
+      **BASE,
+      **EVERY_GROUP,
+      "loss_aggregation": "completion",
+      "objective": "sapo",
+      "tau_positive": 1.0,
+      "tau_negative": 1.05,
+    },
+    (0, 1),
+  ),
+  "gmpo": (
+    {
+      **{key: value for key, value in BASE.items() if key != "ratio"},
+      **EVERY_GROUP,
+      "loss_aggregation": "completion",
+      "objective": "gmpo",
+      "eps_low": 0.4,
+      "eps_high": 0.4,
+    },
+    (0, 1),
+  ),
+  "gspo_token": ({**GRPO, "ratio": "gspo_token", "eps_low": 3e-4, "eps_high": 4e-4}, (0, 1)),
+  "dppo": (
+    {
+      **BASE,
+      **EVERY_GROUP,
+      "objective": "dppo",
+      "delta_low": 0.2,
+      "delta_high": 0.2,
+      "ratio_cap": 5.0,
+    },
+    (0, 1),
+  ),
+  "clip_cov": (
+    {
+      **COMMON,
+      **EVERY_GROUP,
+      "objective": "clip_cov",
+      "eps_high": 0.2,
+      "selected_share": 2e-4,
+      "cov_low": 1.0,
+      "cov_high": 5.0,
+    },
+    (0, 1),
+  ),
+  "kl_cov": (
+    {**BASE, **EVERY_GROUP, "objective": "kl_cov", "selected_share": 2e-3, "kl_cov_coef": 1.0},
+    (0, 1),
+  ),
+  "rloo": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
+  "reinforce_pp": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
+  "max_rl": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
+  "entropy_advantage": ({**DAPO, "bonus_alpha": 0.4, "bonus_kappa": 2.0}, (-1, 1)),
+  "stare": (
+    {
+      **DAPO,
+      "objective": "stare",
+      "selected_share": 0.1,
+      "surprise_weight": 1.1,
+      "entropy_gate": 0.3,
+    },
+    (0, 1),
+  ),
 }
 
 
@@ -85,13 +157,19 @@ def test_published_values_are_never_refused(name):
   [
     ("dapo", {"gamma": 0.9, "length_penalty": "group_relative"}),
     ("dapo", {"overlong_buffer": 64, "length_penalty": "r_length"}),
-    ("gtpo_v1_clipped", {"alpha1": 0.5, "floor": 0.5}),
+    ("gtpo_v1_clipped", {"alpha1": 0.5, "alpha2": 0.5, "floor": 0.5}),
+    ("gtpo", {"objective": "cispo"} | OBJECTIVES["cispo"].settings),
+    ("grpo", {"objective": "gmpo"}),
+    ("grpo_s", {"objective": "dppo", "ratio_cap": 3.0}),
+    ("gtpo", {"ratio": "gspo_token", "objective": "clip_cov"}),
+    ("gtpo", {"entropy_target": 0.3, "entropy_coef_delta": 0.01}),
     ("gtpo", {"eps_low": 0.1, "eps_high": 0.1, "compare": "matrix"}),
   ],
 )
 def test_resolved_settings_make_the_same_algorithm(name, options):
   algorithm = make(name, **options)
-  assert algorithm.settings_dict() == make(name).settings_dict() | options
+  objective = options.get("objective", RECIPES[name].settings["objective"])
+  assert algorithm.settings_dict() == RECIPES[name].settings_with(objective) | options
   assert make(name, **algorithm.settings_dict()) == algorithm
 
 
@@ -122,7 +200,7 @@ def test_alpha1_and_alpha2_of_the_clipped_form_sum_to_1():
     ("gtpo", "scope", "global", "one of group, batch"),
     ("grpo_s", "norm_scope", "sequence", "one of group, batch"),
     ("grpo_s", "mean", "harmonic", "one of arithmetic, geometric"),
-    ("grpo_s", "ratio", "token", "one of arithmetic, geometric"),
+    ("grpo_s", "ratio", "mean", "one of token, arithmetic, geometric, gspo_token"),
     ("dapo", "loss_aggregation", "sequence", "one of token, completion, group, constant"),
     ("dapo", "length_penalty", "linear", "one of overlong, r_length, group_relative"),
     ("gtpo", "h_floor", 0.0, "at least 1e-30 (1/h_floor must fit float32) and finite"),
@@ -130,9 +208,9 @@ def test_alpha1_and_alpha2_of_the_clipped_form_sum_to_1():
     ("gtpo", "h_floor", float("nan"), "at least 1e-30 (1/h_floor must fit float32) and finite"),
     # With an infinite floor every 1/H would be 0.
     ("gtpo", "h_floor", float("inf"), "at least 1e-30 (1/h_floor must fit float32) and finite"),
-    ("gtpo", "eps_low", 0.0, "in (0, 1)"),
-    ("grpo", "eps_low", 1.0, "in (0, 1)"),
-    ("dapo", "eps_low", float("nan"), "in (0, 1)"),
+    ("gtpo", "eps_low", 0.0, "in (0, 1]"),
+    ("grpo", "eps_low", 1.1, "in (0, 1]"),
+    ("dapo", "eps_low", float("nan"), "in (0, 1]"),
     ("dapo", "eps_high", 0.0, "above 0 and finite"),
     ("dapo", "eps_high", float("inf"), "above 0 and finite"),
     ("dapo_mixed", "guide_cap", 0.0, "above 0 and finite"),
@@ -221,7 +299,7 @@ def test_every_setting_has_a_bound_and_every_recipe_reads_known_settings():
 def test_an_inverted_clip_range_is_refused():
   with pytest.raises(UserError) as error:
     make("gtpo", eps_low=0.3)
-  assert str(error.value) == "algorithm.eps_low must be in (0, eps_high], got 0.3 > 0.28"
+  assert str(error.value) == "algorithm.eps_low must be at most eps_high = 0.28, got 0.3"
   assert make("gtpo", eps_low=0.28).settings.eps_low == 0.28
 
 
@@ -233,12 +311,72 @@ def test_an_empty_range_for_the_shaped_reward_is_refused_with_the_numbers():
     "algorithm.alpha1 must be at least floor * kappa / (kappa + 1) = 0.75, got 0.7: the clip range "
     "[floor, alpha1 + alpha1/kappa] = [1, 0.9333] is empty"
   )
-  assert make("gtpo_v1_clipped", alpha1=0.75, kappa=3.0).settings.alpha1 == 0.75  # [1, 1]
-  assert make("gtpo_v1_clipped", alpha1=0.5, kappa=0.0).settings.kappa == 0.0  # no upper bound
+  clipped = lambda alpha1, **more: make("gtpo_v1_clipped", alpha1=alpha1, alpha2=1 - alpha1, **more)
+  assert clipped(0.75, kappa=3.0).settings.alpha1 == 0.75  # [1, 1]
+  assert clipped(0.5, kappa=0.0).settings.kappa == 0.0  # no upper bound
   # With the paper's other floor, alpha1, the range is never empty.
-  assert make("gtpo_v1_clipped", alpha1=0.5, floor=0.5).settings.floor == 0.5
-  with pytest.raises(UserError, match=r"= 1\.5, got 1\.4.*\[2, 1\.867\]"):
-    make("gtpo_v1_clipped", alpha1=1.4, kappa=3.0, floor=2.0)
+  assert clipped(0.5, floor=0.5).settings.floor == 0.5
+  with pytest.raises(UserError, match=r"= 1\.5, got 0\.9.*\[2, 1\.2\]"):
+    clipped(0.9, kappa=3.0, floor=2.0)
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"alpha1": 0.8}, "alpha1 and algorithm.alpha2 must sum to 1 (v1, eq. 11), got 0.8 + 0.1"),
+    ({"kappa": 1.0}, "kappa must be above 1 (v1, eq. 11), or 0 for no upper bound, got 1.0"),
+  ],
+)
+def test_what_eq_11_excludes_is_refused(options, message):
+  with pytest.raises(UserError) as error:
+    make("gtpo_v1_clipped", **options)
+  assert str(error.value) == f"algorithm.{message}"
+
+
+@pytest.mark.parametrize(
+  ("name", "options", "message"),
+  [
+    ("gtpo", {"ratio": "geometric"}, "'gtpo' gives each token its own advantage; use 'token' or"),
+    ("entropy_advantage", {"ratio": "arithmetic"}, "gives each token its own advantage; use 'to"),
+    ("gtpo", {"objective": "gmpo"}, "'gmpo' needs one advantage per completion, but 'gtpo' gives"),
+    ("grpo", {"objective": "dppo", "ratio": "geometric"}, "needs ratio = 'token', got 'geometric'"),
+    (
+      "grpo",
+      {"objective": "gmpo", "ratio": "token"},
+      "with objective = 'gmpo' has no setting 'rat",
+    ),
+    ("grpo", {"objective": "sapo", "eps_low": 0.1}, "with objective = 'sapo' has no setting 'eps_"),
+    ("gtpo", {"tau_positive": 2.0}, "algorithm 'gtpo' has no setting 'tau_positive'"),
+    ("dapo_mixed", {"objective": "kl_cov"}, "its guide's tokens have an objective of their own"),
+    ("dapo_mixed", {"ratio": "gspo_token"}, "its guide's tokens have an objective of their own"),
+    ("gtpo", {"objective": "ppo"}, "must be one of clip, cispo, sapo, gmpo, dppo, clip_cov, kl_c"),
+    ("clip_cov", {"cov_low": 6.0}, "algorithm.cov_low must be at most cov_high = 5.0, got 6.0"),
+    ("gtpo", {"entropy_coef_delta": 0.1}, "only has an effect with entropy_target above 0; set"),
+    (
+      "gtpo",
+      {"entropy_target": 0.3, "entropy_coef": 2.0},
+      "entropy_coef must be at most entropy_coef_max = 1.0, got 2.0",
+    ),
+  ],
+)
+def test_a_combination_without_meaning_is_refused(name, options, message):
+  with pytest.raises(UserError) as error:
+    make(name, **options)
+  assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_takes_every_objective_that_has_a_meaning(name, objective):
+  if not meaningful(name, objective):
+    with pytest.raises(UserError):
+      make(name, objective=objective)
+    return
+  algorithm = make(name, objective=objective)
+  assert algorithm.settings.objective == objective
+  if objective != RECIPES[name].settings["objective"]:
+    own = OBJECTIVES[objective].settings
+    assert {key: algorithm.settings_dict()[key] for key in own} == dict(own)
 
 
 def test_a_buffer_that_the_penalty_does_not_read_is_refused():
@@ -309,7 +447,7 @@ def test_algorithms_and_their_settings_are_frozen_and_hashable():
   with pytest.raises(dataclasses.FrozenInstanceError):
     algorithm.settings.alpha1 = 2.0
   with pytest.raises(dataclasses.FrozenInstanceError):
-    algorithm.recipe.contrast = False
+    algorithm.recipe.per_completion = False
   assert {make("gtpo"), make("gtpo"), make("gtpo", alpha2=0.2)} == {
     make("gtpo"),
     make("gtpo", alpha2=0.2),

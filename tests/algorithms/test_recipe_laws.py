@@ -7,9 +7,9 @@ import pytest
 from recipe_cases import (
   COMPARISONS,
   CONTRAST,
-  CORRECTIONS,
   NAMES,
   arrays,
+  corrections,
   option_id,
   random_batch,
   random_policies,
@@ -79,7 +79,7 @@ def test_groups_without_contrast_do_not_affect_the_advantages(name, options):
 @pytest.mark.parametrize("name", CONTRAST)
 def test_groups_without_contrast_are_as_if_absent(name):
   """From the loss, its gradient and every metric too."""
-  algorithm = strong(name, **CORRECTIONS)
+  algorithm = strong(name, **corrections(name))
   batch = random_batch(4, name)
   keep = kept_groups(name, batch)
   policies = policies_of(batch)
@@ -119,7 +119,7 @@ def test_a_batch_without_any_contrast_teaches_nothing(name, verdict):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_has_no_effect(name):
-  algorithm = strong(name, **CORRECTIONS)
+  algorithm = strong(name, **corrections(name))
   batch = random_batch(9, name)
   policies = policies_of(batch)
   clean = run(algorithm, batch, policies)
@@ -154,7 +154,7 @@ def test_advantages_on_padding_have_no_effect(name):
   policies = arrays(policies_of(random_batch(10, name)))
   mask = batch["mask"]
   advantages = jnp.sin(jnp.arange(mask.size, dtype=jnp.float32)).reshape(mask.shape)
-  loss = lambda log_probs, advantages: make(name, **CORRECTIONS).loss(
+  loss = lambda log_probs, advantages: make(name, **corrections(name)).loss(
     **policies | {"log_probs": log_probs},
     advantages=advantages,
     mask=mask,
@@ -171,7 +171,7 @@ def test_advantages_on_padding_have_no_effect(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_order_of_prompts_and_completions_has_no_effect(name):
-  algorithm = strong(name, **CORRECTIONS)
+  algorithm = strong(name, **corrections(name))
   batch = random_batch(11, name)
   policies = policies_of(batch)
   rng = np.random.default_rng(11)
@@ -218,7 +218,7 @@ def test_shares_of_h_have_no_floor(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_equals_not_compiled(name):
-  algorithm = strong(name, **CORRECTIONS)
+  algorithm = strong(name, **corrections(name))
   batch = random_batch(11, name)
   with jax.disable_jit():
     plain = run(algorithm, batch, policies_of(batch))
@@ -250,7 +250,7 @@ def test_token_weights_cover_the_loss_mask(name, aggregation):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_losses_of_the_parts_add_up_to_the_whole(name):
-  algorithm = strong(name, **CORRECTIONS)
+  algorithm = strong(name, **corrections(name))
   batch = random_batch(13, name)
   policies = policies_of(batch)
   whole = run(algorithm, batch, policies)

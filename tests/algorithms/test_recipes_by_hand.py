@@ -79,24 +79,26 @@ def test_gtpo_v1():
 
 
 def test_gtpo_v1_clipped():
-  # Clipped to [1, 0.7 + 0.7 / 1.4 = 1.2].
-  algorithm = make("gtpo_v1_clipped", alpha1=0.7, alpha2=0.4, kappa=1.4, floor=1.0)
+  # Clipped to [1, 0.6 + 0.6 / 1.25 = 1.08].
+  algorithm = make("gtpo_v1_clipped", alpha1=0.6, alpha2=0.4, kappa=1.25, floor=1.0)
   penalty = jnp.asarray([[-0.5, 0.0, 0.0, -0.3]])
   plus, minus, advantages, loss = work(algorithm, TOKENS, penalty=penalty)
-  # 0.7 + 0.4 * (1/2, 1, 3/2) = 0.9 -> 1, 1.1, 1.3 -> 1.2; then R(i), on O+ and on O-.
-  close(plus, per_token(0.5, 0.6, 1.2, 0, 0, 0))
+  # 0.6 + 0.4 * (1/2, 1, 3/2) = 0.8 -> 1, 1, 1.2 -> 1.08; then R(i), on O+ and on O-.
+  close(plus, per_token(0.5, 0.5, 1.08, 0, 0, 0))
   close(minus, per_token(0, 0, 0, 0, 0, -0.3))
-  s = (2.14 / 6 - 1 / 9) ** 0.5  # mean 2/6, mean square (0.25 + 0.36 + 1.44 + 0.09) / 6
-  values = [(x - 1 / 3) / s for x in (0.5, 0.6, 1.2, 0, 0, -0.3)]
+  # Mean square (0.25 + 0.25 + 1.1664 + 0.09) / 6.
+  mean = 1.78 / 6
+  s = (1.7564 / 6 - mean**2) ** 0.5
+  values = [(x - mean) / s for x in (0.5, 0.5, 1.08, 0, 0, -0.3)]
   close(advantages, per_token(*values))
   ratios = (1.28, 1.0, 0.5, 0.8, 1.1, 1.5)
   close(loss, -np.dot(ratios, values) / 6)
 
 
 def test_the_other_published_floor_of_gtpo_v1_clipped():
-  algorithm = make("gtpo_v1_clipped", alpha1=0.7, alpha2=0.4, kappa=1.4, floor=0.7)
+  algorithm = make("gtpo_v1_clipped", alpha1=0.6, alpha2=0.4, kappa=1.25, floor=0.6)
   plus, _, _, _ = work(algorithm, TOKENS)
-  close(plus, per_token(0.9, 1.1, 1.2, 0, 0, 0))
+  close(plus, per_token(0.8, 1.0, 1.08, 0, 0, 0))
 
 
 def test_gtpo_v2():
