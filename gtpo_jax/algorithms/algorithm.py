@@ -200,7 +200,7 @@ class Algorithm:
     Args:
       log_probs, log_probs_old, advantages, mask: as in `loss`.
       entropy_old: f32[n, g, t], nats, of the sampling policy; required with `stare`.
-      key: PRNG key; required with `clip_cov`.
+      key: PRNG key; required with `clip_cov` and `kl_cov`.
 
     Raises:
       UserError: an array that the objective requires is missing.

@@ -195,7 +195,7 @@ def _select_clip_cov(
 def _select_kl_cov(
   x: ObjectiveInputs, entropy: jax.Array | None, settings: Settings, key: jax.Array | None
 ) -> jax.Array:
-  return highest_covariance(x.advantages, x.log_probs, x.mask, settings.selected_share)
+  return highest_covariance(x.advantages, x.log_probs, x.mask, settings.selected_share, key)
 
 
 def _select_stare(
@@ -240,6 +240,7 @@ OBJECTIVES: dict[str, Objective] = {
     {"selected_share": 2e-3, "kl_cov_coef": 1.0},
     paper="2505.22617",
     select=_select_kl_cov,
+    random=True,
   ),
   "stare": Objective(
     stare_objective,

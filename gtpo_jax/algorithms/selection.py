@@ -107,21 +107,26 @@ def covariance_band(
   """
   term = token_covariance(advantages, log_probs, mask)
   candidates = free & (band[0] < term) & (term < band[1])
-  draws = jax.random.bits(key, mask.shape, jnp.uint32)
-  ranks = jax.lax.bitcast_convert_type(draws, jnp.int32)
-  return _largest(ranks, candidates, _floor_count(share, mask))
+  return _largest(_random_ranks(key, mask), candidates, _floor_count(share, mask))
 
 
 def highest_covariance(
-  advantages: jax.Array, log_probs: jax.Array, mask: jax.Array, share: float
+  advantages: jax.Array, log_probs: jax.Array, mask: jax.Array, share: float, key: jax.Array
 ) -> jax.Array:
-  """Selects the tokens with the largest covariance term (KL-Cov, 2505.22617).
+  """Selects the tokens with the largest covariance term, if it is positive (KL-Cov, 2505.22617).
 
-  It selects `max(1, floor(share * tokens in mask))` tokens, and all ties at the threshold.
+  It selects `max(1, floor(share * tokens in mask))` tokens. Among tokens with equal terms it chooses
+  at random: tokens of which the policy is sure all have the log-prob 0, and often the largest term.
   Arguments and result are those of `covariance_band`.
   """
   term = token_covariance(advantages, log_probs, mask)
-  return _largest(_sortable_bits(term), mask, _floor_count(share, mask))
+  values = _sortable_bits(term)
+  count = _floor_count(share, mask)
+  threshold = _threshold(values, mask, count)
+  above = mask & (values > threshold)
+  ties = mask & (values == threshold)
+  chosen = above | _largest(_random_ranks(key, mask), ties, count - above.sum())
+  return chosen & (term > 0)
 
 
 def quantile(x: jax.Array, mask: jax.Array, share: float) -> jax.Array:
@@ -140,6 +145,12 @@ def quantile(x: jax.Array, mask: jax.Array, share: float) -> jax.Array:
   threshold = _threshold(_sortable_bits(x), mask, total - below + 1)
   # The largest value with at least total - below + 1 values not under it.
   return jnp.where(mask.any(), _from_sortable_bits(threshold), jnp.nan)
+
+
+def _random_ranks(key: jax.Array, mask: jax.Array) -> jax.Array:
+  """Returns random i32 of the shape of `mask`."""
+  draws = jax.random.bits(key, mask.shape, jnp.uint32)
+  return jax.lax.bitcast_convert_type(draws, jnp.int32)
 
 
 def _floor_count(share: float, mask: jax.Array) -> jax.Array:

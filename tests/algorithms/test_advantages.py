@@ -4,15 +4,32 @@ import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import advantages
-from gtpo_jax.algorithms.units import ShapedRewards
+from gtpo_jax.algorithms.units import ShapedRewards, Units
 
 zscore = jax.jit(advantages.zscore, static_argnums=2)
 centred = jax.jit(advantages.centred, static_argnums=2)
-joint_zscore = jax.jit(advantages.joint_zscore, static_argnames=("axes", "sign_guard"))
-two_sided_zscore = jax.jit(advantages.two_sided_zscore, static_argnames=("axes", "sign_guard"))
-joint_centred = jax.jit(advantages.joint_centred, static_argnames=("axes", "sign_guard"))
 GROUP = advantages.NORM_SCOPE["group"]
 BATCH = advantages.NORM_SCOPE["batch"]
+
+
+def of_units(advantage):
+  """Returns the advantage as a function of shaped rewards, correct and mask."""
+
+  def compute(shaped, correct, mask, axes=GROUP, sign_guard=False, tokens=None):
+    tokens = mask.astype(jnp.float32) if tokens is None else tokens
+    nothing = jnp.zeros(mask.shape)
+    units = Units(nothing, mask, correct, nothing, nothing, tokens)
+    return advantage(shaped, units, axes, sign_guard)
+
+  return jax.jit(compute, static_argnames=("axes", "sign_guard"))
+
+
+joint_zscore = of_units(advantages.joint_zscore)
+two_sided_zscore = of_units(advantages.two_sided_zscore)
+joint_centred = of_units(advantages.joint_centred)
+leave_one_out = of_units(advantages.leave_one_out)
+mean_normalised = of_units(advantages.mean_normalised)
+whitened = of_units(advantages.whitened)
 
 
 def column(*values):
@@ -141,3 +158,57 @@ def test_norm_scope_of_one_collection():
   )
   np.testing.assert_allclose(group, [-1, 1, -1, 1], rtol=1e-6)
   np.testing.assert_allclose(batch, np.asarray([-3, -1, 1, 3]) / 5**0.5, rtol=1e-6)
+
+
+ONE_OF_FOUR = ShapedRewards(column(1.0, 0.0, 0.0, 0.0), column(0.0, 0.0, 0.0, 0.0))
+ONE_CORRECT = column(True, False, False, False)
+
+
+def test_leave_one_out_by_hand():
+  """The mean of the three others is 0 for the correct completion and 1/3 for the incorrect ones."""
+  got = leave_one_out(ONE_OF_FOUR, ONE_CORRECT, MASK).ravel()
+  np.testing.assert_allclose(got, [1, -1 / 3, -1 / 3, -1 / 3], rtol=1e-6)
+
+
+def test_leave_one_out_without_others_is_0():
+  alone = MASK & column(True, False, False, False)
+  assert not leave_one_out(ONE_OF_FOUR, ONE_CORRECT, alone).any()
+
+
+def test_mean_normalised_by_hand():
+  """The mean is 1/4: the correct completion has (1 - 1/4) / (1/4) = 3, the others -1."""
+  got = mean_normalised(ONE_OF_FOUR, ONE_CORRECT, MASK).ravel()
+  np.testing.assert_allclose(got, [3, -1, -1, -1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("reward", [0.0, -0.5])
+def test_mean_normalised_is_0_where_the_mean_is_not_positive(reward):
+  shaped = ShapedRewards(column(reward, 0.0, 0.0, 0.0), column(0.0, 0.0, 0.0, 0.0))
+  assert not mean_normalised(shaped, ONE_CORRECT, MASK).any()
+
+
+def test_whitened_by_hand():
+  """Two groups, centred to 1/2, -1/2 and 0, 0; the tokens are 1, 3, 2 and 2.
+
+  Over the 8 tokens the mean is (1/2 - 3/2) / 8 = -1/8 and the mean square 4 / 4 / 8 = 1/8.
+  """
+  x = jnp.asarray([[[1.0], [0.0]], [[5.0], [5.0]]])
+  mask = jnp.ones(x.shape, bool)
+  tokens = jnp.asarray([[[1.0], [3.0]], [[2.0], [2.0]]])
+  got = whitened(ShapedRewards(x, 0 * x), x > 0, mask, tokens=tokens).ravel()
+  std = (1 / 8 - 1 / 64) ** 0.5
+  np.testing.assert_allclose(got, np.asarray([5, -3, 1, 1]) / 8 / std, rtol=1e-5)
+
+
+def test_whitened_equal_rewards_have_no_advantage():
+  x = jnp.ones((2, 3, 1))
+  assert not whitened(ShapedRewards(x, 0 * x), x > 0, x > 0).any()
+
+
+def test_the_entropy_bonus_by_hand():
+  """min(0.4 H, |A| / 2): the first is bounded by |A| / 2, the second is 0.4 H."""
+  a = jnp.asarray([1.0, -1.0, -1.0, 0.0])
+  entropy = jnp.asarray([2.0, 0.5, 9.0, 2.0])
+  got = advantages.entropy_bonus(a, entropy, 0.4, 2.0)
+  np.testing.assert_allclose(got, [0.5, 0.2, 0.5, 0.0], rtol=1e-6)
+  assert ((a + got) * a >= 0).all()  # no sign changes

@@ -109,3 +109,55 @@ def test_a_guide_in_a_recipe_without_one_is_refused():
   ):
     with pytest.raises(UserError, match="'gtpo' has no guide; omit `guided`, or use 'dapo_mixed'"):
       call()
+
+
+def test_the_entropy_bonus_by_hand():
+  """The mean entropy of the three tokens, 0.5, times the coefficient is taken off the loss."""
+  entropy = jnp.asarray([[[0.2, 0.4], [0.9, 7.0]]])
+  inputs = {"log_probs": NEW, "log_probs_old": OLD, **INPUTS}
+  plain, _ = make("dapo").loss(**inputs)
+  algorithm = make("dapo", entropy_coef=0.1)
+  value = lambda entropy: algorithm.loss(**inputs, entropy=entropy)[0]
+  loss, slope = jax.value_and_grad(value)(entropy)
+  np.testing.assert_allclose(loss, plain - 0.1 * 0.5, rtol=1e-6)
+  np.testing.assert_allclose(slope, -0.1 / 3 * MASK, rtol=1e-6)
+  with pytest.raises(UserError, match="needs entropy; pass it"):
+    algorithm.loss(**inputs)
+
+
+@pytest.mark.parametrize(
+  ("coef", "entropy", "used", "following"),
+  [
+    (0.02, 0.25, 0.02, 0.03),  # below the target: the bonus applies and grows
+    (0.02, 0.3, 0.02, 0.03),  # at the target
+    (0.02, 0.35, 0.0, 0.01),  # above: no bonus, and it shrinks
+    (0.0, 0.35, 0.0, 0.0),  # never negative
+    (0.5, 0.1, 0.5, 0.5),  # at most entropy_coef_max
+  ],
+)
+def test_the_entropy_coefficient_moves_towards_the_target(coef, entropy, used, following):
+  algorithm = make("dapo", entropy_target=0.3, entropy_coef_delta=0.01, entropy_coef_max=0.5)
+  entropies = jnp.where(MASK, entropy, 99.0)
+  got = algorithm.next_entropy_coef(jnp.float32(coef), entropies, MASK)
+  np.testing.assert_allclose(got, [used, following], rtol=1e-6)
+  assert algorithm.initial_entropy_coef == 0.0 and make("dapo").initial_entropy_coef is None
+
+
+def test_a_selection_without_its_inputs_is_refused():
+  inputs = {"log_probs": NEW, "log_probs_old": OLD, **INPUTS}
+  with pytest.raises(UserError, match=r"'kl_cov' \(objective 'kl_cov'\) needs selected; pass it"):
+    make("kl_cov").loss(**inputs)
+  with pytest.raises(UserError, match="needs key; pass it"):
+    make("clip_cov").select(**inputs)
+  with pytest.raises(UserError, match="needs entropy_old; pass it"):
+    make("stare").select(**inputs)
+
+
+def test_ratio_metrics_by_hand():
+  """Ratios 2, 0.5 and 4: mean 6.5 / 3, effective sample size 6.5^2 / (3 * 20.25)."""
+  _, metrics = jax.jit(make("dapo").loss)(log_probs=NEW, log_probs_old=OLD, **INPUTS)
+  np.testing.assert_allclose(metrics["ratio/mean"], 6.5 / 3, rtol=1e-6)
+  np.testing.assert_allclose(metrics["ratio/ess"], 6.5**2 / (3 * 20.25), rtol=1e-6)
+  quantiles = [metrics[f"ratio/{name}"] for name in ("p01", "p50", "p99")]
+  np.testing.assert_allclose(quantiles, [0.5, 2.0, 4.0], rtol=1e-6)
+  assert abs(metrics["covariance/mean"]) < 1e-6  # all advantages are equal

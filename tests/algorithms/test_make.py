@@ -391,7 +391,7 @@ def test_a_buffer_that_the_penalty_does_not_read_is_refused():
   ("name", "nearest"),
   [
     ("gtop", "gtpo"),
-    ("dappo", "dapo"),
+    ("daapo", "dapo"),
     ("grpo-s", "grpo_s"),
     ("GSPO", "gspo"),
     ("gtpo_v1_cliped", "gtpo_v1_clipped"),

@@ -108,3 +108,91 @@ def test_the_bisection_selects_what_a_sort_selects(share):
 
 def test_at_least_one_is_selected_however_small_the_share():
   assert top_share(jnp.asarray([1.0, 2.0]), jnp.ones(2, bool), 1e-5).tolist() == [False, True]
+
+
+def test_negative_values_are_ordered_too():
+  x = jnp.asarray([-3.0, -1.0, -2.0, 0.5, -1e30, -1e-30])
+  assert top_share(x, jnp.ones(6, bool), 0.5).tolist() == [False, True, False, True, False, True]
+
+
+COVARIANCE = {
+  "advantages": jnp.asarray([[[1.0, 1.0, 1.0], [-1.0, -1.0, 9.0]]]),
+  "log_probs": jnp.asarray([[[-0.5, -2.5, -1.5], [-0.5, -2.5, 9.0]]]),
+  "mask": jnp.asarray([[[True, True, True], [True, True, False]]]),
+}
+
+
+def test_covariance_terms_by_hand():
+  """mean A = 0.2, mean log pi = -1.5; the first term is 0.8 * 1."""
+  got = selection.token_covariance(**COVARIANCE)
+  np.testing.assert_allclose(got, [[[0.8, -0.8, 0], [-1.2, 1.2, 0]]], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  ("share", "selected"),
+  [
+    (0.2, [[[False, False, False], [False, True, False]]]),  # the largest term, 1.2
+    (0.39, [[[False, False, False], [False, True, False]]]),  # 1.95 of 5: 1
+    (0.4, [[[True, False, False], [False, True, False]]]),
+    (1e-6, [[[False, False, False], [False, True, False]]]),  # at least one
+  ],
+)
+def test_the_highest_covariance_by_hand(share, selected):
+  got = selection.highest_covariance(**COVARIANCE, share=share, key=jax.random.key(0))
+  assert got.tolist() == selected
+
+
+def test_ties_of_the_highest_covariance_are_broken_at_random():
+  """Sure tokens all have the log-prob 0; exactly the given share of all tokens is selected."""
+  log_probs = jnp.zeros((2, 4, 50)).at[0, 0].set(-5.0)
+  advantages = jnp.ones(log_probs.shape).at[1].set(-1.0)
+  mask = jnp.ones(log_probs.shape, bool)
+  select = lambda key: selection.highest_covariance(advantages, log_probs, mask, 0.05, key)
+  first, second = map(select, jax.random.split(jax.random.key(0)))
+  assert first.sum() == second.sum() == 20 and (first != second).any()
+  assert not first[1].any() and not first[0, 0].any()
+
+
+def test_without_a_spread_of_advantages_no_token_is_selected():
+  log_probs = jnp.linspace(-3.0, 0.0, 6).reshape(1, 2, 3)
+  mask = jnp.ones(log_probs.shape, bool)
+  key = jax.random.key(0)
+  assert not selection.highest_covariance(jnp.ones(mask.shape), log_probs, mask, 0.5, key).any()
+
+
+def test_the_covariance_band_selects_random_candidates():
+  """Of two candidates between the bounds, each key selects one; both occur."""
+  free = COVARIANCE["mask"]
+  select = jax.jit(
+    lambda key, share=0.2: selection.covariance_band(
+      **COVARIANCE, free=free, band=(0.5, 5.0), share=share, key=key
+    )
+  )
+  counts = sum(np.asarray(select(key), int) for key in jax.random.split(jax.random.key(0), 64))
+  assert counts[0, 0, 0] + counts[0, 1, 1] == 64 and min(counts[0, 0, 0], counts[0, 1, 1]) > 16
+  assert select(jax.random.key(1), 0.9).sum() == 2  # all candidates, if there are fewer
+  assert (select(jax.random.key(1)) == select(jax.random.key(1))).all()
+
+
+def test_the_covariance_band_excludes_its_bounds_and_tokens_that_are_not_free():
+  free = COVARIANCE["mask"].at[0, 1, 1].set(False)
+  select = lambda *band: selection.covariance_band(
+    **COVARIANCE, free=free, band=band, share=1.0, key=jax.random.key(0)
+  )
+  assert select(0.1, 5.0).tolist() == [[[True, False, False], [False, False, False]]]
+  assert not select(1.0, 5.0).any()
+  term = float(selection.token_covariance(**COVARIANCE)[0, 0, 0])
+  assert not select(term, 5.0).any() and not select(0.1, term).any()
+
+
+@pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.99, 1.0])
+def test_quantiles_are_those_of_numpy(share):
+  rng = np.random.default_rng(3)
+  x = rng.normal(size=(3, 4, 5)).astype(np.float32)
+  mask = rng.random(x.shape) < 0.7
+  got = selection.quantile(jnp.asarray(x), jnp.asarray(mask), share)
+  assert float(got) == np.quantile(x[mask], share, method="inverted_cdf")
+
+
+def test_the_quantile_of_nothing_is_nan():
+  assert jnp.isnan(selection.quantile(jnp.ones(3), jnp.zeros(3, bool), 0.5))

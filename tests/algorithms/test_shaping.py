@@ -25,7 +25,8 @@ def weights(
 def make_units(entropy, mask, correct):
   correct = jnp.asarray(correct)[..., None]
   zeros = jnp.zeros(correct.shape)
-  return Units(jnp.asarray(entropy, jnp.float32), jnp.asarray(mask), correct, zeros, zeros)
+  mask = jnp.asarray(mask)
+  return Units(jnp.asarray(entropy, jnp.float32), mask, correct, zeros, zeros, mask + 0.0)
 
 
 # Two correct completions, two incorrect ones, of lengths 2, 1, 2, 1.

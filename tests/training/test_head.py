@@ -123,6 +123,26 @@ def test_no_gradient_flows_through_the_entropy():
     assert np.abs(b).max() > 0.1
 
 
+@pytest.mark.parametrize(
+  ("shape", "chunk"), [((1, 1, 1), 1000), ((1, 1, 1), 8 * 3), ((2, 2, 2), 24)]
+)
+def test_the_gradient_of_the_entropy_equals_the_full_softmax(shape, chunk):
+  mesh = make_mesh(*shape, devices=jax.devices()[: np.prod(shape)])
+  hidden, table, tokens = inputs(4, 8, 10, 16, 64)
+  weights = jnp.cos(jnp.arange(tokens.size, dtype=jnp.float32)).reshape(tokens.shape)
+
+  def gradient(function):
+    def value(hidden, table):
+      log_probs, entropy = function(hidden, table, tokens, 0.6)
+      return (weights * entropy).sum() + 0.1 * log_probs.sum()
+
+    return jax.jit(jax.grad(value, argnums=(0, 1)))(hidden, table)
+
+  chunked = lambda *arrays: log_probs_and_entropy(*arrays, chunk, "highest", mesh, True)
+  for got, want in zip(gradient(chunked), gradient(naive), strict=True):
+    assert relative_error(got, want) < 1e-5
+
+
 def test_a_certain_token_has_log_prob_0_and_no_negative_entropy():
   hidden = jnp.full((1, 4, 2), 40.0)
   table = jnp.asarray([[1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]])
@@ -169,46 +189,52 @@ def loss_signals(algorithm, log_probs, seed=0):
     "guided": guided,
     "advantages": rng.standard_normal(shape, np.float32),
     "weights": rng.random(shape, np.float32) / mask.sum(),
+    "selected": rng.random(shape) < 0.3 if algorithm.selects else None,
   }
 
 
 ONE_DEVICE = (1, 1, 1)
 EIGHT_DEVICES = (2, 2, 2)
-PER_TOKEN = [name for name in algorithms.RECIPES if algorithms.make(name).per_token]
+# One recipe for each objective whose tokens are independent.
+PER_TOKEN = ["gtpo", "cispo", "sapo", "dppo", "clip_cov", "kl_cov", "stare", "dapo_mixed"]
 
 
 @pytest.mark.parametrize(
-  ("name", "shape", "t", "dtype"),
+  ("name", "shape", "t", "dtype", "coef"),
   [
-    *((name, ONE_DEVICE, 10, "float32") for name in PER_TOKEN),
-    ("dapo_mixed", EIGHT_DEVICES, 13, "float32"),
-    ("gtpo", EIGHT_DEVICES, 10, "float32"),
-    ("gtpo", EIGHT_DEVICES, 10, "bfloat16"),
+    *((name, ONE_DEVICE, 10, "float32", 0.0) for name in PER_TOKEN),
+    ("dapo", ONE_DEVICE, 10, "float32", 0.1),
+    ("dapo_mixed", EIGHT_DEVICES, 13, "float32", 0.1),
+    ("gtpo", EIGHT_DEVICES, 10, "float32", 0.0),
+    ("gtpo", EIGHT_DEVICES, 10, "bfloat16", 0.0),
   ],
 )
-def test_both_ways_to_the_gradient_agree(name, shape, t, dtype):
+def test_both_ways_to_the_gradient_agree(name, shape, t, dtype, coef):
   """For each per-token recipe, the forward and the backward pass compute the same gradient.
 
   The positions are a multiple of neither chunks nor shards.
   """
   mesh = make_mesh(*shape, devices=jax.devices()[: np.prod(shape)])
   hidden, table, tokens = inputs(6, 8, t, 16, 64, dtype)
-  algorithm = algorithms.make(name, dual_clip=2.0, kl_weight=0.3, tis_cap=1.1)
+  settings = {"dual_clip": 2.0, "kl_weight": 0.3, "tis_cap": 1.1, "entropy_coef": coef}
+  read = algorithms.RECIPES[name].settings
+  algorithm = algorithms.make(name, **{key: settings[key] for key in settings if key in read})
+  bonus = algorithm.entropy_bonus
   static = 0.7, 24, "highest", mesh
   log_probs, _ = log_probs_and_entropy(hidden, table, tokens, *static)
   signals = loss_signals(algorithm, np.asarray(log_probs))
 
   def in_backward_pass(hidden, table):
-    log_probs, _ = log_probs_and_entropy(hidden, table, tokens, *static)
-    loss = algorithm.token_loss(log_probs, signals)
-    return 2 * loss, (loss, log_probs)
+    log_probs, entropy = log_probs_and_entropy(hidden, table, tokens, *static, bonus)
+    loss = algorithm.token_loss(log_probs, entropy, signals)
+    return 2 * loss, (loss, log_probs, entropy)
 
   def with_the_loss(hidden, table):
-    loss, log_probs = loss_and_log_probs(
-      algorithm.token_loss, hidden, table, tokens, signals, *static
+    loss, log_probs, entropy = loss_and_log_probs(
+      algorithm.token_loss, hidden, table, tokens, signals, *static, bonus
     )
-    # No gradient flows through the log-probs.
-    return 2 * loss + log_probs.sum(), (loss, log_probs)
+    # No gradient flows through the log-probs and entropies.
+    return 2 * loss + log_probs.sum() + entropy.sum(), (loss, log_probs, entropy)
 
   gradient = lambda way: jax.jit(jax.grad(way, argnums=(0, 1), has_aux=True))(hidden, table)
   grads, values = gradient(with_the_loss)

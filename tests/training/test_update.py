@@ -67,6 +67,22 @@ def test_one_device_equals_eight(name, shape, micro_batches):
     ("dapo_forking", EVERY_LOSS_TERM),
     ("gspo", EVERY_LOSS_TERM),
     pytest.param("dr_grpo", {"loss_aggregation": "group"}, marks=pytest.mark.slow),
+    ("gtpo", {"objective": "kl_cov", "selected_share": 0.2, "entropy_coef": 0.1}),
+    pytest.param("gmpo", {"eps_low": 0.1, "eps_high": 0.1}, marks=pytest.mark.slow),
+    pytest.param("gtpo", {"ratio": "gspo_token"}, marks=pytest.mark.slow),
+    pytest.param("grpo_s", {"objective": "cispo"}, marks=pytest.mark.slow),
+    pytest.param(
+      "clip_cov",
+      {"selected_share": 0.2, "cov_low": 0.01, **EVERY_LOSS_TERM},
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      "stare",
+      {"selected_share": 0.3, "surprise_weight": 3.0, "entropy_gate": 9.0},
+      marks=pytest.mark.slow,
+    ),
+    pytest.param("reinforce_pp", {"objective": "sapo"}, marks=pytest.mark.slow),
+    pytest.param("entropy_advantage", {"objective": "dppo"}, marks=pytest.mark.slow),
     pytest.param(
       "gtpo_v2", {"kappa": 3.0, "scope": "batch", "compare": "sequence"}, marks=pytest.mark.slow
     ),
@@ -81,6 +97,46 @@ def test_every_loss_is_the_same_with_sharding_and_micro_batches(name, settings):
   assert one_device[1]["grad_norm"] > 1e-3
   sharded = run(name, make_mesh(2, 2, 2), micro_batches=2, data=data, **settings)
   assert_same(one_device, sharded)
+
+
+def test_a_minibatch_without_a_signal_changes_nothing():
+  """Weight decay and momentum would move the parameters otherwise."""
+  rollouts, rewards = batch()
+  wrong = np.zeros_like(rewards.correct)
+  wrong[0] = True  # one group is all correct, the others are all wrong
+  reward = wrong.astype(np.float32)
+  rewards = rewards.replace(correct=wrong, reward=reward, penalty=0 * reward)
+  state, metrics = run("gtpo", data=(rollouts, rewards))
+  start = jax.device_get(params_on(single_device_model()))
+  jax.tree.map(np.testing.assert_array_equal, state.params, start)
+  assert metrics["update/empty"] == 1 and metrics["grad_norm"] == 0
+  assert metrics["update/skipped"] == 0 and int(state.step) == 1
+  assert plain("gtpo")[1]["update/empty"] == 0
+
+
+def test_the_entropy_coefficient_is_part_of_the_state():
+  """Both updates of the step are below the target, so that the coefficient rises twice."""
+  algorithm = algorithms.make("gtpo", entropy_target=100.0, entropy_coef=0.01)
+  model = single_device_model()
+  optimizer = make_optimizer(SGD_WITHOUT_DECAY, 10, 2, algorithm.initial_entropy_coef)
+  state = init_state(params_on(model), optimizer, model)
+  assert float(state.entropy_coef) == np.float32(0.01)
+  update = make_update(model, algorithm, optimizer, minibatches=2, head_chunk=64)
+  state, metrics = update(state, *shard_batch(batch(), model.mesh))
+  np.testing.assert_allclose(state.entropy_coef, 0.02, rtol=1e-6)
+  np.testing.assert_allclose(metrics["entropy/coef"], 0.0125, rtol=1e-6)  # mean of 0.01 and 0.015
+
+
+def test_an_entropy_bonus_raises_the_entropy():
+  change = {}
+  for coef in (0.0, 1.0):
+    state, _ = run("gtpo", optimizer=SGD_WITHOUT_DECAY, entropy_coef=coef)
+    rollouts, _ = batch()
+    _, entropy = score(
+      single_device_model(), state.params, rollouts.prompts, rollouts.tokens, 1.0, 64
+    )
+    change[coef] = float(entropy[rollouts.mask].mean())
+  assert change[1.0] > change[0.0] + 1e-4
 
 
 def test_batch_scopes_are_the_same_with_sharding_and_micro_batches():
