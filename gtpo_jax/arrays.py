@@ -151,6 +151,9 @@ class Rewards:
   penalty: jax.Array  # f32[n, g], <= 0; the length penalty
   # bool[n, g]; False excludes a completion from loss and statistics. None if all are valid.
   valid: jax.Array | None = None
+  # bool[n, g]; False if a completion has no verdict, so that `correct` means nothing. None if all
+  # have one.
+  scored: jax.Array | None = None
 
 
 def masked_sum(
@@ -170,3 +173,8 @@ def masked_mean(
   mask_of_x = jnp.broadcast_to(mask, jnp.broadcast_shapes(mask.shape, x.shape))
   count = mask_of_x.sum(axes, keepdims=keepdims)
   return masked_sum(x, mask, axes, keepdims) / jnp.maximum(count, 1)
+
+
+def mean_or_nan(x: jax.Array, mask: jax.Array) -> jax.Array:
+  """Returns the mean of `x` where `mask` is True, f32[]; NaN if it is False everywhere."""
+  return jnp.where(mask.any(), masked_mean(x, mask), jnp.nan)

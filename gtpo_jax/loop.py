@@ -173,7 +173,7 @@ def learn(run: Run, problems: Sequence[tuple[Problems, float]]) -> Generator[Ste
     state, metrics = run.update(state, batch)  # shaped credit, gradient, optimizer
     ended = time.perf_counter()
 
-    metrics |= batch.metrics
+    metrics = batch.add_metrics(metrics)
     tokens = metrics.get("tokens/sampled", metrics["tokens/completion"])
     metrics |= {
       "time/update": ended - collected,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.selection import quantile, token_covariance
-from gtpo_jax.arrays import masked_mean
+from gtpo_jax.arrays import masked_mean, mean_or_nan
 
 # The quantiles of the importance ratio that are logged.
 RATIO_QUANTILES = {"ratio/p01": 0.01, "ratio/p50": 0.5, "ratio/p99": 0.99}
@@ -59,9 +59,5 @@ def surprise_metrics(
   bounds = [quantile(surprise, mask, share) for share in (0.25, 0.5, 0.75)]
   quartile = sum((surprise > bound).astype(jnp.int32) for bound in bounds)
   return {
-    f"entropy/surprise_q{i + 1}": _mean_or_nan(entropy, mask & (quartile == i)) for i in range(4)
+    f"entropy/surprise_q{i + 1}": mean_or_nan(entropy, mask & (quartile == i)) for i in range(4)
   }
-
-
-def _mean_or_nan(x: jax.Array, mask: jax.Array) -> jax.Array:
-  return jnp.where(mask.any(), masked_mean(x, mask), jnp.nan)

@@ -115,9 +115,9 @@ def highest_covariance(
 ) -> jax.Array:
   """Selects the tokens with the largest covariance term, if it is positive (KL-Cov, 2505.22617).
 
-  It selects `max(1, floor(share * tokens in mask))` tokens. Among tokens with equal terms it chooses
-  at random: tokens of which the policy is sure all have the log-prob 0, and often the largest term.
-  Arguments and result are those of `covariance_band`.
+  It selects `max(1, floor(share * tokens in mask))` tokens. Among tokens with equal terms it
+  chooses at random, because many tokens can share the largest term: those with the log-prob 0, of
+  which the policy is certain. Arguments and result are those of `covariance_band`.
   """
   term = token_covariance(advantages, log_probs, mask)
   values = _sortable_bits(term)

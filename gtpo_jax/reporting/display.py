@@ -92,7 +92,7 @@ class Display:
     entropy = metrics["entropy/mean"]
     self._entropies.append(entropy)
     facts = (
-      f"step {step}  correct {metrics['reward/accuracy']:.0%}  "
+      f"step {step}  correct {percent(metrics['reward/accuracy'])}  "
       f"entropy {entropy:.3f} {sparkline(self._entropies)}  "
       f"length {metrics['length/mean']:.1f}  {metrics['tokens/s']:,.0f} tokens/s",
       f"reward {metrics['reward/mean']:.3f}  loss {metrics['loss']:.4f}  {speeds(metrics)}",
@@ -131,6 +131,11 @@ def speeds(metrics: Mapping[str, float]) -> str:
     speed = f"{tokens / seconds:,.0f} tokens/s " if tokens is not None and seconds else ""
     parts.append(f"{name} {speed}{seconds / step_s if step_s else 0:.0%}")
   return ", ".join(parts)
+
+
+def percent(share: float) -> str:
+  """Returns a share in percent, or "no verdict" if it is NaN."""
+  return "no verdict" if math.isnan(share) else f"{share:.0%}"
 
 
 def sparkline(values: Iterable[float]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -53,6 +53,15 @@ class Experience:
     """Returns problem i, its first completion, and whether that is correct."""
     prompt = self.problems[i].messages[-1]["content"]
     return prompt, self.texts[i][0], bool(self.correct[i, 0])
+
+  def add_metrics(self, update: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics of the update together with `metrics`.
+
+    With dynamic sampling, some exist for both. Those of all sampled groups keep their name; those
+    of the groups that the update trained on are called `kept/NAME`.
+    """
+    renamed = {f"kept/{name}" if name in self.metrics else name: update[name] for name in update}
+    return {**renamed, **self.metrics}
 
   def to_arrays(self) -> dict[str, np.ndarray]:
     """Returns the problems' ids and everything the update reads, as host arrays by dotted name.
@@ -246,7 +255,8 @@ class Collector:
       )
     filler = [group.as_filler() for group in no_contrast[len(no_contrast) - short :]]
     self._kept = [group.as_stale() for group in contrast[n:]]
-    metrics = _sampled_metrics(sampled) | {
+    metrics = {
+      **_sampled_metrics(sampled),
       "groups/sampled": float(len(sampled)),
       "groups/dropped": float(len(no_contrast)),
       "groups/kept": float(len(self._kept)),
@@ -291,19 +301,37 @@ def _append_guided(rollouts: Rollouts, guided: Rollouts) -> Rollouts:
 
 
 def _sampled_metrics(groups: Sequence[Group]) -> dict[str, float]:
-  """Returns metrics over the policy's own completions of all sampled groups."""
-  correct = stack([group.rewards.correct for group in groups])
-  total = stack([group.rewards.reward + group.rewards.penalty for group in groups])
-  own = True
-  if groups[0].rollouts.guided is not None:
-    own = ~stack([group.rollouts.guided for group in groups])
+  """Returns metrics over the policy's own completions of all sampled groups.
+
+  `batch_metrics` computes metrics of the same names over the groups that are trained on.
+  """
+  rewards = stack([group.rewards for group in groups])
+  rollouts = stack([group.rollouts for group in groups])
+  own = np.ones(rewards.correct.shape, bool) if rollouts.guided is None else ~rollouts.guided
+  judged = own & rewards.scored
+  correct = rewards.correct
+  lengths = rollouts.mask.sum(-1)
+  own_tokens = rollouts.mask & own[..., None]
+  entropy_of = lambda side: _mean(rollouts.entropy, own_tokens & side[..., None])
   return {
-    "reward/accuracy": float(correct.mean(where=own)),
-    "reward/mean": float(total.mean(where=own)),
-    "tokens/sampled": float(sum(group.rollouts.mask.sum() for group in groups)),
-    "groups/all_correct": float(correct.all(1, where=own).mean()),
-    "groups/all_wrong": float((~correct).all(1, where=own).mean()),
+    "reward/accuracy": _mean(correct, judged),
+    "reward/mean": _mean(rewards.reward + rewards.penalty, judged),
+    "tokens/sampled": float(rollouts.mask.sum()),
+    "groups/all_correct": float((correct | ~judged).all(1).mean(where=judged.any(1))),
+    "groups/all_wrong": float((~correct | ~judged).all(1).mean(where=judged.any(1))),
+    "entropy/mean": entropy_of(own),
+    "entropy/correct": entropy_of(judged & correct),
+    "entropy/incorrect": entropy_of(judged & ~correct),
+    "length/mean": _mean(lengths, own),
+    "length/min": float(lengths[own].min()),
+    "length/max": float(lengths[own].max()),
+    "length/cut_off": _mean(~rollouts.finished, own),
   }
+
+
+def _mean(x: np.ndarray, mask: np.ndarray) -> float:
+  """Returns the mean of x where `mask` is True, in float64; NaN if it is False everywhere."""
+  return float(x[mask].mean(dtype=np.float64)) if mask.any() else float("nan")
 
 
 def _combine_metrics(batches: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -92,7 +92,14 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
     rescored=token_float if settings.tis_cap else None,
     reference=token_float if settings.kl_weight else None,
   )
-  return rollouts, Rewards(completion_flag, completion_float, completion_float, completion_flag)
+  rewards = Rewards(
+    correct=completion_flag,
+    reward=completion_float,
+    penalty=completion_float,
+    valid=completion_flag,
+    scored=completion_flag,
+  )
+  return rollouts, rewards
 
 
 def leftovers_like(config: Config) -> dict[str, jax.ShapeDtypeStruct]:

@@ -57,7 +57,7 @@ class RewardResult:
   @property
   def rewards(self) -> Rewards:
     """What the update reads, in host arrays."""
-    return Rewards(self.correct, self.reward, self.penalty, self.valid)
+    return Rewards(self.correct, self.reward, self.penalty, self.valid, self.scored)
 
 
 class EndedCompletion(NamedTuple):

@@ -151,7 +151,8 @@ def _mismatch(first: Rows, last: Rows) -> str:
 
 
 def _no_reward(first: Rows, last: Rows) -> str:
-  if len(last) >= MIN_STEPS and all(row.get("reward/accuracy") == 0 for row in last):
+  # None: no completion has a verdict.
+  if len(last) >= MIN_STEPS and not any(row.get("reward/accuracy") or 0 for row in last):
     return (
       f"no completion of the last {len(last)} steps is correct: there is nothing to learn from; "
       f"check samples.jsonl, the problems' answers, reward/no_verdict and length/cut_off"

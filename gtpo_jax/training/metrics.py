@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.arrays import Rewards, Rollouts, masked_mean
+from gtpo_jax.algorithms.diagnostics import surprise_metrics
+from gtpo_jax.arrays import Rewards, Rollouts, masked_mean, mean_or_nan
 
 
 def batch_metrics(
@@ -14,7 +15,8 @@ def batch_metrics(
   """Returns the diagnostics of a step's batch, f32[] each.
 
   They cover only the policy's own completions, except `guide/*`, `tokens/*` and `completions/*`.
-  The means over O+ or over O- (`entropy/correct` and similar) are NaN if there are no such tokens.
+  Completions without a verdict count neither as correct nor as incorrect. The means over O+ or over
+  O- (`entropy/correct` and similar) are NaN if there are no such tokens.
 
   Args:
     rollouts, rewards: the batch.
@@ -25,7 +27,9 @@ def batch_metrics(
   guided = none if rollouts.guided is None else rollouts.guided
   own = ~guided
   correct = rewards.correct
+  judged = own if rewards.scored is None else own & rewards.scored
   mask = rollouts.mask & own[..., None]
+  judged_tokens = rollouts.mask & judged[..., None]
   entropy = rollouts.entropy
   lengths = rollouts.lengths.astype(jnp.float32)
   token_correct = jnp.broadcast_to(correct[..., None], mask.shape)
@@ -33,23 +37,24 @@ def batch_metrics(
   wrong_sign = jnp.where(token_correct, advantages < 0, advantages > 0)
   metrics = {
     "entropy/mean": masked_mean(entropy, mask),
-    "entropy/correct": _mean_or_nan(entropy, mask & token_correct),
-    "entropy/incorrect": _mean_or_nan(entropy, mask & ~token_correct),
+    "entropy/correct": mean_or_nan(entropy, judged_tokens & token_correct),
+    "entropy/incorrect": mean_or_nan(entropy, judged_tokens & ~token_correct),
     "length/mean": masked_mean(lengths, own),
     "length/min": jnp.where(own, lengths, jnp.inf).min(),
     "length/max": jnp.where(own, lengths, 0.0).max(),
     "length/cut_off": masked_mean(~rollouts.finished, own),
-    "reward/mean": masked_mean(rewards.reward + rewards.penalty, own),
-    "reward/accuracy": masked_mean(correct, own),
-    "groups/all_correct": (correct | guided).all(1).mean(),
-    "groups/all_wrong": (~correct | guided).all(1).mean(),
-    "advantage/correct": _mean_or_nan(advantages, in_loss & token_correct),
-    "advantage/incorrect": _mean_or_nan(advantages, in_loss & ~token_correct),
+    "reward/mean": mean_or_nan(rewards.reward + rewards.penalty, judged),
+    "reward/accuracy": mean_or_nan(correct, judged),
+    "groups/all_correct": mean_or_nan((correct | ~judged).all(1), judged.any(1)),
+    "groups/all_wrong": mean_or_nan((~correct | ~judged).all(1), judged.any(1)),
+    "advantage/correct": mean_or_nan(advantages, in_loss & token_correct),
+    "advantage/incorrect": mean_or_nan(advantages, in_loss & ~token_correct),
     "advantage/sign_flips": masked_mean(wrong_sign, in_loss),
     "tokens/completion": rollouts.mask.sum(),
     "tokens/trained": loss_mask.sum(),
     "tokens/padding": _padding_share(rollouts),
   }
+  metrics |= surprise_metrics(entropy, rollouts.log_probs, mask)
   if rewards.valid is not None:
     metrics["completions/not_counted"] = 1.0 - rewards.valid.mean()
   if rollouts.guided is not None:
@@ -81,10 +86,6 @@ def mismatch_metrics(rollouts: Rollouts, log_probs: jax.Array) -> dict[str, jax.
     "mismatch/max_abs_logp": jnp.abs(gap).max(),
     "mismatch/kl": masked_mean(jnp.expm1(gap) - gap, fresh),
   }
-
-
-def _mean_or_nan(x: jax.Array, mask: jax.Array) -> jax.Array:
-  return jnp.where(mask.any(), masked_mean(x, mask), jnp.nan)
 
 
 def _padding_share(rollouts: Rollouts) -> jax.Array:

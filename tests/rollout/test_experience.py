@@ -98,6 +98,16 @@ def test_at_the_limit_it_trains_on_the_groups_it_has_and_says_so():
   np.testing.assert_array_equal(np.asarray(batch.rewards.valid).all(1), contrast(batch))
   assert batch.metrics["groups/all_wrong"] + batch.metrics["groups/all_correct"] == (N - good) / N
   assert batch.metrics["reward/accuracy"] == pytest.approx(batch.correct.mean())
+  # The batch has all that was sampled, so that both populations have the same entropies.
+  mask = np.asarray(batch.rollouts.mask)
+  entropy = np.asarray(batch.rollouts.entropy)
+  assert batch.metrics["entropy/mean"] == pytest.approx(entropy[mask].mean(), rel=1e-5)
+  incorrect = mask & ~batch.correct[..., None]
+  assert batch.metrics["entropy/incorrect"] == pytest.approx(entropy[incorrect].mean(), rel=1e-5)
+  assert batch.metrics["length/mean"] == pytest.approx(mask.sum(-1).mean())
+  both = batch.add_metrics({"entropy/mean": 0.5, "loss": 0.1})
+  assert both["kept/entropy/mean"] == 0.5 and both["loss"] == 0.1
+  assert both["entropy/mean"] == batch.metrics["entropy/mean"] and "entropy/mean" in both
 
 
 def test_leftovers_survive_as_arrays():

@@ -1,5 +1,7 @@
 """The metrics of an update against NumPy."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from update_cases import (
@@ -12,7 +14,9 @@ from update_cases import (
   single_device_model,
 )
 
+from gtpo_jax.algorithms.diagnostics import surprise_metrics
 from gtpo_jax.training.log_probs import score
+from gtpo_jax.training.metrics import batch_metrics
 
 
 def test_batch_metrics():
@@ -55,6 +59,37 @@ def test_metrics_of_optional_fields():
   assert metrics["mismatch/max_abs_logp"] == pytest.approx(gap, abs=1e-5)
   assert metrics["kl/reference"] > 0
   assert 0 < metrics["mismatch/weight"] <= 1.05
+
+
+def test_completions_without_a_verdict_are_neither_correct_nor_incorrect():
+  rollouts, rewards = batch()
+  scored = np.ones_like(rewards.correct)
+  scored[0] = False  # a whole group
+  scored[2, 1] = False
+  rewards = rewards.replace(correct=rewards.correct & scored, scored=scored)
+  advantages = jnp.zeros(rollouts.mask.shape)
+  metrics = jax.jit(batch_metrics)(rollouts, rewards, advantages, rollouts.mask)
+  wrong = scored & ~rewards.correct
+  entropy = rollouts.entropy[rollouts.mask & wrong[..., None]].mean()
+  assert metrics["reward/accuracy"] == pytest.approx(rewards.correct[scored].mean())
+  assert metrics["entropy/incorrect"] == pytest.approx(entropy, abs=1e-5)
+  assert metrics["groups/all_wrong"] == pytest.approx(1 / 7)
+  assert metrics["groups/all_correct"] == 0
+  nothing = rewards.replace(scored=np.zeros_like(scored))
+  metrics = jax.jit(batch_metrics)(rollouts, nothing, advantages, rollouts.mask)
+  assert np.isnan(metrics["reward/accuracy"]) and np.isnan(metrics["groups/all_wrong"])
+
+
+def test_entropy_by_surprise():
+  """Eight tokens with surprises 1 to 8; the fourth quarter has those of 7 and 8."""
+  log_probs = -jnp.arange(1.0, 10.0).reshape(1, 3, 3)
+  mask = log_probs > -8.5
+  entropy = jnp.arange(10.0, 19.0).reshape(1, 3, 3)
+  metrics = surprise_metrics(entropy, log_probs, mask)
+  means = [float(metrics[f"entropy/surprise_q{i}"]) for i in (1, 2, 3, 4)]
+  assert means == [10.5, 12.5, 14.5, 16.5]
+  one = surprise_metrics(entropy, log_probs, log_probs == -1)
+  assert float(one["entropy/surprise_q1"]) == 10 and np.isnan(one["entropy/surprise_q4"])
 
 
 def test_the_mismatch_is_measured_before_the_first_gradient_update():

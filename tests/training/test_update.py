@@ -12,6 +12,7 @@ from update_cases import (
   CONFIG,
   EVERY_LOSS_TERM,
   SGD_LIKE,
+  SGD_WITHOUT_DECAY,
   G,
   N,
   T,
@@ -32,7 +33,7 @@ from gtpo_jax.models import Qwen2
 from gtpo_jax.models.config import Lora
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch, single_device_mesh
 from gtpo_jax.training.log_probs import score
-from gtpo_jax.training.state import OptimizerConfig, abstract_state, init_state, make_optimizer
+from gtpo_jax.training.state import abstract_state, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
 
@@ -128,15 +129,16 @@ def test_the_entropy_coefficient_is_part_of_the_state():
 
 
 def test_an_entropy_bonus_raises_the_entropy():
-  change = {}
+  rollouts, _ = batch()
+  model = single_device_model()
+  entropy = {}
   for coef in (0.0, 1.0):
     state, _ = run("gtpo", optimizer=SGD_WITHOUT_DECAY, entropy_coef=coef)
-    rollouts, _ = batch()
-    _, entropy = score(
-      single_device_model(), state.params, rollouts.prompts, rollouts.tokens, 1.0, 64
+    _, values = jax.jit(score, static_argnums=(0, 4, 5))(
+      model, state.params, rollouts.prompts, rollouts.tokens, 1.0, 64
     )
-    change[coef] = float(entropy[rollouts.mask].mean())
-  assert change[1.0] > change[0.0] + 1e-4
+    entropy[coef] = float(values[rollouts.mask].mean())
+  assert entropy[1.0] > entropy[0.0] + 1e-4
 
 
 def test_batch_scopes_are_the_same_with_sharding_and_micro_batches():
@@ -279,16 +281,6 @@ def test_the_update_raises_the_probability_of_correct_completions():
   assert metrics["mismatch/max_abs_logp"] < 1e-5
   assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-5)
   assert metrics["advantage/correct"] > 0 > metrics["advantage/incorrect"]
-
-
-def test_only_weight_decay_moves_the_policy_if_no_group_is_mixed():
-  rollouts, rewards = batch()
-  rewards = rewards.replace(correct=np.zeros((N, G), bool))
-  optimizer = OptimizerConfig(learning_rate=1e-2, weight_decay=0.0)
-  state, metrics = run("gtpo", data=(rollouts, rewards), optimizer=optimizer)
-  assert metrics["loss"] == metrics["grad_norm"] == 0
-  before = jax.device_get(params_on(single_device_model()))
-  jax.tree.map(np.testing.assert_array_equal, state.params, before)
 
 
 def batch_with_nan_log_prob():
