@@ -21,10 +21,16 @@ SIZES = {
 }
 
 
-def paper(size: str, algorithm: str) -> ConfigDict:
+def paper(size: str, algorithm: str, dynamic_sampling: bool | None = None) -> ConfigDict:
   """Returns the comparison of 2508.04349 (final version).
 
   128 prompts x 16 completions of at most 4,096 tokens, 210 steps, clipping 0.2 / 0.28.
+
+  Args:
+    size: a key of `SIZES`.
+    algorithm: the name of the algorithm.
+    dynamic_sampling: whether groups without contrast are replaced; None for the algorithm's own
+      default.
   """
   preset, tensor, micro_batches = SIZES[size]
   config = default_config()
@@ -42,6 +48,7 @@ def paper(size: str, algorithm: str) -> ConfigDict:
   config.batch.group = 16
   config.batch.micro_batches = micro_batches
   config.algorithm.name = algorithm
+  config.algorithm.dynamic_sampling = dynamic_sampling
   config.reward.math_rule = "dapo"
   config.optimizer.learning_rate = 1e-6
   config.optimizer.weight_decay = 0.1

@@ -14,7 +14,19 @@ PAPER = [
   for size in ("0_5b", "1_5b", "7b", "32b")
   for algorithm in ("gtpo", "grpo_s", "dapo")
 ]
-LARGE = [*PAPER, "dapo_32b_reference", "colab_0_5b_gsm8k"]
+# Two triples that differ only in the credit: all with dynamic sampling, and all without.
+PAIRED = {
+  True: ["qwen2_5_7b_gtpo_dynamic", "qwen2_5_7b_grpo_s_dynamic", "qwen2_5_7b_dapo"],
+  False: ["qwen2_5_7b_gtpo", "qwen2_5_7b_grpo_s", "qwen2_5_7b_dapo_static"],
+}
+LARGE = [
+  *PAPER,
+  "qwen2_5_7b_gtpo_dynamic",
+  "qwen2_5_7b_grpo_s_dynamic",
+  "qwen2_5_7b_dapo_static",
+  "dapo_32b_reference",
+  "colab_0_5b_gsm8k",
+]
 
 
 def read(name):
@@ -52,6 +64,15 @@ def test_it_divides_over_the_hardware_it_names(name):
     all(size % mesh[2] == 0 for size in (model.heads, model.kv_heads, model.mlp, model.vocab_size))
     and model.width % mesh[1] == 0
   )
+
+
+@pytest.mark.parametrize("dynamic", PAIRED)
+def test_the_paired_configs_differ_only_in_the_algorithm(dynamic):
+  first, *others = map(read, PAIRED[dynamic])
+  for config in (first, *others):
+    assert config.resolved_algorithm.settings.dynamic_sampling is dynamic
+  for other in others:
+    assert difference(first, other).keys() == {"algorithm.name"}
 
 
 @pytest.mark.parametrize("name", PAPER)

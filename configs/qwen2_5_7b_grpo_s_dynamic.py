@@ -1,0 +1,18 @@
+r"""Qwen2.5-7B on DAPO-Math-17k with GRPO-S, with dynamic sampling (arXiv 2508.04349).
+
+    gtpo train --config=configs/qwen2_5_7b_grpo_s_dynamic.py --workdir=WORKDIR \
+               --config.model.path=Qwen/Qwen2.5-7B
+
+GTPO, GRPO-S and DAPO with dynamic sampling differ only in how the credit is computed:
+`qwen2_5_7b_gtpo_dynamic.py`, `qwen2_5_7b_grpo_s_dynamic.py` and `qwen2_5_7b_dapo.py`.
+
+Hardware: TPU v5p, topology v5p:2x4x4 (32 chips).
+Expected time (roofline estimate, never measured): at least 69.2 s per step if every
+completion reaches its maximum length; dynamic sampling takes longer.
+"""
+
+from gtpo_jax.config.published import paper
+
+
+def get_config():
+  return paper("7b", "grpo_s", dynamic_sampling=True)
