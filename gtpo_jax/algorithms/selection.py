@@ -138,13 +138,13 @@ def quantile(x: jax.Array, mask: jax.Array, share: float) -> jax.Array:
     share: in (0, 1].
 
   Returns:
-    f32[]; NaN if `mask` is False everywhere.
+    f32[]; 0 if `mask` is False everywhere.
   """
   total = mask.sum()
   below = jnp.maximum(jnp.ceil(share * total - COUNT_TOLERANCE), 1).astype(jnp.int32)
   threshold = _threshold(_sortable_bits(x), mask, total - below + 1)
   # The largest value with at least total - below + 1 values not under it.
-  return jnp.where(mask.any(), _from_sortable_bits(threshold), jnp.nan)
+  return jnp.where(mask.any(), _from_sortable_bits(threshold), 0.0)
 
 
 def _random_ranks(key: jax.Array, mask: jax.Array) -> jax.Array:
