@@ -40,15 +40,16 @@ def make_imitation(
   def imitation_step(state: TrainState, batch: Demonstrations) -> tuple[TrainState, jax.Array]:
     trained, frozen = partition(model, state.params)
 
-    def loss_fn(trained: Params) -> tuple[jax.Array, jax.Array]:
+    def loss_fn(trained: Params) -> jax.Array:
       params = combine(trained, frozen)
       tokens = batch.tokens[:, None]
       weights = token_mean(batch.mask)[:, None]
-      return loss_and_score(
+      loss, *_ = loss_and_score(
         model, params, batch.prompts, tokens, 1.0, head_chunk, _cross_entropy, weights
       )
+      return loss
 
-    (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(trained)
+    loss, grads = jax.value_and_grad(loss_fn)(trained)
     opt_state = optimizer.load_moments(state.opt_state)
     updates, opt_state = optimizer.update(grads, opt_state, trained)
     params = combine(optax.apply_updates(trained, updates), frozen)
@@ -63,5 +64,5 @@ def make_imitation(
   )
 
 
-def _cross_entropy(log_probs: jax.Array, weights: jax.Array) -> jax.Array:
+def _cross_entropy(log_probs: jax.Array, entropy: jax.Array, weights: jax.Array) -> jax.Array:
   return -masked_sum(weights * log_probs, weights > 0)
