@@ -75,7 +75,7 @@ def test_the_bounds_of_every_objective_act_with_several_updates(objective, tiny,
     tiny,
     steps=2,
     algorithm=AlgorithmSection(name=name, objective=objective),
-    batch=dataclasses.replace(tiny.batch, minibatches=4, epochs=4),
+    batch=dataclasses.replace(tiny.batch, prompts=32, group=8, minibatches=4, epochs=4),
     optimizer=dataclasses.replace(tiny.optimizer, learning_rate=2e-3),
     eval=dataclasses.replace(tiny.eval, problems=32, samples=1),
   )
