@@ -93,7 +93,7 @@ def install(client: Client, home: Path, log: Path) -> Path:
   if not python.exists():
     run([sys.executable, "-m", "venv", str(home / "venv")], log)
   packages = [*client.packages, "jinja2", "numpy"]
-  if run([str(python), "-m", "pip", "install", "--quiet", *packages], log):
+  if run([str(python), "-m", "pip", "install", "--quiet", "--no-compile", *packages], log):
     raise RuntimeError(f"pip could not install {' '.join(client.packages)}; see {log}")
   return python
 
