@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,21 +144,21 @@ def make(folder: Path) -> dict[str, dict[str, Any]]:
   cases = {}
   for seed, (name, (style, changes)) in enumerate(CASES.items()):
     home = folder / name.replace(" ", "_")
-    chat, model, params = _source(home / "source", style, changes, seed)
-    save(model, params, chat.tokenizer, home / "out", stop=chat.stop, source=home / "source")
     repeats = 3 if "yarn" in name else 1  # beyond the 64 positions of the original context
-    cases[name] = expected(home, home / "out", chat, model, params, repeats)
+    texts = [" ".join([text] * repeats) for text in TEXTS]
+    chat, model, params = _source(home / "source", style, changes, texts[0], seed)
+    save(model, params, chat.tokenizer, home / "out", stop=chat.stop, source=home / "source")
+    cases[name] = expected(home, home / "out", chat, model, params, texts)
   return _tiny_and_adapter(folder) | cases
 
 
 def expected(
-  home: Path, out: Path, chat: Chat, model: Qwen2, params: Params, repeats: int = 1
+  home: Path, out: Path, chat: Chat, model: Qwen2, params: Params, texts: Sequence[str] = TEXTS
 ) -> dict[str, Any]:
   """Returns prompts, greedy completions and the file of the logits of an export.
 
   The logits f32[prompt, 2, vocab] follow the prompt and the last token of the completion.
   """
-  texts = [" ".join([text] * repeats) for text in TEXTS]
   prompts = [chat.encode_prompt([{"role": "user", "content": text}]) for text in texts]
   completions = _greedy(model, params, prompts, chat.stop)
   logits = [
@@ -167,7 +168,7 @@ def expected(
   np.save(home / "logits.npy", np.stack(logits))
   return {
     "folder": str(out),
-    "texts": texts,
+    "texts": list(texts),
     "prompts": prompts,
     "completions": completions,
     "logits": str(home / "logits.npy"),
@@ -176,14 +177,14 @@ def expected(
 
 
 def _source(
-  folder: Path, style: dict[str, Any], changes: dict[str, Any], seed: int
+  folder: Path, style: dict[str, Any], changes: dict[str, Any], text: str, seed: int
 ) -> tuple[Chat, Qwen2, Params]:
-  """Writes a folder like the published ones, in whose model a completion ends before TOKENS."""
+  """Writes a folder like the published ones, whose completion of `text` ends before TOKENS."""
   config = ModelConfig(**{"vocab_size": 151_936, **SIZES, **changes})
   model = Qwen2(config, single_device_mesh())
   _write_tokenizer(folder, style)
   chat = load_chat(folder)
-  prompt = chat.encode_prompt([{"role": "user", "content": TEXTS[0]}])
+  prompt = chat.encode_prompt([{"role": "user", "content": text}])
   while True:
     params = _random_params(model, seed)
     (completion,) = _greedy(model, params, [prompt], ())
