@@ -270,7 +270,8 @@ def run_llama_cpp(case: Case, scratch: Path) -> Result:
   params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
   params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
   if "base" in case:
-    command = [sys.executable, "convert_lora_to_gguf.py", case["folder"]]
+    # Without --base, the script takes an absolute path for a malformed hub id.
+    command = [sys.executable, "convert_lora_to_gguf.py", "--base", case["base"], case["folder"]]
     notes += run_converter([*command, "--outfile", str(scratch / "adapter.gguf")], checkout)
     adapter = xllamacpp.CommonAdapterLoraInfo(str(scratch / "adapter.gguf"), 1.0)
     params.lora_adapters = [adapter]
