@@ -276,7 +276,8 @@ def run_llama_cpp(case: Case, scratch: Path) -> Result:
     adapter = xllamacpp.CommonAdapterLoraInfo(str(scratch / "adapter.gguf"), 1.0)
     params.lora_adapters = [adapter]
   server = xllamacpp.Server(params)
-  greedy = {"temperature": 0.0, "n_predict": TOKENS, "return_tokens": True, "cache_prompt": False}
+  greedy = {"temperature": 0.0, "repeat_penalty": 1.0, "n_predict": TOKENS, "return_tokens": True}
+  greedy["cache_prompt"] = False
   completions, differences, template = [], [], []
   logits = np.load(case["logits"])
   for i, text in enumerate(case["texts"]):
@@ -290,7 +291,9 @@ def run_llama_cpp(case: Case, scratch: Path) -> Result:
       differences += [abs(top["logprob"] - log_probs[top["id"]]) for top in step["top_logprobs"]]
     messages = {"messages": [{"role": "user", "content": text}]}
     rendered = post(server, "/apply-template", messages)["prompt"]
-    template.append(post(server, "/tokenize", {"content": rendered, "parse_special": True}))
+    # The server leaves out the beginning-of-text token if the tokenizer adds it.
+    text_of_prompt = {"content": rendered, "parse_special": True, "add_special": True}
+    template.append(post(server, "/tokenize", text_of_prompt))
   return {
     "completions": [completion["tokens"] for completion in completions],
     "error": float(max(differences)),

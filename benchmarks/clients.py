@@ -78,7 +78,7 @@ CLIENTS = {
   "llama.cpp": Client(
     "llama.cpp",
     ("xllamacpp==2026.10.11549", "transformers==4.57.6", "sentencepiece", "protobuf<5", TORCH),
-    (),
+    FIELDS,
     ("tiny", "adapter", *CASES),
   ),
 }
