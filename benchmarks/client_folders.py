@@ -221,7 +221,7 @@ def _write_tokenizer(folder: Path, style: dict[str, Any]) -> None:
   if bos := style.get("bos"):
     tokenizer.post_processor = processors.TemplateProcessing(
       single=f"{bos}:0 $A:0",
-      pair=f"{bos}:0 $A:0 {bos}:1 $B:1",
+      pair=f"{bos}:0 $A:0 $B:1",
       special_tokens=[(bos, tokenizer.token_to_id(bos))],
     )
   tokenizer.save(str(folder / "tokenizer.json"), pretty=False)

@@ -214,7 +214,7 @@ def run_onnx_genai(case: Case, scratch: Path) -> Result:
 
   command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", case["folder"]]
   command += ["-o", str(scratch / "onnx"), "-p", "fp32", "-e", "cpu", "-c", str(scratch / "cache")]
-  run_converter(command)
+  notes = run_converter(command)
   model = og.Model(str(scratch / "onnx"))
   completions, logits = [], []
   for prompt, wanted in zip(case["prompts"], case["completions"], strict=True):
@@ -238,7 +238,12 @@ def run_onnx_genai(case: Case, scratch: Path) -> Result:
     messages = json.dumps([{"role": "user", "content": text}])
     rendered = tokenizer.apply_chat_template(messages=messages, add_generation_prompt=True)
     template.append([int(x) for x in tokenizer.encode(rendered)])
-  return {"completions": completions, "error": error_of(case, logits), "template": template}
+  return {
+    "completions": completions,
+    "error": error_of(case, logits),
+    "template": template,
+    "warnings_of_converter": notes,
+  }
 
 
 def run_converter(command: list[str], cwd: str | None = None) -> list[str]:

@@ -168,7 +168,8 @@ def faults(result: Result, case: dict[str, Any]) -> list[str]:
     found.append("chat template differs")
   if result.get("keys"):
     found.append(f"unmatched keys: {', '.join(result['keys'][:3])}")
-  found += [f"warning: {message[:120]}" for message in result["warnings"]]
+  messages = [*result["warnings"], *result.get("warnings_of_converter", ())]
+  found += [f"warning: {message[:120]}" for message in messages]
   return found
 
 
