@@ -34,7 +34,8 @@ ENTRIES = 151_643  # ids below this are no control tokens
 TOKENS = 32  # the longest completion
 MARGIN = 2e-3  # the least difference between the two largest logits of a greedy step
 SIZES = {"width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 160}
-YARN = {"context": 256, "yarn": Yarn(4.0, 64)}
+ORIGINAL = 256  # a shorter original context is too short for ONNX Runtime GenAI
+YARN = {"context": 1024, "yarn": Yarn(4.0, ORIGINAL)}
 TEXTS = (
   "12+7:",
   "What is the sum of these numbers? 46+4+8+9+7",
@@ -134,7 +135,7 @@ CASES = {
   "untied": (QWEN, {"tied": False}),
   "yarn": (QWEN, YARN),
   "r1": (R1, {"tied": False}),
-  "yarn fields": (QWEN, {"context": 256, "yarn": Yarn(4.0, 64, 16.0, 0.5, 1.25)}),
+  "yarn fields": (QWEN, {"context": 1024, "yarn": Yarn(4.0, ORIGINAL, 16.0, 0.5, 1.25)}),
   "head_dim": (QWEN, {"head_dim": 32}),
 }
 
@@ -143,13 +144,14 @@ def make(folder: Path) -> dict[str, dict[str, Any]]:
   """Writes all exports below `folder`, and returns what a client needs of each case."""
   cases = {}
   for seed, (name, (style, changes)) in enumerate(CASES.items()):
-    home = folder / name.replace(" ", "_")
-    repeats = 3 if "yarn" in name else 1  # beyond the 64 positions of the original context
-    texts = [" ".join([text] * repeats) for text in TEXTS]
-    chat, model, params = _source(home / "source", style, changes, texts[0], seed)
-    save(model, params, chat.tokenizer, home / "out", stop=chat.stop, source=home / "source")
-    cases[name] = expected(home, home / "out", chat, model, params, texts)
+    cases[name] = _case(folder / name.replace(" ", "_"), style, changes, seed)
   return _tiny_and_adapter(folder) | cases
+
+
+def _case(home: Path, style: dict[str, Any], changes: dict[str, Any], seed: int) -> dict[str, Any]:
+  chat, model, params, texts = _source(home / "source", style, changes, seed)
+  save(model, params, chat.tokenizer, home / "out", stop=chat.stop, source=home / "source")
+  return expected(home, home / "out", chat, model, params, texts)
 
 
 def expected(
@@ -157,13 +159,18 @@ def expected(
 ) -> dict[str, Any]:
   """Returns prompts, greedy completions and the file of the logits of an export.
 
-  The logits f32[prompt, 2, vocab] follow the prompt and the last token of the completion.
+  The logits f32[prompt, 2, vocab] follow the prompt and the context, which is the prompt with the
+  completion, without the stop token.
   """
   prompts = [chat.encode_prompt([{"role": "user", "content": text}]) for text in texts]
   completions = _greedy(model, params, prompts, chat.stop)
-  logits = [
-    _logits(model, params, prompt + completion)[[len(prompt) - 1, -1]]
+  contexts = [
+    prompt + [token for token in completion if token not in chat.stop]
     for prompt, completion in zip(prompts, completions, strict=True)
+  ]
+  logits = [
+    _logits(model, params, context)[[len(prompt) - 1, -1]]
+    for prompt, context in zip(prompts, contexts, strict=True)
   ]
   np.save(home / "logits.npy", np.stack(logits))
   return {
@@ -171,20 +178,26 @@ def expected(
     "texts": list(texts),
     "prompts": prompts,
     "completions": completions,
+    "contexts": contexts,
     "logits": str(home / "logits.npy"),
     "stop": list(chat.stop),
   }
 
 
 def _source(
-  folder: Path, style: dict[str, Any], changes: dict[str, Any], text: str, seed: int
-) -> tuple[Chat, Qwen2, Params]:
-  """Writes a folder like the published ones, whose completion of `text` ends before TOKENS."""
+  folder: Path, style: dict[str, Any], changes: dict[str, Any], seed: int
+) -> tuple[Chat, Qwen2, Params, list[str]]:
+  """Writes a folder like the published ones, and texts; the first completion ends early.
+
+  With YaRN, the texts are longer than the original context.
+  """
   config = ModelConfig(**{"vocab_size": 151_936, **SIZES, **changes})
   model = Qwen2(config, single_device_mesh())
   _write_tokenizer(folder, style)
   chat = load_chat(folder)
-  prompt = chat.encode_prompt([{"role": "user", "content": text}])
+  longest = ORIGINAL if config.yarn else 0
+  texts = [" ".join([text] * (longest // len(chat.encode_text(text)) + 1)) for text in TEXTS]
+  prompt = chat.encode_prompt([{"role": "user", "content": texts[0]}])
   while True:
     params = _random_params(model, seed)
     (completion,) = _greedy(model, params, [prompt], ())
@@ -204,7 +217,7 @@ def _source(
   values = {key: x for key, x in values.items() if key != "transformers_version"}
   (folder / "config.json").write_text(json.dumps(values | style["model"]))
   (folder / "generation_config.json").write_text(json.dumps(style["generation"]))
-  return load_chat(folder), *load(folder, "float32")
+  return load_chat(folder), *load(folder, "float32"), texts
 
 
 def _write_tokenizer(folder: Path, style: dict[str, Any]) -> None:

@@ -89,7 +89,7 @@ def torch_results(model: Any, case: Case) -> Result:
 
   completions, logits = [], []
   greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-  for prompt, wanted in zip(case["prompts"], case["completions"], strict=True):
+  for prompt, context in zip(case["prompts"], case["contexts"], strict=True):
     tokens = torch.tensor([prompt])
     out = model.generate(
       tokens,
@@ -100,7 +100,7 @@ def torch_results(model: Any, case: Case) -> Result:
     )
     completions.append(out[0, len(prompt) :].tolist())
     with torch.no_grad():
-      full = torch.tensor([prompt + wanted])
+      full = torch.tensor([context])
       rows = model(input_ids=full, attention_mask=torch.ones_like(full)).logits[0].float().numpy()
     logits.append(rows[[len(prompt) - 1, -1]])
   return {"completions": completions, "error": error_of(case, logits)}
@@ -160,14 +160,14 @@ def run_mlx(case: Case, _: Path) -> Result:
   mx.set_default_device(mx.cpu)
   model, tokenizer = load(case["folder"])
   completions, logits = [], []
-  for prompt, wanted in zip(case["prompts"], case["completions"], strict=True):
+  for prompt, context in zip(case["prompts"], case["contexts"], strict=True):
     tokens = []
     for token, _ in generate_step(mx.array(prompt), model, max_tokens=TOKENS):
       tokens.append(int(token))
       if tokens[-1] in tokenizer.eos_token_ids:
         break
     completions.append(tokens)
-    rows = np.array(model(mx.array([prompt + wanted]))[0].astype(mx.float32))
+    rows = np.array(model(mx.array([context]))[0].astype(mx.float32))
     logits.append(rows[[len(prompt) - 1, -1]])
   template = template_ids(tokenizer, case)
   return {"completions": completions, "error": error_of(case, logits), "template": template}
@@ -182,7 +182,7 @@ def run_ctranslate2(case: Case, scratch: Path) -> Result:
   generator = ctranslate2.Generator(str(folder), compute_type="float32")
   tokenizer = hf_tokenizer(case["folder"])
   completions, logits = [], []
-  for prompt, wanted in zip(case["prompts"], case["completions"], strict=True):
+  for prompt, context in zip(case["prompts"], case["contexts"], strict=True):
     (out,) = generator.generate_batch(
       [tokenizer.convert_ids_to_tokens(prompt)],
       max_length=TOKENS,
@@ -192,7 +192,7 @@ def run_ctranslate2(case: Case, scratch: Path) -> Result:
       return_end_token=True,
     )
     completions.append(list(out.sequences_ids[0]))
-    rows = np.array(generator.forward_batch([prompt + wanted]).to(ctranslate2.DataType.float32))[0]
+    rows = np.array(generator.forward_batch([context]).to(ctranslate2.DataType.float32))[0]
     logits.append(rows[[len(prompt) - 1, -1]])
   template = template_ids(tokenizer, case)
   return {"completions": completions, "error": error_of(case, logits), "template": template}
@@ -217,7 +217,7 @@ def run_onnx_genai(case: Case, scratch: Path) -> Result:
   notes = run_converter(command)
   model = og.Model(str(scratch / "onnx"))
   completions, logits = [], []
-  for prompt, wanted in zip(case["prompts"], case["completions"], strict=True):
+  for prompt, context in zip(case["prompts"], case["contexts"], strict=True):
     params = og.GeneratorParams(model)
     length = len(prompt) + TOKENS
     params.set_search_options(do_sample=False, max_length=length, repetition_penalty=1.0)
@@ -230,7 +230,7 @@ def run_onnx_genai(case: Case, scratch: Path) -> Result:
     params = og.GeneratorParams(model)
     params.set_search_options(do_sample=False, max_length=length + 1)
     generator = og.Generator(model, params)
-    generator.append_tokens(prompt + wanted)
+    generator.append_tokens(context)
     logits.append(np.stack([first, np.array(generator.get_logits()).reshape(-1)]))
   tokenizer = og.Tokenizer(model)
   template = []
@@ -287,9 +287,7 @@ def run_llama_cpp(case: Case, scratch: Path) -> Result:
   logits = np.load(case["logits"])
   for i, text in enumerate(case["texts"]):
     completions.append(post(server, "/completion", {"prompt": case["prompts"][i], **greedy}))
-    for prompt, row in zip(
-      (case["prompts"][i], case["prompts"][i] + case["completions"][i]), logits[i], strict=True
-    ):
+    for prompt, row in zip((case["prompts"][i], case["contexts"][i]), logits[i], strict=True):
       next_token = {**greedy, "prompt": prompt, "n_predict": 1, "n_probs": 10}
       (step,) = post(server, "/completion", next_token)["completion_probabilities"]
       log_probs = row - row.max() - np.log(np.exp(row - row.max()).sum())
