@@ -85,6 +85,7 @@ CLIENTS = {
   "onnxruntime-genai": Client(
     "onnxruntime-genai",
     ("onnxruntime-genai==0.18.0", "onnx", "onnx-ir", "transformers==5.23.0", TORCH),
+    ("yarn", "yarn fields"),
   ),
   "llama.cpp": Client(
     "llama.cpp",
