@@ -288,8 +288,9 @@ def run_llama_cpp(case: Case, scratch: Path) -> Result:
   for i, text in enumerate(case["texts"]):
     completions.append(post(server, "/completion", {"prompt": case["prompts"][i], **greedy}))
     for prompt, row in zip((case["prompts"][i], case["contexts"][i]), logits[i], strict=True):
-      next_token = {**greedy, "prompt": prompt, "n_predict": 1, "n_probs": 10}
-      (step,) = post(server, "/completion", next_token)["completion_probabilities"]
+      # A token that is a part of a character is only reported with those that complete it.
+      next_tokens = {**greedy, "prompt": prompt, "n_predict": 8, "n_probs": 10}
+      step, *_ = post(server, "/completion", next_tokens)["completion_probabilities"]
       log_probs = row - row.max() - np.log(np.exp(row - row.max()).sum())
       differences += [abs(top["logprob"] - log_probs[top["id"]]) for top in step["top_logprobs"]]
     messages = {"messages": [{"role": "user", "content": text}]}
