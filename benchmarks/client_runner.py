@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import traceback
@@ -343,7 +344,8 @@ def main(client: str, job: Path, result: Path) -> None:
   results = {}
   for name, case in cases.items():
     scratch = result.parent / f"{client}-{name.replace(' ', '_')}"
-    scratch.mkdir(exist_ok=True)
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
     with collect_warnings() as messages:
       try:
         found = CLIENTS[client](case, scratch)

@@ -31,8 +31,8 @@ CARD_METRICS = (
 LLAMA_CPP_NOTE = """## llama.cpp
 
 This folder has the small tokenizer of gtpo_jax. llama.cpp's `convert_hf_to_gguf.py` identifies a
-tokenizer by a hash of token ids and rejects every tokenizer that it does not list, as this one.
-It splits text as Qwen2's does. This command, run in a checkout of llama.cpp, converts the folder:
+tokenizer by a hash of token ids, and rejects this one because it is not in its list. The tokenizer
+splits text as Qwen2's does, so this command, run in a checkout of llama.cpp, converts the folder:
 
 ```
 python -c "import conversion, convert_hf_to_gguf as convert
