@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from gtpo_jax.algorithms import RECIPES
 from gtpo_jax.config import Config, flatten, resolved_dict
+from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.models import save, save_adapter
 from gtpo_jax.models.folder import is_hf_folder
 from gtpo_jax.reporting.journal import read_jsonl
@@ -26,6 +28,17 @@ CARD_METRICS = (
   "loss",
   "grad_norm",
 )
+LLAMA_CPP_NOTE = """## llama.cpp
+
+This folder has the small tokenizer of gtpo_jax. llama.cpp's `convert_hf_to_gguf.py` identifies a
+tokenizer by a hash of token ids, and rejects this one because it is not in its list. The tokenizer
+splits text as Qwen2's does, so this command, run in a checkout of llama.cpp, converts the folder:
+
+```
+python -c "import conversion, convert_hf_to_gguf as convert
+conversion.TextModel.get_vocab_base_pre = lambda *_: 'qwen2'
+convert.main()" FOLDER --outfile model.gguf
+```"""
 
 
 def export_policy(
@@ -59,22 +72,60 @@ def export_policy(
       f"--workdir must be the workdir of a `gtpo train` run"
     )
   worker, config, params, step = open_policy(workdir, step)
-  card = {"README.md": model_card(config, step, read_jsonl(workdir / "metrics.jsonl"), command)}
+  base = base_model(config.model.path)
+  note = "" if adapter else tokenizer_note(worker.chat)
+  rows = read_jsonl(workdir / "metrics.jsonl")
+  card = {"README.md": model_card(config, step, rows, command, base, adapter, note)}
   if adapter:
-    if not config.model.path:
+    if not base:
       raise UserError(
         "adapters can only be exported if others can load the base model, "
         "but this run started from random weights (model.path is empty)"
       )
-    save_adapter(worker.model, params, out, config.model.path, card)
+    save_adapter(worker.model, params, out, base, card)
   else:
-    chat = worker.chat
-    save(worker.model, params, chat.tokenizer, out, dtype=dtype, stop=chat.stop, files=card)
+    save(
+      worker.model,
+      params,
+      worker.chat.tokenizer,
+      out,
+      dtype=dtype,
+      stop=worker.chat.stop,
+      source=worker.model_folder,
+      files=card,
+    )
   content = "adapters" if adapter else dtype or config.model.param_dtype
   return f"step {step} of {workdir} -> {out} ({content})"
 
 
-def model_card(config: Config, step: int, rows: list[dict[str, Any]], command: str) -> str:
+def base_model(path: str) -> str:
+  """Returns a name of the base model that does not depend on the working directory.
+
+  A folder's name becomes absolute; a hub id, and an empty path, stay as they are.
+  """
+  return os.path.abspath(path) if path and os.path.isdir(path) else path
+
+
+def tokenizer_note(chat: Chat) -> str:
+  """Returns a section of the model card if llama.cpp's converter does not know the tokenizer.
+
+  The converter accepts a BPE tokenizer only if the token ids of a test string have a hash in its
+  table, so it rejects every tokenizer that it does not list, whatever its splitting pattern.
+  """
+  if chat.tokenizer.get_vocab() != load_chat().tokenizer.get_vocab():
+    return ""
+  return LLAMA_CPP_NOTE
+
+
+def model_card(
+  config: Config,
+  step: int,
+  rows: list[dict[str, Any]],
+  command: str,
+  base: str,
+  adapter: bool = False,
+  note: str = "",
+) -> str:
   """Returns the text of the model card, README.md.
 
   It contains the base model, the data, the algorithm, all settings, the metrics at `step`, the
@@ -85,9 +136,11 @@ def model_card(config: Config, step: int, rows: list[dict[str, Any]], command: s
     step: the step of the exported checkpoint.
     rows: the rows of metrics.jsonl.
     command: the command line of the export.
+    base: hub id or absolute path of the base model; empty for random weights.
+    adapter: whether the folder has only the adapters.
+    note: a section to insert before the versions.
   """
   name = config.algorithm.name
-  base = config.model.path
   origin = f"`{base}`" if base else "random weights"
   if config.warm_start.steps:
     origin += f" after {config.warm_start.steps} steps of imitation"
@@ -96,7 +149,7 @@ def model_card(config: Config, step: int, rows: list[dict[str, Any]], command: s
   settings = {key: (value,) for key, value in resolved_settings(config).items()}
   versions = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
   parts = [
-    _header(name, base),
+    _header(name, base, "peft" if adapter else "transformers"),
     f"# {base or config.model.preset}, trained by {name}",
     f"Reinforcement learning by `{name}` ({RECIPES[name].paper}) on `{config.data.train}`: "
     f"{step} steps of {config.batch.prompts} prompts x {config.batch.group} completions, "
@@ -104,16 +157,17 @@ def model_card(config: Config, step: int, rows: list[dict[str, Any]], command: s
     _evaluation_table(rows, step),
     _table(f"Step {step}", ("metric", "value"), metrics),
     _table("Settings", ("setting", "value"), settings),
+    note,
     f"## Versions\n\n{versions}, Python {platform.python_version()}",
     f"## Command\n\n```\n{command}\n```",
   ]
   return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _header(name: str, base: str) -> str:
+def _header(name: str, base: str, library: str) -> str:
   """Returns the YAML header with the metadata for the Hugging Face hub."""
   fields = {
-    "library_name": "transformers",
+    "library_name": library,
     "pipeline_tag": "text-generation",
     "tags": ["gtpo_jax", name, "reinforcement-learning"],
   }

@@ -16,6 +16,7 @@ from flax.traverse_util import flatten_dict
 from gtpo_jax import cli
 from gtpo_jax.config import flatten
 from gtpo_jax.data.chat import load_chat
+from gtpo_jax.export import base_model, tokenizer_note
 from gtpo_jax.models import load
 from gtpo_jax.models.lora import merge_lora
 from gtpo_jax.rollout.policies import open_policy
@@ -87,12 +88,12 @@ def exported(run):
 
 @pytest.fixture(scope="module")
 def adapted(exported):
-  """A run that trains adapters on the exported folder."""
+  """A run that trains adapters on the exported folder, which it names by a relative path."""
   workdir = exported.parent / "adapted"
   done = gtpo(
     *TRAIN,
     f"--workdir={workdir}",
-    f"--config.model.path={exported}",
+    f"--config.model.path={relative(exported)}",
     "--config.model.lora_rank=4",
     "--config.warm_start.steps=0",
     "--config.steps=1",
@@ -100,8 +101,13 @@ def adapted(exported):
   )
   assert done.returncode == 0, done.stderr
   assert "base model: held-out pass@1" in done.stdout
-  assert f"model {exported}" in done.stdout
+  assert f"model {relative(exported)}" in done.stdout
   return workdir
+
+
+def relative(folder):
+  """The folder's path from the working directory of the commands."""
+  return os.path.relpath(folder, ROOT)
 
 
 def weights_of(workdir, step=None):
@@ -198,6 +204,26 @@ def test_the_model_card(exported, run):
   for version in (f"jax {jax.__version__}", "Python 3.", "transformers "):
     assert version in text
   assert shlex.join(["gtpo", "export", f"--workdir={run}", f"--out={exported}"]) in text
+
+
+def test_the_name_of_the_base_model(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "hf" / "mine").mkdir(parents=True)
+  assert base_model("hf/mine") == base_model("hf/../hf/mine/") == str(tmp_path / "hf" / "mine")
+  assert base_model("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+  assert base_model("") == ""
+
+
+def test_the_card_says_that_llama_cpp_does_not_know_the_small_tokenizer(exported, tmp_path):
+  assert (
+    "conversion.TextModel.get_vocab_base_pre = lambda *_: 'qwen2'"
+    in (exported / "README.md").read_text()
+  )
+  assert tokenizer_note(load_chat(exported)) == tokenizer_note(load_chat()) != ""
+  other = shutil.copytree(exported, tmp_path / "other")
+  text = (other / "tokenizer.json").read_text()
+  (other / "tokenizer.json").write_text(text.replace('"<|im_start|>"', '"<|turn_start|>"'))
+  assert tokenizer_note(load_chat(other)) == ""
 
 
 def test_the_base_model_and_an_earlier_step(run, gtpo_here, tmp_path):
@@ -343,7 +369,7 @@ def test_only_the_adapters_are_trained_and_the_run_resumes(adapted, exported, gt
   args = (
     *TRAIN,
     f"--workdir={adapted}",
-    f"--config.model.path={exported}",
+    f"--config.model.path={relative(exported)}",
     "--config.warm_start.steps=0",
     "--config.optimizer.learning_rate=1e-2",
     "--config.steps=2",
@@ -368,7 +394,14 @@ def test_adapters_are_exported_for_peft_and_merged(adapted, exported, gtpo_here,
   names = {file.name for file in (tmp_path / "peft").iterdir()}
   assert names == {"README.md", "SHA256SUMS", "adapter_config.json", "adapter_model.safetensors"}
   adapter_config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
-  assert adapter_config["base_model_name_or_path"] == str(exported)
+  assert adapter_config["base_model_name_or_path"] == str(
+    exported
+  )  # although the run's is relative
+  card = (tmp_path / "peft" / "README.md").read_text()
+  assert 'library_name: "peft"' in card
+  assert f"base_model: {json.dumps(str(exported))}" in card
+  assert f"from `{exported}`" in card
+  assert "llama.cpp" not in card
   assert gtpo_here("export", f"--workdir={adapted}", f"--out={tmp_path / 'merged'}")[0] == 0
   assert_equal(load(tmp_path / "merged", "float32")[1], weights_of(adapted))
 

@@ -68,4 +68,12 @@ class TrainedPolicy:
 
   def save(self, folder: str | Path, dtype: str | None = None) -> None:
     """Writes a Hugging Face folder; see `models.save`."""
-    save(self.model, self.params, self.tokenizer, folder, dtype=dtype, stop=self.worker.chat.stop)
+    save(
+      self.model,
+      self.params,
+      self.tokenizer,
+      folder,
+      dtype=dtype,
+      stop=self.worker.chat.stop,
+      source=self.worker.model_folder,
+    )

@@ -29,6 +29,16 @@ YARN_SETTINGS = {
   "beta_slow",
   "attention_factor",
 }
+# Settings of generation_config.json that an export keeps.
+SAMPLING_DEFAULTS = (
+  "do_sample",
+  "max_new_tokens",
+  "min_p",
+  "repetition_penalty",
+  "temperature",
+  "top_k",
+  "top_p",
+)
 # Defaults of Hugging Face's Qwen2Config.
 DEFAULT_CONTEXT = 32768
 DEFAULT_ROPE_THETA = 10000.0
@@ -205,3 +215,26 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if yarn.attention_factor is not None:
       values["rope_scaling"]["attention_factor"] = yarn.attention_factor
   return values
+
+
+def source_defaults(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Returns what an export keeps of config.json and of generation_config.json of its source.
+
+  These are the beginning-of-text id and the sampling defaults. Training depends on neither.
+
+  Raises:
+    UserError: a file is not valid JSON or leads out of the folder.
+  """
+  config = read_json(folder, "config.json")
+  generation = {}
+  if (folder / "generation_config.json").exists():
+    generation = read_json(folder, "generation_config.json")
+  kept = {
+    key: value for key in SAMPLING_DEFAULTS if isinstance(value := generation.get(key), int | float)
+  }
+  return _bos(config), _bos(generation) | kept
+
+
+def _bos(values: dict[str, Any]) -> dict[str, int]:
+  bos = values.get("bos_token_id")
+  return {"bos_token_id": bos} if isinstance(bos, int) and not isinstance(bos, bool) else {}

@@ -22,7 +22,7 @@ def _qwen(
 
 PRESETS: dict[str, ModelConfig] = {
   "tiny": ModelConfig(
-    vocab_size=384, width=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp=384
+    vocab_size=384, width=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp=352
   ),
   "qwen2.5-0.5b": ModelConfig(
     vocab_size=151936, width=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp=4864

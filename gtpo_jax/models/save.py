@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import importlib.metadata
 import itertools
 import json
 import math
@@ -21,7 +22,8 @@ from gtpo_jax.models.hf import (
   hf_from_params,
   hf_shapes,
 )
-from gtpo_jax.models.hf_config import to_hf_config
+from gtpo_jax.models.hf_config import source_defaults, to_hf_config
+from gtpo_jax.models.hf_tokenizer import save_tokenizer
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.runtime.errors import UserError
@@ -41,6 +43,7 @@ def save(
   *,
   dtype: str | None = None,
   stop: Collection[int] = (),
+  source: Path | None = None,
   files: Mapping[str, str] | None = None,
   shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -60,16 +63,19 @@ def save(
     dtype: "float32", "bfloat16" or "float16"; None for the dtype of the parameters.
     stop: token ids that end a completion, written to generation_config.json together with the
       tokenizer's end token.
+    source: the Hugging Face folder that the model came from; its beginning-of-text id and its
+      sampling defaults are kept. None if there is none.
     files: additional text files by name, such as README.md.
     shard_bytes: the most bytes of tensors in one file.
 
   Raises:
-    UserError: the folder is not empty or cannot be written, or the dtype is unknown or cannot
-      represent a value.
+    UserError: the folder is not empty or cannot be written, the dtype is unknown or cannot
+      represent a value, or a config file of `source` is not valid JSON.
   """
   dtype = dtype or model.config.param_dtype
   if dtype not in DTYPES:
     raise UserError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+  defaults = source_defaults(source) if source else ({}, {})
   shapes = hf_shapes(model)
   tensors = _cast(hf_from_params(model, params), dtype)
   with atomic_folder(Path(folder)) as out:
@@ -77,9 +83,9 @@ def save(
       collections.deque(tensors, maxlen=0)  # the first process needs our shards of each tensor
       return
     _write_weights(out, shapes, tensors, dtype, shard_bytes)
-    _write_configs(out, model.config, dtype, tokenizer, stop)
+    _write_configs(out, model.config, dtype, tokenizer, stop, defaults)
     if tokenizer is not None:
-      tokenizer.save_pretrained(out)
+      save_tokenizer(tokenizer, out)
     _write_files(out, files)
 
 
@@ -151,12 +157,17 @@ def _write_configs(
   dtype: str,
   tokenizer: PreTrainedTokenizerBase | None,
   stop: Collection[int],
+  defaults: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
-  """Writes config.json and generation_config.json."""
+  """Writes config.json and generation_config.json, which start from the source's `defaults`."""
   eos = None if tokenizer is None else tokenizer.eos_token_id
   pad = None if tokenizer is None else tokenizer.pad_token_id
-  model = to_hf_config(config, dtype)
-  generation = {}
+  bos = None if tokenizer is None else tokenizer.bos_token_id
+  model = to_hf_config(config, dtype) | defaults[0]
+  generation = dict(defaults[1])
+  if bos is not None:
+    model["bos_token_id"] = bos
+    generation["bos_token_id"] = bos
   if eos is not None:
     model["eos_token_id"] = eos
     stop = {*stop, eos}
@@ -164,6 +175,8 @@ def _write_configs(
     generation["eos_token_id"] = sorted(set(stop))
   if pad is not None:
     generation["pad_token_id"] = pad
+  # Without a version, some versions of Transformers warn of a tokenizer fault of older ones.
+  model["transformers_version"] = importlib.metadata.version("transformers")
   _write_json(out / "config.json", model)
   _write_json(out / "generation_config.json", generation)
 

@@ -12,7 +12,7 @@ from gtpo_jax.runtime.errors import UserError
 
 def check(result, devices):
   assert result["devices"] == devices
-  assert result["params"] == 640_640
+  assert result["params"] == 603_776
   assert result["fits"]
   assert result["override"] == ""
   state = result["params.bytes"] + result["optimizer.bytes"]

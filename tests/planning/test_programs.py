@@ -81,7 +81,7 @@ def test_offloaded_moments_are_arguments_in_host_memory():
   model = build_model(config, topology_devices("v5e:2x2")[0])
   _, program = next(compile_programs(config, model))
   analysis = program.memory_analysis()
-  moments = 2 * 4 * 640_640 / 4
+  moments = 2 * 4 * 603_776 / 4
   assert analysis.host_argument_size_in_bytes == analysis.host_alias_size_in_bytes
   assert moments <= analysis.host_argument_size_in_bytes < 2 * moments  # tiles are padded
   assert analysis.argument_size_in_bytes < moments + 100_000 * 4

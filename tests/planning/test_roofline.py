@@ -18,7 +18,7 @@ def flops_of(config):
 
 def test_update_flops_by_hand():
   # 3 (2 N + 2 layers heads head_dim S) per token; N counts the matrices, the head once.
-  n = 3 * (128 * 32 * (2 * 4 + 2 * 2) + 3 * 128 * 384) + 384 * 128
+  n = 3 * (128 * 32 * (2 * 4 + 2 * 2) + 3 * 128 * 352) + 384 * 128
   tokens = 16 * 32 + 16 * 16 * 40
   length = 32 + 40
   assert flops_of(small_config()) == 3 * tokens * (2 * n + 2 * 3 * 4 * 32 * length)
