@@ -44,6 +44,7 @@ from gtpo_jax.rollout.problems import eval_label, held_out_problems, training_pr
 from gtpo_jax.rollout.scoring import RewardManager
 from gtpo_jax.rollout.user_functions import RewardFunction
 from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.distributed import any_process, fetch, is_first_process
 from gtpo_jax.runtime.guards import Guards
 from gtpo_jax.runtime.signals import Interrupts, Watchdog
@@ -238,11 +239,11 @@ class Run:
       head_chunk=config.batch.head_chunk,
     )
 
+  @phase("set-up")
   def set_up(self, problems: Sequence[tuple[Problems, float]]) -> TrainState | None:
-    """Restores or makes the initial state, and everything else that the loop uses.
+    """Makes everything that the loop uses, and restores or makes the state that it starts from.
 
-    Returns:
-      The state to continue from; None if the run was stopped during the warm start.
+    Returns None if the run was stopped during the warm start.
     """
     config = self.config
     for line in describe_run(config, self.worker):
@@ -290,7 +291,7 @@ class Run:
 
   def update(self, state: TrainState, batch: Experience) -> tuple[TrainState, dict[str, float]]:
     """Returns the next state and the update's metrics. The old state's memory is reused."""
-    with jax.profiler.TraceAnnotation("update"):
+    with jax.profiler.TraceAnnotation("update"), phase("update"):
       state, metrics = self._compiled_update(state, batch.rollouts, batch.rewards)
       return state, {name: float(value) for name, value in fetch(metrics).items()}
 
@@ -332,7 +333,7 @@ class Run:
       return {}
     began = time.perf_counter()
     try:
-      with jax.profiler.TraceAnnotation("evaluate"):
+      with jax.profiler.TraceAnnotation("evaluate"), phase("evaluation"):
         evaluation = evaluate_run(
           config,
           self.worker,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from gtpo_jax.config import Config
 from gtpo_jax.models.causal import attention_kind
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -15,7 +17,9 @@ Row = Mapping[str, Any]  # one object of metrics.jsonl
 def describe_run(config: Config, worker: RolloutWorker) -> list[str]:
   """Returns the lines printed when a run begins."""
   model = worker.model
+  devices = model.mesh.devices
   return [
+    f"{devices.size} x {devices.flat[0].device_kind} in {jax.process_count()} process(es)",
     f"{config.algorithm.name} on {config.data.train}: {config.steps} steps of "
     f"{config.batch.prompts} prompts x {config.batch.group} completions, "
     f"model {config.model.path or config.model.preset}, mesh {dict(model.mesh.shape)}, "

@@ -23,6 +23,7 @@ from gtpo_jax.rollout.groups import Group, restore_groups, save_groups, split_gr
 from gtpo_jax.rollout.keys import KeyStream, key_for
 from gtpo_jax.rollout.scoring import PendingRewards, RewardManager, RewardResult
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
+from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import axis_size, shard_batch
 from gtpo_jax.training.log_probs import make_scorer
@@ -128,6 +129,7 @@ class Collector:
         params, self._n, group=group, sampling_params=self._config.sampling_params
       )
 
+  @phase("sampling")
   def collect(self, params: Params, say: Callable[[str], None]) -> Experience:
     """Samples and scores the next step's batch, with `params` and the guide if there is one.
 
