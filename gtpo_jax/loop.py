@@ -23,8 +23,8 @@ from gtpo_jax.checkpoint.provenance import check_provenance, provenance_of
 from gtpo_jax.checkpoint.workdir import claim, open_workdir
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem, Problems
-from gtpo_jax.evaluation.evaluate import EvaluationStopped, evaluate_run, warm_up_evaluation
-from gtpo_jax.reporting.compiles import compile_count
+from gtpo_jax.evaluation.evaluate import evaluate_run, warm_up_evaluation
+from gtpo_jax.reporting.compiles import compile_count, describe_compiles
 from gtpo_jax.reporting.credit import write_credit
 from gtpo_jax.reporting.curves import draw_curves
 from gtpo_jax.reporting.display import Display
@@ -47,7 +47,7 @@ from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.distributed import any_process, fetch, is_first_process
 from gtpo_jax.runtime.guards import Guards
-from gtpo_jax.runtime.signals import Interrupts, Watchdog
+from gtpo_jax.runtime.signals import Interrupts, Stopped, Watchdog
 from gtpo_jax.training.micro_batches import check_batch_divisible, check_positions_divisible
 from gtpo_jax.training.state import TrainState, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
@@ -169,7 +169,10 @@ def learn(run: Run, problems: Sequence[tuple[Problems, float]]) -> Generator[Ste
       break
     step = i + 1
     began = time.perf_counter()
-    batch = run.collector.collect(state.params, run.display.say)  # rollouts and their rewards
+    try:  # rollouts and their rewards
+      batch = run.collector.collect(state.params, run.display.say, run.stopping)
+    except Stopped:  # the next run samples this batch again
+      break
     collected = time.perf_counter()
     state, metrics = run.update(state, batch)  # shaped credit, gradient, optimizer
     ended = time.perf_counter()
@@ -275,6 +278,7 @@ class Run:
       policy = self.worker.policy(state.params)
       self.collector.warm_up(policy)
       warm_up_evaluation(config, policy, self._held_out)
+      self.display.say(describe_compiles())
     self._open_logs(start)
     return state
 
@@ -282,10 +286,8 @@ class Run:
     config = self.config
     make_trackers = lambda: [WeightsAndBiases(self.folder, config)] if config.log.wandb else []
     self._journal = Journal(self.folder, start, config.log.tensorboard, make_trackers)
-    rows = self._journal.read()
-    self.guards = Guards(
-      config.guards.skipped, self.folder, rows, self.display.say, self._checkpoints.wait
-    )
+    rows, limit = self._journal.read(), config.guards.skipped
+    self.guards = Guards(limit, self.folder, rows, self.display.say, self._checkpoints.wait)
     if start == 0 and not rows:
       self._journal.write(0, {})  # the row of step 0, to which the base model's evaluation is added
 
@@ -323,8 +325,7 @@ class Run:
       to stop. A resumed run repeats an evaluation that was interrupted.
     """
     config = self.config
-    step = int(state.step)
-    every = config.eval.every
+    step, every = int(state.step), config.eval.every
     if step not in (0, config.steps) and not (every and step % every == 0):
       return {}
     rows = self._journal.read("eval/")
@@ -342,14 +343,12 @@ class Run:
           self._held_out,
           stopping=self.stopping,
         )
-    except EvaluationStopped:
+    except Stopped:
       return {}
     seconds = time.perf_counter() - began
     metrics = evaluation.metrics()
-    problems = len(self._held_out)
-    self.display.say(
-      describe_evaluation(config, step, metrics, eval_label(config), problems, seconds)
-    )
+    label, problems = eval_label(config), len(self._held_out)
+    self.display.say(describe_evaluation(config, step, metrics, label, problems, seconds))
     earlier = [evaluated_accuracy(row) or 0.0 for row in rows]
     if config.checkpoint.best and evaluated_accuracy(metrics) > max(earlier, default=0.0):
       best = Checkpoints(self.folder / "best", keep=1)
@@ -365,6 +364,7 @@ class Run:
     self.display.end()
     self.save(state)
     self._checkpoints.close()
+    saved_at = time.monotonic() if self.keep else None
     self._journal.close()
     rows = self._journal.read()
     if is_first_process():
@@ -372,10 +372,10 @@ class Run:
       draw_curves(rows, title, self.folder / "curves.png")
     step = int(state.step)
     policy = TrainedPolicy(self.worker, state.params)
-    if step < config.steps:
-      summary = f"stopped at step {step} of {config.steps}{'; saved' if self.keep else ''}"
-      return Result(step, False, summary, rows, policy)
-    return Result(step, True, summarize(config, rows), rows, policy)
+    finished = step >= config.steps
+    stopped = f"stopped at step {step} of {config.steps}{'; saved' if self.keep else ''}"
+    summary = summarize(config, rows) if finished else stopped
+    return Result(step, finished, summary, rows, policy, saved_at)
 
 
 def _prepare(
@@ -383,8 +383,7 @@ def _prepare(
 ) -> tuple[RolloutWorker, RewardManager, list[tuple[Problems, float]], list[Problem]]:
   """Validates the inputs and loads the problems, before anything is written or compiled.
 
-  Returns:
-    The worker, the reward manager, and the problems to train on and to evaluate on.
+  Returns the worker, the reward manager, and the problems to train on and to evaluate on.
   """
   config = inputs.config
   worker = RolloutWorker(config)

@@ -39,6 +39,7 @@ class Result:
     summary: one line for the user.
     history: every line of metrics.jsonl, starting with the base model's (step 0).
     policy: the trained policy; None if the run was stopped before the first step.
+    saved_at: when the last state was on disk, as `time.monotonic()`; None if it was not saved.
   """
 
   step: int
@@ -46,3 +47,4 @@ class Result:
   summary: str
   history: list[dict[str, Any]] = dataclasses.field(default_factory=list, repr=False)
   policy: TrainedPolicy | None = None
+  saved_at: float | None = dataclasses.field(default=None, repr=False)

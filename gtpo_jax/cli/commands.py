@@ -23,7 +23,7 @@ from gtpo_jax.runtime.cluster import join_processes
 from gtpo_jax.runtime.device_errors import explain
 from gtpo_jax.runtime.errors import RunError, UserError
 from gtpo_jax.runtime.signals import SIGNAL_EXIT, StopSignals
-from gtpo_jax.runtime.startup import prepare_jax, refuse_cpu_fallback
+from gtpo_jax.runtime.startup import place_compile_cache, prepare_jax, refuse_cpu_fallback
 
 if TYPE_CHECKING:
   from gtpo_jax.data.chat import Chat
@@ -88,6 +88,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax.runtime.distributed import is_first_process
 
   config = configs.load(args.config, overrides)
+  place_compile_cache(args.workdir)
   display = Display(is_first_process())
   stop = StopSignals()
   with stop:
@@ -95,7 +96,10 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
       result = loop.train(config, args.workdir, display, stop.requested)
     finally:
       display.end()
-  display.say(result.summary)
+  summary = result.summary
+  if stop.signal and result.saved_at:
+    summary += f" {stop.seconds_before(result.saved_at):.1f} s after the signal"
+  display.say(summary)
   program = sys.argv[0] if Path(sys.argv[0]).name == "gtpo" else "python -m gtpo_jax"
   if not result.finished:
     words = ["train", f"--config={args.config}", f"--workdir={args.workdir}", *overrides]

@@ -9,6 +9,7 @@ import jax
 
 from gtpo_jax.config import Config
 from gtpo_jax.models.causal import attention_kind
+from gtpo_jax.reporting.compiles import describe_compile_cache
 from gtpo_jax.rollout.worker import RolloutWorker
 
 Row = Mapping[str, Any]  # one object of metrics.jsonl
@@ -27,6 +28,7 @@ def describe_run(config: Config, worker: RolloutWorker) -> list[str]:
     f"sampling {worker.engine.describe()}",
     "each program is compiled when it is first needed: "
     "the first evaluation and the first steps take longest",
+    describe_compile_cache(),
   ]
 
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -25,21 +26,30 @@ GRACE_S = 5.0  # time for the watchdog's thread to act before faulthandler ends 
 SHOW_CURSOR = b"\x1b[?25h\n"
 
 
+class Stopped(Exception):
+  """Raised by a long phase that was asked to stop before it was complete."""
+
+
 class StopSignals:
   """Context manager: the first Ctrl-C or SIGTERM requests a stop, the second quits at once.
 
-  The run checks `requested` at each step boundary. A separate thread reads the signals, because the
-  main thread may spend minutes in a compiler or a collective. Quitting at once is safe: a file that
-  is being written does not count until it is complete.
+  The run checks `requested` between chunks of sampling and between steps. A separate thread reads
+  the signals, because the main thread may spend minutes in a compiler or a collective. Quitting at
+  once is safe: a file that is being written does not count until it is complete.
   """
 
   def __init__(self):
     self.signal: int | None = None
+    self._arrived = 0.0
     self._previous: dict[int, object] = {}
 
   def requested(self) -> bool:
     """Whether a signal has arrived."""
     return self.signal is not None
+
+  def seconds_before(self, moment: float) -> float:
+    """Returns the seconds from the first signal to `moment`, a value of `time.monotonic`."""
+    return moment - self._arrived
 
   def __enter__(self) -> StopSignals:
     self._reader, self._writer = socket.socketpair()
@@ -66,9 +76,10 @@ class StopSignals:
       if sys.stdout.isatty():
         os.write(sys.stdout.fileno(), SHOW_CURSOR)  # the progress bar hides it
       os._exit(SIGNAL_EXIT + number)
+    self._arrived = time.monotonic()
     self.signal = number
     print(
-      "\ngtpo: stopping at the next step boundary and saving; repeat to quit at once",
+      "\ngtpo: stopping as soon as possible and saving the last update; repeat to quit at once",
       file=sys.stderr,
       flush=True,
     )
@@ -104,9 +115,7 @@ class Interrupts:
       raise KeyboardInterrupt
     self._requested = True
     print(
-      "\ngtpo: stopping at the next step boundary; repeat to quit at once",
-      file=sys.stderr,
-      flush=True,
+      "\ngtpo: stopping as soon as possible; repeat to quit at once", file=sys.stderr, flush=True
     )
 
 
@@ -135,6 +144,10 @@ class Watchdog:
   def __call__(self) -> bool:
     """Reports progress and returns whether the run is asked to stop."""
     self._restart(self._limit_s)
+    return self.poll()
+
+  def poll(self) -> bool:
+    """Returns whether the run is asked to stop, without reporting progress."""
     return self._stopping()
 
   @contextlib.contextmanager
@@ -189,3 +202,8 @@ class Watchdog:
         faulthandler.dump_traceback(file=STDERR, all_threads=True)
         os._exit(1)
       self._progress.clear()
+
+
+def poll(stopping: Callable[[], bool]) -> bool:
+  """Returns what `stopping` returns, without reporting progress if it is a `Watchdog`."""
+  return stopping.poll() if isinstance(stopping, Watchdog) else stopping()

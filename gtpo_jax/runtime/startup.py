@@ -15,6 +15,7 @@ ACCELERATORS = {  # name: (pattern of its device files, the extra of gtpo_jax, J
   "an NVIDIA GPU": (NVIDIA_DEVICE_FILES, "cuda", "cuda"),
   "a TPU": ("/dev/accel[0-9]*", "tpu", "tpu"),
 }
+CACHE_FOLDER = "compile_cache"  # in the workdir
 MIN_COMPILE_TIME_S = 0.2  # programs that compile faster are not cached
 THREADS_PER_CPU_DEVICE = 32
 
@@ -37,10 +38,31 @@ def prepare_jax() -> None:
   if force_cpu and not jax.config.jax_platforms:  # a notebook may have imported JAX already
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
   if jax.config.jax_compilation_cache_dir is None:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    jax.config.update("jax_compilation_cache_dir", str(home / "gtpo_jax" / "xla"))
+    jax.config.update("jax_compilation_cache_dir", str(_default_cache()))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_TIME_S)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # no minimum
+
+
+def _default_cache() -> Path:
+  home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+  return home / "gtpo_jax" / "xla"
+
+
+def place_compile_cache(workdir: str | os.PathLike[str]) -> None:
+  """Moves the compile cache into the workdir if only that outlives the machine.
+
+  This is so if the workdir is in an object store, or if the run has several processes: they share
+  the workdir, and the first one writes the programs that all of them read when they restart.
+  `JAX_COMPILATION_CACHE_DIR` takes precedence.
+  """
+  import jax
+  from jax.experimental.compilation_cache import compilation_cache
+
+  chosen = jax.config.jax_compilation_cache_dir != str(_default_cache())
+  if not chosen and (jax.process_count() > 1 or "://" in str(workdir)):
+    folder = f"{str(workdir).rstrip('/')}/{CACHE_FOLDER}"
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()  # JAX may have opened the other one
 
 
 def refuse_cpu_fallback() -> None:

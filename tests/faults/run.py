@@ -20,6 +20,7 @@ from gtpo_jax.cli import main
 from gtpo_jax.reporting.journal import Journal
 from gtpo_jax.rollout.scoring import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.sampling.programs import Programs
 
 evaluating = False
 
@@ -89,6 +90,10 @@ def mark(point, reached):
   gtpo_jax.loop.evaluate_run = evaluate_run
   if point == "sampling":  # the completions exist but are not scored yet
     after(RolloutWorker, "generate", lambda: evaluating or reached())
+  elif point == "chunk":  # between chunks of tokens
+    before(Programs, "decode", reached, lambda: not evaluating)
+  elif point == "evaluation chunk":
+    before(Programs, "decode", reached, lambda: evaluating)
   elif point == "reward":
     before(RewardManager, "combine", reached, lambda: not evaluating)
   elif point == "evaluation":

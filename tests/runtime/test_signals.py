@@ -49,7 +49,7 @@ def test_the_first_signal_requests_a_stop_and_the_second_quits(first, second, co
       process.send_signal(first)
       assert process.stderr.readline() == "\n"
       assert process.stderr.readline().startswith(
-        "gtpo: stopping at the next step boundary and saving; repeat to quit at once"
+        "gtpo: stopping as soon as possible and saving the last update; repeat to quit at once"
       )
       assert process.poll() is None
       process.send_signal(second)
@@ -130,7 +130,7 @@ def test_interrupts_in_a_notebook():
   with child(code) as process:
     out, error = process.communicate(timeout=60)
   assert (process.returncode, out) == (0, "as before\nsecond\n"), error
-  assert error == "\ngtpo: stopping at the next step boundary; repeat to quit at once\n"
+  assert error == "\ngtpo: stopping as soon as possible; repeat to quit at once\n"
 
 
 def test_a_compilation_is_not_a_stall():

@@ -1,11 +1,15 @@
 """A run never uses the CPU of a machine with an accelerator unless it is asked to."""
 
 import jax
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
+from gtpo_jax.reporting import compiles
+from gtpo_jax.reporting.compiles import compile_count, describe_compile_cache
 from gtpo_jax.runtime import startup
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.startup import refuse_cpu_fallback
+from gtpo_jax.runtime.startup import place_compile_cache, refuse_cpu_fallback, use_compile_cache
 
 
 @pytest.fixture
@@ -51,3 +55,54 @@ def test_a_platform_that_does_not_start(monkeypatch):
   monkeypatch.setattr(jax, "default_backend", default_backend)
   with pytest.raises(UserError, match=r"^JAX does not start with JAX_PLATFORMS=cpu \(Unable .* no"):
     refuse_cpu_fallback()
+
+
+@pytest.fixture
+def default_cache(monkeypatch, tmp_path):
+  """The compile cache is where `prepare_jax` puts it if the user names no place."""
+  before = jax.config.jax_compilation_cache_dir
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path / "home" / "gtpo_jax" / "xla"))
+  use_compile_cache(True)
+  yield tmp_path
+  jax.config.update("jax_compilation_cache_dir", before)
+  compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize(
+  ("workdir", "processes", "place"),
+  [
+    ("runs/tiny", 1, "home/gtpo_jax/xla"),
+    ("runs/tiny", 2, "runs/tiny/compile_cache"),
+    ("gs://bucket/run/", 1, "gs://bucket/run/compile_cache"),
+  ],
+)
+def test_the_compile_cache_outlives_the_machine(
+  workdir, processes, place, default_cache, monkeypatch
+):
+  monkeypatch.setattr(jax, "process_count", lambda: processes)
+  place_compile_cache(workdir)
+  assert jax.config.jax_compilation_cache_dir.removeprefix(f"{default_cache}/") == place
+
+
+def test_programs_are_written_to_the_workdir_and_found_there(default_cache, monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  place_compile_cache(default_cache / "run")
+  program = lambda x: jax.numpy.sin(x) @ jax.numpy.cos(x.T)
+  compile_count()
+  found = compiles._found
+  jax.jit(program)(np.ones((3, 5)))
+  assert list((default_cache / "run" / "compile_cache").glob("*-cache"))
+  jax.clear_caches()
+  jax.jit(program)(np.ones((3, 5)))
+  assert compiles._found == found + 1
+  assert describe_compile_cache().startswith(
+    f"the compile cache {default_cache}/run/compile_cache "
+  )
+
+
+def test_a_place_that_the_user_names_is_kept(default_cache, monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  jax.config.update("jax_compilation_cache_dir", str(default_cache / "mine"))
+  place_compile_cache("runs/tiny")
+  assert jax.config.jax_compilation_cache_dir == str(default_cache / "mine")
