@@ -44,6 +44,7 @@ from gtpo_jax.rollout.problems import eval_label, held_out_problems, training_pr
 from gtpo_jax.rollout.scoring import RewardManager
 from gtpo_jax.rollout.user_functions import RewardFunction
 from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.compiling import StoppableProgram, stoppable_compiles
 from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.distributed import any_process, fetch, is_first_process
 from gtpo_jax.runtime.guards import Guards
@@ -126,6 +127,7 @@ def steps(
     claim(folder, config, display.say),
     contextlib.closing(reward_manager),
     Watchdog(config.guards.stall_s, lambda: any_process(stopping())) as watchdog,
+    stoppable_compiles(watchdog),
   ):
     run = Run(
       config, folder, workdir is not None, display, watchdog, worker, reward_manager, eval_set
@@ -157,9 +159,10 @@ def learn(run: Run, problems: Sequence[tuple[Problems, float]]) -> Generator[Ste
     run: the run's components.
     problems: the sources to train on, with their mixing weights.
   """
-  state = run.set_up(problems)
-  if state is None:
-    return Result(0, False, "stopped during the warm start, which the next run starts over")
+  try:
+    state = run.set_up(problems)
+  except Stopped as error:
+    return Result(0, False, f"stopped {error}")
   config = run.config
   start = int(state.step)
   run.evaluate_if_due(state)
@@ -169,12 +172,13 @@ def learn(run: Run, problems: Sequence[tuple[Problems, float]]) -> Generator[Ste
       break
     step = i + 1
     began = time.perf_counter()
-    try:  # rollouts and their rewards
+    try:  # rollouts and their rewards; shaped credit, gradient, optimizer
       batch = run.collector.collect(state.params, run.display.say, run.stopping)
-    except Stopped:  # the next run samples this batch again
+      collected = time.perf_counter()
+      state, metrics = run.update(state, batch)
+    except Stopped:
+      run.collector.discard()  # the next run samples this batch again
       break
-    collected = time.perf_counter()
-    state, metrics = run.update(state, batch)  # shaped credit, gradient, optimizer
     ended = time.perf_counter()
 
     metrics |= batch.metrics
@@ -231,7 +235,7 @@ class Run:
     self._reward_manager = reward_manager
     self._held_out = held_out
     self._optimizer = make_optimizer(config.optimizer, config.steps, config.batch.updates)
-    self._compiled_update = make_update(
+    update = make_update(
       worker.model,
       config.resolved_algorithm,
       self._optimizer,
@@ -241,13 +245,11 @@ class Run:
       micro_batches=config.batch.micro_batches,
       head_chunk=config.batch.head_chunk,
     )
+    self._compiled_update = StoppableProgram(update)
 
   @phase("set-up")
-  def set_up(self, problems: Sequence[tuple[Problems, float]]) -> TrainState | None:
-    """Makes everything that the loop uses, and restores or makes the state that it starts from.
-
-    Returns None if the run was stopped during the warm start.
-    """
+  def set_up(self, problems: Sequence[tuple[Problems, float]]) -> TrainState:
+    """Makes everything that the loop uses, and restores or makes the state that it starts from."""
     config = self.config
     for line in describe_run(config, self.worker):
       self.display.say(line)
@@ -259,7 +261,7 @@ class Run:
     else:
       base = base_model(config, self.worker, self.folder, self.display, self.stopping)
       if base is None:
-        return None
+        raise Stopped("during the warm start, which the next run starts over")
       state = init_state(base, self._optimizer, self.worker.model)
     start = int(state.step)
     metadata = saved.metadata if saved else {}
@@ -316,13 +318,10 @@ class Run:
         self._checkpoints.save(state, self.collector.leftovers(), self._metadata)
 
   def evaluate_if_due(self, state: TrainState) -> dict[str, float]:
-    """Evaluates at step 0, every `eval.every` steps and at the end.
+    """Evaluates at step 0, every `eval.every` steps and at the end, and amends metrics.jsonl.
 
-    The metrics are added to the step's row of metrics.jsonl.
-
-    Returns:
-      The metrics; {} if no evaluation is due, if the step has one already, or if the run is asked
-      to stop. A resumed run repeats an evaluation that was interrupted.
+    Returns the metrics; {} if no evaluation is due, if the step has one already, or if the run is
+    asked to stop. A resumed run repeats an evaluation that was interrupted.
     """
     config = self.config
     step, every = int(state.step), config.eval.every

@@ -82,9 +82,12 @@ def _exit_on_failure() -> Iterator[None]:
 @_in_all_processes
 def train(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo train`."""
+  import jax
+
   from gtpo_jax import config as configs
   from gtpo_jax import loop
   from gtpo_jax.reporting.display import Display
+  from gtpo_jax.runtime.compiling import has_abandoned_compiles
   from gtpo_jax.runtime.distributed import is_first_process
 
   config = configs.load(args.config, overrides)
@@ -104,7 +107,12 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
   if not result.finished:
     words = ["train", f"--config={args.config}", f"--workdir={args.workdir}", *overrides]
     display.say(f"to resume: {program} {shlex.join(words)}")
-    return SIGNAL_EXIT + (stop.signal or signal.SIGINT)
+    status = SIGNAL_EXIT + (stop.signal or signal.SIGINT)
+    if has_abandoned_compiles():  # a normal exit would wait for the compiler
+      jax.distributed.shutdown()
+      sys.stdout.flush()
+      os._exit(status)
+    return status
   model = shlex.quote(f"--model={args.workdir}")
   display.say(f"curves: {args.workdir / 'curves.png'}; try: {program} sample {model} --prompt=...")
   return 0

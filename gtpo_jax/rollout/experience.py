@@ -112,6 +112,7 @@ class Collector:
     self._batches = Batches(problems, self._n, config.seed)
     self._drawn = drawn
     self._kept: list[Group] = []
+    self._before = (self._drawn, self._kept)
     self._rescore = self._make_scorer(worker.model) if self._settings.tis_cap else None
     self._score_reference = self._make_scorer(frozen.reference[0]) if frozen.reference else None
     self._append_guided = jax.jit(_append_guided)
@@ -144,17 +145,19 @@ class Collector:
     Raises:
       Stopped: `stopping` returned True; the next call samples the same batch.
     """
-    drawn = self._drawn
-    kept = self._kept
+    self._before = (self._drawn, self._kept)
     try:
       experience = self._collect(params, say, stopping)
       if stopping():
         raise Stopped
       return experience
     except Stopped:
-      self._drawn = drawn
-      self._kept = kept
+      self.discard()
       raise
+
+  def discard(self) -> None:
+    """Forgets the latest batch: the next call of `collect` samples it again."""
+    self._drawn, self._kept = self._before
 
   def _collect(
     self, params: Params, say: Callable[[str], None], stopping: Callable[[], bool]

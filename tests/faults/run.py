@@ -100,12 +100,22 @@ def mark(point, reached):
     before(RewardManager, "combine", reached, lambda: evaluating)
   elif point in ("compile", "update"):
 
-    def marked_update(*args, **kwargs):
-      holder = type("Holder", (), {"update": staticmethod(make_update(*args, **kwargs))})
-      (before if point == "compile" else after)(holder, "update", reached)
-      return holder.update
+    class MarkedUpdate:
+      def __init__(self, program):
+        self._program = program
 
-    gtpo_jax.loop.make_update = marked_update
+      def lower(self, *args):
+        if point == "compile":
+          reached()
+        return self._program.lower(*args)
+
+      def __call__(self, *args):
+        result = jax.block_until_ready(self._program(*args))
+        if point == "update":
+          reached()
+        return result
+
+    gtpo_jax.loop.make_update = lambda *args, **kwargs: MarkedUpdate(make_update(*args, **kwargs))
   elif point == "saving":  # the files are being written
 
     def marked_save(*args, **kwargs):
