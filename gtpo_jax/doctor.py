@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from gtpo_jax.rewards import sandbox_problem
 from gtpo_jax.runtime.cluster import find_launch
 from gtpo_jax.runtime.errors import UserError, first_line
-from gtpo_jax.runtime.startup import ACCELERATORS
+from gtpo_jax.runtime.startup import ACCELERATORS, cuda_extra, nvidia_driver
 
 OPTIONAL = {  # distribution: (purpose, the extra of gtpo_jax that installs it)
   "libtpu": ("TPU chips, and gtpo plan for TPUs", "plan"),
@@ -97,7 +97,11 @@ def _print_devices() -> bool:
   _line(
     "devices", f"{len(devices)} x {devices[0].device_kind} ({backend}), {processes} process(es)"
   )
+  if version := nvidia_driver():
+    _line("NVIDIA driver", f"{version}: {_install(cuda_extra())}")
   for accelerator, (device_files, extra, _) in ACCELERATORS.items():
+    if extra == "cuda":
+      extra = cuda_extra()
     if backend == "cpu" and glob.glob(device_files):
       _line(
         "",

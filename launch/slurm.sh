@@ -4,7 +4,7 @@
 #   CONFIG=configs/qwen2_5_7b_gtpo.py WORKDIR=/shared/RUN \
 #     sbatch --nodes=4 --gpus-per-node=8 launch/slurm.sh [--config.a.b=VALUE ...]
 #
-# GTPO                 the program, installed with the extra `cuda` where every node can run it
+# GTPO                 the program, installed with the extra `cuda` or `cuda12` where every node can run it
 # MAX_RESTARTS         how often an interrupted run is requeued
 # GTPO_JOIN_TIMEOUT_S  how long a task waits for the others at the start, in seconds
 #

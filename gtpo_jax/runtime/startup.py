@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
+import re
 from pathlib import Path
 
 from gtpo_jax.runtime.cluster import NVIDIA_DEVICE_FILES, has_tpu
@@ -15,6 +16,8 @@ ACCELERATORS = {  # name: (pattern of its device files, the extra of gtpo_jax, J
   "an NVIDIA GPU": (NVIDIA_DEVICE_FILES, "cuda", "cuda"),
   "a TPU": ("/dev/accel[0-9]*", "tpu", "tpu"),
 }
+NVIDIA_DRIVER_FILE = "/proc/driver/nvidia/version"
+CUDA_13_DRIVER = 580  # the oldest that runs it; older ones run CUDA 12
 CACHE_FOLDER = "compile_cache"  # in the workdir
 MIN_COMPILE_TIME_S = 0.2  # programs that compile faster are not cached
 THREADS_PER_CPU_DEVICE = 32
@@ -86,11 +89,29 @@ def refuse_cpu_fallback() -> None:
     return
   for name, (files, extra, platform) in ACCELERATORS.items():
     hidden = platform == "cuda" and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if platform == "cuda":
+      extra = cuda_extra()
     if glob.glob(files) and not hidden:
       raise UserError(
         f"this machine has {name}, but JAX would use the CPU ({_start_failure(platform)}); "
         f"pip install 'gtpo_jax[{extra}]', or set JAX_PLATFORMS=cpu to use the CPU"
       )
+
+
+def cuda_extra() -> str:
+  """Returns the extra of gtpo_jax that fits this machine's NVIDIA driver: cuda or cuda12."""
+  version = nvidia_driver()
+  return "cuda12" if version and version < CUDA_13_DRIVER else "cuda"
+
+
+def nvidia_driver() -> int | None:
+  """Returns the major version of this machine's NVIDIA driver; None if there is none."""
+  try:
+    text = Path(NVIDIA_DRIVER_FILE).read_text()
+  except OSError:
+    return None
+  found = re.search(r"Kernel Module\b.*?\s(\d+)\.\d", text)
+  return int(found[1]) if found else None
 
 
 def _start_failure(platform: str) -> str:

@@ -1,8 +1,9 @@
 """`gtpo train` with a fault at a marked point: `python run.py ACTION:POINT:COUNT train ...`.
 
-The action is `kill` (SIGKILL), `term` (SIGTERM) or `term2` (SIGTERM twice). It happens when the
-program reaches POINT for the COUNTth time. The points are functions of the program that are wrapped
-here; the program has no code for faults. `-` instead of an event does nothing.
+The action is `kill` (SIGKILL), `term` (SIGTERM), `term2` (SIGTERM twice), or a status of XLA such
+as RESOURCE_EXHAUSTED, which is raised as XLA raises it. It happens when the program reaches POINT
+for the COUNTth time. The points are functions of the program that are wrapped here; the program has
+no code for faults. `-` instead of an event does nothing.
 """
 
 import os
@@ -38,6 +39,8 @@ def arm(action, count):
     nonlocal left
     left -= 1
     if left == 0:
+      if action.isupper():
+        raise jax.errors.JaxRuntimeError(f"{action}: injected\nthe second line of XLA's text")
       if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
       os.kill(os.getpid(), signal.SIGTERM)

@@ -82,6 +82,31 @@ def test_a_run_asked_to_stop(expected, tmp_path, event):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+  ("event", "start_of_message"),
+  [
+    ("RESOURCE_EXHAUSTED:update:2", "out of memory during the update: raise batch.micro_batches"),
+    ("RESOURCE_EXHAUSTED:chunk:9", "out of memory during the sampling: lower sampling.slots"),
+    ("INVALID_ARGUMENT:update:2", ""),
+    ("UNAVAILABLE:update:2", ""),  # one process has no peers
+  ],
+)
+def test_an_error_of_xla_says_what_happened(expected, tmp_path, event, start_of_message):
+  """The advice, or a traceback, and in any case all of XLA's text; the run can be resumed."""
+  failed = start(tmp_path / "run", event, SETTINGS)
+  status = event.split(":")[0]
+  assert failed.returncode == 1, failed.stderr
+  assert f"{status}: injected\nthe second line of XLA's text" in failed.stderr
+  assert ("Traceback" in failed.stderr) == (not start_of_message), failed.stderr
+  if start_of_message:
+    assert f"gtpo: {start_of_message}" in failed.stderr
+  else:
+    assert "This happened during the update." in failed.stderr
+  done = start(tmp_path / "run", "-", SETTINGS)
+  assert done.returncode == 0 and read_result(tmp_path / "run") == expected, done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("event", "code"), [("term:warm start:1", 143), ("kill:warm start:2", -9)])
 def test_the_warm_start_starts_over(tmp_path, event, code):
   settings = SETTINGS | {

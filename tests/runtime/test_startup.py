@@ -9,7 +9,13 @@ from gtpo_jax.reporting import compiles
 from gtpo_jax.reporting.compiles import compile_count, describe_compile_cache
 from gtpo_jax.runtime import startup
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.startup import place_compile_cache, refuse_cpu_fallback, use_compile_cache
+from gtpo_jax.runtime.startup import (
+  cuda_extra,
+  nvidia_driver,
+  place_compile_cache,
+  refuse_cpu_fallback,
+  use_compile_cache,
+)
 
 
 @pytest.fixture
@@ -106,3 +112,21 @@ def test_a_place_that_the_user_names_is_kept(default_cache, monkeypatch):
   jax.config.update("jax_compilation_cache_dir", str(default_cache / "mine"))
   place_compile_cache("runs/tiny")
   assert jax.config.jax_compilation_cache_dir == str(default_cache / "mine")
+
+
+@pytest.mark.parametrize(
+  ("text", "version", "extra"),
+  [
+    ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19", 535, "cuda12"),
+    ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release", 580, "cuda"),
+    ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  575.57.08  Release", 575, "cuda12"),
+    ("something else", None, "cuda"),
+    (None, None, "cuda"),
+  ],
+)
+def test_the_extra_follows_the_driver(monkeypatch, tmp_path, text, version, extra):
+  file = tmp_path / "version"
+  if text:
+    file.write_text(text + "\nGCC version: 12.2.0\n")
+  monkeypatch.setattr(startup, "NVIDIA_DRIVER_FILE", str(file))
+  assert (nvidia_driver(), cuda_extra()) == (version, extra)
