@@ -46,8 +46,10 @@ setup(
     "tensorboardX>=2.6",
   ],
   extras_require={
+    "cpu": [],
     "tpu": ["jax[tpu]>=0.10,<0.13"],
-    "cuda": ["jax[cuda13]>=0.10,<0.13"],
+    "cuda": ["jax[cuda13]>=0.10,<0.13"],  # NVIDIA driver 580 or later
+    "cuda12": ["jax[cuda12]>=0.10,<0.13"],  # NVIDIA driver 525 or later
     "plan": ["jax[tpu]>=0.10,<0.13"],  # libtpu; its compiler needs no TPU
     "data": ["datasets>=4"],  # hf:ID as a source
     "wandb": ["wandb>=0.20"],  # log.wandb

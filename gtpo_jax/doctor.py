@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.metadata
 import os
 import platform
@@ -14,7 +15,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from gtpo_jax.rewards import sandbox_problem
-from gtpo_jax.runtime.errors import first_line
+from gtpo_jax.runtime.cluster import find_launch
+from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.startup import ACCELERATORS, cuda_extra, nvidia_driver
 
 OPTIONAL = {  # distribution: (purpose, the extra of gtpo_jax that installs it)
   "libtpu": ("TPU chips, and gtpo plan for TPUs", "plan"),
@@ -23,10 +26,6 @@ OPTIONAL = {  # distribution: (purpose, the extra of gtpo_jax that installs it)
   "wandb": ("log.wandb", "wandb"),
   "torch": ("parity tests", "dev"),
   "mkdocs-material": ("make docs", "docs"),
-}
-ACCELERATORS = {  # name: (device file, the extra of gtpo_jax that installs the JAX plugin)
-  "an NVIDIA GPU": ("/dev/nvidia0", "cuda"),
-  "a TPU": ("/dev/accel0", "tpu"),
 }
 
 
@@ -94,11 +93,16 @@ def _print_devices() -> bool:
     return False
   backend = jax.default_backend()
   processes = jax.process_count()
+  _print_launcher()
   _line(
     "devices", f"{len(devices)} x {devices[0].device_kind} ({backend}), {processes} process(es)"
   )
-  for accelerator, (device_file, extra) in ACCELERATORS.items():
-    if backend == "cpu" and Path(device_file).exists():
+  if version := nvidia_driver():
+    _line("NVIDIA driver", f"{version}: {_install(cuda_extra())}")
+  for accelerator, (device_files, extra, _) in ACCELERATORS.items():
+    if extra == "cuda":
+      extra = cuda_extra()
+    if backend == "cpu" and glob.glob(device_files):
       _line(
         "",
         f"this machine has {accelerator}, but JAX does not use it: "
@@ -108,6 +112,17 @@ def _print_devices() -> bool:
   if "bytes_limit" in stats:
     _line("device memory", f"{stats['bytes_limit'] / 2**30:.1f} GiB each")
   return True
+
+
+def _print_launcher() -> None:
+  """Prints what started this process as one of several, or why it could not be one."""
+  try:
+    launch = find_launch()
+  except UserError as error:
+    _line("launcher", str(error))
+    return
+  if launch:
+    _line("launcher", f"{launch}; gtpo train, eval and export join them, gtpo doctor does not")
 
 
 def _print_compiler() -> None:

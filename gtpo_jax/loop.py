@@ -23,8 +23,8 @@ from gtpo_jax.checkpoint.provenance import check_provenance, provenance_of
 from gtpo_jax.checkpoint.workdir import claim, open_workdir
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem, Problems
-from gtpo_jax.evaluation.evaluate import EvaluationStopped, evaluate_run, warm_up_evaluation
-from gtpo_jax.reporting.compiles import compile_count
+from gtpo_jax.evaluation.evaluate import evaluate_run, warm_up_evaluation
+from gtpo_jax.reporting.compiles import compile_count, describe_compiles
 from gtpo_jax.reporting.credit import write_credit
 from gtpo_jax.reporting.curves import draw_curves
 from gtpo_jax.reporting.display import Display
@@ -44,9 +44,11 @@ from gtpo_jax.rollout.problems import eval_label, held_out_problems, training_pr
 from gtpo_jax.rollout.scoring import RewardManager
 from gtpo_jax.rollout.user_functions import RewardFunction
 from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.compiling import StoppableProgram, stoppable_compiles
+from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.distributed import any_process, fetch, is_first_process
 from gtpo_jax.runtime.guards import Guards
-from gtpo_jax.runtime.signals import Interrupts, Watchdog
+from gtpo_jax.runtime.signals import Interrupts, Stopped, Watchdog
 from gtpo_jax.training.micro_batches import check_batch_divisible, check_positions_divisible
 from gtpo_jax.training.state import TrainState, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
@@ -125,6 +127,7 @@ def steps(
     claim(folder, config, display.say),
     contextlib.closing(reward_manager),
     Watchdog(config.guards.stall_s, lambda: any_process(stopping())) as watchdog,
+    stoppable_compiles(watchdog),
   ):
     run = Run(
       config, folder, workdir is not None, display, watchdog, worker, reward_manager, eval_set
@@ -156,9 +159,10 @@ def learn(run: Run, problems: Sequence[tuple[Problems, float]]) -> Generator[Ste
     run: the run's components.
     problems: the sources to train on, with their mixing weights.
   """
-  state = run.set_up(problems)
-  if state is None:
-    return Result(0, False, "stopped during the warm start, which the next run starts over")
+  try:
+    state = run.set_up(problems)
+  except Stopped as error:
+    return Result(0, False, f"stopped {error}")
   config = run.config
   start = int(state.step)
   run.evaluate_if_due(state)
@@ -168,9 +172,13 @@ def learn(run: Run, problems: Sequence[tuple[Problems, float]]) -> Generator[Ste
       break
     step = i + 1
     began = time.perf_counter()
-    batch = run.collector.collect(state.params, run.display.say)  # rollouts and their rewards
-    collected = time.perf_counter()
-    state, metrics = run.update(state, batch)  # shaped credit, gradient, optimizer
+    try:  # rollouts and their rewards; shaped credit, gradient, optimizer
+      batch = run.collector.collect(state.params, run.display.say, run.stopping)
+      collected = time.perf_counter()
+      state, metrics = run.update(state, batch)
+    except Stopped:
+      run.collector.discard()  # the next run samples this batch again
+      break
     ended = time.perf_counter()
 
     metrics = batch.add_metrics(metrics)
@@ -228,7 +236,7 @@ class Run:
     self._held_out = held_out
     coef = config.resolved_algorithm.initial_entropy_coef
     self._optimizer = make_optimizer(config.optimizer, config.steps, config.batch.updates, coef)
-    self._compiled_update = make_update(
+    update = make_update(
       worker.model,
       config.resolved_algorithm,
       self._optimizer,
@@ -238,13 +246,11 @@ class Run:
       micro_batches=config.batch.micro_batches,
       head_chunk=config.batch.head_chunk,
     )
+    self._compiled_update = StoppableProgram(update)
 
-  def set_up(self, problems: Sequence[tuple[Problems, float]]) -> TrainState | None:
-    """Restores or makes the initial state, and everything else that the loop uses.
-
-    Returns:
-      The state to continue from; None if the run was stopped during the warm start.
-    """
+  @phase("set-up")
+  def set_up(self, problems: Sequence[tuple[Problems, float]]) -> TrainState:
+    """Makes everything that the loop uses, and restores or makes the state that it starts from."""
     config = self.config
     for line in describe_run(config, self.worker):
       self.display.say(line)
@@ -256,7 +262,7 @@ class Run:
     else:
       base = base_model(config, self.worker, self.folder, self.display, self.stopping)
       if base is None:
-        return None
+        raise Stopped("during the warm start, which the next run starts over")
       state = init_state(base, self._optimizer, self.worker.model)
     start = int(state.step)
     metadata = saved.metadata if saved else {}
@@ -275,6 +281,7 @@ class Run:
       policy = self.worker.policy(state.params)
       self.collector.warm_up(policy)
       warm_up_evaluation(config, policy, self._held_out)
+      self.display.say(describe_compiles())
     self._open_logs(start)
     return state
 
@@ -283,15 +290,14 @@ class Run:
     make_trackers = lambda: [WeightsAndBiases(self.folder, config)] if config.log.wandb else []
     self._journal = Journal(self.folder, start, config.log.tensorboard, make_trackers)
     rows = self._journal.read()
-    self.guards = Guards(
-      config.guards.skipped, self.folder, rows, self.display.say, self._checkpoints.wait
-    )
+    limit = config.guards.skipped
+    self.guards = Guards(limit, self.folder, rows, self.display.say, self._checkpoints.wait)
     if start == 0 and not rows:
       self._journal.write(0, {})  # the row of step 0, to which the base model's evaluation is added
 
   def update(self, state: TrainState, batch: Experience) -> tuple[TrainState, dict[str, float]]:
     """Returns the next state and the update's metrics. The old state's memory is reused."""
-    with jax.profiler.TraceAnnotation("update"):
+    with jax.profiler.TraceAnnotation("update"), phase("update"):
       state, metrics = self._compiled_update(state, batch.rollouts, batch.rewards)
       return state, {name: float(value) for name, value in fetch(metrics).items()}
 
@@ -314,13 +320,10 @@ class Run:
         self._checkpoints.save(state, self.collector.leftovers(), self._metadata)
 
   def evaluate_if_due(self, state: TrainState) -> dict[str, float]:
-    """Evaluates at step 0, every `eval.every` steps and at the end.
+    """Evaluates at step 0, every `eval.every` steps and at the end, and amends metrics.jsonl.
 
-    The metrics are added to the step's row of metrics.jsonl.
-
-    Returns:
-      The metrics; {} if no evaluation is due, if the step has one already, or if the run is asked
-      to stop. A resumed run repeats an evaluation that was interrupted.
+    Returns the metrics; {} if no evaluation is due, if the step has one already, or if the run is
+    asked to stop. A resumed run repeats an evaluation that was interrupted.
     """
     config = self.config
     step = int(state.step)
@@ -333,7 +336,7 @@ class Run:
       return {}
     began = time.perf_counter()
     try:
-      with jax.profiler.TraceAnnotation("evaluate"):
+      with jax.profiler.TraceAnnotation("evaluate"), phase("evaluation"):
         evaluation = evaluate_run(
           config,
           self.worker,
@@ -342,14 +345,13 @@ class Run:
           self._held_out,
           stopping=self.stopping,
         )
-    except EvaluationStopped:
+    except Stopped:
       return {}
     seconds = time.perf_counter() - began
     metrics = evaluation.metrics()
     problems = len(self._held_out)
-    self.display.say(
-      describe_evaluation(config, step, metrics, eval_label(config), problems, seconds)
-    )
+    line = describe_evaluation(config, step, metrics, eval_label(config), problems, seconds)
+    self.display.say(line)
     earlier = [evaluated_accuracy(row) or 0.0 for row in rows]
     if config.checkpoint.best and evaluated_accuracy(metrics) > max(earlier, default=0.0):
       best = Checkpoints(self.folder / "best", keep=1)
@@ -365,6 +367,7 @@ class Run:
     self.display.end()
     self.save(state)
     self._checkpoints.close()
+    saved_at = time.monotonic() if self.keep else None
     self._journal.close()
     rows = self._journal.read()
     if is_first_process():
@@ -372,10 +375,10 @@ class Run:
       draw_curves(rows, title, self.folder / "curves.png")
     step = int(state.step)
     policy = TrainedPolicy(self.worker, state.params)
-    if step < config.steps:
-      summary = f"stopped at step {step} of {config.steps}{'; saved' if self.keep else ''}"
-      return Result(step, False, summary, rows, policy)
-    return Result(step, True, summarize(config, rows), rows, policy)
+    finished = step >= config.steps
+    stopped = f"stopped at step {step} of {config.steps}{'; saved' if self.keep else ''}"
+    summary = summarize(config, rows) if finished else stopped
+    return Result(step, finished, summary, rows, policy, saved_at)
 
 
 def _prepare(
@@ -383,8 +386,7 @@ def _prepare(
 ) -> tuple[RolloutWorker, RewardManager, list[tuple[Problems, float]], list[Problem]]:
   """Validates the inputs and loads the problems, before anything is written or compiled.
 
-  Returns:
-    The worker, the reward manager, and the problems to train on and to evaluate on.
+  Returns the worker, the reward manager, and the problems to train on and to evaluate on.
   """
   config = inputs.config
   worker = RolloutWorker(config)

@@ -44,6 +44,9 @@ metadata:
   annotations:
     alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool  # a slice per pool
 spec:
+  network:
+    enableDNSHostnames: true  # the hosts find one another by name
+    publishNotReadyAddresses: true
   failurePolicy:
     maxRestarts: $RESTARTS  # all hosts restart together, from the newest checkpoint
     rules:
@@ -73,6 +76,13 @@ spec:
               containers:
                 - name: gtpo
                   image: $(quoted "$IMAGE")
+                  env:
+                    # Overlaps the sums of gradients between slices with computing; see
+                    # DATA_PARALLEL_OVERLAP in MaxText's benchmarks/xla_flags_library.py.
+                    - name: LIBTPU_INIT_ARGS
+                      value: >-
+                        --xla_tpu_enable_data_parallel_all_reduce_opt=true
+                        --xla_tpu_data_parallel_opt_different_sized_ops=true
                   args:
                     - train
 $(for arg in "--config=$CONFIG" "--workdir=$WORKDIR" "$@"; do echo "                    - $(quoted "$arg")"; done)

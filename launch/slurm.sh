@@ -4,8 +4,9 @@
 #   CONFIG=configs/qwen2_5_7b_gtpo.py WORKDIR=/shared/RUN \
 #     sbatch --nodes=4 --gpus-per-node=8 launch/slurm.sh [--config.a.b=VALUE ...]
 #
-# GTPO          the program, installed with the extra `cuda` where every node can run it
-# MAX_RESTARTS  how often an interrupted run is requeued
+# GTPO                 the program, installed with the extra `cuda` or `cuda12` where every node can run it
+# MAX_RESTARTS         how often an interrupted run is requeued
+# GTPO_JOIN_TIMEOUT_S  how long a task waits for the others at the start, in seconds
 #
 # For one task per GPU: sbatch --ntasks-per-node=8 ...
 #SBATCH --job-name=gtpo
@@ -22,11 +23,13 @@ set -uo pipefail
 : "${CONFIG:?a config, such as configs/qwen2_5_7b_gtpo.py}"
 : "${WORKDIR:?the folder of the run, on a file system that all nodes share}"
 
-# JAX reads coordinator and ranks from Slurm's variables. By default it uses one GPU per task.
-if [[ ${SLURM_NTASKS_PER_NODE:-1} == 1 ]]; then
-  JAX_LOCAL_DEVICE_IDS=$(seq --separator=, 0 $((${SLURM_GPUS_ON_NODE:-1} - 1)))
-  export JAX_LOCAL_DEVICE_IDS
-fi
+# The tasks find one another through Slurm's variables, and the tasks of a node share its GPUs
+# evenly. JAX allocates three quarters of a GPU's memory unless it is told to use more:
+# https://docs.jax.dev/en/latest/gpu_memory_allocation.html
+export XLA_CLIENT_MEM_FRACTION=${XLA_CLIENT_MEM_FRACTION:-0.9}
+# Overlaps communication with computing; NVIDIA's own images set the same flag:
+# https://docs.nvidia.com/jax-toolbox/environment-variables
+export XLA_FLAGS="--xla_gpu_enable_latency_hiding_scheduler=true ${XLA_FLAGS:-}"
 
 # Ten minutes before the time limit (--signal), or when Slurm preempts the job, each task receives
 # SIGTERM, saves, and exits with 143. The first task to exit must not make Slurm kill those that are

@@ -57,8 +57,8 @@ def test_missing_optional_packages_are_listed_with_their_purpose(monkeypatch, ca
 def test_an_accelerator_that_jax_does_not_use(monkeypatch, capsys, tmp_path):
   (tmp_path / "nvidia0").touch()
   accelerators = {
-    "an NVIDIA GPU": (str(tmp_path / "nvidia0"), "cuda"),
-    "a TPU": (str(tmp_path / "none"), "tpu"),
+    "an NVIDIA GPU": (str(tmp_path / "nvidia0"), "cuda", "cuda"),
+    "a TPU": (str(tmp_path / "none"), "tpu", "tpu"),
   }
   monkeypatch.setattr(doctor, "ACCELERATORS", accelerators)
   out = examine(capsys)[2]

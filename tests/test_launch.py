@@ -4,10 +4,13 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+
+from gtpo_jax.runtime.cluster import find_launch
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"
@@ -115,6 +118,71 @@ def test_the_configs_and_files_mentioned_exist():
   for line in (LAUNCH / "Dockerfile").read_text().splitlines():
     if line.startswith("COPY"):
       assert all((ROOT / name).exists() for name in line.split()[1:-1]), line
+
+
+def run_slurm(tmp_path, **variables):
+  """Runs slurm.sh with an `srun` that prints its environment; returns that as a dict."""
+  srun = tmp_path / "srun"
+  srun.write_text('#!/bin/sh\necho "ARGS=$*"\nenv\n')
+  srun.chmod(0o755)
+  env = {"CONFIG": "configs/tiny.py", "WORKDIR": "/run", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+  printed = call("bash", str(LAUNCH / "slurm.sh"), "--config.seed=1", **env | variables)
+  return dict(line.split("=", 1) for line in printed.splitlines() if "=" in line)
+
+
+def accepts(environment, code):
+  """Whether a Python program starts with these variables."""
+  env = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+  done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=300)
+  return done.returncode == 0
+
+
+def test_slurm_starts_gtpo_with_flags_that_xla_knows(tmp_path):
+  seen = run_slurm(tmp_path, XLA_FLAGS="--xla_gpu_autotune_level=1")
+  assert seen["ARGS"].endswith("gtpo train --config=configs/tiny.py --workdir=/run --config.seed=1")
+  assert "JAX_LOCAL_DEVICE_IDS" not in seen  # gtpo itself shares the GPUs of a node
+  assert seen["XLA_CLIENT_MEM_FRACTION"] == "0.9"
+  flags = seen["XLA_FLAGS"]
+  assert flags.endswith(" --xla_gpu_autotune_level=1")
+  start = "import jax; jax.devices()"
+  assert accepts({"XLA_FLAGS": flags}, start)
+  assert not accepts({"XLA_FLAGS": flags.replace("hiding", "hidden")}, start)
+
+
+def test_gke_sets_flags_that_libtpu_knows():
+  pytest.importorskip("libtpu")
+  pod = jobset()["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+  (variable,) = pod["containers"][0]["env"]
+  assert variable["name"] == "LIBTPU_INIT_ARGS"
+  compile_for_tpu = (
+    "from gtpo_jax.planning.topology import topology_devices; topology_devices('v5e:2x2')"
+  )
+  assert accepts({"LIBTPU_INIT_ARGS": variable["value"]}, compile_for_tpu)
+  assert not accepts({"LIBTPU_INIT_ARGS": variable["value"] + "x"}, compile_for_tpu)
+
+
+def test_several_gpu_machines_of_sky_find_one_another(tmp_path):
+  """Runs the task's command with a `gtpo` that prints its environment."""
+  gtpo = tmp_path / "gtpo" / "bin" / "gtpo"
+  gtpo.parent.mkdir(parents=True)
+  gtpo.write_text("#!/bin/sh\nenv\n")
+  gtpo.chmod(0o755)
+  command = yaml.safe_load((LAUNCH / "sky.yaml").read_text())["run"]
+  variables = {
+    "EXTRA": "cuda",
+    "CONFIG": "configs/tiny.py",
+    "WORKDIR": "gs://bucket/run",
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "1",
+  }
+  printed = call("bash", "-c", command, tmp_path=tmp_path, **variables)
+  seen = dict(line.split("=", 1) for line in printed.splitlines() if "=" in line)
+  launch = find_launch(seen)
+  assert (launch.count, launch.index, launch.address) == (2, 1, "10.0.0.1:8476")
+  for alone in ({"SKYPILOT_NUM_NODES": "1"}, {"EXTRA": "tpu"}):
+    printed = call("bash", "-c", command, tmp_path=tmp_path, **variables | alone)
+    assert "JAX_COORDINATOR_ADDRESS" not in printed
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_the_top_level_has_few_modules_and_every_part_has_a_floor():
 
 def test_importing_the_runtime_does_not_import_jax():
   """`prepare_jax` must run before JAX is imported, and signal handling must start quickly."""
-  names = ("", ".startup", ".signals", ".errors", ".files")
+  names = ("", ".startup", ".cluster", ".signals", ".errors", ".files")
   code = "import sys\n"
   code += "".join(f"import gtpo_jax.runtime{name}\n" for name in names)
   code += "assert not {'jax', 'jaxlib', 'flax'} & set(sys.modules)\n"

@@ -40,6 +40,7 @@ class Result:
     history: the rows of metrics.jsonl, the first for the base model (step 0); empty if the run was
       stopped during the warm start.
     policy: the trained policy; None if the run was stopped during the warm start.
+    saved_at: when the last state was on disk, as `time.monotonic()`; None if it was not saved.
   """
 
   step: int
@@ -47,3 +48,4 @@ class Result:
   summary: str
   history: list[dict[str, Any]] = dataclasses.field(default_factory=list, repr=False)
   policy: TrainedPolicy | None = None
+  saved_at: float | None = dataclasses.field(default=None, repr=False)

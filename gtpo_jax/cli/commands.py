@@ -8,19 +8,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gtpo_jax.runtime.errors import RunError, UserError, first_line
+from gtpo_jax.runtime.cluster import join_processes
+from gtpo_jax.runtime.device_errors import explain
+from gtpo_jax.runtime.errors import RunError, UserError
 from gtpo_jax.runtime.signals import SIGNAL_EXIT, StopSignals
-from gtpo_jax.runtime.startup import join_processes, prepare_jax
+from gtpo_jax.runtime.startup import place_compile_cache, prepare_jax, refuse_cpu_fallback
 
 if TYPE_CHECKING:
   from gtpo_jax.data.chat import Chat
@@ -29,32 +32,18 @@ if TYPE_CHECKING:
 STREAM_INTERVAL = 4  # tokens between updates when `gtpo sample` streams to a terminal
 
 
-def train(args: argparse.Namespace, overrides: list[str]) -> int:
-  """`gtpo train`."""
-  prepare_jax()
-  join_processes()
-  from gtpo_jax import config as configs
-  from gtpo_jax import loop
-  from gtpo_jax.reporting.display import Display
-  from gtpo_jax.runtime.distributed import is_first_process
+def _in_all_processes(command: Callable[..., int]) -> Callable[..., int]:
+  """Decorates a command that the processes of a launcher run together."""
 
-  config = configs.load(args.config, overrides)
-  display = Display(is_first_process())
-  stop = StopSignals()
-  with stop, _exit_on_failure():
-    try:
-      result = loop.train(config, args.workdir, display, stop.requested)
-    finally:
-      display.end()
-  display.say(result.summary)
-  program = sys.argv[0] if Path(sys.argv[0]).name == "gtpo" else "python -m gtpo_jax"
-  if not result.finished:
-    words = ["train", f"--config={args.config}", f"--workdir={args.workdir}", *overrides]
-    display.say(f"to resume: {program} {shlex.join(words)}")
-    return SIGNAL_EXIT + (stop.signal or signal.SIGINT)
-  model = shlex.quote(f"--model={args.workdir}")
-  display.say(f"curves: {args.workdir / 'curves.png'}; try: {program} sample {model} --prompt=...")
-  return 0
+  @functools.wraps(command)
+  def run(args: argparse.Namespace, overrides: list[str]) -> int:
+    prepare_jax()
+    join_processes()
+    refuse_cpu_fallback()
+    with _exit_on_failure():
+      return command(args, overrides)
+
+  return run
 
 
 @contextlib.contextmanager
@@ -62,24 +51,27 @@ def _exit_on_failure() -> Iterator[None]:
   """Exits at once when this process fails, if it is one of several.
 
   A normal exit would wait for the other processes, which may wait for this one in a collective.
+
+  Raises:
+    RunError: XLA failed, and `explain` knows what to do about it.
   """
   import jax
 
   try:
     yield
   except (Exception, SystemExit) as error:  # rich raises SystemExit when its output pipe is closed
-    if jax.process_count() == 1:
+    count = jax.process_count()
+    reason = explain(error, count)
+    if count == 1:
+      if reason:
+        raise RunError(reason) from error
       raise
-    expected = isinstance(error, UserError | RunError)
-    peer_failed = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
-    reason = str(error)
-    if peer_failed:
-      reason = f"another process exited or is unreachable ({first_line(error)[:120]})"
+    expected = reason or isinstance(error, UserError | RunError)
     with contextlib.suppress(OSError):  # stderr may be closed
-      if not peer_failed and not expected:
+      if not expected:
         traceback.print_exc()
       print(
-        f"gtpo: process {jax.process_index()} of {jax.process_count()}: {reason}; "
+        f"gtpo: process {jax.process_index()} of {count}: {reason or error}; "
         f"restart all processes to resume",
         file=sys.stderr,
         flush=True,
@@ -87,34 +79,75 @@ def _exit_on_failure() -> Iterator[None]:
     os._exit(2 if isinstance(error, UserError) else 1)
 
 
+@_in_all_processes
+def train(args: argparse.Namespace, overrides: list[str]) -> int:
+  """`gtpo train`."""
+  import jax
+
+  from gtpo_jax import config as configs
+  from gtpo_jax import loop
+  from gtpo_jax.reporting.display import Display
+  from gtpo_jax.runtime.compiling import has_abandoned_compiles
+  from gtpo_jax.runtime.distributed import is_first_process
+
+  config = configs.load(args.config, overrides)
+  place_compile_cache(args.workdir)
+  display = Display(is_first_process())
+  stop = StopSignals()
+  with stop:
+    try:
+      result = loop.train(config, args.workdir, display, stop.requested)
+    finally:
+      display.end()
+  summary = result.summary
+  if stop.signal and result.saved_at:
+    summary += f" {stop.seconds_before(result.saved_at):.1f} s after the signal"
+  display.say(summary)
+  program = sys.argv[0] if Path(sys.argv[0]).name == "gtpo" else "python -m gtpo_jax"
+  if not result.finished:
+    words = ["train", f"--config={args.config}", f"--workdir={args.workdir}", *overrides]
+    display.say(f"to resume: {program} {shlex.join(words)}")
+    status = SIGNAL_EXIT + (stop.signal or signal.SIGINT)
+    if has_abandoned_compiles():  # a normal exit would wait for the compiler
+      jax.distributed.shutdown()
+      sys.stdout.flush()
+      os._exit(status)
+    return status
+  model = shlex.quote(f"--model={args.workdir}")
+  display.say(f"curves: {args.workdir / 'curves.png'}; try: {program} sample {model} --prompt=...")
+  return 0
+
+
+@_in_all_processes
 def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo eval`."""
-  prepare_jax()
   from gtpo_jax import config as configs
   from gtpo_jax.evaluation.evaluate import evaluate_run
   from gtpo_jax.models.folder import find, is_hf_folder
   from gtpo_jax.rollout.policies import find_policy
   from gtpo_jax.rollout.problems import held_out_problems
   from gtpo_jax.rollout.scoring import RewardManager
+  from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
 
+  say = print if is_first_process() else lambda line: None
   if is_hf_folder(find(str(args.model))) and not args.config:
     raise UserError(
       f"{str(args.model)!r} is a Hugging Face folder: "
       f"give --config=FILE with the problems to evaluate it on"
     )
   ks = _parse_ks(args.k)
-  _check_writable(args.json)
-  _check_writable(args.completions)
+  for file in (args.json, args.completions):
+    broadcast_from_first(lambda file=file: _check_writable(file))
   own_config = configs.load(args.config, overrides) if args.config else None
   worker, config, read = find_policy(args.model, args.step, own_config)
   if args.data:
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=args.data))
-  problems = held_out_problems(
-    config, worker, print
-  )  # before the weights, which take longer to read
+  problems = held_out_problems(config, worker, say)  # before the weights, which take longer to read
   params, step = read()
   samples = max(ks, default=None)
   result = evaluate_run(config, worker, RewardManager(config), params, problems, samples=samples)
+  if not is_first_process():
+    return 0
   summary = {"step": step, **result.summary(ks)}
   if args.json:
     _write(args.json, json.dumps(summary, indent=2) + "\n")
@@ -139,6 +172,12 @@ def _print_summary(summary: dict[str, object]) -> None:
 def sample(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo sample`."""
   prepare_jax()
+  refuse_cpu_fallback()
+  with _exit_on_failure():
+    return _sample(args)
+
+
+def _sample(args: argparse.Namespace) -> int:
   _check_sample(args)
   from gtpo_jax.sampling.params import SamplingParams
 
@@ -199,19 +238,22 @@ def _check_sample(args: argparse.Namespace) -> None:
     raise UserError(f"--max_tokens must be at least 1, got {args.max_tokens}")
 
 
+@_in_all_processes
 def export(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo export`."""
-  prepare_jax()
   from gtpo_jax.export import export_policy
+  from gtpo_jax.runtime.distributed import is_first_process
 
   if args.adapter and args.dtype:
     raise UserError("--dtype applies only to complete models; adapters are always float32")
   values = {"workdir": args.workdir, "out": args.out, "step": args.step, "dtype": args.dtype}
   options = [f"--{name}={value}" for name, value in values.items() if value is not None]
   command = ["gtpo", "export", *options, *(["--adapter"] if args.adapter else [])]
-  print(
-    export_policy(args.workdir, args.out, shlex.join(command), args.step, args.dtype, args.adapter)
+  done = export_policy(
+    args.workdir, args.out, shlex.join(command), args.step, args.dtype, args.adapter
   )
+  if is_first_process():
+    print(done)
   return 0
 
 

@@ -297,8 +297,8 @@ class GuardSection:
   Attributes:
     skipped: end the run after this many consecutive steps with a skipped update (its loss or
       gradient was not finite).
-    stall_s: exit, after printing all stacks, if no step, evaluation batch or part of the warm
-      start ends for this many seconds; 0 never exits.
+    stall_s: exit, after printing all stacks, if for this many seconds no step, evaluation batch
+      or part of the warm start ends and no program is compiled; 0 never exits.
   """
 
   skipped: int = 3

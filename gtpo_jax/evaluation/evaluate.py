@@ -14,13 +14,10 @@ from gtpo_jax.rollout.keys import KeyStream, key_for
 from gtpo_jax.rollout.problems import eval_label
 from gtpo_jax.rollout.scoring import PendingRewards, RewardManager
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
+from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.sampling.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
-
-
-class EvaluationStopped(Exception):
-  """Raised by an evaluation that was asked to stop before its last batch."""
 
 
 def evaluate_run(
@@ -41,10 +38,10 @@ def evaluate_run(
     params: the parameters of the policy.
     problems: from `held_out_problems`.
     samples: completions per problem; None for `eval.samples`.
-    stopping: called before every batch; True stops the evaluation.
+    stopping: called between chunks of tokens; True stops the evaluation.
 
   Raises:
-    EvaluationStopped: `stopping` returned True.
+    Stopped: `stopping` returned True.
   """
   return evaluate(
     worker,
@@ -87,20 +84,20 @@ def evaluate(
   Problems are processed `batch` at a time; the last batch is padded.
 
   Raises:
-    EvaluationStopped: `stopping`, which is called before every batch, returned True.
+    Stopped: `stopping`, which is called between chunks of tokens, returned True.
   """
   batch = min(batch, len(problems))
 
   def complete_batch(start: int, group: int, sampling_params: SamplingParams) -> ScoredCompletions:
     if stopping():
-      raise EvaluationStopped
+      raise Stopped
     real = problems[start : start + batch]
     n = len(real)
     padded = [*real, *[real[-1]] * (batch - n)]
     pending = PendingRewards(reward_manager, padded, group, worker.chat.decode)
     batch_key = jax.random.fold_in(key, start)
-    worker.generate(policy, padded, batch_key, group, sampling_params, pending)
-    result = pending.result()
+    worker.generate(policy, padded, batch_key, group, sampling_params, pending, stopping=stopping)
+    result = pending.result(stopping)
     return ScoredCompletions(
       texts=pending.texts[:n],
       correct=result.correct[:n],

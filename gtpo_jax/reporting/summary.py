@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from gtpo_jax.config import Config
 from gtpo_jax.models.causal import attention_kind
+from gtpo_jax.reporting.compiles import describe_compile_cache
 from gtpo_jax.rollout.worker import RolloutWorker
 
 Row = Mapping[str, Any]  # one object of metrics.jsonl
@@ -15,7 +18,9 @@ Row = Mapping[str, Any]  # one object of metrics.jsonl
 def describe_run(config: Config, worker: RolloutWorker) -> list[str]:
   """Returns the lines printed when a run begins."""
   model = worker.model
+  devices = model.mesh.devices
   return [
+    f"{devices.size} x {devices.flat[0].device_kind} in {jax.process_count()} process(es)",
     f"{config.algorithm.name} on {config.data.train}: {config.steps} steps of "
     f"{config.batch.prompts} prompts x {config.batch.group} completions, "
     f"model {config.model.path or config.model.preset}, mesh {dict(model.mesh.shape)}, "
@@ -23,6 +28,7 @@ def describe_run(config: Config, worker: RolloutWorker) -> list[str]:
     f"sampling {worker.engine.describe()}",
     "each program is compiled when it is first needed: "
     "the first evaluation and the first steps take longest",
+    describe_compile_cache(),
   ]
 
 

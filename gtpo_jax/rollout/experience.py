@@ -23,8 +23,10 @@ from gtpo_jax.rollout.groups import Group, restore_groups, save_groups, split_gr
 from gtpo_jax.rollout.keys import KeyStream, key_for
 from gtpo_jax.rollout.scoring import PendingRewards, RewardManager, RewardResult
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
+from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import axis_size, shard_batch
+from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.training.log_probs import make_scorer
 from gtpo_jax.training.packing import plan_rows
 
@@ -119,6 +121,7 @@ class Collector:
     self._batches = Batches(problems, self._n, config.seed)
     self._drawn = drawn
     self._kept: list[Group] = []
+    self._before = (self._drawn, self._kept)
     self._rescore = self._make_scorer(worker.model) if self._settings.tis_cap else None
     self._score_reference = self._make_scorer(frozen.reference[0]) if frozen.reference else None
     self._append_guided = jax.jit(_append_guided)
@@ -137,23 +140,47 @@ class Collector:
         params, self._n, group=group, sampling_params=self._config.sampling_params
       )
 
-  def collect(self, params: Params, say: Callable[[str], None]) -> Experience:
+  @phase("sampling")
+  def collect(
+    self, params: Params, say: Callable[[str], None], stopping: Callable[[], bool] = lambda: False
+  ) -> Experience:
     """Samples and scores the next step's batch, with `params` and the guide if there is one.
 
     Args:
       params: the policy's parameters in training layout.
       say: receives a line if dynamic sampling cannot fill the batch.
+      stopping: called between chunks of tokens; True discards what was sampled.
+
+    Raises:
+      Stopped: `stopping` returned True; the next call samples the same batch.
     """
+    self._before = (self._drawn, self._kept)
+    try:
+      experience = self._collect(params, say, stopping)
+      if stopping():
+        raise Stopped
+      return experience
+    except Stopped:
+      self.discard()
+      raise
+
+  def discard(self) -> None:
+    """Forgets the latest batch: the next call of `collect` samples it again."""
+    self._drawn, self._kept = self._before
+
+  def _collect(
+    self, params: Params, say: Callable[[str], None], stopping: Callable[[], bool]
+  ) -> Experience:
     began = time.perf_counter()
     policy = self._worker.policy(params)
     if self._settings.dynamic_sampling:
-      groups, metrics, scoring_s = self._sample_groups(params, policy, say)
+      groups, metrics, scoring_s = self._sample_groups(params, policy, say, stopping)
       rollouts = shard_batch(stack([group.rollouts for group in groups]), self._mesh)
       rewards = stack([group.rewards for group in groups])
       problems = [group.problem for group in groups]
       texts = [group.texts for group in groups]
     else:
-      batch = self._sample_batch(params, policy)
+      batch = self._sample_batch(params, policy, stopping)
       rollouts = batch.rollouts
       rewards = batch.scores.rewards
       problems = batch.problems
@@ -172,7 +199,9 @@ class Collector:
   def _mesh(self) -> jax.sharding.Mesh:
     return self._worker.model.mesh
 
-  def _sample_batch(self, params: Params, policy: Policy) -> _GenerationBatch:
+  def _sample_batch(
+    self, params: Params, policy: Policy, stopping: Callable[[], bool]
+  ) -> _GenerationBatch:
     """Samples and scores the next generation batch."""
     config = self._config
     worker = self._worker
@@ -181,7 +210,9 @@ class Collector:
     pending = PendingRewards(self._reward_manager, problems, config.batch.group, worker.chat.decode)
     own = config.policy_completions
     key = key_for(config.seed, KeyStream.SAMPLE, number)
-    rollouts = worker.generate(policy, problems, key, own, config.sampling_params, pending)
+    rollouts = worker.generate(
+      policy, problems, key, own, config.sampling_params, pending, stopping=stopping
+    )
     rollouts = shard_batch(rollouts, self._mesh)
     if self._rescore:
       log_probs = self._rescore(params, self._pack(rollouts))
@@ -190,12 +221,12 @@ class Collector:
       key = key_for(config.seed, KeyStream.GUIDE, number)
       group = self._settings.guide_completions
       guided = worker.generate(
-        guide, problems, key, group, config.sampling_params, pending, first=own
+        guide, problems, key, group, config.sampling_params, pending, own, stopping
       )
       rollouts = self._append_guided(rollouts, shard_batch(guided, self._mesh))
     self._drawn += 1
     began = time.perf_counter()
-    scores = pending.result()
+    scores = pending.result(stopping)
     scoring_s = time.perf_counter() - began
     return _GenerationBatch(number, problems, rollouts, scores, pending.texts, scoring_s)
 
@@ -216,7 +247,7 @@ class Collector:
     return rollouts.replace(packing=packing and shard_batch(packing, model.mesh))
 
   def _sample_groups(
-    self, params: Params, policy: Policy, say: Callable[[str], None]
+    self, params: Params, policy: Policy, say: Callable[[str], None], stopping: Callable[[], bool]
   ) -> tuple[list[Group], dict[str, float], float]:
     """Samples until n groups carry a learning signal: DAPO's dynamic sampling (2503.14476).
 
@@ -235,7 +266,7 @@ class Collector:
     batch_metrics = []
     scoring_s = 0.0
     for _ in range(self._config.batch.max_gen_batches):
-      batch = self._sample_batch(params, policy)
+      batch = self._sample_batch(params, policy, stopping)
       groups = split_groups(
         batch.number, batch.problems, fetch(batch.rollouts), batch.scores.rewards, batch.texts
       )

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import jax
@@ -27,9 +27,11 @@ from gtpo_jax.rollout.user_functions import (
   RewardFunction,
   import_function,
 )
-from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
+from gtpo_jax.runtime.distributed import any_process, broadcast_from_first, is_first_process
+from gtpo_jax.runtime.signals import Stopped, poll
 
 CORRECT_ABOVE = 0.5  # a verifier's score above this counts as correct
+POLL_S = 1.0  # seconds between questions whether to stop, while scores are missing
 USER_VERIFIER = ""  # the key of a user's verifier in what `call_functions` returns
 
 
@@ -238,12 +240,21 @@ class PendingRewards:
       self._waiting.extend(completions)
       self._work.append(self._reward_manager.thread.submit(self._score_waiting))
 
-  def result(self) -> RewardResult:
+  def result(self, stopping: Callable[[], bool] = lambda: False) -> RewardResult:
     """Waits for all scores and returns them, the same on every process.
 
     Re-raises any exception from the scoring thread.
+
+    Args:
+      stopping: called about every second; True ends the wait.
+
+    Raises:
+      Stopped: `stopping` returned True.
     """
     with jax.profiler.TraceAnnotation("reward"):
+      while any_process(bool(wait(self._work, POLL_S).not_done)):
+        if poll(stopping):
+          raise Stopped
       shared = broadcast_from_first(self._collect)
     self.texts = shared["texts"]
     self.lengths = shared["lengths"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh
+from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.params import SamplingParams
 
@@ -108,6 +109,7 @@ class RolloutWorker:
     sampling_params: SamplingParams,
     pending: PendingRewards | None = None,
     first: int = 0,
+    stopping: Callable[[], bool] = lambda: False,
   ) -> Rollouts:
     """Samples `group` completions of each problem.
 
@@ -119,9 +121,14 @@ class RolloutWorker:
       sampling_params: how tokens are drawn.
       pending: receives each completion as soon as it ends, and scores it while others are sampled.
       first: the index that the first completion of each problem has in `pending`.
+      stopping: called between chunks of tokens, in all processes at the same chunk; True ends the
+        sampling.
 
     Returns:
       Rollouts [n, group, t] in host arrays.
+
+    Raises:
+      Stopped: `stopping` returned True.
     """
     prompts = [self.encode(problem) for problem in problems]
     buffer = None
@@ -134,4 +141,6 @@ class RolloutWorker:
           tokens = buffer.tokens[i, j, buffer.mask[i, j]]
           finished.append(EndedCompletion(i, first + j, tokens, bool(buffer.finished[i, j])))
         pending.put(finished)
+      if stopping():
+        raise Stopped
     return policy.engine.rollouts(buffer, prompts)

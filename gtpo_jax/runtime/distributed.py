@@ -14,6 +14,9 @@ from gtpo_jax.runtime.errors import SHARED_ERRORS
 
 T = TypeVar("T")
 MAX_TEXT_BYTES = 256  # every process sends a buffer of this size
+# Broadcasts consist of blocks of this size: each size would need a compiled program of its own.
+BLOCK_BYTES = 64 * 1024
+LENGTH_BYTES = 8  # at the start of the first block
 
 
 def fetch(tree: Any) -> Any:
@@ -46,16 +49,29 @@ def broadcast_from_first(make: Callable[[], T]) -> T:
       payload = msgpack_serialize({"value": make()})
     except Exception as error:  # of any type: the other processes are waiting
       payload = msgpack_serialize({"error": [type(error).__name__, str(error)]})
-  size = int(multihost_utils.broadcast_one_to_all(np.int32(len(payload))))
-  padded = np.frombuffer(payload.ljust(size, b"\0"), np.uint8)
-  received = np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8)
-  reply = msgpack_restore(received.tobytes())
+  reply = msgpack_restore(_broadcast_bytes(payload))
   if "error" not in reply:
     return reply["value"]
   kind, message = reply["error"]
   if kind in SHARED_ERRORS:
     raise SHARED_ERRORS[kind](message)
   raise RuntimeError(f"the first process failed: {kind}: {message}")
+
+
+def _broadcast_bytes(payload: bytes) -> bytes:
+  """Returns the first process's `payload` on every process. All sizes share one program."""
+  message = len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+  received = _broadcast_block(message[:BLOCK_BYTES])
+  end = LENGTH_BYTES + int.from_bytes(received[:LENGTH_BYTES], "little")
+  blocks = [received]
+  for start in range(BLOCK_BYTES, end, BLOCK_BYTES):
+    blocks.append(_broadcast_block(message[start : start + BLOCK_BYTES]))
+  return b"".join(blocks)[LENGTH_BYTES:end]
+
+
+def _broadcast_block(block: bytes) -> bytes:
+  padded = np.frombuffer(block.ljust(BLOCK_BYTES, b"\0"), np.uint8)
+  return np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8).tobytes()
 
 
 def first_nonempty_text(text: str) -> str:

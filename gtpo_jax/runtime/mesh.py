@@ -7,12 +7,15 @@ code. This file defines, in this order: mesh construction, logical axes, shardin
 
 from __future__ import annotations
 
+import collections
+import math
 from collections.abc import Sequence
 from types import EllipsisType
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gtpo_jax.runtime.errors import UserError
@@ -71,11 +74,64 @@ def make_mesh(
     # another in different collectives. A freshly compiled program does not. The cached program
     # seems to have lost the order in which XLA makes devices start collectives.
     use_compile_cache(False)
-  return Mesh(
-    np.asarray(devices).reshape(tuple(sizes.values())),
-    MESH_AXES,
-    axis_types=(AxisType.Auto,) * len(MESH_AXES),
-  )
+  return _mesh_of(_arrange(devices, tuple(sizes.values())))
+
+
+def _mesh_of(devices: np.ndarray) -> Mesh:
+  """Returns the mesh of devices [data, fsdp, context, tensor]."""
+  return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _arrange(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+  """Returns the devices as an array of `shape` in which neighbours have fast connections.
+
+  Within a TPU slice, the last axes of `shape` get the rings of the torus. If there are several TPU
+  slices or GPU nodes, the first axes are divided over them, because their network is slower.
+  """
+  grid = np.asarray(devices).reshape(shape)
+  if devices[0].platform == "cpu":
+    return grid
+  islands = collections.Counter(island_of(device) for device in devices)
+  if len(set(islands.values())) > 1:  # of different sizes
+    return grid
+  outer = _outer_shape(shape, len(islands))
+  inner = tuple(size // part for size, part in zip(shape, outer, strict=True))
+  blocks = np.empty(outer, object)
+  for index, island in zip(np.ndindex(outer), sorted(islands), strict=True):
+    members = [device for device in devices if island_of(device) == island]
+    blocks[index] = _arrange_island(members, inner)
+  return np.block(blocks.tolist())
+
+
+def _arrange_island(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+  """Returns the devices of one TPU slice or GPU node as an array of `shape`."""
+  for split in (False, True):  # splitting an axis of the torus makes rings that share links
+    try:
+      return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=split)
+    except (NotImplementedError, ValueError, AssertionError):
+      continue  # the shape does not follow the torus
+  return np.asarray(devices).reshape(shape)
+
+
+def island_of(device: jax.Device) -> int:
+  """Returns the index of the devices that are connected by a fast network.
+
+  That is a TPU slice, or a GPU node or NVLink domain.
+  """
+  own_process = device.process_index if device.platform == "gpu" else 0
+  return getattr(device, "slice_index", own_process)
+
+
+def _outer_shape(shape: tuple[int, ...], islands: int) -> tuple[int, ...]:
+  """Returns how many islands each mesh axis spans; the first axes span as many as they can.
+
+  `islands` must divide the product of `shape`.
+  """
+  outer = []
+  for size in shape:
+    outer.append(math.gcd(size, islands))
+    islands //= outer[-1]
+  return tuple(outer)
 
 
 def single_device_mesh() -> Mesh:
@@ -95,8 +151,8 @@ def sampling_mesh(mesh: Mesh, *sizes: int) -> Mesh:
   if context == 1:
     return mesh
   if all(size % (context * tensor) == 0 for size in sizes):
-    return make_mesh(data, fsdp, tensor * context, mesh.devices.flat)
-  return make_mesh(data, fsdp * context, tensor, mesh.devices.flat)
+    return _mesh_of(mesh.devices.reshape(data, fsdp, 1, tensor * context))
+  return _mesh_of(mesh.devices.reshape(data, fsdp * context, 1, tensor))
 
 
 # Logical axes.

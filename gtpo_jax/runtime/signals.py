@@ -12,30 +12,44 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SIGNAL_EXIT = 128  # plus the signal's number: the exit status shells use
 STDERR = 2
+# JAX reports this event just before XLA starts to compile a program, and others when it is done.
+COMPILE_EVENTS = "/jax/core/compile/"
+COMPILE_BEGINS = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+COMPILE_LIMIT_S = 3600.0  # the time for one program; the largest take minutes
 GRACE_S = 5.0  # time for the watchdog's thread to act before faulthandler ends the process
 SHOW_CURSOR = b"\x1b[?25h\n"
+
+
+class Stopped(Exception):
+  """Raised by a long phase that was asked to stop before it was complete."""
 
 
 class StopSignals:
   """Context manager: the first Ctrl-C or SIGTERM requests a stop, the second quits at once.
 
-  The run checks `requested` at each step boundary. A separate thread reads the signals, because the
-  main thread may spend minutes in a compiler or a collective. Quitting at once is safe: a file that
-  is being written does not count until it is complete.
+  The run checks `requested` between chunks of sampling and between steps. A separate thread reads
+  the signals, because the main thread may spend minutes in a compiler or a collective. Quitting at
+  once is safe: a file that is being written does not count until it is complete.
   """
 
   def __init__(self):
     self.signal: int | None = None
+    self._arrived = 0.0
     self._previous: dict[int, object] = {}
 
   def requested(self) -> bool:
     """Whether a signal has arrived."""
     return self.signal is not None
+
+  def seconds_before(self, moment: float) -> float:
+    """Returns the seconds from the first signal to `moment`, a value of `time.monotonic`."""
+    return moment - self._arrived
 
   def __enter__(self) -> StopSignals:
     self._reader, self._writer = socket.socketpair()
@@ -62,9 +76,10 @@ class StopSignals:
       if sys.stdout.isatty():
         os.write(sys.stdout.fileno(), SHOW_CURSOR)  # the progress bar hides it
       os._exit(SIGNAL_EXIT + number)
+    self._arrived = time.monotonic()
     self.signal = number
     print(
-      "\ngtpo: stopping at the next step boundary and saving; repeat to quit at once",
+      "\ngtpo: stopping as soon as possible and saving the last update; repeat to quit at once",
       file=sys.stderr,
       flush=True,
     )
@@ -100,9 +115,7 @@ class Interrupts:
       raise KeyboardInterrupt
     self._requested = True
     print(
-      "\ngtpo: stopping at the next step boundary; repeat to quit at once",
-      file=sys.stderr,
-      flush=True,
+      "\ngtpo: stopping as soon as possible; repeat to quit at once", file=sys.stderr, flush=True
     )
 
 
@@ -110,8 +123,10 @@ class Watchdog:
   """Ends a process that makes no progress. Each call is a sign of progress.
 
   The run calls it whenever a piece of work is complete, to ask whether to stop; the answer is that
-  of `stopping`. After `limit_s` seconds without a call, the process prints the stacks of all its
-  threads and exits with status 1. The countdown starts when the context is entered.
+  of `stopping`. Every program that JAX has traced or compiled is a sign of progress too, and while
+  XLA compiles one, it has at least `COMPILE_LIMIT_S`. After `limit_s` seconds without a sign, the
+  process prints the stacks of all its threads and exits with status 1. The countdown starts with
+  the first sign.
 
   Args:
     limit_s: seconds without progress that end the process; 0 turns the watchdog off.
@@ -120,6 +135,7 @@ class Watchdog:
 
   def __init__(self, limit_s: float, stopping: Callable[[], bool]):
     self._limit_s = limit_s
+    self._allowed_s = limit_s
     self._stopping = stopping
     self._progress = threading.Event()
     self._closed = False
@@ -127,10 +143,11 @@ class Watchdog:
 
   def __call__(self) -> bool:
     """Reports progress and returns whether the run is asked to stop."""
-    if self._limit_s:
-      # If native code holds the interpreter's lock, the thread below cannot run; this one can.
-      faulthandler.dump_traceback_later(self._limit_s + GRACE_S, exit=True, file=STDERR)
-      self._progress.set()
+    self._restart(self._limit_s)
+    return self.poll()
+
+  def poll(self) -> bool:
+    """Returns whether the run is asked to stop, without reporting progress."""
     return self._stopping()
 
   @contextlib.contextmanager
@@ -148,18 +165,36 @@ class Watchdog:
   def __enter__(self) -> Watchdog:
     if self._limit_s:
       threading.Thread(target=self._watch, name="gtpo watchdog", daemon=True).start()
+      if jax := sys.modules.get("jax"):
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
     return self
 
   def __exit__(self, *_: object) -> None:
     self._closed = True
     self._progress.set()
     faulthandler.cancel_dump_traceback_later()
+    if self._limit_s and (jax := sys.modules.get("jax")):
+      with contextlib.suppress(AssertionError, ValueError):  # not registered
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+  def _on_event(self, event: str, *_: object, **__: object) -> None:
+    if event.startswith(COMPILE_EVENTS) and not self._paused:
+      begins = event == COMPILE_BEGINS
+      self._restart(max(self._limit_s, COMPILE_LIMIT_S) if begins else self._limit_s)
+
+  def _restart(self, allowed_s: float) -> None:
+    """Restarts the countdown with another time."""
+    if self._limit_s and not self._closed:
+      self._allowed_s = allowed_s
+      # If native code holds the interpreter's lock, the thread below cannot run; this one can.
+      faulthandler.dump_traceback_later(allowed_s + GRACE_S, exit=True, file=STDERR)
+      self._progress.set()
 
   def _watch(self) -> None:
     while not self._closed:
-      if not self._progress.wait(None if self._paused else self._limit_s):
+      if not self._progress.wait(None if self._paused else self._allowed_s):
         print(
-          f"\ngtpo: no progress for {self._limit_s:g} s (guards.stall_s); the stacks of all "
+          f"\ngtpo: no progress for {self._allowed_s:g} s (guards.stall_s); the stacks of all "
           f"threads follow; run the same command again to resume from the latest checkpoint",
           file=sys.stderr,
           flush=True,
@@ -167,3 +202,8 @@ class Watchdog:
         faulthandler.dump_traceback(file=STDERR, all_threads=True)
         os._exit(1)
       self._progress.clear()
+
+
+def poll(stopping: Callable[[], bool]) -> bool:
+  """Returns what `stopping` returns, without reporting progress if it is a `Watchdog`."""
+  return stopping.poll() if isinstance(stopping, Watchdog) else stopping()

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
+import re
 from pathlib import Path
 
-from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.cluster import NVIDIA_DEVICE_FILES, has_tpu
+from gtpo_jax.runtime.errors import UserError, first_line
 
 GPU_PLUGINS = ("cuda12", "cuda13", "rocm7", "rocm60")
-TPU_DEVICE_FILES = ("/dev/accel0", "/dev/vfio")
+ACCELERATORS = {  # name: (pattern of its device files, the extra of gtpo_jax, JAX's platform)
+  "an NVIDIA GPU": (NVIDIA_DEVICE_FILES, "cuda", "cuda"),
+  "a TPU": ("/dev/accel[0-9]*", "tpu", "tpu"),
+}
+NVIDIA_DRIVER_FILE = "/proc/driver/nvidia/version"
+CUDA_13_DRIVER = 580  # the oldest that runs it; older ones run CUDA 12
+CACHE_FOLDER = "compile_cache"  # in the workdir
 MIN_COMPILE_TIME_S = 0.2  # programs that compile faster are not cached
 THREADS_PER_CPU_DEVICE = 32
-JOIN_TIMEOUT_S = 120
 
 
 def prepare_jax() -> None:
@@ -22,9 +30,9 @@ def prepare_jax() -> None:
   values of `JAX_PLATFORMS` and `JAX_COMPILATION_CACHE_DIR`, and of the corresponding JAX options,
   are left unchanged.
   """
-  has_tpu = any(Path(path).exists() for path in TPU_DEVICE_FILES)
   has_gpu_plugin = any(importlib.util.find_spec(f"jax_{kind}_plugin") for kind in GPU_PLUGINS)
-  force_cpu = importlib.util.find_spec("libtpu") and not has_tpu and not has_gpu_plugin
+  no_accelerator = not has_tpu() and not has_gpu_plugin and not glob.glob(NVIDIA_DEVICE_FILES)
+  force_cpu = importlib.util.find_spec("libtpu") and no_accelerator
   if force_cpu:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
   reserve_cpu_threads()
@@ -33,10 +41,88 @@ def prepare_jax() -> None:
   if force_cpu and not jax.config.jax_platforms:  # a notebook may have imported JAX already
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
   if jax.config.jax_compilation_cache_dir is None:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    jax.config.update("jax_compilation_cache_dir", str(home / "gtpo_jax" / "xla"))
+    jax.config.update("jax_compilation_cache_dir", str(_default_cache()))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_TIME_S)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # no minimum
+
+
+def _default_cache() -> Path:
+  home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+  return home / "gtpo_jax" / "xla"
+
+
+def place_compile_cache(workdir: str | os.PathLike[str]) -> None:
+  """Moves the compile cache into the workdir if only that outlives the machine.
+
+  This is so if the workdir is in an object store, or if the run has several processes: they share
+  the workdir, and the first one writes the programs that all of them read when they restart.
+  `JAX_COMPILATION_CACHE_DIR` takes precedence.
+  """
+  import jax
+  from jax.experimental.compilation_cache import compilation_cache
+
+  chosen = jax.config.jax_compilation_cache_dir != str(_default_cache())
+  if not chosen and (jax.process_count() > 1 or "://" in str(workdir)):
+    folder = f"{str(workdir).rstrip('/')}/{CACHE_FOLDER}"
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()  # JAX may have opened the other one
+
+
+def refuse_cpu_fallback() -> None:
+  """Refuses to run on the CPU of a machine with an accelerator, unless it was asked for.
+
+  JAX itself only logs that it falls back to the CPU, and the run would take days.
+
+  Raises:
+    UserError: JAX does not use the accelerator, or does not start.
+  """
+  import jax
+
+  try:
+    backend = jax.default_backend()
+  except RuntimeError as error:
+    raise UserError(
+      f"JAX does not start with JAX_PLATFORMS={jax.config.jax_platforms or ''!s} "
+      f"({first_line(error)}); `gtpo doctor` shows what this machine has"
+    ) from error
+  if backend != "cpu" or jax.config.jax_platforms:
+    return
+  for name, (files, extra, platform) in ACCELERATORS.items():
+    hidden = platform == "cuda" and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if platform == "cuda":
+      extra = cuda_extra()
+    if glob.glob(files) and not hidden:
+      raise UserError(
+        f"this machine has {name}, but JAX would use the CPU ({_start_failure(platform)}); "
+        f"pip install 'gtpo_jax[{extra}]', or set JAX_PLATFORMS=cpu to use the CPU"
+      )
+
+
+def cuda_extra() -> str:
+  """Returns the extra of gtpo_jax that fits this machine's NVIDIA driver: cuda or cuda12."""
+  version = nvidia_driver()
+  return "cuda12" if version and version < CUDA_13_DRIVER else "cuda"
+
+
+def nvidia_driver() -> int | None:
+  """Returns the major version of this machine's NVIDIA driver; None if there is none."""
+  try:
+    text = Path(NVIDIA_DRIVER_FILE).read_text()
+  except OSError:
+    return None
+  found = re.search(r"Kernel Module\b.*?\s(\d+)\.\d", text)
+  return int(found[1]) if found else None
+
+
+def _start_failure(platform: str) -> str:
+  """Returns why JAX does not use a platform, in one line."""
+  import jax
+
+  try:
+    jax.devices(platform)
+  except RuntimeError as error:
+    return first_line(error)
+  return f"its default is {jax.default_backend()}"
 
 
 def use_compile_cache(on: bool) -> None:
@@ -60,27 +146,3 @@ def reserve_cpu_threads() -> None:
   devices = os.environ.get("JAX_NUM_CPU_DEVICES", "1")
   if devices.isdigit() and int(devices) > 1:
     os.environ.setdefault("NPROC", str(THREADS_PER_CPU_DEVICE * int(devices)))
-
-
-def join_processes() -> None:
-  """Connects the processes of this run if a launcher has started several.
-
-  The launcher sets `JAX_COORDINATOR_ADDRESS` (host:port of the first process), `JAX_NUM_PROCESSES`
-  and `JAX_PROCESS_ID`.
-
-  Raises:
-    UserError: the address is set, but the other two are not integers.
-  """
-  if os.environ.get("JAX_COORDINATOR_ADDRESS"):
-    import jax
-
-    try:
-      count = int(os.environ["JAX_NUM_PROCESSES"])
-      index = int(os.environ["JAX_PROCESS_ID"])
-    except (KeyError, ValueError):
-      raise UserError(
-        "JAX_COORDINATOR_ADDRESS is set, so JAX_NUM_PROCESSES and JAX_PROCESS_ID must be integers"
-      ) from None
-    jax.distributed.initialize(
-      num_processes=count, process_id=index, initialization_timeout=JOIN_TIMEOUT_S
-    )

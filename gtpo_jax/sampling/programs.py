@@ -15,6 +15,7 @@ from gtpo_jax.models.decode import DecodeParams, make_decode_params
 from gtpo_jax.models.lora import merge_lora, without_lora
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.runtime.compiling import StoppableProgram
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import batch_shards, sampling_mesh
 from gtpo_jax.sampling.cache import (
@@ -88,7 +89,8 @@ class Programs:
     self.completion_keys = jax.jit(_completion_keys, static_argnums=(1, 2))
     init = functools.partial(init_cache, self.model)
     self._init_cache = jax.jit(init, static_argnums=(0, 1, 2, 3))
-    self._prefill = jax.jit(functools.partial(prefill_prompts, self.model), donate_argnums=1)
+    prefill = functools.partial(prefill_prompts, self.model)
+    self._prefill = StoppableProgram(jax.jit(prefill, donate_argnums=1))
     self._grow = jax.jit(functools.partial(grow, self.model), static_argnums=1)
     self._compact = jax.jit(functools.partial(compact, self.model))
     decode = functools.partial(
@@ -98,7 +100,9 @@ class Programs:
       attention=self.config.attention,
       vocab_limit=vocab_limit,
     )
-    self._decode = jax.jit(decode, static_argnames="sampling_params", donate_argnums=2)
+    self._decode = StoppableProgram(
+      jax.jit(decode, static_argnames="sampling_params", donate_argnums=2)
+    )
 
   def capacity(self, prompts: int, group: int) -> Capacity:
     """Returns the number of slots and entries for `prompts` x `group` completions."""

@@ -11,9 +11,10 @@ import numpy as np
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.runtime.cluster import join_processes
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import make_mesh
-from gtpo_jax.runtime.startup import join_processes, prepare_jax
+from gtpo_jax.runtime.startup import prepare_jax
 from gtpo_jax.training.state import OptimizerConfig, make_optimizer
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """`gtpo train` with a fault at a marked point: `python run.py ACTION:POINT:COUNT train ...`.
 
-The action is `kill` (SIGKILL), `term` (SIGTERM) or `term2` (SIGTERM twice). It happens when the
-program reaches POINT for the COUNTth time. The points are functions of the program that are wrapped
-here; the program has no code for faults. `-` instead of an event does nothing.
+The action is `kill` (SIGKILL), `term` (SIGTERM), `term2` (SIGTERM twice), or a status of XLA such
+as RESOURCE_EXHAUSTED, which is raised as XLA raises it. It happens when the program reaches POINT
+for the COUNTth time. The points are functions of the program that are wrapped here; the program has
+no code for faults. `-` instead of an event does nothing.
 """
 
 import os
@@ -20,6 +21,7 @@ from gtpo_jax.cli import main
 from gtpo_jax.reporting.journal import Journal
 from gtpo_jax.rollout.scoring import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.sampling.programs import Programs
 
 evaluating = False
 
@@ -37,6 +39,8 @@ def arm(action, count):
     nonlocal left
     left -= 1
     if left == 0:
+      if action.isupper():
+        raise jax.errors.JaxRuntimeError(f"{action}: injected\nthe second line of XLA's text")
       if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
       os.kill(os.getpid(), signal.SIGTERM)
@@ -89,18 +93,32 @@ def mark(point, reached):
   gtpo_jax.loop.evaluate_run = evaluate_run
   if point == "sampling":  # the completions exist but are not scored yet
     after(RolloutWorker, "generate", lambda: evaluating or reached())
+  elif point == "chunk":  # between chunks of tokens
+    before(Programs, "decode", reached, lambda: not evaluating)
+  elif point == "evaluation chunk":
+    before(Programs, "decode", reached, lambda: evaluating)
   elif point == "reward":
     before(RewardManager, "combine", reached, lambda: not evaluating)
   elif point == "evaluation":
     before(RewardManager, "combine", reached, lambda: evaluating)
   elif point in ("compile", "update"):
 
-    def marked_update(*args, **kwargs):
-      holder = type("Holder", (), {"update": staticmethod(make_update(*args, **kwargs))})
-      (before if point == "compile" else after)(holder, "update", reached)
-      return holder.update
+    class MarkedUpdate:
+      def __init__(self, program):
+        self._program = program
 
-    gtpo_jax.loop.make_update = marked_update
+      def lower(self, *args):
+        if point == "compile":
+          reached()
+        return self._program.lower(*args)
+
+      def __call__(self, *args):
+        result = jax.block_until_ready(self._program(*args))
+        if point == "update":
+          reached()
+        return result
+
+    gtpo_jax.loop.make_update = lambda *args, **kwargs: MarkedUpdate(make_update(*args, **kwargs))
   elif point == "saving":  # the files are being written
 
     def marked_save(*args, **kwargs):

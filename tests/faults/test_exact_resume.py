@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 
 import pytest
 from processes import SETTINGS, STEPS, read_result, start
 
 from gtpo_jax.reporting.journal import read_jsonl
 
+SPOT_GRACE_S = 30  # from the signal to the end of a spot machine
 KILLS = [  # ordered so that each point can still be reached after the earlier kills
   "kill:evaluation:1",
   "kill:sampling:2",
@@ -52,8 +54,12 @@ def test_a_run_killed_at_every_phase(expected, tmp_path):
   "event",
   [
     "term:compile:1",
+    "term:chunk:9",
     "term:sampling:2",
+    "term:reward:3",
+    "term:update:2",
     "term:saving:1",
+    "term:evaluation chunk:2",
     "term:evaluation:2",
     "term2:sampling:3",
     "term2:written:2",
@@ -64,14 +70,40 @@ def test_a_run_asked_to_stop(expected, tmp_path, event):
   stopped = start(tmp_path / "run", event, SETTINGS)
   assert stopped.returncode == 143, (stopped.returncode, stopped.stdout, stopped.stderr)
   if event.startswith("term:"):
-    for text in ("stopped at step", "saved", "to resume:"):
-      assert text in stopped.stdout
+    assert "to resume:" in stopped.stdout
+    line = next(line for line in stopped.stdout.splitlines() if "stopped at step" in line)
+    assert float(re.search(r"; saved (\d+\.\d) s after the signal$", line)[1]) < SPOT_GRACE_S
     saved = max(int(entry.name) for entry in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
   assert "Traceback" not in stopped.stderr
   done = start(tmp_path / "run", "-", SETTINGS)
   assert done.returncode == 0, done.stderr
   assert read_result(tmp_path / "run") == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("event", "start_of_message"),
+  [
+    ("RESOURCE_EXHAUSTED:update:2", "out of memory during the update: raise batch.micro_batches"),
+    ("RESOURCE_EXHAUSTED:chunk:9", "out of memory during the sampling: lower sampling.slots"),
+    ("INVALID_ARGUMENT:update:2", ""),
+    ("UNAVAILABLE:update:2", ""),  # one process has no peers
+  ],
+)
+def test_an_error_of_xla_says_what_happened(expected, tmp_path, event, start_of_message):
+  """The advice, or a traceback, and in any case all of XLA's text; the run can be resumed."""
+  failed = start(tmp_path / "run", event, SETTINGS)
+  status = event.split(":")[0]
+  assert failed.returncode == 1, failed.stderr
+  assert f"{status}: injected\nthe second line of XLA's text" in failed.stderr
+  assert ("Traceback" in failed.stderr) == (not start_of_message), failed.stderr
+  if start_of_message:
+    assert f"gtpo: {start_of_message}" in failed.stderr
+  else:
+    assert "This happened during the update." in failed.stderr
+  done = start(tmp_path / "run", "-", SETTINGS)
+  assert done.returncode == 0 and read_result(tmp_path / "run") == expected, done.stderr
 
 
 @pytest.mark.slow

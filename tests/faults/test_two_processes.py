@@ -55,9 +55,9 @@ def test_one_of_two_processes_is_killed(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_two_processes_stop_together(undisturbed, tmp_path, victim):
-  codes, printed = start_two(tmp_path / "run", "term:sampling:2", victim, SETTINGS)
+@pytest.mark.parametrize(("event", "victim"), [("term:sampling:2", 0), ("term:chunk:9", 1)])
+def test_two_processes_stop_together(undisturbed, tmp_path, event, victim):
+  codes, printed = start_two(tmp_path / "run", event, victim, SETTINGS)
   assert codes[victim] == 143 and codes[1 - victim] in (130, 143), (codes, printed)
   assert "stopped at step" in printed[0]
   codes, printed = start_two(tmp_path / "run", "-", 0, SETTINGS)

@@ -22,6 +22,7 @@ from gtpo_jax.loop import train
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.reporting.journal import read_jsonl
 from gtpo_jax.rollout.groups import leftovers_like
+from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.training.state import make_optimizer
 
 # --- without dynamic sampling ---
@@ -42,6 +43,40 @@ def test_a_plain_batch_is_that_of_its_step():
     "reward/no_verdict",
   }
   assert all(len(row) == G for row in batches[0].texts)
+
+
+@pytest.mark.parametrize("name", ["gtpo", "dapo"])
+def test_a_stopped_step_is_sampled_again(name):
+  """Wherever the sampling is stopped, the next call returns what it would have returned."""
+  config = config_of(name)
+  _, params = random_worker(config)
+  polls = 0
+
+  def collect_until(collector, limit):
+    """Stops when it is asked for the `limit`th time; 0 never stops."""
+    nonlocal polls
+    polls = 0
+
+    def stopping():
+      nonlocal polls
+      polls += 1
+      return polls == limit
+
+    return collector.collect(params, print, stopping)
+
+  collector = make_collector(config)
+  collect_until(collector, 0)
+  before = collector.leftovers()
+  undisturbed = make_collector(config)
+  collect_until(undisturbed, 0)
+  expected = host(collect_until(undisturbed, 0))
+  last = polls  # after everything is sampled and scored
+  assert last >= 3
+  for limit in (1, 2, last):
+    with pytest.raises(Stopped):
+      collect_until(collector, limit)
+    assert_equal(collector.leftovers(), before)
+  assert_equal(host(collect_until(collector, 0)), expected)
 
 
 # --- dynamic sampling ---

@@ -15,9 +15,11 @@ from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.rewards import VERIFIERS
 from gtpo_jax.rewards.pool import shared_pool
+from gtpo_jax.rollout import scoring
 from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards, RewardManager
 from gtpo_jax.rollout.user_functions import import_function
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.signals import Stopped, Watchdog
 
 PROBLEMS = [
   Problem("a", user("1+1?"), "2", "math"),
@@ -342,6 +344,28 @@ def test_scoring_as_completions_end_equals_scoring_at_once(changes):
     for name in ("correct", "scored", "reward", "penalty", "valid"):
       np.testing.assert_array_equal(getattr(found, name), getattr(at_once, name))
     assert found.metrics == pytest.approx(at_once.metrics, nan_ok=True)
+
+
+def test_waiting_for_scores_can_be_stopped(monkeypatch):
+  """The question is no sign of progress: a verifier that hangs still alarms the watchdog."""
+  monkeypatch.setattr(scoring, "POLL_S", 0.05)
+  may_end = threading.Event()
+  progress = []
+
+  def read(rows):
+    assert may_end.wait(60)
+    return ["2"] * len(rows)
+
+  answers = [False, True]
+  watchdog = Watchdog(0, lambda: answers.pop(0))
+  monkeypatch.setattr(watchdog, "_restart", progress.append)
+  pending = PendingRewards(manager_of(), PROBLEMS[:1], 1, read)
+  pending.put([EndedCompletion(0, 0, np.ones(1, int), True)])
+  with pytest.raises(Stopped):
+    pending.result(watchdog)
+  assert answers == [] and progress == []
+  may_end.set()
+  assert pending.result().correct.tolist() == [[True]]
 
 
 def test_scoring_runs_while_others_are_sampled():

@@ -1,12 +1,16 @@
 """The device mesh: its construction, logical axes and shardings."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec
 
+from gtpo_jax.planning.topology import LIBTPU_ENVIRONMENT
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import (
@@ -176,3 +180,57 @@ def test_several_cpu_devices_turn_the_compile_cache_off(tmp_path):
     assert cached_files(4.0) == second
   finally:
     configure(*before)
+
+
+def torus_hops(ring, size):
+  """Returns the links between neighbours of a ring of devices on a torus of `size` per axis."""
+  return [
+    sum(min((x - y) % size, (y - x) % size) for x, y in zip(a.coords, b.coords, strict=True))
+    for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)
+  ]
+
+
+def tpu_devices(name, slices=1):
+  pytest.importorskip("libtpu")
+  for variable, value in LIBTPU_ENVIRONMENT.items():
+    os.environ.setdefault(variable, value)
+  options = {"num_slices": slices} if slices > 1 else {}
+  return topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+
+
+def test_the_mesh_follows_the_torus():
+  """In the order of their indices, the devices of an fsdp ring are up to 5 links apart."""
+  devices = tpu_devices("v5p:4x4x4")
+  grid = make_mesh(1, 16, 4, devices).devices[0, :, 0, :]  # [fsdp, tensor]
+  assert set(grid.flat) == set(devices)
+  assert max(max(torus_hops(list(grid[:, k]), 4)) for k in range(4)) == 2
+  assert max(max(torus_hops(list(grid[j]), 4)) for j in range(16)) == 1
+  plain = np.asarray(devices).reshape(16, 4)
+  assert max(torus_hops(list(plain[:, 0]), 4)) == 5
+
+
+@pytest.mark.parametrize(
+  ("sizes", "outer"),
+  [
+    ((2, 16, 4), (2, 1, 1, 1)),
+    ((-1, 8, 4), (2, 1, 1, 1)),
+    ((1, 32, 4), (1, 2, 1, 1)),  # data does not divide, so fsdp spans the slices
+    ((1, 1, 128), (1, 1, 1, 2)),
+  ],
+)
+def test_the_first_axes_span_the_slices(sizes, outer):
+  grid = make_mesh(*sizes, devices=tpu_devices("v5p:4x4x4", slices=2)).devices
+  islands = np.vectorize(lambda device: device.slice_index)(grid)
+  inner = [size // part for size, part in zip(grid.shape, outer, strict=True)]
+  expected = np.kron(np.arange(2).reshape(outer), np.ones(inner, int))
+  np.testing.assert_array_equal(islands, expected)
+
+
+def test_slices_of_different_sizes_keep_their_order():
+  devices = tpu_devices("v5e:2x2", slices=2)[:6]
+  mesh = make_mesh(1, 6, devices=devices)
+  assert mesh.devices.ravel().tolist() == list(devices)
+
+
+def test_cpu_devices_keep_their_order():
+  assert make_mesh(2, 2, 2).devices.ravel().tolist() == jax.devices()

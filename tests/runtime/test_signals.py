@@ -49,7 +49,7 @@ def test_the_first_signal_requests_a_stop_and_the_second_quits(first, second, co
       process.send_signal(first)
       assert process.stderr.readline() == "\n"
       assert process.stderr.readline().startswith(
-        "gtpo: stopping at the next step boundary and saving; repeat to quit at once"
+        "gtpo: stopping as soon as possible and saving the last update; repeat to quit at once"
       )
       assert process.poll() is None
       process.send_signal(second)
@@ -130,4 +130,34 @@ def test_interrupts_in_a_notebook():
   with child(code) as process:
     out, error = process.communicate(timeout=60)
   assert (process.returncode, out) == (0, "as before\nsecond\n"), error
-  assert error == "\ngtpo: stopping at the next step boundary; repeat to quit at once\n"
+  assert error == "\ngtpo: stopping as soon as possible; repeat to quit at once\n"
+
+
+def test_a_compilation_is_not_a_stall():
+  """While XLA compiles, the countdown is longer; when it is done, the countdown is as before."""
+  event = "jax.monitoring.record_event_duration_secs('/jax/core/compile/{}_duration', 0.1)\n"
+  code = (
+    "import jax, time\nfrom gtpo_jax.runtime.signals import Watchdog\n"
+    "with Watchdog(1, lambda: False) as stopping:\n  stopping()\n"
+    f"  {event.format('jaxpr_to_mlir_module')}  time.sleep(3)\n"
+    f"  {event.format('backend_compile')}  print('compiled', flush=True)\n  time.sleep(60)\n"
+  )
+  with child(code) as process:
+    out, error = process.communicate(timeout=100)
+  assert (process.returncode, out) == (1, "compiled\n")
+  assert "no progress for 1 s (guards.stall_s)" in error
+
+
+def test_jax_reports_when_a_compilation_begins_and_ends():
+  code = (
+    "import jax\nfrom gtpo_jax.runtime.signals import COMPILE_BEGINS, COMPILE_EVENTS\n"
+    "events = []\n"
+    "jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__:"
+    " events.append(name))\n"
+    "jax.jit(lambda x: x + 1)(1.0)\n"
+    "last = [name for name in events if name.startswith(COMPILE_EVENTS)][-2:]\n"
+    "assert last == [COMPILE_BEGINS, '/jax/core/compile/backend_compile_duration'], events\n"
+  )
+  with child(code) as process:
+    _, error = process.communicate(timeout=100)
+  assert process.returncode == 0, error

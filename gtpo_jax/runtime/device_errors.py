@@ -1,0 +1,80 @@
+"""Turns errors of XLA into messages that say what happened and what to do about it.
+
+Importing this module imports no JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
+# XLA's statuses if another process does not answer, and texts of the libraries that send data
+# between hosts: they report the same with other statuses, such as INTERNAL.
+PEER_STATUSES = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+PEER_TEXTS = ("Gloo", "NCCL error: remote process exited", "ncclRemoteError")
+PHASE_NOTE = "This happened during the "
+
+SHARD_MORE = "raise mesh.fsdp or mesh.tensor"
+ADVICE = {  # by phase
+  "set-up": f"{SHARD_MORE}, set model.param_dtype=bfloat16 or optimizer.offload=True, or train "
+  f"only adapters (model.lora_rank=16)",
+  "sampling": f"lower sampling.slots, set sampling.kv_dtype=int8, lower sampling.max_tokens, or "
+  f"{SHARD_MORE}",
+  "update": f"raise batch.micro_batches, lower batch.head_chunk, {SHARD_MORE}, set "
+  f"optimizer.offload=True, or train only adapters (model.lora_rank=16)",
+  "evaluation": f"lower eval.batch or sampling.slots, set sampling.kv_dtype=int8, or {SHARD_MORE}",
+  "": f"lower sampling.slots, raise batch.micro_batches, lower batch.head_chunk, or {SHARD_MORE}",
+}
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+  """Names the part of a run, a key of `ADVICE`, in which an error of XLA occurs."""
+  try:
+    yield
+  except RuntimeError as error:
+    if status(error):
+      error.add_note(f"{PHASE_NOTE}{name}.")
+    raise
+
+
+def status(error: BaseException) -> str:
+  """Returns the status of an error of XLA, such as "RESOURCE_EXHAUSTED"; "" for other errors."""
+  import jax
+
+  if not isinstance(error, jax.errors.JaxRuntimeError):
+    return ""
+  found = re.match(r"([A-Z_]+)(?::|$)", str(error))
+  return found[1] if found else "UNKNOWN"
+
+
+def explain(error: BaseException, processes: int) -> str | None:
+  """Returns a message for an error that needs no traceback; None for all other errors.
+
+  The message ends with XLA's own text, complete.
+
+  Args:
+    error: any error.
+    processes: number of processes of the run.
+  """
+  if status(error) == OUT_OF_MEMORY:
+    name = _phase_of(error)
+    where = f" during the {name}" if name else ""
+    return (
+      f"out of memory{where}: {ADVICE.get(name, ADVICE[''])}; `gtpo plan` shows what each program "
+      f"needs; XLA reports: {error}"
+    )
+  text = str(error)
+  if processes > 1 and (status(error) in PEER_STATUSES or any(word in text for word in PEER_TEXTS)):
+    return f"another process exited or is unreachable ({text})"
+  return None
+
+
+def _phase_of(error: BaseException) -> str:
+  """Returns the innermost phase in which the error occurred; "" if it is not known."""
+  for note in getattr(error, "__notes__", ()):
+    if note.startswith(PHASE_NOTE):
+      return note.removeprefix(PHASE_NOTE).rstrip(".")
+  return ""

@@ -1,0 +1,40 @@
+"""`gtpo` as a launcher starts it: `python launched.py train ...`.
+
+`python launched.py join` only joins the other processes and prints what this one then sees.
+
+JAX skips the metadata server of Cloud TPU if it finds no TPU chips when it is imported, so that
+must be undone here to test the rest.
+"""
+
+import json
+import os
+import sys
+
+skips_metadata = "TPU_SKIP_MDS_QUERY" in os.environ  # GKE sets it
+
+import jax  # noqa: E402, sets it
+
+if not skips_metadata:
+  del os.environ["TPU_SKIP_MDS_QUERY"]
+
+from gtpo_jax.cli import main  # noqa: E402
+from gtpo_jax.runtime.cluster import join_processes  # noqa: E402
+from gtpo_jax.runtime.startup import prepare_jax  # noqa: E402
+
+
+def join():
+  prepare_jax()
+  join_processes()
+  from gtpo_jax.runtime.distributed import broadcast_from_first
+
+  seen = {
+    "process": jax.process_index(),
+    "processes": jax.process_count(),
+    "devices": jax.device_count(),
+    "received": broadcast_from_first(lambda: f"from process {jax.process_index()}"),
+  }
+  print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+  sys.exit(join() if sys.argv[1] == "join" else main(sys.argv[1:]))

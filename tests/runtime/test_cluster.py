@@ -1,0 +1,165 @@
+"""What launchers say about a run, read from their variables."""
+
+import http.server
+import threading
+from typing import ClassVar
+
+import pytest
+
+from gtpo_jax.runtime import cluster
+from gtpo_jax.runtime.cluster import Launch, find_launch, join_processes, local_gpus
+from gtpo_jax.runtime.errors import RunError, UserError
+
+SLURM = {
+  "SLURM_JOB_ID": "7",
+  "SLURM_STEP_NODELIST": "node[01-02]",
+  "SLURM_NNODES": "2",
+  "SLURM_NTASKS": "8",
+  "SLURM_STEP_NUM_TASKS": "8",
+  "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+  "SLURM_PROCID": "6",
+  "SLURM_NODEID": "1",
+  "SLURM_LOCALID": "2",
+}
+OPEN_MPI = {
+  "OMPI_COMM_WORLD_SIZE": "4",
+  "OMPI_COMM_WORLD_RANK": "3",
+  "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+  "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+GKE = {"TPU_WORKER_HOSTNAMES": "a-0.a,a-1.a,a-2.a,a-3.a", "TPU_WORKER_ID": "2"}
+BY_HAND = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+
+
+@pytest.mark.parametrize(
+  ("variables", "launch"),
+  [
+    ({}, None),
+    (SLURM, Launch("Slurm job 7", 8, 6, 4, 2)),
+    (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "7,1"}, Launch("Slurm job 7", 8, 6, 1, 2)),
+    (SLURM | {"SLURM_STEP_TASKS_PER_NODE": ""}, Launch("Slurm job 7", 8, 6, 8, 2)),
+    ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NTASKS": "8"}, None),
+    (OPEN_MPI, Launch("Open MPI", 4, 3, 2, 1)),
+    (SLURM | OPEN_MPI, Launch("Open MPI", 4, 3, 2, 1)),
+    (GKE, Launch("GKE", 4, 2)),
+    (GKE | {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1"}, Launch("GKE", 8, 6)),
+    ({"TPU_PROCESS_ADDRESSES": "local", "TPU_WORKER_ID": "0"}, Launch("GKE", 1, 0)),
+    (BY_HAND, Launch("JAX_COORDINATOR_ADDRESS", 4, 3, address="node1:1234")),
+    (
+      SLURM | {"JAX_COORDINATOR_ADDRESS": "node1:1234"},
+      Launch("Slurm job 7", 8, 6, 4, 2, "node1:1234"),
+    ),
+    (OPEN_MPI | BY_HAND, Launch("Open MPI", 4, 3, 2, 1, "node1:1234")),
+    (
+      {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4"} | BY_HAND,
+      Launch("JAX_COORDINATOR_ADDRESS", 4, 3, address="node1:1234"),
+    ),
+    (SLURM | {"JAX_NUM_PROCESSES": "1"}, None),
+    ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "JAX_NUM_PROCESSES": "1"}, None),
+  ],
+)
+def test_each_launcher_is_read(variables, launch):
+  assert find_launch(variables) == launch
+
+
+@pytest.mark.parametrize(
+  ("variables", "message"),
+  [
+    (
+      {"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "SLURM_NTASKS": "4"},
+      "Slurm job 7 has 4 tasks on 4 nodes, but srun has started only 1 of them: "
+      "use `srun gtpo ...`, or set JAX_NUM_PROCESSES=1",
+    ),
+    (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, "has 8 tasks on 2 nodes, but srun has started only 1"),
+    (SLURM | {"SLURM_PROCID": "x"}, "variable SLURM_PROCID must be an integer, got 'x'"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK must be an integer, got None"),
+    ({"JAX_NUM_PROCESSES": "4"}, "JAX_NUM_PROCESSES=4 needs JAX_COORDINATOR_ADDRESS=HOST:PORT"),
+    (BY_HAND | {"JAX_PROCESS_ID": ""}, "so JAX_NUM_PROCESSES and JAX_PROCESS_ID must be integers"),
+    (BY_HAND | {"JAX_PROCESS_ID": "4"}, r"JAX_PROCESS_ID must be in \[0, JAX_NUM_PROCESSES\)"),
+    (BY_HAND | {"JAX_COORDINATOR_ADDRESS": "node1"}, "must be HOST:PORT .* got 'node1'"),
+  ],
+)
+def test_contradictions_are_refused(variables, message):
+  with pytest.raises(UserError, match=message):
+    find_launch(variables)
+
+
+@pytest.mark.parametrize(
+  ("variables", "local_count", "local_index", "gpus"),
+  [
+    ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, 1, 0, [0, 1, 2, 3, 4, 5, 6, 7]),
+    ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, 8, 5, [5]),
+    ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, 2, 1, [4, 5, 6, 7]),
+    ({"CUDA_VISIBLE_DEVICES": "6,7"}, 2, 1, [1]),  # indices of the visible ones
+    ({"CUDA_VISIBLE_DEVICES": "3"}, 8, 3, [0]),
+    ({"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_PER_TASK": "2"}, 4, 3, [0, 1]),
+    ({"CUDA_VISIBLE_DEVICES": "0,1,2"}, 2, 1, None),
+    ({"SLURM_STEP_GPUS": "4,5"}, 1, 0, [0, 1]),
+    ({"CUDA_VISIBLE_DEVICES": "0,1", "JAX_LOCAL_DEVICE_IDS": "1"}, 1, 0, None),
+  ],
+)
+def test_the_processes_of_a_host_share_its_gpus(variables, local_count, local_index, gpus):
+  launch = Launch("Slurm job 7", 16, 0, local_count, local_index)
+  assert local_gpus(launch, variables) == gpus
+
+
+def test_without_gpus_jax_decides(monkeypatch, tmp_path):
+  monkeypatch.setattr(cluster, "NVIDIA_DEVICE_FILES", str(tmp_path / "nvidia*"))
+  launch = Launch("Slurm job 7", 2, 0)
+  assert local_gpus(launch, {}) is None
+  for name in ("nvidia0", "nvidia1"):
+    (tmp_path / name).touch()
+  assert local_gpus(launch, {}) == [0, 1]
+
+
+class Metadata(http.server.BaseHTTPRequestHandler):
+  """The metadata server of host 1 of a Cloud TPU slice with two hosts, the second of two."""
+
+  values: ClassVar = {}
+
+  def do_GET(self):
+    value = self.values.get(self.path.rpartition("/")[2])
+    known = value is not None and self.headers["Metadata-Flavor"] == "Google"
+    self.send_response(200 if known else 404)
+    self.end_headers()
+    if known:
+      self.wfile.write(value.encode())
+
+  def log_message(self, *_):
+    pass
+
+
+def test_a_cloud_tpu_vm_is_read(monkeypatch):
+  monkeypatch.setenv("JAX_FORCE_TPU_INIT", "1")
+  values = {
+    "agent-worker-number": "1",
+    "worker-network-endpoints": "unknown:unknown:10.0.0.2,unknown:unknown:10.0.0.3",
+    "tpu-env": "ACCELERATOR_TYPE: 'v5p-16'\nMEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\n",
+  }
+  handler = type("Handler", (Metadata,), {"values": values})
+  with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    variables = {"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"}
+    assert find_launch(variables) == Launch("Cloud TPU", 4, 3)
+    assert find_launch(variables | {"TPU_SKIP_MDS_QUERY": "1"}) is None
+    del values["agent-worker-number"]
+    assert find_launch(variables) is None
+    server.shutdown()
+
+
+def test_without_a_launcher_nothing_is_joined(monkeypatch):
+  """On a machine with TPU chips, JAX's own count of processes must agree."""
+  monkeypatch.setattr(cluster, "find_launch", lambda: None)
+  join_processes()
+  monkeypatch.setenv("JAX_FORCE_TPU_INIT", "1")
+  join_processes()
+  monkeypatch.setattr("jax.process_count", lambda: 4)
+  with pytest.raises(RunError, match=r"^JAX sees 4 process\(es\), but nothing says that this"):
+    join_processes()
+
+
+@pytest.mark.parametrize("value", ["0", "ten", "-5"])
+def test_the_time_limit_is_checked(monkeypatch, value):
+  monkeypatch.setenv("GTPO_JOIN_TIMEOUT_S", value)
+  with pytest.raises(UserError, match=f"GTPO_JOIN_TIMEOUT_S must be .* got '{value}'"):
+    join_processes()

@@ -1,0 +1,132 @@
+"""A run never uses the CPU of a machine with an accelerator unless it is asked to."""
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from gtpo_jax.reporting import compiles
+from gtpo_jax.reporting.compiles import compile_count, describe_compile_cache
+from gtpo_jax.runtime import startup
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.startup import (
+  cuda_extra,
+  nvidia_driver,
+  place_compile_cache,
+  refuse_cpu_fallback,
+  use_compile_cache,
+)
+
+
+@pytest.fixture
+def machine_with_gpu(monkeypatch, tmp_path):
+  (tmp_path / "nvidia3").touch()
+  table = {
+    "an NVIDIA GPU": (str(tmp_path / "nvidia[0-9]*"), "cuda", "cuda"),
+    "a TPU": (str(tmp_path / "accel[0-9]*"), "tpu", "tpu"),
+  }
+  monkeypatch.setattr(startup, "ACCELERATORS", table)
+  before = jax.config.jax_platforms
+  jax.config.update("jax_platforms", None)  # the tests themselves ask for the CPU
+  yield
+  jax.config.update("jax_platforms", before)
+
+
+def test_a_gpu_that_jax_does_not_use_is_an_error(machine_with_gpu):
+  with pytest.raises(UserError) as error:
+    refuse_cpu_fallback()
+  message = str(error.value)
+  assert message.startswith("this machine has an NVIDIA GPU, but JAX would use the CPU (")
+  assert message.endswith("; pip install 'gtpo_jax[cuda]', or set JAX_PLATFORMS=cpu to use the CPU")
+  assert "\n" not in message
+
+
+def test_the_cpu_may_be_asked_for(machine_with_gpu, monkeypatch):
+  monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hides the GPUs
+  refuse_cpu_fallback()
+  monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+  jax.config.update("jax_platforms", "cpu")
+  refuse_cpu_fallback()
+
+
+def test_a_machine_without_accelerator(machine_with_gpu, tmp_path):
+  (tmp_path / "nvidia3").unlink()
+  refuse_cpu_fallback()
+
+
+def test_a_platform_that_does_not_start(monkeypatch):
+  def default_backend():
+    raise RuntimeError("Unable to initialize backend 'cuda': no driver\nand more")
+
+  monkeypatch.setattr(jax, "default_backend", default_backend)
+  with pytest.raises(UserError, match=r"^JAX does not start with JAX_PLATFORMS=cpu \(Unable .* no"):
+    refuse_cpu_fallback()
+
+
+@pytest.fixture
+def default_cache(monkeypatch, tmp_path):
+  """The compile cache is where `prepare_jax` puts it if the user names no place."""
+  before = jax.config.jax_compilation_cache_dir
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path / "home" / "gtpo_jax" / "xla"))
+  use_compile_cache(True)
+  yield tmp_path
+  jax.config.update("jax_compilation_cache_dir", before)
+  compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize(
+  ("workdir", "processes", "place"),
+  [
+    ("runs/tiny", 1, "home/gtpo_jax/xla"),
+    ("runs/tiny", 2, "runs/tiny/compile_cache"),
+    ("gs://bucket/run/", 1, "gs://bucket/run/compile_cache"),
+  ],
+)
+def test_the_compile_cache_outlives_the_machine(
+  workdir, processes, place, default_cache, monkeypatch
+):
+  monkeypatch.setattr(jax, "process_count", lambda: processes)
+  place_compile_cache(workdir)
+  assert jax.config.jax_compilation_cache_dir.removeprefix(f"{default_cache}/") == place
+
+
+def test_programs_are_written_to_the_workdir_and_found_there(default_cache, monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  place_compile_cache(default_cache / "run")
+  program = lambda x: jax.numpy.sin(x) @ jax.numpy.cos(x.T)
+  compile_count()
+  found = compiles._found
+  jax.jit(program)(np.ones((3, 5)))
+  assert list((default_cache / "run" / "compile_cache").glob("*-cache"))
+  jax.clear_caches()
+  jax.jit(program)(np.ones((3, 5)))
+  assert compiles._found == found + 1
+  assert describe_compile_cache().startswith(
+    f"the compile cache {default_cache}/run/compile_cache "
+  )
+
+
+def test_a_place_that_the_user_names_is_kept(default_cache, monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  jax.config.update("jax_compilation_cache_dir", str(default_cache / "mine"))
+  place_compile_cache("runs/tiny")
+  assert jax.config.jax_compilation_cache_dir == str(default_cache / "mine")
+
+
+@pytest.mark.parametrize(
+  ("text", "version", "extra"),
+  [
+    ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19", 535, "cuda12"),
+    ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release", 580, "cuda"),
+    ("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  575.57.08  Release", 575, "cuda12"),
+    ("something else", None, "cuda"),
+    (None, None, "cuda"),
+  ],
+)
+def test_the_extra_follows_the_driver(monkeypatch, tmp_path, text, version, extra):
+  file = tmp_path / "version"
+  if text:
+    file.write_text(text + "\nGCC version: 12.2.0\n")
+  monkeypatch.setattr(startup, "NVIDIA_DRIVER_FILE", str(file))
+  assert (nvidia_driver(), cuda_extra()) == (version, extra)
