@@ -289,9 +289,11 @@ def run_llama_cpp(case: Case, scratch: Path) -> Result:
   for i, text in enumerate(case["texts"]):
     completions.append(post(server, "/completion", {"prompt": case["prompts"][i], **greedy}))
     for prompt, row in zip((case["prompts"][i], case["contexts"][i]), logits[i], strict=True):
-      # A token that is a part of a character is only reported with those that complete it.
       next_tokens = {**greedy, "prompt": prompt, "n_predict": 8, "n_probs": 10}
-      step, *_ = post(server, "/completion", next_tokens)["completion_probabilities"]
+      reply = post(server, "/completion", next_tokens)
+      step, *_ = reply["completion_probabilities"]
+      if step["id"] != reply["tokens"][0]:
+        continue  # the server leaves out the log-probs of a token that is a part of a character
       log_probs = row - row.max() - np.log(np.exp(row - row.max()).sum())
       differences += [abs(top["logprob"] - log_probs[top["id"]]) for top in step["top_logprobs"]]
     messages = {"messages": [{"role": "user", "content": text}]}
