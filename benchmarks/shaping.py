@@ -90,7 +90,7 @@ def compile_plain(model: Qwen2, batch: tuple[Rollouts, Rewards]) -> TimedUpdate:
     mock.patch.object(algorithms.Algorithm, "credit_metrics", no_metrics),
   ):
     plain = compile_update("grpo", model, batch)
-  update_module.make_update.cache_clear()  # GRPO with diagnostics is another function
+  update_module.make_update.cache_clear()  # or GRPO with diagnostics would get this function
   return plain
 
 
@@ -123,7 +123,7 @@ def main() -> None:
   for key, value in result.items():
     print(f"{key:<16} {value}")
   for name, timed in updates.items():
-    ratios = np.asarray(timed.seconds) / plain.seconds  # one per round, less noisy than medians
+    ratios = np.asarray(timed.seconds) / plain.seconds  # less noisy than a ratio of medians
     update_s = float(np.median(timed.seconds))
     added = float(np.median(ratios) - 1)
     result[name] = {"update_s": update_s, "added": added}

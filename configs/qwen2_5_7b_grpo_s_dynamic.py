@@ -3,7 +3,7 @@ r"""Qwen2.5-7B on DAPO-Math-17k with GRPO-S, with dynamic sampling (arXiv 2508.0
     gtpo train --config=configs/qwen2_5_7b_grpo_s_dynamic.py --workdir=WORKDIR \
                --config.model.path=Qwen/Qwen2.5-7B
 
-GTPO, GRPO-S and DAPO with dynamic sampling differ only in how the credit is computed:
+GTPO, GRPO-S and DAPO with dynamic sampling differ only in `algorithm.name`:
 `qwen2_5_7b_gtpo_dynamic.py`, `qwen2_5_7b_grpo_s_dynamic.py` and `qwen2_5_7b_dapo.py`.
 
 Hardware: TPU v5p, topology v5p:2x4x4 (32 chips).

@@ -48,7 +48,7 @@ class Recipe:
   rewards: tuple[float, float] = (0.0, 1.0)
 
   def settings_with(self, objective: str) -> dict[str, Any]:
-    """Returns the published settings with another objective than the recipe's own.
+    """Returns the published settings with an objective other than the recipe's own.
 
     The settings of the recipe's own objective are replaced by those of `objective`, with the values
     published for it. If `objective` is not defined for the recipe's ratio, the ratio is that of

@@ -24,14 +24,15 @@ def provenance_of(
   held_out: Sequence[Problem],
   frozen: Mapping[str, str],
 ) -> dict[str, str]:
-  """Returns a description of each input of a run by its name; every checkpoint stores them.
+  """Returns a description of each input of a run by its name; every regular checkpoint stores them.
 
   Synthetic tasks are omitted, because the config defines them completely.
 
   Args:
     config: the run's config.
-    problems: the training problems of each source, with its weight, as from `training_problems`.
-    held_out: the evaluation problems, as from `held_out_problems`.
+    problems: the training problems of each source, with its weight, as returned by
+      `training_problems`.
+    held_out: the evaluation problems, as returned by `held_out_problems`.
     frozen: the digests of the frozen policies by the config keys of their paths.
   """
   sources = [

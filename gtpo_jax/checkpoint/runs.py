@@ -1,4 +1,4 @@
-"""Opens the checkpoints of a run by step number, for readers other than the run itself."""
+"""Opens the checkpoints of a run, including its base model, by step number."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # not between two digits: 7 2 is no
 def clean(text: str) -> str:
   """Returns the text without formatting.
 
-  Dollar signs, surplus spaces, \\text, \\left, markdown, degree signs and a final full stop are
-  removed; \\dfrac and √ become \\frac and \\sqrt.
+  Dollar signs, surplus spaces, \\text, \\left, backticks, asterisks and underscores at the ends,
+  degree signs, a leading word such as "about" and a final full stop are removed; \\dfrac and √ become \\frac and \\sqrt.
   """
   text = text.translate(_CHARACTERS)
   for pattern, replacement in _REWRITES:
