@@ -39,8 +39,8 @@ def _in_all_processes(command: Callable[..., int]) -> Callable[..., int]:
   def run(args: argparse.Namespace, overrides: list[str]) -> int:
     prepare_jax()
     join_processes()
-    refuse_cpu_fallback()
     with _exit_on_failure():
+      refuse_cpu_fallback()
       return command(args, overrides)
 
   return run

@@ -65,9 +65,11 @@ def make_mesh(
     sizes[free[0]] = len(devices) // fixed
   if int(np.prod(list(sizes.values()))) != len(devices):
     shape = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    fitting = _fitting_sizes(sizes, len(devices))
     raise UserError(
       f"a mesh of {shape} does not fit {len(devices)} device(s): the product must be "
-      f"{len(devices)}; set one axis to -1 to use all devices"
+      f"{len(devices)}; set one axis to -1 to use all devices, or use "
+      f"{' '.join(f'--config.mesh.{name}={size}' for name, size in fitting.items())}"
     )
   if len(devices) > 1 and devices[0].platform == "cpu":
     # With jaxlib 0.10.2 a program read from the cache can deadlock here: devices wait for one
@@ -75,6 +77,19 @@ def make_mesh(
     # seems to have lost the order in which XLA makes devices start collectives.
     use_compile_cache(False)
   return _mesh_of(_arrange(devices, tuple(sizes.values())))
+
+
+def _fitting_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:
+  """Returns sizes of the mesh axes whose product is `devices`, near those that were asked for.
+
+  From the last axis to the second, each keeps the largest factor that divides; data gets the rest.
+  """
+  fitting = {}
+  for name in reversed(MESH_AXES[1:]):
+    fitting[name] = math.gcd(max(sizes[name], 1), devices)
+    devices //= fitting[name]
+  fitting[MESH_AXES[0]] = devices
+  return {name: fitting[name] for name in MESH_AXES}
 
 
 def _mesh_of(devices: np.ndarray) -> Mesh:

@@ -81,6 +81,26 @@ def test_an_impossible_mesh_is_an_error(sizes, parts):
     assert part in str(error.value)
 
 
+@pytest.mark.parametrize(
+  ("sizes", "fitting"),
+  [
+    ((3, 1, 1), (8, 1, 1, 1)),
+    ((1, 16, 4), (1, 2, 1, 4)),
+    ((2, 3, 3), (8, 1, 1, 1)),
+    ((1, 4, 4, None, 2), (1, 1, 2, 4)),
+  ],
+)
+def test_the_error_proposes_a_mesh_that_fits(sizes, fitting):
+  names = ("data", "fsdp", "context", "tensor")
+  proposal = dict(zip(names, fitting, strict=True))
+  with pytest.raises(UserError) as error:
+    make_mesh(*sizes)
+  assert str(error.value).endswith(
+    "or use " + " ".join(f"--config.mesh.{name}={size}" for name, size in proposal.items())
+  )
+  assert dict(make_mesh(**proposal).shape) == proposal
+
+
 def test_logical_axes_by_hand():
   mesh = make_mesh(2, 2, 2)
   assert partition_spec(("batch", None, "heads")) == PartitionSpec(("data", "fsdp"), None, "tensor")
