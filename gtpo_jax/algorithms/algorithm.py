@@ -218,8 +218,8 @@ class Algorithm:
   ) -> tuple[jax.Array, jax.Array]:
     """Returns the entropy weight of this gradient update, and the coefficient of the next one.
 
-    Without `entropy_target` the weight is `entropy_coef`, and `coef` is returned unchanged. With it,
-    see `Settings` (2505.22312).
+    Without `entropy_target` the weight is `entropy_coef`, and `coef` is returned unchanged. With
+    it, see `Settings` (2505.22312).
 
     Args:
       coef: f32[], the current coefficient.
@@ -262,8 +262,9 @@ class Algorithm:
       mask: bool[n, g, t], from `loss_mask`.
       log_probs: f32[n, g, t], nats, of the policy being trained.
       log_probs_old: f32[n, g, t], nats, of the policy that sampled the completion.
-      weights: f32[n, g, t], from `token_weights` of the complete batch. None: `token_weights(mask)`;
-        with `forking_share`, tokens with advantage 0 are first removed from `mask`.
+      weights: f32[n, g, t], from `token_weights` of the complete batch. None for
+        `token_weights(mask)`; with `forking_share`, tokens with advantage 0 are first removed from
+        `mask`.
       guided: bool[n, g], completions sampled from a guide. Their ratio is capped instead of
         clipped.
       selected: bool[n, g, t], from `select`; required if `selects` is True.

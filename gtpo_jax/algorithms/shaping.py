@@ -57,9 +57,9 @@ def entropy_shaping(
   """Returns the reward shaping of GTPO and GRPO-S with the given base rewards and weights.
 
   The shaping also reads the settings `compare`, `scope` and `h_floor`, and `floor` and `kappa`, the
-  clip range of v1, eqs. 11-12. Without `floor` the lower bound is 0, which has no effect because the
-  reward is never negative before the length penalty. Without `kappa`, or with 0, there is no upper
-  bound.
+  clip range of v1, eqs. 11-12. Without `floor` the lower bound is 0, which has no effect because
+  the reward is never negative before the length penalty. Without `kappa`, or with 0, there is no
+  upper bound.
 
   Args:
     plus: settings -> (base reward, weight of the entropy term) on O+.

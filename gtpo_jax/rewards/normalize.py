@@ -93,7 +93,8 @@ def clean(text: str) -> str:
   """Returns the text without formatting.
 
   Dollar signs, surplus spaces, \\text, \\left, backticks, asterisks and underscores at the ends,
-  degree signs, a leading word such as "about" and a final full stop are removed; \\dfrac and √ become \\frac and \\sqrt.
+  degree signs, a leading word such as "about" and a final full stop are removed; \\dfrac and √
+  become \\frac and \\sqrt.
   """
   text = text.translate(_CHARACTERS)
   for pattern, replacement in _REWRITES:
