@@ -66,12 +66,15 @@ def test_a_platform_that_does_not_start(monkeypatch):
 @pytest.fixture
 def default_cache(monkeypatch, tmp_path):
   """The compile cache is where `prepare_jax` puts it if the user names no place."""
-  before = jax.config.jax_compilation_cache_dir
+  names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+  before = {name: getattr(jax.config, name) for name in names}
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
   jax.config.update("jax_compilation_cache_dir", str(tmp_path / "home" / "gtpo_jax" / "xla"))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # another test may raise it
   use_compile_cache(True)
   yield tmp_path
-  jax.config.update("jax_compilation_cache_dir", before)
+  for name, value in before.items():
+    jax.config.update(name, value)
   compilation_cache.reset_cache()
 
 
