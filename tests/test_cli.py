@@ -73,6 +73,7 @@ def test_sample_prints_completions(finished_run):
   assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_sample_from_the_base_model_of_a_run_on_more_devices(finished_run, tmp_path):
   """--step=0 selects the base model, --max_tokens=1 works, and the run's mesh is ignored."""
   workdir = tmp_path / "pod"
@@ -103,6 +104,7 @@ def test_eval_prints_and_writes_json(finished_run, tmp_path):
   assert "eval/sums/pass@4" in done.stdout
 
 
+@pytest.mark.slow
 def test_eval_at_every_k_agrees_with_a_direct_count(finished_run, tmp_path):
   """Recomputes every metric from the completions written for 32 samples per problem.
 

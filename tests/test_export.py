@@ -327,6 +327,7 @@ def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_rejected(exported, gtpo_h
   assert_one_line(*gtpo_here("sample", f"--model={other}", "--prompt=1"), "ids up to 384")
 
 
+@pytest.mark.slow
 def test_training_continues_from_the_folder(run, exported, gtpo_here, tmp_path):
   workdir = tmp_path / "more"
   args = (

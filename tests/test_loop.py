@@ -396,6 +396,7 @@ def test_the_best_evaluation_is_kept(tmp_path, monkeypatch):
   assert (digests == check_integrity(kept, ["params"]).leaves["params"]) == (best in (0, 2))
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
   """The function fails in another way each step. Only affected completions have no verdict."""
 

@@ -217,6 +217,7 @@ def test_left_early_a_run_is_saved_and_goes_on(how, tmp_path, trained):
       gtpo_jax.train(SHAPE, workdir, QUIET, reward=even, data=ROWS[1:])
 
 
+@pytest.mark.slow
 def test_the_command_line_on_a_run_of_a_program(tmp_path):
   """Its policy can be sampled; its problems and its reward are in no file, and that is said."""
   from gtpo_jax.cli import main
@@ -267,6 +268,7 @@ def test_a_window_of_steps_is_traced(tmp_path):
   )
 
 
+@pytest.mark.slow
 def test_a_graded_reward():
   """What the function says is the reward itself with the part `verifier`."""
   graded = lambda prompts, completions, answers, extras: [

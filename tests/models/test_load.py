@@ -83,7 +83,11 @@ def test_logits_equal_those_of_transformers(changes, shard, shape):
 
 @pytest.mark.parametrize(
   ("changes", "shape"),
-  [({}, None), ({}, (2, 2, 2)), (SEVEN_ONE, None)],
+  [
+    ({}, None),
+    pytest.param({}, (2, 2, 2), marks=pytest.mark.slow),
+    pytest.param(SEVEN_ONE, None, marks=pytest.mark.slow),
+  ],
   ids=["4/2", "4/2-2x2x2", "7/1"],
 )
 def test_sixty_four_greedy_tokens_equal_generate(changes, shape):
@@ -95,6 +99,7 @@ def test_sixty_four_greedy_tokens_equal_generate(changes, shape):
   )
 
 
+@pytest.mark.slow
 def test_greedy_text_ends_where_that_of_generate_does():
   folder, reference = hf_folder()
   stop = [int(x) for x in torch_greedy(reference, PROMPTS, 64)[[0, 1], [5, 20]]]

@@ -75,7 +75,12 @@ def trained(shape=None, micro_batches=1, kept="float32", targets=LORA_TARGETS):
 
 @pytest.mark.parametrize(
   "settings",
-  [{}, {"kept": "bfloat16"}, {"targets": SOME}, {"shape": (2, 2, 2), "micro_batches": 2}],
+  [
+    {},
+    {"kept": "bfloat16"},
+    {"targets": SOME},
+    pytest.param({"shape": (2, 2, 2), "micro_batches": 2}, marks=pytest.mark.slow),
+  ],
   ids=["f32", "bf16", "some", "2x2x2"],
 )
 def test_only_the_adapters_are_trained(settings):

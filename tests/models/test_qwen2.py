@@ -184,6 +184,7 @@ def test_logits_are_the_same_on_eight_devices(shape):
   np.testing.assert_allclose(np.asarray(got), np.asarray(want), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_remat_changes_nothing():
   tokens = jnp.asarray(np.random.default_rng(4).integers(0, 96, (2, 9)))
   models = [small_model(remat=remat) for remat in ("none", "attention", "full")]

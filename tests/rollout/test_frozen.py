@@ -127,6 +127,7 @@ def test_group_relative_penalties_reach_the_rewards():
   )
 
 
+@pytest.mark.slow
 def test_kl_grows_from_the_reference_that_the_run_started_from(tmp_path):
   config = config_of("grpo", **{"algorithm.kl_weight": 0.1})
   train(config, tmp_path / "run", Display(enabled=False))

@@ -111,7 +111,12 @@ def without_padding_metric(result):
   ("name", "data", "settings"),
   [
     ("gtpo", batch, {}),
-    ("dapo_mixed", full_batch, {**EVERY_LOSS_TERM, "guide_completions": 1, "guide_cap": 1.1}),
+    pytest.param(
+      "dapo_mixed",
+      full_batch,
+      {**EVERY_LOSS_TERM, "guide_completions": 1, "guide_cap": 1.1},
+      marks=pytest.mark.slow,
+    ),
   ],
 )
 def test_an_update_is_the_same_packed(name, data, settings):

@@ -99,6 +99,7 @@ def test_invalid_optimizers_are_rejected(field, value, message):
     OptimizerConfig(**{field: value})
 
 
+@pytest.mark.slow
 def test_bfloat16_momentum():
   """Only the first moment is bfloat16; after four updates, parameters differ by its rounding."""
   optimizer = make_optimizer(OptimizerConfig(momentum_dtype="bfloat16"), 5)

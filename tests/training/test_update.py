@@ -37,7 +37,7 @@ from gtpo_jax.training.state import abstract_state, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
 
-@pytest.mark.parametrize("name", ["gtpo", "grpo_s"])
+@pytest.mark.parametrize("name", ["gtpo", pytest.param("grpo_s", marks=pytest.mark.slow)])
 def test_micro_batches_equal_the_full_batch(name):
   assert plain(name)[1]["grad_norm"] > 1e-3
   assert_same(plain(name), run(name, micro_batches=4, head_chunk=7))
@@ -46,11 +46,11 @@ def test_micro_batches_equal_the_full_batch(name):
 @pytest.mark.parametrize(
   ("name", "shape", "micro_batches"),
   [
-    ("gtpo", (8, 1, 1), 1),
     ("gtpo", (2, 2, 2), 2),
     ("grpo_s", (2, 2, 2), 1),
-    ("dapo", (1, 8, 1), 1),
-    ("grpo", (4, 1, 2), 2),
+    pytest.param("gtpo", (8, 1, 1), 1, marks=pytest.mark.slow),
+    pytest.param("dapo", (1, 8, 1), 1, marks=pytest.mark.slow),
+    pytest.param("grpo", (4, 1, 2), 2, marks=pytest.mark.slow),
   ],
 )
 def test_one_device_equals_eight(name, shape, micro_batches):
@@ -128,6 +128,7 @@ def test_the_entropy_coefficient_is_part_of_the_state():
   np.testing.assert_allclose(metrics["entropy/coef"], 0.0125, rtol=1e-6)  # mean of 0.01 and 0.015
 
 
+@pytest.mark.slow
 def test_an_entropy_bonus_raises_the_entropy():
   rollouts, _ = batch()
   model = single_device_model()
@@ -141,6 +142,7 @@ def test_an_entropy_bonus_raises_the_entropy():
   assert entropy[1.0] > entropy[0.0] + 1e-4
 
 
+@pytest.mark.slow
 def test_batch_scopes_are_the_same_with_sharding_and_micro_batches():
   settings = {"scope": "batch", "compare": "matrix", "norm_scope": "batch"}
   sharded = run("gtpo", make_mesh(2, 2, 2), micro_batches=2, **settings)
@@ -268,6 +270,7 @@ def test_the_number_of_products_with_the_head(name, lora, micro_batches, product
   assert largest < N * G * T * vocab / 4
 
 
+@pytest.mark.slow
 def test_the_update_raises_the_probability_of_correct_completions():
   rollouts, rewards = batch()
   model = single_device_model()
