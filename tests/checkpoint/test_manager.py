@@ -96,6 +96,19 @@ def test_restores_everything_that_was_saved(saved, model):
   assert contents(saved) == before
 
 
+def test_restores_an_adapted_entropy_coefficient(model, tmp_path):
+  adapted = make_optimizer(OptimizerConfig(), 10, entropy_coef=0.25)
+  state = init_state(init_params(model, jax.random.key(0)), adapted, model)
+  state = state.replace(step=state.step + 1, entropy_coef=state.entropy_coef + 0.5)
+  checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+  checkpoints.save(state, None)
+  checkpoints.close()
+  restored = Checkpoints(tmp_path / "checkpoints").restore(model, adapted)
+  assert float(restored.state.entropy_coef) == 0.75
+  with pytest.raises(UserError, match="entropy_coef"):  # the run no longer adapts it
+    Checkpoints(tmp_path / "checkpoints").restore(model, OPTIMIZER)
+
+
 def truncate(file):
   file.write_bytes(file.read_bytes()[:-1])
 
