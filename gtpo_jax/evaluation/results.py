@@ -84,7 +84,7 @@ class Evaluation:
   def further_columns(self, ks: Sequence[int]) -> dict[str, np.ndarray]:
     """Returns best@k and maj@k of every problem, in the same form as `columns`.
 
-    best@k is the expected maximum reward of k completions (the paper's curves). maj@k is the
+    best@k is the expected maximum reward of k completions, drawn without replacement. maj@k is the
     majority vote; only the kinds of problems in `VOTES` have it. A completion that was cut off does
     not vote.
     """
