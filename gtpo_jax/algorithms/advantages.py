@@ -39,8 +39,7 @@ def zscore(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
   The result is 0 where the std is below `MIN_STD` and where `mask` is False.
   """
   x = centred(x, mask, axes)
-  std = jnp.sqrt(masked_mean(jnp.square(x), mask, axes, keepdims=True))
-  return jnp.where(std >= MIN_STD, x / jnp.where(std >= MIN_STD, std, 1.0), 0.0)
+  return _divide(x, jnp.sqrt(masked_mean(jnp.square(x), mask, axes, keepdims=True)))
 
 
 def joint_zscore(
@@ -114,8 +113,8 @@ def whitened(
   total = jnp.maximum(units.tokens.sum(), 1)
   mean = (units.tokens * x).sum() / total
   std = jnp.sqrt((units.tokens * jnp.square(x - mean)).sum() / total)
-  advantages = jnp.where(std >= MIN_STD, (x - mean) / jnp.where(std >= MIN_STD, std, 1.0), 0.0)
-  return _guard_signs(jnp.where(units.mask, advantages, 0.0), units, sign_guard)
+  advantages = jnp.where(units.mask, _divide(x - mean, std), 0.0)
+  return _guard_signs(advantages, units, sign_guard)
 
 
 def mean_normalised(
@@ -128,8 +127,7 @@ def mean_normalised(
   """
   rewards = shaped.plus + shaped.minus
   mean = masked_mean(rewards, units.mask, axes, keepdims=True)
-  advantages = centred(rewards, units.mask, axes)
-  advantages = jnp.where(mean >= MIN_STD, advantages / jnp.where(mean >= MIN_STD, mean, 1.0), 0.0)
+  advantages = _divide(centred(rewards, units.mask, axes), mean)
   return _guard_signs(advantages, units, sign_guard)
 
 
@@ -150,6 +148,12 @@ def entropy_bonus(
     f32[n, g, t], >= 0.
   """
   return jnp.minimum(alpha * entropy, jnp.abs(advantages) / kappa)
+
+
+def _divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
+  """Returns x / divisor, and 0 where the divisor is below `MIN_STD`."""
+  enough = divisor >= MIN_STD
+  return jnp.where(enough, x / jnp.where(enough, divisor, 1.0), 0.0)
 
 
 def _guard_signs(advantages: jax.Array, units: Units, sign_guard: bool) -> jax.Array:

@@ -209,8 +209,6 @@ class Algorithm:
     self._check_present(s.objective == "stare", "entropy_old", entropy_old)
     self._check_present(self.objective.random, "key", key)
     inputs = self._objective_inputs(log_probs, log_probs_old, advantages, mask)
-    if entropy_old is not None:
-      entropy_old = jnp.where(mask, entropy_old, 0.0)
     return self.objective.select(jax.lax.stop_gradient(inputs), entropy_old, s, key)
 
   def next_entropy_coef(
@@ -232,7 +230,7 @@ class Algorithm:
     s = self.settings
     if not s.entropy_target:
       return jnp.float32(s.entropy_coef), coef
-    low = masked_mean(jnp.where(mask, entropy_old, 0.0), mask) <= s.entropy_target
+    low = masked_mean(entropy_old, mask) <= s.entropy_target
     change = jnp.where(low, s.entropy_coef_delta, -s.entropy_coef_delta)
     return jnp.where(low, coef, 0.0), jnp.clip(coef + change, 0.0, s.entropy_coef_max)
 
