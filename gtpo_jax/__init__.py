@@ -4,7 +4,7 @@
     config = gtpo_jax.default_config()
     result = gtpo_jax.train(config, reward=my_function, data=my_dicts)
 
-Importing this package does not import JAX; using one of its names does.
+Importing this package does not import JAX; using any of its names except `rewards` does.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ _FUNCTIONS = {  # public name: (module, name in the module)
 def __getattr__(name: str) -> Any:
   if name not in __all__:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  from gtpo_jax.runtime.startup import choose_platform, prepare_jax
+
   if name in _PACKAGES:
+    choose_platform()
     return importlib.import_module(f"{__name__}.{name}")
-  from gtpo_jax.runtime.startup import prepare_jax
 
   prepare_jax()
   module, function = _FUNCTIONS[name]

@@ -26,7 +26,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-SHORTEST_ARRAY = 64  # positions; shorter arrays save little time, and each costs a program
+SHORTEST_ARRAY = 64  # positions; shorter arrays save little time, and each length needs a program
 
 
 @flax.struct.dataclass
@@ -75,8 +75,8 @@ class Packing:
 def max_per_row(g: int, w: int) -> int:
   """Returns m, the most completions that may share a row if g completions are packed into w rows.
 
-  It is twice the average number per row, but at most g; it is 1 if every completion has a row of
-  its own (w >= g).
+  It is twice the average number per row (rounded up), but at most g. If every completion has its
+  own row (w >= g), it is 1.
   """
   return min(2 * -(-g // w), g) if w < g else 1
 
@@ -96,7 +96,7 @@ def array_lengths(longest: int, shards: int = 1) -> list[int]:
 
 
 def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
-  """Returns the entries of each prompt's part of `x` [n, ...] at flat indices, shaped like `index`.
+  """Gathers entries of each prompt's part of `x` by flat index; the result is shaped like `index`.
 
   Args:
     x: [n, ...].
@@ -124,6 +124,10 @@ class Rollouts:
   guided: jax.Array | None = None
   # bool[n, g]; True if the policy of an earlier step sampled the completion.
   stale: jax.Array | None = None
+  # i32[n, g, t]; the number of updates of the policy that drew the token.
+  versions: jax.Array | None = None
+  # f32[n, g, t], nats; under the distribution that was drawn from, after penalty and filters.
+  drawn: jax.Array | None = None
   # f32[n, g, t], nats; `log_probs` recomputed by the trainer, except that a guide's are copied.
   rescored: jax.Array | None = None
   # f32[n, g, t], nats; log-probs under the frozen reference policy.
@@ -137,6 +141,11 @@ class Rollouts:
     return self.mask.sum(-1)
 
   @property
+  def sampler_log_probs(self) -> jax.Array:
+    """f32[n, g, t], nats; of the tokens when they were drawn."""
+    return self.log_probs if self.drawn is None else self.drawn
+
+  @property
   def old_log_probs(self) -> jax.Array:
     """f32[n, g, t], nats; the denominator of the importance ratio."""
     return self.log_probs if self.rescored is None else self.rescored
@@ -147,12 +156,14 @@ class Rewards:
   """The verifier's verdict on each completion, and its rewards."""
 
   correct: jax.Array  # bool[n, g]
-  reward: jax.Array  # f32[n, g]; without the length penalty; the baselines normalise it
-  penalty: jax.Array  # f32[n, g], <= 0; the length penalty
+  reward: jax.Array  # f32[n, g]; what the baselines normalise, before `penalty` is added
+  # f32[n, g]; added to the (shaped) rewards of O+ and O-. It contains the length penalty and, with
+  # entropy shaping, the reward parts other than "correct", which `reward` then does not contain.
+  penalty: jax.Array
   # bool[n, g]; False excludes a completion from loss and statistics. None if all are valid.
   valid: jax.Array | None = None
-  # bool[n, g]; False if a completion has no verdict, so that `correct` means nothing. None if all
-  # have one.
+  # bool[n, g]; False if a completion has no verdict, in which case `correct` has no meaning. None
+  # if all completions have one.
   scored: jax.Array | None = None
 
 

@@ -1,9 +1,9 @@
-"""Connects the processes of a run. Importing this module imports no JAX.
+"""Connects the processes of a run. Importing this module does not import JAX.
 
-Slurm, Open MPI, GKE and Cloud TPU describe a run in variables or in a metadata server, from which
-JAX reads the address of the first process. This module reads how many processes the launcher has
-started, so that a process never starts training alone by mistake, and it gives each process its
-GPUs.
+Slurm, Open MPI, GKE and Cloud TPU describe a run in environment variables or on a metadata server,
+from which JAX reads the address of the first process. This module reads how many processes the
+launcher has started, so that a process never starts training alone by mistake, and it gives each
+process its GPUs.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Launch(NamedTuple):
 def join_processes() -> None:
   """Connects the processes of this run if a launcher has started several.
 
-  `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` replace what a launcher says;
+  `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` override what a launcher says;
   `JAX_NUM_PROCESSES=1` runs a process alone. If not all processes have joined after
-  `GTPO_JOIN_TIMEOUT_S` seconds, each of them ends with one line and status 1.
+  `GTPO_JOIN_TIMEOUT_S` seconds, each of them prints one line and exits with status 1.
 
   Raises:
     UserError: the variables contradict one another, or are incomplete.
-    RunError: JAX could not connect them, or sees another number of processes.
+    RunError: JAX could not connect the processes, or sees fewer or more than were started.
   """
   timeout = _join_timeout()
   launch = find_launch()
@@ -76,7 +76,7 @@ def join_processes() -> None:
     return
   import jax
 
-  # JAX aborts the process with a stack trace at its own time limit, so that must not come first.
+  # At its own time limit JAX aborts the process with a stack trace, so ours must be reached first.
   options = {"local_device_ids": local_gpus(launch), "initialization_timeout": 2 * timeout + 60}
   if launch.address:
     options["coordinator_address"] = launch.address
@@ -92,7 +92,7 @@ def join_processes() -> None:
         f"first one is ({first_line(error)}); set {ADDRESS}=HOST:PORT in every process, with a "
         f"free port of the first process's host"
       ) from error
-    except Exception as error:  # for example of a metadata server or of a port that is in use
+    except Exception as error:  # for example, the port is already in use
       raise RunError(
         f"{launch}: JAX could not connect the processes ({first_line(error)}); {_advice(launch)}"
       ) from error
@@ -119,7 +119,7 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def local_gpus(launch: Launch, environ: Mapping[str, str] = os.environ) -> list[int] | None:
-  """Returns the indices of this process's GPUs among those it can see; None leaves it to JAX.
+  """Returns which of the GPUs that this process can see it should use; None leaves that to JAX.
 
   The processes of a host share its GPUs evenly. JAX itself would give process i of a host the i-th
   GPU that it sees. So one process per host would leave all other GPUs idle, and processes that see
@@ -138,13 +138,13 @@ def local_gpus(launch: Launch, environ: Mapping[str, str] = os.environ) -> list[
 
 
 def has_tpu() -> bool:
-  """Whether this machine has TPU chips, or JAX is told to behave as if it had."""
+  """Whether this machine has TPU chips, or JAX is told to behave as if it did."""
   found = any(Path(path).exists() for path in TPU_DEVICE_FILES)
   return found or "JAX_FORCE_TPU_INIT" in os.environ
 
 
 def _by_hand(environ: Mapping[str, str], launch: Launch | None) -> Launch:
-  """Returns the launch that JAX's variables describe, completed from that of a launcher."""
+  """Returns the launch that JAX's variables describe; the launcher supplies what they omit."""
   address = environ[ADDRESS]
   if not re.fullmatch(r".+:\d+", address):
     raise UserError(f"{ADDRESS} must be HOST:PORT of the first process, got {address!r}")
@@ -211,7 +211,7 @@ def _slurm_tasks_on_node(environ: Mapping[str, str], tasks: int) -> int:
 
 
 def _gke(environ: Mapping[str, str]) -> Launch | None:
-  """Reads the variables that GKE sets in the pods of a TPU slice, also those of XPK and JobSet."""
+  """Reads the variables that GKE sets in the pods of a TPU slice, also with XPK or JobSet."""
   hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES")
   if not hosts:
     return None
@@ -277,7 +277,7 @@ def _join_timeout() -> int:
 
 @contextlib.contextmanager
 def _time_limit(launch: Launch, timeout: int) -> Iterator[None]:
-  """Ends the process with one line and status 1 if the context takes longer than `timeout`."""
+  """Prints one line and exits with status 1 if the body takes longer than `timeout` seconds."""
 
   def end() -> None:
     address = _first_address(launch)
@@ -321,7 +321,7 @@ def _answers(address: str) -> bool:
 
 
 def _check_count(expected: int, reason: str) -> None:
-  """Raises RunError if JAX sees another number of processes than `expected`."""
+  """Raises RunError if the number of processes that JAX sees is not `expected`."""
   import jax
 
   if (found := jax.process_count()) != expected:

@@ -1,6 +1,6 @@
-"""Turns errors of XLA into messages that say what happened and what to do about it.
+"""Turns XLA errors into messages that say what happened and what to do about it.
 
-Importing this module imports no JAX.
+Importing this module does not import JAX.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-# XLA's statuses if another process does not answer, and texts of the libraries that send data
-# between hosts: they report the same with other statuses, such as INTERNAL.
+# XLA's statuses if another process does not answer. The libraries that send data between hosts may
+# report the same failure with another status, such as INTERNAL, so their texts are matched too.
 PEER_STATUSES = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
 PEER_TEXTS = ("Gloo", "NCCL error: remote process exited", "ncclRemoteError")
 PHASE_NOTE = "This happened during the "
@@ -22,26 +22,41 @@ ADVICE = {  # by phase
   f"only adapters (model.lora_rank=16)",
   "sampling": f"lower sampling.slots, set sampling.kv_dtype=int8, lower sampling.max_tokens, or "
   f"{SHARD_MORE}",
-  "update": f"raise batch.micro_batches, lower batch.head_chunk, {SHARD_MORE}, set "
+  "update": f"raise batch.micro_batches, set a smaller batch.head_chunk, {SHARD_MORE}, set "
   f"optimizer.offload=True, or train only adapters (model.lora_rank=16)",
   "evaluation": f"lower eval.batch or sampling.slots, set sampling.kv_dtype=int8, or {SHARD_MORE}",
-  "": f"lower sampling.slots, raise batch.micro_batches, lower batch.head_chunk, or {SHARD_MORE}",
+  "": "lower sampling.slots, raise batch.micro_batches, set a smaller batch.head_chunk, or "
+  f"{SHARD_MORE}",
 }
+
+
+_phases: list[str] = []
 
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-  """Names the part of a run, a key of `ADVICE`, in which an error of XLA occurs."""
+  """Context manager that names the current phase of the run, such as a key of `ADVICE`.
+
+  Within the context `current_phase` returns the name, and XLA errors get a note that states it.
+  """
+  _phases.append(name)
   try:
     yield
   except RuntimeError as error:
     if status(error):
       error.add_note(f"{PHASE_NOTE}{name}.")
     raise
+  finally:
+    _phases.pop()
+
+
+def current_phase() -> str:
+  """Returns the name of the innermost current phase; "" outside all phases."""
+  return _phases[-1] if _phases else ""
 
 
 def status(error: BaseException) -> str:
-  """Returns the status of an error of XLA, such as "RESOURCE_EXHAUSTED"; "" for other errors."""
+  """Returns the status of an XLA error, such as "RESOURCE_EXHAUSTED"; "" for other errors."""
   import jax
 
   if not isinstance(error, jax.errors.JaxRuntimeError):
@@ -53,7 +68,7 @@ def status(error: BaseException) -> str:
 def explain(error: BaseException, processes: int) -> str | None:
   """Returns a message for an error that needs no traceback; None for all other errors.
 
-  The message ends with XLA's own text, complete.
+  The message includes the complete text of the error.
 
   Args:
     error: any error.

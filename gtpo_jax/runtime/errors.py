@@ -22,12 +22,21 @@ class RunError(RuntimeError):
   """
 
 
+class FunctionError(RunError):
+  """Raised when a user's function raises KeyboardInterrupt, SystemExit or the like.
+
+  The state of the last update is saved before the run ends.
+  """
+
+
 class CorruptCheckpoint(Exception):
   """Raised when a checkpoint differs from what was saved. The message names the difference."""
 
 
-# The errors that `broadcast_from_first` raises with their own type on every process.
-SHARED_ERRORS = {kind.__name__: kind for kind in (UserError, RunError, CorruptCheckpoint)}
+# The errors whose type `broadcast_from_first` preserves when it raises them on every process.
+SHARED_ERRORS = {
+  kind.__name__: kind for kind in (UserError, RunError, FunctionError, CorruptCheckpoint)
+}
 
 
 def first_line(error: BaseException) -> str:

@@ -7,13 +7,15 @@ skips too many updates in a row.
 from __future__ import annotations
 
 import collections
+import io
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
+from etils import epath
 
 from gtpo_jax.runtime.distributed import is_first_process
 from gtpo_jax.runtime.errors import RunError
+from gtpo_jax.runtime.storage import is_remote, storage_errors, write_atomically
 
 Rows = Sequence[Mapping[str, float | None]]  # metrics of consecutive steps; None: not finite
 
@@ -39,7 +41,7 @@ class Guards:
   def __init__(
     self,
     limit: int,
-    workdir: Path,
+    workdir: epath.Path,
     rows: Rows,
     say: Callable[[str], None],
     wait_for_saves: Callable[[], None] = lambda: None,
@@ -108,11 +110,15 @@ class Guards:
     """Writes a batch to a file and returns the end of the message that names it."""
     if not is_first_process():
       return ""
-    self._folder.mkdir(exist_ok=True)
+    if not is_remote(self._folder):
+      self._folder.mkdir(exist_ok=True)
     if len(list(self._folder.glob("*.npz"))) >= MAX_DUMPS:
       return ""
     file = self._folder / f"step_{step}.npz"
-    np.savez_compressed(file, **arrays)
+    packed = io.BytesIO()
+    np.savez_compressed(packed, **arrays)
+    with storage_errors(f"cannot write {str(file)!r}"):
+      write_atomically(file, packed.getvalue())
     return f"; its batch is in {str(file)!r}"
 
 

@@ -33,7 +33,7 @@ def make_mesh(
   devices: Sequence[jax.Device] | None = None,
   context: int = 1,
 ) -> Mesh:
-  """Builds the (data, fsdp, context, tensor) mesh. One size may be -1: it uses all devices left.
+  """Builds the (data, fsdp, context, tensor) mesh. One size may be -1, for all remaining devices.
 
   The first mesh of several CPU devices turns JAX's compile cache off for the rest of the process.
 
@@ -53,7 +53,7 @@ def make_mesh(
   for name, size in sizes.items():
     if size < 1 and size != -1:
       raise UserError(
-        f"mesh.{name} must be at least 1, or -1 for all devices that are left; got {size}"
+        f"mesh.{name} must be at least 1, or -1 for all remaining devices; got {size}"
       )
   free = [name for name, size in sizes.items() if size == -1]
   if len(free) > 1:
@@ -82,7 +82,8 @@ def make_mesh(
 def _fitting_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:
   """Returns sizes of the mesh axes whose product is `devices`, near those that were asked for.
 
-  From the last axis to the second, each keeps the largest factor that divides; data gets the rest.
+  From the last axis to the second, each keeps the largest factor of its size that divides the
+  number of unused devices; data gets the rest.
   """
   fitting = {}
   for name in reversed(MESH_AXES[1:]):
@@ -129,9 +130,9 @@ def _arrange_island(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np
 
 
 def island_of(device: jax.Device) -> int:
-  """Returns the index of the devices that are connected by a fast network.
+  """Returns the index of the device's island.
 
-  That is a TPU slice, or a GPU node or NVLink domain.
+  An island is a group of devices with a fast network: a TPU slice, a GPU node or an NVLink domain.
   """
   own_process = device.process_index if device.platform == "gpu" else 0
   return getattr(device, "slice_index", own_process)
@@ -186,6 +187,7 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
   "head_dim": None,
   "norm": None,
   "rank": None,
+  "group": None,  # of inputs that share a scale
   None: None,
 }
 

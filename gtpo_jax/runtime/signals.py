@@ -30,16 +30,25 @@ class Stopped(Exception):
   """Raised by a long phase that was asked to stop before it was complete."""
 
 
+def print_notice(text: str) -> None:
+  """Prints a message about a signal to stderr."""
+  print(f"\ngtpo: {text}", file=sys.stderr, flush=True)
+
+
 class StopSignals:
   """Context manager: the first Ctrl-C or SIGTERM requests a stop, the second quits at once.
 
   The run checks `requested` between chunks of sampling and between steps. A separate thread reads
   the signals, because the main thread may spend minutes in a compiler or a collective. Quitting at
   once is safe: a file that is being written does not count until it is complete.
+
+  Args:
+    show: shows a message to the user; called on that thread.
   """
 
-  def __init__(self):
+  def __init__(self, show: Callable[[str], None] = print_notice):
     self.signal: int | None = None
+    self._show = show
     self._arrived = 0.0
     self._previous: dict[int, object] = {}
 
@@ -78,11 +87,7 @@ class StopSignals:
       os._exit(SIGNAL_EXIT + number)
     self._arrived = time.monotonic()
     self.signal = number
-    print(
-      "\ngtpo: stopping as soon as possible and saving the last update; repeat to quit at once",
-      file=sys.stderr,
-      flush=True,
-    )
+    self._show("stopping as soon as possible, then saving; repeat to quit at once, unsaved")
 
 
 class Interrupts:
@@ -91,10 +96,14 @@ class Interrupts:
   For programs and notebooks that call this package, where a second Ctrl-C must not end the process.
   It can be entered repeatedly; outside it, Ctrl-C does what it did before. Only the main thread
   receives signals: on other threads it does nothing.
+
+  Args:
+    show: shows a message to the user; called in a signal handler.
   """
 
-  def __init__(self):
+  def __init__(self, show: Callable[[str], None] = print_notice):
     self._requested = False
+    self._show = show
 
   def requested(self) -> bool:
     """Whether Ctrl-C was pressed."""
@@ -114,9 +123,7 @@ class Interrupts:
     if self._requested:
       raise KeyboardInterrupt
     self._requested = True
-    print(
-      "\ngtpo: stopping as soon as possible; repeat to quit at once", file=sys.stderr, flush=True
-    )
+    self._show("stopping as soon as possible; repeat to quit at once")
 
 
 class Watchdog:

@@ -6,10 +6,12 @@ import glob
 import importlib.util
 import os
 import re
+import sys
 from pathlib import Path
 
 from gtpo_jax.runtime.cluster import NVIDIA_DEVICE_FILES, has_tpu
 from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.installing import install_command
 
 GPU_PLUGINS = ("cuda12", "cuda13", "rocm7", "rocm60")
 ACCELERATORS = {  # name: (pattern of its device files, the extra of gtpo_jax, JAX's platform)
@@ -21,48 +23,86 @@ CUDA_13_DRIVER = 580  # the oldest that runs it; older ones run CUDA 12
 CACHE_FOLDER = "compile_cache"  # in the workdir
 MIN_COMPILE_TIME_S = 0.2  # programs that compile faster are not cached
 THREADS_PER_CPU_DEVICE = 32
+# The share of a GPU's memory that JAX takes; the rest is for CUDA, NCCL and CUDA graphs. JAX's own
+# default is 0.75. The second name is deprecated, and JAX refuses to start if both are set.
+GPU_MEMORY_FRACTION = "0.9"
+GPU_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def prepare_jax() -> None:
-  """Configures the platform and the compile cache. Call it before JAX is first imported.
+  """Configures platform, memory and compile cache. Call it before JAX is first imported.
 
   Without this, JAX looks for TPU chips on every machine that has `libtpu` installed. Existing
-  values of `JAX_PLATFORMS` and `JAX_COMPILATION_CACHE_DIR`, and of the corresponding JAX options,
-  are left unchanged.
+  values of `JAX_PLATFORMS`, `XLA_CLIENT_MEM_FRACTION` and `JAX_COMPILATION_CACHE_DIR`, and of the
+  corresponding JAX options, are left unchanged.
   """
-  has_gpu_plugin = any(importlib.util.find_spec(f"jax_{kind}_plugin") for kind in GPU_PLUGINS)
-  no_accelerator = not has_tpu() and not has_gpu_plugin and not glob.glob(NVIDIA_DEVICE_FILES)
-  force_cpu = importlib.util.find_spec("libtpu") and no_accelerator
-  if force_cpu:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  choose_platform()
   reserve_cpu_threads()
+  choose_gpu_memory()
   import jax
 
-  if force_cpu and not jax.config.jax_platforms:  # a notebook may have imported JAX already
-    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
-  if jax.config.jax_compilation_cache_dir is None:
-    jax.config.update("jax_compilation_cache_dir", str(_default_cache()))
+  cache = jax.config.jax_compilation_cache_dir or _default_cache()
+  if cache and "://" not in cache:
+    cache = os.path.abspath(cache)  # a reward function may change the current folder
+  jax.config.update("jax_compilation_cache_dir", cache)
   jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_TIME_S)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # no minimum
 
 
-def _default_cache() -> Path:
-  home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-  return home / "gtpo_jax" / "xla"
+def choose_platform() -> None:
+  """Selects the CPU on a machine that has `libtpu` but no accelerator; see `prepare_jax`."""
+  has_gpu_plugin = any(importlib.util.find_spec(f"jax_{kind}_plugin") for kind in GPU_PLUGINS)
+  no_accelerator = not has_tpu() and not has_gpu_plugin and not glob.glob(NVIDIA_DEVICE_FILES)
+  force_cpu = importlib.util.find_spec("libtpu") and no_accelerator
+  if not force_cpu:
+    return
+  os.environ.setdefault("JAX_PLATFORMS", "cpu")
+  if "jax" in sys.modules:  # a notebook may have imported it already
+    import jax
+
+    if not jax.config.jax_platforms:
+      jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+
+
+def choose_gpu_memory() -> None:
+  """Sets the share of each GPU's memory that JAX takes, unless the user has."""
+  if not any(os.environ.get(name) for name in GPU_MEMORY_VARIABLES):
+    os.environ[GPU_MEMORY_VARIABLES[0]] = GPU_MEMORY_FRACTION
+
+
+def _default_cache() -> str | None:
+  """Returns the folder of this user's compile cache; None if nothing can be written there."""
+  try:
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = home / "gtpo_jax" / "xla"
+    folder.mkdir(parents=True, exist_ok=True)
+  except (OSError, RuntimeError):  # a home that is read-only, or none
+    return None
+  return str(folder) if _is_writable(folder) else None
+
+
+def _is_writable(folder: Path) -> bool:
+  """Returns whether files can be created in a folder, which need not exist yet."""
+  existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+  return os.access(existing, os.W_OK)
 
 
 def place_compile_cache(workdir: str | os.PathLike[str]) -> None:
   """Moves the compile cache into the workdir if only that outlives the machine.
 
   This is so if the workdir is in an object store, or if the run has several processes: they share
-  the workdir, and the first one writes the programs that all of them read when they restart.
-  `JAX_COMPILATION_CACHE_DIR` takes precedence.
+  the workdir, and the first one writes the programs that all of them read when they restart. It is
+  also moved if the user has no cache folder. `JAX_COMPILATION_CACHE_DIR` takes precedence.
   """
   import jax
   from jax.experimental.compilation_cache import compilation_cache
 
-  chosen = jax.config.jax_compilation_cache_dir != str(_default_cache())
-  if not chosen and (jax.process_count() > 1 or "://" in str(workdir)):
+  cache = jax.config.jax_compilation_cache_dir
+  chosen = cache and cache != _default_cache()
+  remote = "://" in str(workdir)
+  if not chosen and (not cache or jax.process_count() > 1 or remote):
+    if not remote and not _is_writable(Path(workdir).absolute()):
+      return  # the run will refuse this workdir
     folder = f"{str(workdir).rstrip('/')}/{CACHE_FOLDER}"
     jax.config.update("jax_compilation_cache_dir", folder)
     compilation_cache.reset_cache()  # JAX may have opened the other one
@@ -94,7 +134,7 @@ def refuse_cpu_fallback() -> None:
     if glob.glob(files) and not hidden:
       raise UserError(
         f"this machine has {name}, but JAX would use the CPU ({_start_failure(platform)}); "
-        f"pip install 'gtpo_jax[{extra}]', or set JAX_PLATFORMS=cpu to use the CPU"
+        f"{install_command(extra)}, or set JAX_PLATFORMS=cpu to use the CPU"
       )
 
 

@@ -1,6 +1,8 @@
 """What launchers say about a run, read from their variables."""
 
 import http.server
+import os
+import socket
 import threading
 from typing import ClassVar
 
@@ -58,7 +60,7 @@ BY_HAND = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "4", "J
     ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "4", "JAX_NUM_PROCESSES": "1"}, None),
   ],
 )
-def test_each_launcher_is_read(variables, launch):
+def test_each_launcher_is_recognised(variables, launch):
   assert find_launch(variables) == launch
 
 
@@ -113,7 +115,7 @@ def test_without_gpus_jax_decides(monkeypatch, tmp_path):
 
 
 class Metadata(http.server.BaseHTTPRequestHandler):
-  """The metadata server of host 1 of a Cloud TPU slice with two hosts, the second of two."""
+  """The metadata server of host 1 in the second of two Cloud TPU slices, with two hosts each."""
 
   values: ClassVar = {}
 
@@ -129,7 +131,7 @@ class Metadata(http.server.BaseHTTPRequestHandler):
     pass
 
 
-def test_a_cloud_tpu_vm_is_read(monkeypatch):
+def test_a_cloud_tpu_vm_is_recognised(monkeypatch):
   monkeypatch.setenv("JAX_FORCE_TPU_INIT", "1")
   values = {
     "agent-worker-number": "1",
@@ -163,3 +165,30 @@ def test_the_time_limit_is_checked(monkeypatch, value):
   monkeypatch.setenv("GTPO_JOIN_TIMEOUT_S", value)
   with pytest.raises(UserError, match=f"GTPO_JOIN_TIMEOUT_S must be .* got '{value}'"):
     join_processes()
+
+
+@pytest.mark.parametrize(
+  ("index", "listens", "what"),
+  [
+    (0, False, "not all processes joined"),
+    (1, True, "not all processes joined"),
+    (1, False, "cannot reach the first process at {address}"),
+  ],
+)
+def test_the_line_at_the_time_limit(index, listens, what, monkeypatch, capsys):
+  """It says whether the first process listens at its address."""
+  statuses = []
+  ended = threading.Event()
+  monkeypatch.setattr(os, "_exit", lambda status: (statuses.append(status), ended.set()))
+  with socket.create_server(("localhost", 0)) as first:
+    address = f"localhost:{first.getsockname()[1]}"
+    if not listens:
+      first.close()
+    with cluster._time_limit(Launch("Slurm job 7", 3, index, address=address), 1):
+      assert ended.wait(60)
+  assert statuses == [1]
+  assert capsys.readouterr().err == (
+    f"gtpo: Slurm job 7, process {index} of 3: {what.format(address=address)} within 1 s; check "
+    f"that all 3 have started and can reach the first one at {address}, or raise "
+    "GTPO_JOIN_TIMEOUT_S\n"
+  )

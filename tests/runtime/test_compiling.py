@@ -43,7 +43,7 @@ def test_without_the_context_nothing_changes():
   assert program._compiled == set()
 
 
-def test_an_error_of_the_compiler_is_raised_by_the_call():
+def test_a_compile_error_is_raised_by_the_call():
   program = StoppableProgram(jax.jit(lambda a, b: a @ b))
   with stoppable_compiles(lambda: False), pytest.raises(TypeError, match="dot_general"):
     program(jnp.ones((2, 3)), jnp.ones((2, 3)))
@@ -68,7 +68,7 @@ def test_a_stop_request_ends_the_wait():
 
 @pytest.mark.parametrize(("end", "status"), [("os._exit(143)", 143), ("sys.exit(3)", 3)])
 def test_a_process_can_end_while_the_compiler_runs(end, status):
-  """At once by `os._exit`, and otherwise when the compiler is done."""
+  """`os._exit` ends it at once, and `sys.exit` when the compiler is done."""
   code = (
     "import os, sys\nsys.path.insert(0, 'tests/runtime')\n"
     "from test_compiling import *\n"

@@ -1,4 +1,4 @@
-"""Errors of XLA become messages that say what happened, with XLA's own text complete."""
+"""XLA's errors become messages that say what happened and quote XLA's text in full."""
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,14 @@ def caught(error, name):
 @pytest.mark.parametrize(
   ("name", "advice"),
   [
-    ("update", "raise batch.micro_batches, lower batch.head_chunk, raise mesh.fsdp"),
+    ("update", "raise batch.micro_batches, set a smaller batch.head_chunk, raise mesh.fsdp"),
     ("sampling", "lower sampling.slots, set sampling.kv_dtype=int8"),
     ("evaluation", "lower eval.batch or sampling.slots"),
     ("set-up", "raise mesh.fsdp or mesh.tensor, set model.param_dtype=bfloat16"),
   ],
 )
 @pytest.mark.parametrize("processes", [1, 2])
-def test_memory_that_is_exhausted(name, advice, processes):
+def test_running_out_of_memory(name, advice, processes):
   with pytest.raises(JaxRuntimeError) as raised, phase(name):
     jnp.zeros(1 << 50, jnp.int8).block_until_ready()
   assert status(raised.value) == "RESOURCE_EXHAUSTED"
@@ -39,7 +39,7 @@ def test_memory_that_is_exhausted(name, advice, processes):
   )
 
 
-def test_memory_that_is_exhausted_elsewhere():
+def test_running_out_of_memory_outside_any_phase():
   message = explain(JaxRuntimeError(f"RESOURCE_EXHAUSTED: {LONG}"), 1)
   assert message.startswith(f"out of memory: {ADVICE['']}; ")
   assert message.endswith(LONG)
@@ -81,7 +81,7 @@ def test_other_errors_keep_their_traceback(error, processes):
   assert explain(caught(error, "update"), processes) is None
 
 
-def test_only_errors_of_xla_get_a_note():
+def test_only_xla_errors_get_a_note():
   assert caught(JaxRuntimeError("INTERNAL: x"), "update").__notes__ == [
     "This happened during the update."
   ]

@@ -36,10 +36,18 @@ def batch():
     rollouts,
     Rewards(correct, values[..., 1], values[..., 2]),
     problems,
-    [[""] * g] * n,
+    [["a"] * g] * n,
     correct,
+    values[..., 0] > 2,
+    None,
     {},
+    [],
   )
+
+
+def test_the_first_completion_of_a_problem_and_its_verdict(batch):
+  assert batch.first_completion(0) == ("1", "a", None)  # not scored
+  assert batch.first_completion(1) == ("1", "a", True)
 
 
 def make_guards(tmp_path, rows=(), limit=3):
@@ -70,7 +78,7 @@ def test_only_consecutive_skipped_updates_end_the_run(tmp_path, batch):
     guards.check(7, BAD, batch.to_arrays)
 
 
-def test_a_step_that_skips_some_of_its_updates_says_so(tmp_path, batch):
+def test_a_partly_skipped_step_says_so(tmp_path, batch):
   """With several minibatches, some gradient updates of a step can be skipped and others applied."""
   guards, said = make_guards(tmp_path)
   feed(guards, batch, [BAD | {"update/skipped": 0.25}])

@@ -159,7 +159,7 @@ def test_a_batch_is_split_over_data_and_fsdp_and_can_be_fetched():
     np.testing.assert_array_equal(back[name], tree[name])
 
 
-def test_a_batch_that_does_not_divide_is_an_error():
+def test_a_batch_that_does_not_divide_evenly_is_an_error():
   with pytest.raises(ValueError, match="divi"):
     shard_batch(np.zeros((6, 2)), make_mesh(2, 2, 2))
 
@@ -203,7 +203,7 @@ def test_several_cpu_devices_turn_the_compile_cache_off(tmp_path):
 
 
 def torus_hops(ring, size):
-  """Returns the links between neighbours of a ring of devices on a torus of `size` per axis."""
+  """Returns how many links apart a ring's neighbours are, on a torus with `size` per axis."""
   return [
     sum(min((x - y) % size, (y - x) % size) for x, y in zip(a.coords, b.coords, strict=True))
     for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)
@@ -219,7 +219,7 @@ def tpu_devices(name, slices=1):
 
 
 def test_the_mesh_follows_the_torus():
-  """In the order of their indices, the devices of an fsdp ring are up to 5 links apart."""
+  """Ordered by index instead, neighbours in an fsdp ring are up to 5 links apart."""
   devices = tpu_devices("v5p:4x4x4")
   grid = make_mesh(1, 16, 4, devices).devices[0, :, 0, :]  # [fsdp, tensor]
   assert set(grid.flat) == set(devices)

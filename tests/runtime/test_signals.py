@@ -1,4 +1,4 @@
-"""Signals and the watchdog, in processes with a main thread that runs C code for minutes."""
+"""Stop signals and the watchdog, in child processes, some of which are stuck in C code."""
 
 import signal
 import subprocess
@@ -9,11 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BUSY = (
-  # Minutes in C, without the interpreter's lock: other threads can run.
+  # Runs C code for minutes and releases the GIL, so other threads can run.
   "import hashlib\nhashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)\n"
 )
-# The same with the lock held: no other thread can run.
-HOLDING_LOCK = "import re\nre.match('(a+)+b', 'a' * 60)\n"
+# Runs C code for minutes and holds the GIL, so no other thread can run.
+HOLDING_GIL = "import re\nre.match('(a+)+b', 'a' * 60)\n"
 SIGNALS = (
   "from gtpo_jax.runtime.signals import StopSignals\n"
   "stop = StopSignals()\nstop.__enter__()\nprint('ready', flush=True)\n"
@@ -49,7 +49,7 @@ def test_the_first_signal_requests_a_stop_and_the_second_quits(first, second, co
       process.send_signal(first)
       assert process.stderr.readline() == "\n"
       assert process.stderr.readline().startswith(
-        "gtpo: stopping as soon as possible and saving the last update; repeat to quit at once"
+        "gtpo: stopping as soon as possible, then saving; repeat to quit at once, unsaved"
       )
       assert process.poll() is None
       process.send_signal(second)
@@ -72,7 +72,7 @@ def test_other_signals_are_unaffected_and_handlers_are_restored():
   assert out == "mine\n" and "KeyboardInterrupt" in error
 
 
-@pytest.mark.parametrize("body", [BUSY, HOLDING_LOCK], ids=["in C", "in C, holding the lock"])
+@pytest.mark.parametrize("body", [BUSY, HOLDING_GIL], ids=["in C", "in C, holding the GIL"])
 def test_a_stall_prints_the_stacks_and_exits(body):
   with child(
     WATCHED.format(limit=1, body="stopping()\n  " + body.replace("\n", "\n  "))
@@ -93,7 +93,7 @@ def test_progress_keeps_a_process_alive(limit):
   assert (process.returncode, out, error) == (0, "done\n", "")
 
 
-def test_the_watchdog_returns_the_answer_of_stopping():
+def test_the_watchdog_returns_what_stopping_returns():
   from gtpo_jax.runtime.signals import Watchdog
 
   answers = [False, True]
@@ -101,7 +101,7 @@ def test_the_watchdog_returns_the_answer_of_stopping():
     assert (stopping(), stopping()) == (False, True)
 
 
-def test_the_callers_own_time_is_not_a_stall():
+def test_time_spent_in_the_callers_code_is_not_a_stall():
   body = (
     "import time\n  stopping()\n  with stopping.paused():\n    time.sleep(2.5)\n  stopping()\n  "
     + BUSY.replace("\n", "\n  ")
@@ -113,7 +113,10 @@ def test_the_callers_own_time_is_not_a_stall():
 
 
 def test_interrupts_in_a_notebook():
-  """The first requests a stop, the second raises; outside and on other threads nothing changes."""
+  """Inside `with`, the first Ctrl-C requests a stop and the second raises.
+
+  Outside it, and on other threads, Ctrl-C does what it did before.
+  """
   code = (
     "import os, signal, threading\nfrom gtpo_jax.runtime.signals import Interrupts\n"
     "def press(): os.kill(os.getpid(), signal.SIGINT)\n"
@@ -134,7 +137,7 @@ def test_interrupts_in_a_notebook():
 
 
 def test_a_compilation_is_not_a_stall():
-  """While XLA compiles, the countdown is longer; when it is done, the countdown is as before."""
+  """The time limit is longer while XLA compiles, and back to normal afterwards."""
   event = "jax.monitoring.record_event_duration_secs('/jax/core/compile/{}_duration', 0.1)\n"
   code = (
     "import jax, time\nfrom gtpo_jax.runtime.signals import Watchdog\n"

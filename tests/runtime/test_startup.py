@@ -1,4 +1,8 @@
-"""A run never uses the CPU of a machine with an accelerator unless it is asked to."""
+"""Start-up: no silent use of the CPU, the place of the compile cache, and the CUDA extra."""
+
+import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -10,9 +14,11 @@ from gtpo_jax.reporting.compiles import compile_count, describe_compile_cache
 from gtpo_jax.runtime import startup
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.startup import (
+  choose_gpu_memory,
   cuda_extra,
   nvidia_driver,
   place_compile_cache,
+  prepare_jax,
   refuse_cpu_fallback,
   use_compile_cache,
 )
@@ -37,11 +43,12 @@ def test_a_gpu_that_jax_does_not_use_is_an_error(machine_with_gpu):
     refuse_cpu_fallback()
   message = str(error.value)
   assert message.startswith("this machine has an NVIDIA GPU, but JAX would use the CPU (")
-  assert message.endswith("; pip install 'gtpo_jax[cuda]', or set JAX_PLATFORMS=cpu to use the CPU")
+  assert "; pip install 'jax[cuda13]<" in message
+  assert message.endswith(", or set JAX_PLATFORMS=cpu to use the CPU")
   assert "\n" not in message
 
 
-def test_the_cpu_may_be_asked_for(machine_with_gpu, monkeypatch):
+def test_the_cpu_can_be_requested(machine_with_gpu, monkeypatch):
   monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hides the GPUs
   refuse_cpu_fallback()
   monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -63,9 +70,38 @@ def test_a_platform_that_does_not_start(monkeypatch):
     refuse_cpu_fallback()
 
 
+def test_importing_part_of_the_package_prints_nothing_on_a_cpu():
+  """This includes a machine with libtpu, which prints a warning if JAX looks for TPU chips."""
+  env = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
+  program = "from gtpo_jax import algorithms\nimport jax\njax.devices()"
+  done = subprocess.run(
+    [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100
+  )
+  assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+  ("mine", "expected"),
+  [
+    ({}, {"XLA_CLIENT_MEM_FRACTION": "0.9"}),
+    ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}),
+    # JAX does not start if both names are set.
+    ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}),
+  ],
+)
+def test_the_share_of_a_gpus_memory(mine, expected, monkeypatch):
+  for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+    monkeypatch.setenv(name, mine.get(name, ""))  # an empty value counts as none
+  choose_gpu_memory()
+  found = {name: value for name, value in os.environ.items() if "MEM_FRACTION" in name and value}
+  assert found == expected
+
+
 @pytest.fixture
 def default_cache(monkeypatch, tmp_path):
-  """The compile cache is where `prepare_jax` puts it if the user names no place."""
+  """The compile cache is where `prepare_jax` puts it by default."""
+  for name in ("NPROC", "XLA_CLIENT_MEM_FRACTION"):  # which `prepare_jax` would set
+    monkeypatch.setenv(name, "")
   names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
   before = {name: getattr(jax.config, name) for name in names}
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
@@ -86,12 +122,20 @@ def default_cache(monkeypatch, tmp_path):
     ("gs://bucket/run/", 1, "gs://bucket/run/compile_cache"),
   ],
 )
-def test_the_compile_cache_outlives_the_machine(
-  workdir, processes, place, default_cache, monkeypatch
-):
+def test_where_the_compile_cache_is_kept(workdir, processes, place, default_cache, monkeypatch):
   monkeypatch.setattr(jax, "process_count", lambda: processes)
   place_compile_cache(workdir)
   assert jax.config.jax_compilation_cache_dir.removeprefix(f"{default_cache}/") == place
+
+
+def test_without_a_writable_home_the_compile_cache_is_beside_the_run(default_cache, monkeypatch):
+  (default_cache / "file").touch()
+  monkeypatch.setenv("XDG_CACHE_HOME", str(default_cache / "file"))
+  jax.config.update("jax_compilation_cache_dir", None)
+  prepare_jax()
+  assert jax.config.jax_compilation_cache_dir is None
+  place_compile_cache(default_cache / "run")
+  assert jax.config.jax_compilation_cache_dir == str(default_cache / "run" / "compile_cache")
 
 
 def test_programs_are_written_to_the_workdir_and_found_there(default_cache, monkeypatch):
@@ -110,7 +154,7 @@ def test_programs_are_written_to_the_workdir_and_found_there(default_cache, monk
   )
 
 
-def test_a_place_that_the_user_names_is_kept(default_cache, monkeypatch):
+def test_a_cache_folder_set_by_the_user_is_kept(default_cache, monkeypatch):
   monkeypatch.setattr(jax, "process_count", lambda: 2)
   jax.config.update("jax_compilation_cache_dir", str(default_cache / "mine"))
   place_compile_cache("runs/tiny")
@@ -127,7 +171,7 @@ def test_a_place_that_the_user_names_is_kept(default_cache, monkeypatch):
     (None, None, "cuda"),
   ],
 )
-def test_the_extra_follows_the_driver(monkeypatch, tmp_path, text, version, extra):
+def test_the_cuda_extra_matches_the_driver(monkeypatch, tmp_path, text, version, extra):
   file = tmp_path / "version"
   if text:
     file.write_text(text + "\nGCC version: 12.2.0\n")

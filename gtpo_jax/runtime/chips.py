@@ -1,0 +1,153 @@
+"""The chips that runs use: their memory, their peak rates, and how JAX names them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+GB = 10**9
+TB = 10**12
+TFLOPS = 10**12
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+  """What XLA's compiler asks about an NVIDIA GPU, from NVIDIA's data sheets and tuning guides.
+
+  Attributes:
+    name: the name that the driver reports.
+    capability: the compute capability, (major, minor).
+    cores: streaming multiprocessors.
+    fpus_per_core: float32 units of a multiprocessor.
+    threads_per_core: the most threads of a multiprocessor.
+    shared_memory: bytes of a multiprocessor.
+    l2_cache: bytes.
+    clock_ghz: boost clock.
+  """
+
+  name: str
+  capability: tuple[int, int]
+  cores: int
+  fpus_per_core: int
+  threads_per_core: int
+  shared_memory: int
+  l2_cache: int
+  clock_ghz: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """The memory and peak rates of one device. None means unknown.
+
+  The values are the manufacturer's. The TPUs' link bandwidth was measured for "How to Scale Your
+  Model" (jax-ml.github.io/scaling-book).
+
+  Attributes:
+    memory: bytes.
+    flops: peak FLOP per second in bfloat16, or in float16 if the chip has no bfloat16 units.
+    memory_bandwidth: bytes per second.
+    link_bandwidth: bytes per second that a device sends to its slice or node, over all links.
+    network_bandwidth: bytes per second that a device sends to other nodes; None for TPUs, whose
+      slices are not divided.
+    dimensions: number of dimensions of a TPU slice.
+    device_kind: the start of JAX's name of the device.
+    gpu: the description of a GPU; None for other chips.
+  """
+
+  memory: int
+  flops: float | None = None
+  memory_bandwidth: float | None = None
+  link_bandwidth: float | None = None
+  network_bandwidth: float | None = None
+  dimensions: int = 1
+  device_kind: str = ""
+  gpu: Gpu | None = None
+
+
+def _gpu_chip(
+  memory: int, flops: float, memory_bandwidth: float, link: float, network: float, gpu: Gpu
+) -> Chip:
+  return Chip(memory, flops, memory_bandwidth, link, network, device_kind=gpu.name, gpu=gpu)
+
+
+def _ampere(name: str) -> Gpu:
+  return Gpu(name, (8, 0), 108, 64, 2048, 164 * 2**10, 40 * 2**20, 1.41)
+
+
+def _hopper(name: str) -> Gpu:
+  return Gpu(name, (9, 0), 132, 128, 2048, 228 * 2**10, 50 * 2**20, 1.98)
+
+
+# The memory of a GPU is what the driver leaves to programs. Its links are NVLink, in one direction;
+# T4 and L4 have PCI Express instead. Its network is what cloud machines with eight such GPUs have.
+CHIPS = {
+  "v5e": Chip(16 * 2**30, 197e12, 819e9, 180e9, None, 2, "TPU v5 lite"),
+  "v5p": Chip(95 * 2**30, 459e12, 2765e9, 540e9, None, 3, "TPU v5"),
+  "v6e": Chip(32 * 2**30, 918e12, 1640e9, 360e9, None, 2, "TPU v6"),
+  "t4": _gpu_chip(
+    15_828_320_256,
+    65 * TFLOPS,
+    320 * GB,
+    16 * GB,
+    1.5 * GB,
+    Gpu("Tesla T4", (7, 5), 40, 64, 1024, 64 * 2**10, 4 * 2**20, 1.59),
+  ),
+  "l4": _gpu_chip(
+    23_580_639_232,
+    121 * TFLOPS,
+    300 * GB,
+    32 * GB,
+    1.5 * GB,
+    Gpu("NVIDIA L4", (8, 9), 58, 128, 1536, 100 * 2**10, 48 * 2**20, 2.04),
+  ),
+  "a100-40": _gpu_chip(
+    42_331_013_120, 312 * TFLOPS, 1555 * GB, 300 * GB, 12.5 * GB, _ampere("NVIDIA A100-SXM4-40GB")
+  ),
+  "a100": _gpu_chip(
+    85_094_825_984, 312 * TFLOPS, 2039 * GB, 300 * GB, 25 * GB, _ampere("NVIDIA A100-SXM4-80GB")
+  ),
+  "h100": _gpu_chip(
+    84_942_979_072, 989 * TFLOPS, 3.35 * TB, 450 * GB, 50 * GB, _hopper("NVIDIA H100 80GB HBM3")
+  ),
+  "h200": _gpu_chip(
+    150_109_880_320, 989 * TFLOPS, 4.8 * TB, 450 * GB, 50 * GB, _hopper("NVIDIA H200")
+  ),
+  "b200": _gpu_chip(
+    191_514_411_008,
+    2250 * TFLOPS,
+    7.7 * TB,
+    900 * GB,
+    50 * GB,
+    Gpu("NVIDIA B200", (10, 0), 148, 128, 2048, 228 * 2**10, 126 * 2**20, 1.965),
+  ),
+}
+
+
+def chip_of(device: Any) -> Chip | None:
+  """Returns the chip of a JAX device; None if it is not in `CHIPS`."""
+  kind = device.device_kind
+  names = [name for name, chip in CHIPS.items() if kind.startswith(chip.device_kind)]
+  # "TPU v5" is also the start of "TPU v5 lite".
+  longest = max(names, key=lambda name: len(CHIPS[name].device_kind), default=None)
+  return CHIPS[longest] if longest else None
+
+
+def compute_capability(device: Any) -> tuple[int, int] | None:
+  """Returns the compute capability of an NVIDIA GPU, such as (9, 0); None for other devices."""
+  text = getattr(device, "compute_capability", None)
+  if device.platform != "gpu" or not isinstance(text, str) or "." not in text:
+    return None
+  major, minor = text.split(".")
+  return int(major), int(minor)
+
+
+def cores_of(device: Any) -> int:
+  """Returns the number of cores that run a TPU's kernels as one device; 1 for other devices."""
+  two_cores = device.device_kind in ("TPU v4", "TPU v5", "TPU v5p")
+  return 2 if two_cores else 1
+
+
+def memory_of(device: Any) -> int | None:
+  """Returns the bytes of memory that an attached device lets programs use; None if unknown."""
+  statistics = device.memory_stats() or {}
+  return statistics.get("bytes_limit")

@@ -1,0 +1,95 @@
+"""Options of XLA's compiler for the programs of a run, by platform and phase.
+
+They are given to programs and not to the process, because what pays in one phase costs memory in
+another. docs/hardware.md says where each comes from, and what was left at its default.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from gtpo_jax.runtime.mesh import island_of
+
+UPDATE = "update"
+DECODE = "decode"
+PHASES = (UPDATE, DECODE)
+FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+class _Option(NamedTuple):
+  """An option, and where it pays.
+
+  Attributes:
+    platform: JAX's platform.
+    phase: one of `PHASES`.
+    across: "devices" if it pays with several devices, "islands" if with several TPU slices.
+    values: its value by its name; XLA's versions have different names for it.
+  """
+
+  platform: str
+  phase: str
+  across: str
+  values: Mapping[str, Any]
+
+
+OPTIONS = (
+  # The weights of the next layer are gathered while a layer is computed. Within the loop over the
+  # layers, XLA's scheduler alone cannot do this, because it moves nothing across iterations.
+  _Option(
+    "gpu",
+    UPDATE,
+    "devices",
+    {
+      "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
+      "xla_gpu_enable_pipelined_all_gather": True,  # before jax 0.12
+    },
+  ),
+  # Gradients are summed over the slow network between slices while other layers are computed.
+  _Option("tpu", UPDATE, "islands", {"xla_tpu_enable_data_parallel_all_reduce_opt": True}),
+  _Option("tpu", UPDATE, "islands", {"xla_tpu_data_parallel_opt_different_sized_ops": True}),
+)
+
+
+def compiler_options(phase: str, devices: Sequence[Any]) -> dict[str, Any]:
+  """Returns the options for the programs of a phase, for `jax.jit(compiler_options=...)`.
+
+  An option that is set in `XLA_FLAGS` or `LIBTPU_INIT_ARGS` is left to these.
+
+  Args:
+    phase: "update" or "decode".
+    devices: the devices of the mesh; they need not be attached.
+  """
+  if phase not in PHASES:
+    raise ValueError(f"phase must be one of {', '.join(PHASES)}; got {phase!r}")
+  flags = " ".join(os.environ.get(name, "") for name in FLAG_VARIABLES)
+  counts = {"devices": len(devices), "islands": len({island_of(device) for device in devices})}
+  chosen = {}
+  for option in OPTIONS:
+    applies = (option.platform, option.phase) == (devices[0].platform, phase)
+    if not applies or counts[option.across] == 1 or any(name in flags for name in option.values):
+      continue
+    name = next(iter(option.values))
+    if len(option.values) > 1:
+      name = next((known for known in option.values if _is_known(known)), "")
+    if name:
+      chosen[name] = option.values[name]
+  return chosen
+
+
+@functools.cache
+def _is_known(name: str) -> bool:
+  """Whether the installed XLA has the option `name`. Options of the TPU compiler are not found."""
+  values = next(option.values for option in OPTIONS if name in option.values)
+  program = jax.jit(lambda: 0, compiler_options={name: values[name]})
+  try:
+    program.lower().compile()
+  except jax.errors.JaxRuntimeError as error:
+    if "No such compile option" not in str(error):
+      raise
+    return False
+  return True

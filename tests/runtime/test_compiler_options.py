@@ -1,0 +1,80 @@
+"""XLA options by platform and phase: which programs get them, and that the compilers know them."""
+
+import importlib.util
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gtpo_jax.planning.topology import topology_devices
+from gtpo_jax.runtime.compiler_options import OPTIONS, compiler_options
+
+PIPELINED = {
+  "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
+  "xla_gpu_enable_pipelined_all_gather": True,
+}
+
+
+def gpus(count, processes=1):
+  return [
+    SimpleNamespace(platform="gpu", process_index=i * processes // count) for i in range(count)
+  ]
+
+
+def tpus(slices):
+  return [SimpleNamespace(platform="tpu", slice_index=i % slices) for i in range(4)]
+
+
+def test_only_programs_of_several_devices_get_options(monkeypatch):
+  monkeypatch.delenv("XLA_FLAGS", raising=False)
+  (option,) = compiler_options("update", gpus(8)).items()
+  assert option in PIPELINED.items()
+  assert compiler_options("update", gpus(1)) == {}
+  assert compiler_options("decode", gpus(8)) == {}
+  assert compiler_options("update", jax.devices()) == {}
+
+
+def test_several_tpu_slices_overlap_the_sum_of_gradients():
+  assert compiler_options("update", tpus(slices=2)) == {
+    "xla_tpu_enable_data_parallel_all_reduce_opt": True,
+    "xla_tpu_data_parallel_opt_different_sized_ops": True,
+  }
+  assert compiler_options("update", tpus(slices=1)) == {}
+
+
+def test_flags_of_the_user_win(monkeypatch):
+  monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_pipelined_all_gather=false")
+  assert compiler_options("update", gpus(8)) == {}
+  monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_data_parallel_all_reduce_opt=false")
+  assert list(compiler_options("update", tpus(2))) == [
+    "xla_tpu_data_parallel_opt_different_sized_ops"
+  ]
+
+
+def test_an_unknown_phase_is_refused():
+  with pytest.raises(ValueError, match="phase must be one of update, decode; got 'train'"):
+    compiler_options("train", gpus(2))
+
+
+def test_this_xla_compiles_with_the_options_for_gpus(monkeypatch):
+  """XLA for CPUs checks the names and values of its options for GPUs too."""
+  monkeypatch.delenv("XLA_FLAGS", raising=False)
+  options = compiler_options("update", gpus(2))
+  doubled = jax.jit(lambda x: 2 * x, compiler_options=options)
+  np.testing.assert_array_equal(doubled(jnp.arange(3)), [0, 2, 4])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is missing")
+def test_the_compiler_for_tpus_knows_its_options():
+  devices, _ = topology_devices("v5e:2x2")
+  one_device = jax.sharding.SingleDeviceSharding(devices[0])
+  x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=one_device)
+  options = {name: value for option in OPTIONS for name, value in option.values.items()}
+  known = {name: value for name, value in options.items() if name.startswith("xla_tpu")}
+  lowered = jax.jit(lambda x: 2 * x).lower(x)
+  assert len(known) == 2
+  assert lowered.compile(compiler_options=known)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="xla_tpu_no_such_option"):
+    lowered.compile(compiler_options={"xla_tpu_no_such_option": True})
