@@ -37,6 +37,14 @@ class MaskedKV(NamedTuple):
   mask: jax.Array  # bool, broadcastable to [n, g, queries, keys]
 
 
+class Spans(NamedTuple):
+  """Where each of g completions is in rows [n, w, s], which completions may share."""
+
+  start: jax.Array  # i32[n, g], the flat index of its first position in [w, s]
+  length: jax.Array  # i32[n, g], its positions, which are contiguous
+  owner: jax.Array  # i32[n, w, s], the completion that a position belongs to; -1 on padding
+
+
 class AttentionContext(NamedTuple):
   """The keys and values that the queries of a full sequence attend to.
 
@@ -54,6 +62,8 @@ class AttentionContext(NamedTuple):
   # i32[n, g, s] in 0 .. m - 1; m marks padding. A position attends only to positions of its own
   # segment. None if each sequence is one segment.
   segment: jax.Array | None = None
+  # For kernels that take a row per completion; None if each sequence is one completion.
+  spans: Spans | None = None
 
   def concatenate(self, g: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Concatenates the prompt and the sequence, for kernels that take a single source.

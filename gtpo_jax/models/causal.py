@@ -15,6 +15,7 @@ from gtpo_jax.models.context_parallel import balanced_queries, contiguous_querie
 from gtpo_jax.models.cudnn import attend_with_cudnn
 from gtpo_jax.models.flash import attend_in_blocks
 from gtpo_jax.models.splash import attend_with_splash
+from gtpo_jax.runtime.chips import compute_capability
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import (
   all_gather_axis,
@@ -25,8 +26,9 @@ from gtpo_jax.runtime.mesh import (
   shard_index,
 )
 
-# Limits of cuDNN's flash attention, forward and backward.
-CUDNN_MAX_HEAD_DIM = 256
+# Limits of cuDNN's flash attention in JAX, forward and backward.
+AMPERE = (8, 0)  # the first compute capability with cuDNN's flash attention and bfloat16
+CUDNN_MAX_HEAD_DIM = 128  # 256 from Hopper on
 CUDNN_HEAD_DIM_MULTIPLE = 8
 
 
@@ -37,14 +39,22 @@ def attention_kind(config: ModelConfig, mesh: Mesh) -> str:
 
   Raises:
     UserError: `config.attention` does not support this platform, mesh, head width or these number
-      formats.
+      formats, or the GPU has no units for `config.compute_dtype`.
   """
-  platform = mesh.devices.flat[0].platform
+  device = mesh.devices.flat[0]
+  platform = device.platform
+  is_old_gpu = (compute_capability(device) or AMPERE) < AMPERE
+  if is_old_gpu and config.compute_dtype == "bfloat16":
+    raise UserError(
+      f"{device.device_kind} has no bfloat16 units; set model.compute_dtype=float16, or float32, "
+      "which is slower"
+    )
   context_shards = axis_size(mesh, "position")  # positions within a layer: the context axis
   cudnn_format = (
     config.compute_dtype != "float32"
     and config.head_dim <= CUDNN_MAX_HEAD_DIM
     and config.head_dim % CUDNN_HEAD_DIM_MULTIPLE == 0
+    and not is_old_gpu
   )
   default_precision = config.matmul_precision == "default"  # splash and cuDNN have no other
   supported = {
@@ -164,6 +174,7 @@ def _context_specs(
     of_kv(context.prompt, prompt_axis),
     of_mask(context.prompt_mask),
     of_mask(context.segment),
+    jax.tree.map(of_mask, context.spans),
   )
 
 

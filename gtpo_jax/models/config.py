@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import jax.numpy as jnp
 
+from gtpo_jax.models.families import FAMILIES, MATRICES
+from gtpo_jax.models.quantize import FORMATS
+from gtpo_jax.models.rope_scaling import RopeScaling
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 PRECISIONS = ("default", "high", "highest")
 REMAT = ("none", "attention", "full")
 ATTENTION = ("", "blocks", "splash", "cudnn")
-LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
-
-
-@dataclasses.dataclass(frozen=True)
-class Yarn:
-  """YaRN (2309.00071): rotary angles for contexts longer than those of pre-training.
-
-  Qwen2.5's documentation recommends it for long inputs.
-
-  Attributes:
-    factor: ratio of the new context length to the original one.
-    original: context length of pre-training, in positions.
-    beta_fast: features with more rotations over `original` positions keep their frequency.
-    beta_slow: features with fewer rotations have their frequency divided by `factor`.
-    attention_factor: scale of the cosines and sines; None for 0.1 ln(factor) + 1.
-  """
-
-  factor: float
-  original: int
-  beta_fast: float = 32.0
-  beta_slow: float = 1.0
-  attention_factor: float | None = None
-
-  def __post_init__(self):
-    attention = 1.0 if self.attention_factor is None else self.attention_factor
-    finite = all(math.isfinite(x) for x in (self.factor, self.beta_fast, attention))
-    ordered = (
-      self.factor >= 1
-      and self.original >= 1
-      and self.beta_fast > self.beta_slow > 0
-      and attention > 0
-    )
-    if not (finite and ordered):
-      raise UserError(
-        "YaRN needs factor >= 1, original >= 1, beta_fast > beta_slow > 0, attention_factor > 0, "
-        f"all finite; got {self}"
-      )
+LORA_TARGETS = MATRICES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +48,7 @@ class Lora:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """A Qwen2.5 architecture and its number formats.
+  """An architecture and its number formats. The defaults of its features are those of Qwen2.5.
 
   Attributes:
     vocab_size: rows of the embedding.
@@ -96,8 +62,12 @@ class ModelConfig:
     rope_theta: base of the rotary angles.
     norm_eps: constant added to the mean square in RMSNorm.
     context: positions that the model was trained for (`max_position_embeddings`).
-    yarn: rotary angles for longer contexts; None for plain angles.
+    rope_scaling: changes the rotary angles for longer contexts; None for plain angles.
+    qk_norm: whether queries and keys are normalised per head (RMSNorm with a learned scale).
+    biases: the matrices that have a bias, a subset of q, k, v, o, gate, up, down.
+    model_type: the family, a key of `FAMILIES`; exports name it.
     lora: adapters; rank 0 for none.
+    quantize: format of the base matrices under adapters, "int8" or "int4"; "" for `param_dtype`.
     param_dtype: format of the stored parameters (the master weights).
     compute_dtype: format of activations and matrix products. Norms, softmax and the statistics of
       the output head are float32.
@@ -119,8 +89,12 @@ class ModelConfig:
   rope_theta: float = 1e6
   norm_eps: float = 1e-6
   context: int = 32768
-  yarn: Yarn | None = None
+  rope_scaling: RopeScaling | None = None
+  qk_norm: bool = False
+  biases: tuple[str, ...] = ("q", "k", "v")
+  model_type: str = "qwen2"
   lora: Lora = Lora()
+  quantize: str = ""
   param_dtype: str = "float32"
   compute_dtype: str = "float32"
   matmul_precision: str = "default"
@@ -152,15 +126,39 @@ class ModelConfig:
       ("matmul_precision", PRECISIONS),
       ("remat", REMAT),
       ("attention", ATTENTION),
+      ("quantize", ("", *FORMATS)),
     ):
       value = getattr(self, name)
       if value not in valid:
         names = ", ".join(filter(None, valid))
         raise UserError(f"model.{name} must be one of {names}; got {value!r}")
+    self._check_family()
+
+  def _check_family(self) -> None:
+    """Raises UserError if no model of `model_type` has these features."""
+    if self.model_type not in FAMILIES:
+      raise UserError(
+        f"unknown model_type {self.model_type!r}{did_you_mean(self.model_type, FAMILIES)}; "
+        f"supported are {', '.join(FAMILIES)}"
+      )
+    family = FAMILIES[self.model_type]
+    if self.qk_norm != family.qk_norm:
+      raise UserError(f"{self.model_type} models have qk_norm = {family.qk_norm}")
+    optional = family.optional_biases.values()
+    rest = set(self.biases) - set(family.biases)
+    for matrices in optional:
+      if rest.issuperset(matrices):
+        rest -= set(matrices)
+    if rest or not set(self.biases).issuperset(family.biases):
+      choices = [", ".join(names) for names in (family.biases, *optional) if names]
+      raise UserError(
+        f"{self.model_type} models have biases in {' and/or '.join(choices) or 'no matrix'}; "
+        f"got {', '.join(self.biases) or 'none'}"
+      )
 
   @property
   def max_length(self) -> int:
     """The most positions of a sequence, prompt and completion together."""
-    if self.yarn is None:
+    if self.rope_scaling is None:
       return self.context
-    return max(self.context, int(self.yarn.factor * self.yarn.original))
+    return self.rope_scaling.max_length(self.context)

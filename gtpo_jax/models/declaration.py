@@ -24,6 +24,7 @@ class Kind(enum.Enum):
 # The name of a parameter within its module determines its kind.
 KINDS = {
   "kernel": Kind.MATRIX,
+  "kernel_scale": Kind.VECTOR,
   "lora_a": Kind.MATRIX,
   "lora_b": Kind.MATRIX,
   "embedding": Kind.TABLE,

@@ -8,21 +8,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention import KV
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.params import Params, param_shardings
-from gtpo_jax.models.qwen2 import Layer, Qwen2, stream_masks
 from gtpo_jax.models.rope import rope_angles
-from gtpo_jax.runtime.mesh import constrain
+from gtpo_jax.models.transformer import Layer, Transformer, stream_masks
+from gtpo_jax.runtime.mesh import constrain, partition_spec
 
 
 class DecodeParams(NamedTuple):
   """Parameters for sampling: one tree per layer, gathered over fsdp, in the compute dtype.
 
-  Norm scales keep the parameters' dtype.
+  Norm scales keep the parameters' dtype, and quantised matrices theirs.
   """
 
   outer: Params  # embedding, head, final norm
@@ -31,7 +32,7 @@ class DecodeParams(NamedTuple):
   head_transposed: jax.Array | None
 
 
-def make_decode_params(model: Qwen2, params: Params) -> DecodeParams:
+def make_decode_params(model: Transformer, params: Params) -> DecodeParams:
   """Casts the parameters, gathers them over fsdp and unstacks the layers.
 
   It runs once per rollout rather than once per token, under `jax.jit`.
@@ -42,7 +43,8 @@ def make_decode_params(model: Qwen2, params: Params) -> DecodeParams:
   """
 
   def prepare(path: tuple, x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    if path[-1].key != "scale":  # norms use the stored scales in float32, as in training
+    integer = jnp.issubdtype(x.dtype, jnp.integer)  # quantised matrices stay as they are
+    if path[-1].key != "scale" and not integer:  # norms use the stored scales, as in training
       x = x.astype(DTYPES[model.config.compute_dtype])
     spec = PartitionSpec(*(None if axes and "fsdp" in axes else axes for axes in sharding.spec))
     # If x is on another mesh, move its shards first: otherwise a device would hold all of x.
@@ -59,7 +61,9 @@ def make_decode_params(model: Qwen2, params: Params) -> DecodeParams:
   return DecodeParams(outer, [layer(i) for i in range(model.config.layers)], head_transposed)
 
 
-def prefill(model: Qwen2, params: DecodeParams, prompts: Prompts) -> tuple[jax.Array, list[KV]]:
+def prefill(
+  model: Transformer, params: DecodeParams, prompts: Prompts
+) -> tuple[jax.Array, list[KV]]:
   """Runs the prompts through the model, each once.
 
   Returns:
@@ -77,7 +81,7 @@ def prefill(model: Qwen2, params: DecodeParams, prompts: Prompts) -> tuple[jax.A
 
 
 def decode_step(
-  model: Qwen2,
+  model: Transformer,
   params: DecodeParams,
   tokens: jax.Array,
   positions: jax.Array,
@@ -98,23 +102,45 @@ def decode_step(
   """
   c = model.config
   x = model.apply({"params": params.outer}, tokens[:, :, None], method="embed")
-  rope = rope_angles(positions[:, :, None], c.head_dim, c.rope_theta, c.yarn)
+  rope = rope_angles(positions[:, :, None], c.head_dim, c.rope_theta, c.rope_scaling)
   layer = Layer(c, model.mesh)
   extras = []
   for i, weights in enumerate(params.layers):
+    if c.quantize:  # otherwise the compiler converts all weights once, before the loop over tokens
+      weights, x = jax.lax.optimization_barrier((weights, x))
     attend_in_layer = functools.partial(attend, i)
     x, extra = layer.apply({"params": weights}, x, rope, attend_in_layer, method="decode")
     extras.append(extra)
   return model.apply({"params": params.outer}, x, method="final_norm"), extras
 
 
-def next_logits(model: Qwen2, params: DecodeParams, hidden: jax.Array) -> jax.Array:
-  """Returns logits f32[..., v] of the next token, from final-norm hidden states [..., d]."""
+def next_logits(model: Transformer, params: DecodeParams, hidden: jax.Array) -> jax.Array:
+  """Returns logits f32[s, v] of the next token, from final-norm hidden states [s, d]."""
+  precision = model.config.matmul_precision
+  if model.mesh.devices.flat[0].platform == "tpu":
+    head = model.apply({"params": params.outer}, method="head_table")
+    multiply = functools.partial(_logits_by_vocabulary, precision=precision)
+    return jax.shard_map(
+      multiply,
+      mesh=model.mesh,
+      in_specs=(partition_spec(("vocab",)), partition_spec(("batch",))),
+      out_specs=partition_spec(("vocab", "batch")),
+      check_vma=False,
+    )(head, hidden).T
   if params.head_transposed is None:
     return model.apply({"params": params.outer}, hidden, method="logits")
   return jnp.matmul(
-    hidden,
-    params.head_transposed,
-    preferred_element_type=jnp.float32,
-    precision=model.config.matmul_precision,
+    hidden, params.head_transposed, preferred_element_type=jnp.float32, precision=precision
   )
+
+
+def _logits_by_vocabulary(head: jax.Array, hidden: jax.Array, precision: str) -> jax.Array:
+  """Returns logits f32[v, s] of one device, from its head [v, d] and hidden states [s, d].
+
+  With the vocabulary as the first axis, blocks of tokens are whole tiles of a TPU's memory, and
+  sampling sums over them without a copy of the logits.
+  """
+  logits = jnp.einsum(
+    "vd,sd->vs", head, hidden, preferred_element_type=jnp.float32, precision=precision
+  )
+  return with_layout_constraint(logits, Layout(major_to_minor=(0, 1)))

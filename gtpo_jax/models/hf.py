@@ -18,7 +18,7 @@ from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.declaration import KINDS, Declaration, Kind
 from gtpo_jax.models.lora import merge_lora, without_lora
 from gtpo_jax.models.params import Params, abstract_params, declared_params
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.files import printable
@@ -37,6 +37,8 @@ LAYER_MODULES: dict[str, str] = {
   "k": "self_attn.k_proj",
   "v": "self_attn.v_proj",
   "o": "self_attn.o_proj",
+  "q_norm": "self_attn.q_norm",
+  "k_norm": "self_attn.k_norm",
   "mlp_norm": "post_attention_layernorm",
   "gate": "mlp.gate_proj",
   "up": "mlp.up_proj",
@@ -108,7 +110,7 @@ class StoredLayout(NamedTuple):
     return slice(start * math.prod(inner), stop * math.prod(inner))
 
 
-def hf_tensors(model: Qwen2) -> list[HFTensor]:
+def hf_tensors(model: Transformer) -> list[HFTensor]:
   """Returns every Hugging Face tensor of the model without adapters, in the order of the files.
 
   Raises:
@@ -140,21 +142,23 @@ def hf_tensors(model: Qwen2) -> list[HFTensor]:
   return outer + layers
 
 
-def hf_shapes(model: Qwen2) -> dict[str, tuple[int, ...]]:
+def hf_shapes(model: Transformer) -> dict[str, tuple[int, ...]]:
   """Returns the Hugging Face names and shapes of all tensors, in the order of the files."""
   return {tensor.name: tensor.shape for tensor in hf_tensors(model)}
 
 
-def params_from_hf(model: Qwen2, tensors: Mapping[str, Any]) -> Params:
-  """Converts the tensors of a Hugging Face Qwen2ForCausalLM to our parameters.
+def read_hf(
+  model: Transformer, tensors: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
+  """Converts the tensors of a Hugging Face folder to our parameters, one after the other.
 
   Args:
     model: the architecture, without adapters, on its mesh.
     tensors: name -> NumPy array, or an object that is sliced like one. A process reads only the
       slices that its devices need.
 
-  Returns:
-    Parameters on the model's mesh.
+  Yields:
+    The path of each parameter, and the parameter on the model's mesh.
 
   Raises:
     UserError: tensors are missing, unknown or of the wrong shape; the message names them.
@@ -167,8 +171,8 @@ def params_from_hf(model: Qwen2, tensors: Mapping[str, Any]) -> Params:
   for entry in entries:
     by_path.setdefault(entry.path, []).append(entry)  # one entry per layer, in order
 
-  def convert(path: tuple[Any, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
-    parts = by_path[tuple(key.key for key in path)]
+  def convert(path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
+    parts = by_path[path]
     stacked = parts[0].layer is not None
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
@@ -183,7 +187,8 @@ def params_from_hf(model: Qwen2, tensors: Mapping[str, Any]) -> Params:
 
     return _to_devices(like, read)
 
-  return jax.tree.map_with_path(convert, abstract_params(model))
+  for path, like in flatten_dict(abstract_params(model)).items():
+    yield path, convert(path, like)
 
 
 def _check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -214,8 +219,10 @@ def _check_shapes(
   shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
   """Raises a UserError unless the tensors' names and shapes are the expected ones."""
-  # Some files also store a tied head, as a copy of the embedding.
-  optional = {"lm_head.weight"} if config.tied else set()
+  # Some files also store a tied head, as a copy of the embedding, or the rotary frequencies.
+  optional = {name for name in shapes if name.endswith(".rotary_emb.inv_freq")}
+  if config.tied:
+    optional.add("lm_head.weight")
   wrong = [
     f"{name} {shapes[name]} instead of {shape}"
     for name, shape in expected.items()
@@ -247,10 +254,10 @@ def _to_devices(
   return jax.make_array_from_single_device_arrays(like.shape, like.sharding, list(shards.values()))
 
 
-def hf_from_params(model: Qwen2, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+def hf_from_params(model: Transformer, params: Params) -> Iterator[tuple[str, np.ndarray]]:
   """Converts parameters to Hugging Face tensors, with adapters merged.
 
-  This is the inverse of `params_from_hf`. Every process must consume the full iterator. Each device
+  This is the inverse of `read_hf`. Every process must consume the full iterator. Each device
   has one gathered layer in memory at a time.
 
   Yields:
@@ -275,7 +282,7 @@ def hf_from_params(model: Qwen2, params: Params) -> Iterator[tuple[str, np.ndarr
     yield entry.name, entry.layout.to_stored(value)
 
 
-def hf_from_adapters(model: Qwen2, params: Params) -> dict[str, np.ndarray]:
+def hf_from_adapters(model: Transformer, params: Params) -> dict[str, np.ndarray]:
   """Returns the adapters under PEFT's names: lora_A [rank, inputs] and lora_B [outputs, rank]."""
   declared = declared_params(model)["layers"]
   out = {}

@@ -5,10 +5,14 @@ Nothing in a model folder is ever executed; a config.json that refers to code is
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from gtpo_jax.models.config import ModelConfig, Yarn
+from gtpo_jax.models.config import ModelConfig
+from gtpo_jax.models.families import FAMILIES, MATRICES, Family
+from gtpo_jax.models.rope_scaling import Llama3Scaling, RopeScaling, Yarn
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.files import printable, read_json
 
@@ -18,16 +22,47 @@ SUPPORTED = {
   "hidden_act": "silu",
   "attention_dropout": 0.0,
   "partial_rotary_factor": 1.0,
+  "rope_interleaved": False,
   "quantization_config": None,
   "dual_chunk_attention_config": None,
 }
 SUPPORTED_ROPE = {"partial_rotary_factor": 1.0, "truncate": True}
-YARN_SETTINGS = {
-  "factor",
-  "original_max_position_embeddings",
-  "beta_fast",
-  "beta_slow",
-  "attention_factor",
+# Settings that only models of these kinds have.
+KINDS_OF_MODELS = {
+  "num_experts": "mixtures of experts",
+  "num_local_experts": "mixtures of experts",
+  "n_routed_experts": "mixtures of experts",
+  "text_config": "models of several modalities",
+}
+
+
+class RopeType(NamedTuple):
+  """A kind of RoPE scaling: our class, and its fields by the names of their settings."""
+
+  scaling: type[RopeScaling]
+  fields: Mapping[str, str]
+
+
+ROPE_TYPES = {
+  "yarn": RopeType(
+    Yarn,
+    {
+      "factor": "factor",
+      "original_max_position_embeddings": "original",
+      "beta_fast": "beta_fast",
+      "beta_slow": "beta_slow",
+      "attention_factor": "attention_factor",
+    },
+  ),
+  "llama3": RopeType(
+    Llama3Scaling,
+    {
+      "factor": "factor",
+      "original_max_position_embeddings": "original",
+      "low_freq_factor": "low_freq_factor",
+      "high_freq_factor": "high_freq_factor",
+    },
+  ),
 }
 # Settings of generation_config.json that an export keeps.
 SAMPLING_DEFAULTS = (
@@ -39,9 +74,7 @@ SAMPLING_DEFAULTS = (
   "top_k",
   "top_p",
 )
-# Defaults of Hugging Face's Qwen2Config.
-DEFAULT_CONTEXT = 32768
-DEFAULT_ROPE_THETA = 10000.0
+DEFAULT_ROPE_THETA = 10000.0  # of every family in Transformers
 
 
 def read_config(folder: Path, dtype: str) -> ModelConfig:
@@ -56,59 +89,102 @@ def read_config(folder: Path, dtype: str) -> ModelConfig:
   """
   values = read_json(folder, "config.json")
   path = str(folder / "config.json")
+  family = _family(values, path)
   _check_supported(values, path)
   number = lambda key, kind, default=None: _number(values, key, path, kind, default)
   width = number("hidden_size", int)
   vocab_size = number("vocab_size", int)
   layers = number("num_hidden_layers", int)
   heads = number("num_attention_heads", int)
-  context = number("max_position_embeddings", int, DEFAULT_CONTEXT)
+  context = number("max_position_embeddings", int, family.context)
   norm_eps = number("rms_norm_eps", float)
   if not 0 < norm_eps < float("inf"):
     raise UserError(f"{path!r} has rms_norm_eps = {norm_eps}; it must be above 0 and finite")
-  rope_theta, yarn = _rope(values, path, context)
-  return ModelConfig(
+  rope_theta, rope_scaling = _rope(values, path, context)
+  config = ModelConfig(
     vocab_size=vocab_size,
     width=width,
     layers=layers,
     heads=heads,
     kv_heads=number("num_key_value_heads", int, heads),
-    head_dim=number("head_dim", int, width // heads if heads > 0 else 0),
+    head_dim=number("head_dim", int, family.head_dim or (width // heads if heads > 0 else 0)),
     mlp=number("intermediate_size", int),
-    tied=values.get("tie_word_embeddings", False),
+    tied=_flag(values, "tie_word_embeddings", path),
     rope_theta=rope_theta,
     norm_eps=norm_eps,
     context=context,
-    yarn=yarn,
+    rope_scaling=rope_scaling,
+    qk_norm=family.qk_norm,
+    biases=_biases(values, family, path),
+    model_type=values["model_type"],
     param_dtype=dtype,
     compute_dtype=dtype,
   )
+  _check_sliding_window(values, family, path, config.max_length)
+  return config
 
 
-def _check_supported(values: dict[str, Any], path: str) -> None:
+def _family(values: dict[str, Any], path: str) -> Family:
   if "auto_map" in values:
     raise UserError(
       f"{path!r} refers to its own code (auto_map); code in model folders is never executed"
     )
-  if values.get("model_type") != "qwen2":
+  model_type = values.get("model_type")
+  if not isinstance(model_type, str) or model_type not in FAMILIES:
+    kinds = [
+      f"{kind} are not supported; " for key, kind in KINDS_OF_MODELS.items() if key in values
+    ]
     raise UserError(
-      f"{path!r} has model_type {values.get('model_type')!r}; "
-      "only 'qwen2' (Qwen2 and Qwen2.5) is supported"
+      f"{path!r} has model_type {repr(model_type)[:80]}; {''.join(kinds[:1])}"
+      f"supported are {', '.join(FAMILIES)}"
     )
+  return FAMILIES[model_type]
+
+
+def _check_supported(values: dict[str, Any], path: str) -> None:
   for key, supported in SUPPORTED.items():
     if values.get(key) not in (None, supported):
       only = "models without it are" if supported is None else f"{supported!r} is"
       raise UserError(f"{path!r} has {key} = {repr(values[key])[:80]}; only {only} supported")
-  tied = values.get("tie_word_embeddings", False)
-  if not isinstance(tied, bool):
-    raise UserError(f"{path!r} has tie_word_embeddings = {tied!r}; it must be true or false")
   kinds = values.get("layer_types")
   if kinds and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
     raise UserError(f"{path!r} has layer_types other than full_attention, the only supported type")
 
 
-def _rope(values: dict[str, Any], path: str, context: int) -> tuple[float, Yarn | None]:
-  """Returns the base of the rotary angles, and the YaRN settings or None.
+def _check_sliding_window(
+  values: dict[str, Any], family: Family, path: str, max_length: int
+) -> None:
+  """Refuses a sliding window that is shorter than the longest sequence."""
+  if family.sliding_window is None:
+    return
+  window = values.get("sliding_window", family.sliding_window)
+  if window is not None and not (isinstance(window, int) and window >= max_length):
+    raise UserError(
+      f"{path!r} has a sliding window (sliding_window = {window!r}) below its context of "
+      f"{max_length}, which is not supported; to use the model for shorter texts only, lower "
+      "max_position_embeddings to the window"
+    )
+
+
+def _biases(values: dict[str, Any], family: Family, path: str) -> tuple[str, ...]:
+  """Returns the matrices with a bias, in the order of `MATRICES`."""
+  found = set(family.biases)
+  for key, matrices in family.optional_biases.items():
+    if _flag(values, key, path):
+      found.update(matrices)
+  return tuple(name for name in MATRICES if name in found)
+
+
+def _flag(values: dict[str, Any], key: str, path: str) -> bool:
+  """Returns the setting `key`, which is False if it is absent or null."""
+  value = values.get(key)
+  if value is not None and not isinstance(value, bool):
+    raise UserError(f"{path!r} has {key} = {value!r}; it must be true or false")
+  return bool(value)
+
+
+def _rope(values: dict[str, Any], path: str, context: int) -> tuple[float, RopeScaling | None]:
+  """Returns the base of the rotary angles, and their scaling or None.
 
   Older files have `rope_scaling` and `rope_theta`, newer ones `rope_parameters`.
   """
@@ -120,9 +196,10 @@ def _rope(values: dict[str, Any], path: str, context: int) -> tuple[float, Yarn 
   theta = _rope_theta((values, newer, older), path)
   scaling = older or newer
   kind = scaling.get("rope_type") or scaling.get("type") or "default"
-  if kind not in ("default", "yarn"):
+  if kind not in ("default", *ROPE_TYPES):
     raise UserError(
-      f"{path!r} has RoPE scaling of type {kind!r}; only 'yarn' and no scaling are supported"
+      f"{path!r} has RoPE scaling of type {kind!r}; only {', '.join(ROPE_TYPES)} and no scaling "
+      "are supported"
     )
   settings = {
     key: value
@@ -133,21 +210,31 @@ def _rope(values: dict[str, Any], path: str, context: int) -> tuple[float, Yarn 
     value = settings.pop(key, supported)
     if value != supported:
       raise UserError(f"{path!r} has {key} = {value!r} for RoPE; only {supported} is supported")
-  if unknown := sorted(settings.keys() - (YARN_SETTINGS if kind == "yarn" else set())):
+  valid = set() if kind == "default" else ROPE_TYPES[kind].fields.keys()
+  if unknown := sorted(settings.keys() - valid):
     names = ", ".join(map(printable, unknown))
     raise UserError(f"{path!r} has RoPE settings that are not supported for {kind!r}: {names}")
   if kind == "default":
     return theta, None
-  if "factor" not in settings:
-    raise UserError(f"{path!r} has YaRN without a factor")
-  number = lambda key, kind, default=None: _number(settings, key, path, kind, default)
-  return theta, Yarn(
-    factor=number("factor", float),
-    original=number("original_max_position_embeddings", int, context),
-    beta_fast=number("beta_fast", float, 32.0),
-    beta_slow=number("beta_slow", float, 1.0),
-    attention_factor=number("attention_factor", float) if "attention_factor" in settings else None,
-  )
+  return theta, _rope_scaling(ROPE_TYPES[kind], settings, path, kind, context)
+
+
+def _rope_scaling(
+  rope_type: RopeType, settings: dict[str, Any], path: str, kind: str, context: int
+) -> RopeScaling:
+  settings = {"original_max_position_embeddings": context, **settings}
+  required = {
+    field.name
+    for field in dataclasses.fields(rope_type.scaling)
+    if field.default is dataclasses.MISSING
+  }
+  fields = {}
+  for key, name in rope_type.fields.items():
+    if key in settings:
+      fields[name] = _number(settings, key, path, int if name == "original" else float)
+    elif name in required:
+      raise UserError(f"{path!r} has RoPE scaling of type {kind!r} without {key}")
+  return rope_type.scaling(**fields)
 
 
 def _rope_theta(objects: tuple[dict[str, Any], ...], path: str) -> float:
@@ -180,9 +267,10 @@ def _number(
 
 def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
   """Returns the contents of config.json for weights stored as `dtype`."""
+  family = FAMILIES[config.model_type]
   values = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
+    "architectures": [family.architecture],
+    "model_type": config.model_type,
     "vocab_size": config.vocab_size,
     "hidden_size": config.width,
     "intermediate_size": config.mlp,
@@ -195,26 +283,29 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     "rope_theta": config.rope_theta,
     "tie_word_embeddings": config.tied,
     "attention_dropout": 0.0,
-    "use_sliding_window": False,
+    **family.settings,
     "use_cache": True,
     "initializer_range": 0.02,
     "torch_dtype": dtype,
   }
-  if config.head_dim * config.heads != config.width:
+  for key, matrices in family.optional_biases.items():
+    values[key] = set(matrices) <= set(config.biases)
+  if family.head_dim or config.head_dim * config.heads != config.width:
     values["head_dim"] = config.head_dim
-  if config.yarn:
-    yarn = config.yarn
-    values["rope_scaling"] = {
-      "type": "yarn",
-      "rope_type": "yarn",
-      "factor": yarn.factor,
-      "original_max_position_embeddings": yarn.original,
-      "beta_fast": yarn.beta_fast,
-      "beta_slow": yarn.beta_slow,
-    }
-    if yarn.attention_factor is not None:
-      values["rope_scaling"]["attention_factor"] = yarn.attention_factor
+  if config.rope_scaling:
+    values["rope_scaling"] = _to_hf_rope(config.rope_scaling)
   return values
+
+
+def _to_hf_rope(scaling: RopeScaling) -> dict[str, Any]:
+  """Returns the object `rope_scaling`, which Transformers 4 and 5 read."""
+  kind = next(name for name, kind in ROPE_TYPES.items() if isinstance(scaling, kind.scaling))
+  settings = {key: getattr(scaling, name) for key, name in ROPE_TYPES[kind].fields.items()}
+  # Programs that are older than Llama 3.1 read `type`.
+  older = {"type": kind} if kind == "yarn" else {}
+  return {**older, "rope_type": kind} | {
+    key: value for key, value in settings.items() if value is not None
+  }
 
 
 def source_defaults(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

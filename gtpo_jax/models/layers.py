@@ -12,20 +12,23 @@ from jax.sharding import Mesh
 
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.declaration import declare
+from gtpo_jax.models.quantize import FORMATS, dequantize, init_integers, init_scale, scale_shape
 
-MATRIX_INIT = nn.initializers.normal(0.02)  # Qwen2's `initializer_range`
+MATRIX_DEVIATION = 0.02  # `initializer_range` of the published models
+MATRIX_INIT = nn.initializers.normal(MATRIX_DEVIATION)
 
 
 class RMSNorm(nn.Module):
-  """RMSNorm over the last axis, computed in float32."""
+  """RMSNorm over the last axis, which has `features` entries, computed in float32."""
 
   config: ModelConfig
+  features: int
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Normalises and scales `x` [..., d]; the result has x's dtype."""
+    """Normalises and scales `x` [..., features]; the result has x's dtype."""
     dtype = DTYPES[self.config.param_dtype]
-    scale = declare(self, "scale", nn.initializers.ones, (self.config.width,), ("norm",), dtype)
+    scale = declare(self, "scale", nn.initializers.ones, (self.features,), ("norm",), dtype)
     h = x.astype(jnp.float32)
     h = h * jax.lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + self.config.norm_eps)
     return (h * scale).astype(x.dtype)
@@ -53,9 +56,8 @@ class Dense(nn.Module):
     """Maps `x` [..., *inputs] to [..., *outputs] in x's dtype."""
     dtype = DTYPES[self.config.param_dtype]
     split = len(self.inputs)
-    shape = self.inputs + self.outputs
-    kernel = declare(self, "kernel", MATRIX_INIT, shape, self.axes, dtype, inputs=split)
-    y = self._product(x, kernel.astype(x.dtype), split)
+    kernel = self._quantized_kernel(x.dtype) if self.config.quantize else self._kernel(x.dtype)
+    y = self._product(x, kernel, split)
     if self.name in self.config.lora.targets and self.config.lora.rank:
       y = y + self._adapter(x)
     if self.bias:
@@ -63,6 +65,28 @@ class Dense(nn.Module):
       bias = declare(self, "bias", zeros, self.outputs, self.axes[split:], dtype)
       y = y + bias.astype(x.dtype)
     return y
+
+  def _kernel(self, dtype: jax.typing.DTypeLike) -> jax.Array:
+    shape = self.inputs + self.outputs
+    stored = DTYPES[self.config.param_dtype]
+    split = len(self.inputs)
+    return declare(self, "kernel", MATRIX_INIT, shape, self.axes, stored, split).astype(dtype)
+
+  def _quantized_kernel(self, dtype: jax.typing.DTypeLike) -> jax.Array:
+    c = self.config
+    shape = self.inputs + self.outputs
+    split = len(self.inputs)
+    integers = init_integers(c.quantize)
+    kernel = declare(self, "kernel", integers, shape, self.axes, FORMATS[c.quantize], split)
+    scale = declare(
+      self,
+      "kernel_scale",
+      init_scale(c.quantize, MATRIX_DEVIATION),
+      scale_shape(shape, split - 1),
+      (*self.axes[: split - 1], "group", *self.axes[split:]),
+      DTYPES[c.param_dtype],
+    )
+    return dequantize(kernel, scale, dtype)
 
   def _adapter(self, x: jax.Array) -> jax.Array:
     """Returns the low-rank product x A B (alpha / rank). A and B are stored as float32."""

@@ -1,7 +1,7 @@
-"""How activations [n, g, s, d] are split over the mesh, between layers and within them.
+"""Shardings of the activations [n, g, s, d], between layers and within them.
 
-Positions have two logical axes: between layers "sequence", split over the mesh axes context and
-tensor, and within layers "position", split over context.
+Between layers, the positions s are the logical axis "sequence", sharded over the mesh axes context
+and tensor. Within layers they are the logical axis "position", sharded over context.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from gtpo_jax.runtime.mesh import constrain, divisible_axis
 
 
 def residual_layout(x: jax.Array, mesh: Mesh) -> jax.Array:
-  """Lays out the residual stream between layers.
+  """Shards the residual stream between layers.
 
-  It is split over the batch. Positions are split over context and tensor if the product of the two
-  divides their number, otherwise over context if that does.
+  The batch is sharded. Positions are sharded over context and tensor if their number is divisible
+  by the product of the two axes, over context alone if it is divisible by that axis, and otherwise
+  not at all.
   """
   positions = divisible_axis(mesh, x.shape[2], "sequence", "position")
   return constrain(x, mesh, "batch", None, positions, None)
 
 
 def layer_layout(x: jax.Array, mesh: Mesh) -> jax.Array:
-  """Lays out activations within a layer.
+  """Shards the activations within a layer.
 
-  They are split over the batch, and over positions if the context axis divides their number. All
-  shards of the tensor axis have the same positions, because each computes them for its own heads
-  and MLP features.
+  The batch is sharded, and so are the positions if the context axis divides their number. All
+  shards of the tensor axis have the same positions; each computes its own heads and MLP features
+  for them.
   """
   positions = divisible_axis(mesh, x.shape[2], "position")
   return constrain(x, mesh, "batch", None, positions, None)
@@ -39,9 +40,9 @@ def layer_layout(x: jax.Array, mesh: Mesh) -> jax.Array:
 def layer_layout_of_gradient(x: jax.Array, mesh: Mesh) -> jax.Array:
   """Returns `x` unchanged and gives its gradient the layout of `layer_layout`.
 
-  Otherwise the two operands of a matrix's gradient would be split differently: the activations over
-  context only, and the gradient of the residual stream over context and tensor. The compiler would
-  then gather the batch.
+  The gradient of a weight matrix is the product of activations and the gradient of the residual
+  stream. Without this function their positions would be sharded differently, the former over
+  context only and the latter over context and tensor, and the compiler would gather the batch.
   """
   return x
 

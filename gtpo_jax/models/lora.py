@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from gtpo_jax.models.config import Lora
+from gtpo_jax.models.config import DTYPES, Lora
 from gtpo_jax.models.params import Params, param_shardings
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.quantize import dequantize
+from gtpo_jax.models.transformer import Transformer
 
 ADAPTERS = ("lora_a", "lora_b")  # names of an adapter's parameters within its module
+REPLACED = (*ADAPTERS, "kernel", "kernel_scale")  # by the merged kernel
 
 
 def is_adapter(path: tuple[str, ...]) -> bool:
@@ -22,17 +24,20 @@ def is_adapter(path: tuple[str, ...]) -> bool:
   return path[-1] in ADAPTERS
 
 
-def partition(model: Qwen2, params: Params) -> tuple[Params, Params]:
+def partition(model: Transformer, params: Params) -> tuple[Params, Params]:
   """Splits parameters into (trained, frozen).
 
   If the model has adapters, only the adapters are trained; otherwise all parameters are.
   """
-  if not model.config.lora.rank:
-    return params, {}
+  return split_adapters(params) if model.config.lora.rank else (params, {})
+
+
+def split_adapters(params: Params) -> tuple[Params, Params]:
+  """Splits parameters into (adapters, base); without adapters the first is empty."""
   flat = flatten_dict(params)
   return tuple(
-    unflatten_dict({path: x for path, x in flat.items() if is_adapter(path) == trained})
-    for trained in (True, False)
+    unflatten_dict({path: x for path, x in flat.items() if is_adapter(path) == adapter})
+    for adapter in (True, False)
   )
 
 
@@ -41,17 +46,17 @@ def combine(trained: Params, frozen: Params) -> Params:
   return unflatten_dict(flatten_dict(trained) | flatten_dict(frozen)) if frozen else trained
 
 
-def without_lora(model: Qwen2) -> Qwen2:
-  """Returns the same architecture without adapters."""
-  return Qwen2(dataclasses.replace(model.config, lora=Lora()), model.mesh)
+def without_lora(model: Transformer) -> Transformer:
+  """Returns the same architecture without adapters and quantisation."""
+  return Transformer(dataclasses.replace(model.config, lora=Lora(), quantize=""), model.mesh)
 
 
-def add_lora(model: Qwen2, params: Params, key: jax.Array) -> Params:
+def add_lora(model: Transformer, params: Params, key: jax.Array) -> Params:
   """Adds fresh adapters, which leave the model's outputs unchanged.
 
   Args:
     model: the architecture with adapters.
-    params: parameters of `without_lora(model)`.
+    params: parameters of the base model, quantised if the architecture is.
     key: PRNG key that initialises A, the random matrix of each adapter.
 
   Returns:
@@ -67,28 +72,33 @@ def add_lora(model: Qwen2, params: Params, key: jax.Array) -> Params:
   return combine(fresh(key), params)
 
 
-def merge_lora(model: Qwen2, params: Params) -> Params:
+def merge_lora(model: Transformer, params: Params) -> Params:
   """Returns parameters of `without_lora(model)` in which each kernel includes its adapter.
 
-  The sum is computed in float32 and cast back to the kernel's dtype.
+  The sum is computed in float32 and cast to `param_dtype`.
   """
   lora = model.config.lora
   if not lora.rank:
     return params
+  dtype = DTYPES[model.config.param_dtype]
 
   def merge(module: Any) -> Any:
     if not isinstance(module, dict):
       return module
-    if "lora_a" not in module:
+    if "lora_a" not in module and "kernel_scale" not in module:
       return {name: merge(value) for name, value in module.items()}
     kernel = module["kernel"]  # [layers, *inputs, *outputs]
+    if "kernel_scale" in module:
+      kernel = dequantize(kernel, module["kernel_scale"], jnp.float32)
+    others = {name: value for name, value in module.items() if name not in REPLACED}
+    if "lora_a" not in module:
+      return others | {"kernel": kernel.astype(dtype)}
     a = module["lora_a"]  # [layers, *inputs, rank]
     b = module["lora_b"]  # [layers, rank, *outputs]
     a = a.reshape(len(a), -1, lora.rank)
     b = b.reshape(len(b), lora.rank, -1)
     delta = jnp.einsum("lir,lro->lio", a, b, precision="highest").reshape(kernel.shape)
-    merged = (kernel.astype(jnp.float32) + delta * (lora.alpha / lora.rank)).astype(kernel.dtype)
-    others = {name: value for name, value in module.items() if name not in ADAPTERS}
-    return others | {"kernel": merged}
+    merged = kernel.astype(jnp.float32) + delta * (lora.alpha / lora.rank)
+    return others | {"kernel": merged.astype(dtype)}
 
   return merge(params)

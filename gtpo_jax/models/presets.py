@@ -1,36 +1,82 @@
-"""The Qwen2.5 family by name, and the tiny model of the built-in arithmetic task."""
+"""Published models of up to 72 B parameters by name, and the tiny model of the built-in task."""
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from gtpo_jax.models.config import ModelConfig
+from gtpo_jax.models.rope_scaling import Llama3Scaling
 
 
-def _qwen(
-  width: int,
-  layers: int,
-  heads: int,
-  kv_heads: int,
-  mlp: int,
-  vocab_size: int = 152064,
-  tied: bool = False,
-  norm_eps: float = 1e-6,
+def _model(
+  vocab_size: int, width: int, layers: int, heads: int, kv_heads: int, mlp: int, **features: Any
 ) -> ModelConfig:
-  return ModelConfig(
-    vocab_size, width, layers, heads, kv_heads, head_dim=128, mlp=mlp, tied=tied, norm_eps=norm_eps
+  """Returns an architecture whose output head is not tied and whose heads have 128 features."""
+  features = {"head_dim": 128, "tied": False, **features}
+  return ModelConfig(vocab_size, width, layers, heads, kv_heads, mlp=mlp, **features)
+
+
+def _qwen3(*sizes: int, tied: bool = False) -> ModelConfig:
+  return _model(
+    151936, *sizes, tied=tied, context=40960, qk_norm=True, biases=(), model_type="qwen3"
   )
 
 
+def _llama3(*sizes: int, factor: float | None = None, **features: Any) -> ModelConfig:
+  """Returns a Llama 3. Without a `factor` it is one of version 3.0, whose RoPE is not scaled."""
+  scaling = factor and Llama3Scaling(factor, 8192, 1.0, 4.0)
+  features |= {"rope_theta": 5e5, "norm_eps": 1e-5, "rope_scaling": scaling}
+  context = 131072 if factor else 8192
+  return _model(128256, *sizes, context=context, biases=(), model_type="llama", **features)
+
+
+def _mistral(*sizes: int) -> ModelConfig:
+  return _model(*sizes, norm_eps=1e-5, biases=(), model_type="mistral")
+
+
+TINY = ModelConfig(vocab_size=384, width=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp=352)
+QWEN2_5 = {
+  "0.5b": _model(151936, 896, 24, 14, 2, 4864, head_dim=64, tied=True),
+  "1.5b": _model(151936, 1536, 28, 12, 2, 8960, tied=True),
+  "3b": _model(151936, 2048, 36, 16, 2, 11008, tied=True),
+  "7b": _model(152064, 3584, 28, 28, 4, 18944),
+  "14b": _model(152064, 5120, 48, 40, 8, 13824, norm_eps=1e-5),
+  "32b": _model(152064, 5120, 64, 40, 8, 27648, norm_eps=1e-5),
+  "72b": _model(152064, 8192, 80, 64, 8, 29568, norm_eps=1e-5),
+}
+MATH = {"context": 4096, "rope_theta": 1e4}  # Qwen2.5-Math
+R1_DISTILL = {"context": 131072, "tied": False}
+LLAMA_3_1_8B = _llama3(4096, 32, 32, 8, 14336, factor=8.0)
+LLAMA_3_1_70B = _llama3(8192, 80, 64, 8, 28672, factor=8.0)
+
 PRESETS: dict[str, ModelConfig] = {
-  "tiny": ModelConfig(
-    vocab_size=384, width=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp=352
-  ),
-  "qwen2.5-0.5b": ModelConfig(
-    vocab_size=151936, width=896, layers=24, heads=14, kv_heads=2, head_dim=64, mlp=4864
-  ),
-  "qwen2.5-1.5b": _qwen(1536, 28, 12, 2, 8960, vocab_size=151936, tied=True),
-  "qwen2.5-3b": _qwen(2048, 36, 16, 2, 11008, vocab_size=151936, tied=True),
-  "qwen2.5-7b": _qwen(3584, 28, 28, 4, 18944),
-  "qwen2.5-14b": _qwen(5120, 48, 40, 8, 13824, norm_eps=1e-5),
-  "qwen2.5-32b": _qwen(5120, 64, 40, 8, 27648, norm_eps=1e-5),
-  "qwen2.5-72b": _qwen(8192, 80, 64, 8, 29568, norm_eps=1e-5),
+  "tiny": TINY,
+  **{f"qwen2.5-{size}": model for size, model in QWEN2_5.items()},
+  **{
+    f"qwen2.5-math-{size}": dataclasses.replace(QWEN2_5[size], **MATH)
+    for size in ("1.5b", "7b", "72b")
+  },
+  "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 3072, tied=True),
+  "qwen3-1.7b": _qwen3(2048, 28, 16, 8, 6144, tied=True),
+  "qwen3-4b": _qwen3(2560, 36, 32, 8, 9728, tied=True),
+  "qwen3-8b": _qwen3(4096, 36, 32, 8, 12288),
+  "qwen3-14b": _qwen3(5120, 40, 40, 8, 17408),
+  "qwen3-32b": _qwen3(5120, 64, 64, 8, 25600),
+  "llama-3-8b": _llama3(4096, 32, 32, 8, 14336),
+  "llama-3-70b": _llama3(8192, 80, 64, 8, 28672),
+  "llama-3.1-8b": LLAMA_3_1_8B,
+  "llama-3.1-70b": LLAMA_3_1_70B,
+  "llama-3.2-1b": _llama3(2048, 16, 32, 8, 8192, factor=32.0, head_dim=64, tied=True),
+  "llama-3.2-3b": _llama3(3072, 28, 24, 8, 8192, factor=32.0, tied=True),
+  "llama-3.3-70b": LLAMA_3_1_70B,
+  "mistral-7b-v0.2": _mistral(32000, 4096, 32, 32, 8, 14336),
+  "mistral-7b-v0.3": _mistral(32768, 4096, 32, 32, 8, 14336),
+  # The first two were distilled into Qwen2.5-Math, whose base of the rotary angles they keep.
+  "r1-distill-qwen-1.5b": dataclasses.replace(QWEN2_5["1.5b"], rope_theta=1e4, **R1_DISTILL),
+  "r1-distill-qwen-7b": dataclasses.replace(QWEN2_5["7b"], rope_theta=1e4, **R1_DISTILL),
+  "r1-distill-qwen-14b": dataclasses.replace(QWEN2_5["14b"], **R1_DISTILL),
+  "r1-distill-qwen-32b": dataclasses.replace(QWEN2_5["32b"], **R1_DISTILL),
+  "r1-distill-llama-8b": LLAMA_3_1_8B,
+  "r1-distill-llama-70b": LLAMA_3_1_70B,
 }

@@ -25,8 +25,9 @@ from gtpo_jax.models.hf import (
 from gtpo_jax.models.hf_config import source_defaults, to_hf_config
 from gtpo_jax.models.hf_tokenizer import save_tokenizer
 from gtpo_jax.models.params import Params
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.storage import storage_path
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase
@@ -36,7 +37,7 @@ DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # safete
 
 
 def save(
-  model: Qwen2,
+  model: Transformer,
   params: Params,
   tokenizer: PreTrainedTokenizerBase | None,
   folder: str | Path,
@@ -78,7 +79,7 @@ def save(
   defaults = source_defaults(source) if source else ({}, {})
   shapes = hf_shapes(model)
   tensors = _cast(hf_from_params(model, params), dtype)
-  with atomic_folder(Path(folder)) as out:
+  with atomic_folder(storage_path(folder)) as out:
     if out is None:
       collections.deque(tensors, maxlen=0)  # the first process needs our shards of each tensor
       return
@@ -90,7 +91,7 @@ def save(
 
 
 def save_adapter(
-  model: Qwen2,
+  model: Transformer,
   params: Params,
   folder: str | Path,
   base: str,
@@ -113,7 +114,7 @@ def save_adapter(
     raise UserError(
       "this model has no adapters (model.lora_rank = 0); export the full model instead"
     )
-  with atomic_folder(Path(folder)) as out:
+  with atomic_folder(storage_path(folder)) as out:
     tensors = hf_from_adapters(model, params)
     if out is None:
       return
@@ -162,6 +163,8 @@ def _write_configs(
   """Writes config.json and generation_config.json, which start from the source's `defaults`."""
   eos = None if tokenizer is None else tokenizer.eos_token_id
   pad = None if tokenizer is None else tokenizer.pad_token_id
+  if pad is None:
+    pad = eos  # as Transformers does, with a warning
   bos = None if tokenizer is None else tokenizer.bos_token_id
   model = to_hf_config(config, dtype) | defaults[0]
   generation = dict(defaults[1])

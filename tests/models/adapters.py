@@ -7,7 +7,7 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from hf_folders import hf_folder
 
-from gtpo_jax.models import Qwen2, abstract_params, load
+from gtpo_jax.models import Transformer, abstract_params, load
 from gtpo_jax.models.config import LORA_TARGETS, Lora
 from gtpo_jax.models.lora import add_lora
 
@@ -19,7 +19,7 @@ SOME = ("q", "down")
 def with_lora(model, mesh=None, targets=LORA_TARGETS, **changes):
   """The same architecture with adapters."""
   config = dataclasses.replace(model.config, lora=Lora(RANK, ALPHA, targets), **changes)
-  return Qwen2(config, mesh or model.mesh)
+  return Transformer(config, mesh or model.mesh)
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import tempfile
 from pathlib import Path
 
@@ -11,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtpo_jax.models import ModelConfig, Qwen2, init_params
+from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models.families import FAMILIES
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.params import SamplingParams
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TINY = {
   "vocab_size": 64,
@@ -34,18 +32,17 @@ TINY = {
 def random_model(**changes):
   """Our model with random parameters, of about the size of `TINY`."""
   sizes = {"vocab_size": 64, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8}
-  model = Qwen2(ModelConfig(**sizes | {"mlp": 48} | changes), single_device_mesh())
+  model = Transformer(ModelConfig(**sizes | {"mlp": 48} | changes), single_device_mesh())
   return model, init_params(model, jax.random.key(0))
 
 
-def torch_model(**changes):
-  """A Qwen2ForCausalLM whose norms and biases are random too, so that every tensor matters."""
+def torch_model(model_type="qwen2", **changes):
+  """A model of transformers whose norms and biases are random too, so that every tensor matters."""
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
   torch.manual_seed(0)
-  model = transformers.Qwen2ForCausalLM(
-    transformers.Qwen2Config(**TINY | changes, attn_implementation="eager")
-  ).eval()
+  kind = getattr(transformers, FAMILIES[model_type].architecture)
+  model = kind(kind.config_class(**TINY | changes, attn_implementation="eager")).eval()
   with torch.no_grad():
     for weights in model.parameters():
       weights.add_(0.15 * torch.randn(weights.shape))
@@ -57,16 +54,16 @@ def _saved_by_torch(options, dtype, shard):
   """A folder that transformers saved, and its torch model."""
   import torch
 
-  model = torch_model(**dict(options)).to(getattr(torch, dtype))
+  model = torch_model(**json.loads(options)).to(getattr(torch, dtype))
   folder = Path(tempfile.mkdtemp(prefix="gtpo_hf_")) / "hf"
   model.save_pretrained(folder, max_shard_size=shard)
   return folder, model
 
 
 def hf_folder(dtype="float32", shard="5GB", **changes):
-  """A cached folder and its torch model; `changes` are settings of the model's config."""
+  """A cached folder and its torch model; `changes` are `model_type` and settings of its config."""
   pytest.importorskip("torch")
-  return _saved_by_torch(tuple(sorted(changes.items())), dtype, shard)
+  return _saved_by_torch(json.dumps(changes, sort_keys=True), dtype, shard)
 
 
 def padded_batch(vocab=64, length=17):

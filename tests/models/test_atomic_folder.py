@@ -104,7 +104,7 @@ KILLED = """
 import os, signal, sys
 import importlib
 module = importlib.import_module("gtpo_jax.models.save")
-from gtpo_jax.models import PRESETS, Qwen2, init_params
+from gtpo_jax.models import PRESETS, Transformer, init_params
 from gtpo_jax.runtime.mesh import single_device_mesh
 import dataclasses, jax
 real, count = module._write_tensors, 0
@@ -120,7 +120,7 @@ module._write_tensors = dying
 config = dataclasses.replace(
   PRESETS["tiny"], vocab_size=64, width=32, heads=2, kv_heads=1, mlp=32, layers=1
 )
-model = Qwen2(config, single_device_mesh())
+model = Transformer(config, single_device_mesh())
 module.save(model, init_params(model, jax.random.key(0)), None, sys.argv[1], shard_bytes=10_000)
 """
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,14 @@ import numpy as np
 import pytest
 
 from gtpo_jax.models import PRESETS, flash, splash
-from gtpo_jax.models.attention import KV, AttentionContext
+from gtpo_jax.models.attention import KV, AttentionContext, Spans
 from gtpo_jax.models.causal import attend_causally, attention_kind
 from gtpo_jax.models.context_parallel import balanced_queries, exchange_halves
 from gtpo_jax.models.cudnn import attend_with_cudnn
 from gtpo_jax.models.flash import attend_in_blocks
 from gtpo_jax.models.splash import attend_with_splash
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import make_mesh, partition_spec, single_device_mesh
+from gtpo_jax.runtime.mesh import MESH_AXES, make_mesh, partition_spec, single_device_mesh
 
 N = 2
 G = 3
@@ -26,6 +27,7 @@ P = 21
 E = 16
 
 
+@functools.cache
 def inputs(heads=4, kv_heads=2, prompt=True, s=S):
   rng = np.random.default_rng(0)
   array = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
@@ -77,12 +79,15 @@ def value_and_gradient(attend, q, context):
   return out, *jax.tree.leaves(grads)
 
 
-def assert_same(attend, q, context):
-  for got, want in zip(
-    value_and_gradient(attend, q, context),
-    value_and_gradient(full_softmax, q, context),
-    strict=True,
-  ):
+@functools.cache
+def expected(make, **options):
+  """What `value_and_gradient` returns for the full softmax of the inputs that `make` returns."""
+  return value_and_gradient(full_softmax, *make(**options))
+
+
+def assert_same(attend, make, **options):
+  got_arrays = value_and_gradient(attend, *make(**options))
+  for got, want in zip(got_arrays, expected(make, **options), strict=True):
     assert np.abs(want).max() > 0.3
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
 
@@ -95,20 +100,30 @@ def assert_same(attend, q, context):
     functools.partial(attend_with_splash, interpret=True),
     functools.partial(attend_with_cudnn, implementation="xla"),
   ],
-  ids=["blocks", "splash", "rolled rows"],
+  ids=["blocks", "splash", "cudnn"],
 )
 def test_every_kernel_equals_the_full_softmax(attend, prompt):
-  assert_same(attend, *inputs(prompt=prompt))
+  assert_same(attend, inputs, prompt=prompt)
 
 
+@functools.cache
 def in_two_segments(s=S):
   """Rows of two completions, each a segment of its own. The second row is padded on the right."""
   q, context = inputs(s=s)
   positions = jnp.arange(s)
   ends = jnp.asarray([[s // 3, s], [s // 2, s - 9], [5, s]])
   segment = jnp.broadcast_to((positions >= ends[..., None]).sum(1), (N, G, s))
+  # Completion 2 i + j is segment j of row i; the third segment is padding.
+  starts = jnp.pad(ends[:, :-1], [(0, 0), (1, 0)])
+  spans = Spans(
+    *(
+      jnp.broadcast_to(x.reshape(-1), (N, 2 * G))
+      for x in (starts + s * jnp.arange(G)[:, None], ends - starts)
+    ),
+    jnp.where(segment < 2, 2 * jnp.arange(G)[:, None] + segment, -1),
+  )
   return q, context._replace(
-    prompt_mask=jnp.repeat(context.prompt_mask, 2, axis=1), segment=segment
+    prompt_mask=jnp.repeat(context.prompt_mask, 2, axis=1), segment=segment, spans=spans
   )
 
 
@@ -117,20 +132,23 @@ def in_two_segments(s=S):
   [
     functools.partial(attend_in_blocks, precision="highest"),
     functools.partial(attend_with_splash, interpret=True),
+    functools.partial(attend_with_cudnn, implementation="xla"),
   ],
-  ids=["blocks", "splash"],
+  ids=["blocks", "splash", "cudnn"],
 )
 def test_segments_attend_to_the_prompt_and_to_themselves(attend):
+  assert_same(attend, in_two_segments)
   q, context = in_two_segments()
-  assert_same(attend, q, context)
   alone = context._replace(
     own=jax.tree.map(lambda x: x[:, 1:2], context.own),
     prompt_mask=context.prompt_mask[:, :1],
     segment=None,
+    spans=None,
   )
   cut = alone._replace(
     own=KV(alone.own.k[..., S // 2 : S - 9], alone.own.v[..., S // 2 : S - 9, :])
   )
+  attend = jax.jit(attend)
   np.testing.assert_allclose(
     attend(q, context)[:, 1:2, :, S // 2 : S - 9],
     attend(q[:, 1:2, :, S // 2 : S - 9], cut),
@@ -149,7 +167,8 @@ def test_heads_on_a_mesh(heads, kv_heads, shape):
     PRESETS["tiny"], heads=heads, kv_heads=kv_heads, matmul_precision="highest"
   )
   mesh = make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
-  assert_same(functools.partial(attend_causally, config, mesh), *inputs(heads, kv_heads, s=70))
+  attend = functools.partial(attend_causally, config, mesh)
+  assert_same(attend, inputs, heads=heads, kv_heads=kv_heads, s=70)
 
 
 @pytest.mark.parametrize(("kind", "loop"), [("blocks", False), ("blocks", True), ("splash", False)])
@@ -164,10 +183,10 @@ def test_positions_on_a_mesh(kind, loop, monkeypatch):
   attend = functools.partial(
     attend_causally, config, make_mesh(1, 1, 2, jax.devices()[:6], context=3)
   )
-  assert_same(attend, *inputs())
-  assert_same(attend, *in_two_segments())
+  assert_same(attend, inputs)
+  assert_same(attend, in_two_segments)
   if not loop:
-    assert_same(attend, *inputs(s=153, prompt=False))  # an odd number per shard cannot be halved
+    assert_same(attend, inputs, s=153, prompt=False)  # an odd number per shard cannot be halved
 
 
 @pytest.mark.slow
@@ -179,8 +198,8 @@ def test_shards_of_several_blocks(s, monkeypatch):
   attend = functools.partial(
     attend_causally, config, make_mesh(1, 1, 1, jax.devices()[:3], context=3)
   )
-  assert_same(attend, *inputs(s=s))
-  assert_same(attend, *in_two_segments(s=s))
+  assert_same(attend, inputs, s=s)
+  assert_same(attend, in_two_segments, s=s)
 
 
 @pytest.mark.parametrize("shards", [2, 3, 4, 5])
@@ -208,14 +227,14 @@ def test_balanced_queries_have_equally_many_keys_and_return(shards):
 
 def test_positions_that_do_not_divide_are_on_every_shard():
   config = dataclasses.replace(PRESETS["tiny"], matmul_precision="highest")
-  assert_same(
-    functools.partial(attend_causally, config, make_mesh(1, 2, 1, context=4)), *inputs(s=70)
-  )
+  attend = functools.partial(attend_causally, config, make_mesh(1, 2, 1, context=4))
+  assert_same(attend, inputs, s=70)
 
 
 def test_rows_that_do_not_divide_are_on_every_device():
   config = dataclasses.replace(PRESETS["tiny"], matmul_precision="highest")
-  assert_same(functools.partial(attend_causally, config, make_mesh(8, 1, 1)), *inputs(s=9))
+  attend = functools.partial(attend_causally, config, make_mesh(8, 1, 1))
+  assert_same(attend, inputs, s=9)
 
 
 def test_no_buffer_of_positions_by_positions():
@@ -240,8 +259,9 @@ def test_no_buffer_of_positions_by_positions():
 
 def test_the_loop_equals_unrolled_blocks(monkeypatch):
   monkeypatch.setattr(flash, "MAX_UNROLLED_POSITIONS", 64)
-  assert_same(functools.partial(attend_in_blocks, precision="highest"), *inputs(s=300))
-  assert_same(functools.partial(attend_in_blocks, precision="highest"), *in_two_segments(s=300))
+  attend = functools.partial(attend_in_blocks, precision="highest")
+  assert_same(attend, inputs, s=300)
+  assert_same(attend, in_two_segments, s=300)
 
 
 def test_the_kind_follows_the_platform():
@@ -265,3 +285,35 @@ def test_the_kind_follows_the_platform():
     UserError, match=r"model\.attention must be one of blocks, splash, cudnn; got 'flash'"
   ):
     dataclasses.replace(tiny, attention="flash")
+
+
+def mesh_of(platform, kind, capability=None):
+  """Stands for a mesh of one device that is not attached."""
+  device = types.SimpleNamespace(
+    platform=platform, device_kind=kind, compute_capability=capability, process_index=0
+  )
+  return types.SimpleNamespace(
+    devices=np.asarray([device], object), shape=dict.fromkeys(MESH_AXES, 1)
+  )
+
+
+@pytest.mark.parametrize(
+  ("kind", "capability", "changes", "expected"),
+  [
+    ("NVIDIA H100 80GB HBM3", "9.0", {"compute_dtype": "bfloat16"}, "cudnn"),
+    ("NVIDIA A100-SXM4-80GB", "8.0", {"compute_dtype": "float16"}, "cudnn"),
+    ("NVIDIA A100-SXM4-80GB", "8.0", {"compute_dtype": "float32"}, "blocks"),
+    ("NVIDIA H100 80GB HBM3", "9.0", {"compute_dtype": "bfloat16", "head_dim": 256}, "blocks"),
+    ("Tesla T4", "7.5", {"compute_dtype": "float16"}, "blocks"),
+    ("Tesla T4", "7.5", {"compute_dtype": "float32"}, "blocks"),
+  ],
+)
+def test_the_kernel_follows_the_compute_capability(kind, capability, changes, expected):
+  config = dataclasses.replace(PRESETS["tiny"], **changes)
+  assert attention_kind(config, mesh_of("gpu", kind, capability)) == expected
+
+
+def test_a_gpu_without_bfloat16_units_is_refused():
+  config = dataclasses.replace(PRESETS["tiny"], compute_dtype="bfloat16")
+  with pytest.raises(UserError, match=r"T4 has no bfloat16 .*compute_dtype=float16, or"):
+    attention_kind(config, mesh_of("gpu", "Tesla T4", "7.5"))

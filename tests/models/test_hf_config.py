@@ -23,6 +23,8 @@ def text(raw):
   )
 
 
+MISTRAL = {"model_type": "mistral", "max_position_embeddings": 8192}
+LLAMA3 = {"factor": 8.0, "high_freq_factor": 4.0}
 SIZES = (
   "vocab_size",
   "hidden_size",
@@ -108,10 +110,20 @@ def test_sizes_beyond_the_tensors_are_rejected_before_anything_is_built(name, fo
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    (config(model_type="llama"), "has model_type 'llama'"),
+    (config(model_type="gemma2"), "has model_type 'gemma2'; supported are qwen2, qwen3, llama, m"),
+    (config(model_type="llama"), "not of this architecture"),  # the folder has biases
     (config(model_type=None), "has model_type None"),
-    (config(model_type="qwen2_moe"), "'qwen2_moe'"),
+    (config(model_type="qwen3_moe", num_experts=128), "'qwen3_moe'; mixtures of experts are not"),
+    (config(model_type="mixtral", num_local_experts=8), "'mixtral'; mixtures of experts are not"),
+    (config(model_type="mistral3", text_config={}), "'mistral3'; models of several modalities"),
     (config(model_type=["qwen2"]), "['qwen2']"),
+    (config(**MISTRAL), "a sliding window (sliding_window = 4096) below its context of 8192"),
+    (config(model_type="mistral", sliding_window=64), "(sliding_window = 64) below its context"),
+    (config(model_type="mistral", sliding_window="x"), "(sliding_window = 'x')"),
+    (config(model_type="llama", attention_bias=1), "attention_bias = 1; it must be true or false"),
+    (config(model_type="llama", mlp_bias="no"), "mlp_bias = 'no'; it must be true or false"),
+    (config(model_type="llama", rope_interleaved=True), "rope_interleaved = True"),
+    (config(model_type="qwen3", head_dim=8), "missing: model.layers.0.self_attn.k_norm.weight"),
     (config(use_sliding_window=True), "use_sliding_window = True"),
     (config(hidden_act="gelu"), "hidden_act = 'gelu'"),
     (config(layer_types=["sliding_attention"] * 2), "layer_types"),
@@ -123,11 +135,16 @@ def test_sizes_beyond_the_tensors_are_rejected_before_anything_is_built(name, fo
     (config(tie_word_embeddings="false"), "tie_word_embeddings"),
     (rope(type="linear", factor=2.0), "'linear'"),
     (rope(rope_type="dynamic", factor=2.0), "'dynamic'"),
-    (rope(rope_type="llama3", factor=8.0, low_freq_factor=1.0), "'llama3'"),
+    (
+      rope(rope_type="llama3", factor=8.0, low_freq_factor=1.0),
+      "'llama3' without high_freq_factor",
+    ),
+    (rope(rope_type="llama3", low_freq_factor=4.0, **LLAMA3), "llama3 RoPE scaling needs"),
+    (rope(rope_type="llama3", low_freq_factor=1.0, beta_fast=2, **LLAMA3), "'llama3': beta_fast"),
     (rope(rope_type="longrope"), "'longrope'"),
     (config(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), "'linear'"),
     (rope(rope_type=["yarn"]), "RoPE"),
-    (rope(type="yarn"), "YaRN without a factor"),
+    (rope(type="yarn"), "'yarn' without factor"),
     (rope(type="yarn", factor="4"), "factor = '4'"),
     (rope(type="yarn", factor=4.0, mscale=0.7), "mscale"),
     (rope(type="yarn", factor=0.5), "YaRN needs"),

@@ -238,7 +238,7 @@ def test_a_folder_instead_of_a_file(folder):
   [
     "setup.py",
     "no/such/folder",
-    "/nowhere",
+    "/proc/nowhere",
     "",
     " ",
     "a b/c",

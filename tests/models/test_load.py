@@ -15,7 +15,7 @@ from hf_folders import (
   torch_logits,
 )
 
-from gtpo_jax.models import PRESETS, Qwen2, abstract_params, load
+from gtpo_jax.models import PRESETS, Transformer, abstract_params, load
 from gtpo_jax.models.hf import hf_shapes
 from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
 
@@ -171,7 +171,7 @@ def test_nothing_is_written_into_the_folder():
 
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_a_preset_has_the_published_tensors(size):
-  model = Qwen2(PRESETS[f"qwen2.5-{size}"], single_device_mesh())
+  model = Transformer(PRESETS[f"qwen2.5-{size}"], single_device_mesh())
   shapes = hf_shapes(model)
   assert sum(int(np.prod(shape)) for shape in shapes.values()) == PUBLISHED[size]
   assert sum(x.size for x in jax.tree.leaves(abstract_params(model))) == PUBLISHED[size]
@@ -188,7 +188,7 @@ def test_names_are_those_that_transformers_saves():
 
 
 def test_the_seven_billion_model_by_its_published_names_and_shapes():
-  shapes = hf_shapes(Qwen2(PRESETS["qwen2.5-7b"], single_device_mesh()))
+  shapes = hf_shapes(Transformer(PRESETS["qwen2.5-7b"], single_device_mesh()))
   assert len(shapes) == 339  # as in the index of Qwen/Qwen2.5-7B
   assert shapes["model.layers.27.self_attn.k_proj.weight"] == (512, 3584)
   assert shapes["model.layers.27.self_attn.k_proj.bias"] == (512,)

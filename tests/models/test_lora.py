@@ -8,7 +8,7 @@ from adapters import ALPHA, RANK, SOME, adapted, base, is_adapter, on_mesh_of, w
 from flax.traverse_util import flatten_dict, unflatten_dict
 from hf_folders import our_greedy, our_logits, padded_batch
 
-from gtpo_jax.models import Qwen2, abstract_params, init_params
+from gtpo_jax.models import Transformer, abstract_params, init_params
 from gtpo_jax.models.config import LORA_TARGETS, Lora
 from gtpo_jax.models.lora import add_lora, combine, merge_lora, partition, without_lora
 from gtpo_jax.runtime.errors import UserError
@@ -147,4 +147,4 @@ def test_adapters_from_scratch_add_zero():
   bound = 1 / np.sqrt(32)
   a = np.asarray(params["layers"]["o"]["lora_a"])
   assert bound * 0.9 < np.abs(a).max() <= bound  # fan in: heads x head_dim
-  assert without_lora(Qwen2(model.config, single_device_mesh())).config.lora.rank == 0
+  assert without_lora(Transformer(model.config, single_device_mesh())).config.lora.rank == 0

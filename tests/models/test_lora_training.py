@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import ALPHA, RANK, SOME, adapted, base, is_adapter, on_mesh_of, with_lora
-from flax.traverse_util import flatten_dict, unflatten_dict
-from hf_folders import padded_batch
+from flax.traverse_util import flatten_dict
+from hf_folders import hf_folder, padded_batch
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.models.config import LORA_TARGETS
-from gtpo_jax.models.lora import merge_lora, without_lora
+from gtpo_jax.models.load import read_params
+from gtpo_jax.models.lora import combine, merge_lora, split_adapters, without_lora
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.training.log_probs import score
 from gtpo_jax.training.state import OptimizerConfig, abstract_state, init_state, make_optimizer
@@ -35,7 +36,8 @@ def batch():
   )
   tokens = jnp.asarray(rng.integers(0, 64, (N, G, T)), jnp.int32)
   model, params = adapted()
-  log_probs, entropy = score(model, params, prompts, tokens, 1.0, 64)
+  jitted_score = jax.jit(score, static_argnums=(0, 4, 5))
+  log_probs, entropy = jitted_score(model, params, prompts, tokens, 1.0, 64)
   mask = np.arange(T) < rng.integers(1, T + 1, (N, G, 1))
   correct = rng.random((N, G)) < 0.5
   correct[:, 0], correct[:, 1] = True, False
@@ -54,15 +56,12 @@ def batch():
 
 
 @functools.cache
-def trained(shape=None, micro_batches=1, kept="float32", targets=LORA_TARGETS):
+def trained(shape=None, micro_batches=1, kept="float32", targets=LORA_TARGETS, quantize=""):
   """(params before, params after, optimizer state, metrics) of two updates, on the host."""
-  model = with_lora(base()[0], make_mesh(*shape) if shape else None, targets, param_dtype=kept)
-  params = unflatten_dict(
-    {
-      path: x if is_adapter(path) else x.astype(kept)
-      for path, x in flatten_dict(adapted(targets)[1]).items()
-    }
-  )
+  mesh = make_mesh(*shape) if shape else None
+  model = with_lora(base()[0], mesh, targets, param_dtype=kept, quantize=quantize)
+  adapters, _ = split_adapters(adapted(targets)[1])
+  params = combine(adapters, read_params(model, hf_folder()[0]))
   optimizer = make_optimizer(OPTIMIZER, 10)
   update = make_update(
     model, algorithms.make("gtpo"), optimizer, micro_batches=micro_batches, head_chunk=64
@@ -77,11 +76,12 @@ def trained(shape=None, micro_batches=1, kept="float32", targets=LORA_TARGETS):
   "settings",
   [
     {},
-    {"kept": "bfloat16"},
+    pytest.param({"kept": "bfloat16"}, marks=pytest.mark.slow),
     {"targets": SOME},
+    {"quantize": "int4", "kept": "bfloat16"},
     pytest.param({"shape": (2, 2, 2), "micro_batches": 2}, marks=pytest.mark.slow),
   ],
-  ids=["f32", "bf16", "some", "2x2x2"],
+  ids=["f32", "bf16", "some", "int4", "2x2x2"],
 )
 def test_only_the_adapters_are_trained(settings):
   before, after, _, metrics = trained(**settings)
@@ -102,12 +102,13 @@ def test_the_optimizer_has_moments_of_the_adapters_only():
   model = with_lora(base()[0])
   like = abstract_state(model, make_optimizer(OPTIMIZER, 10))
   assert jax.tree.structure(like.opt_state) == jax.tree.structure(moments)
-  assert {x.dtype for x in jax.tree.leaves(trained(kept="bfloat16")[2]) if x.ndim} == {
-    np.dtype("float32")
-  }
+  _, _, moments, _ = trained(kept="bfloat16", quantize="int4")
+  assert {x.dtype for x in jax.tree.leaves(moments) if x.ndim} == {np.dtype("float32")}
 
 
-@pytest.mark.parametrize(("shape", "micro_batches"), [(None, 4), ((2, 2, 2), 2)])
+@pytest.mark.parametrize(
+  ("shape", "micro_batches"), [((2, 2, 2), 2), pytest.param(None, 4, marks=pytest.mark.slow)]
+)
 def test_the_update_does_not_depend_on_micro_batches_or_mesh(shape, micro_batches):
   _, want, _, metrics = trained()
   _, got, _, also = trained(shape, micro_batches)
@@ -124,8 +125,9 @@ def test_the_gradient_is_that_of_the_merged_matrices():
   loss = lambda model, params: jnp.square(
     model.apply({"params": params}, jnp.asarray(tokens))
   ).mean()
-  merged_grads = jax.grad(lambda p: loss(without_lora(model), p))(merge_lora(model, params))
-  adapter_grads = jax.grad(lambda p: loss(model, p))(params)
+  gradient = lambda model: jax.jit(jax.grad(lambda params: loss(model, params)))
+  merged_grads = gradient(without_lora(model))(merge_lora(model, params))
+  adapter_grads = gradient(model)(params)
   for name in LORA_TARGETS:
     layer = params["layers"][name]
     d = merged_grads["layers"][name]["kernel"]

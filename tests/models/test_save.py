@@ -21,7 +21,7 @@ from hf_folders import (
 
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.models import load, save
-from gtpo_jax.models.config import Yarn
+from gtpo_jax.models.rope_scaling import Yarn
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh
 
@@ -190,11 +190,11 @@ SHAPES = {
   "odd heads": {"heads": 7, "kv_heads": 1},
   "numbers": {"rope_theta": 12345.5, "norm_eps": 1e-5, "context": 4096},
   "narrow": {"head_dim": 2, "kv_heads": 4},
-  "yarn": {"context": 64, "yarn": Yarn(4.0, 64)},
+  "yarn": {"context": 64, "rope_scaling": Yarn(4.0, 64)},
   "yarn of other settings": {
     "context": 256,
     "rope_theta": 100.0,
-    "yarn": Yarn(2.5, 64, 16.0, 0.5, 1.25),
+    "rope_scaling": Yarn(2.5, 64, 16.0, 0.5, 1.25),
   },
 }
 

@@ -15,7 +15,7 @@ from gtpo_jax.models import load, save, save_adapter
 from gtpo_jax.models.config import Lora, ModelConfig
 from gtpo_jax.models.lora import add_lora
 from gtpo_jax.models.params import init_params
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import single_device_mesh
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.models import Qwen2, load, save, save_adapter
+from gtpo_jax.models import Transformer, load, save, save_adapter
 from gtpo_jax.models.lora import add_lora
 from gtpo_jax.models.config import Lora
 from gtpo_jax.runtime.mesh import make_mesh
@@ -45,7 +45,7 @@ tokenizer = None if rank else load_chat().tokenizer
 save(
   model, params, tokenizer, out, stop=[5], files={"README.md": "# card"}, shard_bytes=20_000
 )
-wide = Qwen2(dataclasses.replace(model.config, lora=Lora(2)), model.mesh)
+wide = Transformer(dataclasses.replace(model.config, lora=Lora(2)), model.mesh)
 params = add_lora(wide, params, jax.random.key(1))
 save_adapter(wide, params, home / "two-adapters", "base")
 assert (home / "two-adapters" / "SHA256SUMS").exists()  # in every process
@@ -72,7 +72,7 @@ def contents(folder):
 def two(tmp_path_factory):
   """The folder that two processes wrote to, and the error messages of each process."""
   home = tmp_path_factory.mktemp("processes")
-  plain = Qwen2(CONFIG, single_device_mesh())
+  plain = Transformer(CONFIG, single_device_mesh())
   save(plain, init_params(plain, jax.random.key(0)), None, home / "source")
   with socket.socket() as free:
     free.bind(("localhost", 0))
@@ -120,7 +120,7 @@ def test_two_processes_write_what_one_writes(two):
 def test_adapters_and_merged_weights(two):
   home, _ = two
   model, params = load(home / "source", "float32")
-  wide = Qwen2(dataclasses.replace(model.config, lora=Lora(2)), model.mesh)
+  wide = Transformer(dataclasses.replace(model.config, lora=Lora(2)), model.mesh)
   params = add_lora(wide, params, jax.random.key(1))
   save_adapter(wide, params, home / "one-adapters", "base")
   save(wide, params, None, home / "one-merged", dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""Qwen2.5's real shapes with random weights: parity with torch, and memory to load and save."""
+"""Published shapes with random weights: parity with torch, and memory to load and save."""
 
 import dataclasses
 import json
@@ -10,31 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtpo_jax.models import PRESETS, Qwen2, abstract_params, load, save
+from gtpo_jax.models import PRESETS, Transformer, abstract_params, load, save
 from gtpo_jax.models.hf import hf_shapes
+from gtpo_jax.models.hf_config import to_hf_config
 from gtpo_jax.runtime.mesh import single_device_mesh
 
 
 @pytest.mark.slow
-def test_the_half_billion_model_equals_torch(tmp_path):
-  """24 layers, 896 wide, 14 query and 2 KV heads, vocabulary 151,936."""
+@pytest.mark.parametrize(
+  "preset",
+  [
+    "qwen2.5-0.5b",
+    pytest.param("qwen3-0.6b", marks=pytest.mark.manual),
+    pytest.param("llama-3.2-1b", marks=pytest.mark.manual),
+  ],
+)
+def test_a_published_shape_equals_torch(preset, tmp_path):
+  """Qwen2.5-0.5B: 24 layers, 896 wide, 14 query and 2 KV heads, vocabulary 151,936."""
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
-  c = PRESETS["qwen2.5-0.5b"]
+  c = PRESETS[preset]
   torch.manual_seed(0)
-  reference = transformers.Qwen2ForCausalLM(
-    transformers.Qwen2Config(
-      vocab_size=c.vocab_size,
-      hidden_size=c.width,
-      num_hidden_layers=c.layers,
-      num_attention_heads=c.heads,
-      num_key_value_heads=c.kv_heads,
-      intermediate_size=c.mlp,
-      tie_word_embeddings=c.tied,
-      rope_theta=c.rope_theta,
-      rms_norm_eps=c.norm_eps,
-      max_position_embeddings=c.context,
-    )
+  (tmp_path / "config.json").write_text(json.dumps(to_hf_config(c, "float32")))
+  reference = transformers.AutoModelForCausalLM.from_config(
+    transformers.AutoConfig.from_pretrained(tmp_path)
   ).eval()
   reference.save_pretrained(tmp_path / "hf", max_shard_size="800MB")
   tokens = np.random.default_rng(0).integers(0, c.vocab_size, (2, 96))
@@ -90,7 +89,7 @@ def test_loading_three_gigabytes_needs_little_more_than_the_arrays(tmp_path):
   config = dataclasses.replace(
     PRESETS["qwen2.5-1.5b"], param_dtype="bfloat16", compute_dtype="bfloat16"
   )
-  model = Qwen2(config, single_device_mesh())
+  model = Transformer(config, single_device_mesh())
   rng = np.random.default_rng(0)
   block = rng.normal(0, 0.02, 1 << 20).astype(np.float32)
   fill = lambda like: jnp.asarray(np.resize(block, like.shape), jnp.bfloat16)
@@ -120,7 +119,7 @@ from pathlib import Path
 from gtpo_jax.runtime.startup import prepare_jax
 prepare_jax()
 import jax, jax.numpy as jnp, numpy as np
-from gtpo_jax.models import PRESETS, Qwen2, abstract_params, save
+from gtpo_jax.models import PRESETS, Transformer, abstract_params, save
 from gtpo_jax.models.lora import add_lora
 from gtpo_jax.models.config import Lora
 from gtpo_jax.runtime.mesh import single_device_mesh
@@ -132,7 +131,7 @@ out, dtype, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
 config = dataclasses.replace(
   PRESETS["qwen2.5-0.5b"], param_dtype="bfloat16", compute_dtype="bfloat16", lora=Lora(rank)
 )
-model, rng = Qwen2(config, single_device_mesh()), np.random.default_rng(0)
+model, rng = Transformer(config, single_device_mesh()), np.random.default_rng(0)
 block = rng.normal(0, 0.02, 1 << 20).astype(np.float32)
 fill = lambda like: jnp.asarray(np.resize(block, like.shape).astype(like.dtype))
 params = jax.block_until_ready(jax.tree.map(fill, abstract_params(model)))

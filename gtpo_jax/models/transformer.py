@@ -1,4 +1,4 @@
-"""Qwen2.5 in Flax Linen: one layer's code for training, prefill and decoding.
+"""A decoder-only transformer in Flax Linen: one layer's code for training, prefill and decoding.
 
 Parameters are stacked over layers and have named axes. A *stream* is one batch of sequences
 [n, g, s, d] that a forward pass runs through the layers. There are one or two: the prompts (g = 1)
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from gtpo_jax.arrays import Packing, Prompts, max_per_row
-from gtpo_jax.models.attention import KV, AttentionContext
+from gtpo_jax.models.attention import KV, AttentionContext, Spans
 from gtpo_jax.models.causal import attend_causally
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.declaration import declare
@@ -47,6 +47,7 @@ class StreamMasks(NamedTuple):
   prompt_mask: jax.Array | None = None
   # i32[n, g, s]; a position attends only to its own segment. None if each sequence is one segment.
   segment: jax.Array | None = None
+  spans: Spans | None = None  # of the completions, if they are packed
 
 
 def stream_masks(mask: jax.Array, config: ModelConfig) -> StreamMasks:
@@ -57,12 +58,20 @@ def stream_masks(mask: jax.Array, config: ModelConfig) -> StreamMasks:
     config: the architecture.
   """
   positions = jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)[:, None]
-  rope = rope_angles(positions, config.head_dim, config.rope_theta, config.yarn)
+  rope = rope_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
   return StreamMasks(rope, mask[:, None])
 
 
+def _spans(packing: Packing, t: int) -> Spans:
+  """Returns where `packing` places completions of up to `t` positions."""
+  owner = jnp.where(packing.source < 0, -1, packing.source // t)
+  completions = jnp.arange(packing.start.shape[1])[:, None, None]
+  length = (owner[:, None] == completions).sum((2, 3), dtype=jnp.int32)
+  return Spans(packing.start, length, owner)
+
+
 class Layer(nn.Module):
-  """One transformer block: RMSNorm, grouped-query attention with QKV bias, RMSNorm, SwiGLU."""
+  """One transformer block: RMSNorm, grouped-query attention, RMSNorm, SwiGLU."""
 
   config: ModelConfig
   mesh: Mesh
@@ -70,20 +79,23 @@ class Layer(nn.Module):
   def setup(self):
     """Declares the layer's parameters with the names of their axes."""
     c = self.config
-    dense = lambda inputs, outputs, axes, **settings: Dense(
-      c, self.mesh, inputs, outputs, axes, **settings
+    dense = lambda name, inputs, outputs, axes: Dense(
+      c, self.mesh, inputs, outputs, axes, bias=name in c.biases
     )
     queries = (c.heads, c.head_dim)
     keys = (c.kv_heads, c.head_dim)
-    self.attention_norm = RMSNorm(c)
-    self.q = dense((c.width,), queries, ("embed", "heads", "head_dim"), bias=True)
-    self.k = dense((c.width,), keys, ("embed", "kv_heads", "head_dim"), bias=True)
-    self.v = dense((c.width,), keys, ("embed", "kv_heads", "head_dim"), bias=True)
-    self.o = dense(queries, (c.width,), ("heads", "head_dim", "embed"))
-    self.mlp_norm = RMSNorm(c)
-    self.gate = dense((c.width,), (c.mlp,), ("embed", "mlp"))
-    self.up = dense((c.width,), (c.mlp,), ("embed", "mlp"))
-    self.down = dense((c.mlp,), (c.width,), ("mlp", "embed"))
+    self.attention_norm = RMSNorm(c, c.width)
+    self.q = dense("q", (c.width,), queries, ("embed", "heads", "head_dim"))
+    self.k = dense("k", (c.width,), keys, ("embed", "kv_heads", "head_dim"))
+    self.v = dense("v", (c.width,), keys, ("embed", "kv_heads", "head_dim"))
+    self.o = dense("o", queries, (c.width,), ("heads", "head_dim", "embed"))
+    if c.qk_norm:
+      self.q_norm = RMSNorm(c, c.head_dim)
+      self.k_norm = RMSNorm(c, c.head_dim)
+    self.mlp_norm = RMSNorm(c, c.width)
+    self.gate = dense("gate", (c.width,), (c.mlp,), ("embed", "mlp"))
+    self.up = dense("up", (c.width,), (c.mlp,), ("embed", "mlp"))
+    self.down = dense("down", (c.mlp,), (c.width,), ("mlp", "embed"))
 
   def __call__(
     self, streams: tuple[jax.Array, ...], masks_by_stream: tuple[StreamMasks, ...]
@@ -93,7 +105,9 @@ class Layer(nn.Module):
     out = [first]
     for x, masks in zip(streams[1:], masks_by_stream[1:], strict=True):
       q, kv = self._queries_keys_values(x, masks.rope)
-      context = AttentionContext(kv, masks.mask, first_kv, masks.prompt_mask, masks.segment)
+      context = AttentionContext(
+        kv, masks.mask, first_kv, masks.prompt_mask, masks.segment, masks.spans
+      )
       out.append(self._finish(x, attend_causally(self.config, self.mesh, q, context)))
     return tuple(out), None
 
@@ -112,6 +126,8 @@ class Layer(nn.Module):
     """Returns rotated queries [n, g, h, s, e], and keys and values of the same positions."""
     x = layer_layout(self.attention_norm(x), self.mesh)
     q, k, v = (jnp.swapaxes(project(x), 2, 3) for project in (self.q, self.k, self.v))
+    if self.config.qk_norm:
+      q, k = self.q_norm(q), self.k_norm(k)
     return rotate(q, rope), KV(jnp.swapaxes(rotate(k, rope), -1, -2), v)
 
   def _finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
@@ -125,7 +141,7 @@ class Layer(nn.Module):
     return residual_layout(x + layer_layout_of_gradient(self.down(hidden), self.mesh), self.mesh)
 
 
-class Qwen2(nn.Module):
+class Transformer(nn.Module):
   """The language model.
 
   `apply({"params": params}, tokens)` returns logits. The other methods are for the sampler and the
@@ -164,7 +180,7 @@ class Qwen2(nn.Module):
       length=c.layers,
       metadata_params={nn.PARTITION_NAME: "layer"},
     )(c, self.mesh)
-    self.norm = RMSNorm(c)
+    self.norm = RMSNorm(c, c.width)
 
   def __call__(self, tokens: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     """Returns logits f32[b, s, v] for `tokens` i32[b, s].
@@ -195,14 +211,17 @@ class Qwen2(nn.Module):
     offset = jnp.arange(t)
     prompt_mask = prompts.mask.at[:, -1].set(False)[:, None]
     segment = None
+    spans = None
     if packing is not None:
       inputs = packing.pack(inputs)
       offset = packing.source % t
       segment = packing.segment
+      spans = _spans(packing, t)
       prompt_mask = jnp.repeat(prompt_mask, max_per_row(g, inputs.shape[1]), axis=1)
     positions = prompts.lengths[:, None, None] - 1 + offset
-    rope = rope_angles(positions, c.head_dim, c.rope_theta, c.yarn)
-    masks_by_stream = (stream_masks(prompts.mask, c), StreamMasks(rope, None, prompt_mask, segment))
+    rope = rope_angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+    masks = StreamMasks(rope, None, prompt_mask, segment, spans)
+    masks_by_stream = (stream_masks(prompts.mask, c), masks)
     streams = tuple(
       embedding_lookup(self.embedding, x, c.compute_dtype, self.mesh)
       for x in (prompts.tokens[:, None], inputs)
