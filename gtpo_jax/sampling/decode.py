@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +11,9 @@ import jax.numpy as jnp
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention import KV, MASKED
 from gtpo_jax.models.decode import DecodeParams, decode_step, next_logits, prefill
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import constrain
-from gtpo_jax.sampling.cache import (
-  PromptCache,
-  SlotCache,
-  append_chunk,
-  gather_rows,
-  insert_prompts,
-)
-from gtpo_jax.sampling.decode_attention import DecodeAttention
+from gtpo_jax.sampling.cache import Cache, States, gather_rows, set_rows
 from gtpo_jax.sampling.filters import SampledToken, sample_token
 from gtpo_jax.sampling.params import SamplingParams
 from gtpo_jax.sampling.scheduler import DecodeInputs
@@ -28,7 +22,7 @@ from gtpo_jax.sampling.scheduler import DecodeInputs
 class Chunk(NamedTuple):
   """The tokens of one chunk, replicated on every device.
 
-  The position in the chunk is the first axis, so that each step writes one contiguous row.
+  The position in the chunk is the first axis: each step writes one contiguous row.
   """
 
   tokens: jax.Array  # i32[c, s]
@@ -47,50 +41,65 @@ class _LoopState(NamedTuple):
   active: jax.Array  # bool[s]
   hidden: jax.Array  # [s, 1, 1, d], the states that predict the next token
   seen_tokens: jax.Array | None  # bool[s, v]
-  kv: list[KV]  # per layer, [s, 1, k, ...] with the c positions of the chunk
+  kv: list[Any]  # per layer, the chunk's keys and values, see `Cache.zero_chunk`
   out: Chunk
 
 
-def prefill_prompts(
-  model: Qwen2,
+def prefill_rows(
+  model: Transformer,
+  insert: Callable[[Any, list[KV], Any], Any],
   params: DecodeParams,
-  prompt_cache: PromptCache,
-  prompts: Prompts,
-  entries: jax.Array,
-) -> PromptCache:
-  """Prefills `prompts` [b, p] into the prompt cache.
+  kv: Any,
+  states: States,
+  tokens: Prompts,
+  rows: jax.Array,
+  places: Any,
+) -> tuple[Any, States]:
+  """Prefills sequences [b, p] into the cache: prompts, or prompts with completions that go on.
 
-  Each prompt is computed once, and only the hidden state of its last position is kept. `entries` is
-  described in `insert_prompts`.
+  Each is computed once, and only the hidden state of its last position is kept.
+
+  Args:
+    model: the architecture.
+    insert: `Cache.insert` or `Cache.insert_completions`.
+    params: the policy's parameters in sampling layout.
+    kv: the cache's keys and values.
+    states: of the cached prompts, or of the slots.
+    tokens: [b, p], padded on the left.
+    rows: i32[shards, b / shards], the row of `states` within its shard that each sequence gets.
+      Sequences with a row past the last one are dropped.
+    places: where the cache puts the keys and values, see `insert`.
   """
-  hidden, kv = prefill(model, params, prompts)
+  hidden, new = prefill(model, params, tokens)
   seen_tokens = None
-  if prompt_cache.seen_tokens is not None:
-    rows = jnp.arange(len(prompts.lengths))[:, None]
+  if states.seen_tokens is not None:
     vocab = model.config.vocab_size
-    tokens = jnp.where(
-      prompts.mask, prompts.tokens, vocab
-    )  # padding is out of range, so it is dropped
-    seen_tokens = jnp.zeros((len(prompts.lengths), vocab), bool)
-    seen_tokens = seen_tokens.at[rows, tokens].set(True, mode="drop")
-  return insert_prompts(model, prompt_cache, kv, hidden, seen_tokens, entries)
+    # Padding gets an index that is out of range, so it is dropped.
+    ids = jnp.where(tokens.mask, tokens.tokens, vocab)
+    seen_tokens = jnp.zeros((len(ids), vocab), bool)
+    seen_tokens = seen_tokens.at[jnp.arange(len(ids))[:, None], ids].set(True, mode="drop")
+  set_states = lambda old, new: set_rows(model, old, new, rows.reshape(-1))
+  states = jax.tree.map(set_states, states, States(hidden, seen_tokens))
+  return insert(kv, new, places), states
 
 
 def decode_chunk(
-  model: Qwen2,
+  model: Transformer,
+  cache: Cache,
   params: DecodeParams,
-  prompt_cache: PromptCache,
-  slots: SlotCache,
+  kv: Any,
+  prompts: States,
+  slots: States,
   inputs: DecodeInputs,
   stop: jax.Array,
   max_steps: jax.Array,
   max_finished: jax.Array,
+  temperature: jax.Array | None,
   *,
   sampling_params: SamplingParams,
   chunk: int,
-  attention: str,
   vocab_limit: int | None = None,
-) -> tuple[SlotCache, Chunk]:
+) -> tuple[Any, States, Chunk]:
   """Samples up to `chunk` tokens in every active slot without returning to the host.
 
   Token i of a completion is drawn with `fold_in(key, i)` of the completion's key, so a completion
@@ -98,23 +107,28 @@ def decode_chunk(
 
   Args:
     model: the architecture.
+    cache: the device functions of the cache.
     params: the policy's parameters in sampling layout.
-    prompt_cache: the prefilled prompts.
-    slots: the completions generated so far.
-    inputs: the inputs of every slot and entry.
+    kv: the cache's keys and values.
+    prompts: the states of the cached prompts.
+    slots: the states of the slots.
+    inputs: the inputs of every slot.
     stop: i32[number of stop tokens], token ids that end a completion. The stop token itself is
       sampled, has a log-prob and is included in the mask.
     max_steps: i32[] <= chunk; the chunk ends after this many tokens.
     max_finished: i32[]; the chunk ends once this many slots have finished in it.
-    sampling_params: temperature and filters.
+    temperature: f32[]; 0 takes the most probable token. None for that of `sampling_params`.
+    sampling_params: how tokens are drawn.
     chunk: number of positions allocated for the chunk's keys and values.
-    attention: "xla", "pallas" or "triton", see `EngineConfig`.
     vocab_limit: only token ids below this are sampled; None for the full vocabulary.
 
   Returns:
-    The slots' caches with the chunk appended, and the chunk's tokens.
+    The keys and values with the chunk appended, the slots' states, and the chunk's tokens. The
+    state of a slot that is not active does not change.
   """
-  decode_attention = _decode_attention(model, prompt_cache, slots, inputs, attention)
+  if temperature is None:
+    temperature = sampling_params.temperature
+  attend = cache.attention(kv, inputs.tables, jnp.asarray(inputs.generated))
   keys = jax.random.wrap_key_data(inputs.keys)
 
   def keep_going(state: _LoopState) -> jax.Array:
@@ -125,14 +139,14 @@ def decode_chunk(
     index = inputs.generated + state.step
     logits = _limit_vocab(next_logits(model, params, state.hidden[:, 0, 0]), vocab_limit)
     token_keys = jax.vmap(jax.random.fold_in)(keys, index)
-    sampled = sample_token(sampling_params, logits, token_keys, state.seen_tokens)
+    sampled = sample_token(sampling_params, temperature, logits, token_keys, state.seen_tokens)
     stopped = state.active & jnp.isin(sampled.token, stop)
     hidden, kv = decode_step(
       model,
       params,
       sampled.token[:, None],
       (inputs.prompt_lengths + index)[:, None],
-      decode_attention.at_step(state.kv, state.step),
+      lambda layer, q, new: attend(layer, q, new, state.kv[layer], state.step),
     )
     seen_tokens = state.seen_tokens
     if seen_tokens is not None:
@@ -146,51 +160,24 @@ def decode_chunk(
       out=_record(state, sampled, stopped),
     )
 
-  start = _initial_state(model, prompt_cache, slots, inputs, chunk)
+  start = _initial_state(model, cache, prompts, slots, inputs, chunk)
   end = jax.lax.while_loop(keep_going, decode_token, start)
-  kv = append_chunk(model, slots.kv, end.kv, inputs.generated)
-  replicated = jax.tree.map(lambda x: constrain(x, model.mesh), end.out)
-  return SlotCache(kv, end.hidden, end.seen_tokens), replicated
-
-
-def _decode_attention(
-  model: Qwen2, prompt_cache: PromptCache, slots: SlotCache, inputs: DecodeInputs, kernel: str
-) -> DecodeAttention:
-  p = prompt_cache.kv[0].v.shape[3]
-  prompt_mask = jnp.arange(p) >= p - inputs.entry_lengths[:, None]
-  return DecodeAttention(
-    model,
-    prompt_cache.kv,
-    slots.kv,
-    inputs.table_index,
-    inputs.slot_table,
-    prompt_mask[:, None, None],
-    jnp.asarray(inputs.generated),
-    kernel,
-  )
+  kv = cache.append(kv, end.kv, inputs.tables, jnp.asarray(inputs.generated))
+  keep = lambda new, old: jnp.where(_expand(inputs.active, new), new, old)
+  slots = jax.tree.map(keep, States(end.hidden, end.seen_tokens), slots)
+  return kv, slots, jax.tree.map(lambda x: constrain(x, model.mesh), end.out)
 
 
 def _initial_state(
-  model: Qwen2, prompt_cache: PromptCache, slots: SlotCache, inputs: DecodeInputs, chunk: int
+  model: Transformer, cache: Cache, prompts: States, slots: States, inputs: DecodeInputs, chunk: int
 ) -> _LoopState:
   """Returns the state before the first token. A new completion starts from its prompt's state."""
-  entry = inputs.table_index // inputs.slot_table.shape[1]
 
   def start_from(prompt: jax.Array, slot: jax.Array) -> jax.Array:
-    is_new = inputs.is_new.reshape(-1, *[1] * (slot.ndim - 1))
-    return jnp.where(is_new, gather_rows(model, prompt, entry), slot)
+    return jnp.where(_expand(inputs.is_new, slot), gather_rows(model, prompt, inputs.entries), slot)
 
-  hidden = start_from(prompt_cache.hidden, slots.hidden)
-  seen_tokens = slots.seen_tokens
-  if seen_tokens is not None:
-    seen_tokens = start_from(prompt_cache.seen_tokens, seen_tokens)
-  kv = [
-    KV(
-      jnp.zeros((*past.k.shape[:4], chunk), hidden.dtype),
-      jnp.zeros((*past.v.shape[:3], chunk, model.config.head_dim), hidden.dtype),
-    )
-    for past in slots.kv
-  ]
+  hidden, seen_tokens = jax.tree.map(start_from, prompts, slots)
+  kv = cache.zero_chunk(len(inputs.active), chunk)
   s = len(inputs.active)
   zeros = lambda dtype: jnp.zeros((chunk, s), dtype)
   out = Chunk(
@@ -205,8 +192,13 @@ def _initial_state(
   return _LoopState(jnp.int32(0), jnp.asarray(inputs.active), hidden, seen_tokens, kv, out)
 
 
+def _expand(mask: jax.Array, like: jax.Array) -> jax.Array:
+  """Returns `mask` bool[s] with the number of axes of `like` [s, ...]."""
+  return mask.reshape(-1, *[1] * (like.ndim - 1))
+
+
 def _record(state: _LoopState, sampled: SampledToken, stopped: jax.Array) -> Chunk:
-  """Returns the chunk with one step's tokens of the active slots written to it."""
+  """Returns the chunk with the tokens that the active slots sampled in this step."""
 
   def write(rows: jax.Array, row: jax.Array) -> jax.Array:
     return rows.at[state.step].set(jnp.where(state.active, row, jnp.zeros_like(row)))

@@ -66,7 +66,7 @@ def pad_prompts(ids: Sequence[Sequence[int]], width: int, pad: int) -> Prompts:
     if len(prompt) > width:
       raise UserError(
         f"a prompt has {len(prompt)} tokens, over the limit of {width}; "
-        "raise data.max_prompt_tokens or shorten it"
+        "raise data.max_prompt_tokens or shorten the prompt"
       )
     row[-len(prompt) :] = prompt
   return Prompts(tokens, np.asarray([len(prompt) for prompt in ids], np.int32))
@@ -92,7 +92,7 @@ def pad_prefill(
 
   Returns:
     The prompts [shards * rows, width], and their entries i32[shards, rows]. The entry of an unused
-    row is `entries`, which is out of bounds, so that its write is dropped.
+    row is `entries`, which is out of bounds, so its write is dropped.
   """
   ids: list[Sequence[int]] = []
   entry_of_row: list[list[int]] = []

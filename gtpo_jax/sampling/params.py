@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from gtpo_jax.runtime.errors import UserError
 
+KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
+WEIGHTS_DTYPES = ("int8",)
 KERNEL_PLATFORMS = {"pallas": "tpu", "triton": "gpu"}  # attention kernel -> platform it runs on
-# Default slots per shard. More slots amortise the reading of the weights, until compute becomes the
-# bottleneck; on a CPU that takes fewer slots.
+# Default slots per shard. More slots amortise the reading of the weights until compute becomes the
+# bottleneck, which takes fewer slots on a CPU.
 CPU_SLOTS = 64
 ACCELERATOR_SLOTS = 256
-# Default tokens between two host round trips. An accelerator's steps are shorter, so that the round
-# trip must be shared by more of them.
+# Default tokens between two host round trips. An accelerator's steps are shorter, so more of them
+# must share a round trip.
 CPU_CHUNK = 16
 ACCELERATOR_CHUNK = 64
+# Positions of a page. Half a page of a completion is unused on average; a page of 128 is a tile of
+# scales on a TPU, and enough for one copy to use the bandwidth of the memory.
+DEFAULT_PAGE = 128
+SMALLEST_PAGE = 16
+LARGEST_PAGE = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,20 +61,32 @@ class SamplingParams:
       )
 
   @property
-  def policy_temperature(self) -> float:
-    """The temperature of the reported log-probs and entropy: 1 under greedy decoding."""
-    return self.temperature or 1.0
-
-  @property
   def penalises_repetition(self) -> bool:
     """Whether earlier tokens change the distribution that tokens are drawn from."""
     return self.repetition_penalty != 1.0
 
   @property
-  def draws_from_policy(self) -> bool:
-    """Whether tokens are drawn from the policy itself: no penalty, no filter, not greedy."""
-    filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-    return not (self.penalises_repetition or self.temperature == 0 or filtered)
+  def is_filtered(self) -> bool:
+    """Whether a penalty or a filter changes the distribution that tokens are drawn from."""
+    return self.penalises_repetition or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+  @property
+  def filters(self) -> SamplingParams:
+    """The penalty and the filters, which a program is compiled for, unlike the temperature."""
+    return dataclasses.replace(self, temperature=1.0)
+
+
+class Demand(NamedTuple):
+  """The batches that an engine is to sample, by which a paged cache is sized.
+
+  Attributes:
+    completions: the most completions of one batch; 0 if unknown. There are no more slots than that.
+    group: how many completions of a prompt usually share its pages. Batches of smaller groups are
+      sampled too, with fewer at once if they need more pages than there are.
+  """
+
+  completions: int = 0
+  group: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,19 +96,30 @@ class EngineConfig:
   Attributes:
     slots: completions that run concurrently, over all devices; 0 for 64 per device of the batch
       axes on CPU and 256 elsewhere.
-    chunk: tokens decoded between two host round trips; 0 for 16 on CPU and 64 elsewhere.
-    kv_dtype: format of the cached keys and values: float32, bfloat16, int8; "" for the model's
-      compute type.
-    attention: how a slot attends to the tokens it has generated: "xla" computes the full length of
-      the cache for every slot; "pallas" (TPU) and "triton" (GPU) are kernels that read only each
-      slot's own positions (on CPU they are interpreted, slowly); "" for pallas on TPU and xla
-      elsewhere.
+    chunk: tokens decoded between two visits to the host; 0 for 16 on CPU and 64 elsewhere.
+    kv_dtype: format of the cached keys and values: float32, bfloat16, float16, int8; "" for the
+      model's compute type.
+    attention: how slots attend to their prompts and to the tokens they have generated: "pallas"
+      (TPU) and "triton" (GPU) are kernels that keep keys and values in pages and read only those in
+      use (on CPU they are interpreted, slowly); "xla" keeps them in arrays as long as the longest
+      completion and reads these in full; "" for pallas on TPU, triton on GPUs that it supports, and
+      xla elsewhere.
+    page_size: positions of a page, a power of two; 0 for 128. Only for pallas and triton.
+    cache_fraction: the number of pages, as a fraction of those that all slots need if every
+      completion reaches its longest length. With less than 1, completions wait for pages if too
+      many are long, and `sampling/waiting` says how often. Only for pallas and triton.
+    weights_dtype: format of the layers' matrices while sampling, in training and evaluation:
+      "int8", which halves the bytes that decoding reads, and needs a correction
+      (`algorithm.tis_cap`); "" for the model's compute type.
   """
 
   slots: int = 0
   chunk: int = 0
   kv_dtype: str = ""
   attention: str = ""
+  page_size: int = 0
+  cache_fraction: float = 1.0
+  weights_dtype: str = ""
 
   def __post_init__(self):
     for name in ("slots", "chunk"):
@@ -97,28 +128,46 @@ class EngineConfig:
         raise UserError(
           f"sampling.{name} must be at least 1, or 0 for the platform's default; got {value}"
         )
-    if self.kv_dtype not in ("", "float32", "bfloat16", "int8"):
+    if self.kv_dtype not in ("", *KV_DTYPES):
       raise UserError(
-        f"sampling.kv_dtype must be float32, bfloat16, int8 or empty, got {self.kv_dtype!r}"
+        f"sampling.kv_dtype must be {', '.join(KV_DTYPES)} or empty, got {self.kv_dtype!r}"
+      )
+    if self.weights_dtype not in ("", *WEIGHTS_DTYPES):
+      raise UserError(
+        f"sampling.weights_dtype must be {', '.join(WEIGHTS_DTYPES)} or empty for the model's "
+        f"compute type, got {self.weights_dtype!r}"
       )
     if self.attention not in ("", "xla", *KERNEL_PLATFORMS):
       raise UserError(
         "sampling.attention must be xla, pallas, triton, or empty for the platform's default, "
         f"got {self.attention!r}"
       )
+    size = self.page_size
+    if size and (size & (size - 1) or not SMALLEST_PAGE <= size <= LARGEST_PAGE):
+      raise UserError(
+        f"sampling.page_size must be a power of two from {SMALLEST_PAGE} to {LARGEST_PAGE}, or 0 "
+        f"for {DEFAULT_PAGE}; got {size}"
+      )
+    if not 0 < self.cache_fraction <= 1:
+      raise UserError(f"sampling.cache_fraction must be in (0, 1], got {self.cache_fraction}")
 
-  def resolve(self, platform: str, shards: int) -> EngineConfig:
-    """Replaces slots, chunk and attention by the defaults of `platform` where they are 0 or "".
+  def resolve(
+    self, platform: str, shards: int, compute_dtype: str, triton: bool = False
+  ) -> EngineConfig:
+    """Returns the config with everything that is unset at the defaults of `platform`.
 
     Args:
       platform: "cpu", "gpu" or "tpu".
       shards: devices along the batch axes of the sampling mesh.
+      compute_dtype: the model's compute type.
+      triton: whether the triton kernel supports this GPU and this model.
 
     Raises:
       UserError: the attention kernel does not run on `platform`.
     """
     cpu = platform == "cpu"
-    attention = self.attention or ("pallas" if platform == "tpu" else "xla")
+    fastest = {"tpu": "pallas", "gpu": "triton" if triton else "xla"}
+    attention = self.attention or fastest.get(platform, "xla")
     kernel_platform = KERNEL_PLATFORMS.get(attention, platform)
     if kernel_platform != platform and not cpu:
       raise UserError(
@@ -129,5 +178,7 @@ class EngineConfig:
       self,
       slots=self.slots or (CPU_SLOTS if cpu else ACCELERATOR_SLOTS) * shards,
       chunk=self.chunk or (CPU_CHUNK if cpu else ACCELERATOR_CHUNK),
+      kv_dtype=self.kv_dtype or compute_dtype,
       attention=attention,
+      page_size=self.page_size or DEFAULT_PAGE,
     )

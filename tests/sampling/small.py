@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from gtpo_jax.models import ModelConfig, Qwen2, init_params
+from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.sampling.engine import Engine
@@ -15,7 +15,7 @@ ENGINE_CONFIG = EngineConfig(chunk=4)
 STOP = (7, 11)
 PAD = 3
 MAX_TOKENS = 10
-LOGIT_SCALE = 4  # scale of the random weights; the distributions are peaked, and lengths vary
+LOGIT_SCALE = 4  # scales the random weights, so that distributions are peaked and lengths vary
 PROMPTS = [[5, 9, 1], [2], [4, 4, 8, 30, 21], [40, 41]]
 RAGGED_PROMPTS = [np.random.default_rng(i).integers(12, 48, 1 + i % 6).tolist() for i in range(11)]
 
@@ -32,8 +32,8 @@ def build(
 
   The weights have the same values on every mesh.
   """
-  model = Qwen2(config, mesh or single_device_mesh())
-  params = init_params(Qwen2(config, single_device_mesh()), jax.random.key(0))
+  model = Transformer(config, mesh or single_device_mesh())
+  params = init_params(Transformer(config, single_device_mesh()), jax.random.key(0))
   params = jax.tree.map(
     lambda x, like: jax.device_put(x * LOGIT_SCALE, like.sharding), params, abstract_params(model)
   )

@@ -23,6 +23,7 @@ from small import (
 from gtpo_jax.reporting.compiles import compile_count
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+from gtpo_jax.sampling.programs import count_kinds
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_frequencies_follow_the_distribution(built):
 
 @pytest.mark.parametrize("penalty", [1.0, 1.8])
 def test_drawn_and_plain_log_probs(penalty):
-  """Also in refilled slots, the penalty applies only to the slot's own prompt and completion."""
+  """The penalty applies only to a slot's own prompt and completion, also in refilled slots."""
   params, engine, layout = build(engine_config=EngineConfig(slots=3, chunk=4))
   sampling_params = SamplingParams(temperature=0.7, top_k=5, repetition_penalty=penalty)
   *_, (buffer, _) = engine.generate(
@@ -139,7 +140,7 @@ def test_drawn_and_plain_log_probs(penalty):
       )
 
 
-# --- lengths of caches, numbers of slots ---
+# --- cache lengths and slot counts ---
 
 
 @pytest.mark.slow
@@ -152,12 +153,26 @@ def test_long_completions_grow_their_caches_and_drop_idle_slots():
   assert log_prob_errors(built, rollouts).max() <= 1e-4
 
 
-def test_nothing_compiles_after_the_warm_up():
+@pytest.mark.parametrize("attention", ["xla", "triton"])
+def test_nothing_compiles_after_the_warm_up(attention):
   """20 batches of ragged prompts and completions use every length and number of slots."""
-  built = build(max_tokens=150, max_prompt_tokens=80, engine_config=EngineConfig(slots=8, chunk=16))
+  built = build(
+    max_tokens=150,
+    max_prompt_tokens=80,
+    config=dataclasses.replace(CONFIG, head_dim=16),
+    engine_config=EngineConfig(slots=8, chunk=16, attention=attention, page_size=32),
+  )
   _, engine, layout = built
-  engine.programs.warm_up(layout, 6, group=4, sampling_params=SamplingParams())
-  sample(built, RAGGED_PROMPTS[:6], group=4)  # compiles the program of the keys
+  ready = []
+  engine.programs.warm_up(
+    layout,
+    6,
+    group=4,
+    sampling_params=SamplingParams(),
+    ready=lambda: ready.append(compile_count()),
+  )
+  shapes = count_kinds(engine.programs.signatures(6, 4, SamplingParams()))["decode"]
+  assert len(ready) == shapes and ready == sorted(ready)
   before = compile_count()
   rng = np.random.default_rng(0)
   longest = 0
@@ -165,6 +180,10 @@ def test_nothing_compiles_after_the_warm_up():
     prompts = [rng.integers(12, 48, rng.integers(1, 81)).tolist() for _ in range(6)]
     longest = max(longest, sample(built, prompts, key=step, group=4).mask.sum(-1).max())
   assert longest > 100 and compile_count() == before
+  if attention != "xla":  # other batches, also greedy ones, use the same programs
+    sample(built, RAGGED_PROMPTS[:6], group=4, temperature=0.0)
+    sample(built, RAGGED_PROMPTS[:6], group=4, temperature=0.3)
+    assert compile_count() == before
 
 
 # --- number formats ---
@@ -190,7 +209,7 @@ def test_no_prompts_give_no_completions(built):
   assert rollouts.tokens.shape == (0, 3, 10) and rollouts.prompts.tokens.shape == (0, 6)
 
 
-def test_a_prompt_that_leaves_little_or_nothing_of_the_context():
+def test_prompts_that_nearly_fill_the_context():
   config = dataclasses.replace(CONFIG, context=8)
   built = build(config=config, stop=(), max_prompt_tokens=9)
   prompts = [[5] * 8, [5] * 7, [5] * 2, [5]]
@@ -215,7 +234,7 @@ def test_completions_of_one_token():
   assert (every_token_stops.mask.sum(-1) == 1).all() and every_token_stops.finished.all()
 
 
-def test_one_completion_is_the_same_as_among_many(built):
+def test_a_completion_is_the_same_alone_as_among_many(built):
   many = sample(built, RAGGED_PROMPTS, group=6)
   single = sample(built, RAGGED_PROMPTS[:1], group=1)
   np.testing.assert_array_equal(single.tokens[0, 0], many.tokens[0, 0])

@@ -11,8 +11,21 @@ from gtpo_jax.sampling.params import SamplingParams
 
 VOCAB = 300  # not a multiple of 128
 draw = jax.jit(token_filters.draw)
-sample_token = jax.jit(token_filters.sample_token, static_argnums=0)
+draw_token = jax.jit(token_filters.sample_token, static_argnums=0)
+draw_static = jax.jit(token_filters.sample_token, static_argnums=(0, 1))
 apply_filters = jax.jit(token_filters.apply_filters, static_argnums=0)
+
+
+def sample_token(params, *arrays):
+  """The same with the temperature as a number and as a value of the program."""
+  sampled = draw_static(params.filters, params.temperature, *arrays)
+  other = draw_token(params.filters, np.float32(params.temperature), *arrays)
+  np.testing.assert_array_equal(sampled.token, other.token)
+  for values, others in zip(sampled[1:], other[1:], strict=True):
+    np.testing.assert_allclose(values, others, rtol=1e-5, atol=1e-5)
+  return sampled
+
+
 draw_many = jax.jit(jax.vmap(token_filters.draw, in_axes=(None, 0)))
 invert_cdf = jax.jit(jax.vmap(token_filters._invert_cdf, in_axes=(None, 0)))
 
@@ -53,7 +66,7 @@ def test_log_prob_and_entropy_are_of_the_unfiltered_distribution(temperature, fi
   np.testing.assert_allclose(plain, np.log(softmax(z)[np.arange(5), token]), rtol=1e-5, atol=1e-6)
 
 
-def test_greedy_takes_the_most_probable_and_reports_temperature_1():
+def test_greedy_sampling_reports_log_probs_at_temperature_1():
   z = logits(1)
   token, log_prob, entropy, drawn, plain = sample_token(
     SamplingParams(temperature=0.0), jnp.asarray(z), keys(0, 5)
@@ -66,7 +79,7 @@ def test_greedy_takes_the_most_probable_and_reports_temperature_1():
   np.testing.assert_allclose(entropy, -(p * np.log(p)).sum(-1), rtol=1e-5)
 
 
-def test_every_leading_axis_is_a_row():
+def test_all_leading_axes_are_batch_axes():
   z = logits(2, rows=6).reshape(2, 3, VOCAB)
   k = keys(3, 2, 3)
   nested = sample_token(SamplingParams(), jnp.asarray(z), k)

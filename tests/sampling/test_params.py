@@ -36,6 +36,10 @@ def test_bad_sampling_params_are_rejected_with_value_and_bound(setting, value, b
     ({"chunk": -2}, "chunk"),
     ({"kv_dtype": "int4"}, "'int4'"),
     ({"attention": "flash"}, "'flash'"),
+    ({"page_size": 48}, "a power of two from 16 to 1024, or 0 for 128; got 48"),
+    ({"page_size": 8}, "got 8"),
+    ({"cache_fraction": 0.0}, r"in \(0, 1\], got 0.0"),
+    ({"cache_fraction": 1.5}, "got 1.5"),
   ],
 )
 def test_bad_engine_configs_are_rejected(settings, quoted):
@@ -44,18 +48,19 @@ def test_bad_engine_configs_are_rejected(settings, quoted):
 
 
 def test_defaults_depend_on_the_platform():
-  assert EngineConfig().resolve("cpu", 2) == EngineConfig(128, 16, "", "xla")
-  assert EngineConfig().resolve("tpu", 4) == EngineConfig(1024, 64, "", "pallas")
-  assert EngineConfig().resolve("gpu", 1).attention == "xla"
-  explicit = EngineConfig(8, 4, "int8", "xla")
-  assert explicit.resolve("tpu", 4) == explicit
-  assert EngineConfig(attention="triton").resolve("gpu", 1).attention == "triton"
+  resolve = lambda platform, shards: EngineConfig().resolve(platform, shards, "bfloat16")
+  assert resolve("cpu", 2) == EngineConfig(128, 16, "bfloat16", "xla", 128)
+  assert resolve("tpu", 4) == EngineConfig(1024, 64, "bfloat16", "pallas", 128)
+  assert resolve("gpu", 1).attention == "xla"
+  explicit = EngineConfig(8, 4, "int8", "xla", 32, 0.5)
+  assert explicit.resolve("tpu", 4, "bfloat16") == explicit
+  assert EngineConfig(attention="triton").resolve("gpu", 1, "float32").attention == "triton"
 
 
-def test_kernels_are_rejected_where_they_do_not_run():
+def test_kernels_that_cannot_run_are_rejected():
   with pytest.raises(UserError, match="a TPU kernel, and this is gpu"):
-    EngineConfig(attention="pallas").resolve("gpu", 1)
+    EngineConfig(attention="pallas").resolve("gpu", 1, "bfloat16")
   with pytest.raises(UserError, match="a GPU kernel, and this is tpu"):
-    EngineConfig(attention="triton").resolve("tpu", 1)
+    EngineConfig(attention="triton").resolve("tpu", 1, "bfloat16")
   with pytest.raises(UserError, match="a power of two from 16, not 8"):
     build(engine_config=EngineConfig(attention="triton"))

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtpo_jax.sampling.scheduler import Capacity, Scheduler, capacity_for, slot_counts
+from gtpo_jax.sampling.dense_programs import slot_counts
+from gtpo_jax.sampling.scheduler import Capacity, Scheduler, capacity_for
 
-PROMPT_LENGTH = 5  # of the first prompt; each next prompt is longer by 1
+PROMPT_LENGTH = 5  # of the first prompt; each later prompt is one token longer
 
 
 def assert_inputs_are_consistent(scheduler, cached, limits, keys):
@@ -19,11 +20,11 @@ def assert_inputs_are_consistent(scheduler, cached, limits, keys):
   for slot in active:
     shard, local = divmod(int(slot), capacity.slots)
     prompt, index = scheduler.completions[slot]
-    entry, position = divmod(int(inputs.table_index[slot]), capacity.slots_per_entry)
+    entry, position = divmod(int(inputs.tables.table_index[slot]), capacity.slots_per_entry)
     row = shard * capacity.entries + entry
     assert cached[shard, entry] == prompt
-    assert inputs.slot_table[row, position] == local
-    assert inputs.entry_lengths[row] == inputs.prompt_lengths[slot] == PROMPT_LENGTH + prompt
+    assert inputs.tables.slot_table[row, position] == local
+    assert inputs.tables.entry_lengths[row] == inputs.prompt_lengths[slot] == PROMPT_LENGTH + prompt
     assert inputs.max_tokens[slot] == limits[prompt, index]
     assert inputs.is_new[slot] == (inputs.generated[slot] == 0)
     np.testing.assert_array_equal(inputs.keys[slot], keys[prompt, index])
@@ -111,9 +112,9 @@ def test_capacity():
 
 
 def test_slot_counts():
-  assert slot_counts(64) == [64, 16, 4, 1]
-  assert slot_counts(50) == [50, 12, 3]
-  assert slot_counts(1) == [1]
+  assert slot_counts(64, 4) == [64, 16, 4, 1]
+  assert slot_counts(50, 4) == [50, 12, 3]
+  assert slot_counts(1, 16) == [1]
 
 
 def test_slots_do_not_wait_for_the_slowest_of_a_group():
@@ -123,7 +124,7 @@ def test_slots_do_not_wait_for_the_slowest_of_a_group():
   assert len(done) == 64
   minimum = (8 * 10 + 56) / 16  # chunks, if no slot were ever idle
   assert minimum <= chunks <= minimum + 10  # the last long completion may start late
-  by_groups = 4 * 10  # chunks with two groups at a time, each until its slowest is done
+  by_groups = 4 * 10  # chunks if two groups ran at a time, each until its slowest has ended
   assert chunks < by_groups / 2
 
 

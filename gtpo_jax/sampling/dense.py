@@ -1,0 +1,210 @@
+"""The dense cache: an array for the prompts and one for the slots, for XLA's attention.
+
+A CPU reads its arrays without a copy. The slots' arrays grow with the longest running completion.
+In shapes, p is the length of the prompts' arrays and w that of the slots'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gtpo_jax.models.attention import (
+  KV,
+  MaskedKV,
+  PartialAttention,
+  merge_partials,
+  partial_attention,
+)
+from gtpo_jax.models.config import DTYPES
+from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.sampling.cache import (
+  CachedAttention,
+  constrain_kv,
+  from_position,
+  gather_rows,
+  position_axes,
+  quantise,
+  set_rows,
+  within_shards,
+)
+
+
+class DenseKV(NamedTuple):
+  """Keys and values, per layer."""
+
+  prompts: list[KV]  # [m, 1, k, ...] with p positions; a prompt's last token is at p - 1
+  slots: list[KV]  # [s, 1, k, ...] with w positions; a completion's first token is at 0
+
+
+class DenseTables(NamedTuple):
+  """Which slots attend to which prompt.
+
+  A slot's queries move to its prompt's row, so that a prompt is read once for all its slots.
+  """
+
+  table_index: Any  # i32[s], index of the slot in its shard's flattened `slot_table`
+  # i32[m, slots_per_entry], the slots that complete each entry's prompt, counted within the shard;
+  # unused places contain 0
+  slot_table: Any
+  entry_lengths: Any  # i32[m], number of tokens of the cached prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseCache:
+  """The device functions of the dense cache; see `Cache`.
+
+  Attributes:
+    model: the architecture, on the sampling mesh.
+    dtype: format of keys and values: float32, bfloat16, float16 or int8.
+  """
+
+  model: Transformer
+  dtype: str
+
+  def zeros(self, rows: int, positions: int) -> list[KV]:
+    """Returns zeroed keys and values of `rows` rows over all shards, per layer."""
+    c = self.model.config
+    dtype = jnp.int8 if self.dtype == "int8" else DTYPES[self.dtype]
+    scale = None
+    if self.dtype == "int8":
+      scale = jnp.zeros((rows, 1, c.kv_heads, positions), jnp.float32)
+    kv = KV(
+      jnp.zeros((rows, 1, c.kv_heads, c.head_dim, positions), dtype),
+      jnp.zeros((rows, 1, c.kv_heads, positions, c.head_dim), dtype),
+      scale,
+      scale,
+    )
+    return [constrain_kv(self.model, kv) for _ in range(c.layers)]
+
+  def insert(self, kv: DenseKV, new: list[KV], places: jax.Array) -> DenseKV:
+    """Writes b prompts of p positions into the entries `places` i32[shards, b / shards].
+
+    Prompts with an entry past the last one are dropped.
+    """
+    insert = lambda old, new: set_rows(self.model, old, new, places.reshape(-1))
+    prompts = [
+      constrain_kv(self.model, jax.tree.map(insert, old, _cast(new, old)))
+      for old, new in zip(kv.prompts, new, strict=True)
+    ]
+    return kv._replace(prompts=prompts)
+
+  def insert_completions(
+    self, kv: DenseKV, new: list[KV], places: tuple[jax.Array, jax.Array]
+  ) -> DenseKV:
+    """Writes the completions of b sequences into slots, from position 0 on.
+
+    Args:
+      kv: the keys and values.
+      new: of the sequences, padded on the left.
+      places: i32[shards, b / shards] each, the slot within the shard, past the last one for unused
+        rows, and the position of the completion's first token.
+    """
+    slots, first = places
+    w = kv.slots[0].v.shape[3]
+
+    def insert(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+      new = jax.lax.slice_in_dim(new, 0, min(w, new.shape[axis]), axis=axis)
+      new = _pad_positions(new, axis, w)
+      return set_rows(self.model, old, new, slots.reshape(-1))
+
+    def insert_layer(old: KV, new: KV) -> KV:
+      new = _cast(from_position(self.model, new, first), old)
+      return constrain_kv(self.model, jax.tree.map(insert, old, new, position_axes(old)))
+
+    layers = [insert_layer(old, new) for old, new in zip(kv.slots, new, strict=True)]
+    return kv._replace(slots=layers)
+
+  def zero_chunk(self, slots: int, positions: int) -> list[KV]:
+    """Returns a zeroed buffer for a chunk, per layer [s, 1, k, ...]."""
+    c = self.model.config
+    dtype = DTYPES[c.compute_dtype]
+    kv = KV(
+      jnp.zeros((slots, 1, c.kv_heads, c.head_dim, positions), dtype),
+      jnp.zeros((slots, 1, c.kv_heads, positions, c.head_dim), dtype),
+    )
+    return [constrain_kv(self.model, kv)] * c.layers
+
+  def attention(self, kv: DenseKV, tables: DenseTables, generated: jax.Array) -> CachedAttention:
+    """Returns how slots attend to their prompts, their generated positions and the chunk."""
+    p = kv.prompts[0].v.shape[3]
+    w = kv.slots[0].v.shape[3]
+    prompt_mask = (jnp.arange(p) >= p - tables.entry_lengths[:, None])[:, None, None]
+    slot_mask = (jnp.arange(w) < generated[:, None])[:, None, None]
+    precision = self.model.config.matmul_precision
+
+    def attend(
+      layer: int, q: jax.Array, new: KV, chunk: KV, step: jax.Array
+    ) -> tuple[jax.Array, KV]:
+      write = lambda old, new, axis: jax.lax.dynamic_update_slice_in_dim(old, new, step, axis)
+      chunk = jax.tree.map(write, chunk, new, position_axes(chunk))
+      chunk_mask = (jnp.arange(chunk.v.shape[3]) <= step)[None, None, None]
+      parts = [
+        self._attend_prompts(q, MaskedKV(kv.prompts[layer], prompt_mask), tables),
+        partial_attention(q, MaskedKV(kv.slots[layer], slot_mask), precision),
+        partial_attention(q, MaskedKV(chunk, chunk_mask), precision),
+      ]
+      return merge_partials(parts).astype(q.dtype), chunk
+
+    return attend
+
+  def append(
+    self, kv: DenseKV, chunk: list[KV], tables: DenseTables, generated: jax.Array
+  ) -> DenseKV:
+    """Writes a chunk's keys and values into the slots' arrays, from `generated` on."""
+
+    def append(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+      update = lambda old, new, start: jax.lax.dynamic_update_slice_in_dim(
+        old, new, start, axis - 1
+      )
+      return within_shards(self.model, jax.vmap(update), old, new, generated)
+
+    slots = [
+      constrain_kv(self.model, jax.tree.map(append, old, _cast(new, old), position_axes(old)))
+      for old, new in zip(kv.slots, chunk, strict=True)
+    ]
+    return kv._replace(slots=slots)
+
+  def grow(self, slots: list[KV], length: int) -> list[KV]:
+    """Pads the slots' arrays to `length` positions."""
+    pad = lambda x, axis: _pad_positions(x, axis, length)
+    return [constrain_kv(self.model, jax.tree.map(pad, kv, position_axes(kv))) for kv in slots]
+
+  def compact(self, slots: list[KV], order: jax.Array) -> list[KV]:
+    """Keeps the slots `order` i32[shards, kept slots per shard] of each shard, in that order."""
+    keep = lambda x: gather_rows(self.model, x, order.reshape(-1))
+    return [constrain_kv(self.model, jax.tree.map(keep, kv)) for kv in slots]
+
+  def _attend_prompts(
+    self, q: jax.Array, prompts: MaskedKV, tables: DenseTables
+  ) -> PartialAttention:
+    """Attends to each slot's prompt, with the queries of all its slots together."""
+    m, slots_per_entry = tables.slot_table.shape
+    at_entries = gather_rows(self.model, q[:, 0], tables.slot_table.reshape(-1))
+    at_entries = at_entries.reshape(m, slots_per_entry, *q.shape[2:])
+    partial = partial_attention(at_entries, prompts, self.model.config.matmul_precision)
+
+    def to_slots(x: jax.Array) -> jax.Array:
+      flat = x.reshape(m * slots_per_entry, *x.shape[2:])
+      return gather_rows(self.model, flat, tables.table_index)[:, None]
+
+    return PartialAttention(*map(to_slots, partial))
+
+
+def _pad_positions(x: jax.Array, axis: int, length: int) -> jax.Array:
+  """Pads the positions of `x` to `length`."""
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, length - x.shape[axis])
+  return jnp.pad(x, widths)
+
+
+def _cast(kv: KV, like: KV) -> KV:
+  """Converts keys and values to the dtype of `like`; int8 has one scale per head and position."""
+  if like.k_scale is None:
+    return KV(kv.k.astype(like.k.dtype), kv.v.astype(like.v.dtype))
+  k, k_scale = quantise(kv.k, -2)
+  v, v_scale = quantise(kv.v, -1)
+  return KV(k, v, k_scale, v_scale)

@@ -1,0 +1,49 @@
+"""Keys and values in pages, and the tables that say which slots read and write which pages."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+# Slots in a row that share a prompt. On TPU their queries fill a matrix unit; a GPU has fewer
+# registers.
+SLOTS_PER_ROW = {"pallas": 16, "triton": 8}
+
+
+class Pages(NamedTuple):
+  """The keys and values of one layer, in pages of equal size.
+
+  Keys and values are side by side, so that a page is contiguous and a head of 64 features fills a
+  TPU vector register.
+  """
+
+  kv: jax.Array  # [pages, k, page, 2e]: e features of the key, then e of the value
+  scale: jax.Array | None  # f32[pages, k, 2, page], scales of int8 keys and values; else None
+
+
+class PageRows(NamedTuple):
+  """Runs of positions in pages, and the slots that attend to each.
+
+  Rows are divided into equal shards, like slots and pages, and count both within the shard. In each
+  shard the first `count` rows are in use.
+  """
+
+  count: Any  # i32[shards]
+  slots: Any  # i32[rows, w]; unused places repeat the first slot
+  pages: Any  # i32[rows, most pages]
+  start: Any  # i32[rows], the first valid position
+  end: Any  # i32[rows], the end of the valid positions
+
+
+class PageTables(NamedTuple):
+  """The pages that slots read and write during a chunk."""
+
+  prompts: PageRows  # several slots each; a running slot is in one of them
+  completions: PageRows  # the tokens before the chunk, one slot each
+  # The chunk, one row for each running slot, whose page is the slot itself. `end` is that of the
+  # first token.
+  running: PageRows
+  # i32[s, pages that a chunk can touch], from the page of the first new position on; those past the
+  # pool's last page are not written
+  written: Any

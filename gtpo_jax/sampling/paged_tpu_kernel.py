@@ -1,0 +1,248 @@
+"""The TPU kernel of paged attention.
+
+Queries and results of all slots are in on-chip memory. Pages are copied to it block by block, the
+next block while the current one is used. The kernel goes through all rows in one step of its grid
+(one for each core), because a step takes a third of a microsecond whatever it does.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from gtpo_jax.models.attention import MASKED
+from gtpo_jax.sampling.page_tables import PageRows, Pages
+
+LANES = 128  # the width of a TPU vector register
+SUBLANES = 8  # the r queries of a key/value head are padded to a multiple of this number of rows
+BLOCK = 512  # positions per block: as many pages as that are copied together
+VMEM_SPARE = 8 * 2**20  # bytes of on-chip memory for the compiler's own use
+
+
+def attend_on_tpu(
+  q: jax.Array,
+  pages: Pages,
+  chunk: jax.Array,
+  prompts: PageRows,
+  completions: PageRows,
+  running: PageRows,
+  *,
+  interpret: bool,
+  cores: int,
+) -> jax.Array:
+  """Runs the kernel on one device's slots, pages and heads; every core has a part of the heads.
+
+  The arguments are those of `paged_attention.local_attention`.
+  """
+  s, _, h, _, e = q.shape
+  _, kv_heads, page, features = pages.kv.shape
+  r = h // kv_heads
+  height = -(-r // SUBLANES) * SUBLANES
+  # Where keys and values share a vector register, the query is 0 at the value's features, and the
+  # result is taken from these.
+  split = e % LANES == 0
+  width = e if split else features
+  queries = (q * e**-0.5).reshape(s, kv_heads, r, e).astype(jnp.float32)
+  queries = jnp.pad(queries, [(0, 0), (0, 0), (0, height - r), (0, width - e)])
+  splits = cores if kv_heads % cores == 0 else 1
+  heads = kv_heads // splits
+  most_pages = max(prompts.pages.shape[1], completions.pages.shape[1])
+  block_pages = max(min(BLOCK // page, most_pages), 1)
+  wide = prompts.slots.shape[1]
+  sources = [pages.kv] if pages.scale is None else [pages.kv, pages.scale]
+  buffer = lambda x, count: pltpu.VMEM((2, count, heads, *x.shape[2:]), x.dtype)
+  buffers = [*(buffer(x, block_pages) for x in sources), buffer(chunk, 1)]
+  if not interpret:
+    # Only the pages in use are read. Without the constraint, the compiler may first copy the
+    # complete pool to on-chip memory.
+    sources = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in sources]
+  sources = [*sources, chunk]
+  scalars = [x.reshape(-1) for x in (*prompts, *completions, *running)]
+  of_slots = pl.BlockSpec((s, heads, height, width), lambda i, *_: (0, i, 0, 0))
+  float32 = lambda rows, last: pltpu.VMEM((*rows, last), jnp.float32)
+  tile = functools.partial(float32, (heads, wide * height))
+  resident = 4 * s * heads * height * (5 * width + LANES)  # queries and results are buffered twice
+  in_tile = 4 * heads * wide * height * 2 * (width + LANES)
+  copied = sum(2 * block_pages * heads * 4 * math.prod(x.shape[2:]) for x in sources)
+  out = pl.pallas_call(
+    functools.partial(_kernel, wide=wide, sources=len(sources), dtype=q.dtype, split=split),
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=len(scalars),
+      grid=(splits,),
+      in_specs=[of_slots, *[pl.BlockSpec(memory_space=pl.ANY)] * len(sources)],
+      out_specs=of_slots,
+      scratch_shapes=[
+        *buffers,
+        float32((s, heads, height), width),
+        float32((s, heads, height), LANES),
+        pltpu.SemaphoreType.DMA((2, len(buffers))),
+        *[tile(last) for last in (width, width, LANES, LANES)],
+      ],
+    ),
+    out_shape=jax.ShapeDtypeStruct((s, kv_heads, height, width), jnp.float32),
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel",),
+      vmem_limit_bytes=resident + 2 * in_tile + copied + VMEM_SPARE,
+    ),
+    interpret=interpret,
+    name="paged_attention",
+  )(*scalars, queries, *sources)
+  return out[:, :, :r, width - e :].reshape(q.shape).astype(q.dtype)
+
+
+class _Refs(NamedTuple):
+  """The arrays that the kernel uses for every row, of the heads of one core."""
+
+  q: Any  # f32[s, k, r, e], queries, with r padded
+  values: Any  # f32[s, k, r, e], the running softmax of each slot: its weighted values,
+  statistics: Any  # f32[s, k, r, LANES], and in two lanes the maximum and the sum of its weights
+  tile: tuple  # the row's queries, weighted values, maxima and sums, f32[k, w * r, ...]
+
+
+class _Copies(NamedTuple):
+  """Where pages are copied from and to."""
+
+  sources: tuple  # [pages, k, page, 2e], and scales if any, in the device's main memory
+  buffers: tuple  # [2, pages, k, ...], the blocks in use and on their way, one for each source
+  semaphores: tuple  # [2] for each source
+
+
+def _kernel(*refs, wide: int, sources: int, dtype: jnp.dtype, split: bool) -> None:
+  """Goes through the rows of prompts, completions and chunks, for one part of the heads."""
+  at = iter(refs)
+  take = lambda count: tuple(itertools.islice(at, count))
+  prompts, completions, running = (PageRows(*take(len(PageRows._fields))) for _ in range(3))
+  q = next(at)
+  arrays = take(sources)
+  out = next(at)
+  buffers = take(sources)
+  values, statistics, semaphores = take(3)
+  refs = _Refs(q, values, statistics, tuple(at))
+  semaphores = [semaphores.at[:, i] for i in range(sources)]
+  in_pages = _Copies(arrays[:-1], buffers[:-1], tuple(semaphores[:-1]))
+  in_chunks = _Copies(arrays[-1:], buffers[-1:], tuple(semaphores[-1:]))
+  lane = jax.lax.broadcasted_iota(jnp.int32, statistics.shape, 3)
+  values[...] = jnp.zeros_like(values)
+  statistics[...] = jnp.where(lane == 0, MASKED, 0.0)
+  _attend_rows(prompts, wide, refs, in_pages, dtype, split)
+  _attend_rows(completions, 1, refs, in_pages, dtype, split)
+  _attend_rows(running, 1, refs, in_chunks, dtype, split)
+  total = statistics[..., 1:2]
+  out[...] = values[...] / jnp.where(total > 0, total, 1.0)
+
+
+def _attend_rows(
+  rows: PageRows, w: int, refs: _Refs, copies: _Copies, dtype: jnp.dtype, split: bool
+) -> None:
+  """Adds the attention over `rows` of w slots each to the slots' running softmax."""
+  q, values, statistics, tile = refs
+  sources, buffers, semaphores = copies
+  first_head = pl.program_id(0) * q.shape[1]
+  kv = buffers[0]
+  _, block_pages, heads, page, features = kv.shape
+  height = q.shape[2]
+  block = block_pages * page
+  most_pages = rows.pages.shape[0] // rows.start.shape[0]
+  queries, sums, maxima, weights_sum = (ref.at[:, : w * height] for ref in tile)
+  count = rows.count[0]
+
+  def for_each_page(row: jax.Array, j: jax.Array, buffer: jax.Array, use: Any) -> None:
+    for i in range(block_pages):
+      index = j * block_pages + i
+
+      @pl.when(index * page < rows.end[row])
+      def _(i=i, index=index) -> None:
+        name = rows.pages[row * most_pages + index]
+        for source, to, semaphore in zip(sources, buffers, semaphores, strict=True):
+          part = source.at[name, pl.ds(first_head, heads)]
+          use(pltpu.make_async_copy(part, to.at[buffer, i], semaphore.at[buffer]))
+
+  start_copies = functools.partial(for_each_page, use=lambda copy: copy.start())
+  await_copies = functools.partial(for_each_page, use=lambda copy: copy.wait())
+
+  def attend_block(row: jax.Array, j: jax.Array, buffer: jax.Array) -> None:
+    start = rows.start[row]
+    end = rows.end[row]
+    is_valid = lambda position: (position >= start) & (position < end)
+
+    @pl.when((j * block < start) | ((j + 1) * block > end))
+    def _() -> None:
+      # What lies between valid positions may be of other completions, or not a number.
+      shape = (block_pages, 1, page, 1)
+      position = (
+        j * block
+        + jax.lax.broadcasted_iota(jnp.int32, shape, 0) * page
+        + jax.lax.broadcasted_iota(jnp.int32, shape, 2)
+      )
+      kv[buffer] = jnp.where(is_valid(position), kv[buffer], jnp.zeros((), kv.dtype))
+
+    position = j * block + jax.lax.broadcasted_iota(jnp.int32, (w * height, block), 1)
+    valid = is_valid(position)
+    scale_of = lambda head, which: jnp.concatenate(
+      [buffers[1][buffer, i, head, which : which + 1, :] for i in range(block_pages)], axis=1
+    )
+    for head in range(heads):
+      both = kv[buffer, :, head].reshape(block, features).astype(dtype)
+      k, v = (both[:, : features // 2], both[:, features // 2 :]) if split else (both, both)
+      scores = jax.lax.dot_general(
+        queries[head].astype(dtype), k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+      )
+      if len(buffers) > 1:
+        scores *= scale_of(head, 0)
+      scores = jnp.where(valid, scores, MASKED)
+      old_max = maxima[head][:, :1]
+      new_max = jnp.maximum(old_max, scores.max(-1, keepdims=True))
+      weights = jnp.where(valid, jnp.exp(scores - new_max), 0.0)
+      decay = jnp.exp(old_max - new_max)
+      new_sum = weights_sum[head][:, :1] * decay + weights.sum(-1, keepdims=True)
+      weights_sum[head] = jnp.broadcast_to(new_sum, weights_sum.shape[1:])
+      maxima[head] = jnp.broadcast_to(new_max, maxima.shape[1:])
+      if len(buffers) > 1:
+        weights = jnp.where(valid, weights * scale_of(head, 1), 0.0)
+      product = jnp.dot(weights.astype(dtype), v, preferred_element_type=jnp.float32)
+      sums[head] = sums[head] * decay + product
+
+  def attend_row(row: jax.Array, buffer: jax.Array) -> jax.Array:
+    blocks = pl.cdiv(rows.end[row], block)
+    for i in range(w):
+      slot = rows.slots[row * w + i]
+      at = pl.ds(i * height, height)
+      queries[:, at] = q[slot]
+      sums[:, at] = values[slot]
+      old = statistics[slot]
+      maxima[:, at] = jnp.broadcast_to(old[..., :1], old.shape)
+      weights_sum[:, at] = jnp.broadcast_to(old[..., 1:2], old.shape)
+
+    def next_block(j: jax.Array, buffer: jax.Array) -> jax.Array:
+      is_last = j + 1 == blocks
+      next_row = jnp.where(is_last, row + 1, row)
+
+      @pl.when(next_row < count)
+      def _() -> None:
+        start_copies(next_row, jnp.where(is_last, 0, j + 1), 1 - buffer)
+
+      await_copies(row, j, buffer)
+      attend_block(row, j, buffer)
+      return 1 - buffer
+
+    buffer = jax.lax.fori_loop(0, blocks, next_block, buffer)
+    for i in range(w):
+      slot = rows.slots[row * w + i]
+      at = pl.ds(i * height, height)
+      values[slot] = sums[:, at]
+      lane = jax.lax.broadcasted_iota(jnp.int32, statistics.shape[1:], 2)
+      statistics[slot] = jnp.where(lane == 0, maxima[:, at], weights_sum[:, at])
+    return buffer
+
+  @pl.when(count > 0)
+  def _() -> None:
+    start_copies(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+
+  jax.lax.fori_loop(0, count, attend_row, jnp.int32(0))

@@ -1,0 +1,219 @@
+"""The kernels for TPU and GPU, interpreted, against attention over the positions of each slot."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gtpo_jax.models import ModelConfig, Transformer
+from gtpo_jax.models.attention import KV
+from gtpo_jax.runtime.mesh import batch_shards, make_mesh, single_device_mesh
+from gtpo_jax.sampling.page_tables import PageRows, Pages, PageTables
+from gtpo_jax.sampling.paged_attention import local_attention, paged_attention
+from gtpo_jax.sampling.pages import PagedCache
+from gtpo_jax.sampling.params import KERNEL_PLATFORMS
+
+SLOTS = 8  # per shard
+PAGES = 42
+# (slots, first position, end) of each row in use; the pages of a row are random.
+PROMPTS = [([0, 1], 3, 16), ([2], 0, 48), ([5, 7], 15, 40)]
+COMPLETIONS = [([0], 0, 1), ([2], 0, 16), ([7], 0, 17), ([6], 0, 48)]
+RUNNING = [0, 1, 2, 5, 6, 7]  # slots that attend to a chunk; the others are in no row
+CHUNK = 16
+STEP = 5
+
+
+def case(heads, kv_heads, e, page=16, dtype=jnp.float32, int8=False, mesh=None):
+  """A model, and random queries, pages and rows of three pages, equal on every shard."""
+  config = ModelConfig(
+    vocab_size=48, width=32, layers=1, heads=heads, kv_heads=kv_heads, head_dim=e, mlp=64
+  )
+  model = Transformer(config, mesh or single_device_mesh())
+  shards = batch_shards(model.mesh)
+  rng = np.random.default_rng(0)
+  repeat = lambda x: np.concatenate([x] * shards)
+  kv = rng.normal(size=(PAGES, kv_heads, page, 2 * e)).astype(np.float32)
+  scale = None
+  if int8:
+    kv = np.round(40 * kv).clip(-127, 127).astype(np.int8)
+    scale = rng.uniform(0.01, 0.03, (PAGES, kv_heads, 2, page)).astype(np.float32)
+    scale = jnp.asarray(repeat(scale))
+  names = iter(rng.permutation(PAGES).reshape(-1, 3)[: len(PROMPTS) + len(COMPLETIONS)])
+  rows = [
+    rows_of(
+      2,
+      [(slots, next(names), first * page // 16, end * page // 16) for slots, first, end in PROMPTS],
+    ),
+    rows_of(
+      1,
+      [
+        (slots, next(names), first * page // 16, end * page // 16)
+        for slots, first, end in COMPLETIONS
+      ],
+    ),
+    rows_of(1, [([slot], [slot], 0, 1) for slot in RUNNING], pages=1),
+  ]
+  tables = PageTables(*(PageRows(*map(repeat, part)) for part in rows), None)
+  q = jnp.asarray(repeat(rng.normal(size=(SLOTS, 1, heads, 1, e))), dtype)
+  chunk = jnp.asarray(repeat(rng.normal(size=(SLOTS, kv_heads, CHUNK, 2 * e))), dtype)
+  pool = Pages(jnp.asarray(repeat(kv), None if int8 else dtype), scale)
+  return model, q, pool, chunk, tables
+
+
+def rows_of(width, used, pages=3):
+  rows = PageRows(
+    np.asarray([len(used)], np.int32),
+    *(np.zeros((SLOTS, *shape), np.int32) for shape in [(width,), (pages,), (), ()]),
+  )
+  for row, (slots, names, start, end) in enumerate(used):
+    rows.slots[row] = slots[0]
+    rows.slots[row, : len(slots)] = slots
+    rows.pages[row] = names
+    rows.start[row], rows.end[row] = start, end
+  return rows
+
+
+def run(kernel, model, *arrays):
+  attend = lambda *arrays: paged_attention(model, *arrays, jnp.int32(STEP), kernel)
+  return np.asarray(jax.jit(attend)(*arrays))[:, 0, :, 0]
+
+
+def expected(q, pages, chunk, tables):
+  """Softmax attention of the first shard's running slots in float64, [slots, h, e]."""
+  kv = np.asarray(pages.kv, np.float64)
+  page, e = kv.shape[2], kv.shape[3] // 2
+  if pages.scale is not None:
+    scale = np.swapaxes(np.asarray(pages.scale, np.float64), 2, 3)
+    kv = kv * np.repeat(scale, e, -1)
+  heads = q.shape[2]
+  out = np.zeros((len(RUNNING), heads, e))
+  for i, slot in enumerate(RUNNING):
+    at = [
+      kv[rows.pages[row][position // page], :, position % page]
+      for rows in (tables.prompts, tables.completions)
+      for row in range(rows.count[0])
+      if slot in rows.slots[row]
+      for position in range(rows.start[row], rows.end[row])
+    ]
+    both = np.stack(
+      at + list(np.moveaxis(np.asarray(chunk, np.float64)[slot, :, : STEP + 1], 1, 0))
+    )
+    for head in range(heads):
+      k, v = np.split(both[:, head // (heads // kv.shape[1])], 2, -1)
+      scores = k @ np.asarray(q[slot, 0, head, 0], np.float64) / e**0.5
+      weights = np.exp(scores - scores.max())
+      out[i, head] = weights @ v / weights.sum()
+  return out
+
+
+@pytest.mark.parametrize(
+  ("kernel", "heads", "kv_heads", "e", "page", "int8", "mesh"),
+  [
+    ("pallas", 6, 2, 16, 16, False, None),
+    ("pallas", 9, 1, 128, 256, False, None),
+    ("pallas", 4, 2, 64, 32, True, None),
+    ("pallas", 4, 2, 16, 16, False, (2, 2, 2)),
+    ("triton", 6, 2, 16, 16, False, None),
+    ("triton", 7, 1, 64, 128, True, None),
+    ("triton", 4, 2, 16, 16, True, (1, 2, 4)),
+  ],
+)
+def test_kernels_equal_attention_over_the_positions(kernel, heads, kv_heads, e, page, int8, mesh):
+  """Keys and values share a register or not; there are several blocks; heads are split or not."""
+  model, *arrays = case(heads, kv_heads, e, page, int8=int8, mesh=mesh and make_mesh(*mesh))
+  got = run(kernel, model, *arrays)
+  assert np.isfinite(got).all()
+  for shard in got.reshape(-1, SLOTS, *got.shape[1:]):
+    np.testing.assert_allclose(shard[RUNNING], expected(*arrays), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNEL_PLATFORMS)
+def test_kernels_in_bfloat16(kernel):
+  model, *arrays = case(12, 2, 128, dtype=jnp.bfloat16)
+  got = run(kernel, model, *arrays)[RUNNING].astype(np.float32)
+  np.testing.assert_allclose(got, expected(*arrays), atol=2e-2)
+
+
+@pytest.mark.parametrize("kernel", KERNEL_PLATFORMS)
+def test_what_others_left_in_a_page_is_not_read(kernel):
+  """A page that is partly used may contain NaN from the completion that had it before."""
+  model, q, pages, chunk, tables = case(4, 2, 16)
+  want = run(kernel, model, q, pages, chunk, tables)
+  kv = np.full_like(pages.kv, np.nan)
+  for rows in (tables.prompts, tables.completions):
+    for row in range(rows.count[0]):
+      for position in range(rows.start[row], rows.end[row]):
+        at = (rows.pages[row][position // 16], slice(None), position % 16)
+        kv[at] = pages.kv[at]
+  got = run(kernel, model, q, Pages(jnp.asarray(kv), None), chunk, tables)
+  np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_the_gpu_kernel_lowers_to_a_triton_program(int8):
+  """Without a GPU, the kernel can be lowered to the program for the Triton compiler."""
+  _, *arrays, tables = case(14, 2, 64, 128, jnp.bfloat16, int8)
+  arrays += tables[:3]
+  attend = jax.jit(lambda *arrays: local_attention("triton", *arrays, interpret=False))
+  try:
+    program = attend.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+  except RuntimeError as error:
+    if "No supported GPU devices" not in str(error):
+      raise
+    pytest.skip("this version of JAX queries the GPU for its type")
+  assert program.count("__gpu$xla.gpu.triton") == 3
+
+
+# --- writing ---
+
+
+def random_kv(rng, rows, kv_heads, e, positions):
+  k = rng.normal(size=(rows, 1, kv_heads, e, positions)).astype(np.float32)
+  v = rng.normal(size=(rows, 1, kv_heads, positions, e)).astype(np.float32)
+  return KV(jnp.asarray(k), jnp.asarray(v))
+
+
+def side_by_side(kv):
+  """[rows, positions, k, 2e]"""
+  return np.concatenate([np.moveaxis(kv.k[:, 0], 3, 1), np.moveaxis(kv.v[:, 0], 2, 1)], -1)
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 2, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_prompts_and_chunks_are_written_to_their_pages(dtype, mesh):
+  """Two prompts of two pages, one with an unused first page; chunks that cross a page or do not."""
+  config = ModelConfig(vocab_size=48, width=32, layers=1, heads=4, kv_heads=2, head_dim=8, mlp=64)
+  model = Transformer(config, make_mesh(*mesh) if mesh else single_device_mesh())
+  shards = batch_shards(model.mesh)
+  cache = PagedCache(model, dtype, 4, "pallas")
+  rng = np.random.default_rng(0)
+  repeat = lambda x: np.concatenate([np.asarray(x)] * shards)
+  over_shards = lambda kv: jax.tree.map(lambda x: jnp.asarray(repeat(x)), kv)
+  prompts, chunk = random_kv(rng, 2, 2, 8, 8), random_kv(rng, 3, 2, 8, 6)
+  chunk_rows = np.moveaxis(side_by_side(chunk), 1, 2)
+  places = [[[5, 1], [99, 7]]]
+  generated = [0, 3, 5]
+  written = [[2, 3, 100], [4, 6, 8], [99, 101, 102]]  # the third slot waits
+  tables = PageTables(None, None, None, repeat(written))
+
+  def write():
+    kv = cache.zeros(10 * shards)
+    kv = cache.insert(kv, [over_shards(prompts)], jnp.asarray(repeat(places)))
+    return cache.append(
+      kv, [jnp.asarray(repeat(chunk_rows))], tables, jnp.asarray(repeat(generated))
+    )
+
+  (pages,) = jax.jit(write)()
+  kv = np.asarray(pages.kv, np.float64)
+  if dtype == "int8":
+    scale = np.swapaxes(np.asarray(pages.scale, np.float64), 2, 3)
+    kv = kv * np.repeat(scale, 8, -1)
+  want = np.zeros((10, 4, 2, 16))
+  rows = side_by_side(prompts)
+  want[5], want[1], want[7] = rows[0, :4], rows[0, 4:], rows[1, 4:]
+  rows = side_by_side(chunk)
+  want[2], want[3, :2] = rows[0, :4], rows[0, 4:]
+  want[4, 3:], want[6], want[8, :1] = rows[1, :1], rows[1, 1:5], rows[1, 5:]
+  for shard in kv.reshape(shards, 10, *kv.shape[1:]):
+    tolerance = 1e-6 if dtype == "float32" else 0.02
+    np.testing.assert_allclose(np.moveaxis(shard, 1, 2), want, atol=tolerance)

@@ -1,0 +1,141 @@
+"""Completions that go on in a later call, as if they had never stopped."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from small import (
+  CONFIG,
+  PAD,
+  RAGGED_PROMPTS,
+  assert_same,
+  build,
+  log_prob_errors,
+  sample,
+  trainer_scores,
+)
+
+from gtpo_jax.reporting.compiles import compile_count
+from gtpo_jax.runtime.mesh import make_mesh
+from gtpo_jax.sampling.host_arrays import CompletionBuffer
+from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+
+GROUP = 6
+TOKENS = 40
+KEY = 4
+
+
+def sample_in_parts(built, chunks, prompts=RAGGED_PROMPTS, layouts=None, **settings):
+  """Samples in calls that each end after the next of `chunks`, and returns all completions."""
+  _, engine, layout = built
+  n = len(prompts)
+  buffer = CompletionBuffer.empty(n, GROUP, engine.max_tokens, PAD)
+  keys = engine.completion_keys(jax.random.key(KEY), n, GROUP)
+  ended = []
+  for call, count in enumerate([*chunks, 10**6]):
+    stream = engine.resume(
+      layouts[call] if layouts else layout,
+      prompts,
+      keys,
+      buffer,
+      sampling_params=SamplingParams(**settings),
+    )
+    for _, pairs in zip(range(count), stream, strict=False):
+      ended += pairs
+    stream.close()
+  assert len(ended) == len(set(ended)) == n * GROUP  # each ends once
+  return engine.rollouts(buffer, prompts)
+
+
+@pytest.fixture(scope="module")
+def expected():
+  rollouts = sample(build(max_tokens=TOKENS), RAGGED_PROMPTS, group=GROUP)
+  assert rollouts.mask.sum(-1).max() == TOKENS and 0.2 < rollouts.finished.mean() < 0.98
+  return rollouts
+
+
+@pytest.mark.parametrize("chunks", [(1,), (3, 1, 0, 2)])
+def test_completions_are_those_of_one_call(chunks, expected):
+  built = build(max_tokens=TOKENS, engine_config=EngineConfig(slots=5, chunk=4))
+  rollouts = sample_in_parts(built, chunks)
+  assert_same(rollouts, expected)
+  assert log_prob_errors(built, rollouts).max() <= 1e-4
+
+
+@pytest.mark.slow
+def test_the_mesh_does_not_matter(expected):
+  built = build(
+    make_mesh(2, 2, 2), max_tokens=TOKENS, engine_config=EngineConfig(slots=16, chunk=4)
+  )
+  assert_same(sample_in_parts(built, (2, 3)), expected)
+
+
+@pytest.mark.parametrize(
+  ("mesh", "slots", "fraction"),
+  [
+    pytest.param((1, 1, 1), 6, 1.0, marks=pytest.mark.slow),
+    ((1, 1, 1), 6, 0.3),
+    pytest.param((2, 2, 2), 16, 0.5, marks=pytest.mark.slow),
+  ],
+)
+def test_pages_do_not_matter(mesh, slots, fraction, expected):
+  """Some completions wait for the pages of the tokens that they have already."""
+  config = EngineConfig(
+    slots=slots, chunk=4, attention="pallas", page_size=16, cache_fraction=fraction
+  )
+  devices = jax.devices()[: math.prod(mesh)]
+  built = build(make_mesh(*mesh, devices), max_tokens=TOKENS, engine_config=config)
+  assert_same(sample_in_parts(built, (5, 2, 4)), expected)
+
+
+def test_int8_keys_and_a_repetition_penalty():
+  """Tokens that were read again are penalised as those that were drawn."""
+  settings = {"repetition_penalty": 1.5, "top_k": 8}
+  built = build(max_tokens=TOKENS, engine_config=EngineConfig(slots=8, chunk=4))
+  whole = sample(built, RAGGED_PROMPTS, group=GROUP, **settings)
+  assert_same(sample_in_parts(built, (2, 3), **settings), whole)
+  built = build(max_tokens=TOKENS, engine_config=EngineConfig(slots=8, chunk=4, kv_dtype="int8"))
+  assert log_prob_errors(built, sample_in_parts(built, (2, 3))).max() < 0.3
+
+
+def test_each_token_is_drawn_from_the_policy_of_its_call():
+  """After a change of the parameters, the old tokens stay, and the new ones follow the new ones."""
+  first = build(max_tokens=TOKENS, engine_config=EngineConfig(slots=5, chunk=4))
+  params, engine, layout = first
+  other = jax.tree.map(lambda x: 0.7 * x, params)
+  rollouts = sample_in_parts(first, (6,), layouts=[layout, engine.layout(other)])
+  whole = sample(first, RAGGED_PROMPTS, group=GROUP)
+  under_first = log_prob_errors_of_all(first, rollouts)
+  under_other = log_prob_errors_of_all((other, engine, None), rollouts)
+  old = under_first <= 1e-5
+  new = under_other <= 1e-5
+  mask = rollouts.mask
+  assert (old | new)[mask].all() and old[mask].any() and new[mask].any()
+  both = (old & new & mask).sum()  # where a token is certain under both policies
+  assert both < 0.1 * mask.sum()
+  mixed = (old & mask).any(-1) & (new & ~old & mask).any(-1)
+  assert mixed.any()
+  np.testing.assert_array_equal(rollouts.tokens[old & ~new & mask], whole.tokens[old & ~new & mask])
+  for i, j in np.argwhere(mixed):  # no old token after a new one
+    is_new = (new & ~old)[i, j, mask[i, j]]
+    is_old = (old & ~new)[i, j, mask[i, j]]
+    assert np.flatnonzero(is_new).min() > np.flatnonzero(is_old).max()
+
+
+def log_prob_errors_of_all(built, rollouts):
+  log_probs, _ = trainer_scores(built, rollouts)
+  return np.abs(np.asarray(log_probs) - rollouts.log_probs)
+
+
+@pytest.mark.parametrize("attention", ["xla", pytest.param("pallas", marks=pytest.mark.slow)])
+def test_nothing_is_compiled_after_the_warm_up(attention):
+  config = EngineConfig(slots=5, chunk=4, attention=attention, page_size=16)
+  built = build(config=CONFIG, max_tokens=TOKENS, engine_config=config)
+  _, engine, layout = built
+  shape = (len(RAGGED_PROMPTS), GROUP, SamplingParams())
+  engine.programs.warm_up(layout, shape[0], group=shape[1], sampling_params=shape[2], resumes=True)
+  before = compile_count()
+  for chunks in ((), (1,), (2, 5), (9, 9)):
+    sample_in_parts(built, chunks)
+  assert compile_count() == before
