@@ -21,14 +21,14 @@ Advantage = Callable[[ShapedRewards, Units, tuple[int, ...], bool], jax.Array]
 # The axes of [n, g, u] over which one mean and standard deviation are computed.
 NORM_SCOPE: dict[str, tuple[int, ...]] = {"group": (1, 2), "batch": (0, 1, 2)}
 
-# Rewards with a smaller standard deviation count as equal, and their advantages are 0.
+# Advantages are 0 if their divisor is smaller than this: the std, or the mean in `mean_normalised`.
 MIN_STD = 1e-6
 
 
 def centred(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
   """Returns x minus its mean over `axes`, and 0 where `mask` is False."""
   mean = masked_mean(x, mask, axes, keepdims=True)
-  # The second pass removes the rounding error of the first, so that equal values have std 0.
+  # The second pass removes the rounding error of the first: equal values have std 0.
   mean += masked_mean(x - mean, mask, axes, keepdims=True)
   return jnp.where(mask, x - mean, 0.0)
 
@@ -47,7 +47,8 @@ def joint_zscore(
 ) -> jax.Array:
   """Z-scores the rewards of O+ and O- together.
 
-  The baselines do this, and so do `gtpo_v1` and `grpo_s_v1` (2508.04349 v1, eqs. 4, 8).
+  GRPO, DAPO and most other baselines do this, and so do `gtpo_v1`, `gtpo_v1_clipped` and
+  `grpo_s_v1` (2508.04349 v1, eqs. 4, 8).
 
   Args:
     shaped: the shaped rewards R+ and R-, f32[n, g, u] each.
@@ -68,9 +69,9 @@ def two_sided_zscore(
   """Z-scores R+ and R- separately; returns z(R+) on O+ and z(R-) on O-.
 
   `gtpo`, `grpo_s`, `gtpo_v2` and `grpo_s_v2` use these advantages. Each z-score is over all units,
-  including the zeros of the other side. Over its own side only, each side would have mean 0, and
-  the difference between correct and incorrect would be lost. Arguments and result are those of
-  `joint_zscore`.
+  including the zeros of the other set. If each were over its own set only, the advantages of O+
+  and of O- would both have mean 0, and correct completions would not be preferred to incorrect
+  ones. Arguments and result are those of `joint_zscore`.
   """
   plus = zscore(shaped.plus, units.mask, axes)
   minus = zscore(shaped.minus, units.mask, axes)
@@ -122,8 +123,8 @@ def mean_normalised(
 ) -> jax.Array:
   """Subtracts the mean reward and divides by it (MaxRL, 2602.02710).
 
-  The advantages are 0 where the mean is not positive, as in a group without a reward. Arguments and
-  result are those of `joint_zscore`.
+  The advantages are 0 where the mean is below `MIN_STD`, as in a group without a reward. Arguments
+  and result are those of `joint_zscore`.
   """
   rewards = shaped.plus + shaped.minus
   mean = masked_mean(rewards, units.mask, axes, keepdims=True)

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.advantages import NORM_SCOPE, entropy_bonus
+from gtpo_jax.algorithms.corrections import importance_weights, kept_completions
 from gtpo_jax.algorithms.diagnostics import ratio_metrics
 from gtpo_jax.algorithms.loss_aggregation import LOSS_AGGREGATIONS
 from gtpo_jax.algorithms.objectives import OBJECTIVES, Objective, ObjectiveInputs, capped_objective
-from gtpo_jax.algorithms.ratios import RATIOS, Ratio, k3, mismatch_weight
+from gtpo_jax.algorithms.ratios import RATIOS, Ratio, k3
 from gtpo_jax.algorithms.recipes import RECIPES, Recipe
 from gtpo_jax.algorithms.selection import all_wrong, has_contrast, top_share
 from gtpo_jax.algorithms.settings import Settings
+from gtpo_jax.algorithms.shaping import plain_reward
 from gtpo_jax.algorithms.units import ShapedRewards, Units, completion_entropy
 from gtpo_jax.arrays import masked_mean
 from gtpo_jax.runtime.errors import UserError
@@ -26,7 +28,7 @@ from gtpo_jax.runtime.errors import UserError
 class Algorithm:
   """Computes advantages, token weights and the loss of a batch.
 
-  Frozen and hashable, so that it can be a static argument of jitted functions.
+  It is frozen and hashable, and can be a static argument of jitted functions.
   """
 
   name: str
@@ -36,6 +38,11 @@ class Algorithm:
   def recipe(self) -> Recipe:
     """The entry of `RECIPES` under the algorithm's name."""
     return RECIPES[self.name]
+
+  @property
+  def shapes_by_entropy(self) -> bool:
+    """Whether rewards come from `correct`, shaped by entropy, instead of from `reward`."""
+    return self.recipe.shaping is not plain_reward
 
   @property
   def ratio(self) -> Ratio:
@@ -68,7 +75,7 @@ class Algorithm:
 
   @property
   def initial_entropy_coef(self) -> float | None:
-    """The initial weight of the entropy bonus if it is adapted, else None."""
+    """The initial weight of the entropy bonus if it is adapted, and otherwise None."""
     return self.settings.entropy_coef if self.settings.entropy_target else None
 
   def settings_dict(self) -> dict[str, Any]:
@@ -96,8 +103,9 @@ class Algorithm:
       mask: bool[n, g, t], sampled tokens.
       correct: bool[n, g], True for completions in O+ and False for those in O-.
       reward: f32[n, g], the verifier's reward; recipes with entropy shaping ignore it.
-      penalty: f32[n, g] <= 0, the length penalty, which is added to the (shaped) reward; None for
-        no penalty.
+      penalty: f32[n, g], added to the (shaped) reward of correct and of incorrect completions: the
+        length penalty and, with entropy shaping, the parts of the reward other than "correct". None
+        for 0.
       guided: bool[n, g], completions sampled from a guide; None for none.
 
     Returns:
@@ -160,6 +168,36 @@ class Algorithm:
     share = self.settings.forking_share
     return top_share(entropy, mask, share) if share else mask
 
+  def importance_weights(
+    self, log_probs_trainer: jax.Array, log_probs_sampler: jax.Array, mask: jax.Array
+  ) -> jax.Array | None:
+    """Returns the weights of the tokens' objectives that `tis_cap` asks for; None if it is 0.
+
+    Args:
+      log_probs_trainer: f32[n, g, t], nats, of the policy before the update.
+      log_probs_sampler: f32[n, g, t], nats, when the tokens were drawn.
+      mask: bool[n, g, t], sampled tokens.
+
+    Returns:
+      f32[n, g, t], constants.
+    """
+    s = self.settings
+    if not s.tis_cap:
+      return None
+    return importance_weights(log_probs_trainer, log_probs_sampler, mask, s.tis_cap, s.tis_level)
+
+  def kept_completions(
+    self, log_probs_trainer: jax.Array, log_probs_sampler: jax.Array, mask: jax.Array
+  ) -> jax.Array | None:
+    """Returns the completions that `mask_low` and `mask_high` keep; None if both are 0.
+
+    Takes the arguments of `importance_weights`, and returns bool[n, g].
+    """
+    s = self.settings
+    if not s.masks_completions:
+      return None
+    return kept_completions(log_probs_trainer, log_probs_sampler, mask, s.mask_low, s.mask_high)
+
   def token_weights(
     self, mask: jax.Array, correct: jax.Array | None = None, guided: jax.Array | None = None
   ) -> jax.Array:
@@ -216,8 +254,8 @@ class Algorithm:
   ) -> tuple[jax.Array, jax.Array]:
     """Returns the entropy weight of this gradient update, and the coefficient of the next one.
 
-    Without `entropy_target` the weight is `entropy_coef`, and `coef` is returned unchanged. With
-    it, see `Settings` (2505.22312).
+    Without `entropy_target`, the weight is `entropy_coef`, and `coef` is returned unchanged. With
+    it, `Settings` describes how the coefficient is adapted (2505.22312).
 
     Args:
       coef: f32[], the current coefficient.
@@ -246,6 +284,7 @@ class Algorithm:
     selected: jax.Array | None = None,
     entropy: jax.Array | None = None,
     entropy_weights: jax.Array | None = None,
+    importance: jax.Array | None = None,
     log_probs_sampler: jax.Array | None = None,
     log_probs_reference: jax.Array | None = None,
     logp: jax.Array | None = None,
@@ -269,8 +308,10 @@ class Algorithm:
       entropy: f32[n, g, t], nats, of the policy being trained; required with `entropy_bonus`.
       entropy_weights: f32[n, g, t], the weights of the entropies in the loss: `weights` times the
         coefficient of the entropy bonus. None: `weights` times `entropy_coef`.
-      log_probs_sampler: f32[n, g, t], nats, `log_probs_old` as computed by the sampler instead of
-        the trainer; required with `tis_cap`.
+      importance: f32[n, g, t], from `importance_weights` of the complete batch. None with
+        `tis_cap`: computed from `log_probs_old` and `log_probs_sampler`.
+      log_probs_sampler: f32[n, g, t], nats, of the tokens when they were drawn, computed by the
+        sampler; required with `tis_cap` if `importance` is None.
       log_probs_reference: f32[n, g, t], nats, of the frozen reference; required with `kl_weight`.
       logp: alias of `log_probs`.
       logp_old: alias of `log_probs_old`.
@@ -283,12 +324,13 @@ class Algorithm:
     log_probs = _resolve_alias("log_probs", log_probs, "logp", logp)
     log_probs_old = _resolve_alias("log_probs_old", log_probs_old, "logp_old", logp_old)
     self._check_guided(guided)
-    self._check_needed("tis_cap", "log_probs_sampler", log_probs_sampler)
+    if importance is None:
+      self._check_needed("tis_cap", "log_probs_sampler", log_probs_sampler)
     self._check_needed("kl_weight", "log_probs_reference", log_probs_reference)
     self._check_present(self.selects, "selected", selected)
     self._check_present(self.entropy_bonus, "entropy", entropy)
-    log_probs_old, advantages, log_probs_sampler, log_probs_reference = jax.lax.stop_gradient(
-      (log_probs_old, advantages, log_probs_sampler, log_probs_reference)
+    log_probs_old, advantages, importance, log_probs_reference = jax.lax.stop_gradient(
+      (log_probs_old, advantages, importance, log_probs_reference)
     )
     s = self.settings
     if weights is None:
@@ -299,9 +341,10 @@ class Algorithm:
     inputs = self._objective_inputs(log_probs, log_probs_old, advantages, mask)
     objective, metrics = self._objective(inputs._replace(selected=selected), guided)
     if s.tis_cap:
-      trust = mismatch_weight(log_probs_old, log_probs_sampler, mask, s.tis_cap)
-      objective *= trust
-      metrics["mismatch/weight"] = masked_mean(trust, own)
+      if importance is None:
+        importance = self.importance_weights(log_probs_old, log_probs_sampler, mask)
+      objective *= importance
+      metrics["mismatch/weight"] = masked_mean(importance, own)
     loss = -jnp.where(mask, weights * objective, 0.0).sum()
     if s.kl_weight:
       # Only on the policy's own tokens: k3 assumes samples from the policy, and the ratio to the
@@ -361,7 +404,7 @@ class Algorithm:
   def _contrast_mask(
     self, mask: jax.Array, correct: jax.Array, guided: jax.Array | None
   ) -> jax.Array:
-    """Returns `mask`, False in groups without contrast if these are excluded."""
+    """Returns `mask`, set to False in groups without contrast if the settings exclude them."""
     self._check_guided(guided)
     if not self.settings.contrast:
       return mask

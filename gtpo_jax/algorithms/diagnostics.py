@@ -28,17 +28,25 @@ def ratio_metrics(
     log_probs: f32[n, g, t], nats, of the policy being trained.
     mask: bool[n, g, t].
   """
-  ratio = jnp.where(mask, ratio, 0.0)
-  # Divided by the largest ratio, so that the squares fit float32.
-  scaled = ratio / jnp.maximum(ratio.max(), 1.0)
-  squares = jnp.square(scaled).sum()
-  tokens = jnp.maximum(mask.sum(), 1)
   return {
     "ratio/mean": masked_mean(ratio, mask),
-    "ratio/ess": jnp.square(scaled.sum()) / jnp.where(squares > 0, squares * tokens, 1.0),
+    "ratio/ess": jnp.where(mask.any(), effective_sample_size(ratio, mask), 0.0),
     "covariance/mean": masked_mean(token_covariance(advantages, log_probs, mask), mask),
     **{name: quantile(ratio, mask, share) for name, share in RATIO_QUANTILES.items()},
   }
+
+
+def effective_sample_size(weights: jax.Array, mask: jax.Array) -> jax.Array:
+  """Returns `(sum w)^2 / (N sum w^2)` over the N weights where `mask` is True, f32[] in (0, 1].
+
+  1 if all weights are equal, 1 / N if one outweighs all others; 1 if the mask is empty.
+  """
+  weights = jnp.where(mask, weights, 0.0)
+  # Divided by the largest weight, so the squares fit float32.
+  scaled = weights / jnp.maximum(weights.max(), 1.0)
+  squares = jnp.square(scaled).sum()
+  share = jnp.square(scaled.sum()) / jnp.where(squares > 0, squares * mask.sum(), 1.0)
+  return jnp.where(mask.any(), jnp.minimum(share, 1.0), 1.0)  # sums of float32 may exceed 1
 
 
 def surprise_metrics(

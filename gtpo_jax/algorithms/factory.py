@@ -16,8 +16,8 @@ from gtpo_jax.runtime.errors import UserError, did_you_mean
 def make(name: str, **overrides: Any) -> Algorithm:
   """Returns the algorithm `name` with its published settings, changed by `overrides`.
 
-  With `objective`, the settings of the recipe's own objective are replaced by those published for
-  the other one.
+  If `objective` is overridden, the settings of the recipe's own objective are replaced by those
+  published for the new one.
 
   Raises:
     UserError (a ValueError): the name or a setting is unknown (the message suggests the nearest

@@ -1,7 +1,7 @@
 """Loss aggregations: functions from the loss mask bool[n, g, t] to token weights f32[n, g, t].
 
 The weights are computed from the complete batch of a gradient update. Each micro-batch uses its
-slice of them, so that the losses and gradients of the micro-batches add up to those of the batch.
+slice of them, so the losses and gradients of the micro-batches add up to those of the batch.
 """
 
 from __future__ import annotations

@@ -107,9 +107,9 @@ def cispo_objective(x: ObjectiveInputs, settings: Settings) -> ObjectiveOutputs:
 def sapo_objective(x: ObjectiveInputs, settings: Settings) -> ObjectiveOutputs:
   """Returns `(4 / tau) sigmoid(tau (r - 1)) A` (SAPO, 2511.20347).
 
-  tau is `tau_positive` where `A > 0` and `tau_negative` elsewhere. The derivative in r is A at
-  r = 1 and falls smoothly to 0 on both sides. `clip/soft` counts the tokens for which it is below
-  `A / 2`.
+  tau is `tau_positive` where `A > 0` and `tau_negative` elsewhere. The derivative with respect to r
+  is A at r = 1 and decays smoothly to 0 on both sides. `clip/soft` counts the tokens for which its
+  absolute value is below `|A| / 2`.
   """
   tau = jnp.where(x.advantages > 0, settings.tau_positive, settings.tau_negative)
   gate = jax.nn.sigmoid(tau * (x.ratio - 1))
@@ -136,7 +136,7 @@ def gmpo_objective(x: ObjectiveInputs, settings: Settings) -> ObjectiveOutputs:
 def dppo_objective(x: ObjectiveInputs, settings: Settings) -> ObjectiveOutputs:
   """Returns `sg(min(r, ratio_cap)) A log pi`, or 0 outside the trust region (DPPO, 2602.04879).
 
-  A token is outside if its probability has changed too far in the direction of its advantage:
+  A token is outside if its probability has changed too much in the direction of its advantage:
   `pi - pi_old > delta_high` where `A > 0`, and `pi - pi_old < -delta_low` elsewhere. This is the
   binary approximation of the total variation (eq. 13).
   """

@@ -1,4 +1,4 @@
-"""Importance ratios and related weights f32[n, g, t], from log-probs f32[n, g, t] in nats."""
+"""Importance ratios and the k3 estimate f32[n, g, t], from log-probs f32[n, g, t] in nats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from gtpo_jax.arrays import masked_mean
 
-# Log-ratios are clamped to +-20, so that their exponentials stay finite in float32.
+# Log-ratios are clamped to +-20, which keeps their exponentials finite in float32.
 LOG_RATIO_BOUND = 20.0
 
 
@@ -32,7 +32,7 @@ def token_ratio(log_probs: jax.Array, log_probs_old: jax.Array, mask: jax.Array)
 
   The ratio is 1 where `mask` is False.
   """
-  return _bounded_exp(_log_ratio(log_probs, log_probs_old, mask))
+  return bounded_exp(_log_ratio(log_probs, log_probs_old, mask))
 
 
 def sequence_ratio(log_probs: jax.Array, log_probs_old: jax.Array, mask: jax.Array) -> jax.Array:
@@ -52,14 +52,14 @@ def geometric_sequence_ratio(
   Source: GSPO (2507.18071), eq. 7.
   """
   mean = masked_mean(_log_ratio(log_probs, log_probs_old, mask), mask, -1, keepdims=True)
-  return jnp.broadcast_to(_bounded_exp(mean), mask.shape)
+  return jnp.broadcast_to(bounded_exp(mean), mask.shape)
 
 
 def gspo_token_ratio(log_probs: jax.Array, log_probs_old: jax.Array, mask: jax.Array) -> jax.Array:
   """Returns `sg(s) pi / sg(pi)` per token, with s the geometric ratio of the token's completion.
 
   sg is `stop_gradient`. The value is that of `geometric_sequence_ratio`, but each token has its own
-  gradient, `s grad log pi`, so that the tokens of a completion can have different advantages.
+  gradient, `s grad log pi`, so the tokens of a completion can have different advantages.
   Source: GSPO-token (2507.18071, eq. 14).
   """
   sequence = jax.lax.stop_gradient(geometric_sequence_ratio(log_probs, log_probs_old, mask))
@@ -75,21 +75,8 @@ RATIOS: dict[str, Ratio] = {
   "gspo_token": Ratio(gspo_token_ratio, per_token=False),
 }
 
-# The ratios that one completion has in common; they need one advantage per completion.
+# The ratios that all tokens of a completion share; they need one advantage per completion.
 SEQUENCE_RATIOS = ("arithmetic", "geometric")
-
-
-def mismatch_weight(
-  log_probs_trainer: jax.Array, log_probs_sampler: jax.Array, mask: jax.Array, cap: float
-) -> jax.Array:
-  """Returns the truncated importance weights `min(pi_trainer / pi_sampler, cap)` per token.
-
-  Both are the probability of the token under the sampling policy, computed by the trainer and by
-  the sampler, whose numerics differ. The weights are constants (`stop_gradient`), and
-  min(1, cap) where `mask` is False.
-  """
-  ratio = token_ratio(log_probs_trainer, log_probs_sampler, mask)
-  return jax.lax.stop_gradient(jnp.minimum(ratio, cap))
 
 
 def k3(log_probs: jax.Array, log_probs_reference: jax.Array, mask: jax.Array) -> jax.Array:
@@ -107,5 +94,6 @@ def _log_ratio(log_probs: jax.Array, log_probs_old: jax.Array, mask: jax.Array) 
   return jnp.where(mask, log_probs - log_probs_old, 0.0)
 
 
-def _bounded_exp(x: jax.Array) -> jax.Array:
+def bounded_exp(x: jax.Array) -> jax.Array:
+  """Returns `exp(x)`, with x clamped to +-20."""
   return jnp.exp(jnp.clip(x, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))

@@ -51,8 +51,8 @@ class Recipe:
     """Returns the published settings with an objective other than the recipe's own.
 
     The settings of the recipe's own objective are replaced by those of `objective`, with the values
-    published for it. If `objective` is not defined for the recipe's ratio, the ratio is that of
-    tokens; an objective that computes its own ratio has no setting `ratio`.
+    published for it. If `objective` is not defined for the recipe's ratio, `ratio` becomes "token";
+    if the objective computes its own ratio, there is no setting `ratio`.
     """
     own = self.settings["objective"]
     if objective == own:
@@ -76,6 +76,10 @@ def _settings(objective: str = "clip", **changes: Any) -> dict[str, Any]:
     "contrast": True,
     "kl_weight": 0.0,
     "tis_cap": 0.0,
+    "tis_level": "token",
+    "mask_low": 0.0,
+    "mask_high": 0.0,
+    "behaviour": "policy",
     "entropy_coef": 0.0,
     "entropy_target": 0.0,
     "entropy_coef_delta": 0.005,

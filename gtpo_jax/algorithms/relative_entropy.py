@@ -1,7 +1,7 @@
 """The entropy of a token or completion relative to the mean over its comparison set.
 
-This is the idea on which GTPO and GRPO-S are built. It is not the relative entropy that is also
-called KL divergence.
+GTPO and GRPO-S are built on it. It is unrelated to the KL divergence, which is also called relative
+entropy.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def relative_entropy(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> ja
 def inverse_entropy(entropy: jax.Array, h_floor: float) -> jax.Array:
   """Returns `1 / max(entropy, h_floor)` f32[n, g, t], in 1/nats: large for confident tokens.
 
-  Without `h_floor`, a single near-certain token would take nearly the complete charge of its
+  Without `h_floor`, a single near-certain token would take nearly the complete penalty of its
   comparison set.
   """
   return 1.0 / jnp.maximum(entropy, h_floor)

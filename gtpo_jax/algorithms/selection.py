@@ -1,6 +1,6 @@
 """Selects the groups and tokens that enter the loss, or that an objective treats differently.
 
-No selection sorts: thresholds are found by bisection over the bits of the values, which takes 32
+Nothing is sorted: thresholds are found by bisection over the bits of the values, which takes 32
 counts. This is cheap for arrays sharded over many devices, and exact counts do not depend on the
 mesh.
 """
@@ -115,9 +115,9 @@ def highest_covariance(
 ) -> jax.Array:
   """Selects the tokens with the largest covariance term, if it is positive (KL-Cov, 2505.22617).
 
-  It selects `max(1, floor(share * tokens in mask))` tokens. Among tokens with equal terms it
-  chooses at random, because many tokens can share the largest term: those with the log-prob 0, of
-  which the policy is certain. Arguments and result are those of `covariance_band`.
+  It selects `max(1, floor(share * tokens in mask))` tokens, and breaks ties at random: all tokens
+  of which the policy is certain (log-prob 0) can share the largest term. The arguments are those of
+  `covariance_band`. Returns bool[n, g, t], a subset of `mask`.
   """
   term = token_covariance(advantages, log_probs, mask)
   values = _sortable_bits(term)
@@ -175,7 +175,7 @@ def _largest(values: jax.Array, mask: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _threshold(values: jax.Array, mask: jax.Array, count: jax.Array) -> jax.Array:
-  """Returns the largest i32 that at least `count` masked values are not below."""
+  """Returns the largest i32 such that at least `count` masked values are not below it."""
   lowest = jnp.int32(-(2**31))
   enough = lambda threshold: (mask & (values >= threshold)).sum() >= count
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from gtpo_jax.algorithms.advantages import NORM_SCOPE
+from gtpo_jax.algorithms.corrections import BEHAVIOURS, TIS_LEVELS
 from gtpo_jax.algorithms.loss_aggregation import LOSS_AGGREGATIONS
 from gtpo_jax.algorithms.objectives import OBJECTIVES
 from gtpo_jax.algorithms.ratios import RATIOS
@@ -51,7 +52,7 @@ class Settings:
       in all completions), "sequence" (those of its own completion) or "matrix" (all tokens). Tokens
       of O+ are compared only with O+, those of O- only with O-.
     scope: whether "all" in `compare` means the completions of the same prompt ("group") or of all
-      prompts ("batch"); in `grpo_s*`, which completions a completion is compared with.
+      prompts ("batch"). In `grpo_s*`: the completions that a completion is compared with.
     norm_scope: "group" or "batch": the completions over which the mean and std of the advantages
       are computed.
     h_floor: lower bound in nats that is applied to entropies before 1/H and before the geometric
@@ -71,16 +72,16 @@ class Settings:
       lower bound. `gmpo`: the clip range [-eps_low, eps_high] of the log-ratio.
     dual_clip: `clip`, `clip_cov`, `stare`: lower bound of the objective of tokens with a negative
       advantage, as a multiple of the advantage (1912.09729); above 1, or 0 for off.
-    tau_positive, tau_negative: `sapo`: the temperature of the gate where the advantage is positive,
-      and elsewhere.
+    tau_positive, tau_negative: `sapo`: the temperature of the gate for tokens with a positive
+      advantage, and for all others.
     delta_low, delta_high: `dppo`: how far the probability of a token may fall or rise, in the
       direction of its advantage, before the token has no gradient.
     ratio_cap: `dppo`: upper bound of the importance ratio.
     selected_share: the fraction of the tokens of a gradient update that the objective selects: of
       all tokens (`clip_cov`, `kl_cov`) or of those with a positive advantage (`stare`).
-    cov_low, cov_high: `clip_cov`: the covariance terms between which tokens are selected.
+    cov_low, cov_high: `clip_cov`: tokens are selected if their covariance term lies between these.
     kl_cov_coef: `kl_cov`: the weight of |log r| for the selected tokens.
-    surprise_weight: `stare`: the factor of the objective of the selected tokens.
+    surprise_weight: `stare`: multiplies the objective of the selected tokens.
     entropy_gate: `stare`: select tokens only while the mean entropy is below this value, in nats.
     bonus_alpha, bonus_kappa: `entropy_advantage`: min(bonus_alpha * H, |A| / bonus_kappa) is added
       to the advantage of each token (2506.14758, eq. 5).
@@ -92,13 +93,21 @@ class Settings:
       first case. 0 for a constant weight.
     entropy_coef_delta: the change of the weight of the entropy at each gradient update.
     entropy_coef_max: the upper bound of the adapted weight.
-    forking_share: fraction of the loss tokens that are trained on, those with the highest entropy
-      in the batch (2506.01939).
+    forking_share: train on only this fraction of the loss tokens, those with the highest entropy in
+      the batch (2506.01939).
     kl_weight: weight of the k3 estimate of the KL divergence to a frozen reference, added to the
       loss (GRPO, 2402.03300, eq. 4); 0 for off.
     tis_cap: truncated importance sampling: weights each token by min(pi_trainer / pi_sampler,
-      tis_cap), where both are the sampling policy's probability, computed by the trainer and by the
-      sampler; 0 for off, which also saves the pass over the batch that computes pi_trainer.
+      tis_cap). pi_trainer is the policy's probability before the update, computed by the trainer;
+      the ratio of the update is then relative to it (the decoupled objective, 2505.24298).
+      pi_sampler is the probability when the token was drawn, computed by the sampler. 0 for off,
+      which also saves the pass over the batch that computes pi_trainer.
+    tis_level: "token" (each token's probabilities) or "sequence" (those of its whole completion).
+    mask_low, mask_high: leave completions out of the loss for which the geometric mean of
+      pi_trainer / pi_sampler over their tokens is outside of [mask_low, mask_high]; 0 for no bound.
+    behaviour: what pi_sampler is: "policy" (the sampling policy's probability, at its temperature)
+      or "drawn" (that of the distribution the token was drawn from, after penalty, top-k, top-p and
+      min-p).
     length_penalty: "overlong" (DAPO's soft punishment), "r_length" (another name for "overlong",
       which equals R(i) of v1, section 4.5.1) or "group_relative" (final paper, appendix D).
     overlong_buffer: number of tokens before the length limit over which "overlong" falls from 0 to
@@ -155,6 +164,10 @@ class Settings:
   forking_share: float | None = None
   kl_weight: float | None = None
   tis_cap: float | None = None
+  tis_level: str | None = None
+  mask_low: float | None = None
+  mask_high: float | None = None
+  behaviour: str | None = None
   length_penalty: str | None = None
   overlong_buffer: int | None = None
   gamma: float | None = None
@@ -173,6 +186,33 @@ class Settings:
     self._check_bounds()
     self._check_length_penalty()
     self._check_clip_range()
+    self._check_corrections()
+
+  @property
+  def masks_completions(self) -> bool:
+    """Whether completions that the policy is too far from are left out of the loss."""
+    return bool(self.mask_low or self.mask_high)
+
+  @property
+  def needs_rescoring(self) -> bool:
+    """Whether the trainer's log-probs of the sampled tokens are needed before the update."""
+    return bool(self.tis_cap) or self.masks_completions
+
+  def _check_corrections(self) -> None:
+    """Rejects settings of corrections that are off."""
+    if self.mask_low and self.mask_high and self.mask_low > self.mask_high:
+      raise UserError(
+        f"algorithm.mask_low must be at most mask_high = {self.mask_high}, got {self.mask_low}"
+      )
+    if self.tis_level == "sequence" and not self.tis_cap:
+      raise UserError(
+        "algorithm.tis_level = 'sequence' needs importance weights; set tis_cap, for example to 2"
+      )
+    if self.behaviour == "drawn" and not self.needs_rescoring:
+      raise UserError(
+        "algorithm.behaviour = 'drawn' needs a correction; set tis_cap, for example to 2, or "
+        "mask_low and mask_high"
+      )
 
   def _check_bounds(self) -> None:
     """Rejects ranges whose lower bound is above the upper one."""
@@ -200,9 +240,9 @@ class Settings:
       )
 
   def _check_clip_range(self) -> None:
-    """Rejects settings of `gtpo_v1_clipped` that v1, eqs. 11-12, excludes.
+    """Rejects settings of `gtpo_v1_clipped` that eqs. 11-12 of v1 do not allow.
 
-    With some of them the range [floor, alpha1 + alpha1 / kappa] on O+ is empty.
+    Some of them would make the range [floor, alpha1 + alpha1 / kappa] on O+ empty.
     """
     if self.floor is None or self.alpha1 is None or self.alpha2 is None:
       return
@@ -294,6 +334,10 @@ CHECKS: dict[str, _Check] = {
   "forking_share": _SHARE,
   "kl_weight": _AT_LEAST_0,
   "tis_cap": _AT_LEAST_0,
+  "tis_level": _choice(TIS_LEVELS),
+  "mask_low": _AT_LEAST_0,
+  "mask_high": _AT_LEAST_0,
+  "behaviour": _choice(BEHAVIOURS),
   "length_penalty": _choice(LENGTH_PENALTIES),
   "overlong_buffer": _number(lambda x: x >= 0, "an integer >= 0 (tokens)", numbers.Integral),
   "gamma": _number(lambda x: 0.5 < x <= 1, "in (0.5, 1]"),

@@ -39,11 +39,11 @@ class EntropyWeights(NamedTuple):
   minus: BaseAndWeight  # on O-
   axes: tuple[int, ...]  # of one comparison set, from COMPARE
   h_floor: float  # nats; lower bound applied to H before 1 / H
-  clip: tuple[float, float]  # range of the reward on O+, before the length penalty is added
+  clip: tuple[float, float]  # range of the reward on O+, before `Units.penalty` is added
 
 
 def plain_reward(x: Units, _: Settings) -> tuple[ShapedRewards, dict[str, jax.Array]]:
-  """Returns the verifier's reward plus the length penalty, equal for all units of a completion."""
+  """Returns the reward plus the length penalty, equal for all units of a completion."""
   reward = jnp.where(x.mask, x.reward + x.penalty, 0.0)
   plus = jnp.where(x.correct, reward, 0.0)
   minus = jnp.where(x.correct, 0.0, reward)
@@ -86,8 +86,8 @@ def entropy_shaping(
 def shape_by_entropy(x: Units, weights: EntropyWeights) -> ShapedRewards:
   """Shapes rewards by entropy (2508.04349 final, eqs. 3-11; v1, eqs. 2-8 and 11-19).
 
-  A correct unit earns most where the policy was uncertain; an incorrect unit is charged most where
-  the policy was confident. The length penalty is added on both sides.
+  A correct unit earns most where the policy was uncertain; an incorrect unit is penalised most
+  where the policy was confident. `Units.penalty` is added on both sides.
   """
   shares = entropy_shares(x, weights.axes, weights.h_floor)
   base, weight = weights.plus

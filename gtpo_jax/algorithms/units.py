@@ -19,7 +19,7 @@ class Units(NamedTuple):
   mask: jax.Array  # bool[n, g, u]
   correct: jax.Array  # bool[n, g, 1]
   reward: jax.Array  # f32[n, g, 1]
-  penalty: jax.Array  # f32[n, g, 1], <= 0; length penalty
+  penalty: jax.Array  # f32[n, g, 1]; what is added on both sides, such as the length penalty
   tokens: jax.Array  # f32[n, g, u], number of tokens of the unit; 0 where mask is False
 
   @property

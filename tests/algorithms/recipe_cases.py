@@ -23,7 +23,7 @@ COMPARISONS = [
 CORRECTIONS = {"dual_clip": 2.0, "kl_weight": 0.3, "tis_cap": 1.1}
 KEY = jax.random.key(7)
 
-# The setting that weighs the entropy share on O+.
+# The setting that multiplies the entropy share on O+.
 BONUS = {
   "gtpo": "alpha2",
   "gtpo_v1": "alpha",
@@ -43,7 +43,7 @@ STRONG = {
   "grpo_s_v1": {"beta": 0.4},
   "grpo_s_v2": {"beta": 0.4},
 }
-# Settings with which each objective acts on a part of the tokens of `random_policies`.
+# Settings that make each objective act on some, but not all, tokens of `random_policies`.
 STRONG_OBJECTIVE = {
   "cispo": {"eps_low": 0.4, "eps_high": 0.5},
   "gmpo": {"eps_low": 0.3, "eps_high": 0.2},
@@ -88,11 +88,11 @@ def option_id(value):
 
 
 def random_batch(seed, name="gtpo", n=7, g=5, t=4):
-  """Returns a batch of ragged completions, with large numbers on padding.
+  """Returns a batch of ragged completions, with large numbers in the padding.
 
-  All of group 0 are correct, none of group 1, only the last of group 2, all but the last two of
-  group 3. The rest are mixed, and one completion of group 4 does not count. The last two of each
-  group are the guide's, if the recipe has one.
+  Group 0 is all correct and group 1 all incorrect. In group 2 only the last completion is correct,
+  in group 3 all but the last two. The other groups are mixed, and one completion of group 4 does
+  not count. The last two completions of each group are the guide's, if the recipe has one.
   """
   rng = np.random.default_rng(seed)
   mask = np.arange(t) < rng.integers(1, t + 1, (n, g))[..., None]
@@ -119,7 +119,7 @@ def random_batch(seed, name="gtpo", n=7, g=5, t=4):
 
 
 def random_policies(seed, mask, spread=0.6):
-  """Returns log-probs f32[n, g, t] of four policies, with large numbers on padding."""
+  """Returns log-probs f32[n, g, t] of four policies, with large numbers in the padding."""
   rng = np.random.default_rng(seed)
   old = -rng.gamma(1.0, 1.0, mask.shape)
   policies = {

@@ -24,8 +24,8 @@ def aggregate(kind, mask):
 def token_weights(mask, s, correct=None, guided=None):
   """Returns the weight of each token, f64[n, g, t].
 
-  With a guide, groups without a correct completion of the policy's own are aggregated separately
-  and weighted by lambda_zero.
+  With a guide, groups in which the policy itself has no correct completion are aggregated
+  separately and weighted by lambda_zero.
   """
   kind = s["loss_aggregation"]
   if guided is None:
@@ -224,7 +224,7 @@ def loss(x, s):
 
 
 def diagnostics(x, own_ratios):
-  """Returns the metrics of the ratios of the policy's own tokens, and of the covariance."""
+  """Returns the ratio and covariance metrics, computed over the policy's own tokens."""
   mask = np.asarray(x["mask"])
   if x.get("guided") is not None:
     mask = mask & ~np.asarray(x["guided"])[..., None]

@@ -13,7 +13,7 @@ NOTHING = lambda s, share: 0.0
 FROM_1 = lambda weight, share: 1 + weight * share
 UPPER = lambda base, kappa: base + base / kappa if kappa else math.inf
 
-# The reward of a unit by its share: of the entropy on O+, of the inverse entropy on O-.
+# The reward of a unit, given its share of the entropy (on O+) or of the inverse entropy (on O-).
 TOKEN_LEVEL = {
   "gtpo": (
     lambda s, share: s["alpha1"] + s["alpha2"] * share,
@@ -98,7 +98,7 @@ def loss_mask(name, batch, s):
 
 
 def share(x, unit, side, compare, scope):
-  """Returns d * x / sum x over the unit's set: eq. 2. `side` has the units of O+ or of O-."""
+  """Returns d * x / sum x over the unit's set: eq. 2. `side` lists the units of O+ or of O-."""
   group_of = {"group": lambda u: u[0], "batch": lambda u: None}[scope]
   set_of = {
     "position": lambda u: (group_of(u), u[2]),
@@ -118,7 +118,7 @@ def completion_entropy(row, h_floor, mean):
 
 
 def units(name, batch, s):
-  """Returns {unit: entropy} of the kept groups: tokens, or completions."""
+  """Returns {unit: entropy} for the kept groups; the units are tokens or completions."""
   mask = batch["mask"]
   entropy = batch["entropy"].astype(np.float64)
   kept = kept_groups(name, batch, s["contrast"])
@@ -184,7 +184,7 @@ def _groups(rewards):
 
 
 def rloo(rewards, mask):
-  """Maps {unit: r} to {unit: r - mean of the others of the group}."""
+  """Maps {unit: r} to {unit: r - mean of the others in the group}."""
   groups = _groups(rewards)
   out = {}
   for unit, r in rewards.items():
@@ -194,7 +194,7 @@ def rloo(rewards, mask):
 
 
 def max_rl(rewards, mask):
-  """Maps {unit: r} to {unit: (r - mean) / mean}; 0 where the mean is not positive."""
+  """Maps {unit: r} to {unit: (r - mean) / mean}; 0 if the mean is not positive."""
   means = {key: sum(pool) / len(pool) for key, pool in _groups(rewards).items()}
   return {
     u: (r - means[u[0]]) / means[u[0]] if means[u[0]] >= 1e-6 else 0.0 for u, r in rewards.items()

@@ -62,7 +62,7 @@ def test_zscore_has_mean_0_and_population_std_1():
 
 
 @pytest.mark.parametrize(("spread", "no_signal"), [(0.0, True), (5e-7, True), (5e-6, False)])
-def test_a_std_below_1e_6_gives_0_instead_of_a_division_by_epsilon(spread, no_signal):
+def test_a_std_below_1e_6_gives_0(spread, no_signal):
   x = jnp.asarray([[[-spread], [spread]]])  # the std is the spread
   z = zscore(x, jnp.ones((1, 2, 1), bool), GROUP).ravel().tolist()
   assert z == ([0.0, 0.0] if no_signal else [-1.0, 1.0])
@@ -182,7 +182,7 @@ def test_mean_normalised_by_hand():
 
 
 @pytest.mark.parametrize("reward", [0.0, -0.5])
-def test_mean_normalised_is_0_where_the_mean_is_not_positive(reward):
+def test_mean_normalised_is_0_if_the_mean_is_not_positive(reward):
   shaped = ShapedRewards(column(reward, 0.0, 0.0, 0.0), column(0.0, 0.0, 0.0, 0.0))
   assert not mean_normalised(shaped, ONE_CORRECT, MASK).any()
 

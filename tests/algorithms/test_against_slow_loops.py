@@ -34,7 +34,7 @@ GUARDS = (False, True)
 
 
 def check_advantages(algorithm, batch):
-  """Compares package and loops; returns the advantages of the loops."""
+  """Compares the package with the loops and returns the advantages of the loops."""
   s = settings_of(algorithm)
   expected = slow_reference.advantages(algorithm.name, batch, s)
   x = arrays(batch)
@@ -165,7 +165,7 @@ def test_loss_gradient_and_metrics(name, options):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_policies_differ_enough_to_clip_both_ways(name):
   batch = random_batch(25, name)
-  if name == "max_rl":  # its advantages are 0 where the penalties make the mean reward negative
+  if name == "max_rl":  # its advantages are 0 if the penalties make the mean reward negative
     batch["penalty"] *= 0.1
   metrics = step(strong(name), arrays(batch), arrays(random_policies(26, batch["mask"])))["metrics"]
   shares = {key: value for key, value in metrics.items() if key.startswith("clip/")}
@@ -182,8 +182,8 @@ def test_weights_default_to_those_of_the_mask():
   np.testing.assert_allclose(loss, expected["loss"], rtol=1e-6)
 
 
-def test_forking_also_finds_its_tokens_from_the_advantages():
-  """`loss` accepts the mask of all tokens: those outside the loss have an advantage of 0."""
+def test_the_forking_loss_accepts_the_mask_of_all_tokens():
+  """The tokens outside the loss have an advantage of 0."""
   algorithm = make("dapo_forking")
   batch = arrays(random_batch(29, "dapo_forking"))
   policies = arrays(random_policies(30, batch["mask"]))

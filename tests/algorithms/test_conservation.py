@@ -1,4 +1,4 @@
-"""Shaping moves credit between tokens, and keeps correct and incorrect apart."""
+"""Shaping moves credit between tokens, but never between correct and incorrect completions."""
 
 import functools
 
@@ -92,13 +92,13 @@ def test_the_shares_of_every_set_sum_to_its_size(name):
 
 
 @pytest.mark.parametrize("name", BY_ENTROPY)
-def test_the_residual_of_every_recipe_is_rounding(name):
+def test_the_residual_of_every_recipe_is_only_rounding_error(name):
   metrics = make(name).credit_metrics(**arrays(random_batch(51)))
   assert float(metrics["credit/conservation_residual"]) < 1e-5
 
 
 @pytest.mark.parametrize("name", BY_ENTROPY)
-def test_without_any_entropy_every_unit_of_a_side_earns_the_same(name):
+def test_without_entropy_all_units_of_a_side_earn_the_same(name):
   batch = without_penalty(60)
   batch["entropy"] = np.where(batch["mask"], 0, batch["entropy"]).astype(np.float32)
   shaped, units, shares = shape(make(name), arrays(batch))
@@ -112,7 +112,7 @@ def test_without_any_entropy_every_unit_of_a_side_earns_the_same(name):
 
 
 def test_completions_that_have_ended_are_not_counted():
-  """d_t is the number of correct completions alive at step t. Counting all breaks the law."""
+  """d_t counts the correct completions alive at step t. If it counted all, the sum would differ."""
   mask = np.asarray([[[1, 1], [1, 0], [1, 0], [1, 1]]], bool)
   correct = np.asarray([[True, True, True, False]])
   batch = {
@@ -142,7 +142,7 @@ def test_recipes_that_ignore_the_entropy_have_no_credit_metrics(name):
   assert make(name).credit_metrics(**arrays(random_batch(62, name))) == {}
 
 
-# --- the trap: each side normalised over itself only ---
+# --- the trap of normalising each side by itself ---
 
 
 def normalised_over_its_own_side(shaped, right, wrong):

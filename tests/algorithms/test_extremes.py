@@ -50,7 +50,7 @@ def choices(values, shape):
 
 @st.composite
 def batches(draw, guided):
-  """A batch and its policies. Completions of length 0 do not count; a group may have only those."""
+  """A batch and its policies. Completions of length 0 do not count; a group may have no others."""
   lengths = draw(hnp.arrays(np.int8, (N, G), elements=st.sampled_from([0, 1, 1, 2, 3, 4])))
   mask = np.arange(T) < lengths[..., None]
   correct = np.stack([VERDICTS[draw(st.integers(0, len(VERDICTS) - 1))] for _ in range(N)])
@@ -102,7 +102,7 @@ def test_nothing_is_nan_or_infinite(name, options):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_single_token_is_a_batch(name):
+def test_a_batch_of_a_single_token(name):
   one = np.ones((1, 1, 1), bool)
   batch = {"entropy": np.zeros((1, 1, 1)), "mask": one, "correct": one[0], "reward": one[0] * 1.0}
   if has_guide(name):

@@ -1,4 +1,4 @@
-"""The gradient of every recipe: the derivative in the new log-probs, and 0 in everything else."""
+"""Every recipe has the correct gradient in the new log-probs, and none in any other input."""
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,11 @@ MASK = np.arange(T) < np.asarray([[3, 1, 2], [1, 1, 3], [2, 3, 1], [3, 2, 0]])[.
 GUIDED = np.broadcast_to(np.arange(G) == 2, (N, G))
 CORRECT = np.asarray([[1, 0, 1], [0, 0, 1], [1, 0, 0], [0, 1, 1]], bool)
 
-# Tokens whose mean is taken; all of the last completion's, to avoid 0 / 0.
+# The tokens to average over. Those of the last completion are included to avoid 0 / 0.
 AVERAGED = MASK | ~MASK.any(-1, keepdims=True)
 
-# Ratios on both sides of each kink and between them, but not near one: of the clip, of the dual
-# clip (2) and of the guide's cap (2).
+# Ratios on both sides of every kink, but not near one. The kinks are those of the clip, the dual
+# clip (2) and the guide's cap (2).
 RATIOS = np.asarray([0.4, 0.7, 0.9, 1.0, 1.1, 1.5, 1.8, 2.3, 3.0])
 # The same for GSPO, which has a narrow clip range.
 NARROW = np.asarray([0.4, 0.7, 1 - 1e-4, 1.0, 1 + 1e-4, 1.5, 1.8, 2.3, 3.0])
@@ -103,8 +103,8 @@ CASES += [
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=option_id)
-def test_the_gradient_is_the_derivative(name, options):
-  """In float64, against central differences of the package's loss and of the slow loops'.
+def test_the_gradient_equals_central_differences(name, options):
+  """The differences are those of the package's loss and of the slow loops, in float64.
 
   A loss with stop-gradients is compared only with the slow loops, which keep these terms fixed.
   """
@@ -164,7 +164,7 @@ def test_the_true_gradient_of_the_sequence_ratio(name, ratio):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_per_token_loss_is_the_sum_over_any_parts(name):
-  """Shuffled tokens cut in two keep loss and gradient, unless a ratio is of the completion."""
+  """Two halves of the shuffled tokens give the same sum, unless tokens depend on each other."""
   algorithm = strong(name, **corrections(name))
   batch = random_batch(11, name)
   policies = random_policies(11, batch["mask"])
@@ -229,7 +229,7 @@ def test_advantages_are_constants(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_at_the_old_policy_the_gradient_is_the_policy_gradient(name):
-  """Every ratio is 1 there: the derivative in log pi is -A times the token's weight."""
+  """Every ratio is 1, so the derivative for a token not selected is -A times its weight."""
   batch = random_batch(9, name)
   policies = random_policies(9, batch["mask"])
   on_policy = policies | {"log_probs": policies["log_probs_old"]}

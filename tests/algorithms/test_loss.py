@@ -29,8 +29,8 @@ METRICS = {
 def test_the_corrections_by_hand():
   """One completion of two tokens with A = 1, -1 and ratios 1.1, 5.
 
-  The dual clip is at 3, the mismatch weights are 1.5 and 2 (capped from 2.5), the KL as in
-  `test_k3_by_hand`.
+  The dual clip is at 3, the mismatch weights are 1.5 and 2 (capped from 2.5), and the KL terms are
+  those of `test_k3_by_hand`.
   """
   new = jnp.log(jnp.asarray([[[1.1, 5.0]]]))
   mask = jnp.ones((1, 1, 2), bool)
@@ -50,7 +50,7 @@ def test_the_corrections_by_hand():
   np.testing.assert_allclose(metrics["mismatch/weight"], 1.75, rtol=1e-5)
 
 
-def test_a_correction_that_is_off_reads_nothing():
+def test_a_correction_that_is_off_has_no_effect():
   value = lambda **more: make("dapo").loss(log_probs=NEW, log_probs_old=OLD, **INPUTS, **more)
   loss, metrics = value(log_probs_sampler=OLD - 1, log_probs_reference=OLD - 1)
   expected_loss, expected_metrics = value()
@@ -112,7 +112,7 @@ def test_a_guide_in_a_recipe_without_one_is_refused():
 
 
 def test_the_entropy_bonus_by_hand():
-  """The mean entropy of the three tokens, 0.5, times the coefficient is taken off the loss."""
+  """The bonus lowers the loss by the coefficient times 0.5, the mean entropy of three tokens."""
   entropy = jnp.asarray([[[0.2, 0.4], [0.9, 7.0]]])
   inputs = {"log_probs": NEW, "log_probs_old": OLD, **INPUTS}
   plain, _ = make("dapo").loss(**inputs)

@@ -31,7 +31,7 @@ def test_aggregations_by_hand(name, expected):
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_weights_sum_to_1(name):
+def test_the_sum_of_the_weights(name):
   rng = np.random.default_rng(4)
   mask = jnp.asarray(np.arange(9) < rng.integers(0, 10, (5, 3))[..., None])
   weights = np.asarray(AGGREGATIONS[name](mask), np.float64)

@@ -17,6 +17,10 @@ BASE = {
   "contrast": True,
   "kl_weight": 0.0,
   "tis_cap": 0.0,
+  "tis_level": "token",
+  "mask_low": 0.0,
+  "mask_high": 0.0,
+  "behaviour": "policy",
   "entropy_coef": 0.0,
   "entropy_target": 0.0,
   "entropy_coef_delta": 0.005,
@@ -303,7 +307,7 @@ def test_an_inverted_clip_range_is_refused():
   assert make("gtpo", eps_low=0.28).settings.eps_low == 0.28
 
 
-def test_an_empty_range_for_the_shaped_reward_is_refused_with_the_numbers():
+def test_an_empty_range_for_the_shaped_reward_is_refused():
   """[floor, alpha1 + alpha1 / kappa] is empty if alpha1 < floor * kappa / (kappa + 1)."""
   with pytest.raises(UserError) as error:
     make("gtpo_v1_clipped", alpha1=0.7, alpha2=0.3, kappa=3.0)
@@ -359,7 +363,7 @@ def test_what_eq_11_excludes_is_refused(options, message):
     ),
   ],
 )
-def test_a_combination_without_meaning_is_refused(name, options, message):
+def test_a_meaningless_combination_is_refused(name, options, message):
   with pytest.raises(UserError) as error:
     make(name, **options)
   assert message in str(error.value) and "\n" not in str(error.value)
@@ -367,7 +371,7 @@ def test_a_combination_without_meaning_is_refused(name, options, message):
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_takes_every_objective_that_has_a_meaning(name, objective):
+def test_every_recipe_accepts_every_meaningful_objective(name, objective):
   if not meaningful(name, objective):
     with pytest.raises(UserError):
       make(name, objective=objective)
@@ -379,7 +383,7 @@ def test_every_recipe_takes_every_objective_that_has_a_meaning(name, objective):
     assert {key: algorithm.settings_dict()[key] for key in own} == dict(own)
 
 
-def test_a_buffer_that_the_penalty_does_not_read_is_refused():
+def test_an_overlong_buffer_without_effect_is_refused():
   message = "overlong_buffer = 64 has no effect with length_penalty = 'group_relative'; set"
   with pytest.raises(UserError, match=message):
     make("gtpo", length_penalty="group_relative", overlong_buffer=64)

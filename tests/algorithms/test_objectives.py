@@ -1,4 +1,4 @@
-"""Each objective by hand: values, slopes in the new log-prob, and the tokens it counts."""
+"""Each objective by hand: its value, its slope in the new log-prob, and its clip metrics."""
 
 import math
 
@@ -43,8 +43,8 @@ def evaluate(name, settings, ratio, advantage, old=-1.0, selected=False):
     (1.5, -2.0, -3.0, -2.0, set()),  # above, A < 0: not clipped
     (0.5, 2.0, 1.0, 2.0, set()),  # below, A > 0: not clipped
     (0.5, -2.0, -1.6, 0.0, {"clip/low"}),  # below, A < 0: clipped at 0.8
-    (1.25, 2.0, 2.5, 2.0, set()),  # the upper bound is eps_high's
-    (0.75, -2.0, -1.6, 0.0, {"clip/low"}),  # the lower bound is eps_low's
+    (1.25, 2.0, 2.5, 2.0, set()),  # below 1 + eps_high
+    (0.75, -2.0, -1.6, 0.0, {"clip/low"}),  # below 1 - eps_low
     (3.0, 0.0, 0.0, 0.0, set()),
   ],
 )
@@ -59,7 +59,7 @@ def test_clip(ratio, advantage, objective, slope, clipped):
   ("ratio", "advantage", "objective", "slope"),
   [
     (5.0, -2.0, -6.0, 0.0),  # bounded by 3 A
-    (2.5, -2.0, -5.0, -2.0),  # not that far
+    (2.5, -2.0, -5.0, -2.0),  # above the bound
     (0.5, -2.0, -1.6, 0.0),
     (5.0, 2.0, 2.56, 0.0),  # no change for A > 0
     (0.5, 2.0, 1.0, 2.0),
@@ -101,7 +101,7 @@ def test_cispo_with_a_lower_bound():
   ("ratio", "advantage", "objective", "slope", "counted"),
   [
     (1.0, 2.0, 4.0, 2.0, set()),  # 4 sigmoid(0) A
-    (1.0, -2.0, -2 / 1.05 * 2, -2.0, set()),  # tau is 1.05 where A < 0
+    (1.0, -2.0, -2 / 1.05 * 2, -2.0, set()),  # tau is 1.05 if A < 0
     # sigmoid(2) = 0.880797; 4 s (1 - s) = 0.419974 < 1/2.
     (3.0, 1.0, 4 * 0.880797, 3 * 0.419974, {"clip/soft"}),
     # sigmoid(-0.525) = 0.371684; 4 s (1 - s) = 0.934140.
@@ -120,7 +120,7 @@ def test_sapo(ratio, advantage, objective, slope, counted):
     (1.0, 2.0, -1.0, 1.0, set()),
     (1.5, 2.0, -1.0, 1.5, set()),  # pi rises from 0.368 to 0.552, by less than 0.2
     (1.6, 2.0, -1.0, 0.0, {"clip/high"}),  # to 0.589, by more
-    (1.6, -2.0, -1.0, 1.6, set()),  # in the direction against A
+    (1.6, -2.0, -1.0, 1.6, set()),  # rises although A < 0
     (0.4, -2.0, -1.0, 0.0, {"clip/low"}),  # falls by 0.221
     (0.5, -2.0, -1.0, 0.5, set()),  # falls by 0.184
     (0.4, 2.0, -1.0, 0.4, set()),

@@ -78,13 +78,6 @@ def test_k3_is_never_negative_and_keeps_small_differences():
   got = jax.jit(ratios.k3)(jnp.zeros(gap.shape), gap, jnp.ones(gap.shape, bool))
   got = np.asarray(got, np.float64).ravel()
   assert (got >= 0).all() and np.isfinite(got).all()
-  # Half the square, which float32 resolves to an ulp of 1e-3.
+  # Half the square of the gap, to within the float32 spacing at 1e-3.
   np.testing.assert_allclose(got[:2], [5e-7, 5e-7], rtol=0.01, atol=1.3e-10)
   np.testing.assert_allclose(got[5:], [math.exp(20) - 21, 19], rtol=1e-5)
-
-
-def test_mismatch_weights_by_hand():
-  trainer = jnp.log(jnp.asarray([[[1.5, 0.5], [4.0, jnp.nan]]]))  # the sampler's ratio to it is 1
-  weight = lambda trainer: ratios.mismatch_weight(trainer, OLD, MASK, 2.0)
-  np.testing.assert_allclose(jax.jit(weight)(trainer), [[[1.5, 0.5], [2.0, 1.0]]], rtol=1e-6)
-  assert not jax.jit(jax.grad(lambda x: weight(x).sum()))(trainer).any()

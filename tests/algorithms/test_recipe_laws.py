@@ -41,7 +41,7 @@ def assert_same(got, expected, exactly=False):
   for path, value in jax.tree_util.tree_leaves_with_path(got):
     if exactly:
       np.testing.assert_array_equal(value, leaves[path], err_msg=str(path))
-    elif "residual" not in str(path):  # the residual is rounding
+    elif "residual" not in str(path):  # the residual is only rounding error
       np.testing.assert_allclose(value, leaves[path], rtol=1e-5, atol=2e-6, err_msg=str(path))
 
 
@@ -77,8 +77,8 @@ def test_groups_without_contrast_do_not_affect_the_advantages(name, options):
 
 
 @pytest.mark.parametrize("name", CONTRAST)
-def test_groups_without_contrast_are_as_if_absent(name):
-  """From the loss, its gradient and every metric too."""
+def test_groups_without_contrast_have_no_effect(name):
+  """The loss, its gradient and every metric are the same without them."""
   algorithm = strong(name, **corrections(name))
   batch = random_batch(4, name)
   keep = kept_groups(name, batch)
@@ -133,8 +133,8 @@ def test_padding_has_no_effect(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_rewards_of_a_completion_that_does_not_count_have_no_effect(name):
-  algorithm = strong(name)
+def test_the_reward_of_an_uncounted_completion_has_no_effect(name):
+  algorithm = strong(name, **corrections(name))
   batch = random_batch(9, name)
   absent = ~batch["mask"].any(-1)
   assert absent.sum() == 1
@@ -193,7 +193,7 @@ SCALES = (0.5, 3.0, 1 / np.log(2))  # the last: nats to bits
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "entropy_advantage"])
 def test_the_unit_of_entropy_has_no_effect(name):
-  """H counts relative to other H, and 1/H to other 1/H as long as none is at the floor."""
+  """H is compared only with other H, and 1/H, as long as none is at the floor, with other 1/H."""
   batch = random_batch(12, name)
   batch["entropy"] = np.maximum(batch["entropy"], 0.05)
   means = ("arithmetic", "geometric") if name in SEQUENCE_LEVEL else (None,)
@@ -221,7 +221,7 @@ def test_shares_of_h_have_no_floor(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_compiled_equals_not_compiled(name):
+def test_compilation_does_not_change_the_results(name):
   algorithm = strong(name, **corrections(name))
   batch = random_batch(11, name)
   with jax.disable_jit():

@@ -1,7 +1,8 @@
-"""Each recipe on one small batch, worked by hand: shaped rewards, advantages and loss.
+"""Shaped rewards, advantages and loss on one small batch, calculated by hand.
 
-The completions have 2, 1, 2 and 1 tokens; the first two are correct. Numbers in a test are in this
-order of tokens: (1,1) (1,2) (2,1) | (3,1) (3,2) (4,1).
+The recipes are those of both versions of the paper, and the baselines. The completions have 2, 1, 2
+and 1 tokens; the first two are correct. The tests list one number per token (completion, position),
+in this order: (1,1) (1,2) (2,1) | (3,1) (3,2) (4,1).
 """
 
 import jax
@@ -18,15 +19,16 @@ REWARD = jnp.asarray([[1.0, 1.0, 0.0, 0.0]])
 RATIOS = jnp.asarray([[[1.5, 1.0], [0.5, 1.0], [0.5, 1.1], [1.5, 1.0]]])
 OLD = jnp.full((1, 4, 2), -1.0)
 
-# Step 1, correct: H = 1, 3, mean 2, shares 1/2, 3/2. Incorrect: 1/H = 2, 4, mean 3, shares 2/3,
-# 4/3. Step 2: each side has one token, with a share of 1.
+# Position 1, correct: H = 1, 3, mean 2, H/mean = 1/2, 3/2. Incorrect: 1/H = 2, 4, mean 3,
+# (1/H)/mean = 2/3, 4/3. Position 2: O+ and O- have one token each, so the quotient is 1.
 TOKENS = [[[1.0, 2.0], [3.0, 7.0], [0.5, 0.25], [0.25, 7.0]]]
-# Correct: H^ = 1.5, 0.5, shares 3/2, 1/2. Incorrect: H^ = 0.5, 0.25, 1/H^ = 2, 4, shares 2/3, 4/3.
+# H^ is the mean entropy of a completion. Correct: H^ = 1.5, 0.5, H^/mean = 3/2, 1/2. Incorrect:
+# H^ = 0.5, 0.25, 1/H^ = 2, 4, (1/H^)/mean = 2/3, 4/3.
 COMPLETIONS = [[[1.0, 2.0], [0.5, 7.0], [0.25, 0.75], [0.25, 7.0]]]
 
 
 def work(algorithm, entropy, penalty=None, reward=REWARD):
-  """Returns the shaped rewards of both sides, advantages and loss."""
+  """Returns the shaped rewards R+ and R-, the advantages and the loss."""
   x = {
     "entropy": jnp.asarray(entropy),
     "mask": MASK,
@@ -73,7 +75,7 @@ def test_gtpo_v1():
   plus, minus, advantages, loss = work(make("gtpo_v1", alpha=0.3), TOKENS)
   close(plus, per_token(1.15, 1.3, 1.45, 0, 0, 0))
   assert not minus.any()
-  p = (2.58 / 6) ** 0.5  # as R+ of gtpo, but O-'s zeros are part of the same collection
+  p = (2.58 / 6) ** 0.5  # the same values as R+ of gtpo; here the zeros are the rewards of O-
   close(advantages, per_token(0.5 / p, 0.65 / p, 0.8 / p, -0.65 / p, -0.65 / p, -0.65 / p))
   close(loss, -(1.28 * 0.5 + 0.65 + 0.5 * 0.8 - 0.65 * (0.8 + 1.1 + 1.5)) / p / 6)
 
@@ -83,7 +85,7 @@ def test_gtpo_v1_clipped():
   algorithm = make("gtpo_v1_clipped", alpha1=0.6, alpha2=0.4, kappa=1.25, floor=1.0)
   penalty = jnp.asarray([[-0.5, 0.0, 0.0, -0.3]])
   plus, minus, advantages, loss = work(algorithm, TOKENS, penalty=penalty)
-  # 0.6 + 0.4 * (1/2, 1, 3/2) = 0.8 -> 1, 1, 1.2 -> 1.08; then R(i), on O+ and on O-.
+  # 0.6 + 0.4 * (1/2, 1, 3/2) = 0.8 -> 1, 1, 1.2 -> 1.08; then R(i) is added on O+ and O-.
   close(plus, per_token(0.5, 0.5, 1.08, 0, 0, 0))
   close(minus, per_token(0, 0, 0, 0, 0, -0.3))
   # Mean square (0.25 + 0.25 + 1.1664 + 0.09) / 6.
@@ -133,7 +135,7 @@ def test_grpo_s():
 
 
 def test_grpo_s_with_the_geometric_means():
-  # H^ = 1, 3 and 1/4, 1/2: shares 1/2, 3/2 and 4/3, 2/3.
+  # H^ = 1, 3 on O+, so H^/mean = 1/2, 3/2; H^ = 1/4, 1/2 on O-, so (1/H^)/mean = 4/3, 2/3.
   entropy = [[[0.5, 2.0], [3.0, 7.0], [0.125, 0.5], [0.5, 7.0]]]
   algorithm = make("grpo_s", beta1=1.0, beta2=0.3, mean="geometric", ratio="geometric")
   plus, minus, advantages, loss = work(algorithm, entropy)
@@ -176,14 +178,15 @@ def test_grpo():
 def test_dapo():
   penalty = jnp.asarray([[-0.5, 0.0, 0.0, 0.0]])
   _, _, advantages, loss = work(make("dapo"), TOKENS, penalty=penalty, reward=2 * REWARD - 1)
-  # 0.5, 1, -1, -1: mean -0.125, deviations 0.625, 1.125, -0.875, -0.875, variance 3.1875 / 4.
+  # Rewards 0.5, 1, -1, -1: mean -0.125, deviations 0.625, 1.125, -0.875, -0.875, so the variance is
+  # 3.1875 / 4.
   s = (3.1875 / 4) ** 0.5
   close(advantages, per_completion(0.625 / s, 1.125 / s, -0.875 / s, -0.875 / s))
   close(loss, -(0.625 * (1.28 + 1.0) + 1.125 * 0.5 - 0.875 * (0.8 + 1.1 + 1.5)) / s / 6)
 
 
 def test_dapo_forking():
-  # 20 % of 6 tokens: 2, those of 3 and 2 nats.
+  # 20 % of 6 tokens is 1.2, rounded up to 2: the tokens with 3 and 2 nats.
   entropy = [[[1.0, 2.0], [0.1, 7.0], [0.5, 3.0], [0.25, 7.0]]]
   _, _, advantages, loss = work(make("dapo_forking"), entropy, reward=2 * REWARD - 1)
   close(advantages, per_token(0, 1, 0, 0, -1, 0))
@@ -206,7 +209,7 @@ def test_gspo():
 
 
 def test_dapo_mixed():
-  """Two groups whose last completion is the guide's; the policy never solves the second."""
+  """The guide sampled the last completion of both groups; the policy never solves the second."""
   mask = jnp.asarray([[[True, True], [True, False], [True, False]], [[True, False]] * 3])
   correct = jnp.asarray([[True, False, True], [False, False, True]])
   guided = jnp.asarray([[False, False, True]] * 2)
@@ -225,7 +228,7 @@ def test_dapo_mixed():
   r = 2**0.5
   close(advantages, [[[1 / r, 1 / r], [-r, 0], [1 / r, 0]], [[-1 / r, 0], [-1 / r, 0], [r, 0]]])
   weights = algorithm.token_weights(kept, correct, guided)
-  # Each group is averaged separately, the second times lambda_zero.
+  # Each group has a mean of its own; that of the second is multiplied by lambda_zero.
   close(weights, [[[1 / 4, 1 / 4], [1 / 4, 0], [1 / 4, 0]], [[0.5 / 3, 0]] * 3])
   ratios = jnp.asarray([[[1.5, 1.0], [0.5, 1.0], [3.0, 1.0]], [[1.1, 1.0], [1.5, 1.0], [0.5, 1.0]]])
   loss, metrics = jax.jit(algorithm.loss)(
@@ -245,10 +248,10 @@ def test_dapo_mixed():
   close(metrics["ratio/mean"], (1.5 + 1.0 + 0.5 + 1.1 + 1.5) / 5)
 
 
-def test_participants():
-  """(sum x)^2 / sum x^2 over the number of tokens, all compared at once.
+def test_the_effective_fraction_of_participants():
+  """(sum x)^2 / sum x^2, divided by the number of tokens; "matrix" compares all of them.
 
-  On O+ H = 1, 2, 3; on O- 1/H = 2, 4, 4.
+  On O+, x = H = 1, 2, 3; on O-, x = 1/H = 2, 4, 4.
   """
   x = {"entropy": jnp.asarray(TOKENS), "mask": MASK, "correct": CORRECT, "reward": REWARD}
   metrics = make("gtpo", compare="matrix").credit_metrics(**x)

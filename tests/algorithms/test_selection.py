@@ -1,3 +1,5 @@
+"""Selections of groups and tokens: contrast, top shares, covariance terms and quantiles."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,7 +34,7 @@ def test_groups_with_contrast(module):
   assert contrast(CORRECT, ALL_ALIVE, GUIDED) == {"mixed", "only the guide is correct"}
 
 
-def test_completions_that_do_not_count_make_no_contrast():
+def test_contrast_ignores_completions_that_are_not_alive():
   contrast = lambda *x: names_of(selection.has_contrast(*x))
   alive = ALL_ALIVE.copy()
   alive[:, 0] = False
@@ -56,7 +58,7 @@ def test_groups_that_the_policy_never_solves(module):
   ("x", "share", "selected"),
   [
     ([1.0, 5.0, 2.0, 4.0, 3.0], 0.2, [5.0]),  # 1 of 5
-    ([1.0, 5.0, 2.0, 4.0, 3.0, 0.0], 0.2, [5.0, 4.0]),  # 1.2 of 6: 2
+    ([1.0, 5.0, 2.0, 4.0, 3.0, 0.0], 0.2, [5.0, 4.0]),  # 20 % of 6 is 1.2, rounded up to 2
     ([1.0, 5.0, 2.0, 4.0, 3.0], 0.6, [5.0, 4.0, 3.0]),
     ([1.0, 5.0, 2.0, 4.0, 3.0], 1.0, [1.0, 5.0, 2.0, 4.0, 3.0]),
     ([4.0, 5.0, 4.0, 4.0, 3.0], 0.4, [4.0, 5.0, 4.0, 4.0]),  # all ties at the threshold
@@ -74,7 +76,7 @@ def test_the_top_share_by_hand(x, share, selected):
 
 @pytest.mark.parametrize("x", [0.0, 1e-30, 0.7, 3.0, 1e30])
 def test_the_threshold_is_exact_to_the_last_bit(x):
-  # Above 0 this is the smallest float that is not a denormal.
+  # The next float above x. For 0, a number just above the denormals, which XLA may round to 0.
   more = np.nextafter(np.float32(max(x, 1.2e-38)), np.float32(np.inf))
   selected = top_share(jnp.asarray([x, more, x]), jnp.ones(3, bool), 0.2)
   assert selected.tolist() == [False, True, False]
@@ -83,7 +85,7 @@ def test_the_threshold_is_exact_to_the_last_bit(x):
 @pytest.mark.parametrize(
   ("count", "expected"), [(5, 1), (10, 2), (15, 3), (16, 4), (35, 7), (1000, 200), (1001, 201)]
 )
-def test_20_percent_is_rounded_up_but_not_by_rounding_errors(count, expected):
+def test_rounding_up_20_percent_tolerates_floating_point_errors(count, expected):
   assert int(top_share(jnp.arange(1.0, count + 1), jnp.ones(count, bool), 0.2).sum()) == expected
 
 
@@ -123,7 +125,7 @@ COVARIANCE = {
 
 
 def test_covariance_terms_by_hand():
-  """mean A = 0.2, mean log pi = -1.5; the first term is 0.8 * 1."""
+  """With mean A = 0.2 and mean log pi = -1.5, the first term is (1 - 0.2) * (-0.5 + 1.5)."""
   got = selection.token_covariance(**COVARIANCE)
   np.testing.assert_allclose(got, [[[0.8, -0.8, 0], [-1.2, 1.2, 0]]], atol=1e-6)
 
@@ -132,7 +134,7 @@ def test_covariance_terms_by_hand():
   ("share", "selected"),
   [
     (0.2, [[[False, False, False], [False, True, False]]]),  # the largest term, 1.2
-    (0.39, [[[False, False, False], [False, True, False]]]),  # 1.95 of 5: 1
+    (0.39, [[[False, False, False], [False, True, False]]]),  # 39 % of 5 is 1.95, rounded down to 1
     (0.4, [[[True, False, False], [False, True, False]]]),
     (1e-6, [[[False, False, False], [False, True, False]]]),  # at least one
   ],
@@ -143,7 +145,7 @@ def test_the_highest_covariance_by_hand(share, selected):
 
 
 def test_ties_of_the_highest_covariance_are_broken_at_random():
-  """Sure tokens all have the log-prob 0; exactly the given share of all tokens is selected."""
+  """Many tokens tie because their log-prob is 0, but exactly the requested share is selected."""
   log_probs = jnp.zeros((2, 4, 50)).at[0, 0].set(-5.0)
   advantages = jnp.ones(log_probs.shape).at[1].set(-1.0)
   mask = jnp.ones(log_probs.shape, bool)
@@ -153,7 +155,7 @@ def test_ties_of_the_highest_covariance_are_broken_at_random():
   assert not first[1].any() and not first[0, 0].any()
 
 
-def test_without_a_spread_of_advantages_no_token_is_selected():
+def test_no_token_is_selected_if_all_advantages_are_equal():
   log_probs = jnp.linspace(-3.0, 0.0, 6).reshape(1, 2, 3)
   mask = jnp.ones(log_probs.shape, bool)
   key = jax.random.key(0)
@@ -161,7 +163,7 @@ def test_without_a_spread_of_advantages_no_token_is_selected():
 
 
 def test_the_covariance_band_selects_random_candidates():
-  """Of two candidates between the bounds, each key selects one; both occur."""
+  """Two tokens lie between the bounds; each key selects one of them, and not always the same."""
   free = COVARIANCE["mask"]
   select = jax.jit(
     lambda key, share=0.2: selection.covariance_band(
@@ -170,11 +172,11 @@ def test_the_covariance_band_selects_random_candidates():
   )
   counts = sum(np.asarray(select(key), int) for key in jax.random.split(jax.random.key(0), 64))
   assert counts[0, 0, 0] + counts[0, 1, 1] == 64 and min(counts[0, 0, 0], counts[0, 1, 1]) > 16
-  assert select(jax.random.key(1), 0.9).sum() == 2  # all candidates, if there are fewer
+  assert select(jax.random.key(1), 0.9).sum() == 2  # fewer than requested: all
   assert (select(jax.random.key(1)) == select(jax.random.key(1))).all()
 
 
-def test_the_covariance_band_excludes_its_bounds_and_tokens_that_are_not_free():
+def test_the_covariance_band_excludes_its_bounds_and_clipped_tokens():
   free = COVARIANCE["mask"].at[0, 1, 1].set(False)
   select = lambda *band: selection.covariance_band(
     **COVARIANCE, free=free, band=band, share=1.0, key=jax.random.key(0)
@@ -186,7 +188,7 @@ def test_the_covariance_band_excludes_its_bounds_and_tokens_that_are_not_free():
 
 
 @pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.99, 1.0])
-def test_quantiles_are_those_of_numpy(share):
+def test_quantiles_equal_those_of_numpy(share):
   rng = np.random.default_rng(3)
   x = rng.normal(size=(3, 4, 5)).astype(np.float32)
   mask = rng.random(x.shape) < 0.7

@@ -15,16 +15,16 @@ from gtpo_jax.algorithms import make
   ("name", "each"), [("gtpo", -1.2), ("gtpo_v2", -1.0), ("grpo_s", -1.2), ("grpo_s_v2", -1.0)]
 )
 def test_the_floor_is_in_nats(name, each):
-  """Below it every incorrect unit is charged the same, above it by its share."""
+  """If no entropy is above 0.4 nats, a floor of 0.4 makes all penalties equal; 0.1 does not."""
   batch = random_batch(14) | {"penalty": np.zeros((7, 5), np.float32)}
   low = arrays(batch | {"entropy": np.minimum(batch["entropy"], 0.4)})
 
-  def charges(floor):
+  def penalties(floor):
     shaped, units = strong(name, h_floor=floor).shaped(**low)
     return np.asarray(shaped.minus)[np.asarray(units.minus)]
 
-  np.testing.assert_allclose(charges(0.4), each, rtol=1e-5)
-  assert np.ptp(charges(0.1)) > 0.1
+  np.testing.assert_allclose(penalties(0.4), each, rtol=1e-5)
+  assert np.ptp(penalties(0.1)) > 0.1
 
 
 @pytest.mark.parametrize(

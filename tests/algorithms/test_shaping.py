@@ -47,7 +47,7 @@ def test_shaped_rewards_by_hand():
   np.testing.assert_allclose(shaped.minus, [[[0, 0], [0, 0], [-1.2, -1.3], [-1.4, 0]]], rtol=1e-6)
 
 
-def test_the_floor_bounds_the_charge_of_a_certain_token():
+def test_the_floor_bounds_the_penalty_of_a_certain_token():
   x = make_units([[[0.0], [1.0]]], [[[True], [True]]], [[False, False]])
   shaped = shape_by_entropy(x, weights=weights(minus=(0.0, 1.0), h_floor=0.5))
   np.testing.assert_allclose(shaped.minus, [[[-4 / 3], [-2 / 3]]], rtol=1e-6)  # 1/H = 2, 1

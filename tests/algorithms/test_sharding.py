@@ -1,4 +1,4 @@
-"""With the prompts split over eight devices, every recipe gives the same as on one."""
+"""Every recipe gives the same result with the prompts split over eight devices as on one."""
 
 import functools
 
