@@ -1,1 +1,1 @@
-"""Problems to judged completions: the batch that one step learns from."""
+"""From problems to scored completions: the batch that one step learns from."""

@@ -1,8 +1,9 @@
-"""Collects the batch of one step: samples, scores and, with dynamic sampling, resamples."""
+"""Collects the batch of one step: samples, scores, and keeps groups for the next step."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -15,18 +16,28 @@ from gtpo_jax.arrays import Rewards, Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.data.pipeline import Batches
 from gtpo_jax.data.records import Problem, Problems
-from gtpo_jax.models.causal import attention_kind
 from gtpo_jax.models.params import Params
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.frozen import FrozenPolicies
-from gtpo_jax.rollout.groups import Group, restore_groups, save_groups, split_groups, stack
+from gtpo_jax.rollout.group_metrics import combine_metrics, sampled_metrics, staleness_metrics
+from gtpo_jax.rollout.groups import (
+  Group,
+  append_guided,
+  restore_groups,
+  save_groups,
+  split_groups,
+  stack,
+)
 from gtpo_jax.rollout.keys import KeyStream, key_for
+from gtpo_jax.rollout.partial import Advance, PartialRollouts
 from gtpo_jax.rollout.scoring import PendingRewards, RewardManager, RewardResult
-from gtpo_jax.rollout.worker import Policy, RolloutWorker
+from gtpo_jax.rollout.token_truth import token_truth
+from gtpo_jax.rollout.worker import Policy, RolloutWorker, Workload
 from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import axis_size, shard_batch
 from gtpo_jax.runtime.signals import Stopped
+from gtpo_jax.runtime.spans import Span
 from gtpo_jax.training.log_probs import make_scorer
 from gtpo_jax.training.packing import plan_rows
 
@@ -41,7 +52,12 @@ class Experience:
     problems: n problems.
     texts: [n][g], decoded completions.
     correct: bool[n, g], on the host.
+    scored: bool[n, g], on the host; False if there is no verdict.
+    truth: u8[n, g, t], on the host: the tokens' truth codes (`rollout.token_truth`); None if no
+      problem of the batch knows them.
     metrics: statistics of all sampled completions, dropped ones included, and the time spent.
+    spans: when the step's prompts were prefilled, its tokens decoded and its rewards awaited, in
+      seconds since the beginning of the step.
   """
 
   rollouts: Rollouts
@@ -49,18 +65,22 @@ class Experience:
   problems: list[Problem]
   texts: list[list[str]]
   correct: np.ndarray
+  scored: np.ndarray
+  truth: np.ndarray | None
   metrics: dict[str, float]
+  spans: list[Span]
 
-  def first_completion(self, i: int) -> tuple[str, str, bool]:
-    """Returns problem i, its first completion, and whether that is correct."""
+  def first_completion(self, i: int) -> tuple[str, str, bool | None]:
+    """Returns problem i, its first completion, and whether it is correct (None: no verdict)."""
     prompt = self.problems[i].messages[-1]["content"]
-    return prompt, self.texts[i][0], bool(self.correct[i, 0])
+    verdict = bool(self.correct[i, 0]) if self.scored[i, 0] else None
+    return prompt, self.texts[i][0], verdict
 
   def add_metrics(self, update: Mapping[str, float]) -> dict[str, float]:
     """Returns the metrics of the update together with `metrics`.
 
-    With dynamic sampling, some exist for both. Those of all sampled groups keep their name; those
-    of the groups that the update trained on are called `kept/NAME`.
+    With dynamic sampling, some names occur in both. Metrics of all sampled groups keep the name;
+    those of the groups that the update trained on become `kept/NAME`.
     """
     renamed = {f"kept/{name}" if name in self.metrics else name: update[name] for name in update}
     return {**renamed, **self.metrics}
@@ -90,9 +110,12 @@ class _GenerationBatch(NamedTuple):
 class Collector:
   """Samples and scores each step's batch.
 
-  Generation batch k has the k-th batch of the data order and is sampled with PRNG key k. For given
-  parameters, the completions therefore depend only on the seed and on k. Without dynamic sampling
-  there is one generation batch per step, and k is the step's index.
+  Generation batch k contains the k-th batch of problems and is sampled with PRNG key k. For given
+  parameters, the completions therefore depend only on the seed and on k. By default there is one
+  generation batch per step, and k is the step's index.
+
+  Dynamic sampling and `sampling.staleness` have a pool of groups that are kept for the next step:
+  groups that were not needed, and, with staleness, groups whose completions have not all ended.
   """
 
   def __init__(
@@ -110,7 +133,7 @@ class Collector:
     reward_manager: scores them.
     problems: sources with weights, from `training_problems`.
     frozen: the guide and the reference.
-    drawn: generation batches sampled so far.
+    drawn: updates so far, each on one generation batch.
     """
     self._config = config
     self._worker = worker
@@ -119,35 +142,49 @@ class Collector:
     self._settings = config.resolved_algorithm.settings
     self._n = config.batch.prompts
     self._batches = Batches(problems, self._n, config.seed)
-    self._drawn = drawn
+    self._staleness = config.sampling.staleness
+    self._partial = PartialRollouts(config, worker, reward_manager, frozen, self._batches)
+    # The generation batches sampled so far; with staleness, the groups begun so far.
+    self._drawn = drawn * self._n if self._staleness else drawn
     self._kept: list[Group] = []
     self._before = (self._drawn, self._kept)
-    self._rescore = self._make_scorer(worker.model) if self._settings.tis_cap else None
+    self._rescore = self._make_scorer(worker.model) if self._settings.needs_rescoring else None
     self._score_reference = self._make_scorer(frozen.reference[0]) if frozen.reference else None
-    self._append_guided = jax.jit(_append_guided)
+    self._append_guided = jax.jit(functools.partial(append_guided, axis=1, xp=jnp))
+    self._keep_guided = jax.jit(
+      lambda log_probs, rollouts: jnp.where(
+        rollouts.guided[..., None], rollouts.log_probs, log_probs
+      )
+    )
 
-  def _make_scorer(self, model: Qwen2) -> Callable[[Params, Rollouts], jax.Array]:
+  def _make_scorer(self, model: Transformer) -> Callable[[Params, Rollouts], jax.Array]:
     batch = self._config.batch
     return make_scorer(model, self._config.sampling.temperature, batch.parts, batch.head_chunk)
 
-  def warm_up(self, policy: Policy) -> None:
-    """Compiles every program that sampling a batch from `policy` and the guide may need."""
-    policies = [(policy, self._config.policy_completions)]
-    if self._frozen.guide:
-      policies.append((self._frozen.guide, self._settings.guide_completions))
-    for (engine, params), group in policies:
-      engine.programs.warm_up(
-        params, self._n, group=group, sampling_params=self._config.sampling_params
-      )
+  def workloads(self, policy: Policy) -> list[Workload]:
+    """Returns the workloads, to be compiled ahead of time, of `policy` and of the guide."""
+    sampling_params = self._config.sampling_params
+    own = self._config.policy_completions
+    resumes = self._staleness > 0
+    workloads = [Workload(policy, self._config.pool_size, own, sampling_params, resumes)]
+    if guide := self._frozen.guide:
+      group = self._settings.guide_completions
+      workloads.append(Workload(guide, self._n, group, sampling_params))
+    return workloads
 
   @phase("sampling")
   def collect(
-    self, params: Params, say: Callable[[str], None], stopping: Callable[[], bool] = lambda: False
+    self,
+    params: Params,
+    version: int,
+    say: Callable[[str], None],
+    stopping: Callable[[], bool] = lambda: False,
   ) -> Experience:
     """Samples and scores the next step's batch, with `params` and the guide if there is one.
 
     Args:
       params: the policy's parameters in training layout.
+      version: the number of updates that they have had.
       say: receives a line if dynamic sampling cannot fill the batch.
       stopping: called between chunks of tokens; True discards what was sampled.
 
@@ -156,7 +193,7 @@ class Collector:
     """
     self._before = (self._drawn, self._kept)
     try:
-      experience = self._collect(params, say, stopping)
+      experience = self._collect(params, version, say, stopping)
       if stopping():
         raise Stopped
       return experience
@@ -169,12 +206,16 @@ class Collector:
     self._drawn, self._kept = self._before
 
   def _collect(
-    self, params: Params, say: Callable[[str], None], stopping: Callable[[], bool]
+    self, params: Params, version: int, say: Callable[[str], None], stopping: Callable[[], bool]
   ) -> Experience:
     began = time.perf_counter()
     policy = self._worker.policy(params)
-    if self._settings.dynamic_sampling:
-      groups, metrics, scoring_s = self._sample_groups(params, policy, say, stopping)
+    policies = filter(None, (policy, self._frozen.guide))
+    engines = list(dict.fromkeys(policy.engine for policy in policies))
+    for engine in engines:
+      engine.spans.clear()
+    if self._settings.dynamic_sampling or self._staleness:
+      groups, metrics, scoring_s = self._sample_groups(params, policy, version, say, stopping)
       rollouts = shard_batch(stack([group.rollouts for group in groups]), self._mesh)
       rewards = stack([group.rewards for group in groups])
       problems = [group.problem for group in groups]
@@ -187,13 +228,30 @@ class Collector:
       texts = batch.texts
       metrics = batch.scores.metrics
       scoring_s = batch.scoring_s
+    sampled = time.perf_counter()
+    if self._rescore and self._staleness:
+      rollouts = self._with_rescored(params, rollouts)
     rollouts = self._pack(rollouts)
     if self._score_reference:
       log_probs = self._score_reference(self._frozen.reference[1], rollouts)
       rollouts = rollouts.replace(reference=jax.block_until_ready(log_probs))
+    metrics |= policy.engine.statistics
+    spans = [span for engine in engines for span in engine.spans]
+    spans.append(Span("reward", sampled - scoring_s, sampled, 0.0))
+    own_verifier = self._reward_manager.has_own_verifier
+    truth = token_truth(problems, texts, rollouts, self._worker.chat, own_verifier)
     metrics |= {"time/sample": time.perf_counter() - began - scoring_s, "time/reward": scoring_s}
-    correct = rewards.correct
-    return Experience(rollouts, shard_batch(rewards, self._mesh), problems, texts, correct, metrics)
+    return Experience(
+      rollouts,
+      shard_batch(rewards, self._mesh),
+      problems,
+      texts,
+      rewards.correct,
+      rewards.scored,
+      truth,
+      metrics,
+      [span._replace(begin=span.begin - began, end=span.end - began) for span in spans],
+    )
 
   @property
   def _mesh(self) -> jax.sharding.Mesh:
@@ -215,8 +273,7 @@ class Collector:
     )
     rollouts = shard_batch(rollouts, self._mesh)
     if self._rescore:
-      log_probs = self._rescore(params, self._pack(rollouts))
-      rollouts = rollouts.replace(rescored=jax.block_until_ready(log_probs))
+      rollouts = self._with_rescored(params, rollouts)
     if guide := self._frozen.guide:
       key = key_for(config.seed, KeyStream.GUIDE, number)
       group = self._settings.guide_completions
@@ -230,78 +287,121 @@ class Collector:
     scoring_s = time.perf_counter() - began
     return _GenerationBatch(number, problems, rollouts, scores, pending.texts, scoring_s)
 
+  def _with_rescored(self, params: Params, rollouts: Rollouts) -> Rollouts:
+    """Adds the trainer's log-probs. A guide's tokens keep those of the guide."""
+    log_probs = jax.block_until_ready(self._rescore(params, self._pack(rollouts)))
+    if rollouts.guided is not None:
+      log_probs = self._keep_guided(log_probs, rollouts)
+    return rollouts.replace(rescored=log_probs)
+
   def _pack(self, rollouts: Rollouts) -> Rollouts:
     """Adds the packing: which completions share a row in the trainer's forward pass."""
     if not self._config.batch.pack:
       return rollouts
     model = self._worker.model
-    share_rows = (
-      attention_kind(model.config, model.mesh) != "cudnn"
-    )  # cuDNN attention has no segment masks
-    packing = plan_rows(
-      fetch(rollouts.lengths),
-      rollouts.tokens.shape[2],
-      share_rows,
-      axis_size(model.mesh, "position"),
-    )
+    shards = axis_size(model.mesh, "position")
+    packing = plan_rows(fetch(rollouts.lengths), rollouts.tokens.shape[2], shards)
     return rollouts.replace(packing=packing and shard_batch(packing, model.mesh))
 
   def _sample_groups(
-    self, params: Params, policy: Policy, say: Callable[[str], None], stopping: Callable[[], bool]
+    self,
+    params: Params,
+    policy: Policy,
+    version: int,
+    say: Callable[[str], None],
+    stopping: Callable[[], bool],
   ) -> tuple[list[Group], dict[str, float], float]:
-    """Samples until n groups carry a learning signal: DAPO's dynamic sampling (2503.14476).
+    """Samples until there are n groups to train on; those kept from the previous step come first.
 
-    Such groups contain correct and incorrect completions; see `algorithms.has_contrast`. Groups
-    kept from the previous step come first. If `max_gen_batches` batches are not enough, other
-    groups fill the batch and are masked out of the loss. The metrics describe everything that was
-    sampled, not only the batch.
+    With dynamic sampling (DAPO, 2503.14476), these are groups that contain correct and incorrect
+    completions; see `algorithms.has_contrast`. If `max_gen_batches` batches are not enough, other
+    groups fill the batch and are masked out of the loss. The metrics of dynamic sampling describe
+    everything that was sampled, not only the batch.
 
     Returns:
       n groups, the metrics, and the seconds spent waiting for scores.
     """
     n = self._n
-    contrast = list(self._kept)
-    no_contrast: list[Group] = []
-    sampled: list[Group] = []
-    batch_metrics = []
-    scoring_s = 0.0
-    for _ in range(self._config.batch.max_gen_batches):
-      batch = self._sample_batch(params, policy, stopping)
-      groups = split_groups(
-        batch.number, batch.problems, fetch(batch.rollouts), batch.scores.rewards, batch.texts
-      )
-      sampled += groups
-      scoring_s += batch.scoring_s
-      batch_metrics.append(batch.scores.metrics)
-      for group in groups:
-        (contrast if group.has_contrast else no_contrast).append(group)
-      if len(contrast) >= n:
+    dynamic = self._settings.dynamic_sampling
+    advances: list[Advance] = []
+    pool = self._kept
+    chosen = None
+    for _ in range(self._config.batch.max_gen_batches if dynamic else 1):
+      if self._staleness:
+        advance = self._partial.advance(policy, pool, self._drawn, version, stopping)
+      else:
+        advance = self._sample_whole(params, policy, pool, stopping)
+      advances.append(advance)
+      self._drawn = advance.begun
+      pool = advance.groups
+      chosen = advance.chosen
+      if chosen is not None:
         break
-    short = max(n - len(contrast), 0)
+    sampled = [group for advance in advances for group in advance.completed]
+    no_contrast = [group for advance in advances for group in advance.dropped]
+    if chosen is None:
+      chosen = pool[:n]
+    short = n - len(chosen)
     if short:
       say(
         f"dynamic sampling: batch.max_gen_batches = {self._config.batch.max_gen_batches} reached; "
         f"{len(no_contrast)} of {len(sampled)} sampled groups carry no learning signal; "
         f"training on {n - short} of {n} groups in this step"
       )
+    taken = {group.index for group in chosen}
+    kept = [group for group in pool if group.index not in taken]
     filler = [group.as_filler() for group in no_contrast[len(no_contrast) - short :]]
-    self._kept = [group.as_stale() for group in contrast[n:]]
-    metrics = {
-      **_sampled_metrics(sampled),
-      "groups/sampled": float(len(sampled)),
-      "groups/dropped": float(len(no_contrast)),
-      "groups/kept": float(len(self._kept)),
-      "groups/short": float(short),
-      **_combine_metrics(batch_metrics),
+    batch = chosen + filler
+    metrics = combine_metrics([x for advance in advances for x in advance.metrics])
+    if dynamic:
+      metrics |= sampled_metrics(sampled) if sampled else {}
+      metrics |= {
+        "groups/sampled": float(len(sampled)),
+        "groups/dropped": float(len(no_contrast)),
+        "groups/short": float(short),
+      }
+    metrics |= {
+      "groups/kept": float(len(kept)),
+      "tokens/sampled": float(sum(advance.tokens for advance in advances)),
     }
-    return contrast[:n] + filler, metrics, scoring_s
+    if self._staleness:
+      batch = [group.stale_since(version) for group in batch]
+      metrics |= staleness_metrics(batch, version) | {
+        "groups/unfinished": float(sum(group.rewards is None for group in kept)),
+        "tokens/read_again": float(sum(advance.read_again for advance in advances)),
+      }
+      self._kept = kept
+    else:
+      self._kept = [group.as_stale() for group in kept]
+    return batch, metrics, sum(advance.scoring_s for advance in advances)
+
+  def _sample_whole(
+    self, params: Params, policy: Policy, pool: list[Group], stopping: Callable[[], bool]
+  ) -> Advance:
+    """Samples a generation batch to its end, and adds its groups with contrast to the pool."""
+    batch = self._sample_batch(params, policy, stopping)
+    completed = split_groups(
+      batch.number, batch.problems, fetch(batch.rollouts), batch.scores.rewards, batch.texts
+    )
+    pool = [*pool, *(group for group in completed if group.has_contrast)]
+    return Advance(
+      groups=pool,
+      chosen=pool[: self._n] if len(pool) >= self._n else None,
+      completed=completed,
+      dropped=[group for group in completed if not group.has_contrast],
+      metrics=[batch.scores.metrics],
+      begun=self._drawn,
+      tokens=int(sum(group.rollouts.mask.sum() for group in completed)),
+      read_again=0,
+      scoring_s=batch.scoring_s,
+    )
 
   def leftovers(self) -> dict[str, np.ndarray] | None:
     """Returns the groups kept for the next step, as arrays of fixed shapes for a checkpoint.
 
-    None without dynamic sampling.
+    None if no groups are kept.
     """
-    if not self._settings.dynamic_sampling:
+    if not self._settings.dynamic_sampling and not self._staleness:
       return None
     return save_groups(self._config, self._kept, self._drawn)
 
@@ -311,61 +411,7 @@ class Collector:
     Raises:
       UserError: it was saved under a config with other shapes.
     """
-    kept = []
-    for index, rollouts, rewards in restore_groups(self._config, leftovers):
-      batch, row = index
-      tokens = [x[mask] for x, mask in zip(rollouts.tokens, rollouts.mask, strict=True)]
-      texts = self._worker.chat.decode(tokens)
-      kept.append(Group(index, self._batches[batch][row], rollouts, rewards, texts))
-    self._kept = kept
+    problem_at = lambda index: self._batches[index[0]][index[1]]
+    decode = self._worker.chat.decode
+    self._kept = restore_groups(self._config, leftovers, problem_at, decode)
     self._drawn = int(leftovers["drawn"])
-
-
-def _append_guided(rollouts: Rollouts, guided: Rollouts) -> Rollouts:
-  """Returns the policy's completions followed by the guide's, [n, g_policy + g_guide, ...]."""
-  own = rollouts.replace(prompts=None, guided=jnp.zeros(rollouts.finished.shape, bool))
-  added = guided.replace(prompts=None, guided=jnp.ones(guided.finished.shape, bool))
-  if rollouts.rescored is not None:  # a guide's ratio is to its own log-probs in any case
-    added = added.replace(rescored=guided.log_probs)
-  joined = jax.tree.map(lambda *x: jnp.concatenate(x, axis=1), own, added)
-  return joined.replace(prompts=rollouts.prompts)
-
-
-def _sampled_metrics(groups: Sequence[Group]) -> dict[str, float]:
-  """Returns metrics over the policy's own completions of all sampled groups.
-
-  `batch_metrics` computes metrics of the same names over the groups that are trained on.
-  """
-  rewards = stack([group.rewards for group in groups])
-  rollouts = stack([group.rollouts for group in groups])
-  own = np.ones(rewards.correct.shape, bool) if rollouts.guided is None else ~rollouts.guided
-  judged = own & rewards.scored
-  correct = rewards.correct
-  lengths = rollouts.mask.sum(-1)
-  own_tokens = rollouts.mask & own[..., None]
-  entropy_of = lambda side: _mean(rollouts.entropy, own_tokens & side[..., None])
-  return {
-    "reward/accuracy": _mean(correct, judged),
-    "reward/mean": _mean(rewards.reward + rewards.penalty, judged),
-    "tokens/sampled": float(rollouts.mask.sum()),
-    "groups/all_correct": float((correct | ~judged).all(1).mean(where=judged.any(1))),
-    "groups/all_wrong": float((~correct | ~judged).all(1).mean(where=judged.any(1))),
-    "entropy/mean": entropy_of(own),
-    "entropy/correct": entropy_of(judged & correct),
-    "entropy/incorrect": entropy_of(judged & ~correct),
-    "length/mean": _mean(lengths, own),
-    "length/min": float(lengths[own].min()),
-    "length/max": float(lengths[own].max()),
-    "length/cut_off": _mean(~rollouts.finished, own),
-  }
-
-
-def _mean(x: np.ndarray, mask: np.ndarray) -> float:
-  """Returns the mean of x where `mask` is True, in float64; NaN if it is False everywhere."""
-  return float(x[mask].mean(dtype=np.float64)) if mask.any() else float("nan")
-
-
-def _combine_metrics(batches: Sequence[dict[str, float]]) -> dict[str, float]:
-  """Returns the metrics of several generation batches: counts are added, the rest averaged."""
-  combine = lambda name: np.nansum if name == "reward/no_verdict" else np.nanmean
-  return {name: float(combine(name)([metrics[name] for metrics in batches])) for name in batches[0]}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from gtpo_jax.checkpoint.digests import digest_tree
+from gtpo_jax.checkpoint.digests import DIGEST_DIGITS, digest_tree
 from gtpo_jax.checkpoint.runs import open_run, run_params
 from gtpo_jax.checkpoint.workdir import load_config
 from gtpo_jax.config import Config, resolve_model
@@ -16,12 +16,10 @@ from gtpo_jax.models.folder import find, is_hf_folder
 from gtpo_jax.models.hf_config import read_config
 from gtpo_jax.models.load import read_params
 from gtpo_jax.models.params import Params
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.policies import base_params
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.runtime.errors import UserError
-
-DIGEST_DIGITS = 16  # hexadecimal digits of a digest that a run records
 
 
 class FrozenPolicies(NamedTuple):
@@ -35,7 +33,7 @@ class FrozenPolicies(NamedTuple):
   """
 
   guide: Policy | None
-  reference: tuple[Qwen2, Params] | None
+  reference: tuple[Transformer, Params] | None
   digests: dict[str, str]
   steps: dict[str, int]
 
@@ -51,8 +49,8 @@ def load_frozen(
     config: names the policies.
     worker: the worker of the policy that is trained.
     workdir: the run's workdir.
-    steps: `FrozenPolicies.steps` of when the run began, so that a resumed run uses the same
-      checkpoints; {} to take the newest ones.
+    steps: `FrozenPolicies.steps` from the start of the run, so that a resumed run uses the same
+      checkpoints; {} for the newest ones.
 
   Raises:
     UserError: a checkpoint of `steps` is no longer there.
@@ -61,7 +59,7 @@ def load_frozen(
   digests = {}
   used_steps = {}
 
-  def load(key: str, path: str) -> tuple[Qwen2, Params]:
+  def load(key: str, path: str) -> tuple[Transformer, Params]:
     try:
       model, params, step = _load(path, config, worker, workdir, steps.get(key))
     except UserError as error:
@@ -84,10 +82,10 @@ def load_frozen(
 
 
 def check_frozen(config: Config, worker: RolloutWorker) -> None:
-  """Refuses paths that hold no policy with the worker's tokenizer, before anything is compiled.
+  """Checks, before anything is compiled, that each path has a policy with the worker's tokenizer.
 
   Raises:
-    UserError: there is no such folder, no checkpoint in it, or its vocabulary differs.
+    UserError: there is no such folder, it has no checkpoint, or its tokenizer differs.
   """
   for key, path in (("guide.path", config.guide.path), ("reference.path", config.reference.path)):
     if path:
@@ -97,12 +95,12 @@ def check_frozen(config: Config, worker: RolloutWorker) -> None:
 def _check_vocabulary(key: str, path: str, worker: RolloutWorker) -> None:
   folder = find(path)
   needed = worker.chat.vocab_size
-  # May be larger than the tokenizer's: the sizes of Qwen2.5 pad their vocabularies differently.
+  # It may be larger than needed: the sizes of Qwen2.5 pad their vocabularies differently.
   size = _architecture(folder, worker).config.vocab_size
   if size < needed:
     raise UserError(
-      f"{key} = {path!r} has a vocabulary of {size} tokens, the policy's tokenizer of {needed}; "
-      "they must share a tokenizer"
+      f"{key} = {path!r} has a vocabulary of {size} tokens, but the policy's tokenizer has "
+      f"{needed}; both must use the same tokenizer"
     )
   if not (is_hf_folder(folder) and (folder / "tokenizer_config.json").exists()):
     return
@@ -111,13 +109,13 @@ def _check_vocabulary(key: str, path: str, worker: RolloutWorker) -> None:
   if different := sorted(token for token in ours if theirs.get(token) != ours[token]):
     raise UserError(
       f"{key} = {path!r} has another tokenizer: {different[0]!r} and {len(different) - 1} other "
-      "tokens differ; they must share one"
+      "tokens differ; it must use the policy's tokenizer"
     )
 
 
 def _load(
   path: str, config: Config, worker: RolloutWorker, workdir: Path, step: int | None
-) -> tuple[Qwen2, Params, int | None]:
+) -> tuple[Transformer, Params, int | None]:
   """Returns a policy's model, parameters and, if it comes from a run, its step.
 
   `step` chooses the checkpoint of a run; None takes the newest.
@@ -131,7 +129,7 @@ def _load(
   return model, *run_params(folder, model, step)
 
 
-def _architecture(folder: Path, worker: RolloutWorker) -> Qwen2:
+def _architecture(folder: Path, worker: RolloutWorker) -> Transformer:
   """Returns the architecture of a policy's folder on the worker's mesh."""
   own = worker.model.config
   if is_hf_folder(folder):
@@ -141,6 +139,6 @@ def _architecture(folder: Path, worker: RolloutWorker) -> Qwen2:
       matmul_precision=own.matmul_precision,
       attention=own.attention,
     )
-    return Qwen2(architecture, worker.model.mesh)
+    return Transformer(architecture, worker.model.mesh)
   open_run(folder).close()
-  return Qwen2(resolve_model(load_config(folder)).config, worker.model.mesh)
+  return Transformer(resolve_model(load_config(folder)).config, worker.model.mesh)

@@ -1,9 +1,9 @@
-"""Groups on the host: rows of a batch that dynamic sampling selects, keeps and saves."""
+"""Groups on the host: the rows of a batch that are selected, kept for later steps and saved."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,16 +24,18 @@ class Group:
   Attributes:
     index: the generation batch that it was sampled in, and its row there.
     problem: the problem.
-    rollouts: its row of the batch's rollouts.
-    rewards: its row of the batch's rewards.
-    texts: g decoded completions.
+    rollouts: its row of the batch's rollouts; without a guide's while `rewards` is None.
+    rewards: its row of the batch's rewards; None until all completions have ended and are scored.
+    texts: g decoded completions; empty while `rewards` is None.
+    begun: the number of updates when its first token was drawn; only with `sampling.staleness`.
   """
 
   index: tuple[int, int]
   problem: Problem
   rollouts: Rollouts
-  rewards: Rewards
+  rewards: Rewards | None
   texts: list[str]
+  begun: int = 0
 
   @property
   def has_contrast(self) -> bool:
@@ -47,8 +49,14 @@ class Group:
     stale = np.ones_like(self.rollouts.stale)
     return dataclasses.replace(self, rollouts=self.rollouts.replace(stale=stale))
 
+  def stale_since(self, version: int) -> Group:
+    """Returns the group with completions marked that have tokens from before update `version`."""
+    rollouts = self.rollouts
+    stale = (rollouts.mask & (rollouts.versions < version)).any(-1)
+    return dataclasses.replace(self, rollouts=rollouts.replace(stale=stale))
+
   def as_filler(self) -> Group:
-    """Returns the group with no valid completion: it fills a batch up and teaches nothing."""
+    """Returns the group with no valid completion, to fill up a batch without affecting the loss."""
     valid = np.zeros_like(self.rewards.valid)
     return dataclasses.replace(self, rewards=self.rewards.replace(valid=valid))
 
@@ -59,7 +67,7 @@ def split_groups(
   """Returns the groups of generation batch `number`, from host arrays [n, g, ...]."""
   rollouts = rollouts.replace(stale=np.zeros(rewards.correct.shape, bool))
   return [
-    Group((number, i), problem, _row(rollouts, i), _row(rewards, i), texts[i])
+    Group((number, i), problem, row_of(rollouts, i), row_of(rewards, i), texts[i])
     for i, problem in enumerate(problems)
   ]
 
@@ -69,8 +77,32 @@ def stack(rows: Sequence[Any]) -> Any:
   return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
 
 
+def append_guided(own: Rollouts, guided: Rollouts, axis: int, xp: Any = np) -> Rollouts:
+  """Returns the policy's completions followed by the guide's.
+
+  The log-probs of the guide count as those that a trainer would compute and as those of the
+  distribution that was drawn from: the ratio of a guide's token always uses its own log-probs.
+
+  Args:
+    own: the policy's, with optional fields.
+    guided: the guide's.
+    axis: the axis of the completions.
+    xp: `numpy`, or `jax.numpy` under `jax.jit`.
+  """
+  added = guided.replace(prompts=None, guided=xp.ones(guided.finished.shape, bool))
+  if own.versions is not None:
+    added = added.replace(versions=xp.full_like(guided.tokens, own.versions.max(initial=0)))
+  if own.rescored is not None:
+    added = added.replace(rescored=guided.log_probs)
+  if own.drawn is not None:
+    added = added.replace(drawn=guided.log_probs)
+  flagged = own.replace(prompts=None, guided=xp.zeros(own.finished.shape, bool))
+  joined = jax.tree.map(lambda *x: xp.concatenate(x, axis=axis), flagged, added)
+  return joined.replace(prompts=own.prompts)
+
+
 def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
-  """Returns the shapes and dtypes of one step's batch, with nothing allocated."""
+  """Returns the shapes and dtypes of one step's batch, without allocating it."""
   settings = config.resolved_algorithm.settings
   n = config.batch.prompts
   g = config.batch.group
@@ -88,8 +120,10 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
     entropy=token_float,
     finished=completion_flag,
     guided=completion_flag if settings.guide_completions else None,
-    stale=completion_flag if settings.dynamic_sampling else None,
-    rescored=token_float if settings.tis_cap else None,
+    stale=completion_flag if settings.dynamic_sampling or config.sampling.staleness else None,
+    versions=like(jnp.int32, n, g, t) if config.sampling.staleness else None,
+    drawn=token_float if config.needs_drawn_log_probs else None,
+    rescored=token_float if settings.needs_rescoring else None,
     reference=token_float if settings.kl_weight else None,
   )
   rewards = Rewards(
@@ -103,38 +137,52 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
 
 
 def leftovers_like(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-  """Returns the shapes of `save_groups`: space for one batch; `count` rows are used."""
-  number = jax.ShapeDtypeStruct((), np.int32)
-  return {
-    "drawn": number,
-    "count": number,
-    "place": jax.ShapeDtypeStruct((config.batch.prompts, 2), np.int32),
-    **_named_leaves(_saved_like(config)),
-  }
+  """Returns the shapes of what `save_groups` returns: space for all groups that may be kept.
+
+  `count` rows of it are used.
+  """
+  like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
+  rows = _kept_rows(config)
+  shapes = {"drawn": like(np.int32), "count": like(np.int32), "place": like(np.int32, rows, 2)}
+  if config.sampling.staleness:
+    shapes |= {"begun": like(np.int32, rows), "complete": like(np.bool_, rows)}
+  return shapes | _named_leaves(_saved_like(config))
 
 
 def save_groups(config: Config, groups: Sequence[Group], drawn: int) -> dict[str, np.ndarray]:
-  """Returns groups as arrays whose shapes depend on the config only, for a checkpoint.
+  """Returns groups as arrays whose shapes depend only on the config, for a checkpoint.
 
   Args:
     config: the run's config.
-    groups: at most `batch.prompts` of them.
-    drawn: generation batches sampled so far.
+    groups: the groups kept for later steps.
+    drawn: generation batches sampled so far; with `sampling.staleness`, groups begun so far.
   """
   arrays = {name: np.zeros(x.shape, x.dtype) for name, x in leftovers_like(config).items()}
   arrays["drawn"] = np.asarray(drawn, np.int32)
   arrays["count"] = np.asarray(len(groups), np.int32)
   for i, group in enumerate(groups):
     arrays["place"][i] = group.index
+    if config.sampling.staleness:
+      arrays["begun"][i] = group.begun
+      arrays["complete"][i] = group.rewards is not None
     for name, x in _named_leaves((group.rollouts, group.rewards)).items():
-      arrays[name][i] = x
+      arrays[name][(i, *map(slice, x.shape))] = x  # the guide's completions may be missing
   return arrays
 
 
 def restore_groups(
-  config: Config, arrays: dict[str, np.ndarray]
-) -> list[tuple[tuple[int, int], Rollouts, Rewards]]:
-  """Returns the index, rollouts and rewards of each group that `save_groups` saved.
+  config: Config,
+  arrays: dict[str, np.ndarray],
+  problem_at: Callable[[tuple[int, int]], Problem],
+  decode: Callable[[Sequence[np.ndarray]], list[str]],
+) -> list[Group]:
+  """Returns the groups that `save_groups` saved.
+
+  Args:
+    config: the run's config.
+    arrays: from `save_groups`.
+    problem_at: returns the problem of a group's index.
+    decode: turns rows of token ids into texts.
 
   Raises:
     UserError: the arrays were saved under a config with other shapes.
@@ -143,22 +191,50 @@ def restore_groups(
     if name not in arrays or arrays[name].shape != x.shape:
       raise UserError(
         f"the groups kept from the previous step do not fit this config: {name} should have shape "
-        f"{x.shape}; the algorithm and the sizes of batch, prompts and completions must not change"
+        f"{x.shape}; the algorithm, sampling.staleness and the sizes of batch, prompts and "
+        "completions must not change"
       )
   like = _saved_like(config)
   leaves = [np.asarray(arrays[name]) for name in _named_leaves(like)]
   rollouts, rewards = jax.tree.unflatten(jax.tree.structure(like), leaves)
-  indices = arrays["place"][: int(arrays["count"])]
-  return [
-    ((int(batch), int(row)), _row(rollouts, i), _row(rewards, i))
-    for i, (batch, row) in enumerate(indices)
-  ]
+  count = int(arrays["count"])
+  begun = arrays.get("begun", np.zeros(count, np.int32)).tolist()
+  complete = arrays.get("complete", np.ones(count, bool)).tolist()
+  groups = []
+  for i, index in enumerate(map(tuple, arrays["place"][:count].tolist())):
+    of_group = row_of(rollouts, i)
+    if complete[i]:
+      texts = decode([x[mask] for x, mask in zip(of_group.tokens, of_group.mask, strict=True)])
+      of_rewards = row_of(rewards, i)
+    else:
+      of_group = policy_completions(of_group, config.policy_completions)
+      texts = []
+      of_rewards = None
+    groups.append(Group(index, problem_at(index), of_group, of_rewards, texts, begun[i]))
+  return groups
+
+
+def policy_completions(rollouts: Rollouts, own: int) -> Rollouts:
+  """Returns a row with its `own` first completions, which are the policy's."""
+  first = jax.tree.map(lambda x: x[:own], rollouts.replace(prompts=None, guided=None, stale=None))
+  return first.replace(prompts=rollouts.prompts)
+
+
+def _kept_rows(config: Config) -> int:
+  """Returns the most groups that are kept for later steps."""
+  return config.batch.prompts * max(config.sampling.staleness, 1)
 
 
 def _saved_like(config: Config) -> tuple[Rollouts, Rewards]:
-  rollouts, rewards = batch_like(config)
-  # The reference scores a group when it is trained on, not when it is kept.
-  return rollouts.replace(reference=None), rewards
+  rows = _kept_rows(config)
+  rollouts, rewards = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch_like(config)
+  )
+  # The reference scores a group when the group is trained on, not when it is kept.
+  rollouts = rollouts.replace(reference=None)
+  if config.sampling.staleness:  # these are not known before either
+    rollouts = rollouts.replace(stale=None, rescored=None)
+  return rollouts, rewards
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -167,5 +243,6 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
   return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
 
-def _row(tree: Any, i: int) -> Any:
+def row_of(tree: Any, i: int) -> Any:
+  """Returns row i of a pytree of arrays."""
   return jax.tree.map(lambda x: x[i], tree)

@@ -1,4 +1,4 @@
-"""Random keys: a key per use and step, so that no two uses share a random stream."""
+"""Random keys: one per use and step, so no two uses share a random stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opens policies from where they are stored: a run's checkpoints, its base model, an HF folder."""
+"""Opens policies: a run's checkpoints, its base model, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 
 HF_PROMPT_TOKENS = 1024  # the longest prompt when sampling from a Hugging Face folder
-HF_MAX_TOKENS = 256  # the longest completion, unless the caller names another
+HF_MAX_TOKENS = 256  # the longest completion, unless the caller sets another limit
 
 
 class PolicySource(NamedTuple):
@@ -55,7 +55,7 @@ def initial_params(config: Config, worker: RolloutWorker) -> Params:
 
 
 def base_params(config: Config, workdir: Path, worker: RolloutWorker) -> Params | None:
-  """Returns the parameters that a run's RL started from; None if they have to be made first.
+  """Returns the parameters that a run's RL started from; None if they do not exist yet.
 
   They are in WORKDIR/base, or in the model's folder if there was no warm start.
   """
@@ -72,10 +72,10 @@ def find_policy(
   """Returns a policy's worker and config, on the devices of this machine.
 
   Args:
-    workdir: the workdir of a `gtpo train`, a Hugging Face folder, or a hub id.
+    workdir: the workdir of a `gtpo train` run, a Hugging Face folder, or a hub id.
     step: a checkpoint of a run; None for the newest, 0 for the base model.
-    config: a config to use instead of the run's own, for the same model or naming none; for a
-      Hugging Face folder, instead of the defaults.
+    config: replaces the config of the run, and must then name the same model or none; for a Hugging
+      Face folder, replaces the defaults.
     max_tokens: the longest completion; None for the run's own limit, or 256 for a folder.
 
   Raises:
@@ -101,7 +101,7 @@ def _policy_of_folder(
   if step is not None:
     raise UserError(f"{str(folder)!r} is a Hugging Face folder and has no steps; leave --step out")
   config = config or _config_of_folder(folder, max_tokens)
-  model = dataclasses.replace(config.model, path=str(folder), lora_rank=0)
+  model = dataclasses.replace(config.model, path=str(folder), lora_rank=0, quantize="")
   config = dataclasses.replace(config, model=model)
   worker = RolloutWorker(config, max_tokens)
   return PolicySource(worker, config, lambda: (read_params(worker.model, folder), 0))
@@ -129,7 +129,7 @@ def _policy_of_run(
 
 
 def _names_no_model(config: Config) -> bool:
-  """Whether a config leaves the model at its default, as those of configs/eval_*.py do."""
+  """Whether a config leaves the model at its default, as configs/eval_*.py do."""
   return (config.model.path, config.model.preset) == ("", ModelSection().preset)
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gtpo_jax.config import Config
 from gtpo_jax.data.pipeline import fixed_sample
 from gtpo_jax.data.records import Problem, Problems
-from gtpo_jax.data.sources import RECORDS, Loaded, load_source
+from gtpo_jax.data.sources import RECORDS, Check, Loaded, load_source, too_many_bad
 from gtpo_jax.data.tasks import TASKS, TaskPart, make_task
-from gtpo_jax.rewards import VERIFIERS, sandbox_problem
+from gtpo_jax.rewards import check_gold, sandbox_problem
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 
@@ -34,8 +34,8 @@ def training_problems(
     records: by name, the sources that a Python program passed as dicts.
 
   Raises:
-    UserError: a source cannot be read, has more malformed rows and too long prompts than
-      data.bad_rows, or has problems that nothing here can verify.
+    UserError: a source cannot be read, has more malformed rows and overlong prompts than
+      data.bad_rows allows, or has problems that cannot be verified here.
   """
   return [
     (_load_problems(config, worker, name, False, say, records), weight)
@@ -51,7 +51,7 @@ def held_out_problems(
 ) -> list[Problem]:
   """Returns the problems to evaluate on: the same for every seed and every run.
 
-  Takes and raises what `training_problems` does.
+  Arguments and errors are those of `training_problems`.
   """
   problems = _load_problems(config, worker, config.eval_name, True, say, records)
   if config.eval_task is None and len(problems) > config.eval.problems:
@@ -60,7 +60,7 @@ def held_out_problems(
 
 
 def eval_label(config: Config) -> str:
-  """Returns the name of the evaluation in metrics: a task, or a file without folder and ending."""
+  """Returns the evaluation's name in metrics: a task, or a file without folder and extension."""
   name = config.eval_name
   if name.startswith(RECORDS):
     return name.rsplit(":", 1)[-1]
@@ -79,48 +79,74 @@ def _load_problems(
 ) -> Problems:
   data = config.data
   if name in TASKS:
-    task = make_task(name, data.terms, data.largest)
+    task = make_task(name, data.terms, data.largest, data.filler)
     return TaskPart(task, task.held_out_ids if held_out else task.train_ids)
-  loaded = records[name] if name in records else _load(name, data.fields, data.bad_rows)
-  fits = [len(worker.encode(problem)) <= data.max_prompt_tokens for problem in loaded.problems]
-  fitting = list(itertools.compress(loaded.problems, fits))
-  too_long = len(loaded.problems) - len(fitting)
-  first = f" (first {loaded.problems[fits.index(False)].id})" if too_long else ""
-  if len(loaded.bad) + too_long > data.bad_rows:
+  check = None if config.reward.verifier else check_gold
+  loaded = records.get(name) or _load(name, data.fields, data.bad_rows, check)
+  fitting, too_long, bad = _measure(config, worker, loaded)
+  first = f" (first {too_long[0]})" if too_long else ""
+  if len(bad) + len(too_long) > data.bad_rows:
     raise UserError(
-      f"{name!r}: {too_long} of {len(loaded.problems)} prompts{first} are over "
-      f"data.max_prompt_tokens = {data.max_prompt_tokens}, and {len(loaded.bad)} rows are "
-      f"malformed; data.bad_rows = {data.bad_rows} are allowed; raise one of the two"
+      f"{name!r}: {len(too_long)} of {len(loaded.problems)} prompts{first} are over "
+      f"data.max_prompt_tokens = {data.max_prompt_tokens}, and {len(bad)} rows are "
+      f"malformed, but data.bad_rows = {data.bad_rows}; raise one of these limits"
     )
   if not config.reward.verifier:
-    _check_kinds(config, name, fitting, say)
+    _check_sandbox(config, name, fitting, say)
   if not fitting:
     raise UserError(
-      f"{name!r} holds no problem within data.max_prompt_tokens = {data.max_prompt_tokens}"
+      f"{name!r} has no problem with a prompt within data.max_prompt_tokens = "
+      f"{data.max_prompt_tokens}"
     )
-  say(loaded.summary(name) + (f", {too_long} too long{first}" if too_long else ""))
+  note = "" if config.reward.verifier else loaded.note
+  summary = dataclasses.replace(loaded, bad=bad, note=note).summary(name)
+  say(summary + (f", {len(too_long)} too long{first}" if too_long else ""))
   return fitting
 
 
-def _check_kinds(
+def _measure(
+  config: Config, worker: RolloutWorker, loaded: Loaded
+) -> tuple[list[Problem], list[str], tuple[str, ...]]:
+  """Encodes the prompts of a source.
+
+  Returns:
+    The problems whose prompts are short enough, the locations of those that are too long, and the
+    malformed rows. A conversation that the chat template does not accept is a malformed row.
+
+  Raises:
+    UserError: there are more malformed rows than data.bad_rows.
+  """
+  fitting = []
+  too_long = []
+  bad = list(loaded.bad)
+  for problem in loaded.problems:
+    try:
+      length = len(worker.encode(problem))
+    except UserError as error:
+      bad.append(f"{problem.location}: {error}")
+      if len(bad) > config.data.bad_rows:
+        raise too_many_bad(bad, config.data.bad_rows) from error
+      continue
+    if length > config.data.max_prompt_tokens:
+      too_long.append(problem.location)
+    else:
+      fitting.append(problem)
+  return fitting, too_long, tuple(bad)
+
+
+def _check_sandbox(
   config: Config, name: str, problems: Sequence[Problem], say: Callable[[str], None]
 ) -> None:
-  """Refuses problems that nothing here can verify."""
-  for problem in problems:
-    if problem.kind not in VERIFIERS:
-      raise UserError(
-        f"{name!r}: problem {problem.id} is of kind {problem.kind!r}, which has no verifier; "
-        f"valid are {', '.join(VERIFIERS)}"
-      )
+  """Rejects programs if they cannot be run safely here, unless the config allows it."""
   if any(problem.kind == "code" for problem in problems) and (missing := sandbox_problem()):
     if not config.reward.unsandboxed:
-      raise UserError(f"{name!r} holds programs to run, and there is no sandbox here: {missing}")
+      raise UserError(f"{name!r} has programs to run, but there is no sandbox here: {missing}")
     say(
       "DANGER: reward.unsandboxed is set and there is no sandbox here: "
-      "programs of the model run as you, with access to your files and network"
+      "programs written by the model run as you, with access to your files and network"
     )
 
 
 @functools.lru_cache(maxsize=8)
-def _load(name: str, fields: str, bad_rows: int) -> Loaded:
-  return load_source(name, fields, bad_rows)
+def _load(name: str, fields: str, bad_rows: int, check: Check | None) -> Loaded:
+  return load_source(name, fields, bad_rows, check)

@@ -1,7 +1,7 @@
 """Scores completions: the verifier for each problem's kind, and the weighted parts of the reward.
 
-If verification fails, the verdict is None. The completion is then excluded from the loss and the
-statistics and counted in `reward/no_verdict`; it never gets a reward of 0.
+If verification fails, a completion has no verdict. Unless it was cut off, which makes it incorrect,
+it is then excluded from the loss and the statistics, and counted in `reward/no_verdict`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from gtpo_jax.data.records import Problem
 from gtpo_jax.rewards import PARTS, VERIFIERS, group_relative, soft_overlong
 from gtpo_jax.rollout.user_functions import (
   BUILTIN_PARTS,
+  MAX_VALUE,
   FunctionCaller,
   RewardFunction,
   import_function,
@@ -31,7 +32,7 @@ from gtpo_jax.runtime.distributed import any_process, broadcast_from_first, is_f
 from gtpo_jax.runtime.signals import Stopped, poll
 
 CORRECT_ABOVE = 0.5  # a verifier's score above this counts as correct
-POLL_S = 1.0  # seconds between questions whether to stop, while scores are missing
+POLL_S = 1.0  # seconds between checks for a stop request, while scores are missing
 USER_VERIFIER = ""  # the key of a user's verifier in what `call_functions` returns
 
 
@@ -43,15 +44,19 @@ class RewardResult:
     correct: bool[n, g]; False if not scored.
     scored: bool[n, g]; whether the completion has a verdict and every part of its reward. A
       completion that was cut off needs no verdict: it is wrong.
-    reward: f32[n, g], the weighted sum of the parts, which the baselines normalise.
+    reward: f32[n, g], the weighted sum of the parts.
+    added: f32[n, g], the part of `reward` that is added to entropy-shaped rewards: the sum of the
+      parts other than "correct"; 0 for algorithms without entropy shaping.
     penalty: f32[n, g] <= 0, the length penalty.
     valid: bool[n, g]; `scored`, and not removed by the overlong filter.
-    metrics: the mean of each part, and the number of missing verdicts.
+    metrics: the mean of each part other than "correct", and the number of completions that are not
+      scored.
   """
 
   correct: np.ndarray
   scored: np.ndarray
   reward: np.ndarray
+  added: np.ndarray
   penalty: np.ndarray
   valid: np.ndarray
   metrics: dict[str, float]
@@ -59,7 +64,9 @@ class RewardResult:
   @property
   def rewards(self) -> Rewards:
     """What the update reads, in host arrays."""
-    return Rewards(self.correct, self.reward, self.penalty, self.valid, self.scored)
+    return Rewards(
+      self.correct, self.reward - self.added, self.penalty + self.added, self.valid, self.scored
+    )
 
 
 class EndedCompletion(NamedTuple):
@@ -84,8 +91,8 @@ class RewardManager:
   `function(prompts, completions, answers, extras)` with equally long lists of text, text, text and
   dict. It returns a number or bool for each completion, or None for no verdict. If it raises,
   returns a list of the wrong length or exceeds `reward.function_timeout_s`, the problem's
-  completions have no verdict; a completion for which it returns NaN has none either. The first
-  failure of each function is printed.
+  completions have no verdict; a completion for which it returns NaN, or a number that is too large
+  for statistics in float32, has none either. The first failure of each function is printed.
 
   Attributes:
     thread: runs the verifiers and functions.
@@ -108,6 +115,11 @@ class RewardManager:
     self._call = FunctionCaller(section.function_timeout_s)
     self.thread = ThreadPoolExecutor(1, "gtpo-reward")
 
+  @property
+  def has_own_verifier(self) -> bool:
+    """Whether a user's function decides instead of the built-in verifiers."""
+    return self._verifier is not None
+
   def close(self) -> None:
     """Shuts the thread down and cancels queued scoring."""
     self.thread.shutdown(cancel_futures=True)
@@ -122,7 +134,7 @@ class RewardManager:
     if self._verifier:
       return verdicts
     for kind in {problem.kind for problem in problems}:
-      # All completions of a kind at once, so that a verifier may check them in parallel.
+      # All completions of a kind at once: a verifier may check them in parallel.
       rows = [i for i, problem in enumerate(problems) if problem.kind == kind]
       results = VERIFIERS[kind](
         [texts[i] for i in rows],
@@ -176,6 +188,7 @@ class RewardManager:
     scored = ~np.isnan(verdicts) | ~finished
     correct = finished & (verdicts > CORRECT_ABOVE)
     reward = np.zeros(finished.shape)
+    added = np.zeros(finished.shape)
     metrics = {}
     for name, weight in self._config.reward.weighted:
       if name == "correct":
@@ -184,7 +197,19 @@ class RewardManager:
         part = verdicts if name == "verifier" else column(name)
         scored &= ~np.isnan(part)
         metrics[f"reward/part/{name}"] = _mean(part)
-      reward += weight * np.nan_to_num(part)
+      with np.errstate(over="ignore", invalid="ignore"):  # sums that are too large: see below
+        weighted = weight * np.nan_to_num(part)
+        reward += weighted
+        if algorithm.shapes_by_entropy and name != "correct":
+          added += weighted
+    too_large = ~(np.maximum(np.abs(reward), np.abs(added)) <= MAX_VALUE)
+    if too_large.any():
+      self._call.show_once(
+        self._config.reward.parts, f"the weighted sum of the parts is over {MAX_VALUE:g} in size\n"
+      )
+    reward = np.where(too_large, 0.0, reward)
+    added = np.where(too_large, 0.0, added)
+    scored &= ~too_large
     correct &= scored
     metrics["reward/no_verdict"] = float((~scored).sum())
     valid = scored & finished if settings.overlong_filter else scored
@@ -193,7 +218,8 @@ class RewardManager:
     else:
       max_tokens = self._config.sampling.max_tokens
       penalty = soft_overlong(lengths, max_tokens, settings.overlong_buffer)
-    return RewardResult(correct, scored, reward.astype(np.float32), penalty, valid, metrics)
+    reward = reward.astype(np.float32)
+    return RewardResult(correct, scored, reward, added.astype(np.float32), penalty, valid, metrics)
 
 
 class PendingRewards:
@@ -206,6 +232,7 @@ class PendingRewards:
     texts: [n][g], the decoded completions; complete after `result`.
     lengths: i32[n, g], tokens of each completion.
     finished: bool[n, g], whether each ended with a stop token.
+    ended: how many completions were added so far.
   """
 
   def __init__(
@@ -228,6 +255,7 @@ class PendingRewards:
     self.texts = [[""] * group for _ in range(n)]
     self.lengths = np.zeros((n, group), np.int32)
     self.finished = np.zeros((n, group), bool)
+    self.ended = 0
     self._verdicts = np.full((n, group), np.nan)
     self._function_values: list[dict[str, list[float]]] = [{} for _ in range(n)]
     self._missing = np.full(n, group)
@@ -236,17 +264,22 @@ class PendingRewards:
 
   def put(self, completions: Sequence[EndedCompletion]) -> None:
     """Adds completions that have ended."""
+    self.ended += len(completions)
     if completions and is_first_process():
       self._waiting.extend(completions)
       self._work.append(self._reward_manager.thread.submit(self._score_waiting))
 
-  def result(self, stopping: Callable[[], bool] = lambda: False) -> RewardResult:
+  def result(
+    self, stopping: Callable[[], bool] = lambda: False, rows: Sequence[int] | None = None
+  ) -> RewardResult:
     """Waits for all scores and returns them, the same on every process.
 
     Re-raises any exception from the scoring thread.
 
     Args:
       stopping: called about every second; True ends the wait.
+      rows: the problems whose scores are returned, in this order, all of whose completions were
+        added; None for all problems.
 
     Raises:
       Stopped: `stopping` returned True.
@@ -255,17 +288,22 @@ class PendingRewards:
       while any_process(bool(wait(self._work, POLL_S).not_done)):
         if poll(stopping):
           raise Stopped
-      shared = broadcast_from_first(self._collect)
+      shared = broadcast_from_first(functools.partial(self._collect, rows))
     self.texts = shared["texts"]
-    self.lengths = shared["lengths"]
-    self.finished = shared["finished"]
+    # More completions may follow, and what another process sent is read-only.
+    self.lengths = shared["lengths"].copy()
+    self.finished = shared["finished"].copy()
     return RewardResult(**shared["result"])
 
-  def _collect(self) -> dict[str, Any]:
+  def _collect(self, rows: Sequence[int] | None) -> dict[str, Any]:
     for work in self._work:
       work.result()
+    rows = np.arange(len(self.texts)) if rows is None else np.asarray(rows)
     result = self._reward_manager.combine(
-      self._verdicts, self._function_values, self.lengths, self.finished
+      self._verdicts[rows],
+      [self._function_values[i] for i in rows],
+      self.lengths[rows],
+      self.finished[rows],
     )
     return {
       "result": vars(result),
@@ -276,7 +314,7 @@ class PendingRewards:
 
   @functools.partial(jax.profiler.annotate_function, name="reward")
   def _score_waiting(self) -> None:
-    """Scores all waiting completions at once, so that verifiers may check them in parallel."""
+    """Scores all waiting completions at once: verifiers may check them in parallel."""
     completions = [self._waiting.popleft() for _ in range(len(self._waiting))]
     if not completions:
       return

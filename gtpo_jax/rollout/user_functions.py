@@ -1,21 +1,33 @@
-"""Reward functions that users write: imported by name, called with a time limit."""
+"""Reward functions that users write: imported by name, called with a time limit.
+
+This is the one place where a user's reward function is called. Whatever it returns or raises, each
+completion gets a number that the statistics of a batch can use, or no value.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import importlib
+import itertools
 import math
+import os
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
+
+import jax
 
 from gtpo_jax.data.records import Problem
 from gtpo_jax.rewards import PARTS
-from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.errors import FunctionError, UserError, first_line
+from gtpo_jax.runtime.limits import within
 
 BUILTIN_PARTS = ("correct", "verifier")  # parts of the reward that are computed from the verdicts
+# The largest magnitude of a value. The squares of larger ones, summed over a batch, may overflow
+# float32.
+MAX_VALUE = 1e15
 
 # (prompts, completions, answers, extras) -> a number, bool or None for each completion
 RewardFunction = Callable[
@@ -35,14 +47,16 @@ def import_function(name: str) -> RewardFunction:
       f"reward part {name!r} is none of {', '.join([*BUILTIN_PARTS, *PARTS])}, "
       "nor a function named as module:function"
     )
-  if "" not in sys.path:
-    sys.path.insert(0, "")  # finds a module beside the config, as `python -m` would
+  folder = os.getcwd()
+  if folder not in sys.path:
+    sys.path.insert(0, folder)  # finds modules in the working directory, as `python -m` would
   try:
-    imported = getattr(importlib.import_module(module), function)
-  except Exception as error:  # the import runs the user's code
-    raise UserError(
-      f"reward function {name!r} cannot be imported: {type(error).__name__}: {first_line(error)}"
-    ) from error
+    with _unchanged_jax_settings(f"the module of reward function {name!r}"):
+      imported = getattr(importlib.import_module(module), function)
+  except KeyboardInterrupt:
+    raise
+  except BaseException as error:  # the import runs the user's code
+    raise UserError(f"reward function {name!r} cannot be imported: {_described(error)}") from error
   if not callable(imported):
     raise UserError(
       f"reward function {name!r} is of type {type(imported).__name__} and cannot be called"
@@ -53,7 +67,10 @@ def import_function(name: str) -> RewardFunction:
 class FunctionCaller:
   """Calls users' reward functions, and shows the first failure of each.
 
-  A function that fails never ends the run: its completions get no value.
+  If a function raises an `Exception` or returns an unusable value, the run continues, and the
+  completions get no value. An exception that is not an `Exception`, such as KeyboardInterrupt or
+  asyncio.CancelledError, asks the program to end and does end the run. SystemExit is treated like
+  an `Exception`, because programs written for the command line raise it for bad input.
   """
 
   def __init__(self, timeout_s: float):
@@ -65,29 +82,41 @@ class FunctionCaller:
   ) -> list[float]:
     """Returns the value of each completion of a problem; NaN if there is none.
 
-    All are NaN if the function raises, takes longer than the limit, or returns a list of another
-    length.
+    All are NaN if the function raises, takes longer than the limit, or does not return a number,
+    bool or None for each completion. A single value is NaN if it is None or NaN, or if its
+    magnitude is over `MAX_VALUE`.
+
+    Raises:
+      FunctionError: the function raised an exception that is not an `Exception`.
     """
     n = len(texts)
-    prompts = [problem.messages[-1]["content"]] * n
-    extras = [dict(problem.extra) for _ in texts]
+    work = lambda: _values(function, problem, texts)
     try:
-      returned = list(
-        _call_within(self._timeout_s, function, prompts, list(texts), [problem.answer] * n, extras)
-      )
-      values = [None if value is None else float(value) for value in returned]
-      if len(values) != n:
-        raise ValueError(f"returned {len(values)} values for {n} completions")
+      with _unchanged_jax_settings(f"reward function {name!r}"):
+        values = self._within_limit(work)
     except (Exception, SystemExit):  # the user's code may raise anything
-      self._show_once(name, traceback.format_exc())
+      self.show_once(name, traceback.format_exc())
       return [math.nan] * n
-    unusable = [value for value in values if value is not None and not math.isfinite(value)]
+    except BaseException as error:
+      raise FunctionError(
+        f"reward function {name!r} raised {_described(error)}, which ends the run"
+      ) from error
+    usable = lambda value: abs(value) <= MAX_VALUE  # False for NaN
+    unusable = [value for value in values if value is not None and not usable(value)]
     if unusable:
-      self._show_once(name, f"it returned {unusable[0]}\n")
-    usable = lambda value: value is not None and math.isfinite(value)
-    return [value if usable(value) else math.nan for value in values]
+      self.show_once(name, f"it returned {unusable[0]}; a value is at most {MAX_VALUE:g} in size\n")
+    return [value if value is not None and usable(value) else math.nan for value in values]
 
-  def _show_once(self, name: str, error: str) -> None:
+  def _within_limit(self, work: Callable[[], Any]) -> Any:
+    try:
+      return within(self._timeout_s, work, "gtpo reward function")
+    except TimeoutError as error:
+      if str(error) != f"it took longer than {self._timeout_s:g} s":  # the function's own error
+        raise
+      raise TimeoutError(f"{error} (reward.function_timeout_s)") from None
+
+  def show_once(self, name: str, error: str) -> None:
+    """Prints why a function has no usable value, but only the first time this happens."""
     if name not in self._shown:
       self._shown.add(name)
       print(
@@ -99,27 +128,58 @@ class FunctionCaller:
       )
 
 
-def _call_within(limit_s: float, function: Callable[..., Any], *args: Any) -> Any:
-  """Returns what `function(*args)` returns, or raises what it raises.
+def _values(function: RewardFunction, problem: Problem, texts: Sequence[str]) -> list[float | None]:
+  """Calls a function on the completions of a problem, with arguments that it may change.
 
-  It runs on a thread of its own, which is abandoned after `limit_s` seconds.
-
-  Raises:
-    TimeoutError: it took longer than `limit_s`.
+  Reading what it returns is part of the call: a generator may be slow, or never end.
   """
-  outcome: Future[Any] = Future()
+  n = len(texts)
+  prompts = [problem.messages[-1]["content"]] * n
+  extras = [copy.deepcopy(dict(problem.extra)) for _ in texts]
+  returned = function(prompts, list(texts), [problem.answer] * n, extras)
+  if isinstance(returned, str | bytes | bytearray | Mapping | Set):
+    raise TypeError(f"returned {type(returned).__name__}, not a list of numbers")
+  values = list(itertools.islice(returned, n + 1))
+  if len(values) != n:
+    count = len(values) if len(values) < n else f"more than {n}"
+    raise ValueError(f"returned {count} values for {n} completions")
+  return [None if value is None else _as_float(value) for value in values]
 
-  def work() -> None:
-    try:
-      outcome.set_result(function(*args))
-    except BaseException as error:  # SystemExit would otherwise end this thread silently
-      outcome.set_exception(error)
 
-  # A daemon, so that a function that hangs cannot keep the program from ending.
-  threading.Thread(target=work, name="gtpo reward function", daemon=True).start()
+def _as_float(value: Any) -> float:
   try:
-    return outcome.result(limit_s)
-  except TimeoutError:
-    if outcome.done():  # the function's own TimeoutError
-      raise
-    raise TimeoutError(f"it took longer than {limit_s:g} s (reward.function_timeout_s)") from None
+    return float(value)
+  except OverflowError:  # a whole number that is too large
+    return math.inf
+
+
+@contextlib.contextmanager
+def _unchanged_jax_settings(culprit: str) -> Iterator[None]:
+  """Undoes changes of JAX's global settings, such as `jax_enable_x64`, and prints the first one.
+
+  Otherwise, all programs would be compiled again under the new settings.
+  """
+  before = jax.config.values
+  try:
+    yield
+  finally:
+    now = jax.config.values
+    changed = [name for name, value in before.items() if now[name] is not value]
+    changed = [name for name in changed if now[name] != before[name]]
+    for name in changed:
+      jax.config.update(name, before[name])
+    if changed:
+      print(
+        f"gtpo: {culprit} changed JAX's setting {changed[0]} to {now[changed[0]]!r}, which was "
+        f"undone; use a context in the function instead, such as `with jax.enable_x64(True):`",
+        file=sys.stderr,
+        flush=True,
+      )
+
+
+def _described(error: BaseException) -> str:
+  """Returns the type and the first line of the message of an exception of any class."""
+  try:
+    return f"{type(error).__name__}: {first_line(error)}"
+  except Exception:  # its __str__ raises
+    return type(error).__name__

@@ -1,4 +1,4 @@
-"""The rollout worker: a model on its mesh with tokenizer and engine, which answers problems."""
+"""The rollout worker samples completions of problems, with a model, a tokenizer and an engine."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from gtpo_jax.arrays import Rollouts
 from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.data.records import Problem
+from gtpo_jax.models.causal import attention_kind
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.models.params import Params, param_shardings
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.programs import count_kinds
 
 
 class Policy(NamedTuple):
@@ -29,6 +31,35 @@ class Policy(NamedTuple):
 
   engine: Engine
   params: DecodeParams
+
+
+class Workload(NamedTuple):
+  """Batches of one size from one policy, whose programs can be compiled ahead of time."""
+
+  policy: Policy
+  prompts: int
+  group: int  # completions of each prompt
+  sampling_params: SamplingParams
+  resumes: bool = False  # whether completions go on that an earlier step has begun
+
+  @property
+  def shapes(self) -> int:
+    """The number of decoding shapes that these batches may need."""
+    programs = self.policy.engine.programs
+    signatures = programs.signatures(self.prompts, self.group, self.sampling_params, self.resumes)
+    return count_kinds(signatures)["decode"]
+
+  def compile(self, ready: Callable[[], None] = lambda: None) -> None:
+    """Compiles every program that these batches may need, and calls `ready` after each shape."""
+    engine, params = self.policy
+    engine.programs.warm_up(
+      params,
+      self.prompts,
+      group=self.group,
+      sampling_params=self.sampling_params,
+      resumes=self.resumes,
+      ready=ready,
+    )
 
 
 class RolloutWorker:
@@ -41,17 +72,21 @@ class RolloutWorker:
     engine: the sampling engine of `model`.
 
   Raises:
-    UserError: the model cannot be found or is not supported, it does not divide over the mesh, or
+    UserError: the model cannot be found or is not supported, it cannot be sharded over the mesh, or
       its vocabulary is smaller than the tokenizer's.
   """
 
   def __init__(self, config: Config, max_tokens: int | None = None):
-    """Args: the run's config; `max_tokens` replaces `config.sampling.max_tokens` if given."""
+    """Args:
+    config: the run's config.
+    max_tokens: replaces `config.sampling.max_tokens`; None keeps it.
+    """
     resolved = resolve_model(config)
     self.model_folder = resolved.folder
     self.chat: Chat = load_chat(resolved.folder) if resolved.folder else load_chat()
-    self.model = Qwen2(resolved.config, make_mesh(**dataclasses.asdict(config.mesh)))
-    param_shardings(self.model)  # refuses a mesh that does not divide the model
+    self.model = Transformer(resolved.config, make_mesh(**dataclasses.asdict(config.mesh)))
+    param_shardings(self.model)  # raises an error if the mesh does not fit the model
+    attention_kind(resolved.config, self.model.mesh)  # or if the device does not support the model
     if self.chat.vocab_size > resolved.config.vocab_size:
       raise UserError(
         f"the tokenizer and its end tokens have ids up to {self.chat.vocab_size - 1}, but model "
@@ -61,9 +96,11 @@ class RolloutWorker:
     self._data = config.data
     self._max_tokens = max_tokens or config.sampling.max_tokens
     self._engine_config = config.engine_config
+    self._demand = config.sampling_demand
+    self._keeps_drawn = config.needs_drawn_log_probs
     self.engine = self.engine_for(self.model)
 
-  def engine_for(self, model: Qwen2, vocab_limit: int | None = None) -> Engine:
+  def engine_for(self, model: Transformer, vocab_limit: int | None = None) -> Engine:
     """Returns an engine for `model` with this worker's tokenizer and settings.
 
     Args:
@@ -78,6 +115,7 @@ class RolloutWorker:
       self._max_tokens,
       vocab_limit,
       self._engine_config,
+      self._demand,
     )
 
   def encode(self, problem: Problem) -> list[int]:
@@ -93,7 +131,7 @@ class RolloutWorker:
     return self.chat.encode_text("\n\n".join(message["content"] for message in messages))
 
   def policy(self, params: Params) -> Policy:
-    """Returns the worker's own model with `params` in sampling layout.
+    """Returns the worker's own model with `params` in the sampling layout.
 
     Make it once and sample many batches from it.
     """
@@ -121,8 +159,8 @@ class RolloutWorker:
       sampling_params: how tokens are drawn.
       pending: receives each completion as soon as it ends, and scores it while others are sampled.
       first: the index that the first completion of each problem has in `pending`.
-      stopping: called between chunks of tokens, in all processes at the same chunk; True ends the
-        sampling.
+      stopping: called after each chunk of tokens, by all processes; if it returns True, sampling
+        ends.
 
     Returns:
       Rollouts [n, group, t] in host arrays.
@@ -143,4 +181,5 @@ class RolloutWorker:
         pending.put(finished)
       if stopping():
         raise Stopped
-    return policy.engine.rollouts(buffer, prompts)
+    rollouts = policy.engine.rollouts(buffer, prompts)
+    return rollouts.replace(drawn=buffer.drawn_log_probs) if self._keeps_drawn else rollouts

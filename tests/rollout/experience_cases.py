@@ -49,9 +49,9 @@ def config_of(name="dapo", **changes):
 
 @pytest.fixture(autouse=True)
 def coins(monkeypatch):
-  """A verifier that a random model passes half of the time: the length is even.
+  """A verifier that a random model passes about half of the time: even lengths are correct.
 
-  A completion that was cut off stays wrong.
+  Completions that are cut off are wrong in any case.
   """
   monkeypatch.setitem(
     VERIFIERS, "last_number", lambda completions, *_: [len(text) % 2 == 0 for text in completions]
@@ -74,11 +74,12 @@ def make_collector(config, frozen=NONE, drawn=0):
   return Collector(config, worker, RewardManager(config), problems, frozen, drawn)
 
 
-def collect(config, steps, frozen=NONE, collector=None, said=None):
+def collect(config, steps, frozen=NONE, collector=None, said=None, first=0):
   _, params = random_worker(config)
   collector = collector or make_collector(config, frozen)
   return collector, [
-    collector.collect(params, (said if said is not None else []).append) for _ in range(steps)
+    collector.collect(params, step, (said if said is not None else []).append)
+    for step in range(first, first + steps)
   ]
 
 

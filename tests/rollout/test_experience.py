@@ -20,7 +20,7 @@ from experience_cases import (
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.loop import train
 from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.reporting.log_files import read_jsonl
 from gtpo_jax.rollout.groups import leftovers_like
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.training.state import make_optimizer
@@ -28,11 +28,11 @@ from gtpo_jax.training.state import make_optimizer
 # --- without dynamic sampling ---
 
 
-def test_a_plain_batch_is_that_of_its_step():
+def test_a_plain_batch_depends_only_on_its_step():
   config = config_of("gtpo")
   _, batches = collect(config, 3)
   _, params = random_worker(config)
-  late = make_collector(config, drawn=2).collect(params, print)
+  late = make_collector(config, drawn=2).collect(params, 2, print)
   assert_equal(host(batches[2]), host(late))
   assert [problem.id for problem in late.problems] == [
     problem.id for problem in batches[2].problems
@@ -41,19 +41,20 @@ def test_a_plain_batch_is_that_of_its_step():
     "time/sample",
     "time/reward",
     "reward/no_verdict",
+    "sampling/slots_busy",
   }
   assert all(len(row) == G for row in batches[0].texts)
 
 
 @pytest.mark.parametrize("name", ["gtpo", "dapo"])
 def test_a_stopped_step_is_sampled_again(name):
-  """Wherever the sampling is stopped, the next call returns what it would have returned."""
+  """Wherever sampling is stopped, the next call returns the batch of an undisturbed run."""
   config = config_of(name)
   _, params = random_worker(config)
   polls = 0
 
   def collect_until(collector, limit):
-    """Stops when it is asked for the `limit`th time; 0 never stops."""
+    """Stops at the `limit`th poll, or never if `limit` is 0."""
     nonlocal polls
     polls = 0
 
@@ -62,7 +63,7 @@ def test_a_stopped_step_is_sampled_again(name):
       polls += 1
       return polls == limit
 
-    return collector.collect(params, print, stopping)
+    return collector.collect(params, 0, print, stopping)
 
   collector = make_collector(config)
   collect_until(collector, 0)
@@ -82,7 +83,7 @@ def test_a_stopped_step_is_sampled_again(name):
 # --- dynamic sampling ---
 
 
-def test_every_group_has_contrast_and_the_surplus_comes_first_in_the_next_step():
+def test_surplus_groups_come_first_in_the_next_step():
   config = config_of(**{"batch.max_gen_batches": 40})
   collector, batches = collect(config, 4)
   generated = drawn = 0
@@ -103,8 +104,8 @@ def test_every_group_has_contrast_and_the_surplus_comes_first_in_the_next_step()
   assert len(set(ids)) == len(ids)  # no group is trained on twice
 
 
-def test_groups_are_those_of_the_data_order():
-  """Each group of a filled batch equals, bit for bit, plain sampling of its generation batch."""
+def test_dynamic_sampling_keeps_the_data_order():
+  """Each group of a filled batch equals, bit for bit, the one that plain sampling returns."""
   collector, (batch,) = collect(config_of(**{"batch.max_gen_batches": 40}), 1)
   _, plain = collect(config_of("gtpo"), int(collector.leftovers()["drawn"]))
   by_id = {
@@ -119,7 +120,7 @@ def test_groups_are_those_of_the_data_order():
     assert batch.texts[i] == texts
 
 
-def test_at_the_limit_it_trains_on_the_groups_it_has_and_says_so():
+def test_at_the_limit_a_step_trains_on_the_groups_it_has():
   said = []
   _, (batch,) = collect(config_of(**{"batch.max_gen_batches": 1}), 1, said=said)
   good = int(contrast(batch).sum())
@@ -133,7 +134,7 @@ def test_at_the_limit_it_trains_on_the_groups_it_has_and_says_so():
   np.testing.assert_array_equal(np.asarray(batch.rewards.valid).all(1), contrast(batch))
   assert batch.metrics["groups/all_wrong"] + batch.metrics["groups/all_correct"] == (N - good) / N
   assert batch.metrics["reward/accuracy"] == pytest.approx(batch.correct.mean())
-  # The batch has all that was sampled, so that both populations have the same entropies.
+  # Everything sampled is in the batch, so its entropies are those of the metrics.
   mask = np.asarray(batch.rollouts.mask)
   entropy = np.asarray(batch.rollouts.entropy)
   assert batch.metrics["entropy/mean"] == pytest.approx(entropy[mask].mean(), rel=1e-5)
@@ -145,7 +146,7 @@ def test_at_the_limit_it_trains_on_the_groups_it_has_and_says_so():
   assert both["entropy/mean"] == batch.metrics["entropy/mean"] and "entropy/mean" in both
 
 
-def test_leftovers_survive_as_arrays():
+def test_leftovers_can_be_saved_and_restored():
   config = config_of(**{"batch.max_gen_batches": 40})
   collector, _ = collect(config, 1)
   while not collector.leftovers()["count"]:
@@ -168,7 +169,7 @@ def test_leftovers_survive_as_arrays():
   }
 
 
-def lasting(workdir):
+def rows_without_timing(workdir):
   return [
     {
       key: value
@@ -185,7 +186,7 @@ def test_a_run_with_leftovers_resumes_exactly(name, tmp_path):
   config = config_of(name, **{"batch.max_gen_batches": 4})
   quiet = Display(enabled=False)
   assert train(config, tmp_path / "whole", quiet).finished
-  stop_at = lambda step: lambda: lasting(tmp_path / "halves")[-1]["step"] == step
+  stop_at = lambda step: lambda: rows_without_timing(tmp_path / "halves")[-1]["step"] == step
   assert train(config, tmp_path / "halves", quiet, stop_at(1)).step == 1
   optimizer = make_optimizer(config.optimizer, config.steps)
   saved = Checkpoints(tmp_path / "halves" / "checkpoints").restore(
@@ -196,7 +197,7 @@ def test_a_run_with_leftovers_resumes_exactly(name, tmp_path):
     name: (x.shape, x.dtype) for name, x in leftovers_like(config).items()
   }
   assert train(config, tmp_path / "halves", quiet).finished
-  assert lasting(tmp_path / "whole") == lasting(tmp_path / "halves")
+  assert rows_without_timing(tmp_path / "whole") == rows_without_timing(tmp_path / "halves")
   ends = [
     Checkpoints(tmp_path / which / "checkpoints").restore_params(random_worker()[0].model)
     for which in ("whole", "halves")

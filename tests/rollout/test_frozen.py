@@ -1,4 +1,4 @@
-"""The guide, the KL reference and the second scoring of a batch."""
+"""The guide, the KL reference and the rescoring of a batch."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from gtpo_jax.checkpoint.digests import digest_tree
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.loop import train
 from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.reporting.log_files import read_jsonl
 from gtpo_jax.rewards import group_relative
 from gtpo_jax.rollout.frozen import check_frozen, load_frozen
 from gtpo_jax.rollout.groups import batch_like
@@ -33,7 +33,7 @@ from gtpo_jax.training.log_probs import make_scorer
 
 @pytest.fixture
 def run_with_base(tmp_path):
-  """A workdir that holds a base model, as a run makes it before its first step."""
+  """A workdir with a base model, as a run saves it before its first step."""
   _, params = random_worker()
   keep = Checkpoints(tmp_path / "run" / "base", keep=1)
   keep.save_params(jax.tree.map(lambda x: x * 1.1, params))
@@ -41,7 +41,7 @@ def run_with_base(tmp_path):
   return tmp_path / "run"
 
 
-def test_the_guide_writes_its_share_of_every_group(run_with_base):
+def test_the_guide_samples_its_share_of_every_group(run_with_base):
   config = config_of(
     "dapo_mixed", **{"algorithm.guide_completions": 2, "batch.max_gen_batches": 40}
   )
@@ -68,7 +68,7 @@ def test_the_guide_writes_its_share_of_every_group(run_with_base):
   assert saved, "no group was rescued by the guide"
 
 
-def test_the_reference_and_the_second_scoring(run_with_base):
+def test_the_reference_and_the_rescoring(run_with_base):
   config = config_of("grpo", **{"algorithm.kl_weight": 0.1, "algorithm.tis_cap": 2.0})
   worker, params = random_worker()
   _, (batch,) = collect(config, 1, load_frozen(config, worker, run_with_base, {}))
@@ -128,7 +128,7 @@ def test_group_relative_penalties_reach_the_rewards():
 
 
 @pytest.mark.slow
-def test_kl_grows_from_the_reference_that_the_run_started_from(tmp_path):
+def test_the_kl_reference_is_the_initial_policy(tmp_path):
   config = config_of("grpo", **{"algorithm.kl_weight": 0.1})
   train(config, tmp_path / "run", Display(enabled=False))
   kl = [row["kl/reference"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]]
@@ -224,7 +224,7 @@ def test_unusable_guides_are_refused_before_anything_is_written(tmp_path):
   for path, message in (
     (tmp_path / "nobody", "no folder at"),
     (tmp_path / "empty", "no checkpoint in"),
-    (other, "has a vocabulary of 9 tokens, the policy's tokenizer of 384"),
+    (other, "has a vocabulary of 9 tokens, but the policy's tokenizer has 384"),
   ):
     with pytest.raises(UserError, match=message):
       train(
@@ -236,7 +236,7 @@ def test_unusable_guides_are_refused_before_anything_is_written(tmp_path):
 
 
 def test_a_guide_never_samples_padding_ids(run_with_base):
-  """If the guide's table is larger than the tokenizer, tokens and entropy ignore the excess."""
+  """If the guide's vocabulary is larger than the tokenizer's, the extra ids are ignored."""
   config = config_of("dapo_mixed")
   worker, params = random_worker(config)
   engine = worker.engine_for(worker.model, vocab_limit=40)
@@ -254,11 +254,11 @@ def test_a_guide_never_samples_padding_ids(run_with_base):
   assert np.asarray(rollouts.entropy)[mask].max() <= np.log(40) + 1e-4
 
 
-def test_settings_that_would_not_be_read_are_refused():
+def test_unusable_settings_are_refused():
   for name, changes, message in (
     ("dapo", {"guide.path": "x"}, "algorithm 'dapo' has no guide"),
     ("grpo", {"reference.path": "x"}, "algorithm.kl_weight is 0"),
-    ("dapo_mixed", {"algorithm.guide_completions": 3}, "must leave two of batch.group = 4"),
+    ("dapo_mixed", {"algorithm.guide_completions": 3}, "leave at least two of batch.group = 4"),
     ("dapo", {"batch.max_gen_batches": 0}, "batch.max_gen_batches must be at least 1, got 0"),
     (
       "gtpo",

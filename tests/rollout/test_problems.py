@@ -9,7 +9,7 @@ from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.loop import train
 from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.reporting.log_files import read_jsonl
 from gtpo_jax.rewards import sandbox
 from gtpo_jax.rollout.problems import eval_label, held_out_problems, training_problems
 from gtpo_jax.rollout.scoring import RewardManager
@@ -42,7 +42,7 @@ def files(tmp_path):
 
 @pytest.mark.slow
 def test_train_and_evaluate_on_files(files, tmp_path):
-  """A complete run on two files with a tiny random model: its messages and metric names."""
+  """A complete run on two files with a tiny random model writes the expected metrics."""
   config = config_of(
     **{
       "data.train": files[0],
@@ -67,7 +67,7 @@ def test_train_and_evaluate_on_files(files, tmp_path):
   assert read_jsonl(tmp_path / "run" / "samples.jsonl")[0]["prompt"].endswith(":")
 
 
-def test_messages_and_a_held_out_sample_that_ignores_the_seed(files):
+def test_weights_messages_and_the_held_out_sample(files):
   said = []
   config = config_of(
     **{"data.train": f"{files[0]}*3,{files[1]}*1", "data.eval": files[1], "eval.problems": 4}
@@ -100,7 +100,7 @@ def test_prompts_get_the_template_and_the_system_message():
   assert "56" not in worker.chat.tokenizer.decode(worker.encode(own))
 
 
-def test_long_prompts_are_skipped_up_to_the_limit(tmp_path):
+def test_prompts_that_are_too_long_count_as_bad_rows(tmp_path):
   rows = [
     {"prompt": "1+1:", "answer": 2, "kind": "last_number"},
     {"prompt": "1+" * 40 + "1:", "answer": 41, "kind": "last_number"},
@@ -109,7 +109,7 @@ def test_long_prompts_are_skipped_up_to_the_limit(tmp_path):
   name = str(tmp_path / "d.jsonl")
   said = []
   with pytest.raises(
-    UserError, match=r"1 of 2 prompts \(first d.jsonl:2\) are over data.max_prompt_tokens = 32"
+    UserError, match=r"1 of 2 prompts \(first .*d.jsonl:2\) are over data.max_prompt_tokens = 32"
   ):
     training_problems(
       config_of(**{"data.train": name, "data.eval": name}), RolloutWorker(config_of())
@@ -117,8 +117,30 @@ def test_long_prompts_are_skipped_up_to_the_limit(tmp_path):
   config = config_of(**{"data.train": name, "data.eval": name, "data.bad_rows": 1})
   ((problems, _),) = training_problems(config, RolloutWorker(config), said.append)
   assert len(problems) == 1 and said == [
-    f"{name}: 2 problems of 2 rows, 1 too long (first d.jsonl:2)"
+    f"{name}: 2 problems of 2 rows, 1 too long (first {name}:2)"
   ]
+
+
+def test_a_conversation_that_the_template_rejects_is_a_malformed_row(tmp_path, monkeypatch):
+  rows = [
+    {"prompt": "1+1:", "answer": 2},
+    {"prompt": [{"role": "assistant", "content": "1+1:"}], "answer": 2},
+  ]
+  name = str(tmp_path / "d.jsonl")
+  (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  worker = RolloutWorker(config_of())
+  template = "{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
+  monkeypatch.setattr(
+    worker.chat.tokenizer, "chat_template", template + "{{ messages[0].content }}"
+  )
+  changes = {"data.train": name, "data.eval": name}
+  with pytest.raises(UserError, match=r"d.jsonl:2: the chat template of .* rejects this .*: no"):
+    training_problems(config_of(**changes), worker)
+  said = []
+  ((problems, _),) = training_problems(
+    config_of(**changes, **{"data.bad_rows": 1}), worker, said.append
+  )
+  assert len(problems) == 1 and f"1 skipped, first {name}:2: the chat template" in said[0]
 
 
 def test_a_kind_without_a_verifier_is_refused(tmp_path):
@@ -156,9 +178,7 @@ def no_bubblewrap(monkeypatch, tmp_path):
     cached.cache_clear()
 
 
-def test_programs_without_a_sandbox_are_refused_unless_the_config_allows_it(
-  tmp_path, no_bubblewrap
-):
+def test_programs_need_a_sandbox_or_permission(tmp_path, no_bubblewrap):
   (tmp_path / "d.jsonl").write_text(json.dumps(PROGRAM) + "\n")
   changes = {
     "data.train": str(tmp_path / "d.jsonl"),
@@ -168,7 +188,7 @@ def test_programs_without_a_sandbox_are_refused_unless_the_config_allows_it(
   config = config_of(**changes)
   with pytest.raises(
     UserError,
-    match="holds programs to run, and there is no sandbox here: bwrap is not installed: install ",
+    match="has programs to run, but there is no sandbox here: bwrap is not installed: install ",
   ):
     train(config, tmp_path / "run", Display(enabled=False))
   assert not (tmp_path / "run").exists()
@@ -187,7 +207,7 @@ def test_programs_without_a_sandbox_are_refused_unless_the_config_allows_it(
     ({"data.train": "x.jsonl"}, r"data.eval must name the problems to evaluate on"),
     (
       {"data.train": "x.jsonl", "data.eval": "sums", "warm_start.steps": 5},
-      "needs a task with a teacher",
+      "needs demonstrations of data.train = 'x.jsonl': set warm_start.data",
     ),
     ({"data.train": "sumz"}, "unknown task 'sumz' in data, did you mean 'sums'"),
     ({"data.train": "a.jsonl*0,b.jsonl*1", "data.eval": "sums"}, "with weights above 0"),

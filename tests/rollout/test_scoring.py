@@ -1,16 +1,21 @@
-"""Scoring: verdicts, parts of the reward, users' functions and their failures. No silent zero."""
+"""Scoring: verdicts, parts of the reward, and users' functions, whose failures never give a 0."""
 
+import asyncio
 import fcntl
 import signal
 import struct
+import sys
 import termios
 import threading
 import time
+from fractions import Fraction
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+from gtpo_jax import algorithms
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.rewards import VERIFIERS
@@ -18,7 +23,7 @@ from gtpo_jax.rewards.pool import shared_pool
 from gtpo_jax.rollout import scoring
 from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards, RewardManager
 from gtpo_jax.rollout.user_functions import import_function
-from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.errors import FunctionError, UserError
 from gtpo_jax.runtime.signals import Stopped, Watchdog
 
 PROBLEMS = [
@@ -97,7 +102,7 @@ def score(name="gtpo", **changes):
   return score_with(manager_of(name, **changes))
 
 
-def test_each_kind_has_its_verifier_and_a_completion_cut_off_is_wrong():
+def test_verifiers_by_kind_and_cut_off_completions():
   found = score()
   np.testing.assert_array_equal(found.correct, [[True, False, True], [True, False, False]])
   assert found.scored.all() and found.valid.all() and found.metrics == {"reward/no_verdict": 0.0}
@@ -132,7 +137,7 @@ def test_the_arguments_of_a_users_function():
   ]  # one call per problem
 
 
-def test_no_verdict_is_masked_and_counted_never_a_zero(capfd):
+def test_completions_without_a_verdict_are_masked_and_counted(capfd):
   found = score(**{"reward.verifier": "test_scoring:sometimes"})
   np.testing.assert_array_equal(found.correct, [[True, False, True], [True, True, False]])
   np.testing.assert_array_equal(
@@ -167,6 +172,183 @@ def test_a_failing_function_gives_no_verdicts_and_is_shown_once(name, message, c
     np.testing.assert_array_equal(found.valid, ~FINISHED)
   err = capfd.readouterr().err
   assert err.count(message) == 1 and f"reward function 'test_scoring:{name}' failed" in err
+
+
+class Interruption(BaseException):
+  pass
+
+
+class Unprintable(BaseException):
+  def __str__(self):
+    raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+  ("error", "message"),
+  [
+    (asyncio.CancelledError(), "raised CancelledError"),
+    (GeneratorExit(), "raised GeneratorExit"),
+    (KeyboardInterrupt("a\nb"), "raised KeyboardInterrupt: a, which ends the run"),
+    (Interruption("mine"), "raised Interruption: mine, which ends the run"),
+    (Unprintable(), "raised Unprintable, which ends the run"),
+  ],
+)
+def test_a_function_that_ends_the_program_is_named(error, message):
+  def ends(prompts, completions, answers, extras):
+    raise error
+
+  pending = PendingRewards(function_manager(ends), PROBLEMS, 1, lambda rows: ["2"] * len(rows))
+  pending.put([EndedCompletion(i, 0, np.ones(1, int), True) for i in range(2)])
+  with pytest.raises(FunctionError) as caught:
+    pending.result()
+  assert message in str(caught.value) and "\n" not in str(caught.value)
+  assert str(caught.value).startswith("reward function 'here:f' raised ")
+
+
+def function_manager(function, **changes):
+  config = default_config()
+  with config.unlocked():
+    config.update_from_flattened_dict({"reward.verifier": "here:f", **changes})
+  return RewardManager(freeze(config), function)
+
+
+def numbered(values):
+  """A function that returns the first len(completions) of `values`."""
+  return lambda prompts, completions, answers, extras: values[: len(completions)]
+
+
+class Number:
+  def __init__(self, error):
+    self._error = error
+
+  def __float__(self):
+    raise self._error
+
+
+def endless(prompts, completions, answers, extras):
+  while True:
+    yield 1.0
+
+
+def slow(prompts, completions, answers, extras):
+  for _ in completions:
+    time.sleep(0.3)
+    yield 1.0
+
+
+def one_by_one(prompts, completions, answers, extras):
+  yield from (True for _ in completions)
+
+
+@pytest.mark.parametrize(
+  ("function", "scored", "message"),
+  [
+    (one_by_one, [True] * 3, ""),
+    (numbered((1, 0, 1)), [True] * 3, ""),
+    (numbered(np.array([1, 0, 1])), [True] * 3, ""),
+    (numbered([np.float32(1), np.True_, Fraction(1, 2)]), [True] * 3, ""),
+    (
+      numbered([1e38, 0.0, 1.0]),
+      [False, True, True],
+      "it returned 1e+38; a value is at most 1e+15",
+    ),
+    (numbered([1.0, -(10**400), 1.0]), [True, False, True], "it returned inf"),
+    (numbered([1.0, 1.0, float("-inf")]), [True, True, False], "it returned -inf"),
+    (numbered([None, 1.0, 1.0]), [False, True, True], ""),
+    (numbered("111"), [False] * 3, "returned str, not a list of numbers"),
+    (numbered(b"111"), [False] * 3, "returned bytes, not a list of numbers"),
+    (lambda *lists: dict.fromkeys(range(3)), [False] * 3, "returned dict, not a list"),
+    (lambda *lists: {1.0, 2.0, 3.0}, [False] * 3, "returned set, not a list"),
+    (lambda *lists: 1.0, [False] * 3, "TypeError: 'float' object is not iterable"),
+    (numbered([1j, 1j, 1j]), [False] * 3, "TypeError"),
+    (numbered([Number(OSError("no float"))] * 3), [False] * 3, "OSError: no float"),
+    (numbered([[1.0]] * 3), [False] * 3, "TypeError"),
+    (endless, [False] * 3, "returned more than 3 values for 3 completions"),
+    (slow, [False] * 3, "it took longer than 0.4 s"),
+  ],
+)
+def test_unusual_return_values(function, scored, message, capfd):
+  """Each completion gets a finite number or no verdict, and NumPy prints no warning."""
+  config = {"reward.parts": "verifier", "reward.function_timeout_s": 0.4}
+  manager = function_manager(function, **config)
+  values = [manager.call_functions(PROBLEMS[0], TEXTS[0])]
+  all_finished = np.ones((1, 3), bool)
+  found = manager.combine(np.full((1, 3), np.nan), values, LENGTHS[:1], all_finished)
+  np.testing.assert_array_equal(found.scored, [scored])
+  assert np.isfinite(found.reward).all() and found.reward.dtype == np.float32
+  assert found.metrics["reward/no_verdict"] == 3 - sum(scored)
+  errors = capfd.readouterr().err
+  assert message in errors and bool(message) == bool(errors)
+  for thread in threading.enumerate():
+    if thread.name == "gtpo reward function":  # was abandoned, and ends soon
+      thread.join(10)
+
+
+def test_a_weighted_sum_that_is_too_large_is_no_verdict(capfd):
+  manager = function_manager(numbered([1e14, 1.0, 1e9]), **{"reward.parts": "verifier*1e300"})
+  values = [manager.call_functions(PROBLEMS[0], TEXTS[0])]
+  for _ in range(2):
+    found = manager.combine(np.full((1, 3), np.nan), values, LENGTHS[:1], np.ones((1, 3), bool))
+  assert not found.scored.any() and (found.reward == 0).all()
+  assert capfd.readouterr().err.count("the weighted sum of the parts is over 1e+15") == 1
+
+
+def test_a_function_may_change_its_arguments():
+  problem = Problem("a", user("1+1?"), "2", "math", {"tests": ["x"]})
+
+  def vandal(prompts, completions, answers, extras):
+    for extra in extras:
+      extra["tests"].append("y")
+    for values in (prompts, completions, answers):
+      values.clear()
+    return [1.0] * len(extras)
+
+  texts = ["a", "b"]
+  assert function_manager(vandal).call_functions(problem, texts) == {"": [1.0, 1.0]}
+  assert problem.extra == {"tests": ["x"]} and texts == ["a", "b"]
+
+
+def test_jax_settings_that_a_function_changes_are_restored(capfd):
+  def doubles(prompts, completions, answers, extras):
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_default_matmul_precision", "highest")
+    assert jax.numpy.ones(1, float).dtype == np.float64
+    return [1.0] * len(completions)
+
+  before = jax.config.values
+  try:
+    assert function_manager(doubles).call_functions(PROBLEMS[0], TEXTS[0]) == {"": [1.0] * 3}
+    assert jax.config.values == before
+    errors = capfd.readouterr().err
+    assert "reward function 'here:f' changed JAX's setting jax_" in errors
+    assert len(errors.splitlines()) == 1
+  finally:
+    jax.config.update("jax_enable_x64", False)
+    jax.config.update("jax_default_matmul_precision", before["jax_default_matmul_precision"])
+
+
+@pytest.mark.parametrize(
+  ("line", "message"),
+  [
+    ("raise GeneratorExit('no')", "cannot be imported: GeneratorExit: no"),
+    ("raise SystemExit(3)", "cannot be imported: SystemExit: 3"),
+    ("x = = 1", "cannot be imported: SyntaxError"),
+    ("import jax; jax.config.update('jax_enable_x64', True); f = len", ""),
+  ],
+)
+def test_a_module_that_misbehaves_on_import(line, message, tmp_path, monkeypatch, capfd):
+  (tmp_path / "harmful_reward.py").write_text(line)
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  monkeypatch.delitem(sys.modules, "harmful_reward", raising=False)
+  monkeypatch.chdir(tmp_path)
+  if message:
+    with pytest.raises(UserError) as caught:
+      import_function("harmful_reward:f")
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+  else:
+    assert import_function("harmful_reward:f") is len
+    assert not jax.config.jax_enable_x64
+    assert "the module of reward function 'harmful_reward:f' changed" in capfd.readouterr().err
 
 
 def test_a_function_that_hangs_is_abandoned(capfd):
@@ -229,6 +411,46 @@ def unread(pipe):
   return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))[0]
 
 
+def rewards_with(parts, name):
+  """Returns the rewards that the update gets for TEXTS with these `reward.parts`."""
+  return score(name, **{"reward.parts": parts}).rewards
+
+
+@pytest.mark.parametrize("name", ["gtpo", "gtpo_v1", "gtpo_v1_clipped", "gtpo_v2", "grpo_s"])
+def test_entropy_shaping_adds_the_other_parts_on_both_sides(name):
+  """They are added like the length penalty: here 10 more characters cost 0.5."""
+  plain = rewards_with("correct", name)
+  graded = rewards_with("correct,test_scoring:shorter*0.5", name)
+  lengths = np.array([[len(text) for text in row] for row in TEXTS], np.float32)
+  np.testing.assert_array_equal(plain.penalty, np.zeros((2, 3), np.float32))
+  np.testing.assert_allclose(graded.penalty, -0.05 * lengths, rtol=1e-6)
+  np.testing.assert_allclose(graded.reward, plain.reward, atol=1e-6)
+  algorithm = algorithms.make(name, contrast=False)
+  signals = {
+    "entropy": np.linspace(0.1, 2, 24, dtype=np.float32).reshape(2, 3, 4),
+    "mask": np.ones((2, 3, 4), bool),
+    "correct": plain.correct,
+  }
+  shaped = lambda rewards: np.sum(
+    algorithm.shaped(**signals, reward=rewards.reward, penalty=rewards.penalty)[0], axis=0
+  )
+  change = shaped(graded) - shaped(plain)
+  np.testing.assert_allclose(
+    change, np.broadcast_to(-0.05 * lengths[..., None], change.shape), atol=1e-6
+  )
+  advantages = lambda rewards: np.asarray(
+    algorithm.advantages(**signals, reward=rewards.reward, penalty=rewards.penalty)
+  )
+  assert np.abs(advantages(graded) - advantages(plain)).max() > 0.01
+
+
+def test_without_entropy_shaping_the_reward_is_the_sum_of_the_parts():
+  graded = rewards_with("correct,test_scoring:shorter*0.5", "grpo")
+  lengths = np.array([[len(text) for text in row] for row in TEXTS])
+  np.testing.assert_allclose(graded.reward, graded.correct - 0.05 * lengths, rtol=1e-6)
+  assert not graded.penalty.any()
+
+
 def test_penalties_and_filters():
   np.testing.assert_allclose(
     score(**{"sampling.max_tokens": 12, "algorithm.overlong_buffer": 10}).penalty,
@@ -239,7 +461,7 @@ def test_penalties_and_filters():
   assert score(**{"algorithm.length_penalty": "group_relative"}).penalty.shape == (2, 3)
 
 
-def test_daposs_rule():
+def test_the_dapo_math_rule():
   found = score(**{"reward.math_rule": "dapo"})
   np.testing.assert_array_equal(
     found.correct[0], [False, False, False]
@@ -256,7 +478,7 @@ def test_daposs_rule():
     (":f", "nor a function"),
   ],
 )
-def test_names_of_no_function(name, message):
+def test_names_that_are_not_functions(name, message):
   with pytest.raises(UserError, match=message):
     import_function(name)
 
@@ -322,7 +544,7 @@ def test_programs_run_within_the_limits_of_the_config():
   ],
 )
 def test_scoring_as_completions_end_equals_scoring_at_once(changes):
-  """In any order, and however many end together."""
+  """In any order, however many end together."""
   at_once = score(**changes)
   words = [word for row in TEXTS for word in row]
   for seed in range(4):
@@ -347,7 +569,7 @@ def test_scoring_as_completions_end_equals_scoring_at_once(changes):
 
 
 def test_waiting_for_scores_can_be_stopped(monkeypatch):
-  """The question is no sign of progress: a verifier that hangs still alarms the watchdog."""
+  """Asking whether to stop is not progress: the watchdog still notices a verifier that hangs."""
   monkeypatch.setattr(scoring, "POLL_S", 0.05)
   may_end = threading.Event()
   progress = []

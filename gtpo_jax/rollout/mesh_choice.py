@@ -1,0 +1,93 @@
+"""Proposes a mesh for a run that cannot be sharded over its own."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from gtpo_jax.config import Config, resolve_model
+from gtpo_jax.models.params import abstract_params
+from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import MESH_AXES, make_mesh
+from gtpo_jax.training.micro_batches import check_batch_divisible, check_positions_divisible
+
+Sizes = tuple[int, ...]  # of the mesh axes, in the order of `MESH_AXES`
+
+
+@contextlib.contextmanager
+def proposing_mesh(config: Config, devices: Sequence[Any] | None = None) -> Iterator[None]:
+  """Adds a mesh that works to a UserError of the body, if the config's own mesh does not.
+
+  Args:
+    config: the run's config.
+    devices: the devices of the mesh, which need not be attached; default: all of this run.
+  """
+  try:
+    yield
+  except UserError as error:
+    sizes = working_mesh(config, jax.devices() if devices is None else devices)
+    if sizes is None:
+      raise
+    flags = " ".join(
+      f"--config.mesh.{name}={size}" for name, size in zip(MESH_AXES, sizes, strict=True)
+    )
+    raise UserError(f"{error}; a mesh that works: {flags}") from error
+
+
+def working_mesh(config: Config, devices: Sequence[Any]) -> Sizes | None:
+  """Returns the mesh most like the config's over which its model and batches can be sharded.
+
+  Returns None if the config's own mesh works, if it does not fit the devices, or if none works.
+  """
+  try:
+    mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
+    model = resolve_model(config).config
+  except UserError:  # whose message says what to do
+    return None
+  wanted = mesh.devices.shape
+  for sizes in sorted(all_meshes(len(devices)), key=lambda sizes: _distance(sizes, wanted)):
+    shape = dict(zip(MESH_AXES, sizes, strict=True))
+    if _works(config, Transformer(model, make_mesh(**shape, devices=devices))):
+      return None if sizes == wanted else sizes
+  return None
+
+
+def check_divisible(config: Config, model: Transformer) -> None:
+  """Checks that a run's batches and positions can be sharded over the mesh of its model.
+
+  Raises:
+    UserError: they cannot.
+  """
+  check_batch_divisible("batch.prompts", config.batch.prompts, config.batch.parts, model)
+  check_positions_divisible(config.sampling.max_tokens, model)
+  if config.warm_start.steps:
+    check_batch_divisible("warm_start.batch", config.warm_start.batch, 1, model)
+
+
+def _works(config: Config, model: Transformer) -> bool:
+  try:
+    check_divisible(config, model)
+    abstract_params(model)
+  except UserError:
+    return False
+  return True
+
+
+def all_meshes(count: int) -> list[Sizes]:
+  """Returns the sizes of all meshes of `count` devices."""
+  divisors = [size for size in range(1, count + 1) if count % size == 0]
+  several = itertools.product(divisors, repeat=len(MESH_AXES))
+  return [sizes for sizes in several if math.prod(sizes) == count]
+
+
+def _distance(sizes: Sizes, wanted: Sizes) -> tuple[float, Sizes]:
+  """Returns by which factors the axes differ, in bits. Of equals, less tensor comes first."""
+  factors = [abs(math.log2(a / b)) for a, b in zip(sizes, wanted, strict=True)]
+  return sum(factors), sizes[::-1]
