@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gtpo_jax.data.records import NO_ROLE, ROLES, user
 from gtpo_jax.runtime.errors import UserError, first_line
-from gtpo_jax.runtime.files import read_json, safe_join
+from gtpo_jax.runtime.files import local_copy, read_json, safe_join
+from gtpo_jax.runtime.limits import limited_memory, within
+from gtpo_jax.runtime.storage import storage_path
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase
@@ -33,6 +37,8 @@ FILES = (
 REPLACEMENT = "\ufffd"  # stands for bytes that are not a complete character
 MAX_CHARACTER_BYTES = 4
 MAX_REASON_CHARS = 200
+RENDER_LIMIT_S = 10.0  # for one conversation; a template can contain loops
+RENDER_MEMORY = 2**30  # bytes for the first conversation
 
 Messages = Sequence[dict[str, str]]
 
@@ -45,7 +51,8 @@ class Chat:
     stop: ids that end a completion, in addition to the EOS and padding tokens.
 
   Attributes:
-    control: the texts of all added tokens.
+    control: the texts of the tokens that text from data must never become: all added tokens except
+      single characters that are not special.
     pad: id of the padding token.
     stop: ids that end a completion, ascending.
     vocab_size: one more than the largest id.
@@ -53,17 +60,30 @@ class Chat:
 
   def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Collection[int] = ()):
     self.tokenizer = tokenizer
-    added = tokenizer.added_tokens_decoder.values()
-    self.control = tuple(token.content for token in added)
+    added = {
+      token_id: token
+      for token_id, token in tokenizer.added_tokens_decoder.items()
+      if len(token.content) > 1 or (token.content and token.special)
+    }
+    self.control = tuple(token.content for token in added.values())
+    # A text may contain characters that the tokenizer does not know.
+    ends = (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.bos_token_id)
+    unknown = {tokenizer.unk_token_id}.difference(ends)
+    self._control_ids = frozenset(added.keys() - unknown)
     # The library can encode special tokens in a text as plain characters. It cannot do so for added
     # tokens that are not special, such as <|fim_prefix|>; these are split after their first
     # character.
-    plain = [token.content for token in added if not token.special]
+    plain = [token.content for token in added.values() if not token.special]
     splits = (f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in plain)
     self._splits = re.compile("|".join(splits) or "(?!)")
+    self._template_controls: dict[tuple[str, ...], list[int]] = {}  # by the roles of messages
     self.pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     self.stop = tuple(sorted({tokenizer.eos_token_id, self.pad, *stop}))
+    # What the tokenizer puts before plain text: the beginning-of-text token of Llama, for example.
+    start = tokenizer.encode("")
+    self._start = start[:1] if start[:1] == [tokenizer.bos_token_id] else []
     self.vocab_size = 1 + max(*tokenizer.get_vocab().values(), *self.stop)
+    self._single: dict[int, str] = {}  # the texts of single tokens, as `pieces` needs them
     # A fast tokenizer raises if one call changes its settings while another call runs.
     self._lock = threading.Lock()
 
@@ -73,36 +93,66 @@ class Chat:
     Text from data never becomes a control token.
 
     Raises:
-      UserError: a message has no text, or the template does not accept the conversation.
+      UserError: a message has no text or a role that is not in `ROLES`, or the template does not
+        accept the conversation.
     """
     for message in messages:
       if not message["content"].strip():
         raise UserError(f"the {message['role']} message is empty; give it some text")
+      # A template makes a control token of a role, such as <|user|>, and could make any other.
+      if message["role"] not in ROLES:
+        raise UserError(f"a message has the role {message['role']!r}, {NO_ROLE}")
     if not any(token in message["content"] for message in messages for token in self.control):
-      return self._encode(self._render(messages))
-    # A text spells a control token. Render the template with placeholders, and encode the texts
-    # separately, as plain characters.
-    marks = [f"\x00{i}\x00" for i in range(len(messages))]
-    placeholders = [
-      {**message, "content": mark} for message, mark in zip(messages, marks, strict=True)
-    ]
-    rest = self._render(placeholders)
+      ids = self._encode(self._render(messages))
+      if self._controls(ids) == self._controls_of_template(messages):
+        return ids
+    return self._encode_separately(messages)
+
+  def _encode_separately(self, messages: Messages) -> list[int]:
+    """Encodes each text by itself, as plain characters, between the parts of the template.
+
+    This is safe for texts that spell a control token, also together with the template around them.
+    """
     ids = []
-    for mark, message in zip(marks, messages, strict=True):
-      before, separator, rest = rest.partition(mark)
+    parts = self._parts_of_template(messages)
+    for part, message in zip(parts, messages, strict=False):
+      ids += self._encode(part) + self._encode(message["content"], plain=True)
+    return ids + self._encode(parts[-1])
+
+  def _controls_of_template(self, messages: Messages) -> list[int]:
+    """Returns the control tokens of the template around messages, in order."""
+    roles = tuple(message["role"] for message in messages)
+    if roles not in self._template_controls:
+      ids = self._encode(self._render([{**message, "content": "x"} for message in messages]))
+      self._template_controls[roles] = self._controls(ids)
+    return self._template_controls[roles]
+
+  def _controls(self, ids: Sequence[int]) -> list[int]:
+    return [token for token in ids if token in self._control_ids]
+
+  def _parts_of_template(self, messages: Messages) -> list[str]:
+    """Renders the template with placeholders and returns its parts around the messages' texts."""
+    marks = [f"\x00{i}\x00" for i in range(len(messages))]
+    rest = self._render(
+      [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
+    )
+    parts = []
+    for mark in marks:
+      part, separator, rest = rest.partition(mark)
+      parts.append(part)
       if not separator or mark in rest:
         raise UserError(
           f"{self._template_name()} does not contain each message exactly once; set data.chat=False"
         )
-      ids += self._encode(before) + self._encode(message["content"], plain=True)
-    return ids + self._encode(rest)
+    return [*parts, rest]
 
   def encode_text(self, text: str) -> list[int]:
     """Returns the ids of plain text without the chat template, as base models need it.
 
-    The text never becomes a control token.
+    The text never becomes a control token. It follows the beginning-of-text token if the tokenizer
+    adds one.
     """
-    return self._encode(text, plain=True)
+    return self._start + self._encode(text, plain=True)
 
   def encode_completion(self, text: str) -> list[int]:
     """Returns the ids of an assistant's turn, including its end token."""
@@ -122,13 +172,14 @@ class Chat:
     """
     ids = [int(token) for token in ids]
     with self._lock:
-      single = {token: self.tokenizer.decode([token]) for token in set(ids)}
+      for token in set(ids).difference(self._single):
+        self._single[token] = self.tokenizer.decode([token])
       pieces = []
       run = []  # tokens since the last complete character
       emitted = ""  # the part of their text that is already in `pieces`
       for i, token in enumerate(ids):
         run.append(token)
-        text = single[token] if len(run) == 1 else self.tokenizer.decode(run)
+        text = self._single[token] if len(run) == 1 else self.tokenizer.decode(run)
         may_continue = len(run) < MAX_CHARACTER_BYTES and i < len(ids) - 1
         incomplete = text.endswith(REPLACEMENT) and may_continue
         text = text.rstrip(REPLACEMENT) if incomplete else text
@@ -145,21 +196,70 @@ class Chat:
         f"{self._template_name()} is missing; add one to its tokenizer_config.json or "
         "chat_template.jinja, or set data.chat=False"
       )
+    copies = [dict(message) for message in messages]  # a template may change what it gets
+    render = lambda: self.tokenizer.apply_chat_template(
+      copies, tokenize=False, add_generation_prompt=True
+    )
     try:
-      return self.tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=True
-      )
+      return render() if self._is_own_template() else within(RENDER_LIMIT_S, render)
+    except TimeoutError:
+      raise UserError(
+        f"{self._template_name()} takes longer than {RENDER_LIMIT_S:g} s; set data.chat=False"
+      ) from None
     except Exception as error:  # from jinja2, its sandbox, or the template
       reason = first_line(error)[:MAX_REASON_CHARS]
       raise UserError(f"{self._template_name()} rejects this conversation: {reason}") from error
 
+  def _is_own_template(self) -> bool:
+    """Whether the template is this package's, which ends. One from elsewhere is a program."""
+    return self.tokenizer.chat_template == _own_template()
+
+  def check_template(self) -> None:
+    """Renders a short conversation with limited memory, before anything large is loaded.
+
+    A template that does not accept it may accept others, and a tokenizer may have no template.
+
+    Raises:
+      UserError: the template needs more than `RENDER_LIMIT_S` or `RENDER_MEMORY`.
+    """
+    if not self.tokenizer.chat_template or self._is_own_template():
+      return
+    with limited_memory(RENDER_MEMORY):
+      try:
+        self._render(user("x"))
+      except UserError as error:
+        if isinstance(error.__cause__, MemoryError):
+          raise UserError(
+            f"{self._template_name()} needs more than {RENDER_MEMORY >> 20} MiB; "
+            "set data.chat=False, or use another tokenizer"
+          ) from error
+        if error.__cause__ is None:  # the time limit
+          raise
+
   def _encode(self, text: str, plain: bool = False) -> list[int]:
-    """Encodes a text. If `plain`, control tokens in it are encoded as plain characters."""
+    """Encodes a text. If `plain`, control tokens in it are encoded as plain characters.
+
+    Raises:
+      UserError: the tokenizer does not know a character, or it makes a control token of a plain
+        text in some other way, for example because it normalises the text first.
+    """
     parts = self._splits.split(text) if plain else [text]
     ids = []
     with self._lock:
       for part in parts:
-        ids += self.tokenizer.encode(part, add_special_tokens=False, split_special_tokens=plain)
+        try:
+          ids += self.tokenizer.encode(part, add_special_tokens=False, split_special_tokens=plain)
+        except Exception as error:  # tokenizers raises many types
+          raise UserError(
+            f"the tokenizer of {self.tokenizer.name_or_path!r} cannot encode a text: "
+            f"{first_line(error)[:MAX_REASON_CHARS]}"
+          ) from error
+    if plain and (control := self._controls(ids)):
+      name = self.tokenizer.added_tokens_decoder[control[0]].content
+      raise UserError(
+        f"the tokenizer of {self.tokenizer.name_or_path!r} encodes a text as its control token "
+        f"{name!r}: {text[:MAX_REASON_CHARS]!r}"
+      )
     return ids
 
 
@@ -179,20 +279,31 @@ def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
   import transformers
 
   transformers.logging.set_verbosity_error()
-  path = Path(path)
+  path = storage_path(path)
   _check_files(path)
   stop = _stop_ids(path)
   try:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-  except Exception as error:  # transformers, tokenizers and JSON raise many types
-    raise UserError(
-      f"the tokenizer in {str(path)!r} cannot be read: {first_line(error)}"
-    ) from error
-  if tokenizer.eos_token_id is None:
-    raise UserError(
-      f"the tokenizer in {str(path)!r} has no eos_token, so no completion would ever end"
-    )
-  return Chat(tokenizer, stop)
+    with local_copy(path, FILES) as folder:
+      tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    tokenizer.name_or_path = str(path)
+    if tokenizer.eos_token_id is None:
+      raise UserError(
+        f"the tokenizer in {str(path)!r} has no eos_token, so no completion would ever end"
+      )
+    chat = Chat(tokenizer, stop)
+  except UserError:
+    raise
+  except Exception as error:  # transformers, tokenizers, JSON and object stores raise many types
+    reason = first_line(error)[:MAX_REASON_CHARS]
+    raise UserError(f"the tokenizer in {str(path)!r} cannot be read: {reason}") from error
+  chat.check_template()
+  return chat
+
+
+@functools.cache
+def _own_template() -> str:
+  """Returns the chat template of this package's tokenizer."""
+  return read_json(TOKENIZER_DIR, "tokenizer_config.json")["chat_template"]
 
 
 def _check_files(path: Path) -> None:

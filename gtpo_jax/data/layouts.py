@@ -1,18 +1,30 @@
-"""Converts rows to problems. Layouts of well-known datasets are recognised by their columns."""
+"""Converts rows to problems. Layouts of well-known datasets are recognised by their columns.
+
+A row is untrusted: it may hold anything that JSON or Parquet can express. `to_problem` returns a
+problem whose fields have the declared types and can be encoded as UTF-8, or raises ValueError.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+import reprlib
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from gtpo_jax.data.kinds import UNSTATED
 from gtpo_jax.data.readers import Row
-from gtpo_jax.data.records import Problem, user
+from gtpo_jax.data.records import NO_ROLE, ROLES, Problem, user
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.files import printable
 
 REQUIRED_FIELDS = {"prompt", "answer"}
 FIELDS = {*REQUIRED_FIELDS, "kind"}
-DEFAULT_KIND = "math"
+NOT_EXTRA = {"id", "kind", "extra"}  # columns that are not passed on in `Problem.extra`
+MAX_DEPTH = 32  # levels of lists and dicts in `extra`
+VALUES = reprlib.Repr()  # shows values in messages: the start of each, however long or deep
+VALUES.maxstring = VALUES.maxother = 80
+SHOWN_COLUMNS = 200  # characters of the names of columns in a message
 
 
 def parse_fields(fields: str) -> dict[str, str]:
@@ -41,7 +53,8 @@ def to_problem(row: Row | ValueError, columns: dict[str, str], location: str) ->
   Args:
     row: the row, or the error that occurred when it was read.
     columns: from `parse_fields`.
-    location: names the row in messages; its last part is the id of a problem without one.
+    location: names the row in messages; its last part (file name and line) is the id of a problem
+      without one.
 
   Raises:
     ValueError: the row is malformed.
@@ -51,14 +64,15 @@ def to_problem(row: Row | ValueError, columns: dict[str, str], location: str) ->
   if columns:
     prompt, answer = (_column(row, columns[key]) for key in ("prompt", "answer"))
     # A kind that is not the name of a column is the kind of all problems.
-    kind = row.get(columns["kind"], columns["kind"]) if "kind" in columns else DEFAULT_KIND
-    return _problem(row, location, prompt, answer, kind)
+    kind = row.get(columns["kind"], columns["kind"]) if "kind" in columns else UNSTATED
+    used = {column.split(".")[0] for column in columns.values()}
+    return _problem(row, location, prompt, answer, kind, _others(row, used))
   for required, convert in LAYOUTS:
     if required <= row.keys():
       return convert(row, location)
+  names = ", ".join(printable(str(name)) for name in row)[:SHOWN_COLUMNS]
   raise ValueError(
-    f"has the columns {', '.join(map(str, row))}, no known layout; "
-    "set data.fields to the columns of prompt and answer"
+    f"has the columns {names}, no known layout; set data.fields to the columns of prompt and answer"
   )
 
 
@@ -70,28 +84,84 @@ def _problem(
   kind: Any,
   extra: Mapping[str, Any] | None = None,
 ) -> Problem:
-  messages = _messages(prompt)
-  is_answer = isinstance(answer, str | int | float) and not isinstance(answer, bool)
-  if not is_answer or not str(answer).strip():
-    raise ValueError(f"has no answer: {answer!r}")
-  # The default id is the file name and the line number.
-  name = row.get("id", row.get("task_id", Path(location).name))
-  extra = extra or row.get("extra") or {}
-  return Problem(str(name), messages, str(answer).strip(), str(kind), extra)
+  if not isinstance(kind, str):
+    raise ValueError(f"has a kind that is not text: {VALUES.repr(kind)}")
+  return Problem(
+    _id(row.get("id", row.get("task_id")), location),
+    _messages(prompt),
+    _answer(answer),
+    _encodable(kind, "kind"),
+    {**(extra or {}), **_extra(row.get("extra"))},
+    location,
+  )
+
+
+def _id(value: Any, location: str) -> str:
+  if value is None:
+    return Path(location).name
+  if not isinstance(value, str | int | float):
+    raise ValueError(f"has an id that is neither text nor a number: {VALUES.repr(value)}")
+  return _encodable(str(value), "id")
+
+
+def _answer(value: Any) -> str:
+  is_finite = isinstance(value, float) and math.isfinite(value)
+  is_whole = isinstance(value, int) and not isinstance(value, bool)
+  if not (isinstance(value, str) or is_finite or is_whole) or not str(value).strip():
+    raise ValueError(f"has no answer: {VALUES.repr(value)}")
+  return _encodable(str(value).strip(), "answer")
+
+
+def _others(row: Row, used: Collection[str]) -> Mapping[str, Any]:
+  """Returns the columns of a row that no other field of a problem holds."""
+  names = [name for name in row if isinstance(name, str) and name not in {*used, *NOT_EXTRA}]
+  return _extra({name: row[name] for name in names})
+
+
+def _extra(value: Any) -> Mapping[str, Any]:
+  if value is None:
+    return {}
+  if not isinstance(value, Mapping):
+    raise ValueError(f"has an extra that is not an object (a dict): {VALUES.repr(value)}")
+  level = [value]
+  for _ in range(MAX_DEPTH):
+    if not level:
+      return value
+    mappings = [item for item in level if isinstance(item, Mapping)]
+    if any(not isinstance(key, str) for mapping in mappings for key in mapping):
+      raise ValueError("has an extra with keys that are not text")
+    values = [item for mapping in mappings for item in mapping.values()]
+    values += [item for part in level if isinstance(part, list | tuple) for item in part]
+    level = [item for item in values if isinstance(item, Mapping | list | tuple)]
+  raise ValueError(f"has an extra of more than {MAX_DEPTH} levels")
 
 
 def _messages(prompt: Any) -> tuple[dict[str, str], ...]:
   if isinstance(prompt, str):
     messages = user(prompt)
   elif _is_conversation(prompt):
-    messages = tuple({"role": str(m["role"]), "content": m["content"]} for m in prompt)
+    messages = tuple({"role": m["role"], "content": m["content"]} for m in prompt)
   else:
-    raise ValueError(f"has a prompt that is neither text nor messages: {str(prompt)[:80]!r}")
+    raise ValueError(f"has a prompt that is neither text nor messages: {VALUES.repr(prompt)}")
   for message in messages:
-    if not isinstance(message["content"], str) or not message["content"].strip():
-      raise ValueError(f"has an empty {message['role']} message")
-    message["content"].encode()  # surrogates raise UnicodeEncodeError, a ValueError
+    role = message["role"]
+    if not isinstance(role, str) or role not in ROLES:
+      raise ValueError(f"has a message with the role {VALUES.repr(role)}, {NO_ROLE}")
+    content = message["content"]
+    if content is not None and not isinstance(content, str):
+      raise ValueError(f"has a {role} message that is not text: {VALUES.repr(content)}")
+    if content is None or not content.strip():
+      raise ValueError(f"has an empty {role} message")
+    _encodable(content, f"{role} message")
   return messages
+
+
+def _encodable(text: str, what: str) -> str:
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:  # half of a surrogate pair
+    raise ValueError(f"has a character in its {what} that is not valid Unicode: {error}") from None
+  return text
 
 
 def _is_conversation(prompt: Any) -> bool:
@@ -111,15 +181,16 @@ def _column(row: Row, name: str) -> Any:
 
 
 def _native(row: Row, location: str) -> Problem:
-  return _problem(row, location, row["prompt"], row["answer"], row.get("kind", DEFAULT_KIND))
+  extra = _others(row, {"prompt", "answer"})
+  return _problem(row, location, row["prompt"], row["answer"], row.get("kind", UNSTATED), extra)
 
 
 def _verl(row: Row, location: str) -> Problem:
   truth = _column(row, "reward_model.ground_truth")
   info = row.get("extra_info")
   has_index = isinstance(info, Mapping) and "index" in info
-  name = {"id": str(info["index"]) if has_index else Path(location).name}
   extra = {"data_source": row.get("data_source", "")}
+  name = {"id": info["index"] if has_index else None}
   return _problem(name, location, row["prompt"], truth, "math", extra)
 
 
@@ -127,12 +198,13 @@ def _gsm8k(row: Row, location: str) -> Problem:
   if not isinstance(row["answer"], str):
     return _problem(row, location, row["question"], row["answer"], "math")
   solution, mark, answer = row["answer"].rpartition("####")
-  extra = {"solution": solution.strip()} if mark else {}
+  extra = _others(row, {"question", "answer"}) | ({"solution": solution.strip()} if mark else {})
   return _problem(row, location, row["question"], answer, "math", extra)
 
 
 def _math(row: Row, location: str) -> Problem:
-  return _problem(row, location, row["problem"], row["answer"], "math")
+  extra = _others(row, {"problem", "answer"})
+  return _problem(row, location, row["problem"], row["answer"], "math", extra)
 
 
 def _humaneval(row: Row, location: str) -> Problem:
@@ -142,18 +214,19 @@ def _humaneval(row: Row, location: str) -> Problem:
 
 def _mbpp(row: Row, location: str) -> Problem:
   extra = {
-    "test_list": list(row["test_list"]),
-    "test_setup_code": row.get("test_setup_code", ""),
-    "test_imports": list(row.get("test_imports") or ()),
+    "test_list": row["test_list"],
+    "test_setup_code": row.get("test_setup_code") or "",
+    "test_imports": row.get("test_imports") or [],
   }
   prompt = row.get("text", row.get("prompt"))
-  return _problem(row, location, prompt, str(row.get("task_id", location)), "code", extra)
+  answer = location if row.get("task_id") is None else row["task_id"]
+  return _problem(row, location, prompt, answer, "code", extra)
 
 
 def _stdin(row: Row, location: str) -> Problem:
   if not row["input_output"]:
     raise ValueError("has no tests: its input_output is empty")
-  name = str(row.get("problem_id", Path(location).name))
+  name = _id(row.get("problem_id"), location)
   extra = {"input_output": row["input_output"]}
   return _problem({"id": name}, location, row["question"], name, "code", extra)
 

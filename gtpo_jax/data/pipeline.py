@@ -10,6 +10,7 @@ from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.runtime.errors import UserError
 
 PREFETCHED_BATCHES = 2
+MAX_DRAWS = 2**53  # problems of a run; Grain computes with their number as a float
 
 
 class Batches:
@@ -55,7 +56,7 @@ class Batches:
       mixed = grain.MapDataset.mix(shuffled, [weight for _, weight in sources])
     start = size * process_index // process_count
     stop = size * (process_index + 1) // process_count
-    self._batches = mixed.batch(size, batch_fn=lambda batch: list(batch)[start:stop])
+    self._batches = mixed[:MAX_DRAWS].batch(size, batch_fn=lambda batch: list(batch)[start:stop])
     self._options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCHED_BATCHES)
     self._next_step = -1
     self._iterator = None

@@ -6,13 +6,18 @@ Every reader yields (location, row). The location names the row in messages, suc
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from etils import epath
 
 from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.files import printable
+from gtpo_jax.runtime.installing import install_command
+from gtpo_jax.runtime.storage import list_files, open_bytes, storage_errors, storage_path
 
 EXTENSIONS = (".jsonl", ".jsonl.gz", ".parquet")
 HUGGING_FACE = "hf:"
@@ -20,6 +25,7 @@ TFDS = "tfds:"
 RECORDS = "records:"  # prefix of the names of rows that a Python program passed
 DEFAULT_SPLIT = "train"
 PARQUET_BATCH = 4096  # rows
+MAX_LINE_BYTES = 1 << 28  # of a row; a longer line is skipped without reading it into memory
 MAX_REASON_CHARS = 200
 
 Row = dict[str, Any]
@@ -51,34 +57,58 @@ def read_rows(name: str) -> Iterator[LocatedRow]:
       yield from (_parquet if file.name.endswith(".parquet") else _jsonl)(file)
 
 
-def _files(name: str) -> list[Path]:
-  path = Path(name)
-  if not path.exists():
+def _files(name: str) -> list[epath.Path]:
+  path = storage_path(name)
+  with storage_errors(f"{name!r} cannot be read", UserError):
+    exists = path.exists()
+  if not exists:
     raise UserError(
       f"no file or folder at {name!r}; data.train and data.eval name a task, a .jsonl or .parquet "
       "file, hf:ID or tfds:NAME"
     )
   if not path.is_dir():
     return [path]
-  files = sorted(file for file in path.rglob("*") if file.name.endswith(EXTENSIONS))
+  names = [name for name in list_files(path) if name.endswith(EXTENSIONS)]
+  files = sorted(file for name in names if (file := path / name).is_file())
   if not files:
     raise UserError(f"no {', '.join(EXTENSIONS)} in {name!r}")
   return files
 
 
-def _jsonl(file: Path) -> Iterator[LocatedRow]:
-  try:
-    with (gzip.open if file.name.endswith(".gz") else open)(file, "rb") as lines:
-      for number, line in enumerate(lines, 1):
-        if line.strip():
-          yield f"{file}:{number}", _json_object(line)
-  except (OSError, EOFError) as error:
-    raise UserError(f"{str(file)!r} cannot be read: {first_line(error)}") from error
+def _jsonl(file: epath.Path) -> Iterator[LocatedRow]:
+  name = printable(str(file))
+  compressed = file.name.endswith(".gz")
+  with (
+    storage_errors(f"{str(file)!r} cannot be read", UserError),
+    open_bytes(file) as opened,
+    gzip.open(opened) if compressed else contextlib.nullcontext(opened) as stream,
+  ):
+    for number, line in enumerate(_lines(stream), 1):
+      row = _json_object(line)
+      if row is not None:
+        yield f"{name}:{number}", row
 
 
-def _json_object(line: bytes) -> Row | ValueError:
+def _lines(stream: IO[bytes]) -> Iterator[bytes | ValueError]:
+  """Yields the lines of a file, and an error for a line of more than `MAX_LINE_BYTES`."""
+  while line := stream.readline(MAX_LINE_BYTES):
+    if line.endswith(b"\n") or len(line) < MAX_LINE_BYTES:
+      yield line
+    else:
+      while line and not line.endswith(b"\n"):
+        line = stream.readline(MAX_LINE_BYTES)
+      yield ValueError(f"is longer than {MAX_LINE_BYTES >> 20} MiB")
+
+
+def _json_object(line: bytes | ValueError) -> Row | ValueError | None:
+  """Returns the row of a line, or None for a blank line. A byte order mark is ignored."""
+  if isinstance(line, ValueError):
+    return line
   try:
-    row = json.loads(line.decode("utf-8"))
+    text = line.decode("utf-8-sig")
+    if not text.strip():
+      return None
+    row = json.loads(text)
   except (ValueError, RecursionError) as error:  # from JSON or UTF-8
     return ValueError(first_line(error))
   if not isinstance(row, dict):
@@ -86,25 +116,32 @@ def _json_object(line: bytes) -> Row | ValueError:
   return row
 
 
-def _parquet(file: Path) -> Iterator[LocatedRow]:
-  import pyarrow
+def _parquet(file: epath.Path) -> Iterator[LocatedRow]:
   import pyarrow.parquet
 
+  name = printable(str(file))
+  number = 0
   try:
-    number = 0
-    for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=PARQUET_BATCH):
-      for row in _batch_rows(batch):
-        number += 1
-        yield f"{file}:{number}", row
-  except (pyarrow.ArrowException, OSError) as error:
-    raise UserError(f"{str(file)!r} is not a valid Parquet file: {first_line(error)}") from error
+    with file.open("rb") as opened, pyarrow.parquet.ParquetFile(opened) as parquet:
+      for batch in parquet.iter_batches(batch_size=PARQUET_BATCH):
+        for row in _batch_rows(batch):
+          number += 1
+          yield f"{name}:{number}", row
+  except Exception as error:  # Arrow raises many types for damaged files
+    where = f" after row {number}" if number else ""
+    raise UserError(
+      f"{str(file)!r} is not a valid Parquet file{where}: {first_line(error)[:MAX_REASON_CHARS]}"
+    ) from error
 
 
 def _batch_rows(batch: Any) -> list[Row | ValueError]:
-  """Returns the rows of an Arrow batch. Text that is not UTF-8 invalidates only its own row."""
+  """Returns the rows of an Arrow batch.
+
+  A value that Python cannot represent, such as text that is not UTF-8, invalidates only its row.
+  """
   try:
     return batch.to_pylist()
-  except ValueError as error:
+  except Exception as error:  # Arrow raises many types, and imports libraries for some columns
     if batch.num_rows == 1:
       return [ValueError(first_line(error))]
     return [row for i in range(batch.num_rows) for row in _batch_rows(batch.slice(i, 1))]
@@ -114,14 +151,18 @@ def _hugging_face(name: str) -> Iterator[tuple[str, Row]]:
   try:
     import datasets
   except ImportError as error:
-    raise UserError(f"{name!r} needs the datasets library: pip install 'gtpo_jax[data]'") from error
+    raise UserError(f"{name!r} needs the datasets library: {install_command('data')}") from error
   dataset, config, split = _parse(name, HUGGING_FACE)
   try:
     rows = datasets.load_dataset(dataset, config, split=split)
   except Exception as error:  # the hub, the builder and the disk raise many types
     raise _cannot_load(name, error) from error
-  for number, row in enumerate(rows):
-    yield f"{name}:{number}", row
+  number = 0
+  try:
+    for number, row in enumerate(rows):
+      yield f"{name}:{number}", row
+  except Exception as error:  # for example a damaged file in the cache
+    raise _cannot_load(f"{name}:{number}", error) from error
 
 
 def _tfds(name: str) -> Iterator[LocatedRow]:
@@ -137,7 +178,7 @@ def _tfds(name: str) -> Iterator[LocatedRow]:
   for number in range(len(rows)):
     try:
       yield f"{name}:{number}", _plain(rows[number])
-    except ValueError as error:  # bytes that are not UTF-8
+    except Exception as error:  # bytes that are not UTF-8, or a damaged file
       yield f"{name}:{number}", ValueError(first_line(error))
 
 

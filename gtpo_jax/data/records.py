@@ -6,6 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+# The roles of messages. Templates build control tokens of them, such as <|user|>, so a role from a
+# file could otherwise become any control token.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+NO_ROLE = f"which is none of {', '.join(ROLES)}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
@@ -13,10 +18,13 @@ class Problem:
 
   Attributes:
     id: stable, and unique within its source.
-    messages: the conversation up to the assistant's turn; each has "role" and "content".
+    messages: the conversation up to the assistant's turn; each has "role", which is one of `ROLES`,
+      and "content".
     answer: the gold answer as text.
     kind: selects the verifier of the completions from `rewards.VERIFIERS`.
     extra: additional data for the verifier.
+    location: names the row in messages, such as `train.jsonl:7`. Problems that differ only in it
+      are equal.
   """
 
   id: str
@@ -24,6 +32,7 @@ class Problem:
   answer: str
   kind: str
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  location: str = dataclasses.field(default="", compare=False)
 
 
 class Problems(Protocol):

@@ -3,6 +3,9 @@
 A source is named by a path (`train.jsonl`, `train.jsonl.gz`, `math.parquet`, or a folder of them),
 by `hf:ID[:CONFIG][:SPLIT]`, or by `tfds:NAME[:SPLIT]`. A Python program can pass a sequence of
 dicts instead. Malformed rows are counted and skipped up to a limit. Exact duplicates are dropped.
+
+This is the one place where untrusted bytes become problems. Whatever the bytes, the result is a
+tuple of well-formed problems or a `UserError` of one line.
 """
 
 from __future__ import annotations
@@ -10,14 +13,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+from gtpo_jax.data.kinds import DEFAULT_KIND, with_kinds
 from gtpo_jax.data.layouts import parse_fields, to_problem
 from gtpo_jax.data.readers import RECORDS, LocatedRow, Row, is_source, read_rows
 from gtpo_jax.data.records import Problem
 from gtpo_jax.runtime.errors import UserError, first_line
 
-__all__ = ["RECORDS", "Loaded", "is_source", "load_records", "load_source"]
+# Raises ValueError if completions of a problem of this kind, with this answer and extra, cannot be
+# checked.
+Check = Callable[[str, str, Mapping[str, Any]], None]
+
+__all__ = ["RECORDS", "Check", "Loaded", "is_source", "load_records", "load_source", "too_many_bad"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +38,14 @@ class Loaded:
     rows: number of rows read.
     duplicates: number of rows dropped because an earlier row is the same problem.
     bad: the skipped rows, each as its location and the reason.
+    note: how the verifier was chosen for rows that name none; "" if that is not worth a line.
   """
 
   problems: tuple[Problem, ...]
   rows: int
   duplicates: int
   bad: tuple[str, ...]
+  note: str = ""
 
   def summary(self, name: str) -> str:
     """Returns a one-line summary for the user."""
@@ -43,10 +54,14 @@ class Loaded:
       parts.append(f"{self.duplicates} duplicates dropped")
     if self.bad:
       parts.append(f"{len(self.bad)} skipped, first {self.bad[0]}")
+    if self.note:
+      parts.append(self.note)
     return ", ".join(parts)
 
 
-def load_source(name: str, fields: str = "", bad_rows: int = 0) -> Loaded:
+def load_source(
+  name: str, fields: str = "", bad_rows: int = 0, check: Check | None = None
+) -> Loaded:
   """Reads a source.
 
   Args:
@@ -55,15 +70,19 @@ def load_source(name: str, fields: str = "", bad_rows: int = 0) -> Loaded:
       `prompt=instruction,answer=output,kind=math`. A kind that is not the name of a column is the
       kind of all problems.
     bad_rows: number of malformed rows that may be skipped.
+    check: decides whether completions can be checked, as `rewards.check_gold` does; a row that it
+      refuses is malformed. None accepts all.
 
   Raises:
     UserError: there is no such source, it has more malformed rows than `bad_rows`, or it has no
       problem at all.
   """
-  return _load(name, read_rows(name), fields, bad_rows)
+  return _load(name, read_rows(name), fields, bad_rows, check)
 
 
-def load_records(records: Iterable[Row], name: str, fields: str = "", bad_rows: int = 0) -> Loaded:
+def load_records(
+  records: Iterable[Row], name: str, fields: str = "", bad_rows: int = 0, check: Check | None = None
+) -> Loaded:
   """Converts rows in memory, in the same way as `load_source` converts the rows of a file.
 
   Args:
@@ -71,6 +90,7 @@ def load_records(records: Iterable[Row], name: str, fields: str = "", bad_rows: 
     name: the name of the records in messages.
     fields: see `load_source`.
     bad_rows: see `load_source`.
+    check: see `load_source`.
 
   Raises:
     UserError: `records` is not an iterable of dicts, or an error of `load_source`.
@@ -81,7 +101,7 @@ def load_records(records: Iterable[Row], name: str, fields: str = "", bad_rows: 
       "to read a file, name it in the config's data.train or data.eval"
     )
   rows = ((f"{name}[{i}]", _as_row(record)) for i, record in enumerate(records))
-  return _load(name, rows, fields, bad_rows)
+  return _load(name, rows, fields, bad_rows, check)
 
 
 def _as_row(record: object) -> Row | ValueError:
@@ -90,7 +110,17 @@ def _as_row(record: object) -> Row | ValueError:
   return ValueError(f"must be a dict, got {type(record).__name__}")
 
 
-def _load(name: str, rows: Iterable[LocatedRow], fields: str, bad_rows: int) -> Loaded:
+def too_many_bad(bad: Sequence[str], bad_rows: int) -> UserError:
+  """Returns the error for more malformed rows than `bad_rows`; it names the last one."""
+  return UserError(
+    f"{bad[-1]} ({len(bad)} malformed row(s), data.bad_rows = {bad_rows} allowed); "
+    "fix it, set data.fields, or allow more"
+  )
+
+
+def _load(
+  name: str, rows: Iterable[LocatedRow], fields: str, bad_rows: int, check: Check | None
+) -> Loaded:
   columns = parse_fields(fields)
   digests: set[bytes] = set()
   problems = []
@@ -101,13 +131,12 @@ def _load(name: str, rows: Iterable[LocatedRow], fields: str, bad_rows: int) -> 
     num_rows += 1
     try:
       problem = to_problem(row, columns, location)
+      if check:
+        check(problem.kind or DEFAULT_KIND, problem.answer, problem.extra)
     except ValueError as error:
       bad.append(f"{location}: {first_line(error)}")
       if len(bad) > bad_rows:
-        raise UserError(
-          f"{bad[-1]} ({len(bad)} malformed row(s), data.bad_rows = {bad_rows} allowed); "
-          "fix it, set data.fields, or allow more"
-        ) from error
+        raise too_many_bad(bad, bad_rows) from error
       continue
     digest = _digest(problem)
     if digest in digests:
@@ -117,10 +146,11 @@ def _load(name: str, rows: Iterable[LocatedRow], fields: str, bad_rows: int) -> 
     problems.append(problem)
   if not problems:
     raise UserError(f"{name!r} contains no problem ({num_rows} rows)")
-  return Loaded(tuple(problems), num_rows, duplicates, tuple(bad))
+  with_kind, note = with_kinds(problems)
+  return Loaded(with_kind, num_rows, duplicates, tuple(bad), note)
 
 
 def _digest(problem: Problem) -> bytes:
   """Returns a digest that is equal for problems with the same prompt, answer and tests."""
-  content = json.dumps([problem.messages, problem.answer, problem.extra.get("test")])
+  content = json.dumps([problem.messages, problem.answer, problem.extra.get("test")], default=str)
   return hashlib.blake2b(content.encode(), digest_size=16).digest()

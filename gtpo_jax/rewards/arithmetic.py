@@ -38,7 +38,7 @@ _INFINITY_BITS = 8000
 
 
 def _tokens(text: str) -> list[str] | None:
-  """Splits the text into numbers, operators and brackets, or returns None if it has other parts.
+  """Splits the text into numbers, operators and brackets; returns None if it has anything else.
 
   Rewrites \\frac{a}{b} as ((a)/(b)), ^{a} as ^(a), and a mixed number such as 1 1/2 as (1+1/2).
   """

@@ -64,8 +64,8 @@ def _load(name: str) -> Callable[[str, str], bool | None]:
 def _listen(parent: int, requests: queue.SimpleQueue) -> None:
   """Adds the lines of stdin to `requests`, and ends this process when its parent dies.
 
-  A dead parent shows as the end of stdin or, if a fork of the parent keeps the pipe open, as a
-  different parent id.
+  The parent's death is noticed by the end of stdin or, if a fork of the parent keeps the pipe open,
+  by a different parent id.
   """
   buffer = b""
   while True:

@@ -1,8 +1,8 @@
-"""Checks programs with the tests of HumanEval and MBPP, or with pairs of stdin and stdout.
+"""Checks programs with unit tests (HumanEval, MBPP) or with expected outputs (APPS, TACO).
 
 The program is untrusted; the tests come from the dataset. `inside.py` explains how the tests call
-the program in a sandbox, and what the program can and cannot do there. If tests call a program, its
-exit code and printed text cannot make it pass.
+the program in a sandbox, and what the program can and cannot do there. A program that is called by
+tests cannot pass them by its exit code or by what it prints.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gtpo_jax.rewards.supervisor import RunResult
 
 OUTPUT_KEPT = 16384  # maximum characters of a program's output in a verdict
 REASON_KEPT = 300  # maximum characters of a reason in a verdict
-# A completion that continues the prompt ends before the first of these, as in the HumanEval paper
-# (2107.03374).
+# A completion that continues the prompt ends before the first of these: the stop sequences of the
+# HumanEval paper (2107.03374), and a closing fence.
 STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\n```")
 
 
@@ -33,8 +33,8 @@ class CodeVerdict:
   """The verdict on a program.
 
   Attributes:
-    passed: whether the program passed; None if no verdict was reached through no fault of the
-      program.
+    passed: whether the program passed; None if no verdict could be reached, through no fault of
+      the program.
     reason: "passed", "failed", "error", "timeout", "memory", "output" (it printed too much) or
       "no verdict". Details can follow after ": ", such as the first line of an exception.
     output: stdout followed by stderr, at most OUTPUT_KEPT characters.
@@ -55,7 +55,7 @@ def run_code(
 ) -> CodeVerdict:
   """Runs `program`, then `tests` against it, in a sandbox.
 
-  Whatever the program does leads to a verdict, never to an exception here.
+  Returns a verdict whatever the program does: the program cannot make this function raise.
 
   Args:
     program: any text. It is executed as a module that is not `__main__`.
@@ -130,14 +130,15 @@ def _lines(text: str) -> list[str]:
 
 
 def _not_started(error: OSError) -> CodeVerdict:
-  """Returns the verdict for a run that lacked a process, a pipe or disk space on this machine."""
+  """Returns the verdict for a run that could not start, for example because the disk is full."""
   return CodeVerdict(None, f"no verdict: {error}")
 
 
 def _verdict(result: RunResult, secret: str) -> CodeVerdict:
   """Converts the report of the judge, the process that runs the tests, to a verdict.
 
-  If the judge started but did not report, the program must have stopped it and fails.
+  If the judge started but sent no report, the program fails: either it exceeded a limit or it must
+  have stopped the judge.
   """
   output = result.stdout[:OUTPUT_KEPT] + result.stderr[:OUTPUT_KEPT]
   output = output.decode("utf-8", "replace")[:OUTPUT_KEPT]
@@ -166,13 +167,13 @@ def code_correct(
   """Returns whether a completion passes the tests in `extra`.
 
   Args:
-    completion: text in which the last fenced block of Python is the program, or only code.
+    completion: text whose last fenced code block is the program, or the program alone.
     extra: the tests; the keys determine the format. HumanEval: prompt, test, entry_point. MBPP:
       test_list (lines of asserts), optionally test_setup_code or test_imports. LiveCodeBench, APPS,
-      TACO: input_output, a mapping or its JSON with inputs, outputs, and fn_name if a function is
-      called.
-    timeout_s: wall-clock seconds per run. HumanEval, MBPP and fn_name need one run in all, other
-      problems one per input.
+      TACO: input_output, a mapping (or its JSON) with inputs and outputs, and with fn_name if the
+      tests call a function.
+    timeout_s: wall-clock seconds per run. Problems of HumanEval and MBPP and those with fn_name
+      need a single run, all others one run per input.
     memory_mb: MiB of memory per run.
     allow_unsandboxed: see `run_code`.
 
@@ -241,8 +242,8 @@ def program_of(completion: str) -> str:
 def humaneval(completion: str, prompt: str, test: str, entry_point: str) -> tuple[str, str]:
   """Returns the program and the tests of a HumanEval problem.
 
-  The tests use helper functions of the prompt, such as poly, from their own copy of the prompt, so
-  the program cannot replace them.
+  Some tests call a helper function that the prompt defines, such as `poly`. They contain their own
+  copy of the prompt, so the program cannot replace the helper.
   """
   program = program_of(completion)
   if re.search(rf"(?m)^(?:async )?def {re.escape(entry_point)}\b", program):

@@ -48,11 +48,25 @@ def extract(completion: str) -> str | None:
   return _last_number(completion)
 
 
+def marked_answer(text: str) -> str | None:
+  """Returns the text that a completion marks as its answer, unchanged; None if it marks none.
+
+  This is the content of the last box. Without a box, it is what follows the last `Answer:` or
+  `####` on its line.
+  """
+  boxed = _boxed(text)
+  if boxed is not None:
+    return boxed
+  matches = (last_match(pattern, text) for pattern in (_ANSWER, _HASHES))
+  last = max(filter(None, matches), key=lambda match: match.start(), default=None)
+  return last[1].strip() if last else None
+
+
 def gold_answer(gold: str) -> str:
   """Returns the answer in a gold text.
 
-  This is the last box, else the text after the last `####`, else the text after the last `Answer:`,
-  else the entire text.
+  This is the first that exists of: the last box, the text after the last `####`, the text after the
+  last `Answer:`, the entire text.
   """
   boxed = _boxed(gold)
   if boxed is not None:

@@ -5,8 +5,8 @@ It is compiled outside. It imports nothing from this package, which the sandbox 
 The judge runs the tests. It reads them only after it has forked the program's process, which keeps
 only its own ends of the two message pipes and cannot read the judge's memory. In the tests, every
 name of the program is a proxy: a call sends the arguments to the program's process, and the reply
-contains the result. So a program can only reply. It cannot skip a test, reach an assert, or write
-the verdict, which contains a secret and is sent through a pipe that the program does not have. If
+contains the result. A program can only reply: it cannot skip a test, reach an assert, or write the
+verdict, which contains a secret and is sent through a pipe that the program does not have. If
 tests call the program, its exit code and printed text cannot make it pass.
 
 Values are passed as copies: None, bool, int, float, complex, str, bytes, bytearray, list, tuple,
@@ -15,7 +15,7 @@ deque, OrderedDict, Counter, defaultdict. If a call changes a list, dict, set or
 tests see the change. The tests can pass functions of their own; when the program calls one, it runs
 in the judge. Other objects of the program stay in its process, and a `Remote` in the tests forwards
 their methods, attributes, items and iteration. Compared with a value of the tests, such an object
-counts as the plain value that its class extends (a subclass of int as an int), or as unequal. So a
+counts as the plain value that its class extends (a subclass of int as an int), or as unequal. A
 program gains nothing from an `__eq__` that is always true, or from a difference that is always 0.
 
 Limits of this scheme: A program may have memorized the answers. Tests of objects of the program's
@@ -240,7 +240,7 @@ UNARY = str.split(
 
 
 def plain_value(remote: Remote) -> object:
-  """Returns the remote object as the plain type that its class extends, or None without one."""
+  """Returns the remote object as the plain type that its class extends; None if there is none."""
   value = remote._remote_peer.ask("plain", remote)
   return None if type(value) is Remote else value
 
@@ -408,7 +408,7 @@ def judge(peer: Peer, tests: str) -> str:
     space = {"__name__": "tests", "__builtins__": builtins, "__program__": peer.ask("load")}
     names = names_in(code) - set(space)
     # The tests never use the program's versions of builtins, such as `sorted` or `all`, which could
-    # be false. The exception is an MBPP problem in which the only name is `sum`, the entry point.
+    # be fakes. The exception is an MBPP problem in which the only name is `sum`, the entry point.
     names = {name for name in names if not hasattr(builtins, name)} or names
     values, modules = peer.ask("names", sorted(names))
     space.update({name: value for name, value in values.items() if name in names})

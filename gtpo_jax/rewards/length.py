@@ -45,7 +45,7 @@ def group_relative(
     - any other group: all completions are compared. The correct ones are punished if they are the
       majority, otherwise the wrong ones.
 
-  The paper gives neither gamma nor the rule of the last case; both are choices made here.
+  The paper gives neither gamma nor the rule for the last case; both are choices made here.
 
   Args:
     lengths: i32[n, g], tokens per completion, for n groups of g completions.

@@ -41,9 +41,10 @@ def math_correct(
 ) -> bool | None:
   """Returns whether the completion's answer equals `gold`, or None if no verdict was reached.
 
-  No text makes it raise or hang. The answer is the last balanced `\\boxed{...}`. Without a box, it
-  is the later of the last `Answer: ...` ("The answer is ...") and the last `#### ...`; without
-  these, it is the last number. A completion without an answer is wrong.
+  It neither raises nor hangs, whatever the text. The answer is the last balanced `\\boxed{...}`.
+  Without a box, it is the later of the last `Answer: ...` ("The answer is ...") and the last
+  `#### ...`; without these, it is the last number. A completion without an answer is wrong, unless
+  its entire text equals `gold`.
 
   Args:
     completion: any text.
@@ -75,7 +76,8 @@ def math_verdicts(
     completions: any texts.
     golds: one gold answer per completion.
     timeout_s: time limit in seconds of each check in a worker.
-    workers: number of processes, by default one per core; calls with the same number share them.
+    workers: number of processes, by default one per core, up to 8; calls with the same number share
+      them.
     rule: see `math_correct`.
     pool: a pool of workers to use instead of the shared one.
 
@@ -109,6 +111,8 @@ def _decide(completion: str, gold: str) -> bool | Undecided | None:
   answer = extract(completion)
   if not target.strip():
     return None
+  if completion.strip() == target.strip():  # even if the text contains no number
+    return True
   return compare(target, answer) if answer else False
 
 

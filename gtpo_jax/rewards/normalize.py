@@ -1,4 +1,4 @@
-"""Normalises answer texts, so that the many ways to typeset an answer result in one spelling."""
+"""Normalises answer texts: the many ways to typeset an answer become one spelling."""
 
 from __future__ import annotations
 

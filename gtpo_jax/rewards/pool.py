@@ -1,8 +1,8 @@
 """A pool of killable worker processes for checks that may hang.
 
-A worker is a fresh interpreter that runs `check_worker.py` as a script. It is not a fork, which is
-unsafe in a process with JAX's threads, and not a spawned process of multiprocessing, which would
-import the parent's main module and so JAX.
+A worker is a fresh interpreter that runs `check_worker.py` as a script. A fork would be unsafe in a
+process with JAX's threads, and a process spawned by multiprocessing would import the parent's main
+module, and with it JAX.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ class Pool:
     """
     future: Future[bool | None] = Future()
     limit_s = timeout_s or self.timeout_s
-    request = (
-      json.dumps([gold, answer, limit_s]).encode() + b"\n"
-    )  # JSON escapes all other characters, so ASCII
+    request = json.dumps([gold, answer, limit_s]).encode() + b"\n"  # all ASCII: JSON escapes others
     if len(request) > REQUEST_BYTES:
       future.set_result(None)
       return future

@@ -36,7 +36,7 @@ from gtpo_jax.runtime.errors import UserError, first_line
 TMP_MIB = 64  # size of the private /tmp
 MAX_PROCESSES = 16  # processes and threads; three of them are the sandbox's own
 MAX_OPEN_FILES = 64
-EXTRA_CPU_S = 2  # added to the wall-clock limit for the CPU limit, which should not apply first
+EXTRA_CPU_S = 2  # by which the CPU limit exceeds the wall-clock limit, which should apply first
 PROBE_TIMEOUT_S = 5
 PROBE_MEMORY_MB = 512
 NOBODY = 65534
@@ -87,7 +87,8 @@ def run_inside(
 
   Raises:
     UserError: no sandbox is available, and allow_unsandboxed is not set; the message says what to
-    do. OSError: no process could be started.
+      do.
+    OSError: no process could be started.
   """
   problem = sandbox_problem()
   if problem and not allow_unsandboxed:
@@ -121,16 +122,20 @@ def _sandbox_command() -> tuple[str, ...]:
     UserError: no sandbox works on this machine.
   """
   if sys.platform != "linux":
-    raise UserError(f"bubblewrap needs Linux, this is {sys.platform}")
+    raise UserError(f"bubblewrap needs Linux, but this is {sys.platform}")
   bwrap = shutil.which("bwrap")
   if not bwrap:
     raise UserError(f"bwrap is not installed: {ADVICE}")
   root = root_filesystem()
-  options = subprocess.run(
+  listing = subprocess.run(
     [bwrap, "--help"], capture_output=True, text=True, timeout=30, check=False
-  ).stdout
+  )
+  if listing.returncode:
+    reason = " ".join(listing.stderr.split())[:200]
+    raise UserError(f"{bwrap} does not start ({reason}): {ADVICE}")
+  options = listing.stdout
   if "--size" not in options:
-    raise UserError(f"bubblewrap 0.7 or later is needed, {bwrap} is older")
+    raise UserError(f"bubblewrap 0.7 or later is needed, but {bwrap} is older")
   command = [*_drop_root(), bwrap, *_ISOLATION]
   command += ["--setenv", "LD_LIBRARY_PATH", (root / LIBRARY_PATH_FILE).read_text()]
   command += ["--ro-bind", str(root), "/"]

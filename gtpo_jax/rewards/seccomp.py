@@ -62,9 +62,7 @@ _BLOCKED_EVERYWHERE = (
 # and the C library falls back to clone.
 _CLONE3 = 435
 _NEW_NAMESPACES = 0x7E020080  # CLONE_NEW{USER,PID,NET,IPC,UTS,CGROUP,NS,TIME}
-_X32_BIT = (
-  0x40000000  # set in the numbers of x32 calls, which are the same calls under other numbers
-)
+_X32_BIT = 0x40000000  # set in the numbers of x32 calls: the same calls under other numbers
 
 
 class _Machine(NamedTuple):
@@ -94,7 +92,7 @@ _KILL = (_RETURN, 0, 0, 0x80000000)
 
 @functools.cache
 def seccomp_filter() -> bytes:
-  """Returns the filter as a BPF program; empty for a machine with call numbers not listed here.
+  """Returns the filter as a BPF program; empty on a machine whose call numbers are not listed here.
 
   Blocked calls fail with EPERM, clone3 with ENOSYS. A call for another architecture kills the
   process. All other calls are allowed.

@@ -104,9 +104,8 @@ def watch(
           selector.unregister(key.fileobj)
           ended_by = ended_by or ("report" if key.fileobj is report else "")
         elif len(received[key.fileobj]) + len(data) > OUTPUT_LIMIT:
-          ended_by = (
-            ended_by or "output"
-          )  # keep reading, so that no writer blocks, but store no more
+          # Keep reading, so that no writer blocks, but store no more.
+          ended_by = ended_by or "output"
         else:
           received[key.fileobj] += data
       if next_memory_check == math.inf and received[report].startswith(READY):

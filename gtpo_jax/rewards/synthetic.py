@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+_DIGIT = re.compile(r"[0-9]")
 _STEP = re.compile(r"(\d{1,9})([+\-*])(\d{1,9})=(\d{1,9})", re.ASCII)
 
 
@@ -18,6 +19,16 @@ def last_number(completion: str) -> str | None:
 def last_number_correct(completion: str, answer: str) -> bool:
   """Returns whether the last whole number in the text is `answer`."""
   return last_number(completion) == answer
+
+
+def forks_digits(completion: str) -> str | None:
+  """Returns the digits in the text, or None if there are none."""
+  return "".join(_DIGIT.findall(completion)) or None
+
+
+def forks_correct(completion: str, answer: str) -> bool:
+  """Returns whether the digits in the text are those of `answer`, each written twice."""
+  return forks_digits(completion) == "".join(digit * 2 for digit in answer)
 
 
 def countdown_correct(completion: str, numbers: Sequence[int], target: int) -> bool:

@@ -110,7 +110,7 @@ def read(text: str) -> tuple[str, Value | None]:
 
 
 def same(a: Value, b: Value) -> bool | None:
-  """Returns whether two values are equal, or None if both have numbers with only the same bound."""
+  """Returns whether two values are equal, or None if both have numbers known only to be huge."""
   if isinstance(a, Group) and isinstance(b, Group):
     return _same_groups(a, b)
   if isinstance(a, Group) or isinstance(b, Group):

@@ -1,7 +1,7 @@
 """Tables of the built-in verifiers and reward parts.
 
 `VERIFIERS` is indexed by `Problem.kind`, `PARTS` by the names in the config's `reward.parts`. A
-verifier receives many completions at once, so that it can check them in parallel.
+verifier receives many completions at once, so it can check them in parallel.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any, Protocol
 from gtpo_jax.rewards.code import code_correct
 from gtpo_jax.rewards.extraction import extract
 from gtpo_jax.rewards.math import math_verdicts
-from gtpo_jax.rewards.synthetic import countdown_correct, last_number_correct
+from gtpo_jax.rewards.plain import choice_correct, exact_correct
+from gtpo_jax.rewards.synthetic import countdown_correct, forks_correct, last_number_correct
 
-# Maximum sandboxes at once. More than the cores, since a short run mostly waits for processes.
+# Maximum sandboxes at once: more than there are cores, as a short run mostly waits for processes.
 MAX_SANDBOXES = 4 * (os.cpu_count() or 1)
 
 
@@ -52,6 +53,18 @@ def _countdown(completions: Texts, answers: Texts, extras: Extras, options: Opti
   ]
 
 
+def _forks(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
+  return [forks_correct(*pair) for pair in zip(completions, answers, strict=True)]
+
+
+def _exact(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
+  return [exact_correct(*pair) for pair in zip(completions, answers, strict=True)]
+
+
+def _choice(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
+  return [choice_correct(*pair) for pair in zip(completions, answers, strict=True)]
+
+
 def _math(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
   return math_verdicts(completions, answers, options.timeout_s, rule=options.math_rule)
 
@@ -71,6 +84,9 @@ def _code(completions: Texts, answers: Texts, extras: Extras, options: Options) 
 VERIFIERS: dict[str, Verifier] = {
   "last_number": _last_number,
   "countdown": _countdown,
+  "forks": _forks,
+  "exact": _exact,
+  "choice": _choice,
   "math": _math,
   "code": _code,
 }

@@ -9,7 +9,8 @@ from collections.abc import Callable, Hashable
 
 from gtpo_jax.rewards.extraction import MAX_CHARS, extract
 from gtpo_jax.rewards.normalize import SPACE
-from gtpo_jax.rewards.synthetic import last_number
+from gtpo_jax.rewards.plain import choice_vote, exact_vote
+from gtpo_jax.rewards.synthetic import forks_digits, last_number
 from gtpo_jax.rewards.values import Group, Number, Value, read
 
 
@@ -26,7 +27,7 @@ def _math(completion: str) -> Hashable | None:
 
 
 def _canonical(value: Value) -> Value:
-  """Returns the same object for equal values: decimal places are dropped, sets are sorted."""
+  """Returns equal objects for equal values: decimal places are dropped, and sets are sorted."""
   if isinstance(value, Number):
     return Number(value.value, value.percent)
   if isinstance(value, Group):
@@ -49,5 +50,8 @@ def _entire_text(completion: str) -> str | None:
 VOTES: dict[str, Callable[[str], Hashable | None]] = {
   "last_number": last_number,
   "countdown": _entire_text,
+  "forks": forks_digits,
+  "exact": exact_vote,
+  "choice": choice_vote,
   "math": _math,
 }

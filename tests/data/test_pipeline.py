@@ -55,7 +55,8 @@ def test_prefetched_batches_are_the_requested_ones(task):
 def test_the_batch_size_does_not_change_the_order(task):
   by_11 = ids(batches_of(task, SIZE, 0), range(6))
   by_22 = ids(batches_of(task, 2 * SIZE, 0), range(3))
-  assert joined(by_11) == joined(by_22)
+  by_1 = ids(batches_of(task, 1, 0), range(6 * SIZE))
+  assert joined(by_11) == joined(by_22) == joined(by_1)
 
 
 def test_an_epoch_has_every_training_problem_once(task):

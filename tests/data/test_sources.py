@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from gtpo_jax.data import readers
 from gtpo_jax.data.sources import is_source, load_source
+from gtpo_jax.rewards import check_gold
 from gtpo_jax.runtime.errors import UserError
 
 REAL = Path(__file__).parents[3] / "shared" / "data"
@@ -187,6 +189,38 @@ def test_folders_and_compressed_files(tmp_path):
     ({"colour": 1}, "has the columns colour, no known layout"),
     (b"[" * 100_000 + b"\n", "recursion"),
     ({"prompt": [{"role": "user", "content": None}], "answer": "1"}, "empty user message"),
+    (
+      {"prompt": [{"role": "user", "content": [1]}], "answer": "1"},
+      "user message that is not text",
+    ),
+    (
+      {"prompt": [{"role": "user\n", "content": "q"}], "answer": "1"},
+      "the role 'user\\n', which is",
+    ),
+    ({"prompt": [{"role": "im_end", "content": "q"}], "answer": "1"}, "none of system, developer"),
+    ({"prompt": [{"role": "\ud800", "content": "q"}], "answer": "1"}, "the role '\\ud800'"),
+    ({"prompt": [{"role": 5, "content": "q"}], "answer": "1"}, "the role 5"),
+    ({"prompt": [{"role": None, "content": "q"}], "answer": "1"}, "the role None"),
+    ({"prompt": "q", "answer": "\ud800"}, "surrogates not allowed"),
+    (b'{"prompt": "q", "answer": NaN}\n', "has no answer: nan"),
+    (b'{"prompt": "q", "answer": 1e999}\n', "has no answer: inf"),
+    (b'{"prompt": "q", "answer": ' + b"9" * 5000 + b"}\n", "4300 digits"),
+    ({"prompt": "q", "answer": "1", "id": "a\ud800"}, "character in its id that is not valid"),
+    ({"prompt": "q", "answer": "1", "id": [1]}, "has an id that is neither text nor a number"),
+    ({"prompt": "q", "answer": "1", "kind": None}, "has a kind that is not text: None"),
+    ({"prompt": "q", "answer": "1", "kind": ["math"]}, "has a kind that is not text"),
+    ({"prompt": "q", "answer": "1", "extra": "text"}, "has an extra that is not an object"),
+    ({"prompt": "q", "answer": "1", "extra": [1, 2]}, "has an extra that is not an object"),
+    ({"prompt": "q", "answer": "1", "extra": 0.5}, "has an extra that is not an object"),
+    (
+      b'{"prompt":"q","answer":"1","extra":' + b'{"a":' * 99 + b"1" + b"}" * 100 + b"\n",
+      "32 levels",
+    ),
+    (b'{"prompt":' + b"[" * 500 + b"]" * 500 + b',"answer":"1"}\n', "neither text nor messages"),
+    ({"prompt": "q", "reward_model": "1"}, "has no column 'reward_model.ground_truth'"),
+    ({"question": "q", "answer": {"a": 1}}, "has no answer: {'a': 1}"),
+    ({"text": None, "test_list": ["assert 1"]}, "neither text nor messages: None"),
+    ({"\x1b[2J": 1, "x" * 999: 2}, "has the columns '\\x1b[2J', xxx"),
   ],
 )
 def test_a_malformed_row_is_skipped_up_to_the_limit_and_named(tmp_path, row, message):
@@ -204,6 +238,83 @@ def test_a_malformed_row_is_skipped_up_to_the_limit_and_named(tmp_path, row, mes
   (bad,) = loaded.bad
   assert bad.split(": ")[0].endswith("data.jsonl:2")
   assert "1 skipped, first" in loaded.summary("data")
+
+
+@pytest.mark.parametrize(
+  ("row", "message"),
+  [
+    (
+      {"prompt": "q", "answer": "1", "kind": "poetry"},
+      "is of kind 'poetry', which has no verifier",
+    ),
+    ({"prompt": "q", "answer": "one", "kind": "last_number"}, "'one' does not consist of digits"),
+    ({"prompt": "q", "answer": "5", "kind": "countdown"}, "extra.numbers is not a list"),
+    ({"prompt": "q", "answer": "1", "kind": "code"}, "its extra has no tests: none of entry_point"),
+    ({"text": "q", "task_id": 3, "test_list": 7}, "a test_list that is not a list of tests"),
+    ({"text": "q", "task_id": 3, "test_list": None}, "a test_list that is not a list of tests"),
+    ({"text": "q", "task_id": 3, "test_list": [1, 2]}, "is not text, but int"),
+    ({"question": "q", "input_output": "{'inputs'"}, "an input_output that is not valid JSON"),
+    ({"question": "q", "input_output": '{"inputs": ["1"], "outputs": []}'}, "without lists of"),
+    (
+      {"question": "q", "input_output": {"inputs": ["1"], "outputs": ["1", "2"]}},
+      "with 1 inputs and",
+    ),
+    (
+      {"prompt": [{"role": "user", "content": "q"}], "test": "t", "entry_point": "f"},
+      "has a prompt that is not text, but list",
+    ),
+  ],
+)
+def test_a_row_that_no_verifier_can_check_is_malformed(tmp_path, row, message):
+  """With a user's verifier, which decides itself what it needs, the row is accepted."""
+  other = {"prompt": "other", "answer": "1"}
+  file = write(tmp_path / "data.jsonl", [other, row])
+  with pytest.raises(UserError) as caught:
+    load_source(file, check=check_gold)
+  text = str(caught.value)
+  assert "\n" not in text
+  for part in ("data.jsonl:2: ", message, "data.bad_rows = 0 allowed"):
+    assert part in text
+  loaded = load_source(file, bad_rows=1, check=check_gold)
+  assert (len(loaded.problems), len(loaded.bad)) == (1, 1)
+  assert len(load_source(file).problems) == 2
+
+
+def test_a_byte_order_mark_is_ignored(tmp_path):
+  """Also in the middle, where files were concatenated."""
+  row = b'\xef\xbb\xbf{"prompt": "q%d", "answer": "1"}\n'
+  file = write(tmp_path / "data.jsonl", [row % 1, row % 2, b"\xef\xbb\xbf\n"])
+  loaded = load_source(file)
+  assert [p.messages[0]["content"] for p in loaded.problems] == ["q1", "q2"]
+  assert loaded.rows == 2
+
+
+def test_a_line_that_is_too_long_is_one_bad_row(tmp_path, monkeypatch):
+  monkeypatch.setattr(readers, "MAX_LINE_BYTES", 1 << 20)
+  row = {"prompt": "q", "answer": "1"}
+  file = write(tmp_path / "data.jsonl", [b"x" * (5 << 20) + b"\n", row, b"y" * (1 << 20)])
+  loaded = load_source(file, bad_rows=2)
+  assert [p.location for p in loaded.problems] == [f"{file}:2"]
+  assert loaded.bad == (f"{file}:1: is longer than 1 MiB", f"{file}:3: is longer than 1 MiB")
+
+
+def test_a_damaged_compressed_file_is_one_line(tmp_path):
+  """Each byte of the file is damaged in turn."""
+  file = tmp_path / "data.jsonl.gz"
+  whole = gzip.compress(b'{"prompt": "q", "answer": "1"}\n' * 3, mtime=0)
+  for position in range(len(whole)):
+    file.write_bytes(whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :])
+    try:
+      load_source(str(file))
+    except UserError as error:
+      assert "\n" not in str(error)
+
+
+def test_the_name_of_a_file_cannot_break_a_message(tmp_path):
+  file = write(tmp_path / "a\nb\x1b[2J.jsonl", [b"{"])
+  with pytest.raises(UserError) as caught:
+    load_source(file)
+  assert str(caught.value).isprintable()
 
 
 def test_blank_lines_are_not_rows(tmp_path):
@@ -254,8 +365,7 @@ def test_names_of_tasks(name):
   assert not is_source(name)
 
 
-def test_datasets_that_do_not_exist_are_rejected(monkeypatch):
-  monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_datasets_that_do_not_exist_are_rejected():
   for name in ("hf:nobody/nothing", "tfds:no_such_dataset", "hf:a:b:c:d", "tfds:"):
     with pytest.raises(UserError) as caught:
       load_source(name)

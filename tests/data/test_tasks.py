@@ -5,7 +5,15 @@ import re
 import numpy as np
 import pytest
 
-from gtpo_jax.data.tasks import HELD_OUT, MAX_PROBLEMS, TASKS, Countdown, RunningSums, make_task
+from gtpo_jax.data.tasks import (
+  CLOSE,
+  HELD_OUT,
+  MAX_PROBLEMS,
+  TASKS,
+  Countdown,
+  RunningSums,
+  make_task,
+)
 from gtpo_jax.rewards import VERIFIERS, countdown_correct
 from gtpo_jax.runtime.errors import UserError
 
@@ -16,6 +24,9 @@ DIFFICULTIES = [
   ("countdown", 0, 0),
   ("countdown", 2, 20),
   ("countdown", 4, 30),
+  ("forks", 0, 0),
+  ("forks", 2, 4),
+  ("forks_confident", 5, 9),
 ]
 
 
@@ -66,7 +77,7 @@ def test_the_parts_are_disjoint_and_about_one_in_eight_is_held_out(name, terms, 
   task = make_task(name, terms, largest)
   parts = np.concatenate([task.train_ids, task.held_out_ids])
   assert np.array_equal(np.sort(parts), np.arange(task.size))
-  if (name, terms) != ("countdown", 2):  # too few multisets of numbers for a rate
+  if terms != 2 or name == "sums":  # too few multisets of numbers or pairs for a rate
     assert abs(len(task.held_out_ids) / task.size - 1 / HELD_OUT) < 0.03
 
 
@@ -141,6 +152,48 @@ def test_the_countdown_teacher_computes_correctly_even_if_it_misses_the_target()
     problem = task.problem(index)
     reached = int(text.split("=")[-1])
     assert countdown_correct(text, problem.extra["numbers"], reached)
+
+
+def test_forks_respect_their_difficulty():
+  task = make_task("forks", 4, 6, 3)
+  rng = np.random.default_rng(6)
+  lengths = set()
+  for index in rng.choice(task.size, 300):
+    problem = task.problem(index)
+    pairs = problem.messages[0]["content"].removesuffix(":").split()
+    assert [max(pair) for pair in pairs] == list(problem.answer)
+    assert all(pair[0] != pair[1] and max(pair) <= "6" for pair in pairs)
+    parts = re.findall(r"([A-Z]*):(\d)=(\d)", task.demonstration(index, rng, 1.0))
+    assert all(
+      {digit, copied} <= set(pair) for (_, digit, copied), pair in zip(parts, pairs, strict=True)
+    )
+    lengths |= {len(letters) for letters, _, _ in parts}
+  assert lengths == set(range(7))
+  plain = make_task("forks", 4, 6, 0)
+  assert re.fullmatch(r"(\d=\d){4}", plain.demonstration(5, rng, 1.0))
+
+
+def slip_rates(name):
+  """Returns how often the teacher writes the smaller digit of close and of distant pairs."""
+  task = make_task(name, filler=0)
+  rng = np.random.default_rng(7)
+  slips = {True: [], False: []}
+  for index in rng.choice(task.train_ids, 2000):
+    text = task.demonstration(index, rng, 1.0)
+    for pair, digit in zip(task.pairs(index), text[::3], strict=True):
+      slips[abs(pair[0] - pair[1]) <= CLOSE].append(int(digit) == min(pair))
+  return np.mean(slips[True]), np.mean(slips[False])
+
+
+def test_one_teacher_of_forks_hesitates_and_the_other_is_sure():
+  assert np.allclose(slip_rates("forks"), 0.4, atol=0.04)
+  assert np.allclose(slip_rates("forks_confident"), (0.9, 0.0), atol=0.03)
+
+
+@pytest.mark.parametrize(("terms", "largest", "filler"), [(9, 9, 2), (3, 10, 2), (3, 9, 17)])
+def test_forks_reject_a_difficulty_out_of_bounds(terms, largest, filler):
+  with pytest.raises(UserError, match=f"forks needs.*got {terms}, {largest} and {filler}"):
+    make_task("forks", terms, largest, filler)
 
 
 @pytest.mark.parametrize(("terms", "largest"), [(-1, 9), (4, 10), (4, -2), (10, 9), (90, 1)])

@@ -2,7 +2,7 @@
 
 HUGE = "9^{9^{9^9}}"  # too large to write out
 
-# Equal pairs of gold answer and answer, compared without a worker.
+# Equal pairs (gold answer, answer), compared without a worker.
 EQUAL = [
   ("72", "72"),
   ("72", "72.0"),

@@ -218,7 +218,7 @@ THREAD = "import threading\nthreading.Thread(target=lambda: print(input())).star
   ],
   ids=["lines", "characters", "threads", "exit", "long"],
 )
-def test_stdout_as_expected_passes(program, stdin, expected):
+def test_expected_stdout_passes(program, stdin, expected):
   assert run_stdin(program, stdin, expected).passed
 
 
@@ -233,7 +233,7 @@ def test_stdout_as_expected_passes(program, stdin, expected):
     ("while True: pass", "timeout"),
   ],
 )
-def test_other_stdout_and_failures_do_not_pass(program, reason):
+def test_unexpected_stdout_and_failures_do_not_pass(program, reason):
   verdict = run_stdin(program, "", "1", timeout_s=1 if reason == "timeout" else 5)
   assert verdict.passed is False
   assert verdict.reason.startswith(reason)

@@ -10,7 +10,7 @@ from gtpo_jax.rewards.inside import Peer, Remote, decode, encode
 
 
 class Wire:
-  """Both ends at once: an object that it exports under a key is found under that key."""
+  """Both ends of the connection. An exported object gets a number as its key."""
 
   COLLECTIONS = Peer.COLLECTIONS
   VALUES = Peer.VALUES

@@ -83,7 +83,7 @@ def relative(lengths, correct, valid=None, gamma=0.75):
 @pytest.mark.parametrize(
   ("lengths", "correct", "expected"),
   [
-    # Easy, 3 of 4: L of the correct is max((10 + 30) / 2, 20) = 20; the wrong is not punished.
+    # Easy, 3 of 4: L of the correct is max((10 + 30) / 2, 20) = 20; the wrong one has no penalty.
     ([10, 20, 30, 100], [1, 1, 1, 0], [0, 0, -0.25, 0]),
     # All correct: L = max((2 + 12) / 2, 4) = 7.
     ([2, 2, 2, 2, 12], [1, 1, 1, 1, 1], [0, 0, 0, 0, -5 / 14]),
@@ -92,13 +92,13 @@ def relative(lengths, correct, valid=None, gamma=0.75):
     # Hard, 1 of 4 and 0 of 4: no penalty.
     ([10, 20, 30, 100], [1, 0, 0, 0], [0, 0, 0, 0]),
     ([10, 20, 30, 100], [0, 0, 0, 0], [0, 0, 0, 0]),
-    # Between: 3 correct, 2 wrong. L of all is max((10 + 50) / 2, 30) = 30: punishes the correct.
+    # Between: 3 correct, 2 wrong. The correct are penalised. L of all is max((10 + 50) / 2, 30).
     ([10, 50, 40, 30, 20], [1, 1, 1, 0, 0], [0, -1 / 3, -1 / 6, 0, 0]),
     ([10, 20, 30, 40, 50], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]),
-    # Between: 2 correct, 3 wrong. The wrong are punished.
+    # Between: 2 correct, 3 wrong. The wrong are penalised.
     ([10, 50, 40, 30, 20], [0, 0, 0, 1, 1], [0, -1 / 3, -1 / 6, 0, 0]),
     ([10, 20, 30, 40, 50], [0, 0, 0, 1, 1], [0, 0, 0, 0, 0]),
-    # A tie: the wrong are punished. L = max((10 + 40) / 2, 25) = 25.
+    # A tie: the wrong are penalised. L = max((10 + 40) / 2, 25) = 25.
     ([10, 40, 30, 20], [1, 1, 0, 0], [0, 0, -0.1, 0]),
     ([10, 40, 30, 20], [0, 0, 1, 1], [0, -0.3, 0, 0]),
     # Equal lengths: no completion is long.
@@ -140,7 +140,7 @@ def test_group_relative_against_the_slow_loop(gamma):
     got = group_relative(lengths, correct, valid, gamma)
     expected = slow_group_relative(lengths, correct, valid, gamma)
     np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-8)
-    assert (got > -0.5).all()  # L is at least half the longest: 2 L is never reached
+    assert (got > -0.5).all()  # L is more than half the longest, so 2 L is never reached
     assert g < 4 or (got < -0.05).any()
 
 

@@ -53,7 +53,7 @@ def test_the_tables_are_long_enough():
 
 
 @pytest.mark.parametrize("case", BY_MATH_VERIFY, ids=show)
-def test_the_rest_by_math_verify(case, pool):
+def test_pairs_compared_by_math_verify(case, pool):
   gold, answer, verdict = case
   assert math_verdicts([f"\\boxed{{{answer}}}"], [gold], pool=pool) == [verdict]
 
@@ -159,7 +159,7 @@ def forms(number, rng):
 
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(st.fractions(max_denominator=50), st.fractions(max_denominator=50), st.randoms())
-def test_two_numbers_are_equal_if_and_only_if_they_are(a, b, rng):
+def test_notations_are_equal_only_if_their_numbers_are(a, b, rng):
   first = forms(a, rng)
   second = forms(a, rng)
   other = forms(b, rng)
@@ -225,7 +225,7 @@ NESTED = "(" * 3000 + "{}" + ")" * 3000
   ],
   ids=["nested", "nested other", "same string", "tower", "symbols", "too long", "too deep"],
 )
-def test_what_a_bound_decides_and_what_it_does_not(answer, gold, verdict):
+def test_answers_at_the_bounds_of_the_comparison(answer, gold, verdict):
   assert math_correct(f"\\boxed{{{answer}}}", gold) is verdict
 
 

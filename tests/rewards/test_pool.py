@@ -109,7 +109,7 @@ def test_a_fault_costs_one_check_and_its_worker_is_replaced(check_name, fault, s
     assert not alive(before[0])
 
 
-def test_an_exception_memory_and_prints_cost_at_most_one_verdict_and_no_worker(check_name):
+def test_exceptions_and_output_do_not_end_the_worker(check_name):
   with Pool(1, check=check_name) as pool:
     assert check(pool, "a", "a") is True
     before = pids_of(pool)
@@ -170,7 +170,7 @@ def test_eight_threads_at_once(check_name):
     assert len(pids_of(pool)) <= 2
 
 
-def test_close_ends_running_and_queued_checks_and_the_pool_can_be_used_again(check_name):
+def test_close_ends_all_checks_and_the_pool_can_be_used_again(check_name):
   pool = Pool(1, timeout_s=30, check=check_name)
   check(pool, "a", "a")
   futures = [pool.submit("a", answer) for answer in ("sleep", "a", "a")]
@@ -236,7 +236,7 @@ def test_workers_die_with_a_killed_parent(tmp_path, check_name, busy):
   wait_until(lambda: not any(map(alive, pids)), 5.0)
 
 
-def test_workers_die_with_a_parent_that_uses_jax_and_does_not_close_the_pool(tmp_path, check_name):
+def test_workers_die_with_a_parent_that_does_not_close_the_pool(tmp_path, check_name):
   parent = parent_of_workers(tmp_path, check_name, jax="jax", busy="sleep", then="go")
   out, _ = parent.communicate(timeout=60)
   verdict, pids = json.loads(out)
@@ -336,7 +336,7 @@ def test_the_shared_pool():
   assert pids_of(shared_pool(1)) == []
 
 
-def test_a_check_that_math_verify_cannot_end():
+def test_a_check_that_math_verify_cannot_finish():
   with Pool(1, timeout_s=1.0) as pool:
     assert check(pool, "4", "9^{9^{9^9}}") is None
     assert check(pool, "2", "\\sqrt{4}", timeout_s=30) is True

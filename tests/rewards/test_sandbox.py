@@ -60,7 +60,7 @@ class Host:
 
 
 def sandboxed_pids():
-  """Returns processes with the sandbox's root, or with a root that this user may not read."""
+  """Returns the processes in the sandbox's root file system that this user can see."""
   root = root_filesystem().stat()
   pids = []
   for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -220,7 +220,7 @@ def test_if_namespaces_are_forbidden_it_fails_with_advice(monkeypatch, which, tm
   assert "user namespaces" in sandbox_problem()
 
 
-def test_only_a_waiver_runs_programs_without_a_sandbox(which):
+def test_programs_run_without_a_sandbox_only_if_allowed(which):
   which(lambda name: None)
   program = "def f(): return 1"
   with pytest.raises(UserError):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.rewards import VERIFIERS
-from gtpo_jax.rewards.synthetic import countdown_correct, last_number_correct
+from gtpo_jax.rewards.synthetic import countdown_correct, forks_correct, last_number_correct
 
 HOSTILE = [
   "",
@@ -99,6 +99,24 @@ def test_countdown(text, right):
   assert countdown_correct(text, NUMBERS, TARGET) is right
 
 
+@pytest.mark.parametrize(
+  ("text", "right"),
+  [
+    ("QA:8=8XZB:5=5", True),
+    ("8855", True),
+    ("8=8,5=5.", True),
+    ("QA:3=8XZB:5=5", False),
+    ("QA:8=3XZB:5=5", False),
+    ("QA:8=8XZB:5=", False),
+    ("QA:8=8XZB:5=55", False),
+    ("", False),
+    ("８８５５", False),
+  ],
+)
+def test_forks(text, right):
+  assert forks_correct(text, "85") is right
+
+
 def test_countdown_multiplies():
   assert countdown_correct("3*4=12,12-5=7", [3, 4, 5], 7)
   assert not countdown_correct("3*4=13,13-5=8", [3, 4, 5], 8)
@@ -127,7 +145,7 @@ def test_no_text_raises_or_takes_long(index):
   began = time.perf_counter()
   verdicts = {
     name: VERIFIERS[name]([HOSTILE[index]], ["14"], [{"numbers": NUMBERS}], None)[0]
-    for name in ("last_number", "countdown")
+    for name in ("last_number", "countdown", "forks")
   }
   assert all(type(verdict) is bool for verdict in verdicts.values())
   assert not verdicts["countdown"]
@@ -142,7 +160,7 @@ def test_random_text_never_raises_and_is_almost_never_right():
     text = "".join(rng.choice(alphabet, rng.integers(0, 40)))
     verdicts += [
       VERIFIERS[name]([text], ["14"], [{"numbers": NUMBERS}], None)[0]
-      for name in ("last_number", "countdown")
+      for name in ("last_number", "countdown", "forks")
     ]
   assert {type(verdict) for verdict in verdicts} == {bool}
   assert sum(verdicts) < 60

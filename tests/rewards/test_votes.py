@@ -28,7 +28,7 @@ def test_spellings_of_one_answer_share_a_vote(texts):
 @pytest.mark.parametrize(
   ("a", "b"), [("72", "73"), ("(1,2)", "(2,1)"), ("(1,2)", "[1,2]"), ("x", "y"), ("50", r"50\%")]
 )
-def test_different_answers_do_not(a, b):
+def test_different_answers_do_not_share_a_vote(a, b):
   assert math(rf"\boxed{{{a}}}") != math(rf"\boxed{{{b}}}")
 
 
@@ -44,6 +44,8 @@ def test_the_synthetic_tasks():
   assert VOTES["last_number"]("none") is None
   assert VOTES["countdown"](" 1+2=3 ") == "1+2=3"
   assert VOTES["countdown"]("  ") is None
+  assert VOTES["forks"]("QA:8=8") == VOTES["forks"]("B:8=8") == "88"
+  assert VOTES["forks"]("QA") is None
 
 
 def test_only_kinds_with_a_verifier_have_votes_and_programs_have_none():

@@ -1,0 +1,168 @@
+"""Checks the gold answers and tests of problems, before any completion exists.
+
+If the tests of a problem cannot run, or nothing can match its answer, each of its completions would
+otherwise be wrong or have no verdict. The rows of a file are checked when the file is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gtpo_jax.rewards.plain import choice_correct
+from gtpo_jax.rewards.truth import check_truth
+from gtpo_jax.rewards.verifiers import VERIFIERS
+
+MAX_COUNTDOWN_DIGITS = 9  # of the numbers that a countdown step may contain
+
+Extra = Mapping[str, Any]
+
+
+def check_gold(kind: str, answer: str, extra: Extra) -> None:
+  """Checks that the verifier of `kind` can decide whether completions of a problem are correct.
+
+  Args:
+    kind: `Problem.kind`.
+    answer: `Problem.answer`.
+    extra: `Problem.extra`, of any content.
+
+  Raises:
+    ValueError: the kind has no verifier, its verifier cannot use the answer or the extra, or
+      `extra["truth"]` is malformed. The message completes a sentence that begins with the row.
+  """
+  if kind not in VERIFIERS:
+    valid = ", ".join(VERIFIERS)
+    raise ValueError(f"is of kind {kind!r}, which has no verifier; valid are {valid}")
+  if kind in REQUIREMENTS:
+    REQUIREMENTS[kind](answer, extra)
+  check_truth(extra)
+
+
+def _digits(kind: str) -> Callable[[str, Extra], None]:
+  def check(answer: str, extra: Extra) -> None:
+    if not re.fullmatch(r"\d+", answer, re.ASCII):
+      raise ValueError(
+        f"is of kind {kind!r}, but its answer {answer[:80]!r} does not consist of digits"
+      )
+
+  return check
+
+
+def _choice(answer: str, extra: Extra) -> None:
+  if choice_correct("", answer) is None:
+    raise ValueError(f"is of kind 'choice', but its answer {answer[:80]!r} is not a letter")
+
+
+def _countdown(answer: str, extra: Extra) -> None:
+  numbers = extra.get("numbers")
+  digits = rf"\d{{1,{MAX_COUNTDOWN_DIGITS}}}"
+  is_number = lambda value: type(value) is int and re.fullmatch(digits, str(value), re.ASCII)
+  if not isinstance(numbers, list | tuple) or not numbers or not all(map(is_number, numbers)):
+    raise ValueError(
+      f"is of kind 'countdown', but extra.numbers is not a list of whole numbers of at most "
+      f"{MAX_COUNTDOWN_DIGITS} digits"
+    )
+  if not re.fullmatch(digits, answer, re.ASCII):
+    raise ValueError(
+      f"is of kind 'countdown', but its answer {answer[:80]!r} is not a whole number of at most "
+      f"{MAX_COUNTDOWN_DIGITS} digits"
+    )
+
+
+def _code(answer: str, extra: Extra) -> None:
+  for names, check in TESTS.items():
+    if names[0] in extra:
+      for name in names:
+        if name not in extra:
+          raise ValueError(f"is of kind 'code', but has no {name}")
+      check(extra)
+      return
+  options = ", ".join(names[0] for names in TESTS)
+  raise ValueError(f"is of kind 'code', but its extra has no tests: none of {options}")
+
+
+def _humaneval(extra: Extra) -> None:
+  for name in ("prompt", "test", "entry_point"):
+    _source(extra[name], name)
+  if not extra["entry_point"].isidentifier():
+    raise ValueError(f"has entry_point {extra['entry_point'][:80]!r}, which is not a name")
+
+
+def _test_list(extra: Extra) -> None:
+  tests = extra["test_list"]
+  if not isinstance(tests, list | tuple) or not tests:
+    raise ValueError("has a test_list that is not a list of tests")
+  imports = extra.get("test_imports") or ()
+  if not isinstance(imports, list | tuple):
+    raise ValueError("has test_imports that are not a list")
+  for line in (*tests, *imports, extra.get("test_setup_code") or ""):
+    _source(line, "test_list, test_imports or test_setup_code")
+
+
+def _input_output(extra: Extra) -> None:
+  cases = extra["input_output"]
+  if isinstance(cases, str):
+    try:
+      cases = json.loads(cases)
+    except (ValueError, RecursionError) as error:
+      raise ValueError(f"has an input_output that is not valid JSON: {error}") from None
+  if not isinstance(cases, Mapping):
+    raise ValueError("has an input_output that is not an object")
+  inputs = cases.get("inputs")
+  outputs = cases.get("outputs")
+  for value in (inputs, outputs):
+    if not isinstance(value, list | tuple) or not value:
+      raise ValueError("has an input_output without lists of inputs and outputs")
+  if len(inputs) != len(outputs):
+    raise ValueError(f"has an input_output with {len(inputs)} inputs and {len(outputs)} outputs")
+  if name := cases.get("fn_name"):
+    _check_calls(name, inputs, outputs)
+  elif not all(map(_is_lines, (*inputs, *outputs))):
+    raise ValueError("has an input_output whose inputs and outputs are not text")
+
+
+def _check_calls(name: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+  _source(name, "fn_name")
+  if not name.isidentifier():
+    raise ValueError(f"has fn_name {name[:80]!r}, which is not a name")
+  if not all(isinstance(arguments, list | tuple) for arguments in inputs):
+    raise ValueError("has an input_output whose inputs are not lists of arguments")
+  try:
+    json.dumps([inputs, outputs], allow_nan=False)
+  except (TypeError, ValueError, RecursionError) as error:
+    raise ValueError(f"has an input_output whose items are not plain values: {error}") from None
+
+
+def _source(text: Any, name: str) -> None:
+  """Raises ValueError if a value is not text that can be compiled as part of a program."""
+  if not isinstance(text, str):
+    raise ValueError(f"has a {name} that is not text, but {type(text).__name__}")
+  if "\0" in text:
+    raise ValueError(f"has a {name} that contains a NUL character")
+  text.encode()  # half of a surrogate pair raises UnicodeEncodeError, a ValueError
+
+
+def _is_lines(value: Any) -> bool:
+  """Whether a value is the text of a standard stream, or a list of its lines."""
+  lines = [value] if isinstance(value, str) else value
+  return isinstance(lines, list | tuple) and all(isinstance(line, str) for line in lines)
+
+
+# The keys of `extra` in each format of tests, which its first key identifies.
+TESTS: dict[tuple[str, ...], Callable[[Extra], None]] = {
+  ("entry_point", "prompt", "test"): _humaneval,
+  ("test_list",): _test_list,
+  ("input_output",): _input_output,
+}
+
+# By `Problem.kind`: a function that raises ValueError if the kind's verifier cannot use an answer
+# or extra. Kinds without an entry accept any answer.
+REQUIREMENTS: dict[str, Callable[[str, Extra], None]] = {
+  "last_number": _digits("last_number"),
+  "forks": _digits("forks"),
+  "choice": _choice,
+  "countdown": _countdown,
+  "code": _code,
+}

@@ -1,0 +1,144 @@
+"""Prompts in the styles of Qwen3, Llama 3 and Mistral are those of the tokenizer's own template."""
+
+import json
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, processors
+
+from gtpo_jax.data.chat import TOKENIZER_DIR, load_chat
+from gtpo_jax.data.records import user
+from gtpo_jax.models.hf_tokenizer import save_tokenizer
+
+QWEN3 = (
+  "{%- for message in messages %}"
+  "{%- if message.role == 'assistant' and '</think>' in message.content %}"
+  "{%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}"
+  "{%- else %}{%- set content = message.content %}{%- endif %}"
+  "{{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}"
+  "{%- endfor %}"
+  "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+  "{%- if enable_thinking is defined and enable_thinking is false %}"
+  "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
+)
+LLAMA3 = (
+  "{{- bos_token }}{%- for message in messages %}"
+  "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' "
+  "+ message['content'] | trim + '<|eot_id|>' }}{%- endfor %}"
+  "{%- if add_generation_prompt %}"
+  "{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
+)
+MISTRAL = (
+  "{{- bos_token }}{%- for message in messages %}"
+  "{%- if message['role'] == 'user' %}{{- '[INST] ' + message['content'] + '[/INST]' }}"
+  "{%- elif message['role'] == 'assistant' %}{{- ' ' + message['content'] + eos_token }}"
+  "{%- else %}{{- raise_exception('only user and assistant roles are supported') }}{%- endif %}"
+  "{%- endfor %}"
+)
+# Special tokens, plain added tokens, settings of the tokenizer, and end tokens of
+# generation_config.json. Each of the lists of end tokens has one that the tokenizer does not name.
+STYLES = {
+  "qwen3": (
+    ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    ["<think>", "</think>", "<tool_call>"],
+    {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": QWEN3},
+    ["<|im_end|>", "<|endoftext|>"],
+  ),
+  "llama3": (
+    [f"<|{name}|>" for name in ("begin_of_text", "end_of_text", "start_header_id", "end_header_id")]
+    + [f"<|{name}|>" for name in ("eom_id", "eot_id")],
+    [],
+    {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "chat_template": LLAMA3},
+    ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+  ),
+  "mistral": (
+    ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"],
+    [],
+    {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": MISTRAL},
+    ["</s>"],
+  ),
+}
+CONVERSATIONS = [
+  user("What is 46+4?"),
+  user("  naïve café, 日本語, 🙂\n"),
+  [*user("1+2?"), {"role": "assistant", "content": "3."}, *user("+4?")],
+]
+
+
+@pytest.fixture(scope="module", params=STYLES)
+def styled(request, tmp_path_factory):
+  """The tokenizer of this package with the control tokens and the template of a family."""
+  folder = tmp_path_factory.mktemp(request.param)
+  special, plain, settings, stop = STYLES[request.param]
+  values = json.loads((TOKENIZER_DIR / "tokenizer.json").read_text())
+  values["added_tokens"] = []
+  control = values["model"]["vocab"]
+  values["model"]["vocab"] = {x: i for x, i in control.items() if not x.startswith("<|")}
+  tokenizer = Tokenizer.from_str(json.dumps(values))
+  for tokens, is_special in ((special, True), (plain, False)):
+    added = [AddedToken(token, special=is_special, normalized=False) for token in tokens]
+    tokenizer.add_tokens(added)
+  if bos := settings.get("bos_token"):
+    tokenizer.post_processor = processors.TemplateProcessing(
+      single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
+  tokenizer.save(str(folder / "tokenizer.json"))
+  defaults = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+  (folder / "tokenizer_config.json").write_text(json.dumps(defaults | settings))
+  ids = [tokenizer.token_to_id(token) for token in stop]
+  ids = ids if len(ids) > 1 else ids[0]
+  (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+  return request.param, load_chat(folder)
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS, ids=["digits", "unicode", "turns"])
+def test_prompts_are_those_of_the_tokenizers_template(styled, messages):
+  _, chat = styled
+  want = chat.tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, tokenize=True, return_dict=False
+  )
+  ids = chat.encode_prompt(messages)
+  assert ids == want
+  if bos := chat.tokenizer.bos_token_id:
+    assert ids[0] == bos and ids.count(bos) == 1
+
+
+def test_control_tokens_in_a_text_stay_text(styled):
+  name, chat = styled
+  special, plain, _, _ = STYLES[name]
+  for token in (*special, *plain):
+    if len(token) < 2:
+      continue
+    ids = chat.encode_prompt(user(f"a {token} b"))
+    harmless = chat.encode_prompt(user("a b"))
+    number = chat.tokenizer.convert_tokens_to_ids(token)
+    assert ids.count(number) == harmless.count(number), token
+    assert f"a {token} b" in chat.tokenizer.decode(ids)
+
+
+def test_a_saved_tokenizer_has_a_class_that_transformers_4_knows(styled, tmp_path):
+  _, chat = styled
+  save_tokenizer(chat.tokenizer, tmp_path)
+  values = json.loads((tmp_path / "tokenizer_config.json").read_text())
+  assert values["tokenizer_class"] == "PreTrainedTokenizerFast"
+  again = load_chat(tmp_path)
+  for messages in CONVERSATIONS:
+    assert again.encode_prompt(messages) == chat.encode_prompt(messages)
+
+
+def test_every_end_token_ends_a_completion(styled):
+  name, chat = styled
+  _, _, settings, stop = STYLES[name]
+  tokens = {*stop, settings["eos_token"], settings.get("pad_token", settings["eos_token"])}
+  assert set(chat.stop) == set(chat.tokenizer.convert_tokens_to_ids(sorted(tokens)))
+  assert chat.encode_completion("3")[-1] == chat.tokenizer.convert_tokens_to_ids(
+    settings["eos_token"]
+  )
+  row = [*chat.tokenizer.encode("3", add_special_tokens=False), *chat.stop]
+  assert chat.decode([row]) == ["3"]
+
+
+def test_plain_text_begins_as_the_tokenizer_begins_it(styled):
+  name, chat = styled
+  ids = chat.encode_text("1+2=")
+  assert ids == chat.tokenizer.encode("1+2=")
+  assert (ids[0] == chat.tokenizer.bos_token_id) == (name != "qwen3")

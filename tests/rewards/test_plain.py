@@ -1,0 +1,68 @@
+"""Plain answers: words and codes compared as text, and letters of multiple choice."""
+
+import pytest
+
+from gtpo_jax.rewards import VERIFIERS, VOTES, choice_correct, exact_correct, math_correct
+
+
+@pytest.mark.parametrize(
+  ("completion", "answer", "correct"),
+  [
+    ("cba", "cba", True),
+    ("abc", "cba", False),  # math-verify would read a product of letters
+    ("Read it backwards.\ncba", "cba", True),
+    ("Read it backwards.\ncba.", "cba", True),
+    ("cba\nor perhaps abc", "cba", False),
+    (r"It is \boxed{cba}, I think.", "cba", True),
+    ("Answer: cba\nor not", "cba", True),
+    ("cba\n#### abc", "cba", False),
+    ("The answer is **Paris**.", "Paris", True),
+    ("paris", "Paris", False),
+    ("New   York", "New York", True),
+    ("first\nsecond", "first\nsecond", True),
+    ('"x = 1"', "x = 1", True),
+    ("", "a", False),
+    (" \n ", "a", False),
+    ("...", "...", True),
+    ("12", "12.0", False),
+  ],
+)
+def test_exact(completion, answer, correct):
+  assert exact_correct(completion, answer) is correct
+  assert VERIFIERS["exact"]([completion], [answer], [{}], None) == [correct]
+
+
+@pytest.mark.parametrize(
+  ("completion", "answer", "correct"),
+  [
+    ("B", "B", True),
+    ("b", "B", True),
+    ("(B)", "B.", True),
+    ("The answer is B.", "(b)", True),
+    ("Answer: (C), because A is wrong", "C", True),
+    (r"so \boxed{D}", "D", True),
+    ("First I thought of (A), but it is (D) after all", "D", True),
+    ("B) it is blue", "B", True),
+    ("Both fit, so\n**C**", "C", True),
+    ("A and B are wrong", "A", False),
+    ("no letter here", "A", False),
+    ("Answer: Paris", "P", False),
+    ("A", "B", False),
+    ("A", "Paris", None),
+  ],
+)
+def test_choice(completion, answer, correct):
+  assert choice_correct(completion, answer) is correct
+  assert VERIFIERS["choice"]([completion], [answer], [{}], None) == [correct]
+
+
+def test_equal_answers_vote_together():
+  assert VOTES["exact"]("so\nNew  York.") == VOTES["exact"]("New York") == "New York"
+  assert VOTES["choice"]("(b)") == VOTES["choice"]("Answer: B") == "B"
+  assert VOTES["exact"](" \n") is VOTES["choice"]("none") is None
+
+
+@pytest.mark.parametrize("text", ["cba", "Paris", "I do not know", r"\text{odd}"])
+def test_the_math_kind_accepts_the_gold_answer_itself(text):
+  assert math_correct(text, text) is True
+  assert math_correct("something else", text) is False
