@@ -1,4 +1,4 @@
-"""Log-probs, entropy and loss from hidden states, without an array [tokens, vocabulary].
+"""Log-probs, entropy and loss from hidden states, without an array of shape [tokens, vocabulary].
 
 Tokens are processed in chunks. With z the logits of a token over the complete vocabulary, lse their
 log-sum-exp and p = exp(z - lse), the outputs are log-prob = z[token] - lse and entropy = lse -
@@ -35,11 +35,13 @@ from gtpo_jax.models.embedding import local_ids
 from gtpo_jax.runtime.mesh import (
   all_gather_axis,
   axis_size,
+  batch_shards,
   mesh_axes,
   partition_spec,
   reduce_scatter_axis,
   shard_index,
 )
+from gtpo_jax.training.head_chunk import default_chunk
 
 # (log-probs and entropies f32[b, c], signals [b, c] of the same tokens) -> the sum of their losses
 TokenLoss = Callable[[jax.Array, jax.Array, Any], jax.Array]
@@ -67,8 +69,8 @@ def log_probs_and_entropy(
     table: [v, d], the output head in its storage dtype; products use the dtype of `hidden`.
     tokens: i32[b, t].
     temperature: the temperature of the policy.
-    chunk: approximate number of tokens whose logits are in memory at once, over all devices. Each
-      chunk is a range of positions of all rows.
+    chunk: approximate number of tokens whose logits a device has in memory at once; 0 for
+      `default_chunk`. Each chunk is a range of positions of all rows of the device.
     precision: the precision of the matrix products.
     mesh: the device mesh. b must be a multiple of its batch shards, v of context x tensor, and d of
       fsdp.
@@ -261,11 +263,12 @@ def _over_chunks(
   """
   b, t = hidden.shape[:2]
   shards = axis_size(mesh, "sequence")
+  chunk = chunk or default_chunk(mesh, table.shape[0])
 
   def scan_local(table: jax.Array, rows: tuple) -> tuple[jax.Array | None, Any]:
     vocab_shard = all_gather_axis(table.astype(hidden.dtype), "vocab_embed", 1)
     local_t = rows[0].shape[1]
-    chunks = _chunk_count(b, local_t * shards, chunk)
+    chunks = _chunk_count(b // batch_shards(mesh), local_t * shards, chunk)
 
     def step(d_shard: jax.Array | None, rows: tuple) -> tuple[jax.Array | None, Any]:
       d_chunk, outputs = chunk_fn(vocab_shard, *rows)
@@ -386,7 +389,10 @@ def _local_positions(x: jax.Array) -> jax.Array:
 
 
 def _chunk_count(b: int, t: int, chunk: int) -> int:
-  """Returns the fewest chunks of t positions with at most `chunk` tokens each (t if b > chunk)."""
+  """Returns how many chunks a device's b rows of t positions need for `chunk` tokens each.
+
+  It is t if b > chunk.
+  """
   return -(-t // max(chunk // b, 1))
 
 

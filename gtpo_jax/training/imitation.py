@@ -1,4 +1,4 @@
-"""Supervised imitation of a teacher: the training that makes a warm-started base model."""
+"""Supervised imitation of a teacher, which produces the base model of a warm-started run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from gtpo_jax.algorithms.loss_aggregation import token_mean
 from gtpo_jax.arrays import Prompts, masked_sum
 from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.params import Params
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.runtime.compiler_options import UPDATE, compiler_options
 from gtpo_jax.training.log_probs import loss_and_score
+from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
 from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, TrainState, abstract_state
 
 
@@ -29,13 +31,16 @@ class Demonstrations:
 
 @functools.lru_cache(maxsize=BUILDER_CACHE_SIZE)
 def make_imitation(
-  model: Qwen2, optimizer: Optimizer, head_chunk: int
+  model: Transformer, optimizer: Optimizer, head_chunk: int
 ) -> Callable[[TrainState, Demonstrations], tuple[TrainState, jax.Array]]:
   """Returns a jitted function (state, demonstrations) -> (state, losses f32[k]).
 
   The function makes k maximum-likelihood updates. It donates its `state` argument. Losses are in
   nats per token.
   """
+
+  scale = loss_scale(model.config)
+  cross_entropy = scaled(_cross_entropy, scale)
 
   def imitation_step(state: TrainState, batch: Demonstrations) -> tuple[TrainState, jax.Array]:
     trained, frozen = partition(model, state.params)
@@ -45,11 +50,12 @@ def make_imitation(
       tokens = batch.tokens[:, None]
       weights = token_mean(batch.mask)[:, None]
       loss, *_ = loss_and_score(
-        model, params, batch.prompts, tokens, 1.0, head_chunk, _cross_entropy, weights
+        model, params, batch.prompts, tokens, 1.0, head_chunk, cross_entropy, weights
       )
       return loss
 
     loss, grads = jax.value_and_grad(loss_fn)(trained)
+    loss, grads = unscale((loss, grads), scale)
     opt_state = optimizer.load_moments(state.opt_state)
     updates, opt_state = optimizer.update(grads, opt_state, trained)
     params = combine(optax.apply_updates(trained, updates), frozen)
@@ -61,6 +67,7 @@ def make_imitation(
     lambda state, demonstrations: jax.lax.scan(imitation_step, state, demonstrations),
     donate_argnums=0,
     out_shardings=(shardings, None),
+    compiler_options=compiler_options(UPDATE, model.mesh.devices.flat),
   )
 
 

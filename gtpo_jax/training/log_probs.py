@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 from gtpo_jax.arrays import Packing, Prompts, Rollouts
 from gtpo_jax.models.params import Params
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.training.head import TokenLoss, log_probs_and_entropy, loss_and_log_probs
 from gtpo_jax.training.micro_batches import merge_parts, split_batch
 from gtpo_jax.training.state import BUILDER_CACHE_SIZE
 
 
 def score(
-  model: Qwen2,
+  model: Transformer,
   params: Params,
   prompts: Prompts,
   tokens: jax.Array,
@@ -29,8 +29,8 @@ def score(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns log-probs and entropies f32[n, g, t], in nats, of completion tokens i32[n, g, t].
 
-  They are those of the distribution at `temperature`. With a `packing`, values after the end of a
-  completion are arbitrary. `chunk` and `entropy_gradient` are those of `log_probs_and_entropy`.
+  The distribution is softmax(logits / temperature). With a `packing`, values after the end of a
+  completion are arbitrary. `chunk` and `entropy_gradient` are as in `log_probs_and_entropy`.
   """
   outputs = log_probs_and_entropy(
     *_head_inputs(model, params, prompts, tokens, packing),
@@ -45,7 +45,7 @@ def score(
 
 
 def loss_and_score(
-  model: Qwen2,
+  model: Transformer,
   params: Params,
   prompts: Prompts,
   tokens: jax.Array,
@@ -87,7 +87,7 @@ def loss_and_score(
 
 @functools.lru_cache(maxsize=BUILDER_CACHE_SIZE)
 def make_scorer(
-  model: Qwen2, temperature: float, micro_batches: int, chunk: int
+  model: Transformer, temperature: float, micro_batches: int, chunk: int
 ) -> Callable[[Params, Rollouts], jax.Array]:
   """Returns a jitted function (params, rollouts) -> log-probs f32[n, g, t] of the sampled tokens.
 
@@ -105,9 +105,9 @@ def make_scorer(
 
 
 def _head_inputs(
-  model: Qwen2, params: Params, prompts: Prompts, tokens: jax.Array, packing: Packing | None
+  model: Transformer, params: Params, prompts: Prompts, tokens: jax.Array, packing: Packing | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns the states that predict each token [b, t, d], the head [v, d], the tokens i32[b, t]."""
+  """Returns the states [b, t, d] that predict each token, the head [v, d] and tokens i32[b, t]."""
   hidden = model.apply({"params": params}, prompts, tokens, packing, method="completion_hidden")
   return (
     hidden.reshape(-1, *hidden.shape[2:]),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.algorithms.diagnostics import surprise_metrics
+from gtpo_jax.algorithms import Settings
+from gtpo_jax.algorithms.diagnostics import effective_sample_size, surprise_metrics
 from gtpo_jax.arrays import Rewards, Rollouts, masked_mean, mean_or_nan
 
 
@@ -88,8 +89,35 @@ def mismatch_metrics(rollouts: Rollouts, log_probs: jax.Array) -> dict[str, jax.
   }
 
 
+def correction_metrics(
+  settings: Settings, rollouts: Rollouts, importance: jax.Array | None, kept: jax.Array | None
+) -> dict[str, jax.Array]:
+  """Returns the diagnostics of the corrections, f32[] each, over the policy's own completions.
+
+  Args:
+    settings: the algorithm's.
+    rollouts: the batch.
+    importance: f32[n, g, t], the importance weights, if there are any.
+    kept: bool[n, g], the completions that are not masked, if some may be.
+  """
+  own = rollouts.mask.any(-1)
+  if rollouts.guided is not None:
+    own = own & ~rollouts.guided
+  metrics = {}
+  if importance is not None:
+    mask = rollouts.mask & own[..., None]
+    capped = importance >= settings.tis_cap
+    if settings.tis_level == "sequence":
+      importance, capped, mask = importance[..., 0], capped[..., 0], own
+    metrics["correction/ess"] = effective_sample_size(importance, mask)
+    metrics["correction/capped"] = masked_mean(capped, mask)
+  if kept is not None:
+    metrics["correction/masked"] = masked_mean(~kept, own)
+  return metrics
+
+
 def _padding_share(rollouts: Rollouts) -> jax.Array:
-  """Returns the fraction of the positions that the trainer processes that are padding."""
+  """Returns the fraction of the positions in the trainer's input that are padding."""
   prompts = rollouts.prompts
   packing = rollouts.packing
   completions = rollouts.mask if packing is None else packing.source

@@ -1,4 +1,4 @@
-"""Splits a batch into parts that are processed one after another; checks that the sizes fit."""
+"""Splits a batch into parts that are processed in sequence, and checks that the sizes fit."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import axis_size, batch_shards, constrain
 
 
-def split_batch(batch: Any, parts: int, model: Qwen2) -> Any:
+def split_batch(batch: Any, parts: int, model: Transformer) -> Any:
   """Splits arrays [n, ...] into [parts, n / parts, ...].
 
-  Every part contains prompts of every batch shard, so that no device is idle.
+  Every part contains prompts of every batch shard, which keeps all devices busy.
   """
 
   def split_array(x: jax.Array) -> jax.Array:
@@ -31,7 +31,7 @@ def merge_parts(x: jax.Array) -> jax.Array:
   return x.reshape(-1, *x.shape[2:])
 
 
-def check_positions_divisible(max_tokens: int, model: Qwen2) -> None:
+def check_positions_divisible(max_tokens: int, model: Transformer) -> None:
   """Checks that completion positions can be sharded over context and tensor.
 
   Raises:
@@ -45,7 +45,7 @@ def check_positions_divisible(max_tokens: int, model: Qwen2) -> None:
     )
 
 
-def check_batch_divisible(name: str, size: int, parts: int, model: Qwen2) -> None:
+def check_batch_divisible(name: str, size: int, parts: int, model: Transformer) -> None:
   """Checks that a batch can be split into equal parts, each sharded over the mesh's batch axes.
 
   Args:

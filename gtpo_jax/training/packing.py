@@ -1,4 +1,4 @@
-"""Packs the completions of a prompt into fewer or shorter rows, so that less padding is computed.
+"""Packs the completions of a prompt into fewer or shorter rows, which saves work on padding.
 
 All completions in a row belong to the same prompt. Each attends to the prompt's keys and values and
 to its own tokens. Packing therefore moves nothing between devices, and every statistic is computed
@@ -29,18 +29,17 @@ class _Layout(NamedTuple):
   index: np.ndarray  # i32[n, g], number of completions before it in the row
 
 
-def plan_rows(lengths: np.ndarray, t: int, share: bool = True, shards: int = 1) -> Packing | None:
+def plan_rows(lengths: np.ndarray, t: int, shards: int = 1) -> Packing | None:
   """Plans, on the host, how the completions of arrays [n, g, t] are packed into rows [n, w, s].
 
   s is the smallest of `array_lengths` that fits the longest completion. w is the smallest of the
-  allowed numbers of rows (see `ROW_FRACTIONS`) that fits every group, where completions are placed
-  from the longest to the shortest, each in the row with the most space left. A row has at most
+  allowed numbers of rows (see `ROW_FRACTIONS`) that fits every group. Completions are placed from
+  the longest to the shortest, each in the row with the most space left. A row has at most
   `max_per_row` completions.
 
   Args:
     lengths: i32[n, g], tokens of each completion, at most t.
     t: maximum tokens of a completion.
-    share: whether completions may share rows; if not, rows are only made shorter.
     shards: number of devices that a row's positions are sharded over.
 
   Returns:
@@ -48,7 +47,7 @@ def plan_rows(lengths: np.ndarray, t: int, share: bool = True, shards: int = 1) 
   """
   n, g = lengths.shape
   s = next(size for size in array_lengths(t, shards) if size >= lengths.max(initial=0))
-  w, layout = _fewest_rows(lengths, s) if share else (g, _fill(lengths, g, s))
+  w, layout = _fewest_rows(lengths, s)
   if (w, s) == (g, t):
     return None
   padding = max_per_row(g, w)
@@ -62,11 +61,19 @@ def plan_rows(lengths: np.ndarray, t: int, share: bool = True, shards: int = 1) 
   return Packing(segment if padding > 1 else None, source, layout.row * s + layout.start)
 
 
+def count_shapes(g: int, t: int, shards: int = 1) -> int:
+  """Returns the number of shapes [w, s] that `plan_rows` may choose for completions [g, t]."""
+  return len(_row_counts(g)) * len(array_lengths(t, shards))
+
+
+def _row_counts(g: int) -> list[int]:
+  """Returns the allowed numbers of rows for g completions, ascending."""
+  return sorted({-(-numerator * g // ROW_FRACTIONS) for numerator in range(1, ROW_FRACTIONS + 1)})
+
+
 def _fewest_rows(lengths: np.ndarray, s: int) -> tuple[int, _Layout]:
   """Returns the smallest allowed number of rows that fits every group, and the layout."""
-  g = lengths.shape[1]
-  for numerator in range(1, ROW_FRACTIONS + 1):
-    w = -(-numerator * g // ROW_FRACTIONS)
+  for w in _row_counts(lengths.shape[1]):
     layout = _fill(lengths, w, s)
     if layout is not None:
       return w, layout

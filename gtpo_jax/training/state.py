@@ -15,7 +15,7 @@ import optax
 from gtpo_jax.models.declaration import is_decayed
 from gtpo_jax.models.lora import partition
 from gtpo_jax.models.params import Params, abstract_params
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import named_sharding
 
@@ -38,7 +38,7 @@ class OptimizerConfig:
       the last step.
     warmup_steps: number of steps over which the learning rate rises linearly from 0.
     b1, b2, eps, weight_decay: the parameters of AdamW; weight decay applies to matrices, not to
-      norms and biases.
+      norms or biases.
     clip_norm: the maximum global gradient norm.
     momentum_dtype: dtype of the first moment, "float32" or "bfloat16"; "" for the dtype of the
       parameters. The second moment always has the dtype of the parameters: with b2 = 0.999 it
@@ -91,8 +91,8 @@ class Optimizer:
     update: (gradients, optimizer state, trained parameters) -> (updates, next optimizer state); all
       of these are in device memory.
     offload: whether the moments are kept in host memory between gradient updates.
-    entropy_coef: the initial value of the adapted weight of the entropy bonus, which is part of the
-      training state; None if no weight is adapted.
+    entropy_coef: if the weight of the entropy bonus is adapted during training, its initial value;
+      otherwise None. The adapted weight is part of the training state.
   """
 
   init: Callable[[Params], Any]
@@ -117,12 +117,12 @@ class Optimizer:
 
 @flax.struct.dataclass
 class TrainState:
-  """The training state: step, parameters, optimizer state, and an adapted entropy bonus."""
+  """The training state."""
 
   step: jax.Array  # i32[], completed steps
   params: Params
   opt_state: Any
-  entropy_coef: jax.Array | None = None  # f32[], the adapted weight of the entropy bonus
+  entropy_coef: jax.Array | None = None  # f32[], the weight of the entropy bonus, if adapted
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -146,7 +146,7 @@ def make_optimizer(
   """Returns the optimizer: global-norm clipping followed by AdamW.
 
   Each step has `updates` gradient updates; the learning rate changes per step, not per update.
-  `entropy_coef` is that of `Optimizer`.
+  `entropy_coef` is as in `Optimizer`.
   """
   schedule = make_schedule(config, steps)
   chain = optax.chain(
@@ -169,11 +169,11 @@ def _decayed(params: Params) -> Any:
   return jax.tree.map_with_path(lambda path, _: is_decayed(tuple(key.key for key in path)), params)
 
 
-def init_state(params: Params, optimizer: Optimizer, model: Qwen2) -> TrainState:
+def init_state(params: Params, optimizer: Optimizer, model: Transformer) -> TrainState:
   """Returns the state at step 0. The argument `params` is donated.
 
   Moments are sharded like the parameters; with `offload` they are in host memory. If the model has
-  adapters, only these have moments.
+  adapters, only the adapters have moments.
   """
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
 
@@ -185,7 +185,7 @@ def init_state(params: Params, optimizer: Optimizer, model: Qwen2) -> TrainState
   return jax.jit(create, donate_argnums=0, out_shardings=shardings)(params)
 
 
-def abstract_state(model: Qwen2, optimizer: Optimizer) -> TrainState:
+def abstract_state(model: Transformer, optimizer: Optimizer) -> TrainState:
   """Returns the shapes, dtypes and shardings of a state, without allocating it.
 
   They are used to restore checkpoints and to compile ahead of time.

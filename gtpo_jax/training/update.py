@@ -14,9 +14,11 @@ from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.arrays import Rewards, Rollouts
 from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.params import Params
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.runtime.compiler_options import UPDATE, compiler_options
 from gtpo_jax.training.log_probs import loss_and_score, score
-from gtpo_jax.training.metrics import batch_metrics, mismatch_metrics
+from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
+from gtpo_jax.training.metrics import batch_metrics, correction_metrics, mismatch_metrics
 from gtpo_jax.training.micro_batches import merge_parts, split_batch
 from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, TrainState, abstract_state
 
@@ -39,6 +41,7 @@ class Minibatch(NamedTuple):
   correct: jax.Array  # bool[n, g]
   advantages: jax.Array  # f32[n, g, t]
   mask: jax.Array  # bool[n, g, t], tokens in the loss
+  importance: jax.Array | None  # f32[n, g, t], with importance weights
 
 
 class LossInputs(NamedTuple):
@@ -48,12 +51,13 @@ class LossInputs(NamedTuple):
   advantages: jax.Array  # f32[n, g, t]
   mask: jax.Array  # bool[n, g, t], tokens in the loss
   weights: jax.Array  # f32[n, g, t], token weights, computed from the complete minibatch
+  importance: jax.Array | None  # f32[n, g, t], with importance weights
   entropy_weights: jax.Array | None = None  # f32[n, g, t], with an entropy bonus
   selected: jax.Array | None = None  # bool[n, g, t], if the objective selects tokens
 
 
 class Scores(NamedTuple):
-  """The trainer's view of the tokens, in nats."""
+  """The trainer's log-probs and entropies, in nats."""
 
   log_probs: jax.Array  # f32[n, g, t]
   entropy: jax.Array  # f32[n, g, t]
@@ -70,7 +74,7 @@ GradientUpdateFn = Callable[
 
 @functools.lru_cache(maxsize=BUILDER_CACHE_SIZE)
 def make_update(
-  model: Qwen2,
+  model: Transformer,
   algorithm: Algorithm,
   optimizer: Optimizer,
   *,
@@ -78,7 +82,7 @@ def make_update(
   minibatches: int = 1,
   epochs: int = 1,
   micro_batches: int = 1,
-  head_chunk: int = 4096,
+  head_chunk: int = 0,
 ) -> Update:
   """Returns the training step, a jitted function (state, rollouts, rewards) -> (state, metrics).
 
@@ -89,8 +93,8 @@ def make_update(
   gradient of a minibatch is accumulated in float32 over `micro_batches`; their number does not
   change the result. If the loss or the gradient norm is not finite, the update is skipped:
   parameters and optimizer state are unchanged, and the step continues with the next update.
-  `update/skipped` is the fraction of skipped updates. An update is left out in the same way if no
-  token of its minibatch has a term in the loss; `update/empty` is the fraction of these.
+  `update/skipped` is the fraction of such updates. An update is also left out if no token of its
+  minibatch contributes to the loss; `update/empty` is the fraction of those.
 
   The metrics of the loss and the gradient are means over the gradient updates. `mismatch/*` is
   measured on the first minibatch, before the first update.
@@ -103,7 +107,7 @@ def make_update(
     minibatches: number of parts of the n prompts, each with its own gradient update.
     epochs: number of passes over the batch.
     micro_batches: number of parts of a minibatch over which the gradient is accumulated.
-    head_chunk: approximate number of tokens, over all devices, whose logits are in memory at once.
+    head_chunk: as `chunk` of `head.log_probs_and_entropy`.
   """
   gradient = _make_gradient(model, algorithm, temperature, micro_batches, head_chunk)
   gradient_update = _make_gradient_update(algorithm, optimizer, gradient)
@@ -120,9 +124,10 @@ def make_update(
     }
     advantages = algorithm.advantages(**signals)
     mask = algorithm.loss_mask(**signals)
+    rollouts, mask, importance, corrections = _correct(algorithm, rollouts, mask)
     trained, frozen = partition(model, state.params)
     trainable = TrainableState(trained, state.opt_state, state.entropy_coef)
-    batch = Minibatch(rollouts, rewards.correct, advantages, mask)
+    batch = Minibatch(rollouts, rewards.correct, advantages, mask, importance)
     key = jax.random.fold_in(jax.random.key(0), state.step)
     if minibatches == epochs == 1:
       trainable, metrics, mismatch = gradient_update(trainable, frozen, batch, key)
@@ -132,7 +137,7 @@ def make_update(
       trainable, metrics, mismatch = _scan_minibatches(
         gradient_update, trainable, frozen, parts, order, key
       )
-    metrics |= mismatch
+    metrics |= mismatch | corrections
     metrics |= batch_metrics(rollouts, rewards, advantages, mask)
     metrics |= algorithm.credit_metrics(**signals)
     params = combine(trainable.params, frozen)
@@ -140,7 +145,40 @@ def make_update(
     return TrainState(step, params, trainable.opt_state, trainable.entropy_coef), metrics
 
   shardings = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer))
-  return jax.jit(update, donate_argnums=0, out_shardings=(shardings, None))
+  return jax.jit(
+    update,
+    donate_argnums=0,
+    out_shardings=(shardings, None),
+    compiler_options=compiler_options(UPDATE, model.mesh.devices.flat),
+  )
+
+
+def _correct(
+  algorithm: Algorithm, rollouts: Rollouts, mask: jax.Array
+) -> tuple[Rollouts, jax.Array, jax.Array | None, Metrics]:
+  """Returns what the corrections make of a batch, and their metrics.
+
+  Args:
+    algorithm: says which corrections there are.
+    rollouts: the batch, with `rescored` if there is a correction.
+    mask: bool[n, g, t], tokens in the loss.
+
+  Returns:
+    The rollouts, without `rescored` if completions are only masked: the ratio is then relative to
+    the sampler's log-probs. The tokens that stay in the loss. The importance weights f32[n, g, t],
+    or None. The metrics.
+  """
+  if rollouts.rescored is None:
+    return rollouts, mask, None, {}
+  arguments = (rollouts.rescored, rollouts.sampler_log_probs, rollouts.mask)
+  importance = algorithm.importance_weights(*arguments)
+  kept = algorithm.kept_completions(*arguments)
+  metrics = correction_metrics(algorithm.settings, rollouts, importance, kept)
+  if kept is not None:
+    mask = mask & kept[..., None]
+    if importance is None:
+      rollouts = rollouts.replace(rescored=None)
+  return rollouts, mask, importance, metrics
 
 
 def _scan_minibatches(
@@ -178,15 +216,15 @@ def _make_gradient_update(
   """Returns a function that makes one gradient update.
 
   The function returns the state unchanged if the loss or the gradient norm is not finite, or if no
-  token has a term in the loss.
+  token contributes to the loss.
   """
 
   def gradient_update(
     trainable: TrainableState, frozen: Params, minibatch: Minibatch, key: jax.Array
   ) -> tuple[TrainableState, Metrics, Metrics]:
-    rollouts, correct, advantages, mask = minibatch
+    rollouts, correct, advantages, mask, importance = minibatch
     weights = algorithm.token_weights(mask, correct, rollouts.guided)
-    inputs = LossInputs(rollouts, advantages, mask, weights)
+    inputs = LossInputs(rollouts, advantages, mask, weights, importance)
     entropy_coef = trainable.entropy_coef
     used_coef = None
     if algorithm.entropy_bonus:
@@ -197,7 +235,7 @@ def _make_gradient_update(
     loss, metrics = algorithm.loss(**scores._asdict(), **_loss_arguments(inputs))
     grad_norm = optax.global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    # Without this, weight decay and the momentum would move the parameters.
+    # Even without a gradient, weight decay and momentum would move the parameters.
     empty = ~(mask & (advantages != 0)).any()
     if algorithm.settings.kl_weight or algorithm.entropy_bonus:
       empty = ~mask.any()
@@ -226,15 +264,17 @@ def _make_gradient_update(
 
 
 def _make_gradient(
-  model: Qwen2, algorithm: Algorithm, temperature: float, micro_batches: int, head_chunk: int
+  model: Transformer, algorithm: Algorithm, temperature: float, micro_batches: int, head_chunk: int
 ) -> GradientFn:
   """Returns a function that computes the gradient of the loss and the trainer's scores.
 
-  The function accumulates the gradient over `micro_batches` parts of its inputs. If the objective
-  selects tokens of the complete minibatch and there are several parts, their log-probs are computed
-  once before.
+  The function accumulates the gradient over `micro_batches` parts of its inputs. If there are
+  several parts and the objective selects tokens from the complete minibatch, all log-probs are
+  first computed in a pass of their own.
   """
   bonus = algorithm.entropy_bonus
+  scale = loss_scale(model.config)
+  token_loss = scaled(algorithm.token_loss, scale)
 
   def policy(trained: Params, frozen: Params, rollouts: Rollouts) -> tuple[Any, ...]:
     params = combine(trained, frozen)
@@ -248,14 +288,20 @@ def _make_gradient(
     if algorithm.per_token and (inputs.selected is not None or not algorithm.selects):
       signals = _loss_arguments(inputs)
       loss, *scores = loss_and_score(
-        *inputs_of_policy, algorithm.token_loss, signals, rollouts.packing, bonus
+        *inputs_of_policy, token_loss, signals, rollouts.packing, bonus
       )
       return loss, Scores(*scores)
     scores = Scores(*score(*inputs_of_policy, rollouts.packing, bonus))
     inputs = _with_selection(algorithm, inputs, scores.log_probs, key)
-    return algorithm.loss(**scores._asdict(), **_loss_arguments(inputs))[0], scores
+    loss, _ = algorithm.loss(**scores._asdict(), **_loss_arguments(inputs))
+    return loss if scale == 1 else scale * loss, scores
 
-  part_gradient = jax.grad(loss_fn, has_aux=True)
+  def part_gradient(
+    trained: Params, frozen: Params, inputs: LossInputs, key: jax.Array
+  ) -> tuple[Params, Scores]:
+    grads, scores = jax.grad(loss_fn, has_aux=True)(trained, frozen, inputs, key)
+    return unscale(grads, scale), scores
+
   if micro_batches == 1:
     return part_gradient
 
@@ -273,7 +319,7 @@ def _make_gradient(
       parts = split_batch(inputs.rollouts, micro_batches, model)
       log_probs = merge_parts(jax.lax.map(score_part, parts))
       inputs = _with_selection(algorithm, inputs, log_probs, key)
-    # The sum is float32 for every dtype of the parameters.
+    # The sum is float32 whatever the dtype of the parameters.
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained)
     total, scores = jax.lax.scan(accumulate, zeros, split_batch(inputs, micro_batches, model))
     grads = jax.tree.map(lambda x, like: x.astype(like.dtype), total, trained)
@@ -310,6 +356,6 @@ def _loss_arguments(inputs: LossInputs) -> dict[str, jax.Array | None]:
     "guided": rollouts.guided,
     "selected": inputs.selected,
     "entropy_weights": inputs.entropy_weights,
-    "log_probs_sampler": rollouts.log_probs,
+    "importance": inputs.importance,
     "log_probs_reference": rollouts.reference,
   }

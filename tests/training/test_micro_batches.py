@@ -1,25 +1,25 @@
-"""Batches that are not a multiple of the mesh axes that split them are rejected."""
+"""Batches and positions that do not divide evenly over the mesh are rejected."""
 
 import pytest
 from update_cases import CONFIG
 
-from gtpo_jax.models import Qwen2
+from gtpo_jax.models import Transformer
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.training.micro_batches import check_batch_divisible, check_positions_divisible
 
 
-def test_batches_that_do_not_divide_are_rejected():
-  model = Qwen2(CONFIG, make_mesh(2, 2, 2))
+def test_batches_that_do_not_divide_evenly_are_rejected():
+  model = Transformer(CONFIG, make_mesh(2, 2, 2))
   check_batch_divisible("batch.prompts", 8, 2, model)
   message = r"batch.prompts = 12 is not a multiple of 8: 2 part.* x 4 batch shard.*; change batch"
   with pytest.raises(UserError, match=message):
     check_batch_divisible("batch.prompts", 12, 2, model)
 
 
-def test_positions_that_do_not_divide_over_a_context_axis_are_rejected():
-  check_positions_divisible(41, Qwen2(CONFIG, make_mesh(2, 2, 2)))
-  model = Qwen2(CONFIG, make_mesh(1, 1, 2, context=4))
+def test_positions_that_do_not_divide_evenly_are_rejected():
+  check_positions_divisible(41, Transformer(CONFIG, make_mesh(2, 2, 2)))
+  model = Transformer(CONFIG, make_mesh(1, 1, 2, context=4))
   check_positions_divisible(40, model)
   message = "sampling.max_tokens = 42 is not a multiple of mesh.context x mesh.tensor = 8; change"
   with pytest.raises(UserError, match=message):

@@ -1,4 +1,4 @@
-"""Packing places every token once in a row of its prompt, and does not affect the update."""
+"""Packing places every token exactly once, in a row of its prompt, and does not change updates."""
 
 import jax
 import numpy as np
@@ -13,7 +13,10 @@ from gtpo_jax.training.packing import plan_rows
 
 
 def test_rows_by_hand():
-  """Four completions of up to 6 tokens go to two rows, longest first, each to the emptier row."""
+  """The four completions of a prompt share two rows of 6 positions.
+
+  The longest is placed first, and each goes to the row with the most space left.
+  """
   packing = plan_rows(np.asarray([[5, 2, 1, 4], [3, 3, 0, 6]]), 6)
   assert packing.source[0].tolist() == [[0, 1, 2, 3, 4, 12], [18, 19, 20, 21, 6, 7]]
   assert packing.segment[0].tolist() == [[0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 1, 1]]
@@ -24,17 +27,15 @@ def test_rows_by_hand():
   assert packing.unpack(packing.pack(x), 6)[0, 3, :4].tolist() == [18, 19, 20, 21]
 
 
-def test_completions_that_do_not_fit_together_have_a_row_each():
+def test_completions_that_cannot_share_a_row_get_their_own():
   assert plan_rows(np.asarray([[6, 6, 6, 1]]), 6) is None
   needs_four_rows = [6, 4, 4, 3]
   assert plan_rows(np.asarray([[1, 1, 1, 1], needs_four_rows]), 6) is None
   assert plan_rows(np.asarray([[1, 1, 1, 1], [6, 4, 4, 2]]), 6).source.shape == (2, 3, 6)
 
 
-def test_rows_are_only_shortened_if_completions_cannot_share_them():
+def test_rows_are_shortened_even_if_no_completions_share_them():
   packing = plan_rows(np.asarray([[100, 90, 90, 80]]), 256)
-  assert packing.source.shape == (1, 4, 128) and packing.segment is None
-  packing = plan_rows(np.asarray([[100, 20, 10, 80]]), 256, share=False)
   assert packing.source.shape == (1, 4, 128) and packing.segment is None
 
 
@@ -49,7 +50,7 @@ def test_array_lengths():
   assert array_lengths(20480) == [80, 160, 320, 640, 1280, 2560, 5120, 10240, 20480]
 
 
-def test_array_lengths_divide_over_the_shards():
+def test_array_lengths_are_divisible_by_the_shards():
   assert array_lengths(256, 4) == [64, 128, 256]
   assert array_lengths(1024, 128) == [128, 256, 512, 1024]
   assert array_lengths(384, 3) == [96, 192, 384]
@@ -58,9 +59,9 @@ def test_array_lengths_divide_over_the_shards():
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_every_token_is_once_in_a_row_of_its_prompt(data):
-  n = data.draw(st.integers(1, 4))
-  g = data.draw(st.integers(1, 9))
+def test_every_token_appears_once_in_a_row_of_its_prompt(data):
+  n = data.draw(st.sampled_from([1, 3]))  # few shapes, because each is compiled
+  g = data.draw(st.sampled_from([1, 2, 5, 9]))
   t = data.draw(st.sampled_from([7, 128, 130]))
   group_lengths = st.lists(st.integers(0, t), min_size=g, max_size=g)
   lengths = np.asarray(data.draw(st.lists(group_lengths, min_size=n, max_size=n)))
@@ -119,7 +120,7 @@ def without_padding_metric(result):
     ),
   ],
 )
-def test_an_update_is_the_same_packed(name, data, settings):
+def test_packing_does_not_change_an_update(name, data, settings):
   data = shortened(data())
   separate = run(name, data=data, **settings)
   together = run(name, data=packed(data), **settings)
@@ -130,7 +131,7 @@ def test_an_update_is_the_same_packed(name, data, settings):
   assert_same(together, sharded)
 
 
-def test_the_share_of_padding_is_reported():
+def test_the_fraction_of_padding_is_reported():
   rollouts, _ = batch()
   tokens = rollouts.mask.sum() + np.asarray(rollouts.prompts.lengths).sum()
   positions = 8 * 4 * 9 + 8 * 5

@@ -19,7 +19,7 @@ from update_cases import (
 )
 
 from gtpo_jax import algorithms
-from gtpo_jax.models import Qwen2
+from gtpo_jax.models import Transformer
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.training.state import (
@@ -33,7 +33,7 @@ from gtpo_jax.training.update import make_update
 
 
 def test_the_state_is_sharded_like_the_parameters():
-  model = Qwen2(CONFIG, make_mesh(2, 2, 2))
+  model = Transformer(CONFIG, make_mesh(2, 2, 2))
   state = init_state(params_on(model), make_optimizer(SGD_LIKE, 5), model)
   moments = [x for x in jax.tree.leaves(state.opt_state) if x.shape == (2, 32, 64)]
   assert len(moments) == 4
@@ -49,7 +49,7 @@ def test_norms_and_biases_do_not_decay():
   optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, weight_decay=0.5), 5)
   params = params_on(model)
   zeros = jax.tree.map(jnp.zeros_like, params)
-  updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+  updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
   kernel = params["layers"]["q"]["kernel"]
   np.testing.assert_allclose(updates["layers"]["q"]["kernel"], -0.05 * kernel, rtol=1e-5)
   assert not np.asarray(updates["norm"]["scale"]).any()
@@ -68,16 +68,17 @@ def test_schedules():
 
 
 def test_the_schedule_counts_steps_not_gradient_updates():
-  """With two warm-up steps of three updates, the rate is 0 in the first, then half the peak."""
+  """The rate is 0 in the first warm-up step, of three updates, and half the peak in the second."""
   model = single_device_model()
   config = OptimizerConfig(learning_rate=0.5, warmup_steps=2, weight_decay=0.0, b1=0.0, b2=0.0)
   optimizer = make_optimizer(config, 10, updates=3)
   params = params_on(model)
   grads = jax.tree.map(jnp.ones_like, params)
   state = optimizer.init(params)
+  optimizer_update = jax.jit(optimizer.update)
   rates = []
   for _ in range(9):
-    updates, state = optimizer.update(grads, state, params)
+    updates, state = optimizer_update(grads, state, params)
     # With b1 = b2 = 0, Adam's update is minus the rate.
     rates.append(round(-float(updates["norm"]["scale"][0]), 5))
   assert rates == [0.0] * 3 + [0.25] * 3 + [0.5] * 3
@@ -101,9 +102,9 @@ def test_invalid_optimizers_are_rejected(field, value, message):
 
 @pytest.mark.slow
 def test_bfloat16_momentum():
-  """Only the first moment is bfloat16; after four updates, parameters differ by its rounding."""
+  """Only the first moment is bfloat16; after four updates the parameters barely differ."""
   optimizer = make_optimizer(OptimizerConfig(momentum_dtype="bfloat16"), 5)
-  opt_state = abstract_state(Qwen2(CONFIG, make_mesh(2, 2, 2)), optimizer).opt_state
+  opt_state = abstract_state(Transformer(CONFIG, make_mesh(2, 2, 2)), optimizer).opt_state
   is_adam = lambda x: hasattr(x, "mu")
   adam = next(x for x in jax.tree.leaves(opt_state, is_leaf=is_adam) if is_adam(x))
   assert {x.dtype for x in jax.tree.leaves(adam.mu)} == {jnp.dtype("bfloat16")}
@@ -134,7 +135,7 @@ def memory_kinds(tree):
 
 
 def test_offloaded_moments_do_not_change_the_result():
-  model = Qwen2(CONFIG, mesh_of(1, 2, 1))
+  model = Transformer(CONFIG, mesh_of(1, 2, 1))
   states = {}
   for offload in (False, True):
     optimizer = make_optimizer(dataclasses.replace(SGD_LIKE, offload=offload), 10)

@@ -1,0 +1,47 @@
+"""How many tokens' logits a device has in memory at once by default."""
+
+from __future__ import annotations
+
+import math
+
+from jax.sharding import Mesh
+
+from gtpo_jax.runtime.chips import chip_of, memory_of
+from gtpo_jax.runtime.mesh import axis_size
+
+LOGIT_BYTES = 6  # a logit in float32, and its gradient in 16 bits
+CPU_CHUNK = 4096  # tokens
+SHORTEST_CHUNK = 256
+# A chunk reads a device's part of the table in 16 bits, and reads and writes its gradient in
+# float32: 10 bytes for 6 FLOP a token. With 10 / 6 * FLOP/s / bandwidth tokens, the two take equal
+# time. This multiple of it makes the matrix products the larger part.
+COMPUTE_BOUND = 4
+MEMORY_FRACTION = 16  # the logits of a chunk take at most this part of a device's memory
+UNKNOWN_MEMORY = 16 * 2**30  # bytes, of a device that reports none
+
+
+def default_chunk(mesh: Mesh, vocab_size: int) -> int:
+  """Returns the tokens of a chunk on one device, enough for compute-bound matrix products.
+
+  It is a power of two. There are fewer if their logits would take more than a sixteenth of the
+  device's memory.
+  """
+  device = mesh.devices.flat[0]
+  if device.platform == "cpu":
+    return CPU_CHUNK
+  chip = chip_of(device)
+  enough = CPU_CHUNK
+  if chip and chip.flops and chip.memory_bandwidth:
+    enough = COMPUTE_BOUND * chip.flops / chip.memory_bandwidth
+  logits = LOGIT_BYTES * vocab_size // axis_size(mesh, "vocab")  # bytes of a token
+  memory = chip.memory if chip else memory_of(device) or UNKNOWN_MEMORY
+  fitting = memory / MEMORY_FRACTION / logits
+  return max(min(_power_of_two_from(enough), _power_of_two_to(fitting)), SHORTEST_CHUNK)
+
+
+def _power_of_two_from(least: float) -> int:
+  return 2 ** math.ceil(math.log2(least))
+
+
+def _power_of_two_to(most: float) -> int:
+  return 2 ** math.floor(math.log2(most))
