@@ -1,4 +1,4 @@
-"""Digests of arrays, computed on their devices and equal on every mesh, and of files."""
+"""Digests of files, and of arrays: computed on the devices, and the same on every mesh."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 from etils import epath
 
 # Larger files contain only array data, which the digests of the leaves cover. Only their size is
-# recorded, so that nothing large is read twice.
+# recorded, so nothing large is read twice.
 MAX_HASHED_BYTES = 64 << 20
+DIGEST_DIGITS = 16  # hexadecimal; enough to notice changes, short enough for a message
 
 SALTS = (0x9E3779B9, 0x85EBCA77)  # one per 32-bit sum; stored digests depend on them
 
@@ -59,6 +60,8 @@ def _sums(x: jax.Array) -> jax.Array:
 
   At each position the hash is a bijection of the bits, and it differs between positions.
   """
+  if x.dtype == jnp.int4:
+    x = x.astype(jnp.int8)
   if x.dtype != jnp.bool_:
     x = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
   bits = x.astype(jnp.uint32)

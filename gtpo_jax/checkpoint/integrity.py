@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from etils import epath
 
 from gtpo_jax.checkpoint.digests import digest_file
 from gtpo_jax.runtime.errors import CorruptCheckpoint
+from gtpo_jax.runtime.storage import list_files, write_atomically
 
 # Names on disk. They must not change, or older checkpoints no longer verify. The file's first line
 # is the SHA-256 of the JSON that follows.
@@ -44,7 +45,7 @@ def write_integrity_record(
   """
   not_recorded = (RECORD_FILE, *COMMIT_FILES)
   files = {
-    name: digest_file(folder / name) for name in _list_files(folder) if name not in not_recorded
+    name: digest_file(folder / name) for name in list_files(folder) if name not in not_recorded
   }
   _write(folder, IntegrityRecord(leaves, metadata, files))
 
@@ -100,19 +101,8 @@ def _read(folder: epath.Path) -> IntegrityRecord:
 def _write(folder: epath.Path, record: IntegrityRecord) -> None:
   values = {"leaves": record.leaves, METADATA_KEY: record.metadata, "files": record.files}
   text = json.dumps(values, indent=1).encode()
-  temporary = folder / f"{RECORD_FILE}.tmp"
-  temporary.write_bytes(_sha256(text) + b"\n" + text)
-  temporary.replace(folder / RECORD_FILE)
+  write_atomically(folder / RECORD_FILE, _sha256(text) + b"\n" + text)
 
 
 def _sha256(text: bytes) -> bytes:
   return hashlib.sha256(text).hexdigest().encode()
-
-
-def _list_files(folder: epath.Path, prefix: str = "") -> Iterator[str]:
-  """Yields the path of every file below `folder`, relative to it and in order."""
-  for entry in sorted(folder.iterdir()):
-    if entry.is_dir():
-      yield from _list_files(entry, f"{prefix}{entry.name}/")
-    else:
-      yield f"{prefix}{entry.name}"

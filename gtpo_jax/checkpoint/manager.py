@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -14,23 +15,30 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from gtpo_jax.checkpoint.base import digest_base, params_target
 from gtpo_jax.checkpoint.digests import digest_leaves
 from gtpo_jax.checkpoint.integrity import record_commit_files, write_integrity_record
 from gtpo_jax.checkpoint.reader import MAX_MESSAGE, read_checkpoint
-from gtpo_jax.models.params import Params, abstract_params
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.lora import combine, split_adapters
+from gtpo_jax.models.params import Params
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
-from gtpo_jax.runtime.errors import CorruptCheckpoint, RunError, first_line
+from gtpo_jax.runtime.errors import CorruptCheckpoint, RunError, UserError, first_line
+from gtpo_jax.runtime.files import set_aside
+from gtpo_jax.runtime.storage import absolute_path
 from gtpo_jax.training.state import Optimizer, TrainState, abstract_state
 
 # Names of the items of a checkpoint on disk. They must not change, or older checkpoints no longer
-# restore. Parameters and optimizer are separate items, so that a sampler reads only the parameters.
+# restore. Parameters and optimizer are separate items: a sampler reads only the parameters.
 PARAMS = "params"
 REST = "rest"  # {"step", "opt_state"}, and "entropy_coef" if it is adapted
 LEFTOVERS = "leftovers"
+# The key in a checkpoint's metadata of a digest of the base that its adapters were trained on.
+BASE_DIGEST = "base"
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"  # of a step's folder until Orbax commits it
 NOISY_LOGGERS = ("absl", "orbax", "asyncio")
+CLOSED_LOOP = "Event loop is closed"
 FILE_SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 
@@ -53,20 +61,32 @@ class _PendingSave(NamedTuple):
 class Checkpoints:
   """A folder of numbered checkpoints.
 
-  Each step gets an integrity record before Orbax commits it with one rename. So a folder that has a
-  number as its name and a valid record is complete.
+  Each step gets an integrity record before Orbax commits it with one rename. A folder whose name is
+  a number and whose record is valid is therefore complete.
+
+  If the parameters have adapters, a checkpoint holds only these, and a digest of the base model.
+  Methods that restore such a checkpoint take a function `base` that reads the base model; its
+  result must have that digest. Checkpoints of earlier versions hold the base model too.
 
   Args:
     folder: contains one folder per step.
     keep: number of latest steps to keep. None opens the folder for reading only and leaves it
       unchanged.
+
+  Raises:
+    UserError: `folder` is a file.
   """
 
   def __init__(self, folder: epath.PathLike, keep: int | None = None):
-    for name in NOISY_LOGGERS:  # they would disturb the display; failures are raised as well
+    for name in NOISY_LOGGERS:  # they would disturb the display; failures are raised anyway
       logging.getLogger(name).setLevel(logging.CRITICAL)
+    _ignore_late_writes()
+    folder = absolute_path(epath.Path(folder))
+    if folder.exists() and not folder.is_dir():
+      raise UserError(f"{str(folder)!r} must be a folder of checkpoints, but is a file; remove it")
     self._writable = keep is not None
     self._pending = _PendingSave(-1, {}, {})
+    self._base_digest = ""  # of the base model, which never changes
     options = ocp.CheckpointManagerOptions(
       max_to_keep=keep,
       create=self._writable,
@@ -74,7 +94,7 @@ class Checkpoints:
       cleanup_tmp_directories=self._writable,
       async_options=ocp.AsyncOptions(post_finalization_callback=self._before_commit),
     )
-    self._manager = ocp.CheckpointManager(epath.Path(folder).absolute(), options=options)
+    self._manager = ocp.CheckpointManager(folder, options=options)
 
   @property
   def latest(self) -> int | None:
@@ -101,25 +121,36 @@ class Checkpoints:
     step = int(state.step)
     if step == self.latest:
       return
-    items = {PARAMS: state.params, REST: _rest_of(state)}
+    trained, metadata = self._without_base(state.params, metadata or {})
+    items = {PARAMS: trained, REST: _rest_of(state)}
     if leftovers is not None:
       items[LEFTOVERS] = leftovers
-    self._start_save(step, items, metadata or {})
+    self._start_save(step, items, metadata)
 
-  def save_params(self, params: Params, step: int = 0) -> None:
+  def save_params(self, params: Params, step: int = 0, with_base: bool = False) -> None:
     """Saves only parameters, and waits until they are on disk.
 
     Does nothing if `step` is the latest one.
+
+    Args:
+      params: the parameters.
+      step: the step that they belong to.
+      with_base: whether to save the base model as well if there are adapters.
 
     Raises:
       RunError: the save failed.
     """
     if step != self.latest:
-      self._start_save(step, {PARAMS: params}, {})
+      trained, metadata = (params, {}) if with_base else self._without_base(params, {})
+      self._start_save(step, {PARAMS: trained}, metadata)
       self.wait()
 
   def restore(
-    self, model: Qwen2, optimizer: Optimizer, say: Callable[[str], None] = print
+    self,
+    model: Transformer,
+    optimizer: Optimizer,
+    say: Callable[[str], None] = print,
+    base: Callable[[], Params] | None = None,
   ) -> RestoredRun | None:
     """Restores the latest intact checkpoint onto `model`'s mesh.
 
@@ -132,39 +163,46 @@ class Checkpoints:
       UserError: the checkpoint belongs to another model or optimizer.
     """
     abstract = abstract_state(model, optimizer)
-    targets = {PARAMS: abstract.params, REST: _rest_of(abstract), LEFTOVERS: None}
+    targets = {PARAMS: params_target(model), REST: _rest_of(abstract), LEFTOVERS: None}
     found = self._read_latest(targets, say)
     if found is None:
       return None
     items, metadata = found
-    state = TrainState(params=items[PARAMS], **items[REST])
-    return RestoredRun(state, items.get(LEFTOVERS), metadata)
+    params = self._with_base(model, items[PARAMS], metadata, base)
+    return RestoredRun(TrainState(params=params, **items[REST]), items.get(LEFTOVERS), metadata)
 
-  def newest_params(self, model: Qwen2, say: Callable[[str], None] = print) -> Params | None:
+  def newest_params(
+    self,
+    model: Transformer,
+    say: Callable[[str], None] = print,
+    base: Callable[[], Params] | None = None,
+  ) -> Params | None:
     """Restores only the parameters of the latest intact checkpoint, as `restore` does."""
-    found = self._read_latest({PARAMS: abstract_params(model)}, say)
+    found = self._read_latest({PARAMS: params_target(model)}, say)
     if found is None:
       return None
-    items, _ = found
-    return items[PARAMS]
+    items, metadata = found
+    return self._with_base(model, items[PARAMS], metadata, base)
 
-  def restore_params(self, model: Qwen2, step: int | None = None) -> Params:
+  def restore_params(
+    self, model: Transformer, step: int | None = None, base: Callable[[], Params] | None = None
+  ) -> Params:
     """Restores only the parameters of `step` (default: the latest). The folder is not changed.
 
     Raises:
       RunError: the checkpoint is damaged.
-      UserError: the checkpoint belongs to another model.
+      UserError: the checkpoint belongs to another model or base model.
     """
     step = self.latest if step is None else step
     try:
-      items, _ = read_checkpoint(self._folder(step), {PARAMS: abstract_params(model)})
+      items, metadata = read_checkpoint(self._folder(step), {PARAMS: params_target(model)})
     except CorruptCheckpoint as error:
       earlier = [other for other in self.steps() if other < step]
       raise RunError(
         f"the checkpoint of step {step} in {str(self._manager.directory)!r} is damaged ({error}); "
         + (f"the one before is step {earlier[-1]}" if earlier else "there is none before it")
       ) from error
-    return items[PARAMS]
+    return self._with_base(model, items[PARAMS], metadata, base)
 
   def wait(self) -> None:
     """Waits until the current save is on disk.
@@ -185,6 +223,42 @@ class Checkpoints:
     self.wait()
     self._manager.close()
 
+  def _without_base(
+    self, params: Params, metadata: Mapping[str, Any]
+  ) -> tuple[Params, Mapping[str, Any]]:
+    """Returns what a checkpoint holds of the parameters, and its metadata."""
+    adapters, base = split_adapters(params)
+    if not adapters:
+      return params, metadata
+    self._base_digest = self._base_digest or digest_base(base)
+    return adapters, {**metadata, BASE_DIGEST: self._base_digest}
+
+  def _with_base(
+    self,
+    model: Transformer,
+    params: Params,
+    metadata: Mapping[str, Any],
+    read_base: Callable[[], Params] | None,
+  ) -> Params:
+    """Adds the base model to adapters that were saved without it.
+
+    Raises:
+      UserError: it is not the base model that the adapters were trained on.
+    """
+    if not model.config.lora.rank or split_adapters(params)[1]:
+      return params
+    if read_base is None:
+      raise ValueError("these checkpoints hold only adapters; pass base= to restore")
+    base = read_base()
+    self._base_digest = digest_base(base)
+    if self._base_digest != metadata[BASE_DIGEST]:
+      raise UserError(
+        f"the adapters in {str(self._manager.directory)!r} were trained on another base model: its "
+        f"digest was {metadata[BASE_DIGEST]}, now it is {self._base_digest}; restore the folder "
+        "that model.path names, and model.param_dtype"
+      )
+    return combine(params, base)
+
   def _start_save(self, step: int, items: dict[str, Any], metadata: Mapping[str, Any]) -> None:
     if not self._writable:
       raise ValueError("these checkpoints are open for reading only; pass keep= to save")
@@ -198,7 +272,7 @@ class Checkpoints:
   def _before_commit(self) -> None:
     """Called by Orbax when all files of a step are written, just before it commits the step."""
     step, leaves, metadata = self._pending
-    # A damaged step that was renamed (5.damaged) may be beside the new one of the same number.
+    # A renamed damaged step (5.damaged) may exist beside the new step of the same number.
     folder = next(
       entry
       for entry in self._manager.directory.iterdir()
@@ -226,9 +300,12 @@ class Checkpoints:
     """Reads the latest intact checkpoint and renames the damaged ones that are newer."""
     while (step := self.latest) is not None:
       try:
-        return read_checkpoint(self._folder(step), targets)
+        items, metadata = read_checkpoint(self._folder(step), targets)
+        if REST in items and int(items[REST]["step"]) != step:
+          raise CorruptCheckpoint(f"it contains step {int(items[REST]['step'])}")
+        return items, metadata
       except CorruptCheckpoint as error:
-        moved = broadcast_from_first(lambda step=step: str(_move_aside(self._folder(step))))
+        moved = broadcast_from_first(lambda step=step: str(set_aside(self._folder(step))))
         self._manager.reload()
         fallback = "there is none before it"
         if self.latest is not None:
@@ -243,19 +320,24 @@ class Checkpoints:
     return self._manager.directory / str(step)
 
 
-def _move_aside(folder: epath.Path) -> epath.Path:
-  """Renames a step's folder to the first free of STEP.damaged, STEP.damaged.2, ..."""
-  count = 1
-  target = folder.with_name(f"{folder.name}.damaged")
-  while target.exists():
-    count += 1
-    target = folder.with_name(f"{folder.name}.damaged.{count}")
-  folder.rename(target)
-  return target
+def _ignore_late_writes() -> None:
+  """Prints no traceback for writes of TensorStore that end after their save has failed.
+
+  Orbax raises the error of the first write and closes its event loop. Every other write then fails
+  to report to that loop.
+  """
+  show = sys.unraisablehook
+
+  def show_others(unraisable: Any) -> None:
+    if str(unraisable.exc_value) != CLOSED_LOOP:
+      show(unraisable)
+
+  if getattr(show, "__name__", "") != show_others.__name__:
+    sys.unraisablehook = show_others
 
 
 def _cause(error: BaseException) -> str:
-  """Returns the operating system's message if there is one, else the error's first line.
+  """Returns the operating system's message if there is one, and otherwise the error's first line.
 
   TensorStore includes the system's message somewhere within its own.
   """

@@ -10,12 +10,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gtpo_jax.checkpoint.digests import DIGEST_DIGITS
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.runtime.distributed import broadcast_from_first
 from gtpo_jax.runtime.errors import UserError
-
-DIGEST_DIGITS = 16  # hexadecimal; enough to notice changes, short enough for a message
 
 
 def provenance_of(

@@ -26,8 +26,9 @@ def read_checkpoint(
 
   Args:
     folder: the folder of one step.
-    targets: maps the name of each item to abstract arrays with the shardings to restore, or to None
-      to read host arrays. An item that was not saved is skipped.
+    targets: maps the name of each item to abstract arrays with the shardings to restore, to a
+      function from the item's saved leaves to such arrays, or to None to read host arrays. An item
+      that was not saved is skipped.
 
   Returns:
     The items by name, and the metadata saved with them.
@@ -39,7 +40,11 @@ def read_checkpoint(
   """
   values = broadcast_from_first(lambda: check_integrity(folder, targets)._asdict())
   record = IntegrityRecord(**values)
-  wanted = {name: target for name, target in targets.items() if name in record.leaves}
+  wanted = {
+    name: target(record.leaves[name]) if callable(target) else target
+    for name, target in targets.items()
+    if name in record.leaves
+  }
   for name, target in wanted.items():
     if target is not None:
       _check_types(folder, name, record.leaves[name], leaf_types(target))

@@ -5,13 +5,17 @@ from __future__ import annotations
 from etils import epath
 
 from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.checkpoint.workdir import load_config
+from gtpo_jax.models.folder import find
+from gtpo_jax.models.load import read_params
+from gtpo_jax.models.lora import split_adapters
 from gtpo_jax.models.params import Params
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
 
 BASE = "base"  # the initial model, as step 0
 REGULAR = "checkpoints"  # every `checkpoint.every` steps
-BEST = "best"  # the best evaluation so far
+BEST = "best"  # the parameters of the best evaluation so far
 
 
 def open_run(workdir: epath.PathLike, step: int | None = None) -> Checkpoints:
@@ -47,7 +51,7 @@ def open_run(workdir: epath.PathLike, step: int | None = None) -> Checkpoints:
 
 
 def run_params(
-  workdir: epath.PathLike, model: Qwen2, step: int | None = None
+  workdir: epath.PathLike, model: Transformer, step: int | None = None
 ) -> tuple[Params, int]:
   """Restores the parameters of a run at `step` (None: the latest).
 
@@ -55,11 +59,29 @@ def run_params(
     The parameters, laid out on `model`'s mesh, and their step.
 
   Raises:
-    UserError: there is no such checkpoint, or it was saved by another model.
+    UserError: there is no such checkpoint, or it belongs to another model.
     RunError: the checkpoint is damaged.
   """
   checkpoints = open_run(workdir, step)
   step = checkpoints.latest if step is None else step
-  params = checkpoints.restore_params(model, step)
+  params = checkpoints.restore_params(model, step, lambda: frozen_params(workdir, model))
   checkpoints.close()
   return params, step
+
+
+def frozen_params(workdir: epath.PathLike, model: Transformer) -> Params:
+  """Returns the parameters that a run with adapters does not train.
+
+  They come from `model.path`, or from WORKDIR/base if the run started from random weights.
+
+  Raises:
+    UserError: the model's folder is missing or damaged.
+    RunError: the checkpoint in WORKDIR/base is damaged.
+  """
+  workdir = epath.Path(workdir)
+  if path := load_config(workdir).model.path:
+    return read_params(model, find(path))
+  checkpoints = open_run(workdir, 0)
+  _, frozen = split_adapters(checkpoints.restore_params(model, 0))
+  checkpoints.close()
+  return frozen

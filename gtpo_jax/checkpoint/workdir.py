@@ -16,9 +16,17 @@ from etils import epath
 
 from gtpo_jax.algorithms import RECIPES
 from gtpo_jax.algorithms.settings import RENAMED
+from gtpo_jax.checkpoint.lease import claim_lease
 from gtpo_jax.config import Config, difference, freeze_saved, resolved_dict
 from gtpo_jax.runtime.distributed import broadcast_from_first
 from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.storage import (
+  absolute_path,
+  is_remote,
+  storage_errors,
+  storage_path,
+  write_atomically,
+)
 
 # What may change on resume: where the run computes and what it writes, but not what it computes.
 MAY_CHANGE = (
@@ -32,29 +40,40 @@ MAY_CHANGE = (
   "batch.micro_batches",
   "batch.head_chunk",
   "batch.pack",
+  "model.random_weights",
   "model.remat",
   "model.attention",
   "sampling.slots",
   "sampling.chunk",
+  "sampling.page_size",
+  "sampling.cache_fraction",
   "sampling.warm_up",
 )
+WRITTEN_AGAIN = "remove it; the next `gtpo train` with the run's config writes it again"
 
 
 @contextlib.contextmanager
 def open_workdir(workdir: str | Path | None) -> Iterator[epath.Path]:
-  """Yields a run's folder; a temporary one if `workdir` is None."""
+  """Yields a run's folder; a temporary one if `workdir` is None.
+
+  Its path is absolute: code of the user, such as a reward function, may change the current folder.
+  """
   if workdir is not None:
-    yield epath.Path(workdir)
+    yield absolute_path(storage_path(workdir))
     return
   with tempfile.TemporaryDirectory(prefix="gtpo_") as folder:
     yield epath.Path(folder)
 
 
 @contextlib.contextmanager
-def claim(workdir: Path, config: Config, say: Callable[[str], None] = print) -> Iterator[None]:
+def claim(
+  workdir: epath.Path, config: Config, say: Callable[[str], None] = print
+) -> Iterator[Callable[[], None]]:
   """Creates and locks the workdir, and writes its config.json.
 
-  The run's first process holds the lock until it ends, however it ends.
+  The run's first process holds the lock until it ends, however it ends. In an object store it may
+  lose the lock if it cannot reach the store for a while. Yields a function that raises RunError in
+  that case.
 
   Args:
     workdir: the run's folder.
@@ -67,8 +86,14 @@ def claim(workdir: Path, config: Config, say: Callable[[str], None] = print) -> 
       differs in more than what may change on resume.
   """
   with contextlib.ExitStack() as lock:
-    broadcast_from_first(lambda: _claim(workdir, config, lock, say))
-    yield
+    check = lambda: None
+
+    def claim_here() -> None:
+      nonlocal check
+      check = _claim(workdir, config, lock, say)
+
+    broadcast_from_first(claim_here)
+    yield check
 
 
 def load_config(workdir: Path) -> Config:
@@ -86,20 +111,19 @@ def has_base(workdir: Path) -> bool:
 
 
 def _claim(
-  workdir: Path, config: Config, lock: contextlib.ExitStack, say: Callable[[str], None]
-) -> None:
-  try:
+  workdir: epath.Path, config: Config, lock: contextlib.ExitStack, say: Callable[[str], None]
+) -> Callable[[], None]:
+  check = lambda: None
+  with storage_errors(f"cannot write into workdir {str(workdir)!r}", UserError):
     _check_config(workdir, config, say)
-    workdir.mkdir(parents=True, exist_ok=True)
-    if "://" not in str(workdir):  # object stores have no locks
+    if is_remote(workdir):
+      check = lock.enter_context(claim_lease(workdir, say)).check
+    else:
+      workdir.mkdir(parents=True, exist_ok=True)
       lock.enter_context(_locked(workdir))
-    temporary = workdir / "config.tmp"
-    temporary.write_text(json.dumps(resolved_dict(config), indent=2) + "\n")
-    temporary.replace(workdir / "config.json")
-  except OSError as error:
-    raise UserError(
-      f"cannot write into workdir {str(workdir)!r}: {error.strerror or error}"
-    ) from error
+    text = json.dumps(resolved_dict(config), indent=2) + "\n"
+    write_atomically(workdir / "config.json", text.encode())
+  return check
 
 
 def _check_config(workdir: Path, config: Config, say: Callable[[str], None]) -> None:
@@ -119,7 +143,7 @@ def _check_config(workdir: Path, config: Config, say: Callable[[str], None]) -> 
     )
   changed = {
     key: values
-    for key, values in difference(freeze_saved(saved), config).items()
+    for key, values in difference(_freeze(workdir, saved), config).items()
     if not _may_change(key)
   }
   changes = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
@@ -165,19 +189,31 @@ def _locked(workdir: Path) -> Iterator[None]:
 
 def _read_config(workdir: Path) -> dict[str, Any]:
   file = workdir / "config.json"
-  if not file.is_file():
+  if not file.exists():
     raise UserError(
       f"no run in {str(workdir)!r}: it has no config.json; name the workdir of a `gtpo train`"
     )
+  if not file.is_file():
+    raise UserError(f"{str(file)!r} is not a file; {WRITTEN_AGAIN}")
   try:
-    values = json.loads(file.read_text())
+    values = json.loads(file.read_text(encoding="utf-8"))
   except (ValueError, RecursionError) as error:  # also text that is not UTF-8
-    raise UserError(f"{str(file)!r} is not valid JSON: {first_line(error)}") from error
+    raise UserError(
+      f"{str(file)!r} is not valid JSON: {first_line(error)}; {WRITTEN_AGAIN}"
+    ) from error
   if not isinstance(values, dict):
     raise UserError(
-      f"{str(file)!r} is not a config: it holds {type(values).__name__}, not an object"
+      f"{str(file)!r} is not a config: it holds {type(values).__name__}, not an object; "
+      f"{WRITTEN_AGAIN}"
     )
   return values
+
+
+def _freeze(workdir: Path, saved: Mapping[str, Any]) -> Config:
+  try:
+    return freeze_saved(saved)
+  except UserError as error:
+    raise UserError(f"{str(workdir / 'config.json')!r} is not usable: {error}") from error
 
 
 def _has_steps(folder: Path) -> bool:

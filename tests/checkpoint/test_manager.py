@@ -1,12 +1,18 @@
 """Saving and restoring checkpoints, and every kind of damage that a disk can cause."""
 
+import asyncio
 import dataclasses
+import gc
 import os
 import shutil
+import sys
+import types
+from concurrent import futures
 
 import jax
 import numpy as np
 import pytest
+import tensorstore
 from etils import epath
 
 from gtpo_jax.checkpoint.integrity import (
@@ -20,7 +26,7 @@ from gtpo_jax.checkpoint.reader import read_checkpoint
 from gtpo_jax.checkpoint.runs import open_run, run_params
 from gtpo_jax.models.params import init_params
 from gtpo_jax.models.presets import PRESETS
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import RunError, UserError
 from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
@@ -48,7 +54,7 @@ def state_of(model, step):
 
 
 def model_on(mesh):
-  return Qwen2(SHAPE, mesh)
+  return Transformer(SHAPE, mesh)
 
 
 def contents(folder):
@@ -57,6 +63,13 @@ def contents(folder):
     for file in sorted(folder.rglob("*"))
     if file.is_file()
   }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected():
+  """Collects what failed reads leave while its warnings are ignored, not in another file's test."""
+  yield
+  gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +137,7 @@ def flip(file, at=None):
   file.write_bytes(content)
 
 
-def test_every_file_truncated_deleted_and_flipped(copy):
+def test_damage_to_any_file_is_found(copy):
   """Damage is found before Orbax reads anything; the repaired checkpoint is valid again."""
   folder = copy / "5"
   files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
@@ -162,7 +175,7 @@ def test_every_file_truncated_deleted_and_flipped(copy):
   ],
   ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_damaged_step_is_renamed_and_the_one_before_restored(copy, model, damage, name):
+def test_a_damaged_step_is_renamed_and_the_previous_one_restored(copy, model, damage, name):
   damage(copy / "5" / name)
   before = contents(copy)
   said = []
@@ -180,9 +193,9 @@ def test_a_damaged_step_is_renamed_and_the_one_before_restored(copy, model, dama
 
 
 def test_digests_find_flipped_bits_in_array_files(copy):
-  """Large files are not hashed: only the digests of their arrays protect them.
+  """Large files are not hashed, so only the digests of their arrays protect them.
 
-  48 flips, each with a record that matches the damaged files.
+  After each of 24 flips, the record is rewritten to match the damaged file.
   """
   folder = copy / "5"
   detected = 0
@@ -195,8 +208,8 @@ def test_digests_find_flipped_bits_in_array_files(copy):
   for file in payload:
     good = file.read_bytes()
     size = file.stat().st_size * 8
-    for i in range(24):
-      flip(file, (i * size) // 24 + i % 8)
+    for i in range(12):
+      flip(file, (i * size) // 12 + i % 8)
       write_integrity_record(epath.Path(folder), record.leaves, record.metadata)
       try:
         read_checkpoint(epath.Path(folder), dict.fromkeys(ITEMS))
@@ -204,12 +217,12 @@ def test_digests_find_flipped_bits_in_array_files(copy):
       except CorruptCheckpoint:
         detected += 1
       file.write_bytes(good)
-  assert detected + harmless == 48 and detected >= 40, (detected, harmless)
+  assert detected + harmless == 24 and detected >= 20, (detected, harmless)
 
 
 @pytest.mark.parametrize("item", ITEMS[:2])
 def test_digests_find_valid_files_with_other_values(copy, model, item):
-  """The item of another step, with a record that matches its files: no file checksum sees it."""
+  """An item is replaced by that of another step, and the record is rewritten to match the files."""
   folder = copy / "5"
   record = check_integrity(epath.Path(folder), ITEMS)
   shutil.rmtree(folder / item)
@@ -265,7 +278,7 @@ def test_an_incomplete_step_is_ignored_and_removed_by_the_next_save(copy, model)
   assert open_run(copy.parent).latest == 5 and (copy / "7.orbax-checkpoint-tmp").exists()
   checkpoints = Checkpoints(copy, keep=3)
   assert_is_step(checkpoints.restore(model, OPTIMIZER), model, 5)
-  checkpoints.save(state_of(model, 8))  # before it saves, Orbax has removed the temporary folder
+  checkpoints.save(state_of(model, 8))  # Orbax first removes the temporary folder
   checkpoints.close()
   assert sorted(entry.name for entry in copy.iterdir()) == ["3", "5", "8"]
 
@@ -291,9 +304,9 @@ def test_saved_on_eight_devices_and_restored_on_others(from_eight, sizes):
   np.testing.assert_array_equal(restored.leftovers["log_probs"], LEFTOVERS["log_probs"])
 
 
-def test_arrays_of_other_shapes_or_types_are_not_taken_for_damage(copy, model):
+def test_other_shapes_or_types_are_not_treated_as_damage(copy, model):
   before = contents(copy)
-  wider = Qwen2(dataclasses.replace(SHAPE, mlp=64), model.mesh)
+  wider = Transformer(dataclasses.replace(SHAPE, mlp=64), model.mesh)
   kernel = (
     r"params\['layers'\]\['down'\]\['kernel'\] is float32\[1, 48, 32\], "
     r"but float32\[1, 64, 32\] in this config"
@@ -320,7 +333,7 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk(small_disk, model):
-  """The save fails with one line, the previous step is intact, and with space saving works."""
+  """The save fails with one line, the previous step is intact, and saving works given space."""
   checkpoints = Checkpoints(small_disk / "checkpoints", keep=3)
   checkpoints.save(state_of(model, 1))
   checkpoints.wait()
@@ -344,3 +357,35 @@ def test_a_full_disk(small_disk, model):
   again.close()
   assert contents(small_disk / "checkpoints" / "1") == before
   assert Checkpoints(small_disk / "checkpoints").steps() == [1, 2]
+
+
+def test_writes_that_end_after_a_failed_save_print_nothing(tmp_path, monkeypatch):
+  """TensorStore calls an event loop that is closed, as after a full disk or quota."""
+  shown = []
+
+  def show(unraisable):
+    shown.append(unraisable.exc_value)
+
+  monkeypatch.setattr(sys, "unraisablehook", show)
+  Checkpoints(tmp_path, keep=1).close()
+  write, future = tensorstore.Promise.new()
+
+  async def fail():
+    waiting.append(asyncio.ensure_future(future))
+    await asyncio.sleep(0)
+    raise ValueError("the first write")
+
+  def save():
+    loop = asyncio.new_event_loop()
+    with pytest.raises(ValueError, match="the first write"):
+      loop.run_until_complete(fail())
+    loop.close()
+
+  waiting = []
+  with futures.ThreadPoolExecutor() as pool:  # a thread that runs no other loop
+    pool.submit(save).result()
+  write.set_result(1)
+  future.result()
+  assert not shown
+  sys.unraisablehook(types.SimpleNamespace(exc_value=KeyError("other")))
+  assert [type(error) for error in shown] == [KeyError]

@@ -60,7 +60,7 @@ def test_provenance_covers_the_contents_of_data_files(tmp_path):
   assert len(changed) == 2 * len(others) and tuple(expected.values()) not in changed
 
 
-def test_tasks_are_omitted_and_policies_are_their_digests():
+def test_tasks_are_omitted_and_policies_recorded_by_digest():
   task = make_task("sums", 2, 0)
   frozen = {"guide.path": "0123"}
   assert (

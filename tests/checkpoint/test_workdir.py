@@ -17,7 +17,10 @@ from gtpo_jax.config import Config, difference, freeze, resolved_dict, to_dict
 from gtpo_jax.config.sections import CheckpointSection
 from gtpo_jax.reporting.curves import draw_curves
 from gtpo_jax.reporting.journal import Journal
+from gtpo_jax.reporting.log_files import read_jsonl
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.spool import open_logs
+from gtpo_jax.runtime.storage import storage_path
 
 ROOT = Path(__file__).parents[2]
 OWNER = """
@@ -37,7 +40,7 @@ def own(workdir, config=None):
     pass
 
 
-def test_a_second_owner_is_refused_and_told_who_the_first_is(tmp_path):
+def test_a_second_owner_is_refused_and_the_first_is_named(tmp_path):
   with claim(epath.Path(tmp_path / "run"), Config()):
     with pytest.raises(UserError) as error:
       own(tmp_path / "run")
@@ -48,7 +51,7 @@ def test_a_second_owner_is_refused_and_told_who_the_first_is(tmp_path):
   own(tmp_path / "run")
 
 
-def test_the_lock_ends_with_a_killed_process(tmp_path):
+def test_a_killed_process_releases_the_lock(tmp_path):
   owner = subprocess.Popen(
     [sys.executable, "-c", OWNER, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True
   )
@@ -81,23 +84,22 @@ def test_a_read_only_workdir_is_refused(tmp_path):
     os.system(f"umount {workdir}")
 
 
-def test_everything_except_checkpoints_works_through_etils_paths():
-  """A bucket in memory: no lock, no append, and no local folder of that name."""
-  fsspec = pytest.importorskip("fsspec")
-  from fsspec.implementations.memory import MemoryFileSystem
-
-  fsspec.register_implementation("gcs", MemoryFileSystem, clobber=True)
-  workdir = epath.Path("gs://bucket/run")
+def test_the_config_and_the_logs_of_a_workdir_in_a_bucket(store):
+  workdir = storage_path(f"{store.url}/run")
   for first, last in ((0, 3), (2, 4)):
-    with claim(workdir, Config()):
-      journal = Journal(workdir, first, tensorboard=False)
+    with claim(workdir, Config()), open_logs(workdir) as logs:
+      journal = Journal(logs.folder, first, tensorboard=True)
       for step in range(first + 1, last + 1):
         journal.write(step, {"loss": step / 2})
-  draw_curves(journal.read(), "title", workdir / "curves.png")
-  assert [row["step"] for row in journal.read()] == [1, 2, 3, 4]
+      draw_curves(journal.read(), "title", logs.folder / "curves.png")
+      journal.close()
+  rows = read_jsonl(workdir / "metrics.jsonl")
+  assert [(row["step"], row["loss"]) for row in rows] == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)]
   assert not difference(load_config(workdir), Config())
-  assert (workdir / "curves.png").read_bytes()[:4] == b"\x89PNG" and not Path("gs:").exists()
-  assert {path.name for path in workdir.iterdir()} == {"config.json", "curves.png", "metrics.jsonl"}
+  assert store.read("run/curves.png")[:4] == b"\x89PNG" and not Path("gs:").exists()
+  events = [name for name in store.names("run/") if "tfevents" in name]
+  others = ["run/config.json", "run/curves.png", "run/metrics.jsonl/000000"]
+  assert events and store.names("run/") == sorted([*others, *events])
 
 
 def test_another_config_is_accepted_if_allowed_and_the_differences_are_printed(tmp_path):
@@ -139,7 +141,7 @@ def test_config_json_has_every_setting_that_the_algorithm_reads(name, tmp_path):
 
 
 def test_a_published_value_that_has_changed_since_is_refused(tmp_path):
-  """The run was started when the published eps_high of gtpo was another one."""
+  """The run was started when the published eps_high of gtpo had another value."""
   values = resolved_dict(Config())
   values["algorithm"]["eps_high"] = 0.3
   run = started(tmp_path / "run", values)
