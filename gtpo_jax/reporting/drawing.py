@@ -18,6 +18,7 @@ from gtpo_jax.reporting.viewer import rounded
 
 SIZE = (4.0, 2.6)  # inches; the page scales the figures
 BOX = (0.135, 0.13, 0.975, 0.93)  # left, bottom, right, top of the axes, as shares of a figure
+LEAST_SPAN = 0.01  # of an axis of percentages
 DASHES = ("-", (0, (4, 2)), (0, (1, 1.6)))
 MARKED_POINTS = 12  # curves of up to this many points get markers
 # Placeholders for the page's own colors, which differ in light and dark mode. The color of run
@@ -61,7 +62,7 @@ def curve_figure(
     percent: whether y is a share, shown in percent.
     over_k: whether x is a number of samples k, on a logarithmic axis; if not, x is the step.
   """
-  with _style(title):
+  with drawing_style(title):
     picture, axes = _canvas(over_k, percent)
     for line in lines:
       _draw(axes, line, marked=over_k or len(line.x) <= MARKED_POINTS)
@@ -69,7 +70,7 @@ def curve_figure(
       ks = sorted({int(k) for line in lines for k in line.x})
       axes.xaxis.set_major_locator(FixedLocator(ks))
       axes.xaxis.set_major_formatter(lambda k, _: f"{k:.0f}")
-    _start_at_zero(axes, lines, percent)
+    _limit_y(axes, lines, percent)
     svg, x_range = _svg(picture, axes)
   return {
     "title": title,
@@ -97,7 +98,7 @@ def stack_figure(
     steps: f64[m], steps of the m bars.
     shares: the three shares f64[m] by name, from the bottom of a bar to its top. They add up to 1.
   """
-  with _style(title):
+  with drawing_style(title):
     picture, axes = _canvas(over_k=False, percent=True)
     bottom = np.zeros(len(steps))
     width = float(steps[1] - steps[0]) if len(steps) > 1 else 1.0
@@ -163,14 +164,22 @@ def _draw(axes: Any, line: Line, marked: bool) -> None:
   )
 
 
-def _start_at_zero(axes: Any, lines: Sequence[Line], percent: bool) -> None:
-  """Starts the y axis at 0 if the values are nonnegative and some are small."""
-  high = axes.get_ylim()[1]
+def _limit_y(axes: Any, lines: Sequence[Line], percent: bool) -> None:
+  """Starts the y axis at 0 if the values are nonnegative and some are small.
+
+  An axis of percentages spans at least `LEAST_SPAN`, so its labels fit into the margin.
+  """
+  low, high = axes.get_ylim()
+  least = LEAST_SPAN if percent else 0.0
   parts = [part.ravel() for line in lines for part in (line.y, line.raw, line.band)]
   values = np.concatenate(parts)
-  if 0 <= np.nanmin(values) <= 0.5 * np.nanmax(values) or not np.nanmax(np.abs(values)):
-    empty_top = 0.01 if percent else 1
-    axes.set_ylim(0, high if np.nanmax(values) else empty_top)
+  if not np.nanmax(np.abs(values)):
+    axes.set_ylim(0, least or 1)
+  elif 0 <= np.nanmin(values) <= 0.5 * np.nanmax(values):
+    axes.set_ylim(0, max(high, least))
+  elif high - low < least:
+    middle = (low + high) / 2
+    axes.set_ylim(middle - least / 2, middle + least / 2)
 
 
 def _numbers(line: Line) -> dict[str, Any]:
@@ -185,7 +194,8 @@ def _numbers(line: Line) -> dict[str, Any]:
   }
 
 
-def _style(title: str) -> Any:
+def drawing_style(title: str) -> Any:
+  """Returns a context with the style of the page's figures; `title` makes their ids unique."""
   return matplotlib.rc_context(
     {
       "svg.fonttype": "none",
@@ -229,7 +239,12 @@ def _canvas(over_k: bool, percent: bool) -> tuple[Figure, Any]:
 
 
 def _svg(picture: Figure, axes: Any) -> tuple[str, list[float]]:
-  """Returns the figure as an inline SVG element, and its x limits.
+  """Returns the figure as an inline SVG element, and its x limits."""
+  return inline_svg(picture), [float(x) for x in axes.get_xlim()]
+
+
+def inline_svg(picture: Figure) -> str:
+  """Returns a figure as an inline SVG element.
 
   Element ids that would repeat within a page become classes or are removed.
   """
@@ -246,4 +261,4 @@ def _svg(picture: Figure, axes: Any) -> tuple[str, list[float]]:
     svg = svg.replace(placeholder, f"var(--{name})")
   opening = r'<svg \1 aria-hidden="true" focusable="false">'
   svg = re.sub(r'<svg [^>]*?(viewBox="[^"]+")[^>]*>', opening, svg, count=1)
-  return re.sub(r">\s+<", "><", svg), [float(x) for x in axes.get_xlim()]
+  return re.sub(r">\s+<", "><", svg)

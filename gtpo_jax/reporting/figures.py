@@ -58,9 +58,50 @@ PANELS = (
   ),
   Panel("Gradient norm", "before clipping", {"grad_norm": ""}, section="Update"),
   Panel(
+    "Effective sample size",
+    "share of the weights",
+    {"ratio/ess": "importance ratio", "correction/ess": "correction"},
+    percent=True,
+    section="Update",
+  ),
+  # Logged only with `sampling.staleness`.
+  Panel(
+    "Staleness",
+    "updates since a token was drawn",
+    {"staleness/mean": "mean", "staleness/max": "largest"},
+    section="Update",
+  ),
+  # Logged only by runs that know which tokens decide.
+  Panel(
+    "Credit finds decisions and errors",
+    "AUROC; 0.5 is uniform",
+    {"credit/truth_auroc_correct": "decisions, O+", "credit/truth_auroc_incorrect": "errors, O−"},
+    section="Truth",
+  ),
+  Panel(
+    "Entropy by token class",
+    "nats per token",
+    {f"truth/entropy/{name}": name for name in ("decisive", "copied", "filler")},
+    section="Truth",
+  ),
+  Panel(
+    "Right tokens",
+    "share of a class",
+    {f"truth/right/{name}": name for name in ("decisive", "copied")},
+    percent=True,
+    section="Truth",
+  ),
+  Panel(
     "Throughput", "tokens per second, from step 2", {"tokens/s": ""}, section="Groups and time"
   ),
   Panel("Step time", "seconds, from step 2", {"time/step": ""}, section="Groups and time"),
+  Panel(
+    "Busy slots",
+    "share of the slots, while sampling",
+    {"sampling/slots_busy": ""},
+    percent=True,
+    section="Groups and time",
+  ),
 )
 # Metrics that are drawn without the first step, which compiles.
 TIMES = {key for panel in PANELS if panel.section == "Groups and time" for key in panel.curves}

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gtpo_jax.reporting.credit import cut_credit_back
+from gtpo_jax.reporting.log_files import LogFile, is_evaluation, is_metrics, is_sample
 from gtpo_jax.reporting.trackers import TensorBoard, Tracker
 from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
+
+EVALUATION = "eval/"  # prefix of the names of an evaluation's metrics
 
 
 class Journal:
   """Appends to the log files and passes metrics and samples to the trackers.
 
-  On resume it removes the lines after the restored step, so no step appears twice. Only the first
-  process writes. All processes must call `read` together.
+  On resume it makes the files agree with the checkpoint: it removes the lines after the restored
+  step and damaged lines, so that each step appears once, in order, and says what is missing. Only
+  the first process writes. All processes must call the methods that return something together.
   """
 
   def __init__(
@@ -26,24 +28,35 @@ class Journal:
     resumed_step: int,
     tensorboard: bool,
     make_trackers: Callable[[], Sequence[Tracker]] = tuple,
+    samples: int = 0,
+    say: Callable[[str], None] = lambda line: None,
   ):
     """Opens the files of `workdir`.
 
     Args:
-      workdir: the run's folder.
+      workdir: the run's folder, or another folder of a file system.
       resumed_step: later steps are removed from the files.
       tensorboard: whether to write TensorBoard files.
       make_trackers: creates further trackers; called on the first process only.
+      samples: completions that are written at each step.
+      say: shows a message to the user.
     """
-    self.metrics_file = workdir / "metrics.jsonl"
-    self._samples_file = workdir / "samples.jsonl"
-    self._evaluations_file = workdir / "evaluations.jsonl"
+    self._resumed_step = resumed_step
+    self._metrics = LogFile(workdir / "metrics.jsonl", is_metrics)
+    self._evaluations = LogFile(workdir / "evaluations.jsonl", is_evaluation)
+    self._samples = LogFile(workdir / "samples.jsonl", is_sample, samples)
     self._trackers: list[Tracker] = []
+    self._removed_evaluations: list[int] = []
     if not is_first_process():
       return
-    for file in (self.metrics_file, self._evaluations_file, self._samples_file):
-      _cut_back(file, resumed_step)
-    cut_credit_back(workdir, resumed_step)
+    trained = range(1, resumed_step + 1)
+    metrics, evaluations, sampled = (
+      file.repair(resumed_step) for file in (self._metrics, self._evaluations, self._samples)
+    )
+    lines = metrics.messages(trained) + evaluations.messages(())
+    for line in lines + sampled.messages(trained if samples else ()):
+      say(line)
+    self._removed_evaluations = evaluations.removed
     if tensorboard:
       self._trackers.append(TensorBoard(workdir, resumed_step))
     self._trackers += make_trackers()
@@ -51,32 +64,43 @@ class Journal:
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
     """Appends the metrics of a step as one JSON object. Values that are not finite become null."""
     if is_first_process():
-      _append(self.metrics_file, {"step": step, **_null_if_not_finite(metrics)})
+      self._metrics.append({"step": step, **_null_if_not_finite(metrics)})
       self._track(step, metrics)
 
   def amend(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Adds metrics to a step that is already in the file."""
+    """Adds metrics to the row of an earlier step. If a damaged file has lost it, does nothing."""
     if is_first_process():
-      added = _null_if_not_finite(metrics)
-      rows = _each(self.metrics_file)
-      _rewrite(self.metrics_file, (row | added if row["step"] == step else row for row in rows))
+      self._amend(step, _null_if_not_finite(metrics))
       self._track(step, metrics)
+
+  def _amend(self, step: int, metrics: Mapping[str, float | None]) -> None:
+    rows = self._metrics.rows()
+    self._metrics.rewrite(row | metrics if row["step"] == step else row for row in rows)
 
   def _track(self, step: int, metrics: Mapping[str, float]) -> None:
     for tracker in self._trackers:
       tracker.log_metrics(step, metrics)
 
-  def write_evaluation(self, step: int, summary: Mapping[str, Any]) -> None:
-    """Appends an `Evaluation.summary`, which has every metric at each k and the intervals."""
-    if is_first_process():
-      _append(self._evaluations_file, {"step": step, **summary})
+  def write_evaluation(
+    self, step: int, summary: Mapping[str, Any], metrics: Mapping[str, float]
+  ) -> None:
+    """Logs an evaluation of a step that has been logged.
 
-  def write_sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
-    """Appends one completion to samples.jsonl."""
+    Args:
+      step: the step.
+      summary: an `Evaluation.summary`, which has every metric at each k and the intervals.
+      metrics: the metrics that are added to the step in metrics.jsonl and in the trackers.
+    """
     if is_first_process():
-      _append(
-        self._samples_file,
-        {"step": step, "prompt": prompt, "completion": completion, "correct": correct},
+      if step not in self._summarized():
+        self._evaluations.append({"step": step, **summary})
+      self.amend(step, metrics)
+
+  def write_sample(self, step: int, prompt: str, completion: str, correct: bool | None) -> None:
+    """Appends one completion to samples.jsonl; `correct` is None if there is no verdict."""
+    if is_first_process():
+      self._samples.append(
+        {"step": step, "prompt": prompt, "completion": completion, "correct": correct}
       )
     for tracker in self._trackers:
       tracker.log_sample(step, prompt, completion, correct)
@@ -86,9 +110,80 @@ class Journal:
     return broadcast_from_first(
       lambda: [
         {name: value for name, value in row.items() if name == "step" or name.startswith(prefix)}
-        for row in _each(self.metrics_file)
+        for row in self._metrics.rows()
       ]
     )
+
+  def removed_evaluations(self) -> list[int]:
+    """Returns the steps after the restored one whose evaluations were removed on resume.
+
+    The run reaches these steps again.
+    """
+    return broadcast_from_first(lambda: self._removed_evaluations)
+
+  def has_evaluation(self, step: int) -> bool:
+    """Whether the files have the evaluation of a step.
+
+    A step whose metrics are lost has it only in evaluations.jsonl.
+    """
+    complete = lambda: step in self._evaluated() or step not in self._logged()
+    return broadcast_from_first(lambda: step in self._summarized() and complete())
+
+  def lost_evaluations(self, is_due: Callable[[int], bool]) -> list[int]:
+    """Returns the steps before the restored one whose evaluation a damaged file has lost.
+
+    Args:
+      is_due: whether the run evaluates a step.
+    """
+    return broadcast_from_first(lambda: self._lost_evaluations(is_due))
+
+  def _lost_evaluations(self, is_due: Callable[[int], bool]) -> list[int]:
+    evaluated = self._evaluated()
+    summarized = self._summarized()
+    never_logged = set(range(self._resumed_step)) - self._logged() - summarized
+    has_other = (evaluated ^ summarized) & (self._logged() | {0})
+    return sorted((has_other | set(filter(is_due, never_logged))) - {self._resumed_step})
+
+  def restore_evaluation(
+    self, step: int, summary: Mapping[str, Any], metrics: Mapping[str, float]
+  ) -> None:
+    """Adds the evaluation of an earlier step to the files that have lost it.
+
+    The trackers already have it.
+    """
+    if not is_first_process():
+      return
+    if step not in self._summarized():
+      self._evaluations.insert({"step": step, **summary})
+    if step == 0 and 0 not in self._logged():  # its row has nothing else
+      self._metrics.insert({"step": 0})
+    self._amend(step, _null_if_not_finite(metrics))
+
+  def evaluation(self, step: int) -> dict[str, Any]:
+    """Returns what the files still have of the evaluation of a step: metrics by name."""
+    return broadcast_from_first(
+      lambda: {
+        name: value
+        for file in (self._metrics, self._evaluations)
+        for row in file.rows()
+        if row["step"] == step
+        for name, value in row.items()
+        if name.startswith(EVALUATION)
+      }
+    )
+
+  def _evaluated(self) -> set[int]:
+    """Returns the steps in metrics.jsonl that have an evaluation."""
+    has_evaluation = lambda row: any(name.startswith(EVALUATION) for name in row)
+    return {row["step"] for row in self._metrics.rows() if has_evaluation(row)}
+
+  def _logged(self) -> set[int]:
+    """Returns the steps in metrics.jsonl."""
+    return {row["step"] for row in self._metrics.rows()}
+
+  def _summarized(self) -> set[int]:
+    """Returns the steps in evaluations.jsonl."""
+    return {row["step"] for row in self._evaluations.rows()}
 
   def close(self) -> None:
     """Closes the trackers, which flushes what they buffer."""
@@ -96,46 +191,6 @@ class Journal:
       tracker.close()
 
 
-def read_jsonl(file: Path) -> list[dict[str, Any]]:
-  """Returns the objects of a JSON-lines file.
-
-  Skips invalid lines, such as one that was being written when the process was killed.
-  """
-  return list(_each(file))
-
-
-def _each(file: Path) -> Iterator[dict[str, Any]]:
-  """Yields the objects one at a time, so that a long file is never completely in memory."""
-  if not file.exists():
-    return
-  with file.open() as lines:
-    for line in lines:
-      try:
-        yield json.loads(line)
-      except json.JSONDecodeError:
-        continue
-
-
-def _append(file: Path, row: Mapping[str, Any]) -> None:
-  if "://" in str(file):  # object stores cannot append
-    file.write_text((file.read_text() if file.exists() else "") + json.dumps(row) + "\n")
-    return
-  with file.open("a") as out:
-    out.write(json.dumps(row) + "\n")
-
-
-def _cut_back(file: Path, step: int) -> None:
-  """Removes the rows of later steps."""
-  if file.exists():
-    _rewrite(file, (row for row in _each(file) if row["step"] <= step))
-
-
-def _rewrite(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-  temporary = file.with_suffix(".tmp")
-  with temporary.open("w") as out:
-    out.writelines(json.dumps(row) + "\n" for row in rows)
-  temporary.replace(file)
-
-
 def _null_if_not_finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-  return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+  is_finite = lambda value: value is not None and math.isfinite(value)
+  return {name: value if is_finite(value) else None for name, value in metrics.items()}

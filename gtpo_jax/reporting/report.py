@@ -19,11 +19,14 @@ from gtpo_jax.reporting.figures import (
   step_figures,
   time_split,
 )
+from gtpo_jax.reporting.overview import execution, held_out, samples, settings, verdict
 from gtpo_jax.reporting.runs import Run, RunGroup, group_runs, number, read_run, run_label
+from gtpo_jax.reporting.timeline import timeline_figure
+from gtpo_jax.reporting.truth_figure import truth_figure
 from gtpo_jax.reporting.viewer import MAX_TOKENS, viewer_data, visible
 
 PAGE = Path(__file__).parent / "page"
-SECTIONS = ("Evaluation", "Reward", "Policy", "Update", "Groups and time")
+SECTIONS = ("Evaluation", "Reward", "Policy", "Update", "Truth", "Groups and time")
 TABLE_ROWS = 8  # rows of the table below a figure, spread evenly over the run
 
 
@@ -41,7 +44,7 @@ def make_report(workdirs: Sequence[Path]) -> str:
     _add_texts(figure, groups)
   viewer, packed = _viewer(groups)
   script = "\n".join(
-    (PAGE / name).read_text(encoding="utf-8") for name in ("charts.js", "viewer.js")
+    (PAGE / name).read_text(encoding="utf-8") for name in ("charts.js", "values.js", "viewer.js")
   )
   digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
   page = jinja2.Environment(
@@ -53,7 +56,9 @@ def make_report(workdirs: Sequence[Path]) -> str:
     title=_title(groups),
     version=gtpo_jax.__version__,
     labels=[visible(group.label) for group in groups],
+    verdicts=[verdict(group) for group in groups],
     runs=[_row(color, group, run) for color, group in enumerate(groups) for run in group.runs],
+    samples=_samples(groups),
     facts=_facts(groups),
     legend=_legend(groups),
     sections=[(name, members) for name, members in by_section.items() if members],
@@ -61,9 +66,11 @@ def make_report(workdirs: Sequence[Path]) -> str:
       "box": dict(zip(("left", "bottom", "right", "top"), BOX, strict=True)),
       "figures": [{key: figure[key] for key in plotted} for figure in figures],
     },
+    timeline=timeline_figure(groups),
+    truth=truth_figure(groups),
     viewer=viewer,
     packed=packed,
-    **_settings(groups),
+    **settings(groups),
     css=(PAGE / "report.css").read_text(encoding="utf-8"),
     script=script,
     script_hash=f"'sha256-{digest}'",
@@ -117,26 +124,24 @@ def _row(color: int, group: RunGroup, run: Run) -> dict[str, Any]:
     "label": visible(run_label(group, run)),
     "folder": visible(str(run.workdir)),
     "steps": f"{run.steps} of {run.config['steps']}",
-    "held_out": _held_out(run),
+    "held_out": held_out(run),
     "reward": _plain(number(last, "reward/mean")),
     "entropy": _plain(number(last, "entropy/mean")),
     "length": _plain(number(last, "length/mean")),
     "seconds": f"{step_s:.3g} s",
+    "execution": execution(run),
     "split": [(phase, f"{share:.0%}", round(100 * share, 2)) for phase, share in shares.items()],
   }
 
 
-def _held_out(run: Run) -> tuple[str, str, str] | None:
-  """Returns mean@n of the first and the last evaluation, and the interval of the last."""
-  key = next((key for row in run.evaluations.values() for key in row if "/mean@" in key), None)
-  if key is None:
-    return None
-  rows = [row for row in run.evaluations.values() if not math.isnan(number(row, key))]
-  if not rows:
-    return None
-  low, high = (rows[-1].get("intervals") or {}).get(key) or (None, None)
-  interval = "" if low is None or high is None else f"[{low:.1%}, {high:.1%}]"
-  return f"{number(rows[0], key):.1%}", f"{number(rows[-1], key):.1%}", interval
+def _samples(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
+  """Returns the completions before and after training of the first run of every group."""
+  shown = [(color, group, samples(group.runs[0])) for color, group in enumerate(groups)]
+  return [
+    {"color": color, "label": visible(run_label(group, group.runs[0])), "steps": steps}
+    for color, group, steps in shown
+    if steps
+  ]
 
 
 def _add_texts(figure: dict[str, Any], groups: Sequence[RunGroup]) -> None:
@@ -186,12 +191,3 @@ def _viewer(groups: Sequence[RunGroup]) -> tuple[dict[str, Any] | None, list[str
       packed += texts
       runs.append({"label": visible(run_label(group, run)), **data})
   return ({"runs": runs} if runs else None), packed
-
-
-def _settings(groups: Sequence[RunGroup]) -> dict[str, list[tuple[str, list[str]]]]:
-  """Returns all settings of all run groups, and those that differ between groups."""
-  configs = [group.runs[0].config for group in groups]
-  show = lambda value: "–" if value is None else visible(str(value))
-  rows = [(key, [show(config[key]) for config in configs]) for key in configs[0]]
-  differing = [(key, values) for key, values in rows if len(set(values)) > 1 and key != "seed"]
-  return {"settings": rows, "differing": differing}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import numpy as np
 from gtpo_jax.algorithms import Algorithm, make
 from gtpo_jax.checkpoint.workdir import MAY_CHANGE, load_config
 from gtpo_jax.config import flatten, resolved_dict
-from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.reporting.log_files import read_jsonl
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.storage import is_remote
 
 # Fields in which runs of one group may differ: the seed, and how a run executes and logs.
 IGNORED = ("seed", *(name for name in MAY_CHANGE if name not in ("steps", "eval")))
@@ -124,7 +126,8 @@ def group_runs(runs: Sequence[Run]) -> list[RunGroup]:
   Raises:
     UserError: a run is listed twice, or there are more groups than colors.
   """
-  paths = [str(run.workdir.resolve()) for run in runs]
+  resolved = (run.workdir if is_remote(run.workdir) else run.workdir.resolve() for run in runs)
+  paths = [str(path) for path in resolved]
   for path in paths:
     if paths.count(path) > 1:
       raise UserError(f"workdir {path!r} is listed twice")
@@ -158,7 +161,7 @@ def number(row: Mapping[str, Any], metric: str) -> float:
   """Returns a metric of a row; NaN if it is missing or not a number."""
   value = row.get(metric)
   is_number = isinstance(value, int | float) and not isinstance(value, bool)
-  return float(value) if is_number else math.nan
+  return float(value) if is_number and abs(value) <= sys.float_info.max else math.nan
 
 
 def smoothed(values: np.ndarray, span: float) -> np.ndarray:
@@ -199,8 +202,12 @@ def _by_step(file: Path) -> dict[int, dict[str, Any]]:
 
 
 def _interval(row: Mapping[str, Any], metric: str) -> tuple[float, float]:
-  ends = (row.get("intervals") or {}).get(metric) or (None, None)
-  return tuple(math.nan if end is None else float(end) for end in ends)
+  intervals = row.get("intervals")
+  ends = intervals.get(metric) if isinstance(intervals, dict) else None
+  if not isinstance(ends, list) or len(ends) != 2:
+    return math.nan, math.nan
+  low, high = ({"end": end} for end in ends)
+  return number(low, "end"), number(high, "end")
 
 
 def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:

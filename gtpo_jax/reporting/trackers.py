@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from gtpo_jax.config import Config, resolved_dict
-from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.distributed import broadcast_from_first
+from gtpo_jax.runtime.errors import RunError, UserError, first_line
+from gtpo_jax.runtime.installing import install_command
+
+VALUES_PER_FILE = 20_000  # scalars in one TensorBoard file, about 1.5 MB
+ONLINE_MODES = ("online", "shared")  # of W&B; the others need no key
 
 
 class Tracker(Protocol):
@@ -21,7 +27,7 @@ class Tracker(Protocol):
   def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
     """Logs the metrics of a step, except those that are not finite."""
 
-  def log_sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
+  def log_sample(self, step: int, prompt: str, completion: str, correct: bool | None) -> None:
     """Logs one completion."""
 
   def close(self) -> None:
@@ -29,19 +35,38 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-  """Writes WORKDIR/tensorboard. A resumed run purges the steps after the restored one."""
+  """Writes event files into the workdir. A resumed run purges the steps after the restored one.
+
+  TensorBoard names a run after the folder of its event files, relative to `--logdir`. So
+  `tensorboard --logdir=runs` shows the run in runs/mine as `mine`. A file is ended after
+  `VALUES_PER_FILE` values, because an object store receives it as a whole.
+  """
 
   def __init__(self, workdir: Path, resumed_step: int):
+    self._folder = str(workdir)
+    self._files = 0
+    self._open(purge_step=resumed_step + 1)
+
+  def _open(self, purge_step: int | None = None) -> None:
     from tensorboardX import SummaryWriter
 
-    self._writer = SummaryWriter(str(workdir / "tensorboard"), purge_step=resumed_step + 1)
+    # Two files of the same second need different names, in order.
+    suffix = f".{self._files:06d}"
+    self._writer = SummaryWriter(self._folder, purge_step=purge_step, filename_suffix=suffix)
+    self._files += 1
+    self._values = 0
 
   def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
     """See `Tracker`."""
-    for name, value in finite(metrics).items():
+    if self._values >= VALUES_PER_FILE:
+      self._writer.close()
+      self._open()
+    values = finite(metrics)
+    for name, value in values.items():
       self._writer.add_scalar(name, value, step)
+    self._values += len(values)
 
-  def log_sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
+  def log_sample(self, step: int, prompt: str, completion: str, correct: bool | None) -> None:
     """See `Tracker`. TensorBoard renders Markdown, so the text is indented to keep it verbatim."""
     text = "\n".join("    " + line for line in f"{prompt}\n\n{completion}".splitlines())
     self._writer.add_text("sample", f"**{'right' if correct else 'wrong'}**\n\n{text}", step)
@@ -59,23 +84,29 @@ class WeightsAndBiases:
   (WANDB_MODE, WANDB_API_KEY, ...) apply.
   """
 
-  def __init__(self, workdir: Path, config: Config):
+  def __init__(self, workdir: Path, config: Config, name: str):
     import wandb
 
     id_file = workdir / "wandb_id"
     self._table = lambda rows: wandb.Table(
       columns=["step", "prompt", "completion", "right"], data=rows
     )
-    self._samples: list[tuple[int, str, str, bool]] = []
-    self._run = wandb.init(
-      project=config.log.wandb,
-      dir=str(workdir),
-      name=workdir.name,
-      config=resolved_dict(config),
-      resume="allow",
-      id=id_file.read_text() if id_file.exists() else None,
-      settings=wandb.Settings(console="off", quiet=True),
-    )
+    self._samples: list[tuple[int, str, str, bool | None]] = []
+    try:
+      self._run = wandb.init(
+        project=config.log.wandb,
+        dir=str(workdir),
+        name=name,
+        config=resolved_dict(config),
+        resume="allow",
+        id=_read_id(id_file),
+        settings=wandb.Settings(console="off", quiet=True),
+      )
+    except Exception as error:  # such as a server that does not answer
+      raise RunError(
+        f"log.wandb = {config.log.wandb!r}: W&B does not start the run ({first_line(error)}); set "
+        "WANDB_MODE=offline, or leave log.wandb empty, then run the same command again"
+      ) from error
     id_file.write_text(self._run.id)
     self._run.define_metric("*", step_metric="step")
 
@@ -86,7 +117,7 @@ class WeightsAndBiases:
       logged["samples"] = self._table(self._samples)
     self._run.log({"step": step, **logged})
 
-  def log_sample(self, step: int, prompt: str, completion: str, correct: bool) -> None:
+  def log_sample(self, step: int, prompt: str, completion: str, correct: bool | None) -> None:
     """See `Tracker`. Keeps only the samples of the newest step."""
     same_step = [row for row in self._samples if row[0] == step]
     self._samples = [*same_step, (step, prompt, completion, correct)]
@@ -96,16 +127,45 @@ class WeightsAndBiases:
     self._run.finish()
 
 
+def _read_id(file: Path) -> str | None:
+  """Returns the id of the W&B run to resume; None if there is none, or if the file is damaged."""
+  if not file.is_file():
+    return None
+  text = file.read_bytes().decode("ascii", "replace").strip()
+  return text if re.fullmatch(r"[\w-]{1,64}", text, re.ASCII) else None
+
+
 def check_trackers(config: Config) -> None:
-  """Checks that the library of every requested tracker is installed.
+  """Checks that every requested tracker can be used.
 
   Raises:
-    UserError: `log.wandb` is set and wandb is missing.
+    UserError: `log.wandb` is set, and the library is missing or W&B does not accept the key.
   """
-  if config.log.wandb and importlib.util.find_spec("wandb") is None:
+  project = config.log.wandb
+  if not project:
+    return
+  if importlib.util.find_spec("wandb") is None:
     raise UserError(
-      f"log.wandb = {config.log.wandb!r} needs the wandb library: "
-      f"pip install 'gtpo_jax[wandb]', or leave log.wandb empty"
+      f"log.wandb = {project!r} needs the wandb library: "
+      f"{install_command('wandb')}, or leave log.wandb empty"
+    )
+  broadcast_from_first(lambda: _check_login(project))
+
+
+def _check_login(project: str) -> None:
+  """Checks that W&B accepts this machine's key. Without one, W&B would ask for it much later."""
+  import wandb
+
+  if wandb.setup().settings.mode not in ONLINE_MODES:
+    return
+  try:
+    reason = "" if wandb.login(prompt=False) else "it has no API key"
+  except Exception as error:  # the library raises errors of several families
+    reason = first_line(error)
+  if reason:
+    raise UserError(
+      f"log.wandb = {project!r}: cannot log in to W&B ({reason}); set WANDB_API_KEY or run "
+      "`wandb login`, set WANDB_MODE=offline, or leave log.wandb empty"
     )
 
 

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import functools
 import gzip
 import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gtpo_jax.algorithms import Algorithm, make
-from gtpo_jax.reporting.credit import CreditRecord, credit_files, read_credit
+from gtpo_jax.reporting.credit import CreditRecord, credit_files, read_credit, shaped_and_advantages
 
 MAX_TOKENS = 1_000_000  # in one report, to bound the size of the page; see `viewer_data`
 
@@ -41,6 +38,10 @@ SYMBOLS = {
 HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Cn", "Co", "Zl", "Zp")
 
 
+# The shaped rewards and the advantages of a record's k groups shown, each f32[k, g, t].
+Credit = tuple[np.ndarray, np.ndarray]
+
+
 @dataclasses.dataclass(frozen=True)
 class Scheme:
   """An algorithm that assigns credit to tokens, and its label in the viewer."""
@@ -49,13 +50,13 @@ class Scheme:
   algorithm: Algorithm
   trained: bool  # whether it trained the run
 
-  def credit(self, record: CreditRecord) -> tuple[np.ndarray, np.ndarray]:
+  def credit(self, record: CreditRecord) -> Credit:
     """Returns the shaped rewards and advantages, f32[k, g, t], of the record's k groups shown.
 
     They are computed from the complete batch, and are 0 after the end of a completion.
     """
     signals = record.signals(guided=bool(self.algorithm.settings.guide_completions))
-    shaped, advantages = _credit(self.algorithm, signals)
+    shaped, advantages = shaped_and_advantages(self.algorithm, signals)
     return np.asarray(shaped)[record.shown], np.asarray(advantages)[record.shown]
 
 
@@ -98,10 +99,13 @@ def viewer_data(
   vocabulary: dict[str, int] = {}
   steps = []
   packed = []
+  knows_truth = False
   for file in _thinned(files, max_tokens):
     record = read_credit(file)
-    packed += _packed_groups(record, run_schemes, vocabulary)
-    groups = [_group(record, i) for i in range(len(record.shown))]
+    credit = [scheme.credit(record) for scheme in run_schemes]
+    knows_truth |= bool(record.truth[record.shown].any())
+    packed += _packed_groups(record, credit, vocabulary)
+    groups = [_group(record, i, credit) for i in range(len(record.shown))]
     steps.append({"step": record.step, "prompts": len(record.lengths), "groups": groups})
   data = {
     "schemes": [
@@ -117,12 +121,13 @@ def viewer_data(
     "pieces": [visible(text) for text in vocabulary],
     "breaks": [i for text, i in vocabulary.items() if "\n" in text],
     "recorded": len(files),
+    "truth": knows_truth,
     "steps": steps,
   }
   return data, packed
 
 
-def _group(record: CreditRecord, i: int) -> dict[str, Any]:
+def _group(record: CreditRecord, i: int, credit: Sequence[Credit]) -> dict[str, Any]:
   """Returns the data of the i-th group shown that the page needs before it unpacks tokens."""
   group = record.shown[i]
   names = ("lengths", "correct", "valid", "finished", "guided")
@@ -133,11 +138,27 @@ def _group(record: CreditRecord, i: int) -> dict[str, Any]:
     "answer": visible(record.answers[i], "\n\t"),
     **{name: getattr(record, name)[group].tolist() for name in names},
     "reward": [rounded(x) for x in reward],
+    "spread": [spread(shaped[i], record, group) for shaped, _ in credit],
   }
 
 
+def spread(shaped: np.ndarray, record: CreditRecord, group: int) -> list[float]:
+  """Returns how much the shaped rewards f32[g, t] of a group differ between tokens of O+ and of O-.
+
+  Each is the mean absolute difference from the side's median, relative to its largest absolute
+  value. It is 0 if all tokens of a side have the same shaped reward, or if a side has no tokens.
+  """
+  mask = record.mask[group] & record.valid[group][:, None]
+  differences = []
+  for verdict in (True, False):
+    x = shaped[mask & (record.correct[group] == verdict)[:, None]]
+    largest = np.abs(x).max(initial=0.0)
+    differences.append(rounded(np.abs(x - np.median(x)).mean() / largest) if largest else 0.0)
+  return differences
+
+
 def _packed_groups(
-  record: CreditRecord, run_schemes: Sequence[Scheme], vocabulary: dict[str, int]
+  record: CreditRecord, credit: Sequence[Credit], vocabulary: dict[str, int]
 ) -> list[str]:
   """Packs the tokens of each group shown, and adds their texts to the run's vocabulary."""
   numbers = [vocabulary.setdefault(text, len(vocabulary)) for text in record.pieces]
@@ -146,9 +167,10 @@ def _packed_groups(
     record.ids,
     record.entropy[record.shown],
     record.log_probs,
+    record.truth[record.shown].astype(np.int32),
   ]
-  for scheme in run_schemes:
-    columns += scheme.credit(record)
+  for of_scheme in credit:
+    columns += of_scheme
   masks = record.mask[record.shown]
   return [pack([column[i][mask] for column in columns]) for i, mask in enumerate(masks)]
 
@@ -198,15 +220,6 @@ def _symbol(char: str) -> str:
 def rounded(value: float) -> float:
   """Rounds a number to 6 significant digits, for JSON."""
   return float(f"{value:.6g}")
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _credit(
-  algorithm: Algorithm, signals: dict[str, jax.Array | None]
-) -> tuple[jax.Array, jax.Array]:
-  shaped, _ = algorithm.shaped(**signals)
-  advantages = algorithm.advantages(**signals)
-  return jnp.where(signals["mask"], shaped.plus + shaped.minus, 0.0), advantages
 
 
 def _thinned(files: dict[int, Path], max_tokens: int) -> list[Path]:

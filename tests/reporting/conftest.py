@@ -5,6 +5,7 @@ import types
 
 import pytest
 from pages import open_report
+from shared_folders import create_once
 
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.loop import train
@@ -20,10 +21,13 @@ def mixed_verdicts(prompts, completions, answers, extras):
 @pytest.fixture(scope="package")
 def runs(tmp_path_factory):
   """The folder of three runs: GTPO with two seeds and two steps each, and GRPO with one step."""
+  return create_once(tmp_path_factory, "report_runs", train_runs)
+
+
+def train_runs(folder):
   module = types.ModuleType("a_verifier")
   module.verify = mixed_verdicts
   sys.modules["a_verifier"] = module
-  folder = tmp_path_factory.mktemp("report")
   for name, changes in {
     "gtpo-0": {},
     "gtpo-1": {"seed": 1},
@@ -40,11 +44,11 @@ def runs(tmp_path_factory):
     config.batch.prompts = 8
     config.batch.group = 4
     config.batch.micro_batches = 2
-    config.warm_start.steps = 40
+    config.warm_start.steps = 20
     config.warm_start.batch = 8
     config.reward.verifier = "a_verifier:verify"
     config.eval.problems = 12
-    config.eval.samples = 4
+    config.eval.samples = 2
     config.eval.batch = 8
     config.optimizer.learning_rate = 1e-3
     config.log.credit_groups = 3
@@ -52,7 +56,6 @@ def runs(tmp_path_factory):
     config.update_from_flattened_dict(changes)
     assert train(freeze(config), folder / name, Display(enabled=False)).finished
   del sys.modules["a_verifier"]
-  return folder
 
 
 @pytest.fixture(scope="package")

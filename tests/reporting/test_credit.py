@@ -1,17 +1,28 @@
-"""Credit records: writing, removal on resume, reading, and errors for damaged files."""
+"""Credit records are written, read, removed on resume, and rejected if damaged."""
+
+import zipfile
 
 import numpy as np
 import pytest
 
 from gtpo_jax.config.sections import LogSection
 from gtpo_jax.data.chat import load_chat
-from gtpo_jax.reporting.credit import CreditRecord, credit_files, read_credit, save_credit
+from gtpo_jax.reporting.credit import (
+  CreditRecord,
+  credit_files,
+  read_credit,
+  repair_credit,
+  save_credit,
+)
 from gtpo_jax.reporting.journal import Journal
 from gtpo_jax.runtime.errors import UserError
 
 
 def make_record(step=3):
-  """Returns two groups of two completions with at most four tokens; the second is shown."""
+  """Returns a record of two groups of two completions with at most four tokens each.
+
+  The report shows the tokens of the second group.
+  """
   lengths = np.array([[1, 4], [2, 3]], np.int32)
   mask = np.arange(4) < lengths[..., None]
   false = np.zeros((2, 2), bool)
@@ -25,6 +36,7 @@ def make_record(step=3):
     valid=np.array([[True, True], [True, False]]),
     finished=~false,
     guided=false,
+    truth=np.where(mask, 12, 0).astype(np.uint8),
     shown=np.array([1], np.int32),
     ids=np.where(mask[1:], 7, 0).astype(np.int32),
     log_probs=np.where(mask[1:], np.float32(-0.5), 0),
@@ -77,20 +89,44 @@ def test_steps_that_are_recorded(every, last, expected):
   assert [step for step in range(1, last + 1) if section.keeps_credit(step, last)] == expected
 
 
+def flip_contents(file):
+  """Flips a bit of the largest array of an archive."""
+  with zipfile.ZipFile(file) as archive:
+    largest = max(archive.infolist(), key=lambda member: member.compress_size)
+    starts = [member.header_offset for member in archive.infolist()] + [archive.start_dir]
+  end = min(start for start in starts if start > largest.header_offset)
+  data = bytearray(file.read_bytes())
+  data[end - largest.compress_size // 2] ^= 1
+  file.write_bytes(data)
+
+
 def test_resuming_removes_the_records_of_later_steps(tmp_path):
   for step in (1, 2, 10):
     save_credit(tmp_path, make_record(step))
   assert list(credit_files(tmp_path)) == [1, 2, 10]
-  Journal(tmp_path, 2, tensorboard=False)
+  recorded = lambda step: step in (1, 2, 3, 10)
+  assert repair_credit(tmp_path, 2, recorded) == []
   assert list(credit_files(tmp_path)) == [1, 2]
-  Journal(tmp_path, 0, tensorboard=False)
+  assert repair_credit(tmp_path, 3, recorded) == [
+    "credit lacks step 3, which cannot be known again"
+  ]
+  (tmp_path / "credit" / "1.npz").write_bytes(b"PK and no more")
+  assert repair_credit(tmp_path, 2, recorded) == [
+    "credit/1.npz is damaged and was renamed to 1.npz.damaged"
+  ]
+  flip_contents(tmp_path / "credit" / "2.npz")
+  assert "credit/2.npz is damaged and was renamed" in repair_credit(tmp_path, 2, recorded)[0]
+  assert credit_files(tmp_path) == {}
+  save_credit(tmp_path, make_record(1))
+  assert repair_credit(tmp_path, 0, recorded) == []
   assert credit_files(tmp_path) == {}
 
 
 def test_resuming_removes_later_evaluations(tmp_path):
   journal = Journal(tmp_path, 0, tensorboard=False)
   for step in (0, 2, 4):
-    journal.write_evaluation(step, {"problems": 3, "intervals": {"eval/sums/pass@1": [0.25, 0.5]}})
+    summary = {"problems": 3, "intervals": {"eval/sums/pass@1": [0.25, 0.5]}}
+    journal.write_evaluation(step, summary, {"eval/sums/pass@1": 0.4})
   assert (tmp_path / "evaluations.jsonl").read_text().count("\n") == 3
   Journal(tmp_path, 2, tensorboard=False)
   last = (tmp_path / "evaluations.jsonl").read_text().splitlines()[-1]
@@ -98,7 +134,7 @@ def test_resuming_removes_later_evaluations(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [0, 10, 300, -30])
-def test_a_truncated_file_is_rejected_in_one_line(tmp_path, cut):
+def test_a_truncated_file_is_rejected_with_one_line(tmp_path, cut):
   save_credit(tmp_path, make_record())
   file = credit_files(tmp_path)[3]
   file.write_bytes(file.read_bytes()[:cut])
@@ -108,7 +144,7 @@ def test_a_truncated_file_is_rejected_in_one_line(tmp_path, cut):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_flipped_bit_never_changes_numbers(tmp_path, seed):
+def test_a_flipped_bit_raises_an_error_or_changes_no_number(tmp_path, seed):
   save_credit(tmp_path, make_record())
   file = credit_files(tmp_path)[3]
   rng = np.random.default_rng(seed)
@@ -132,7 +168,7 @@ def test_another_format_is_rejected(tmp_path):
   file = credit_files(tmp_path)[3]
   with np.load(file) as stored:
     np.savez_compressed(file, **{**stored, "format": 2})
-  with pytest.raises(UserError, match="has format 2, this version of gtpo_jax reads 1"):
+  with pytest.raises(UserError, match="has format 2, but this version of gtpo_jax reads 1"):
     read_credit(file)
 
 
@@ -155,10 +191,10 @@ def test_pieces_concatenate_to_the_text(text):
   assert len(pieces) == len(ids) and "".join(pieces) == text + "<|im_end|>"
 
 
-def test_a_character_of_several_tokens_belongs_to_the_last():
+def test_a_character_of_several_tokens_is_the_text_of_the_last():
   chat = load_chat()
   smile = chat.encode_text("🙂")
   assert len(smile) == 4  # the small tokenizer falls back to bytes
   assert chat.pieces([*smile, *chat.encode_text("a")]) == ["", "", "", "🙂", "a"]
-  assert chat.pieces(smile[:2]) == ["", "\ufffd"]  # the completion ends within it
+  assert chat.pieces(smile[:2]) == ["", "\ufffd"]  # the completion ends within the character
   assert chat.pieces([]) == []

@@ -40,6 +40,15 @@ def test_a_curve_of_several_seeds_has_a_band(tmp_path):
   assert figure["svg"].count('class="smooth color0"') == 2  # the band and the mean
 
 
+def test_truth_is_drawn_where_it_is_known(tmp_path):
+  """A class without tokens, such as the filler of a task that has none, has no curve."""
+  keys = [f"truth/entropy/{name}" for name in ("decisive", "copied", "filler")]
+  row = lambda x: dict(zip(keys, (x, x, None), strict=True))
+  (figure,) = step_figures([RunGroup("gtpo", (make_run(tmp_path, [row(0.7), row(0.6)]),))])
+  assert (figure["title"], figure["section"]) == ("Entropy by token class", "Truth")
+  assert [line["name"] for line in figure["lines"]] == ["decisive", "copied"]
+
+
 def test_long_runs_are_drawn_with_few_points(tmp_path):
   values = np.arange(10_000) % 2
   (figure,) = step_figures([RunGroup("gtpo", (make_run(tmp_path, rewards(*values.tolist())),))])

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from gtpo_jax.reporting.journal import Journal, read_jsonl
+from gtpo_jax.reporting.journal import Journal
+from gtpo_jax.reporting.log_files import read_jsonl
 
 
 def fill(workdir, steps, first=0):
@@ -112,7 +113,7 @@ def test_tensorboard_files_are_written_on_request(tmp_path):
   journal.write(1, {"loss": 1.0})
   journal.write_sample(1, "1+2:", "3", correct=True)
   journal.close()
-  events = list((tmp_path / "tensorboard").glob("events*"))
+  events = list(tmp_path.glob("events*"))
   assert len(events) == 1
   assert b"loss" in events[0].read_bytes()
 
@@ -122,7 +123,7 @@ def scalars(folder):
   from tensorboardX.proto.event_pb2 import Event, SessionLog
 
   shown = []
-  for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns):
+  for file in sorted(folder.glob("events*"), key=lambda file: file.stat().st_mtime_ns):
     data = file.read_bytes()
     while data:
       length = struct.unpack("<Q", data[:8])[0]
@@ -143,7 +144,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     journal.amend(last, {"eval/sums/mean@2": 0.5})
     journal.close()
     time.sleep(1.1)  # TensorBoard names event files by the second
-  shown = scalars(tmp_path / "tensorboard")
+  shown = scalars(tmp_path)
   assert sorted(shown) == sorted({*shown})
   assert [step for tag, step in shown if tag == "loss"] == [1, 2, 3, 4]
   for name in ("metrics.jsonl", "samples.jsonl"):

@@ -13,7 +13,7 @@ from pages import METHODS, select, shown_numbers, slow_credit, token, value
 from gtpo_jax import cli
 from gtpo_jax.algorithms import make
 from gtpo_jax.reporting.credit import credit_files, read_credit, save_credit
-from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.reporting.log_files import read_jsonl
 from gtpo_jax.reporting.report import make_report
 from gtpo_jax.reporting.viewer import schemes, visible
 
@@ -216,6 +216,8 @@ def test_one_run_of_one_step(runs, opened):
     "gtpo, method 3: group",
   ]
   record = read_credit(credit_files(runs / "grpo")[1])
+  select(page, 1, 0)
+  page.select_option("#v-group", index=0)
   token(page, record, 1, 2).hover()
   _, table = shown_numbers(page)
   shaped, advantages = slow_credit(record, "grpo")
@@ -278,6 +280,87 @@ def test_light_dark_and_print(runs, opened):
   assert page.locator(".chart").first.is_visible()
 
 
+def test_the_top_of_a_report(runs, opened):
+  """The verdict, how the run was executed, and samples, on a wide and on a narrow screen."""
+  page = opened(runs / "gtpo-0")
+  rows = read_jsonl(runs / "gtpo-0" / "metrics.jsonl")
+  before, after = (f"{rows[step]['eval/sums/mean@2']:.1%}" for step in (0, 2))
+  verdict = page.inner_text(".verdict")
+  assert verdict.startswith("Held-out accuracy ") and verdict.endswith("overlap.")
+  assert before in verdict and after in verdict and " in 2 steps" in verdict
+  facts = page.inner_text(".execution")
+  for text in ("UTC", "8 x cpu in 1 process(es)", "jax ", "python ", "a Python program"):
+    assert text in facts
+  titles = page.locator(".samples h4").all_inner_texts()
+  assert titles == ["Before training (sampled in step 1)", "Step 2"]
+  samples = read_jsonl(runs / "gtpo-0" / "samples.jsonl")
+  assert visible(samples[0]["completion"]).strip() in page.inner_text(".sample >> nth=0")
+  page.set_viewport_size({"width": 400, "height": 900})
+  assert page.evaluate("document.documentElement.scrollWidth") == 400
+  assert page.locator(".runs .n").first.is_visible()
+  edges = page.locator(".runs td").evaluate_all(
+    "all => all.map(each => each.getBoundingClientRect().right)"
+  )
+  assert max(edges) <= 400
+
+
+def test_tokens_are_not_broken_between_lines(runs, record, opened):
+  """At any width each token is on one line, unless it is wider than the line."""
+  page = opened(runs / "gtpo-0")
+  for width in (1300, 400, 330):
+    page.set_viewport_size({"width": width, "height": 900})
+    lines = page.locator(".t").evaluate_all("all => all.map(each => each.getClientRects().length)")
+    assert set(lines) == {1}
+
+
+def with_credit(runs, record, tmp_path, **changes):
+  """Returns a copy of a run whose only credit record has these changes."""
+  workdir = tmp_path / "run"
+  shutil.copytree(runs / "gtpo-0", workdir, ignore=shutil.ignore_patterns("checkpoints", "base"))
+  for file in credit_files(workdir).values():
+    file.unlink()
+  save_credit(workdir, dataclasses.replace(record, **changes))
+  return workdir
+
+
+def test_the_viewer_says_why_credit_is_even_and_opens_where_it_is_not(
+  runs, record, opened, tmp_path
+):
+  """In the first group shown, all completions of a side get the same text and entropies."""
+  same, uneven = record.shown[:2]
+  lengths = record.lengths.copy()
+  entropy = record.entropy.copy()
+  ids = record.ids.copy()
+  correct = record.correct.copy()
+  lengths[same] = 4
+  entropy[same] = 0
+  entropy[same, :, :4] = [0.5, 0.1, 0.2, 0.9]
+  ids[0, :, :4] = [1, 2, 3, 4]
+  entropy[uneven] *= np.float32([1, 2, 1, 3])[:, None]
+  correct[same] = correct[uneven] = [True, True, False, False]
+  changes = {"lengths": lengths, "entropy": entropy, "ids": ids, "correct": correct}
+  page = opened(with_credit(runs, record, tmp_path, **changes))
+  assert page.eval_on_selector("#v-group", "each => each.selectedIndex") == 1
+  assert "The reward is" not in page.inner_text("#v-note")
+  select(page, 2, 0)
+  page.select_option("#v-group", index=0)
+  page.wait_for_function("document.querySelectorAll('.t').length === 16")
+  note = page.inner_text("#v-note")
+  assert (
+    "The reward is 1.100 for every correct token: the 2 correct completions are the same" in note
+  )
+  assert "The reward is −1.100 for every wrong token: the 2 wrong completions are the same" in note
+  assert "1.100 throughout" in page.inner_text("#v-scale")
+  page.check("input[name=scheme][value='1']")  # method 2 compares tokens of one completion
+  assert "The reward is" not in page.inner_text("#v-note")
+
+
+def test_the_viewer_says_that_grpo_does_not_shape_rewards(runs, opened):
+  page = opened(runs / "grpo")
+  note = page.inner_text("#v-note")
+  assert "The reward is 1.000 for every correct token: this algorithm does not shape" in note
+
+
 HOSTILE = [
   "</script><script>window.taken = 1</script>",
   "<img src=x onerror='window.taken = 1'>",
@@ -299,7 +382,18 @@ def test_hostile_text_is_shown_and_never_run(runs, record, opened, tmp_path):
   shutil.copytree(runs / "gtpo-0", workdir, ignore=shutil.ignore_patterns("checkpoints", "base"))
   config = json.loads((workdir / "config.json").read_text())
   config["data"]["system"] = HOSTILE[0]
+  config["data"] |= {"train": HOSTILE[0], "eval": "sums"}
+  config["warm_start"]["steps"] = 0  # it would need demonstrations of that data
+  config["model"]["path"] = f"/{HOSTILE[1]}"
   (workdir / "config.json").write_text(json.dumps(config))
+  tag = f"eval/{HOSTILE[0]}/mean@2"  # evaluations are named after their file
+  for log in ("metrics.jsonl", "evaluations.jsonl"):
+    rows = [{**row, tag: 0.5} for row in read_jsonl(workdir / log)]
+    (workdir / log).write_text("".join(json.dumps(row) + "\n" for row in rows))
+  with (workdir / "samples.jsonl").open("a") as samples:
+    for text in HOSTILE:
+      row = {"step": 1, "prompt": text, "completion": text, "correct": True}
+      samples.write(json.dumps(row) + "\n")
   changes = {
     "pieces": HOSTILE,
     "piece": record.piece % len(HOSTILE),
@@ -357,7 +451,7 @@ def test_the_file_loads_nothing(runs):
     ),
     (
       ["--workdir={runs}/grpo", "--workdir={tmp}/other", "--out={tmp}/r.html"],
-      "1.npz' has format 9, this version of gtpo_jax reads 1",
+      "1.npz' has format 9, but this version of gtpo_jax reads 1",
     ),
     (
       ["--workdir={runs}/grpo", "--workdir={runs}/../{name}/grpo", "--out={tmp}/r.html"],

@@ -8,14 +8,16 @@ import pytest
 
 from gtpo_jax.config import freeze
 from gtpo_jax.reporting import journal
-from gtpo_jax.reporting.trackers import TensorBoard, finite
+from gtpo_jax.reporting.journal import Journal
+from gtpo_jax.reporting.trackers import TensorBoard, check_trackers, finite
+from gtpo_jax.runtime.errors import UserError
 
 
-def events(folder):
+def events(folder, files=None):
   """Yields the events of TensorBoard's files."""
   from tensorboardX.proto.event_pb2 import Event
 
-  for file in sorted(folder.iterdir()):
+  for file in sorted(files or folder.iterdir()):
     data = file.read_bytes()
     while data:
       length = struct.unpack("<Q", data[:8])[0]
@@ -28,15 +30,30 @@ def test_tensorboard_logs_metrics_and_samples(tmp_path):
   tracker.log_metrics(3, {"loss": 0.5, "entropy/correct": float("nan")})
   tracker.log_sample(3, "1+2:", "it is `3`\nor *4*", correct=False)
   tracker.close()
-  values = [
-    (event.step, value)
-    for event in events(tmp_path / "tensorboard")
-    for value in event.summary.value
-  ]
+  values = [(event.step, value) for event in events(tmp_path) for value in event.summary.value]
   scalars = [(step, value.tag, value.simple_value) for step, value in values if value.simple_value]
   assert scalars == [(3, "loss", 0.5)]
   (text,) = [value.tensor.string_val[0].decode() for _, value in values if value.tensor.string_val]
   assert text == "**wrong**\n\n    1+2:\n    \n    it is `3`\n    or *4*"
+
+
+def test_damaged_event_files_do_not_disturb_a_resume(tmp_path):
+  """Each session writes files of its own; TensorBoard skips what it cannot read."""
+  tracker = TensorBoard(tmp_path, 0)
+  tracker.log_metrics(1, {"loss": 0.5})
+  tracker.close()
+  (torn,) = tmp_path.iterdir()
+  torn.write_bytes(torn.read_bytes()[:-3])
+  (tmp_path / "events.out.tfevents.1.host").write_bytes(b"\xff" * 100)
+  (tmp_path / "events.out.tfevents.2.host").mkdir()
+  before = set(tmp_path.iterdir())
+  time.sleep(1.1)  # the names have the second at which they were made
+  resumed = Journal(tmp_path, 0, tensorboard=True)
+  resumed.write(1, {"loss": 0.25})
+  resumed.close()
+  new = set(tmp_path.iterdir()) - before - {tmp_path / "metrics.jsonl"}
+  values = [value.simple_value for event in events(tmp_path, new) for value in event.summary.value]
+  assert values == [0.25] and torn in before
 
 
 def test_finite():
@@ -64,7 +81,7 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     monkeypatch.setenv(name, str(tmp_path))
   config = freeze({"seed": 7, "log": {"wandb": "gtpo-test"}})
   for first in (0, 2):
-    make_trackers = lambda: [WeightsAndBiases(tmp_path, config)]
+    make_trackers = lambda: [WeightsAndBiases(tmp_path, config, "a run")]
     written = journal.Journal(tmp_path, first, False, make_trackers)
     for step in (first + 1, first + 2):
       written.write(step, {"loss": step / 2, "entropy/correct": float("nan")})
@@ -101,6 +118,23 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
   assert [row["step"] for row in evaluated] == ["2", "4"]
   for row in evaluated:
     assert any(key.startswith("samples") for key in row)
+
+
+def test_weights_and_biases_without_a_key_is_refused_at_once(tmp_path, monkeypatch):
+  """The library itself would only find out after the warm start, and ask or raise."""
+  wandb = pytest.importorskip("wandb")
+  wandb.teardown()
+  monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+  monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+  for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"):
+    monkeypatch.delenv(name, raising=False)
+  config = freeze({"log": {"wandb": "gtpo-test"}})
+  with pytest.raises(UserError, match=r"log.wandb = 'gtpo-test': cannot log in .*no API key.*MODE"):
+    check_trackers(config)
+  wandb.teardown()
+  monkeypatch.setenv("WANDB_MODE", "offline")
+  check_trackers(config)
+  wandb.teardown()
 
 
 def records(file):

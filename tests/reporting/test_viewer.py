@@ -6,7 +6,8 @@ import gzip
 import numpy as np
 import pytest
 
-from gtpo_jax.reporting.viewer import pack, visible
+from gtpo_jax.reporting.credit import CreditRecord
+from gtpo_jax.reporting.viewer import pack, spread, visible
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,37 @@ def test_packed_numbers_keep_five_digits():
   np.testing.assert_array_equal(words[0].view("<i4"), integers)
   np.testing.assert_allclose(words[1].view("<f4"), floats, rtol=2**-16)
   assert words[1].view("<f4")[-3:].tolist() == [0.0, np.inf, 1.0]
+
+
+def record_of(correct, lengths, width):
+  """Returns a record of one group, with only what `spread` reads."""
+  shape = (1, len(correct))
+  none = np.zeros(shape)
+  return CreditRecord(
+    step=1,
+    lengths=np.asarray([lengths]),
+    entropy=np.zeros((*shape, width), np.float32),
+    correct=np.asarray([correct]),
+    reward=none,
+    penalty=none,
+    valid=np.ones(shape, bool),
+    finished=np.ones(shape, bool),
+    guided=none,
+    truth=np.zeros((*shape, width), np.uint8),
+    shown=np.asarray([0]),
+    ids=none,
+    log_probs=none,
+    piece=none,
+    pieces=[],
+    prompts=[],
+    answers=[],
+  )
+
+
+def test_the_spread_of_each_side_by_hand():
+  record = record_of([True, True, False, False], [2, 2, 2, 1], width=2)
+  shaped = np.float32([[1.0, 1.2], [1.1, 1.1], [-1.0, -1.0], [-1.0, 99.0]])  # 99 is padding
+  # The median of O+ is 1.1, the mean difference from it 0.05, and the largest value 1.2.
+  assert spread(shaped, record, 0) == pytest.approx([0.05 / 1.2, 0.0])
+  one_sided = record_of([True] * 4, [2, 2, 2, 1], width=2)
+  assert spread(np.abs(shaped), one_sided, 0)[1] == 0.0

@@ -5,37 +5,10 @@
   if (!source) return;
   const { runs } = JSON.parse(source.textContent);
   const $ = (id) => document.getElementById(id);
-  const FIXED_COLUMNS = 4;   // piece, id, entropy, log-prob; the columns of the schemes follow
   const SHADES = 8;          // shades of a colour, from light to dark
   const LONG_GROUP = 8000;   // tokens; in longer groups, rows outside the window are not laid out
   let view = null;           // the group shown
   let requests = 0;
-
-  // ---- data
-
-  // Unpacks a text of `pack` in viewer.py into `count` columns.
-  async function unpack(number, count) {
-    const text = $(`packed-${number}`).textContent;
-    const bytes = Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
-    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-    const grouped = new Uint8Array(await new Response(stream).arrayBuffer());
-    const words = grouped.length / 4;
-    const joined = new Uint8Array(grouped.length);
-    for (let rank = 0; rank < 4; rank++) {
-      const from = rank * words;
-      for (let i = 0; i < words; i++) joined[4 * i + rank] = grouped[from + i];
-    }
-    const size = words / count;
-    const column = (type, i) => new type(joined.buffer, 4 * i * size, size);
-    return {
-      piece: column(Int32Array, 0),
-      id: column(Int32Array, 1),
-      entropy: column(Float32Array, 2),
-      logProb: column(Float32Array, 3),
-      shaped: (scheme) => column(Float32Array, FIXED_COLUMNS + 2 * scheme),
-      advantage: (scheme) => column(Float32Array, FIXED_COLUMNS + 2 * scheme + 1),
-    };
-  }
 
   const checked = (name) => document.querySelector(`input[name=${name}]:checked`).value;
   const scheme = () => Number(checked("scheme"));
@@ -45,47 +18,18 @@
   // Returns the values that determine the colours of the tokens.
   function values() {
     const mode = checked("colour");
-    return mode === "entropy" ? view.data.entropy : view.data[mode](scheme());
+    const { data, owner } = view;
+    if (mode === "truth") return Float32Array.from(data.truth, (code, i) => due(code, owner[i].correct));
+    return mode === "entropy" ? data.entropy : data[mode](scheme());
   }
-
-  const withMinus = (value) => String(value).replace("-", "−");
-
-  function format(value) {
-    if (!Number.isFinite(value)) return "–";
-    const size = Math.abs(value);
-    const short = value.toPrecision(4);
-    return withMinus(size >= 1e4 || size < 1e-4 ? String(Number(short)) : short);
-  }
-
-  const countTrue = (flags) => flags.filter(Boolean).length;
 
   // ---- controls
-
-  function make(tag, attributes, ...children) {
-    const element = Object.assign(document.createElement(tag), attributes);
-    element.append(...children);
-    return element;
-  }
-
-  function setOptions(select, labels) {
-    const option = (textContent, value) => make("option", { value, textContent });
-    select.replaceChildren(...labels.map(option));
-  }
-
-  // The index of the step with the most mixed groups, by the number of their correct or of their wrong
-  // completions, whichever is smaller; the last such step in a tie.
-  function mostMixed(steps) {
-    const smallerSide = ({ correct }) =>
-      Math.min(countTrue(correct), correct.length - countTrue(correct));
-    const mixed = steps.map(({ groups }) =>
-      groups.reduce((sum, group) => sum + smallerSide(group), 0));
-    return mixed.lastIndexOf(Math.max(...mixed));
-  }
 
   function onRun() {
     const { schemes, steps } = run();
     setOptions($("v-step"), steps.map((each) => `${each.step}`));
-    $("v-step").value = mostMixed(steps);
+    const best = mostContrast(run());
+    $("v-step").value = best.i;
     const previous = document.querySelector("input[name=scheme]:checked")?.dataset.label;
     const methods = schemes.map((each, i) => {
       const input = make("input", { type: "radio", name: "scheme", value: i });
@@ -97,12 +41,17 @@
     const same = schemes.findIndex((each) => each.label === previous);
     const selected = same >= 0 ? same : schemes.findIndex((each) => each.trained);
     document.querySelectorAll("input[name=scheme]")[selected].checked = true;
-    onStep();
+    $("v-truth").hidden = !run().truth;
+    if (checked("colour") === "truth" && !run().truth) {
+      document.querySelector("input[name=colour][value=shaped]").checked = true;
+    }
+    onStep(best.j);
   }
 
-  function onStep() {
+  function onStep(group = 0) {
     setOptions($("v-group"), step().groups.map(({ correct }, i) =>
       `${i + 1}: ${countTrue(correct)} of ${correct.length} correct`));
+    $("v-group").value = group;
     onGroup();
   }
 
@@ -113,7 +62,7 @@
     const group = step().groups[index];
     $("v-prev").disabled = index === 0;
     $("v-next").disabled = index === step().groups.length - 1;
-    const data = await unpack(group.packed, FIXED_COLUMNS + 2 * current.schemes.length);
+    const data = await unpack($(`packed-${group.packed}`).textContent, current.schemes.length);
     if (request !== requests) return;  // another group was requested meanwhile
     view = { run: current, group, data, rows: [], order: [], spans: [], owner: [], selected: -1 };
     let start = 0;
@@ -217,11 +166,13 @@
     numbers.forEach((value, i) => {
       const hue = hueOf(mode, value);
       const [low, high] = ranges[hue] ?? [0, 0];
-      const share = high - low > 1e-6 * high ? (Math.abs(value) - low) / (high - low) : 0.5;
+      const share = high - low > EVEN * high ? (Math.abs(value) - low) / (high - low) : 0.5;
       const shade = hue === "ent"
         ? Math.round(SHADES * share)
         : 1 + Math.round((SHADES - 1) * share);
-      view.spans[i].className = hue ? classes[hue][shade] : "t";
+      const code = view.data.truth[i];
+      const mark = isWrong(code) ? " wrongly" : decides(code) ? " decides" : "";
+      view.spans[i].className = (hue ? classes[hue][shade] : "t") + mark;
     });
     drawScales(mode, ranges);
     describe(numbers);
@@ -239,10 +190,24 @@
     const { correct } = view.group;
     const right = countTrue(correct);
     const uniform = right === 0 ? "wrong" : right === correct.length ? "correct" : "";
-    const warning = uniform ? `Every completion is ${uniform}: the group is not mixed. ` : "";
+    const warning = uniform ? `Every completion is ${uniform}: the group is not mixed.` : "";
     const { groups, prompts, step: number } = step();
-    $("v-note").textContent = `${warning}${groups.length} of the ${prompts} groups of step `
-      + `${number} are stored token by token, the most mixed first.`;
+    const shapes = checked("colour") === "shaped" && !uniform;
+    const stored = `${groups.length} of the ${prompts} groups of step ${number} are stored token `
+      + `by token, the most mixed first.`;
+    const reasons = shapes ? [true, false].map((side) => evenReason(side, numbers)) : [];
+    const marks = view.data.truth.some((code) => code)
+      ? "Underlined tokens decide the verdict; those with a wavy line are wrong."
+      : "";
+    $("v-note").textContent = [warning, ...reasons, marks, stored].filter(Boolean).join(" ");
+  }
+
+  function evenReason(correct, numbers) {
+    const rows = view.rows.filter((row) => row.correct === correct && view.group.valid[row.i]);
+    const slices = (column) =>
+      rows.map((row) => column.subarray(row.start, row.start + row.length));
+    const name = correct ? "correct" : "wrong";
+    return whyEven(name, slices(numbers), slices(view.data.id), view.run.schemes[scheme()]);
   }
 
   function drawScales(mode, ranges) {
@@ -254,18 +219,18 @@
   }
 
   function drawScale(mode, hue, [low, high]) {
-    const shaped = mode === "shaped";
     const title = {
-      ent: "Entropy, nats",
-      plus: shaped ? "Positive reward" : "Pushed up",
-      minus: shaped ? "Negative reward" : "Pushed down",
-    }[hue];
+      entropy: { ent: "Entropy, nats" },
+      shaped: { plus: "Positive reward", minus: "Negative reward" },
+      advantage: { plus: "Pushed up", minus: "Pushed down" },
+      truth: { plus: "Decides: should be rewarded", minus: "Wrong: should be penalised" },
+    }[mode][hue];
     const shades = [];
     for (let shade = hue === "ent" ? 0 : 1; shade <= SHADES; shade++) {
       shades.push(make("i", { className: `${hue} q${shade}` }));
     }
     const sign = hue === "minus" ? -1 : 1;
-    const ends = high - low > 1e-6 * high
+    const ends = high - low > EVEN * high
       ? [format(sign * low), format(sign * high)]
       : [`${format(sign * low)} throughout`];
     return make("div", {},
@@ -286,6 +251,7 @@
       row,
       entropy: data.entropy[i],
       logProb: data.logProb[i],
+      truth: data.truth[i],
       probability: Math.exp(data.logProb[i]),
       credit: schemes.map(({ label }, k) =>
         ({ label, shaped: data.shaped(k)[i], advantage: data.advantage(k)[i] })),
@@ -346,6 +312,7 @@
       ["log-prob", format(fact.logProb)],
       ["probability", format(fact.probability)],
       ["token id", String(fact.id)],
+      ...(view.run.truth ? [["truth", truthName(fact.truth)]] : []),
     ];
     return make("dl", {}, ...pairs.flatMap(([name, textContent]) => {
       const value = make("dd", { textContent });
@@ -382,6 +349,7 @@
       fact.row.correct ? "correct" : "wrong",
       `entropy ${format(fact.entropy)}`,
       `log-prob ${format(fact.logProb)}`,
+      ...(view.run.truth ? [`truth ${truthName(fact.truth)}`] : []),
       `shaped reward ${format(shaped)}`,
       `advantage ${format(advantage)}`,
     ].join(", "));
@@ -417,7 +385,7 @@
     focus(to);
   });
   $("v-run").addEventListener("change", onRun);
-  $("v-step").addEventListener("change", onStep);
+  $("v-step").addEventListener("change", () => onStep());
   $("v-group").addEventListener("change", onGroup);
   for (const [id, offset] of [["v-prev", -1], ["v-next", 1]]) {
     $(id).addEventListener("click", () => {
