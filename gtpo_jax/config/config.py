@@ -27,14 +27,15 @@ from gtpo_jax.config.sections import (
   WarmStartSection,
 )
 from gtpo_jax.data.sources import is_source
-from gtpo_jax.data.tasks import TASKS, Task, make_task
+from gtpo_jax.data.tasks import FILLER, TASKS, Forks, Task, make_task
 from gtpo_jax.models.config import Lora, ModelConfig
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.runtime.errors import UserError, did_you_mean
-from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
 from gtpo_jax.training.state import OptimizerConfig
 
 INFINITY = float("inf")
+MAX_RANDOM_WIDTH = 512  # of presets that may start from random weights; wider ones learn nothing
 
 # The smallest valid value of each field that has only a lower bound.
 AT_LEAST = {
@@ -44,7 +45,7 @@ AT_LEAST = {
   "batch.minibatches": 1,
   "batch.epochs": 1,
   "batch.micro_batches": 1,
-  "batch.head_chunk": 1,
+  "batch.head_chunk": 0,
   "batch.max_gen_batches": 1,
   "sampling.max_tokens": 2,
   "data.bad_rows": 0,
@@ -71,15 +72,16 @@ AT_LEAST = {
 class Config:
   """The configuration of a run.
 
-  Making one checks every value without reading a file or the network: `config.resolve_model` reads
-  the model that it names.
+  The constructor checks every value without reading a file or the network. The model that a config
+  names is read by `config.resolve_model`.
 
   Attributes:
     seed: seed of initialisation, data order and sampling.
-    steps: rollouts, each followed by its update; the optimizer's schedule counts them too.
+    steps: number of steps, each a rollout and its gradient updates; the learning-rate schedule
+      counts them too.
 
   Raises:
-    UserError: a value is out of its bounds, or two values do not go together.
+    UserError: a value is out of bounds, or two values are incompatible.
   """
 
   seed: int = 0
@@ -138,6 +140,17 @@ class Config:
         f"unknown model.preset {preset!r}{did_you_mean(preset, PRESETS)}; "
         f"valid are {', '.join(PRESETS)}"
       )
+    m = self.model
+    if m.quantize and not m.lora_rank:
+      raise UserError(
+        f"model.quantize = {m.quantize!r} needs adapters, because quantised matrices are not "
+        "trained; set model.lora_rank"
+      )
+    if m.quantize and self.sampling.weights_dtype:
+      raise UserError(
+        f"sampling.weights_dtype = {self.sampling.weights_dtype!r} has no effect on the base, "
+        f"which is {m.quantize} already (model.quantize); leave it empty"
+      )
     architecture = self.with_formats(PRESETS[preset])  # checks the number formats in any case
     if not self.model.path:
       self.check_context(architecture)
@@ -154,18 +167,45 @@ class Config:
         "data.eval must name the problems to evaluate on, "
         f"since data.train = {self.data.train!r} has no held-out part"
       )
-    if self.warm_start.steps and self.train_task is None:
-      raise UserError(
-        f"warm_start.steps = {self.warm_start.steps} needs a task with a teacher "
-        f"({', '.join(TASKS)}), not data.train = {self.data.train!r}; "
-        "set it to 0 and model.path to a model"
-      )
+    self._check_warm_start()
     if "{prompt}" not in self.data.template:
       raise UserError(f"data.template must contain {{prompt}}, got {self.data.template!r}")
     _ = self.eval_task  # refuses a difficulty that its task does not have
+    if self.data.filler != FILLER and not any(
+      isinstance(task, Forks) for task in (self.train_task, self.eval_task)
+    ):
+      raise UserError(
+        f"data.filler = {self.data.filler} only has an effect with data.train = 'forks' or "
+        f"'forks_confident'; use one of them, or leave data.filler at {FILLER}"
+      )
+
+  def _check_warm_start(self) -> None:
+    section = self.warm_start
+    if section.data and not section.steps:
+      raise UserError(
+        f"warm_start.data = {section.data!r} is set, but warm_start.steps is 0; set the steps to "
+        "the number of updates, such as 500"
+      )
+    if section.data and not is_source(section.data):
+      raise UserError(
+        f"warm_start.data must name a source (a .jsonl or .parquet file, hf:ID, tfds:NAME), "
+        f"got {section.data!r}"
+      )
+    if section.steps and not section.data and self.train_task is None:
+      raise UserError(
+        f"warm_start.steps = {section.steps} needs demonstrations of data.train = "
+        f"{self.data.train!r}: set warm_start.data to a file with the columns prompt and "
+        "completion, or steps to 0 and model.path to a model"
+      )
+    _ = self.demonstration_columns
 
   def _check_algorithm(self) -> None:
     settings = self.resolved_algorithm.settings
+    if self.sampling.weights_dtype and not settings.tis_cap:
+      raise UserError(
+        f"sampling.weights_dtype = {self.sampling.weights_dtype!r} samples from another policy "
+        "than the trained one, which must be corrected for: set algorithm.tis_cap, such as 2"
+      )
     if settings.overlong_buffer >= self.sampling.max_tokens:
       raise UserError(
         f"algorithm.overlong_buffer must be below sampling.max_tokens = "
@@ -173,19 +213,54 @@ class Config:
       )
     if self.policy_completions < 2:
       raise UserError(
-        f"algorithm.guide_completions must leave two of batch.group = {self.batch.group} "
+        f"algorithm.guide_completions must leave at least two of batch.group = {self.batch.group} "
         f"to the policy itself, got {settings.guide_completions}"
       )
     if self.guide.path and not settings.guide_completions:
       raise UserError(
         f"guide.path is set, but algorithm {self.algorithm.name!r} has no guide; "
-        "use 'dapo_mixed', or leave it out"
+        "use 'dapo_mixed', or leave guide.path out"
       )
     if self.reference.path and not settings.kl_weight:
       raise UserError(
         "reference.path is set, but algorithm.kl_weight is 0; "
         "give it a weight, or leave the path out"
       )
+
+  def check_training(self) -> None:
+    """Raises UserError if a run could be evaluated with these settings, but not trained."""
+    self._check_start()
+    self._check_parts()
+
+  def _check_start(self) -> None:
+    m = self.model
+    if m.path or m.random_weights or self.warm_start.steps:
+      return
+    if PRESETS[m.preset].width > MAX_RANDOM_WIDTH:
+      raise UserError(
+        f"model.preset = {m.preset!r} would start from random weights, which answer nothing "
+        "correctly: set model.path to a Hugging Face folder or hub id with weights, or "
+        "model.random_weights=True to measure the speed only"
+      )
+
+  def _check_parts(self) -> None:
+    """Checks the reward of algorithms with entropy shaping, which shape `correct` themselves."""
+    weights = dict(self.reward.weighted)
+    if not self.resolved_algorithm.shapes_by_entropy or weights.get("correct") == 1:
+      return
+    name = self.algorithm.name
+    parts = self.reward.parts
+    if not weights.get("correct"):
+      raise UserError(
+        f"algorithm {name!r} shapes the reward part 'correct', which reward.parts = {parts!r} "
+        f"lacks: use reward.parts=correct,{parts}, which adds the other parts to the shaped "
+        "reward, or an algorithm without entropy shaping, such as grpo or dapo"
+      )
+    scaled = [f"{part}*{weight / weights['correct']:g}" for part, weight in weights.items()]
+    raise UserError(
+      f"algorithm {name!r} needs the reward part 'correct' to have weight 1, got {parts!r}; scale "
+      f"the other parts instead: reward.parts={','.join(scaled)}"
+    )
 
   def check_context(self, architecture: ModelConfig) -> None:
     """Raises UserError if prompt and completion together exceed the model's context."""
@@ -208,6 +283,7 @@ class Config:
       remat=m.remat,
       attention=m.attention,
       lora=Lora(m.lora_rank, m.lora_alpha, targets),
+      quantize=m.quantize,
     )
 
   @functools.cached_property
@@ -230,8 +306,25 @@ class Config:
 
   @property
   def engine_config(self) -> EngineConfig:
-    """The size of the sampling engine."""
+    """The settings of the sampling engine."""
     return _select(EngineConfig, self.sampling)
+
+  @property
+  def sampling_demand(self) -> Demand:
+    """The batches that the run samples, for training and evaluation."""
+    own = self.policy_completions
+    completions = max(self.pool_size * own, self.eval.batch * self.eval.samples)
+    return Demand(completions, own)
+
+  @property
+  def needs_drawn_log_probs(self) -> bool:
+    """Whether rollouts contain the log-probs of the filtered distribution."""
+    return self.resolved_algorithm.settings.behaviour == "drawn"
+
+  @property
+  def pool_size(self) -> int:
+    """The most groups that are sampled at once, or wait to be trained on."""
+    return self.batch.prompts * (1 + self.sampling.staleness)
 
   @property
   def eval_sampling_params(self) -> SamplingParams:
@@ -250,10 +343,22 @@ class Config:
       weighted = []
     if not weighted or not all(name and 0 < weight < INFINITY for name, weight in weighted):
       raise UserError(
-        "data.train names several sources as a.jsonl*2,b.parquet*1 with weights above 0, "
+        "data.train must name several sources as a.jsonl*2,b.parquet*1, with weights above 0; "
         f"got {self.data.train!r}"
       )
     return weighted
+
+  @property
+  def demonstration_columns(self) -> str:
+    """`warm_start.fields` in the form of `data.fields`, with the completion as the answer."""
+    text = self.warm_start.fields or "prompt=prompt,completion=completion"
+    pairs = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    if pairs.keys() != {"prompt", "completion"} or not all(pairs.values()):
+      raise UserError(
+        "warm_start.fields must name prompt and completion, such as "
+        f"prompt=question,completion=solution; got {text!r}"
+      )
+    return f"prompt={pairs['prompt']},answer={pairs['completion']},kind=exact"
 
   @property
   def train_task(self) -> Task | None:
@@ -271,7 +376,8 @@ class Config:
     return self._task(self.eval_name)
 
   def _task(self, name: str) -> Task | None:
-    return make_task(name, self.data.terms, self.data.largest) if name in TASKS else None
+    data = self.data
+    return make_task(name, data.terms, data.largest, data.filler) if name in TASKS else None
 
 
 def _select(cls: type, section: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reads config files and command-line overrides into a `Config`, and saved configs back.
+"""Reads config files, command-line overrides and saved configs into a `Config`.
 
 A config file is an ml_collections file with `get_config()`, which starts from `default_config()`
 and changes some fields. `freeze` converts the ConfigDict to dataclasses once; all later code reads
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,12 @@ from ml_collections import ConfigDict, config_dict, config_flags
 from gtpo_jax.algorithms.settings import RENAMED as RENAMED_SETTINGS
 from gtpo_jax.config.config import Config, flatten, resolved_dict, to_dict
 from gtpo_jax.runtime.errors import UserError, did_you_mean
+
+# The folder of the configs that come with gtpo_jax: inside the package if it was installed from a
+# wheel, and beside it in a source tree.
+_PACKAGE = Path(__file__).parents[1]
+_PACKAGED = _PACKAGE / "configs"
+CONFIGS = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "configs"
 
 # Config keys of earlier versions, and what they are called now.
 RENAMED = {f"algorithm.{old}": f"algorithm.{new}" for old, new in RENAMED_SETTINGS.items()}
@@ -35,8 +42,8 @@ def freeze(values: Mapping[str, Any]) -> Config:
   """Checks a ConfigDict or nested dict and converts it to a `Config`.
 
   Raises:
-    UserError: an unknown key (with the nearest valid one), a value of the wrong type or out of its
-      bounds.
+    UserError: a key is unknown (the message names the nearest valid one), or a value has the wrong
+      type or is out of bounds.
   """
   values = values.to_dict() if isinstance(values, ConfigDict) else values
   return _build(Config, values, "")
@@ -46,7 +53,7 @@ def freeze_saved(values: Mapping[str, Any]) -> Config:
   """Converts the config.json of a run to a `Config`; keys renamed since then are accepted.
 
   Raises:
-    UserError: as `freeze`.
+    UserError: as in `freeze`.
   """
   algorithm = values.get("algorithm")
   if isinstance(algorithm, Mapping):
@@ -58,15 +65,20 @@ def freeze_saved(values: Mapping[str, Any]) -> Config:
 def load(path: str, overrides: Sequence[str] = ()) -> Config:
   """Reads a config file and applies command-line overrides, `--config.a.b=VALUE` each.
 
+  `path` is a file or the name of one in `CONFIGS`, such as "tiny".
+
   Raises:
-    UserError: no such file, an error inside it, an unknown key or a value of the wrong type.
+    UserError: there is no such file, it raises an error, a key is unknown, or a value has the wrong
+      type.
   """
-  file = path.split(":", 1)[0]  # ml_collections passes what follows the colon to get_config
-  _check_file(Path(file))
+  file, colon, argument = path.partition(":")  # ml_collections passes the rest to get_config
+  file = _find_file(file)
   _check_overrides(overrides)
   from absl import flags
 
-  argv = ["gtpo", f"--config={path}", *overrides]
+  # Otherwise ml_collections would run the file in the module of the previous one.
+  sys.modules.pop("config_config", None)
+  argv = ["gtpo", f"--config={file}{colon}{argument}", *overrides]
   parser = flags.FlagValues()
   holder = config_flags.DEFINE_config_file("config", flag_values=parser, sys_argv=argv)
   try:
@@ -74,7 +86,9 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
     values = holder.value
   except (flags.Error, TypeError, ValueError, AttributeError) as error:
     raise UserError(f"config {file}: {_one_line(error)}") from error
-  except (Exception, SystemExit) as error:  # the file is the user's program and may raise anything
+  except KeyboardInterrupt:
+    raise
+  except BaseException as error:  # the file is the user's program and may raise anything
     raise UserError(f"config {file} raised {type(error).__name__}: {_one_line(error)}") from error
   if not isinstance(values, ConfigDict):
     raise UserError(
@@ -98,12 +112,27 @@ def difference(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
   return changed
 
 
-def _check_file(file: Path) -> None:
+def packaged() -> dict[str, Path]:
+  """Returns the files in `CONFIGS` by name."""
+  return {file.stem: file for file in sorted(CONFIGS.glob("*.py"))}
+
+
+def _find_file(path: str) -> Path:
+  """Returns the file that `path` names, or the one in `CONFIGS` with this name."""
+  file = Path(path)
   if file.is_dir():
     raise UserError(f"--config={file} is a folder; name a file in it, such as configs/tiny.py")
-  if not file.is_file():
-    siblings = sorted(map(str, file.parent.glob("*.py"))) if file.parent.is_dir() else []
-    raise UserError(f"no config file at {str(file)!r}{did_you_mean(str(file), siblings)}")
+  if file.is_file():
+    return file
+  if path in packaged():
+    return packaged()[path]
+  names = sorted(map(str, file.parent.glob("*.py"))) if file.parent.is_dir() else []
+  if file.stem in packaged() and not did_you_mean(path, names):
+    raise UserError(
+      f"no config file at {path!r}; --config={file.stem} names the one that comes with gtpo_jax"
+    )
+  hint = did_you_mean(path, [*names, *packaged()])
+  raise UserError(f"no config file at {path!r}{hint}; `gtpo configs` lists those of gtpo_jax")
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """Published experiments as configs to start from; `configs/` names them.
 
-They set an architecture and no weights. A run sets `--config.model.path` to a folder or hub id of
-the same size; `gtpo plan` needs none. For what 2508.04349 does not print (weight decay, the format
-of prompts and answers) they use the settings of DAPO, whose code and data that paper builds on.
+They set an architecture but no weights. For a run, set `--config.model.path` to a folder or hub id
+of the same size; `gtpo plan` does not need it. Settings that 2508.04349 does not print (weight
+decay, the format of prompts and answers) are those of DAPO, whose code and data that paper uses.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from ml_collections import ConfigDict
 
 from gtpo_jax.config.files import default_config
 
-# By size: (preset, shards of the tensor axis, micro-batches), for the hardware the configs name.
-# Each shard computes the gradient of one prompt at a time.
+# By size: (preset, shards of the tensor axis, micro-batches), for the hardware that the configs
+# name. Each shard computes the gradient of one prompt at a time.
 SIZES = {
   "0_5b": ("qwen2.5-0.5b", 1, 8),
   "1_5b": ("qwen2.5-1.5b", 1, 4),

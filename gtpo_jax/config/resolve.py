@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 
 from gtpo_jax.config.config import Config
@@ -10,6 +11,7 @@ from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.folder import find
 from gtpo_jax.models.hf_config import read_config
 from gtpo_jax.models.presets import PRESETS
+from gtpo_jax.runtime.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,7 @@ class ResolvedModel:
 
 
 def resolve_model(config: Config) -> ResolvedModel:
-  """Looks a config's model up, downloading it first if `model.path` is a hub id not yet cached.
+  """Looks up a config's model, and downloads it if `model.path` is a hub id that is not cached.
 
   Raises:
     UserError: there is no such model, its architecture is not supported, or its context is too
@@ -35,6 +37,11 @@ def resolve_model(config: Config) -> ResolvedModel:
   if not config.model.path:
     return ResolvedModel(None, config.with_formats(PRESETS[config.model.preset]))
   folder = find(config.model.path)
+  if (folder / "base").is_dir() or (folder / "checkpoints").is_dir():
+    raise UserError(
+      f"model.path = {config.model.path!r} is the workdir of a run; export its model first: "
+      f"gtpo export --workdir={shlex.quote(config.model.path)} --out=FOLDER"
+    )
   architecture = config.with_formats(read_config(folder, config.model.param_dtype))
   config.check_context(architecture)
   return ResolvedModel(folder, architecture)

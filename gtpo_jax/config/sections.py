@@ -1,4 +1,4 @@
-"""The sections of a configuration: a frozen dataclass each, with defaults and meanings."""
+"""The sections of a configuration: frozen dataclasses with the defaults and meanings of fields."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import dataclasses
 import math
 
 from gtpo_jax.algorithms import Settings
+from gtpo_jax.data.tasks import FILLER
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 from gtpo_jax.training.state import OptimizerConfig
 
 MATH_RULES = ("math", "dapo")
+MAX_STALENESS = 16
 RL_OPTIMIZER = OptimizerConfig()
 IMITATION_OPTIMIZER = OptimizerConfig(
   learning_rate=1.5e-3, schedule="cosine", warmup_steps=50, b2=0.99
@@ -26,6 +28,8 @@ class ModelSection:
       tokenizer. Ignored if `path` is set.
     path: a Hugging Face folder or hub id to start from: its architecture, weights, tokenizer and
       chat template.
+    random_weights: train a large preset from random weights, to measure speed and memory. Without
+      it or a warm start, only the tiny presets may start from random weights.
     param_dtype: format of the master weights.
     compute_dtype: format of activations and matrix products.
     matmul_precision: "default", "high" or "highest".
@@ -37,10 +41,12 @@ class ModelSection:
       whatever param_dtype is); 0 trains all weights.
     lora_alpha: the adapters are scaled by lora_alpha / lora_rank.
     lora_targets: the matrices that get adapters, separated by commas.
+    quantize: format of the base matrices under adapters: "int8", "int4", or "" for param_dtype.
   """
 
   preset: str = "tiny"
   path: str = ""
+  random_weights: bool = False
   param_dtype: str = "float32"
   compute_dtype: str = "float32"
   matmul_precision: str = "default"
@@ -49,11 +55,12 @@ class ModelSection:
   lora_rank: int = 0
   lora_alpha: float = 32.0
   lora_targets: str = "q,k,v,o,gate,up,down"
+  quantize: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshSection:
-  """The device mesh; one axis may be -1 and takes the remaining devices.
+  """The sizes of the device mesh's axes; one may be -1, and takes the remaining devices.
 
   Attributes:
     data: replicas of the parameters.
@@ -74,19 +81,21 @@ class DataSection:
   """What to train and evaluate on, and how a problem becomes a prompt.
 
   Attributes:
-    train: a task ("sums", "countdown") or a source: a .jsonl or .parquet file or a folder of
-      them, hf:ID, tfds:NAME; several sources with weights as "a.jsonl*2,b.parquet*1".
+    train: a task ("sums", "countdown", "forks", "forks_confident") or a source: a .jsonl or
+      .parquet file or a folder of them, hf:ID, tfds:NAME; several sources with weights as
+      "a.jsonl*2,b.parquet*1".
     eval: a task, evaluated on its held-out part, or a source; "" for the same task as `train`.
-    fields: the columns of a source, as "prompt=instruction,answer=output,kind=math"; "" for the
-      known layouts.
-    bad_rows: how many rows of a source may be malformed or have too long a prompt; they are
+    fields: the columns of a source, such as "prompt=instruction,answer=output,kind=math"; "" for
+      the known layouts.
+    bad_rows: how many rows of a source may be malformed or have an overlong prompt; such rows are
       skipped.
     system: a system message before every problem that has none; "" for no message.
     template: the prompt text; {prompt} stands for the problem's text.
     chat: apply the chat template; False uses the plain text, for base models.
-    terms: difficulty of a task: additions (sums) or numbers (countdown) in a problem; 0 for the
-      task's default.
-    largest: difficulty of a task: the largest addend or number; 0 for the task's default.
+    terms: difficulty of a task: additions (sums), numbers (countdown) or pairs of digits (forks) in
+      a problem; 0 for the task's default.
+    largest: difficulty of a task: the largest addend, number or digit; 0 for the task's default.
+    filler: mean number of letters before a decision of forks; they decide nothing.
     max_prompt_tokens: the longest prompt; shorter ones are padded to it.
   """
 
@@ -99,6 +108,7 @@ class DataSection:
   chat: bool = True
   terms: int = 0
   largest: int = 0
+  filler: int = FILLER
   max_prompt_tokens: int = 32
 
 
@@ -112,10 +122,11 @@ class BatchSection:
     minibatches: gradient updates per pass over the batch, each on its own part of the prompts;
       advantages come from the complete batch.
     epochs: passes over the batch.
-    micro_batches: gradient-accumulation parts of each minibatch; saves memory and does not change
-      the result.
-    head_chunk: approximate number of tokens, over all devices, whose logits are in memory at once;
-      at least one position of every row.
+    micro_batches: number of parts of each minibatch over which the gradient is accumulated; more
+      parts save memory and do not change the result.
+    head_chunk: approximate number of tokens whose logits a device has in memory at once; at least
+      one position of each of its rows. 0 for as many as the device's memory and speed suggest,
+      which `gtpo plan` shows.
     pack: let short completions of a prompt share rows in the trainer, and shorten rows to what the
       longest completion needs. The result does not change. Each of the few array shapes is
       compiled once.
@@ -129,12 +140,12 @@ class BatchSection:
   minibatches: int = 1
   epochs: int = 1
   micro_batches: int = 1
-  head_chunk: int = 4096
+  head_chunk: int = 0
   pack: bool = True
 
   @property
   def parts(self) -> int:
-    """How many parts of the prompts have their gradients computed separately."""
+    """Number of parts of the prompts whose gradients are computed separately."""
     return self.minibatches * self.micro_batches
 
   @property
@@ -151,30 +162,45 @@ class SamplingSection(EngineConfig, SamplingParams):
 
   Attributes:
     max_tokens: the longest completion, stop token included.
+    staleness: the most updates between the first token of a group and the update that trains on it.
+      With 0, every completion of a step's batch is sampled to its end before the update. With more,
+      a step ends as soon as `batch.prompts` groups are complete; the others go on in the next step,
+      under the updated policy. Up to `batch.prompts * (1 + staleness)` groups are sampled at once.
     warm_up: compile every program that sampling may need, for training and evaluation, before the
       first step, instead of each program when it is first used.
   """
 
   max_tokens: int = 40
+  staleness: int = 0
   warm_up: bool = False
 
   def __post_init__(self):
     EngineConfig.__post_init__(self)
     SamplingParams.__post_init__(self)
+    if not 0 <= self.staleness <= MAX_STALENESS:
+      raise UserError(
+        f"sampling.staleness must be from 0 (whole batches) to {MAX_STALENESS} updates, "
+        f"got {self.staleness}"
+      )
 
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartSection:
-  """Supervised imitation of a task's imperfect teacher, which makes the base model for RL.
+  """Supervised imitation of a task's imperfect teacher, or of demonstrations, before RL begins.
 
   Attributes:
-    steps: updates; 0 starts RL from random parameters.
+    steps: updates; 0 starts RL without imitation.
+    data: the demonstrations, a source named as in `data.train`; "" for the task's teacher.
+    fields: the columns of the demonstrations, such as "prompt=question,completion=solution"; ""
+      for prompt and completion.
     batch: demonstrations per update.
     slips: scales how often the teacher makes mistakes.
     optimizer: AdamW for the imitation only.
   """
 
   steps: int = 0
+  data: str = ""
+  fields: str = ""
   batch: int = 16
   slips: float = 1.0
   optimizer: OptimizerConfig = IMITATION_OPTIMIZER
@@ -197,11 +223,12 @@ class RewardSection:
   """How completions are scored.
 
   Attributes:
-    parts: the reward as a weighted sum, as "correct*1,boxed*0.1,my_module:my_function*0.5".
+    parts: the reward as a weighted sum, such as "correct*1,boxed*0.1,my_module:my_function*0.5".
       "correct" is the algorithm's reward for right and wrong, "verifier" the verifier's own
-      number. Each part is logged.
-    verifier: module:function that decides right and wrong instead of the verifier for each
-      problem's kind; "" for those.
+      number. Algorithms with entropy shaping shape "correct", whose weight is then 1, and add the
+      other parts to the shaped reward. Each part is logged.
+    verifier: a function that decides right and wrong, as module:function; "" for the built-in
+      verifier of each problem's kind.
     math_rule: "math" (equivalence, by exact arithmetic and math-verify) or "dapo" (DAPO's own
       `Answer:` line, compared as a string).
     timeout_s: seconds that checking one mathematical answer may take; after that it has no
@@ -234,7 +261,7 @@ class RewardSection:
         raise UserError(f"reward.{name} must be above 0 and finite, got {getattr(self, name)}")
     if not self.weighted:
       raise UserError(
-        "reward.parts must name parts with finite weights, as correct*1,boxed*0.1; "
+        "reward.parts must name parts with finite weights, such as correct*1,boxed*0.1; "
         f"got {self.parts!r}"
       )
 
@@ -260,7 +287,8 @@ class EvalSection:
     problems: held-out problems.
     samples: completions per problem, for mean@n and pass@k.
     batch: problems sampled at once.
-    temperature: of the sampled completions; a greedy pass is made as well.
+    temperature: temperature of the sampled completions; a greedy completion per problem is always
+      added.
     top_p: sample from the smallest set of tokens with this total probability.
   """
 
@@ -270,6 +298,10 @@ class EvalSection:
   batch: int = 64
   temperature: float = 1.0
   top_p: float = 1.0
+
+  def is_due(self, step: int, last: int) -> bool:
+    """Whether step `step` of a run of `last` steps is evaluated."""
+    return step in (0, last) or bool(self.every and step % self.every == 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,8 +329,8 @@ class GuardSection:
   Attributes:
     skipped: end the run after this many consecutive steps with a skipped update (its loss or
       gradient was not finite).
-    stall_s: exit, after printing all stacks, if for this many seconds no step, evaluation batch
-      or part of the warm start ends and no program is compiled; 0 never exits.
+    stall_s: exit, after printing all stacks, if no step, evaluation batch or part of the warm start
+      ends, and no program is compiled, for this many seconds; 0 to never exit.
   """
 
   skipped: int = 3
@@ -310,12 +342,12 @@ class LogSection:
   """What is written besides metrics.jsonl.
 
   Attributes:
-    tensorboard: write event files to WORKDIR/tensorboard.
-    wandb: the Weights & Biases project to log to (needs `pip install 'gtpo_jax[wandb]'`); "" for
-      none. WANDB_MODE=offline writes only to WORKDIR/wandb.
+    tensorboard: write TensorBoard's event files into WORKDIR.
+    wandb: the Weights & Biases project to log to (needs `pip install wandb`); "" for none.
+      WANDB_MODE=offline writes only to WORKDIR/wandb.
     samples: completions per step written to WORKDIR/samples.jsonl.
-    credit_every: steps between records of token-level credit (WORKDIR/credit, for `gtpo report`),
-      besides the first and the last step; 0 for none.
+    credit_every: steps between records of token-level credit (WORKDIR/credit, for `gtpo report`);
+      the first and the last step are recorded too; 0 for no records.
     credit_groups: groups per record whose tokens are kept, those with the most mixed verdicts
       first; for the other groups only entropies and verdicts are kept.
   """
@@ -336,7 +368,7 @@ class ProfileSection:
   """Which steps are traced, for XProf and Perfetto.
 
   Attributes:
-    steps: the first and the last step to trace to WORKDIR/profile, as "3:5"; "" for none. The
+    steps: the first and the last step to trace to WORKDIR/profile, such as "3:5"; "" for none. The
       first steps include compilation.
   """
 
@@ -346,8 +378,8 @@ class ProfileSection:
     first, last = self.window or (1, 1)
     if not 1 <= first <= last:
       raise UserError(
-        "profile.steps must be two steps, as 3:5, the first at least 1 and not after the last; "
-        f"got {self.steps!r}"
+        "profile.steps must be two steps, such as 3:5, the first at least 1 and not after the "
+        f"last; got {self.steps!r}"
       )
 
   @property

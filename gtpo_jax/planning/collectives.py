@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from gtpo_jax.runtime.chips import Chip
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \([^\n]*\{\n(.*?)^\}$", re.MULTILINE | re.DOTALL)
 _COLLECTIVE = re.compile(
@@ -17,8 +23,53 @@ _CALLED = re.compile(
 _ARRAY = re.compile(r"\b(pred|[a-z]+?)(\d*)(?:e\w+)?\[([\d,]*)\]")
 
 
+class Collective(NamedTuple):
+  """What one collective of a program sends in all its iterations.
+
+  Attributes:
+    kind: for example "all-gather".
+    sent: bytes that one device sends.
+    group: indices of the devices that take part together with the first one; () if unknown.
+  """
+
+  kind: str
+  sent: float
+  group: tuple[int, ...]
+
+
 def collective_bytes(hlo: str) -> dict[str, int]:
-  """Returns the bytes that one device sends in one run of a program, by kind of collective.
+  """Returns the bytes that one device sends in one run of a program, by kind of collective."""
+  total: dict[str, float] = {}
+  for collective in collectives(hlo):
+    total[collective.kind] = total.get(collective.kind, 0) + collective.sent
+  return {kind: round(sent) for kind, sent in total.items()}
+
+
+def send_seconds(program: Sequence[Collective], chip: Chip, nodes: Sequence[int]) -> float:
+  """Returns the least time that a device takes to send what a program's collectives send.
+
+  Within a node, all links are used. Between nodes, a collective uses the network of every member
+  that a node has of its group. The two overlap.
+
+  Args:
+    program: the collectives of the program.
+    chip: its links and network.
+    nodes: the index of each device's node, in the order of the mesh.
+  """
+  within = 0.0
+  between = 0.0
+  for _, sent, group in program:
+    members = [nodes[i] for i in group]
+    if len(set(members)) > 1:
+      between += sent / members.count(members[0])
+    else:
+      within += sent
+  network = chip.network_bandwidth or chip.link_bandwidth
+  return max(within / chip.link_bandwidth, between / network)
+
+
+def collectives(hlo: str) -> list[Collective]:
+  """Returns the collectives of a program.
 
   A loop body is counted once per iteration, but only once if the number of iterations is not known
   before run time. If the compiler splits a collective over several fusions, the pieces have the
@@ -32,7 +83,7 @@ def collective_bytes(hlo: str) -> dict[str, int]:
     is_entry, name, body = computation.groups()
     bodies[name] = body.splitlines()
     entry = name if is_entry else entry
-  sent: dict[tuple[str, str], float] = {}
+  found: dict[tuple[str, str], Collective] = {}
 
   def visit(name: str, times: int) -> None:
     for number, line in enumerate(bodies[name]):
@@ -44,16 +95,15 @@ def collective_bytes(hlo: str) -> dict[str, int]:
         result, kind, start = collective.groups()
         channel = re.search(r"channel_id=(\d+)", line)
         key = kind, channel[1] if channel else f"{name}:{number}"
-        sent[key] = max(sent.get(key, 0), times * _sent(kind, result, bool(start), line))
+        sent = times * _sent(kind, result, bool(start), line)
+        if key not in found or found[key].sent < sent:
+          found[key] = Collective(kind, sent, _group(line))
       for called in _CALLED.finditer(line):
         for callee in re.findall(r"[\w.\-]+", called[1] or called[2]):
           visit(callee, times)
 
   visit(entry, 1)
-  total: dict[str, float] = {}
-  for (kind, _), size in sent.items():
-    total[kind] = total.get(kind, 0) + size
-  return {kind: round(size) for kind, size in total.items()}
+  return list(found.values())
 
 
 def _sent(kind: str, result: str, is_start: bool, line: str) -> float:
@@ -67,7 +117,7 @@ def _sent(kind: str, result: str, is_start: bool, line: str) -> float:
     arrays = sizes[:2] if kind == "collective-permute" else sizes
     sizes = arrays[len(arrays) // 2 :]
   size = sum(sizes)
-  n = _group_size(line)
+  n = len(_group(line))
   share = (n - 1) / n if n else 1.0
   return {
     "all-gather": size * share,
@@ -78,31 +128,45 @@ def _sent(kind: str, result: str, is_start: bool, line: str) -> float:
   }[kind]
 
 
-def _group_size(line: str) -> int | None:
-  """Returns the number of devices in each group of a collective; None if it is not in the line."""
-  if group := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-    return group[1].count(",") + 1
-  if shape := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
-    return int(shape[1])
+def _group(line: str) -> tuple[int, ...]:
+  """Returns the first group of devices of a collective; () if it is not in the line."""
+  if explicit := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+    return tuple(map(int, explicit[1].split(",")))
+  numbers = lambda text: [int(number) for number in text.split(",")]
+  if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+    shape, source, order = iota.groups()
+    devices = np.arange(math.prod(numbers(source))).reshape(numbers(source))
+    if order:
+      devices = devices.transpose(numbers(order))
+    return tuple(devices.reshape(numbers(shape))[0].tolist())
   if mesh := re.search(r"replica_groups=mesh\[(.*?)\] ?\{(.*?)\}", line):
-    sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
-    return math.prod(int(sizes[name]) for name in re.findall(r"'(\w+)'", mesh[2]))
-  return None
+    sizes = [(name, int(size)) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh[1])]
+    members = re.findall(r"'(\w+)'", mesh[2])
+    devices = np.arange(math.prod(size for _, size in sizes)).reshape([size for _, size in sizes])
+    first = tuple(slice(None) if name in members else 0 for name, _ in sizes)
+    return tuple(devices[first].reshape(-1).tolist())
+  if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", line):
+    return tuple(map(int, pairs.groups()))
+  return ()
 
 
 def _trip_count(line: str, bodies: dict[str, list[str]], condition: str) -> int:
   """Returns the number of iterations of a loop, or 1 if it is unknown.
 
-  It is the compiler's annotation, or else the constant with which the loop condition compares the
-  loop counter. The counter is assumed to start at 0 and to increase by 1.
+  The number is the compiler's annotation if there is one, and otherwise the constant that the loop
+  condition compares the counter with. The counter is assumed to start at 0 and to increase by 1.
   """
   if known := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
     return int(known[1])
-  root = next(text for text in bodies[condition] if "ROOT" in text)
+  lines = bodies[condition]
+  root = next(text for text in lines if "ROOT" in text)
+  if fusion := re.search(r" fusion\(.*calls=%([\w.\-]+)", root):  # on GPU
+    lines = bodies[fusion[1]]
+    root = next(text for text in lines if "ROOT" in text)
   comparison = re.search(r"compare\((.*?)\), direction=LT", root)
   for operand in comparison[1].split(",") if comparison else ():
     name = re.escape(operand.strip().split(" ")[-1])
-    for text in bodies[condition]:
+    for text in lines:
       if constant := re.search(rf"{name} = .* constant\((\d+)\)", text):
         return int(constant[1])
   return 1

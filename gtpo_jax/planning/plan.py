@@ -2,112 +2,212 @@
 
 from __future__ import annotations
 
-import time
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
 from gtpo_jax.config import Config
 from gtpo_jax.models.causal import attention_kind
-from gtpo_jax.models.qwen2 import Qwen2
-from gtpo_jax.planning.collectives import collective_bytes
-from gtpo_jax.planning.overrides import candidate_overrides, with_overrides
-from gtpo_jax.planning.programs import (
-  abstract_batch,
-  build_engine,
-  build_model,
-  build_optimizer,
-  bytes_per_device,
-  compile_programs,
-  frozen_bytes,
-)
+from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.planning.collectives import collectives, send_seconds
+from gtpo_jax.planning.compile import bytes_per_device
+from gtpo_jax.planning.programs import CompiledProgram, Programs, build_model
 from gtpo_jax.planning.roofline import sample_seconds, update_flops, update_seconds
-from gtpo_jax.planning.topology import Chip, topology_devices
-from gtpo_jax.training.state import abstract_state
+from gtpo_jax.planning.search import candidates, changed, with_overrides
+from gtpo_jax.planning.topology import topology_devices
+from gtpo_jax.rollout.mesh_choice import proposing_mesh
+from gtpo_jax.runtime.chips import Chip
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import island_of
+from gtpo_jax.runtime.startup import GPU_MEMORY_FRACTION
+from gtpo_jax.training.head_chunk import default_chunk
+
+# (text) -> a context within which the text is shown as what is under way.
+Waiting = Callable[[str], AbstractContextManager[None]]
+
+MAX_TRIES = 4  # candidates that are compiled before giving up
 
 
-def plan(config: Config, topology: str) -> dict[str, Any]:
-  """Compiles a run's update and sampler ahead of time; if they do not fit, tries overrides.
+def silent(text: str) -> AbstractContextManager[None]:
+  """A `Waiting` that shows nothing."""
+  return contextlib.nullcontext()
+
+
+def plan(config: Config, topology: str, waiting: Waiting = silent) -> dict[str, Any]:
+  """Compiles a run's programs ahead of time; if they do not fit, searches for overrides.
 
   Args:
     config: the config of the run.
-    topology: for example "v5p:4x4x4" (through libtpu), or "cpu:8" for virtual devices of this
-      machine.
+    topology: for example "v5p:4x4x4" (through libtpu), "h100:8" (through JAX's CUDA plugin), or
+      "cpu:8" for virtual devices of this machine.
+    waiting: shows which program is being compiled, such as `Display.waiting`.
 
   Returns:
-    The result of `measure`, `topology`, and `override`: flags with which the run fits, checked by
-    compiling; "" if it fits without flags, None if it fits with no candidate.
+    The result of `measure`, and: `topology`; `refused`, why the config's own mesh cannot be used,
+    or ""; `override`, flags with which the run fits, checked by compiling: "" if it fits without
+    flags, None if no candidate fits. If the mesh is refused, the numbers are those with the flags.
 
   Raises:
-    UserError: the topology does not exist, or mesh, batch or positions cannot be sharded over it.
+    UserError: the topology does not exist, or neither the config's mesh nor any other one works.
   """
   devices, chip = topology_devices(topology)
-  result = measure(config, build_model(config, devices), chip)
-  result |= {"topology": topology, "override": ""}
+  result: dict[str, Any] = {"topology": topology, "refused": "", "override": ""}
+  try:
+    with proposing_mesh(config, devices):
+      model = build_model(config, devices)
+  except UserError as error:
+    override = _fitting_override(config, devices, chip, waiting)
+    if override is None:
+      raise
+    config = with_overrides(config, override)
+    result |= {"refused": str(error), "override": _flags(override)}
+    return result | measure(config, build_model(config, devices), chip, waiting)
+  result |= measure(config, model, chip, waiting)
   if not result["fits"]:
-    result["override"] = _fitting_override(config, devices, result["mesh"], chip)
+    override = _fitting_override(config, devices, chip, waiting)
+    result["override"] = None if override is None else _flags(override)
   return result
 
 
+def usable_memory(chip: Chip) -> int:
+  """Returns the bytes of a device that programs can use.
+
+  The rest of a GPU's memory is for CUDA's context and the workspaces of NCCL and cuBLAS.
+  """
+  return int(chip.memory * float(GPU_MEMORY_FRACTION)) if chip.gpu else chip.memory
+
+
+def _flags(override: dict[str, Any]) -> str:
+  return " ".join(f"--config.{name}={value}" for name, value in override.items())
+
+
 def _fitting_override(
-  config: Config, devices: list[Any], mesh: dict[str, int], chip: Chip
-) -> str | None:
-  """Returns the flags of the first candidate that fits, or None."""
-  for override in candidate_overrides(config, mesh):
-    candidate = with_overrides(config, override)
-    programs = compile_programs(candidate, build_model(candidate, devices))
-    if all(peak <= chip.memory for peak, _ in programs):
-      return " ".join(f"--config.{name}={value}" for name, value in override.items())
+  config: Config, devices: Sequence[jax.Device], chip: Chip, waiting: Waiting
+) -> dict[str, Any] | None:
+  """Returns the fastest candidate whose largest programs fit when they are compiled, or None."""
+  if chip.flops is None:  # nothing is known of a CPU but its memory
+    return None
+  limit = usable_memory(chip)
+  nodes = [island_of(device) for device in devices]
+  # The largest measured peaks of candidates that did not fit, over their estimates.
+  update_correction = 1.0
+  sampling_correction = 1.0
+  for tried in range(1, MAX_TRIES + 1):
+    found = candidates(
+      config,
+      len(devices),
+      chip,
+      nodes,
+      update_memory=limit / update_correction,
+      sampling_memory=limit / sampling_correction,
+    )
+    for candidate in found:
+      override = changed(config, candidate.override)
+      changed_config = with_overrides(config, override)
+      with contextlib.suppress(UserError):  # the search does not know every rule
+        model = build_model(changed_config, devices)
+        break
+    else:
+      return None
+    with waiting(f"trying change {tried} of {MAX_TRIES}: {_flags(override)}"):
+      programs = Programs(changed_config, model).compile_largest()
+      excess = next((program for program in programs if program.peak > limit), None)
+    if excess is None:
+      return override
+    if excess.name == "update":
+      update_correction = max(update_correction, excess.peak / candidate.update)
+    else:
+      sampling_correction = max(sampling_correction, excess.peak / candidate.sampling)
   return None
 
 
-def measure(config: Config, model: Qwen2, chip: Chip) -> dict[str, Any]:
+def measure(
+  config: Config, model: Transformer, chip: Chip, waiting: Waiting = silent
+) -> dict[str, Any]:
   """Compiles a run on its mesh and returns its memory, communication and lower bounds on its time.
 
   Returns:
-    For the run: `fits`, `devices`, `mesh`, `hbm_bytes` (memory of one device), `attention` (the
-    kernel used for full sequences), `params` (number of parameters), `seconds_compile`.
+    For the run: `fits`, `devices`, `mesh`, `hbm_bytes` (memory of one device), `usable_bytes` (the
+    part of it that programs can use), `attention` (the kernel used for full sequences),
+    `sample.attention` (the kernel of decoding), `head_chunk`, `params` (number of parameters),
+    `programs` (of each kind of program the name, `peak_bytes` of the largest, how many a run may
+    compile, and `seconds_compile` of the largest), `seconds_compile` (of all of these),
+    `compile_minutes` (an estimate for everything that a run may compile, at this machine's speed).
     Per device: `params.bytes`, `optimizer.bytes` (in device memory), `cache.bytes` (the KV cache of
     the completions that are sampled concurrently), `update.peak_bytes`, `update.activation_bytes`
     (`update.peak_bytes` without state, batch and frozen models), `sample.peak_bytes` (including the
-    state), `update.sent_bytes` (to other devices; None if the compiler ran out of memory).
-    `update.flops` is the model FLOP of all devices together, without recomputation.
-    `update.seconds` and `sample.seconds` are lower bounds (roofline), None if the speed of the chip
-    is unknown.
+    state), `peak_bytes` (of all programs), `update.sent_bytes` (to other devices; None if the
+    compiler ran out of memory). `update.flops` is the model FLOP of all devices together, without
+    recomputation. `update.seconds` and `sample.seconds` are lower bounds (roofline), None if the
+    speed of the chip is unknown.
   """
-  started = time.perf_counter()
-  state = abstract_state(model, build_optimizer(config))
-  batch = abstract_batch(config, model)
-  (update_peak, update), (sample_peak, _) = compile_programs(config, model)
-  seconds_compile = time.perf_counter() - started
+  run = Programs(config, model)
+  state = run.state
+  engine = run.engine
+  programs = _compile_all(run, waiting)
+  update, *others = programs
   devices = model.mesh.size
-  sent = None if update is None else sum(collective_bytes(update.as_text()).values())
-  engine = build_engine(config, model)
-  caches = engine.programs.caches(
+  sent = None if update.executable is None else collectives(update.executable.as_text())
+  cache = engine.programs.abstract_state(
     config.batch.prompts, group=config.policy_completions, sampling_params=config.sampling_params
   )
-  resident = frozen_bytes(config, model) + bytes_per_device((state, batch))
+  resident = run.frozen + bytes_per_device((state, run.batch))
   seconds: dict[str, float | None] = {"update.seconds": None, "sample.seconds": None}
   if chip.flops is not None:
-    seconds["update.seconds"] = update_seconds(config, model.config, chip, devices, sent or 0)
+    nodes = [island_of(device) for device in model.mesh.devices.flat]
+    send_s = send_seconds(sent or [], chip, nodes)
+    seconds["update.seconds"] = update_seconds(config, model.config, chip, devices, send_s)
     seconds["sample.seconds"] = sample_seconds(
       config, model.config, chip, engine.model.mesh.shape, engine.programs.config.slots
     )
+  peak = max(program.peak for program in programs)
+  usable = usable_memory(chip)
+  sampling = [program.peak for program in others if program.name.startswith("sampling")]
   return {
     "devices": devices,
     "mesh": dict(model.mesh.shape),
     "hbm_bytes": chip.memory,
+    "usable_bytes": usable,
     "attention": attention_kind(model.config, model.mesh),
+    "sample.attention": engine.programs.config.attention,
+    "head_chunk": config.batch.head_chunk or default_chunk(model.mesh, model.config.vocab_size),
     "params": sum(x.size for x in jax.tree.leaves(state.params)),
     "params.bytes": bytes_per_device(state.params),
     "optimizer.bytes": bytes_per_device(state.opt_state),
-    "cache.bytes": bytes_per_device([cache.kv for cache in caches]),
-    "update.peak_bytes": update_peak,
-    "sample.peak_bytes": sample_peak,
-    "update.sent_bytes": sent,
-    "update.activation_bytes": update_peak - resident,
+    "cache.bytes": bytes_per_device(cache.kv),
+    "update.peak_bytes": update.peak,
+    "sample.peak_bytes": max(sampling, default=0),
+    "peak_bytes": peak,
+    "update.sent_bytes": None if sent is None else round(sum(x.sent for x in sent)),
+    "update.activation_bytes": update.peak - resident,
     "update.flops": update_flops(config, model.config),
     **seconds,
-    "fits": max(update_peak, sample_peak) <= chip.memory,
-    "seconds_compile": seconds_compile,
+    "fits": peak <= usable,
+    "programs": [
+      {
+        "name": program.name,
+        "peak_bytes": program.peak,
+        "count": program.count,
+        "seconds_compile": program.seconds,
+      }
+      for program in programs
+    ],
+    "seconds_compile": sum(program.seconds for program in programs),
+    "compile_minutes": sum(program.count * program.seconds for program in programs) / 60,
   }
+
+
+def _compile_all(programs: Programs, waiting: Waiting) -> list[CompiledProgram]:
+  """Compiles the programs and shows what is under way."""
+  compiled: list[CompiledProgram] = []
+  remaining = programs.compile()
+  while True:
+    after = f", after {compiled[-1].name}" if compiled else ": the update"
+    with waiting(f"compiling program {len(compiled) + 1}{after}"):
+      program = next(remaining, None)
+    if program is None:
+      return compiled
+    compiled.append(program)

@@ -1,63 +1,103 @@
-"""Compiles a run's update and sampler ahead of time and returns their peak memory per device."""
+"""The programs of a run: all kinds that it can reach, and what is in memory beside each."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
-import re
-from collections.abc import Iterator
-from typing import Any
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from gtpo_jax.arrays import Rewards, Rollouts
+from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.config import Config, resolve_model
+from gtpo_jax.config.trainer import run_optimizer, run_update
+from gtpo_jax.evaluation.evaluate import GREEDY
+from gtpo_jax.models.causal import attention_kind
 from gtpo_jax.models.config import DTYPES
+from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.params import abstract_params
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.planning.compile import bytes_per_device, compile_with_peak
 from gtpo_jax.rollout.groups import batch_like
-from gtpo_jax.runtime.mesh import axis_size, make_mesh, named_sharding
-from gtpo_jax.runtime.startup import use_compile_cache
+from gtpo_jax.rollout.mesh_choice import check_divisible
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import axis_size, batch_shards, make_mesh, named_sharding
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.training.micro_batches import check_batch_divisible, check_positions_divisible
-from gtpo_jax.training.state import Optimizer, abstract_state, make_optimizer
-from gtpo_jax.training.update import make_update
+from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.programs import Signature, count_kinds
+from gtpo_jax.training.imitation import Demonstrations, make_imitation
+from gtpo_jax.training.log_probs import make_scorer
+from gtpo_jax.training.packing import count_shapes
+from gtpo_jax.training.state import abstract_state, make_optimizer
+from gtpo_jax.warm_start import UPDATES_PER_CALL
 
 
-def build_model(config: Config, devices: list[Any]) -> Qwen2:
+class CompiledProgram(NamedTuple):
+  """The largest program of one kind, compiled.
+
+  Attributes:
+    name: for example "update" or "evaluation: decode".
+    peak: bytes on one device while it runs, including everything else that is in memory then.
+    count: the number of programs of this kind, for other shapes, that a run may compile.
+    seconds: the time it took to compile.
+    executable: the program; None if the compiler ran out of device memory.
+  """
+
+  name: str
+  peak: int
+  count: int
+  seconds: float
+  executable: jax.stages.Compiled | None
+
+
+class Sampling(NamedTuple):
+  """One use of an engine in a run: who samples, and how many completions."""
+
+  name: str
+  prompts: int
+  group: int
+  sampling_params: SamplingParams
+  resumes: bool = False
+
+
+def build_model(config: Config, devices: list[Any]) -> Transformer:
   """Returns the run's model on a mesh of these devices.
 
   Raises:
-    UserError: the mesh does not fit the devices, or batch or positions cannot be sharded over it.
+    UserError: the mesh does not fit the devices, batch or positions cannot be sharded over it, or
+      the devices have no host memory for offloaded moments.
   """
+  if config.optimizer.offload and not devices[0].addressable_memories():
+    raise UserError(
+      "optimizer.offload cannot be planned for GPUs that are not attached, because JAX describes "
+      "them without host memory; plan with --config.optimizer.offload=False, which needs more"
+    )
   mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
-  model = Qwen2(resolve_model(config).config, mesh)
-  check_batch_divisible("batch.prompts", config.batch.prompts, config.batch.parts, model)
-  check_positions_divisible(config.sampling.max_tokens, model)
+  model = Transformer(resolve_model(config).config, mesh)
+  check_divisible(config, model)
+  abstract_params(model)  # raises an error if the mesh does not fit the model
+  attention_kind(model.config, mesh)  # or if the device does not support the model
   return model
 
 
-def build_engine(config: Config, model: Qwen2) -> Engine:
+def build_engine(config: Config, model: Transformer) -> Engine:
   """Returns the run's engine. Its stop tokens are arbitrary: they do not change the programs."""
   return Engine(
     model,
-    stop=(0, 1),
+    stop=[0],
     pad=0,
     max_prompt_tokens=config.data.max_prompt_tokens,
     max_tokens=config.sampling.max_tokens,
     engine_config=config.engine_config,
+    demand=config.sampling_demand,
   )
 
 
-def build_optimizer(config: Config) -> Optimizer:
-  """Returns the run's optimizer."""
-  coef = config.resolved_algorithm.initial_entropy_coef
-  return make_optimizer(config.optimizer, config.steps, config.batch.updates, coef)
-
-
-def abstract_batch(config: Config, model: Qwen2) -> tuple[Rollouts, Rewards]:
+def abstract_batch(config: Config, model: Transformer) -> tuple[Rollouts, Rewards]:
   """Returns the shapes of one step's rollouts and rewards on the mesh, without allocating them."""
   sharding = named_sharding(model.mesh, "batch")
   return jax.tree.map(
@@ -65,122 +105,216 @@ def abstract_batch(config: Config, model: Qwen2) -> tuple[Rollouts, Rewards]:
   )
 
 
-def compile_programs(
-  config: Config, model: Qwen2
-) -> Iterator[tuple[int, jax.stages.Compiled | None]]:
-  """Compiles the update, then the sampler, each when the iterator reaches it.
+class Programs:
+  """Compiles the programs of a run ahead of time, the largest of each kind.
 
-  Yields:
-    The peak bytes on one device while the program runs, including everything else that is in memory
-    at that time, and the program. If compilation fails for lack of memory, the program is None, and
-    the bytes are those that the compiler reports.
+  Attributes:
+    optimizer: the run's optimizer.
+    state: the shapes of its state.
+    batch: the shapes of its rollouts and rewards.
+    engine: its engine.
+    frozen: bytes on one device of the frozen reference and guide.
   """
-  yield _compile_update(config, model)
-  yield _compile_sampler(config, model)
+
+  def __init__(self, config: Config, model: Transformer):
+    """Args:
+    config: the config of the run.
+    model: from `build_model`.
+    """
+    self._config = config
+    self._model = model
+    self.optimizer = run_optimizer(config)
+    self.state = abstract_state(model, self.optimizer)
+    self.batch = abstract_batch(config, model)
+    self.engine = build_engine(config, model)
+    self.frozen = frozen_bytes(config, model)
+    self._counted: set[Signature] = set()
+
+  def compile(self) -> Iterator[CompiledProgram]:
+    """Compiles the update, sampling and the rest, each when the iterator reaches it.
+
+    The sampling of evaluations and of the guide is left out if the policy's takes at least as much
+    memory; it is then counted with the policy's.
+    """
+    yield self.compile_update()
+    yield self._layout
+    if self._layout.executable is not None:
+      uses = self._uses()
+      while uses:
+        use, *rest = uses
+        covered = [other for other in rest if self._covers(use, other)]
+        yield from self._compile_use(use, covered)
+        uses = [other for other in rest if other not in covered]
+      yield from self._compile_scoring()
+    if self._config.warm_start.steps:
+      yield self._compile_imitation()
+
+  def compile_largest(self) -> Iterator[CompiledProgram]:
+    """Compiles the update and the policy's decoding, which usually need the most memory."""
+    yield self.compile_update()
+    yield self._layout
+    if self._layout.executable is not None:
+      yield from self._compile_use(self._uses()[0], skip=("prefill",))
+
+  def compile_update(self) -> CompiledProgram:
+    """Compiles the update of a batch whose completions have the maximum length."""
+    config = self._config
+    update = run_update(config, self._model, self.optimizer)
+    arguments = (self.state, *self.batch)
+    resident = self.frozen + self._attention_workspace()
+    return _compile("update", update.lower(*arguments), arguments, resident, self._update_shapes())
+
+  @functools.cached_property
+  def _layout(self) -> CompiledProgram:
+    """The program that converts the parameters to the layout of sampling."""
+    params = self.state.params
+    resident = self.frozen + bytes_per_device(self.state.opt_state)
+    return _compile("layout", self.engine.programs.lower_layout(params), params, resident, 1)
+
+  @functools.cached_property
+  def _decode_params(self) -> DecodeParams:
+    """The shapes of the parameters in the layout of sampling."""
+    programs = self.engine.programs
+    return programs.abstract_decode_params(self.state.params, self._layout.executable)
+
+  def _uses(self) -> list[Sampling]:
+    """Returns everything that samples in this run; the policy comes first."""
+    config = self._config
+    settings = config.resolved_algorithm.settings
+    params = config.sampling_params
+    prompts = config.batch.prompts
+    own = config.policy_completions
+    resumes = config.sampling.staleness > 0
+    uses = [Sampling("sampling", config.pool_size, own, params, resumes)]
+    if settings.guide_completions:
+      uses.append(Sampling("guide", prompts, settings.guide_completions, params))
+    batch = config.eval.batch
+    uses.append(Sampling("evaluation", batch, config.eval.samples, config.eval_sampling_params))
+    uses.append(Sampling("greedy evaluation", batch, 1, GREEDY))
+    return uses
+
+  def _compile_use(
+    self, use: Sampling, covered: Sequence[Sampling] = (), skip: Sequence[str] = ()
+  ) -> Iterator[CompiledProgram]:
+    """Compiles the programs of one use of the engine, but none of the kinds `skip`.
+
+    The programs of the uses `covered` are counted with them, and each program only once.
+    """
+    beside = self.frozen + bytes_per_device((self.state.params, self.state.opt_state))
+    found = set().union(*map(self._signatures, (use, *covered))) - self._counted
+    self._counted |= found
+    counts = count_kinds(found)
+    for program in self.engine.programs.lower(
+      self._decode_params,
+      use.prompts,
+      group=use.group,
+      sampling_params=use.sampling_params,
+      resumes=use.resumes,
+    ):
+      if program.name not in skip and counts[program.name]:
+        resident = beside + bytes_per_device(program.beside)
+        name = f"{use.name}: {program.name}"
+        yield _compile(name, program.lowered, program.arguments, resident, counts[program.name])
+
+  def _signatures(self, use: Sampling) -> set[Signature]:
+    """Returns the programs that `use` may compile."""
+    return self.engine.programs.signatures(use.prompts, use.group, use.sampling_params, use.resumes)
+
+  def _covers(self, use: Sampling, other: Sampling) -> bool:
+    """Returns whether the programs of `use` take at least the memory of those of `other`."""
+    ours, theirs = (
+      self.engine.programs.abstract_state(
+        x.prompts, group=x.group, sampling_params=x.sampling_params
+      )
+      for x in (use, other)
+    )
+    filtered = other.sampling_params.is_filtered and other.sampling_params.temperature > 0
+    same = use.sampling_params.filters == other.sampling_params.filters
+    return bytes_per_device(ours) >= bytes_per_device(theirs) and (same or not filtered)
+
+  def _compile_scoring(self) -> Iterator[CompiledProgram]:
+    """Compiles the programs that recompute log-probs, those of the policy and of a reference."""
+    config = self._config
+    settings = config.resolved_algorithm.settings
+    rollouts = self.batch[0].replace(rescored=None, reference=None)
+    scorer = make_scorer(
+      self._model, config.sampling.temperature, config.batch.parts, config.batch.head_chunk
+    )
+    params = self.state.params
+    names = [("rescoring", settings.needs_rescoring), ("reference", settings.kl_weight)]
+    for name in [name for name, wanted in names if wanted]:
+      resident = self.frozen + bytes_per_device((self.state.opt_state, self._decode_params))
+      arguments = (params, rollouts)
+      yield _compile(name, scorer.lower(*arguments), arguments, resident, self._update_shapes())
+
+  def _compile_imitation(self) -> CompiledProgram:
+    """Compiles the updates of the warm start, which runs before anything frozen is loaded."""
+    config = self._config
+    section = config.warm_start
+    optimizer = make_optimizer(section.optimizer, section.steps)
+    imitate = make_imitation(self._model, optimizer, config.batch.head_chunk)
+    sharding = named_sharding(self._model.mesh, None, "batch")
+    k = min(UPDATES_PER_CALL, section.steps)
+    array = lambda dtype, *shape: jax.ShapeDtypeStruct(
+      (k, section.batch, *shape), dtype, sharding=sharding
+    )
+    t = config.sampling.max_tokens
+    prompts = Prompts(array(jnp.int32, config.data.max_prompt_tokens), array(jnp.int32))
+    demonstrations = Demonstrations(prompts, array(jnp.int32, t), array(jnp.bool, t))
+    arguments = (abstract_state(self._model, optimizer), demonstrations)
+    count = 1 + bool(section.steps > k and section.steps % k)
+    return _compile("warm start", imitate.lower(*arguments), arguments, 0, count)
+
+  def _update_shapes(self) -> int:
+    """Returns the number of shapes of a batch that is packed."""
+    batch = self._config.batch
+    if not batch.pack:
+      return 1
+    shards = axis_size(self._model.mesh, "position")
+    return count_shapes(batch.group, self._config.sampling.max_tokens, shards)
+
+  def _attention_workspace(self) -> int:
+    """Returns the bytes that cuDNN's backward pass allocates, which XLA does not know of here.
+
+    It adds up the gradient of the queries in float32.
+    """
+    c = self._model.config
+    mesh = self._model.mesh
+    if attention_kind(c, mesh) != "cudnn":
+      return 0
+    config = self._config
+    parts = config.batch.minibatches * config.batch.micro_batches * batch_shards(mesh)
+    rows = config.batch.prompts // parts * config.batch.group
+    positions = config.data.max_prompt_tokens + config.sampling.max_tokens
+    return 4 * rows * positions * c.heads // axis_size(mesh, "heads") * c.head_dim
 
 
-def _compile_update(config: Config, model: Qwen2) -> tuple[int, jax.stages.Compiled | None]:
-  optimizer = build_optimizer(config)
-  arguments = (abstract_state(model, optimizer), *abstract_batch(config, model))
-  update = make_update(
-    model,
-    config.resolved_algorithm,
-    optimizer,
-    temperature=config.sampling.temperature,
-    minibatches=config.batch.minibatches,
-    epochs=config.batch.epochs,
-    micro_batches=config.batch.micro_batches,
-    head_chunk=config.batch.head_chunk,
-  )
-  peak, program = compile_with_peak(update.lower(*arguments), arguments)
-  return peak + frozen_bytes(config, model), program
+def _compile(
+  name: str, lowered: jax.stages.Lowered, arguments: Any, resident: int, count: int
+) -> CompiledProgram:
+  began = time.perf_counter()
+  peak, executable = compile_with_peak(lowered, arguments)
+  seconds = time.perf_counter() - began
+  return CompiledProgram(name, peak + resident, count, seconds, executable)
 
 
-def _compile_sampler(config: Config, model: Qwen2) -> tuple[int, jax.stages.Compiled | None]:
-  state = abstract_state(model, build_optimizer(config))
-  lowered_programs = build_engine(config, model).programs.lower(
-    state.params,
-    config.batch.prompts,
-    group=config.policy_completions,
-    sampling_params=config.sampling_params,
-  )
-  peaks = []
-  for name, lowered, arguments in lowered_programs:
-    peak, program = compile_with_peak(lowered, arguments)
-    # The peak of the layout program includes the parameters, its argument. They stay in memory
-    # during the later programs too.
-    resident = 0 if name == "layout" else bytes_per_device(state.params)
-    peaks.append(peak + resident)
-    if program is None:
-      break  # the next program takes the output of this one
-  resident = frozen_bytes(config, model) + bytes_per_device(state.opt_state)
-  return max(peaks) + resident, program
-
-
-def compile_with_peak(
-  lowered: jax.stages.Lowered, arguments: Any
-) -> tuple[int, jax.stages.Compiled | None]:
-  """Compiles a program.
-
-  Returns:
-    The peak bytes on one device, including the arguments, and the program. If compilation fails for
-    lack of memory, the program is None, and the bytes are those that the compiler reports.
-  """
-  try:
-    with _no_compile_cache():
-      compiled = lowered.compile()
-  except jax.errors.JaxRuntimeError as error:
-    needed = re.search(r"temporaries \(([\d.]+)([KMGT])\)|Used ([\d.]+)([KMGT]) of", str(error))
-    if "RESOURCE_EXHAUSTED" not in str(error) or not needed:
-      raise
-    temporaries, temporaries_unit, total, total_unit = needed.groups()
-    if temporaries:
-      return _to_bytes(temporaries, temporaries_unit) + bytes_per_device(arguments), None
-    return _to_bytes(total, total_unit), None
-  analysis = compiled.memory_analysis()
-  device, *_ = jax.tree.leaves(arguments)[0].sharding.device_set
-  # The peak that XLA reports for a CPU program does not include its temporaries.
-  omitted = analysis.temp_size_in_bytes if device.platform == "cpu" else 0
-  return analysis.peak_memory_in_bytes + omitted, compiled
-
-
-def _to_bytes(number: str, unit: str) -> int:
-  return int(float(number) * 1024 ** ("KMGT".index(unit) + 1))
-
-
-@contextlib.contextmanager
-def _no_compile_cache() -> Iterator[None]:
-  """Turns off JAX's compile cache, which cannot load programs for devices that are not attached."""
-  before = jax.config.jax_enable_compilation_cache
-  use_compile_cache(False)
-  try:
-    yield
-  finally:
-    use_compile_cache(before)
-
-
-def frozen_bytes(config: Config, model: Qwen2) -> int:
+def frozen_bytes(config: Config, model: Transformer) -> int:
   """Returns the bytes per device of the frozen reference and guide, which are always in memory.
 
-  Each has as many parameters as the policy. The guide is stored in the compute dtype.
+  Both are taken to be as large as the policy. The guide is stored in the compute dtype.
   """
   settings = config.resolved_algorithm.settings
-  params = abstract_params(without_lora(model))
+  params = abstract_params(model if model.config.quantize else without_lora(model))
   total = 0
   if settings.kl_weight:
     total += bytes_per_device(params)
   if settings.guide_completions:
     dtype = DTYPES[model.config.compute_dtype]
+    kept = lambda x: x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else dtype
     guide = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params
+      lambda x: jax.ShapeDtypeStruct(x.shape, kept(x), sharding=x.sharding), params
     )
     # The sampler keeps the guide's weights gathered over this axis.
     gathered = axis_size(build_engine(config, model).model.mesh, "embed")
     total += bytes_per_device(guide) * gathered
   return total
-
-
-def bytes_per_device(tree: Any) -> int:
-  """Returns the bytes of `tree` on one device; arrays in host memory do not count."""
-  on_device = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != "pinned_host"]
-  return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in on_device)

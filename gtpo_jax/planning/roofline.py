@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 
+import jax.numpy as jnp
+
 from gtpo_jax.config import Config
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.params import matmul_params
-from gtpo_jax.planning.topology import Chip
+from gtpo_jax.models.quantize import FORMATS
+from gtpo_jax.runtime.chips import Chip
 
 REMAT_FACTOR = 4 / 3  # forward and backward take 3 forward passes; remat recomputes one more
 
@@ -31,15 +34,17 @@ def update_flops(config: Config, c: ModelConfig) -> int:
   return (prompt_tokens + completion_tokens) * per_token * config.batch.epochs
 
 
-def update_seconds(config: Config, c: ModelConfig, chip: Chip, devices: int, sent: int) -> float:
+def update_seconds(
+  config: Config, c: ModelConfig, chip: Chip, devices: int, send_s: float
+) -> float:
   """Returns the minimum seconds of a step's updates.
 
-  This is the larger of the compute time (`update_flops`, a third more with remat) and the time in
-  which each device sends `sent` bytes.
+  This is the larger of the compute time (of `update_flops`, a third more with remat) and `send_s`,
+  the least seconds that each device takes to send its part (`collectives.send_seconds`).
   """
   factor = 1.0 if config.model.remat == "none" else REMAT_FACTOR
   compute = update_flops(config, c) * factor / devices / chip.flops
-  return max(compute, sent / chip.link_bandwidth)
+  return max(compute, send_s)
 
 
 def sample_seconds(
@@ -53,6 +58,10 @@ def sample_seconds(
   devices = mesh["data"] * mesh["fsdp"] * mesh["tensor"]
   shards = mesh["data"] * mesh["fsdp"]
   itemsize = DTYPES[c.compute_dtype](0).itemsize
+  head = c.vocab_size * c.width
+  quantized = c.quantize or config.sampling.weights_dtype
+  weight_bits = jnp.iinfo(FORMATS[quantized]).bits if quantized else 8 * itemsize
+  weight_bytes = (matmul_params(c) - head) * weight_bits / 8 + head * itemsize
   rows = config.batch.prompts * config.policy_completions / shards
   length = config.sampling.max_tokens
   prompt_length = config.data.max_prompt_tokens
@@ -61,7 +70,7 @@ def sample_seconds(
   kv_shards = min(mesh["tensor"], c.kv_heads)
   kv_bytes = 2 * c.layers * c.kv_heads * c.head_dim * itemsize / kv_shards  # per position
   positions = rows * length / 2 + rows / config.policy_completions * prompt_length
-  bytes_read = matmul_params(c) * itemsize / mesh["tensor"] + kv_bytes * positions
+  bytes_read = weight_bytes / mesh["tensor"] + kv_bytes * positions
   decode_flops = 2 * matmul_params(c) * rows / mesh["tensor"]
   prefill_flops = 2 * matmul_params(c) * config.batch.prompts * prompt_length / devices
   token_seconds = max(bytes_read / chip.memory_bandwidth, decode_flops / chip.flops)

@@ -11,47 +11,63 @@ MIB = 2**20
 def format_table(result: dict[str, Any]) -> str:
   """Returns the result of `plan` as a table of names and values."""
 
-  def size(key: str) -> str:
-    unit, divisor = ("GiB", GIB) if result[key] >= GIB // 2 else ("MiB", MIB)
-    return f"{result[key] / divisor:9.2f} {unit}"
-
   def seconds(key: str) -> str:
     value = result[key]
     return "unknown" if value is None else f"at least {value:.3g} s (roofline)"
 
   mesh = " x ".join(f"{name} {count}" for name, count in result["mesh"].items())
-  topology = (
-    f"{result['topology']}: {result['devices']} device(s) of {result['hbm_bytes'] / GIB:.2f} GiB, "
-    f"mesh {mesh}"
-  )
+  memory = f"{result['hbm_bytes'] / GIB:.2f} GiB"
+  if result["usable_bytes"] < result["hbm_bytes"]:
+    memory += f" ({result['usable_bytes'] / GIB:.2f} GiB usable)"
+  topology = f"{result['topology']}: {result['devices']} device(s) of {memory}, mesh {mesh}"
   rows = [
     ("topology", topology),
-    ("attention", result["attention"]),
+    ("attention", f"{result['attention']}; when sampling: {result['sample.attention']}"),
     ("parameters", f"{result['params'] / 1e9:9.3f} billion"),
-    ("per device: parameters", size("params.bytes")),
-    ("per device: optimizer", size("optimizer.bytes")),
-    ("per device: KV cache", size("cache.bytes")),
-    ("per device: activations", size("update.activation_bytes")),
-    ("per device: peak, update", size("update.peak_bytes")),
-    ("per device: peak, sampling", size("sample.peak_bytes")),
-    (
-      "per device: bytes sent",
-      "-" if result["update.sent_bytes"] is None else size("update.sent_bytes"),
-    ),
+    ("logits in memory", f"{result['head_chunk']:9d} tokens per device (batch.head_chunk)"),
+    ("per device: parameters", _size(result["params.bytes"])),
+    ("per device: optimizer", _size(result["optimizer.bytes"])),
+    ("per device: KV cache", _size(result["cache.bytes"])),
+    ("per device: activations", _size(result["update.activation_bytes"])),
+  ]
+  for program in result["programs"]:
+    size = _size(program["peak_bytes"])
+    rows.append((f"peak, {program['name']}", f"{size}   {_programs(program['count'])}"))
+  sent = result["update.sent_bytes"]
+  count = sum(program["count"] for program in result["programs"])
+  rows += [
+    ("update sends, per device", "-" if sent is None else _size(sent)),
     ("update", f"{result['update.flops']:.3e} model FLOP, {seconds('update.seconds')}"),
     ("sampling, full length", seconds("sample.seconds")),
-    ("compile time", f"{result['seconds_compile']:.1f} s"),
-    ("fits", "yes" if result["fits"] else _advice(result["override"])),
+    ("compile time", f"{result['seconds_compile']:.1f} s for the programs above"),
+    (
+      "compile time of a run",
+      f"about {result['compile_minutes']:.0f} min at this machine's speed, if all {count} programs "
+      "are needed; restarts read them from the compile cache",
+    ),
   ]
+  if result["refused"]:
+    rows.append(("the config's mesh", f"refused: {result['refused']}"))
+    rows.append(("planned with", result["override"]))
+  rows.append(("fits", "yes" if result["fits"] else _advice(result["override"])))
   return "\n".join(f"{name:<28} {value}" for name, value in rows)
 
 
+def _size(size: int) -> str:
+  unit, divisor = ("GiB", GIB) if size >= GIB // 2 else ("MiB", MIB)
+  return f"{size / divisor:9.2f} {unit}"
+
+
+def _programs(count: int) -> str:
+  return "1 program" if count == 1 else f"up to {count} programs"
+
+
 def _advice(override: str | None) -> str:
-  """Returns the line `fits` of a run that does not fit: what to change."""
+  """Returns the text of the line `fits` for a run that does not fit: what to change."""
   if override:
     return f"no, but it fits with {override} (checked by compiling)"
   return (
-    "no; smaller micro-batches, optimizer moments in host memory and larger context or tensor axes "
-    "were tried and do not make it fit; use more devices, a smaller sampling.max_tokens, or "
-    "model.lora_rank"
+    "no; other meshes, smaller micro-batches and optimizer moments in host memory were tried and "
+    "do not make it fit; use more devices, a smaller sampling.max_tokens, model.lora_rank, or with "
+    "it model.quantize"
   )

@@ -118,7 +118,7 @@ def test_a_file_that_raises_says_what(tmp_path):
     "def get_config():\n  return 3\n",
   ],
 )
-def test_a_file_that_is_no_config(tmp_path, body):
+def test_a_file_that_is_not_a_config(tmp_path, body):
   file = tmp_path / "mine.py"
   file.write_text(body)
   assert "mine.py" in load_refused(str(file))
@@ -220,7 +220,7 @@ def test_an_unknown_key_names_the_nearest():
   refused("unknown config key 'optimiser'", "did you mean 'optimizer'", optimiser={"b1": 0.5})
 
 
-def test_an_int_serves_where_a_float_is_meant():
+def test_an_int_is_accepted_for_a_float():
   config = freeze(nested({"sampling__temperature": 1, "algorithm__alpha2": 0}))
   assert type(config.sampling.temperature) is float and type(config.algorithm.alpha2) is float
 
@@ -232,7 +232,7 @@ def test_an_int_serves_where_a_float_is_meant():
     ("seed", 0),
     ("batch__prompts", 1),
     ("batch__micro_batches", 1),
-    ("batch__head_chunk", 1),
+    ("batch__head_chunk", 0),
     ("batch__group", 2),
     ("sampling__max_tokens", 2),
     ("data__max_prompt_tokens", 1),
@@ -268,6 +268,7 @@ def test_lower_bounds(name, least):
     ({"data__train": "sum"}, ["'sum'", "did you mean 'sums'"]),
     ({"data__eval": "countdwn"}, ["'countdwn'", "did you mean 'countdown'"]),
     ({"data__terms": 40}, ["data.terms = 40"]),
+    ({"data__filler": 4}, ["data.filler = 4 only has an effect with data.train = 'forks'"]),
     ({"algorithm__name": "gtop"}, ["'gtop'", "did you mean 'gtpo'"]),
     ({"algorithm__alpha2": -1.0}, ["algorithm.alpha2 must be at least 0 and finite, got -1.0"]),
     ({"algorithm__beta2": 0.1}, ["algorithm 'gtpo' has no setting 'beta2'"]),
@@ -311,7 +312,7 @@ def test_not_a_number_is_refused(name):
   refused("nan", **{name: float("nan")})
 
 
-# --- there and back ---
+# --- to dicts and back ---
 
 
 @pytest.mark.parametrize(
@@ -330,7 +331,7 @@ def test_not_a_number_is_refused(name):
   ],
   ids=lambda config: config.algorithm.name,
 )
-def test_freeze_is_the_way_back(config):
+def test_freeze_inverts_to_dict(config):
   assert freeze(to_dict(config)) == config
   assert freeze(json.loads(json.dumps(to_dict(config)))) == config
   assert hash(freeze(to_dict(config))) == hash(config)
@@ -354,6 +355,8 @@ def test_the_parts_of_a_config():
   assert (config.model.param_dtype, resolve_model(config).config.width) == ("bfloat16", 128)
   assert (config.train_task.name, config.train_task.terms) == ("countdown", 4)
   assert config.eval_task is config.train_task
+  forks = freeze(nested({"data__train": "forks", "data__filler": 4}))
+  assert (forks.train_task.filler, forks.eval_task.filler) == (4, 4)
 
 
 def test_a_config_is_frozen():
@@ -364,3 +367,80 @@ def test_a_config_is_frozen():
 def test_flatten_joins_the_keys():
   assert flatten({"a": {"b": 1, "c": {"d": None}}, "e": "x"}) == {"a.b": 1, "a.c.d": None, "e": "x"}
   assert difference(Config(), Config()) == {}
+
+
+def training_refused(*parts, **values):
+  """The message with which a run refuses to train; the values themselves are valid."""
+  config = freeze(nested(values))
+  with pytest.raises(UserError) as error:
+    config.check_training()
+  for part in parts:
+    assert part in str(error.value), error.value
+
+
+@pytest.mark.parametrize("preset", ["qwen2.5-0.5b", "qwen2.5-7b"])
+def test_a_large_model_needs_weights(preset):
+  parts = (f"model.preset = {preset!r} would start from random weights", "set model.path to")
+  training_refused(*parts, model__preset=preset)
+  for allowed in (
+    {"model__path": "Qwen/Qwen2.5-7B"},
+    {"model__random_weights": True},
+    {"warm_start__steps": 10},
+  ):
+    freeze(nested({"model__preset": preset, **allowed})).check_training()
+  Config().check_training()  # a tiny model may start from random weights
+
+
+@pytest.mark.parametrize("name", ["gtpo", "gtpo_v2", "grpo_s", "grpo_s_v1"])
+def test_parts_that_entropy_shaping_cannot_use_are_refused(name):
+  lacks = "lacks: use reward.parts=correct,verifier,boxed*0.1, which adds"
+  training_refused(lacks, algorithm__name=name, reward__parts="verifier,boxed*0.1")
+  scaled = "have weight 1, got 'boxed*0.5,correct*2'; scale the other parts instead: "
+  scaled += "reward.parts=boxed*0.25,correct*1"
+  training_refused(scaled, algorithm__name=name, reward__parts="boxed*0.5,correct*2")
+  freeze(nested({"algorithm__name": name, "reward__parts": "correct,boxed*100"})).check_training()
+
+
+@pytest.mark.parametrize("parts", ["verifier", "correct*2,boxed*0.5", "boxed"])
+def test_algorithms_without_entropy_shaping_accept_any_parts(parts):
+  freeze(nested({"algorithm__name": "grpo", "reward__parts": parts})).check_training()
+
+
+def test_warm_starts_on_demonstrations():
+  refused(
+    "needs demonstrations of data.train = 'a.jsonl': set warm_start.data",
+    data__train="a.jsonl",
+    data__eval="b.jsonl",
+    warm_start__steps=5,
+  )
+  refused("warm_start.steps is 0; set the steps to", warm_start__data="demos.jsonl")
+  refused("warm_start.data must name a source", warm_start__data="demos.txt", warm_start__steps=5)
+  refused(
+    "warm_start.fields must name prompt and completion, such as prompt=question,"
+    "completion=solution; got 'prompt=q'",
+    warm_start__data="demos.jsonl",
+    warm_start__steps=5,
+    warm_start__fields="prompt=q",
+  )
+  config = freeze(
+    nested(
+      {
+        "data__train": "a.jsonl",
+        "data__eval": "b.jsonl",
+        "warm_start__data": "hf:me/demos",
+        "warm_start__steps": 5,
+        "warm_start__fields": "prompt=q, completion=solution",
+      }
+    )
+  )
+  assert config.demonstration_columns == "prompt=q,answer=solution,kind=exact"
+
+
+def test_a_short_name_selects_a_shipped_config(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  assert load("tiny") == load(str(CONFIGS[0].parent / "tiny.py"))
+  assert load("eval_gsm8k:base").data.chat is False
+  (tmp_path / "tiny").write_text(Path(BASE).read_text())  # a file of this name comes first
+  assert load("tiny") == Config()
+  assert "did you mean 'tiny'?" in load_refused("tinny")
+  assert "--config=tiny names the one that comes with gtpo_jax" in load_refused("configs/tiny.py")

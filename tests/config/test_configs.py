@@ -1,4 +1,4 @@
-"""The configs that are shipped: what their heads name is what they hold."""
+"""The shipped configs agree with their docstrings, the papers and each other."""
 
 import math
 import re
@@ -14,7 +14,7 @@ PAPER = [
   for size in ("0_5b", "1_5b", "7b", "32b")
   for algorithm in ("gtpo", "grpo_s", "dapo")
 ]
-# Two triples that differ only in the credit: all with dynamic sampling, and all without.
+# Two triples of configs that differ only in the algorithm, with and without dynamic sampling.
 PAIRED = {
   True: ["qwen2_5_7b_gtpo_dynamic", "qwen2_5_7b_grpo_s_dynamic", "qwen2_5_7b_dapo"],
   False: ["qwen2_5_7b_gtpo", "qwen2_5_7b_grpo_s", "qwen2_5_7b_dapo_static"],
@@ -26,6 +26,7 @@ LARGE = [
   "qwen2_5_7b_dapo_static",
   "dapo_32b_reference",
   "colab_0_5b_gsm8k",
+  "kaggle_1_5b_gsm8k",
 ]
 
 
@@ -34,7 +35,7 @@ def read(name):
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_the_head_names_command_hardware_and_time(name):
+def test_the_docstring_names_command_hardware_and_time(name):
   text = re.sub(r"\\\n +", "", (CONFIGS / f"{name}.py").read_text().split('"""')[1])
   assert (
     f"gtpo train --config=configs/{name}.py --workdir=WORKDIR --config.model.path=Qwen/Qwen2.5-"
@@ -49,7 +50,7 @@ def test_the_head_names_command_hardware_and_time(name):
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_it_divides_over_the_hardware_it_names(name):
+def test_each_config_divides_evenly_over_its_hardware(name):
   config = read(name)
   text = (CONFIGS / f"{name}.py").read_text()
   shape, chips = re.search(r"topology v\d[ep]:([\dx]+)[,)]? \(?(\d+) chip", text).groups()
@@ -104,14 +105,14 @@ def test_the_papers_settings(name):
   ) == (1.0, 0.7, 32)
 
 
-def test_the_comparison_differs_in_the_algorithm_alone():
+def test_compared_configs_differ_only_in_the_algorithm():
   for size in ("0_5b", "7b"):
     assert set(difference(read(f"qwen2_5_{size}_gtpo"), read(f"qwen2_5_{size}_grpo_s"))) == {
       "algorithm.name"
     }
 
 
-def test_dapos_own_run():
+def test_the_reference_run_of_dapo():
   config = read("dapo_32b_reference")
   assert (
     config.batch.prompts,
@@ -121,7 +122,7 @@ def test_dapos_own_run():
   ) == (512, 16, 16, 20480)
   assert (
     config.batch.prompts // config.batch.minibatches * config.batch.group == 512
-  )  # completions a gradient update
+  )  # completions per gradient update
   settings = config.resolved_algorithm.settings
   optimizer = config.optimizer
   assert (settings.overlong_buffer, settings.dynamic_sampling, settings.loss_aggregation) == (

@@ -10,6 +10,11 @@ needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
 )
 
+HAS_CUDA_PLUGIN = importlib.util.find_spec("jax_cuda13_plugin") is not None
+needs_cuda_plugin = pytest.mark.skipif(
+  not HAS_CUDA_PLUGIN, reason="JAX's CUDA plugin is not installed"
+)
+
 
 def small_config(**changes):
   """The default config on fsdp 2 x tensor 2, with these values by dotted name."""

@@ -1,4 +1,4 @@
-"""Bytes sent: of programs for eight CPU devices, and of lines as the TPU compiler writes them."""
+"""The bytes sent by programs for eight CPU devices, and by lines from the TPU compiler."""
 
 import functools
 
@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from gtpo_jax.planning.collectives import collective_bytes
+from gtpo_jax.planning.collectives import Collective, collective_bytes, collectives, send_seconds
+from gtpo_jax.runtime.chips import CHIPS
 from gtpo_jax.runtime.mesh import make_mesh
 
 ONES = jnp.ones((64, 16))
@@ -112,6 +113,15 @@ def test_a_loop_without_a_known_trip_count_counts_once():
   assert collective_bytes(program) == {"collective-permute": 96 * 4}
 
 
+def test_a_condition_may_be_a_fusion():
+  """The GPU compiler fuses the comparison, and drops its annotation from some loops."""
+  line = "%a = f32[96]{0} collective-permute(%p), channel_id=7, source_target_pairs={{0,1}}"
+  fused = f"%fused_compare (p: s32[]) -> pred[] {{\n  {COUNTED_LOOP}\n}}\n\n"
+  condition = "ROOT %c = pred[] fusion(%i), kind=kLoop, calls=%fused_compare"
+  program = hlo(line, condition=condition).replace("%cond (", fused + "%cond (", 1)
+  assert collective_bytes(program) == {"collective-permute": 28 * 96 * 4}
+
+
 def test_a_line_break_within_a_kernel_hides_nothing():
   """The compiler breaks the line of a Pallas kernel within its metadata."""
   kernel = (
@@ -121,3 +131,30 @@ def test_a_line_break_within_a_kernel_hides_nothing():
   )
   line = "%a = f32[96]{0} reduce-scatter(%p), channel_id=7, replica_groups={{0,1,2,3}}"
   assert collective_bytes(hlo(kernel, line)) == {"reduce-scatter": 28 * 96 * 4 * 3}
+
+
+@pytest.mark.parametrize(
+  ("groups", "expected"),
+  [
+    ("replica_groups={{0,2},{1,3}}", (0, 2)),
+    ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3)),
+    ("replica_groups=[4,2]<=[2,4]T(1,0)", (0, 4)),
+    ("replica_groups=mesh['a'=2,'b'=4] {'a'}", (0, 4)),
+    ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", (0, 1, 4, 5)),
+  ],
+)
+def test_the_first_group_of_devices(groups, expected):
+  (collective,) = collectives(hlo(f"%a = f32[96]{{0}} all-reduce(%p), channel_id=7, {groups}"))
+  assert collective.group == expected
+
+
+def test_seconds_on_two_nodes_by_hand():
+  """H100: 450 GB/s within a node; 50 GB/s for each of a group's four devices in a node."""
+  chip = CHIPS["h100"]
+  nodes = [0] * 8 + [1] * 8
+  within = Collective("all-gather", 9e12, tuple(range(8)))
+  between = Collective("all-gather", 4e12, (0, 2, 4, 6, 8, 10, 12, 14))
+  assert send_seconds([within], chip, nodes) == pytest.approx(20)
+  assert send_seconds([between], chip, nodes) == pytest.approx(20)
+  assert send_seconds([within, between, between], chip, nodes) == pytest.approx(40)
+  assert send_seconds([within, between], chip, [0] * 16) == pytest.approx(13 / 0.45)

@@ -6,6 +6,7 @@ import pytest
 from plan_cases import needs_libtpu, small_config
 
 from gtpo_jax.planning.plan import plan
+from gtpo_jax.planning.search import with_overrides
 from gtpo_jax.planning.table import format_table
 from gtpo_jax.runtime.errors import UserError
 
@@ -36,7 +37,7 @@ def test_virtual_devices():
 @pytest.mark.slow
 @needs_libtpu
 def test_a_tpu_that_is_not_attached():
-  # Twice: the second must not read programs for an absent TPU from the compile cache; it cannot.
+  # Twice, because programs for an absent TPU cannot be read back from the compile cache.
   for _ in range(2):
     result = plan(small_config(), "v5e:2x4")
     check(result, 8)
@@ -67,14 +68,14 @@ def test_invalid_runs_are_rejected_before_anything_is_compiled(changes, message)
   started = time.process_time()
   with pytest.raises(UserError, match=message):
     plan(small_config(**changes), "cpu:8")
-  # The time of this process only, whatever else the machine does.
+  # CPU time of this process, so other work on the machine does not matter.
   assert time.process_time() - started < 2
 
 
 @pytest.mark.slow
 @needs_libtpu
 def test_an_override_is_found_for_a_run_that_does_not_fit():
-  """1,024 rows of 8,192 positions take 6 GiB per device and MLP array of a layer; 64 rows fit."""
+  """With 1,024 rows of 8,192 positions, one MLP array takes 6 GiB per device; 64 rows fit."""
   config = small_config(
     **{
       "model.compute_dtype": "bfloat16",
@@ -91,7 +92,23 @@ def test_an_override_is_found_for_a_run_that_does_not_fit():
   assert not result["fits"]
   assert result["update.peak_bytes"] > result["hbm_bytes"]
   assert result["update.sent_bytes"] is None
-  assert result["override"] == "--config.batch.micro_batches=16"
-  assert "it fits with --config.batch.micro_batches=16 (checked by compiling)" in format_table(
-    result
-  )
+  flags = dict(flag.removeprefix("--config.").split("=") for flag in result["override"].split())
+  values = {
+    name: value == "True" if value in ("True", "False") else int(value)
+    for name, value in flags.items()
+  }
+  assert values.get("batch.micro_batches", 1) > 1
+  assert f"it fits with {result['override']} (checked by compiling)" in format_table(result)
+  assert plan(with_overrides(config, values), "v5e:2x2")["fits"]
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_mesh_that_does_not_divide_is_replaced():
+  """Eight batch shards do not divide four prompts."""
+  result = plan(small_config(**{"mesh.fsdp": 8, "mesh.tensor": 1, "batch.prompts": 4}), "v5e:2x4")
+  assert "batch.prompts = 4 is not a multiple of 8" in result["refused"]
+  assert result["fits"] and result["mesh"]["data"] * result["mesh"]["fsdp"] <= 4
+  table = format_table(result)
+  assert "refused: batch.prompts = 4" in table
+  assert f"planned with                 {result['override']}" in table

@@ -8,20 +8,17 @@ import pytest
 from plan_cases import needs_libtpu, small_config
 
 from gtpo_jax.config import resolve_model
-from gtpo_jax.planning.programs import (
-  build_engine,
-  build_model,
-  build_optimizer,
-  bytes_per_device,
-  compile_programs,
-)
+from gtpo_jax.config.trainer import run_optimizer
+from gtpo_jax.models.params import abstract_params
+from gtpo_jax.planning.compile import bytes_per_device
+from gtpo_jax.planning.programs import Programs, build_engine, build_model
 from gtpo_jax.planning.topology import topology_devices
 from gtpo_jax.training.state import abstract_state
 
 
-@pytest.mark.parametrize(("mesh", "kv_heads"), [((8, 1, 1), 2), ((2, 2, 2), 1), ((1, 1, 8), 2)])
+@pytest.mark.parametrize(("mesh", "kv_heads"), [((8, 1, 1), 2), ((2, 2, 2), 1), ((2, 1, 4), 2)])
 def test_the_cache_by_hand(mesh, kv_heads):
-  """Completions and prompts of one shard at their largest.
+  """The caches have room for the longest completions and prompts of one shard.
 
   Two key/value heads that do not divide over the tensor axis are replicated on every device.
   """
@@ -36,7 +33,7 @@ def test_the_cache_by_hand(mesh, kv_heads):
     }
   )
   engine = build_engine(config, build_model(config, jax.devices()))
-  caches = engine.programs.caches(
+  state = engine.programs.abstract_state(
     config.batch.prompts, group=config.policy_completions, sampling_params=config.sampling_params
   )
   c = resolve_model(config).config
@@ -48,14 +45,29 @@ def test_the_cache_by_hand(mesh, kv_heads):
   positions = slots * completion_length + cached_prompts * config.data.max_prompt_tokens
   assert c.kv_heads == 2
   expected = 2 * c.layers * kv_heads * c.head_dim * 4 * positions
-  assert bytes_per_device([cache.kv for cache in caches]) == expected
+  assert bytes_per_device(state.kv) == expected
+
+
+@pytest.mark.parametrize(("quantize", "bits"), [("", 32), ("int8", 8), ("int4", 4)])
+def test_the_bytes_of_a_quantised_base(quantize, bits):
+  """The tiny preset: three layers, 128 wide, 352 MLP features, 4 query and 2 KV heads of 32."""
+  changes = {"mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1}
+  config = small_config(**changes, **{"model.lora_rank": 2, "model.quantize": quantize})
+  model = build_model(config, topology_devices("cpu:8")[0])
+  layers = abstract_params(model)["layers"]
+  modules = [layers[name] for name in ("q", "k", "v", "o", "gate", "up", "down")]
+  matrices = 3 * (128 * 128 * 2 + 128 * 64 * 2 + 3 * 128 * 352)
+  assert bytes_per_device([module["kernel"] for module in modules]) == matrices * bits // 8
+  if quantize:  # groups of 128 inputs; of 32 for o, whose heads are 32 wide, and for down
+    scales = 3 * (128 + 64 + 64 + 4 * 128 + 2 * 352 + 11 * 128)
+    assert bytes_per_device([module["kernel_scale"] for module in modules]) == 4 * scales
 
 
 def test_offloaded_moments_take_no_device_memory():
   model = build_model(small_config(), topology_devices("cpu:8")[0])
 
   def moment_bytes(offload):
-    optimizer = build_optimizer(small_config(**{"optimizer.offload": offload}))
+    optimizer = run_optimizer(small_config(**{"optimizer.offload": offload}))
     return bytes_per_device(abstract_state(model, optimizer).opt_state)
 
   assert moment_bytes(False) > 1000
@@ -65,10 +77,7 @@ def test_offloaded_moments_take_no_device_memory():
 @pytest.mark.slow
 @needs_libtpu
 def test_offloaded_moments_are_arguments_in_host_memory():
-  """The program takes both moments from host memory and returns them there.
-
-  Also in a loop of two gradient updates.
-  """
+  """A program of two gradient updates takes and returns both moments in host memory."""
   config = small_config(
     **{
       "batch.minibatches": 2,
@@ -79,7 +88,7 @@ def test_offloaded_moments_are_arguments_in_host_memory():
     }
   )
   model = build_model(config, topology_devices("v5e:2x2")[0])
-  _, program = next(compile_programs(config, model))
+  program = Programs(config, model).compile_update().executable
   analysis = program.memory_analysis()
   moments = 2 * 4 * 603_776 / 4
   assert analysis.host_argument_size_in_bytes == analysis.host_alias_size_in_bytes
@@ -89,7 +98,7 @@ def test_offloaded_moments_are_arguments_in_host_memory():
 
 def compiled_shapes(config):
   """The shapes of all arrays in one device's update program."""
-  _, program = next(compile_programs(config, build_model(config, jax.devices())))
+  program = Programs(config, build_model(config, jax.devices())).compile_update().executable
   arrays = re.findall(r"\b(?:f32|bf16|s32|pred)\[([\d,]+)\]", program.as_text())
   return {tuple(map(int, dims.split(","))) for dims in arrays}
 
@@ -125,7 +134,7 @@ def test_the_compiled_update_holds_neither_all_logits_nor_all_scores():
       "batch.group": 2,
       "data.max_prompt_tokens": 512,
       "sampling.max_tokens": 2048,
-      "batch.head_chunk": 512,
+      "batch.head_chunk": 128,
     }
   )
   shapes = compiled_shapes(config)

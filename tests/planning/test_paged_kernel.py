@@ -1,0 +1,76 @@
+"""The paged kernel and the writing of pages, compiled for TPUs that are not attached."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from plan_cases import needs_libtpu
+
+from gtpo_jax.models import ModelConfig, Transformer
+from gtpo_jax.models.attention import KV
+from gtpo_jax.planning.topology import compile_deviceless, topology_devices
+from gtpo_jax.runtime.mesh import make_mesh
+from gtpo_jax.sampling.page_tables import PageRows, PageTables
+from gtpo_jax.sampling.pages import PagedCache
+
+SLOTS = 64
+PAGES = 500
+PAGE = 128
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize(
+  ("topology", "heads", "kv_heads", "head_dim", "dtype"),
+  [("v5e:1x1", 14, 2, 64, "int8"), ("v5p:2x2x1", 28, 4, 128, "bfloat16")],
+)
+def test_a_step_and_the_writing_of_a_chunk_compile_without_a_loop(
+  topology, heads, kv_heads, head_dim, dtype
+):
+  devices, _ = topology_devices(topology)
+  mesh = make_mesh(1, len(devices), 1, devices)
+  config = ModelConfig(
+    vocab_size=48,
+    width=32,
+    layers=1,
+    heads=heads,
+    kv_heads=kv_heads,
+    head_dim=head_dim,
+    mlp=64,
+    compute_dtype="bfloat16",
+  )
+  model = Transformer(config, mesh)
+  cache = PagedCache(model, dtype, PAGE, "pallas")
+  shards = len(devices)
+  sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+
+  def array(kind, rows, *shape):
+    return jax.ShapeDtypeStruct((shards * rows, *shape), kind, sharding=sharding)
+
+  integers = lambda *shape: array(jnp.int32, *shape)
+  rows = lambda width, pages: PageRows(
+    integers(1), integers(SLOTS, width), integers(SLOTS, pages), integers(SLOTS), integers(SLOTS)
+  )
+  tables = PageTables(rows(16, 4), rows(1, 16), rows(1, 1), integers(SLOTS, 2))
+  like = lambda x: array(x.dtype, x.shape[0] // shards, *x.shape[1:])
+  kv = jax.tree.map(like, jax.eval_shape(lambda: cache.zeros(shards * PAGES)))
+  chunk = jax.tree.map(like, jax.eval_shape(lambda: cache.zero_chunk(shards * SLOTS, 64)))
+  new = KV(
+    array(jnp.bfloat16, SLOTS, 1, kv_heads, head_dim, 1),
+    array(jnp.bfloat16, SLOTS, 1, kv_heads, 1, head_dim),
+  )
+  q = array(jnp.bfloat16, SLOTS, 1, heads, 1, head_dim)
+
+  def attend(kv, tables, chunk, q, new, step):
+    return cache.attention(kv, tables, None)(0, q, new, chunk[0], step)
+
+  step = jax.ShapeDtypeStruct((), jnp.int32)
+  attended = jax.jit(attend).lower(kv, tables, chunk, q, new, step)
+  written = jax.jit(cache.append, donate_argnums=0).lower(kv, chunk, tables, integers(SLOTS))
+  programs = [compile_deviceless(lowered, devices).as_text() for lowered in (attended, written)]
+  assert re.findall(r'custom_call_target="tpu_custom_call"', programs[0])
+  for program in programs:
+    assert " while(" not in program
+    assert not re.search(r" (all-gather|all-reduce|collective-permute)(-start)?\(", program)

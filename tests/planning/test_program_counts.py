@@ -1,0 +1,49 @@
+"""How many programs of sampling each shipped config can reach. Nothing is compiled."""
+
+from pathlib import Path
+
+import pytest
+from plan_cases import needs_cuda_plugin, needs_libtpu
+
+from gtpo_jax.config import load
+from gtpo_jax.evaluation.evaluate import GREEDY
+from gtpo_jax.planning.programs import build_engine, build_model
+from gtpo_jax.planning.topology import topology_devices
+from gtpo_jax.sampling.programs import count_kinds
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TRAINED = sorted(
+  path.stem
+  for path in CONFIGS.glob("*.py")
+  if path.stem not in ("base", "tiny", "compare") and not path.stem.startswith("eval_")
+)
+MOST = 24
+
+
+def count(name, topology):
+  """The programs of training and evaluation, on a mesh of two shards."""
+  mesh = ("data=1", "fsdp=-1", "context=1", "tensor=1")
+  config = load(str(CONFIGS / f"{name}.py"), [f"--config.mesh.{size}" for size in mesh])
+  devices, _ = topology_devices(topology)
+  programs = build_engine(config, build_model(config, devices[:2])).programs
+  evaluation = config.eval.batch
+  uses = [
+    (config.batch.prompts, config.policy_completions, config.sampling_params),
+    (evaluation, config.eval.samples, config.eval_sampling_params),
+    (evaluation, 1, GREEDY),
+  ]
+  return count_kinds(set().union(*(programs.signatures(*use) for use in uses)))
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", TRAINED)
+def test_few_programs_on_tpus(name):
+  counts = count(name, "v5e:2x2")
+  assert counts.total() <= MOST, counts
+  assert counts["decode"] <= 4  # two numbers of slots, with and without the evaluation's top-p
+
+
+@needs_cuda_plugin
+@pytest.mark.parametrize("name", TRAINED)
+def test_few_programs_on_gpus(name):
+  assert count(name, "h100:2").total() <= MOST
