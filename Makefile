@@ -7,9 +7,9 @@ WORKDIR ?= runs/tiny
 TOPOLOGY ?= v5e:4x4
 ARGS ?=
 
-.PHONY: setup train test test-slow lint bench plan docs clean
+.PHONY: setup train test test-slow test-manual lint bench plan docs clean
 
-# Installs the program, the test tools, libtpu for `make plan`, and MkDocs for `make docs`.
+# Installs the program and everything that the other targets need: test tools, libtpu and MkDocs.
 setup: $(VENV)/.developer
 
 $(VENV)/.program: setup.py
@@ -23,27 +23,41 @@ $(VENV)/.developer: $(VENV)/.program
 	$(BIN)/python -m pip install --quiet --editable '.[dev,plan,docs]'
 	@touch $@
 
+$(VENV)/.docs: $(VENV)/.program
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@touch $@
+
+# TPUs need libtpu, and GPUs need JAX's CUDA plugin. Neither needs the hardware.
+PLAN := $(if $(filter v% cpu%,$(TOPOLOGY)),plan,plan_gpu)
+$(VENV)/.plan $(VENV)/.plan_gpu: $(VENV)/.program
+	$(BIN)/python -m pip install --quiet --editable '.[$(PLAN)]'
+	@touch $@
+
 train: $(VENV)/.program
 	$(BIN)/gtpo train --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not manual"
+
+# The tests that take too long for CI: run them before a release.
+test-manual: setup
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m manual
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-bench: setup
+bench: $(VENV)/.program
 	$(BIN)/python benchmarks/step.py
 
-plan: setup
+plan: $(VENV)/.$(PLAN)
 	$(BIN)/gtpo plan --config=$(CONFIG) --topology=$(TOPOLOGY) $(ARGS)
 
 # Builds the documentation site in site/.
-docs: setup
+docs: $(VENV)/.docs
 	$(BIN)/python docs/make_configs.py
 	$(BIN)/mkdocs build --strict
 

@@ -4,9 +4,21 @@ import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "gtpo_jax/__init__.py").read_text())[1]
+
+
+class BuildWithConfigs(build_py):
+  """Copies configs/ into the package, so that `--config=NAME` works without a clone."""
+
+  def run(self):
+    """Copies the files after those of the package."""
+    super().run()
+    if not self.editable_mode:
+      self.copy_tree(str(HERE / "configs"), str(Path(self.build_lib) / "gtpo_jax" / "configs"))
+
 
 setup(
   name="gtpo_jax",
@@ -22,6 +34,7 @@ setup(
   packages=find_packages(include=["gtpo_jax", "gtpo_jax.*"]),
   package_dir={"": "."},  # makes an editable install a plain path
   package_data={"gtpo_jax.data": ["tokenizer/*.json"], "gtpo_jax.reporting": ["page/*"]},
+  cmdclass={"build_py": BuildWithConfigs},
   entry_points={"console_scripts": ["gtpo = gtpo_jax.cli:main"]},
   install_requires=[
     "jax>=0.10,<0.13",
@@ -51,8 +64,10 @@ setup(
     "cuda": ["jax[cuda13]>=0.10,<0.13"],  # NVIDIA driver 580 or later
     "cuda12": ["jax[cuda12]>=0.10,<0.13"],  # NVIDIA driver 525 or later
     "plan": ["jax[tpu]>=0.10,<0.13"],  # libtpu; its compiler needs no TPU
+    "plan_gpu": ["jax[cuda13]>=0.10,<0.13"],  # the compiler for GPUs, which needs no GPU; 3 GB
+    "gcp": ["gcsfs>=2026.2"],  # gs://: workdirs, models, data and exports in buckets
     "data": ["datasets>=4"],  # hf:ID as a source
-    "wandb": ["wandb>=0.20"],  # log.wandb
+    "wandb": ["wandb>=0.31"],  # log.wandb
     "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30"],
     "dev": [
       "pytest>=8",
@@ -60,8 +75,10 @@ setup(
       "hypothesis>=6.100",
       "ruff>=0.15",
       "psutil>=6",
+      "gcsfs>=2026.2",
+      "gcp-storage-emulator>=2026.7",  # a bucket on 127.0.0.1
       "datasets>=4",
-      "wandb>=0.20",
+      "wandb>=0.31",
       "nbclient>=0.10",
       "ipykernel>=6.29",
       "playwright>=1.49",  # uses the installed Chromium; downloads none

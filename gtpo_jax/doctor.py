@@ -17,11 +17,12 @@ from packaging.requirements import Requirement
 from gtpo_jax.rewards import sandbox_problem
 from gtpo_jax.runtime.cluster import find_launch
 from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.installing import install_command
 from gtpo_jax.runtime.startup import ACCELERATORS, cuda_extra, nvidia_driver
 
 OPTIONAL = {  # distribution: (purpose, the extra of gtpo_jax that installs it)
   "libtpu": ("TPU chips, and gtpo plan for TPUs", "plan"),
-  "jax-cuda13-plugin": ("NVIDIA GPUs", "cuda"),
+  "jax-cuda13-plugin": ("NVIDIA GPUs, and gtpo plan for them", "cuda"),
   "datasets": ("hf:ID as a source of problems", "data"),
   "wandb": ("log.wandb", "wandb"),
   "torch": ("parity tests", "dev"),
@@ -29,15 +30,19 @@ OPTIONAL = {  # distribution: (purpose, the extra of gtpo_jax that installs it)
 }
 
 
-def examine() -> int:
-  """Prints the report. Returns 0 if `gtpo train` can run, else 1."""
+def examine(program: str = "gtpo") -> int:
+  """Prints the report. Returns 0 if `gtpo train` can run, and 1 otherwise.
+
+  Args:
+    program: the command that starts gtpo here.
+  """
   _print_machine()
   packages_ok = _print_packages()
   if not _print_devices():
     return 1
   _print_compiler()
   if packages_ok:
-    print("ready: gtpo train --config=configs/tiny.py --workdir=runs/tiny")
+    print(f"ready: {program} train --config=tiny --workdir=runs/tiny")
   else:
     print("not ready: run the pip commands above")
   return 0 if packages_ok else 1
@@ -69,7 +74,7 @@ def _print_packages() -> bool:
   works = "works: programs can be scored"
   _line("sandbox", f"none, so programs cannot be scored: {problem}" if problem else works)
   for package, (purpose, extra) in OPTIONAL.items():
-    missing = f"not installed; for {purpose}: {_install(extra)}"
+    missing = f"not installed; for {purpose}: {install_command(extra)}"
     _line(package, _version(package) or missing)
   return all_fit
 
@@ -98,7 +103,7 @@ def _print_devices() -> bool:
     "devices", f"{len(devices)} x {devices[0].device_kind} ({backend}), {processes} process(es)"
   )
   if version := nvidia_driver():
-    _line("NVIDIA driver", f"{version}: {_install(cuda_extra())}")
+    _line("NVIDIA driver", f"{version}: {install_command(cuda_extra())}")
   for accelerator, (device_files, extra, _) in ACCELERATORS.items():
     if extra == "cuda":
       extra = cuda_extra()
@@ -106,7 +111,7 @@ def _print_devices() -> bool:
       _line(
         "",
         f"this machine has {accelerator}, but JAX does not use it: "
-        f"{_install(extra)}, and leave JAX_PLATFORMS unset",
+        f"{install_command(extra)}, and leave JAX_PLATFORMS unset",
       )
   stats = devices[0].memory_stats() or {}
   if "bytes_limit" in stats:
@@ -115,14 +120,14 @@ def _print_devices() -> bool:
 
 
 def _print_launcher() -> None:
-  """Prints what started this process as one of several, or why it could not be one."""
+  """Prints which launcher started this process as one of several, or why it cannot join them."""
   try:
     launch = find_launch()
   except UserError as error:
     _line("launcher", str(error))
     return
   if launch:
-    _line("launcher", f"{launch}; gtpo train, eval and export join them, gtpo doctor does not")
+    _line("launcher", f"{launch}; gtpo train, eval and export join the others, doctor does not")
 
 
 def _print_compiler() -> None:
@@ -153,10 +158,6 @@ def _required() -> Iterator[tuple[str, str, str]]:
       version = _version(requirement.name)
       fits = version is not None and requirement.specifier.contains(version, prereleases=True)
       yield requirement.name, version or "MISSING", "" if fits else f"pip install '{requirement}'"
-
-
-def _install(extra: str) -> str:
-  return f"pip install 'gtpo_jax[{extra}]', or -e '.[{extra}]' in a clone"
 
 
 def _version(package: str) -> str | None:

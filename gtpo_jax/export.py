@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from gtpo_jax.config import Config, flatten, resolved_dict
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.models import save, save_adapter
 from gtpo_jax.models.folder import is_hf_folder
-from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.reporting.log_files import read_jsonl
+from gtpo_jax.reporting.viewer import visible
 from gtpo_jax.rollout.policies import open_policy
 from gtpo_jax.runtime.errors import UserError
 
@@ -63,8 +65,8 @@ def export_policy(
     A one-line summary for the user.
 
   Raises:
-    UserError: there is no such checkpoint, `out` is not empty, or `adapter` is True and the run has
-      no adapters or started from random weights.
+    UserError: `workdir` is a Hugging Face folder, there is no such checkpoint, `out` is not empty,
+      or `adapter` is True and the run has no adapters or started from random weights.
   """
   if is_hf_folder(workdir):
     raise UserError(
@@ -101,16 +103,16 @@ def export_policy(
 def base_model(path: str) -> str:
   """Returns a name of the base model that does not depend on the working directory.
 
-  A folder's name becomes absolute; a hub id, and an empty path, stay as they are.
+  A folder's path becomes absolute; a hub id or an empty path is returned unchanged.
   """
   return os.path.abspath(path) if path and os.path.isdir(path) else path
 
 
 def tokenizer_note(chat: Chat) -> str:
-  """Returns a section of the model card if llama.cpp's converter does not know the tokenizer.
+  """Returns a section on llama.cpp for the model card; empty unless the tokenizer is the small one.
 
-  The converter accepts a BPE tokenizer only if the token ids of a test string have a hash in its
-  table, so it rejects every tokenizer that it does not list, whatever its splitting pattern.
+  llama.cpp's converter identifies a BPE tokenizer by a hash of the token ids of a test string. It
+  rejects every tokenizer whose hash is not in its table, whatever the splitting pattern.
   """
   if chat.tokenizer.get_vocab() != load_chat().tokenizer.get_vocab():
     return ""
@@ -141,7 +143,7 @@ def model_card(
     note: a section to insert before the versions.
   """
   name = config.algorithm.name
-  origin = f"`{base}`" if base else "random weights"
+  origin = _code(base) if base else "random weights"
   if config.warm_start.steps:
     origin += f" after {config.warm_start.steps} steps of imitation"
   rows = [row for row in rows if row["step"] <= step]
@@ -150,8 +152,8 @@ def model_card(
   versions = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
   parts = [
     _header(name, base, "peft" if adapter else "transformers"),
-    f"# {base or config.model.preset}, trained by {name}",
-    f"Reinforcement learning by `{name}` ({RECIPES[name].paper}) on `{config.data.train}`: "
+    f"# {_plain(base or config.model.preset)}, trained by {name}",
+    f"Reinforcement learning by `{name}` ({RECIPES[name].paper}) on {_code(config.data.train)}: "
     f"{step} steps of {config.batch.prompts} prompts x {config.batch.group} completions, "
     f"from {origin}.",
     _evaluation_table(rows, step),
@@ -159,7 +161,7 @@ def model_card(
     _table("Settings", ("setting", "value"), settings),
     note,
     f"## Versions\n\n{versions}, Python {platform.python_version()}",
-    f"## Command\n\n```\n{command}\n```",
+    f"## Command\n\n{_fence(command, 3)}\n{command}\n{_fence(command, 3)}",
   ]
   return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -195,7 +197,7 @@ def _table(title: str, head: tuple[str, ...], rows: Mapping[str, tuple[Any, ...]
   """Returns a section with a Markdown table, or an empty string if there are no rows."""
   if not rows:
     return ""
-  lines = [f"| {' | '.join((key, *map(_cell, values)))} |" for key, values in rows.items()]
+  lines = [f"| {' | '.join((_plain(key), *map(_cell, values)))} |" for key, values in rows.items()]
   separator = "|---" * len(head) + "|"
   return "\n".join([f"## {title}", "", f"| {' | '.join(head)} |", separator, *lines])
 
@@ -203,7 +205,27 @@ def _table(title: str, head: tuple[str, ...], rows: Mapping[str, tuple[Any, ...]
 def _cell(value: Any) -> str:
   if value is None:
     return "-"
-  return f"{value:.4g}" if isinstance(value, float) else str(value)
+  return f"{value:.4g}" if isinstance(value, float) else _plain(str(value))
+
+
+def _plain(text: str) -> str:
+  """Returns text on one line in which Markdown finds no HTML and no end of a table cell."""
+  line = " ".join(visible(text, "\n").splitlines())
+  return line.replace("&", "&amp;").replace("<", "&lt;").replace("|", r"\|")
+
+
+def _code(text: str) -> str:
+  """Returns text as inline code of Markdown, in which HTML has no effect."""
+  line = " ".join(visible(text, "\n").splitlines())
+  fence = _fence(line, 1)
+  padding = " " if "`" in line else ""  # Markdown removes it
+  return f"{fence}{padding}{line}{padding}{fence}"
+
+
+def _fence(text: str, least: int) -> str:
+  """Returns at least `least` backticks, more than the text has in a row."""
+  longest = max(map(len, re.findall("`+", text)), default=0)
+  return "`" * max(least, longest + 1)
 
 
 def resolved_settings(config: Config) -> Mapping[str, Any]:

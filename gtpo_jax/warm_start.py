@@ -1,31 +1,144 @@
-"""The warm start: makes a base model by supervised imitation of a task's imperfect teacher."""
+"""The warm start: makes a base model by supervised imitation.
+
+What it imitates is a task's imperfect teacher, or demonstrations of the user's own.
+"""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
 from etils import epath
 
 from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.checkpoint.runs import frozen_params
 from gtpo_jax.config import Config
+from gtpo_jax.data.sources import Loaded, load_source
 from gtpo_jax.models.params import Params
 from gtpo_jax.reporting.display import Display
 from gtpo_jax.rollout.policies import initial_params
+from gtpo_jax.rollout.problems import NO_RECORDS
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import named_sharding
 from gtpo_jax.sampling.host_arrays import pad_prompts
 from gtpo_jax.training.imitation import Demonstrations, make_imitation
-from gtpo_jax.training.micro_batches import check_batch_divisible
 from gtpo_jax.training.state import init_state, make_optimizer
 
 UPDATES_PER_CALL = 50  # one call of the compiled program takes seconds, so a stop request is quick
 UPDATES_PER_LINE = 250  # updates between progress lines if the output is not a terminal
 CHECKED_PROBLEMS = 256  # per task; enough to contain prompts of nearly the longest length
+
+
+class Teacher(Protocol):
+  """What a warm start imitates.
+
+  Attributes:
+    name: a name for messages.
+  """
+
+  name: str
+
+  def draw(self, rng: np.random.Generator, count: int) -> list[Demonstration]:
+    """Returns `count` random demonstrations."""
+
+
+class Demonstration(NamedTuple):
+  """A prompt and the completion to imitate, as token ids."""
+
+  prompt: list[int]
+  completion: list[int]
+
+
+class TaskTeacher:
+  """The imperfect teacher of a task."""
+
+  name = "an imperfect teacher"
+
+  def __init__(self, config: Config, worker: RolloutWorker):
+    self._task = config.train_task
+    self._slips = config.warm_start.slips
+    self._worker = worker
+
+  def draw(self, rng: np.random.Generator, count: int) -> list[Demonstration]:
+    """See `Teacher`."""
+    task = self._task
+    encode = self._worker.chat.encode_completion
+    ids = rng.choice(task.train_ids, count)
+    return [
+      Demonstration(
+        self._worker.encode(task.problem(i)), encode(task.demonstration(i, rng, self._slips))
+      )
+      for i in ids
+    ]
+
+
+class OwnTeacher:
+  """Demonstrations of the user's own.
+
+  Raises:
+    UserError: more of them than data.bad_rows are too long for the config's limits.
+  """
+
+  def __init__(self, config: Config, worker: RolloutWorker, loaded: Loaded):
+    source = config.warm_start.data
+    pairs = [
+      Demonstration(worker.encode(problem), worker.chat.encode_completion(problem.answer))
+      for problem in loaded.problems
+    ]
+    p = config.data.max_prompt_tokens
+    t = config.sampling.max_tokens
+    fits = [len(pair.prompt) <= p and len(pair.completion) <= t for pair in pairs]
+    long = len(pairs) - sum(fits)
+    if long + len(loaded.bad) > config.data.bad_rows or long == len(pairs):
+      longest = Demonstration(*(max(map(len, column)) for column in zip(*pairs, strict=True)))
+      raise UserError(
+        f"{source!r}: {long} of {len(pairs)} demonstrations are too long, the first is "
+        f"{loaded.problems[fits.index(False)].id}; the longest prompt has {longest.prompt} tokens "
+        f"(data.max_prompt_tokens = {p}), the longest completion {longest.completion} "
+        f"(sampling.max_tokens = {t}); raise these, or data.bad_rows to leave them out"
+      )
+    self._pairs = list(itertools.compress(pairs, fits))
+    self.name = f"{len(self._pairs)} demonstrations of {source}"
+
+  def draw(self, rng: np.random.Generator, count: int) -> list[Demonstration]:
+    """See `Teacher`."""
+    return [self._pairs[i] for i in rng.integers(len(self._pairs), size=count)]
+
+
+def make_teacher(
+  config: Config,
+  worker: RolloutWorker,
+  say: Callable[[str], None],
+  records: Mapping[str, Loaded] = NO_RECORDS,
+) -> Teacher | None:
+  """Returns what the warm start of a run imitates; None if it has no warm start.
+
+  Args:
+    config: the run's config.
+    worker: encodes prompts and completions.
+    say: receives a line on the demonstrations.
+    records: by name, the rows that a Python program passed.
+
+  Raises:
+    UserError: the demonstrations cannot be read, or too many of them are malformed or too long.
+  """
+  section = config.warm_start
+  if not section.steps:
+    return None
+  if not section.data:
+    return TaskTeacher(config, worker)
+  loaded = records.get(section.data) or load_source(
+    section.data, config.demonstration_columns, config.data.bad_rows
+  )
+  teacher = OwnTeacher(config, worker, loaded)
+  say(loaded.summary(section.data).replace(" problems ", " demonstrations "))
+  return teacher
 
 
 def base_model(
@@ -34,22 +147,26 @@ def base_model(
   folder: epath.Path,
   display: Display,
   stopping: Callable[[], bool],
+  teacher: Teacher | None = None,
 ) -> Params | None:
   """Returns the parameters that RL starts from; None if `stopping` returned True.
 
   Parameters that are random or come from a warm start are saved in WORKDIR/base and read from
-  there when the run resumes.
+  there when the run resumes; of adapters on a model of `model.path`, only the adapters.
+  `teacher` is that of the warm start, None for `make_teacher`.
   """
   if config.model.path and not config.warm_start.steps:
     return initial_params(config, worker)
   checkpoints = Checkpoints(folder / "base", keep=1)
-  params = checkpoints.newest_params(worker.model, display.say)
+  frozen = lambda: frozen_params(folder, worker.model)
+  params = checkpoints.newest_params(worker.model, display.say, frozen)
   if params is None:
     params = initial_params(config, worker)
     if config.warm_start.steps:
-      params = warm_start(config, worker, params, display, stopping)
+      teacher = teacher or make_teacher(config, worker, display.say)
+      params = warm_start(config, worker, params, display, stopping, teacher)
     if params is not None:
-      checkpoints.save_params(params)
+      checkpoints.save_params(params, with_base=not config.model.path)
   checkpoints.close()
   return params
 
@@ -60,6 +177,7 @@ def warm_start(
   params: Params,
   display: Display,
   stopping: Callable[[], bool],
+  teacher: Teacher,
 ) -> Params | None:
   """Trains `params` by imitation with the settings of `config.warm_start`. `params` is donated.
 
@@ -76,7 +194,7 @@ def warm_start(
   done = 0
   while done < section.steps and not stopping():
     count = min(UPDATES_PER_CALL, section.steps - done)
-    state, losses = imitate(state, demonstrations(config, worker, rng, count))
+    state, losses = imitate(state, demonstrations(config, worker, teacher, rng, count))
     done += count
     loss = float(fetch(losses).mean())
     display.advance(
@@ -88,50 +206,44 @@ def warm_start(
   if done < section.steps:
     return None
   seconds = time.perf_counter() - started
-  display.say(
-    f"base model: imitated an imperfect teacher for {section.steps} steps, {seconds:.1f} s"
-  )
+  display.say(f"base model: imitated {teacher.name} for {section.steps} steps, {seconds:.1f} s")
   return state.params
 
 
-def check_prompts(config: Config, worker: RolloutWorker) -> None:
+def check_prompts(config: Config, worker: RolloutWorker, teacher: Teacher | None) -> None:
   """Checks, before anything is compiled, that a few hundred problems of each task fit the limits.
 
   Sources are not checked here: all their prompts are measured when they are read.
 
   Raises:
-    UserError: a prompt exceeds data.max_prompt_tokens, a demonstration exceeds
-      sampling.max_tokens, or warm_start.batch is not a multiple of the batch shards of the mesh.
+    UserError: a prompt exceeds data.max_prompt_tokens, or a demonstration sampling.max_tokens.
   """
   rng = np.random.default_rng(0)
   for task in {config.train_task, config.eval_task} - {None}:
     ids = rng.choice(np.append(task.train_ids, task.held_out_ids), CHECKED_PROBLEMS)
     prompts = [worker.encode(task.problem(i)) for i in ids]
     pad_prompts(prompts, config.data.max_prompt_tokens, worker.chat.pad)
-  if config.warm_start.steps:
-    check_batch_divisible("warm_start.batch", config.warm_start.batch, 1, worker.model)
-    demonstrations(config, worker, rng, -(-CHECKED_PROBLEMS // config.warm_start.batch))
+  if teacher:
+    count = -(-CHECKED_PROBLEMS // config.warm_start.batch)
+    demonstrations(config, worker, teacher, rng, count)
 
 
 def demonstrations(
-  config: Config, worker: RolloutWorker, rng: np.random.Generator, count: int
+  config: Config, worker: RolloutWorker, teacher: Teacher, rng: np.random.Generator, count: int
 ) -> Demonstrations:
-  """Returns the teacher's completions of random training problems for `count` updates.
+  """Returns random demonstrations for `count` updates.
 
   Raises:
-    UserError: a demonstration exceeds sampling.max_tokens.
+    UserError: a prompt exceeds data.max_prompt_tokens, or a completion sampling.max_tokens.
   """
-  task = config.train_task
   b = config.warm_start.batch
   t = config.sampling.max_tokens
-  ids = rng.choice(task.train_ids, count * b)
-  questions = [worker.encode(task.problem(i)) for i in ids]
+  pairs = teacher.draw(rng, count * b)
+  questions = [pair.prompt for pair in pairs]
   prompts = pad_prompts(questions, config.data.max_prompt_tokens, worker.chat.pad)
   tokens = np.full((count * b, t), worker.chat.pad, np.int32)
   lengths = np.zeros(count * b, np.int32)
-  for row, i in enumerate(ids):
-    text = task.demonstration(i, rng, config.warm_start.slips)
-    completion = worker.chat.encode_completion(text)
+  for row, (_, completion) in enumerate(pairs):
     length = len(completion)
     if length > t:
       raise UserError(

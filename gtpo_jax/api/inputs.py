@@ -15,6 +15,7 @@ from gtpo_jax.config import Config, freeze
 from gtpo_jax.data.pipeline import fixed_sample
 from gtpo_jax.data.records import Problem
 from gtpo_jax.data.sources import RECORDS, Loaded, load_records
+from gtpo_jax.rewards import check_gold
 from gtpo_jax.rollout.user_functions import RewardFunction
 from gtpo_jax.runtime.errors import UserError
 
@@ -42,6 +43,7 @@ def resolve_inputs(
   reward: RewardFunction | None = None,
   data: Records | None = None,
   held_out: Records | None = None,
+  demonstrations: Records | None = None,
 ) -> Inputs:
   """Checks the inputs and names them in the config, so that config.json says what a run used.
 
@@ -51,6 +53,8 @@ def resolve_inputs(
     data: rows like those of a file, to train on instead of `data.train`.
     held_out: rows to evaluate on instead of `data.eval`. If there is neither, a tenth of `data` is
       held out.
+    demonstrations: rows with prompt and completion, for the warm start to imitate instead of
+      `warm_start.data`.
 
   Raises:
     UserError: an input cannot be used, or `data` is too small to hold any of it out.
@@ -62,9 +66,12 @@ def resolve_inputs(
     )
   config = config if isinstance(config, Config) else freeze(config)
   section = config.data
+  # A reward function decides itself what it needs.
+  check = None if reward is not None or config.reward.verifier else check_gold
+  load = lambda rows, name: load_records(rows, name, section.fields, section.bad_rows, check)
   records = {}
   if data is not None:
-    train = load_records(data, "data", section.fields, section.bad_rows)
+    train = load(data, "data")
     name = _name(train.problems)
     if held_out is None and (not section.eval or section.eval.startswith(RECORDS)):
       train, rest = _split(train)
@@ -73,14 +80,22 @@ def resolve_inputs(
     records[name] = train
     section = dataclasses.replace(section, train=name)
   if held_out is not None:
-    loaded = load_records(held_out, "held_out", section.fields, section.bad_rows)
+    loaded = load(held_out, "held_out")
     name = f"{_name(loaded.problems)}:held_out"
     records[name] = loaded
     section = dataclasses.replace(section, eval=name)
+  warm_start = config.warm_start
+  if demonstrations is not None:
+    columns = config.demonstration_columns
+    loaded = load_records(demonstrations, "demonstrations", columns, section.bad_rows)
+    name = f"{_name(loaded.problems)}:demonstrations"
+    records[name] = loaded
+    warm_start = dataclasses.replace(warm_start, data=name)
   reward_section = config.reward
   if reward is not None:
     reward_section = dataclasses.replace(reward_section, verifier=_reward_name(reward))
-  return Inputs(dataclasses.replace(config, data=section, reward=reward_section), reward, records)
+  config = dataclasses.replace(config, data=section, reward=reward_section, warm_start=warm_start)
+  return Inputs(config, reward, records)
 
 
 def _reward_name(reward: RewardFunction) -> str:

@@ -11,8 +11,8 @@ import numpy as np
 
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.models.params import Params
-from gtpo_jax.models.qwen2 import Qwen2
 from gtpo_jax.models.save import save
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.params import SamplingParams
@@ -34,7 +34,7 @@ class TrainedPolicy:
   params: Params = dataclasses.field(repr=False)
 
   @property
-  def model(self) -> Qwen2:
+  def model(self) -> Transformer:
     """The architecture; `model.apply({"params": params}, tokens)` gives logits f32[b, s, v]."""
     return self.worker.model
 

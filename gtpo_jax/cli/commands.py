@@ -9,9 +9,11 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 import traceback
@@ -21,12 +23,14 @@ from typing import TYPE_CHECKING
 
 from gtpo_jax.runtime.cluster import join_processes
 from gtpo_jax.runtime.device_errors import explain
-from gtpo_jax.runtime.errors import RunError, UserError
+from gtpo_jax.runtime.errors import RunError, UserError, did_you_mean
 from gtpo_jax.runtime.signals import SIGNAL_EXIT, StopSignals
 from gtpo_jax.runtime.startup import place_compile_cache, prepare_jax, refuse_cpu_fallback
+from gtpo_jax.runtime.storage import check_object_writable, is_remote, storage_errors
 
 if TYPE_CHECKING:
   from gtpo_jax.data.chat import Chat
+  from gtpo_jax.reporting.display import Display
   from gtpo_jax.sampling.host_arrays import CompletionBuffer
 
 STREAM_INTERVAL = 4  # tokens between updates when `gtpo sample` streams to a terminal
@@ -93,7 +97,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
   config = configs.load(args.config, overrides)
   place_compile_cache(args.workdir)
   display = Display(is_first_process())
-  stop = StopSignals()
+  stop = StopSignals(display.notice)
   with stop:
     try:
       result = loop.train(config, args.workdir, display, stop.requested)
@@ -103,7 +107,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
   if stop.signal and result.saved_at:
     summary += f" {stop.seconds_before(result.saved_at):.1f} s after the signal"
   display.say(summary)
-  program = sys.argv[0] if Path(sys.argv[0]).name == "gtpo" else "python -m gtpo_jax"
+  program = _program()
   if not result.finished:
     words = ["train", f"--config={args.config}", f"--workdir={args.workdir}", *overrides]
     display.say(f"to resume: {program} {shlex.join(words)}")
@@ -116,6 +120,17 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
   model = shlex.quote(f"--model={args.workdir}")
   display.say(f"curves: {args.workdir / 'curves.png'}; try: {program} sample {model} --prompt=...")
   return 0
+
+
+def _program() -> str:
+  """Returns how this program was started, for commands that the user can copy."""
+  if Path(sys.argv[0]).name == "gtpo":
+    on_path = shutil.which("gtpo")
+    is_first = on_path and os.path.samefile(on_path, sys.argv[0])
+    return "gtpo" if is_first else shlex.quote(sys.argv[0])
+  python = shutil.which("python")
+  is_first = python and os.path.abspath(python) == os.path.abspath(sys.executable)
+  return f"{'python' if is_first else shlex.quote(sys.executable)} -m gtpo_jax"
 
 
 @_in_all_processes
@@ -143,9 +158,18 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
   if args.data:
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=args.data))
   problems = held_out_problems(config, worker, say)  # before the weights, which take longer to read
-  params, step = read()
-  samples = max(ks, default=None)
-  result = evaluate_run(config, worker, RewardManager(config), params, problems, samples=samples)
+  display = _stderr_display(is_first_process())
+  with display.waiting("reading the weights"):
+    params, step = read()
+  result = evaluate_run(
+    config,
+    worker,
+    RewardManager(config),
+    params,
+    problems,
+    samples=max(ks, default=None),
+    counting=display.counting,
+  )
   if not is_first_process():
     return 0
   summary = {"step": step, **result.summary(ks)}
@@ -155,6 +179,16 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     _write(args.completions, "".join(json.dumps(row) + "\n" for row in result.rows()))
   _print_summary(summary)
   return 0
+
+
+def _stderr_display(enabled: bool = True) -> Display:
+  """Returns a display of progress on stderr, for commands whose result is on stdout."""
+  from rich.console import Console
+
+  from gtpo_jax.reporting.display import Display
+
+  console = Console(stderr=True, quiet=not enabled, highlight=False, soft_wrap=True)
+  return Display(console=console)
 
 
 def _print_summary(summary: dict[str, object]) -> None:
@@ -185,29 +219,37 @@ def _sample(args: argparse.Namespace) -> int:
   import jax
 
   from gtpo_jax.data.records import user
+  from gtpo_jax.reporting.viewer import visible
   from gtpo_jax.rollout.policies import open_policy
 
-  worker, _, params, _ = open_policy(args.model, args.step, None, args.max_tokens)
+  display = _stderr_display(sys.stderr.isatty())
+  with display.waiting("reading the model"):
+    worker, _, params, _ = open_policy(args.model, args.step, None, args.max_tokens)
   prompt = worker.chat.encode_prompt(user(args.prompt))
   policy = worker.policy(params)
   stream = sys.stdout.isatty()
+  # A terminal would act on control characters, for example move its cursor.
+  show = functools.partial(visible, keep="\n\t") if stream else str
   printed = ""
   texts = [""] * args.n
-  for buffer, ended in policy.engine.generate(
+  chunks = policy.engine.generate(
     policy.params,
     [prompt],
     jax.random.key(args.seed),
     group=args.n,
     sampling_params=sampling_params,
     stream_interval=STREAM_INTERVAL if stream else None,
-  ):
+  )
+  with display.waiting("compiling"):
+    first = next(chunks)
+  for buffer, ended in itertools.chain([first], chunks):
     if stream and args.n == 1:
-      text = _decode(worker.chat, buffer, 0)
+      text = show(_decode(worker.chat, buffer, 0))
       text = text.rstrip("\ufffd")  # an incomplete character, which needs more tokens
       print(text[len(printed) :], end="", flush=True)
       printed = text
     for _, j in ended:
-      texts[j] = _decode(worker.chat, buffer, j)
+      texts[j] = show(_decode(worker.chat, buffer, j))
       if stream and args.n > 1:  # print each completion when it is complete
         print(texts[j], flush=True)
   if not stream:
@@ -249,9 +291,10 @@ def export(args: argparse.Namespace, overrides: list[str]) -> int:
   values = {"workdir": args.workdir, "out": args.out, "step": args.step, "dtype": args.dtype}
   options = [f"--{name}={value}" for name, value in values.items() if value is not None]
   command = ["gtpo", "export", *options, *(["--adapter"] if args.adapter else [])]
-  done = export_policy(
-    args.workdir, args.out, shlex.join(command), args.step, args.dtype, args.adapter
-  )
+  with _stderr_display(sys.stderr.isatty()).waiting(f"writing {args.out}"):
+    done = export_policy(
+      args.workdir, args.out, shlex.join(command), args.step, args.dtype, args.adapter
+    )
   if is_first_process():
     print(done)
   return 0
@@ -259,13 +302,16 @@ def export(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def plan(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo plan`."""
+  os.environ["JAX_PLATFORMS"] = "cpu"  # no accelerator is used, even if there is one
+  os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA warns that no GPU can time kernels
   prepare_jax()
   from gtpo_jax import config as configs
   from gtpo_jax.planning import plan as planning
   from gtpo_jax.planning.table import format_table
 
   _check_writable(args.json)
-  result = planning.plan(configs.load(args.config, overrides), args.topology)
+  config = configs.load(args.config, overrides)
+  result = planning.plan(config, args.topology, _stderr_display().waiting)
   print(format_table(result))
   if args.json:
     _write(args.json, json.dumps(result, indent=2) + "\n")
@@ -279,7 +325,8 @@ def report(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax.reporting.report import make_report
 
   _check_writable(args.out)
-  page = make_report(args.workdir)
+  with _stderr_display(sys.stderr.isatty()).waiting("drawing the figures"):
+    page = make_report(args.workdir)
   _write(args.out, page)
   print(
     f"{args.out}: {len(args.workdir)} run(s), {len(page) / 1e6:.1f} MB, self-contained; "
@@ -288,12 +335,31 @@ def report(args: argparse.Namespace, overrides: list[str]) -> int:
   return 0
 
 
+def configs(args: argparse.Namespace, overrides: list[str]) -> int:
+  """`gtpo configs`."""
+  import ast
+
+  from gtpo_jax.config.files import packaged
+
+  files = packaged()
+  if args.name:
+    if args.name not in files:
+      raise UserError(f"unknown config {args.name!r}{did_you_mean(args.name, files)}")
+    print(files[args.name].read_text(encoding="utf-8"), end="")
+    return 0
+  for name, file in files.items():
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    print(f"{name:<{max(map(len, files))}}  {text.split(chr(10))[0]}")
+  print("gtpo train --config=NAME --workdir=DIR trains with one; gtpo configs NAME prints it")
+  return 0
+
+
 def doctor(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo doctor`."""
   prepare_jax()
   from gtpo_jax.doctor import examine
 
-  return examine()
+  return examine(_program())
 
 
 def _parse_ks(text: str) -> list[int]:
@@ -312,7 +378,11 @@ def _check_writable(file: Path | None) -> None:
   """Raises UserError if the file cannot be written. Called before the work that fills the file."""
   if file is None:
     return
-  target = file if file.exists() else file.absolute().parent
+  if is_remote(file):
+    with storage_errors(f"cannot write {str(file)!r}", UserError):
+      check_object_writable(file)
+    return
+  target = file if file.exists() else Path(file).absolute().parent
   if file.is_dir() or not os.access(target, os.W_OK):
     raise UserError(
       f"cannot write {str(file)!r}; name a file in an existing folder that you can write to"
@@ -320,7 +390,5 @@ def _check_writable(file: Path | None) -> None:
 
 
 def _write(file: Path, text: str) -> None:
-  try:
-    file.write_text(text, encoding="utf-8")
-  except OSError as error:
-    raise UserError(f"cannot write {str(file)!r}: {error.strerror}") from error
+  with storage_errors(f"cannot write {str(file)!r}", UserError):
+    file.write_bytes(text.encode())

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from etils import epath
 
+import gtpo_jax
 from gtpo_jax.cli import commands
 from gtpo_jax.runtime.errors import UserError, did_you_mean
+from gtpo_jax.runtime.storage import storage_path
 
-COMMANDS = ("train", "eval", "sample", "export", "plan", "report", "doctor")
+COMMANDS = ("train", "eval", "sample", "export", "plan", "report", "configs", "doctor")
 OVERRIDE = "--config."  # prefix of the options that set a config field
-CONFIG_HELP = "a config file, such as configs/tiny.py; --config.a.b=VALUE overrides a field"
+CONFIG_HELP = (
+  "a config file, or a name that `gtpo configs` lists; --config.a.b=VALUE overrides a field"
+)
 STEP_HELP = "checkpoint step; 0 for the base model (default: the newest checkpoint)"
 JSON_HELP = "also write the numbers to this file"
 
@@ -65,11 +68,20 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"unknown option {word!r}{hint}; valid are {', '.join(sorted(options))}")
 
 
+def _path(name: str) -> epath.Path:
+  try:
+    return storage_path(name)
+  except UserError as error:
+    raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
   """Returns the parser of `gtpo`, and the parsers of its commands by name."""
   parser = _Parser(
     prog="gtpo", description="Reinforcement learning of language models with entropy-shaped credit."
   )
+  version = f"%(prog)s {gtpo_jax.__version__}"
+  parser.add_argument("--version", action="version", version=version)
   subparsers = parser.add_subparsers(
     dest="command", metavar="{" + ",".join(COMMANDS) + "}", parser_class=_Parser
   )
@@ -91,20 +103,21 @@ def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
     add("plan", commands.plan, "check whether a run fits on hardware that this machine lacks")
   )
   _add_report(add("report", commands.report, "write an HTML file with figures and a credit viewer"))
+  _add_configs(add("configs", commands.configs, "list the configs that come with gtpo_jax"))
   add("doctor", commands.doctor, "check this machine: what works, what is missing, how to get it")
   return parser, subparsers.choices
 
 
 def _add_train(parser: _Parser) -> None:
   parser.add_argument("--config", required=True, help=CONFIG_HELP)
-  parser.add_argument("--workdir", required=True, type=epath.Path, help="the run's folder")
+  parser.add_argument("--workdir", required=True, type=_path, help="the run's folder")
 
 
 def _add_eval(parser: _Parser) -> None:
   parser.add_argument(
     "--model",
     required=True,
-    type=Path,
+    type=_path,
     help="the workdir of a run; with --config also a Hugging Face folder or hub id",
   )
   parser.add_argument("--config", help="a config file (default: the run's own config)")
@@ -115,9 +128,9 @@ def _add_eval(parser: _Parser) -> None:
   parser.add_argument(
     "--k", default="", help="the ks of pass@k, such as 1,4,32; the largest sets the samples"
   )
-  parser.add_argument("--json", type=Path, help=JSON_HELP)
+  parser.add_argument("--json", type=_path, help=JSON_HELP)
   parser.add_argument(
-    "--completions", type=Path, help="also write all problems and completions to this .jsonl file"
+    "--completions", type=_path, help="also write all problems and completions to this .jsonl file"
   )
 
 
@@ -125,7 +138,7 @@ def _add_sample(parser: _Parser) -> None:
   parser.add_argument(
     "--model",
     required=True,
-    type=Path,
+    type=_path,
     help="the workdir of a run, a Hugging Face folder, or a hub id",
   )
   parser.add_argument("--prompt", required=True, help="the user's message")
@@ -144,9 +157,9 @@ def _add_sample(parser: _Parser) -> None:
 
 
 def _add_export(parser: _Parser) -> None:
-  parser.add_argument("--workdir", required=True, type=epath.Path, help="the workdir of a run")
+  parser.add_argument("--workdir", required=True, type=_path, help="the workdir of a run")
   parser.add_argument(
-    "--out", required=True, type=Path, help="the folder to write; it must not exist yet"
+    "--out", required=True, type=_path, help="the folder to write; it must not exist yet"
   )
   parser.add_argument("--step", type=int, help=STEP_HELP)
   parser.add_argument(
@@ -162,17 +175,22 @@ def _add_plan(parser: _Parser) -> None:
   parser.add_argument(
     "--topology",
     required=True,
-    help="v5p:4x4x4, v5e:4x4, ... (needs libtpu); h100:8, ... (needs the extra plan_gpu); or cpu:8",
+    help="a TPU slice (v5e:4x4, v5p:4x4x4, v6e:4x4; needs libtpu); GPUs in one node or several "
+    "(h100:8, h100:4x8, t4, l4, a100-40, a100, h200, b200; needs JAX's CUDA plugin); or cpu:8",
   )
-  parser.add_argument("--json", type=Path, help=JSON_HELP)
+  parser.add_argument("--json", type=_path, help=JSON_HELP)
 
 
 def _add_report(parser: _Parser) -> None:
   parser.add_argument(
     "--workdir",
     required=True,
-    type=epath.Path,
+    type=_path,
     action="append",
     help="the workdir of a run; repeat the option for more runs",
   )
-  parser.add_argument("--out", required=True, type=Path, help="the HTML file to write")
+  parser.add_argument("--out", required=True, type=_path, help="the HTML file to write")
+
+
+def _add_configs(parser: _Parser) -> None:
+  parser.add_argument("name", nargs="?", help="print this config instead, to start your own from")

@@ -1,8 +1,10 @@
-"""Evaluation: samples and scores completions of held-out problems, and one greedy one of each."""
+"""Evaluation: samples completions of held-out problems, plus a greedy one each, and scores them."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import jax
 
@@ -13,11 +15,21 @@ from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.keys import KeyStream, key_for
 from gtpo_jax.rollout.problems import eval_label
 from gtpo_jax.rollout.scoring import PendingRewards, RewardManager
-from gtpo_jax.rollout.worker import Policy, RolloutWorker
+from gtpo_jax.rollout.worker import Policy, RolloutWorker, Workload
+from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.sampling.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
+
+# (what is counted, how many there are) -> a context that yields a function to report how many are
+# done, such as `Display.counting`.
+Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+
+def uncounted(name: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+  """A `Counting` that shows no progress."""
+  return contextlib.nullcontext(lambda done: None)
 
 
 def evaluate_run(
@@ -28,6 +40,7 @@ def evaluate_run(
   problems: Sequence[Problem],
   samples: int | None = None,
   stopping: Callable[[], bool] = lambda: False,
+  counting: Counting = uncounted,
 ) -> Evaluation:
   """Evaluates `params` with the settings of `config.eval`; every step uses the same random keys.
 
@@ -39,11 +52,13 @@ def evaluate_run(
     problems: from `held_out_problems`.
     samples: completions per problem; None for `eval.samples`.
     stopping: called between chunks of tokens; True stops the evaluation.
+    counting: shows the progress.
 
   Raises:
     Stopped: `stopping` returned True.
+    UserError: no completion that ended has a verdict.
   """
-  return evaluate(
+  evaluation = evaluate(
     worker,
     reward_manager,
     worker.policy(params),
@@ -54,16 +69,38 @@ def evaluate_run(
     batch=config.eval.batch,
     sampling_params=config.eval_sampling_params,
     stopping=stopping,
+    counting=counting,
+  )
+  if not evaluation.judged:
+    raise UserError(_nothing_judged(config, evaluation.sampled.finished.size))
+  return evaluation
+
+
+def _nothing_judged(config: Config, count: int) -> str:
+  section = config.reward
+  names = [section.verifier, *(name for name, _ in section.weighted)]
+  functions = [name for name in names if ":" in name]
+  if functions:
+    return (
+      f"none of {count} evaluated completions has a verdict: a reward function "
+      f"({', '.join(functions)}) failed or returned None for all of them; fix it, then run the "
+      "same command again"
+    )
+  return (
+    f"none of {count} evaluated completions has a verdict: their verification failed or took "
+    f"longer than reward.timeout_s = {section.timeout_s:g}; check the problems' answers and kinds"
   )
 
 
-def warm_up_evaluation(config: Config, policy: Policy, problems: Sequence[Problem]) -> None:
-  """Compiles every program that `evaluate_run` may need with `config.eval.samples` samples."""
+def evaluation_workloads(
+  config: Config, policy: Policy, problems: Sequence[Problem]
+) -> list[Workload]:
+  """Returns the workloads of `evaluate_run`, for `config.eval.samples` samples."""
   batch = min(config.eval.batch, len(problems))
-  for group, sampling_params in ((config.eval.samples, config.eval_sampling_params), (1, GREEDY)):
-    policy.engine.programs.warm_up(
-      policy.params, batch, group=group, sampling_params=sampling_params
-    )
+  return [
+    Workload(policy, batch, config.eval.samples, config.eval_sampling_params),
+    Workload(policy, batch, 1, GREEDY),
+  ]
 
 
 def evaluate(
@@ -78,6 +115,7 @@ def evaluate(
   batch: int,
   sampling_params: SamplingParams,
   stopping: Callable[[], bool] = lambda: False,
+  counting: Counting = uncounted,
 ) -> Evaluation:
   """Samples and scores `samples` completions and one greedy completion of every problem.
 
@@ -87,8 +125,10 @@ def evaluate(
     Stopped: `stopping`, which is called between chunks of tokens, returned True.
   """
   batch = min(batch, len(problems))
+  complete = 0  # completions of earlier batches
 
   def complete_batch(start: int, group: int, sampling_params: SamplingParams) -> ScoredCompletions:
+    nonlocal complete
     if stopping():
       raise Stopped
     real = problems[start : start + batch]
@@ -96,8 +136,14 @@ def evaluate(
     padded = [*real, *[real[-1]] * (batch - n)]
     pending = PendingRewards(reward_manager, padded, group, worker.chat.decode)
     batch_key = jax.random.fold_in(key, start)
-    worker.generate(policy, padded, batch_key, group, sampling_params, pending, stopping=stopping)
+
+    def counted() -> bool:
+      count(complete + min(pending.ended, n * group))
+      return stopping()
+
+    worker.generate(policy, padded, batch_key, group, sampling_params, pending, stopping=counted)
     result = pending.result(stopping)
+    complete += n * group
     return ScoredCompletions(
       texts=pending.texts[:n],
       correct=result.correct[:n],
@@ -111,6 +157,7 @@ def evaluate(
     starts = range(0, len(problems), batch)
     return concatenate([complete_batch(start, group, sampling_params) for start in starts])
 
-  sampled = complete_all(samples, sampling_params)
-  greedy = complete_all(1, GREEDY)
+  with counting("evaluated completions", len(problems) * (samples + 1)) as count:
+    sampled = complete_all(samples, sampling_params)
+    greedy = complete_all(1, GREEDY)
   return Evaluation(name, problems, sampled, greedy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,15 @@ class Evaluation:
   sampled: ScoredCompletions  # [n, g]
   greedy: ScoredCompletions  # [n, 1]
 
+  @property
+  def judged(self) -> bool:
+    """Whether any completion that ended has a verdict; also True if none ended.
+
+    A completion that was cut off is wrong whatever a verifier says.
+    """
+    ended = self.sampled.finished
+    return bool((self.sampled.scored & ended).any() or not ended.any())
+
   def columns(self, ks: Sequence[int]) -> dict[str, np.ndarray]:
     """Returns mean@g (the fraction that is correct), greedy, and pass@k of every problem.
 
@@ -103,7 +112,7 @@ class Evaluation:
   def _at(
     self, name: str, ks: Sequence[int], estimate: Callable[[int, int], float]
   ) -> dict[str, np.ndarray]:
-    """Returns estimate(i, k) for each problem i with at least k verdicts, and NaN for others."""
+    """Returns estimate(i, k) of each problem i with at least k verdicts, and NaN for the others."""
     g = self.sampled.scored.shape[1]
     counts = self.sampled.scored.sum(1)
     return {
@@ -114,7 +123,7 @@ class Evaluation:
     }
 
   def _majorities(self, i: int) -> np.ndarray | None:
-    """Returns maj@1, maj@2, ... of problem i, or None if `VOTES` does not have its kind."""
+    """Returns maj@1, maj@2, ... of problem i, or None if its kind is not in `VOTES`."""
     vote_of = VOTES.get(self.problems[i].kind)
     if not vote_of:
       return None
@@ -171,6 +180,14 @@ class Evaluation:
         "samples": self.sampled.to_dicts(i),
         "greedy": self.greedy.to_dicts(i)[0],
       }
+
+
+def metrics_of_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns those values of an `Evaluation.summary` that `Evaluation.metrics` has too."""
+  last_part = {key: key.rsplit("/", 1)[-1] for key in summary}
+  g = next((part.removeprefix("mean@") for part in last_part.values() if "mean@" in part), "1")
+  logged = {f"mean@{g}", "greedy", "pass@1", f"pass@{g}", "no_verdict"}
+  return {key: value for key, value in summary.items() if last_part[key] in logged}
 
 
 def default_ks(g: int) -> list[int]:
