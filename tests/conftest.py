@@ -1,5 +1,6 @@
 """Gives tests eight CPU devices, a shared compile cache, and checks for a sandbox and a browser."""
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -7,6 +8,7 @@ import shutil
 import signal
 import tempfile
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -14,14 +16,35 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault(
   "JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "gtpo_jax_test_xla")
 )
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is first imported
 
 
 import jax  # reads the variables above
 
 from gtpo_jax.runtime.startup import reserve_cpu_threads
+
+LONGEST_FILES = (  # of the default suite, by CPU time
+  "test_loop",
+  "training/test_update",
+  "test_cli",
+  "algorithms/test_recipe_laws",
+  "reporting/test_report",
+  "api/test_python",
+  "algorithms/test_against_slow_loops",
+  "models/test_families",
+  "test_export",
+  "models/test_causal",
+  "models/test_lora_training",
+  "models/test_save",
+  "sampling/test_invariance",
+  "test_docs",
+)
+
+hypothesis.settings.register_profile("without deadlines", deadline=None)  # no test asserts a time
+hypothesis.settings.load_profile("without deadlines")
 
 
 def pytest_runtest_setup(item):
@@ -38,6 +61,13 @@ def skip_or_fail(required, reason):
   if os.environ.get(required):
     pytest.fail(reason)
   pytest.skip(reason)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drop_compiled_programs():
+  """Frees the programs of a file, which take gigabytes by the end and are rarely used again."""
+  yield
+  jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
@@ -59,19 +89,86 @@ def browser():
     chromium.close()
 
 
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+  """The workdir of a run of two steps, and what `gtpo train` has printed."""
+  from command_line import TRAIN, gtpo
+  from shared_folders import create_once
+
+  def create(folder):
+    settings = ["--config.steps=2", "--config.checkpoint.every=1"]
+    done = gtpo(*TRAIN, f"--workdir={folder / 'run'}", *settings)
+    assert done.returncode == 0, done.stderr
+    (folder / "out").write_text(done.stdout)
+
+  folder = create_once(tmp_path_factory, "finished_run", create)
+  return folder / "run", (folder / "out").read_text()
+
+
+@pytest.fixture(scope="session")
+def storage_server():
+  """A Google Cloud Storage emulator, to which gs:// leads in this process and those it starts."""
+  for module in ("gcsfs", "gcp_storage_emulator"):
+    if importlib.util.find_spec(module) is None:
+      pytest.skip(f"{module} is missing: pip install -e '.[dev]'")
+  from object_store import object_store
+
+  with object_store() as store:
+    os.environ.update(store.environment)
+    yield store
+
+
+@pytest.fixture
+def store(storage_server):
+  """The emulator with an empty bucket, whose requests all succeed."""
+  storage_server.reset()
+  yield storage_server
+  storage_server.reset()
+
+
+def pytest_collection_modifyitems(items):
+  """Puts the longest files first, so that no worker has one left when the other is done."""
+  place = {f"tests/{name}.py": i for i, name in enumerate(LONGEST_FILES)}
+  items.sort(key=lambda item: place.get(item.nodeid.split("::")[0], len(place)))
+
+
+def pytest_collection_finish():
+  """Lets Python search for garbage less often.
+
+  Tracing creates millions of objects; with Python's own thresholds, a tenth of a run's time and a
+  fifth of a trace's goes into the search.
+  """
+  gc.collect()
+  gc.freeze()
+  gc.set_threshold(50_000, 20, 10)
+
+
+def use_own_temporary_folder(config):
+  """Sets TMPDIR to a folder that is removed at the end; programs that tests kill leave files."""
+  os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest keeps tmp_path
+  folder = tempfile.mkdtemp(prefix="gtpo_tests_")
+  os.chmod(folder, 0o711)  # the sandbox's user must reach what is below
+  config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+  os.environ["TMPDIR"] = folder
+  tempfile.tempdir = None  # so that this process reads TMPDIR again
+
+
 def pytest_configure(config):
   """Sets up signals, XLA's flags and the devices.
 
   The default suite spends most of its time in compilation, so XLA compiles with few optimizations.
   `-m slow` spends more time computing, so it compiles with the default settings.
   """
+  if not hasattr(config, "workerinput"):  # xdist's workers inherit the folder
+    use_own_temporary_folder(config)
   # A shell's background jobs ignore SIGINT, and processes that tests start would inherit this.
   signal.signal(signal.SIGINT, signal.default_int_handler)
-  if config.option.markexpr == "not slow":
+  if config.option.markexpr == "not slow and not manual":
     flags = ["--xla_backend_optimization_level=0"]
     # Later versions of XLA do not know this flag and would exit.
     if importlib.metadata.version("jaxlib").startswith("0.10."):
       flags.append("--xla_cpu_use_fusion_emitters=false")
+      flags.append("--xla_cpu_parallel_codegen_split_count=1")  # the workers use all cores
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
   reserve_cpu_threads()
   jax.devices()

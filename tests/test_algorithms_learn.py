@@ -16,7 +16,7 @@ from gtpo_jax.config import load
 from gtpo_jax.config.sections import AlgorithmSection
 from gtpo_jax.loop import train
 from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.reporting.log_files import read_jsonl
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.warm_start import base_model
 
@@ -42,8 +42,15 @@ def base(tiny, tmp_path_factory):
   return workdir / "base"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+def in_turns(names):
+  """Marks every fourth name as slow and the others as manual."""
+  return [
+    pytest.param(name, marks=pytest.mark.manual if i % 4 else pytest.mark.slow)
+    for i, name in enumerate(names)
+  ]
+
+
+@pytest.mark.parametrize("name", in_turns(RECIPES))
 def test_thirty_steps(name, tiny, base, tmp_path):
   shutil.copytree(base, tmp_path / "base")
   config = dataclasses.replace(tiny, algorithm=AlgorithmSection(name=name))
@@ -65,8 +72,7 @@ def test_thirty_steps(name, tiny, base, tmp_path):
   found.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", in_turns(OBJECTIVES))
 def test_the_bounds_of_every_objective_act_with_several_updates(objective, tiny, base, tmp_path):
   """With published settings, a high learning rate and sixteen updates on each batch."""
   shutil.copytree(base, tmp_path / "base")

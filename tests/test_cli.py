@@ -3,54 +3,23 @@
 import itertools
 import json
 import os
+import pty
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
+from command_line import ROOT, SMALL, command_line, environment, gtpo
 
 from gtpo_jax import cli
+from gtpo_jax.reporting.viewer import visible
 from gtpo_jax.rewards import last_number_correct
-
-ROOT = Path(__file__).parents[1]
-SMALL = [
-  "--config.data.terms=2",
-  "--config.batch.prompts=8",
-  "--config.batch.group=4",
-  "--config.warm_start.steps=20",
-  "--config.eval.problems=8",
-  "--config.eval.samples=2",
-  "--config.eval.batch=8",
-  "--config.checkpoint.every=50",
-]
-
-
-def command_line(*args):
-  return [sys.executable, "-m", "gtpo_jax", *map(str, args)]
-
-
-def environment():
-  return {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
-
-
-def gtpo(*args):
-  return subprocess.run(
-    command_line(*args), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
-  )
-
-
-@pytest.fixture(scope="module")
-def finished_run(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp("cli") / "run"
-  done = gtpo(
-    "train", "--config=configs/tiny.py", f"--workdir={workdir}", "--config.steps=2", *SMALL
-  )
-  assert done.returncode == 0, done.stderr
-  return workdir, done.stdout
 
 
 def test_train_prints_its_result(finished_run):
@@ -71,6 +40,20 @@ def test_sample_prints_completions(finished_run):
   assert len(lines) == 3
   assert len(set(lines)) == 1  # greedy
   assert done.stderr == ""
+
+
+def test_sample_sends_no_control_characters_to_a_terminal(finished_run, capsys, monkeypatch):
+  """The tokens of an almost uniform distribution contain some. A file gets them as they are."""
+  args = ["sample", f"--model={finished_run[0]}", "--prompt=1+2:", "--temperature=100"]
+  controls = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+  assert cli.main(args) == 0
+  plain = capsys.readouterr().out
+  assert controls.search(plain)
+  monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+  assert cli.main(args) == 0
+  shown = capsys.readouterr().out
+  assert not controls.search(shown)
+  assert shown == visible(plain, "\n\t")
 
 
 @pytest.mark.slow
@@ -175,7 +158,12 @@ def test_doctor_finds_this_machine_ready():
   done = gtpo("doctor")
   assert done.returncode == 0
   assert "jax" in done.stdout
-  assert "ready: gtpo train" in done.stdout
+  ready, command = done.stdout.splitlines()[-1].split(": ")
+  assert ready == "ready"
+  assert command.endswith("-m gtpo_jax train --config=tiny --workdir=runs/tiny")
+  program = shlex.split(command)[:3]
+  again = subprocess.run([*program, "--version"], cwd=ROOT, env=environment(), check=True)
+  assert again.returncode == 0
 
 
 def test_doctor_names_what_the_sandbox_lacks(tmp_path):
@@ -215,7 +203,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(finished_run, tmp_path):
   assert "stopped at step" in text
   assert "saved" in text
   resume = f"train --config=configs/tiny.py --workdir={workdir} --config.steps=2000"
-  assert f"to resume: python -m gtpo_jax {resume}" in text
+  assert "to resume: " in text and f"-m gtpo_jax {resume}" in text
   steps = [
     json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()
   ]
@@ -228,6 +216,54 @@ def test_ctrl_c_saves_and_the_same_command_resumes(finished_run, tmp_path):
   assert f"resumed at step {steps[-1]}" in again.stdout
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   assert [json.loads(line)["step"] for line in lines] == list(range(steps[-1] + 2))
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_a_terminal_says_that_the_run_will_be_saved(tmp_path):
+  """The run's output is a pseudo-terminal.
+
+  `tests/reporting/test_display.py` tests what the panel says the run is waiting for; steps here may
+  end before the panel is drawn again.
+  """
+  workdir = tmp_path / "run"
+  args = ["train", "--config=tiny", f"--workdir={workdir}", "--config.steps=2000", *SMALL]
+  mine, its = pty.openpty()
+  env = {**environment(), "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
+  process = subprocess.Popen(
+    command_line(*args, "--config.eval.every=0"),
+    cwd=ROOT,
+    env=env,
+    stdin=its,
+    stdout=its,
+    stderr=its,
+  )
+  os.close(its)
+  shown = bytearray()
+
+  def read():
+    while True:
+      try:
+        data = os.read(mine, 4096)
+      except OSError:  # the process has ended
+        return
+      if not data:
+        return
+      shown.extend(data)
+
+  reader = threading.Thread(target=read)
+  reader.start()
+  try:
+    wait_for_step(workdir, 2, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+  finally:
+    process.kill()
+    reader.join(10)
+    os.close(mine)
+  screen = shown.decode(errors="replace")
+  _, said, after = screen.partition("stopping as soon as possible, then saving")
+  assert said
+  assert re.search(r"stopped at step \d+ of 2000; saved", after)
 
 
 def wait_for_step(workdir, step, process):
@@ -291,7 +327,10 @@ def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path):
       ],
       "sampling.max_tokens = 42 is not a multiple of mesh.context x mesh.tensor = 8",
     ),
-    (["train", "--config=configs/tiny.py", "--workdir=setup.py"], "workdir 'setup.py' is a file"),
+    (
+      ["train", "--config=configs/tiny.py", "--workdir=setup.py"],
+      "setup.py' is a file; name a folder",
+    ),
     (
       ["train", "--config=configs/tiny.py", "--workdir=/proc/none"],
       "cannot write into workdir '/proc/none'",

@@ -4,17 +4,21 @@ This covers commands, config fields, files and links. The site must build withou
 """
 
 import importlib.util
+import itertools
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from gtpo_jax import cli, config
+from gtpo_jax.algorithms import OBJECTIVES, RECIPES
 from gtpo_jax.config import Config, flatten, to_dict
 from gtpo_jax.runtime.errors import UserError
 
@@ -28,8 +32,23 @@ ENV = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": str(ROOT)}
 
 def blocks(page, *languages):
   """Returns the fenced blocks of `page` that are marked with one of `languages`."""
-  fenced = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-  return [text for language, text in fenced if language in languages]
+  pattern = r"^( *)```(\w*)\n(.*?)^\1```$"
+  fenced = re.findall(pattern, page.read_text(), re.MULTILINE | re.DOTALL)
+  return [textwrap.dedent(text) for _, language, text in fenced if language in languages]
+
+
+PROGRAMS = r"(?:[A-Z_]+=\S* +)*(?:gtpo|make|pip|python|docker|gcloud|sbatch|launch/\S+) "
+
+
+def shell_lines(page):
+  """Returns every command in the blocks of `page`, split into arguments."""
+  lines = "".join(blocks(page, "", "bash", "sh")).replace("\\\n", " ").splitlines()
+  return [shlex.split(line, comments=True) for line in lines if re.match(PROGRAMS, line)]
+
+
+def without_variables(words):
+  """Returns a command without the environment variables that are set before it."""
+  return list(itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words))
 
 
 def commands(page):
@@ -37,12 +56,13 @@ def commands(page):
 
   All commands in blocks count. Inline `gtpo` commands may be abbreviated, so they do not count.
   """
-  lines = "".join(blocks(page, "", "bash", "sh")).replace("\\\n", " ").splitlines()
-  lines += [
-    code for code in inline(page) if code.split()[0] in ("make", "pip", "python") and " " in code
+  found = [without_variables(words) for words in shell_lines(page)]
+  found += [
+    shlex.split(code, comments=True)
+    for code in inline(page)
+    if code.split()[0] in ("make", "pip", "python") and " " in code
   ]
-  ours = [line for line in lines if line.split()[:1] in (["gtpo"], ["make"], ["pip"], ["python"])]
-  return [shlex.split(line, comments=True) for line in ours]
+  return [words for words in found if words and words[0] in ("gtpo", "make", "pip", "python")]
 
 
 def inline(page):
@@ -50,7 +70,7 @@ def inline(page):
 
   Skips the first column of tables, which may contain names from other libraries.
   """
-  text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+  text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
   return re.findall(r"`([^`\n]+)`", re.sub(r"^\|[^|\n]*\|", "|", text, flags=re.MULTILINE))
 
 
@@ -61,12 +81,52 @@ def run_blocks(page, namespace, change=lambda block: block):
 
 
 @pytest.mark.parametrize(
-  ("name", "count"), [("algorithms", 5), ("concepts", 1), ("data", 1), ("rewards", 2)]
+  ("name", "count"),
+  [
+    ("algorithms", 5),
+    ("batch_and_learning_rate", 1),
+    ("concepts", 1),
+    ("data", 1),
+    ("rewards", 2),
+    ("from_trl", 2),
+    ("own_task", 3),
+  ],
 )
-def test_the_python_of_a_page_runs(name, count):
-  """The blocks contain asserts of the claims on the page."""
+def test_the_python_of_a_page_runs(name, count, tmp_path, monkeypatch):
+  """The blocks contain asserts of the claims on the page. A config in them is valid."""
   assert len(blocks(DOCS / f"{name}.md", "python")) >= count
-  run_blocks(DOCS / f"{name}.md", {})
+  monkeypatch.chdir(tmp_path)
+  namespace = {}
+  run_blocks(DOCS / f"{name}.md", namespace)
+  if "get_config" in namespace:
+    values = namespace["get_config"]()
+    values.model.path = ""  # the model is on the hub
+    assert config.freeze(values).data.train == "train.jsonl"
+
+
+def test_the_functions_ported_from_trl_score_as_the_script_does():
+  page = DOCS / "from_trl.md"
+  (script,) = blocks(page, "py")
+  functions = script[script.index("def reward_len") : script.index("config = GRPOConfig")]
+  trl, ours = {}, {}
+  exec(functions, trl)
+  exec(blocks(page, "python")[0], ours)
+  completions = ["so it is 120", "no"]
+  answers = ["120"] * 2
+  targets = [200, 100]
+  extras = [{"target": target} for target in targets]
+  prompts = ["How many minutes are 2 hours?"] * 2
+  assert ours["length"](prompts, completions, answers, extras) == trl["reward_len"](
+    completions, target=targets
+  )
+  assert ours["correct"](prompts, completions, answers, extras) == [True, False]
+  assert trl["reward_correct"](completions, answer=answers) == [1.0, 0.0]
+  # Every numbered line has its counterpart, in the functions, the config or the text.
+  numbers = re.findall(r"# (\d+)$", script, re.MULTILINE)
+  assert numbers == [str(i) for i in range(1, 22)]
+  ported = re.findall(r"# (\d+)", "".join(blocks(page, "python")))
+  text = page.read_text().split("The first command is")[1].split("## ")[0]
+  assert {*ported, *re.findall(r"\d+", text)} == {*numbers}
 
 
 @pytest.mark.slow
@@ -92,7 +152,7 @@ def test_the_python_of_the_quickstart_runs(tmp_path, monkeypatch):
   assert not list(tmp_path.iterdir())  # no file is left behind
 
 
-def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+def test_the_python_of_the_readme_and_of_short_pages_runs(tmp_path, monkeypatch):
   """The block that trains is tested with the quickstart; the hub id is replaced with a folder."""
   import jax
 
@@ -109,17 +169,18 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     "lp": np.float32(-rng.random(shape)),
     "lp0": np.float32(-rng.random(shape)),
   }
-  model = models.Qwen2(models.PRESETS["tiny"], single_device_mesh())
+  model = models.Transformer(models.PRESETS["tiny"], single_device_mesh())
   models.save(model, models.init_params(model, jax.random.key(0)), None, tmp_path / "Qwen")
   namespace |= {"tokens": np.ones((1, 4), np.int32), "tokenizer": None}
   monkeypatch.chdir(tmp_path)
   quickstart = blocks(DOCS / "quickstart.md", "python")
   assert any(block in quickstart for block in blocks(ROOT / "README.md", "python"))
-  run_blocks(
-    ROOT / "README.md",
-    namespace,
-    lambda block: "" if block in quickstart else block.replace("Qwen/Qwen2.5-0.5B", "Qwen"),
-  )
+  for page in (ROOT / "README.md", DOCS / "api.md", DOCS / "models.md"):
+    run_blocks(
+      page,
+      namespace,
+      lambda block: "" if block in quickstart else block.replace("Qwen/Qwen2.5-0.5B", "Qwen"),
+    )
   assert namespace["adv"].shape == shape and (tmp_path / "out" / "config.json").exists()
 
 
@@ -153,6 +214,73 @@ def check_gtpo(arguments):
 
 
 @EVERY_PAGE
+def test_commands_that_rent_and_launch_are_valid(page):
+  """Checks `launch/` scripts with their variables, `docker`, and the flags of `gcloud`."""
+  for words in shell_lines(page):
+    variables = dict(word.split("=", 1) for word in words[: -len(without_variables(words)) or None])
+    program, *arguments = without_variables(words) or [""]
+    script = next((word for word in words if word.startswith("launch/")), "")
+    if script.endswith(".sh"):
+      text = (ROOT / script).read_text()
+      assert all(re.search(rf"\b{name}\b", text) for name in variables), variables
+      required = set(re.findall(r"\$\{(\w+):\?", text))
+      assert required <= variables.keys(), required - variables.keys()
+      overrides = [word for word in arguments if word.startswith("--config.")]
+      check_gtpo(
+        [
+          "train",
+          f"--config={variables['CONFIG']}",
+          f"--workdir={variables['WORKDIR']}",
+          *overrides,
+        ]
+      )
+    elif program == "docker" and arguments[0] == "build":
+      assert "--build-arg" in arguments and (ROOT / arguments[arguments.index("-f") + 1]).is_file()
+    elif program == "gcloud":
+      assert arguments[:2] == ["compute", "tpus"], words
+      assert re.fullmatch(r"tpu-vm|queued-resources", arguments[2])
+      assert arguments[3] in ("create", "ssh", "delete") and arguments[4] == "gtpo"
+      names = {word.split("=")[0] for word in arguments[5:]}
+      assert names <= GCLOUD_FLAGS[arguments[3]] and "--zone" in names, words
+
+
+GCLOUD_FLAGS = {
+  "create": {"--zone", "--accelerator-type", "--version"},
+  "ssh": {"--zone", "--worker", "--command"},
+  "delete": {"--zone", "--force"},
+}
+
+
+def test_the_request_to_the_server_is_json():
+  (request,) = re.findall(r"-d '(\{.*?\})'", (DOCS / "serving.md").read_text(), re.DOTALL)
+  assert json.loads(request)["messages"][0]["role"] == "user"
+
+
+def test_every_algorithm_and_objective_has_a_line():
+  sections = (DOCS / "which_algorithm.md").read_text().split("\n## ")
+  for title, names in (("All algorithms", RECIPES), ("Objectives", OBJECTIVES)):
+    (section,) = [text for text in sections if text.startswith(title)]
+    tables = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert len(tables) == 1  # an empty line would end it
+    first_cells = re.findall(r"^\|([^|]+)\|", tables[0], re.MULTILINE)
+    listed = [name for cell in first_cells[1:] for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(listed) == sorted(names)
+
+
+def test_every_page_has_one_name():
+  """The navigation, the heading and the links to a page use the same name."""
+  nav = re.findall(r"- (.+): (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+  names = {file: name for name, file in nav}
+  headings = {file.name: file.read_text().splitlines()[0] for file in DOCS.glob("*.md")}
+  headings["launching.md"] = (ROOT / "launch" / "README.md").read_text().splitlines()[0]
+  assert {file: f"# {name}" for file, name in names.items()} == headings
+  for page in (ROOT / "README.md", DOCS / "index.md"):
+    for text, target in re.findall(r"\[([^\]`!]+)\]\((?:docs/)?(\w+\.md)\)", page.read_text()):
+      if target in names:
+        assert " ".join(text.split()) == names[target], (page.name, text)
+
+
+@EVERY_PAGE
 def test_inline_code_names_what_exists(page):
   """Checks config fields, options of commands, and Python files."""
   sections = {name.split(".")[0] for name in FIELDS if "." in name}
@@ -171,37 +299,85 @@ def test_inline_code_names_what_exists(page):
         assert "are required" in str(error), code
 
 
+def run_gtpo(arguments, fields, folder):
+  """Runs a `gtpo` command with further config fields. It must succeed; returns its output."""
+  call = [sys.executable, "-m", "gtpo_jax", *arguments]
+  call += [f"--config.{field}" for field in fields]
+  done = subprocess.run(call, cwd=folder, env=ENV, capture_output=True, text=True, timeout=300)
+  assert done.returncode == 0, (call, done.stderr)
+  return done.stdout
+
+
+SMALL = ("steps=2", "batch.prompts=2", "batch.group=4", "batch.micro_batches=1")
+SMALL += ("eval.problems=8", "eval.samples=2", "eval.batch=8")
+
+
+def folder_with_configs(folder):
+  (folder / "configs").mkdir()
+  for name in ("tiny", "base"):
+    (folder / f"configs/{name}.py").write_text((ROOT / f"configs/{name}.py").read_text())
+  return folder
+
+
 @pytest.mark.slow
 def test_the_commands_of_the_quickstart_run(tmp_path):
-  """Runs all commands at a small size in an empty folder, from the tiny run to a custom task."""
-  page = DOCS / "quickstart.md"
-  tiny = "configs/tiny.py"
-  (tmp_path / "configs").mkdir()
-  (tmp_path / tiny).write_text((ROOT / tiny).read_text())
-  (mine,) = [block for block in blocks(page, "python") if block.startswith("# configs/mine.py")]
-  (tmp_path / "configs" / "mine.py").write_text(mine)
-  for name in ("train.jsonl", "test.jsonl"):
-    (tmp_path / name).write_text("".join(blocks(page, "json")))
-  small = ["steps=2", "batch.prompts=2", "batch.group=4"]
-  small += ["eval.problems=8", "eval.samples=2", "eval.batch=8"]
+  """Runs the commands of the tiny run at a small size in an empty folder."""
+  folder = folder_with_configs(tmp_path)
   done = []
-  for program, *arguments in commands(page):
-    if program != "gtpo" or any("0_5b" in argument for argument in arguments):
-      continue
-    if arguments[0] not in ("train", "sample", "eval", "export"):
-      continue
-    fields = small if arguments[0] == "train" else []
-    if f"--config={tiny}" in arguments:
-      fields = [*fields, "warm_start.steps=8"]
-    overrides = [f"--config.{field}" for field in fields]
-    call = [sys.executable, "-m", "gtpo_jax", *arguments, *overrides]
-    result = subprocess.run(
-      call, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, (call, result.stderr)
+  for program, *arguments in commands(DOCS / "quickstart.md"):
+    tiny = any("tiny" in argument for argument in arguments)
+    if program == "gtpo" and tiny and arguments[0] != "plan":
+      fields = [*SMALL, "warm_start.steps=8"] if arguments[0] == "train" else []
+      run_gtpo(arguments, fields, folder)
+      done.append(arguments[0])
+  assert done == ["train", "sample", "eval", "export"]
+  assert (folder / "hf" / "tiny" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_commands_of_an_own_task_run(tmp_path, monkeypatch):
+  """Runs all commands at a small size, first the second part of the page.
+
+  The model that this part exports replaces the one from the hub in the first part.
+  """
+  page = DOCS / "own_task.md"
+  folder = folder_with_configs(tmp_path)
+  monkeypatch.chdir(folder)
+  (mine,) = [block for block in blocks(page, "python") if block.startswith("# configs/mine.py")]
+  (verify,) = [block for block in blocks(page, "python") if "def verify" in block]
+  (data,) = [block for block in blocks(page, "python") if "sort_demos.jsonl" in block]
+  hub = "Qwen/Qwen2.5-0.5B-Instruct"
+  assert hub in mine
+  (folder / "configs" / "mine.py").write_text(mine.replace(hub, "hf/sort"))
+  (folder / "my_rewards.py").write_text(verify)
+  for name in ("train.jsonl", "test.jsonl"):
+    (folder / name).write_text("".join(blocks(page, "json")))
+  exec(data, {})
+  ours = [arguments for program, *arguments in commands(page) if program == "gtpo"]
+  ours = [arguments for arguments in ours if arguments[0] != "plan"]
+  ours.sort(key=lambda arguments: "sort" not in " ".join(arguments))  # a stable sort
+  done = []
+  for arguments in ours:
+    arguments = [argument.replace(hub, "hf/sort") for argument in arguments]
+    fields = [*SMALL, "sampling.max_tokens=16"] if arguments[0] in ("train", "eval") else []
+    if "warm_start" in " ".join(arguments):
+      fields.append("warm_start.steps=8")
+    elif arguments[0] == "train":
+      fields.append("reward.verifier=my_rewards:verify")
+    run_gtpo(arguments, fields, folder)
     done.append(arguments[0])
-  assert done == ["train", "sample", "eval", "export", "train", "export", "sample"]
-  assert {file.name for file in (tmp_path / "hf").iterdir()} == {"tiny", "mine"}
+  assert done == [
+    "train",
+    "report",
+    "export",
+    "sample",
+    "eval",
+    "train",
+    "report",
+    "export",
+    "sample",
+  ]
+  assert json.loads((folder / "base.jsonl").read_text().splitlines()[0])["answer"] in ("205", "428")
 
 
 @pytest.mark.slow
@@ -209,10 +385,13 @@ def test_the_commands_of_the_quickstart_run(tmp_path):
   "script", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda script: script.name
 )
 def test_the_options_of_a_benchmark_exist(script):
-  """Every option that a page passes to the script is in its --help."""
+  """Every option that a page passes to the script is in its --help.
+
+  All fields of the config are one option, `--config.FIELD`.
+  """
   calls = [call for page in PAGES for call in commands(page)]
   options = {
-    argument.split("=")[0]
+    re.sub(r"^--config\..*", "--config.FIELD", argument.split("=")[0])
     for call in calls
     if call[:2] == ["python", f"benchmarks/{script.name}"]
     for argument in call

@@ -28,7 +28,16 @@ def install(monkeypatch, *missing, **versions):
   monkeypatch.setattr(
     doctor.importlib.metadata,
     "requires",
-    lambda name: ["jax<0.13,>=0.10", "optax>=0.2", 'torch; extra == "dev"'],
+    lambda name: [
+      "jax<0.13,>=0.10",
+      "optax>=0.2",
+      'torch; python_version > "3" and extra == "dev"',
+      'jax[tpu]>=0.10; extra == "plan"',
+      'jax[cuda13]>=0.10; extra == "cuda"',
+      'datasets>=4; extra == "data"',
+      'mkdocs; extra == "docs"',
+      'wandb>=0.20; extra == "wandb"',
+    ],
   )
 
 
@@ -46,10 +55,8 @@ def test_missing_optional_packages_are_listed_with_their_purpose(monkeypatch, ca
   status, lines, out = examine(capsys)
   assert status == 0
   assert "ready: gtpo train" in out
-  assert lines["wandb"].endswith(
-    "not installed; for log.wandb: pip install 'gtpo_jax[wandb]', or -e '.[wandb]' in a clone"
-  )
-  assert "for TPU chips, and gtpo plan for TPUs: pip install 'gtpo_jax[plan]'" in lines["libtpu"]
+  assert lines["wandb"].endswith("not installed; for log.wandb: pip install 'wandb>=0.20'")
+  assert "for TPU chips, and gtpo plan for TPUs: pip install 'jax[tpu]>=0.10'" in lines["libtpu"]
   for package in doctor.OPTIONAL:
     assert "not installed; for " in lines[package]
 
@@ -61,9 +68,11 @@ def test_an_accelerator_that_jax_does_not_use(monkeypatch, capsys, tmp_path):
     "a TPU": (str(tmp_path / "none"), "tpu", "tpu"),
   }
   monkeypatch.setattr(doctor, "ACCELERATORS", accelerators)
+  install(monkeypatch)
   out = examine(capsys)[2]
   assert (
-    "this machine has an NVIDIA GPU, but JAX does not use it: pip install 'gtpo_jax[cuda]'" in out
+    "this machine has an NVIDIA GPU, but JAX does not use it: pip install 'jax[cuda13]>=0.10'"
+    in out
   )
   assert "a TPU" not in out
 
@@ -87,6 +96,12 @@ def test_jax_does_not_start(platforms, advice, monkeypatch, capsys):
   assert lines["devices"].endswith("JAX does not start: Unable to initialize backend")
   assert last.startswith("not ready: ")
   assert advice in last
+
+
+def test_the_last_line_is_a_command_of_the_program_that_was_started(capsys):
+  doctor.examine("/opt/gtpo/bin/gtpo")
+  last = capsys.readouterr().out.splitlines()[-1]
+  assert last == "ready: /opt/gtpo/bin/gtpo train --config=tiny --workdir=runs/tiny"
 
 
 def test_a_source_tree_that_is_not_installed(monkeypatch, capsys):

@@ -5,50 +5,20 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from command_line import ROOT, SMALL, TRAIN, gtpo
 from flax.traverse_util import flatten_dict
 
 from gtpo_jax import cli
-from gtpo_jax.config import flatten
+from gtpo_jax.config import flatten, freeze
 from gtpo_jax.data.chat import load_chat
-from gtpo_jax.export import base_model, tokenizer_note
+from gtpo_jax.export import base_model, model_card, tokenizer_note
 from gtpo_jax.models import load
 from gtpo_jax.models.lora import merge_lora
 from gtpo_jax.rollout.policies import open_policy
-
-ROOT = Path(__file__).parents[1]
-SMALL = [
-  "--config.data.terms=2",
-  "--config.batch.prompts=8",
-  "--config.batch.group=4",
-  "--config.eval.problems=8",
-  "--config.eval.samples=2",
-  "--config.eval.batch=8",
-  "--config.eval.every=0",
-  "--config.log.tensorboard=False",
-]
-# Without contrast, because there is hardly a correct completion to learn from.
-TRAIN = ["train", "--config=configs/tiny.py", *SMALL, "--config.algorithm.contrast=False"]
-
-
-def gtpo(*args):
-  """Runs the command in a new process, as a user does."""
-  environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}
-  done = subprocess.run(
-    [sys.executable, "-m", "gtpo_jax", *map(str, args)],
-    cwd=ROOT,
-    env=environment,
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
-  assert "Traceback" not in done.stderr, done.stderr
-  return done
 
 
 @pytest.fixture
@@ -65,22 +35,13 @@ def gtpo_here(capsys, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-  workdir = tmp_path_factory.mktemp("export") / "run"
-  done = gtpo(
-    *TRAIN,
-    f"--workdir={workdir}",
-    "--config.steps=2",
-    "--config.warm_start.steps=20",
-    "--config.checkpoint.every=1",
-  )
-  assert done.returncode == 0, done.stderr
-  return workdir
+def run(finished_run):
+  return finished_run[0]
 
 
 @pytest.fixture(scope="module")
-def exported(run):
-  out = run.parent / "a folder"
+def exported(run, tmp_path_factory):
+  out = tmp_path_factory.mktemp("export") / "a folder"
   done = gtpo("export", f"--workdir={run}", f"--out={out}")
   assert (done.returncode, done.stderr) == (0, ""), done.stderr
   assert done.stdout == f"step 2 of {run} -> {out} (float32)\n"
@@ -185,7 +146,7 @@ def test_the_model_card(exported, run):
   assert 'library_name: "transformers"' in header
   assert '"gtpo"' in header
   assert "base_model" not in header
-  assert "random weights after 20 steps of imitation" in text
+  assert "random weights after 10 steps of imitation" in text
   assert "2 steps of 8 prompts x 4 completions" in text
   assert "`sums`" in text
   rows = {
@@ -205,6 +166,19 @@ def test_the_model_card(exported, run):
   for version in (f"jax {jax.__version__}", "Python 3.", "transformers "):
     assert version in text
   assert shlex.join(["gtpo", "export", f"--workdir={run}", f"--out={exported}"]) in text
+
+
+def test_no_name_changes_the_layout_of_the_card():
+  """Markdown must see neither HTML, nor the end of a cell, of code or of a line."""
+  train = "</script>|`a`\n# b\u202e.jsonl"
+  config = freeze({"data": {"train": train, "eval": "sums"}})
+  row = {"step": 1, "eval/<b>|/mean@2": 0.5}
+  card = model_card(config, 1, [row], "gtpo export '```'", "<b>\n# c")
+  assert "on `` </script>|`a` # b‹U+202E›.jsonl ``: 1 steps" in card
+  assert r"| data.train | &lt;/script>\|`a` # b‹U+202E›.jsonl |" in card
+  assert r"| &lt;b>\|/mean@2 | 0.5 | 0.5 |" in card
+  assert "# &lt;b> # c, trained by gtpo\n" in card and "from `<b> # c`" in card
+  assert "````\ngtpo export '```'\n````" in card
 
 
 def test_the_name_of_the_base_model(tmp_path, monkeypatch):
@@ -308,7 +282,7 @@ def test_the_folder_and_the_run_have_the_same_accuracy(run, exported, gtpo_here,
   status, _, err = gtpo_here(
     "eval", f"--model={exported}", "--config=configs/tiny.py", *SMALL, f"--json={folder_json}"
   )
-  assert (status, err) == (0, "")
+  assert status == 0, err
   of_run = json.loads(run_json.read_text())
   of_folder = json.loads(folder_json.read_text())
   assert of_run["eval/sums/greedy"] == of_folder["eval/sums/greedy"]

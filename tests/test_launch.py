@@ -141,7 +141,6 @@ def test_slurm_starts_gtpo_with_flags_that_xla_knows(tmp_path):
   seen = run_slurm(tmp_path, XLA_FLAGS="--xla_gpu_autotune_level=1")
   assert seen["ARGS"].endswith("gtpo train --config=configs/tiny.py --workdir=/run --config.seed=1")
   assert "JAX_LOCAL_DEVICE_IDS" not in seen  # gtpo itself shares the GPUs of a node
-  assert seen["XLA_CLIENT_MEM_FRACTION"] == "0.9"
   flags = seen["XLA_FLAGS"]
   assert flags.endswith(" --xla_gpu_autotune_level=1")
   start = "import jax; jax.devices()"
@@ -183,6 +182,43 @@ def test_several_gpu_machines_of_sky_find_one_another(tmp_path):
   for alone in ({"SKYPILOT_NUM_NODES": "1"}, {"EXTRA": "tpu"}):
     printed = call("bash", "-c", command, tmp_path=tmp_path, **variables | alone)
     assert "JAX_COORDINATOR_ADDRESS" not in printed
+
+
+SLICES = {  # the slice of a TPU type, by the name that each tool uses
+  "v5litepod-16": "v5e:4x4",
+  "v5p-128": "v5p:4x4x4",
+  "tpu-v5p-slice 4x4x4": "v5p:4x4x4",
+}
+
+
+def example(name):
+  """Returns the settings in the example of a launch file, as a text of words."""
+  if name == "sky.yaml":
+    task = yaml.safe_load((LAUNCH / name).read_text())
+    envs = task["envs"]
+    assert '--config.model.path="$MODEL"' in task["run"]
+    accelerator = task["resources"]["accelerators"].removeprefix("tpu-")
+    return {"TPU": accelerator, "CONFIG": envs["CONFIG"], "path": envs["MODEL"]}
+  comment = "".join(
+    line.lstrip("# ").replace("\\", "")
+    for line in (LAUNCH / name).read_text().splitlines(keepends=True)[1:12]
+    if line.startswith("#")
+  )
+  settings = dict(re.findall(r"(\b[A-Z]+)=(\S+)", comment))
+  (path,) = re.findall(r"--config\.model\.path=(\S+)", comment)
+  return settings | {"path": path}
+
+
+@pytest.mark.parametrize("name", ["gke.sh", "sky.yaml", "slurm.sh", "tpu.sh", "xpk.sh"])
+def test_an_example_names_weights_and_hardware_that_they_fit_on(name):
+  """The head of a config names the slice for which `gtpo plan` reports that the run fits."""
+  settings = example(name)
+  head = (ROOT / settings["CONFIG"]).read_text().split('"""')[1]
+  assert f"--config.model.path={settings['path']}\n" in head
+  if name == "slurm.sh":  # gtpo plan describes no GPUs
+    return
+  chips = settings.get("TPU") or f"{settings['ACCELERATOR']} {settings['TOPOLOGY']}"
+  assert f"topology {SLICES[chips]} " in head
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "gtpo_jax"
-FLOORS = {
+LAYERS = {
   "runtime": 0,
   "arrays": 0,
   "algorithms": 1,
@@ -22,12 +22,12 @@ FLOORS = {
   "rollout": 5,
   "api": 6,
   "evaluation": 6,
-  "planning": 6,
   "reporting": 6,
   "doctor": 7,
   "export": 7,
   "warm_start": 7,
   "loop": 8,
+  "planning": 8,
   "cli": 9,
   "__main__": 10,
 }
@@ -59,22 +59,22 @@ def imports(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_come_from_lower_floors(path):
+def test_imports_come_from_lower_layers(path):
   here = part_of(path)
-  assert here in FLOORS, f"{here} has no floor"
+  assert here in LAYERS, f"{here} has no layer"
   for there in imports(path):
     if there.startswith("outside:") or there == here:
       continue
-    assert FLOORS[there] < FLOORS[here], (
-      f"{path} on floor {FLOORS[here]} imports {there} on floor {FLOORS[there]}"
+    assert LAYERS[there] < LAYERS[here], (
+      f"{path} in layer {LAYERS[here]} imports {there} in layer {LAYERS[there]}"
     )
 
 
-def test_the_top_level_has_few_modules_and_every_part_has_a_floor():
+def test_the_top_level_has_few_modules_and_every_part_has_a_layer():
   modules = {path.stem for path in PACKAGE.glob("*.py")}
   folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
   assert len(modules) <= 8
-  assert FLOORS.keys() == (modules | folders) - {"__init__"}
+  assert LAYERS.keys() == (modules | folders) - {"__init__"}
 
 
 def test_importing_the_runtime_does_not_import_jax():

@@ -1,6 +1,7 @@
 """Tests the training loop on a small model: files, exact resume, no compilation after warm-up."""
 
 import json
+import re
 import shutil
 import struct
 import sys
@@ -19,10 +20,11 @@ from gtpo_jax.config import default_config, difference, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.loop import train
 from gtpo_jax.models.params import init_params
+from gtpo_jax.reporting import display
 from gtpo_jax.reporting.compiles import compile_count
 from gtpo_jax.reporting.credit import credit_files, read_credit
 from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.reporting.log_files import read_jsonl
 from gtpo_jax.rewards import VERIFIERS
 from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards, RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -69,7 +71,7 @@ def small_config(**changes):
   config.batch.prompts = 8
   config.batch.group = 4
   config.batch.micro_batches = 2
-  config.warm_start.steps, config.warm_start.batch = 40, 8
+  config.warm_start.steps, config.warm_start.batch = 10, 8
   config.eval.every = 2
   config.eval.problems = 12
   config.eval.samples = 2
@@ -122,9 +124,10 @@ def test_the_files_of_a_run(whole):
   assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
   for row in rows[1:]:
     assert set(PROMISED) <= row.keys()
-    # For example, the batch may have no correct completion.
+    # For example, the batch may have no correct completion, or no token that decides.
     empty_side = {key for key, value in row.items() if value is None}
-    assert empty_side <= {
+    of_token_classes = {key for key in empty_side if key.startswith(("truth/", "credit/"))}
+    assert empty_side - of_token_classes <= {
       "entropy/correct",
       "entropy/incorrect",
       "advantage/correct",
@@ -161,7 +164,7 @@ def test_the_files_of_a_run(whole):
       lower <= row["eval/sums/pass@2"] <= upper
       and row["eval/sums/pass@2"] == rows[row["step"]]["eval/sums/pass@2"]
     )
-  assert list((workdir / "tensorboard").glob("events.*"))
+  assert list(workdir.glob("events.*"))
   assert not difference(load_config(workdir), small_config())
   assert Checkpoints(workdir / "checkpoints").latest == 4
 
@@ -188,6 +191,7 @@ def test_resume_is_exact(whole, tmp_path):
   assert read_jsonl(workdir / "evaluations.jsonl") == read_jsonl(whole[0] / "evaluations.jsonl")
   for step in (1, 4):
     one, other = (vars(read_credit(credit_files(folder)[step])) for folder in (workdir, whole[0]))
+    assert one.pop("timeline").shape[1] == other.pop("timeline").shape[1] == 4
     jax.tree.map(np.testing.assert_array_equal, one, other)
   jax.tree.map(
     np.testing.assert_array_equal,
@@ -266,24 +270,32 @@ def test_no_compilation_after_warm_up():
   assert counts[1:] == [counts[0]] * 20
 
 
-def test_a_warm_run_compiles_nothing_later(tmp_path):
-  """After warm-up neither sampling nor evaluation compiles anything."""
-  run(
+def test_a_warm_run_compiles_nothing_later(tmp_path, monkeypatch, capsys):
+  """After warm-up neither sampling nor evaluation compiles anything; its progress is shown."""
+  monkeypatch.setattr(display, "QUIET_S", 0.0)
+  train(
     small_config(
-      steps=4,
+      steps=3,
       **{"sampling.warm_up": True, "batch.pack": False, "eval.every": 1, "checkpoint.every": 1},
     ),
     tmp_path,
+    Display(),
   )
+  counted = re.findall(
+    r"shapes of sampling and evaluation compiled: (\d+) of (\d+)", capsys.readouterr().out
+  )
+  total = int(counted[0][1])
+  assert [(int(ready), int(of)) for ready, of in counted] == [(i, total) for i in range(1, total)]
   assert (
     len({row["compiles"] for row in read_jsonl(tmp_path / "metrics.jsonl") if row["step"] > 1}) == 1
   )
 
 
-def test_updates_that_are_not_finite_stop_the_run_before_it_is_saved(tmp_path):
+def test_updates_that_are_not_finite_stop_the_run_before_it_is_saved(whole, tmp_path):
   workdir = tmp_path / "run"
-  run(small_config(steps=2), workdir)
+  shutil.copytree(whole[0], workdir)
   checkpoints = Checkpoints(workdir / "checkpoints", keep=2)
+  last = checkpoints.steps()[-1]
   worker = RolloutWorker(small_config())
   config = small_config()
   optimizer = make_optimizer(config.optimizer, config.steps)
@@ -293,15 +305,16 @@ def test_updates_that_are_not_finite_stop_the_run_before_it_is_saved(tmp_path):
   )
   checkpoints.save(broken)  # simulates a bug elsewhere
   checkpoints.close()
-  with pytest.raises(RunError, match=r"updates were skipped in 3 consecutive steps, up to step 6"):
-    run(small_config(steps=8, **{"eval.every": 0, "checkpoint.every": 1}), workdir)
-  assert Checkpoints(workdir / "checkpoints").steps() == [2, 3]
+  message = f"updates were skipped in 3 consecutive steps, up to step {last + 4}"
+  with pytest.raises(RunError, match=message):
+    run(small_config(steps=last + 6, **{"eval.every": 0, "checkpoint.every": 1}), workdir)
+  assert Checkpoints(workdir / "checkpoints").steps() == [last, last + 1]
   rows = read_jsonl(workdir / "metrics.jsonl")
   assert [row["update/skipped"] for row in rows[-3:]] == [1, 1, 1] and rows[-4].get(
     "update/skipped"
   ) == 0
   assert sorted(file.name for file in (workdir / "skipped").iterdir()) == [
-    f"step_{i}.npz" for i in (4, 5, 6)
+    f"step_{i}.npz" for i in range(last + 2, last + 5)
   ]
 
 
@@ -411,7 +424,7 @@ def test_a_reward_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     lambda texts: None,
     lambda texts: [True] * len(texts),
     lambda texts: [False] * len(texts),
-    lambda texts: [3e38] * len(texts),
+    lambda texts: [3e38] * len(texts),  # its square is not a float32
   ]
   calls = iter([way for way in ways for _ in range(8)])  # each step has eight problems
 
@@ -427,8 +440,10 @@ def test_a_reward_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
   )
   assert run(config, tmp_path / "run").finished
   rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
-  assert [row["reward/no_verdict"] > 0 for row in rows] == [True] * 5 + [False] * 3
+  assert [row["reward/no_verdict"] > 0 for row in rows] == [True] * 5 + [False] * 2 + [True]
   assert all(row["update/skipped"] == 0 and np.isfinite(row["loss"]) for row in rows)
-  for row in rows[:5]:
+  for row in [*rows[:5], rows[7]]:
     assert row["completions/not_counted"] == row["reward/no_verdict"] / 32
-  assert rows[5]["groups/all_correct"] > 0 and rows[6]["groups/all_wrong"] == 1
+  # Completions that were cut off are wrong whatever the function returns.
+  assert rows[5]["reward/accuracy"] == pytest.approx(1 - rows[5]["length/cut_off"])
+  assert rows[5]["reward/accuracy"] > 0 and rows[6]["groups/all_wrong"] == 1

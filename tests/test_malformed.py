@@ -64,7 +64,7 @@ def folder(tmp_path, monkeypatch):
   for name, text in {
     "no_config": None,
     "bad_json": "{",
-    "other": json.dumps(MODEL | {"model_type": "llama"}),
+    "other": json.dumps(MODEL | {"model_type": "gpt2"}),
     "no_weights": json.dumps(MODEL),
     "cut_weights": json.dumps(MODEL),
     "negative": json.dumps(MODEL | {"hidden_size": -32}),
@@ -175,7 +175,7 @@ CASES = {
   # model folders
   "an empty model folder": (train_model("no_config"), "config.json"),
   "a truncated model config": (train_model("bad_json"), "is not valid JSON"),
-  "another architecture": (train_model("other"), "llama"),
+  "another architecture": (train_model("other"), "gpt2"),
   "a negative width": (train_model("negative"), "-32"),
   "no weights": (train_model("no_weights"), "no safetensors in 'models/no_weights'"),
   "truncated weights": (train_model("cut_weights"), "is not a valid safetensors file"),
@@ -189,7 +189,7 @@ CASES = {
     "--config.steps=VALUE",
   ),
   "an unknown option": (["train", "--config=x.py", "--workdri=new"], "did you mean '--workdir'?"),
-  "a file as workdir": (train(workdir="file"), "workdir 'file' is a file"),
+  "a file as workdir": (train(workdir="file"), "/file' is a file; name a folder"),
   "a workdir of another config": (train(workdir="run"), "seed was 5, now 0"),
   "a workdir with a damaged config": (
     train(workdir="broken"),

@@ -1,5 +1,6 @@
 """gtpo_jax from Python: `train` and `steps`, with functions and dicts, and early exits."""
 
+import asyncio
 import gzip
 import importlib.util
 import json
@@ -22,8 +23,8 @@ from gtpo_jax.checkpoint.workdir import claim, load_config
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.reporting.compiles import compile_count
 from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.journal import read_jsonl
-from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.reporting.log_files import read_jsonl
+from gtpo_jax.runtime.errors import RunError, UserError
 
 ROOT = Path(__file__).parents[2]
 QUIET = Display(enabled=False)
@@ -110,23 +111,31 @@ def test_the_policy_samples_and_is_saved(trained, tmp_path):
   assert (tmp_path / "b" / "generation_config.json").exists()
 
 
-def test_nothing_stays_behind(trained):
+def test_no_threads_are_left(trained):
   assert not trained[2]
 
 
-def test_steps_are_the_same_run(trained):
-  """The generator gives what `train` gives, step by step, and what a plot needs."""
+def test_steps_and_train_are_the_same_run(trained):
+  """The generator yields the metrics and weights of `train`, and the batch of each step.
+
+  The second run reuses the programs that the first has compiled.
+  """
+  before = compile_count()
   steps = list(gtpo_jax.steps(SHAPE, display=QUIET, reward=even, data=ROWS))
+  assert compile_count() - before <= 5  # the first run compiles about a hundred
   assert [step.step for step in steps] == [1, 2, 3, 4]
-  lasting = lambda row: {
+  without_timing = lambda row: {
     key: value
     for key, value in row.items()
     if not key.startswith("time/") and key not in ("step", "tokens/s", "compiles")
   }
   for step, row in zip(steps, trained[0].history[1:], strict=True):
     np.testing.assert_equal(
-      {key: None if np.isnan(value) else value for key, value in lasting(step.metrics).items()},
-      lasting(row),
+      {
+        key: None if np.isnan(value) else value
+        for key, value in without_timing(step.metrics).items()
+      },
+      without_timing(row),
     )
   assert (
     "eval/held_out/mean@2" in steps[1].metrics and "eval/held_out/mean@2" not in steps[0].metrics
@@ -142,13 +151,6 @@ def test_steps_are_the_same_run(trained):
     jax.device_get(steps[-1].policy.params),
     jax.device_get(trained[0].policy.params),
   )
-
-
-def test_a_second_run_with_equal_settings_reuses_the_compiled_programs(trained):
-  before = compile_count()
-  again = gtpo_jax.train(SHAPE, display=QUIET, reward=even, data=ROWS)
-  assert compile_count() - before <= 5  # the first run compiles about a hundred
-  jax.tree.map(np.testing.assert_array_equal, again.policy.params, trained[0].policy.params)
 
 
 def leave(workdir, how):
@@ -169,7 +171,7 @@ def leave(workdir, how):
 
     with pytest.raises(KeyboardInterrupt):
       body()
-  elif how == "interrupt":  # in the midst of step 2, which the next run samples again
+  elif how == "interrupt":  # in the middle of step 2, which the next run samples again
 
     def interrupting(prompts, completions, answers, extras):
       if (
@@ -191,7 +193,7 @@ def leave(workdir, how):
 
 
 @pytest.mark.parametrize("how", ["break", "error", "interrupt"])
-def test_left_early_a_run_is_saved_and_goes_on(how, tmp_path, trained):
+def test_a_run_left_early_is_saved_and_can_continue(how, tmp_path, trained):
   workdir = tmp_path / "run"
   assert not leave(workdir, how)
   assert Checkpoints(workdir / "checkpoints").steps() == [1 if how == "interrupt" else 2]
@@ -217,9 +219,51 @@ def test_left_early_a_run_is_saved_and_goes_on(how, tmp_path, trained):
       gtpo_jax.train(SHAPE, workdir, QUIET, reward=even, data=ROWS[1:])
 
 
+@pytest.mark.parametrize(
+  ("where", "saved"),
+  [
+    pytest.param("the first evaluation", 0, marks=pytest.mark.slow),
+    ("step 2", 1),
+    pytest.param("an evaluation", 2, marks=pytest.mark.slow),
+  ],
+)
+def test_a_run_ended_by_its_reward_function_is_saved(where, saved, tmp_path, trained, monkeypatch):
+  """The function first changes the current folder; the workdir is relative to the original one."""
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "elsewhere").mkdir()
+  workdir = tmp_path / "run"
+
+  def ends(prompts, completions, answers, extras):
+    os.chdir(tmp_path / "elsewhere")
+    jax.config.update("jax_enable_x64", True)
+    steps = (workdir / "metrics.jsonl").read_text().count("\n") - 1
+    group = 4 if where == "step 2" else 2
+    if steps == (1 if where == "step 2" else saved) and len(prompts) == group:
+      raise asyncio.CancelledError("gone")
+    return even(prompts, completions, answers, extras)
+
+  ends.__qualname__ = "even"
+  with pytest.raises(RunError) as error:
+    gtpo_jax.train(SHAPE, "run", QUIET, reward=ends, data=ROWS)
+  assert str(error.value) == (
+    "reward function 'test_python:even' raised CancelledError: gone, which ends the run; "
+    f"step {saved} is saved; fix the function, then run the same command again"
+  )
+  assert not jax.config.jax_enable_x64
+  assert list((tmp_path / "elsewhere").iterdir()) == []
+  assert Checkpoints(workdir / "checkpoints").steps() == [saved]
+  result = gtpo_jax.train(SHAPE, workdir, QUIET, reward=even, data=ROWS)
+  assert [row["step"] for row in read_jsonl(workdir / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    jax.device_get(result.policy.params),
+    jax.device_get(trained[0].policy.params),
+  )
+
+
 @pytest.mark.slow
-def test_the_command_line_on_a_run_of_a_program(tmp_path):
-  """Its policy can be sampled; its problems and its reward are in no file, and that is said."""
+def test_the_command_line_on_a_run_of_a_python_program(tmp_path):
+  """Its policy can be sampled, but an error says that its problems are not in a file."""
   from gtpo_jax.cli import main
 
   workdir = tmp_path / "run"
@@ -258,7 +302,7 @@ def test_a_window_of_steps_is_traced(tmp_path):
   assert len(spans["update"]) == 2 and len(spans["evaluate"]) == len(spans["save"]) == 1
   assert {event["tid"] for event in spans["reward"]} > {
     event["tid"] for event in spans["update"]
-  }  # on a thread of its own, too
+  }  # also on their own thread
   within = lambda inner, outer: (
     outer["ts"] <= inner["ts"] <= inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
   )
@@ -268,9 +312,21 @@ def test_a_window_of_steps_is_traced(tmp_path):
   )
 
 
+def test_a_reward_function_that_always_fails_ends_the_run(capfd):
+  def reward(prompts, completions, answers, extras):
+    raise KeyError("score")
+
+  shape = {**SHAPE, "eval": {**SHAPE["eval"], "problems": 36}}
+  with pytest.raises(UserError) as error:
+    gtpo_jax.train(shape, display=QUIET, reward=reward, data=ROWS, held_out=ROWS)
+  assert "none of 72 evaluated completions has a verdict: a reward function (" in str(error.value)
+  assert "fix it, then run the same command again" in str(error.value)
+  assert "KeyError: 'score'" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_graded_reward():
-  """What the function says is the reward itself with the part `verifier`."""
+  """With the part `verifier`, the function's values are the reward."""
   graded = lambda prompts, completions, answers, extras: [
     0.25 * (len(text) % 4) for text in completions
   ]
@@ -322,14 +378,14 @@ def test_a_graded_reward():
     ({"config": {"log": {"wandb": "x"}}}, "log.wandb = 'x' needs the wandb library"),
     (
       {"config": {"profile": {"steps": "5:3"}}},
-      "profile.steps must be two steps, as 3:5, the first at least 1 and not after the last",
+      "profile.steps must be two steps, such as 3:5, the first at least 1 and not after the last",
     ),
     ({"config": {"profile": {"steps": "3"}}}, "profile.steps must be two steps"),
     ({"workdir": ROOT / "setup.py"}, "is a file; name a folder"),
   ],
   ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_what_cannot_be_used_is_one_line(given, message, monkeypatch):
+def test_unusable_inputs_give_a_one_line_error(given, message, monkeypatch):
   real = importlib.util.find_spec
   monkeypatch.setattr(
     importlib.util, "find_spec", lambda name, *more: None if name == "wandb" else real(name, *more)
@@ -405,10 +461,10 @@ print(jax.config.jax_compilation_cache_dir)
 """
 
 
-def test_the_import_is_light_and_jax_is_prepared():
+def test_the_import_is_light_and_jax_is_prepared(tmp_path):
   env = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
-  env |= {"XDG_CACHE_HOME": "/nowhere", "PYTHONPATH": str(ROOT)}
+  env |= {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
   done = subprocess.run(
     [sys.executable, "-c", LIGHT], env=env, capture_output=True, text=True, timeout=120
   )
-  assert (done.returncode, done.stdout) == (0, "/nowhere/gtpo_jax/xla\n"), done.stderr
+  assert (done.returncode, done.stdout) == (0, f"{tmp_path}/gtpo_jax/xla\n"), done.stderr

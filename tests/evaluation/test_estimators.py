@@ -1,4 +1,4 @@
-"""Estimators against counts over every subset, by hand, and by laws."""
+"""Estimators against counts over every subset, cases by hand, and laws."""
 
 import itertools
 
@@ -76,7 +76,7 @@ VOTES = st.tuples(st.sampled_from([None, "a", "b", "c", "d"]), st.booleans())
 @settings(deadline=None)
 @given(st.lists(VOTES, min_size=1, max_size=9), st.booleans())
 def test_the_majority_against_every_subset(completions, consistent):
-  """With verdicts that are consistent for each answer, and with verdicts that are not."""
+  """Equal answers may have equal verdicts or different ones."""
   votes = [vote for vote, _ in completions]
   correct = np.array([vote == "a" if consistent else verdict for vote, verdict in completions])
   majority = majority_at_each_k(votes, correct)
@@ -98,7 +98,7 @@ def test_the_majority_by_hand():
 
 
 def test_the_majority_of_many_samples():
-  """600 : 400 of 1000 starts at the share, grows, and ends at 1. Halves tie at every k."""
+  """With 600 votes of 1000, maj@k grows from 0.6 to 1. With an even split it is always 0.5."""
   majority = majority_at_each_k([0] * 600 + [1] * 400, np.arange(1000) < 600)
   assert not np.isnan(majority).any()
   assert majority[0] == pytest.approx(0.6)
@@ -109,7 +109,7 @@ def test_the_majority_of_many_samples():
 
 
 def test_the_bootstrap_against_draws_one_by_one():
-  """The same multinomial draws, with percentiles of means of repeated values."""
+  """The slow version repeats the values as often as the same multinomial draws say."""
   rng = np.random.default_rng(5)
   columns = rng.random((13, 3))
   columns[2, 1] = columns[7, 1] = np.nan
@@ -119,10 +119,10 @@ def test_the_bootstrap_against_draws_one_by_one():
   np.testing.assert_allclose(bootstrap(columns), expected, rtol=1e-12)
 
 
-def test_the_bootstrap_covers():
-  """About 95 % of 200 intervals, each from 60 coin tosses at 0.3, contain 0.3.
+def test_the_coverage_of_the_bootstrap():
+  """About 95 % of 200 intervals, each from 60 draws with probability 0.3, contain 0.3.
 
-  Percentile intervals are slightly narrow.
+  Percentile intervals are slightly too narrow.
   """
   rng = np.random.default_rng(1)
   lower, upper = bootstrap((rng.random((60, 200)) < 0.3).astype(float))

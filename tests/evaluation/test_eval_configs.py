@@ -137,7 +137,7 @@ def test_a_config_without_a_model_evaluates_the_runs_model(tmp_path):
     pass
   params = init_params(RolloutWorker(run).model, jax.random.key(0))
   checkpoints = Checkpoints(tmp_path / "base", keep=1)
-  checkpoints.save_params(params)
+  checkpoints.save_params(params, with_base=True)
   checkpoints.close()
   source = find_policy(tmp_path, 0, config_of("eval_gsm8k"))
   assert source.config.model == run.model

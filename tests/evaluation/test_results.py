@@ -125,3 +125,16 @@ def test_rows_contain_every_completion():
     ],
     "greedy": {"text": "1", "correct": False, "reward": 0.0, "length": 3, "finished": True},
   }
+
+
+@pytest.mark.parametrize(
+  ("verdicts", "finished", "judged"),
+  [
+    ([[True, None]], [[True, True]], True),
+    ([[None, None]], [[True, True]], False),
+    ([[None, False]], [[True, False]], False),  # cut off, so wrong without being judged
+    ([[False, False]], [[False, False]], True),  # nothing to judge
+  ],
+)
+def test_whether_anything_was_judged(verdicts, finished, judged):
+  assert evaluation(completions(verdicts, finished=finished), [None]).judged is judged

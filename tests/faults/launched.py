@@ -2,8 +2,8 @@
 
 `python launched.py join` only joins the other processes and prints what this one then sees.
 
-JAX skips the metadata server of Cloud TPU if it finds no TPU chips when it is imported, so that
-must be undone here to test the rest.
+If JAX finds no TPU chips when it is imported, it disables Cloud TPU's metadata server. This script
+enables the server again, because the tests use it.
 """
 
 import json

@@ -9,7 +9,7 @@ from pathlib import Path
 from etils import epath
 
 from gtpo_jax.checkpoint.integrity import check_integrity
-from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.reporting.log_files import read_jsonl
 
 HERE = Path(__file__).parent
 ROOT = Path(__file__).parents[2]
@@ -47,17 +47,17 @@ def environment(**more):
   return {
     **os.environ,
     "JAX_NUM_CPU_DEVICES": "1",
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+    "PYTHONPATH": os.pathsep.join(map(str, [ROOT, HERE, HERE.parent / "without_torch"])),
     **more,
   }
 
 
-def start(workdir, event, settings):
-  """Runs one process to its end."""
+def start(workdir, event, settings, **more):
+  """Runs one process to its end, with `more` environment variables."""
   return subprocess.run(
     command(workdir, event, settings),
     cwd=ROOT,
-    env=environment(),
+    env=environment(**more),
     capture_output=True,
     text=True,
     timeout=600,

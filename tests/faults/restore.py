@@ -1,4 +1,4 @@
-"""Runs one of several processes that restore a checkpoint together.
+"""Restores a checkpoint as one of several processes.
 
 `python restore.py CHECKPOINTS OUT DATA,FSDP,TENSOR`; process i writes its state to OUT_i.npz.
 """
@@ -10,7 +10,7 @@ import numpy as np
 
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.models.presets import PRESETS
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.cluster import join_processes
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import make_mesh
@@ -21,7 +21,7 @@ if __name__ == "__main__":
   prepare_jax()
   join_processes()
   _, folder, out, sizes = sys.argv
-  model = Qwen2(PRESETS["tiny"], make_mesh(*map(int, sizes.split(","))))
+  model = Transformer(PRESETS["tiny"], make_mesh(*map(int, sizes.split(","))))
   saved = Checkpoints(folder, keep=3).restore(model, make_optimizer(OptimizerConfig(), 10))
   leaves = {
     jax.tree_util.keystr(path): leaf

@@ -1,9 +1,9 @@
 """`gtpo train` with a fault at a marked point: `python run.py ACTION:POINT:COUNT train ...`.
 
-The action is `kill` (SIGKILL), `term` (SIGTERM), `term2` (SIGTERM twice), or a status of XLA such
-as RESOURCE_EXHAUSTED, which is raised as XLA raises it. It happens when the program reaches POINT
-for the COUNTth time. The points are functions of the program that are wrapped here; the program has
-no code for faults. `-` instead of an event does nothing.
+The action is `kill` (SIGKILL), `term` (SIGTERM), `term2` (SIGTERM twice), or an XLA status such as
+RESOURCE_EXHAUSTED, which is raised as XLA would raise it. It happens when the program reaches POINT
+for the COUNTth time. The points are functions of the program that are wrapped here; the program
+itself has no code for faults. The event `-` does nothing.
 """
 
 import os
@@ -14,7 +14,8 @@ import time
 import jax
 
 import gtpo_jax.checkpoint.manager
-import gtpo_jax.loop
+import gtpo_jax.config.trainer
+import gtpo_jax.loop.run
 import gtpo_jax.warm_start
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.cli import main
@@ -41,6 +42,9 @@ def arm(action, count):
     if left == 0:
       if action.isupper():
         raise jax.errors.JaxRuntimeError(f"{action}: injected\nthe second line of XLA's text")
+      if action == "shell":
+        os.system(f"PID={os.getpid()}; {os.environ['FAULT']}")
+        return
       if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
       os.kill(os.getpid(), signal.SIGTERM)
@@ -78,8 +82,8 @@ def after(owner, name, reached):
 
 def mark(point, reached):
   """Wraps the program so that it calls `reached` whenever it reaches a point."""
-  original_evaluation = gtpo_jax.loop.evaluate_run
-  make_update = gtpo_jax.loop.make_update
+  original_evaluation = gtpo_jax.loop.run.evaluate_run
+  make_update = gtpo_jax.config.trainer.make_update
   save = Checkpoints.save
 
   def evaluate_run(*args, **kwargs):
@@ -90,7 +94,7 @@ def mark(point, reached):
     finally:
       evaluating = False
 
-  gtpo_jax.loop.evaluate_run = evaluate_run
+  gtpo_jax.loop.run.evaluate_run = evaluate_run
   if point == "sampling":  # the completions exist but are not scored yet
     after(RolloutWorker, "generate", lambda: evaluating or reached())
   elif point == "chunk":  # between chunks of tokens
@@ -118,7 +122,9 @@ def mark(point, reached):
           reached()
         return result
 
-    gtpo_jax.loop.make_update = lambda *args, **kwargs: MarkedUpdate(make_update(*args, **kwargs))
+    gtpo_jax.config.trainer.make_update = lambda *args, **kwargs: MarkedUpdate(
+      make_update(*args, **kwargs)
+    )
   elif point == "saving":  # the files are being written
 
     def marked_save(*args, **kwargs):

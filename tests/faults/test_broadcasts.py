@@ -1,4 +1,4 @@
-"""Communication between processes, with two real ones."""
+"""Broadcasts between two real processes."""
 
 import sys
 

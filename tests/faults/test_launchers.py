@@ -32,7 +32,7 @@ TINY = [
   ),
 ]
 JOIN_TIMEOUT_S = 8
-PROMPT_END_S = 60  # after the join's time limit: starting Python and JAX on a busy machine
+PROMPT_END_S = 60  # allowed beyond the join's limit, to start Python and JAX on a busy machine
 
 
 def by_hand(count, port):
@@ -80,7 +80,7 @@ def open_mpi(count, port):
 
 
 def gke(count, port):
-  """The variables of two slices with one host each, which XPK and JobSet start."""
+  """The variables that XPK and JobSet set for slices with one host each."""
   return [
     {
       "JAX_FORCE_TPU_INIT": "1",
@@ -173,7 +173,7 @@ def run(arguments, hosts, **more):
 
 
 def one_line(printed):
-  """Returns the only line that the program printed; lines of JAX's runtime have a time stamp."""
+  """Returns gtpo's only line of output; JAX's runtime prints its own, with time stamps."""
   ours = [line for line in printed.splitlines() if line.startswith("gtpo: ")]
   assert len(ours) == 1 and "Traceback" not in printed, printed
   return ours[0]
@@ -212,6 +212,10 @@ def test_two_processes_evaluate_and_export_together(tmp_path):
   assert f"-> {out}" in results[0][1] and f"-> {out}" not in results[1][1], results
 
 
+NOT_ALL_JOINED = "not all processes joined within 8 s; "
+CANNOT_REACH = r"cannot reach the first process at localhost:\d+ within 8 s; "
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("hosts", "messages"),
@@ -219,20 +223,20 @@ def test_two_processes_evaluate_and_export_together(tmp_path):
     (
       slurm(3, free_port())[:2],  # the third never starts
       [
-        "gtpo: Slurm job 7, process 0 of 3: not all processes joined within 8 s; ",
-        "gtpo: Slurm job 7, process 1 of 3: not all processes joined within 8 s; ",
+        f"Slurm job 7, process 0 of 3: {NOT_ALL_JOINED}",
+        # The time limit of process 1 can end before process 0 listens, or after it has given up.
+        f"Slurm job 7, process 1 of 3: ({NOT_ALL_JOINED}|{CANNOT_REACH})",
       ],
     ),
-    (gke(2, free_port())[:1], ["gtpo: GKE, process 0 of 2: not all processes joined within 8 s; "]),
+    (gke(2, free_port())[:1], [f"GKE, process 0 of 2: {NOT_ALL_JOINED}"]),
     (
       [
         by_hand(2, free_port())[0],
         by_hand(2, free_port())[1],  # another port, where nobody listens
       ],
       [
-        "gtpo: JAX_COORDINATOR_ADDRESS, process 0 of 2: not all processes joined within 8 s; ",
-        "gtpo: JAX_COORDINATOR_ADDRESS, process 1 of 2: cannot reach the first process at "
-        "localhost:",
+        f"JAX_COORDINATOR_ADDRESS, process 0 of 2: {NOT_ALL_JOINED}",
+        f"JAX_COORDINATOR_ADDRESS, process 1 of 2: {CANNOT_REACH}",
       ],
     ),
   ],
@@ -244,14 +248,13 @@ def test_processes_that_do_not_meet_end_with_one_line(hosts, messages, tmp_path)
   for (code, printed, seconds), message in zip(results, messages, strict=True):
     assert code == 1, printed
     line = one_line(printed)
-    assert line.startswith(message), line
-    assert re.search("or raise GTPO_JOIN_TIMEOUT_S$", line), line
+    assert re.match(f"gtpo: {message}.* or raise GTPO_JOIN_TIMEOUT_S$", line), line
     assert seconds < JOIN_TIMEOUT_S + PROMPT_END_S
   assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
-def test_a_launcher_that_jax_does_not_know_is_named(tmp_path):
+def test_a_launcher_unknown_to_jax_is_named(tmp_path):
   """Open MPI 5 does not set the variable from which JAX reads the first process's address."""
   port = free_port()
   hosts = open_mpi(2, port)

@@ -1,4 +1,4 @@
-"""Checkpoints that other processes restore than wrote them, and damage that one process sees."""
+"""Checkpoints restored by other processes than their writers, and damage that only one sees."""
 
 import sys
 
@@ -10,7 +10,7 @@ from processes import HERE, start_together
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.models.params import init_params
 from gtpo_jax.models.presets import PRESETS
-from gtpo_jax.models.qwen2 import Qwen2
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 
@@ -20,7 +20,7 @@ OPTIMIZER = make_optimizer(OptimizerConfig(), 10)
 @pytest.fixture
 def saved(tmp_path):
   """Checkpoints of steps 1 and 2, saved on 2 x 2 x 2 devices, and their states."""
-  model = Qwen2(PRESETS["tiny"], make_mesh(2, 2, 2))
+  model = Transformer(PRESETS["tiny"], make_mesh(2, 2, 2))
   states = {}
   checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
   for step in (1, 2):
@@ -38,7 +38,7 @@ def saved(tmp_path):
 
 
 def restore(folder, mesh, devices, before="true"):
-  """Restores in two processes, the second after a shell command in its own mount namespace.
+  """Restores in two processes; the second first runs a command in its own mount namespace.
 
   Returns the state that each process restored, and their output.
   """
@@ -74,9 +74,7 @@ def test_saved_on_eight_devices_and_restored_on_two_processes(saved, mesh, devic
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flipped", "empty"])
-def test_damage_that_only_one_process_sees_makes_all_restore_the_previous_step(
-  saved, tmp_path, damage
-):
+def test_damage_seen_by_one_process_makes_all_restore_the_previous_step(saved, tmp_path, damage):
   """Simulates damage on one machine's disk. The first process, which checks files, finds none."""
   folder, states = saved
   file = max(

@@ -1,6 +1,6 @@
 """Batches without a training signal, and rewards that fail during sampling.
 
-The run continues, and the metrics count missing groups and verdicts.
+The run continues, and the metrics count groups without a signal and missing verdicts.
 """
 
 import collections
@@ -18,7 +18,7 @@ from gtpo_jax.data.records import Problem, user
 from gtpo_jax.loop import train
 from gtpo_jax.models.params import init_params
 from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.reporting.log_files import read_jsonl
 from gtpo_jax.rollout.scoring import PendingRewards, RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 

@@ -9,7 +9,7 @@ import shutil
 import pytest
 from processes import SETTINGS, STEPS, command, read_result, start, start_together, start_two
 
-from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.reporting.log_files import read_jsonl
 
 KILLS = [  # (event, victim), ordered so that each point can still be reached
   ("kill:evaluation:1", 0),
@@ -24,6 +24,14 @@ KILLS = [  # (event, victim), ordered so that each point can still be reached
   ("kill:written:1", 0),
   ("kill:sealed:1", 0),
   ("kill:committed:1", 0),
+]
+STOPS = [  # (event, victim, the step at which the run stops)
+  ("term:compile:1", 0, 0),
+  ("term:chunk:2", 1, 0),
+  ("term:update:3", 0, 3),
+  ("term:evaluation chunk:2", 1, 3),
+  ("term:saving:1", 0, 4),
+  ("term:sampling:1", 1, 4),
 ]
 
 
@@ -55,13 +63,17 @@ def test_one_of_two_processes_is_killed(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("event", "victim"), [("term:sampling:2", 0), ("term:chunk:9", 1)])
-def test_two_processes_stop_together(undisturbed, tmp_path, event, victim):
-  codes, printed = start_two(tmp_path / "run", event, victim, SETTINGS)
-  assert codes[victim] == 143 and codes[1 - victim] in (130, 143), (codes, printed)
-  assert "stopped at step" in printed[0]
-  codes, printed = start_two(tmp_path / "run", "-", 0, SETTINGS)
-  assert codes == [0, 0] and read_result(tmp_path / "run") == undisturbed[1], printed
+def test_two_processes_stop_together(undisturbed, tmp_path):
+  """One run is asked to stop in each phase in turn; the state of its last step is always saved."""
+  run = tmp_path / "run"
+  for event, victim, step in STOPS:
+    codes, printed = start_two(run, event, victim, SETTINGS)
+    assert codes[victim] == 143 and codes[1 - victim] in (130, 143), (event, codes, printed)
+    assert f"stopped at step {step} of {STEPS}; saved" in printed[0], (event, printed)
+    assert max(int(entry.name) for entry in (run / "checkpoints").iterdir()) == step
+    assert "Traceback" not in "".join(printed), (event, printed)
+  codes, printed = start_two(run, "-", 0, SETTINGS)
+  assert codes == [0, 0] and read_result(run) == undisturbed[1], printed
 
 
 @pytest.mark.slow
@@ -103,7 +115,7 @@ def test_one_of_two_processes_has_a_closed_output_pipe(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_moves_between_one_process_and_two(undisturbed, tmp_path):
-  """The restored state must have the digests of the saved state, or it would be set aside."""
+  """If the restored state did not have the saved digests, it would be reported as damaged."""
   shutil.copytree(undisturbed[0], tmp_path / "one")
   done = start(tmp_path / "one", "-", SETTINGS | {"steps": STEPS + 1})
   assert done.returncode == 0, done.stderr
@@ -115,3 +127,26 @@ def test_a_run_moves_between_one_process_and_two(undisturbed, tmp_path):
   assert "damaged" not in printed[0]
   rows = read_jsonl(tmp_path / "one" / "metrics.jsonl")
   assert [row["step"] for row in rows] == list(range(STEPS + 3))
+
+
+@pytest.mark.slow
+def test_two_processes_carry_tokens_over_together(tmp_path):
+  """Both go on with the same completions, after a kill too."""
+  settings = {
+    **SETTINGS,
+    "steps": 4,
+    "eval.every": 0,
+    "sampling.staleness": 1,
+    "sampling.slots": 6,
+    "sampling.chunk": 3,
+    "algorithm.tis_cap": 2.0,
+  }
+  codes, printed = start_two(tmp_path / "whole", "-", 0, settings)
+  assert codes == [0, 0], printed
+  expected = read_result(tmp_path / "whole")
+  assert max(row.get("groups/unfinished", 0) for row in expected[0]) > 0
+  codes, printed = start_two(tmp_path / "run", "kill:chunk:20", 1, settings)
+  assert codes[1] == -9, printed
+  codes, printed = start_two(tmp_path / "run", "-", 0, settings)
+  assert codes == [0, 0], printed
+  assert read_result(tmp_path / "run") == expected

@@ -1,0 +1,40 @@
+"""The command line in processes of its own, and the settings of a short run."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SMALL = [
+  "--config.data.terms=2",
+  "--config.batch.prompts=8",
+  "--config.batch.group=4",
+  "--config.warm_start.steps=10",
+  "--config.warm_start.batch=8",
+  "--config.eval.problems=8",
+  "--config.eval.samples=2",
+  "--config.eval.batch=8",
+]
+# Without contrast, because there is hardly a correct completion to learn from.
+TRAIN = ["train", "--config=configs/tiny.py", *SMALL, "--config.algorithm.contrast=False"]
+
+
+def command_line(*args):
+  """Returns the command that runs `gtpo` with this Python."""
+  return [sys.executable, "-m", "gtpo_jax", *map(str, args)]
+
+
+def environment():
+  """Returns the environment of a process with one device; torch is hidden to save its import."""
+  paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "without_torch")])
+  return {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": paths}
+
+
+def gtpo(*args):
+  """Runs the command in a new process, as a user does."""
+  done = subprocess.run(
+    command_line(*args), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+  )
+  assert "Traceback" not in done.stderr, done.stderr
+  return done

@@ -1,0 +1,66 @@
+"""A run of six steps in this process, for tests that change its files."""
+
+import json
+
+import gtpo_jax
+from gtpo_jax.config import freeze
+from gtpo_jax.reporting.credit import credit_files, read_credit
+from gtpo_jax.reporting.display import Display
+from gtpo_jax.reporting.log_files import read_jsonl
+
+STEPS = 6
+ROWS = [{"prompt": f"{a}+{b}:", "answer": str(a + b)} for a in range(2, 8) for b in range(2, 8)]
+CONFIG = {
+  "steps": STEPS,
+  "model": {"preset": "tiny"},
+  "data": {"max_prompt_tokens": 20},
+  "batch": {"prompts": 4, "group": 4},
+  "sampling": {"max_tokens": 8},
+  "eval": {"problems": 4, "samples": 2, "batch": 4, "every": 2},
+  "checkpoint": {"every": 2, "keep": 3},
+  "log": {"samples": 2, "credit_every": 2},
+  "mesh": {"data": 4, "fsdp": 1, "tensor": 2},
+  "optimizer": {"learning_rate": 1e-3},
+}
+TIMING = ("time/", "tokens/s", "compiles")
+
+
+class Listener(Display):
+  """Keeps the messages of a run."""
+
+  def __init__(self):
+    super().__init__(enabled=False)
+    self.said = []
+
+  def say(self, text):
+    self.said.append(text)
+
+
+def even(prompts, completions, answers, extras):
+  """A verifier that a random model passes about half of the time."""
+  return [len(text) % 2 == 0 for text in completions]
+
+
+def train(workdir, **changes):
+  """Trains to the end and returns the result and the messages."""
+  display = Listener()
+  result = gtpo_jax.train(
+    freeze({**CONFIG, **changes}), workdir, display, lambda: False, reward=even, data=ROWS
+  )
+  return result, display.said
+
+
+def logs(workdir, step=STEPS):
+  """Returns the logs without timing metrics, and the digests of a checkpoint, the last one."""
+  metrics = [
+    {key: value for key, value in row.items() if not key.startswith(TIMING)}
+    for row in read_jsonl(workdir / "metrics.jsonl")
+  ]
+  record = (workdir / "checkpoints" / str(step) / "seal").read_bytes().partition(b"\n")[2]
+  return {
+    "metrics": metrics,
+    "samples": read_jsonl(workdir / "samples.jsonl"),
+    "evaluations": read_jsonl(workdir / "evaluations.jsonl"),
+    "credit": [read_credit(file).step for file in credit_files(workdir).values()],
+    "leaves": json.loads(record)["leaves"],
+  }

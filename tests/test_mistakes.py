@@ -1,0 +1,180 @@
+"""Mistakes of a new user: each ends with one line that says what to do, and writes nothing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import gtpo_jax
+from gtpo_jax import cli
+from gtpo_jax.cli import commands
+from gtpo_jax.reporting.display import Display
+from gtpo_jax.runtime.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+ROWS = [{"prompt": f"{i}+{i}:", "answer": str(2 * i), "kind": "last_number"} for i in range(1, 6)]
+FILES = {
+  "train.jsonl": ROWS,
+  "test.jsonl": ROWS[:2],
+  "questions.jsonl": [{"instruction": "1+1:", "output": "2"}],
+  "poems.jsonl": [{**ROWS[0], "kind": "poem"}],
+  "long.jsonl": [{"prompt": "1+" * 40, "answer": "40", "kind": "last_number"}],
+  "demos.jsonl": [{"prompt": "1+1:", "completion": "1+1=2"}],
+  "answers.jsonl": [{"prompt": "1+1:", "response": "1+1=2"}],
+  "essays.jsonl": [{"prompt": "1+1:", "completion": "well, " * 60}],
+}
+REWARDS = """import json
+
+numbers = 3
+
+
+def graded(prompts, completions, answers, extras):
+  return [0.0] * len(completions)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+  """What a user has after an hour: problems, demonstrations, rewards, a run and an export."""
+  for name, rows in FILES.items():
+    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+  (tmp_path / "train.json").write_text(json.dumps(ROWS))
+  (tmp_path / "my_mistaken_rewards.py").write_text(REWARDS)
+  (tmp_path / "mine.py").write_text("config = {}\n")
+  (tmp_path / "run" / "base" / "0").mkdir(parents=True)
+  (tmp_path / "run" / "config.json").write_text('{"seed": 5}')
+  shutil.copytree(ROOT / "gtpo_jax" / "data" / "tokenizer", tmp_path / "hf")
+  (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen2"}')
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(commands, "prepare_jax", lambda: None)  # JAX is already running here
+  return tmp_path
+
+
+def train(*overrides, config="tiny", workdir="new"):
+  fields = [f"--config.{override}" for override in overrides]
+  return ["train", f"--config={config}", f"--workdir={workdir}", *fields]
+
+
+def own(*overrides, file="train.jsonl"):
+  """A run on a file of the user's own."""
+  data = (f"data.train={file}", "data.eval=test.jsonl", "warm_start.steps=0")
+  return train(*data, *overrides)
+
+
+def imitate(file, *overrides):
+  return own("warm_start.steps=5", f"warm_start.data={file}", *overrides)
+
+
+# The arguments after `gtpo`, and what the line says to do.
+MISTAKES = {
+  "a misspelt command": (["trian"], "did you mean 'train'?"),
+  "a misspelt option": (["train", "--confg=tiny"], "did you mean '--config'?"),
+  "no workdir": (["train", "--config=tiny"], "required: --workdir"),
+  "a misspelt config": (train(config="tinny"), "did you mean 'tiny'?"),
+  "a config of the clone, elsewhere": (train(config="configs/tiny.py"), "--config=tiny names"),
+  "a config that does not exist": (train(config="nothing.py"), "`gtpo configs` lists those"),
+  "a config without get_config": (train(config="mine.py"), "get_config"),
+  "a misspelt config to print": (["configs", "tinny"], "did you mean 'tiny'?"),
+  "a field without its section": (train("learning_rate=1"), "'optimizer.learning_rate'"),
+  "a misspelt field": (train("batch.grup=4"), "did you mean 'batch.group'?"),
+  "a field without equals": (
+    ["train", "--config=tiny", "--workdir=new", "--config.steps", "5"],
+    "--config.steps=VALUE",
+  ),
+  "text as a number": (train("steps=many"), "steps"),
+  "a misspelt algorithm": (train("algorithm.name=GTPO"), "did you mean 'gtpo'?"),
+  "a group of one": (train("batch.group=1"), "batch.group must be at least 2, got 1"),
+  "greedy sampling": (train("sampling.temperature=0"), "must be above 0 while learning"),
+  "a batch that does not divide": (train("batch.micro_batches=3"), "is not a multiple of"),
+  "a large model without weights": (train(config="qwen2_5_7b_gtpo"), "set model.path to"),
+  "a model that is not here": (own("model.path=hf/none"), "no folder at 'hf/none'"),
+  "a run as a model": (own("model.path=run"), "gtpo export"),
+  "an incomplete model": (own("model.path=hf"), "config.json"),
+  "one traced step": (train("profile.steps=5"), "two steps, such as 3:5"),
+  "no data for evaluation": (train("data.train=train.jsonl"), "data.eval must name the problems"),
+  "a json file": (own(file="train.json"), "or a source: a .jsonl"),
+  "a file that is not here": (own(file="tain.jsonl"), "no file or folder at 'tain.jsonl'"),
+  "other columns": (own(file="questions.jsonl"), "set data.fields to the columns of prompt and"),
+  "fields without an answer": (
+    own("data.fields=prompt=instruction", file="questions.jsonl"),
+    "prompt=question,answer=answer",
+  ),
+  "an unknown kind": (own(file="poems.jsonl"), "valid are last_number, countdown, forks, exact"),
+  "prompts that are too long": (own(file="long.jsonl"), "data.max_prompt_tokens = 24"),
+  "a template without a prompt": (own("data.template=Think."), "must contain {prompt}"),
+  "own data without demonstrations": (own("warm_start.steps=5"), "set warm_start.data to a file"),
+  "demonstrations without steps": (own("warm_start.data=demos.jsonl"), "warm_start.steps is 0"),
+  "demonstrations in other columns": (imitate("answers.jsonl"), "no column 'completion'"),
+  "demonstrations that are too long": (imitate("essays.jsonl"), "sampling.max_tokens = 36"),
+  "demonstrations that are not here": (imitate("demo.jsonl"), "no file or folder at 'demo.jsonl'"),
+  "a reward with a dot": (own("reward.verifier=my_mistaken_rewards.graded"), "module:function"),
+  "a reward that is not here": (own("reward.verifier=my_rewads:f"), "cannot be imported"),
+  "a reward that is no function": (
+    own("reward.verifier=my_mistaken_rewards:numbers"),
+    "is of type int and cannot be called",
+  ),
+  "a misspelt part": (own("reward.parts=correct,boxd*0.1"), "is none of correct, verifier, boxed"),
+  "a graded reward without correct": (
+    own("reward.parts=my_mistaken_rewards:graded"),
+    "use reward.parts=correct,my_mistaken_rewards:graded",
+  ),
+  "a weight of correct": (
+    own("reward.parts=correct*2,my_mistaken_rewards:graded"),
+    "reward.parts=correct*1,my_mistaken_rewards:graded*0.5",
+  ),
+  "the workdir of another run": (train(workdir="run"), "name another workdir"),
+  "a file as workdir": (train(workdir="mine.py"), "name a folder"),
+  "an export of a run without a checkpoint": (
+    ["export", "--workdir=run", "--out=out"],
+    "no checkpoint",
+  ),
+  "an export of an export": (["export", "--workdir=hf", "--out=out"], "already a Hugging Face"),
+  "an evaluation of a folder without problems": (["eval", "--model=hf"], "give --config=FILE"),
+  "a report of an empty folder": (["report", "--workdir=none", "--out=r.html"], "gtpo train"),
+  "a slice without a shape": (["plan", "--config=tiny", "--topology=v5p"], "v5p:4x4x4"),
+  "GPUs without a number": (["plan", "--config=tiny", "--topology=h100"], "for example h100:8"),
+}
+
+
+def test_there_are_enough():
+  assert len(MISTAKES) >= 35
+
+
+def contents(folder):
+  """Returns the bytes of all files by path, and None for folders."""
+  return {
+    str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+    for path in sorted(folder.rglob("*"))
+    if "__pycache__" not in path.parts
+  }
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_ends_with_a_line_that_says_what_to_do(mistake, folder, capfd):
+  arguments, advice = MISTAKES[mistake]
+  before = contents(folder)
+  assert cli.main(arguments) == 2, capfd.readouterr()
+  out, error = capfd.readouterr()
+  lines = error.strip().splitlines()
+  assert len(lines) == 1, (out, error)
+  assert lines[0].startswith("gtpo: ")
+  assert advice in lines[0]
+  assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+  ("arguments", "advice"),
+  [
+    ({"config": "configs/tiny.py"}, "read a file with gtpo_jax.load_config(path)"),
+    ({"reward": lambda text: 1.0}, "must take (prompts, completions, answers, extras)"),
+    ({"data": "train.jsonl"}, "to read a file, name it in the config's data.train"),
+    ({"data": ROWS[:1]}, "pass more, or others as held_out"),
+    ({"demonstrations": [{"prompt": "1", "completion": "2"}]}, "set the steps to the number of"),
+  ],
+)
+def test_a_mistake_in_a_program_raises_a_line_that_says_what_to_do(arguments, advice):
+  display = Display(enabled=False)
+  with pytest.raises(UserError) as error:
+    gtpo_jax.train(**{"config": {}, "data": ROWS, "display": display, **arguments})
+  assert advice in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,101 @@
+"""Warm starts on demonstrations: what they imitate, and a base model that answers as they do."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import gtpo_jax
+from gtpo_jax.config import freeze
+from gtpo_jax.data.sources import load_records
+from gtpo_jax.reporting.display import Display
+from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.warm_start import demonstrations, make_teacher
+
+ROWS = [
+  {"prompt": f"{word}:", "completion": word[::-1]} for word in ("abc", "tree", "house", "cloud")
+]
+SHAPE = {
+  "steps": 1,
+  "data": {"max_prompt_tokens": 16},
+  "sampling": {"max_tokens": 12},
+  "batch": {"prompts": 8, "group": 2},
+  "eval": {"problems": 4, "samples": 2, "batch": 4, "every": 0},
+}
+
+
+def config_of(**warm_start):
+  return freeze({**SHAPE, "warm_start": {"steps": 2, "data": "records:mine", **warm_start}})
+
+
+def teacher_of(rows, config):
+  loaded = load_records(rows, "mine", config.demonstration_columns, config.data.bad_rows)
+  said = []
+  worker = RolloutWorker(config)
+  teacher = make_teacher(config, worker, said.append, {"records:mine": loaded})
+  return worker, teacher, said
+
+
+def test_the_arrays_are_the_demonstrations():
+  config = config_of(batch=8)
+  worker, teacher, said = teacher_of(ROWS, config)
+  assert said == ["records:mine: 4 demonstrations of 4 rows"]
+  assert teacher.name == "4 demonstrations of records:mine"
+  batch = jax.device_get(demonstrations(config, worker, teacher, np.random.default_rng(0), 3))
+  assert batch.tokens.shape == (3, 8, 12)
+  seen = set()
+  for prompt, length, tokens, mask in zip(
+    batch.prompts.tokens.reshape(-1, 16),
+    batch.prompts.lengths.reshape(-1),
+    batch.tokens.reshape(-1, 12),
+    batch.mask.reshape(-1, 12),
+    strict=True,
+  ):
+    completion = tokens[mask]
+    assert completion[-1] == worker.chat.tokenizer.eos_token_id
+    text = worker.chat.tokenizer.decode(prompt[len(prompt) - length :])
+    (answer,) = worker.chat.decode([completion])
+    seen.add((next(row["prompt"] for row in ROWS if row["prompt"] in text), answer))
+  assert seen == {(row["prompt"], row["completion"]) for row in ROWS}
+
+
+def test_other_columns():
+  rows = [{"question": row["prompt"], "solution": row["completion"]} for row in ROWS]
+  _, teacher, _ = teacher_of(rows, config_of(fields="prompt=question,completion=solution"))
+  _, expected, _ = teacher_of(ROWS, config_of())
+  draw = lambda teacher: teacher.draw(np.random.default_rng(3), 20)
+  assert draw(teacher) == draw(expected)
+
+
+def test_demonstrations_that_are_too_long_are_refused_or_left_out():
+  long = {"prompt": "long:", "completion": "x y " * 9}
+  with pytest.raises(UserError) as error:
+    teacher_of([ROWS[0], long], config_of())
+  assert "1 of 2 demonstrations are too long, the first is mine[1]" in str(error.value)
+  assert "(sampling.max_tokens = 12); raise these, or data.bad_rows" in str(error.value)
+  allowed = dataclasses.replace(config_of(), data=dataclasses.replace(config_of().data, bad_rows=1))
+  _, teacher, _ = teacher_of([ROWS[0], long], allowed)
+  assert teacher.name.startswith("1 demonstrations")
+  with pytest.raises(UserError, match="1 of 1 demonstrations are too long"):
+    teacher_of([long], allowed)
+
+
+@pytest.mark.slow
+def test_a_base_model_answers_as_the_demonstrations_do(tmp_path):
+  """From random weights; then the run learns on the same words, by command line and in Python."""
+  demos = tmp_path / "demos.jsonl"
+  demos.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+  problems = [{"prompt": r["prompt"], "answer": r["completion"], "kind": "exact"} for r in ROWS]
+  config = {**SHAPE, "warm_start": {"steps": 300}, "batch": {"prompts": 8, "group": 4}}
+  from_file = {**config, "warm_start": {"steps": 300, "data": str(demos)}}
+  for settings, given in ((from_file, {}), (config, {"demonstrations": ROWS})):
+    display = Display(enabled=False)
+    result = gtpo_jax.train(settings, display=display, data=problems, held_out=problems, **given)
+    accuracy = next(
+      v for k, v in result.history[0].items() if k.startswith("eval/") and "mean" in k
+    )
+    assert accuracy > 0.9
+    assert "warm-started base model" in result.summary
