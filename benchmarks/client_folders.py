@@ -1,8 +1,8 @@
-"""The exports of `benchmarks/clients.py`, and what a program that opens them must compute.
+"""The exports of `benchmarks/clients.py`, and the results that each client must compute from them.
 
 The weights are random and small. The tokenizers have the sizes, ids and settings of published ones,
-because some programs behave differently with a small vocabulary: 151,643 entries, which are mostly
-fillers that no text reaches, then the control tokens.
+because some programs behave differently with a small vocabulary. They have 151,643 entries, most of
+them fillers that no text contains, and then the control tokens.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from tokenizers import AddedToken, Tokenizer, processors
 
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.data.train_tokenizer import train
-from gtpo_jax.models import ModelConfig, Qwen2, init_params, load, save
-from gtpo_jax.models.config import Yarn
+from gtpo_jax.models import ModelConfig, Transformer, init_params, load, save
 from gtpo_jax.models.params import Params
+from gtpo_jax.models.rope_scaling import Llama3Scaling, Yarn
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.params import SamplingParams
 
 ROOT = Path(__file__).parents[1]
-ENTRIES = 151_643  # ids below this are no control tokens
+ENTRIES = 151_643  # ids below this are not control tokens
 TOKENS = 32  # the longest completion
 MARGIN = 2e-3  # the least difference between the two largest logits of a greedy step
 SIZES = {"width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 160}
 ORIGINAL = 256  # a shorter original context is too short for ONNX Runtime GenAI
-YARN = {"context": 1024, "yarn": Yarn(4.0, ORIGINAL)}
+YARN = {"context": 1024, "rope_scaling": Yarn(4.0, ORIGINAL)}
 TEXTS = (
   "12+7:",
   "What is the sum of these numbers? 46+4+8+9+7",
@@ -130,18 +130,76 @@ R1 = {
     "top_p": 0.95,
   },
 }
+QWEN3 = QWEN | {
+  "plain": [*QWEN_PLAIN, "<tool_response>", "</tool_response>", "<think>", "</think>"],
+  "config": QWEN["config"]
+  | {
+    "chat_template": (
+      "{%- for message in messages %}"
+      "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+      "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
+      "{%- if enable_thinking is defined and enable_thinking is false %}"
+      "{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
+    )
+  },
+}
+LLAMA_SPECIAL = [
+  f"<|{name}|>"
+  for name in ("end_of_text", "begin_of_text", "start_header_id", "end_header_id", "eom_id")
+] + ["<|eot_id|>"]
+LLAMA = {
+  "special": LLAMA_SPECIAL,
+  "plain": [],
+  "bos": "<|begin_of_text|>",
+  "config": {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<|begin_of_text|>",
+    "eos_token": "<|eot_id|>",
+    "model_input_names": ["input_ids", "attention_mask"],
+    "model_max_length": 131072,
+    "clean_up_tokenization_spaces": False,
+    "chat_template": (
+      "{{- bos_token }}{%- for message in messages %}"
+      "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' "
+      "+ message['content'] | trim + '<|eot_id|>' }}{%- endfor %}"
+      "{%- if add_generation_prompt %}"
+      "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
+    ),
+  },
+  "model": {"bos_token_id": 151644, "eos_token_id": [151643, 151647, 151648]},
+  "generation": {
+    "bos_token_id": 151644,
+    "eos_token_id": [151643, 151647, 151648],
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_p": 0.9,
+  },
+}
+NO_BIASES = {"biases": ()}
 CASES = {
   "tied": (QWEN, {}),
   "untied": (QWEN, {"tied": False}),
   "yarn": (QWEN, YARN),
   "r1": (R1, {"tied": False}),
-  "yarn fields": (QWEN, {"context": 1024, "yarn": Yarn(4.0, ORIGINAL, 16.0, 0.5, 1.25)}),
+  "yarn fields": (QWEN, {"context": 1024, "rope_scaling": Yarn(4.0, ORIGINAL, 16.0, 0.5, 1.25)}),
   "head_dim": (QWEN, {"head_dim": 32}),
+  "qwen3": (QWEN3, {"model_type": "qwen3", "qk_norm": True, "head_dim": 32, **NO_BIASES}),
+  "llama": (
+    LLAMA,
+    {
+      "model_type": "llama",
+      "context": 2048,
+      "rope_theta": 500.0,  # so that the scaling matters for the short prompts
+      "rope_scaling": Llama3Scaling(8.0, ORIGINAL, 1.0, 4.0),
+      **NO_BIASES,
+    },
+  ),
+  "mistral": (LLAMA, {"model_type": "mistral", "tied": False, "norm_eps": 1e-5, **NO_BIASES}),
 }
 
 
 def make(folder: Path) -> dict[str, dict[str, Any]]:
-  """Writes all exports below `folder`, and returns what a client needs of each case."""
+  """Writes all exports below `folder`, and returns what a client needs for each case."""
   cases = {}
   for seed, (name, (style, changes)) in enumerate(CASES.items()):
     cases[name] = _case(folder / name.replace(" ", "_"), style, changes, seed)
@@ -155,12 +213,17 @@ def _case(home: Path, style: dict[str, Any], changes: dict[str, Any], seed: int)
 
 
 def expected(
-  home: Path, out: Path, chat: Chat, model: Qwen2, params: Params, texts: Sequence[str] = TEXTS
+  home: Path,
+  out: Path,
+  chat: Chat,
+  model: Transformer,
+  params: Params,
+  texts: Sequence[str] = TEXTS,
 ) -> dict[str, Any]:
-  """Returns prompts, greedy completions and the file of the logits of an export.
+  """Returns an export's prompts and greedy completions, and the file with its logits.
 
-  The logits f32[prompt, 2, vocab] follow the prompt and the context, which is the prompt with the
-  completion, without the stop token.
+  The logits f32[prompt, 2, vocab] are those after the prompt and those after the context, which is
+  the prompt and the completion without its stop token.
   """
   prompts = [chat.encode_prompt([{"role": "user", "content": text}]) for text in texts]
   completions = _greedy(model, params, prompts, chat.stop)
@@ -186,16 +249,17 @@ def expected(
 
 def _source(
   folder: Path, style: dict[str, Any], changes: dict[str, Any], seed: int
-) -> tuple[Chat, Qwen2, Params, list[str]]:
-  """Writes a folder like the published ones, and texts; the first completion ends early.
+) -> tuple[Chat, Transformer, Params, list[str]]:
+  """Writes a folder like the published ones, and returns its model and texts to complete.
 
-  With YaRN, the texts are longer than the original context.
+  The weights are chosen so that the completion of the first text ends early. With a RoPE scaling,
+  the texts are longer than the original context.
   """
   config = ModelConfig(**{"vocab_size": 151_936, **SIZES, **changes})
-  model = Qwen2(config, single_device_mesh())
+  model = Transformer(config, single_device_mesh())
   _write_tokenizer(folder, style)
   chat = load_chat(folder)
-  longest = ORIGINAL if config.yarn else 0
+  longest = ORIGINAL if config.rope_scaling else 0
   texts = [" ".join([text] * (longest // len(chat.encode_text(text)) + 1)) for text in TEXTS]
   prompt = chat.encode_prompt([{"role": "user", "content": texts[0]}])
   while True:
@@ -241,7 +305,7 @@ def _write_tokenizer(folder: Path, style: dict[str, Any]) -> None:
   (folder / "tokenizer_config.json").write_text(json.dumps(style["config"]))
 
 
-def _random_params(model: Qwen2, seed: int) -> Params:
+def _random_params(model: Transformer, seed: int) -> Params:
   """Returns parameters in which biases and norms are random too."""
   leaves, structure = jax.tree.flatten(init_params(model, jax.random.key(seed)))
   rng = np.random.default_rng(seed)
@@ -257,7 +321,7 @@ def _exchange(params: Params, a: int, b: int) -> Params:
 
 
 def _greedy(
-  model: Qwen2, params: Params, prompts: list[list[int]], stop: tuple[int, ...]
+  model: Transformer, params: Params, prompts: list[list[int]], stop: tuple[int, ...]
 ) -> list[list[int]]:
   """Returns the greedy completions, each up to its first stop token, which it includes."""
   engine = Engine(model, stop, 0, max(map(len, prompts)), TOKENS)
@@ -272,7 +336,7 @@ def _greedy(
   return [row[valid].tolist() for row, valid in zip(tokens, mask, strict=True)]
 
 
-def _logits(model: Qwen2, params: Params, tokens: list[int]) -> np.ndarray:
+def _logits(model: Transformer, params: Params, tokens: list[int]) -> np.ndarray:
   """Returns f32[t, v]."""
   return np.asarray(model.apply({"params": params}, np.array([tokens], np.int32)))[0]
 
@@ -312,7 +376,7 @@ def _tiny_and_adapter(folder: Path) -> dict[str, dict[str, Any]]:
   for name, merged in (("tiny", "out"), ("adapter", "merged")):
     home = folder / name
     model, params = load(home / merged, "float32")
-    model = Qwen2(dataclasses.replace(model.config, matmul_precision="highest"), model.mesh)
+    model = Transformer(dataclasses.replace(model.config, matmul_precision="highest"), model.mesh)
     cases[name] = expected(home, home / "out", load_chat(home / merged), model, params)
   cases["adapter"]["base"] = str(folder / "tiny" / "out")
   return cases

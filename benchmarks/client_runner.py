@@ -28,6 +28,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 import numpy as np
 
 TOKENS = 32
+# What a client of Transformers saves, with the beginning of the name of the model's class.
+SAVED = {"saved qwen2": "Qwen2", "saved qwen3": "Qwen3", "saved llama": "Llama"}
 Case = dict[str, Any]
 Result = dict[str, Any]
 
@@ -45,7 +47,7 @@ class Seen(logging.Handler):
 
 @contextlib.contextmanager
 def collect_warnings() -> Iterator[list[str]]:
-  """Yields a list that has all warnings when the context exits."""
+  """Yields a list that contains all warnings once the context has exited."""
   seen = Seen()
   loggers = [logging.getLogger(name) for name in ("", "transformers", "peft", "optimum")]
   for logger in loggers:
@@ -119,25 +121,26 @@ def run_transformers(case: Case, _: Path) -> Result:
   return torch_results(model.eval(), case) | {"template": template, "keys": keys}
 
 
-def save_model(scratch: Path) -> Result:
+def save_model(family: str, scratch: Path) -> Result:
   """Saves a model with the client; `gtpo_jax` must compute the same logits from the folder."""
   import torch
-  from transformers import Qwen2Config, Qwen2ForCausalLM
+  import transformers
 
   torch.manual_seed(0)
   sizes = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 512, "num_hidden_layers": 2}
   heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-  model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).eval()
+  config = getattr(transformers, f"{family}Config")(**sizes, **heads)
+  model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
   tokens = torch.randint(0, 512, (2, 40))
   with torch.no_grad():
     for weights in model.parameters():
       weights.add_(0.1 * torch.randn(weights.shape))
-    np.save(scratch / "saved.npy", model(tokens).logits.numpy())
-  model.save_pretrained(scratch / "saved")
+    np.save(scratch / f"{family}.npy", model(tokens).logits.numpy())
+  model.save_pretrained(scratch / family)
   return {
-    "folder": str(scratch / "saved"),
+    "folder": str(scratch / family),
     "tokens": tokens.tolist(),
-    "logits": str(scratch / "saved.npy"),
+    "logits": str(scratch / f"{family}.npy"),
   }
 
 
@@ -293,7 +296,7 @@ def run_llama_cpp(case: Case, scratch: Path) -> Result:
       reply = post(server, "/completion", next_tokens)
       step, *_ = reply["completion_probabilities"]
       if step["id"] != reply["tokens"][0]:
-        continue  # the server leaves out the log-probs of a token that is a part of a character
+        continue  # the server leaves out the log-probs of a token that is only part of a character
       log_probs = row - row.max() - np.log(np.exp(row - row.max()).sum())
       differences += [abs(top["logprob"] - log_probs[top["id"]]) for top in step["top_logprobs"]]
     messages = {"messages": [{"role": "user", "content": text}]}
@@ -310,7 +313,7 @@ def run_llama_cpp(case: Case, scratch: Path) -> Result:
 
 
 def gguf_command(folder: str, out: Path) -> list[str]:
-  """Returns the command in the model card: the converter, which takes the tokenizer for Qwen2's."""
+  """Returns the model card's command: the converter, told that the tokenizer is Qwen2's."""
   code = (
     "import conversion, convert_hf_to_gguf as convert\n"
     "conversion.TextModel.get_vocab_base_pre = lambda *_: 'qwen2'\n"
@@ -357,8 +360,9 @@ def main(client: str, job: Path, result: Path) -> None:
     results[name] = {"warnings": sorted(set(messages))} | found
     result.write_text(json.dumps(results))
   if client == "transformers":
-    results["saved"] = save_model(result.parent)
-    result.write_text(json.dumps(results))
+    for name, family in SAVED.items():
+      results[name] = save_model(family, result.parent)
+      result.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,16 @@
 
     python benchmarks/clients.py --folder=/tmp/clients [--clients=peft,mlx] [--json=clients.json]
 
-It exports the tiny model, adapters on it, and models like Qwen2.5 and DeepSeek-R1-Distill-Qwen.
+It exports the tiny model, adapters on it, and models like Qwen2.5, DeepSeek-R1-Distill-Qwen, Qwen3,
+Llama 3 and Mistral.
 Every client must load them without a warning or an unmatched key, and give the same 32 greedy
 tokens, up to the same end token, and the same ids of the chat template. Clients of Transformers
 also save a model, which `gtpo_jax` must load. The result is a table in Markdown. The exit status
 is 1 if something differs, or if a client opens a case that it is known not to support.
 
 The environments take about 1 GB each; each one is deleted after its client, unless --keep is given.
-Only the CPU is used: where pip would install torch for CUDA, set PIP_EXTRA_INDEX_URL to an index
-that has its CPU build.
+Only the CPU is used. If pip would install torch for CUDA, set PIP_EXTRA_INDEX_URL to an index that
+has its CPU build.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 from client_folders import CASES, make
+from client_runner import SAVED
 
 from gtpo_jax.models import load
 
@@ -44,11 +46,11 @@ class Client(NamedTuple):
 
   Attributes:
     kind: its function in client_runner.py.
-    packages: what pip installs; the first is the one that the table names.
+    packages: what pip installs; the table lists them.
     fails: the cases that it is known not to support.
     cases: the cases that it opens.
     without: packages that are removed after the installation.
-    own_warnings: beginnings of warnings about the client's own calls, for any folder.
+    own_warnings: beginnings of warnings about its own calls, which it gives for any folder.
   """
 
   kind: str
@@ -67,7 +69,9 @@ CLIENTS = {
   "peft": Client("peft", ("peft==0.21.2", "transformers==5.23.0", TORCH), (), ("adapter",)),
   "mlx": Client("mlx", ("mlx-lm==0.32.2", "mlx[cpu]==0.32.4", "transformers==5.23.0"), FIELDS),
   "ctranslate2": Client(
-    "ctranslate2", ("ctranslate2==4.8.5", "transformers==5.23.0", TORCH), ("yarn", *FIELDS)
+    "ctranslate2",
+    ("ctranslate2==4.8.5", "transformers==5.23.0", TORCH),
+    ("yarn", *FIELDS, "llama", "mistral"),
   ),
   # PyPI's torchvision fails beside a torch for the CPU; only models of images need it.
   "openvino": Client(
@@ -140,7 +144,7 @@ def llama_cpp_source(python: Path, home: Path, log: Path) -> Path:
 
 
 def try_client(name: str, cases: dict[str, Any], folder: Path) -> dict[str, Result]:
-  """Installs a client and returns what it computed of each case."""
+  """Installs a client and returns what it computed for each case."""
   client = CLIENTS[name]
   home = folder / "environments" / name
   home.mkdir(parents=True, exist_ok=True)
@@ -159,12 +163,12 @@ def try_client(name: str, cases: dict[str, Any], folder: Path) -> dict[str, Resu
   run([str(python), runner, client.kind, str(job), str(result)], log, **extra)
   results = json.loads(result.read_text()) if result.exists() else {}
   missing = {"failure": f"no result; see {log}"}
-  expected = (*client.cases, "saved") if client.kind == "transformers" else client.cases
+  expected = (*client.cases, *SAVED) if client.kind == "transformers" else client.cases
   return {case: results.get(case, missing) for case in expected}
 
 
 def faults(client: Client, result: Result, case: dict[str, Any]) -> list[str]:
-  """Returns what a client did differently, in words; nothing if all is well."""
+  """Returns a description of each difference from the expected results."""
   if "failure" in result:
     return [result["failure"]]
   found = []
@@ -198,8 +202,8 @@ def faults_of_saved(result: Result) -> list[str]:
 
 
 def table(results: dict[str, dict[str, Result]]) -> list[str]:
-  """Returns the rows: client, version, then the largest difference of logits or the fault."""
-  names = ["tiny", "adapter", *CASES, "saved"]
+  """Returns the rows: a client's packages, then the largest logit error or the faults per case."""
+  names = ["tiny", "adapter", *CASES, *SAVED]
   lines = [f"| client | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
   for client, found in results.items():
     cells = []
@@ -233,8 +237,9 @@ def main() -> None:
   for name in args.clients.split(","):
     results[name] = try_client(name, cases, folder)
     for case, result in results[name].items():
-      saved = case == "saved"
-      found = faults_of_saved(result) if saved else faults(CLIENTS[name], result, cases[case])
+      found = (
+        faults_of_saved(result) if case in SAVED else faults(CLIENTS[name], result, cases[case])
+      )
       result["faults"] = found
       print(f"{name}: {case}: {'; '.join(found) or format(result['error'], '.1e')}", flush=True)
       if bool(found) != (case in CLIENTS[name].fails):

@@ -72,7 +72,10 @@ def table(out: Path, algorithms: list[str], seeds: list[str]) -> list[str]:
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
   """Returns the options, and the `--config.a.b=VALUE` arguments."""
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(
+    description=__doc__.splitlines()[0],
+    epilog="--config.FIELD=VALUE sets a field of the config in every run.",
+  )
   parser.add_argument("--out", type=Path, required=True)
   parser.add_argument("--config", default="configs/compare.py")
   parser.add_argument("--algorithms", default="gtpo,grpo_s,dapo,dapo_forking,grpo")

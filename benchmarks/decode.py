@@ -28,7 +28,7 @@ prepare_jax()  # before JAX is imported
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.models import PRESETS, ModelConfig, Qwen2, init_params
+from gtpo_jax.models import PRESETS, ModelConfig, Transformer, init_params
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
@@ -78,7 +78,7 @@ def lower_bounds(c: ModelConfig, batch: int) -> tuple[float, float]:
 
 def decode_step_seconds(c: ModelConfig, batch: int, prompt_len: int, tokens: int) -> float:
   """Returns the engine's seconds per decode step, without prefill and the first token."""
-  model = Qwen2(c, make_mesh())
+  model = Transformer(c, make_mesh())
   engine = Engine(
     model,
     stop=(),

@@ -1,14 +1,18 @@
-"""Compiles the decode loop of a Qwen2.5 architecture for TPUs that are not attached.
+"""Compiles the decode loop of a Qwen2.5 architecture for TPUs or GPUs that are not attached.
 
     python benchmarks/decode_aot.py [--json FILE] [--preset qwen2.5-1.5b] [--topology v5e:4x4] \\
       [--tensor 1] [--slots 64] ...
 
-Reports the peak memory of a chip and the memory traffic of one decode step, which generates one
+Reports the peak memory of a device and the memory traffic of one decode step, which generates one
 token for every slot. No weights are created. The lower bound of a step (`floor`) is to read every
-weight, and every key and value of the completions at full length, once from the chip's memory.
-It is compared with the traffic of the compiled loop: the bytes of the operands and results of its
-instructions, except arrays in on-chip memory. An instruction that gathers rows of a table counts
-twice the size of its result, not the size of the table.
+weight, and every key and value of the completions at full length and of one prompt per group, once
+from the device's memory. It is compared with the traffic of the compiled loop: the bytes of the
+operands and results of its instructions, except arrays in on-chip memory. An instruction that
+gathers rows of a table counts twice the size of its result, not the size of the table. One that
+changes a slice of an array counts twice the slice: the loop's arrays are changed in place. The
+branches that only greedy sampling and temperatures other than 1 take are not counted. The kernel
+of paged attention counts the pages that it reads, not the pool. The steps of a TPU kernel's grid
+take `GRID_STEP` each besides.
 """
 
 from __future__ import annotations
@@ -27,16 +31,18 @@ prepare_jax()  # before JAX is imported
 
 import jax
 
-from gtpo_jax.models import PRESETS, Qwen2
+from gtpo_jax.models import PRESETS, Transformer
 from gtpo_jax.models.params import abstract_params
-from gtpo_jax.planning.programs import bytes_per_device, compile_with_peak
-from gtpo_jax.planning.topology import topology_devices
+from gtpo_jax.planning.compile import bytes_per_device, compile_with_peak
+from gtpo_jax.planning.topology import compile_deviceless, topology_devices
+from gtpo_jax.runtime.chips import cores_of
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
 
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 ARRAY = re.compile(r"\b(pred|[a-z]+?)(\d*)(?:e\w+)?\[([\d,]*)\](\{[^}]*\})?")
+GRID_STEP = 0.35e-6  # seconds that a step of a kernel's grid takes on a TPU, whatever it does
 MOVES_NOTHING = {
   "parameter",
   "get-tuple-element",
@@ -68,9 +74,15 @@ def loop_body(hlo: str) -> list[str]:
   return max(bodies, key=len)
 
 
-def bytes_per_step(hlo: str) -> int:
-  """Returns the bytes that one decode step reads from and writes to a chip's main memory."""
-  moved = 0
+def bytes_per_step(hlo: str, pools: set[int], pages_read: float) -> float:
+  """Returns the bytes that one decode step reads from and writes to a device's main memory.
+
+  Args:
+    hlo: the compiled decode program.
+    pools: the bytes of each layer's pool of pages (and of its scales), on one device.
+    pages_read: the bytes of the pages that one call of the kernel reads.
+  """
+  moved = 0.0
   types = {}
   traffic = lambda type_: sum(array_bytes(type_, in_main_memory=True))
   for line in loop_body(hlo):
@@ -79,14 +91,22 @@ def bytes_per_step(hlo: str) -> int:
       continue
     name, result, kind, rest = match.groups()
     types[name] = result
-    if kind in MOVES_NOTHING or kind.endswith("-done"):
+    if kind in MOVES_NOTHING or kind.endswith("-done") or "ConcatBitcast" in rest:
       continue
     arguments = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
     operands = [types[argument] for argument in arguments if argument in types]
     if kind.endswith("-start"):
       # An asynchronous copy between main and on-chip memory, of type (operand, result, ...). Only
-      # one end is in main memory.
-      moved += array_bytes(result)[1]
+      # one end is in main memory. A GPU's collective has one type, for operand and result.
+      arrays = array_bytes(result)
+      moved += arrays[1] if len(arrays) > 1 else 2 * arrays[0]
+    elif kind == "custom-call" and any(sum(array_bytes(x)) in pools for x in operands):
+      others = [x for x in operands if sum(array_bytes(x)) not in pools]
+      moved += pages_read + sum(traffic(type_) for type_ in [result, *others])
+    elif kind == "conditional":
+      moved += traffic(result)
+    elif kind == "dynamic-update-slice" or "dynamic_update_slice" in name:
+      moved += 2 * sum(traffic(type_) for type_ in operands if type_ != result)
     elif "gather" in name:
       moved += 2 * traffic(result)
     else:
@@ -111,6 +131,8 @@ def parse_args() -> argparse.Namespace:
   sizes = {"tensor": 1, "slots": 64, "group": 16, "prompt_len": 512, "tokens": 1024}
   for name, default in sizes.items():
     parser.add_argument(f"--{name}", type=int, default=default)
+  parser.add_argument("--kv_dtype", default="")
+  parser.add_argument("--weights_dtype", default="")
   parser.add_argument("--json")
   return parser.parse_args()
 
@@ -121,29 +143,48 @@ def main() -> None:
   shards = len(devices) // args.tensor
   slots = args.slots * shards
   c = dataclasses.replace(PRESETS[args.preset], compute_dtype="bfloat16")
-  model = Qwen2(c, make_mesh(1, shards, args.tensor, devices))
+  model = Transformer(c, make_mesh(1, shards, args.tensor, devices))
   engine = Engine(
     model,
     stop=(0, 1),
     pad=0,
     max_prompt_tokens=args.prompt_len,
     max_tokens=args.tokens,
-    engine_config=EngineConfig(slots=slots),
+    engine_config=EngineConfig(
+      slots=slots, kv_dtype=args.kv_dtype, weights_dtype=args.weights_dtype
+    ),
+    demand=Demand(slots, args.group),
   )
-  *_, (_, lowered, arguments) = engine.programs.lower(
-    abstract_params(model), slots // args.group, group=args.group, sampling_params=SamplingParams()
+  programs = engine.programs
+  stored = abstract_params(model)
+  layout = compile_deviceless(programs.lower_layout(stored), devices)
+  params = programs.abstract_decode_params(stored, layout)
+  lowered_programs = programs.lower(
+    params, slots // args.group, group=args.group, sampling_params=SamplingParams()
   )
+  _, lowered, arguments, _ = next(x for x in lowered_programs if x.name == "decode")
   started = time.perf_counter()
   peak, compiled = compile_with_peak(lowered, arguments)
   compile_s = time.perf_counter() - started
 
-  params, prompt_cache, slot_cache = arguments
-  kv_bytes = bytes_per_device((prompt_cache.kv, slot_cache.kv))
+  params, state = arguments
+  pools = {bytes_per_device(x) for x in jax.tree.leaves(state.kv)}
+  layer_pages = bytes_per_device(state.kv[0])
+  page_bytes = layer_pages / programs.pool.pages
+  position_bytes = c.layers * page_bytes / programs.pool.page
+  kv_bytes = args.slots * (args.tokens + args.prompt_len / args.group) * position_bytes
+  # A row of the kernel reads a prompt for at most so many slots.
+  rows = args.slots / min(args.group, programs.pool.slots_per_row)
+  pages = args.slots * programs.pool.completion_pages + rows * programs.pool.prompt_pages
   # An embedding that is not tied to the head does not count: only a few of its rows are read.
   unread = 0 if c.tied else bytes_per_device(params.outer["embedding"])
   floor = bytes_per_device(params) - unread + kv_bytes
   floor_s = floor / chip.memory_bandwidth
-  moved = None if compiled is None else bytes_per_step(compiled.as_text())
+  # On a GPU there are two kernels, which read the prompts and the completions.
+  kernels = 2 if programs.config.attention == "triton" else 1
+  pages_read = pages * page_bytes / kernels
+  moved = compiled and bytes_per_step(compiled.as_text(), pools, pages_read)
+  grid_steps = cores_of(devices[0]) * c.layers if programs.config.attention == "pallas" else 0
   result = {
     "peak_bytes": peak,
     "fits": peak <= chip.memory,
@@ -153,6 +194,7 @@ def main() -> None:
     "moved_bytes": moved,
     "times_the_floor": moved and moved / floor,
     "floor_ms": floor_s * 1e3,
+    "grid_overhead_ms": grid_steps * GRID_STEP * 1e3,
     "tokens_per_s_at_the_floor": slots / floor_s,
     "seconds_compile": compile_s,
     "jax": jax.__version__,

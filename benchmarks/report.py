@@ -2,7 +2,8 @@
 
     python benchmarks/report.py --completions=1000 --tokens=500
 
-The completions are in groups of 16 (their number is rounded up), with random words and entropies.
+The completions have random words and entropies. They are in groups of 16, and their number is
+rounded up to fill the last group.
 The report is opened with playwright (required) in headless Chromium or Chrome. Prints one JSON
 object.
 """
@@ -37,7 +38,7 @@ CLICK = """async (selector) => {
   await painted();
   return performance.now() - started;
 }"""
-# Mean milliseconds that the page's event handlers take when the pointer enters a token.
+# Mean milliseconds that the page takes to handle the event of the pointer entering a token.
 POINT = """() => {
   const tokens = [...document.querySelectorAll('.t')].slice(0, 100);
   const started = performance.now();
@@ -57,7 +58,7 @@ CLICKS = {
 
 
 def make_run(workdir: Path, groups: int, tokens: int) -> None:
-  """Writes a run with one step and its credit record: entropies of tokens, rewards and so on."""
+  """Writes the files of a run with a single step, including its credit record."""
   rng = np.random.default_rng(0)
   shape = (groups, GROUP)
   (workdir / "config.json").write_text(json.dumps(to_dict(Config())))

@@ -33,7 +33,7 @@ prepare_jax()  # before JAX is imported
 
 import jax
 
-from gtpo_jax.models import ModelConfig, Qwen2, init_params
+from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.params import EngineConfig, SamplingParams
@@ -43,7 +43,7 @@ def ours(
   args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]
 ) -> Callable[[int], None]:
   """Returns a function that samples all completions with our engine, given a seed."""
-  model = Qwen2(
+  model = Transformer(
     ModelConfig(
       args.vocab,
       args.width,

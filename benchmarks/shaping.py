@@ -3,10 +3,10 @@
     python benchmarks/shaping.py [--json FILE] [--rounds 8] [--algorithms gtpo,gtpo:cispo,grpo_s]
 
 NAME:OBJECTIVE is an algorithm with another objective. The difference is the cost of reward shaping,
-objective and diagnostics. The workload is that of step.py: 4
-prompts of 64 tokens x 8 completions of 128, Qwen2 with 4 layers of width 256, vocabulary 8192,
-float32. The updates run interleaved, so that noise from other work on the machine affects all of
-them. Prints medians over the rounds; compilation is not timed.
+objective and diagnostics. The workload is that of step.py: 4 prompts of 64 tokens x 8 completions
+of 128, Qwen2 with 4 layers of width 256, vocabulary 8192, float32. The updates run interleaved, so
+that noise from other work on the machine affects all of them. Prints medians over the rounds;
+compilation is not timed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import jax
 from gtpo_jax import algorithms
 from gtpo_jax.algorithms import algorithm as algorithm_module
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
-from gtpo_jax.models import ModelConfig, Qwen2, init_params
+from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.training import update as update_module
 from gtpo_jax.training.state import OptimizerConfig, TrainState, init_state, make_optimizer
@@ -51,7 +51,7 @@ class TimedUpdate:
   seconds: list[float] = dataclasses.field(default_factory=list)
 
 
-def make_batch(model: Qwen2) -> tuple[Rollouts, Rewards]:
+def make_batch(model: Transformer) -> tuple[Rollouts, Rewards]:
   """Returns random completions; each group has at least one correct and one incorrect."""
   rng = np.random.default_rng(0)
   correct = rng.random((N, G)) < 0.5
@@ -70,7 +70,7 @@ def make_batch(model: Qwen2) -> tuple[Rollouts, Rewards]:
   return shard_batch((rollouts, rewards), model.mesh)
 
 
-def compile_update(spec: str, model: Qwen2, batch: tuple[Rollouts, Rewards]) -> TimedUpdate:
+def compile_update(spec: str, model: Transformer, batch: tuple[Rollouts, Rewards]) -> TimedUpdate:
   """Returns the update of the algorithm NAME or NAME:OBJECTIVE, compiled by a first call."""
   optimizer = make_optimizer(OptimizerConfig(), 1000)
   state = init_state(init_params(model, jax.random.key(0)), optimizer, model)
@@ -81,7 +81,7 @@ def compile_update(spec: str, model: Qwen2, batch: tuple[Rollouts, Rewards]) -> 
   return TimedUpdate(update, state)
 
 
-def compile_plain(model: Qwen2, batch: tuple[Rollouts, Rewards]) -> TimedUpdate:
+def compile_plain(model: Transformer, batch: tuple[Rollouts, Rewards]) -> TimedUpdate:
   """Returns the compiled update of GRPO without diagnostics."""
   no_metrics = mock.Mock(return_value={})
   with (
@@ -101,7 +101,7 @@ def main() -> None:
   parser.add_argument("--json")
   args = parser.parse_args()
 
-  model = Qwen2(ARCHITECTURE, make_mesh())
+  model = Transformer(ARCHITECTURE, make_mesh())
   batch = make_batch(model)
   plain = compile_plain(model, batch)
   updates = {name: compile_update(name, model, batch) for name in args.algorithms.split(",")}

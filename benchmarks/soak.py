@@ -1,4 +1,4 @@
-"""Tests for leaks and exact resumption: runs a tiny job for long, then again with random kills.
+"""Tests for leaks and exact resumption: a tiny job runs undisturbed, then with random kills.
 
     python benchmarks/soak.py --minutes=60 --json=soak.json
 
@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gtpo_jax.reporting.journal import read_jsonl
+from gtpo_jax.reporting.log_files import read_jsonl
 
 TIMING_METRICS = ("time/", "tokens/s", "compiles")
 UNLIMITED_STEPS = 1_000_000

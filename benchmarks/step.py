@@ -26,7 +26,7 @@ jax.config.update("jax_compilation_cache_dir", None)  # so that the first step c
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Rewards
-from gtpo_jax.models import ModelConfig, Qwen2, init_params
+from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.sampling.engine import Engine
@@ -62,7 +62,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def run_steps(args: argparse.Namespace) -> tuple[list[tuple[float, float, float]], float]:
-  """Returns the seconds of each (step, sampling, update), and the last mismatch of the sampler."""
+  """Returns the seconds (step, sampling, update) of each step, and the last sampler mismatch."""
   shape = ModelConfig(
     args.vocab,
     args.width,
@@ -72,7 +72,7 @@ def run_steps(args: argparse.Namespace) -> tuple[list[tuple[float, float, float]
     head_dim=HEAD_DIM,
     mlp=4 * args.width,
   )
-  model = Qwen2(shape, make_mesh())
+  model = Transformer(shape, make_mesh())
   optimizer = make_optimizer(OptimizerConfig(), args.steps)
   update = make_update(model, algorithms.make(args.algorithm), optimizer)
   # Without stop tokens, every completion has the same length.

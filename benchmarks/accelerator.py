@@ -1,0 +1,178 @@
+"""Measures decoding, the update and a whole step on this machine's accelerators, against floors.
+
+    python benchmarks/accelerator.py [--presets qwen2.5-0.5b,qwen2.5-1.5b,qwen2.5-7b] \\
+      [--prompts 16] [--group 16] [--prompt_tokens 512] [--tokens 1024] [--json FILE]
+
+The weights are random, and nearly every completion has its maximum length. Floors are what the
+device's data sheet allows (`gtpo_jax/runtime/chips.py`; `--flops` and `--bandwidth` replace it):
+decoding reads all weights and all cached keys and values for every token, or computes the matrix
+products if that takes longer; an update computes its model FLOP. A model whose parameters, gradient
+and moments do not fit in float32 is trained in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gtpo_jax.runtime.startup import prepare_jax
+
+prepare_jax()  # before JAX is imported
+
+import jax
+
+from gtpo_jax.arrays import Rewards
+from gtpo_jax.config import Config, default_config, freeze
+from gtpo_jax.config.trainer import run_optimizer, run_update
+from gtpo_jax.models import PRESETS, init_params
+from gtpo_jax.models.params import matmul_params
+from gtpo_jax.planning.programs import build_engine, build_model
+from gtpo_jax.planning.roofline import sample_seconds, update_flops
+from gtpo_jax.runtime.chips import Chip, chip_of, memory_of
+from gtpo_jax.runtime.mesh import shard_batch
+from gtpo_jax.training.state import init_state
+
+STATE_BYTES = 16  # of a parameter in float32 with its gradient and two moments
+STATE_FRACTION = 0.7  # the part of the memory that these may take
+MAX_ROW_TOKENS = 65_536  # of a micro-batch on one device
+
+
+def make_config(preset: str, args: argparse.Namespace) -> Config:
+  """Returns the config of the measured run: GTPO, everything sharded over all devices."""
+  devices = jax.devices()
+  memory = memory_of(devices[0]) or 2**34
+  exact = matmul_params(PRESETS[preset]) * STATE_BYTES / len(devices) < STATE_FRACTION * memory
+  on_cpu = devices[0].platform == "cpu"
+  row = args.group * args.tokens + args.prompt_tokens
+  rows = args.prompts // len(devices)
+  divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+  parts = next((n for n in divisors if row * rows / n <= MAX_ROW_TOKENS), rows)
+  config = default_config()
+  values = {
+    "model.preset": preset,
+    "model.random_weights": True,
+    "model.compute_dtype": "float32" if on_cpu else "bfloat16",
+    "model.param_dtype": "float32" if exact else "bfloat16",
+    "mesh.data": 1,
+    "mesh.fsdp": -1,
+    "data.max_prompt_tokens": args.prompt_tokens,
+    "sampling.max_tokens": args.tokens,
+    "sampling.slots": args.prompts * args.group,
+    "batch.prompts": args.prompts,
+    "batch.group": args.group,
+    "batch.micro_batches": parts,
+    "warm_start.steps": 0,
+  }
+  with config.unlocked():
+    config.update_from_flattened_dict(values)
+  return freeze(config)
+
+
+def median_seconds(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
+  """Returns the seconds of the first call, which compiles, and the median of the others."""
+  seconds = []
+  for _ in range(repeats + 1):
+    began = time.perf_counter()
+    jax.block_until_ready(call())
+    seconds.append(time.perf_counter() - began)
+  return seconds[0], float(np.median(seconds[1:]))
+
+
+def measure(preset: str, args: argparse.Namespace, chip: Chip) -> dict[str, Any]:
+  """Returns times, rates, and shares of the floors for one model."""
+  config = make_config(preset, args)
+  model = build_model(config, jax.devices())
+  engine = build_engine(config, model)
+  optimizer = run_optimizer(config)
+  state = init_state(init_params(model, jax.random.key(0)), optimizer, model)
+  update = run_update(config, model, optimizer)
+  rng = np.random.default_rng(0)
+  vocab = model.config.vocab_size
+  prompts = rng.integers(1, vocab, (args.prompts, args.prompt_tokens)).tolist()
+  correct = rng.random((args.prompts, args.group)) < 0.5
+  rewards = Rewards(correct, correct.astype(np.float32), np.zeros(correct.shape, np.float32))
+  params = engine.layout(state.params)
+  rollouts = None
+
+  def sample() -> np.ndarray:
+    nonlocal rollouts
+    rollouts = engine.sample(
+      params, prompts, jax.random.key(0), group=args.group, sampling_params=config.sampling_params
+    )
+    return rollouts.tokens
+
+  def step() -> Any:
+    nonlocal state, params
+    state, metrics = update(state, *shard_batch((rollouts, rewards), model.mesh))
+    params = engine.layout(state.params)
+    return metrics
+
+  compile_sample_s, sample_s = median_seconds(sample, args.repeats)
+  compile_update_s, update_s = median_seconds(step, args.repeats)
+  _, step_s = median_seconds(lambda: (sample(), step()), args.repeats)
+  tokens = int(rollouts.mask.sum())
+  flops = update_flops(config, model.config)
+  floor_s = flops / model.mesh.size / chip.flops
+  sample_floor_s = sample_seconds(
+    config, model.config, chip, engine.model.mesh.shape, engine.programs.config.slots
+  )
+  return {
+    "preset": preset,
+    "param_dtype": config.model.param_dtype,
+    "micro_batches": config.batch.micro_batches,
+    "sample_s": sample_s,
+    "sample_tokens_per_s": tokens / sample_s,
+    "sample_share": sample_floor_s / sample_s,
+    "update_s": update_s,
+    "update_tflops_per_device": flops / model.mesh.size / update_s / 1e12,
+    "update_share": floor_s / update_s,
+    "step_s": step_s,
+    "step_share": (floor_s + sample_floor_s) / step_s,
+    "compile_s": compile_sample_s + compile_update_s,
+  }
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--presets", default="qwen2.5-0.5b,qwen2.5-1.5b,qwen2.5-7b")
+  sizes = {"prompts": 16, "group": 16, "prompt_tokens": 512, "tokens": 1024, "repeats": 5}
+  for name, default in sizes.items():
+    parser.add_argument(f"--{name}", type=int, default=default)
+  parser.add_argument("--flops", type=float, help="FLOP/s of a device, instead of its data sheet's")
+  parser.add_argument("--bandwidth", type=float, help="bytes/s of a device's memory")
+  parser.add_argument("--json")
+  args = parser.parse_args()
+  device = jax.devices()[0]
+  chip = chip_of(device) or Chip(memory_of(device) or 0)
+  chip = dataclasses.replace(
+    chip, flops=args.flops or chip.flops, memory_bandwidth=args.bandwidth or chip.memory_bandwidth
+  )
+  if not chip.flops or not chip.memory_bandwidth:
+    parser.error(f"the rates of {device.device_kind} are not known; give --flops and --bandwidth")
+  rows = []
+  for preset in args.presets.split(","):
+    rows.append(measure(preset, args, chip))
+    for name, value in rows[-1].items():
+      print(f"{name:<26} {value:.4g}" if isinstance(value, float) else f"{name:<26} {value}")
+  result = {
+    "device": device.device_kind,
+    "devices": jax.device_count(),
+    "jax": jax.__version__,
+    "flops": chip.flops,
+    "bandwidth": chip.memory_bandwidth,
+    **{name: getattr(args, name) for name in sizes},
+    "rows": rows,
+  }
+  if args.json:
+    Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,177 @@
+"""Measures on tasks that know the truth where algorithms put their credit, and what it does.
+
+    python benchmarks/credit.py --out=runs/credit [--stages=probe,train,tables] [--steps=12]
+
+Base models imitate the teachers of `configs/forks.py`: with no, two or four letters of filler
+before a decision on average, and with a teacher that is sure of its mistakes. A fifth one is that
+of `configs/tiny.py`, running sums. `probe` compares, at fixed parameters, the gradient of every arm
+with an estimate of the true gradient. `train` trains some arms with several seeds, with the same
+problems and sampling keys for all arms of a seed. `tables` prints the results as Markdown and draws
+OUT/credit.png. Every base model, probe and run is stored in OUT when it is done; the same command
+continues with those that are missing, and gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from gtpo_jax.runtime.startup import prepare_jax
+
+prepare_jax()  # before JAX is imported
+
+from credit_arms import ARMS, BASELINE
+from credit_probe import probe
+from credit_tables import draw, probe_tables, training_tables
+from credit_training import train_arm
+
+from gtpo_jax.config import Config, load
+from gtpo_jax.models.params import Params
+from gtpo_jax.reporting.display import Display
+from gtpo_jax.rollout.scoring import RewardManager
+from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.warm_start import base_model
+
+
+def forks(task: str, filler: int) -> tuple[str, list[str]]:
+  """Returns the config file and the overrides for a task with this much filler."""
+  overrides = {"data.train": task, "data.filler": filler, "sampling.max_tokens": 6 * filler + 14}
+  return "configs/forks.py", [f"--config.{key}={value}" for key, value in overrides.items()]
+
+
+# By name: the config file and the overrides of a base model.
+BASES = {
+  "filler0": forks("forks", 0),
+  "filler2": forks("forks", 2),
+  "filler4": forks("forks", 4),
+  "confident": forks("forks_confident", 2),
+  "sums": ("configs/tiny.py", []),
+}
+MAIN_ARMS = (
+  BASELINE,
+  "gtpo, alpha2 = 0.1",
+  "gtpo, alpha2 = 1",
+  "alpha2 = 1, entropies shuffled",
+  "oracle mask",
+)
+# By base model: the arms that are trained from it, unless --arms says otherwise.
+TRAINED = {
+  "filler2": (*MAIN_ARMS, "gtpo_v1, alpha = 1", "dapo_forking", "dapo"),
+  "confident": MAIN_ARMS,
+}
+STAGES = ("probe", "train", "tables")
+
+
+def parse_args() -> argparse.Namespace:
+  """Returns the options, and exits if one names something that does not exist."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--out", type=Path, required=True)
+  parser.add_argument("--bases", default=",".join(BASES))
+  parser.add_argument("--stages", default=",".join(STAGES))
+  parser.add_argument("--batches", type=int, default=12, help="batches of the probe, per base")
+  parser.add_argument("--reference", type=int, default=48, help="batches of the true gradient")
+  parser.add_argument("--train-bases", default=",".join(TRAINED), help="bases to train from")
+  parser.add_argument("--arms", default="", help="arms to train, separated by ;")
+  parser.add_argument("--seeds", default="0,1,2,3,4")
+  parser.add_argument("--steps", type=int, default=12, help="steps of a training run")
+  args = parser.parse_args()
+  for option, values, valid in (
+    ("bases", args.bases.split(","), BASES),
+    ("train-bases", args.train_bases.split(","), BASES),
+    ("stages", args.stages.split(","), STAGES),
+    ("arms", args.arms.split(";") if args.arms else (), ARMS),
+  ):
+    if unknown := set(values) - set(valid):
+      parser.error(f"--{option}: {sorted(unknown)[0]!r} is not one of {', '.join(valid)}")
+  return args
+
+
+def config_of(base: str) -> Config:
+  """Returns the config of a base model, and of everything that starts from it."""
+  file, overrides = BASES[base]
+  return load(file, [*overrides, "--config.log.tensorboard=False"])
+
+
+def open_base(out: Path, base: str, worker: RolloutWorker, config: Config) -> Params:
+  """Returns the parameters of a base model, which is trained if OUT does not have it."""
+  folder = out / f"base-{base}"
+  folder.mkdir(parents=True, exist_ok=True)
+  return base_model(config, worker, folder, Display(enabled=False), lambda: False)
+
+
+def run_probes(args: argparse.Namespace) -> None:
+  """Probes the base models, with the arms of which OUT has no result."""
+  for base in args.bases.split(","):
+    file = args.out / f"probe-{base}.json"
+    known = json.loads(file.read_text()) if file.exists() else {"arms": {}}
+    missing = {name: arm for name, arm in ARMS.items() if name not in known["arms"]}
+    if not missing:
+      continue
+    print(f"probe of {base}, {len(missing)} arms", flush=True)
+    config = config_of(base)
+    worker = RolloutWorker(config)
+    with contextlib.closing(RewardManager(config)) as rewards:
+      params = open_base(args.out, base, worker, config)
+      result = probe(config, worker, rewards, params, missing, args.batches, args.reference)
+    store(file, result | {"arms": known["arms"] | result["arms"]})
+
+
+def run_training(args: argparse.Namespace) -> None:
+  """Trains the runs that OUT has no result of, all arms of a seed before the next seed."""
+  for base in args.train_bases.split(","):
+    arms = args.arms.split(";") if args.arms else TRAINED.get(base, MAIN_ARMS)
+    config = config_of(base)
+    worker = RolloutWorker(config)
+    with contextlib.closing(RewardManager(config)) as rewards:
+      for seed in map(int, args.seeds.split(",")):
+        for arm in arms:
+          file = args.out / f"run-{base}-{slug(arm)}-{seed}-{args.steps}.json"
+          if file.exists():
+            continue
+          began = time.perf_counter()
+          params = open_base(args.out, base, worker, config)
+          result = train_arm(config, worker, rewards, params, ARMS[arm], seed, args.steps)
+          store(file, {"base": base, "arm": arm, "seed": seed, **result})
+          print(f"{file.stem}: {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def slug(name: str) -> str:
+  """Returns a name as part of a file name."""
+  return "".join(char if char.isalnum() else "_" for char in name)
+
+
+def store(file: Path, result: dict[str, Any]) -> None:
+  """Writes a result under its name only when it is complete."""
+  part = file.with_suffix(".part")
+  part.write_text(json.dumps(result))
+  part.rename(file)
+
+
+def show_results(out: Path, steps: int) -> None:
+  """Prints the tables of what OUT contains, and draws the figure."""
+  files = {base: out / f"probe-{base}.json" for base in BASES}
+  probes = {base: json.loads(file.read_text()) for base, file in files.items() if file.exists()}
+  runs = [json.loads(file.read_text()) for file in sorted(out.glob(f"run-*-{steps}.json"))]
+  print("\n".join([*probe_tables(probes), *training_tables(runs)]))
+  if probes:
+    draw(probes, out / "credit.png")
+
+
+def main() -> None:
+  args = parse_args()
+  args.out.mkdir(parents=True, exist_ok=True)
+  stages = args.stages.split(",")
+  if "probe" in stages:
+    run_probes(args)
+  if "train" in stages:
+    run_training(args)
+  if "tables" in stages:
+    show_results(args.out, args.steps)
+
+
+if __name__ == "__main__":
+  main()

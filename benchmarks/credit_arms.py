@@ -1,0 +1,175 @@
+"""The ways of assigning credit that benchmarks/credit.py compares, and the batches they read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gtpo_jax.algorithms import Algorithm, make
+from gtpo_jax.algorithms.relative_entropy import COMPARE, relative_entropy
+from gtpo_jax.algorithms.units import ShapedRewards
+from gtpo_jax.arrays import Rollouts
+from gtpo_jax.config import Config
+from gtpo_jax.models.params import Params
+from gtpo_jax.reporting.credit import batch_signals
+from gtpo_jax.rollout.experience import Collector
+from gtpo_jax.rollout.frozen import FrozenPolicies
+from gtpo_jax.rollout.problems import training_problems
+from gtpo_jax.rollout.scoring import RewardManager
+from gtpo_jax.rollout.token_truth import decides
+from gtpo_jax.rollout.worker import RolloutWorker
+
+# All arms sample the same way, normalise over the group and average over tokens.
+EQUAL = {"loss_aggregation": "token", "dynamic_sampling": False}
+OVER_GROUP = {**EQUAL, "norm_scope": "group"}
+BASELINE = "gtpo, alpha2 = 0"
+
+Signals = dict[str, Any]  # the arguments of `Algorithm.advantages`, host arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """A batch of n groups of g completions, sampled at fixed parameters.
+
+  Attributes:
+    rollouts: [n, g, t], on the device.
+    signals: the arguments of `Algorithm.advantages`.
+    codes: u8[n, g, t], the truth of the tokens; see `rollout.token_truth`.
+    key: seeds what is random in an arm.
+  """
+
+  rollouts: Rollouts
+  signals: Signals
+  codes: np.ndarray
+  key: int
+
+
+def collector_of(config: Config, worker: RolloutWorker, rewards: RewardManager) -> Collector:
+  """Returns a collector whose k-th batch depends only on the config, the parameters and k."""
+  return Collector(
+    config, worker, rewards, training_problems(config, worker), FrozenPolicies(None, None, {}, {})
+  )
+
+
+def next_batch(collector: Collector, params: Params, key: int) -> Batch:
+  """Samples the collector's next batch."""
+  experience = collector.collect(params, 0, print)
+  return Batch(experience.rollouts, batch_signals(experience), experience.truth, key)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+  """A way to assign credit.
+
+  Attributes:
+    algorithm: its loss, and the credit before `change`.
+    change: (algorithm, batch) -> advantages f32[n, g, t]; None for the algorithm's own.
+  """
+
+  algorithm: Algorithm
+  change: Callable[[Algorithm, Batch], jax.Array] | None = None
+
+  def advantages(self, batch: Batch) -> jax.Array:
+    """Returns the advantages f32[n, g, t] of a batch."""
+    change = self.change or (lambda algorithm, batch: _advantages(algorithm, batch.signals))
+    return change(self.algorithm, batch)
+
+  def loss_mask(self, batch: Batch) -> jax.Array:
+    """Returns the tokens in the loss, bool[n, g, t]."""
+    return _loss_mask(self.algorithm, batch.signals)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
+  return algorithm.advantages(**signals)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _loss_mask(algorithm: Algorithm, signals: Signals) -> jax.Array:
+  return algorithm.loss_mask(**signals)
+
+
+def _shuffled(algorithm: Algorithm, batch: Batch) -> jax.Array:
+  """Permutes the entropies within each completion, which keeps their distribution."""
+  rng = np.random.default_rng(batch.key)
+  entropy = np.array(batch.signals["entropy"])
+  for index in np.ndindex(entropy.shape[:2]):
+    tokens = np.flatnonzero(batch.signals["mask"][index])
+    entropy[index][tokens] = entropy[index][rng.permutation(tokens)]
+  return _advantages(algorithm, batch.signals | {"entropy": entropy})
+
+
+def _oracle(algorithm: Algorithm, batch: Batch) -> jax.Array:
+  """Pays only the tokens that decide; completions of unknown truth keep uniform credit."""
+  known = (batch.codes > 0).any(-1, keepdims=True)
+  return _advantages(algorithm, batch.signals) * (decides(batch.codes) | ~known)
+
+
+def _hesitation(algorithm: Algorithm, batch: Batch) -> jax.Array:
+  """Charges hesitant tokens of wrong completions most, by rel(H) instead of rel(1/H)."""
+  return _hesitant_advantages(algorithm, batch.signals)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _hesitant_advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
+  shaped, units = algorithm.shaped(**signals)
+  s = algorithm.settings
+  axes = COMPARE[s.compare, s.scope]
+  minus = -s.alpha1 - s.alpha2 * relative_entropy(units.entropy, units.minus, axes)
+  shaped = ShapedRewards(shaped.plus, jnp.where(units.minus, minus, 0.0))
+  return algorithm.recipe.advantage(shaped, units, (1, 2), False)
+
+
+def _wrong_side(algorithm: Algorithm, batch: Batch) -> jax.Array:
+  """Shapes only wrong completions, by rel(1/H)."""
+  return _wrong_side_advantages(algorithm, batch.signals)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _wrong_side_advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
+  shaped, units = algorithm.shaped(**signals)
+  plus = jnp.where(units.plus, algorithm.settings.alpha1, 0.0)
+  return algorithm.recipe.advantage(ShapedRewards(plus, shaped.minus), units, (1, 2), False)
+
+
+def _by_entropy(algorithm: Algorithm, batch: Batch) -> jax.Array:
+  """Multiplies uniform advantages by the entropy relative to the completion, on both sides."""
+  share = relative_entropy(jnp.asarray(batch.signals["entropy"]), batch.signals["mask"], (2,))
+  return _advantages(algorithm, batch.signals) * share
+
+
+def _gtpo(alpha2: float, **settings: Any) -> Algorithm:
+  return make("gtpo", alpha2=alpha2, **OVER_GROUP, **settings)
+
+
+ARMS: dict[str, Arm] = {
+  BASELINE: Arm(_gtpo(0.0)),
+  "gtpo, alpha2 = 0.1": Arm(_gtpo(0.1)),
+  "gtpo, alpha2 = 1": Arm(_gtpo(1.0)),
+  "gtpo, alpha2 = 1, by completion": Arm(_gtpo(1.0, compare="sequence")),
+  "gtpo, alpha2 = 1, by group": Arm(_gtpo(1.0, compare="matrix")),
+  "alpha2 = 1, entropies shuffled": Arm(_gtpo(1.0), _shuffled),
+  "by completion, entropies shuffled": Arm(_gtpo(1.0, compare="sequence"), _shuffled),
+  "gtpo_v1, alpha = 1": Arm(make("gtpo_v1", alpha=1.0, **OVER_GROUP)),
+  "gtpo_v1, alpha = 1, by completion": Arm(
+    make("gtpo_v1", alpha=1.0, compare="sequence", **OVER_GROUP)
+  ),
+  "grpo_s, beta2 = 1": Arm(make("grpo_s", beta2=1.0, **OVER_GROUP)),
+  "dapo": Arm(make("dapo", **EQUAL)),
+  "dapo_forking": Arm(make("dapo_forking", **EQUAL)),
+  "oracle mask": Arm(_gtpo(0.0), _oracle),
+  "ours: 1/H in wrong ones only": Arm(_gtpo(1.0), _wrong_side),
+  "ours: 1/H in wrong ones, by completion": Arm(_gtpo(1.0, compare="sequence"), _wrong_side),
+  "ours: hesitation on both sides": Arm(_gtpo(1.0), _hesitation),
+  "ours: hesitation, by completion": Arm(_gtpo(1.0, compare="sequence"), _hesitation),
+  "ours: advantage times rel(H)": Arm(_gtpo(0.0), _by_entropy),
+}
+# The estimate of the true gradient: rewards minus the mean of the other completions, not divided by
+# a standard deviation, summed over all tokens with one constant weight.
+REFERENCE = Arm(make("rloo", loss_aggregation="constant"))
