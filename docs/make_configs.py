@@ -12,7 +12,7 @@ from gtpo_jax.config import Config
 from gtpo_jax.config.sections import AlgorithmSection
 
 PAGE = Path(__file__).parent / "configs.md"
-HEAD = """# Configs: every field
+HEAD = """# Configs
 
 <!-- Written by docs/make_configs.py from the docstrings of gtpo_jax/config/sections.py.
      Do not edit by hand. -->
@@ -20,7 +20,7 @@ HEAD = """# Configs: every field
 A config file is Python with `get_config()`, which starts from `default_config()` and changes some
 fields. The command line overrides single fields (`--config.batch.group=8`). A program passes the
 config itself, or nested dicts of the fields to change, as in `gtpo_jax.train({"steps": 20})`. A
-misspelt field, or a value of the wrong type or out of its bounds, ends with one line that names it.
+misspelt field, or a value of the wrong type or out of bounds, is refused in one line that names it.
 
 The defaults in the section `algorithm` are the published values of `gtpo`; a dash marks settings
 that it does not read. [Settings](algorithms.md#settings) has those of every algorithm. A run's

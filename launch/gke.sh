@@ -3,7 +3,7 @@
 #
 #   ACCELERATOR=tpu-v5p-slice TOPOLOGY=4x4x4 IMAGE=... \
 #     CONFIG=configs/qwen2_5_32b_gtpo.py WORKDIR=gs://... \
-#     launch/gke.sh [--config.a.b=VALUE ...] | kubectl apply -f -
+#     launch/gke.sh --config.model.path=Qwen/Qwen2.5-32B [--config.a.b=VALUE ...] | kubectl apply -f -
 #
 # ACCELERATOR      TPU type of the node pool: tpu-v5-lite-podslice, tpu-v5p-slice, tpu-v6e-slice
 # CHIPS            chips per host

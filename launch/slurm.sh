@@ -2,7 +2,8 @@
 # GPU nodes under Slurm, with one task per node that uses all its GPUs.
 #
 #   CONFIG=configs/qwen2_5_7b_gtpo.py WORKDIR=/shared/RUN \
-#     sbatch --nodes=4 --gpus-per-node=8 launch/slurm.sh [--config.a.b=VALUE ...]
+#     sbatch --nodes=4 --gpus-per-node=8 launch/slurm.sh --config.model.path=Qwen/Qwen2.5-7B \
+#     [--config.a.b=VALUE ...]
 #
 # GTPO                 the program, installed with the extra `cuda` or `cuda12` where every node can run it
 # MAX_RESTARTS         how often an interrupted run is requeued
@@ -24,9 +25,8 @@ set -uo pipefail
 : "${WORKDIR:?the folder of the run, on a file system that all nodes share}"
 
 # The tasks find one another through Slurm's variables, and the tasks of a node share its GPUs
-# evenly. JAX allocates three quarters of a GPU's memory unless it is told to use more:
-# https://docs.jax.dev/en/latest/gpu_memory_allocation.html
-export XLA_CLIENT_MEM_FRACTION=${XLA_CLIENT_MEM_FRACTION:-0.9}
+# evenly.
+#
 # Overlaps communication with computing; NVIDIA's own images set the same flag:
 # https://docs.nvidia.com/jax-toolbox/environment-variables
 export XLA_FLAGS="--xla_gpu_enable_latency_hiding_scheduler=true ${XLA_FLAGS:-}"

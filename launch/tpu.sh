@@ -3,8 +3,8 @@
 # when it boots.
 #
 #   NAME=gtpo ZONE=us-central1-a TPU=v5litepod-16 IMAGE=... \
-#     CONFIG=configs/qwen2_5_1_5b_gtpo.py WORKDIR=gs://... \
-#     launch/tpu.sh [--config.a.b=VALUE ...]
+#     CONFIG=configs/qwen2_5_0_5b_gtpo.py WORKDIR=gs://... \
+#     launch/tpu.sh --config.model.path=Qwen/Qwen2.5-0.5B [--config.a.b=VALUE ...]
 #
 # RUNTIME  the VM's image: v2-alpha-tpuv5-lite, v2-alpha-tpuv5 (v5p), v2-alpha-tpuv6e
 # SPOT=1   cheaper, but can be preempted, which ends the request; the same command then deletes it,
@@ -18,7 +18,7 @@ set -euo pipefail
 : "${NAME:=gtpo}" "${RUNTIME:=v2-alpha-tpuv5-lite}" "${SPOT:=}" "${GRACE:=600}"
 : "${ZONE:?the zone}" "${TPU:?the accelerator type, such as v5litepod-16}"
 : "${IMAGE:?the container image}"
-: "${CONFIG:?a config, such as configs/qwen2_5_1_5b_gtpo.py}"
+: "${CONFIG:?a config, such as configs/qwen2_5_0_5b_gtpo.py}"
 : "${WORKDIR:?the folder of the run, such as gs://BUCKET/RUN}"
 
 resources=(gcloud compute tpus queued-resources)

@@ -3,7 +3,7 @@
 #
 #   CLUSTER=... TPU=v5p-128 IMAGE=... \
 #     CONFIG=configs/qwen2_5_32b_gtpo.py WORKDIR=gs://... \
-#     launch/xpk.sh [--config.a.b=VALUE ...]
+#     launch/xpk.sh --config.model.path=Qwen/Qwen2.5-32B [--config.a.b=VALUE ...]
 #
 # NAME       workload name; to reuse it, first delete the finished workload (xpk workload delete)
 # SLICES     number of slices
