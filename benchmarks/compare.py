@@ -6,7 +6,8 @@
 The base model is made by the warm start of `--config`, and exported once as a Hugging Face folder.
 `gtpo train` then runs from that folder for every algorithm and seed, `--jobs` runs at a time, each
 on its own cores. Finally `gtpo report` writes a report of all runs. Running the same command again
-resumes unfinished runs. Fields given as `--config.a.b=VALUE` are set in every run.
+resumes unfinished runs. Fields given as `--config.a.b=VALUE` are set in every run, and those that
+follow an algorithm, as in `gtpo+algorithm.alpha2=0+sampling.staleness=1`, only in its runs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import scipy.stats
 
 GTPO = [sys.executable, "-m", "gtpo_jax"]
 
@@ -48,26 +50,40 @@ def last_evaluation(workdir: Path) -> dict[str, float]:
 
 
 def table(out: Path, algorithms: list[str], seeds: list[str]) -> list[str]:
-  """Returns a table of each evaluation metric's mean and standard deviation over the seeds."""
+  """Returns a table of each evaluation metric's mean and standard deviation over the seeds.
+
+  Its last column is the difference of pass@1 from the first algorithm: mean and 95 % interval of
+  a t-test that is paired by seed.
+  """
   evaluations = {
     algorithm: [last_evaluation(out / f"{algorithm}-{seed}") for seed in seeds]
     for algorithm in algorithms
   }
-  first = next(iter(evaluations.values()))[0]
+  first = next(iter(evaluations.values()))
   shown = ("pass@", "mean@", "greedy")
-  keys = [key for key in first if key.startswith("eval/") and any(part in key for part in shown)]
-  lines = [
-    "| | " + " | ".join(key.split("/", 2)[2] for key in keys) + " |",
-    "|---" * (len(keys) + 1) + "|",
-  ]
+  keys = [key for key in first[0] if key.startswith("eval/") and any(part in key for part in shown)]
+  pass_at_1 = next(key for key in keys if key.endswith("pass@1"))
+  head = [*(key.split("/", 2)[2] for key in keys), f"pass@1 minus that of {algorithms[0]}"]
+  lines = [f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
   for algorithm, rows in evaluations.items():
     cells = []
     for key in keys:
       values = np.asarray([row[key] for row in rows])
       deviation = values.std(ddof=len(values) > 1)
       cells.append(f"{100 * values.mean():.1f} +- {100 * deviation:.1f}")
+    cells.append(difference([row[pass_at_1] for row in rows], [row[pass_at_1] for row in first]))
     lines.append(f"| {algorithm} | {' | '.join(cells)} |")
   return lines
+
+
+def difference(values: list[float], others: list[float]) -> str:
+  """Returns the mean of the paired differences in percentage points, with its 95 % interval."""
+  if values == others or len(values) < 2:
+    return ""
+  test = scipy.stats.ttest_rel(values, others)
+  low, high = test.confidence_interval(0.95)
+  mean = np.mean(values) - np.mean(others)
+  return f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
@@ -78,7 +94,11 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
   )
   parser.add_argument("--out", type=Path, required=True)
   parser.add_argument("--config", default="configs/compare.py")
-  parser.add_argument("--algorithms", default="gtpo,grpo_s,dapo,dapo_forking,grpo")
+  parser.add_argument(
+    "--algorithms",
+    default="gtpo,grpo_s,dapo,dapo_forking,grpo",
+    help="may set fields of the config: gtpo+algorithm.alpha2=0+sampling.staleness=1",
+  )
   parser.add_argument("--seeds", default="0,1,2")
   parser.add_argument("--jobs", type=int, default=2, help="number of runs at a time")
   args, fields = parser.parse_known_args()
@@ -110,6 +130,7 @@ def train_all(
 
   def train(name: str) -> str:
     algorithm, _, seed = name.rpartition("-")
+    algorithm, *own_fields = algorithm.split("+")
     own_cores = free_cores.get()
     command = [
       "train",
@@ -117,6 +138,7 @@ def train_all(
       f"--workdir={args.out / name}",
       *fields,
       f"--config.algorithm.name={algorithm}",
+      *(f"--config.{field}" for field in own_fields),
       f"--config.seed={seed}",
       f"--config.model.path={base}",
       "--config.warm_start.steps=0",
