@@ -3,11 +3,10 @@
     python benchmarks/clients.py --folder=/tmp/clients [--clients=peft,mlx] [--json=clients.json]
 
 It exports the tiny model, adapters on it, and models like Qwen2.5, DeepSeek-R1-Distill-Qwen, Qwen3,
-Llama 3 and Mistral.
-Every client must load them without a warning or an unmatched key, and give the same 32 greedy
-tokens, up to the same end token, and the same ids of the chat template. Clients of Transformers
-also save a model, which `gtpo_jax` must load. The result is a table in Markdown. The exit status
-is 1 if something differs, or if a client opens a case that it is known not to support.
+Llama 3 and Mistral. Every client must load them without a warning or an unmatched key, and give the
+same 32 greedy tokens, up to the same end token, and the same ids of the chat template. Clients of
+Transformers also save a model, which `gtpo_jax` must load. The result is a table in Markdown. The
+exit status is 1 if something differs, or if a client opens a case that it is known not to support.
 
 The environments take about 1 GB each; each one is deleted after its client, unless --keep is given.
 Only the CPU is used. If pip would install torch for CUDA, set PIP_EXTRA_INDEX_URL to an index that
@@ -28,6 +27,10 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+
+from gtpo_jax.runtime.startup import prepare_jax
+
+prepare_jax()  # before JAX is imported
 
 import numpy as np
 from client_folders import CASES, make
@@ -69,9 +72,7 @@ CLIENTS = {
   "peft": Client("peft", ("peft==0.21.2", "transformers==5.23.0", TORCH), (), ("adapter",)),
   "mlx": Client("mlx", ("mlx-lm==0.32.2", "mlx[cpu]==0.32.4", "transformers==5.23.0"), FIELDS),
   "ctranslate2": Client(
-    "ctranslate2",
-    ("ctranslate2==4.8.5", "transformers==4.57.6", TORCH),
-    ("yarn", *FIELDS),
+    "ctranslate2", ("ctranslate2==4.8.5", "transformers==4.57.6", TORCH), ("yarn", *FIELDS)
   ),
   # PyPI's torchvision fails beside a torch for the CPU; only models of images need it.
   "openvino": Client(
