@@ -10,13 +10,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from credit_values import generalized_advantages, values
 
 from gtpo_jax.algorithms import Algorithm, make
 from gtpo_jax.algorithms.relative_entropy import COMPARE, relative_entropy
 from gtpo_jax.algorithms.units import ShapedRewards
-from gtpo_jax.arrays import Rollouts
+from gtpo_jax.arrays import Prompts, Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.models.params import Params
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.reporting.credit import batch_signals
 from gtpo_jax.rollout.experience import Collector
 from gtpo_jax.rollout.frozen import FrozenPolicies
@@ -42,12 +44,14 @@ class Batch:
     signals: the arguments of `Algorithm.advantages`.
     codes: u8[n, g, t], the truth of the tokens; see `rollout.token_truth`.
     key: seeds what is random in an arm.
+    hidden: returns the policy's hidden states that predict each token, f32[n, g, t, d].
   """
 
   rollouts: Rollouts
   signals: Signals
   codes: np.ndarray
   key: int
+  hidden: Callable[[], np.ndarray]
 
 
 def collector_of(config: Config, worker: RolloutWorker, rewards: RewardManager) -> Collector:
@@ -57,10 +61,19 @@ def collector_of(config: Config, worker: RolloutWorker, rewards: RewardManager) 
   )
 
 
-def next_batch(collector: Collector, params: Params, key: int) -> Batch:
-  """Samples the collector's next batch."""
+def next_batch(collector: Collector, model: Transformer, params: Params, key: int) -> Batch:
+  """Samples the collector's next batch from `model` with these parameters."""
   experience = collector.collect(params, 0, print)
-  return Batch(experience.rollouts, batch_signals(experience), experience.truth, key)
+  rollouts = experience.rollouts
+  hidden = functools.cache(
+    lambda: np.asarray(_hidden(model, params, rollouts.prompts, rollouts.tokens), np.float32)
+  )
+  return Batch(rollouts, batch_signals(experience), experience.truth, key, hidden)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _hidden(model: Transformer, params: Params, prompts: Prompts, tokens: jax.Array) -> jax.Array:
+  return model.apply({"params": params}, prompts, tokens, method="completion_hidden")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +157,42 @@ def _by_entropy(algorithm: Algorithm, batch: Batch) -> jax.Array:
   return _advantages(algorithm, batch.signals) * share
 
 
+def _by_position(algorithm: Algorithm, batch: Batch) -> jax.Array:
+  """Subtracts from the verdict the mean over the completions that reach this position."""
+  mask = batch.signals["mask"]
+  reward = np.where(mask, batch.signals["correct"][..., None], 0.0)
+  baseline = reward.sum(1, keepdims=True) / mask.sum(1, keepdims=True).clip(1)
+  return _scaled(reward - baseline, mask)
+
+
+def _by_value(decay: float) -> Callable[[Algorithm, Batch], jax.Array]:
+  """Returns a change to advantages by a value function that is learned from the batch."""
+
+  def change(algorithm: Algorithm, batch: Batch) -> jax.Array:
+    mask = batch.signals["mask"]
+    correct = batch.signals["correct"]
+    value = values(batch.hidden(), mask, correct)
+    return _scaled(generalized_advantages(value, mask, correct, decay), mask)
+
+  return change
+
+
+def _by_change_of_value(algorithm: Algorithm, batch: Batch) -> jax.Array:
+  """Multiplies uniform advantages by how much a learned value changes at a token."""
+  mask = batch.signals["mask"]
+  correct = batch.signals["correct"]
+  value = values(batch.hidden(), mask, correct)
+  change = np.abs(generalized_advantages(value, mask, correct, 0.0))
+  share = change / np.where(mask, change, 0).sum(2, keepdims=True).clip(1e-6)
+  return _advantages(algorithm, batch.signals) * (share * mask.sum(2, keepdims=True))
+
+
+def _scaled(advantages: np.ndarray, mask: np.ndarray) -> jax.Array:
+  """Scales advantages so that their mean square over the tokens is 1; 0 on padding."""
+  scale = np.sqrt((advantages[mask] ** 2).mean()) + 1e-6
+  return jnp.asarray(np.where(mask, advantages / scale, 0.0), jnp.float32)
+
+
 def _gtpo(alpha2: float, **settings: Any) -> Algorithm:
   return make("gtpo", alpha2=alpha2, **OVER_GROUP, **settings)
 
@@ -169,6 +218,12 @@ ARMS: dict[str, Arm] = {
   "ours: hesitation on both sides": Arm(_gtpo(1.0), _hesitation),
   "ours: hesitation, by completion": Arm(_gtpo(1.0, compare="sequence"), _hesitation),
   "ours: advantage times rel(H)": Arm(_gtpo(0.0), _by_entropy),
+  "rloo": Arm(make("rloo", **EQUAL)),
+  "ours: baseline by position": Arm(_gtpo(0.0), _by_position),
+  "ours: learned value, lambda = 1": Arm(_gtpo(0.0), _by_value(1.0)),
+  "ours: learned value, lambda = 0.9": Arm(_gtpo(0.0), _by_value(0.9)),
+  "ours: learned value, lambda = 0": Arm(_gtpo(0.0), _by_value(0.0)),
+  "ours: advantage times change of value": Arm(_gtpo(0.0), _by_change_of_value),
 }
 # The estimate of the true gradient: rewards minus the mean of the other completions, not divided by
 # a standard deviation, summed over all tokens with one constant weight.

@@ -62,7 +62,7 @@ def train_arm(
   opt_state = optimizer.init(params)
   curve = []
   for step in range(steps):
-    batch = next_batch(collector, params, seed * 10_000 + step)
+    batch = next_batch(collector, worker.model, params, seed * 10_000 + step)
     if step % RECORD_EVERY == 0 or step == steps - 1:
       curve.append({"step": step + 1, **signal_scores(batch)})
     for minibatch in _minibatches(arm, batch):

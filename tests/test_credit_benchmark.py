@@ -74,7 +74,8 @@ def case():
     "guided": None,
   }
   codes = np.where(mask, rng.choice(np.uint8([1, 2, 3, 4, 11, 12]), mask.shape), 0)
-  return model, params, Batch(rollouts, signals, codes, 0)
+  hidden = rng.normal(size=(N, G, T, 3))
+  return model, params, Batch(rollouts, signals, codes, 0, lambda: hidden)
 
 
 @pytest.mark.slow
@@ -137,3 +138,48 @@ def test_noise_is_the_variance_over_the_squared_mean():
     moments.add(np.array([3.0, 4.0, 0.0]) + rng.normal(size=3))
   np.testing.assert_allclose(moments.mean, [3, 4, 0], atol=0.1)
   assert moments.noise() == pytest.approx(3 / 25, rel=0.05)
+
+
+def test_generalised_advantages_by_hand():
+  from credit_values import generalized_advantages
+
+  value = np.array([[[0.5, 0.75, 0.25], [0.5, 0.25, 9.0]]])
+  mask = np.array([[[True, True, True], [True, True, False]]])
+  correct = np.array([[True, False]])
+  change = [[[0.25, -0.5, 0.75], [-0.25, -0.25, 0]]]
+  np.testing.assert_array_equal(generalized_advantages(value, mask, correct, 0.0), change)
+  half = [[[0.1875, -0.125, 0.75], [-0.375, -0.25, 0]]]
+  np.testing.assert_array_equal(generalized_advantages(value, mask, correct, 0.5), half)
+  verdict_minus_value = [[[0.5, 0.25, 0.75], [-0.5, -0.25, 0]]]
+  np.testing.assert_array_equal(
+    generalized_advantages(value, mask, correct, 1.0), verdict_minus_value
+  )
+
+
+def test_learned_values_find_the_token_that_decides():
+  """The second token decides, so the value changes there, also for prompts that were not seen."""
+  from credit_values import generalized_advantages, values
+
+  rng = np.random.default_rng(0)
+  correct = rng.random((16, 8)) < 0.5
+  mask = np.ones((16, 8, 4), bool)
+  hidden = rng.normal(size=(16, 8, 4, 5))
+  hidden[:, :, 2:, 0] = np.where(correct, 1.0, -1.0)[..., None]  # known after the second token
+  hidden[:, :, :2, 0] = 0.0
+  value = values(hidden, mask, correct)
+  change = np.abs(generalized_advantages(value, mask, correct, 0.0)).mean((0, 1))
+  assert change.argmax() == 1 and change[1] > 4 * max(change[0], change[2], change[3])
+  flipped = correct.copy()
+  flipped[0] = ~flipped[0]
+  np.testing.assert_array_equal(values(hidden, mask, flipped)[0], value[0])
+
+
+def test_a_baseline_by_position_sums_to_zero_over_a_group(case):
+  from credit_arms import ARMS
+
+  *_, batch = case
+  advantages = np.asarray(ARMS["ours: baseline by position"].advantages(batch))
+  np.testing.assert_allclose(advantages.sum(1), 0, atol=1e-5)
+  for name in ("ours: learned value, lambda = 0.9", "ours: advantage times change of value"):
+    advantages = np.asarray(ARMS[name].advantages(batch))
+    assert np.isfinite(advantages).all() and not advantages[~batch.signals["mask"]].any()
