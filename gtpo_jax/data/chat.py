@@ -83,7 +83,8 @@ class Chat:
     start = tokenizer.encode("")
     self._start = start[:1] if start[:1] == [tokenizer.bos_token_id] else []
     self.vocab_size = 1 + max(*tokenizer.get_vocab().values(), *self.stop)
-    self._single: dict[int, str] = {}  # the texts of single tokens, as `pieces` needs them
+    self._single: dict[int, str] = {}  # the texts of single tokens after others
+    self._letter = tokenizer.encode("a", add_special_tokens=False)
     # A fast tokenizer raises if one call changes its settings while another call runs.
     self._lock = threading.Lock()
 
@@ -173,19 +174,27 @@ class Chat:
     ids = [int(token) for token in ids]
     with self._lock:
       for token in set(ids).difference(self._single):
-        self._single[token] = self.tokenizer.decode([token])
+        self._single[token] = self._text_after_others([token])
       pieces = []
       run = []  # tokens since the last complete character
       emitted = ""  # the part of their text that is already in `pieces`
       for i, token in enumerate(ids):
         run.append(token)
-        text = self._single[token] if len(run) == 1 else self.tokenizer.decode(run)
+        if len(run) == i + 1:
+          text = self.tokenizer.decode(run)
+        else:
+          text = self._single[token] if len(run) == 1 else self._text_after_others(run)
         may_continue = len(run) < MAX_CHARACTER_BYTES and i < len(ids) - 1
         incomplete = text.endswith(REPLACEMENT) and may_continue
         text = text.rstrip(REPLACEMENT) if incomplete else text
         pieces.append(text[len(emitted) :])
         run, emitted = (run, text) if incomplete else ([], "")
     return pieces
+
+  def _text_after_others(self, ids: list[int]) -> str:
+    """Returns the text of tokens after others; SentencePiece strips a first space."""
+    text = self.tokenizer.decode([*self._letter, *ids])
+    return text.removeprefix(self.tokenizer.decode(self._letter))
 
   def _template_name(self) -> str:
     return f"the chat template of {self.tokenizer.name_or_path!r}"

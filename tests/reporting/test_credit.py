@@ -4,9 +4,12 @@ import zipfile
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from gtpo_jax.config.sections import LogSection
-from gtpo_jax.data.chat import load_chat
+from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.reporting.credit import (
   CreditRecord,
   credit_files,
@@ -189,6 +192,25 @@ def test_pieces_concatenate_to_the_text(text):
   ids = chat.encode_completion(text)
   pieces = chat.pieces(ids)
   assert len(pieces) == len(ids) and "".join(pieces) == text + "<|im_end|>"
+
+
+def test_pieces_of_a_sentencepiece_tokenizer_keep_their_spaces():
+  words = ["\u2581two", "\u2581words", "\u2581", "a", "\u2581a"]
+  bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+  vocab = {token: i for i, token in enumerate(["<s>", "</s>", "<unk>", *bytes_, *words])}
+  model = models.BPE(vocab, [("\u2581", "a")], unk_token="<unk>", byte_fallback=True)
+  tokenizer = tokenizers.Tokenizer(model)
+  tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+  steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+  tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+  fast = PreTrainedTokenizerFast(
+    tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+  )
+  smile = [vocab[f"<0x{byte:02X}>"] for byte in "🙂".encode()]
+  ids = [vocab["\u2581two"], vocab["\u2581words"], *smile, vocab["\u2581two"], vocab["\u2581"]]
+  pieces = Chat(fast).pieces(ids)
+  assert pieces == ["two", " words", "", "", "", "🙂", " two", " "]
+  assert "".join(pieces) == fast.decode(ids)
 
 
 def test_a_character_of_several_tokens_is_the_text_of_the_last():
