@@ -28,8 +28,8 @@ $(VENV)/.docs: $(VENV)/.program
 	@touch $@
 
 # TPUs need libtpu, and GPUs need JAX's CUDA plugin. Neither needs the hardware.
-PLAN := $(if $(filter v% cpu%,$(TOPOLOGY)),plan,plan_gpu)
-$(VENV)/.plan $(VENV)/.plan_gpu: $(VENV)/.program
+PLAN := $(if $(filter v% cpu%,$(TOPOLOGY)),plan,plan-gpu)
+$(VENV)/.plan $(VENV)/.plan-gpu: $(VENV)/.program
 	$(BIN)/python -m pip install --quiet --editable '.[$(PLAN)]'
 	@touch $@
 

@@ -64,7 +64,7 @@ setup(
     "cuda": ["jax[cuda13]>=0.10,<0.13"],  # NVIDIA driver 580 or later
     "cuda12": ["jax[cuda12]>=0.10,<0.13"],  # NVIDIA driver 525 or later
     "plan": ["jax[tpu]>=0.10,<0.13"],  # libtpu; its compiler needs no TPU
-    "plan_gpu": ["jax[cuda13]>=0.10,<0.13"],  # the compiler for GPUs, which needs no GPU; 3 GB
+    "plan-gpu": ["jax[cuda13]>=0.10,<0.13"],  # the compiler for GPUs, which needs no GPU; 3 GB
     "gcp": ["gcsfs>=2026.2"],  # gs://: workdirs, models, data and exports in buckets
     "data": ["datasets>=4"],  # hf:ID as a source
     "wandb": ["wandb>=0.31"],  # log.wandb

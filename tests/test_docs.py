@@ -187,7 +187,7 @@ def test_the_python_of_the_readme_and_of_short_pages_runs(tmp_path, monkeypatch)
 @EVERY_PAGE
 def test_every_command_is_valid(page):
   """The parser accepts `gtpo` commands; targets, extras and scripts of other commands exist."""
-  extras = set(re.findall(r'^    "(\w+)": \[', (ROOT / "setup.py").read_text(), re.MULTILINE))
+  extras = set(re.findall(r'^    "([\w-]+)": \[', (ROOT / "setup.py").read_text(), re.MULTILINE))
   targets = set(re.findall(r"^(\S+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
   assert "dev" in extras and "test" in targets
   for program, *arguments in commands(page):

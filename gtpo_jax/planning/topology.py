@@ -174,7 +174,7 @@ def _gpu_devices(topology: str, sizes: list[int], chip: Chip, gpu: Gpu) -> list[
   except Exception as error:  # the plugin raises types of its own, and JAX others without it
     raise UserError(
       f"topology {topology!r} cannot be described ({first_line(error)}); is JAX's CUDA plugin "
-      f"installed ({install_command('plan_gpu')})?"
+      f"installed ({install_command('plan-gpu')})?"
     ) from error
   return list(description.devices)
 
