@@ -175,6 +175,10 @@ LLAMA = {
     "top_p": 0.9,
   },
 }
+MISTRAL = LLAMA | {
+  "special": [*LLAMA_SPECIAL, "<unk>"],
+  "config": LLAMA["config"] | {"unk_token": "<unk>"},  # CTranslate2's converter needs one
+}
 NO_BIASES = {"biases": ()}
 CASES = {
   "tied": (QWEN, {}),
@@ -194,7 +198,7 @@ CASES = {
       **NO_BIASES,
     },
   ),
-  "mistral": (LLAMA, {"model_type": "mistral", "tied": False, "norm_eps": 1e-5, **NO_BIASES}),
+  "mistral": (MISTRAL, {"model_type": "mistral", "tied": False, "norm_eps": 1e-5, **NO_BIASES}),
 }
 
 

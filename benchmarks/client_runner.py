@@ -299,7 +299,10 @@ def run_llama_cpp(case: Case, scratch: Path) -> Result:
         continue  # the server leaves out the log-probs of a token that is only part of a character
       log_probs = row - row.max() - np.log(np.exp(row - row.max()).sum())
       differences += [abs(top["logprob"] - log_probs[top["id"]]) for top in step["top_logprobs"]]
-    messages = {"messages": [{"role": "user", "content": text}]}
+    messages = {
+      "messages": [{"role": "user", "content": text}],
+      "chat_template_kwargs": {"enable_thinking": True},  # the server's default is false here
+    }
     rendered = post(server, "/apply-template", messages)["prompt"]
     # The server leaves out the beginning-of-text token if the tokenizer adds it.
     text_of_prompt = {"content": rendered, "parse_special": True, "add_special": True}

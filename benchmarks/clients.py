@@ -72,7 +72,7 @@ CLIENTS = {
   "peft": Client("peft", ("peft==0.21.2", "transformers==5.23.0", TORCH), (), ("adapter",)),
   "mlx": Client("mlx", ("mlx-lm==0.32.2", "mlx[cpu]==0.32.4", "transformers==5.23.0"), FIELDS),
   "ctranslate2": Client(
-    "ctranslate2", ("ctranslate2==4.8.5", "transformers==4.57.6", TORCH), ("yarn", *FIELDS)
+    "ctranslate2", ("ctranslate2==4.8.5", "transformers==5.23.0", TORCH), ("yarn", *FIELDS, "llama")
   ),
   # PyPI's torchvision fails beside a torch for the CPU; only models of images need it.
   "openvino": Client(
