@@ -26,6 +26,19 @@ import numpy as np
 import scipy.stats
 
 GTPO = [sys.executable, "-m", "gtpo_jax"]
+LAST_STEPS = 20  # steps whose means describe the end of a run
+BEHAVIOUR = {
+  "entropy/mean": "entropy, nats",
+  "entropy/correct": "in O+",
+  "entropy/incorrect": "in O-",
+  "kept/entropy/mean": "entropy of kept groups",
+  "length/mean": "length, tokens",
+  "groups/all_correct": "groups all correct",
+  "clip/high": "clipped above",
+  "clip/low": "clipped below",
+  "staleness/tokens": "stale tokens",
+  "staleness/mean": "mean age, updates",
+}
 
 
 def run(arguments: list[str], log: Path, cores: set[int]) -> float:
@@ -43,9 +56,14 @@ def run(arguments: list[str], log: Path, cores: set[int]) -> float:
   return time.perf_counter() - started
 
 
+def read_metrics(workdir: Path) -> list[dict[str, float]]:
+  """Returns the rows of a run's metrics.jsonl."""
+  return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
 def last_evaluation(workdir: Path) -> dict[str, float]:
   """Returns the last row of a run's metrics.jsonl that contains an evaluation."""
-  rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  rows = read_metrics(workdir)
   return next(row for row in reversed(rows) if any(key.startswith("eval/") for key in row))
 
 
@@ -72,6 +90,30 @@ def table(out: Path, algorithms: list[str], seeds: list[str]) -> list[str]:
       deviation = values.std(ddof=len(values) > 1)
       cells.append(f"{100 * values.mean():.1f} +- {100 * deviation:.1f}")
     cells.append(difference([row[pass_at_1] for row in rows], [row[pass_at_1] for row in first]))
+    lines.append(f"| {algorithm} | {' | '.join(cells)} |")
+  return lines
+
+
+def behaviour_table(out: Path, algorithms: list[str], seeds: list[str]) -> list[str]:
+  """Returns a table of what the runs do in their last steps, means over steps and seeds.
+
+  The metrics of `BEHAVIOUR` that no run has are left out.
+  """
+  means = {}
+  for algorithm in algorithms:
+    rows = [
+      row for seed in seeds for row in read_metrics(out / f"{algorithm}-{seed}")[-LAST_STEPS:]
+    ]
+    means[algorithm] = {
+      key: np.nanmean([row[key] for row in rows])
+      for key in BEHAVIOUR
+      if any(key in row for row in rows)
+    }
+  keys = [key for key in BEHAVIOUR if any(key in found for found in means.values())]
+  heads = (BEHAVIOUR[key] for key in keys)
+  lines = [f"| last {LAST_STEPS} steps | {' | '.join(heads)} |", "|---" * (len(keys) + 1) + "|"]
+  for algorithm, found in means.items():
+    cells = (f"{found[key]:.3g}" if key in found else "" for key in keys)
     lines.append(f"| {algorithm} | {' | '.join(cells)} |")
   return lines
 
@@ -167,7 +209,8 @@ def main() -> None:
   report = args.out / "report.html"
   workdirs = [f"--workdir={args.out / name}" for name in names]
   run(["report", *workdirs, f"--out={report}"], args.out / "report.log", set(cores))
-  print("\n".join(table(args.out, algorithms, seeds)))
+  print("\n".join([*table(args.out, algorithms, seeds), ""]))
+  print("\n".join(behaviour_table(args.out, algorithms, seeds)))
   print(f"{report}; {time.perf_counter() - started:.0f} s in total")
 
 
