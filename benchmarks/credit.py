@@ -1,32 +1,39 @@
 """Measures on tasks that know the truth where algorithms put their credit, and what it does.
 
-    python benchmarks/credit.py --out=runs/credit [--stages=probe,train,tables] [--steps=12]
+    python benchmarks/credit.py --out=runs/credit [--stages=probe,train,tables] [--steps=12,100]
 
 Base models imitate the teachers of `configs/forks.py`: with no, two or four letters of filler
-before a decision on average, and with a teacher that is sure of its mistakes. A fifth one is that
-of `configs/tiny.py`, running sums. `probe` compares, at fixed parameters, the gradient of every arm
-with an estimate of the true gradient. `train` trains some arms with several seeds, with the same
-problems and sampling keys for all arms of a seed. `tables` prints the results as Markdown and draws
-OUT/credit.png. Every base model, probe and run is stored in OUT when it is done; the same command
-continues with those that are missing, and gives the same numbers.
+before a decision on average, and with a teacher that is sure of its mistakes. Another is that of
+`configs/tiny.py`, running sums, and two are those of `configs/compare.py`, countdown, with
+different seeds. `probe` compares, at fixed parameters, the gradient of every arm with an estimate
+of the true gradient. `train` trains some arms with several seeds, with the same problems and
+sampling keys for all arms of a seed. `tables` prints the results as Markdown and draws
+OUT/credit.png and OUT/training.png. Every base model, probe and run is stored in OUT when it is
+done; the same command continues with those that are missing. It uses one core, and gives the same
+numbers whenever it runs on the same kind of CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 from gtpo_jax.runtime.startup import prepare_jax
 
+# XLA divides sums among its threads, so with more cores the numbers would depend on how many.
+if hasattr(os, "sched_setaffinity"):
+  os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 prepare_jax()  # before JAX is imported
 
 from credit_arms import ARMS, BASELINE
 from credit_probe import probe
-from credit_tables import draw, probe_tables, training_tables
+from credit_tables import draw_probes, draw_training, probe_tables, training_tables
 from credit_training import train_arm
 
 from gtpo_jax.config import Config, load
@@ -50,6 +57,8 @@ BASES = {
   "filler4": forks("forks", 4),
   "confident": forks("forks_confident", 2),
   "sums": ("configs/tiny.py", []),
+  "countdown": ("configs/compare.py", []),
+  "countdown_b": ("configs/compare.py", ["--config.seed=1"]),
 }
 MAIN_ARMS = (
   BASELINE,
@@ -58,11 +67,19 @@ MAIN_ARMS = (
   "alpha2 = 1, entropies shuffled",
   "oracle mask",
 )
-# By base model: the arms that are trained from it, unless --arms says otherwise.
+LONG_ARMS = (BASELINE, "gtpo, alpha2 = 0.1", "gtpo, alpha2 = 1", "oracle mask")
+V1 = "gtpo_v1, alpha = 1"
+GRPO_S = "grpo_s, beta2 = 1"
+# By number of steps and base model: the arms that are trained, unless --arms says otherwise.
 TRAINED = {
-  "filler2": (*MAIN_ARMS, "gtpo_v1, alpha = 1", "dapo_forking", "dapo"),
-  "confident": MAIN_ARMS,
+  12: {
+    "filler2": (*MAIN_ARMS, V1, "dapo_forking", "dapo"),
+    "confident": MAIN_ARMS,
+    "countdown": (*MAIN_ARMS, V1, GRPO_S),
+  },
+  100: {"filler2": LONG_ARMS, "confident": LONG_ARMS, "countdown": (*LONG_ARMS, V1, GRPO_S)},
 }
+TRAIN_BASES = ("filler2", "confident", "countdown")
 STAGES = ("probe", "train", "tables")
 
 
@@ -74,10 +91,10 @@ def parse_args() -> argparse.Namespace:
   parser.add_argument("--stages", default=",".join(STAGES))
   parser.add_argument("--batches", type=int, default=12, help="batches of the probe, per base")
   parser.add_argument("--reference", type=int, default=48, help="batches of the true gradient")
-  parser.add_argument("--train-bases", default=",".join(TRAINED), help="bases to train from")
+  parser.add_argument("--train-bases", default=",".join(TRAIN_BASES), help="bases to train from")
   parser.add_argument("--arms", default="", help="arms to train, separated by ;")
   parser.add_argument("--seeds", default="0,1,2,3,4")
-  parser.add_argument("--steps", type=int, default=12, help="steps of a training run")
+  parser.add_argument("--steps", default="12,100", help="steps of the training runs")
   args = parser.parse_args()
   for option, values, valid in (
     ("bases", args.bases.split(","), BASES),
@@ -122,21 +139,22 @@ def run_probes(args: argparse.Namespace) -> None:
 
 def run_training(args: argparse.Namespace) -> None:
   """Trains the runs that OUT has no result of, all arms of a seed before the next seed."""
-  for base in args.train_bases.split(","):
-    arms = args.arms.split(";") if args.arms else TRAINED.get(base, MAIN_ARMS)
+  seeds = [int(seed) for seed in args.seeds.split(",")]
+  lengths = [int(steps) for steps in args.steps.split(",")]
+  for steps, base in itertools.product(lengths, args.train_bases.split(",")):
+    arms = args.arms.split(";") if args.arms else TRAINED.get(steps, {}).get(base, MAIN_ARMS)
     config = config_of(base)
     worker = RolloutWorker(config)
     with contextlib.closing(RewardManager(config)) as rewards:
-      for seed in map(int, args.seeds.split(",")):
-        for arm in arms:
-          file = args.out / f"run-{base}-{slug(arm)}-{seed}-{args.steps}.json"
-          if file.exists():
-            continue
-          began = time.perf_counter()
-          params = open_base(args.out, base, worker, config)
-          result = train_arm(config, worker, rewards, params, ARMS[arm], seed, args.steps)
-          store(file, {"base": base, "arm": arm, "seed": seed, **result})
-          print(f"{file.stem}: {time.perf_counter() - began:.0f} s", flush=True)
+      for seed, arm in itertools.product(seeds, arms):
+        file = args.out / f"run-{base}-{slug(arm)}-{seed}-{steps}.json"
+        if file.exists():
+          continue
+        began = time.perf_counter()
+        params = open_base(args.out, base, worker, config)
+        result = train_arm(config, worker, rewards, params, ARMS[arm], seed, steps)
+        store(file, {"base": base, "arm": arm, "seed": seed, "steps": steps, **result})
+        print(f"{file.stem}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
 def slug(name: str) -> str:
@@ -151,14 +169,16 @@ def store(file: Path, result: dict[str, Any]) -> None:
   part.rename(file)
 
 
-def show_results(out: Path, steps: int) -> None:
-  """Prints the tables of what OUT contains, and draws the figure."""
+def show_results(out: Path) -> None:
+  """Prints the tables of what OUT contains, and draws the figures."""
   files = {base: out / f"probe-{base}.json" for base in BASES}
   probes = {base: json.loads(file.read_text()) for base, file in files.items() if file.exists()}
-  runs = [json.loads(file.read_text()) for file in sorted(out.glob(f"run-*-{steps}.json"))]
+  runs = [json.loads(file.read_text()) for file in sorted(out.glob("run-*.json"))]
   print("\n".join([*probe_tables(probes), *training_tables(runs)]))
   if probes:
-    draw(probes, out / "credit.png")
+    draw_probes(probes, out / "credit.png")
+  if runs:
+    draw_training(runs, out / "training.png")
 
 
 def main() -> None:
@@ -170,7 +190,7 @@ def main() -> None:
   if "train" in stages:
     run_training(args)
   if "tables" in stages:
-    show_results(args.out, args.steps)
+    show_results(args.out)
 
 
 if __name__ == "__main__":

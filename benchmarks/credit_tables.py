@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+from compare import difference as difference_over_seeds
 from credit_arms import ARMS, BASELINE
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from scipy import stats
 
 from gtpo_jax.evaluation.estimators import pass_at_k
@@ -17,12 +20,14 @@ from gtpo_jax.evaluation.estimators import pass_at_k
 CLASSES = ("decisive", "copied", "filler", "inert")
 DRAWS = 10_000  # of the bootstrap
 LAST_ROWS = 2  # rows of a curve that describe the end of a run
+COLORS = ("#333333", "#1a6faf", "#cf5a08", "#2a8a4a", "#8a4a9a", "#999999", "#b09000", "#c03060")
 TRAINING_HEADS = (
   "arm",
   "seeds",
   "pass@1",
   "difference, 95 % interval",
   "p, Holm",
+  "95 % interval over seeds",
   "pass@8",
   "log-odds of right decisions",
   "entropy of decisive, copied, filler",
@@ -140,19 +145,14 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
 
 
 def training_tables(runs: Runs) -> list[str]:
-  """Returns, for every base model, the table of the trained arms.
+  """Returns, for every number of steps and base model, the table of the trained arms.
 
-  Differences are between the means over seeds, with a bootstrap over the held-out problems. Only
-  seeds that both arms have count.
+  Differences are between the means over seeds, with a bootstrap over the held-out problems, and
+  with a t-test that is paired by seed. Only seeds that both arms have count.
   """
   lines = []
-  for base in dict.fromkeys(run["base"] for run in runs):
-    by_arm = {
-      arm: {run["seed"]: run for run in runs if (run["base"], run["arm"]) == (base, arm)}
-      for arm in ARMS
-    }
-    by_arm = {arm: seeds for arm, seeds in by_arm.items() if seeds}
-    lines += ["", f"Trained from {base}", "", *_head(TRAINING_HEADS)]
+  for (steps, base), by_arm in _by_training(runs).items():
+    lines += ["", f"Trained from {base}, {steps} steps", "", *_head(TRAINING_HEADS)]
     compared = {
       arm: compare(seeds, by_arm[BASELINE])
       for arm, seeds in by_arm.items()
@@ -163,14 +163,17 @@ def training_tables(runs: Runs) -> list[str]:
       pass_1, pass_8 = (
         np.asarray([_pass(run, k).mean() for run in seeds.values()]) for k in (1, 8)
       )
-      change = p_value = ""
+      change = p_value = over_seeds = ""
       if arm in compared:
         mean, low, high, _ = compared[arm]
         change = f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
         p_value = f"{p_values[arm]:.2g}"
+        shared = sorted(set(seeds) & set(by_arm[BASELINE]))
+        means = [[_pass(of[seed], 1).mean() for seed in shared] for of in (seeds, by_arm[BASELINE])]
+        over_seeds = difference_over_seeds(*means)
       right = _at_end(seeds, "right_decisive")
       entropies = ", ".join(
-        f"{_at_end(seeds, f'entropy_{name}').mean():.2f}" for name in CLASSES[:3]
+        _number(_at_end(seeds, f"entropy_{name}").mean()) for name in CLASSES[:3]
       )
       log_odds = np.log(right / (1 - right))
       cells = [
@@ -179,12 +182,22 @@ def training_tables(runs: Runs) -> list[str]:
         _mean_and_deviation(100 * pass_1, 1),
         change,
         p_value,
+        over_seeds,
         _mean_and_deviation(100 * pass_8, 1),
         _mean_and_deviation(log_odds, 2),
         entropies,
       ]
       lines.append(_row(cells))
   return lines
+
+
+def _by_training(runs: Runs) -> dict[tuple[int, str], dict[str, dict[int, Mapping[str, Any]]]]:
+  """Returns the runs by (steps, base model), then by arm, then by seed."""
+  found: dict[tuple[int, str], dict[str, dict[int, Mapping[str, Any]]]] = {}
+  for run in sorted(runs, key=lambda run: (run["steps"], list(ARMS).index(run["arm"]))):
+    by_arm = found.setdefault((run["steps"], run["base"]), {})
+    by_arm.setdefault(run["arm"], {})[run["seed"]] = run
+  return found
 
 
 def compare(
@@ -223,7 +236,7 @@ def _mean_and_deviation(values: np.ndarray, digits: int) -> str:
   return f"{values.mean():.{digits}f} +- {deviation:.{digits}f}"
 
 
-def draw(probes: Probes, file: Path) -> None:
+def draw_probes(probes: Probes, file: Path) -> None:
   """Draws the cosine differences of all arms, one panel per base model."""
   arms = [arm for arm in ARMS if arm != BASELINE]
   with matplotlib.rc_context({"font.size": 9}):
@@ -253,4 +266,37 @@ def draw(probes: Probes, file: Path) -> None:
       axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(y, arms)
     panels[0].set_ylim(len(arms) - 0.5, -0.5)
+    figure.savefig(file, dpi=130)
+
+
+def draw_training(runs: Runs, file: Path) -> None:
+  """Draws accuracy and entropy by token class over the longest runs, a row per base model."""
+  longest = max(run["steps"] for run in runs)
+  rows = {base: arms for (steps, base), arms in _by_training(runs).items() if steps == longest}
+  panels = {
+    "accuracy": "correct completions",
+    **{f"entropy_{name}": f"entropy of {name} tokens, nats" for name in CLASSES[:3]},
+  }
+  drawn = [arm for arm in ARMS if any(arm in by_arm for by_arm in rows.values())]
+  colors = dict(zip(drawn, itertools.cycle(COLORS)))
+  with matplotlib.rc_context({"font.size": 9}):
+    figure = Figure(figsize=(11, 0.6 + 2.2 * len(rows)), layout="constrained")
+    grid = np.atleast_2d(figure.subplots(len(rows), len(panels), sharex=True))
+    for row, (base, by_arm) in zip(grid, rows.items(), strict=True):
+      row[0].set_ylabel(f"from {base}")
+      for axes, (key, title) in zip(row, panels.items(), strict=True):
+        first_run = next(iter(next(iter(by_arm.values())).values()))
+        axes.set_visible(np.isfinite(first_run["curve"][0][key]))  # a task may have no such tokens
+        for arm, seeds in by_arm.items():
+          steps = [point["step"] for point in next(iter(seeds.values()))["curve"]]
+          values = np.asarray([[point[key] for point in run["curve"]] for run in seeds.values()])
+          axes.plot(steps, values.mean(0), color=colors[arm], label=arm, linewidth=1.2)
+          axes.fill_between(steps, values.min(0), values.max(0), color=colors[arm], alpha=0.12)
+        axes.set_title(title, fontsize=9)
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid[-1]:
+      axes.set_xlabel("step")
+    handles = [Line2D([], [], color=colors[arm], label=arm) for arm in drawn]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)
     figure.savefig(file, dpi=130)
