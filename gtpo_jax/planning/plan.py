@@ -106,8 +106,8 @@ def _fitting_override(
     )
     for candidate in found:
       override = changed(config, candidate.override)
-      changed_config = with_overrides(config, override)
       with contextlib.suppress(UserError):  # the search does not know every rule
+        changed_config = with_overrides(config, override)
         model = build_model(changed_config, devices)
         break
     else:

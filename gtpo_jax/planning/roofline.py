@@ -19,6 +19,20 @@ from gtpo_jax.runtime.chips import Chip
 REMAT_FACTOR = 4 / 3  # forward and backward take 3 forward passes; remat recomputes one more
 
 
+def weight_bytes(c: ModelConfig, dtype: str, quantized: str) -> float:
+  """Returns the bytes of the matrices and the head, without adapters and the embedding lookup.
+
+  Args:
+    c: the architecture.
+    dtype: format of the head, and of the matrices if they are not quantised.
+    quantized: "int8", "int4" or "". The scales are left out.
+  """
+  head = c.vocab_size * c.width
+  bits = 8 * DTYPES[dtype](0).itemsize
+  matrix_bits = jnp.iinfo(FORMATS[quantized]).bits if quantized else bits
+  return ((matmul_params(c) - head) * matrix_bits + head * bits) / 8
+
+
 def update_flops(config: Config, c: ModelConfig) -> int:
   """Returns the model FLOP of a step's updates, without recomputation.
 
@@ -58,10 +72,8 @@ def sample_seconds(
   devices = mesh["data"] * mesh["fsdp"] * mesh["tensor"]
   shards = mesh["data"] * mesh["fsdp"]
   itemsize = DTYPES[c.compute_dtype](0).itemsize
-  head = c.vocab_size * c.width
   quantized = c.quantize or config.sampling.weights_dtype
-  weight_bits = jnp.iinfo(FORMATS[quantized]).bits if quantized else 8 * itemsize
-  weight_bytes = (matmul_params(c) - head) * weight_bits / 8 + head * itemsize
+  weights = weight_bytes(c, c.compute_dtype, quantized) / mesh["tensor"]
   rows = config.batch.prompts * config.policy_completions / shards
   length = config.sampling.max_tokens
   prompt_length = config.data.max_prompt_tokens
@@ -70,7 +82,7 @@ def sample_seconds(
   kv_shards = min(mesh["tensor"], c.kv_heads)
   kv_bytes = 2 * c.layers * c.kv_heads * c.head_dim * itemsize / kv_shards  # per position
   positions = rows * length / 2 + rows / config.policy_completions * prompt_length
-  bytes_read = weight_bytes / mesh["tensor"] + kv_bytes * positions
+  bytes_read = weights + kv_bytes * positions
   decode_flops = 2 * matmul_params(c) * rows / mesh["tensor"]
   prefill_flops = 2 * matmul_params(c) * config.batch.prompts * prompt_length / devices
   token_seconds = max(bytes_read / chip.memory_bandwidth, decode_flops / chip.flops)

@@ -6,6 +6,8 @@ file `c` is the model's architecture.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,8 +15,9 @@ from typing import Any, NamedTuple
 from gtpo_jax.config import Config, flatten, freeze, resolve_model, to_dict
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.params import matmul_params
+from gtpo_jax.models.quantize import FORMATS
 from gtpo_jax.planning.collectives import Collective, send_seconds
-from gtpo_jax.planning.roofline import sample_seconds, update_seconds
+from gtpo_jax.planning.roofline import sample_seconds, update_seconds, weight_bytes
 from gtpo_jax.rollout.mesh_choice import all_meshes
 from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.mesh import MESH_AXES
@@ -54,9 +57,10 @@ def candidates(
 ) -> list[Candidate]:
   """Returns overrides that may make a run fit, the fastest first.
 
-  They set the mesh, the micro-batches, whether the optimizer's moments are in host memory, and the
-  slots. For each mesh there are the fewest micro-batches and the most slots that are estimated to
-  fit.
+  They set the mesh, the micro-batches, whether the optimizer's moments are in host memory, the
+  slots, and the format of a base under adapters. For each mesh there are the fewest micro-batches
+  and the most slots that are estimated to fit. A quantised base changes what is learned, so
+  candidates with one come last, int8 before int4.
 
   Args:
     config: the config of the run.
@@ -66,9 +70,11 @@ def candidates(
     update_memory: the bytes of a device that the update can use.
     sampling_memory: the bytes of a device that sampling can use.
   """
-  c = resolve_model(config).config
+  architecture = resolve_model(config).config
+  formats = _formats(config)
   found = []
-  for mesh in _meshes(config, c, devices):
+  for quantized, mesh in itertools.product(formats, _meshes(config, architecture, devices)):
+    c = dataclasses.replace(architecture, quantize=quantized)
     # The compiler knows no host memory of a GPU that is not attached.
     for offload in (False,) if chip.gpu else sorted({config.optimizer.offload, True}):
       state = _state_bytes(c, mesh, offload)
@@ -81,14 +87,20 @@ def candidates(
       override = {f"mesh.{name}": size for name, size in mesh.items()}
       override["batch.micro_batches"] = micro_batches
       override["optimizer.offload"] = offload
+      override["model.quantize"] = quantized
       if slots != choices[0][0]:
         override["sampling.slots"] = slots
       seconds = _seconds(config, c, chip, mesh, micro_batches, slots, nodes)
       # The transfers of moments overlap with little, so a run with them is slower.
       found.append(Candidate(override, state + update, state + sampling, seconds + offload))
-  # Of candidates that are equally fast within one percent, the one that needs least memory.
-  found.sort(key=lambda x: (round(math.log(x.seconds), 2), max(x.update, x.sampling)))
-  return found
+
+  def rank(candidate: Candidate) -> tuple[float, ...]:
+    # Of candidates that are equally fast within one percent, the one that needs least memory.
+    seconds = round(math.log(candidate.seconds), 2)
+    quantized = formats.index(candidate.override["model.quantize"])
+    return quantized, seconds, max(candidate.update, candidate.sampling)
+
+  return sorted(found, key=rank)
 
 
 def _first_fitting(choices: Sequence[tuple[int, float]], limit: float) -> tuple[int, float]:
@@ -129,6 +141,14 @@ def _meshes(config: Config, c: ModelConfig, devices: int) -> Iterator[dict[str, 
     yield dict(zip(MESH_AXES, sizes, strict=True))
 
 
+def _formats(config: Config) -> tuple[str, ...]:
+  """Returns the formats of the base: the config's own, and smaller ones if only adapters learn."""
+  m = config.model
+  if m.quantize or not m.lora_rank or config.sampling.weights_dtype:
+    return (m.quantize,)
+  return ("", *FORMATS)
+
+
 def _micro_batches(config: Config, mesh: dict[str, int]) -> list[int]:
   """Returns the numbers of micro-batches into which a minibatch can be split, ascending."""
   prompts = config.batch.prompts // config.batch.minibatches // (mesh["data"] * mesh["fsdp"])
@@ -148,7 +168,7 @@ def _state_bytes(c: ModelConfig, mesh: dict[str, int], offload: bool) -> float:
   """Estimates the bytes of parameters and moments on one device."""
   shards = mesh["fsdp"] * mesh["context"] * mesh["tensor"]
   moments = 0 if offload or c.lora.rank else 8
-  return matmul_params(c) * (DTYPES[c.param_dtype](0).itemsize + moments) / shards
+  return (weight_bytes(c, c.param_dtype, c.quantize) + moments * matmul_params(c)) / shards
 
 
 def _update_bytes(
@@ -170,7 +190,8 @@ def _sampling_bytes(config: Config, c: ModelConfig, mesh: dict[str, int], slots:
   """Estimates the bytes that sampling needs beside the state on one device."""
   data, fsdp, _, tensor = mesh.values()
   itemsize = DTYPES[c.compute_dtype](0).itemsize
-  weights = matmul_params(c) * itemsize / tensor
+  quantized = c.quantize or config.sampling.weights_dtype
+  weights = weight_bytes(c, c.compute_dtype, quantized) / tensor
   rows = min(slots, config.batch.prompts * config.policy_completions) / (data * fsdp)
   kv = 2 * c.layers * c.kv_heads * c.head_dim * itemsize
   if c.kv_heads % tensor == 0:

@@ -67,7 +67,7 @@ def _advice(override: str | None) -> str:
   if override:
     return f"no, but it fits with {override} (checked by compiling)"
   return (
-    "no; other meshes, smaller micro-batches and optimizer moments in host memory were tried and "
-    "do not make it fit; use more devices, a smaller sampling.max_tokens, model.lora_rank, or with "
-    "it model.quantize"
+    "no; other meshes, smaller micro-batches, fewer slots and optimizer moments in host memory "
+    "were tried and do not make it fit, nor, under adapters, a quantised base; use more devices, a "
+    "smaller sampling.max_tokens or model.lora_rank"
   )

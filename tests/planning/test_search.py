@@ -62,6 +62,25 @@ def test_less_memory_means_more_micro_batches_then_offloading():
   assert not halves[-1]  # nothing fits in the end
 
 
+def test_a_base_under_adapters_is_quantised_only_if_nothing_else_fits():
+  changes = {"model.preset": "qwen2.5-7b", "batch.prompts": 8}
+  changes |= {"model.param_dtype": "bfloat16", "model.compute_dtype": "bfloat16"}
+  adapters = small_config(**changes, **{"model.lora_rank": 16})
+  formats = lambda config, memory: list(
+    dict.fromkeys(x.override["model.quantize"] for x in search(config, 1, memory * 2**30))
+  )
+  assert formats(adapters, 95) == ["", "int8", "int4"]
+  assert formats(adapters, 26) == ["int8", "int4"]  # 13 GiB in bfloat16, held twice
+  assert formats(adapters, 12) == ["int4"]
+  assert formats(adapters, 7) == []
+  assert formats(small_config(**changes), 95) == [""]  # all weights learn
+  int8 = with_overrides(adapters, {"model.quantize": "int8"})
+  assert formats(int8, 95) == ["int8"]
+  sampled_as = {"sampling.weights_dtype": "int8", "algorithm.tis_cap": 2.0}
+  sampling = with_overrides(adapters, sampled_as)
+  assert formats(sampling, 95) == [""] and formats(sampling, 24) == [""]
+
+
 def test_a_network_between_nodes_slows_a_step():
   config = small_config(
     **{
