@@ -142,12 +142,16 @@ def test_groups_are_those_of_whole_batches(staleness):
 
 @pytest.mark.slow
 def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it():
-  """The parameters change at each step; a token's log-prob is its version's, to 1e-5."""
+  """The parameters change at each step; a token's ratio to its version's policy is 1.
+
+  Log-probs between 4 and 8 have a resolution of 5e-7 in float32.
+  """
   config = stale_config(2)
   collector = make_collector(config)
   worker, params = random_worker(config)
   policies = [jax.tree.map(lambda x, k=k: x * (1 + 0.03 * k), params) for k in range(5)]
   mixed = 0
+  errors = []
   for version, policy in enumerate(policies):
     rollouts = collector.collect(policy, version, print).rollouts
     mask = np.asarray(rollouts.mask)
@@ -158,11 +162,13 @@ def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it():
         worker.model, policies[drawn_at], rollouts.prompts, rollouts.tokens, 1.0, 64
       )
       here = mask & (versions == drawn_at)
-      assert np.abs(np.asarray(log_probs - rollouts.log_probs))[here].max() <= 1e-5
+      errors.append(np.abs(np.exp(np.asarray(log_probs - rollouts.log_probs)[here]) - 1))
       assert np.abs(np.asarray(entropy - rollouts.entropy))[here].max() <= 1e-5
     # Versions only rise within a completion.
     assert (np.diff(versions, axis=-1)[mask[..., 1:]] >= 0).all()
   assert mixed > 5
+  errors = np.concatenate(errors)
+  assert np.quantile(errors, 0.99) <= 1e-6 and errors.max() <= 1e-5
 
 
 @pytest.mark.parametrize(
