@@ -68,16 +68,20 @@ MAIN_ARMS = (
   "oracle mask",
 )
 LONG_ARMS = (BASELINE, "gtpo, alpha2 = 0.1", "gtpo, alpha2 = 1", "oracle mask")
-V1 = "gtpo_v1, alpha = 1"
-GRPO_S = "grpo_s, beta2 = 1"
+BY_COMPLETION = (
+  "gtpo_v1, alpha = 1",
+  "grpo_s, beta2 = 0",
+  "grpo_s, beta2 = 1",
+  "ours: rewards of grpo_s, token ratios",
+)
 # By number of steps and base model: the arms that are trained, unless --arms says otherwise.
 TRAINED = {
   12: {
-    "filler2": (*MAIN_ARMS, V1, "dapo_forking", "dapo"),
+    "filler2": (*MAIN_ARMS, "gtpo_v1, alpha = 1", "dapo_forking", "dapo"),
     "confident": MAIN_ARMS,
-    "countdown": (*MAIN_ARMS, V1, GRPO_S),
+    "countdown": (*MAIN_ARMS, *BY_COMPLETION),
   },
-  100: {"filler2": LONG_ARMS, "confident": LONG_ARMS, "countdown": (*LONG_ARMS, V1, GRPO_S)},
+  100: {"filler2": LONG_ARMS, "confident": LONG_ARMS, "countdown": (*LONG_ARMS, *BY_COMPLETION)},
 }
 TRAIN_BASES = ("filler2", "confident", "countdown")
 STAGES = ("probe", "train", "tables")

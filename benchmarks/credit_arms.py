@@ -157,6 +157,11 @@ def _by_entropy(algorithm: Algorithm, batch: Batch) -> jax.Array:
   return _advantages(algorithm, batch.signals) * share
 
 
+def _by_completion(algorithm: Algorithm, batch: Batch) -> jax.Array:
+  """Gives every token the advantage that GRPO-S gives its completion."""
+  return _advantages(GRPO_S, batch.signals)
+
+
 def _by_position(algorithm: Algorithm, batch: Batch) -> jax.Array:
   """Subtracts from the verdict the mean over the completions that reach this position."""
   mask = batch.signals["mask"]
@@ -197,6 +202,8 @@ def _gtpo(alpha2: float, **settings: Any) -> Algorithm:
   return make("gtpo", alpha2=alpha2, **OVER_GROUP, **settings)
 
 
+GRPO_S = make("grpo_s", beta2=1.0, **OVER_GROUP)
+
 ARMS: dict[str, Arm] = {
   BASELINE: Arm(_gtpo(0.0)),
   "gtpo, alpha2 = 0.1": Arm(_gtpo(0.1)),
@@ -209,7 +216,9 @@ ARMS: dict[str, Arm] = {
   "gtpo_v1, alpha = 1, by completion": Arm(
     make("gtpo_v1", alpha=1.0, compare="sequence", **OVER_GROUP)
   ),
-  "grpo_s, beta2 = 1": Arm(make("grpo_s", beta2=1.0, **OVER_GROUP)),
+  "grpo_s, beta2 = 0": Arm(make("grpo_s", beta2=0.0, **OVER_GROUP)),
+  "grpo_s, beta2 = 1": Arm(GRPO_S),
+  "ours: rewards of grpo_s, token ratios": Arm(_gtpo(0.0), _by_completion),
   "dapo": Arm(make("dapo", **EQUAL)),
   "dapo_forking": Arm(make("dapo_forking", **EQUAL)),
   "oracle mask": Arm(_gtpo(0.0), _oracle),
@@ -225,6 +234,8 @@ ARMS: dict[str, Arm] = {
   "ours: learned value, lambda = 0": Arm(_gtpo(0.0), _by_value(0.0)),
   "ours: advantage times change of value": Arm(_gtpo(0.0), _by_change_of_value),
 }
+# By arm: the same loss and reward without the entropy. That of `gtpo_v1` is the baseline.
+CONTROLS = {"grpo_s, beta2 = 1": "grpo_s, beta2 = 0"}
 # The estimate of the true gradient: rewards minus the mean of the other completions, not divided by
 # a standard deviation, summed over all tokens with one constant weight.
 REFERENCE = Arm(make("rloo", loss_aggregation="constant"))

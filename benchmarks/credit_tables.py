@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from compare import difference as difference_over_seeds
-from credit_arms import ARMS, BASELINE
+from credit_arms import ARMS, BASELINE, CONTROLS
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from scipy import stats
@@ -156,7 +156,7 @@ def training_tables(runs: Runs) -> list[str]:
     compared = {
       arm: compare(seeds, by_arm[BASELINE])
       for arm, seeds in by_arm.items()
-      if arm != BASELINE and BASELINE in by_arm and set(seeds) & set(by_arm[BASELINE])
+      if arm != BASELINE and _share_seeds(by_arm, arm, BASELINE)
     }
     p_values = holm({arm: p for arm, (_, _, _, p) in compared.items()})
     for arm, seeds in by_arm.items():
@@ -165,12 +165,9 @@ def training_tables(runs: Runs) -> list[str]:
       )
       change = p_value = over_seeds = ""
       if arm in compared:
-        mean, low, high, _ = compared[arm]
-        change = f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+        change = _interval(compared[arm])
         p_value = f"{p_values[arm]:.2g}"
-        shared = sorted(set(seeds) & set(by_arm[BASELINE]))
-        means = [[_pass(of[seed], 1).mean() for seed in shared] for of in (seeds, by_arm[BASELINE])]
-        over_seeds = difference_over_seeds(*means)
+        over_seeds = _over_seeds(seeds, by_arm[BASELINE])
       right = _at_end(seeds, "right_decisive")
       entropies = ", ".join(
         _number(_at_end(seeds, f"entropy_{name}").mean()) for name in CLASSES[:3]
@@ -188,7 +185,35 @@ def training_tables(runs: Runs) -> list[str]:
         entropies,
       ]
       lines.append(_row(cells))
+    for arm, control in CONTROLS.items():
+      if _share_seeds(by_arm, arm, control):
+        result = compare(by_arm[arm], by_arm[control])
+        lines += [
+          "",
+          f"{arm} minus {control}: {_interval(result)}, p = {result[3]:.2g}; over seeds "
+          f"{_over_seeds(by_arm[arm], by_arm[control])}",
+        ]
   return lines
+
+
+def _share_seeds(by_arm: Mapping[str, Mapping[int, Any]], arm: str, other: str) -> bool:
+  return bool(set(by_arm.get(arm, ())) & set(by_arm.get(other, ())))
+
+
+def _interval(compared: tuple[float, float, float, float]) -> str:
+  """Returns the difference and the interval of `compare` in percentage points."""
+  mean, low, high, _ = compared
+  return f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+
+
+def _over_seeds(
+  runs: Mapping[int, Mapping[str, Any]], baseline: Mapping[int, Mapping[str, Any]]
+) -> str:
+  """Returns the difference in pass@1 with the interval of a t-test that is paired by seed."""
+  shared = sorted(set(runs) & set(baseline))
+  return difference_over_seeds(
+    *([_pass(of[seed], 1).mean() for seed in shared] for of in (runs, baseline))
+  )
 
 
 def _by_training(runs: Runs) -> dict[tuple[int, str], dict[str, dict[int, Mapping[str, Any]]]]:
@@ -207,7 +232,7 @@ def compare(
 
   Args:
     runs: the runs of an arm, by seed.
-    baseline: those of uniform credit.
+    baseline: those of uniform credit, or of the arm's control.
   """
   seeds = sorted(set(runs) & set(baseline))
   mean = lambda of: np.mean([_pass(of[seed], 1) for seed in seeds], axis=0)
