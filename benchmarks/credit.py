@@ -72,6 +72,7 @@ BY_COMPLETION = (
   "gtpo_v1, alpha = 1",
   "grpo_s, beta2 = 0",
   "grpo_s, beta2 = 1",
+  "grpo_s, entropies shuffled",
   "ours: rewards of grpo_s, token ratios",
 )
 # By number of steps and base model: the arms that are trained, unless --arms says otherwise.

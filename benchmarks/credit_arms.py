@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,20 @@ def _shuffled(algorithm: Algorithm, batch: Batch) -> jax.Array:
   return _advantages(algorithm, batch.signals | {"entropy": entropy})
 
 
+def _completions_shuffled(algorithm: Algorithm, batch: Batch) -> jax.Array:
+  """Permutes the mean entropies of the completions of a group that share a verdict."""
+  rng = np.random.default_rng(batch.key)
+  mask = batch.signals["mask"]
+  correct = batch.signals["correct"]
+  entropy = np.where(mask, batch.signals["entropy"], 0.0)
+  mean = entropy.sum(2) / mask.sum(2).clip(1)
+  for group, verdict in itertools.product(range(len(mean)), (False, True)):
+    members = np.flatnonzero((correct[group] == verdict) & mask[group].any(1))
+    mean[group, members] = mean[group, rng.permutation(members)]
+  entropy = np.where(mask, mean[..., None], 0.0).astype(np.float32)
+  return _advantages(algorithm, batch.signals | {"entropy": entropy})
+
+
 def _oracle(algorithm: Algorithm, batch: Batch) -> jax.Array:
   """Pays only the tokens that decide; completions of unknown truth keep uniform credit."""
   known = (batch.codes > 0).any(-1, keepdims=True)
@@ -218,6 +233,7 @@ ARMS: dict[str, Arm] = {
   ),
   "grpo_s, beta2 = 0": Arm(make("grpo_s", beta2=0.0, **OVER_GROUP)),
   "grpo_s, beta2 = 1": Arm(GRPO_S),
+  "grpo_s, entropies shuffled": Arm(GRPO_S, _completions_shuffled),
   "ours: rewards of grpo_s, token ratios": Arm(_gtpo(0.0), _by_completion),
   "dapo": Arm(make("dapo", **EQUAL)),
   "dapo_forking": Arm(make("dapo_forking", **EQUAL)),
@@ -234,8 +250,9 @@ ARMS: dict[str, Arm] = {
   "ours: learned value, lambda = 0": Arm(_gtpo(0.0), _by_value(0.0)),
   "ours: advantage times change of value": Arm(_gtpo(0.0), _by_change_of_value),
 }
-# By arm: the same loss and reward without the entropy. That of `gtpo_v1` is the baseline.
-CONTROLS = {"grpo_s, beta2 = 1": "grpo_s, beta2 = 0"}
+# By arm: the same loss without entropy in the reward, and with entropies of other completions. The
+# first control of `gtpo_v1` is the baseline.
+CONTROLS = {"grpo_s, beta2 = 1": ("grpo_s, beta2 = 0", "grpo_s, entropies shuffled")}
 # The estimate of the true gradient: rewards minus the mean of the other completions, not divided by
 # a standard deviation, summed over all tokens with one constant weight.
 REFERENCE = Arm(make("rloo", loss_aggregation="constant"))

@@ -185,7 +185,8 @@ def training_tables(runs: Runs) -> list[str]:
         entropies,
       ]
       lines.append(_row(cells))
-    for arm, control in CONTROLS.items():
+    pairs = [(arm, control) for arm, controls in CONTROLS.items() for control in controls]
+    for arm, control in pairs:
       if _share_seeds(by_arm, arm, control):
         result = compare(by_arm[arm], by_arm[control])
         lines += [

@@ -129,6 +129,22 @@ def test_the_oracle_pays_deciding_tokens_and_one_sided_arms_leave_the_other_side
     assert (np.diff(hesitant[i, j][tokens][order]) < 0).all()
 
 
+def test_shuffled_completions_exchange_the_credit_of_grpo_s_within_a_verdict(case):
+  from credit_arms import ARMS
+
+  *_, batch = case
+  correct = batch.signals["correct"]
+  own, shuffled = (
+    np.asarray(ARMS[name].advantages(batch)).max(2, where=batch.signals["mask"], initial=-np.inf)
+    for name in ("grpo_s, beta2 = 1", "grpo_s, entropies shuffled")
+  )
+  for i in range(len(correct)):
+    for verdict in (False, True):
+      of = correct[i] == verdict
+      np.testing.assert_allclose(np.sort(shuffled[i, of]), np.sort(own[i, of]), atol=1e-5)
+  assert not np.allclose(shuffled, own, atol=1e-2)
+
+
 def test_noise_is_the_variance_over_the_squared_mean():
   from credit_probe import _Moments
 
