@@ -20,7 +20,17 @@ from gtpo_jax.evaluation.estimators import pass_at_k
 CLASSES = ("decisive", "copied", "filler", "inert")
 DRAWS = 10_000  # of the bootstrap
 LAST_ROWS = 2  # rows of a curve that describe the end of a run
-COLORS = ("#333333", "#1a6faf", "#cf5a08", "#2a8a4a", "#8a4a9a", "#999999", "#b09000", "#c03060")
+COLORS = (
+  "#333333",
+  "#1a6faf",
+  "#cf5a08",
+  "#2a8a4a",
+  "#8a4a9a",
+  "#999999",
+  "#b09000",
+  "#c03060",
+  "#00a0b0",
+)
 TRAINING_HEADS = (
   "arm",
   "seeds",
