@@ -74,6 +74,7 @@ setup(
       "pytest-xdist>=3.6",
       "hypothesis>=6.100",
       "ruff>=0.15",
+      "setuptools>=65",  # builds the wheel of a test; venvs of Python 3.12 come without it
       "psutil>=6",
       "gcsfs>=2026.2",
       "gcp-storage-emulator>=2026.7",  # a bucket on 127.0.0.1
