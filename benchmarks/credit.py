@@ -71,6 +71,7 @@ LONG_ARMS = (BASELINE, "gtpo, alpha2 = 0.1", "gtpo, alpha2 = 1", "oracle mask")
 BY_COMPLETION = (
   "gtpo_v1, alpha = 1",
   "grpo_s, beta2 = 0",
+  "grpo_s, beta2 = 0.1",
   "grpo_s, beta2 = 1",
   "grpo_s, entropies shuffled",
   "ours: rewards of grpo_s, token ratios",

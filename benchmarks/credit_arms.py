@@ -232,6 +232,7 @@ ARMS: dict[str, Arm] = {
     make("gtpo_v1", alpha=1.0, compare="sequence", **OVER_GROUP)
   ),
   "grpo_s, beta2 = 0": Arm(make("grpo_s", beta2=0.0, **OVER_GROUP)),
+  "grpo_s, beta2 = 0.1": Arm(make("grpo_s", beta2=0.1, **OVER_GROUP)),
   "grpo_s, beta2 = 1": Arm(GRPO_S),
   "grpo_s, entropies shuffled": Arm(GRPO_S, _completions_shuffled),
   "ours: rewards of grpo_s, token ratios": Arm(_gtpo(0.0), _by_completion),
@@ -252,7 +253,10 @@ ARMS: dict[str, Arm] = {
 }
 # By arm: the same loss without entropy in the reward, and with entropies of other completions. The
 # first control of `gtpo_v1` is the baseline.
-CONTROLS = {"grpo_s, beta2 = 1": ("grpo_s, beta2 = 0", "grpo_s, entropies shuffled")}
+CONTROLS = {
+  "grpo_s, beta2 = 0.1": ("grpo_s, beta2 = 0",),
+  "grpo_s, beta2 = 1": ("grpo_s, beta2 = 0", "grpo_s, entropies shuffled"),
+}
 # The estimate of the true gradient: rewards minus the mean of the other completions, not divided by
 # a standard deviation, summed over all tokens with one constant weight.
 REFERENCE = Arm(make("rloo", loss_aggregation="constant"))

@@ -30,6 +30,7 @@ COLORS = (
   "#b09000",
   "#c03060",
   "#00a0b0",
+  "#e08aa8",
 )
 TRAINING_HEADS = (
   "arm",
