@@ -217,7 +217,11 @@ def _gtpo(alpha2: float, **settings: Any) -> Algorithm:
   return make("gtpo", alpha2=alpha2, **OVER_GROUP, **settings)
 
 
-GRPO_S = make("grpo_s", beta2=1.0, **OVER_GROUP)
+def _grpo_s(beta2: float) -> Algorithm:
+  return make("grpo_s", beta2=beta2, **OVER_GROUP)
+
+
+GRPO_S = _grpo_s(1.0)
 
 ARMS: dict[str, Arm] = {
   BASELINE: Arm(_gtpo(0.0)),
@@ -231,8 +235,8 @@ ARMS: dict[str, Arm] = {
   "gtpo_v1, alpha = 1, by completion": Arm(
     make("gtpo_v1", alpha=1.0, compare="sequence", **OVER_GROUP)
   ),
-  "grpo_s, beta2 = 0": Arm(make("grpo_s", beta2=0.0, **OVER_GROUP)),
-  "grpo_s, beta2 = 0.1": Arm(make("grpo_s", beta2=0.1, **OVER_GROUP)),
+  "grpo_s, beta2 = 0": Arm(_grpo_s(0.0)),
+  "grpo_s, beta2 = 0.1": Arm(_grpo_s(0.1)),
   "grpo_s, beta2 = 1": Arm(GRPO_S),
   "grpo_s, entropies shuffled": Arm(GRPO_S, _completions_shuffled),
   "ours: rewards of grpo_s, token ratios": Arm(_gtpo(0.0), _by_completion),
@@ -251,8 +255,8 @@ ARMS: dict[str, Arm] = {
   "ours: learned value, lambda = 0": Arm(_gtpo(0.0), _by_value(0.0)),
   "ours: advantage times change of value": Arm(_gtpo(0.0), _by_change_of_value),
 }
-# By arm: the same loss without entropy in the reward, and with entropies of other completions. The
-# first control of `gtpo_v1` is the baseline.
+# By arm: the same loss without entropy in the reward and, at the stronger weight, with entropies of
+# other completions. The first control of `gtpo_v1` is the baseline.
 CONTROLS = {
   "grpo_s, beta2 = 0.1": ("grpo_s, beta2 = 0",),
   "grpo_s, beta2 = 1": ("grpo_s, beta2 = 0", "grpo_s, entropies shuffled"),
