@@ -131,7 +131,9 @@ def test_a_user_without_a_name_or_a_home(expected, tmp_path):
   reading = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
   user = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", *reading]
   os.chmod(tmp_path, 0o777)
-  env = environment(HOME="/root")
+  home = tmp_path / "home"
+  home.mkdir(mode=0o700)
+  env = environment(HOME=str(home))
   for name in ("USER", "LOGNAME", "LNAME", "USERNAME", "JAX_COMPILATION_CACHE_DIR"):
     env.pop(name, None)
 
@@ -143,9 +145,10 @@ def test_a_user_without_a_name_or_a_home(expected, tmp_path):
   assert done.returncode == 0, done.stderr
   assert os.stat(tmp_path / "run" / "config.json").st_uid == 54321
   assert read_result(tmp_path / "run") == expected
-  refused = run("/root/run")
+  refused = run(home / "run")
   assert refused.returncode == 2, refused
-  assert refused.stderr.endswith("gtpo: cannot write into workdir '/root/run': Permission denied\n")
+  message = f"gtpo: cannot write into workdir '{home / 'run'}': Permission denied\n"
+  assert refused.stderr.endswith(message)
 
 
 @pytest.mark.slow
