@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from gtpo_jax.rewards.code import run_code
-from gtpo_jax.rewards.sandbox import sandbox_problem
+from gtpo_jax.rewards.sandbox.bubblewrap import sandbox_problem
 from gtpo_jax.runtime.errors import UserError
 
 PROGRAM = """

@@ -37,8 +37,8 @@ from credit_tables import draw_probes, draw_training, probe_tables, training_tab
 from credit_training import train_arm
 
 from gtpo_jax.config import Config, load
+from gtpo_jax.logs.display import Display
 from gtpo_jax.models.params import Params
-from gtpo_jax.reporting.display import Display
 from gtpo_jax.rollout.scoring import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.warm_start import base_model

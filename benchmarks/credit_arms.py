@@ -18,9 +18,9 @@ from gtpo_jax.algorithms.relative_entropy import COMPARE, relative_entropy
 from gtpo_jax.algorithms.units import ShapedRewards
 from gtpo_jax.arrays import Prompts, Rollouts
 from gtpo_jax.config import Config
+from gtpo_jax.logs.credit import batch_signals
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.reporting.credit import batch_signals
 from gtpo_jax.rollout.experience import Collector
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.problems import training_problems

@@ -20,8 +20,8 @@ import time
 
 import numpy as np
 
-from gtpo_jax.rewards.math import math_verdicts
-from gtpo_jax.rewards.pool import close_pools
+from gtpo_jax.rewards.math.verdicts import math_verdicts
+from gtpo_jax.rewards.math.worker_pool import close_pools
 
 HOSTILE = ["9^{9^{9^9}}", "(" * 3000 + "{n}" + ")" * 3000, "(10^9)!"]
 HOSTILE_EVERY = 20

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from gtpo_jax.config import Config, to_dict
-from gtpo_jax.reporting.credit import CreditRecord, save_credit
-from gtpo_jax.reporting.report import make_report
+from gtpo_jax.logs.credit import CreditRecord, save_credit
+from gtpo_jax.report.report import make_report
 
 GROUP = 16
 WORDS = 2000  # size of the vocabulary

@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gtpo_jax.reporting.log_files import read_jsonl
+from gtpo_jax.logs.log_files import read_jsonl
 
 TIMING_METRICS = ("time/", "tokens/s", "compiles")
 UNLIMITED_STEPS = 1_000_000

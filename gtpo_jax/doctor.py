@@ -15,7 +15,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from gtpo_jax.rewards import sandbox_problem
-from gtpo_jax.runtime.cluster import find_launch
+from gtpo_jax.runtime.cluster.launchers import find_launch
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.runtime.installing import install_command
 from gtpo_jax.runtime.startup import ACCELERATORS, cuda_extra, nvidia_driver

@@ -14,10 +14,10 @@ from typing import Any
 from gtpo_jax.algorithms import RECIPES
 from gtpo_jax.config import Config, flatten, resolved_dict
 from gtpo_jax.data.chat import Chat, load_chat
+from gtpo_jax.logs.log_files import read_jsonl
+from gtpo_jax.logs.text import visible
 from gtpo_jax.models import save, save_adapter
-from gtpo_jax.models.folder import is_hf_folder
-from gtpo_jax.reporting.log_files import read_jsonl
-from gtpo_jax.reporting.viewer import visible
+from gtpo_jax.models.hf.folder import is_hf_folder
 from gtpo_jax.rollout.policies import open_policy
 from gtpo_jax.runtime.errors import UserError
 

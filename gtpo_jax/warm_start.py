@@ -18,8 +18,8 @@ from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.checkpoint.runs import frozen_params
 from gtpo_jax.config import Config
 from gtpo_jax.data.sources import Loaded, load_source
+from gtpo_jax.logs.display import Display
 from gtpo_jax.models.params import Params
-from gtpo_jax.reporting.display import Display
 from gtpo_jax.rollout.policies import initial_params
 from gtpo_jax.rollout.problems import NO_RECORDS
 from gtpo_jax.rollout.worker import RolloutWorker

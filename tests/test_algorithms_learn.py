@@ -14,9 +14,9 @@ from gtpo_jax.algorithms import OBJECTIVES, RECIPES
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.config import load
 from gtpo_jax.config.sections import AlgorithmSection
+from gtpo_jax.logs.display import Display
+from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
-from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.log_files import read_jsonl
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.warm_start import base_model
 

@@ -18,7 +18,7 @@ import pytest
 from command_line import ROOT, SMALL, command_line, environment, gtpo
 
 from gtpo_jax import cli
-from gtpo_jax.reporting.viewer import visible
+from gtpo_jax.logs.text import visible
 from gtpo_jax.rewards import last_number_correct
 
 
@@ -222,7 +222,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(finished_run, tmp_path):
 def test_ctrl_c_on_a_terminal_says_that_the_run_will_be_saved(tmp_path):
   """The run's output is a pseudo-terminal.
 
-  `tests/reporting/test_display.py` tests what the panel says the run is waiting for; steps here may
+  `tests/logs/test_display.py` tests what the panel says the run is waiting for; steps here may
   end before the panel is drawn again.
   """
   workdir = tmp_path / "run"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gtpo_jax.runtime.cluster import find_launch
+from gtpo_jax.runtime.cluster.launchers import find_launch
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "launch"

@@ -18,13 +18,13 @@ from gtpo_jax.checkpoint.runs import run_params
 from gtpo_jax.checkpoint.workdir import claim, load_config
 from gtpo_jax.config import default_config, difference, freeze
 from gtpo_jax.data.records import Problem, user
+from gtpo_jax.logs import display
+from gtpo_jax.logs.compiles import compile_count
+from gtpo_jax.logs.credit import credit_files, read_credit
+from gtpo_jax.logs.display import Display
+from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
 from gtpo_jax.models.params import init_params
-from gtpo_jax.reporting import display
-from gtpo_jax.reporting.compiles import compile_count
-from gtpo_jax.reporting.credit import credit_files, read_credit
-from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.log_files import read_jsonl
 from gtpo_jax.rewards import VERIFIERS
 from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards, RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker

@@ -9,7 +9,7 @@ import pytest
 import gtpo_jax
 from gtpo_jax import cli
 from gtpo_jax.cli import commands
-from gtpo_jax.reporting.display import Display
+from gtpo_jax.logs.display import Display
 from gtpo_jax.runtime.errors import UserError
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ import pytest
 import gtpo_jax
 from gtpo_jax.config import freeze
 from gtpo_jax.data.sources import load_records
-from gtpo_jax.reporting.display import Display
+from gtpo_jax.logs.display import Display
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.warm_start import demonstrations, make_teacher

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from gtpo_jax.data.records import Problem, user
+from gtpo_jax.models.hf.save import save
 from gtpo_jax.models.params import Params
-from gtpo_jax.models.save import save
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError

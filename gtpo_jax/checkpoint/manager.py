@@ -24,8 +24,8 @@ from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
 from gtpo_jax.runtime.errors import CorruptCheckpoint, RunError, UserError, first_line
-from gtpo_jax.runtime.files import set_aside
-from gtpo_jax.runtime.storage import absolute_path
+from gtpo_jax.storage.files import set_aside
+from gtpo_jax.storage.paths import absolute_path
 from gtpo_jax.training.state import Optimizer, TrainState, abstract_state
 
 # Names of the items of a checkpoint on disk. They must not change, or older checkpoints no longer

@@ -6,8 +6,8 @@ from etils import epath
 
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.checkpoint.workdir import load_config
-from gtpo_jax.models.folder import find
-from gtpo_jax.models.load import read_params
+from gtpo_jax.models.hf.folder import find
+from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.models.lora import split_adapters
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer

@@ -16,11 +16,11 @@ from etils import epath
 
 from gtpo_jax.algorithms import RECIPES
 from gtpo_jax.algorithms.settings import RENAMED
-from gtpo_jax.checkpoint.lease import claim_lease
 from gtpo_jax.config import Config, difference, freeze_saved, resolved_dict
 from gtpo_jax.runtime.distributed import broadcast_from_first
 from gtpo_jax.runtime.errors import UserError, first_line
-from gtpo_jax.runtime.storage import (
+from gtpo_jax.storage.lease import claim_lease
+from gtpo_jax.storage.paths import (
   absolute_path,
   is_remote,
   storage_errors,

@@ -21,16 +21,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gtpo_jax.runtime.cluster import join_processes
+from gtpo_jax.runtime.cluster.joining import join_processes
 from gtpo_jax.runtime.device_errors import explain
 from gtpo_jax.runtime.errors import RunError, UserError, did_you_mean
 from gtpo_jax.runtime.signals import SIGNAL_EXIT, StopSignals
 from gtpo_jax.runtime.startup import place_compile_cache, prepare_jax, refuse_cpu_fallback
-from gtpo_jax.runtime.storage import check_object_writable, is_remote, storage_errors
+from gtpo_jax.storage.paths import check_object_writable, is_remote, storage_errors
 
 if TYPE_CHECKING:
   from gtpo_jax.data.chat import Chat
-  from gtpo_jax.reporting.display import Display
+  from gtpo_jax.logs.display import Display
   from gtpo_jax.sampling.host_arrays import CompletionBuffer
 
 STREAM_INTERVAL = 4  # tokens between updates when `gtpo sample` streams to a terminal
@@ -90,7 +90,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
 
   from gtpo_jax import config as configs
   from gtpo_jax import loop
-  from gtpo_jax.reporting.display import Display
+  from gtpo_jax.logs.display import Display
   from gtpo_jax.runtime.compiling import has_abandoned_compiles
   from gtpo_jax.runtime.distributed import is_first_process
 
@@ -138,7 +138,7 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo eval`."""
   from gtpo_jax import config as configs
   from gtpo_jax.evaluation.evaluate import evaluate_run
-  from gtpo_jax.models.folder import find, is_hf_folder
+  from gtpo_jax.models.hf.folder import find, is_hf_folder
   from gtpo_jax.rollout.policies import find_policy
   from gtpo_jax.rollout.problems import held_out_problems
   from gtpo_jax.rollout.scoring import RewardManager
@@ -185,7 +185,7 @@ def _stderr_display(enabled: bool = True) -> Display:
   """Returns a display of progress on stderr, for commands whose result is on stdout."""
   from rich.console import Console
 
-  from gtpo_jax.reporting.display import Display
+  from gtpo_jax.logs.display import Display
 
   console = Console(stderr=True, quiet=not enabled, highlight=False, soft_wrap=True)
   return Display(console=console)
@@ -219,7 +219,7 @@ def _sample(args: argparse.Namespace) -> int:
   import jax
 
   from gtpo_jax.data.records import user
-  from gtpo_jax.reporting.viewer import visible
+  from gtpo_jax.logs.text import visible
   from gtpo_jax.rollout.policies import open_policy
 
   display = _stderr_display(sys.stderr.isatty())
@@ -322,7 +322,7 @@ def report(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo report`."""
   os.environ["JAX_PLATFORMS"] = "cpu"  # a run in progress may hold the accelerator
   prepare_jax()
-  from gtpo_jax.reporting.report import make_report
+  from gtpo_jax.report.report import make_report
 
   _check_writable(args.out)
   with _stderr_display(sys.stderr.isatty()).waiting("drawing the figures"):

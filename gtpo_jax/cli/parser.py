@@ -10,7 +10,7 @@ from etils import epath
 import gtpo_jax
 from gtpo_jax.cli import commands
 from gtpo_jax.runtime.errors import UserError, did_you_mean
-from gtpo_jax.runtime.storage import storage_path
+from gtpo_jax.storage.paths import storage_path
 
 COMMANDS = ("train", "eval", "sample", "export", "plan", "report", "configs", "doctor")
 OVERRIDE = "--config."  # prefix of the options that set a config field

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from gtpo_jax.config.config import Config
 from gtpo_jax.models.config import ModelConfig
-from gtpo_jax.models.folder import find
-from gtpo_jax.models.hf_config import read_config
+from gtpo_jax.models.hf.config_json import read_config
+from gtpo_jax.models.hf.folder import find
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.runtime.errors import UserError
 

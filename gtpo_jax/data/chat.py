@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from gtpo_jax.data.records import NO_ROLE, ROLES, user
 from gtpo_jax.runtime.errors import UserError, first_line
-from gtpo_jax.runtime.files import local_copy, read_json, safe_join
 from gtpo_jax.runtime.limits import limited_memory, within
-from gtpo_jax.runtime.storage import storage_path
+from gtpo_jax.storage.files import local_copy, read_json, safe_join
+from gtpo_jax.storage.paths import storage_path
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase

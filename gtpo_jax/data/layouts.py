@@ -16,7 +16,7 @@ from gtpo_jax.data.kinds import UNSTATED
 from gtpo_jax.data.readers import Row
 from gtpo_jax.data.records import NO_ROLE, ROLES, Problem, user
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.files import printable
+from gtpo_jax.storage.files import printable
 
 REQUIRED_FIELDS = {"prompt", "answer"}
 FIELDS = {*REQUIRED_FIELDS, "kind"}

@@ -15,9 +15,9 @@ from typing import IO, Any
 from etils import epath
 
 from gtpo_jax.runtime.errors import UserError, first_line
-from gtpo_jax.runtime.files import printable
 from gtpo_jax.runtime.installing import install_command
-from gtpo_jax.runtime.storage import list_files, open_bytes, storage_errors, storage_path
+from gtpo_jax.storage.files import printable
+from gtpo_jax.storage.paths import list_files, open_bytes, storage_errors, storage_path
 
 EXTENSIONS = (".jsonl", ".jsonl.gz", ".parquet")
 HUGGING_FACE = "hf:"

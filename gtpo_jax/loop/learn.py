@@ -18,16 +18,16 @@ from gtpo_jax.api.results import Result, Step
 from gtpo_jax.checkpoint.workdir import claim, open_workdir
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problems
+from gtpo_jax.logs.compiles import compile_count
+from gtpo_jax.logs.display import Display
+from gtpo_jax.logs.profile import trace_window
 from gtpo_jax.loop.run import Run, prepare
-from gtpo_jax.reporting.compiles import compile_count
-from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.profile import trace_window
 from gtpo_jax.rollout.user_functions import RewardFunction
 from gtpo_jax.runtime.compiling import stoppable_compiles
 from gtpo_jax.runtime.distributed import any_process, is_first_process
 from gtpo_jax.runtime.errors import FunctionError
 from gtpo_jax.runtime.signals import Interrupts, Stopped, Watchdog
-from gtpo_jax.runtime.spool import open_logs
+from gtpo_jax.storage.spool import open_logs
 
 PRINT_EVERY = 5  # steps between lines of a plain log
 

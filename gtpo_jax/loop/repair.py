@@ -10,8 +10,8 @@ from etils import epath
 from gtpo_jax.checkpoint.runs import run_params
 from gtpo_jax.config import Config
 from gtpo_jax.evaluation.results import Evaluation, metrics_of_summary
+from gtpo_jax.logs.journal import Journal
 from gtpo_jax.models.params import Params
-from gtpo_jax.reporting.journal import Journal
 from gtpo_jax.rollout.policies import initial_params
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import RunError, UserError, first_line

@@ -21,23 +21,19 @@ from gtpo_jax.config.trainer import run_optimizer, run_update
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.evaluation.evaluate import evaluate_run, evaluation_workloads
 from gtpo_jax.evaluation.results import Evaluation
+from gtpo_jax.logs.compiles import describe_compiles
+from gtpo_jax.logs.credit import repair_credit, write_credit
+from gtpo_jax.logs.credit_scores import step_metrics
+from gtpo_jax.logs.display import Display
+from gtpo_jax.logs.journal import Journal
+from gtpo_jax.logs.sessions import SessionRecord
+from gtpo_jax.logs.summary import describe_evaluation, describe_run, evaluated_accuracy, summarize
+from gtpo_jax.logs.trackers import WeightsAndBiases, check_trackers
+from gtpo_jax.loop.guards import Guards
 from gtpo_jax.loop.repair import repair_evaluations
 from gtpo_jax.models.params import Params
-from gtpo_jax.reporting.compiles import describe_compiles
-from gtpo_jax.reporting.credit import repair_credit, write_credit
-from gtpo_jax.reporting.credit_scores import step_metrics
-from gtpo_jax.reporting.curves import draw_curves
-from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.journal import Journal
-from gtpo_jax.reporting.sessions import SessionRecord
-from gtpo_jax.reporting.summary import (
-  describe_evaluation,
-  describe_run,
-  evaluated_accuracy,
-  summarize,
-)
-from gtpo_jax.reporting.timeline import step_timeline
-from gtpo_jax.reporting.trackers import WeightsAndBiases, check_trackers
+from gtpo_jax.report.curves import draw_curves
+from gtpo_jax.report.timeline import step_timeline
 from gtpo_jax.rollout.experience import Collector, Experience
 from gtpo_jax.rollout.frozen import check_frozen, load_frozen
 from gtpo_jax.rollout.mesh_choice import check_divisible, proposing_mesh
@@ -49,9 +45,8 @@ from gtpo_jax.runtime.compiling import StoppableProgram
 from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.distributed import fetch, is_first_process
 from gtpo_jax.runtime.errors import FunctionError, UserError
-from gtpo_jax.runtime.guards import Guards
 from gtpo_jax.runtime.signals import Stopped
-from gtpo_jax.runtime.spool import Logs
+from gtpo_jax.storage.spool import Logs
 from gtpo_jax.training.state import TrainState, init_state
 from gtpo_jax.warm_start import Teacher, base_model, check_prompts, make_teacher
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from gtpo_jax.models.attention.rope_scaling import RopeScaling
 from gtpo_jax.models.families import FAMILIES, MATRICES
 from gtpo_jax.models.quantize import FORMATS
-from gtpo_jax.models.rope_scaling import RopeScaling
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}

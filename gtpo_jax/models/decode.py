@@ -12,10 +12,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gtpo_jax.arrays import Prompts
-from gtpo_jax.models.attention import KV
+from gtpo_jax.models.attention.rope import rope_angles
+from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.params import Params, param_shardings
-from gtpo_jax.models.rope import rope_angles
 from gtpo_jax.models.transformer import Layer, Transformer, stream_masks
 from gtpo_jax.runtime.mesh import constrain, partition_spec
 

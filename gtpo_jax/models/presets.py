@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from gtpo_jax.models.attention.rope_scaling import Llama3Scaling
 from gtpo_jax.models.config import ModelConfig
-from gtpo_jax.models.rope_scaling import Llama3Scaling
 
 
 def _model(

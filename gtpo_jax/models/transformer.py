@@ -17,15 +17,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from gtpo_jax.arrays import Packing, Prompts, max_per_row
-from gtpo_jax.models.attention import KV, AttentionContext, Spans
-from gtpo_jax.models.causal import attend_causally
+from gtpo_jax.models.attention.causal import attend_causally
+from gtpo_jax.models.attention.flash import ATTENTION_RESIDUALS
+from gtpo_jax.models.attention.rope import Rope, rope_angles, rotate
+from gtpo_jax.models.attention.sources import KV, AttentionContext, Spans
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.declaration import declare
 from gtpo_jax.models.embedding import embedding_lookup
-from gtpo_jax.models.flash import ATTENTION_RESIDUALS
 from gtpo_jax.models.layers import MATRIX_INIT, Dense, RMSNorm
 from gtpo_jax.models.layouts import layer_layout, layer_layout_of_gradient, residual_layout
-from gtpo_jax.models.rope import Rope, rope_angles, rotate
 from gtpo_jax.runtime.mesh import constrain, divisible_axis
 
 # (queries [n, g, h, 1, e], the new position's keys and values) -> (the attention output

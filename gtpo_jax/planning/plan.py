@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from gtpo_jax.config import Config
-from gtpo_jax.models.causal import attention_kind
+from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.planning.collectives import collectives, send_seconds
 from gtpo_jax.planning.compile import bytes_per_device

@@ -15,7 +15,7 @@ from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.config.trainer import run_optimizer, run_update
 from gtpo_jax.evaluation.evaluate import GREEDY
-from gtpo_jax.models.causal import attention_kind
+from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.models.lora import without_lora

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from gtpo_jax.rewards.extraction import marked_answer
+from gtpo_jax.rewards.math.extraction import marked_answer
 
 _SURROUNDINGS = " \t\r\n*`\"'"
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|tt)?|mathrm|mbox)\{([^{}]*)\}")

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from gtpo_jax.rewards.code import code_correct
-from gtpo_jax.rewards.extraction import extract
-from gtpo_jax.rewards.math import math_verdicts
+from gtpo_jax.rewards.math.extraction import extract
+from gtpo_jax.rewards.math.verdicts import math_verdicts
 from gtpo_jax.rewards.plain import choice_correct, exact_correct
 from gtpo_jax.rewards.synthetic import countdown_correct, forks_correct, last_number_correct
 

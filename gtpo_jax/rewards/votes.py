@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from gtpo_jax.rewards.extraction import MAX_CHARS, extract
-from gtpo_jax.rewards.normalize import SPACE
+from gtpo_jax.rewards.math.extraction import MAX_CHARS, extract
+from gtpo_jax.rewards.math.normalize import SPACE
+from gtpo_jax.rewards.math.values import Group, Number, Value, read
 from gtpo_jax.rewards.plain import choice_vote, exact_vote
 from gtpo_jax.rewards.synthetic import forks_digits, last_number
-from gtpo_jax.rewards.values import Group, Number, Value, read
 
 
 def _math(completion: str) -> Hashable | None:

@@ -12,9 +12,9 @@ from gtpo_jax.checkpoint.runs import open_run, run_params
 from gtpo_jax.checkpoint.workdir import load_config
 from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.data.chat import load_chat
-from gtpo_jax.models.folder import find, is_hf_folder
-from gtpo_jax.models.hf_config import read_config
-from gtpo_jax.models.load import read_params
+from gtpo_jax.models.hf.config_json import read_config
+from gtpo_jax.models.hf.folder import find, is_hf_folder
+from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.policies import base_params

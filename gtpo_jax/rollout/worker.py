@@ -13,7 +13,7 @@ from gtpo_jax.arrays import Rollouts
 from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.data.records import Problem
-from gtpo_jax.models.causal import attention_kind
+from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.models.params import Params, param_shardings
 from gtpo_jax.models.transformer import Transformer

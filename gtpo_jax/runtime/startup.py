@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from gtpo_jax.runtime.cluster import NVIDIA_DEVICE_FILES, has_tpu
+from gtpo_jax.runtime.cluster.launchers import NVIDIA_DEVICE_FILES, has_tpu
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.runtime.installing import install_command
 

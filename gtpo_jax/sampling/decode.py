@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.arrays import Prompts
-from gtpo_jax.models.attention import KV, MASKED
+from gtpo_jax.models.attention.sources import KV, MASKED
 from gtpo_jax.models.decode import DecodeParams, decode_step, next_logits, prefill
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import constrain

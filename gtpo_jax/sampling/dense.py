@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.models.attention import (
+from gtpo_jax.models.attention.sources import (
   KV,
   MaskedKV,
   PartialAttention,

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from gtpo_jax.arrays import array_lengths
-from gtpo_jax.models.attention import KV
+from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.sampling.cache import head_axis
 from gtpo_jax.sampling.dense import DenseCache, DenseKV

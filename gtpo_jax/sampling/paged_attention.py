@@ -12,7 +12,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.models.attention import merge_partials
+from gtpo_jax.models.attention.sources import merge_partials
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.chips import cores_of
 from gtpo_jax.runtime.mesh import partition_spec

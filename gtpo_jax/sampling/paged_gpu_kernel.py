@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from gtpo_jax.models.attention import MASKED, PartialAttention
+from gtpo_jax.models.attention.sources import MASKED, PartialAttention
 from gtpo_jax.sampling.page_tables import PageRows, Pages
 
 BLOCK = 64  # the most positions per block

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from gtpo_jax.models.attention import MASKED
+from gtpo_jax.models.attention.sources import MASKED
 from gtpo_jax.sampling.page_tables import PageRows, Pages
 
 LANES = 128  # the width of a TPU vector register

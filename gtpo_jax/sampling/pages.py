@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from gtpo_jax.models.attention import KV
+from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import constrain, partition_spec

@@ -21,9 +21,9 @@ from gtpo_jax.api.inputs import resolve_inputs
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.checkpoint.workdir import claim, load_config
 from gtpo_jax.config import default_config, freeze
-from gtpo_jax.reporting.compiles import compile_count
-from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.log_files import read_jsonl
+from gtpo_jax.logs.compiles import compile_count
+from gtpo_jax.logs.display import Display
+from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.runtime.errors import RunError, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -456,7 +456,7 @@ from gtpo_jax import train
 import gtpo_jax.loop as module, inspect, jax
 assert train is module.train is gtpo_jax.train and "reward" in inspect.signature(train).parameters
 assert type(train).__name__ == "function"
-assert gtpo_jax.models.save and gtpo_jax.default_config().steps
+assert gtpo_jax.models.hf.save and gtpo_jax.default_config().steps
 print(jax.config.jax_compilation_cache_dir)
 """
 

@@ -13,12 +13,12 @@ from gtpo_jax.checkpoint.integrity import check_integrity
 from gtpo_jax.checkpoint.manager import PARAMS, REST, Checkpoints
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.chat import load_chat
+from gtpo_jax.logs.display import Display
+from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
 from gtpo_jax.models import PRESETS, Transformer, init_params, save
 from gtpo_jax.models.config import Lora
 from gtpo_jax.models.lora import split_adapters, without_lora
-from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.log_files import read_jsonl
 from gtpo_jax.rollout.policies import open_policy
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh

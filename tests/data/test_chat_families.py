@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 
 from gtpo_jax.data.chat import TOKENIZER_DIR, load_chat
 from gtpo_jax.data.records import user
-from gtpo_jax.models.hf_tokenizer import save_tokenizer
+from gtpo_jax.models.hf.tokenizer import save_tokenizer
 
 QWEN3 = (
   "{%- for message in messages %}"

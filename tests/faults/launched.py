@@ -18,7 +18,7 @@ if not skips_metadata:
   del os.environ["TPU_SKIP_MDS_QUERY"]
 
 from gtpo_jax.cli import main  # noqa: E402
-from gtpo_jax.runtime.cluster import join_processes  # noqa: E402
+from gtpo_jax.runtime.cluster.joining import join_processes  # noqa: E402
 from gtpo_jax.runtime.startup import prepare_jax  # noqa: E402
 
 

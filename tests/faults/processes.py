@@ -9,7 +9,7 @@ from pathlib import Path
 from etils import epath
 
 from gtpo_jax.checkpoint.integrity import check_integrity
-from gtpo_jax.reporting.log_files import read_jsonl
+from gtpo_jax.logs.log_files import read_jsonl
 
 HERE = Path(__file__).parent
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import numpy as np
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.runtime.cluster import join_processes
+from gtpo_jax.runtime.cluster.joining import join_processes
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.runtime.startup import prepare_jax

@@ -4,9 +4,9 @@ import json
 
 import gtpo_jax
 from gtpo_jax.config import freeze
-from gtpo_jax.reporting.credit import credit_files, read_credit
-from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.log_files import read_jsonl
+from gtpo_jax.logs.credit import credit_files, read_credit
+from gtpo_jax.logs.display import Display
+from gtpo_jax.logs.log_files import read_jsonl
 
 STEPS = 6
 ROWS = [{"prompt": f"{a}+{b}:", "answer": str(a + b)} for a in range(2, 8) for b in range(2, 8)]

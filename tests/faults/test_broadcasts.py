@@ -7,8 +7,8 @@ from processes import start_together
 
 PROGRAM = """
 import jax
-from gtpo_jax.reporting.compiles import compile_count
-from gtpo_jax.runtime.cluster import join_processes
+from gtpo_jax.logs.compiles import compile_count
+from gtpo_jax.runtime.cluster.joining import join_processes
 from gtpo_jax.runtime.startup import prepare_jax
 compile_count()
 prepare_jax()

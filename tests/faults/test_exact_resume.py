@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from processes import SETTINGS, STEPS, read_result, start
 
-from gtpo_jax.reporting.log_files import read_jsonl
+from gtpo_jax.logs.log_files import read_jsonl
 
 SPOT_GRACE_S = 30  # how long a spot machine runs after the signal
 KILLS = [  # ordered so that each point can still be reached after the earlier kills

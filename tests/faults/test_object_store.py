@@ -8,7 +8,7 @@ import pytest
 from object_store import CUT
 from processes import ROOT, SETTINGS, environment, read_result, start_two
 
-from gtpo_jax.runtime.storage import storage_path
+from gtpo_jax.storage.paths import storage_path
 
 pytestmark = pytest.mark.slow
 

@@ -15,10 +15,10 @@ import pytest
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
+from gtpo_jax.logs.display import Display
+from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
 from gtpo_jax.models.params import init_params
-from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.log_files import read_jsonl
 from gtpo_jax.rollout.scoring import PendingRewards, RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 

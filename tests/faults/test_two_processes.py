@@ -9,7 +9,7 @@ import shutil
 import pytest
 from processes import SETTINGS, STEPS, command, read_result, start, start_together, start_two
 
-from gtpo_jax.reporting.log_files import read_jsonl
+from gtpo_jax.logs.log_files import read_jsonl
 
 KILLS = [  # (event, victim), ordered so that each point can still be reached
   ("kill:evaluation:1", 0),

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
-from gtpo_jax.models import PRESETS, Transformer, abstract_params, hf
+from gtpo_jax.models import PRESETS, Transformer, abstract_params
 from gtpo_jax.models.config import LORA_TARGETS, Lora
 from gtpo_jax.models.declaration import KINDS, Declaration, Kind, declare, is_decayed
-from gtpo_jax.models.hf import hf_shapes, hf_tensors
+from gtpo_jax.models.hf import weights
+from gtpo_jax.models.hf.weights import hf_shapes, hf_tensors
 from gtpo_jax.models.params import declared_params, matmul_params
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.training.state import OptimizerConfig, make_optimizer
@@ -136,8 +137,8 @@ def test_hugging_face_tensors_hold_every_parameter_once(preset):
 
 
 def test_a_parameter_without_a_hugging_face_name_is_rejected(monkeypatch):
-  names = {module: name for module, name in hf.LAYER_MODULES.items() if module != "up"}
-  monkeypatch.setattr(hf, "LAYER_MODULES", names)
+  names = {module: name for module, name in weights.LAYER_MODULES.items() if module != "up"}
+  monkeypatch.setattr(weights, "LAYER_MODULES", names)
   with pytest.raises(ValueError, match="no Hugging Face name for layers/up/kernel; add it to"):
     hf_shapes(model_of("tiny"))
 

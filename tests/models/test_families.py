@@ -23,10 +23,10 @@ from hf_folders import (
 )
 
 from gtpo_jax.models import PRESETS, Transformer, load, save, save_adapter
-from gtpo_jax.models.hf import hf_shapes
-from gtpo_jax.models.hf_config import read_config, to_hf_config
+from gtpo_jax.models.attention.rope_scaling import Llama3Scaling
+from gtpo_jax.models.hf.config_json import read_config, to_hf_config
+from gtpo_jax.models.hf.weights import hf_shapes
 from gtpo_jax.models.lora import add_lora, merge_lora, without_lora
-from gtpo_jax.models.rope_scaling import Llama3Scaling
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
 

@@ -13,7 +13,7 @@ from hf_folders import hf_folder, padded_batch
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.models.config import LORA_TARGETS
-from gtpo_jax.models.load import read_params
+from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.models.lora import combine, merge_lora, split_adapters, without_lora
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.training.log_probs import score

@@ -11,9 +11,9 @@ from flax.traverse_util import unflatten_dict
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models import PRESETS, ModelConfig, Transformer, init_params
-from gtpo_jax.models.attention import KV, MaskedKV, merge_partials, partial_attention
+from gtpo_jax.models.attention.sources import KV, MaskedKV, merge_partials, partial_attention
 from gtpo_jax.models.decode import decode_step, make_decode_params, next_logits, prefill
-from gtpo_jax.models.hf import hf_from_params, read_hf
+from gtpo_jax.models.hf.weights import hf_from_params, read_hf
 from gtpo_jax.models.params import abstract_params, param_shardings
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from gtpo_jax.models import PRESETS, Transformer, abstract_params, load, save
-from gtpo_jax.models.hf import hf_shapes
-from gtpo_jax.models.hf_config import to_hf_config
+from gtpo_jax.models.hf.config_json import to_hf_config
+from gtpo_jax.models.hf.weights import hf_shapes
 from gtpo_jax.runtime.mesh import single_device_mesh
 
 

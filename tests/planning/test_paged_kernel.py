@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from plan_cases import needs_libtpu
 
 from gtpo_jax.models import ModelConfig, Transformer
-from gtpo_jax.models.attention import KV
+from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.planning.topology import compile_deviceless, topology_devices
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.page_tables import PageRows, PageTables

@@ -3,10 +3,10 @@
 import pytest
 from plan_cases import needs_libtpu, small_config
 
+from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.planning.plan import plan
 from gtpo_jax.planning.search import with_overrides
 from gtpo_jax.planning.table import format_table
-from gtpo_jax.reporting.compiles import compile_count
 from gtpo_jax.runtime.errors import UserError
 
 

@@ -18,9 +18,9 @@ from experience_cases import (
 )
 
 from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.logs.display import Display
+from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
-from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.log_files import read_jsonl
 from gtpo_jax.rollout.groups import leftovers_like
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.training.state import make_optimizer

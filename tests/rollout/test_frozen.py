@@ -18,9 +18,9 @@ from experience_cases import (
 
 from gtpo_jax.checkpoint.digests import digest_tree
 from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.logs.display import Display
+from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
-from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.log_files import read_jsonl
 from gtpo_jax.rewards import group_relative
 from gtpo_jax.rollout.frozen import check_frozen, load_frozen
 from gtpo_jax.rollout.groups import batch_like
@@ -139,7 +139,7 @@ def save_hf(folder, worker, params):
   import torch
   import transformers
 
-  from gtpo_jax.models.hf import hf_from_params
+  from gtpo_jax.models.hf.weights import hf_from_params
 
   c = worker.model.config
   hf = transformers.Qwen2ForCausalLM(

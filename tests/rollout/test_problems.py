@@ -7,10 +7,10 @@ import pytest
 
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
+from gtpo_jax.logs.display import Display
+from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
-from gtpo_jax.reporting.display import Display
-from gtpo_jax.reporting.log_files import read_jsonl
-from gtpo_jax.rewards import sandbox
+from gtpo_jax.rewards.sandbox import bubblewrap
 from gtpo_jax.rollout.problems import eval_label, held_out_problems, training_problems
 from gtpo_jax.rollout.scoring import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -169,7 +169,7 @@ PROGRAM = {"task_id": 1, "text": "Write f.", "test_list": ["assert f() == 1"]}
 @pytest.fixture
 def no_bubblewrap(monkeypatch, tmp_path):
   """A PATH without bwrap."""
-  caches = (sandbox.sandbox_problem, sandbox._sandbox_command)
+  caches = (bubblewrap.sandbox_problem, bubblewrap._sandbox_command)
   for cached in caches:
     cached.cache_clear()
   monkeypatch.setenv("PATH", str(tmp_path))

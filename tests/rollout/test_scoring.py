@@ -19,7 +19,7 @@ from gtpo_jax import algorithms
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.rewards import VERIFIERS
-from gtpo_jax.rewards.pool import shared_pool
+from gtpo_jax.rewards.math.worker_pool import shared_pool
 from gtpo_jax.rollout import scoring
 from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards, RewardManager
 from gtpo_jax.rollout.user_functions import import_function

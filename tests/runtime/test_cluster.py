@@ -8,8 +8,9 @@ from typing import ClassVar
 
 import pytest
 
-from gtpo_jax.runtime import cluster
-from gtpo_jax.runtime.cluster import Launch, find_launch, join_processes, local_gpus
+from gtpo_jax.runtime.cluster import joining, launchers
+from gtpo_jax.runtime.cluster.joining import join_processes
+from gtpo_jax.runtime.cluster.launchers import Launch, find_launch, local_gpus
 from gtpo_jax.runtime.errors import RunError, UserError
 
 SLURM = {
@@ -106,7 +107,7 @@ def test_the_processes_of_a_host_share_its_gpus(variables, local_count, local_in
 
 
 def test_without_gpus_jax_decides(monkeypatch, tmp_path):
-  monkeypatch.setattr(cluster, "NVIDIA_DEVICE_FILES", str(tmp_path / "nvidia*"))
+  monkeypatch.setattr(launchers, "NVIDIA_DEVICE_FILES", str(tmp_path / "nvidia*"))
   launch = Launch("Slurm job 7", 2, 0)
   assert local_gpus(launch, {}) is None
   for name in ("nvidia0", "nvidia1"):
@@ -151,7 +152,7 @@ def test_a_cloud_tpu_vm_is_recognised(monkeypatch):
 
 def test_without_a_launcher_nothing_is_joined(monkeypatch):
   """On a machine with TPU chips, JAX's own count of processes must agree."""
-  monkeypatch.setattr(cluster, "find_launch", lambda: None)
+  monkeypatch.setattr(joining, "find_launch", lambda: None)
   join_processes()
   monkeypatch.setenv("JAX_FORCE_TPU_INIT", "1")
   join_processes()
@@ -184,7 +185,7 @@ def test_the_line_at_the_time_limit(index, listens, what, monkeypatch, capsys):
     address = f"localhost:{first.getsockname()[1]}"
     if not listens:
       first.close()
-    with cluster._time_limit(Launch("Slurm job 7", 3, index, address=address), 1):
+    with joining._time_limit(Launch("Slurm job 7", 3, index, address=address), 1):
       assert ended.wait(60)
   assert statuses == [1]
   assert capsys.readouterr().err == (

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from gtpo_jax.reporting import compiles
-from gtpo_jax.reporting.compiles import compile_count, describe_compile_cache
+from gtpo_jax.logs import compiles
+from gtpo_jax.logs.compiles import compile_count, describe_compile_cache
 from gtpo_jax.runtime import startup
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.startup import (

@@ -20,7 +20,7 @@ from small import (
   trainer_scores,
 )
 
-from gtpo_jax.reporting.compiles import compile_count
+from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 from gtpo_jax.sampling.programs import count_kinds

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.models import ModelConfig, Transformer
-from gtpo_jax.models.attention import KV
+from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.runtime.mesh import batch_shards, make_mesh, single_device_mesh
 from gtpo_jax.sampling.page_tables import PageRows, Pages, PageTables
 from gtpo_jax.sampling.paged_attention import local_attention, paged_attention

@@ -16,7 +16,7 @@ from small import (
   trainer_scores,
 )
 
-from gtpo_jax.reporting.compiles import compile_count
+from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
 from gtpo_jax.sampling.params import EngineConfig, SamplingParams

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from gtpo_jax.arrays import Prompts
-from gtpo_jax.models import PRESETS, causal
-from gtpo_jax.models.cudnn import attend_with_cudnn
+from gtpo_jax.models import PRESETS
+from gtpo_jax.models.attention import causal
+from gtpo_jax.models.attention.cudnn import attend_with_cudnn
 from gtpo_jax.models.params import init_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import make_mesh

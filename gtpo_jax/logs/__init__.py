@@ -1,0 +1,1 @@
+"""What a run writes: log files, trackers, the terminal, records of credit."""

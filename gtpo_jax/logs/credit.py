@@ -1,0 +1,308 @@
+"""Per-step records for the credit viewer of `gtpo report`: WORKDIR/credit/STEP.npz.
+
+A record stores the algorithm's inputs for the complete batch, so that the report can recompute
+entropy terms and z-scores exactly, with any method. It stores the tokens of only a few groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import json
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gtpo_jax.algorithms import Algorithm, has_contrast
+from gtpo_jax.arrays import Rollouts
+from gtpo_jax.data.chat import Chat
+from gtpo_jax.logs.log_files import describe_steps
+from gtpo_jax.rollout.experience import Experience
+from gtpo_jax.runtime.distributed import fetch, is_first_process
+from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.storage.files import set_aside
+from gtpo_jax.storage.paths import write_atomically
+
+FOLDER = "credit"
+FORMAT = 1
+MAX_CHECKED_BYTES = 16 * 2**20
+UNREADABLE = (  # what damaged records raise
+  OSError,
+  EOFError,
+  ValueError,
+  LookupError,
+  TypeError,
+  RuntimeError,
+  zipfile.BadZipFile,
+  zlib.error,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class CreditRecord:
+  """A step's batch of n groups of g completions with up to t tokens.
+
+  The report shows k of the groups token by token.
+  """
+
+  step: int
+  lengths: np.ndarray  # i32[n, g], sampled tokens
+  entropy: np.ndarray  # f32[n, g, t], nats; 0 after the end of a completion
+  correct: np.ndarray  # bool[n, g]
+  reward: np.ndarray  # f32[n, g]
+  penalty: np.ndarray  # f32[n, g]
+  valid: np.ndarray  # bool[n, g]; False: excluded from loss and statistics
+  finished: np.ndarray  # bool[n, g]; False: cut off at the length limit
+  guided: np.ndarray  # bool[n, g]; True: sampled from the guide
+  truth: np.ndarray  # u8[n, g, t], the codes of `rollout.token_truth`; all 0 if they are unknown
+  shown: np.ndarray  # i32[k], indices of the groups shown
+  ids: np.ndarray  # i32[k, g, t], token ids; 0 after the end of a completion, like the next two
+  log_probs: np.ndarray  # f32[k, g, t], nats
+  piece: np.ndarray  # i32[k, g, t], indices into `pieces`
+  pieces: list[str]  # the distinct texts of tokens
+  prompts: list[str]  # [k], the last message of each prompt
+  answers: list[str]  # [k]
+  # f32[spans, 4], see `timeline.step_timeline`; of older versions f32[0, 4]
+  timeline: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 4), np.float32))
+
+  @property
+  def mask(self) -> np.ndarray:
+    """bool[n, g, t], True on sampled tokens."""
+    return np.arange(self.entropy.shape[-1]) < self.lengths[..., None]
+
+  def signals(self, guided: bool) -> dict[str, np.ndarray | None]:
+    """Returns the arguments that the update passed to `Algorithm.advantages`.
+
+    Args:
+      guided: whether to include the mask of completions sampled from the guide; if not, None.
+    """
+    return {
+      "entropy": self.entropy,
+      "mask": self.mask & self.valid[..., None],
+      "correct": self.correct,
+      "reward": self.reward,
+      "penalty": self.penalty,
+      "guided": self.guided if guided else None,
+    }
+
+
+OF_BATCH = ("entropy", "truth")  # stored for all tokens of the batch, without padding
+PER_TOKEN = (*OF_BATCH, "ids", "log_probs", "piece")  # the others only for the groups shown
+TEXTS = ("pieces", "prompts", "answers")
+OLD_NAMES = {"counted": "valid"}  # arrays that older versions stored under another name
+
+
+def write_credit(
+  workdir: Path, step: int, batch: Experience, chat: Chat, groups: int, timeline: np.ndarray
+) -> None:
+  """Writes the record of a step, with the tokens of `groups` groups, the most mixed first.
+
+  A group is mixed if it has correct and incorrect completions, and most mixed if both are equally
+  many. All processes must call this; only the first one writes.
+  """
+  arrays = fetch({"rollouts": batch.rollouts.replace(prompts=None), "rewards": batch.rewards})
+  if not is_first_process():
+    return
+  rollouts = arrays["rollouts"]
+  rewards = arrays["rewards"]
+  none = np.zeros(batch.correct.shape, bool)
+  valid = ~none if rewards.valid is None else rewards.valid
+  shown = _most_mixed(batch.correct, valid, rollouts.guided)[:groups]
+  piece, pieces = _pieces(rollouts, shown, chat)
+  problems = [batch.problems[i] for i in shown]
+  record = CreditRecord(
+    step=step,
+    lengths=rollouts.mask.sum(-1),
+    entropy=rollouts.entropy,
+    correct=batch.correct,
+    reward=rewards.reward,
+    penalty=rewards.penalty,
+    valid=valid,
+    finished=rollouts.finished,
+    guided=none if rollouts.guided is None else rollouts.guided,
+    truth=np.zeros(rollouts.tokens.shape, np.uint8) if batch.truth is None else batch.truth,
+    shown=shown,
+    ids=rollouts.tokens[shown],
+    log_probs=rollouts.log_probs[shown],
+    piece=piece,
+    pieces=pieces,
+    prompts=[problem.messages[-1]["content"] for problem in problems],
+    answers=[problem.answer for problem in problems],
+    timeline=timeline,
+  )
+  save_credit(workdir, record)
+
+
+def batch_signals(batch: Experience) -> dict[str, np.ndarray | None]:
+  """Returns the arguments of `Algorithm.advantages` for a step's batch, as host arrays.
+
+  Every process must call it.
+  """
+  rewards = batch.rewards
+  rollouts = batch.rollouts
+  signals = fetch(
+    {
+      "entropy": rollouts.entropy,
+      "mask": rollouts.mask,
+      "correct": rewards.correct,
+      "reward": rewards.reward,
+      "penalty": rewards.penalty,
+      "guided": rollouts.guided,
+      "valid": rewards.valid,
+    }
+  )
+  valid = signals.pop("valid")
+  if valid is not None:
+    signals["mask"] = signals["mask"] & valid[..., None]
+  return signals
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def shaped_and_advantages(
+  algorithm: Algorithm, signals: Mapping[str, jax.Array | None]
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the shaped rewards and the advantages of a batch, f32[n, g, t] each.
+
+  They are 0 on tokens outside the mask. `signals` are the arguments of `Algorithm.advantages`.
+  """
+  shaped, _ = algorithm.shaped(**signals)
+  advantages = algorithm.advantages(**signals)
+  return jnp.where(signals["mask"], shaped.plus + shaped.minus, 0.0), advantages
+
+
+def _most_mixed(correct: np.ndarray, valid: np.ndarray, guided: np.ndarray | None) -> np.ndarray:
+  """Returns all group indices i32[n], the most mixed first.
+
+  The order is by the number of correct or of incorrect completions, whichever is smaller. Groups
+  for which `has_contrast` is False come last.
+  """
+  smaller_side = np.minimum((correct & valid).sum(1), (~correct & valid).sum(1))
+  mixed = smaller_side * has_contrast(correct, valid, guided)
+  return np.argsort(-mixed, kind="stable").astype(np.int32)
+
+
+def _pieces(rollouts: Rollouts, shown: np.ndarray, chat: Chat) -> tuple[np.ndarray, list[str]]:
+  """Returns the texts of all tokens shown: indices i32[k, g, t] into a list, and the list."""
+  numbers: dict[str, int] = {}
+  piece = np.zeros((len(shown), *rollouts.tokens.shape[1:]), np.int32)
+  for i, j in np.ndindex(piece.shape[:2]):
+    mask = rollouts.mask[shown[i], j]
+    texts = chat.pieces(rollouts.tokens[shown[i], j, mask])
+    piece[i, j, : len(texts)] = [numbers.setdefault(text, len(numbers)) for text in texts]
+  return piece, list(numbers)
+
+
+def save_credit(workdir: Path, record: CreditRecord) -> None:
+  """Writes a record to its file atomically."""
+  arrays = {name: np.asarray(value) for name, value in vars(record).items() if name not in TEXTS}
+  for name in PER_TOKEN:
+    mask = record.mask if name in OF_BATCH else record.mask[record.shown]
+    arrays[name] = arrays[name][mask]
+  texts = json.dumps({name: getattr(record, name) for name in TEXTS})
+  packed = io.BytesIO()
+  np.savez_compressed(
+    packed,
+    format=FORMAT,
+    width=record.entropy.shape[-1],
+    texts=np.frombuffer(texts.encode(), np.uint8),
+    **arrays,
+  )
+  folder = workdir / FOLDER
+  folder.mkdir(exist_ok=True)
+  write_atomically(folder / f"{record.step}.npz", packed.getvalue())
+
+
+def credit_files(workdir: Path) -> dict[int, Path]:
+  """Returns the record files of a run by step, in ascending order."""
+  folder = workdir / FOLDER
+  if not folder.is_dir():
+    return {}
+  files = {int(file.stem): file for file in folder.glob("*.npz") if file.stem.isdigit()}
+  return dict(sorted(files.items()))
+
+
+def repair_credit(workdir: Path, last_step: int, is_recorded: Callable[[int], bool]) -> list[str]:
+  """Makes the records agree with the checkpoint of `last_step` when a run resumes.
+
+  Removes the records of later steps, and renames files that are not records.
+
+  Args:
+    workdir: the run's folder.
+    last_step: the restored step.
+    is_recorded: whether the run records a step.
+
+  Returns:
+    Lines for the user on damaged and on missing records.
+  """
+  lines = []
+  folder = workdir / FOLDER
+  if folder.exists() and not folder.is_dir():
+    lines.append(f"{FOLDER} was not a folder and was renamed to {set_aside(folder).name}")
+  found = credit_files(workdir)
+  for step, file in found.items():
+    if step > last_step:
+      file.unlink()
+    elif not _is_intact(file):
+      name = set_aside(file).name
+      lines.append(f"{FOLDER}/{file.name} is damaged and was renamed to {name}")
+  missing = [step for step in range(1, last_step + 1) if is_recorded(step) and step not in found]
+  if missing:
+    lines.append(f"{FOLDER} lacks {describe_steps(missing)}, which cannot be known again")
+  return lines
+
+
+def _is_intact(file: Path) -> bool:
+  """Whether a file is a complete archive; up to `MAX_CHECKED_BYTES`, its contents are checked too.
+
+  Damage to a larger record shows when it is read.
+  """
+  if not file.is_file():
+    return False
+  try:
+    with zipfile.ZipFile(file) as archive:
+      return os.path.getsize(file) > MAX_CHECKED_BYTES or archive.testzip() is None
+  except UNREADABLE:
+    return False
+
+
+def read_credit(file: Path) -> CreditRecord:
+  """Reads a record that `write_credit` wrote.
+
+  Raises:
+    UserError: the file is damaged, or another version wrote it.
+  """
+  try:
+    return _read(file)
+  except UserError:
+    raise
+  except UNREADABLE as error:
+    raise UserError(
+      f"{str(file)!r} is damaged ({first_line(error)[:100]}); remove it and run the command again"
+    ) from error
+
+
+def _read(file: Path) -> CreditRecord:
+  with np.load(io.BytesIO(file.read_bytes())) as stored:
+    arrays = {OLD_NAMES.get(name, name): array for name, array in stored.items()}
+  if (version := int(arrays.pop("format"))) != FORMAT:
+    raise UserError(
+      f"{str(file)!r} has format {version}, but this version of gtpo_jax reads {FORMAT}; make the "
+      f"report with the version that trained the run, or remove the folder {FOLDER!r}"
+    )
+  arrays.setdefault("truth", np.zeros(arrays["entropy"].shape, np.uint8))  # of older versions
+  width = int(arrays.pop("width"))
+  texts = json.loads(arrays.pop("texts").tobytes())
+  mask = np.arange(width) < arrays["lengths"][..., None]
+  for name in PER_TOKEN:
+    where = mask if name in OF_BATCH else mask[arrays["shown"]]
+    flat = arrays[name]
+    arrays[name] = np.zeros(where.shape, flat.dtype)
+    arrays[name][where] = flat
+  return CreditRecord(**arrays | texts | {"step": int(arrays["step"])})

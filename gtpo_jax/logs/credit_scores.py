@@ -1,0 +1,140 @@
+"""How well the credit of an algorithm agrees with the truth, on tasks that know it.
+
+In correct completions (O+), the tokens to find are those that decide the verdict; in incorrect ones
+(O-), those that are wrong. The credit of a token is its advantage on O+ and its negative on O-.
+Credit is compared within completions only: how it differs between problems says nothing about
+tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gtpo_jax.algorithms import Algorithm
+from gtpo_jax.logs.credit import batch_signals, shaped_and_advantages
+from gtpo_jax.rollout.experience import Experience
+from gtpo_jax.rollout.token_truth import CLASSES, decides, is_wrong, of_class
+
+DIGITS = 5  # decimal places of the credit relative to the largest; smaller differences are ties
+
+
+def step_metrics(algorithm: Algorithm, batch: Experience) -> dict[str, float]:
+  """Returns the truth metrics of a step; {} if no problem of the batch knows its truth.
+
+  `truth/known` is the share of the tokens with a code; `truth_metrics` describes the others.
+  Every process must call it.
+  """
+  if batch.truth is None:
+    return {}
+  signals = batch_signals(batch)
+  _, advantages = shaped_and_advantages(algorithm, signals)
+  mask = signals["mask"]
+  codes = np.where(mask, batch.truth, 0)
+  metrics = {"truth/known": _ratio((codes > 0).sum(), mask.sum())}
+  advantages = np.asarray(advantages)
+  return metrics | truth_metrics(codes, signals["correct"], advantages, signals["entropy"])
+
+
+def truth_metrics(
+  codes: np.ndarray, correct: np.ndarray, advantages: np.ndarray, entropy: np.ndarray
+) -> dict[str, float]:
+  """Returns the scores of the credit, and entropy and accuracy by token class.
+
+  `credit/truth_*_correct` score the credit on O+ against the deciding tokens, and
+  `credit/truth_*_incorrect` that on O- against the wrong ones; see `credit_scores`.
+  `credit/w/CLASS` is W = A+ - A-: the mean advantage of the class on O+ minus that on O-. These
+  leave out groups without any advantage. `truth/entropy/CLASS`, in nats, and `truth/right/CLASS`,
+  the share of its tokens that are right, cover all groups. A metric without tokens is NaN.
+
+  Args:
+    codes: u8[n, g, t] from `token_truth`; 0 for tokens to leave out.
+    correct: bool[n, g].
+    advantages: f32[n, g, t].
+    entropy: f32[n, g, t], nats.
+  """
+  known = codes > 0
+  trained = known & (advantages != 0).any((1, 2), keepdims=True)
+  right = np.broadcast_to(correct[..., None], codes.shape)
+  metrics = {}
+  for name, side, target, credit in (
+    ("correct", trained & right, decides(codes), advantages),
+    ("incorrect", trained & ~right, is_wrong(codes), -advantages),
+  ):
+    scores = credit_scores(credit, target, side)
+    metrics |= {f"credit/truth_{score}_{name}": value for score, value in scores.items()}
+  for name in CLASSES:
+    tokens = of_class(codes, name)
+    metrics[f"credit/w/{name}"] = class_weight(advantages, tokens & trained, right)
+    metrics[f"truth/entropy/{name}"] = _mean(entropy, tokens)
+  for name in ("copied", "decisive"):  # the others are never wrong
+    metrics[f"truth/right/{name}"] = _mean(~is_wrong(codes), of_class(codes, name))
+  return metrics
+
+
+def credit_scores(credit: np.ndarray, target: np.ndarray, mask: np.ndarray) -> dict[str, float]:
+  """Returns how well the credit finds the target tokens.
+
+  `auroc` is the probability that a target token has more credit than another token of the same
+  completion, where ties count one half; uniform credit scores 0.5. `lift` is the target's share of
+  the credit over its share of the tokens. A token with more credit than the mean of its completion
+  is favoured: `precision` is the share of the favoured tokens that are targets, and `recall` the
+  share of the targets that are favoured. A score is NaN if its denominator is 0.
+
+  Args:
+    credit: f32[n, g, t].
+    target: bool[n, g, t].
+    mask: bool[n, g, t], the tokens to score.
+  """
+  t = mask.shape[-1]
+  mask = mask.reshape(-1, t)
+  target = target.reshape(-1, t) & mask
+  credit = np.where(mask, credit.reshape(-1, t), 0.0).astype(np.float64)
+  share = _ratio(credit[target].sum(), credit[mask].sum())
+  credit = np.round(credit / (np.abs(credit).max(initial=0.0) or 1.0), DIGITS)
+  counts = np.maximum(mask.sum(1, keepdims=True), 1)
+  favoured = mask & (credit - credit.sum(1, keepdims=True) / counts > 10.0**-DIGITS)
+  return {
+    "auroc": auroc(credit, target, mask),
+    "lift": _ratio(share, _ratio(target.sum(), mask.sum())),
+    "precision": _ratio((favoured & target).sum(), favoured.sum()),
+    "recall": _ratio((favoured & target).sum(), target.sum()),
+  }
+
+
+def auroc(x: np.ndarray, target: np.ndarray, mask: np.ndarray) -> float:
+  """Returns the probability that a target in a row has a larger x than another entry of that row.
+
+  Ties count one half. With one row, it is the area under the ROC curve; with several, the pairs
+  are pooled over the rows. NaN if there is no pair.
+
+  Args:
+    x: f64[rows, t].
+    target: bool[rows, t].
+    mask: bool[rows, t], the entries to compare.
+  """
+  wins = 0.0
+  pairs = 0
+  for row, targets, others in zip(x, target & mask, ~target & mask, strict=True):
+    found = row[targets]
+    missed = np.sort(row[others])
+    below = np.searchsorted(missed, found, "left")
+    not_above = np.searchsorted(missed, found, "right")
+    wins += (below + not_above).sum() / 2
+    pairs += len(found) * len(missed)
+  return _ratio(wins, pairs)
+
+
+def class_weight(advantages: np.ndarray, tokens: np.ndarray, right: np.ndarray) -> float:
+  """Returns W = A+ - A- of some tokens: their mean advantage on O+ minus that on O-.
+
+  NaN if a side has no such token. All arguments are [n, g, t].
+  """
+  return _mean(advantages, tokens & right) - _mean(advantages, tokens & ~right)
+
+
+def _mean(x: np.ndarray, mask: np.ndarray) -> float:
+  return _ratio(x[mask].sum(dtype=np.float64), mask.sum())
+
+
+def _ratio(a: float, b: float) -> float:
+  return float(a / b) if b else float("nan")

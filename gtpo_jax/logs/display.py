@@ -1,0 +1,234 @@
+"""Terminal output of a run: a live panel on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+  BarColumn,
+  MofNCompleteColumn,
+  Progress,
+  SpinnerColumn,
+  TextColumn,
+  TimeElapsedColumn,
+  TimeRemainingColumn,
+)
+from rich.text import Text
+
+from gtpo_jax.logs.panel import SPARKLINE_STEPS, Sample, one_line, panel_lines, percent, sparkline
+from gtpo_jax.runtime.device_errors import current_phase
+from gtpo_jax.runtime.signals import print_notice
+
+QUIET_S = 5.0  # without a terminal, work in progress prints a line this often
+INDENT = "  "  # of the panel's lines below the progress bar
+BAR_WIDTH = 40
+BESIDE_BAR = 50  # columns for the name, the count and the time that remains
+
+
+class Display:
+  """Prints log lines and, on a terminal, a live panel below them.
+
+  The panel shows progress, time left, accuracy, entropy, reward, the speed of each phase and the
+  last sample.
+
+  Args:
+    enabled: if False, nothing is printed.
+    console: the output to use instead of stdout; `enabled` has no effect on it.
+  """
+
+  def __init__(self, enabled: bool = True, console: Console | None = None):
+    self._console = console or Console(quiet=not enabled, highlight=False, soft_wrap=True)
+    self._live: Live | None = None
+    self._progress: Progress | None = None
+    self._facts: list[Text] = []
+    self._notice = ""
+    self._accuracies: deque[float] = deque(maxlen=SPARKLINE_STEPS)
+    self._entropies: deque[float] = deque(maxlen=SPARKLINE_STEPS)
+    self._started = time.perf_counter()
+    self._spoke = self._started  # when the last line was printed
+
+  def say(self, text: str) -> None:
+    """Prints a log line, prefixed with the seconds since the start."""
+    self._spoke = time.perf_counter()
+    self._console.print(f"[{self._spoke - self._started:6.1f} s] {text}", markup=False)
+
+  def notice(self, text: str) -> None:
+    """Shows a message until the panel ends. May be called on any thread and by signal handlers.
+
+    The panel also says what the run is waiting for. Without a panel, the message goes to stderr.
+    """
+    self._notice = text
+    if not self._live:
+      print_notice(text)
+
+  def begin(self, name: str, total: int, done: int = 0) -> None:
+    """Starts the panel of a phase with `total` steps, `done` of them complete."""
+    self.end()
+    self._total = total
+    self._begun = (time.perf_counter(), done)
+    if self._console.is_terminal:
+      self._progress = _progress_bars(self._console)
+      self._task = self._progress.add_task(name, total=total, completed=done)
+      self._start_live()
+
+  def advance(self, done: int, facts: Iterable[str], line: bool) -> None:
+    """Updates the panel after a step.
+
+    Args:
+      done: the number of completed steps.
+      facts: at least one line about the step, such as its metrics. A terminal shows all of them
+        below the progress bar.
+      line: whether to print the first of `facts` when the output is not a terminal. It is also
+        printed if nothing was printed for `QUIET_S` seconds.
+    """
+    first, *more = facts
+    if self._live:
+      self._show(done, (first, *more))
+    elif line or self._quiet():
+      self._say_with_time_left(done, first)
+
+  def step(self, step: int, metrics: Mapping[str, float], sample: Sample, line: bool) -> None:
+    """Shows the metrics of a training step and one of its completions.
+
+    Args:
+      step: completed steps.
+      metrics: the metrics of the step.
+      sample: one of its completions.
+      line: whether to print a line when the output is not a terminal.
+    """
+    entropy = metrics["entropy/mean"]
+    accuracy = metrics["reward/accuracy"]
+    self._entropies.append(entropy)
+    self._accuracies.append(accuracy)
+    if self._live:
+      width = self._console.width - len(INDENT)
+      lines = panel_lines(metrics, [*self._accuracies], [*self._entropies], sample, width)
+      self._show(step, lines)
+    elif line or self._quiet():
+      self._say_with_time_left(
+        step,
+        f"step {step}  correct {percent(accuracy)}  "
+        f"entropy {entropy:.3f} {sparkline(self._entropies)}  "
+        f"length {metrics['length/mean']:.1f}  {metrics['tokens/s']:,.0f} tokens/s",
+      )
+
+  def _show(self, done: int, lines: Iterable[str]) -> None:
+    """Shows progress and lines in the panel."""
+    self._progress.update(self._task, completed=done)
+    self._facts = [
+      Text(INDENT + line.replace("\n", "\\n"), no_wrap=True, overflow="ellipsis") for line in lines
+    ]
+
+  def _say_with_time_left(self, done: int, text: str) -> None:
+    began, before = self._begun
+    self.say(text + _time_left(began, done - before, self._total - done))
+
+  @contextlib.contextmanager
+  def counting(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows the progress of a part of the run, such as an evaluation, while the context lasts.
+
+    Yields:
+      A function that takes how many of `total` are done.
+    """
+    alone = not self._live
+    if alone and self._console.is_terminal:
+      self._progress = _progress_bars(self._console)
+      self._start_live()
+    bar = self._progress.add_task(name, total=total) if self._live else None
+    began = time.perf_counter()
+
+    def count(done: int) -> None:
+      if bar is not None:
+        self._progress.update(bar, completed=done)
+      elif self._quiet() and done < total:
+        self.say(f"{name}: {done} of {total}{_time_left(began, done, total - done)}")
+
+    try:
+      yield count
+    finally:
+      if bar is not None and self._live:
+        self._progress.remove_task(bar)
+      if alone:
+        self.end()
+
+  @contextlib.contextmanager
+  def waiting(self, text: str, line: bool = True) -> Iterator[None]:
+    """Says what is under way while the context lasts; a terminal shows how long it takes.
+
+    Args:
+      text: what is under way.
+      line: whether to print it when the output is not a terminal.
+    """
+    if not self._console.is_terminal:
+      if line:
+        self.say(text)
+      yield
+      return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=self._console, transient=True) as spinner:
+      spinner.add_task(text, total=None)
+      yield
+
+  def sample(self, prompt: str, completion: str, correct: bool | None) -> None:
+    """Prints a prompt, its completion and the verdict on one log line."""
+    self.say("  " + one_line((prompt, completion, correct)))
+
+  def end(self) -> None:
+    """Removes the panel."""
+    if self._live:
+      self._live.stop()
+      self._live = None
+      self._facts = []
+
+  def _start_live(self) -> None:
+    self._live = Live(
+      console=self._console,
+      transient=True,
+      redirect_stderr=sys.stderr.isatty(),  # else the panel would cover what is printed there
+      refresh_per_second=4,
+      get_renderable=self._panel,
+    )
+    self._live.start()
+
+  def _panel(self) -> Group:
+    """Returns what the panel shows now; called for every refresh."""
+    notice = [Text(f"  {self._notice}", style="bold")] if self._notice else []
+    if notice and current_phase():
+      notice.append(Text(f"  waiting for: {current_phase()}", style="bold"))
+    return Group(self._progress, *self._facts, *notice)
+
+  def _quiet(self) -> bool:
+    """Whether nothing was printed for a while."""
+    return time.perf_counter() - self._spoke >= QUIET_S
+
+
+def _progress_bars(console: Console) -> Progress:
+  return Progress(
+    TextColumn("{task.description}", markup=False),
+    BarColumn(max(min(BAR_WIDTH, console.width - BESIDE_BAR), 8)),
+    MofNCompleteColumn(),
+    TimeRemainingColumn(),
+    TextColumn("left"),
+    console=console,
+  )
+
+
+def _time_left(began: float, done: int, left: int) -> str:
+  """Returns how long `left` steps take if they are as fast as the `done` ones since `began`."""
+  if done < 1 or left < 1:
+    return ""
+  seconds = (time.perf_counter() - began) * left / done
+  return f"  {duration(seconds)} left"
+
+
+def duration(seconds: float) -> str:
+  """Returns a duration with two digits or more, such as 45 s, 12 min or 3.5 h."""
+  if seconds < 100:
+    return f"{seconds:.0f} s"
+  return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

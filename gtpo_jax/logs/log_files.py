@@ -1,0 +1,206 @@
+"""The JSON-lines files of a workdir, which a run appends to and reads back.
+
+Whatever bytes a file contains, reading it yields only valid rows and never raises an error of
+parsing. `LogFile.repair` makes a file whole when its run resumes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gtpo_jax.storage.files import set_aside
+from gtpo_jax.storage.paths import is_remote
+from gtpo_jax.storage.spool import read_lines
+
+Row = dict[str, Any]
+MAX_LISTED = 8  # steps that a message lists
+
+
+def is_row(row: Any) -> bool:
+  """Whether a JSON value is a row of any log file: an object with the number of a step."""
+  return isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0
+
+
+def is_metrics(row: Any) -> bool:
+  """Whether a JSON value is a row of metrics.jsonl: numbers by name, None for one without value."""
+  return is_row(row) and all(value is None or _is_number(value) for value in row.values())
+
+
+def is_sample(row: Any) -> bool:
+  """Whether a JSON value is a row of samples.jsonl."""
+  texts = ("prompt", "completion")
+  is_text = lambda name: isinstance(row.get(name), str)
+  return is_row(row) and all(map(is_text, texts)) and isinstance(row.get("correct"), bool | None)
+
+
+def is_evaluation(row: Any) -> bool:
+  """Whether a JSON value is a row of evaluations.jsonl: metrics, and their intervals."""
+  return is_row(row) and isinstance(row.get("intervals", {}), dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class LogFile:
+  """One log file.
+
+  Attributes:
+    path: its path; the file need not exist.
+    is_valid: whether a JSON value is a row of the file. Lines with other values are damaged.
+    per_step: the number of rows that a step has at most.
+  """
+
+  path: Path
+  is_valid: Callable[[Any], bool] = is_row
+  per_step: int = 1
+
+  def rows(self) -> Iterator[Row]:
+    """Yields the valid rows one at a time, so that a long file is never completely in memory."""
+    return (row for row in self._lines() if row is not None)
+
+  def append(self, row: Mapping[str, Any]) -> None:
+    """Adds a row at the end."""
+    with self.path.open("a") as out:
+      out.write(json.dumps(row) + "\n")
+
+  def rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Replaces all rows. If the program is killed meanwhile, the file is unchanged."""
+    temporary = self.path.with_suffix(".tmp")
+    with temporary.open("w") as out:
+      out.writelines(json.dumps(row) + "\n" for row in rows)
+    temporary.replace(self.path)
+
+  def insert(self, row: Mapping[str, Any]) -> None:
+    """Adds a row of a step that has none, before the rows of later steps."""
+    rows = list(self.rows())
+    later = [i for i, other in enumerate(rows) if other["step"] > row["step"]]
+    position = later[0] if later else len(rows)
+    self.rewrite([*rows[:position], row, *rows[position:]])
+
+  def repair(self, last_step: int) -> Repair:
+    """Removes the rows of later steps, damaged lines, and rows that are there twice.
+
+    Afterwards the steps are in order. Of two rows of a step in a file with one row per step, the
+    last one is kept.
+    """
+    aside = self._move_aside()
+    if aside or not self.path.exists():
+      return Repair(self.path.name, [], 0, [], aside)
+    damaged = 0
+    steps: list[int] = []
+    removed = set()
+    for row in self._lines():
+      if row is None:
+        damaged += 1
+      elif row["step"] > last_step:
+        removed.add(row["step"])
+      else:
+        steps.append(row["step"])
+    counts = Counter(steps)
+    ordered = all(a <= b for a, b in itertools.pairwise(steps))
+    if not ordered or max(counts.values(), default=0) > self.per_step:
+      rows = [row for row in self.rows() if row["step"] <= last_step]
+      self.rewrite(self._in_order(rows))
+    elif damaged or removed or not self._ends_with_newline():
+      self.rewrite(row for row in self.rows() if row["step"] <= last_step)
+    return Repair(self.path.name, sorted(counts), damaged, sorted(removed))
+
+  def _ends_with_newline(self) -> bool:
+    with self.path.open("rb") as file:
+      size = file.seek(0, os.SEEK_END)
+      file.seek(max(size - 1, 0))
+      return file.read() in (b"", b"\n")
+
+  def _in_order(self, rows: list[Row]) -> Iterator[Row]:
+    by_step: dict[int, list[Row]] = {}
+    for row in rows:
+      same = by_step.setdefault(row["step"], [])
+      if self.per_step == 1:
+        same.clear()
+      same.append(row)
+    for step in sorted(by_step):
+      yield from self._without_repeated(by_step[step])
+
+  def _without_repeated(self, rows: list[Row]) -> list[Row]:
+    """Drops rows that equal an earlier one, from the end, while there are too many."""
+    for i in reversed(range(len(rows))):
+      if len(rows) > self.per_step and rows[i] in rows[:i]:
+        del rows[i]
+    return rows
+
+  def _lines(self) -> Iterator[Row | None]:
+    """Yields the row of each line that is not blank; None for a damaged line."""
+    if self.path.is_file() or (is_remote(self.path) and self.path.is_dir()):
+      for line in read_lines(self.path):
+        if line.strip():
+          yield self._parse(line)
+
+  def _parse(self, line: bytes) -> Row | None:
+    try:
+      row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):  # from JSON or UTF-8
+      return None
+    return row if self.is_valid(row) else None
+
+  def _move_aside(self) -> str:
+    """Renames what is in the place of the file but is no file. Returns its new name, or ""."""
+    if not self.path.exists() or self.path.is_file():
+      return ""
+    return set_aside(self.path).name
+
+
+@dataclasses.dataclass(frozen=True)
+class Repair:
+  """What `LogFile.repair` found.
+
+  Attributes:
+    name: the file's name.
+    steps: the steps that have a row, in order.
+    damaged: how many lines were damaged.
+    removed: the later steps whose rows were removed, in order.
+    aside: the name that a folder in the file's place got; "" if there was none.
+  """
+
+  name: str
+  steps: list[int]
+  damaged: int
+  removed: list[int]
+  aside: str = ""
+
+  def messages(self, expected: Iterable[int]) -> list[str]:
+    """Returns lines for the user on the damage, and on the expected steps that have no row."""
+    lines = []
+    if self.aside:
+      lines.append(f"{self.name} was not a file and was renamed to {self.aside}")
+    if self.damaged:
+      lines.append(f"{self.name} had {self.damaged} damaged line(s), which were removed")
+    if missing := sorted(set(expected).difference(self.steps)):
+      lines.append(f"{self.name} lacks {describe_steps(missing)}, which cannot be known again")
+    return lines
+
+
+def describe_steps(steps: list[int]) -> str:
+  """Returns steps in ascending order as text, such as "step 3" or "steps 1, 2 and 40 more"."""
+  listed = ", ".join(map(str, steps[:MAX_LISTED]))
+  more = f" and {len(steps) - MAX_LISTED} more" if len(steps) > MAX_LISTED else ""
+  return f"step{'s' if len(steps) > 1 else ''} {listed}{more}"
+
+
+def read_jsonl(path: Path) -> list[Row]:
+  """Returns the rows of a log file.
+
+  Skips damaged lines, such as one that was being written when the process was killed.
+  """
+  return list(LogFile(path).rows())
+
+
+def _is_number(value: Any) -> bool:
+  """Whether a value is a number that a float can hold."""
+  is_number = isinstance(value, int | float) and not isinstance(value, bool)
+  return is_number and abs(value) <= sys.float_info.max

@@ -1,0 +1,89 @@
+"""One-line summaries of a run for the user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from gtpo_jax.config import Config
+from gtpo_jax.logs.compiles import describe_compile_cache
+from gtpo_jax.models.attention.causal import attention_kind
+from gtpo_jax.rollout.worker import RolloutWorker
+
+Row = Mapping[str, Any]  # one object of metrics.jsonl
+
+
+def describe_run(config: Config, worker: RolloutWorker) -> list[str]:
+  """Returns the lines printed when a run begins."""
+  model = worker.model
+  devices = model.mesh.devices
+  return [
+    f"{devices.size} x {devices.flat[0].device_kind} in {jax.process_count()} process(es)",
+    f"{config.algorithm.name} on {config.data.train}: {config.steps} steps of "
+    f"{config.batch.prompts} prompts x {config.batch.group} completions, "
+    f"model {config.model.path or config.model.preset}, mesh {dict(model.mesh.shape)}, "
+    f"attention by {attention_kind(model.config, model.mesh)}",
+    f"sampling {worker.engine.describe()}",
+    "each program is compiled when it is first needed: "
+    "the first evaluation and the first steps take longest",
+    describe_compile_cache(),
+  ]
+
+
+def base_model_name(config: Config) -> str:
+  """Returns a name for the policy at step 0."""
+  if config.warm_start.steps:
+    return "warm-started base model"
+  return "base model" if config.model.path else "random base model"
+
+
+def evaluated_accuracy(row: Row) -> float | None:
+  """Returns the mean@n of a row, for any n, or None if its step was not evaluated."""
+  for key, value in row.items():
+    if key.startswith("eval/") and "/mean@" in key:
+      return value
+  return None
+
+
+def describe_evaluation(
+  config: Config, step: int, metrics: Mapping[str, float], label: str, problems: int, seconds: float
+) -> str:
+  """Returns one line about an evaluation.
+
+  Args:
+    config: the run's config.
+    step: completed steps; 0 is the base model.
+    metrics: from `Evaluation.metrics`.
+    label: the evaluation's name in metrics.
+    problems: how many problems were evaluated.
+    seconds: how long it took.
+  """
+  samples = config.eval.samples
+  value = lambda key: metrics[f"eval/{label}/{key}"]
+  policy = f"step {step}" if step else base_model_name(config)
+  missing = value("no_verdict")
+  no_verdict = f"{missing:.0f} without a verdict, " if missing else ""
+  return (
+    f"{policy}: held-out pass@1 {value(f'mean@{samples}'):.1%}, greedy {value('greedy'):.1%}, "
+    f"pass@{samples} {value(f'pass@{samples}'):.1%} "
+    f"({problems} problems x {samples} samples, {no_verdict}{seconds:.1f} s)"
+  )
+
+
+def summarize(config: Config, rows: Sequence[Row]) -> str:
+  """Returns one line with the time that a run took and, if evaluated, its gain in accuracy."""
+  name = config.algorithm.name
+  seconds = sum(row.get("time/step", 0.0) for row in rows)
+  spent = f"{seconds:.0f} s of sampling, reward and update"
+  accuracies = {row["step"]: evaluated_accuracy(row) for row in rows}
+  evaluated = [(step, value) for step, value in accuracies.items() if value is not None]
+  if not evaluated or evaluated[0][0] != 0:
+    return f"{name}: {rows[-1]['step'] if rows else 0} steps; {spent}"
+  _, before = evaluated[0]
+  step, after = evaluated[-1]
+  return (
+    f"{name}: held-out pass@1 {before:.1%} ({base_model_name(config)}) -> {after:.1%} after {step} "
+    f"steps, {100 * (after - before):+.1f} points; {spent}"
+  )

@@ -1,0 +1,30 @@
+"""Rotary position embeddings."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gtpo_jax.models.attention.rope_scaling import RopeScaling
+
+Rope = tuple[jax.Array, jax.Array]  # cosines and sines, f32[..., s, e/2] each
+
+
+def rope_angles(
+  positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> Rope:
+  """Returns cosines and sines f32[..., s, e/2] of the rotary angles at `positions` i32[..., s]."""
+  frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+  scale = 1.0
+  if scaling is not None:
+    frequency, scale = scaling.scale(frequency, theta)
+  angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequency, jnp.float32)
+  return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def rotate(x: jax.Array, rope: Rope) -> jax.Array:
+  """Rotates `x` [..., heads, s, e]. Features i and i + e/2 form a pair, as in Transformers."""
+  cos, sin = (jnp.expand_dims(a, -3) for a in rope)  # broadcast over the heads
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

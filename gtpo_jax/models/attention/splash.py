@@ -1,0 +1,107 @@
+"""Attention over full sequences with JAX's splash kernel, on TPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu import splash_attention
+
+from gtpo_jax.models.attention.context_parallel import QueryShard
+from gtpo_jax.models.attention.flash import ATTENTION_RESIDUALS
+from gtpo_jax.models.attention.sources import AttentionContext
+
+TILE = 128  # positions are padded to a multiple of this
+BLOCKS = (512, 256, 128)  # positions per kernel step; the largest that divides their number is used
+
+
+def attend_with_splash(
+  q: jax.Array,
+  context: AttentionContext,
+  interpret: bool = False,
+  query_shard: QueryShard | None = None,
+) -> jax.Array:
+  """Softmax attention of `q` over `context`, with products in the precision of the arrays' dtype.
+
+  The keys are the prompt followed by the sequence, so that one causal mask, offset by the prompt's
+  length, covers both. A key that a query must not attend to has another segment id, and each
+  segment has its own copy of the prompt. Each key/value head is computed as multi-query attention.
+
+  Args:
+    q: [n, g, h, s, e].
+    context: the keys, values and masks.
+    interpret: whether to interpret the kernel, for tests without a TPU.
+    query_shard: the positions of the queries; None if `q` is a full sequence.
+
+  Returns:
+    [n, g, h, s, e] in q's dtype.
+  """
+  n, g, h, s, e = q.shape
+  k, v, segment = context.concatenate(g)
+  kv_heads, length = k.shape[2:4]
+  own_length = context.own.v.shape[3]
+  prompt_length = length - own_length
+  queries = (q * e**-0.5).astype(q.dtype).reshape(n * g, kv_heads, h // kv_heads, s, e)
+  queries = _pad_to_tile(queries, 3)
+  keys, values = (_pad_to_tile(x.reshape(n * g, kv_heads, length, e), 2) for x in (k, v))
+  if query_shard is None:
+    query_segment = segment[..., -own_length:]
+  else:
+    positions = jnp.asarray(prompt_length + query_shard.positions)[query_shard.index]
+    query_segment = jnp.take(segment, positions, axis=2)
+  segment_ids = splash_attention.SegmentIds(
+    *(_pad_to_tile(x.reshape(n * g, -1), 1) for x in (query_segment, segment))
+  )
+  sizes = (queries.shape[3], keys.shape[2])
+  shards = own_length // s
+  mask = splash_attention.CausalMask((shards * sizes[0], sizes[1]), offset=prompt_length)
+  if query_shard is not None:
+    padded = np.pad(query_shard.positions, [(0, 0), (0, sizes[0] - s)], mode="edge")
+    mask.q_sequence = padded.reshape(-1)
+  kernel = splash_attention.make_splash_mqa(
+    splash_attention.MultiHeadMask([mask] * (h // kv_heads)),
+    block_sizes=_block_sizes(*sizes),
+    residual_checkpoint_name=ATTENTION_RESIDUALS,
+    interpret=interpret,
+    head_shards=1,
+    q_seq_shards=shards,
+  )
+  if query_shard is not None:
+    kernel = _kernel_of_shard(kernel, query_shard.index, shards)
+  of_row = jax.vmap(kernel, in_axes=(0, 0, 0, None))
+  return jax.vmap(of_row)(queries, keys, values, segment_ids)[..., :s, :].reshape(q.shape)
+
+
+def _pad_to_tile(x: jax.Array, axis: int) -> jax.Array:
+  """Pads `axis` with zeros to a multiple of `TILE`."""
+  return jnp.pad(x, [(0, -x.shape[i] % TILE if i == axis else 0) for i in range(x.ndim)])
+
+
+def _kernel_of_shard(kernel: Callable, index: jax.Array, shards: int) -> Callable:
+  """Cuts the kernel's mask arrays to the queries of one shard.
+
+  Their shapes are [1, blocks of queries, blocks of keys] and [queries].
+  """
+
+  def cut(x: jax.Array) -> jax.Array:
+    axis = min(x.ndim - 1, 1)
+    size = x.shape[axis] // shards
+    return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis)
+
+  return jax.tree.map(cut, kernel)
+
+
+def _block_sizes(queries: int, keys: int) -> splash_attention.BlockSizes:
+  q, kv = (next(size for size in BLOCKS if length % size == 0) for length in (queries, keys))
+  return splash_attention.BlockSizes(
+    block_q=q,
+    block_kv=kv,
+    block_kv_compute=kv,
+    block_q_dkv=q,
+    block_kv_dkv=kv,
+    block_kv_dkv_compute=kv,
+    block_q_dq=q,
+    block_kv_dq=kv,
+  )

@@ -1,0 +1,262 @@
+"""Reads Hugging Face folders. Each process reads only the slices that its devices need, each once.
+
+Nothing in a folder is ever executed: safetensors and JSON are data, and pickles are rejected.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh
+
+from gtpo_jax.models.config import DTYPES
+from gtpo_jax.models.hf.config_json import read_config
+from gtpo_jax.models.hf.folder import find
+from gtpo_jax.models.hf.weights import read_hf
+from gtpo_jax.models.lora import without_lora
+from gtpo_jax.models.params import Params, declared_params, param_shardings, scale_path
+from gtpo_jax.models.quantize import quantize
+from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.mesh import single_device_mesh
+from gtpo_jax.storage.files import printable, read_json, safe_join
+from gtpo_jax.storage.paths import is_remote, read_range, storage_errors
+
+INDEX = "model.safetensors.index.json"
+# The dtypes that can be read, by safetensors' names.
+DTYPE_CODES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+LENGTH_BYTES = 8  # a file begins with the length of its header
+MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def load(
+  name: str | Path, dtype: str = "bfloat16", mesh: Mesh | None = None
+) -> tuple[Transformer, Params]:
+  """Returns the model and the parameters of a Hugging Face folder.
+
+  Args:
+    name: a folder with config.json and safetensors (one file, or shards with an index), or a hub
+      id.
+    dtype: "float32", "bfloat16" or "float16", the dtype of parameters and computation.
+    mesh: the mesh of the parameters; None for the first device.
+
+  Raises:
+    UserError: the architecture is not supported, or the folder is damaged or incomplete, or has
+      links to files outside it.
+  """
+  folder = find(str(name))
+  model = Transformer(read_config(folder, dtype), mesh or single_device_mesh())
+  return model, read_params(model, folder)
+
+
+def read_params(model: Transformer, folder: Path) -> Params:
+  """Returns the parameters of a folder's safetensors on the model's mesh, without adapters.
+
+  Matrices are quantised one by one if the model is. Host memory has slices of only one tensor at a
+  time: a file is mapped while a slice is read, and unmapped afterwards.
+
+  Raises:
+    UserError: a file is damaged, the tensors are not the model's, or some contain NaN or infinity.
+  """
+  finite = jax.jit(lambda x: jnp.isfinite(x).all())
+  replace = None
+  params = {}
+  names = []
+  for path, x in read_hf(without_lora(model), stored_tensors(folder)):
+    replace = replace or _quantizer(model)  # only now, since the sizes in config.json are right
+    if not bool(finite(x)):
+      names.append("/".join(path))
+    params |= replace(path, x)
+  if names:
+    raise UserError(
+      f"the weights in {str(folder)!r} contain NaN or infinity, in {', '.join(sorted(names)[:8])}"
+    )
+  return unflatten_dict(params)
+
+
+def _quantizer(
+  model: Transformer,
+) -> Callable[[tuple[str, ...], jax.Array], dict[tuple[str, ...], jax.Array]]:
+  """Returns a function of a path and a parameter to the stored parameters that replace it.
+
+  It frees a matrix that it quantises.
+  """
+  if not model.config.quantize:
+    return lambda path, x: {path: x}
+  shardings = flatten_dict(param_shardings(model))
+  declared = flatten_dict(declared_params(model))
+
+  def replace(path: tuple[str, ...], x: jax.Array) -> dict[tuple[str, ...], jax.Array]:
+    scale = scale_path(path)
+    if scale not in declared:
+      return {path: x}
+    paths = (path, scale)
+    quantize_matrix = jax.jit(
+      lambda x: quantize(x, declared[path].inputs, model.config.quantize),  # layers are axis 0
+      out_shardings=tuple(shardings[path] for path in paths),
+    )
+    arrays = jax.block_until_ready(quantize_matrix(x))
+    x.delete()
+    return dict(zip(paths, arrays, strict=True))
+
+  return replace
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+  """A tensor in a safetensors file; indexing reads a slice of it."""
+
+  file: Path
+  name: str
+  shape: tuple[int, ...]
+  dtype: str  # safetensors' name
+  start: int  # position of the first byte in the file
+
+  def __getitem__(self, index: Any) -> np.ndarray:
+    if is_remote(self.file):
+      return self._read_rows(index)
+    # The file is opened for each read; otherwise the pages already read would stay mapped.
+    with safetensors.safe_open(self.file, framework="numpy") as opened:
+      return np.array(opened.get_slice(self.name)[index])
+
+  def _read_rows(self, index: Any) -> np.ndarray:
+    """Reads the rows that `index` selects, and selects the rest of it in memory."""
+    index = index if isinstance(index, tuple) else (index,)
+    if not self.shape or not index or not isinstance(index[0], slice):
+      return self._read(0, 1, self.shape)[index]
+    first, end, _ = index[0].indices(self.shape[0])
+    rows = self._read(first, self.shape[0], (end - first, *self.shape[1:]))
+    return rows[(slice(None), *index[1:])]
+
+  def _read(self, first: int, count: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Reads an array of `shape` that begins at row `first` of the tensor's `count` rows."""
+    dtype = np.dtype(DTYPES[DTYPE_CODES[self.dtype]])
+    row_bytes = math.prod(self.shape) * dtype.itemsize // max(count, 1)
+    start = self.start + first * row_bytes
+    with storage_errors(f"cannot read {str(self.file)!r}"):
+      data = read_range(self.file, start, start + math.prod(shape) * dtype.itemsize)
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+  """Returns every tensor of a folder by name. Checks headers and index but reads no data.
+
+  Raises:
+    UserError: a file is damaged, the index is wrong, or a dtype is not supported.
+  """
+  tensors: dict[str, StoredTensor] = {}
+  for file, indexed in _files(folder):
+    header = _header(file)
+    if indexed is not None and (missing := sorted(indexed - header.keys())):
+      names = ", ".join(map(printable, missing[:4]))
+      raise UserError(f"{INDEX} lists {names} in {file.name}, but that file does not have them")
+    for name, entry in header.items():
+      if name in tensors:
+        raise UserError(f"tensor {name!r} is in {tensors[name].file.name} and again in {file.name}")
+      if entry["dtype"] not in DTYPE_CODES:
+        raise UserError(
+          f"tensor {name!r} in {str(file)!r} has dtype {entry['dtype']}; "
+          f"supported are {', '.join(DTYPE_CODES)}"
+        )
+      start = entry["data_offsets"][0]
+      tensors[name] = StoredTensor(file, name, tuple(entry["shape"]), entry["dtype"], start)
+  return tensors
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
+  """Yields the safetensors files, each with the tensor names that the index lists for it.
+
+  The names are None if the folder has no index.
+  """
+  index = folder / INDEX
+  if index.exists() or (not is_remote(index) and index.is_symlink()):
+    weight_map = _weight_map(folder)
+    for name in sorted(set(weight_map.values())):
+      yield safe_join(folder, name), {key for key, file in weight_map.items() if file == name}
+    return
+  names = sorted(file.name for file in folder.glob("*.safetensors"))
+  if not names:
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    hint = ""
+    if pickles:
+      hint = f"; {pickles[0]} is a pickle, which may run code; convert it to safetensors"
+    raise UserError(f"no safetensors in {str(folder)!r}{hint}")
+  yield from ((safe_join(folder, name), None) for name in names)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+  """Returns the index: tensor name -> file name."""
+  path = str(folder / INDEX)
+  weight_map = read_json(folder, INDEX).get("weight_map")
+  if (
+    not isinstance(weight_map, dict)
+    or not weight_map
+    or not all(isinstance(file, str) for file in weight_map.values())
+  ):
+    raise UserError(f"{path!r} has no weight_map from tensors to files")
+  for name in sorted(set(weight_map.values())):
+    if not name.endswith(".safetensors"):
+      raise UserError(f"{path!r} names {name!r}; only .safetensors files are supported")
+  return weight_map
+
+
+def _header(file: Path) -> dict[str, dict[str, Any]]:
+  """Returns the entries of a safetensors file by tensor name, with offsets from the file's start.
+
+  Raises:
+    UserError: the file is not valid safetensors, or a name appears twice.
+  """
+  try:
+    if not is_remote(file):
+      with safetensors.safe_open(file, framework="numpy"):
+        pass  # raises for truncated files, wrong offsets and overlaps
+    with file.open("rb") as opened:
+      length = int.from_bytes(opened.read(LENGTH_BYTES), "little")
+      if length > MAX_HEADER_BYTES:
+        raise ValueError(f"its header has {length} bytes")
+      entries = json.loads(opened.read(length), object_pairs_hook=list)
+    if is_remote(file):
+      _check_offsets(entries, file.stat().length - LENGTH_BYTES - length)
+  except (safetensors.SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+    raise UserError(
+      f"{str(file)!r} is not a valid safetensors file: {first_line(error)}"
+    ) from error
+  for name, count in collections.Counter(name for name, _ in entries).items():
+    if count > 1:
+      raise UserError(f"{str(file)!r} has tensor {name!r} {count} times")
+  tensors = {name: dict(entry) for name, entry in entries if name != "__metadata__"}
+  for entry in tensors.values():
+    entry["data_offsets"] = [LENGTH_BYTES + length + offset for offset in entry["data_offsets"]]
+  return tensors
+
+
+def _check_offsets(entries: list[tuple[str, list]], size: int) -> None:
+  """Checks what the library checks in a file that it opens itself.
+
+  Raises:
+    ValueError: the tensors do not fill the `size` bytes of data, each once.
+  """
+  end = 0
+  tensors = [dict(entry) for name, entry in entries if name != "__metadata__"]
+  for entry in sorted(tensors, key=lambda entry: entry["data_offsets"]):
+    start, stop = entry["data_offsets"]
+    known = DTYPES.get(DTYPE_CODES.get(entry["dtype"], ""))
+    if start != end or stop < start:
+      raise ValueError(f"its tensors overlap or leave gaps at byte {start}")
+    if known and stop - start != math.prod(entry["shape"]) * np.dtype(known).itemsize:
+      raise ValueError(f"a tensor of shape {entry['shape']} has {stop - start} bytes")
+    end = stop
+  if end != size:
+    raise ValueError(f"its tensors have {end} bytes, the file has {size}")

@@ -1,0 +1,249 @@
+"""Writes Hugging Face folders that vLLM, Transformers and llama.cpp's converter can load."""
+
+from __future__ import annotations
+
+import collections
+import importlib.metadata
+import itertools
+import json
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gtpo_jax.models.config import DTYPES, ModelConfig
+from gtpo_jax.models.hf.atomic_folder import atomic_folder
+from gtpo_jax.models.hf.config_json import source_defaults, to_hf_config
+from gtpo_jax.models.hf.tokenizer import save_tokenizer
+from gtpo_jax.models.hf.weights import (
+  LAYER_MODULES,
+  adapted_modules,
+  hf_from_adapters,
+  hf_from_params,
+  hf_shapes,
+)
+from gtpo_jax.models.params import Params
+from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.storage.paths import storage_path
+
+if TYPE_CHECKING:
+  from transformers import PreTrainedTokenizerBase
+
+SHARD_BYTES = 5 * 10**9  # default of Transformers
+DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # safetensors' names
+
+
+def save(
+  model: Transformer,
+  params: Params,
+  tokenizer: PreTrainedTokenizerBase | None,
+  folder: str | Path,
+  *,
+  dtype: str | None = None,
+  stop: Collection[int] = (),
+  source: Path | None = None,
+  files: Mapping[str, str] | None = None,
+  shard_bytes: int = SHARD_BYTES,
+) -> None:
+  """Writes a model as a Hugging Face folder, with adapters merged.
+
+  The folder has safetensors (several files and an index if the tensors exceed `shard_bytes`),
+  config.json, generation_config.json, the tokenizer with its chat template, and `SHA256SUMS`, which
+  `sha256sum -c` checks. It is written under a temporary name and renamed at the end. Host memory
+  has one tensor at a time. If there are several processes, all must call this; the first one
+  writes.
+
+  Args:
+    model: the architecture.
+    params: its parameters.
+    tokenizer: a tokenizer of transformers; None to write no tokenizer.
+    folder: a folder that does not exist yet or is empty.
+    dtype: "float32", "bfloat16" or "float16"; None for the dtype of the parameters.
+    stop: token ids that end a completion, written to generation_config.json together with the
+      tokenizer's end token.
+    source: the Hugging Face folder that the model came from; its beginning-of-text id and its
+      sampling defaults are kept. None if there is none.
+    files: additional text files by name, such as README.md.
+    shard_bytes: the most bytes of tensors in one file.
+
+  Raises:
+    UserError: the folder is not empty or cannot be written, the dtype is unknown or cannot
+      represent a value, or a config file of `source` is not valid JSON.
+  """
+  dtype = dtype or model.config.param_dtype
+  if dtype not in DTYPES:
+    raise UserError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+  defaults = source_defaults(source) if source else ({}, {})
+  shapes = hf_shapes(model)
+  tensors = _cast(hf_from_params(model, params), dtype)
+  with atomic_folder(storage_path(folder)) as out:
+    if out is None:
+      collections.deque(tensors, maxlen=0)  # the first process needs our shards of each tensor
+      return
+    _write_weights(out, shapes, tensors, dtype, shard_bytes)
+    _write_configs(out, model.config, dtype, tokenizer, stop, defaults)
+    if tokenizer is not None:
+      save_tokenizer(tokenizer, out)
+    _write_files(out, files)
+
+
+def save_adapter(
+  model: Transformer,
+  params: Params,
+  folder: str | Path,
+  base: str,
+  files: Mapping[str, str] | None = None,
+) -> None:
+  """Writes only the adapters, as a folder that `peft` loads onto the model `base`.
+
+  Args:
+    model: the architecture with adapters.
+    params: its parameters.
+    folder: a folder that does not exist yet or is empty.
+    base: path or hub id of the model without adapters.
+    files: additional text files by name.
+
+  Raises:
+    UserError: the model has no adapters, or the folder is not empty or cannot be written.
+  """
+  lora = model.config.lora
+  if not lora.rank:
+    raise UserError(
+      "this model has no adapters (model.lora_rank = 0); export the full model instead"
+    )
+  with atomic_folder(storage_path(folder)) as out:
+    tensors = hf_from_adapters(model, params)
+    if out is None:
+      return
+    shapes = {name: x.shape for name, x in tensors.items()}
+    _write_tensors(out / "adapter_model.safetensors", shapes, tensors.items(), "float32")
+    modules = [LAYER_MODULES[module].split(".")[-1] for module in adapted_modules(model.config)]
+    _write_json(
+      out / "adapter_config.json",
+      {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": modules,
+      },
+    )
+    _write_files(out, files)
+
+
+def _cast(
+  tensors: Iterable[tuple[str, np.ndarray]], dtype: str
+) -> Iterator[tuple[str, np.ndarray]]:
+  for name, x in tensors:
+    with np.errstate(over="ignore"):  # an overflow is reported below
+      x = x.astype(DTYPES[dtype], copy=False)
+    if not np.isfinite(x).all():
+      raise UserError(
+        f"tensor {name} has values that {dtype} cannot represent; save it as float32 or bfloat16"
+      )
+    yield name, x
+
+
+def _write_configs(
+  out: Path,
+  config: ModelConfig,
+  dtype: str,
+  tokenizer: PreTrainedTokenizerBase | None,
+  stop: Collection[int],
+  defaults: tuple[dict[str, Any], dict[str, Any]],
+) -> None:
+  """Writes config.json and generation_config.json, which start from the source's `defaults`."""
+  eos = None if tokenizer is None else tokenizer.eos_token_id
+  pad = None if tokenizer is None else tokenizer.pad_token_id
+  if pad is None:
+    pad = eos  # as Transformers does, with a warning
+  bos = None if tokenizer is None else tokenizer.bos_token_id
+  model = to_hf_config(config, dtype) | defaults[0]
+  generation = dict(defaults[1])
+  if bos is not None:
+    model["bos_token_id"] = bos
+    generation["bos_token_id"] = bos
+  if eos is not None:
+    model["eos_token_id"] = eos
+    stop = {*stop, eos}
+  if stop:
+    generation["eos_token_id"] = sorted(set(stop))
+  if pad is not None:
+    generation["pad_token_id"] = pad
+  # Without a version, some versions of Transformers warn of a tokenizer fault of older ones.
+  model["transformers_version"] = importlib.metadata.version("transformers")
+  _write_json(out / "config.json", model)
+  _write_json(out / "generation_config.json", generation)
+
+
+def _write_weights(
+  out: Path,
+  shapes: Mapping[str, tuple[int, ...]],
+  tensors: Iterator[tuple[str, np.ndarray]],
+  dtype: str,
+  shard_bytes: int,
+) -> None:
+  """Writes all tensors to files of at most `shard_bytes`, with an index if there are several."""
+  shards: list[dict[str, tuple[int, ...]]] = [{}]
+  for name, shape in shapes.items():
+    if shards[-1] and _size({**shards[-1], name: shape}, dtype) > shard_bytes:
+      shards.append({})
+    shards[-1][name] = shape
+  weight_map = {}
+  for i, shard in enumerate(shards):
+    file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+    if len(shards) == 1:
+      file = "model.safetensors"
+    _write_tensors(out / file, shard, itertools.islice(tensors, len(shard)), dtype)
+    weight_map |= dict.fromkeys(shard, file)
+  if len(shards) > 1:
+    _write_json(
+      out / "model.safetensors.index.json",
+      {"metadata": {"total_size": _size(shapes, dtype)}, "weight_map": weight_map},
+    )
+
+
+def _write_tensors(
+  file: Path,
+  shapes: Mapping[str, tuple[int, ...]],
+  tensors: Iterable[tuple[str, np.ndarray]],
+  dtype: str,
+) -> None:
+  """Writes a safetensors file one tensor at a time; the library's writer needs all of them at once.
+
+  The file consists of the header's length, the header and the data.
+  """
+  header = {"__metadata__": {"format": "pt"}}
+  end = 0
+  for name, shape in shapes.items():
+    start = end
+    end = start + _size({name: shape}, dtype)
+    header[name] = {"dtype": DTYPE_CODES[dtype], "shape": shape, "data_offsets": (start, end)}
+  text = json.dumps(header).encode()
+  text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
+  with file.open("wb") as opened:
+    opened.write(len(text).to_bytes(8, "little") + text)
+    for _, x in tensors:
+      opened.write(x.view(np.uint8).data)
+
+
+def _size(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
+  """Returns the number of bytes of tensors of these shapes."""
+  return sum(map(math.prod, shapes.values())) * np.dtype(DTYPES[dtype]).itemsize
+
+
+def _write_files(out: Path, files: Mapping[str, str] | None) -> None:
+  for name, text in (files or {}).items():
+    (out / name).write_text(text, encoding="utf-8")
+
+
+def _write_json(file: Path, values: Mapping[str, Any]) -> None:
+  file.write_text(json.dumps(values, indent=2) + "\n")

@@ -1,0 +1,308 @@
+"""Names and layouts of Hugging Face weights: one table, read in both directions.
+
+Shapes come from the parameters' declarations. A matrix is stored as torch stores a linear weight,
+[outputs, inputs], each flattened to one axis. A vector is flattened. A table is stored unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict
+
+from gtpo_jax.models.config import ModelConfig
+from gtpo_jax.models.declaration import KINDS, Declaration, Kind
+from gtpo_jax.models.lora import merge_lora, without_lora
+from gtpo_jax.models.params import Params, abstract_params, declared_params
+from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.runtime.distributed import fetch
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import named_sharding
+from gtpo_jax.storage.files import printable
+
+# Our modules, outside and within the layers, with their Hugging Face names, in the order in which
+# we write the tensors.
+OUTER_NAMES: dict[tuple[str, ...], str] = {
+  ("embedding",): "model.embed_tokens.weight",
+  ("norm", "scale"): "model.norm.weight",
+  ("head",): "lm_head.weight",
+}
+LAYER_MODULES: dict[str, str] = {
+  "attention_norm": "input_layernorm",
+  "q": "self_attn.q_proj",
+  "k": "self_attn.k_proj",
+  "v": "self_attn.v_proj",
+  "o": "self_attn.o_proj",
+  "q_norm": "self_attn.q_norm",
+  "k_norm": "self_attn.k_norm",
+  "mlp_norm": "post_attention_layernorm",
+  "gate": "mlp.gate_proj",
+  "up": "mlp.up_proj",
+  "down": "mlp.down_proj",
+}
+LAYER_LEAVES: dict[str, str] = {"scale": "weight", "kernel": "weight", "bias": "bias"}
+
+MAX_NAMES = 8  # the most tensors that an error message lists
+
+
+class HFTensor(NamedTuple):
+  """One tensor of a Hugging Face folder, and the parameter (of one layer) that it stores."""
+
+  name: str
+  shape: tuple[int, ...]
+  path: tuple[str, ...]  # the path of our parameter
+  layer: int | None  # index into the stacked parameter; None outside the layers
+  layout: StoredLayout
+
+
+class StoredLayout(NamedTuple):
+  """How one parameter (of one layer) is stored in a Hugging Face tensor."""
+
+  kind: Kind
+  shape: tuple[int, ...]  # in our format
+  inputs: int  # number of leading axes that a matrix contracts
+
+  @property
+  def stored_shape(self) -> tuple[int, ...]:
+    """The shape of the Hugging Face tensor."""
+    if self.kind is Kind.MATRIX:
+      return math.prod(self.shape[self.inputs :]), math.prod(self.shape[: self.inputs])
+    return (math.prod(self.shape),) if self.kind is Kind.VECTOR else self.shape
+
+  def to_stored(self, value: np.ndarray) -> np.ndarray:
+    """Converts our array of `shape` to one of `stored_shape`, contiguous."""
+    if self.kind is Kind.MATRIX:
+      value = value.reshape(self.stored_shape[::-1]).T
+    return np.ascontiguousarray(value.reshape(self.stored_shape))
+
+  def read(self, tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
+    """Reads the slice `index` of our array from a stored tensor.
+
+    Where several axes are stored as one, only the first of them may be sliced.
+
+    Raises:
+      UserError: another axis is sliced.
+    """
+    if self.kind is Kind.TABLE:
+      return tensor[index]
+    cuts = zip(index, self.shape, strict=True)
+    part = tuple(len(range(*cut.indices(size))) for cut, size in cuts)
+    if self.kind is Kind.VECTOR:
+      return tensor[self._flat(index, slice(None))].reshape(part)
+    inputs = self._flat(index, slice(self.inputs))
+    outputs = self._flat(index, slice(self.inputs, None))
+    return tensor[outputs, inputs].T.reshape(part)
+
+  def _flat(self, index: tuple[slice, ...], axes: slice) -> slice:
+    """Converts the slices of several axes to one slice of the flattened axis."""
+    first, *rest = index[axes]
+    size, *inner = self.shape[axes]
+    start, stop, _ = first.indices(size)
+    if any(cut.indices(full) != (0, full, 1) for cut, full in zip(rest, inner, strict=True)):
+      raise UserError(
+        f"a parameter of shape {self.shape} is split over its inner axes; "
+        "choose a mesh that keeps each head on one device"
+      )
+    return slice(start * math.prod(inner), stop * math.prod(inner))
+
+
+def hf_tensors(model: Transformer) -> list[HFTensor]:
+  """Returns every Hugging Face tensor of the model without adapters, in the order of the files.
+
+  Raises:
+    ValueError: a declared parameter has no Hugging Face name.
+  """
+  declared: dict[tuple[str, ...], Declaration] = flatten_dict(declared_params(without_lora(model)))
+  layer_names = {
+    ("layers", module, leaf): f"{hf_module}.{suffix}"
+    for module, hf_module in LAYER_MODULES.items()
+    for leaf, suffix in LAYER_LEAVES.items()
+  }
+  if unnamed := declared.keys() - OUTER_NAMES.keys() - layer_names.keys():
+    paths = ", ".join(sorted("/".join(path) for path in unnamed))
+    raise ValueError(f"no Hugging Face name for {paths}; add it to LAYER_MODULES or OUTER_NAMES")
+
+  def tensor(name: str, path: tuple[str, ...], layer: int | None) -> HFTensor:
+    shape = declared[path].value.shape
+    shape = shape if layer is None else shape[1:]
+    layout = StoredLayout(KINDS[path[-1]], shape, declared[path].inputs)
+    return HFTensor(name, layout.stored_shape, path, layer, layout)
+
+  outer = [tensor(name, path, None) for path, name in OUTER_NAMES.items() if path in declared]
+  layers = [
+    tensor(f"model.layers.{layer}.{name}", path, layer)
+    for layer in range(model.config.layers)
+    for path, name in layer_names.items()
+    if path in declared
+  ]
+  return outer + layers
+
+
+def hf_shapes(model: Transformer) -> dict[str, tuple[int, ...]]:
+  """Returns the Hugging Face names and shapes of all tensors, in the order of the files."""
+  return {tensor.name: tensor.shape for tensor in hf_tensors(model)}
+
+
+def read_hf(
+  model: Transformer, tensors: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, ...], jax.Array]]:
+  """Converts the tensors of a Hugging Face folder to our parameters, one after the other.
+
+  Args:
+    model: the architecture, without adapters, on its mesh.
+    tensors: name -> NumPy array, or an object that is sliced like one. A process reads only the
+      slices that its devices need.
+
+  Yields:
+    The path of each parameter, and the parameter on the model's mesh.
+
+  Raises:
+    UserError: tensors are missing, unknown or of the wrong shape; the message names them.
+  """
+  shapes = {name: tuple(x.shape) for name, x in tensors.items()}
+  _check_sizes(model.config, shapes)
+  entries = hf_tensors(model)
+  _check_shapes(model.config, {entry.name: entry.shape for entry in entries}, shapes)
+  by_path: dict[tuple[str, ...], list[HFTensor]] = {}
+  for entry in entries:
+    by_path.setdefault(entry.path, []).append(entry)  # one entry per layer, in order
+
+  def convert(path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
+    parts = by_path[path]
+    stacked = parts[0].layer is not None
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+      cuts = zip(index, like.shape, strict=True)
+      out = np.empty([len(range(*cut.indices(size))) for cut, size in cuts], like.dtype)
+      if stacked:
+        for i, part in enumerate(parts[index[0]]):
+          out[i] = part.layout.read(tensors[part.name], index[1:])
+      else:
+        out[...] = parts[0].layout.read(tensors[parts[0].name], index)
+      return out
+
+    return _to_devices(like, read)
+
+  for path, like in flatten_dict(abstract_params(model)).items():
+    yield path, convert(path, like)
+
+
+def _check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+  """Raises a UserError if a size exceeds what is stored, before arrays of that size are built."""
+  if config.layers > len(shapes):
+    raise UserError(
+      f"num_hidden_layers = {config.layers}, but there are {len(shapes)} tensors in all; "
+      "some are missing"
+    )
+  numbers = sum(map(math.prod, shapes.values()))
+  sizes = {
+    "vocab_size": config.vocab_size,
+    "hidden_size": config.width,
+    "num_attention_heads": config.heads,
+    "head_dim": config.head_dim,
+    "intermediate_size": config.mlp,
+  }
+  for name, size in sizes.items():
+    if size > numbers:
+      raise UserError(
+        f"{name} = {size}, but the tensors hold {numbers} numbers in all; some are missing"
+      )
+
+
+def _check_shapes(
+  config: ModelConfig,
+  expected: Mapping[str, tuple[int, ...]],
+  shapes: Mapping[str, tuple[int, ...]],
+) -> None:
+  """Raises a UserError unless the tensors' names and shapes are the expected ones."""
+  # Some files also store a tied head, as a copy of the embedding, or the rotary frequencies.
+  optional = {name for name in shapes if name.endswith(".rotary_emb.inv_freq")}
+  if config.tied:
+    optional.add("lm_head.weight")
+  wrong = [
+    f"{name} {shapes[name]} instead of {shape}"
+    for name, shape in expected.items()
+    if name in shapes and shapes[name] != shape
+  ]
+  for complaint, names in (
+    ("missing", sorted(expected.keys() - shapes.keys())),
+    ("not of this architecture", sorted(shapes.keys() - expected.keys() - optional)),
+    ("of the wrong shape", wrong),
+  ):
+    if names:
+      listed = ", ".join(map(printable, names[:MAX_NAMES]))
+      more = " ..." if len(names) > MAX_NAMES else ""
+      raise UserError(f"{len(names)} tensor(s) {complaint}: {listed}{more}")
+
+
+def _to_devices(
+  like: jax.ShapeDtypeStruct, read: Callable[[tuple[slice, ...]], np.ndarray]
+) -> jax.Array:
+  """Builds an array from shards, each read once and freed on the host before the next is read."""
+  devices: dict[tuple, list[jax.Device]] = {}
+  for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
+    bounds = tuple(cut.indices(size) for cut, size in zip(index, like.shape, strict=True))
+    devices.setdefault(bounds, []).append(device)
+  shards = {}
+  for bounds, holders in devices.items():
+    part = read(tuple(slice(start, stop) for start, stop, _ in bounds))
+    shards |= {device: jax.block_until_ready(jax.device_put(part, device)) for device in holders}
+  return jax.make_array_from_single_device_arrays(like.shape, like.sharding, list(shards.values()))
+
+
+def hf_from_params(model: Transformer, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+  """Converts parameters to Hugging Face tensors, with adapters merged.
+
+  This is the inverse of `read_hf`. Every process must consume the full iterator. Each device
+  has one gathered layer in memory at a time.
+
+  Yields:
+    (name, host array) in the order of `hf_shapes`.
+  """
+  merged_layer = jax.jit(
+    lambda layers, i: merge_lora(
+      model, jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1), layers)
+    ),
+    out_shardings=named_sharding(model.mesh),
+  )
+  current = None
+  weights = {}
+  for entry in hf_tensors(model):
+    if entry.layer is None:
+      value = fetch(_at(params, entry.path))
+    else:
+      if entry.layer != current:
+        current = entry.layer
+        weights = {"layers": merged_layer(params["layers"], current)}
+      value = np.asarray(_at(weights, entry.path).addressable_data(0))
+    yield entry.name, entry.layout.to_stored(value)
+
+
+def hf_from_adapters(model: Transformer, params: Params) -> dict[str, np.ndarray]:
+  """Returns the adapters under PEFT's names: lora_A [rank, inputs] and lora_B [outputs, rank]."""
+  declared = declared_params(model)["layers"]
+  out = {}
+  for layer in range(model.config.layers):
+    for module in adapted_modules(model.config):
+      stem = f"base_model.model.model.layers.{layer}.{LAYER_MODULES[module]}"
+      for leaf, name in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
+        declaration = declared[module][leaf]
+        layout = StoredLayout(KINDS[leaf], declaration.value.shape[1:], declaration.inputs)
+        value = fetch(params["layers"][module][leaf][layer])
+        out[f"{stem}.{name}.weight"] = layout.to_stored(value)
+  return out
+
+
+def adapted_modules(config: ModelConfig) -> list[str]:
+  """Returns the modules that have adapters, in the order of `LAYER_MODULES`."""
+  return [module for module in LAYER_MODULES if module in config.lora.targets]
+
+
+def _at(params: Params, path: tuple[str, ...]) -> jax.Array:
+  for key in path:
+    params = params[key]
+  return params

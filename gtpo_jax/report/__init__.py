@@ -1,0 +1,1 @@
+"""What `gtpo report` draws, and `curves.png`."""

@@ -1,1 +1,0 @@
-"""Reporting: terminal output, log files and figures of a run, and the HTML report."""

@@ -1,0 +1,1 @@
+"""Verifies mathematical answers."""

@@ -1,0 +1,184 @@
+"""Decides whether the answer of a completion equals the gold answer.
+
+Most answers are numbers. They are compared here as exact fractions, without SymPy. Other answers
+(roots, symbols, matrices, inequalities) are compared by math-verify, which is slow and can hang, in
+the worker processes of `worker_pool.py`.
+
+The verdict is None if no verdict was reached, in these cases:
+  - The check exceeded its time limit, its worker died, math-verify failed or cannot parse the gold
+    answer, or the gold answer is empty.
+  - The answer is rejected without being parsed: it is longer than MAX_CHARS characters, nested
+    deeper than MAX_DEPTH, a tower of powers, or a power or factorial of a number with many digits.
+
+Such an answer still gets a verdict if a cheap check decides it first: equal strings, parentheses
+around one number (`(((72)))` is 72), or, up to MAX_CHARS characters, exact arithmetic. For example,
+9^{9^{9^9}} and (10^9)! are provably larger than 2^8000, so they differ from any gold answer that is
+written in digits. If no such bound applies, the verdict is None.
+
+Sources: GSM8K (2110.14168, "#### 72"), MATH (2103.03874, \\boxed), DAPO (2503.14476, `Answer:`),
+math-verify 0.9.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gtpo_jax.rewards.math.arithmetic import CLOSE, MAX_DEPTH, OPEN
+from gtpo_jax.rewards.math.dapo import dapo_correct
+from gtpo_jax.rewards.math.extraction import MAX_CHARS, extract, gold_answer
+from gtpo_jax.rewards.math.normalize import SPACE
+from gtpo_jax.rewards.math.values import read, same
+from gtpo_jax.rewards.math.worker_pool import Pool, shared_pool, wait_all
+from gtpo_jax.runtime.errors import UserError, did_you_mean
+
+RULES = ("math", "dapo")
+
+
+def math_correct(
+  completion: str, gold: str, rule: str = "math", timeout_s: float = 5.0
+) -> bool | None:
+  """Returns whether the completion's answer equals `gold`, or None if no verdict was reached.
+
+  It neither raises nor hangs, whatever the text. The answer is the last balanced `\\boxed{...}`.
+  Without a box, it is the later of the last `Answer: ...` ("The answer is ...") and the last
+  `#### ...`; without these, it is the last number. A completion without an answer is wrong, unless
+  its entire text equals `gold`.
+
+  Args:
+    completion: any text.
+    gold: the answer, or a solution that marks it by `\\boxed{...}`, `####` or `Answer:`.
+    rule: "math"; or "dapo", DAPO's own verifier: the last `Answer:` line within the last 300
+      characters, compared as a normalised string.
+    timeout_s: time limit in seconds of a check in a worker.
+
+  Raises:
+    UserError: the rule is unknown.
+  """
+  return math_verdicts([completion], [gold], timeout_s, rule=rule)[0]
+
+
+def math_verdicts(
+  completions: Sequence[str],
+  golds: Sequence[str],
+  timeout_s: float = 5.0,
+  workers: int | None = None,
+  *,
+  rule: str = "math",
+  pool: Pool | None = None,
+) -> list[bool | None]:
+  """Returns `math_correct` of each pair, in order.
+
+  Checks that need a worker run in parallel while this process compares the remaining pairs.
+
+  Args:
+    completions: any texts.
+    golds: one gold answer per completion.
+    timeout_s: time limit in seconds of each check in a worker.
+    workers: number of processes, by default one per core, up to 8; calls with the same number share
+      them.
+    rule: see `math_correct`.
+    pool: a pool of workers to use instead of the shared one.
+
+  Raises:
+    UserError: the rule is unknown.
+    ValueError: the two lists differ in length.
+  """
+  if rule not in RULES:
+    suggestion = did_you_mean(rule, RULES)
+    raise UserError(f"rule must be one of {', '.join(RULES)}, got {rule!r}{suggestion}")
+  decide = _decide if rule == "math" else dapo_correct
+  verdicts = []
+  for completion, gold in zip(completions, golds, strict=True):
+    verdict = decide(completion, gold)
+    if isinstance(verdict, Undecided):
+      pool = pool or shared_pool(workers)
+      verdict = pool.submit(*verdict, timeout_s)
+    verdicts.append(verdict)
+  return wait_all(verdicts)
+
+
+class Undecided(NamedTuple):
+  """Two expressions that need math-verify."""
+
+  gold: str
+  answer: str
+
+
+def _decide(completion: str, gold: str) -> bool | Undecided | None:
+  target = gold_answer(gold)
+  answer = extract(completion)
+  if not target.strip():
+    return None
+  if completion.strip() == target.strip():  # even if the text contains no number
+    return True
+  return compare(target, answer) if answer else False
+
+
+_TOO_COSTLY = re.compile(
+  r"\^[\s{(]*-?\d{6,}|\^[\s{(]*-?\d+\s*\^[\s{(]*-?\d"
+  r"|\d{5,}[\s)}]*!|!\s*[)}]*\s*!|\^[^!]{0,20}[)}]\s*!|\^[^^]{0,40}\^[^^]{0,40}\^|\d{301}",
+  re.ASCII,
+)
+_CHOICE = re.compile(r"\(?([A-J])\)?")
+_CHOICE_FIRST = re.compile(r"\(?([A-J])(?:[.):]|\)?$)")
+
+
+def compare(gold: str, answer: str) -> bool | Undecided | None:
+  """Compares two answers, if that is cheap.
+
+  Returns:
+    Whether they are equal; None if the gold answer is empty or an answer is rejected; or the pair
+    of expressions for math-verify.
+  """
+  gold = _collapse_parentheses(gold.strip())
+  answer = _collapse_parentheses(answer.strip())
+  if gold == answer:
+    return True
+  if max(len(gold), len(answer)) > MAX_CHARS:
+    return None
+  gold, gold_value = read(gold)
+  answer, answer_value = read(answer)
+  if not gold:
+    return None
+  if SPACE.sub("", gold) == SPACE.sub("", answer):
+    return True
+  if (choice := _CHOICE.fullmatch(gold)) and (chosen := _CHOICE_FIRST.match(answer)):
+    return choice[1] == chosen[1]
+  if not answer:
+    return False
+  if gold_value is not None and answer_value is not None:
+    verdict = same(gold_value, answer_value)
+    if verdict is not None:
+      return verdict
+  elif isinstance(gold_value, str) and gold_value not in ("oo", "-oo"):
+    # The gold answer is a word and the answer is not. math-verify would read a word as a product of
+    # letters and accept "evil" for "live".
+    return False
+  if _depth(answer) > MAX_DEPTH or _TOO_COSTLY.search(answer):
+    return None
+  return Undecided(_latex(gold), _latex(answer))
+
+
+def _latex(text: str) -> str:
+  text = text.replace("**", "^").replace("*", "\\cdot ")
+  return re.sub(r"\b(and|or)\b", r" \\text{ \1 } ", text)
+
+
+def _collapse_parentheses(text: str) -> str:
+  """Reduces several pairs of parentheses around a text to one; the text itself must have none."""
+  if not text.startswith("((") or not text.endswith("))"):
+    return text
+  left = len(text) - len(text.lstrip("("))
+  right = len(text) - len(text.rstrip(")"))
+  inner = text[left:-right]
+  return f"({inner})" if left == right and "(" not in inner and ")" not in inner else text
+
+
+def _depth(text: str) -> int:
+  depth = deepest = 0
+  for character in text:
+    depth += (character in OPEN) - (character in CLOSE)
+    deepest = max(deepest, depth)
+  return deepest

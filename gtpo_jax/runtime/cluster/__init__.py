@@ -1,0 +1,1 @@
+"""Finds and connects the processes of a run."""

@@ -1,0 +1,218 @@
+"""Reads what the launcher of this process says about its run. Importing this imports no JAX.
+
+Slurm, Open MPI, GKE and Cloud TPU describe a run in environment variables or on a metadata server,
+from which JAX reads the address of the first process. This module reads how many processes the
+launcher has started, so that a process never starts training alone by mistake, and which of the
+host's GPUs each process gets.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from gtpo_jax.runtime.errors import UserError
+
+ADDRESS = "JAX_COORDINATOR_ADDRESS"
+COUNT = "JAX_NUM_PROCESSES"
+INDEX = "JAX_PROCESS_ID"
+METADATA_TIMEOUT_S = 5
+TPU_DEVICE_FILES = ("/dev/accel0", "/dev/vfio")
+NVIDIA_DEVICE_FILES = "/dev/nvidia[0-9]*"
+
+
+class Launch(NamedTuple):
+  """What a launcher says about a run, and about this process.
+
+  Attributes:
+    launcher: its name, for messages.
+    count: processes of the run.
+    index: index of this process.
+    local_count: processes on this host.
+    local_index: index of this process among those on this host.
+    address: host:port of the first process; None if JAX finds it.
+  """
+
+  launcher: str
+  count: int
+  index: int
+  local_count: int = 1
+  local_index: int = 0
+  address: str | None = None
+
+  def __str__(self) -> str:
+    return f"{self.launcher}, process {self.index} of {self.count}"
+
+
+def find_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
+  """Returns what the launcher of this process says; None if there is none.
+
+  Raises:
+    UserError: the variables contradict one another, or are incomplete.
+  """
+  if environ.get(COUNT) == "1" and not environ.get(ADDRESS):
+    return None
+  if environ.get(COUNT) and not environ.get(ADDRESS):
+    raise UserError(f"{COUNT}={environ[COUNT]} needs {ADDRESS}=HOST:PORT of the first process")
+  try:
+    launch = next(filter(None, (read(environ) for read in LAUNCHERS)), None)
+  except UserError:
+    if not environ.get(ADDRESS):
+      raise
+    launch = None
+  return _by_hand(environ, launch) if environ.get(ADDRESS) else launch
+
+
+def local_gpus(launch: Launch, environ: Mapping[str, str] = os.environ) -> list[int] | None:
+  """Returns which of the GPUs that this process can see it should use; None leaves that to JAX.
+
+  The processes of a host share its GPUs evenly. JAX itself would give process i of a host the i-th
+  GPU that it sees. So one process per host would leave all other GPUs idle, and processes that see
+  only their own GPU would look for one that is not there.
+  """
+  if environ.get("JAX_LOCAL_DEVICE_IDS"):
+    return None
+  visible = environ.get("CUDA_VISIBLE_DEVICES") or environ.get("SLURM_STEP_GPUS")
+  gpus = len(visible.split(",")) if visible else len(glob.glob(NVIDIA_DEVICE_FILES))
+  if gpus == 1 or (gpus and "SLURM_GPUS_PER_TASK" in environ):  # it sees only its own
+    return list(range(gpus))
+  if gpus == 0 or gpus % launch.local_count:
+    return None
+  share = gpus // launch.local_count
+  return list(range(launch.local_index * share, (launch.local_index + 1) * share))
+
+
+def has_tpu() -> bool:
+  """Whether this machine has TPU chips, or JAX is told to behave as if it did."""
+  found = any(Path(path).exists() for path in TPU_DEVICE_FILES)
+  return found or "JAX_FORCE_TPU_INIT" in os.environ
+
+
+def _by_hand(environ: Mapping[str, str], launch: Launch | None) -> Launch:
+  """Returns the launch that JAX's variables describe; the launcher supplies what they omit."""
+  address = environ[ADDRESS]
+  if not re.fullmatch(r".+:\d+", address):
+    raise UserError(f"{ADDRESS} must be HOST:PORT of the first process, got {address!r}")
+  if COUNT not in environ and INDEX not in environ and launch:
+    return launch._replace(address=address)
+  try:
+    count = int(environ[COUNT])
+    index = int(environ[INDEX])
+  except (KeyError, ValueError):
+    raise UserError(f"{ADDRESS} is set, so {COUNT} and {INDEX} must be integers") from None
+  if not 0 <= index < count:
+    raise UserError(f"{INDEX} must be in [0, {COUNT}), got {index} and {count}")
+  if launch and launch.count == count:
+    return launch._replace(index=index, address=address)
+  return Launch(ADDRESS, count, index, address=address)
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Launch | None:
+  if "OMPI_COMM_WORLD_SIZE" not in environ:
+    return None
+  size, rank, local_size, local_rank = (
+    _integer(environ, f"OMPI_COMM_WORLD_{name}", default)
+    for name, default in (("SIZE", None), ("RANK", None), ("LOCAL_SIZE", 1), ("LOCAL_RANK", 0))
+  )
+  return Launch("Open MPI", size, rank, local_size, local_rank)
+
+
+def _slurm(environ: Mapping[str, str]) -> Launch | None:
+  """Reads the variables of a task that `srun` started, or of a batch script or shell in a job."""
+  if "SLURM_JOB_ID" not in environ:
+    return None
+  job = f"Slurm job {environ['SLURM_JOB_ID']}"
+  tasks = _integer(environ, "SLURM_NTASKS", 1)
+  nodes = _integer(environ, "SLURM_NNODES", 1)
+  started = _integer(environ, "SLURM_STEP_NUM_TASKS", tasks)
+  if "SLURM_STEP_NODELIST" not in environ:
+    if nodes == 1:
+      return None  # the process can use the whole node
+    started = 1
+    tasks = max(tasks, nodes)
+  if started != tasks:
+    raise UserError(
+      f"{job} has {tasks} tasks on {nodes} nodes, but srun has started only {started} of them: "
+      f"use `srun gtpo ...`, or set {COUNT}=1 to use this node alone"
+    )
+  local_index = _integer(environ, "SLURM_LOCALID", 0)
+  index = _integer(environ, "SLURM_PROCID", None)
+  return Launch(job, tasks, index, _slurm_tasks_on_node(environ, tasks), local_index)
+
+
+def _slurm_tasks_on_node(environ: Mapping[str, str], tasks: int) -> int:
+  """Returns the number of this step's tasks on this node.
+
+  Slurm lists them by node, with repetitions in parentheses: "4(x2),1" is 4, 4 and 1.
+  """
+  counts = []
+  for part in environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+    if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part):
+      counts += [int(match[1])] * int(match[2] or 1)
+  node = _integer(environ, "SLURM_NODEID", 0)
+  if node < len(counts):
+    return counts[node]
+  return -(-tasks // _integer(environ, "SLURM_STEP_NUM_NODES", 1))
+
+
+def _gke(environ: Mapping[str, str]) -> Launch | None:
+  """Reads the variables that GKE sets in the pods of a TPU slice, also with XPK or JobSet."""
+  hosts = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES")
+  if not hosts:
+    return None
+  return _slices("GKE", len(hosts.split(",")), _integer(environ, "TPU_WORKER_ID", 0), environ.get)
+
+
+def _cloud_tpu(environ: Mapping[str, str]) -> Launch | None:
+  """Asks the metadata server of a Cloud TPU VM."""
+  if environ.get("TPU_SKIP_MDS_QUERY") or not has_tpu():
+    return None
+  try:
+    hosts = _metadata("worker-network-endpoints", environ).split(",")
+    index = int(_metadata("agent-worker-number", environ))
+    details = dict(re.findall(r"^(\w+): *'?(.*?)'?$", _metadata("tpu-env", environ), re.MULTILINE))
+  except (OSError, ValueError):
+    return None  # for example a notebook service, which hides the server
+  return _slices(
+    "Cloud TPU", len(hosts), index, lambda name: environ.get(name) or details.get(name)
+  )
+
+
+def _slices(name: str, hosts: int, index: int, get: Callable[[str], str | None]) -> Launch:
+  """Returns the launch of one or several TPU slices with `hosts` hosts each."""
+  slices = int(get("MEGASCALE_NUM_SLICES") or 1)
+  slice_index = int(get("MEGASCALE_SLICE_ID") or 0)
+  return Launch(name, hosts * slices, index + slice_index * hosts)
+
+
+def _metadata(key: str, environ: Mapping[str, str]) -> str:
+  server = environ.get("GCE_METADATA_IP", "metadata.google.internal")
+  request = urllib.request.Request(
+    f"http://{server}/computeMetadata/v1/instance/attributes/{key}",
+    headers={"Metadata-Flavor": "Google"},
+  )
+  opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+  with opener.open(request, timeout=METADATA_TIMEOUT_S) as reply:
+    return reply.read().decode().strip()
+
+
+# In the order in which JAX tries them: mpirun can be used within a Slurm job.
+LAUNCHERS: tuple[Callable[[Mapping[str, str]], Launch | None], ...] = (
+  _open_mpi,
+  _slurm,
+  _gke,
+  _cloud_tpu,
+)
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int | None) -> int:
+  value = environ.get(name) or default
+  try:
+    return int(value)
+  except (TypeError, ValueError):
+    raise UserError(f"the launcher's variable {name} must be an integer, got {value!r}") from None

@@ -1,0 +1,197 @@
+"""Folders that transformers saved: the same logits and greedy text as torch, on every mesh."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from hf_folders import (
+  hf_folder,
+  our_greedy,
+  our_logits,
+  padded_batch,
+  split_file,
+  torch_greedy,
+  torch_logits,
+)
+
+from gtpo_jax.models import PRESETS, Transformer, abstract_params, load
+from gtpo_jax.models.hf.weights import hf_shapes
+from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
+
+SHARDED = "20KB"
+SEVEN_ONE = {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1}
+SIX_TWO = {
+  "hidden_size": 48,
+  "num_attention_heads": 6,
+  "num_key_value_heads": 2,
+  "tie_word_embeddings": False,
+}
+WIDE_HEADS = {"head_dim": 16, "rms_norm_eps": 1e-5, "rope_parameters": None, "rope_theta": 5e4}
+PROMPTS = [[5, 9, 1], [2], [4, 4, 8, 30, 21], [40, 41]]
+PUBLISHED = {
+  "0.5b": 494_032_768,
+  "1.5b": 1_543_714_304,
+  "3b": 3_085_938_688,
+  "7b": 7_615_616_512,
+  "14b": 14_770_033_664,
+  "32b": 32_763_876_352,
+  "72b": 72_706_203_648,
+}
+
+
+def mesh_of(shape):
+  return make_mesh(*shape) if shape else single_device_mesh()
+
+
+@pytest.mark.parametrize(
+  ("changes", "shard", "shape"),
+  [
+    ({}, "5GB", None),
+    ({}, SHARDED, (2, 2, 2)),
+    ({"tie_word_embeddings": False}, SHARDED, None),
+    ({"tie_word_embeddings": False}, "5GB", (2, 2, 2)),
+    (SEVEN_ONE, "5GB", None),
+    (SEVEN_ONE, SHARDED, (2, 4, 1)),
+    (SIX_TWO, "5GB", (2, 2, 2)),
+    (WIDE_HEADS, "5GB", None),
+    (WIDE_HEADS, SHARDED, (1, 2, 4)),
+  ],
+  ids=[
+    "tied",
+    "tied-sharded-2x2x2",
+    "untied-sharded",
+    "untied-2x2x2",
+    "7/1",
+    "7/1-sharded-2x4x1",
+    "6/2-untied-2x2x2",
+    "head_dim",
+    "head_dim-sharded-1x2x4",
+  ],
+)
+def test_logits_equal_those_of_transformers(changes, shard, shape):
+  folder, reference = hf_folder(shard=shard, **changes)
+  assert (len(list(folder.glob("*.safetensors"))) > 1) == (shard == SHARDED)
+  model, params = load(folder, dtype="float32", mesh=mesh_of(shape))
+  tokens, mask = padded_batch()
+  want = torch_logits(reference, tokens, mask)
+  assert np.abs(want[mask]).max() > 2
+  np.testing.assert_allclose(
+    our_logits(model, params, tokens, mask)[mask], want[mask], rtol=0, atol=2e-4
+  )
+
+
+@pytest.mark.parametrize(
+  ("changes", "shape"),
+  [
+    ({}, None),
+    pytest.param({}, (2, 2, 2), marks=pytest.mark.slow),
+    pytest.param(SEVEN_ONE, None, marks=pytest.mark.slow),
+  ],
+  ids=["4/2", "4/2-2x2x2", "7/1"],
+)
+def test_sixty_four_greedy_tokens_equal_generate(changes, shape):
+  folder, reference = hf_folder(**changes)
+  want = torch_greedy(reference, PROMPTS, 64)
+  assert len(np.unique(want)) > 10  # the text is not one repeated token
+  np.testing.assert_array_equal(
+    our_greedy(*load(folder, "float32", mesh_of(shape)), PROMPTS, 64), want
+  )
+
+
+@pytest.mark.slow
+def test_greedy_text_ends_where_that_of_generate_does():
+  folder, reference = hf_folder()
+  stop = [int(x) for x in torch_greedy(reference, PROMPTS, 64)[[0, 1], [5, 20]]]
+  want = torch_greedy(reference, PROMPTS, 64, stop)
+  assert not want[0, -1]  # the first row has ended
+  np.testing.assert_array_equal(our_greedy(*load(folder, "float32"), PROMPTS, 64, stop), want)
+
+
+def test_a_sharded_folder_is_split_by_axes_and_equal_to_one_file():
+  whole = hf_folder()[0]
+  cut = hf_folder(shard=SHARDED)[0]
+  _, plain = load(whole, "float32")
+  model, placed = load(str(cut), "float32", make_mesh(2, 2, 2))
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(plain), jax.device_get(placed))
+  jax.tree.map(
+    lambda x, like: x.sharding == like.sharding or pytest.fail(f"{x.sharding} {like.sharding}"),
+    placed,
+    abstract_params(model),
+  )
+  assert placed["layers"]["up"]["kernel"].addressable_shards[0].data.shape == (2, 16, 24)
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("requested", ["float32", "bfloat16"])
+def test_number_formats_are_converted_as_torch_does(stored, requested):
+  torch = pytest.importorskip("torch")
+  folder, reference = hf_folder(stored)
+  model, params = load(folder, requested)
+  assert {str(x.dtype) for x in jax.tree.leaves(params)} == {requested}
+  assert (model.config.param_dtype, model.config.compute_dtype) == (requested, requested)
+  want = reference.model.embed_tokens.weight.detach().to(getattr(torch, requested)).float().numpy()
+  np.testing.assert_array_equal(np.asarray(params["embedding"].astype("float32")), want)
+
+
+def test_bfloat16_logits_are_near():
+  folder, reference = hf_folder("bfloat16")
+  tokens, mask = padded_batch()
+  got = our_logits(*load(folder), tokens, mask)[mask]
+  want = torch_logits(reference.float(), tokens, mask)[mask]
+  reference.bfloat16()
+  assert np.abs(got - want).mean() < 0.02 * np.abs(want).mean()
+
+
+def test_the_second_copy_of_a_tied_head_is_not_needed(tmp_path):
+  """Some folders also store lm_head.weight although it is tied to the embedding."""
+  folder = shutil.copytree(hf_folder()[0], tmp_path / "hf")
+  import torch
+  from safetensors.torch import load_file, save_file
+
+  tensors = load_file(folder / "model.safetensors")
+  save_file(tensors | {"lm_head.weight": torch.zeros(64, 32)}, folder / "model.safetensors")
+  both = [jax.device_get(load(place, "float32")[1]) for place in (folder, hf_folder()[0])]
+  jax.tree.map(np.testing.assert_array_equal, *both)
+
+
+def test_generation_config_is_not_needed(tmp_path):
+  folder = shutil.copytree(hf_folder()[0], tmp_path / "hf")
+  (folder / "generation_config.json").unlink()
+  load(folder)
+
+
+def test_nothing_is_written_into_the_folder():
+  folder = hf_folder(shard=SHARDED)[0]
+  written = lambda: {file.name: file.stat().st_mtime_ns for file in folder.iterdir()}
+  before = written()
+  load(folder)
+  assert written() == before
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_a_preset_has_the_published_tensors(size):
+  model = Transformer(PRESETS[f"qwen2.5-{size}"], single_device_mesh())
+  shapes = hf_shapes(model)
+  assert sum(int(np.prod(shape)) for shape in shapes.values()) == PUBLISHED[size]
+  assert sum(x.size for x in jax.tree.leaves(abstract_params(model))) == PUBLISHED[size]
+  assert ("lm_head.weight" in shapes) == (size not in ("0.5b", "1.5b", "3b"))
+
+
+def test_names_are_those_that_transformers_saves():
+  for changes in ({}, SIX_TWO):
+    folder = hf_folder(**changes)[0]
+    header, _ = split_file(folder / "model.safetensors")
+    header.pop("__metadata__", None)
+    model, _ = load(folder, "float32")
+    assert {name: tuple(entry["shape"]) for name, entry in header.items()} == hf_shapes(model)
+
+
+def test_the_seven_billion_model_by_its_published_names_and_shapes():
+  shapes = hf_shapes(Transformer(PRESETS["qwen2.5-7b"], single_device_mesh()))
+  assert len(shapes) == 339  # as in the index of Qwen/Qwen2.5-7B
+  assert shapes["model.layers.27.self_attn.k_proj.weight"] == (512, 3584)
+  assert shapes["model.layers.27.self_attn.k_proj.bias"] == (512,)
+  assert shapes["model.layers.0.mlp.down_proj.weight"] == (3584, 18944)
+  assert shapes["lm_head.weight"] == (152064, 3584)
+  assert not any(name.endswith("o_proj.bias") for name in shapes)

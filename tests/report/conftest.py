@@ -1,0 +1,80 @@
+"""Fixtures: short real runs, and their report in a real browser."""
+
+import sys
+import types
+
+import pytest
+from pages import open_report
+from shared_folders import create_once
+
+from gtpo_jax.config import default_config, freeze
+from gtpo_jax.logs.credit import credit_files, read_credit
+from gtpo_jax.logs.display import Display
+from gtpo_jax.loop import train
+
+
+def mixed_verdicts(prompts, completions, answers, extras):
+  """A verifier that calls some completions of a group correct, so that most groups are mixed."""
+  return [i % 2 == len(text) % 2 for i, text in enumerate(completions)]
+
+
+@pytest.fixture(scope="package")
+def runs(tmp_path_factory):
+  """The folder of three runs: GTPO with two seeds and two steps each, and GRPO with one step."""
+  return create_once(tmp_path_factory, "report_runs", train_runs)
+
+
+def train_runs(folder):
+  module = types.ModuleType("a_verifier")
+  module.verify = mixed_verdicts
+  sys.modules["a_verifier"] = module
+  for name, changes in {
+    "gtpo-0": {},
+    "gtpo-1": {"seed": 1},
+    "grpo": {"algorithm.name": "grpo", "steps": 1},
+  }.items():
+    config = default_config()
+    config.steps = 2
+    config.mesh.data = 2
+    config.mesh.fsdp = 2
+    config.mesh.tensor = 2
+    config.data.terms = 2
+    config.data.max_prompt_tokens = 20
+    config.sampling.max_tokens = 18
+    config.batch.prompts = 8
+    config.batch.group = 4
+    config.batch.micro_batches = 2
+    config.warm_start.steps = 20
+    config.warm_start.batch = 8
+    config.reward.verifier = "a_verifier:verify"
+    config.eval.problems = 12
+    config.eval.samples = 2
+    config.eval.batch = 8
+    config.optimizer.learning_rate = 1e-3
+    config.log.credit_groups = 3
+    config.log.tensorboard = False
+    config.update_from_flattened_dict(changes)
+    assert train(freeze(config), folder / name, Display(enabled=False)).finished
+  del sys.modules["a_verifier"]
+
+
+@pytest.fixture(scope="package")
+def record(runs):
+  """The last credit record of the first run."""
+  return read_credit(credit_files(runs / "gtpo-0")[2])
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+  """Opens the report of some runs. The page must make no request and log nothing."""
+  pages = []
+
+  def make(*workdirs, **options):
+    page = open_report(browser, tmp_path / "report.html", workdirs, options)
+    pages.append(page)
+    return page
+
+  yield make
+  for page in pages:
+    assert page.complaints == []
+    page.close()
