@@ -7,7 +7,7 @@ In shapes, p is the length of the prompts' arrays and w that of the slots'.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from gtpo_jax.sampling.cache import (
   set_rows,
   within_shards,
 )
+from gtpo_jax.sampling.dense_tables import DenseTables
 
 
 class DenseKV(NamedTuple):
@@ -38,19 +39,6 @@ class DenseKV(NamedTuple):
 
   prompts: list[KV]  # [m, 1, k, ...] with p positions; a prompt's last token is at p - 1
   slots: list[KV]  # [s, 1, k, ...] with w positions; a completion's first token is at 0
-
-
-class DenseTables(NamedTuple):
-  """Which slots attend to which prompt.
-
-  A slot's queries move to its prompt's row, so that a prompt is read once for all its slots.
-  """
-
-  table_index: Any  # i32[s], index of the slot in its shard's flattened `slot_table`
-  # i32[m, slots_per_entry], the slots that complete each entry's prompt, counted within the shard;
-  # unused places contain 0
-  slot_table: Any
-  entry_lengths: Any  # i32[m], number of tokens of the cached prompt
 
 
 @dataclasses.dataclass(frozen=True)

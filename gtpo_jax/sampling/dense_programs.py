@@ -16,6 +16,7 @@ from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.sampling.cache import head_axis
 from gtpo_jax.sampling.dense import DenseCache, DenseKV
+from gtpo_jax.sampling.dense_tables import DenseSpace
 from gtpo_jax.sampling.params import SamplingParams
 from gtpo_jax.sampling.programs import (
   LoweredProgram,
@@ -67,16 +68,10 @@ class DensePrograms(Programs):
     """Returns the number of slots and entries for `prompts` x `group` completions."""
     return capacity_for(prompts, group, self.shards, self.config.slots)
 
-  def scheduler(
-    self,
-    prompt_lengths: np.ndarray,
-    token_limits: np.ndarray,
-    keys: np.ndarray,
-    drawn: np.ndarray | None = None,
-  ) -> Scheduler:
-    """Returns the schedule of a batch; the arguments are those of `Scheduler`."""
-    capacity = self.capacity(*token_limits.shape)
-    return Scheduler(capacity, prompt_lengths, token_limits, keys, drawn)
+  def scheduler(self, prompts: int, group: int) -> Scheduler:
+    """Returns an empty schedule for about `prompts` x `group` completions."""
+    capacity = self.capacity(prompts, group)
+    return Scheduler(capacity, DenseSpace(capacity))
 
   def new_state(
     self, scheduler: Scheduler, width: int, sampling_params: SamplingParams
@@ -92,7 +87,7 @@ class DensePrograms(Programs):
 
   def grow(self, state: SamplerState, scheduler: Scheduler) -> SamplerState:
     """Grows the slots' arrays for the next chunk."""
-    needed = int(scheduler.generated.max()) + self.chunk
+    needed = int(scheduler.slots.generated.max()) + self.chunk
     while (length := _length(state.kv.slots)) < needed:
       longer = self.cache_lengths[self.cache_lengths.index(length) + 1]
       state = self._with_slots(state, self._grow(state.kv.slots, longer))
@@ -103,7 +98,7 @@ class DensePrograms(Programs):
     state = self.grow(state, scheduler)
     if scheduler.has_waiting:
       return state
-    active = int(scheduler.active.reshape(self.shards, -1).sum(1).max())
+    active = int(scheduler.slots.active.reshape(self.shards, -1).sum(1).max())
     while self._shrink_factor * active <= scheduler.capacity.slots:
       order = scheduler.shrink(scheduler.capacity.slots // self._shrink_factor)
       state = self._with_slots(state, self._compact(state.kv.slots, order))
@@ -160,7 +155,7 @@ class DensePrograms(Programs):
     ready: Callable[[], None],
   ) -> None:
     for width in self.prompt_widths:
-      scheduler = self._idle_scheduler(prompts, group)
+      scheduler = self.scheduler(prompts, group)
       state = self.new_state(scheduler, width, sampling_params)
       state = self._run_prefill(params, state, self._unused_prefill(scheduler, width))
       widths = self.sequence_widths if resumes else []
@@ -216,7 +211,7 @@ class DensePrograms(Programs):
   ) -> Iterator[LoweredProgram]:
     """Lowers the largest program of each kind for `prompts` x `group` completions."""
     capacity = self.capacity(prompts, group)
-    scheduler = self._idle_scheduler(prompts, group)
+    scheduler = self.scheduler(prompts, group)
     state = self.abstract_state(prompts, group=group, sampling_params=sampling_params)
     shortest = self._abstract_state(capacity, self.cache_lengths[0], sampling_params)
     yield self._lower_prefill(params, shortest, scheduler, self.prompt_widths[-1])

@@ -246,11 +246,12 @@ class Engine:
     """Samples the completions with `limits` above 0 to their ends, and yields as `resume` does."""
     programs = self.programs
     drawn = buffer.mask.sum(-1, dtype=np.int32)
-    scheduler = programs.scheduler(prompt_lengths, limits, keys, drawn)
+    scheduler = programs.scheduler(*limits.shape)
+    scheduler.add(prompt_lengths, limits, keys, drawn)
     width = programs.prompt_width(max(prompt_lengths))
     state = programs.new_state(scheduler, width, sampling_params)
     max_steps = min(stream_interval or programs.chunk, programs.chunk)
-    slots = len(scheduler.active)
+    slots = len(scheduler.slots.active)
     tokens = 0
     steps = 0
     while True:
@@ -259,7 +260,7 @@ class Engine:
       state = programs.prefill_assigned(params, state, scheduler, prompts, width)
       state = programs.resume_assigned(params, state, scheduler, prompts, buffer)
       prefilled = state is not before
-      if not scheduler.active.any():
+      if not scheduler.slots.active.any():
         return
       state = programs.resize(state, scheduler)
       inputs = scheduler.inputs()  # while the devices prefill
@@ -272,7 +273,7 @@ class Engine:
         params, state, inputs, max_steps, max_finished, sampling_params
       )
       chunk = jax.device_get(chunk)
-      completions = scheduler.completions.copy()
+      completions = scheduler.slots.completions.copy()
       buffer.write(completions, inputs.generated, chunk)
       new_tokens = chunk.mask.sum(0)
       chunk_tokens = int(new_tokens.sum())
@@ -284,7 +285,8 @@ class Engine:
       at_limit = inputs.generated + new_tokens >= inputs.max_tokens
       ended = inputs.active & (chunk.stopped | at_limit)
       scheduler.advance(new_tokens, ended)
-      self.statistics = {"sampling/slots_busy": tokens / (slots * steps), **scheduler.statistics()}
+      busy = tokens / (slots * steps)
+      self.statistics = {"sampling/slots_busy": busy, **scheduler.space.statistics()}
       yield _as_pairs(completions[ended])
 
   def _prompt_lengths(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:

@@ -11,8 +11,8 @@ import numpy as np
 
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.sampling.cache import head_axis
+from gtpo_jax.sampling.page_pool import PagePool, PoolSizes, completion_places, prompt_places
 from gtpo_jax.sampling.page_tables import SLOTS_PER_ROW
-from gtpo_jax.sampling.paged_scheduler import PagedScheduler, Pool
 from gtpo_jax.sampling.pages import PagedCache
 from gtpo_jax.sampling.params import SamplingParams
 from gtpo_jax.sampling.programs import (
@@ -60,7 +60,7 @@ class PagedPrograms(Programs):
     full_groups = -(-self.slots // demand.group)
     cached_prompts = min(self.slots, ENTRY_FACTOR * full_groups)
     everything = self.slots * completion_pages + cached_prompts * prompt_pages
-    self.pool = Pool(
+    self.pool = PoolSizes(
       max(math.ceil(config.cache_fraction * everything), completion_pages + prompt_pages),
       page,
       prompt_pages,
@@ -77,19 +77,12 @@ class PagedPrograms(Programs):
     """The numbers of slots per shard, descending."""
     return [count for count in (self.slots, self.slots // FEWER_SLOTS) if count]
 
-  def scheduler(
-    self,
-    prompt_lengths: np.ndarray,
-    token_limits: np.ndarray,
-    keys: np.ndarray,
-    drawn: np.ndarray | None = None,
-  ) -> PagedScheduler:
-    """Returns the schedule of a batch; the arguments are those of `Scheduler`."""
-    n, g = token_limits.shape
-    needed = capacity_for(n, g, self.shards, self.slots * self.shards)
+  def scheduler(self, prompts: int, group: int) -> Scheduler:
+    """Returns an empty schedule for about `prompts` x `group` completions."""
+    needed = capacity_for(prompts, group, self.shards, self.slots * self.shards)
     slots = min(count for count in self.slot_counts if count >= needed.slots)
     capacity = needed._replace(slots=slots)
-    return PagedScheduler(capacity, prompt_lengths, token_limits, keys, self.pool, drawn)
+    return Scheduler(capacity, PagePool(capacity, self.pool))
 
   def new_state(
     self, scheduler: Scheduler, width: int, sampling_params: SamplingParams
@@ -108,7 +101,7 @@ class PagedPrograms(Programs):
     fewer = self.slot_counts[-1]
     if scheduler.has_waiting or scheduler.capacity.slots == fewer:
       return state
-    if int(scheduler.active.reshape(self.shards, -1).sum(1).max()) > fewer:
+    if int(scheduler.slots.active.reshape(self.shards, -1).sum(1).max()) > fewer:
       return state
     return state._replace(slots=self._keep_rows(state.slots, scheduler.shrink(fewer)))
 
@@ -192,32 +185,26 @@ class PagedPrograms(Programs):
       states = self._abstract_states(self.shards * slots, sampling_params)
       yield self._lower_decode(params, state._replace(slots=states), scheduler, sampling_params)
 
-  def _largest_scheduler(self) -> PagedScheduler:
-    """Returns a schedule with nothing to do in all slots."""
-    scheduler = self._idle_scheduler(self.shards * self.slots, 1)
-    assert isinstance(scheduler, PagedScheduler)
-    return scheduler
+  def _largest_scheduler(self) -> Scheduler:
+    """Returns an empty schedule with all slots."""
+    return self.scheduler(self.shards * self.slots, 1)
 
   def _entries(self, capacity: Capacity) -> int:
     return self.slots
 
   def _places(
     self,
-    scheduler: PagedScheduler,
+    scheduler: Scheduler,
     assigned: list[list[tuple[int, int]]],
     entries: np.ndarray,
     width: int,
   ) -> np.ndarray:
-    return scheduler.places(assigned, entries.shape[1], width)
+    return prompt_places(scheduler.space, assigned, entries.shape[1], width)
 
   def _completion_places(
-    self,
-    scheduler: PagedScheduler,
-    assigned: list[list[tuple[int, int]]],
-    slots: np.ndarray,
-    width: int,
+    self, scheduler: Scheduler, assigned: list[list[tuple[int, int]]], slots: np.ndarray, width: int
   ) -> np.ndarray:
-    return scheduler.completion_places(assigned, slots.shape[1], width)
+    return completion_places(scheduler.space, assigned, slots.shape[1], width)
 
 
 def _widths(pages: int, page: int) -> list[int]:

@@ -1,7 +1,7 @@
 """The paged cache: keys and values in a pool of pages, for the kernels of TPUs and GPUs.
 
 A prompt and each of its completions have pages of their own. Pages are given out and taken back by
-the host (`paged_scheduler.py`), so memory follows the tokens in use, and nothing is copied to grow.
+the host (`page_pool.py`), so memory follows the tokens in use, and nothing is copied to grow.
 """
 
 from __future__ import annotations

@@ -140,14 +140,11 @@ class Programs(abc.ABC):
   # What differs between caches.
 
   @abc.abstractmethod
-  def scheduler(
-    self,
-    prompt_lengths: np.ndarray,
-    token_limits: np.ndarray,
-    keys: np.ndarray,
-    drawn: np.ndarray | None = None,
-  ) -> Scheduler:
-    """Returns the schedule of a batch; the arguments are those of `Scheduler`."""
+  def scheduler(self, prompts: int, group: int) -> Scheduler:
+    """Returns an empty schedule for about `prompts` x `group` completions.
+
+    These give the number of slots and cache entries. Other prompts may be added, and any number.
+    """
 
   @abc.abstractmethod
   def new_state(
@@ -295,8 +292,8 @@ class Programs(abc.ABC):
     sequences = []
     waiting: dict[int, list[list[tuple[int, int]]]] = {}
     for slot in resumed:
-      prompt, index = scheduler.completions[slot]
-      tokens = buffer.tokens[prompt, index, : scheduler.generated[slot]]
+      prompt, index = scheduler.slots.completions[slot]
+      tokens = buffer.tokens[prompt, index, : scheduler.slots.generated[slot]]
       sequences.append([*prompts[prompt], *tokens.tolist()])
       width = next(size for size in self.sequence_widths if size >= len(sequences[-1]))
       shard, local = divmod(slot, scheduler.capacity.slots)
@@ -364,7 +361,7 @@ class Programs(abc.ABC):
     first = np.full_like(slots, width)
     for shard, pairs in enumerate(assigned):
       for row, (slot, _) in enumerate(pairs):
-        first[shard, row] -= scheduler.generated[shard * capacity.slots + slot]
+        first[shard, row] -= scheduler.slots.generated[shard * capacity.slots + slot]
     places = self._completion_places(scheduler, assigned, slots, width)
     return batch, slots, (places, first)
 
@@ -406,14 +403,6 @@ class Programs(abc.ABC):
   def _compiled_for(self, sampling_params: SamplingParams) -> SamplingParams:
     """Returns what a decode program depends on: the filters, and a static temperature."""
     return sampling_params if self.static_temperature else sampling_params.filters
-
-  def _idle_scheduler(self, prompts: int, group: int) -> Scheduler:
-    """Returns the schedule of `prompts` x `group` completions that all have a limit of 0."""
-    return self.scheduler(
-      np.ones(prompts, np.int32),
-      np.zeros((prompts, group), np.int32),
-      np.zeros((prompts, group, 2), np.uint32),
-    )
 
   def _lower_prefill(
     self, params: DecodeParams, state: SamplerState, scheduler: Scheduler, width: int

@@ -4,17 +4,18 @@ A slot runs one completion at a time. An entry of the prompt cache holds the key
 prompt, shared by all slots that complete it. Slots and entries are divided into equal shards, one
 per device of the batch axes, and a completion runs in the shard that caches its prompt. A finished
 slot takes the next completion of a cached prompt; an entry whose prompt has no completions left
-takes the next prompt. The scheduler is plain Python and NumPy and does not use devices.
+takes the next prompt. The scheduler is plain Python and NumPy and does not use devices. What it
+must know of the cache, and where the cache puts keys and values, is the concern of a `Space`.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-
-from gtpo_jax.sampling.dense import DenseTables
 
 # Prompt cache entries, as a multiple of the number of full groups that fit in the slots. With spare
 # entries, the slow completions of a few prompts do not keep the next prompts waiting.
@@ -46,6 +47,92 @@ class DecodeInputs(NamedTuple):
   tables: Any  # of the cache: `DenseTables` or `PageTables`
 
 
+class Slots(NamedTuple):
+  """The completions that run, one per slot. Slots [s] are ordered shard by shard.
+
+  The arrays are changed in place.
+  """
+
+  completions: np.ndarray  # i32[s, 2], the (prompt, index in its group); -1 if the slot is free
+  generated: np.ndarray  # i32[s], number of tokens so far
+  token_limits: np.ndarray  # i32[s], the most tokens
+  prompt_lengths: np.ndarray  # i32[s]
+  keys: np.ndarray  # u32[s, 2], PRNG key data
+  # i32[s], the index in the `Entry.slots` of all entries of the shard, one after another
+  places: np.ndarray
+
+  @classmethod
+  def free(cls, count: int) -> Slots:
+    """Returns `count` free slots."""
+    zeros = lambda *shape: np.zeros((count, *shape), np.int32)
+    keys = np.zeros((count, 2), np.uint32)
+    return cls(np.full((count, 2), -1, np.int32), zeros(), zeros(), zeros(), keys, zeros())
+
+  @property
+  def active(self) -> np.ndarray:
+    """bool[s], True for slots that run a completion."""
+    return self.completions[:, 0] >= 0
+
+
+@dataclasses.dataclass
+class Entry:
+  """A cached prompt and the slots that complete it."""
+
+  prompt: int
+  prompt_length: int
+  slots: list[int]  # [slots_per_entry], counted within the shard; -1 if free
+  waiting: list[int]  # the completions that have not started, as indices in the group, last first
+
+
+class Space:
+  """What a cache says about its space, and what it is told about its use.
+
+  By default there is space for everything that has a slot and an entry. Entries count within their
+  shard, and slots over all shards.
+  """
+
+  def has_space(self, shard: int, prompt_length: int, slots: Slots) -> bool:
+    """Returns whether a shard has space for another prompt, besides a free entry."""
+    return True
+
+  def can_start(self, shard: int, drawn: int, token_limit: int, slots: Slots) -> bool:
+    """Returns whether a shard has space for the `drawn` tokens that a completion has already."""
+    return True
+
+  def add_prompt(self, shard: int, entry: int, prompt_length: int) -> None:
+    """Called when an entry takes a prompt, before the prompt is prefilled."""
+
+  def remove_prompt(self, shard: int, entry: int) -> None:
+    """Called when the last completion of an entry's prompt has ended."""
+
+  def start(self, slot: int, drawn: int) -> None:
+    """Called when a slot takes a completion that has `drawn` tokens."""
+
+  def end(self, ended: np.ndarray) -> None:
+    """Called when the completions in the slots `ended` i32[number of them] have ended."""
+
+  def keep(self, kept: np.ndarray) -> None:
+    """Called when only the slots `kept` i32[number of them] remain, in that order."""
+
+  def next_chunk(
+    self, slots: Slots, entries: Sequence[Sequence[Entry | None]]
+  ) -> tuple[np.ndarray, Any]:
+    """Makes space for the next chunk.
+
+    Args:
+      slots: all slots.
+      entries: those of each shard; None where an entry is free.
+
+    Returns:
+      bool[s], the slots whose completions go on in this chunk, and the tables of the cache.
+    """
+    raise NotImplementedError
+
+  def statistics(self) -> dict[str, float]:
+    """Returns metrics of the schedule so far, by name."""
+    return {}
+
+
 def capacity_for(prompts: int, group: int, shards: int, max_slots: int) -> Capacity:
   """Returns the capacity for `prompts` x `group` completions.
 
@@ -63,62 +150,63 @@ def capacity_for(prompts: int, group: int, shards: int, max_slots: int) -> Capac
   return Capacity(shards, slots, entries, slots_per_entry)
 
 
-@dataclasses.dataclass
-class _Entry:
-  """A cached prompt and the slots that complete it."""
+class _Row(NamedTuple):
+  """A prompt and its completions."""
 
-  prompt: int
-  slots: list[int]  # [slots_per_entry], counted within the shard; -1 if free
-  waiting: list[int]  # the completions that have not started, as indices in the group, last first
+  prompt_length: int
+  token_limits: np.ndarray  # i32[g]
+  keys: np.ndarray  # u32[g, 2]
+  drawn: np.ndarray  # i32[g], tokens that each completion has already
 
 
 class Scheduler:
   """Schedules every completion of every prompt once, prompts and their completions in order.
 
-  A completion may have tokens from an earlier batch, with which it goes on.
+  A completion may have tokens from an earlier batch, with which it goes on. Prompts may be added at
+  any time; they come after those that wait already.
 
   Attributes:
     capacity: the current number of slots and entries.
-    completions: i32[s, 2], the (prompt, index in its group) in each slot; -1 if the slot is free.
-    generated: i32[s], number of tokens of each slot's completion so far.
+    space: the space of the cache.
+    slots: the completions that run.
   """
 
-  def __init__(
+  def __init__(self, capacity: Capacity, space: Space):
+    """Initialises a schedule without prompts.
+
+    Args:
+      capacity: the initial number of slots and entries, whatever prompts are added.
+      space: the space of the cache for that capacity, unused.
+    """
+    self.capacity = capacity
+    self.space = space
+    self.slots = Slots.free(capacity.shards * capacity.slots)
+    self._rows: list[_Row] = []
+    self._waiting_prompts: collections.deque[int] = collections.deque()
+    self._resumed: list[int] = []
+    self._entries: list[list[Entry | None]] = [
+      [None] * capacity.entries for _ in range(capacity.shards)
+    ]
+
+  def add(
     self,
-    capacity: Capacity,
     prompt_lengths: np.ndarray,
     token_limits: np.ndarray,
     keys: np.ndarray,
     drawn: np.ndarray | None = None,
-  ):
-    """Initialises the schedule with all prompts waiting.
+  ) -> None:
+    """Adds prompts, behind those that wait. Their indices continue those of earlier prompts.
 
     Args:
-      capacity: the initial number of slots and entries.
       prompt_lengths: i32[n].
       token_limits: i32[n, g], maximum tokens of each completion; one with a limit of 0 is skipped.
       keys: u32[n, g, 2], PRNG key data.
       drawn: i32[n, g], tokens that each completion has already; None for 0.
     """
-    self.capacity = capacity
-    self._prompt_lengths = prompt_lengths
-    self._token_limits = token_limits
-    self._keys = keys
-    self._drawn = np.zeros_like(token_limits) if drawn is None else drawn
-    self._waiting_prompts = np.flatnonzero(token_limits.any(1))[::-1].tolist()
-    self._resumed: list[int] = []
-    self._entries: list[list[_Entry | None]] = [
-      [None] * capacity.entries for _ in range(capacity.shards)
-    ]
-    total = capacity.shards * capacity.slots
-    self.completions = np.full((total, 2), -1, np.int32)
-    self.generated = np.zeros(total, np.int32)
-    self._table_index = np.zeros(total, np.int32)
-
-  @property
-  def active(self) -> np.ndarray:
-    """bool[s], True for slots that run a completion."""
-    return self.completions[:, 0] >= 0
+    drawn = np.zeros_like(token_limits) if drawn is None else drawn
+    new = len(self._rows) + np.flatnonzero(token_limits.any(1))
+    self._rows += map(_Row, prompt_lengths.tolist(), token_limits, keys, drawn)
+    self._waiting_prompts += new.tolist()
 
   @property
   def has_waiting(self) -> bool:
@@ -144,50 +232,40 @@ class Scheduler:
       return to_prefill
     # If any prompt is prefilled, all free entries are filled: few large batches are cheaper.
     while self._waiting_prompts:
+      length = self._rows[self._waiting_prompts[0]].prompt_length
       candidates = [
         shard
         for shard, entries in enumerate(self._entries)
         if None in entries
         and len(to_prefill[shard]) < max_prompts
-        and self._has_space(shard, self._waiting_prompts[-1])
+        and self.space.has_space(shard, length, self.slots)
       ]
       if not candidates:
         break
       shard = max(candidates, key=lambda shard: (idle[shard], -len(to_prefill[shard])))
       index = self._entries[shard].index(None)
-      prompt = self._waiting_prompts.pop()
-      waiting = np.flatnonzero(self._token_limits[prompt])[::-1].tolist()
-      self._entries[shard][index] = _Entry(prompt, [-1] * self.capacity.slots_per_entry, waiting)
-      self._entry_taken(shard, index, prompt)
+      prompt = self._waiting_prompts.popleft()
+      waiting = np.flatnonzero(self._rows[prompt].token_limits)[::-1].tolist()
+      slots = [-1] * self.capacity.slots_per_entry
+      self._entries[shard][index] = Entry(prompt, length, slots, waiting)
+      self.space.add_prompt(shard, index, length)
       to_prefill[shard].append((index, prompt))
       idle[shard] = self._fill_slots(shard)
     return to_prefill
 
   def inputs(self) -> DecodeInputs:
-    """Returns the inputs of the decode program for the next chunk."""
-    prompt = self.completions[:, 0]
-    index = self.completions[:, 1]
+    """Makes space for the next chunk, and returns the inputs of the decode program for it."""
+    slots = self.slots
+    active, tables = self.space.next_chunk(slots, self._entries)
     return DecodeInputs(
-      active=self.active,
-      is_new=self.active & (self.generated == 0),
-      keys=self._keys[prompt, index],
-      generated=self.generated.copy(),
-      max_tokens=self._token_limits[prompt, index],
-      prompt_lengths=self._prompt_lengths[prompt],
-      entries=self._table_index // self.capacity.slots_per_entry,
-      tables=self.tables(),
-    )
-
-  def tables(self) -> Any:
-    """Returns the tables of the cache for the next chunk."""
-    entries = [entry for shard in self._entries for entry in shard]
-    free = [0] * self.capacity.slots_per_entry
-    slot_table = [[max(slot, 0) for slot in entry.slots] if entry else free for entry in entries]
-    entry_lengths = [self._prompt_lengths[entry.prompt] if entry else 1 for entry in entries]
-    return DenseTables(
-      self._table_index.copy(),
-      np.asarray(slot_table, np.int32),
-      np.asarray(entry_lengths, np.int32),
+      active=active,
+      is_new=active & (slots.generated == 0),
+      keys=slots.keys.copy(),
+      generated=slots.generated.copy(),
+      max_tokens=slots.token_limits.copy(),
+      prompt_lengths=slots.prompt_lengths.copy(),
+      entries=slots.places // self.capacity.slots_per_entry,
+      tables=tables,
     )
 
   def advance(self, tokens: np.ndarray, ended: np.ndarray) -> None:
@@ -197,29 +275,25 @@ class Scheduler:
       tokens: i32[s], number of tokens generated in each slot.
       ended: bool[s], whether the slot's completion ended.
     """
-    self.generated += tokens
+    slots = self.slots
+    slots.generated[:] += tokens
     for slot in np.flatnonzero(ended):
       shard, local = divmod(int(slot), self.capacity.slots)
-      index, position = divmod(int(self._table_index[slot]), self.capacity.slots_per_entry)
+      index, position = divmod(int(slots.places[slot]), self.capacity.slots_per_entry)
       entry = self._entries[shard][index]
       assert entry is not None and entry.slots[position] == local
       entry.slots[position] = -1
       if not entry.waiting and max(entry.slots) < 0:
         self._entries[shard][index] = None
-        self._entry_freed(shard, index)
-    self._slots_freed(np.flatnonzero(ended))
-    self.completions[ended] = -1
-    self.generated[ended] = 0
-    self._table_index[ended] = 0
+        self.space.remove_prompt(shard, index)
+    self.space.end(np.flatnonzero(ended))
+    for of_slots, free in zip(slots, Slots.free(1), strict=True):
+      of_slots[ended] = free
 
   def take_resumed(self) -> list[int]:
     """Returns the slots that have started a completion with tokens since the last call."""
     resumed, self._resumed = self._resumed, []
     return resumed
-
-  def statistics(self) -> dict[str, float]:
-    """Returns metrics of the schedule so far, by name."""
-    return {}
 
   def shrink(self, slots: int) -> np.ndarray:
     """Reduces every shard to `slots` slots, which must be at least the number of active slots.
@@ -227,7 +301,7 @@ class Scheduler:
     Returns:
       The slots that remain, i32[shards, slots], counted within the shard.
     """
-    active = self.active.reshape(self.capacity.shards, -1)
+    active = self.slots.active.reshape(self.capacity.shards, -1)
     order = np.argsort(~active, axis=1, kind="stable")[:, :slots].astype(np.int32)
     kept = (order + np.arange(self.capacity.shards)[:, None] * self.capacity.slots).ravel()
     for shard, entries in enumerate(self._entries):
@@ -235,52 +309,37 @@ class Scheduler:
       for entry in filter(None, entries):
         entry.slots = [-1 if slot < 0 else new_index[slot] for slot in entry.slots]
     self.capacity = self.capacity._replace(slots=slots)
-    self.completions = self.completions[kept]
-    self.generated = self.generated[kept]
-    self._table_index = self._table_index[kept]
+    self.slots = Slots(*(of_slots[kept] for of_slots in self.slots))
+    self.space.keep(kept)
     return order
-
-  def _has_space(self, shard: int, prompt: int) -> bool:
-    """Returns whether a shard's cache has space for another prompt, besides a free entry."""
-    return True
-
-  def _entry_taken(self, shard: int, index: int, prompt: int) -> None:
-    """Called when an entry takes a prompt, before the prompt is prefilled."""
-
-  def _entry_freed(self, shard: int, index: int) -> None:
-    """Called when the last completion of an entry's prompt has ended."""
-
-  def _can_start(self, shard: int, prompt: int, index: int) -> bool:
-    """Returns whether a shard's cache has space for the tokens that a completion has already."""
-    return True
-
-  def _slot_started(self, slot: int) -> None:
-    """Called when a slot takes a completion."""
-
-  def _slots_freed(self, slots: np.ndarray) -> None:
-    """Called when the completions of `slots` have ended."""
 
   def _fill_slots(self, shard: int) -> int:
     """Starts cached prompts' completions in a shard's free slots; returns how many stay idle."""
     first = shard * self.capacity.slots
-    free = np.flatnonzero(~self.active[first : first + self.capacity.slots]).tolist()[::-1]
+    free = np.flatnonzero(~self.slots.active[first : first + self.capacity.slots]).tolist()[::-1]
     for index, entry in enumerate(self._entries[shard]):
-      while (
-        free
-        and entry
-        and entry.waiting
-        and -1 in entry.slots
-        and self._can_start(shard, entry.prompt, entry.waiting[-1])
-      ):
-        completion = entry.prompt, entry.waiting.pop()
+      while free and entry and entry.waiting and -1 in entry.slots:
+        row = self._rows[entry.prompt]
+        completion = entry.waiting[-1]
+        drawn = int(row.drawn[completion])
+        limit = int(row.token_limits[completion])
+        if not self.space.can_start(shard, drawn, limit, self.slots):
+          break
+        entry.waiting.pop()
         local = free.pop()
-        slot = first + local
         position = entry.slots.index(-1)
         entry.slots[position] = local
-        self.completions[slot] = completion
-        self._table_index[slot] = index * self.capacity.slots_per_entry + position
-        self.generated[slot] = self._drawn[completion]
-        if self.generated[slot]:
-          self._resumed.append(slot)
-        self._slot_started(slot)
+        started = Slots(
+          completions=(entry.prompt, completion),
+          generated=drawn,
+          token_limits=limit,
+          prompt_lengths=row.prompt_length,
+          keys=row.keys[completion],
+          places=index * self.capacity.slots_per_entry + position,
+        )
+        for of_slots, value in zip(self.slots, started, strict=True):
+          of_slots[first + local] = value
+        if drawn:
+          self._resumed.append(first + local)
+        self.space.start(first + local, drawn)
     return len(free)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtpo_jax.sampling.dense_programs import slot_counts
+from gtpo_jax.sampling.dense_tables import DenseSpace
 from gtpo_jax.sampling.scheduler import Capacity, Scheduler, capacity_for
 
 PROMPT_LENGTH = 5  # of the first prompt; each later prompt is one token longer
@@ -16,10 +17,10 @@ def assert_inputs_are_consistent(scheduler, cached, limits, keys):
   inputs = scheduler.inputs()
   capacity = scheduler.capacity
   active = np.flatnonzero(inputs.active)
-  assert len({tuple(scheduler.completions[slot]) for slot in active}) == len(active)
+  assert len({tuple(scheduler.slots.completions[slot]) for slot in active}) == len(active)
   for slot in active:
     shard, local = divmod(int(slot), capacity.slots)
-    prompt, index = scheduler.completions[slot]
+    prompt, index = scheduler.slots.completions[slot]
     entry, position = divmod(int(inputs.tables.table_index[slot]), capacity.slots_per_entry)
     row = shard * capacity.entries + entry
     assert cached[shard, entry] == prompt
@@ -33,11 +34,11 @@ def assert_inputs_are_consistent(scheduler, cached, limits, keys):
 def assert_shrinks_in_order(scheduler):
   """The remaining slots keep their completions."""
   shards = scheduler.capacity.shards
-  fewer = max(int(scheduler.active.reshape(shards, -1).sum(1).max()), 1)
-  before = scheduler.completions.copy().reshape(shards, -1, 2)
+  fewer = max(int(scheduler.slots.active.reshape(shards, -1).sum(1).max()), 1)
+  before = scheduler.slots.completions.copy().reshape(shards, -1, 2)
   order = scheduler.shrink(fewer)
   assert order.shape == (shards, fewer)
-  after = scheduler.completions.reshape(shards, -1, 2)
+  after = scheduler.slots.completions.reshape(shards, -1, 2)
   np.testing.assert_array_equal(after, np.take_along_axis(before, order[..., None], 1))
 
 
@@ -50,7 +51,8 @@ def play(
   """
   limits = np.repeat(np.asarray(token_limits or [40] * prompts)[:, None], group, 1)
   keys = np.arange(prompts * group * 2, dtype=np.uint32).reshape(prompts, group, 2)
-  scheduler = Scheduler(capacity, PROMPT_LENGTH + np.arange(prompts), limits, keys)
+  scheduler = Scheduler(capacity, DenseSpace(capacity))
+  scheduler.add(PROMPT_LENGTH + np.arange(prompts), limits, keys)
   cached = {}  # (shard, entry) -> prompt
   done = {}
   chunks = 0
@@ -61,7 +63,7 @@ def play(
         for entry, prompt in pairs:
           assert prompt not in {other for (s, _), other in cached.items() if s == shard}
           cached[shard, entry] = prompt
-    if not scheduler.active.any():
+    if not scheduler.slots.active.any():
       break
     if shrink and not scheduler.has_waiting:
       assert_shrinks_in_order(scheduler)
@@ -69,12 +71,12 @@ def play(
     inputs = scheduler.inputs()
     wanted = np.zeros(len(inputs.active), int)
     for slot in np.flatnonzero(inputs.active):
-      completion = tuple(scheduler.completions[slot])
+      completion = tuple(scheduler.slots.completions[slot])
       wanted[slot] = min(length_of(*completion), limits[completion])
     tokens = np.where(inputs.active, np.minimum(wanted - inputs.generated, chunk), 0)
     ended = inputs.active & (inputs.generated + tokens == wanted)
     for slot in np.flatnonzero(ended):
-      completion = tuple(scheduler.completions[slot])
+      completion = tuple(scheduler.slots.completions[slot])
       assert completion not in done
       done[completion] = int(wanted[slot])
     scheduler.advance(tokens, ended)
@@ -137,18 +139,17 @@ def test_token_limits_hold_and_prompts_with_limit_0_are_skipped():
 def test_no_prompts():
   limits = np.zeros((0, 4), int)
   keys = np.zeros((0, 4, 2), np.uint32)
-  scheduler = Scheduler(capacity_for(0, 4, 2, 8), np.zeros(0, int), limits, keys)
+  capacity = capacity_for(0, 4, 2, 8)
+  scheduler = Scheduler(capacity, DenseSpace(capacity))
+  scheduler.add(np.zeros(0, int), limits, keys)
   assert scheduler.assign(3) == [[], []]
-  assert not scheduler.has_waiting and not scheduler.active.any()
+  assert not scheduler.has_waiting and not scheduler.slots.active.any()
 
 
 @pytest.mark.parametrize("shards", [1, 4])
 def test_prompts_are_prefilled_together(shards):
   """All free entries are filled at once, so that prompts are prefilled in few batches."""
-  scheduler = Scheduler(
-    capacity_for(64, 4, shards, 16 * shards),
-    np.full(64, 3),
-    np.full((64, 4), 9),
-    np.zeros((64, 4, 2), np.uint32),
-  )
+  capacity = capacity_for(64, 4, shards, 16 * shards)
+  scheduler = Scheduler(capacity, DenseSpace(capacity))
+  scheduler.add(np.full(64, 3), np.full((64, 4), 9), np.zeros((64, 4, 2), np.uint32))
   assert [len(pairs) for pairs in scheduler.assign(8)] == [8] * shards

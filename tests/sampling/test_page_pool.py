@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtpo_jax.sampling.paged_scheduler import PagedScheduler, Pool
-from gtpo_jax.sampling.scheduler import capacity_for
+from gtpo_jax.sampling.page_pool import PagePool, PoolSizes, prompt_places
+from gtpo_jax.sampling.scheduler import Scheduler, capacity_for
 
 
 class Memory:
@@ -40,14 +40,15 @@ def play(pool, shards, slots, lengths, prompt_lengths, limit, fewer=0):
   capacity = capacity_for(prompts, group, shards, slots * shards)
   limits = np.full((prompts, group), limit)
   keys = np.zeros((prompts, group, 2), np.uint32)
-  scheduler = PagedScheduler(capacity, prompt_lengths, limits, keys, pool)
+  scheduler = Scheduler(capacity, PagePool(capacity, pool))
+  scheduler.add(prompt_lengths, limits, keys)
   memory = Memory(pool, shards)
   width = pool.prompt_pages * pool.page
   done = set()
   ran = waited = 0
   while True:
     while any(assigned := scheduler.assign(2)):
-      places = scheduler.places(assigned, 2, width)
+      places = prompt_places(scheduler.space, assigned, 2, width)
       for shard, pairs in enumerate(assigned):
         for row, (_, prompt) in enumerate(pairs):
           length = prompt_lengths[prompt]
@@ -56,9 +57,9 @@ def play(pool, shards, slots, lengths, prompt_lengths, limit, fewer=0):
           values = [(prompt, -1, i) for i in range(length)]
           memory.write(shard, places[shard, row], width - length, values)
         assert (places[shard, len(pairs) :] >= pool.pages).all()
-    if not scheduler.active.any():
+    if not scheduler.slots.active.any():
       break
-    most = scheduler.active.reshape(shards, -1).sum(1).max()
+    most = scheduler.slots.active.reshape(shards, -1).sum(1).max()
     if not scheduler.has_waiting and most <= fewer < scheduler.capacity.slots:
       scheduler.shrink(fewer)
     inputs = scheduler.inputs()
@@ -66,12 +67,12 @@ def play(pool, shards, slots, lengths, prompt_lengths, limit, fewer=0):
     running = np.flatnonzero(inputs.active)
     assert len(running), "no completion can go on"
     ran += len(running)
-    waited += int(scheduler.active.sum()) - len(running)
+    waited += int(scheduler.slots.active.sum()) - len(running)
     check_reads(scheduler, inputs, memory, prompt_lengths)
     tokens = np.zeros(len(inputs.active), int)
     for slot in running:
       shard = int(slot) // per_shard
-      completion = tuple(scheduler.completions[slot])
+      completion = tuple(scheduler.slots.completions[slot])
       tokens[slot] = min(lengths[completion] - inputs.generated[slot], pool.chunk)
       positions = range(inputs.generated[slot], inputs.generated[slot] + tokens[slot])
       written = inputs.tables.written[slot]
@@ -79,11 +80,13 @@ def play(pool, shards, slots, lengths, prompt_lengths, limit, fewer=0):
       assert (written[:used] < pool.pages).all()
       values = [(*completion, i) for i in positions]
       memory.write(shard, written, inputs.generated[slot] % pool.page, values)
-    ended = inputs.active & (inputs.generated + tokens >= lengths[tuple(scheduler.completions.T)])
-    done |= {tuple(scheduler.completions[slot]) for slot in np.flatnonzero(ended)}
+    ended = inputs.active & (
+      inputs.generated + tokens >= lengths[tuple(scheduler.slots.completions.T)]
+    )
+    done |= {tuple(scheduler.slots.completions[slot]) for slot in np.flatnonzero(ended)}
     scheduler.advance(tokens, ended)
   assert len(done) == prompts * group and not scheduler.has_waiting
-  assert scheduler.statistics() == {"sampling/waiting": waited / (ran + waited)}
+  assert scheduler.space.statistics() == {"sampling/waiting": waited / (ran + waited)}
   return ran, waited
 
 
@@ -97,7 +100,7 @@ def check_reads(scheduler, inputs, memory, prompt_lengths):
         for local in set(slots.tolist()):
           read[shard * per_shard + local] += memory.read(shard, pages, start, end)
   for slot, content in read.items():
-    prompt, index = scheduler.completions[slot].tolist()
+    prompt, index = scheduler.slots.completions[slot].tolist()
     expected = [[prompt, -1, i] for i in range(prompt_lengths[prompt])]
     assert content == expected + [[prompt, index, i] for i in range(inputs.generated[slot])]
   written = inputs.tables.written.reshape(scheduler.capacity.shards, -1)
@@ -125,7 +128,7 @@ def test_every_completion_ends_however_few_pages_there_are(
   prompt_lengths = rng.integers(1, 12, prompts)
   prompt_pages = -(-int(prompt_lengths.max()) // page)
   completion_pages = -(-limit // page)
-  pool = Pool(
+  pool = PoolSizes(
     prompt_pages + completion_pages + spare, page, prompt_pages, completion_pages, chunk, 2
   )
   lengths = rng.integers(1, limit + 1, (prompts, group))
@@ -134,13 +137,13 @@ def test_every_completion_ends_however_few_pages_there_are(
 
 def test_with_pages_for_all_nothing_waits():
   lengths = np.full((3, 4), 20)
-  pool = Pool(12 * 5 + 3, 4, 1, 5, 6, 4)
+  pool = PoolSizes(12 * 5 + 3, 4, 1, 5, 6, 4)
   assert play(pool, 1, 12, lengths, np.full(3, 4), 20) == (12 * 4, 0)
 
 
 def test_completions_that_wait_for_pages():
   """Two of 20 tokens need 5 pages each, and there are 9: the younger waits for the last one."""
-  pool = Pool(10, 4, 1, 5, 4, 4)
+  pool = PoolSizes(10, 4, 1, 5, 4, 4)
   # 4 + 4 pages are given out; the ninth goes to the older, after whose end the younger goes on.
   assert play(pool, 1, 2, np.full((1, 2), 20), np.full(1, 4), 20) == (10, 1)
 
@@ -154,22 +157,24 @@ def test_long_tailed_lengths_do_not_wait_in_less_than_half_of_the_memory():
   rng = np.random.default_rng(0)
   slots, page, limit, group = 256, 128, 18000, 16
   completion_pages = -(-limit // page)
-  pool = Pool(int(0.45 * slots * completion_pages), page, 8, completion_pages, 64, 16)
+  pool = PoolSizes(int(0.45 * slots * completion_pages), page, 8, completion_pages, 64, 16)
   lengths = log_normal_lengths(rng, (64, group))
   prompts = np.full(64, 1000)
   limits = np.full(lengths.shape, limit)
   keys = np.zeros((*lengths.shape, 2), np.uint32)
-  scheduler = PagedScheduler(capacity_for(64, group, 1, slots), prompts, limits, keys, pool)
+  capacity = capacity_for(64, group, 1, slots)
+  scheduler = Scheduler(capacity, PagePool(capacity, pool))
+  scheduler.add(prompts, limits, keys)
   chunks = 0
   while True:
     while any(scheduler.assign(4)):
       pass
-    if not scheduler.active.any():
+    if not scheduler.slots.active.any():
       break
     inputs = scheduler.inputs()
-    left = lengths[tuple(scheduler.completions.T)] - inputs.generated
+    left = lengths[tuple(scheduler.slots.completions.T)] - inputs.generated
     tokens = np.where(inputs.active, np.minimum(left, pool.chunk), 0)
     scheduler.advance(tokens, inputs.active & (tokens == left))
     chunks += 1
-  assert scheduler.statistics()["sampling/waiting"] == 0.0
+  assert scheduler.space.statistics()["sampling/waiting"] == 0.0
   assert chunks >= lengths.sum() / slots / pool.chunk
