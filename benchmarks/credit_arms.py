@@ -21,7 +21,7 @@ from gtpo_jax.config import Config
 from gtpo_jax.logs.credit import batch_signals
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.rollout.experience import Collector
+from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.problems import training_problems
 from gtpo_jax.rollout.scoring import RewardManager

@@ -91,14 +91,10 @@ def decode_step_seconds(c: ModelConfig, batch: int, prompt_len: int, tokens: int
   prompts = np.random.default_rng(0).integers(0, c.vocab_size, (batch, prompt_len)).tolist()
 
   def sample(length: int) -> None:
-    *_, (buffer, _) = engine.generate(
-      params,
-      prompts,
-      jax.random.key(0),
-      group=1,
-      sampling_params=SamplingParams(),
-      token_limits=np.full((batch, 1), length),
-    )
+    keys = engine.completion_keys(jax.random.key(0), batch, 1)
+    buffer = engine.buffer(prompts, keys, token_limits=np.full((batch, 1), length))
+    for _ in engine.generate(params, buffer, sampling_params=SamplingParams()):
+      pass
     assert buffer.mask.sum() == length * batch
 
   total_s = median_seconds(lambda: sample(tokens), 3)

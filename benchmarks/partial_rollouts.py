@@ -37,7 +37,7 @@ import jax
 
 from gtpo_jax.models import PRESETS, ModelConfig, Transformer, init_params
 from gtpo_jax.models.params import matmul_params
-from gtpo_jax.rollout.partial import choose
+from gtpo_jax.rollout.pool import choose
 from gtpo_jax.runtime.chips import CHIPS
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
@@ -133,6 +133,12 @@ def make_engine() -> tuple[Engine, object]:
   return engine, engine.layout(init_params(model, jax.random.key(0)))
 
 
+def rows_of(buffer: CompletionBuffer, rows: list[int]) -> CompletionBuffer:
+  """Returns some rows of a buffer."""
+  arrays = {name: x[rows] for name, x in vars(buffer).items() if name != "prompts"}
+  return CompletionBuffer([buffer.prompts[i] for i in rows], **arrays)
+
+
 def measure(engine: Engine, params: object, lengths: np.ndarray, staleness: int, steps: int):
   """Samples `steps` steps and returns the totals of those after the first `staleness`."""
   size = PROMPTS * (1 + staleness)
@@ -140,39 +146,31 @@ def measure(engine: Engine, params: object, lengths: np.ndarray, staleness: int,
   prompts = rng.integers(0, MODEL.vocab_size, (len(lengths), PROMPT_LENGTH)).tolist()
   keys = engine.completion_keys(jax.random.key(0), len(lengths), GROUP)
   pool = Pool()
-  buffer = CompletionBuffer.empty(0, GROUP, LONGEST, 0)
+  new_rows = lambda numbers: engine.buffer(
+    [prompts[i] for i in numbers], keys[numbers], token_limits=lengths[numbers]
+  )
+  buffer = new_rows([])
   tokens = read_again = 0
   seconds = 0.0
   for step in range(steps + staleness):
     began = time.perf_counter()
-    empty = CompletionBuffer.empty(pool.fill(size, step), GROUP, LONGEST, 0)
-    buffer = CompletionBuffer(
-      *(np.concatenate([getattr(buffer, x), getattr(empty, x)]) for x in vars(buffer))
-    )
-    limits = lengths[pool.numbers]
-    running = buffer.mask.sum(-1)
-    again = int(running[running < limits].sum())
-    missing = (running < limits).sum(1)
+    new = pool.fill(size, step)
+    buffer.extend(new_rows(pool.numbers[len(pool.numbers) - new :]))
+    again = int(buffer.lengths[~buffer.ended].sum())
+    missing = np.full(size, GROUP)
     pick = lambda: choose(pool.begun, missing == 0, PROMPTS, step, staleness)  # noqa: B023
-    stream = engine.resume(
-      params,
-      [prompts[i] for i in pool.numbers],
-      keys[pool.numbers],
-      buffer,
-      sampling_params=SamplingParams(),
-      token_limits=limits,
-    )
+    stream = engine.generate(params, buffer, sampling_params=SamplingParams(), prompts_at_once=size)
     while (chosen := pick()) is None:
       for row, _ in next(stream):
         missing[row] -= 1
     stream.close()
     duration = time.perf_counter() - began
     if step >= staleness:  # the first steps fill the pool
-      tokens += int(limits[chosen].sum())
+      tokens += int(buffer.limits[chosen].sum())
       read_again += again
       seconds += duration
     left = pool.train(chosen, buffer.mask.any((1, 2)), step)
-    buffer = CompletionBuffer(*(x[left] for x in vars(buffer).values()))
+    buffer = rows_of(buffer, left)
   return Totals(tokens, read_again, seconds, pool.oldest)
 
 

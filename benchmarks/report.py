@@ -71,6 +71,7 @@ def make_run(workdir: Path, groups: int, tokens: int) -> None:
   record = CreditRecord(
     step=1,
     lengths=np.full(shape, tokens, np.int32),
+    mask=np.ones((*shape, tokens), bool),
     entropy=entropy.astype(np.float32),
     correct=correct,
     reward=correct.astype(np.float32),
@@ -78,6 +79,7 @@ def make_run(workdir: Path, groups: int, tokens: int) -> None:
     valid=np.ones(shape, bool),
     finished=np.ones(shape, bool),
     guided=np.zeros(shape, bool),
+    truth=np.zeros((*shape, tokens), np.uint8),
     shown=np.arange(groups, dtype=np.int32),
     ids=pieces,
     log_probs=log_probs,

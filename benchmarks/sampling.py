@@ -66,14 +66,10 @@ def ours(
   params = engine.layout(init_params(model, jax.random.key(0)))
 
   def call(seed: int) -> None:
-    *_, (buffer, _) = engine.generate(
-      params,
-      prompts,
-      jax.random.key(seed),
-      group=1,
-      sampling_params=SamplingParams(),
-      token_limits=lengths[:, None],
-    )
+    keys = engine.completion_keys(jax.random.key(seed), len(prompts), 1)
+    buffer = engine.buffer(prompts, keys, token_limits=lengths[:, None])
+    for _ in engine.generate(params, buffer, sampling_params=SamplingParams()):
+      pass
     assert (buffer.mask.sum(-1)[:, 0] == lengths).all()
 
   return call

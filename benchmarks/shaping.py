@@ -60,6 +60,7 @@ def make_batch(model: Transformer) -> tuple[Rollouts, Rewards]:
   rollouts = Rollouts(
     prompts=Prompts(rng.integers(1, VOCAB, (N, P), np.int32), np.full(N, P, np.int32)),
     tokens=rng.integers(1, VOCAB, (N, G, T), np.int32),
+    present=np.ones((N, G, T), bool),
     mask=np.ones((N, G, T), bool),
     log_probs=np.full((N, G, T), -9.0, np.float32),
     entropy=rng.gamma(1.0, 1.0, (N, G, T)).astype(np.float32),

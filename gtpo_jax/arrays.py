@@ -111,8 +111,12 @@ class Rollouts:
   """Sampled completions, with each token's log-prob and entropy under the sampling policy."""
 
   prompts: Prompts
-  tokens: jax.Array  # i32[n, g, t]; the padding id where mask is False
-  mask: jax.Array  # bool[n, g, t]; True on sampled tokens, EOS included
+  tokens: jax.Array  # i32[n, g, t]; the padding id where `present` is False
+  # bool[n, g, t]; True on all tokens of a completion. They are the first ones of its row.
+  present: jax.Array
+  # bool[n, g, t]; True on the tokens that the policy has drawn, EOS included. Tokens that are
+  # present but not drawn are context: nothing is learned from them, and no statistic reads them.
+  mask: jax.Array
   # f32[n, g, t], nats; at the sampling temperature, before penalty, top-k, top-p and min-p.
   log_probs: jax.Array
   entropy: jax.Array  # f32[n, g, t], nats; of the same unfiltered distribution
@@ -127,7 +131,7 @@ class Rollouts:
   # i32[n, g, t]; the number of updates of the policy that drew the token.
   versions: jax.Array | None = None
   # f32[n, g, t], nats; under the distribution that was drawn from, after penalty and filters.
-  drawn: jax.Array | None = None
+  drawn_log_probs: jax.Array | None = None
   # f32[n, g, t], nats; `log_probs` recomputed by the trainer, except that a guide's are copied.
   rescored: jax.Array | None = None
   # f32[n, g, t], nats; log-probs under the frozen reference policy.
@@ -137,13 +141,13 @@ class Rollouts:
 
   @property
   def lengths(self) -> jax.Array:
-    """i32[n, g], in tokens, including the stop token."""
-    return self.mask.sum(-1)
+    """i32[n, g], in tokens, including the stop token and tokens that were not drawn."""
+    return self.present.sum(-1)
 
   @property
   def sampler_log_probs(self) -> jax.Array:
     """f32[n, g, t], nats; of the tokens when they were drawn."""
-    return self.log_probs if self.drawn is None else self.drawn
+    return self.log_probs if self.drawn_log_probs is None else self.drawn_log_probs
 
   @property
   def old_log_probs(self) -> jax.Array:

@@ -56,6 +56,7 @@ def case():
   rollouts = Rollouts(
     prompts=Prompts(rng.integers(1, VOCAB, (N, 5), np.int32), np.full(N, 5, np.int32)),
     tokens=np.where(mask, rng.integers(1, VOCAB, (N, G, T), np.int32), 0),
+    present=mask,
     mask=mask,
     log_probs=np.zeros((N, G, T), np.float32),
     entropy=np.where(mask, rng.gamma(1.0, 1.0, (N, G, T)), 0).astype(np.float32),

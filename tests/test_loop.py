@@ -253,7 +253,7 @@ def test_no_compilation_after_warm_up():
     ]
     widths.add(tuple(len(worker.chat.encode_prompt(problem.messages)) for problem in problems))
     pending = PendingRewards(reward_manager, problems, 4, worker.chat.decode)
-    rollouts = worker.generate(
+    rollouts = worker.sample(
       worker.policy(state.params),
       problems,
       jax.random.key(step),
@@ -376,7 +376,7 @@ def test_rewards_and_penalties_are_the_algorithms(whole):
   problems = [Problem("0", user("1"), "1", "last_number")] * 4
   policy = worker.policy(init_params(worker.model, jax.random.key(0)))
   pending = PendingRewards(RewardManager(config), problems, 2, worker.chat.decode)
-  rollouts = worker.generate(policy, problems, jax.random.key(0), 2, SamplingParams(), pending)
+  rollouts = worker.sample(policy, problems, jax.random.key(0), 2, SamplingParams(), pending)
   rewards = pending.result().rewards
   assert set(np.unique(rewards.reward)) <= {-1.0, 1.0}
   lengths = np.asarray(rollouts.lengths)

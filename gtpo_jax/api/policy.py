@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
-import numpy as np
 
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.models.hf.save import save
@@ -55,16 +54,15 @@ class TrainedPolicy:
       raise UserError(f"n must be at least 1, got {n}")
     if not 0 <= seed < 2**32:
       raise UserError(f"seed must be in [0, 2**32), got {seed}")
-    rollouts = self.worker.generate(
+    rollouts = self.worker.sample(
       self.worker.policy(self.params),
       [Problem("0", user(prompt), "", "")],
       jax.random.key(seed),
       n,
       SamplingParams(temperature, top_p=top_p),
     )
-    tokens = np.asarray(rollouts.tokens[0])
-    mask = np.asarray(rollouts.mask[0])
-    return self.worker.chat.decode([row[real] for row, real in zip(tokens, mask, strict=True)])
+    completions = zip(rollouts.tokens[0], rollouts.present[0], strict=True)
+    return self.worker.chat.decode([tokens[present] for tokens, present in completions])
 
   def save(self, folder: str | Path, dtype: str | None = None) -> None:
     """Writes a Hugging Face folder; see `models.save`."""

@@ -29,9 +29,7 @@ from gtpo_jax.runtime.startup import place_compile_cache, prepare_jax, refuse_cp
 from gtpo_jax.storage.paths import check_object_writable, is_remote, storage_errors
 
 if TYPE_CHECKING:
-  from gtpo_jax.data.chat import Chat
   from gtpo_jax.logs.display import Display
-  from gtpo_jax.sampling.host_arrays import CompletionBuffer
 
 STREAM_INTERVAL = 4  # tokens between updates when `gtpo sample` streams to a terminal
 
@@ -232,24 +230,24 @@ def _sample(args: argparse.Namespace) -> int:
   show = functools.partial(visible, keep="\n\t") if stream else str
   printed = ""
   texts = [""] * args.n
-  chunks = policy.engine.generate(
+  engine = policy.engine
+  buffer = engine.buffer([prompt], engine.completion_keys(jax.random.key(args.seed), 1, args.n))
+  text_of = lambda j: show(worker.chat.decode([buffer.completion(0, j)])[0])
+  chunks = engine.generate(
     policy.params,
-    [prompt],
-    jax.random.key(args.seed),
-    group=args.n,
+    buffer,
     sampling_params=sampling_params,
     stream_interval=STREAM_INTERVAL if stream else None,
   )
   with display.waiting("compiling"):
     first = next(chunks)
-  for buffer, ended in itertools.chain([first], chunks):
+  for ended in itertools.chain([first], chunks):
     if stream and args.n == 1:
-      text = show(_decode(worker.chat, buffer, 0))
-      text = text.rstrip("\ufffd")  # an incomplete character, which needs more tokens
+      text = text_of(0).rstrip("\ufffd")  # an incomplete character, which needs more tokens
       print(text[len(printed) :], end="", flush=True)
       printed = text
     for _, j in ended:
-      texts[j] = show(_decode(worker.chat, buffer, j))
+      texts[j] = text_of(j)
       if stream and args.n > 1:  # print each completion when it is complete
         print(texts[j], flush=True)
   if not stream:
@@ -257,11 +255,6 @@ def _sample(args: argparse.Namespace) -> int:
   elif args.n == 1:
     print(texts[0][len(printed) :])
   return 0
-
-
-def _decode(chat: Chat, buffer: CompletionBuffer, j: int) -> str:
-  """Returns the text so far of completion j of the buffer's only prompt."""
-  return chat.decode([buffer.tokens[0, j, buffer.mask[0, j]]])[0]
 
 
 def _check_sample(args: argparse.Namespace) -> None:

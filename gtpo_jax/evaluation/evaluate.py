@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager
 import jax
 
 from gtpo_jax.config import Config
+from gtpo_jax.config.keys import KeyStream, key_for
 from gtpo_jax.data.records import Problem
 from gtpo_jax.evaluation.results import Evaluation, ScoredCompletions, concatenate
 from gtpo_jax.models.params import Params
-from gtpo_jax.rollout.keys import KeyStream, key_for
 from gtpo_jax.rollout.problems import eval_label
 from gtpo_jax.rollout.scoring import PendingRewards, RewardManager
 from gtpo_jax.rollout.worker import Policy, RolloutWorker, Workload
@@ -119,7 +119,7 @@ def evaluate(
 ) -> Evaluation:
   """Samples and scores `samples` completions and one greedy completion of every problem.
 
-  Problems are processed `batch` at a time; the last batch is padded.
+  Problems are processed `batch` at a time.
 
   Raises:
     Stopped: `stopping`, which is called between chunks of tokens, returned True.
@@ -131,26 +131,25 @@ def evaluate(
     nonlocal complete
     if stopping():
       raise Stopped
-    real = problems[start : start + batch]
-    n = len(real)
-    padded = [*real, *[real[-1]] * (batch - n)]
-    pending = PendingRewards(reward_manager, padded, group, worker.chat.decode)
+    part = problems[start : start + batch]
+    n = len(part)
+    pending = PendingRewards(reward_manager, part, group, worker.chat.decode)
     batch_key = jax.random.fold_in(key, start)
 
     def counted() -> bool:
-      count(complete + min(pending.ended, n * group))
+      count(complete + pending.ended)
       return stopping()
 
-    worker.generate(policy, padded, batch_key, group, sampling_params, pending, stopping=counted)
+    worker.sample(policy, part, batch_key, group, sampling_params, pending, counted, batch)
     result = pending.result(stopping)
     complete += n * group
     return ScoredCompletions(
-      texts=pending.texts[:n],
-      correct=result.correct[:n],
-      scored=result.scored[:n],
-      reward=result.reward[:n],
-      lengths=pending.lengths[:n],
-      finished=pending.finished[:n],
+      texts=pending.texts,
+      correct=result.correct,
+      scored=result.scored,
+      reward=result.reward,
+      lengths=pending.lengths,
+      finished=pending.finished,
     )
 
   def complete_all(group: int, sampling_params: SamplingParams) -> ScoredCompletions:

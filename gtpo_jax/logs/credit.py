@@ -53,7 +53,8 @@ class CreditRecord:
   """
 
   step: int
-  lengths: np.ndarray  # i32[n, g], sampled tokens
+  lengths: np.ndarray  # i32[n, g], tokens
+  mask: np.ndarray  # bool[n, g, t], the tokens that the policy has drawn
   entropy: np.ndarray  # f32[n, g, t], nats; 0 after the end of a completion
   correct: np.ndarray  # bool[n, g]
   reward: np.ndarray  # f32[n, g]
@@ -73,8 +74,8 @@ class CreditRecord:
   timeline: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 4), np.float32))
 
   @property
-  def mask(self) -> np.ndarray:
-    """bool[n, g, t], True on sampled tokens."""
+  def present(self) -> np.ndarray:
+    """bool[n, g, t], True on the tokens of completions, drawn or not."""
     return np.arange(self.entropy.shape[-1]) < self.lengths[..., None]
 
   def signals(self, guided: bool) -> dict[str, np.ndarray | None]:
@@ -93,7 +94,7 @@ class CreditRecord:
     }
 
 
-OF_BATCH = ("entropy", "truth")  # stored for all tokens of the batch, without padding
+OF_BATCH = ("mask", "entropy", "truth")  # stored for all tokens of the batch, without padding
 PER_TOKEN = (*OF_BATCH, "ids", "log_probs", "piece")  # the others only for the groups shown
 TEXTS = ("pieces", "prompts", "answers")
 OLD_NAMES = {"counted": "valid"}  # arrays that older versions stored under another name
@@ -119,7 +120,8 @@ def write_credit(
   problems = [batch.problems[i] for i in shown]
   record = CreditRecord(
     step=step,
-    lengths=rollouts.mask.sum(-1),
+    lengths=rollouts.lengths,
+    mask=rollouts.mask,
     entropy=rollouts.entropy,
     correct=batch.correct,
     reward=rewards.reward,
@@ -193,8 +195,8 @@ def _pieces(rollouts: Rollouts, shown: np.ndarray, chat: Chat) -> tuple[np.ndarr
   numbers: dict[str, int] = {}
   piece = np.zeros((len(shown), *rollouts.tokens.shape[1:]), np.int32)
   for i, j in np.ndindex(piece.shape[:2]):
-    mask = rollouts.mask[shown[i], j]
-    texts = chat.pieces(rollouts.tokens[shown[i], j, mask])
+    present = rollouts.present[shown[i], j]
+    texts = chat.pieces(rollouts.tokens[shown[i], j, present])
     piece[i, j, : len(texts)] = [numbers.setdefault(text, len(numbers)) for text in texts]
   return piece, list(numbers)
 
@@ -203,8 +205,8 @@ def save_credit(workdir: Path, record: CreditRecord) -> None:
   """Writes a record to its file atomically."""
   arrays = {name: np.asarray(value) for name, value in vars(record).items() if name not in TEXTS}
   for name in PER_TOKEN:
-    mask = record.mask if name in OF_BATCH else record.mask[record.shown]
-    arrays[name] = arrays[name][mask]
+    present = record.present if name in OF_BATCH else record.present[record.shown]
+    arrays[name] = arrays[name][present]
   texts = json.dumps({name: getattr(record, name) for name in TEXTS})
   packed = io.BytesIO()
   np.savez_compressed(
@@ -299,9 +301,9 @@ def _read(file: Path) -> CreditRecord:
   arrays.setdefault("truth", np.zeros(arrays["entropy"].shape, np.uint8))  # of older versions
   width = int(arrays.pop("width"))
   texts = json.loads(arrays.pop("texts").tobytes())
-  mask = np.arange(width) < arrays["lengths"][..., None]
+  present = np.arange(width) < arrays["lengths"][..., None]
   for name in PER_TOKEN:
-    where = mask if name in OF_BATCH else mask[arrays["shown"]]
+    where = present if name in OF_BATCH else present[arrays["shown"]]
     flat = arrays[name]
     arrays[name] = np.zeros(where.shape, flat.dtype)
     arrays[name][where] = flat

@@ -17,6 +17,7 @@ from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.checkpoint.provenance import check_provenance, provenance_of
 from gtpo_jax.checkpoint.runs import frozen_params
 from gtpo_jax.config import Config
+from gtpo_jax.config.mesh_choice import check_divisible, proposing_mesh
 from gtpo_jax.config.trainer import run_optimizer, run_update
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.evaluation.evaluate import evaluate_run, evaluation_workloads
@@ -34,9 +35,9 @@ from gtpo_jax.loop.repair import repair_evaluations
 from gtpo_jax.models.params import Params
 from gtpo_jax.report.curves import draw_curves
 from gtpo_jax.report.timeline import step_timeline
-from gtpo_jax.rollout.experience import Collector, Experience
+from gtpo_jax.rollout.collector import Collector
+from gtpo_jax.rollout.experience import Experience
 from gtpo_jax.rollout.frozen import check_frozen, load_frozen
-from gtpo_jax.rollout.mesh_choice import check_divisible, proposing_mesh
 from gtpo_jax.rollout.policies import check_weights
 from gtpo_jax.rollout.problems import eval_label, held_out_problems, training_problems
 from gtpo_jax.rollout.scoring import RewardManager
@@ -126,9 +127,7 @@ class Run:
     provenance = provenance_of(config, problems, self._held_out, frozen.digests)
     check_provenance(metadata.get("identity", {}), provenance, accept_changes, self.display.say)
     self._metadata = {"identity": provenance, "steps": frozen.steps}
-    self.collector = Collector(
-      config, self.worker, self._reward_manager, problems, frozen, drawn=start
-    )
+    self.collector = Collector(config, self.worker, self._reward_manager, problems, frozen, start)
     if saved and saved.leftovers:
       self.collector.restore(saved.leftovers)
     if config.sampling.warm_up:

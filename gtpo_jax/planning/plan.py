@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from gtpo_jax.config import Config
+from gtpo_jax.config.mesh_choice import proposing_mesh
 from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.planning.collectives import collectives, send_seconds
@@ -18,7 +19,6 @@ from gtpo_jax.planning.programs import CompiledProgram, Programs, build_model
 from gtpo_jax.planning.roofline import sample_seconds, update_flops, update_seconds
 from gtpo_jax.planning.search import candidates, changed, with_overrides
 from gtpo_jax.planning.topology import topology_devices
-from gtpo_jax.rollout.mesh_choice import proposing_mesh
 from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import island_of

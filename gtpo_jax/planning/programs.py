@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.config import Config, resolve_model
+from gtpo_jax.config.mesh_choice import check_divisible
 from gtpo_jax.config.trainer import run_optimizer, run_update
 from gtpo_jax.evaluation.evaluate import GREEDY
 from gtpo_jax.models.attention.causal import attention_kind
@@ -23,7 +24,6 @@ from gtpo_jax.models.params import abstract_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.planning.compile import bytes_per_device, compile_with_peak
 from gtpo_jax.rollout.groups import batch_like
-from gtpo_jax.rollout.mesh_choice import check_divisible
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import axis_size, batch_shards, make_mesh, named_sharding
 from gtpo_jax.sampling.engine import Engine

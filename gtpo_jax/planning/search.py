@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gtpo_jax.config import Config, flatten, freeze, resolve_model, to_dict
+from gtpo_jax.config.mesh_choice import all_meshes
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.params import matmul_params
 from gtpo_jax.models.quantize import FORMATS
 from gtpo_jax.planning.collectives import Collective, send_seconds
 from gtpo_jax.planning.roofline import sample_seconds, update_seconds, weight_bytes
-from gtpo_jax.rollout.mesh_choice import all_meshes
 from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.mesh import MESH_AXES
 from gtpo_jax.sampling.params import ACCELERATOR_SLOTS

@@ -159,8 +159,8 @@ def _packed_groups(
   ]
   for of_scheme in credit:
     columns += of_scheme
-  masks = record.mask[record.shown]
-  return [pack([column[i][mask] for column in columns]) for i, mask in enumerate(masks)]
+  present = record.present[record.shown]
+  return [pack([column[i][here] for column in columns]) for i, here in enumerate(present)]
 
 
 def pack(columns: Sequence[np.ndarray]) -> str:

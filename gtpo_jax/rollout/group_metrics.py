@@ -61,6 +61,8 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
 
 def combine_metrics(batches: Sequence[dict[str, float]]) -> dict[str, float]:
   """Returns the metrics of several generation batches: counts are added, the rest averaged."""
+  if len(batches) == 1:
+    return dict(batches[0])
   combine = lambda name: np.nansum if name == "reward/no_verdict" else np.nanmean
   names = batches[0] if batches else ()
   return {name: float(combine(name)([metrics[name] for metrics in batches])) for name in names}

@@ -22,20 +22,21 @@ class Group:
   """All completions of one prompt, in host arrays without the axis n.
 
   Attributes:
-    index: the generation batch that it was sampled in, and its row there.
+    index: the generation batch that it belongs to, and its row there.
     problem: the problem.
-    rollouts: its row of the batch's rollouts; without a guide's while `rewards` is None.
-    rewards: its row of the batch's rewards; None until all completions have ended and are scored.
+    rollouts: the prompt and the completions, without a guide's while `rewards` is None; None before
+      the first token is drawn.
+    rewards: their rewards; None until all completions have ended and are scored.
     texts: g decoded completions; empty while `rewards` is None.
-    begun: the number of updates when its first token was drawn; only with `sampling.staleness`.
+    version: the number of updates when it began.
   """
 
   index: tuple[int, int]
   problem: Problem
-  rollouts: Rollouts
+  rollouts: Rollouts | None
   rewards: Rewards | None
   texts: list[str]
-  begun: int = 0
+  version: int
 
   @property
   def has_contrast(self) -> bool:
@@ -44,15 +45,13 @@ class Group:
     batch_guided = None if guided is None else guided[None]
     return bool(has_contrast(self.rewards.correct[None], self.rewards.valid[None], batch_guided)[0])
 
-  def as_stale(self) -> Group:
-    """Returns the group marked as sampled by the policy of an earlier step."""
-    stale = np.ones_like(self.rollouts.stale)
-    return dataclasses.replace(self, rollouts=self.rollouts.replace(stale=stale))
-
-  def stale_since(self, version: int) -> Group:
+  def with_stale(self, version: int) -> Group:
     """Returns the group with completions marked that have tokens from before update `version`."""
     rollouts = self.rollouts
-    stale = (rollouts.mask & (rollouts.versions < version)).any(-1)
+    if rollouts.versions is None:  # all its tokens were drawn in one step
+      stale = np.full(rollouts.finished.shape, self.version < version)
+    else:
+      stale = (rollouts.mask & (rollouts.versions < version)).any(-1)
     return dataclasses.replace(self, rollouts=rollouts.replace(stale=stale))
 
   def as_filler(self) -> Group:
@@ -61,43 +60,28 @@ class Group:
     return dataclasses.replace(self, rewards=self.rewards.replace(valid=valid))
 
 
-def split_groups(
-  number: int, problems: Sequence[Problem], rollouts: Rollouts, rewards: Rewards, texts: Any
-) -> list[Group]:
-  """Returns the groups of generation batch `number`, from host arrays [n, g, ...]."""
-  rollouts = rollouts.replace(stale=np.zeros(rewards.correct.shape, bool))
-  return [
-    Group((number, i), problem, row_of(rollouts, i), row_of(rewards, i), texts[i])
-    for i, problem in enumerate(problems)
-  ]
-
-
 def stack(rows: Sequence[Any]) -> Any:
   """Stacks pytrees of host arrays along a new first axis."""
   return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
 
 
-def append_guided(own: Rollouts, guided: Rollouts, axis: int, xp: Any = np) -> Rollouts:
-  """Returns the policy's completions followed by the guide's.
+def append_guided(own: Rollouts, guided: Rollouts) -> Rollouts:
+  """Returns a group with the policy's completions followed by the guide's.
 
-  The log-probs of the guide count as those that a trainer would compute and as those of the
-  distribution that was drawn from: the ratio of a guide's token always uses its own log-probs.
+  The log-probs of the guide count as those of the distribution that was drawn from: the ratio of a
+  guide's token always uses its own log-probs.
 
   Args:
     own: the policy's, with optional fields.
     guided: the guide's.
-    axis: the axis of the completions.
-    xp: `numpy`, or `jax.numpy` under `jax.jit`.
   """
-  added = guided.replace(prompts=None, guided=xp.ones(guided.finished.shape, bool))
+  added = guided.replace(prompts=None, guided=np.ones(guided.finished.shape, bool))
   if own.versions is not None:
-    added = added.replace(versions=xp.full_like(guided.tokens, own.versions.max(initial=0)))
-  if own.rescored is not None:
-    added = added.replace(rescored=guided.log_probs)
-  if own.drawn is not None:
-    added = added.replace(drawn=guided.log_probs)
-  flagged = own.replace(prompts=None, guided=xp.zeros(own.finished.shape, bool))
-  joined = jax.tree.map(lambda *x: xp.concatenate(x, axis=axis), flagged, added)
+    added = added.replace(versions=np.full_like(guided.tokens, own.versions.max(initial=0)))
+  if own.drawn_log_probs is not None:
+    added = added.replace(drawn_log_probs=guided.log_probs)
+  flagged = own.replace(prompts=None, guided=np.zeros(own.finished.shape, bool))
+  joined = jax.tree.map(lambda *x: np.concatenate(x), flagged, added)
   return joined.replace(prompts=own.prompts)
 
 
@@ -115,6 +99,7 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
   rollouts = Rollouts(
     prompts=Prompts(like(jnp.int32, n, p), like(jnp.int32, n)),
     tokens=like(jnp.int32, n, g, t),
+    present=like(jnp.bool_, n, g, t),
     mask=like(jnp.bool_, n, g, t),
     log_probs=token_float,
     entropy=token_float,
@@ -122,7 +107,7 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
     guided=completion_flag if settings.guide_completions else None,
     stale=completion_flag if settings.dynamic_sampling or config.sampling.staleness else None,
     versions=like(jnp.int32, n, g, t) if config.sampling.staleness else None,
-    drawn=token_float if config.needs_drawn_log_probs else None,
+    drawn_log_probs=token_float if config.needs_drawn_log_probs else None,
     rescored=token_float if settings.needs_rescoring else None,
     reference=token_float if settings.kl_weight else None,
   )
@@ -143,28 +128,31 @@ def leftovers_like(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
   """
   like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
   rows = _kept_rows(config)
-  shapes = {"drawn": like(np.int32), "count": like(np.int32), "place": like(np.int32, rows, 2)}
-  if config.sampling.staleness:
-    shapes |= {"begun": like(np.int32, rows), "complete": like(np.bool_, rows)}
-  return shapes | _named_leaves(_saved_like(config))
+  return {
+    "begun": like(np.int32),
+    "count": like(np.int32),
+    "place": like(np.int32, rows, 2),
+    "version": like(np.int32, rows),
+    "complete": like(np.bool_, rows),
+    **_named_leaves(_saved_like(config)),
+  }
 
 
-def save_groups(config: Config, groups: Sequence[Group], drawn: int) -> dict[str, np.ndarray]:
+def save_groups(config: Config, groups: Sequence[Group], begun: int) -> dict[str, np.ndarray]:
   """Returns groups as arrays whose shapes depend only on the config, for a checkpoint.
 
   Args:
     config: the run's config.
     groups: the groups kept for later steps.
-    drawn: generation batches sampled so far; with `sampling.staleness`, groups begun so far.
+    begun: the number of groups that the run has begun.
   """
   arrays = {name: np.zeros(x.shape, x.dtype) for name, x in leftovers_like(config).items()}
-  arrays["drawn"] = np.asarray(drawn, np.int32)
+  arrays["begun"] = np.asarray(begun, np.int32)
   arrays["count"] = np.asarray(len(groups), np.int32)
   for i, group in enumerate(groups):
     arrays["place"][i] = group.index
-    if config.sampling.staleness:
-      arrays["begun"][i] = group.begun
-      arrays["complete"][i] = group.rewards is not None
+    arrays["version"][i] = group.version
+    arrays["complete"][i] = group.rewards is not None
     for name, x in _named_leaves((group.rollouts, group.rewards)).items():
       arrays[name][(i, *map(slice, x.shape))] = x  # the guide's completions may be missing
   return arrays
@@ -197,20 +185,18 @@ def restore_groups(
   like = _saved_like(config)
   leaves = [np.asarray(arrays[name]) for name in _named_leaves(like)]
   rollouts, rewards = jax.tree.unflatten(jax.tree.structure(like), leaves)
-  count = int(arrays["count"])
-  begun = arrays.get("begun", np.zeros(count, np.int32)).tolist()
-  complete = arrays.get("complete", np.ones(count, bool)).tolist()
   groups = []
-  for i, index in enumerate(map(tuple, arrays["place"][:count].tolist())):
-    of_group = row_of(rollouts, i)
-    if complete[i]:
-      texts = decode([x[mask] for x, mask in zip(of_group.tokens, of_group.mask, strict=True)])
-      of_rewards = row_of(rewards, i)
+  for i in range(int(arrays["count"])):
+    index = tuple(arrays["place"][i].tolist())
+    problem = problem_at(index)
+    version = int(arrays["version"][i])
+    row = row_of(rollouts, i)
+    if arrays["complete"][i]:
+      texts = decode([x[real] for x, real in zip(row.tokens, row.present, strict=True)])
+      groups.append(Group(index, problem, row, row_of(rewards, i), texts, version))
     else:
-      of_group = policy_completions(of_group, config.policy_completions)
-      texts = []
-      of_rewards = None
-    groups.append(Group(index, problem_at(index), of_group, of_rewards, texts, begun[i]))
+      own = policy_completions(row, config.policy_completions)
+      groups.append(Group(index, problem, own, None, [], version))
   return groups
 
 
@@ -230,11 +216,8 @@ def _saved_like(config: Config) -> tuple[Rollouts, Rewards]:
   rollouts, rewards = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch_like(config)
   )
-  # The reference scores a group when the group is trained on, not when it is kept.
-  rollouts = rollouts.replace(reference=None)
-  if config.sampling.staleness:  # these are not known before either
-    rollouts = rollouts.replace(stale=None, rescored=None)
-  return rollouts, rewards
+  # These are only known when the group is trained on.
+  return rollouts.replace(stale=None, rescored=None, reference=None), rewards
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from gtpo_jax.rollout.user_functions import (
 )
 from gtpo_jax.runtime.distributed import any_process, broadcast_from_first, is_first_process
 from gtpo_jax.runtime.signals import Stopped, poll
+from gtpo_jax.sampling.host_arrays import CompletionBuffer
 
 CORRECT_ABOVE = 0.5  # a verifier's score above this counts as correct
 POLL_S = 1.0  # seconds between checks for a stop request, while scores are missing
@@ -76,6 +77,13 @@ class EndedCompletion(NamedTuple):
   index: int  # index within the problem's group
   tokens: np.ndarray  # i32[length]
   finished: bool  # True if it ended with a stop token, False if it was cut off
+
+  @classmethod
+  def of(
+    cls, buffer: CompletionBuffer, i: int, j: int, problem: int, first: int = 0
+  ) -> EndedCompletion:
+    """Returns completion j of row i of a buffer; it has the index `first` + j in its group."""
+    return cls(problem, first + j, buffer.completion(i, j), bool(buffer.finished[i, j]))
 
 
 class RewardManager:

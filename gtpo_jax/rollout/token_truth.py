@@ -11,11 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gtpo_jax.arrays import Rollouts
 from gtpo_jax.data.chat import Chat
-from gtpo_jax.data.records import Problem
 from gtpo_jax.rewards import MARKS, knows_truth, truth_marks
-from gtpo_jax.runtime.distributed import fetch
+from gtpo_jax.rollout.groups import Group
 
 CLASSES = ("inert", "filler", "copied", "decisive")
 WRONG = 8
@@ -38,36 +36,33 @@ def of_class(codes: np.ndarray, name: str) -> np.ndarray:
 
 
 def token_truth(
-  problems: Sequence[Problem],
-  texts: Sequence[Sequence[str]],
-  rollouts: Rollouts,
-  chat: Chat,
-  own_verifier: bool = False,
+  groups: Sequence[Group], chat: Chat, own_verifier: bool = False
 ) -> np.ndarray | None:
   """Returns the truth codes of a batch, u8[n, g, t]; None if no problem knows them.
 
-  Every process must call it. A token of several characters takes the strongest of their marks. A
-  stop token is inert.
+  A token of several characters takes the strongest of their marks. A stop token is inert. The truth
+  of tokens that were not drawn is unknown.
 
   Args:
-    problems: n problems.
-    texts: [n][g], the decoded completions.
-    rollouts: the completions.
+    groups: n groups.
     chat: decodes single tokens.
     own_verifier: whether a function of the user decides, instead of the verifier for the problem's
       kind. Then only a problem's column `truth` has marks.
   """
-  kinds = ["" if own_verifier else problem.kind for problem in problems]
-  if not any(map(knows_truth, kinds, (problem.extra for problem in problems))):
+  kind_of = lambda problem: "" if own_verifier else problem.kind
+  if not any(knows_truth(kind_of(x.problem), x.problem.extra) for x in groups):
     return None
-  tokens, mask = fetch((rollouts.tokens, rollouts.mask))
-  codes = np.zeros(tokens.shape, np.uint8)
-  for i, problem in enumerate(problems):
+  codes = np.zeros((len(groups), *groups[0].rollouts.tokens.shape), np.uint8)
+  for i, group in enumerate(groups):
+    problem = group.problem
     prompt = problem.messages[-1]["content"]
-    for j, text in enumerate(texts[i]):
-      marks = truth_marks(kinds[i], prompt, text, problem.answer, problem.extra)
+    rollouts = group.rollouts
+    for j, text in enumerate(group.texts):
+      marks = truth_marks(kind_of(problem), prompt, text, problem.answer, problem.extra)
       if marks is not None:
-        codes[i, j, mask[i, j]] = completion_codes(tokens[i, j, mask[i, j]], text, marks, chat)
+        present = rollouts.present[j]
+        codes[i, j, present] = completion_codes(rollouts.tokens[j, present], text, marks, chat)
+    codes[i][~rollouts.mask] = 0
   return codes
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.host_arrays import CompletionBuffer
 from gtpo_jax.sampling.params import SamplingParams
 from gtpo_jax.sampling.programs import count_kinds
 
@@ -97,7 +97,6 @@ class RolloutWorker:
     self._max_tokens = max_tokens or config.sampling.max_tokens
     self._engine_config = config.engine_config
     self._demand = config.sampling_demand
-    self._keeps_drawn = config.needs_drawn_log_probs
     self.engine = self.engine_for(self.model)
 
   def engine_for(self, model: Transformer, vocab_limit: int | None = None) -> Engine:
@@ -137,8 +136,7 @@ class RolloutWorker:
     """
     return Policy(self.engine, self.engine.layout(params))
 
-  @functools.partial(jax.profiler.annotate_function, name="sample")
-  def generate(
+  def sample(
     self,
     policy: Policy,
     problems: Sequence[Problem],
@@ -146,10 +144,10 @@ class RolloutWorker:
     group: int,
     sampling_params: SamplingParams,
     pending: PendingRewards | None = None,
-    first: int = 0,
     stopping: Callable[[], bool] = lambda: False,
+    prompts_at_once: int | None = None,
   ) -> Rollouts:
-    """Samples `group` completions of each problem.
+    """Samples `group` completions of each problem, to their ends.
 
     Args:
       policy: the policy to sample from.
@@ -157,10 +155,9 @@ class RolloutWorker:
       key: a typed PRNG key.
       group: completions per problem.
       sampling_params: how tokens are drawn.
-      pending: receives each completion as soon as it ends, and scores it while others are sampled.
-      first: the index that the first completion of each problem has in `pending`.
-      stopping: called after each chunk of tokens, by all processes; if it returns True, sampling
-        ends.
+      pending: scores each completion as soon as it ends, while others are sampled.
+      stopping: called after each chunk of tokens.
+      prompts_at_once: at least n; batches with the same number share their compiled programs.
 
     Returns:
       Rollouts [n, group, t] in host arrays.
@@ -168,18 +165,31 @@ class RolloutWorker:
     Raises:
       Stopped: `stopping` returned True.
     """
-    prompts = [self.encode(problem) for problem in problems]
-    buffer = None
-    for buffer, ended in policy.engine.generate(
-      policy.params, prompts, key, group=group, sampling_params=sampling_params
-    ):
+    engine = policy.engine
+    keys = engine.completion_keys(key, prompts_at_once or len(problems), group)[: len(problems)]
+    buffer = engine.buffer([self.encode(problem) for problem in problems], keys)
+    for ended in self.generate(policy, buffer, sampling_params, stopping, prompts_at_once):
       if pending:
-        finished = []
-        for i, j in ended:
-          tokens = buffer.tokens[i, j, buffer.mask[i, j]]
-          finished.append(EndedCompletion(i, first + j, tokens, bool(buffer.finished[i, j])))
-        pending.put(finished)
-      if stopping():
-        raise Stopped
-    rollouts = policy.engine.rollouts(buffer, prompts)
-    return rollouts.replace(drawn=buffer.drawn_log_probs) if self._keeps_drawn else rollouts
+        pending.put([EndedCompletion.of(buffer, i, j, problem=i) for i, j in ended])
+    return engine.rollouts(buffer)
+
+  def generate(
+    self,
+    policy: Policy,
+    buffer: CompletionBuffer,
+    sampling_params: SamplingParams,
+    stopping: Callable[[], bool],
+    prompts_at_once: int | None = None,
+  ) -> Iterator[list[tuple[int, int]]]:
+    """Samples the completions of a buffer, and yields which have ended; see `Engine.generate`.
+
+    Raises:
+      Stopped: `stopping`, which all processes call after each chunk of tokens, returned True.
+    """
+    with jax.profiler.TraceAnnotation("sample"):
+      for ended in policy.engine.generate(
+        policy.params, buffer, sampling_params=sampling_params, prompts_at_once=prompts_at_once
+      ):
+        yield ended
+        if stopping():
+          raise Stopped

@@ -25,6 +25,7 @@ from gtpo_jax.sampling.host_arrays import CompletionBuffer, pad_prompts
 from gtpo_jax.sampling.paged_programs import PagedPrograms
 from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
 from gtpo_jax.sampling.programs import Programs, ProgramSettings
+from gtpo_jax.sampling.scheduler import Scheduler
 
 # While completions wait, a chunk ends once 1/8 of the active slots have finished. With a smaller
 # fraction the host round trips cost more than they gain; with a larger one too many slots idle.
@@ -109,6 +110,40 @@ class Engine:
     """Returns `params` in sampling layout, with adapters merged, for any number of batches."""
     return self.programs.layout(params)
 
+  def buffer(
+    self, prompts: Sequence[Sequence[int]], keys: np.ndarray, token_limits: np.ndarray | None = None
+  ) -> CompletionBuffer:
+    """Returns a buffer for `generate`, with completions that have no tokens yet.
+
+    Args:
+      prompts: token ids, n lists.
+      keys: from `completion_keys`, u32[n, g, 2].
+      token_limits: i32[n, g] >= 1, maximum tokens of each completion; None for `max_tokens`. No
+        completion gets more than `max_tokens`, or than the model's context has space for.
+
+    Raises:
+      UserError: a prompt is empty, or longer than `max_prompt_tokens` or the model's context.
+    """
+    lengths = pad_prompts(prompts, self.max_prompt_tokens, self.pad).lengths
+    context = self.model.config.max_length
+    longest = max(lengths, default=0)
+    if longest > context:
+      raise UserError(
+        f"a prompt has {longest} tokens, over the model's context of {context}; shorten the prompt"
+      )
+    if token_limits is None:
+      token_limits = np.full(keys.shape[:2], self.max_tokens)
+    left = np.minimum(self.max_tokens, context - lengths)
+    limits = np.minimum(token_limits.astype(np.int32), left[:, None])
+    return CompletionBuffer.empty(prompts, keys, limits, self.max_tokens, self.pad)
+
+  def completion_keys(self, key: jax.Array, n: int, group: int) -> np.ndarray:
+    """Returns PRNG key data u32[n, group, 2]: for completion j of prompt i, `key` with i, then j.
+
+    Both numbers are folded in. What is drawn with these keys does not depend on n or `group`.
+    """
+    return np.asarray(self.programs.completion_keys(key, n, group))
+
   def sample(
     self,
     params: DecodeParams,
@@ -118,147 +153,79 @@ class Engine:
     group: int,
     sampling_params: SamplingParams,
   ) -> Rollouts:
-    """Samples `group` completions of each prompt; see `generate`.
+    """Samples `group` completions of each prompt with `completion_keys(key, ...)`.
 
     Returns:
       Rollouts [n, group, max_tokens] in host arrays.
     """
-    *_, (buffer, _) = self.generate(
-      params, prompts, key, group=group, sampling_params=sampling_params
-    )
-    return self.rollouts(buffer, prompts)
+    buffer = self.buffer(prompts, self.completion_keys(key, len(prompts), group))
+    for _ in self.generate(params, buffer, sampling_params=sampling_params):
+      pass
+    return self.rollouts(buffer)
 
-  def rollouts(self, buffer: CompletionBuffer, prompts: Sequence[Sequence[int]]) -> Rollouts:
-    """Returns the completions of a buffer with their prompts, in host arrays."""
-    return Rollouts(
-      pad_prompts(prompts, self.max_prompt_tokens, self.pad),
-      buffer.tokens,
-      buffer.mask,
-      buffer.log_probs,
-      buffer.entropy,
-      buffer.finished,
-    )
+  def rollouts(self, buffer: CompletionBuffer) -> Rollouts:
+    """Returns the completions of a buffer with their padded prompts, in host arrays."""
+    return buffer.rollouts(self.max_prompt_tokens, self.pad)
 
   def generate(
     self,
     params: DecodeParams,
-    prompts: Sequence[Sequence[int]],
-    key: jax.Array,
+    buffer: CompletionBuffer,
     *,
-    group: int,
     sampling_params: SamplingParams,
     stream_interval: int | None = None,
-    token_limits: np.ndarray | None = None,
-  ) -> Iterator[tuple[CompletionBuffer, list[tuple[int, int]]]]:
-    """Samples `group` completions of each prompt, and yields them while they are generated.
+    prompts_at_once: int | None = None,
+    longest_prompt: int | None = None,
+  ) -> Iterator[list[tuple[int, int]]]:
+    """Samples the completions of a buffer to their ends, and yields which ones have ended.
 
-    Completion j of prompt i is drawn with `fold_in(fold_in(key, i), j)`. It depends on `key`, the
-    prompt, i and j, but not on slots, mesh or other completions. It ends at a stop token, at its
-    token limit, or at the end of the model's context.
+    Completions that have tokens already go on after them, possibly with other parameters: these
+    tokens are read in one pass. Token i of a completion is drawn with its key and i. It depends on
+    the parameters, the tokens before it and this key, but not on slots, mesh or other completions.
+    A completion ends at a stop token or at its limit.
+
+    The caller may add rows to the buffer whenever this has yielded; they begin after those that
+    wait already. It may also stop iterating at any time, and pass the buffer to another call.
 
     Args:
       params: from `layout`.
-      prompts: token ids, n lists.
-      key: typed PRNG key.
-      group: completions per prompt.
+      buffer: the completions; new tokens are added to it. Completions that have ended stay as they
+        are.
       sampling_params: how tokens are drawn.
       stream_interval: the most tokens between two yields, if that is less than the engine's chunk.
-      token_limits: i32[n, group] >= 1, maximum tokens of each completion; None for `max_tokens`.
+      prompts_at_once: the number of rows that space is made for; None for those of the buffer.
+      longest_prompt: the tokens of the longest prompt, those added later included; None for that of
+        the buffer.
 
     Yields:
-      The buffer, always the same object, and the (prompt, index) of each completion that has ended
-      since the last yield. The first yield comes before sampling and lists the completions for
-      which the context has no space; then there is one after each chunk.
-
-    Raises:
-      UserError: a prompt is empty, or longer than `max_prompt_tokens` or the model's context.
+      The (row, index) of each completion that has ended since the last yield. The first yield,
+      like that after rows were added, comes before sampling and lists those that had ended before:
+      those that the context has no space for, for example. Otherwise there is one after each chunk.
     """
-    prompt_lengths = self._prompt_lengths(prompts)
-    limits = self._token_limits(token_limits, prompt_lengths, group)
-    buffer = CompletionBuffer.empty(len(prompts), group, self.max_tokens, self.pad)
-    yield buffer, _as_pairs(np.argwhere(limits == 0))
-    if limits.any():
-      keys = self.completion_keys(key, len(prompts), group)
-      for ended in self._generate(
-        params, prompts, keys, buffer, prompt_lengths, limits, sampling_params, stream_interval
-      ):
-        yield buffer, ended
-
-  def resume(
-    self,
-    params: DecodeParams,
-    prompts: Sequence[Sequence[int]],
-    keys: np.ndarray,
-    buffer: CompletionBuffer,
-    *,
-    sampling_params: SamplingParams,
-    token_limits: np.ndarray | None = None,
-  ) -> Iterator[list[tuple[int, int]]]:
-    """Continues completions that earlier calls left unfinished, possibly with other parameters.
-
-    The tokens that a completion has already are read in one pass. Token i of a completion is drawn
-    with the same random number in any call.
-
-    Args:
-      params: from `layout`.
-      prompts: token ids, n lists.
-      keys: from `completion_keys`, u32[n, g, 2].
-      buffer: what has been sampled so far, [n, g, ...]; the new tokens are added to it. It may be
-        empty. Completions that have ended stay as they are.
-      sampling_params: how tokens are drawn.
-      token_limits: as in `generate`, tokens of earlier calls included.
-
-    Yields:
-      After each chunk, the (prompt, index) of each completion that ended in it. The caller may stop
-      iterating at any time.
-
-    Raises:
-      UserError: as `generate`.
-    """
-    prompt_lengths = self._prompt_lengths(prompts)
-    limits = self._token_limits(token_limits, prompt_lengths, keys.shape[1])
-    limits = np.where(_have_ended(buffer, limits), 0, limits)
-    if limits.any():
-      yield from self._generate(
-        params, prompts, keys, buffer, prompt_lengths, limits, sampling_params, None
-      )
-
-  def completion_keys(self, key: jax.Array, n: int, group: int) -> np.ndarray:
-    """Returns the PRNG key data u32[n, group, 2] of completions, which `generate` describes."""
-    return np.asarray(self.programs.completion_keys(key, n, group))
-
-  def ended(self, prompt_lengths: np.ndarray, buffer: CompletionBuffer) -> np.ndarray:
-    """Returns which completions have ended, bool[n, g]: at a stop token or at their limit."""
-    group = buffer.finished.shape[1]
-    return _have_ended(buffer, self._token_limits(None, prompt_lengths, group))
-
-  def _generate(
-    self,
-    params: DecodeParams,
-    prompts: Sequence[Sequence[int]],
-    keys: np.ndarray,
-    buffer: CompletionBuffer,
-    prompt_lengths: np.ndarray,
-    limits: np.ndarray,
-    sampling_params: SamplingParams,
-    stream_interval: int | None,
-  ) -> Iterator[list[tuple[int, int]]]:
-    """Samples the completions with `limits` above 0 to their ends, and yields as `resume` does."""
     programs = self.programs
-    drawn = buffer.mask.sum(-1, dtype=np.int32)
-    scheduler = programs.scheduler(*limits.shape)
-    scheduler.add(prompt_lengths, limits, keys, drawn)
-    width = programs.prompt_width(max(prompt_lengths))
-    state = programs.new_state(scheduler, width, sampling_params)
-    max_steps = min(stream_interval or programs.chunk, programs.chunk)
+    n, group = buffer.limits.shape
+    scheduler = programs.scheduler(prompts_at_once or n, group)
+    width = programs.prompt_width(longest_prompt or max(map(len, buffer.prompts), default=1))
+    most_steps = min(stream_interval or programs.chunk, programs.chunk)
     slots = len(scheduler.slots.active)
+    state = None
+    scheduled = 0
     tokens = 0
     steps = 0
     while True:
+      if len(buffer.prompts) > scheduled:
+        had_ended = _schedule(scheduler, buffer, scheduled)
+        scheduled = len(buffer.prompts)
+        yield had_ended
+        continue  # the caller may have added more
+      if state is None:
+        if not scheduler.has_waiting:
+          return
+        state = programs.new_state(scheduler, width, sampling_params)
       began = time.perf_counter()
       before = state
-      state = programs.prefill_assigned(params, state, scheduler, prompts, width)
-      state = programs.resume_assigned(params, state, scheduler, prompts, buffer)
+      state = programs.prefill_assigned(params, state, scheduler, buffer.prompts, width)
+      state = programs.resume_assigned(params, state, scheduler, buffer.prompts, buffer)
       prefilled = state is not before
       if not scheduler.slots.active.any():
         return
@@ -270,7 +237,7 @@ class Engine:
       began = time.perf_counter()
       max_finished = _max_finished(int(inputs.active.sum()), scheduler.has_waiting)
       state, chunk = programs.decode(
-        params, state, inputs, max_steps, max_finished, sampling_params
+        params, state, inputs, most_steps, max_finished, sampling_params
       )
       chunk = jax.device_get(chunk)
       completions = scheduler.slots.completions.copy()
@@ -289,35 +256,22 @@ class Engine:
       self.statistics = {"sampling/slots_busy": busy, **scheduler.space.statistics()}
       yield _as_pairs(completions[ended])
 
-  def _prompt_lengths(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-    """Returns the lengths i32[n] of the prompts, and raises the UserErrors of `generate`."""
-    lengths = pad_prompts(prompts, self.max_prompt_tokens, self.pad).lengths
-    context = self.model.config.max_length
-    longest = max(lengths, default=0)
-    if longest > context:
-      raise UserError(
-        f"a prompt has {longest} tokens, over the model's context of {context}; shorten the prompt"
-      )
-    return lengths
 
-  def _token_limits(
-    self, token_limits: np.ndarray | None, prompt_lengths: np.ndarray, group: int
-  ) -> np.ndarray:
-    """Returns i32[n, group], the maximum tokens of each completion; 0 if the context is full."""
-    if token_limits is None:
-      token_limits = np.full((len(prompt_lengths), group), self.max_tokens)
-    left = np.minimum(self.max_tokens, self.model.config.max_length - prompt_lengths)
-    return np.minimum(token_limits.astype(np.int32), left[:, None])
+def _schedule(scheduler: Scheduler, buffer: CompletionBuffer, first: int) -> list[tuple[int, int]]:
+  """Schedules the rows of a buffer from `first` on; returns the completions that had ended."""
+  ended = buffer.ended[first:]
+  scheduler.add(
+    np.asarray([len(prompt) for prompt in buffer.prompts[first:]], np.int32),
+    np.where(ended, 0, buffer.limits[first:]),
+    buffer.keys[first:],
+    buffer.lengths[first:],
+  )
+  return _as_pairs(np.argwhere(ended) + np.asarray([first, 0]))
 
 
 def _max_finished(active: int, has_waiting: bool) -> int:
   """Returns the number of finished slots that ends a chunk: all active slots if nothing waits."""
   return max(active // REFILL_FRACTION, 1) if has_waiting else active
-
-
-def _have_ended(buffer: CompletionBuffer, limits: np.ndarray) -> np.ndarray:
-  """Returns which completions have ended, bool[n, g]: at a stop token or at their limit."""
-  return buffer.finished | (buffer.mask.sum(-1) >= limits)
 
 
 def _as_pairs(completions: np.ndarray) -> list[tuple[int, int]]:

@@ -7,17 +7,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gtpo_jax.arrays import Prompts
+from gtpo_jax.arrays import Prompts, Rollouts
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.decode import Chunk
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class CompletionBuffer:
-  """The completions of one `Engine.generate` call, filled in place chunk by chunk."""
+  """Prompts with their completions so far, which `Engine.generate` fills in place.
 
-  tokens: np.ndarray  # i32[n, g, t]; the padding id where the mask is False
-  mask: np.ndarray  # bool[n, g, t], True on generated tokens
+  Rows may be added while they are being generated. `Engine.buffer` makes a buffer.
+  """
+
+  prompts: list[Sequence[int]]  # n lists of token ids
+  keys: np.ndarray  # u32[n, g, 2], PRNG key data of each completion
+  limits: np.ndarray  # i32[n, g], the most tokens of each completion, those it has already included
+  tokens: np.ndarray  # i32[n, g, t]; the padding id where `present` is False
+  present: np.ndarray  # bool[n, g, t], as in `Rollouts`
+  mask: np.ndarray  # bool[n, g, t], as in `Rollouts`
   log_probs: np.ndarray  # f32[n, g, t], nats, as in `Rollouts`
   entropy: np.ndarray  # f32[n, g, t], nats, as in `Rollouts`
   drawn_log_probs: np.ndarray  # f32[n, g, t], nats, after penalty and filters
@@ -25,16 +32,62 @@ class CompletionBuffer:
   finished: np.ndarray  # bool[n, g], True if ended by a stop token
 
   @classmethod
-  def empty(cls, n: int, g: int, t: int, pad: int) -> CompletionBuffer:
-    """Returns a buffer without tokens."""
+  def empty(
+    cls, prompts: Sequence[Sequence[int]], keys: np.ndarray, limits: np.ndarray, t: int, pad: int
+  ) -> CompletionBuffer:
+    """Returns a buffer without tokens, [n, g, t]."""
+    n, g = limits.shape
     return cls(
+      prompts=list(prompts),
+      keys=keys,
+      limits=limits,
       tokens=np.full((n, g, t), pad, np.int32),
+      present=np.zeros((n, g, t), bool),
       mask=np.zeros((n, g, t), bool),
       log_probs=np.zeros((n, g, t), np.float32),
       entropy=np.zeros((n, g, t), np.float32),
       drawn_log_probs=np.zeros((n, g, t), np.float32),
       plain_log_probs=np.zeros((n, g, t), np.float32),
       finished=np.zeros((n, g), bool),
+    )
+
+  @property
+  def lengths(self) -> np.ndarray:
+    """i32[n, g], tokens so far, those that were not drawn included."""
+    return self.present.sum(-1, dtype=np.int32)
+
+  @property
+  def ended(self) -> np.ndarray:
+    """bool[n, g], whether a completion has ended: at a stop token or at its limit."""
+    return self.finished | (self.lengths >= self.limits)
+
+  def extend(self, other: CompletionBuffer) -> None:
+    """Adds the rows of another buffer."""
+    self.prompts.extend(other.prompts)
+    for name in _ARRAYS:
+      setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
+
+  def restore(self, i: int, completions: Rollouts) -> None:
+    """Puts completions [g, ...] that another buffer has begun into row i."""
+    for name in ("tokens", "present", "mask", "log_probs", "entropy", "finished"):
+      getattr(self, name)[i] = getattr(completions, name)
+    if completions.drawn_log_probs is not None:
+      self.drawn_log_probs[i] = completions.drawn_log_probs
+
+  def completion(self, i: int, j: int) -> np.ndarray:
+    """Returns the tokens so far of completion j of prompt i, i32[length]."""
+    return self.tokens[i, j, self.present[i, j]]
+
+  def rollouts(self, width: int, pad: int) -> Rollouts:
+    """Returns the completions with their prompts padded to `width`, in the same host arrays."""
+    return Rollouts(
+      prompts=pad_prompts(self.prompts, width, pad),
+      tokens=self.tokens,
+      present=self.present,
+      mask=self.mask,
+      log_probs=self.log_probs,
+      entropy=self.entropy,
+      finished=self.finished,
     )
 
   def write(self, completions: np.ndarray, start: np.ndarray, chunk: Chunk) -> None:
@@ -47,10 +100,16 @@ class CompletionBuffer:
     """
     step, slot = np.nonzero(chunk.mask)
     at = (*completions[slot].T, start[slot] + step)
+    self.present[at] = True
     self.mask[at] = True
     for field in ("tokens", "log_probs", "entropy", "drawn_log_probs", "plain_log_probs"):
       getattr(self, field)[at] = getattr(chunk, field)[step, slot]
     self.finished[tuple(completions[chunk.stopped].T)] = True
+
+
+_ARRAYS = tuple(
+  field.name for field in dataclasses.fields(CompletionBuffer) if field.name != "prompts"
+)
 
 
 def pad_prompts(ids: Sequence[Sequence[int]], width: int, pad: int) -> Prompts:

@@ -32,7 +32,7 @@ def batch_metrics(
   mask = rollouts.mask & own[..., None]
   judged_tokens = rollouts.mask & judged[..., None]
   entropy = rollouts.entropy
-  lengths = rollouts.lengths.astype(jnp.float32)
+  lengths = rollouts.mask.sum(-1).astype(jnp.float32)
   token_correct = jnp.broadcast_to(correct[..., None], mask.shape)
   in_loss = loss_mask & own[..., None]
   wrong_sign = jnp.where(token_correct, advantages < 0, advantages > 0)
@@ -120,6 +120,6 @@ def _padding_share(rollouts: Rollouts) -> jax.Array:
   """Returns the fraction of the positions in the trainer's input that are padding."""
   prompts = rollouts.prompts
   packing = rollouts.packing
-  completions = rollouts.mask if packing is None else packing.source
+  completions = rollouts.tokens if packing is None else packing.source
   positions = prompts.tokens.size + completions.size
-  return 1 - (prompts.lengths.sum() + rollouts.mask.sum()) / positions
+  return 1 - (prompts.lengths.sum() + rollouts.lengths.sum()) / positions

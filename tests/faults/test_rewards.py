@@ -131,7 +131,7 @@ def test_a_reward_that_raises_during_sampling(monkeypatch):
 
   def sample():
     pending = WaitingRewards(reward_manager, problems, 4, worker.chat.decode)
-    rollouts = worker.generate(
+    rollouts = worker.sample(
       policy, problems, jax.random.key(1), 4, config.sampling_params, pending
     )
     return rollouts, pending.result()

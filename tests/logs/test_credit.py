@@ -26,6 +26,7 @@ def make_record(step=3):
   return CreditRecord(
     step=step,
     lengths=lengths,
+    mask=mask,
     entropy=np.where(mask, np.arange(16, dtype=np.float32).reshape(2, 2, 4) / 8, 0),
     correct=np.array([[True, False], [False, True]]),
     reward=np.array([[1, 0], [0, 1]], np.float32),

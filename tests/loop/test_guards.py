@@ -28,7 +28,7 @@ def batch():
   t = 4
   values = np.arange(n * g * t, dtype=np.float32).reshape(n, g, t)
   rollouts = Rollouts(
-    None, values.astype(np.int32), values > 2, -values, values, np.ones((n, g), bool)
+    None, values.astype(np.int32), values > 2, values > 2, -values, values, np.ones((n, g), bool)
   )
   problems = [Problem(f"p{i}", user("1"), "1", "last_number") for i in range(n)]
   correct = values[..., 0] > 1

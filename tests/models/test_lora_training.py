@@ -46,6 +46,7 @@ def batch():
     prompts,
     tokens,
     jnp.asarray(mask),
+    jnp.asarray(mask),
     jnp.where(mask, log_probs + noise, 0),
     jnp.where(mask, entropy, 0),
     jnp.asarray(mask.sum(-1) < T),

@@ -50,6 +50,7 @@ def record_of(correct, lengths, width):
   return CreditRecord(
     step=1,
     lengths=np.asarray([lengths]),
+    mask=np.arange(width) < np.asarray([lengths])[..., None],
     entropy=np.zeros((*shape, width), np.float32),
     correct=np.asarray([correct]),
     reward=none,

@@ -9,7 +9,7 @@ import pytest
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.models.params import init_params
 from gtpo_jax.rewards import VERIFIERS
-from gtpo_jax.rollout.experience import Collector
+from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.problems import training_problems
 from gtpo_jax.rollout.scoring import RewardManager
@@ -68,10 +68,10 @@ def random_worker(config=None):
 NONE = FrozenPolicies(None, None, {}, {})
 
 
-def make_collector(config, frozen=NONE, drawn=0):
+def make_collector(config, frozen=NONE, steps=0):
   worker, _ = random_worker(config)
   problems = training_problems(config, worker)
-  return Collector(config, worker, RewardManager(config), problems, frozen, drawn)
+  return Collector(config, worker, RewardManager(config), problems, frozen, steps)
 
 
 def collect(config, steps, frozen=NONE, collector=None, said=None, first=0):

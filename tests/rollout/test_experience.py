@@ -32,7 +32,7 @@ def test_a_plain_batch_depends_only_on_its_step():
   config = config_of("gtpo")
   _, batches = collect(config, 3)
   _, params = random_worker(config)
-  late = make_collector(config, drawn=2).collect(params, 2, print)
+  late = make_collector(config, steps=2).collect(params, 2, print)
   assert_equal(host(batches[2]), host(late))
   assert [problem.id for problem in late.problems] == [
     problem.id for problem in batches[2].problems
@@ -99,7 +99,7 @@ def test_surplus_groups_come_first_in_the_next_step():
     # No group with contrast is lost.
     assert N + m["groups/kept"] == kept + m["groups/sampled"] - m["groups/dropped"]
   assert max(batch.metrics["groups/kept"] for batch in batches) > 0
-  assert generated == collector.leftovers()["drawn"] * N
+  assert generated == collector.leftovers()["begun"]
   ids = [problem.id for batch in batches for problem in batch.problems]
   assert len(set(ids)) == len(ids)  # no group is trained on twice
 
@@ -107,7 +107,7 @@ def test_surplus_groups_come_first_in_the_next_step():
 def test_dynamic_sampling_keeps_the_data_order():
   """Each group of a filled batch equals, bit for bit, the one that plain sampling returns."""
   collector, (batch,) = collect(config_of(**{"batch.max_gen_batches": 40}), 1)
-  _, plain = collect(config_of("gtpo"), int(collector.leftovers()["drawn"]))
+  _, plain = collect(config_of("gtpo"), int(collector.leftovers()["begun"]) // N)
   by_id = {
     problem.id: (b.rollouts.tokens[i], b.rollouts.log_probs[i], b.texts[i])
     for b in plain
@@ -192,7 +192,7 @@ def test_a_run_with_leftovers_resumes_exactly(name, tmp_path):
   saved = Checkpoints(tmp_path / "halves" / "checkpoints").restore(
     random_worker()[0].model, optimizer
   )
-  assert saved.leftovers["drawn"] > 1
+  assert saved.leftovers["begun"] > N
   assert {name: (x.shape, x.dtype) for name, x in saved.leftovers.items()} == {
     name: (x.shape, x.dtype) for name, x in leftovers_like(config).items()
   }

@@ -18,13 +18,13 @@ from experience_cases import (
 
 from gtpo_jax.checkpoint.digests import digest_tree
 from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.config.keys import KeyStream, key_for
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
 from gtpo_jax.rewards import group_relative
 from gtpo_jax.rollout.frozen import check_frozen, load_frozen
 from gtpo_jax.rollout.groups import batch_like
-from gtpo_jax.rollout.keys import KeyStream, key_for
 from gtpo_jax.rollout.problems import training_problems
 from gtpo_jax.rollout.worker import Policy
 from gtpo_jax.runtime.errors import UserError
@@ -241,7 +241,7 @@ def test_a_guide_never_samples_padding_ids(run_with_base):
   worker, params = random_worker(config)
   engine = worker.engine_for(worker.model, vocab_limit=40)
   problems = training_problems(config, worker)[0][0]
-  rollouts = worker.generate(
+  rollouts = worker.sample(
     Policy(engine, engine.layout(params)),
     [problems[i] for i in range(N)],
     jax.random.key(0),

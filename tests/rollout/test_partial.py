@@ -18,7 +18,7 @@ from experience_cases import (
 )
 
 from gtpo_jax.rollout.frozen import FrozenPolicies
-from gtpo_jax.rollout.partial import choose
+from gtpo_jax.rollout.pool import choose
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.training.log_probs import score
@@ -135,8 +135,8 @@ def test_groups_are_those_of_whole_batches(staleness):
   assert unfinished > 0 and any(batch.metrics["staleness/max"] for batch in batches)
   leftovers = collector.leftovers()
   # Groups are begun in order, and none is lost.
-  assert leftovers["drawn"] == 5 * N + leftovers["count"]
-  first = [problem.id for batch in whole for problem in batch.problems][: int(leftovers["drawn"])]
+  assert leftovers["begun"] == 5 * N + leftovers["count"]
+  first = [problem.id for batch in whole for problem in batch.problems][: int(leftovers["begun"])]
   assert set(rows) <= set(first)
 
 

@@ -118,9 +118,9 @@ def test_drawn_and_plain_log_probs(penalty):
   """The penalty applies only to a slot's own prompt and completion, also in refilled slots."""
   params, engine, layout = build(engine_config=EngineConfig(slots=3, chunk=4))
   sampling_params = SamplingParams(temperature=0.7, top_k=5, repetition_penalty=penalty)
-  *_, (buffer, _) = engine.generate(
-    layout, PROMPTS, jax.random.key(0), group=4, sampling_params=sampling_params
-  )
+  buffer = engine.buffer(PROMPTS, engine.completion_keys(jax.random.key(0), len(PROMPTS), 4))
+  for _ in engine.generate(layout, buffer, sampling_params=sampling_params):
+    pass
   forward = jax.jit(lambda tokens: engine.model.apply({"params": params}, tokens))
   for i, j in np.ndindex(len(PROMPTS), 4):
     text = [*PROMPTS[i], *buffer.tokens[i, j]]
@@ -214,10 +214,8 @@ def test_prompts_that_nearly_fill_the_context():
   built = build(config=config, stop=(), max_prompt_tokens=9)
   prompts = [[5] * 8, [5] * 7, [5] * 2, [5]]
   _, engine, layout = built
-  stream = engine.generate(
-    layout, prompts, jax.random.key(0), group=2, sampling_params=SamplingParams()
-  )
-  ended = [completions for _, completions in stream]
+  buffer = engine.buffer(prompts, engine.completion_keys(jax.random.key(0), 4, 2))
+  ended = list(engine.generate(layout, buffer, sampling_params=SamplingParams()))
   assert ended[0] == [(0, 0), (0, 1)]
   assert sorted(itertools.chain(*ended)) == [(i, j) for i in range(4) for j in range(2)]
   rollouts = sample(built, prompts, group=2)
@@ -243,8 +241,9 @@ def test_a_completion_is_the_same_alone_as_among_many(built):
 def test_a_caller_that_raises_leaves_the_engine_usable(built):
   slow = build(engine_config=EngineConfig(slots=4, chunk=2))
   _, engine, layout = slow
+  keys = engine.completion_keys(jax.random.key(4), len(RAGGED_PROMPTS), 6)
   stream = engine.generate(
-    layout, RAGGED_PROMPTS, jax.random.key(4), group=6, sampling_params=SamplingParams()
+    layout, engine.buffer(RAGGED_PROMPTS, keys), sampling_params=SamplingParams()
   )
   with pytest.raises(ZeroDivisionError):
     for step, _ in enumerate(stream):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from small import (
   CONFIG,
-  PAD,
   RAGGED_PROMPTS,
   assert_same,
   build,
@@ -18,7 +17,6 @@ from small import (
 
 from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.runtime.mesh import make_mesh
-from gtpo_jax.sampling.host_arrays import CompletionBuffer
 from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 
 GROUP = 6
@@ -30,22 +28,19 @@ def sample_in_parts(built, chunks, prompts=RAGGED_PROMPTS, layouts=None, **setti
   """Samples in calls that each end after the next of `chunks`, and returns all completions."""
   _, engine, layout = built
   n = len(prompts)
-  buffer = CompletionBuffer.empty(n, GROUP, engine.max_tokens, PAD)
-  keys = engine.completion_keys(jax.random.key(KEY), n, GROUP)
+  buffer = engine.buffer(prompts, engine.completion_keys(jax.random.key(KEY), n, GROUP))
   ended = []
+  had_ended = []
   for call, count in enumerate([*chunks, 10**6]):
-    stream = engine.resume(
-      layouts[call] if layouts else layout,
-      prompts,
-      keys,
-      buffer,
-      sampling_params=SamplingParams(**settings),
-    )
+    policy = layouts[call] if layouts else layout
+    stream = engine.generate(policy, buffer, sampling_params=SamplingParams(**settings))
+    had_ended += next(stream)
     for _, pairs in zip(range(count), stream, strict=False):
       ended += pairs
     stream.close()
   assert len(ended) == len(set(ended)) == n * GROUP  # each ends once
-  return engine.rollouts(buffer, prompts)
+  assert set(had_ended) <= set(ended)
+  return engine.rollouts(buffer)
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +134,61 @@ def test_nothing_is_compiled_after_the_warm_up(attention):
   for chunks in ((), (1,), (2, 5), (9, 9)):
     sample_in_parts(built, chunks)
   assert compile_count() == before
+
+
+@pytest.mark.parametrize("attention", ["xla", pytest.param("pallas", marks=pytest.mark.slow)])
+def test_rows_join_while_others_are_sampled(attention, expected):
+  """They get the tokens that they get if all rows are there from the beginning."""
+  config = EngineConfig(slots=5, chunk=4, attention=attention, page_size=16)
+  _, engine, layout = build(max_tokens=TOKENS, engine_config=config)
+  n = len(RAGGED_PROMPTS)
+  keys = engine.completion_keys(jax.random.key(KEY), n, GROUP)
+  rows = lambda first, end: engine.buffer(RAGGED_PROMPTS[first:end], keys[first:end])
+  buffer = rows(0, 3)
+  joins = iter([rows(3, 4), rows(4, 9), rows(9, n)])
+  ended = []
+  for chunk, pairs in enumerate(
+    engine.generate(
+      layout,
+      buffer,
+      sampling_params=SamplingParams(),
+      prompts_at_once=n,
+      longest_prompt=max(map(len, RAGGED_PROMPTS)),
+    )
+  ):
+    ended += pairs
+    complete = len(ended) == GROUP * len(buffer.prompts)  # the last rows join when all have ended
+    if (complete or chunk in (2, 5)) and (joining := next(joins, None)):
+      buffer.extend(joining)
+  assert next(joins, None) is None
+  assert sorted(ended) == [(i, j) for i in range(n) for j in range(GROUP)]
+  assert_same(engine.rollouts(buffer), expected)
+
+
+def test_context_between_drawn_tokens():
+  """Tokens that somebody else has written are read, but neither scored nor drawn."""
+  built = build(max_tokens=TOKENS, stop=(7,), engine_config=EngineConfig(slots=5, chunk=4))
+  _, engine, layout = built
+  n = len(RAGGED_PROMPTS)
+  buffer = engine.buffer(RAGGED_PROMPTS, engine.completion_keys(jax.random.key(KEY), n, GROUP))
+  for chunks in (3, 2, 10**6):
+    stream = engine.generate(layout, buffer, sampling_params=SamplingParams())
+    for _ in zip(range(chunks), stream, strict=False):
+      pass
+    stream.close()
+    before = {name: np.copy(x) for name, x in vars(buffer).items() if name != "prompts"}
+    for i, j in np.argwhere(~buffer.ended & (buffer.limits - buffer.lengths > 3)):
+      at = int(buffer.lengths[i, j])
+      buffer.tokens[i, j, at : at + 3] = (5, 9, 11)
+      buffer.present[i, j, at : at + 3] = True
+  for name, x in before.items():
+    np.testing.assert_array_equal(getattr(buffer, name), x, err_msg=name)  # all have ended
+  rollouts = engine.rollouts(buffer)
+  context = rollouts.present & ~rollouts.mask
+  assert (context.sum(-1) == 6).any() and (
+    rollouts.tokens[context].reshape(-1, 3) == (5, 9, 11)
+  ).all()
+  assert not rollouts.log_probs[context].any() and not rollouts.entropy[context].any()
+  assert (np.diff(rollouts.present.astype(int)) <= 0).all()  # they are the first ones of the row
+  assert rollouts.lengths.max() == TOKENS
+  assert log_prob_errors(built, rollouts).max() <= 1e-4

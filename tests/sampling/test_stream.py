@@ -23,12 +23,12 @@ def sample_and_stream(built, *, seed=4, group=3, interval=4, **settings):
   sampling_params = SamplingParams(**settings)
   key = jax.random.key(seed)
   complete = engine.sample(layout, [PROMPT], key, group=group, sampling_params=sampling_params)
-  stream = engine.generate(
-    layout, [PROMPT], key, group=group, sampling_params=sampling_params, stream_interval=interval
-  )
+  buffer = engine.buffer([PROMPT], engine.completion_keys(key, 1, group))
   parts = []
-  for buffer, ended in stream:
-    parts.append((jax.tree.map(np.copy, engine.rollouts(buffer, [PROMPT])), ended))
+  for ended in engine.generate(
+    layout, buffer, sampling_params=sampling_params, stream_interval=interval
+  ):
+    parts.append((jax.tree.map(np.copy, engine.rollouts(buffer)), ended))
   return complete, parts
 
 
@@ -95,15 +95,9 @@ def test_it_stops_when_all_completions_have_ended(built):
 def test_eight_devices_stream_the_same(built):
   complete, _ = sample_and_stream(built)
   _, engine, layout = build(make_mesh(2, 2, 2))
-  stream = engine.generate(
-    layout,
-    [PROMPT],
-    jax.random.key(4),
-    group=3,
-    sampling_params=SamplingParams(),
-    stream_interval=3,
-  )
-  for i, (buffer, _) in enumerate(stream):
+  buffer = engine.buffer([PROMPT], engine.completion_keys(jax.random.key(4), 1, 3))
+  stream = engine.generate(layout, buffer, sampling_params=SamplingParams(), stream_interval=3)
+  for i, _ in enumerate(stream):
     end = min(3 * i, MAX_TOKENS)
     np.testing.assert_array_equal(buffer.tokens[..., :end], complete.tokens[..., :end])
     assert not buffer.mask[..., end:].any()

@@ -51,7 +51,7 @@ def batch(step):
   correct = rng.random((N, G)) < 0.5
   log_probs = uniform(-4.4, -3.9)
   entropy = uniform(0.5, 4.0)
-  rollouts = Rollouts(prompts, tokens, mask, log_probs, entropy, mask.sum(-1) < T)
+  rollouts = Rollouts(prompts, tokens, mask, mask, log_probs, entropy, mask.sum(-1) < T)
   return rollouts, Rewards(correct, correct.astype(np.float32), np.zeros((N, G), np.float32))
 
 

@@ -67,7 +67,7 @@ def test_drawn_log_probs_are_the_behaviours():
   """If a filter doubled each token's probability, each weight is one half."""
   rollouts, rewards = rescored_batch(0.0)
   drawn = np.where(rollouts.mask, rollouts.log_probs + np.log(2), 0).astype(np.float32)
-  data = (rollouts.replace(drawn=drawn), rewards)
+  data = (rollouts.replace(drawn_log_probs=drawn), rewards)
   _, metrics = run("gtpo", data=data, tis_cap=2.0, behaviour="drawn")
   assert metrics["mismatch/weight"] == pytest.approx(0.5, rel=1e-5)
   assert metrics["correction/ess"] == pytest.approx(1)

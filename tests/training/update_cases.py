@@ -52,6 +52,7 @@ def batch(seed=0):
     prompts,
     tokens,
     jnp.asarray(mask),
+    jnp.asarray(mask),
     jnp.where(mask, log_probs + noise, 0),
     jnp.where(mask, entropy, 0),
     jnp.asarray(mask.sum(-1) < T),

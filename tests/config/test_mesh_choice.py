@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from gtpo_jax.config import freeze
-from gtpo_jax.rollout.mesh_choice import proposing_mesh, working_mesh
+from gtpo_jax.config.mesh_choice import proposing_mesh, working_mesh
 from gtpo_jax.runtime.errors import UserError
 
 TINY = {"data": {"terms": 2}, "sampling": {"max_tokens": 16}, "warm_start": {"steps": 0}}

@@ -1,0 +1,345 @@
+"""Collects the batch of one step: prompts, completions, rewards, and the groups to train on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gtpo_jax.arrays import Rewards, Rollouts
+from gtpo_jax.config import Config
+from gtpo_jax.config.keys import KeyStream, key_for
+from gtpo_jax.data.pipeline import Batches
+from gtpo_jax.data.records import Problems
+from gtpo_jax.models.params import Params
+from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.rollout.experience import Experience
+from gtpo_jax.rollout.frozen import FrozenPolicies
+from gtpo_jax.rollout.group_metrics import combine_metrics, sampled_metrics, staleness_metrics
+from gtpo_jax.rollout.groups import Group, restore_groups, save_groups, stack
+from gtpo_jax.rollout.pool import Pool
+from gtpo_jax.rollout.scoring import PendingRewards, RewardManager
+from gtpo_jax.rollout.token_truth import token_truth
+from gtpo_jax.rollout.worker import Policy, RolloutWorker, Workload
+from gtpo_jax.runtime.device_errors import phase
+from gtpo_jax.runtime.mesh import axis_size, shard_batch
+from gtpo_jax.runtime.signals import Stopped
+from gtpo_jax.runtime.spans import Span
+from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.training.log_probs import make_scorer
+from gtpo_jax.training.packing import plan_rows
+
+
+class Collector:
+  """Collects the batch of each step from a pool of groups.
+
+  Group k of a run is row k % n of generation batch k // n, with n = `batch.prompts`. It has that
+  row's problem and is sampled with the PRNG key of that batch. For given parameters, completions
+  therefore depend only on the seed and on k.
+
+  A step samples one generation batch and trains on it: the pool has n groups and is emptied. With
+  dynamic sampling and `sampling.staleness`, groups stay in the pool for the next step: those that
+  were not needed and, with staleness, those whose completions have not all ended.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    worker: RolloutWorker,
+    reward_manager: RewardManager,
+    problems: Sequence[tuple[Problems, float]],
+    frozen: FrozenPolicies,
+    steps: int = 0,
+  ):
+    """Args:
+    config: the run's config.
+    worker: samples completions.
+    reward_manager: scores them.
+    problems: sources with weights, from `training_problems`.
+    frozen: the guide and the reference.
+    steps: the steps of the run so far, each on one generation batch. `restore` replaces it.
+    """
+    self._config = config
+    self._worker = worker
+    self._reward_manager = reward_manager
+    self._frozen = frozen
+    self._settings = config.resolved_algorithm.settings
+    self._n = config.batch.prompts
+    self._batches = Batches(problems, self._n, config.seed)
+    self._staleness = config.sampling.staleness
+    self._begun = steps * self._n  # groups
+    self._kept: list[Group] = []
+    self._before = (self._begun, self._kept)
+    self._rescore = self._make_scorer(worker.model) if self._settings.needs_rescoring else None
+    self._score_reference = self._make_scorer(frozen.reference[0]) if frozen.reference else None
+    self._keep_guided = jax.jit(
+      lambda log_probs, rollouts: jnp.where(
+        rollouts.guided[..., None], rollouts.log_probs, log_probs
+      )
+    )
+
+  def _make_scorer(self, model: Transformer) -> Callable[[Params, Rollouts], jax.Array]:
+    batch = self._config.batch
+    return make_scorer(model, self._config.sampling.temperature, batch.parts, batch.head_chunk)
+
+  def workloads(self, policy: Policy) -> list[Workload]:
+    """Returns the workloads, to be compiled ahead of time, of `policy` and of the guide."""
+    sampling_params = self._config.sampling_params
+    own = self._config.policy_completions
+    resumes = self._staleness > 0
+    workloads = [Workload(policy, self._config.pool_size, own, sampling_params, resumes)]
+    if guide := self._frozen.guide:
+      group = self._settings.guide_completions
+      workloads.append(Workload(guide, self._n, group, sampling_params))
+    return workloads
+
+  @phase("sampling")
+  def collect(
+    self,
+    params: Params,
+    version: int,
+    say: Callable[[str], None],
+    stopping: Callable[[], bool] = lambda: False,
+  ) -> Experience:
+    """Samples and scores the next step's batch, with `params` and the guide if there is one.
+
+    Args:
+      params: the policy's parameters in training layout.
+      version: the number of updates that they have had.
+      say: receives a line if dynamic sampling cannot fill the batch.
+      stopping: called between chunks of tokens; True discards what was sampled.
+
+    Raises:
+      Stopped: `stopping` returned True; the next call samples the same batch.
+    """
+    self._before = (self._begun, self._kept)
+    try:
+      experience = self._collect(params, version, say, stopping)
+      if stopping():
+        raise Stopped
+      return experience
+    except Stopped:
+      self.discard()
+      raise
+
+  def discard(self) -> None:
+    """Forgets the latest batch: the next call of `collect` samples it again."""
+    self._begun, self._kept = self._before
+
+  def _collect(
+    self, params: Params, version: int, say: Callable[[str], None], stopping: Callable[[], bool]
+  ) -> Experience:
+    began = time.perf_counter()
+    policy = self._worker.policy(params)
+    policies = filter(None, (policy, self._frozen.guide))
+    engines = list(dict.fromkeys(policy.engine for policy in policies))
+    for engine in engines:
+      engine.spans.clear()
+    most_rounds = self._config.batch.max_gen_batches if self._settings.dynamic_sampling else 1
+    rounds: list[Pool] = []
+    chosen = None
+    while chosen is None and len(rounds) < most_rounds:
+      pool = self._sample(policy, version, stopping)
+      rounds.append(pool)
+      chosen = pool.choose()
+    groups, metrics = self._take(chosen, rounds, version, say)
+    sampled = time.perf_counter()
+    rollouts, rewards = self._place(params, groups)
+    own_verifier = self._reward_manager.has_own_verifier
+    truth = token_truth(groups, self._worker.chat, own_verifier)
+    scoring_s = sum(pool.scoring_s for pool in rounds)
+    spans = [span for engine in engines for span in engine.spans]
+    spans.append(Span("reward", sampled - scoring_s, sampled, 0.0))
+    metrics |= policy.engine.statistics
+    metrics |= {"time/sample": time.perf_counter() - began - scoring_s, "time/reward": scoring_s}
+    return Experience(
+      rollouts,
+      rewards,
+      [group.problem for group in groups],
+      [group.texts for group in groups],
+      np.stack([group.rewards.correct for group in groups]),
+      np.stack([group.rewards.scored for group in groups]),
+      truth,
+      metrics,
+      [span._replace(begin=span.begin - began, end=span.end - began) for span in spans],
+    )
+
+  def _sample(self, policy: Policy, version: int, stopping: Callable[[], bool]) -> Pool:
+    """Samples the groups of the pool and new ones, and scores those that are complete.
+
+    Without staleness, a whole generation batch begins and is sampled to its end. With staleness, as
+    many groups begin as the pool has space for, and sampling ends as soon as it has a batch. With
+    dynamic sampling, rewards are then awaited once there would be a batch if all groups without
+    rewards had contrast.
+    """
+    worker = self._worker
+    config = self._config
+    new = self._n if not self._staleness else config.pool_size - len(self._kept)
+    groups = [*self._kept, *(self._new_group(self._begun + k, version) for k in range(new))]
+    unscored = [group for group in groups if group.rewards is None]
+    problems = [group.problem for group in unscored]
+    buffer = policy.engine.buffer(
+      [worker.encode(problem) for problem in problems],
+      self._keys(policy.engine, KeyStream.SAMPLE, unscored, config.policy_completions),
+    )
+    pending = PendingRewards(self._reward_manager, problems, config.batch.group, worker.chat.decode)
+    pool = Pool(config, groups, policy.engine, buffer, pending, version)
+    most_rows = config.pool_size
+    completions = worker.generate(policy, buffer, config.sampling_params, stopping, most_rows)
+    for ended in completions:
+      pool.end(ended)
+      if self._staleness and pool.choose(scored=False):
+        self._score(pool, stopping)
+        if pool.choose():
+          break
+    completions.close()
+    self._score(pool, stopping)
+    pool.finish(len(self._kept))
+    self._begun += len(pool.groups) - len(self._kept)
+    self._kept = pool.left
+    return pool
+
+  def _new_group(self, number: int, version: int) -> Group:
+    """Returns group `number` of the run, without tokens."""
+    batch, row = divmod(number, self._n)
+    return Group((batch, row), self._batches[batch][row], None, None, [], version)
+
+  def _keys(
+    self, engine: Engine, stream: KeyStream, groups: Sequence[Group], count: int
+  ) -> np.ndarray:
+    """Returns the PRNG key data u32[groups, count, 2] of `count` completions of each group."""
+    seed = self._config.seed
+    of_batch = {
+      batch: engine.completion_keys(key_for(seed, stream, batch), self._n, count)
+      for batch in {group.index[0] for group in groups}
+    }
+    return np.stack([of_batch[batch][row] for batch, row in (group.index for group in groups)])
+
+  def _score(self, pool: Pool, stopping: Callable[[], bool]) -> None:
+    """Completes the groups whose own completions have ended, with the guide's and with rewards."""
+    rows = pool.unscored()
+    if not rows:
+      return
+    if self._frozen.guide:
+      for start in range(0, len(rows), self._n):
+        self._sample_guide(pool, rows[start : start + self._n], stopping)
+    pool.score(rows, stopping)
+
+  def _sample_guide(self, pool: Pool, rows: Sequence[int], stopping: Callable[[], bool]) -> None:
+    """Samples the guide's completions of at most n rows of the pool."""
+    engine = self._frozen.guide.engine
+    groups = [pool.group_of(row) for row in rows]
+    keys = self._keys(engine, KeyStream.GUIDE, groups, self._settings.guide_completions)
+    buffer = engine.buffer([pool.buffer.prompts[row] for row in rows], keys)
+    for _ in self._worker.generate(
+      self._frozen.guide, buffer, self._config.sampling_params, stopping, self._n
+    ):
+      pass
+    pool.add_guided(rows, buffer, engine.rollouts(buffer))
+
+  def _take(
+    self,
+    chosen: list[Group] | None,
+    rounds: Sequence[Pool],
+    version: int,
+    say: Callable[[str], None],
+  ) -> tuple[list[Group], dict[str, float]]:
+    """Takes the groups to train on out of the pool.
+
+    With dynamic sampling (DAPO, 2503.14476), these are groups that contain correct and incorrect
+    completions; see `algorithms.has_contrast`. If `max_gen_batches` batches are not enough, other
+    groups fill the batch and are masked out of the loss. The metrics of dynamic sampling describe
+    everything that was sampled, not only the batch.
+
+    Args:
+      chosen: the groups to train on; None if there are too few with contrast.
+      rounds: what was sampled.
+      version: the number of updates so far.
+      say: receives a line if the batch is not full.
+
+    Returns:
+      n groups, and metrics.
+    """
+    metrics = combine_metrics([x for pool in rounds for x in pool.metrics])
+    dynamic = self._settings.dynamic_sampling
+    if not (dynamic or self._staleness):
+      self._kept = []
+      return chosen, metrics
+    sampled = [group for pool in rounds for group in pool.completed]
+    no_contrast = [group for pool in rounds for group in pool.dropped]
+    if chosen is None:
+      chosen = self._kept[: self._n]
+    short = self._n - len(chosen)
+    if short:
+      say(
+        f"dynamic sampling: batch.max_gen_batches = {self._config.batch.max_gen_batches} reached; "
+        f"{len(no_contrast)} of {len(sampled)} sampled groups carry no learning signal; "
+        f"training on {self._n - short} of {self._n} groups in this step"
+      )
+    taken = {group.index for group in chosen}
+    self._kept = [group for group in self._kept if group.index not in taken]
+    filler = [group.as_filler() for group in no_contrast[len(no_contrast) - short :]]
+    batch = [group.with_stale(version) for group in [*chosen, *filler]]
+    if dynamic:
+      metrics |= sampled_metrics(sampled) if sampled else {}
+      metrics |= {
+        "groups/sampled": float(len(sampled)),
+        "groups/dropped": float(len(no_contrast)),
+        "groups/short": float(short),
+      }
+    metrics |= {
+      "groups/kept": float(len(self._kept)),
+      "tokens/sampled": float(sum(pool.new_tokens for pool in rounds)),
+    }
+    if self._staleness:
+      metrics |= staleness_metrics(batch, version) | {
+        "groups/unfinished": float(sum(group.rewards is None for group in self._kept)),
+        "tokens/read_again": float(sum(pool.read_again for pool in rounds)),
+      }
+    return batch, metrics
+
+  def _place(self, params: Params, groups: Sequence[Group]) -> tuple[Rollouts, Rewards]:
+    """Returns a batch on the mesh, with what the trainer computes before the update.
+
+    This is the packing (which completions share a row in the trainer's forward pass), the log-probs
+    of the policy, if a correction needs them, and those of the reference.
+    """
+    mesh = self._worker.model.mesh
+    rollouts = stack([group.rollouts for group in groups])
+    if self._config.batch.pack:
+      shards = axis_size(mesh, "position")
+      packing = plan_rows(rollouts.lengths, rollouts.tokens.shape[2], shards)
+      rollouts = rollouts.replace(packing=packing)
+    rollouts = shard_batch(rollouts, mesh)
+    if self._rescore:
+      log_probs = self._rescore(params, rollouts)
+      if rollouts.guided is not None:  # the ratio of a guide's token uses the guide's log-probs
+        log_probs = self._keep_guided(log_probs, rollouts)
+      rollouts = rollouts.replace(rescored=jax.block_until_ready(log_probs))
+    if self._score_reference:
+      log_probs = self._score_reference(self._frozen.reference[1], rollouts)
+      rollouts = rollouts.replace(reference=jax.block_until_ready(log_probs))
+    return rollouts, shard_batch(stack([group.rewards for group in groups]), mesh)
+
+  def leftovers(self) -> dict[str, np.ndarray] | None:
+    """Returns the groups kept for the next step, as arrays of fixed shapes for a checkpoint.
+
+    None if no groups are ever kept.
+    """
+    if not self._settings.dynamic_sampling and not self._staleness:
+      return None
+    return save_groups(self._config, self._kept, self._begun)
+
+  def restore(self, leftovers: dict[str, np.ndarray]) -> None:
+    """Restores what `leftovers` returned.
+
+    Raises:
+      UserError: it was saved under a config with other shapes.
+    """
+    problem_at = lambda index: self._batches[index[0]][index[1]]
+    decode = self._worker.chat.decode
+    self._kept = restore_groups(self._config, leftovers, problem_at, decode)
+    self._begun = int(leftovers["begun"])
