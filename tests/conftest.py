@@ -1,4 +1,4 @@
-"""Gives tests eight CPU devices, a shared compile cache, and checks for a sandbox and a browser."""
+"""Gives tests one CPU device or eight, a compile cache, and checks for a sandbox and a browser."""
 
 import gc
 import importlib.metadata
@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -16,7 +17,7 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault(
   "JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "gtpo_jax_test_xla")
 )
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is first imported
@@ -24,7 +25,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is fir
 
 import jax  # reads the variables above
 
-from gtpo_jax.runtime.startup import reserve_cpu_threads
+from gtpo_jax.runtime.startup import reserve_cpu_threads, use_compile_cache
+
+MOST_RESIDENT = 3 << 30  # bytes of a process, above which it drops its compiled programs
 
 LONGEST_FILES = (  # of the default suite, by CPU time
   "test_loop",
@@ -47,13 +50,38 @@ hypothesis.settings.register_profile("without deadlines", deadline=None)  # no t
 hypothesis.settings.load_profile("without deadlines")
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures
 def pytest_runtest_setup(item):
-  """Skips a test that needs the sandbox if it does not work; fails it if CI requires one."""
+  """Gives the test its devices, and checks for a sandbox if the test needs one.
+
+  Tests with the mark `devices` see all eight devices, the others see one. The compile cache is off
+  for the former, because a program of several CPU devices that was read from it can deadlock; see
+  `make_mesh`.
+  """
+  several = item.get_closest_marker("devices") is not None
+  jax.devices = every_device if several else first_device
+  use_compile_cache(not several)
   if item.get_closest_marker("sandbox"):
     from gtpo_jax.rewards import sandbox_problem
 
     if problem := sandbox_problem():
       skip_or_fail("GTPO_REQUIRE_SANDBOX", f"the sandbox does not work: {problem}")
+
+
+every_device = jax.devices
+
+
+def first_device(backend=None):
+  """Takes the place of `jax.devices` in tests without the mark `devices`."""
+  return every_device(backend) if backend else every_device()[:1]
+
+
+def resident_bytes():
+  """Returns the memory of this process; 0 where Linux does not tell it."""
+  try:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+  except OSError:
+    return 0
 
 
 def skip_or_fail(required, reason):
@@ -65,9 +93,11 @@ def skip_or_fail(required, reason):
 
 @pytest.fixture(scope="module", autouse=True)
 def drop_compiled_programs():
-  """Frees the programs of a file, which take gigabytes by the end and are rarely used again."""
+  """Frees the programs of earlier files once they take gigabytes."""
   yield
-  jax.clear_caches()
+  if resident_bytes() > MOST_RESIDENT:
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
@@ -156,14 +186,14 @@ def use_own_temporary_folder(config):
 def pytest_configure(config):
   """Sets up signals, XLA's flags and the devices.
 
-  The default suite spends most of its time in compilation, so XLA compiles with few optimizations.
-  `-m slow` spends more time computing, so it compiles with the default settings.
+  Most tests spend more time in the compiler than in its programs, so XLA compiles with few
+  optimizations. `-m manual` computes more, so it compiles with the default settings.
   """
   if not hasattr(config, "workerinput"):  # xdist's workers inherit the folder
     use_own_temporary_folder(config)
   # A shell's background jobs ignore SIGINT, and processes that tests start would inherit this.
   signal.signal(signal.SIGINT, signal.default_int_handler)
-  if config.option.markexpr == "not slow and not manual":
+  if config.option.markexpr != "manual":
     flags = ["--xla_backend_optimization_level=0"]
     # Later versions of XLA do not know this flag and would exit.
     if importlib.metadata.version("jaxlib").startswith("0.10."):

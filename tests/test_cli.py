@@ -288,6 +288,7 @@ def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path):
   assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
   ("args", "message"),
   [

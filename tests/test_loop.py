@@ -59,12 +59,12 @@ PROMISED = [
 ]
 
 
+EIGHT = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}  # devices
+
+
 def small_config(**changes):
   config = default_config()
   config.steps = 4
-  config.mesh.data = 2
-  config.mesh.fsdp = 2
-  config.mesh.tensor = 2
   config.data.terms = 2
   config.data.max_prompt_tokens = 20
   config.sampling.max_tokens = 18
@@ -224,9 +224,10 @@ def test_bad_workdirs_are_rejected(tmp_path):
     load_config(tmp_path)
 
 
+@pytest.mark.devices
 def test_a_batch_that_does_not_divide_is_rejected_before_anything_is_written(tmp_path):
   with pytest.raises(UserError, match=r"batch.prompts = 6 is not a multiple of"):
-    run(small_config(**{"batch.prompts": 6}), tmp_path / "run")
+    run(small_config(**EIGHT, **{"batch.prompts": 6}), tmp_path / "run")
   with pytest.raises(UserError, match="does not fit 8 device"):
     run(small_config(**{"mesh.data": 3}), tmp_path / "run")
   assert not (tmp_path / "run").exists()
@@ -270,12 +271,14 @@ def test_no_compilation_after_warm_up():
   assert counts[1:] == [counts[0]] * 20
 
 
+@pytest.mark.devices
 def test_a_warm_run_compiles_nothing_later(tmp_path, monkeypatch, capsys):
-  """After warm-up neither sampling nor evaluation compiles anything; its progress is shown."""
+  """On eight devices. Neither sampling nor evaluation compiles; the warm-up shows progress."""
   monkeypatch.setattr(display, "QUIET_S", 0.0)
   train(
     small_config(
       steps=3,
+      **EIGHT,
       **{"sampling.warm_up": True, "batch.pack": False, "eval.every": 1, "checkpoint.every": 1},
     ),
     tmp_path,

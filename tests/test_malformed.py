@@ -203,6 +203,7 @@ CASES = {
 }
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("case", CASES)
 def test_a_malformed_input_is_rejected(case, folder, capfd):
   args, message = CASES[case]

@@ -33,8 +33,9 @@ def prepare_jax() -> None:
   """Configures platform, memory and compile cache. Call it before JAX is first imported.
 
   Without this, JAX looks for TPU chips on every machine that has `libtpu` installed. Existing
-  values of `JAX_PLATFORMS`, `XLA_CLIENT_MEM_FRACTION` and `JAX_COMPILATION_CACHE_DIR`, and of the
-  corresponding JAX options, are left unchanged.
+  values of `JAX_PLATFORMS`, `XLA_CLIENT_MEM_FRACTION`, `JAX_COMPILATION_CACHE_DIR` and
+  `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` are left unchanged, and so are the corresponding JAX
+  options of the first three.
   """
   choose_platform()
   reserve_cpu_threads()
@@ -45,7 +46,8 @@ def prepare_jax() -> None:
   if cache and "://" not in cache:
     cache = os.path.abspath(cache)  # a reward function may change the current folder
   jax.config.update("jax_compilation_cache_dir", cache)
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_TIME_S)
+  if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_TIME_S)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # no minimum
 
 

@@ -9,6 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from recipe_cases import WITHOUT_ENTROPY, arrays, option_id, random_batch, strong
 from slow_reference import BY_ENTROPY
 
+pytestmark = pytest.mark.devices
+
 CASES = [(name, {"scope": scope}) for name in BY_ENTROPY for scope in ("group", "batch")]
 CASES += [(name, {}) for name in WITHOUT_ENTROPY]
 CASES += [

@@ -37,7 +37,6 @@ SHAPE = {
   "sampling": {"max_tokens": 8},
   "eval": {"problems": 4, "samples": 2, "batch": 4, "every": 2},
   "checkpoint": {"every": 3},
-  "mesh": {"data": 4, "fsdp": 1, "tensor": 2},
   "optimizer": {"learning_rate": 1e-3},
 }
 

@@ -66,6 +66,7 @@ def save_as_before(folder, state):
   return folder
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("quantize", ["", pytest.param("int4", marks=pytest.mark.slow)])
 def test_a_checkpoint_holds_adapters_and_restores_on_any_mesh(quantize, tmp_path):
   model, state = state_of(quantize=quantize)
@@ -149,6 +150,7 @@ def hf(tmp_path_factory):
   return folder
 
 
+@pytest.mark.devices
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["folder", "folder int4", "preset", "warm start"])
 def test_a_run_resumes_bit_for_bit(source, hf, tmp_path):
@@ -181,6 +183,7 @@ def test_a_run_resumes_bit_for_bit(source, hf, tmp_path):
   assert worker.model.config.lora.rank == 2
 
 
+@pytest.mark.devices
 @pytest.mark.slow
 def test_a_changed_base_model_is_refused_in_one_line(hf, tmp_path):
   folder = shutil.copytree(hf, tmp_path / "hf")

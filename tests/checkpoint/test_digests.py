@@ -40,6 +40,7 @@ def test_known_values():
   }
 
 
+@pytest.mark.devices
 def test_digests_do_not_depend_on_the_mesh():
   x = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
   digests = {

@@ -295,6 +295,7 @@ def from_eight(tmp_path_factory):
   return folder, jax.device_get(state)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 2), (1, 2, 1, 2)])
 def test_saved_on_eight_devices_and_restored_on_others(from_eight, sizes):
   folder, state = from_eight
@@ -304,6 +305,7 @@ def test_saved_on_eight_devices_and_restored_on_others(from_eight, sizes):
   np.testing.assert_array_equal(restored.leftovers["log_probs"], LEFTOVERS["log_probs"])
 
 
+@pytest.mark.devices
 def test_other_shapes_or_types_are_not_treated_as_damage(copy, model):
   before = contents(copy)
   wider = Transformer(dataclasses.replace(SHAPE, mlp=64), model.mesh)

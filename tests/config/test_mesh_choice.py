@@ -7,6 +7,8 @@ from gtpo_jax.config import freeze
 from gtpo_jax.config.mesh_choice import proposing_mesh, working_mesh
 from gtpo_jax.runtime.errors import UserError
 
+pytestmark = pytest.mark.devices
+
 TINY = {"data": {"terms": 2}, "sampling": {"max_tokens": 16}, "warm_start": {"steps": 0}}
 
 

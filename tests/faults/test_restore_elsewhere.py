@@ -14,6 +14,8 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 
+pytestmark = pytest.mark.devices
+
 OPTIMIZER = make_optimizer(OptimizerConfig(), 10)
 
 

@@ -28,9 +28,6 @@ T = 14
 def make_config(**changes):
   config = default_config()
   config.steps = 3
-  config.mesh.data = 2
-  config.mesh.fsdp = 2
-  config.mesh.tensor = 2
   config.data.terms = 2
   config.data.max_prompt_tokens = 20
   config.sampling.max_tokens = T

@@ -60,7 +60,9 @@ def case(request):
 
 
 @pytest.mark.parametrize(
-  "shape", [None, pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=["one", "2x2x2"]
+  "shape",
+  [None, pytest.param((2, 2, 2), marks=[pytest.mark.slow, pytest.mark.devices])],
+  ids=["one", "2x2x2"],
 )
 def test_logits_equal_those_of_transformers(case, shape):
   folder, reference = hf_folder(**case)

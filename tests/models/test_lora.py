@@ -35,6 +35,7 @@ def test_fresh_adapters_change_nothing_and_keep_the_base():
   )
 
 
+@pytest.mark.devices
 def test_the_same_key_gives_the_same_adapters_on_every_mesh():
   plain, params = base()
   wide = with_lora(plain, make_mesh(2, 2, 2))

@@ -78,9 +78,11 @@ def trained(shape=None, micro_batches=1, kept="float32", targets=LORA_TARGETS, q
   [
     {},
     pytest.param({"kept": "bfloat16"}, marks=pytest.mark.slow),
-    {"targets": SOME},
+    pytest.param({"targets": SOME}, marks=pytest.mark.slow),
     {"quantize": "int4", "kept": "bfloat16"},
-    pytest.param({"shape": (2, 2, 2), "micro_batches": 2}, marks=pytest.mark.slow),
+    pytest.param(
+      {"shape": (2, 2, 2), "micro_batches": 2}, marks=[pytest.mark.slow, pytest.mark.devices]
+    ),
   ],
   ids=["f32", "bf16", "some", "int4", "2x2x2"],
 )
@@ -108,7 +110,11 @@ def test_the_optimizer_has_moments_of_the_adapters_only():
 
 
 @pytest.mark.parametrize(
-  ("shape", "micro_batches"), [((2, 2, 2), 2), pytest.param(None, 4, marks=pytest.mark.slow)]
+  ("shape", "micro_batches"),
+  [
+    pytest.param((2, 2, 2), 2, marks=pytest.mark.devices),
+    pytest.param(None, 4, marks=pytest.mark.slow),
+  ],
 )
 def test_the_update_does_not_depend_on_micro_batches_or_mesh(shape, micro_batches):
   _, want, _, metrics = trained()

@@ -124,6 +124,7 @@ def test_parameters_are_stored_as_declared(dtype):
   }
 
 
+@pytest.mark.devices
 @pytest.mark.slow
 def test_a_mesh_computes_the_same():
   tokens, mask = padded_batch()

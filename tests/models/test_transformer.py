@@ -175,6 +175,7 @@ def test_prefill_and_decode_equal_one_forward_pass():
       np.testing.assert_allclose(logits, want[:, :, i], atol=2e-5)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)])
 def test_logits_are_the_same_on_eight_devices(shape):
   model = small_model(heads=8, kv_heads=2)
@@ -235,6 +236,7 @@ def test_number_formats():
   }
 
 
+@pytest.mark.devices
 def test_every_parameter_is_laid_out_by_its_axes():
   model = Transformer(PRESETS["tiny"], make_mesh(1, 2, 4))
   specs = {

@@ -11,6 +11,8 @@ from gtpo_jax.planning.collectives import Collective, collective_bytes, collecti
 from gtpo_jax.runtime.chips import CHIPS
 from gtpo_jax.runtime.mesh import make_mesh
 
+pytestmark = pytest.mark.devices
+
 ONES = jnp.ones((64, 16))
 
 

@@ -16,6 +16,7 @@ from gtpo_jax.planning.topology import topology_devices
 from gtpo_jax.training.state import abstract_state
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(("mesh", "kv_heads"), [((8, 1, 1), 2), ((2, 2, 2), 1), ((2, 1, 4), 2)])
 def test_the_cache_by_hand(mesh, kv_heads):
   """The caches have room for the longest completions and prompts of one shard.
@@ -103,6 +104,7 @@ def compiled_shapes(config):
   return {tuple(map(int, dims.split(","))) for dims in arrays}
 
 
+@pytest.mark.devices
 def test_on_a_context_mesh_no_layer_holds_all_positions():
   """fsdp 2 x context 4: MLP features appear only with a quarter of the rows' positions."""
   config = small_config(

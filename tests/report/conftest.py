@@ -35,9 +35,6 @@ def train_runs(folder):
   }.items():
     config = default_config()
     config.steps = 2
-    config.mesh.data = 2
-    config.mesh.fsdp = 2
-    config.mesh.tensor = 2
     config.data.terms = 2
     config.data.max_prompt_tokens = 20
     config.sampling.max_tokens = 18

@@ -51,7 +51,9 @@ def test_every_scheme_follows_the_papers_equations(record):
   assert schemes(make("grpo_s"))[0].label == "grpo_s, as trained"
 
 
-@pytest.mark.parametrize("completion", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+  "completion", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))]
+)
 def test_pointing_at_a_token_shows_its_numbers(completion, runs, record, opened):
   page = opened(runs / "gtpo-0")
   select(page, 2, 0)
@@ -76,6 +78,7 @@ def test_pointing_at_a_token_shows_its_numbers(completion, runs, record, opened)
     assert advantage == pytest.approx(slow_advantage[at], rel=6e-4, abs=1e-4), method
 
 
+@pytest.mark.slow
 def test_one_number_by_hand(runs, opened):
   """Method 1 by hand: 1 + 0.1 H / (mean H of the correct completions at the same position)."""
   with np.load(runs / "gtpo-0" / "credit" / "1.npz") as file:
@@ -100,6 +103,7 @@ def test_one_number_by_hand(runs, opened):
   assert f"position 3 of the {len(right)} correct completions" in page.inner_text("#v-token")
 
 
+@pytest.mark.slow
 def test_switching_colour_and_method(runs, record, opened):
   page = opened(runs / "gtpo-0")
   select(page, 2, 0)
@@ -130,6 +134,7 @@ def test_switching_colour_and_method(runs, record, opened):
   assert all(a != b for a, b in itertools.pairwise(colours))
 
 
+@pytest.mark.slow
 def test_every_group_can_be_shown(runs, record, opened):
   page = opened(runs / "gtpo-0")
   select(page, 2, 0)
@@ -146,6 +151,7 @@ def test_every_group_can_be_shown(runs, record, opened):
   assert sorted(page.locator(".t").all_text_contents()) == sorted(text)
 
 
+@pytest.mark.slow
 def test_keyboard_navigation(runs, record, opened):
   page = opened(runs / "gtpo-0")
   select(page, 2, 0)
@@ -186,6 +192,7 @@ def test_keyboard_navigation(runs, record, opened):
       assert label, control
 
 
+@pytest.mark.slow
 def test_one_run_of_one_step(runs, opened):
   page = opened(runs / "grpo")
   assert page.inner_text("h1") == "grpo on sums"
@@ -228,6 +235,7 @@ def test_one_run_of_one_step(runs, opened):
   assert table[1][1] == pytest.approx(slow_credit(record, "gtpo")[1][group, 1, 2], rel=6e-4)
 
 
+@pytest.mark.slow
 def test_three_runs_side_by_side(runs, opened):
   page = opened(runs / "gtpo-0", runs / "grpo", runs / "gtpo-1")
   assert page.inner_text("h1") == "gtpo, steps=2 and grpo, steps=1 on sums"
@@ -263,6 +271,7 @@ def test_three_runs_side_by_side(runs, opened):
   assert record.prompts[0] in page.inner_text("#v-prompt")
 
 
+@pytest.mark.slow
 def test_light_dark_and_print(runs, opened):
   page = opened(runs / "gtpo-0", color_scheme="light")
 
@@ -281,6 +290,7 @@ def test_light_dark_and_print(runs, opened):
   assert page.locator(".chart").first.is_visible()
 
 
+@pytest.mark.slow
 def test_the_top_of_a_report(runs, opened):
   """The verdict, how the run was executed, and samples, on a wide and on a narrow screen."""
   page = opened(runs / "gtpo-0")
@@ -305,6 +315,7 @@ def test_the_top_of_a_report(runs, opened):
   assert max(edges) <= 400
 
 
+@pytest.mark.slow
 def test_tokens_are_not_broken_between_lines(runs, record, opened):
   """At any width each token is on one line, unless it is wider than the line."""
   page = opened(runs / "gtpo-0")
@@ -324,6 +335,7 @@ def with_credit(runs, record, tmp_path, **changes):
   return workdir
 
 
+@pytest.mark.slow
 def test_the_viewer_says_why_credit_is_even_and_opens_where_it_is_not(
   runs, record, opened, tmp_path
 ):
@@ -356,6 +368,7 @@ def test_the_viewer_says_why_credit_is_even_and_opens_where_it_is_not(
   assert "The reward is" not in page.inner_text("#v-note")
 
 
+@pytest.mark.slow
 def test_the_viewer_says_that_grpo_does_not_shape_rewards(runs, opened):
   page = opened(runs / "grpo")
   note = page.inner_text("#v-note")

@@ -28,7 +28,7 @@ BY_DATA = {"mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1}
 
 
 def stale_config(staleness=1, name="gtpo", **changes):
-  return config_of(name, **{"sampling.staleness": staleness, **SLOTS, **BY_DATA, **changes})
+  return config_of(name, **{"sampling.staleness": staleness, **SLOTS, **changes})
 
 
 # --- which groups are trained on ---
@@ -252,10 +252,11 @@ def test_a_bound_that_makes_no_sense_is_refused(staleness):
     stale_config(staleness)
 
 
+@pytest.mark.devices
 @pytest.mark.slow
 def test_tokens_are_carried_over_to_other_devices():
   """What has been begun on one mesh goes on on another."""
-  config = stale_config(2)
+  config = stale_config(2, **BY_DATA)
   other = stale_config(2, **{"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2})
   collector, _ = collect(config, 2)
   moved = make_collector(other)

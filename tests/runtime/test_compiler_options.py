@@ -27,6 +27,7 @@ def tpus(slices):
   return [SimpleNamespace(platform="tpu", slice_index=i % slices) for i in range(4)]
 
 
+@pytest.mark.devices
 def test_only_programs_of_several_devices_get_options(monkeypatch):
   monkeypatch.delenv("XLA_FLAGS", raising=False)
   (option,) = compiler_options("update", gpus(8)).items()

@@ -25,6 +25,8 @@ from gtpo_jax.runtime.mesh import (
   single_device_mesh,
 )
 
+pytestmark = pytest.mark.devices
+
 
 def test_there_are_eight_devices():
   assert jax.device_count() == 8

@@ -1,5 +1,7 @@
 """A model small enough to sample from many times, engines for it, and comparisons."""
 
+import functools
+
 import jax
 import numpy as np
 
@@ -17,9 +19,11 @@ PAD = 3
 MAX_TOKENS = 10
 LOGIT_SCALE = 4  # scales the random weights, so that distributions are peaked and lengths vary
 PROMPTS = [[5, 9, 1], [2], [4, 4, 8, 30, 21], [40, 41]]
+score = jax.jit(score, static_argnums=(0, 4, 5))
 RAGGED_PROMPTS = [np.random.default_rng(i).integers(12, 48, 1 + i % 6).tolist() for i in range(11)]
 
 
+@functools.cache
 def build(
   mesh=None,
   config=CONFIG,
@@ -30,7 +34,8 @@ def build(
 ):
   """Returns random weights, an engine, and the weights in sampling layout.
 
-  The weights have the same values on every mesh.
+  The weights have the same values on every mesh. Tests that ask for the same engine share it and
+  its programs.
   """
   model = Transformer(config, mesh or single_device_mesh())
   params = init_params(Transformer(config, single_device_mesh()), jax.random.key(0))

@@ -153,6 +153,7 @@ def test_long_completions_grow_their_caches_and_drop_idle_slots():
   assert log_prob_errors(built, rollouts).max() <= 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["xla", "triton"])
 def test_nothing_compiles_after_the_warm_up(attention):
   """20 batches of ragged prompts and completions use every length and number of slots."""
@@ -189,7 +190,9 @@ def test_nothing_compiles_after_the_warm_up(attention):
 # --- number formats ---
 
 
-@pytest.mark.parametrize(("kv_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.04)])
+@pytest.mark.parametrize(
+  ("kv_dtype", "bound"), [pytest.param("bfloat16", 0.02, marks=pytest.mark.slow), ("int8", 0.04)]
+)
 def test_smaller_caches_are_close(kv_dtype, bound):
   built = build(engine_config=EngineConfig(chunk=2, kv_dtype=kv_dtype))
   error = log_prob_errors(built, sample(built, RAGGED_PROMPTS, group=6)).mean()

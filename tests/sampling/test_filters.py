@@ -194,8 +194,15 @@ def test_masked_logits_are_never_drawn():
 # --- the repetition penalty ---
 
 
-@pytest.mark.parametrize("penalty", [1.3, 0.7])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize(
+  ("penalty", "temperature"),
+  [
+    (1.3, 0.6),
+    (0.7, 1.0),
+    pytest.param(1.3, 1.0, marks=pytest.mark.slow),
+    pytest.param(0.7, 0.6, marks=pytest.mark.slow),
+  ],
+)
 def test_repetition_penalty_equals_transformers(penalty, temperature):
   torch = pytest.importorskip("torch")
   from transformers import RepetitionPenaltyLogitsProcessor
@@ -249,7 +256,9 @@ DISTRIBUTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize(
+  "name", ["random", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flat", "peaked"))]
+)
 def test_frequencies_of_the_draw(name):
   p = DISTRIBUTIONS[name]
   tokens = np.asarray(draw_many(jnp.asarray(p, jnp.float32), keys(7, DRAWS)))
@@ -286,7 +295,7 @@ def test_a_token_of_probability_0_is_never_drawn(kind):
 
 
 # 128 tokens in a block, and 1188 blocks in a vocabulary of 152064.
-@pytest.mark.parametrize("length", [128, 1188])
+@pytest.mark.parametrize("length", [128, pytest.param(1188, marks=pytest.mark.slow)])
 def test_inverting_the_cdf_never_selects_a_weight_of_0(length):
   """The targets are at the edges of weights of 0, where rounding of the running sums decides."""
   rng = np.random.default_rng(11)

@@ -31,21 +31,30 @@ def expected():
   return rollouts
 
 
-@pytest.mark.parametrize(("slots", "chunk"), [(1, 4), (4, 1), (16, 3), (64, 10)])
+@pytest.mark.parametrize(
+  ("slots", "chunk"),
+  [
+    pytest.param(1, 4, marks=pytest.mark.slow),
+    (4, 1),
+    (16, 3),
+    pytest.param(64, 10, marks=pytest.mark.slow),
+  ],
+)
 def test_slots_and_chunks_do_not_matter(slots, chunk, expected):
   """The cases cover refilled slots, long and short queues, and chunks that end early."""
   built = build(engine_config=EngineConfig(slots=slots, chunk=chunk))
   assert_same(sample(built, RAGGED_PROMPTS, group=6), expected)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
   ("mesh", "slots"),
   [
-    ((8, 1, 1), 16),
+    pytest.param((8, 1, 1), 16, marks=pytest.mark.slow),
     ((2, 2, 2), 64),
-    ((1, 4, 2), 4),
+    pytest.param((1, 4, 2), 4, marks=pytest.mark.slow),
     ((1, 2, 2, None, 2), 16),
-    ((1, 2, 1, None, 4), 16),
+    pytest.param((1, 2, 1, None, 4), 16, marks=pytest.mark.slow),
   ],
 )
 def test_the_mesh_does_not_matter(mesh, slots, expected):
@@ -63,7 +72,11 @@ def test_refilled_slots_and_shared_prompts_agree_with_the_trainer():
 
 @pytest.mark.parametrize(
   ("mesh", "slots", "page", "fraction"),
-  [((1, 1, 1), 16, 16, 1.0), ((1, 1, 1), 4, 32, 1.0), ((2, 2, 2), 16, 16, 0.6)],
+  [
+    pytest.param((1, 1, 1), 16, 16, 1.0, marks=pytest.mark.slow),
+    ((1, 1, 1), 4, 32, 1.0),
+    pytest.param((2, 2, 2), 16, 16, 0.6, marks=[pytest.mark.slow, pytest.mark.devices]),
+  ],
 )
 def test_pages_and_the_tpu_kernel_do_not_matter(mesh, slots, page, fraction, expected):
   """The kernel is interpreted."""
@@ -88,7 +101,7 @@ def test_completions_that_wait_for_pages_are_the_same():
   assert_same(rollouts, sample(build(**arguments), PROMPTS, group=3))
 
 
-@pytest.mark.parametrize("kv_dtype", ["", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["", pytest.param("int8", marks=pytest.mark.slow)])
 def test_the_gpu_kernel_agrees_with_the_trainer(kv_dtype):
   """The kernel is interpreted."""
   built = build(

@@ -110,12 +110,14 @@ def expected(q, pages, chunk, tables):
   ("kernel", "heads", "kv_heads", "e", "page", "int8", "mesh"),
   [
     ("pallas", 6, 2, 16, 16, False, None),
-    ("pallas", 9, 1, 128, 256, False, None),
+    pytest.param("pallas", 9, 1, 128, 256, False, None, marks=pytest.mark.slow),
     ("pallas", 4, 2, 64, 32, True, None),
-    ("pallas", 4, 2, 16, 16, False, (2, 2, 2)),
+    pytest.param(
+      "pallas", 4, 2, 16, 16, False, (2, 2, 2), marks=[pytest.mark.slow, pytest.mark.devices]
+    ),
     ("triton", 6, 2, 16, 16, False, None),
-    ("triton", 7, 1, 64, 128, True, None),
-    ("triton", 4, 2, 16, 16, True, (1, 2, 4)),
+    pytest.param("triton", 7, 1, 64, 128, True, None, marks=pytest.mark.slow),
+    pytest.param("triton", 4, 2, 16, 16, True, (1, 2, 4), marks=pytest.mark.devices),
   ],
 )
 def test_kernels_equal_attention_over_the_positions(kernel, heads, kv_heads, e, page, int8, mesh):
@@ -178,7 +180,7 @@ def side_by_side(kv):
   return np.concatenate([np.moveaxis(kv.k[:, 0], 3, 1), np.moveaxis(kv.v[:, 0], 2, 1)], -1)
 
 
-@pytest.mark.parametrize("mesh", [None, (2, 2, 2)])
+@pytest.mark.parametrize("mesh", [None, pytest.param((2, 2, 2), marks=pytest.mark.devices)])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_prompts_and_chunks_are_written_to_their_pages(dtype, mesh):
   """Two prompts of two pages, one with an unused first page; chunks that cross a page or do not."""

@@ -50,7 +50,7 @@ def expected():
   return rollouts
 
 
-@pytest.mark.parametrize("chunks", [(1,), (3, 1, 0, 2)])
+@pytest.mark.parametrize("chunks", [pytest.param((1,), marks=pytest.mark.slow), (3, 1, 0, 2)])
 def test_completions_are_those_of_one_call(chunks, expected):
   built = build(max_tokens=TOKENS, engine_config=EngineConfig(slots=5, chunk=4))
   rollouts = sample_in_parts(built, chunks)
@@ -58,6 +58,7 @@ def test_completions_are_those_of_one_call(chunks, expected):
   assert log_prob_errors(built, rollouts).max() <= 1e-4
 
 
+@pytest.mark.devices
 @pytest.mark.slow
 def test_the_mesh_does_not_matter(expected):
   built = build(
@@ -70,8 +71,8 @@ def test_the_mesh_does_not_matter(expected):
   ("mesh", "slots", "fraction"),
   [
     pytest.param((1, 1, 1), 6, 1.0, marks=pytest.mark.slow),
-    ((1, 1, 1), 6, 0.3),
-    pytest.param((2, 2, 2), 16, 0.5, marks=pytest.mark.slow),
+    pytest.param((1, 1, 1), 6, 0.3, marks=pytest.mark.slow),
+    pytest.param((2, 2, 2), 16, 0.5, marks=[pytest.mark.slow, pytest.mark.devices]),
   ],
 )
 def test_pages_do_not_matter(mesh, slots, fraction, expected):

@@ -19,6 +19,8 @@ from gtpo_jax.training.packing import plan_rows
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
+pytestmark = pytest.mark.devices
+
 ROOT = Path(__file__).parents[2]
 CONFIG = ModelConfig(
   vocab_size=64,

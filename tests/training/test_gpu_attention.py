@@ -44,7 +44,14 @@ def loss_and_gradient(t, packed, devices=1):
   return jax.jit(jax.value_and_grad(loss))(init_params(model, jax.random.key(0)))
 
 
-@pytest.mark.parametrize(("t", "packed", "devices"), [(20, False, 1), (21, True, 2)])
+@pytest.mark.parametrize(
+  ("t", "packed", "devices"),
+  [
+    (21, True, 1),
+    pytest.param(20, False, 1, marks=pytest.mark.slow),
+    pytest.param(21, True, 2, marks=[pytest.mark.slow, pytest.mark.devices]),
+  ],
+)
 def test_padded_rows_give_the_losses_and_gradients_of_the_reference(
   t, packed, devices, monkeypatch
 ):

@@ -69,7 +69,18 @@ def relative_error(got, want):
 
 # Chunks of more than all positions, all of them, a divisor of t, not a divisor of t (twice), one
 # position, and fewer tokens than there are rows.
-@pytest.mark.parametrize("chunk", [1000, B * T, B * 5, B * 4, B * 3 + 1, B, 1])
+@pytest.mark.parametrize(
+  "chunk",
+  [
+    1000,
+    pytest.param(B * T, marks=pytest.mark.slow),
+    pytest.param(B * 5, marks=pytest.mark.slow),
+    B * 4,
+    B * 3 + 1,
+    pytest.param(B, marks=pytest.mark.slow),
+    1,
+  ],
+)
 def test_value_and_gradient_equal_the_full_softmax(chunk):
   for temperature in (1.0, 0.6) if chunk == B * 4 else (0.6,):
     grads, values = gradient_and_values(chunked, *inputs(), temperature, chunk)
@@ -82,9 +93,16 @@ def test_value_and_gradient_equal_the_full_softmax(chunk):
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
   ("shape", "t"),
-  [((2, 2, 2), 10), ((1, 1, 8), 10), ((1, 2, 4), 13), ((1, 8, 1), 5), ((1, 2, 2, None, 2), 13)],
+  [
+    ((2, 2, 2), 10),
+    pytest.param((1, 1, 8), 10, marks=pytest.mark.slow),
+    pytest.param((1, 2, 4), 13, marks=pytest.mark.slow),
+    pytest.param((1, 8, 1), 5, marks=pytest.mark.slow),
+    ((1, 2, 2, None, 2), 13),
+  ],
 )
 def test_on_a_mesh_it_equals_the_full_softmax(shape, t):
   """Vocabulary and positions are split over context and tensor, evenly or not."""
@@ -124,7 +142,8 @@ def test_no_gradient_flows_through_the_entropy():
 
 
 @pytest.mark.parametrize(
-  ("shape", "chunk"), [((1, 1, 1), 1000), ((1, 1, 1), 8 * 3), ((2, 2, 2), 24)]
+  ("shape", "chunk"),
+  [((1, 1, 1), 1000), ((1, 1, 1), 8 * 3), pytest.param((2, 2, 2), 24, marks=pytest.mark.devices)],
 )
 def test_the_gradient_of_the_entropy_equals_the_full_softmax(shape, chunk):
   mesh = make_mesh(*shape, devices=jax.devices()[: np.prod(shape)])
@@ -196,21 +215,22 @@ def loss_signals(algorithm, log_probs, seed=0):
 ONE_DEVICE = (1, 1, 1)
 EIGHT_DEVICES = (2, 2, 2)
 # With the cases below, one recipe for each per-token objective, and one with a guide.
-MORE_PER_TOKEN = ["cispo", "sapo", "dppo", "kl_cov", "stare", "dapo_mixed"]
+MORE_PER_TOKEN = ["clip_cov", "cispo", "sapo", "dppo", "kl_cov", "stare", "dapo_mixed"]
 
 
 @pytest.mark.parametrize(
   ("name", "shape", "t", "dtype", "coef"),
   [
     ("gtpo", ONE_DEVICE, 10, "float32", 0.0),
-    ("clip_cov", ONE_DEVICE, 10, "float32", 0.0),
     *(
       pytest.param(name, ONE_DEVICE, 10, "float32", 0.0, marks=pytest.mark.slow)
       for name in MORE_PER_TOKEN
     ),
     ("dapo", ONE_DEVICE, 10, "float32", 0.1),
-    ("dapo_mixed", EIGHT_DEVICES, 13, "float32", 0.1),
-    ("gtpo", EIGHT_DEVICES, 10, "bfloat16", 0.0),
+    pytest.param("dapo_mixed", EIGHT_DEVICES, 13, "float32", 0.1, marks=pytest.mark.devices),
+    pytest.param(
+      "gtpo", EIGHT_DEVICES, 10, "bfloat16", 0.0, marks=[pytest.mark.slow, pytest.mark.devices]
+    ),
   ],
 )
 def test_the_forward_and_the_backward_pass_compute_the_same_gradient(name, shape, t, dtype, coef):

@@ -19,6 +19,7 @@ P = 3
 T = 7
 
 
+@pytest.mark.devices
 @pytest.mark.slow
 def test_two_updates_on_a_mesh_agree_with_the_full_softmax():
   """The expected loss is the mean cross-entropy over the mask, computed from full logits."""

@@ -8,6 +8,8 @@ from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.training.micro_batches import check_batch_divisible, check_positions_divisible
 
+pytestmark = pytest.mark.devices
+
 
 def test_batches_that_do_not_divide_evenly_are_rejected():
   model = Transformer(CONFIG, make_mesh(2, 2, 2))

@@ -108,6 +108,7 @@ def without_padding_metric(result):
   return state, {name: value for name, value in metrics.items() if name != "tokens/padding"}
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
   ("name", "data", "settings"),
   [
@@ -138,6 +139,7 @@ def test_the_fraction_of_padding_is_reported():
   assert plain("gtpo")[1]["tokens/padding"] == pytest.approx(1 - tokens / positions)
 
 
+@pytest.mark.devices
 def test_packing_moves_nothing_between_devices():
   packing = plan_rows(np.full((8, 4), 3), 9)
   mesh = make_mesh(8, 1, 1)

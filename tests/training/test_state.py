@@ -12,7 +12,6 @@ from update_cases import (
   SGD_WITHOUT_DECAY,
   batch,
   largest_difference,
-  mesh_of,
   params_on,
   run,
   single_device_model,
@@ -32,6 +31,7 @@ from gtpo_jax.training.state import (
 from gtpo_jax.training.update import make_update
 
 
+@pytest.mark.devices
 def test_the_state_is_sharded_like_the_parameters():
   model = Transformer(CONFIG, make_mesh(2, 2, 2))
   state = init_state(params_on(model), make_optimizer(SGD_LIKE, 5), model)
@@ -100,6 +100,7 @@ def test_invalid_optimizers_are_rejected(field, value, message):
     OptimizerConfig(**{field: value})
 
 
+@pytest.mark.devices
 @pytest.mark.slow
 def test_bfloat16_momentum():
   """Only the first moment is bfloat16; after four updates the parameters barely differ."""
@@ -135,7 +136,7 @@ def memory_kinds(tree):
 
 
 def test_offloaded_moments_do_not_change_the_result():
-  model = Transformer(CONFIG, mesh_of(1, 2, 1))
+  model = single_device_model()
   states = {}
   for offload in (False, True):
     optimizer = make_optimizer(dataclasses.replace(SGD_LIKE, offload=offload), 10)

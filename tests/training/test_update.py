@@ -44,11 +44,12 @@ def test_micro_batches_equal_the_full_batch(name):
   assert_same(plain(name), run(name, micro_batches=4, head_chunk=7))
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
   ("name", "shape", "micro_batches"),
   [
     ("gtpo", (2, 2, 2), 2),
-    ("grpo_s", (2, 2, 2), 1),
+    pytest.param("grpo_s", (2, 2, 2), 1, marks=pytest.mark.slow),
     pytest.param("gtpo", (8, 1, 1), 1, marks=pytest.mark.slow),
     pytest.param("dapo", (1, 8, 1), 1, marks=pytest.mark.slow),
     pytest.param("grpo", (4, 1, 2), 2, marks=pytest.mark.slow),
@@ -91,7 +92,9 @@ def batch_with_overflowing_reward():
   ("name", "bad_batch", "shape", "micro_batches"),
   [
     ("gtpo", batch_with_nan_log_prob, (1, 1, 1), 1),
-    ("gtpo", batch_with_nan_log_prob, (2, 2, 2), 2),
+    pytest.param(
+      "gtpo", batch_with_nan_log_prob, (2, 2, 2), 2, marks=[pytest.mark.slow, pytest.mark.devices]
+    ),
     ("dr_grpo", batch_with_overflowing_reward, (1, 1, 1), 1),
   ],
 )
@@ -120,6 +123,7 @@ def test_an_update_that_is_not_finite_is_skipped(name, bad_batch, shape, micro_b
   assert largest_difference(jax.device_get(state.params), after.params) > 1e-6
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
   ("name", "settings"),
   [
@@ -129,7 +133,7 @@ def test_an_update_that_is_not_finite_is_skipped(name, bad_batch, shape, micro_b
       marks=pytest.mark.slow,
     ),
     pytest.param("dapo_forking", EVERY_LOSS_TERM, marks=pytest.mark.slow),
-    ("gspo", EVERY_LOSS_TERM),
+    pytest.param("gspo", EVERY_LOSS_TERM, marks=pytest.mark.slow),
     pytest.param("dr_grpo", {"loss_aggregation": "group"}, marks=pytest.mark.slow),
     ("gtpo", {"objective": "kl_cov", "selected_share": 0.2, "entropy_coef": 0.1}),
     pytest.param("gmpo", {"eps_low": 0.1, "eps_high": 0.1}, marks=pytest.mark.slow),
@@ -188,6 +192,7 @@ def test_an_entropy_bonus_raises_the_entropy():
   assert entropy[1.0] > entropy[0.0] + 1e-4
 
 
+@pytest.mark.devices
 @pytest.mark.slow
 def test_batch_scopes_are_the_same_with_sharding_and_micro_batches():
   settings = {"scope": "batch", "compare": "matrix", "norm_scope": "batch"}

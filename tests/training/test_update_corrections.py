@@ -23,9 +23,9 @@ def assert_same(a, b):
   "settings",
   [
     {"tis_cap": 1.2, "tis_level": "sequence"},
-    {"tis_cap": 1.05},
-    {"mask_high": 1.05},
-    {"tis_cap": 2.0, "mask_low": 0.9, "mask_high": 1.05},
+    pytest.param({"tis_cap": 1.05}, marks=pytest.mark.slow),
+    pytest.param({"mask_high": 1.05}, marks=pytest.mark.slow),
+    pytest.param({"tis_cap": 2.0, "mask_low": 0.9, "mask_high": 1.05}, marks=pytest.mark.slow),
   ],
 )
 def test_micro_batches_do_not_matter(settings):

@@ -158,6 +158,7 @@ def test_segments_attend_to_the_prompt_and_to_themselves(attend):
   )
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
   ("heads", "kv_heads", "shape"),
   [(8, 4, (2, 1, 4)), (8, 2, (1, 2, 4)), (24, 3, (1, 1, 8)), (6, 2, (2, 1, 1))],
@@ -172,6 +173,7 @@ def test_heads_on_a_mesh(heads, kv_heads, shape):
   assert_same(attend, inputs, heads=heads, kv_heads=kv_heads, s=70)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(("kind", "loop"), [("blocks", False), ("blocks", True), ("splash", False)])
 def test_positions_on_a_mesh(kind, loop, monkeypatch):
   """Each shard has its part of the queries, and gathers the keys of all positions."""
@@ -190,6 +192,7 @@ def test_positions_on_a_mesh(kind, loop, monkeypatch):
     assert_same(attend, inputs, s=153, prompt=False)  # an odd number per shard cannot be halved
 
 
+@pytest.mark.devices
 @pytest.mark.slow
 @pytest.mark.parametrize("s", [786, 783])
 def test_shards_of_several_blocks(s, monkeypatch):
@@ -203,6 +206,7 @@ def test_shards_of_several_blocks(s, monkeypatch):
   assert_same(attend, in_two_segments, s=s)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("shards", [2, 3, 4, 5])
 def test_balanced_queries_have_equally_many_keys_and_return(shards):
   mesh = make_mesh(1, 1, 1, jax.devices()[:shards], context=shards)
@@ -226,12 +230,14 @@ def test_balanced_queries_have_equally_many_keys_and_return(shards):
   assert set(by_shard[0].sum(1)) == {s * (s - 1) // 2 // shards}
 
 
+@pytest.mark.devices
 def test_positions_that_do_not_divide_are_on_every_shard():
   config = dataclasses.replace(PRESETS["tiny"], matmul_precision="highest")
   attend = functools.partial(attend_causally, config, make_mesh(1, 2, 1, context=4))
   assert_same(attend, inputs, s=70)
 
 
+@pytest.mark.devices
 def test_rows_that_do_not_divide_are_on_every_device():
   config = dataclasses.replace(PRESETS["tiny"], matmul_precision="highest")
   attend = functools.partial(attend_causally, config, make_mesh(8, 1, 1))
@@ -265,6 +271,7 @@ def test_the_loop_equals_unrolled_blocks(monkeypatch):
   assert_same(attend, in_two_segments, s=300)
 
 
+@pytest.mark.devices
 def test_the_kind_follows_the_platform():
   tiny = PRESETS["tiny"]
   mesh = single_device_mesh()

@@ -73,6 +73,7 @@ def test_the_merged_folder_computes_our_logits(tmp_path):
   )
 
 
+@pytest.mark.devices
 def test_a_sharded_adapter_is_saved_as_on_one_device(tmp_path):
   model, params = adapted()
   wide = with_lora(base()[0], make_mesh(2, 2, 2))

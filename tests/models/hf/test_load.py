@@ -44,6 +44,7 @@ def mesh_of(shape):
   return make_mesh(*shape) if shape else single_device_mesh()
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
   ("changes", "shard", "shape"),
   [
@@ -81,6 +82,7 @@ def test_logits_equal_those_of_transformers(changes, shard, shape):
   )
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(
   ("changes", "shape"),
   [
@@ -108,6 +110,7 @@ def test_greedy_text_ends_where_that_of_generate_does():
   np.testing.assert_array_equal(our_greedy(*load(folder, "float32"), PROMPTS, 64, stop), want)
 
 
+@pytest.mark.devices
 def test_a_sharded_folder_is_split_by_axes_and_equal_to_one_file():
   whole = hf_folder()[0]
   cut = hf_folder(shard=SHARDED)[0]

@@ -46,6 +46,7 @@ def test_slices_are_those_of_the_local_file(folder):
       np.testing.assert_array_equal(tensor[index], remote[name][index])
 
 
+@pytest.mark.devices
 def test_the_model_is_the_same_on_eight_devices(folder):
   local, url = folder
   _, params = load(url, dtype="float32", mesh=make_mesh(2, 2, 2))

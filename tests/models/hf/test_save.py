@@ -28,6 +28,7 @@ from gtpo_jax.runtime.mesh import make_mesh
 INDEX = "model.safetensors.index.json"
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
 @pytest.mark.parametrize(
   ("dtype", "changes", "shape"),
@@ -199,6 +200,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("name", SHAPES)
 def test_what_we_save_is_what_transformers_loads(name, tmp_path):
   """Every setting of the architecture is the same when we or transformers load the folder."""
@@ -278,6 +280,7 @@ def test_the_same_model_gives_the_same_files(tmp_path):
   assert (tmp_path / "a" / "SHA256SUMS").read_text() == (tmp_path / "b" / "SHA256SUMS").read_text()
 
 
+@pytest.mark.devices
 def test_a_sharded_model_is_saved_as_on_one_device(tmp_path):
   model, params = random_model()
   save(model, params, None, tmp_path / "one")
