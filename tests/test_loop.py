@@ -257,8 +257,7 @@ def test_no_compilation_after_warm_up():
     rollouts = worker.sample(
       worker.policy(state.params),
       problems,
-      jax.random.key(step),
-      4,
+      worker.engine.completion_keys(jax.random.key(step), len(problems), 4),
       config.sampling_params,
       pending,
     )
@@ -379,7 +378,8 @@ def test_rewards_and_penalties_are_the_algorithms(whole):
   problems = [Problem("0", user("1"), "1", "last_number")] * 4
   policy = worker.policy(init_params(worker.model, jax.random.key(0)))
   pending = PendingRewards(RewardManager(config), problems, 2, worker.chat.decode)
-  rollouts = worker.sample(policy, problems, jax.random.key(0), 2, SamplingParams(), pending)
+  keys = worker.engine.completion_keys(jax.random.key(0), len(problems), 2)
+  rollouts = worker.sample(policy, problems, keys, SamplingParams(), pending)
   rewards = pending.result().rewards
   assert set(np.unique(rewards.reward)) <= {-1.0, 1.0}
   lengths = np.asarray(rollouts.lengths)

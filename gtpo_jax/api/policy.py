@@ -54,11 +54,11 @@ class TrainedPolicy:
       raise UserError(f"n must be at least 1, got {n}")
     if not 0 <= seed < 2**32:
       raise UserError(f"seed must be in [0, 2**32), got {seed}")
+    policy = self.worker.policy(self.params)
     rollouts = self.worker.sample(
-      self.worker.policy(self.params),
+      policy,
       [Problem("0", user(prompt), "", "")],
-      jax.random.key(seed),
-      n,
+      policy.engine.completion_keys(jax.random.key(seed), 1, n),
       SamplingParams(temperature, top_p=top_p),
     )
     completions = zip(rollouts.tokens[0], rollouts.present[0], strict=True)

@@ -135,12 +135,13 @@ def evaluate(
     n = len(part)
     pending = PendingRewards(reward_manager, part, group, worker.chat.decode)
     batch_key = jax.random.fold_in(key, start)
+    keys = policy.engine.completion_keys(batch_key, batch, group)[:n]
 
     def counted() -> bool:
       count(complete + pending.ended)
       return stopping()
 
-    worker.sample(policy, part, batch_key, group, sampling_params, pending, counted, batch)
+    worker.sample(policy, part, keys, sampling_params, pending, counted, batch)
     result = pending.result(stopping)
     complete += n * group
     return ScoredCompletions(

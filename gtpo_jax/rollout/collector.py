@@ -5,32 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from gtpo_jax.arrays import Rewards, Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.config.keys import KeyStream, key_for
 from gtpo_jax.data.pipeline import Batches
 from gtpo_jax.data.records import Problems
 from gtpo_jax.models.params import Params
-from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.rollout.experience import Experience
+from gtpo_jax.rollout.experience import Experience, Placement
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.group_metrics import combine_metrics, sampled_metrics, staleness_metrics
-from gtpo_jax.rollout.groups import Group, restore_groups, save_groups, stack
+from gtpo_jax.rollout.groups import Group, restore_groups, save_groups
 from gtpo_jax.rollout.pool import Pool
 from gtpo_jax.rollout.scoring import PendingRewards, RewardManager
 from gtpo_jax.rollout.token_truth import token_truth
 from gtpo_jax.rollout.worker import Policy, RolloutWorker, Workload
 from gtpo_jax.runtime.device_errors import phase
-from gtpo_jax.runtime.mesh import axis_size, shard_batch
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.runtime.spans import Span
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.training.log_probs import make_scorer
-from gtpo_jax.training.packing import plan_rows
 
 
 class Collector:
@@ -73,17 +66,7 @@ class Collector:
     self._begun = steps * self._n  # groups
     self._kept: list[Group] = []
     self._before = (self._begun, self._kept)
-    self._rescore = self._make_scorer(worker.model) if self._settings.needs_rescoring else None
-    self._score_reference = self._make_scorer(frozen.reference[0]) if frozen.reference else None
-    self._keep_guided = jax.jit(
-      lambda log_probs, rollouts: jnp.where(
-        rollouts.guided[..., None], rollouts.log_probs, log_probs
-      )
-    )
-
-  def _make_scorer(self, model: Transformer) -> Callable[[Params, Rollouts], jax.Array]:
-    batch = self._config.batch
-    return make_scorer(model, self._config.sampling.temperature, batch.parts, batch.head_chunk)
+    self._placement = Placement(config, worker.model, frozen.reference)
 
   def workloads(self, policy: Policy) -> list[Workload]:
     """Returns the workloads, to be compiled ahead of time, of `policy` and of the guide."""
@@ -147,7 +130,7 @@ class Collector:
       chosen = pool.choose()
     groups, metrics = self._take(chosen, rounds, version, say)
     sampled = time.perf_counter()
-    rollouts, rewards = self._place(params, groups)
+    rollouts, rewards = self._placement.place(params, groups)
     own_verifier = self._reward_manager.has_own_verifier
     truth = token_truth(groups, self._worker.chat, own_verifier)
     scoring_s = sum(pool.scoring_s for pool in rounds)
@@ -178,12 +161,15 @@ class Collector:
     worker = self._worker
     config = self._config
     new = self._n if not self._staleness else config.pool_size - len(self._kept)
-    groups = [*self._kept, *(self._new_group(self._begun + k, version) for k in range(new))]
+    groups = list(self._kept)
+    for number in range(self._begun, self._begun + new):
+      batch, row = divmod(number, self._n)
+      groups.append(Group((batch, row), self._batches[batch][row], None, None, [], version))
     unscored = [group for group in groups if group.rewards is None]
     problems = [group.problem for group in unscored]
     buffer = policy.engine.buffer(
       [worker.encode(problem) for problem in problems],
-      self._keys(policy.engine, KeyStream.SAMPLE, unscored, config.policy_completions),
+      _keys(config, policy.engine, KeyStream.SAMPLE, unscored, config.policy_completions),
     )
     pending = PendingRewards(self._reward_manager, problems, config.batch.group, worker.chat.decode)
     pool = Pool(config, groups, policy.engine, buffer, pending, version)
@@ -202,43 +188,24 @@ class Collector:
     self._kept = pool.left
     return pool
 
-  def _new_group(self, number: int, version: int) -> Group:
-    """Returns group `number` of the run, without tokens."""
-    batch, row = divmod(number, self._n)
-    return Group((batch, row), self._batches[batch][row], None, None, [], version)
-
-  def _keys(
-    self, engine: Engine, stream: KeyStream, groups: Sequence[Group], count: int
-  ) -> np.ndarray:
-    """Returns the PRNG key data u32[groups, count, 2] of `count` completions of each group."""
-    seed = self._config.seed
-    of_batch = {
-      batch: engine.completion_keys(key_for(seed, stream, batch), self._n, count)
-      for batch in {group.index[0] for group in groups}
-    }
-    return np.stack([of_batch[batch][row] for batch, row in (group.index for group in groups)])
-
   def _score(self, pool: Pool, stopping: Callable[[], bool]) -> None:
     """Completes the groups whose own completions have ended, with the guide's and with rewards."""
-    rows = pool.unscored()
+    unscored = pool.unscored()
+    rows = list(unscored)
     if not rows:
       return
-    if self._frozen.guide:
+    if guide := self._frozen.guide:
+      count = self._settings.guide_completions
       for start in range(0, len(rows), self._n):
-        self._sample_guide(pool, rows[start : start + self._n], stopping)
+        part = rows[start : start + self._n]
+        groups = [unscored[row] for row in part]
+        keys = _keys(self._config, guide.engine, KeyStream.GUIDE, groups, count)
+        buffer = guide.engine.buffer([pool.buffer.prompts[row] for row in part], keys)
+        sampling_params = self._config.sampling_params
+        for _ in self._worker.generate(guide, buffer, sampling_params, stopping, self._n):
+          pass
+        pool.add_guided(part, buffer, guide.engine.rollouts(buffer))
     pool.score(rows, stopping)
-
-  def _sample_guide(self, pool: Pool, rows: Sequence[int], stopping: Callable[[], bool]) -> None:
-    """Samples the guide's completions of at most n rows of the pool."""
-    engine = self._frozen.guide.engine
-    groups = [pool.group_of(row) for row in rows]
-    keys = self._keys(engine, KeyStream.GUIDE, groups, self._settings.guide_completions)
-    buffer = engine.buffer([pool.buffer.prompts[row] for row in rows], keys)
-    for _ in self._worker.generate(
-      self._frozen.guide, buffer, self._config.sampling_params, stopping, self._n
-    ):
-      pass
-    pool.add_guided(rows, buffer, engine.rollouts(buffer))
 
   def _take(
     self,
@@ -301,29 +268,6 @@ class Collector:
       }
     return batch, metrics
 
-  def _place(self, params: Params, groups: Sequence[Group]) -> tuple[Rollouts, Rewards]:
-    """Returns a batch on the mesh, with what the trainer computes before the update.
-
-    This is the packing (which completions share a row in the trainer's forward pass), the log-probs
-    of the policy, if a correction needs them, and those of the reference.
-    """
-    mesh = self._worker.model.mesh
-    rollouts = stack([group.rollouts for group in groups])
-    if self._config.batch.pack:
-      shards = axis_size(mesh, "position")
-      packing = plan_rows(rollouts.lengths, rollouts.tokens.shape[2], shards)
-      rollouts = rollouts.replace(packing=packing)
-    rollouts = shard_batch(rollouts, mesh)
-    if self._rescore:
-      log_probs = self._rescore(params, rollouts)
-      if rollouts.guided is not None:  # the ratio of a guide's token uses the guide's log-probs
-        log_probs = self._keep_guided(log_probs, rollouts)
-      rollouts = rollouts.replace(rescored=jax.block_until_ready(log_probs))
-    if self._score_reference:
-      log_probs = self._score_reference(self._frozen.reference[1], rollouts)
-      rollouts = rollouts.replace(reference=jax.block_until_ready(log_probs))
-    return rollouts, shard_batch(stack([group.rewards for group in groups]), mesh)
-
   def leftovers(self) -> dict[str, np.ndarray] | None:
     """Returns the groups kept for the next step, as arrays of fixed shapes for a checkpoint.
 
@@ -343,3 +287,14 @@ class Collector:
     decode = self._worker.chat.decode
     self._kept = restore_groups(self._config, leftovers, problem_at, decode)
     self._begun = int(leftovers["begun"])
+
+
+def _keys(
+  config: Config, engine: Engine, stream: KeyStream, groups: Sequence[Group], count: int
+) -> np.ndarray:
+  """Returns the PRNG key data u32[groups, count, 2] of `count` completions of each group."""
+  of_batch = {
+    batch: engine.completion_keys(key_for(config.seed, stream, batch), config.batch.prompts, count)
+    for batch in {group.index[0] for group in groups}
+  }
+  return np.stack([of_batch[batch][row] for batch, row in (group.index for group in groups)])

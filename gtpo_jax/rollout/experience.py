@@ -1,17 +1,25 @@
-"""The batch of a step, with everything that the update, the metrics and the logs need."""
+"""The batch of a step: how it is placed on the mesh, and what the update and the logs read."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gtpo_jax.arrays import Rewards, Rollouts
+from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
+from gtpo_jax.models.params import Params
+from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.rollout.groups import Group, stack
 from gtpo_jax.runtime.distributed import fetch
+from gtpo_jax.runtime.mesh import axis_size, shard_batch
 from gtpo_jax.runtime.spans import Span
+from gtpo_jax.training.log_probs import make_scorer
+from gtpo_jax.training.packing import plan_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,3 +74,58 @@ class Experience:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     arrays = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     return {"problems": np.asarray([problem.id for problem in self.problems]), **arrays}
+
+
+class Placement:
+  """Places groups on the mesh as the batch of a step, with what the trainer computes before it.
+
+  This is the packing (which completions share a row in the trainer's forward pass), the log-probs
+  of the policy, if a correction needs them, and those of the reference.
+  """
+
+  def __init__(
+    self, config: Config, model: Transformer, reference: tuple[Transformer, Params] | None
+  ):
+    """Args:
+    config: the run's config.
+    model: the trained model.
+    reference: the frozen reference with its parameters, if there is one.
+    """
+    batch = config.batch
+    settings = config.resolved_algorithm.settings
+    scorer = lambda model: make_scorer(
+      model, config.sampling.temperature, batch.parts, batch.head_chunk
+    )
+    self._mesh = model.mesh
+    self._pack = batch.pack
+    self._rescore = scorer(model) if settings.needs_rescoring else None
+    self._reference = (scorer(reference[0]), reference[1]) if reference else None
+    self._keep_guided = jax.jit(
+      lambda log_probs, rollouts: jnp.where(
+        rollouts.guided[..., None], rollouts.log_probs, log_probs
+      )
+    )
+
+  def place(self, params: Params, groups: Sequence[Group]) -> tuple[Rollouts, Rewards]:
+    """Returns the rollouts and the rewards of groups, [n, g, ...].
+
+    Args:
+      params: the policy's parameters in training layout.
+      groups: n complete groups.
+    """
+    rollouts = stack([group.rollouts for group in groups])
+    if self._pack:
+      shards = axis_size(self._mesh, "position")
+      packing = plan_rows(rollouts.lengths, rollouts.tokens.shape[2], shards)
+      rollouts = rollouts.replace(packing=packing)
+    rollouts = shard_batch(rollouts, self._mesh)
+    if self._rescore:
+      log_probs = self._rescore(params, rollouts)
+      if rollouts.guided is not None:  # the ratio of a guide's token uses the guide's log-probs
+        log_probs = self._keep_guided(log_probs, rollouts)
+      rollouts = rollouts.replace(rescored=jax.block_until_ready(log_probs))
+    if self._reference:
+      score, reference = self._reference
+      log_probs = score(reference, rollouts)
+      rollouts = rollouts.replace(reference=jax.block_until_ready(log_probs))
+    return rollouts, shard_batch(stack([group.rewards for group in groups]), self._mesh)

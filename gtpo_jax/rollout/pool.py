@@ -54,12 +54,15 @@ class Pool:
   """The groups of one round of sampling: those of earlier rounds and steps, then new ones.
 
   Row r of the buffer has the completions of the r-th group without rewards. The groups get its
-  tokens when they are scored, and from `keep_tokens`.
+  tokens when they are scored, and from `finish`.
 
   Attributes:
     groups: the groups, oldest first.
     buffer: the policy's completions [rows, g, ...] of the groups without rewards.
-    metrics: of their rewards, one dict for each time that rewards were awaited.
+    completed: the groups that became complete and were scored, in this order.
+    dropped: those of them without contrast, with dynamic sampling.
+    metrics: of the rewards, one dict for each time that rewards were awaited.
+    new_tokens: the number of tokens that were drawn, those of a guide included; from `finish`.
     read_again: the number of tokens of earlier steps that have to be read again.
     scoring_s: seconds spent waiting for rewards.
   """
@@ -83,11 +86,11 @@ class Pool:
     """
     self.groups = list(groups)
     self.buffer = buffer
+    self.completed: list[Group] = []
+    self.dropped: list[Group] = []
     self.metrics: list[dict[str, float]] = []
+    self.new_tokens = 0
     self.scoring_s = 0.0
-    self._completed: list[int] = []
-    self._dropped: list[int] = []
-    self._guide_tokens = 0
     self._pending = pending
     self._version = version
     self._n = config.batch.prompts
@@ -109,24 +112,10 @@ class Pool:
     self.read_again = int(buffer.lengths[~buffer.ended].sum())
 
   @property
-  def new_tokens(self) -> int:
-    """The number of tokens that were drawn, those of a guide included."""
-    return int((self.buffer.mask & ~self._before).sum()) + self._guide_tokens
-
-  @property
-  def completed(self) -> list[Group]:
-    """The groups that became complete and were scored, in this order."""
-    return [self.groups[i] for i in self._completed]
-
-  @property
-  def dropped(self) -> list[Group]:
-    """Those of them without contrast, with dynamic sampling."""
-    return [self.groups[i] for i in self._dropped]
-
-  @property
   def left(self) -> list[Group]:
     """The groups that may be trained on, oldest first, complete or not."""
-    return [group for i, group in enumerate(self.groups) if i not in self._dropped]
+    dropped = {group.index for group in self.dropped}
+    return [group for group in self.groups if group.index not in dropped]
 
   def end(self, ended: Sequence[tuple[int, int]]) -> None:
     """Takes the (row, index) of completions that have ended, and starts to score them.
@@ -141,14 +130,11 @@ class Pool:
       ended = [(row, j) for row in rows for j in range(self._own)]
     self._put(self.buffer, ended, range(len(self._index)), 0)
 
-  def group_of(self, row: int) -> Group:
-    """Returns the group of a row of the buffer."""
-    return self.groups[self._index[row]]
-
-  def unscored(self) -> list[int]:
-    """Returns the rows whose own completions have all ended, but whose groups have no rewards."""
+  def unscored(self) -> dict[int, Group]:
+    """Returns the groups whose own completions have all ended, but that have no rewards, by row."""
     ended = np.flatnonzero(self._missing == 0).tolist()
-    return [row for row in ended if self.group_of(row).rewards is None]
+    groups = {row: self.groups[self._index[row]] for row in ended}
+    return {row: group for row, group in groups.items() if group.rewards is None}
 
   def choose(self, scored: bool = True) -> list[Group] | None:
     """Returns the groups to train on, or None if there are too few.
@@ -157,12 +143,18 @@ class Pool:
       scored: whether only groups that have rewards are chosen; otherwise those whose completions
         have ended are assumed to have contrast.
     """
-    complete = {self._index[row] for row in np.flatnonzero(self._missing == 0)}
-    left = [(i, group) for i, group in enumerate(self.groups) if i not in self._dropped]
-    ready = [group.rewards is not None or (not scored and i in complete) for i, group in left]
-    begun = [group.version for _, group in left]
-    chosen = choose(begun, ready, self._n, self._version, self._staleness)
-    return None if chosen is None else [left[i][1] for i in chosen]
+    groups = self.left
+    ready = {group.index for group in groups if group.rewards is not None}
+    if not scored:
+      ready |= {group.index for group in self.unscored().values()}
+    chosen = choose(
+      [group.version for group in groups],
+      [group.index in ready for group in groups],
+      self._n,
+      self._version,
+      self._staleness,
+    )
+    return None if chosen is None else [groups[i] for i in chosen]
 
   def add_guided(self, rows: Sequence[int], buffer: CompletionBuffer, guided: Rollouts) -> None:
     """Adds the guide's completions of some rows, and starts to score them.
@@ -175,7 +167,7 @@ class Pool:
     for k, row in enumerate(rows):
       self._guided[row] = row_of(guided, k)
     self._put(buffer, list(np.ndindex(buffer.finished.shape)), rows, self._own)
-    self._guide_tokens += int(buffer.mask.sum())
+    self.new_tokens += int(buffer.mask.sum())
 
   def score(self, rows: list[int], stopping: Callable[[], bool]) -> None:
     """Waits for the rewards of some rows, whose groups are then complete.
@@ -192,12 +184,13 @@ class Pool:
       if row in self._guided:
         joined = append_guided(group.rollouts, self._guided[row])
         group = dataclasses.replace(group, rollouts=joined)
-      self.groups[i] = dataclasses.replace(
+      group = dataclasses.replace(
         group, rewards=row_of(result.rewards, k), texts=self._pending.texts[row]
       )
-      self._completed.append(i)
-      if self._dynamic and not self.groups[i].has_contrast:
-        self._dropped.append(i)
+      self.groups[i] = group
+      self.completed.append(group)
+      if self._dynamic and not group.has_contrast:
+        self.dropped.append(group)
     self.metrics.append(result.metrics)
 
   def finish(self, old: int) -> None:
@@ -209,6 +202,7 @@ class Pool:
     for row, i in enumerate(self._index):
       if self.groups[i].rewards is None:
         self.groups[i] = self._with_tokens(row)
+    self.new_tokens += int((self.buffer.mask & ~self._before).sum())
     begun = np.flatnonzero(self.buffer.present.any((1, 2)) | (self._missing == 0))
     del self.groups[max(old, self._index[begun[-1]] + 1 if begun.size else 0) :]
 
@@ -219,7 +213,7 @@ class Pool:
       is_new = self.buffer.mask[row] & ~self._before[row]
       versions = np.where(is_new, np.int32(self._version), self._versions[row])
       rollouts = rollouts.replace(versions=versions)
-    return dataclasses.replace(self.group_of(row), rollouts=rollouts)
+    return dataclasses.replace(self.groups[self._index[row]], rollouts=rollouts)
 
   def _put(
     self,

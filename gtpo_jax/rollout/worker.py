@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.config import Config, resolve_model
@@ -140,33 +141,30 @@ class RolloutWorker:
     self,
     policy: Policy,
     problems: Sequence[Problem],
-    key: jax.Array,
-    group: int,
+    keys: np.ndarray,
     sampling_params: SamplingParams,
     pending: PendingRewards | None = None,
     stopping: Callable[[], bool] = lambda: False,
     prompts_at_once: int | None = None,
   ) -> Rollouts:
-    """Samples `group` completions of each problem, to their ends.
+    """Samples g completions of each problem, to their ends.
 
     Args:
       policy: the policy to sample from.
       problems: n problems.
-      key: a typed PRNG key.
-      group: completions per problem.
+      keys: from `Engine.completion_keys`, u32[n, g, 2].
       sampling_params: how tokens are drawn.
       pending: scores each completion as soon as it ends, while others are sampled.
       stopping: called after each chunk of tokens.
       prompts_at_once: at least n; batches with the same number share their compiled programs.
 
     Returns:
-      Rollouts [n, group, t] in host arrays.
+      Rollouts [n, g, t] in host arrays.
 
     Raises:
       Stopped: `stopping` returned True.
     """
     engine = policy.engine
-    keys = engine.completion_keys(key, prompts_at_once or len(problems), group)[: len(problems)]
     buffer = engine.buffer([self.encode(problem) for problem in problems], keys)
     for ended in self.generate(policy, buffer, sampling_params, stopping, prompts_at_once):
       if pending:

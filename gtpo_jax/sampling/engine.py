@@ -210,8 +210,7 @@ class Engine:
     slots = len(scheduler.slots.active)
     state = None
     scheduled = 0
-    tokens = 0
-    steps = 0
+    tokens_and_steps = np.zeros(2, np.int64)
     while True:
       if len(buffer.prompts) > scheduled:
         had_ended = _schedule(scheduler, buffer, scheduled)
@@ -243,16 +242,13 @@ class Engine:
       completions = scheduler.slots.completions.copy()
       buffer.write(completions, inputs.generated, chunk)
       new_tokens = chunk.mask.sum(0)
-      chunk_tokens = int(new_tokens.sum())
-      chunk_steps = int(new_tokens.max())
-      busy = chunk_tokens / (slots * chunk_steps)
-      self.spans.append(Span("decode", began, time.perf_counter(), busy))
-      tokens += chunk_tokens
-      steps += chunk_steps
+      in_chunk = new_tokens.sum(), new_tokens.max()
+      self.spans.append(Span("decode", began, time.perf_counter(), _busy(*in_chunk, slots)))
+      tokens_and_steps += in_chunk
       at_limit = inputs.generated + new_tokens >= inputs.max_tokens
       ended = inputs.active & (chunk.stopped | at_limit)
       scheduler.advance(new_tokens, ended)
-      busy = tokens / (slots * steps)
+      busy = _busy(*tokens_and_steps, slots)
       self.statistics = {"sampling/slots_busy": busy, **scheduler.space.statistics()}
       yield _as_pairs(completions[ended])
 
@@ -272,6 +268,11 @@ def _schedule(scheduler: Scheduler, buffer: CompletionBuffer, first: int) -> lis
 def _max_finished(active: int, has_waiting: bool) -> int:
   """Returns the number of finished slots that ends a chunk: all active slots if nothing waits."""
   return max(active // REFILL_FRACTION, 1) if has_waiting else active
+
+
+def _busy(tokens: int, steps: int, slots: int) -> float:
+  """Returns the share of the slots' steps that drew a token."""
+  return int(tokens) / (slots * int(steps))
 
 
 def _as_pairs(completions: np.ndarray) -> list[tuple[int, int]]:

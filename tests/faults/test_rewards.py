@@ -126,11 +126,11 @@ def test_a_reward_that_raises_during_sampling(monkeypatch):
   problems = [Problem(str(i), user(f"{i}+1:"), str(i + 1), "last_number") for i in range(8)]
   policy = worker.policy(init_params(worker.model, jax.random.key(0)))
 
+  keys = worker.engine.completion_keys(jax.random.key(1), len(problems), 4)
+
   def sample():
     pending = WaitingRewards(reward_manager, problems, 4, worker.chat.decode)
-    rollouts = worker.sample(
-      policy, problems, jax.random.key(1), 4, config.sampling_params, pending
-    )
+    rollouts = worker.sample(policy, problems, keys, config.sampling_params, pending)
     return rollouts, pending.result()
 
   expected, result = sample()

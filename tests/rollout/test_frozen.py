@@ -244,8 +244,7 @@ def test_a_guide_never_samples_padding_ids(run_with_base):
   rollouts = worker.sample(
     Policy(engine, engine.layout(params)),
     [problems[i] for i in range(N)],
-    jax.random.key(0),
-    G,
+    engine.completion_keys(jax.random.key(0), N, G),
     config.sampling_params,
   )
   tokens = np.asarray(rollouts.tokens)
