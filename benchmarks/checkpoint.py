@@ -34,7 +34,7 @@ from gtpo_jax import config as configs
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.config.trainer import run_optimizer
 from gtpo_jax.models import init_params
-from gtpo_jax.planning.programs import build_model
+from gtpo_jax.planning.run_programs import build_model
 from gtpo_jax.storage.paths import list_files, storage_path
 from gtpo_jax.training.state import TrainState, init_state
 

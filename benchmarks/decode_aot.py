@@ -38,7 +38,9 @@ from gtpo_jax.planning.topology import compile_deviceless, topology_devices
 from gtpo_jax.runtime.chips import cores_of
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.inventory import Workload
 from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
+from gtpo_jax.sampling.programs import abstract_decode_params
 
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 ARRAY = re.compile(r"\b(pred|[a-z]+?)(\d*)(?:e\w+)?\[([\d,]*)\](\{[^}]*\})?")
@@ -157,17 +159,16 @@ def main() -> None:
   )
   programs = engine.programs
   stored = abstract_params(model)
-  layout = compile_deviceless(programs.lower_layout(stored), devices)
-  params = programs.abstract_decode_params(stored, layout)
-  lowered_programs = programs.lower(
-    params, slots // args.group, group=args.group, sampling_params=SamplingParams()
-  )
-  _, lowered, arguments, _ = next(x for x in lowered_programs if x.name == "decode")
+  layout = compile_deviceless(programs.layout.lower(stored), devices)
+  params = abstract_decode_params(programs, stored, layout)
+  workload = Workload(slots // args.group, args.group, SamplingParams())
+  decode = next(x for x in programs.inventory(workload) if x.kind == "decode")
+  lowered = decode.lower(params)
   started = time.perf_counter()
-  peak, compiled = compile_with_peak(lowered, arguments)
+  peak, compiled = compile_with_peak(lowered, decode.in_memory(params))
   compile_s = time.perf_counter() - started
 
-  params, state = arguments
+  state = programs.abstract_state(workload)
   pools = {bytes_per_device(x) for x in jax.tree.leaves(state.kv)}
   layer_pages = bytes_per_device(state.kv[0])
   page_bytes = layer_pages / programs.pool.pages

@@ -42,7 +42,7 @@ from gtpo_jax.runtime.chips import CHIPS
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
-from gtpo_jax.sampling.paged_programs import FEWER_SLOTS
+from gtpo_jax.sampling.paged.programs import FEWER_SLOTS
 from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 
 # The measured workload.

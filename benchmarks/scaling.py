@@ -20,7 +20,7 @@ prepare_jax()  # before JAX is imported
 
 from gtpo_jax.config import Config, default_config, freeze
 from gtpo_jax.planning.plan import measure
-from gtpo_jax.planning.programs import build_model
+from gtpo_jax.planning.run_programs import build_model
 from gtpo_jax.planning.topology import topology_devices
 from gtpo_jax.runtime.errors import UserError
 

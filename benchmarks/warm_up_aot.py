@@ -21,9 +21,12 @@ from gtpo_jax.runtime.startup import prepare_jax
 prepare_jax()  # before JAX is imported
 
 from gtpo_jax.config import load
+from gtpo_jax.config.workloads import SAMPLING, run_workloads
 from gtpo_jax.models.params import abstract_params
-from gtpo_jax.planning.programs import build_engine, build_model
+from gtpo_jax.planning.run_programs import build_engine, build_model
 from gtpo_jax.planning.topology import compile_deviceless, topology_devices
+from gtpo_jax.sampling.inventory import reachable
+from gtpo_jax.sampling.programs import abstract_decode_params
 
 
 def main() -> None:
@@ -46,13 +49,12 @@ def main() -> None:
     print(f"{name:<12} {seconds[-1][1]:6.1f} s", flush=True)
     return compiled
 
-  layout = compile_timed("layout", lambda: programs.lower_layout(stored))
-  params = programs.abstract_decode_params(stored, layout)
-  by_filters = {x.filters: x for x in (config.sampling_params, config.eval_sampling_params)}
-  for i, sampling_params in enumerate(by_filters.values()):
-    for program in programs.lower_all(params, sampling_params):
-      if i == 0 or program.name == "decode":  # prefill has no filters
-        compile_timed(program.name, lambda program=program: program.lowered)
+  layout = compile_timed("layout", lambda: programs.layout.lower(stored))
+  params = abstract_decode_params(programs, stored, layout)
+  workloads = run_workloads(config)
+  for program in reachable(programs, [workloads[SAMPLING], workloads["evaluation"]]).values():
+    if program.beside:
+      compile_timed(program.kind, lambda program=program: program.lower(params))
   total = sum(value for _, value in seconds)
   print(f"{'together':<12} {total:6.1f} s, at most {max(value for _, value in seconds):.1f} s")
   if args.json:

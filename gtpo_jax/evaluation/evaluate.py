@@ -15,12 +15,10 @@ from gtpo_jax.evaluation.results import Evaluation, ScoredCompletions, concatena
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.problems import eval_label
 from gtpo_jax.rollout.scoring import PendingRewards, RewardManager
-from gtpo_jax.rollout.worker import Policy, RolloutWorker, Workload
+from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.signals import Stopped
-from gtpo_jax.sampling.params import SamplingParams
-
-GREEDY = SamplingParams(temperature=0.0)
+from gtpo_jax.sampling.params import GREEDY, SamplingParams
 
 # (what is counted, how many there are) -> a context that yields a function to report how many are
 # done, such as `Display.counting`.
@@ -90,17 +88,6 @@ def _nothing_judged(config: Config, count: int) -> str:
     f"none of {count} evaluated completions has a verdict: their verification failed or took "
     f"longer than reward.timeout_s = {section.timeout_s:g}; check the problems' answers and kinds"
   )
-
-
-def evaluation_workloads(
-  config: Config, policy: Policy, problems: Sequence[Problem]
-) -> list[Workload]:
-  """Returns the workloads of `evaluate_run`, for `config.eval.samples` samples."""
-  batch = min(config.eval.batch, len(problems))
-  return [
-    Workload(policy, batch, config.eval.samples, config.eval_sampling_params),
-    Workload(policy, batch, 1, GREEDY),
-  ]
 
 
 def evaluate(

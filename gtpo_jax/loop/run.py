@@ -19,8 +19,9 @@ from gtpo_jax.checkpoint.runs import frozen_params
 from gtpo_jax.config import Config
 from gtpo_jax.config.mesh_choice import check_divisible, proposing_mesh
 from gtpo_jax.config.trainer import run_optimizer, run_update
+from gtpo_jax.config.workloads import GUIDE, run_workloads
 from gtpo_jax.data.records import Problem, Problems
-from gtpo_jax.evaluation.evaluate import evaluate_run, evaluation_workloads
+from gtpo_jax.evaluation.evaluate import evaluate_run
 from gtpo_jax.evaluation.results import Evaluation
 from gtpo_jax.logs.compiles import describe_compiles
 from gtpo_jax.logs.credit import repair_credit, write_credit
@@ -47,6 +48,7 @@ from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.distributed import fetch, is_first_process
 from gtpo_jax.runtime.errors import FunctionError, UserError
 from gtpo_jax.runtime.signals import Stopped
+from gtpo_jax.sampling.inventory import count_kinds, reachable, warm_up
 from gtpo_jax.storage.spool import Logs
 from gtpo_jax.training.state import TrainState, init_state
 from gtpo_jax.warm_start import Teacher, base_model, check_prompts, make_teacher
@@ -131,19 +133,23 @@ class Run:
     if saved and saved.leftovers:
       self.collector.restore(saved.leftovers)
     if config.sampling.warm_up:
-      self._warm_up(self.worker.policy(state.params))
+      self._warm_up(self.worker.policy(state.params), frozen.guide)
     self._open_logs(start)
     return state
 
-  def _warm_up(self, policy: Policy) -> None:
+  def _warm_up(self, policy: Policy, guide: Policy | None) -> None:
     """Compiles every program that sampling and evaluation may need."""
-    evaluation = evaluation_workloads(self.config, policy, self._held_out)
-    workloads = [*self.collector.workloads(policy), *evaluation]
-    total = sum(workload.shapes for workload in workloads)
+    workloads = run_workloads(self.config, len(self._held_out))
+    guided = [workloads.pop(GUIDE)] if GUIDE in workloads else []
+    sampled = [(policy, list(workloads.values()))]
+    if guide:
+      sampled.append((guide, guided))
+    found = [reachable(policy.engine.programs, of_policy) for policy, of_policy in sampled]
+    total = sum(count_kinds(programs)["decode"] for programs in found)
     numbers = itertools.count(1)
     with self.display.counting("shapes of sampling and evaluation compiled", total) as count:
-      for workload in workloads:
-        workload.compile(lambda: count(next(numbers)))
+      for policy, of_policy in sampled:
+        warm_up(policy.engine.programs, policy.params, of_policy, lambda: count(next(numbers)))
     self.display.say(describe_compiles())
 
   def _open_logs(self, start: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,12 +12,13 @@ import jax
 
 from gtpo_jax.config import Config
 from gtpo_jax.config.mesh_choice import proposing_mesh
+from gtpo_jax.config.workloads import SAMPLING
 from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.planning.collectives import collectives, send_seconds
 from gtpo_jax.planning.compile import bytes_per_device
-from gtpo_jax.planning.programs import CompiledProgram, Programs, build_model
 from gtpo_jax.planning.roofline import sample_seconds, update_flops, update_seconds
+from gtpo_jax.planning.run_programs import CompiledProgram, RunPrograms, build_model
 from gtpo_jax.planning.search import candidates, changed, with_overrides
 from gtpo_jax.planning.topology import topology_devices
 from gtpo_jax.runtime.chips import Chip
@@ -113,7 +115,7 @@ def _fitting_override(
     else:
       return None
     with waiting(f"trying change {tried} of {MAX_TRIES}: {_flags(override)}"):
-      programs = Programs(changed_config, model).compile_largest()
+      programs = RunPrograms(changed_config, model).compile_largest()
       excess = next((program for program in programs if program.peak > limit), None)
     if excess is None:
       return override
@@ -144,16 +146,15 @@ def measure(
     recomputation. `update.seconds` and `sample.seconds` are lower bounds (roofline), None if the
     speed of the chip is unknown.
   """
-  run = Programs(config, model)
+  run = RunPrograms(config, model)
   state = run.state
   engine = run.engine
   programs = _compile_all(run, waiting)
   update, *others = programs
   devices = model.mesh.size
   sent = None if update.executable is None else collectives(update.executable.as_text())
-  cache = engine.programs.abstract_state(
-    config.batch.prompts, group=config.policy_completions, sampling_params=config.sampling_params
-  )
+  one_batch = dataclasses.replace(run.workloads[SAMPLING], prompts=config.batch.prompts)
+  cache = engine.programs.abstract_state(one_batch)
   resident = run.frozen + bytes_per_device((state, run.batch))
   seconds: dict[str, float | None] = {"update.seconds": None, "sample.seconds": None}
   if chip.flops is not None:
@@ -200,7 +201,7 @@ def measure(
   }
 
 
-def _compile_all(programs: Programs, waiting: Waiting) -> list[CompiledProgram]:
+def _compile_all(programs: RunPrograms, waiting: Waiting) -> list[CompiledProgram]:
   """Compiles the programs and shows what is under way."""
   compiled: list[CompiledProgram] = []
   remaining = programs.compile()

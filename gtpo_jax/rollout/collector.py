@@ -19,7 +19,7 @@ from gtpo_jax.rollout.groups import Group, restore_groups, save_groups
 from gtpo_jax.rollout.pool import Pool
 from gtpo_jax.rollout.scoring import PendingRewards, RewardManager
 from gtpo_jax.rollout.token_truth import token_truth
-from gtpo_jax.rollout.worker import Policy, RolloutWorker, Workload
+from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.runtime.spans import Span
@@ -67,17 +67,6 @@ class Collector:
     self._kept: list[Group] = []
     self._before = (self._begun, self._kept)
     self._placement = Placement(config, worker.model, frozen.reference)
-
-  def workloads(self, policy: Policy) -> list[Workload]:
-    """Returns the workloads, to be compiled ahead of time, of `policy` and of the guide."""
-    sampling_params = self._config.sampling_params
-    own = self._config.policy_completions
-    resumes = self._staleness > 0
-    workloads = [Workload(policy, self._config.pool_size, own, sampling_params, resumes)]
-    if guide := self._frozen.guide:
-      group = self._settings.guide_completions
-      workloads.append(Workload(guide, self._n, group, sampling_params))
-    return workloads
 
   @phase("sampling")
   def collect(

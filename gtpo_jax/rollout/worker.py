@@ -24,7 +24,6 @@ from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
 from gtpo_jax.sampling.params import SamplingParams
-from gtpo_jax.sampling.programs import count_kinds
 
 
 class Policy(NamedTuple):
@@ -32,35 +31,6 @@ class Policy(NamedTuple):
 
   engine: Engine
   params: DecodeParams
-
-
-class Workload(NamedTuple):
-  """Batches of one size from one policy, whose programs can be compiled ahead of time."""
-
-  policy: Policy
-  prompts: int
-  group: int  # completions of each prompt
-  sampling_params: SamplingParams
-  resumes: bool = False  # whether completions go on that an earlier step has begun
-
-  @property
-  def shapes(self) -> int:
-    """The number of decoding shapes that these batches may need."""
-    programs = self.policy.engine.programs
-    signatures = programs.signatures(self.prompts, self.group, self.sampling_params, self.resumes)
-    return count_kinds(signatures)["decode"]
-
-  def compile(self, ready: Callable[[], None] = lambda: None) -> None:
-    """Compiles every program that these batches may need, and calls `ready` after each shape."""
-    engine, params = self.policy
-    engine.programs.warm_up(
-      params,
-      self.prompts,
-      group=self.group,
-      sampling_params=self.sampling_params,
-      resumes=self.resumes,
-      ready=ready,
-    )
 
 
 class RolloutWorker:

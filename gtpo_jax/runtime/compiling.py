@@ -39,6 +39,39 @@ def has_abandoned_compiles() -> bool:
   return any(thread.is_alive() for thread in _abandoned)
 
 
+def compile_stoppably(lower: Callable[[], jax.stages.Lowered]) -> None:
+  """Compiles a program, which JAX keeps for a later call with such arguments.
+
+  Args:
+    lower: lowers the program.
+
+  Raises:
+    Stopped: the run was asked to stop before the program was compiled.
+  """
+  if _stopping is None:
+    lower().compile()
+    return
+  errors: list[Exception] = []
+
+  def work() -> None:
+    try:
+      lower().compile()
+    except Exception as error:  # raised below, on the thread that needs the program
+      errors.append(error)
+
+  thread = threading.Thread(target=work, name="gtpo compile", daemon=True)
+  thread.start()
+  thread.join(POLL_S)
+  while any_process(thread.is_alive()):
+    if poll(_stopping):
+      _abandoned.append(thread)
+      atexit.register(thread.join)  # Python would end the thread within the compiler and crash
+      raise Stopped("while compiling")
+    thread.join(POLL_S)
+  if errors:
+    raise errors[0]
+
+
 class StoppableProgram:
   """A jitted function. Its compilation can be stopped; its execution cannot.
 
@@ -63,30 +96,6 @@ class StoppableProgram:
       shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(arguments[1:]))
       key = (shapes, jax.tree.structure(arguments[1:]), *static.values())
       if key not in self._compiled:
-        self._compile(_stopping, arguments, static)
+        compile_stoppably(lambda: self.lower(*arguments, **static))
         self._compiled.add(key)
     return self._program(*arguments, **static)
-
-  def _compile(
-    self, stopping: Callable[[], bool], arguments: tuple[Any, ...], static: dict[str, Any]
-  ) -> None:
-    """Compiles the program for these arguments. JAX keeps it for the call that follows."""
-    errors: list[Exception] = []
-
-    def work() -> None:
-      try:
-        self.lower(*arguments, **static).compile()
-      except Exception as error:  # raised below, on the thread that needs the program
-        errors.append(error)
-
-    thread = threading.Thread(target=work, name="gtpo compile", daemon=True)
-    thread.start()
-    thread.join(POLL_S)
-    while any_process(thread.is_alive()):
-      if poll(stopping):
-        _abandoned.append(thread)
-        atexit.register(thread.join)  # Python would end the thread within the compiler and crash
-        raise Stopped("while compiling")
-      thread.join(POLL_S)
-    if errors:
-      raise errors[0]

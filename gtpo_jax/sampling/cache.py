@@ -1,7 +1,7 @@
 """What the two caches of sampling share: states, number formats, and moving rows within shards.
 
 A cache holds the keys and values of prompts and of running completions. There are two: dense arrays
-for XLA's attention (`dense.py`), and pages for the kernels of TPUs and GPUs (`pages.py`).
+for XLA's attention (`dense/`), and pages for the kernels of TPUs and GPUs (`paged/`).
 
 In shapes of `gtpo_jax.sampling`, s is the number of slots, m the number of prompts in the cache,
 and c the positions of a chunk. The other letters are those of `gtpo_jax.arrays`.
@@ -52,8 +52,14 @@ CachedAttention = Callable[[int, jax.Array, KV, Any, jax.Array], tuple[jax.Array
 class Cache(Protocol):
   """The device functions of a cache. `kv` is its pytree of keys and values."""
 
+  def prompts_of(self, kv: Any) -> Any:
+    """Returns the part of `kv` that prompts are written to."""
+
+  def with_prompts(self, kv: Any, prompts: Any) -> Any:
+    """Returns `kv` with that part replaced."""
+
   def insert(self, kv: Any, new: list[KV], places: Any) -> Any:
-    """Returns `kv` with the prompts `new`, per layer [b, 1, k, ...], at `places`."""
+    """Returns `prompts_of(kv)` with the prompts `new`, per layer [b, 1, k, ...], at `places`."""
 
   def insert_completions(self, kv: Any, new: list[KV], places: Any) -> Any:
     """Returns `kv` with what is read of completions that go on.

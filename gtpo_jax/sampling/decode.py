@@ -34,6 +34,27 @@ class Chunk(NamedTuple):
   stopped: jax.Array  # bool[s], True if a stop token was sampled
 
 
+class Decoder(NamedTuple):
+  """What all chunks have in common."""
+
+  model: Transformer
+  cache: Cache  # the device functions of the cache
+  chunk: int  # number of positions allocated for a chunk's keys and values
+  vocab_limit: int | None  # only token ids below this are sampled; None for the full vocabulary
+
+
+class ChunkLimits(NamedTuple):
+  """What ends completions and a chunk, and how random its tokens are."""
+
+  # i32[number of stop tokens], token ids that end a completion. The stop token itself is sampled,
+  # has a log-prob and is included in the mask.
+  stop: Any
+  max_steps: Any  # i32[], at most `Decoder.chunk`; the chunk ends after this many tokens
+  max_finished: Any  # i32[]; the chunk ends once this many slots have finished in it
+  # f32[]; 0 takes the most probable token. None for that of the static `sampling_params`
+  temperature: Any
+
+
 class _LoopState(NamedTuple):
   """The state that changes from token to token within a chunk."""
 
@@ -84,48 +105,37 @@ def prefill_rows(
 
 
 def decode_chunk(
-  model: Transformer,
-  cache: Cache,
+  decoder: Decoder,
   params: DecodeParams,
   kv: Any,
   prompts: States,
   slots: States,
   inputs: DecodeInputs,
-  stop: jax.Array,
-  max_steps: jax.Array,
-  max_finished: jax.Array,
-  temperature: jax.Array | None,
+  limits: ChunkLimits,
   *,
   sampling_params: SamplingParams,
-  chunk: int,
-  vocab_limit: int | None = None,
 ) -> tuple[Any, States, Chunk]:
-  """Samples up to `chunk` tokens in every active slot without returning to the host.
+  """Samples up to `decoder.chunk` tokens in every active slot without returning to the host.
 
   Token i of a completion is drawn with `fold_in(key, i)` of the completion's key, so a completion
   depends only on its key and its prompt.
 
   Args:
-    model: the architecture.
-    cache: the device functions of the cache.
+    decoder: the architecture and its cache.
     params: the policy's parameters in sampling layout.
     kv: the cache's keys and values.
     prompts: the states of the cached prompts.
     slots: the states of the slots.
     inputs: the inputs of every slot.
-    stop: i32[number of stop tokens], token ids that end a completion. The stop token itself is
-      sampled, has a log-prob and is included in the mask.
-    max_steps: i32[] <= chunk; the chunk ends after this many tokens.
-    max_finished: i32[]; the chunk ends once this many slots have finished in it.
-    temperature: f32[]; 0 takes the most probable token. None for that of `sampling_params`.
+    limits: what ends completions and the chunk.
     sampling_params: how tokens are drawn.
-    chunk: number of positions allocated for the chunk's keys and values.
-    vocab_limit: only token ids below this are sampled; None for the full vocabulary.
 
   Returns:
     The keys and values with the chunk appended, the slots' states, and the chunk's tokens. The
     state of a slot that is not active does not change.
   """
+  model, cache, _, vocab_limit = decoder
+  temperature = limits.temperature
   if temperature is None:
     temperature = sampling_params.temperature
   attend = cache.attention(kv, inputs.tables, jnp.asarray(inputs.generated))
@@ -133,14 +143,14 @@ def decode_chunk(
 
   def keep_going(state: _LoopState) -> jax.Array:
     finished = (inputs.active & ~state.active).sum()
-    return (state.step < max_steps) & state.active.any() & (finished < max_finished)
+    return (state.step < limits.max_steps) & state.active.any() & (finished < limits.max_finished)
 
   def decode_token(state: _LoopState) -> _LoopState:
     index = inputs.generated + state.step
     logits = _limit_vocab(next_logits(model, params, state.hidden[:, 0, 0]), vocab_limit)
     token_keys = jax.vmap(jax.random.fold_in)(keys, index)
     sampled = sample_token(sampling_params, temperature, logits, token_keys, state.seen_tokens)
-    stopped = state.active & jnp.isin(sampled.token, stop)
+    stopped = state.active & jnp.isin(sampled.token, limits.stop)
     hidden, kv = decode_step(
       model,
       params,
@@ -160,7 +170,7 @@ def decode_chunk(
       out=_record(state, sampled, stopped),
     )
 
-  start = _initial_state(model, cache, prompts, slots, inputs, chunk)
+  start = _initial_state(decoder, prompts, slots, inputs)
   end = jax.lax.while_loop(keep_going, decode_token, start)
   kv = cache.append(kv, end.kv, inputs.tables, jnp.asarray(inputs.generated))
   keep = lambda new, old: jnp.where(_expand(inputs.active, new), new, old)
@@ -169,9 +179,10 @@ def decode_chunk(
 
 
 def _initial_state(
-  model: Transformer, cache: Cache, prompts: States, slots: States, inputs: DecodeInputs, chunk: int
+  decoder: Decoder, prompts: States, slots: States, inputs: DecodeInputs
 ) -> _LoopState:
   """Returns the state before the first token. A new completion starts from its prompt's state."""
+  model, cache, chunk, _ = decoder
 
   def start_from(prompt: jax.Array, slot: jax.Array) -> jax.Array:
     return jnp.where(_expand(inputs.is_new, slot), gather_rows(model, prompt, inputs.entries), slot)

@@ -20,9 +20,9 @@ from gtpo_jax.runtime.chips import compute_capability
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import batch_shards, sampling_mesh
 from gtpo_jax.runtime.spans import Span
-from gtpo_jax.sampling.dense_programs import DensePrograms
+from gtpo_jax.sampling.dense.programs import DensePrograms
 from gtpo_jax.sampling.host_arrays import CompletionBuffer, pad_prompts
-from gtpo_jax.sampling.paged_programs import PagedPrograms
+from gtpo_jax.sampling.paged.programs import PagedPrograms
 from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
 from gtpo_jax.sampling.programs import Programs, ProgramSettings
 from gtpo_jax.sampling.scheduler import Scheduler
@@ -48,7 +48,7 @@ class Engine:
   All shapes come from a small fixed set, so few programs are compiled.
 
   Attributes:
-    programs: the compiled programs; `programs.warm_up` compiles them ahead of time.
+    programs: the compiled programs; `inventory.warm_up` compiles them ahead of time.
     model: the architecture on the sampling mesh, without adapters.
     statistics: metrics of the latest batch by name, of how well it used slots and pages.
     spans: when the latest chunks were prefilled and decoded, by `time.perf_counter`.

@@ -76,6 +76,9 @@ class SamplingParams:
     return dataclasses.replace(self, temperature=1.0)
 
 
+GREEDY = SamplingParams(temperature=0.0)
+
+
 class Demand(NamedTuple):
   """The batches that an engine is to sample, by which a paged cache is sized.
 

@@ -7,7 +7,7 @@ import pytest
 from plan_cases import needs_cuda_plugin, small_config
 
 from gtpo_jax.algorithms import RECIPES
-from gtpo_jax.planning.programs import Programs, build_model
+from gtpo_jax.planning.run_programs import RunPrograms, build_model
 from gtpo_jax.planning.topology import topology_devices
 from gtpo_jax.runtime.errors import UserError
 
@@ -55,7 +55,7 @@ def test_a_random_config_compiles_or_is_refused(seed):
   devices, _ = topology_devices(topology)
   try:
     config = small_config(**values)
-    programs = Programs(config, build_model(config, devices))
+    programs = RunPrograms(config, build_model(config, devices))
   except UserError as refusal:
     assert "\n" not in str(refusal)
     return

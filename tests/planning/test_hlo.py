@@ -12,10 +12,11 @@ from plan_cases import needs_cuda_plugin, needs_libtpu, small_config
 
 from gtpo_jax.arrays import Packing
 from gtpo_jax.config.trainer import run_optimizer, run_update
+from gtpo_jax.config.workloads import SAMPLING, run_workloads
 from gtpo_jax.models import PRESETS
 from gtpo_jax.planning.collectives import collective_bytes
 from gtpo_jax.planning.compile import bytes_per_device, compile_with_peak
-from gtpo_jax.planning.programs import Programs, abstract_batch, build_engine, build_model
+from gtpo_jax.planning.run_programs import RunPrograms, abstract_batch, build_engine, build_model
 from gtpo_jax.planning.topology import topology_devices
 from gtpo_jax.training.head_chunk import default_chunk
 from gtpo_jax.training.state import abstract_state
@@ -72,7 +73,7 @@ def compiled(name):
     )
     devices, _ = topology_devices(topology)
     model = build_model(config, devices)
-    programs = {x.name: x.executable for x in Programs(config, model).compile_largest()}
+    programs = {x.name: x.executable for x in RunPrograms(config, model).compile_largest()}
     return config, model, programs
   finally:
     del PRESETS["two layers"]
@@ -145,9 +146,8 @@ def test_donated_arrays_are_reused(name):
   alias = lambda program: programs[program].memory_analysis().alias_size_in_bytes
   state = abstract_state(model, run_optimizer(config))
   assert alias("update") >= bytes_per_device(state)
-  state = build_engine(config, model).programs.abstract_state(
-    config.batch.prompts, group=config.policy_completions, sampling_params=config.sampling_params
-  )
+  workload = run_workloads(config)[SAMPLING]
+  state = build_engine(config, model).programs.abstract_state(workload)
   assert alias("sampling: decode") >= bytes_per_device(state.kv)
 
 

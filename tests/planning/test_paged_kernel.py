@@ -12,8 +12,8 @@ from gtpo_jax.models import ModelConfig, Transformer
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.planning.topology import compile_deviceless, topology_devices
 from gtpo_jax.runtime.mesh import make_mesh
-from gtpo_jax.sampling.page_tables import PageRows, PageTables
-from gtpo_jax.sampling.pages import PagedCache
+from gtpo_jax.sampling.paged.cache import PagedCache
+from gtpo_jax.sampling.paged.tables import PageRows, PageTables
 
 SLOTS = 64
 PAGES = 500

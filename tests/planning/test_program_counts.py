@@ -6,10 +6,10 @@ import pytest
 from plan_cases import needs_cuda_plugin, needs_libtpu
 
 from gtpo_jax.config import load
-from gtpo_jax.evaluation.evaluate import GREEDY
-from gtpo_jax.planning.programs import build_engine, build_model
+from gtpo_jax.config.workloads import run_workloads
+from gtpo_jax.planning.run_programs import build_engine, build_model
 from gtpo_jax.planning.topology import topology_devices
-from gtpo_jax.sampling.programs import count_kinds
+from gtpo_jax.sampling.inventory import count_kinds, reachable
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TRAINED = sorted(
@@ -26,13 +26,7 @@ def count(name, topology):
   config = load(str(CONFIGS / f"{name}.py"), [f"--config.mesh.{size}" for size in mesh])
   devices, _ = topology_devices(topology)
   programs = build_engine(config, build_model(config, devices[:2])).programs
-  evaluation = config.eval.batch
-  uses = [
-    (config.batch.prompts, config.policy_completions, config.sampling_params),
-    (evaluation, config.eval.samples, config.eval_sampling_params),
-    (evaluation, 1, GREEDY),
-  ]
-  return count_kinds(set().union(*(programs.signatures(*use) for use in uses)))
+  return count_kinds(reachable(programs, run_workloads(config).values()))
 
 
 @needs_libtpu

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtpo_jax.sampling.dense_tables import DenseSpace
-from gtpo_jax.sampling.page_pool import PagePool, PoolSizes
+from gtpo_jax.sampling.dense.tables import DenseSpace
+from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes
 from gtpo_jax.sampling.scheduler import Scheduler, capacity_for
 
 CHUNK = 5

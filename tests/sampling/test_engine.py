@@ -22,8 +22,8 @@ from small import (
 
 from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.sampling.inventory import Workload, count_kinds, reachable, warm_up
 from gtpo_jax.sampling.params import EngineConfig, SamplingParams
-from gtpo_jax.sampling.programs import count_kinds
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,8 @@ def test_long_completions_grow_their_caches_and_drop_idle_slots():
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["xla", "triton"])
 def test_nothing_compiles_after_the_warm_up(attention):
-  """20 batches of ragged prompts and completions use every length and number of slots."""
+  """The warm-up compiles the inventory, and 20 batches of ragged lengths need nothing else."""
+  jax.clear_caches()  # engines share the program that derives keys
   built = build(
     max_tokens=150,
     max_prompt_tokens=80,
@@ -165,16 +166,14 @@ def test_nothing_compiles_after_the_warm_up(attention):
   )
   _, engine, layout = built
   ready = []
-  engine.programs.warm_up(
-    layout,
-    6,
-    group=4,
-    sampling_params=SamplingParams(),
-    ready=lambda: ready.append(compile_count()),
-  )
-  shapes = count_kinds(engine.programs.signatures(6, 4, SamplingParams()))["decode"]
-  assert len(ready) == shapes and ready == sorted(ready)
+  workload = Workload(6, 4, SamplingParams())
+  found = reachable(engine.programs, [workload])
+  jax.random.key(0)  # what the test itself needs
+  start = compile_count()
+  warm_up(engine.programs, layout, [workload], lambda: ready.append(compile_count()))
   before = compile_count()
+  assert before - start == len(found)
+  assert len(ready) == count_kinds(found)["decode"] and ready == sorted(ready)
   rng = np.random.default_rng(0)
   longest = 0
   for step in range(20):

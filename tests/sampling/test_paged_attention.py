@@ -8,9 +8,9 @@ import pytest
 from gtpo_jax.models import ModelConfig, Transformer
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.runtime.mesh import batch_shards, make_mesh, single_device_mesh
-from gtpo_jax.sampling.page_tables import PageRows, Pages, PageTables
-from gtpo_jax.sampling.paged_attention import local_attention, paged_attention
-from gtpo_jax.sampling.pages import PagedCache
+from gtpo_jax.sampling.paged.attention import local_attention, paged_attention
+from gtpo_jax.sampling.paged.cache import PagedCache
+from gtpo_jax.sampling.paged.tables import PageRows, Pages, PageTables
 from gtpo_jax.sampling.params import KERNEL_PLATFORMS
 
 SLOTS = 8  # per shard

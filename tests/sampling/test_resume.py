@@ -17,6 +17,7 @@ from small import (
 
 from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.runtime.mesh import make_mesh
+from gtpo_jax.sampling.inventory import Workload, warm_up
 from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 
 GROUP = 6
@@ -129,8 +130,8 @@ def test_nothing_is_compiled_after_the_warm_up(attention):
   config = EngineConfig(slots=5, chunk=4, attention=attention, page_size=16)
   built = build(config=CONFIG, max_tokens=TOKENS, engine_config=config)
   _, engine, layout = built
-  shape = (len(RAGGED_PROMPTS), GROUP, SamplingParams())
-  engine.programs.warm_up(layout, shape[0], group=shape[1], sampling_params=shape[2], resumes=True)
+  workload = Workload(len(RAGGED_PROMPTS), GROUP, SamplingParams(), resumes=True)
+  warm_up(engine.programs, layout, [workload])
   before = compile_count()
   for chunks in ((), (1,), (2, 5), (9, 9)):
     sample_in_parts(built, chunks)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtpo_jax.sampling.dense_programs import slot_counts
-from gtpo_jax.sampling.dense_tables import DenseSpace
+from gtpo_jax.sampling.dense.inventory import slot_counts
+from gtpo_jax.sampling.dense.tables import DenseSpace
 from gtpo_jax.sampling.scheduler import Capacity, Scheduler, capacity_for
 
 PROMPT_LENGTH = 5  # of the first prompt; each later prompt is one token longer

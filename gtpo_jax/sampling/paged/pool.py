@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gtpo_jax.sampling.page_tables import PageRows, PageTables
+from gtpo_jax.sampling.paged.tables import PageRows, PageTables
 from gtpo_jax.sampling.scheduler import Capacity, Entry, Slots, Space
 
 
@@ -75,7 +75,7 @@ class PagePool(Space):
     cached = sum(map(len, state.entries.values()))
     if cached + count + self.sizes.completion_pages > self.sizes.pages:
       return False
-    held, need = self._held_and_needed(slots, _running(slots, shard, len(self.shards)))
+    held, need = _held_and_needed(self, slots, _running(slots, shard, len(self.shards)))
     return _is_safe(len(state.free) - count, held, need)
 
   def can_start(self, shard: int, drawn: int, token_limit: int, slots: Slots) -> bool:
@@ -83,7 +83,7 @@ class PagePool(Space):
     count = self.sizes.pages_of(drawn)
     if not count:
       return True
-    held, need = self._held_and_needed(slots, _running(slots, shard, len(self.shards)))
+    held, need = _held_and_needed(self, slots, _running(slots, shard, len(self.shards)))
     needs = self.sizes.pages_of(token_limit) - count
     free = len(self.shards[shard].free) - count
     return _is_safe(free, np.append(held, count), np.append(need, needs))
@@ -103,13 +103,14 @@ class PagePool(Space):
     """Gives pages to the tokens that a completion has already."""
     self._age[slot] = self._started
     self._started += 1
-    free = self._shard_of(slot).free
+    free = self.shards[slot * len(self.shards) // len(self.slot_pages)].free
     self.slot_pages[slot] = [free.pop() for _ in range(self.sizes.pages_of(drawn))]
 
   def end(self, ended: np.ndarray) -> None:
     """Takes back the pages of completions."""
     for slot in ended.tolist():
-      self._shard_of(slot).free += self.slot_pages[slot]
+      shard = slot * len(self.shards) // len(self.slot_pages)
+      self.shards[shard].free += self.slot_pages[slot]
       self.slot_pages[slot] = []
 
   def keep(self, kept: np.ndarray) -> None:
@@ -123,7 +124,7 @@ class PagePool(Space):
     """Gives every running completion the pages of its next chunk, or lets it wait; see `Space`."""
     sizes = self.sizes
     runs = slots.active.copy()
-    held, need = self._held_and_needed(slots, np.arange(len(runs)))
+    held, need = _held_and_needed(self, slots, np.arange(len(runs)))
     ahead = np.minimum(slots.generated + sizes.chunk, slots.token_limits)
     want = np.maximum(sizes.pages_of(ahead) - held, 0)
     for shard, state in enumerate(self.shards):
@@ -153,14 +154,6 @@ class PagePool(Space):
   def statistics(self) -> dict[str, float]:
     """Returns `sampling/waiting`, the share of chunks for which completions waited for pages."""
     return {"sampling/waiting": self._waited / max(self._waited + self._ran, 1)}
-
-  def _held_and_needed(self, slots: Slots, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the pages that the completions in the slots `which` hold, and those they may need."""
-    held = np.asarray([len(self.slot_pages[slot]) for slot in which], np.int64)
-    return held, self.sizes.pages_of(slots.token_limits[which]) - held
-
-  def _shard_of(self, slot: int) -> Shard:
-    return self.shards[slot * len(self.shards) // len(self.slot_pages)]
 
 
 def page_tables(
@@ -267,6 +260,14 @@ def _unused_pages(sizes: PoolSizes, shards: int, rows: int, pages: int) -> np.nd
   """Returns i32[shards, rows, pages] of numbers past the last page, different in each shard."""
   numbers = sizes.pages + np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
   return np.repeat(numbers[None], shards, 0)
+
+
+def _held_and_needed(
+  pool: PagePool, slots: Slots, which: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the pages that the completions in the slots `which` hold, and those they may need."""
+  held = np.asarray([len(pool.slot_pages[slot]) for slot in which], np.int64)
+  return held, pool.sizes.pages_of(slots.token_limits[which]) - held
 
 
 def _running(slots: Slots, shard: int, shards: int) -> np.ndarray:

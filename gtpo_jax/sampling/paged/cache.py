@@ -1,7 +1,7 @@
 """The paged cache: keys and values in a pool of pages, for the kernels of TPUs and GPUs.
 
 A prompt and each of its completions have pages of their own. Pages are given out and taken back by
-the host (`page_pool.py`), so memory follows the tokens in use, and nothing is copied to grow.
+the host (`pool.py`), so memory follows the tokens in use, and nothing is copied to grow.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import constrain, partition_spec
 from gtpo_jax.sampling.cache import CachedAttention, from_position, head_axis, quantise
-from gtpo_jax.sampling.page_tables import Pages, PageTables
-from gtpo_jax.sampling.paged_attention import paged_attention
+from gtpo_jax.sampling.paged.attention import paged_attention
+from gtpo_jax.sampling.paged.tables import Pages, PageTables
 
 SMALLEST_CHUNK = 16  # positions
 
@@ -50,6 +50,14 @@ class PagedCache:
     axes = ("batch", head_axis(self.model))
     split = lambda x: constrain(x, self.model.mesh, *axes)
     return [jax.tree.map(split, Pages(kv, scale)) for _ in range(c.layers)]
+
+  def prompts_of(self, kv: list[Pages]) -> list[Pages]:
+    """Returns the pool: prompts may be in any page."""
+    return kv
+
+  def with_prompts(self, kv: list[Pages], prompts: list[Pages]) -> list[Pages]:
+    """Returns the pool with the prompts."""
+    return prompts
 
   def insert(self, kv: list[Pages], new: list[KV], places: jax.Array) -> list[Pages]:
     """Writes b prompts of p positions into the pages `places` i32[shards, b / shards, p / page].

@@ -15,7 +15,7 @@ from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.config.mesh_choice import check_divisible
 from gtpo_jax.config.trainer import run_optimizer, run_update
-from gtpo_jax.evaluation.evaluate import GREEDY
+from gtpo_jax.config.workloads import SAMPLING, run_workloads
 from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.decode import DecodeParams
@@ -27,8 +27,8 @@ from gtpo_jax.rollout.groups import batch_like
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import axis_size, batch_shards, make_mesh, named_sharding
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.params import SamplingParams
-from gtpo_jax.sampling.programs import Signature, count_kinds
+from gtpo_jax.sampling.inventory import Signature, count_kinds, reachable
+from gtpo_jax.sampling.programs import abstract_decode_params
 from gtpo_jax.training.imitation import Demonstrations, make_imitation
 from gtpo_jax.training.log_probs import make_scorer
 from gtpo_jax.training.packing import count_shapes
@@ -52,16 +52,6 @@ class CompiledProgram(NamedTuple):
   count: int
   seconds: float
   executable: jax.stages.Compiled | None
-
-
-class Sampling(NamedTuple):
-  """One use of an engine in a run: who samples, and how many completions."""
-
-  name: str
-  prompts: int
-  group: int
-  sampling_params: SamplingParams
-  resumes: bool = False
 
 
 def build_model(config: Config, devices: list[Any]) -> Transformer:
@@ -105,7 +95,7 @@ def abstract_batch(config: Config, model: Transformer) -> tuple[Rollouts, Reward
   )
 
 
-class Programs:
+class RunPrograms:
   """Compiles the programs of a run ahead of time, the largest of each kind.
 
   Attributes:
@@ -113,6 +103,7 @@ class Programs:
     state: the shapes of its state.
     batch: the shapes of its rollouts and rewards.
     engine: its engine.
+    workloads: everything that samples, by name; the policy comes first.
     frozen: bytes on one device of the frozen reference and guide.
   """
 
@@ -128,6 +119,7 @@ class Programs:
     self.batch = abstract_batch(config, model)
     self.engine = build_engine(config, model)
     self.frozen = frozen_bytes(config, model)
+    self.workloads = run_workloads(config)
     self._counted: set[Signature] = set()
 
   def compile(self) -> Iterator[CompiledProgram]:
@@ -139,12 +131,12 @@ class Programs:
     yield self.compile_update()
     yield self._layout
     if self._layout.executable is not None:
-      uses = self._uses()
-      while uses:
-        use, *rest = uses
-        covered = [other for other in rest if self._covers(use, other)]
-        yield from self._compile_use(use, covered)
-        uses = [other for other in rest if other not in covered]
+      names = list(self.workloads)
+      while names:
+        name, *rest = names
+        covered = [other for other in rest if self._covers(name, other)]
+        yield from self._compile_workload(name, covered)
+        names = [other for other in rest if other not in covered]
       yield from self._compile_scoring()
     if self._config.warm_start.steps:
       yield self._compile_imitation()
@@ -154,7 +146,7 @@ class Programs:
     yield self.compile_update()
     yield self._layout
     if self._layout.executable is not None:
-      yield from self._compile_use(self._uses()[0], skip=("prefill",))
+      yield from self._compile_workload(SAMPLING, skip=("prefill",))
 
   def compile_update(self) -> CompiledProgram:
     """Compiles the update of a batch whose completions have the maximum length."""
@@ -169,68 +161,49 @@ class Programs:
     """The program that converts the parameters to the layout of sampling."""
     params = self.state.params
     resident = self.frozen + bytes_per_device(self.state.opt_state)
-    return _compile("layout", self.engine.programs.lower_layout(params), params, resident, 1)
+    return _compile("layout", self.engine.programs.layout.lower(params), params, resident, 1)
 
   @functools.cached_property
   def _decode_params(self) -> DecodeParams:
     """The shapes of the parameters in the layout of sampling."""
     programs = self.engine.programs
-    return programs.abstract_decode_params(self.state.params, self._layout.executable)
+    return abstract_decode_params(programs, self.state.params, self._layout.executable)
 
-  def _uses(self) -> list[Sampling]:
-    """Returns everything that samples in this run; the policy comes first."""
-    config = self._config
-    settings = config.resolved_algorithm.settings
-    params = config.sampling_params
-    prompts = config.batch.prompts
-    own = config.policy_completions
-    resumes = config.sampling.staleness > 0
-    uses = [Sampling("sampling", config.pool_size, own, params, resumes)]
-    if settings.guide_completions:
-      uses.append(Sampling("guide", prompts, settings.guide_completions, params))
-    batch = config.eval.batch
-    uses.append(Sampling("evaluation", batch, config.eval.samples, config.eval_sampling_params))
-    uses.append(Sampling("greedy evaluation", batch, 1, GREEDY))
-    return uses
-
-  def _compile_use(
-    self, use: Sampling, covered: Sequence[Sampling] = (), skip: Sequence[str] = ()
+  def _compile_workload(
+    self, name: str, covered: Sequence[str] = (), skip: Sequence[str] = ()
   ) -> Iterator[CompiledProgram]:
-    """Compiles the programs of one use of the engine, but none of the kinds `skip`.
+    """Compiles the largest program of each kind of one workload, but none of the kinds `skip`.
 
-    The programs of the uses `covered` are counted with them, and each program only once.
+    The programs of the workloads `covered` are counted with them, and each program only once.
     """
-    beside = self.frozen + bytes_per_device((self.state.params, self.state.opt_state))
-    found = set().union(*map(self._signatures, (use, *covered))) - self._counted
-    self._counted |= found
-    counts = count_kinds(found)
-    for program in self.engine.programs.lower(
-      self._decode_params,
-      use.prompts,
-      group=use.group,
-      sampling_params=use.sampling_params,
-      resumes=use.resumes,
-    ):
-      if program.name not in skip and counts[program.name]:
-        resident = beside + bytes_per_device(program.beside)
-        name = f"{use.name}: {program.name}"
-        yield _compile(name, program.lowered, program.arguments, resident, counts[program.name])
+    params = self._decode_params
+    resident = self.frozen + bytes_per_device((self.state.params, self.state.opt_state))
+    workloads = [self.workloads[x] for x in (name, *covered)]
+    found = reachable(self.engine.programs, workloads)
+    counts = count_kinds(found.keys() - self._counted)
+    self._counted |= found.keys()
+    done = set(skip)
+    for program in self.engine.programs.inventory(self.workloads[name]):
+      kind = program.kind
+      if kind not in done and counts[kind] and program.beside:
+        done.add(kind)
+        beside = program.beside() if program.reads_params else (params, program.beside())
+        yield _compile(
+          f"{name}: {kind}",
+          program.lower(params),
+          program.in_memory(params),
+          resident + bytes_per_device(beside),
+          counts[kind],
+        )
 
-  def _signatures(self, use: Sampling) -> set[Signature]:
-    """Returns the programs that `use` may compile."""
-    return self.engine.programs.signatures(use.prompts, use.group, use.sampling_params, use.resumes)
-
-  def _covers(self, use: Sampling, other: Sampling) -> bool:
-    """Returns whether the programs of `use` take at least the memory of those of `other`."""
-    ours, theirs = (
-      self.engine.programs.abstract_state(
-        x.prompts, group=x.group, sampling_params=x.sampling_params
-      )
-      for x in (use, other)
-    )
-    filtered = other.sampling_params.is_filtered and other.sampling_params.temperature > 0
-    same = use.sampling_params.filters == other.sampling_params.filters
-    return bytes_per_device(ours) >= bytes_per_device(theirs) and (same or not filtered)
+  def _covers(self, name: str, other: str) -> bool:
+    """Returns whether the programs of a workload take at least the memory of another one's."""
+    ours = self.workloads[name]
+    theirs = self.workloads[other]
+    memory = lambda workload: bytes_per_device(self.engine.programs.abstract_state(workload))
+    filtered = theirs.sampling_params.is_filtered and theirs.sampling_params.temperature > 0
+    same = ours.sampling_params.filters == theirs.sampling_params.filters
+    return memory(ours) >= memory(theirs) and (same or not filtered)
 
   def _compile_scoring(self) -> Iterator[CompiledProgram]:
     """Compiles the programs that recompute log-probs, those of the policy and of a reference."""

@@ -31,7 +31,7 @@ from gtpo_jax.sampling.cache import (
   set_rows,
   within_shards,
 )
-from gtpo_jax.sampling.dense_tables import DenseTables
+from gtpo_jax.sampling.dense.tables import DenseTables
 
 
 class DenseKV(NamedTuple):
@@ -67,6 +67,14 @@ class DenseCache:
       scale,
     )
     return [constrain_kv(self.model, kv) for _ in range(c.layers)]
+
+  def prompts_of(self, kv: DenseKV) -> DenseKV:
+    """Returns `kv` without the slots' arrays, whose length varies."""
+    return kv._replace(slots=[])
+
+  def with_prompts(self, kv: DenseKV, prompts: DenseKV) -> DenseKV:
+    """Returns `kv` with the prompts of another one."""
+    return kv._replace(prompts=prompts.prompts)
 
   def insert(self, kv: DenseKV, new: list[KV], places: jax.Array) -> DenseKV:
     """Writes b prompts of p positions into the entries `places` i32[shards, b / shards].
@@ -131,7 +139,7 @@ class DenseCache:
       chunk = jax.tree.map(write, chunk, new, position_axes(chunk))
       chunk_mask = (jnp.arange(chunk.v.shape[3]) <= step)[None, None, None]
       parts = [
-        self._attend_prompts(q, MaskedKV(kv.prompts[layer], prompt_mask), tables),
+        _attend_prompts(self.model, q, MaskedKV(kv.prompts[layer], prompt_mask), tables),
         partial_attention(q, MaskedKV(kv.slots[layer], slot_mask), precision),
         partial_attention(q, MaskedKV(chunk, chunk_mask), precision),
       ]
@@ -166,20 +174,21 @@ class DenseCache:
     keep = lambda x: gather_rows(self.model, x, order.reshape(-1))
     return [constrain_kv(self.model, jax.tree.map(keep, kv)) for kv in slots]
 
-  def _attend_prompts(
-    self, q: jax.Array, prompts: MaskedKV, tables: DenseTables
-  ) -> PartialAttention:
-    """Attends to each slot's prompt, with the queries of all its slots together."""
-    m, slots_per_entry = tables.slot_table.shape
-    at_entries = gather_rows(self.model, q[:, 0], tables.slot_table.reshape(-1))
-    at_entries = at_entries.reshape(m, slots_per_entry, *q.shape[2:])
-    partial = partial_attention(at_entries, prompts, self.model.config.matmul_precision)
 
-    def to_slots(x: jax.Array) -> jax.Array:
-      flat = x.reshape(m * slots_per_entry, *x.shape[2:])
-      return gather_rows(self.model, flat, tables.table_index)[:, None]
+def _attend_prompts(
+  model: Transformer, q: jax.Array, prompts: MaskedKV, tables: DenseTables
+) -> PartialAttention:
+  """Attends to each slot's prompt, with the queries of all its slots together."""
+  m, slots_per_entry = tables.slot_table.shape
+  at_entries = gather_rows(model, q[:, 0], tables.slot_table.reshape(-1))
+  at_entries = at_entries.reshape(m, slots_per_entry, *q.shape[2:])
+  partial = partial_attention(at_entries, prompts, model.config.matmul_precision)
 
-    return PartialAttention(*map(to_slots, partial))
+  def to_slots(x: jax.Array) -> jax.Array:
+    flat = x.reshape(m * slots_per_entry, *x.shape[2:])
+    return gather_rows(model, flat, tables.table_index)[:, None]
+
+  return PartialAttention(*map(to_slots, partial))
 
 
 def _pad_positions(x: jax.Array, axis: int, length: int) -> jax.Array:

@@ -9,9 +9,10 @@ from plan_cases import needs_libtpu, small_config
 
 from gtpo_jax.config import resolve_model
 from gtpo_jax.config.trainer import run_optimizer
+from gtpo_jax.config.workloads import SAMPLING, run_workloads
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.planning.compile import bytes_per_device
-from gtpo_jax.planning.programs import Programs, build_engine, build_model
+from gtpo_jax.planning.run_programs import RunPrograms, build_engine, build_model
 from gtpo_jax.planning.topology import topology_devices
 from gtpo_jax.training.state import abstract_state
 
@@ -34,9 +35,7 @@ def test_the_cache_by_hand(mesh, kv_heads):
     }
   )
   engine = build_engine(config, build_model(config, jax.devices()))
-  state = engine.programs.abstract_state(
-    config.batch.prompts, group=config.policy_completions, sampling_params=config.sampling_params
-  )
+  state = engine.programs.abstract_state(run_workloads(config)[SAMPLING])
   c = resolve_model(config).config
   shards = data * fsdp
   prompts = -(-config.batch.prompts // shards)
@@ -89,7 +88,7 @@ def test_offloaded_moments_are_arguments_in_host_memory():
     }
   )
   model = build_model(config, topology_devices("v5e:2x2")[0])
-  program = Programs(config, model).compile_update().executable
+  program = RunPrograms(config, model).compile_update().executable
   analysis = program.memory_analysis()
   moments = 2 * 4 * 603_776 / 4
   assert analysis.host_argument_size_in_bytes == analysis.host_alias_size_in_bytes
@@ -99,7 +98,7 @@ def test_offloaded_moments_are_arguments_in_host_memory():
 
 def compiled_shapes(config):
   """The shapes of all arrays in one device's update program."""
-  program = Programs(config, build_model(config, jax.devices())).compile_update().executable
+  program = RunPrograms(config, build_model(config, jax.devices())).compile_update().executable
   arrays = re.findall(r"\b(?:f32|bf16|s32|pred)\[([\d,]+)\]", program.as_text())
   return {tuple(map(int, dims.split(","))) for dims in arrays}
 

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from gtpo_jax.models.attention.sources import MASKED, PartialAttention
-from gtpo_jax.sampling.page_tables import PageRows, Pages
+from gtpo_jax.sampling.paged.tables import PageRows, Pages
 
 BLOCK = 64  # the most positions per block
 MIN_ROWS = 16  # rows of the smallest matrix that a tensor core multiplies

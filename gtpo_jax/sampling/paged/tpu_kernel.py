@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from gtpo_jax.models.attention.sources import MASKED
-from gtpo_jax.sampling.page_tables import PageRows, Pages
+from gtpo_jax.sampling.paged.tables import PageRows, Pages
 
 LANES = 128  # the width of a TPU vector register
 SUBLANES = 8  # the r queries of a key/value head are padded to a multiple of this number of rows

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtpo_jax.sampling.page_pool import PagePool, PoolSizes, prompt_places
+from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes, prompt_places
 from gtpo_jax.sampling.scheduler import Scheduler, capacity_for
 
 

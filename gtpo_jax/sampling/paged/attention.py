@@ -17,9 +17,9 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.chips import cores_of
 from gtpo_jax.runtime.mesh import partition_spec
 from gtpo_jax.sampling.cache import head_axis
-from gtpo_jax.sampling.page_tables import Pages, PageTables
-from gtpo_jax.sampling.paged_gpu_kernel import attend_rows_on_gpu
-from gtpo_jax.sampling.paged_tpu_kernel import attend_on_tpu
+from gtpo_jax.sampling.paged.gpu_kernel import attend_rows_on_gpu
+from gtpo_jax.sampling.paged.tables import Pages, PageTables
+from gtpo_jax.sampling.paged.tpu_kernel import attend_on_tpu
 
 
 def paged_attention(

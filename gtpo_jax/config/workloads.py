@@ -1,0 +1,44 @@
+"""Everything that samples in a run, which warm-up compiles and `gtpo plan` plans."""
+
+from __future__ import annotations
+
+from gtpo_jax.config.config import Config
+from gtpo_jax.sampling.inventory import Workload
+from gtpo_jax.sampling.params import GREEDY
+
+SAMPLING = "sampling"
+GUIDE = "guide"
+
+
+def run_workloads(config: Config, problems: int | None = None) -> dict[str, Workload]:
+  """Returns the workloads of a run by name: those of the policy, and that of the `GUIDE`.
+
+  Args:
+    config: the config of the run.
+    problems: the number of problems to evaluate on; None if they have not been read. An evaluation
+      with fewer problems than `eval.batch` has smaller batches.
+  """
+  params = config.sampling_params
+  batch = config.batch.prompts
+  resumes = config.sampling.staleness > 0
+  keyed = batch if resumes else 0
+  workloads = {
+    SAMPLING: Workload(config.pool_size, config.policy_completions, params, resumes, keyed)
+  }
+  if group := config.resolved_algorithm.settings.guide_completions:
+    workloads[GUIDE] = Workload(batch, group, params)
+  return workloads | evaluation_workloads(config, problems)
+
+
+def evaluation_workloads(config: Config, problems: int | None = None) -> dict[str, Workload]:
+  """Returns those of an evaluation by name; see `run_workloads`."""
+  section = config.eval
+  if problems is None:
+    problems = section.problems
+    if task := config.eval_task:
+      problems = min(problems, len(task.held_out_ids))
+  batch = min(section.batch, problems)
+  return {
+    "evaluation": Workload(batch, section.samples, config.eval_sampling_params),
+    "greedy evaluation": Workload(batch, 1, GREEDY),
+  }

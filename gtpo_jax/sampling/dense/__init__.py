@@ -1,0 +1,1 @@
+"""Keys and values in arrays, for XLA's attention."""

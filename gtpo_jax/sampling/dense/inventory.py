@@ -1,0 +1,215 @@
+"""Every program that a workload can reach with a dense cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from gtpo_jax.models.attention.sources import KV
+from gtpo_jax.sampling.batches import PrefillShape, nothing, prefill_batch, resume_batch
+from gtpo_jax.sampling.cache import States, head_axis
+from gtpo_jax.sampling.dense.cache import DenseKV
+from gtpo_jax.sampling.dense.tables import DenseSpace
+from gtpo_jax.sampling.inventory import Program, Workload
+from gtpo_jax.sampling.programs import (
+  SamplerState,
+  abstract,
+  abstract_states,
+  chunk_limits,
+  compiled_for,
+  keys_program,
+)
+from gtpo_jax.sampling.scheduler import Capacity, Scheduler
+
+
+class Inventory:
+  """Lists the programs, from the widths of prompts, the numbers of slots and their lengths."""
+
+  def __init__(self, owner: Any, workload: Workload, capacity: Capacity):
+    """Args:
+    owner: the `DensePrograms`, with the jitted functions, widths and lengths.
+    workload: what is sampled.
+    capacity: the number of slots and entries for it.
+    """
+    self._owner = owner
+    self._workload = workload
+    self._capacity = capacity
+    self._tracked = workload.sampling_params.penalises_repetition
+    self._widths = owner.prompt_widths[::-1]
+    self._counts = slot_counts(capacity.slots, owner.shrink_factor)
+    self._lengths = owner.cache_lengths[::-1]
+
+  def programs(self) -> Iterator[Program]:
+    """Returns all programs, the largest of each kind first."""
+    yield keys_program(self._owner, self._workload)
+    yield from self._allocations()
+    yield from self._prefills()
+    yield from self._decodes()
+    if self._workload.resumes:
+      yield from self._resumptions()
+    yield from self._changes()
+
+  def state(self, width: int, slots: int, length: int) -> SamplerState:
+    """Returns the shapes and shardings of a state.
+
+    Args:
+      width: positions of the prompts.
+      slots: slots per shard.
+      length: positions of the slots.
+    """
+    capacity = self._capacity
+    return SamplerState(
+      DenseKV(self._kv(capacity.entries, width), self._kv(slots, length)),
+      self._states(capacity.entries),
+      self._states(slots),
+    )
+
+  def _allocations(self) -> Iterator[Program]:
+    owner = self._owner
+    entries = self._capacity.entries
+    slots = self._capacity.slots
+    for rows in (entries, slots):
+      arguments = (owner.shards * rows, self._tracked)
+      signature = ("allocate", "states", rows, self._tracked)
+      yield Program(signature, owner.init_states, lambda arguments=arguments: arguments)
+    shapes = [(entries, width) for width in self._widths]
+    for rows, positions in [*shapes, (slots, self._lengths[-1])]:
+      arguments = (owner.shards * rows, positions)
+      signature = ("allocate", rows, positions)
+      yield Program(signature, owner.init_kv, lambda arguments=arguments: arguments)
+
+  def _prefills(self) -> Iterator[Program]:
+    owner = self._owner
+    entries = self._capacity.entries
+    slots = self._capacity.slots
+    # Prompts that do not fit at once are prefilled when the slots may have grown.
+    all_at_once = self._workload.prompts <= owner.shards * entries
+    length = self._lengths[-1 if all_at_once else 0]
+    for width in self._widths:
+
+      def arguments(width: int = width) -> tuple:
+        shape = PrefillShape(width, entries, owner.pad)
+        batch = prefill_batch(
+          owner.places, _idle(self._capacity, slots), nothing(owner.shards), [], shape
+        )
+        return DenseKV(self._kv(entries, width), []), self._states(entries), *batch
+
+      yield Program(
+        ("prefill", entries, width, self._tracked),
+        owner.prefill,
+        arguments,
+        reads_params=True,
+        beside=lambda: (self._kv(slots, length), self._states(slots)),
+      )
+
+  def _decodes(self) -> Iterator[Program]:
+    owner = self._owner
+    capacity = self._capacity
+    sampling_params = self._workload.sampling_params
+    compiled = compiled_for(owner, sampling_params)
+    shapes = [
+      (slots, width, length)
+      for slots in self._counts
+      for width in self._widths
+      for length in self._lengths
+    ]
+    for slots, width, length in shapes:
+
+      def arguments(slots: int = slots, width: int = width, length: int = length) -> tuple:
+        limits = chunk_limits(owner, owner.chunk, 1, sampling_params)
+        return *self.state(width, slots, length), _idle(self._capacity, slots).inputs(), limits
+
+      yield Program(
+        ("decode", capacity.entries, capacity.slots_per_entry, width, slots, length, compiled),
+        owner.decode_chunk,
+        arguments,
+        {"sampling_params": compiled},
+        reads_params=True,
+        beside=tuple,
+      )
+
+  def _resumptions(self) -> Iterator[Program]:
+    owner = self._owner
+    entries = self._capacity.entries
+    slots = self._capacity.slots
+    shapes = [
+      (width, prompt_width, length)
+      for width in owner.sequence_widths[::-1]
+      for prompt_width in self._widths
+      for length in self._lengths
+    ]
+    for width, prompt_width, length in shapes:
+
+      def arguments(
+        width: int = width, prompt_width: int = prompt_width, length: int = length
+      ) -> tuple:
+        shape = PrefillShape(width, slots, owner.pad)
+        batch = resume_batch(
+          owner.places, _idle(self._capacity, slots), nothing(owner.shards), [], shape
+        )
+        state = self.state(prompt_width, slots, length)
+        return state.kv, state.slots, *batch
+
+      yield Program(
+        ("resume", entries, prompt_width, slots, width, length, self._tracked),
+        owner.resume,
+        arguments,
+        reads_params=True,
+        beside=lambda: self._states(entries),
+      )
+
+  def _changes(self) -> Iterator[Program]:
+    """Returns the programs that change the length or the number of slots."""
+    owner = self._owner
+    most = self._capacity.slots
+    fewer = list(zip(self._counts, self._counts[1:], strict=False))
+
+    def beside() -> tuple:
+      state = self.state(self._widths[0], most, self._lengths[0])
+      return state.kv.prompts, state.prompts, state.slots
+
+    for slots in self._counts:
+      for length, shorter in zip(self._lengths, self._lengths[1:], strict=False):
+        yield Program(
+          ("grow", slots, length),
+          owner.grow,
+          lambda slots=slots, length=length, shorter=shorter: (self._kv(slots, shorter), length),
+          beside=beside,
+        )
+    for before, slots in fewer:
+      order = np.zeros((owner.shards, slots), np.int32)
+      for length in self._lengths:
+        yield Program(
+          ("compact", slots, length),
+          owner.compact,
+          lambda before=before, length=length, order=order: (self._kv(before, length), order),
+          beside=beside,
+        )
+      yield Program(
+        ("compact", "states", slots, self._tracked),
+        owner.keep_rows,
+        lambda before=before, order=order: (self._states(before), order),
+      )
+
+  def _kv(self, rows: int, positions: int) -> list[KV]:
+    model = self._owner.model
+    zeros = lambda: self._owner.cache.zeros(self._owner.shards * rows, positions)
+    return abstract(model, zeros, "batch", None, head_axis(model))
+
+  def _states(self, rows: int) -> States:
+    return abstract_states(self._owner.model, self._owner.shards * rows, self._tracked)
+
+
+def slot_counts(slots: int, factor: int) -> list[int]:
+  """Returns all numbers of slots per shard, from `slots` down, each divided by `factor`."""
+  counts = [slots]
+  while smaller := counts[-1] // factor:
+    counts.append(smaller)
+  return counts
+
+
+def _idle(capacity: Capacity, slots: int) -> Scheduler:
+  """Returns a schedule without prompts, with this number of slots per shard."""
+  return Scheduler(capacity._replace(slots=slots), DenseSpace(capacity))

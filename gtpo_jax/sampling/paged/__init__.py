@@ -1,0 +1,1 @@
+"""Keys and values in pages, for the attention kernels of TPUs and GPUs."""

@@ -1,0 +1,211 @@
+"""The programs of an engine with a paged cache: few, and the same for every batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from gtpo_jax.sampling.batches import Places, PrefillShape, nothing, prefill_batch, resume_batch
+from gtpo_jax.sampling.cache import head_axis
+from gtpo_jax.sampling.inventory import Program, Workload
+from gtpo_jax.sampling.paged.cache import PagedCache
+from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes, completion_places, prompt_places
+from gtpo_jax.sampling.paged.tables import SLOTS_PER_ROW
+from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.programs import (
+  Programs,
+  ProgramSettings,
+  SamplerState,
+  abstract,
+  abstract_states,
+  chunk_limits,
+  compiled_for,
+  keys_program,
+)
+from gtpo_jax.sampling.scheduler import ENTRY_FACTOR, Capacity, Scheduler, capacity_for
+
+# Once an eighth of the slots is enough for the completions that are left, the others are dropped.
+# There are no further numbers of slots: each needs a program, and the kernel's cost follows the
+# positions in use.
+FEWER_SLOTS = 8
+# Prompts are padded to the longest length, or to a quarter, a sixteenth ... of it.
+WIDTH_FACTOR = 4
+
+
+class PagedPrograms(Programs):
+  """The programs of an engine with a paged cache; see `Programs`.
+
+  The pool, the number of slots and that of cached prompts are those of the engine, not of a batch,
+  so that training and evaluation share their programs.
+
+  Attributes:
+    pool: the sizes of the pool of each shard.
+    slots: the most slots per shard.
+    slot_counts: the numbers of slots per shard, descending.
+    init_kv: makes the pool.
+  """
+
+  cache: PagedCache
+  places = Places(
+    lambda pool, assigned, rows, width: prompt_places(pool, assigned, rows.shape[1], width),
+    lambda pool, assigned, rows, width: completion_places(pool, assigned, rows.shape[1], width),
+  )
+
+  def __init__(self, settings: ProgramSettings):
+    """Prepares the programs."""
+    model = settings.model
+    config = settings.config
+    demand = settings.demand
+    page = config.page_size
+    super().__init__(settings, PagedCache(model, config.kv_dtype, page, config.attention))
+    most_slots = max(config.slots // self.shards, 1)
+    completions = -(-demand.completions // self.shards)
+    self.slots = min(most_slots, completions) if completions else most_slots
+    self.slot_counts = [count for count in (self.slots, self.slots // FEWER_SLOTS) if count]
+    prompt_pages = -(-min(settings.max_prompt_tokens, model.config.max_length) // page)
+    completion_pages = -(-settings.max_tokens // page)
+    full_groups = -(-self.slots // demand.group)
+    cached_prompts = min(self.slots, ENTRY_FACTOR * full_groups)
+    everything = self.slots * completion_pages + cached_prompts * prompt_pages
+    self.pool = PoolSizes(
+      max(math.ceil(config.cache_fraction * everything), completion_pages + prompt_pages),
+      page,
+      prompt_pages,
+      completion_pages,
+      self.chunk,
+      SLOTS_PER_ROW[config.attention],
+    )
+    self.prompt_widths = _widths(prompt_pages, page)
+    self.sequence_widths = _widths(prompt_pages + completion_pages, page)
+    self.init_kv = jax.jit(lambda: self.cache.zeros(self.shards * self.pool.pages))
+
+  def scheduler(self, prompts: int, group: int) -> Scheduler:
+    """Returns an empty schedule for about `prompts` x `group` completions."""
+    needed = capacity_for(prompts, group, self.shards, self.slots * self.shards)
+    slots = min(count for count in self.slot_counts if count >= needed.slots)
+    capacity = needed._replace(slots=slots)
+    return Scheduler(capacity, PagePool(capacity, self.pool))
+
+  def new_state(
+    self, scheduler: Scheduler, width: int, sampling_params: SamplingParams
+  ) -> SamplerState:
+    """Returns an empty pool and states."""
+    track_tokens = sampling_params.penalises_repetition
+    states = lambda rows: self.init_states(self.shards * rows, track_tokens)
+    return SamplerState(self.init_kv(), states(self.slots), states(scheduler.capacity.slots))
+
+  def resize(
+    self, state: SamplerState, scheduler: Scheduler, keep_slots: bool = False
+  ) -> SamplerState:
+    """Drops idle slots once no completion waits for one; see `Programs`. A pool does not grow."""
+    fewer = self.slot_counts[-1]
+    if keep_slots or scheduler.has_waiting or scheduler.capacity.slots == fewer:
+      return state
+    if int(scheduler.slots.active.reshape(self.shards, -1).sum(1).max()) > fewer:
+      return state
+    return state._replace(slots=self.keep_rows(state.slots, scheduler.shrink(fewer)))
+
+  def inventory(self, workload: Workload) -> Iterator[Program]:
+    """Returns every program that a workload can reach, the largest of each kind first."""
+    yield keys_program(self, workload)
+    yield Program(("allocate",), self.init_kv, tuple)
+    tracked = workload.sampling_params.penalises_repetition
+    for slots in self.slot_counts:
+      signature = ("allocate", "states", slots, tracked)
+      rows = (self.shards * slots, tracked)
+      yield Program(signature, self.init_states, lambda rows=rows: rows)
+    yield from self._prefills(tracked)
+    yield from self._decodes(workload.sampling_params)
+    if workload.resumes:
+      yield from self._resumptions(workload)
+    for slots in self.slot_counts[1:]:
+      order = np.zeros((self.shards, slots), np.int32)
+      yield Program(
+        ("compact", "states", slots, tracked),
+        self.keep_rows,
+        lambda order=order: (self._state(self.slots, tracked).slots, order),
+      )
+
+  def abstract_state(self, workload: Workload) -> SamplerState:
+    """Returns the shapes and shardings of the state in all slots, for any workload."""
+    return self._state(self.slots, workload.sampling_params.penalises_repetition)
+
+  def _prefills(self, tracked: bool) -> Iterator[Program]:
+    for width in self.prompt_widths[::-1]:
+
+      def arguments(width: int = width) -> tuple[Any, ...]:
+        shape = PrefillShape(width, self.slots, self.pad)
+        batch = prefill_batch(self.places, _idle(self, self.slots), nothing(self.shards), [], shape)
+        state = self._state(self.slots, tracked)
+        return state.kv, state.prompts, *batch
+
+      yield Program(
+        ("prefill", width, tracked),
+        self.prefill,
+        arguments,
+        reads_params=True,
+        beside=lambda: self._state(self.slots, tracked).slots,
+      )
+
+  def _decodes(self, sampling_params: SamplingParams) -> Iterator[Program]:
+    compiled = compiled_for(self, sampling_params)
+    for slots in self.slot_counts:
+
+      def arguments(slots: int = slots) -> tuple[Any, ...]:
+        limits = chunk_limits(self, self.chunk, 1, sampling_params)
+        state = self._state(slots, sampling_params.penalises_repetition)
+        return *state, _idle(self, slots).inputs(), limits
+
+      yield Program(
+        ("decode", slots, compiled),
+        self.decode_chunk,
+        arguments,
+        {"sampling_params": compiled},
+        reads_params=True,
+        beside=tuple,
+      )
+
+  def _resumptions(self, workload: Workload) -> Iterator[Program]:
+    slots = self.scheduler(workload.prompts, workload.group).capacity.slots
+    tracked = workload.sampling_params.penalises_repetition
+    for width in self.sequence_widths[::-1]:
+
+      def arguments(width: int = width) -> tuple[Any, ...]:
+        shape = PrefillShape(width, slots, self.pad)
+        batch = resume_batch(self.places, _idle(self, slots), nothing(self.shards), [], shape)
+        state = self._state(slots, tracked)
+        return state.kv, state.slots, *batch
+
+      yield Program(
+        ("resume", slots, width, tracked),
+        self.resume,
+        arguments,
+        reads_params=True,
+        beside=lambda: self._state(slots, tracked).prompts,
+      )
+
+  def _state(self, slots: int, tracked: bool) -> SamplerState:
+    """Returns the shapes and shardings of the state with this number of slots per shard."""
+    pages = self.shards * self.pool.pages
+    kv = abstract(self.model, lambda: self.cache.zeros(pages), "batch", head_axis(self.model))
+    states = lambda rows: abstract_states(self.model, self.shards * rows, tracked)
+    return SamplerState(kv, states(self.slots), states(slots))
+
+
+def _widths(pages: int, page: int) -> list[int]:
+  """Returns the lengths, ascending, to which sequences of up to `pages` pages are padded."""
+  widths = {pages}
+  while pages > 1:
+    pages = -(-pages // WIDTH_FACTOR)
+    widths.add(pages)
+  return [count * page for count in sorted(widths)]
+
+
+def _idle(programs: PagedPrograms, slots: int) -> Scheduler:
+  """Returns a schedule without prompts, with this number of slots per shard."""
+  capacity = Capacity(programs.shards, slots, 1, 1)
+  return Scheduler(capacity, PagePool(capacity, programs.pool))
