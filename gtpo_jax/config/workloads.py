@@ -27,10 +27,10 @@ def run_workloads(config: Config, problems: int | None = None) -> dict[str, Work
   }
   if group := config.resolved_algorithm.settings.guide_completions:
     workloads[GUIDE] = Workload(batch, group, params)
-  return workloads | evaluation_workloads(config, problems)
+  return workloads | _evaluation_workloads(config, problems)
 
 
-def evaluation_workloads(config: Config, problems: int | None = None) -> dict[str, Workload]:
+def _evaluation_workloads(config: Config, problems: int | None = None) -> dict[str, Workload]:
   """Returns those of an evaluation by name; see `run_workloads`."""
   section = config.eval
   if problems is None:
