@@ -120,7 +120,6 @@ def config_of(**changes):
   config.data.terms = 2
   config.data.max_prompt_tokens, config.sampling.max_tokens = 20, 18
   config.batch.prompts, config.batch.group = 8, 4
-  config.mesh.data, config.mesh.fsdp, config.mesh.tensor = 2, 2, 2
   config.model.lora_rank = 2
   config.warm_start.steps = 0
   config.algorithm.contrast = False
@@ -150,7 +149,6 @@ def hf(tmp_path_factory):
   return folder
 
 
-@pytest.mark.devices
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["folder", "folder int4", "preset", "warm start"])
 def test_a_run_resumes_bit_for_bit(source, hf, tmp_path):
@@ -183,7 +181,6 @@ def test_a_run_resumes_bit_for_bit(source, hf, tmp_path):
   assert worker.model.config.lora.rank == 2
 
 
-@pytest.mark.devices
 @pytest.mark.slow
 def test_a_changed_base_model_is_refused_in_one_line(hf, tmp_path):
   folder = shutil.copytree(hf, tmp_path / "hf")

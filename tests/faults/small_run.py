@@ -19,7 +19,6 @@ CONFIG = {
   "eval": {"problems": 4, "samples": 2, "batch": 4, "every": 2},
   "checkpoint": {"every": 2, "keep": 3},
   "log": {"samples": 2, "credit_every": 2},
-  "mesh": {"data": 4, "fsdp": 1, "tensor": 2},
   "optimizer": {"learning_rate": 1e-3},
 }
 TIMING = ("time/", "tokens/s", "compiles")
