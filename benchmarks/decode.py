@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gtpo_jax.runtime.startup import prepare_jax
+from gtpo_jax.runtime.startup import prepare_devices, prepare_jax
 
 prepare_jax()  # before JAX is imported
 
@@ -78,6 +78,7 @@ def lower_bounds(c: ModelConfig, batch: int) -> tuple[float, float]:
 
 def decode_step_seconds(c: ModelConfig, batch: int, prompt_len: int, tokens: int) -> float:
   """Returns the engine's seconds per decode step, without prefill and the first token."""
+  prepare_devices()
   model = Transformer(c, make_mesh())
   engine = Engine(
     model,

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gtpo_jax.runtime.startup import prepare_jax
+from gtpo_jax.runtime.startup import prepare_devices, prepare_jax
 
 prepare_jax()  # before JAX is imported
 
@@ -121,6 +121,7 @@ class Totals(NamedTuple):
 
 
 def make_engine() -> tuple[Engine, object]:
+  prepare_devices()
   model = Transformer(MODEL, make_mesh())
   engine = Engine(
     model,

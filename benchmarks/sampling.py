@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gtpo_jax.runtime.startup import prepare_jax
+from gtpo_jax.runtime.startup import prepare_devices, prepare_jax
 
 prepare_jax()  # before JAX is imported
 
@@ -43,6 +43,7 @@ def ours(
   args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]
 ) -> Callable[[int], None]:
   """Returns a function that samples all completions with our engine, given a seed."""
+  prepare_devices()
   model = Transformer(
     ModelConfig(
       args.vocab,

@@ -20,7 +20,7 @@ from unittest import mock
 
 import numpy as np
 
-from gtpo_jax.runtime.startup import prepare_jax
+from gtpo_jax.runtime.startup import prepare_devices, prepare_jax
 
 prepare_jax()  # before JAX is imported
 
@@ -101,6 +101,8 @@ def main() -> None:
   parser.add_argument("--algorithms", default="grpo,gtpo,grpo_s,gtpo:cispo,gtpo:kl_cov")
   parser.add_argument("--json")
   args = parser.parse_args()
+
+  prepare_devices()
 
   model = Transformer(ARCHITECTURE, make_mesh())
   batch = make_batch(model)

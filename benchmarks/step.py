@@ -16,7 +16,7 @@ import time
 
 import numpy as np
 
-from gtpo_jax.runtime.startup import prepare_jax
+from gtpo_jax.runtime.startup import prepare_devices, prepare_jax
 
 prepare_jax()  # before JAX is imported
 
@@ -72,6 +72,7 @@ def run_steps(args: argparse.Namespace) -> tuple[list[tuple[float, float, float]
     head_dim=HEAD_DIM,
     mlp=4 * args.width,
   )
+  prepare_devices()
   model = Transformer(shape, make_mesh())
   optimizer = make_optimizer(OptimizerConfig(), args.steps)
   update = make_update(model, algorithms.make(args.algorithm), optimizer)

@@ -25,7 +25,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is fir
 
 import jax  # reads the variables above
 
-from gtpo_jax.runtime.startup import reserve_cpu_threads, use_compile_cache
+from gtpo_jax.runtime.startup import (
+  prepare_devices,
+  prepare_libraries,
+  reserve_cpu_threads,
+  use_compile_cache,
+)
 
 MOST_RESIDENT = 3 << 30  # bytes of a process, above which it drops its compiled programs
 
@@ -201,5 +206,6 @@ def pytest_configure(config):
       flags.append("--xla_cpu_parallel_codegen_split_count=1")  # the workers use all cores
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
   reserve_cpu_threads()
-  jax.devices()
+  prepare_libraries()
+  prepare_devices()
   os.environ.pop("NPROC", None)  # programs that tests start set their own value

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -37,8 +35,6 @@ LEFTOVERS = "leftovers"
 BASE_DIGEST = "base"
 
 TMP_SUFFIX = ".orbax-checkpoint-tmp"  # of a step's folder until Orbax commits it
-NOISY_LOGGERS = ("absl", "orbax", "asyncio")
-CLOSED_LOOP = "Event loop is closed"
 FILE_SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 
@@ -78,9 +74,6 @@ class Checkpoints:
   """
 
   def __init__(self, folder: epath.PathLike, keep: int | None = None):
-    for name in NOISY_LOGGERS:  # they would disturb the display; failures are raised anyway
-      logging.getLogger(name).setLevel(logging.CRITICAL)
-    _ignore_late_writes()
     folder = absolute_path(epath.Path(folder))
     if folder.exists() and not folder.is_dir():
       raise UserError(f"{str(folder)!r} must be a folder of checkpoints, but is a file; remove it")
@@ -318,22 +311,6 @@ class Checkpoints:
 
   def _folder(self, step: int | None) -> epath.Path:
     return self._manager.directory / str(step)
-
-
-def _ignore_late_writes() -> None:
-  """Prints no traceback for writes of TensorStore that end after their save has failed.
-
-  Orbax raises the error of the first write and closes its event loop. Every other write then fails
-  to report to that loop.
-  """
-  show = sys.unraisablehook
-
-  def show_others(unraisable: Any) -> None:
-    if str(unraisable.exc_value) != CLOSED_LOOP:
-      show(unraisable)
-
-  if getattr(show, "__name__", "") != show_others.__name__:
-    sys.unraisablehook = show_others
 
 
 def _cause(error: BaseException) -> str:

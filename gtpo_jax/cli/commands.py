@@ -25,7 +25,12 @@ from gtpo_jax.runtime.cluster.joining import join_processes
 from gtpo_jax.runtime.device_errors import explain
 from gtpo_jax.runtime.errors import RunError, UserError, did_you_mean
 from gtpo_jax.runtime.signals import SIGNAL_EXIT, StopSignals
-from gtpo_jax.runtime.startup import place_compile_cache, prepare_jax, refuse_cpu_fallback
+from gtpo_jax.runtime.startup import (
+  place_compile_cache,
+  prepare_devices,
+  prepare_jax,
+  refuse_cpu_fallback,
+)
 from gtpo_jax.storage.paths import check_object_writable, is_remote, storage_errors
 
 if TYPE_CHECKING:
@@ -43,6 +48,7 @@ def _in_all_processes(command: Callable[..., int]) -> Callable[..., int]:
     join_processes()
     with _exit_on_failure():
       refuse_cpu_fallback()
+      prepare_devices()
       return command(args, overrides)
 
   return run
@@ -205,6 +211,7 @@ def sample(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo sample`."""
   prepare_jax()
   refuse_cpu_fallback()
+  prepare_devices()
   with _exit_on_failure():
     return _sample(args)
 

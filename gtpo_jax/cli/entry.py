@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import signal
 import sys
@@ -22,7 +21,6 @@ REPLACED = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectory
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs one command and returns its exit status."""
   _open_standard_streams()
-  logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a HOME that is read-only
   try:
     args, overrides = parse(list(sys.argv[1:] if argv is None else argv))
     return args.run(args, overrides)

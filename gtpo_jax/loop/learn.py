@@ -27,6 +27,7 @@ from gtpo_jax.runtime.compiling import stoppable_compiles
 from gtpo_jax.runtime.distributed import any_process, is_first_process
 from gtpo_jax.runtime.errors import FunctionError
 from gtpo_jax.runtime.signals import Interrupts, Stopped, Watchdog
+from gtpo_jax.runtime.startup import prepare_devices
 from gtpo_jax.storage.spool import open_logs
 
 PRINT_EVERY = 5  # steps between lines of a plain log
@@ -102,6 +103,7 @@ def steps(
       of the inputs cannot be used.
     RunError: updates were skipped too often, or a checkpoint cannot be written.
   """
+  prepare_devices()
   compile_count()  # the first call registers the listener that counts compilations
   inputs = resolve_inputs(config, reward, data, held_out, demonstrations)
   display = display or Display(is_first_process())

@@ -20,7 +20,7 @@ from gtpo_jax.planning.compile import bytes_per_device
 from gtpo_jax.planning.roofline import sample_seconds, update_flops, update_seconds
 from gtpo_jax.planning.run_programs import CompiledProgram, RunPrograms, build_model
 from gtpo_jax.planning.search import candidates, changed, with_overrides
-from gtpo_jax.planning.topology import topology_devices
+from gtpo_jax.planning.topology import topology_devices, without_compile_cache
 from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import island_of
@@ -38,6 +38,7 @@ def silent(text: str) -> AbstractContextManager[None]:
   return contextlib.nullcontext()
 
 
+@without_compile_cache()  # programs for absent devices cannot be read from it
 def plan(config: Config, topology: str, waiting: Waiting = silent) -> dict[str, Any]:
   """Compiles a run's programs ahead of time; if they do not fit, searches for overrides.
 

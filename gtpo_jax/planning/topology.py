@@ -98,12 +98,12 @@ def topology_devices(topology: str) -> tuple[list[Any], Chip]:
 
 def compile_deviceless(lowered: jax.stages.Lowered, devices: list[Any]) -> jax.stages.Compiled:
   """Compiles a program for devices that need not be attached, without the compile cache."""
-  with _no_compile_cache():
+  with without_compile_cache():
     return _compile(lowered, devices)
 
 
 @contextlib.contextmanager
-def _no_compile_cache() -> Iterator[None]:
+def without_compile_cache() -> Iterator[None]:
   """Turns off JAX's compile cache, which cannot load programs for devices that are not attached."""
   before = jax.config.jax_enable_compilation_cache
   use_compile_cache(False)

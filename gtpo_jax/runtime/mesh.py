@@ -19,7 +19,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.startup import use_compile_cache
+from gtpo_jax.runtime.startup import reads_compile_cache
 
 # Mesh construction.
 
@@ -35,8 +35,6 @@ def make_mesh(
 ) -> Mesh:
   """Builds the (data, fsdp, context, tensor) mesh. One size may be -1, for all remaining devices.
 
-  The first mesh of several CPU devices turns JAX's compile cache off for the rest of the process.
-
   Args:
     data: replicas of the parameters; batches are split over them.
     fsdp: shards of the parameters, gathered when used; batches are split over them too.
@@ -47,6 +45,7 @@ def make_mesh(
 
   Raises:
     UserError: the product of the sizes is not the number of devices.
+    RuntimeError: there are several CPU devices, but `prepare_devices` was not called.
   """
   devices = list(jax.devices() if devices is None else devices)
   sizes = dict(zip(MESH_AXES, (data, fsdp, context, tensor), strict=True))
@@ -71,11 +70,11 @@ def make_mesh(
       f"{len(devices)}; set one axis to -1 to use all devices, or use "
       f"{' '.join(f'--config.mesh.{name}={size}' for name, size in fitting.items())}"
     )
-  if len(devices) > 1 and devices[0].platform == "cpu":
-    # With jaxlib 0.10.2 a program read from the cache can deadlock here: devices wait for one
-    # another in different collectives. A freshly compiled program does not. The cached program
-    # seems to have lost the order in which XLA makes devices start collectives.
-    use_compile_cache(False)
+  if len(devices) > 1 and devices[0].platform == "cpu" and reads_compile_cache():
+    raise RuntimeError(
+      "programs of several CPU devices that are read from JAX's compile cache can deadlock; call "
+      "gtpo_jax.runtime.startup.prepare_devices() first"
+    )
   return _mesh_of(_arrange(devices, tuple(sizes.values())))
 
 

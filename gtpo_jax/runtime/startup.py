@@ -1,13 +1,30 @@
-"""Settings that must be made before JAX starts. Importing this module imports no JAX."""
+"""The settings that gtpo_jax makes for its whole process, and why. Importing this imports no JAX.
+
+They are made by two calls, and by nothing else:
+
+- `prepare_jax`, before JAX is first imported: JAX's platform, its share of a GPU's memory, the
+  threads of XLA's virtual CPU devices and the compile cache; and `prepare_libraries`: which loggers
+  are silent, which late errors of Orbax are not printed, and that `epath` accepts files of users
+  without a name.
+- `prepare_devices`, once the processes have joined and before the first program: whether programs
+  may be read from the compile cache.
+
+`gtpo` makes both calls, and `place_compile_cache` for the cache of a run. From Python, using a name
+of `gtpo_jax` makes the first and `gtpo_jax.train` the second. Packages that take long to import
+are set up where they are first needed: transformers in `data.chat`, and fsspec in `storage.paths`.
+"""
 
 from __future__ import annotations
 
 import glob
 import importlib.util
+import logging
 import os
 import re
+import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 from gtpo_jax.runtime.cluster.launchers import NVIDIA_DEVICE_FILES, has_tpu
 from gtpo_jax.runtime.errors import UserError, first_line
@@ -27,16 +44,24 @@ THREADS_PER_CPU_DEVICE = 32
 # default is 0.75. The second name is deprecated, and JAX refuses to start if both are set.
 GPU_MEMORY_FRACTION = "0.9"
 GPU_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+# Loggers that show less than they would by themselves.
+QUIET_LOGGERS = {
+  # They would disturb the display. Orbax's failures are raised too.
+  **dict.fromkeys(("absl", "orbax", "asyncio"), logging.CRITICAL),
+  "matplotlib": logging.ERROR,  # it warns of a HOME that is read-only
+}
+CLOSED_LOOP = "Event loop is closed"
 
 
 def prepare_jax() -> None:
-  """Configures platform, memory and compile cache. Call it before JAX is first imported.
+  """Configures libraries, platform, memory and compile cache. Call it before JAX is imported.
 
   Without this, JAX looks for TPU chips on every machine that has `libtpu` installed. Existing
   values of `JAX_PLATFORMS`, `XLA_CLIENT_MEM_FRACTION`, `JAX_COMPILATION_CACHE_DIR` and
   `JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS` are left unchanged, and so are the corresponding JAX
   options of the first three.
   """
+  prepare_libraries()
   choose_platform()
   reserve_cpu_threads()
   choose_gpu_memory()
@@ -49,6 +74,77 @@ def prepare_jax() -> None:
   if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_TIME_S)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # no minimum
+
+
+def prepare_devices() -> None:
+  """Turns the compile cache off if programs will run on several CPU devices, of any process.
+
+  Call it once JAX may start: all processes have joined, and nothing has been compiled. With jaxlib
+  0.10.2 a program of several CPU devices that is read from the cache can deadlock: devices wait for
+  one another in different collectives. A freshly compiled program does not. The cached program
+  seems to have lost the order in which XLA makes devices start collectives. `make_mesh` refuses
+  several CPU devices while the cache is in use (`reads_compile_cache`).
+  """
+  import jax
+
+  devices = jax.devices()
+  if len(devices) > 1 and devices[0].platform == "cpu":
+    use_compile_cache(False)
+
+
+def prepare_libraries() -> None:
+  """Silences `QUIET_LOGGERS` and late errors of Orbax; lets `epath` describe all files."""
+  for name, level in QUIET_LOGGERS.items():
+    logging.getLogger(name).setLevel(level)
+  _ignore_late_writes()
+  _accept_unknown_owners()
+
+
+def _ignore_late_writes() -> None:
+  """Prints no traceback for writes of TensorStore that end after their save has failed.
+
+  Orbax raises the error of the first write and closes its event loop. Every other write then fails
+  to report to that loop.
+  """
+  show = sys.unraisablehook
+
+  def show_others(unraisable: Any) -> None:
+    if str(unraisable.exc_value) != CLOSED_LOOP:
+      show(unraisable)
+
+  if getattr(show, "__name__", "") != show_others.__name__:
+    sys.unraisablehook = show_others
+
+
+def _accept_unknown_owners() -> None:
+  """Lets `epath` describe files whose owner or group has no name, by its number.
+
+  Containers often run under such a user, and shared file systems hold files of such users; Orbax
+  asks `epath` for descriptions. Without this change it raises KeyError
+  (https://github.com/google/etils/issues/790).
+  """
+  from etils.epath import backend, stat_utils
+
+  system = getattr(backend, "_OsPathBackend", None)
+  named = getattr(system, "stat", None)
+  if named is None or named.__name__ == "described":  # a later version of etils, or done already
+    return
+
+  def described(self: Any, path: Any) -> Any:
+    try:
+      return named(self, path)
+    except KeyError:
+      found = os.stat(path)
+    return stat_utils.StatResult(
+      is_directory=stat.S_ISDIR(found.st_mode),
+      length=found.st_size,
+      mtime=int(found.st_mtime),
+      owner=str(found.st_uid),
+      group=str(found.st_gid),
+      mode=found.st_mode,
+    )
+
+  system.stat = described
 
 
 def choose_platform() -> None:
@@ -176,6 +272,13 @@ def use_compile_cache(on: bool) -> None:
     jax.config.update("jax_enable_compilation_cache", on)
     # JAX decides only once whether it uses a cache; this makes it decide again.
     compilation_cache.reset_cache()
+
+
+def reads_compile_cache() -> bool:
+  """Whether JAX may read programs from a compile cache."""
+  import jax
+
+  return bool(jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir)
 
 
 def reserve_cpu_threads() -> None:

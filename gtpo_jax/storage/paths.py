@@ -12,11 +12,9 @@ import importlib.util
 import io
 import logging
 import os
-import stat
 from collections.abc import Iterator
 
 from etils import epath
-from etils.epath import backend, stat_utils
 
 from gtpo_jax.runtime.errors import RunError, UserError, first_line
 from gtpo_jax.runtime.installing import install_command
@@ -51,36 +49,6 @@ def storage_path(name: str | os.PathLike[str]) -> epath.Path:
   if is_remote(name):
     _open_store(scheme(name))
   return epath.Path(name)
-
-
-@functools.cache
-def accept_unknown_owners() -> None:
-  """Lets `epath` describe files whose owner or group has no name, by its number.
-
-  Containers often run under such a user, and shared file systems hold files of such users; Orbax
-  asks `epath` for descriptions. Without this change it raises KeyError
-  (https://github.com/google/etils/issues/790).
-  """
-  system = getattr(backend, "_OsPathBackend", None)
-  if system is None:  # a later version of etils
-    return
-  named = system.stat
-
-  def described(self, path):
-    try:
-      return named(self, path)
-    except KeyError:
-      found = os.stat(path)
-    return stat_utils.StatResult(
-      is_directory=stat.S_ISDIR(found.st_mode),
-      length=found.st_size,
-      mtime=int(found.st_mtime),
-      owner=str(found.st_uid),
-      group=str(found.st_gid),
-      mode=found.st_mode,
-    )
-
-  system.stat = described
 
 
 def absolute_path(path: epath.Path) -> epath.Path:

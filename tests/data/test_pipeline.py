@@ -132,6 +132,8 @@ address = sys.argv[1]
 process, processes, first, last = map(int, sys.argv[2:])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, processes, process)
+from gtpo_jax.runtime.startup import prepare_devices
+prepare_devices()
 from jax.experimental import multihost_utils
 from gtpo_jax.data.pipeline import Batches
 from gtpo_jax.data.tasks import TaskPart, make_task

@@ -19,12 +19,13 @@ if not skips_metadata:
 
 from gtpo_jax.cli import main  # noqa: E402
 from gtpo_jax.runtime.cluster.joining import join_processes  # noqa: E402
-from gtpo_jax.runtime.startup import prepare_jax  # noqa: E402
+from gtpo_jax.runtime.startup import prepare_devices, prepare_jax  # noqa: E402
 
 
 def join():
   prepare_jax()
   join_processes()
+  prepare_devices()
   from gtpo_jax.runtime.distributed import broadcast_from_first
 
   seen = {

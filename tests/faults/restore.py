@@ -14,12 +14,13 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.cluster.joining import join_processes
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import make_mesh
-from gtpo_jax.runtime.startup import prepare_jax
+from gtpo_jax.runtime.startup import prepare_devices, prepare_jax
 from gtpo_jax.training.state import OptimizerConfig, make_optimizer
 
 if __name__ == "__main__":
   prepare_jax()
   join_processes()
+  prepare_devices()
   _, folder, out, sizes = sys.argv
   model = Transformer(PRESETS["tiny"], make_mesh(*map(int, sizes.split(","))))
   saved = Checkpoints(folder, keep=3).restore(model, make_optimizer(OptimizerConfig(), 10))

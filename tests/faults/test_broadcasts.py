@@ -9,10 +9,11 @@ PROGRAM = """
 import jax
 from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.runtime.cluster.joining import join_processes
-from gtpo_jax.runtime.startup import prepare_jax
+from gtpo_jax.runtime.startup import prepare_devices, prepare_jax
 compile_count()
 prepare_jax()
 join_processes()
+prepare_devices()
 import numpy as np
 from gtpo_jax.runtime.distributed import any_process, broadcast_from_first, first_nonempty_text
 from gtpo_jax.runtime.errors import UserError

@@ -64,8 +64,9 @@ def test_a_published_shape_equals_torch(preset, tmp_path):
 LOAD = """
 import json, re, sys, time
 from pathlib import Path
-from gtpo_jax.runtime.startup import prepare_jax
+from gtpo_jax.runtime.startup import prepare_devices, prepare_jax
 prepare_jax()
+prepare_devices()
 import jax
 from gtpo_jax.models import load
 from gtpo_jax.runtime.mesh import make_mesh

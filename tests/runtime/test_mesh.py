@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec
 
 from gtpo_jax.planning.topology import LIBTPU_ENVIRONMENT
@@ -24,6 +23,7 @@ from gtpo_jax.runtime.mesh import (
   shard_batch,
   single_device_mesh,
 )
+from gtpo_jax.runtime.startup import prepare_devices, use_compile_cache
 
 pytestmark = pytest.mark.devices
 
@@ -174,34 +174,23 @@ def test_constrain_changes_the_layout_but_not_the_values():
   assert {shard.data.shape for shard in y.addressable_shards} == {(2, 2)}
 
 
-def test_several_cpu_devices_turn_the_compile_cache_off(tmp_path):
-  """Programs read from the cache can deadlock."""
-  names = (
-    "jax_enable_compilation_cache",
-    "jax_compilation_cache_dir",
-    "jax_persistent_cache_min_compile_time_secs",
-  )
-  before = [getattr(jax.config, name) for name in names]
-
-  def configure(*values):
-    for name, value in zip(names, values, strict=True):
-      jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-  def cached_files(factor):
-    jax.jit(lambda x: x * factor)(jnp.ones(3))
-    return len(list(tmp_path.iterdir()))
-
+def test_several_cpu_devices_are_refused_while_programs_may_be_read_from_the_cache(tmp_path):
+  """Programs of several CPU devices that are read from the compile cache can deadlock."""
+  folder = jax.config.jax_compilation_cache_dir
   try:
-    configure(True, str(tmp_path), 0.0)
-    first = cached_files(2.0)
+    use_compile_cache(True)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     single_device_mesh()
-    second = cached_files(3.0)
-    assert 0 < first < second
+    with pytest.raises(RuntimeError, match=r"can deadlock; call .*prepare_devices\(\) first"):
+      make_mesh(2, 2, 2)
+    jax.config.update("jax_compilation_cache_dir", None)
     make_mesh(2, 2, 2)
-    assert cached_files(4.0) == second
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    prepare_devices()
+    make_mesh(2, 2, 2)
   finally:
-    configure(*before)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    use_compile_cache(False)
 
 
 def torus_hops(ring, size):

@@ -1,8 +1,10 @@
 """Start-up: no silent use of the CPU, the place of the compile cache, and the CUDA extra."""
 
+import logging
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -14,11 +16,15 @@ from gtpo_jax.logs.compiles import compile_count, describe_compile_cache
 from gtpo_jax.runtime import startup
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.startup import (
+  QUIET_LOGGERS,
   choose_gpu_memory,
   cuda_extra,
   nvidia_driver,
   place_compile_cache,
+  prepare_devices,
   prepare_jax,
+  prepare_libraries,
+  reads_compile_cache,
   refuse_cpu_fallback,
   use_compile_cache,
 )
@@ -104,6 +110,7 @@ def default_cache(monkeypatch, tmp_path):
     monkeypatch.setenv(name, "")
   names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
   before = {name: getattr(jax.config, name) for name in names}
+  was_on = jax.config.jax_enable_compilation_cache
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
   jax.config.update("jax_compilation_cache_dir", str(tmp_path / "home" / "gtpo_jax" / "xla"))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # another test may raise it
@@ -111,6 +118,7 @@ def default_cache(monkeypatch, tmp_path):
   yield tmp_path
   for name, value in before.items():
     jax.config.update(name, value)
+  use_compile_cache(was_on)
   compilation_cache.reset_cache()
 
 
@@ -159,6 +167,50 @@ def test_a_cache_folder_set_by_the_user_is_kept(default_cache, monkeypatch):
   jax.config.update("jax_compilation_cache_dir", str(default_cache / "mine"))
   place_compile_cache("runs/tiny")
   assert jax.config.jax_compilation_cache_dir == str(default_cache / "mine")
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_programs_of_several_cpu_devices_are_not_read_from_the_cache(
+  count, default_cache, monkeypatch
+):
+  """They could deadlock. Those of one device are written to the cache and read again."""
+  folder = default_cache / "cache"
+  jax.config.update("jax_compilation_cache_dir", str(folder))
+  compilation_cache.reset_cache()
+  devices = jax.devices()[:count]
+  monkeypatch.setattr(jax, "devices", lambda: devices)
+  prepare_devices()
+  assert reads_compile_cache() == (count == 1)
+  jax.jit(lambda x: x * 3.0 + count)(np.ones(3))
+  assert folder.exists() == (count == 1)
+
+
+@pytest.fixture
+def process_settings(monkeypatch):
+  """Undoes what `prepare_libraries` changes. The value is a list of the errors that are shown."""
+  levels = {name: logging.getLogger(name).level for name in QUIET_LOGGERS}
+  shown = []
+  monkeypatch.setattr(sys, "unraisablehook", shown.append)
+  yield shown
+  for name, level in levels.items():
+    logging.getLogger(name).setLevel(level)
+
+
+def test_libraries_are_quiet_about_errors_that_are_raised_anyway(process_settings):
+  for name in QUIET_LOGGERS:
+    logging.getLogger(name).setLevel(logging.NOTSET)
+  prepare_libraries()
+  hook = sys.unraisablehook
+  prepare_libraries()
+  assert sys.unraisablehook is hook  # no chain of hooks
+  assert [logging.getLogger(name).level for name in QUIET_LOGGERS] == [*QUIET_LOGGERS.values()]
+  late, other = (
+    types.SimpleNamespace(exc_value=RuntimeError(text))
+    for text in ("Event loop is closed", "something else")
+  )
+  hook(late)
+  hook(other)
+  assert process_settings == [other]
 
 
 @pytest.mark.parametrize(

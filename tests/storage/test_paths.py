@@ -7,6 +7,7 @@ import pytest
 from etils import epath
 
 from gtpo_jax.runtime.errors import RunError, UserError
+from gtpo_jax.runtime.startup import prepare_libraries
 from gtpo_jax.storage import paths
 from gtpo_jax.storage.paths import (
   create_exclusively,
@@ -26,7 +27,7 @@ def test_an_owner_without_a_name(tmp_path):
   file = tmp_path / "file"
   file.write_bytes(b"abc")
   os.chown(file, 54321, 54322)
-  paths.accept_unknown_owners()
+  prepare_libraries()
   found = epath.Path(file).stat()
   assert (found.owner, found.group, found.length, found.is_directory) == (
     "54321",

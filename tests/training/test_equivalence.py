@@ -142,6 +142,8 @@ import jax, numpy as np
 port, rank, out = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
+from gtpo_jax.runtime.startup import prepare_devices
+prepare_devices()
 sys.path.insert(0, "tests/training")
 from test_equivalence import three_steps
 from gtpo_jax.runtime.mesh import make_mesh

@@ -30,6 +30,8 @@ import jax
 port, rank, home = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{port}", 2, rank)
+from gtpo_jax.runtime.startup import prepare_devices
+prepare_devices()
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.models import Transformer, load, save, save_adapter
