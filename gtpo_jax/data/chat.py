@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gtpo_jax.data.records import NO_ROLE, ROLES, user
+from gtpo_jax.data.chat_template import MAX_REASON_CHARS, TOKENIZER_DIR, ChatTemplate, Messages
+from gtpo_jax.data.records import NO_ROLE, ROLES
 from gtpo_jax.runtime.errors import UserError, first_line
-from gtpo_jax.runtime.limits import limited_memory, within
 from gtpo_jax.storage.files import local_copy, read_json, safe_join
 from gtpo_jax.storage.paths import storage_path
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase
-
-TOKENIZER_DIR = Path(__file__).parent / "tokenizer"
 
 # Files that a tokenizer may be read from.
 FILES = (
@@ -36,11 +33,6 @@ FILES = (
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are not a complete character
 MAX_CHARACTER_BYTES = 4
-MAX_REASON_CHARS = 200
-RENDER_LIMIT_S = 10.0  # for one conversation; a template can contain loops
-RENDER_MEMORY = 2**30  # bytes for the first conversation
-
-Messages = Sequence[dict[str, str]]
 
 
 class Chat:
@@ -55,11 +47,13 @@ class Chat:
       single characters that are not special.
     pad: id of the padding token.
     stop: ids that end a completion, ascending.
+    template: the chat template.
     vocab_size: one more than the largest id.
   """
 
   def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Collection[int] = ()):
     self.tokenizer = tokenizer
+    self.template = ChatTemplate(tokenizer)
     added = {
       token_id: token
       for token_id, token in tokenizer.added_tokens_decoder.items()
@@ -104,8 +98,8 @@ class Chat:
       if message["role"] not in ROLES:
         raise UserError(f"a message has the role {message['role']!r}, {NO_ROLE}")
     if not any(token in message["content"] for message in messages for token in self.control):
-      ids = self._encode(self._render(messages))
-      if self._controls(ids) == self._controls_of_template(messages):
+      ids = self._encode(self.template.render(messages))
+      if _controls(ids, self._control_ids) == self._controls_of_template(messages):
         return ids
     return self._encode_separately(messages)
 
@@ -115,7 +109,7 @@ class Chat:
     This is safe for texts that spell a control token, also together with the template around them.
     """
     ids = []
-    parts = self._parts_of_template(messages)
+    parts = self.template.parts(messages)
     for part, message in zip(parts, messages, strict=False):
       ids += self._encode(part) + self._encode(message["content"], plain=True)
     return ids + self._encode(parts[-1])
@@ -124,28 +118,11 @@ class Chat:
     """Returns the control tokens of the template around messages, in order."""
     roles = tuple(message["role"] for message in messages)
     if roles not in self._template_controls:
-      ids = self._encode(self._render([{**message, "content": "x"} for message in messages]))
-      self._template_controls[roles] = self._controls(ids)
+      ids = self._encode(
+        self.template.render([{**message, "content": "x"} for message in messages])
+      )
+      self._template_controls[roles] = _controls(ids, self._control_ids)
     return self._template_controls[roles]
-
-  def _controls(self, ids: Sequence[int]) -> list[int]:
-    return [token for token in ids if token in self._control_ids]
-
-  def _parts_of_template(self, messages: Messages) -> list[str]:
-    """Renders the template with placeholders and returns its parts around the messages' texts."""
-    marks = [f"\x00{i}\x00" for i in range(len(messages))]
-    rest = self._render(
-      [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
-    )
-    parts = []
-    for mark in marks:
-      part, separator, rest = rest.partition(mark)
-      parts.append(part)
-      if not separator or mark in rest:
-        raise UserError(
-          f"{self._template_name()} does not contain each message exactly once; set data.chat=False"
-        )
-    return [*parts, rest]
 
   def encode_text(self, text: str) -> list[int]:
     """Returns the ids of plain text without the chat template, as base models need it.
@@ -196,55 +173,6 @@ class Chat:
     text = self.tokenizer.decode([*self._letter, *ids])
     return text.removeprefix(self.tokenizer.decode(self._letter))
 
-  def _template_name(self) -> str:
-    return f"the chat template of {self.tokenizer.name_or_path!r}"
-
-  def _render(self, messages: Messages) -> str:
-    if not self.tokenizer.chat_template:
-      raise UserError(
-        f"{self._template_name()} is missing; add one to its tokenizer_config.json or "
-        "chat_template.jinja, or set data.chat=False"
-      )
-    copies = [dict(message) for message in messages]  # a template may change what it gets
-    render = lambda: self.tokenizer.apply_chat_template(
-      copies, tokenize=False, add_generation_prompt=True
-    )
-    try:
-      return render() if self._is_own_template() else within(RENDER_LIMIT_S, render)
-    except TimeoutError:
-      raise UserError(
-        f"{self._template_name()} takes longer than {RENDER_LIMIT_S:g} s; set data.chat=False"
-      ) from None
-    except Exception as error:  # from jinja2, its sandbox, or the template
-      reason = first_line(error)[:MAX_REASON_CHARS]
-      raise UserError(f"{self._template_name()} rejects this conversation: {reason}") from error
-
-  def _is_own_template(self) -> bool:
-    """Whether the template is this package's, which ends. One from elsewhere is a program."""
-    return self.tokenizer.chat_template == _own_template()
-
-  def check_template(self) -> None:
-    """Renders a short conversation with limited memory, before anything large is loaded.
-
-    A template that does not accept it may accept others, and a tokenizer may have no template.
-
-    Raises:
-      UserError: the template needs more than `RENDER_LIMIT_S` or `RENDER_MEMORY`.
-    """
-    if not self.tokenizer.chat_template or self._is_own_template():
-      return
-    with limited_memory(RENDER_MEMORY):
-      try:
-        self._render(user("x"))
-      except UserError as error:
-        if isinstance(error.__cause__, MemoryError):
-          raise UserError(
-            f"{self._template_name()} needs more than {RENDER_MEMORY >> 20} MiB; "
-            "set data.chat=False, or use another tokenizer"
-          ) from error
-        if error.__cause__ is None:  # the time limit
-          raise
-
   def _encode(self, text: str, plain: bool = False) -> list[int]:
     """Encodes a text. If `plain`, control tokens in it are encoded as plain characters.
 
@@ -263,13 +191,17 @@ class Chat:
             f"the tokenizer of {self.tokenizer.name_or_path!r} cannot encode a text: "
             f"{first_line(error)[:MAX_REASON_CHARS]}"
           ) from error
-    if plain and (control := self._controls(ids)):
+    if plain and (control := _controls(ids, self._control_ids)):
       name = self.tokenizer.added_tokens_decoder[control[0]].content
       raise UserError(
         f"the tokenizer of {self.tokenizer.name_or_path!r} encodes a text as its control token "
         f"{name!r}: {text[:MAX_REASON_CHARS]!r}"
       )
     return ids
+
+
+def _controls(ids: Sequence[int], control_ids: Collection[int]) -> list[int]:
+  return [token for token in ids if token in control_ids]
 
 
 def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
@@ -305,14 +237,8 @@ def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
   except Exception as error:  # transformers, tokenizers, JSON and object stores raise many types
     reason = first_line(error)[:MAX_REASON_CHARS]
     raise UserError(f"the tokenizer in {str(path)!r} cannot be read: {reason}") from error
-  chat.check_template()
+  chat.template.check()
   return chat
-
-
-@functools.cache
-def _own_template() -> str:
-  """Returns the chat template of this package's tokenizer."""
-  return read_json(TOKENIZER_DIR, "tokenizer_config.json")["chat_template"]
 
 
 def _check_files(path: Path) -> None:

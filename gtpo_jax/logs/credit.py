@@ -70,8 +70,7 @@ class CreditRecord:
   pieces: list[str]  # the distinct texts of tokens
   prompts: list[str]  # [k], the last message of each prompt
   answers: list[str]  # [k]
-  # f32[spans, 4], see `timeline.step_timeline`; of older versions f32[0, 4]
-  timeline: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 4), np.float32))
+  timeline: np.ndarray  # f32[spans, 4], see `timeline.step_timeline`
 
   @property
   def present(self) -> np.ndarray:
@@ -97,7 +96,6 @@ class CreditRecord:
 OF_BATCH = ("mask", "entropy", "truth")  # stored for all tokens of the batch, without padding
 PER_TOKEN = (*OF_BATCH, "ids", "log_probs", "piece")  # the others only for the groups shown
 TEXTS = ("pieces", "prompts", "answers")
-OLD_NAMES = {"counted": "valid"}  # arrays that older versions stored under another name
 
 
 def write_credit(
@@ -292,13 +290,12 @@ def read_credit(file: Path) -> CreditRecord:
 
 def _read(file: Path) -> CreditRecord:
   with np.load(io.BytesIO(file.read_bytes())) as stored:
-    arrays = {OLD_NAMES.get(name, name): array for name, array in stored.items()}
+    arrays = dict(stored.items())
   if (version := int(arrays.pop("format"))) != FORMAT:
     raise UserError(
       f"{str(file)!r} has format {version}, but this version of gtpo_jax reads {FORMAT}; make the "
       f"report with the version that trained the run, or remove the folder {FOLDER!r}"
     )
-  arrays.setdefault("truth", np.zeros(arrays["entropy"].shape, np.uint8))  # of older versions
   width = int(arrays.pop("width"))
   texts = json.loads(arrays.pop("texts").tobytes())
   present = np.arange(width) < arrays["lengths"][..., None]

@@ -15,13 +15,14 @@ from rich.progress import (
   MofNCompleteColumn,
   Progress,
   SpinnerColumn,
+  TaskID,
   TextColumn,
   TimeElapsedColumn,
   TimeRemainingColumn,
 )
 from rich.text import Text
 
-from gtpo_jax.logs.panel import SPARKLINE_STEPS, Sample, one_line, panel_lines, percent, sparkline
+from gtpo_jax.logs.panel import SPARKLINE_STEPS, Sample, panel_lines, percent, sparkline
 from gtpo_jax.runtime.device_errors import current_phase
 from gtpo_jax.runtime.signals import print_notice
 
@@ -44,10 +45,7 @@ class Display:
 
   def __init__(self, enabled: bool = True, console: Console | None = None):
     self._console = console or Console(quiet=not enabled, highlight=False, soft_wrap=True)
-    self._live: Live | None = None
-    self._progress: Progress | None = None
-    self._facts: list[Text] = []
-    self._notice = ""
+    self._panel = LivePanel(self._console)
     self._accuracies: deque[float] = deque(maxlen=SPARKLINE_STEPS)
     self._entropies: deque[float] = deque(maxlen=SPARKLINE_STEPS)
     self._started = time.perf_counter()
@@ -63,8 +61,8 @@ class Display:
 
     The panel also says what the run is waiting for. Without a panel, the message goes to stderr.
     """
-    self._notice = text
-    if not self._live:
+    self._panel.notice = text
+    if not self._panel.is_shown:
       print_notice(text)
 
   def begin(self, name: str, total: int, done: int = 0) -> None:
@@ -73,9 +71,7 @@ class Display:
     self._total = total
     self._begun = (time.perf_counter(), done)
     if self._console.is_terminal:
-      self._progress = _progress_bars(self._console)
-      self._task = self._progress.add_task(name, total=total, completed=done)
-      self._start_live()
+      self._bar = self._panel.start(name, total, done)
 
   def advance(self, done: int, facts: Iterable[str], line: bool) -> None:
     """Updates the panel after a step.
@@ -88,10 +84,12 @@ class Display:
         printed if nothing was printed for `QUIET_S` seconds.
     """
     first, *more = facts
-    if self._live:
-      self._show(done, (first, *more))
-    elif line or self._quiet():
-      self._say_with_time_left(done, first)
+    if self._panel.is_shown:
+      self._panel.update(self._bar, done)
+      self._panel.show((first, *more))
+    elif line or self._is_quiet():
+      began, before = self._begun
+      self.say(first + _time_left(began, done - before, self._total - done))
 
   def step(self, step: int, metrics: Mapping[str, float], sample: Sample, line: bool) -> None:
     """Shows the metrics of a training step and one of its completions.
@@ -106,28 +104,16 @@ class Display:
     accuracy = metrics["reward/accuracy"]
     self._entropies.append(entropy)
     self._accuracies.append(accuracy)
-    if self._live:
+    if self._panel.is_shown:
       width = self._console.width - len(INDENT)
       lines = panel_lines(metrics, [*self._accuracies], [*self._entropies], sample, width)
-      self._show(step, lines)
-    elif line or self._quiet():
-      self._say_with_time_left(
-        step,
+    else:
+      lines = [
         f"step {step}  correct {percent(accuracy)}  "
         f"entropy {entropy:.3f} {sparkline(self._entropies)}  "
-        f"length {metrics['length/mean']:.1f}  {metrics['tokens/s']:,.0f} tokens/s",
-      )
-
-  def _show(self, done: int, lines: Iterable[str]) -> None:
-    """Shows progress and lines in the panel."""
-    self._progress.update(self._task, completed=done)
-    self._facts = [
-      Text(INDENT + line.replace("\n", "\\n"), no_wrap=True, overflow="ellipsis") for line in lines
-    ]
-
-  def _say_with_time_left(self, done: int, text: str) -> None:
-    began, before = self._begun
-    self.say(text + _time_left(began, done - before, self._total - done))
+        f"length {metrics['length/mean']:.1f}  {metrics['tokens/s']:,.0f} tokens/s"
+      ]
+    self.advance(step, lines, line)
 
   @contextlib.contextmanager
   def counting(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -136,24 +122,26 @@ class Display:
     Yields:
       A function that takes how many of `total` are done.
     """
-    alone = not self._live
-    if alone and self._console.is_terminal:
-      self._progress = _progress_bars(self._console)
-      self._start_live()
-    bar = self._progress.add_task(name, total=total) if self._live else None
+    panel = self._panel
+    alone = not panel.is_shown
+    bar = None
+    if not alone:
+      bar = panel.add_bar(name, total)
+    elif self._console.is_terminal:
+      bar = panel.start(name, total)
     began = time.perf_counter()
 
     def count(done: int) -> None:
       if bar is not None:
-        self._progress.update(bar, completed=done)
-      elif self._quiet() and done < total:
+        panel.update(bar, done)
+      elif self._is_quiet() and done < total:
         self.say(f"{name}: {done} of {total}{_time_left(began, done, total - done)}")
 
     try:
       yield count
     finally:
-      if bar is not None and self._live:
-        self._progress.remove_task(bar)
+      if bar is not None and panel.is_shown:
+        panel.remove_bar(bar)
       if alone:
         self.end()
 
@@ -175,37 +163,79 @@ class Display:
       spinner.add_task(text, total=None)
       yield
 
-  def sample(self, prompt: str, completion: str, correct: bool | None) -> None:
-    """Prints a prompt, its completion and the verdict on one log line."""
-    self.say("  " + one_line((prompt, completion, correct)))
+  def end(self) -> None:
+    """Removes the panel."""
+    self._panel.end()
+
+  def _is_quiet(self) -> bool:
+    """Whether nothing was printed for a while."""
+    return time.perf_counter() - self._spoke >= QUIET_S
+
+
+class LivePanel:
+  """Progress bars at the bottom of a terminal, and lines below them.
+
+  Attributes:
+    notice: a message that is shown below the lines; "" for none. It outlives the panel.
+  """
+
+  def __init__(self, console: Console):
+    self.notice = ""
+    self._console = console
+    self._live: Live | None = None
+    self._progress: Progress | None = None
+    self._lines: list[Text] = []
+
+  @property
+  def is_shown(self) -> bool:
+    """Whether the panel is on the terminal."""
+    return self._live is not None
+
+  def start(self, name: str, total: int, done: int = 0) -> TaskID:
+    """Shows the panel with one progress bar, and returns the bar."""
+    self._progress = _progress_bars(self._console)
+    bar = self.add_bar(name, total, done)
+    self._live = Live(
+      console=self._console,
+      transient=True,
+      redirect_stderr=sys.stderr.isatty(),  # else the panel would cover what is printed there
+      refresh_per_second=4,
+      get_renderable=self._render,
+    )
+    self._live.start()
+    return bar
+
+  def add_bar(self, name: str, total: int, done: int = 0) -> TaskID:
+    """Adds a progress bar, and returns it."""
+    return self._progress.add_task(name, total=total, completed=done)
+
+  def update(self, bar: TaskID, done: int) -> None:
+    """Sets how much of a bar is done."""
+    self._progress.update(bar, completed=done)
+
+  def remove_bar(self, bar: TaskID) -> None:
+    """Removes a progress bar."""
+    self._progress.remove_task(bar)
+
+  def show(self, lines: Iterable[str]) -> None:
+    """Replaces the lines."""
+    self._lines = [
+      Text(INDENT + line.replace("\n", "\\n"), no_wrap=True, overflow="ellipsis") for line in lines
+    ]
 
   def end(self) -> None:
     """Removes the panel."""
     if self._live:
       self._live.stop()
       self._live = None
-      self._facts = []
+      self._lines = []
 
-  def _start_live(self) -> None:
-    self._live = Live(
-      console=self._console,
-      transient=True,
-      redirect_stderr=sys.stderr.isatty(),  # else the panel would cover what is printed there
-      refresh_per_second=4,
-      get_renderable=self._panel,
-    )
-    self._live.start()
-
-  def _panel(self) -> Group:
+  def _render(self) -> Group:
     """Returns what the panel shows now; called for every refresh."""
-    notice = [Text(f"  {self._notice}", style="bold")] if self._notice else []
+    notice = [Text(f"  {self.notice}", style="bold")] if self.notice else []
     if notice and current_phase():
       notice.append(Text(f"  waiting for: {current_phase()}", style="bold"))
-    return Group(self._progress, *self._facts, *notice)
-
-  def _quiet(self) -> bool:
-    """Whether nothing was printed for a while."""
-    return time.perf_counter() - self._spoke >= QUIET_S
+    return Group(self._progress, *self._lines, *notice)
 
 
 def _progress_bars(console: Console) -> Progress:

@@ -20,6 +20,9 @@ class Journal:
   On resume it makes the files agree with the checkpoint: it removes the lines after the restored
   step and damaged lines, so that each step appears once, in order, and says what is missing. Only
   the first process writes. All processes must call the methods that return something together.
+
+  Attributes:
+    evaluations: the evaluations in the files.
   """
 
   def __init__(
@@ -41,22 +44,18 @@ class Journal:
       samples: completions that are written at each step.
       say: shows a message to the user.
     """
-    self._resumed_step = resumed_step
     self._metrics = LogFile(workdir / "metrics.jsonl", is_metrics)
-    self._evaluations = LogFile(workdir / "evaluations.jsonl", is_evaluation)
     self._samples = LogFile(workdir / "samples.jsonl", is_sample, samples)
     self._trackers: list[Tracker] = []
-    self._removed_evaluations: list[int] = []
+    file = LogFile(workdir / "evaluations.jsonl", is_evaluation)
+    self.evaluations = EvaluationLog(self._metrics, file, resumed_step)
     if not is_first_process():
       return
     trained = range(1, resumed_step + 1)
-    metrics, evaluations, sampled = (
-      file.repair(resumed_step) for file in (self._metrics, self._evaluations, self._samples)
-    )
-    lines = metrics.messages(trained) + evaluations.messages(())
+    lines = self._metrics.repair(resumed_step).messages(trained) + self.evaluations.repair()
+    sampled = self._samples.repair(resumed_step)
     for line in lines + sampled.messages(trained if samples else ()):
       say(line)
-    self._removed_evaluations = evaluations.removed
     if tensorboard:
       self._trackers.append(TensorBoard(workdir, resumed_step))
     self._trackers += make_trackers()
@@ -70,16 +69,8 @@ class Journal:
   def amend(self, step: int, metrics: Mapping[str, float]) -> None:
     """Adds metrics to the row of an earlier step. If a damaged file has lost it, does nothing."""
     if is_first_process():
-      self._amend(step, _null_if_not_finite(metrics))
+      _amend(self._metrics, step, metrics)
       self._track(step, metrics)
-
-  def _amend(self, step: int, metrics: Mapping[str, float | None]) -> None:
-    rows = self._metrics.rows()
-    self._metrics.rewrite(row | metrics if row["step"] == step else row for row in rows)
-
-  def _track(self, step: int, metrics: Mapping[str, float]) -> None:
-    for tracker in self._trackers:
-      tracker.log_metrics(step, metrics)
 
   def write_evaluation(
     self, step: int, summary: Mapping[str, Any], metrics: Mapping[str, float]
@@ -92,8 +83,7 @@ class Journal:
       metrics: the metrics that are added to the step in metrics.jsonl and in the trackers.
     """
     if is_first_process():
-      if step not in self._summarized():
-        self._evaluations.append({"step": step, **summary})
+      self.evaluations.append(step, summary)
       self.amend(step, metrics)
 
   def write_sample(self, step: int, prompt: str, completion: str, correct: bool | None) -> None:
@@ -114,57 +104,76 @@ class Journal:
       ]
     )
 
-  def removed_evaluations(self) -> list[int]:
+  def close(self) -> None:
+    """Closes the trackers, which flushes what they buffer."""
+    for tracker in self._trackers:
+      tracker.close()
+
+  def _track(self, step: int, metrics: Mapping[str, float]) -> None:
+    for tracker in self._trackers:
+      tracker.log_metrics(step, metrics)
+
+
+class EvaluationLog:
+  """The evaluations in metrics.jsonl and evaluations.jsonl, each of which a file may have lost.
+
+  All processes must call the methods that return something together, except `repair`.
+
+  Args:
+    metrics: metrics.jsonl, whose rows have the most important metrics of an evaluation.
+    summaries: evaluations.jsonl.
+    resumed_step: the step that the run resumes from.
+  """
+
+  def __init__(self, metrics: LogFile, summaries: LogFile, resumed_step: int):
+    self._metrics = metrics
+    self._summaries = summaries
+    self._resumed_step = resumed_step
+    self._removed: list[int] = []
+
+  def repair(self) -> list[str]:
+    """Repairs evaluations.jsonl, on the first process. Returns lines for the user."""
+    found = self._summaries.repair(self._resumed_step)
+    self._removed = found.removed
+    return found.messages(())
+
+  def removed(self) -> list[int]:
     """Returns the steps after the restored one whose evaluations were removed on resume.
 
     The run reaches these steps again.
     """
-    return broadcast_from_first(lambda: self._removed_evaluations)
+    return broadcast_from_first(lambda: self._removed)
 
-  def has_evaluation(self, step: int) -> bool:
+  def has(self, step: int) -> bool:
     """Whether the files have the evaluation of a step.
 
     A step whose metrics are lost has it only in evaluations.jsonl.
     """
-    complete = lambda: step in self._evaluated() or step not in self._logged()
-    return broadcast_from_first(lambda: step in self._summarized() and complete())
+    complete = lambda: step in _evaluated(self._metrics) or step not in _steps(self._metrics)
+    return broadcast_from_first(lambda: step in _steps(self._summaries) and complete())
 
-  def lost_evaluations(self, is_due: Callable[[int], bool]) -> list[int]:
+  def lost(self, is_due: Callable[[int], bool]) -> list[int]:
     """Returns the steps before the restored one whose evaluation a damaged file has lost.
 
     Args:
       is_due: whether the run evaluates a step.
     """
-    return broadcast_from_first(lambda: self._lost_evaluations(is_due))
 
-  def _lost_evaluations(self, is_due: Callable[[int], bool]) -> list[int]:
-    evaluated = self._evaluated()
-    summarized = self._summarized()
-    never_logged = set(range(self._resumed_step)) - self._logged() - summarized
-    has_other = (evaluated ^ summarized) & (self._logged() | {0})
-    return sorted((has_other | set(filter(is_due, never_logged))) - {self._resumed_step})
+    def find() -> list[int]:
+      logged = _steps(self._metrics)
+      summarized = _steps(self._summaries)
+      never_logged = set(range(self._resumed_step)) - logged - summarized
+      has_other = (_evaluated(self._metrics) ^ summarized) & (logged | {0})
+      return sorted((has_other | set(filter(is_due, never_logged))) - {self._resumed_step})
 
-  def restore_evaluation(
-    self, step: int, summary: Mapping[str, Any], metrics: Mapping[str, float]
-  ) -> None:
-    """Adds the evaluation of an earlier step to the files that have lost it.
+    return broadcast_from_first(find)
 
-    The trackers already have it.
-    """
-    if not is_first_process():
-      return
-    if step not in self._summarized():
-      self._evaluations.insert({"step": step, **summary})
-    if step == 0 and 0 not in self._logged():  # its row has nothing else
-      self._metrics.insert({"step": 0})
-    self._amend(step, _null_if_not_finite(metrics))
-
-  def evaluation(self, step: int) -> dict[str, Any]:
+  def known(self, step: int) -> dict[str, Any]:
     """Returns what the files still have of the evaluation of a step: metrics by name."""
     return broadcast_from_first(
       lambda: {
         name: value
-        for file in (self._metrics, self._evaluations)
+        for file in (self._metrics, self._summaries)
         for row in file.rows()
         if row["step"] == step
         for name, value in row.items()
@@ -172,23 +181,41 @@ class Journal:
       }
     )
 
-  def _evaluated(self) -> set[int]:
-    """Returns the steps in metrics.jsonl that have an evaluation."""
-    has_evaluation = lambda row: any(name.startswith(EVALUATION) for name in row)
-    return {row["step"] for row in self._metrics.rows() if has_evaluation(row)}
+  def append(self, step: int, summary: Mapping[str, Any]) -> None:
+    """Adds the summary of a step to evaluations.jsonl, on the first process, if it has none."""
+    if step not in _steps(self._summaries):
+      self._summaries.append({"step": step, **summary})
 
-  def _logged(self) -> set[int]:
-    """Returns the steps in metrics.jsonl."""
-    return {row["step"] for row in self._metrics.rows()}
+  def restore(self, step: int, summary: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    """Adds the evaluation of an earlier step to the files that have lost it.
 
-  def _summarized(self) -> set[int]:
-    """Returns the steps in evaluations.jsonl."""
-    return {row["step"] for row in self._evaluations.rows()}
+    The trackers already have it.
+    """
+    if not is_first_process():
+      return
+    if step not in _steps(self._summaries):
+      self._summaries.insert({"step": step, **summary})
+    if step == 0 and 0 not in _steps(self._metrics):  # its row has nothing else
+      self._metrics.insert({"step": 0})
+    _amend(self._metrics, step, metrics)
 
-  def close(self) -> None:
-    """Closes the trackers, which flushes what they buffer."""
-    for tracker in self._trackers:
-      tracker.close()
+
+def _steps(file: LogFile) -> set[int]:
+  """Returns the steps in a file."""
+  return {row["step"] for row in file.rows()}
+
+
+def _evaluated(metrics: LogFile) -> set[int]:
+  """Returns the steps in metrics.jsonl that have an evaluation."""
+  has_evaluation = lambda row: any(name.startswith(EVALUATION) for name in row)
+  return {row["step"] for row in metrics.rows() if has_evaluation(row)}
+
+
+def _amend(file: LogFile, step: int, metrics: Mapping[str, float]) -> None:
+  """Adds metrics to the row of a step."""
+  added = _null_if_not_finite(metrics)
+  rows = file.rows()
+  file.rewrite(row | added if row["step"] == step else row for row in rows)
 
 
 def _null_if_not_finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -89,7 +89,7 @@ class LogFile:
     Afterwards the steps are in order. Of two rows of a step in a file with one row per step, the
     last one is kept.
     """
-    aside = self._move_aside()
+    aside = _move_aside(self.path)
     if aside or not self.path.exists():
       return Repair(self.path.name, [], 0, [], aside)
     damaged = 0
@@ -106,33 +106,10 @@ class LogFile:
     ordered = all(a <= b for a, b in itertools.pairwise(steps))
     if not ordered or max(counts.values(), default=0) > self.per_step:
       rows = [row for row in self.rows() if row["step"] <= last_step]
-      self.rewrite(self._in_order(rows))
-    elif damaged or removed or not self._ends_with_newline():
+      self.rewrite(_in_order(rows, self.per_step))
+    elif damaged or removed or not _ends_with_newline(self.path):
       self.rewrite(row for row in self.rows() if row["step"] <= last_step)
     return Repair(self.path.name, sorted(counts), damaged, sorted(removed))
-
-  def _ends_with_newline(self) -> bool:
-    with self.path.open("rb") as file:
-      size = file.seek(0, os.SEEK_END)
-      file.seek(max(size - 1, 0))
-      return file.read() in (b"", b"\n")
-
-  def _in_order(self, rows: list[Row]) -> Iterator[Row]:
-    by_step: dict[int, list[Row]] = {}
-    for row in rows:
-      same = by_step.setdefault(row["step"], [])
-      if self.per_step == 1:
-        same.clear()
-      same.append(row)
-    for step in sorted(by_step):
-      yield from self._without_repeated(by_step[step])
-
-  def _without_repeated(self, rows: list[Row]) -> list[Row]:
-    """Drops rows that equal an earlier one, from the end, while there are too many."""
-    for i in reversed(range(len(rows))):
-      if len(rows) > self.per_step and rows[i] in rows[:i]:
-        del rows[i]
-    return rows
 
   def _lines(self) -> Iterator[Row | None]:
     """Yields the row of each line that is not blank; None for a damaged line."""
@@ -148,11 +125,39 @@ class LogFile:
       return None
     return row if self.is_valid(row) else None
 
-  def _move_aside(self) -> str:
-    """Renames what is in the place of the file but is no file. Returns its new name, or ""."""
-    if not self.path.exists() or self.path.is_file():
-      return ""
-    return set_aside(self.path).name
+
+def _ends_with_newline(path: Path) -> bool:
+  with path.open("rb") as file:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - 1, 0))
+    return file.read() in (b"", b"\n")
+
+
+def _in_order(rows: list[Row], per_step: int) -> Iterator[Row]:
+  """Yields the rows by step; of too many rows of a step, the last one, or the distinct ones."""
+  by_step: dict[int, list[Row]] = {}
+  for row in rows:
+    same = by_step.setdefault(row["step"], [])
+    if per_step == 1:
+      same.clear()
+    same.append(row)
+  for step in sorted(by_step):
+    yield from _without_repeated(by_step[step], per_step)
+
+
+def _without_repeated(rows: list[Row], most: int) -> list[Row]:
+  """Drops rows that equal an earlier one, from the end, while there are more than `most`."""
+  for i in reversed(range(len(rows))):
+    if len(rows) > most and rows[i] in rows[:i]:
+      del rows[i]
+  return rows
+
+
+def _move_aside(path: Path) -> str:
+  """Renames what is in the place of the file but is no file. Returns its new name, or ""."""
+  if not path.exists() or path.is_file():
+    return ""
+  return set_aside(path).name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """The training loop (Algorithm 1 of the paper): prompts, rollouts, rewards, update.
 
 `learn` is the algorithm. `train` and `steps` are the public entry points: they check the inputs,
-lock the workdir and build the `Run` (`run.py`), which holds the components that `learn` uses.
+lock the workdir and build the `Run` (`run.py`), which holds the components that `learn` uses. What
+a stop, or an error of a user's function, does to a run is in `interruptions.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,18 @@ from gtpo_jax.api.policy import TrainedPolicy
 from gtpo_jax.api.results import Result, Step
 from gtpo_jax.checkpoint.workdir import claim, open_workdir
 from gtpo_jax.config import Config
-from gtpo_jax.data.records import Problems
 from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.logs.display import Display
-from gtpo_jax.logs.profile import trace_window
-from gtpo_jax.loop.run import Run, prepare
+from gtpo_jax.logs.panel import one_line
+from gtpo_jax.loop.interruptions import saved_if_interrupted
+from gtpo_jax.loop.prepare import prepare
+from gtpo_jax.loop.run import Place, Run
 from gtpo_jax.rollout.user_functions import RewardFunction
 from gtpo_jax.runtime.compiling import stoppable_compiles
 from gtpo_jax.runtime.distributed import any_process, is_first_process
-from gtpo_jax.runtime.errors import FunctionError
-from gtpo_jax.runtime.signals import Interrupts, Stopped, Watchdog
+from gtpo_jax.runtime.signals import Interrupts, Watchdog
 from gtpo_jax.runtime.startup import prepare_devices
 from gtpo_jax.storage.spool import open_logs
-
-PRINT_EVERY = 5  # steps between lines of a plain log
 
 
 def train(
@@ -111,30 +109,19 @@ def steps(
   signals = interrupts if stopping is None else contextlib.nullcontext()
   stopping = stopping or interrupts.requested
   with display.waiting("reading the model and the data", line=False):
-    worker, reward_manager, teacher, train_set, eval_set = prepare(inputs, display)
+    parts = prepare(inputs, display)
   config = inputs.config
   with (
     open_workdir(workdir) as folder,
     claim(folder, config, display.say) as check_lock,
     open_logs(folder) as logs,
-    contextlib.closing(reward_manager),
+    contextlib.closing(parts.reward_manager),
     Watchdog(config.guards.stall_s, lambda: any_process(stopping())) as watchdog,
     stoppable_compiles(watchdog),
   ):
-    run = Run(
-      config,
-      folder,
-      workdir is not None,
-      logs,
-      check_lock,
-      display,
-      watchdog,
-      worker,
-      reward_manager,
-      teacher,
-      eval_set,
-    )
-    learning = learn(run, train_set)
+    place = Place(folder, workdir is not None, logs, check_lock)
+    run = Run(config, parts, place, display, watchdog)
+    learning = saved_if_interrupted(learn(run), run)
     try:
       while True:
         with signals:
@@ -150,60 +137,25 @@ def steps(
       display.end()
 
 
-def learn(run: Run, problems: Sequence[tuple[Problems, float]]) -> Generator[Step, None, Result]:
+def learn(run: Run) -> Generator[Step, None, Result]:
   """Runs Algorithm 1 of the paper.
 
   Each step samples g completions of each prompt with their entropies and scores them
   (`Collector.collect`). It then shapes the rewards by entropy, normalises them to advantages and
-  makes the gradient updates (`training.update`).
-
-  Args:
-    run: the run's components.
-    problems: the sources to train on, with their mixing weights.
+  makes the gradient updates (`training.update`). `saved_if_interrupted` handles what ends it early.
   """
-  try:
-    state = run.set_up(problems)
-  except Stopped as error:
-    return Result(0, False, f"stopped {error}")
-  config = run.config
-  start = int(state.step)
-  run.repair_evaluations()
-  run.evaluate_if_due(state)
-  run.display.begin(config.algorithm.name, config.steps, start)
-  window = config.profile.window
-  for i in trace_window(window, range(start, config.steps), run.logs.folder / "profile"):
-    if run.stopping():
-      break
+  state = run.set_up()
+  run.evaluations.repair()
+  run.evaluations.if_due(state)
+  every = run.config.checkpoint.every
+  for i in run.remaining_steps():
     step = i + 1
-    began = time.perf_counter()
-    try:  # rollouts and their rewards; shaped credit, gradient, optimizer
-      batch = run.collector.collect(state.params, i, run.display.say, run.stopping)
-      collected = time.perf_counter()
-      state, metrics = run.update(state, batch)
-    except Stopped:
-      run.collector.discard()  # the next run samples this batch again
-      break
-    except FunctionError as error:
-      run.collector.discard()
-      raise run.saved_error(error, state) from error
-    ended = time.perf_counter()
-
-    metrics = batch.add_metrics(metrics)
-    tokens = metrics.get("tokens/sampled", metrics["tokens/completion"])
-    metrics |= {
-      "time/update": ended - collected,
-      "time/step": ended - began,
-      "tokens/s": tokens / (ended - began),
-      "compiles": compile_count(),
-    }
-    run.log(step, metrics, batch, print_line=i == start or step % PRINT_EVERY == 0)
-    run.guards.check(step, metrics, batch.to_arrays)
-    if step % config.checkpoint.every == 0 and not run.guards.skipped:
+    batch = run.collect(state.params, i)  # prompts, completions, entropies, rewards
+    state, metrics = run.update(state, batch)  # shaped rewards, advantages, gradients
+    run.log(step, metrics, batch)
+    if step % every == 0 and not run.guards.skipped:
       run.save(state)
-    if evaluation := run.evaluate_if_due(state):
-      run.display.sample(*batch.first_completion(0))
-    try:
-      yield Step(step, metrics | evaluation, batch, TrainedPolicy(run.worker, state.params))
-    except GeneratorExit:  # the caller stopped iterating
-      break
-  return run.finish(state)
+    if evaluation := run.evaluations.if_due(state):
+      run.display.say("  " + one_line(batch.first_completion(0)))
+    yield Step(step, metrics | evaluation, batch, TrainedPolicy(run.worker, state.params))
+  return run.finish()

@@ -23,6 +23,7 @@ Dimension letters: b rows, t positions, c positions of a chunk, d model width, v
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -31,36 +32,54 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from gtpo_jax.models.embedding import local_ids
 from gtpo_jax.runtime.mesh import (
   all_gather_axis,
   axis_size,
   batch_shards,
-  mesh_axes,
   partition_spec,
   reduce_scatter_axis,
-  shard_index,
 )
 from gtpo_jax.training.head_chunk import default_chunk
+from gtpo_jax.training.head_logits import (
+  chunk_logits,
+  gather_positions,
+  head_gradient,
+  local_positions,
+  logits_gradient,
+  softmax_statistics,
+)
 
 # (log-probs and entropies f32[b, c], signals [b, c] of the same tokens) -> the sum of their losses
 TokenLoss = Callable[[jax.Array, jax.Array, Any], jax.Array]
 
 ROWS = partition_spec(("batch", "sequence"))
 TABLE = partition_spec(("vocab", "vocab_embed"))
-VOCAB_AXES = mesh_axes("vocab")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6, 7))
+@dataclasses.dataclass(frozen=True)
+class HeadSettings:
+  """How the head computes, the same for all tokens.
+
+  Attributes:
+    mesh: the device mesh. b must be a multiple of its batch shards, v of context x tensor, and d of
+      fsdp.
+    temperature: the temperature of the policy.
+    chunk: approximate number of tokens whose logits a device has in memory at once; 0 for
+      `default_chunk`. Each chunk is a range of positions of all rows of the device.
+    precision: the precision of the matrix products.
+    entropy_gradient: whether the gradient flows through the entropy too, as for an entropy bonus.
+  """
+
+  mesh: Mesh
+  temperature: float
+  chunk: int
+  precision: str
+  entropy_gradient: bool = False
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def log_probs_and_entropy(
-  hidden: jax.Array,
-  table: jax.Array,
-  tokens: jax.Array,
-  temperature: float,
-  chunk: int,
-  precision: str,
-  mesh: Mesh,
-  entropy_gradient: bool = False,
+  hidden: jax.Array, table: jax.Array, tokens: jax.Array, settings: HeadSettings
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the log-probs and entropies of softmax(hidden @ table.T / temperature).
 
@@ -68,57 +87,40 @@ def log_probs_and_entropy(
     hidden: [b, t, d], the states that predict each token.
     table: [v, d], the output head in its storage dtype; products use the dtype of `hidden`.
     tokens: i32[b, t].
-    temperature: the temperature of the policy.
-    chunk: approximate number of tokens whose logits a device has in memory at once; 0 for
-      `default_chunk`. Each chunk is a range of positions of all rows of the device.
-    precision: the precision of the matrix products.
-    mesh: the device mesh. b must be a multiple of its batch shards, v of context x tensor, and d of
-      fsdp.
-    entropy_gradient: whether the gradient flows through the entropy too, as for an entropy bonus.
+    settings: the temperature, the mesh, and how the products are computed.
 
   Returns:
     log_probs f32[b, t] and entropy f32[b, t], in nats. Without `entropy_gradient`, the gradient
     flows only through log_probs.
   """
-  return _forward(hidden, table, tokens, temperature, chunk, precision, mesh, entropy_gradient)[0]
+  return _forward(hidden, table, tokens, settings)[0]
 
 
 def _forward(
-  hidden: jax.Array,
-  table: jax.Array,
-  tokens: jax.Array,
-  temperature: float,
-  chunk: int,
-  precision: str,
-  mesh: Mesh,
-  entropy_gradient: bool,
+  hidden: jax.Array, table: jax.Array, tokens: jax.Array, settings: HeadSettings
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
   def chunk_statistics(
     vocab_shard: jax.Array, hidden: jax.Array, tokens: jax.Array
   ) -> tuple[None, tuple[jax.Array, ...]]:
-    _, logits, ids = _chunk_logits(vocab_shard, hidden, tokens, temperature, precision)
-    return None, tuple(map(_local_positions, _softmax_statistics(logits, ids)))
+    _, logits, ids = chunk_logits(
+      vocab_shard, hidden, tokens, settings.temperature, settings.precision
+    )
+    return None, tuple(map(local_positions, softmax_statistics(logits, ids)))
 
   _, (log_probs, entropy, lse) = _over_chunks(
-    chunk_statistics, hidden, table, (tokens,), chunk, mesh, with_gradient=False
+    chunk_statistics, hidden, table, (tokens,), settings, with_gradient=False
   )
   entropy = jnp.maximum(entropy, 0)
-  residuals = (hidden, table, tokens, lse, entropy if entropy_gradient else None)
+  residuals = (hidden, table, tokens, lse, entropy if settings.entropy_gradient else None)
   return (log_probs, entropy), residuals
 
 
 def _backward(
-  temperature: float,
-  chunk: int,
-  precision: str,
-  mesh: Mesh,
-  entropy_gradient: bool,
-  residuals: tuple[jax.Array, ...],
-  cotangents: tuple[jax.Array, jax.Array],
+  settings: HeadSettings, residuals: tuple[jax.Array, ...], cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, None]:
   hidden, table, tokens, lse, entropy = residuals
   # The entropies and their cotangents, or nothing.
-  of_entropy = (entropy, cotangents[1]) if entropy_gradient else ()
+  of_entropy = (entropy, cotangents[1]) if settings.entropy_gradient else ()
 
   def chunk_gradient(
     vocab_shard: jax.Array,
@@ -128,15 +130,17 @@ def _backward(
     d_log_probs: jax.Array,
     *of_entropy: jax.Array,
   ) -> tuple[jax.Array, jax.Array]:
-    hidden, logits, ids = _chunk_logits(vocab_shard, hidden, tokens, temperature, precision)
-    cotangents = map(_gather_positions, (d_log_probs, *of_entropy))
-    lse = _gather_positions(lse)
-    d_logits = _logits_gradient(logits, ids, lse, temperature, *cotangents)
-    return _head_gradient(vocab_shard, hidden, d_logits, precision)
+    hidden, logits, ids = chunk_logits(
+      vocab_shard, hidden, tokens, settings.temperature, settings.precision
+    )
+    cotangents = map(gather_positions, (d_log_probs, *of_entropy))
+    lse = gather_positions(lse)
+    d_logits = logits_gradient(logits, ids, lse, settings.temperature, *cotangents)
+    return head_gradient(vocab_shard, hidden, d_logits, settings.precision)
 
   rows = (tokens, lse, cotangents[0], *of_entropy)
   d_table, d_hidden = _over_chunks(
-    chunk_gradient, hidden, table, rows, chunk, mesh, with_gradient=True
+    chunk_gradient, hidden, table, rows, settings, with_gradient=True
   )
   return d_hidden, d_table, None
 
@@ -144,18 +148,14 @@ def _backward(
 log_probs_and_entropy.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6, 7, 8, 9))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5))
 def loss_and_log_probs(
   token_loss: TokenLoss,
   hidden: jax.Array,
   table: jax.Array,
   tokens: jax.Array,
   signals: Any,
-  temperature: float,
-  chunk: int,
-  precision: str,
-  mesh: Mesh,
-  entropy_gradient: bool = False,
+  settings: HeadSettings,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns a loss that is a sum over tokens, and the log-probs and entropies of the tokens.
 
@@ -167,25 +167,13 @@ def loss_and_log_probs(
       on every chunk and once on all positions.
     signals: a pytree of arrays [b, t]. Positions are padded with zero signals and zero hidden
       states.
-    hidden, table, tokens, temperature, chunk, precision, mesh, entropy_gradient: as in
-      `log_probs_and_entropy`.
+    hidden, table, tokens, settings: as in `log_probs_and_entropy`.
 
   Returns:
     The loss f32[], and log_probs and entropy f32[b, t], in nats. The gradient flows only through
     the loss, and only to `hidden` and `table`.
   """
-  return _forward_with_gradient(
-    token_loss,
-    hidden,
-    table,
-    tokens,
-    signals,
-    temperature,
-    chunk,
-    precision,
-    mesh,
-    entropy_gradient,
-  )[0]
+  return _forward_with_gradient(token_loss, hidden, table, tokens, signals, settings)[0]
 
 
 def _forward_with_gradient(
@@ -194,30 +182,28 @@ def _forward_with_gradient(
   table: jax.Array,
   tokens: jax.Array,
   signals: Any,
-  temperature: float,
-  chunk: int,
-  precision: str,
-  mesh: Mesh,
-  entropy_gradient: bool,
+  settings: HeadSettings,
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-  wanted = (0, 1) if entropy_gradient else (0,)
+  wanted = (0, 1) if settings.entropy_gradient else (0,)
 
   def chunk_loss_gradient(
     vocab_shard: jax.Array, hidden: jax.Array, tokens: jax.Array, signals: Any
   ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    hidden, logits, ids = _chunk_logits(vocab_shard, hidden, tokens, temperature, precision)
-    log_probs, entropy, lse = _softmax_statistics(logits, ids)
+    hidden, logits, ids = chunk_logits(
+      vocab_shard, hidden, tokens, settings.temperature, settings.precision
+    )
+    log_probs, entropy, lse = softmax_statistics(logits, ids)
     entropy = jnp.maximum(entropy, 0)
-    local = (_local_positions(log_probs), _local_positions(entropy))
-    gathered = map(_gather_positions, jax.grad(token_loss, wanted)(*local, signals))
+    local = (local_positions(log_probs), local_positions(entropy))
+    gathered = map(gather_positions, jax.grad(token_loss, wanted)(*local, signals))
     d_log_probs, *d_entropy = gathered
-    of_entropy = (entropy, *d_entropy) if entropy_gradient else ()
-    d_logits = _logits_gradient(logits, ids, lse, temperature, d_log_probs, *of_entropy)
-    d_table, d_hidden = _head_gradient(vocab_shard, hidden, d_logits, precision)
+    of_entropy = (entropy, *d_entropy) if settings.entropy_gradient else ()
+    d_logits = logits_gradient(logits, ids, lse, settings.temperature, d_log_probs, *of_entropy)
+    d_table, d_hidden = head_gradient(vocab_shard, hidden, d_logits, settings.precision)
     return d_table, (*local, d_hidden)
 
   d_table, (log_probs, entropy, d_hidden) = _over_chunks(
-    chunk_loss_gradient, hidden, table, (tokens, signals), chunk, mesh, with_gradient=True
+    chunk_loss_gradient, hidden, table, (tokens, signals), settings, with_gradient=True
   )
   loss = token_loss(log_probs, entropy, signals)
   return (loss, log_probs, entropy), (d_hidden, d_table)
@@ -225,11 +211,7 @@ def _forward_with_gradient(
 
 def _backward_with_gradient(
   token_loss: TokenLoss,
-  temperature: float,
-  chunk: int,
-  precision: str,
-  mesh: Mesh,
-  entropy_gradient: bool,
+  settings: HeadSettings,
   residuals: tuple[jax.Array, jax.Array],
   cotangents: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array, None, None]:
@@ -245,8 +227,7 @@ def _over_chunks(
   hidden: jax.Array,
   table: jax.Array,
   rows: tuple,
-  chunk: int,
-  mesh: Mesh,
+  settings: HeadSettings,
   with_gradient: bool,
 ) -> tuple[jax.Array | None, Any]:
   """Scans `chunk_fn` over chunks of positions, within `shard_map`.
@@ -262,8 +243,9 @@ def _over_chunks(
     The gradient of the table [v, d], or None; and the outputs at all positions, [b, t, ...].
   """
   b, t = hidden.shape[:2]
+  mesh = settings.mesh
   shards = axis_size(mesh, "sequence")
-  chunk = chunk or default_chunk(mesh, table.shape[0])
+  chunk = settings.chunk or default_chunk(mesh, table.shape[0])
 
   def scan_local(table: jax.Array, rows: tuple) -> tuple[jax.Array | None, Any]:
     vocab_shard = all_gather_axis(table.astype(hidden.dtype), "vocab_embed", 1)
@@ -293,99 +275,6 @@ def _over_chunks(
   padded_rows = jax.tree.map(lambda x: _pad_positions(x, shards), (hidden, *rows))
   d_table, outputs = sharded(table, padded_rows)
   return d_table, jax.tree.map(lambda x: x[:, :t], outputs)
-
-
-def _chunk_logits(
-  vocab_shard: jax.Array, hidden: jax.Array, tokens: jax.Array, temperature: float, precision: str
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Gathers a chunk's positions and computes their logits in one vocabulary shard.
-
-  Returns:
-    The hidden states [b, c, d], the logits f32[b, c, v / shards], and the index i32[b, c] of each
-    token within the vocabulary shard (`local_ids`).
-  """
-  hidden = _gather_positions(hidden)
-  logits = jnp.einsum(
-    "btd,vd->btv", hidden, vocab_shard, preferred_element_type=jnp.float32, precision=precision
-  )
-  return hidden, logits / temperature, local_ids(vocab_shard, _gather_positions(tokens))
-
-
-def _softmax_statistics(
-  logits: jax.Array, ids: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns log-prob, entropy and log-sum-exp, f32[b, c] each, from the chunk's logits and ids."""
-  max_logit = jax.lax.pmax(logits.max(-1), VOCAB_AXES)
-  last_id = logits.shape[-1] - 1
-  shifted = logits - max_logit[..., None]
-  weights = jnp.exp(shifted)
-  target = jnp.take_along_axis(logits, jnp.minimum(ids, last_id)[..., None], -1)[..., 0]
-  shard_sums = (
-    jnp.where(ids <= last_id, target - max_logit, 0),
-    weights.sum(-1),
-    (weights * shifted).sum(-1),
-  )
-  shifted_target, total, weighted_total = jax.lax.psum(shard_sums, VOCAB_AXES)
-  log_total = jnp.log(total)
-  return shifted_target - log_total, log_total - weighted_total / total, max_logit + log_total
-
-
-def _logits_gradient(
-  logits: jax.Array,
-  ids: jax.Array,
-  lse: jax.Array,
-  temperature: float,
-  d_log_probs: jax.Array,
-  entropy: jax.Array | None = None,
-  d_entropy: jax.Array | None = None,
-) -> jax.Array:
-  """Returns the gradient of the loss with respect to the model's logits, f32[b, c, v / shards].
-
-  `logits` are the model's logits divided by the temperature. `d_log_probs` and `d_entropy`
-  f32[b, c] are the derivatives of the loss with respect to each token's log-prob and entropy.
-  """
-  is_target = jnp.arange(logits.shape[-1]) == ids[..., None]
-  log_probs = logits - lse[..., None]
-  probs = jnp.exp(log_probs)
-  d_target = d_log_probs / temperature
-  d_logits = (is_target - probs) * d_target[..., None]
-  if d_entropy is None:
-    return d_logits
-  slope = d_entropy / temperature
-  return d_logits - probs * (log_probs + entropy[..., None]) * slope[..., None]
-
-
-def _head_gradient(
-  vocab_shard: jax.Array, hidden: jax.Array, d_logits: jax.Array, precision: str
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the gradients of the vocabulary shard and the local hidden states.
-
-  Args:
-    vocab_shard: [v / shards, d].
-    hidden: [b, c, d].
-    d_logits: f32[b, c, v / shards], the gradient with respect to the logits.
-    precision: the precision of the matrix products.
-
-  Returns:
-    f32[d, v / shards], the transposed gradient of the shard, and [b, c / shards, d].
-  """
-  d_logits = d_logits.astype(hidden.dtype)
-  d_table = jnp.einsum(
-    "btd,btv->dv", hidden, d_logits, preferred_element_type=jnp.float32, precision=precision
-  )
-  d_hidden = jnp.einsum("btv,vd->btd", d_logits, vocab_shard, precision=precision)
-  return d_table, reduce_scatter_axis(d_hidden, "sequence", 1)
-
-
-def _gather_positions(x: jax.Array) -> jax.Array:
-  """Gathers the positions of all shards: [b, c / shards, ...] -> [b, c, ...]."""
-  return all_gather_axis(x, "sequence", 1)
-
-
-def _local_positions(x: jax.Array) -> jax.Array:
-  """Returns this device's positions: the inverse of `_gather_positions`."""
-  size = x.shape[1] // jax.lax.axis_size(mesh_axes("sequence"))
-  return jax.lax.dynamic_slice_in_dim(x, shard_index("sequence") * size, size, 1)
 
 
 def _chunk_count(b: int, t: int, chunk: int) -> int:

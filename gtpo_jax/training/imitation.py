@@ -15,7 +15,7 @@ from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.compiler_options import UPDATE, compiler_options
-from gtpo_jax.training.log_probs import loss_and_score
+from gtpo_jax.training.log_probs import head_settings, loss_and_score
 from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
 from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, TrainState, abstract_state
 
@@ -39,6 +39,7 @@ def make_imitation(
   nats per token.
   """
 
+  settings = head_settings(model, 1.0, head_chunk)
   scale = loss_scale(model.config)
   cross_entropy = scaled(_cross_entropy, scale)
 
@@ -50,7 +51,7 @@ def make_imitation(
       tokens = batch.tokens[:, None]
       weights = token_mean(batch.mask)[:, None]
       loss, *_ = loss_and_score(
-        model, params, batch.prompts, tokens, 1.0, head_chunk, cross_entropy, weights
+        model, params, batch.prompts, tokens, settings, cross_entropy, weights
       )
       return loss
 

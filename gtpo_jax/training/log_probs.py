@@ -12,9 +12,22 @@ import jax.numpy as jnp
 from gtpo_jax.arrays import Packing, Prompts, Rollouts
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.training.head import TokenLoss, log_probs_and_entropy, loss_and_log_probs
+from gtpo_jax.training.head import (
+  HeadSettings,
+  TokenLoss,
+  log_probs_and_entropy,
+  loss_and_log_probs,
+)
 from gtpo_jax.training.micro_batches import merge_parts, split_batch
 from gtpo_jax.training.state import BUILDER_CACHE_SIZE
+
+
+def head_settings(
+  model: Transformer, temperature: float, chunk: int, entropy_gradient: bool = False
+) -> HeadSettings:
+  """Returns the settings of a model's head; see `HeadSettings`."""
+  precision = model.config.matmul_precision
+  return HeadSettings(model.mesh, temperature, chunk, precision, entropy_gradient)
 
 
 def score(
@@ -30,16 +43,11 @@ def score(
   """Returns log-probs and entropies f32[n, g, t], in nats, of completion tokens i32[n, g, t].
 
   The distribution is softmax(logits / temperature). With a `packing`, values after the end of a
-  completion are arbitrary. `chunk` and `entropy_gradient` are as in `log_probs_and_entropy`.
+  completion are arbitrary. `chunk` and `entropy_gradient` are as in `HeadSettings`.
   """
-  outputs = log_probs_and_entropy(
-    *_head_inputs(model, params, prompts, tokens, packing),
-    temperature,
-    chunk,
-    model.config.matmul_precision,
-    model.mesh,
-    entropy_gradient,
-  )
+  head_inputs = _head_inputs(model, params, prompts, tokens, packing)
+  settings = head_settings(model, temperature, chunk, entropy_gradient)
+  outputs = log_probs_and_entropy(*head_inputs, settings)
   log_probs, entropy = (_to_completions(x, tokens, packing) for x in outputs)
   return log_probs, entropy
 
@@ -49,19 +57,18 @@ def loss_and_score(
   params: Params,
   prompts: Prompts,
   tokens: jax.Array,
-  temperature: float,
-  chunk: int,
+  settings: HeadSettings,
   token_loss: TokenLoss,
   signals: Any,
   packing: Packing | None = None,
-  entropy_gradient: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the loss f32[], and the same log-probs and entropies f32[n, g, t] as `score`.
 
   The gradient is computed together with the loss, and flows only through the loss.
 
   Args:
-    model, params, prompts, tokens, temperature, chunk, packing, entropy_gradient: as in `score`.
+    model, params, prompts, tokens, packing: as in `score`.
+    settings: from `head_settings`.
     token_loss: as in `loss_and_log_probs`.
     signals: a pytree of arrays [n, g, t], or [n, g] if all tokens of a completion share one value.
       Signals of padding are 0, and `token_loss` must be 0 there.
@@ -75,11 +82,7 @@ def loss_and_score(
     token_loss,
     *_head_inputs(model, params, prompts, tokens, packing),
     jax.tree.map(to_rows, signals),
-    temperature,
-    chunk,
-    model.config.matmul_precision,
-    model.mesh,
-    entropy_gradient,
+    settings,
   )
   log_probs, entropy = (_to_completions(x, tokens, packing) for x in outputs)
   return loss, log_probs, entropy

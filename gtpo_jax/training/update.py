@@ -16,7 +16,7 @@ from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.compiler_options import UPDATE, compiler_options
-from gtpo_jax.training.log_probs import loss_and_score, score
+from gtpo_jax.training.log_probs import head_settings, loss_and_score, score
 from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
 from gtpo_jax.training.metrics import batch_metrics, correction_metrics, mismatch_metrics
 from gtpo_jax.training.micro_batches import merge_parts, split_batch
@@ -273,12 +273,13 @@ def _make_gradient(
   first computed in a pass of their own.
   """
   bonus = algorithm.entropy_bonus
+  settings = head_settings(model, temperature, head_chunk, bonus)
   scale = loss_scale(model.config)
   token_loss = scaled(algorithm.token_loss, scale)
 
   def policy(trained: Params, frozen: Params, rollouts: Rollouts) -> tuple[Any, ...]:
     params = combine(trained, frozen)
-    return (model, params, rollouts.prompts, rollouts.tokens, temperature, head_chunk)
+    return (model, params, rollouts.prompts, rollouts.tokens)
 
   def loss_fn(
     trained: Params, frozen: Params, inputs: LossInputs, key: jax.Array
@@ -288,10 +289,10 @@ def _make_gradient(
     if algorithm.per_token and (inputs.selected is not None or not algorithm.selects):
       signals = _loss_arguments(inputs)
       loss, *scores = loss_and_score(
-        *inputs_of_policy, token_loss, signals, rollouts.packing, bonus
+        *inputs_of_policy, settings, token_loss, signals, rollouts.packing
       )
       return loss, Scores(*scores)
-    scores = Scores(*score(*inputs_of_policy, rollouts.packing, bonus))
+    scores = Scores(*score(*inputs_of_policy, temperature, head_chunk, rollouts.packing, bonus))
     inputs = _with_selection(algorithm, inputs, scores.log_probs, key)
     loss, _ = algorithm.loss(**scores._asdict(), **_loss_arguments(inputs))
     return loss if scale == 1 else scale * loss, scores
@@ -309,7 +310,7 @@ def _make_gradient(
     trained: Params, frozen: Params, inputs: LossInputs, key: jax.Array
   ) -> tuple[Params, Scores]:
     def score_part(rollouts: Rollouts) -> jax.Array:
-      return score(*policy(trained, frozen, rollouts), rollouts.packing)[0]
+      return score(*policy(trained, frozen, rollouts), temperature, head_chunk, rollouts.packing)[0]
 
     def accumulate(total: Params, part: LossInputs) -> tuple[Params, Scores]:
       grads, scores = part_gradient(trained, frozen, part, key)

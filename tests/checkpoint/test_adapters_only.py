@@ -10,7 +10,7 @@ from etils import epath
 from flax.traverse_util import flatten_dict
 
 from gtpo_jax.checkpoint.integrity import check_integrity
-from gtpo_jax.checkpoint.manager import PARAMS, REST, Checkpoints
+from gtpo_jax.checkpoint.manager import PARAMS, Checkpoints
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.logs.display import Display
@@ -57,11 +57,10 @@ def saved(folder, state):
   return folder
 
 
-def save_as_before(folder, state):
-  """Writes a checkpoint as earlier versions did, with the base model and without its digest."""
+def save_with_base(folder, state):
+  """Saves adapters and the base model, as WORKDIR/base has them."""
   checkpoints = Checkpoints(folder, keep=2)
-  rest = {"step": state.step, "opt_state": state.opt_state}
-  checkpoints._start_save(3, {PARAMS: state.params, REST: rest}, {})
+  checkpoints.save_params(state.params, 3, with_base=True)
   checkpoints.close()
   return folder
 
@@ -87,16 +86,15 @@ def test_it_is_smaller_than_the_model(tmp_path):
   model = Transformer(config, single_device_mesh())
   state = init_state(init_params(model, jax.random.key(0)), OPTIMIZER, model)
   state = state.replace(step=state.step + 3)
-  before = size_of(save_as_before(tmp_path / "before", state) / "3" / PARAMS)
+  before = size_of(save_with_base(tmp_path / "before", state) / "3" / PARAMS)
   after = size_of(saved(tmp_path / "after", state) / "3" / PARAMS)
   assert after < before / 10
 
 
-def test_checkpoints_of_earlier_versions_restore_without_the_base(tmp_path):
+def test_parameters_saved_with_the_base_restore_without_another_one(tmp_path):
   model, state = state_of()
-  folder = save_as_before(tmp_path / "checkpoints", state)
-  restored = Checkpoints(folder).restore(model, OPTIMIZER, base=pytest.fail)
-  assert_equal(restored.state, state)
+  folder = save_with_base(tmp_path / "base", state)
+  assert_equal(Checkpoints(folder).newest_params(model, base=pytest.fail), state.params)
   assert_equal(Checkpoints(folder).restore_params(model, 3), state.params)
 
 

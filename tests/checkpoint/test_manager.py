@@ -29,6 +29,7 @@ from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import RunError, UserError
 from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
+from gtpo_jax.runtime.startup import prepare_libraries
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 
 # If reading or saving one array fails, Orbax abandons the coroutines of the other arrays. They then
@@ -141,7 +142,7 @@ def test_damage_to_any_file_is_found(copy):
   """Damage is found before Orbax reads anything; the repaired checkpoint is valid again."""
   folder = copy / "5"
   files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-  assert {"seal", "commit_success.txt", "params/_METADATA", "rest/manifest.ocdbt"} <= {
+  assert {"integrity_record", "commit_success.txt", "params/_METADATA", "rest/manifest.ocdbt"} <= {
     str(file.relative_to(folder)) for file in files
   }
   assert len(files) >= 25
@@ -167,7 +168,7 @@ def test_damage_to_any_file_is_found(copy):
 @pytest.mark.parametrize(
   ("damage", "name"),
   [
-    (delete, "seal"),
+    (delete, "integrity_record"),
     (truncate, "_CHECKPOINT_METADATA"),
     (flip, "params/_sharding"),
     (truncate, "rest/ocdbt.process_0/manifest.ocdbt"),
@@ -361,7 +362,7 @@ def test_a_full_disk(small_disk, model):
   assert Checkpoints(small_disk / "checkpoints").steps() == [1, 2]
 
 
-def test_writes_that_end_after_a_failed_save_print_nothing(tmp_path, monkeypatch):
+def test_writes_that_end_after_a_failed_save_print_nothing(monkeypatch):
   """TensorStore calls an event loop that is closed, as after a full disk or quota."""
   shown = []
 
@@ -369,7 +370,7 @@ def test_writes_that_end_after_a_failed_save_print_nothing(tmp_path, monkeypatch
     shown.append(unraisable.exc_value)
 
   monkeypatch.setattr(sys, "unraisablehook", show)
-  Checkpoints(tmp_path, keep=1).close()
+  prepare_libraries()
   write, future = tensorstore.Promise.new()
 
   async def fail():

@@ -13,7 +13,7 @@ from etils import epath
 
 from gtpo_jax.algorithms import RECIPES
 from gtpo_jax.checkpoint.workdir import claim, load_config
-from gtpo_jax.config import Config, difference, freeze, resolved_dict, to_dict
+from gtpo_jax.config import Config, difference, freeze, resolved_dict
 from gtpo_jax.config.sections import CheckpointSection
 from gtpo_jax.logs.journal import Journal
 from gtpo_jax.logs.log_files import read_jsonl
@@ -147,17 +147,6 @@ def test_a_published_value_that_has_changed_since_is_refused(tmp_path):
   run = started(tmp_path / "run", values)
   with pytest.raises(UserError, match=r"\(algorithm.eps_high was 0.3, now 0.28\)"):
     own(run)
-
-
-def test_a_run_of_a_version_that_recorded_no_settings_is_refused(tmp_path):
-  values = to_dict(Config())
-  values["algorithm"]["average"] = values["algorithm"].pop("loss_aggregation")
-  run = started(tmp_path / "run", values)
-  with pytest.raises(UserError, match=r"an earlier version, which did not record its") as error:
-    own(run)
-  assert "\n" not in str(error.value)
-  assert load_config(run).algorithm.name == "gtpo"  # it can still be read, to sample or export
-  own(run, freeze({"checkpoint": {"accept_changes": True}}))
 
 
 def test_a_setting_that_was_renamed_keeps_its_value(tmp_path):

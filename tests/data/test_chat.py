@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, normalizers
 
-from gtpo_jax.data import chat as chat_module
-from gtpo_jax.data import train_tokenizer
+from gtpo_jax.data import chat_template, train_tokenizer
 from gtpo_jax.data.chat import TOKENIZER_DIR, load_chat
 from gtpo_jax.data.records import user
 from gtpo_jax.data.tasks import TASKS, make_task
@@ -282,7 +281,7 @@ def test_a_template_that_loops_is_abandoned(tmp_path, monkeypatch):
   loop = "{% for i in range(9999) %}{% if messages[0].content != 'x' %}" * 3
   template = loop + "{% endif %}{% endfor %}" * 3
   chat = changed(tmp_path, chat_template=template)
-  monkeypatch.setattr(chat_module, "RENDER_LIMIT_S", 0.3)
+  monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 0.3)
   fails_in_one_line(tmp_path, "takes longer than 0.3 s", lambda: chat.encode_prompt(user("1+2:")))
 
 

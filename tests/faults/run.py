@@ -13,9 +13,9 @@ import time
 
 import jax
 
-import gtpo_jax.checkpoint.manager
+import gtpo_jax.checkpoint.steps
 import gtpo_jax.config.trainer
-import gtpo_jax.loop.run
+import gtpo_jax.loop.evaluations
 import gtpo_jax.warm_start
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.cli import main
@@ -82,7 +82,7 @@ def after(owner, name, reached):
 
 def mark(point, reached):
   """Wraps the program so that it calls `reached` whenever it reaches a point."""
-  original_evaluation = gtpo_jax.loop.run.evaluate_run
+  original_evaluation = gtpo_jax.loop.evaluations.evaluate_run
   make_update = gtpo_jax.config.trainer.make_update
   save = Checkpoints.save
 
@@ -94,7 +94,7 @@ def mark(point, reached):
     finally:
       evaluating = False
 
-  gtpo_jax.loop.run.evaluate_run = evaluate_run
+  gtpo_jax.loop.evaluations.evaluate_run = evaluate_run
   if point == "sampling":  # the completions exist but are not scored yet
     after(RolloutWorker, "generate", lambda: evaluating or reached())
   elif point == "chunk":  # between chunks of tokens
@@ -133,11 +133,11 @@ def mark(point, reached):
 
     Checkpoints.save = marked_save
   elif point == "written":  # all files exist, but the step is not committed
-    before(gtpo_jax.checkpoint.manager, "write_integrity_record", reached)
-  elif point == "sealed":  # the integrity record exists too
-    after(gtpo_jax.checkpoint.manager, "write_integrity_record", reached)
+    before(gtpo_jax.checkpoint.steps, "write_integrity_record", reached)
+  elif point == "recorded":  # the integrity record exists too
+    after(gtpo_jax.checkpoint.steps, "write_integrity_record", reached)
   elif point == "committed":
-    before(gtpo_jax.checkpoint.manager, "record_commit_files", reached)
+    before(gtpo_jax.checkpoint.steps, "record_commit_files", reached)
   elif point == "metrics":
     after(Journal, "write", reached)
   elif point == "warm start":

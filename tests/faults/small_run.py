@@ -55,7 +55,9 @@ def logs(workdir, step=STEPS):
     {key: value for key, value in row.items() if not key.startswith(TIMING)}
     for row in read_jsonl(workdir / "metrics.jsonl")
   ]
-  record = (workdir / "checkpoints" / str(step) / "seal").read_bytes().partition(b"\n")[2]
+  record = (
+    (workdir / "checkpoints" / str(step) / "integrity_record").read_bytes().partition(b"\n")[2]
+  )
   return {
     "metrics": metrics,
     "samples": read_jsonl(workdir / "samples.jsonl"),

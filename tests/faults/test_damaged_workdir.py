@@ -63,9 +63,9 @@ def swap(workdir, first, second):
   (checkpoints / "other").rename(checkpoints / second)
 
 
-def remove_seals(workdir):
-  for seal in (workdir / "checkpoints").rglob("seal"):
-    seal.unlink()
+def remove_records(workdir):
+  for record in (workdir / "checkpoints").rglob("integrity_record"):
+    record.unlink()
 
 
 def replace_by_folder(workdir, name):
@@ -139,11 +139,14 @@ HEALED = {
     lambda run: cut(run, "metrics.jsonl", 0),
     ["the evaluation of step 0 was damaged, and was computed again"],
   ),
-  "the seal of the newest checkpoint emptied": (
-    lambda run: (run / "checkpoints" / "4" / "seal").write_bytes(b""),
+  "the integrity record of the newest checkpoint emptied": (
+    lambda run: (run / "checkpoints" / "4" / "integrity_record").write_bytes(b""),
     ["the checkpoint of step 4 is damaged"],
   ),
-  "no seals": (remove_seals, ["seal is missing", "there is none before it"]),
+  "no integrity records": (
+    remove_records,
+    ["integrity_record is missing", "there is none before it"],
+  ),
   "two checkpoints swapped": (
     lambda run: swap(run, "2", "4"),
     ["the checkpoint of step 4 is damaged (it contains step 2)"],

@@ -21,7 +21,7 @@ KILLS = [  # ordered so that each point can still be reached after the earlier k
   "kill:update:1",
   "kill:saving:1",
   "kill:written:1",
-  "kill:sealed:1",
+  "kill:recorded:1",
   "kill:committed:1",
 ]
 

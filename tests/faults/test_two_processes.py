@@ -22,7 +22,7 @@ KILLS = [  # (event, victim), ordered so that each point can still be reached
   ("kill:saving:1", 1),
   ("kill:saving:1", 0),
   ("kill:written:1", 0),
-  ("kill:sealed:1", 0),
+  ("kill:recorded:1", 0),
   ("kill:committed:1", 0),
 ]
 STOPS = [  # (event, victim, the step at which the run stops)

@@ -42,6 +42,7 @@ def make_record(step=3):
     pieces=["\ud83d", "</script>\x00\u202e"],
     prompts=["1+1:"],
     answers=["2"],
+    timeline=np.array([[1, 0, 2.5, 0.5]], np.float32),
   )
 
 
@@ -65,17 +66,6 @@ def test_a_record_is_read_back(tmp_path):
   assert signals["guided"] is None
   assert signals["entropy"][1, 1].tolist() == [1.5, 1.625, 1.75, 0.0]
   assert not signals["mask"][1, 1].any()  # not valid
-
-
-def test_a_file_of_an_older_version_is_read(tmp_path):
-  """Older versions stored `valid` as `counted`."""
-  save_credit(tmp_path, make_record())
-  file = credit_files(tmp_path)[3]
-  with np.load(file) as stored:
-    arrays = {{"valid": "counted"}.get(name, name): array for name, array in stored.items()}
-  assert "counted" in arrays
-  np.savez_compressed(file, **arrays)
-  assert_equal(read_credit(file), make_record())
 
 
 @pytest.mark.parametrize(

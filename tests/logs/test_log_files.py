@@ -177,6 +177,6 @@ def test_any_bytes_become_whole_files(lines, end, last, tmp_path_factory):
   assert all("\n" not in message for message in said)
   journal = Journal(folder, last, tensorboard=False, samples=2)
   assert {name: (folder / name).read_bytes() for name in VALIDATORS} == contents
-  for step in journal.lost_evaluations(lambda step: step % 2 == 0):
-    journal.restore_evaluation(step, {"problems": 1, "intervals": {}}, {"eval/sums/mean@2": 0.5})
-  assert journal.lost_evaluations(lambda step: step % 2 == 0) == []
+  for step in journal.evaluations.lost(lambda step: step % 2 == 0):
+    journal.evaluations.restore(step, {"problems": 1, "intervals": {}}, {"eval/sums/mean@2": 0.5})
+  assert journal.evaluations.lost(lambda step: step % 2 == 0) == []

@@ -18,7 +18,7 @@ from gtpo_jax.models.attention.cudnn import attend_with_cudnn
 from gtpo_jax.models.params import init_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import make_mesh
-from gtpo_jax.training.log_probs import loss_and_score
+from gtpo_jax.training.log_probs import head_settings, loss_and_score
 from gtpo_jax.training.packing import plan_rows
 
 N, G = 2, 4
@@ -38,8 +38,10 @@ def loss_and_gradient(t, packed, devices=1):
   assert packing is None or packing.segment is not None
   weighted = lambda log_probs, entropy, weights: (weights * log_probs).sum()
 
+  settings = head_settings(model, 1.0, 64)
+
   def loss(params):
-    return loss_and_score(model, params, prompts, tokens, 1.0, 64, weighted, weights, packing)[0]
+    return loss_and_score(model, params, prompts, tokens, settings, weighted, weights, packing)[0]
 
   return jax.jit(jax.value_and_grad(loss))(init_params(model, jax.random.key(0)))
 

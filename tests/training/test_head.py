@@ -9,7 +9,7 @@ import pytest
 
 from gtpo_jax import algorithms
 from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
-from gtpo_jax.training.head import log_probs_and_entropy, loss_and_log_probs
+from gtpo_jax.training.head import HeadSettings, log_probs_and_entropy, loss_and_log_probs
 
 B = 3
 T = 10
@@ -37,9 +37,8 @@ def naive(hidden, table, tokens, temperature):
 
 
 def chunked(hidden, table, tokens, temperature, chunk):
-  return log_probs_and_entropy(
-    hidden, table, tokens, temperature, chunk, "highest", single_device_mesh()
-  )
+  settings = HeadSettings(single_device_mesh(), temperature, chunk, "highest")
+  return log_probs_and_entropy(hidden, table, tokens, settings)
 
 
 def gradient_and_values(function, hidden, table, tokens, *static):
@@ -108,7 +107,8 @@ def test_on_a_mesh_it_equals_the_full_softmax(shape, t):
   """Vocabulary and positions are split over context and tensor, evenly or not."""
   mesh = make_mesh(*shape)
   arrays = inputs(5, 8, t, 16, 64)
-  sharded = lambda *arrays: log_probs_and_entropy(*arrays, 0.6, 24, "highest", mesh)
+  settings = HeadSettings(mesh, 0.6, 24, "highest")
+  sharded = lambda *arrays: log_probs_and_entropy(*arrays, settings)
   grads, values = gradient_and_values(sharded, *arrays)
   expected_grads, expected = gradient_and_values(naive, *arrays, 0.6)
   for got, want in zip((*values, *grads), (*expected, *expected_grads), strict=True):
@@ -157,7 +157,10 @@ def test_the_gradient_of_the_entropy_equals_the_full_softmax(shape, chunk):
 
     return jax.jit(jax.grad(value, argnums=(0, 1)))(hidden, table)
 
-  chunked = lambda *arrays: log_probs_and_entropy(*arrays, chunk, "highest", mesh, True)
+  def chunked(hidden, table, tokens, temperature):
+    settings = HeadSettings(mesh, temperature, chunk, "highest", entropy_gradient=True)
+    return log_probs_and_entropy(hidden, table, tokens, settings)
+
   for got, want in zip(gradient(chunked), gradient(naive), strict=True):
     assert relative_error(got, want) < 1e-5
 
@@ -173,7 +176,8 @@ def test_a_certain_token_has_log_prob_0_and_no_negative_entropy():
 
 def test_bfloat16_is_close_to_float32():
   arrays = inputs(3, dtype=jnp.bfloat16)
-  bfloat16 = lambda *x: log_probs_and_entropy(*x, 1.0, B * 4, "default", single_device_mesh())
+  settings = HeadSettings(single_device_mesh(), 1.0, B * 4, "default")
+  bfloat16 = lambda *x: log_probs_and_entropy(*x, settings)
   grads, values = gradient_and_values(bfloat16, *arrays)
   expected_grads, expected = gradient_and_values(naive, *arrays, 1.0)
   for a, b in zip(values, expected, strict=True):
@@ -245,19 +249,19 @@ def test_the_forward_and_the_backward_pass_compute_the_same_gradient(name, shape
   algorithm = algorithms.make(name, **{key: settings[key] for key in settings if key in read})
   bonus = algorithm.entropy_bonus
   rows_per_device = 8 // (shape[0] * shape[1])
-  static = 0.7, 3 * rows_per_device, "highest", mesh
-  score = lambda hidden, table: log_probs_and_entropy(hidden, table, tokens, *static)
+  settings = HeadSettings(mesh, 0.7, 3 * rows_per_device, "highest", bonus)
+  score = lambda hidden, table: log_probs_and_entropy(hidden, table, tokens, settings)
   log_probs, _ = jax.jit(score)(hidden, table)
   signals = loss_signals(algorithm, np.asarray(log_probs))
 
   def in_backward_pass(hidden, table):
-    log_probs, entropy = log_probs_and_entropy(hidden, table, tokens, *static, bonus)
+    log_probs, entropy = log_probs_and_entropy(hidden, table, tokens, settings)
     loss = algorithm.token_loss(log_probs, entropy, signals)
     return 2 * loss, (loss, log_probs, entropy)
 
   def with_the_loss(hidden, table):
     loss, log_probs, entropy = loss_and_log_probs(
-      algorithm.token_loss, hidden, table, tokens, signals, *static, bonus
+      algorithm.token_loss, hidden, table, tokens, signals, settings
     )
     # No gradient flows through the log-probs and entropies.
     return 2 * loss + log_probs.sum() + entropy.sum(), (loss, log_probs, entropy)

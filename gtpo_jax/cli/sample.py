@@ -1,0 +1,88 @@
+"""Prints completions of a prompt for `gtpo sample`. Modules that import JAX are imported inside."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import sys
+from typing import TYPE_CHECKING
+
+from gtpo_jax.runtime.errors import UserError
+
+if TYPE_CHECKING:
+  from gtpo_jax.logs.display import Display
+
+STREAM_INTERVAL = 4  # tokens between updates on a terminal
+
+
+def print_samples(args: argparse.Namespace, display: Display) -> int:
+  """Samples completions and prints them, while they are sampled if stdout is a terminal.
+
+  Args:
+    args: the options of `gtpo sample`.
+    display: shows what is under way, on stderr.
+
+  Raises:
+    UserError: an option is not valid, or there is no such model.
+  """
+  _check_options(args)
+  from gtpo_jax.sampling.params import SamplingParams
+
+  sampling_params = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
+  import jax
+
+  from gtpo_jax.data.records import user
+  from gtpo_jax.logs.text import visible
+  from gtpo_jax.rollout.policies import open_policy
+
+  with display.waiting("reading the model"):
+    worker, _, params, _ = open_policy(args.model, args.step, None, args.max_tokens)
+  prompt = worker.chat.encode_prompt(user(args.prompt))
+  policy = worker.policy(params)
+  stream = sys.stdout.isatty()
+  # A terminal would act on control characters, for example move its cursor.
+  show = functools.partial(visible, keep="\n\t") if stream else str
+  printed = ""
+  texts = [""] * args.n
+  engine = policy.engine
+  buffer = engine.buffer([prompt], engine.completion_keys(jax.random.key(args.seed), 1, args.n))
+  text_of = lambda j: show(worker.chat.decode([buffer.completion(0, j)])[0])
+  chunks = engine.generate(
+    policy.params,
+    buffer,
+    sampling_params=sampling_params,
+    stream_interval=STREAM_INTERVAL if stream else None,
+  )
+  with display.waiting("compiling"):
+    first = next(chunks)
+  for ended in itertools.chain([first], chunks):
+    if stream and args.n == 1:
+      text = text_of(0).rstrip("\ufffd")  # an incomplete character, which needs more tokens
+      print(text[len(printed) :], end="", flush=True)
+      printed = text
+    for _, j in ended:
+      texts[j] = text_of(j)
+      if stream and args.n > 1:  # print each completion when it is complete
+        print(texts[j], flush=True)
+  if not stream:
+    print(*texts, sep="\n")
+  elif args.n == 1:
+    print(texts[0][len(printed) :])
+  return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+  """Validates the options of `gtpo sample` that are not config fields."""
+  if not args.prompt.strip():
+    raise UserError("--prompt is empty; give it some text")
+  try:
+    args.prompt.encode()
+  except UnicodeEncodeError:
+    raise UserError(f"--prompt is not valid UTF-8: {args.prompt!r}") from None
+  if not 0 <= args.seed < 2**32:
+    raise UserError(f"--seed must be in [0, 2**32), got {args.seed}")
+  if args.n < 1:
+    raise UserError(f"--n must be at least 1, got {args.n}")
+  if args.max_tokens is not None and args.max_tokens < 1:
+    raise UserError(f"--max_tokens must be at least 1, got {args.max_tokens}")

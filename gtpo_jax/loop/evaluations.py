@@ -1,0 +1,137 @@
+"""The held-out evaluations of a run: when they are due, and those that damaged logs have lost."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+import jax
+from etils import epath
+
+from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.checkpoint.runs import run_params
+from gtpo_jax.config import Config
+from gtpo_jax.evaluation.evaluate import evaluate_run
+from gtpo_jax.evaluation.results import Evaluation, metrics_of_summary
+from gtpo_jax.logs.display import Display
+from gtpo_jax.logs.journal import Journal
+from gtpo_jax.logs.summary import describe_evaluation, evaluated_accuracy
+from gtpo_jax.loop.prepare import Parts
+from gtpo_jax.models.params import Params
+from gtpo_jax.rollout.policies import initial_params
+from gtpo_jax.rollout.problems import eval_label
+from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.device_errors import phase
+from gtpo_jax.runtime.errors import RunError, UserError, first_line
+from gtpo_jax.runtime.signals import Stopped
+from gtpo_jax.training.state import TrainState
+
+
+class Evaluations:
+  """Evaluates the policy of a run at the steps that its config asks for.
+
+  Args:
+    config: the run's config.
+    parts: the run's parts; see `prepare`.
+    folder: the workdir.
+    journal: the run's log files, open.
+    display: the console output.
+    stopping: polled during an evaluation; True ends it.
+    save: saves a state, and returns when it is on disk.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    parts: Parts,
+    folder: epath.Path,
+    journal: Journal,
+    display: Display,
+    stopping: Callable[[], bool],
+    save: Callable[[TrainState], None],
+  ):
+    self._config = config
+    self._parts = parts
+    self._folder = folder
+    self._journal = journal
+    self._display = display
+    self._stopping = stopping
+    self._save = save
+    self._repeated = journal.evaluations.removed()
+
+  def if_due(self, state: TrainState) -> dict[str, float]:
+    """Evaluates at step 0, every `eval.every` steps and at the end, and amends metrics.jsonl.
+
+    Returns the metrics; {} if no evaluation is due, if the step has one already, or if the run is
+    asked to stop. A resumed run repeats an evaluation that was interrupted.
+    """
+    config = self._config
+    step = int(state.step)
+    due = config.eval.is_due(step, config.steps) or step in self._repeated
+    if not due or self._journal.evaluations.has(step):
+      return {}
+    began = time.perf_counter()
+    try:
+      evaluation = self._evaluate(state.params)
+    except Stopped:
+      return {}
+    except UserError:  # nothing was judged
+      if step:
+        self._save(state)
+      raise
+    seconds = time.perf_counter() - began
+    metrics = evaluation.metrics()
+    problems = len(self._parts.held_out)
+    line = describe_evaluation(config, step, metrics, eval_label(config), problems, seconds)
+    self._display.say(line)
+    earlier = [evaluated_accuracy(row) or 0.0 for row in self._journal.read("eval/")]
+    if config.checkpoint.best and evaluated_accuracy(metrics) > max(earlier, default=0.0):
+      best = Checkpoints(self._folder / "best", keep=1)
+      best.save_params(state.params, step)
+      best.close()
+    self._journal.write_evaluation(step, evaluation.summary(), metrics)
+    return metrics
+
+  def repair(self) -> None:
+    """Restores the evaluations of earlier steps that metrics.jsonl or evaluations.jsonl has lost.
+
+    Evaluations of the base model and of steps with a checkpoint are computed again. The results are
+    the same, because every evaluation uses the same random keys. For the other evaluations, each
+    file gets what the other one still contains. The display says what remains lost. A stop request
+    ends the repair; the next resume continues it.
+    """
+    config = self._config
+    evaluations = self._journal.evaluations
+    with contextlib.suppress(Stopped):
+      for step in evaluations.lost(lambda step: config.eval.is_due(step, config.steps)):
+        known = evaluations.known(step)
+        name = f"the evaluation of step {step}"
+        try:
+          evaluation = self._evaluate(_params_at(config, self._parts.worker, self._folder, step))
+        except (UserError, RunError, jax.errors.JaxRuntimeError) as error:
+          if known:
+            evaluations.restore(step, known, metrics_of_summary(known))
+          missing = "its intervals are" if known else "it is"
+          self._display.say(f"{name} was damaged, and {missing} lost: {first_line(error)}")
+        else:
+          evaluations.restore(step, evaluation.summary(), evaluation.metrics())
+          self._display.say(f"{name} was damaged, and was computed again")
+
+  def _evaluate(self, params: Params) -> Evaluation:
+    with jax.profiler.TraceAnnotation("evaluate"), phase("evaluation"):
+      return evaluate_run(
+        self._config,
+        self._parts.worker,
+        self._parts.reward_manager,
+        params,
+        self._parts.held_out,
+        stopping=self._stopping,
+        counting=self._display.counting,
+      )
+
+
+def _params_at(config: Config, worker: RolloutWorker, folder: epath.Path, step: int) -> Params:
+  if step == 0 and config.model.path and not config.warm_start.steps:
+    return initial_params(config, worker)
+  return run_params(folder, worker.model, step)[0]

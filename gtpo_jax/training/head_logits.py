@@ -1,0 +1,106 @@
+"""A chunk's logits in one vocabulary shard, their softmax statistics, and their gradients.
+
+These functions run within `shard_map`. Dimension letters: b rows, c positions of a chunk, d model
+width, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from gtpo_jax.models.embedding import local_ids
+from gtpo_jax.runtime.mesh import all_gather_axis, mesh_axes, reduce_scatter_axis, shard_index
+
+VOCAB_AXES = mesh_axes("vocab")
+
+
+def chunk_logits(
+  vocab_shard: jax.Array, hidden: jax.Array, tokens: jax.Array, temperature: float, precision: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Gathers a chunk's positions and computes their logits in one vocabulary shard.
+
+  Returns:
+    The hidden states [b, c, d], the logits f32[b, c, v / shards], and the index i32[b, c] of each
+    token within the vocabulary shard (`local_ids`).
+  """
+  hidden = gather_positions(hidden)
+  logits = jnp.einsum(
+    "btd,vd->btv", hidden, vocab_shard, preferred_element_type=jnp.float32, precision=precision
+  )
+  return hidden, logits / temperature, local_ids(vocab_shard, gather_positions(tokens))
+
+
+def softmax_statistics(logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns log-prob, entropy and log-sum-exp, f32[b, c] each, from the chunk's logits and ids."""
+  max_logit = jax.lax.pmax(logits.max(-1), VOCAB_AXES)
+  last_id = logits.shape[-1] - 1
+  shifted = logits - max_logit[..., None]
+  weights = jnp.exp(shifted)
+  target = jnp.take_along_axis(logits, jnp.minimum(ids, last_id)[..., None], -1)[..., 0]
+  shard_sums = (
+    jnp.where(ids <= last_id, target - max_logit, 0),
+    weights.sum(-1),
+    (weights * shifted).sum(-1),
+  )
+  shifted_target, total, weighted_total = jax.lax.psum(shard_sums, VOCAB_AXES)
+  log_total = jnp.log(total)
+  return shifted_target - log_total, log_total - weighted_total / total, max_logit + log_total
+
+
+def logits_gradient(
+  logits: jax.Array,
+  ids: jax.Array,
+  lse: jax.Array,
+  temperature: float,
+  d_log_probs: jax.Array,
+  entropy: jax.Array | None = None,
+  d_entropy: jax.Array | None = None,
+) -> jax.Array:
+  """Returns the gradient of the loss with respect to the model's logits, f32[b, c, v / shards].
+
+  `logits` are the model's logits divided by the temperature. `d_log_probs` and `d_entropy`
+  f32[b, c] are the derivatives of the loss with respect to each token's log-prob and entropy.
+  """
+  is_target = jnp.arange(logits.shape[-1]) == ids[..., None]
+  log_probs = logits - lse[..., None]
+  probs = jnp.exp(log_probs)
+  d_target = d_log_probs / temperature
+  d_logits = (is_target - probs) * d_target[..., None]
+  if d_entropy is None:
+    return d_logits
+  slope = d_entropy / temperature
+  return d_logits - probs * (log_probs + entropy[..., None]) * slope[..., None]
+
+
+def head_gradient(
+  vocab_shard: jax.Array, hidden: jax.Array, d_logits: jax.Array, precision: str
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the gradients of the vocabulary shard and the local hidden states.
+
+  Args:
+    vocab_shard: [v / shards, d].
+    hidden: [b, c, d].
+    d_logits: f32[b, c, v / shards], the gradient with respect to the logits.
+    precision: the precision of the matrix products.
+
+  Returns:
+    f32[d, v / shards], the transposed gradient of the shard, and [b, c / shards, d].
+  """
+  d_logits = d_logits.astype(hidden.dtype)
+  d_table = jnp.einsum(
+    "btd,btv->dv", hidden, d_logits, preferred_element_type=jnp.float32, precision=precision
+  )
+  d_hidden = jnp.einsum("btv,vd->btd", d_logits, vocab_shard, precision=precision)
+  return d_table, reduce_scatter_axis(d_hidden, "sequence", 1)
+
+
+def gather_positions(x: jax.Array) -> jax.Array:
+  """Gathers the positions of all shards: [b, c / shards, ...] -> [b, c, ...]."""
+  return all_gather_axis(x, "sequence", 1)
+
+
+def local_positions(x: jax.Array) -> jax.Array:
+  """Returns this device's positions: the inverse of `gather_positions`."""
+  size = x.shape[1] // jax.lax.axis_size(mesh_axes("sequence"))
+  return jax.lax.dynamic_slice_in_dim(x, shard_index("sequence") * size, size, 1)
