@@ -20,7 +20,7 @@ from gtpo_jax.arrays import Packing, Prompts, max_per_row
 from gtpo_jax.models.attention.causal import attend_causally
 from gtpo_jax.models.attention.flash import ATTENTION_RESIDUALS
 from gtpo_jax.models.attention.rope import Rope, rope_angles, rotate
-from gtpo_jax.models.attention.sources import KV, AttentionContext, Spans
+from gtpo_jax.models.attention.sources import KV, AttentionContext, RowRanges
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.declaration import declare
 from gtpo_jax.models.embedding import embedding_lookup
@@ -47,7 +47,7 @@ class StreamMasks(NamedTuple):
   prompt_mask: jax.Array | None = None
   # i32[n, g, s]; a position attends only to its own segment. None if each sequence is one segment.
   segment: jax.Array | None = None
-  spans: Spans | None = None  # of the completions, if they are packed
+  ranges: RowRanges | None = None  # of the completions, if they are packed
 
 
 def stream_masks(mask: jax.Array, config: ModelConfig) -> StreamMasks:
@@ -62,12 +62,12 @@ def stream_masks(mask: jax.Array, config: ModelConfig) -> StreamMasks:
   return StreamMasks(rope, mask[:, None])
 
 
-def _spans(packing: Packing, t: int) -> Spans:
+def _ranges(packing: Packing, t: int) -> RowRanges:
   """Returns where `packing` places completions of up to `t` positions."""
   owner = jnp.where(packing.source < 0, -1, packing.source // t)
   completions = jnp.arange(packing.start.shape[1])[:, None, None]
   length = (owner[:, None] == completions).sum((2, 3), dtype=jnp.int32)
-  return Spans(packing.start, length, owner)
+  return RowRanges(packing.start, length, owner)
 
 
 class Layer(nn.Module):
@@ -106,7 +106,7 @@ class Layer(nn.Module):
     for x, masks in zip(streams[1:], masks_by_stream[1:], strict=True):
       q, kv = self._queries_keys_values(x, masks.rope)
       context = AttentionContext(
-        kv, masks.mask, first_kv, masks.prompt_mask, masks.segment, masks.spans
+        kv, masks.mask, first_kv, masks.prompt_mask, masks.segment, masks.ranges
       )
       out.append(self._finish(x, attend_causally(self.config, self.mesh, q, context)))
     return tuple(out), None
@@ -211,16 +211,16 @@ class Transformer(nn.Module):
     offset = jnp.arange(t)
     prompt_mask = prompts.mask.at[:, -1].set(False)[:, None]
     segment = None
-    spans = None
+    ranges = None
     if packing is not None:
       inputs = packing.pack(inputs)
       offset = packing.source % t
       segment = packing.segment
-      spans = _spans(packing, t)
+      ranges = _ranges(packing, t)
       prompt_mask = jnp.repeat(prompt_mask, max_per_row(g, inputs.shape[1]), axis=1)
     positions = prompts.lengths[:, None, None] - 1 + offset
     rope = rope_angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
-    masks = StreamMasks(rope, None, prompt_mask, segment, spans)
+    masks = StreamMasks(rope, None, prompt_mask, segment, ranges)
     masks_by_stream = (stream_masks(prompts.mask, c), masks)
     streams = tuple(
       embedding_lookup(self.embedding, x, c.compute_dtype, self.mesh)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Extra = Mapping[str, Any]
-Pool = tuple[int, ...]  # the numbers that a countdown step may use, ascending
+Numbers = tuple[int, ...]  # the numbers that a countdown step may use, ascending
 
 MARKS = "ifcdCD"  # from the weakest to the strongest: a token takes the strongest of its characters
 MAX_NUMBERS = 5  # of a countdown problem; with more, the search for solutions is long
@@ -147,7 +147,7 @@ def _countdown_marks(prompt: str, completion: str, answer: str, extra: Extra) ->
   return "i".join(marks)
 
 
-def _judged(pool: Pool, target: int, a: int, operator: str, b: int, c: str) -> tuple[str, ...]:
+def _judged(pool: Numbers, target: int, a: int, operator: str, b: int, c: str) -> tuple[str, ...]:
   """Returns the marks of the operands, the operator and the result of a countdown step.
 
   Classes are in the order of the text: first operand, operator, second operand, result.
@@ -163,7 +163,7 @@ def _judged(pool: Pool, target: int, a: int, operator: str, b: int, c: str) -> t
   return "d", "d", "d", _compared(c, result, "c")
 
 
-def _moves(pool: Pool) -> list[tuple[int, str, int, int]]:
+def _moves(pool: Numbers) -> list[tuple[int, str, int, int]]:
   """Returns all steps (a, operator, b, result) with numbers of the pool and a result >= 0."""
   moves = []
   for i, a in enumerate(pool):
@@ -174,7 +174,7 @@ def _moves(pool: Pool) -> list[tuple[int, str, int, int]]:
   return moves
 
 
-def _after(pool: Pool, a: int, b: int, result: int) -> Pool:
+def _after(pool: Numbers, a: int, b: int, result: int) -> Numbers:
   """Returns the pool after a step."""
   rest = list(pool)
   rest.remove(a)
@@ -183,7 +183,7 @@ def _after(pool: Pool, a: int, b: int, result: int) -> Pool:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _reaches(pool: Pool, target: int) -> bool:
+def _reaches(pool: Numbers, target: int) -> bool:
   """Returns whether steps lead from the pool to the target alone."""
   if len(pool) == 1:
     return pool[0] == target

@@ -178,7 +178,7 @@ def _context_specs(
     of_kv(context.prompt, prompt_axis),
     of_mask(context.prompt_mask),
     of_mask(context.segment),
-    jax.tree.map(of_mask, context.spans),
+    jax.tree.map(of_mask, context.ranges),
   )
 
 

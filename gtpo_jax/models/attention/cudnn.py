@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.models.attention.sources import AttentionContext, Spans
+from gtpo_jax.models.attention.sources import AttentionContext, RowRanges
 
 # Rows are padded to a multiple of this many positions. The kernel refuses odd lengths in training,
 # and computes tiles of at least 64 positions in any case.
@@ -31,14 +31,14 @@ def attend_with_cudnn(
     [n, w, h, s, e] in q's dtype; 0 on padding.
   """
   n, w, h, s, e = q.shape
-  spans = _one_span_per_row(context, w) if context.spans is None else context.spans
+  ranges = _one_range_per_row(context, w) if context.ranges is None else context.ranges
   prompt_lengths = jnp.zeros((n,), jnp.int32)
   prompt_positions = 0
   if context.prompt is not None:
     prompt_lengths = context.prompt_mask[:, 0].sum(-1)
     prompt_positions = context.prompt.v.shape[3] - 1  # the last token is the completion's input
   length = _round_up(prompt_positions + s, ROW_MULTIPLE)
-  to_rows, from_rows = _span_indices(spans, prompt_lengths, length)
+  to_rows, from_rows = _range_indices(ranges, prompt_lengths, length)
 
   flat = lambda x: jnp.moveaxis(x, 2, 3).reshape(n, -1, x.shape[2], e)  # [n, positions, heads, e]
   queries, keys, values = (
@@ -54,7 +54,7 @@ def attend_with_cudnn(
     keys += at_start(jnp.swapaxes(context.prompt.k, -1, -2))
     values += at_start(context.prompt.v)
   rows = lambda x: x.reshape(-1, *x.shape[2:])
-  lengths = (prompt_lengths[:, None] + spans.length).reshape(-1)
+  lengths = (prompt_lengths[:, None] + ranges.length).reshape(-1)
   attended = jax.nn.dot_product_attention(
     rows(queries),
     rows(keys),
@@ -68,8 +68,8 @@ def attend_with_cudnn(
   return jnp.moveaxis(out.reshape(n, w, s, h, e), 3, 2)
 
 
-def _one_span_per_row(context: AttentionContext, w: int) -> Spans:
-  """Returns the spans of rows that are one sequence each: the real tokens of `own_mask`."""
+def _one_range_per_row(context: AttentionContext, w: int) -> RowRanges:
+  """Returns the ranges of rows that are one sequence each: the real tokens of `own_mask`."""
   n, *_, s, _ = context.own.v.shape
   first = jnp.zeros((n, w), jnp.int32)
   length = jnp.full((n, w), s, jnp.int32)
@@ -80,16 +80,16 @@ def _one_span_per_row(context: AttentionContext, w: int) -> Spans:
     first = mask.argmax(-1)
     length = mask.sum(-1, dtype=jnp.int32)
     owner = jnp.where(mask, owner, -1)
-  return Spans(row * s + first, length, owner)
+  return RowRanges(row * s + first, length, owner)
 
 
-def _span_indices(
-  spans: Spans, prompt_lengths: jax.Array, length: int
+def _range_indices(
+  ranges: RowRanges, prompt_lengths: jax.Array, length: int
 ) -> tuple[jax.Array, jax.Array]:
   """Returns where each position of the kernel's rows comes from, and where each position goes.
 
   Args:
-    spans: g completions in rows [n, w, s].
+    ranges: g completions in rows [n, w, s].
     prompt_lengths: i32[n], the positions before a completion in its row for the kernel.
     length: the positions of a row for the kernel.
 
@@ -97,13 +97,13 @@ def _span_indices(
     i32[n, g length], indices into [w s], and i32[n, w s], indices into [g length]; -1 where there
     is nothing.
   """
-  n, g = spans.start.shape
+  n, g = ranges.start.shape
   offset = jnp.arange(length) - prompt_lengths[:, None, None]  # [n, 1, length]
-  inside = (offset >= 0) & (offset < spans.length[..., None])
-  to_rows = jnp.where(inside, spans.start[..., None] + offset, -1)
-  owner = spans.owner.reshape(n, -1)
+  inside = (offset >= 0) & (offset < ranges.length[..., None])
+  to_rows = jnp.where(inside, ranges.start[..., None] + offset, -1)
+  owner = ranges.owner.reshape(n, -1)
   of_owner = lambda x: jnp.take_along_axis(x, jnp.maximum(owner, 0), axis=1)
-  within = jnp.arange(owner.shape[1]) - of_owner(spans.start)
+  within = jnp.arange(owner.shape[1]) - of_owner(ranges.start)
   position = jnp.maximum(owner, 0) * length + prompt_lengths[:, None] + within
   from_rows = jnp.where(owner < 0, -1, position)
   return to_rows.reshape(n, g * length), from_rows

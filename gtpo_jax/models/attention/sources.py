@@ -37,7 +37,7 @@ class MaskedKV(NamedTuple):
   mask: jax.Array  # bool, broadcastable to [n, g, queries, keys]
 
 
-class Spans(NamedTuple):
+class RowRanges(NamedTuple):
   """Where each of g completions is in rows [n, w, s], which completions may share."""
 
   start: jax.Array  # i32[n, g], the flat index of its first position in [w, s]
@@ -63,7 +63,7 @@ class AttentionContext(NamedTuple):
   # segment. None if each sequence is one segment.
   segment: jax.Array | None = None
   # For kernels that take a row per completion; None if each sequence is one completion.
-  spans: Spans | None = None
+  ranges: RowRanges | None = None
 
   def concatenate(self, g: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Concatenates the prompt and the sequence, for kernels that take a single source.

@@ -30,7 +30,7 @@ from gtpo_jax.rewards.math.dapo import dapo_correct
 from gtpo_jax.rewards.math.extraction import MAX_CHARS, extract, gold_answer
 from gtpo_jax.rewards.math.normalize import SPACE
 from gtpo_jax.rewards.math.values import read, same
-from gtpo_jax.rewards.math.worker_pool import Pool, shared_pool, wait_all
+from gtpo_jax.rewards.math.worker_pool import WorkerPool, shared_pool, wait_all
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
 RULES = ("math", "dapo")
@@ -66,7 +66,7 @@ def math_verdicts(
   workers: int | None = None,
   *,
   rule: str = "math",
-  pool: Pool | None = None,
+  pool: WorkerPool | None = None,
 ) -> list[bool | None]:
   """Returns `math_correct` of each pair, in order.
 

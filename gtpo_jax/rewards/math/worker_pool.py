@@ -34,10 +34,10 @@ REQUEST_BYTES = 32_768  # below a pipe's 64 KiB, so that writing a request never
 READ_BYTES = 4096
 _VERDICTS = {b"1": True, b"0": False, b"?": None}
 _log = logging.getLogger(__name__)
-_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
-class Pool:
+class WorkerPool:
   """At most `workers` processes that run `check(gold, answer) -> bool | None`.
 
   Each check has a wall-clock limit. The first check starts the first worker; more start only while
@@ -73,7 +73,7 @@ class Pool:
     self._reset()
     _pools.add(self)
 
-  def __enter__(self) -> Pool:
+  def __enter__(self) -> WorkerPool:
     return self
 
   def __exit__(self, *error: object) -> None:
@@ -242,15 +242,15 @@ class _Worker:
     self.process.stdout.close()
 
 
-_shared: dict[int, Pool] = {}
+_shared: dict[int, WorkerPool] = {}
 _shared_lock = threading.Lock()
 
 
-def shared_pool(workers: int | None = None) -> Pool:
+def shared_pool(workers: int | None = None) -> WorkerPool:
   """Returns the pool shared by all callers that ask for this number of workers."""
   with _shared_lock:
     if (key := workers or 0) not in _shared:
-      _shared[key] = Pool(workers)
+      _shared[key] = WorkerPool(workers)
     return _shared[key]
 
 

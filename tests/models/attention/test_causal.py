@@ -16,7 +16,7 @@ from gtpo_jax.models.attention.causal import attend_causally, attention_kind
 from gtpo_jax.models.attention.context_parallel import balanced_queries, exchange_halves
 from gtpo_jax.models.attention.cudnn import attend_with_cudnn
 from gtpo_jax.models.attention.flash import attend_in_blocks
-from gtpo_jax.models.attention.sources import KV, AttentionContext, Spans
+from gtpo_jax.models.attention.sources import KV, AttentionContext, RowRanges
 from gtpo_jax.models.attention.splash import attend_with_splash
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import MESH_AXES, make_mesh, partition_spec, single_device_mesh
@@ -116,7 +116,7 @@ def in_two_segments(s=S):
   segment = jnp.broadcast_to((positions >= ends[..., None]).sum(1), (N, G, s))
   # Completion 2 i + j is segment j of row i; the third segment is padding.
   starts = jnp.pad(ends[:, :-1], [(0, 0), (1, 0)])
-  spans = Spans(
+  ranges = RowRanges(
     *(
       jnp.broadcast_to(x.reshape(-1), (N, 2 * G))
       for x in (starts + s * jnp.arange(G)[:, None], ends - starts)
@@ -124,7 +124,7 @@ def in_two_segments(s=S):
     jnp.where(segment < 2, 2 * jnp.arange(G)[:, None] + segment, -1),
   )
   return q, context._replace(
-    prompt_mask=jnp.repeat(context.prompt_mask, 2, axis=1), segment=segment, spans=spans
+    prompt_mask=jnp.repeat(context.prompt_mask, 2, axis=1), segment=segment, ranges=ranges
   )
 
 
@@ -144,7 +144,7 @@ def test_segments_attend_to_the_prompt_and_to_themselves(attend):
     own=jax.tree.map(lambda x: x[:, 1:2], context.own),
     prompt_mask=context.prompt_mask[:, :1],
     segment=None,
-    spans=None,
+    ranges=None,
   )
   cut = alone._replace(
     own=KV(alone.own.k[..., S // 2 : S - 9], alone.own.v[..., S // 2 : S - 9, :])

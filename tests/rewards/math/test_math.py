@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtpo_jax.rewards.math.verdicts import Undecided, _decide, compare, math_correct, math_verdicts
-from gtpo_jax.rewards.math.worker_pool import Pool
+from gtpo_jax.rewards.math.worker_pool import WorkerPool
 from gtpo_jax.runtime.errors import UserError
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -21,7 +21,7 @@ DATA = Path(__file__).parents[4] / "shared" / "data"
 
 @pytest.fixture(scope="module")
 def pool():
-  with Pool(1, timeout_s=20) as pool:
+  with WorkerPool(1, timeout_s=20) as pool:
     yield pool
 
 

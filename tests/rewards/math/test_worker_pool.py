@@ -12,7 +12,7 @@ import time
 import pytest
 
 from gtpo_jax.rewards.math.verdicts import math_correct, math_verdicts
-from gtpo_jax.rewards.math.worker_pool import SCRIPT, Pool, close_pools, shared_pool, wait_all
+from gtpo_jax.rewards.math.worker_pool import SCRIPT, WorkerPool, close_pools, shared_pool, wait_all
 
 CHECKS = """
 import os, signal, sys, time
@@ -81,7 +81,7 @@ def wait_until(condition, seconds=10.0):
 
 
 def test_verdicts_are_in_order(check_name):
-  with Pool(2, check=check_name) as pool:
+  with WorkerPool(2, check=check_name) as pool:
     assert pids_of(pool) == []  # nothing starts before it is needed
     assert check(pool, "a", "a") is True
     assert len(pids_of(pool)) == 1
@@ -97,7 +97,7 @@ def test_verdicts_are_in_order(check_name):
   ("fault", "seconds"), [("sleep", 1.0), ("spin", 1.0), ("die", 0.0), ("exit", 0.0)]
 )
 def test_a_fault_costs_one_check_and_its_worker_is_replaced(check_name, fault, seconds):
-  with Pool(1, timeout_s=1.0, check=check_name) as pool:
+  with WorkerPool(1, timeout_s=1.0, check=check_name) as pool:
     assert check(pool, "a", "a") is True
     before = pids_of(pool)
     began = time.monotonic()
@@ -110,7 +110,7 @@ def test_a_fault_costs_one_check_and_its_worker_is_replaced(check_name, fault, s
 
 
 def test_exceptions_and_output_do_not_end_the_worker(check_name):
-  with Pool(1, check=check_name) as pool:
+  with WorkerPool(1, check=check_name) as pool:
     assert check(pool, "a", "a") is True
     before = pids_of(pool)
     odd_text = "\ud800\0\n"
@@ -121,7 +121,7 @@ def test_exceptions_and_output_do_not_end_the_worker(check_name):
 
 
 def test_each_check_has_its_own_limit(check_name):
-  with Pool(1, timeout_s=30, check=check_name) as pool:
+  with WorkerPool(1, timeout_s=30, check=check_name) as pool:
     check(pool, "a", "a")
     began = time.monotonic()
     assert check(pool, "a", "sleep", timeout_s=0.3) is None
@@ -130,7 +130,7 @@ def test_each_check_has_its_own_limit(check_name):
 
 
 def test_a_worker_killed_from_outside_during_a_check(check_name):
-  with Pool(1, timeout_s=30, check=check_name) as pool:
+  with WorkerPool(1, timeout_s=30, check=check_name) as pool:
     check(pool, "a", "a")
     futures = [pool.submit("a", answer) for answer in ("sleep", "a", "b")]
     wait_until(futures[0].running)
@@ -142,7 +142,7 @@ def test_a_worker_killed_from_outside_during_a_check(check_name):
 
 
 def test_a_stopped_worker_is_killed_too(check_name):
-  with Pool(1, timeout_s=0.5, check=check_name) as pool:
+  with WorkerPool(1, timeout_s=0.5, check=check_name) as pool:
     check(pool, "a", "a")
     os.kill(pids_of(pool)[0], signal.SIGSTOP)
     assert check(pool, "a", "a") is None
@@ -150,7 +150,7 @@ def test_a_stopped_worker_is_killed_too(check_name):
 
 
 def test_eight_threads_at_once(check_name):
-  with Pool(2, timeout_s=5, check=check_name) as pool:
+  with WorkerPool(2, timeout_s=5, check=check_name) as pool:
     wrong = []
 
     def work(i):
@@ -171,7 +171,7 @@ def test_eight_threads_at_once(check_name):
 
 
 def test_close_ends_all_checks_and_the_pool_can_be_used_again(check_name):
-  pool = Pool(1, timeout_s=30, check=check_name)
+  pool = WorkerPool(1, timeout_s=30, check=check_name)
   check(pool, "a", "a")
   futures = [pool.submit("a", answer) for answer in ("sleep", "a", "a")]
   wait_until(futures[0].running)
@@ -188,7 +188,7 @@ def test_close_ends_all_checks_and_the_pool_can_be_used_again(check_name):
 
 
 def test_workers_ignore_ctrl_c_and_import_no_jax(check_name):
-  with Pool(1, check=check_name) as pool:
+  with WorkerPool(1, check=check_name) as pool:
     assert check(pool, "a", "modules") is False
     future = pool.submit("a", "nap")
     wait_until(future.running)
@@ -200,11 +200,11 @@ def test_workers_ignore_ctrl_c_and_import_no_jax(check_name):
 PARENT = """
 import json, sys, time
 sys.path[:] = json.loads(sys.argv[2])
-from gtpo_jax.rewards.math.worker_pool import Pool, wait_all
+from gtpo_jax.rewards.math.worker_pool import WorkerPool, wait_all
 if sys.argv[3] == "jax":
   import jax.numpy as jnp
   assert jnp.ones(3).sum() == 3
-pool = Pool(2, timeout_s=600, check=sys.argv[1])
+pool = WorkerPool(2, timeout_s=600, check=sys.argv[1])
 wait_all([pool.submit("a", "nap") for _ in range(2)])
 pool.submit("a", sys.argv[4])
 verdict = pool.submit("a", "a").result()
@@ -259,7 +259,7 @@ def test_the_kernel_ends_code_that_never_yields(check_name):
 FORK = """
 import json, os, sys
 sys.path[:] = json.loads(sys.argv[1])
-from gtpo_jax.rewards.math.worker_pool import Pool
+from gtpo_jax.rewards.math.worker_pool import WorkerPool
 
 def check(gold, answer):
   return pool.submit(gold, answer).result()
@@ -267,7 +267,7 @@ def check(gold, answer):
 def pids():
   return [worker.process.pid for worker in pool._alive]
 
-pool = Pool(1, check=sys.argv[2])
+pool = WorkerPool(1, check=sys.argv[2])
 assert check("a", "a")
 before = pids()
 child = os.fork()
@@ -286,7 +286,7 @@ def test_a_forked_child_has_its_own_pool(check_name):
 
 
 def test_a_check_that_cannot_be_imported_is_reported_once(caplog):
-  with Pool(1, check="no_such_module:check") as pool:
+  with WorkerPool(1, check="no_such_module:check") as pool:
     assert check_all(pool, [("a", "a")] * 5) == [None] * 5
   assert len(caplog.records) == 1
   assert "No module named 'no_such_module'" in caplog.text
@@ -304,7 +304,7 @@ def test_a_check_that_cannot_be_imported_is_reported_once(caplog):
 )
 def test_bad_settings_are_rejected(bad):
   with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
-    Pool(**bad)
+    WorkerPool(**bad)
 
 
 def test_math_verdicts_with_a_pool_that_fails(check_name):
@@ -316,10 +316,10 @@ def test_math_verdicts_with_a_pool_that_fails(check_name):
     "nothing": "5",
     "\\boxed{\\sqrt{8}}": "\\sqrt{8}",
   }
-  with Pool(1, check="no_such_module:check") as pool:
+  with WorkerPool(1, check="no_such_module:check") as pool:
     verdicts = math_verdicts(list(pairs), list(pairs.values()), pool=pool)
     assert verdicts == [True, None, False, False, True]
-  with Pool(1, check=check_name) as pool:
+  with WorkerPool(1, check=check_name) as pool:
     assert math_verdicts(["\\boxed{x}"], ["y"], pool=pool) == [False]
 
 
@@ -337,7 +337,7 @@ def test_the_shared_pool():
 
 
 def test_a_check_that_math_verify_cannot_finish():
-  with Pool(1, timeout_s=1.0) as pool:
+  with WorkerPool(1, timeout_s=1.0) as pool:
     assert check(pool, "4", "9^{9^{9^9}}") is None
     assert check(pool, "2", "\\sqrt{4}", timeout_s=30) is True
     assert check(pool, "\\sqrt{", "2") is None  # a gold answer that cannot be parsed
