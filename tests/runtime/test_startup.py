@@ -169,6 +169,7 @@ def test_a_cache_folder_set_by_the_user_is_kept(default_cache, monkeypatch):
   assert jax.config.jax_compilation_cache_dir == str(default_cache / "mine")
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("count", [1, 8])
 def test_programs_of_several_cpu_devices_are_not_read_from_the_cache(
   count, default_cache, monkeypatch
