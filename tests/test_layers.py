@@ -36,7 +36,7 @@ LAYERS = {
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 MAX_FILES = 12  # in a folder, besides __init__.py
 # Folders with more files, and files that import one another, that are being rewritten.
-LARGE_FOLDERS = {"algorithms", "sampling"}
+LARGE_FOLDERS = {"algorithms"}
 CIRCULAR = {"algorithms/objectives.py", "algorithms/settings.py"}
 
 
