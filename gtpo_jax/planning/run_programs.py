@@ -153,8 +153,10 @@ class RunPrograms:
     config = self._config
     update = run_update(config, self._model, self.optimizer)
     arguments = (self.state, *self.batch)
-    resident = self.frozen + self._attention_workspace()
-    return _compile("update", update.lower(*arguments), arguments, resident, self._update_shapes())
+    resident = self.frozen + _attention_workspace(config, self._model)
+    return _compile(
+      "update", update.lower(*arguments), arguments, resident, _update_shapes(config, self._model)
+    )
 
   @functools.cached_property
   def _layout(self) -> CompiledProgram:
@@ -218,7 +220,9 @@ class RunPrograms:
     for name in [name for name, wanted in names if wanted]:
       resident = self.frozen + bytes_per_device((self.state.opt_state, self._decode_params))
       arguments = (params, rollouts)
-      yield _compile(name, scorer.lower(*arguments), arguments, resident, self._update_shapes())
+      yield _compile(
+        name, scorer.lower(*arguments), arguments, resident, _update_shapes(config, self._model)
+      )
 
   def _compile_imitation(self) -> CompiledProgram:
     """Compiles the updates of the warm start, which runs before anything frozen is loaded."""
@@ -238,28 +242,28 @@ class RunPrograms:
     count = 1 + bool(section.steps > k and section.steps % k)
     return _compile("warm start", imitate.lower(*arguments), arguments, 0, count)
 
-  def _update_shapes(self) -> int:
-    """Returns the number of shapes of a batch that is packed."""
-    batch = self._config.batch
-    if not batch.pack:
-      return 1
-    shards = axis_size(self._model.mesh, "position")
-    return count_shapes(batch.group, self._config.sampling.max_tokens, shards)
 
-  def _attention_workspace(self) -> int:
-    """Returns the bytes that cuDNN's backward pass allocates, which XLA does not know of here.
+def _update_shapes(config: Config, model: Transformer) -> int:
+  """Returns the number of shapes of a batch that is packed."""
+  if not config.batch.pack:
+    return 1
+  shards = axis_size(model.mesh, "position")
+  return count_shapes(config.batch.group, config.sampling.max_tokens, shards)
 
-    It adds up the gradient of the queries in float32.
-    """
-    c = self._model.config
-    mesh = self._model.mesh
-    if attention_kind(c, mesh) != "cudnn":
-      return 0
-    config = self._config
-    parts = config.batch.minibatches * config.batch.micro_batches * batch_shards(mesh)
-    rows = config.batch.prompts // parts * config.batch.group
-    positions = config.data.max_prompt_tokens + config.sampling.max_tokens
-    return 4 * rows * positions * c.heads // axis_size(mesh, "heads") * c.head_dim
+
+def _attention_workspace(config: Config, model: Transformer) -> int:
+  """Returns the bytes that cuDNN's backward pass allocates, which XLA does not know of here.
+
+  It adds up the gradient of the queries in float32.
+  """
+  c = model.config
+  mesh = model.mesh
+  if attention_kind(c, mesh) != "cudnn":
+    return 0
+  parts = config.batch.minibatches * config.batch.micro_batches * batch_shards(mesh)
+  rows = config.batch.prompts // parts * config.batch.group
+  positions = config.data.max_prompt_tokens + config.sampling.max_tokens
+  return 4 * rows * positions * c.heads // axis_size(mesh, "heads") * c.head_dim
 
 
 def _compile(
