@@ -7,6 +7,7 @@ next block while the current one is used. The kernel goes through all rows in on
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -57,8 +58,6 @@ def attend_on_tpu(
   block_pages = max(min(BLOCK // page, most_pages), 1)
   wide = prompts.slots.shape[1]
   sources = [pages.kv] if pages.scale is None else [pages.kv, pages.scale]
-  buffer = lambda x, count: pltpu.VMEM((2, count, heads, *x.shape[2:]), x.dtype)
-  buffers = [*(buffer(x, block_pages) for x in sources), buffer(chunk, 1)]
   if not interpret:
     # Only the pages in use are read. Without the constraint, the compiler may first copy the
     # complete pool to on-chip memory.
@@ -66,11 +65,8 @@ def attend_on_tpu(
   sources = [*sources, chunk]
   scalars = [x.reshape(-1) for x in (*prompts, *completions, *running)]
   of_slots = pl.BlockSpec((s, heads, height, width), lambda i, *_: (0, i, 0, 0))
-  float32 = lambda rows, last: pltpu.VMEM((*rows, last), jnp.float32)
-  tile = functools.partial(float32, (heads, wide * height))
-  resident = 4 * s * heads * height * (5 * width + LANES)  # queries and results are buffered twice
-  in_tile = 4 * heads * wide * height * 2 * (width + LANES)
-  copied = sum(2 * block_pages * heads * 4 * math.prod(x.shape[2:]) for x in sources)
+  scratch, scratch_bytes = _scratch(sources, s, heads, height, wide, width, block_pages)
+  buffered_twice = 4 * s * heads * height * 4 * width  # queries and results
   out = pl.pallas_call(
     functools.partial(_kernel, wide=wide, sources=len(sources), dtype=q.dtype, split=split),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -78,23 +74,46 @@ def attend_on_tpu(
       grid=(splits,),
       in_specs=[of_slots, *[pl.BlockSpec(memory_space=pl.ANY)] * len(sources)],
       out_specs=of_slots,
-      scratch_shapes=[
-        *buffers,
-        float32((s, heads, height), width),
-        float32((s, heads, height), LANES),
-        pltpu.SemaphoreType.DMA((2, len(buffers))),
-        *[tile(last) for last in (width, width, LANES, LANES)],
-      ],
+      scratch_shapes=scratch,
     ),
     out_shape=jax.ShapeDtypeStruct((s, kv_heads, height, width), jnp.float32),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel",),
-      vmem_limit_bytes=resident + 2 * in_tile + copied + VMEM_SPARE,
+      vmem_limit_bytes=buffered_twice + scratch_bytes + VMEM_SPARE,
     ),
     interpret=interpret,
     name="paged_attention",
   )(*scalars, queries, *sources)
   return out[:, :, :r, width - e :].reshape(q.shape).astype(q.dtype)
+
+
+def _scratch(
+  sources: list[jax.Array], s: int, heads: int, height: int, wide: int, width: int, block_pages: int
+) -> tuple[list[Any], int]:
+  """Returns the arrays that the kernel has in on-chip memory, and a bound of their bytes.
+
+  Args:
+    sources: the pages, their scales if any, and the chunk.
+    s: slots.
+    heads: key/value heads of one core.
+    height: rows of queries per head.
+    wide: the most slots that share a prompt's row.
+    width: features of a query.
+    block_pages: pages per block.
+  """
+  counts = [block_pages] * (len(sources) - 1) + [1]
+  buffers = [
+    pltpu.VMEM((2, count, heads, *x.shape[2:]), x.dtype)
+    for x, count in zip(sources, counts, strict=True)
+  ]
+  float32 = lambda rows, last: pltpu.VMEM((*rows, last), jnp.float32)
+  running = [float32((s, heads, height), last) for last in (width, LANES)]
+  tile = [float32((heads, wide * height), last) for last in (width, width, LANES, LANES)]
+  in_slots = 4 * s * heads * height * (width + LANES)
+  in_tile = 4 * heads * wide * height * 2 * (width + LANES)
+  copied = sum(2 * block_pages * heads * 4 * math.prod(x.shape[2:]) for x in sources)
+  semaphores = pltpu.SemaphoreType.DMA((2, len(buffers)))
+  return [*buffers, *running, semaphores, *tile], in_slots + 2 * in_tile + copied
 
 
 class _Refs(NamedTuple):
@@ -109,6 +128,7 @@ class _Refs(NamedTuple):
 class _Copies(NamedTuple):
   """Where pages are copied from and to."""
 
+  first_head: Any  # i32[], of the heads of this core
   sources: tuple  # [pages, k, page, 2e], and scales if any, in the device's main memory
   buffers: tuple  # [2, pages, k, ...], the blocks in use and on their way, one for each source
   semaphores: tuple  # [2] for each source
@@ -126,95 +146,82 @@ def _kernel(*refs, wide: int, sources: int, dtype: jnp.dtype, split: bool) -> No
   values, statistics, semaphores = take(3)
   refs = _Refs(q, values, statistics, tuple(at))
   semaphores = [semaphores.at[:, i] for i in range(sources)]
-  in_pages = _Copies(arrays[:-1], buffers[:-1], tuple(semaphores[:-1]))
-  in_chunks = _Copies(arrays[-1:], buffers[-1:], tuple(semaphores[-1:]))
+  first_head = pl.program_id(0) * q.shape[1]
+  in_pages = _Copies(first_head, arrays[:-1], buffers[:-1], tuple(semaphores[:-1]))
+  in_chunks = _Copies(first_head, arrays[-1:], buffers[-1:], tuple(semaphores[-1:]))
   lane = jax.lax.broadcasted_iota(jnp.int32, statistics.shape, 3)
   values[...] = jnp.zeros_like(values)
   statistics[...] = jnp.where(lane == 0, MASKED, 0.0)
-  _attend_rows(prompts, wide, refs, in_pages, dtype, split)
-  _attend_rows(completions, 1, refs, in_pages, dtype, split)
-  _attend_rows(running, 1, refs, in_chunks, dtype, split)
+  _Attention(prompts, wide, refs, in_pages, dtype, split).attend_rows()
+  _Attention(completions, 1, refs, in_pages, dtype, split).attend_rows()
+  _Attention(running, 1, refs, in_chunks, dtype, split).attend_rows()
   total = statistics[..., 1:2]
   out[...] = values[...] / jnp.where(total > 0, total, 1.0)
 
 
-def _attend_rows(
-  rows: PageRows, w: int, refs: _Refs, copies: _Copies, dtype: jnp.dtype, split: bool
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Attention:
   """Adds the attention over `rows` of w slots each to the slots' running softmax."""
-  q, values, statistics, tile = refs
-  sources, buffers, semaphores = copies
-  first_head = pl.program_id(0) * q.shape[1]
-  kv = buffers[0]
-  _, block_pages, heads, page, features = kv.shape
-  height = q.shape[2]
-  block = block_pages * page
-  most_pages = rows.pages.shape[0] // rows.start.shape[0]
-  queries, sums, maxima, weights_sum = (ref.at[:, : w * height] for ref in tile)
-  count = rows.count[0]
 
-  def for_each_page(row: jax.Array, j: jax.Array, buffer: jax.Array, use: Any) -> None:
-    for i in range(block_pages):
-      index = j * block_pages + i
+  rows: PageRows
+  w: int
+  refs: _Refs
+  copies: _Copies
+  dtype: jnp.dtype
+  split: bool  # whether keys and values have vector registers of their own
 
-      @pl.when(index * page < rows.end[row])
+  @property
+  def block_pages(self) -> int:
+    """Pages per block."""
+    return self.copies.buffers[0].shape[1]
+
+  @property
+  def page(self) -> int:
+    """Positions per page."""
+    return self.copies.buffers[0].shape[3]
+
+  @property
+  def tile(self) -> list[Any]:
+    """The row's queries, weighted values, maxima and sums of weights, f32[k, w * r, ...]."""
+    return [ref.at[:, : self.w * self.refs.q.shape[2]] for ref in self.refs.tile]
+
+  def attend_rows(self) -> None:
+    """Goes through all rows; the next block is copied while one is used."""
+    count = self.rows.count[0]
+
+    @pl.when(count > 0)
+    def _() -> None:
+      self._for_each_page(jnp.int32(0), jnp.int32(0), jnp.int32(0), lambda copy: copy.start())
+
+    jax.lax.fori_loop(0, count, self._attend_row, jnp.int32(0))
+
+  def _for_each_page(self, row: jax.Array, j: jax.Array, buffer: jax.Array, use: Any) -> None:
+    """Calls `use` with the copy of each page of block j of a row, into `buffer` (0 or 1)."""
+    rows = self.rows
+    first_head, *copies = self.copies
+    heads = self.refs.q.shape[1]
+    most_pages = rows.pages.shape[0] // rows.start.shape[0]
+    for i in range(self.block_pages):
+      index = j * self.block_pages + i
+
+      @pl.when(index * self.page < rows.end[row])
       def _(i=i, index=index) -> None:
         name = rows.pages[row * most_pages + index]
-        for source, to, semaphore in zip(sources, buffers, semaphores, strict=True):
+        for source, to, semaphore in zip(*copies, strict=True):
           part = source.at[name, pl.ds(first_head, heads)]
           use(pltpu.make_async_copy(part, to.at[buffer, i], semaphore.at[buffer]))
 
-  start_copies = functools.partial(for_each_page, use=lambda copy: copy.start())
-  await_copies = functools.partial(for_each_page, use=lambda copy: copy.wait())
-
-  def attend_block(row: jax.Array, j: jax.Array, buffer: jax.Array) -> None:
-    start = rows.start[row]
-    end = rows.end[row]
-    is_valid = lambda position: (position >= start) & (position < end)
-
-    @pl.when((j * block < start) | ((j + 1) * block > end))
-    def _() -> None:
-      # What lies between valid positions may be of other completions, or not a number.
-      shape = (block_pages, 1, page, 1)
-      position = (
-        j * block
-        + jax.lax.broadcasted_iota(jnp.int32, shape, 0) * page
-        + jax.lax.broadcasted_iota(jnp.int32, shape, 2)
-      )
-      kv[buffer] = jnp.where(is_valid(position), kv[buffer], jnp.zeros((), kv.dtype))
-
-    position = j * block + jax.lax.broadcasted_iota(jnp.int32, (w * height, block), 1)
-    valid = is_valid(position)
-    scale_of = lambda head, which: jnp.concatenate(
-      [buffers[1][buffer, i, head, which : which + 1, :] for i in range(block_pages)], axis=1
-    )
-    for head in range(heads):
-      both = kv[buffer, :, head].reshape(block, features).astype(dtype)
-      k, v = (both[:, : features // 2], both[:, features // 2 :]) if split else (both, both)
-      scores = jax.lax.dot_general(
-        queries[head].astype(dtype), k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-      )
-      if len(buffers) > 1:
-        scores *= scale_of(head, 0)
-      scores = jnp.where(valid, scores, MASKED)
-      old_max = maxima[head][:, :1]
-      new_max = jnp.maximum(old_max, scores.max(-1, keepdims=True))
-      weights = jnp.where(valid, jnp.exp(scores - new_max), 0.0)
-      decay = jnp.exp(old_max - new_max)
-      new_sum = weights_sum[head][:, :1] * decay + weights.sum(-1, keepdims=True)
-      weights_sum[head] = jnp.broadcast_to(new_sum, weights_sum.shape[1:])
-      maxima[head] = jnp.broadcast_to(new_max, maxima.shape[1:])
-      if len(buffers) > 1:
-        weights = jnp.where(valid, weights * scale_of(head, 1), 0.0)
-      product = jnp.dot(weights.astype(dtype), v, preferred_element_type=jnp.float32)
-      sums[head] = sums[head] * decay + product
-
-  def attend_row(row: jax.Array, buffer: jax.Array) -> jax.Array:
-    blocks = pl.cdiv(rows.end[row], block)
-    for i in range(w):
-      slot = rows.slots[row * w + i]
+  def _attend_row(self, row: jax.Array, buffer: jax.Array) -> jax.Array:
+    """Attends over one row, whose first block is being copied; returns the next buffer."""
+    rows = self.rows
+    _, values, statistics, _ = self.refs
+    height = self.refs.q.shape[2]
+    queries, sums, maxima, weights_sum = self.tile
+    blocks = pl.cdiv(rows.end[row], self.block_pages * self.page)
+    for i in range(self.w):
+      slot = rows.slots[row * self.w + i]
       at = pl.ds(i * height, height)
-      queries[:, at] = q[slot]
+      queries[:, at] = self.refs.q[slot]
       sums[:, at] = values[slot]
       old = statistics[slot]
       maxima[:, at] = jnp.broadcast_to(old[..., :1], old.shape)
@@ -224,25 +231,75 @@ def _attend_rows(
       is_last = j + 1 == blocks
       next_row = jnp.where(is_last, row + 1, row)
 
-      @pl.when(next_row < count)
+      @pl.when(next_row < rows.count[0])
       def _() -> None:
-        start_copies(next_row, jnp.where(is_last, 0, j + 1), 1 - buffer)
+        following = jnp.where(is_last, 0, j + 1)
+        self._for_each_page(next_row, following, 1 - buffer, lambda copy: copy.start())
 
-      await_copies(row, j, buffer)
-      attend_block(row, j, buffer)
+      self._for_each_page(row, j, buffer, lambda copy: copy.wait())
+      self._attend_block(row, j, buffer)
       return 1 - buffer
 
     buffer = jax.lax.fori_loop(0, blocks, next_block, buffer)
-    for i in range(w):
-      slot = rows.slots[row * w + i]
+    for i in range(self.w):
+      slot = rows.slots[row * self.w + i]
       at = pl.ds(i * height, height)
       values[slot] = sums[:, at]
       lane = jax.lax.broadcasted_iota(jnp.int32, statistics.shape[1:], 2)
       statistics[slot] = jnp.where(lane == 0, maxima[:, at], weights_sum[:, at])
     return buffer
 
-  @pl.when(count > 0)
-  def _() -> None:
-    start_copies(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+  def _attend_block(self, row: jax.Array, j: jax.Array, buffer: jax.Array) -> None:
+    """Attends over block j of a row, which is in `buffer`."""
+    start = self.rows.start[row]
+    end = self.rows.end[row]
+    kv = self.copies.buffers[0]
+    block = self.block_pages * self.page
+    is_valid = lambda position: (position >= start) & (position < end)
 
-  jax.lax.fori_loop(0, count, attend_row, jnp.int32(0))
+    @pl.when((j * block < start) | ((j + 1) * block > end))
+    def _() -> None:
+      # What lies between valid positions may be of other completions, or not a number.
+      shape = (self.block_pages, 1, self.page, 1)
+      position = (
+        j * block
+        + jax.lax.broadcasted_iota(jnp.int32, shape, 0) * self.page
+        + jax.lax.broadcasted_iota(jnp.int32, shape, 2)
+      )
+      kv[buffer] = jnp.where(is_valid(position), kv[buffer], jnp.zeros((), kv.dtype))
+
+    shape = (self.w * self.refs.q.shape[2], block)
+    valid = is_valid(j * block + jax.lax.broadcasted_iota(jnp.int32, shape, 1))
+    for head in range(kv.shape[2]):
+      self._attend_head(head, buffer, valid)
+
+  def _attend_head(self, head: int, buffer: jax.Array, valid: jax.Array) -> None:
+    """Attends over the block in `buffer` with one head; `valid` is bool[w * r, block]."""
+    queries, sums, maxima, weights_sum = self.tile
+    kv, *scales = self.copies.buffers
+    features = kv.shape[-1]
+    both = kv[buffer, :, head].reshape(-1, features).astype(self.dtype)
+    k, v = (both[:, : features // 2], both[:, features // 2 :]) if self.split else (both, both)
+    scale_of = lambda which: jnp.concatenate(
+      [scales[0][buffer, i, head, which : which + 1, :] for i in range(self.block_pages)], axis=1
+    )
+    scores = jax.lax.dot_general(
+      queries[head].astype(self.dtype),
+      k,
+      (((1,), (1,)), ((), ())),
+      preferred_element_type=jnp.float32,
+    )
+    if scales:
+      scores *= scale_of(0)
+    scores = jnp.where(valid, scores, MASKED)
+    old_max = maxima[head][:, :1]
+    new_max = jnp.maximum(old_max, scores.max(-1, keepdims=True))
+    weights = jnp.where(valid, jnp.exp(scores - new_max), 0.0)
+    decay = jnp.exp(old_max - new_max)
+    new_sum = weights_sum[head][:, :1] * decay + weights.sum(-1, keepdims=True)
+    weights_sum[head] = jnp.broadcast_to(new_sum, weights_sum.shape[1:])
+    maxima[head] = jnp.broadcast_to(new_max, maxima.shape[1:])
+    if scales:
+      weights = jnp.where(valid, weights * scale_of(1), 0.0)
+    product = jnp.dot(weights.astype(self.dtype), v, preferred_element_type=jnp.float32)
+    sums[head] = sums[head] * decay + product
