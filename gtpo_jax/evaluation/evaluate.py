@@ -15,7 +15,7 @@ from gtpo_jax.evaluation.results import Evaluation, ScoredCompletions, concatena
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.problems import eval_label
 from gtpo_jax.rollout.scoring import PendingRewards, RewardManager
-from gtpo_jax.rollout.worker import Policy, RolloutWorker
+from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.sampling.params import GREEDY, SamplingParams
@@ -40,7 +40,9 @@ def evaluate_run(
   stopping: Callable[[], bool] = lambda: False,
   counting: Counting = uncounted,
 ) -> Evaluation:
-  """Evaluates `params` with the settings of `config.eval`; every step uses the same random keys.
+  """Samples and scores `samples` completions and one greedy completion of every problem.
+
+  `eval.batch` problems are sampled at a time. Every step uses the same random keys.
 
   Args:
     config: the run's config.
@@ -56,62 +58,10 @@ def evaluate_run(
     Stopped: `stopping` returned True.
     UserError: no completion that ended has a verdict.
   """
-  evaluation = evaluate(
-    worker,
-    reward_manager,
-    worker.policy(params),
-    eval_label(config),
-    problems,
-    key_for(config.seed, KeyStream.EVALUATE),
-    samples=samples or config.eval.samples,
-    batch=config.eval.batch,
-    sampling_params=config.eval_sampling_params,
-    stopping=stopping,
-    counting=counting,
-  )
-  if not evaluation.judged:
-    raise UserError(_nothing_judged(config, evaluation.sampled.finished.size))
-  return evaluation
-
-
-def _nothing_judged(config: Config, count: int) -> str:
-  section = config.reward
-  names = [section.verifier, *(name for name, _ in section.weighted)]
-  functions = [name for name in names if ":" in name]
-  if functions:
-    return (
-      f"none of {count} evaluated completions has a verdict: a reward function "
-      f"({', '.join(functions)}) failed or returned None for all of them; fix it, then run the "
-      "same command again"
-    )
-  return (
-    f"none of {count} evaluated completions has a verdict: their verification failed or took "
-    f"longer than reward.timeout_s = {section.timeout_s:g}; check the problems' answers and kinds"
-  )
-
-
-def evaluate(
-  worker: RolloutWorker,
-  reward_manager: RewardManager,
-  policy: Policy,
-  name: str,
-  problems: Sequence[Problem],
-  key: jax.Array,
-  *,
-  samples: int,
-  batch: int,
-  sampling_params: SamplingParams,
-  stopping: Callable[[], bool] = lambda: False,
-  counting: Counting = uncounted,
-) -> Evaluation:
-  """Samples and scores `samples` completions and one greedy completion of every problem.
-
-  Problems are processed `batch` at a time.
-
-  Raises:
-    Stopped: `stopping`, which is called between chunks of tokens, returned True.
-  """
-  batch = min(batch, len(problems))
+  policy = worker.policy(params)
+  key = key_for(config.seed, KeyStream.EVALUATE)
+  samples = samples or config.eval.samples
+  batch = min(config.eval.batch, len(problems))
   complete = 0  # completions of earlier batches
 
   def complete_batch(start: int, group: int, sampling_params: SamplingParams) -> ScoredCompletions:
@@ -145,6 +95,25 @@ def evaluate(
     return concatenate([complete_batch(start, group, sampling_params) for start in starts])
 
   with counting("evaluated completions", len(problems) * (samples + 1)) as count:
-    sampled = complete_all(samples, sampling_params)
+    sampled = complete_all(samples, config.eval_sampling_params)
     greedy = complete_all(1, GREEDY)
-  return Evaluation(name, problems, sampled, greedy)
+  evaluation = Evaluation(eval_label(config), problems, sampled, greedy)
+  if not evaluation.judged:
+    raise UserError(_nothing_judged(config, evaluation.sampled.finished.size))
+  return evaluation
+
+
+def _nothing_judged(config: Config, count: int) -> str:
+  section = config.reward
+  names = [section.verifier, *(name for name, _ in section.weighted)]
+  functions = [name for name in names if ":" in name]
+  if functions:
+    return (
+      f"none of {count} evaluated completions has a verdict: a reward function "
+      f"({', '.join(functions)}) failed or returned None for all of them; fix it, then run the "
+      "same command again"
+    )
+  return (
+    f"none of {count} evaluated completions has a verdict: their verification failed or took "
+    f"longer than reward.timeout_s = {section.timeout_s:g}; check the problems' answers and kinds"
+  )
