@@ -14,8 +14,7 @@ import numpy as np
 from credit_values import generalized_advantages, values
 
 from gtpo_jax.algorithms import Algorithm, make
-from gtpo_jax.algorithms.relative_entropy import COMPARE, relative_entropy
-from gtpo_jax.algorithms.units import ShapedRewards
+from gtpo_jax.algorithms.relative_entropy import COMPARE, ShapedRewards, relative_entropy
 from gtpo_jax.arrays import Prompts, Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.logs.credit import batch_signals

@@ -7,19 +7,73 @@ correct and of incorrect completions.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.algorithms.units import ShapedRewards, Units
+from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units
 from gtpo_jax.arrays import masked_mean
+from gtpo_jax.runtime.fields import AT_LEAST_0, AT_LEAST_1, FLAG, Checked, one_of, setting
 
 # (shaped, units, axes, sign_guard) -> advantages f32[n, g, u].
 Advantage = Callable[[ShapedRewards, Units, tuple[int, ...], bool], jax.Array]
 
 # The axes of [n, g, u] over which one mean and standard deviation are computed.
 NORM_SCOPE: dict[str, tuple[int, ...]] = {"group": (1, 2), "batch": (0, 1, 2)}
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupNormalisation(Checked):
+  """Advantages are normalised over each group, and their signs are not guarded (the baselines)."""
+
+  prefix: ClassVar[str] = "algorithm."
+  norm_scope: ClassVar[str] = "group"
+  sign_guard: ClassVar[bool] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Normalisation(GroupNormalisation):
+  """Over which completions advantages are normalised, and whether their signs are guarded."""
+
+  norm_scope: str = setting(
+    "group",
+    '"group" or "batch": the completions over which the mean and std of the advantages are '
+    "computed.",
+    one_of(NORM_SCOPE),
+  )
+  sign_guard: bool = setting(
+    False, "clamp advantages to be >= 0 for correct units and <= 0 for incorrect ones.", FLAG
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class NoBonus(Checked):
+  """Nothing is added to the advantages."""
+
+  prefix: ClassVar[str] = "algorithm."
+  bonus_alpha: ClassVar[float] = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class AdvantageBonus(NoBonus):
+  """A bonus by entropy, which is added to the advantage of each token (2506.14758, eq. 5)."""
+
+  bonus_alpha: float = setting(
+    0.4,
+    "min(bonus_alpha * H, |A| / bonus_kappa) is added to the advantage of each token (2506.14758, "
+    "eq. 5).",
+    AT_LEAST_0,
+  )
+  bonus_kappa: float = setting(
+    2.0,
+    "min(bonus_alpha * H, |A| / bonus_kappa) is added to the advantage of each token (2506.14758, "
+    "eq. 5).",
+    AT_LEAST_1,
+  )
+
 
 # Advantages are 0 if their divisor is smaller than this: the std, or the mean in `mean_normalised`.
 MIN_STD = 1e-6

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from gtpo_jax.algorithms.algorithm import Algorithm
-from gtpo_jax.algorithms.objectives import OBJECTIVES
+from gtpo_jax.algorithms.objectives import CHOICE
 from gtpo_jax.algorithms.ratios import SEQUENCE_RATIOS
-from gtpo_jax.algorithms.recipes import RECIPES
-from gtpo_jax.algorithms.settings import CHECKS, RENAMED, Settings
+from gtpo_jax.algorithms.recipes import RECIPES, Recipe
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
 
@@ -28,28 +27,25 @@ def make(name: str, **overrides: Any) -> Algorithm:
       f"unknown algorithm {name!r}{did_you_mean(str(name), RECIPES)}; "
       f"valid are {', '.join(RECIPES)}"
     )
-  objective = overrides.get("objective", RECIPES[name].settings["objective"])
-  if not CHECKS["objective"].accepts(objective):
-    raise UserError(
-      f"algorithm.objective must be {CHECKS['objective'].description}, got {objective!r}"
-    )
-  published = RECIPES[name].settings_with(objective)
-  _check_overrides(name, objective, published, overrides)
-  settings = Settings(**published | overrides)
-  _check_without_effect(settings, published)
-  _check_combination(name, settings)
-  return Algorithm(name, settings)
+  recipe = RECIPES[name]
+  objective = overrides.get("objective", recipe.objective.name)
+  bound = CHOICE.metadata["bound"]
+  if not bound.accepts(objective):
+    raise UserError(f"algorithm.objective must be {bound.description}, got {objective!r}")
+  recipe = recipe.with_objective(objective)
+  _check_overrides(name, recipe, overrides)
+  recipe = recipe.with_settings(overrides)
+  _check_combination(name, recipe)
+  return Algorithm(name, recipe)
 
 
-def _check_overrides(
-  name: str, objective: str, published: Mapping[str, Any], overrides: Mapping[str, Any]
-) -> None:
+def _check_overrides(name: str, recipe: Recipe, overrides: Mapping[str, Any]) -> None:
   """Rejects settings that the algorithm does not read, and None."""
+  published = recipe.settings
   for key, value in overrides.items():
-    if key in RENAMED:
-      raise UserError(f"algorithm setting {key!r} is now called {RENAMED[key]!r}")
     if key not in published:
-      own = RECIPES[name].settings["objective"]
+      own = RECIPES[name].objective.name
+      objective = recipe.objective.name
       with_objective = "" if objective == own else f" with objective = {objective!r}"
       raise UserError(
         f"algorithm {name!r}{with_objective} has no setting {key!r}{did_you_mean(key, published)}; "
@@ -61,44 +57,28 @@ def _check_overrides(
       )
 
 
-def _check_without_effect(settings: Settings, published: Mapping[str, Any]) -> None:
-  """Rejects changed settings that other settings turn off."""
-  if settings.gamma != published["gamma"] and settings.length_penalty != "group_relative":
-    raise UserError(
-      f"algorithm.gamma = {settings.gamma} only has an effect with length_penalty = "
-      f"'group_relative'; set that, or leave gamma at {published['gamma']}"
-    )
-  for key in ("entropy_coef_delta", "entropy_coef_max"):
-    value = getattr(settings, key)
-    if value != published[key] and not settings.entropy_target:
-      raise UserError(
-        f"algorithm.{key} = {value} only has an effect with entropy_target above 0; set that, or "
-        f"leave {key} at {published[key]}"
-      )
-
-
-def _check_combination(name: str, settings: Settings) -> None:
+def _check_combination(name: str, recipe: Recipe) -> None:
   """Rejects combinations of credit, ratio and objective that have no meaning."""
-  objective = OBJECTIVES[settings.objective]
-  per_token_credit = not RECIPES[name].per_completion or bool(settings.bonus_alpha)
-  if settings.ratio in SEQUENCE_RATIOS and per_token_credit:
+  objective = recipe.objective
+  if objective.ratio in SEQUENCE_RATIOS and recipe.per_token_credit:
     raise UserError(
-      f"algorithm.ratio = {settings.ratio!r} is the ratio of a completion, but {name!r} gives each "
-      "token its own advantage; use 'token' or 'gspo_token'"
+      f"algorithm.ratio = {objective.ratio!r} is the ratio of a completion, but {name!r} gives "
+      "each token its own advantage; use 'token' or 'gspo_token'"
     )
-  if objective.per_completion and per_token_credit:
+  if objective.per_completion and recipe.per_token_credit:
     raise UserError(
-      f"algorithm.objective = {settings.objective!r} needs one advantage per completion, but "
+      f"algorithm.objective = {objective.name!r} needs one advantage per completion, but "
       f"{name!r} gives each token its own; use an algorithm such as 'grpo' or 'grpo_s'"
     )
-  if objective.ratios and settings.ratio not in objective.ratios:
+  if objective.ratios and objective.ratio not in objective.ratios:
     raise UserError(
-      f"algorithm.objective = {settings.objective!r} needs ratio = "
-      f"{' or '.join(map(repr, objective.ratios))}, got {settings.ratio!r}"
+      f"algorithm.objective = {objective.name!r} needs ratio = "
+      f"{' or '.join(map(repr, objective.ratios))}, got {objective.ratio!r}"
     )
-  if settings.guide_completions and (objective.select or settings.ratio != "token"):
+  has_guide = bool(recipe.guide.guide_completions)
+  if has_guide and (recipe.selects or objective.ratio != "token" or not objective.ratios):
     raise UserError(
       f"algorithm {name!r} needs ratio = 'token' and an objective without a selection, because its "
-      f"guide's tokens have an objective of their own; got ratio = {settings.ratio!r}, "
-      f"objective = {settings.objective!r}"
+      "guide's tokens have an objective of their own; got ratio = "
+      f"{recipe.settings.get('ratio')!r}, objective = {objective.name!r}"
     )

@@ -1,24 +1,33 @@
-"""Surrogate objectives, which are maximised: functions of ratios, log-probs and advantages.
+"""Surrogate objectives, which are maximised.
 
-In the formulas, r is the importance ratio, A the advantage, pi and pi_old the probability of the
-token under the trained and under the sampling policy, and sg(x) is x without a gradient.
+An objective is a frozen dataclass of its settings, with their published values as defaults. In the
+formulas, r is the importance ratio, A the advantage, pi and pi_old the probability of the token
+under the trained and under the sampling policy, and sg(x) is x without a gradient.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.algorithms.ratios import LOG_RATIO_BOUND
+from gtpo_jax.algorithms.ratios import LOG_RATIO_BOUND, RATIOS
 from gtpo_jax.algorithms.selection import covariance_band, highest_covariance, top_share
 from gtpo_jax.arrays import masked_mean
-
-if TYPE_CHECKING:
-  from gtpo_jax.algorithms.settings import Settings
+from gtpo_jax.runtime.fields import (
+  ABOVE_0,
+  AT_LEAST_0,
+  AT_LEAST_1,
+  FINITE,
+  INFINITY,
+  SHARE,
+  Checked,
+  number,
+  one_of,
+  setting,
+)
 
 
 class ObjectiveInputs(NamedTuple):
@@ -30,6 +39,7 @@ class ObjectiveInputs(NamedTuple):
   advantages: jax.Array  # f32[n, g, t]
   mask: jax.Array  # bool[n, g, t], tokens in the loss
   selected: jax.Array | None = None  # bool[n, g, t], from the objective's `select`
+  entropy_old: jax.Array | None = None  # f32[n, g, t], nats, of the sampling policy, for `select`
 
   @property
   def log_ratio(self) -> jax.Array:
@@ -37,215 +47,304 @@ class ObjectiveInputs(NamedTuple):
     return jnp.clip(self.log_probs - self.log_probs_old, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-# The objective f32[n, g, t] of each token, and {metric name: the tokens it counts, bool[n, g, t]}.
+# The objective f32[n, g, t], and {metric name: the tokens that it counts, bool[n, g, t]}.
 ObjectiveOutputs = tuple[jax.Array, dict[str, jax.Array]]
-# (inputs, entropy f32[n, g, t] of the sampling policy in nats, settings, PRNG key) -> bool[n, g, t]
-Select = Callable[[ObjectiveInputs, jax.Array | None, "Settings", jax.Array | None], jax.Array]
+
+# The meanings of settings that several objectives have.
+_CLIP_RANGE = "the importance ratio is clipped to [1 - eps_low, 1 + eps_high]."
+_WEIGHT_RANGE = "the weight of a token is clipped to [1 - eps_low, 1 + eps_high]."
+_LOG_RANGE = "the log-ratio of a token is clipped to [-eps_low, eps_high]."
+_DELTA = (
+  "how far the probability of a token may fall (delta_low) or rise (delta_high), in the direction "
+  "of its advantage, before the token has no gradient."
+)
+_SELECTED = "the fraction of the tokens of a gradient update that are selected."
+_BAND = "tokens are selected if their covariance term lies between cov_low and cov_high."
 
 
 @dataclasses.dataclass(frozen=True)
-class Objective:
-  """A surrogate objective.
+class Objective(Checked):
+  """The base of the objectives that compute their own ratio from the log-probs.
 
   Attributes:
-    function: (inputs, settings) -> (objective, metrics).
-    settings: the hyperparameters that the objective reads, with their published values.
+    name: the objective's name in `OBJECTIVES`.
     paper: the source.
     per_token: whether a token's objective depends only on that token's inputs.
-    select: chooses the tokens that the objective treats differently, from all tokens of a gradient
-      update; None if the objective treats all tokens alike.
-    random: whether `select` needs a PRNG key.
-    ratios: the values of the setting `ratio` that the objective is defined for; empty if the
-      objective computes its own ratio.
     per_completion: whether all tokens of a completion must have the same advantage.
+    select_needs: what `select` needs, of "entropy_old" and "key"; empty if the objective treats all
+      tokens of a gradient update alike.
+    ratios: the values of the setting `ratio` that the objective is defined for; empty if it has no
+      such setting.
+    ratio: the ratio whose diagnostics are logged, and with which a guide's tokens are trained.
   """
 
-  function: Callable[[ObjectiveInputs, Settings], ObjectiveOutputs]
-  settings: Mapping[str, Any]
-  paper: str
-  per_token: bool = True
-  select: Select | None = None
-  random: bool = False
-  ratios: tuple[str, ...] = ("token", "arithmetic", "geometric", "gspo_token")
-  per_completion: bool = False
+  prefix: ClassVar[str] = "algorithm."
+  name: ClassVar[str]
+  paper: ClassVar[str]
+  per_token: ClassVar[bool] = True
+  per_completion: ClassVar[bool] = False
+  select_needs: ClassVar[tuple[str, ...]] = ()
+  ratios: ClassVar[tuple[str, ...]] = ()
+  ratio: ClassVar[str] = "token"
+
+  def __call__(self, x: ObjectiveInputs) -> ObjectiveOutputs:
+    """Returns the objective of each token, and the tokens that the metrics count."""
+    raise NotImplementedError
+
+  def select(self, x: ObjectiveInputs, key: jax.Array | None) -> jax.Array:
+    """Returns which tokens of a gradient update are treated differently, bool[n, g, t]."""
+    raise NotImplementedError
 
 
-def clipped_objective(x: ObjectiveInputs, settings: Settings) -> ObjectiveOutputs:
-  """Returns `min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)` (PPO, DAPO).
+@dataclasses.dataclass(frozen=True)
+class RatioObjective(Objective):
+  """The base of the objectives of an importance ratio, which can be chosen."""
 
-  With `dual_clip` = c > 1, the objective is at least `c A` where `A < 0` (1912.09729, eq. 5): a
-  token with a negative advantage has no gradient once it is more than c times as likely as when it
-  was sampled.
+  ratios: ClassVar[tuple[str, ...]] = tuple(RATIOS)
+
+  ratio: str = setting(
+    "token",
+    'the importance ratio: "token" (each token\'s own), "arithmetic" or "geometric" (the mean over '
+    'the token ratios of a completion; these need one advantage per completion), or "gspo_token" '
+    '(the value of "geometric", with a gradient per token).',
+    one_of(RATIOS),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip(RatioObjective):
+  """`min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)` (PPO, DAPO).
+
+  With `dual_clip` = c > 1, the objective is at least `c A` where `A < 0`: a token with a negative
+  advantage has no gradient once it is more than c times as likely as when it was sampled.
   """
-  lowest = 1 - settings.eps_low
-  highest = 1 + settings.eps_high
-  clipped = jnp.clip(x.ratio, lowest, highest)
-  objective = jnp.minimum(x.ratio * x.advantages, clipped * x.advantages)
-  if settings.dual_clip:
-    bounded = jnp.maximum(objective, settings.dual_clip * x.advantages)
-    objective = jnp.where(x.advantages < 0, bounded, objective)
-  return objective, {
-    "clip/low": (x.ratio < lowest) & (x.advantages < 0),
-    "clip/high": (x.ratio > highest) & (x.advantages > 0),
-  }
+
+  name: ClassVar[str] = "clip"
+  paper: ClassVar[str] = "1707.06347, 2503.14476"
+
+  eps_low: float = setting(0.2, _CLIP_RANGE, SHARE)
+  eps_high: float = setting(0.28, _CLIP_RANGE, ABOVE_0)
+  dual_clip: float = setting(
+    0.0,
+    "lower bound of the objective of tokens with a negative advantage, as a multiple of the "
+    "advantage (1912.09729, eq. 5); 0 for off.",
+    number(lambda x: x == 0 or 1 < x < INFINITY, "above 1 and finite, or 0 for off"),
+  )
+
+  def __post_init__(self):
+    super().__post_init__()
+    self._check_order("eps_low", "eps_high")
+
+  def __call__(self, x: ObjectiveInputs) -> ObjectiveOutputs:
+    lowest = 1 - self.eps_low
+    highest = 1 + self.eps_high
+    clipped = jnp.clip(x.ratio, lowest, highest)
+    objective = jnp.minimum(x.ratio * x.advantages, clipped * x.advantages)
+    if self.dual_clip:
+      bounded = jnp.maximum(objective, self.dual_clip * x.advantages)
+      objective = jnp.where(x.advantages < 0, bounded, objective)
+    return objective, {
+      "clip/low": (x.ratio < lowest) & (x.advantages < 0),
+      "clip/high": (x.ratio > highest) & (x.advantages > 0),
+    }
 
 
-def cispo_objective(x: ObjectiveInputs, settings: Settings) -> ObjectiveOutputs:
-  """Returns `sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi` (CISPO, 2506.13585, eqs. 4-5).
+@dataclasses.dataclass(frozen=True)
+class Cispo(RatioObjective):
+  """`sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi` (CISPO, 2506.13585, eqs. 4-5).
 
   Every token keeps a gradient; only its weight is clipped.
   """
-  lowest = 1 - settings.eps_low
-  highest = 1 + settings.eps_high
-  weight = jax.lax.stop_gradient(jnp.clip(x.ratio, lowest, highest))
-  return weight * x.advantages * x.log_probs, {
-    "clip/low": x.ratio < lowest,
-    "clip/high": x.ratio > highest,
-  }
+
+  name: ClassVar[str] = "cispo"
+  paper: ClassVar[str] = "2506.13585"
+
+  eps_low: float = setting(1.0, _WEIGHT_RANGE, SHARE)  # 1: no lower bound
+  eps_high: float = setting(4.0, _WEIGHT_RANGE, ABOVE_0)
+
+  def __call__(self, x: ObjectiveInputs) -> ObjectiveOutputs:
+    lowest = 1 - self.eps_low
+    highest = 1 + self.eps_high
+    weight = jax.lax.stop_gradient(jnp.clip(x.ratio, lowest, highest))
+    return weight * x.advantages * x.log_probs, {
+      "clip/low": x.ratio < lowest,
+      "clip/high": x.ratio > highest,
+    }
 
 
-def sapo_objective(x: ObjectiveInputs, settings: Settings) -> ObjectiveOutputs:
-  """Returns `(4 / tau) sigmoid(tau (r - 1)) A` (SAPO, 2511.20347).
+@dataclasses.dataclass(frozen=True)
+class Sapo(RatioObjective):
+  """`(4 / tau) sigmoid(tau (r - 1)) A` (SAPO, 2511.20347).
 
   tau is `tau_positive` where `A > 0` and `tau_negative` elsewhere. The derivative with respect to r
   is A at r = 1 and decays smoothly to 0 on both sides. `clip/soft` counts the tokens for which its
   absolute value is below `|A| / 2`.
   """
-  tau = jnp.where(x.advantages > 0, settings.tau_positive, settings.tau_negative)
-  gate = jax.nn.sigmoid(tau * (x.ratio - 1))
-  return 4 / tau * gate * x.advantages, {"clip/soft": 4 * gate * (1 - gate) < 0.5}
+
+  name: ClassVar[str] = "sapo"
+  paper: ClassVar[str] = "2511.20347"
+
+  tau_positive: float = setting(
+    1.0, "the temperature of the gate for tokens with a positive advantage.", ABOVE_0
+  )
+  tau_negative: float = setting(
+    1.05, "the temperature of the gate for tokens without a positive advantage.", ABOVE_0
+  )
+
+  def __call__(self, x: ObjectiveInputs) -> ObjectiveOutputs:
+    tau = jnp.where(x.advantages > 0, self.tau_positive, self.tau_negative)
+    gate = jax.nn.sigmoid(tau * (x.ratio - 1))
+    return 4 / tau * gate * x.advantages, {"clip/soft": 4 * gate * (1 - gate) < 0.5}
 
 
-def gmpo_objective(x: ObjectiveInputs, settings: Settings) -> ObjectiveOutputs:
-  """Returns `A exp(mean_t(s min(s l_t, s clip(l_t, -eps_low, eps_high))))` (GMPO, 2507.20673).
+@dataclasses.dataclass(frozen=True)
+class Gmpo(Objective):
+  """`A exp(mean_t(s min(s l_t, s clip(l_t, -eps_low, eps_high))))` (GMPO, 2507.20673).
 
   l_t is the log-ratio of token t of the completion and s the sign of A. All tokens of a completion
   have the same objective.
   """
-  sign = jnp.sign(x.advantages)
-  log_ratio = jnp.where(x.mask, x.log_ratio, 0.0)
-  clipped = jnp.clip(log_ratio, -settings.eps_low, settings.eps_high)
-  bounded = sign * jnp.minimum(sign * log_ratio, sign * clipped)
-  ratio = jnp.exp(masked_mean(bounded, x.mask, -1, keepdims=True))
-  return ratio * x.advantages, {
-    "clip/low": (log_ratio < -settings.eps_low) & (x.advantages < 0),
-    "clip/high": (log_ratio > settings.eps_high) & (x.advantages > 0),
-  }
+
+  name: ClassVar[str] = "gmpo"
+  paper: ClassVar[str] = "2507.20673"
+  per_token: ClassVar[bool] = False
+  per_completion: ClassVar[bool] = True
+
+  eps_low: float = setting(0.4, _LOG_RANGE, SHARE)
+  eps_high: float = setting(0.4, _LOG_RANGE, ABOVE_0)
+
+  def __call__(self, x: ObjectiveInputs) -> ObjectiveOutputs:
+    sign = jnp.sign(x.advantages)
+    log_ratio = jnp.where(x.mask, x.log_ratio, 0.0)
+    clipped = jnp.clip(log_ratio, -self.eps_low, self.eps_high)
+    bounded = sign * jnp.minimum(sign * log_ratio, sign * clipped)
+    ratio = jnp.exp(masked_mean(bounded, x.mask, -1, keepdims=True))
+    return ratio * x.advantages, {
+      "clip/low": (log_ratio < -self.eps_low) & (x.advantages < 0),
+      "clip/high": (log_ratio > self.eps_high) & (x.advantages > 0),
+    }
 
 
-def dppo_objective(x: ObjectiveInputs, settings: Settings) -> ObjectiveOutputs:
-  """Returns `sg(min(r, ratio_cap)) A log pi`, or 0 outside the trust region (DPPO, 2602.04879).
+@dataclasses.dataclass(frozen=True)
+class Dppo(RatioObjective):
+  """`sg(min(r, ratio_cap)) A log pi`, or 0 outside the trust region (DPPO, 2602.04879).
 
   A token is outside if its probability has changed too much in the direction of its advantage:
   `pi - pi_old > delta_high` where `A > 0`, and `pi - pi_old < -delta_low` elsewhere. This is the
   binary approximation of the total variation (eq. 13).
   """
-  change = jnp.exp(x.log_probs) - jnp.exp(x.log_probs_old)
-  too_high = (x.advantages > 0) & (change > settings.delta_high)
-  too_low = (x.advantages <= 0) & (change < -settings.delta_low)
-  weight = jnp.where(too_high | too_low, 0.0, jnp.minimum(x.ratio, settings.ratio_cap))
-  return jax.lax.stop_gradient(weight) * x.advantages * x.log_probs, {
-    "clip/low": too_low,
-    "clip/high": too_high,
-    "clip/cap": x.ratio > settings.ratio_cap,
-  }
+
+  name: ClassVar[str] = "dppo"
+  paper: ClassVar[str] = "2602.04879"
+  ratios: ClassVar[tuple[str, ...]] = ("token",)
+
+  delta_low: float = setting(0.2, _DELTA, SHARE)
+  delta_high: float = setting(0.2, _DELTA, SHARE)
+  ratio_cap: float = setting(5.0, "upper bound of the importance ratio.", AT_LEAST_1)
+
+  def __call__(self, x: ObjectiveInputs) -> ObjectiveOutputs:
+    change = jnp.exp(x.log_probs) - jnp.exp(x.log_probs_old)
+    too_high = (x.advantages > 0) & (change > self.delta_high)
+    too_low = (x.advantages <= 0) & (change < -self.delta_low)
+    weight = jnp.where(too_high | too_low, 0.0, jnp.minimum(x.ratio, self.ratio_cap))
+    return jax.lax.stop_gradient(weight) * x.advantages * x.log_probs, {
+      "clip/low": too_low,
+      "clip/high": too_high,
+      "clip/cap": x.ratio > self.ratio_cap,
+    }
 
 
-def clip_cov_objective(x: ObjectiveInputs, settings: Settings) -> ObjectiveOutputs:
-  """Returns the clipped objective, and 0 for the selected tokens (Clip-Cov, 2505.22617)."""
-  objective, metrics = clipped_objective(x, settings)
-  return jnp.where(x.selected, 0.0, objective), metrics | {"clip/selected": x.selected}
+@dataclasses.dataclass(frozen=True)
+class ClipCov(Clip):
+  """The clipped objective, and 0 for the selected tokens (Clip-Cov, 2505.22617).
 
-
-def kl_cov_objective(x: ObjectiveInputs, settings: Settings) -> ObjectiveOutputs:
-  """Returns `r A`, minus `kl_cov_coef |log r|` for the selected tokens (KL-Cov, 2505.22617)."""
-  # |log r| with the derivative 0 at r = 1, as in PyTorch.
-  sign = jax.lax.stop_gradient(jnp.sign(x.log_ratio))
-  penalty = settings.kl_cov_coef * sign * x.log_ratio
-  objective = x.ratio * x.advantages - jnp.where(x.selected, penalty, 0.0)
-  return objective, {"clip/selected": x.selected}
-
-
-def stare_objective(x: ObjectiveInputs, settings: Settings) -> ObjectiveOutputs:
-  """Returns the clipped objective, times `surprise_weight` for the selected tokens (2606.19236)."""
-  objective, metrics = clipped_objective(x, settings)
-  weight = jnp.where(x.selected, settings.surprise_weight, 1.0)
-  return weight * objective, metrics | {"clip/selected": x.selected}
-
-
-def capped_objective(ratio: jax.Array, advantages: jax.Array, cap: float) -> jax.Array:
-  """Returns `min(r, cap) A`, the objective of the guide's tokens (2507.12931).
-
-  A clip range around 1 would not work here, because the guide is not close to the policy.
+  These are random ones of those that are not clipped and whose covariance term lies in a band.
   """
-  return jnp.minimum(ratio, cap) * advantages
+
+  name: ClassVar[str] = "clip_cov"
+  paper: ClassVar[str] = "2505.22617"
+  select_needs: ClassVar[tuple[str, ...]] = ("key",)
+
+  eps_high: float = setting(0.2, _CLIP_RANGE, ABOVE_0)
+  selected_share: float = setting(2e-4, _SELECTED, SHARE)
+  cov_low: float = setting(1.0, _BAND, FINITE)
+  cov_high: float = setting(5.0, _BAND, FINITE)
+
+  def __post_init__(self):
+    super().__post_init__()
+    self._check_order("cov_low", "cov_high")
+
+  def __call__(self, x: ObjectiveInputs) -> ObjectiveOutputs:
+    objective, metrics = super().__call__(x)
+    return jnp.where(x.selected, 0.0, objective), metrics | {"clip/selected": x.selected}
+
+  def select(self, x: ObjectiveInputs, key: jax.Array | None) -> jax.Array:
+    _, clipped = super().__call__(x)
+    free = x.mask & ~clipped["clip/low"] & ~clipped["clip/high"]
+    band = (self.cov_low, self.cov_high)
+    return covariance_band(x.advantages, x.log_probs, x.mask, free, band, self.selected_share, key)
 
 
-def _select_clip_cov(
-  x: ObjectiveInputs, entropy: jax.Array | None, settings: Settings, key: jax.Array | None
-) -> jax.Array:
-  _, clipped = clipped_objective(x, settings)
-  free = x.mask & ~clipped["clip/low"] & ~clipped["clip/high"]
-  band = (settings.cov_low, settings.cov_high)
-  return covariance_band(
-    x.advantages, x.log_probs, x.mask, free, band, settings.selected_share, key
+@dataclasses.dataclass(frozen=True)
+class KlCov(RatioObjective):
+  """`r A`, minus `kl_cov_coef |log r|` for the selected tokens (KL-Cov, 2505.22617).
+
+  The selected tokens are those with the largest covariance terms.
+  """
+
+  name: ClassVar[str] = "kl_cov"
+  paper: ClassVar[str] = "2505.22617"
+  select_needs: ClassVar[tuple[str, ...]] = ("key",)
+
+  selected_share: float = setting(2e-3, _SELECTED, SHARE)  # of 7B; 2e-4 for 32B
+  kl_cov_coef: float = setting(1.0, "the weight of |log r| for the selected tokens.", AT_LEAST_0)
+
+  def __call__(self, x: ObjectiveInputs) -> ObjectiveOutputs:
+    # |log r| with the derivative 0 at r = 1, as in PyTorch.
+    sign = jax.lax.stop_gradient(jnp.sign(x.log_ratio))
+    penalty = self.kl_cov_coef * sign * x.log_ratio
+    objective = x.ratio * x.advantages - jnp.where(x.selected, penalty, 0.0)
+    return objective, {"clip/selected": x.selected}
+
+  def select(self, x: ObjectiveInputs, key: jax.Array | None) -> jax.Array:
+    return highest_covariance(x.advantages, x.log_probs, x.mask, self.selected_share, key)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stare(Clip):
+  """The clipped objective, times `surprise_weight` for the selected tokens (STARE, 2606.19236).
+
+  The selected tokens are the most surprising ones of those with a positive advantage.
+  """
+
+  name: ClassVar[str] = "stare"
+  paper: ClassVar[str] = "2606.19236"
+  select_needs: ClassVar[tuple[str, ...]] = ("entropy_old",)
+
+  selected_share: float = setting(
+    0.1, "the fraction of the tokens with a positive advantage that are selected.", SHARE
+  )
+  surprise_weight: float = setting(1.1, "multiplies the objective of the selected tokens.", ABOVE_0)
+  entropy_gate: float = setting(
+    0.3, "select tokens only while the mean entropy is below this value, in nats.", AT_LEAST_0
   )
 
+  def __call__(self, x: ObjectiveInputs) -> ObjectiveOutputs:
+    objective, metrics = super().__call__(x)
+    weight = jnp.where(x.selected, self.surprise_weight, 1.0)
+    return weight * objective, metrics | {"clip/selected": x.selected}
 
-def _select_kl_cov(
-  x: ObjectiveInputs, entropy: jax.Array | None, settings: Settings, key: jax.Array | None
-) -> jax.Array:
-  return highest_covariance(x.advantages, x.log_probs, x.mask, settings.selected_share, key)
-
-
-def _select_stare(
-  x: ObjectiveInputs, entropy: jax.Array | None, settings: Settings, key: jax.Array | None
-) -> jax.Array:
-  rewarded = x.mask & (x.advantages > 0)
-  chosen = top_share(-x.log_probs, rewarded, settings.selected_share)
-  return chosen & (masked_mean(entropy, x.mask) < settings.entropy_gate)
+  def select(self, x: ObjectiveInputs, key: jax.Array | None) -> jax.Array:
+    rewarded = x.mask & (x.advantages > 0)
+    chosen = top_share(-x.log_probs, rewarded, self.selected_share)
+    return chosen & (masked_mean(x.entropy_old, x.mask) < self.entropy_gate)
 
 
-_CLIP = {"eps_low": 0.2, "eps_high": 0.28, "dual_clip": 0.0}
-
-OBJECTIVES: dict[str, Objective] = {
-  "clip": Objective(clipped_objective, _CLIP, paper="1707.06347, 2503.14476"),
-  "cispo": Objective(cispo_objective, {"eps_low": 1.0, "eps_high": 4.0}, paper="2506.13585"),
-  "sapo": Objective(
-    sapo_objective, {"tau_positive": 1.0, "tau_negative": 1.05}, paper="2511.20347"
-  ),
-  "gmpo": Objective(
-    gmpo_objective,
-    {"eps_low": 0.4, "eps_high": 0.4},
-    paper="2507.20673",
-    per_token=False,
-    ratios=(),
-    per_completion=True,
-  ),
-  "dppo": Objective(
-    dppo_objective,
-    {"delta_low": 0.2, "delta_high": 0.2, "ratio_cap": 5.0},
-    paper="2602.04879",
-    ratios=("token",),
-  ),
-  "clip_cov": Objective(
-    clip_cov_objective,
-    {**_CLIP, "eps_high": 0.2, "selected_share": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
-    paper="2505.22617",
-    select=_select_clip_cov,
-    random=True,
-  ),
-  "kl_cov": Objective(
-    kl_cov_objective,
-    {"selected_share": 2e-3, "kl_cov_coef": 1.0},
-    paper="2505.22617",
-    select=_select_kl_cov,
-    random=True,
-  ),
-  "stare": Objective(
-    stare_objective,
-    {**_CLIP, "selected_share": 0.1, "surprise_weight": 1.1, "entropy_gate": 0.3},
-    paper="2606.19236",
-    select=_select_stare,
-  ),
+OBJECTIVES: dict[str, type[Objective]] = {
+  cls.name: cls for cls in (Clip, Cispo, Sapo, Gmpo, Dppo, ClipCov, KlCov, Stare)
 }
+
+# The setting that chooses one of them.
+CHOICE = setting(
+  "clip", "the surrogate objective; each has settings of its own.", one_of(OBJECTIVES)
+)

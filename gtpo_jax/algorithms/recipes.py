@@ -1,4 +1,4 @@
-"""The recipes: for each algorithm, the functions it consists of and its published settings.
+"""The recipes: for each algorithm, the parts that it consists of, with their published settings.
 
 GTPO here is the method of arXiv 2508.04349. It is not "Group-relative Trajectory-based Policy
 Optimization" (arXiv 2508.03772).
@@ -7,11 +7,15 @@ Optimization" (arXiv 2508.03772).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
 from typing import Any
 
 from gtpo_jax.algorithms.advantages import (
   Advantage,
+  AdvantageBonus,
+  GroupNormalisation,
+  NoBonus,
+  Normalisation,
   joint_centred,
   joint_zscore,
   leave_one_out,
@@ -19,250 +23,247 @@ from gtpo_jax.algorithms.advantages import (
   two_sided_zscore,
   whitened,
 )
-from gtpo_jax.algorithms.objectives import OBJECTIVES
-from gtpo_jax.algorithms.shaping import Shaping, entropy_shaping, plain_reward
+from gtpo_jax.algorithms.corrections import Corrections
+from gtpo_jax.algorithms.loss import Aggregation, EntropyBonus, Guide, NoGuide, ReferencePenalty
+from gtpo_jax.algorithms.objectives import (
+  CHOICE,
+  OBJECTIVES,
+  Cispo,
+  Clip,
+  ClipCov,
+  Dppo,
+  Gmpo,
+  KlCov,
+  Objective,
+  Sapo,
+  Stare,
+)
+from gtpo_jax.algorithms.ratios import RATIOS
+from gtpo_jax.algorithms.selection import ForkingSelection, Selection
+from gtpo_jax.algorithms.shaping import (
+  GrpoSShaping,
+  GrpoSV1Shaping,
+  GrpoSV2Shaping,
+  GtpoShaping,
+  GtpoV1ClippedShaping,
+  GtpoV1Shaping,
+  GtpoV2Shaping,
+  LengthPenalty,
+  PlainReward,
+)
+from gtpo_jax.runtime.fields import Checked
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """An algorithm as functions and published settings.
+  """An algorithm as parts, each a frozen dataclass of the settings that it reads.
 
-  The objective, the ratio and the loss aggregation are not fields but settings of the same names,
-  so that users can change them in every recipe.
+  A setting belongs to exactly one part. `make` replaces the values that a user changes.
 
   Attributes:
     paper: the source.
-    settings: the hyperparameters that the recipe reads, with their published values. They include
-      those of its objective.
     advantage: computes advantages from shaped rewards.
-    shaping: computes shaped rewards and diagnostics from units and settings.
-    per_completion: whether the unit of credit is a completion instead of a token.
     rewards: the rewards of an incorrect and of a correct completion, without penalties.
+    shaping: computes shaped rewards and diagnostics from units of credit.
+    objective: the surrogate objective.
+    normalisation: over which completions advantages are normalised.
+    bonus: what is added to the advantages.
+    aggregation: how the objectives of the tokens are combined into the loss.
+    selection: which groups, completions and tokens are trained on.
+    reference: the KL divergence to a reference, in the loss.
+    entropy_bonus: the policy's entropy, in the loss.
+    corrections: importance weights and masks for tokens that another distribution has drawn.
+    length_penalty: the penalty for long completions, in the reward.
+    guide: the frozen policy that samples some of the completions.
   """
 
   paper: str
-  settings: Mapping[str, Any]
   advantage: Advantage
-  shaping: Shaping = plain_reward
-  per_completion: bool = False
   rewards: tuple[float, float] = (0.0, 1.0)
+  shaping: PlainReward = PlainReward()
+  objective: Objective = Clip()
+  normalisation: GroupNormalisation = GroupNormalisation()
+  bonus: NoBonus = NoBonus()
+  aggregation: Aggregation = Aggregation()
+  selection: Selection = Selection()
+  reference: ReferencePenalty = ReferencePenalty()
+  entropy_bonus: EntropyBonus = EntropyBonus()
+  corrections: Corrections = Corrections()
+  length_penalty: LengthPenalty = LengthPenalty()
+  guide: NoGuide = NoGuide()
 
-  def settings_with(self, objective: str) -> dict[str, Any]:
-    """Returns the published settings with an objective other than the recipe's own.
+  @property
+  def parts(self) -> dict[str, Checked]:
+    """The parts by the names of their fields."""
+    return {name: part for name, part in vars(self).items() if isinstance(part, Checked)}
 
-    The settings of the recipe's own objective are replaced by those of `objective`, with the values
-    published for it. If `objective` is not defined for the recipe's ratio, `ratio` becomes "token";
-    if the objective computes its own ratio, there is no setting `ratio`.
+  @functools.cached_property
+  def settings(self) -> dict[str, Any]:
+    """The settings that the recipe reads, with their values; `objective` is its name."""
+    values = {"objective": self.objective.name}
+    for part in self.parts.values():
+      values |= dataclasses.asdict(part)
+    return values
+
+  @property
+  def selects(self) -> bool:
+    """Whether the loss needs `selected`, from `Algorithm.select`."""
+    return bool(self.objective.select_needs)
+
+  @property
+  def per_token(self) -> bool:
+    """Whether each token's term of the loss depends only on that token's log-prob and signals.
+
+    If so, the tokens of a batch can be split in any way, and the loss is the sum of
+    `Algorithm.token_loss` over the parts.
     """
-    own = self.settings["objective"]
-    if objective == own:
-      return dict(self.settings)
-    dropped = {*OBJECTIVES[own].settings, "ratio"}
-    kept = {key: value for key, value in self.settings.items() if key not in dropped}
-    ratios = OBJECTIVES[objective].ratios
-    if ratios:
-      ratio = self.settings.get("ratio", "token")
-      kept["ratio"] = ratio if ratio in ratios else "token"
-    return kept | {"objective": objective} | OBJECTIVES[objective].settings
+    return RATIOS[self.objective.ratio].per_token and self.objective.per_token
 
+  @property
+  def per_token_credit(self) -> bool:
+    """Whether the tokens of a completion can have different advantages."""
+    return not self.shaping.per_completion or bool(self.bonus.bonus_alpha)
 
-def _settings(objective: str = "clip", **changes: Any) -> dict[str, Any]:
-  """Returns the settings that every recipe reads, with those of `objective`, then `changes`."""
-  settings = {
-    "objective": objective,
-    "ratio": "token",
-    "loss_aggregation": "token",
-    **OBJECTIVES[objective].settings,
-    "contrast": True,
-    "kl_weight": 0.0,
-    "tis_cap": 0.0,
-    "tis_level": "token",
-    "mask_low": 0.0,
-    "mask_high": 0.0,
-    "behaviour": "policy",
-    "entropy_coef": 0.0,
-    "entropy_target": 0.0,
-    "entropy_coef_delta": 0.005,
-    "entropy_coef_max": 1.0,
-    "length_penalty": "overlong",
-    "overlong_buffer": 0,
-    "gamma": 0.75,
-    "overlong_filter": False,
-    "dynamic_sampling": False,
-  }
-  if not OBJECTIVES[objective].ratios:
-    del settings["ratio"]
-  return settings | changes
+  def with_objective(self, name: str) -> Recipe:
+    """Returns the recipe with the objective `name` and the settings published for it.
 
+    The recipe's own objective keeps its settings. Another one keeps the recipe's ratio if it is
+    defined for it.
+    """
+    if name == self.objective.name:
+      return self
+    objective = OBJECTIVES[name]()
+    if self.objective.ratio in objective.ratios:
+      objective = dataclasses.replace(objective, ratio=self.objective.ratio)
+    return dataclasses.replace(self, objective=objective)
 
-_BY_ENTROPY = {"scope": "group", "h_floor": 1e-2, "sign_guard": False}
-_GTPO = {**_settings(), **_BY_ENTROPY, "compare": "position", "norm_scope": "batch"}
-_GRPO_S = {
-  **_settings(ratio="arithmetic", loss_aggregation="completion"),
-  **_BY_ENTROPY,
-  "mean": "arithmetic",
-  "norm_scope": "group",
-}
-_COMPLETION_MEAN = {"loss_aggregation": "completion", "contrast": False}
-_GRPO = _settings(eps_high=0.2, **_COMPLETION_MEAN)
-_DAPO = _settings(dynamic_sampling=True)
+  def with_settings(self, settings: dict[str, Any]) -> Recipe:
+    """Returns the recipe with the values in `settings` for settings that it reads."""
+    parts = {}
+    for name, part in self.parts.items():
+      own = {field.name for field in dataclasses.fields(part)} & settings.keys()
+      parts[name] = dataclasses.replace(part, **{key: settings[key] for key in own})
+    return dataclasses.replace(self, **parts)
+
 
 _FINAL = "2508.04349, final"
 _V1 = "2508.04349, v1"
+_BATCH = Normalisation(norm_scope="batch")
+_GROUP = Normalisation(norm_scope="group")
+_COMPLETIONS = Aggregation("completion")
+_ALL_GROUPS = Selection(contrast=False)
+_DYNAMIC = Selection(dynamic_sampling=True)
+_PPO = Clip(eps_low=0.2, eps_high=0.2)
 
+_token_credit = functools.partial(Recipe, normalisation=_BATCH)
+_completion_credit = functools.partial(
+  Recipe, objective=Clip(ratio="arithmetic"), normalisation=_GROUP, aggregation=_COMPLETIONS
+)
+_grpo = functools.partial(Recipe, aggregation=_COMPLETIONS, selection=_ALL_GROUPS)
+_dapo = functools.partial(Recipe, rewards=(-1.0, 1.0), selection=_DYNAMIC)
+
+# Values that a row does not name are the defaults of its parts.
 RECIPES: dict[str, Recipe] = {
-  "gtpo": Recipe(
-    paper=f"{_FINAL}, eqs. 3-7",
-    settings={**_GTPO, "alpha1": 1.0, "alpha2": 0.1},
-    shaping=entropy_shaping(
-      plus=lambda s: (s.alpha1, s.alpha2), minus=lambda s: (s.alpha1, s.alpha2)
-    ),
-    advantage=two_sided_zscore,
+  "gtpo": _token_credit(
+    f"{_FINAL}, eqs. 3-7", two_sided_zscore, shaping=GtpoShaping(alpha1=1.0, alpha2=0.1)
   ),
-  "gtpo_v1": Recipe(
-    paper=f"{_V1}, eqs. 2-4",
-    settings={**_GTPO, "alpha": 0.1},
-    shaping=entropy_shaping(plus=lambda s: (1.0, s.alpha)),
-    advantage=joint_zscore,
+  "gtpo_v1": _token_credit(f"{_V1}, eqs. 2-4", joint_zscore, shaping=GtpoV1Shaping(alpha=0.1)),
+  "gtpo_v1_clipped": _token_credit(
+    f"{_V1}, eqs. 11-12",
+    joint_zscore,
+    shaping=GtpoV1ClippedShaping(alpha1=0.9, alpha2=0.1, kappa=3.0, floor=1.0),
   ),
-  "gtpo_v1_clipped": Recipe(
-    paper=f"{_V1}, eqs. 11-12",
-    settings={**_GTPO, "alpha1": 0.9, "alpha2": 0.1, "kappa": 3.0, "floor": 1.0},
-    shaping=entropy_shaping(plus=lambda s: (s.alpha1, s.alpha2)),
-    advantage=joint_zscore,
+  "gtpo_v2": _token_credit(
+    f"{_V1}, eqs. 13-16",
+    two_sided_zscore,
+    shaping=GtpoV2Shaping(alpha=0.1, kappa=0.0),
+    normalisation=_GROUP,
   ),
-  "gtpo_v2": Recipe(
-    paper=f"{_V1}, eqs. 13-16",
-    settings={**_GTPO, "norm_scope": "group", "alpha": 0.1, "kappa": 0.0},
-    shaping=entropy_shaping(plus=lambda s: (1.0, s.alpha), minus=lambda s: (0.0, 1.0)),
-    advantage=two_sided_zscore,
+  "grpo_s": _completion_credit(
+    f"{_FINAL}, eqs. 8-11", two_sided_zscore, shaping=GrpoSShaping(beta1=1.0, beta2=0.1)
   ),
-  "grpo_s": Recipe(
-    paper=f"{_FINAL}, eqs. 8-11",
-    settings={**_GRPO_S, "beta1": 1.0, "beta2": 0.1},
-    shaping=entropy_shaping(plus=lambda s: (s.beta1, s.beta2), minus=lambda s: (s.beta1, s.beta2)),
-    advantage=two_sided_zscore,
-    per_completion=True,
+  "grpo_s_v1": _completion_credit(
+    f"{_V1}, eqs. 5-8", joint_zscore, shaping=GrpoSV1Shaping(beta=0.1)
   ),
-  "grpo_s_v1": Recipe(
-    paper=f"{_V1}, eqs. 5-8",
-    settings={**_GRPO_S, "beta": 0.1},
-    shaping=entropy_shaping(plus=lambda s: (1.0, s.beta)),
-    advantage=joint_zscore,
-    per_completion=True,
+  "grpo_s_v2": _completion_credit(
+    f"{_V1}, eqs. 17-19", two_sided_zscore, shaping=GrpoSV2Shaping(beta=0.1)
   ),
-  "grpo_s_v2": Recipe(
-    paper=f"{_V1}, eqs. 17-19",
-    settings={**_GRPO_S, "beta": 0.1},
-    shaping=entropy_shaping(plus=lambda s: (1.0, s.beta), minus=lambda s: (0.0, 1.0)),
-    advantage=two_sided_zscore,
-    per_completion=True,
+  "grpo": _grpo("2402.03300", joint_zscore, objective=_PPO),
+  "dapo": _dapo("2503.14476", joint_zscore, objective=Clip(eps_low=0.2, eps_high=0.28)),
+  "dapo_forking": _dapo(
+    "2506.01939", joint_zscore, selection=ForkingSelection(dynamic_sampling=True, forking_share=0.2)
   ),
-  "grpo": Recipe(paper="2402.03300", settings=_GRPO, advantage=joint_zscore, per_completion=True),
-  "dapo": Recipe(
-    paper="2503.14476",
-    settings=_DAPO,
-    advantage=joint_zscore,
-    per_completion=True,
-    rewards=(-1.0, 1.0),
+  "dr_grpo": _grpo(
+    "2503.20783", joint_centred, objective=_PPO, aggregation=Aggregation("constant")
   ),
-  "dapo_forking": Recipe(
-    paper="2506.01939",
-    settings={**_DAPO, "forking_share": 0.2},
-    advantage=joint_zscore,
-    per_completion=True,
-    rewards=(-1.0, 1.0),
+  "gspo": _grpo(
+    "2507.18071", joint_zscore, objective=Clip(ratio="geometric", eps_low=3e-4, eps_high=4e-4)
   ),
-  "dr_grpo": Recipe(
-    paper="2503.20783",
-    settings={**_GRPO, "loss_aggregation": "constant"},
-    advantage=joint_centred,
-    per_completion=True,
-  ),
-  "gspo": Recipe(
-    paper="2507.18071",
-    settings={**_GRPO, "ratio": "geometric", "eps_low": 3e-4, "eps_high": 4e-4},
-    advantage=joint_zscore,
-    per_completion=True,
-  ),
-  "dapo_mixed": Recipe(
-    paper="2507.12931",
-    settings={**_DAPO, "guide_completions": 4, "guide_cap": 2.0, "lambda_zero": 0.5},
-    advantage=joint_zscore,
-    per_completion=True,
-    rewards=(-1.0, 1.0),
+  "dapo_mixed": _dapo(
+    "2507.12931", joint_zscore, guide=Guide(guide_completions=4, guide_cap=2.0, lambda_zero=0.5)
   ),
   "cispo": Recipe(
-    paper="2506.13585",
-    settings=_settings("cispo", contrast=False),
-    advantage=joint_zscore,
-    per_completion=True,
+    "2506.13585", joint_zscore, objective=Cispo(eps_low=1.0, eps_high=4.0), selection=_ALL_GROUPS
   ),
-  "sapo": Recipe(
-    paper="2511.20347",
-    settings=_settings("sapo", **_COMPLETION_MEAN),
-    advantage=joint_zscore,
-    per_completion=True,
-  ),
-  "gmpo": Recipe(
-    paper="2507.20673",
-    settings=_settings("gmpo", **_COMPLETION_MEAN),
-    advantage=joint_zscore,
-    per_completion=True,
-  ),
-  "gspo_token": Recipe(
-    paper="2507.18071, section 4.3",
-    settings={**_GRPO, "ratio": "gspo_token", "eps_low": 3e-4, "eps_high": 4e-4},
-    advantage=joint_zscore,
-    per_completion=True,
+  "sapo": _grpo("2511.20347", joint_zscore, objective=Sapo(tau_positive=1.0, tau_negative=1.05)),
+  "gmpo": _grpo("2507.20673", joint_zscore, objective=Gmpo(eps_low=0.4, eps_high=0.4)),
+  "gspo_token": _grpo(
+    "2507.18071, section 4.3",
+    joint_zscore,
+    objective=Clip(ratio="gspo_token", eps_low=3e-4, eps_high=4e-4),
   ),
   "dppo": Recipe(
-    paper="2602.04879",
-    settings=_settings("dppo", contrast=False),
-    advantage=joint_centred,
-    per_completion=True,
+    "2602.04879",
+    joint_centred,
+    objective=Dppo(delta_low=0.2, delta_high=0.2, ratio_cap=5.0),
+    selection=_ALL_GROUPS,
   ),
   "clip_cov": Recipe(
-    paper="2505.22617",
-    settings=_settings("clip_cov", contrast=False),
-    advantage=joint_zscore,
-    per_completion=True,
+    "2505.22617",
+    joint_zscore,
+    objective=ClipCov(selected_share=2e-4, cov_low=1.0, cov_high=5.0),
+    selection=_ALL_GROUPS,
   ),
   "kl_cov": Recipe(
-    paper="2505.22617",
-    settings=_settings("kl_cov", contrast=False),
-    advantage=joint_zscore,
-    per_completion=True,
+    "2505.22617",
+    joint_zscore,
+    objective=KlCov(selected_share=2e-3, kl_cov_coef=1.0),
+    selection=_ALL_GROUPS,
   ),
-  "rloo": Recipe(
-    paper="2402.14740",
-    settings=_settings(eps_high=0.2, contrast=False),
-    advantage=leave_one_out,
-    per_completion=True,
-  ),
-  "reinforce_pp": Recipe(
-    paper="2501.03262",
-    settings=_settings(eps_high=0.2, contrast=False),
-    advantage=whitened,
-    per_completion=True,
-  ),
-  "max_rl": Recipe(
-    paper="2602.02710",
-    settings=_settings(eps_high=0.2, contrast=False),
-    advantage=mean_normalised,
-    per_completion=True,
-  ),
-  "entropy_advantage": Recipe(
-    paper="2506.14758",
-    settings={**_DAPO, "bonus_alpha": 0.4, "bonus_kappa": 2.0},
-    advantage=joint_zscore,
-    per_completion=True,
-    rewards=(-1.0, 1.0),
+  "rloo": Recipe("2402.14740", leave_one_out, objective=_PPO, selection=_ALL_GROUPS),
+  "reinforce_pp": Recipe("2501.03262", whitened, objective=_PPO, selection=_ALL_GROUPS),
+  "max_rl": Recipe("2602.02710", mean_normalised, objective=_PPO, selection=_ALL_GROUPS),
+  "entropy_advantage": _dapo(
+    "2506.14758", joint_zscore, bonus=AdvantageBonus(bonus_alpha=0.4, bonus_kappa=2.0)
   ),
   "stare": Recipe(
-    paper="2606.19236",
-    settings=_settings("stare", dynamic_sampling=True),
-    advantage=joint_zscore,
-    per_completion=True,
+    "2606.19236",
+    joint_zscore,
+    objective=Stare(selected_share=0.1, surprise_weight=1.1, entropy_gate=0.3),
+    selection=_DYNAMIC,
   ),
 }
+
+
+def declarations() -> dict[str, dict[type, dataclasses.Field]]:
+  """Returns the declarations of every setting: its fields, by the parts that have it."""
+  found: dict[str, dict[type, dataclasses.Field]] = {"objective": {Objective: CHOICE}}
+  parts = [type(part) for recipe in RECIPES.values() for part in recipe.parts.values()]
+  for part in dict.fromkeys([*OBJECTIVES.values(), *parts]):
+    for field in dataclasses.fields(part):
+      found.setdefault(field.name, {})[part] = field
+  return found
+
+
+_FIELDS = [
+  (name, type(next(iter(fields.values())).default) | None, None)
+  for name, fields in declarations().items()
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(dataclasses.make_dataclass("_Settings", _FIELDS, frozen=True)):
+  """The settings of any algorithm by name; None for those that it does not read.
+
+  The fields are all that the parts of the recipes and the objectives declare.
+  """

@@ -1,10 +1,14 @@
-"""The entropy of a token or completion relative to the mean over its comparison set.
+"""Credit by entropy: the entropy of a unit relative to the mean over its comparison set.
 
 GTPO and GRPO-S are built on it. It is unrelated to the KL divergence, which is also called relative
-entropy.
+entropy. All arrays are [n, g, u], where a unit of credit is a token (u = t) or a completion (u =
+1). O+ and O- are the units of correct and of incorrect completions. rel(x) is `relative_entropy`.
+"Final" and "v1" are the final and the first version of 2508.04349.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +17,59 @@ from gtpo_jax.arrays import masked_mean
 
 # The axes of [n, g, t] that one comparison set spans, by the settings (compare, scope).
 COMPARE: dict[tuple[str, str], tuple[int, ...]] = {
-  ("position", "group"): (1,),  # method 1, "column": the same position of all completions
+  ("position", "group"): (1,),  # method 1, "column": the k-th drawn tokens of all completions
   ("position", "batch"): (0, 1),
   ("sequence", "group"): (2,),  # method 2, "row": all tokens of one completion
   ("sequence", "batch"): (2,),
   ("matrix", "group"): (1, 2),  # method 3, "matrix": all tokens of all completions
   ("matrix", "batch"): (0, 1, 2),
 }
+
+MEANS = ("arithmetic", "geometric")  # of the entropies of a completion
+
+# The base reward and the weight of the entropy term.
+BaseAndWeight = tuple[float, float]
+
+
+class Units(NamedTuple):
+  """The inputs of reward shaping, per unit of credit."""
+
+  entropy: jax.Array  # f32[n, g, u], nats
+  mask: jax.Array  # bool[n, g, u]
+  correct: jax.Array  # bool[n, g, 1]
+  reward: jax.Array  # f32[n, g, 1]
+  penalty: jax.Array  # f32[n, g, 1]; what is added on both sides, such as the length penalty
+  tokens: jax.Array  # f32[n, g, u], number of tokens of the unit; 0 where mask is False
+
+  @property
+  def plus(self) -> jax.Array:
+    """bool[n, g, u], O+: the units of correct completions."""
+    return self.mask & self.correct
+
+  @property
+  def minus(self) -> jax.Array:
+    """bool[n, g, u], O-: the units of incorrect completions."""
+    return self.mask & ~self.correct
+
+
+class ShapedRewards(NamedTuple):
+  """The shaped rewards R+ and R- as separate arrays; R+ is 0 on O-, R- is 0 on O+."""
+
+  plus: jax.Array  # f32[n, g, u]
+  minus: jax.Array  # f32[n, g, u]
+
+
+class EntropyWeights(NamedTuple):
+  """The parameters of `shape_by_entropy`.
+
+  The shaped reward is `base + weight * rel(H)` on O+ and `-base - weight * rel(1 / H)` on O-.
+  """
+
+  plus: BaseAndWeight  # on O+
+  minus: BaseAndWeight  # on O-
+  axes: tuple[int, ...]  # of one comparison set, from COMPARE
+  h_floor: float  # nats; lower bound applied to H before 1 / H
+  clip: tuple[float, float]  # range of the reward on O+, before `Units.penalty` is added
 
 
 def relative_entropy(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -37,6 +87,22 @@ def relative_entropy(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> ja
   """
   mean = masked_mean(x, mask, axes, keepdims=True)
   return jnp.where(mask, jnp.where(mean > 0, x / jnp.where(mean > 0, mean, 1.0), 1.0), 0.0)
+
+
+def has_gaps(mask: jax.Array) -> jax.Array:
+  """Returns whether a completion has drawn tokens after others, bool[]; `mask` is bool[n, g, t]."""
+  return (mask[..., 1:] & ~mask[..., :-1]).any()
+
+
+def drawn_columns(mask: jax.Array) -> jax.Array:
+  """Returns the column that each token moves to if the drawn tokens come first, i32[n, g, t].
+
+  The order of the drawn tokens, and that of the others, stays. `mask` is bool[n, g, t], the drawn
+  tokens.
+  """
+  drawn = jnp.cumsum(mask, -1)
+  others = jnp.cumsum(~mask, -1)
+  return jnp.where(mask, drawn - 1, drawn[..., -1:] + others - 1)
 
 
 def inverse_entropy(entropy: jax.Array, h_floor: float) -> jax.Array:
@@ -58,3 +124,64 @@ def effective_participants(share: jax.Array, mask: jax.Array, axes: tuple[int, .
   squares = jnp.square(jnp.where(mask, share, 0)).sum(axes, keepdims=True)
   count = jnp.maximum(mask.sum(axes, keepdims=True), 1)
   return masked_mean(jnp.square(total) / jnp.where(squares > 0, squares, 1.0) / count, mask)
+
+
+def shape_by_entropy(x: Units, weights: EntropyWeights) -> ShapedRewards:
+  """Shapes rewards by entropy (2508.04349 final, eqs. 3-11; v1, eqs. 2-8 and 11-19).
+
+  A correct unit earns most where the policy was uncertain; an incorrect unit is penalised most
+  where the policy was confident. `Units.penalty` is added on both sides.
+  """
+  shares = entropy_shares(x, weights.axes, weights.h_floor)
+  base, weight = weights.plus
+  plus = jnp.clip(base + weight * shares.plus, *weights.clip) + x.penalty
+  base, weight = weights.minus
+  minus = -base - weight * shares.minus + x.penalty
+  return ShapedRewards(jnp.where(x.plus, plus, 0.0), jnp.where(x.minus, minus, 0.0))
+
+
+def entropy_shares(x: Units, axes: tuple[int, ...], h_floor: float) -> ShapedRewards:
+  """Returns rel(H) on O+ and rel(1/H) on O- (v1, eqs. 2 and 13).
+
+  The values of a comparison set sum to its size.
+  """
+  return ShapedRewards(
+    relative_entropy(x.entropy, x.plus, axes),
+    relative_entropy(inverse_entropy(x.entropy, h_floor), x.minus, axes),
+  )
+
+
+def share_metrics(x: Units, axes: tuple[int, ...], h_floor: float) -> dict[str, jax.Array]:
+  """Returns diagnostics of how the entropy terms distribute the credit, f32[] each.
+
+  `credit/participants_*` is the effective fraction of a comparison set that shares its credit.
+  `credit/conservation_residual` compares the sum of rel(H) over O+ with the number of units in O+,
+  and that of rel(1/H) over O- with the number in O-. It is the larger absolute difference per unit,
+  and differs from 0 only by rounding.
+  """
+  shares = entropy_shares(x, axes, h_floor)
+  residual = lambda share, side: jnp.abs(share.sum() - side.sum()) / jnp.maximum(side.sum(), 1)
+  return {
+    "credit/participants_correct": effective_participants(shares.plus, x.plus, axes),
+    "credit/participants_incorrect": effective_participants(shares.minus, x.minus, axes),
+    "credit/conservation_residual": jnp.maximum(
+      residual(shares.plus, x.plus), residual(shares.minus, x.minus)
+    ),
+  }
+
+
+def completion_entropy(entropy: jax.Array, mask: jax.Array, mean: str, h_floor: float) -> jax.Array:
+  """Returns the mean entropy of each completion over its tokens, in nats.
+
+  Args:
+    entropy: f32[n, g, t], nats.
+    mask: bool[n, g, t].
+    mean: one of `MEANS`.
+    h_floor: nats; lower bound applied to the entropies before the geometric mean.
+
+  Returns:
+    f32[n, g, 1].
+  """
+  if mean == "geometric":
+    return jnp.exp(masked_mean(jnp.log(jnp.maximum(entropy, h_floor)), mask, -1, keepdims=True))
+  return masked_mean(entropy, mask, -1, keepdims=True)

@@ -7,18 +7,59 @@ mesh.
 
 from __future__ import annotations
 
-from typing import TypeVar
+import dataclasses
+from typing import ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from gtpo_jax.arrays import masked_mean
+from gtpo_jax.runtime.fields import FLAG, SHARE, Checked, setting
 
 Array = TypeVar("Array", jax.Array, np.ndarray)
 
 # Subtracted before a count is rounded up, so that 60 % of 25 tokens is 15 despite float32 rounding.
 COUNT_TOLERANCE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection(Checked):
+  """Which groups, completions and tokens are trained on."""
+
+  prefix: ClassVar[str] = "algorithm."
+  forking_share: ClassVar[float] = 0.0
+
+  contrast: bool = setting(
+    True,
+    "whether groups without contrast, in which all completions are correct or all are incorrect, "
+    "are excluded from the loss and from all statistics. Algorithm 1 of v1, as printed, does not "
+    "exclude them.",
+    FLAG,
+  )
+  overlong_filter: bool = setting(
+    False,
+    "exclude completions that were cut off at the length limit from the loss and from the "
+    "statistics of their group.",
+    FLAG,
+  )
+  dynamic_sampling: bool = setting(
+    False,
+    "replace all-correct and all-wrong groups by groups of further prompts (DAPO, 2503.14476).",
+    FLAG,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class ForkingSelection(Selection):
+  """Also drops the tokens with low entropy (2506.01939)."""
+
+  forking_share: float = setting(
+    0.2,
+    "train on only this fraction of the loss tokens, those with the highest entropy in the batch "
+    "(2506.01939).",
+    SHARE,
+  )
 
 
 def has_contrast(correct: Array, alive: Array, guided: Array | None = None) -> Array:

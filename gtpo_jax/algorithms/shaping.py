@@ -1,127 +1,312 @@
-"""Reward shaping: functions (units, settings) -> (shaped rewards, diagnostics).
+"""Reward shaping: from units of credit to shaped rewards and diagnostics.
 
-All arrays are [n, g, u], where a unit of credit is a token (u = t) or a completion (u = 1). O+ and
-O- are the units of correct and of incorrect completions. rel(x) is x divided by its mean over the
-comparison set (`relative_entropy`).
+A shaping is a frozen dataclass of its settings, with published values as defaults. All arrays are
+[n, g, u], where a unit of credit is a token (u = t) or a completion (u = 1). O+ and O- are the
+units of correct and of incorrect completions. rel(x) is x divided by its mean over the comparison
+set (`relative_entropy`). "Final paper" and "v1" are the final and the first version of 2508.04349.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import dataclasses
+import numbers
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.relative_entropy import (
   COMPARE,
-  effective_participants,
-  inverse_entropy,
-  relative_entropy,
+  MEANS,
+  BaseAndWeight,
+  EntropyWeights,
+  ShapedRewards,
+  Units,
+  drawn_columns,
+  has_gaps,
+  shape_by_entropy,
+  share_metrics,
 )
-from gtpo_jax.algorithms.settings import Settings
-from gtpo_jax.algorithms.units import ShapedRewards, Units
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.fields import AT_LEAST_0, INFINITY, Checked, number, one_of, setting
 
-# (units, settings) -> (shaped rewards, diagnostics f32[] by metric name)
-Shaping = Callable[[Units, Settings], tuple[ShapedRewards, dict[str, jax.Array]]]
+LENGTH_PENALTIES = ("overlong", "group_relative")
 
-# The base reward and the weight of the entropy term.
-BaseAndWeight = tuple[float, float]
+# The shaped rewards, and diagnostics f32[] by metric name.
+ShapingOutputs = tuple[ShapedRewards, dict[str, jax.Array]]
 
 
-class EntropyWeights(NamedTuple):
-  """The parameters of `shape_by_entropy`.
+@dataclasses.dataclass(frozen=True)
+class PlainReward(Checked):
+  """The reward plus the penalty, equal for all units of a completion. The base of all shapings.
 
-  The shaped reward is `base + weight * rel(H)` on O+ and `-base - weight * rel(1 / H)` on O-.
+  Attributes:
+    by_entropy: whether rewards come from `correct`, shaped by entropy, instead of from `reward`.
+    per_completion: whether the unit of credit is a completion instead of a token.
+    mean: the mean over a completion's token entropies, one of `MEANS`.
+    h_floor: lower bound in nats that is applied to entropies before the geometric mean.
   """
 
-  plus: BaseAndWeight  # on O+
-  minus: BaseAndWeight  # on O-
-  axes: tuple[int, ...]  # of one comparison set, from COMPARE
-  h_floor: float  # nats; lower bound applied to H before 1 / H
-  clip: tuple[float, float]  # range of the reward on O+, before `Units.penalty` is added
+  prefix: ClassVar[str] = "algorithm."
+  by_entropy: ClassVar[bool] = False
+  per_completion: ClassVar[bool] = True
+  mean: ClassVar[str] = "arithmetic"
+  h_floor: ClassVar[float] = 0.0
+
+  def __call__(self, x: Units) -> ShapingOutputs:
+    reward = jnp.where(x.mask, x.reward + x.penalty, 0.0)
+    plus = jnp.where(x.correct, reward, 0.0)
+    minus = jnp.where(x.correct, 0.0, reward)
+    return ShapedRewards(plus, minus), {}
 
 
-def plain_reward(x: Units, _: Settings) -> tuple[ShapedRewards, dict[str, jax.Array]]:
-  """Returns the reward plus the length penalty, equal for all units of a completion."""
-  reward = jnp.where(x.mask, x.reward + x.penalty, 0.0)
-  plus = jnp.where(x.correct, reward, 0.0)
-  minus = jnp.where(x.correct, 0.0, reward)
-  return ShapedRewards(plus, minus), {}
+@dataclasses.dataclass(frozen=True)
+class EntropyShaping(PlainReward):
+  """The base of the shapings of GTPO and GRPO-S, which differ in `plus` and `minus`.
 
-
-def entropy_shaping(
-  plus: Callable[[Settings], BaseAndWeight],
-  minus: Callable[[Settings], BaseAndWeight] = lambda s: (0.0, 0.0),
-) -> Shaping:
-  """Returns the reward shaping of GTPO and GRPO-S with the given base rewards and weights.
-
-  The shaping also reads the settings `compare`, `scope` and `h_floor`, and `floor` and `kappa`, the
-  clip range of v1, eqs. 11-12. Without `floor` the lower bound is 0, which has no effect because
-  the reward is never negative before the length penalty. Without `kappa`, or with 0, there is no
-  upper bound.
-
-  Args:
-    plus: settings -> (base reward, weight of the entropy term) on O+.
-    minus: the same for O-, as magnitudes: the shaped rewards are their negatives. By default the
-      reward on O- is 0.
+  Attributes:
+    compare, floor, kappa: the values for shapings without these settings. The lower bound 0 has no
+      effect, because the reward is never negative before the penalty.
   """
 
-  def shaping(x: Units, settings: Settings) -> tuple[ShapedRewards, dict[str, jax.Array]]:
-    base, _ = plus(settings)
-    lowest = settings.floor or 0.0
-    highest = base + base / settings.kappa if settings.kappa else float("inf")
-    weights = EntropyWeights(
-      plus(settings),
-      minus(settings),
-      COMPARE[settings.compare or "position", settings.scope],
-      settings.h_floor,
-      (lowest, highest),
-    )
+  by_entropy: ClassVar[bool] = True
+  compare: ClassVar[str] = "position"
+  floor: ClassVar[float] = 0.0
+  kappa: ClassVar[float] = 0.0
+
+  scope: str = setting(
+    "group",
+    'whether "all" in `compare` means the completions of the same prompt ("group") or of all '
+    'prompts ("batch"). In `grpo_s*`: the completions that a completion is compared with.',
+    one_of(dict.fromkeys(scope for _, scope in COMPARE)),
+  )
+  h_floor: float = setting(
+    1e-2,
+    "lower bound in nats that is applied to entropies before 1/H and before the geometric mean.",
+    number(
+      lambda x: 1e-30 <= x < INFINITY, "at least 1e-30 (1/h_floor must fit float32) and finite"
+    ),
+  )
+
+  @property
+  def plus(self) -> BaseAndWeight:
+    """The base reward and the weight of the entropy term on O+."""
+    raise NotImplementedError
+
+  @property
+  def minus(self) -> BaseAndWeight:
+    """The same on O-, as magnitudes: the shaped rewards are their negatives."""
+    return 0.0, 0.0
+
+  @property
+  def weights(self) -> EntropyWeights:
+    """The parameters of `shape_by_entropy`."""
+    base, _ = self.plus
+    highest = base + base / self.kappa if self.kappa else INFINITY
+    axes = COMPARE[self.compare, self.scope]
+    return EntropyWeights(self.plus, self.minus, axes, self.h_floor, (self.floor, highest))
+
+  def __call__(self, x: Units) -> ShapingOutputs:
+    weights = self.weights
     return shape_by_entropy(x, weights), share_metrics(x, weights.axes, weights.h_floor)
 
-  return shaping
+
+@dataclasses.dataclass(frozen=True)
+class TokenShaping(EntropyShaping):
+  """The base of the shapings whose unit of credit is a token."""
+
+  per_completion: ClassVar[bool] = False
+
+  compare: str = setting(
+    "position",
+    'which tokens a token\'s entropy is compared with: "position" (the k-th token that the policy '
+    'drew with the k-th of all completions), "sequence" (those of its own completion) or "matrix" '
+    "(all tokens). Tokens of O+ are compared only with O+, those of O- only with O-.",
+    one_of(dict.fromkeys(compare for compare, _ in COMPARE)),
+  )
+
+  def __call__(self, x: Units) -> ShapingOutputs:
+    if self.compare != "position":
+      return super().__call__(x)
+    # With the tokens in between left out, the k-th drawn tokens of all completions are in column k.
+    return jax.lax.cond(has_gaps(x.mask), self._without_gaps, super().__call__, x)
+
+  def _without_gaps(self, x: Units) -> ShapingOutputs:
+    """Shapes the rewards after moving the units in `mask` to the front of each completion."""
+    columns = drawn_columns(x.mask)
+    front = lambda values: jnp.put_along_axis(values, columns, values, -1, inplace=False)
+    arrays = {name: front(getattr(x, name)) for name in ("entropy", "mask", "tokens")}
+    shaped, metrics = super().__call__(x._replace(**arrays))
+    return jax.tree.map(lambda r: jnp.take_along_axis(r, columns, -1), shaped), metrics
 
 
-def shape_by_entropy(x: Units, weights: EntropyWeights) -> ShapedRewards:
-  """Shapes rewards by entropy (2508.04349 final, eqs. 3-11; v1, eqs. 2-8 and 11-19).
+@dataclasses.dataclass(frozen=True)
+class CompletionShaping(EntropyShaping):
+  """The base of the shapings whose unit of credit is a completion."""
 
-  A correct unit earns most where the policy was uncertain; an incorrect unit is penalised most
-  where the policy was confident. `Units.penalty` is added on both sides.
-  """
-  shares = entropy_shares(x, weights.axes, weights.h_floor)
-  base, weight = weights.plus
-  plus = jnp.clip(base + weight * shares.plus, *weights.clip) + x.penalty
-  base, weight = weights.minus
-  minus = -base - weight * shares.minus + x.penalty
-  return ShapedRewards(jnp.where(x.plus, plus, 0.0), jnp.where(x.minus, minus, 0.0))
-
-
-def entropy_shares(x: Units, axes: tuple[int, ...], h_floor: float) -> ShapedRewards:
-  """Returns rel(H) on O+ and rel(1/H) on O- (v1, eqs. 2 and 13).
-
-  The values of a comparison set sum to its size.
-  """
-  return ShapedRewards(
-    relative_entropy(x.entropy, x.plus, axes),
-    relative_entropy(inverse_entropy(x.entropy, h_floor), x.minus, axes),
+  mean: str = setting(
+    "arithmetic",
+    '"arithmetic" or "geometric": the mean over a completion\'s token entropies that is used as '
+    "the entropy of the completion.",
+    one_of(MEANS),
   )
 
 
-def share_metrics(x: Units, axes: tuple[int, ...], h_floor: float) -> dict[str, jax.Array]:
-  """Returns diagnostics of how the entropy terms distribute the credit, f32[] each.
+_ALPHA1 = "the base reward (final paper, eqs. 3, 5)."
+_ALPHA2 = "the weight of the entropy term (final paper, eqs. 3, 5)."
+_ALPHA = "the weight of the entropy term, which is added to a base reward of 1 (v1, eq. 2)."
+_BETA = "the weight of the entropy term, which is added to a base reward of 1 (v1, eq. 5)."
+_KAPPA = "upper bound of the shaped reward on O+: base + base / kappa (v1, eqs. 11-12); 0 for none."
 
-  `credit/participants_*` is the effective fraction of a comparison set that shares its credit.
-  `credit/conservation_residual` compares the sum of rel(H) over O+ with the number of units in O+,
-  and that of rel(1/H) over O- with the number in O-. It is the larger absolute difference per unit,
-  and differs from 0 only by rounding.
-  """
-  shares = entropy_shares(x, axes, h_floor)
-  residual = lambda share, side: jnp.abs(share.sum() - side.sum()) / jnp.maximum(side.sum(), 1)
-  return {
-    "credit/participants_correct": effective_participants(shares.plus, x.plus, axes),
-    "credit/participants_incorrect": effective_participants(shares.minus, x.minus, axes),
-    "credit/conservation_residual": jnp.maximum(
-      residual(shares.plus, x.plus), residual(shares.minus, x.minus)
-    ),
-  }
+
+@dataclasses.dataclass(frozen=True)
+class GtpoShaping(TokenShaping):
+  """`alpha1 + alpha2 rel(H)` on O+, `-alpha1 - alpha2 rel(1/H)` on O- (final paper, eqs. 3-7)."""
+
+  alpha1: float = setting(1.0, _ALPHA1, AT_LEAST_0)
+  alpha2: float = setting(0.1, _ALPHA2, AT_LEAST_0)
+
+  @property
+  def plus(self) -> BaseAndWeight:
+    return self.alpha1, self.alpha2
+
+  @property
+  def minus(self) -> BaseAndWeight:
+    return self.plus
+
+
+@dataclasses.dataclass(frozen=True)
+class GtpoV1Shaping(TokenShaping):
+  """`1 + alpha rel(H)` on O+, 0 on O- (v1, eqs. 2-4)."""
+
+  alpha: float = setting(0.1, _ALPHA, AT_LEAST_0)
+
+  @property
+  def plus(self) -> BaseAndWeight:
+    return 1.0, self.alpha
+
+
+@dataclasses.dataclass(frozen=True)
+class GtpoV1ClippedShaping(TokenShaping):
+  """`alpha1 + alpha2 rel(H)`, clipped, on O+, 0 on O- (v1, eqs. 11-12)."""
+
+  alpha1: float = setting(0.9, _ALPHA1, AT_LEAST_0)
+  alpha2: float = setting(0.1, _ALPHA2, AT_LEAST_0)
+  kappa: float = setting(3.0, _KAPPA, AT_LEAST_0)
+  floor: float = setting(
+    1.0,
+    "lower bound of the shaped reward on O+ (v1, eqs. 11-12). The paper uses 1, or alternatively "
+    "alpha1.",
+    AT_LEAST_0,
+  )
+
+  def __post_init__(self):
+    """Rejects what eqs. 11-12 do not allow, such as an empty range of the clip."""
+    super().__post_init__()
+    if abs(self.alpha1 + self.alpha2 - 1) > 1e-6:
+      raise UserError(
+        "algorithm.alpha1 and algorithm.alpha2 must sum to 1 (v1, eq. 11), got "
+        f"{self.alpha1} + {self.alpha2}"
+      )
+    if not self.kappa:
+      return
+    if self.kappa <= 1:
+      raise UserError(
+        f"algorithm.kappa must be above 1 (v1, eq. 11), or 0 for no upper bound, got {self.kappa}"
+      )
+    upper = self.alpha1 + self.alpha1 / self.kappa
+    least = self.floor * self.kappa / (self.kappa + 1)
+    if self.alpha1 < least:
+      raise UserError(
+        f"algorithm.alpha1 must be at least floor * kappa / (kappa + 1) = {least:.4g}, "
+        f"got {self.alpha1}: the clip range [floor, alpha1 + alpha1/kappa] = "
+        f"[{self.floor:g}, {upper:.4g}] is empty"
+      )
+
+  @property
+  def plus(self) -> BaseAndWeight:
+    return self.alpha1, self.alpha2
+
+
+@dataclasses.dataclass(frozen=True)
+class GtpoV2Shaping(GtpoV1Shaping):
+  """`1 + alpha rel(H)` on O+, `-rel(1/H)` on O- (v1, eqs. 13-16)."""
+
+  kappa: float = setting(0.0, _KAPPA, AT_LEAST_0)
+
+  @property
+  def minus(self) -> BaseAndWeight:
+    return 0.0, 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GrpoSShaping(CompletionShaping):
+  """`beta1 + beta2 rel(H)` on O+, `-beta1 - beta2 rel(1/H)` on O- (final paper, eqs. 8-11)."""
+
+  beta1: float = setting(1.0, "the base reward (final paper, eqs. 8, 10).", AT_LEAST_0)
+  beta2: float = setting(
+    0.1, "the weight of the entropy term (final paper, eqs. 8, 10).", AT_LEAST_0
+  )
+
+  @property
+  def plus(self) -> BaseAndWeight:
+    return self.beta1, self.beta2
+
+  @property
+  def minus(self) -> BaseAndWeight:
+    return self.plus
+
+
+@dataclasses.dataclass(frozen=True)
+class GrpoSV1Shaping(CompletionShaping):
+  """`1 + beta rel(H)` on O+, 0 on O- (v1, eqs. 5-8)."""
+
+  beta: float = setting(0.1, _BETA, AT_LEAST_0)
+
+  @property
+  def plus(self) -> BaseAndWeight:
+    return 1.0, self.beta
+
+
+@dataclasses.dataclass(frozen=True)
+class GrpoSV2Shaping(GrpoSV1Shaping):
+  """`1 + beta rel(H)` on O+, `-rel(1/H)` on O- (v1, eqs. 17-19)."""
+
+  @property
+  def minus(self) -> BaseAndWeight:
+    return 0.0, 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthPenalty(Checked):
+  """The penalty for long completions, which is added to their rewards (`rewards/length.py`)."""
+
+  prefix: ClassVar[str] = "algorithm."
+
+  length_penalty: str = setting(
+    "overlong",
+    '"overlong" (DAPO\'s soft punishment, which equals R(i) of v1, section 4.5.1) or '
+    '"group_relative" (final paper, appendix D).',
+    one_of(LENGTH_PENALTIES),
+  )
+  overlong_buffer: int = setting(
+    0,
+    'number of tokens before the length limit over which "overlong" falls from 0 to -1; 0 for off.',
+    number(lambda x: x >= 0, "an integer >= 0 (tokens)", numbers.Integral),
+  )
+  gamma: float = setting(
+    0.75,
+    'for "group_relative": a group is easy if at least this fraction of its completions is '
+    "correct, and hard if at least this fraction is incorrect.",
+    number(lambda x: 0.5 < x <= 1, "in (0.5, 1]"),
+  )
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.length_penalty != "group_relative":
+      self._check_unchanged("gamma", "length_penalty = 'group_relative'")
+    elif self.overlong_buffer:
+      raise UserError(
+        f"algorithm.overlong_buffer = {self.overlong_buffer} has no effect with length_penalty = "
+        "'group_relative'; set overlong_buffer = 0, or length_penalty = 'overlong'"
+      )

@@ -14,7 +14,7 @@ from typing import Any
 
 from etils import epath
 
-from gtpo_jax.config import Config, difference, freeze_saved, resolved_dict
+from gtpo_jax.config import Config, difference, freeze, resolved_dict
 from gtpo_jax.runtime.distributed import broadcast_from_first
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.storage.lease import claim_lease
@@ -100,7 +100,7 @@ def load_config(workdir: Path) -> Config:
   Raises:
     UserError: the folder holds no run, or its config.json is damaged.
   """
-  return freeze_saved(_read_config(workdir))
+  return freeze(_read_config(workdir))
 
 
 def has_base(workdir: Path) -> bool:
@@ -190,7 +190,7 @@ def _read_config(workdir: Path) -> dict[str, Any]:
 
 def _freeze(workdir: Path, saved: Mapping[str, Any]) -> Config:
   try:
-    return freeze_saved(saved)
+    return freeze(saved)
   except UserError as error:
     raise UserError(f"{str(workdir / 'config.json')!r} is not usable: {error}") from error
 

@@ -1,7 +1,7 @@
 """The configuration of a run."""
 
 from gtpo_jax.config.config import Config, flatten, resolved_dict, to_dict
-from gtpo_jax.config.files import default_config, difference, freeze, freeze_saved, load
+from gtpo_jax.config.files import default_config, difference, freeze, load
 from gtpo_jax.config.resolve import ResolvedModel, resolve_model
 from gtpo_jax.config.sections import (
   DataSection,
@@ -23,7 +23,6 @@ __all__ = [
   "difference",
   "flatten",
   "freeze",
-  "freeze_saved",
   "load",
   "resolve_model",
   "resolved_dict",

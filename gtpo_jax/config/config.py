@@ -246,7 +246,7 @@ class Config:
   def _check_parts(self) -> None:
     """Checks the reward of algorithms with entropy shaping, which shape `correct` themselves."""
     weights = dict(self.reward.weighted)
-    if not self.resolved_algorithm.shapes_by_entropy or weights.get("correct") == 1:
+    if not self.resolved_algorithm.recipe.shaping.by_entropy or weights.get("correct") == 1:
       return
     name = self.algorithm.name
     parts = self.reward.parts
@@ -396,7 +396,7 @@ def resolved_dict(config: Config) -> dict[str, Any]:
   This is what a run records: a later change of a published default cannot change its meaning.
   """
   values = to_dict(config)
-  values["algorithm"] |= config.resolved_algorithm.settings_dict()
+  values["algorithm"] |= config.resolved_algorithm.recipe.settings
   return values
 
 

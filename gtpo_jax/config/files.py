@@ -19,7 +19,6 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict, config_flags
 
-from gtpo_jax.algorithms.settings import RENAMED as RENAMED_SETTINGS
 from gtpo_jax.config.config import Config, flatten, resolved_dict, to_dict
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
@@ -28,9 +27,6 @@ from gtpo_jax.runtime.errors import UserError, did_you_mean
 _PACKAGE = Path(__file__).parents[1]
 _PACKAGED = _PACKAGE / "configs"
 CONFIGS = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "configs"
-
-# Config keys of earlier versions, and what they are called now.
-RENAMED = {f"algorithm.{old}": f"algorithm.{new}" for old, new in RENAMED_SETTINGS.items()}
 
 
 def default_config() -> ConfigDict:
@@ -47,19 +43,6 @@ def freeze(values: Mapping[str, Any]) -> Config:
   """
   values = values.to_dict() if isinstance(values, ConfigDict) else values
   return _build(Config, values, "")
-
-
-def freeze_saved(values: Mapping[str, Any]) -> Config:
-  """Converts the config.json of a run to a `Config`; keys renamed since then are accepted.
-
-  Raises:
-    UserError: as in `freeze`.
-  """
-  algorithm = values.get("algorithm")
-  if isinstance(algorithm, Mapping):
-    renamed = {RENAMED_SETTINGS.get(key, key): value for key, value in algorithm.items()}
-    values = {**values, "algorithm": renamed}
-  return freeze(values)
 
 
 def load(path: str, overrides: Sequence[str] = ()) -> Config:
@@ -192,9 +175,7 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
 
 
 def _unknown(key: str, valid: Mapping[str, Any]) -> str:
-  """Returns the message for an unknown key, with its new name or the nearest valid one."""
-  if key in RENAMED:
-    return f"config key {key!r} is now called {RENAMED[key]!r}"
+  """Returns the message for an unknown key, with the nearest valid one."""
   sections = {name.rsplit(".", 1)[0] for name in valid if "." in name}
   close = difflib.get_close_matches(key, [*valid, *sections], n=1, cutoff=0.5)
   if not close:  # perhaps the right name in another section

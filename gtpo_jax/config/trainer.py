@@ -10,7 +10,7 @@ from gtpo_jax.training.update import Update, make_update
 
 def run_optimizer(config: Config) -> Optimizer:
   """Returns the optimizer of the run."""
-  coef = config.resolved_algorithm.initial_entropy_coef
+  coef = config.resolved_algorithm.recipe.entropy_bonus.initial_coef
   return make_optimizer(config.optimizer, config.steps, config.batch.updates, coef)
 
 

@@ -216,7 +216,8 @@ class RunPrograms:
       self._model, config.sampling.temperature, config.batch.parts, config.batch.head_chunk
     )
     params = self.state.params
-    names = [("rescoring", settings.needs_rescoring), ("reference", settings.kl_weight)]
+    corrections = config.resolved_algorithm.recipe.corrections
+    names = [("rescoring", corrections.needs_rescoring), ("reference", settings.kl_weight)]
     for name in [name for name, wanted in names if wanted]:
       resident = self.frozen + bytes_per_device((self.state.opt_state, self._decode_params))
       arguments = (params, rollouts)

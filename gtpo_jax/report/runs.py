@@ -219,7 +219,7 @@ def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 def _label(config: Mapping[str, Any], differing: Sequence[str]) -> str:
   """Returns a label: the algorithm, and the differing fields that are not at published values."""
   name = config["algorithm.name"]
-  published = {f"algorithm.{key}": value for key, value in make(name).settings_dict().items()}
+  published = {f"algorithm.{key}": value for key, value in make(name).recipe.settings.items()}
   fields = [
     f"{key.removeprefix('algorithm.')}={config[key]}"
     for key in differing

@@ -79,8 +79,8 @@ def distinct_algorithms() -> list[tuple[str, Algorithm]]:
     settings = algorithm.settings
     if settings.guide_completions:
       continue
-    uniform = recipe.per_completion and not (settings.bonus_alpha or settings.forking_share)
-    plain = uniform and not algorithm.shapes_by_entropy
+    uniform = not (recipe.per_token_credit or settings.forking_share)
+    plain = uniform and not recipe.shaping.by_entropy
     same.setdefault("plain" if plain else name, []).append(name)
   joined = lambda names: ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
   return [(joined(names), make(names[0])) for names in same.values()]

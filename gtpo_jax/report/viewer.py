@@ -56,7 +56,7 @@ def schemes(algorithm: Algorithm) -> list[Scheme]:
   """
   own = algorithm.settings.compare
   base = algorithm if own else make("gtpo")
-  compare = lambda name: Algorithm(base.name, dataclasses.replace(base.settings, compare=name))
+  compare = lambda name: make(base.name, **base.recipe.settings | {"compare": name})
   methods = [
     Scheme(label if own else f"gtpo, {label.lower()}", compare(name), name == own)
     for name, label in METHODS.items()
@@ -102,7 +102,7 @@ def viewer_data(
         "compare": scheme.algorithm.settings.compare,
         "scope": scheme.algorithm.settings.scope,
         "trained": scheme.trained,
-        "perCompletion": scheme.algorithm.recipe.per_completion,
+        "perCompletion": scheme.algorithm.recipe.shaping.per_completion,
       }
       for scheme in run_schemes
     ],

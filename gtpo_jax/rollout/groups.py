@@ -87,7 +87,8 @@ def append_guided(own: Rollouts, guided: Rollouts) -> Rollouts:
 
 def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
   """Returns the shapes and dtypes of one step's batch, without allocating it."""
-  settings = config.resolved_algorithm.settings
+  algorithm = config.resolved_algorithm
+  settings = algorithm.settings
   n = config.batch.prompts
   g = config.batch.group
   t = config.sampling.max_tokens
@@ -108,7 +109,7 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
     stale=completion_flag if settings.dynamic_sampling or config.sampling.staleness else None,
     versions=like(jnp.int32, n, g, t) if config.sampling.staleness else None,
     drawn_log_probs=token_float if config.needs_drawn_log_probs else None,
-    rescored=token_float if settings.needs_rescoring else None,
+    rescored=token_float if algorithm.recipe.corrections.needs_rescoring else None,
     reference=token_float if settings.kl_weight else None,
   )
   rewards = Rewards(

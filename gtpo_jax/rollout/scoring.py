@@ -208,7 +208,7 @@ class RewardManager:
       with np.errstate(over="ignore", invalid="ignore"):  # sums that are too large: see below
         weighted = weight * np.nan_to_num(part)
         reward += weighted
-        if algorithm.shapes_by_entropy and name != "correct":
+        if algorithm.recipe.shaping.by_entropy and name != "correct":
           added += weighted
     too_large = ~(np.maximum(np.abs(reward), np.abs(added)) <= MAX_VALUE)
     if too_large.any():

@@ -9,7 +9,7 @@ import flax.struct
 import jax
 import optax
 
-from gtpo_jax.algorithms.loss_aggregation import token_mean
+from gtpo_jax.algorithms.loss import token_mean
 from gtpo_jax.arrays import Prompts, masked_sum
 from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.params import Params

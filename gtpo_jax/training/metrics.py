@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.algorithms import Settings
+from gtpo_jax.algorithms.corrections import Corrections
 from gtpo_jax.algorithms.diagnostics import effective_sample_size, surprise_metrics
 from gtpo_jax.arrays import Rewards, Rollouts, masked_mean, mean_or_nan
 
@@ -90,12 +90,12 @@ def mismatch_metrics(rollouts: Rollouts, log_probs: jax.Array) -> dict[str, jax.
 
 
 def correction_metrics(
-  settings: Settings, rollouts: Rollouts, importance: jax.Array | None, kept: jax.Array | None
+  corrections: Corrections, rollouts: Rollouts, importance: jax.Array | None, kept: jax.Array | None
 ) -> dict[str, jax.Array]:
   """Returns the diagnostics of the corrections, f32[] each, over the policy's own completions.
 
   Args:
-    settings: the algorithm's.
+    corrections: the algorithm's.
     rollouts: the batch.
     importance: f32[n, g, t], the importance weights, if there are any.
     kept: bool[n, g], the completions that are not masked, if some may be.
@@ -106,8 +106,8 @@ def correction_metrics(
   metrics = {}
   if importance is not None:
     mask = rollouts.mask & own[..., None]
-    capped = importance >= settings.tis_cap
-    if settings.tis_level == "sequence":
+    capped = importance >= corrections.tis_cap
+    if corrections.tis_level == "sequence":
       importance, capped, mask = importance[..., 0], capped[..., 0], own
     metrics["correction/ess"] = effective_sample_size(importance, mask)
     metrics["correction/capped"] = masked_mean(capped, mask)

@@ -44,8 +44,8 @@ class Minibatch(NamedTuple):
   importance: jax.Array | None  # f32[n, g, t], with importance weights
 
 
-class LossInputs(NamedTuple):
-  """The inputs of the loss on a minibatch or on one of its micro-batches."""
+class GradientInputs(NamedTuple):
+  """The inputs of the gradient on a minibatch or on one of its micro-batches."""
 
   rollouts: Rollouts
   advantages: jax.Array  # f32[n, g, t]
@@ -57,14 +57,15 @@ class LossInputs(NamedTuple):
 
 
 class Scores(NamedTuple):
-  """The trainer's log-probs and entropies, in nats."""
+  """The trainer's log-probs and entropies, in nats, and the tokens that the objective selected."""
 
   log_probs: jax.Array  # f32[n, g, t]
   entropy: jax.Array  # f32[n, g, t]
+  selected: jax.Array | None = None  # bool[n, g, t], if the objective selects tokens
 
 
 # (trained parameters, frozen parameters, inputs, PRNG key) -> (gradient of the loss, scores)
-GradientFn = Callable[[Params, Params, LossInputs, jax.Array], tuple[Params, Scores]]
+GradientFn = Callable[[Params, Params, GradientInputs, jax.Array], tuple[Params, Scores]]
 # (trainable state, frozen parameters, minibatch, PRNG key) -> (trainable state, metrics, mismatch
 # metrics)
 GradientUpdateFn = Callable[
@@ -171,9 +172,10 @@ def _correct(
   if rollouts.rescored is None:
     return rollouts, mask, None, {}
   arguments = (rollouts.rescored, rollouts.sampler_log_probs, rollouts.mask)
-  importance = algorithm.importance_weights(*arguments)
-  kept = algorithm.kept_completions(*arguments)
-  metrics = correction_metrics(algorithm.settings, rollouts, importance, kept)
+  corrections = algorithm.recipe.corrections
+  importance = corrections.weights(*arguments)
+  kept = corrections.kept(*arguments)
+  metrics = correction_metrics(corrections, rollouts, importance, kept)
   if kept is not None:
     mask = mask & kept[..., None]
     if importance is None:
@@ -224,20 +226,20 @@ def _make_gradient_update(
   ) -> tuple[TrainableState, Metrics, Metrics]:
     rollouts, correct, advantages, mask, importance = minibatch
     weights = algorithm.token_weights(mask, correct, rollouts.guided)
-    inputs = LossInputs(rollouts, advantages, mask, weights, importance)
+    inputs = GradientInputs(rollouts, advantages, mask, weights, importance)
     entropy_coef = trainable.entropy_coef
     used_coef = None
-    if algorithm.entropy_bonus:
-      used_coef, entropy_coef = algorithm.next_entropy_coef(entropy_coef, rollouts.entropy, mask)
+    bonus = algorithm.recipe.entropy_bonus
+    if bonus:
+      used_coef, entropy_coef = bonus.next_coef(entropy_coef, rollouts.entropy, mask)
       inputs = inputs._replace(entropy_weights=used_coef * weights)
     grads, scores = gradient(trainable.params, frozen, inputs, key)
-    inputs = _with_selection(algorithm, inputs, scores.log_probs, key)
     loss, metrics = algorithm.loss(**scores._asdict(), **_loss_arguments(inputs))
     grad_norm = optax.global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     # Even without a gradient, weight decay and momentum would move the parameters.
     empty = ~(mask & (advantages != 0)).any()
-    if algorithm.settings.kl_weight or algorithm.entropy_bonus:
+    if algorithm.settings.kl_weight or bonus:
       empty = ~mask.any()
 
     before = TrainableState(
@@ -272,7 +274,8 @@ def _make_gradient(
   several parts and the objective selects tokens from the complete minibatch, all log-probs are
   first computed in a pass of their own.
   """
-  bonus = algorithm.entropy_bonus
+  bonus = bool(algorithm.recipe.entropy_bonus)
+  selects = algorithm.recipe.selects
   settings = head_settings(model, temperature, head_chunk, bonus)
   scale = loss_scale(model.config)
   token_loss = scaled(algorithm.token_loss, scale)
@@ -282,23 +285,26 @@ def _make_gradient(
     return (model, params, rollouts.prompts, rollouts.tokens)
 
   def loss_fn(
-    trained: Params, frozen: Params, inputs: LossInputs, key: jax.Array
+    trained: Params, frozen: Params, inputs: GradientInputs, key: jax.Array
   ) -> tuple[jax.Array, Scores]:
     rollouts = inputs.rollouts
     inputs_of_policy = policy(trained, frozen, rollouts)
-    if algorithm.per_token and (inputs.selected is not None or not algorithm.selects):
-      signals = _loss_arguments(inputs)
+    if algorithm.recipe.per_token and (inputs.selected is not None or not selects):
+      signals = _loss_arguments(inputs) | {"selected": inputs.selected}
       loss, *scores = loss_and_score(
         *inputs_of_policy, settings, token_loss, signals, rollouts.packing
       )
-      return loss, Scores(*scores)
-    scores = Scores(*score(*inputs_of_policy, temperature, head_chunk, rollouts.packing, bonus))
-    inputs = _with_selection(algorithm, inputs, scores.log_probs, key)
+      return loss, Scores(*scores, inputs.selected)
+    log_probs, entropy = score(
+      *inputs_of_policy, temperature, head_chunk, rollouts.packing, bonus
+    )
+    inputs = _with_selection(algorithm, inputs, log_probs, key)
+    scores = Scores(log_probs, entropy, inputs.selected)
     loss, _ = algorithm.loss(**scores._asdict(), **_loss_arguments(inputs))
     return loss if scale == 1 else scale * loss, scores
 
   def part_gradient(
-    trained: Params, frozen: Params, inputs: LossInputs, key: jax.Array
+    trained: Params, frozen: Params, inputs: GradientInputs, key: jax.Array
   ) -> tuple[Params, Scores]:
     grads, scores = jax.grad(loss_fn, has_aux=True)(trained, frozen, inputs, key)
     return unscale(grads, scale), scores
@@ -307,16 +313,16 @@ def _make_gradient(
     return part_gradient
 
   def gradient(
-    trained: Params, frozen: Params, inputs: LossInputs, key: jax.Array
+    trained: Params, frozen: Params, inputs: GradientInputs, key: jax.Array
   ) -> tuple[Params, Scores]:
     def score_part(rollouts: Rollouts) -> jax.Array:
       return score(*policy(trained, frozen, rollouts), temperature, head_chunk, rollouts.packing)[0]
 
-    def accumulate(total: Params, part: LossInputs) -> tuple[Params, Scores]:
+    def accumulate(total: Params, part: GradientInputs) -> tuple[Params, Scores]:
       grads, scores = part_gradient(trained, frozen, part, key)
       return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, grads), scores
 
-    if algorithm.selects:
+    if selects:
       parts = split_batch(inputs.rollouts, micro_batches, model)
       log_probs = merge_parts(jax.lax.map(score_part, parts))
       inputs = _with_selection(algorithm, inputs, log_probs, key)
@@ -330,10 +336,10 @@ def _make_gradient(
 
 
 def _with_selection(
-  algorithm: Algorithm, inputs: LossInputs, log_probs: jax.Array, key: jax.Array
-) -> LossInputs:
+  algorithm: Algorithm, inputs: GradientInputs, log_probs: jax.Array, key: jax.Array
+) -> GradientInputs:
   """Returns the inputs with the tokens that the objective selects, if it selects any."""
-  if not algorithm.selects or inputs.selected is not None:
+  if not algorithm.recipe.selects or inputs.selected is not None:
     return inputs
   selected = algorithm.select(
     log_probs=log_probs,
@@ -346,7 +352,7 @@ def _with_selection(
   return inputs._replace(selected=selected)
 
 
-def _loss_arguments(inputs: LossInputs) -> dict[str, jax.Array | None]:
+def _loss_arguments(inputs: GradientInputs) -> dict[str, jax.Array | None]:
   """Returns the arguments of `Algorithm.loss` other than the scores."""
   rollouts = inputs.rollouts
   return {
@@ -355,7 +361,6 @@ def _loss_arguments(inputs: LossInputs) -> dict[str, jax.Array | None]:
     "mask": inputs.mask,
     "weights": inputs.weights,
     "guided": rollouts.guided,
-    "selected": inputs.selected,
     "entropy_weights": inputs.entropy_weights,
     "importance": inputs.importance,
     "log_probs_reference": rollouts.reference,

@@ -56,19 +56,20 @@ STRONG_OBJECTIVE = {
 
 def strong(name, **options):
   """Returns the algorithm with weights that make its shaping and its objective visible."""
-  objective = options.get("objective", RECIPES[name].settings["objective"])
+  objective = options.get("objective", RECIPES[name].objective.name)
   return make(name, **STRONG.get(name, {}) | STRONG_OBJECTIVE.get(objective, {}) | options)
 
 
 def corrections(name, objective=None):
   """Returns the settings of `CORRECTIONS` that the recipe reads."""
-  settings = RECIPES[name].settings_with(objective or RECIPES[name].settings["objective"])
+  recipe = RECIPES[name]
+  settings = recipe.with_objective(objective or recipe.objective.name).settings
   return {key: value for key, value in CORRECTIONS.items() if key in settings}
 
 
 def meaningful(name, objective):
   """Returns whether `make` accepts the objective for the recipe."""
-  token_credit = not RECIPES[name].per_completion or name == "entropy_advantage"
+  token_credit = not RECIPES[name].shaping.per_completion or name == "entropy_advantage"
   if OBJECTIVES[objective].per_completion and token_credit:
     return False
   return not (has_guide(name) and objective in ("gmpo", "clip_cov", "kl_cov", "stare"))
@@ -142,7 +143,7 @@ def step(algorithm, batch, policies):
   mask = algorithm.loss_mask(**batch)
   weights = algorithm.token_weights(mask, batch["correct"], batch.get("guided"))
   selected = None
-  if algorithm.selects:
+  if algorithm.recipe.selects:
     selected = algorithm.select(
       log_probs=policies["log_probs"],
       log_probs_old=policies["log_probs_old"],

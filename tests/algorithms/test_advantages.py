@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import advantages
-from gtpo_jax.algorithms.units import ShapedRewards, Units
+from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units
 
 zscore = jax.jit(advantages.zscore, static_argnums=2)
 centred = jax.jit(advantages.centred, static_argnums=2)

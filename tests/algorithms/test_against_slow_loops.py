@@ -27,7 +27,7 @@ from recipe_cases import (
 from slow_reference import SEQUENCE_LEVEL, TOKEN_LEVEL
 
 from gtpo_jax.algorithms import OBJECTIVES, make
-from gtpo_jax.algorithms.loss_aggregation import LOSS_AGGREGATIONS
+from gtpo_jax.algorithms.loss import LOSS_AGGREGATIONS
 
 NORM_SCOPES = ("group", "batch")
 GUARDS = (False, True)

@@ -101,13 +101,14 @@ def test_the_loss_takes_weights_or_computes_them(level):
     "advantages": np.ones_like(trainer),
     "mask": mask,
   }
-  weights = algorithm.importance_weights(trainer, sampler, mask)
+  weights = algorithm.recipe.corrections.weights(trainer, sampler, mask)
   given, metrics = algorithm.loss(**inputs, importance=weights)
   computed, _ = algorithm.loss(**inputs, log_probs_sampler=sampler)
   assert float(given) == pytest.approx(float(computed), rel=1e-6)
   assert float(metrics["mismatch/weight"]) == pytest.approx(float(weights[mask].mean()), rel=1e-5)
-  assert make("gtpo").importance_weights(trainer, sampler, mask) is None
-  assert make("gtpo").kept_completions(trainer, sampler, mask) is None
+  off = make("gtpo").recipe.corrections
+  assert off.weights(trainer, sampler, mask) is None
+  assert off.kept(trainer, sampler, mask) is None
 
 
 @pytest.mark.parametrize(

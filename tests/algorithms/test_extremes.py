@@ -112,6 +112,6 @@ def test_a_batch_of_a_single_token(name):
   advantages = algorithm.advantages(**x)
   mask = algorithm.loss_mask(**x)
   policies = {"log_probs": -x["entropy"], "log_probs_old": -x["entropy"]}
-  selected = mask if algorithm.selects else None
+  selected = mask if algorithm.recipe.selects else None
   loss, _ = algorithm.loss(**policies, advantages=advantages, mask=mask, selected=selected)
   assert float(loss) == 0 and advantages.ravel().tolist() == [0]

@@ -56,7 +56,7 @@ def case(algorithm, seed):
   """Returns ratios and the arguments of `loss`, in float64, with advantages of both signs."""
   rng = np.random.default_rng(seed)
   of_completion = algorithm.settings.ratio in ("arithmetic", "geometric")
-  per_completion = of_completion or algorithm.objective.per_completion
+  per_completion = of_completion or algorithm.recipe.objective.per_completion
   ratios, token_ratios = draw_ratios(algorithm.settings, rng)
   old = -rng.gamma(1.0, 1.0, SHAPE)
   fill = lambda x: np.where(MASK, x, 7e2)
@@ -68,7 +68,7 @@ def case(algorithm, seed):
     "log_probs_reference": fill(old + 0.3 * rng.standard_normal(SHAPE)),
     "advantages": rng.choice([-1.3, 0.7], (N, G, 1) if per_completion else SHAPE) * np.ones(SHAPE),
     "guided": GUIDED if has_guide(algorithm.name) else None,
-    "selected": rng.random(SHAPE) < 0.4 if algorithm.selects else None,
+    "selected": rng.random(SHAPE) < 0.4 if algorithm.recipe.selects else None,
   }
 
 
@@ -186,7 +186,7 @@ def test_a_per_token_loss_is_the_sum_over_any_parts(name):
     loss += value
   same_grad = np.allclose(grad.reshape(mask.shape), whole["grad"], rtol=1e-5, atol=1e-7)
   same = same_grad and np.isclose(loss, whole["loss"], rtol=1e-5)
-  assert same == algorithm.per_token == (name not in NOT_PER_TOKEN)
+  assert same == algorithm.recipe.per_token == (name not in NOT_PER_TOKEN)
   assert np.abs(grad).max() > 1e-3
 
 
@@ -208,7 +208,7 @@ def test_the_gradient_flows_only_through_the_new_log_probs(name):
       mask=mask,
       weights=weights,
       guided=batch.get("guided"),
-      selected=mask & (batch["entropy"] > 0.3) if algorithm.selects else None,
+      selected=mask & (batch["entropy"] > 0.3) if algorithm.recipe.selects else None,
     )
     return loss + sum(metrics.values())  # metrics have no gradient
 

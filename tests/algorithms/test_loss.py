@@ -78,27 +78,6 @@ def test_a_correction_without_its_log_probs_is_refused(setting, missing):
     make("dapo", **{setting: 0.5}).loss(log_probs=NEW, log_probs_old=OLD, **INPUTS)
 
 
-def test_logp_and_logp_old_are_aliases():
-  algorithm = make("dapo")
-  expected = algorithm.loss(log_probs=NEW, log_probs_old=OLD, **INPUTS)
-  assert algorithm.loss(logp=NEW, logp_old=OLD, **INPUTS) == expected
-  assert algorithm.loss(log_probs=NEW, logp_old=OLD, **INPUTS) == expected
-
-
-@pytest.mark.parametrize(
-  ("given", "message"),
-  [
-    ({"log_probs_old": OLD}, r"takes log_probs \(or its alias logp\), got neither"),
-    ({"log_probs": NEW}, r"takes log_probs_old \(or its alias logp_old\), got neither"),
-    ({"log_probs": NEW, "logp": NEW, "logp_old": OLD}, r"alias logp\), got both"),
-    ({"log_probs": NEW, "log_probs_old": OLD, "logp_old": OLD}, r"alias logp_old\), got both"),
-  ],
-)
-def test_log_probs_under_two_names_or_none_are_refused(given, message):
-  with pytest.raises(UserError, match=message):
-    make("dapo").loss(**given, **INPUTS)
-
-
 def test_a_guide_in_a_recipe_without_one_is_refused():
   mask = jnp.ones((1, 2, 3), bool)
   flags = jnp.asarray([[True, False]])
@@ -136,11 +115,13 @@ def test_the_entropy_bonus_by_hand():
   ],
 )
 def test_the_entropy_coefficient_moves_towards_the_target(coef, entropy, used, following):
-  algorithm = make("dapo", entropy_target=0.3, entropy_coef_delta=0.01, entropy_coef_max=0.5)
+  adapted = {"entropy_target": 0.3, "entropy_coef_delta": 0.01, "entropy_coef_max": 0.5}
+  bonus = make("dapo", **adapted).recipe.entropy_bonus
   entropies = jnp.where(MASK, entropy, 99.0)
-  got = algorithm.next_entropy_coef(jnp.float32(coef), entropies, MASK)
+  got = bonus.next_coef(jnp.float32(coef), entropies, MASK)
   np.testing.assert_allclose(got, [used, following], rtol=1e-6)
-  assert algorithm.initial_entropy_coef == 0.0 and make("dapo").initial_entropy_coef is None
+  assert bonus.initial_coef == 0.0
+  assert make("dapo").recipe.entropy_bonus.initial_coef is None
 
 
 def test_a_selection_without_its_inputs_is_refused():

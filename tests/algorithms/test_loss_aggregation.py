@@ -3,11 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtpo_jax.algorithms import loss_aggregation
+from gtpo_jax.algorithms.loss import LOSS_AGGREGATIONS
 
-AGGREGATIONS = {
-  name: jax.jit(aggregate) for name, aggregate in loss_aggregation.LOSS_AGGREGATIONS.items()
-}
+AGGREGATIONS = {name: jax.jit(aggregate) for name, aggregate in LOSS_AGGREGATIONS.items()}
 
 # Lengths 3, 1; 2, 0; 0, 0.
 RAGGED = jnp.asarray([[[1, 1, 1], [1, 0, 0]], [[1, 1, 0], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]], bool)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from recipe_cases import meaningful
 
-from gtpo_jax.algorithms import OBJECTIVES, RECIPES, make
-from gtpo_jax.algorithms.settings import CHECKS, RENAMED, Settings
+from gtpo_jax.algorithms import OBJECTIVES, RECIPES, Settings, declarations, make
 from gtpo_jax.runtime.errors import UserError
 
 # What every recipe reads, besides the settings of its objective.
@@ -142,8 +141,8 @@ def test_published_settings(name):
   algorithm = make(name)
   settings, rewards = PUBLISHED[name]
   read = {key: value for key, value in vars(algorithm.settings).items() if value is not None}
-  assert read == algorithm.settings_dict() == settings
-  assert algorithm.name == name and algorithm.recipe is RECIPES[name]
+  assert read == algorithm.recipe.settings == settings
+  assert algorithm.name == name and algorithm.recipe == RECIPES[name]
   assert algorithm.recipe.rewards == rewards
 
 
@@ -151,8 +150,8 @@ def test_published_settings(name):
 def test_published_values_are_never_refused(name):
   """A run records the resolved settings and reads them back through `make`."""
   published = make(name)
-  assert make(name, **published.settings_dict()) == published
-  for key, value in published.settings_dict().items():
+  assert make(name, **published.recipe.settings) == published
+  for key, value in published.recipe.settings.items():
     assert make(name, **{key: value}) == published, key
 
 
@@ -160,9 +159,9 @@ def test_published_values_are_never_refused(name):
   ("name", "options"),
   [
     ("dapo", {"gamma": 0.9, "length_penalty": "group_relative"}),
-    ("dapo", {"overlong_buffer": 64, "length_penalty": "r_length"}),
+    ("dapo", {"overlong_buffer": 64}),
     ("gtpo_v1_clipped", {"alpha1": 0.5, "alpha2": 0.5, "floor": 0.5}),
-    ("gtpo", {"objective": "cispo"} | OBJECTIVES["cispo"].settings),
+    ("gtpo", {"objective": "cispo"} | dataclasses.asdict(OBJECTIVES["cispo"]())),
     ("grpo", {"objective": "gmpo"}),
     ("grpo_s", {"objective": "dppo", "ratio_cap": 3.0}),
     ("gtpo", {"ratio": "gspo_token", "objective": "clip_cov"}),
@@ -172,9 +171,9 @@ def test_published_values_are_never_refused(name):
 )
 def test_resolved_settings_make_the_same_algorithm(name, options):
   algorithm = make(name, **options)
-  objective = options.get("objective", RECIPES[name].settings["objective"])
-  assert algorithm.settings_dict() == RECIPES[name].settings_with(objective) | options
-  assert make(name, **algorithm.settings_dict()) == algorithm
+  objective = options.get("objective", RECIPES[name].objective.name)
+  assert algorithm.recipe.settings == RECIPES[name].with_objective(objective).settings | options
+  assert make(name, **algorithm.recipe.settings) == algorithm
 
 
 def test_alpha1_and_alpha2_of_the_clipped_form_sum_to_1():
@@ -206,7 +205,7 @@ def test_alpha1_and_alpha2_of_the_clipped_form_sum_to_1():
     ("grpo_s", "mean", "harmonic", "one of arithmetic, geometric"),
     ("grpo_s", "ratio", "mean", "one of token, arithmetic, geometric, gspo_token"),
     ("dapo", "loss_aggregation", "sequence", "one of token, completion, group, constant"),
-    ("dapo", "length_penalty", "linear", "one of overlong, r_length, group_relative"),
+    ("dapo", "length_penalty", "linear", "one of overlong, group_relative"),
     ("gtpo", "h_floor", 0.0, "at least 1e-30 (1/h_floor must fit float32) and finite"),
     ("grpo_s", "h_floor", -0.01, "at least 1e-30 (1/h_floor must fit float32) and finite"),
     ("gtpo", "h_floor", float("nan"), "at least 1e-30 (1/h_floor must fit float32) and finite"),
@@ -282,22 +281,22 @@ def test_settings_that_would_have_no_effect_are_refused():
     "algorithm.gamma = 0.6 only has an effect with length_penalty = 'group_relative'; set that, or "
     "leave gamma at 0.75"
   )
-  with pytest.raises(UserError, match="needs overlong_buffer"):
-    make("dapo", length_penalty="r_length")
 
 
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_an_earlier_name_is_refused_with_the_current_one(old, new):
-  with pytest.raises(UserError) as error:
-    make("gtpo", **{old: "token"})
-  assert str(error.value) == f"algorithm setting {old!r} is now called {new!r}"
-  assert new in CHECKS and old not in CHECKS
+def test_every_setting_is_declared_with_a_bound_and_a_meaning():
+  declared = declarations()
+  assert [*declared] == [field.name for field in dataclasses.fields(Settings)]
+  for name, fields in declared.items():
+    for field in fields.values():
+      assert field.metadata["bound"].accepts(field.default), name
+      assert len(field.metadata["meaning"]) > 5, name
 
 
-def test_every_setting_has_a_bound_and_every_recipe_reads_known_settings():
-  names = {field.name for field in dataclasses.fields(Settings)}
-  assert CHECKS.keys() == names
-  assert {key for recipe in RECIPES.values() for key in recipe.settings} == names
+def test_a_setting_belongs_to_one_part_of_an_algorithm():
+  assert {key for recipe in RECIPES.values() for key in recipe.settings} == {*declarations()}
+  for recipe in RECIPES.values():
+    parts = recipe.parts.values()
+    assert len(recipe.settings) == 1 + sum(len(dataclasses.fields(part)) for part in parts)
 
 
 def test_an_inverted_clip_range_is_refused():
@@ -378,9 +377,10 @@ def test_every_recipe_accepts_every_meaningful_objective(name, objective):
     return
   algorithm = make(name, objective=objective)
   assert algorithm.settings.objective == objective
-  if objective != RECIPES[name].settings["objective"]:
-    own = OBJECTIVES[objective].settings
-    assert {key: algorithm.settings_dict()[key] for key in own} == dict(own)
+  if objective != RECIPES[name].objective.name:
+    own = dataclasses.asdict(OBJECTIVES[objective]())
+    own.pop("ratio", None)
+    assert {key: algorithm.recipe.settings[key] for key in own} == own
 
 
 def test_an_overlong_buffer_without_effect_is_refused():
@@ -388,7 +388,7 @@ def test_an_overlong_buffer_without_effect_is_refused():
   with pytest.raises(UserError, match=message):
     make("gtpo", length_penalty="group_relative", overlong_buffer=64)
   assert make("gtpo", length_penalty="group_relative").settings.overlong_buffer == 0
-  assert make("gtpo", length_penalty="r_length", overlong_buffer=64).settings.overlong_buffer == 64
+  assert make("gtpo", overlong_buffer=64).settings.overlong_buffer == 64
 
 
 @pytest.mark.parametrize(
@@ -451,10 +451,10 @@ def test_algorithms_and_their_settings_are_frozen_and_hashable():
   with pytest.raises(dataclasses.FrozenInstanceError):
     algorithm.settings.alpha1 = 2.0
   with pytest.raises(dataclasses.FrozenInstanceError):
-    algorithm.recipe.per_completion = False
+    algorithm.recipe.rewards = (0.0, 2.0)
   assert {make("gtpo"), make("gtpo"), make("gtpo", alpha2=0.2)} == {
     make("gtpo"),
     make("gtpo", alpha2=0.2),
   }
   with pytest.raises(UserError):
-    dataclasses.replace(algorithm.settings, alpha1=-1.0)
+    dataclasses.replace(algorithm.recipe.shaping, alpha1=-1.0)

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import OBJECTIVES, make
-from gtpo_jax.algorithms.objectives import ObjectiveInputs
-from gtpo_jax.algorithms.settings import Settings
+from gtpo_jax.algorithms.objectives import Clip, ObjectiveInputs
 
-PLAIN = Settings(eps_low=0.2, eps_high=0.28, dual_clip=0.0)
-DUAL = Settings(eps_low=0.2, eps_high=0.28, dual_clip=3.0)
+PLAIN = Clip(eps_low=0.2, eps_high=0.28, dual_clip=0.0)
+DUAL = Clip(eps_low=0.2, eps_high=0.28, dual_clip=3.0)
 
 
-def evaluate(name, settings, ratio, advantage, old=-1.0, selected=False):
+def evaluate(function, ratio, advantage, old=-1.0, selected=False):
   """Returns the objective of one token, its derivative in log pi, and the metrics that count it."""
   of_token = lambda x: jnp.asarray(x).reshape(1, 1, 1)
 
@@ -28,7 +27,7 @@ def evaluate(name, settings, ratio, advantage, old=-1.0, selected=False):
       of_token(True),
       of_token(selected),
     )
-    objective, flags = OBJECTIVES[name].function(inputs, settings)
+    objective, flags = function(inputs)
     return objective.sum(), flags
 
   (objective, flags), slope = jax.value_and_grad(value, has_aux=True)(old + jnp.log(ratio))
@@ -50,7 +49,7 @@ def evaluate(name, settings, ratio, advantage, old=-1.0, selected=False):
 )
 def test_clip(ratio, advantage, objective, slope, clipped):
   """The slope is given in the ratio; in log pi it is r times as large."""
-  got, grad, counted = evaluate("clip", PLAIN, ratio, advantage)
+  got, grad, counted = evaluate(PLAIN, ratio, advantage)
   np.testing.assert_allclose([got, grad], [objective, ratio * slope], rtol=1e-5)
   assert counted == clipped
 
@@ -67,7 +66,7 @@ def test_clip(ratio, advantage, objective, slope, clipped):
   ],
 )
 def test_dual_clip(ratio, advantage, objective, slope):
-  got, grad, _ = evaluate("clip", DUAL, ratio, advantage)
+  got, grad, _ = evaluate(DUAL, ratio, advantage)
   np.testing.assert_allclose([got, grad], [objective, ratio * slope], rtol=1e-5)
 
 
@@ -83,16 +82,16 @@ def test_dual_clip(ratio, advantage, objective, slope):
 )
 def test_cispo(ratio, advantage, weight, counted):
   """w A log pi with a constant weight: log pi is -1 + log r, and the slope is w A everywhere."""
-  settings = make("cispo").settings
-  got, grad, flags = evaluate("cispo", settings, ratio, advantage)
+  function = make("cispo").recipe.objective
+  got, grad, flags = evaluate(function, ratio, advantage)
   expected = [weight * advantage * (math.log(ratio) - 1), weight * advantage]
   np.testing.assert_allclose([got, grad], expected, rtol=1e-5)
   assert flags == counted
 
 
 def test_cispo_with_a_lower_bound():
-  settings = make("cispo", eps_low=0.2).settings
-  got, grad, flags = evaluate("cispo", settings, 0.5, 1.0)
+  function = make("cispo", eps_low=0.2).recipe.objective
+  got, grad, flags = evaluate(function, 0.5, 1.0)
   np.testing.assert_allclose([got, grad], [0.8 * (math.log(0.5) - 1), 0.8], rtol=1e-5)
   assert flags == {"clip/low"}
 
@@ -109,7 +108,7 @@ def test_cispo_with_a_lower_bound():
   ],
 )
 def test_sapo(ratio, advantage, objective, slope, counted):
-  got, grad, flags = evaluate("sapo", make("sapo").settings, ratio, advantage)
+  got, grad, flags = evaluate(make("sapo").recipe.objective, ratio, advantage)
   np.testing.assert_allclose([got, grad], [objective, slope], rtol=1e-5)
   assert flags == counted
 
@@ -128,7 +127,7 @@ def test_sapo(ratio, advantage, objective, slope, counted):
   ],
 )
 def test_dppo(ratio, advantage, old, weight, counted):
-  got, grad, flags = evaluate("dppo", make("dppo").settings, ratio, advantage, old=old)
+  got, grad, flags = evaluate(make("dppo").recipe.objective, ratio, advantage, old=old)
   expected = [weight * advantage * (old + math.log(ratio)), weight * advantage]
   np.testing.assert_allclose([got, grad], expected, rtol=1e-5, atol=1e-6)
   assert flags == counted
@@ -138,13 +137,13 @@ def test_gmpo_on_a_completion():
   """Log-ratios 0.1, 0.9 and -0.9, bounded to +-0.4 in the direction of A."""
   log_ratio = jnp.asarray([[[0.1, 0.9, -0.9, 7.0]]])
   mask = jnp.asarray([[[True, True, True, False]]])
-  settings = make("gmpo").settings
+  gmpo = make("gmpo").recipe.objective
 
   def value(log_ratio, advantage):
     inputs = ObjectiveInputs(
       jnp.exp(log_ratio), log_ratio, 0 * log_ratio, advantage + 0 * log_ratio, mask
     )
-    objective, flags = OBJECTIVES["gmpo"].function(inputs, settings)
+    objective, flags = gmpo(inputs)
     return objective[0, 0, 0], (objective, flags)
 
   # A > 0: 0.1 + 0.4 - 0.9; the second token is clipped.
@@ -163,10 +162,10 @@ def test_gmpo_on_a_completion():
 
 @pytest.mark.parametrize("ratio", [1.1, 1.5])
 def test_clip_cov_drops_the_selected_tokens(ratio):
-  settings = make("clip_cov").settings
-  assert evaluate("clip_cov", settings, ratio, 2.0, selected=True)[:2] == (0.0, 0.0)
-  plain = Settings(eps_low=0.2, eps_high=0.2, dual_clip=0.0)
-  assert evaluate("clip_cov", settings, ratio, 2.0)[:2] == evaluate("clip", plain, ratio, 2.0)[:2]
+  function = make("clip_cov").recipe.objective
+  assert evaluate(function, ratio, 2.0, selected=True)[:2] == (0.0, 0.0)
+  plain = Clip(eps_low=0.2, eps_high=0.2, dual_clip=0.0)
+  assert evaluate(function, ratio, 2.0)[:2] == evaluate(plain, ratio, 2.0)[:2]
 
 
 @pytest.mark.parametrize(
@@ -179,17 +178,17 @@ def test_clip_cov_drops_the_selected_tokens(ratio):
   ],
 )
 def test_kl_cov(ratio, selected, objective, slope):
-  got = evaluate("kl_cov", make("kl_cov").settings, ratio, 3.0, selected=selected)
+  got = evaluate(make("kl_cov").recipe.objective, ratio, 3.0, selected=selected)
   np.testing.assert_allclose(got[:2], [objective, slope], rtol=1e-5)
 
 
 def test_stare_multiplies_the_clipped_objective():
-  settings = make("stare").settings
+  function = make("stare").recipe.objective
   for ratio, advantage in ((1.1, 2.0), (1.5, 2.0), (0.5, -2.0)):
-    expected = evaluate("clip", PLAIN, ratio, advantage)
-    got = evaluate("stare", settings, ratio, advantage, selected=True)
+    expected = evaluate(PLAIN, ratio, advantage)
+    got = evaluate(function, ratio, advantage, selected=True)
     np.testing.assert_allclose(got[:2], 1.1 * np.asarray(expected[:2]), rtol=1e-5)
-    assert evaluate("stare", settings, ratio, advantage)[:2] == expected[:2]
+    assert evaluate(function, ratio, advantage)[:2] == expected[:2]
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

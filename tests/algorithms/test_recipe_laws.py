@@ -19,7 +19,7 @@ from recipe_cases import (
 from slow_reference import BY_ENTROPY, SEQUENCE_LEVEL, TOKEN_LEVEL, kept_groups
 
 from gtpo_jax.algorithms import make
-from gtpo_jax.algorithms.loss_aggregation import LOSS_AGGREGATIONS
+from gtpo_jax.algorithms.loss import LOSS_AGGREGATIONS
 
 
 def policies_of(batch, seed=0):
@@ -87,7 +87,7 @@ def test_groups_without_contrast_have_no_effect(name):
   part = run(algorithm, rows(batch, keep), rows(policies, keep))
   removed = np.setdiff1d(np.arange(len(batch["correct"])), keep)
   per_token = ["advantages", "mask", "weights", "grad"]
-  for key in per_token + ["selected"] * algorithm.selects:
+  for key in per_token + ["selected"] * algorithm.recipe.selects:
     assert not whole[key][removed].any()
     whole[key] = whole[key][keep]
   assert_same(whole, part)
@@ -162,7 +162,7 @@ def test_advantages_on_padding_have_no_effect(name):
     mask=mask,
     weights=mask / 9,
     guided=batch.get("guided"),
-    selected=mask & (batch["entropy"] > 0.3) if algorithm.selects else None,
+    selected=mask & (batch["entropy"] > 0.3) if algorithm.recipe.selects else None,
   )
   loss_and_grad = jax.jit(jax.value_and_grad(loss, has_aux=True))
   clean = loss_and_grad(policies["log_probs"], advantages)

@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import make, shaping
-from gtpo_jax.algorithms.relative_entropy import COMPARE
-from gtpo_jax.algorithms.shaping import EntropyWeights
-from gtpo_jax.algorithms.units import Units, completion_entropy
+from gtpo_jax.algorithms.relative_entropy import COMPARE, EntropyWeights, Units, completion_entropy
 
 shape_by_entropy = jax.jit(shaping.shape_by_entropy, static_argnames="weights")
 
@@ -72,7 +70,7 @@ def test_the_plain_reward_by_hand():
     reward=jnp.asarray([[[1.0], [1.0], [-1.0], [-1.0]]]),
     penalty=jnp.asarray([[[-0.5], [0.0], [0.0], [-0.25]]]),
   )
-  shaped, metrics = shaping.plain_reward(x, make("grpo").settings)
+  shaped, metrics = make("grpo").recipe.shaping(x)
   np.testing.assert_array_equal(shaped.plus, [[[0.5, 0.5], [1, 0], [0, 0], [0, 0]]])
   np.testing.assert_array_equal(shaped.minus, [[[0, 0], [0, 0], [-1, -1], [-1.25, 0]]])
   assert metrics == {}

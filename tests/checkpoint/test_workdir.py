@@ -134,7 +134,7 @@ def test_config_json_has_every_setting_that_the_algorithm_reads(name, tmp_path):
   own(tmp_path / "run", config)
   section = json.loads((tmp_path / "run" / "config.json").read_text())["algorithm"]
   recorded = {key: value for key, value in section.items() if value is not None}
-  assert recorded == {"name": name, **config.resolved_algorithm.settings_dict()}
+  assert recorded == {"name": name, **config.resolved_algorithm.recipe.settings}
   loaded = load_config(tmp_path / "run")
   assert loaded.resolved_algorithm == config.resolved_algorithm
   assert not difference(loaded, config)
@@ -147,14 +147,3 @@ def test_a_published_value_that_has_changed_since_is_refused(tmp_path):
   run = started(tmp_path / "run", values)
   with pytest.raises(UserError, match=r"\(algorithm.eps_high was 0.3, now 0.28\)"):
     own(run)
-
-
-def test_a_setting_that_was_renamed_keeps_its_value(tmp_path):
-  values = resolved_dict(freeze({"algorithm": {"loss_aggregation": "group"}}))
-  values["algorithm"]["average"] = values["algorithm"].pop("loss_aggregation")
-  run = started(tmp_path / "run", values)
-  assert load_config(run).algorithm.loss_aggregation == "group"
-  own(run, freeze({"algorithm": {"loss_aggregation": "group"}}))
-  with pytest.raises(UserError, match="loss_aggregation was 'group', now 'token'"):
-    started(tmp_path / "other", values)
-    own(tmp_path / "other")

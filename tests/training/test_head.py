@@ -212,7 +212,7 @@ def loss_signals(algorithm, log_probs, seed=0):
     "guided": guided,
     "advantages": rng.standard_normal(shape, np.float32),
     "weights": rng.random(shape, np.float32) / mask.sum(),
-    "selected": rng.random(shape) < 0.3 if algorithm.selects else None,
+    "selected": rng.random(shape) < 0.3 if algorithm.recipe.selects else None,
   }
 
 
@@ -247,7 +247,7 @@ def test_the_forward_and_the_backward_pass_compute_the_same_gradient(name, shape
   settings = {"dual_clip": 2.0, "kl_weight": 0.3, "tis_cap": 1.1, "entropy_coef": coef}
   read = algorithms.RECIPES[name].settings
   algorithm = algorithms.make(name, **{key: settings[key] for key in settings if key in read})
-  bonus = algorithm.entropy_bonus
+  bonus = bool(algorithm.recipe.entropy_bonus)
   rows_per_device = 8 // (shape[0] * shape[1])
   settings = HeadSettings(mesh, 0.7, 3 * rows_per_device, "highest", bonus)
   score = lambda hidden, table: log_probs_and_entropy(hidden, table, tokens, settings)

@@ -171,7 +171,7 @@ def test_the_entropy_coefficient_is_part_of_the_state():
   """The entropy is below the target in both updates of the step, so the coefficient rises twice."""
   algorithm = algorithms.make("gtpo", entropy_target=100.0, entropy_coef=0.01)
   model = single_device_model()
-  optimizer = make_optimizer(SGD_WITHOUT_DECAY, 10, 2, algorithm.initial_entropy_coef)
+  optimizer = make_optimizer(SGD_WITHOUT_DECAY, 10, 2, algorithm.recipe.entropy_bonus.initial_coef)
   state = init_state(params_on(model), optimizer, model)
   assert float(state.entropy_coef) == np.float32(0.01)
   update = make_update(model, algorithm, optimizer, minibatches=2, head_chunk=64)

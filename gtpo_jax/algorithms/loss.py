@@ -1,0 +1,214 @@
+"""What the loss consists of besides the objective: weights of tokens, penalties and bonuses.
+
+The weights of the tokens are computed from the complete batch of a gradient update. Each
+micro-batch uses its slice of them, so the losses and gradients of the micro-batches add up to those
+of the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gtpo_jax.arrays import masked_mean
+from gtpo_jax.runtime.fields import ABOVE_0, AT_LEAST_0, Checked, number, one_of, setting
+
+
+class LossInputs(NamedTuple):
+  """What the loss of tokens is computed from, besides the trained policy's log-probs and entropies.
+
+  All of these are constants in the gradient. Only the first three are always needed.
+  """
+
+  log_probs_old: jax.Array  # f32[n, g, t], nats, of the policy that sampled the completion
+  advantages: jax.Array  # f32[n, g, t]
+  mask: jax.Array  # bool[n, g, t], from `Algorithm.loss_mask`
+  # f32[n, g, t], from `Algorithm.token_weights` of the complete batch. None for
+  # `token_weights(mask)`; with `forking_share`, tokens with advantage 0 are first removed from it.
+  weights: jax.Array | None = None
+  # bool[n, g], completions sampled from a guide. Their ratio is capped instead of clipped.
+  guided: jax.Array | None = None
+  # bool[n, g, t], from `Algorithm.select`; required if the objective selects.
+  selected: jax.Array | None = None
+  # f32[n, g, t], the weights of the entropies: `weights` times the coefficient of the entropy
+  # bonus. None for `weights` times `entropy_coef`.
+  entropy_weights: jax.Array | None = None
+  # f32[n, g, t], importance weights of the complete batch. None with `tis_cap`: computed from
+  # `log_probs_old` and `log_probs_sampler`.
+  importance: jax.Array | None = None
+  # f32[n, g, t], nats, of the tokens when they were drawn, computed by the sampler; required with
+  # `tis_cap` if `importance` is None.
+  log_probs_sampler: jax.Array | None = None
+  # f32[n, g, t], nats, of the frozen reference; required with `kl_weight`.
+  log_probs_reference: jax.Array | None = None
+
+  @property
+  def own(self) -> jax.Array:
+    """bool[n, g, t]: the tokens in the loss that the policy itself sampled."""
+    return self.mask if self.guided is None else self.mask & ~self.guided[..., None]
+
+
+def token_mean(mask: jax.Array) -> jax.Array:
+  """Averages over all tokens of the batch (DAPO, GTPO)."""
+  return mask / jnp.maximum(mask.sum(), 1)
+
+
+def completion_mean(mask: jax.Array) -> jax.Array:
+  """Averages over the tokens of each completion, then over completions (GRPO, GRPO-S)."""
+  completions = jnp.maximum(mask.any(-1).sum(), 1)
+  return mask / jnp.maximum(mask.sum(-1, keepdims=True), 1) / completions
+
+
+def group_mean(mask: jax.Array) -> jax.Array:
+  """Averages over all tokens of each group, then over groups."""
+  groups = jnp.maximum(mask.any((1, 2)).sum(), 1)
+  return mask / jnp.maximum(mask.sum((1, 2), keepdims=True), 1) / groups
+
+
+def constant_divisor(mask: jax.Array) -> jax.Array:
+  """Divides the sum over tokens by n * g * t, independent of the lengths (Dr. GRPO)."""
+  return mask / mask.size
+
+
+# Functions from the loss mask bool[n, g, t] to token weights f32[n, g, t].
+LOSS_AGGREGATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+  "token": token_mean,
+  "completion": completion_mean,
+  "group": group_mean,
+  "constant": constant_divisor,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Aggregation(Checked):
+  """How the objectives of the tokens are combined into the loss."""
+
+  prefix: ClassVar[str] = "algorithm."
+
+  loss_aggregation: str = setting(
+    "token",
+    'how the objectives of the tokens are combined into the loss: "token" (mean over all tokens of '
+    'the batch), "completion" (mean over the tokens of each completion, then over completions), '
+    '"group" (mean over the tokens of each group, then over groups) or "constant" (sum over '
+    "tokens, divided by completions x maximum length).",
+    one_of(LOSS_AGGREGATIONS),
+  )
+
+  def __call__(self, mask: jax.Array) -> jax.Array:
+    """Returns the weights of the tokens in `mask`, f32[n, g, t]."""
+    return LOSS_AGGREGATIONS[self.loss_aggregation](mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferencePenalty(Checked):
+  """The KL divergence to a frozen reference, estimated by k3, which is added to the loss."""
+
+  prefix: ClassVar[str] = "algorithm."
+
+  kl_weight: float = setting(
+    0.0,
+    "weight of the k3 estimate of the KL divergence to a frozen reference, added to the loss "
+    "(GRPO, 2402.03300, eq. 4); 0 for off.",
+    AT_LEAST_0,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class EntropyBonus(Checked):
+  """The policy's entropy, which is added to the objective with a constant or adapted weight."""
+
+  prefix: ClassVar[str] = "algorithm."
+
+  entropy_coef: float = setting(
+    0.0,
+    "the weight of the policy's entropy, which is added to the objective; with `entropy_target`, "
+    "its initial value. 0 for no entropy bonus.",
+    AT_LEAST_0,
+  )
+  entropy_target: float = setting(
+    0.0,
+    "adapt the weight of the entropy to this mean entropy of the sampled tokens, in nats "
+    "(2505.22312): at each gradient update, the weight rises by `entropy_coef_delta` if the "
+    "entropy is at most the target, and falls by as much otherwise. The bonus applies only in the "
+    "first case. 0 for a constant weight.",
+    AT_LEAST_0,
+  )
+  entropy_coef_delta: float = setting(
+    0.005, "the change of the weight of the entropy at each gradient update.", AT_LEAST_0
+  )
+  entropy_coef_max: float = setting(1.0, "the upper bound of the adapted weight.", AT_LEAST_0)
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.entropy_target:
+      self._check_order("entropy_coef", "entropy_coef_max")
+      return
+    for name in ("entropy_coef_delta", "entropy_coef_max"):
+      self._check_unchanged(name, "entropy_target above 0")
+
+  def __bool__(self) -> bool:
+    """Whether the loss has an entropy bonus, and so needs the policy's entropies."""
+    return bool(self.entropy_coef or self.entropy_target)
+
+  @property
+  def initial_coef(self) -> float | None:
+    """The initial weight of the entropy bonus if it is adapted, and otherwise None."""
+    return self.entropy_coef if self.entropy_target else None
+
+  def next_coef(
+    self, coef: jax.Array, entropy_old: jax.Array, mask: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the entropy weight of this gradient update, and the coefficient of the next one.
+
+    Without `entropy_target`, the weight is `entropy_coef`, and `coef` is returned unchanged.
+
+    Args:
+      coef: f32[], the current coefficient.
+      entropy_old: f32[n, g, t], nats, of the sampling policy.
+      mask: bool[n, g, t], from `Algorithm.loss_mask`.
+
+    Returns:
+      f32[] each.
+    """
+    if not self.entropy_target:
+      return jnp.float32(self.entropy_coef), coef
+    low = masked_mean(entropy_old, mask) <= self.entropy_target
+    change = jnp.where(low, self.entropy_coef_delta, -self.entropy_coef_delta)
+    return jnp.where(low, coef, 0.0), jnp.clip(coef + change, 0.0, self.entropy_coef_max)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoGuide(Checked):
+  """All completions of a group are the policy's own."""
+
+  prefix: ClassVar[str] = "algorithm."
+  guide_completions: ClassVar[int] = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Guide(NoGuide):
+  """A frozen policy that samples some of the completions of a group (2507.12931)."""
+
+  guide_completions: int = setting(
+    4,
+    "number of completions per group that are sampled from the frozen guide (2507.12931).",
+    number(lambda x: x >= 1, "an integer >= 1", numbers.Integral),
+  )
+  guide_cap: float = setting(2.0, "upper bound of the importance ratio pi / pi_guide.", ABOVE_0)
+  lambda_zero: float = setting(
+    0.5,
+    "loss weight of the groups in which the guide is correct and the policy never is.",
+    AT_LEAST_0,
+  )
+
+  def objective(self, ratio: jax.Array, advantages: jax.Array) -> jax.Array:
+    """Returns `min(r, guide_cap) A` of the guide's tokens, f32[n, g, t].
+
+    A clip range around 1 would not work here, because the guide is not close to the policy.
+    """
+    return jnp.minimum(ratio, self.guide_cap) * advantages

@@ -1,0 +1,123 @@
+"""Settings as fields of dataclasses that carry their default, their meaning and their bound.
+
+A setting is declared once, where it is used:
+
+    @dataclasses.dataclass(frozen=True)
+    class Clip(Checked):
+      eps_low: float = setting(0.2, "the ratio is clipped at 1 - eps_low.", SHARE)
+
+The checks of values, the fields of the config, and the documentation read this declaration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, NamedTuple
+
+from gtpo_jax.runtime.errors import UserError
+
+INFINITY = float("inf")
+
+
+class Bound(NamedTuple):
+  """The values that a setting may have.
+
+  Attributes:
+    accepts: whether a value is one of them.
+    description: completes "NAME must be ...".
+    reason: why, for values that look reasonable; may be empty.
+  """
+
+  accepts: Callable[[Any], bool]
+  description: str
+  reason: str = ""
+
+
+def number(test: Callable[[Any], bool], description: str, kind: type = numbers.Real) -> Bound:
+  """Returns the bound of the numbers for which `test` is true; it must be false for NaN."""
+  accepts = lambda x: isinstance(x, kind) and not isinstance(x, bool) and bool(test(x))
+  return Bound(accepts, description)
+
+
+def at_least(least: float, reason: str = "") -> Bound:
+  """Returns the bound of the numbers from `least`, infinity included."""
+  return number(lambda x: x >= least, f"at least {least}")._replace(reason=reason)
+
+
+def one_of(names: Iterable[str]) -> Bound:
+  """Returns the bound of some names."""
+  choices = tuple(names)
+  return Bound(lambda x: isinstance(x, str) and x in choices, f"one of {', '.join(choices)}")
+
+
+FLAG = Bound(lambda x: isinstance(x, bool), "True or False")
+SHARE = number(lambda x: 0 < x <= 1, "in (0, 1]")
+AT_LEAST_0 = number(lambda x: 0 <= x < INFINITY, "at least 0 and finite")
+ABOVE_0 = number(lambda x: 0 < x < INFINITY, "above 0 and finite")
+AT_LEAST_1 = number(lambda x: 1 <= x < INFINITY, "at least 1 and finite")
+FINITE = number(lambda x: abs(x) < INFINITY, "finite")
+
+
+def setting(default: Any, meaning: str, bound: Bound | None = None) -> Any:
+  """Returns a field of a dataclass.
+
+  Args:
+    default: the default value.
+    meaning: what the setting does, with its unit and, if it is published, its source. One or more
+      sentences; the first begins with a small letter.
+    bound: the values that the setting may have; None if its type says all.
+  """
+  return dataclasses.field(default=default, metadata={"meaning": meaning, "bound": bound})
+
+
+def check_bounds(section: Any, prefix: str) -> None:
+  """Checks the fields of a dataclass, and of the dataclasses in it, against their bounds.
+
+  Args:
+    section: the dataclass.
+    prefix: what an error message puts in front of the name of a field, such as "algorithm.".
+
+  Raises:
+    UserError: a value is out of bounds.
+  """
+  for field in dataclasses.fields(section):
+    value = getattr(section, field.name)
+    name = f"{prefix}{field.name}"
+    bound = field.metadata.get("bound")
+    if dataclasses.is_dataclass(value):
+      check_bounds(value, f"{name}.")
+    elif bound and not bound.accepts(value):
+      reason = f": {bound.reason}" if bound.reason else ""
+      raise UserError(f"{name} must be {bound.description}, got {value!r}{reason}")
+
+
+class Checked:
+  """A base of dataclasses whose values are checked against their bounds when they are made.
+
+  Attributes:
+    prefix: what error messages put in front of the name of a field.
+  """
+
+  prefix: ClassVar[str] = ""
+
+  def __post_init__(self):
+    check_bounds(self, self.prefix)
+
+  def _check_order(self, low: str, high: str) -> None:
+    """Raises UserError if the field `low` is above the field `high`."""
+    lower = getattr(self, low)
+    upper = getattr(self, high)
+    if lower > upper:
+      raise UserError(f"{self.prefix}{low} must be at most {high} = {upper}, got {lower}")
+
+  def _check_unchanged(self, name: str, needed: str) -> None:
+    """Raises UserError if a field that has no effect without `needed` is not at its default."""
+    value = getattr(self, name)
+    default = type(self).__dataclass_fields__[name].default
+    if value != default:
+      raise UserError(
+        f"{self.prefix}{name} = {value} only has an effect with {needed}; set that, or leave "
+        f"{name} at {default}"
+      )
