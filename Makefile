@@ -58,7 +58,6 @@ plan: $(VENV)/.$(PLAN)
 
 # Builds the documentation site in site/.
 docs: $(VENV)/.docs
-	$(BIN)/python docs/make_configs.py
 	$(BIN)/mkdocs build --strict
 
 clean:

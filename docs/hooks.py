@@ -6,6 +6,8 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from gtpo_jax.config.describe import describe, settings_of_recipes
+
 ROOT = Path(__file__).parents[1]
 LAUNCHING = "launching.md"  # the page that launch/README.md becomes
 
@@ -22,11 +24,51 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-  """Adapts links to files outside docs/.
+  """Fills in generated tables, and adapts links to files outside docs/.
 
   Links to launch/ and notebooks/ lead to their copies on the site. Other links are replaced with
   their text.
   """
+  for mark, table in TABLES.items():
+    if mark in markdown:
+      markdown = markdown.replace(mark, table())
   markdown = markdown.replace("](../launch/README.md", f"]({LAUNCHING}")
   markdown = re.sub(r"\]\(\.\./((?:launch|notebooks)/)", r"](\1", markdown)
   return re.sub(r"\[([^\]]+)\]\(\.\./[^)]+\)", r"\1", markdown)
+
+
+def fields_table() -> str:
+  """Returns the fields of the config, in a table for each section."""
+  lines = []
+  last = None
+  for field in describe():
+    section = field.name.rpartition(".")[0]
+    if section != last:
+      lines += ["", *([f"## {section}", ""] if section else [])]
+      lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
+      last = section
+    default = "-" if field.default is None else f"`{field.default!r}`"
+    meaning = field.meaning.replace("|", "\\|")
+    lines.append(f"| `{field.name}` | {field.kind} | {default} | {meaning} |")
+  return "\n".join(lines)
+
+
+def settings_table() -> str:
+  """Returns the settings of the recipes, with their defaults."""
+  as_text = lambda settings: ", ".join(f"`{key}={value}`" for key, value in settings.items())
+  common, *own = settings_of_recipes().items()
+  rows = [f"| `{name}` | {as_text(settings)} |" for name, settings in own]
+  return "\n".join(
+    [
+      f"Every recipe reads these settings, with these defaults: {as_text(common[1])}",
+      "",
+      "The table has each recipe's further settings, and the defaults that differ from these:",
+      "",
+      "| name | settings and defaults |",
+      "|---|---|",
+      *rows,
+    ]
+  )
+
+
+TABLES = {"<!-- fields -->": fields_table, "<!-- settings -->": settings_table}

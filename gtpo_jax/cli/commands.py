@@ -276,6 +276,13 @@ def configs(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax.config.files import packaged
 
   files = packaged()
+  if args.fields:
+    from gtpo_jax.config.describe import describe
+
+    for field in describe():
+      default = "-" if field.default is None else repr(field.default)
+      print(f"{field.name} ({field.kind}, {default}): {field.meaning}")
+    return 0
   if args.name:
     if args.name not in files:
       raise UserError(f"unknown config {args.name!r}{did_you_mean(args.name, files)}")

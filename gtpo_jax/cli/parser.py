@@ -194,3 +194,6 @@ def _add_report(parser: _Parser) -> None:
 
 def _add_configs(parser: _Parser) -> None:
   parser.add_argument("name", nargs="?", help="print this config instead, to start your own from")
+  parser.add_argument(
+    "--fields", action="store_true", help="print every field with its default and meaning instead"
+  )
