@@ -12,7 +12,7 @@ from gtpo_jax.logs.credit import CreditRecord, credit_files, read_credit
 from gtpo_jax.logs.text import visible
 from gtpo_jax.report.drawing import GRID, INK, MINUS, MIXED, PLUS, drawing_style, inline_svg
 from gtpo_jax.report.runs import RunGroup, run_label
-from gtpo_jax.runtime.spans import Span
+from gtpo_jax.sampling.spans import Span
 
 # The phases of a step with their colors; a record stores their indices.
 PHASES = {"prefill": INK, "decode": PLUS, "reward": MIXED, "update": MINUS}

@@ -22,7 +22,7 @@ from gtpo_jax.rollout.token_truth import token_truth
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.signals import Stopped
-from gtpo_jax.runtime.spans import Span
+from gtpo_jax.sampling.spans import Span
 from gtpo_jax.sampling.engine import Engine
 
 

@@ -17,7 +17,7 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.groups import Group, stack
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import axis_size, shard_batch
-from gtpo_jax.runtime.spans import Span
+from gtpo_jax.sampling.spans import Span
 from gtpo_jax.training.log_probs import make_scorer
 from gtpo_jax.training.packing import plan_rows
 
@@ -92,13 +92,13 @@ class Placement:
     reference: the frozen reference with its parameters, if there is one.
     """
     batch = config.batch
-    settings = config.resolved_algorithm.settings
+    corrections = config.resolved_algorithm.recipe.corrections
     scorer = lambda model: make_scorer(
       model, config.sampling.temperature, batch.parts, batch.head_chunk
     )
     self._mesh = model.mesh
     self._pack = batch.pack
-    self._rescore = scorer(model) if settings.needs_rescoring else None
+    self._rescore = scorer(model) if corrections.needs_rescoring else None
     self._reference = (scorer(reference[0]), reference[1]) if reference else None
     self._keep_guided = jax.jit(
       lambda log_probs, rollouts: jnp.where(

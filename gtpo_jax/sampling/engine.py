@@ -19,7 +19,7 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.chips import compute_capability
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import batch_shards, sampling_mesh
-from gtpo_jax.runtime.spans import Span
+from gtpo_jax.sampling.spans import Span
 from gtpo_jax.sampling.dense.programs import DensePrograms
 from gtpo_jax.sampling.host_arrays import CompletionBuffer, pad_prompts
 from gtpo_jax.sampling.paged.programs import PagedPrograms

@@ -10,7 +10,7 @@ import pytest
 from gtpo_jax.logs.credit import credit_files, read_credit, save_credit
 from gtpo_jax.report.runs import group_runs, read_run
 from gtpo_jax.report.timeline import PHASES, step_timeline, timeline_figure
-from gtpo_jax.runtime.spans import Span
+from gtpo_jax.sampling.spans import Span
 
 SPANS = [
   Span("prefill", 0.0, 1.0, 0.0),
