@@ -35,8 +35,6 @@ LAYERS = {
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 MAX_FILES = 12  # in a folder, besides __init__.py
-# Folders with more files, and files that import one another, that are being rewritten.
-LARGE_FOLDERS = {"rollout", "sampling"}
 
 
 def part_of(path):
@@ -104,7 +102,7 @@ def place(path):
 def test_no_folder_has_many_files():
   files = Counter(place(path.parent) for path in FILES if path.name != "__init__.py")
   large = {folder for folder, count in files.items() if count > MAX_FILES}
-  assert large <= LARGE_FOLDERS, large
+  assert not large, large
 
 
 def test_the_top_level_has_few_modules_and_every_part_has_a_layer():

@@ -31,41 +31,12 @@ from gtpo_jax.data.tasks import FILLER, TASKS, Forks, Task, make_task
 from gtpo_jax.models.config import Lora, ModelConfig
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.runtime.errors import UserError, did_you_mean
+from gtpo_jax.runtime.fields import at_least, check_bounds, setting
 from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
 from gtpo_jax.training.state import OptimizerConfig
 
 INFINITY = float("inf")
 MAX_RANDOM_WIDTH = 512  # of presets that may start from random weights; wider ones learn nothing
-
-# The smallest valid value of each field that has only a lower bound.
-AT_LEAST = {
-  "seed": 0,
-  "steps": 1,
-  "batch.prompts": 1,
-  "batch.minibatches": 1,
-  "batch.epochs": 1,
-  "batch.micro_batches": 1,
-  "batch.head_chunk": 0,
-  "batch.max_gen_batches": 1,
-  "sampling.max_tokens": 2,
-  "data.bad_rows": 0,
-  "data.max_prompt_tokens": 1,
-  "reward.code_memory_mb": 16,
-  "warm_start.steps": 0,
-  "warm_start.batch": 1,
-  "warm_start.slips": 0,
-  "eval.every": 0,
-  "eval.problems": 1,
-  "eval.samples": 1,
-  "eval.batch": 1,
-  "checkpoint.every": 1,
-  "checkpoint.keep": 1,
-  "guards.skipped": 1,
-  "guards.stall_s": 0,
-  "log.samples": 0,
-  "log.credit_every": 0,
-  "log.credit_groups": 1,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +55,8 @@ class Config:
     UserError: a value is out of bounds, or two values are incompatible.
   """
 
-  seed: int = 0
-  steps: int = 50
+  seed: int = setting(0, bound=at_least(0))
+  steps: int = setting(50, bound=at_least(1))
   model: ModelSection = ModelSection()
   mesh: MeshSection = MeshSection()
   data: DataSection = DataSection()
@@ -112,26 +83,12 @@ class Config:
   def _check_bounds(self) -> None:
     if self.seed >= 2**32:
       raise UserError(f"seed must be below 2**32, got {self.seed}")
-    values = flatten(to_dict(self))
-    for name, least in AT_LEAST.items():
-      if not values[name] >= least:  # also refuses NaN
-        raise UserError(f"{name} must be at least {least}, got {values[name]}")
-    if self.batch.group < 2:
-      raise UserError(
-        f"batch.group must be at least 2, got {self.batch.group}: "
-        "a completion is compared with its group"
-      )
+    check_bounds(self, "")
     if self.sampling.temperature == 0:
       raise UserError(
         "sampling.temperature must be above 0 while learning, got 0: "
         "greedy completions of a prompt are all the same"
       )
-    if not 0 <= self.eval.temperature < INFINITY:
-      raise UserError(
-        f"eval.temperature must be at least 0 and finite, got {self.eval.temperature}"
-      )
-    if not 0 < self.eval.top_p <= 1:
-      raise UserError(f"eval.top_p must be in (0, 1], got {self.eval.top_p}")
 
   def _check_model(self) -> None:
     preset = self.model.preset

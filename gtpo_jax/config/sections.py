@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 from gtpo_jax.algorithms import Settings
 from gtpo_jax.data.tasks import FILLER
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.fields import ABOVE_0, AT_LEAST_0, SHARE, Checked, at_least, one_of, setting
 from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 from gtpo_jax.training.state import OptimizerConfig
 
@@ -102,14 +104,14 @@ class DataSection:
   train: str = "sums"
   eval: str = ""
   fields: str = ""
-  bad_rows: int = 0
+  bad_rows: int = setting(0, bound=at_least(0))
   system: str = ""
   template: str = "{prompt}"
   chat: bool = True
   terms: int = 0
   largest: int = 0
   filler: int = FILLER
-  max_prompt_tokens: int = 32
+  max_prompt_tokens: int = setting(32, bound=at_least(1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,13 +136,13 @@ class BatchSection:
       for one step.
   """
 
-  prompts: int = 16
-  group: int = 16
-  max_gen_batches: int = 10
-  minibatches: int = 1
-  epochs: int = 1
-  micro_batches: int = 1
-  head_chunk: int = 0
+  prompts: int = setting(16, bound=at_least(1))
+  group: int = setting(16, bound=at_least(2, "a completion is compared with its group"))
+  max_gen_batches: int = setting(10, bound=at_least(1))
+  minibatches: int = setting(1, bound=at_least(1))
+  epochs: int = setting(1, bound=at_least(1))
+  micro_batches: int = setting(1, bound=at_least(1))
+  head_chunk: int = setting(0, bound=at_least(0))
   pack: bool = True
 
   @property
@@ -170,7 +172,7 @@ class SamplingSection(EngineConfig, SamplingParams):
       first step, instead of each program when it is first used.
   """
 
-  max_tokens: int = 40
+  max_tokens: int = setting(40, bound=at_least(2))
   staleness: int = 0
   warm_up: bool = False
 
@@ -198,11 +200,11 @@ class WarmStartSection:
     optimizer: AdamW for the imitation only.
   """
 
-  steps: int = 0
+  steps: int = setting(0, bound=at_least(0))
   data: str = ""
   fields: str = ""
-  batch: int = 16
-  slips: float = 1.0
+  batch: int = setting(16, bound=at_least(1))
+  slips: float = setting(1.0, bound=at_least(0))
   optimizer: OptimizerConfig = IMITATION_OPTIMIZER
 
 
@@ -219,7 +221,7 @@ class FrozenSection:
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardSection:
+class RewardSection(Checked):
   """How completions are scored.
 
   Attributes:
@@ -242,23 +244,19 @@ class RewardSection:
       user, with access to your files and network.
   """
 
+  prefix: ClassVar[str] = "reward."
+
   parts: str = "correct"
   verifier: str = ""
-  math_rule: str = "math"
-  timeout_s: float = 5.0
-  function_timeout_s: float = 300.0
-  code_timeout_s: float = 5.0
-  code_memory_mb: int = 512
+  math_rule: str = setting("math", bound=one_of(MATH_RULES))
+  timeout_s: float = setting(5.0, bound=ABOVE_0)
+  function_timeout_s: float = setting(300.0, bound=ABOVE_0)
+  code_timeout_s: float = setting(5.0, bound=ABOVE_0)
+  code_memory_mb: int = setting(512, bound=at_least(16))
   unsandboxed: bool = False
 
   def __post_init__(self):
-    if self.math_rule not in MATH_RULES:
-      raise UserError(
-        f"reward.math_rule must be one of {', '.join(MATH_RULES)}, got {self.math_rule!r}"
-      )
-    for name in ("timeout_s", "function_timeout_s", "code_timeout_s"):
-      if not 0 < getattr(self, name) < float("inf"):
-        raise UserError(f"reward.{name} must be above 0 and finite, got {getattr(self, name)}")
+    super().__post_init__()
     if not self.weighted:
       raise UserError(
         "reward.parts must name parts with finite weights, such as correct*1,boxed*0.1; "
@@ -292,12 +290,12 @@ class EvalSection:
     top_p: sample from the smallest set of tokens with this total probability.
   """
 
-  every: int = 10
-  problems: int = 500
-  samples: int = 8
-  batch: int = 64
-  temperature: float = 1.0
-  top_p: float = 1.0
+  every: int = setting(10, bound=at_least(0))
+  problems: int = setting(500, bound=at_least(1))
+  samples: int = setting(8, bound=at_least(1))
+  batch: int = setting(64, bound=at_least(1))
+  temperature: float = setting(1.0, bound=AT_LEAST_0)
+  top_p: float = setting(1.0, bound=SHARE)
 
   def is_due(self, step: int, last: int) -> bool:
     """Whether step `step` of a run of `last` steps is evaluated."""
@@ -316,8 +314,8 @@ class CheckpointSection:
       the changes are printed.
   """
 
-  every: int = 10
-  keep: int = 2
+  every: int = setting(10, bound=at_least(1))
+  keep: int = setting(2, bound=at_least(1))
   best: bool = False
   accept_changes: bool = False
 
@@ -333,8 +331,8 @@ class GuardSection:
       ends, and no program is compiled, for this many seconds; 0 to never exit.
   """
 
-  skipped: int = 3
-  stall_s: float = 7200.0
+  skipped: int = setting(3, bound=at_least(1))
+  stall_s: float = setting(7200.0, bound=at_least(0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,9 +352,9 @@ class LogSection:
 
   tensorboard: bool = True
   wandb: str = ""
-  samples: int = 4
-  credit_every: int = 10
-  credit_groups: int = 4
+  samples: int = setting(4, bound=at_least(0))
+  credit_every: int = setting(10, bound=at_least(0))
+  credit_groups: int = setting(4, bound=at_least(1))
 
   def keeps_credit(self, step: int, last: int) -> bool:
     """Whether credit is recorded at step `step` of a run of `last` steps."""

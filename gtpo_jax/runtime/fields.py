@@ -60,13 +60,14 @@ AT_LEAST_1 = number(lambda x: 1 <= x < INFINITY, "at least 1 and finite")
 FINITE = number(lambda x: abs(x) < INFINITY, "finite")
 
 
-def setting(default: Any, meaning: str, bound: Bound | None = None) -> Any:
+def setting(default: Any, meaning: str = "", bound: Bound | None = None) -> Any:
   """Returns a field of a dataclass.
 
   Args:
     default: the default value.
     meaning: what the setting does, with its unit and, if it is published, its source. One or more
-      sentences; the first begins with a small letter.
+      sentences; the first begins with a small letter. Empty for the fields of the config, whose
+      meanings are in the docstrings of their sections.
     bound: the values that the setting may have; None if its type says all.
   """
   return dataclasses.field(default=default, metadata={"meaning": meaning, "bound": bound})
