@@ -22,8 +22,8 @@ from gtpo_jax.rollout.token_truth import token_truth
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.signals import Stopped
-from gtpo_jax.sampling.spans import Span
 from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.spans import Span
 
 
 class Collector:

@@ -19,13 +19,13 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.chips import compute_capability
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import batch_shards, sampling_mesh
-from gtpo_jax.sampling.spans import Span
 from gtpo_jax.sampling.dense.programs import DensePrograms
 from gtpo_jax.sampling.host_arrays import CompletionBuffer, pad_prompts
 from gtpo_jax.sampling.paged.programs import PagedPrograms
 from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
 from gtpo_jax.sampling.programs import Programs, ProgramSettings
 from gtpo_jax.sampling.scheduler import Scheduler
+from gtpo_jax.sampling.spans import Span
 
 # While completions wait, a chunk ends once 1/8 of the active slots have finished. With a smaller
 # fraction the host round trips cost more than they gain; with a larger one too many slots idle.
