@@ -295,9 +295,7 @@ def _make_gradient(
         *inputs_of_policy, settings, token_loss, signals, rollouts.packing
       )
       return loss, Scores(*scores, inputs.selected)
-    log_probs, entropy = score(
-      *inputs_of_policy, temperature, head_chunk, rollouts.packing, bonus
-    )
+    log_probs, entropy = score(*inputs_of_policy, temperature, head_chunk, rollouts.packing, bonus)
     inputs = _with_selection(algorithm, inputs, log_probs, key)
     scores = Scores(log_probs, entropy, inputs.selected)
     loss, _ = algorithm.loss(**scores._asdict(), **_loss_arguments(inputs))
