@@ -264,6 +264,8 @@ def test_every_algorithm_and_objective_has_a_line():
     first_cells = re.findall(r"^\|([^|]+)\|", tables[0], re.MULTILINE)
     listed = [name for cell in first_cells[1:] for name in re.findall(r"`(\w+)`", cell)]
     assert sorted(listed) == sorted(names)
+  recipes = (DOCS / "algorithms.md").read_text().split("\n## The recipes\n")[1].split("\n## ")[0]
+  assert re.findall(r"^\| `(\w+)` \|", recipes, re.MULTILINE) == list(RECIPES)
 
 
 def test_every_page_has_one_name():
