@@ -1,5 +1,6 @@
 """Gives tests one CPU device or eight, a compile cache, and checks for a sandbox and a browser."""
 
+import collections
 import gc
 import importlib.metadata
 import importlib.util
@@ -161,8 +162,27 @@ def store(storage_server):
   storage_server.reset()
 
 
+def leave_some_rows(items):
+  """Marks as slow all but COUNT rows of each test with `some(COUNT)`, those in between evenly."""
+  rows = collections.defaultdict(list)
+  for item in items:
+    if item.get_closest_marker("some") and not item.get_closest_marker("slow"):
+      rows[item.nodeid.split("[")[0]].append(item)
+  for tests in rows.values():
+    count = tests[0].get_closest_marker("some").args[0]
+    kept = {i * len(tests) // count for i in range(count)}
+    for i, item in enumerate(tests):
+      if i not in kept:
+        item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-  """Puts the longest files first, so that no worker has one left when the other is done."""
+  """Chooses the rows of the default suite, and puts the longest files first.
+
+  So no worker has a long file left when the other is done.
+  """
+  leave_some_rows(items)
   place = {f"tests/{name}.py": i for i, name in enumerate(LONGEST_FILES)}
   items.sort(key=lambda item: place.get(item.nodeid.split("::")[0], len(place)))
 

@@ -13,6 +13,7 @@ from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.training.log_probs import score
 
+pytestmark = pytest.mark.slow
 N, G, T, VOCAB = 4, 4, 6, 128
 
 

@@ -271,6 +271,7 @@ def test_no_compilation_after_warm_up():
 
 
 @pytest.mark.devices
+@pytest.mark.slow
 def test_a_warm_run_compiles_nothing_later(tmp_path, monkeypatch, capsys):
   """On eight devices. Neither sampling nor evaluation compiles; the warm-up shows progress."""
   monkeypatch.setattr(display, "QUIET_S", 0.0)

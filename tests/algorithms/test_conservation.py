@@ -8,9 +8,8 @@ import pytest
 from recipe_cases import BONUS, COMPARISONS, WITHOUT_ENTROPY, arrays, random_batch, step, strong
 from slow_reference import BY_ENTROPY, SEQUENCE_LEVEL, TOKEN_LEVEL, TWO_COLLECTIONS
 
-from gtpo_jax.algorithms import make, shaping
-from gtpo_jax.algorithms.relative_entropy import COMPARE
-from gtpo_jax.algorithms.shaping import entropy_shares
+from gtpo_jax.algorithms import make, relative_entropy
+from gtpo_jax.algorithms.relative_entropy import COMPARE, entropy_shares
 
 # (name, options, mean reward of a unit on O+, mean reward of a unit on O-)
 LAWS = [
@@ -132,7 +131,7 @@ def test_the_residual_shows_a_loss_of_credit_on_either_side(side, monkeypatch):
     shares = entropy_shares(*inputs)
     return shares._replace(**{side: getattr(shares, side) / 2})
 
-  monkeypatch.setattr(shaping, "entropy_shares", lossy)
+  monkeypatch.setattr(relative_entropy, "entropy_shares", lossy)
   residual = make("gtpo").credit_metrics(**arrays(random_batch(61)))["credit/conservation_residual"]
   np.testing.assert_allclose(residual, 0.5, rtol=1e-5)
 

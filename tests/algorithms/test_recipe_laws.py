@@ -221,6 +221,7 @@ def test_shares_of_h_have_no_floor(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.some(4)
 def test_compilation_does_not_change_the_results(name):
   algorithm = strong(name, **corrections(name))
   batch = random_batch(11, name)

@@ -67,6 +67,7 @@ def save_with_base(folder, state):
 
 @pytest.mark.devices
 @pytest.mark.parametrize("quantize", ["", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.some(1)
 def test_a_checkpoint_holds_adapters_and_restores_on_any_mesh(quantize, tmp_path):
   model, state = state_of(quantize=quantize)
   folder = saved(tmp_path / "checkpoints", state)

@@ -44,6 +44,7 @@ def shell(script, cwd=ROOT, **more):
     "mkdir /tmp/gtpo_gone_$$ && cd /tmp/gtpo_gone_$$ && rmdir $PWD && $GTPO",
   ],
 )
+@pytest.mark.some(3)
 def test_a_command_in_an_odd_environment(script):
   done = shell(script)
   assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr

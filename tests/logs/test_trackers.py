@@ -71,6 +71,7 @@ def test_only_the_first_process_writes(tmp_path, monkeypatch):
   assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_weights_and_biases_offline(tmp_path, monkeypatch):
   """The real library writes its files offline; a resumed run keeps its id."""
   wandb = pytest.importorskip("wandb")

@@ -64,6 +64,7 @@ def case(request):
   [None, pytest.param((2, 2, 2), marks=[pytest.mark.slow, pytest.mark.devices])],
   ids=["one", "2x2x2"],
 )
+@pytest.mark.some(4)
 def test_logits_equal_those_of_transformers(case, shape):
   folder, reference = hf_folder(**case)
   tokens, mask = padded_batch(length=100)
@@ -74,6 +75,7 @@ def test_logits_equal_those_of_transformers(case, shape):
   np.testing.assert_allclose(got[mask], want[mask], rtol=0, atol=2e-4)
 
 
+@pytest.mark.some(1)
 def test_bfloat16_logits_are_near(case):
   folder, reference = hf_folder("bfloat16", **case)
   tokens, mask = padded_batch()
@@ -86,6 +88,7 @@ def test_bfloat16_logits_are_near(case):
 @pytest.mark.parametrize(
   "name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "mistral"))]
 )
+@pytest.mark.slow
 def test_sixty_four_greedy_tokens_equal_generate(name):
   folder, reference = hf_folder(**FAMILY_CASES[name])
   want = torch_greedy(reference, PROMPTS, 64)
@@ -104,6 +107,7 @@ def test_loaded_and_saved_again_every_tensor_is_byte_identical(case, tmp_path):
   assert {name: tuple(entry["shape"]) for name, entry in header.items()} == hf_shapes(model)
 
 
+@pytest.mark.some(3)
 def test_transformers_reads_what_we_save(case, tmp_path):
   transformers = pytest.importorskip("transformers")
   source, reference = hf_folder(**case)
@@ -120,6 +124,7 @@ def test_transformers_reads_what_we_save(case, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT about transformers
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("llama-untied", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_adapters_equal_those_of_peft_and_merge(name, tmp_path):
   peft = pytest.importorskip("peft")
   transformers = pytest.importorskip("transformers")

@@ -27,6 +27,7 @@ def check(result, devices):
   assert table.splitlines()[-1].split() == ["fits", "yes"]
 
 
+@pytest.mark.slow
 def test_virtual_devices():
   result = plan(small_config(), "cpu:8")
   check(result, 8)

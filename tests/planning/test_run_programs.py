@@ -48,6 +48,7 @@ def test_the_cache_by_hand(mesh, kv_heads):
   assert bytes_per_device(state.kv) == expected
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(("quantize", "bits"), [("", 32), ("int8", 8), ("int4", 4)])
 def test_the_bytes_of_a_quantised_base(quantize, bits):
   """The tiny preset: three layers, 128 wide, 352 MLP features, 4 query and 2 KV heads of 32."""
@@ -63,6 +64,7 @@ def test_the_bytes_of_a_quantised_base(quantize, bits):
     assert bytes_per_device([module["kernel_scale"] for module in modules]) == 4 * scales
 
 
+@pytest.mark.devices
 def test_offloaded_moments_take_no_device_memory():
   model = build_model(small_config(), topology_devices("cpu:8")[0])
 

@@ -66,6 +66,7 @@ def record_of(correct, lengths, width):
     pieces=[],
     prompts=[],
     answers=[],
+    timeline=np.zeros((0, 4), np.float32),
   )
 
 

@@ -192,12 +192,14 @@ def test_nothing_compiles_after_the_warm_up(attention):
 @pytest.mark.parametrize(
   ("kv_dtype", "bound"), [pytest.param("bfloat16", 0.02, marks=pytest.mark.slow), ("int8", 0.04)]
 )
+@pytest.mark.some(1)
 def test_smaller_caches_are_close(kv_dtype, bound):
   built = build(engine_config=EngineConfig(chunk=2, kv_dtype=kv_dtype))
   error = log_prob_errors(built, sample(built, RAGGED_PROMPTS, group=6)).mean()
   assert 1e-4 < error < bound  # close, but not exact
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_is_close():
   built = build(config=dataclasses.replace(CONFIG, compute_dtype="bfloat16"))
   assert log_prob_errors(built, sample(built, RAGGED_PROMPTS, group=6)).mean() < 0.05

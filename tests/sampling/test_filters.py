@@ -259,6 +259,7 @@ DISTRIBUTIONS = {
 @pytest.mark.parametrize(
   "name", ["random", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flat", "peaked"))]
 )
+@pytest.mark.some(1)
 def test_frequencies_of_the_draw(name):
   p = DISTRIBUTIONS[name]
   tokens = np.asarray(draw_many(jnp.asarray(p, jnp.float32), keys(7, DRAWS)))

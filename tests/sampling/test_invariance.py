@@ -40,6 +40,7 @@ def expected():
     pytest.param(64, 10, marks=pytest.mark.slow),
   ],
 )
+@pytest.mark.some(2)
 def test_slots_and_chunks_do_not_matter(slots, chunk, expected):
   """The cases cover refilled slots, long and short queues, and chunks that end early."""
   built = build(engine_config=EngineConfig(slots=slots, chunk=chunk))
@@ -57,6 +58,7 @@ def test_slots_and_chunks_do_not_matter(slots, chunk, expected):
     pytest.param((1, 2, 1, None, 4), 16, marks=pytest.mark.slow),
   ],
 )
+@pytest.mark.some(1)
 def test_the_mesh_does_not_matter(mesh, slots, expected):
   built = build(make_mesh(*mesh), engine_config=EngineConfig(slots=slots, chunk=4))
   assert_same(sample(built, RAGGED_PROMPTS, group=6), expected)
@@ -78,6 +80,7 @@ def test_refilled_slots_and_shared_prompts_agree_with_the_trainer():
     pytest.param((2, 2, 2), 16, 16, 0.6, marks=[pytest.mark.slow, pytest.mark.devices]),
   ],
 )
+@pytest.mark.some(1)
 def test_pages_and_the_tpu_kernel_do_not_matter(mesh, slots, page, fraction, expected):
   """The kernel is interpreted."""
   engine_config = EngineConfig(

@@ -54,6 +54,7 @@ def loss_and_gradient(t, packed, devices=1):
     pytest.param(21, True, 2, marks=[pytest.mark.slow, pytest.mark.devices]),
   ],
 )
+@pytest.mark.slow
 def test_padded_rows_give_the_losses_and_gradients_of_the_reference(
   t, packed, devices, monkeypatch
 ):

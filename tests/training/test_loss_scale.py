@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models import PRESETS
@@ -42,6 +43,7 @@ def gradient(dtype, scale):
   return unscale(jax.jit(jax.grad(loss))(init_params(model, jax.random.key(0))), scale)
 
 
+@pytest.mark.slow
 def test_float16_with_a_scale_equals_float32():
   exact = jax.tree.leaves(gradient("float32", 1.0))
   error = lambda got: max(

@@ -121,6 +121,7 @@ def without_padding_metric(result):
     ),
   ],
 )
+@pytest.mark.slow
 def test_packing_does_not_change_an_update(name, data, settings):
   data = shortened(data())
   separate = run(name, data=data, **settings)

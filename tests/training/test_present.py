@@ -13,7 +13,7 @@ NEEDS = {  # the optional fields that an algorithm with these settings reads
   "tis_cap": ("rescored",),
   "kl_weight": ("reference",),
 }
-QUICK = ("gtpo tis", "grpo_s geometric", "gtpo kl_cov", "gmpo")
+QUICK = ("gtpo tis", "grpo_s geometric")
 CASES = {
   "gtpo": {},
   "gtpo sequence": {"compare": "sequence"},
@@ -91,6 +91,7 @@ def test_tokens_after_the_last_drawn_one_change_nothing():
   assert_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_earlier_context_is_attended_to():
   """Its content changes what the policy predicts, and thus the loss."""
   rollouts, rewards = data_for({}, *with_holes())
@@ -113,6 +114,7 @@ def test_metrics_count_what_was_drawn():
   assert metrics["tokens/padding"] == pytest.approx(1 - used / positions, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_packing_keeps_context_in_its_place():
   rollouts, rewards = data_for({}, *with_holes())
   short = np.arange(T) < np.where(np.arange(G) < 2, T, 4)[:, None]

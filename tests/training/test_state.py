@@ -135,6 +135,7 @@ def memory_kinds(tree):
   return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
 
+@pytest.mark.slow
 def test_offloaded_moments_do_not_change_the_result():
   model = single_device_model()
   states = {}

@@ -156,6 +156,7 @@ def test_an_update_that_is_not_finite_is_skipped(name, bad_batch, shape, micro_b
     ),
   ],
 )
+@pytest.mark.slow
 def test_every_loss_is_the_same_with_sharding_and_micro_batches(name, settings):
   rollouts, rewards = full_batch()
   if name != "dapo_mixed":
@@ -296,6 +297,7 @@ def test_the_loss_and_gradient_norm_equal_those_of_full_logits():
   ("name", "lora", "micro_batches", "products"),
   [("gtpo", Lora(), 1, 3), ("gspo", Lora(), 1, 4), ("gtpo", Lora(rank=2), 2, 2)],
 )
+@pytest.mark.slow
 def test_the_number_of_products_with_the_head(name, lora, micro_batches, products):
   """One product computes the logits, one the gradient of the hidden states, one that of the table.
 

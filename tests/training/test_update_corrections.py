@@ -28,6 +28,7 @@ def assert_same(a, b):
     pytest.param({"tis_cap": 2.0, "mask_low": 0.9, "mask_high": 1.05}, marks=pytest.mark.slow),
   ],
 )
+@pytest.mark.slow
 def test_micro_batches_do_not_matter(settings):
   data = rescored_batch()
   whole = run("gtpo", data=data, **settings)

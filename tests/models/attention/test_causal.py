@@ -103,6 +103,7 @@ def assert_same(attend, make, **options):
   ],
   ids=["blocks", "splash", "cudnn"],
 )
+@pytest.mark.some(3)
 def test_every_kernel_equals_the_full_softmax(attend, prompt):
   assert_same(attend, inputs, prompt=prompt)
 
@@ -163,6 +164,7 @@ def test_segments_attend_to_the_prompt_and_to_themselves(attend):
   ("heads", "kv_heads", "shape"),
   [(8, 4, (2, 1, 4)), (8, 2, (1, 2, 4)), (24, 3, (1, 1, 8)), (6, 2, (2, 1, 1))],
 )
+@pytest.mark.some(1)
 def test_heads_on_a_mesh(heads, kv_heads, shape):
   """The tensor axis divides the key/value heads, or there are fewer, or two shards share one."""
   config = dataclasses.replace(
@@ -175,6 +177,7 @@ def test_heads_on_a_mesh(heads, kv_heads, shape):
 
 @pytest.mark.devices
 @pytest.mark.parametrize(("kind", "loop"), [("blocks", False), ("blocks", True), ("splash", False)])
+@pytest.mark.some(1)
 def test_positions_on_a_mesh(kind, loop, monkeypatch):
   """Each shard has its part of the queries, and gathers the keys of all positions."""
   if loop:

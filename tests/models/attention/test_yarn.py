@@ -70,6 +70,7 @@ def folder_of(case):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.some(2)
 def test_logits_equal_those_of_transformers_beyond_the_original_context(case):
   folder, reference = folder_of(case)
   tokens = np.random.default_rng(1).integers(0, 64, (2, LENGTH))
@@ -80,6 +81,7 @@ def test_logits_equal_those_of_transformers_beyond_the_original_context(case):
   assert np.abs(got - plain)[:, ORIGINAL:].max() > 0.1  # the scaling matters here
 
 
+@pytest.mark.slow
 def test_greedy_text_equals_generate_beyond_the_original_context():
   folder, reference = folder_of("new")
   prompts = [np.random.default_rng(2).integers(0, 64, length).tolist() for length in (60, 90)]

@@ -70,6 +70,7 @@ def mesh_of(shape):
     "head_dim-sharded-1x2x4",
   ],
 )
+@pytest.mark.some(3)
 def test_logits_equal_those_of_transformers(changes, shard, shape):
   folder, reference = hf_folder(shard=shard, **changes)
   assert (len(list(folder.glob("*.safetensors"))) > 1) == (shard == SHARDED)
@@ -92,6 +93,7 @@ def test_logits_equal_those_of_transformers(changes, shard, shape):
   ],
   ids=["4/2", "4/2-2x2x2", "7/1"],
 )
+@pytest.mark.slow
 def test_sixty_four_greedy_tokens_equal_generate(changes, shape):
   folder, reference = hf_folder(**changes)
   want = torch_greedy(reference, PROMPTS, 64)

@@ -33,6 +33,7 @@ def copy(local, remote):
       (remote / file.name).write_bytes(file.read_bytes())
 
 
+@pytest.mark.slow
 def test_slices_are_those_of_the_local_file(folder):
   local, url = folder
   remote = stored_tensors(storage_path(url))
@@ -47,6 +48,7 @@ def test_slices_are_those_of_the_local_file(folder):
 
 
 @pytest.mark.devices
+@pytest.mark.slow
 def test_the_model_is_the_same_on_eight_devices(folder):
   local, url = folder
   _, params = load(url, dtype="float32", mesh=make_mesh(2, 2, 2))
