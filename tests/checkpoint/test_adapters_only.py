@@ -149,11 +149,22 @@ def hf(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["folder", "folder int4", "preset", "warm start"])
+@pytest.mark.parametrize(
+  "source",
+  [
+    "folder",
+    "folder int4",
+    "preset",
+    "warm start",
+    pytest.param("folder on eight devices", marks=pytest.mark.devices),
+  ],
+)
 def test_a_run_resumes_bit_for_bit(source, hf, tmp_path):
   changes = {"model.path": str(hf)}
   if source == "folder int4":
     changes["model.quantize"] = "int4"
+  if source == "folder on eight devices":
+    changes |= {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
   if source == "preset":
     changes = {}
   if source == "warm start":

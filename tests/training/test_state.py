@@ -12,6 +12,7 @@ from update_cases import (
   SGD_WITHOUT_DECAY,
   batch,
   largest_difference,
+  mesh_of,
   params_on,
   run,
   single_device_model,
@@ -136,8 +137,9 @@ def memory_kinds(tree):
 
 
 @pytest.mark.slow
-def test_offloaded_moments_do_not_change_the_result():
-  model = single_device_model()
+@pytest.mark.parametrize("shape", [(1, 1, 1), pytest.param((1, 2, 1), marks=pytest.mark.devices)])
+def test_offloaded_moments_do_not_change_the_result(shape):
+  model = Transformer(CONFIG, mesh_of(*shape))
   states = {}
   for offload in (False, True):
     optimizer = make_optimizer(dataclasses.replace(SGD_LIKE, offload=offload), 10)
