@@ -157,7 +157,7 @@ def measure(engine: Engine, params: object, lengths: np.ndarray, staleness: int,
     began = time.perf_counter()
     new = pool.fill(size, step)
     buffer.extend(new_rows(pool.numbers[len(pool.numbers) - new :]))
-    again = int(buffer.lengths[~buffer.ended].sum())
+    again = int(buffer.lengths[~buffer.ended()].sum())
     missing = np.full(size, GROUP)
     pick = lambda: choose(pool.begun, missing == 0, PROMPTS, step, staleness)  # noqa: B023
     stream = engine.generate(params, buffer, sampling_params=SamplingParams(), prompts_at_once=size)

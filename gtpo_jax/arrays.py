@@ -136,6 +136,9 @@ class Rollouts:
   rescored: jax.Array | None = None
   # f32[n, g, t], nats; log-probs under the frozen reference policy.
   reference: jax.Array | None = None
+  # Whether some tokens between those in `mask` are not in it; None if that is not known. The update
+  # is compiled for it.
+  gaps: bool | None = flax.struct.field(pytree_node=False, default=None)
   # How the trainer packs completions into rows; None if every completion has a row of its own.
   packing: Packing | None = None
 

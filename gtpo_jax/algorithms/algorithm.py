@@ -52,6 +52,7 @@ class Algorithm:
     reward: jax.Array,
     penalty: jax.Array | None = None,
     guided: jax.Array | None = None,
+    gaps: bool | None = None,
   ) -> jax.Array:
     """Returns the advantage of every token, under `stop_gradient`, in float32.
 
@@ -64,6 +65,7 @@ class Algorithm:
         length penalty and, with entropy shaping, the parts of the reward other than "correct". None
         for 0.
       guided: bool[n, g], completions sampled from a guide; None for none.
+      gaps: whether some tokens between those in `mask` are not in it; None if the mask has to tell.
 
     Returns:
       f32[n, g, t]; 0 outside `loss_mask`.
@@ -81,7 +83,7 @@ class Algorithm:
         "guided": guided,
       }
     )
-    shaped, units = self.shaped(**signals)
+    shaped, units = self.shaped(**signals, gaps=gaps)
     normalisation = self.recipe.normalisation
     axes = NORM_SCOPE[normalisation.norm_scope]
     advantages = self.recipe.advantage(shaped, units, axes, normalisation.sign_guard)
@@ -255,6 +257,7 @@ class Algorithm:
     reward: jax.Array,
     penalty: jax.Array | None = None,
     guided: jax.Array | None = None,
+    gaps: bool | None = None,
   ) -> Units:
     """Returns the inputs of reward shaping. Takes the arguments of `advantages`."""
     _check_guided(self, guided)
@@ -269,7 +272,8 @@ class Algorithm:
     if penalty is None:
       penalty = jnp.zeros(correct.shape, jnp.float32)
     reward = reward.astype(jnp.float32)
-    return Units(entropy, mask, correct[..., None], reward[..., None], penalty[..., None], tokens)
+    columns = correct[..., None], reward[..., None], penalty[..., None]
+    return Units(entropy, mask, *columns, tokens, gaps)
 
 
 def _contrast_mask(

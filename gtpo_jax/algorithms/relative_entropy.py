@@ -40,6 +40,8 @@ class Units(NamedTuple):
   reward: jax.Array  # f32[n, g, 1]
   penalty: jax.Array  # f32[n, g, 1]; what is added on both sides, such as the length penalty
   tokens: jax.Array  # f32[n, g, u], number of tokens of the unit; 0 where mask is False
+  # Whether some tokens between those in `mask` are not in it; None if the mask has to tell.
+  gaps: bool | None = None
 
   @property
   def plus(self) -> jax.Array:

@@ -126,7 +126,7 @@ class TokenShaping(EntropyShaping):
   )
 
   def __call__(self, x: Units) -> ShapingOutputs:
-    if self.compare != "position":
+    if self.compare != "position" or x.gaps is False:
       return super().__call__(x)
     # With the tokens in between left out, the k-th drawn tokens of all completions are in column k.
     return jax.lax.cond(has_gaps(x.mask), self._without_gaps, super().__call__, x)

@@ -114,6 +114,7 @@ class Placement:
       groups: n complete groups.
     """
     rollouts = stack([group.rollouts for group in groups])
+    rollouts = rollouts.replace(gaps=bool((rollouts.present & ~rollouts.mask).any()))
     if self._pack:
       shards = axis_size(self._mesh, "position")
       packing = plan_rows(rollouts.lengths, rollouts.tokens.shape[2], shards)

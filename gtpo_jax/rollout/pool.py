@@ -109,7 +109,7 @@ class Pool:
     self._rollouts = engine.rollouts(buffer)  # the same arrays, into which the engine writes
     if config.needs_drawn_log_probs:
       self._rollouts = self._rollouts.replace(drawn_log_probs=buffer.drawn_log_probs)
-    self.read_again = int(buffer.lengths[~buffer.ended].sum())
+    self.read_again = int(buffer.lengths[~buffer.ended()].sum())
 
   @property
   def left(self) -> list[Group]:

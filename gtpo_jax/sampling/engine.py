@@ -245,8 +245,7 @@ class Engine:
       in_chunk = new_tokens.sum(), new_tokens.max()
       self.spans.append(Span("decode", began, time.perf_counter(), _busy(*in_chunk, slots)))
       tokens_and_steps += in_chunk
-      at_limit = inputs.generated + new_tokens >= inputs.max_tokens
-      ended = inputs.active & (chunk.stopped | at_limit)
+      ended = inputs.active & buffer.ended(tuple(completions.T))
       scheduler.advance(new_tokens, ended)
       busy = _busy(*tokens_and_steps, slots)
       self.statistics = {"sampling/slots_busy": busy, **scheduler.space.statistics()}
@@ -255,7 +254,7 @@ class Engine:
 
 def _schedule(scheduler: Scheduler, buffer: CompletionBuffer, first: int) -> list[tuple[int, int]]:
   """Schedules the rows of a buffer from `first` on; returns the completions that had ended."""
-  ended = buffer.ended[first:]
+  ended = buffer.ended(slice(first, None))
   scheduler.add(
     np.asarray([len(prompt) for prompt in buffer.prompts[first:]], np.int32),
     np.where(ended, 0, buffer.limits[first:]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -56,10 +57,15 @@ class CompletionBuffer:
     """i32[n, g], tokens so far, those that were not drawn included."""
     return self.present.sum(-1, dtype=np.int32)
 
-  @property
-  def ended(self) -> np.ndarray:
-    """bool[n, g], whether a completion has ended: at a stop token or at its limit."""
-    return self.finished | (self.lengths >= self.limits)
+  def ended(self, at: Any = ...) -> np.ndarray:
+    """Returns whether completions have ended, at a stop token or at their limit.
+
+    Nothing else decides that a completion ends.
+
+    Args:
+      at: an index into [n, g]; default: all completions.
+    """
+    return self.finished[at] | (self.present[at].sum(-1) >= self.limits[at])
 
   def extend(self, other: CompletionBuffer) -> None:
     """Adds the rows of another buffer."""

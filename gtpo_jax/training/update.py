@@ -122,6 +122,7 @@ def make_update(
       "reward": rewards.reward,
       "penalty": rewards.penalty,
       "guided": rollouts.guided,
+      "gaps": rollouts.gaps,
     }
     advantages = algorithm.advantages(**signals)
     mask = algorithm.loss_mask(**signals)

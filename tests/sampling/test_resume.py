@@ -179,7 +179,7 @@ def test_context_between_drawn_tokens():
       pass
     stream.close()
     before = {name: np.copy(x) for name, x in vars(buffer).items() if name != "prompts"}
-    for i, j in np.argwhere(~buffer.ended & (buffer.limits - buffer.lengths > 3)):
+    for i, j in np.argwhere(~buffer.ended() & (buffer.limits - buffer.lengths > 3)):
       at = int(buffer.lengths[i, j])
       buffer.tokens[i, j, at : at + 3] = (5, 9, 11)
       buffer.present[i, j, at : at + 3] = True
