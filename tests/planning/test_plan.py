@@ -1,5 +1,6 @@
 """`gtpo plan`: what a run needs on hardware that is not attached."""
 
+import jax
 import pytest
 from plan_cases import needs_libtpu, small_config
 
@@ -65,6 +66,7 @@ def test_a_tpu_that_is_not_attached():
   ],
 )
 def test_invalid_runs_are_rejected_before_anything_is_compiled(changes, message):
+  jax.random.key(0)  # JAX compiles two small programs for the first key of a process
   compiled = compile_count()
   with pytest.raises(UserError, match=message):
     plan(small_config(**changes), "cpu:8")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtpo_jax.planning.topology import topology_devices
+from gtpo_jax.planning.topology import topology_devices, without_compile_cache
 from gtpo_jax.runtime.compiler_options import OPTIONS, compiler_options
 
 PIPELINED = {
@@ -76,6 +76,7 @@ def test_the_compiler_for_tpus_knows_its_options():
   known = {name: value for name, value in options.items() if name.startswith("xla_tpu")}
   lowered = jax.jit(lambda x: 2 * x).lower(x)
   assert len(known) == 2
-  assert lowered.compile(compiler_options=known)
-  with pytest.raises(jax.errors.JaxRuntimeError, match="xla_tpu_no_such_option"):
-    lowered.compile(compiler_options={"xla_tpu_no_such_option": True})
+  with without_compile_cache():
+    assert lowered.compile(compiler_options=known)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_tpu_no_such_option"):
+      lowered.compile(compiler_options={"xla_tpu_no_such_option": True})
