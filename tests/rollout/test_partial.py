@@ -214,10 +214,11 @@ def test_a_stopped_step_is_sampled_again():
   assert_equal(host(batch), host(expected))
 
 
+@pytest.mark.devices
 @pytest.mark.slow
 def test_dynamic_sampling_has_the_same_pool():
   """Groups without contrast are dropped; the others are trained on once, within the bound."""
-  config = stale_config(1, "dapo", **{"batch.max_gen_batches": 20})
+  config = stale_config(1, "dapo", **BY_DATA, **{"batch.max_gen_batches": 20})
   _, batches = collect(config, 5)
   rows_by_problem(batches)
   dropped = 0
