@@ -1,6 +1,6 @@
 """Tests that every algorithm learns, and every objective acts, on the task of the tiny config.
 
-All runs start from one warm start.
+All runs start from one warm start. They compute for minutes, with XLA's default settings.
 """
 
 import dataclasses
@@ -19,6 +19,8 @@ from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.warm_start import base_model
+
+pytestmark = pytest.mark.manual
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +44,7 @@ def base(tiny, tmp_path_factory):
   return workdir / "base"
 
 
-def in_turns(names):
-  """Marks every fourth name as slow and the others as manual."""
-  return [
-    pytest.param(name, marks=pytest.mark.manual if i % 4 else pytest.mark.slow)
-    for i, name in enumerate(names)
-  ]
-
-
-@pytest.mark.parametrize("name", in_turns(RECIPES))
+@pytest.mark.parametrize("name", RECIPES)
 def test_thirty_steps(name, tiny, base, tmp_path):
   shutil.copytree(base, tmp_path / "base")
   config = dataclasses.replace(tiny, algorithm=AlgorithmSection(name=name))
@@ -72,7 +66,7 @@ def test_thirty_steps(name, tiny, base, tmp_path):
   found.close()
 
 
-@pytest.mark.parametrize("objective", in_turns(OBJECTIVES))
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_bounds_of_every_objective_act_with_several_updates(objective, tiny, base, tmp_path):
   """With published settings, a high learning rate and sixteen updates on each batch."""
   shutil.copytree(base, tmp_path / "base")

@@ -45,10 +45,17 @@ def undisturbed(tmp_path_factory):
   return workdir, read_result(workdir)
 
 
-@pytest.mark.slow
-def test_one_of_two_processes_is_killed(undisturbed, tmp_path):
+@pytest.mark.parametrize(
+  "kills",
+  [
+    pytest.param([KILLS[1], KILLS[7], KILLS[9]], marks=pytest.mark.slow),
+    pytest.param(KILLS, marks=pytest.mark.manual),
+  ],
+  ids=["three", "all"],
+)
+def test_one_of_two_processes_is_killed(kills, undisturbed, tmp_path):
   """The other process exits soon with one message. Together they resume exactly."""
-  for event, victim in KILLS:
+  for event, victim in kills:
     codes, printed = start_two(tmp_path / "run", event, victim, SETTINGS)
     assert codes[victim] == -9 and codes[1 - victim] not in (0, 2), (event, codes, printed)
     assert "damaged" not in printed[0]
