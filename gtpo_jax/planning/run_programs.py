@@ -90,10 +90,8 @@ def build_engine(config: Config, model: Transformer) -> Engine:
 def abstract_batch(config: Config, model: Transformer) -> tuple[Rollouts, Rewards]:
   """Returns the shapes of one step's rollouts and rewards on the mesh, without allocating them."""
   sharding = named_sharding(model.mesh, "batch")
-  rollouts, rewards = batch_like(config)
   return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-    (rollouts.replace(gaps=False), rewards),
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch_like(config)
   )
 
 

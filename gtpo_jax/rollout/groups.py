@@ -111,6 +111,7 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
     drawn_log_probs=token_float if config.needs_drawn_log_probs else None,
     rescored=token_float if algorithm.recipe.corrections.needs_rescoring else None,
     reference=token_float if settings.kl_weight else None,
+    gaps=False,
   )
   rewards = Rewards(
     correct=completion_flag,
@@ -218,7 +219,7 @@ def _saved_like(config: Config) -> tuple[Rollouts, Rewards]:
     lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch_like(config)
   )
   # These are only known when the group is trained on.
-  return rollouts.replace(stale=None, rescored=None, reference=None), rewards
+  return rollouts.replace(stale=None, rescored=None, reference=None, gaps=None), rewards
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
