@@ -125,6 +125,7 @@ def test_on_a_context_mesh_no_layer_holds_all_positions():
   assert max(positions) == rows * 104 // 4
 
 
+@pytest.mark.devices
 @pytest.mark.slow
 def test_the_compiled_update_holds_neither_all_logits_nor_all_scores():
   """The 0.5B shape on fsdp 4 x tensor 2: 8 completions of 2,048 tokens, two rows per device."""
