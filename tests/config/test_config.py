@@ -70,7 +70,15 @@ def load_refused(path, *overrides):
 def test_every_shipped_config_loads(file):
   config = load(str(file))
   assert isinstance(config, Config)
-  assert config.resolved_algorithm.recipe.paper == RECIPES[config.algorithm.name].paper
+  algorithm = config.resolved_algorithm
+  published = RECIPES[config.algorithm.name]
+  assert algorithm.name == config.algorithm.name
+  for field in dataclasses.fields(published):
+    part = getattr(algorithm.recipe, field.name)
+    expected = getattr(published, field.name)
+    # The config may set other values of a part's settings, but the parts are the recipe's.
+    assert type(part) is type(expected), field.name
+    assert dataclasses.is_dataclass(part) or part == expected, field.name
 
 
 def test_base_is_every_default():
