@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import concurrent.futures.thread  # noqa: F401, registers its function for the end of the program
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Generator
+from typing import ParamSpec
 
 from gtpo_jax.api.results import Result, Step
 from gtpo_jax.loop.run import Run
-from gtpo_jax.runtime.errors import FunctionError
+from gtpo_jax.runtime.errors import FunctionError, first_line
 from gtpo_jax.runtime.signals import Stopped
 
 
@@ -35,3 +41,46 @@ def saved_if_interrupted(
       raise
     raise run.saved_error(error) from error
   return run.finish()
+
+
+P = ParamSpec("P")
+_open_runs: weakref.WeakSet[Generator[Step, None, Result]] = weakref.WeakSet()
+
+
+def closed_at_exit(
+  steps: Callable[P, Generator[Step, None, Result]],
+) -> Callable[P, Generator[Step, None, Result]]:
+  """Makes `steps` return generators that are closed when the program ends, if not before.
+
+  A script that leaves its loop at module level keeps its generator until Python has dismantled its
+  modules, when nothing can be saved any more.
+  """
+
+  @functools.wraps(steps)
+  def begin(*args: P.args, **kwargs: P.kwargs) -> Generator[Step, None, Result]:
+    _close_runs_at_exit()
+    run = steps(*args, **kwargs)
+    _open_runs.add(run)  # weakly: a generator that nothing refers to is closed at once
+    return run
+
+  return begin
+
+
+@functools.cache
+def _close_runs_at_exit() -> None:
+  """Has the open runs closed at the end of the program, while threads can still be started.
+
+  A function of `atexit` would be called too late: the pools of threads that save checkpoints are
+  shut down before. Functions of `threading` are called in reverse order, so this one is called
+  before that of `concurrent.futures`.
+  """
+  threading._register_atexit(_close_open_runs)
+
+
+def _close_open_runs() -> None:
+  for run in list(_open_runs):
+    if not run.gi_running:  # in another thread
+      try:
+        run.close()
+      except Exception as error:
+        print(f"gtpo: the run could not be saved: {first_line(error)}", file=sys.stderr)

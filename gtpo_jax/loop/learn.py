@@ -20,7 +20,7 @@ from gtpo_jax.config import Config
 from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.panel import one_line
-from gtpo_jax.loop.interruptions import saved_if_interrupted
+from gtpo_jax.loop.interruptions import closed_at_exit, saved_if_interrupted
 from gtpo_jax.loop.prepare import prepare
 from gtpo_jax.loop.run import Place, Run
 from gtpo_jax.rollout.user_functions import RewardFunction
@@ -60,6 +60,7 @@ def train(
       return end.value
 
 
+@closed_at_exit
 def steps(
   config: Config | Mapping[str, Any],
   workdir: str | Path | None = None,
@@ -74,8 +75,8 @@ def steps(
   """Trains to `config.steps` and yields each step.
 
   Starts from the newest intact checkpoint in `workdir`, if there is one. If the caller stops
-  iterating early (`break`, `close()`, an exception in the body of its loop), the run is saved as it
-  is after a stop request.
+  iterating early (`break`, `close()`, an exception in the body of its loop, or the end of its
+  program), the run is saved as it is after a stop request.
 
   Args:
     config: a `Config`, an ml_collections ConfigDict as `default_config()` returns, or nested dicts

@@ -219,6 +219,59 @@ def test_a_run_left_early_is_saved_and_can_continue(how, tmp_path, trained):
       gtpo_jax.train(SHAPE, workdir, QUIET, reward=even, data=ROWS[1:])
 
 
+# The runs have the shapes of the tests, so their programs are in the compile cache.
+LEFT_OPEN = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_python import QUIET, ROWS, SHAPE, even, gtpo_jax
+def begin(name):
+  run = gtpo_jax.steps(SHAPE, name, QUIET, reward=even, data=ROWS)
+  for step in run:
+    if step.step == 2:
+      return run
+{ending}
+"""
+ENDINGS = {
+  "the end": ("run = begin('b')", 0),
+  "an error after a closed run": (
+    "closed = begin('a'); closed.close(); run = begin('b'); raise ValueError('at the end')",
+    1,
+  ),
+  "an error in the loop": (
+    "run = gtpo_jax.steps(SHAPE, 'b', QUIET, reward=even, data=ROWS)\n"
+    "for step in run: 1 / (2 - step.step)",
+    1,
+  ),
+  "exit": ("run = begin('b'); sys.exit(3)", 3),
+  "a run that was not started": (
+    "run = begin('b'); other = gtpo_jax.steps(SHAPE, 'c', QUIET, reward=even, data=ROWS)",
+    0,
+  ),
+}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+@pytest.mark.some(1)
+def test_a_run_that_is_open_at_the_end_of_a_program_is_saved(how, tmp_path):
+  ending, status = ENDINGS[how]
+  script = LEFT_OPEN.format(tests=str(Path(__file__).parent), ending=ending)
+  done = subprocess.run(
+    [sys.executable, "-c", script],
+    cwd=tmp_path,
+    env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"},
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert done.returncode == status, done.stderr
+  last = done.stderr.strip().splitlines()[-1:]
+  assert (last[0].split(":")[0] in ("ValueError", "ZeroDivisionError")) if status == 1 else not last
+  for workdir in tmp_path.iterdir():
+    assert Checkpoints(workdir / "checkpoints").steps() == [2]
+    assert [row["step"] for row in read_jsonl(workdir / "metrics.jsonl")] == [0, 1, 2]
+  assert (tmp_path / "b").exists()
+
+
 @pytest.mark.parametrize(
   ("where", "saved"),
   [
