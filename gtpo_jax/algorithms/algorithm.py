@@ -17,7 +17,7 @@ from gtpo_jax.algorithms.ratios import RATIOS, k3
 from gtpo_jax.algorithms.recipes import Recipe, Settings
 from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units, completion_entropy
 from gtpo_jax.algorithms.selection import all_wrong, has_contrast, top_share
-from gtpo_jax.arrays import masked_mean
+from gtpo_jax.arrays import mean_or_nan
 from gtpo_jax.runtime.errors import UserError
 
 
@@ -213,7 +213,7 @@ class Algorithm:
       if importance is None:
         importance = recipe.corrections.weights(x.log_probs_old, x.log_probs_sampler, mask)
       objective *= importance
-      metrics["mismatch/weight"] = masked_mean(importance, x.own)
+      metrics["mismatch/weight"] = mean_or_nan(importance, x.own)
     loss = -jnp.where(mask, weights * objective, 0.0).sum()
     kl_weight = recipe.reference.kl_weight
     if kl_weight:
@@ -221,7 +221,7 @@ class Algorithm:
       # reference can be huge on the guide's tokens.
       divergence = k3(log_probs, x.log_probs_reference, x.own)
       loss += kl_weight * jnp.where(x.own, weights * divergence, 0.0).sum()
-      metrics["kl/reference"] = masked_mean(divergence, x.own)
+      metrics["kl/reference"] = mean_or_nan(divergence, x.own)
     if recipe.entropy_bonus:
       entropy_weights = x.entropy_weights
       if entropy_weights is None:
@@ -305,14 +305,14 @@ def _objective(
   inputs = _objective_inputs(recipe, log_probs, x.log_probs_old, x.advantages, x.mask)
   inputs = inputs._replace(selected=x.selected)
   objective, counted = recipe.objective(inputs)
-  metrics = {name: masked_mean(flags, x.own) for name, flags in counted.items()}
+  metrics = {name: mean_or_nan(flags, x.own) for name, flags in counted.items()}
   constants = jax.lax.stop_gradient((inputs.ratio, inputs.advantages, inputs.log_probs))
   metrics |= ratio_metrics(*constants, x.own)
   if x.guided is None:
     return objective, metrics
   guided = x.guided[..., None]
   guide = recipe.guide
-  metrics["clip/guide"] = masked_mean(inputs.ratio > guide.guide_cap, inputs.mask & guided)
+  metrics["clip/guide"] = mean_or_nan(inputs.ratio > guide.guide_cap, inputs.mask & guided)
   of_guide = guide.objective(inputs.ratio, inputs.advantages)
   return jnp.where(guided, of_guide, objective), metrics
 

@@ -20,7 +20,7 @@ def ratio_metrics(
   `ratio/mean` and `ratio/p*` are the mean and quantiles of the importance ratio. `ratio/ess` is the
   effective sample size as a fraction of the tokens, `(sum r)^2 / (N sum r^2)`: 1 if all ratios are
   equal. `covariance/mean` is the covariance of advantages and log-probs (2505.22617, eq. 10), which
-  predicts how fast the entropy falls.
+  predicts how fast the entropy falls. All are NaN if the mask is empty.
 
   Args:
     ratio: f32[n, g, t].
@@ -28,12 +28,13 @@ def ratio_metrics(
     log_probs: f32[n, g, t], nats, of the policy being trained.
     mask: bool[n, g, t].
   """
-  return {
+  metrics = {
     "ratio/mean": masked_mean(ratio, mask),
-    "ratio/ess": jnp.where(mask.any(), effective_sample_size(ratio, mask), 0.0),
+    "ratio/ess": effective_sample_size(ratio, mask),
     "covariance/mean": masked_mean(token_covariance(advantages, log_probs, mask), mask),
     **{name: quantile(ratio, mask, share) for name, share in RATIO_QUANTILES.items()},
   }
+  return {name: jnp.where(mask.any(), value, jnp.nan) for name, value in metrics.items()}
 
 
 def effective_sample_size(weights: jax.Array, mask: jax.Array) -> jax.Array:

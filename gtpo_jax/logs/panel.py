@@ -32,9 +32,10 @@ def panel_lines(
     sample: one of the step's completions.
     width: columns of the terminal.
   """
+  loss = metrics["loss"]
   values = [
     f"reward {metrics['reward/mean']:.3f}",
-    f"loss {metrics['loss']:.4f}",
+    "no tokens in the loss" if math.isnan(loss) else f"loss {loss:.4f}",
     f"length {metrics['length/mean']:.1f}",
     f"{metrics['tokens/s']:,.0f} tokens/s",
   ]

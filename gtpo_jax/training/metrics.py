@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.corrections import Corrections
 from gtpo_jax.algorithms.diagnostics import effective_sample_size, surprise_metrics
 from gtpo_jax.arrays import Rewards, Rollouts, masked_mean, mean_or_nan
+
+
+class UpdateMetrics(NamedTuple):
+  """The metrics of one gradient update, f32[] each; of several, with a leading axis [updates].
+
+  Attributes:
+    has_tokens: bool[], whether the minibatch has tokens in the loss.
+    gradient: by name, the loss and the norm of its gradient.
+    tokens: by name, means over tokens of the minibatch; NaN if it has no such tokens.
+    outcome: by name, what became of the update.
+    mismatch: from `mismatch_metrics`.
+  """
+
+  has_tokens: jax.Array
+  gradient: dict[str, jax.Array]
+  tokens: dict[str, jax.Array]
+  outcome: dict[str, jax.Array]
+  mismatch: dict[str, jax.Array]
+
+
+def mean_over_updates(measured: UpdateMetrics) -> dict[str, jax.Array]:
+  """Returns the metrics of a step, f32[] each, from those of its gradient updates [updates].
+
+  Minibatches without tokens have no loss and no means over tokens, so they are left out of these
+  metrics, which are NaN if all minibatches are. The mismatch is that of the first minibatch.
+  """
+  gradient = {name: mean_or_nan(x, measured.has_tokens) for name, x in measured.gradient.items()}
+  tokens = {name: mean_or_nan(x, ~jnp.isnan(x)) for name, x in measured.tokens.items()}
+  outcome = {name: x.mean() for name, x in measured.outcome.items()}
+  return gradient | tokens | outcome | {name: x[0] for name, x in measured.mismatch.items()}
 
 
 def batch_metrics(
@@ -70,8 +102,8 @@ def batch_metrics(
 def mismatch_metrics(rollouts: Rollouts, log_probs: jax.Array) -> dict[str, jax.Array]:
   """Returns how much the log-probs of sampler and trainer differ for the same parameters.
 
-  Tokens of a guide or of an earlier step's policy are left out. `mismatch/kl` is the k3 estimate of
-  KL(sampler || trainer), >= 0.
+  Tokens of a guide or of an earlier step's policy are left out; without other tokens, the metrics
+  are NaN. `mismatch/kl` is the k3 estimate of KL(sampler || trainer), >= 0.
 
   Args:
     rollouts: completions sampled from the current parameters, before any update on them.
@@ -84,8 +116,8 @@ def mismatch_metrics(rollouts: Rollouts, log_probs: jax.Array) -> dict[str, jax.
   trainer_log_probs = log_probs if rollouts.rescored is None else rollouts.rescored
   gap = jnp.where(fresh, trainer_log_probs - rollouts.log_probs, 0.0)
   return {
-    "mismatch/max_abs_logp": jnp.abs(gap).max(),
-    "mismatch/kl": masked_mean(jnp.expm1(gap) - gap, fresh),
+    "mismatch/max_abs_logp": jnp.where(fresh.any(), jnp.abs(gap).max(), jnp.nan),
+    "mismatch/kl": mean_or_nan(jnp.expm1(gap) - gap, fresh),
   }
 
 

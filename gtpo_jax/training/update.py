@@ -18,7 +18,13 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.compiler_options import UPDATE, compiler_options
 from gtpo_jax.training.log_probs import head_settings, loss_and_score, score
 from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
-from gtpo_jax.training.metrics import batch_metrics, correction_metrics, mismatch_metrics
+from gtpo_jax.training.metrics import (
+  UpdateMetrics,
+  batch_metrics,
+  correction_metrics,
+  mean_over_updates,
+  mismatch_metrics,
+)
 from gtpo_jax.training.micro_batches import merge_parts, split_batch
 from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, TrainState, abstract_state
 
@@ -66,10 +72,9 @@ class Scores(NamedTuple):
 
 # (trained parameters, frozen parameters, inputs, PRNG key) -> (gradient of the loss, scores)
 GradientFn = Callable[[Params, Params, GradientInputs, jax.Array], tuple[Params, Scores]]
-# (trainable state, frozen parameters, minibatch, PRNG key) -> (trainable state, metrics, mismatch
-# metrics)
+# (trainable state, frozen parameters, minibatch, PRNG key) -> (trainable state, metrics)
 GradientUpdateFn = Callable[
-  [TrainableState, Params, Minibatch, jax.Array], tuple[TrainableState, Metrics, Metrics]
+  [TrainableState, Params, Minibatch, jax.Array], tuple[TrainableState, UpdateMetrics]
 ]
 
 
@@ -97,8 +102,9 @@ def make_update(
   `update/skipped` is the fraction of such updates. An update is also left out if no token of its
   minibatch contributes to the loss; `update/empty` is the fraction of those.
 
-  The metrics of the loss and the gradient are means over the gradient updates. `mismatch/*` is
-  measured on the first minibatch, before the first update.
+  The metrics are means over the gradient updates, without minibatches that have no tokens in the
+  loss (`mean_over_updates`). `mismatch/*` is measured on the first minibatch, before the first
+  update.
 
   Args:
     model: the architecture on its mesh.
@@ -132,14 +138,13 @@ def make_update(
     batch = Minibatch(rollouts, rewards.correct, advantages, mask, importance)
     key = jax.random.fold_in(jax.random.key(0), state.step)
     if minibatches == epochs == 1:
-      trainable, metrics, mismatch = gradient_update(trainable, frozen, batch, key)
+      trainable, measured = gradient_update(trainable, frozen, batch, key)
+      measured = jax.tree.map(lambda x: x[None], measured)
     else:
       parts = split_batch(batch, minibatches, model)
       order = jnp.tile(jnp.arange(minibatches), epochs)
-      trainable, metrics, mismatch = _scan_minibatches(
-        gradient_update, trainable, frozen, parts, order, key
-      )
-    metrics |= mismatch | corrections
+      trainable, measured = _scan_minibatches(gradient_update, trainable, frozen, parts, order, key)
+    metrics = mean_over_updates(measured) | corrections
     metrics |= batch_metrics(rollouts, rewards, advantages, mask)
     metrics |= algorithm.credit_metrics(**signals)
     params = combine(trainable.params, frozen)
@@ -191,26 +196,21 @@ def _scan_minibatches(
   minibatches: Minibatch,
   order: jax.Array,
   key: jax.Array,
-) -> tuple[TrainableState, Metrics, Metrics]:
+) -> tuple[TrainableState, UpdateMetrics]:
   """Makes one gradient update for each minibatch index in `order` i32[updates].
 
   Returns:
-    The trainable state, the means of the metrics, and the mismatch metrics of the first update.
+    The trainable state, and the metrics of all updates with an axis [updates].
   """
 
   def step(
     trainable: TrainableState, xs: tuple[jax.Array, jax.Array]
-  ) -> tuple[TrainableState, tuple[Metrics, Metrics]]:
+  ) -> tuple[TrainableState, UpdateMetrics]:
     index, key = xs
     minibatch = jax.tree.map(lambda x: x[index], minibatches)
-    trainable, metrics, mismatch = gradient_update(trainable, frozen, minibatch, key)
-    return trainable, (metrics, mismatch)
+    return gradient_update(trainable, frozen, minibatch, key)
 
-  xs = (order, jax.random.split(key, len(order)))
-  trainable, (metrics, mismatch) = jax.lax.scan(step, trainable, xs)
-  metrics = jax.tree.map(lambda x: x.mean(), metrics)
-  mismatch = jax.tree.map(lambda x: x[0], mismatch)
-  return trainable, metrics, mismatch
+  return jax.lax.scan(step, trainable, (order, jax.random.split(key, len(order))))
 
 
 def _make_gradient_update(
@@ -224,7 +224,7 @@ def _make_gradient_update(
 
   def gradient_update(
     trainable: TrainableState, frozen: Params, minibatch: Minibatch, key: jax.Array
-  ) -> tuple[TrainableState, Metrics, Metrics]:
+  ) -> tuple[TrainableState, UpdateMetrics]:
     rollouts, correct, advantages, mask, importance = minibatch
     weights = algorithm.token_weights(mask, correct, rollouts.guided)
     inputs = GradientInputs(rollouts, advantages, mask, weights, importance)
@@ -253,15 +253,15 @@ def _make_gradient_update(
     opt_state = optimizer.offload_moments(trainable.opt_state)
     trainable = trainable._replace(opt_state=opt_state)
 
-    metrics |= {
-      "loss": loss,
-      "grad_norm": grad_norm,
+    outcome = {
       "update/skipped": (~finite).astype(jnp.float32),
       "update/empty": empty.astype(jnp.float32),
     }
     if used_coef is not None:
-      metrics["entropy/coef"] = used_coef
-    return trainable, metrics, mismatch_metrics(rollouts, scores.log_probs)
+      outcome["entropy/coef"] = used_coef
+    mismatch = mismatch_metrics(rollouts, scores.log_probs)
+    gradient_metrics = {"loss": loss, "grad_norm": grad_norm}
+    return trainable, UpdateMetrics(mask.any(), gradient_metrics, metrics, outcome, mismatch)
 
   return gradient_update
 

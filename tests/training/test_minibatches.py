@@ -96,3 +96,24 @@ def test_minibatches_with_sharding_and_micro_batches():
   one_device = run("dapo_mixed", **settings)
   sharded = run("dapo_mixed", mesh_of(2, 1, 2), micro_batches=2, **settings)
   assert_same(one_device, sharded, atol=2e-5)
+
+
+def test_a_minibatch_without_tokens_is_left_out_of_the_means():
+  rollouts, rewards = batch()
+  valid = np.ones(rewards.correct.shape, bool)
+  valid[0::4] = False  # the first of four minibatches
+  rest = np.arange(len(valid)) % 4 != 0
+  others = jax.tree.map(lambda x: x[rest], (rollouts, rewards))
+  data = (rollouts, rewards.replace(valid=valid))
+  _, metrics = run("grpo", data=data, minibatches=4, optimizer=SGD_WITHOUT_DECAY)
+  _, expected = run("grpo", data=others, minibatches=3, optimizer=SGD_WITHOUT_DECAY)
+  assert metrics["update/empty"] >= 0.25
+  of_updates = ("loss", "grad_norm", "ratio/", "clip/", "covariance/")
+  compared = [name for name in metrics if name.startswith(of_updates)]
+  assert len(compared) > 6
+  for name in compared:
+    assert metrics[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
+  nothing = rewards.replace(valid=np.zeros_like(valid))
+  _, metrics = run("grpo", data=(rollouts, nothing), minibatches=4, optimizer=SGD_WITHOUT_DECAY)
+  assert metrics["update/empty"] == 1
+  assert all(np.isnan(metrics[name]) for name in compared)
