@@ -158,7 +158,7 @@ def base_model(
   if config.model.path and not config.warm_start.steps:
     return initial_params(config, worker)
   checkpoints = Checkpoints(folder / "base", keep=1)
-  frozen = lambda: frozen_params(folder, worker.model)
+  frozen = lambda: frozen_params(folder, worker.model, config.model.path)
   params = checkpoints.newest_params(worker.model, display.say, frozen)
   if params is None:
     params = initial_params(config, worker)

@@ -64,22 +64,25 @@ def run_params(
   """
   checkpoints = open_run(workdir, step)
   step = checkpoints.latest if step is None else step
-  params = checkpoints.restore_params(model, step, lambda: frozen_params(workdir, model))
+  path = lambda: load_config(epath.Path(workdir)).model.path
+  params = checkpoints.restore_params(model, step, lambda: frozen_params(workdir, model, path()))
   checkpoints.close()
   return params, step
 
 
-def frozen_params(workdir: epath.PathLike, model: Transformer) -> Params:
+def frozen_params(workdir: epath.PathLike, model: Transformer, path: str) -> Params:
   """Returns the parameters that a run with adapters does not train.
 
-  They come from `model.path`, or from WORKDIR/base if the run started from random weights.
+  Args:
+    workdir: the run's working directory.
+    model: the run's model.
+    path: the run's `model.path`; if empty, the run started from WORKDIR/base.
 
   Raises:
     UserError: the model's folder is missing or damaged.
     RunError: the checkpoint in WORKDIR/base is damaged.
   """
-  workdir = epath.Path(workdir)
-  if path := load_config(workdir).model.path:
+  if path:
     return read_params(model, find(path))
   checkpoints = open_run(workdir, 0)
   _, frozen = split_adapters(checkpoints.restore_params(model, 0))

@@ -10,11 +10,12 @@ import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
-from gtpo_jax.config import Config, difference, freeze, resolved_dict
+from gtpo_jax.checkpoint.resuming import forbidden_changes
+from gtpo_jax.config import Config, freeze, resolved_dict
 from gtpo_jax.runtime.distributed import broadcast_from_first
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.storage.lease import claim_lease
@@ -26,27 +27,6 @@ from gtpo_jax.storage.paths import (
   write_atomically,
 )
 
-# What may change on resume: where the run computes and what it writes, but not what it computes.
-MAY_CHANGE = (
-  "steps",
-  "mesh",
-  "eval",
-  "checkpoint",
-  "guards",
-  "log",
-  "profile",
-  "batch.micro_batches",
-  "batch.head_chunk",
-  "batch.pack",
-  "model.random_weights",
-  "model.remat",
-  "model.attention",
-  "sampling.slots",
-  "sampling.chunk",
-  "sampling.page_size",
-  "sampling.cache_fraction",
-  "sampling.warm_up",
-)
 WRITTEN_AGAIN = "remove it; the next `gtpo train` with the run's config writes it again"
 
 
@@ -63,15 +43,28 @@ def open_workdir(workdir: str | Path | None) -> Iterator[epath.Path]:
     yield epath.Path(folder)
 
 
+class Claim(NamedTuple):
+  """A workdir that a run has locked.
+
+  Attributes:
+    check_lock: raises RunError if the run has lost the lock. In an object store this can happen if
+      it cannot reach the store for a while.
+    record_config: writes the run's config.json. A run that resumes calls it once everything in the
+      workdir has accepted its config, so that a refused run changes nothing. All processes must
+      call it together.
+  """
+
+  check_lock: Callable[[], None]
+  record_config: Callable[[], None]
+
+
 @contextlib.contextmanager
 def claim(
   workdir: epath.Path, config: Config, say: Callable[[str], None] = print
-) -> Iterator[Callable[[], None]]:
-  """Creates and locks the workdir, and writes its config.json.
+) -> Iterator[Claim]:
+  """Creates and locks the workdir. If no model is saved in it, also writes its config.json.
 
-  The run's first process holds the lock until it ends, however it ends. In an object store it may
-  lose the lock if it cannot reach the store for a while. Yields a function that raises RunError in
-  that case.
+  The run's first process holds the lock until it ends, however it ends.
 
   Args:
     workdir: the run's folder.
@@ -84,14 +77,15 @@ def claim(
       differs in more than what may change on resume.
   """
   with contextlib.ExitStack() as lock:
-    check = lambda: None
+    claimed = Claim(lambda: None, lambda: None)
 
     def claim_here() -> None:
-      nonlocal check
-      check = _claim(workdir, config, lock, say)
+      nonlocal claimed
+      claimed = _claim(workdir, config, lock, say)
 
     broadcast_from_first(claim_here)
-    yield check
+    record = lambda: claimed.record_config()
+    yield claimed._replace(record_config=lambda: broadcast_from_first(record))
 
 
 def load_config(workdir: Path) -> Config:
@@ -110,42 +104,46 @@ def has_base(workdir: Path) -> bool:
 
 def _claim(
   workdir: epath.Path, config: Config, lock: contextlib.ExitStack, say: Callable[[str], None]
-) -> Callable[[], None]:
-  check = lambda: None
+) -> Claim:
+  def record_config() -> None:
+    text = json.dumps(resolved_dict(config), indent=2) + "\n"
+    with storage_errors(f"cannot write into workdir {str(workdir)!r}", UserError):
+      write_atomically(workdir / "config.json", text.encode())
+
+  check_lock = lambda: None
   with storage_errors(f"cannot write into workdir {str(workdir)!r}", UserError):
-    _check_config(workdir, config, say)
+    has_model = _check_config(workdir, config, say)
     if is_remote(workdir):
-      check = lock.enter_context(claim_lease(workdir, say)).check
+      check_lock = lock.enter_context(claim_lease(workdir, say)).check
     else:
       workdir.mkdir(parents=True, exist_ok=True)
       lock.enter_context(_locked(workdir))
-    text = json.dumps(resolved_dict(config), indent=2) + "\n"
-    write_atomically(workdir / "config.json", text.encode())
-  return check
+  if not has_model:
+    record_config()
+    return Claim(check_lock, lambda: None)
+  return Claim(check_lock, record_config)
 
 
-def _check_config(workdir: Path, config: Config, say: Callable[[str], None]) -> None:
-  """Refuses a workdir whose run has another config, or one that cannot be compared."""
+def _check_config(workdir: Path, config: Config, say: Callable[[str], None]) -> bool:
+  """Refuses a workdir whose run has another config, or one that cannot be compared.
+
+  Returns whether the workdir has a model and its config. Before, the config may still change.
+  """
   if workdir.exists() and not workdir.is_dir():
     raise UserError(f"workdir {str(workdir)!r} is a file; name a folder")
   has_model = has_base(workdir) or _has_steps(workdir / "checkpoints")
   if not has_model or not (workdir / "config.json").exists():
-    return  # before the first model is saved, the config may still change
-  saved = _read_config(workdir)
-  accept = config.checkpoint.accept_changes
-  changed = {
-    key: values
-    for key, values in difference(_freeze(workdir, saved), config).items()
-    if not _may_change(key)
-  }
-  changes = "; ".join(f"{key} was {old!r}, now {new!r}" for key, (old, new) in changed.items())
-  if changed and not accept:
+    return False
+  saved = _freeze(workdir, _read_config(workdir))
+  changes = "; ".join(forbidden_changes(saved, config))
+  if changes and not config.checkpoint.accept_changes:
     raise UserError(
       f"workdir {str(workdir)!r} belongs to another config ({changes}); name another workdir, "
       "remove this one, or set checkpoint.accept_changes to continue anyway"
     )
-  if changed:
+  if changes:
     say(f"changed since this run began: {changes}")
+  return True
 
 
 @contextlib.contextmanager
@@ -163,7 +161,10 @@ def _locked(workdir: Path) -> Iterator[None]:
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {platform.node()}\n")
     lock.flush()
-    yield
+    try:
+      yield
+    finally:
+      lock.truncate(0)
 
 
 def _read_config(workdir: Path) -> dict[str, Any]:
@@ -197,7 +198,3 @@ def _freeze(workdir: Path, saved: Mapping[str, Any]) -> Config:
 
 def _has_steps(folder: Path) -> bool:
   return any(step.name.isdigit() for step in folder.glob("*"))
-
-
-def _may_change(key: str) -> bool:
-  return any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)

@@ -114,13 +114,13 @@ def steps(
   config = inputs.config
   with (
     open_workdir(workdir) as folder,
-    claim(folder, config, display.say) as check_lock,
+    claim(folder, config, display.say) as claimed,
     open_logs(folder) as logs,
     contextlib.closing(parts.reward_manager),
     Watchdog(config.guards.stall_s, lambda: any_process(stopping())) as watchdog,
     stoppable_compiles(watchdog),
   ):
-    place = Place(folder, workdir is not None, logs, check_lock)
+    place = Place(folder, workdir is not None, logs, claimed)
     run = Run(config, parts, place, display, watchdog)
     learning = saved_if_interrupted(learn(run), run)
     try:

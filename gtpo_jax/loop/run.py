@@ -17,6 +17,7 @@ from gtpo_jax.api.results import Result
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.checkpoint.provenance import check_provenance, provenance_of
 from gtpo_jax.checkpoint.runs import frozen_params
+from gtpo_jax.checkpoint.workdir import Claim
 from gtpo_jax.config import Config
 from gtpo_jax.config.trainer import run_optimizer, run_update
 from gtpo_jax.config.workloads import GUIDE, run_workloads
@@ -59,13 +60,13 @@ class Place(NamedTuple):
     folder: the workdir, or a temporary folder.
     keep: whether the folder survives the run; if not, no checkpoints are written.
     logs: where the log files are written.
-    check_lock: raises RunError if the run has lost the lock of the workdir.
+    claim: the claim on the workdir.
   """
 
   folder: epath.Path
   keep: bool
   logs: Logs
-  check_lock: Callable[[], None]
+  claim: Claim
 
 
 class Run:
@@ -113,9 +114,8 @@ class Run:
     for line in describe_run(config, worker):
       say(line)
     self._checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
-    saved = self._checkpoints.restore(
-      worker.model, self._optimizer, say, lambda: frozen_params(folder, worker.model)
-    )
+    untrained = functools.partial(frozen_params, folder, worker.model, config.model.path)
+    saved = self._checkpoints.restore(worker.model, self._optimizer, say, untrained)
     if saved:
       state = saved.state
       say(f"resumed at step {int(state.step)} of {config.steps} from {folder}")
@@ -140,6 +140,7 @@ class Run:
     if config.sampling.warm_up:
       policies = (worker.policy(state.params), frozen.guide)
       _warm_up(config, policies, len(self._parts.held_out), self.display)
+    self._place.claim.record_config()
     self._open_logs(start)
     self.state = state
     return state
@@ -244,7 +245,7 @@ class Run:
       RunError: it cannot be saved, or the run has lost the lock of its workdir.
     """
     if self._place.keep:
-      self._place.check_lock()
+      self._place.claim.check_lock()
       self._place.logs.flush()
       with jax.profiler.TraceAnnotation("save"):
         self._checkpoints.save(state, self.collector.leftovers(), self._metadata)

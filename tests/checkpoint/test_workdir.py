@@ -116,9 +116,33 @@ def test_another_config_is_accepted_if_allowed_and_the_differences_are_printed(t
   ):
     pass
   accepting = dataclasses.replace(other, checkpoint=CheckpointSection(accept_changes=True))
-  with claim(run, accepting, said.append):
+  with claim(run, accepting, said.append) as claimed:
     assert said == ["changed since this run began: seed was 0, now 5"]
+    assert not difference(load_config(run), Config())  # until everything has accepted
+    claimed.record_config()
   assert not difference(load_config(run), accepting)
+
+
+def test_what_may_change_depends_on_the_whole_config(tmp_path):
+  base = {"optimizer": {"schedule": "cosine"}, "sampling": {"staleness": 1}}
+  cases = (
+    ({}, {"steps": 7, "sampling": {"slots": 8}}, ""),
+    ({"optimizer": {"schedule": "cosine"}}, {"sampling": {"slots": 8}}, ""),
+    (base, {"steps": 7}, "steps was 3, now 7, but the schedule of the learning rate depends on it"),
+    (base, {"sampling": {"chunk": 8}}, "sampling.chunk was 0, now 8, but with sampling.staleness"),
+    (base, {"eval": {"samples": 3}, "mesh": {"fsdp": 1}}, ""),
+  )
+  for i, (settings, change, message) in enumerate(cases):
+    before = {"steps": 3, **settings}
+    run = started(tmp_path / str(i), resolved_dict(freeze(before)))
+    now = freeze(
+      {**before, **change, "sampling": {**before.get("sampling", {}), **change.get("sampling", {})}}
+    )
+    if message:
+      with pytest.raises(UserError, match=message):
+        own(run, now)
+    else:
+      own(run, now)
 
 
 def started(workdir, values):

@@ -128,6 +128,6 @@ def test_a_missing_bucket_is_one_line(workdir):
 
 
 def test_claiming_writes_the_config(workdir, store):
-  with claim(workdir, Config()) as check_lock:
-    check_lock()
+  with claim(workdir, Config()) as claimed:
+    claimed.check_lock()
     assert json.loads(store.read("run/config.json"))["algorithm"]["name"] == "gtpo"
