@@ -25,6 +25,7 @@ from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
 from gtpo_jax.models.params import init_params
+from gtpo_jax.report.runs import read_run
 from gtpo_jax.rewards import VERIFIERS
 from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards, RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -127,6 +128,10 @@ def test_the_files_of_a_run(whole):
     # For example, the batch may have no correct completion, or no token that decides.
     empty_side = {key for key, value in row.items() if value is None}
     of_token_classes = {key for key in empty_side if key.startswith(("truth/", "credit/"))}
+    if row["update/empty"] == 1:  # no token is in the loss
+      assert row["loss"] is None
+      empty_side -= {"loss", "grad_norm", "covariance/mean"}
+      empty_side -= {key for key in empty_side if key.startswith(("ratio/", "clip/"))}
     assert empty_side - of_token_classes <= {
       "entropy/correct",
       "entropy/incorrect",
@@ -205,8 +210,15 @@ def test_a_finished_run_stays_finished_until_it_gets_more_steps(whole):
   before = read_jsonl(workdir / "metrics.jsonl")
   assert run(small_config(), workdir).finished
   assert read_jsonl(workdir / "metrics.jsonl") == before
-  assert run(small_config(steps=5), workdir).step == 5
-  assert [row["step"] for row in read_jsonl(workdir / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5]
+  other = small_config(**{"steps": 5, "eval.temperature": 0.5})
+  result = run(other, workdir)
+  assert result.step == 5
+  assert "which cannot be compared with the warm-started base model" in result.summary
+  assert "eval.temperature was 1.0, then 0.5" in result.summary
+  rows = read_jsonl(workdir / "metrics.jsonl")
+  assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+  report = read_run(workdir)
+  assert list(report.evaluations) == [5] and report.left_out == (0, 2, 4)
 
 
 def test_another_config_is_rejected_with_the_difference(whole):

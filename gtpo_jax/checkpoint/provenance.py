@@ -40,7 +40,9 @@ def provenance_of(
     if isinstance(part, list)
   ]
   if config.eval_task is None:
-    sources.append((f"data.eval {config.eval_name!r}", held_out))
+    # With another number of problems, others are evaluated, which a run may change.
+    name = f"data.eval {config.eval_name!r} (eval.problems = {config.eval.problems})"
+    sources.append((name, held_out))
   data = {name: f"{len(part)} problems, sha256 {_digest(part)}" for name, part in sources}
   return data | dict(frozen)
 

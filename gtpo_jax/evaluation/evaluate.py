@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 
-from gtpo_jax.config import Config
+from gtpo_jax.config import Config, flatten, to_dict
 from gtpo_jax.config.keys import KeyStream, key_for
 from gtpo_jax.data.records import Problem
 from gtpo_jax.evaluation.results import Evaluation, ScoredCompletions, concatenate
@@ -23,6 +24,28 @@ from gtpo_jax.sampling.params import GREEDY, SamplingParams
 # (what is counted, how many there are) -> a context that yields a function to report how many are
 # done, such as `Display.counting`.
 Counting = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+
+# The fields of a config that decide what an evaluation measures.
+MEASURED_BY = (
+  "eval.problems",
+  "eval.samples",
+  "eval.temperature",
+  "eval.top_p",
+  "data.eval",
+  "data.system",
+  "data.template",
+  "data.chat",
+  "reward.verifier",
+  "reward.math_rule",
+  "sampling.max_tokens",
+)
+
+
+def evaluation_settings(config: Config) -> dict[str, Any]:
+  """Returns the fields of a config that decide what its evaluations measure, by dotted name."""
+  values = flatten(to_dict(config)) | {"data.eval": config.eval_name}
+  return {name: values[name] for name in MEASURED_BY}
 
 
 def uncounted(name: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
@@ -97,7 +120,8 @@ def evaluate_run(
   with counting("evaluated completions", len(problems) * (samples + 1)) as count:
     sampled = complete_all(samples, config.eval_sampling_params)
     greedy = complete_all(1, GREEDY)
-  evaluation = Evaluation(eval_label(config), problems, sampled, greedy)
+  settings = evaluation_settings(config) | {"eval.samples": samples}
+  evaluation = Evaluation(eval_label(config), problems, sampled, greedy, settings)
   if not evaluation.judged:
     raise UserError(_nothing_judged(config, evaluation.sampled.finished.size))
   return evaluation

@@ -54,12 +54,15 @@ class Evaluation:
   Completions without a verdict are treated as if they had not been sampled; `eval/NAME/no_verdict`
   is their number. A problem with fewer than k verdicts has no pass@k, best@k or maj@k, and is left
   out of the means of these metrics.
+
+  Two evaluations can be compared if their `settings` are equal; see `evaluation_settings`.
   """
 
   name: str
   problems: Sequence[Problem]  # [n]
   sampled: ScoredCompletions  # [n, g]
   greedy: ScoredCompletions  # [n, 1]
+  settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def judged(self) -> bool:
@@ -156,6 +159,7 @@ class Evaluation:
     return {
       "problems": len(completions.correct),
       "samples": completions.correct.shape[1],
+      "settings": dict(self.settings),
       **{key: _number_or_none(_mean(column)) for key, column in columns.items()},
       **self._missing(),
       f"eval/{self.name}/length": float(completions.lengths.mean()),

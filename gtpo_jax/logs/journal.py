@@ -181,6 +181,15 @@ class EvaluationLog:
       }
     )
 
+  def settings(self) -> dict[int, dict[str, Any] | None]:
+    """Returns the settings of every evaluation by step; None if they are not known."""
+    return broadcast_from_first(
+      lambda: (
+        dict.fromkeys(_evaluated(self._metrics))
+        | {row["step"]: row.get("settings") for row in self._summaries.rows()}
+      )
+    )
+
   def append(self, step: int, summary: Mapping[str, Any]) -> None:
     """Adds the summary of a step to evaluations.jsonl, on the first process, if it has none."""
     if step not in _steps(self._summaries):

@@ -42,8 +42,9 @@ def is_sample(row: Any) -> bool:
 
 
 def is_evaluation(row: Any) -> bool:
-  """Whether a JSON value is a row of evaluations.jsonl: metrics, and their intervals."""
-  return is_row(row) and isinstance(row.get("intervals", {}), dict)
+  """Whether a JSON value is a row of evaluations.jsonl: metrics, their intervals and settings."""
+  is_dict = lambda name: isinstance(row.get(name, {}), dict)
+  return is_row(row) and is_dict("intervals") and is_dict("settings")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,8 +72,17 @@ def describe_evaluation(
   )
 
 
-def summarize(config: Config, rows: Sequence[Row]) -> str:
-  """Returns one line with the time that a run took and, if evaluated, its gain in accuracy."""
+def summarize(
+  config: Config, rows: Sequence[Row], settings: Mapping[int, Mapping[str, Any] | None]
+) -> str:
+  """Returns one line with the time that a run took and, if evaluated, its gain in accuracy.
+
+  Args:
+    config: the run's config.
+    rows: metrics.jsonl.
+    settings: by step, the settings of each evaluation. Only evaluations with equal settings are
+      compared.
+  """
   name = config.algorithm.name
   seconds = sum(row.get("time/step", 0.0) for row in rows)
   spent = f"{seconds:.0f} s of sampling, reward and update"
@@ -83,7 +92,35 @@ def summarize(config: Config, rows: Sequence[Row]) -> str:
     return f"{name}: {rows[-1]['step'] if rows else 0} steps; {spent}"
   _, before = evaluated[0]
   step, after = evaluated[-1]
+  if settings.get(0) != settings.get(step):
+    return (
+      f"{name}: held-out pass@1 {after:.1%} after {step} steps, which cannot be compared with the "
+      f"{base_model_name(config)}: {_changes(settings.get(0), settings.get(step))}; {spent}"
+    )
   return (
     f"{name}: held-out pass@1 {before:.1%} ({base_model_name(config)}) -> {after:.1%} after {step} "
     f"steps, {100 * (after - before):+.1f} points; {spent}"
   )
+
+
+def without_other_evaluations(
+  rows: Sequence[Row], settings: Mapping[int, Mapping[str, Any] | None]
+) -> list[Row]:
+  """Returns rows without the evaluations whose settings differ from those of the last one.
+
+  Args:
+    rows: metrics.jsonl.
+    settings: by step, the settings of each evaluation.
+  """
+  last = settings.get(max(settings, default=0))
+  others = {step for step, of_step in settings.items() if of_step != last}
+  is_kept = lambda row, key: row["step"] not in others or not key.startswith("eval/")
+  return [{key: value for key, value in row.items() if is_kept(row, key)} for row in rows]
+
+
+def _changes(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> str:
+  """Describes the difference between the settings of two evaluations."""
+  if old is None or new is None:
+    return "the settings of an evaluation are lost"
+  changed = [key for key in new if old.get(key) != new[key]]
+  return ", ".join(f"{key} was {old.get(key)!r}, then {new[key]!r}" for key in changed)

@@ -12,7 +12,7 @@ from etils import epath
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.checkpoint.runs import run_params
 from gtpo_jax.config import Config
-from gtpo_jax.evaluation.evaluate import evaluate_run
+from gtpo_jax.evaluation.evaluate import evaluate_run, evaluation_settings
 from gtpo_jax.evaluation.results import Evaluation, metrics_of_summary
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.journal import Journal
@@ -85,13 +85,19 @@ class Evaluations:
     problems = len(self._parts.held_out)
     line = describe_evaluation(config, step, metrics, eval_label(config), problems, seconds)
     self._display.say(line)
-    earlier = [evaluated_accuracy(row) or 0.0 for row in self._journal.read("eval/")]
-    if config.checkpoint.best and evaluated_accuracy(metrics) > max(earlier, default=0.0):
+    if config.checkpoint.best and evaluated_accuracy(metrics) > self._best_so_far():
       best = Checkpoints(self._folder / "best", keep=1)
       best.save_params(state.params, step)
       best.close()
     self._journal.write_evaluation(step, evaluation.summary(), metrics)
     return metrics
+
+  def _best_so_far(self) -> float:
+    """Returns the highest accuracy of the evaluations with the settings of this config, or 0."""
+    settings = self._journal.evaluations.settings()
+    current = evaluation_settings(self._config)
+    rows = [row for row in self._journal.read("eval/") if settings.get(row["step"]) == current]
+    return max((evaluated_accuracy(row) or 0.0 for row in rows), default=0.0)
 
   def repair(self) -> None:
     """Restores the evaluations of earlier steps that metrics.jsonl or evaluations.jsonl has lost.

@@ -28,7 +28,7 @@ from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.journal import Journal
 from gtpo_jax.logs.profile import trace_window
 from gtpo_jax.logs.sessions import SessionRecord
-from gtpo_jax.logs.summary import describe_run, summarize
+from gtpo_jax.logs.summary import describe_run, summarize, without_other_evaluations
 from gtpo_jax.logs.trackers import WeightsAndBiases
 from gtpo_jax.loop.evaluations import Evaluations
 from gtpo_jax.loop.guards import Guards
@@ -273,14 +273,16 @@ class Run:
     saved_at = time.monotonic() if keep else None
     self._journal.close()
     rows = self._journal.read()
+    settings = self._journal.evaluations.settings()
     if is_first_process():
       title = f"{config.algorithm.name} on {config.data.train}, seed {config.seed}"
-      draw_curves(rows, title, self._place.logs.folder / "curves.png")
+      compared = without_other_evaluations(rows, settings)
+      draw_curves(compared, title, self._place.logs.folder / "curves.png")
     step = int(state.step)
     policy = TrainedPolicy(self.worker, state.params)
     finished = step >= config.steps
     stopped = f"stopped at step {step} of {config.steps}{'; saved' if keep else ''}"
-    summary = summarize(config, rows) if finished else stopped
+    summary = summarize(config, rows, settings) if finished else stopped
     return Result(step, finished, summary, rows, policy, saved_at)
 
 

@@ -48,13 +48,15 @@ def _certainty(ends: np.ndarray) -> str:
 
 def _training_verdict(group: RunGroup, steps: str) -> str:
   """Returns the sentence for a run group without an evaluation before and after training."""
+  equal = " with equal settings" if any(run.left_out for run in group.runs) else ""
+  none = f"no held-out evaluation{equal} before and after"
   _, values = group.series("reward/accuracy")
   means = np.nanmean(values, axis=0) if not np.isnan(values).all() else []
   if len(means) < 2:
-    return f"There is no held-out evaluation before and after training ({steps})."
+    return f"There is {none} training ({steps})."
   return (
     f"Accuracy in training went from {means[0]:.1%} in step 1 to {means[-1]:.1%} ({steps}); there "
-    f"is no held-out evaluation before and after."
+    f"is {none}."
   )
 
 

@@ -35,6 +35,7 @@ class Run:
   config: dict[str, Any]  # by dotted name; files that it names are never opened
   rows: dict[int, dict[str, Any]]  # metrics by step; step 0 is the evaluation before training
   evaluations: dict[int, dict[str, Any]]  # by step, with `intervals` if recorded
+  left_out: tuple[int, ...] = ()  # steps whose evaluations had other settings than the last one
 
   @property
   def steps(self) -> int:
@@ -118,7 +119,12 @@ def read_run(workdir: Path) -> Run:
   }
   for step, row in _by_step(workdir / "evaluations.jsonl").items():
     evaluations[step] = evaluations.get(step, {}) | row
-  return Run(workdir, config, rows, {step: row for step, row in sorted(evaluations.items()) if row})
+  evaluations = {step: row for step, row in sorted(evaluations.items()) if row}
+  settings = {step: row.get("settings") for step, row in evaluations.items()}
+  left_out = tuple(step for step in settings if settings[step] != settings[max(settings)])
+  for step in left_out:
+    del evaluations[step]
+  return Run(workdir, config, rows, evaluations, left_out)
 
 
 def group_runs(runs: Sequence[Run]) -> list[RunGroup]:

@@ -38,7 +38,10 @@ def test_provenance_covers_the_contents_of_data_files(tmp_path):
     return provenance_of(config, [(train, 1.0)], held_out, {})
 
   expected = provenance(original)
-  assert list(expected) == [f"data.train '{tmp_path}/a.jsonl'", f"data.eval '{tmp_path}/b.jsonl'"]
+  assert list(expected) == [
+    f"data.train '{tmp_path}/a.jsonl'",
+    f"data.eval '{tmp_path}/b.jsonl' (eval.problems = 500)",
+  ]
   assert all(value.startswith("3 problems, sha256 ") for value in expected.values())
   assert provenance(problems(tmp_path, ROWS)) == expected
   others = [

@@ -1,5 +1,6 @@
 """The top of a report: the verdict, the facts about the execution, and samples."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -53,6 +54,10 @@ def test_the_verdict_without_evaluations():
   assert verdict(RunGroup("gtpo", (run,))) == (
     "Accuracy in training went from 25.0% in step 1 to 50.0% (2 steps); there is no held-out "
     "evaluation before and after."
+  )
+  other = dataclasses.replace(run, left_out=(0,))
+  assert verdict(RunGroup("gtpo", (other,))).endswith(
+    "no held-out evaluation with equal settings before and after."
   )
   none = make_run(None, [{"reward/accuracy": float("nan")}] * 2, steps=2)
   assert verdict(RunGroup("gtpo", (none,))).startswith("There is no held-out evaluation")
