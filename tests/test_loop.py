@@ -128,11 +128,12 @@ def test_the_files_of_a_run(whole):
     # For example, the batch may have no correct completion, or no token that decides.
     empty_side = {key for key, value in row.items() if value is None}
     of_token_classes = {key for key in empty_side if key.startswith(("truth/", "credit/"))}
+    of_updates = set()
     if row["update/empty"] == 1:  # no token is in the loss
       assert row["loss"] is None
-      empty_side -= {"loss", "grad_norm", "covariance/mean"}
-      empty_side -= {key for key in empty_side if key.startswith(("ratio/", "clip/"))}
-    assert empty_side - of_token_classes <= {
+      prefixes = ("loss", "grad_norm", "covariance/", "ratio/", "clip/")
+      of_updates = {key for key in empty_side if key.startswith(prefixes)}
+    assert empty_side - of_token_classes - of_updates <= {
       "entropy/correct",
       "entropy/incorrect",
       "advantage/correct",
