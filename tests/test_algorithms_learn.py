@@ -51,8 +51,9 @@ def test_thirty_steps(name, tiny, base, tmp_path):
   result = train(config, tmp_path, Display(enabled=False))
   rows = read_jsonl(tmp_path / "metrics.jsonl")
   assert result.finished and len(rows) == 31
+  trained = [row for row in rows[1:] if row["update/empty"] < 1]
   assert all(
-    np.isfinite([row["loss"], row["grad_norm"], row["entropy/mean"]]).all() for row in rows[1:]
+    np.isfinite([row["loss"], row["grad_norm"], row["entropy/mean"]]).all() for row in trained
   )
   before = rows[0]["eval/sums/mean@4"]
   after = rows[-1]["eval/sums/mean@4"]

@@ -1,0 +1,107 @@
+"""Random combinations of settings: each trains two tiny steps or is refused in one line."""
+
+import collections
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from gtpo_jax.algorithms import OBJECTIVES, RECIPES
+from gtpo_jax.algorithms.ratios import RATIOS
+from gtpo_jax.config import freeze
+from gtpo_jax.logs.display import Display
+from gtpo_jax.loop import train
+from gtpo_jax.runtime.errors import UserError
+
+BASE = {
+  "steps": 2,
+  "seed": 3,
+  "batch.prompts": 4,
+  "batch.group": 4,
+  "data.terms": 2,
+  "data.max_prompt_tokens": 20,
+  "eval.problems": 2,
+  "eval.samples": 1,
+  "eval.every": 0,
+  "model.preset": "tiny",
+  "model.random_weights": True,
+  "sampling.max_tokens": 6,
+  "sampling.slots": 16,
+  "optimizer.learning_rate": 1e-3,
+}
+# Every point draws a value for each of these; most values leave the recipe as it is.
+CHOICES = {
+  "algorithm.name": tuple(RECIPES),
+  "algorithm.objective": (None, None, None, *OBJECTIVES),
+  "algorithm.ratio": (None, None, None, *RATIOS),
+  "algorithm.tis_cap": (None, None, 1.5),
+  "algorithm.tis_level": (None, None, None, "sequence"),
+  "algorithm.mask_low": (None, None, None, 0.9),
+  "algorithm.mask_high": (None, None, None, 1.1),
+  "algorithm.behaviour": (None, None, None, "drawn"),
+  "algorithm.kl_weight": (None, None, None, 0.1),
+  "algorithm.entropy_coef": (None, None, None, 0.01),
+  "algorithm.dynamic_sampling": (None, None, True, False),
+  "sampling.staleness": (0, 0, 1, 2),
+  "batch.minibatches": (1, 1, 2, 4),
+  "batch.epochs": (1, 1, 2),
+  "batch.micro_batches": (1, 1, 2),
+  "batch.pack": (False, True),
+}
+
+
+def nested(flat):
+  tree = {}
+  for name, value in flat.items():
+    *sections, last = name.split(".")
+    section = tree
+    for part in sections:
+      section = section.setdefault(part, {})
+    section[last] = value
+  return tree
+
+
+def reward(prompts, completions, answers, extras):
+  """Judges completions so that almost all groups have right and wrong ones."""
+  return [sum(map(ord, completion)) % 2 == 0 for completion in completions]
+
+
+def check(point):
+  """Trains two steps with these settings; returns the message if they are refused."""
+  began = []
+  settings = {name: value for name, value in point.items() if value is not None}
+  try:
+    config = freeze(nested(BASE | settings))
+    result = train(config, None, Display(enabled=False), lambda: began.append(1), reward=reward)
+  except UserError as error:
+    assert "\n" not in str(error) and not began
+    return str(error)
+  assert result.finished
+  for row in result.history[1:]:
+    assert row["update/skipped"] == 0 and np.isfinite(row["entropy/mean"])
+    if row["update/empty"] < 1:
+      assert all(np.isfinite([row["loss"], row["grad_norm"], row["ratio/mean"]]))
+  for x in jax.tree.leaves(result.policy.params):
+    assert np.isfinite(np.asarray(x, np.float32)).all()
+  return ""
+
+
+@pytest.mark.manual
+def test_three_hundred_random_combinations_train_or_are_refused():
+  draw = random.Random(0)
+  refused = collections.Counter()
+  failures = []
+  trained = 0
+  for _ in range(300):
+    point = {name: draw.choice(values) for name, values in CHOICES.items()}
+    try:
+      message = check(point)
+    except Exception as error:  # the other points are tried too
+      failures.append((point, repr(error)[:500]))
+      continue
+    trained += not message
+    refused[message] += bool(message)
+  print(f"{trained} trained, {refused.total()} refused for {len(refused)} reasons")
+  assert not failures, "\n".join(map(str, failures))
+  assert trained > 60
