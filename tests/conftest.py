@@ -162,18 +162,29 @@ def store(storage_server):
   storage_server.reset()
 
 
+def spread(tests, count):
+  """Returns `count` of the tests at even distances, and the others."""
+  kept = {i * len(tests) // count for i in range(count)}
+  return [tests[i] for i in sorted(kept)], [x for i, x in enumerate(tests) if i not in kept]
+
+
 def leave_some_rows(items):
-  """Marks as slow all but COUNT rows of each test with `some(COUNT)`, those in between evenly."""
+  """Keeps COUNT rows of each test with `some(COUNT, slow=MORE)`, at even distances.
+
+  MORE of the others, by default all, are marked as slow, and the rest as manual.
+  """
   rows = collections.defaultdict(list)
   for item in items:
     if item.get_closest_marker("some") and not item.get_closest_marker("slow"):
       rows[item.nodeid.split("[")[0]].append(item)
   for tests in rows.values():
-    count = tests[0].get_closest_marker("some").args[0]
-    kept = {i * len(tests) // count for i in range(count)}
-    for i, item in enumerate(tests):
-      if i not in kept:
-        item.add_marker(pytest.mark.slow)
+    mark = tests[0].get_closest_marker("some")
+    _, others = spread(tests, min(mark.args[0], len(tests)))
+    slow, manual = spread(others, min(mark.kwargs.get("slow", len(others)), len(others)))
+    for item in slow:
+      item.add_marker(pytest.mark.slow)
+    for item in manual:
+      item.add_marker(pytest.mark.manual)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -148,15 +148,14 @@ def hf(tmp_path_factory):
   return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   "source",
   [
-    "folder",
-    "folder int4",
-    "preset",
-    "warm start",
-    pytest.param("folder on eight devices", marks=pytest.mark.devices),
+    pytest.param("folder", marks=pytest.mark.manual),
+    pytest.param("folder int4", marks=pytest.mark.slow),
+    pytest.param("preset", marks=pytest.mark.slow),
+    pytest.param("warm start", marks=pytest.mark.manual),
+    pytest.param("folder on eight devices", marks=[pytest.mark.devices, pytest.mark.manual]),
   ],
 )
 def test_a_run_resumes_bit_for_bit(source, hf, tmp_path):

@@ -69,11 +69,18 @@ def test_one_of_two_processes_is_killed(kills, undisturbed, tmp_path):
   assert read_result(tmp_path / "run") == undisturbed[1]
 
 
-@pytest.mark.slow
-def test_two_processes_stop_together(undisturbed, tmp_path):
+@pytest.mark.parametrize(
+  "stops",
+  [
+    pytest.param([STOPS[1], STOPS[2], STOPS[4]], marks=pytest.mark.slow),
+    pytest.param(STOPS, marks=pytest.mark.manual),
+  ],
+  ids=["three", "all"],
+)
+def test_two_processes_stop_together(stops, undisturbed, tmp_path):
   """One run is asked to stop in each phase in turn; the state of its last step is always saved."""
   run = tmp_path / "run"
-  for event, victim, step in STOPS:
+  for event, victim, step in stops:
     codes, printed = start_two(run, event, victim, SETTINGS)
     assert codes[victim] == 143 and codes[1 - victim] in (130, 143), (event, codes, printed)
     assert f"stopped at step {step} of {STEPS}; saved" in printed[0], (event, printed)

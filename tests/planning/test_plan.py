@@ -73,7 +73,7 @@ def test_invalid_runs_are_rejected_before_anything_is_compiled(changes, message)
   assert compile_count() == compiled
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @needs_libtpu
 def test_an_override_is_found_for_a_run_that_does_not_fit():
   """With 1,024 rows of 8,192 positions, one MLP array takes 6 GiB per device; 64 rows fit."""

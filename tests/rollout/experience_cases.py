@@ -1,7 +1,5 @@
 """A small run with a random policy, for the tests of batches and of frozen policies."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -55,11 +53,20 @@ def coins(monkeypatch):
   )
 
 
-@functools.cache
+_workers = {}
+
+
 def random_worker(config=None):
-  """Returns a worker and random parameters; some of its completions end by themselves."""
-  worker = RolloutWorker(config or config_of())
-  return worker, init_params(worker.model, jax.random.key(3))
+  """Returns a worker and random parameters; some of its completions end by themselves.
+
+  Configs that differ only in what a worker does not read share it, with its compiled programs.
+  """
+  c = config or config_of()
+  read = (c.model, c.mesh, c.data, c.engine_config, c.sampling_demand, c.sampling.max_tokens)
+  if read not in _workers:
+    worker = RolloutWorker(c)
+    _workers[read] = worker, init_params(worker.model, jax.random.key(3))
+  return _workers[read]
 
 
 NONE = FrozenPolicies(None, None, {}, {})

@@ -60,6 +60,12 @@ def trainer_scores(built, rollouts, temperature=1.0):
   return score(engine.model, params, *batch, temperature, 64)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def forward(model, params, tokens):
+  """The logits of a full forward pass."""
+  return model.apply({"params": params}, tokens)
+
+
 def log_prob_errors(built, rollouts):
   """The absolute difference between the engine's and the trainer's log-prob of each token."""
   log_probs, _ = trainer_scores(built, rollouts)

@@ -15,6 +15,7 @@ from small import (
   STOP,
   assert_same,
   build,
+  forward,
   log_prob_errors,
   sample,
   trainer_scores,
@@ -91,7 +92,8 @@ def test_greedy_is_the_argmax_of_a_full_forward_pass(built):
   rollouts = sample(built, group=1, temperature=0.0)
   for prompt, row, mask in zip(PROMPTS, rollouts.tokens[:, 0], rollouts.mask[:, 0], strict=True):
     text = [*prompt, *row[mask]]
-    logits = np.asarray(engine.model.apply({"params": params}, jnp.asarray([text])))[0]
+    padded = jnp.asarray([text + [PAD] * (16 - len(text))])
+    logits = np.asarray(forward(engine.model, params, padded))[0, : len(text)]
     np.testing.assert_array_equal(logits.argmax(-1)[len(prompt) - 1 : -1], row[mask])
 
 
@@ -104,7 +106,9 @@ def test_frequencies_follow_the_distribution(built):
     key=9,
     temperature=2.0,
   )
-  logits = engine.model.apply({"params": params}, jnp.asarray([PROMPTS[2]]))[0, -1]
+  prompt = PROMPTS[2]
+  padded = jnp.asarray([prompt + [PAD] * (16 - len(prompt))])
+  logits = forward(engine.model, params, padded)[0, len(prompt) - 1]
   expected = np.asarray(jax.nn.softmax(logits / 2.0))
   frequency = np.bincount(np.asarray(rollouts.tokens).ravel(), minlength=48) / 4000
   assert np.abs(frequency - expected).max() < 4 * np.sqrt(0.25 / 4000)
@@ -121,10 +125,10 @@ def test_drawn_and_plain_log_probs(penalty):
   buffer = engine.buffer(PROMPTS, engine.completion_keys(jax.random.key(0), len(PROMPTS), 4))
   for _ in engine.generate(layout, buffer, sampling_params=sampling_params):
     pass
-  forward = jax.jit(lambda tokens: engine.model.apply({"params": params}, tokens))
   for i, j in np.ndindex(len(PROMPTS), 4):
     text = [*PROMPTS[i], *buffer.tokens[i, j]]
-    logits = np.asarray(forward(jnp.asarray([text + [PAD] * (16 - len(text))])), np.float64)[0]
+    padded = jnp.asarray([text + [PAD] * (16 - len(text))])
+    logits = np.asarray(forward(engine.model, params, padded), np.float64)[0]
     for step, token in enumerate(buffer.tokens[i, j, buffer.mask[i, j]]):
       end = len(PROMPTS[i]) + step
       plain = np.exp(logits[end - 1])

@@ -31,16 +31,8 @@ def expected():
   return rollouts
 
 
-@pytest.mark.parametrize(
-  ("slots", "chunk"),
-  [
-    pytest.param(1, 4, marks=pytest.mark.slow),
-    (4, 1),
-    (16, 3),
-    pytest.param(64, 10, marks=pytest.mark.slow),
-  ],
-)
-@pytest.mark.some(2)
+@pytest.mark.parametrize(("slots", "chunk"), [(4, 1), (1, 4), (16, 3), (64, 10)])
+@pytest.mark.some(1, slow=2)
 def test_slots_and_chunks_do_not_matter(slots, chunk, expected):
   """The cases cover refilled slots, long and short queues, and chunks that end early."""
   built = build(engine_config=EngineConfig(slots=slots, chunk=chunk))
@@ -51,14 +43,14 @@ def test_slots_and_chunks_do_not_matter(slots, chunk, expected):
 @pytest.mark.parametrize(
   ("mesh", "slots"),
   [
-    pytest.param((8, 1, 1), 16, marks=pytest.mark.slow),
     ((2, 2, 2), 64),
-    pytest.param((1, 4, 2), 4, marks=pytest.mark.slow),
+    ((8, 1, 1), 16),
+    ((1, 4, 2), 4),
     ((1, 2, 2, None, 2), 16),
-    pytest.param((1, 2, 1, None, 4), 16, marks=pytest.mark.slow),
+    ((1, 2, 1, None, 4), 16),
   ],
 )
-@pytest.mark.some(1)
+@pytest.mark.some(0, slow=3)
 def test_the_mesh_does_not_matter(mesh, slots, expected):
   built = build(make_mesh(*mesh), engine_config=EngineConfig(slots=slots, chunk=4))
   assert_same(sample(built, RAGGED_PROMPTS, group=6), expected)
@@ -75,12 +67,11 @@ def test_refilled_slots_and_shared_prompts_agree_with_the_trainer():
 @pytest.mark.parametrize(
   ("mesh", "slots", "page", "fraction"),
   [
-    pytest.param((1, 1, 1), 16, 16, 1.0, marks=pytest.mark.slow),
-    ((1, 1, 1), 4, 32, 1.0),
+    pytest.param((1, 1, 1), 16, 16, 1.0, marks=pytest.mark.manual),
+    pytest.param((1, 1, 1), 4, 32, 1.0, marks=pytest.mark.slow),
     pytest.param((2, 2, 2), 16, 16, 0.6, marks=[pytest.mark.slow, pytest.mark.devices]),
   ],
 )
-@pytest.mark.some(1)
 def test_pages_and_the_tpu_kernel_do_not_matter(mesh, slots, page, fraction, expected):
   """The kernel is interpreted."""
   engine_config = EngineConfig(

@@ -86,6 +86,7 @@ def test_pages_do_not_matter(mesh, slots, fraction, expected):
   assert_same(sample_in_parts(built, (5, 2, 4)), expected)
 
 
+@pytest.mark.slow
 def test_int8_keys_and_a_repetition_penalty():
   """Tokens that were read again are penalised as those that were drawn."""
   settings = {"repetition_penalty": 1.5, "top_k": 8}
@@ -169,7 +170,7 @@ def test_rows_join_while_others_are_sampled(attention, expected):
 
 def test_context_between_drawn_tokens():
   """Tokens that somebody else has written are read, but neither scored nor drawn."""
-  built = build(max_tokens=TOKENS, stop=(7,), engine_config=EngineConfig(slots=5, chunk=4))
+  built = build(max_tokens=TOKENS, engine_config=EngineConfig(slots=5, chunk=4))
   _, engine, layout = built
   n = len(RAGGED_PROMPTS)
   buffer = engine.buffer(RAGGED_PROMPTS, engine.completion_keys(jax.random.key(KEY), n, GROUP))

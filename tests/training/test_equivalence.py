@@ -100,7 +100,6 @@ def test_three_steps_move_the_parameters(one_device):
   assert max(np.abs(a - b).max() for a, b in zip(params, start, strict=True)) > 5e-3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ("shape", "micro_batches"),
   [
@@ -116,11 +115,11 @@ def test_three_steps_move_the_parameters(one_device):
     ((2, 1, 1, 4), 1),  # 70 positions are not divisible by 4, so they are not sharded
   ],
 )
+@pytest.mark.some(0, slow=5)
 def test_on_every_mesh(one_device, shape, micro_batches):
   assert_same(three_steps(mesh_of(shape), micro_batches), one_device)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ("shape", "micro_batches"),
   [
@@ -132,6 +131,7 @@ def test_on_every_mesh(one_device, shape, micro_batches):
     ((1, 2, 2, 2), 1),
   ],
 )
+@pytest.mark.some(0, slow=2)
 def test_packed_on_every_mesh(one_device, shape, micro_batches):
   assert_same(three_steps(mesh_of(shape), micro_batches, pack=True), one_device)
 

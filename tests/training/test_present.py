@@ -13,14 +13,13 @@ NEEDS = {  # the optional fields that an algorithm with these settings reads
   "tis_cap": ("rescored",),
   "kl_weight": ("reference",),
 }
-QUICK = ("gtpo tis", "grpo_s geometric")
-CASES = {
+CASES = {  # the first runs by default
+  "gtpo tis": {"tis_cap": 1.05, "kl_weight": 0.1, "mask_high": 1.5},
   "gtpo": {},
   "gtpo sequence": {"compare": "sequence"},
   "gtpo matrix": {"compare": "matrix", "scope": "batch"},
   "gtpo cispo": {"objective": "cispo"},
   "gtpo kl_cov": {"objective": "kl_cov", "selected_share": 0.2},
-  "gtpo tis": {"tis_cap": 1.05, "kl_weight": 0.1, "mask_high": 1.5},
   "gtpo_v1": {},
   "gtpo_v2": {},
   "grpo_s": {},
@@ -60,9 +59,8 @@ def assert_equal(a, b):
     np.testing.assert_equal(b[1][name], value, err_msg=name)
 
 
-@pytest.mark.parametrize(
-  "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.some(1, slow=6)
 def test_values_outside_the_mask_change_nothing(case):
   """Neither log-probs nor entropies of tokens that were not drawn reach parameters or metrics."""
   name = case.split()[0]

@@ -49,12 +49,13 @@ def test_micro_batches_equal_the_full_batch(name):
   ("name", "shape", "micro_batches"),
   [
     ("gtpo", (2, 2, 2), 2),
-    pytest.param("grpo_s", (2, 2, 2), 1, marks=pytest.mark.slow),
-    pytest.param("gtpo", (8, 1, 1), 1, marks=pytest.mark.slow),
-    pytest.param("dapo", (1, 8, 1), 1, marks=pytest.mark.slow),
-    pytest.param("grpo", (4, 1, 2), 2, marks=pytest.mark.slow),
+    ("grpo_s", (2, 2, 2), 1),
+    ("gtpo", (8, 1, 1), 1),
+    ("dapo", (1, 8, 1), 1),
+    ("grpo", (4, 1, 2), 2),
   ],
 )
+@pytest.mark.some(1, slow=1)
 def test_one_device_equals_eight(name, shape, micro_batches):
   assert_same(plain(name), run(name, make_mesh(*shape), micro_batches))
 
@@ -127,36 +128,22 @@ def test_an_update_that_is_not_finite_is_skipped(name, bad_batch, shape, micro_b
 @pytest.mark.parametrize(
   ("name", "settings"),
   [
-    pytest.param(
-      "dapo_mixed",
-      {**EVERY_LOSS_TERM, "guide_completions": 1, "guide_cap": 1.1},
-      marks=pytest.mark.slow,
-    ),
-    pytest.param("dapo_forking", EVERY_LOSS_TERM, marks=pytest.mark.slow),
-    pytest.param("gspo", EVERY_LOSS_TERM, marks=pytest.mark.slow),
-    pytest.param("dr_grpo", {"loss_aggregation": "group"}, marks=pytest.mark.slow),
+    ("dapo_mixed", {**EVERY_LOSS_TERM, "guide_completions": 1, "guide_cap": 1.1}),
+    ("dapo_forking", EVERY_LOSS_TERM),
+    ("gspo", EVERY_LOSS_TERM),
+    ("dr_grpo", {"loss_aggregation": "group"}),
     ("gtpo", {"objective": "kl_cov", "selected_share": 0.2, "entropy_coef": 0.1}),
-    pytest.param("gmpo", {"eps_low": 0.1, "eps_high": 0.1}, marks=pytest.mark.slow),
-    pytest.param("gtpo", {"ratio": "gspo_token"}, marks=pytest.mark.slow),
-    pytest.param("grpo_s", {"objective": "cispo"}, marks=pytest.mark.slow),
-    pytest.param(
-      "clip_cov",
-      {"selected_share": 0.2, "cov_low": 0.01, **EVERY_LOSS_TERM},
-      marks=pytest.mark.slow,
-    ),
-    pytest.param(
-      "stare",
-      {"selected_share": 0.3, "surprise_weight": 3.0, "entropy_gate": 9.0},
-      marks=pytest.mark.slow,
-    ),
-    pytest.param("reinforce_pp", {"objective": "sapo"}, marks=pytest.mark.slow),
-    pytest.param("entropy_advantage", {"objective": "dppo"}, marks=pytest.mark.slow),
-    pytest.param(
-      "gtpo_v2", {"kappa": 3.0, "scope": "batch", "compare": "sequence"}, marks=pytest.mark.slow
-    ),
+    ("gmpo", {"eps_low": 0.1, "eps_high": 0.1}),
+    ("gtpo", {"ratio": "gspo_token"}),
+    ("grpo_s", {"objective": "cispo"}),
+    ("clip_cov", {"selected_share": 0.2, "cov_low": 0.01, **EVERY_LOSS_TERM}),
+    ("stare", {"selected_share": 0.3, "surprise_weight": 3.0, "entropy_gate": 9.0}),
+    ("reinforce_pp", {"objective": "sapo"}),
+    ("entropy_advantage", {"objective": "dppo"}),
+    ("gtpo_v2", {"kappa": 3.0, "scope": "batch", "compare": "sequence"}),
   ],
 )
-@pytest.mark.slow
+@pytest.mark.some(0, slow=5)
 def test_every_loss_is_the_same_with_sharding_and_micro_batches(name, settings):
   rollouts, rewards = full_batch()
   if name != "dapo_mixed":
