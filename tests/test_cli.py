@@ -31,15 +31,14 @@ def test_train_prints_its_result(finished_run):
   assert "\x1b" not in out  # plain lines without a terminal
 
 
-def test_sample_prints_completions(finished_run):
-  done = gtpo(
-    "sample", f"--model={finished_run[0]}", "--prompt=12+3+4:", "--n=3", "--temperature=0"
-  )
-  assert done.returncode == 0, done.stderr
-  lines = done.stdout.splitlines()
+def test_sample_prints_completions(finished_run, capsys):
+  args = ["sample", f"--model={finished_run[0]}", "--prompt=12+3+4:", "--n=3", "--temperature=0"]
+  assert cli.main(args) == 0
+  out, err = capsys.readouterr()
+  lines = out.splitlines()
   assert len(lines) == 3
   assert len(set(lines)) == 1  # greedy
-  assert done.stderr == ""
+  assert err == ""
 
 
 def test_sample_sends_no_control_characters_to_a_terminal(finished_run, capsys, monkeypatch):
@@ -76,15 +75,15 @@ def test_sample_from_the_base_model_of_a_run_on_more_devices(finished_run, tmp_p
   assert len(done.stdout.strip()) <= 10  # one token
 
 
-def test_eval_prints_and_writes_json(finished_run, tmp_path):
-  done = gtpo("eval", f"--model={finished_run[0]}", "--k=1,4", f"--json={tmp_path / 'out.json'}")
-  assert done.returncode == 0, done.stderr
+def test_eval_prints_and_writes_json(finished_run, tmp_path, capsys):
+  args = ["eval", f"--model={finished_run[0]}", "--k=1,4", f"--json={tmp_path / 'out.json'}"]
+  assert cli.main(args) == 0
   numbers = json.loads((tmp_path / "out.json").read_text())
   assert numbers["step"] == 2
   assert numbers["problems"] == 8
   assert 0 <= numbers["eval/sums/pass@1"] <= numbers["eval/sums/pass@4"] <= 1
   assert numbers["eval/sums/mean@4"] == pytest.approx(numbers["eval/sums/pass@1"])
-  assert "eval/sums/pass@4" in done.stdout
+  assert "eval/sums/pass@4" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -276,16 +275,16 @@ def wait_for_step(workdir, step, process):
   pytest.fail(f"step {step} was not reached")
 
 
-def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path):
+def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path, capsys):
   workdir = tmp_path / "run"
   shutil.copytree(finished_run[0], workdir)
   for file in (workdir / "checkpoints" / "2" / "params").rglob("*"):
     if file.is_file():
       file.write_bytes(file.read_bytes()[:10])
-  done = gtpo("sample", f"--model={workdir}", "--prompt=1")
-  assert done.returncode == 1, done.stderr
-  assert "the checkpoint of step 2" in done.stderr
-  assert len(done.stderr.strip().splitlines()) == 1
+  assert cli.main(["sample", f"--model={workdir}", "--prompt=1"]) == 1
+  err = capsys.readouterr().err
+  assert "the checkpoint of step 2" in err
+  assert len(err.strip().splitlines()) == 1
 
 
 @pytest.mark.devices

@@ -82,7 +82,7 @@ def run_blocks(page, namespace, change=lambda block: block):
 @pytest.mark.parametrize(
   ("name", "count"),
   [
-    ("algorithms", 5),
+    pytest.param("algorithms", 5, marks=pytest.mark.slow),
     ("batch_and_learning_rate", 1),
     ("concepts", 1),
     ("data", 1),
@@ -420,6 +420,7 @@ def test_every_field_is_described(capsys):
     assert len(meaning) > 5, name
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_warnings(tmp_path):
   """MkDocs checks links and anchors; the API page contains every function that it names."""
   pytest.importorskip("mkdocstrings")

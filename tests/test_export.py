@@ -235,8 +235,8 @@ def test_half_precision(run, gtpo_here, tmp_path):
 def test_mistakes_print_one_line_and_write_nothing(run, exported, gtpo_here, tmp_path):
   before = {file.name: file.stat().st_mtime_ns for file in exported.iterdir()}
   out = f"--out={tmp_path / 'out'}"
-  done = gtpo("export", f"--workdir={run}", f"--out={exported}")
-  assert_one_line(done.returncode, done.stdout, done.stderr, "is not empty; name a new folder")
+  result = gtpo_here("export", f"--workdir={run}", f"--out={exported}")
+  assert_one_line(*result, "is not empty; name a new folder")
   assert {file.name: file.stat().st_mtime_ns for file in exported.iterdir()} == before
   for args, message in [
     ((f"--workdir={run}", out, "--step=9"), "no checkpoint of step 9"),

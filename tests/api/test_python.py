@@ -192,7 +192,7 @@ def leave(workdir, how):
 
 
 @pytest.mark.parametrize("how", ["break", "error", "interrupt"])
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=1)
 def test_a_run_left_early_is_saved_and_can_continue(how, tmp_path, trained):
   workdir = tmp_path / "run"
   assert not leave(workdir, how)
@@ -251,7 +251,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("how", ENDINGS)
-@pytest.mark.some(1)
+@pytest.mark.some(0, slow=2)
 def test_a_run_that_is_open_at_the_end_of_a_program_is_saved(how, tmp_path):
   ending, status = ENDINGS[how]
   script = LEFT_OPEN.format(tests=str(Path(__file__).parent), ending=ending)

@@ -66,8 +66,8 @@ def save_with_base(folder, state):
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize("quantize", ["", pytest.param("int4", marks=pytest.mark.slow)])
-@pytest.mark.some(1)
+@pytest.mark.parametrize("quantize", ["", "int4"])
+@pytest.mark.slow
 def test_a_checkpoint_holds_adapters_and_restores_on_any_mesh(quantize, tmp_path):
   model, state = state_of(quantize=quantize)
   folder = saved(tmp_path / "checkpoints", state)

@@ -178,6 +178,7 @@ def run_processes(processes, first, last):
   return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
 
 
+@pytest.mark.slow
 def test_two_real_processes_and_a_resume_by_one(task):
   """Steps 0-3 on two processes, then 4-5 on one, equal the batches of a single process."""
   expected = ids(Batches(two_sources(task), 12, 3), range(6))

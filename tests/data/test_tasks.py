@@ -30,7 +30,7 @@ DIFFICULTIES = [
 ]
 
 
-def accuracy(task, slips, seed=0, count=2000):
+def accuracy(task, slips, seed=0, count=1000):
   """Returns the teacher's accuracy on a random sample of training problems."""
   rng = np.random.default_rng(seed)
   problems = []

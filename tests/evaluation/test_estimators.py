@@ -98,8 +98,8 @@ def test_the_majority_by_hand():
 
 
 def test_the_majority_of_many_samples():
-  """With 600 votes of 1000, maj@k grows from 0.6 to 1. With an even split it is always 0.5."""
-  majority = majority_at_each_k([0] * 600 + [1] * 400, np.arange(1000) < 600)
+  """With 180 votes of 300, maj@k grows from 0.6 to 1. With an even split it is always 0.5."""
+  majority = majority_at_each_k([0] * 180 + [1] * 120, np.arange(300) < 180)
   assert not np.isnan(majority).any()
   assert majority[0] == pytest.approx(0.6)
   assert majority[-1] == 1

@@ -44,7 +44,7 @@ def shell(script, cwd=ROOT, **more):
     "mkdir /tmp/gtpo_gone_$$ && cd /tmp/gtpo_gone_$$ && rmdir $PWD && $GTPO",
   ],
 )
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 def test_a_command_in_an_odd_environment(script):
   done = shell(script)
   assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
@@ -63,6 +63,7 @@ def test_a_message_with_any_characters_fits_any_terminal():
   assert len(done.stderr.splitlines()) == 1 and done.stderr.isascii()
 
 
+@pytest.mark.slow
 def test_what_a_closed_stream_would_print_does_not_end_up_in_a_file(tmp_path):
   """The next file that is opened would otherwise have the number of the closed stream."""
   script = f"""

@@ -110,12 +110,9 @@ def test_the_optimizer_has_moments_of_the_adapters_only():
 
 
 @pytest.mark.parametrize(
-  ("shape", "micro_batches"),
-  [
-    pytest.param((2, 2, 2), 2, marks=pytest.mark.devices),
-    pytest.param(None, 4, marks=pytest.mark.slow),
-  ],
+  ("shape", "micro_batches"), [pytest.param((2, 2, 2), 2, marks=pytest.mark.devices), (None, 4)]
 )
+@pytest.mark.slow
 def test_the_update_does_not_depend_on_micro_batches_or_mesh(shape, micro_batches):
   _, want, _, metrics = trained()
   _, got, _, also = trained(shape, micro_batches)

@@ -1,6 +1,7 @@
 """A quantised base under adapters: its numbers, its shape on a mesh, its exports, its training."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -25,6 +26,7 @@ from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
 CASE = FAMILY_CASES["qwen3"]
 
 
+@functools.cache
 def quantised(dtype, mesh=None):
   """The small Qwen3 on a quantised base, with adapters in which both A and B are random."""
   folder, _ = hf_folder(**CASE)
@@ -98,7 +100,7 @@ def test_the_logits_are_those_of_the_dequantised_matrices(dtype, tolerance):
   model, params = quantised(dtype)
   tokens, mask = padded_batch()
   got = our_logits(model, params, tokens, mask)[mask]
-  merged = merge_lora(model, params)
+  merged = jax.jit(merge_lora, static_argnums=0)(model, params)
   plain = without_lora(model)
   assert jax.tree.structure(merged) == jax.tree.structure(abstract_params(plain))
   np.testing.assert_allclose(our_logits(plain, merged, tokens, mask)[mask], got, rtol=0, atol=1e-4)

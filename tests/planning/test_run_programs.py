@@ -106,6 +106,7 @@ def compiled_shapes(config):
 
 
 @pytest.mark.devices
+@pytest.mark.slow
 def test_on_a_context_mesh_no_layer_holds_all_positions():
   """fsdp 2 x context 4: MLP features appear only with a quarter of the rows' positions."""
   config = small_config(

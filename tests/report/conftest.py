@@ -20,19 +20,25 @@ def mixed_verdicts(prompts, completions, answers, extras):
 
 @pytest.fixture(scope="package")
 def runs(tmp_path_factory):
-  """The folder of three runs: GTPO with two seeds and two steps each, and GRPO with one step."""
-  return create_once(tmp_path_factory, "report_runs", train_runs)
+  """The folder of two runs: GTPO with two steps, and GRPO with one step."""
+  rows = {"gtpo-0": {}, "grpo": {"algorithm.name": "grpo", "steps": 1}}
+  return create_once(tmp_path_factory, "report_runs", lambda folder: train_runs(folder, rows))
 
 
-def train_runs(folder):
+@pytest.fixture(scope="package")
+def second_seed(tmp_path_factory):
+  """The run of GTPO with another seed."""
+  rows = {"gtpo-1": {"seed": 1}}
+  create = lambda folder: train_runs(folder, rows)
+  return create_once(tmp_path_factory, "second_seed", create) / "gtpo-1"
+
+
+def train_runs(folder, rows):
+  """Trains a run for each name in `rows`, with these changes of the config."""
   module = types.ModuleType("a_verifier")
   module.verify = mixed_verdicts
   sys.modules["a_verifier"] = module
-  for name, changes in {
-    "gtpo-0": {},
-    "gtpo-1": {"seed": 1},
-    "grpo": {"algorithm.name": "grpo", "steps": 1},
-  }.items():
+  for name, changes in rows.items():
     config = default_config()
     config.steps = 2
     config.data.terms = 2
@@ -41,7 +47,7 @@ def train_runs(folder):
     config.batch.prompts = 8
     config.batch.group = 4
     config.batch.micro_batches = 2
-    config.warm_start.steps = 20
+    config.warm_start.steps = 10
     config.warm_start.batch = 8
     config.reward.verifier = "a_verifier:verify"
     config.eval.problems = 12

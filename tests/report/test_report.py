@@ -236,8 +236,8 @@ def test_one_run_of_one_step(runs, opened):
 
 
 @pytest.mark.slow
-def test_three_runs_side_by_side(runs, opened):
-  page = opened(runs / "gtpo-0", runs / "grpo", runs / "gtpo-1")
+def test_three_runs_side_by_side(runs, second_seed, opened):
+  page = opened(runs / "gtpo-0", runs / "grpo", second_seed)
   assert page.inner_text("h1") == "gtpo, steps=2 and grpo, steps=1 on sums"
   assert page.locator(".runs tbody tr").count() == 3
   assert page.locator("#v-run option").all_inner_texts() == [
@@ -248,8 +248,8 @@ def test_three_runs_side_by_side(runs, opened):
   titles = page.locator("figcaption b").all_inner_texts()
   reward = page.locator(".chart").nth(titles.index("Mean reward"))
   rewards = {
-    name: read_jsonl(runs / name / "metrics.jsonl")[1]["reward/mean"]
-    for name in ("gtpo-0", "gtpo-1", "grpo")
+    workdir.name: read_jsonl(workdir / "metrics.jsonl")[1]["reward/mean"]
+    for workdir in (runs / "gtpo-0", second_seed, runs / "grpo")
   }
   expected = [(rewards["gtpo-0"] + rewards["gtpo-1"]) / 2, rewards["grpo"]]
   cells = reward.locator("tbody tr").first.locator("td").all_text_contents()

@@ -84,6 +84,7 @@ def test_the_page_overlays_the_truth(opened, marked):
   assert page.locator("[data-fact=truth]").inner_text().endswith(", wrong")
 
 
+@pytest.mark.slow
 def test_without_truth_nothing_is_said_of_it(opened, runs):
   page = opened(runs / "gtpo-0")
   assert page.locator("#truth").count() == 0

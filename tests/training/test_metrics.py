@@ -93,6 +93,7 @@ def test_entropy_by_surprise():
   assert float(one["entropy/surprise_q1"]) == 10 and np.isnan(one["entropy/surprise_q4"])
 
 
+@pytest.mark.slow
 def test_the_mismatch_is_measured_before_the_first_gradient_update():
   """Only the even rows, the first minibatch, are compared, whatever updates follow."""
   _, metrics = run("gtpo", minibatches=2, epochs=3, optimizer=SGD_WITHOUT_DECAY)

@@ -57,12 +57,12 @@ def test_array_lengths_are_divisible_by_the_shards():
   assert array_lengths(130, 2) == [66, 130]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_every_token_appears_once_in_a_row_of_its_prompt(data):
   n = data.draw(st.sampled_from([1, 3]))  # few shapes, because each is compiled
-  g = data.draw(st.sampled_from([1, 2, 5, 9]))
-  t = data.draw(st.sampled_from([7, 128, 130]))
+  g = data.draw(st.sampled_from([1, 5]))
+  t = data.draw(st.sampled_from([7, 130]))
   group_lengths = st.lists(st.integers(0, t), min_size=g, max_size=g)
   lengths = np.asarray(data.draw(st.lists(group_lengths, min_size=n, max_size=n)))
   packing = plan_rows(lengths, t)

@@ -55,7 +55,7 @@ def test_micro_batches_equal_the_full_batch(name):
     ("grpo", (4, 1, 2), 2),
   ],
 )
-@pytest.mark.some(1, slow=1)
+@pytest.mark.some(0, slow=2)
 def test_one_device_equals_eight(name, shape, micro_batches):
   assert_same(plain(name), run(name, make_mesh(*shape), micro_batches))
 
@@ -96,7 +96,7 @@ def batch_with_overflowing_reward():
     pytest.param(
       "gtpo", batch_with_nan_log_prob, (2, 2, 2), 2, marks=[pytest.mark.slow, pytest.mark.devices]
     ),
-    ("dr_grpo", batch_with_overflowing_reward, (1, 1, 1), 1),
+    pytest.param("dr_grpo", batch_with_overflowing_reward, (1, 1, 1), 1, marks=pytest.mark.slow),
   ],
 )
 def test_an_update_that_is_not_finite_is_skipped(name, bad_batch, shape, micro_batches):
@@ -208,32 +208,6 @@ def test_groups_that_are_all_correct_or_all_wrong_change_nothing():
   expected, _ = run("gtpo", data=mixed_groups)
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), state, expected)
   assert metrics["groups/all_correct"] == metrics["groups/all_wrong"] == 1 / 8
-
-
-@pytest.mark.parametrize("name", ["gtpo", "grpo_s", "dapo", "grpo"])
-def test_no_gradient_through_entropy_advantages_or_rewards(name):
-  """Of all inputs of the loss, only the log-probs of the trained policy have a gradient."""
-  rollouts, rewards = batch()
-  algorithm = algorithms.make(name)
-  log_probs = rollouts.log_probs + 0.05
-
-  def loss(log_probs, log_probs_old, entropy, reward, penalty):
-    inputs = signals(rollouts, rewards)
-    inputs |= {"entropy": entropy, "reward": reward, "penalty": penalty}
-    value, _ = algorithm.loss(
-      log_probs=log_probs,
-      log_probs_old=log_probs_old,
-      advantages=algorithm.advantages(**inputs),
-      mask=algorithm.loss_mask(**inputs),
-    )
-    return value
-
-  grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4)))(
-    log_probs, rollouts.log_probs, rollouts.entropy, rewards.reward, rewards.penalty
-  )
-  assert np.abs(grads[0]).max() > 0
-  for grad in grads[1:]:
-    assert (np.asarray(grad) == 0).all()
 
 
 def test_no_gradient_through_the_models_own_entropy():

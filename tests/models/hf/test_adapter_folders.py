@@ -20,6 +20,7 @@ from gtpo_jax.runtime.mesh import make_mesh
   "ignore::FutureWarning"
 )  # PEFT uses names that are deprecated in transformers
 @pytest.mark.parametrize("targets", [LORA_TARGETS, SOME])
+@pytest.mark.some(1)
 def test_peft_loads_the_adapters_and_computes_our_logits(targets, tmp_path):
   peft = pytest.importorskip("peft")
   transformers = pytest.importorskip("transformers")
@@ -74,6 +75,7 @@ def test_the_merged_folder_computes_our_logits(tmp_path):
 
 
 @pytest.mark.devices
+@pytest.mark.slow
 def test_a_sharded_adapter_is_saved_as_on_one_device(tmp_path):
   model, params = adapted()
   wide = with_lora(base()[0], make_mesh(2, 2, 2))

@@ -203,7 +203,7 @@ SHAPES = {
 
 @pytest.mark.devices
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 def test_what_we_save_is_what_transformers_loads(name, tmp_path):
   """Every setting of the architecture is the same when we or transformers load the folder."""
   pytest.importorskip("torch")
@@ -283,6 +283,7 @@ def test_the_same_model_gives_the_same_files(tmp_path):
 
 
 @pytest.mark.devices
+@pytest.mark.slow
 def test_a_sharded_model_is_saved_as_on_one_device(tmp_path):
   model, params = random_model()
   save(model, params, None, tmp_path / "one")
