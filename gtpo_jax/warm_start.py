@@ -17,7 +17,8 @@ from etils import epath
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.checkpoint.runs import frozen_params
 from gtpo_jax.config import Config
-from gtpo_jax.data.sources import Loaded, load_source
+from gtpo_jax.data.demonstrations import load_demonstrations
+from gtpo_jax.data.sources import Loaded
 from gtpo_jax.logs.display import Display
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.policies import initial_params
@@ -133,7 +134,7 @@ def make_teacher(
     return None
   if not section.data:
     return TaskTeacher(config, worker)
-  loaded = records.get(section.data) or load_source(
+  loaded = records.get(section.data) or load_demonstrations(
     section.data, config.demonstration_columns, config.data.bad_rows
   )
   teacher = OwnTeacher(config, worker, loaded)

@@ -9,7 +9,7 @@ import pytest
 
 import gtpo_jax
 from gtpo_jax.config import freeze
-from gtpo_jax.data.sources import load_records
+from gtpo_jax.data.demonstrations import demonstrations_of, load_demonstrations
 from gtpo_jax.logs.display import Display
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
@@ -32,7 +32,7 @@ def config_of(**warm_start):
 
 
 def teacher_of(rows, config):
-  loaded = load_records(rows, "mine", config.demonstration_columns, config.data.bad_rows)
+  loaded = demonstrations_of(rows, "mine", config.demonstration_columns, config.data.bad_rows)
   said = []
   worker = RolloutWorker(config)
   teacher = make_teacher(config, worker, said.append, {"records:mine": loaded})
@@ -60,6 +60,31 @@ def test_the_arrays_are_the_demonstrations():
     (answer,) = worker.chat.decode([completion])
     seen.add((next(row["prompt"] for row in ROWS if row["prompt"] in text), answer))
   assert seen == {(row["prompt"], row["completion"]) for row in ROWS}
+
+
+def test_no_demonstration_is_dropped_and_no_character_changed(tmp_path):
+  """Nine of ten stay nine of ten; a base model learns the spaces and line ends too."""
+  rows = [{"prompt": "3+4=", "completion": " 7\n"}] * 9 + [{"prompt": "3+4=", "completion": "3 "}]
+  rows += [{"prompt": "s", "completion": "\t"}, {"prompt": "n", "completion": 7}]
+  file = tmp_path / "demos.jsonl"
+  file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  plain = dataclasses.replace(config_of().data, chat=False)
+  config = dataclasses.replace(config_of(), data=plain)
+  _, teacher, said = teacher_of(rows, config)
+  assert said == ["records:mine: 12 demonstrations of 12 rows"]
+  from_file = load_demonstrations(str(file), config.demonstration_columns)
+  answers = [" 7\n"] * 9 + ["3 ", "\t", "7"]
+  assert [problem.answer for problem in from_file.problems] == answers
+  worker = RolloutWorker(config)
+  drawn = teacher.draw(np.random.default_rng(0), 600)
+  texts = [worker.chat.tokenizer.decode(pair.completion[:-1]) for pair in drawn]
+  assert set(texts) == set(answers)
+  assert 400 < texts.count(" 7\n") < 500  # 450 of 600 on average
+  for bad, message in (("", "has no completion: ''"), (None, "has no completion: None")):
+    with pytest.raises(UserError, match=message):
+      teacher_of([{"prompt": "a", "completion": bad}], config)
+  with pytest.raises(UserError, match="'mine' contains no demonstration \\(0 rows\\)"):
+    teacher_of([], config)
 
 
 def test_other_columns():

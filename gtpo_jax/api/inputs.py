@@ -12,10 +12,11 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from gtpo_jax.config import Config, freeze
+from gtpo_jax.data.demonstrations import demonstrations_of
 from gtpo_jax.data.pipeline import fixed_sample
 from gtpo_jax.data.records import Problem
 from gtpo_jax.data.sources import RECORDS, Loaded, load_records
-from gtpo_jax.rewards import check_gold
+from gtpo_jax.rewards import gold_check
 from gtpo_jax.rollout.user_functions import RewardFunction
 from gtpo_jax.runtime.errors import UserError
 
@@ -67,7 +68,8 @@ def resolve_inputs(
   config = config if isinstance(config, Config) else freeze(config)
   section = config.data
   # A reward function decides itself what it needs.
-  check = None if reward is not None or config.reward.verifier else check_gold
+  is_own = reward is not None or bool(config.reward.verifier)
+  check = None if is_own else gold_check(config.reward.math_rule)
   load = lambda rows, name: load_records(rows, name, section.fields, section.bad_rows, check)
   records = {}
   if data is not None:
@@ -87,7 +89,7 @@ def resolve_inputs(
   warm_start = config.warm_start
   if demonstrations is not None:
     columns = config.demonstration_columns
-    loaded = load_records(demonstrations, "demonstrations", columns, section.bad_rows)
+    loaded = demonstrations_of(demonstrations, "demonstrations", columns, section.bad_rows)
     name = f"{_name(loaded.problems)}:demonstrations"
     records[name] = loaded
     warm_start = dataclasses.replace(warm_start, data=name)

@@ -6,11 +6,15 @@ problem whose fields have the declared types and can be encoded as UTF-8, or rai
 
 from __future__ import annotations
 
+import decimal
 import math
+import numbers
 import reprlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from gtpo_jax.data.kinds import UNSTATED
 from gtpo_jax.data.readers import Row
@@ -62,11 +66,7 @@ def to_problem(row: Row | ValueError, columns: dict[str, str], location: str) ->
   if isinstance(row, ValueError):
     raise row
   if columns:
-    prompt, answer = (_column(row, columns[key]) for key in ("prompt", "answer"))
-    # A kind that is not the name of a column is the kind of all problems.
-    kind = row.get(columns["kind"], columns["kind"]) if "kind" in columns else UNSTATED
-    used = {column.split(".")[0] for column in columns.values()}
-    return _problem(row, location, prompt, answer, kind, _others(row, used))
+    return _from_columns(row, columns, location, _answer)
   for required, convert in LAYOUTS:
     if required <= row.keys():
       return convert(row, location)
@@ -76,20 +76,42 @@ def to_problem(row: Row | ValueError, columns: dict[str, str], location: str) ->
   )
 
 
+def to_demonstration(row: Row | ValueError, columns: dict[str, str], location: str) -> Problem:
+  """Converts a row to a demonstration: a problem whose answer is the completion, unchanged.
+
+  Arguments and errors are those of `to_problem`, except that the columns must be given.
+  """
+  if isinstance(row, ValueError):
+    raise row
+  return _from_columns(row, columns, location, _completion)
+
+
+def _from_columns(
+  row: Row, columns: dict[str, str], location: str, text_of: Callable[[Any], str]
+) -> Problem:
+  prompt, answer = (_column(row, columns[key]) for key in ("prompt", "answer"))
+  # A kind that is not the name of a column is the kind of all problems.
+  kind = row.get(columns["kind"], columns["kind"]) if "kind" in columns else UNSTATED
+  used = {column.split(".")[0] for column in columns.values()}
+  return _problem(row, location, prompt, text_of(answer), kind, _others(row, used))
+
+
 def _problem(
   row: Row,
   location: str,
   prompt: Any,
-  answer: Any,
+  answer: str,
   kind: Any,
   extra: Mapping[str, Any] | None = None,
 ) -> Problem:
+  if kind is None:  # a column of Parquet has a null where a row states no kind
+    kind = UNSTATED
   if not isinstance(kind, str):
     raise ValueError(f"has a kind that is not text: {VALUES.repr(kind)}")
   return Problem(
     _id(row.get("id", row.get("task_id")), location),
     _messages(prompt),
-    _answer(answer),
+    answer,
     _encodable(kind, "kind"),
     {**(extra or {}), **_extra(row.get("extra"))},
     location,
@@ -105,11 +127,31 @@ def _id(value: Any, location: str) -> str:
 
 
 def _answer(value: Any) -> str:
-  is_finite = isinstance(value, float) and math.isfinite(value)
-  is_whole = isinstance(value, int) and not isinstance(value, bool)
-  if not (isinstance(value, str) or is_finite or is_whole) or not str(value).strip():
+  text = _text(value)
+  if text is None or not text.strip():
     raise ValueError(f"has no answer: {VALUES.repr(value)}")
-  return _encodable(str(value).strip(), "answer")
+  return _encodable(text.strip(), "answer")
+
+
+def _completion(value: Any) -> str:
+  """Returns a demonstration's completion; a base model learns its spaces and line ends too."""
+  text = _text(value)
+  if not text:
+    raise ValueError(f"has no completion: {VALUES.repr(value)}")
+  return _encodable(text, "completion")
+
+
+def _text(value: Any) -> str | None:
+  """Returns a text as it is, and a finite number as its digits; None for anything else."""
+  if isinstance(value, str):
+    return value
+  if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+    return str(value)
+  if isinstance(value, decimal.Decimal) and value.is_finite():
+    return format(value, "f")
+  if isinstance(value, float | np.floating) and math.isfinite(value):
+    return str(value)
+  return None
 
 
 def _others(row: Row, used: Collection[str]) -> Mapping[str, Any]:
@@ -182,7 +224,8 @@ def _column(row: Row, name: str) -> Any:
 
 def _native(row: Row, location: str) -> Problem:
   extra = _others(row, {"prompt", "answer"})
-  return _problem(row, location, row["prompt"], row["answer"], row.get("kind", UNSTATED), extra)
+  kind = row.get("kind", UNSTATED)
+  return _problem(row, location, row["prompt"], _answer(row["answer"]), kind, extra)
 
 
 def _verl(row: Row, location: str) -> Problem:
@@ -191,25 +234,25 @@ def _verl(row: Row, location: str) -> Problem:
   has_index = isinstance(info, Mapping) and "index" in info
   extra = {"data_source": row.get("data_source", "")}
   name = {"id": info["index"] if has_index else None}
-  return _problem(name, location, row["prompt"], truth, "math", extra)
+  return _problem(name, location, row["prompt"], _answer(truth), "math", extra)
 
 
 def _gsm8k(row: Row, location: str) -> Problem:
   if not isinstance(row["answer"], str):
-    return _problem(row, location, row["question"], row["answer"], "math")
+    return _problem(row, location, row["question"], _answer(row["answer"]), "math")
   solution, mark, answer = row["answer"].rpartition("####")
   extra = _others(row, {"question", "answer"}) | ({"solution": solution.strip()} if mark else {})
-  return _problem(row, location, row["question"], answer, "math", extra)
+  return _problem(row, location, row["question"], _answer(answer), "math", extra)
 
 
 def _math(row: Row, location: str) -> Problem:
   extra = _others(row, {"problem", "answer"})
-  return _problem(row, location, row["problem"], row["answer"], "math", extra)
+  return _problem(row, location, row["problem"], _answer(row["answer"]), "math", extra)
 
 
 def _humaneval(row: Row, location: str) -> Problem:
   extra = {key: row[key] for key in ("prompt", "test", "entry_point")}
-  return _problem(row, location, row["prompt"], row["entry_point"], "code", extra)
+  return _problem(row, location, row["prompt"], _answer(row["entry_point"]), "code", extra)
 
 
 def _mbpp(row: Row, location: str) -> Problem:
@@ -220,7 +263,7 @@ def _mbpp(row: Row, location: str) -> Problem:
   }
   prompt = row.get("text", row.get("prompt"))
   answer = location if row.get("task_id") is None else row["task_id"]
-  return _problem(row, location, prompt, answer, "code", extra)
+  return _problem(row, location, prompt, _answer(answer), "code", extra)
 
 
 def _stdin(row: Row, location: str) -> Problem:
@@ -228,7 +271,7 @@ def _stdin(row: Row, location: str) -> Problem:
     raise ValueError("has no tests: its input_output is empty")
   name = _id(row.get("problem_id"), location)
   extra = {"input_output": row["input_output"]}
-  return _problem({"id": name}, location, row["question"], name, "code", extra)
+  return _problem({"id": name}, location, row["question"], _answer(name), "code", extra)
 
 
 # Required columns and conversion of each layout, the most specific first.

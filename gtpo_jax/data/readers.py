@@ -7,11 +7,13 @@ Every reader yields (location, row). The location names the row in messages, suc
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import json
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
+import numpy as np
 from etils import epath
 
 from gtpo_jax.runtime.errors import UserError, first_line
@@ -140,11 +142,51 @@ def _batch_rows(batch: Any) -> list[Row | ValueError]:
   A value that Python cannot represent, such as text that is not UTF-8, invalidates only its row.
   """
   try:
-    return batch.to_pylist()
+    return [with_decimals(row, batch.schema) for row in batch.to_pylist()]
   except Exception as error:  # Arrow raises many types, and imports libraries for some columns
     if batch.num_rows == 1:
       return [ValueError(first_line(error))]
     return [row for i in range(batch.num_rows) for row in _batch_rows(batch.slice(i, 1))]
+
+
+def with_decimals(row: Row, schema: Any) -> Row:
+  """Returns a row of Arrow with the decimals that its numbers of less than 64 bits stand for.
+
+  Python has only 64-bit numbers: the float32 number 0.1 would become 0.10000000149011612.
+  """
+  changed = {}
+  for field in schema:
+    if _has_short_floats(field.type) and row.get(field.name) is not None:
+      changed[field.name] = _decimals(row[field.name], field.type)
+  return {**row, **changed} if changed else row
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_short_floats(kind: Any) -> bool:
+  from pyarrow import types
+
+  if types.is_struct(kind):
+    return any(_has_short_floats(field.type) for field in kind)
+  if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    return _has_short_floats(kind.value_type)
+  return types.is_float16(kind) or types.is_float32(kind)
+
+
+def _decimals(value: Any, kind: Any) -> Any:
+  """Converts the numbers in a value of Arrow; other values stay as they are."""
+  if isinstance(value, list):
+    return [_decimals(item, kind.value_type) for item in value]
+  if isinstance(value, dict):
+    members = {field.name: field.type for field in kind}
+    return {name: _decimals(item, members[name]) for name, item in value.items()}
+  if isinstance(value, float) and _has_short_floats(kind):
+    return shortest(np.asarray(value, kind.to_pandas_dtype()))
+  return value
+
+
+def shortest(values: np.ndarray) -> Any:
+  """Returns numbers as Python objects with the fewest digits that identify them in their dtype."""
+  return values.astype(str).astype(np.float64).tolist()
 
 
 def _hugging_face(name: str) -> Iterator[tuple[str, Row]]:
@@ -159,8 +201,9 @@ def _hugging_face(name: str) -> Iterator[tuple[str, Row]]:
     raise _cannot_load(name, error) from error
   number = 0
   try:
+    schema = rows.features.arrow_schema
     for number, row in enumerate(rows):
-      yield f"{name}:{number}", row
+      yield f"{name}:{number}", with_decimals(row, schema)
   except Exception as error:  # for example a damaged file in the cache
     raise _cannot_load(f"{name}:{number}", error) from error
 
@@ -206,4 +249,7 @@ def _plain(value: Any) -> Any:
     return {key: _plain(item) for key, item in value.items()}
   if isinstance(value, list):
     return [_plain(item) for item in value]
-  return _plain(value.tolist()) if hasattr(value, "tolist") else value
+  if isinstance(value, np.ndarray | np.generic):
+    is_short = value.dtype in (np.float16, np.float32)
+    return shortest(value) if is_short else _plain(value.tolist())
+  return value

@@ -2,7 +2,8 @@
 
 A source is named by a path (`train.jsonl`, `train.jsonl.gz`, `math.parquet`, or a folder of them),
 by `hf:ID[:CONFIG][:SPLIT]`, or by `tfds:NAME[:SPLIT]`. A Python program can pass a sequence of
-dicts instead. Malformed rows are counted and skipped up to a limit. Exact duplicates are dropped.
+dicts instead. Malformed rows are counted and skipped up to a limit. Exact duplicates are dropped;
+demonstrations have a loader of their own, which keeps them (`demonstrations.py`).
 
 This is the one place where untrusted bytes become problems. Whatever the bytes, the result is a
 tuple of well-formed problems or a `UserError` of one line.
@@ -13,10 +14,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gtpo_jax.data.kinds import DEFAULT_KIND, with_kinds
+from gtpo_jax.data.kinds import with_kinds
 from gtpo_jax.data.layouts import parse_fields, to_problem
 from gtpo_jax.data.readers import RECORDS, LocatedRow, Row, is_source, read_rows
 from gtpo_jax.data.records import Problem
@@ -77,7 +78,7 @@ def load_source(
     UserError: there is no such source, it has more malformed rows than `bad_rows`, or it has no
       problem at all.
   """
-  return _load(name, read_rows(name), fields, bad_rows, check)
+  return _load(name, read_rows(name), fields, Malformed(bad_rows), check)
 
 
 def load_records(
@@ -95,19 +96,45 @@ def load_records(
   Raises:
     UserError: `records` is not an iterable of dicts, or an error of `load_source`.
   """
+  return _load(name, record_rows(records, name), fields, Malformed(bad_rows), check)
+
+
+def record_rows(records: Iterable[Row], name: str) -> Iterator[LocatedRow]:
+  """Returns rows in memory with their locations.
+
+  Raises:
+    UserError: `records` is not an iterable of dicts.
+  """
   if isinstance(records, str | bytes | Mapping) or not isinstance(records, Iterable):
     raise UserError(
       f"{name} must be a list of dicts, got {type(records).__name__} {str(records)[:60]!r}; "
       "to read a file, name it in the config's data.train or data.eval"
     )
-  rows = ((f"{name}[{i}]", _as_row(record)) for i, record in enumerate(records))
-  return _load(name, rows, fields, bad_rows, check)
+  return ((f"{name}[{i}]", _as_row(record)) for i, record in enumerate(records))
 
 
 def _as_row(record: object) -> Row | ValueError:
   if isinstance(record, Mapping):
     return dict(record)
   return ValueError(f"must be a dict, got {type(record).__name__}")
+
+
+class Malformed:
+  """The malformed rows of a source, up to a limit.
+
+  Attributes:
+    rows: each as its location and the reason.
+  """
+
+  def __init__(self, limit: int):
+    self.rows: list[str] = []
+    self._limit = limit
+
+  def add(self, location: str, error: ValueError) -> None:
+    """Counts a row. Raises UserError if there are more than the limit."""
+    self.rows.append(f"{location}: {first_line(error)}")
+    if len(self.rows) > self._limit:
+      raise too_many_bad(self.rows, self._limit) from error
 
 
 def too_many_bad(bad: Sequence[str], bad_rows: int) -> UserError:
@@ -119,24 +146,21 @@ def too_many_bad(bad: Sequence[str], bad_rows: int) -> UserError:
 
 
 def _load(
-  name: str, rows: Iterable[LocatedRow], fields: str, bad_rows: int, check: Check | None
+  name: str, rows: Iterable[LocatedRow], fields: str, malformed: Malformed, check: Check | None
 ) -> Loaded:
   columns = parse_fields(fields)
   digests: set[bytes] = set()
   problems = []
-  bad = []
   num_rows = 0
   duplicates = 0
   for location, row in rows:
     num_rows += 1
     try:
       problem = to_problem(row, columns, location)
-      if check:
-        check(problem.kind or DEFAULT_KIND, problem.answer, problem.extra)
+      if check and problem.kind:
+        check(problem.kind, problem.answer, problem.extra)
     except ValueError as error:
-      bad.append(f"{location}: {first_line(error)}")
-      if len(bad) > bad_rows:
-        raise too_many_bad(bad, bad_rows) from error
+      malformed.add(location, error)
       continue
     digest = _digest(problem)
     if digest in digests:
@@ -144,10 +168,34 @@ def _load(
       continue
     digests.add(digest)
     problems.append(problem)
-  if not problems:
-    raise UserError(f"{name!r} contains no problem ({num_rows} rows)")
   with_kind, note = with_kinds(problems)
-  return Loaded(with_kind, num_rows, duplicates, tuple(bad), note)
+  if check:
+    stated = [problem.kind for problem in problems]
+    with_kind = _checked(with_kind, stated, malformed, check)
+  if not with_kind:
+    raise no_rows(name, "problem", num_rows)
+  return Loaded(with_kind, num_rows, duplicates, tuple(malformed.rows), note)
+
+
+def _checked(
+  problems: Sequence[Problem], stated: Sequence[str], malformed: Malformed, check: Check
+) -> tuple[Problem, ...]:
+  """Returns the problems that `check` accepts; it has seen those that state a kind already."""
+  accepted = []
+  for problem, kind in zip(problems, stated, strict=True):
+    try:
+      if not kind:
+        check(problem.kind, problem.answer, problem.extra)
+    except ValueError as error:
+      malformed.add(problem.location, error)
+      continue
+    accepted.append(problem)
+  return tuple(accepted)
+
+
+def no_rows(name: str, what: str, num_rows: int) -> UserError:
+  """Returns the error for a source without a single well-formed row."""
+  return UserError(f"{name!r} contains no {what} ({num_rows} rows)")
 
 
 def _digest(problem: Problem) -> bytes:

@@ -1,7 +1,7 @@
 """Verifiers, reward parts, length penalties and majority votes. None of them uses JAX."""
 
 from gtpo_jax.rewards.code import code_correct, run_code
-from gtpo_jax.rewards.gold import check_gold
+from gtpo_jax.rewards.gold import check_gold, gold_check
 from gtpo_jax.rewards.length import group_relative, soft_overlong
 from gtpo_jax.rewards.math.verdicts import math_correct, math_verdicts
 from gtpo_jax.rewards.plain import choice_correct, exact_correct
@@ -22,6 +22,7 @@ __all__ = [
   "countdown_correct",
   "exact_correct",
   "forks_correct",
+  "gold_check",
   "group_relative",
   "knows_truth",
   "last_number_correct",

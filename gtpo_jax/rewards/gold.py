@@ -1,32 +1,41 @@
 """Checks the gold answers and tests of problems, before any completion exists.
 
 If the tests of a problem cannot run, or nothing can match its answer, each of its completions would
-otherwise be wrong or have no verdict. The rows of a file are checked when the file is read.
+otherwise be wrong or have no verdict. The rows of a file are checked when the file is read. A
+verifier must accept a completion that states the gold answer, and refuse one that states nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gtpo_jax.rewards.plain import choice_correct
+from gtpo_jax.rewards.math.extraction import MAX_CHARS, gold_answer
+from gtpo_jax.rewards.math.values import read
+from gtpo_jax.rewards.math.verdicts import quick_verdict
+from gtpo_jax.rewards.plain import choice_correct, exact_correct
+from gtpo_jax.rewards.synthetic import countdown_reaches
 from gtpo_jax.rewards.truth import check_truth
 from gtpo_jax.rewards.verifiers import VERIFIERS
 
 MAX_COUNTDOWN_DIGITS = 9  # of the numbers that a countdown step may contain
+MAX_SEARCHED_NUMBERS = 4  # of a countdown problem; the search with more takes milliseconds
+SHOWN_CHARS = 80  # of an answer in a message
 
 Extra = Mapping[str, Any]
 
 
-def check_gold(kind: str, answer: str, extra: Extra) -> None:
+def check_gold(kind: str, answer: str, extra: Extra, rule: str = "math") -> None:
   """Checks that the verifier of `kind` can decide whether completions of a problem are correct.
 
   Args:
     kind: `Problem.kind`.
     answer: `Problem.answer`.
     extra: `Problem.extra`, of any content.
+    rule: the config's `reward.math_rule`, for the kind "math".
 
   Raises:
     ValueError: the kind has no verifier, its verifier cannot use the answer or the extra, or
@@ -35,16 +44,59 @@ def check_gold(kind: str, answer: str, extra: Extra) -> None:
   if kind not in VERIFIERS:
     valid = ", ".join(VERIFIERS)
     raise ValueError(f"is of kind {kind!r}, which has no verifier; valid are {valid}")
-  if kind in REQUIREMENTS:
+  if kind == "math":
+    _math(answer, rule)
+  elif kind in REQUIREMENTS:
     REQUIREMENTS[kind](answer, extra)
   check_truth(extra)
+
+
+@functools.cache
+def gold_check(rule: str) -> Callable[[str, str, Extra], None]:
+  """Returns `check_gold` with this rule, always the same function."""
+  return functools.partial(check_gold, rule=rule)
+
+
+_OTHER_KINDS = "the kind exact, or your own reward.verifier"
+_FIX = "close its braces, or use your own reward.verifier"
+_DIGIT = re.compile(r"[0-9]")
+_MARKS = re.compile(r"[\\{}#]|box|answer", re.IGNORECASE)  # what may end or replace a box
+
+
+def _math(answer: str, rule: str) -> None:
+  shown = f"is of kind 'math', but its answer {answer[:SHOWN_CHARS]!r}"
+  if rule == "dapo":
+    if not quick_verdict(f"Answer: {answer}", answer, rule) or quick_verdict("", answer, rule):
+      raise ValueError(f"{shown} cannot be stated in DAPO's `Answer:` line; use {_OTHER_KINDS}")
+    return
+  target = gold_answer(answer).strip()
+  if len(target) > MAX_CHARS:
+    raise ValueError(f"{shown}... is longer than {MAX_CHARS} characters; use {_OTHER_KINDS}")
+  has_digit = bool(_DIGIT.search(target))  # then it is not empty, and most answers are numbers
+  if has_digit and not _MARKS.search(answer):
+    return
+  if not has_digit and not read(target)[0]:
+    raise ValueError(f"{shown} is empty without its formatting; write an answer, or leave it out")
+  if not quick_verdict(f"\\boxed{{{target}}}", answer):
+    raise ValueError(f"{shown} is not the answer of a completion that states it; {_FIX}")
+
+
+def _exact(answer: str, extra: Extra) -> None:
+  if answer.strip() and not _MARKS.search(answer):
+    return
+  shown = f"is of kind 'exact', but its answer {answer[:SHOWN_CHARS]!r}"
+  if exact_correct("", answer) or exact_correct("\\boxed{}", answer):
+    raise ValueError(f"{shown} is empty without its formatting; write an answer, or leave it out")
+  statements = (f"\\boxed{{{answer}}}", f"Answer: {answer}", answer)
+  if not any(exact_correct(text, answer) for text in statements):
+    raise ValueError(f"{shown} is not the answer of a completion that states it; {_FIX}")
 
 
 def _digits(kind: str) -> Callable[[str, Extra], None]:
   def check(answer: str, extra: Extra) -> None:
     if not re.fullmatch(r"\d+", answer, re.ASCII):
       raise ValueError(
-        f"is of kind {kind!r}, but its answer {answer[:80]!r} does not consist of digits"
+        f"is of kind {kind!r}, but its answer {answer[:SHOWN_CHARS]!r} does not consist of digits"
       )
 
   return check
@@ -52,7 +104,10 @@ def _digits(kind: str) -> Callable[[str, Extra], None]:
 
 def _choice(answer: str, extra: Extra) -> None:
   if choice_correct("", answer) is None:
-    raise ValueError(f"is of kind 'choice', but its answer {answer[:80]!r} is not a letter")
+    raise ValueError(
+      f"is of kind 'choice', but its answer {answer[:SHOWN_CHARS]!r} is not a letter from A to J; "
+      "use the kind exact"
+    )
 
 
 def _countdown(answer: str, extra: Extra) -> None:
@@ -66,8 +121,13 @@ def _countdown(answer: str, extra: Extra) -> None:
     )
   if not re.fullmatch(digits, answer, re.ASCII):
     raise ValueError(
-      f"is of kind 'countdown', but its answer {answer[:80]!r} is not a whole number of at most "
-      f"{MAX_COUNTDOWN_DIGITS} digits"
+      f"is of kind 'countdown', but its answer {answer[:SHOWN_CHARS]!r} is not a whole number of "
+      f"at most {MAX_COUNTDOWN_DIGITS} digits"
+    )
+  if len(numbers) <= MAX_SEARCHED_NUMBERS and not countdown_reaches(numbers, int(answer)):
+    raise ValueError(
+      f"is of kind 'countdown', but no steps with +, - and * lead from its numbers "
+      f"{list(numbers)} to its answer {answer}; leave it out"
     )
 
 
@@ -87,7 +147,7 @@ def _humaneval(extra: Extra) -> None:
   for name in ("prompt", "test", "entry_point"):
     _source(extra[name], name)
   if not extra["entry_point"].isidentifier():
-    raise ValueError(f"has entry_point {extra['entry_point'][:80]!r}, which is not a name")
+    raise ValueError(f"has entry_point {extra['entry_point'][:SHOWN_CHARS]!r}, which is not a name")
 
 
 def _test_list(extra: Extra) -> None:
@@ -126,7 +186,7 @@ def _input_output(extra: Extra) -> None:
 def _check_calls(name: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
   _source(name, "fn_name")
   if not name.isidentifier():
-    raise ValueError(f"has fn_name {name[:80]!r}, which is not a name")
+    raise ValueError(f"has fn_name {name[:SHOWN_CHARS]!r}, which is not a name")
   if not all(isinstance(arguments, list | tuple) for arguments in inputs):
     raise ValueError("has an input_output whose inputs are not lists of arguments")
   try:
@@ -158,11 +218,12 @@ TESTS: dict[tuple[str, ...], Callable[[Extra], None]] = {
 }
 
 # By `Problem.kind`: a function that raises ValueError if the kind's verifier cannot use an answer
-# or extra. Kinds without an entry accept any answer.
+# or extra. The kind "math" also depends on the rule.
 REQUIREMENTS: dict[str, Callable[[str, Extra], None]] = {
   "last_number": _digits("last_number"),
   "forks": _digits("forks"),
   "choice": _choice,
+  "exact": _exact,
   "countdown": _countdown,
   "code": _code,
 }

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 
-from gtpo_jax.rewards.math.extraction import marked_answer
+from gtpo_jax.rewards.math.extraction import boxed_answer, marked_answer
 
 _SURROUNDINGS = " \t\r\n*`\"'"
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|tt)?|mathrm|mbox)\{([^{}]*)\}")
-_LETTER = re.compile(r"[\s*`\"']*\(?([A-Za-z])\)?[.):]?[\s*`\"']*")
+_LETTER = re.compile(r"[\s*`\"']*\(?([A-Ja-j])\)?[.):]?[\s*`\"']*")
 # A letter that a text commits to: (B), **B** or B at the end of a line, or B. or B) at its start.
 _CHOICE = re.compile(
   r"\(([A-Ja-j])\)|^[\s*]*([A-J])[.):](?=[\s*]|$)|(?:^|[\s*:])([A-J])[\s.*]*$", re.MULTILINE
@@ -26,8 +26,10 @@ def exact_correct(completion: str, answer: str) -> bool:
   The completion's answer is the last `\\boxed{...}`, or what follows the last `Answer:` or `####`
   on its line; without these it is the last line, or the entire text. Case matters. Spaces, quotes
   and asterisks around an answer do not, nor does a full stop after it or the width of spaces in it.
+  If `answer` has a box, its content is compared.
   """
-  gold = plain_answer(answer)
+  boxed = boxed_answer(answer)
+  gold = plain_answer(answer if boxed is None else boxed)
   marked = marked_answer(completion)
   if marked is not None:
     return plain_answer(marked) == gold
@@ -50,7 +52,7 @@ def plain_answer(text: str) -> str:
 
 
 def choice_correct(completion: str, answer: str) -> bool | None:
-  """Returns whether the completion chooses the letter `answer`; None if that is not a letter.
+  """Returns whether the completion chooses the letter `answer`; None if that is none from A to J.
 
   The choice is the letter at the start of the last `\\boxed{...}`, or of what follows the last
   `Answer:` or `####`. Without these it is the last letter from A to J in parentheses, at the end

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
 
 _DIGIT = re.compile(r"[0-9]")
+MAX_STEP = 10**9  # the numbers of a countdown step are below it
 _STEP = re.compile(r"(\d{1,9})([+\-*])(\d{1,9})=(\d{1,9})", re.ASCII)
 
 
@@ -50,3 +53,23 @@ def countdown_correct(completion: str, numbers: Sequence[int], target: int) -> b
       return False
     pool[c] += 1
   return +pool == Counter([target])
+
+
+def countdown_reaches(numbers: Sequence[int], target: int) -> bool:
+  """Returns whether some chain of steps is correct; for few numbers, as it tries all of them."""
+  return len(numbers) > 1 and target in _totals(tuple(sorted(numbers)))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _totals(numbers: tuple[int, ...]) -> frozenset[int]:
+  """Returns the totals that steps with all numbers reach and that a step can write."""
+  if len(numbers) == 1:
+    return frozenset(numbers)
+  totals = set()
+  for size in range(1, len(numbers) // 2 + 1):
+    for chosen in itertools.combinations(range(len(numbers)), size):
+      part = _totals(tuple(numbers[i] for i in chosen))
+      rest = _totals(tuple(numbers[i] for i in range(len(numbers)) if i not in chosen))
+      for a, b in itertools.product(part, rest):
+        totals.update((a + b, a * b, abs(a - b)))
+  return frozenset(total for total in totals if total < MAX_STEP)

@@ -16,8 +16,11 @@ from __future__ import annotations
 
 import functools
 import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from gtpo_jax.rewards.math.values import Number, read, same
 
 Extra = Mapping[str, Any]
 Numbers = tuple[int, ...]  # the numbers that a countdown step may use, ascending
@@ -25,11 +28,29 @@ Numbers = tuple[int, ...]  # the numbers that a countdown step may use, ascendin
 MARKS = "ifcdCD"  # from the weakest to the strongest: a token takes the strongest of its characters
 MAX_NUMBERS = 5  # of a countdown problem; with more, the search for solutions is long
 MAX_STEPS = 1000  # of a column `truth`
+SHOWN_CHARS = 80  # of a value in a message
 
 _SUM = re.compile(r"\d+(?:\+\d+)+:", re.ASCII)
 _STEP = re.compile(r"(\d{1,9})([+\-*])(\d{1,9})=(\d{1,9})", re.ASCII)
 _FORK = re.compile(r"([^0-9]*)([0-9])([^0-9]*)([0-9])")
-_VALUE = re.compile(r"\s*(\w(?:[\w.]*\w)?)")
+# The value in a text: a number with its sign, currency, fraction, percent sign and unit, or a word.
+# A fraction before `=`, as in 12/4=3, is a step and not a value.
+_FRACTION = r"/[0-9]+(?![0-9]|\s?=)"
+_PERCENT = r" ?\\?%"
+_AMOUNT = (
+  r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+(?::[0-9]+)*)(?:\.[0-9]+)?|\.[0-9]+"
+  r"|\\[dtc]?frac\{[^{}]*\}\{[^{}]*\}"
+)
+_VALUE = re.compile(
+  rf"[-+−]?(?:\\?[$€£¥₹])?[-+−]?(?:{_AMOUNT})(?:{_FRACTION}|{_PERCENT})?"
+  r"(?:[A-Za-z0-9_.]*[A-Za-z0-9_])?"
+  r"|[-+−]?[([{\\]*\w(?:[\w.]*\w)?"
+)
+# What makes a longer value of a number or a word before it.
+_MORE_NUMBER = re.compile(rf"[A-Za-z0-9_]|[.:][0-9]|,[0-9]{{3}}(?![0-9])|{_FRACTION}|{_PERCENT}")
+_MORE_WORD = re.compile(r"\.?\w")
+_SPACE = re.compile(r"\s*")
+MAX_VALUE_CHARS = 100  # of a value that is compared as a number
 
 
 def truth_marks(kind: str, prompt: str, completion: str, answer: str, extra: Extra) -> str | None:
@@ -42,8 +63,8 @@ def truth_marks(kind: str, prompt: str, completion: str, answer: str, extra: Ext
     answer: `Problem.answer`.
     extra: `Problem.extra`. If it has "truth", a list of pairs [text before, right value], these
       pairs decide: each value that follows such a text is a decision, the pairs being found one
-      after another, and the first one that is not the right value is wrong. Everything else is
-      `i`.
+      after another, and the first one that is not the right value is wrong. Numbers are compared
+      as the kind `math` compares them, without units. Everything else is `i`.
   """
   if extra.get("truth"):
     return _value_marks(completion, extra["truth"])
@@ -58,7 +79,7 @@ def knows_truth(kind: str, extra: Extra) -> bool:
 
 
 def check_truth(extra: Extra) -> None:
-  """Raises ValueError if `extra["truth"]` is not a list of pairs of texts."""
+  """Raises ValueError unless `extra["truth"]` is a list of pairs that completions can match."""
   steps = extra.get("truth")
   if steps is None:
     return
@@ -72,6 +93,13 @@ def check_truth(extra: Extra) -> None:
     )
   if len(steps) > MAX_STEPS:
     raise ValueError(f"has a truth of {len(steps)} pairs, more than {MAX_STEPS}")
+  for before, right in steps:
+    marks = _value_marks(before + right, [(before, right)])
+    if marks is None or "d" not in marks or "D" in marks:
+      raise ValueError(
+        f"has a truth with the value {right[:SHOWN_CHARS]!r} after {before[:SHOWN_CHARS]!r}; write "
+        "the right value there, such as 24"
+      )
 
 
 def _value_marks(completion: str, steps: Sequence[Sequence[str]]) -> str | None:
@@ -80,16 +108,45 @@ def _value_marks(completion: str, steps: Sequence[Sequence[str]]) -> str | None:
   found = False
   for before, right in steps:
     start = completion.find(before, position)
-    value = _VALUE.match(completion, start + len(before)) if start >= 0 else None
-    if not value:
+    if start < 0:
+      break
+    start = _SPACE.match(completion, start + len(before)).end()
+    end, is_right = _value_end(completion, start, right.strip())
+    if end == start:
       break
     found = True
-    position = value.end()
-    is_right = value[1] == right
-    marks[value.start(1) : value.end(1)] = ("d" if is_right else "D") * len(value[1])
+    position = end
+    marks[start:end] = ("d" if is_right else "D") * (end - start)
     if not is_right:  # what follows may be right for the wrong value
       break
   return "".join(marks) if found else None
+
+
+def _value_end(text: str, start: int, right: str) -> tuple[int, bool]:
+  """Returns where the value ends that starts here, and whether it is the right one.
+
+  The end is `start` if there is no value.
+  """
+  end = start + len(right)
+  if right and text.startswith(right, start):
+    more = _MORE_NUMBER if right[-1] in string.digits else _MORE_WORD
+    if not (right[-1].isalnum() and more.match(text, end)):
+      return end, True
+  if not re.search(r"\w", right):  # an operator, for example
+    return min(end, len(text)), False
+  value = _VALUE.match(text, start)
+  if not value:
+    return start, False
+  return value.end(), _same_number(value[0], right)
+
+
+def _same_number(a: str, b: str) -> bool:
+  if max(len(a), len(b)) > MAX_VALUE_CHARS:
+    return False
+  first, second = read(a)[1], read(b)[1]
+  if not isinstance(first, Number) or not isinstance(second, Number):
+    return False
+  return same(first, second) is True
 
 
 def _sum_marks(prompt: str, completion: str, answer: str, extra: Extra) -> str | None:

@@ -12,7 +12,7 @@ from gtpo_jax.data.pipeline import fixed_sample
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.data.sources import RECORDS, Check, Loaded, load_source, too_many_bad
 from gtpo_jax.data.tasks import TASKS, TaskPart, make_task
-from gtpo_jax.rewards import check_gold, sandbox_problem
+from gtpo_jax.rewards import gold_check, sandbox_problem
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 
@@ -81,7 +81,7 @@ def _load_problems(
   if name in TASKS:
     task = make_task(name, data.terms, data.largest, data.filler)
     return TaskPart(task, task.held_out_ids if held_out else task.train_ids)
-  check = None if config.reward.verifier else check_gold
+  check = None if config.reward.verifier else gold_check(config.reward.math_rule)
   loaded = records.get(name) or _load(name, data.fields, data.bad_rows, check)
   fitting, too_long, bad = _measure(config, worker, loaded)
   first = f" (first {too_long[0]})" if too_long else ""

@@ -197,6 +197,7 @@ class RewardManager:
     correct = finished & (verdicts > CORRECT_ABOVE)
     reward = np.zeros(finished.shape)
     added = np.zeros(finished.shape)
+    terms = {}
     metrics = {}
     for name, weight in self._config.reward.weighted:
       if name == "correct":
@@ -206,15 +207,14 @@ class RewardManager:
         scored &= ~np.isnan(part)
         metrics[f"reward/part/{name}"] = _mean(part)
       with np.errstate(over="ignore", invalid="ignore"):  # sums that are too large: see below
-        weighted = weight * np.nan_to_num(part)
-        reward += weighted
+        terms[name] = weight * np.nan_to_num(part)
+        reward += terms[name]
         if algorithm.recipe.shaping.by_entropy and name != "correct":
-          added += weighted
+          added += terms[name]
     too_large = ~(np.maximum(np.abs(reward), np.abs(added)) <= MAX_VALUE)
     if too_large.any():
-      self._call.show_once(
-        self._config.reward.parts, f"the weighted sum of the parts is over {MAX_VALUE:g} in size\n"
-      )
+      sizes = {name: np.abs(term[too_large]).max() for name, term in terms.items()}
+      self._call.show_sum_once(self._config.reward.parts, sizes)
     reward = np.where(too_large, 0.0, reward)
     added = np.where(too_large, 0.0, added)
     scored &= ~too_large

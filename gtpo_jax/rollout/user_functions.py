@@ -95,7 +95,7 @@ class FunctionCaller:
       with _unchanged_jax_settings(f"reward function {name!r}"):
         values = self._within_limit(work)
     except (Exception, SystemExit):  # the user's code may raise anything
-      self.show_once(name, traceback.format_exc())
+      self._show_once(name, traceback.format_exc())
       return [math.nan] * n
     except BaseException as error:
       raise FunctionError(
@@ -104,7 +104,9 @@ class FunctionCaller:
     usable = lambda value: abs(value) <= MAX_VALUE  # False for NaN
     unusable = [value for value in values if value is not None and not usable(value)]
     if unusable:
-      self.show_once(name, f"it returned {unusable[0]}; a value is at most {MAX_VALUE:g} in size\n")
+      self._show_once(
+        name, f"it returned {unusable[0]}; a value is at most {MAX_VALUE:g} in size\n"
+      )
     return [value if value is not None and usable(value) else math.nan for value in values]
 
   def _within_limit(self, work: Callable[[], Any]) -> Any:
@@ -115,7 +117,7 @@ class FunctionCaller:
         raise
       raise TimeoutError(f"{error} (reward.function_timeout_s)") from None
 
-  def show_once(self, name: str, error: str) -> None:
+  def _show_once(self, name: str, error: str) -> None:
     """Prints why a function has no usable value, but only the first time this happens."""
     if name not in self._shown:
       self._shown.add(name)
@@ -124,6 +126,25 @@ class FunctionCaller:
         f"reward/no_verdict:\n{error}",
         file=sys.stderr,
         end="",
+        flush=True,
+      )
+
+  def show_sum_once(self, parts: str, sizes: Mapping[str, float]) -> None:
+    """Prints, the first time, that a weighted sum of parts is too large, and which part is.
+
+    Args:
+      parts: the config's `reward.parts`.
+      sizes: the largest magnitude of each part times its weight.
+    """
+    key = f"the sum of {parts}"
+    if key not in self._shown:
+      self._shown.add(key)
+      name = max(sizes, key=sizes.get)
+      print(
+        f"gtpo: the weighted sum of reward.parts = {parts!r} is over {MAX_VALUE:g} in size, since "
+        f"the part {name!r} times its weight is up to {sizes[name]:g}; these completions are left "
+        "out and counted as reward/no_verdict; lower the weight",
+        file=sys.stderr,
         flush=True,
       )
 

@@ -1,13 +1,15 @@
 """Problems from files and datasets: layouts, malformed rows, duplicates, real data."""
 
+import decimal
 import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gtpo_jax.data import readers
-from gtpo_jax.data.sources import is_source, load_source
+from gtpo_jax.data.sources import is_source, load_records, load_source
 from gtpo_jax.rewards import check_gold
 from gtpo_jax.runtime.errors import UserError
 
@@ -112,6 +114,69 @@ def test_a_parquet_row_that_is_not_utf8_is_one_bad_row(tmp_path):
   assert len(loaded.bad) == 1
 
 
+def test_numbers_of_parquet_keep_the_digits_that_were_written(tmp_path):
+  """Also of 32 and 16 bits, in nested columns; a null kind is an absent one."""
+  import pyarrow
+  import pyarrow.parquet
+
+  file = tmp_path / "d.parquet"
+  texts = ["0.1", "2.5", "1234.5"]
+  floats = [float(text) for text in texts]
+  cents = [decimal.Decimal(text) for text in texts]
+  kinds = ("float16", "float32", "float64")
+  columns = {kind: pyarrow.array(floats, pyarrow.float64()).cast(kind) for kind in kinds}
+  columns["float16"] = pyarrow.array(np.float16(floats))
+  columns["decimal"] = pyarrow.array(cents, pyarrow.decimal128(10, 2))
+  columns["int8"] = pyarrow.array([1, 2, 3], pyarrow.int8())
+  expected = dict.fromkeys(kinds[1:], texts)
+  expected |= {"float16": ["0.1", "2.5", "1234.0"], "int8": ["1", "2", "3"]}
+  expected |= {"decimal": ["0.10", "2.50", "1234.50"]}
+  for name, answers in columns.items():
+    table = {
+      "prompt": ["q1", "q2", "q3"],
+      "answer": answers,
+      "kind": pyarrow.array(["exact", None, None], pyarrow.string()),
+      "extra": [{"near": [x, None], "unit": "m"} for x in answers.to_pylist()],
+    }
+    extra = pyarrow.struct({"near": pyarrow.list_(answers.type), "unit": pyarrow.string()})
+    table["extra"] = pyarrow.array(table["extra"], extra)
+    pyarrow.parquet.write_table(pyarrow.table(table), file)
+    problems = load_source(str(file), check=check_gold).problems
+    assert [problem.answer for problem in problems] == expected[name], name
+    assert [problem.kind for problem in problems] == ["exact", "math", "math"]
+    if name == "float32":
+      assert [problem.extra["near"] for problem in problems] == [[x, None] for x in floats]
+    assert problems[0].extra["unit"] == "m"
+
+
+def test_numbers_of_arrays_and_of_python_programs():
+  """Of TFDS, and in rows from Python."""
+  values = {"x": np.float32(0.1), "y": np.float32([[0.1, 2.5]]), "z": [np.float16(0.1), b"t"]}
+  assert readers._plain(values) == {"x": 0.1, "y": [[0.1, 2.5]], "z": [0.1, "t"]}
+  assert readers._plain({"i": np.int64(3), "d": np.float64(0.1)}) == {"i": 3, "d": 0.1}
+  numbers = (np.float32(0.1), np.int64(5), decimal.Decimal("1E+3"), 0.1)
+  rows = [{"prompt": "q", "answer": value} for value in numbers]
+  assert [p.answer for p in load_records(rows, "rows").problems] == ["0.1", "5", "1000"]
+  for value in (np.bool_(True), np.float32("nan"), decimal.Decimal("Infinity")):
+    with pytest.raises(UserError, match="has no answer"):
+      load_records([{"prompt": "q", "answer": value}], "rows")
+
+
+def test_rows_without_a_kind_are_checked_as_the_kind_that_they_get(tmp_path):
+  """Words are `exact`, which holds longer ones than `math` does. The limit covers all bad rows."""
+  rows = [{"prompt": "q", "answer": "wort " * 300}, {"prompt": "p", "answer": "ja"}]
+  loaded = load_source(write(tmp_path / "data.jsonl", rows), check=check_gold)
+  assert {problem.kind for problem in loaded.problems} == {"exact"} and not loaded.bad
+  bad = [{"prompt": "r", "answer": r"\text{}"}, {"prompt": "s", "answer": "k", "kind": "choice"}]
+  file = write(tmp_path / "bad.jsonl", [{"prompt": "p", "answer": "7"}, *bad])
+  loaded = load_source(file, bad_rows=2, check=check_gold)
+  assert len(loaded.problems) == 1 and len(loaded.bad) == 2
+  with pytest.raises(UserError, match=r"bad.jsonl:2: .* is empty without .*2 malformed row"):
+    load_source(file, bad_rows=1, check=check_gold)
+  with pytest.raises(UserError, match="contains no problem"):
+    load_source(write(tmp_path / "none.jsonl", bad), bad_rows=2, check=check_gold)
+
+
 def test_a_hugging_face_dataset_in_a_local_folder(tmp_path, monkeypatch):
   """Loads it with the datasets library and a split, like a dataset of the hub."""
   pytest.importorskip("datasets")
@@ -126,6 +191,15 @@ def test_a_hugging_face_dataset_in_a_local_folder(tmp_path, monkeypatch):
   pairs = [(p.messages[0]["content"], p.answer) for p in loaded.problems]
   assert pairs == [("q2", "2"), ("q3", "3")]
   assert [p.answer for p in load_source(f"hf:{tmp_path / 'set'}").problems] == ["1"]
+
+  import pyarrow
+  import pyarrow.parquet
+
+  answers = pyarrow.array([0.1], pyarrow.float32())
+  (tmp_path / "floats").mkdir()
+  table = pyarrow.table({"prompt": ["q"], "answer": answers})
+  pyarrow.parquet.write_table(table, tmp_path / "floats" / "train.parquet")
+  assert [p.answer for p in load_source(f"hf:{tmp_path / 'floats'}").problems] == ["0.1"]
 
 
 def test_the_layout_of_verl_with_every_row_repeated(tmp_path):
@@ -207,7 +281,6 @@ def test_folders_and_compressed_files(tmp_path):
     (b'{"prompt": "q", "answer": ' + b"9" * 5000 + b"}\n", "4300 digits"),
     ({"prompt": "q", "answer": "1", "id": "a\ud800"}, "character in its id that is not valid"),
     ({"prompt": "q", "answer": "1", "id": [1]}, "has an id that is neither text nor a number"),
-    ({"prompt": "q", "answer": "1", "kind": None}, "has a kind that is not text: None"),
     ({"prompt": "q", "answer": "1", "kind": ["math"]}, "has a kind that is not text"),
     ({"prompt": "q", "answer": "1", "extra": "text"}, "has an extra that is not an object"),
     ({"prompt": "q", "answer": "1", "extra": [1, 2]}, "has an extra that is not an object"),
@@ -386,7 +459,7 @@ def test_datasets_that_do_not_exist_are_rejected():
   ],
 )
 def test_real_files(name, count, kind, first):
-  loaded = load_source(str(REAL / f"{name}.jsonl.gz"))
+  loaded = load_source(str(REAL / f"{name}.jsonl.gz"), check=check_gold)
   assert (len(loaded.problems), loaded.duplicates, loaded.bad) == (count, 0, ())
   assert {problem.kind for problem in loaded.problems} == {kind}
   assert loaded.problems[0].answer == first

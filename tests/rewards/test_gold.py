@@ -1,10 +1,12 @@
 """Gold answers and tests that a verifier cannot use are refused, and all others are accepted."""
 
+import itertools
 import json
 
 import pytest
 
-from gtpo_jax.rewards import check_gold
+from gtpo_jax.rewards import check_gold, countdown_correct, gold_check, math_correct
+from gtpo_jax.rewards.synthetic import countdown_reaches
 
 HUMANEVAL = {"prompt": "def f():\n", "test": "def check(c): pass", "entry_point": "f"}
 CASES = {"inputs": ["1\n", ["2", "3"]], "outputs": ["2", ["5"]]}
@@ -18,9 +20,16 @@ DEEP = "[" * 100_000
   [
     ("math", "any text at all", {}),
     ("math", "24", {"truth": [["48/2=", "24"]]}),
+    ("math", "24", {"truth": [["48/2", "="], ["", "-24 km"], ["=", "1/2"]]}),
+    ("math", r"\{1, 2\}", {}),
+    ("exact", r"a \text{b} c", {}),
+    ("exact", r"so \boxed{a}", {}),
+    ("exact", "def f(): return {", {}),
+    ("choice", r"\text{(j)}", {}),
     ("forks", "85", {}),
     ("last_number", "007", {}),
     ("countdown", "14", {"numbers": [7, 12, 5]}),
+    ("countdown", "14", {"numbers": [1] * 5}),  # too many to try all steps when a file is read
     ("code", "f", HUMANEVAL),
     ("code", "3", {"test_list": ["assert f() == 1"]}),
     ("code", "3", {"test_list": ["x"], "test_setup_code": "y = 1", "test_imports": ["import re"]}),
@@ -42,13 +51,29 @@ def test_accepted(kind, answer, extra):
     ("math", "24", {"truth": "24"}, "truth that is not a list of pairs"),
     ("math", "24", {"truth": [["48/2=", 24]]}, "truth that is not a list of pairs"),
     ("math", "24", {"truth": [["a", "b"]] * 1001}, "truth of 1001 pairs, more than 1000"),
-    ("choice", "Paris", {}, "its answer 'Paris' is not a letter"),
+    ("math", "24", {"truth": [["48/2=", " "]]}, "truth with the value ' ' after '48/2='; write"),
+    ("math", r"\text{}", {}, r"its answer '\\text{}' is empty without its formatting; write an"),
+    ("math", r"\boxed{}", {}, "is empty without its formatting"),
+    ("math", "1" * 1001, {}, "is longer than 1000 characters; use the kind exact"),
+    ("math", "1}", {}, "'1}' is not the answer of a completion that states it; close its braces"),
+    ("exact", r"\text{}", {}, "of kind 'exact', but its answer '\\\\text{}' is empty without"),
+    ("exact", r"\text{ } \mbox{}", {}, "is empty without its formatting; write an answer"),
+    ("exact", r"\boxed{\text{}}", {}, "is empty without its formatting"),
+    ("choice", "Paris", {}, "its answer 'Paris' is not a letter from A to J; use the kind exact"),
+    ("choice", "K", {}, "its answer 'K' is not a letter from A to J; use the kind exact"),
     ("last_number", "-5", {}, "'-5' does not consist of digits"),
     ("last_number", "1,000", {}, "does not consist of digits"),
     ("last_number", "٣", {}, "does not consist of digits"),
     ("countdown", "x", {"numbers": [1]}, "answer 'x' is not a whole number"),
     ("countdown", "9" * 10, {"numbers": [1]}, "at most 9 digits"),
     ("countdown", "5", {}, "extra.numbers is not a list"),
+    (
+      "countdown",
+      "5",
+      {"numbers": [7, 8]},
+      "no steps with +, - and * lead from its numbers [7, 8]",
+    ),
+    ("countdown", "5", {"numbers": [5]}, "lead from its numbers [5] to its answer 5; leave it out"),
     ("countdown", "5", {"numbers": []}, "extra.numbers is not a list"),
     ("countdown", "5", {"numbers": "1 2"}, "extra.numbers is not a list"),
     ("countdown", "5", {"numbers": [1, "2"]}, "extra.numbers is not a list"),
@@ -89,3 +114,31 @@ def test_refused(kind, answer, extra, message):
   with pytest.raises(ValueError) as caught:
     check_gold(kind, answer, extra)
   assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_rule_of_dapo_has_its_own_limits():
+  """Its verifier searches the last 300 characters, and calls a missing answer [INVALID]."""
+  for answer in ("72", "025", r"\frac{1}{2}"):
+    gold_check("dapo")("math", answer, {})
+    assert math_correct(f"Answer: {answer}", answer, rule="dapo") is True
+  for answer in ("[INVALID]", "7\n2", "1" * 299):
+    with pytest.raises(ValueError, match="cannot be stated in DAPO's `Answer:` line; use the kind"):
+      gold_check("dapo")("math", answer, {})
+    assert math_correct(f"Answer: {answer}", answer, rule="dapo") is not True or answer[0] == "["
+  assert math_correct("", "[INVALID]", rule="dapo") is True
+  assert gold_check("dapo") is gold_check("dapo") is not gold_check("math")
+
+
+def test_countdown_reaches_what_some_chain_of_steps_reaches():
+  """Compared with the verdicts on all chains of two steps."""
+  for numbers in itertools.combinations_with_replacement((1, 2, 5, 8), 3):
+    reached = set()
+    for a, b, c in itertools.permutations(numbers):
+      for first in (f"{a}+{b}={a + b}", f"{a}*{b}={a * b}", f"{a}-{b}={a - b}"):
+        r = int(first.split("=")[1])
+        for x, y in ((r, c), (c, r)):
+          for second in (f"{x}+{y}={x + y}", f"{x}*{y}={x * y}", f"{x}-{y}={x - y}"):
+            target = int(second.split("=")[1])
+            if countdown_correct(f"{first},{second}", numbers, target):
+              reached.add(target)
+    assert {t for t in range(-9, 700) if countdown_reaches(numbers, t)} == reached, numbers

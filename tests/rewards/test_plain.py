@@ -46,9 +46,10 @@ def test_exact(completion, answer, correct):
     ("Both fit, so\n**C**", "C", True),
     ("A and B are wrong", "A", False),
     ("no letter here", "A", False),
-    ("Answer: Paris", "P", False),
+    ("Answer: Blue", "B", False),
     ("A", "B", False),
     ("A", "Paris", None),
+    ("K", "K", None),  # only a choice from A to J is found in a text
   ],
 )
 def test_choice(completion, answer, correct):

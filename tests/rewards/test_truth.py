@@ -213,6 +213,33 @@ def test_a_row_can_say_which_values_decide():
   assert truth_marks("math", "1+1:", "1+1=2", "2", {}) is None
 
 
+def test_values_of_truth_in_all_notations():
+  """The value as it is written in the row, and as completions may write it, is a decision."""
+  cases = (
+    ("1,000", ["1,000", "1000"], ["1,001", "1,000.5", "100"]),
+    ("50%", ["50%", "50 %", r"50\%"], ["60%", "5"]),
+    ("1/2", ["1/2", "0.5", r"\frac{1}{2}"], ["1/3", "1", r"\frac{1}{3}"]),
+    ("24 km", ["24 km", "24km", "24", "24 m"], ["25 km", "-24 km"]),
+    ("-24", ["-24", "−24"], ["24", "-25"]),
+    ("$24", ["$24", "24", r"\$24"], ["$25", "-$24"]),
+    ("24", ["24", "24.0", "24,25", "24公里", "24/4=6"], ["24.5", "24,500", "-24", "24/4", "24x"]),
+    ("1:30", ["1:30"], ["1:45", "1"]),
+    ("red", ["red"], ["reddish", "blue", "7"]),
+    ("New York", ["New York"], ["New Jersey"]),
+    ("(1, 2)", ["(1, 2)"], ["(1, 3)"]),
+    (r"\sqrt{2}", [r"\sqrt{2}"], [r"\sqrt{3}"]),
+    ("+", ["+"], ["-", "7"]),
+  )
+  for right, same, others in cases:
+    for text in (*same, *others):
+      marks = truth_marks("math", "", f"x = {text}.", "1", {"truth": [["x =", right]]})
+      mark = "d" if text in same else "D"
+      assert marks[:5] == "iiii" + mark and marks[-1] == "i", (right, text, marks)
+      assert set(marks) == {"i", mark}, (right, text, marks)
+  for text in ("x = ?", "x =", "y = 24"):
+    assert truth_marks("math", "", text, "1", {"truth": [["x =", "24"]]}) is None
+
+
 @pytest.mark.parametrize(
   "text",
   ["", "\x00", "=" * 9999, "1+1=" * 9999, "9" * 99_999, "A" * 99_999, "1+1=2," * 9999, "\ud800٣８"],
@@ -224,4 +251,7 @@ def test_no_text_raises_or_takes_long(text):
     assert marks is None or len(marks) == len(text)
   marks = truth_marks("math", "", text, "2", {"truth": [["1+1=", "2"]] * 1000})
   assert marks is None or len(marks) == len(text)
+  for right in ("2", "-1,000 km", "A" * 500):
+    marks = truth_marks("math", "", text, "2", {"truth": [["", right]] * 100})
+    assert marks is None or len(marks) == len(text)
   assert time.perf_counter() - began < 10

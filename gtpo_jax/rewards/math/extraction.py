@@ -37,7 +37,7 @@ def extract(completion: str) -> str | None:
 
   `math_correct` describes which of several answers is preferred.
   """
-  boxed = _boxed(completion)
+  boxed = boxed_answer(completion)
   if boxed is not None:
     return boxed
   matches = (last_match(pattern, completion) for pattern in (_ANSWER, _HASHES))
@@ -54,7 +54,7 @@ def marked_answer(text: str) -> str | None:
   This is the content of the last box. Without a box, it is what follows the last `Answer:` or
   `####` on its line.
   """
-  boxed = _boxed(text)
+  boxed = boxed_answer(text)
   if boxed is not None:
     return boxed
   matches = (last_match(pattern, text) for pattern in (_ANSWER, _HASHES))
@@ -68,7 +68,7 @@ def gold_answer(gold: str) -> str:
   This is the first that exists of: the last box, the text after the last `####`, the text after the
   last `Answer:`, the entire text.
   """
-  boxed = _boxed(gold)
+  boxed = boxed_answer(gold)
   if boxed is not None:
     return boxed
   match = last_match(_HASHES, gold) or last_match(_ANSWER, gold)
@@ -92,7 +92,7 @@ def _last_number(text: str) -> str | None:
   return None
 
 
-def _boxed(text: str) -> str | None:
+def boxed_answer(text: str) -> str | None:
   """Returns the content of the last balanced box, or None if there is none.
 
   It takes one pass with a stack. A separate search from every box would take quadratic time.

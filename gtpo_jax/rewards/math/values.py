@@ -41,8 +41,9 @@ class Group(NamedTuple):
   It is unrelated to a group of completions.
 
   Attributes:
-    kind: the pair of brackets, such as "()"; "list" if there are no brackets; "union" for a union
-      of intervals; "named" for values with names, as in x = 1, y = 2.
+    kind: the pair of brackets, such as "()"; "list" if there are no brackets; "row" for numbers
+      with only spaces between them; "union" for a union of intervals; "named" for values with
+      names, as in x = 1, y = 2.
     items: the values.
     names: the names of a "named" group, in the order of its items.
   """
@@ -58,6 +59,9 @@ _DIGITS = r"\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+"
 _NUMBER = re.compile(
   rf"([-+]?) ?(?:({_DIGITS})(?:\.(\d*))?|\.(\d+))(?:[eE]([-+]?\d{{1,3}}))?", re.ASCII
 )
+_HEX = re.compile(r"-?0[xX][0-9a-fA-F]+")
+# Numbers with only spaces between them. math-verify would read a product: 1 0 2 as 0.
+_ROW = re.compile(r"[-+]?\d+(?:\.\d+)?(?: [-+]?\d+(?:\.\d+)?)+", re.ASCII)
 _SCALE = {
   "hundred": 100,
   "thousand": 1000,
@@ -101,7 +105,8 @@ _UNION = re.compile(r"\\cup(?![a-z])")
 def read(text: str) -> tuple[str, Value | None]:
   """Returns the cleaned text and its value. The value is None if it needs SymPy."""
   if number := _literal(text):
-    return text, number
+    # math-verify would read a hexadecimal number as a product of digits and letters.
+    return str(number.value) if _HEX.fullmatch(text) else text, number
   text = strip_units(clean(text))
   named = _LEFT_SIDE.match(text)
   if named and (named[1].endswith("\\in") or not _COMPOUND.search(text, named.end())):
@@ -125,10 +130,10 @@ def same(a: Value, b: Value) -> bool | None:
 
 
 def _literal(text: str) -> Number | None:
-  """Parses a number written in digits, or returns None."""
+  """Parses a number written in decimal or hexadecimal digits, or returns None."""
   match = _NUMBER.fullmatch(text)
   if not match:
-    return None
+    return Number(Fraction(int(text, 16))) if _HEX.fullmatch(text) else None
   sign, whole, places, point, exponent = match.groups()
   decimals = places or point or ""
   power = int(exponent or 0)
@@ -164,6 +169,8 @@ def _value(text: str, depth: int = 0) -> Value | None:
   if text[:1] == "(" and (number := _literal(text[1:-1].strip())):  # (073)
     return number
   value = exact_value(text)
+  if value is None and _ROW.fullmatch(text):
+    return Group("row", tuple(Number(Fraction(item)) for item in text.split(" ")))
   return _group(text, depth) if value is None else Number(value)
 
 

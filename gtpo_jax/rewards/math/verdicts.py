@@ -29,7 +29,7 @@ from gtpo_jax.rewards.math.arithmetic import CLOSE, MAX_DEPTH, OPEN
 from gtpo_jax.rewards.math.dapo import dapo_correct
 from gtpo_jax.rewards.math.extraction import MAX_CHARS, extract, gold_answer
 from gtpo_jax.rewards.math.normalize import SPACE
-from gtpo_jax.rewards.math.values import read, same
+from gtpo_jax.rewards.math.values import Group, read, same
 from gtpo_jax.rewards.math.worker_pool import WorkerPool, shared_pool, wait_all
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
@@ -99,6 +99,12 @@ def math_verdicts(
   return wait_all(verdicts)
 
 
+def quick_verdict(completion: str, gold: str, rule: str = "math") -> bool | None:
+  """Returns `math_correct` if that needs no worker process, else None."""
+  verdict = (_decide if rule == "math" else dapo_correct)(completion, gold)
+  return None if isinstance(verdict, Undecided) else verdict
+
+
 class Undecided(NamedTuple):
   """Two expressions that need math-verify."""
 
@@ -155,6 +161,8 @@ def compare(gold: str, answer: str) -> bool | Undecided | None:
   elif isinstance(gold_value, str) and gold_value not in ("oo", "-oo"):
     # The gold answer is a word and the answer is not. math-verify would read a word as a product of
     # letters and accept "evil" for "live".
+    return False
+  elif any(isinstance(x, Group) and x.kind == "row" for x in (gold_value, answer_value)):
     return False
   if _depth(answer) > MAX_DEPTH or _TOO_COSTLY.search(answer):
     return None

@@ -157,6 +157,9 @@ EQUAL = [
   ("B", "B) 12"),
   ("B", "\\textbf{(B)}\\ 12"),
   ("\\infty", "∞"),
+  ("1 0\n0 1", "1 0 0 1"),
+  ("7.50 2", "7.5  2"),
+  ("0x1F", "31"),
 ]
 # Unequal pairs, compared without a worker.
 UNEQUAL = [
@@ -247,9 +250,17 @@ UNEQUAL = [
   ("(1,2)", "(1,3)"),
   ("72", ""),
   ("72", "  "),
+  ("0 3 0 1", "0 3 1 1"),  # math-verify would read products, which are all 0
+  ("0 3 0 1", "0"),
+  ("0", "0 3 0 1"),
+  ("1 0\n0 1", "0 1\n1 0"),
+  ("0 3 0 1", "x"),
+  ("0x5b993", "0x5b994"),
+  ("0x5cafe", "0x5"),
 ]
 # Gold answer, answer, and the verdict of math-verify.
 BY_MATH_VERIFY = [
+  ("0x5b993", "1x5b993", False),
   ("\\sqrt{8}", "2\\sqrt{2}", True),
   ("\\sqrt2", "\\sqrt{2}", True),
   ("2\\sqrt{3}", "√12", True),
