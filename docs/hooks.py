@@ -45,11 +45,13 @@ def fields_table() -> str:
     section = field.name.rpartition(".")[0]
     if section != last:
       lines += ["", *([f"## {section}", ""] if section else [])]
-      lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
+      lines += ["| field | type | default | values | meaning |", "|---|---|---|---|---|"]
       last = section
     default = "-" if field.default is None else f"`{field.default!r}`"
     meaning = field.meaning.replace("|", "\\|")
-    lines.append(f"| `{field.name}` | {field.kind} | {default} | {meaning} |")
+    lines.append(
+      f"| `{field.name}` | {field.kind} | {default} | {field.values or '-'} | {meaning} |"
+    )
   return "\n".join(lines)
 
 

@@ -122,7 +122,10 @@ CASES = {
   "a misspelt field": (train(config="unknown.py"), "'batch.promts', did you mean 'batch.prompts'?"),
   "text as a number": (train(config="type.py"), "'steps'"),
   "a negative seed": (train("seed=-1"), "seed must be at least 0, got -1"),
-  "a seed of 33 bits": (train("seed=4294967296"), "seed must be below 2**32, got 4294967296"),
+  "a seed of 33 bits": (
+    train("seed=4294967296"),
+    "seed must be at most 4294967295, got 4294967296",
+  ),
   "a learning rate that is not a number": (
     train("optimizer.learning_rate=nan"),
     "optimizer.learning_rate must be above 0 and finite, got nan",
@@ -134,14 +137,17 @@ CASES = {
     train("guards.skipped=0"),
     "guards.skipped must be at least 1, got 0",
   ),
-  "a negative stall": (train("guards.stall_s=-1"), "guards.stall_s must be at least 0, got -1"),
+  "a negative stall": (
+    train("guards.stall_s=-1"),
+    "guards.stall_s must be from 0 to 1e9 seconds, got -1",
+  ),
   "no group to record": (
     train("log.credit_groups=0"),
     "log.credit_groups must be at least 1, got 0",
   ),
   "a stall that is not a number": (
     train("guards.stall_s=nan"),
-    "guards.stall_s must be at least 0, got nan",
+    "guards.stall_s must be from 0 to 1e9 seconds, got nan",
   ),
   "no checkpoint to keep": (
     train("checkpoint.keep=0"),

@@ -36,7 +36,7 @@ def provenance_of(
   """
   sources = [
     (f"data.train {name!r}", part)
-    for (name, _), (part, _) in zip(config.train_sources, problems, strict=True)
+    for (name, _), (part, _) in zip(config.data.sources, problems, strict=True)
     if isinstance(part, list)
   ]
   if config.eval_task is None:

@@ -281,7 +281,8 @@ def configs(args: argparse.Namespace, overrides: list[str]) -> int:
 
     for field in describe():
       default = "-" if field.default is None else repr(field.default)
-      print(f"{field.name} ({field.kind}, {default}): {field.meaning}")
+      values = f"; {field.values}" if field.values else ""
+      print(f"{field.name} ({field.kind}, {default}{values}): {field.meaning}")
     return 0
   if args.name:
     if args.name not in files:

@@ -9,19 +9,21 @@ from typing import Any
 
 from gtpo_jax import algorithms
 from gtpo_jax.algorithms import Algorithm
+from gtpo_jax.config.monitoring import (
+  CheckpointSection,
+  EvalSection,
+  GuardSection,
+  LogSection,
+  ProfileSection,
+)
 from gtpo_jax.config.sections import (
   RL_OPTIMIZER,
   AlgorithmSection,
   BatchSection,
-  CheckpointSection,
   DataSection,
-  EvalSection,
   FrozenSection,
-  GuardSection,
-  LogSection,
   MeshSection,
   ModelSection,
-  ProfileSection,
   RewardSection,
   SamplingSection,
   WarmStartSection,
@@ -35,7 +37,7 @@ from gtpo_jax.runtime.fields import at_least, check_bounds, setting
 from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
 from gtpo_jax.training.state import OptimizerConfig
 
-INFINITY = float("inf")
+SEED = at_least(0)._replace(largest=2**32 - 1)
 MAX_RANDOM_WIDTH = 512  # of presets that may start from random weights; wider ones learn nothing
 
 
@@ -55,7 +57,7 @@ class Config:
     UserError: a value is out of bounds, or two values are incompatible.
   """
 
-  seed: int = setting(0, bound=at_least(0))
+  seed: int = setting(0, bound=SEED)
   steps: int = setting(50, bound=at_least(1))
   model: ModelSection = ModelSection()
   mesh: MeshSection = MeshSection()
@@ -81,8 +83,6 @@ class Config:
     self._check_algorithm()
 
   def _check_bounds(self) -> None:
-    if self.seed >= 2**32:
-      raise UserError(f"seed must be below 2**32, got {self.seed}")
     check_bounds(self, "")
     if self.sampling.temperature == 0:
       raise UserError(
@@ -113,7 +113,7 @@ class Config:
       self.check_context(architecture)
 
   def _check_data(self) -> None:
-    for name in (*(name for name, _ in self.train_sources), self.eval_name):
+    for name in (*(name for name, _ in self.data.sources), self.eval_name):
       if name not in TASKS and not is_source(name):
         raise UserError(
           f"unknown task {name!r} in data{did_you_mean(name, TASKS)}; "
@@ -287,23 +287,6 @@ class Config:
   def eval_sampling_params(self) -> SamplingParams:
     """How evaluation draws its samples."""
     return SamplingParams(self.eval.temperature, top_p=self.eval.top_p)
-
-  @property
-  def train_sources(self) -> list[tuple[str, float]]:
-    """The tasks or sources to train on, with their weights."""
-    if len(parts := self.data.train.split(",")) == 1 and "*" not in self.data.train:
-      return [(self.data.train, 1.0)]
-    pairs = [part.strip().rpartition("*") for part in parts]
-    try:
-      weighted = [(name, float(weight)) for name, _, weight in pairs]
-    except ValueError:
-      weighted = []
-    if not weighted or not all(name and 0 < weight < INFINITY for name, weight in weighted):
-      raise UserError(
-        "data.train must name several sources as a.jsonl*2,b.parquet*1, with weights above 0; "
-        f"got {self.data.train!r}"
-      )
-    return weighted
 
   @property
   def demonstration_columns(self) -> str:

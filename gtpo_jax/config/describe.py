@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from gtpo_jax.algorithms import OBJECTIVES, RECIPES, declarations
 from gtpo_jax.config.config import Config
 from gtpo_jax.config.sections import AlgorithmSection
+from gtpo_jax.runtime.fields import FLAG
 
 
 class FieldDescription(NamedTuple):
@@ -22,12 +23,14 @@ class FieldDescription(NamedTuple):
     kind: the name of its type.
     default: its default; for a setting of an algorithm, the published value of `gtpo`, or None if
       `gtpo` does not read it.
+    values: the bound of its values, such as "at least 0 and finite"; empty if its type says all.
     meaning: what it does.
   """
 
   name: str
   kind: str
   default: Any
+  values: str
   meaning: str
 
 
@@ -35,6 +38,7 @@ def describe(section: Any = None, prefix: str = "") -> Iterator[FieldDescription
   """Yields every field of a section of the config and of the sections in it; None for all."""
   section = Config() if section is None else section
   meanings = _meanings(type(section))
+  declared = declarations() if prefix == "algorithm." else {}
   hints = typing.get_type_hints(type(section))
   published = RECIPES[Config().algorithm.name].settings if prefix == "algorithm." else {}
   for field in dataclasses.fields(section):
@@ -45,7 +49,8 @@ def describe(section: Any = None, prefix: str = "") -> Iterator[FieldDescription
       continue
     kind = (typing.get_args(hints[field.name]) or (hints[field.name],))[0].__name__
     default = published.get(field.name) if value is None else value
-    yield FieldDescription(name, kind, default, meanings[field.name])
+    values = _values(declared.get(field.name, {type(section): field}))
+    yield FieldDescription(name, kind, default, values, meanings[field.name])
 
 
 def settings_of_recipes() -> dict[str, dict[str, Any]]:
@@ -74,6 +79,12 @@ def _meanings(cls: type) -> dict[str, str]:
   if issubclass(cls, AlgorithmSection):
     meanings |= {name: _setting(parts) for name, parts in declarations().items()}
   return meanings
+
+
+def _values(parts: dict[type, dataclasses.Field]) -> str:
+  """Returns the bound of a field that some classes declare; empty for none and for flags."""
+  bounds = [field.metadata.get("bound") for field in parts.values()]
+  return " or ".join(dict.fromkeys(x.description for x in bounds if x and x is not FLAG))
 
 
 def _setting(parts: dict[type, dataclasses.Field]) -> str:

@@ -1,20 +1,37 @@
-"""The sections of a configuration: frozen dataclasses with the defaults and meanings of fields."""
+"""The sections of a configuration: frozen dataclasses with the defaults and meanings of fields.
+
+Those that do not change what is trained are in `monitoring.py`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import ClassVar
 
 from gtpo_jax.algorithms import Settings
 from gtpo_jax.data.tasks import FILLER
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.fields import ABOVE_0, AT_LEAST_0, SHARE, Checked, at_least, one_of, setting
+from gtpo_jax.runtime.fields import (
+  ABOVE_0,
+  AT_LEAST_0,
+  FINITE,
+  Checked,
+  at_least,
+  find_problem,
+  number,
+  one_of,
+  setting,
+)
 from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 from gtpo_jax.training.state import OptimizerConfig
 
 MATH_RULES = ("math", "dapo")
 MAX_STALENESS = 16
+AXIS_SIZE = number(lambda x: x == -1 or x >= 1, "at least 1, or -1 for the remaining devices")
+STALENESS = number(
+  lambda x: 0 <= x <= MAX_STALENESS, f"from 0 (whole batches) to {MAX_STALENESS} updates"
+)
+TIMEOUT = number(lambda x: 0 < x <= 86_400, "above 0 and at most 86400 (a day)")
 RL_OPTIMIZER = OptimizerConfig()
 IMITATION_OPTIMIZER = OptimizerConfig(
   learning_rate=1.5e-3, schedule="cosine", warmup_steps=50, b2=0.99
@@ -54,8 +71,8 @@ class ModelSection:
   matmul_precision: str = "default"
   remat: str = "full"
   attention: str = ""
-  lora_rank: int = 0
-  lora_alpha: float = 32.0
+  lora_rank: int = setting(0, bound=at_least(0))
+  lora_alpha: float = setting(32.0, bound=ABOVE_0)
   lora_targets: str = "q,k,v,o,gate,up,down"
   quantize: str = ""
 
@@ -72,10 +89,10 @@ class MeshSection:
     tensor: shards of heads, MLP and vocabulary.
   """
 
-  data: int = -1
-  fsdp: int = 1
-  context: int = 1
-  tensor: int = 1
+  data: int = setting(-1, bound=AXIS_SIZE)
+  fsdp: int = setting(1, bound=AXIS_SIZE)
+  context: int = setting(1, bound=AXIS_SIZE)
+  tensor: int = setting(1, bound=AXIS_SIZE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +125,31 @@ class DataSection:
   system: str = ""
   template: str = "{prompt}"
   chat: bool = True
-  terms: int = 0
-  largest: int = 0
-  filler: int = FILLER
+  terms: int = setting(0, bound=at_least(0))
+  largest: int = setting(0, bound=at_least(0))
+  filler: int = setting(FILLER, bound=at_least(0))
   max_prompt_tokens: int = setting(32, bound=at_least(1))
+
+  @property
+  def sources(self) -> list[tuple[str, float]]:
+    """The tasks or sources to train on, with their weights.
+
+    Raises:
+      UserError: `train` cannot be parsed.
+    """
+    if len(parts := self.train.split(",")) == 1 and "*" not in self.train:
+      return [(self.train, 1.0)]
+    pairs = [part.strip().rpartition("*") for part in parts]
+    try:
+      weighted = [(name, float(weight)) for name, _, weight in pairs]
+    except ValueError:
+      weighted = [("", 0.0)]
+    if not all(name and not find_problem(weight, ABOVE_0) for name, weight in weighted):
+      raise UserError(
+        "data.train must name several sources as a.jsonl*2,b.parquet*1, with weights above 0; "
+        f"got {self.train!r}"
+      )
+    return weighted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,17 +211,8 @@ class SamplingSection(EngineConfig, SamplingParams):
   """
 
   max_tokens: int = setting(40, bound=at_least(2))
-  staleness: int = 0
+  staleness: int = setting(0, bound=STALENESS)
   warm_up: bool = False
-
-  def __post_init__(self):
-    EngineConfig.__post_init__(self)
-    SamplingParams.__post_init__(self)
-    if not 0 <= self.staleness <= MAX_STALENESS:
-      raise UserError(
-        f"sampling.staleness must be from 0 (whole batches) to {MAX_STALENESS} updates, "
-        f"got {self.staleness}"
-      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +233,7 @@ class WarmStartSection:
   data: str = ""
   fields: str = ""
   batch: int = setting(16, bound=at_least(1))
-  slips: float = setting(1.0, bound=at_least(0))
+  slips: float = setting(1.0, bound=AT_LEAST_0)
   optimizer: OptimizerConfig = IMITATION_OPTIMIZER
 
 
@@ -249,9 +278,9 @@ class RewardSection(Checked):
   parts: str = "correct"
   verifier: str = ""
   math_rule: str = setting("math", bound=one_of(MATH_RULES))
-  timeout_s: float = setting(5.0, bound=ABOVE_0)
-  function_timeout_s: float = setting(300.0, bound=ABOVE_0)
-  code_timeout_s: float = setting(5.0, bound=ABOVE_0)
+  timeout_s: float = setting(5.0, bound=TIMEOUT)
+  function_timeout_s: float = setting(300.0, bound=TIMEOUT)
+  code_timeout_s: float = setting(5.0, bound=TIMEOUT)
   code_memory_mb: int = setting(512, bound=at_least(16))
   unsandboxed: bool = False
 
@@ -271,122 +300,9 @@ class RewardSection(Checked):
       weighted = [(name.strip(), float(weight) if star else 1.0) for name, star, weight in pairs]
     except ValueError:
       return []
-    valid = all(name and math.isfinite(weight) for name, weight in weighted)
+    valid = all(name and not find_problem(weight, FINITE) for name, weight in weighted)
     unique = len({name for name, _ in weighted}) == len(weighted)
     return weighted if valid and unique else []
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalSection:
-  """Held-out evaluation: before the first step, at intervals, and at the end.
-
-  Attributes:
-    every: steps between evaluations; 0 evaluates only at the beginning and the end.
-    problems: held-out problems.
-    samples: completions per problem, for mean@n and pass@k.
-    batch: problems sampled at once.
-    temperature: temperature of the sampled completions; a greedy completion per problem is always
-      added.
-    top_p: sample from the smallest set of tokens with this total probability.
-  """
-
-  every: int = setting(10, bound=at_least(0))
-  problems: int = setting(500, bound=at_least(1))
-  samples: int = setting(8, bound=at_least(1))
-  batch: int = setting(64, bound=at_least(1))
-  temperature: float = setting(1.0, bound=AT_LEAST_0)
-  top_p: float = setting(1.0, bound=SHARE)
-
-  def is_due(self, step: int, last: int) -> bool:
-    """Whether step `step` of a run of `last` steps is evaluated."""
-    return step in (0, last) or bool(self.every and step % self.every == 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointSection:
-  """When the training state is saved.
-
-  Attributes:
-    every: steps between checkpoints; the last step is always saved.
-    keep: how many of the newest checkpoints to keep.
-    best: also keep the parameters of the best evaluation (by mean@n), in WORKDIR/best.
-    accept_changes: resume a run even if its config, its data, its guide or its reference changed;
-      the changes are printed.
-  """
-
-  every: int = setting(10, bound=at_least(1))
-  keep: int = setting(2, bound=at_least(1))
-  best: bool = False
-  accept_changes: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class GuardSection:
-  """When to end a run that goes wrong.
-
-  Attributes:
-    skipped: end the run after this many consecutive steps with a skipped update (its loss or
-      gradient was not finite).
-    stall_s: exit, after printing all stacks, if no step, evaluation batch or part of the warm start
-      ends, and no program is compiled, for this many seconds; 0 to never exit.
-  """
-
-  skipped: int = setting(3, bound=at_least(1))
-  stall_s: float = setting(7200.0, bound=at_least(0))
-
-
-@dataclasses.dataclass(frozen=True)
-class LogSection:
-  """What is written besides metrics.jsonl.
-
-  Attributes:
-    tensorboard: write TensorBoard's event files into WORKDIR.
-    wandb: the Weights & Biases project to log to (needs `pip install wandb`); "" for none.
-      WANDB_MODE=offline writes only to WORKDIR/wandb.
-    samples: completions per step written to WORKDIR/samples.jsonl.
-    credit_every: steps between records of token-level credit (WORKDIR/credit, for `gtpo report`);
-      the first and the last step are recorded too; 0 for no records.
-    credit_groups: groups per record whose tokens are kept, those with the most mixed verdicts
-      first; for the other groups only entropies and verdicts are kept.
-  """
-
-  tensorboard: bool = True
-  wandb: str = ""
-  samples: int = setting(4, bound=at_least(0))
-  credit_every: int = setting(10, bound=at_least(0))
-  credit_groups: int = setting(4, bound=at_least(1))
-
-  def keeps_credit(self, step: int, last: int) -> bool:
-    """Whether credit is recorded at step `step` of a run of `last` steps."""
-    return bool(self.credit_every) and (step in (1, last) or step % self.credit_every == 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class ProfileSection:
-  """Which steps are traced, for XProf and Perfetto.
-
-  Attributes:
-    steps: the first and the last step to trace to WORKDIR/profile, such as "3:5"; "" for none. The
-      first steps include compilation.
-  """
-
-  steps: str = ""
-
-  def __post_init__(self):
-    first, last = self.window or (1, 1)
-    if not 1 <= first <= last:
-      raise UserError(
-        "profile.steps must be two steps, such as 3:5, the first at least 1 and not after the "
-        f"last; got {self.steps!r}"
-      )
-
-  @property
-  def window(self) -> tuple[int, int] | None:
-    """The first and the last step to trace; None for no trace, (0, 0) if `steps` is invalid."""
-    if not self.steps:
-      return None
-    first, _, last = self.steps.partition(":")
-    return (int(first), int(last)) if first.isdecimal() and last.isdecimal() else (0, 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -10,6 +11,7 @@ from gtpo_jax.models.attention.rope_scaling import RopeScaling
 from gtpo_jax.models.families import FAMILIES, MATRICES
 from gtpo_jax.models.quantize import FORMATS
 from gtpo_jax.runtime.errors import UserError, did_you_mean
+from gtpo_jax.runtime.fields import ABOVE_0, Checked, at_least, setting
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 PRECISIONS = ("default", "high", "highest")
@@ -19,7 +21,7 @@ LORA_TARGETS = MATRICES
 
 
 @dataclasses.dataclass(frozen=True)
-class Lora:
+class Lora(Checked):
   """Low-rank adapters (2106.09685): W + (alpha / rank) A B. Only A and B are trained.
 
   Attributes:
@@ -28,15 +30,14 @@ class Lora:
     targets: the matrices that have an adapter, a subset of q, k, v, o, gate, up, down.
   """
 
-  rank: int = 0
-  alpha: float = 32.0
+  prefix: ClassVar[str] = "model.lora_"
+
+  rank: int = setting(0, bound=at_least(0))
+  alpha: float = setting(32.0, bound=ABOVE_0)
   targets: tuple[str, ...] = LORA_TARGETS
 
   def __post_init__(self):
-    if self.rank < 0:
-      raise UserError(f"model.lora_rank must be at least 0, got {self.rank}")
-    if not 0 < self.alpha < float("inf"):
-      raise UserError(f"model.lora_alpha must be above 0 and finite, got {self.alpha}")
+    super().__post_init__()
     if unknown := [target for target in self.targets if target not in LORA_TARGETS]:
       raise UserError(
         f"model.lora_targets names {unknown[0]!r}{did_you_mean(unknown[0], LORA_TARGETS)}; "

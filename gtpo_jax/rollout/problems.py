@@ -39,7 +39,7 @@ def training_problems(
   """
   return [
     (_load_problems(config, worker, name, False, say, records), weight)
-    for name, weight in config.train_sources
+    for name, weight in config.data.sources
   ]
 
 

@@ -13,12 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import struct
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 from gtpo_jax.runtime.errors import UserError
 
 INFINITY = float("inf")
+# Programs compute with float32 and int32. There, the reciprocal of the smallest number and the
+# square of the largest are finite, also times 1e8.
+SMALLEST = 1e-30
+LARGEST = 1e15
+LARGEST_INTEGER = 2**31 - 1
 
 
 class Bound(NamedTuple):
@@ -28,11 +34,13 @@ class Bound(NamedTuple):
     accepts: whether a value is one of them.
     description: completes "NAME must be ...".
     reason: why, for values that look reasonable; may be empty.
+    largest: the largest integer.
   """
 
   accepts: Callable[[Any], bool]
   description: str
   reason: str = ""
+  largest: int = LARGEST_INTEGER
 
 
 def number(test: Callable[[Any], bool], description: str, kind: type = numbers.Real) -> Bound:
@@ -41,19 +49,23 @@ def number(test: Callable[[Any], bool], description: str, kind: type = numbers.R
   return Bound(accepts, description)
 
 
-def at_least(least: float, reason: str = "") -> Bound:
-  """Returns the bound of the numbers from `least`, infinity included."""
+def at_least(least: int, reason: str = "") -> Bound:
+  """Returns the bound of the integers from `least`."""
   return number(lambda x: x >= least, f"at least {least}")._replace(reason=reason)
 
 
 def one_of(names: Iterable[str]) -> Bound:
-  """Returns the bound of some names."""
+  """Returns the bound of some names, of which one may be empty."""
   choices = tuple(names)
-  return Bound(lambda x: isinstance(x, str) and x in choices, f"one of {', '.join(choices)}")
+  listed = [name for name in choices if name]
+  description = ("one of " if len(listed) > 1 else "") + ", ".join(listed)
+  or_empty = ", or empty" if "" in choices else ""
+  return Bound(lambda x: isinstance(x, str) and x in choices, f"{description}{or_empty}")
 
 
 FLAG = Bound(lambda x: isinstance(x, bool), "True or False")
 SHARE = number(lambda x: 0 < x <= 1, "in (0, 1]")
+BELOW_1 = number(lambda x: 0 <= x < 1, "in [0, 1)")
 AT_LEAST_0 = number(lambda x: 0 <= x < INFINITY, "at least 0 and finite")
 ABOVE_0 = number(lambda x: 0 < x < INFINITY, "above 0 and finite")
 AT_LEAST_1 = number(lambda x: 1 <= x < INFINITY, "at least 1 and finite")
@@ -76,6 +88,8 @@ def setting(default: Any, meaning: str = "", bound: Bound | None = None) -> Any:
 def check_bounds(section: Any, prefix: str) -> None:
   """Checks the fields of a dataclass, and of the dataclasses in it, against their bounds.
 
+  Numbers must also have a size that programs can compute with, whatever their bound.
+
   Args:
     section: the dataclass.
     prefix: what an error message puts in front of the name of a field, such as "algorithm.".
@@ -89,9 +103,26 @@ def check_bounds(section: Any, prefix: str) -> None:
     bound = field.metadata.get("bound")
     if dataclasses.is_dataclass(value):
       check_bounds(value, f"{name}.")
-    elif bound and not bound.accepts(value):
-      reason = f": {bound.reason}" if bound.reason else ""
-      raise UserError(f"{name} must be {bound.description}, got {value!r}{reason}")
+    elif problem := find_problem(value, bound):
+      raise UserError(f"{name} {problem}")
+
+
+def find_problem(value: Any, bound: Bound | None = None) -> str:
+  """Returns why a setting may not have this value, "must be ..., got ..."; empty if it may."""
+  if bound and not bound.accepts(value):
+    reason = f": {bound.reason}" if bound.reason else ""
+    return f"must be {bound.description}, got {value!r}{reason}"
+  if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    return ""
+  if isinstance(value, numbers.Integral):
+    largest = bound.largest if bound else LARGEST_INTEGER
+    return "" if -largest <= value <= largest else f"must be at most {largest}, got {value!r}"
+  if value and not SMALLEST <= abs(value) <= LARGEST:  # also NaN
+    return f"must be 0 or from {SMALLEST:g} to {LARGEST:g} in size, got {value!r}"
+  (rounded,) = struct.unpack("f", struct.pack("f", value))
+  if bound and not bound.accepts(rounded):
+    return f"must be {bound.description}, got {value!r}, which is {rounded!r} in float32"
+  return ""
 
 
 class Checked:

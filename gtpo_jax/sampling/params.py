@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import numbers
+from typing import ClassVar, NamedTuple
 
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.fields import (
+  ABOVE_0,
+  BELOW_1,
+  INFINITY,
+  SHARE,
+  Checked,
+  at_least,
+  number,
+  one_of,
+  setting,
+)
 
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
 WEIGHTS_DTYPES = ("int8",)
@@ -23,10 +35,20 @@ ACCELERATOR_CHUNK = 64
 DEFAULT_PAGE = 128
 SMALLEST_PAGE = 16
 LARGEST_PAGE = 1024
+# With a lower one, the most probable token is certain in float32, as at 0.
+LOWEST_TEMPERATURE = 2.0**-20
+TEMPERATURE = number(
+  lambda x: x == 0 or LOWEST_TEMPERATURE <= x < INFINITY, "0 or at least 2**-20 and finite"
+)
+_PAGE_SIZE = number(
+  lambda x: x == 0 or (SMALLEST_PAGE <= x <= LARGEST_PAGE and not x & (x - 1)),
+  f"a power of two from {SMALLEST_PAGE} to {LARGEST_PAGE}, or 0 for {DEFAULT_PAGE}",
+  numbers.Integral,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class SamplingParams:
+class SamplingParams(Checked):
   """How tokens are drawn.
 
   Attributes:
@@ -39,26 +61,13 @@ class SamplingParams:
       1 turns it off.
   """
 
-  temperature: float = 1.0
-  top_k: int = 0
-  top_p: float = 1.0
-  min_p: float = 0.0
-  repetition_penalty: float = 1.0
+  prefix: ClassVar[str] = "sampling."
 
-  def __post_init__(self):
-    if not 0 <= self.temperature < float("inf"):
-      raise UserError(f"sampling.temperature must be at least 0 and finite, got {self.temperature}")
-    if self.top_k < 0:
-      raise UserError(f"sampling.top_k must be at least 0 (0 keeps all), got {self.top_k}")
-    if not 0 < self.top_p <= 1:
-      raise UserError(f"sampling.top_p must be in (0, 1], got {self.top_p}")
-    if not 0 <= self.min_p < 1:
-      raise UserError(f"sampling.min_p must be in [0, 1), got {self.min_p}")
-    if not 0 < self.repetition_penalty < float("inf"):
-      raise UserError(
-        "sampling.repetition_penalty must be above 0 and finite (1 turns it off), "
-        f"got {self.repetition_penalty}"
-      )
+  temperature: float = setting(1.0, bound=TEMPERATURE)
+  top_k: int = setting(0, bound=at_least(0))
+  top_p: float = setting(1.0, bound=SHARE)
+  min_p: float = setting(0.0, bound=BELOW_1)
+  repetition_penalty: float = setting(1.0, bound=ABOVE_0)
 
   @property
   def penalises_repetition(self) -> bool:
@@ -93,7 +102,7 @@ class Demand(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Checked):
   """How many completions run at once, and on which kernels.
 
   Attributes:
@@ -116,43 +125,15 @@ class EngineConfig:
       (`algorithm.tis_cap`); "" for the model's compute type.
   """
 
-  slots: int = 0
-  chunk: int = 0
-  kv_dtype: str = ""
-  attention: str = ""
-  page_size: int = 0
-  cache_fraction: float = 1.0
-  weights_dtype: str = ""
+  prefix: ClassVar[str] = "sampling."
 
-  def __post_init__(self):
-    for name in ("slots", "chunk"):
-      value = getattr(self, name)
-      if value < 0:
-        raise UserError(
-          f"sampling.{name} must be at least 1, or 0 for the platform's default; got {value}"
-        )
-    if self.kv_dtype not in ("", *KV_DTYPES):
-      raise UserError(
-        f"sampling.kv_dtype must be {', '.join(KV_DTYPES)} or empty, got {self.kv_dtype!r}"
-      )
-    if self.weights_dtype not in ("", *WEIGHTS_DTYPES):
-      raise UserError(
-        f"sampling.weights_dtype must be {', '.join(WEIGHTS_DTYPES)} or empty for the model's "
-        f"compute type, got {self.weights_dtype!r}"
-      )
-    if self.attention not in ("", "xla", *KERNEL_PLATFORMS):
-      raise UserError(
-        "sampling.attention must be xla, pallas, triton, or empty for the platform's default, "
-        f"got {self.attention!r}"
-      )
-    size = self.page_size
-    if size and (size & (size - 1) or not SMALLEST_PAGE <= size <= LARGEST_PAGE):
-      raise UserError(
-        f"sampling.page_size must be a power of two from {SMALLEST_PAGE} to {LARGEST_PAGE}, or 0 "
-        f"for {DEFAULT_PAGE}; got {size}"
-      )
-    if not 0 < self.cache_fraction <= 1:
-      raise UserError(f"sampling.cache_fraction must be in (0, 1], got {self.cache_fraction}")
+  slots: int = setting(0, bound=at_least(0))
+  chunk: int = setting(0, bound=at_least(0))
+  kv_dtype: str = setting("", bound=one_of(("", *KV_DTYPES)))
+  attention: str = setting("", bound=one_of(("", "xla", *KERNEL_PLATFORMS)))
+  page_size: int = setting(0, bound=_PAGE_SIZE)
+  cache_fraction: float = setting(1.0, bound=SHARE)
+  weights_dtype: str = setting("", bound=one_of(("", *WEIGHTS_DTYPES)))
 
   def resolve(
     self, platform: str, shards: int, compute_dtype: str, triton: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -16,7 +16,7 @@ from gtpo_jax.models.declaration import is_decayed
 from gtpo_jax.models.lora import partition
 from gtpo_jax.models.params import Params, abstract_params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.fields import ABOVE_0, AT_LEAST_0, BELOW_1, Checked, at_least, one_of, setting
 from gtpo_jax.runtime.mesh import named_sharding
 
 SCHEDULES = ("constant", "cosine", "linear")
@@ -29,7 +29,7 @@ MOMENTUM_DTYPES = ("", "float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Checked):
   """AdamW with a learning-rate schedule and global-norm clipping.
 
   Attributes:
@@ -48,38 +48,18 @@ class OptimizerConfig:
       update.
   """
 
-  learning_rate: float = 1e-6
-  schedule: str = "constant"
-  warmup_steps: int = 0
-  b1: float = 0.9
-  b2: float = 0.999
-  eps: float = 1e-8
-  weight_decay: float = 0.01
-  clip_norm: float = 1.0
-  momentum_dtype: str = ""
-  offload: bool = False
+  prefix: ClassVar[str] = "optimizer."
 
-  def __post_init__(self):
-    for name, low, high in (("b1", 0, 1), ("b2", 0, 1)):
-      if not low <= getattr(self, name) < high:
-        raise UserError(f"optimizer.{name} must be in [{low}, {high}), got {getattr(self, name)}")
-    for name in ("learning_rate", "eps", "clip_norm"):
-      if not 0 < getattr(self, name) < float("inf"):
-        raise UserError(f"optimizer.{name} must be above 0 and finite, got {getattr(self, name)}")
-    for name in ("warmup_steps", "weight_decay"):
-      if not 0 <= getattr(self, name) < float("inf"):
-        raise UserError(
-          f"optimizer.{name} must be at least 0 and finite, got {getattr(self, name)}"
-        )
-    if self.schedule not in SCHEDULES:
-      raise UserError(
-        f"optimizer.schedule must be one of {', '.join(SCHEDULES)}; got {self.schedule!r}"
-      )
-    if self.momentum_dtype not in MOMENTUM_DTYPES:
-      raise UserError(
-        "optimizer.momentum_dtype must be float32, bfloat16, or empty for the parameters' dtype; "
-        f"got {self.momentum_dtype!r}"
-      )
+  learning_rate: float = setting(1e-6, bound=ABOVE_0)
+  schedule: str = setting("constant", bound=one_of(SCHEDULES))
+  warmup_steps: int = setting(0, bound=at_least(0))
+  b1: float = setting(0.9, bound=BELOW_1)
+  b2: float = setting(0.999, bound=BELOW_1)
+  eps: float = setting(1e-8, bound=ABOVE_0)
+  weight_decay: float = setting(0.01, bound=AT_LEAST_0)
+  clip_norm: float = setting(1.0, bound=ABOVE_0)
+  momentum_dtype: str = setting("", bound=one_of(MOMENTUM_DTYPES))
+  offload: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,21 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from recipe_cases import NAMES, arrays, corrections, has_guide, option_id, step, strong
+from recipe_cases import (
+  NAMES,
+  arrays,
+  corrections,
+  has_guide,
+  option_id,
+  random_batch,
+  random_policies,
+  step,
+  strong,
+)
 
-from gtpo_jax.algorithms import make
+from gtpo_jax.algorithms import RECIPES, make
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.fields import LARGEST, SMALLEST
 
 N = 7
 G = 5
@@ -99,6 +111,25 @@ def test_nothing_is_nan_or_infinite(name, options):
         assert 0 <= value <= 1.00001
 
   check()
+
+
+@pytest.mark.manual
+@pytest.mark.parametrize("name", NAMES)
+def test_the_smallest_and_largest_settings_have_an_effect_that_is_finite(name):
+  batch = random_batch(1, name)
+  policies = random_policies(1, batch["mask"])
+  for key, default in RECIPES[name].settings.items():
+    if not isinstance(default, float) or key.startswith("entropy_"):  # terms of the head
+      continue
+    for value in (SMALLEST, LARGEST):
+      try:
+        algorithm = make(name, **corrections(name) | {key: value})
+      except UserError:
+        continue
+      got = step(algorithm, arrays(batch), arrays(policies))
+      for path, leaf in jax.tree_util.tree_leaves_with_path(got):
+        assert np.isfinite(leaf).all(), (key, value, path)
+      assert got["advantages"].any(), (key, value)
 
 
 @pytest.mark.parametrize("name", NAMES)

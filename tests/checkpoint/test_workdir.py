@@ -14,7 +14,7 @@ from etils import epath
 from gtpo_jax.algorithms import RECIPES
 from gtpo_jax.checkpoint.workdir import claim, load_config
 from gtpo_jax.config import Config, difference, freeze, resolved_dict
-from gtpo_jax.config.sections import CheckpointSection
+from gtpo_jax.config.monitoring import CheckpointSection
 from gtpo_jax.logs.journal import Journal
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.report.curves import draw_curves
@@ -27,7 +27,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from gtpo_jax.config import Config
-from gtpo_jax.config.sections import CheckpointSection
+from gtpo_jax.config.monitoring import CheckpointSection
 from gtpo_jax.checkpoint.workdir import claim
 with claim(Path(sys.argv[1]), Config()):
   print("mine", flush=True)

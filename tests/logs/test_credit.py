@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from gtpo_jax.config.sections import LogSection
+from gtpo_jax.config.monitoring import LogSection
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.logs.credit import CreditRecord, credit_files, read_credit, repair_credit, save_credit
 from gtpo_jax.logs.journal import Journal

@@ -179,7 +179,7 @@ def test_an_unknown_format_is_rejected():
       "sampling.weights_dtype = 'int8' has no effect on the base, which is int8 already",
     ),
     ({"sampling.weights_dtype": "int8"}, "must be corrected for: set algorithm.tis_cap"),
-    ({"sampling.weights_dtype": "int4"}, "weights_dtype must be int8 or empty.*got 'int4'"),
+    ({"sampling.weights_dtype": "int4"}, "weights_dtype must be int8, or empty.*got 'int4'"),
   ],
 )
 def test_impossible_settings_are_rejected(changes, message):

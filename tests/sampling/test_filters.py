@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from gtpo_jax.runtime.fields import LARGEST, LARGEST_INTEGER, SMALLEST
 from gtpo_jax.sampling import filters as token_filters
-from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.params import LOWEST_TEMPERATURE, SamplingParams
 
 VOCAB = 300  # not a multiple of 128
 draw = jax.jit(token_filters.draw)
@@ -182,6 +183,26 @@ def test_only_kept_tokens_are_drawn(filters):
   kept = np.flatnonzero(slow_filter(softmax(z[0]), **filters))
   assert set(token.tolist()) <= set(kept.tolist())
   assert len(set(token.tolist())) > 1
+
+
+@pytest.mark.slow
+def test_the_extremes_of_the_bounds_have_their_meaning():
+  """Nothing is infinite, and the lowest temperature and the smallest top_p are greedy."""
+  z = logits(3, spread=10.0)
+  seen = jnp.zeros(z.shape, bool).at[:, ::2].set(True)
+  for settings in (
+    {"temperature": LOWEST_TEMPERATURE},
+    {"temperature": LARGEST},
+    {"top_k": LARGEST_INTEGER},
+    {"top_p": SMALLEST},
+    {"min_p": SMALLEST},
+    {"repetition_penalty": SMALLEST, "temperature": LOWEST_TEMPERATURE},
+    {"repetition_penalty": LARGEST},
+  ):
+    sampled = sample_token(SamplingParams(**settings), z, keys(4, 5), seen)
+    assert all(np.isfinite(values).all() for values in sampled), settings
+    if settings in ({"temperature": LOWEST_TEMPERATURE}, {"top_p": SMALLEST}):
+      np.testing.assert_array_equal(sampled.token, z.argmax(-1))
 
 
 def test_masked_logits_are_never_drawn():

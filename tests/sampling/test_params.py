@@ -10,9 +10,9 @@ from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 @pytest.mark.parametrize(
   ("setting", "value", "bound"),
   [
-    ("temperature", -0.1, "at least 0 and finite"),
-    ("temperature", float("inf"), "at least 0 and finite"),
-    ("temperature", float("nan"), "at least 0 and finite"),
+    ("temperature", -0.1, "0 or at least 2**-20 and finite"),
+    ("temperature", float("inf"), "0 or at least 2**-20 and finite"),
+    ("temperature", float("nan"), "0 or at least 2**-20 and finite"),
     ("top_k", -1, "at least 0"),
     ("top_p", 0.0, "in (0, 1]"),
     ("top_p", 1.01, "in (0, 1]"),
@@ -36,7 +36,7 @@ def test_bad_sampling_params_are_rejected_with_value_and_bound(setting, value, b
     ({"chunk": -2}, "chunk"),
     ({"kv_dtype": "int4"}, "'int4'"),
     ({"attention": "flash"}, "'flash'"),
-    ({"page_size": 48}, "a power of two from 16 to 1024, or 0 for 128; got 48"),
+    ({"page_size": 48}, "a power of two from 16 to 1024, or 0 for 128, got 48"),
     ({"page_size": 8}, "got 8"),
     ({"cache_fraction": 0.0}, r"in \(0, 1\], got 0.0"),
     ({"cache_fraction": 1.5}, "got 1.5"),

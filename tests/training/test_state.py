@@ -91,7 +91,7 @@ def test_the_schedule_counts_steps_not_gradient_updates():
     ("learning_rate", 0.0, "above 0 and finite, got 0.0"),
     ("b2", 1.0, r"in \[0, 1\), got 1.0"),
     ("weight_decay", -1.0, "at least 0 and finite, got -1.0"),
-    ("schedule", "step", "one of constant, cosine, linear; got 'step'"),
+    ("schedule", "step", "one of constant, cosine, linear, got 'step'"),
     ("clip_norm", -1.0, "above 0 and finite, got -1.0"),
     ("momentum_dtype", "float16", "float32, bfloat16, .*got 'float16'"),
   ],
