@@ -1,5 +1,7 @@
 """Tests `gtpo export`, and sampling, evaluation and training from the exported folder."""
 
+import contextlib
+import io
 import json
 import os
 import shlex
@@ -43,9 +45,9 @@ def run(finished_run):
 @pytest.fixture(scope="module")
 def exported(run, tmp_path_factory):
   out = tmp_path_factory.mktemp("export") / "a folder"
-  done = gtpo("export", f"--workdir={run}", f"--out={out}")
-  assert (done.returncode, done.stderr) == (0, ""), done.stderr
-  assert done.stdout == f"step 2 of {run} -> {out} (float32)\n"
+  with contextlib.redirect_stdout(io.StringIO()) as printed:
+    assert cli.main(["export", f"--workdir={run}", f"--out={out}"]) == 0
+  assert printed.getvalue() == f"step 2 of {run} -> {out} (float32)\n"
   return out
 
 

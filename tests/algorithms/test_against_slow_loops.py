@@ -53,6 +53,7 @@ def check_all_norm_scopes(name, seed, **options):
 
 @pytest.mark.parametrize(("compare", "scope"), COMPARISONS)
 @pytest.mark.parametrize("name", TOKEN_LEVEL)
+@pytest.mark.some(8)
 def test_token_level_advantages(name, compare, scope):
   check_all_norm_scopes(name, 11, compare=compare, scope=scope)
 
@@ -65,6 +66,7 @@ def test_sequence_level_advantages(name, scope, mean):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.some(9)
 def test_published_settings(name):
   for seed in range(3):
     check_advantages(make(name), random_batch(seed + 14, name))
@@ -164,6 +166,7 @@ def test_loss_gradient_and_metrics(name, options):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.some(6)
 def test_the_policies_differ_enough_to_clip_both_ways(name):
   batch = random_batch(25, name)
   if name == "max_rl":  # its advantages are 0 if the penalties make the mean reward negative

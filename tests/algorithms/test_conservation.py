@@ -64,6 +64,7 @@ def options_of(name):
 @pytest.mark.parametrize(
   ("name", "weights", "right_unit", "wrong_unit"), LAWS, ids=[law[0] for law in LAWS]
 )
+@pytest.mark.some(3)
 def test_the_sums_of_the_shaped_rewards(name, weights, right_unit, wrong_unit):
   for seed, options in enumerate(options_of(name)):
     batch = without_penalty(seed + 40)
@@ -80,6 +81,7 @@ def test_the_sums_of_the_shaped_rewards(name, weights, right_unit, wrong_unit):
 
 
 @pytest.mark.parametrize("name", BY_ENTROPY)
+@pytest.mark.some(3)
 def test_the_shares_of_every_set_sum_to_its_size(name):
   for seed, options in enumerate(options_of(name)):
     algorithm = make(name, **options)
@@ -157,6 +159,7 @@ def normalised_over_its_own_side(shaped, right, wrong):
 
 @pytest.mark.parametrize("norm_scope", ["batch", "group"])
 @pytest.mark.parametrize("name", TWO_COLLECTIONS)
+@pytest.mark.some(3)
 def test_correct_stays_above_0_and_incorrect_below(name, norm_scope):
   for seed, options in enumerate(options_of(name)):
     batch = without_penalty(seed + 70)

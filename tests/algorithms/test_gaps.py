@@ -76,6 +76,7 @@ def test_gaps_and_what_is_in_them_do_not_change_the_credit(name):
 
 @pytest.mark.parametrize("name", ["gtpo", "gtpo_v1", "gtpo_v1_clipped", "gtpo_v2"])
 @pytest.mark.parametrize("scope", ["group", "batch"])
+@pytest.mark.some(3)
 def test_without_gaps_the_result_is_that_of_the_columns_bit_for_bit(name, scope):
   algorithm = make(name, scope=scope)
   shaping = algorithm.recipe.shaping

@@ -63,7 +63,7 @@ OPTIONS += [(name, {}) for name in CONTRAST if name not in BY_ENTROPY]
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=option_id)
-@pytest.mark.some(16)
+@pytest.mark.some(10)
 def test_groups_without_contrast_do_not_affect_the_advantages(name, options):
   algorithm = strong(name, **options)
   batch = random_batch(3, name)
@@ -202,7 +202,7 @@ def test_shares_of_h_have_no_floor(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 def test_compilation_does_not_change_the_results(name):
   algorithm = strong(name, **corrections(name))
   batch = random_batch(11, name)
@@ -235,6 +235,7 @@ def test_token_weights_cover_the_loss_mask(name, aggregation):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.some(9)
 def test_the_losses_of_the_parts_add_up_to_the_whole(name):
   algorithm = strong(name, **corrections(name))
   batch = random_batch(13, name)

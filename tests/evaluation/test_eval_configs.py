@@ -131,6 +131,7 @@ def test_the_real_files(name):
     assert sum(1 for _ in rows) == count
 
 
+@pytest.mark.slow
 def test_a_config_without_a_model_evaluates_the_runs_model(tmp_path):
   """The run's model and dtypes are used; a config for another model is rejected."""
   run = Config(model=ModelSection(lora_rank=2, compute_dtype="bfloat16"))

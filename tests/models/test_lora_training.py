@@ -79,7 +79,7 @@ def trained(shape=None, micro_batches=1, kept="float32", targets=LORA_TARGETS, q
     {},
     pytest.param({"kept": "bfloat16"}, marks=pytest.mark.slow),
     pytest.param({"targets": SOME}, marks=pytest.mark.slow),
-    {"quantize": "int4", "kept": "bfloat16"},
+    pytest.param({"quantize": "int4", "kept": "bfloat16"}, marks=pytest.mark.slow),
     pytest.param(
       {"shape": (2, 2, 2), "micro_batches": 2}, marks=[pytest.mark.slow, pytest.mark.devices]
     ),

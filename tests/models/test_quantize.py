@@ -137,6 +137,7 @@ def test_a_mesh_computes_the_same():
   np.testing.assert_allclose(our_logits(model, params, tokens, mask)[mask], want, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_sampling_keeps_the_base_quantised_and_equals_the_merged_model():
   model, params = quantised("int4")
   prompts = [[5, 9, 1], [2], [4, 4, 8, 30, 21]]

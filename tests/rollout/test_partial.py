@@ -171,14 +171,8 @@ def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it():
   assert np.quantile(errors, 0.99) <= 1e-6 and errors.max() <= 1e-5
 
 
-@pytest.mark.parametrize(
-  "name",
-  [
-    "gtpo",
-    pytest.param("dapo", marks=pytest.mark.slow),
-    pytest.param("dapo_mixed", marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.parametrize("name", ["gtpo", "dapo", "dapo_mixed"])
+@pytest.mark.slow
 def test_a_restored_collector_goes_on_alike(name):
   config = stale_config(2, name, **{"batch.max_gen_batches": 10})
   worker, params = random_worker(config)

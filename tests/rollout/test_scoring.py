@@ -420,6 +420,7 @@ def rewards_with(parts, name):
 
 
 @pytest.mark.parametrize("name", ["gtpo", "gtpo_v1", "gtpo_v1_clipped", "gtpo_v2", "grpo_s"])
+@pytest.mark.some(2)
 def test_entropy_shaping_adds_the_other_parts_on_both_sides(name):
   """They are added like the length penalty: here 10 more characters cost 0.5."""
   plain = rewards_with("correct", name)

@@ -42,6 +42,7 @@ def child(code):
     (signal.SIGINT, signal.SIGTERM, 143),
   ],
 )
+@pytest.mark.some(1)
 def test_the_first_signal_requests_a_stop_and_the_second_quits(first, second, code):
   with child(SIGNALS + BUSY) as process:
     try:
@@ -73,6 +74,7 @@ def test_other_signals_are_unaffected_and_handlers_are_restored():
 
 
 @pytest.mark.parametrize("body", [BUSY, HOLDING_GIL], ids=["in C", "in C, holding the GIL"])
+@pytest.mark.some(1)
 def test_a_stall_prints_the_stacks_and_exits(body):
   with child(
     WATCHED.format(limit=1, body="stopping()\n  " + body.replace("\n", "\n  "))
@@ -84,6 +86,7 @@ def test_a_stall_prints_the_stacks_and_exits(body):
 
 
 @pytest.mark.parametrize("limit", [1, 0])
+@pytest.mark.some(1)
 def test_progress_keeps_a_process_alive(limit):
   body = (
     "import time\n  for _ in range(6):\n    stopping()\n    time.sleep(0.5 if {limit} else 0.1)"
@@ -136,6 +139,7 @@ def test_interrupts_in_a_notebook():
   assert error == "\ngtpo: stopping as soon as possible; repeat to quit at once\n"
 
 
+@pytest.mark.slow
 def test_a_compilation_is_not_a_stall():
   """The time limit is longer while XLA compiles, and back to normal afterwards."""
   event = "jax.monitoring.record_event_duration_secs('/jax/core/compile/{}_duration', 0.1)\n"
@@ -151,6 +155,7 @@ def test_a_compilation_is_not_a_stall():
   assert "no progress for 1 s (guards.stall_s)" in error
 
 
+@pytest.mark.slow
 def test_jax_reports_when_a_compilation_begins_and_ends():
   code = (
     "import jax\nfrom gtpo_jax.runtime.signals import COMPILE_BEGINS, COMPILE_EVENTS\n"

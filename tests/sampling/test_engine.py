@@ -41,6 +41,7 @@ def sampled(built):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.some(1)
 def test_log_probs_and_entropy_equal_the_trainers(built, temperature):
   rollouts = sample(
     built, key=0, group=6, temperature=temperature, top_k=20, top_p=0.95, min_p=0.01
@@ -193,10 +194,8 @@ def test_nothing_compiles_after_the_warm_up(attention):
 # --- number formats ---
 
 
-@pytest.mark.parametrize(
-  ("kv_dtype", "bound"), [pytest.param("bfloat16", 0.02, marks=pytest.mark.slow), ("int8", 0.04)]
-)
-@pytest.mark.some(1)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kv_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.04)])
 def test_smaller_caches_are_close(kv_dtype, bound):
   built = build(engine_config=EngineConfig(chunk=2, kv_dtype=kv_dtype))
   error = log_prob_errors(built, sample(built, RAGGED_PROMPTS, group=6)).mean()

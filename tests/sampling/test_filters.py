@@ -177,6 +177,7 @@ def test_ties_at_a_bound_are_kept():
 @pytest.mark.parametrize(
   "filters", [{"top_p": 0.6}, {"top_k": 9, "top_p": 0.9, "min_p": 0.05}], ids=str
 )
+@pytest.mark.some(1)
 def test_only_kept_tokens_are_drawn(filters):
   z = np.tile(logits(4, rows=1), (4000, 1))
   token, *_ = sample_token(SamplingParams(**filters), jnp.asarray(z), keys(5, 4000))

@@ -82,6 +82,7 @@ def test_pages_and_the_tpu_kernel_do_not_matter(mesh, slots, page, fraction, exp
   assert_same(sample(built, RAGGED_PROMPTS, group=6), expected)
 
 
+@pytest.mark.slow
 def test_completions_that_wait_for_pages_are_the_same():
   """Ten completions of up to four pages share eight pages, some with each other's prompts."""
   config = EngineConfig(slots=10, chunk=12, attention="triton", page_size=16, cache_fraction=0.1)
@@ -95,7 +96,8 @@ def test_completions_that_wait_for_pages_are_the_same():
   assert_same(rollouts, sample(build(**arguments), PROMPTS, group=3))
 
 
-@pytest.mark.parametrize("kv_dtype", ["", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kv_dtype", ["", "int8"])
+@pytest.mark.slow
 def test_the_gpu_kernel_agrees_with_the_trainer(kv_dtype):
   """The kernel is interpreted."""
   built = build(

@@ -117,7 +117,9 @@ def expected(q, pages, chunk, tables):
     ),
     ("triton", 6, 2, 16, 16, False, None),
     pytest.param("triton", 7, 1, 64, 128, True, None, marks=pytest.mark.slow),
-    pytest.param("triton", 4, 2, 16, 16, True, (1, 2, 4), marks=pytest.mark.devices),
+    pytest.param(
+      "triton", 4, 2, 16, 16, True, (1, 2, 4), marks=[pytest.mark.slow, pytest.mark.devices]
+    ),
   ],
 )
 def test_kernels_equal_attention_over_the_positions(kernel, heads, kv_heads, e, page, int8, mesh):
@@ -130,6 +132,7 @@ def test_kernels_equal_attention_over_the_positions(kernel, heads, kv_heads, e, 
 
 
 @pytest.mark.parametrize("kernel", KERNEL_PLATFORMS)
+@pytest.mark.some(1)
 def test_kernels_in_bfloat16(kernel):
   model, *arrays = case(12, 2, 128, dtype=jnp.bfloat16)
   got = run(kernel, model, *arrays)[RUNNING].astype(np.float32)
@@ -137,6 +140,7 @@ def test_kernels_in_bfloat16(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNEL_PLATFORMS)
+@pytest.mark.some(1)
 def test_what_others_left_in_a_page_is_not_read(kernel):
   """A page that is partly used may contain NaN from the completion that had it before."""
   model, q, pages, chunk, tables = case(4, 2, 16)

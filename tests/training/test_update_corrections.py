@@ -48,6 +48,7 @@ def test_weights_of_completions_and_their_diagnostics():
   assert metrics["mismatch/weight"] > 1
 
 
+@pytest.mark.slow
 def test_completions_out_of_bounds_leave_the_loss_but_not_the_statistics():
   rollouts, rewards = rescored_batch()
   _, all_in = run("gtpo", data=(rollouts, rewards), mask_high=2.0)

@@ -94,6 +94,7 @@ def test_a_folder_without_a_model(store):
     load(f"{store.url}/nothing")
 
 
+@pytest.mark.slow
 def test_an_export_is_complete_and_can_be_loaded(folder, store):
   local, _ = folder
   model, params = load(local, dtype="float32")
