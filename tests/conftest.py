@@ -37,19 +37,20 @@ MOST_RESIDENT = 3 << 30  # bytes of a process, above which it drops its compiled
 
 LONGEST_FILES = (  # of the default suite, by CPU time
   "test_loop",
-  "training/test_update",
   "test_cli",
-  "algorithms/test_recipe_laws",
-  "report/test_report",
   "api/test_python",
+  "algorithms/test_recipe_laws",
+  "training/test_update",
+  "algorithms/test_extremes",
   "algorithms/test_against_slow_loops",
-  "models/test_families",
+  "report/test_report",
+  "sampling/test_engine",
   "test_export",
   "models/attention/test_causal",
-  "models/test_lora_training",
-  "models/hf/test_save",
-  "sampling/test_invariance",
-  "test_docs",
+  "algorithms/test_conservation",
+  "models/test_families",
+  "algorithms/test_gradients",
+  "sampling/test_filters",
 )
 
 hypothesis.settings.register_profile("without deadlines", deadline=None)  # no test asserts a time

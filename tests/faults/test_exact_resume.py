@@ -184,7 +184,7 @@ def test_tokens_that_were_carried_over_resume_exactly(tmp_path):
   rows = expected[0]
   assert max(row.get("groups/unfinished", 0) for row in rows) > 0
   assert max(row.get("staleness/tokens", 0) for row in rows) > 0
-  for event in ("kill:update:1", "term:chunk:30"):
+  for event in ("kill:chunk:30", "kill:update:1", "kill:written:1", "term:chunk:45"):
     killed = start(tmp_path / "run", event, settings)
     assert killed.returncode == (-9 if event.startswith("kill") else 143), killed.stderr
   shutil.copytree(tmp_path / "run", tmp_path / "eight")

@@ -6,11 +6,13 @@ import sys
 
 import pytest
 from object_store import CUT
-from processes import ROOT, SETTINGS, environment, read_result, start_two
+from processes import ROOT, environment, read_result, start_two
+from processes import SETTINGS as LONGER
 
 from gtpo_jax.storage.paths import storage_path
 
 pytestmark = pytest.mark.slow
+SETTINGS = {**LONGER, "steps": 4}
 
 
 @pytest.fixture(scope="module")
