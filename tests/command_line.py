@@ -1,6 +1,7 @@
 """The command line in processes of its own, and the settings of a short run."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -38,3 +39,43 @@ def gtpo(*args):
   )
   assert "Traceback" not in done.stderr, done.stderr
   return done
+
+
+JOIN = """
+import sys
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+from gtpo_jax.runtime.startup import prepare_devices
+prepare_devices()
+"""
+
+
+def run_connected(code, processes, devices, *args, **variables):
+  """Runs Python code in processes that JAX connects, and returns what each has printed.
+
+  The code finds `args` in `sys.argv[4:]`. Each process has `devices` CPU devices.
+  """
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    address = f"localhost:{free.getsockname()[1]}"
+  command = [sys.executable, "-c", JOIN + code, address, str(processes)]
+  started = [
+    subprocess.Popen(
+      [*command, str(rank), *map(str, args)],
+      cwd=ROOT,
+      env={**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), **variables},
+      text=True,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+    )
+    for rank in range(processes)
+  ]
+  try:
+    outputs = [process.communicate(timeout=240) for process in started]
+  finally:
+    for process in started:
+      process.kill()
+  errors = "".join(error[-3000:] for _, error in outputs)
+  assert [process.returncode for process in started] == [0] * processes, errors
+  return [out for out, _ in outputs]

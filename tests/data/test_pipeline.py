@@ -2,12 +2,9 @@
 
 import itertools
 import json
-import os
-import socket
-import subprocess
-import sys
 
 import pytest
+from command_line import run_connected
 
 from gtpo_jax.data.pipeline import Batches, fixed_sample
 from gtpo_jax.data.tasks import TaskPart, make_task
@@ -125,15 +122,9 @@ def test_processes_without_rows_are_rejected(task, process, processes):
 
 
 PROCESS = """
-import json, sys
-import jax
+import json
 import numpy as np
-address = sys.argv[1]
-process, processes, first, last = map(int, sys.argv[2:])
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(address, processes, process)
-from gtpo_jax.runtime.startup import prepare_devices
-prepare_devices()
+first, last = map(int, sys.argv[4:])
 from jax.experimental import multihost_utils
 from gtpo_jax.data.pipeline import Batches
 from gtpo_jax.data.tasks import TaskPart, make_task
@@ -155,27 +146,8 @@ print(json.dumps([own, everyone]))
 
 def run_processes(processes, first, last):
   """Returns the batches of several real processes with two devices each, and their arrays."""
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
-  environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2"}
-  started = [
-    subprocess.Popen(
-      [sys.executable, "-c", PROCESS, address, *map(str, (i, processes, first, last))],
-      env=environment,
-      text=True,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-    )
-    for i in range(processes)
-  ]
-  try:
-    outputs = [process.communicate(timeout=120) for process in started]
-  finally:
-    for process in started:
-      process.kill()
-  assert all(process.returncode == 0 for process in started), [err[-2000:] for _, err in outputs]
-  return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+  outputs = run_connected(PROCESS, processes, 2, first, last)
+  return [json.loads(out.splitlines()[-1]) for out in outputs]
 
 
 @pytest.mark.slow

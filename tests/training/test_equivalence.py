@@ -1,14 +1,9 @@
 """Three steps give the same losses and parameters on any mesh, in two processes and packed."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
+from command_line import run_connected
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
@@ -21,7 +16,6 @@ from gtpo_jax.training.update import make_update
 
 pytestmark = pytest.mark.devices
 
-ROOT = Path(__file__).parents[2]
 CONFIG = ModelConfig(
   vocab_size=64,
   width=32,
@@ -137,48 +131,20 @@ def test_packed_on_every_mesh(one_device, shape, micro_batches):
 
 
 CHILD = """
-import sys
-import jax, numpy as np
-port, rank, out = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"localhost:{port}", 2, rank)
-from gtpo_jax.runtime.startup import prepare_devices
-prepare_devices()
-sys.path.insert(0, "tests/training")
+import numpy as np
+sys.path[:0] = ["tests", "tests/training"]
 from test_equivalence import three_steps
 from gtpo_jax.runtime.mesh import make_mesh
 assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (2, 8, 4)
 losses, params = three_steps(make_mesh(2, 2, 2), micro_batches=2)
-if rank == 0:
-  np.savez(out, losses, *params)
+if jax.process_index() == 0:
+  np.savez(sys.argv[4], losses, *params)
 """
 
 
 @pytest.mark.slow
 def test_in_two_processes(one_device, tmp_path):
-  with socket.socket() as unused:
-    unused.bind(("localhost", 0))
-    port = unused.getsockname()[1]
-  environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "NPROC": "128"}
-  command = [sys.executable, "-c", CHILD, str(port)]
-  children = [
-    subprocess.Popen(
-      [*command, str(rank), tmp_path / "out.npz"],
-      cwd=ROOT,
-      env=environment,
-      text=True,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-    )
-    for rank in range(2)
-  ]
-  try:
-    outputs = [child.communicate(timeout=240) for child in children]
-  finally:
-    for child in children:
-      child.kill()
-  errors = "".join(stderr[-3000:] for _, stderr in outputs)
-  assert [child.returncode for child in children] == [0, 0], errors
+  run_connected(CHILD, 2, 4, tmp_path / "out.npz", NPROC="128")
   with np.load(tmp_path / "out.npz") as arrays:
     losses, *params = (arrays[name] for name in arrays.files)
   assert_same((losses, params), one_device)

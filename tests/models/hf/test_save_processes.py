@@ -1,14 +1,10 @@
 """Two processes that share one model write the same folder as one process, byte for byte."""
 
 import dataclasses
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
+from command_line import run_connected
 
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.models import load, save, save_adapter
@@ -18,20 +14,14 @@ from gtpo_jax.models.params import init_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import single_device_mesh
 
-ROOT = Path(__file__).parents[3]
 CONFIG = ModelConfig(
   vocab_size=64, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, tied=False
 )
 
 CHILD = """
-import dataclasses, sys
+import dataclasses
 from pathlib import Path
-import jax
-port, rank, home = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"localhost:{port}", 2, rank)
-from gtpo_jax.runtime.startup import prepare_devices
-prepare_devices()
+rank, home = int(sys.argv[3]), Path(sys.argv[4])
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.models import Transformer, load, save, save_adapter
@@ -76,31 +66,9 @@ def two(tmp_path_factory):
   home = tmp_path_factory.mktemp("processes")
   plain = Transformer(CONFIG, single_device_mesh())
   save(plain, init_params(plain, jax.random.key(0)), None, home / "source")
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    port = free.getsockname()[1]
-  environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "2"}
-  children = [
-    subprocess.Popen(
-      [sys.executable, "-c", CHILD, str(port), str(rank), home],
-      cwd=ROOT,
-      env=environment,
-      text=True,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-    )
-    for rank in range(2)
-  ]
-  try:
-    outputs = [child.communicate(timeout=120) for child in children]
-  finally:
-    for child in children:
-      child.kill()
-  assert [child.returncode for child in children] == [0, 0], (
-    outputs[0][1][-3000:] + outputs[1][1][-3000:]
-  )
+  outputs = run_connected(CHILD, 2, 2, home)
   return home, [
-    [line for line in out.splitlines() if line.startswith("rejected: ")] for out, _ in outputs
+    [line for line in out.splitlines() if line.startswith("rejected: ")] for out in outputs
   ]
 
 
