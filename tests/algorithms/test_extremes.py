@@ -100,16 +100,21 @@ def test_nothing_is_nan_or_infinite(name, options):
   def check(case):
     batch, policies = case
     got = jax.tree.map(np.asarray, step(algorithm, arrays(batch), arrays(policies)))
+    guided = batch.get("guided", np.zeros((N, G), bool))[..., None]
+    metrics = got.pop("metrics")
     for path, leaf in jax.tree_util.tree_leaves_with_path(got):
       assert np.isfinite(leaf).all(), path
+    for key, value in metrics.items():  # means over no tokens have no value
+      averaged = got["mask"] & (guided if key == "clip/guide" else ~guided)
+      assert np.isfinite(value) or not averaged.any(), key
     assert not (got["mask"] & ~batch["mask"]).any()
     for per_token in ("advantages", "weights", "grad"):
       assert not got[per_token][~got["mask"]].any()
-    for key, value in {**got["metrics"], **got["credit"]}.items():
+    for key, value in {**metrics, **got["credit"]}.items():
       if key.endswith("residual"):
         assert value < 1e-4
       if key.startswith(("clip/", "credit/p")):  # a share
-        assert 0 <= value <= 1.00001
+        assert 0 <= value <= 1.00001 or np.isnan(value)
 
   check()
 
