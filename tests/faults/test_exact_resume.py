@@ -184,7 +184,7 @@ def test_tokens_that_were_carried_over_resume_exactly(tmp_path):
   rows = expected[0]
   assert max(row.get("groups/unfinished", 0) for row in rows) > 0
   assert max(row.get("staleness/tokens", 0) for row in rows) > 0
-  for event in ("kill:chunk:30", "kill:update:1", "kill:written:1", "term:chunk:45"):
+  for event in ("kill:update:1", "term:chunk:30"):
     killed = start(tmp_path / "run", event, settings)
     assert killed.returncode == (-9 if event.startswith("kill") else 143), killed.stderr
   shutil.copytree(tmp_path / "run", tmp_path / "eight")
@@ -198,4 +198,6 @@ def test_tokens_that_were_carried_over_resume_exactly(tmp_path):
   assert done.returncode == 0 and "8 x cpu" in done.stdout, done.stderr
   rows_of_eight, _, step, _ = read_result(tmp_path / "eight")
   assert kept[-1]["groups/unfinished"] > 0 and rows_of_eight[: len(kept)] == rows[: len(kept)]
-  assert step == STEPS and all(np.isfinite(row["loss"]) for row in rows_of_eight[1:])
+  assert step == STEPS
+  for row in rows_of_eight[1:]:  # a step without a signal has no loss
+    assert row["update/empty"] == 1 if row["loss"] is None else np.isfinite(row["loss"])

@@ -72,10 +72,10 @@ def test_one_of_two_processes_is_killed(kills, undisturbed, tmp_path):
 @pytest.mark.parametrize(
   "stops",
   [
-    pytest.param([STOPS[1], STOPS[2], STOPS[4]], marks=pytest.mark.slow),
+    pytest.param([STOPS[2], STOPS[4]], marks=pytest.mark.slow),
     pytest.param(STOPS, marks=pytest.mark.manual),
   ],
-  ids=["three", "all"],
+  ids=["two", "all"],
 )
 def test_two_processes_stop_together(stops, undisturbed, tmp_path):
   """One run is asked to stop in each phase in turn; the state of its last step is always saved."""
@@ -143,7 +143,7 @@ def test_a_run_moves_between_one_process_and_two(undisturbed, tmp_path):
   assert [row["step"] for row in rows] == list(range(STEPS + 3))
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_two_processes_carry_tokens_over_together(tmp_path):
   """Both go on with the same completions, after a kill too."""
   settings = {
