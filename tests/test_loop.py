@@ -23,7 +23,7 @@ from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.logs.credit import credit_files, read_credit
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
-from gtpo_jax.loop import train
+from gtpo_jax.loop import steps, train
 from gtpo_jax.models.params import init_params
 from gtpo_jax.report.runs import read_run
 from gtpo_jax.rewards import VERIFIERS
@@ -288,23 +288,44 @@ def test_no_compilation_after_warm_up():
 def test_a_warm_run_compiles_nothing_later(tmp_path, monkeypatch, capsys):
   """On eight devices. Neither sampling nor evaluation compiles; the warm-up shows progress."""
   monkeypatch.setattr(display, "QUIET_S", 0.0)
-  train(
-    small_config(
-      steps=3,
-      **EIGHT,
-      **{"sampling.warm_up": True, "batch.pack": False, "eval.every": 1, "checkpoint.every": 1},
-    ),
-    tmp_path,
-    Display(),
-  )
-  counted = re.findall(
-    r"shapes of sampling and evaluation compiled: (\d+) of (\d+)", capsys.readouterr().out
-  )
-  total = int(counted[0][1])
-  assert [(int(ready), int(of)) for ready, of in counted] == [(i, total) for i in range(1, total)]
+  settings = {"sampling.warm_up": True, "eval.every": 1, "checkpoint.every": 1}
+  train(small_config(steps=3, **EIGHT, **settings), tmp_path, Display())
+  out = capsys.readouterr().out
+  for kind in ("sampling and evaluation", "the update"):
+    counted = re.findall(rf"programs of {kind} compiled: (\d+) of (\d+)", out)
+    total = int(counted[0][1])
+    assert [(int(ready), int(of)) for ready, of in counted] == [(i, total) for i in range(1, total)]
   assert (
     len({row["compiles"] for row in read_jsonl(tmp_path / "metrics.jsonl") if row["step"] > 1}) == 1
   )
+
+
+@pytest.mark.slow
+def test_twenty_warm_steps_of_ragged_lengths_compile_nothing():
+  """The update gets several packings, and a correction and a reference score every batch."""
+  config = small_config(
+    **{
+      "steps": 20,
+      "sampling.warm_up": True,
+      "sampling.max_tokens": 512,
+      "batch.prompts": 2,
+      "batch.micro_batches": 1,
+      "algorithm.tis_cap": 2.0,
+      "algorithm.kl_weight": 0.1,
+      "warm_start.steps": 0,
+      "model.random_weights": True,
+      "eval.problems": 2,
+      "eval.every": 0,
+    }
+  )
+  shapes = set()
+  compiles = set()
+  for step in steps(config, None, Display(enabled=False), lambda: False):
+    packing = step.batch.rollouts.packing
+    shapes.add(None if packing is None else packing.source.shape)
+    compiles.add(step.metrics["compiles"])
+  assert len(shapes) >= 3, shapes
+  assert len(compiles) == 1
 
 
 def test_updates_that_are_not_finite_stop_the_run_before_it_is_saved(whole, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -20,8 +19,7 @@ from gtpo_jax.checkpoint.runs import frozen_params
 from gtpo_jax.checkpoint.workdir import Claim
 from gtpo_jax.config import Config
 from gtpo_jax.config.trainer import run_optimizer, run_update
-from gtpo_jax.config.workloads import GUIDE, run_workloads
-from gtpo_jax.logs.compiles import compile_count, describe_compiles
+from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.logs.credit import repair_credit, write_credit
 from gtpo_jax.logs.credit_scores import step_metrics
 from gtpo_jax.logs.display import Display
@@ -33,19 +31,18 @@ from gtpo_jax.logs.trackers import WeightsAndBiases
 from gtpo_jax.loop.evaluations import Evaluations
 from gtpo_jax.loop.guards import Guards
 from gtpo_jax.loop.prepare import Parts
+from gtpo_jax.loop.warm_up import warm_up_sampling, warm_up_training
 from gtpo_jax.models.params import Params
 from gtpo_jax.report.curves import draw_curves
 from gtpo_jax.report.timeline import step_timeline
 from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.experience import Experience
 from gtpo_jax.rollout.frozen import load_frozen
-from gtpo_jax.rollout.worker import Policy
 from gtpo_jax.runtime.compiling import StoppableProgram
 from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.distributed import fetch, is_first_process
 from gtpo_jax.runtime.errors import FunctionError
 from gtpo_jax.runtime.signals import Stopped
-from gtpo_jax.sampling.inventory import count_kinds, reachable, warm_up
 from gtpo_jax.storage.spool import Logs
 from gtpo_jax.training.state import TrainState, init_state
 from gtpo_jax.warm_start import base_model
@@ -139,7 +136,9 @@ class Run:
       self.collector.restore(saved.leftovers)
     if config.sampling.warm_up:
       policies = (worker.policy(state.params), frozen.guide)
-      _warm_up(config, policies, len(self._parts.held_out), self.display)
+      held_out = len(self._parts.held_out)
+      warm_up_sampling(config, policies, held_out, self.display)
+      warm_up_training(self._compiled_update, self.collector.placement, state, self.display)
     self._place.claim.record_config()
     self._open_logs(start)
     self.state = state
@@ -294,29 +293,3 @@ def _sampled_again(collector: Collector) -> Iterator[None]:
   except (Stopped, FunctionError):
     collector.discard()
     raise
-
-
-def _warm_up(
-  config: Config, policies: tuple[Policy, Policy | None], held_out: int, display: Display
-) -> None:
-  """Compiles every program that sampling and evaluation may need.
-
-  Args:
-    config: the run's config.
-    policies: the policy, and the guide if there is one.
-    held_out: how many problems are evaluated.
-    display: shows the progress.
-  """
-  policy, guide = policies
-  workloads = run_workloads(config, held_out)
-  guided = [workloads.pop(GUIDE)] if GUIDE in workloads else []
-  sampled = [(policy, list(workloads.values()))]
-  if guide:
-    sampled.append((guide, guided))
-  found = [reachable(policy.engine.programs, of_policy) for policy, of_policy in sampled]
-  total = sum(count_kinds(programs)["decode"] for programs in found)
-  numbers = itertools.count(1)
-  with display.counting("shapes of sampling and evaluation compiled", total) as count:
-    for policy, of_policy in sampled:
-      warm_up(policy.engine.programs, policy.params, of_policy, lambda: count(next(numbers)))
-  display.say(describe_compiles())

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.arrays import Prompts, Rewards, Rollouts
+from gtpo_jax.arrays import Prompts
 from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.config.mesh_choice import check_divisible
 from gtpo_jax.config.trainer import run_optimizer, run_update
@@ -23,7 +23,7 @@ from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.planning.compile import bytes_per_device, compile_with_peak
-from gtpo_jax.rollout.groups import batch_like
+from gtpo_jax.rollout.experience import abstract_batches
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import axis_size, batch_shards, make_mesh, named_sharding
 from gtpo_jax.sampling.engine import Engine
@@ -31,7 +31,6 @@ from gtpo_jax.sampling.inventory import Signature, count_kinds, reachable
 from gtpo_jax.sampling.programs import abstract_decode_params
 from gtpo_jax.training.imitation import Demonstrations, make_imitation
 from gtpo_jax.training.log_probs import make_scorer
-from gtpo_jax.training.packing import count_shapes
 from gtpo_jax.training.state import abstract_state, make_optimizer
 from gtpo_jax.warm_start import UPDATES_PER_CALL
 
@@ -87,14 +86,6 @@ def build_engine(config: Config, model: Transformer) -> Engine:
   )
 
 
-def abstract_batch(config: Config, model: Transformer) -> tuple[Rollouts, Rewards]:
-  """Returns the shapes of one step's rollouts and rewards on the mesh, without allocating them."""
-  sharding = named_sharding(model.mesh, "batch")
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch_like(config)
-  )
-
-
 class RunPrograms:
   """Compiles the programs of a run ahead of time, the largest of each kind.
 
@@ -116,7 +107,9 @@ class RunPrograms:
     self._model = model
     self.optimizer = run_optimizer(config)
     self.state = abstract_state(model, self.optimizer)
-    self.batch = abstract_batch(config, model)
+    batches = abstract_batches(config, model.mesh)
+    self.batch = batches[-1]
+    self._batches = len(batches)
     self.engine = build_engine(config, model)
     self.frozen = frozen_bytes(config, model)
     self.workloads = run_workloads(config)
@@ -154,9 +147,7 @@ class RunPrograms:
     update = run_update(config, self._model, self.optimizer)
     arguments = (self.state, *self.batch)
     resident = self.frozen + _attention_workspace(config, self._model)
-    return _compile(
-      "update", update.lower(*arguments), arguments, resident, _update_shapes(config, self._model)
-    )
+    return _compile("update", update.lower(*arguments), arguments, resident, self._batches)
 
   @functools.cached_property
   def _layout(self) -> CompiledProgram:
@@ -221,9 +212,7 @@ class RunPrograms:
     for name in [name for name, wanted in names if wanted]:
       resident = self.frozen + bytes_per_device((self.state.opt_state, self._decode_params))
       arguments = (params, rollouts)
-      yield _compile(
-        name, scorer.lower(*arguments), arguments, resident, _update_shapes(config, self._model)
-      )
+      yield _compile(name, scorer.lower(*arguments), arguments, resident, self._batches)
 
   def _compile_imitation(self) -> CompiledProgram:
     """Compiles the updates of the warm start, which runs before anything frozen is loaded."""
@@ -242,14 +231,6 @@ class RunPrograms:
     arguments = (abstract_state(self._model, optimizer), demonstrations)
     count = 1 + bool(section.steps > k and section.steps % k)
     return _compile("warm start", imitate.lower(*arguments), arguments, 0, count)
-
-
-def _update_shapes(config: Config, model: Transformer) -> int:
-  """Returns the number of shapes of a batch that is packed."""
-  if not config.batch.pack:
-    return 1
-  shards = axis_size(model.mesh, "position")
-  return count_shapes(config.batch.group, config.sampling.max_tokens, shards)
 
 
 def _attention_workspace(config: Config, model: Transformer) -> int:

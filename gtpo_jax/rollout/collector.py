@@ -66,7 +66,7 @@ class Collector:
     self._begun = steps * self._n  # groups
     self._kept: list[Group] = []
     self._before = (self._begun, self._kept)
-    self._placement = Placement(config, worker.model, frozen.reference)
+    self.placement = Placement(config, worker.model, frozen.reference)
 
   @phase("sampling")
   def collect(
@@ -119,7 +119,7 @@ class Collector:
       chosen = pool.choose()
     groups, metrics = self._take(chosen, rounds, version, say)
     sampled = time.perf_counter()
-    rollouts, rewards = self._placement.place(params, groups)
+    rollouts, rewards = self.placement.place(params, groups)
     own_verifier = self._reward_manager.has_own_verifier
     truth = token_truth(groups, self._worker.chat, own_verifier)
     scoring_s = sum(pool.scoring_s for pool in rounds)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from gtpo_jax.arrays import Rewards, Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.rollout.groups import Group, stack
+from gtpo_jax.rollout.groups import Group, batch_like, stack
 from gtpo_jax.runtime.distributed import fetch
-from gtpo_jax.runtime.mesh import axis_size, shard_batch
+from gtpo_jax.runtime.mesh import axis_size, named_sharding, shard_batch
 from gtpo_jax.sampling.spans import Span
 from gtpo_jax.training.log_probs import make_scorer
-from gtpo_jax.training.packing import plan_rows
+from gtpo_jax.training.packing import abstract_packing, plan_rows, row_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,16 @@ class Experience:
     return {"problems": np.asarray([problem.id for problem in self.problems]), **arrays}
 
 
+def abstract_batches(config: Config, mesh: Mesh) -> list[tuple[Rollouts, Rewards]]:
+  """Returns the shapes and shardings of every batch that the update may get, the largest last."""
+  rollouts, rewards = batch_like(config)
+  n, g, t = rollouts.tokens.shape
+  shapes = row_shapes(g, t, axis_size(mesh, "position")) if config.batch.pack else [(g, t)]
+  batches = [(rollouts.replace(packing=abstract_packing(n, g, t, *x)), rewards) for x in shapes]
+  sharding = named_sharding(mesh, "batch")
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batches)
+
+
 class Placement:
   """Places groups on the mesh as the batch of a step, with what the trainer computes before it.
 
@@ -96,6 +108,7 @@ class Placement:
     scorer = lambda model: make_scorer(
       model, config.sampling.temperature, batch.parts, batch.head_chunk
     )
+    self._config = config
     self._mesh = model.mesh
     self._pack = batch.pack
     self._rescore = scorer(model) if corrections.needs_rescoring else None
@@ -105,6 +118,17 @@ class Placement:
         rollouts.guided[..., None], rollouts.log_probs, log_probs
       )
     )
+
+  def batches(self) -> list[tuple[Rollouts, Rewards]]:
+    """Returns the shapes and shardings of everything that `place` may return."""
+    return abstract_batches(self._config, self._mesh)
+
+  def scoring_programs(self, params: Params) -> list[Callable[[], jax.stages.Lowered]]:
+    """Returns what lowers every program that scores a batch; `params` are those of the policy."""
+    scorers = [(self._rescore, params)] if self._rescore else []
+    scorers += [self._reference] if self._reference else []
+    unscored = [rollouts.replace(rescored=None, reference=None) for rollouts, _ in self.batches()]
+    return [functools.partial(score.lower, x, y) for score, x in scorers for y in unscored]
 
   def place(self, params: Params, groups: Sequence[Group]) -> tuple[Rollouts, Rewards]:
     """Returns the rollouts and the rewards of groups, [n, g, ...].
@@ -120,13 +144,14 @@ class Placement:
       packing = plan_rows(rollouts.lengths, rollouts.tokens.shape[2], shards)
       rollouts = rollouts.replace(packing=packing)
     rollouts = shard_batch(rollouts, self._mesh)
+    scored = {}
     if self._rescore:
       log_probs = self._rescore(params, rollouts)
       if rollouts.guided is not None:  # the ratio of a guide's token uses the guide's log-probs
         log_probs = self._keep_guided(log_probs, rollouts)
-      rollouts = rollouts.replace(rescored=jax.block_until_ready(log_probs))
+      scored["rescored"] = jax.block_until_ready(log_probs)
     if self._reference:
       score, reference = self._reference
-      log_probs = score(reference, rollouts)
-      rollouts = rollouts.replace(reference=jax.block_until_ready(log_probs))
+      scored["reference"] = jax.block_until_ready(score(reference, rollouts))
+    rollouts = rollouts.replace(**scored)
     return rollouts, shard_batch(stack([group.rewards for group in groups]), self._mesh)

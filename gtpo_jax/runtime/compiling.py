@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
+import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from gtpo_jax.runtime.distributed import any_process
 from gtpo_jax.runtime.signals import Stopped, poll
 
 POLL_S = 0.5  # seconds between questions whether to stop
+CORES_PER_COMPILE = 2  # a compilation uses one core most of the time, and several at its end
 
 _stopping: Callable[[], bool] | None = None
 _abandoned: list[threading.Thread] = []
@@ -40,36 +43,76 @@ def has_abandoned_compiles() -> bool:
 
 
 def compile_stoppably(lower: Callable[[], jax.stages.Lowered]) -> None:
-  """Compiles a program, which JAX keeps for a later call with such arguments.
+  """Compiles a program; see `compile_all`."""
+  compile_all([lower])
+
+
+def compile_all(
+  lowerings: Sequence[Callable[[], jax.stages.Lowered]], ready: Callable[[], None] = lambda: None
+) -> None:
+  """Compiles programs, which JAX keeps for later calls with such arguments.
+
+  Several programs are compiled at once if there are cores for them.
 
   Args:
-    lower: lowers the program.
+    lowerings: each lowers a program.
+    ready: called each time a program is compiled.
 
   Raises:
-    Stopped: the run was asked to stop before the program was compiled.
+    Stopped: the run was asked to stop before all programs were compiled.
   """
-  if _stopping is None:
-    lower().compile()
-    return
-  errors: list[Exception] = []
-
-  def work() -> None:
-    try:
+  stopping = _stopping
+  threads = 1 if jax.process_count() > 1 else max(_cores() // CORES_PER_COMPILE, 1)
+  if stopping is None and threads == 1:
+    for lower in lowerings:
       lower().compile()
-    except Exception as error:  # raised below, on the thread that needs the program
-      errors.append(error)
+      ready()
+    return
+  waiting = collections.deque(lowerings)
+  running: list[_Compile] = []
+  while any_process(bool(waiting or running)):
+    while waiting and len(running) < threads:
+      running.append(_Compile(waiting.popleft()))
+    if running:
+      running[0].join(POLL_S)
+    ended = [x for x in running if not x.is_alive()]
+    running = [x for x in running if x not in ended]
+    error = next((x.error for x in ended if x.error), None)
+    if stopping and poll(stopping):
+      error = Stopped("while compiling")
+    if error:
+      for compiling in running:
+        _abandoned.append(compiling)
+        atexit.register(compiling.join)  # Python would end the thread within the compiler and crash
+      raise error
+    for _ in ended:
+      ready()
 
-  thread = threading.Thread(target=work, name="gtpo compile", daemon=True)
-  thread.start()
-  thread.join(POLL_S)
-  while any_process(thread.is_alive()):
-    if poll(_stopping):
-      _abandoned.append(thread)
-      atexit.register(thread.join)  # Python would end the thread within the compiler and crash
-      raise Stopped("while compiling")
-    thread.join(POLL_S)
-  if errors:
-    raise errors[0]
+
+class _Compile(threading.Thread):
+  """A thread that compiles a program.
+
+  Attributes:
+    error: what was raised, if anything.
+  """
+
+  def __init__(self, lower: Callable[[], jax.stages.Lowered]):
+    super().__init__(name="gtpo compile", daemon=True)
+    self.error: Exception | None = None
+    self._lower = lower
+    self.start()
+
+  def run(self) -> None:
+    """Compiles the program."""
+    try:
+      self._lower().compile()
+    except Exception as error:  # raised on the thread that needs the program
+      self.error = error
+
+
+def _cores() -> int:
+  """Returns the number of CPU cores that this process may use."""
+  return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class StoppableProgram:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from gtpo_jax.models.decode import DecodeParams
-from gtpo_jax.runtime.compiling import compile_stoppably
+from gtpo_jax.runtime.compiling import compile_all
 from gtpo_jax.sampling.params import SamplingParams
 
 
@@ -110,12 +111,10 @@ def warm_up(
     programs: those of an engine.
     params: the parameters in sampling layout.
     workloads: what will be sampled.
-    ready: called each time a decoding program is compiled.
+    ready: called each time a program is compiled.
 
   Raises:
     Stopped: the run was asked to stop; see `stoppable_compiles`.
   """
-  for program in reachable(programs, workloads).values():
-    compile_stoppably(lambda program=program: program.lower(params))
-    if program.kind == "decode":
-      ready()
+  found = reachable(programs, workloads).values()
+  compile_all([functools.partial(program.lower, params) for program in found], ready)

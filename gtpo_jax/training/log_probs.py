@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from gtpo_jax.arrays import Packing, Prompts, Rollouts
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.runtime.mesh import named_sharding
 from gtpo_jax.training.head import (
   HeadSettings,
   TokenLoss,
@@ -104,7 +105,7 @@ def make_scorer(
 
     return merge_parts(jax.lax.map(score_part, split_batch(rollouts, micro_batches, model)))
 
-  return jax.jit(log_probs)
+  return jax.jit(log_probs, out_shardings=named_sharding(model.mesh, "batch"))
 
 
 def _head_inputs(

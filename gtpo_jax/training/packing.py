@@ -12,13 +12,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from gtpo_jax.arrays import Packing, array_lengths, max_per_row
 
-# A group is packed into 1/4, 2/4, 3/4 or 4/4 as many rows as it has completions. More choices would
-# save more padding, but each number of rows is compiled separately.
-ROW_FRACTIONS = 4
+# A group is packed into these fractions of as many rows as it has completions. The fewest rows may
+# also be 1/2, 1/8 or 1/32 as long. More choices would save more padding, but every shape needs a
+# program of its own.
+ROW_EIGHTHS = (2, 3, 4, 6, 8)
+SHORTER_LENGTHS = 3
 
 
 class _Layout(NamedTuple):
@@ -32,10 +35,9 @@ class _Layout(NamedTuple):
 def plan_rows(lengths: np.ndarray, t: int, shards: int = 1) -> Packing | None:
   """Plans, on the host, how the completions of arrays [n, g, t] are packed into rows [n, w, s].
 
-  s is the smallest of `array_lengths` that fits the longest completion. w is the smallest of the
-  allowed numbers of rows (see `ROW_FRACTIONS`) that fits every group. Completions are placed from
-  the longest to the shortest, each in the row with the most space left. A row has at most
-  `max_per_row` completions.
+  [w, s] is the smallest of `row_shapes` that fits every group. Completions are placed from the
+  longest to the shortest, each in the row with the most space left. A row has at most `max_per_row`
+  completions.
 
   Args:
     lengths: i32[n, g], tokens of each completion, at most t.
@@ -46,8 +48,13 @@ def plan_rows(lengths: np.ndarray, t: int, shards: int = 1) -> Packing | None:
     The packing, or None if it saves nothing.
   """
   n, g = lengths.shape
-  s = next(size for size in array_lengths(t, shards) if size >= lengths.max(initial=0))
-  w, layout = _fewest_rows(lengths, s)
+  longest = lengths.max(initial=0)
+  fitting = (
+    (w, s, layout)
+    for w, s in row_shapes(g, t, shards)
+    if s >= longest and (layout := _fill(lengths, w, s)) is not None
+  )
+  w, s, layout = next(fitting)
   if (w, s) == (g, t):
     return None
   padding = max_per_row(g, w)
@@ -61,23 +68,28 @@ def plan_rows(lengths: np.ndarray, t: int, shards: int = 1) -> Packing | None:
   return Packing(segment if padding > 1 else None, source, layout.row * s + layout.start)
 
 
-def count_shapes(g: int, t: int, shards: int = 1) -> int:
-  """Returns the number of shapes [w, s] that `plan_rows` may choose for completions [g, t]."""
-  return len(_row_counts(g)) * len(array_lengths(t, shards))
+def row_shapes(g: int, t: int, shards: int = 1) -> list[tuple[int, int]]:
+  """Returns the shapes (w, s) of the rows of completions [g, t], from the fewest positions on.
+
+  There are at most eight. The last is (g, t), which is not packed.
+
+  Args:
+    g: completions of a prompt.
+    t: maximum tokens of a completion.
+    shards: number of devices that a row's positions are sharded over.
+  """
+  counts = sorted({-(-eighths * g // 8) for eighths in ROW_EIGHTHS})
+  lengths = array_lengths(t, shards)[::-1][1::2][:SHORTER_LENGTHS]
+  return [(counts[0], s) for s in lengths[::-1]] + [(w, t) for w in counts]
 
 
-def _row_counts(g: int) -> list[int]:
-  """Returns the allowed numbers of rows for g completions, ascending."""
-  return sorted({-(-numerator * g // ROW_FRACTIONS) for numerator in range(1, ROW_FRACTIONS + 1)})
-
-
-def _fewest_rows(lengths: np.ndarray, s: int) -> tuple[int, _Layout]:
-  """Returns the smallest allowed number of rows that fits every group, and the layout."""
-  for w in _row_counts(lengths.shape[1]):
-    layout = _fill(lengths, w, s)
-    if layout is not None:
-      return w, layout
-  raise AssertionError("as many rows as completions always suffice")
+def abstract_packing(n: int, g: int, t: int, w: int, s: int) -> Packing | None:
+  """Returns the shapes and dtypes that `plan_rows` returns for rows (w, s) of `row_shapes`."""
+  if (w, s) == (g, t):
+    return None
+  rows = jax.ShapeDtypeStruct((n, w, s), np.int32)
+  segment = rows if max_per_row(g, w) > 1 else None
+  return Packing(segment, rows, jax.ShapeDtypeStruct((n, g), np.int32))
 
 
 def _fill(lengths: np.ndarray, w: int, s: int) -> _Layout | None:

@@ -9,7 +9,7 @@ from update_cases import EVERY_LOSS_TERM, assert_same, batch, full_batch, plain,
 
 from gtpo_jax.arrays import array_lengths, max_per_row
 from gtpo_jax.runtime.mesh import make_mesh
-from gtpo_jax.training.packing import plan_rows
+from gtpo_jax.training.packing import abstract_packing, plan_rows, row_shapes
 
 
 def test_rows_by_hand():
@@ -34,9 +34,45 @@ def test_completions_that_cannot_share_a_row_get_their_own():
   assert plan_rows(np.asarray([[1, 1, 1, 1], [6, 4, 4, 2]]), 6).source.shape == (2, 3, 6)
 
 
-def test_rows_are_shortened_even_if_no_completions_share_them():
-  packing = plan_rows(np.asarray([[100, 90, 90, 80]]), 256)
-  assert packing.source.shape == (1, 4, 128) and packing.segment is None
+def test_row_shapes_by_hand():
+  """At most eight shapes, from a 128th of all positions on."""
+  full = [(4, 18432), (6, 18432), (8, 18432), (12, 18432), (16, 18432)]
+  assert row_shapes(16, 18432) == [(4, 576), (4, 2304), (4, 9216), *full]
+  assert row_shapes(4, 100) == [(1, 100), (2, 100), (3, 100), (4, 100)]
+  assert row_shapes(1, 128) == [(1, 64), (1, 128)]
+  assert row_shapes(8, 384, shards=3) == [
+    (2, 192),
+    (2, 384),
+    (3, 384),
+    (4, 384),
+    (6, 384),
+    (8, 384),
+  ]
+  assert max(len(row_shapes(g, t)) for g in range(1, 65) for t in (64, 2048, 20480)) == 8
+
+
+def test_the_smallest_shape_that_fits_is_chosen():
+  assert plan_rows(np.asarray([[100, 90, 90, 80]]), 256).source.shape == (1, 2, 256)
+  assert plan_rows(np.asarray([[60, 30, 20, 18]]), 256).source.shape == (1, 1, 128)
+  alone = plan_rows(np.asarray([[50]]), 128)
+  assert alone.source.shape == (1, 1, 64) and alone.segment is None
+
+
+def test_what_is_warmed_up_has_the_shapes_of_what_is_planned():
+  rng = np.random.default_rng(0)
+  for g, t in ((1, 128), (4, 18), (8, 512)):
+    shapes = row_shapes(g, t)
+    seen = set()
+    for longest in np.repeat([t // 40, t // 8, t // 3, t], 12):
+      lengths = rng.integers(0, longest + 1, (2, g))
+      packing = plan_rows(lengths, t)
+      shape = (g, t) if packing is None else packing.source.shape[1:]
+      expected = abstract_packing(2, g, t, *shape)
+      assert jax.tree.structure(packing) == jax.tree.structure(expected)
+      like = lambda x: (x.shape, x.dtype)
+      assert jax.tree.map(like, packing) == jax.tree.map(like, expected)
+      seen.add(shape)
+    assert seen <= set(shapes) and len(seen) >= min(len(shapes), 3)
 
 
 def test_array_lengths():
