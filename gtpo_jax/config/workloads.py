@@ -21,10 +21,7 @@ def run_workloads(config: Config, problems: int | None = None) -> dict[str, Work
   params = config.sampling_params
   batch = config.batch.prompts
   resumes = config.sampling.staleness > 0
-  keyed = batch if resumes else 0
-  workloads = {
-    SAMPLING: Workload(config.pool_size, config.policy_completions, params, resumes, keyed)
-  }
+  workloads = {SAMPLING: Workload(config.pool_size, config.policy_completions, params, resumes)}
   if group := config.resolved_algorithm.settings.guide_completions:
     workloads[GUIDE] = Workload(batch, group, params)
   return workloads | _evaluation_workloads(config, problems)

@@ -23,7 +23,7 @@ from gtpo_jax.sampling.dense.programs import DensePrograms
 from gtpo_jax.sampling.host_arrays import CompletionBuffer, pad_prompts
 from gtpo_jax.sampling.paged.programs import PagedPrograms
 from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
-from gtpo_jax.sampling.programs import Programs, ProgramSettings
+from gtpo_jax.sampling.programs import KEYS_AT_ONCE, Programs, ProgramSettings
 from gtpo_jax.sampling.scheduler import Scheduler
 from gtpo_jax.sampling.spans import Span
 
@@ -142,7 +142,14 @@ class Engine:
 
     Both numbers are folded in. What is drawn with these keys does not depend on n or `group`.
     """
-    return np.asarray(self.programs.completion_keys(key, n, group))
+    indices = np.indices((n, group), np.int32).reshape(2, -1)
+    keys = np.empty((indices.shape[1], 2), np.uint32)
+    for start in range(0, len(keys), KEYS_AT_ONCE):
+      part = indices[:, start : start + KEYS_AT_ONCE]
+      padded = np.pad(part, ((0, 0), (0, KEYS_AT_ONCE - part.shape[1])))
+      derived = np.asarray(self.programs.derive_keys(key, padded))
+      keys[start : start + KEYS_AT_ONCE] = derived[: part.shape[1]]
+    return keys.reshape(n, group, 2)
 
   def sample(
     self,

@@ -28,14 +28,12 @@ class Workload:
     group: completions of each prompt.
     sampling_params: how tokens are drawn.
     resumes: whether completions go on that have tokens already.
-    keyed_prompts: the prompts whose PRNG keys are derived together; 0 for those of a batch.
   """
 
   prompts: int
   group: int
   sampling_params: SamplingParams
   resumes: bool = False
-  keyed_prompts: int = 0
 
 
 # The kind of a program, such as "prefill" or "decode", and all that its shapes depend on. Workloads

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gtpo_jax.models.decode import DecodeParams, make_decode_params
@@ -24,6 +23,9 @@ from gtpo_jax.sampling.host_arrays import CompletionBuffer
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
 from gtpo_jax.sampling.scheduler import DecodeInputs, Scheduler
+
+# PRNG keys that are derived together, so that batches of all sizes share a program.
+KEYS_AT_ONCE = 1024
 
 
 class SamplerState(NamedTuple):
@@ -77,7 +79,7 @@ class Programs(abc.ABC):
     stop: i32[number of stop tokens], token ids that end a completion.
     pad: the padding id.
     layout: params -> DecodeParams, with adapters merged unless the base is quantised.
-    completion_keys: (key, n, g) -> PRNG key data u32[n, g, 2].
+    derive_keys: see `_derive_keys`; for `KEYS_AT_ONCE` keys.
     prefill, resume: `prefill_rows` for prompts, and for completions that go on.
     decode_chunk: see there.
     init_states, keep_rows: make the states of rows, and select some of each shard.
@@ -107,7 +109,7 @@ class Programs(abc.ABC):
     self.pad = settings.pad
 
     self.layout = jax.jit(functools.partial(_decode_params, settings.trained, model))
-    self.completion_keys = jax.jit(_completion_keys, static_argnums=(1, 2))
+    self.derive_keys = jax.jit(_derive_keys)
     self.prefill = _stoppable(functools.partial(prefill_rows, model, cache.insert), 1, 2)
     self.resume = _stoppable(functools.partial(prefill_rows, model, cache.insert_completions), 1, 2)
     decoder = Decoder(model, cache, self.chunk, settings.vocab_limit)
@@ -235,11 +237,11 @@ def compiled_for(programs: Programs, sampling_params: SamplingParams) -> Samplin
   return sampling_params if programs.static_temperature else sampling_params.filters
 
 
-def keys_program(programs: Programs, workload: Workload) -> Program:
-  """Returns the program that derives the PRNG keys of a batch."""
-  shape = (workload.keyed_prompts or workload.prompts, workload.group)
+def keys_program(programs: Programs) -> Program:
+  """Returns the program that derives PRNG keys."""
   key = jax.eval_shape(lambda: jax.random.key(0))
-  return Program(("keys", *shape), programs.completion_keys, lambda: (key, *shape))
+  indices = jax.ShapeDtypeStruct((2, KEYS_AT_ONCE), np.int32)
+  return Program(("keys",), programs.derive_keys, lambda: (key, indices))
 
 
 def abstract_decode_params(
@@ -279,9 +281,7 @@ def _decode_params(trained: Transformer, model: Transformer, params: Params) -> 
   return make_decode_params(model, params)
 
 
-def _completion_keys(key: jax.Array, n: int, g: int) -> jax.Array:
-  """Returns key data u32[n, g, 2]: `key` with each prompt's, then completion's index folded in."""
-  rows = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(n))
-  fold_group = jax.vmap(lambda row, j: jax.random.fold_in(row, j), in_axes=(None, 0))
-  keys = jax.vmap(fold_group, in_axes=(0, None))(rows, jnp.arange(g))
-  return jax.random.key_data(keys)
+def _derive_keys(key: jax.Array, indices: jax.Array) -> jax.Array:
+  """Returns key data u32[k, 2]: `key` with both numbers of each column of i32[2, k] folded in."""
+  fold = lambda i, j: jax.random.fold_in(jax.random.fold_in(key, i), j)
+  return jax.random.key_data(jax.vmap(fold)(*indices))

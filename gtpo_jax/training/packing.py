@@ -17,10 +17,10 @@ import numpy as np
 
 from gtpo_jax.arrays import Packing, array_lengths, max_per_row
 
-# A group is packed into these fractions of as many rows as it has completions. The fewest rows may
-# also be 1/2, 1/8 or 1/32 as long. More choices would save more padding, but every shape needs a
-# program of its own.
-ROW_EIGHTHS = (2, 3, 4, 6, 8)
+# A group is packed into 1/4, 2/4, 3/4 or 4/4 as many rows as it has completions, or 3/8. The fewest
+# rows may also be 1/2, 1/8 or 1/32 as long. More choices would save more padding, but every shape
+# needs a program of its own.
+ROW_FRACTIONS = 4
 SHORTER_LENGTHS = 3
 
 
@@ -78,9 +78,14 @@ def row_shapes(g: int, t: int, shards: int = 1) -> list[tuple[int, int]]:
     t: maximum tokens of a completion.
     shards: number of devices that a row's positions are sharded over.
   """
-  counts = sorted({-(-eighths * g // 8) for eighths in ROW_EIGHTHS})
-  lengths = array_lengths(t, shards)[::-1][1::2][:SHORTER_LENGTHS]
-  return [(counts[0], s) for s in lengths[::-1]] + [(w, t) for w in counts]
+  counts = [-(-numerator * g // ROW_FRACTIONS) for numerator in range(1, ROW_FRACTIONS + 1)]
+  shorter = array_lengths(t, shards)[::-1][1:]
+  shapes = {(w, t) for w in counts} | {(counts[0], s) for s in shorter[::2][:SHORTER_LENGTHS]}
+  if 3 * g % 8 == 0:
+    shapes.add((3 * g // 8, t))
+  elif shorter and counts[0] * t < counts[2] * shorter[0] < counts[1] * t:
+    shapes.add((counts[2], shorter[0]))
+  return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
 
 
 def abstract_packing(n: int, g: int, t: int, w: int, s: int) -> Packing | None:

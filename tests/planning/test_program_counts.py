@@ -1,4 +1,4 @@
-"""How many programs of sampling each shipped config can reach. Nothing is compiled."""
+"""How many programs each shipped config can reach. Nothing is compiled."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from gtpo_jax.config import load
 from gtpo_jax.config.workloads import run_workloads
 from gtpo_jax.planning.run_programs import build_engine, build_model
 from gtpo_jax.planning.topology import topology_devices
+from gtpo_jax.rollout.experience import abstract_batches
 from gtpo_jax.sampling.inventory import count_kinds, reachable
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -17,16 +18,19 @@ TRAINED = sorted(
   for path in CONFIGS.glob("*.py")
   if path.stem not in ("base", "tiny", "compare") and not path.stem.startswith("eval_")
 )
-MOST = 24
+MOST = 20
 
 
 def count(name, topology):
-  """The programs of training and evaluation, on a mesh of two shards."""
+  """The programs of sampling, evaluation and the update, on a mesh of two shards."""
   mesh = ("data=1", "fsdp=-1", "context=1", "tensor=1")
   config = load(str(CONFIGS / f"{name}.py"), [f"--config.mesh.{size}" for size in mesh])
   devices, _ = topology_devices(topology)
-  programs = build_engine(config, build_model(config, devices[:2])).programs
-  return count_kinds(reachable(programs, run_workloads(config).values()))
+  model = build_model(config, devices[:2])
+  programs = build_engine(config, model).programs
+  counts = count_kinds(reachable(programs, run_workloads(config).values()))
+  counts["update"] = len(abstract_batches(config, model.mesh))
+  return counts
 
 
 @needs_libtpu

@@ -211,6 +211,14 @@ def test_bfloat16_compute_is_close():
 # --- edge cases ---
 
 
+def test_keys_do_not_depend_on_the_size_of_the_batch(built):
+  engine = built[0]
+  many = engine.completion_keys(jax.random.key(0), 30, 50)  # more than are derived at once
+  np.testing.assert_array_equal(many[:3, :4], engine.completion_keys(jax.random.key(0), 3, 4))
+  expected = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 29), 49)
+  np.testing.assert_array_equal(many[29, 49], jax.random.key_data(expected))
+
+
 def test_no_prompts_give_no_completions(built):
   rollouts = sample(built, [], group=3)
   assert rollouts.tokens.shape == (0, 3, 10) and rollouts.prompts.tokens.shape == (0, 6)

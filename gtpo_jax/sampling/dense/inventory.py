@@ -43,7 +43,7 @@ class Inventory:
 
   def programs(self) -> Iterator[Program]:
     """Returns all programs, the largest of each kind first."""
-    yield keys_program(self._owner, self._workload)
+    yield keys_program(self._owner)
     yield from self._allocations()
     yield from self._prefills()
     yield from self._decodes()

@@ -111,7 +111,7 @@ class PagedPrograms(Programs):
 
   def inventory(self, workload: Workload) -> Iterator[Program]:
     """Returns every program that a workload can reach, the largest of each kind first."""
-    yield keys_program(self, workload)
+    yield keys_program(self)
     yield Program(("allocate",), self.init_kv, tuple)
     tracked = workload.sampling_params.penalises_repetition
     for slots in self.slot_counts:
