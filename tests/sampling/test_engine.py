@@ -212,7 +212,7 @@ def test_bfloat16_compute_is_close():
 
 
 def test_keys_do_not_depend_on_the_size_of_the_batch(built):
-  engine = built[0]
+  engine = built[1]
   many = engine.completion_keys(jax.random.key(0), 30, 50)  # more than are derived at once
   np.testing.assert_array_equal(many[:3, :4], engine.completion_keys(jax.random.key(0), 3, 4))
   expected = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), 29), 49)
