@@ -15,7 +15,7 @@ from gtpo_jax.storage.files import local_copy, read_json, safe_join
 from gtpo_jax.storage.paths import storage_path
 
 if TYPE_CHECKING:
-  from transformers import PreTrainedTokenizerBase
+  from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 # Files that a tokenizer may be read from.
 FILES = (
@@ -225,7 +225,10 @@ def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
   stop = _stop_ids(path)
   try:
     with local_copy(path, FILES) as folder:
-      tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+      config = _tokenizer_config(folder)
+      tokenizer = transformers.AutoTokenizer.from_pretrained(
+        str(folder), config=config, local_files_only=True
+      )
     tokenizer.name_or_path = str(path)
     if tokenizer.eos_token_id is None:
       raise UserError(
@@ -239,6 +242,23 @@ def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
     raise UserError(f"the tokenizer in {str(path)!r} cannot be read: {reason}") from error
   chat.template.check()
   return chat
+
+
+def _tokenizer_config(folder: Path) -> PreTrainedConfig:
+  """Returns what the choice of a tokenizer's class depends on in config.json, if there is one.
+
+  Transformers would read, check and expand the model's sizes too.
+  """
+  import transformers
+
+  values = read_json(folder, "config.json") if (folder / "config.json").exists() else {}
+  kind = values.get("model_type")
+  known = isinstance(kind, str) and kind in transformers.CONFIG_MAPPING
+  config = transformers.CONFIG_MAPPING[kind]() if known else transformers.PreTrainedConfig()
+  config.name_or_path = str(folder)
+  if isinstance(name := values.get("tokenizer_class"), str):
+    config.tokenizer_class = name
+  return config
 
 
 def _check_files(path: Path) -> None:

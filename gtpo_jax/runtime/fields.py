@@ -68,6 +68,7 @@ SHARE = number(lambda x: 0 < x <= 1, "in (0, 1]")
 BELOW_1 = number(lambda x: 0 <= x < 1, "in [0, 1)")
 AT_LEAST_0 = number(lambda x: 0 <= x < INFINITY, "at least 0 and finite")
 ABOVE_0 = number(lambda x: 0 < x < INFINITY, "above 0 and finite")
+ABOVE_1 = number(lambda x: 1 < x < INFINITY, "above 1 and finite")
 AT_LEAST_1 = number(lambda x: 1 <= x < INFINITY, "at least 1 and finite")
 FINITE = number(lambda x: abs(x) < INFINITY, "finite")
 

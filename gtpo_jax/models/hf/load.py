@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,23 +23,27 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from gtpo_jax.models.config import DTYPES
-from gtpo_jax.models.hf.config_json import read_config
+from gtpo_jax.models.hf.config_json import describe_unused_keys, read_config
 from gtpo_jax.models.hf.folder import find
 from gtpo_jax.models.hf.weights import read_hf
 from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.params import Params, declared_params, param_shardings, scale_path
 from gtpo_jax.models.quantize import quantize
 from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.runtime.distributed import is_first_process
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.storage.files import printable, read_json, safe_join
 from gtpo_jax.storage.paths import is_remote, read_range, storage_errors
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 # The dtypes that can be read, by safetensors' names.
 DTYPE_CODES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 LENGTH_BYTES = 8  # a file begins with the length of its header
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+MAX_NAMES = 8  # the most files that a line lists
+MAKERS_OWN = "consolidated"  # the same weights in Mistral's own format
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -65,12 +71,16 @@ def read_params(model: Transformer, folder: Path) -> Params:
   """Returns the parameters of a folder's safetensors on the model's mesh, without adapters.
 
   Matrices are quantised one by one if the model is. Host memory has slices of only one tensor at a
-  time: a file is mapped while a slice is read, and unmapped afterwards.
+  time: a file is mapped while a slice is read, and unmapped afterwards. What the folder has and
+  this does not use is printed to stderr, once per process: keys of config.json, and files.
 
   Raises:
     UserError: a file is damaged, the tensors are not the model's, or some contain NaN or infinity.
   """
   finite = jax.jit(lambda x: jnp.isfinite(x).all())
+  for line in (describe_unused_keys(folder), _describe_unused_files(folder)):
+    if line and is_first_process():
+      _say_once(line)
   replace = None
   params = {}
   names = []
@@ -84,6 +94,11 @@ def read_params(model: Transformer, folder: Path) -> Params:
       f"the weights in {str(folder)!r} contain NaN or infinity, in {', '.join(sorted(names)[:8])}"
     )
   return unflatten_dict(params)
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+  print(f"gtpo: {line}", file=sys.stderr, flush=True)
 
 
 def _quantizer(
@@ -180,9 +195,12 @@ def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
 
   The names are None if the folder has no index.
   """
-  index = folder / INDEX
-  if index.exists() or (not is_remote(index) and index.is_symlink()):
+  if _has_index(folder):
     weight_map = _weight_map(folder)
+    if SINGLE not in weight_map.values() and (folder / SINGLE).exists():
+      raise UserError(
+        f"{str(folder)!r} has {SINGLE} and {INDEX}, which does not list it; remove the older one"
+      )
     for name in sorted(set(weight_map.values())):
       yield safe_join(folder, name), {key for key, file in weight_map.items() if file == name}
     return
@@ -194,6 +212,24 @@ def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
       hint = f"; {pickles[0]} is a pickle, which may run code; convert it to safetensors"
     raise UserError(f"no safetensors in {str(folder)!r}{hint}")
   yield from ((safe_join(folder, name), None) for name in names)
+
+
+def _has_index(folder: Path) -> bool:
+  index = folder / INDEX
+  return index.exists() or (not is_remote(index) and index.is_symlink())
+
+
+def _describe_unused_files(folder: Path) -> str:
+  """Returns one line about safetensors that the index does not list, or the empty string."""
+  if not _has_index(folder):
+    return ""
+  used = set(_weight_map(folder).values())
+  names = sorted({file.name for file in folder.glob("*.safetensors")} - used)
+  names = [name for name in names if not name.startswith(MAKERS_OWN)]
+  if not names:
+    return ""
+  listed = ", ".join(map(printable, names[:MAX_NAMES])) + (" ..." if len(names) > MAX_NAMES else "")
+  return f"{str(folder)!r} has {len(names)} file(s) that {INDEX} does not list: {listed}"
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ Shapes come from the parameters' declarations. A matrix is stored as torch store
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from flax.traverse_util import flatten_dict
 
 from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.declaration import KINDS, Declaration, Kind
+from gtpo_jax.models.families import FAMILIES
 from gtpo_jax.models.lora import merge_lora, without_lora
 from gtpo_jax.models.params import Params, abstract_params, declared_params
 from gtpo_jax.models.transformer import Transformer
@@ -26,10 +28,12 @@ from gtpo_jax.storage.files import printable
 
 # Our modules, outside and within the layers, with their Hugging Face names, in the order in which
 # we write the tensors.
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 OUTER_NAMES: dict[tuple[str, ...], str] = {
-  ("embedding",): "model.embed_tokens.weight",
+  ("embedding",): EMBEDDING,
   ("norm", "scale"): "model.norm.weight",
-  ("head",): "lm_head.weight",
+  ("head",): HEAD,
 }
 LAYER_MODULES: dict[str, str] = {
   "attention_norm": "input_layernorm",
@@ -46,6 +50,8 @@ LAYER_MODULES: dict[str, str] = {
 }
 LAYER_LEAVES: dict[str, str] = {"scale": "weight", "kernel": "weight", "bias": "bias"}
 
+LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
+ROWS_COMPARED = 4096  # of two tables, at a time
 MAX_NAMES = 8  # the most tensors that an error message lists
 
 
@@ -167,6 +173,8 @@ def read_hf(
   _check_sizes(model.config, shapes)
   entries = hf_tensors(model)
   _check_shapes(model.config, {entry.name: entry.shape for entry in entries}, shapes)
+  if model.config.tied and HEAD in tensors:
+    _check_tied(tensors)
   by_path: dict[tuple[str, ...], list[HFTensor]] = {}
   for entry in entries:
     by_path.setdefault(entry.path, []).append(entry)  # one entry per layer, in order
@@ -192,25 +200,24 @@ def read_hf(
 
 
 def _check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-  """Raises a UserError if a size exceeds what is stored, before arrays of that size are built."""
-  if config.layers > len(shapes):
+  """Raises a UserError if a size in config.json is not that of the tensors."""
+  layers = {int(match[1]) for name in shapes if (match := LAYER.match(name))}
+  if layers and max(layers) + 1 != config.layers:
     raise UserError(
-      f"num_hidden_layers = {config.layers}, but there are {len(shapes)} tensors in all; "
-      "some are missing"
+      f"num_hidden_layers = {config.layers}, but there are tensors of {max(layers) + 1} layers"
     )
-  numbers = sum(map(math.prod, shapes.values()))
-  sizes = {
-    "vocab_size": config.vocab_size,
-    "hidden_size": config.width,
-    "num_attention_heads": config.heads,
-    "head_dim": config.head_dim,
-    "intermediate_size": config.mlp,
-  }
-  for name, size in sizes.items():
-    if size > numbers:
-      raise UserError(
-        f"{name} = {size}, but the tensors hold {numbers} numbers in all; some are missing"
-      )
+  heads = "num_attention_heads * head_dim"
+  kv_heads = "num_key_value_heads * head_dim"
+  for key, size, name, axis in (
+    ("vocab_size", config.vocab_size, EMBEDDING, 0),
+    ("hidden_size", config.width, EMBEDDING, 1),
+    (heads, config.heads * config.head_dim, "model.layers.0.self_attn.q_proj.weight", 0),
+    (kv_heads, config.kv_heads * config.head_dim, "model.layers.0.self_attn.k_proj.weight", 0),
+    ("intermediate_size", config.mlp, "model.layers.0.mlp.gate_proj.weight", 0),
+  ):
+    shape = shapes.get(name)
+    if shape and len(shape) == 2 and shape[axis] != size:
+      raise UserError(f"{key} = {size}, but {printable(name)} has the shape {shape}")
 
 
 def _check_shapes(
@@ -222,7 +229,7 @@ def _check_shapes(
   # Some files also store a tied head, as a copy of the embedding, or the rotary frequencies.
   optional = {name for name in shapes if name.endswith(".rotary_emb.inv_freq")}
   if config.tied:
-    optional.add("lm_head.weight")
+    optional.add(HEAD)
   wrong = [
     f"{name} {shapes[name]} instead of {shape}"
     for name, shape in expected.items()
@@ -234,9 +241,36 @@ def _check_shapes(
     ("of the wrong shape", wrong),
   ):
     if names:
-      listed = ", ".join(map(printable, names[:MAX_NAMES]))
-      more = " ..." if len(names) > MAX_NAMES else ""
-      raise UserError(f"{len(names)} tensor(s) {complaint}: {listed}{more}")
+      listed = ", ".join(map(printable, names[:MAX_NAMES])) + (" ..." * (len(names) > MAX_NAMES))
+      settings = ", ".join(f"{key} = {value}" for key, value in _named_settings(config).items())
+      raise UserError(f"{len(names)} tensor(s) {complaint}: {listed}; config.json has {settings}")
+
+
+def _named_settings(config: ModelConfig) -> dict[str, Any]:
+  """Returns the settings of config.json that decide which tensors there are."""
+  biases = {
+    key: set(matrices) <= set(config.biases)
+    for key, matrices in FAMILIES[config.model_type].optional_biases.items()
+  }
+  return {"model_type": config.model_type, "tie_word_embeddings": config.tied, **biases}
+
+
+def _check_tied(tensors: Mapping[str, Any]) -> None:
+  """Raises a UserError if a stored head is not a copy of the embedding that it is tied to.
+
+  Transformers would use such a head.
+  """
+  shapes = [tuple(tensors[name].shape) for name in (EMBEDDING, HEAD)]
+  same = shapes[0] == shapes[1]
+  count = shapes[0][0] if same else 0
+  for start in range(0, count, ROWS_COMPARED):
+    rows = slice(start, min(start + ROWS_COMPARED, count))
+    same = same and np.array_equal(tensors[EMBEDDING][rows], tensors[HEAD][rows])
+  if not same:
+    raise UserError(
+      f"tie_word_embeddings is true, but {HEAD} is not a copy of {EMBEDDING}; set "
+      f"tie_word_embeddings to false in config.json to use it, or remove {HEAD}"
+    )
 
 
 def _to_devices(

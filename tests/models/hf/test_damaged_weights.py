@@ -166,7 +166,8 @@ def test_missing_tensors_are_named(folder):
   )
   assert rejection(folder) == (
     "2 tensor(s) missing: model.layers.0.self_attn.q_proj.bias, "
-    "model.layers.1.self_attn.q_proj.bias"
+    "model.layers.1.self_attn.q_proj.bias; config.json has model_type = qwen2, "
+    "tie_word_embeddings = True"
   )
 
 
@@ -177,18 +178,15 @@ def test_extra_tensors_are_named(folder):
       {"model.layers.2.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}
     ),
   )
-  assert (
-    rejection(folder) == "1 tensor(s) not of this architecture: model.layers.2.mlp.up_proj.weight"
-  )
+  assert rejection(folder) == "num_hidden_layers = 2, but there are tensors of 3 layers"
 
 
 def test_tensors_of_the_wrong_shape_are_named(folder):
   edit_tensors(
     folder, lambda tensors: tensors.update({"model.norm.weight": np.zeros((32, 1), np.float32)})
   )
-  assert (
-    rejection(folder)
-    == "1 tensor(s) of the wrong shape: model.norm.weight (32, 1) instead of (32,)"
+  assert rejection(folder).startswith(
+    "1 tensor(s) of the wrong shape: model.norm.weight (32, 1) instead of (32,);"
   )
 
 

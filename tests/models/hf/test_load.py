@@ -148,18 +148,6 @@ def test_bfloat16_logits_are_near():
   assert np.abs(got - want).mean() < 0.02 * np.abs(want).mean()
 
 
-def test_the_second_copy_of_a_tied_head_is_not_needed(tmp_path):
-  """Some folders also store lm_head.weight although it is tied to the embedding."""
-  folder = shutil.copytree(hf_folder()[0], tmp_path / "hf")
-  import torch
-  from safetensors.torch import load_file, save_file
-
-  tensors = load_file(folder / "model.safetensors")
-  save_file(tensors | {"lm_head.weight": torch.zeros(64, 32)}, folder / "model.safetensors")
-  both = [jax.device_get(load(place, "float32")[1]) for place in (folder, hf_folder()[0])]
-  jax.tree.map(np.testing.assert_array_equal, *both)
-
-
 def test_generation_config_is_not_needed(tmp_path):
   folder = shutil.copytree(hf_folder()[0], tmp_path / "hf")
   (folder / "generation_config.json").unlink()
