@@ -16,8 +16,9 @@ from gtpo_jax.config.workloads import SAMPLING, run_workloads
 from gtpo_jax.models import PRESETS
 from gtpo_jax.planning.collectives import collective_bytes
 from gtpo_jax.planning.compile import bytes_per_device, compile_with_peak
-from gtpo_jax.planning.run_programs import RunPrograms, abstract_batch, build_engine, build_model
+from gtpo_jax.planning.run_programs import RunPrograms, build_engine, build_model
 from gtpo_jax.planning.topology import topology_devices
+from gtpo_jax.rollout.experience import abstract_batches
 from gtpo_jax.training.head_chunk import default_chunk
 from gtpo_jax.training.state import abstract_state
 
@@ -155,7 +156,7 @@ def test_donated_arrays_are_reused(name):
 def test_a_packed_update_uses_the_kernels_too():
   """Eight completions of a prompt in four rows; odd and even lengths are padded alike."""
   config, model, _ = compiled("h100 fsdp")
-  rollouts, rewards = abstract_batch(config, model)
+  rollouts, rewards = abstract_batches(config, model.mesh)[-1]
   n, g, t = rollouts.tokens.shape
   array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rollouts.tokens.sharding)
   packing = Packing(array(n, g // 2, t), array(n, g // 2, t), array(n, g))

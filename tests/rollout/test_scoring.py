@@ -285,14 +285,14 @@ def test_unusual_return_values(function, scored, message, capfd):
 
 
 def test_a_weighted_sum_that_is_too_large_is_no_verdict(capfd):
-  manager = function_manager(numbered([1e14, 1.0, 1e9]), **{"reward.parts": "verifier*1e300"})
+  manager = function_manager(numbered([1e14, 1.0, 1e9]), **{"reward.parts": "verifier*1e16"})
   values = [manager.call_functions(PROBLEMS[0], TEXTS[0])]
   for _ in range(2):
     found = manager.combine(np.full((1, 3), np.nan), values, LENGTHS[:1], np.ones((1, 3), bool))
   assert not found.scored.any() and (found.reward == 0).all()
   (line,) = capfd.readouterr().err.splitlines()  # once, and the function is not blamed
-  assert "the weighted sum of reward.parts = 'verifier*1e300' is over 1e+15 in size" in line
-  assert "the part 'verifier' times its weight is up to inf" in line
+  assert "the weighted sum of reward.parts = 'verifier*1e16' is over 1e+15 in size" in line
+  assert "the part 'verifier' times its weight is up to 1e+30" in line
   assert "lower the weight" in line and "failed" not in line
 
 
@@ -495,7 +495,7 @@ def test_names_that_are_not_functions(name, message):
     ("parts", "correct,correct", "must name parts"),
     ("parts", "correct*nan", "must name parts"),
     ("math_rule", "dapoo", "one of math, dapo, got 'dapoo'"),
-    ("timeout_s", 0.0, "above 0 and finite, got 0.0"),
+    ("timeout_s", 0.0, "above 0 and at most 86400"),
     ("code_timeout_s", float("inf"), "code_timeout_s must be above 0"),
     ("code_memory_mb", 8, "reward.code_memory_mb must be at least 16, got 8"),
   ],
