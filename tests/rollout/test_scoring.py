@@ -285,14 +285,14 @@ def test_unusual_return_values(function, scored, message, capfd):
 
 
 def test_a_weighted_sum_that_is_too_large_is_no_verdict(capfd):
-  manager = function_manager(numbered([1e14, 1.0, 1e9]), **{"reward.parts": "verifier*1e16"})
+  manager = function_manager(numbered([1e14, 10.0, 1e9]), **{"reward.parts": "verifier*1e15"})
   values = [manager.call_functions(PROBLEMS[0], TEXTS[0])]
   for _ in range(2):
     found = manager.combine(np.full((1, 3), np.nan), values, LENGTHS[:1], np.ones((1, 3), bool))
   assert not found.scored.any() and (found.reward == 0).all()
   (line,) = capfd.readouterr().err.splitlines()  # once, and the function is not blamed
-  assert "the weighted sum of reward.parts = 'verifier*1e16' is over 1e+15 in size" in line
-  assert "the part 'verifier' times its weight is up to 1e+30" in line
+  assert "the weighted sum of reward.parts = 'verifier*1e15' is over 1e+15 in size" in line
+  assert "the part 'verifier' times its weight is up to 1e+29" in line
   assert "lower the weight" in line and "failed" not in line
 
 
