@@ -47,7 +47,7 @@ def train_runs(folder, rows):
     config.batch.prompts = 8
     config.batch.group = 4
     config.batch.micro_batches = 2
-    config.warm_start.steps = 10
+    config.warm_start.steps = 20
     config.warm_start.batch = 8
     config.reward.verifier = "a_verifier:verify"
     config.eval.problems = 12
