@@ -120,7 +120,8 @@ class Rollouts:
   # f32[n, g, t], nats; at the sampling temperature, before penalty, top-k, top-p and min-p.
   log_probs: jax.Array
   entropy: jax.Array  # f32[n, g, t], nats; of the same unfiltered distribution
-  # bool[n, g]; True if a stop token was sampled, False if the completion was cut off.
+  # bool[n, g]; True if the completion ended at a stop token or a stop string, False if it was cut
+  # off.
   finished: jax.Array
 
   # The fields below are None in runs that do not use them.

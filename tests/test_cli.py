@@ -55,6 +55,23 @@ def test_sample_sends_no_control_characters_to_a_terminal(finished_run, capsys, 
   assert shown == visible(plain, "\n\t")
 
 
+def test_sample_ends_at_a_stop_string(finished_run, capsys, monkeypatch):
+  """A terminal, to which text goes while it is sampled, shows no part of the string either."""
+  args = ["sample", f"--model={finished_run[0]}", "--prompt=12+3+4:", "--temperature=0"]
+
+  def printed(*options):
+    assert cli.main([*args, *options]) == 0
+    return capsys.readouterr().out[:-1]
+
+  whole = printed()
+  assert len(whole) > 4
+  for terminal in (False, True):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+    for stop in (whole[2:4], whole[3:5], whole[:1], whole[1:]):
+      expected = whole[: whole.index(stop)]
+      assert printed(f"--stop={stop}", "--stop=never") == expected, (terminal, stop)
+
+
 @pytest.mark.slow
 def test_sample_from_the_base_model_of_a_run_on_more_devices(finished_run, tmp_path):
   """--step=0 selects the base model, --max_tokens=1 works, and the run's mesh is ignored."""
@@ -366,6 +383,10 @@ def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path, capsys):
     (["eval", "--model={run}", "--data=none.jsonl"], "no file or folder at 'none.jsonl'"),
     (["eval", "--model={run}", "--data=sumz"], "unknown task 'sumz' in data, did you mean 'sums'?"),
     (["sample", "--model={run}", "--prompt= "], "--prompt is empty"),
+    (
+      ["sample", "--model={run}", "--prompt=1", "--stop="],
+      "--stop must be a tuple of at most 16 non-empty strings",
+    ),
     (["sample", "--model={run}", "--prompt=" + "1+" * 30], "over the limit of 24"),
     (["sample", "--model={run}", "--prompt=1", "--step=9"], "no checkpoint of step 9"),
     (

@@ -47,6 +47,8 @@ class TrainedPolicy:
   ) -> list[str]:
     """Returns `n` completions of a prompt, which gets the run's `data.system` and `data.template`.
 
+    They end as in the run: at an end token, at `sampling.stop` or at `sampling.max_tokens`.
+
     Raises:
       UserError: the prompt is empty or over `data.max_prompt_tokens`, or a number is out of bounds.
     """
@@ -62,7 +64,7 @@ class TrainedPolicy:
       SamplingParams(temperature, top_p=top_p),
     )
     completions = zip(rollouts.tokens[0], rollouts.present[0], strict=True)
-    return self.worker.chat.decode([tokens[present] for tokens, present in completions])
+    return self.worker.decode([tokens[present] for tokens, present in completions])
 
   def save(self, folder: str | Path, dtype: str | None = None) -> None:
     """Writes a Hugging Face folder; see `models.save`."""

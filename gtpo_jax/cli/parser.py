@@ -152,6 +152,12 @@ def _add_sample(parser: _Parser) -> None:
     type=int,
     help="maximum tokens of a completion (default: the run's own limit; 256 for a folder)",
   )
+  parser.add_argument(
+    "--stop",
+    action="append",
+    help="a string that ends a completion, whose text is cut before it; repeat the option for more "
+    "(default: the run's sampling.stop; none for a folder)",
+  )
   parser.add_argument("--n", type=int, default=1, help="number of completions (default: 1)")
   parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
 

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.fields import find_problem
 
 if TYPE_CHECKING:
   from gtpo_jax.logs.display import Display
@@ -27,8 +28,11 @@ def print_samples(args: argparse.Namespace, display: Display) -> int:
     UserError: an option is not valid, or there is no such model.
   """
   _check_options(args)
+  from gtpo_jax.config.sections import STOP
   from gtpo_jax.sampling.params import SamplingParams
 
+  if args.stop and (problem := find_problem(tuple(args.stop), STOP)):
+    raise UserError(f"--stop {problem}")
   sampling_params = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p)
   import jax
 
@@ -37,7 +41,7 @@ def print_samples(args: argparse.Namespace, display: Display) -> int:
   from gtpo_jax.rollout.policies import open_policy
 
   with display.waiting("reading the model"):
-    worker, _, params, _ = open_policy(args.model, args.step, None, args.max_tokens)
+    worker, _, params, _ = open_policy(args.model, args.step, None, args.max_tokens, args.stop)
   prompt = worker.chat.encode_prompt(user(args.prompt))
   policy = worker.policy(params)
   stream = sys.stdout.isatty()
@@ -47,7 +51,7 @@ def print_samples(args: argparse.Namespace, display: Display) -> int:
   texts = [""] * args.n
   engine = policy.engine
   buffer = engine.buffer([prompt], engine.completion_keys(jax.random.key(args.seed), 1, args.n))
-  text_of = lambda j: show(worker.chat.decode([buffer.completion(0, j)])[0])
+  text_of = lambda j: worker.decode([buffer.completion(0, j)])[0]
   chunks = engine.generate(
     policy.params,
     buffer,
@@ -59,10 +63,13 @@ def print_samples(args: argparse.Namespace, display: Display) -> int:
   for ended in itertools.chain([first], chunks):
     if stream and args.n == 1:
       text = text_of(0).rstrip("\ufffd")  # an incomplete character, which needs more tokens
+      if worker.stop_strings:
+        text = worker.stop_strings.without_begun(text)
+      text = show(text)
       print(text[len(printed) :], end="", flush=True)
       printed = text
     for _, j in ended:
-      texts[j] = text_of(j)
+      texts[j] = show(text_of(j))
       if stream and args.n > 1:  # print each completion when it is complete
         print(texts[j], flush=True)
   if not stream:

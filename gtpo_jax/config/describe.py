@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import textwrap
+import types
 import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -47,7 +48,10 @@ def describe(section: Any = None, prefix: str = "") -> Iterator[FieldDescription
     if dataclasses.is_dataclass(value):
       yield from describe(value, f"{name}.")
       continue
-    kind = (typing.get_args(hints[field.name]) or (hints[field.name],))[0].__name__
+    hint = hints[field.name]
+    if isinstance(hint, types.UnionType):
+      hint = typing.get_args(hint)[0]
+    kind = hint.__name__
     default = published.get(field.name) if value is None else value
     values = _values(declared.get(field.name, {type(section): field}))
     yield FieldDescription(name, kind, default, values, meanings[field.name])

@@ -162,11 +162,13 @@ def _build_section(cls: type, value: Any, name: str, prefix: str) -> Any:
 
 
 def _typed(value: Any, hint: Any, name: str) -> Any:
-  """Returns `value` if it has the type `hint`; integers are accepted as floats."""
+  """Returns `value` if it has the type `hint`; integers are accepted as floats, lists as tuples."""
   kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
   if value is None and type(None) in kinds:
     return None
-  kind = kinds[0]
+  kind = typing.get_origin(kinds[0]) or kinds[0]
+  if kind is tuple:  # the bound of the field says what else is wrong
+    return tuple(value) if isinstance(value, list) else value
   if kind is float and isinstance(value, int) and not isinstance(value, bool):
     return float(value)
   if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

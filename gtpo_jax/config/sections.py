@@ -15,6 +15,7 @@ from gtpo_jax.runtime.fields import (
   ABOVE_0,
   AT_LEAST_0,
   FINITE,
+  Bound,
   Checked,
   at_least,
   find_problem,
@@ -23,6 +24,7 @@ from gtpo_jax.runtime.fields import (
   setting,
 )
 from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+from gtpo_jax.sampling.stop_strings import MAX_STOP_STRINGS, is_stop
 from gtpo_jax.training.state import OptimizerConfig
 
 MATH_RULES = ("math", "dapo")
@@ -30,6 +32,11 @@ MAX_STALENESS = 16
 AXIS_SIZE = number(lambda x: x == -1 or x >= 1, "at least 1, or -1 for the remaining devices")
 STALENESS = number(
   lambda x: 0 <= x <= MAX_STALENESS, f"from 0 (whole batches) to {MAX_STALENESS} updates"
+)
+STOP = Bound(
+  is_stop,
+  f"a tuple of at most {MAX_STOP_STRINGS} non-empty strings of valid characters, such as "
+  r"""("\nQ:",)""",
 )
 TIMEOUT = number(lambda x: 0 < x <= 86_400, "above 0 and at most 86400 (a day)")
 RL_OPTIMIZER = OptimizerConfig()
@@ -206,11 +213,15 @@ class SamplingSection(EngineConfig, SamplingParams):
       With 0, every completion of a step's batch is sampled to its end before the update. With more,
       a step ends as soon as `batch.prompts` groups are complete; the others go on in the next step,
       under the updated policy. Up to `batch.prompts * (1 + staleness)` groups are sampled at once.
+    stop: strings that end a completion as soon as its text contains one of them, in training and
+      evaluation. The text is cut before the earliest match; the tokens up to the one that completed
+      it are kept, and the completion counts as finished.
     warm_up: compile every program that sampling may need, for training and evaluation, before the
       first step, instead of each program when it is first used.
   """
 
   max_tokens: int = setting(40, bound=at_least(2))
+  stop: tuple[str, ...] = setting((), bound=STOP)
   staleness: int = setting(0, bound=STALENESS)
   warm_up: bool = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -111,7 +111,7 @@ class Chat:
     ids = []
     parts = self.template.parts(messages)
     for part, message in zip(parts, messages, strict=False):
-      ids += self._encode(part) + self._encode(message["content"], plain=True)
+      ids += self._encode(part) + self.encode_plain(message["content"])
     return ids + self._encode(parts[-1])
 
   def _controls_of_template(self, messages: Messages) -> list[int]:
@@ -130,11 +130,15 @@ class Chat:
     The text never becomes a control token. It follows the beginning-of-text token if the tokenizer
     adds one.
     """
-    return self._start + self._encode(text, plain=True)
+    return self._start + self.encode_plain(text)
+
+  def encode_plain(self, text: str) -> list[int]:
+    """Returns the ids of a text that never becomes a control token, and nothing else."""
+    return self._encode(text, plain=True)
 
   def encode_completion(self, text: str) -> list[int]:
     """Returns the ids of an assistant's turn, including its end token."""
-    return [*self._encode(text, plain=True), self.tokenizer.eos_token_id]
+    return [*self.encode_plain(text), self.tokenizer.eos_token_id]
 
   def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
     """Converts rows of token ids to texts without stop tokens."""
@@ -146,27 +150,26 @@ class Chat:
     """Returns the text that each token adds to a completion; stop tokens appear by name.
 
     If a character consists of several tokens, the last of them adds it; the earlier ones add
-    nothing.
+    nothing. The last token also adds what is left of an incomplete character.
     """
-    ids = [int(token) for token in ids]
-    with self._lock:
-      for token in set(ids).difference(self._single):
-        self._single[token] = self._text_after_others([token])
-      pieces = []
-      run = []  # tokens since the last complete character
-      emitted = ""  # the part of their text that is already in `pieces`
-      for i, token in enumerate(ids):
-        run.append(token)
-        if len(run) == i + 1:
-          text = self.tokenizer.decode(run)
-        else:
-          text = self._single[token] if len(run) == 1 else self._text_after_others(run)
-        may_continue = len(run) < MAX_CHARACTER_BYTES and i < len(ids) - 1
-        incomplete = text.endswith(REPLACEMENT) and may_continue
-        text = text.rstrip(REPLACEMENT) if incomplete else text
-        pieces.append(text[len(emitted) :])
-        run, emitted = (run, text) if incomplete else ([], "")
+    stream = TextStream(self)
+    pieces = stream.add([int(token) for token in ids])
+    if pieces:
+      pieces[-1] += stream.incomplete()
     return pieces
+
+  def text_of(self, ids: list[int], at_start: bool) -> str:
+    """Returns the text of tokens at the start of a completion, or after others."""
+    with self._lock:
+      return self.tokenizer.decode(ids) if at_start else self._text_after_others(ids)
+
+  def single_texts(self, ids: Collection[int]) -> dict[int, str]:
+    """Returns the texts of at least these tokens, each by itself after others."""
+    if missing := set(ids).difference(self._single):
+      with self._lock:
+        for token in missing:
+          self._single[token] = self._text_after_others([token])
+    return self._single
 
   def _text_after_others(self, ids: list[int]) -> str:
     """Returns the text of tokens after others; SentencePiece strips a first space."""
@@ -198,6 +201,60 @@ class Chat:
         f"{name!r}: {text[:MAX_REASON_CHARS]!r}"
       )
     return ids
+
+
+class TextStream:
+  """The text of a completion that grows, as the piece that each token adds.
+
+  A piece never ends in bytes that later tokens may complete to a character.
+  """
+
+  def __init__(self, chat: Chat):
+    self._chat = chat
+    self._at_start = True
+    self._run: list[int] = []  # the latest tokens, whose last character is incomplete
+    self._emitted = ""  # the part of their text that is already in a piece
+
+  def add(self, ids: Sequence[int]) -> list[str]:
+    """Adds tokens, and returns the piece of each of them."""
+    single = self._chat.single_texts(ids)
+    if not self._run and not self._at_start:
+      pieces = [single[token] for token in ids]
+      if not any(REPLACEMENT in piece for piece in pieces):
+        return pieces
+    return [self._add_one(token, single) for token in ids]
+
+  def incomplete(self) -> str:
+    """Returns the text that is not in a piece because its last character is incomplete."""
+    text = self._chat.text_of(self._run, self._at_start) if self._run else ""
+    return text[len(self._emitted) :]
+
+  def _add_one(self, token: int, single: Mapping[int, str]) -> str:
+    run = [*self._run, token]
+    is_single = len(run) == 1 and not self._at_start
+    text = single[token] if is_single else self._chat.text_of(run, self._at_start)
+    rest = text  # the text of the tokens that stay in the run
+    if not text.endswith(REPLACEMENT):
+      run = []
+      rest = ""
+    elif len(run) == MAX_CHARACTER_BYTES:
+      run, rest = self._without_first(run, text)
+    before = len(self._emitted)
+    self._at_start &= len(run) == len(self._run) + 1
+    self._run = run
+    self._emitted = rest.rstrip(REPLACEMENT)
+    return text[before : len(text) - len(rest) + len(self._emitted)]
+
+  def _without_first(self, run: list[int], text: str) -> tuple[list[int], str]:
+    """Drops the bytes that begin a run but no character; returns the other tokens and their text.
+
+    The text of a part is the same by itself only if the run is split between characters.
+    """
+    for count in range(1, len(run)):
+      rest = self._chat.text_of(run[count:], at_start=False)
+      if self._chat.text_of(run[:count], self._at_start) + rest == text:
+        return run[count:], rest
+    return [], ""
 
 
 def _controls(ids: Sequence[int], control_ids: Collection[int]) -> list[int]:

@@ -39,12 +39,14 @@ MEASURED_BY = (
   "reward.verifier",
   "reward.math_rule",
   "sampling.max_tokens",
+  "sampling.stop",
 )
 
 
 def evaluation_settings(config: Config) -> dict[str, Any]:
   """Returns the fields of a config that decide what its evaluations measure, by dotted name."""
   values = flatten(to_dict(config)) | {"data.eval": config.eval_name}
+  values["sampling.stop"] = list(config.sampling.stop)  # as it is read from JSON
   return {name: values[name] for name in MEASURED_BY}
 
 
@@ -93,7 +95,7 @@ def evaluate_run(
       raise Stopped
     part = problems[start : start + batch]
     n = len(part)
-    pending = PendingRewards(reward_manager, part, group, worker.chat.decode)
+    pending = PendingRewards(reward_manager, part, group, worker.decode)
     batch_key = jax.random.fold_in(key, start)
     keys = policy.engine.completion_keys(batch_key, batch, group)[:n]
 

@@ -160,7 +160,7 @@ class Collector:
       [worker.encode(problem) for problem in problems],
       _keys(config, policy.engine, KeyStream.SAMPLE, unscored, config.policy_completions),
     )
-    pending = PendingRewards(self._reward_manager, problems, config.batch.group, worker.chat.decode)
+    pending = PendingRewards(self._reward_manager, problems, config.batch.group, worker.decode)
     pool = Pool(config, groups, policy.engine, buffer, pending, version)
     most_rows = config.pool_size
     completions = worker.generate(policy, buffer, config.sampling_params, stopping, most_rows)
@@ -273,7 +273,7 @@ class Collector:
       UserError: it was saved under a config with other shapes.
     """
     problem_at = lambda index: self._batches[index[0]][index[1]]
-    decode = self._worker.chat.decode
+    decode = self._worker.decode
     self._kept = restore_groups(self._config, leftovers, problem_at, decode)
     self._begun = int(leftovers["begun"])
 

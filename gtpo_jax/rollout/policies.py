@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +67,11 @@ def base_params(config: Config, workdir: Path, worker: RolloutWorker) -> Params 
 
 
 def find_policy(
-  workdir: Path, step: int | None, config: Config | None = None, max_tokens: int | None = None
+  workdir: Path,
+  step: int | None,
+  config: Config | None = None,
+  max_tokens: int | None = None,
+  stop: Sequence[str] | None = None,
 ) -> PolicySource:
   """Returns a policy's worker and config, on the devices of this machine.
 
@@ -77,38 +81,51 @@ def find_policy(
     config: replaces the config of the run, and must then name the same model or none; for a Hugging
       Face folder, replaces the defaults.
     max_tokens: the longest completion; None for the run's own limit, or 256 for a folder.
+    stop: strings that end a completion; None for those of the config.
 
   Raises:
     UserError: there is no such folder, run or checkpoint, or the config is for another model.
   """
   folder = find(str(workdir))
   if is_hf_folder(folder):
-    return _policy_of_folder(folder, step, config, max_tokens)
-  return _policy_of_run(folder, step, config, max_tokens)
+    return _policy_of_folder(folder, step, config, max_tokens, stop)
+  return _policy_of_run(folder, step, config, max_tokens, stop)
 
 
 def open_policy(
-  workdir: Path, step: int | None, config: Config | None = None, max_tokens: int | None = None
+  workdir: Path,
+  step: int | None,
+  config: Config | None = None,
+  max_tokens: int | None = None,
+  stop: Sequence[str] | None = None,
 ) -> tuple[RolloutWorker, Config, Params, int]:
   """Returns the worker, config, parameters and step of a policy; see `find_policy`."""
-  worker, config, read = find_policy(workdir, step, config, max_tokens)
+  worker, config, read = find_policy(workdir, step, config, max_tokens, stop)
   return worker, config, *read()
 
 
 def _policy_of_folder(
-  folder: Path, step: int | None, config: Config | None, max_tokens: int | None
+  folder: Path,
+  step: int | None,
+  config: Config | None,
+  max_tokens: int | None,
+  stop: Sequence[str] | None,
 ) -> PolicySource:
   if step is not None:
     raise UserError(f"{str(folder)!r} is a Hugging Face folder and has no steps; leave --step out")
   config = config or _config_of_folder(folder, max_tokens)
   model = dataclasses.replace(config.model, path=str(folder), lora_rank=0, quantize="")
   config = dataclasses.replace(config, model=model)
-  worker = RolloutWorker(config, max_tokens)
+  worker = RolloutWorker(config, max_tokens, stop)
   return PolicySource(worker, config, lambda: (read_params(worker.model, folder), 0))
 
 
 def _policy_of_run(
-  workdir: Path, step: int | None, config: Config | None, max_tokens: int | None
+  workdir: Path,
+  step: int | None,
+  config: Config | None,
+  max_tokens: int | None,
+  stop: Sequence[str] | None,
 ) -> PolicySource:
   own = load_config(workdir)
   if config is None:
@@ -121,10 +138,10 @@ def _policy_of_run(
       f"{_model_name(config)!r}; leave --config out, or use the run's config"
     )
   if step == 0 and not has_base(workdir) and own.model.path:
-    worker = RolloutWorker(config, max_tokens)
+    worker = RolloutWorker(config, max_tokens, stop)
     return PolicySource(worker, config, lambda: (base_params(own, workdir, worker), 0))
   open_run(workdir, step).close()  # refuses a missing checkpoint before the worker is made
-  worker = RolloutWorker(config, max_tokens)
+  worker = RolloutWorker(config, max_tokens, stop)
   return PolicySource(worker, config, lambda: run_params(workdir, worker.model, step))
 
 

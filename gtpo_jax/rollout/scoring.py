@@ -76,7 +76,7 @@ class EndedCompletion(NamedTuple):
   problem: int  # index of its problem in the batch
   index: int  # index within the problem's group
   tokens: np.ndarray  # i32[length]
-  finished: bool  # True if it ended with a stop token, False if it was cut off
+  finished: bool  # True if a stop token or a stop string ended it, False if it was cut off
 
   @classmethod
   def of(
@@ -239,7 +239,7 @@ class PendingRewards:
   Attributes:
     texts: [n][g], the decoded completions; complete after `result`.
     lengths: i32[n, g], tokens of each completion.
-    finished: bool[n, g], whether each ended with a stop token.
+    finished: bool[n, g], whether a stop token or a stop string ended each.
     ended: how many completions were added so far.
   """
 

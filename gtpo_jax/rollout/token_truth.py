@@ -69,12 +69,13 @@ def token_truth(
 def completion_codes(ids: np.ndarray, text: str, marks: str, chat: Chat) -> np.ndarray:
   """Returns the codes of a completion's tokens, u8[m], from the marks of its characters.
 
-  They are all 0 if the texts of the tokens do not add up to `text`.
+  A text may be cut before a stop string; tokens after the cut are inert. The codes are all 0 if the
+  texts of the tokens do not add up to a text that begins with `text`.
   """
   stop = np.isin(ids, chat.stop)
   pieces = chat.pieces(ids[~stop])
   codes = np.full(len(ids), _CODES["i"], np.uint8)
-  if "".join(pieces) != text or len(marks) != len(text):
+  if not "".join(pieces).startswith(text) or len(marks) != len(text):
     return np.zeros_like(codes)
   ends = np.cumsum([len(piece) for piece in pieces], dtype=int)
   codes[~stop] = [

@@ -11,7 +11,7 @@ import numpy as np
 
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.config import Config, resolve_model
-from gtpo_jax.data.chat import Chat, load_chat
+from gtpo_jax.data.chat import Chat, TextStream, load_chat
 from gtpo_jax.data.records import Problem
 from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.models.decode import DecodeParams
@@ -24,6 +24,7 @@ from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
 from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.stop_strings import StopStrings
 
 
 class Policy(NamedTuple):
@@ -40,17 +41,21 @@ class RolloutWorker:
     model: the architecture on the training mesh.
     model_folder: the Hugging Face folder that `model.path` names; None for a preset.
     chat: the tokenizer with its chat template and stop tokens.
+    stop_strings: strings that end a completion; None for none.
     engine: the sampling engine of `model`.
 
   Raises:
-    UserError: the model cannot be found or is not supported, it cannot be sharded over the mesh, or
-      its vocabulary is smaller than the tokenizer's.
+    UserError: the model cannot be found or is not supported, it cannot be sharded over the mesh,
+      its vocabulary is smaller than the tokenizer's, or the tokenizer cannot write a stop string.
   """
 
-  def __init__(self, config: Config, max_tokens: int | None = None):
+  def __init__(
+    self, config: Config, max_tokens: int | None = None, stop: Sequence[str] | None = None
+  ):
     """Args:
     config: the run's config.
     max_tokens: replaces `config.sampling.max_tokens`; None keeps it.
+    stop: replaces `config.sampling.stop`; None keeps it.
     """
     resolved = resolve_model(config)
     self.model_folder = resolved.folder
@@ -66,6 +71,7 @@ class RolloutWorker:
       )
     self._data = config.data
     self._max_tokens = max_tokens or config.sampling.max_tokens
+    self.stop_strings = _stop_strings(self.chat, config.sampling.stop if stop is None else stop)
     self._engine_config = config.engine_config
     self._demand = config.sampling_demand
     self.engine = self.engine_for(self.model)
@@ -86,7 +92,13 @@ class RolloutWorker:
       vocab_limit,
       self._engine_config,
       self._demand,
+      self.stop_strings,
     )
+
+  def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+    """Returns the texts of completions, each cut before its first stop string."""
+    texts = self.chat.decode(rows)
+    return [self.stop_strings.cut(text) for text in texts] if self.stop_strings else texts
 
   def encode(self, problem: Problem) -> list[int]:
     """Returns a problem's token ids, with the config's system message and template applied."""
@@ -161,3 +173,23 @@ class RolloutWorker:
         yield ended
         if stopping():
           raise Stopped
+
+
+def _stop_strings(chat: Chat, strings: Sequence[str]) -> StopStrings | None:
+  """Returns what finds stop strings in the completions of a tokenizer; None if there are none.
+
+  Raises:
+    UserError: the tokenizer cannot write one of them.
+  """
+  for string in strings:
+    try:
+      written = "".join(chat.decode([chat.encode_plain(string)]))
+    except UserError as error:
+      raise UserError(
+        f"sampling.stop has {string!r}, which no completion can contain: {error}"
+      ) from error
+    if not written:
+      raise UserError(
+        f"sampling.stop has {string!r}, of which the tokenizer leaves an empty text; remove it"
+      )
+  return StopStrings(strings, lambda: TextStream(chat).add, chat.decode) if strings else None

@@ -26,6 +26,7 @@ from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
 from gtpo_jax.sampling.programs import KEYS_AT_ONCE, Programs, ProgramSettings
 from gtpo_jax.sampling.scheduler import Scheduler
 from gtpo_jax.sampling.spans import Span
+from gtpo_jax.sampling.stop_strings import StopStrings
 
 # While completions wait, a chunk ends once 1/8 of the active slots have finished. With a smaller
 # fraction the host round trips cost more than they gain; with a larger one too many slots idle.
@@ -64,6 +65,7 @@ class Engine:
     vocab_limit: int | None = None,
     engine_config: EngineConfig | None = None,
     demand: Demand = DEFAULT_DEMAND,
+    stop_strings: StopStrings | None = None,
   ):
     """Prepares the programs; they compile on their first use.
 
@@ -76,6 +78,8 @@ class Engine:
       vocab_limit: only token ids below this are sampled; None for the full vocabulary.
       engine_config: slots, chunk, cache format and kernel; None for the platform's defaults.
       demand: the batches that will be sampled, if known.
+      stop_strings: strings that end a completion, found on the host after each chunk; None for
+        none.
 
     Raises:
       UserError: the attention kernel does not support this platform or head width.
@@ -94,6 +98,7 @@ class Engine:
     self.pad = pad
     self.max_prompt_tokens = max_prompt_tokens
     self.max_tokens = max_tokens
+    self._stop_strings = stop_strings
     self.statistics: dict[str, float] = {}
     self.spans: collections.deque[Span] = collections.deque(maxlen=MAX_SPANS)
 
@@ -135,7 +140,8 @@ class Engine:
       token_limits = np.full(keys.shape[:2], self.max_tokens)
     left = np.minimum(self.max_tokens, context - lengths)
     limits = np.minimum(token_limits.astype(np.int32), left[:, None])
-    return CompletionBuffer.empty(prompts, keys, limits, self.max_tokens, self.pad)
+    search = self._stop_strings.search() if self._stop_strings else None
+    return CompletionBuffer.empty(prompts, keys, limits, self.max_tokens, self.pad, search)
 
   def completion_keys(self, key: jax.Array, n: int, group: int) -> np.ndarray:
     """Returns PRNG key data u32[n, group, 2]: for completion j of prompt i, `key` with i, then j.
@@ -172,7 +178,7 @@ class Engine:
 
   def rollouts(self, buffer: CompletionBuffer) -> Rollouts:
     """Returns the completions of a buffer with their padded prompts, in host arrays."""
-    return buffer.rollouts(self.max_prompt_tokens, self.pad)
+    return buffer.rollouts(self.max_prompt_tokens)
 
   def generate(
     self,
@@ -189,7 +195,7 @@ class Engine:
     Completions that have tokens already go on after them, possibly with other parameters: these
     tokens are read in one pass. Token i of a completion is drawn with its key and i. It depends on
     the parameters, the tokens before it and this key, but not on slots, mesh or other completions.
-    A completion ends at a stop token or at its limit.
+    A completion ends at a stop token, at the token that completes a stop string, or at its limit.
 
     The caller may add rows to the buffer whenever this has yielded; they begin after those that
     wait already. It may also stop iterating at any time, and pass the buffer to another call.
@@ -247,9 +253,8 @@ class Engine:
       )
       chunk = jax.device_get(chunk)
       completions = scheduler.slots.completions.copy()
-      buffer.write(completions, inputs.generated, chunk)
-      new_tokens = chunk.mask.sum(0)
-      in_chunk = new_tokens.sum(), new_tokens.max()
+      new_tokens = buffer.write(completions, inputs.generated, chunk)
+      in_chunk = new_tokens.sum(), chunk.mask.any(1).sum()
       self.spans.append(Span("decode", began, time.perf_counter(), _busy(*in_chunk, slots)))
       tokens_and_steps += in_chunk
       ended = inputs.active & buffer.ended(tuple(completions.T))
@@ -277,7 +282,7 @@ def _max_finished(active: int, has_waiting: bool) -> int:
 
 
 def _busy(tokens: int, steps: int, slots: int) -> float:
-  """Returns the share of the slots' steps that drew a token."""
+  """Returns the share of the slots' steps that drew a token of a completion."""
   return int(tokens) / (slots * int(steps))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from gtpo_jax.arrays import Prompts, Rollouts
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.decode import Chunk
+from gtpo_jax.sampling.stop_strings import StopSearch
 
 
 @dataclasses.dataclass
@@ -30,11 +31,19 @@ class CompletionBuffer:
   entropy: np.ndarray  # f32[n, g, t], nats, as in `Rollouts`
   drawn_log_probs: np.ndarray  # f32[n, g, t], nats, after penalty and filters
   plain_log_probs: np.ndarray  # f32[n, g, t], nats, at temperature 1
-  finished: np.ndarray  # bool[n, g], True if ended by a stop token
+  finished: np.ndarray  # bool[n, g], True if ended by a stop token or a stop string
+  pad: int  # the padding id
+  stop_search: StopSearch | None  # finds stop strings; None if there are none
 
   @classmethod
   def empty(
-    cls, prompts: Sequence[Sequence[int]], keys: np.ndarray, limits: np.ndarray, t: int, pad: int
+    cls,
+    prompts: Sequence[Sequence[int]],
+    keys: np.ndarray,
+    limits: np.ndarray,
+    t: int,
+    pad: int,
+    stop_search: StopSearch | None = None,
   ) -> CompletionBuffer:
     """Returns a buffer without tokens, [n, g, t]."""
     n, g = limits.shape
@@ -50,6 +59,8 @@ class CompletionBuffer:
       drawn_log_probs=np.zeros((n, g, t), np.float32),
       plain_log_probs=np.zeros((n, g, t), np.float32),
       finished=np.zeros((n, g), bool),
+      pad=pad,
+      stop_search=stop_search,
     )
 
   @property
@@ -58,7 +69,7 @@ class CompletionBuffer:
     return self.present.sum(-1, dtype=np.int32)
 
   def ended(self, at: Any = ...) -> np.ndarray:
-    """Returns whether completions have ended, at a stop token or at their limit.
+    """Returns whether completions have ended, at a stop token, a stop string or their limit.
 
     Nothing else decides that a completion ends.
 
@@ -84,10 +95,10 @@ class CompletionBuffer:
     """Returns the tokens so far of completion j of prompt i, i32[length]."""
     return self.tokens[i, j, self.present[i, j]]
 
-  def rollouts(self, width: int, pad: int) -> Rollouts:
+  def rollouts(self, width: int) -> Rollouts:
     """Returns the completions with their prompts padded to `width`, in the same host arrays."""
     return Rollouts(
-      prompts=pad_prompts(self.prompts, width, pad),
+      prompts=pad_prompts(self.prompts, width, self.pad),
       tokens=self.tokens,
       present=self.present,
       mask=self.mask,
@@ -96,25 +107,52 @@ class CompletionBuffer:
       finished=self.finished,
     )
 
-  def write(self, completions: np.ndarray, start: np.ndarray, chunk: Chunk) -> None:
-    """Writes the tokens of a chunk.
+  def write(self, completions: np.ndarray, start: np.ndarray, chunk: Chunk) -> np.ndarray:
+    """Writes the tokens of a chunk, without those that it has drawn after a stop string.
 
     Args:
       completions: i32[s, 2], the (prompt, index in its group) in each slot.
       start: i32[s], the number of tokens in each slot before the chunk.
       chunk: the chunk, in host arrays.
+
+    Returns:
+      i32[s], the number of new tokens in each slot.
     """
     step, slot = np.nonzero(chunk.mask)
     at = (*completions[slot].T, start[slot] + step)
     self.present[at] = True
     self.mask[at] = True
-    for field in ("tokens", "log_probs", "entropy", "drawn_log_probs", "plain_log_probs"):
+    for field in _FROM_CHUNK:
       getattr(self, field)[at] = getattr(chunk, field)[step, slot]
     self.finished[tuple(completions[chunk.stopped].T)] = True
+    written = chunk.mask.sum(0, dtype=np.int32)
+    if self.stop_search:
+      for s in np.flatnonzero(written):
+        written[s] -= self._end_at_stop_string(*completions[s].tolist())
+    return written
+
+  def _end_at_stop_string(self, i: int, j: int) -> int:
+    """Ends completion j of prompt i after its first stop string; returns how many tokens it loses.
+
+    It must have tokens that were not searched yet.
+    """
+    length = int(self.present[i, j].sum())
+    searched = length - bool(self.finished[i, j])  # a stop token has no text
+    end = self.stop_search.end((i, j), self.tokens[i, j, :searched])
+    if end is None:
+      return 0
+    self.finished[i, j] = True
+    after = (i, j, slice(end, length))
+    self.present[after] = False
+    self.mask[after] = False
+    for field in _FROM_CHUNK:
+      getattr(self, field)[after] = self.pad if field == "tokens" else 0
+    return length - end
 
 
+_FROM_CHUNK = ("tokens", "log_probs", "entropy", "drawn_log_probs", "plain_log_probs")
 _ARRAYS = tuple(
-  field.name for field in dataclasses.fields(CompletionBuffer) if field.name != "prompts"
+  field.name for field in dataclasses.fields(CompletionBuffer) if field.type == "np.ndarray"
 )
 
 

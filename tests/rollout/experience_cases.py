@@ -62,7 +62,8 @@ def random_worker(config=None):
   Configs that differ only in what a worker does not read share it, with its compiled programs.
   """
   c = config or config_of()
-  read = (c.model, c.mesh, c.data, c.engine_config, c.sampling_demand, c.sampling.max_tokens)
+  read = (c.model, c.mesh, c.data, c.engine_config, c.sampling_demand)
+  read += (c.sampling.max_tokens, c.sampling.stop)
   if read not in _workers:
     worker = RolloutWorker(c)
     _workers[read] = worker, init_params(worker.model, jax.random.key(3))

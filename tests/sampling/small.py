@@ -31,6 +31,7 @@ def build(
   stop=STOP,
   max_prompt_tokens=6,
   engine_config=ENGINE_CONFIG,
+  stop_strings=None,
 ):
   """Returns random weights, an engine, and the weights in sampling layout.
 
@@ -42,7 +43,15 @@ def build(
   params = jax.tree.map(
     lambda x, like: jax.device_put(x * LOGIT_SCALE, like.sharding), params, abstract_params(model)
   )
-  engine = Engine(model, stop, PAD, max_prompt_tokens, max_tokens, engine_config=engine_config)
+  engine = Engine(
+    model,
+    stop,
+    PAD,
+    max_prompt_tokens,
+    max_tokens,
+    engine_config=engine_config,
+    stop_strings=stop_strings,
+  )
   return params, engine, engine.layout(params)
 
 
