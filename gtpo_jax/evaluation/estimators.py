@@ -1,7 +1,7 @@
 """Estimators of pass@k, best@k and maj@k from n >= k completions of each problem.
 
-Each is the mean over all subsets of k completions, which makes it unbiased. This file uses only
-NumPy.
+Each is the mean over all subsets of k completions, which makes it unbiased. The share of groups
+with contrast is estimated from fewer completions too. This file uses only NumPy.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 BOOTSTRAP_DRAWS = 1000
+LARGEST_CONCENTRATION = 1e9  # a + b of a beta distribution in which all problems are the same
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -66,6 +67,73 @@ def majority_at_each_k(votes: Sequence[Hashable | None], correct: np.ndarray) ->
     wins = _win_probabilities(len(votes), len(voters[vote]), tuple(other_counts))
     total += value[vote] * wins
   return total
+
+
+def mixed_share(correct: np.ndarray, samples: np.ndarray, group: int) -> float:
+  """Estimates the expected share of groups with both correct and wrong completions.
+
+  A group has `group` completions of one problem. If each is correct with probability p, the group
+  is mixed with probability 1 - p^group - (1 - p)^group. The estimate is the mean over the problems.
+
+  For a problem with at least `group` samples, it is the share of mixed subsets of that size, which
+  is unbiased. With fewer samples there is no unbiased estimator in general: the probability is a
+  polynomial in p whose degree exceeds their number. Putting the observed fraction in place of p is
+  far too low: no sample of a hard problem may be correct although some of a group would be. So p is
+  taken to have a beta distribution over the problems, Beta(a, b), fitted to unbiased estimates of
+  its first two moments. The estimate is the expectation under the problem's posterior, which is
+  Beta(a + correct, b + wrong).
+
+  Args:
+    correct: i[p], the number of correct samples of each problem.
+    samples: i[p], the number of its samples; problems without any are left out.
+    group: completions per group.
+
+  Returns:
+    A number in [0, 1]. NaN if it cannot be estimated: no problem has a sample, or some problem has
+    fewer than `group` and not even two problems have two.
+  """
+  correct = correct[samples > 0]
+  samples = samples[samples > 0]
+  repeated = samples >= 2
+  enough = samples >= group
+  if not len(samples) or not (enough.all() or repeated.sum() >= 2):
+    return math.nan
+  a, b = (0.0, 0.0) if enough.all() else _fit_beta(correct[repeated], samples[repeated])
+  shares = []
+  for k, n in zip(correct.tolist(), samples.tolist(), strict=True):
+    if n >= group:
+      shares.append(pass_at_k(n, k, group) + pass_at_k(n, n - k, group) - 1)
+    else:
+      shares.append(1 - _beta_moments(a + k, b + n - k, group).sum())
+  return max(float(np.mean(shares)), 0.0)  # rounding may leave less than 0
+
+
+def _fit_beta(correct: np.ndarray, samples: np.ndarray) -> tuple[float, float]:
+  """Returns the parameters of a beta distribution, fitted by moments.
+
+  k (k - 1) / (n (n - 1)) estimates p^2 without bias, and mean^2 - (variance of k / n) / problems
+  the square of the mean. A variance of p outside its possible range is moved to the end of it:
+  either all problems are the same, or each is always or never solved.
+
+  Args:
+    correct: i[p], k of each problem.
+    samples: i[p], n of each problem, at least 2; there are at least two problems.
+  """
+  fractions = correct / samples
+  mean = fractions.mean()
+  second = (correct * (correct - 1) / (samples * (samples - 1))).mean()
+  largest = mean * (1 - mean)
+  if largest == 0:
+    return 0.0, 0.0
+  variance = second - mean**2 + fractions.var(ddof=1) / len(fractions)
+  total = largest / np.clip(variance, largest / LARGEST_CONCENTRATION, largest) - 1
+  return float(mean * total), float((1 - mean) * total)
+
+
+def _beta_moments(a: float, b: float, k: int) -> np.ndarray:
+  """Returns the means of p^k and (1 - p)^k under Beta(a, b), f64[2], with a + b > 0."""
+  i = np.arange(k)
+  return np.prod((np.asarray([[a], [b]]) + i) / (a + b + i), axis=1)
 
 
 def bootstrap(columns: np.ndarray, level: float = 0.95, seed: int = 0) -> np.ndarray:

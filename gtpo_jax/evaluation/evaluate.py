@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,6 +13,7 @@ import jax
 from gtpo_jax.config import Config, flatten, to_dict
 from gtpo_jax.config.keys import KeyStream, key_for
 from gtpo_jax.data.records import Problem
+from gtpo_jax.evaluation.estimators import mixed_share
 from gtpo_jax.evaluation.results import Evaluation, ScoredCompletions, concatenate
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.problems import eval_label
@@ -127,6 +129,28 @@ def evaluate_run(
   if not evaluation.judged:
     raise UserError(_nothing_judged(config, evaluation.sampled.finished.size))
   return evaluation
+
+
+def expected_mixed_share(config: Config, evaluation: Evaluation) -> float:
+  """Forecasts the share of training groups with both correct and wrong completions.
+
+  It assumes that the held-out problems are as difficult as those of training, and that
+  `eval.temperature` and `eval.top_p` draw as training does. See `mixed_share` for the estimate.
+
+  Args:
+    config: the run's config.
+    evaluation: of the policy that training starts from.
+
+  Returns:
+    NaN if there is nothing to forecast: correctness is no part of the reward, a guide writes a part
+    of each group, the evaluation is greedy, or it has too few samples.
+  """
+  weights = dict(config.reward.weighted)
+  group = config.batch.group
+  if not weights.get("correct") or config.policy_completions < group or not config.eval.temperature:
+    return math.nan
+  sampled = evaluation.sampled
+  return mixed_share((sampled.correct & sampled.scored).sum(1), sampled.scored.sum(1), group)
 
 
 def _nothing_judged(config: Config, count: int) -> str:

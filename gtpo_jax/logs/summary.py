@@ -13,6 +13,12 @@ from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.rollout.worker import RolloutWorker
 
 Row = Mapping[str, Any]  # one object of metrics.jsonl
+FEW_MIXED = 0.1  # share of mixed groups below which a run is warned
+EASIER = (
+  "use easier problems, a larger batch.group, another data.template or data.system, or a warm "
+  "start from demonstrations (warm_start.steps)"
+)
+HARDER = "use harder problems, or a larger batch.group"
 
 
 def describe_run(config: Config, worker: RolloutWorker) -> list[str]:
@@ -69,6 +75,24 @@ def describe_evaluation(
     f"{policy}: held-out pass@1 {value(f'mean@{samples}'):.1%}, greedy {value('greedy'):.1%}, "
     f"pass@{samples} {value(f'pass@{samples}'):.1%} "
     f"({problems} problems x {samples} samples, {no_verdict}{seconds:.1f} s)"
+  )
+
+
+def describe_forecast(config: Config, share: float, accuracy: float) -> str:
+  """Returns one line about how many groups will be mixed; a warning with advice if they are few.
+
+  Args:
+    config: the run's config.
+    share: from `expected_mixed_share`.
+    accuracy: mean@n of the same evaluation.
+  """
+  number = f"{share:.0%}" if share >= FEW_MIXED else f"{share:.1%}"
+  groups = f"about {number} of the groups of {config.batch.group}"
+  if share >= FEW_MIXED:
+    return f"{groups} will have both correct and wrong completions"
+  return (
+    f"warning: only {groups} will have both correct and wrong completions, and the others have "
+    f"nothing to compare: {HARDER if accuracy > 0.5 else EASIER}"
   )
 
 

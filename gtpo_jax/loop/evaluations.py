@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 
@@ -12,11 +13,11 @@ from etils import epath
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.checkpoint.runs import run_params
 from gtpo_jax.config import Config
-from gtpo_jax.evaluation.evaluate import evaluate_run, evaluation_settings
+from gtpo_jax.evaluation.evaluate import evaluate_run, evaluation_settings, expected_mixed_share
 from gtpo_jax.evaluation.results import Evaluation, metrics_of_summary
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.journal import Journal
-from gtpo_jax.logs.summary import describe_evaluation, evaluated_accuracy
+from gtpo_jax.logs.summary import describe_evaluation, describe_forecast, evaluated_accuracy
 from gtpo_jax.loop.prepare import Parts
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.policies import initial_params
@@ -26,6 +27,8 @@ from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.errors import RunError, UserError, first_line
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.training.state import TrainState
+
+MIXED = "groups/mixed_expected"
 
 
 class Evaluations:
@@ -81,16 +84,25 @@ class Evaluations:
         self._save(state)
       raise
     seconds = time.perf_counter() - began
-    metrics = evaluation.metrics()
+    metrics = self._metrics(evaluation, step)
     problems = len(self._parts.held_out)
     line = describe_evaluation(config, step, metrics, eval_label(config), problems, seconds)
     self._display.say(line)
+    if MIXED in metrics:
+      accuracy = evaluated_accuracy(metrics)
+      self._display.say(describe_forecast(config, metrics[MIXED], accuracy))
     if config.checkpoint.best and evaluated_accuracy(metrics) > self._best_so_far():
       best = Checkpoints(self._folder / "best", keep=1)
       best.save_params(state.params, step)
       best.close()
     self._journal.write_evaluation(step, evaluation.summary(), metrics)
     return metrics
+
+  def _metrics(self, evaluation: Evaluation, step: int) -> dict[str, float]:
+    """Returns the metrics of an evaluation; at step 0 also the forecast, if there is one."""
+    metrics = evaluation.metrics()
+    share = expected_mixed_share(self._config, evaluation) if step == 0 else math.nan
+    return metrics if math.isnan(share) else metrics | {MIXED: share}
 
   def _best_so_far(self) -> float:
     """Returns the highest accuracy of the evaluations with the settings of this config, or 0."""
@@ -121,7 +133,7 @@ class Evaluations:
           missing = "its intervals are" if known else "it is"
           self._display.say(f"{name} was damaged, and {missing} lost: {first_line(error)}")
         else:
-          evaluations.restore(step, evaluation.summary(), evaluation.metrics())
+          evaluations.restore(step, evaluation.summary(), self._metrics(evaluation, step))
           self._display.say(f"{name} was damaged, and was computed again")
 
   def _evaluate(self, params: Params) -> Evaluation:

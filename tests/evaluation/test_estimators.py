@@ -1,13 +1,20 @@
 """Estimators against counts over every subset, cases by hand, and laws."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gtpo_jax.evaluation.estimators import best_of_k, bootstrap, majority_at_each_k, pass_at_k
+from gtpo_jax.evaluation.estimators import (
+  best_of_k,
+  bootstrap,
+  majority_at_each_k,
+  mixed_share,
+  pass_at_k,
+)
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -137,3 +144,91 @@ def test_the_bootstrap_of_few_numbers():
   np.testing.assert_array_equal(one_problem, [[0.25, np.nan], [0.25, np.nan]])
   np.testing.assert_array_equal(bootstrap(np.ones((9, 1))), [[1], [1]])
   assert np.isfinite(bootstrap(np.array([[1.0], [np.nan], [np.nan]]))).all()
+
+
+# --- the share of mixed groups ---
+
+
+def share(correct, samples, group):
+  return mixed_share(np.array(correct), np.array(samples), group)
+
+
+def test_mixed_groups_against_every_subset():
+  """With enough samples, problems do not influence each other."""
+  for n, group in itertools.product(range(2, 8), range(2, 8)):
+    if n < group:
+      continue
+    shares = []
+    for k in range(n + 1):
+      completions = [True] * k + [False] * (n - k)
+      subsets = [0 < sum(x) < group for x in itertools.combinations(completions, group)]
+      shares.append(sum(subsets) / len(subsets))
+      assert share([k], [n], group) == pytest.approx(shares[-1], abs=1e-12)
+    assert share(range(n + 1), [n] * (n + 1), group) == pytest.approx(np.mean(shares), abs=1e-12)
+
+
+def test_mixed_groups_by_hand():
+  assert share([1, 0, 2], [2, 2, 2], 2) == pytest.approx(1 / 3)
+  assert share([1, 0], [2, 0], 2) == 1  # a problem without a verdict is left out
+  # The mean of p is 1/2, the estimate of its variance 1/24: Beta(5/2, 5/2). After no correct sample
+  # of two it is Beta(5/2, 9/2), after one Beta(7/2, 7/2).
+  of_none = 1 - (2.5 * 3.5 * 4.5 + 4.5 * 5.5 * 6.5) / (7 * 8 * 9)
+  of_one = 1 - 2 * (3.5 * 4.5 * 5.5) / (7 * 8 * 9)
+  assert share([0, 1, 1, 2], [2] * 4, 3) == pytest.approx((of_none + of_one) / 2, abs=1e-12)
+  assert share([0, 1, 1, 2], [2] * 4, 3) == pytest.approx(0.6294643, abs=1e-7)
+  # All problems are the same, as far as the samples say.
+  assert share([1, 1, 1, 1], [2] * 4, 4) == pytest.approx(1 - 2 * 0.5**4, abs=1e-6)
+  # No problem is solved sometimes.
+  assert share([0, 2, 0, 2], [2] * 4, 8) == 0
+  assert share([0, 0, 0], [2] * 3, 8) == share([2, 2, 2], [2] * 3, 8) == 0
+
+
+def test_mixed_groups_that_cannot_be_estimated():
+  for correct, samples in (
+    ([], []),
+    ([0], [0]),
+    ([1], [2]),
+    ([1, 0, 1], [1] * 3),
+    ([1, 1], [2, 1]),
+  ):
+    assert np.isnan(share(correct, samples, 4)), (correct, samples)
+  assert 0 < share([1, 0, 1], [1, 2, 2], 4) < 1  # a single sample counts if others are repeated
+
+
+@given(st.integers(2, 9), st.integers(2, 9), st.floats(0, 1))
+def test_mixed_groups_are_estimated_without_bias_from_enough_samples(group, more, p):
+  n = group + more - 2
+  k = np.arange(n + 1)
+  probabilities = [math.comb(n, i) * p**i * (1 - p) ** (n - i) for i in k]
+  estimates = [share([i], [n], group) for i in k]
+  assert np.dot(probabilities, estimates) == pytest.approx(
+    1 - p**group - (1 - p) ** group, abs=1e-9
+  )
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.3, 1.0), (0.2, 0.2), (2.0, 20.0), (5.0, 1.0)])
+def test_mixed_groups_of_problems_with_a_beta_distribution(a, b):
+  """The estimate is right where the observed fractions give much too little."""
+  rng = np.random.default_rng(0)
+  n = 4
+  group = 16
+  problems = 20_000  # the standard error of the estimate is then about 0.005
+  p = rng.beta(a, b, problems)
+  expected = np.mean(1 - p**group - (1 - p) ** group)
+  correct = rng.binomial(n, p)
+  fractions = correct / n
+  assert share(correct, [n] * problems, group) == pytest.approx(expected, abs=0.02)
+  assert np.mean(1 - fractions**group - (1 - fractions) ** group) < 0.75 * expected
+
+
+@given(
+  st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12),
+  st.integers(2, 20),
+)
+def test_mixed_groups_are_a_share_and_symmetric(problems, group):
+  right = [k for k, _ in problems]
+  wrong = [k for _, k in problems]
+  samples = [k + m for k, m in problems]
+  estimate = share(right, samples, group)
+  assert np.isnan(estimate) or -1e-12 <= estimate <= 1 + 1e-12
+  np.testing.assert_allclose(share(wrong, samples, group), estimate, atol=1e-7)
