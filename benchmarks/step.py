@@ -1,18 +1,23 @@
 """Times one on-policy step (sample, reward, update) on the workload used to measure TRL and Tunix.
 
     python benchmarks/step.py [--json FILE] [--algorithm gtpo] [--steps 6] [--vocab 32768] ...
+    python benchmarks/step.py --model HF_FOLDER --compute_dtype bfloat16 --prompts 8 ...
 
-The model is a Qwen2 with random weights in float32, 4 layers of width 256 and a vocabulary of 8192.
-A step has 4 prompts of 64 tokens x 8 completions of exactly 128 tokens at temperature 1, and one
-update with AdamW and no KL term. Prints medians over the steps after the first.
+The model is a Qwen2 with random weights in float32, 4 layers of width 256 and a vocabulary of 8192,
+or that of a Hugging Face folder. A step has 4 prompts of 64 tokens x 8 completions of exactly 128
+tokens at temperature 1, and one update with AdamW and no KL term. Prints medians and minima over
+the steps after the first.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
+import resource
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -27,6 +32,9 @@ jax.config.update("jax_compilation_cache_dir", None)  # so that the first step c
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Rewards
 from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models.config import DTYPES
+from gtpo_jax.models.hf.config_json import read_config
+from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.sampling.engine import Engine
@@ -52,6 +60,8 @@ def parse_args() -> argparse.Namespace:
   for name, default in DEFAULTS.items():
     parser.add_argument(f"--{name}", type=int, default=default)
   parser.add_argument("--algorithm", default="grpo", choices=algorithms.RECIPES)
+  parser.add_argument("--model", help="a Hugging Face folder, instead of random weights")
+  parser.add_argument("--compute_dtype", default="float32", choices=DTYPES)
   parser.add_argument("--json")
   args = parser.parse_args()
   if args.steps < 2:
@@ -61,9 +71,12 @@ def parse_args() -> argparse.Namespace:
   return args
 
 
-def run_steps(args: argparse.Namespace) -> tuple[list[tuple[float, float, float]], float]:
-  """Returns the seconds (step, sampling, update) of each step, and the last sampler mismatch."""
-  shape = ModelConfig(
+def architecture(args: argparse.Namespace) -> ModelConfig:
+  """Returns the shape that the arguments describe, with float32 parameters."""
+  if args.model:
+    shape = read_config(Path(args.model), "float32")
+    return dataclasses.replace(shape, compute_dtype=args.compute_dtype)
+  return ModelConfig(
     args.vocab,
     args.width,
     args.layers,
@@ -71,20 +84,34 @@ def run_steps(args: argparse.Namespace) -> tuple[list[tuple[float, float, float]
     kv_heads=max(args.width // (2 * HEAD_DIM), 1),
     head_dim=HEAD_DIM,
     mlp=4 * args.width,
+    compute_dtype=args.compute_dtype,
   )
+
+
+def run_steps(
+  args: argparse.Namespace,
+) -> tuple[list[tuple[float, float, float]], dict[str, float]]:
+  """Returns the seconds (step, sampling, update) of each step, and the metrics of the first.
+
+  Those compare sampler and trainer for the same weights whatever the other arguments are.
+  """
   prepare_devices()
-  model = Transformer(shape, make_mesh())
+  model = Transformer(architecture(args), make_mesh())
   optimizer = make_optimizer(OptimizerConfig(), args.steps)
   update = make_update(model, algorithms.make(args.algorithm), optimizer)
   # Without stop tokens, every completion has the same length.
   engine = Engine(
     model, stop=(), pad=0, max_prompt_tokens=args.prompt_len, max_tokens=args.response_len
   )
-  state = init_state(init_params(model, jax.random.key(0)), optimizer, model)
+  params = (
+    read_params(model, Path(args.model)) if args.model else init_params(model, jax.random.key(0))
+  )
+  state = init_state(params, optimizer, model)
   rng = np.random.default_rng(0)
   seconds = []
+  first = {}
   for step in range(args.steps):
-    prompts = rng.integers(1, args.vocab, (args.prompts, args.prompt_len)).tolist()
+    prompts = rng.integers(1, model.config.vocab_size, (args.prompts, args.prompt_len)).tolist()
     started = time.perf_counter()
     rollouts = jax.block_until_ready(
       engine.sample(
@@ -102,18 +129,24 @@ def run_steps(args: argparse.Namespace) -> tuple[list[tuple[float, float, float]
     rewarded = time.perf_counter()
     state, metrics = jax.block_until_ready(update(state, rollouts, rewards))
     ended = time.perf_counter()
+    first = first or {name: float(value) for name, value in metrics.items()}
     seconds.append((ended - started, sampled - started, ended - rewarded))
-  return seconds, float(metrics["mismatch/max_abs_logp"])
+  return seconds, first
 
 
 def main() -> None:
   args = parse_args()
-  seconds, mismatch = run_steps(args)
+  seconds, metrics = run_steps(args)
+  fastest = np.min(seconds[1:], axis=0).tolist()
   step_s, sample_s, update_s = np.median(seconds[1:], axis=0).tolist()
   result = {
     "step_s": step_s,
     "sample_s": sample_s,
     "update_s": update_s,
+    "least_step_s": fastest[0],
+    "least_sample_s": fastest[1],
+    "least_update_s": fastest[2],
+    "memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     "first_s": seconds[0][0],
     "tokens": args.prompts * args.group * args.response_len,
     "algorithm": args.algorithm,
@@ -121,10 +154,12 @@ def main() -> None:
     "python": platform.python_version(),
     "device": jax.devices()[0].device_kind,
     "devices": jax.device_count(),
-    "mismatch": mismatch,
+    "compute_dtype": args.compute_dtype,
+    "grad_norm": metrics["grad_norm"],
+    **{name: value for name, value in metrics.items() if name.startswith("mismatch/")},
   }
   for name, value in result.items():
-    print(f"{name:<12} {value:.4g}" if isinstance(value, float) else f"{name:<12} {value}")
+    print(f"{name:<24} {value:.4g}" if isinstance(value, float) else f"{name:<24} {value}")
   if args.json:
     with open(args.json, "w") as out:
       json.dump(result, out, indent=2)

@@ -15,6 +15,7 @@ from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention.rope import rope_angles
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.config import DTYPES
+from gtpo_jax.models.formats.products import einsum, matmul_float32
 from gtpo_jax.models.params import Params, param_shardings
 from gtpo_jax.models.transformer import Layer, Transformer, stream_masks
 from gtpo_jax.runtime.mesh import constrain, partition_spec
@@ -129,9 +130,7 @@ def next_logits(model: Transformer, params: DecodeParams, hidden: jax.Array) -> 
     )(head, hidden).T
   if params.head_transposed is None:
     return model.apply({"params": params.outer}, hidden, method="logits")
-  return jnp.matmul(
-    hidden, params.head_transposed, preferred_element_type=jnp.float32, precision=precision
-  )
+  return matmul_float32(hidden, params.head_transposed, precision)
 
 
 def _logits_by_vocabulary(head: jax.Array, hidden: jax.Array, precision: str) -> jax.Array:
@@ -140,7 +139,5 @@ def _logits_by_vocabulary(head: jax.Array, hidden: jax.Array, precision: str) ->
   With the vocabulary as the first axis, blocks of tokens are whole tiles of a TPU's memory, and
   sampling sums over them without a copy of the logits.
   """
-  logits = jnp.einsum(
-    "vd,sd->vs", head, hidden, preferred_element_type=jnp.float32, precision=precision
-  )
+  logits = einsum("vd,sd->vs", head, hidden, precision)
   return with_layout_constraint(logits, Layout(major_to_minor=(0, 1)))

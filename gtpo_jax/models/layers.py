@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.declaration import declare
+from gtpo_jax.models.formats.products import multiply_on_cpu
 from gtpo_jax.models.quantize import FORMATS, dequantize, init_integers, init_scale, scale_shape
 
 MATRIX_DEVIATION = 0.02  # `initializer_range` of the published models
@@ -115,8 +116,10 @@ class Dense(nn.Module):
 
   def _product(self, x: jax.Array, kernel: jax.Array, axes: int) -> jax.Array:
     """Contracts the last `axes` axes of x with the first `axes` axes of the kernel."""
-    multiply = _multiply if self.mesh.size > 1 else _multiply_on_one_device
-    return multiply(x, kernel, axes, self.config.matmul_precision)
+    on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+    own_gradient = self.mesh.size == 1 or (on_cpu and x.dtype == jnp.bfloat16)
+    multiply = _multiply_with_gradient if own_gradient else _multiply
+    return multiply(x, kernel, axes, self.config.matmul_precision, on_cpu)
 
 
 def _lora_a_init(inputs: tuple[int, ...]) -> nn.initializers.Initializer:
@@ -128,45 +131,51 @@ def _lora_a_init(inputs: tuple[int, ...]) -> nn.initializers.Initializer:
   return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
-def _multiply(x: jax.Array, kernel: jax.Array, axes: int, precision: str) -> jax.Array:
-  return _contract(x, kernel, range(x.ndim - axes, x.ndim), range(axes), precision)
+def _multiply(
+  x: jax.Array, kernel: jax.Array, axes: int, precision: str, on_cpu: bool
+) -> jax.Array:
+  return _contract(x, kernel, range(x.ndim - axes, x.ndim), range(axes), precision, on_cpu)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _multiply_on_one_device(
-  x: jax.Array, kernel: jax.Array, axes: int, precision: str
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _multiply_with_gradient(
+  x: jax.Array, kernel: jax.Array, axes: int, precision: str, on_cpu: bool
 ) -> jax.Array:
   """`_multiply` with a kernel gradient that is computed in the kernel's axis order.
 
   JAX computes this gradient with the kernel's axes reversed, from a transposed incoming gradient.
   On CPU, XLA then recomputes the incoming gradient column by column, together with everything fused
   into it, which takes three tenths of an update. This was measured on one device only, so several
-  devices use JAX's gradient.
+  devices use JAX's gradient, except on CPUs in bfloat16: there, JAX would multiply the float32
+  gradient of a product before rounding.
   """
-  return _multiply(x, kernel, axes, precision)
+  return _multiply(x, kernel, axes, precision, on_cpu)
 
 
 def _forward(
-  x: jax.Array, kernel: jax.Array, axes: int, precision: str
+  x: jax.Array, kernel: jax.Array, axes: int, precision: str, on_cpu: bool
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-  return _multiply(x, kernel, axes, precision), (x, kernel)
+  return _multiply(x, kernel, axes, precision, on_cpu), (x, kernel)
 
 
 def _backward(
-  axes: int, precision: str, saved: tuple[jax.Array, jax.Array], d_out: jax.Array
+  axes: int, precision: str, on_cpu: bool, saved: tuple[jax.Array, jax.Array], d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   x, kernel = saved
   leading = range(x.ndim - axes)
   outputs = range(len(leading), d_out.ndim)
-  d_x = _contract(d_out, kernel, outputs, range(axes, kernel.ndim), precision)
-  return d_x, _contract(x, d_out, leading, leading, precision)
+  d_x = _contract(d_out, kernel, outputs, range(axes, kernel.ndim), precision, on_cpu)
+  return d_x, _contract(x, d_out, leading, leading, precision, on_cpu)
 
 
-_multiply_on_one_device.defvjp(_forward, _backward)
+_multiply_with_gradient.defvjp(_forward, _backward)
 
 
 def _contract(
-  x: jax.Array, y: jax.Array, x_axes: range, y_axes: range, precision: str
+  x: jax.Array, y: jax.Array, x_axes: range, y_axes: range, precision: str, on_cpu: bool
 ) -> jax.Array:
   dimensions = ((tuple(x_axes), tuple(y_axes)), ((), ()))
-  return jax.lax.dot_general(x, y, dimensions, precision=precision)
+  multiply = functools.partial(
+    jax.lax.dot_general, dimension_numbers=dimensions, precision=precision
+  )
+  return multiply_on_cpu(multiply, x, y, x.dtype) if on_cpu else multiply(x, y)

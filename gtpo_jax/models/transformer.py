@@ -24,6 +24,7 @@ from gtpo_jax.models.attention.sources import KV, AttentionContext, RowRanges
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.declaration import declare
 from gtpo_jax.models.embedding import embedding_lookup
+from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.models.layers import MATRIX_INIT, Dense, RMSNorm
 from gtpo_jax.models.layouts import layer_layout, layer_layout_of_gradient, residual_layout
 from gtpo_jax.runtime.mesh import constrain, divisible_axis
@@ -238,13 +239,8 @@ class Transformer(nn.Module):
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """Returns logits f32[..., v] from final-norm hidden states [..., d]."""
-    return jnp.einsum(
-      "...d,vd->...v",
-      hidden,
-      self._gather_features(self.head_table()),
-      preferred_element_type=jnp.float32,
-      precision=self.config.matmul_precision,
-    )
+    head = self._gather_features(self.head_table())
+    return einsum("...d,vd->...v", hidden, head, self.config.matmul_precision)
 
   def head_table(self) -> jax.Array:
     """Returns the output head [v, d] in its stored dtype; it is the embedding if tied."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.models.embedding import local_ids
+from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.runtime.mesh import all_gather_axis, mesh_axes, reduce_scatter_axis, shard_index
 
 VOCAB_AXES = mesh_axes("vocab")
@@ -25,9 +26,7 @@ def chunk_logits(
     token within the vocabulary shard (`local_ids`).
   """
   hidden = gather_positions(hidden)
-  logits = jnp.einsum(
-    "btd,vd->btv", hidden, vocab_shard, preferred_element_type=jnp.float32, precision=precision
-  )
+  logits = einsum("btd,vd->btv", hidden, vocab_shard, precision)
   return hidden, logits / temperature, local_ids(vocab_shard, gather_positions(tokens))
 
 
@@ -88,10 +87,8 @@ def head_gradient(
     f32[d, v / shards], the transposed gradient of the shard, and [b, c / shards, d].
   """
   d_logits = d_logits.astype(hidden.dtype)
-  d_table = jnp.einsum(
-    "btd,btv->dv", hidden, d_logits, preferred_element_type=jnp.float32, precision=precision
-  )
-  d_hidden = jnp.einsum("btv,vd->btd", d_logits, vocab_shard, precision=precision)
+  d_table = einsum("btd,btv->dv", hidden, d_logits, precision)
+  d_hidden = einsum("btv,vd->btd", d_logits, vocab_shard, precision, hidden.dtype)
   return d_table, reduce_scatter_axis(d_hidden, "sequence", 1)
 
 

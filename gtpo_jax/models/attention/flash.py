@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gtpo_jax.models.attention.context_parallel import QueryShard
 from gtpo_jax.models.attention.sources import MASKED, AttentionContext
+from gtpo_jax.models.formats.products import matmul_float32
 
 # Checkpoint name of the arrays that remat="attention" stores: the attention output and the
 # log-sum-exp of each query.
@@ -216,7 +217,7 @@ def _product(x: jax.Array, y: jax.Array, precision: str) -> jax.Array:
   One matrix product computes the r query heads of a key/value head, and the full group if `y` has a
   group axis of size 1.
   """
-  return _matmul(_merge_rows(x, y), y, precision).reshape(*x.shape[:5], -1)
+  return matmul_float32(_merge_rows(x, y), y, precision).reshape(*x.shape[:5], -1)
 
 
 def _transposed_product(x: jax.Array, y: jax.Array, like: jax.Array, precision: str) -> jax.Array:
@@ -225,7 +226,7 @@ def _transposed_product(x: jax.Array, y: jax.Array, like: jax.Array, precision: 
   Returns f32[n, k, g, a, c]; or f32[n, k, 1, a, c], contracted over g too, if `like` has a group
   axis of size 1.
   """
-  return _matmul(jnp.swapaxes(_merge_rows(x, like), -1, -2), _merge_rows(y, like), precision)
+  return matmul_float32(jnp.swapaxes(_merge_rows(x, like), -1, -2), _merge_rows(y, like), precision)
 
 
 def _merge_rows(x: jax.Array, like: jax.Array) -> jax.Array:
@@ -234,7 +235,3 @@ def _merge_rows(x: jax.Array, like: jax.Array) -> jax.Array:
   If `like` has a group axis of size 1, the group is merged into the rows: [n, k, 1, g r s, a].
   """
   return x.reshape(*x.shape[:2], like.shape[2], -1, x.shape[-1])
-
-
-def _matmul(x: jax.Array, y: jax.Array, precision: str) -> jax.Array:
-  return jnp.matmul(x, y, preferred_element_type=jnp.float32, precision=precision)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gtpo_jax.models.formats.products import matmul_float32
+
 MASKED = -1e30  # the score of a masked key; finite, so that a query without any key has no NaN
 
 
@@ -144,8 +146,8 @@ def _batched_product(x: jax.Array, y: jax.Array, precision: str) -> jax.Array:
   group axis of size 1.
   """
   n, g, k, r, s, a = x.shape
-  product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32, precision=precision)
   if y.shape[1] == 1 and g > 1:
     rows = jnp.swapaxes(x, 1, 2).reshape(n, k, g * r * s, a)
-    return jnp.swapaxes(product(rows, y[:, 0]).reshape(n, k, g, r, s, -1), 1, 2)
-  return product(x.reshape(n, g, k, r * s, a), y).reshape(n, g, k, r, s, -1)
+    return jnp.swapaxes(matmul_float32(rows, y[:, 0], precision).reshape(n, k, g, r, s, -1), 1, 2)
+  product = matmul_float32(x.reshape(n, g, k, r * s, a), y, precision)
+  return product.reshape(n, g, k, r, s, -1)
