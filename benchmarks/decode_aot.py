@@ -33,10 +33,10 @@ import jax
 
 from gtpo_jax.models import PRESETS, Transformer
 from gtpo_jax.models.params import abstract_params
-from gtpo_jax.planning.compile import bytes_per_device, compile_with_peak
+from gtpo_jax.planning.compile import compile_with_peak
 from gtpo_jax.planning.topology import compile_deviceless, topology_devices
 from gtpo_jax.runtime.chips import cores_of
-from gtpo_jax.runtime.mesh import make_mesh
+from gtpo_jax.runtime.mesh import bytes_per_device, make_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.inventory import Workload
 from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams

@@ -15,6 +15,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from gtpo_jax.rewards import sandbox_problem
+from gtpo_jax.runtime.chips import host_memory
 from gtpo_jax.runtime.cluster.launchers import find_launch
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.runtime.installing import install_command
@@ -169,10 +170,9 @@ def _version(package: str) -> str | None:
 
 def _memory() -> str:
   try:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{host_memory() / 2**30:.1f} GiB"
   except (ValueError, OSError, AttributeError):
     return "unknown"
-  return f"{total / 2**30:.1f} GiB"
 
 
 def _writable(folder: Path) -> bool:

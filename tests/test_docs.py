@@ -416,7 +416,7 @@ def test_every_field_is_described(capsys):
   assert cli.main(["configs", "--fields"]) == 0
   printed = capsys.readouterr().out
   for name in FIELDS:
-    (meaning,) = re.findall(rf"^{re.escape(name)} \(\w+, .+?\): (.+)$", printed, re.MULTILINE)
+    (meaning,) = re.findall(rf"^{re.escape(name)} \([\w ]+, .+?\): (.+)$", printed, re.MULTILINE)
     assert len(meaning) > 5, name
 
 

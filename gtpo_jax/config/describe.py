@@ -49,9 +49,8 @@ def describe(section: Any = None, prefix: str = "") -> Iterator[FieldDescription
       yield from describe(value, f"{name}.")
       continue
     hint = hints[field.name]
-    if isinstance(hint, types.UnionType):
-      hint = typing.get_args(hint)[0]
-    kind = hint.__name__
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kind = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
     default = published.get(field.name) if value is None else value
     values = _values(declared.get(field.name, {type(section): field}))
     yield FieldDescription(name, kind, default, values, meanings[field.name])

@@ -164,15 +164,15 @@ def _build_section(cls: type, value: Any, name: str, prefix: str) -> Any:
 def _typed(value: Any, hint: Any, name: str) -> Any:
   """Returns `value` if it has the type `hint`; integers are accepted as floats, lists as tuples."""
   kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-  if value is None and type(None) in kinds:
-    return None
-  kind = typing.get_origin(kinds[0]) or kinds[0]
-  if kind is tuple:  # the bound of the field says what else is wrong
+  kinds = tuple(typing.get_origin(kind) or kind for kind in kinds)
+  if tuple in kinds:  # the bound of the field says what else is wrong
     return tuple(value) if isinstance(value, list) else value
-  if kind is float and isinstance(value, int) and not isinstance(value, bool):
+  number = isinstance(value, int) and not isinstance(value, bool)
+  if float in kinds and number:
     return float(value)
-  if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-    raise UserError(f"{name} must be of type {kind.__name__}, got {value!r}")
+  if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+    expected = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+    raise UserError(f"{name} must be of type {expected}, got {value!r}")
   return value
 
 
@@ -201,5 +201,7 @@ def _to_config_dict(section: Any) -> ConfigDict:
       value = _to_config_dict(value)
     elif value is None:
       value = config_dict.placeholder(typing.get_args(hints[field.name])[0])
+    elif isinstance(hints[field.name], types.UnionType):  # values of several types
+      value = config_dict.FieldReference(value, field_type=object)
     out[field.name] = value
   return out

@@ -16,9 +16,9 @@ from gtpo_jax.models.attention.rope import rope_angles
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.formats.products import einsum, matmul_float32
-from gtpo_jax.models.params import Params, param_shardings
+from gtpo_jax.models.params import Params, abstract_params
 from gtpo_jax.models.transformer import Layer, Transformer, stream_masks
-from gtpo_jax.runtime.mesh import constrain, partition_spec
+from gtpo_jax.runtime.mesh import axis_size, bytes_per_device, constrain, partition_spec
 
 
 class DecodeParams(NamedTuple):
@@ -43,16 +43,12 @@ def make_decode_params(model: Transformer, params: Params) -> DecodeParams:
     params: its parameters, on `model.mesh` or on another mesh of the same devices.
   """
 
-  def prepare(path: tuple, x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    integer = jnp.issubdtype(x.dtype, jnp.integer)  # quantised matrices stay as they are
-    if path[-1].key != "scale" and not integer:  # norms use the stored scales, as in training
-      x = x.astype(DTYPES[model.config.compute_dtype])
-    spec = PartitionSpec(*(None if axes and "fsdp" in axes else axes for axes in sharding.spec))
+  def prepare(x: jax.Array, stored: jax.ShapeDtypeStruct, kept: jax.ShapeDtypeStruct) -> jax.Array:
     # If x is on another mesh, move its shards first: otherwise a device would hold all of x.
-    x = jax.lax.with_sharding_constraint(x, sharding)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(model.mesh, spec))
+    x = jax.lax.with_sharding_constraint(x.astype(kept.dtype), stored.sharding)
+    return jax.lax.with_sharding_constraint(x, kept.sharding)
 
-  params = jax.tree.map_with_path(prepare, params, param_shardings(model))
+  params = jax.tree.map(prepare, params, abstract_params(model), _gathered_params(model))
   outer = {name: value for name, value in params.items() if name != "layers"}
   head_transposed = None
   if model.mesh.devices.flat[0].platform == "cpu":
@@ -60,6 +56,30 @@ def make_decode_params(model: Transformer, params: Params) -> DecodeParams:
     head_transposed = constrain(head.T, model.mesh, None, "vocab")
   layer = lambda i: jax.tree.map(lambda x: x[i], params["layers"])
   return DecodeParams(outer, [layer(i) for i in range(model.config.layers)], head_transposed)
+
+
+def decode_bytes(model: Transformer) -> int:
+  """Returns the bytes on one device of the parameters for sampling, on the sampling mesh."""
+  kept = bytes_per_device(_gathered_params(model))
+  if model.mesh.devices.flat[0].platform == "cpu":  # the transposed head
+    c = model.config
+    table = c.vocab_size * c.width * DTYPES[c.compute_dtype](0).itemsize
+    kept += table // axis_size(model.mesh, "vocab")
+  return kept
+
+
+def _gathered_params(model: Transformer) -> Params:
+  """Returns the shapes of parameters in the compute dtype, with shardings that leave out fsdp."""
+
+  def gathered(path: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    integer = jnp.issubdtype(x.dtype, jnp.integer)  # quantised matrices stay as they are
+    stays = path[-1].key == "scale" or integer  # norms use the stored scales, as in training
+    dtype = x.dtype if stays else DTYPES[model.config.compute_dtype]
+    axes = (None if axes and "fsdp" in axes else axes for axes in x.sharding.spec)
+    sharding = NamedSharding(model.mesh, PartitionSpec(*axes))
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+
+  return jax.tree.map_with_path(gathered, abstract_params(model))
 
 
 def prefill(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from gtpo_jax.planning.topology import compile_deviceless
+from gtpo_jax.runtime.mesh import bytes_per_device
 
 
 def compile_with_peak(
@@ -44,10 +43,3 @@ def compile_with_peak(
 
 def _to_bytes(number: str, unit: str) -> int:
   return int(float(number) * 1024 ** ("KMGT".index(unit) + 1))
-
-
-def bytes_per_device(tree: Any) -> int:
-  """Returns the bytes of `tree` on one device; arrays in host memory do not count."""
-  on_device = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != "pinned_host"]
-  bits = lambda x: 4 if x.dtype == jnp.int4 else 8 * x.dtype.itemsize
-  return sum(math.prod(x.sharding.shard_shape(x.shape)) * bits(x) // 8 for x in on_device)

@@ -6,31 +6,30 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from gtpo_jax.config import Config
 from gtpo_jax.config.mesh_choice import proposing_mesh
+from gtpo_jax.config.trainer import RESERVE
 from gtpo_jax.config.workloads import SAMPLING
 from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.planning.collectives import collectives, send_seconds
-from gtpo_jax.planning.compile import bytes_per_device
 from gtpo_jax.planning.roofline import sample_seconds, update_flops, update_seconds
 from gtpo_jax.planning.run_programs import CompiledProgram, RunPrograms, build_model
-from gtpo_jax.planning.search import candidates, changed, with_overrides
+from gtpo_jax.planning.search import Candidate, Search, changed, with_overrides
 from gtpo_jax.planning.topology import topology_devices, without_compile_cache
 from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import island_of
-from gtpo_jax.runtime.startup import GPU_MEMORY_FRACTION
+from gtpo_jax.runtime.mesh import bytes_per_device, island_of
 from gtpo_jax.training.head_chunk import default_chunk
 
 # (text) -> a context within which the text is shown as what is under way.
 Waiting = Callable[[str], AbstractContextManager[None]]
 
-MAX_TRIES = 4  # candidates that are compiled before giving up
+MAX_TRIES = 4  # candidates that are compiled before the one that needs least memory
 
 
 def silent(text: str) -> AbstractContextManager[None]:
@@ -51,80 +50,127 @@ def plan(config: Config, topology: str, waiting: Waiting = silent) -> dict[str, 
   Returns:
     The result of `measure`, and: `topology`; `refused`, why the config's own mesh cannot be used,
     or ""; `override`, flags with which the run fits, checked by compiling: "" if it fits without
-    flags, None if no candidate fits. If the mesh is refused, the numbers are those with the flags.
+    flags, None if no candidate fits; and `tried`, the changes that were compiled, each with its
+    flags, its largest program or the first that does not fit, and the peak of that. If the mesh is
+    refused, the numbers are those with the flags.
 
   Raises:
     UserError: the topology does not exist, or neither the config's mesh nor any other one works.
   """
   devices, chip = topology_devices(topology)
-  result: dict[str, Any] = {"topology": topology, "refused": "", "override": ""}
+  result: dict[str, Any] = {"topology": topology, "refused": "", "override": "", "tried": []}
   try:
     with proposing_mesh(config, devices):
       model = build_model(config, devices)
   except UserError as error:
-    override = _fitting_override(config, devices, chip, waiting)
-    if override is None:
+    trials = _search(config, devices, chip, waiting)
+    if not trials or not trials[-1].fits:
       raise
+    override = trials[-1].override
     config = with_overrides(config, override)
-    result |= {"refused": str(error), "override": _flags(override)}
+    result |= {"refused": str(error), "override": _flags(override), "tried": _described(trials)}
     return result | measure(config, build_model(config, devices), chip, waiting)
   result |= measure(config, model, chip, waiting)
   if not result["fits"]:
-    override = _fitting_override(config, devices, chip, waiting)
-    result["override"] = None if override is None else _flags(override)
+    trials = _search(config, devices, chip, waiting)
+    fits = bool(trials) and trials[-1].fits
+    result |= {"override": _flags(trials[-1].override) if fits else None}
+    result["tried"] = _described(trials)
   return result
-
-
-def usable_memory(chip: Chip) -> int:
-  """Returns the bytes of a device that programs can use.
-
-  The rest of a GPU's memory is for CUDA's context and the workspaces of NCCL and cuBLAS.
-  """
-  return int(chip.memory * float(GPU_MEMORY_FRACTION)) if chip.gpu else chip.memory
 
 
 def _flags(override: dict[str, Any]) -> str:
   return " ".join(f"--config.{name}={value}" for name, value in override.items())
 
 
-def _fitting_override(
+class Trial(NamedTuple):
+  """A change that was compiled.
+
+  Attributes:
+    override: config values by dotted name.
+    program: the first of the largest programs that does not fit, or the largest one if all do.
+    peak: its bytes on one device.
+    fits: whether all fit.
+  """
+
+  override: dict[str, Any]
+  program: str
+  peak: int
+  fits: bool
+
+
+def _search(
   config: Config, devices: Sequence[jax.Device], chip: Chip, waiting: Waiting
-) -> dict[str, Any] | None:
-  """Returns the fastest candidate whose largest programs fit when they are compiled, or None."""
+) -> list[Trial]:
+  """Compiles changes until one fits, and returns those that were compiled.
+
+  The fastest ones that are estimated to fit come first. The last one is the combination of all
+  levers that needs least memory, so that a run is said not to fit only if that does not.
+  """
   if chip.flops is None:  # nothing is known of a CPU but its memory
-    return None
-  limit = usable_memory(chip)
-  nodes = [island_of(device) for device in devices]
+    return []
+  limit = chip.usable_memory
+  search = Search(config, len(devices), chip, [island_of(device) for device in devices])
   # The largest measured peaks of candidates that did not fit, over their estimates.
   update_correction = 1.0
   sampling_correction = 1.0
-  for tried in range(1, MAX_TRIES + 1):
-    found = candidates(
-      config,
-      len(devices),
-      chip,
-      nodes,
+  trials: list[Trial] = []
+  while len(trials) <= MAX_TRIES:
+    found = search.candidates(
       update_memory=limit / update_correction,
-      sampling_memory=limit / sampling_correction,
+      sampling_memory=limit * (1 - RESERVE) / sampling_correction,
     )
-    for candidate in found:
-      override = changed(config, candidate.override)
-      with contextlib.suppress(UserError):  # the search does not know every rule
-        changed_config = with_overrides(config, override)
-        model = build_model(changed_config, devices)
-        break
+    if not found or len(trials) == MAX_TRIES:
+      smallest = search.smallest()
+      found = [smallest] if smallest else []
+    compiled = [trial.override for trial in trials]
+    found = [x for x in found if changed(config, x.override) not in compiled]
+    chosen = _first_valid(config, devices, found)
+    if chosen is None:
+      return trials
+    candidate, override, changed_config, model = chosen
+    number = f"change {len(trials) + 1} of at most {MAX_TRIES + 1}"
+    with waiting(f"trying {number}: {_flags(override)}"):
+      trial = _try(override, RunPrograms(changed_config, model), limit)
+    trials.append(trial)
+    if trial.fits:
+      return trials
+    if trial.program == "update":
+      update_correction = max(update_correction, trial.peak / candidate.update)
     else:
-      return None
-    with waiting(f"trying change {tried} of {MAX_TRIES}: {_flags(override)}"):
-      programs = RunPrograms(changed_config, model).compile_largest()
-      excess = next((program for program in programs if program.peak > limit), None)
-    if excess is None:
-      return override
-    if excess.name == "update":
-      update_correction = max(update_correction, excess.peak / candidate.update)
-    else:
-      sampling_correction = max(sampling_correction, excess.peak / candidate.sampling)
+      sampling_correction = max(sampling_correction, trial.peak / candidate.sampling)
+  return trials
+
+
+def _first_valid(
+  config: Config, devices: Sequence[jax.Device], found: Sequence[Candidate]
+) -> tuple[Candidate, dict[str, Any], Config, Transformer] | None:
+  """Returns the first candidate that the run accepts, as an override, a config and a model."""
+  for candidate in found:
+    override = changed(config, candidate.override)
+    with contextlib.suppress(UserError):  # the search does not know every rule
+      changed_config = with_overrides(config, override)
+      return candidate, override, changed_config, build_model(changed_config, devices)
   return None
+
+
+def _try(override: dict[str, Any], programs: RunPrograms, limit: int) -> Trial:
+  """Compiles the largest programs of a change until one does not fit."""
+  largest = None
+  for program in programs.compile_largest():
+    if program.peak > limit:
+      return Trial(override, program.name, program.peak, fits=False)
+    if largest is None or program.peak > largest.peak:
+      largest = program
+  return Trial(override, largest.name, largest.peak, fits=True)
+
+
+def _described(trials: Sequence[Trial]) -> list[dict[str, Any]]:
+  """Returns what was tried, for the result of `plan`."""
+  return [
+    {"override": _flags(x.override), "program": x.program, "peak_bytes": x.peak, "fits": x.fits}
+    for x in trials
+  ]
 
 
 def measure(
@@ -163,10 +209,10 @@ def measure(
     send_s = send_seconds(sent or [], chip, nodes)
     seconds["update.seconds"] = update_seconds(config, model.config, chip, devices, send_s)
     seconds["sample.seconds"] = sample_seconds(
-      config, model.config, chip, engine.model.mesh.shape, engine.programs.config.slots
+      config, model.config, chip, engine.model.mesh.shape, engine.programs.longest_at_once
     )
   peak = max(program.peak for program in programs)
-  usable = usable_memory(chip)
+  usable = chip.usable_memory
   sampling = [program.peak for program in others if program.name.startswith("sampling")]
   return {
     "devices": devices,

@@ -14,18 +14,23 @@ import jax.numpy as jnp
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.config.mesh_choice import check_divisible
-from gtpo_jax.config.trainer import run_optimizer, run_update
+from gtpo_jax.config.trainer import frozen_bytes, run_demand, run_optimizer, run_update
 from gtpo_jax.config.workloads import SAMPLING, run_workloads
 from gtpo_jax.models.attention.causal import attention_kind
-from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.decode import DecodeParams
-from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.planning.compile import bytes_per_device, compile_with_peak
+from gtpo_jax.planning.compile import compile_with_peak
 from gtpo_jax.rollout.experience import abstract_batches
+from gtpo_jax.runtime.chips import Chip, chip_of, host_memory
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import axis_size, batch_shards, make_mesh, named_sharding
+from gtpo_jax.runtime.mesh import (
+  axis_size,
+  batch_shards,
+  bytes_per_device,
+  make_mesh,
+  named_sharding,
+)
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.inventory import Signature, count_kinds, reachable
 from gtpo_jax.sampling.programs import abstract_decode_params
@@ -74,7 +79,12 @@ def build_model(config: Config, devices: list[Any]) -> Transformer:
 
 
 def build_engine(config: Config, model: Transformer) -> Engine:
-  """Returns the run's engine. Its stop tokens are arbitrary: they do not change the programs."""
+  """Returns the run's engine. Its stop tokens are arbitrary: they do not change the programs.
+
+  Its keys and values take the memory of the chips; on a CPU, that of this machine.
+  """
+  device = model.mesh.devices.flat[0]
+  chip = Chip(host_memory() // model.mesh.size) if device.platform == "cpu" else chip_of(device)
   return Engine(
     model,
     stop=[0],
@@ -82,7 +92,7 @@ def build_engine(config: Config, model: Transformer) -> Engine:
     max_prompt_tokens=config.data.max_prompt_tokens,
     max_tokens=config.sampling.max_tokens,
     engine_config=config.engine_config,
-    demand=config.sampling_demand,
+    demand=run_demand(config, model, chip and chip.usable_memory),
   )
 
 
@@ -255,25 +265,3 @@ def _compile(
   peak, executable = compile_with_peak(lowered, arguments)
   seconds = time.perf_counter() - began
   return CompiledProgram(name, peak + resident, count, seconds, executable)
-
-
-def frozen_bytes(config: Config, model: Transformer) -> int:
-  """Returns the bytes per device of the frozen reference and guide, which are always in memory.
-
-  Both are taken to be as large as the policy. The guide is stored in the compute dtype.
-  """
-  settings = config.resolved_algorithm.settings
-  params = abstract_params(model if model.config.quantize else without_lora(model))
-  total = 0
-  if settings.kl_weight:
-    total += bytes_per_device(params)
-  if settings.guide_completions:
-    dtype = DTYPES[model.config.compute_dtype]
-    kept = lambda x: x.dtype if jnp.issubdtype(x.dtype, jnp.integer) else dtype
-    guide = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, kept(x), sharding=x.sharding), params
-    )
-    # The sampler keeps the guide's weights gathered over this axis.
-    gathered = axis_size(build_engine(config, model).model.mesh, "embed")
-    total += bytes_per_device(guide) * gathered
-  return total

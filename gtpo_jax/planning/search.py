@@ -21,12 +21,16 @@ from gtpo_jax.planning.collectives import Collective, send_seconds
 from gtpo_jax.planning.roofline import sample_seconds, update_seconds, weight_bytes
 from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.mesh import MESH_AXES
-from gtpo_jax.sampling.params import ACCELERATOR_SLOTS
+from gtpo_jax.sampling.engine import triton_refusal
+from gtpo_jax.sampling.paged.memory import LOGITS_COPIES
+from gtpo_jax.sampling.params import ACCELERATOR_CHUNK, ACCELERATOR_SLOTS, AUTO, DEFAULT_PAGE
 
 # Per layer and pass over it, how many times positions are gathered or scattered over tensor; and
 # the number of passes with full remat: forward, recomputation, backward.
 TENSOR_TRANSFERS = 4
 PASSES = 3
+# Positions of each slot in the temporaries of decoding, as in `paged.memory.temporary_bytes`.
+WRITTEN_POSITIONS = ACCELERATOR_CHUNK + 4 * DEFAULT_PAGE
 IMPERFECT_OVERLAP = 0.25  # the part of sending that computing does not hide
 
 
@@ -36,7 +40,7 @@ class Candidate(NamedTuple):
   Attributes:
     override: config values by dotted name.
     update: bytes of the update on one device.
-    sampling: bytes of sampling on one device.
+    sampling: the fewest bytes of sampling on one device.
     seconds: of a step.
   """
 
@@ -46,66 +50,222 @@ class Candidate(NamedTuple):
   seconds: float
 
 
-def candidates(
-  config: Config,
-  devices: int,
-  chip: Chip,
-  nodes: Sequence[int],
-  *,
-  update_memory: float,
-  sampling_memory: float,
-) -> list[Candidate]:
-  """Returns overrides that may make a run fit, the fastest first.
+class Base(NamedTuple):
+  """The levers that both the update and sampling depend on."""
 
-  They set the mesh, the micro-batches, whether the optimizer's moments are in host memory, the
-  slots, and the format of a base under adapters. For each mesh there are the fewest micro-batches
-  and the most slots that are estimated to fit. A quantised base changes what is learned, so
-  candidates with one come last, int8 before int4.
+  mesh: dict[str, int]  # axis -> size
+  offload: bool  # whether the optimizer's moments are in host memory
+  quantize: str  # format of a base under adapters
 
-  Args:
+
+class Search:
+  """Estimates what changes of a run's levers cost, and lists the changes that may make it fit.
+
+  The levers are the mesh, the micro-batches, whether the optimizer's moments are in host memory,
+  the slots, and the format of a base under adapters. Pages take the memory that is left.
+  """
+
+  def __init__(self, config: Config, devices: int, chip: Chip, nodes: Sequence[int]):
+    """Args:
     config: the config of the run.
     devices: the number of devices.
     chip: their rates, all of them known.
     nodes: the index of each device's node.
-    update_memory: the bytes of a device that the update can use.
-    sampling_memory: the bytes of a device that sampling can use.
-  """
-  architecture = resolve_model(config).config
-  formats = _formats(config)
-  found = []
-  for quantized, mesh in itertools.product(formats, _meshes(config, architecture, devices)):
-    c = dataclasses.replace(architecture, quantize=quantized)
-    # The compiler knows no host memory of a GPU that is not attached.
-    for offload in (False,) if chip.gpu else sorted({config.optimizer.offload, True}):
-      state = _state_bytes(c, mesh, offload)
-      choices = [(x, _update_bytes(config, c, mesh, x)) for x in _micro_batches(config, mesh)]
-      micro_batches, update = _first_fitting(choices, update_memory - state)
-      choices = [(x, _sampling_bytes(config, c, mesh, x)) for x in _slots(config, mesh)]
-      slots, sampling = _first_fitting(choices, sampling_memory - state)
-      if not micro_batches or not slots:
+    """
+    self.config = config
+    self.devices = devices
+    self.chip = chip
+    self.nodes = nodes
+    self.architecture = resolve_model(config).config
+
+  def candidates(self, update_memory: float, sampling_memory: float) -> list[Candidate]:
+    """Returns overrides that may make a run fit, the fastest first.
+
+    For each mesh there are the fewest micro-batches and the most slots that are estimated to fit. A
+    quantised base changes what is learned, so candidates with one come last, int8 before int4.
+
+    Args:
+      update_memory: the bytes of a device that the update can use.
+      sampling_memory: the bytes of a device that sampling can use.
+    """
+    found = []
+    for base in self.bases():
+      parts = (x for x in self.micro_batches(base) if self.update_bytes(base, x) <= update_memory)
+      slots = (x for x in self.slots(base) if self.sampling_bytes(base, x) <= sampling_memory)
+      first_parts = next(parts, None)
+      first_slots = next(slots, None)
+      if first_parts and first_slots:
+        found.append(self.candidate(base, first_parts, first_slots, sampling_memory))
+    formats = self.formats()
+
+    def rank(candidate: Candidate) -> tuple[float, ...]:
+      # Of candidates that are equally fast within one percent, the one that needs least memory.
+      seconds = round(math.log(candidate.seconds), 2)
+      quantized = formats.index(candidate.override["model.quantize"])
+      return quantized, seconds, max(candidate.update, candidate.sampling)
+
+    return sorted(found, key=rank)
+
+  def smallest(self) -> Candidate | None:
+    """Returns the combination of all levers that needs least memory; None if no mesh divides."""
+    found = (
+      self.candidate(base, self.micro_batches(base)[-1], self.slots(base)[-1], 0)
+      for base in self.bases()
+    )
+    return min(found, key=lambda x: max(x.update, x.sampling), default=None)
+
+  def candidate(
+    self, base: Base, micro_batches: int, slots: int, sampling_memory: float
+  ) -> Candidate:
+    """Returns one combination of the levers, with its costs."""
+    mesh = base.mesh
+    override = {f"mesh.{name}": size for name, size in mesh.items()}
+    override["batch.micro_batches"] = micro_batches
+    override["optimizer.offload"] = base.offload
+    override["model.quantize"] = base.quantize
+    if slots != self.slots(base)[0]:
+      override["sampling.slots"] = slots
+    needed = self.sampling_bytes(base, slots)
+    at_once = slots
+    if self.is_paged:
+      override["sampling.cache_fraction"] = AUTO
+      shards, tensor = self._sampling_shards(mesh)
+      more = max(sampling_memory - needed, 0) / self._completion_bytes(tensor)
+      at_once = min(slots, shards * (1 + int(more)))
+    c = self._architecture(base)
+    seconds = _seconds(self.config, c, self.chip, mesh, micro_batches, at_once, self.nodes)
+    # The transfers of moments overlap with little, so a run with them is slower.
+    seconds += base.offload
+    return Candidate(override, self.update_bytes(base, micro_batches), needed, seconds)
+
+  def bases(self) -> Iterator[Base]:
+    """Yields every combination of format, mesh, and place of the moments."""
+    meshes = list(self.meshes())
+    for quantize, mesh, offload in itertools.product(self.formats(), meshes, self.offloads()):
+      yield Base(mesh, offload, quantize)
+
+  def formats(self) -> tuple[str, ...]:
+    """Returns the formats of the base: the config's own, and smaller ones under adapters."""
+    m = self.config.model
+    if m.quantize or not m.lora_rank or self.config.sampling.weights_dtype:
+      return (m.quantize,)
+    return ("", *FORMATS)
+
+  def meshes(self) -> Iterator[dict[str, int]]:
+    """Yields the meshes over which the model, the batch and the positions divide."""
+    config = self.config
+    c = self.architecture
+    prompts = config.batch.prompts // config.batch.minibatches
+    for sizes in all_meshes(self.devices):
+      data, fsdp, context, tensor = sizes
+      if prompts % (data * fsdp):
         continue
-      override = {f"mesh.{name}": size for name, size in mesh.items()}
-      override["batch.micro_batches"] = micro_batches
-      override["optimizer.offload"] = offload
-      override["model.quantize"] = quantized
-      if slots != choices[0][0]:
-        override["sampling.slots"] = slots
-      seconds = _seconds(config, c, chip, mesh, micro_batches, slots, nodes)
-      # The transfers of moments overlap with little, so a run with them is slower.
-      found.append(Candidate(override, state + update, state + sampling, seconds + offload))
+      both = context * tensor
+      if c.heads % tensor or c.mlp % tensor or c.vocab_size % both or c.width % (fsdp * context):
+        continue
+      if context > 1 and config.sampling.max_tokens % both:
+        continue
+      yield dict(zip(MESH_AXES, sizes, strict=True))
 
-  def rank(candidate: Candidate) -> tuple[float, ...]:
-    # Of candidates that are equally fast within one percent, the one that needs least memory.
-    seconds = round(math.log(candidate.seconds), 2)
-    quantized = formats.index(candidate.override["model.quantize"])
-    return quantized, seconds, max(candidate.update, candidate.sampling)
+  def offloads(self) -> tuple[bool, ...]:
+    """Returns whether the moments are in host memory: as in the config first, then True."""
+    # The compiler knows no host memory of a GPU that is not attached.
+    if self.chip.gpu:
+      return (False,)
+    return tuple(sorted({self.config.optimizer.offload, True}))
 
-  return sorted(found, key=rank)
+  def micro_batches(self, base: Base) -> list[int]:
+    """Returns the numbers of micro-batches into which a minibatch can be split, ascending."""
+    batch = self.config.batch
+    shards = base.mesh["data"] * base.mesh["fsdp"]
+    prompts = batch.prompts // batch.minibatches // shards
+    return [parts for parts in range(1, prompts + 1) if prompts % parts == 0]
 
+  def slots(self, base: Base) -> list[int]:
+    """Returns numbers of slots, over all devices, from the config's own down to one per shard."""
+    shards, _ = self._sampling_shards(base.mesh)
+    own = self.config.sampling.slots or ACCELERATOR_SLOTS * shards
+    most = min(own, max(self.config.sampling_demand.completions, shards))
+    halves = [most // 2**i // shards * shards for i in range(1, most.bit_length())]
+    return [own, *(x for x in halves if x)]
 
-def _first_fitting(choices: Sequence[tuple[int, float]], limit: float) -> tuple[int, float]:
-  """Returns the first of (value, bytes) whose bytes are within the limit; (0, 0.0) if none is."""
-  return next((choice for choice in choices if choice[1] <= limit), (0, 0.0))
+  def update_bytes(self, base: Base, micro_batches: int) -> float:
+    """Estimates the bytes of the update on one device."""
+    c = self._architecture(base)
+    return self._state_bytes(base) + _update_bytes(self.config, c, base.mesh, micro_batches)
+
+  def sampling_bytes(self, base: Base, slots: int) -> float:
+    """Estimates the fewest bytes of sampling on one device.
+
+    Pages need not hold more than a prompt and a completion, because others wait. Arrays hold all
+    slots.
+    """
+    config = self.config
+    c = self._architecture(base)
+    shards, tensor = self._sampling_shards(base.mesh)
+    itemsize = DTYPES[c.compute_dtype](0).itemsize
+    stored = c.quantize or config.sampling.weights_dtype
+    weights = weight_bytes(c, c.compute_dtype, stored) / tensor
+    if not c.tied:  # the embedding lookup
+      weights += c.vocab_size * c.width * itemsize / tensor
+    rows = -(-min(slots, max(config.sampling_demand.completions, shards)) // shards)
+    kv = self._kv_bytes(tensor)
+    completion = self._completion_bytes(tensor)
+    if self.is_paged:
+      temporaries = rows * kv * WRITTEN_POSITIONS
+      cache = completion + kv * config.data.max_prompt_tokens
+    else:
+      temporaries = 0.5 * rows * completion  # arrays that grow
+      cache = rows * completion
+    logits = 4 * LOGITS_COPIES * rows * c.vocab_size / tensor
+    return self._state_bytes(base) + weights + cache + temporaries + logits
+
+  @property
+  def is_paged(self) -> bool:
+    """Whether keys and values are in pages, as the engine decides."""
+    attention = self.config.sampling.attention
+    gpu = self.chip.gpu
+    if attention or not gpu:
+      return attention != "xla"
+    return not triton_refusal(gpu.capability, self.architecture.head_dim)
+
+  def _architecture(self, base: Base) -> ModelConfig:
+    return dataclasses.replace(self.architecture, quantize=base.quantize)
+
+  def _sampling_shards(self, mesh: dict[str, int]) -> tuple[int, int]:
+    """Returns the shards of the batch and of the heads while sampling, as in `sampling_mesh`."""
+    c = self.architecture
+    shards = mesh["data"] * mesh["fsdp"]
+    both = mesh["context"] * mesh["tensor"]
+    if c.kv_heads % both == 0 and c.mlp % both == 0:
+      return shards, both
+    return shards * mesh["context"], mesh["tensor"]
+
+  def _kv_bytes(self, tensor: int) -> float:
+    """Estimates the bytes of keys and values of one position on one of `tensor` shards."""
+    c = self.architecture
+    dtype = self.config.sampling.kv_dtype or c.compute_dtype
+    itemsize = 1 if dtype == "int8" else DTYPES[dtype](0).itemsize
+    kv = 2 * c.layers * c.kv_heads * c.head_dim * itemsize
+    return kv / tensor if c.kv_heads % tensor == 0 else kv
+
+  def _completion_bytes(self, tensor: int) -> float:
+    """Estimates those of one completion of the maximum length, with its share of a prompt."""
+    prompt = self.config.data.max_prompt_tokens / self.config.policy_completions
+    return self._kv_bytes(tensor) * (self.config.sampling.max_tokens + prompt)
+
+  def _state_bytes(self, base: Base) -> float:
+    """Estimates the bytes of parameters, moments and frozen policies on one device."""
+    c = self._architecture(base)
+    mesh = base.mesh
+    shards = mesh["fsdp"] * mesh["context"] * mesh["tensor"]
+    moments = 0 if base.offload or c.lora.rank else 8
+    params = weight_bytes(c, c.param_dtype, c.quantize)
+    settings = self.config.resolved_algorithm.settings
+    frozen = params / shards if settings.kl_weight else 0
+    if settings.guide_completions:
+      frozen += weight_bytes(c, c.compute_dtype, c.quantize) / mesh["tensor"]
+    return (params + moments * matmul_params(c)) / shards + frozen
 
 
 def with_overrides(config: Config, override: dict[str, Any]) -> Config:
@@ -126,51 +286,6 @@ def changed(config: Config, override: dict[str, Any]) -> dict[str, Any]:
   return {name: value for name, value in override.items() if values[name] != value}
 
 
-def _meshes(config: Config, c: ModelConfig, devices: int) -> Iterator[dict[str, int]]:
-  """Yields the meshes over which the model, the batch and the positions divide."""
-  prompts = config.batch.prompts // config.batch.minibatches
-  for sizes in all_meshes(devices):
-    data, fsdp, context, tensor = sizes
-    if prompts % (data * fsdp):
-      continue
-    both = context * tensor
-    if c.heads % tensor or c.mlp % tensor or c.vocab_size % both or c.width % (fsdp * context):
-      continue
-    if context > 1 and config.sampling.max_tokens % both:
-      continue
-    yield dict(zip(MESH_AXES, sizes, strict=True))
-
-
-def _formats(config: Config) -> tuple[str, ...]:
-  """Returns the formats of the base: the config's own, and smaller ones if only adapters learn."""
-  m = config.model
-  if m.quantize or not m.lora_rank or config.sampling.weights_dtype:
-    return (m.quantize,)
-  return ("", *FORMATS)
-
-
-def _micro_batches(config: Config, mesh: dict[str, int]) -> list[int]:
-  """Returns the numbers of micro-batches into which a minibatch can be split, ascending."""
-  prompts = config.batch.prompts // config.batch.minibatches // (mesh["data"] * mesh["fsdp"])
-  return [parts for parts in range(1, prompts + 1) if prompts % parts == 0]
-
-
-def _slots(config: Config, mesh: dict[str, int]) -> list[int]:
-  """Returns numbers of slots, over all devices, from the config's own down to one per shard."""
-  shards = mesh["data"] * mesh["fsdp"]
-  most = config.sampling.slots or ACCELERATOR_SLOTS * shards
-  most = min(most, config.batch.prompts * config.policy_completions)
-  halves = [most // 2**i // shards * shards for i in range(most.bit_length())]
-  return [config.sampling.slots or ACCELERATOR_SLOTS * shards] + [x for x in halves[1:] if x]
-
-
-def _state_bytes(c: ModelConfig, mesh: dict[str, int], offload: bool) -> float:
-  """Estimates the bytes of parameters and moments on one device."""
-  shards = mesh["fsdp"] * mesh["context"] * mesh["tensor"]
-  moments = 0 if offload or c.lora.rank else 8
-  return (weight_bytes(c, c.param_dtype, c.quantize) + moments * matmul_params(c)) / shards
-
-
 def _update_bytes(
   config: Config, c: ModelConfig, mesh: dict[str, int], micro_batches: int
 ) -> float:
@@ -184,21 +299,6 @@ def _update_bytes(
   layer = tokens * itemsize * (2 * features / tensor + 4 * c.width)
   head = c.vocab_size * c.width / (context * tensor) * (itemsize + 4)
   return gradient + residual + layer + head
-
-
-def _sampling_bytes(config: Config, c: ModelConfig, mesh: dict[str, int], slots: int) -> float:
-  """Estimates the bytes that sampling needs beside the state on one device."""
-  data, fsdp, _, tensor = mesh.values()
-  itemsize = DTYPES[c.compute_dtype](0).itemsize
-  quantized = c.quantize or config.sampling.weights_dtype
-  weights = weight_bytes(c, c.compute_dtype, quantized) / tensor
-  rows = min(slots, config.batch.prompts * config.policy_completions) / (data * fsdp)
-  kv = 2 * c.layers * c.kv_heads * c.head_dim * itemsize
-  if c.kv_heads % tensor == 0:
-    kv /= tensor
-  positions = config.sampling.max_tokens + config.data.max_prompt_tokens / 4
-  positions *= config.sampling.cache_fraction
-  return weights + rows * kv * positions
 
 
 def _tokens(config: Config, mesh: dict[str, int], micro_batches: int) -> float:

@@ -49,7 +49,11 @@ def format_table(result: dict[str, Any]) -> str:
   if result["refused"]:
     rows.append(("the config's mesh", f"refused: {result['refused']}"))
     rows.append(("planned with", result["override"]))
-  rows.append(("fits", "yes" if result["fits"] else _advice(result["override"])))
+  for trial in result["tried"]:
+    verdict = "fits" if trial["fits"] else "does not fit"
+    peak = f"{trial['program']} needs {trial['peak_bytes'] / GIB:.2f} GiB"
+    rows.append(("tried", f"{trial['override']}: {verdict}, {peak}"))
+  rows.append(("fits", "yes" if result["fits"] else _advice(result)))
   return "\n".join(f"{name:<28} {value}" for name, value in rows)
 
 
@@ -62,12 +66,14 @@ def _programs(count: int) -> str:
   return "1 program" if count == 1 else f"up to {count} programs"
 
 
-def _advice(override: str | None) -> str:
+def _advice(result: dict[str, Any]) -> str:
   """Returns the text of the line `fits` for a run that does not fit: what to change."""
-  if override:
-    return f"no, but it fits with {override} (checked by compiling)"
+  if result["override"]:
+    return f"no, but it fits with {result['override']} (checked by compiling)"
+  if not result["tried"]:
+    return "no; use more devices, a smaller sampling.max_tokens or a smaller batch"
   return (
-    "no; other meshes, smaller micro-batches, fewer slots and optimizer moments in host memory "
-    "were tried and do not make it fit, nor, under adapters, a quantised base; use more devices, a "
-    "smaller sampling.max_tokens or model.lora_rank"
+    "no; of all meshes, micro-batches, numbers of slots, places of the optimizer's moments and, "
+    "under adapters, formats of the base, the last line above needs least memory, and does not "
+    "fit; use more devices, a smaller sampling.max_tokens or model.lora_rank"
   )

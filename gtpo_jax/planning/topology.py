@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from gtpo_jax.runtime.chips import CHIPS, Chip, Gpu
+from gtpo_jax.runtime.chips import CHIPS, Chip, Gpu, host_memory
 from gtpo_jax.runtime.errors import UserError, did_you_mean, first_line
 from gtpo_jax.runtime.installing import install_command
 from gtpo_jax.runtime.startup import use_compile_cache
@@ -186,5 +186,4 @@ def _cpu_devices(topology: str, count: str) -> tuple[list[Any], Chip]:
       f"topology {topology!r}: this process has {len(devices)} CPU device(s); set "
       f"JAX_NUM_CPU_DEVICES={count or 1}"
     )
-  memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-  return devices, Chip(memory // len(devices))
+  return devices, Chip(host_memory() // len(devices))

@@ -116,7 +116,7 @@ def _policy_of_folder(
   config = config or _config_of_folder(folder, max_tokens)
   model = dataclasses.replace(config.model, path=str(folder), lora_rank=0, quantize="")
   config = dataclasses.replace(config, model=model)
-  worker = RolloutWorker(config, max_tokens, stop)
+  worker = RolloutWorker(config, max_tokens, stop, trains=False)
   return PolicySource(worker, config, lambda: (read_params(worker.model, folder), 0))
 
 
@@ -138,10 +138,10 @@ def _policy_of_run(
       f"{_model_name(config)!r}; leave --config out, or use the run's config"
     )
   if step == 0 and not has_base(workdir) and own.model.path:
-    worker = RolloutWorker(config, max_tokens, stop)
+    worker = RolloutWorker(config, max_tokens, stop, trains=False)
     return PolicySource(worker, config, lambda: (base_params(own, workdir, worker), 0))
   open_run(workdir, step).close()  # refuses a missing checkpoint before the worker is made
-  worker = RolloutWorker(config, max_tokens, stop)
+  worker = RolloutWorker(config, max_tokens, stop, trains=False)
   return PolicySource(worker, config, lambda: run_params(workdir, worker.model, step))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.config import Config, resolve_model
+from gtpo_jax.config.trainer import run_demand
 from gtpo_jax.data.chat import Chat, TextStream, load_chat
 from gtpo_jax.data.records import Problem
 from gtpo_jax.models.attention.causal import attention_kind
@@ -18,6 +19,8 @@ from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.models.params import Params, param_shardings
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards
+from gtpo_jax.runtime.chips import usable_memory
+from gtpo_jax.runtime.distributed import least_of_processes
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.runtime.signals import Stopped
@@ -50,12 +53,17 @@ class RolloutWorker:
   """
 
   def __init__(
-    self, config: Config, max_tokens: int | None = None, stop: Sequence[str] | None = None
+    self,
+    config: Config,
+    max_tokens: int | None = None,
+    stop: Sequence[str] | None = None,
+    trains: bool = True,
   ):
     """Args:
     config: the run's config.
     max_tokens: replaces `config.sampling.max_tokens`; None keeps it.
     stop: replaces `config.sampling.stop`; None keeps it.
+    trains: whether the model is trained, so that its optimizer's state takes memory too.
     """
     resolved = resolve_model(config)
     self.model_folder = resolved.folder
@@ -73,7 +81,9 @@ class RolloutWorker:
     self._max_tokens = max_tokens or config.sampling.max_tokens
     self.stop_strings = _stop_strings(self.chat, config.sampling.stop if stop is None else stop)
     self._engine_config = config.engine_config
-    self._demand = config.sampling_demand
+    devices = jax.local_devices()
+    memory = least_of_processes(usable_memory(devices[0], len(devices)))
+    self._demand = run_demand(config, self.model, memory, trains)
     self.engine = self.engine_for(self.model)
 
   def engine_for(self, model: Transformer, vocab_limit: int | None = None) -> Engine:

@@ -17,6 +17,7 @@ MAX_TEXT_BYTES = 256  # every process sends a buffer of this size
 # Broadcasts consist of blocks of this size: each size would need a compiled program of its own.
 BLOCK_BYTES = 64 * 1024
 LENGTH_BYTES = 8  # at the start of the first block
+UNKNOWN = -1  # a value that no process sends otherwise
 
 
 def fetch(tree: Any) -> Any:
@@ -87,6 +88,14 @@ def first_nonempty_text(text: str) -> str:
     if decoded := row.tobytes().rstrip(b"\0").decode(errors="ignore"):
       return decoded
   return ""
+
+
+def least_of_processes(value: int | None) -> int | None:
+  """Returns the smallest `value` of all processes, rounded down to MiB; None if any has None."""
+  mib = UNKNOWN if value is None else value >> 20
+  if jax.process_count() > 1:
+    mib = int(multihost_utils.process_allgather(np.asarray(mib, np.int32)).min())
+  return None if mib == UNKNOWN else mib << 20
 
 
 def any_process(flag: bool) -> bool:

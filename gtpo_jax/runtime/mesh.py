@@ -14,6 +14,7 @@ from types import EllipsisType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -285,3 +286,10 @@ def reduce_scatter_axis(x: jax.Array, logical: str, axis: int) -> jax.Array:
 def shard_index(logical: str) -> jax.Array:
   """Returns the index of this shard on the axis `logical`, i32[]."""
   return jax.lax.axis_index(mesh_axes(logical))
+
+
+def bytes_per_device(tree: Any) -> int:
+  """Returns the bytes of `tree` on one device; arrays in host memory do not count."""
+  on_device = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != "pinned_host"]
+  bits = lambda x: 4 if x.dtype == jnp.int4 else 8 * x.dtype.itemsize
+  return sum(math.prod(x.sharding.shard_shape(x.shape)) * bits(x) // 8 for x in on_device)

@@ -26,6 +26,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gtpo_jax.runtime.chips import GPU_MEMORY_FRACTION
 from gtpo_jax.runtime.cluster.launchers import NVIDIA_DEVICE_FILES, has_tpu
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.runtime.installing import install_command
@@ -40,9 +41,8 @@ CUDA_13_DRIVER = 580  # the oldest that runs it; older ones run CUDA 12
 CACHE_FOLDER = "compile_cache"  # in the workdir
 MIN_COMPILE_TIME_S = 0.2  # programs that compile faster are not cached
 THREADS_PER_CPU_DEVICE = 32
-# The share of a GPU's memory that JAX takes; the rest is for CUDA, NCCL and CUDA graphs. JAX's own
-# default is 0.75. The second name is deprecated, and JAX refuses to start if both are set.
-GPU_MEMORY_FRACTION = "0.9"
+# Set the share of a GPU's memory that JAX takes. The second is deprecated, and JAX refuses to start
+# if both are set.
 GPU_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 # Loggers that show less than they would by themselves.
 QUIET_LOGGERS = {
@@ -165,7 +165,7 @@ def choose_platform() -> None:
 def choose_gpu_memory() -> None:
   """Sets the share of each GPU's memory that JAX takes, unless the user has."""
   if not any(os.environ.get(name) for name in GPU_MEMORY_VARIABLES):
-    os.environ[GPU_MEMORY_VARIABLES[0]] = GPU_MEMORY_FRACTION
+    os.environ[GPU_MEMORY_VARIABLES[0]] = str(GPU_MEMORY_FRACTION)
 
 
 def _default_cache() -> str | None:

@@ -107,8 +107,8 @@ class Engine:
     config = self.programs.config
     platform = self.model.mesh.devices.flat[0].platform
     return (
-      f"{config.slots} completions at once in chunks of {self.programs.chunk} tokens, keys and "
-      f"values as {self.programs.kv_dtype}, attention by {config.attention} on {platform}"
+      f"in chunks of {self.programs.chunk} tokens, attention by {config.attention} on {platform}, "
+      f"keys and values as {self.programs.kv_dtype} in {self.programs.describe_space()}"
     )
 
   def layout(self, params: Params) -> DecodeParams:
@@ -304,7 +304,7 @@ def _make_programs(
   """Returns the programs of an engine; engines with equal arguments share them."""
   c = model.config
   device = model.mesh.devices.flat[0]
-  refusal = _triton_refusal(device, c.head_dim)
+  refusal = triton_refusal(compute_capability(device), c.head_dim)
   # Merging adapters into a quantised base would dequantise it.
   merged = model.config if c.quantize else without_lora(model).config
   if config.weights_dtype:
@@ -322,11 +322,15 @@ def _make_programs(
   )
 
 
-def _triton_refusal(device: jax.Device, head_dim: int) -> str:
-  """Returns what the Triton kernel needs and does not have; "" if it supports device and model."""
+def triton_refusal(capability: tuple[int, int] | None, head_dim: int) -> str:
+  """Returns what the Triton kernel needs and does not have; "" if it supports a GPU and a model.
+
+  Args:
+    capability: the compute capability of the GPU; None if unknown.
+    head_dim: the features of a head.
+  """
   if head_dim & (head_dim - 1) or head_dim < MIN_TRITON_HEAD_DIM:
     return f"a head width that is a power of two from {MIN_TRITON_HEAD_DIM}, not {head_dim}"
-  capability = compute_capability(device)
   if capability and capability < MIN_TRITON_CAPABILITY:
     return f"a GPU of compute capability 8.0 or later, not {'.'.join(map(str, capability))}"
   return ""

@@ -12,6 +12,7 @@ from gtpo_jax.runtime.fields import (
   BELOW_1,
   INFINITY,
   SHARE,
+  Bound,
   Checked,
   at_least,
   number,
@@ -37,6 +38,11 @@ SMALLEST_PAGE = 16
 LARGEST_PAGE = 1024
 # With a lower one, the most probable token is certain in float32, as at 0.
 LOWEST_TEMPERATURE = 2.0**-20
+# The pool of pages takes the memory that is left on a device.
+AUTO = "auto"
+_CACHE_FRACTION = Bound(
+  lambda x: x == AUTO or SHARE.accepts(x), f'{SHARE.description}, or "{AUTO}"'
+)
 TEMPERATURE = number(
   lambda x: x == 0 or LOWEST_TEMPERATURE <= x < INFINITY, "0 or at least 2**-20 and finite"
 )
@@ -89,16 +95,19 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Demand(NamedTuple):
-  """The batches that an engine is to sample, by which a paged cache is sized.
+  """The batches that an engine is to sample, and the memory for it, by which a cache is sized.
 
   Attributes:
     completions: the most completions of one batch; 0 if unknown. There are no more slots than that.
     group: how many completions of a prompt usually share its pages. Batches of smaller groups are
       sampled too, with fewer at once if they need more pages than there are.
+    memory: the bytes of each device for sampling: the parameters in its layout, keys and values,
+      and temporaries of its programs; None if unlimited.
   """
 
   completions: int = 0
   group: int = 1
+  memory: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +116,8 @@ class EngineConfig(Checked):
 
   Attributes:
     slots: completions that run concurrently, over all devices; 0 for 64 per device of the batch
-      axes on CPU and 256 elsewhere.
+      axes on CPU and 256 elsewhere. If keys and values are in arrays, fewer run where the memory of
+      a device does not hold the arrays of that many.
     chunk: tokens decoded between two visits to the host; 0 for 16 on CPU and 64 elsewhere.
     kv_dtype: format of the cached keys and values: float32, bfloat16, float16, int8; "" for the
       model's compute type.
@@ -118,8 +128,10 @@ class EngineConfig(Checked):
       xla elsewhere.
     page_size: positions of a page, a power of two; 0 for 128. Only for pallas and triton.
     cache_fraction: the number of pages, as a fraction of those that all slots need if every
-      completion reaches its longest length. With less than 1, completions wait for pages if too
-      many are long, and `sampling/waiting` says how often. Only for pallas and triton.
+      completion reaches its longest length; "auto" for all of these, or as many as fit in the
+      memory of a device beside the parameters, the optimizer's state, and the temporaries of the
+      programs. With fewer than all, completions wait for pages if too many are long, and
+      `sampling/waiting` says how often. Only for pallas and triton.
     weights_dtype: format of the layers' matrices while sampling, in training and evaluation:
       "int8", which halves the bytes that decoding reads, and needs a correction
       (`algorithm.tis_cap`); "" for the model's compute type.
@@ -132,7 +144,7 @@ class EngineConfig(Checked):
   kv_dtype: str = setting("", bound=one_of(("", *KV_DTYPES)))
   attention: str = setting("", bound=one_of(("", "xla", *KERNEL_PLATFORMS)))
   page_size: int = setting(0, bound=_PAGE_SIZE)
-  cache_fraction: float = setting(1.0, bound=SHARE)
+  cache_fraction: float | str = setting(AUTO, bound=_CACHE_FRACTION)
   weights_dtype: str = setting("", bound=one_of(("", *WEIGHTS_DTYPES)))
 
   def resolve(

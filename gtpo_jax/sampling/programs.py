@@ -71,6 +71,7 @@ class Programs(abc.ABC):
     places: where the cache puts keys and values.
     config: the engine's settings for this platform.
     shards: devices along the batch axes.
+    max_tokens: the most tokens of a completion.
     chunk: tokens decoded between two visits to the host.
     kv_dtype: format of cached keys and values.
     prompt_widths: lengths to which prompts are padded, ascending.
@@ -103,6 +104,7 @@ class Programs(abc.ABC):
     self.cache = cache
     self.config = config
     self.shards = batch_shards(model.mesh)
+    self.max_tokens = settings.max_tokens
     self.chunk = min(config.chunk, settings.max_tokens)
     self.kv_dtype = config.kv_dtype
     self.stop = np.asarray(sorted(settings.stop), np.int32)
@@ -119,6 +121,15 @@ class Programs(abc.ABC):
     self.keep_rows = jax.jit(
       lambda states, order: jax.tree.map(lambda x: gather_rows(model, x, order.reshape(-1)), states)
     )
+
+  @abc.abstractmethod
+  def describe_space(self) -> str:
+    """Returns how much the cache of a device holds."""
+
+  @property
+  @abc.abstractmethod
+  def longest_at_once(self) -> int:
+    """How many completions of the maximum length run at once, over all shards."""
 
   @abc.abstractmethod
   def scheduler(self, prompts: int, group: int) -> Scheduler:

@@ -162,6 +162,21 @@ def test_overrides():
   }
 
 
+@pytest.mark.parametrize(("value", "expected"), [("auto", "auto"), ("0.25", 0.25), ("1", 1.0)])
+def test_a_setting_of_two_types_is_read_from_the_command_line_and_a_file(value, expected, tmp_path):
+  name = "sampling.cache_fraction"
+  assert load(BASE, [f"--config.{name}={value}"]).sampling.cache_fraction == expected
+  config = default_config()
+  config.sampling.cache_fraction = expected
+  assert freeze(config).sampling.cache_fraction == expected
+
+
+@pytest.mark.parametrize("value", ["half", "0", "1.5", "True", "nan", "None", "[0.5]"])
+def test_a_bad_value_of_a_setting_of_two_types_is_refused(value):
+  message = load_refused(BASE, f"--config.sampling.cache_fraction={value}")
+  assert "sampling.cache_fraction must be " in message and value.strip("[]") in message
+
+
 @pytest.mark.parametrize(
   ("override", "key", "nearest"),
   [

@@ -11,9 +11,9 @@ from gtpo_jax.config import resolve_model
 from gtpo_jax.config.trainer import run_optimizer
 from gtpo_jax.config.workloads import SAMPLING, run_workloads
 from gtpo_jax.models.params import abstract_params
-from gtpo_jax.planning.compile import bytes_per_device
 from gtpo_jax.planning.run_programs import RunPrograms, build_engine, build_model
 from gtpo_jax.planning.topology import topology_devices
+from gtpo_jax.runtime.mesh import bytes_per_device
 from gtpo_jax.training.state import abstract_state
 
 

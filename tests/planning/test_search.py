@@ -1,20 +1,26 @@
 """The meshes and settings that `gtpo plan` tries for a run that does not fit."""
 
+import collections
+import itertools
 import math
+import random
 
 import pytest
-from plan_cases import small_config
+from plan_cases import needs_libtpu, small_config
 
-from gtpo_jax.planning.search import candidates, changed, with_overrides
+from gtpo_jax.planning.plan import plan
+from gtpo_jax.planning.run_programs import RunPrograms, build_model
+from gtpo_jax.planning.search import Search, changed, with_overrides
+from gtpo_jax.planning.topology import topology_devices
 from gtpo_jax.runtime.chips import CHIPS
+from gtpo_jax.runtime.mesh import MESH_AXES
 
 ALL = 1 << 60  # bytes: everything fits
 
 
 def search(config, devices=8, memory=ALL, chip="v5e", gpus_per_node=8):
   nodes = [i // gpus_per_node for i in range(devices)]
-  limits = {"update_memory": memory, "sampling_memory": memory}
-  return candidates(config, devices, CHIPS[chip], nodes, **limits)
+  return Search(config, devices, CHIPS[chip], nodes).candidates(memory, memory)
 
 
 def meshes(found):
@@ -101,3 +107,91 @@ def test_only_what_differs_is_named():
   override = {"mesh.fsdp": 2, "batch.micro_batches": 4}
   assert changed(config, override) == {"batch.micro_batches": 4}
   assert with_overrides(config, override).batch.micro_batches == 4
+
+
+# 40 runs: sizes, lengths, chips with their number, and adapters. Some fit as they are, some after a
+# change, and some on none of these meshes.
+POINTS = [
+  (preset, tokens, chip, devices, lora)
+  for i, (preset, tokens, (chip, devices)) in enumerate(
+    itertools.product(
+      ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-32b"),
+      (1024, 18432),
+      (("t4", 1), ("v5e", 4), ("v5e", 16), ("h100", 8), ("v5p", 64)),
+    )
+  )
+  for lora in ((0, 16)[i % 2],)
+]
+
+
+def run_of(preset, tokens, lora):
+  prompts = {"batch.prompts": 64, "batch.group": 4, "data.max_prompt_tokens": 2048}
+  changes = {"model.preset": preset, "model.compute_dtype": "bfloat16", "model.lora_rank": lora}
+  return small_config(**prompts, **changes, **{"sampling.max_tokens": tokens})
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.some(6, slow=34)
+def test_the_search_agrees_with_brute_force(point):
+  """Every combination of the levers is tried with the same model of memory."""
+  preset, tokens, chip, devices, lora = point
+  search = Search(run_of(preset, tokens, lora), devices, CHIPS[chip], [0] * devices)
+  memory = CHIPS[chip].usable_memory
+  most_frugal = ALL
+  fitting = {}
+  for base in search.bases():
+    for parts, slots in itertools.product(search.micro_batches(base), search.slots(base)):
+      update = search.update_bytes(base, parts)
+      sampling = search.sampling_bytes(base, slots)
+      most_frugal = min(most_frugal, max(update, sampling))
+      if update <= memory and sampling <= memory:
+        key = (*base.mesh.values(), base.offload, base.quantize)
+        fewest, most = fitting.get(key, (parts, slots))
+        fitting[key] = min(fewest, parts), max(most, slots)
+  found = search.candidates(memory, memory)
+  assert len(found) == len(fitting)
+  for candidate in found:
+    values = candidate.override
+    key = (*(values[f"mesh.{axis}"] for axis in MESH_AXES), values["optimizer.offload"])
+    parts, slots = fitting[*key, values["model.quantize"]]
+    assert values["batch.micro_batches"] == parts
+    assert values.get("sampling.slots", slots) == slots
+  smallest = search.smallest()
+  assert max(smallest.update, smallest.sampling) == most_frugal
+  assert (most_frugal <= memory) == bool(found)
+
+
+def test_the_points_of_brute_force_are_of_all_kinds():
+  def kind(point):
+    preset, tokens, chip, devices, lora = point
+    search = Search(run_of(preset, tokens, lora), devices, CHIPS[chip], [0] * devices)
+    memory = CHIPS[chip].usable_memory
+    found = search.candidates(memory, memory)
+    if not found:
+      return "none"
+    return "changed" if found[0].override["batch.micro_batches"] > 1 else "as it is"
+
+  kinds = collections.Counter(map(kind, POINTS[::3]))
+  assert set(kinds) == {"none", "changed", "as it is"}
+
+
+@pytest.mark.parametrize("point", POINTS[4::4])
+@pytest.mark.manual
+@needs_libtpu
+def test_what_the_search_says_is_true_of_the_compiled_programs(point):
+  """What it finds fits; and if it finds nothing, neither do ten other combinations."""
+  preset, tokens, _, _, lora = point
+  config = run_of(preset, tokens, lora)
+  result = plan(config, "v5e:2x2")
+  if result["fits"] or result["override"]:
+    assert result["fits"] or result["tried"][-1]["fits"]
+    return
+  assert result["tried"] and not any(trial["fits"] for trial in result["tried"])
+  devices, chip = topology_devices("v5e:2x2")
+  search = Search(config, 4, chip, [0] * 4)
+  bases = [base for base in search.bases() if base.offload]
+  for base in random.Random(0).sample(bases, min(len(bases), 3)):
+    least = search.candidate(base, search.micro_batches(base)[-1], search.slots(base)[-1], 0)
+    changed_config = with_overrides(config, least.override)
+    programs = RunPrograms(changed_config, build_model(changed_config, devices)).compile_largest()
+    assert any(program.peak > chip.usable_memory for program in programs)

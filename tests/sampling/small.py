@@ -8,7 +8,7 @@ import numpy as np
 from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
-from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.engine import DEFAULT_DEMAND, Engine
 from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 from gtpo_jax.training.log_probs import score
 
@@ -32,6 +32,7 @@ def build(
   max_prompt_tokens=6,
   engine_config=ENGINE_CONFIG,
   stop_strings=None,
+  demand=DEFAULT_DEMAND,
 ):
   """Returns random weights, an engine, and the weights in sampling layout.
 
@@ -51,6 +52,7 @@ def build(
     max_tokens,
     engine_config=engine_config,
     stop_strings=stop_strings,
+    demand=demand,
   )
   return params, engine, engine.layout(params)
 

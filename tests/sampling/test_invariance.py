@@ -17,8 +17,11 @@ from small import (
   trainer_scores,
 )
 
+from gtpo_jax.models.decode import decode_bytes
 from gtpo_jax.runtime.mesh import make_mesh
-from gtpo_jax.sampling.params import EngineConfig
+from gtpo_jax.sampling.engine import DEFAULT_DEMAND
+from gtpo_jax.sampling.paged.memory import page_bytes, temporary_bytes
+from gtpo_jax.sampling.params import AUTO, Demand, EngineConfig
 
 
 @pytest.fixture(scope="module")
@@ -82,16 +85,28 @@ def test_pages_and_the_tpu_kernel_do_not_matter(mesh, slots, page, fraction, exp
   assert_same(sample(built, RAGGED_PROMPTS, group=6), expected)
 
 
+@pytest.mark.parametrize("fraction", [0.05, pytest.param(0.1, marks=pytest.mark.manual), AUTO])
 @pytest.mark.slow
-def test_completions_that_wait_for_pages_are_the_same():
-  """Ten completions of up to four pages share eight pages, some with each other's prompts."""
-  config = EngineConfig(slots=10, chunk=12, attention="triton", page_size=16, cache_fraction=0.1)
+def test_completions_that_wait_for_pages_are_the_same(fraction):
+  """Ten completions of up to four pages share five to eight pages, also with their prompts.
+
+  With "auto", the memory holds seven pages beside the parameters and temporaries.
+  """
+  config = EngineConfig(
+    slots=10, chunk=12, attention="triton", page_size=16, cache_fraction=fraction
+  )
   wide = dataclasses.replace(CONFIG, head_dim=16)
   arguments = {"max_tokens": 60, "stop": (7,), "config": wide}
-  built = build(**arguments, engine_config=config)
+  demand = DEFAULT_DEMAND
+  if fraction == AUTO:
+    programs = build(**arguments, engine_config=config)[1].programs
+    beside = decode_bytes(programs.model) + temporary_bytes(programs.model, 10, programs.pool)
+    demand = Demand(memory=beside + 7 * page_bytes(programs.cache))
+  built = build(**arguments, engine_config=config, demand=demand)
   rollouts = sample(built, PROMPTS, group=3)
   _, engine, _ = built
-  assert engine.programs.pool.pages < 10 and engine.statistics["sampling/waiting"] > 0.1
+  assert engine.programs.pool.pages == {0.05: 5, 0.1: 5, AUTO: 7}[fraction]
+  assert engine.statistics["sampling/waiting"] > 0.1
   assert rollouts.mask.sum(-1).max() > 48
   assert_same(rollouts, sample(build(**arguments), PROMPTS, group=3))
 

@@ -38,8 +38,9 @@ def test_bad_sampling_params_are_rejected_with_value_and_bound(setting, value, b
     ({"attention": "flash"}, "'flash'"),
     ({"page_size": 48}, "a power of two from 16 to 1024, or 0 for 128, got 48"),
     ({"page_size": 8}, "got 8"),
-    ({"cache_fraction": 0.0}, r"in \(0, 1\], got 0.0"),
+    ({"cache_fraction": 0.0}, r'in \(0, 1\], or "auto", got 0.0'),
     ({"cache_fraction": 1.5}, "got 1.5"),
+    ({"cache_fraction": "half"}, "got 'half'"),
   ],
 )
 def test_bad_engine_configs_are_rejected(settings, quoted):

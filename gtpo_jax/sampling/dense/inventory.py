@@ -9,13 +9,12 @@ import numpy as np
 
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.sampling.batches import PrefillShape, nothing, prefill_batch, resume_batch
-from gtpo_jax.sampling.cache import States, head_axis
+from gtpo_jax.sampling.cache import States
 from gtpo_jax.sampling.dense.cache import DenseKV
 from gtpo_jax.sampling.dense.tables import DenseSpace
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.programs import (
   SamplerState,
-  abstract,
   abstract_states,
   chunk_limits,
   compiled_for,
@@ -194,9 +193,7 @@ class Inventory:
       )
 
   def _kv(self, rows: int, positions: int) -> list[KV]:
-    model = self._owner.model
-    zeros = lambda: self._owner.cache.zeros(self._owner.shards * rows, positions)
-    return abstract(model, zeros, "batch", None, head_axis(model))
+    return self._owner.abstract_kv(self._owner.shards * rows, positions)
 
   def _states(self, rows: int) -> States:
     return abstract_states(self._owner.model, self._owner.shards * rows, self._tracked)

@@ -145,10 +145,15 @@ class PagedCache:
 
       return _map_pages(write, pages, rows)
 
-    return [
-      self._within_shards(append, pages, layer, tables.written, generated)
-      for pages, layer in zip(kv, chunk, strict=True)
-    ]
+    appended: list[Pages] = []
+    written = tables.written
+    for pages, layer in zip(kv, chunk, strict=True):
+      if appended:  # one layer after another, so that only one has its pages in temporaries
+        layer, written, _ = jax.lax.optimization_barrier(
+          (layer, written, appended[-1].kv[:1, 0, 0])
+        )
+      appended.append(self._within_shards(append, pages, layer, written, generated))
+    return appended
 
   def _in_format(self, both: jax.Array) -> Pages:
     """Returns keys and values [b, k, positions, 2e] in the cache's format."""

@@ -9,13 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from gtpo_jax.models.decode import decode_bytes
 from gtpo_jax.sampling.batches import Places, PrefillShape, nothing, prefill_batch, resume_batch
 from gtpo_jax.sampling.cache import head_axis
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.paged.cache import PagedCache
+from gtpo_jax.sampling.paged.memory import page_bytes, temporary_bytes
 from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes, completion_places, prompt_places
 from gtpo_jax.sampling.paged.tables import SLOTS_PER_ROW
-from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.params import AUTO, SamplingParams
 from gtpo_jax.sampling.programs import (
   Programs,
   ProgramSettings,
@@ -34,6 +36,8 @@ from gtpo_jax.sampling.scheduler import ENTRY_FACTOR, Capacity, Scheduler, capac
 FEWER_SLOTS = 8
 # Prompts are padded to the longest length, or to a quarter, a sixteenth ... of it.
 WIDTH_FACTOR = 4
+# Lengths have a long tail: the median completion of a run is about a sixth of the longest.
+TYPICAL_FRACTION = 6
 
 
 class PagedPrograms(Programs):
@@ -71,17 +75,43 @@ class PagedPrograms(Programs):
     full_groups = -(-self.slots // demand.group)
     cached_prompts = min(self.slots, ENTRY_FACTOR * full_groups)
     everything = self.slots * completion_pages + cached_prompts * prompt_pages
-    self.pool = PoolSizes(
-      max(math.ceil(config.cache_fraction * everything), completion_pages + prompt_pages),
-      page,
-      prompt_pages,
-      completion_pages,
-      self.chunk,
-      SLOTS_PER_ROW[config.attention],
-    )
+    row = SLOTS_PER_ROW[config.attention]
+    sizes = PoolSizes(everything, page, prompt_pages, completion_pages, self.chunk, row)
+    pages = self._pages(config.cache_fraction, demand.memory, sizes)
+    self.pool = sizes._replace(pages=max(pages, completion_pages + prompt_pages))
     self.prompt_widths = _widths(prompt_pages, page)
     self.sequence_widths = _widths(prompt_pages + completion_pages, page)
     self.init_kv = jax.jit(lambda: self.cache.zeros(self.shards * self.pool.pages))
+
+  def _pages(self, fraction: float | str, memory: int | None, sizes: PoolSizes) -> int:
+    """Returns the number of pages per shard, at most those of `sizes`."""
+    if fraction != AUTO:
+      return math.ceil(fraction * sizes.pages)
+    if memory is None:
+      return sizes.pages
+    model = self.model
+    beside = decode_bytes(model) + temporary_bytes(model, self.slots, sizes)
+    return min((memory - beside) // page_bytes(self.cache), sizes.pages)
+
+  def describe_space(self) -> str:
+    """Returns how much the cache of a device holds."""
+    size = self.pool.pages * page_bytes(self.cache) / 2**30
+    median = max(self.max_tokens // TYPICAL_FRACTION, 1)
+    return (
+      f"{self.pool.pages} pages of {self.pool.page} tokens per device ({size:.2f} GiB), which hold "
+      f"{self._holds(self.max_tokens)} completions of {self.max_tokens} tokens, or "
+      f"{self._holds(median)} of {median}"
+    )
+
+  @property
+  def longest_at_once(self) -> int:
+    """How many completions of the maximum length run at once, over all shards."""
+    return self.shards * self._holds(self.max_tokens)
+
+  def _holds(self, tokens: int) -> int:
+    """Returns how many completions of so many tokens the pool of a shard holds, and a prompt."""
+    pages = self.pool.pages - self.pool.prompt_pages
+    return min(pages // self.pool.pages_of(tokens), self.slots)
 
   def scheduler(self, prompts: int, group: int) -> Scheduler:
     """Returns an empty schedule for about `prompts` x `group` completions."""

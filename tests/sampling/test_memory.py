@@ -1,0 +1,74 @@
+"""Keys and values take the memory that is left on a device."""
+
+import dataclasses
+
+import jax
+from small import CONFIG, RAGGED_PROMPTS, assert_same, build, sample
+
+from gtpo_jax.models.decode import decode_bytes
+from gtpo_jax.runtime.mesh import bytes_per_device
+from gtpo_jax.sampling.paged.memory import page_bytes, temporary_bytes
+from gtpo_jax.sampling.params import AUTO, Demand, EngineConfig
+
+PAGED = EngineConfig(slots=10, chunk=12, attention="triton", page_size=16)
+WIDE = dataclasses.replace(CONFIG, head_dim=16)
+
+
+def paged(memory, fraction=AUTO):
+  config = dataclasses.replace(PAGED, cache_fraction=fraction)
+  demand = Demand(memory=memory)
+  return build(config=WIDE, max_tokens=60, engine_config=config, demand=demand)[1].programs
+
+
+def test_a_page_and_the_parameters_have_the_bytes_of_their_arrays():
+  """Two layers of 2 heads of 16 features, keys and values in float32, 16 positions a page."""
+  programs = paged(None)
+  assert page_bytes(programs.cache) == 2 * 2 * 2 * 16 * 16 * 4
+  _, engine, layout = build(config=WIDE, max_tokens=60, engine_config=PAGED)
+  assert decode_bytes(engine.model) == bytes_per_device(layout)
+
+
+def test_the_pool_takes_what_is_left():
+  """Ten slots of four pages, and ten prompts of one, at most; one of each, at least."""
+  everything = paged(None)
+  assert everything.pool.pages == 50 and everything.longest_at_once == 10
+  beside = decode_bytes(everything.model)
+  beside += temporary_bytes(everything.model, 10, everything.pool)
+  page = page_bytes(everything.cache)
+  pages = lambda memory: paged(memory).pool.pages
+  assert pages(beside + 50 * page) == 50
+  assert pages(beside + 23 * page) == pages(beside + 24 * page - 1) == 23
+  assert pages(beside + 1000 * page) == 50
+  assert pages(0) == 5
+  few = paged(beside + 23 * page)
+  assert few.longest_at_once == 5
+  assert few.describe_space() == (
+    "23 pages of 16 tokens per device (0.00 GiB), which hold 5 completions of 60 tokens, "
+    "or 10 of 10"
+  )
+  assert paged(0, fraction=0.5).pool.pages == 25  # a fraction is taken as it is
+
+
+def test_arrays_that_do_not_fit_run_fewer_completions_with_the_same_tokens():
+  expected = sample(build(), RAGGED_PROMPTS, group=6)
+  whole = build()[1].programs
+  assert whole.slots == whole.config.slots == 64
+  longest = whole.cache_lengths[-1]
+  position = bytes_per_device(whole.abstract_kv(1, 1))
+  memory = decode_bytes(whole.model) + 24 * position * (1.5 * longest + 6)
+  built = build(demand=Demand(memory=int(memory)))
+  programs = built[1].programs
+  assert programs.slots == programs.longest_at_once == 16
+  assert programs.describe_space() == (
+    "arrays for up to 16 completions per device (memory for 64 is not there)"
+  )
+  assert_same(sample(built, RAGGED_PROMPTS, group=6), expected)
+  assert build(demand=Demand(memory=0))[1].programs.slots == 1
+
+
+def test_a_demand_of_few_completions_needs_few_pages():
+  programs = build(
+    config=WIDE, max_tokens=60, engine_config=PAGED, demand=Demand(6, 3, memory=1 << 40)
+  )[1].programs
+  assert (programs.slots, programs.pool.pages) == (6, 6 * 4 + 6)
+  assert len(jax.tree.leaves(programs.init_kv())) == 2
