@@ -1,7 +1,9 @@
 """Measures and simulates what partial rollouts (`sampling.staleness`) gain on long-tailed lengths.
 
     python benchmarks/partial_rollouts.py measure [--staleness 0,1,2] [--steps 20] [--rounds 3]
-    python benchmarks/partial_rollouts.py simulate [--staleness 0,1,2,3,4] [--prompts 512,256,128]
+    python benchmarks/partial_rollouts.py simulate [--staleness 0,1,2] [--prompts 512,128]
+        [--config qwen2_5_7b_gtpo] [--topology v5p:4x4x4] [--tensor 4] [--slots 64,256]
+        [--longest 4096,18000]
 
 `measure` samples with the engine on this machine: 64 completions a step (16 prompts in groups of
 4) in 16 slots, with lengths from a log-normal distribution of median 32, cut at 512. The model is
@@ -9,12 +11,13 @@ that of benchmarks/step.py with random weights. Each completion ends at a length
 beforehand. Each staleness samples the same stream of groups; in each round they take turns. The
 reading of carried-over tokens and everything that the host does are included, updates are not.
 
-`simulate` computes the time of sampling for Qwen2.5-7B on 64 chips of TPU v5p, with lengths from a
-log-normal distribution of median 3,000, cut at 18,000 tokens. A decoding step takes as long as a
-chip needs to read its weights and the keys and values of the completions in its slots, or to
-compute the products of all slots, whichever is longer. A prompt or a carried-over completion takes
-as long as the FLOP of reading it. All rates are the chip's peaks. Slots are refilled between
-chunks. It is a model of the schedule, not a measurement.
+`simulate` computes the time of sampling on one of the shards of a TPU slice or of GPUs that are not
+attached, with the scheduler and the pool of pages of a run: as many slots and pages as its engine
+has there (`sampling.cache_fraction="auto"`). Lengths are from a log-normal distribution of median
+3,000, cut at the longest. A decoding step takes as long as a chip needs to read its weights and the
+keys and values of the completions that run, or to compute the products of all slots, whichever is
+longer. A prompt or a carried-over completion takes as long as the FLOP of reading it. All rates are
+the chip's peaks. It is a model of the time, not a measurement.
 
 Both report the tokens of complete groups per second, and how that compares with staleness 0.
 """
@@ -22,6 +25,7 @@ Both report the tokens of complete groups per second, and how that compares with
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from pathlib import Path
@@ -35,15 +39,20 @@ prepare_jax()  # before JAX is imported
 
 import jax
 
-from gtpo_jax.models import PRESETS, ModelConfig, Transformer, init_params
+from gtpo_jax.config import load
+from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.models.params import matmul_params
+from gtpo_jax.planning.run_programs import build_engine, build_model
+from gtpo_jax.planning.topology import topology_devices
 from gtpo_jax.rollout.pool import choose
-from gtpo_jax.runtime.chips import CHIPS
+from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.mesh import make_mesh
-from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.engine import REFILL_FRACTION, Engine
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
+from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes
 from gtpo_jax.sampling.paged.programs import FEWER_SLOTS
 from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+from gtpo_jax.sampling.scheduler import Scheduler, capacity_for
 
 # The measured workload.
 PROMPTS = 16
@@ -178,73 +187,135 @@ def measure(engine: Engine, params: object, lengths: np.ndarray, staleness: int,
 # --- simulated ---
 
 
-class Pod(NamedTuple):
-  """The simulated run."""
+class Shard(NamedTuple):
+  """What a shard of the batch has, and what it samples in a step.
 
-  chip: str = "v5p"
-  chips: int = 64
-  tensor: int = 4
-  preset: str = "qwen2.5-7b"
-  prompts: int = 512
-  group: int = 16
-  slots: int = 256  # per shard
-  prompt_length: int = 512
-  chunk: int = 64
-  median: int = 3000
-  longest: int = 18000
+  Attributes:
+    shards: the number of shards.
+    chip: the chip.
+    model: the architecture.
+    tensor: chips of the shard.
+    slots: completions at once.
+    pool: the sizes of its pool of pages.
+    prompts: groups that it trains on in a step.
+    group: completions of each.
+    prompt_length: tokens of a prompt.
+  """
+
+  shards: int
+  chip: Chip
+  model: ModelConfig
+  tensor: int
+  slots: int
+  pool: PoolSizes
+  prompts: int
+  group: int
+  prompt_length: int
+
+  @classmethod
+  def planned(
+    cls, name: str, topology: str, tensor: int, prompts: int, slots: int, longest: int
+  ) -> Shard:
+    """Returns the shard of a run of a config on hardware that is not attached.
+
+    Args:
+      name: the config.
+      topology: as in `gtpo plan`.
+      tensor: shards of the tensor axis.
+      prompts: those of a step, over all shards.
+      slots: those of a shard, at most.
+      longest: the most tokens of a completion.
+    """
+    devices, chip = topology_devices(topology)
+    shards = len(devices) // tensor
+    overrides = {
+      "mesh.data": 1,
+      "mesh.fsdp": shards,
+      "mesh.tensor": tensor,
+      "batch.prompts": prompts,
+      "sampling.slots": slots * shards,
+      "sampling.max_tokens": longest,
+    }
+    config = load(name, [f"--config.{key}={value}" for key, value in overrides.items()])
+    model = build_model(config, devices)
+    programs = build_engine(config, model).programs
+    group = config.batch.group
+    return cls(
+      shards,
+      chip,
+      model.config,
+      tensor,
+      programs.slots,
+      programs.pool,
+      prompts // shards,
+      group,
+      config.data.max_prompt_tokens // 4,
+    )
 
 
-def simulate(pod: Pod, lengths: np.ndarray, staleness: int, steps: int) -> Totals:
-  """Simulates `steps` steps after those that fill the pool; see `measure`."""
-  c = PRESETS[pod.preset]
-  chip = CHIPS[pod.chip]
-  shards = pod.chips // pod.tensor
-  slots = pod.slots * shards
-  weights = 2 * matmul_params(c) / pod.tensor
-  per_position = 2 * 2 * c.layers * c.kv_heads * c.head_dim / min(pod.tensor, c.kv_heads)
-  flops_per_token = 2 * matmul_params(c)
-  read_seconds = flops_per_token / pod.chips / chip.flops  # of one token
+def simulate(shard: Shard, lengths: np.ndarray, staleness: int, steps: int) -> tuple[Totals, float]:
+  """Simulates `steps` steps after those that fill the pool; see `measure`.
+
+  Returns:
+    The totals of all shards, and the share of the chunks for which completions waited for pages.
+  """
+  c = shard.model
+  weights = 2 * matmul_params(c) / shard.tensor
+  kv_shards = shard.tensor if c.kv_heads % shard.tensor == 0 else 1
+  per_position = 2 * 2 * c.layers * c.kv_heads * c.head_dim / kv_shards
+  flops_per_token = 2 * matmul_params(c) / shard.tensor
   pool = Pool()
-  drawn = np.zeros((0, pod.group), np.int32)  # tokens of each completion so far
-  size = pod.prompts * (1 + staleness)
+  drawn = np.zeros((0, shard.group), np.int32)  # tokens of each completion so far
+  size = shard.prompts * (1 + staleness)
   tokens = read_again = 0
   seconds = 0.0
+  waited = []
   for step in range(steps + staleness):
     drawn = np.pad(drawn, ((0, pool.fill(size, step)), (0, 0)))
     limits = lengths[pool.numbers]
-    order = [tuple(x) for x in np.argwhere(drawn < limits)][::-1]  # last first
+    capacity = capacity_for(size, shard.group, 1, shard.slots)
+    scheduler = Scheduler(capacity, PagePool(capacity, shard.pool))
+    prompt_lengths = np.full(size, shard.prompt_length, np.int32)
+    keys = np.zeros((*limits.shape, 2), np.uint32)
+    scheduler.add(prompt_lengths, np.where(drawn < limits, limits, 0), keys, drawn)
     again = int(drawn[(drawn > 0) & (drawn < limits)].sum())
     duration = 0.0
-    rows = np.zeros(0, int)
-    columns = np.zeros(0, int)
-    ready = lambda: (drawn >= limits).all(1)  # noqa: B023
-    while (chosen := choose(pool.begun, ready(), pod.prompts, step, staleness)) is None:
-      started = [order.pop() for _ in range(min(slots - len(rows), len(order)))]
-      if started:
-        new = np.asarray(started)
-        rows = np.append(rows, new[:, 0])
-        columns = np.append(columns, new[:, 1])
-        old = drawn[new[:, 0], new[:, 1]]
-        # A prompt is read once for its group, and once more for each completion that goes on.
-        prompts = len(np.unique(new[old == 0, 0])) + int((old > 0).sum())
-        duration += (prompts * pod.prompt_length + old.sum()) * read_seconds
-      chunk = min(pod.chunk, int((limits - drawn)[rows, columns].max()))
-      positions = drawn[rows, columns].sum() + len(rows) * (chunk / 2 + pod.prompt_length)
-      read = (weights + per_position * positions / shards) / chip.memory_bandwidth
-      # Idle slots are computed too; once nothing waits, an eighth of the slots is enough for a few.
-      few = not order and len(rows) <= slots // FEWER_SLOTS
-      compute = flops_per_token * pod.slots / (FEWER_SLOTS if few else 1) / pod.tensor / chip.flops
-      duration += chunk * max(read, compute)
-      drawn[rows, columns] = np.minimum(drawn[rows, columns] + chunk, limits[rows, columns])
-      left = drawn[rows, columns] < limits[rows, columns]
-      rows = rows[left]
-      columns = columns[left]
+    while (chosen := _chosen(pool, drawn >= limits, shard.prompts, step, staleness)) is None:
+      read = 0
+      while any(assigned := scheduler.assign(size)):
+        read += shard.prompt_length * len(assigned[0])
+      for slot in scheduler.take_resumed():
+        read += shard.prompt_length + int(scheduler.slots.generated[slot])
+      duration += read * flops_per_token / shard.chip.flops
+      active = scheduler.inputs().active
+      slots = scheduler.slots
+      left = (slots.token_limits - slots.generated)[active]
+      finished = max(len(left) // REFILL_FRACTION, 1) if scheduler.has_waiting else len(left)
+      chunk = min(shard.pool.chunk, int(np.sort(left)[finished - 1]))
+      positions = slots.generated[active].sum() + len(left) * (chunk / 2 + shard.prompt_length)
+      read_s = (weights + per_position * positions) / shard.chip.memory_bandwidth
+      compute_s = flops_per_token * len(active) / shard.chip.flops  # idle slots are computed too
+      duration += chunk * max(read_s, compute_s)
+      new = np.where(active, np.minimum(slots.token_limits - slots.generated, chunk), 0)
+      rows, columns = slots.completions[active].T
+      drawn[rows, columns] += new[active]
+      scheduler.advance(new, active & (slots.generated + new >= slots.token_limits))
+      fewer = shard.slots // FEWER_SLOTS
+      if not scheduler.has_waiting and scheduler.slots.active.sum() <= fewer < len(active):
+        scheduler.shrink(fewer)
     if step >= staleness:
-      tokens += int(limits[chosen].sum())
-      read_again += again
+      tokens += shard.shards * int(limits[chosen].sum())
+      read_again += shard.shards * again
       seconds += duration
+      waited.append(scheduler.space.statistics()["sampling/waiting"])
     drawn = drawn[pool.train(chosen, (drawn > 0).any(1), step)]
-  return Totals(tokens, read_again, seconds, pool.oldest)
+  return Totals(tokens, read_again, seconds, pool.oldest), float(np.mean(waited))
+
+
+def _chosen(
+  pool: Pool, ended: np.ndarray, prompts: int, step: int, staleness: int
+) -> list[int] | None:
+  return choose(pool.begun, ended.all(1), prompts, step, staleness)
 
 
 # --- the report ---
@@ -270,17 +341,27 @@ def report(totals: dict[int, list[Totals]]) -> list[dict[str, float]]:
   return rows
 
 
+def _numbers(text: str) -> list[int]:
+  return [int(x) for x in text.split(",")]
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("kind", choices=("measure", "simulate"))
   parser.add_argument("--staleness", default="0,1,2")
   parser.add_argument("--steps", type=int, default=20)
   parser.add_argument("--rounds", type=int, default=3, help="of `measure`")
-  parser.add_argument("--prompts", default="512,256,128", help="groups a step, for `simulate`")
+  parser.add_argument("--config", default="qwen2_5_7b_gtpo", help="this and below: of `simulate`")
+  parser.add_argument("--topology", default="v5p:4x4x4")
+  parser.add_argument("--tensor", type=int, default=4)
+  parser.add_argument("--prompts", default="512,128", help="groups a step")
+  parser.add_argument("--slots", default="64,256", help="of a shard")
+  parser.add_argument("--longest", default="4096,18000", help="tokens of a completion")
+  parser.add_argument("--median", type=int, default=3000)
   parser.add_argument("--sigma", type=float, default=1.0, help="of the log-normal distribution")
   parser.add_argument("--json")
   args = parser.parse_args()
-  bounds = [int(x) for x in args.staleness.split(",")]
+  bounds = _numbers(args.staleness)
   groups = lambda prompts: prompts * (args.steps + 2 * max(bounds) + 2)
   rng = np.random.default_rng(0)
   rows = []
@@ -295,13 +376,22 @@ def main() -> None:
           totals[bound].append(run)
     rows += report(totals)
   else:
-    for prompts in map(int, args.prompts.split(",")):
-      pod = Pod(prompts=prompts)
-      shape = (groups(prompts), pod.group)
-      lengths = draw_lengths(rng, shape, pod.median, args.sigma, pod.longest)
-      print(f"{prompts} x {pod.group} completions a step")
-      runs = {bound: [simulate(pod, lengths, bound, args.steps)] for bound in bounds}
-      rows += [{"prompts": prompts, **row} for row in report(runs)]
+    sizes = itertools.product(*(_numbers(x) for x in (args.prompts, args.longest, args.slots)))
+    for prompts, longest, slots in sizes:
+      shard = Shard.planned(args.config, args.topology, args.tensor, prompts, slots, longest)
+      shape = (shard.prompts * (args.steps + 2 * max(bounds) + 2), shard.group)
+      lengths = draw_lengths(rng, shape, args.median, args.sigma, longest)
+      pages = shard.pool.pages / (shard.slots * shard.pool.completion_pages)
+      print(
+        f"{prompts} x {shard.group} completions of at most {longest}, {shard.slots} slots a shard, "
+        f"{shard.pool.pages} pages ({100 * pages:.0f} % of all slots at full length)"
+      )
+      runs = {bound: simulate(shard, lengths, bound, args.steps) for bound in bounds}
+      values = {"prompts": prompts, "longest": longest, "slots": slots, "pages": shard.pool.pages}
+      for row in report({bound: [run] for bound, (run, _) in runs.items()}):
+        waiting = runs[row["staleness"]][1]
+        print(f"  waiting at staleness {row['staleness']}: {100 * waiting:.1f} %")
+        rows.append({**values, **row, "waiting": waiting})
   if args.json:
     Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
 
