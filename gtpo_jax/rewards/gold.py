@@ -17,7 +17,7 @@ from gtpo_jax.rewards.math.extraction import MAX_CHARS, gold_answer
 from gtpo_jax.rewards.math.values import read
 from gtpo_jax.rewards.math.verdicts import quick_verdict
 from gtpo_jax.rewards.plain import choice_correct, exact_correct
-from gtpo_jax.rewards.synthetic import countdown_reaches
+from gtpo_jax.rewards.synthetic import countdown_reaches, sentence_correct
 from gtpo_jax.rewards.truth import check_truth
 from gtpo_jax.rewards.verifiers import VERIFIERS
 
@@ -131,6 +131,17 @@ def _countdown(answer: str, extra: Extra) -> None:
     )
 
 
+def _sentence(answer: str, extra: Extra) -> None:
+  topic = extra.get("topic")
+  word = extra.get("word")
+  used = f"Once the {topic} was near the {word}."
+  if not all(isinstance(x, str) for x in (topic, word)) or not sentence_correct(used, topic, word):
+    raise ValueError(
+      "is of kind 'sentence', but its extra has no topic and word that are single words in lower "
+      f"case and may be used, got {str(topic)[:SHOWN_CHARS]!r} and {str(word)[:SHOWN_CHARS]!r}"
+    )
+
+
 def _code(answer: str, extra: Extra) -> None:
   for names, check in TESTS.items():
     if names[0] in extra:
@@ -225,5 +236,6 @@ REQUIREMENTS: dict[str, Callable[[str, Extra], None]] = {
   "choice": _choice,
   "exact": _exact,
   "countdown": _countdown,
+  "sentence": _sentence,
   "code": _code,
 }

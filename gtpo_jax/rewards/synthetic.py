@@ -10,6 +10,18 @@ from collections.abc import Sequence
 
 _DIGIT = re.compile(r"[0-9]")
 MAX_STEP = 10**9  # the numbers of a countdown step are below it
+SHORTEST_SENTENCE = 6  # words
+LONGEST_SENTENCE = 20
+# Words of sentences that talk about a word instead of using it.
+ABOUT_WORDS = """
+word words sentence sentences contain contains containing contained include includes including
+included mention mentions mentioned
+"""
+# One line that ends with its only full stop, question mark or exclamation mark, without quotation
+# marks (but with apostrophes within words) or markup.
+_SENTENCE = re.compile(r"""(?:[^.!?"“”„«»*_`\n‘’']|(?<=\w)['’](?=\w))+[.!?]""")
+_WORD = re.compile(r"[a-z]+(?:['’-][a-z]+)*")
+_POSSESSIVE = re.compile("['’]s$")
 _STEP = re.compile(r"(\d{1,9})([+\-*])(\d{1,9})=(\d{1,9})", re.ASCII)
 
 
@@ -53,6 +65,23 @@ def countdown_correct(completion: str, numbers: Sequence[int], target: int) -> b
       return False
     pool[c] += 1
   return +pool == Counter([target])
+
+
+def sentence_correct(completion: str, topic: str, word: str) -> bool:
+  """Returns whether the text is one sentence of 6 to 20 words that uses both words.
+
+  A text that quotes anything is refused, and so is one that talks about the word instead of using
+  it, such as "The sea also contains words like paper."
+  """
+  text = completion.strip()
+  if not _SENTENCE.fullmatch(text):
+    return False
+  words = [_POSSESSIVE.sub("", word) for word in _WORD.findall(text.lower())]
+  return (
+    SHORTEST_SENTENCE <= len(words) <= LONGEST_SENTENCE
+    and {topic, word} <= set(words)
+    and not set(ABOUT_WORDS.split()) & set(words)
+  )
 
 
 def countdown_reaches(numbers: Sequence[int], target: int) -> bool:

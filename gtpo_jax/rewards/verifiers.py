@@ -16,7 +16,12 @@ from gtpo_jax.rewards.code import code_correct
 from gtpo_jax.rewards.math.extraction import extract
 from gtpo_jax.rewards.math.verdicts import math_verdicts
 from gtpo_jax.rewards.plain import choice_correct, exact_correct
-from gtpo_jax.rewards.synthetic import countdown_correct, forks_correct, last_number_correct
+from gtpo_jax.rewards.synthetic import (
+  countdown_correct,
+  forks_correct,
+  last_number_correct,
+  sentence_correct,
+)
 
 # Maximum sandboxes at once: more than there are cores, as a short run mostly waits for processes.
 MAX_SANDBOXES = 4 * (os.cpu_count() or 1)
@@ -57,6 +62,13 @@ def _forks(completions: Texts, answers: Texts, extras: Extras, options: Options)
   return [forks_correct(*pair) for pair in zip(completions, answers, strict=True)]
 
 
+def _sentence(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
+  return [
+    sentence_correct(completion, extra["topic"], extra["word"])
+    for completion, extra in zip(completions, extras, strict=True)
+  ]
+
+
 def _exact(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
   return [exact_correct(*pair) for pair in zip(completions, answers, strict=True)]
 
@@ -85,6 +97,7 @@ VERIFIERS: dict[str, Verifier] = {
   "last_number": _last_number,
   "countdown": _countdown,
   "forks": _forks,
+  "sentence": _sentence,
   "exact": _exact,
   "choice": _choice,
   "math": _math,

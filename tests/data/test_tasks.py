@@ -5,15 +5,11 @@ import re
 import numpy as np
 import pytest
 
-from gtpo_jax.data.tasks import (
-  CLOSE,
-  HELD_OUT,
-  MAX_PROBLEMS,
-  TASKS,
-  Countdown,
-  RunningSums,
-  make_task,
-)
+from gtpo_jax.data.tasks import TASKS, make_task
+from gtpo_jax.data.tasks.arithmetic import Countdown, RunningSums
+from gtpo_jax.data.tasks.forks import CLOSE
+from gtpo_jax.data.tasks.sentences import TOPICS, WORDS
+from gtpo_jax.data.tasks.task import HELD_OUT, MAX_PROBLEMS
 from gtpo_jax.rewards import VERIFIERS, countdown_correct
 from gtpo_jax.runtime.errors import UserError
 
@@ -27,6 +23,7 @@ DIFFICULTIES = [
   ("forks", 0, 0),
   ("forks", 2, 4),
   ("forks_confident", 5, 9),
+  ("sentences", 0, 0),
 ]
 
 
@@ -244,3 +241,17 @@ def test_zero_selects_the_tasks_own_default():
 def test_an_unknown_task_names_the_nearest():
   with pytest.raises(UserError, match="unknown task 'countdwn', did you mean 'countdown'"):
     make_task("countdwn")
+
+
+def test_sentences_are_about_a_topic_and_a_word():
+  task = make_task("sentences")
+  topics = set(TOPICS.split())
+  words = set(WORDS.split())
+  assert task.size == len(topics) * len(words) and topics.isdisjoint(words)
+  problem = task.problem(3)
+  assert problem.messages[-1]["content"] == (
+    "Write one short sentence about an ant. Use the word blanket in it."
+  )
+  assert problem.extra == {"topic": "ant", "word": "blanket"} and problem.kind == "sentence"
+  with pytest.raises(UserError, match=r"data\.terms has no effect with the task 'sentences'"):
+    make_task("sentences", terms=3)

@@ -46,7 +46,12 @@ def test_accepted(kind, answer, extra):
 @pytest.mark.parametrize(
   ("kind", "answer", "extra", "message"),
   [
-    ("poetry", "1", {}, "no verifier; valid are last_number, countdown, forks, exact, choice"),
+    (
+      "poetry",
+      "1",
+      {},
+      "no verifier; valid are last_number, countdown, forks, sentence, exact, choice",
+    ),
     ("forks", "8a", {}, "of kind 'forks', but its answer '8a' does not consist of digits"),
     ("math", "24", {"truth": "24"}, "truth that is not a list of pairs"),
     ("math", "24", {"truth": [["48/2=", 24]]}, "truth that is not a list of pairs"),

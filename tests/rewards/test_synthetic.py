@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from gtpo_jax.rewards import VERIFIERS
-from gtpo_jax.rewards.synthetic import countdown_correct, forks_correct, last_number_correct
+from gtpo_jax.rewards.synthetic import (
+  countdown_correct,
+  forks_correct,
+  last_number_correct,
+  sentence_correct,
+)
 
 HOSTILE = [
   "",
@@ -164,3 +169,38 @@ def test_random_text_never_raises_and_is_almost_never_right():
     ]
   assert {type(verdict) for verdict in verdicts} == {bool}
   assert sum(verdicts) < 60
+
+
+@pytest.mark.parametrize(
+  ("text", "verdict"),
+  [
+    ("The whale pulled a long rope through the cold sea.", True),
+    ("  The whale's rope wasn't old, but it broke!\n", True),
+    ("Why did the WHALE eat the sailor’s rope?", True),
+    ("The whale pulled a rope.", False),  # five words
+    (" ".join(["The whale pulled"] + ["a rope and"] * 5 + ["swam off."]), True),  # twenty
+    (" ".join(["The whale pulled"] + ["a rope and"] * 5 + ["swam off again."]), False),
+    ("The whale pulled a long chain through the sea.", False),
+    ("The whales pulled a long rope through the sea.", False),
+    ("The whale pulled ropes through the cold sea.", False),
+    ("The whale pulled a long rope. It swam away.", False),
+    ("The whale pulled a long rope through the sea", False),
+    ('The whale pulled a long "rope" through the sea.', False),
+    ("The whale pulled a long 'rope' through the sea.", False),
+    ("The whale pulled a long ‘rope’ through the sea.", False),
+    ("The whale pulled a long **rope** through the sea.", False),
+    ("The whale is a word next to rope today.", False),
+    ("The sea of a whale also contains a rope.", False),
+    ("A rope is mentioned beside the big whale.", False),
+    ("The whale pulled a rope\nthrough the cold sea.", False),
+  ],
+)
+def test_a_sentence_uses_the_topic_and_the_word(text, verdict):
+  assert sentence_correct(text, "whale", "rope") is verdict
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_sentences_are_wrong_and_fast(text):
+  began = time.perf_counter()
+  assert not sentence_correct(text, "whale", "rope")
+  assert time.perf_counter() - began < 1

@@ -1,0 +1,42 @@
+"""SmolLM2-135M-Instruct, a pretrained model, learns to follow an instruction on a laptop's CPU.
+
+    make real
+    gtpo train --config=configs/smollm2_sentences.py --workdir=runs/real
+    gtpo train --config=configs/smollm2_sentences.py:lora --workdir=runs/real_lora
+
+The instruction is of the form "Write one short sentence about a whale. Use the word rope in it."
+Whether a sentence obeys is checked by a rule: one sentence of 6 to 20 words with both words,
+neither quoted nor talked about. The problems are generated, so the model is the only download: 270
+MB from the hub. The environment variable GTPO_SMOLLM2 names a folder to use instead.
+
+Hardware: two CPU cores, RUNTIME. On an accelerator, use a larger model.
+Expected: EXPECTED. `:lora` trains only adapters of rank 32.
+"""
+
+import os
+
+from gtpo_jax.config import default_config
+
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def get_config(variant=""):
+  config = default_config()
+  config.steps = 14
+  config.model.path = os.environ.get("GTPO_SMOLLM2") or HUB_ID
+  config.data.train = "sentences"
+  config.data.max_prompt_tokens = 64
+  config.sampling.max_tokens = 32
+  config.batch.prompts = 8
+  config.batch.group = 8
+  config.algorithm.name = "gtpo"
+  config.optimizer.learning_rate = 2e-5
+  config.eval.every = 7
+  config.eval.problems = 64
+  config.eval.samples = 4
+  if variant == "lora":
+    config.model.lora_rank = 32
+    config.optimizer.learning_rate = 5e-4
+  elif variant:
+    raise ValueError(f"the variant of smollm2_sentences must be lora or empty, got {variant!r}")
+  return config

@@ -1,0 +1,44 @@
+"""Synthetic reasoning tasks with imperfect teachers that the base model learns to imitate.
+
+A task numbers its problems 0 .. size-1. A hash of the problem assigns about one in eight to the
+held-out part, so the problems of training and evaluation are disjoint for every seed.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from gtpo_jax.data.tasks.arithmetic import Countdown, RunningSums
+from gtpo_jax.data.tasks.forks import FILLER, ConfidentForks, Forks
+from gtpo_jax.data.tasks.sentences import Sentences
+from gtpo_jax.data.tasks.task import Task, TaskPart
+from gtpo_jax.runtime.errors import UserError, did_you_mean
+
+__all__ = ["FILLER", "TASKS", "Forks", "Task", "TaskPart", "make_task"]
+
+TASKS: dict[str, type] = {
+  task.name: task for task in (RunningSums, Countdown, Forks, ConfidentForks, Sentences)
+}
+
+
+@functools.lru_cache(maxsize=8)
+def make_task(name: str, terms: int = 0, largest: int = 0, filler: int = FILLER) -> Task:
+  """Returns a task by name. `terms` or `largest` of 0 selects the task's default.
+
+  Only forks reads `filler`, and sentences reads none of them.
+
+  Raises:
+    UserError: the name is unknown, or the task does not have this difficulty.
+  """
+  if name not in TASKS:
+    suggestion = did_you_mean(name, TASKS)
+    raise UserError(f"unknown task {name!r}{suggestion}; valid are {', '.join(TASKS)}")
+  difficulty = {"terms": terms, "largest": largest}
+  settings = {key: value for key, value in difficulty.items() if value}
+  if TASKS[name] is Sentences and settings:
+    raise UserError(
+      f"data.{next(iter(settings))} has no effect with the task 'sentences'; leave it at 0"
+    )
+  if issubclass(TASKS[name], Forks):
+    settings["filler"] = filler
+  return TASKS[name](**settings)
