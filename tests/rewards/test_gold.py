@@ -46,12 +46,12 @@ def test_accepted(kind, answer, extra):
 @pytest.mark.parametrize(
   ("kind", "answer", "extra", "message"),
   [
-    (
-      "poetry",
-      "1",
-      {},
-      "no verifier; valid are last_number, countdown, forks, sentence, exact, choice",
-    ),
+    ("poetry", "1", {}, "no verifier; valid are last_number, countdown, forks, sentence, exact, "),
+    ("sentence", "rope", {}, "no topic and word that are single words in lower case"),
+    ("sentence", "rope", {"topic": "whale", "word": 3}, "got 'whale' and '3'"),
+    ("sentence", "rope", {"topic": "Whale", "word": "rope"}, "got 'Whale' and 'rope'"),
+    ("sentence", "rope", {"topic": "whale", "word": "old rope"}, "got 'whale' and 'old rope'"),
+    ("sentence", "word", {"topic": "whale", "word": "word"}, "got 'whale' and 'word'"),
     ("forks", "8a", {}, "of kind 'forks', but its answer '8a' does not consist of digits"),
     ("math", "24", {"truth": "24"}, "truth that is not a list of pairs"),
     ("math", "24", {"truth": [["48/2=", 24]]}, "truth that is not a list of pairs"),
