@@ -36,6 +36,7 @@ ACCELERATORS = {  # name: (pattern of its device files, the extra of gtpo_jax, J
   "an NVIDIA GPU": (NVIDIA_DEVICE_FILES, "cuda", "cuda"),
   "a TPU": ("/dev/accel[0-9]*", "tpu", "tpu"),
 }
+CUDA_CHECKS_VARIABLE = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 NVIDIA_DRIVER_FILE = "/proc/driver/nvidia/version"
 CUDA_13_DRIVER = 580  # the oldest that runs it; older ones run CUDA 12
 CACHE_FOLDER = "compile_cache"  # in the workdir
@@ -65,6 +66,7 @@ def prepare_jax() -> None:
   choose_platform()
   reserve_cpu_threads()
   choose_gpu_memory()
+  skip_cuda_checks()
   import jax
 
   cache = jax.config.jax_compilation_cache_dir or _default_cache()
@@ -166,6 +168,16 @@ def choose_gpu_memory() -> None:
   """Sets the share of each GPU's memory that JAX takes, unless the user has."""
   if not any(os.environ.get(name) for name in GPU_MEMORY_VARIABLES):
     os.environ[GPU_MEMORY_VARIABLES[0]] = str(GPU_MEMORY_FRACTION)
+
+
+def skip_cuda_checks() -> None:
+  """Lets JAX's CUDA plugin start on a machine without a driver, where it only compiles plans.
+
+  It asks CUDA's libraries for their versions when it starts, and cuPTI 13.5 does not answer without
+  a driver. JAX then prints a traceback and has no GPU compiler.
+  """
+  if not os.path.exists(NVIDIA_DRIVER_FILE) and not glob.glob(NVIDIA_DEVICE_FILES):
+    os.environ.setdefault(CUDA_CHECKS_VARIABLE, "1")
 
 
 def _default_cache() -> str | None:

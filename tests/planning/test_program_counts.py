@@ -13,10 +13,12 @@ from gtpo_jax.rollout.experience import abstract_batches
 from gtpo_jax.sampling.inventory import count_kinds, reachable
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+# Those for a CPU; the architecture of smollm2_sentences is read from the model's folder.
+NOT_PLANNED = ("base", "tiny", "compare", "smollm2_sentences")
 TRAINED = sorted(
   path.stem
   for path in CONFIGS.glob("*.py")
-  if path.stem not in ("base", "tiny", "compare") and not path.stem.startswith("eval_")
+  if path.stem not in NOT_PLANNED and not path.stem.startswith("eval_")
 )
 MOST = 20
 

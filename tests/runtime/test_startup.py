@@ -103,6 +103,20 @@ def test_the_share_of_a_gpus_memory(mine, expected, monkeypatch):
   assert found == expected
 
 
+@pytest.mark.parametrize(("driver", "expected"), [("version", None), ("missing", "1")])
+def test_cuda_is_not_checked_without_a_driver(driver, expected, monkeypatch, tmp_path):
+  (tmp_path / "version").write_text("")
+  monkeypatch.setattr(startup, "NVIDIA_DRIVER_FILE", str(tmp_path / driver))
+  monkeypatch.setattr(startup, "NVIDIA_DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
+  monkeypatch.setenv(startup.CUDA_CHECKS_VARIABLE, "0")
+  monkeypatch.delenv(startup.CUDA_CHECKS_VARIABLE)
+  startup.skip_cuda_checks()
+  assert os.environ.get(startup.CUDA_CHECKS_VARIABLE) == expected
+  monkeypatch.setenv(startup.CUDA_CHECKS_VARIABLE, "0")
+  startup.skip_cuda_checks()
+  assert os.environ[startup.CUDA_CHECKS_VARIABLE] == "0"
+
+
 @pytest.fixture
 def default_cache(monkeypatch, tmp_path):
   """The compile cache is where `prepare_jax` puts it by default."""
