@@ -15,8 +15,8 @@ from gtpo_jax.rollout.worker import RolloutWorker
 Row = Mapping[str, Any]  # one object of metrics.jsonl
 FEW_MIXED = 0.1  # share of mixed groups below which a run is warned
 EASIER = (
-  "use easier problems, a larger batch.group, another data.template or data.system, or a warm "
-  "start from demonstrations (warm_start.steps)"
+  "use easier problems, a larger batch.group, another data.template or data.system, or a "
+  "longer warm start from demonstrations (warm_start.steps)"
 )
 HARDER = "use harder problems, or a larger batch.group"
 

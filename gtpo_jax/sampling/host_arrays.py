@@ -137,8 +137,7 @@ class CompletionBuffer:
     It must have tokens that were not searched yet.
     """
     length = int(self.present[i, j].sum())
-    searched = length - bool(self.finished[i, j])  # a stop token has no text
-    end = self.stop_search.end((i, j), self.tokens[i, j, :searched])
+    end = self.stop_search.end((i, j), self.tokens[i, j, :length])
     if end is None:
       return 0
     self.finished[i, j] = True

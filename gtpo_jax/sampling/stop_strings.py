@@ -107,12 +107,12 @@ class StopSearch:
     """Searches the tokens that a completion has got since the last call, or since it began.
 
     A match in the pieces of the tokens counts only if the text of all tokens, decoded at once,
-    contains a stop string too. The two differ after bytes that are no characters, for some
-    tokenizers.
+    contains a stop string too. The two differ at a stop token, which has a piece but no text, and
+    for some tokenizers after bytes that are no characters.
 
     Args:
       completion: (prompt, index in its group).
-      tokens: i32[length], all its tokens so far, without a stop token.
+      tokens: i32[length], all its tokens so far.
 
     Returns:
       The number of tokens up to and including the one that completed the first match; None if there

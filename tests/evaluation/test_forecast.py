@@ -72,7 +72,7 @@ def test_the_lines():
   assert low == (
     "warning: only about 3.1% of the groups of 8 will have both correct and wrong completions, and "
     "the others have nothing to compare: use easier problems, a larger batch.group, another "
-    "data.template or data.system, or a warm start from demonstrations (warm_start.steps)"
+    "data.template or data.system, or a longer warm start from demonstrations (warm_start.steps)"
   )
   assert say(0.0312, 0.9).endswith("use harder problems, or a larger batch.group")
   assert "about 0.0% of" in say(0.0)
