@@ -41,5 +41,4 @@ def get_config(model="chat"):
   config.eval.top_p = 0.7
   # For model folders and hub ids; a run is evaluated in the formats it was trained in.
   config.model.param_dtype = "bfloat16"
-  config.model.compute_dtype = "bfloat16"
   return config

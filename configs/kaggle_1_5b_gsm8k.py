@@ -15,7 +15,6 @@ def get_config():
   config = default_config()
   config.steps = 200
   config.model.preset = "qwen2.5-1.5b"
-  config.model.compute_dtype = "bfloat16"
   config.mesh.data = 1
   config.mesh.fsdp = -1
   config.data.train = "hf:openai/gsm8k:main:train"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gtpo_jax.config import Config, difference
 
@@ -29,6 +29,10 @@ MAY_CHANGE = (
   "sampling.cache_fraction",
   "sampling.warm_up",
 )
+
+
+# What to do about a change, for fields that a user may not have changed knowingly.
+ADVICE = {"model.compute_dtype": "set it to {old!r} to continue as before"}
 
 
 class Fixed(NamedTuple):
@@ -66,10 +70,16 @@ def forbidden_changes(saved: Config, now: Config) -> list[str]:
     A text for each field, such as "seed was 0, now 7".
   """
   return [
-    f"{key} was {old!r}, now {new!r}" + (f", but {reason}" if reason else "")
+    f"{key} was {old!r}, now {new!r}{_explain(key, old, reason)}"
     for key, (old, new) in difference(saved, now).items()
     if (reason := _reason(key, saved)) is not None
   ]
+
+
+def _explain(key: str, old: Any, reason: str) -> str:
+  if advice := ADVICE.get(key):
+    return f", {advice.format(old=old)}"
+  return f", but {reason}" if reason else ""
 
 
 def _reason(key: str, config: Config) -> str | None:

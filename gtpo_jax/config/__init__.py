@@ -2,7 +2,7 @@
 
 from gtpo_jax.config.config import Config, flatten, resolved_dict, to_dict
 from gtpo_jax.config.files import default_config, difference, freeze, load
-from gtpo_jax.config.resolve import ResolvedModel, resolve_model
+from gtpo_jax.config.resolve import ResolvedModel, resolve_model, with_compute_dtype
 from gtpo_jax.config.sections import (
   DataSection,
   MeshSection,
@@ -27,4 +27,5 @@ __all__ = [
   "resolve_model",
   "resolved_dict",
   "to_dict",
+  "with_compute_dtype",
 ]

@@ -108,7 +108,7 @@ class Config:
         f"sampling.weights_dtype = {self.sampling.weights_dtype!r} has no effect on the base, "
         f"which is {m.quantize} already (model.quantize); leave it empty"
       )
-    architecture = self.with_formats(PRESETS[preset])  # checks the number formats in any case
+    architecture = self.with_formats(PRESETS[preset], "float32")  # checks formats in any case
     if not self.model.path:
       self.check_context(architecture)
 
@@ -228,14 +228,14 @@ class Config:
         f"of {architecture.max_length}"
       )
 
-  def with_formats(self, architecture: ModelConfig) -> ModelConfig:
-    """Returns `architecture` with this run's number formats, attention and adapters."""
+  def with_formats(self, architecture: ModelConfig, compute_dtype: str) -> ModelConfig:
+    """Returns `architecture` with this run's formats, attention, adapters, and `compute_dtype`."""
     m = self.model
     targets = tuple(filter(None, m.lora_targets.replace(" ", "").split(",")))
     return dataclasses.replace(
       architecture,
       param_dtype=m.param_dtype,
-      compute_dtype=m.compute_dtype,
+      compute_dtype=compute_dtype,
       matmul_precision=m.matmul_precision,
       remat=m.remat,
       attention=m.attention,

@@ -48,7 +48,7 @@ def working_mesh(config: Config, devices: Sequence[Any]) -> Sizes | None:
   """
   try:
     mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
-    model = resolve_model(config).config
+    model = resolve_model(config, devices[0]).config
   except UserError:  # whose message says what to do
     return None
   wanted = mesh.devices.shape

@@ -36,7 +36,6 @@ def paper(size: str, algorithm: str, dynamic_sampling: bool | None = None) -> Co
   config = default_config()
   config.steps = 210
   config.model.preset = preset
-  config.model.compute_dtype = "bfloat16"
   config.mesh.data = 1
   config.mesh.fsdp = -1
   config.mesh.tensor = tensor

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from gtpo_jax.config.config import Config
 from gtpo_jax.models.config import ModelConfig
+from gtpo_jax.models.formats.compute_dtype import compute_dtype_for
 from gtpo_jax.models.hf.config_json import read_config
 from gtpo_jax.models.hf.folder import find
 from gtpo_jax.models.presets import PRESETS
@@ -21,27 +25,48 @@ class ResolvedModel:
   Attributes:
     folder: the local Hugging Face folder with weights and tokenizer; None for a preset.
     config: its architecture, in the run's number formats.
+    compute_dtype_reason: completes "computing in FORMAT, because ...".
   """
 
   folder: Path | None
   config: ModelConfig
+  compute_dtype_reason: str
 
 
-def resolve_model(config: Config) -> ResolvedModel:
+def resolve_model(config: Config, device: Any = None) -> ResolvedModel:
   """Looks up a config's model, and downloads it if `model.path` is a hub id that is not cached.
+
+  Args:
+    config: the run's config.
+    device: one of the run's devices, which need not be attached; None for the first attached one.
 
   Raises:
     UserError: there is no such model, its architecture is not supported, or its context is too
       short for the config's prompts and completions.
   """
-  if not config.model.path:
-    return ResolvedModel(None, config.with_formats(PRESETS[config.model.preset]))
-  folder = find(config.model.path)
+  folder = _find_folder(config.model.path) if config.model.path else None
+  if folder:
+    architecture = read_config(folder, config.model.param_dtype)
+  else:
+    architecture = PRESETS[config.model.preset]
+  device = jax.devices()[0] if device is None else device
+  dtype, reason = compute_dtype_for(config.model.compute_dtype, device, architecture.width)
+  architecture = config.with_formats(architecture, dtype)
+  if folder:
+    config.check_context(architecture)
+  return ResolvedModel(folder, architecture, reason)
+
+
+def with_compute_dtype(config: Config, dtype: str) -> Config:
+  """Returns the config with the format that its `model.compute_dtype` stands for."""
+  return dataclasses.replace(config, model=dataclasses.replace(config.model, compute_dtype=dtype))
+
+
+def _find_folder(path: str) -> Path:
+  folder = find(path)
   if (folder / "base").is_dir() or (folder / "checkpoints").is_dir():
     raise UserError(
-      f"model.path = {config.model.path!r} is the workdir of a run; export its model first: "
-      f"gtpo export --workdir={shlex.quote(config.model.path)} --out=FOLDER"
+      f"model.path = {path!r} is the workdir of a run; export its model first: "
+      f"gtpo export --workdir={shlex.quote(path)} --out=FOLDER"
     )
-  architecture = config.with_formats(read_config(folder, config.model.param_dtype))
-  config.check_context(architecture)
-  return ResolvedModel(folder, architecture)
+  return folder

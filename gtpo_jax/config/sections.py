@@ -10,6 +10,8 @@ from typing import ClassVar
 
 from gtpo_jax.algorithms import Settings
 from gtpo_jax.data.tasks import FILLER
+from gtpo_jax.models.config import DTYPES
+from gtpo_jax.models.formats.compute_dtype import AUTO
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import (
   ABOVE_0,
@@ -57,7 +59,8 @@ class ModelSection:
     random_weights: train a large preset from random weights, to measure speed and memory. Without
       it or a warm start, only the tiny presets may start from random weights.
     param_dtype: format of the master weights.
-    compute_dtype: format of activations and matrix products.
+    compute_dtype: format of activations and matrix products: "float32", "bfloat16", "float16", or
+      "auto" for the fastest one that the devices have units for.
     matmul_precision: "default", "high" or "highest".
     remat: "full" recomputes each layer in the backward pass, "attention" recomputes everything
       except the attention output, "none" keeps all residuals.
@@ -74,7 +77,7 @@ class ModelSection:
   path: str = ""
   random_weights: bool = False
   param_dtype: str = "float32"
-  compute_dtype: str = "float32"
+  compute_dtype: str = setting(AUTO, bound=one_of((AUTO, *DTYPES)))
   matmul_precision: str = "default"
   remat: str = "full"
   attention: str = ""

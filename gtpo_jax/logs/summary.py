@@ -31,6 +31,8 @@ def describe_run(config: Config, worker: RolloutWorker) -> list[str]:
     f"{config.batch.prompts} prompts x {config.batch.group} completions, "
     f"model {config.model.path or config.model.preset}, mesh {dict(model.mesh.shape)}, "
     f"attention by {attention_kind(model.config, model.mesh)}",
+    f"computing in {model.config.compute_dtype}, because {worker.compute_dtype_reason}; "
+    f"weights in {model.config.param_dtype}",
     f"sampling {worker.engine.describe()}",
     "each program is compiled when it is first needed: "
     "the first evaluation and the first steps take longest",

@@ -16,7 +16,7 @@ from gtpo_jax.api.inputs import Records, resolve_inputs
 from gtpo_jax.api.policy import TrainedPolicy
 from gtpo_jax.api.results import Result, Step
 from gtpo_jax.checkpoint.workdir import claim, open_workdir
-from gtpo_jax.config import Config
+from gtpo_jax.config import Config, with_compute_dtype
 from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.panel import one_line
@@ -111,7 +111,7 @@ def steps(
   stopping = stopping or interrupts.requested
   with display.waiting("reading the model and the data", line=False):
     parts = prepare(inputs, display)
-  config = inputs.config
+  config = with_compute_dtype(inputs.config, parts.worker.model.config.compute_dtype)
   with (
     open_workdir(workdir) as folder,
     claim(folder, config, display.say) as claimed,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from gtpo_jax.config import Config
+from gtpo_jax.config import Config, resolve_model, with_compute_dtype
 from gtpo_jax.config.mesh_choice import proposing_mesh
 from gtpo_jax.config.trainer import RESERVE
 from gtpo_jax.config.workloads import SAMPLING
@@ -48,17 +48,21 @@ def plan(config: Config, topology: str, waiting: Waiting = silent) -> dict[str, 
     waiting: shows which program is being compiled, such as `Display.waiting`.
 
   Returns:
-    The result of `measure`, and: `topology`; `refused`, why the config's own mesh cannot be used,
-    or ""; `override`, flags with which the run fits, checked by compiling: "" if it fits without
-    flags, None if no candidate fits; and `tried`, the changes that were compiled, each with its
-    flags, its largest program or the first that does not fit, and the peak of that. If the mesh is
-    refused, the numbers are those with the flags.
+    The result of `measure`, and: `topology`; `compute_dtype.reason`, why the run computes in this
+    format; `refused`, why the config's own mesh cannot be used, or ""; `override`, flags with which
+    the run fits, checked by compiling: "" if it fits without flags, None if no candidate fits; and
+    `tried`, the changes that were compiled, each with its flags, its largest program or the first
+    that does not fit, and the peak of that. If the mesh is refused, the numbers are those with the
+    flags.
 
   Raises:
     UserError: the topology does not exist, or neither the config's mesh nor any other one works.
   """
   devices, chip = topology_devices(topology)
+  resolved = resolve_model(config, devices[0])
+  config = with_compute_dtype(config, resolved.config.compute_dtype)
   result: dict[str, Any] = {"topology": topology, "refused": "", "override": "", "tried": []}
+  result["compute_dtype.reason"] = resolved.compute_dtype_reason
   try:
     with proposing_mesh(config, devices):
       model = build_model(config, devices)
@@ -180,10 +184,10 @@ def measure(
 
   Returns:
     For the run: `fits`, `devices`, `mesh`, `hbm_bytes` (memory of one device), `usable_bytes` (the
-    part of it that programs can use), `attention` (the kernel used for full sequences),
-    `sample.attention` (the kernel of decoding), `head_chunk`, `params` (number of parameters),
-    `programs` (of each kind of program the name, `peak_bytes` of the largest, how many a run may
-    compile, and `seconds_compile` of the largest), `seconds_compile` (of all of these),
+    part of it that programs can use), `compute_dtype`, `attention` (the kernel used for full
+    sequences), `sample.attention` (the kernel of decoding), `head_chunk`, `params` (number of
+    parameters), `programs` (of each kind of program the name, `peak_bytes` of the largest, how many
+    a run may compile, and `seconds_compile` of the largest), `seconds_compile` (of all of these),
     `compile_minutes` (an estimate for everything that a run may compile, at this machine's speed).
     Per device: `params.bytes`, `optimizer.bytes` (in device memory), `cache.bytes` (the KV cache of
     the completions that are sampled concurrently), `update.peak_bytes`, `update.activation_bytes`
@@ -219,6 +223,7 @@ def measure(
     "mesh": dict(model.mesh.shape),
     "hbm_bytes": chip.memory,
     "usable_bytes": usable,
+    "compute_dtype": model.config.compute_dtype,
     "attention": attention_kind(model.config, model.mesh),
     "sample.attention": engine.programs.config.attention,
     "head_chunk": config.batch.head_chunk or default_chunk(model.mesh, model.config.vocab_size),

@@ -71,7 +71,7 @@ def build_model(config: Config, devices: list[Any]) -> Transformer:
       "them without host memory; plan with --config.optimizer.offload=False, which needs more"
     )
   mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
-  model = Transformer(resolve_model(config).config, mesh)
+  model = Transformer(resolve_model(config, devices[0]).config, mesh)
   check_divisible(config, model)
   abstract_params(model)  # raises an error if the mesh does not fit the model
   attention_kind(model.config, mesh)  # or if the device does not support the model

@@ -22,6 +22,7 @@ def format_table(result: dict[str, Any]) -> str:
   topology = f"{result['topology']}: {result['devices']} device(s) of {memory}, mesh {mesh}"
   rows = [
     ("topology", topology),
+    ("computing in", f"{result['compute_dtype']}, because {result['compute_dtype.reason']}"),
     ("attention", f"{result['attention']}; when sampling: {result['sample.attention']}"),
     ("parameters", f"{result['params'] / 1e9:9.3f} billion"),
     ("logits in memory", f"{result['head_chunk']:9d} tokens per device (batch.head_chunk)"),

@@ -17,7 +17,7 @@ from gtpo_jax.models.hf.folder import find, is_hf_folder
 from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.rollout.policies import base_params
+from gtpo_jax.rollout.policies import base_params, usable_here
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 
@@ -141,4 +141,4 @@ def _architecture(folder: Path, worker: RolloutWorker) -> Transformer:
     )
     return Transformer(architecture, worker.model.mesh)
   open_run(folder).close()
-  return Transformer(resolve_model(load_config(folder)).config, worker.model.mesh)
+  return Transformer(resolve_model(usable_here(load_config(folder))).config, worker.model.mesh)

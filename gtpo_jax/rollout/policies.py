@@ -11,8 +11,16 @@ import jax
 
 from gtpo_jax.checkpoint.runs import open_run, run_params
 from gtpo_jax.checkpoint.workdir import has_base, load_config
-from gtpo_jax.config import Config, DataSection, MeshSection, ModelSection, SamplingSection
+from gtpo_jax.config import (
+  Config,
+  DataSection,
+  MeshSection,
+  ModelSection,
+  SamplingSection,
+  with_compute_dtype,
+)
 from gtpo_jax.config.keys import KeyStream, key_for
+from gtpo_jax.models.formats.compute_dtype import usable_compute_dtype
 from gtpo_jax.models.hf.config_json import read_config
 from gtpo_jax.models.hf.folder import find, is_hf_folder
 from gtpo_jax.models.hf.load import read_params, stored_tensors
@@ -129,9 +137,10 @@ def _policy_of_run(
 ) -> PolicySource:
   own = load_config(workdir)
   if config is None:
-    config = dataclasses.replace(own, mesh=MeshSection())  # the run may have used more devices
+    # The run may have used more devices, or others.
+    config = usable_here(dataclasses.replace(own, mesh=MeshSection()))
   elif _names_no_model(config):
-    config = dataclasses.replace(config, model=own.model)
+    config = usable_here(dataclasses.replace(config, model=own.model))
   elif (config.model.preset, config.model.path) != (own.model.preset, own.model.path):
     raise UserError(
       f"the run in {str(workdir)!r} trains model {_model_name(own)!r}, but the config names "
@@ -145,6 +154,15 @@ def _policy_of_run(
   return PolicySource(worker, config, lambda: run_params(workdir, worker.model, step))
 
 
+def usable_here(config: Config) -> Config:
+  """Returns a run's config, computing in another format if this machine has no units for its own.
+
+  A run that learned on other devices has recorded what "auto" stood for there.
+  """
+  dtype = usable_compute_dtype(config.model.compute_dtype, jax.devices()[0])
+  return with_compute_dtype(config, dtype)
+
+
 def _names_no_model(config: Config) -> bool:
   """Whether a config leaves the model at its default, as configs/eval_*.py do."""
   return (config.model.path, config.model.preset) == ("", ModelSection().preset)
@@ -155,12 +173,12 @@ def _model_name(config: Config) -> str:
 
 
 def _config_of_folder(folder: Path, max_tokens: int | None) -> Config:
-  """Returns a config for sampling from a folder, in bfloat16 unless this machine has only a CPU."""
+  """Returns a config for sampling from a folder, with bfloat16 weights unless on a CPU."""
   dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
   tokens = HF_MAX_TOKENS if max_tokens is None else max_tokens
   longest = read_config(folder, dtype).max_length
   return Config(
-    model=ModelSection(path=str(folder), param_dtype=dtype, compute_dtype=dtype),
+    model=ModelSection(path=str(folder), param_dtype=dtype),
     data=DataSection(max_prompt_tokens=min(HF_PROMPT_TOKENS, max(longest - tokens, 1))),
     sampling=SamplingSection(max_tokens=max(tokens, 2)),
   )

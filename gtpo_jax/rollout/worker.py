@@ -42,6 +42,7 @@ class RolloutWorker:
 
   Attributes:
     model: the architecture on the training mesh.
+    compute_dtype_reason: completes "computing in FORMAT, because ...".
     model_folder: the Hugging Face folder that `model.path` names; None for a preset.
     chat: the tokenizer with its chat template and stop tokens.
     stop_strings: strings that end a completion; None for none.
@@ -67,6 +68,7 @@ class RolloutWorker:
     """
     resolved = resolve_model(config)
     self.model_folder = resolved.folder
+    self.compute_dtype_reason = resolved.compute_dtype_reason
     self.chat: Chat = load_chat(resolved.folder) if resolved.folder else load_chat()
     self.model = Transformer(resolved.config, make_mesh(**dataclasses.asdict(config.mesh)))
     param_shardings(self.model)  # raises an error if the mesh does not fit the model

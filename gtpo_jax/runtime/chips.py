@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from pathlib import Path
 from typing import Any
 
+VOLTA = (7, 0)  # the first compute capability with units for float16 matrices
+AMPERE = (8, 0)  # the first one with units for bfloat16 matrices, and with cuDNN's flash attention
+# Names of units for bfloat16 matrices in /proc/cpuinfo, the faster one first.
+CPU_BFLOAT16_UNITS = ("amx_bf16", "avx512_bf16")
 GB = 10**9
 TB = 10**12
 TFLOPS = 10**12
@@ -155,6 +160,21 @@ def compute_capability(device: Any) -> tuple[int, int] | None:
     return None
   major, minor = text.split(".")
   return int(major), int(minor)
+
+
+@functools.cache
+def cpu_bfloat16_units(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+  """Returns the name of this machine's units for bfloat16 matrices; "" if no known ones are there.
+
+  Args:
+    cpuinfo: Linux's description of the processors. Other systems have none.
+  """
+  try:
+    lines = cpuinfo.read_text().splitlines()
+  except OSError:
+    return ""
+  flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+  return next((unit for unit in CPU_BFLOAT16_UNITS if unit in flags), "")
 
 
 def cores_of(device: Any) -> int:

@@ -40,6 +40,7 @@ CHANGES = (
   {"model": {"lora_rank": 4}},
   {"model": {"lora_rank": 0}},
   {"model": {"param_dtype": "bfloat16"}},
+  {"model": {"compute_dtype": "bfloat16"}},
   {"optimizer": {"schedule": "linear"}},
   {"optimizer": {"momentum_dtype": "bfloat16"}},
   {"sampling": {"staleness": 0}},

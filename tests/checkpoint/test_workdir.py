@@ -131,6 +131,11 @@ def test_what_may_change_depends_on_the_whole_config(tmp_path):
     (base, {"steps": 7}, "steps was 3, now 7, but the schedule of the learning rate depends on it"),
     (base, {"sampling": {"chunk": 8}}, "sampling.chunk was 0, now 8, but with sampling.staleness"),
     (base, {"eval": {"samples": 3}, "mesh": {"fsdp": 1}}, ""),
+    (
+      {"model": {"compute_dtype": "bfloat16"}},
+      {"model": {"compute_dtype": "float16"}},
+      "compute_dtype was 'bfloat16', now 'float16', set it to 'bfloat16' to continue as before",
+    ),
   )
   for i, (settings, change, message) in enumerate(cases):
     before = {"steps": 3, **settings}

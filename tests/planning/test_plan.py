@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from plan_cases import needs_libtpu, small_config
+from plan_cases import HAS_CUDA_PLUGIN, needs_libtpu, small_config
 
 from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.planning.plan import plan
@@ -101,6 +101,27 @@ def test_an_override_is_found_for_a_run_that_does_not_fit():
   assert values.get("batch.micro_batches", 1) > 1
   assert f"it fits with {result['override']} (checked by compiling)" in format_table(result)
   assert plan(with_overrides(config, values), "v5e:2x2")["fits"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("topology", "expected"),
+  [
+    ("t4:1", "float16, because Tesla T4 has no bfloat16 units"),
+    ("l4:1", "bfloat16, because NVIDIA L4 has units for it"),
+    ("h100:1", "bfloat16, because NVIDIA H100 80GB HBM3 has units for it"),
+    pytest.param("v5e:1x1", "bfloat16, because TPU v5 lite has units for it", marks=needs_libtpu),
+    ("cpu:8", "float32, because "),
+  ],
+)
+def test_one_config_is_accepted_by_every_device(topology, expected):
+  if topology.endswith(":1") and not HAS_CUDA_PLUGIN:
+    pytest.skip("JAX's CUDA plugin is not installed")
+  config = small_config(**{"mesh.fsdp": 1, "mesh.tensor": 1, "mesh.data": -1})
+  result = plan(config, topology)
+  assert result["fits"] and not result["refused"] and result["override"] == ""
+  assert result["compute_dtype"] == expected.partition(",")[0]
+  assert f"computing in                 {expected}" in format_table(result)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from gtpo_jax.models.attention.flash import attend_in_blocks
 from gtpo_jax.models.attention.sources import KV, AttentionContext
 from gtpo_jax.models.attention.splash import attend_with_splash
 from gtpo_jax.models.config import ModelConfig
-from gtpo_jax.runtime.chips import compute_capability
+from gtpo_jax.runtime.chips import AMPERE, compute_capability
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import (
   all_gather_axis,
@@ -31,7 +31,6 @@ from gtpo_jax.runtime.mesh import (
 )
 
 # Limits of cuDNN's flash attention in JAX, forward and backward.
-AMPERE = (8, 0)  # the first compute capability with cuDNN's flash attention and bfloat16
 CUDNN_MAX_HEAD_DIM = 128  # 256 from Hopper on
 CUDNN_HEAD_DIM_MULTIPLE = 8
 
@@ -50,8 +49,8 @@ def attention_kind(config: ModelConfig, mesh: Mesh) -> str:
   is_old_gpu = (compute_capability(device) or AMPERE) < AMPERE
   if is_old_gpu and config.compute_dtype == "bfloat16":
     raise UserError(
-      f"{device.device_kind} has no bfloat16 units; set model.compute_dtype=float16, or float32, "
-      "which is slower"
+      f"{device.device_kind} has no bfloat16 units; set model.compute_dtype=float16, which auto "
+      "chooses here, or float32, which is slower"
     )
   context_shards = axis_size(mesh, "position")  # positions within a layer: the context axis
   cudnn_format = (

@@ -326,5 +326,5 @@ def test_the_kernel_follows_the_compute_capability(kind, capability, changes, ex
 
 def test_a_gpu_without_bfloat16_units_is_refused():
   config = dataclasses.replace(PRESETS["tiny"], compute_dtype="bfloat16")
-  with pytest.raises(UserError, match=r"T4 has no bfloat16 .*compute_dtype=float16, or"):
+  with pytest.raises(UserError, match=r"T4 has no bfloat16 .*dtype=float16, which auto chooses"):
     attention_kind(config, mesh_of("gpu", "Tesla T4", "7.5"))
