@@ -85,6 +85,8 @@ setup(
       "playwright>=1.49",  # uses the installed Chromium; downloads none
       'torch==2.13.0; python_version < "3.12"',
       'peft>=0.17; python_version < "3.12"',
+      'gguf>=0.17; python_version < "3.12"',  # with sentencepiece, builds a model for tests
+      'sentencepiece>=0.2; python_version < "3.12"',
     ],
   },
   classifiers=[

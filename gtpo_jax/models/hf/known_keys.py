@@ -35,14 +35,15 @@ READ = {
 # training from random weights, of other heads, and of generation.
 _WITHOUT_EFFECT = """
   architectures transformers_version transformers.js_config unsloth_version unsloth_fixed
-  name_or_path _name_or_path tokenizer_class dtype torch_dtype use_cache attn_implementation
-  _attn_implementation _attn_implementation_autoset _attn_implementation_internal
+  name_or_path _name_or_path _model_name_or_path tokenizer_class dtype torch_dtype use_cache
+  attn_implementation _attn_implementation _attn_implementation_autoset
+  _attn_implementation_internal
   _experts_implementation experts_implementation torchscript use_bfloat16 is_llama_config
   initializer_range pretraining_tp max_window_layers chunk_size_feed_forward gradient_checkpointing
   is_decoder cross_attention_hidden_size tie_encoder_decoder tie_last_hidden_states pruned_heads
   output_attentions output_hidden_states output_scores return_dict return_dict_in_generate
   id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout
-  bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id prefix
+  bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id prefix
   max_length min_length do_sample early_stopping num_beams num_beam_groups num_return_sequences
   temperature top_k top_p typical_p diversity_penalty repetition_penalty length_penalty
   no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids forced_bos_token_id
