@@ -19,6 +19,7 @@ def test_all_notebooks_are_covered():
     "bring_your_own_task",
     "credit_assignment",
     "quickstart",
+    "real_model",
   ]
 
 
