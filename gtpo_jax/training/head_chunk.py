@@ -11,6 +11,7 @@ from gtpo_jax.runtime.mesh import axis_size
 
 LOGIT_BYTES = 6  # a logit in float32, and its gradient in 16 bits
 CPU_CHUNK = 4096  # tokens
+CPU_LOGITS = 2**28  # bytes; larger chunks are no faster
 SHORTEST_CHUNK = 256
 # A chunk reads a device's part of the table in 16 bits, and reads and writes its gradient in
 # float32: 10 bytes for 6 FLOP a token. With 10 / 6 * FLOP/s / bandwidth tokens, the two take equal
@@ -24,16 +25,16 @@ def default_chunk(mesh: Mesh, vocab_size: int) -> int:
   """Returns the tokens of a chunk on one device, enough for compute-bound matrix products.
 
   It is a power of two. There are fewer if their logits would take more than a sixteenth of the
-  device's memory.
+  device's memory, or on a CPU more than `CPU_LOGITS`.
   """
   device = mesh.devices.flat[0]
+  logits = LOGIT_BYTES * vocab_size // axis_size(mesh, "vocab")  # bytes of a token
   if device.platform == "cpu":
-    return CPU_CHUNK
+    return max(min(CPU_CHUNK, _power_of_two_to(CPU_LOGITS / logits)), SHORTEST_CHUNK)
   chip = chip_of(device)
   enough = CPU_CHUNK
   if chip and chip.flops and chip.memory_bandwidth:
     enough = COMPUTE_BOUND * chip.flops / chip.memory_bandwidth
-  logits = LOGIT_BYTES * vocab_size // axis_size(mesh, "vocab")  # bytes of a token
   memory = chip.memory if chip else memory_of(device) or UNKNOWN_MEMORY
   fitting = memory / MEMORY_FRACTION / logits
   return max(min(_power_of_two_from(enough), _power_of_two_to(fitting)), SHORTEST_CHUNK)

@@ -94,6 +94,19 @@ class Optimizer:
     move = lambda x: jax.device_put(x, space)
     return optax.tree_utils.tree_map_params(self, move, opt_state)
 
+  def moments_after(self, opt_state: Any, params: Params) -> Any:
+    """Returns the same moments, as values that are computed after the new parameters.
+
+    Both the new parameters and the new moments read the old moments. XLA for CPUs copies these,
+    because it does not order the two; if the new moments come last, it writes all in place.
+    """
+
+    def after(moment: jax.Array, param: jax.Array) -> jax.Array:
+      zero = 0 * param.reshape(-1)[0]  # the compiler keeps it, because it might be NaN
+      return moment + zero.astype(moment.dtype)
+
+    return optax.tree_utils.tree_map_params(self, after, opt_state, params)
+
 
 @flax.struct.dataclass
 class TrainState:

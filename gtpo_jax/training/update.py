@@ -117,7 +117,9 @@ def make_update(
     head_chunk: as `chunk` of `head.log_probs_and_entropy`.
   """
   gradient = _make_gradient(model, algorithm, temperature, micro_batches, head_chunk)
-  gradient_update = _make_gradient_update(algorithm, optimizer, gradient)
+  # With several devices, an element of a parameter would have to be sent to all of them.
+  orders_moments = model.mesh.size == 1 and model.mesh.devices.flat[0].platform == "cpu"
+  gradient_update = _make_gradient_update(algorithm, optimizer, gradient, orders_moments)
 
   def update(state: TrainState, rollouts: Rollouts, rewards: Rewards) -> tuple[TrainState, Metrics]:
     valid = rollouts.mask if rewards.valid is None else rollouts.mask & rewards.valid[..., None]
@@ -214,12 +216,13 @@ def _scan_minibatches(
 
 
 def _make_gradient_update(
-  algorithm: Algorithm, optimizer: Optimizer, gradient: GradientFn
+  algorithm: Algorithm, optimizer: Optimizer, gradient: GradientFn, orders_moments: bool
 ) -> GradientUpdateFn:
   """Returns a function that makes one gradient update.
 
   The function returns the state unchanged if the loss or the gradient norm is not finite, or if no
-  token contributes to the loss.
+  token contributes to the loss. With `orders_moments`, the moments are updated after the parameters
+  (`Optimizer.moments_after`).
   """
 
   def gradient_update(
@@ -246,10 +249,16 @@ def _make_gradient_update(
     before = TrainableState(
       trainable.params, optimizer.load_moments(trainable.opt_state), trainable.entropy_coef
     )
-    updates, opt_state = optimizer.update(grads, before.opt_state, before.params)
-    after = TrainableState(optax.apply_updates(before.params, updates), opt_state, entropy_coef)
     keep = finite & ~empty
-    trainable = jax.tree.map(lambda new, old: jnp.where(keep, new, old), after, before)
+    kept = lambda new, old: jax.tree.map(lambda x, y: jnp.where(keep, x, y), new, old)
+    updates, opt_state = optimizer.update(grads, before.opt_state, before.params)
+    params = kept(optax.apply_updates(before.params, updates), before.params)
+    moments = before.opt_state
+    if orders_moments:
+      moments = optimizer.moments_after(moments, params)
+      _, opt_state = optimizer.update(grads, moments, params)
+    entropy_coef = kept(entropy_coef, before.entropy_coef)
+    trainable = TrainableState(params, kept(opt_state, moments), entropy_coef)
     opt_state = optimizer.offload_moments(trainable.opt_state)
     trainable = trainable._replace(opt_state=opt_state)
 

@@ -2,11 +2,10 @@
 
 import types
 
-import jax
 import numpy as np
 import pytest
 
-from gtpo_jax.runtime.mesh import MESH_AXES
+from gtpo_jax.runtime.mesh import MESH_AXES, single_device_mesh
 from gtpo_jax.training.head_chunk import default_chunk
 
 VOCAB = 151_936
@@ -44,6 +43,9 @@ def test_a_device_that_is_not_in_the_table_says_how_much_memory_it_has():
   assert default_chunk(mesh_of("NVIDIA GeForce"), VOCAB) == 1024
 
 
-def test_the_cpu():
-  mesh = types.SimpleNamespace(devices=np.asarray(jax.devices()[:1], object))
-  assert default_chunk(mesh, VOCAB) == 4096
+@pytest.mark.parametrize(
+  ("vocab", "chunk"), [(384, 4096), (10_000, 4096), (49_152, 512), (VOCAB, 256)]
+)
+def test_the_cpu(vocab, chunk):
+  """At most 256 MiB of logits."""
+  assert default_chunk(single_device_mesh(), vocab) == chunk
