@@ -29,6 +29,7 @@ from gtpo_jax.training.head_chunk import default_chunk
 # (text) -> a context within which the text is shown as what is under way.
 Waiting = Callable[[str], AbstractContextManager[None]]
 
+TOLERANCE = 1.25  # of estimates, if nothing is estimated to fit
 MAX_TRIES = 4  # candidates that are compiled before the one that needs least memory
 
 
@@ -108,8 +109,9 @@ def _search(
 ) -> list[Trial]:
   """Compiles changes until one fits, and returns those that were compiled.
 
-  The fastest ones that are estimated to fit come first. The last one is the combination of all
-  levers that needs least memory, so that a run is said not to fit only if that does not.
+  The fastest ones that are estimated to fit come first. If none of them does, the combination of
+  all levers that needs least memory is compiled too, so that a run is said not to fit only if that
+  does not.
   """
   if chip.flops is None:  # nothing is known of a CPU but its memory
     return []
@@ -124,13 +126,17 @@ def _search(
       update_memory=limit / update_correction,
       sampling_memory=limit * (1 - RESERVE) / sampling_correction,
     )
-    if not found or len(trials) == MAX_TRIES:
-      smallest = search.smallest()
-      found = [smallest] if smallest else []
+    if not found and not trials:  # the estimates may be too high
+      least = search.by_memory()[:1]
+      found = search.candidates(
+        update_memory=max([limit, *(TOLERANCE * x.update for x in least)]),
+        sampling_memory=max([limit, *(TOLERANCE * x.sampling for x in least)]),
+      )
     compiled = [trial.override for trial in trials]
     found = [x for x in found if changed(config, x.override) not in compiled]
-    chosen = _first_valid(config, devices, found)
-    if chosen is None:
+    chosen = _first_valid(config, devices, found) if len(trials) < MAX_TRIES else None
+    chosen = chosen or _first_valid(config, devices, search.by_memory())
+    if chosen is None or chosen[1] in compiled:
       return trials
     candidate, override, changed_config, model = chosen
     number = f"change {len(trials) + 1} of at most {MAX_TRIES + 1}"

@@ -106,13 +106,13 @@ class Search:
 
     return sorted(found, key=rank)
 
-  def smallest(self) -> Candidate | None:
-    """Returns the combination of all levers that needs least memory; None if no mesh divides."""
+  def by_memory(self) -> list[Candidate]:
+    """Returns the combination that needs least memory of every mesh and format, the least first."""
     found = (
       self.candidate(base, self.micro_batches(base)[-1], self.slots(base)[-1], 0)
       for base in self.bases()
     )
-    return min(found, key=lambda x: max(x.update, x.sampling), default=None)
+    return sorted(found, key=lambda x: max(x.update, x.sampling))
 
   def candidate(
     self, base: Base, micro_batches: int, slots: int, sampling_memory: float

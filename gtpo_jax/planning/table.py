@@ -74,7 +74,7 @@ def _advice(result: dict[str, Any]) -> str:
   if not result["tried"]:
     return "no; use more devices, a smaller sampling.max_tokens or a smaller batch"
   return (
-    "no; of all meshes, micro-batches, numbers of slots, places of the optimizer's moments and, "
-    "under adapters, formats of the base, the last line above needs least memory, and does not "
-    "fit; use more devices, a smaller sampling.max_tokens or model.lora_rank"
+    "no; nor does any other combination of meshes, micro-batches, numbers of slots, places of the "
+    "optimizer's moments and, under adapters, formats of the base: the one that needs least memory "
+    "is among those tried; use more devices, a smaller sampling.max_tokens or model.lora_rank"
   )

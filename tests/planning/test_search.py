@@ -156,7 +156,7 @@ def test_the_search_agrees_with_brute_force(point):
     parts, slots = fitting[*key, values["model.quantize"]]
     assert values["batch.micro_batches"] == parts
     assert values.get("sampling.slots", slots) == slots
-  smallest = search.smallest()
+  smallest = search.by_memory()[0]
   assert max(smallest.update, smallest.sampling) == most_frugal
   assert (most_frugal <= memory) == bool(found)
 
