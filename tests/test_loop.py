@@ -66,6 +66,7 @@ EIGHT = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}  # devices
 def small_config(**changes):
   config = default_config()
   config.steps = 4
+  config.model.compute_dtype = "float32"  # as a run records it
   config.data.terms = 2
   config.data.max_prompt_tokens = 20
   config.sampling.max_tokens = 18
