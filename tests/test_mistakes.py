@@ -100,7 +100,10 @@ MISTAKES = {
     own("data.fields=prompt=instruction", file="questions.jsonl"),
     "prompt=question,answer=answer",
   ),
-  "an unknown kind": (own(file="poems.jsonl"), "valid are last_number, countdown, forks, sentence, exact"),
+  "an unknown kind": (
+    own(file="poems.jsonl"),
+    "valid are last_number, countdown, forks, sentence, exact",
+  ),
   "prompts that are too long": (own(file="long.jsonl"), "data.max_prompt_tokens = 24"),
   "a template without a prompt": (own("data.template=Think."), "must contain {prompt}"),
   "own data without demonstrations": (own("warm_start.steps=5"), "set warm_start.data to a file"),
