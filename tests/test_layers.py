@@ -16,6 +16,7 @@ LAYERS = {
   "storage": 1,
   "data": 2,
   "models": 2,
+  "environments": 3,
   "sampling": 3,
   "training": 3,
   "config": 4,
@@ -122,9 +123,10 @@ def test_importing_the_runtime_does_not_import_jax():
   subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, check=True)
 
 
-def test_rewards_do_not_import_jax():
-  for path in (PACKAGE / "rewards").rglob("*.py"):
-    assert not {"outside:jax", "outside:flax"} & set(imports(path)), path
+def test_rewards_and_environments_do_not_import_jax():
+  for folder in ("rewards", "environments"):
+    for path in (PACKAGE / folder).rglob("*.py"):
+      assert not {"outside:jax", "outside:flax"} & set(imports(path)), path
 
 
 def test_code_inside_the_sandbox_imports_only_what_is_there():

@@ -1,0 +1,121 @@
+"""What passes between a model and an environment: turns, calls, steps and whole episodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# A message has "role" and "content"; the result of a call also has "name" and "tool_call_id".
+Message = Mapping[str, str]
+
+ANSWERED = "answered"  # a turn called no tool, and there is no environment that goes on
+ENV_DONE = "env_done"  # the environment said so
+MAX_TURNS = "max_turns"
+MAX_TOKENS = "max_tokens"  # a turn was cut off at the limit of the completion
+MAX_CALLS = "max_calls"
+CONTEXT = "context"  # after the observation, no token would be left for another turn
+PARSE_ERROR = "parse_error"  # too many turns whose calls could not be read
+TIMEOUT = "timeout"  # the environment took too long
+ENV_ERROR = "env_error"  # the environment raised an exception
+MODEL_LIMITS = (MAX_TURNS, MAX_TOKENS, MAX_CALLS, CONTEXT, PARSE_ERROR)
+ENVIRONMENT_FAULTS = (TIMEOUT, ENV_ERROR)
+STOPS = (ANSWERED, ENV_DONE, *MODEL_LIMITS, *ENVIRONMENT_FAULTS)  # why an episode ended
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+  """A tool that the model calls in a turn.
+
+  Attributes:
+    name: the tool.
+    arguments: by name, as JSON values. They are unchecked.
+    id: what the model calls this call; "" if it gives no name, as most models do.
+  """
+
+  name: str
+  arguments: Mapping[str, Any]
+  id: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+  """What the model wrote until it gave the word to the environment.
+
+  Attributes:
+    text: the text without thinking and calls, stripped of white space around it.
+    thinking: what it wrote between the thinking tags of its family.
+    calls: the tools that it calls, in order.
+    error: why a call could not be read; "" if all were.
+    index: the number of the turn in its episode, from 0.
+    tokens_left: how many tokens the rest of the episode may have, observations included.
+  """
+
+  text: str
+  thinking: str = ""
+  calls: tuple[ToolCall, ...] = ()
+  error: str = ""
+  index: int = 0
+  tokens_left: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """An environment's answer to a turn.
+
+  Attributes:
+    messages: what the model reads next: messages, or the text of one message.
+    reward: for this turn. The reward of an episode is the sum of those of its turns.
+    done: whether the episode ends.
+    correct: whether the model has solved the task; None if the environment does not say so, in
+      which case the verifier of the problem judges the text of the last turn.
+    info: numbers by name. Means over episodes of the latest values are logged as `env/NAME`.
+  """
+
+  messages: str | Sequence[Message] = ()
+  reward: float = 0.0
+  done: bool = False
+  correct: bool | None = None
+  info: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Episode:
+  """What happened from the prompt to the end, as reward functions get it.
+
+  Attributes:
+    turns: the model's turns.
+    stop: why it ended, from `STOPS`.
+    reward: the sum of `rewards`.
+    rewards: those of the environment for each turn; the last one includes the reward of `finish`.
+    correct: the environment's verdict; None if there is none.
+    tokens: how many tokens the model has drawn.
+    seconds: how long the environment took.
+    info: the environment's numbers.
+    reason: what went wrong, if the environment failed.
+  """
+
+  turns: tuple[Turn, ...]
+  stop: str
+  reward: float
+  rewards: tuple[float, ...]
+  correct: bool | None
+  tokens: int
+  seconds: float
+  info: Mapping[str, float]
+  reason: str = ""
+
+  @property
+  def text(self) -> str:
+    """The text of the last turn; "" if there is none."""
+    return self.turns[-1].text if self.turns else ""
+
+  @property
+  def calls(self) -> int:
+    """How many calls the model has made."""
+    return sum(len(turn.calls) for turn in self.turns)
+
+  @property
+  def has_verdict(self) -> bool:
+    """False if the environment failed, so that the episode says nothing about the model."""
+    return self.stop not in ENVIRONMENT_FAULTS
