@@ -20,7 +20,7 @@ prepare_jax()  # before JAX is imported
 
 from gtpo_jax.config import Config, default_config, freeze
 from gtpo_jax.planning.plan import measure
-from gtpo_jax.planning.run_programs import build_model
+from gtpo_jax.planning.run_programs import RunPrograms, build_model
 from gtpo_jax.planning.topology import topology_devices
 from gtpo_jax.runtime.errors import UserError
 
@@ -75,7 +75,7 @@ def measure_row(size: str, chips: int, shape: tuple[int, ...]) -> dict[str, obje
   config = row_config(size, shape)
   devices, chip = topology_devices(SLICES[chips])
   try:
-    result = measure(config, build_model(config, devices), chip)
+    result = measure(config, RunPrograms(config, build_model(config, devices)), chip)
   except UserError as error:
     return {"refused": str(error)}
   gib = lambda key: None if result[key] is None else round(result[key] / 2**30, 2)

@@ -71,11 +71,12 @@ def plan(config: Config, topology: str, waiting: Waiting = silent) -> dict[str, 
     trials = _search(config, devices, chip, waiting)
     if not trials or not trials[-1].fits:
       raise
-    override = trials[-1].override
-    config = with_overrides(config, override)
-    result |= {"refused": str(error), "override": _flags(override), "tried": _described(trials)}
-    return result | measure(config, build_model(config, devices), chip, waiting)
-  result |= measure(config, model, chip, waiting)
+    found = trials[-1]
+    config = with_overrides(config, found.override)
+    result |= {"refused": str(error), "override": _flags(found.override)}
+    result["tried"] = _described(trials)
+    return result | measure(config, found.programs, chip, waiting)
+  result |= measure(config, RunPrograms(config, model), chip, waiting)
   if not result["fits"]:
     trials = _search(config, devices, chip, waiting)
     fits = bool(trials) and trials[-1].fits
@@ -96,12 +97,14 @@ class Trial(NamedTuple):
     program: the first of the largest programs that does not fit, or the largest one if all do.
     peak: its bytes on one device.
     fits: whether all fit.
+    programs: the programs of the run with the change, of which those are compiled.
   """
 
   override: dict[str, Any]
   program: str
   peak: int
   fits: bool
+  programs: RunPrograms
 
 
 def _search(
@@ -169,10 +172,10 @@ def _try(override: dict[str, Any], programs: RunPrograms, limit: int) -> Trial:
   largest = None
   for program in programs.compile_largest():
     if program.peak > limit:
-      return Trial(override, program.name, program.peak, fits=False)
+      return Trial(override, program.name, program.peak, False, programs)
     if largest is None or program.peak > largest.peak:
       largest = program
-  return Trial(override, largest.name, largest.peak, fits=True)
+  return Trial(override, largest.name, largest.peak, True, programs)
 
 
 def _described(trials: Sequence[Trial]) -> list[dict[str, Any]]:
@@ -184,9 +187,15 @@ def _described(trials: Sequence[Trial]) -> list[dict[str, Any]]:
 
 
 def measure(
-  config: Config, model: Transformer, chip: Chip, waiting: Waiting = silent
+  config: Config, run: RunPrograms, chip: Chip, waiting: Waiting = silent
 ) -> dict[str, Any]:
   """Compiles a run on its mesh and returns its memory, communication and lower bounds on its time.
+
+  Args:
+    config: the config of the run.
+    run: its programs; those that are compiled already are not compiled again.
+    chip: the kind of device.
+    waiting: as in `plan`.
 
   Returns:
     For the run: `fits`, `devices`, `mesh`, `hbm_bytes` (memory of one device), `usable_bytes` (the
@@ -203,7 +212,7 @@ def measure(
     recomputation. `update.seconds` and `sample.seconds` are lower bounds (roofline), None if the
     speed of the chip is unknown.
   """
-  run = RunPrograms(config, model)
+  model = run.model
   state = run.state
   engine = run.engine
   programs = _compile_all(run, waiting)

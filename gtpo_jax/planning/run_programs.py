@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -99,7 +99,10 @@ def build_engine(config: Config, model: Transformer) -> Engine:
 class RunPrograms:
   """Compiles the programs of a run ahead of time, the largest of each kind.
 
+  A program is compiled once, however often it is asked for.
+
   Attributes:
+    model: the run's model, on its mesh.
     optimizer: the run's optimizer.
     state: the shapes of its state.
     batch: the shapes of its rollouts and rewards.
@@ -114,7 +117,7 @@ class RunPrograms:
     model: from `build_model`.
     """
     self._config = config
-    self._model = model
+    self.model = model
     self.optimizer = run_optimizer(config)
     self.state = abstract_state(model, self.optimizer)
     batches = abstract_batches(config, model.mesh)
@@ -124,6 +127,7 @@ class RunPrograms:
     self.frozen = frozen_bytes(config, model)
     self.workloads = run_workloads(config)
     self._counted: set[Signature] = set()
+    self._compiled: dict[str, CompiledProgram] = {}
 
   def compile(self) -> Iterator[CompiledProgram]:
     """Compiles the update, sampling and the rest, each when the iterator reaches it.
@@ -131,6 +135,7 @@ class RunPrograms:
     The sampling of evaluations and of the guide is left out if the policy's takes at least as much
     memory; it is then counted with the policy's.
     """
+    self._counted.clear()
     yield self.compile_update()
     yield self._layout
     if self._layout.executable is not None:
@@ -146,6 +151,7 @@ class RunPrograms:
 
   def compile_largest(self) -> Iterator[CompiledProgram]:
     """Compiles the update and the policy's decoding, which usually need the most memory."""
+    self._counted.clear()
     yield self.compile_update()
     yield self._layout
     if self._layout.executable is not None:
@@ -154,17 +160,19 @@ class RunPrograms:
   def compile_update(self) -> CompiledProgram:
     """Compiles the update of a batch whose completions have the maximum length."""
     config = self._config
-    update = run_update(config, self._model, self.optimizer)
+    update = run_update(config, self.model, self.optimizer)
     arguments = (self.state, *self.batch)
-    resident = self.frozen + _attention_workspace(config, self._model)
-    return _compile("update", update.lower(*arguments), arguments, resident, self._batches)
+    resident = self.frozen + _attention_workspace(config, self.model)
+    lower = lambda: update.lower(*arguments)
+    return self._compile("update", lower, arguments, resident, self._batches)
 
-  @functools.cached_property
+  @property
   def _layout(self) -> CompiledProgram:
     """The program that converts the parameters to the layout of sampling."""
     params = self.state.params
     resident = self.frozen + bytes_per_device(self.state.opt_state)
-    return _compile("layout", self.engine.programs.layout.lower(params), params, resident, 1)
+    lower = lambda: self.engine.programs.layout.lower(params)
+    return self._compile("layout", lower, params, resident, 1)
 
   @functools.cached_property
   def _decode_params(self) -> DecodeParams:
@@ -191,9 +199,9 @@ class RunPrograms:
       if kind not in done and counts[kind] and program.beside:
         done.add(kind)
         beside = program.beside() if program.reads_params else (params, program.beside())
-        yield _compile(
+        yield self._compile(
           f"{name}: {kind}",
-          program.lower(params),
+          functools.partial(program.lower, params),
           program.in_memory(params),
           resident + bytes_per_device(beside),
           counts[kind],
@@ -214,7 +222,7 @@ class RunPrograms:
     settings = config.resolved_algorithm.settings
     rollouts = self.batch[0].replace(rescored=None, reference=None)
     scorer = make_scorer(
-      self._model, config.sampling.temperature, config.batch.parts, config.batch.head_chunk
+      self.model, config.sampling.temperature, config.batch.parts, config.batch.head_chunk
     )
     params = self.state.params
     corrections = config.resolved_algorithm.recipe.corrections
@@ -222,15 +230,16 @@ class RunPrograms:
     for name in [name for name, wanted in names if wanted]:
       resident = self.frozen + bytes_per_device((self.state.opt_state, self._decode_params))
       arguments = (params, rollouts)
-      yield _compile(name, scorer.lower(*arguments), arguments, resident, self._batches)
+      lower = functools.partial(scorer.lower, *arguments)
+      yield self._compile(name, lower, arguments, resident, self._batches)
 
   def _compile_imitation(self) -> CompiledProgram:
     """Compiles the updates of the warm start, which runs before anything frozen is loaded."""
     config = self._config
     section = config.warm_start
     optimizer = make_optimizer(section.optimizer, section.steps)
-    imitate = make_imitation(self._model, optimizer, config.batch.head_chunk)
-    sharding = named_sharding(self._model.mesh, None, "batch")
+    imitate = make_imitation(self.model, optimizer, config.batch.head_chunk)
+    sharding = named_sharding(self.model.mesh, None, "batch")
     k = min(UPDATES_PER_CALL, section.steps)
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(
       (k, section.batch, *shape), dtype, sharding=sharding
@@ -238,9 +247,26 @@ class RunPrograms:
     t = config.sampling.max_tokens
     prompts = Prompts(array(jnp.int32, config.data.max_prompt_tokens), array(jnp.int32))
     demonstrations = Demonstrations(prompts, array(jnp.int32, t), array(jnp.bool, t))
-    arguments = (abstract_state(self._model, optimizer), demonstrations)
+    arguments = (abstract_state(self.model, optimizer), demonstrations)
     count = 1 + bool(section.steps > k and section.steps % k)
-    return _compile("warm start", imitate.lower(*arguments), arguments, 0, count)
+    lower = lambda: imitate.lower(*arguments)
+    return self._compile("warm start", lower, arguments, 0, count)
+
+  def _compile(
+    self,
+    name: str,
+    lower: Callable[[], jax.stages.Lowered],
+    arguments: Any,
+    resident: int,
+    count: int,
+  ) -> CompiledProgram:
+    if name not in self._compiled:
+      lowered = lower()
+      began = time.perf_counter()
+      peak, executable = compile_with_peak(lowered, arguments)
+      seconds = time.perf_counter() - began
+      self._compiled[name] = CompiledProgram(name, peak + resident, count, seconds, executable)
+    return self._compiled[name]._replace(count=count)
 
 
 def _attention_workspace(config: Config, model: Transformer) -> int:
@@ -256,12 +282,3 @@ def _attention_workspace(config: Config, model: Transformer) -> int:
   rows = config.batch.prompts // parts * config.batch.group
   positions = config.data.max_prompt_tokens + config.sampling.max_tokens
   return 4 * rows * positions * c.heads // axis_size(mesh, "heads") * c.head_dim
-
-
-def _compile(
-  name: str, lowered: jax.stages.Lowered, arguments: Any, resident: int, count: int
-) -> CompiledProgram:
-  began = time.perf_counter()
-  peak, executable = compile_with_peak(lowered, arguments)
-  seconds = time.perf_counter() - began
-  return CompiledProgram(name, peak + resident, count, seconds, executable)

@@ -98,6 +98,22 @@ def test_offloaded_moments_are_arguments_in_host_memory():
   assert analysis.argument_size_in_bytes < moments + 100_000 * 4
 
 
+@pytest.mark.slow
+def test_programs_that_a_search_compiled_are_not_compiled_again():
+  """They keep the seconds of their only compilation, and are counted as if they were new."""
+  config = small_config(**{"mesh.data": 1, "mesh.fsdp": 1, "mesh.tensor": 1})
+  model = build_model(config, jax.devices()[:1])
+  tried = RunPrograms(config, model)
+  first = {x.name: x for x in tried.compile_largest()}
+  again = {x.name: x for x in tried.compile()}
+  assert first.keys() <= again.keys()
+  for name, program in first.items():
+    assert again[name].executable is program.executable
+    assert again[name].seconds == program.seconds > 0
+  counts = {x.name: x.count for x in RunPrograms(config, model).compile()}
+  assert {name: x.count for name, x in again.items()} == counts
+
+
 def compiled_shapes(config):
   """The shapes of all arrays in one device's update program."""
   program = RunPrograms(config, build_model(config, jax.devices())).compile_update().executable
