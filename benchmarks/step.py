@@ -6,7 +6,8 @@
 The model is a Qwen2 with random weights in float32, 4 layers of width 256 and a vocabulary of 8192,
 or that of a Hugging Face folder. A step has 4 prompts of 64 tokens x 8 completions of exactly 128
 tokens at temperature 1, and one update with AdamW and no KL term. Prints medians and minima over
-the steps after the first.
+the steps after the first, and what the matrix products alone take on the same device (`*_floor_s`,
+see benchmarks/floors.py) if there is one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import resource
 import time
 from pathlib import Path
 
+import floors
 import numpy as np
 
 from gtpo_jax.runtime.startup import prepare_devices, prepare_jax
@@ -32,13 +34,14 @@ jax.config.update("jax_compilation_cache_dir", None)  # so that the first step c
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Rewards
 from gtpo_jax.models import ModelConfig, Transformer, init_params
-from gtpo_jax.models.config import DTYPES
+from gtpo_jax.models.config import DTYPES, REMAT
 from gtpo_jax.models.hf.config_json import read_config
 from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.training.head_chunk import default_chunk
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
@@ -62,6 +65,7 @@ def parse_args() -> argparse.Namespace:
   parser.add_argument("--algorithm", default="grpo", choices=algorithms.RECIPES)
   parser.add_argument("--model", help="a Hugging Face folder, instead of random weights")
   parser.add_argument("--compute_dtype", default="float32", choices=DTYPES)
+  parser.add_argument("--remat", default="full", choices=REMAT, help="as model.remat")
   parser.add_argument("--json")
   args = parser.parse_args()
   if args.steps < 2:
@@ -75,7 +79,7 @@ def architecture(args: argparse.Namespace) -> ModelConfig:
   """Returns the shape that the arguments describe, with float32 parameters."""
   if args.model:
     shape = read_config(Path(args.model), "float32")
-    return dataclasses.replace(shape, compute_dtype=args.compute_dtype)
+    return dataclasses.replace(shape, compute_dtype=args.compute_dtype, remat=args.remat)
   return ModelConfig(
     args.vocab,
     args.width,
@@ -85,15 +89,17 @@ def architecture(args: argparse.Namespace) -> ModelConfig:
     head_dim=HEAD_DIM,
     mlp=4 * args.width,
     compute_dtype=args.compute_dtype,
+    remat=args.remat,
   )
 
 
 def run_steps(
   args: argparse.Namespace,
-) -> tuple[list[tuple[float, float, float]], dict[str, float]]:
+) -> tuple[list[tuple[float, float, float]], dict[str, float], int]:
   """Returns the seconds (step, sampling, update) of each step, and the metrics of the first.
 
-  Those compare sampler and trainer for the same weights whatever the other arguments are.
+  Those compare sampler and trainer for the same weights whatever the other arguments are. The last
+  result is how many completions the engine samples at once.
   """
   prepare_devices()
   model = Transformer(architecture(args), make_mesh())
@@ -131,12 +137,39 @@ def run_steps(
     ended = time.perf_counter()
     first = first or {name: float(value) for name, value in metrics.items()}
     seconds.append((ended - started, sampled - started, ended - rewarded))
-  return seconds, first
+  return seconds, first, engine.programs.config.slots
+
+
+def measure_floors(args: argparse.Namespace, slots: int) -> dict[str, float | None]:
+  """Returns the FLOP and the seconds of the matrix products that each phase needs at least.
+
+  The seconds are None if several devices share the products.
+
+  Args:
+    args: the arguments.
+    slots: how many completions are sampled at once.
+  """
+  c = architecture(args)
+  prompt_tokens = args.prompts * args.prompt_len
+  completions = args.prompts * args.group
+  tokens = completions * args.response_len
+  chunk = default_chunk(make_mesh(), c.vocab_size)
+  products = {
+    "sample": floors.sampling_products(c, prompt_tokens, completions, slots, args.response_len),
+    "update": floors.update_products(c, prompt_tokens, tokens, chunk),
+  }
+  measured = {}
+  for phase, of_phase in products.items():
+    alone = jax.device_count() == 1
+    seconds = floors.measure_seconds(of_phase, args.compute_dtype) if alone else None
+    measured[f"{phase}_floor_s"] = seconds
+    measured[f"{phase}_floor_tflop"] = floors.total_flops(of_phase) / 1e12
+  return measured
 
 
 def main() -> None:
   args = parse_args()
-  seconds, metrics = run_steps(args)
+  seconds, metrics, slots = run_steps(args)
   fastest = np.min(seconds[1:], axis=0).tolist()
   step_s, sample_s, update_s = np.median(seconds[1:], axis=0).tolist()
   result = {
@@ -155,11 +188,16 @@ def main() -> None:
     "device": jax.devices()[0].device_kind,
     "devices": jax.device_count(),
     "compute_dtype": args.compute_dtype,
+    "remat": args.remat,
     "grad_norm": metrics["grad_norm"],
     **{name: value for name, value in metrics.items() if name.startswith("mismatch/")},
   }
+  result |= measure_floors(args, slots)
   for name, value in result.items():
     print(f"{name:<24} {value:.4g}" if isinstance(value, float) else f"{name:<24} {value}")
+  for phase in ("sample", "update"):
+    if floor := result[f"{phase}_floor_s"]:
+      print(f"{phase}: {result[f'{phase}_s'] / floor:.2f} x its matrix products alone")
   if args.json:
     with open(args.json, "w") as out:
       json.dump(result, out, indent=2)
