@@ -68,6 +68,7 @@ setup(
     "gcp": ["gcsfs>=2026.2"],  # gs://: workdirs, models, data and exports in buckets
     "data": ["datasets>=4"],  # hf:ID as a source
     "wandb": ["wandb>=0.31"],  # log.wandb
+    "judge": ["httpx2>=2.16"],  # reward.judge; recent versions of huggingface-hub need it too
     "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30"],
     "dev": [
       "pytest>=8",
@@ -79,6 +80,7 @@ setup(
       "gcsfs>=2026.2",
       "gcp-storage-emulator>=2026.7",  # a bucket on 127.0.0.1
       "datasets>=4",
+      "httpx2>=2.16",
       "wandb>=0.31",
       "nbclient>=0.10",
       "ipykernel>=6.29",

@@ -117,7 +117,10 @@ MISTAKES = {
     own("reward.verifier=my_mistaken_rewards:numbers"),
     "is of type int and cannot be called",
   ),
-  "a misspelt part": (own("reward.parts=correct,boxd*0.1"), "is none of correct, verifier, boxed"),
+  "a misspelt part": (
+    own("reward.parts=correct,boxd*0.1"),
+    "is none of correct, verifier, judge, boxed",
+  ),
   "a graded reward without correct": (
     own("reward.parts=my_mistaken_rewards:graded"),
     "use reward.parts=correct,my_mistaken_rewards:graded",
@@ -125,6 +128,14 @@ MISTAKES = {
   "a weight of correct": (
     own("reward.parts=correct*2,my_mistaken_rewards:graded"),
     "reward.parts=correct*1,my_mistaken_rewards:graded*0.5",
+  ),
+  "a judge without a model": (
+    own("reward.judge.base_url=http://127.0.0.1:9/v1"),
+    "needs reward.judge.model too",
+  ),
+  "a judge that is not there": (
+    own("reward.judge.base_url=http://127.0.0.1:9/v1", "reward.judge.model=m"),
+    "check reward.judge.base_url and that the server is running",
   ),
   "the workdir of another run": (train(workdir="run"), "name another workdir"),
   "a file as workdir": (train(workdir="mine.py"), "name a folder"),

@@ -67,8 +67,8 @@ def resolve_inputs(
     )
   config = config if isinstance(config, Config) else freeze(config)
   section = config.data
-  # A reward function decides itself what it needs.
-  is_own = reward is not None or bool(config.reward.verifier)
+  # A reward function or a judge decides itself what it needs.
+  is_own = reward is not None or config.reward.replaces_verifiers
   check = None if is_own else gold_check(config.reward.math_rule)
   load = lambda rows, name: load_records(rows, name, section.fields, section.bad_rows, check)
   records = {}

@@ -28,6 +28,10 @@ MAY_CHANGE = (
   "sampling.page_size",
   "sampling.cache_fraction",
   "sampling.warm_up",
+  "reward.judge.concurrency",
+  "reward.judge.timeout_s",
+  "reward.judge.completion_timeout_s",
+  "reward.judge.retries",
 )
 
 

@@ -147,7 +147,8 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
 
   say = print if is_first_process() else lambda line: None
-  if is_hf_folder(find(str(args.model))) and not args.config:
+  is_folder = is_hf_folder(find(str(args.model)))
+  if is_folder and not args.config:
     raise UserError(
       f"{str(args.model)!r} is a Hugging Face folder: "
       f"give --config=FILE with the problems to evaluate it on"
@@ -161,17 +162,22 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=args.data))
   problems = held_out_problems(config, worker, say)  # before the weights, which take longer to read
   display = _stderr_display(is_first_process())
+  reward_manager = RewardManager(config)
+  reward_manager.probe_judge(say)
+  if not is_folder and not is_remote(args.model):
+    reward_manager.use_judge_cache(Path(args.model))
   with display.waiting("reading the weights"):
     params, step = read()
-  result = evaluate_run(
-    config,
-    worker,
-    RewardManager(config),
-    params,
-    problems,
-    samples=max(ks, default=None),
-    counting=display.counting,
-  )
+  with contextlib.closing(reward_manager):
+    result = evaluate_run(
+      config,
+      worker,
+      reward_manager,
+      params,
+      problems,
+      samples=max(ks, default=None),
+      counting=display.counting,
+    )
   if not is_first_process():
     return 0
   summary = {"step": step, **result.summary(ks)}

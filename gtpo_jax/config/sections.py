@@ -12,6 +12,7 @@ from gtpo_jax.algorithms import Settings
 from gtpo_jax.data.tasks import FILLER
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.formats.compute_dtype import AUTO
+from gtpo_jax.rewards.judge.settings import JudgeSettings
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import (
   ABOVE_0,
@@ -41,6 +42,7 @@ STOP = Bound(
   r"""("\nQ:",)""",
 )
 TIMEOUT = number(lambda x: 0 < x <= 86_400, "above 0 and at most 86400 (a day)")
+NO_JUDGE = JudgeSettings()
 RL_OPTIMIZER = OptimizerConfig()
 IMITATION_OPTIMIZER = OptimizerConfig(
   learning_rate=1.5e-3, schedule="cosine", warmup_steps=50, b2=0.99
@@ -270,8 +272,8 @@ class RewardSection(Checked):
   Attributes:
     parts: the reward as a weighted sum, such as "correct*1,boxed*0.1,my_module:my_function*0.5".
       "correct" is the algorithm's reward for right and wrong, "verifier" the verifier's own
-      number. Algorithms with entropy shaping shape "correct", whose weight is then 1, and add the
-      other parts to the shaped reward. Each part is logged.
+      number, "judge" the judge's. Algorithms with entropy shaping shape "correct", whose weight is
+      then 1, and add the other parts to the shaped reward. Each part is logged.
     verifier: a function that decides right and wrong, as module:function; "" for the built-in
       verifier of each problem's kind.
     math_rule: "math" (equivalence, by exact arithmetic and math-verify) or "dapo" (DAPO's own
@@ -285,6 +287,7 @@ class RewardSection(Checked):
     code_memory_mb: memory of such a run, in MiB.
     unsandboxed: DANGEROUS. Without a sandbox, run programs written by the model as the current
       user, with access to your files and network.
+    judge: a language model that grades completions.
   """
 
   prefix: ClassVar[str] = "reward."
@@ -297,6 +300,7 @@ class RewardSection(Checked):
   code_timeout_s: float = setting(5.0, bound=TIMEOUT)
   code_memory_mb: int = setting(512, bound=at_least(16))
   unsandboxed: bool = False
+  judge: JudgeSettings = NO_JUDGE
 
   def __post_init__(self):
     super().__post_init__()
@@ -305,6 +309,23 @@ class RewardSection(Checked):
         "reward.parts must name parts with finite weights, such as correct*1,boxed*0.1; "
         f"got {self.parts!r}"
       )
+    self.judge.check_use(self.parts, tuple(dict(self.weighted)), self.verifier)
+
+  @property
+  def judge_decides(self) -> bool:
+    """Whether the judge decides right and wrong."""
+    return bool(self.judge.base_url) and self.judge.decides
+
+  @property
+  def reads_grades(self) -> bool:
+    """Whether the reward contains the number that the judge gives, besides its verdict."""
+    names = dict(self.weighted)
+    return "judge" in names or (self.judge_decides and "verifier" in names)
+
+  @property
+  def replaces_verifiers(self) -> bool:
+    """Whether a user's function or the judge decides instead of the verifiers of the kinds."""
+    return bool(self.verifier) or self.judge_decides
 
   @property
   def weighted(self) -> list[tuple[str, float]]:

@@ -16,6 +16,7 @@ from gtpo_jax.data.records import Problem
 from gtpo_jax.evaluation.estimators import mixed_share
 from gtpo_jax.evaluation.results import Evaluation, ScoredCompletions, concatenate
 from gtpo_jax.models.params import Params
+from gtpo_jax.rollout.group_metrics import combine_metrics
 from gtpo_jax.rollout.problems import eval_label
 from gtpo_jax.rollout.scoring import PendingRewards, RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -43,13 +44,28 @@ MEASURED_BY = (
   "sampling.max_tokens",
   "sampling.stop",
 )
+JUDGED_BY = tuple(
+  f"reward.judge.{name}"
+  for name in (
+    "model",
+    "template",
+    "questions",
+    "pattern",
+    "scale",
+    "threshold",
+    "max_tokens",
+    "temperature",
+    "request",
+  )
+)
 
 
 def evaluation_settings(config: Config) -> dict[str, Any]:
   """Returns the fields of a config that decide what its evaluations measure, by dotted name."""
   values = flatten(to_dict(config)) | {"data.eval": config.eval_name}
-  values["sampling.stop"] = list(config.sampling.stop)  # as it is read from JSON
-  return {name: values[name] for name in MEASURED_BY}
+  names = MEASURED_BY + (JUDGED_BY if config.reward.judge_decides else ())
+  as_in_json = lambda value: list(value) if isinstance(value, tuple) else value
+  return {name: as_in_json(values[name]) for name in names}
 
 
 def uncounted(name: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
@@ -90,6 +106,7 @@ def evaluate_run(
   samples = samples or config.eval.samples
   batch = min(config.eval.batch, len(problems))
   complete = 0  # completions of earlier batches
+  judged: list[dict[str, float]] = []  # metrics of the judge
 
   def complete_batch(start: int, group: int, sampling_params: SamplingParams) -> ScoredCompletions:
     nonlocal complete
@@ -108,6 +125,7 @@ def evaluate_run(
     worker.sample(policy, part, keys, sampling_params, pending, counted, batch)
     result = pending.result(stopping)
     complete += n * group
+    judged.append({key: x for key, x in result.metrics.items() if key.startswith("judge/")})
     return ScoredCompletions(
       texts=pending.texts,
       correct=result.correct,
@@ -125,7 +143,8 @@ def evaluate_run(
     sampled = complete_all(samples, config.eval_sampling_params)
     greedy = complete_all(1, GREEDY)
   settings = evaluation_settings(config) | {"eval.samples": samples}
-  evaluation = Evaluation(eval_label(config), problems, sampled, greedy, settings)
+  judge = combine_metrics(judged)
+  evaluation = Evaluation(eval_label(config), problems, sampled, greedy, settings, judge)
   if not evaluation.judged:
     raise UserError(_nothing_judged(config, evaluation.sampled.finished.size))
   return evaluation
@@ -155,6 +174,11 @@ def expected_mixed_share(config: Config, evaluation: Evaluation) -> float:
 
 def _nothing_judged(config: Config, count: int) -> str:
   section = config.reward
+  if section.judge_decides:
+    return (
+      f"none of {count} evaluated completions has a verdict: the judge at {section.judge.base_url} "
+      "graded none of them; the first failure is shown above"
+    )
   names = [section.verifier, *(name for name, _ in section.weighted)]
   functions = [name for name in names if ":" in name]
   if functions:

@@ -63,6 +63,7 @@ class Evaluation:
   sampled: ScoredCompletions  # [n, g]
   greedy: ScoredCompletions  # [n, 1]
   settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  judge: Mapping[str, float] = dataclasses.field(default_factory=dict)  # metrics of the judge
 
   @property
   def judged(self) -> bool:
@@ -162,6 +163,7 @@ class Evaluation:
       "settings": dict(self.settings),
       **{key: _number_or_none(_mean(column)) for key, column in columns.items()},
       **self._missing(),
+      **{key: _number_or_none(value) for key, value in self.judge.items()},
       f"eval/{self.name}/length": float(completions.lengths.mean()),
       f"eval/{self.name}/cut_off": float(1 - completions.finished.mean()),
       "intervals": {

@@ -41,7 +41,7 @@ from gtpo_jax.rollout.frozen import load_frozen
 from gtpo_jax.runtime.compiling import StoppableProgram
 from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.distributed import fetch, is_first_process
-from gtpo_jax.runtime.errors import FunctionError
+from gtpo_jax.runtime.errors import FunctionError, JudgeError
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.storage.spool import Logs
 from gtpo_jax.training.state import TrainState, init_state
@@ -150,6 +150,7 @@ class Run:
     workdir = self._place.folder
     folder = self._place.logs.folder
     say = self.display.say
+    self._parts.reward_manager.use_judge_cache(folder)
     make_trackers = lambda: [WeightsAndBiases(folder, config, workdir.name)] if log.wandb else []
     self._journal = Journal(folder, start, log.tensorboard, make_trackers, log.samples, say)
     if is_first_process():
@@ -258,7 +259,8 @@ class Run:
     self._checkpoints.close()
     self._journal.close()
     saved = f"; step {int(self.state.step)} is saved" if self._place.keep else ""
-    return FunctionError(f"{error}{saved}; fix the function, then run the same command again")
+    fix = "start its server again" if isinstance(error, JudgeError) else "fix the function"
+    return FunctionError(f"{error}{saved}; {fix}, then run the same command again")
 
   def finish(self) -> Result:
     """Saves the last state, closes the logs and draws the curves."""

@@ -80,6 +80,26 @@ def execution(run: Run) -> list[tuple[str, str]]:
   return [(name, visible(str(value))) for name, value in pairs]
 
 
+def judge_cost(run: Run) -> list[tuple[str, str]]:
+  """Returns what a run's judge has cost, as a pair of name and value; [] without a judge.
+
+  A step or an evaluation that was repeated counts once.
+  """
+  if not run.config.get("reward.judge.base_url"):
+    return []
+  rows = [*run.rows.values(), *run.evaluations.values()]
+  values = lambda name: np.nan_to_num([number(row, f"judge/{name}") for row in rows])
+  requests = values("requests")
+  total = int(requests.sum())
+  mean_s = float(requests @ values("seconds")) / max(total, 1)
+  cost = (
+    f"{run.config['reward.judge.model']}: {total:,} requests of {mean_s:.2f} s, "
+    f"{int(values('tokens').sum()):,} tokens; {int(values('cached').sum()):,} grades from the "
+    f"cache, {int(values('failed').sum()):,} completions without a grade"
+  )
+  return [("Judge", visible(cost))]
+
+
 def describe_seconds(seconds: float) -> str:
   """Returns a duration with its two largest units, such as "2 min 21 s"."""
   seconds = round(seconds)

@@ -20,7 +20,7 @@ from gtpo_jax.report.figures import (
   step_figures,
   time_split,
 )
-from gtpo_jax.report.overview import execution, held_out, samples, settings, verdict
+from gtpo_jax.report.overview import execution, held_out, judge_cost, samples, settings, verdict
 from gtpo_jax.report.runs import Run, RunGroup, group_runs, number, read_run, run_label
 from gtpo_jax.report.timeline import timeline_figure
 from gtpo_jax.report.truth_figure import truth_figure
@@ -130,7 +130,7 @@ def _row(color: int, group: RunGroup, run: Run) -> dict[str, Any]:
     "entropy": _plain(number(last, "entropy/mean")),
     "length": _plain(number(last, "length/mean")),
     "seconds": f"{step_s:.3g} s",
-    "execution": execution(run),
+    "execution": execution(run) + judge_cost(run),
     "split": [(phase, f"{share:.0%}", round(100 * share, 2)) for phase, share in shares.items()],
   }
 

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gtpo_jax.rewards.judge.judge import COUNTS
 from gtpo_jax.rollout.groups import Group, stack
+
+COUNTED = ("reward/no_verdict", *(f"judge/{name}" for name in COUNTS))  # metrics that are sums
 
 
 def sampled_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -63,9 +66,12 @@ def combine_metrics(batches: Sequence[dict[str, float]]) -> dict[str, float]:
   """Returns the metrics of several generation batches: counts are added, the rest averaged."""
   if len(batches) == 1:
     return dict(batches[0])
-  combine = lambda name: np.nansum if name == "reward/no_verdict" else np.nanmean
-  names = batches[0] if batches else ()
-  return {name: float(combine(name)([metrics[name] for metrics in batches])) for name in names}
+  combined = {}
+  for name in batches[0] if batches else ():
+    values = np.asarray([metrics[name] for metrics in batches])
+    is_number = ~np.isnan(values)
+    combined[name] = float(np.nansum(values)) if name in COUNTED else _mean(values, is_number)
+  return combined
 
 
 def _mean(x: np.ndarray, mask: np.ndarray) -> float:

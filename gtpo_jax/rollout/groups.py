@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,56 @@ from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.sampling.host_arrays import CompletionBuffer
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardResult:
+  """The scores of one batch, in host arrays.
+
+  Attributes:
+    correct: bool[n, g]; False if not scored.
+    scored: bool[n, g]; whether the completion has a verdict and every part of its reward. A
+      completion that was cut off needs no verdict: it is wrong.
+    reward: f32[n, g], the weighted sum of the parts.
+    added: f32[n, g], the part of `reward` that is added to entropy-shaped rewards: the sum of the
+      parts other than "correct"; 0 for algorithms without entropy shaping.
+    penalty: f32[n, g] <= 0, the length penalty.
+    valid: bool[n, g]; `scored`, and not removed by the overlong filter.
+    metrics: the mean of each part other than "correct", and the number of completions that are not
+      scored.
+  """
+
+  correct: np.ndarray
+  scored: np.ndarray
+  reward: np.ndarray
+  added: np.ndarray
+  penalty: np.ndarray
+  valid: np.ndarray
+  metrics: dict[str, float]
+
+  @property
+  def rewards(self) -> Rewards:
+    """What the update reads, in host arrays."""
+    return Rewards(
+      self.correct, self.reward - self.added, self.penalty + self.added, self.valid, self.scored
+    )
+
+
+class EndedCompletion(NamedTuple):
+  """A completion that is no longer being sampled."""
+
+  problem: int  # index of its problem in the batch
+  index: int  # index within the problem's group
+  tokens: np.ndarray  # i32[length]
+  finished: bool  # True if a stop token or a stop string ended it, False if it was cut off
+
+  @classmethod
+  def of(
+    cls, buffer: CompletionBuffer, i: int, j: int, problem: int, first: int = 0
+  ) -> EndedCompletion:
+    """Returns completion j of row i of a buffer; it has the index `first` + j in its group."""
+    return cls(problem, first + j, buffer.completion(i, j), bool(buffer.finished[i, j]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,7 +81,7 @@ def _load_problems(
   if name in TASKS:
     task = make_task(name, data.terms, data.largest, data.filler)
     return TaskPart(task, task.held_out_ids if held_out else task.train_ids)
-  check = None if config.reward.verifier else gold_check(config.reward.math_rule)
+  check = None if config.reward.replaces_verifiers else gold_check(config.reward.math_rule)
   loaded = records.get(name) or _load(name, data.fields, data.bad_rows, check)
   fitting, too_long, bad = _measure(config, worker, loaded)
   first = f" (first {too_long[0]})" if too_long else ""
@@ -91,14 +91,14 @@ def _load_problems(
       f"data.max_prompt_tokens = {data.max_prompt_tokens}, and {len(bad)} rows are "
       f"malformed, but data.bad_rows = {data.bad_rows}; raise one of these limits"
     )
-  if not config.reward.verifier:
+  if not config.reward.replaces_verifiers:
     _check_sandbox(config, name, fitting, say)
   if not fitting:
     raise UserError(
       f"{name!r} has no problem with a prompt within data.max_prompt_tokens = "
       f"{data.max_prompt_tokens}"
     )
-  note = "" if config.reward.verifier else loaded.note
+  note = "" if config.reward.replaces_verifiers else loaded.note
   summary = dataclasses.replace(loaded, bad=bad, note=note).summary(name)
   say(summary + (f", {len(too_long)} too long{first}" if too_long else ""))
   return fitting

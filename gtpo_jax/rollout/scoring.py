@@ -7,20 +7,22 @@ it is then excluded from the loss and the statistics, and counted in `reward/no_
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import math
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
-from gtpo_jax.arrays import Rewards
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
 from gtpo_jax.rewards import PARTS, VERIFIERS, group_relative, soft_overlong
+from gtpo_jax.rewards.judge.judge import Judge
+from gtpo_jax.rollout.groups import EndedCompletion, RewardResult
 from gtpo_jax.rollout.user_functions import (
   BUILTIN_PARTS,
   MAX_VALUE,
@@ -29,61 +31,13 @@ from gtpo_jax.rollout.user_functions import (
   import_function,
 )
 from gtpo_jax.runtime.distributed import any_process, broadcast_from_first, is_first_process
+from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.signals import Stopped, poll
-from gtpo_jax.sampling.host_arrays import CompletionBuffer
 
 CORRECT_ABOVE = 0.5  # a verifier's score above this counts as correct
+MAX_THREADS = 64  # that wait for a judge
 POLL_S = 1.0  # seconds between checks for a stop request, while scores are missing
 USER_VERIFIER = ""  # the key of a user's verifier in what `call_functions` returns
-
-
-@dataclasses.dataclass(frozen=True)
-class RewardResult:
-  """The scores of one batch, in host arrays.
-
-  Attributes:
-    correct: bool[n, g]; False if not scored.
-    scored: bool[n, g]; whether the completion has a verdict and every part of its reward. A
-      completion that was cut off needs no verdict: it is wrong.
-    reward: f32[n, g], the weighted sum of the parts.
-    added: f32[n, g], the part of `reward` that is added to entropy-shaped rewards: the sum of the
-      parts other than "correct"; 0 for algorithms without entropy shaping.
-    penalty: f32[n, g] <= 0, the length penalty.
-    valid: bool[n, g]; `scored`, and not removed by the overlong filter.
-    metrics: the mean of each part other than "correct", and the number of completions that are not
-      scored.
-  """
-
-  correct: np.ndarray
-  scored: np.ndarray
-  reward: np.ndarray
-  added: np.ndarray
-  penalty: np.ndarray
-  valid: np.ndarray
-  metrics: dict[str, float]
-
-  @property
-  def rewards(self) -> Rewards:
-    """What the update reads, in host arrays."""
-    return Rewards(
-      self.correct, self.reward - self.added, self.penalty + self.added, self.valid, self.scored
-    )
-
-
-class EndedCompletion(NamedTuple):
-  """A completion that is no longer being sampled."""
-
-  problem: int  # index of its problem in the batch
-  index: int  # index within the problem's group
-  tokens: np.ndarray  # i32[length]
-  finished: bool  # True if a stop token or a stop string ended it, False if it was cut off
-
-  @classmethod
-  def of(
-    cls, buffer: CompletionBuffer, i: int, j: int, problem: int, first: int = 0
-  ) -> EndedCompletion:
-    """Returns completion j of row i of a buffer; it has the index `first` + j in its group."""
-    return cls(problem, first + j, buffer.completion(i, j), bool(buffer.finished[i, j]))
 
 
 class RewardManager:
@@ -93,7 +47,8 @@ class RewardManager:
 
   A user's verifier (the argument `verifier`, or `reward.verifier` = module:function) replaces the
   built-in ones. A score above 0.5 is correct; the reward part "verifier" is the score itself. Parts
-  of `reward.parts` may be users' functions too.
+  of `reward.parts` may be users' functions too. A judge (`reward.judge`) replaces the verifiers in
+  the same way, or is a part of the reward.
 
   Each function is called once per problem, when all completions of the problem have ended, as
   `function(prompts, completions, answers, extras)` with equally long lists of text, text, text and
@@ -103,10 +58,11 @@ class RewardManager:
   for statistics in float32, has none either. The first failure of each function is printed.
 
   Attributes:
-    thread: runs the verifiers and functions.
+    thread: runs the verifiers and functions. With a judge, there are several: each waits for the
+      grades of some completions.
 
   Raises:
-    UserError: a part does not exist, or a function cannot be imported.
+    UserError: a part does not exist, a function cannot be imported, or the judge cannot be used.
   """
 
   def __init__(self, config: Config, verifier: RewardFunction | None = None):
@@ -121,25 +77,49 @@ class RewardManager:
       if name not in BUILTIN_PARTS
     }
     self._call = FunctionCaller(section.function_timeout_s)
-    self.thread = ThreadPoolExecutor(1, "gtpo-reward")
+    self._judge = Judge(section.judge) if section.judge.base_url else None
+    threads = min(section.judge.concurrency, MAX_THREADS) if self._judge else 1
+    self.thread = ThreadPoolExecutor(threads, "gtpo-reward")
 
   @property
   def has_own_verifier(self) -> bool:
-    """Whether a user's function decides instead of the built-in verifiers."""
-    return self._verifier is not None
+    """Whether a user's function or the judge decides instead of the built-in verifiers."""
+    return self._verifier is not None or self._config.reward.judge_decides
 
   def close(self) -> None:
-    """Shuts the thread down and cancels queued scoring."""
+    """Ends requests to the judge, shuts the thread down and cancels queued scoring."""
+    if self._judge:
+      self._judge.close()
     self.thread.shutdown(cancel_futures=True)
+
+  def probe_judge(self, say: Callable[[str], None]) -> None:
+    """Checks that the judge, if there is one, can be asked, and says so.
+
+    Raises:
+      UserError: it cannot.
+    """
+    if self._judge:
+      try:
+        seconds = broadcast_from_first(self._judge.probe)
+      except UserError:
+        self.close()
+        raise
+      section = self._config.reward.judge
+      say(f"judge: {section.model} at {section.base_url} has replied in {seconds:.2f} s")
+
+  def use_judge_cache(self, folder: Path) -> None:
+    """Keeps the judge's grades in a folder, and takes those that it has already."""
+    if self._judge and is_first_process():
+      self._judge.use_cache(folder)
 
   def verify(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[float]:
     """Returns the verdict on each completion by the verifier for its problem's kind.
 
-    1.0 is correct, 0.0 incorrect, NaN no verdict. All are NaN if a user's verifier is set:
-    `combine` then uses its scores.
+    1.0 is correct, 0.0 incorrect, NaN no verdict. All are NaN if a user's verifier is set or the
+    judge decides: `combine` then uses their scores.
     """
     verdicts = [math.nan] * len(texts)
-    if self._verifier:
+    if self.has_own_verifier:
       return verdicts
     for kind in {problem.kind for problem in problems}:
       # All completions of a kind at once: a verifier may check them in parallel.
@@ -153,6 +133,24 @@ class RewardManager:
       for i, verdict in zip(rows, results, strict=True):
         verdicts[i] = math.nan if verdict is None else float(verdict)
     return verdicts
+
+  def grade(
+    self, problems: Sequence[Problem], texts: Sequence[str], finished: Sequence[bool]
+  ) -> list[float]:
+    """Returns the judge's reward for each completion; NaN for none, and without a judge.
+
+    A completion that was cut off is wrong, so it is only graded if the reward contains the grade.
+    """
+    rewards = [math.nan] * len(texts)
+    if not self._judge:
+      return rewards
+    rows = [i for i, ended in enumerate(finished) if ended or self._config.reward.reads_grades]
+    prompts = [problems[i].messages[-1]["content"] for i in rows]
+    answers = [problems[i].answer for i in rows]
+    grades = self._judge.grade(prompts, [texts[i] for i in rows], answers)
+    for i, grade in zip(rows, grades, strict=True):
+      rewards[i] = math.nan if grade is None else grade
+    return rewards
 
   def call_functions(self, problem: Problem, texts: Sequence[str]) -> dict[str, list[float]]:
     """Calls the users' functions on all completions of a problem.
@@ -174,15 +172,18 @@ class RewardManager:
     function_values: Sequence[dict[str, list[float]]],
     lengths: np.ndarray,
     finished: np.ndarray,
+    grades: np.ndarray | None = None,
   ) -> RewardResult:
-    """Combines verdicts and function values into rewards.
+    """Combines verdicts, grades and function values into rewards.
 
     Args:
       verdicts: f64[n, g] from `verify`.
       function_values: n results of `call_functions`.
       lengths: i32[n, g], tokens of each completion.
       finished: bool[n, g]; False if the completion was cut off, which counts as incorrect.
+      grades: f64[n, g] from `grade`, if there is a judge.
     """
+    section = self._config.reward
     algorithm = self._config.resolved_algorithm
     settings = algorithm.settings
     wrong, right = algorithm.recipe.rewards
@@ -193,17 +194,24 @@ class RewardManager:
 
     if self._verifier:
       verdicts = column(USER_VERIFIER)
+    is_correct = verdicts > CORRECT_ABOVE
+    if section.judge_decides:
+      verdicts = grades
+      is_correct = grades >= section.judge.threshold
     scored = ~np.isnan(verdicts) | ~finished
-    correct = finished & (verdicts > CORRECT_ABOVE)
+    correct = finished & is_correct
     reward = np.zeros(finished.shape)
     added = np.zeros(finished.shape)
     terms = {}
     metrics = {}
-    for name, weight in self._config.reward.weighted:
+    if self._judge:
+      metrics |= {"judge/grade": _mean(grades), **self._judge.take_metrics()}
+    for name, weight in section.weighted:
       if name == "correct":
         part = np.where(correct, right, wrong)
       else:
-        part = verdicts if name == "verifier" else column(name)
+        known = {"verifier": verdicts, "judge": grades}
+        part = known[name] if name in known else column(name)
         scored &= ~np.isnan(part)
         metrics[f"reward/part/{name}"] = _mean(part)
       with np.errstate(over="ignore", invalid="ignore"):  # sums that are too large: see below
@@ -214,7 +222,7 @@ class RewardManager:
     too_large = ~(np.maximum(np.abs(reward), np.abs(added)) <= MAX_VALUE)
     if too_large.any():
       sizes = {name: np.abs(term[too_large]).max() for name, term in terms.items()}
-      self._call.show_sum_once(self._config.reward.parts, sizes)
+      self._call.show_sum_once(section.parts, sizes)
     reward = np.where(too_large, 0.0, reward)
     added = np.where(too_large, 0.0, added)
     scored &= ~too_large
@@ -265,10 +273,12 @@ class PendingRewards:
     self.finished = np.zeros((n, group), bool)
     self.ended = 0
     self._verdicts = np.full((n, group), np.nan)
+    self._grades = np.full((n, group), np.nan)
     self._function_values: list[dict[str, list[float]]] = [{} for _ in range(n)]
     self._missing = np.full(n, group)
     self._waiting: collections.deque[EndedCompletion] = collections.deque()
     self._work: list[Future[None]] = []
+    self._lock = threading.Lock()  # held by a thread that scores, except while it waits for a judge
 
   def put(self, completions: Sequence[EndedCompletion]) -> None:
     """Adds completions that have ended."""
@@ -312,6 +322,7 @@ class PendingRewards:
       [self._function_values[i] for i in rows],
       self.lengths[rows],
       self.finished[rows],
+      self._grades[rows],
     )
     return {
       "result": vars(result),
@@ -323,23 +334,32 @@ class PendingRewards:
   @functools.partial(jax.profiler.annotate_function, name="reward")
   def _score_waiting(self) -> None:
     """Scores all waiting completions at once: verifiers may check them in parallel."""
-    completions = [self._waiting.popleft() for _ in range(len(self._waiting))]
-    if not completions:
-      return
-    texts = self._decode([completion.tokens for completion in completions])
-    problems = [self._problems[completion.problem] for completion in completions]
-    verdicts = self._reward_manager.verify(problems, texts)
-    for completion, text, verdict in zip(completions, texts, verdicts, strict=True):
-      i, j, tokens, finished = completion
-      self.texts[i][j] = text
-      self.lengths[i, j] = len(tokens)
-      self.finished[i, j] = finished
-      self._verdicts[i, j] = verdict
-      self._missing[i] -= 1
-      if not self._missing[i]:
-        self._function_values[i] = self._reward_manager.call_functions(
-          self._problems[i], self.texts[i]
-        )
+    manager = self._reward_manager
+    with self._lock:
+      completions = [self._waiting.popleft() for _ in range(len(self._waiting))]
+      if not completions:
+        return
+      texts = self._decode([completion.tokens for completion in completions])
+      problems = [self._problems[completion.problem] for completion in completions]
+      verdicts = manager.verify(problems, texts)
+    grades = manager.grade(problems, texts, [completion.finished for completion in completions])
+    with self._lock:
+      for completion, *scores in zip(completions, texts, verdicts, grades, strict=True):
+        self._keep(completion, *scores)
+
+  def _keep(self, completion: EndedCompletion, text: str, verdict: float, grade: float) -> None:
+    """Keeps the scores of a completion; the last one of a problem has users' functions called."""
+    i, j, tokens, finished = completion
+    self.texts[i][j] = text
+    self.lengths[i, j] = len(tokens)
+    self.finished[i, j] = finished
+    self._verdicts[i, j] = verdict
+    self._grades[i, j] = grade
+    self._missing[i] -= 1
+    if not self._missing[i]:
+      self._function_values[i] = self._reward_manager.call_functions(
+        self._problems[i], self.texts[i]
+      )
 
 
 def _mean(values: np.ndarray) -> float:

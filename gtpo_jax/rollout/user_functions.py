@@ -24,7 +24,7 @@ from gtpo_jax.rewards import PARTS
 from gtpo_jax.runtime.errors import FunctionError, UserError, first_line
 from gtpo_jax.runtime.limits import within
 
-BUILTIN_PARTS = ("correct", "verifier")  # parts of the reward that are computed from the verdicts
+BUILTIN_PARTS = ("correct", "verifier", "judge")  # parts of the reward that no function computes
 # The largest magnitude of a value. The squares of larger ones, summed over a batch, may overflow
 # float32.
 MAX_VALUE = 1e15

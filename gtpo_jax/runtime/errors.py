@@ -29,13 +29,21 @@ class FunctionError(RunError):
   """
 
 
+class JudgeError(FunctionError):
+  """Raised when the model that grades completions has stopped to answer (`reward.judge`).
+
+  The state of the last update is saved before the run ends.
+  """
+
+
 class CorruptCheckpoint(Exception):
   """Raised when a checkpoint differs from what was saved. The message names the difference."""
 
 
 # The errors whose type `broadcast_from_first` preserves when it raises them on every process.
 SHARED_ERRORS = {
-  kind.__name__: kind for kind in (UserError, RunError, FunctionError, CorruptCheckpoint)
+  kind.__name__: kind
+  for kind in (UserError, RunError, FunctionError, JudgeError, CorruptCheckpoint)
 }
 
 

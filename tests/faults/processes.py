@@ -33,7 +33,7 @@ SETTINGS = {  # several minibatches, and groups left over between steps
   "eval.batch": 8,
   "checkpoint.every": 2,
 }
-TIMING = ("time/", "tokens/s", "compiles")  # prefixes of metrics that may differ
+TIMING = ("time/", "tokens/s", "compiles", "judge/")  # prefixes of metrics that may differ
 
 
 def command(workdir, event, settings):

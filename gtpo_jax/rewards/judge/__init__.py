@@ -1,0 +1,1 @@
+"""A judge: a language model behind an OpenAI-compatible endpoint that grades completions."""

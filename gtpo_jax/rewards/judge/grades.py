@@ -1,0 +1,91 @@
+"""The texts of judging: the message to the judge, and the grade in its reply."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from gtpo_jax.runtime.errors import UserError
+
+_PLACE = re.compile(r"\{(prompt|completion|answer|question|mark)\}")
+ROUNDING = 1e-9  # by which a grade may exceed the scale
+
+
+class Texts(NamedTuple):
+  """What a judge reads about one completion."""
+
+  prompt: str
+  completion: str
+  answer: str
+
+
+def render(template: str, texts: Texts, question: str) -> str:
+  """Returns the message to the judge.
+
+  All places are filled at once, so that a completion that contains "{answer}" stays as it is. The
+  mark is a digest of the texts: a completion cannot contain its own.
+  """
+  content = "\0".join((*texts, question))
+  mark = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+  values = {**texts._asdict(), "question": question, "mark": mark}
+  return _PLACE.sub(lambda match: values[match[1]], template)
+
+
+def parse_scale(scale: str) -> Callable[[str], float | None]:
+  """Parses `reward.judge.scale`.
+
+  Returns:
+    A function that maps the text of a grade to a reward in [0, 1], or to None if the scale does not
+    have the grade.
+
+  Raises:
+    UserError: it is neither two numbers nor words with their rewards.
+  """
+  words = _words(scale)
+  if words:
+    return lambda grade: words.get(grade.strip().casefold())
+  lowest, _, highest = scale.partition(":")
+  ends = (_number(lowest), _number(highest))
+  if None in ends or ends[0] == ends[1]:
+    raise UserError(
+      "reward.judge.scale must be two numbers, such as 0:10, or words with rewards from 0 to 1, "
+      f"such as no=0,partly=0.5,yes=1; got {scale!r}"
+    )
+  return lambda grade: _share(grade, *ends)
+
+
+def read_grade(reply: str, pattern: re.Pattern[str]) -> str | None:
+  """Returns the text of the first group of the last match; None without a match."""
+  grade = None
+  for match in pattern.finditer(reply):
+    grade = next((group for group in match.groups() if group is not None), grade)
+  return grade
+
+
+def _share(grade: str, lowest: float, highest: float) -> float | None:
+  value = _number(grade)
+  if value is None:
+    return None
+  share = (value - lowest) / (highest - lowest)
+  inside = -ROUNDING <= share <= 1 + ROUNDING
+  return min(max(share, 0.0), 1.0) if inside else None
+
+
+def _words(scale: str) -> Mapping[str, float]:
+  """Returns the words with their rewards; {} if the scale is anything else."""
+  pairs = [part.rpartition("=") for part in scale.split(",")]
+  rewards = [_number(reward) for _, _, reward in pairs]
+  names = [name.strip().casefold() for name, _, _ in pairs]
+  valid = all(names) and all(reward is not None and 0 <= reward <= 1 for reward in rewards)
+  return dict(zip(names, rewards, strict=True)) if valid and len(set(names)) == len(names) else {}
+
+
+def _number(text: str) -> float | None:
+  try:
+    value = float(text)
+  except ValueError:
+    return None
+  return value if math.isfinite(value) else None

@@ -1,0 +1,158 @@
+"""Scoring with a judge: verdicts, parts of the reward, and completions without a grade."""
+
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+from judge_server import after, serving
+
+from gtpo_jax.config import default_config, freeze
+from gtpo_jax.data.records import Problem, user
+from gtpo_jax.rollout.group_metrics import combine_metrics
+from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards, RewardManager
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.signals import Stopped
+
+PROBLEMS = [Problem("a", user("1+1?"), "2", "math"), Problem("b", user("12+3:"), "15", "math")]
+TEXTS = [r"\boxed{2}", r"\boxed{15}", "so", "cut off"]  # of each problem; the last is cut off
+GRADES = dict(zip(TEXTS, ("Grade: 8", "Grade: 5", "no grade", "Grade: 10"), strict=True))
+
+
+def by_text(message, count):
+  return GRADES[message.split("|")[1]]
+
+
+@contextlib.contextmanager
+def managing(url, **changes):
+  config = default_config()
+  config.algorithm.name = "grpo"
+  with config.unlocked():
+    judge = {"base_url": url, "model": "m", "template": "{prompt}|{completion}|{answer}"}
+    config.update_from_flattened_dict({f"reward.judge.{key}": x for key, x in judge.items()})
+    config.update_from_flattened_dict(changes)
+  with contextlib.closing(RewardManager(freeze(config))) as manager:
+    yield manager
+
+
+def score(url, **changes):
+  """The scores of TEXTS as completions of both problems, which end one after another."""
+  with managing(url, **changes) as manager:
+    pending = PendingRewards(manager, PROBLEMS, 4, lambda rows: [TEXTS[row[0]] for row in rows])
+    for j in range(4):
+      ended = [EndedCompletion(i, j, np.array([j]), finished=j < 3) for i in range(2)]
+      pending.put(ended)
+    return pending.result()
+
+
+def test_the_judge_decides():
+  with serving(by_text) as server:
+    found = score(server.url)
+    # The one that was cut off is wrong, so the judge is not asked about it.
+    assert {message.split("|")[1] for message in server.messages} == set(TEXTS[:3])
+    assert {message.split("|")[0] for message in server.messages} == {"1+1?", "12+3:"}
+  np.testing.assert_array_equal(found.correct, [[True, True, False, False]] * 2)
+  np.testing.assert_array_equal(found.scored, [[True, True, False, True]] * 2)
+  np.testing.assert_array_equal(found.valid, found.scored)
+  np.testing.assert_array_equal(found.reward, [[1, 1, 0, 0]] * 2)
+  assert found.metrics["reward/no_verdict"] == found.metrics["judge/failed"] == 2
+  assert found.metrics["judge/grade"] == pytest.approx(0.65)
+  assert found.metrics["judge/requests"] == 6 and found.metrics["judge/tokens"] == 42
+
+
+def test_the_threshold():
+  with serving(by_text) as server:
+    found = score(server.url, **{"reward.judge.threshold": 0.6})
+  np.testing.assert_array_equal(found.correct, [[True, False, False, False]] * 2)
+
+
+def test_the_grade_as_the_reward():
+  with serving(by_text) as server:
+    found = score(server.url, **{"reward.parts": "verifier"})
+    assert len(server.messages) == 8
+  np.testing.assert_allclose(found.reward, [[0.8, 0.5, 0, 1]] * 2)
+  np.testing.assert_array_equal(found.correct, [[True, True, False, False]] * 2)
+  np.testing.assert_array_equal(found.scored, [[True, True, False, True]] * 2)
+  assert found.metrics["reward/part/verifier"] == pytest.approx(2.3 / 3)
+
+
+def test_the_judge_beside_the_verifiers():
+  parts = {"reward.parts": "correct,judge*0.5", "reward.judge.decides": False}
+  with serving(by_text) as server:
+    found = score(server.url, **parts)
+  np.testing.assert_array_equal(found.correct[:, :2], [[True, False], [False, True]])
+  np.testing.assert_allclose(found.reward[:, [0, 1, 3]], [[1.4, 0.25, 0.5], [0.4, 1.25, 0.5]])
+  np.testing.assert_array_equal(found.scored, [[True, True, False, True]] * 2)
+  assert found.metrics["reward/part/judge"] == pytest.approx(2.3 / 3)
+
+
+def test_a_slow_judgement_does_not_hold_up_others():
+  """Completions that end later are graded while an earlier one still waits."""
+  release = threading.Event()
+  others = threading.Event()
+
+  def answer(message, count):
+    if message.split("|")[1] == TEXTS[0]:
+      release.wait(20)
+    elif len(server.messages) == 6:
+      others.set()
+    return "Grade: 5"
+
+  with serving(answer) as server, managing(server.url) as manager:
+    pending = PendingRewards(manager, PROBLEMS, 4, lambda rows: [TEXTS[row[0]] for row in rows])
+    for j in range(3):
+      pending.put([EndedCompletion(i, j, np.array([j]), finished=True) for i in range(2)])
+    assert others.wait(10)
+    release.set()
+    assert pending.result().scored[:, :3].all()
+
+
+def test_a_stop_request_ends_the_wait_and_the_grades_so_far_are_kept(tmp_path):
+  slow = threading.Event()
+
+  def answer(message, count):
+    if message.split("|")[1] == TEXTS[0] and len(server.messages) < 7:
+      slow.wait(30)
+    return "Grade: 5"
+
+  def pending_of(manager):
+    pending = PendingRewards(manager, PROBLEMS, 3, lambda rows: [TEXTS[row[0]] for row in rows])
+    ended = [EndedCompletion(i, j, np.array([j]), True) for i in range(2) for j in range(3)]
+    pending.put(ended)
+    return pending
+
+  cached = lambda: len((tmp_path / "judge.jsonl").read_bytes().splitlines())
+  with serving(answer) as server:
+    with managing(server.url) as manager:
+      manager.use_judge_cache(tmp_path)
+      with pytest.raises(Stopped):
+        pending_of(manager).result(lambda: cached() == 4)
+    assert len(server.messages) == 6
+    with managing(server.url) as manager:
+      manager.use_judge_cache(tmp_path)
+      found = pending_of(manager).result()
+    assert len(server.messages) == 8  # the two that were not answered are asked for again
+    assert found.scored.all() and found.metrics["judge/cached"] == 4
+    slow.set()
+
+
+def test_the_probe_of_a_run():
+  said = []
+  with serving(lambda *_: after(0, "ready")) as server, managing(server.url) as manager:
+    manager.probe_judge(said.append)
+    assert said[0].startswith(f"judge: m at {server.url} has replied in 0.")
+    server.answer = lambda *_: (401, {}, {})
+    with pytest.raises(UserError, match="wants a key"):
+      manager.probe_judge(said.append)
+
+
+def test_metrics_of_several_batches_are_added():
+  one = {"judge/tokens": 5.0, "judge/grade": 0.5, "judge/seconds": 2.0, "reward/no_verdict": 1.0}
+  two = {**one, "judge/grade": float("nan"), "judge/seconds": 4.0}
+  assert combine_metrics([one, two]) == {
+    "judge/tokens": 10,
+    "judge/grade": 0.5,
+    "judge/seconds": 3,
+    "reward/no_verdict": 2,
+  }
+  assert np.isnan(combine_metrics([two, two])["judge/grade"])
