@@ -3,6 +3,7 @@
 This covers commands, config fields, files and links. The site must build without warnings.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -15,10 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from judge_server import serving
 
 from gtpo_jax import cli, config
 from gtpo_jax.algorithms import OBJECTIVES, RECIPES
 from gtpo_jax.config import Config, flatten, to_dict
+from gtpo_jax.rewards.judge.judge import Judge
 from gtpo_jax.runtime.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -86,7 +89,7 @@ def run_blocks(page, namespace, change=lambda block: block):
     ("batch_and_learning_rate", 1),
     ("concepts", 1),
     ("data", 1),
-    ("rewards", 2),
+    ("rewards", 3),
     ("from_trl", 2),
     ("own_task", 3),
   ],
@@ -126,6 +129,25 @@ def test_the_functions_ported_from_trl_score_as_the_script_does():
   ported = re.findall(r"# (\d+)", "".join(blocks(page, "python")))
   text = page.read_text().split("The first command is")[1].split("## ")[0]
   assert {*ported, *re.findall(r"\d+", text)} == {*numbers}
+
+
+def test_the_judge_of_the_rewards_page_grades():
+  grades = iter(["Grade: 5", "Good.\nGrade: 3"])
+  namespace = {}
+  run_blocks(DOCS / "rewards.md", namespace)
+  with serving(lambda message, count: next(grades)) as server:
+    namespace["judge"].base_url = server.url
+    section = config.freeze(namespace["config"]).reward.judge
+    with contextlib.closing(Judge(section)) as judge:
+      (reward,) = judge.grade(["a long text"], ["its summary"], ["a better one"])
+    assert reward == 0.75 >= section.threshold  # the mean of 1 and 0.5
+    faithful, short = sorted(server.messages)[::-1]
+  assert faithful.startswith(
+    "You grade summaries. Is the summary faithful to the text?\n\nText: a l"
+  )
+  assert short.startswith("You grade summaries. Is it at most two sentences long?")
+  mark = re.search(r"two lines (\w{16})\.", short)[1]
+  assert f"\n{mark}\nits summary\n{mark}\n" in short and "A good summary: a better one" in short
 
 
 @pytest.mark.slow

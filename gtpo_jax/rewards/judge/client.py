@@ -21,6 +21,7 @@ MAX_REPLY_BYTES = 4 << 20
 SHOWN_CHARS = 300  # of a server's message
 FIRST_DELAY_S = 0.5  # before the first retry; it doubles with each
 LONGEST_DELAY_S = 30.0
+_JITTER = random.Random()  # of its own, so that the state of `random` is the user's
 TRANSIENT = (408, 409, 425, 429)  # statuses below 500 after which a request is repeated
 
 
@@ -126,7 +127,7 @@ class Client:
           self._open_at = max(self._open_at, loop.time() + failure.after_s)
       self.retried += 1
       delay = min(FIRST_DELAY_S * 2**attempt, LONGEST_DELAY_S)
-      await asyncio.sleep(delay * random.uniform(0.75, 1.25))
+      await asyncio.sleep(delay * _JITTER.uniform(0.75, 1.25))
     raise AssertionError("unreachable")
 
   async def _post(self, body: bytes) -> Reply:
