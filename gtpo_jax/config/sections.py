@@ -31,6 +31,7 @@ from gtpo_jax.sampling.stop_strings import MAX_STOP_STRINGS, is_stop
 from gtpo_jax.training.state import OptimizerConfig
 
 MATH_RULES = ("math", "dapo")
+INSTRUCTION_MODES = ("strict", "loose")
 MAX_STALENESS = 16
 AXIS_SIZE = number(lambda x: x == -1 or x >= 1, "at least 1, or -1 for the remaining devices")
 STALENESS = number(
@@ -278,6 +279,8 @@ class RewardSection(Checked):
       verifier of each problem's kind.
     math_rule: "math" (equivalence, by exact arithmetic and math-verify) or "dapo" (DAPO's own
       `Answer:` line, compared as a string).
+    instructions: for problems of kind "constraints", "strict", or "loose": whether a text follows
+      its instructions is then also tried without its first line, last line and stars.
     timeout_s: seconds that checking one mathematical answer may take; after that it has no
       verdict.
     function_timeout_s: seconds that a user's function may take for the completions of one problem;
@@ -295,6 +298,7 @@ class RewardSection(Checked):
   parts: str = "correct"
   verifier: str = ""
   math_rule: str = setting("math", bound=one_of(MATH_RULES))
+  instructions: str = setting("strict", bound=one_of(INSTRUCTION_MODES))
   timeout_s: float = setting(5.0, bound=TIMEOUT)
   function_timeout_s: float = setting(300.0, bound=TIMEOUT)
   code_timeout_s: float = setting(5.0, bound=TIMEOUT)

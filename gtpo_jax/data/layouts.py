@@ -274,10 +274,22 @@ def _stdin(row: Row, location: str) -> Problem:
   return _problem({"id": name}, location, row["question"], _answer(name), "code", extra)
 
 
+def _ifeval(row: Row, location: str) -> Problem:
+  """IFEval has no answers; a problem's answer is the list of its instructions."""
+  names = row["instruction_id_list"]
+  if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+    raise ValueError(f"has an instruction_id_list that is not a list: {VALUES.repr(names)}")
+  extra = _others(row, {"prompt", "answer"})
+  fields = {"id": row.get("id", row.get("key"))}
+  answer = _answer(", ".join(names))
+  return _problem(fields, location, row["prompt"], answer, "constraints", extra)
+
+
 # Required columns and conversion of each layout, the most specific first.
 LAYOUTS: tuple[tuple[set[str], Callable[[Row, str], Problem]], ...] = (
   ({"prompt", "reward_model"}, _verl),  # DAPO-Math-17k and the other files of verl
   ({"prompt", "test", "entry_point"}, _humaneval),
+  ({"prompt", "instruction_id_list", "kwargs"}, _ifeval),  # IFEval and the training sets like it
   ({"text", "test_list"}, _mbpp),
   ({"prompt", "test_list"}, _mbpp),  # MBPP sanitized
   ({"question", "input_output"}, _stdin),  # APPS, TACO

@@ -22,6 +22,7 @@ from gtpo_jax.data.layouts import parse_fields, to_problem
 from gtpo_jax.data.readers import RECORDS, LocatedRow, Row, is_source, read_rows
 from gtpo_jax.data.records import Problem
 from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.installing import MissingPackage
 
 # Raises ValueError if completions of a problem of this kind, with this answer and extra, cannot be
 # checked.
@@ -75,8 +76,8 @@ def load_source(
       refuses is malformed. None accepts all.
 
   Raises:
-    UserError: there is no such source, it has more malformed rows than `bad_rows`, or it has no
-      problem at all.
+    UserError: there is no such source, it has more malformed rows than `bad_rows`, it has no
+      problem at all, or one of its problems needs a package that is missing here.
   """
   return _load(name, read_rows(name), fields, Malformed(bad_rows), check)
 
@@ -159,6 +160,8 @@ def _load(
       problem = to_problem(row, columns, location)
       if check and problem.kind:
         check(problem.kind, problem.answer, problem.extra)
+    except MissingPackage as error:
+      raise MissingPackage(f"{location}: {error}") from error
     except ValueError as error:
       malformed.add(location, error)
       continue

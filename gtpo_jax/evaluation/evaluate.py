@@ -41,6 +41,7 @@ MEASURED_BY = (
   "data.chat",
   "reward.verifier",
   "reward.math_rule",
+  "reward.instructions",
   "sampling.max_tokens",
   "sampling.stop",
 )

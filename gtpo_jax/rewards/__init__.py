@@ -8,7 +8,7 @@ from gtpo_jax.rewards.plain import choice_correct, exact_correct
 from gtpo_jax.rewards.sandbox.bubblewrap import sandbox_problem
 from gtpo_jax.rewards.synthetic import countdown_correct, forks_correct, last_number_correct
 from gtpo_jax.rewards.truth import MARKS, knows_truth, truth_marks
-from gtpo_jax.rewards.verifiers import PARTS, VERIFIERS
+from gtpo_jax.rewards.verifiers import PARTS, VERIFIERS, Score, score, verify
 from gtpo_jax.rewards.votes import VOTES
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
   "PARTS",
   "VERIFIERS",
   "VOTES",
+  "Score",
   "check_gold",
   "choice_correct",
   "code_correct",
@@ -30,6 +31,8 @@ __all__ = [
   "math_verdicts",
   "run_code",
   "sandbox_problem",
+  "score",
   "soft_overlong",
   "truth_marks",
+  "verify",
 ]

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gtpo_jax.rewards.constraints.verdicts import check_instructions
 from gtpo_jax.rewards.math.extraction import MAX_CHARS, gold_answer
 from gtpo_jax.rewards.math.values import read
 from gtpo_jax.rewards.math.verdicts import quick_verdict
@@ -238,4 +239,5 @@ REQUIREMENTS: dict[str, Callable[[str, Extra], None]] = {
   "countdown": _countdown,
   "sentence": _sentence,
   "code": _code,
+  "constraints": check_instructions,
 }

@@ -10,9 +10,11 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from gtpo_jax.rewards.code import code_correct
+from gtpo_jax.rewards.constraints.verdicts import STRICT, followed
 from gtpo_jax.rewards.math.extraction import extract
 from gtpo_jax.rewards.math.verdicts import math_verdicts
 from gtpo_jax.rewards.plain import choice_correct, exact_correct
@@ -22,6 +24,7 @@ from gtpo_jax.rewards.synthetic import (
   last_number_correct,
   sentence_correct,
 )
+from gtpo_jax.runtime.errors import UserError, did_you_mean
 
 # Maximum sandboxes at once: more than there are cores, as a short run mostly waits for processes.
 MAX_SANDBOXES = 4 * (os.cpu_count() or 1)
@@ -31,10 +34,30 @@ class Options(Protocol):
   """The fields of the config's reward section that verifiers read."""
 
   math_rule: str
+  instructions: str
   timeout_s: float
   code_timeout_s: float
   code_memory_mb: int
   unsandboxed: bool
+
+
+@dataclass(frozen=True)
+class DefaultOptions:
+  """The defaults of these fields."""
+
+  math_rule: str = "math"
+  instructions: str = STRICT
+  timeout_s: float = 5.0
+  code_timeout_s: float = 5.0
+  code_memory_mb: int = 512
+  unsandboxed: bool = False
+
+
+class Score(NamedTuple):
+  """A verdict with a number, for kinds that know more than right and wrong."""
+
+  correct: bool
+  number: float  # the reward part "verifier"
 
 
 Texts = Sequence[str]
@@ -43,6 +66,8 @@ Verdicts = list[bool | None]  # None: no verdict was reached
 
 # (completions, gold answers, extras, options) -> one verdict per completion, in the same order.
 Verifier = Callable[[Texts, Texts, Extras, Options], Verdicts]
+# The same, with a number for each verdict.
+Scorer = Callable[[Texts, Texts, Extras, Options], list[Score | None]]
 # (prompts, completions, gold answers, extras) -> one number per completion, in the same order.
 RewardPart = Callable[[Texts, Texts, Texts, Extras], list[float]]
 
@@ -92,6 +117,29 @@ def _code(completions: Texts, answers: Texts, extras: Extras, options: Options) 
     return list(threads.map(run_tests, completions, extras))
 
 
+def _constraints(
+  completions: Texts, answers: Texts, extras: Extras, options: Options
+) -> list[Score | None]:
+  """The number is the share of the problem's instructions that the completion follows."""
+  scores = []
+  for completion, extra in zip(completions, extras, strict=True):
+    verdicts = followed(completion, extra, options.instructions)
+    scores.append(Score(all(verdicts), sum(verdicts) / len(verdicts)))
+  return scores
+
+
+# By `Problem.kind`: the kinds whose verdicts have a number of their own.
+SCORERS: dict[str, Scorer] = {"constraints": _constraints}
+
+
+def _verdicts_of(scorer: Scorer) -> Verifier:
+  def verifier(completions: Texts, answers: Texts, extras: Extras, options: Options) -> Verdicts:
+    scores = scorer(completions, answers, extras, options)
+    return [None if score is None else score.correct for score in scores]
+
+  return verifier
+
+
 # By `Problem.kind`: the function that decides whether completions are correct.
 VERIFIERS: dict[str, Verifier] = {
   "last_number": _last_number,
@@ -102,7 +150,49 @@ VERIFIERS: dict[str, Verifier] = {
   "choice": _choice,
   "math": _math,
   "code": _code,
+  **{kind: _verdicts_of(scorer) for kind, scorer in SCORERS.items()},
 }
+
+
+def score(
+  kind: str, completions: Texts, answers: Texts, extras: Extras, options: Options
+) -> list[Score | None]:
+  """Returns the verdict on each completion with its number; without a scorer, 1 or 0.
+
+  Arguments and errors are those of `verify`; `options` are the fields of the config that it reads.
+  """
+  if kind in SCORERS:
+    return SCORERS[kind](completions, answers, extras, options)
+  verdicts = VERIFIERS[kind](completions, answers, extras, options)
+  return [None if verdict is None else Score(verdict, float(verdict)) for verdict in verdicts]
+
+
+def verify(kind: str, completions: Texts, answers: Texts, extras: Extras) -> Verdicts:
+  """Returns whether each completion is correct, or None where no verdict is reached.
+
+  The settings are the defaults of the config's reward section. The problems are not checked; a row
+  that `check_gold` refuses may raise any error.
+
+  Args:
+    kind: a key of `VERIFIERS`.
+    completions: any texts.
+    answers: the gold answer of each completion's problem.
+    extras: `Problem.extra` of each completion's problem.
+
+  Raises:
+    UserError: the kind has no verifier, or something that it needs is missing here.
+    ValueError: the lists differ in length.
+  """
+  if kind not in VERIFIERS:
+    raise UserError(
+      f"kind must be one of {', '.join(VERIFIERS)}, got {kind!r}{did_you_mean(kind, VERIFIERS)}"
+    )
+  if not len(completions) == len(answers) == len(extras):
+    raise ValueError(
+      f"verify needs as many answers and extras as completions, got {len(completions)} "
+      f"completions, {len(answers)} answers and {len(extras)} extras"
+    )
+  return VERIFIERS[kind](completions, answers, extras, DefaultOptions())
 
 
 def _boxed(prompts: Texts, completions: Texts, answers: Texts, extras: Extras) -> list[float]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
-from gtpo_jax.rewards import PARTS, VERIFIERS, group_relative, soft_overlong
+from gtpo_jax.rewards import PARTS, group_relative, score, soft_overlong
 from gtpo_jax.rewards.judge.judge import Judge
 from gtpo_jax.rollout.groups import EndedCompletion, RewardResult
 from gtpo_jax.rollout.user_functions import (
@@ -118,21 +118,27 @@ class RewardManager:
     1.0 is correct, 0.0 incorrect, NaN no verdict. All are NaN if a user's verifier is set or the
     judge decides: `combine` then uses their scores.
     """
-    verdicts = [math.nan] * len(texts)
+    return [verdict for verdict, _ in self.score(problems, texts)]
+
+  def score(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[tuple[float, float]]:
+    """Returns the verdicts of `verify`, each with the value of the reward part "verifier"."""
+    scores = [(math.nan, math.nan)] * len(texts)
     if self.has_own_verifier:
-      return verdicts
+      return scores
     for kind in {problem.kind for problem in problems}:
       # All completions of a kind at once: a verifier may check them in parallel.
       rows = [i for i, problem in enumerate(problems) if problem.kind == kind]
-      results = VERIFIERS[kind](
+      results = score(
+        kind,
         [texts[i] for i in rows],
         [problems[i].answer for i in rows],
         [problems[i].extra for i in rows],
         self._config.reward,
       )
-      for i, verdict in zip(rows, results, strict=True):
-        verdicts[i] = math.nan if verdict is None else float(verdict)
-    return verdicts
+      for i, result in zip(rows, results, strict=True):
+        if result is not None:
+          scores[i] = (float(result.correct), result.number)
+    return scores
 
   def grade(
     self, problems: Sequence[Problem], texts: Sequence[str], finished: Sequence[bool]
@@ -173,15 +179,17 @@ class RewardManager:
     lengths: np.ndarray,
     finished: np.ndarray,
     grades: np.ndarray | None = None,
+    numbers: np.ndarray | None = None,
   ) -> RewardResult:
     """Combines verdicts, grades and function values into rewards.
 
     Args:
-      verdicts: f64[n, g] from `verify`.
+      verdicts: f64[n, g] from `score`.
       function_values: n results of `call_functions`.
       lengths: i32[n, g], tokens of each completion.
       finished: bool[n, g]; False if the completion was cut off, which counts as incorrect.
       grades: f64[n, g] from `grade`, if there is a judge.
+      numbers: f64[n, g] from `score`; None for the verdicts as numbers.
     """
     section = self._config.reward
     algorithm = self._config.resolved_algorithm
@@ -198,6 +206,8 @@ class RewardManager:
     if section.judge_decides:
       verdicts = grades
       is_correct = grades >= section.judge.threshold
+    if self.has_own_verifier or numbers is None:
+      numbers = verdicts
     scored = ~np.isnan(verdicts) | ~finished
     correct = finished & is_correct
     reward = np.zeros(finished.shape)
@@ -210,7 +220,7 @@ class RewardManager:
       if name == "correct":
         part = np.where(correct, right, wrong)
       else:
-        known = {"verifier": verdicts, "judge": grades}
+        known = {"verifier": numbers, "judge": grades}
         part = known[name] if name in known else column(name)
         scored &= ~np.isnan(part)
         metrics[f"reward/part/{name}"] = _mean(part)
@@ -273,6 +283,7 @@ class PendingRewards:
     self.finished = np.zeros((n, group), bool)
     self.ended = 0
     self._verdicts = np.full((n, group), np.nan)
+    self._numbers = np.full((n, group), np.nan)
     self._grades = np.full((n, group), np.nan)
     self._function_values: list[dict[str, list[float]]] = [{} for _ in range(n)]
     self._missing = np.full(n, group)
@@ -323,6 +334,7 @@ class PendingRewards:
       self.lengths[rows],
       self.finished[rows],
       self._grades[rows],
+      self._numbers[rows],
     )
     return {
       "result": vars(result),
@@ -341,19 +353,22 @@ class PendingRewards:
         return
       texts = self._decode([completion.tokens for completion in completions])
       problems = [self._problems[completion.problem] for completion in completions]
-      verdicts = manager.verify(problems, texts)
+      scores = manager.score(problems, texts)
     grades = manager.grade(problems, texts, [completion.finished for completion in completions])
     with self._lock:
-      for completion, *scores in zip(completions, texts, verdicts, grades, strict=True):
-        self._keep(completion, *scores)
+      for completion, text, score, grade in zip(completions, texts, scores, grades, strict=True):
+        self._keep(completion, text, *score, grade)
 
-  def _keep(self, completion: EndedCompletion, text: str, verdict: float, grade: float) -> None:
+  def _keep(
+    self, completion: EndedCompletion, text: str, verdict: float, number: float, grade: float
+  ) -> None:
     """Keeps the scores of a completion; the last one of a problem has users' functions called."""
     i, j, tokens, finished = completion
     self.texts[i][j] = text
     self.lengths[i, j] = len(tokens)
     self.finished[i, j] = finished
     self._verdicts[i, j] = verdict
+    self._numbers[i, j] = number
     self._grades[i, j] = grade
     self._missing[i] -= 1
     if not self._missing[i]:

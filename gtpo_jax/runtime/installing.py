@@ -1,10 +1,33 @@
-"""Pip commands for messages about missing packages. They do not name gtpo_jax itself."""
+"""Messages about missing packages, with pip commands. They do not name gtpo_jax itself."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 
 from packaging.requirements import Requirement
+
+from gtpo_jax.runtime.errors import UserError
+
+
+class MissingPackage(UserError):
+  """Raised when an optional package is missing. No row of a file is to blame."""
+
+
+def require_package(module: str, what: str, extra: str, package: str = "") -> None:
+  """Checks that an optional package is installed, without importing it.
+
+  Args:
+    module: its top-level module.
+    what: what needs it, the subject of the message.
+    extra: the extra of gtpo_jax that installs it.
+    package: the name of the package, if it is not that of the module.
+
+  Raises:
+    MissingPackage: it is not installed.
+  """
+  if importlib.util.find_spec(module) is None:
+    raise MissingPackage(f"{what} needs {package or module}: {install_command(extra)}")
 
 
 def install_command(extra: str) -> str:

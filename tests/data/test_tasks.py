@@ -10,7 +10,7 @@ from gtpo_jax.data.tasks.arithmetic import Countdown, RunningSums
 from gtpo_jax.data.tasks.forks import CLOSE
 from gtpo_jax.data.tasks.sentences import TOPICS, WORDS
 from gtpo_jax.data.tasks.task import HELD_OUT, MAX_PROBLEMS
-from gtpo_jax.rewards import VERIFIERS, countdown_correct
+from gtpo_jax.rewards import check_gold, countdown_correct, verify
 from gtpo_jax.runtime.errors import UserError
 
 DIFFICULTIES = [
@@ -24,6 +24,8 @@ DIFFICULTIES = [
   ("forks", 2, 4),
   ("forks_confident", 5, 9),
   ("sentences", 0, 0),
+  ("constraints", 0, 0),
+  ("constraints", 3, 0),
 ]
 
 
@@ -37,7 +39,7 @@ def accuracy(task, slips, seed=0, count=1000):
     texts.append(task.demonstration(index, rng, slips))
   answers = [problem.answer for problem in problems]
   extras = [problem.extra for problem in problems]
-  return np.mean(VERIFIERS[problems[0].kind](texts, answers, extras, None))
+  return np.mean(verify(problems[0].kind, texts, answers, extras))
 
 
 @pytest.mark.parametrize(("name", "terms", "largest"), DIFFICULTIES)
@@ -59,7 +61,7 @@ def test_fewer_slips_are_fewer_errors(name):
 
 @pytest.mark.parametrize(("name", "terms", "largest"), DIFFICULTIES)
 def test_problems_are_pure_functions_of_their_number(name, terms, largest):
-  task = TASKS[name](terms, largest) if terms else TASKS[name]()
+  task = make_task.__wrapped__(name, terms, largest)
   other = make_task(name, terms, largest)
   ids = np.random.default_rng(1).choice(task.size, 100)
   assert [task.problem(i) for i in ids] == [other.problem(i) for i in ids]
@@ -255,3 +257,36 @@ def test_sentences_are_about_a_topic_and_a_word():
   assert problem.extra == {"topic": "ant", "word": "blanket"} and problem.kind == "sentence"
   with pytest.raises(UserError, match=r"data\.terms has no effect with the task 'sentences'"):
     make_task("sentences", terms=3)
+
+
+def test_constraints_are_one_to_three_instructions():
+  task = make_task("constraints")
+  problem = task.problem(4)
+  assert problem.kind == "constraints"
+  assert problem.answer == ", ".join(problem.extra["instruction_id_list"])
+  problems = [task.problem(index) for index in range(300)]
+  assert {len(problem.extra["kwargs"]) for problem in problems} == {1, 2, 3}
+  names = {name for problem in problems for name in problem.extra["instruction_id_list"]}
+  assert len(names) == 11
+  for problem in problems:
+    check_gold("constraints", problem.answer, problem.extra)
+  two = make_task("constraints", terms=2)
+  assert {len(two.problem(index).extra["kwargs"]) for index in range(50)} == {2}
+
+
+@pytest.mark.parametrize(
+  ("settings", "message"),
+  [
+    ({"largest": 3}, r"data\.largest has no effect with the task 'constraints'; leave it at 0"),
+    ({"terms": 4}, r"the task 'constraints' needs data\.terms in 0\.\.3, got 4"),
+  ],
+)
+def test_constraints_refuse_other_difficulties(settings, message):
+  with pytest.raises(UserError, match=message):
+    make_task("constraints", **settings)
+
+
+def test_equal_constraints_are_in_the_same_part():
+  task = make_task("constraints", terms=1)
+  prompts = lambda ids: {task.problem(index).messages[-1]["content"] for index in ids.tolist()}
+  assert prompts(task.train_ids).isdisjoint(prompts(task.held_out_ids))

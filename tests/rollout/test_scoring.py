@@ -611,3 +611,24 @@ def test_scoring_runs_while_others_are_sampled():
   with pytest.raises(LookupError, match="a fault of ours"):
     pending.result()
   assert seen[0] is not threading.current_thread()
+
+
+@pytest.mark.parametrize(
+  ("mode", "correct", "shares"),
+  [("strict", [True, False, False], [1, 0.5, 0]), ("loose", [True, False, True], [1, 0.5, 1])],
+)
+def test_the_part_verifier_of_instructions_is_the_share_that_is_followed(mode, correct, shares):
+  extra = {
+    "instruction_id_list": ["punctuation:no_comma", "startend:quotation"],
+    "kwargs": [{}, {}],
+  }
+  problem = Problem("1", user("q"), "", "constraints", extra)
+  parts = {"reward.parts": "correct,verifier*0.5", "reward.instructions": mode}
+  manager = manager_of("dapo", **parts)
+  scores = np.array(manager.score([problem] * 3, ['"a"', "a", 'Sure, yes:\n"a"']))[None]
+  values = [manager.call_functions(problem, [""] * 3)]
+  finished = np.ones((1, 3), bool)
+  found = manager.combine(scores[..., 0], values, LENGTHS[:1], finished, numbers=scores[..., 1])
+  np.testing.assert_array_equal(found.correct, [correct])
+  np.testing.assert_allclose(found.reward[0], np.where(correct, 1, -1) + np.multiply(shares, 0.5))
+  assert found.metrics["reward/part/verifier"] == pytest.approx(np.mean(shares))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 
 from gtpo_jax.data.tasks.arithmetic import Countdown, RunningSums
+from gtpo_jax.data.tasks.constraints import Constraints
 from gtpo_jax.data.tasks.forks import FILLER, ConfidentForks, Forks
 from gtpo_jax.data.tasks.sentences import Sentences
 from gtpo_jax.data.tasks.task import Task, TaskPart
@@ -17,15 +18,17 @@ from gtpo_jax.runtime.errors import UserError, did_you_mean
 __all__ = ["FILLER", "TASKS", "Forks", "Task", "TaskPart", "make_task"]
 
 TASKS: dict[str, type] = {
-  task.name: task for task in (RunningSums, Countdown, Forks, ConfidentForks, Sentences)
+  task.name: task
+  for task in (RunningSums, Countdown, Forks, ConfidentForks, Sentences, Constraints)
 }
+UNREAD = {Sentences: ("terms", "largest"), Constraints: ("largest",)}  # settings without effect
 
 
 @functools.lru_cache(maxsize=8)
 def make_task(name: str, terms: int = 0, largest: int = 0, filler: int = FILLER) -> Task:
   """Returns a task by name. `terms` or `largest` of 0 selects the task's default.
 
-  Only forks reads `filler`, and sentences reads none of them.
+  Only forks reads `filler`, constraints only `terms`, and sentences none of them.
 
   Raises:
     UserError: the name is unknown, or the task does not have this difficulty.
@@ -35,10 +38,8 @@ def make_task(name: str, terms: int = 0, largest: int = 0, filler: int = FILLER)
     raise UserError(f"unknown task {name!r}{suggestion}; valid are {', '.join(TASKS)}")
   difficulty = {"terms": terms, "largest": largest}
   settings = {key: value for key, value in difficulty.items() if value}
-  if TASKS[name] is Sentences and settings:
-    raise UserError(
-      f"data.{next(iter(settings))} has no effect with the task 'sentences'; leave it at 0"
-    )
+  if unread := [key for key in UNREAD.get(TASKS[name], ()) if key in settings]:
+    raise UserError(f"data.{unread[0]} has no effect with the task {name!r}; leave it at 0")
   if issubclass(TASKS[name], Forks):
     settings["filler"] = filler
   return TASKS[name](**settings)

@@ -1,0 +1,89 @@
+"""Whether completions follow the instructions of their problem, and whether these can be checked.
+
+The instructions are those of `extra`, as in IFEval's files: `instruction_id_list`, a list of names,
+and `kwargs`, the arguments of each. An argument that is null, zero or empty counts as missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gtpo_jax.rewards.constraints.instructions import INSTRUCTIONS
+from gtpo_jax.runtime.errors import did_you_mean
+
+STRICT = "strict"
+LOOSE = "loose"
+MODES = (STRICT, LOOSE)
+SHOWN_CHARS = 80  # of a value in a message
+
+
+def followed(completion: str, extra: Mapping[str, Any], mode: str = STRICT) -> list[bool]:
+  """Returns whether a completion follows each instruction of its problem.
+
+  Args:
+    completion: any text; a blank one follows no instruction.
+    extra: `Problem.extra`, accepted by `check_instructions`.
+    mode: "strict", or "loose": the instruction counts as followed if any of eight variants of the
+      text follows it, which lack the first line, the last line, all stars, or several of these
+      (section 2.2 of 2311.07911).
+  """
+  texts = [completion] if mode == STRICT else _variants(completion)
+  texts = [text for text in texts if text.strip()]
+  verdicts = []
+  for name, given in zip(extra["instruction_id_list"], extra["kwargs"], strict=True):
+    arguments = _given(given)
+    follows = INSTRUCTIONS[name].follows
+    verdicts.append(any(follows(text, **arguments) for text in texts))
+  return verdicts
+
+
+def _variants(completion: str) -> list[str]:
+  lines = completion.split("\n")
+  parts = [lines[1:], lines[:-1], lines[1:-1]]
+  texts = [completion, *("\n".join(part).strip() for part in parts)]
+  return list(dict.fromkeys(texts + [text.replace("*", "") for text in texts]))
+
+
+def _given(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
+  return {name: value for name, value in (arguments or {}).items() if value}
+
+
+def check_instructions(answer: str, extra: Mapping[str, Any]) -> None:
+  """Checks that the instructions of a problem can be checked.
+
+  Raises:
+    ValueError: there are none, one is unknown, or its arguments are not those that it needs.
+    MissingPackage: an instruction needs a package that is not installed.
+  """
+  names = extra.get("instruction_id_list")
+  kwargs = extra.get("kwargs")
+  if not isinstance(names, list | tuple) or not names:
+    raise ValueError("is of kind 'constraints', but has no list extra.instruction_id_list")
+  is_arguments = lambda value: value is None or isinstance(value, Mapping)
+  if not isinstance(kwargs, list | tuple) or not all(map(is_arguments, kwargs)):
+    raise ValueError("is of kind 'constraints', but extra.kwargs is not a list of objects")
+  if len(names) != len(kwargs):
+    raise ValueError(f"has {len(names)} instructions, but {len(kwargs)} kwargs")
+  for name, arguments in zip(names, kwargs, strict=True):
+    _check_instruction(name, _given(arguments))
+
+
+def _check_instruction(name: Any, arguments: Mapping[str, Any]) -> None:
+  instruction = INSTRUCTIONS.get(name) if isinstance(name, str) else None
+  if not instruction:
+    suggestion = did_you_mean(name, INSTRUCTIONS) if isinstance(name, str) else ""
+    raise ValueError(f"has the unknown instruction {str(name)[:SHOWN_CHARS]!r}{suggestion}")
+  if unknown := [key for key in arguments if key not in instruction.arguments]:
+    valid = ", ".join(instruction.arguments) or "none"
+    raise ValueError(f"has an argument {unknown[0]!r} of {name}; its arguments are {valid}")
+  for key, problem_of in instruction.arguments.items():
+    if key not in arguments:
+      raise ValueError(f"has no argument {key} of {name}")
+    if problem := problem_of(arguments[key]):
+      raise ValueError(
+        f"has the argument {key} = {str(arguments[key])[:SHOWN_CHARS]!r} of {name}, which {problem}"
+      )
+  if arguments.get("nth_paragraph", 0) > arguments.get("num_paragraphs", 0):
+    raise ValueError(f"has an nth_paragraph above the num_paragraphs of {name}")
+  instruction.require(f"the instruction {name}")
