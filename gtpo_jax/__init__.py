@@ -4,7 +4,8 @@
     config = gtpo_jax.default_config()
     result = gtpo_jax.train(config, reward=my_function, data=my_dicts)
 
-Importing this package does not import JAX; using any of its names except `rewards` does.
+Importing this package does not import JAX; using any of its names except `environments` and
+`rewards` does.
 """
 
 from __future__ import annotations
@@ -13,9 +14,18 @@ import importlib
 from typing import Any
 
 __version__ = "0.2.0"
-__all__ = ["algorithms", "default_config", "load_config", "models", "rewards", "steps", "train"]
+__all__ = [
+  "algorithms",
+  "default_config",
+  "environments",
+  "load_config",
+  "models",
+  "rewards",
+  "steps",
+  "train",
+]
 
-_PACKAGES = ("algorithms", "models", "rewards")
+_PACKAGES = ("algorithms", "environments", "models", "rewards")
 _FUNCTIONS = {  # public name: (module, name in the module)
   "default_config": ("config", "default_config"),
   "load_config": ("config", "load"),

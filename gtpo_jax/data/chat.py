@@ -8,7 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gtpo_jax.data.chat_template import MAX_REASON_CHARS, TOKENIZER_DIR, ChatTemplate, Messages
+from gtpo_jax.data.chat_template import (
+  MAX_REASON_CHARS,
+  TOKENIZER_DIR,
+  ChatTemplate,
+  Messages,
+  Schemas,
+)
 from gtpo_jax.data.records import NO_ROLE, ROLES
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.storage.files import local_copy, read_json, safe_join
@@ -70,7 +76,7 @@ class Chat:
     plain = [token.content for token in added.values() if not token.special]
     splits = (f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in plain)
     self._splits = re.compile("|".join(splits) or "(?!)")
-    self._template_controls: dict[tuple[str, ...], list[int]] = {}  # by the roles of messages
+    self._template_controls: dict[tuple[tuple[str, ...], str], list[int]] = {}  # by roles, tools
     self.pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     self.stop = tuple(sorted({tokenizer.eos_token_id, self.pad, *stop}))
     # What the tokenizer puts before plain text: the beginning-of-text token of Llama, for example.
@@ -82,10 +88,10 @@ class Chat:
     # A fast tokenizer raises if one call changes its settings while another call runs.
     self._lock = threading.Lock()
 
-  def encode_prompt(self, messages: Messages) -> list[int]:
+  def encode_prompt(self, messages: Messages, tools: Schemas = ()) -> list[int]:
     """Returns the ids of a conversation up to the start of the assistant's turn.
 
-    Text from data never becomes a control token.
+    Text from data never becomes a control token. The schemas of tools are not data.
 
     Raises:
       UserError: a message has no text or a role that is not in `ROLES`, or the template does not
@@ -98,31 +104,34 @@ class Chat:
       if message["role"] not in ROLES:
         raise UserError(f"a message has the role {message['role']!r}, {NO_ROLE}")
     if not any(token in message["content"] for message in messages for token in self.control):
-      ids = self._encode(self.template.render(messages))
-      if _controls(ids, self._control_ids) == self._controls_of_template(messages):
+      ids = self.encode(self.template.render(messages, tools))
+      if self.controls(ids) == self._controls_of_template(messages, tools):
         return ids
-    return self._encode_separately(messages)
+    return self._encode_separately(messages, tools)
 
-  def _encode_separately(self, messages: Messages) -> list[int]:
+  def _encode_separately(self, messages: Messages, tools: Schemas) -> list[int]:
     """Encodes each text by itself, as plain characters, between the parts of the template.
 
     This is safe for texts that spell a control token, also together with the template around them.
     """
     ids = []
-    parts = self.template.parts(messages)
+    parts = self.template.parts(messages, tools)
     for part, message in zip(parts, messages, strict=False):
-      ids += self._encode(part) + self.encode_plain(message["content"])
-    return ids + self._encode(parts[-1])
+      ids += self.encode(part) + self.encode_plain(message["content"])
+    return ids + self.encode(parts[-1])
 
-  def _controls_of_template(self, messages: Messages) -> list[int]:
+  def _controls_of_template(self, messages: Messages, tools: Schemas) -> list[int]:
     """Returns the control tokens of the template around messages, in order."""
-    roles = tuple(message["role"] for message in messages)
-    if roles not in self._template_controls:
-      ids = self._encode(
-        self.template.render([{**message, "content": "x"} for message in messages])
-      )
-      self._template_controls[roles] = _controls(ids, self._control_ids)
-    return self._template_controls[roles]
+    key = (tuple(message["role"] for message in messages), str(tools))
+    if key not in self._template_controls:
+      harmless = [{**message, "content": "x"} for message in messages]
+      ids = self.encode(self.template.render(harmless, tools))
+      self._template_controls[key] = self.controls(ids)
+    return self._template_controls[key]
+
+  def controls(self, ids: Sequence[int]) -> list[int]:
+    """Returns the control tokens among ids, in order."""
+    return [token for token in ids if token in self._control_ids]
 
   def encode_text(self, text: str) -> list[int]:
     """Returns the ids of plain text without the chat template, as base models need it.
@@ -134,7 +143,7 @@ class Chat:
 
   def encode_plain(self, text: str) -> list[int]:
     """Returns the ids of a text that never becomes a control token, and nothing else."""
-    return self._encode(text, plain=True)
+    return self.encode(text, plain=True)
 
   def encode_completion(self, text: str) -> list[int]:
     """Returns the ids of an assistant's turn, including its end token."""
@@ -176,7 +185,7 @@ class Chat:
     text = self.tokenizer.decode([*self._letter, *ids])
     return text.removeprefix(self.tokenizer.decode(self._letter))
 
-  def _encode(self, text: str, plain: bool = False) -> list[int]:
+  def encode(self, text: str, plain: bool = False) -> list[int]:
     """Encodes a text. If `plain`, control tokens in it are encoded as plain characters.
 
     Raises:
@@ -194,7 +203,7 @@ class Chat:
             f"the tokenizer of {self.tokenizer.name_or_path!r} cannot encode a text: "
             f"{first_line(error)[:MAX_REASON_CHARS]}"
           ) from error
-    if plain and (control := _controls(ids, self._control_ids)):
+    if plain and (control := self.controls(ids)):
       name = self.tokenizer.added_tokens_decoder[control[0]].content
       raise UserError(
         f"the tokenizer of {self.tokenizer.name_or_path!r} encodes a text as its control token "
@@ -255,10 +264,6 @@ class TextStream:
       if self._chat.text_of(run[:count], self._at_start) + rest == text:
         return run[count:], rest
     return [], ""
-
-
-def _controls(ids: Sequence[int], control_ids: Collection[int]) -> list[int]:
-  return [token for token in ids if token in control_ids]
 
 
 def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:

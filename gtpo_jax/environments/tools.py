@@ -41,15 +41,20 @@ class Tools:
     schemas: their JSON schemas, as chat templates take them.
   """
 
-  def __init__(self, functions: Sequence[Callable[..., Any]]):
+  def __init__(
+    self,
+    functions: Sequence[Callable[..., Any]],
+    schemas: Sequence[Mapping[str, Any]] | None = None,
+  ):
     """Args:
     functions: functions or bound methods, `async` or not.
+    schemas: their schemas, if they are known; None makes them.
 
     Raises:
       UserError: a function has no docstring in Google style, lacks a type hint, has a type that
         JSON does not know, or has the name of another.
     """
-    self.schemas = [schema_of(function) for function in functions]
+    self.schemas = [schema_of(function) for function in functions] if schemas is None else schemas
     self._functions: dict[str, Callable[..., Any]] = {}
     for schema, function in zip(self.schemas, functions, strict=True):
       name = schema["function"]["name"]

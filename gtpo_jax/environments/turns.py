@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import enum
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 # A message has "role" and "content"; the result of a call also has "name" and "tool_call_id".
 Message = Mapping[str, str]
 
-ANSWERED = "answered"  # a turn called no tool, and there is no environment that goes on
-ENV_DONE = "env_done"  # the environment said so
-MAX_TURNS = "max_turns"
-MAX_TOKENS = "max_tokens"  # a turn was cut off at the limit of the completion
-MAX_CALLS = "max_calls"
-CONTEXT = "context"  # after the observation, no token would be left for another turn
-PARSE_ERROR = "parse_error"  # too many turns whose calls could not be read
-TIMEOUT = "timeout"  # the environment took too long
-ENV_ERROR = "env_error"  # the environment raised an exception
-MODEL_LIMITS = (MAX_TURNS, MAX_TOKENS, MAX_CALLS, CONTEXT, PARSE_ERROR)
-ENVIRONMENT_FAULTS = (TIMEOUT, ENV_ERROR)
-STOPS = (ANSWERED, ENV_DONE, *MODEL_LIMITS, *ENVIRONMENT_FAULTS)  # why an episode ended
+
+class Stop(enum.StrEnum):
+  """Why an episode ended."""
+
+  ANSWERED = "answered"  # a turn called no tool, and there is no environment that goes on
+  ENV_DONE = "env_done"  # the environment said so
+  MAX_TURNS = "max_turns"
+  MAX_TOKENS = "max_tokens"  # a turn was cut off at the limit of the completion
+  MAX_CALLS = "max_calls"
+  CONTEXT = "context"  # after the observation, no token would be left for another turn
+  PARSE_ERROR = "parse_error"  # too many turns whose calls could not be read
+  TIMEOUT = "timeout"  # the environment took too long
+  ENV_ERROR = "env_error"  # the environment failed
+
+
+# The limits that a model reaches; an episode that ends at one of them is incorrect.
+MODEL_LIMITS = (Stop.MAX_TURNS, Stop.MAX_TOKENS, Stop.MAX_CALLS, Stop.CONTEXT, Stop.PARSE_ERROR)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Step:
   """An environment's answer to a turn.
 
   Attributes:
-    messages: what the model reads next: messages, or the text of one message.
+    messages: what the model reads next: messages, or the text of one message of the user.
     reward: for this turn. The reward of an episode is the sum of those of its turns.
     done: whether the episode ends.
     correct: whether the model has solved the task; None if the environment does not say so, in
@@ -85,10 +91,12 @@ class Episode:
 
   Attributes:
     turns: the model's turns.
-    stop: why it ended, from `STOPS`.
+    stop: why it ended, a value of `Stop`.
     reward: the sum of `rewards`.
     rewards: those of the environment for each turn; the last one includes the reward of `finish`.
-    correct: the environment's verdict; None if there is none.
+    correct: the environment's verdict, False if the model has reached a limit; None if the verifier
+      of the problem judges the text.
+    scored: False if the episode says nothing about the model, because the environment has failed.
     tokens: how many tokens the model has drawn.
     seconds: how long the environment took.
     info: the environment's numbers.
@@ -100,6 +108,7 @@ class Episode:
   reward: float
   rewards: tuple[float, ...]
   correct: bool | None
+  scored: bool
   tokens: int
   seconds: float
   info: Mapping[str, float]
@@ -115,7 +124,42 @@ class Episode:
     """How many calls the model has made."""
     return sum(len(turn.calls) for turn in self.turns)
 
-  @property
-  def has_verdict(self) -> bool:
-    """False if the environment failed, so that the episode says nothing about the model."""
-    return self.stop not in ENVIRONMENT_FAULTS
+
+Group = Hashable  # names a prompt with its completions; groups can be sorted
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+  """The environments of a prompt are ready; see `add_to_prompt` for what they add to it."""
+
+  group: Group
+  added: str | Sequence[Message]
+
+
+@dataclasses.dataclass(frozen=True)
+class Observed:
+  """A completion goes on with another turn, after these tokens."""
+
+  group: Group
+  index: int
+  tokens: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+  """A completion has ended."""
+
+  group: Group
+  index: int
+  episode: Episode
+
+
+@dataclasses.dataclass(frozen=True)
+class Differs:
+  """The environments of a restored group do not repeat what they did; it must begin again."""
+
+  group: Group
+  reason: str
+
+
+Event = Opened | Observed | Ended | Differs

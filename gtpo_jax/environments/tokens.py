@@ -1,0 +1,203 @@
+"""Tokens of turns: what is appended to an episode after the model's tokens, and never changed.
+
+History is not rendered or encoded again: other tokens than those that were drawn would be trained
+on. What follows a turn is found by rendering a short conversation: everything that the chat
+template writes after the end token of the assistant's turn. That is the rest of its end (the line
+break after `<|im_end|>`, for example), the messages, and the start of the next turn. Thinking of
+earlier turns stays, although some templates drop it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from gtpo_jax.data.chat import REPLACEMENT, Chat
+from gtpo_jax.data.records import NO_ROLE, ROLES
+from gtpo_jax.environments.turns import Message
+from gtpo_jax.runtime.errors import UserError
+
+TURN = "qzturnqz"  # stands for the text of a turn
+CONTENT = "qzcontentqz"  # stands for the text of a message
+# Characters for private use. One of them that no text contains splits control tokens in texts.
+SPLITS = tuple(map(chr, range(0xF0000, 0xF0100)))
+CALL_ID = re.compile(r"[A-Za-z0-9]{9}")  # templates of Mistral refuse others
+NO_CALL_ID = "call00000"
+# The share of a text that stays at its start, if it is cut.
+KEPT_AT_START = {"middle": 0.5, "end": 1.0, "start": 0.0}
+# Of a long text, so many characters for each token that stays are encoded to find these tokens.
+CHARS_PER_TOKEN = 64
+
+
+class TurnTokens:
+  """The tokens that follow a turn, for a tokenizer with a chat template."""
+
+  def __init__(self, chat: Chat, roles: Sequence[str]):
+    """Args:
+    chat: the tokenizer and its template.
+    roles: the roles that messages will have.
+
+    Raises:
+      UserError: the template rejects messages of a role after a turn, does not show them, or does
+        not end a turn with an end token; or a message changes what precedes it, so that its tokens
+        cannot be appended.
+    """
+    self._chat = chat
+    self._ends = {chat.tokenizer.convert_ids_to_tokens(token): token for token in chat.stop}
+    by_length = sorted((x for x in chat.control if len(x) > 1), key=len, reverse=True)
+    self._control = re.compile("|".join(map(re.escape, by_length)) or "(?!)")
+    # By the role of the first message: a conversation, and the end of its text.
+    self._before: dict[str, tuple[list[dict[str, object]], str]] = {}
+    self._controls: dict[tuple[tuple[str, bool], ...], list[int]] = {}
+    for role in roles:
+      after = self._after_turn([_complete({"role": role, "content": CONTENT})])[1]
+      if after.count(CONTENT) != 1:
+        raise UserError(
+          f"{chat.template.name} does not show messages of the role {role!r} after a turn"
+          + ("; set env.role='user'" if role == "tool" else "")
+        )
+
+  def observation(self, messages: Sequence[Message], ended: bool) -> list[int]:
+    """Returns the ids of messages after a turn, up to the start of the next turn.
+
+    Texts of messages never become control tokens.
+
+    Args:
+      messages: at least one, with "role" and "content"; the result of a call also has "name" and
+        "tool_call_id".
+      ended: whether the turn ended at an end token; if not, the result begins with one.
+
+    Raises:
+      UserError: a message has an unknown role, or the template rejects it.
+    """
+    complete = [_complete(message) for message in messages]
+    key = tuple((message["role"], bool(message["content"].strip())) for message in complete)
+    if key not in self._controls:
+      harmless = [{**x, "name": "x", "content": x["content"] and "x"} for x in complete]
+      self._controls[key] = self._chat.controls(self._chat.encode(self._after_turn(harmless)[1]))
+    texts = "".join(message[field] for message in complete for field in ("content", "name"))
+    split = next(mark for mark in SPLITS if mark not in texts)
+    for everywhere in (False, True):  # the second time for tokenizers that change texts first
+      guarded = [
+        {
+          **message,
+          "content": self._guarded(message["content"], split, everywhere),
+          "name": self._guarded(message["name"], split, everywhere),
+        }
+        for message in complete
+      ]
+      end, text = self._after_turn(guarded)
+      parts = text.split(split)
+      ids = [
+        token
+        for part in parts
+        for token in self._chat.encode(part, plain=everywhere and len(part) == 1)
+      ]
+      if self._chat.controls(ids) == self._controls[key]:
+        return ids if ended else [end, *ids]
+    raise UserError(
+      f"{self._chat.template.name} makes control tokens of the text {texts[:100]!r}; use another "
+      "tokenizer"
+    )
+
+  def shorten(self, text: str, limit: int, cut: str = "middle") -> str:
+    """Returns a text of at most `limit` tokens, with a note in the place of what is left out.
+
+    Args:
+      text: any text.
+      limit: the most tokens, the note included.
+      cut: the part that is left out, "start", "middle" or "end".
+    """
+    if len(text.encode("utf-8", "replace")) <= limit:  # a token has at least a byte
+      return text
+    chat = self._chat
+    most = CHARS_PER_TOKEN * limit
+    if len(text) <= 2 * most:
+      start = end = chat.encode_plain(text)
+      if len(start) <= limit:
+        return text
+    else:
+      start, end = chat.encode_plain(text[:most]), chat.encode_plain(text[-most:])
+    room = limit
+    while room > 0:
+      first = round(KEPT_AT_START[cut] * room)
+      head = chat.text_of(start[:first], True).rstrip(REPLACEMENT) if first else ""
+      tail = chat.text_of(end[first - room :], True).lstrip(REPLACEMENT) if first < room else ""
+      note = f"[{len(text) - len(head) - len(tail)} characters left out]"
+      short = "\n".join(filter(None, (head, note, tail)))
+      over = len(chat.encode_plain(short)) - limit
+      if over <= 0:
+        return short
+      room -= over
+    return chat.text_of(start[:limit], True).rstrip(REPLACEMENT)
+
+  def _after_turn(self, messages: Sequence[Message]) -> tuple[int, str]:
+    """Returns the end token of a turn, and the text after it with these messages."""
+    template = self._chat.template
+    before, closed = self._conversation_before(messages[0])
+    text = template.render([*before, *messages]).partition(TURN)[2]
+    found = [(closed.find(end), end) for end in self._ends if end in closed]
+    if not found:
+      raise UserError(
+        f"{template.name} does not end the assistant's turn with one of the end tokens "
+        f"{', '.join(self._ends)}; use another tokenizer"
+      )
+    at, end = min(found)
+    closing = closed[: at + len(end)]
+    if not text.startswith(closing):
+      raise UserError(
+        f"{template.name} changes the end of a turn when messages follow it, so that their tokens "
+        "cannot be appended; use another tokenizer"
+      )
+    return self._ends[end], text.removeprefix(closing)
+
+  def _conversation_before(self, message: Message) -> tuple[list[dict[str, object]], str]:
+    """Returns a conversation with one turn, of a kind that this message may follow.
+
+    It comes with what the template writes after the text of the turn.
+
+    Some templates only have results after calls, and some do not show the text of a turn that has
+    calls, for which its argument stands then.
+    """
+    role = message["role"]
+    if role not in self._before:
+      question = {"role": "user", "content": "x"}
+      function = {"name": "x", "arguments": {"x": TURN}}
+      call = {"type": "function", "id": NO_CALL_ID, "function": function}
+      plain = {"role": "assistant", "content": TURN}
+      calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+      try:
+        self._chat.template.render([question, plain, message])
+        turn = plain
+      except UserError:
+        self._chat.template.render([question, calling, message])
+        turn = calling
+      closed = self._chat.template.render([question, turn], turn_follows=False)
+      self._before[role] = [question, turn], closed.partition(TURN)[2]
+    return self._before[role]
+
+  def _guarded(self, text: str, split: str, everywhere: bool) -> str:
+    """Returns a text with `split` within each control token, or around every character."""
+    if everywhere:
+      return split + split.join(text) + split
+    while self._control.search(text):  # what is left of one may be part of another
+      text = self._control.sub(lambda match: match[0][0] + split + match[0][1:], text)
+    return text
+
+
+def _complete(message: Message) -> dict[str, str]:
+  """Returns a message with all fields that templates may read.
+
+  Raises:
+    UserError: the role is unknown, or no environment can take it.
+  """
+  role = message["role"]
+  if role not in ROLES:
+    raise UserError(f"a message of the environment has the role {role!r}, {NO_ROLE}")
+  if role == "assistant":
+    raise UserError("a message of the environment has the role 'assistant'; use 'user' or 'tool'")
+  call_id = message.get("tool_call_id", "")
+  complete = {"role": role, "content": message["content"], "name": message.get("name", "")}
+  if role == "tool":
+    complete["tool_call_id"] = call_id if CALL_ID.fullmatch(call_id) else NO_CALL_ID
+  return complete

@@ -1,0 +1,227 @@
+"""Runs calls of environments on threads, with a time limit for each.
+
+A thread cannot be stopped. A call that exceeds its limit is abandoned: it has failed, its thread no
+longer takes the place of a worker, and what it returns later is dropped. `async` calls share an
+event loop, on which they are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import inspect
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Any, NamedTuple
+
+from gtpo_jax.runtime.errors import FunctionError, RunError, first_line
+
+# Calls that hang at the same time before a run ends; each of them keeps a thread and its memory.
+MAX_HANGING = 256
+LOOP_CHECK_S = 1.0  # an event loop that does nothing for so long is replaced
+
+
+class Outcome(NamedTuple):
+  """How a call ended.
+
+  Attributes:
+    key: what was given to `Workers.submit`.
+    value: what the call returned; None if it failed.
+    seconds: how long it took.
+    timed_out: whether it exceeded its limit.
+    hangs: whether it has not returned yet, so that `cleanup` is still to come.
+    error: what it raised, in one line; "" if nothing.
+    details: the traceback of `error`.
+  """
+
+  key: Hashable
+  value: Any
+  seconds: float
+  timed_out: bool = False
+  hangs: bool = False
+  error: str = ""
+  details: str = ""
+
+
+class _Call:
+  """A call that waits or runs."""
+
+  def __init__(
+    self, key: Hashable, work: Callable[[], Any], limit_s: float, cleanup: Callable[[], Any]
+  ):
+    self.key = key
+    self.work = work
+    self.limit_s = limit_s
+    self.cleanup = cleanup
+    self.began = 0.0
+    self.future: concurrent.futures.Future[Any] | None = None  # of an `async` call
+
+  def outcome(self, value: Any = None, error: str = "", details: str = "") -> Outcome:
+    """Returns the outcome of a call that returns now. Its own time tells whether it is too late."""
+    seconds = time.monotonic() - self.began
+    if seconds > self.limit_s:
+      return Outcome(self.key, None, seconds, timed_out=True)
+    return Outcome(self.key, value, seconds, error=error, details=details)
+
+
+class Workers:
+  """Runs at most `count` calls at a time. One thread submits calls and takes their outcomes.
+
+  Attributes:
+    abandoned: how many calls were abandoned so far.
+  """
+
+  def __init__(self, count: int):
+    """Args:
+    count: the most calls that run at the same time.
+    """
+    self.abandoned = 0
+    self._count = count
+    self._waiting: collections.deque[_Call] = collections.deque()
+    self._running: set[_Call] = set()
+    self._hanging = 0
+    self._outcomes: list[Outcome] = []
+    self._fatal: FunctionError | None = None
+    self._changed = threading.Condition()
+    self._loop = _EventLoop()
+
+  def submit(
+    self,
+    key: Hashable,
+    work: Callable[[], Any],
+    limit_s: float,
+    cleanup: Callable[[], Any] = lambda: None,
+  ) -> None:
+    """Adds a call.
+
+    Args:
+      key: names it in its outcome.
+      work: the call; what it returns is awaited if it is awaitable.
+      limit_s: seconds that it may take from its beginning, not counting the wait for a worker.
+      cleanup: called on the same thread if the call returns after it was abandoned.
+    """
+    with self._changed:
+      self._waiting.append(_Call(key, work, limit_s, cleanup))
+      self._start()
+
+  def poll(self) -> list[Outcome]:
+    """Returns the outcomes since the last poll, in the order in which calls ended.
+
+    Raises:
+      FunctionError: a call raised KeyboardInterrupt or the like.
+      RunError: too many calls hang.
+    """
+    with self._changed:
+      self._abandon()
+      if self._fatal:
+        raise self._fatal
+      if self._hanging > MAX_HANGING:
+        raise RunError(
+          f"{self._hanging} calls of the environment hang beyond env.step_timeout_s; give what "
+          "they wait for a time limit, and resume the run"
+        )
+      outcomes, self._outcomes = self._outcomes, []
+    return outcomes
+
+  def wait(self, timeout_s: float) -> None:
+    """Waits until a poll has outcomes, at most `timeout_s` seconds, and not if no call runs."""
+    until = time.monotonic() + timeout_s
+    with self._changed:
+      while self._running and not self._outcomes and not self._fatal:
+        limit = min(call.began + call.limit_s for call in self._running)
+        left = min(until, limit) - time.monotonic()
+        if left < 0:
+          return
+        self._changed.wait(left + 0.001)
+
+  def _start(self) -> None:
+    """Starts calls as long as there are free workers."""
+    while self._waiting and len(self._running) < self._count:
+      call = self._waiting.popleft()
+      call.began = time.monotonic()
+      self._running.add(call)
+      # A daemon, so that a call that hangs cannot keep the program from ending.
+      threading.Thread(target=self._run, args=(call,), name="gtpo environment", daemon=True).start()
+
+  def _run(self, call: _Call) -> None:
+    value = fatal = None
+    error = details = ""
+    try:
+      value = call.work()
+      if inspect.isawaitable(value):
+        call.future = self._loop.start(value)
+        value = call.future.result()
+    except (Exception, SystemExit, asyncio.CancelledError) as raised:  # the user's code
+      value = None
+      error = described(raised)
+      details = traceback.format_exc()
+    except BaseException as raised:
+      fatal = FunctionError(f"an environment raised {described(raised)}, which ends the run")
+    with self._changed:
+      abandoned = call not in self._running
+      if abandoned:
+        self._hanging -= 1
+      else:
+        self._running.remove(call)
+        self._outcomes.append(call.outcome(value, error, details))
+      self._fatal = self._fatal or fatal
+      self._start()
+      self._changed.notify_all()
+    if abandoned:
+      with contextlib.suppress(Exception):
+        call.cleanup()
+
+  def _abandon(self) -> None:
+    """Abandons the calls that have exceeded their limits, and starts others in their place."""
+    now = time.monotonic()
+    late = [call for call in self._running if now - call.began > call.limit_s]
+    for call in late:
+      self._running.remove(call)
+      self._hanging += 1
+      self.abandoned += 1
+      self._outcomes.append(call.outcome()._replace(hangs=True))
+      if call.future:
+        self._loop.cancel(call.future)
+    self._start()
+
+
+class _EventLoop:
+  """An event loop on a thread of its own, which is replaced if a call blocks it."""
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._loop: asyncio.AbstractEventLoop | None = None
+
+  def start(self, awaitable: Awaitable[Any]) -> concurrent.futures.Future[Any]:
+    """Starts to await something."""
+    with self._lock:
+      if self._loop is None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="gtpo event loop", daemon=True).start()
+      return asyncio.run_coroutine_threadsafe(_result_of(awaitable), self._loop)
+
+  def cancel(self, future: concurrent.futures.Future[Any]) -> None:
+    """Cancels what was started, and leaves the loop to it if it blocks the loop."""
+    future.cancel()
+    with self._lock:
+      if self._loop:
+        lives = threading.Event()
+        self._loop.call_soon_threadsafe(lives.set)
+        if not lives.wait(LOOP_CHECK_S):
+          self._loop = None
+
+
+async def _result_of(awaitable: Awaitable[Any]) -> Any:
+  return await awaitable
+
+
+def described(error: BaseException) -> str:
+  """Returns the type and the first line of the message of an exception of any class."""
+  try:
+    return f"{type(error).__name__}: {first_line(error)}"
+  except Exception:  # its __str__ raises
+    return type(error).__name__
