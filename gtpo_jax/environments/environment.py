@@ -67,11 +67,11 @@ class Maker:
       return cls("tools")
     if isinstance(environment, Maker):
       return environment
-    name = getattr(environment, "__name__", type(environment).__name__)
+    name = name_of(environment)
     if not callable(environment):
       raise UserError(
         f"environment is a class with reset and step, or a function that makes an object with "
-        f"them; got an object of type {name}"
+        f"them; got an object of type {type(environment).__name__}"
       )
     if isinstance(environment, type):
       for method in ("reset", "step"):
@@ -81,6 +81,12 @@ class Maker:
             f"environments.from_methods({name})"
           )
     return cls(name, environment)
+
+
+def name_of(make: Any) -> str:
+  """Returns what messages call a class or a function; "environment" if it has no name."""
+  name = getattr(make, "__name__", "")
+  return name if name.isidentifier() else "environment"
 
 
 class Player:

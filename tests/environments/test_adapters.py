@@ -3,6 +3,7 @@
 import collections
 import random
 import sys
+import threading
 import time
 import types
 
@@ -337,7 +338,7 @@ def test_python_needs_a_sandbox(monkeypatch):
 @pytest.mark.manual
 def test_gem():
   gem = pytest.importorskip("gem")
-  make = lambda: gem.make("game:GuessTheNumber-v0", min_number=1, max_number=3, max_turns=5)
+  make = lambda: gem.make("game:GuessTheNumber-v0-easy", min_number=1, max_number=3, max_turns=5)
   added, observations, episode = play(from_gym(make), [rf"\boxed{{{i}}}" for i in (1, 2, 3)])
   assert "guess the number between 1 and 3" in added
   assert all("the target number is higher" in text for text in observations)
@@ -365,6 +366,47 @@ def test_skyrl_gym():
   make = lambda row: skyrl_gym.make("gsm8k", extras=row)
   added, observations, episode = play(from_gym(make), ["#### 2"], row)
   assert added == [] and observations == []
+  assert episode.reward == 1 and episode.correct is True
+
+
+@pytest.mark.manual
+def test_an_openenv_server():
+  server = pytest.importorskip("openenv.core.env_server")
+  uvicorn = pytest.importorskip("uvicorn")
+
+  class Say(server.Action):
+    say: str
+
+  class Heard(server.Observation):
+    message: str = ""
+
+  class Echo(server.Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, **others):
+      self.count = 0
+      return Heard(message=f"Say end. {seed}", done=False)
+
+    def step(self, action, timeout_s=None, **others):
+      self.count += 1
+      return Heard(message=f"{self.count}: {action.say}", done=action.say == "end", reward=0.5)
+
+    @property
+    def state(self):
+      return server.State(step_count=self.count)
+
+  app = server.create_fastapi_app(Echo, Say, Heard, max_concurrent_envs=8)
+  running = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+  thread = threading.Thread(target=running.run, daemon=True)
+  thread.start()
+  while not running.started:
+    time.sleep(0.05)
+  port = running.servers[0].sockets[0].getsockname()[1]
+  environment = from_openenv(f"http://127.0.0.1:{port}", lambda turn: {"say": turn.text})
+  added, observations, episode = play(environment, ["a", "end"])
+  running.should_exit = True
+  thread.join(10)
+  assert added == "Say end. 3" and observations == ["1: a"]
   assert episode.reward == 1 and episode.correct is True
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gtpo_jax.environments.adapters.methods import accepted
-from gtpo_jax.environments.environment import Maker
+from gtpo_jax.environments.environment import Maker, name_of
 from gtpo_jax.environments.tools import as_text
 from gtpo_jax.environments.turns import Message, Step, Turn
 
@@ -42,8 +42,7 @@ def from_gym(make: Callable[..., Any], solved_at: float | None = 1.0) -> Maker:
     solved_at: the sum of rewards from which an episode is correct when it is done; None leaves
       this to the verifier of the problem.
   """
-  name = getattr(make, "__name__", type(make).__name__)
-  return Maker(name, functools.partial(_Gym, make, solved_at))
+  return Maker(name_of(make), functools.partial(_Gym, make, solved_at))
 
 
 class _Gym:
