@@ -229,7 +229,7 @@ class EpisodeRunner:
       self._end(key, session, session.stop)
     else:
       self._take_step(key, session, outcome.value)
-    if state is State.RESET:
+    if state is State.RESET and not session.discarded:
       self._join(key[0])
 
   def _join(self, group: Group) -> None:
@@ -254,6 +254,8 @@ class EpisodeRunner:
       else:
         session.state = State.MODEL
         self._repeat((group, index), session)
+      if session.discarded:  # it did not repeat what was saved
+        return
     self._open(group)
 
   def _open(self, group: Group) -> None:
@@ -316,7 +318,7 @@ class EpisodeRunner:
 
   def _end(self, key: Key, session: Session, stop: Stop, hangs: bool = False) -> None:
     session.stop = stop
-    if session.expected is not None:
+    if session.repeats:
       self._differ(key[0], session.reason or f"turn {session.turns[-1].index} ended the episode")
       return
     session.result = session.episode()

@@ -163,10 +163,7 @@ class Session:
 
   def add_step(self, step: Step) -> Stop | None:
     """Adds an answer to the latest turn; returns why it ends the episode, if it does."""
-    self.rewards.append(step.reward)
-    self.info.update(step.info)
-    if step.correct is not None:
-      self.correct = step.correct
+    self._add(step)
     if step.done:
       answered = self.player.ends_with_answer and not self.turns[-1].calls
       return Stop.ANSWERED if answered else Stop.ENV_DONE
@@ -195,10 +192,11 @@ class Session:
 
   def add_finish(self, step: Step) -> None:
     """Adds what `finish` says to the last turn."""
-    if self.rewards:
-      self.rewards[-1] += step.reward
-    else:
-      self.rewards.append(step.reward)
+    earlier = self.rewards.pop() if self.rewards else 0.0
+    self._add(dataclasses.replace(step, reward=earlier + step.reward))
+
+  def _add(self, step: Step) -> None:
+    self.rewards.append(step.reward)
     self.info.update(step.info)
     if step.correct is not None:
       self.correct = step.correct

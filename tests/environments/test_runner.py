@@ -461,6 +461,28 @@ def test_an_environment_that_does_not_repeat_itself_is_reported(row, seed, reaso
   assert play.say("11", 1).correct
 
 
+def test_a_difference_that_is_known_at_once_ends_the_whole_group():
+  play = Play(Guess, [add], size=3)
+  for i in range(3):
+    play.say("<tool_call>{", i)
+  snapshot = play.runner.snapshot(GROUP)
+  snapshot["episodes"][0]["turns"][0][3][0] += 1
+  play.runner.discard(GROUP)
+  play.runner.restore(GROUP, {"number": 11}, SEED, snapshot)
+  (event,) = play.events()
+  assert event == Differs(GROUP, "Guess.step returned something else for turn 0")
+  play.runner.close()
+  assert play.runner.poll() == []
+
+
+def test_an_environment_that_cannot_be_reset_again_is_reported():
+  play = Play(Fails, row={"fails": "x"})
+  snapshot = {"added": "", "episodes": [{"turns": [[[5], True, 9, [6]]]}]}
+  play.runner.restore((1, 1), {"fails": "reset"}, SEED, snapshot)
+  (event,) = play.events()
+  assert event == Differs((1, 1), "Fails.reset raised OSError: no connection")
+
+
 def test_discarded_groups_send_no_events_and_are_closed():
   Fails.closed = 0
   Fails.release.clear()

@@ -120,7 +120,7 @@ def test_texts_that_the_tokenizer_changes_first_never_become_control_tokens(tmp_
   tokenizer.normalizer = normalizers.NFKC()
   normalized = ("<|im_start|>", "<|im_end|>")
   tokenizer.add_tokens([AddedToken(x, special=True, normalized=True) for x in normalized])
-  tokenizer.add_tokens([AddedToken("§", special=True, normalized=False)])
+  tokenizer.add_tokens([AddedToken("☃", special=True, normalized=False)])
   settings = {
     "eos_token": "<|im_end|>",
     "chat_template": json.loads((TOKENIZER_DIR / "tokenizer_config.json").read_text())[
@@ -134,7 +134,7 @@ def test_texts_that_the_tokenizer_changes_first_never_become_control_tokens(tmp_
   ids = tokens.observation(user(wide), ended=True)
   assert len(chat.controls(ids)) == 3
   assert "<|im_end|><|im_end|>" in chat.tokenizer.decode(ids)
-  assert len(chat.controls(tokens.observation(user("a § b"), ended=True))) == 3
+  assert len(chat.controls(tokens.observation(user("a ☃ b"), ended=True))) == 3
 
 
 def test_a_turn_that_has_no_end_token_gets_one():
