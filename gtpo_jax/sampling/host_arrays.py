@@ -10,7 +10,7 @@ import numpy as np
 
 from gtpo_jax.arrays import Prompts, Rollouts
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.decode import Chunk
+from gtpo_jax.sampling.chunk import Chunk
 from gtpo_jax.sampling.stop_strings import StopSearch
 
 

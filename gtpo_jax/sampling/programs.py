@@ -18,7 +18,7 @@ from gtpo_jax.runtime.compiling import StoppableProgram
 from gtpo_jax.runtime.mesh import batch_shards, named_sharding
 from gtpo_jax.sampling.batches import Places, PrefillShape, prefill_batch, resume_batch
 from gtpo_jax.sampling.cache import Cache, States, gather_rows
-from gtpo_jax.sampling.decode import Chunk, ChunkLimits, Decoder, decode_chunk, prefill_rows
+from gtpo_jax.sampling.chunk import Chunk, ChunkLimits, Decoder, decode_chunk, prefill_rows
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
