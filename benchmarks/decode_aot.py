@@ -145,7 +145,7 @@ def main() -> None:
   shards = len(devices) // args.tensor
   slots = args.slots * shards
   c = dataclasses.replace(PRESETS[args.preset], compute_dtype="bfloat16")
-  model = Transformer(c, make_mesh(1, shards, args.tensor, devices))
+  model = Transformer(c, make_mesh(data=1, fsdp=shards, tensor=args.tensor, devices=devices))
   engine = Engine(
     model,
     stop=(0, 1),

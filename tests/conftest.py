@@ -241,3 +241,5 @@ def pytest_configure(config):
   prepare_libraries()
   prepare_devices()
   os.environ.pop("NPROC", None)  # programs that tests start set their own value
+  # Otherwise every process that a test starts would compile the package again.
+  os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -129,6 +129,13 @@ def test_rewards_and_environments_do_not_import_jax():
       assert not {"outside:jax", "outside:flax"} & set(imports(path)), path
 
 
+def test_the_scheduler_is_plain_python_and_numpy():
+  """It uses no devices, and can be simulated without them."""
+  assert set(imports(PACKAGE / "sampling" / "scheduler.py")) <= {
+    "outside:" + name for name in ("__future__", "collections", "dataclasses", "typing", "numpy")
+  }
+
+
 def test_code_inside_the_sandbox_imports_only_what_is_there():
   allowed = {
     "outside:" + name for name in ("__future__", "_operator", "builtins", "marshal", "os", "sys")

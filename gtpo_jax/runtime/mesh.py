@@ -28,21 +28,22 @@ MESH_AXES = ("data", "fsdp", "context", "tensor")
 
 
 def make_mesh(
+  *,
   data: int = -1,
   fsdp: int = 1,
+  context: int = 1,
   tensor: int = 1,
   devices: Sequence[jax.Device] | None = None,
-  context: int = 1,
 ) -> Mesh:
   """Builds the (data, fsdp, context, tensor) mesh. One size may be -1, for all remaining devices.
 
   Args:
     data: replicas of the parameters; batches are split over them.
     fsdp: shards of the parameters, gathered when used; batches are split over them too.
-    tensor: shards of heads, MLP and vocabulary, and of positions between layers.
-    devices: the devices to use; default: all devices of all processes.
     context: shards of positions, between and within layers; parameters and vocabulary are split
       over them too.
+    tensor: shards of heads, MLP and vocabulary, and of positions between layers.
+    devices: the devices to use; default: all devices of all processes.
 
   Raises:
     UserError: the product of the sizes is not the number of devices.
@@ -152,7 +153,7 @@ def _outer_shape(shape: tuple[int, ...], islands: int) -> tuple[int, ...]:
 
 def single_device_mesh() -> Mesh:
   """Returns the mesh of the first device."""
-  return make_mesh(1, 1, 1, jax.devices()[:1])
+  return make_mesh(devices=jax.devices()[:1])
 
 
 def sampling_mesh(mesh: Mesh, *sizes: int) -> Mesh:

@@ -63,7 +63,7 @@ OPTIONS += [(name, {}) for name in CONTRAST if name not in BY_ENTROPY]
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=option_id)
-@pytest.mark.some(10)
+@pytest.mark.some(6)
 def test_groups_without_contrast_do_not_affect_the_advantages(name, options):
   algorithm = strong(name, **options)
   batch = random_batch(3, name)
@@ -173,6 +173,7 @@ SCALES = (0.5, 3.0, 1 / np.log(2))  # the last: nats to bits
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "entropy_advantage"])
+@pytest.mark.some(8)
 def test_the_unit_of_entropy_has_no_effect(name):
   """H is compared only with other H, and 1/H, as long as none is at the floor, with other 1/H."""
   batch = random_batch(12, name)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from etils import epath
 from flax.traverse_util import flatten_dict
+from meshes import mesh_of
 
 from gtpo_jax.checkpoint.integrity import check_integrity
 from gtpo_jax.checkpoint.manager import PARAMS, Checkpoints
@@ -21,7 +22,7 @@ from gtpo_jax.models.config import Lora
 from gtpo_jax.models.lora import split_adapters, without_lora
 from gtpo_jax.rollout.policies import open_policy
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
+from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 
 SMALL = dataclasses.replace(
@@ -76,7 +77,7 @@ def test_a_checkpoint_holds_adapters_and_restores_on_any_mesh(quantize, tmp_path
   assert all("lora_" in path for path in leaves)
   restored = Checkpoints(folder).restore(model, OPTIMIZER, base=base_of(state))
   assert_equal(restored.state, state)
-  wide, same = state_of(make_mesh(2, 2, 2), quantize)
+  wide, same = state_of(mesh_of(2, 2, 1, 2), quantize)
   restored = Checkpoints(folder).restore(wide, OPTIMIZER, base=base_of(same))
   assert_equal(restored.state, state)
 

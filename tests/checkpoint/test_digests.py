@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from meshes import mesh_of
 
 from gtpo_jax.checkpoint.digests import digest_file, digest_leaves, digest_tree
-from gtpo_jax.runtime.mesh import make_mesh, named_sharding
+from gtpo_jax.runtime.mesh import named_sharding
 
 
 def slow_sum(x, salt):
@@ -44,8 +45,8 @@ def test_known_values():
 def test_digests_do_not_depend_on_the_mesh():
   x = np.random.default_rng(1).normal(size=(8, 16)).astype(np.float32)
   digests = {
-    digest_tree({"a": jax.device_put(x, named_sharding(make_mesh(*sizes), *axes))})
-    for sizes in ((8, 1, 1), (1, 8, 1), (2, 2, 2))
+    digest_tree({"a": jax.device_put(x, named_sharding(mesh_of(*sizes), *axes))})
+    for sizes in ((8, 1, 1, 1), (1, 8, 1, 1), (2, 2, 1, 2))
     for axes in (("batch", "heads"), ("embed", None), (None, "vocab"), ())
   }
   assert digests == {digest_tree({"a": x})}

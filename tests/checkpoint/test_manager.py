@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tensorstore
 from etils import epath
+from meshes import mesh_of
 
 from gtpo_jax.checkpoint.integrity import (
   RECORD_FILE,
@@ -28,7 +29,7 @@ from gtpo_jax.models.params import init_params
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import RunError, UserError
-from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
+from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.runtime.startup import prepare_libraries
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 
@@ -288,7 +289,7 @@ def test_an_incomplete_step_is_ignored_and_removed_by_the_next_save(copy, model)
 def from_eight(tmp_path_factory):
   """The folder of a checkpoint saved on 2 x 2 x 2 devices, and its state on the host."""
   folder = tmp_path_factory.mktemp("eight") / "checkpoints"
-  wide = model_on(make_mesh(2, 2, 2))
+  wide = model_on(mesh_of(2, 2, 1, 2))
   state = init_state(init_params(wide, jax.random.key(2)), OPTIMIZER, wide)
   checkpoints = Checkpoints(folder, keep=1)
   checkpoints.save(state, LEFTOVERS, {"guide": "a digest"})
@@ -297,11 +298,11 @@ def from_eight(tmp_path_factory):
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 2), (1, 2, 1, 2)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1)])
 @pytest.mark.some(0)
 def test_saved_on_eight_devices_and_restored_on_others(from_eight, sizes):
   folder, state = from_eight
-  here = model_on(make_mesh(*sizes[:3], jax.devices()[: int(np.prod(sizes))], *sizes[3:]))
+  here = model_on(mesh_of(*sizes))
   restored = Checkpoints(folder).restore(here, OPTIMIZER, pytest.fail)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored.state), state)
   np.testing.assert_array_equal(restored.leftovers["log_probs"], LEFTOVERS["log_probs"])

@@ -1,6 +1,6 @@
 """Restores a checkpoint as one of several processes.
 
-`python restore.py CHECKPOINTS OUT DATA,FSDP,TENSOR`; process i writes its state to OUT_i.npz.
+`python restore.py CHECKPOINTS OUT DATA,FSDP,CONTEXT,TENSOR`; process i writes OUT_i.npz.
 """
 
 import sys
@@ -13,7 +13,7 @@ from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.cluster.joining import join_processes
 from gtpo_jax.runtime.distributed import fetch
-from gtpo_jax.runtime.mesh import make_mesh
+from gtpo_jax.runtime.mesh import MESH_AXES, make_mesh
 from gtpo_jax.runtime.startup import prepare_devices, prepare_jax
 from gtpo_jax.training.state import OptimizerConfig, make_optimizer
 
@@ -22,7 +22,8 @@ if __name__ == "__main__":
   join_processes()
   prepare_devices()
   _, folder, out, sizes = sys.argv
-  model = Transformer(PRESETS["tiny"], make_mesh(*map(int, sizes.split(","))))
+  mesh = make_mesh(**dict(zip(MESH_AXES, map(int, sizes.split(",")), strict=True)))
+  model = Transformer(PRESETS["tiny"], mesh)
   saved = Checkpoints(folder, keep=3).restore(model, make_optimizer(OptimizerConfig(), 10))
   leaves = {
     jax.tree_util.keystr(path): leaf

@@ -53,6 +53,7 @@ def test_a_command_in_an_odd_environment(script):
   assert closed or "tiny" in done.stdout, done
 
 
+@pytest.mark.slow
 def test_a_message_with_any_characters_fits_any_terminal():
   """An ASCII terminal gets escapes; a name that is not UTF-8 does not end in a traceback."""
   script = (

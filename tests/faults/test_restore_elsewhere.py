@@ -5,13 +5,13 @@ import sys
 import jax
 import numpy as np
 import pytest
+from meshes import mesh_of
 from processes import HERE, start_together
 
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.models.params import init_params
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 
 pytestmark = pytest.mark.devices
@@ -22,7 +22,7 @@ OPTIMIZER = make_optimizer(OptimizerConfig(), 10)
 @pytest.fixture
 def saved(tmp_path):
   """Checkpoints of steps 1 and 2, saved on 2 x 2 x 2 devices, and their states."""
-  model = Transformer(PRESETS["tiny"], make_mesh(2, 2, 2))
+  model = Transformer(PRESETS["tiny"], mesh_of(2, 2, 1, 2))
   states = {}
   checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
   for step in (1, 2):
@@ -65,7 +65,7 @@ def assert_same(restored, state):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "devices"), [("2,1,1", 1), ("1,2,2", 2)])
+@pytest.mark.parametrize(("mesh", "devices"), [("2,1,1,1", 1), ("1,2,1,2", 2)])
 def test_saved_on_eight_devices_and_restored_on_two_processes(saved, mesh, devices):
   folder, states = saved
   restored, printed = restore(folder, mesh, devices)
@@ -86,7 +86,7 @@ def test_damage_seen_by_one_process_makes_all_restore_the_previous_step(saved, t
   content = bytearray(file.read_bytes())
   content[len(content) // 2] ^= 1
   (tmp_path / "bad").write_bytes(content if damage == "flipped" else b"")
-  restored, printed = restore(folder, "2,1,1", 1, f"mount --bind {tmp_path / 'bad'} {file}")
+  restored, printed = restore(folder, "2,1,1,1", 1, f"mount --bind {tmp_path / 'bad'} {file}")
   assert "the checkpoint of step 2 is damaged" in printed[0], printed
   assert "trying step 1 instead" in printed[0]
   for each in restored:

@@ -135,6 +135,7 @@ def scalars(folder):
   return shown
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
   for first, last in ((0, 5), (3, 6), (3, 4)):
     journal = Journal(tmp_path, first, tensorboard=True)

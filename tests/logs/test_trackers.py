@@ -121,6 +121,7 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     assert any(key.startswith("samples") for key in row)
 
 
+@pytest.mark.slow
 def test_weights_and_biases_without_a_key_is_refused_at_once(tmp_path, monkeypatch):
   """The library itself would only find out after the warm start, and ask or raise."""
   wandb = pytest.importorskip("wandb")

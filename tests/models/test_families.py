@@ -21,6 +21,7 @@ from hf_folders import (
   torch_greedy,
   torch_logits,
 )
+from meshes import mesh_of
 
 from gtpo_jax.models import PRESETS, Transformer, load, save, save_adapter
 from gtpo_jax.models.attention.rope_scaling import Llama3Scaling
@@ -28,7 +29,7 @@ from gtpo_jax.models.hf.config_json import read_config, to_hf_config
 from gtpo_jax.models.hf.weights import hf_shapes
 from gtpo_jax.models.lora import add_lora, merge_lora, without_lora
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
+from gtpo_jax.runtime.mesh import single_device_mesh
 
 PROMPTS = [[5, 9, 1], [2], [4, 4, 8, 30, 21], [40, 41]]
 PUBLISHED = {  # numbers of parameters, as on the models' pages
@@ -61,7 +62,7 @@ def case(request):
 
 @pytest.mark.parametrize(
   "shape",
-  [None, pytest.param((2, 2, 2), marks=[pytest.mark.slow, pytest.mark.devices])],
+  [None, pytest.param((2, 2, 1, 2), marks=[pytest.mark.slow, pytest.mark.devices])],
   ids=["one", "2x2x2"],
 )
 @pytest.mark.some(2)
@@ -70,7 +71,7 @@ def test_logits_equal_those_of_transformers(case, shape):
   tokens, mask = padded_batch(length=100)
   want = torch_logits(reference, tokens, mask)
   assert np.abs(want[mask]).max() > 2
-  mesh = make_mesh(*shape) if shape else None
+  mesh = mesh_of(*shape) if shape else None
   got = our_logits(*load(folder, "float32", mesh), tokens, mask)
   np.testing.assert_allclose(got[mask], want[mask], rtol=0, atol=2e-4)
 

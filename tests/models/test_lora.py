@@ -7,12 +7,13 @@ import pytest
 from adapters import ALPHA, RANK, SOME, adapted, base, is_adapter, on_mesh_of, with_lora
 from flax.traverse_util import flatten_dict, unflatten_dict
 from hf_folders import our_greedy, our_logits, padded_batch
+from meshes import mesh_of
 
 from gtpo_jax.models import Transformer, abstract_params, init_params, lora
 from gtpo_jax.models.config import LORA_TARGETS, Lora
 from gtpo_jax.models.lora import add_lora, combine, partition, without_lora
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
+from gtpo_jax.runtime.mesh import single_device_mesh
 
 merge_lora = jax.jit(lora.merge_lora, static_argnums=0)
 
@@ -41,7 +42,7 @@ def test_fresh_adapters_change_nothing_and_keep_the_base():
 @pytest.mark.slow
 def test_the_same_key_gives_the_same_adapters_on_every_mesh():
   plain, params = base()
-  wide = with_lora(plain, make_mesh(2, 2, 2))
+  wide = with_lora(plain, mesh_of(2, 2, 1, 2))
   one = add_lora(with_lora(plain), params, jax.random.key(1))
   eight = add_lora(wide, on_mesh_of(params, without_lora(wide)), jax.random.key(1))
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(one), jax.device_get(eight))

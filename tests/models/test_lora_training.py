@@ -9,13 +9,14 @@ import pytest
 from adapters import ALPHA, RANK, SOME, adapted, base, is_adapter, on_mesh_of, with_lora
 from flax.traverse_util import flatten_dict
 from hf_folders import hf_folder, padded_batch
+from meshes import mesh_of
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.models.config import LORA_TARGETS
 from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.models.lora import combine, merge_lora, split_adapters, without_lora
-from gtpo_jax.runtime.mesh import make_mesh, shard_batch
+from gtpo_jax.runtime.mesh import shard_batch
 from gtpo_jax.training.log_probs import score
 from gtpo_jax.training.state import OptimizerConfig, abstract_state, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
@@ -59,7 +60,7 @@ def batch():
 @functools.cache
 def trained(shape=None, micro_batches=1, kept="float32", targets=LORA_TARGETS, quantize=""):
   """(params before, params after, optimizer state, metrics) of two updates, on the host."""
-  mesh = make_mesh(*shape) if shape else None
+  mesh = mesh_of(*shape) if shape else None
   model = with_lora(base()[0], mesh, targets, param_dtype=kept, quantize=quantize)
   adapters, _ = split_adapters(adapted(targets)[1])
   params = combine(adapters, read_params(model, hf_folder()[0]))
@@ -81,7 +82,7 @@ def trained(shape=None, micro_batches=1, kept="float32", targets=LORA_TARGETS, q
     pytest.param({"targets": SOME}, marks=pytest.mark.slow),
     pytest.param({"quantize": "int4", "kept": "bfloat16"}, marks=pytest.mark.slow),
     pytest.param(
-      {"shape": (2, 2, 2), "micro_batches": 2}, marks=[pytest.mark.slow, pytest.mark.devices]
+      {"shape": (2, 2, 1, 2), "micro_batches": 2}, marks=[pytest.mark.slow, pytest.mark.devices]
     ),
   ],
   ids=["f32", "bf16", "some", "int4", "2x2x2"],
@@ -98,6 +99,7 @@ def test_only_the_adapters_are_trained(settings):
     ), path
 
 
+@pytest.mark.slow
 def test_the_optimizer_has_moments_of_the_adapters_only():
   before, _, moments, _ = trained()
   size = sum(x.size for path, x in flatten_dict(before).items() if is_adapter(path))
@@ -110,7 +112,7 @@ def test_the_optimizer_has_moments_of_the_adapters_only():
 
 
 @pytest.mark.parametrize(
-  ("shape", "micro_batches"), [pytest.param((2, 2, 2), 2, marks=pytest.mark.devices), (None, 4)]
+  ("shape", "micro_batches"), [pytest.param((2, 2, 1, 2), 2, marks=pytest.mark.devices), (None, 4)]
 )
 @pytest.mark.slow
 def test_the_update_does_not_depend_on_micro_batches_or_mesh(shape, micro_batches):

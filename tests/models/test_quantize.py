@@ -12,6 +12,7 @@ from adapters import RANK, with_lora
 from family_cases import FAMILY_CASES
 from flax.traverse_util import flatten_dict, unflatten_dict
 from hf_folders import hf_folder, our_greedy, our_logits, padded_batch
+from meshes import mesh_of
 
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.models import PRESETS, abstract_params, init_params, load, save
@@ -21,7 +22,7 @@ from gtpo_jax.models.lora import add_lora, merge_lora, without_lora
 from gtpo_jax.models.quantize import dequantize, quantize, scale_shape
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
+from gtpo_jax.runtime.mesh import single_device_mesh
 
 CASE = FAMILY_CASES["qwen3"]
 
@@ -131,7 +132,7 @@ def test_parameters_are_stored_as_declared(dtype):
 def test_a_mesh_computes_the_same():
   tokens, mask = padded_batch()
   want = our_logits(*quantised("int8"), tokens, mask)[mask]
-  model, params = quantised("int8", make_mesh(2, 2, 2))
+  model, params = quantised("int8", mesh_of(2, 2, 1, 2))
   for path, x in flatten_dict(abstract_params(model)).items():
     assert flatten_dict(params)[path].sharding.is_equivalent_to(x.sharding, x.ndim), path
   np.testing.assert_allclose(our_logits(model, params, tokens, mask)[mask], want, atol=2e-4)

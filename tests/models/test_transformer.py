@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
+from meshes import mesh_of
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models import PRESETS, ModelConfig, Transformer, init_params
@@ -16,7 +17,7 @@ from gtpo_jax.models.decode import decode_step, make_decode_params, next_logits,
 from gtpo_jax.models.hf.weights import hf_from_params, read_hf
 from gtpo_jax.models.params import abstract_params, param_shardings
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
+from gtpo_jax.runtime.mesh import single_device_mesh
 
 SMALL = ModelConfig(vocab_size=96, width=48, layers=3, heads=6, kv_heads=2, head_dim=8, mlp=64)
 
@@ -177,11 +178,11 @@ def test_prefill_and_decode_equal_one_forward_pass():
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)])
+@pytest.mark.parametrize("shape", [(8, 1, 1, 1), (1, 8, 1, 1), (2, 2, 1, 2), (1, 2, 1, 4)])
 @pytest.mark.some(0, slow=2)
 def test_logits_are_the_same_on_eight_devices(shape):
   model = small_model(heads=8, kv_heads=2)
-  wide = Transformer(dataclasses.replace(SMALL, heads=8, kv_heads=2), make_mesh(*shape))
+  wide = Transformer(dataclasses.replace(SMALL, heads=8, kv_heads=2), mesh_of(*shape))
   params = strong_params(model)
   placed = jax.tree.map(
     lambda x, like: jax.device_put(x, like.sharding), params, abstract_params(wide)
@@ -240,7 +241,7 @@ def test_number_formats():
 
 @pytest.mark.devices
 def test_every_parameter_is_laid_out_by_its_axes():
-  model = Transformer(PRESETS["tiny"], make_mesh(1, 2, 4))
+  model = Transformer(PRESETS["tiny"], mesh_of(1, 2, 1, 4))
   specs = {
     jax.tree_util.keystr(path, simple=True, separator="/"): s.spec
     for path, s in jax.tree.leaves_with_path(param_shardings(model))
@@ -252,7 +253,7 @@ def test_every_parameter_is_laid_out_by_its_axes():
   assert specs["layers/k/kernel"] == P(None, ("fsdp", "context"), None, None)
   assert specs["layers/down/kernel"] == P(None, "tensor", ("fsdp", "context"))
   with pytest.raises(UserError, match="heads axis of 4 does not divide over 8"):
-    param_shardings(Transformer(PRESETS["tiny"], make_mesh(1, 1, 8)))
+    param_shardings(Transformer(PRESETS["tiny"], mesh_of(1, 1, 1, 8)))
 
 
 @pytest.mark.parametrize(

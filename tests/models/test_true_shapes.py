@@ -74,7 +74,7 @@ from gtpo_jax.runtime.mesh import make_mesh
 def high_water():
   return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
-mesh, before = make_mesh(1, 4, 2), high_water()
+mesh, before = make_mesh(data=1, fsdp=4, tensor=2), high_water()
 began = time.perf_counter()
 model, params = load(sys.argv[1], "bfloat16", mesh)
 jax.block_until_ready(params)

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
+from meshes import mesh_of
 
 from gtpo_jax.planning.collectives import Collective, collective_bytes, collectives, send_seconds
 from gtpo_jax.runtime.chips import CHIPS
-from gtpo_jax.runtime.mesh import make_mesh
 
 pytestmark = pytest.mark.devices
 
@@ -19,7 +19,7 @@ ONES = jnp.ones((64, 16))
 def sent(body, out_specs):
   """The bytes that one of eight devices sends in `body` over the fsdp axis."""
   sharded = jax.shard_map(
-    body, mesh=make_mesh(1, 8, 1), in_specs=P("fsdp"), out_specs=out_specs, check_vma=False
+    body, mesh=mesh_of(1, 8, 1, 1), in_specs=P("fsdp"), out_specs=out_specs, check_vma=False
   )
   return collective_bytes(jax.jit(sharded).lower(ONES).compile().as_text())
 

@@ -30,7 +30,7 @@ def test_a_step_and_the_writing_of_a_chunk_compile_without_a_loop(
   topology, heads, kv_heads, head_dim, dtype
 ):
   devices, _ = topology_devices(topology)
-  mesh = make_mesh(1, len(devices), 1, devices)
+  mesh = make_mesh(data=1, fsdp=-1, devices=devices)
   config = ModelConfig(
     vocab_size=48,
     width=32,

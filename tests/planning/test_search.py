@@ -131,7 +131,7 @@ def run_of(preset, tokens, lora):
 
 
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.some(6, slow=34)
+@pytest.mark.some(3)
 def test_the_search_agrees_with_brute_force(point):
   """Every combination of the levers is tried with the same model of memory."""
   preset, tokens, chip, devices, lora = point
@@ -161,6 +161,7 @@ def test_the_search_agrees_with_brute_force(point):
   assert (most_frugal <= memory) == bool(found)
 
 
+@pytest.mark.slow
 def test_the_points_of_brute_force_are_of_all_kinds():
   def kind(point):
     preset, tokens, chip, devices, lora = point

@@ -62,6 +62,7 @@ def test_weights_of_a_record_by_a_slow_loop(marked):
   assert uniform[4:6] == ["0.50", "0.50"]
 
 
+@pytest.mark.slow
 def test_the_page_overlays_the_truth(opened, marked):
   page = opened(marked)
   assert page.locator("#truth svg").count() == 1

@@ -16,7 +16,7 @@ from gtpo_jax.data.records import Problem, user
 from gtpo_jax.rollout.user_functions import MAX_VALUE, FunctionCaller
 from gtpo_jax.runtime.errors import FunctionError
 
-CASES = int(os.environ.get("GTPO_FUZZ_CASES", "300"))
+CASES = int(os.environ.get("GTPO_FUZZ_CASES", "100"))
 PROBLEM = Problem("a", user("1+1?"), "2", "math", {"tests": [1, {"x": 2}]})
 TEXTS = ["a", "b", "c"]
 

@@ -24,6 +24,8 @@ from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.training.log_probs import score
 
 SLOTS = {"sampling.slots": 5, "sampling.chunk": 3, "sampling.max_tokens": 24}
+# An evaluation as large as the pool: whole batches and staleness 1 share a worker and its programs.
+SLOTS |= {"eval.batch": 2 * N * G}
 BY_DATA = {"mesh.data": 8, "mesh.fsdp": 1, "mesh.tensor": 1}
 
 

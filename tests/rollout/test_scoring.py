@@ -368,7 +368,7 @@ def test_a_function_that_hangs_is_abandoned(capfd):
   assert not left[0].is_alive()
 
 
-@pytest.mark.parametrize("end", ["killed", "over its limit"])
+@pytest.mark.parametrize("end", ["killed", pytest.param("over its limit", marks=pytest.mark.slow)])
 def test_a_lost_worker_costs_only_its_own_check(end):
   """Its check has no verdict; later checks are done by a new worker."""
   problems = [Problem(name, user("1"), r"\sqrt{2}+x", "math") for name in "ab"]

@@ -98,6 +98,7 @@ def test_an_evaluation():
   assert json.loads(json.dumps(settings)) == settings
 
 
+@pytest.mark.slow
 def test_a_run_from_python(tmp_path):
   """The reward function, the logs and the policy have the cut texts; a resume keeps the strings."""
   seen = []

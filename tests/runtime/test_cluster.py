@@ -176,6 +176,7 @@ def test_the_time_limit_is_checked(monkeypatch, value):
     (1, False, "cannot reach the first process at {address}"),
   ],
 )
+@pytest.mark.some(1)
 def test_the_line_at_the_time_limit(index, listens, what, monkeypatch, capsys):
   """It says whether the first process listens at its address."""
   statuses = []

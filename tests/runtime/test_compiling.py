@@ -67,7 +67,7 @@ def test_a_stop_request_ends_the_wait():
 
 
 @pytest.mark.parametrize(("end", "status"), [("os._exit(143)", 143), ("sys.exit(3)", 3)])
-@pytest.mark.some(1)
+@pytest.mark.slow
 def test_a_process_can_end_while_the_compiler_runs(end, status):
   """`os._exit` ends it at once, and `sys.exit` when the compiler is done."""
   code = (

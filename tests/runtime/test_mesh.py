@@ -28,6 +28,10 @@ from gtpo_jax.runtime.startup import prepare_devices, use_compile_cache
 pytestmark = pytest.mark.devices
 
 
+def mesh_of(data, fsdp, context, tensor, devices=None):
+  return make_mesh(data=data, fsdp=fsdp, context=context, tensor=tensor, devices=devices)
+
+
 def test_there_are_eight_devices():
   assert jax.device_count() == 8
 
@@ -35,25 +39,25 @@ def test_there_are_eight_devices():
 @pytest.mark.parametrize(
   ("sizes", "shape"),
   [
-    ((), (8, 1, 1, 1)),
-    ((-1, 2, 1), (4, 2, 1, 1)),
-    ((1, -1, 2), (1, 4, 1, 2)),
-    ((2, 2, -1), (2, 2, 1, 2)),
-    ((-1, 8, 1), (1, 8, 1, 1)),
-    ((8, 1, 1), (8, 1, 1, 1)),
-    ((1, 4, 2), (1, 4, 1, 2)),
-    ((1, -1, 1, None, 4), (1, 2, 4, 1)),
-    ((2, 1, 2, None, -1), (2, 1, 2, 2)),
+    ((-1, 1, 1, 1), (8, 1, 1, 1)),
+    ((-1, 2, 1, 1), (4, 2, 1, 1)),
+    ((1, -1, 1, 2), (1, 4, 1, 2)),
+    ((2, 2, 1, -1), (2, 2, 1, 2)),
+    ((-1, 8, 1, 1), (1, 8, 1, 1)),
+    ((8, 1, 1, 1), (8, 1, 1, 1)),
+    ((1, 4, 1, 2), (1, 4, 1, 2)),
+    ((1, -1, 4, 1), (1, 2, 4, 1)),
+    ((2, 1, -1, 2), (2, 1, 2, 2)),
   ],
 )
 def test_a_mesh_uses_every_device(sizes, shape):
-  mesh = make_mesh(*sizes)
+  mesh = mesh_of(*sizes)
   assert dict(mesh.shape) == dict(zip(("data", "fsdp", "context", "tensor"), shape, strict=True))
   assert set(mesh.devices.ravel()) == set(jax.devices())
 
 
 def test_a_mesh_of_some_devices():
-  mesh = make_mesh(-1, 2, devices=jax.devices()[:4])
+  mesh = mesh_of(-1, 2, 1, 1, jax.devices()[:4])
   assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "context": 1, "tensor": 1}
   assert mesh.devices.ravel().tolist() == jax.devices()[:4]
   assert single_device_mesh().size == 1
@@ -62,22 +66,22 @@ def test_a_mesh_of_some_devices():
 @pytest.mark.parametrize(
   ("sizes", "parts"),
   [
-    ((3, 1, 1), ["data 3 x fsdp 1 x context 1 x tensor 1", "8 device(s)"]),
-    ((-1, 3, 1), ["fsdp 3", "8 device(s)"]),
-    ((4, 4, 1), ["data 4 x fsdp 4", "8 device(s)"]),
-    ((1, 1, 1), ["8 device(s)", "-1"]),
-    ((-1, 16, 1), ["fsdp 16", "8 device(s)"]),
-    ((-1, -1, 1), ["only one mesh axis may be -1", "mesh.data", "mesh.fsdp"]),
-    ((-1, -1, -1), ["only one mesh axis may be -1"]),
-    ((0, 1, 8), ["mesh.data must be at least 1", "got 0"]),
-    ((1, -2, 8), ["mesh.fsdp must be at least 1", "got -2"]),
-    ((-1, 1, 1, None, -1), ["only one mesh axis may be -1", "mesh.data and mesh.context"]),
-    ((1, 1, 1, None, 0), ["mesh.context must be at least 1", "got 0"]),
+    ((3, 1, 1, 1), ["data 3 x fsdp 1 x context 1 x tensor 1", "8 device(s)"]),
+    ((-1, 3, 1, 1), ["fsdp 3", "8 device(s)"]),
+    ((4, 4, 1, 1), ["data 4 x fsdp 4", "8 device(s)"]),
+    ((1, 1, 1, 1), ["8 device(s)", "-1"]),
+    ((-1, 16, 1, 1), ["fsdp 16", "8 device(s)"]),
+    ((-1, -1, 1, 1), ["only one mesh axis may be -1", "mesh.data", "mesh.fsdp"]),
+    ((-1, -1, 1, -1), ["only one mesh axis may be -1"]),
+    ((0, 1, 1, 8), ["mesh.data must be at least 1", "got 0"]),
+    ((1, -2, 1, 8), ["mesh.fsdp must be at least 1", "got -2"]),
+    ((-1, 1, -1, 1), ["only one mesh axis may be -1", "mesh.data and mesh.context"]),
+    ((1, 1, 0, 1), ["mesh.context must be at least 1", "got 0"]),
   ],
 )
 def test_an_impossible_mesh_is_an_error(sizes, parts):
   with pytest.raises(UserError) as error:
-    make_mesh(*sizes)
+    mesh_of(*sizes)
   assert "\n" not in str(error.value)
   for part in parts:
     assert part in str(error.value)
@@ -86,17 +90,17 @@ def test_an_impossible_mesh_is_an_error(sizes, parts):
 @pytest.mark.parametrize(
   ("sizes", "fitting"),
   [
-    ((3, 1, 1), (8, 1, 1, 1)),
-    ((1, 16, 4), (1, 2, 1, 4)),
-    ((2, 3, 3), (8, 1, 1, 1)),
-    ((1, 4, 4, None, 2), (1, 1, 2, 4)),
+    ((3, 1, 1, 1), (8, 1, 1, 1)),
+    ((1, 16, 1, 4), (1, 2, 1, 4)),
+    ((2, 3, 1, 3), (8, 1, 1, 1)),
+    ((1, 4, 2, 4), (1, 1, 2, 4)),
   ],
 )
 def test_the_error_proposes_a_mesh_that_fits(sizes, fitting):
   names = ("data", "fsdp", "context", "tensor")
   proposal = dict(zip(names, fitting, strict=True))
   with pytest.raises(UserError) as error:
-    make_mesh(*sizes)
+    mesh_of(*sizes)
   assert str(error.value).endswith(
     "or use " + " ".join(f"--config.mesh.{name}={size}" for name, size in proposal.items())
   )
@@ -104,7 +108,7 @@ def test_the_error_proposes_a_mesh_that_fits(sizes, fitting):
 
 
 def test_logical_axes_by_hand():
-  mesh = make_mesh(2, 2, 2)
+  mesh = mesh_of(2, 2, 1, 2)
   assert partition_spec(("batch", None, "heads")) == PartitionSpec(("data", "fsdp"), None, "tensor")
   assert partition_spec(("vocab", "vocab_embed")) == PartitionSpec(("context", "tensor"), "fsdp")
   assert partition_spec(("embed", "position", "sequence")) == PartitionSpec(
@@ -117,7 +121,7 @@ def test_logical_axes_by_hand():
     1,
     1,
   ]
-  wide = make_mesh(1, 2, 2, context=2)
+  wide = mesh_of(1, 2, 2, 2)
   names = ("batch", "position", "sequence", "vocab", "vocab_embed", "embed", "heads")
   assert [axis_size(wide, name) for name in names] == [2, 2, 4, 4, 2, 4, 2]
   assert (
@@ -130,18 +134,18 @@ def test_logical_axes_by_hand():
 @pytest.mark.parametrize(
   ("sizes", "heads", "fsdp", "tensor"),
   [
-    ((1, 2, 1, None, 4), 4, 2, 4),
-    ((1, 2, 1, None, 4), 2, 8, 1),
-    ((1, 2, 2, None, 2), 2, 4, 2),
-    ((1, 1, 4, None, 2), 2, 2, 4),
+    ((1, 2, 4, 1), 4, 2, 4),
+    ((1, 2, 4, 1), 2, 8, 1),
+    ((1, 2, 2, 2), 2, 4, 2),
+    ((1, 1, 2, 4), 2, 2, 4),
   ],
 )
 def test_sampling_splits_heads_or_rows_instead_of_positions(sizes, heads, fsdp, tensor):
-  mesh = make_mesh(*sizes)
+  mesh = mesh_of(*sizes)
   sampling = sampling_mesh(mesh, heads, 64)
   assert dict(sampling.shape) == {"data": 1, "fsdp": fsdp, "context": 1, "tensor": tensor}
   assert sampling.devices.ravel().tolist() == mesh.devices.ravel().tolist()
-  assert sampling_mesh(make_mesh(2, 2, 2), heads, 64) == make_mesh(2, 2, 2)
+  assert sampling_mesh(mesh_of(2, 2, 1, 2), heads, 64) == mesh_of(2, 2, 1, 2)
 
 
 def test_an_unknown_logical_axis_is_an_error():
@@ -150,7 +154,7 @@ def test_an_unknown_logical_axis_is_an_error():
 
 
 def test_a_batch_is_split_over_data_and_fsdp_and_can_be_fetched():
-  mesh = make_mesh(2, 2, 2)
+  mesh = mesh_of(2, 2, 1, 2)
   tree = {"tokens": np.arange(24).reshape(8, 3), "reward": np.linspace(0, 1, 8, dtype=np.float32)}
   placed = shard_batch(tree, mesh)
   assert {shard.data.shape for shard in placed["tokens"].addressable_shards} == {(2, 3)}
@@ -163,11 +167,11 @@ def test_a_batch_is_split_over_data_and_fsdp_and_can_be_fetched():
 
 def test_a_batch_that_does_not_divide_evenly_is_an_error():
   with pytest.raises(ValueError, match="divi"):
-    shard_batch(np.zeros((6, 2)), make_mesh(2, 2, 2))
+    shard_batch(np.zeros((6, 2)), mesh_of(2, 2, 1, 2))
 
 
 def test_constrain_changes_the_layout_but_not_the_values():
-  mesh = make_mesh(1, 4, 2)
+  mesh = mesh_of(1, 4, 1, 2)
   x = jnp.arange(32.0).reshape(8, 4)
   y = jax.jit(lambda x: constrain(x, mesh, "embed", "heads"))(x)
   np.testing.assert_array_equal(y, x)
@@ -182,12 +186,12 @@ def test_several_cpu_devices_are_refused_while_programs_may_be_read_from_the_cac
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     single_device_mesh()
     with pytest.raises(RuntimeError, match=r"can deadlock; call .*prepare_devices\(\) first"):
-      make_mesh(2, 2, 2)
+      mesh_of(2, 2, 1, 2)
     jax.config.update("jax_compilation_cache_dir", None)
-    make_mesh(2, 2, 2)
+    mesh_of(2, 2, 1, 2)
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     prepare_devices()
-    make_mesh(2, 2, 2)
+    mesh_of(2, 2, 1, 2)
   finally:
     jax.config.update("jax_compilation_cache_dir", folder)
     use_compile_cache(False)
@@ -212,7 +216,7 @@ def tpu_devices(name, slices=1):
 def test_the_mesh_follows_the_torus():
   """Ordered by index instead, neighbours in an fsdp ring are up to 5 links apart."""
   devices = tpu_devices("v5p:4x4x4")
-  grid = make_mesh(1, 16, 4, devices).devices[0, :, 0, :]  # [fsdp, tensor]
+  grid = mesh_of(1, 16, 1, 4, devices).devices[0, :, 0, :]  # [fsdp, tensor]
   assert set(grid.flat) == set(devices)
   assert max(max(torus_hops(list(grid[:, k]), 4)) for k in range(4)) == 2
   assert max(max(torus_hops(list(grid[j]), 4)) for j in range(16)) == 1
@@ -223,14 +227,14 @@ def test_the_mesh_follows_the_torus():
 @pytest.mark.parametrize(
   ("sizes", "outer"),
   [
-    ((2, 16, 4), (2, 1, 1, 1)),
-    ((-1, 8, 4), (2, 1, 1, 1)),
-    ((1, 32, 4), (1, 2, 1, 1)),  # data does not divide, so fsdp spans the slices
-    ((1, 1, 128), (1, 1, 1, 2)),
+    ((2, 16, 1, 4), (2, 1, 1, 1)),
+    ((-1, 8, 1, 4), (2, 1, 1, 1)),
+    ((1, 32, 1, 4), (1, 2, 1, 1)),  # data does not divide, so fsdp spans the slices
+    ((1, 1, 1, 128), (1, 1, 1, 2)),
   ],
 )
 def test_the_first_axes_span_the_slices(sizes, outer):
-  grid = make_mesh(*sizes, devices=tpu_devices("v5p:4x4x4", slices=2)).devices
+  grid = mesh_of(*sizes, tpu_devices("v5p:4x4x4", slices=2)).devices
   islands = np.vectorize(lambda device: device.slice_index)(grid)
   inner = [size // part for size, part in zip(grid.shape, outer, strict=True)]
   expected = np.kron(np.arange(2).reshape(outer), np.ones(inner, int))
@@ -239,9 +243,9 @@ def test_the_first_axes_span_the_slices(sizes, outer):
 
 def test_slices_of_different_sizes_keep_their_order():
   devices = tpu_devices("v5e:2x2", slices=2)[:6]
-  mesh = make_mesh(1, 6, devices=devices)
+  mesh = mesh_of(1, 6, 1, 1, devices)
   assert mesh.devices.ravel().tolist() == list(devices)
 
 
 def test_cpu_devices_keep_their_order():
-  assert make_mesh(2, 2, 2).devices.ravel().tolist() == jax.devices()
+  assert mesh_of(2, 2, 1, 2).devices.ravel().tolist() == jax.devices()

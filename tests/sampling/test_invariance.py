@@ -1,11 +1,10 @@
 """Sampled tokens do not depend on slots, chunks, mesh or attention kernel."""
 
 import dataclasses
-import math
 
-import jax
 import numpy as np
 import pytest
+from meshes import mesh_of
 from small import (
   CONFIG,
   PROMPTS,
@@ -18,7 +17,6 @@ from small import (
 )
 
 from gtpo_jax.models.decode import decode_bytes
-from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import DEFAULT_DEMAND
 from gtpo_jax.sampling.paged.memory import page_bytes, temporary_bytes
 from gtpo_jax.sampling.params import AUTO, Demand, EngineConfig
@@ -46,16 +44,16 @@ def test_slots_and_chunks_do_not_matter(slots, chunk, expected):
 @pytest.mark.parametrize(
   ("mesh", "slots"),
   [
-    ((2, 2, 2), 64),
-    ((8, 1, 1), 16),
-    ((1, 4, 2), 4),
+    ((2, 2, 1, 2), 64),
+    ((8, 1, 1, 1), 16),
+    ((1, 4, 1, 2), 4),
     ((1, 2, 2, None, 2), 16),
     ((1, 2, 1, None, 4), 16),
   ],
 )
 @pytest.mark.some(0, slow=3)
 def test_the_mesh_does_not_matter(mesh, slots, expected):
-  built = build(make_mesh(*mesh), engine_config=EngineConfig(slots=slots, chunk=4))
+  built = build(mesh_of(*mesh), engine_config=EngineConfig(slots=slots, chunk=4))
   assert_same(sample(built, RAGGED_PROMPTS, group=6), expected)
 
 
@@ -70,9 +68,9 @@ def test_refilled_slots_and_shared_prompts_agree_with_the_trainer():
 @pytest.mark.parametrize(
   ("mesh", "slots", "page", "fraction"),
   [
-    pytest.param((1, 1, 1), 16, 16, 1.0, marks=pytest.mark.manual),
-    pytest.param((1, 1, 1), 4, 32, 1.0, marks=pytest.mark.slow),
-    pytest.param((2, 2, 2), 16, 16, 0.6, marks=[pytest.mark.slow, pytest.mark.devices]),
+    pytest.param((1, 1, 1, 1), 16, 16, 1.0, marks=pytest.mark.manual),
+    pytest.param((1, 1, 1, 1), 4, 32, 1.0, marks=pytest.mark.slow),
+    pytest.param((2, 2, 1, 2), 16, 16, 0.6, marks=[pytest.mark.slow, pytest.mark.devices]),
   ],
 )
 def test_pages_and_the_tpu_kernel_do_not_matter(mesh, slots, page, fraction, expected):
@@ -80,8 +78,7 @@ def test_pages_and_the_tpu_kernel_do_not_matter(mesh, slots, page, fraction, exp
   engine_config = EngineConfig(
     slots=slots, chunk=4, attention="pallas", page_size=page, cache_fraction=fraction
   )
-  devices = jax.devices()[: math.prod(mesh)]
-  built = build(make_mesh(*mesh, devices), engine_config=engine_config)
+  built = build(mesh_of(*mesh), engine_config=engine_config)
   assert_same(sample(built, RAGGED_PROMPTS, group=6), expected)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import pytest
 from small import CONFIG, RAGGED_PROMPTS, assert_same, build, sample
 
 from gtpo_jax.models.decode import decode_bytes
@@ -49,6 +50,7 @@ def test_the_pool_takes_what_is_left():
   assert paged(0, fraction=0.5).pool.pages == 25  # a fraction is taken as it is
 
 
+@pytest.mark.slow
 def test_arrays_that_do_not_fit_run_fewer_completions_with_the_same_tokens():
   expected = sample(build(), RAGGED_PROMPTS, group=6)
   whole = build()[1].programs

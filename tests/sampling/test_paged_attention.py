@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import mesh_of
 
 from gtpo_jax.models import ModelConfig, Transformer
 from gtpo_jax.models.attention.sources import KV
-from gtpo_jax.runtime.mesh import batch_shards, make_mesh, single_device_mesh
+from gtpo_jax.runtime.mesh import batch_shards, single_device_mesh
 from gtpo_jax.sampling.paged.attention import local_attention, paged_attention
 from gtpo_jax.sampling.paged.cache import PagedCache
 from gtpo_jax.sampling.paged.tables import PageRows, Pages, PageTables
@@ -113,18 +114,18 @@ def expected(q, pages, chunk, tables):
     pytest.param("pallas", 9, 1, 128, 256, False, None, marks=pytest.mark.slow),
     ("pallas", 4, 2, 64, 32, True, None),
     pytest.param(
-      "pallas", 4, 2, 16, 16, False, (2, 2, 2), marks=[pytest.mark.slow, pytest.mark.devices]
+      "pallas", 4, 2, 16, 16, False, (2, 2, 1, 2), marks=[pytest.mark.slow, pytest.mark.devices]
     ),
     ("triton", 6, 2, 16, 16, False, None),
     pytest.param("triton", 7, 1, 64, 128, True, None, marks=pytest.mark.slow),
     pytest.param(
-      "triton", 4, 2, 16, 16, True, (1, 2, 4), marks=[pytest.mark.slow, pytest.mark.devices]
+      "triton", 4, 2, 16, 16, True, (1, 2, 1, 4), marks=[pytest.mark.slow, pytest.mark.devices]
     ),
   ],
 )
 def test_kernels_equal_attention_over_the_positions(kernel, heads, kv_heads, e, page, int8, mesh):
   """Keys and values share a register or not; there are several blocks; heads are split or not."""
-  model, *arrays = case(heads, kv_heads, e, page, int8=int8, mesh=mesh and make_mesh(*mesh))
+  model, *arrays = case(heads, kv_heads, e, page, int8=int8, mesh=mesh and mesh_of(*mesh))
   got = run(kernel, model, *arrays)
   assert np.isfinite(got).all()
   for shard in got.reshape(-1, SLOTS, *got.shape[1:]):
@@ -184,12 +185,12 @@ def side_by_side(kv):
   return np.concatenate([np.moveaxis(kv.k[:, 0], 3, 1), np.moveaxis(kv.v[:, 0], 2, 1)], -1)
 
 
-@pytest.mark.parametrize("mesh", [None, pytest.param((2, 2, 2), marks=pytest.mark.devices)])
+@pytest.mark.parametrize("mesh", [None, pytest.param((2, 2, 1, 2), marks=pytest.mark.devices)])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_prompts_and_chunks_are_written_to_their_pages(dtype, mesh):
   """Two prompts of two pages, one with an unused first page; chunks that cross a page or do not."""
   config = ModelConfig(vocab_size=48, width=32, layers=1, heads=4, kv_heads=2, head_dim=8, mlp=64)
-  model = Transformer(config, make_mesh(*mesh) if mesh else single_device_mesh())
+  model = Transformer(config, mesh_of(*mesh) if mesh else single_device_mesh())
   shards = batch_shards(model.mesh)
   cache = PagedCache(model, dtype, 4, "pallas")
   rng = np.random.default_rng(0)

@@ -1,10 +1,9 @@
 """Completions that go on in a later call, as if they had never stopped."""
 
-import math
-
 import jax
 import numpy as np
 import pytest
+from meshes import mesh_of
 from small import (
   CONFIG,
   RAGGED_PROMPTS,
@@ -16,7 +15,6 @@ from small import (
 )
 
 from gtpo_jax.logs.compiles import compile_count
-from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.inventory import Workload, warm_up
 from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 
@@ -63,7 +61,7 @@ def test_completions_are_those_of_one_call(chunks, expected):
 @pytest.mark.slow
 def test_the_mesh_does_not_matter(expected):
   built = build(
-    make_mesh(2, 2, 2), max_tokens=TOKENS, engine_config=EngineConfig(slots=16, chunk=4)
+    mesh_of(2, 2, 1, 2), max_tokens=TOKENS, engine_config=EngineConfig(slots=16, chunk=4)
   )
   assert_same(sample_in_parts(built, (2, 3)), expected)
 
@@ -71,9 +69,9 @@ def test_the_mesh_does_not_matter(expected):
 @pytest.mark.parametrize(
   ("mesh", "slots", "fraction"),
   [
-    pytest.param((1, 1, 1), 6, 1.0, marks=pytest.mark.slow),
-    pytest.param((1, 1, 1), 6, 0.3, marks=pytest.mark.slow),
-    pytest.param((2, 2, 2), 16, 0.5, marks=[pytest.mark.slow, pytest.mark.devices]),
+    pytest.param((1, 1, 1, 1), 6, 1.0, marks=pytest.mark.slow),
+    pytest.param((1, 1, 1, 1), 6, 0.3, marks=pytest.mark.slow),
+    pytest.param((2, 2, 1, 2), 16, 0.5, marks=[pytest.mark.slow, pytest.mark.devices]),
   ],
 )
 def test_pages_do_not_matter(mesh, slots, fraction, expected):
@@ -81,8 +79,7 @@ def test_pages_do_not_matter(mesh, slots, fraction, expected):
   config = EngineConfig(
     slots=slots, chunk=4, attention="pallas", page_size=16, cache_fraction=fraction
   )
-  devices = jax.devices()[: math.prod(mesh)]
-  built = build(make_mesh(*mesh, devices), max_tokens=TOKENS, engine_config=config)
+  built = build(mesh_of(*mesh), max_tokens=TOKENS, engine_config=config)
   assert_same(sample_in_parts(built, (5, 2, 4)), expected)
 
 

@@ -7,12 +7,12 @@ import json
 import jax
 import numpy as np
 import pytest
+from meshes import mesh_of
 from small import CONFIG, PAD, RAGGED_PROMPTS, assert_same, build
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from gtpo_jax.data.chat import TOKENIZER_DIR, Chat, TextStream, load_chat
-from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.params import EngineConfig, SamplingParams
 from gtpo_jax.sampling.stop_strings import StopStrings
 
@@ -282,7 +282,7 @@ def test_completions_that_go_on_end_at_the_same_tokens(expected, chats, stop_str
 @pytest.mark.slow
 def test_the_mesh_does_not_matter(expected, chats, stop_strings):
   built = build(
-    make_mesh(2, 2, 2),
+    mesh_of(2, 2, 1, 2),
     **BUILD,
     stop=chats["bytes"].stop,
     engine_config=EngineConfig(slots=16, chunk=4),

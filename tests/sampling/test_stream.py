@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
+from meshes import mesh_of
 from small import MAX_TOKENS, PAD, build
 
-from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.params import SamplingParams
 
 PROMPT = [5, 9, 1]
@@ -96,7 +96,7 @@ def test_it_stops_when_all_completions_have_ended(built):
 @pytest.mark.devices
 def test_eight_devices_stream_the_same(built):
   complete, _ = sample_and_stream(built)
-  _, engine, layout = build(make_mesh(2, 2, 2))
+  _, engine, layout = build(mesh_of(2, 2, 1, 2))
   buffer = engine.buffer([PROMPT], engine.completion_keys(jax.random.key(4), 1, 3))
   stream = engine.generate(layout, buffer, sampling_params=SamplingParams(), stream_interval=3)
   for i, _ in enumerate(stream):

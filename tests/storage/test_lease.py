@@ -66,6 +66,7 @@ def test_a_dead_process_of_this_machine_is_succeeded_at_once(workdir):
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"null", b'{"boot": 3}'])
+@pytest.mark.some(2)
 def test_any_content_of_a_lock_is_waited_for(workdir, content):
   (workdir / "lock" / "00000004").write_bytes(content)
   said = []

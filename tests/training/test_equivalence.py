@@ -4,12 +4,13 @@ import jax
 import numpy as np
 import pytest
 from command_line import run_connected
+from meshes import mesh_of
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.runtime.distributed import fetch
-from gtpo_jax.runtime.mesh import make_mesh, shard_batch
+from gtpo_jax.runtime.mesh import shard_batch
 from gtpo_jax.training.packing import plan_rows
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
@@ -70,14 +71,9 @@ def three_steps(mesh, micro_batches=1, pack=False):
   return losses, jax.tree.leaves(fetch(state.params))
 
 
-def mesh_of(shape):
-  """The mesh of these sizes: (data, fsdp, tensor) or (data, fsdp, tensor, context)."""
-  return make_mesh(*shape[:3], jax.devices()[: int(np.prod(shape))], *shape[3:])
-
-
 @pytest.fixture(scope="module")
 def one_device():
-  return three_steps(mesh_of((1, 1, 1)))
+  return three_steps(mesh_of(1, 1, 1, 1))
 
 
 def assert_same(got, want):
@@ -89,7 +85,7 @@ def assert_same(got, want):
 @pytest.mark.slow
 def test_three_steps_move_the_parameters(one_device):
   _, params = one_device
-  model = Transformer(CONFIG, mesh_of((1, 1, 1)))
+  model = Transformer(CONFIG, mesh_of(1, 1, 1, 1))
   start = jax.tree.leaves(jax.device_get(init_params(model, jax.random.key(0))))
   assert max(np.abs(a - b).max() for a, b in zip(params, start, strict=True)) > 5e-3
 
@@ -97,46 +93,46 @@ def test_three_steps_move_the_parameters(one_device):
 @pytest.mark.parametrize(
   ("shape", "micro_batches"),
   [
-    ((1, 1, 1), 2),
-    ((8, 1, 1), 1),
-    ((1, 8, 1), 1),
-    ((2, 2, 2), 1),
-    ((2, 2, 2), 2),
-    ((1, 1, 2), 1),
-    ((1, 1, 2), 4),
+    ((1, 1, 1, 1), 2),
+    ((8, 1, 1, 1), 1),
+    ((1, 8, 1, 1), 1),
+    ((2, 2, 1, 2), 1),
+    ((2, 2, 1, 2), 2),
     ((1, 1, 1, 2), 1),
+    ((1, 1, 1, 2), 4),
+    ((1, 1, 2, 1), 1),
     ((1, 2, 2, 2), 2),
-    ((2, 1, 1, 4), 1),  # 70 positions are not divisible by 4, so they are not sharded
+    ((2, 1, 4, 1), 1),  # 70 positions are not divisible by 4, so they are not sharded
   ],
 )
 @pytest.mark.some(0, slow=5)
 def test_on_every_mesh(one_device, shape, micro_batches):
-  assert_same(three_steps(mesh_of(shape), micro_batches), one_device)
+  assert_same(three_steps(mesh_of(*shape), micro_batches), one_device)
 
 
 @pytest.mark.parametrize(
   ("shape", "micro_batches"),
   [
-    ((1, 1, 1), 1),
-    ((1, 1, 1), 2),
-    ((8, 1, 1), 1),
-    ((2, 2, 2), 2),
-    ((1, 1, 2), 1),
+    ((1, 1, 1, 1), 1),
+    ((1, 1, 1, 1), 2),
+    ((8, 1, 1, 1), 1),
+    ((2, 2, 1, 2), 2),
+    ((1, 1, 1, 2), 1),
     ((1, 2, 2, 2), 1),
   ],
 )
 @pytest.mark.some(0, slow=2)
 def test_packed_on_every_mesh(one_device, shape, micro_batches):
-  assert_same(three_steps(mesh_of(shape), micro_batches, pack=True), one_device)
+  assert_same(three_steps(mesh_of(*shape), micro_batches, pack=True), one_device)
 
 
 CHILD = """
 import numpy as np
 sys.path[:0] = ["tests", "tests/training"]
+from meshes import mesh_of
 from test_equivalence import three_steps
-from gtpo_jax.runtime.mesh import make_mesh
 assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (2, 8, 4)
-losses, params = three_steps(make_mesh(2, 2, 2), micro_batches=2)
+losses, params = three_steps(mesh_of(2, 2, 1, 2), micro_batches=2)
 if jax.process_index() == 0:
   np.savez(sys.argv[4], losses, *params)
 """

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import mesh_of
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models import PRESETS
@@ -17,7 +18,6 @@ from gtpo_jax.models.attention import causal
 from gtpo_jax.models.attention.cudnn import attend_with_cudnn
 from gtpo_jax.models.params import init_params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.training.log_probs import head_settings, loss_and_score
 from gtpo_jax.training.packing import plan_rows
 
@@ -28,7 +28,7 @@ LENGTHS = np.asarray([[20, 3, 1, 9], [7, 7, 12, 2]])
 def loss_and_gradient(t, packed, devices=1):
   """The loss of a weighted sum of log-probs, and its gradient, in float32."""
   config = dataclasses.replace(PRESETS["tiny"], layers=1, matmul_precision="highest")
-  model = Transformer(config, make_mesh(devices, 1, 1, jax.devices()[:devices]))
+  model = Transformer(config, mesh_of(devices, 1, 1, 1))
   rng = np.random.default_rng(0)
   prompts = Prompts(jnp.asarray(rng.integers(0, 300, (N, 6)), jnp.int32), jnp.asarray([6, 2]))
   tokens = jnp.asarray(rng.integers(0, 300, (N, G, t)), jnp.int32)

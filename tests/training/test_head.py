@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import mesh_of
 
 from gtpo_jax import algorithms
-from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
+from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.training.head import HeadSettings, log_probs_and_entropy, loss_and_log_probs
 
 B = 3
@@ -96,16 +97,16 @@ def test_value_and_gradient_equal_the_full_softmax(chunk):
 @pytest.mark.parametrize(
   ("shape", "t"),
   [
-    ((2, 2, 2), 10),
-    pytest.param((1, 1, 8), 10, marks=pytest.mark.slow),
-    pytest.param((1, 2, 4), 13, marks=pytest.mark.slow),
-    pytest.param((1, 8, 1), 5, marks=pytest.mark.slow),
+    ((2, 2, 1, 2), 10),
+    pytest.param((1, 1, 1, 8), 10, marks=pytest.mark.slow),
+    pytest.param((1, 2, 1, 4), 13, marks=pytest.mark.slow),
+    pytest.param((1, 8, 1, 1), 5, marks=pytest.mark.slow),
     ((1, 2, 2, None, 2), 13),
   ],
 )
 def test_on_a_mesh_it_equals_the_full_softmax(shape, t):
   """Vocabulary and positions are split over context and tensor, evenly or not."""
-  mesh = make_mesh(*shape)
+  mesh = mesh_of(*shape)
   arrays = inputs(5, 8, t, 16, 64)
   settings = HeadSettings(mesh, 0.6, 24, "highest")
   sharded = lambda *arrays: log_probs_and_entropy(*arrays, settings)
@@ -143,10 +144,14 @@ def test_no_gradient_flows_through_the_entropy():
 
 @pytest.mark.parametrize(
   ("shape", "chunk"),
-  [((1, 1, 1), 1000), ((1, 1, 1), 8 * 3), pytest.param((2, 2, 2), 24, marks=pytest.mark.devices)],
+  [
+    ((1, 1, 1, 1), 1000),
+    ((1, 1, 1, 1), 8 * 3),
+    pytest.param((2, 2, 1, 2), 24, marks=pytest.mark.devices),
+  ],
 )
 def test_the_gradient_of_the_entropy_equals_the_full_softmax(shape, chunk):
-  mesh = make_mesh(*shape, devices=jax.devices()[: np.prod(shape)])
+  mesh = mesh_of(*shape)
   hidden, table, tokens = inputs(4, 8, 10, 16, 64)
   weights = jnp.cos(jnp.arange(tokens.size, dtype=jnp.float32)).reshape(tokens.shape)
 
@@ -216,8 +221,8 @@ def loss_signals(algorithm, log_probs, seed=0):
   }
 
 
-ONE_DEVICE = (1, 1, 1)
-EIGHT_DEVICES = (2, 2, 2)
+ONE_DEVICE = (1, 1, 1, 1)
+EIGHT_DEVICES = (2, 2, 1, 2)
 # With the cases below, one recipe for each per-token objective, and one with a guide.
 MORE_PER_TOKEN = ["clip_cov", "cispo", "sapo", "dppo", "kl_cov", "stare", "dapo_mixed"]
 
@@ -242,7 +247,7 @@ def test_the_forward_and_the_backward_pass_compute_the_same_gradient(name, shape
 
   The positions are not a multiple of those of a chunk, and 13 are not a multiple of the shards.
   """
-  mesh = make_mesh(*shape, devices=jax.devices()[: np.prod(shape)])
+  mesh = mesh_of(*shape)
   hidden, table, tokens = inputs(6, 8, t, 16, 64, dtype)
   settings = {"dual_clip": 2.0, "kl_weight": 0.3, "tis_cap": 1.1, "entropy_coef": coef}
   read = algorithms.RECIPES[name].settings

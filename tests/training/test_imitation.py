@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import mesh_of
 from update_cases import largest_difference
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models import ModelConfig, Transformer, init_params
-from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.training.imitation import Demonstrations, make_imitation
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 
@@ -27,7 +27,7 @@ def test_two_updates_on_a_mesh_agree_with_the_full_softmax():
   tokens = rng.integers(0, 48, (K, B, T)).astype(np.int32)
   prompts = Prompts(rng.integers(0, 48, (K, B, P)).astype(np.int32), np.full((K, B), P, np.int32))
   mask = np.arange(T) < rng.integers(1, T + 1, (K, B, 1))
-  model = Transformer(CONFIG, make_mesh(2, 1, 2, jax.devices()[:4]))
+  model = Transformer(CONFIG, mesh_of(2, 1, 1, 2))
   config = OptimizerConfig(learning_rate=0.5, eps=1.0, b1=0.0, weight_decay=0.0, clip_norm=1e9)
   optimizer = make_optimizer(config, K)
   params = init_params(model, jax.random.key(0))

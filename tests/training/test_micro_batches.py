@@ -1,18 +1,18 @@
 """Batches and positions that do not divide evenly over the mesh are rejected."""
 
 import pytest
+from meshes import mesh_of
 from update_cases import CONFIG
 
 from gtpo_jax.models import Transformer
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.training.micro_batches import check_batch_divisible, check_positions_divisible
 
 pytestmark = pytest.mark.devices
 
 
 def test_batches_that_do_not_divide_evenly_are_rejected():
-  model = Transformer(CONFIG, make_mesh(2, 2, 2))
+  model = Transformer(CONFIG, mesh_of(2, 2, 1, 2))
   check_batch_divisible("batch.prompts", 8, 2, model)
   message = r"batch.prompts = 12 is not a multiple of 8: 2 part.* x 4 batch shard.*; change batch"
   with pytest.raises(UserError, match=message):
@@ -20,8 +20,8 @@ def test_batches_that_do_not_divide_evenly_are_rejected():
 
 
 def test_positions_that_do_not_divide_evenly_are_rejected():
-  check_positions_divisible(41, Transformer(CONFIG, make_mesh(2, 2, 2)))
-  model = Transformer(CONFIG, make_mesh(1, 1, 2, context=4))
+  check_positions_divisible(41, Transformer(CONFIG, mesh_of(2, 2, 1, 2)))
+  model = Transformer(CONFIG, mesh_of(1, 1, 4, 2))
   check_positions_divisible(40, model)
   message = "sampling.max_tokens = 42 is not a multiple of mesh.context x mesh.tensor = 8; change"
   with pytest.raises(UserError, match=message):

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshes import mesh_of
 from update_cases import EVERY_LOSS_TERM, assert_same, batch, full_batch, plain, run
 
 from gtpo_jax.arrays import array_lengths, max_per_row
-from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.training.packing import abstract_packing, plan_rows, row_shapes
 
 
@@ -166,7 +166,7 @@ def test_packing_does_not_change_an_update(name, data, settings):
   assert separate[1]["grad_norm"] > 1e-3
   assert together[1]["tokens/padding"] < 0.7 * separate[1]["tokens/padding"]
   assert_same(without_padding_metric(separate), without_padding_metric(together))
-  sharded = run(name, make_mesh(2, 2, 2), micro_batches=2, data=packed(data), **settings)
+  sharded = run(name, mesh_of(2, 2, 1, 2), micro_batches=2, data=packed(data), **settings)
   assert_same(together, sharded)
 
 
@@ -180,7 +180,7 @@ def test_the_fraction_of_padding_is_reported():
 @pytest.mark.devices
 def test_packing_moves_nothing_between_devices():
   packing = plan_rows(np.full((8, 4), 3), 9)
-  mesh = make_mesh(8, 1, 1)
+  mesh = mesh_of(8, 1, 1, 1)
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
   round_trip = jax.jit(
     lambda packing, x: packing.unpack(packing.pack(x), 9),

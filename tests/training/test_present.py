@@ -77,6 +77,7 @@ def test_values_outside_the_mask_change_nothing(case):
   assert_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_tokens_after_the_last_drawn_one_change_nothing():
   """No drawn token attends to them, so their content does not matter either."""
   rollouts, rewards = data_for({}, *with_holes())

@@ -21,7 +21,7 @@ from update_cases import (
 from gtpo_jax import algorithms
 from gtpo_jax.models import Transformer
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import make_mesh, shard_batch
+from gtpo_jax.runtime.mesh import shard_batch
 from gtpo_jax.training.state import (
   OptimizerConfig,
   abstract_state,
@@ -34,7 +34,7 @@ from gtpo_jax.training.update import make_update
 
 @pytest.mark.devices
 def test_the_state_is_sharded_like_the_parameters():
-  model = Transformer(CONFIG, make_mesh(2, 2, 2))
+  model = Transformer(CONFIG, mesh_of(2, 2, 1, 2))
   state = init_state(params_on(model), make_optimizer(SGD_LIKE, 5), model)
   moments = [x for x in jax.tree.leaves(state.opt_state) if x.shape == (2, 32, 64)]
   assert len(moments) == 4
@@ -106,7 +106,7 @@ def test_invalid_optimizers_are_rejected(field, value, message):
 def test_bfloat16_momentum():
   """Only the first moment is bfloat16; after four updates the parameters barely differ."""
   optimizer = make_optimizer(OptimizerConfig(momentum_dtype="bfloat16"), 5)
-  opt_state = abstract_state(Transformer(CONFIG, make_mesh(2, 2, 2)), optimizer).opt_state
+  opt_state = abstract_state(Transformer(CONFIG, mesh_of(2, 2, 1, 2)), optimizer).opt_state
   is_adam = lambda x: hasattr(x, "mu")
   adam = next(x for x in jax.tree.leaves(opt_state, is_leaf=is_adam) if is_adam(x))
   assert {x.dtype for x in jax.tree.leaves(adam.mu)} == {jnp.dtype("bfloat16")}

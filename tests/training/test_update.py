@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import mesh_of
 from update_cases import (
   CONFIG,
   EVERY_LOSS_TERM,
@@ -21,7 +22,6 @@ from update_cases import (
   full_batch,
   jitted_score,
   largest_difference,
-  mesh_of,
   params_on,
   plain,
   run,
@@ -32,7 +32,7 @@ from update_cases import (
 from gtpo_jax import algorithms
 from gtpo_jax.models import Transformer
 from gtpo_jax.models.config import Lora
-from gtpo_jax.runtime.mesh import make_mesh, shard_batch, single_device_mesh
+from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.training.log_probs import score
 from gtpo_jax.training.state import abstract_state, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
@@ -48,16 +48,16 @@ def test_micro_batches_equal_the_full_batch(name):
 @pytest.mark.parametrize(
   ("name", "shape", "micro_batches"),
   [
-    ("gtpo", (2, 2, 2), 2),
-    ("grpo_s", (2, 2, 2), 1),
-    ("gtpo", (8, 1, 1), 1),
-    ("dapo", (1, 8, 1), 1),
-    ("grpo", (4, 1, 2), 2),
+    ("gtpo", (2, 2, 1, 2), 2),
+    ("grpo_s", (2, 2, 1, 2), 1),
+    ("gtpo", (8, 1, 1, 1), 1),
+    ("dapo", (1, 8, 1, 1), 1),
+    ("grpo", (4, 1, 1, 2), 2),
   ],
 )
 @pytest.mark.some(0, slow=2)
 def test_one_device_equals_eight(name, shape, micro_batches):
-  assert_same(plain(name), run(name, make_mesh(*shape), micro_batches))
+  assert_same(plain(name), run(name, mesh_of(*shape), micro_batches))
 
 
 def test_a_minibatch_without_a_signal_changes_nothing():
@@ -92,11 +92,15 @@ def batch_with_overflowing_reward():
 @pytest.mark.parametrize(
   ("name", "bad_batch", "shape", "micro_batches"),
   [
-    ("gtpo", batch_with_nan_log_prob, (1, 1, 1), 1),
+    ("gtpo", batch_with_nan_log_prob, (1, 1, 1, 1), 1),
     pytest.param(
-      "gtpo", batch_with_nan_log_prob, (2, 2, 2), 2, marks=[pytest.mark.slow, pytest.mark.devices]
+      "gtpo",
+      batch_with_nan_log_prob,
+      (2, 2, 1, 2),
+      2,
+      marks=[pytest.mark.slow, pytest.mark.devices],
     ),
-    pytest.param("dr_grpo", batch_with_overflowing_reward, (1, 1, 1), 1, marks=pytest.mark.slow),
+    pytest.param("dr_grpo", batch_with_overflowing_reward, (1, 1, 1, 1), 1, marks=pytest.mark.slow),
   ],
 )
 def test_an_update_that_is_not_finite_is_skipped(name, bad_batch, shape, micro_batches):
@@ -151,7 +155,7 @@ def test_every_loss_is_the_same_with_sharding_and_micro_batches(name, settings):
   data = (rollouts, rewards)
   one_device = run(name, data=data, **settings)
   assert one_device[1]["grad_norm"] > 1e-3
-  sharded = run(name, make_mesh(2, 2, 2), micro_batches=2, data=data, **settings)
+  sharded = run(name, mesh_of(2, 2, 1, 2), micro_batches=2, data=data, **settings)
   assert_same(one_device, sharded)
 
 
@@ -184,7 +188,7 @@ def test_an_entropy_bonus_raises_the_entropy():
 @pytest.mark.slow
 def test_batch_scopes_are_the_same_with_sharding_and_micro_batches():
   settings = {"scope": "batch", "compare": "matrix", "norm_scope": "batch"}
-  sharded = run("gtpo", make_mesh(2, 2, 2), micro_batches=2, **settings)
+  sharded = run("gtpo", mesh_of(2, 2, 1, 2), micro_batches=2, **settings)
   assert_same(run("gtpo", **settings), sharded)
 
 

@@ -11,7 +11,7 @@ from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.models.params import abstract_params
-from gtpo_jax.runtime.mesh import make_mesh, shard_batch, single_device_mesh
+from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.training.log_probs import score
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
@@ -155,11 +155,6 @@ def assert_same(a, b, atol=1e-5):
   assert a[1].keys() == b[1].keys()
   for key in a[1]:
     assert a[1][key] == pytest.approx(b[1][key], rel=atol, abs=atol), key
-
-
-def mesh_of(*shape):
-  """A mesh of shape (data, fsdp, tensor) of the first devices."""
-  return make_mesh(*shape, jax.devices()[: int(np.prod(shape))])
 
 
 def largest_difference(a, b):

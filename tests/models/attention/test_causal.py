@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import mesh_of
 
 from gtpo_jax.models import PRESETS
 from gtpo_jax.models.attention import flash, splash
@@ -19,7 +20,7 @@ from gtpo_jax.models.attention.flash import attend_in_blocks
 from gtpo_jax.models.attention.sources import KV, AttentionContext, RowRanges
 from gtpo_jax.models.attention.splash import attend_with_splash
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import MESH_AXES, make_mesh, partition_spec, single_device_mesh
+from gtpo_jax.runtime.mesh import MESH_AXES, partition_spec, single_device_mesh
 
 N = 2
 G = 3
@@ -162,7 +163,7 @@ def test_segments_attend_to_the_prompt_and_to_themselves(attend):
 @pytest.mark.devices
 @pytest.mark.parametrize(
   ("heads", "kv_heads", "shape"),
-  [(8, 4, (2, 1, 4)), (8, 2, (1, 2, 4)), (24, 3, (1, 1, 8)), (6, 2, (2, 1, 1))],
+  [(8, 4, (2, 1, 1, 4)), (8, 2, (1, 2, 1, 4)), (24, 3, (1, 1, 1, 8)), (6, 2, (2, 1, 1, 1))],
 )
 @pytest.mark.some(1)
 def test_heads_on_a_mesh(heads, kv_heads, shape):
@@ -170,7 +171,7 @@ def test_heads_on_a_mesh(heads, kv_heads, shape):
   config = dataclasses.replace(
     PRESETS["tiny"], heads=heads, kv_heads=kv_heads, matmul_precision="highest"
   )
-  mesh = make_mesh(*shape, devices=jax.devices()[: int(np.prod(shape))])
+  mesh = mesh_of(*shape)
   attend = functools.partial(attend_causally, config, mesh)
   assert_same(attend, inputs, heads=heads, kv_heads=kv_heads, s=70)
 
@@ -186,9 +187,7 @@ def test_positions_on_a_mesh(kind, loop, monkeypatch):
   config = dataclasses.replace(
     PRESETS["tiny"], attention=kind, matmul_precision="highest" if kind == "blocks" else "default"
   )
-  attend = functools.partial(
-    attend_causally, config, make_mesh(1, 1, 2, jax.devices()[:6], context=3)
-  )
+  attend = functools.partial(attend_causally, config, mesh_of(1, 1, 3, 2))
   assert_same(attend, inputs)
   assert_same(attend, in_two_segments)
   if not loop:
@@ -202,9 +201,7 @@ def test_shards_of_several_blocks(s, monkeypatch):
   """A shard's queries, balanced and contiguous, take three of the kernel's blocks."""
   monkeypatch.setattr(splash, "BLOCKS", (128,))
   config = dataclasses.replace(PRESETS["tiny"], attention="splash")
-  attend = functools.partial(
-    attend_causally, config, make_mesh(1, 1, 1, jax.devices()[:3], context=3)
-  )
+  attend = functools.partial(attend_causally, config, mesh_of(1, 1, 3, 1))
   assert_same(attend, inputs, s=s)
   assert_same(attend, in_two_segments, s=s)
 
@@ -212,7 +209,7 @@ def test_shards_of_several_blocks(s, monkeypatch):
 @pytest.mark.devices
 @pytest.mark.parametrize("shards", [2, 3, 4, 5])
 def test_balanced_queries_have_equally_many_keys_and_return(shards):
-  mesh = make_mesh(1, 1, 1, jax.devices()[:shards], context=shards)
+  mesh = mesh_of(1, 1, shards, 1)
   s = 4 * shards
   by_shard = []
   spec = partition_spec((None, None, None, "position"))
@@ -236,14 +233,14 @@ def test_balanced_queries_have_equally_many_keys_and_return(shards):
 @pytest.mark.devices
 def test_positions_that_do_not_divide_are_on_every_shard():
   config = dataclasses.replace(PRESETS["tiny"], matmul_precision="highest")
-  attend = functools.partial(attend_causally, config, make_mesh(1, 2, 1, context=4))
+  attend = functools.partial(attend_causally, config, mesh_of(1, 2, 4, 1))
   assert_same(attend, inputs, s=70)
 
 
 @pytest.mark.devices
 def test_rows_that_do_not_divide_are_on_every_device():
   config = dataclasses.replace(PRESETS["tiny"], matmul_precision="highest")
-  attend = functools.partial(attend_causally, config, make_mesh(8, 1, 1))
+  attend = functools.partial(attend_causally, config, mesh_of(8, 1, 1, 1))
   assert_same(attend, inputs, s=9)
 
 
@@ -285,7 +282,7 @@ def test_the_kind_follows_the_platform():
   )
   with pytest.raises(UserError, match=rejection):
     attention_kind(dataclasses.replace(tiny, attention="cudnn"), mesh)
-  wide = make_mesh(2, 2, 1, context=2)
+  wide = mesh_of(2, 2, 2, 1)
   with pytest.raises(UserError, match=r"'cudnn' does not run on cpu with .*mesh\.context 2"):
     attention_kind(dataclasses.replace(tiny, attention="cudnn", compute_dtype="bfloat16"), wide)
   with pytest.raises(
@@ -298,7 +295,7 @@ def test_the_kind_follows_the_platform():
     dataclasses.replace(tiny, attention="flash")
 
 
-def mesh_of(platform, kind, capability=None):
+def unattached_mesh(platform, kind, capability=None):
   """Stands for a mesh of one device that is not attached."""
   device = types.SimpleNamespace(
     platform=platform, device_kind=kind, compute_capability=capability, process_index=0
@@ -321,10 +318,10 @@ def mesh_of(platform, kind, capability=None):
 )
 def test_the_kernel_follows_the_compute_capability(kind, capability, changes, expected):
   config = dataclasses.replace(PRESETS["tiny"], **changes)
-  assert attention_kind(config, mesh_of("gpu", kind, capability)) == expected
+  assert attention_kind(config, unattached_mesh("gpu", kind, capability)) == expected
 
 
 def test_a_gpu_without_bfloat16_units_is_refused():
   config = dataclasses.replace(PRESETS["tiny"], compute_dtype="bfloat16")
   with pytest.raises(UserError, match=r"T4 has no bfloat16 .*dtype=float16, which auto chooses"):
-    attention_kind(config, mesh_of("gpu", "Tesla T4", "7.5"))
+    attention_kind(config, unattached_mesh("gpu", "Tesla T4", "7.5"))

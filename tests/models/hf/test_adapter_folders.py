@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from adapters import SOME, adapted, base, on_mesh_of, with_lora
 from hf_folders import hf_folder, our_logits, padded_batch, raw_tensors, torch_logits
+from meshes import mesh_of
 
 from gtpo_jax.models import load, save, save_adapter
 from gtpo_jax.models.config import LORA_TARGETS
 from gtpo_jax.models.lora import merge_lora
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import make_mesh
 
 
 @pytest.mark.filterwarnings(
@@ -78,7 +78,7 @@ def test_the_merged_folder_computes_our_logits(tmp_path):
 @pytest.mark.slow
 def test_a_sharded_adapter_is_saved_as_on_one_device(tmp_path):
   model, params = adapted()
-  wide = with_lora(base()[0], make_mesh(2, 2, 2))
+  wide = with_lora(base()[0], mesh_of(2, 2, 1, 2))
   save_adapter(model, params, tmp_path / "one", "base")
   save_adapter(wide, on_mesh_of(params, wide), tmp_path / "eight", "base")
   assert (tmp_path / "one" / "SHA256SUMS").read_text() == (

@@ -14,10 +14,11 @@ from hf_folders import (
   torch_greedy,
   torch_logits,
 )
+from meshes import mesh_of
 
 from gtpo_jax.models import PRESETS, Transformer, abstract_params, load
 from gtpo_jax.models.hf.weights import hf_shapes
-from gtpo_jax.runtime.mesh import make_mesh, single_device_mesh
+from gtpo_jax.runtime.mesh import single_device_mesh
 
 SHARDED = "20KB"
 SEVEN_ONE = {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1}
@@ -40,8 +41,8 @@ PUBLISHED = {
 }
 
 
-def mesh_of(shape):
-  return make_mesh(*shape) if shape else single_device_mesh()
+def mesh_for(shape):
+  return mesh_of(*shape) if shape else single_device_mesh()
 
 
 @pytest.mark.devices
@@ -49,14 +50,14 @@ def mesh_of(shape):
   ("changes", "shard", "shape"),
   [
     ({}, "5GB", None),
-    ({}, SHARDED, (2, 2, 2)),
+    ({}, SHARDED, (2, 2, 1, 2)),
     ({"tie_word_embeddings": False}, SHARDED, None),
-    ({"tie_word_embeddings": False}, "5GB", (2, 2, 2)),
+    ({"tie_word_embeddings": False}, "5GB", (2, 2, 1, 2)),
     (SEVEN_ONE, "5GB", None),
-    (SEVEN_ONE, SHARDED, (2, 4, 1)),
-    (SIX_TWO, "5GB", (2, 2, 2)),
+    (SEVEN_ONE, SHARDED, (2, 4, 1, 1)),
+    (SIX_TWO, "5GB", (2, 2, 1, 2)),
     (WIDE_HEADS, "5GB", None),
-    (WIDE_HEADS, SHARDED, (1, 2, 4)),
+    (WIDE_HEADS, SHARDED, (1, 2, 1, 4)),
   ],
   ids=[
     "tied",
@@ -74,7 +75,7 @@ def mesh_of(shape):
 def test_logits_equal_those_of_transformers(changes, shard, shape):
   folder, reference = hf_folder(shard=shard, **changes)
   assert (len(list(folder.glob("*.safetensors"))) > 1) == (shard == SHARDED)
-  model, params = load(folder, dtype="float32", mesh=mesh_of(shape))
+  model, params = load(folder, dtype="float32", mesh=mesh_for(shape))
   tokens, mask = padded_batch()
   want = torch_logits(reference, tokens, mask)
   assert np.abs(want[mask]).max() > 2
@@ -88,7 +89,7 @@ def test_logits_equal_those_of_transformers(changes, shard, shape):
   ("changes", "shape"),
   [
     ({}, None),
-    pytest.param({}, (2, 2, 2), marks=pytest.mark.slow),
+    pytest.param({}, (2, 2, 1, 2), marks=pytest.mark.slow),
     pytest.param(SEVEN_ONE, None, marks=pytest.mark.slow),
   ],
   ids=["4/2", "4/2-2x2x2", "7/1"],
@@ -99,7 +100,7 @@ def test_sixty_four_greedy_tokens_equal_generate(changes, shape):
   want = torch_greedy(reference, PROMPTS, 64)
   assert len(np.unique(want)) > 10  # the text is not one repeated token
   np.testing.assert_array_equal(
-    our_greedy(*load(folder, "float32", mesh_of(shape)), PROMPTS, 64), want
+    our_greedy(*load(folder, "float32", mesh_for(shape)), PROMPTS, 64), want
   )
 
 
@@ -117,7 +118,7 @@ def test_a_sharded_folder_is_split_by_axes_and_equal_to_one_file():
   whole = hf_folder()[0]
   cut = hf_folder(shard=SHARDED)[0]
   _, plain = load(whole, "float32")
-  model, placed = load(str(cut), "float32", make_mesh(2, 2, 2))
+  model, placed = load(str(cut), "float32", mesh_of(2, 2, 1, 2))
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(plain), jax.device_get(placed))
   jax.tree.map(
     lambda x, like: x.sharding == like.sharding or pytest.fail(f"{x.sharding} {like.sharding}"),

@@ -18,12 +18,12 @@ from hf_folders import (
   split_file,
   torch_logits,
 )
+from meshes import mesh_of
 
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.models import load, save
 from gtpo_jax.models.attention.rope_scaling import Yarn
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import make_mesh
 
 INDEX = "model.safetensors.index.json"
 
@@ -34,11 +34,11 @@ INDEX = "model.safetensors.index.json"
   ("dtype", "changes", "shape"),
   [
     ("float32", {}, None),
-    ("bfloat16", {}, (2, 2, 2)),
+    ("bfloat16", {}, (2, 2, 1, 2)),
     ("float16", {}, None),
     ("bfloat16", {"tie_word_embeddings": False}, None),
     ("float32", {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 1}, None),
-    ("float32", {"head_dim": 16, "tie_word_embeddings": False}, (2, 2, 2)),
+    ("float32", {"head_dim": 16, "tie_word_embeddings": False}, (2, 2, 1, 2)),
   ],
 )
 @pytest.mark.some(1)
@@ -47,7 +47,7 @@ def test_loaded_and_saved_again_every_tensor_is_byte_identical(
 ):
   source, _ = hf_folder(dtype, shard="20KB", **changes)
   save(
-    *load(source, dtype, make_mesh(*shape) if shape else None),
+    *load(source, dtype, mesh_of(*shape) if shape else None),
     None,
     tmp_path / "out",
     shard_bytes=shard_bytes,
@@ -287,7 +287,7 @@ def test_the_same_model_gives_the_same_files(tmp_path):
 def test_a_sharded_model_is_saved_as_on_one_device(tmp_path):
   model, params = random_model()
   save(model, params, None, tmp_path / "one")
-  save(*load(tmp_path / "one", "float32", make_mesh(2, 2, 2)), None, tmp_path / "eight")
+  save(*load(tmp_path / "one", "float32", mesh_of(2, 2, 1, 2)), None, tmp_path / "eight")
   assert (tmp_path / "one" / "SHA256SUMS").read_text() == (
     tmp_path / "eight" / "SHA256SUMS"
   ).read_text()

@@ -30,7 +30,7 @@ from gtpo_jax.models.config import Lora
 from gtpo_jax.runtime.mesh import make_mesh
 assert (jax.process_count(), jax.device_count(), jax.local_device_count()) == (2, 4, 2)
 # The second process gets a path that it cannot write to, because only the first one writes.
-model, params = load(home / "source", "float32", make_mesh(1, 2, 2))
+model, params = load(home / "source", "float32", make_mesh(data=1, fsdp=2, tensor=2))
 assert not params["layers"]["up"]["kernel"].is_fully_addressable
 out = home / "two" if rank == 0 else Path("/proc/nowhere")
 tokenizer = None if rank else load_chat().tokenizer

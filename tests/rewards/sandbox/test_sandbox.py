@@ -135,6 +135,7 @@ def test_the_attack_succeeds_outside(name, host):
 
 
 @pytest.mark.sandbox
+@pytest.mark.slow
 def test_sixteen_attacks_at_once(host):
   """A correct program that runs at the same time passes, and no attack does."""
   names = [name for name in ATTACKS if name != "memory of many processes"]
