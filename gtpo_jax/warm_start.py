@@ -62,7 +62,7 @@ class TaskTeacher:
   name = "an imperfect teacher"
 
   def __init__(self, config: Config, worker: RolloutWorker):
-    self._task = config.train_task
+    self._task = config.data.train_task
     self._slips = config.warm_start.slips
     self._worker = worker
 
@@ -135,7 +135,7 @@ def make_teacher(
   if not section.data:
     return TaskTeacher(config, worker)
   loaded = records.get(section.data) or load_demonstrations(
-    section.data, config.demonstration_columns, config.data.bad_rows
+    section.data, section.columns, config.data.bad_rows
   )
   teacher = OwnTeacher(config, worker, loaded)
   say(loaded.summary(section.data).replace(" problems ", " demonstrations "))
@@ -220,7 +220,7 @@ def check_prompts(config: Config, worker: RolloutWorker, teacher: Teacher | None
     UserError: a prompt exceeds data.max_prompt_tokens, or a demonstration sampling.max_tokens.
   """
   rng = np.random.default_rng(0)
-  for task in {config.train_task, config.eval_task} - {None}:
+  for task in {config.data.train_task, config.data.eval_task} - {None}:
     ids = rng.choice(np.append(task.train_ids, task.held_out_ids), CHECKED_PROBLEMS)
     prompts = [worker.encode(task.problem(i)) for i in ids]
     pad_prompts(prompts, config.data.max_prompt_tokens, worker.chat.pad)

@@ -32,7 +32,7 @@ def config_of(**warm_start):
 
 
 def teacher_of(rows, config):
-  loaded = demonstrations_of(rows, "mine", config.demonstration_columns, config.data.bad_rows)
+  loaded = demonstrations_of(rows, "mine", config.warm_start.columns, config.data.bad_rows)
   said = []
   worker = RolloutWorker(config)
   teacher = make_teacher(config, worker, said.append, {"records:mine": loaded})
@@ -72,7 +72,7 @@ def test_no_demonstration_is_dropped_and_no_character_changed(tmp_path):
   config = dataclasses.replace(config_of(), data=plain)
   _, teacher, said = teacher_of(rows, config)
   assert said == ["records:mine: 12 demonstrations of 12 rows"]
-  from_file = load_demonstrations(str(file), config.demonstration_columns)
+  from_file = load_demonstrations(str(file), config.warm_start.columns)
   answers = [" 7\n"] * 9 + ["3 ", "\t", "7"]
   assert [problem.answer for problem in from_file.problems] == answers
   worker = RolloutWorker(config)

@@ -88,7 +88,7 @@ def resolve_inputs(
     section = dataclasses.replace(section, eval=name)
   warm_start = config.warm_start
   if demonstrations is not None:
-    columns = config.demonstration_columns
+    columns = config.warm_start.columns
     loaded = demonstrations_of(demonstrations, "demonstrations", columns, section.bad_rows)
     name = f"{_name(loaded.problems)}:demonstrations"
     records[name] = loaded

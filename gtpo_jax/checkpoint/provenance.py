@@ -39,9 +39,9 @@ def provenance_of(
     for (name, _), (part, _) in zip(config.data.sources, problems, strict=True)
     if isinstance(part, list)
   ]
-  if config.eval_task is None:
+  if config.data.eval_task is None:
     # With another number of problems, others are evaluated, which a run may change.
-    name = f"data.eval {config.eval_name!r} (eval.problems = {config.eval.problems})"
+    name = f"data.eval {config.data.eval_name!r} (eval.problems = {config.eval.problems})"
     sources.append((name, held_out))
   data = {name: f"{len(part)} problems, sha256 {_digest(part)}" for name, part in sources}
   return data | dict(frozen)

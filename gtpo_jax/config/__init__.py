@@ -1,15 +1,10 @@
 """The configuration of a run."""
 
 from gtpo_jax.config.config import Config, flatten, resolved_dict, to_dict
+from gtpo_jax.config.data_sections import DataSection, RewardSection
 from gtpo_jax.config.files import default_config, difference, freeze, load
 from gtpo_jax.config.resolve import ResolvedModel, resolve_model, with_compute_dtype
-from gtpo_jax.config.sections import (
-  DataSection,
-  MeshSection,
-  ModelSection,
-  RewardSection,
-  SamplingSection,
-)
+from gtpo_jax.config.sections import MeshSection, ModelSection, SamplingSection
 
 __all__ = [
   "Config",

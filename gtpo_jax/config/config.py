@@ -9,6 +9,7 @@ from typing import Any
 
 from gtpo_jax import algorithms
 from gtpo_jax.algorithms import Algorithm
+from gtpo_jax.config.data_sections import DataSection, RewardSection, WarmStartSection
 from gtpo_jax.config.monitoring import (
   CheckpointSection,
   EvalSection,
@@ -20,17 +21,14 @@ from gtpo_jax.config.sections import (
   RL_OPTIMIZER,
   AlgorithmSection,
   BatchSection,
-  DataSection,
   FrozenSection,
   MeshSection,
   ModelSection,
-  RewardSection,
   SamplingSection,
-  WarmStartSection,
 )
 from gtpo_jax.data.sources import is_source
-from gtpo_jax.data.tasks import FILLER, TASKS, Forks, Task, make_task
-from gtpo_jax.models.config import Lora, ModelConfig
+from gtpo_jax.data.tasks import FILLER, TASKS, Forks
+from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 from gtpo_jax.runtime.fields import at_least, check_bounds, setting
@@ -38,7 +36,6 @@ from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
 from gtpo_jax.training.state import OptimizerConfig
 
 SEED = at_least(0)._replace(largest=2**32 - 1)
-MAX_RANDOM_WIDTH = 512  # of presets that may start from random weights; wider ones learn nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,18 +105,18 @@ class Config:
         f"sampling.weights_dtype = {self.sampling.weights_dtype!r} has no effect on the base, "
         f"which is {m.quantize} already (model.quantize); leave it empty"
       )
-    architecture = self.with_formats(PRESETS[preset], "float32")  # checks formats in any case
+    architecture = self.model.with_formats(PRESETS[preset], "float32")  # checks formats in any case
     if not self.model.path:
       self.check_context(architecture)
 
   def _check_data(self) -> None:
-    for name in (*(name for name, _ in self.data.sources), self.eval_name):
+    for name in (*(name for name, _ in self.data.sources), self.data.eval_name):
       if name not in TASKS and not is_source(name):
         raise UserError(
           f"unknown task {name!r} in data{did_you_mean(name, TASKS)}; "
           f"valid are {', '.join(TASKS)}, or a source: a .jsonl or .parquet file, hf:ID, tfds:NAME"
         )
-    if not self.data.eval and self.train_task is None:
+    if not self.data.eval and self.data.train_task is None:
       raise UserError(
         "data.eval must name the problems to evaluate on, "
         f"since data.train = {self.data.train!r} has no held-out part"
@@ -127,9 +124,9 @@ class Config:
     self._check_warm_start()
     if "{prompt}" not in self.data.template:
       raise UserError(f"data.template must contain {{prompt}}, got {self.data.template!r}")
-    _ = self.eval_task  # refuses a difficulty that its task does not have
+    _ = self.data.eval_task  # refuses a difficulty that its task does not have
     if self.data.filler != FILLER and not any(
-      isinstance(task, Forks) for task in (self.train_task, self.eval_task)
+      isinstance(task, Forks) for task in (self.data.train_task, self.data.eval_task)
     ):
       raise UserError(
         f"data.filler = {self.data.filler} only has an effect with data.train = 'forks' or "
@@ -148,13 +145,13 @@ class Config:
         f"warm_start.data must name a source (a .jsonl or .parquet file, hf:ID, tfds:NAME), "
         f"got {section.data!r}"
       )
-    if section.steps and not section.data and self.train_task is None:
+    if section.steps and not section.data and self.data.train_task is None:
       raise UserError(
         f"warm_start.steps = {section.steps} needs demonstrations of data.train = "
         f"{self.data.train!r}: set warm_start.data to a file with the columns prompt and "
         "completion, or steps to 0 and model.path to a model"
       )
-    _ = self.demonstration_columns
+    _ = self.warm_start.columns
 
   def _check_algorithm(self) -> None:
     settings = self.resolved_algorithm.settings
@@ -184,41 +181,6 @@ class Config:
         "give it a weight, or leave the path out"
       )
 
-  def check_training(self) -> None:
-    """Raises UserError if a run could be evaluated with these settings, but not trained."""
-    self._check_start()
-    self._check_parts()
-
-  def _check_start(self) -> None:
-    m = self.model
-    if m.path or m.random_weights or self.warm_start.steps:
-      return
-    if PRESETS[m.preset].width > MAX_RANDOM_WIDTH:
-      raise UserError(
-        f"model.preset = {m.preset!r} would start from random weights, which answer nothing "
-        "correctly: set model.path to a Hugging Face folder or hub id with weights, or "
-        "model.random_weights=True to measure the speed only"
-      )
-
-  def _check_parts(self) -> None:
-    """Checks the reward of algorithms with entropy shaping, which shape `correct` themselves."""
-    weights = dict(self.reward.weighted)
-    if not self.resolved_algorithm.recipe.shaping.by_entropy or weights.get("correct") == 1:
-      return
-    name = self.algorithm.name
-    parts = self.reward.parts
-    if not weights.get("correct"):
-      raise UserError(
-        f"algorithm {name!r} shapes the reward part 'correct', which reward.parts = {parts!r} "
-        f"lacks: use reward.parts=correct,{parts}, which adds the other parts to the shaped "
-        "reward, or an algorithm without entropy shaping, such as grpo or dapo"
-      )
-    scaled = [f"{part}*{weight / weights['correct']:g}" for part, weight in weights.items()]
-    raise UserError(
-      f"algorithm {name!r} needs the reward part 'correct' to have weight 1, got {parts!r}; scale "
-      f"the other parts instead: reward.parts={','.join(scaled)}"
-    )
-
   def check_context(self, architecture: ModelConfig) -> None:
     """Raises UserError if prompt and completion together exceed the model's context."""
     length = self.data.max_prompt_tokens + self.sampling.max_tokens
@@ -227,21 +189,6 @@ class Config:
         f"data.max_prompt_tokens + sampling.max_tokens = {length} is over the model's context "
         f"of {architecture.max_length}"
       )
-
-  def with_formats(self, architecture: ModelConfig, compute_dtype: str) -> ModelConfig:
-    """Returns `architecture` with this run's formats, attention, adapters, and `compute_dtype`."""
-    m = self.model
-    targets = tuple(filter(None, m.lora_targets.replace(" ", "").split(",")))
-    return dataclasses.replace(
-      architecture,
-      param_dtype=m.param_dtype,
-      compute_dtype=compute_dtype,
-      matmul_precision=m.matmul_precision,
-      remat=m.remat,
-      attention=m.attention,
-      lora=Lora(m.lora_rank, m.lora_alpha, targets),
-      quantize=m.quantize,
-    )
 
   @functools.cached_property
   def resolved_algorithm(self) -> Algorithm:
@@ -287,37 +234,6 @@ class Config:
   def eval_sampling_params(self) -> SamplingParams:
     """How evaluation draws its samples."""
     return SamplingParams(self.eval.temperature, top_p=self.eval.top_p)
-
-  @property
-  def demonstration_columns(self) -> str:
-    """`warm_start.fields` in the form of `data.fields`, with the completion as the answer."""
-    text = self.warm_start.fields or "prompt=prompt,completion=completion"
-    pairs = dict(part.strip().partition("=")[::2] for part in text.split(","))
-    if pairs.keys() != {"prompt", "completion"} or not all(pairs.values()):
-      raise UserError(
-        "warm_start.fields must name prompt and completion, such as "
-        f"prompt=question,completion=solution; got {text!r}"
-      )
-    return f"prompt={pairs['prompt']},answer={pairs['completion']},kind=exact"
-
-  @property
-  def train_task(self) -> Task | None:
-    """The task to train on; None if it is a source."""
-    return self._task(self.data.train)
-
-  @property
-  def eval_name(self) -> str:
-    """The task or source to evaluate on."""
-    return self.data.eval or self.data.train
-
-  @property
-  def eval_task(self) -> Task | None:
-    """The task to evaluate on; None if it is a source."""
-    return self._task(self.eval_name)
-
-  def _task(self, name: str) -> Task | None:
-    data = self.data
-    return make_task(name, data.terms, data.largest, data.filler) if name in TASKS else None
 
 
 def _select(cls: type, section: Any) -> Any:

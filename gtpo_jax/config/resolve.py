@@ -51,7 +51,7 @@ def resolve_model(config: Config, device: Any = None) -> ResolvedModel:
     architecture = PRESETS[config.model.preset]
   device = jax.devices()[0] if device is None else device
   dtype, reason = compute_dtype_for(config.model.compute_dtype, device, architecture.width)
-  architecture = config.with_formats(architecture, dtype)
+  architecture = config.model.with_formats(architecture, dtype)
   if folder:
     config.check_context(architecture)
   return ResolvedModel(folder, architecture, reason)

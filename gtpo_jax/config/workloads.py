@@ -32,7 +32,7 @@ def _evaluation_workloads(config: Config, problems: int | None = None) -> dict[s
   section = config.eval
   if problems is None:
     problems = section.problems
-    if task := config.eval_task:
+    if task := config.data.eval_task:
       problems = min(problems, len(task.held_out_ids))
   batch = min(section.batch, problems)
   return {

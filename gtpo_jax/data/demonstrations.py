@@ -18,7 +18,7 @@ def load_demonstrations(name: str, fields: str, bad_rows: int = 0) -> Loaded:
 
   Args:
     name: a path, `hf:...` or `tfds:...`, as `sources.load_source` reads it.
-    fields: the columns, as `Config.demonstration_columns` gives them.
+    fields: the columns, as `warm_start.columns` of a config gives them.
     bad_rows: number of malformed rows that may be skipped.
 
   Returns:

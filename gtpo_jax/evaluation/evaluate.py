@@ -63,7 +63,7 @@ JUDGED_BY = tuple(
 
 def evaluation_settings(config: Config) -> dict[str, Any]:
   """Returns the fields of a config that decide what its evaluations measure, by dotted name."""
-  values = flatten(to_dict(config)) | {"data.eval": config.eval_name}
+  values = flatten(to_dict(config)) | {"data.eval": config.data.eval_name}
   names = MEASURED_BY + (JUDGED_BY if config.reward.judge_decides else ())
   as_in_json = lambda value: list(value) if isinstance(value, tuple) else value
   return {name: as_in_json(values[name]) for name in names}

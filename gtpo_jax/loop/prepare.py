@@ -6,16 +6,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gtpo_jax.api.inputs import Inputs
+from gtpo_jax.config import Config
 from gtpo_jax.config.mesh_choice import check_divisible, proposing_mesh
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.trackers import check_trackers
+from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.rollout.frozen import check_frozen
 from gtpo_jax.rollout.policies import check_weights
 from gtpo_jax.rollout.problems import held_out_problems, training_problems
 from gtpo_jax.rollout.scoring import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.warm_start import Teacher, check_prompts, make_teacher
+
+MAX_RANDOM_WIDTH = 512  # of presets that may start from random weights; wider ones learn nothing
 
 
 class Parts(NamedTuple):
@@ -43,7 +48,7 @@ def prepare(inputs: Inputs, display: Display) -> Parts:
     UserError: the config cannot run here, or one of the inputs cannot be used.
   """
   config = inputs.config
-  config.check_training()
+  check_training(config)
   with proposing_mesh(config):
     worker = RolloutWorker(config)
     check_divisible(config, worker.model)
@@ -57,3 +62,41 @@ def prepare(inputs: Inputs, display: Display) -> Parts:
   problems = training_problems(config, worker, display.say, inputs.records)
   held_out = held_out_problems(config, worker, display.say, inputs.records)
   return Parts(worker, reward_manager, teacher, problems, held_out)
+
+
+def check_training(config: Config) -> None:
+  """Raises UserError if a run could be evaluated with these settings, but not trained."""
+  _check_start(config)
+  _check_parts(config)
+
+
+def _check_start(config: Config) -> None:
+  m = config.model
+  if m.path or m.random_weights or config.warm_start.steps:
+    return
+  if PRESETS[m.preset].width > MAX_RANDOM_WIDTH:
+    raise UserError(
+      f"model.preset = {m.preset!r} would start from random weights, which answer nothing "
+      "correctly: set model.path to a Hugging Face folder or hub id with weights, or "
+      "model.random_weights=True to measure the speed only"
+    )
+
+
+def _check_parts(config: Config) -> None:
+  """Checks the reward of algorithms with entropy shaping, which shape `correct` themselves."""
+  weights = dict(config.reward.weighted)
+  if not config.resolved_algorithm.recipe.shaping.by_entropy or weights.get("correct") == 1:
+    return
+  name = config.algorithm.name
+  parts = config.reward.parts
+  if not weights.get("correct"):
+    raise UserError(
+      f"algorithm {name!r} shapes the reward part 'correct', which reward.parts = {parts!r} "
+      f"lacks: use reward.parts=correct,{parts}, which adds the other parts to the shaped "
+      "reward, or an algorithm without entropy shaping, such as grpo or dapo"
+    )
+  scaled = [f"{part}*{weight / weights['correct']:g}" for part, weight in weights.items()]
+  raise UserError(
+    f"algorithm {name!r} needs the reward part 'correct' to have weight 1, got {parts!r}; scale "
+    f"the other parts instead: reward.parts={','.join(scaled)}"
+  )

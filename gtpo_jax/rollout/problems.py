@@ -53,15 +53,15 @@ def held_out_problems(
 
   Arguments and errors are those of `training_problems`.
   """
-  problems = _load_problems(config, worker, config.eval_name, True, say, records)
-  if config.eval_task is None and len(problems) > config.eval.problems:
+  problems = _load_problems(config, worker, config.data.eval_name, True, say, records)
+  if config.data.eval_task is None and len(problems) > config.eval.problems:
     say(f"{config.eval.problems} of them are evaluated (eval.problems)")
   return fixed_sample(problems, config.eval.problems)
 
 
 def eval_label(config: Config) -> str:
   """Returns the evaluation's name in metrics: a task, or a file without folder and extension."""
-  name = config.eval_name
+  name = config.data.eval_name
   if name.startswith(RECORDS):
     return name.rsplit(":", 1)[-1]
   if name.startswith(("hf:", "tfds:")):

@@ -18,8 +18,11 @@ from gtpo_jax.runtime.signals import Stopped, poll
 POLL_S = 0.5  # seconds between questions whether to stop
 CORES_PER_COMPILE = 2  # a compilation uses one core most of the time, and several at its end
 
+# What `stoppable_compiles` was given. It is no argument, because any call of a compiled program, in
+# every layer from sampling to evaluation, may have to compile it first, and each of them would have
+# to pass it on. JAX's own settings, such as `jax.default_matmul_precision`, work alike.
 _stopping: Callable[[], bool] | None = None
-_abandoned: list[threading.Thread] = []
+_abandoned: list[threading.Thread] = []  # compile until they are done; nothing can stop them
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from gtpo_jax.config import (
   resolve_model,
   to_dict,
 )
+from gtpo_jax.loop.prepare import check_training
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.params import SamplingParams
 
@@ -373,10 +374,10 @@ def test_the_parts_of_a_config():
   assert config.sampling_params == SamplingParams(0.7, 5, 1.0, 0.0)
   assert config.eval_sampling_params == SamplingParams(0.0)
   assert (config.model.param_dtype, resolve_model(config).config.width) == ("bfloat16", 128)
-  assert (config.train_task.name, config.train_task.terms) == ("countdown", 4)
-  assert config.eval_task is config.train_task
+  assert (config.data.train_task.name, config.data.train_task.terms) == ("countdown", 4)
+  assert config.data.eval_task is config.data.train_task
   forks = freeze(nested({"data__train": "forks", "data__filler": 4}))
-  assert (forks.train_task.filler, forks.eval_task.filler) == (4, 4)
+  assert (forks.data.train_task.filler, forks.data.eval_task.filler) == (4, 4)
 
 
 def test_a_config_is_frozen():
@@ -393,7 +394,7 @@ def training_refused(*parts, **values):
   """The message with which a run refuses to train; the values themselves are valid."""
   config = freeze(nested(values))
   with pytest.raises(UserError) as error:
-    config.check_training()
+    check_training(config)
   for part in parts:
     assert part in str(error.value), error.value
 
@@ -407,8 +408,8 @@ def test_a_large_model_needs_weights(preset):
     {"model__random_weights": True},
     {"warm_start__steps": 10},
   ):
-    freeze(nested({"model__preset": preset, **allowed})).check_training()
-  Config().check_training()  # a tiny model may start from random weights
+    check_training(freeze(nested({"model__preset": preset, **allowed})))
+  check_training(Config())  # a tiny model may start from random weights
 
 
 @pytest.mark.parametrize("name", ["gtpo", "gtpo_v2", "grpo_s", "grpo_s_v1"])
@@ -418,12 +419,12 @@ def test_parts_that_entropy_shaping_cannot_use_are_refused(name):
   scaled = "have weight 1, got 'boxed*0.5,correct*2'; scale the other parts instead: "
   scaled += "reward.parts=boxed*0.25,correct*1"
   training_refused(scaled, algorithm__name=name, reward__parts="boxed*0.5,correct*2")
-  freeze(nested({"algorithm__name": name, "reward__parts": "correct,boxed*100"})).check_training()
+  check_training(freeze(nested({"algorithm__name": name, "reward__parts": "correct,boxed*100"})))
 
 
 @pytest.mark.parametrize("parts", ["verifier", "correct*2,boxed*0.5", "boxed"])
 def test_algorithms_without_entropy_shaping_accept_any_parts(parts):
-  freeze(nested({"algorithm__name": "grpo", "reward__parts": parts})).check_training()
+  check_training(freeze(nested({"algorithm__name": "grpo", "reward__parts": parts})))
 
 
 def test_warm_starts_on_demonstrations():
@@ -453,7 +454,7 @@ def test_warm_starts_on_demonstrations():
       }
     )
   )
-  assert config.demonstration_columns == "prompt=q,answer=solution,kind=exact"
+  assert config.warm_start.columns == "prompt=q,answer=solution,kind=exact"
 
 
 def test_a_short_name_selects_a_shipped_config(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import pytest
 
-from gtpo_jax.config.sections import RewardSection
+from gtpo_jax.config.data_sections import RewardSection
 from gtpo_jax.data.sources import load_records, load_source
 from gtpo_jax.rewards import VERIFIERS, check_gold, truth_marks
 from gtpo_jax.rewards.math.extraction import gold_answer

@@ -90,7 +90,7 @@ def test_every_config_is_tested_and_short():
 def test_each_loads_and_encodes_its_problems(name, kind, tmp_path):
   row, _, _ = ROWS[name]
   config = config_of(name, kind, data__eval=write_row(tmp_path, row))
-  assert config_of(name, kind).eval_name.startswith("hf:")
+  assert config_of(name, kind).data.eval_name.startswith("hf:")
   assert eval_label(config) == "data"
   worker = RolloutWorker(config)
   (problem,) = held_out_problems(config, worker)

@@ -1,0 +1,217 @@
+"""The sections of a configuration that say what problems there are and how they are scored."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from gtpo_jax.data.tasks import FILLER, TASKS, Task, make_task
+from gtpo_jax.rewards.judge.settings import JudgeSettings
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.fields import (
+  ABOVE_0,
+  AT_LEAST_0,
+  FINITE,
+  Checked,
+  at_least,
+  find_problem,
+  number,
+  one_of,
+  setting,
+)
+from gtpo_jax.training.state import OptimizerConfig
+
+MATH_RULES = ("math", "dapo")
+INSTRUCTION_MODES = ("strict", "loose")
+TIMEOUT = number(lambda x: 0 < x <= 86_400, "above 0 and at most 86400 (a day)")
+NO_JUDGE = JudgeSettings()
+IMITATION_OPTIMIZER = OptimizerConfig(
+  learning_rate=1.5e-3, schedule="cosine", warmup_steps=50, b2=0.99
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSection:
+  """What to train and evaluate on, and how a problem becomes a prompt.
+
+  Attributes:
+    train: a task ("sums", "countdown", "forks", "forks_confident") or a source: a .jsonl or
+      .parquet file or a folder of them, hf:ID, tfds:NAME; several sources with weights as
+      "a.jsonl*2,b.parquet*1".
+    eval: a task, evaluated on its held-out part, or a source; "" for the same task as `train`.
+    fields: the columns of a source, such as "prompt=instruction,answer=output,kind=math"; "" for
+      the known layouts.
+    bad_rows: how many rows of a source may be malformed or have an overlong prompt; such rows are
+      skipped.
+    system: a system message before every problem that has none; "" for no message.
+    template: the prompt text; {prompt} stands for the problem's text.
+    chat: apply the chat template; False uses the plain text, for base models.
+    terms: difficulty of a task: additions (sums), numbers (countdown) or pairs of digits (forks) in
+      a problem; 0 for the task's default.
+    largest: difficulty of a task: the largest addend, number or digit; 0 for the task's default.
+    filler: mean number of letters before a decision of forks; they decide nothing.
+    max_prompt_tokens: the longest prompt; shorter ones are padded to it.
+  """
+
+  train: str = "sums"
+  eval: str = ""
+  fields: str = ""
+  bad_rows: int = setting(0, bound=at_least(0))
+  system: str = ""
+  template: str = "{prompt}"
+  chat: bool = True
+  terms: int = setting(0, bound=at_least(0))
+  largest: int = setting(0, bound=at_least(0))
+  filler: int = setting(FILLER, bound=at_least(0))
+  max_prompt_tokens: int = setting(32, bound=at_least(1))
+
+  @property
+  def sources(self) -> list[tuple[str, float]]:
+    """The tasks or sources to train on, with their weights.
+
+    Raises:
+      UserError: `train` cannot be parsed.
+    """
+    if len(parts := self.train.split(",")) == 1 and "*" not in self.train:
+      return [(self.train, 1.0)]
+    pairs = [part.strip().rpartition("*") for part in parts]
+    try:
+      weighted = [(name, float(weight)) for name, _, weight in pairs]
+    except ValueError:
+      weighted = [("", 0.0)]
+    if not all(name and not find_problem(weight, ABOVE_0) for name, weight in weighted):
+      raise UserError(
+        "data.train must name several sources as a.jsonl*2,b.parquet*1, with weights above 0; "
+        f"got {self.train!r}"
+      )
+    return weighted
+
+  @property
+  def train_task(self) -> Task | None:
+    """The task to train on; None if it is a source."""
+    return self._task(self.train)
+
+  @property
+  def eval_name(self) -> str:
+    """The task or source to evaluate on."""
+    return self.eval or self.train
+
+  @property
+  def eval_task(self) -> Task | None:
+    """The task to evaluate on; None if it is a source."""
+    return self._task(self.eval_name)
+
+  def _task(self, name: str) -> Task | None:
+    return make_task(name, self.terms, self.largest, self.filler) if name in TASKS else None
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStartSection:
+  """Supervised imitation of a task's imperfect teacher, or of demonstrations, before RL begins.
+
+  Attributes:
+    steps: updates; 0 starts RL without imitation.
+    data: the demonstrations, a source named as in `data.train`; "" for the task's teacher.
+    fields: the columns of the demonstrations, such as "prompt=question,completion=solution"; ""
+      for prompt and completion.
+    batch: demonstrations per update.
+    slips: scales how often the teacher makes mistakes.
+    optimizer: AdamW for the imitation only.
+  """
+
+  steps: int = setting(0, bound=at_least(0))
+  data: str = ""
+  fields: str = ""
+  batch: int = setting(16, bound=at_least(1))
+  slips: float = setting(1.0, bound=AT_LEAST_0)
+  optimizer: OptimizerConfig = IMITATION_OPTIMIZER
+
+  @property
+  def columns(self) -> str:
+    """`fields` in the form of `data.fields`, with the completion as the answer."""
+    text = self.fields or "prompt=prompt,completion=completion"
+    pairs = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    if pairs.keys() != {"prompt", "completion"} or not all(pairs.values()):
+      raise UserError(
+        "warm_start.fields must name prompt and completion, such as "
+        f"prompt=question,completion=solution; got {text!r}"
+      )
+    return f"prompt={pairs['prompt']},answer={pairs['completion']},kind=exact"
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardSection(Checked):
+  """How completions are scored.
+
+  Attributes:
+    parts: the reward as a weighted sum, such as "correct*1,boxed*0.1,my_module:my_function*0.5".
+      "correct" is the algorithm's reward for right and wrong, "verifier" the verifier's own
+      number, "judge" the judge's. Algorithms with entropy shaping shape "correct", whose weight is
+      then 1, and add the other parts to the shaped reward. Each part is logged.
+    verifier: a function that decides right and wrong, as module:function; "" for the built-in
+      verifier of each problem's kind.
+    math_rule: "math" (equivalence, by exact arithmetic and math-verify) or "dapo" (DAPO's own
+      `Answer:` line, compared as a string).
+    instructions: for problems of kind "constraints", "strict", or "loose": whether a text follows
+      its instructions is then also tried without its first line, last line and stars.
+    timeout_s: seconds that checking one mathematical answer may take; after that it has no
+      verdict.
+    function_timeout_s: seconds that a user's function may take for the completions of one problem;
+      after that they have no verdict.
+    code_timeout_s: seconds that one run of a program with its tests may take; after that it is
+      wrong.
+    code_memory_mb: memory of such a run, in MiB.
+    unsandboxed: DANGEROUS. Without a sandbox, run programs written by the model as the current
+      user, with access to your files and network.
+    judge: a language model that grades completions.
+  """
+
+  prefix: ClassVar[str] = "reward."
+
+  parts: str = "correct"
+  verifier: str = ""
+  math_rule: str = setting("math", bound=one_of(MATH_RULES))
+  instructions: str = setting("strict", bound=one_of(INSTRUCTION_MODES))
+  timeout_s: float = setting(5.0, bound=TIMEOUT)
+  function_timeout_s: float = setting(300.0, bound=TIMEOUT)
+  code_timeout_s: float = setting(5.0, bound=TIMEOUT)
+  code_memory_mb: int = setting(512, bound=at_least(16))
+  unsandboxed: bool = False
+  judge: JudgeSettings = NO_JUDGE
+
+  def __post_init__(self):
+    super().__post_init__()
+    if not self.weighted:
+      raise UserError(
+        "reward.parts must name parts with finite weights, such as correct*1,boxed*0.1; "
+        f"got {self.parts!r}"
+      )
+    self.judge.check_use(self.parts, tuple(dict(self.weighted)), self.verifier)
+
+  @property
+  def judge_decides(self) -> bool:
+    """Whether the judge decides right and wrong."""
+    return bool(self.judge.base_url) and self.judge.decides
+
+  @property
+  def reads_grades(self) -> bool:
+    """Whether the reward contains the number that the judge gives, besides its verdict."""
+    names = dict(self.weighted)
+    return "judge" in names or (self.judge_decides and "verifier" in names)
+
+  @property
+  def replaces_verifiers(self) -> bool:
+    """Whether a user's function or the judge decides instead of the verifiers of the kinds."""
+    return bool(self.verifier) or self.judge_decides
+
+  @property
+  def weighted(self) -> list[tuple[str, float]]:
+    """The parts with their weights; empty if `parts` cannot be parsed."""
+    pairs = [part.strip().partition("*") for part in self.parts.split(",")]
+    try:
+      weighted = [(name.strip(), float(weight) if star else 1.0) for name, star, weight in pairs]
+    except ValueError:
+      return []
+    valid = all(name and not find_problem(weight, FINITE) for name, weight in weighted)
+    unique = len({name for name, _ in weighted}) == len(weighted)
+    return weighted if valid and unique else []
