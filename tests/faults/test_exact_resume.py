@@ -55,47 +55,63 @@ def test_a_run_killed_at_every_phase(kills, expected, tmp_path):
   assert read_result(tmp_path / "run") == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-  "event",
+  "events",
   [
-    "term:compile:1",
-    pytest.param("term:chunk:9", marks=pytest.mark.manual),
-    pytest.param("term:sampling:2", marks=pytest.mark.manual),
-    pytest.param("term:reward:3", marks=pytest.mark.manual),
-    pytest.param("term:update:2", marks=pytest.mark.manual),
-    "term:saving:1",
-    pytest.param("term:evaluation chunk:2", marks=pytest.mark.manual),
-    "term:evaluation:2",
-    pytest.param("term2:sampling:3", marks=pytest.mark.manual),
-    pytest.param("term2:written:2", marks=pytest.mark.manual),
-    pytest.param("term2:evaluation:1", marks=pytest.mark.manual),
+    pytest.param(["term:compile:1", "term:saving:1", "term:evaluation:1"], marks=pytest.mark.slow),
+    *(
+      pytest.param([event], marks=pytest.mark.manual)
+      for event in (
+        "term:chunk:9",
+        "term:sampling:2",
+        "term:reward:3",
+        "term:update:2",
+        "term:evaluation chunk:2",
+        "term:evaluation:2",
+        "term2:sampling:3",
+        "term2:written:2",
+        "term2:evaluation:1",
+      )
+    ),
   ],
+  ids=", ".join,
 )
-def test_a_run_asked_to_stop(expected, tmp_path, event):
-  stopped = start(tmp_path / "run", event, SETTINGS)
-  assert stopped.returncode == 143, (stopped.returncode, stopped.stdout, stopped.stderr)
-  if event.startswith("term:"):
-    assert "to resume:" in stopped.stdout
-    line = next(line for line in stopped.stdout.splitlines() if "stopped at step" in line)
-    assert float(re.search(r"; saved (\d+\.\d) s after the signal$", line)[1]) < SPOT_GRACE_S
-    saved = max(int(entry.name) for entry in (tmp_path / "run" / "checkpoints").iterdir())
-    assert saved == read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
-  assert "Traceback" not in stopped.stderr
+def test_a_run_asked_to_stop(expected, tmp_path, events):
+  """One run is asked to stop at each point in turn."""
+  for event in events:
+    stopped = start(tmp_path / "run", event, SETTINGS)
+    assert stopped.returncode == 143, (event, stopped.returncode, stopped.stdout, stopped.stderr)
+    if event.startswith("term:"):
+      assert "to resume:" in stopped.stdout
+      line = next(line for line in stopped.stdout.splitlines() if "stopped at step" in line)
+      assert float(re.search(r"; saved (\d+\.\d) s after the signal$", line)[1]) < SPOT_GRACE_S
+      saved = max(int(entry.name) for entry in (tmp_path / "run" / "checkpoints").iterdir())
+      assert saved == read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
+    assert "Traceback" not in stopped.stderr
   done = start(tmp_path / "run", "-", SETTINGS)
   assert done.returncode == 0, done.stderr
   assert read_result(tmp_path / "run") == expected
 
 
-@pytest.mark.slow
-def test_an_xla_error_says_what_happened(expected, tmp_path):
+XLA_ERRORS = [  # (event, the start of the advice; "" for a traceback)
+  ("RESOURCE_EXHAUSTED:update:2", "out of memory during the update: raise batch.micro_batches"),
+  ("UNAVAILABLE:update:2", ""),  # one process has no peers
+  ("RESOURCE_EXHAUSTED:chunk:9", "out of memory during the sampling: lower sampling.slots"),
+  ("INVALID_ARGUMENT:update:2", ""),
+]
+
+
+@pytest.mark.parametrize(
+  "errors",
+  [
+    pytest.param(XLA_ERRORS[:2], marks=pytest.mark.slow),
+    pytest.param(XLA_ERRORS, marks=pytest.mark.manual),
+  ],
+  ids=["two", "all"],
+)
+def test_an_xla_error_says_what_happened(errors, expected, tmp_path):
   """It prints advice or a traceback, and always XLA's full text. The run can be resumed."""
-  for event, start_of_message in (
-    ("RESOURCE_EXHAUSTED:update:2", "out of memory during the update: raise batch.micro_batches"),
-    ("RESOURCE_EXHAUSTED:chunk:9", "out of memory during the sampling: lower sampling.slots"),
-    ("INVALID_ARGUMENT:update:2", ""),
-    ("UNAVAILABLE:update:2", ""),  # one process has no peers
-  ):
+  for event, start_of_message in errors:
     failed = start(tmp_path / "run", event, SETTINGS)
     status = event.split(":")[0]
     assert failed.returncode == 1, failed.stderr

@@ -47,11 +47,8 @@ def undisturbed(tmp_path_factory):
 
 @pytest.mark.parametrize(
   "kills",
-  [
-    pytest.param([KILLS[1], KILLS[7]], marks=pytest.mark.slow),
-    pytest.param(KILLS, marks=pytest.mark.manual),
-  ],
-  ids=["two", "all"],
+  [pytest.param([KILLS[7]], marks=pytest.mark.slow), pytest.param(KILLS, marks=pytest.mark.manual)],
+  ids=["one", "all"],
 )
 def test_one_of_two_processes_is_killed(kills, undisturbed, tmp_path):
   """The other process exits soon with one message. Together they resume exactly."""
@@ -71,11 +68,8 @@ def test_one_of_two_processes_is_killed(kills, undisturbed, tmp_path):
 
 @pytest.mark.parametrize(
   "stops",
-  [
-    pytest.param([STOPS[2], STOPS[4]], marks=pytest.mark.slow),
-    pytest.param(STOPS, marks=pytest.mark.manual),
-  ],
-  ids=["two", "all"],
+  [pytest.param([STOPS[1]], marks=pytest.mark.slow), pytest.param(STOPS, marks=pytest.mark.manual)],
+  ids=["one", "all"],
 )
 def test_two_processes_stop_together(stops, undisturbed, tmp_path):
   """One run is asked to stop in each phase in turn; the state of its last step is always saved."""
