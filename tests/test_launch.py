@@ -137,6 +137,7 @@ def accepts(environment, code):
   return done.returncode == 0
 
 
+@pytest.mark.slow
 def test_slurm_starts_gtpo_with_flags_that_xla_knows(tmp_path):
   seen = run_slurm(tmp_path, XLA_FLAGS="--xla_gpu_autotune_level=1")
   assert seen["ARGS"].endswith("gtpo train --config=configs/tiny.py --workdir=/run --config.seed=1")
@@ -148,6 +149,7 @@ def test_slurm_starts_gtpo_with_flags_that_xla_knows(tmp_path):
   assert not accepts({"XLA_FLAGS": flags.replace("hiding", "hidden")}, start)
 
 
+@pytest.mark.slow
 def test_gke_sets_flags_that_libtpu_knows():
   pytest.importorskip("libtpu")
   pod = jobset()["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]

@@ -207,6 +207,7 @@ def test_resume_is_exact(whole, tmp_path):
   )
 
 
+@pytest.mark.slow
 def test_a_finished_run_stays_finished_until_it_gets_more_steps(whole):
   workdir, _ = whole
   before = read_jsonl(workdir / "metrics.jsonl")

@@ -77,7 +77,7 @@ def test_groups_without_contrast_do_not_affect_the_advantages(name, options):
 
 
 @pytest.mark.parametrize("name", CONTRAST)
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 def test_groups_without_contrast_have_no_effect(name):
   """The loss, its gradient and every metric are the same without them."""
   algorithm = strong(name, **corrections(name))

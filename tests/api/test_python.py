@@ -276,7 +276,7 @@ def test_a_run_that_is_open_at_the_end_of_a_program_is_saved(how, tmp_path):
   ("where", "saved"),
   [
     pytest.param("the first evaluation", 0, marks=pytest.mark.slow),
-    ("step 2", 1),
+    pytest.param("step 2", 1, marks=pytest.mark.slow),
     pytest.param("an evaluation", 2, marks=pytest.mark.slow),
   ],
 )

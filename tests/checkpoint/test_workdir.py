@@ -84,6 +84,7 @@ def test_a_read_only_workdir_is_refused(tmp_path):
     os.system(f"umount {workdir}")
 
 
+@pytest.mark.slow
 def test_the_config_and_the_logs_of_a_workdir_in_a_bucket(store):
   workdir = storage_path(f"{store.url}/run")
   for first, last in ((0, 3), (2, 4)):

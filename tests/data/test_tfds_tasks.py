@@ -41,6 +41,7 @@ def expected(task, ids):
   return [[p.id, p.messages[0]["content"], p.answer, p.kind, dict(p.extra)] for p in problems]
 
 
+@pytest.mark.slow
 def test_sums_are_built_and_read_back(tmp_path):
   task = make_task("sums", 1)
   num_train, train = read("tfds:gtpo_tasks/sums_1:train", tmp_path)

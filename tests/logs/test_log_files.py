@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gtpo_jax.logs.journal import Journal
 from gtpo_jax.logs.log_files import LogFile, is_evaluation, is_metrics, is_sample, read_jsonl
 
-CASES = int(os.environ.get("GTPO_FUZZ_CASES", "80"))
+CASES = int(os.environ.get("GTPO_FUZZ_CASES", "40"))
 DEEP = b"[" * 100_000
 DAMAGED_LINES = [
   b"\xff\xfe",

@@ -124,6 +124,7 @@ def test_the_update_does_not_depend_on_micro_batches_or_mesh(shape, micro_batche
   ] == pytest.approx(metrics["loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_merged_matrices():
   """dA = s W' B^T and dB = s A^T W', with W' the merged matrix's gradient and s = alpha / rank."""
   model, params = adapted()

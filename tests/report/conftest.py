@@ -20,9 +20,18 @@ def mixed_verdicts(prompts, completions, answers, extras):
 
 @pytest.fixture(scope="package")
 def runs(tmp_path_factory):
-  """The folder of two runs: GTPO with two steps, and GRPO with one step."""
-  rows = {"gtpo-0": {}, "grpo": {"algorithm.name": "grpo", "steps": 1}}
-  return create_once(tmp_path_factory, "report_runs", lambda folder: train_runs(folder, rows))
+  """The folder of a run of GTPO with two steps."""
+  return create_once(
+    tmp_path_factory, "report_runs", lambda folder: train_runs(folder, {"gtpo-0": {}})
+  )
+
+
+@pytest.fixture(scope="package")
+def grpo(tmp_path_factory):
+  """The run of GRPO with one step."""
+  rows = {"grpo": {"algorithm.name": "grpo", "steps": 1}}
+  create = lambda folder: train_runs(folder, rows)
+  return create_once(tmp_path_factory, "grpo", create) / "grpo"
 
 
 @pytest.fixture(scope="package")

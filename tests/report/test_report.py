@@ -192,8 +192,8 @@ def test_keyboard_navigation(runs, record, opened):
 
 
 @pytest.mark.slow
-def test_one_run_of_one_step(runs, opened):
-  page = opened(runs / "grpo")
+def test_one_run_of_one_step(grpo, opened):
+  page = opened(grpo)
   assert page.inner_text("h1") == "grpo on sums"
   titles = page.locator("figcaption b").all_inner_texts()
   for title in (
@@ -211,7 +211,7 @@ def test_one_run_of_one_step(runs, opened):
   ):
     assert title in titles
   entropy = page.locator(".chart").nth(titles.index("Policy entropy"))
-  drawn = read_jsonl(runs / "grpo" / "metrics.jsonl")[1]["entropy/mean"]
+  drawn = read_jsonl(grpo / "metrics.jsonl")[1]["entropy/mean"]
   assert entropy.locator("tbody tr").count() == 1
   assert value(entropy.locator("tbody td").first.text_content()) == pytest.approx(drawn, rel=1e-3)
   assert entropy.locator("svg use").count() >= 1  # the only point has a marker
@@ -222,7 +222,7 @@ def test_one_run_of_one_step(runs, opened):
     "gtpo, method 2: completion",
     "gtpo, method 3: group",
   ]
-  record = read_credit(credit_files(runs / "grpo")[1])
+  record = read_credit(credit_files(grpo)[1])
   select(page, 1, 0)
   page.select_option("#v-group", index=0)
   token(page, record, 1, 2).hover()
@@ -235,8 +235,8 @@ def test_one_run_of_one_step(runs, opened):
 
 
 @pytest.mark.slow
-def test_three_runs_side_by_side(runs, second_seed, opened):
-  page = opened(runs / "gtpo-0", runs / "grpo", second_seed)
+def test_three_runs_side_by_side(runs, grpo, second_seed, opened):
+  page = opened(runs / "gtpo-0", grpo, second_seed)
   assert page.inner_text("h1") == "gtpo, steps=2 and grpo, steps=1 on sums"
   assert page.locator(".runs tbody tr").count() == 3
   assert page.locator("#v-run option").all_inner_texts() == [
@@ -248,7 +248,7 @@ def test_three_runs_side_by_side(runs, second_seed, opened):
   reward = page.locator(".chart").nth(titles.index("Mean reward"))
   rewards = {
     workdir.name: read_jsonl(workdir / "metrics.jsonl")[1]["reward/mean"]
-    for workdir in (runs / "gtpo-0", second_seed, runs / "grpo")
+    for workdir in (runs / "gtpo-0", second_seed, grpo)
   }
   expected = [(rewards["gtpo-0"] + rewards["gtpo-1"]) / 2, rewards["grpo"]]
   cells = reward.locator("tbody tr").first.locator("td").all_text_contents()
@@ -266,7 +266,7 @@ def test_three_runs_side_by_side(runs, second_seed, opened):
   assert "step 1" in tip
   assert "grpo" not in tip
   select(page, 1, 0, run=2)
-  record = read_credit(credit_files(runs / "grpo")[1])
+  record = read_credit(credit_files(grpo)[1])
   assert record.prompts[0] in page.inner_text("#v-prompt")
 
 
@@ -368,8 +368,8 @@ def test_the_viewer_says_why_credit_is_even_and_opens_where_it_is_not(
 
 
 @pytest.mark.slow
-def test_the_viewer_says_that_grpo_does_not_shape_rewards(runs, opened):
-  page = opened(runs / "grpo")
+def test_the_viewer_says_that_grpo_does_not_shape_rewards(grpo, opened):
+  page = opened(grpo)
   note = page.inner_text("#v-note")
   assert "The reward is 1.000 for every correct token: this algorithm does not shape" in note
 
@@ -436,8 +436,9 @@ def test_hostile_text_is_shown_and_never_run(runs, record, opened, tmp_path):
   assert not re.search("[\u0000\u001b\u202e\u2066\u2028]", page.content())
 
 
-def test_the_file_loads_nothing(runs):
-  page = make_report([runs / "gtpo-0", runs / "grpo"])
+def test_the_file_loads_nothing(runs, tmp_path):
+  other = shutil.copytree(runs / "gtpo-0", tmp_path / "other")
+  page = make_report([runs / "gtpo-0", other])
   assert "default-src 'none'" in page and len(page) < 600_000
   markup = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
   attributes = re.findall(r'\b(?:src|href|action|data|xlink:href)="([^"]*)"', markup)
@@ -463,17 +464,17 @@ def test_the_file_loads_nothing(runs):
       "config.json' is of another version of gtpo_jax (unknown config key 'batch.fancy'",
     ),
     (
-      ["--workdir={runs}/grpo", "--workdir={tmp}/other", "--out={tmp}/r.html"],
+      ["--workdir={runs}/gtpo-0", "--workdir={tmp}/other", "--out={tmp}/r.html"],
       "1.npz' has format 9, but this version of gtpo_jax reads 1",
     ),
     (
-      ["--workdir={runs}/grpo", "--workdir={runs}/../{name}/grpo", "--out={tmp}/r.html"],
+      ["--workdir={runs}/gtpo-0", "--workdir={runs}/../{name}/gtpo-0", "--out={tmp}/r.html"],
       "is listed twice",
     ),
-    (["--workdir={runs}/grpo", "--out={tmp}/none/r.html"], "cannot write '{tmp}/none/r.html'"),
-    (["--workdir={runs}/grpo"], "required: --out"),
+    (["--workdir={runs}/gtpo-0", "--out={tmp}/none/r.html"], "cannot write '{tmp}/none/r.html'"),
+    (["--workdir={runs}/gtpo-0"], "required: --out"),
     (
-      ["--wrkdir={runs}/grpo", "--out={tmp}/r.html"],
+      ["--wrkdir={runs}/gtpo-0", "--out={tmp}/r.html"],
       "unknown option '--wrkdir', did you mean '--workdir'?",
     ),
   ],
@@ -482,7 +483,7 @@ def test_the_file_loads_nothing(runs):
 def test_a_mistake_prints_one_line(args, message, runs, tmp_path, capsys):
   for name in ("empty", "older", "newer", "other"):
     shutil.copytree(
-      runs / "grpo", tmp_path / name, ignore=shutil.ignore_patterns("checkpoints", "base")
+      runs / "gtpo-0", tmp_path / name, ignore=shutil.ignore_patterns("checkpoints", "base")
     )
   (tmp_path / "empty" / "metrics.jsonl").write_text('{"step": 0}\n')
   (tmp_path / "older" / "metrics.jsonl").write_text(

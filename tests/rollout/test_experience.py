@@ -146,6 +146,7 @@ def test_at_the_limit_a_step_trains_on_the_groups_it_has():
   assert both["entropy/mean"] == batch.metrics["entropy/mean"] and "entropy/mean" in both
 
 
+@pytest.mark.slow
 def test_leftovers_can_be_saved_and_restored():
   config = config_of(**{"batch.max_gen_batches": 40})
   collector, _ = collect(config, 1)

@@ -195,6 +195,7 @@ def test_a_restored_collector_goes_on_alike(name):
   assert_equal(restored.leftovers(), collector.leftovers())
 
 
+@pytest.mark.slow
 def test_a_stopped_step_is_sampled_again():
   config = stale_config(1)
   _, params = random_worker(config)

@@ -68,6 +68,7 @@ def test_this_xla_compiles_with_the_options_for_gpus(monkeypatch):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is missing")
+@pytest.mark.slow
 def test_the_compiler_for_tpus_knows_its_options():
   devices, _ = topology_devices("v5e:2x2")
   one_device = jax.sharding.SingleDeviceSharding(devices[0])

@@ -81,7 +81,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("paged", [False, True])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(**SHAPES)
 def test_rows_added_in_parts_before_the_first_chunk(
   paged, prompts, group, shards, slots, spare, seed
@@ -96,7 +96,7 @@ def test_rows_added_in_parts_before_the_first_chunk(
 
 
 @pytest.mark.parametrize("paged", [False, True])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(shrink=st.booleans(), expected=st.integers(1, 9), **SHAPES)
 def test_rows_that_join_while_others_run(
   paged, shrink, expected, prompts, group, shards, slots, spare, seed

@@ -86,7 +86,7 @@ def play(
   return done, chunks
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
   prompts=st.integers(1, 9),
   group=st.integers(1, 6),

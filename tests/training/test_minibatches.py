@@ -98,6 +98,7 @@ def test_minibatches_with_sharding_and_micro_batches():
   assert_same(one_device, sharded, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_minibatch_without_tokens_is_left_out_of_the_means():
   rollouts, rewards = batch()
   valid = np.ones(rewards.correct.shape, bool)

@@ -126,6 +126,7 @@ module.save(model, init_params(model, jax.random.key(0)), None, sys.argv[1], sha
 
 
 @pytest.mark.parametrize("name", ["out", "out[1]*"])
+@pytest.mark.some(1)
 def test_a_killed_save_leaves_no_folder_and_the_next_one_cleans_up(name, tmp_path):
   if name == "out":
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1"}

@@ -128,6 +128,7 @@ def test_an_export_that_was_killed_is_named(folder, store):
     save(model, params, None, f"{store.url}/out")
 
 
+@pytest.mark.slow
 def test_data_files(store, tmp_path):
   rows = [{"prompt": f"{i}+1", "answer": str(i + 1)} for i in range(3)]
   text = "".join(json.dumps(row) + "\n" for row in rows).encode()

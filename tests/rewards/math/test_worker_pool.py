@@ -96,6 +96,7 @@ def test_verdicts_are_in_order(check_name):
 @pytest.mark.parametrize(
   ("fault", "seconds"), [("sleep", 1.0), ("spin", 1.0), ("die", 0.0), ("exit", 0.0)]
 )
+@pytest.mark.some(2)
 def test_a_fault_costs_one_check_and_its_worker_is_replaced(check_name, fault, seconds):
   with WorkerPool(1, timeout_s=1.0, check=check_name) as pool:
     assert check(pool, "a", "a") is True
@@ -149,6 +150,7 @@ def test_a_stopped_worker_is_killed_too(check_name):
     assert check(pool, "a", "a") is True
 
 
+@pytest.mark.slow
 def test_eight_threads_at_once(check_name):
   with WorkerPool(2, timeout_s=5, check=check_name) as pool:
     wrong = []
@@ -336,6 +338,7 @@ def test_the_shared_pool():
   assert pids_of(shared_pool(1)) == []
 
 
+@pytest.mark.slow
 def test_a_check_that_math_verify_cannot_finish():
   with WorkerPool(1, timeout_s=1.0) as pool:
     assert check(pool, "4", "9^{9^{9^9}}") is None
