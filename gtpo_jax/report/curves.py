@@ -13,9 +13,9 @@ CORRECT = "#1b7837"
 INCORRECT = "#b2182b"
 MEAN = "#444444"
 ACCENT = "#2166ac"
-# Color, marker and line style of the evaluation curves, in order. Other metrics are not drawn.
+# Color, marker and line style of the evaluation curves, in order. Other metrics are not plotted.
 EVAL_STYLES = ((ACCENT, "o", "-"), (MEAN, "s", "--"), (CORRECT, "^", ":"))
-NOT_DRAWN = ("pass@1", "no_verdict")  # evaluation metrics; pass@1 equals mean@n
+NOT_PLOTTED = ("pass@1", "no_verdict")  # evaluation metrics; pass@1 equals mean@n
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], title: str, out: Path) -> None:
@@ -55,8 +55,8 @@ def _draw_evaluations(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
   axis.set_ylim(0, 1.02)
   axis.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
   keys = {key for row in rows for key in row if key.startswith("eval/")}
-  drawn = [key for key in sorted(keys, key=_eval_order) if not key.endswith(NOT_DRAWN)]
-  for key, (color, marker, line) in zip(drawn, EVAL_STYLES, strict=False):
+  plotted = [key for key in sorted(keys, key=_eval_order) if not key.endswith(NOT_PLOTTED)]
+  for key, (color, marker, line) in zip(plotted, EVAL_STYLES, strict=False):
     name = key.rsplit("/", 1)[-1]
     label = f"sampled pass@1 ({name})" if name.startswith("mean") else name
     style = {"color": color, "marker": marker, "linestyle": line, "markersize": 4}

@@ -103,7 +103,7 @@ PANELS = (
     section="Groups and time",
   ),
 )
-# Metrics that are drawn without the first step, which compiles.
+# Metrics that are plotted without the first step, which compiles.
 TIMES = {key for panel in PANELS if panel.section == "Groups and time" for key in panel.curves}
 # Evaluation figures with k on the x axis: metric, title and unit.
 OVER_K = (

@@ -16,7 +16,7 @@ from gtpo_jax.rollout.experience import Experience, Placement
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.group_metrics import combine_metrics, sampled_metrics, staleness_metrics
 from gtpo_jax.rollout.groups import Group, restore_groups, save_groups
-from gtpo_jax.rollout.pool import Pool
+from gtpo_jax.rollout.pool import GroupPool
 from gtpo_jax.rollout.scoring import PendingRewards, RewardManager
 from gtpo_jax.rollout.token_truth import token_truth
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
@@ -111,7 +111,7 @@ class Collector:
     for engine in engines:
       engine.spans.clear()
     most_rounds = self._config.batch.max_gen_batches if self._settings.dynamic_sampling else 1
-    rounds: list[Pool] = []
+    rounds: list[GroupPool] = []
     chosen = None
     while chosen is None and len(rounds) < most_rounds:
       pool = self._sample(policy, version, stopping)
@@ -139,7 +139,7 @@ class Collector:
       [span._replace(begin=span.begin - began, end=span.end - began) for span in spans],
     )
 
-  def _sample(self, policy: Policy, version: int, stopping: Callable[[], bool]) -> Pool:
+  def _sample(self, policy: Policy, version: int, stopping: Callable[[], bool]) -> GroupPool:
     """Samples the groups of the pool and new ones, and scores those that are complete.
 
     Without staleness, a whole generation batch begins and is sampled to its end. With staleness, as
@@ -161,7 +161,7 @@ class Collector:
       _keys(config, policy.engine, KeyStream.SAMPLE, unscored, config.policy_completions),
     )
     pending = PendingRewards(self._reward_manager, problems, config.batch.group, worker.decode)
-    pool = Pool(config, groups, policy.engine, buffer, pending, version)
+    pool = GroupPool(config, groups, policy.engine, buffer, pending, version)
     most_rows = config.pool_size
     completions = worker.generate(policy, buffer, config.sampling_params, stopping, most_rows)
     for ended in completions:
@@ -177,7 +177,7 @@ class Collector:
     self._kept = pool.left
     return pool
 
-  def _score(self, pool: Pool, stopping: Callable[[], bool]) -> None:
+  def _score(self, pool: GroupPool, stopping: Callable[[], bool]) -> None:
     """Completes the groups whose own completions have ended, with the guide's and with rewards."""
     unscored = pool.unscored()
     rows = list(unscored)
@@ -199,7 +199,7 @@ class Collector:
   def _take(
     self,
     chosen: list[Group] | None,
-    rounds: Sequence[Pool],
+    rounds: Sequence[GroupPool],
     version: int,
     say: Callable[[str], None],
   ) -> tuple[list[Group], dict[str, float]]:

@@ -50,7 +50,7 @@ def choose(
   return chosen
 
 
-class Pool:
+class GroupPool:
   """The groups of one round of sampling: those of earlier rounds and steps, then new ones.
 
   Row r of the buffer has the completions of the r-th group without rewards. The groups get its
