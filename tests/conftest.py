@@ -107,9 +107,13 @@ def drop_compiled_programs():
     gc.collect()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
-  """This machine's Chromium in headless mode. CI fails if it is missing."""
+  """This machine's Chromium in headless mode. CI fails if it is missing.
+
+  Until it is closed, Playwright's event loop runs in this thread, where the tests of other modules
+  may start their own.
+  """
   program = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
   )

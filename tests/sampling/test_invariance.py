@@ -47,8 +47,8 @@ def test_slots_and_chunks_do_not_matter(slots, chunk, expected):
     ((2, 2, 1, 2), 64),
     ((8, 1, 1, 1), 16),
     ((1, 4, 1, 2), 4),
-    ((1, 2, 2, None, 2), 16),
-    ((1, 2, 1, None, 4), 16),
+    ((1, 2, 2, 2), 16),
+    ((1, 2, 4, 1), 16),
   ],
 )
 @pytest.mark.some(0, slow=3)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import mesh_of
 from update_cases import (
   EVERY_LOSS_TERM,
   SGD_WITHOUT_DECAY,
@@ -11,7 +12,6 @@ from update_cases import (
   batch,
   full_batch,
   largest_difference,
-  mesh_of,
   params_on,
   run,
   signals,
@@ -94,7 +94,7 @@ def test_minibatches_with_sharding_and_micro_batches():
     **EVERY_LOSS_TERM,
   }
   one_device = run("dapo_mixed", **settings)
-  sharded = run("dapo_mixed", mesh_of(2, 1, 2), micro_batches=2, **settings)
+  sharded = run("dapo_mixed", mesh_of(2, 1, 1, 2), micro_batches=2, **settings)
   assert_same(one_device, sharded, atol=2e-5)
 
 

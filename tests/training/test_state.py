@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from meshes import mesh_of
 from update_cases import (
   CONFIG,
   SGD_LIKE,
   SGD_WITHOUT_DECAY,
   batch,
   largest_difference,
-  mesh_of,
   params_on,
   run,
   single_device_model,
@@ -137,7 +137,7 @@ def memory_kinds(tree):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(1, 1, 1), pytest.param((1, 2, 1), marks=pytest.mark.devices)])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), pytest.param((1, 2, 1, 1), marks=pytest.mark.devices)])
 def test_offloaded_moments_do_not_change_the_result(shape):
   model = Transformer(CONFIG, mesh_of(*shape))
   states = {}
