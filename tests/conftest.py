@@ -35,22 +35,22 @@ from gtpo_jax.runtime.startup import (
 
 MOST_RESIDENT = 3 << 30  # bytes of a process, above which it drops its compiled programs
 
-LONGEST_FILES = (  # of the default suite, by CPU time
+# The tests of such a folder share compiled programs, or the import of torch; one process runs them.
+SHARED_FOLDERS = ("algorithms", "models/hf", "rollout", "sampling", "training")
+LONGEST = (  # folders and files that take longest; they begin first
+  "algorithms/",
+  "sampling/",
+  "rollout/",
+  "training/",
   "test_loop",
   "test_cli",
+  "models/hf/",
   "api/test_python",
-  "algorithms/test_recipe_laws",
-  "training/test_update",
-  "algorithms/test_extremes",
-  "algorithms/test_against_slow_loops",
+  "faults/test_exact_resume",
+  "faults/test_two_processes",
   "report/test_report",
-  "sampling/test_engine",
   "test_export",
-  "models/attention/test_causal",
-  "algorithms/test_conservation",
-  "models/test_families",
-  "algorithms/test_gradients",
-  "sampling/test_filters",
+  "models/",
 )
 
 hypothesis.settings.register_profile("without deadlines", deadline=None)  # no test asserts a time
@@ -192,15 +192,34 @@ def leave_some_rows(items):
       item.add_marker(pytest.mark.manual)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+  """Gives the files of `SHARED_FOLDERS` to the same worker, with `--dist loadfile`."""
+  if config.getvalue("dist") != "loadfile":
+    return None
+  from xdist.scheduler import LoadFileScheduling
+
+  class LoadFolderScheduling(LoadFileScheduling):
+    def _split_scope(self, nodeid):
+      folder = nodeid.split("::")[0].removeprefix("tests/").rpartition("/")[0]
+      return folder if folder in SHARED_FOLDERS else super()._split_scope(nodeid)
+
+  return LoadFolderScheduling(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
   """Chooses the rows of the default suite, and puts the longest files first.
 
-  So no worker has a long file left when the other is done.
+  So no worker has much left when the other is done.
   """
   leave_some_rows(items)
-  place = {f"tests/{name}.py": i for i, name in enumerate(LONGEST_FILES)}
-  items.sort(key=lambda item: place.get(item.nodeid.split("::")[0], len(place)))
+
+  def place(item):
+    name = item.nodeid.removeprefix("tests/")
+    return next((i for i, start in enumerate(LONGEST) if name.startswith(start)), len(LONGEST))
+
+  items.sort(key=place)
 
 
 def pytest_collection_finish():

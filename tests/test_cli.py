@@ -170,6 +170,7 @@ def test_eval_at_every_k_agrees_with_a_direct_count(finished_run, tmp_path):
     assert metrics[f"eval/sums/{name}"] == pytest.approx(metrics["eval/sums/pass@1"])
 
 
+@pytest.mark.slow
 def test_doctor_finds_this_machine_ready():
   done = gtpo("doctor")
   assert done.returncode == 0

@@ -365,6 +365,7 @@ def test_a_window_of_steps_is_traced(tmp_path):
   )
 
 
+@pytest.mark.slow
 def test_a_reward_function_that_always_fails_ends_the_run(capfd):
   def reward(prompts, completions, answers, extras):
     raise KeyError("score")

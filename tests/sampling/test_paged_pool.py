@@ -107,7 +107,7 @@ def check_reads(scheduler, inputs, memory, prompt_lengths):
   assert all(len(set(row)) == len(row) for row in written.tolist())
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
   prompts=st.integers(1, 8),
   group=st.integers(1, 5),

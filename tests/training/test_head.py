@@ -235,7 +235,7 @@ MORE_PER_TOKEN = ["clip_cov", "cispo", "sapo", "dppo", "kl_cov", "stare", "dapo_
       pytest.param(name, ONE_DEVICE, 10, "float32", 0.0, marks=pytest.mark.slow)
       for name in MORE_PER_TOKEN
     ),
-    ("dapo", ONE_DEVICE, 10, "float32", 0.1),
+    pytest.param("dapo", ONE_DEVICE, 10, "float32", 0.1, marks=pytest.mark.slow),
     pytest.param("dapo_mixed", EIGHT_DEVICES, 13, "float32", 0.1, marks=pytest.mark.devices),
     pytest.param(
       "gtpo", EIGHT_DEVICES, 10, "bfloat16", 0.0, marks=[pytest.mark.slow, pytest.mark.devices]

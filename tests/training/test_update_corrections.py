@@ -65,6 +65,7 @@ def test_completions_out_of_bounds_leave_the_loss_but_not_the_statistics():
   assert all_in["ratio/mean"] == plain["ratio/mean"] and all_in["loss"] == plain["loss"]
 
 
+@pytest.mark.slow
 def test_drawn_log_probs_are_the_behaviours():
   """If a filter doubled each token's probability, each weight is one half."""
   rollouts, rewards = rescored_batch(0.0)
