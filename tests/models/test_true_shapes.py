@@ -16,15 +16,8 @@ from gtpo_jax.models.hf.weights import hf_shapes
 from gtpo_jax.runtime.mesh import single_device_mesh
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  "preset",
-  [
-    "qwen2.5-0.5b",
-    pytest.param("qwen3-0.6b", marks=pytest.mark.manual),
-    pytest.param("llama-3.2-1b", marks=pytest.mark.manual),
-  ],
-)
+@pytest.mark.manual
+@pytest.mark.parametrize("preset", ["qwen2.5-0.5b", "qwen3-0.6b", "llama-3.2-1b"])
 def test_a_published_shape_equals_torch(preset, tmp_path):
   """Qwen2.5-0.5B: 24 layers, 896 wide, 14 query and 2 KV heads, vocabulary 151,936."""
   torch = pytest.importorskip("torch")
@@ -84,7 +77,7 @@ print(json.dumps({"arrays": arrays, "before": before, "peak": high_water(), "sec
 """
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_loading_three_gigabytes_needs_little_more_than_the_arrays(tmp_path):
   """The 1.5B shapes in bf16, in several files, are loaded onto eight virtual devices."""
   config = dataclasses.replace(

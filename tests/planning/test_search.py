@@ -131,7 +131,7 @@ def run_of(preset, tokens, lora):
 
 
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.some(2)
+@pytest.mark.some(2, slow=10)
 def test_the_search_agrees_with_brute_force(point):
   """Every combination of the levers is tried with the same model of memory."""
   preset, tokens, chip, devices, lora = point

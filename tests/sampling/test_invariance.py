@@ -33,7 +33,7 @@ def expected():
 
 
 @pytest.mark.parametrize(("slots", "chunk"), [(4, 1), (1, 4), (16, 3), (64, 10)])
-@pytest.mark.slow
+@pytest.mark.some(0, slow=2)
 def test_slots_and_chunks_do_not_matter(slots, chunk, expected):
   """The cases cover refilled slots, long and short queues, and chunks that end early."""
   built = build(engine_config=EngineConfig(slots=slots, chunk=chunk))

@@ -93,19 +93,24 @@ def test_three_steps_move_the_parameters(one_device):
 @pytest.mark.parametrize(
   ("shape", "micro_batches"),
   [
-    ((1, 1, 1, 1), 2),
     ((8, 1, 1, 1), 1),
-    ((1, 8, 1, 1), 1),
-    ((2, 2, 1, 2), 1),
     ((2, 2, 1, 2), 2),
-    ((1, 1, 1, 2), 1),
-    ((1, 1, 1, 2), 4),
-    ((1, 1, 2, 1), 1),
     ((1, 2, 2, 2), 2),
-    ((2, 1, 4, 1), 1),  # 70 positions are not divisible by 4, so they are not sharded
+    *(
+      pytest.param(*row, marks=pytest.mark.manual)
+      for row in [
+        ((1, 1, 1, 1), 2),
+        ((1, 8, 1, 1), 1),
+        ((2, 2, 1, 2), 1),
+        ((1, 1, 1, 2), 1),
+        ((1, 1, 1, 2), 4),
+        ((1, 1, 2, 1), 1),
+        ((2, 1, 4, 1), 1),  # 70 positions are not divisible by 4, so they are not sharded
+      ]
+    ),
   ],
 )
-@pytest.mark.some(0, slow=5)
+@pytest.mark.slow
 def test_on_every_mesh(one_device, shape, micro_batches):
   assert_same(three_steps(mesh_of(*shape), micro_batches), one_device)
 
@@ -113,15 +118,20 @@ def test_on_every_mesh(one_device, shape, micro_batches):
 @pytest.mark.parametrize(
   ("shape", "micro_batches"),
   [
-    ((1, 1, 1, 1), 1),
-    ((1, 1, 1, 1), 2),
-    ((8, 1, 1, 1), 1),
-    ((2, 2, 1, 2), 2),
-    ((1, 1, 1, 2), 1),
     ((1, 2, 2, 2), 1),
+    *(
+      pytest.param(*row, marks=pytest.mark.manual)
+      for row in [
+        ((1, 1, 1, 1), 1),
+        ((1, 1, 1, 1), 2),
+        ((8, 1, 1, 1), 1),
+        ((2, 2, 1, 2), 2),
+        ((1, 1, 1, 2), 1),
+      ]
+    ),
   ],
 )
-@pytest.mark.some(0, slow=2)
+@pytest.mark.slow
 def test_packed_on_every_mesh(one_device, shape, micro_batches):
   assert_same(three_steps(mesh_of(*shape), micro_batches, pack=True), one_device)
 
