@@ -27,7 +27,7 @@ from gtpo_jax.models.attention.rope_scaling import Llama3Scaling, Yarn
 from gtpo_jax.models.params import Params
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.settings import SamplingParams
 
 ROOT = Path(__file__).parents[1]
 ENTRIES = 151_643  # ids below this are not control tokens

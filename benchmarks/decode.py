@@ -32,7 +32,7 @@ from gtpo_jax.models import PRESETS, ModelConfig, Transformer, init_params
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 
 
 def median_seconds(call: Callable[[], object], repeats: int = 5) -> float:

@@ -39,8 +39,8 @@ from gtpo_jax.runtime.chips import cores_of
 from gtpo_jax.runtime.mesh import bytes_per_device, make_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.inventory import Workload
-from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
 from gtpo_jax.sampling.programs import abstract_decode_params
+from gtpo_jax.sampling.settings import Demand, EngineConfig, SamplingParams
 
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 ARRAY = re.compile(r"\b(pred|[a-z]+?)(\d*)(?:e\w+)?\[([\d,]*)\](\{[^}]*\})?")

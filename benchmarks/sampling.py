@@ -36,7 +36,7 @@ import jax
 from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 
 
 def ours(

@@ -40,7 +40,7 @@ from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.settings import SamplingParams
 from gtpo_jax.training.head_chunk import default_chunk
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update

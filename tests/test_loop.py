@@ -31,7 +31,7 @@ from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards, RewardMana
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import RunError, UserError
 from gtpo_jax.runtime.mesh import shard_batch
-from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.settings import SamplingParams
 from gtpo_jax.training.state import init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 

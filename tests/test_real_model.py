@@ -13,7 +13,7 @@ from gtpo_jax import cli
 from gtpo_jax.config import load
 from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.rollout.worker import RolloutWorker
-from gtpo_jax.sampling.params import GREEDY
+from gtpo_jax.sampling.settings import GREEDY
 
 FOLDER = os.environ.get("GTPO_SMOLLM2", "")
 pytestmark = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.settings import SamplingParams
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase

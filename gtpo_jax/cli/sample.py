@@ -29,7 +29,7 @@ def print_samples(args: argparse.Namespace, display: Display) -> int:
   """
   _check_options(args)
   from gtpo_jax.config.sections import STOP
-  from gtpo_jax.sampling.params import SamplingParams
+  from gtpo_jax.sampling.settings import SamplingParams
 
   if args.stop and (problem := find_problem(tuple(args.stop), STOP)):
     raise UserError(f"--stop {problem}")

@@ -32,7 +32,7 @@ from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 from gtpo_jax.runtime.fields import at_least, check_bounds, setting
-from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
+from gtpo_jax.sampling.settings import Demand, EngineConfig, SamplingParams
 from gtpo_jax.training.state import OptimizerConfig
 
 SEED = at_least(0)._replace(largest=2**32 - 1)

@@ -6,7 +6,7 @@ import dataclasses
 
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import SHARE, at_least, number, setting
-from gtpo_jax.sampling.params import TEMPERATURE
+from gtpo_jax.sampling.settings import TEMPERATURE
 
 STALL = number(lambda x: 0 <= x <= 1e9, "from 0 to 1e9 seconds")
 

@@ -12,7 +12,7 @@ from gtpo_jax.algorithms import Settings
 from gtpo_jax.models.config import DTYPES, Lora, ModelConfig
 from gtpo_jax.models.formats.compute_dtype import AUTO
 from gtpo_jax.runtime.fields import ABOVE_0, Bound, at_least, number, one_of, setting
-from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 from gtpo_jax.sampling.stop_strings import MAX_STOP_STRINGS, is_stop
 from gtpo_jax.training.state import OptimizerConfig
 

@@ -11,7 +11,7 @@ from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import axis_size, bytes_per_device, sampling_mesh
-from gtpo_jax.sampling.params import Demand
+from gtpo_jax.sampling.settings import Demand
 from gtpo_jax.training.state import Optimizer, abstract_state, make_optimizer
 from gtpo_jax.training.update import Update, make_update
 

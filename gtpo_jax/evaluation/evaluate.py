@@ -22,7 +22,7 @@ from gtpo_jax.rollout.scoring import PendingRewards, RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.signals import Stopped
-from gtpo_jax.sampling.params import GREEDY, SamplingParams
+from gtpo_jax.sampling.settings import GREEDY, SamplingParams
 
 # (what is counted, how many there are) -> a context that yields a function to report how many are
 # done, such as `Display.counting`.

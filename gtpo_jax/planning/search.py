@@ -23,7 +23,7 @@ from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.mesh import MESH_AXES
 from gtpo_jax.sampling.engine import triton_refusal
 from gtpo_jax.sampling.paged.memory import LOGITS_COPIES
-from gtpo_jax.sampling.params import ACCELERATOR_CHUNK, ACCELERATOR_SLOTS, AUTO, DEFAULT_PAGE
+from gtpo_jax.sampling.settings import ACCELERATOR_CHUNK, ACCELERATOR_SLOTS, AUTO, DEFAULT_PAGE
 
 # Per layer and pass over it, how many times positions are gathered or scattered over tensor; and
 # the number of passes with full remat: forward, recomputation, backward.

@@ -26,7 +26,7 @@ from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
-from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.settings import SamplingParams
 from gtpo_jax.sampling.stop_strings import StopStrings
 
 

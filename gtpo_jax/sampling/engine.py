@@ -22,9 +22,9 @@ from gtpo_jax.runtime.mesh import batch_shards, sampling_mesh
 from gtpo_jax.sampling.dense.programs import DensePrograms
 from gtpo_jax.sampling.host_arrays import CompletionBuffer, pad_prompts
 from gtpo_jax.sampling.paged.programs import PagedPrograms
-from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
 from gtpo_jax.sampling.programs import KEYS_AT_ONCE, Programs, ProgramSettings
 from gtpo_jax.sampling.scheduler import Scheduler
+from gtpo_jax.sampling.settings import Demand, EngineConfig, SamplingParams
 from gtpo_jax.sampling.spans import Span
 from gtpo_jax.sampling.stop_strings import StopStrings
 

@@ -16,7 +16,7 @@ import jax
 
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.runtime.compiling import compile_all
-from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.settings import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,8 @@ from gtpo_jax.sampling.cache import Cache, States, gather_rows
 from gtpo_jax.sampling.chunk import Chunk, ChunkLimits, Decoder, decode_chunk, prefill_rows
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
 from gtpo_jax.sampling.inventory import Program, Workload
-from gtpo_jax.sampling.params import Demand, EngineConfig, SamplingParams
 from gtpo_jax.sampling.scheduler import DecodeInputs, Scheduler
+from gtpo_jax.sampling.settings import Demand, EngineConfig, SamplingParams
 
 # PRNG keys that are derived together, so that batches of all sizes share a program.
 KEYS_AT_ONCE = 1024

@@ -17,7 +17,7 @@ from gtpo_jax.config import (
 )
 from gtpo_jax.loop.prepare import check_training
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.settings import SamplingParams
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
 BASE = str(next(file for file in CONFIGS if file.name == "base.py"))

@@ -14,7 +14,7 @@ from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.models.families import FAMILIES
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.settings import SamplingParams
 
 TINY = {
   "vocab_size": 64,

@@ -9,7 +9,7 @@ from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.sampling.engine import DEFAULT_DEMAND, Engine
-from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 from gtpo_jax.training.log_probs import score
 
 CONFIG = ModelConfig(vocab_size=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64)

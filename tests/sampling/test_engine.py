@@ -24,7 +24,7 @@ from small import (
 from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.inventory import Workload, reachable, warm_up
-from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 
 
 @pytest.fixture(scope="module")

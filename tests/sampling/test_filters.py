@@ -7,7 +7,7 @@ import pytest
 
 from gtpo_jax.runtime.fields import LARGEST, LARGEST_INTEGER, SMALLEST
 from gtpo_jax.sampling import filters as token_filters
-from gtpo_jax.sampling.params import LOWEST_TEMPERATURE, SamplingParams
+from gtpo_jax.sampling.settings import LOWEST_TEMPERATURE, SamplingParams
 
 VOCAB = 300  # not a multiple of 128
 draw = jax.jit(token_filters.draw)

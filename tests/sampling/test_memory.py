@@ -9,7 +9,7 @@ from small import CONFIG, RAGGED_PROMPTS, assert_same, build, sample
 from gtpo_jax.models.decode import decode_bytes
 from gtpo_jax.runtime.mesh import bytes_per_device
 from gtpo_jax.sampling.paged.memory import page_bytes, temporary_bytes
-from gtpo_jax.sampling.params import AUTO, Demand, EngineConfig
+from gtpo_jax.sampling.settings import AUTO, Demand, EngineConfig
 
 PAGED = EngineConfig(slots=10, chunk=12, attention="triton", page_size=16)
 WIDE = dataclasses.replace(CONFIG, head_dim=16)

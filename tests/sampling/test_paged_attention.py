@@ -12,7 +12,7 @@ from gtpo_jax.runtime.mesh import batch_shards, single_device_mesh
 from gtpo_jax.sampling.paged.attention import local_attention, paged_attention
 from gtpo_jax.sampling.paged.cache import PagedCache
 from gtpo_jax.sampling.paged.tables import PageRows, Pages, PageTables
-from gtpo_jax.sampling.params import KERNEL_PLATFORMS
+from gtpo_jax.sampling.settings import KERNEL_PLATFORMS
 
 SLOTS = 8  # per shard
 PAGES = 42

@@ -16,7 +16,7 @@ from small import (
 
 from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.sampling.inventory import Workload, warm_up
-from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 
 GROUP = 6
 TOKENS = 40

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from gtpo_jax.data.chat import TOKENIZER_DIR, Chat, TextStream, load_chat
-from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 from gtpo_jax.sampling.stop_strings import StopStrings
 
 GROUP = 6

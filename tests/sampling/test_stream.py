@@ -6,7 +6,7 @@ import pytest
 from meshes import mesh_of
 from small import MAX_TOKENS, PAD, build
 
-from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.settings import SamplingParams
 
 PROMPT = [5, 9, 1]
 CHUNK = 4  # tokens per chunk of the engine

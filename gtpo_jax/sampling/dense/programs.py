@@ -20,9 +20,9 @@ from gtpo_jax.sampling.dense.cache import DenseCache, DenseKV
 from gtpo_jax.sampling.dense.inventory import Inventory
 from gtpo_jax.sampling.dense.tables import DenseSpace
 from gtpo_jax.sampling.inventory import Program, Workload
-from gtpo_jax.sampling.params import Demand, SamplingParams
 from gtpo_jax.sampling.programs import Programs, ProgramSettings, SamplerState, abstract
 from gtpo_jax.sampling.scheduler import Scheduler, capacity_for
+from gtpo_jax.sampling.settings import Demand, SamplingParams
 
 # The number of slots is divided by this as soon as the active completions fit. Every number of
 # slots needs a compiled program, so a large factor keeps the programs few. On GPUs, where each

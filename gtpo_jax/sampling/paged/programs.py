@@ -17,7 +17,6 @@ from gtpo_jax.sampling.paged.cache import PagedCache
 from gtpo_jax.sampling.paged.memory import page_bytes, temporary_bytes
 from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes, completion_places, prompt_places
 from gtpo_jax.sampling.paged.tables import SLOTS_PER_ROW
-from gtpo_jax.sampling.params import AUTO, SamplingParams
 from gtpo_jax.sampling.programs import (
   Programs,
   ProgramSettings,
@@ -29,6 +28,7 @@ from gtpo_jax.sampling.programs import (
   keys_program,
 )
 from gtpo_jax.sampling.scheduler import ENTRY_FACTOR, Capacity, Scheduler, capacity_for
+from gtpo_jax.sampling.settings import AUTO, SamplingParams
 
 # Once an eighth of the slots is enough for the completions that are left, the others are dropped.
 # There are no further numbers of slots: each needs a program, and the kernel's cost follows the

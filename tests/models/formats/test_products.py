@@ -17,7 +17,7 @@ from gtpo_jax.models.params import abstract_params
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.params import SamplingParams
+from gtpo_jax.sampling.settings import SamplingParams
 from gtpo_jax.training.log_probs import score
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update

@@ -4,7 +4,7 @@ import pytest
 from small import build
 
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.params import EngineConfig, SamplingParams
+from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 
 
 @pytest.mark.parametrize(
