@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gtpo_jax.config.sections import RewardSection
+from gtpo_jax.config.data_sections import RewardSection
 from gtpo_jax.data.sources import load_records
 from gtpo_jax.rewards import check_gold, score, verify
 from gtpo_jax.rewards.constraints.instructions import INSTRUCTIONS, LANGUAGES

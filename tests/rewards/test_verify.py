@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from gtpo_jax.config.sections import RewardSection
+from gtpo_jax.config.data_sections import RewardSection
 from gtpo_jax.rewards import VERIFIERS, verify
 from gtpo_jax.rewards.sandbox.bubblewrap import sandbox_problem
 from gtpo_jax.rewards.verifiers import DefaultOptions
