@@ -342,7 +342,7 @@ def folder_with_configs(folder):
   return folder
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_the_commands_of_the_quickstart_run(tmp_path):
   """Runs the commands of the tiny run at a small size in an empty folder."""
   folder = folder_with_configs(tmp_path)

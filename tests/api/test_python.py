@@ -251,7 +251,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("how", ENDINGS)
-@pytest.mark.some(0, slow=2)
+@pytest.mark.some(0, slow=1)
 def test_a_run_that_is_open_at_the_end_of_a_program_is_saved(how, tmp_path):
   ending, status = ENDINGS[how]
   script = LEFT_OPEN.format(tests=str(Path(__file__).parent), ending=ending)
@@ -275,9 +275,9 @@ def test_a_run_that_is_open_at_the_end_of_a_program_is_saved(how, tmp_path):
 @pytest.mark.parametrize(
   ("where", "saved"),
   [
-    pytest.param("the first evaluation", 0, marks=pytest.mark.slow),
+    pytest.param("the first evaluation", 0, marks=pytest.mark.manual),
     pytest.param("step 2", 1, marks=pytest.mark.slow),
-    pytest.param("an evaluation", 2, marks=pytest.mark.slow),
+    pytest.param("an evaluation", 2, marks=pytest.mark.manual),
   ],
 )
 def test_a_run_ended_by_its_reward_function_is_saved(where, saved, tmp_path, trained, monkeypatch):

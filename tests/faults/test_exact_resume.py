@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -125,8 +124,18 @@ def test_an_xla_error_says_what_happened(errors, expected, tmp_path):
   assert done.returncode == 0 and read_result(tmp_path / "run") == expected, done.stderr
 
 
-@pytest.mark.slow
-def test_the_warm_start_starts_over(tmp_path):
+STARTED_OVER = [("term:warm start:1", 143), ("kill:warm start:2", -9)]  # (event, exit status)
+
+
+@pytest.mark.parametrize(
+  "events",
+  [
+    pytest.param(STARTED_OVER[1:], marks=pytest.mark.slow),
+    pytest.param(STARTED_OVER, marks=pytest.mark.manual),
+  ],
+  ids=["killed", "stopped and killed"],
+)
+def test_the_warm_start_starts_over(events, tmp_path):
   settings = SETTINGS | {
     "warm_start.steps": 60,
     "warm_start.batch": 8,
@@ -134,7 +143,7 @@ def test_the_warm_start_starts_over(tmp_path):
     "steps": 1,
     "reward.verifier": "",
   }
-  for event, code in (("term:warm start:1", 143), ("kill:warm start:2", -9)):
+  for event, code in events:
     first = start(tmp_path / "run", event, settings)
     assert first.returncode == code, first.stderr
     assert ("which the next run starts over" in first.stdout) == (code == 143)
@@ -143,7 +152,7 @@ def test_the_warm_start_starts_over(tmp_path):
   assert read_result(tmp_path / "run") == read_result(tmp_path / "undisturbed")
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_changed_data_is_rejected_with_the_difference(tmp_path):
   rows = [
     {"prompt": f"1{i}+{j}:", "answer": str(10 + i + j), "kind": "last_number"}
@@ -167,7 +176,7 @@ def test_changed_data_is_rejected_with_the_difference(tmp_path):
   assert "changed since this run began: data.train" in accepted.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_a_full_disk_ends_the_run_with_one_line_and_it_resumes(expected, tmp_path):
   disk = tmp_path / "disk"
   disk.mkdir()
@@ -188,9 +197,15 @@ def test_a_full_disk_ends_the_run_with_one_line_and_it_resumes(expected, tmp_pat
     os.system(f"umount {disk}")
 
 
-@pytest.mark.slow
-def test_tokens_that_were_carried_over_resume_exactly(tmp_path):
-  """Unfinished completions are in the checkpoint; what was drawn since is drawn again."""
+@pytest.mark.parametrize(
+  "moves",
+  [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.manual)],
+)
+def test_tokens_that_were_carried_over_resume_exactly(moves, tmp_path):
+  """Unfinished completions are in the checkpoint; what was drawn since is drawn again.
+
+  If the run moves to eight devices, it goes on with the same completions.
+  """
   more = {"algorithm.name": "gtpo", "algorithm.tis_cap": 2.0, "reward.parts": "correct"}
   engine = {"sampling.staleness": 2, "sampling.slots": 5, "sampling.chunk": 3}
   settings = {**SETTINGS, **more, **engine}
@@ -203,16 +218,17 @@ def test_tokens_that_were_carried_over_resume_exactly(tmp_path):
   for event in ("kill:update:1", "term:chunk:30"):
     killed = start(tmp_path / "run", event, settings)
     assert killed.returncode == (-9 if event.startswith("kill") else 143), killed.stderr
-  shutil.copytree(tmp_path / "run", tmp_path / "eight")
-  done = start(tmp_path / "run", "-", settings)
-  assert done.returncode == 0, done.stderr
-  assert read_result(tmp_path / "run") == expected
+  if not moves:
+    done = start(tmp_path / "run", "-", settings)
+    assert done.returncode == 0, done.stderr
+    assert read_result(tmp_path / "run") == expected
+    return
   # Which tokens are stale depends on the number of slots, here a multiple of two.
   mesh = {"mesh.data": 2, "mesh.fsdp": 1, "mesh.tensor": 4}
-  kept = read_jsonl(tmp_path / "eight" / "metrics.jsonl")
-  done = start(tmp_path / "eight", "-", settings | mesh, JAX_NUM_CPU_DEVICES="8")
+  kept = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+  done = start(tmp_path / "run", "-", settings | mesh, JAX_NUM_CPU_DEVICES="8")
   assert done.returncode == 0 and "8 x cpu" in done.stdout, done.stderr
-  rows_of_eight, _, step, _ = read_result(tmp_path / "eight")
+  rows_of_eight, _, step, _ = read_result(tmp_path / "run")
   assert kept[-1]["groups/unfinished"] > 0 and rows_of_eight[: len(kept)] == rows[: len(kept)]
   assert step == STEPS
   for row in rows_of_eight[1:]:  # a step without a signal has no loss

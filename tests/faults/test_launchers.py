@@ -180,7 +180,16 @@ def one_line(printed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [by_hand, slurm, open_mpi, gke, cloud_tpu])
+@pytest.mark.parametrize(
+  "launcher",
+  [
+    slurm,
+    gke,
+    cloud_tpu,
+    pytest.param(by_hand, marks=pytest.mark.manual),
+    pytest.param(open_mpi, marks=pytest.mark.manual),
+  ],
+)
 def test_two_processes_become_one_run(launcher):
   """They see each other's devices, and the second receives what the first sends."""
   with contextlib.ExitStack() as stack:
@@ -228,8 +237,10 @@ CANNOT_REACH = r"cannot reach the first process at localhost:\d+ within 8 s; "
         f"Slurm job 7, process 1 of 3: ({NOT_ALL_JOINED}|{CANNOT_REACH})",
       ],
     ),
-    (gke(2, free_port())[:1], [f"GKE, process 0 of 2: {NOT_ALL_JOINED}"]),
-    (
+    pytest.param(
+      gke(2, free_port())[:1], [f"GKE, process 0 of 2: {NOT_ALL_JOINED}"], marks=pytest.mark.manual
+    ),
+    pytest.param(
       [
         by_hand(2, free_port())[0],
         by_hand(2, free_port())[1],  # another port, where nobody listens
@@ -238,6 +249,7 @@ CANNOT_REACH = r"cannot reach the first process at localhost:\d+ within 8 s; "
         f"JAX_COORDINATOR_ADDRESS, process 0 of 2: {NOT_ALL_JOINED}",
         f"JAX_COORDINATOR_ADDRESS, process 1 of 2: {CANNOT_REACH}",
       ],
+      marks=pytest.mark.manual,
     ),
   ],
   ids=["a missing rank", "one host alone", "a wrong address"],
