@@ -37,7 +37,7 @@ $(VENV)/.plan $(VENV)/.plan-gpu: $(VENV)/.program
 train: $(VENV)/.program
 	$(BIN)/gtpo train --config=$(CONFIG) --workdir=$(WORKDIR) $(ARGS)
 
-# Trains a pretrained model: three to ten minutes on two cores. GTPO_SMOLLM2 may name the model's folder;
+# Trains a pretrained model: four to ten minutes on two cores. GTPO_SMOLLM2 may name the model's folder;
 # otherwise 270 MB come from the hub.
 real: $(VENV)/.program
 	$(BIN)/gtpo train --config=configs/smollm2_sentences.py --config.model.path=$(MODEL) \

@@ -9,10 +9,11 @@ Whether a sentence obeys is checked by a rule: one sentence of 6 to 20 words wit
 neither quoted nor talked about. The problems are generated, so the model is the only download: 270
 MB from the hub. The environment variable GTPO_SMOLLM2 names a folder to use instead.
 
-Hardware: two CPU cores with bfloat16 units, less than three minutes (longer in float32). On an
-accelerator, use a larger model.
-Expected (seeds 0 to 2): held-out pass@1 rises from 7-9 % to 84-90 %, and greedy to 95-98 %. `:lora`
-trains only adapters of rank 32.
+Hardware: two CPU cores with bfloat16 units and 7 GB of memory, four minutes (longer in float32). On
+an accelerator, use a larger model.
+Expected (seeds 0 to 2): held-out pass@1 rises from 7-9 % to 91-96 %, and greedy from 38 % to
+97-98 %. `:lora`, which trains only adapters of rank 32, reaches 98 % (seed 0). docs/real_model.md
+has the numbers, and texts.
 """
 
 import os
@@ -24,7 +25,7 @@ HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 def get_config(variant=""):
   config = default_config()
-  config.steps = 14
+  config.steps = 20
   config.model.path = os.environ.get("GTPO_SMOLLM2") or HUB_ID
   config.data.train = "sentences"
   config.data.max_prompt_tokens = 64
@@ -33,7 +34,7 @@ def get_config(variant=""):
   config.batch.group = 8
   config.algorithm.name = "gtpo"
   config.optimizer.learning_rate = 2e-5
-  config.eval.every = 7
+  config.eval.every = 5
   config.eval.problems = 64
   config.eval.samples = 4
   if variant == "lora":
