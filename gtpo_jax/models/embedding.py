@@ -19,6 +19,7 @@ from gtpo_jax.runtime.mesh import (
   partition_spec,
   reduce_scatter_axis,
   shard_index,
+  sum_shards,
 )
 
 _TABLE = partition_spec(("vocab", "vocab_embed"))
@@ -63,7 +64,7 @@ def _forward(
     x = jnp.where((ids <= last)[..., None], vocab_shard[jnp.minimum(ids, last)], 0)
     if split_positions:
       return reduce_scatter_axis(x, "sequence", 2)
-    return jax.lax.psum(x, mesh_axes("vocab"))
+    return sum_shards(x, mesh_axes("vocab"))
 
   lookup = jax.shard_map(
     local, mesh=mesh, in_specs=(_TABLE, token_spec), out_specs=embedding_spec, check_vma=False
@@ -83,7 +84,7 @@ def _backward(dtype: str, mesh: Mesh, residuals: tuple, d_out: jax.Array) -> tup
     ids = local_ids(table, tokens)
     d_table = d_table.at[ids].add(d_out.astype(jnp.float32), mode="drop")
     d_table = reduce_scatter_axis(d_table, "vocab_embed", 1)
-    return jax.lax.psum(d_table, "data").astype(table.dtype)
+    return sum_shards(d_table, "data").astype(table.dtype)
 
   gradient = jax.shard_map(
     local,

@@ -27,7 +27,8 @@ class _Option(NamedTuple):
   Attributes:
     platform: JAX's platform.
     phase: one of `PHASES`.
-    across: "devices" if it pays with several devices, "islands" if with several TPU slices.
+    across: "devices" if it pays with several devices, "islands" if with several TPU slices, "" if
+      always.
     values: its value by its name; XLA's versions have different names for it.
   """
 
@@ -38,6 +39,9 @@ class _Option(NamedTuple):
 
 
 OPTIONS = (
+  # By default, XLA for CPUs orders instructions so that many can run at once, which keeps more
+  # arrays in memory. Those of the update are large enough to use all cores by themselves.
+  _Option("cpu", UPDATE, "", {"xla_cpu_enable_concurrency_optimized_scheduler": False}),
   # The weights of the next layer are gathered while a layer is computed. Within the loop over the
   # layers, XLA's scheduler alone cannot do this, because it moves nothing across iterations.
   _Option(
@@ -71,7 +75,8 @@ def compiler_options(phase: str, devices: Sequence[Any]) -> dict[str, Any]:
   chosen = {}
   for option in OPTIONS:
     applies = (option.platform, option.phase) == (devices[0].platform, phase)
-    if not applies or counts[option.across] == 1 or any(name in flags for name in option.values):
+    applies &= counts.get(option.across) != 1
+    if not applies or any(name in flags for name in option.values):
       continue
     name = next(iter(option.values))
     if len(option.values) > 1:

@@ -276,6 +276,15 @@ def all_gather_axis(x: jax.Array, logical: str, axis: int) -> jax.Array:
   return jax.lax.all_gather(x, names, axis=axis, tiled=True)
 
 
+def sum_shards(x: Any, names: str | tuple[str, ...]) -> Any:
+  """Sums the arrays of a pytree over the shards of mesh axes.
+
+  Returns `x` itself if there is only one shard. XLA would copy it, and would keep several such
+  arrays in memory to sum them together.
+  """
+  return x if jax.lax.axis_size(names) == 1 else jax.lax.psum(x, names)
+
+
 def reduce_scatter_axis(x: jax.Array, logical: str, axis: int) -> jax.Array:
   """Sums `x` over the shards of the axis `logical`; each shard keeps its own part along `axis`."""
   names = mesh_axes(logical)

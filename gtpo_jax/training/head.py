@@ -38,6 +38,7 @@ from gtpo_jax.runtime.mesh import (
   batch_shards,
   partition_spec,
   reduce_scatter_axis,
+  sum_shards,
 )
 from gtpo_jax.training.head_chunk import default_chunk
 from gtpo_jax.training.head_logits import (
@@ -264,7 +265,7 @@ def _over_chunks(
       # The transpose comes before the communication. The gradient of a tied embedding has the same
       # layout, so XLA adds the two and sends one array.
       x = reduce_scatter_axis(x.T, "vocab_embed", 1)
-      return jax.lax.psum(x, "data").astype(table.dtype)
+      return sum_shards(x, "data").astype(table.dtype)
 
     outputs = jax.tree.map(lambda x: _merge_positions(x, local_t), outputs)
     return jax.tree.map(reduce_gradient, d_shard), outputs

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 
 from gtpo_jax.models.embedding import local_ids
 from gtpo_jax.models.formats.products import einsum
-from gtpo_jax.runtime.mesh import all_gather_axis, mesh_axes, reduce_scatter_axis, shard_index
+from gtpo_jax.runtime.mesh import (
+  all_gather_axis,
+  mesh_axes,
+  reduce_scatter_axis,
+  shard_index,
+  sum_shards,
+)
 
 VOCAB_AXES = mesh_axes("vocab")
 
@@ -42,7 +48,7 @@ def softmax_statistics(logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, ja
     weights.sum(-1),
     (weights * shifted).sum(-1),
   )
-  shifted_target, total, weighted_total = jax.lax.psum(shard_sums, VOCAB_AXES)
+  shifted_target, total, weighted_total = sum_shards(shard_sums, VOCAB_AXES)
   log_total = jnp.log(total)
   return shifted_target - log_total, log_total - weighted_total / total, max_logit + log_total
 

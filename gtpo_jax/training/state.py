@@ -143,7 +143,7 @@ def make_optimizer(
   """
   schedule = make_schedule(config, steps)
   chain = optax.chain(
-    optax.clip_by_global_norm(config.clip_norm),
+    optax.stateless(lambda grads, _: clip_by_global_norm(grads, config.clip_norm)),
     optax.adamw(
       lambda count: schedule(count // updates),
       config.b1,
@@ -155,6 +155,17 @@ def make_optimizer(
     ),
   )
   return Optimizer(chain.init, chain.update, config.offload, entropy_coef)
+
+
+def clip_by_global_norm(grads: Params, max_norm: float) -> Params:
+  """Returns the gradients, scaled to a global norm of at most `max_norm`.
+
+  It equals `optax.clip_by_global_norm` up to rounding. That selects between each array and its
+  quotient by the norm, which XLA keeps in memory beside it; a factor is part of the next loop.
+  """
+  norm = optax.global_norm(grads)
+  factor = jnp.where(norm > max_norm, max_norm / norm, 1)
+  return jax.tree.map(lambda x: x * factor.astype(x.dtype), grads)
 
 
 def _decayed(params: Params) -> Any:

@@ -28,13 +28,21 @@ def tpus(slices):
 
 
 @pytest.mark.devices
-def test_only_programs_of_several_devices_get_options(monkeypatch):
+def test_options_for_gpus_are_for_several(monkeypatch):
   monkeypatch.delenv("XLA_FLAGS", raising=False)
   (option,) = compiler_options("update", gpus(8)).items()
   assert option in PIPELINED.items()
   assert compiler_options("update", gpus(1)) == {}
   assert compiler_options("decode", gpus(8)) == {}
-  assert compiler_options("update", jax.devices()) == {}
+
+
+@pytest.mark.devices
+def test_an_update_on_cpus_is_ordered_for_memory(monkeypatch):
+  monkeypatch.delenv("XLA_FLAGS", raising=False)
+  for devices in (jax.devices(), jax.devices()[:1]):
+    (name,) = compiler_options("update", devices)
+    assert name == "xla_cpu_enable_concurrency_optimized_scheduler"
+    assert compiler_options("decode", devices) == {}
 
 
 def test_several_tpu_slices_overlap_the_sum_of_gradients():

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from meshes import mesh_of
 from update_cases import (
@@ -19,12 +20,13 @@ from update_cases import (
 )
 
 from gtpo_jax import algorithms
-from gtpo_jax.models import Transformer
+from gtpo_jax.models import ModelConfig, Transformer
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import shard_batch
+from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.training.state import (
   OptimizerConfig,
   abstract_state,
+  clip_by_global_norm,
   init_state,
   make_optimizer,
   make_schedule,
@@ -55,6 +57,44 @@ def test_norms_and_biases_do_not_decay():
   np.testing.assert_allclose(updates["layers"]["q"]["kernel"], -0.05 * kernel, rtol=1e-5)
   assert not np.asarray(updates["norm"]["scale"]).any()
   assert not np.asarray(updates["layers"]["q"]["bias"]).any()
+
+
+def test_gradients_are_clipped_as_optax_clips_them():
+  grads = {"a": jnp.asarray([3.0, -4.0]), "b": jnp.asarray([[12.0]])}  # of norm 13
+  clipped = clip_by_global_norm(grads, 6.5)
+  np.testing.assert_array_equal(clipped["a"], [1.5, -2.0])
+  np.testing.assert_array_equal(clipped["b"], [[6.0]])
+  for bound in (1.0, 12.9, 13.0, 50.0):
+    expected, _ = optax.clip_by_global_norm(bound).update(grads, optax.EmptyState())
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-7),
+      clip_by_global_norm(grads, bound),
+      expected,
+    )
+  unchanged = clip_by_global_norm(grads, 13.0)
+  np.testing.assert_array_equal(unchanged["a"], grads["a"])
+  zeros = clip_by_global_norm({"a": jnp.zeros(2)}, 1.0)
+  np.testing.assert_array_equal(zeros["a"], [0.0, 0.0])
+
+
+@pytest.mark.slow
+def test_an_update_on_a_cpu_has_one_gradient_in_memory():
+  """Beside the state there are the gradient, and arrays of the embedding's size.
+
+  A second array of the clipped gradient, or three of the embedding's gradient at once, would not
+  fit into the bound.
+  """
+  config = ModelConfig(
+    vocab_size=4096, width=256, layers=4, heads=4, kv_heads=2, head_dim=64, mlp=1024
+  )
+  model = Transformer(config, single_device_mesh())
+  optimizer = make_optimizer(OptimizerConfig(), 5)
+  state = abstract_state(model, optimizer)
+  update = make_update(model, algorithms.make("gtpo"), optimizer)
+  memory = update.lower(state, *batch()).compile().memory_analysis()
+  params = 4 * sum(x.size for x in jax.tree.leaves(state.params))
+  assert memory.temp_size_in_bytes < 2.1 * params
+  assert memory.alias_size_in_bytes >= 3 * params  # parameters and moments are written in place
 
 
 def test_schedules():

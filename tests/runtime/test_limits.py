@@ -1,0 +1,50 @@
+"""Limits of memory: freed arrays go back to the operating system."""
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+# Allocates 64 arrays of 4 MiB and writes to them, then a small one, and frees the arrays. A first
+# array that is freed makes glibc keep the later ones in its heap, unless it is told not to.
+FREED_ARRAYS = """
+import ctypes, resource, sys
+from gtpo_jax.runtime.limits import STATUS, return_freed_arrays
+
+if sys.argv[1] == "return":
+  return_freed_arrays()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+resident = lambda: int(STATUS.read_text().split()[1]) * resource.getpagesize() / 2**20
+libc.free(libc.malloc(8 * 2**20))
+before = resident()
+arrays = [libc.malloc(4 * 2**20) for _ in range(64)]
+for array in arrays:
+  ctypes.memset(array, 1, 4 * 2**20)
+last = libc.malloc(1000)
+for array in arrays[:-1]:
+  libc.free(array)
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+@pytest.mark.parametrize(("mode", "low", "high"), [("keep", 200, 300), ("return", 0, 20)])
+def test_freed_arrays_are_returned(mode, low, high, monkeypatch):
+  """Megabytes that stay allocated, of 256: the default of glibc, and ours."""
+  for name in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
+    monkeypatch.delenv(name, raising=False)
+  command = [sys.executable, "-c", FREED_ARRAYS, mode]
+  done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+  assert low < float(done.stdout) < high
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+def test_the_users_own_setting_of_malloc_wins(monkeypatch):
+  monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(32 * 2**20))
+  command = [sys.executable, "-c", FREED_ARRAYS, "return"]
+  done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+  assert float(done.stdout) > 200
