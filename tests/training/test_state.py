@@ -93,7 +93,7 @@ def test_an_update_on_a_cpu_has_one_gradient_in_memory():
   update = make_update(model, algorithms.make("gtpo"), optimizer)
   memory = update.lower(state, *batch()).compile().memory_analysis()
   params = 4 * sum(x.size for x in jax.tree.leaves(state.params))
-  assert memory.temp_size_in_bytes < 2.1 * params
+  assert memory.temp_size_in_bytes < 2.25 * params
   assert memory.alias_size_in_bytes >= 3 * params  # parameters and moments are written in place
 
 
