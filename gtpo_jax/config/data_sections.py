@@ -23,6 +23,7 @@ from gtpo_jax.training.state import OptimizerConfig
 
 MATH_RULES = ("math", "dapo")
 INSTRUCTION_MODES = ("strict", "loose")
+GYM_ANSWERS = ("auto", "tag", "boxed")
 TIMEOUT = number(lambda x: 0 < x <= 86_400, "above 0 and at most 86400 (a day)")
 NO_JUDGE = JudgeSettings()
 IMITATION_OPTIMIZER = OptimizerConfig(
@@ -35,10 +36,11 @@ class DataSection:
   """What to train and evaluate on, and how a problem becomes a prompt.
 
   Attributes:
-    train: a task ("sums", "countdown", "forks", "forks_confident") or a source: a .jsonl or
-      .parquet file or a folder of them, hf:ID, tfds:NAME; several sources with weights as
-      "a.jsonl*2,b.parquet*1".
+    train: a task ("sums", "countdown", "forks", "forks_confident", "sentences", "constraints") or a
+      source: a .jsonl or .parquet file or a folder of them, hf:ID, tfds:NAME, rg:NAME; several
+      sources with weights as "a.jsonl*2,b.parquet*1".
     eval: a task, evaluated on its held-out part, or a source; "" for the same task as `train`.
+      Several, separated by commas, get equal shares of `eval.problems`.
     fields: the columns of a source, such as "prompt=instruction,answer=output,kind=math"; "" for
       the known layouts.
     bad_rows: how many rows of a source may be malformed or have an overlong prompt; such rows are
@@ -95,6 +97,11 @@ class DataSection:
   def eval_name(self) -> str:
     """The task or source to evaluate on."""
     return self.eval or self.train
+
+  @property
+  def eval_names(self) -> list[str]:
+    """The tasks or sources to evaluate on."""
+    return [name.strip() for name in self.eval_name.split(",")]
 
   @property
   def eval_task(self) -> Task | None:
@@ -154,8 +161,10 @@ class RewardSection(Checked):
       `Answer:` line, compared as a string).
     instructions: for problems of kind "constraints", "strict", or "loose": whether a text follows
       its instructions is then also tried without its first line, last line and stars.
-    timeout_s: seconds that checking one mathematical answer may take; after that it has no
-      verdict.
+    gym_answer: for problems of reasoning-gym, where the answer is: "tag" (in <answer></answer>),
+      "boxed" (the last box, `Answer:` or number), or "auto" (the tag if there is one, else boxed).
+    timeout_s: seconds that checking one mathematical answer, or one of reasoning-gym, may take;
+      after that it has no verdict.
     function_timeout_s: seconds that a user's function may take for the completions of one problem;
       after that they have no verdict.
     code_timeout_s: seconds that one run of a program with its tests may take; after that it is
@@ -172,6 +181,7 @@ class RewardSection(Checked):
   verifier: str = ""
   math_rule: str = setting("math", bound=one_of(MATH_RULES))
   instructions: str = setting("strict", bound=one_of(INSTRUCTION_MODES))
+  gym_answer: str = setting("auto", bound=one_of(GYM_ANSWERS))
   timeout_s: float = setting(5.0, bound=TIMEOUT)
   function_timeout_s: float = setting(300.0, bound=TIMEOUT)
   code_timeout_s: float = setting(5.0, bound=TIMEOUT)

@@ -1,4 +1,4 @@
-"""Reads the rows of files and datasets: JSONL, Parquet, Hugging Face datasets, TFDS.
+"""Reads the rows of files and datasets: JSONL, Parquet, Hugging Face, TFDS, reasoning-gym.
 
 Every reader yields (location, row). The location names the row in messages, such as
 `train.jsonl:7`. For a row that cannot be read, the reader yields a ValueError instead of the row.
@@ -10,12 +10,15 @@ import contextlib
 import functools
 import gzip
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
+from urllib.parse import unquote
 
 import numpy as np
 from etils import epath
 
+from gtpo_jax.rewards.gym.rows import rows as gym_rows
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.runtime.installing import install_command
 from gtpo_jax.storage.files import printable
@@ -24,8 +27,10 @@ from gtpo_jax.storage.paths import list_files, open_bytes, storage_errors, stora
 EXTENSIONS = (".jsonl", ".jsonl.gz", ".parquet")
 HUGGING_FACE = "hf:"
 TFDS = "tfds:"
+GYM = "rg:"
 RECORDS = "records:"  # prefix of the names of rows that a Python program passed
 DEFAULT_SPLIT = "train"
+GYM_SIZE = 500  # problems, by default
 PARQUET_BATCH = 4096  # rows
 MAX_LINE_BYTES = 1 << 28  # of a row; a longer line is skipped without reading it into memory
 MAX_REASON_CHARS = 200
@@ -36,7 +41,7 @@ LocatedRow = tuple[str, Row | ValueError]
 
 def is_source(name: str) -> bool:
   """Returns whether `name` is a file, a folder or a dataset rather than a synthetic task."""
-  prefixes = (HUGGING_FACE, TFDS, RECORDS)
+  prefixes = (HUGGING_FACE, TFDS, GYM, RECORDS)
   return name.startswith(prefixes) or name.endswith(EXTENSIONS) or "/" in name
 
 
@@ -50,6 +55,8 @@ def read_rows(name: str) -> Iterator[LocatedRow]:
     yield from _hugging_face(name)
   elif name.startswith(TFDS):
     yield from _tfds(name)
+  elif name.startswith(GYM):
+    yield from _reasoning_gym(name)
   elif name.startswith(RECORDS):
     raise UserError(
       f"{name!r} was passed by a Python program and is not in a file; pass it again, or name a file"
@@ -66,7 +73,7 @@ def _files(name: str) -> list[epath.Path]:
   if not exists:
     raise UserError(
       f"no file or folder at {name!r}; data.train and data.eval name a task, a .jsonl or .parquet "
-      "file, hf:ID or tfds:NAME"
+      "file, hf:ID, tfds:NAME or rg:NAME"
     )
   if not path.is_dir():
     return [path]
@@ -223,6 +230,28 @@ def _tfds(name: str) -> Iterator[LocatedRow]:
       yield f"{name}:{number}", _plain(rows[number])
     except Exception as error:  # bytes that are not UTF-8, or a damaged file
       yield f"{name}:{number}", ValueError(first_line(error))
+
+
+def _reasoning_gym(name: str) -> Iterator[LocatedRow]:
+  task, _, query = name.removeprefix(GYM).partition("?")
+  knobs: dict[str, list[str]] = {}
+  for part in filter(None, query.split("&")):
+    key, _, value = part.partition("=")
+    knobs.setdefault(key, []).append(unquote(value))
+  size, seed = (
+    _whole_number(name, key, knobs.pop(key, [str(default)]), least)
+    for key, default, least in (("size", GYM_SIZE, 1), ("seed", 0, 0))
+  )
+  for index, row in enumerate(gym_rows(task, knobs, size, seed)):
+    yield f"{name}:{index}", row
+
+
+def _whole_number(name: str, key: str, texts: list[str], least: int) -> int:
+  if len(texts) != 1 or not re.fullmatch(r"[0-9]{1,9}", texts[0]) or int(texts[0]) < least:
+    raise UserError(
+      f"{name!r} needs a whole number of at least {least} for {key}, got {', '.join(texts)!r}"
+    )
+  return int(texts[0])
 
 
 def _cannot_load(name: str, error: Exception) -> UserError:

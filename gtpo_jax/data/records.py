@@ -23,8 +23,9 @@ class Problem:
     answer: the gold answer as text.
     kind: selects the verifier of the completions from `rewards.VERIFIERS`.
     extra: additional data for the verifier.
-    location: names the row in messages, such as `train.jsonl:7`. Problems that differ only in it
-      are equal.
+    location: names the row in messages, such as `train.jsonl:7`.
+    source: the label of its source in metrics, if a run has several; "" if not. Problems that
+      differ only in location and source are equal.
   """
 
   id: str
@@ -33,6 +34,7 @@ class Problem:
   kind: str
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   location: str = dataclasses.field(default="", compare=False)
+  source: str = dataclasses.field(default="", compare=False)
 
 
 class Problems(Protocol):

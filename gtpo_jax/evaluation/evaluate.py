@@ -42,6 +42,7 @@ MEASURED_BY = (
   "reward.verifier",
   "reward.math_rule",
   "reward.instructions",
+  "reward.gym_answer",
   "sampling.max_tokens",
   "sampling.stop",
 )

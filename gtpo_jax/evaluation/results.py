@@ -137,10 +137,24 @@ class Evaluation:
     return majority_at_each_k(votes, completions.correct[i, ids])
 
   def metrics(self) -> dict[str, float]:
-    """Returns `eval/NAME/` mean@g, greedy, pass@1, pass@g and no_verdict, for metrics.jsonl."""
-    columns = self.columns(sorted({1, self.sampled.correct.shape[1]}))
-    means = {f"eval/{self.name}/{key}": _mean(column) for key, column in columns.items()}
-    return means | self._missing()
+    """Returns `eval/NAME/` mean@g, greedy, pass@1, pass@g and no_verdict, for metrics.jsonl.
+
+    If the problems have several sources, those of all problems come first, then those of each.
+    """
+    columns = self._named(self.columns(sorted({1, self.sampled.correct.shape[1]})))
+    return {key: _mean(column) for key, column in columns.items()} | self._missing()
+
+  def _named(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the columns by the names of metrics, and again for each source's problems alone."""
+    named = {f"eval/{self.name}/{key}": column for key, column in columns.items()}
+    labels = np.asarray([problem.source for problem in self.problems])
+    for source in dict.fromkeys(labels.tolist()):
+      if source:
+        named |= {
+          f"eval/{source}/{key}": np.where(labels == source, column, np.nan)
+          for key, column in columns.items()
+        }
+    return named
 
   def summary(self, ks: Sequence[int] = ()) -> dict[str, Any]:
     """Returns every metric with its 95 % interval over the problems; None replaces NaN.
@@ -152,10 +166,7 @@ class Evaluation:
     """
     completions = self.sampled
     ks = ks or default_ks(completions.correct.shape[1])
-    columns = {
-      f"eval/{self.name}/{key}": column
-      for key, column in (self.columns(ks) | self.further_columns(ks)).items()
-    }
+    columns = self._named(self.columns(ks) | self.further_columns(ks))
     ends = bootstrap(np.stack(list(columns.values()), axis=1))
     return {
       "problems": len(completions.correct),

@@ -55,6 +55,7 @@ def _draw_evaluations(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
   axis.set_ylim(0, 1.02)
   axis.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
   keys = {key for row in rows for key in row if key.startswith("eval/")}
+  keys = {key for key in keys if key.startswith("eval/all/")} or keys  # of several sources
   plotted = [key for key in sorted(keys, key=_eval_order) if not key.endswith(NOT_PLOTTED)]
   for key, (color, marker, line) in zip(plotted, EVAL_STYLES, strict=False):
     name = key.rsplit("/", 1)[-1]

@@ -116,7 +116,15 @@ OVER_K = (
 def step_figures(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
   """Returns the figures over steps, for the metrics that the runs logged."""
   figures = []
-  for panel in PANELS:
+  sources = dict.fromkeys(source for group in groups for source in group.sources)
+  of_source = lambda source: Panel(
+    f"Accuracy in training on {source}",
+    "share correct",
+    {f"source/{source}/accuracy": ""},
+    percent=True,
+    section="Reward",
+  )
+  for panel in (*PANELS, *map(of_source, sources)):
     lines = [
       line
       for color, group in enumerate(groups)

@@ -24,6 +24,7 @@ from gtpo_jax.storage.paths import is_remote
 IGNORED = ("seed", *(name for name in MAY_CHANGE if name not in ("steps", "eval")))
 MAX_GROUPS = 8  # the number of distinguishable colors
 MAX_LABEL_FIELDS = 3  # maximum fields in a group's label
+OF_ALL = "eval/all/"  # metrics over several sources of problems, each of which has its own too
 REQUIRED = {"reward/mean", "entropy/mean", "time/step"}  # metrics that every step must have
 
 
@@ -88,9 +89,17 @@ class RunGroup:
 
   @functools.cached_property
   def eval_keys(self) -> list[str]:
-    """The names of the evaluation metrics of all runs."""
+    """The names of the evaluation metrics of all runs, first those over several sources."""
     rows = (row for run in self.runs for row in run.evaluations.values())
-    return sorted({key for row in rows for key in row if key.startswith("eval/")})
+    keys = {key for row in rows for key in row if key.startswith("eval/")}
+    return sorted(keys, key=lambda key: (not key.startswith(OF_ALL), key))
+
+  @functools.cached_property
+  def sources(self) -> list[str]:
+    """The labels of the sources of training problems, if a run has several."""
+    names = {key for run in self.runs for row in run.rows.values() for key in row}
+    parts = [key.split("/") for key in sorted(names)]
+    return [part[1] for part in parts if (part[0], part[-1]) == ("source", "accuracy")]
 
 
 def read_run(workdir: Path) -> Run:

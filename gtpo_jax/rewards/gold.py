@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gtpo_jax.rewards.constraints.verdicts import check_instructions
+from gtpo_jax.rewards.gym.answers import check_entry
 from gtpo_jax.rewards.math.extraction import MAX_CHARS, gold_answer
 from gtpo_jax.rewards.math.values import read
 from gtpo_jax.rewards.math.verdicts import quick_verdict
@@ -240,4 +241,5 @@ REQUIREMENTS: dict[str, Callable[[str, Extra], None]] = {
   "sentence": _sentence,
   "code": _code,
   "constraints": check_instructions,
+  "reasoning_gym": check_entry,
 }

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from gtpo_jax.rewards.code import code_correct
 from gtpo_jax.rewards.constraints.verdicts import STRICT, followed
+from gtpo_jax.rewards.gym.answers import AUTO, gym_scores, is_right
 from gtpo_jax.rewards.math.extraction import extract
 from gtpo_jax.rewards.math.verdicts import math_verdicts
 from gtpo_jax.rewards.plain import choice_correct, exact_correct
@@ -35,6 +36,7 @@ class Options(Protocol):
 
   math_rule: str
   instructions: str
+  gym_answer: str
   timeout_s: float
   code_timeout_s: float
   code_memory_mb: int
@@ -47,6 +49,7 @@ class DefaultOptions:
 
   math_rule: str = "math"
   instructions: str = STRICT
+  gym_answer: str = AUTO
   timeout_s: float = 5.0
   code_timeout_s: float = 5.0
   code_memory_mb: int = 512
@@ -128,8 +131,16 @@ def _constraints(
   return scores
 
 
+def _reasoning_gym(
+  completions: Texts, answers: Texts, extras: Extras, options: Options
+) -> list[Score | None]:
+  """The number is the score of the library, which also pays for parts of an answer."""
+  scores = gym_scores(completions, extras, options.gym_answer, options.timeout_s)
+  return [None if score is None else Score(is_right(score), score) for score in scores]
+
+
 # By `Problem.kind`: the kinds whose verdicts have a number of their own.
-SCORERS: dict[str, Scorer] = {"constraints": _constraints}
+SCORERS: dict[str, Scorer] = {"constraints": _constraints, "reasoning_gym": _reasoning_gym}
 
 
 def _verdicts_of(scorer: Scorer) -> Verifier:

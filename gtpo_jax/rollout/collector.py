@@ -14,7 +14,12 @@ from gtpo_jax.data.records import Problems
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.experience import Experience, Placement
 from gtpo_jax.rollout.frozen import FrozenPolicies
-from gtpo_jax.rollout.group_metrics import combine_metrics, sampled_metrics, staleness_metrics
+from gtpo_jax.rollout.group_metrics import (
+  combine_metrics,
+  sampled_metrics,
+  source_metrics,
+  staleness_metrics,
+)
 from gtpo_jax.rollout.groups import Group, restore_groups, save_groups
 from gtpo_jax.rollout.pool import GroupPool
 from gtpo_jax.rollout.scoring import PendingRewards, RewardManager
@@ -223,7 +228,7 @@ class Collector:
     dynamic = self._settings.dynamic_sampling
     if not (dynamic or self._staleness):
       self._kept = []
-      return chosen, metrics
+      return chosen, metrics | source_metrics(chosen)
     sampled = [group for pool in rounds for group in pool.completed]
     no_contrast = [group for pool in rounds for group in pool.dropped]
     if chosen is None:
@@ -246,6 +251,7 @@ class Collector:
         "groups/dropped": float(len(no_contrast)),
         "groups/short": float(short),
       }
+    metrics |= source_metrics(sampled)
     metrics |= {
       "groups/kept": float(len(self._kept)),
       "tokens/sampled": float(sum(pool.new_tokens for pool in rounds)),

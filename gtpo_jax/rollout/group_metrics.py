@@ -40,6 +40,18 @@ def sampled_metrics(groups: Sequence[Group]) -> dict[str, float]:
   }
 
 
+def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
+  """Returns accuracy, mean reward and share of the groups of each source, if a run has several."""
+  metrics = {}
+  for source in sorted({group.problem.source for group in groups} - {""}):
+    own = [group for group in groups if group.problem.source == source]
+    of_source = sampled_metrics(own)
+    metrics[f"source/{source}/accuracy"] = of_source["reward/accuracy"]
+    metrics[f"source/{source}/reward"] = of_source["reward/mean"]
+    metrics[f"source/{source}/groups"] = len(own) / len(groups)
+  return metrics
+
+
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
   """Returns how many updates ago the policy's tokens of a batch were drawn.
 

@@ -16,6 +16,7 @@ from gtpo_jax.rewards import gold_check, sandbox_problem
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 
+ALL = "all"  # the evaluation's name in metrics, if it has several sources
 NO_RECORDS: Mapping[str, Loaded] = {}
 
 
@@ -37,9 +38,10 @@ def training_problems(
     UserError: a source cannot be read, has more malformed rows and overlong prompts than
       data.bad_rows allows, or has problems that cannot be verified here.
   """
+  names = [name for name, _ in config.data.sources]
   return [
-    (_load_problems(config, worker, name, False, say, records), weight)
-    for name, weight in config.data.sources
+    (_labelled(_load_problems(config, worker, name, False, say, records), label), weight)
+    for (name, weight), label in zip(config.data.sources, source_labels(names), strict=True)
   ]
 
 
@@ -53,17 +55,55 @@ def held_out_problems(
 
   Arguments and errors are those of `training_problems`.
   """
-  problems = _load_problems(config, worker, config.data.eval_name, True, say, records)
-  if config.data.eval_task is None and len(problems) > config.eval.problems:
-    say(f"{config.eval.problems} of them are evaluated (eval.problems)")
-  return fixed_sample(problems, config.eval.problems)
+  names = config.data.eval_names
+  if len(names) == 1:
+    problems = _load_problems(config, worker, names[0], True, say, records)
+    if config.data.eval_task is None and len(problems) > config.eval.problems:
+      say(f"{config.eval.problems} of them are evaluated (eval.problems)")
+    return fixed_sample(problems, config.eval.problems)
+  held_out = []
+  for i, (name, label) in enumerate(zip(names, source_labels(names), strict=True)):
+    problems = _load_problems(config, worker, name, True, say, records)
+    share = config.eval.problems // len(names) + (i < config.eval.problems % len(names))
+    held_out += fixed_sample(_labelled(problems, label), share)
+  say(f"{len(held_out)} problems of {len(names)} sources are evaluated (eval.problems)")
+  return held_out
 
 
 def eval_label(config: Config) -> str:
-  """Returns the evaluation's name in metrics: a task, or a file without folder and extension."""
-  name = config.data.eval_name
+  """Returns the evaluation's name in metrics: its source's label, or "all" for several sources."""
+  names = config.data.eval_names
+  return ALL if len(names) > 1 else source_label(names[0])
+
+
+def source_labels(names: Sequence[str]) -> list[str]:
+  """Returns the label of each source in metrics; "" if there is only one, which needs none.
+
+  Of sources with the same label, such as two difficulties of a task, the later ones are numbered.
+  """
+  if len(names) == 1:
+    return [""]
+  labels = [source_label(name) for name in names]
+  earlier = [labels[:i].count(label) for i, label in enumerate(labels)]
+  return [
+    f"{label}-{count + 1}" if count else label for label, count in zip(labels, earlier, strict=True)
+  ]
+
+
+def _labelled(problems: Problems, label: str) -> Problems:
+  if not label:
+    return problems
+  if isinstance(problems, TaskPart):
+    return dataclasses.replace(problems, source=label)
+  return [dataclasses.replace(problem, source=label) for problem in problems]
+
+
+def source_label(name: str) -> str:
+  """Returns a source's name in metrics: a task, or a file without folder and extension."""
   if name.startswith(RECORDS):
     return name.rsplit(":", 1)[-1]
+  if name.startswith("rg:"):
+    return name.partition("?")[0]
   if name.startswith(("hf:", "tfds:")):
     return name.replace(":", "_").replace("/", "_")
   return Path(name).name.split(".")[0]

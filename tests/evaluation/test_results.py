@@ -138,3 +138,22 @@ def test_rows_contain_every_completion():
 )
 def test_whether_anything_was_judged(verdicts, finished, judged):
   assert evaluation(completions(verdicts, finished=finished), [None]).judged is judged
+
+
+def test_problems_of_several_sources_have_metrics_of_all_and_of_each():
+  problems = [
+    Problem(f"p{i}", user("1+1:"), "2", "last_number", source=source)
+    for i, source in enumerate(["rg:gcd", "sums", "rg:gcd"])
+  ]
+  greedy = completions([[True], [True], [False]])
+  mixed = Evaluation("all", problems, completions(VERDICTS), greedy)
+  metrics = mixed.metrics()
+  assert next(iter(metrics)) == "eval/all/mean@3"  # the one that summaries show
+  assert metrics["eval/all/mean@3"] == approx(4 / 9)
+  assert metrics["eval/rg:gcd/mean@3"] == approx(1 / 6)
+  assert metrics["eval/sums/mean@3"] == 1 and metrics["eval/sums/greedy"] == 1
+  assert metrics["eval/rg:gcd/greedy"] == 0.5 and metrics["eval/rg:gcd/pass@3"] == 0.5
+  summary = mixed.summary([1, 3])
+  assert summary["eval/rg:gcd/pass@3"] == 0.5
+  lower, upper = summary["intervals"]["eval/rg:gcd/pass@3"]
+  assert 0 <= lower <= 0.5 <= upper <= 1

@@ -113,3 +113,20 @@ def test_figures_use_the_colors_of_the_page_and_share_no_ids():
 def test_a_metric_without_numbers_has_no_figure(tmp_path):
   assert step_figures([RunGroup("gtpo", (make_run(tmp_path, rewards(None, None)),))]) == []
   assert evaluation_figures([RunGroup("gtpo", (make_run(tmp_path, rewards(0.5)),))]) == []
+
+
+def test_several_sources_have_figures_of_their_own(tmp_path):
+  row = lambda a, b: {"source/rg:gcd/accuracy": a, "source/sums/accuracy": b}
+  group = RunGroup("gtpo", (make_run(tmp_path, [row(0.1, 0.5), row(0.2, None)]),))
+  first, second = step_figures([group])
+  assert first["title"] == "Accuracy in training on rg:gcd"
+  assert second["title"] == "Accuracy in training on sums"
+
+
+def test_the_evaluation_of_all_sources_comes_first(tmp_path):
+  keys = ("eval/all/mean@2", "eval/aime/mean@2", "eval/sums/mean@2")
+  evaluations = {step: dict.fromkeys(keys, 0.5) for step in (0, 1)}
+  group = RunGroup("gtpo", (make_run(tmp_path, rewards(1.0), evaluations),))
+  assert group.eval_keys[0] == "eval/all/mean@2"
+  titles = [figure["title"] for figure in evaluation_figures([group])]
+  assert titles == [f"Held-out accuracy on {name}" for name in ("all", "aime", "sums")]

@@ -1,6 +1,7 @@
 """`rewards.verify`, for every kind."""
 
 import dataclasses
+import importlib.util
 
 import pytest
 
@@ -31,6 +32,12 @@ CASES = {
     "a b",
     "a, b",
   ),
+  "reasoning_gym": (
+    "3",
+    {"task": "chain_sum", "entry": {"question": "1 + 2 =", "answer": "3", "metadata": {}}},
+    "<answer>3</answer>",
+    "<answer>4</answer>",
+  ),
 }
 
 
@@ -44,6 +51,8 @@ def test_the_default_options_are_those_of_the_config():
 def test_right_and_wrong(kind):
   if kind == "code" and sandbox_problem():
     pytest.skip("there is no sandbox here")
+  if kind == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
+    pytest.skip("reasoning-gym is not installed")
   answer, extra, right, wrong = CASES[kind]
   assert verify(kind, [right, wrong, right], [answer] * 3, [extra] * 3) == [True, False, True]
   assert verify(kind, [], [], []) == []

@@ -11,7 +11,12 @@ from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
 from gtpo_jax.rewards.sandbox import bubblewrap
-from gtpo_jax.rollout.problems import eval_label, held_out_problems, training_problems
+from gtpo_jax.rollout.problems import (
+  eval_label,
+  held_out_problems,
+  source_labels,
+  training_problems,
+)
 from gtpo_jax.rollout.scoring import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
@@ -246,3 +251,35 @@ def test_the_real_gsm8k():
   worker = RolloutWorker(config)
   ((problems, _),) = training_problems(config, worker)
   assert len(problems) == 7473 and len(held_out_problems(config, worker)) == 500
+
+
+def test_problems_of_several_sources_are_labelled(files):
+  said = []
+  config = config_of(
+    **{
+      "data.train": f"sums*1,{files[0]}*1,{files[1]}*1",
+      "data.eval": f"sums, countdown,{files[1]}",
+      "eval.problems": 8,
+    }
+  )
+  worker = RolloutWorker(config)
+  parts = training_problems(config, worker, said.append)
+  assert [problems[0].source for problems, _ in parts] == ["sums", "train", "test"]
+  held_out = held_out_problems(config, worker, said.append)
+  assert [problem.source for problem in held_out] == ["sums"] * 3 + ["countdown"] * 3 + ["test"] * 2
+  assert eval_label(config) == "all"
+  assert said[-1] == "8 problems of 3 sources are evaluated (eval.problems)"
+  one = config_of(**{"data.train": files[0], "data.eval": files[1]})
+  ((problems, _),) = training_problems(one, RolloutWorker(one))
+  assert problems[0].source == "" and held_out_problems(one, RolloutWorker(one))[0].source == ""
+
+
+def test_labels_of_sources():
+  names = ["rg:gcd?seed=1", "rg:gcd?seed=2", "a/b.jsonl", "tfds:x/y", "rg:gcd"]
+  assert source_labels(names) == ["rg:gcd", "rg:gcd-2", "b", "tfds_x_y", "rg:gcd-3"]
+  assert source_labels(["sums"]) == [""]
+
+
+def test_fewer_problems_than_sources_are_refused():
+  with pytest.raises(UserError, match=r"eval\.problems = 1 is below the number of sources"):
+    config_of(**{"data.train": "sums", "data.eval": "sums,countdown", "eval.problems": 1})

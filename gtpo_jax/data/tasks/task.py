@@ -36,12 +36,14 @@ class TaskPart:
 
   task: Task
   ids: np.ndarray  # i64[m], problem numbers
+  source: str = ""  # `Problem.source`
 
   def __len__(self) -> int:
     return len(self.ids)
 
   def __getitem__(self, index: int) -> Problem:
-    return self.task.problem(int(self.ids[index]))
+    problem = self.task.problem(int(self.ids[index]))
+    return dataclasses.replace(problem, source=self.source) if self.source else problem
 
 
 def split(task: Task, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -3,7 +3,8 @@
     python -P check_worker.py PARENT_PID MEMORY_MB CHECK SYS_PATH_AS_JSON
 
 It imports the standard library and the check, but nothing from gtpo_jax, so it starts without JAX.
-A request is one line, [gold, answer, limit in seconds] as JSON. A reply is one line: 1, 0 or ?.
+A request is one line, [gold, answer, limit in seconds] as JSON. A reply is one line: 1, 0, ? or a
+float with a point.
 The first line written is "ready", or the reason why the check cannot be imported.
 """
 
@@ -53,7 +54,7 @@ def equal_by_math_verify(gold: str, answer: str) -> bool | None:
   return bool(verify(target, read(answer), timeout_seconds=None, raise_on_error=True))
 
 
-def _load(name: str) -> Callable[[str, str], bool | None]:
+def _load(name: str) -> Callable[[str, str], bool | float | None]:
   if name:
     module, function = name.split(":")
     return getattr(importlib.import_module(module), function)
@@ -114,7 +115,13 @@ def _serve(parent: int, memory_mb: int, check_name: str, path: list[str]) -> Non
     except Exception:
       verdict = None
     signal.setitimer(signal.ITIMER_REAL, 0)
-    os.write(replies, b"?\n" if verdict is None else b"1\n" if verdict else b"0\n")
+    os.write(replies, _reply(verdict))
+
+
+def _reply(verdict: bool | float | None) -> bytes:
+  if verdict is None:
+    return b"?\n"
+  return f"{verdict!r}\n".encode() if isinstance(verdict, float) else b"%d\n" % bool(verdict)
 
 
 if __name__ == "__main__":

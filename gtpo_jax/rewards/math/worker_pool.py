@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 SCRIPT = Path(__file__).resolve().with_name("check_worker.py")
 START_LIMIT_S = 60.0  # for a worker to import SymPy on a busy machine; not part of a check's time
@@ -33,12 +34,13 @@ MAX_FAILED_STARTS = 3  # in a row; after that, the pool starts no worker until i
 REQUEST_BYTES = 32_768  # below a pipe's 64 KiB, so that writing a request never blocks
 READ_BYTES = 4096
 _VERDICTS = {b"1": True, b"0": False, b"?": None}
+Verdict = bool | float | None
 _log = logging.getLogger(__name__)
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
 class WorkerPool:
-  """At most `workers` processes that run `check(gold, answer) -> bool | None`.
+  """At most `workers` processes that run `check(gold, answer) -> bool | float | None`.
 
   Each check has a wall-clock limit. The first check starts the first worker; more start only while
   all are busy. A worker that hangs or dies is replaced and costs only its current check, which gets
@@ -79,14 +81,14 @@ class WorkerPool:
   def __exit__(self, *error: object) -> None:
     self.close()
 
-  def submit(self, gold: str, answer: str, timeout_s: float | None = None) -> Future[bool | None]:
+  def submit(self, gold: str, answer: str, timeout_s: float | None = None) -> Future[Verdict]:
     """Starts a check.
 
     Returns:
       A future of the verdict, or of None if no verdict is reached. `result()` raises no error of
       the check.
     """
-    future: Future[bool | None] = Future()
+    future: Future[Verdict] = Future()
     limit_s = timeout_s or self.timeout_s
     request = json.dumps([gold, answer, limit_s]).encode() + b"\n"  # all ASCII: JSON escapes others
     if len(request) > REQUEST_BYTES:
@@ -196,11 +198,12 @@ class _Worker:
       stdout=subprocess.PIPE,
       stderr=subprocess.DEVNULL,
       bufsize=0,
+      env={**os.environ, "PYTHONHASHSEED": "0"},  # a check gives the same verdict in each worker
       start_new_session=True,  # a terminal's Ctrl-C does not reach another session
     )
 
-  def ask(self, request: bytes, limit_s: float) -> bool | None:
-    """Returns the verdict.
+  def ask(self, request: bytes, limit_s: float) -> Verdict:
+    """Returns what the check returned.
 
     Raises:
       EOFError, OSError: the process died.
@@ -208,7 +211,8 @@ class _Worker:
     """
     deadline = time.monotonic() + limit_s
     os.write(self.process.stdin.fileno(), request)
-    return _VERDICTS[self.read_line(deadline)]
+    reply = self.read_line(deadline)
+    return _VERDICTS[reply] if reply in _VERDICTS else float(reply)
 
   def read_line(self, deadline: float) -> bytes:
     """Reads one line and strips it. Raises the same errors as `ask`."""
@@ -254,7 +258,7 @@ def shared_pool(workers: int | None = None) -> WorkerPool:
     return _shared[key]
 
 
-def wait_all(verdicts: Iterable[bool | Future | None]) -> list[bool | None]:
+def wait_all(verdicts: Iterable[Verdict | Future]) -> list[Any]:
   """Returns the verdicts in order, and waits for those that are futures."""
   verdicts = list(verdicts)
   try:
@@ -280,7 +284,7 @@ def _after_fork() -> None:
     pool._reset()
 
 
-def _resolve(future: Future, verdict: bool | None) -> None:
+def _resolve(future: Future, verdict: Verdict) -> None:
   if not future.done():
     future.set_result(verdict)
 
