@@ -8,7 +8,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from gtpo_jax.config.sections import RewardSection
+from gtpo_jax.config.data_sections import RewardSection
 from gtpo_jax.data.readers import is_source
 from gtpo_jax.data.sources import load_records, load_source
 from gtpo_jax.rewards import check_gold, score, verify
