@@ -26,6 +26,7 @@ OPTIONAL = {  # distribution: (purpose, the extra of gtpo_jax that installs it)
   "jax-cuda13-plugin": ("NVIDIA GPUs, and gtpo plan for them", "cuda"),
   "datasets": ("hf:ID as a source of problems", "data"),
   "wandb": ("log.wandb", "wandb"),
+  "httpx2": ("a judge (reward.judge)", "judge"),
   "torch": ("parity tests", "dev"),
   "mkdocs-material": ("make docs", "docs"),
 }

@@ -144,6 +144,8 @@ class Client:
       raise Failure("connection", reason) from None
     if status != 200:
       message = f"status {status}: {self._message(data)}"
+      if target := headers.get("location"):  # not followed: the key is for this address only
+        message = f"status {status}, a redirection to {target[:SHOWN_CHARS]}"
       retry = status >= 500 or status in TRANSIENT
       raise Failure(f"status {status}", message, status, retry, _retry_after(headers))
     text, tokens, cut_off = _completion(data)

@@ -336,7 +336,11 @@ def test_probing_a_server_that_works():
     ),
     ((404, {"error": {"message": "no such model"}}, {}), KEY, "check reward.judge.model = 'm'"),
     ((500, b"down", {}), KEY, "cannot be asked: status 500: down"),
-    ((302, b"", {"Location": "http://127.0.0.1:1/"}), KEY, "cannot be asked: status 302"),
+    (
+      (302, b"", {"Location": "http://127.0.0.1:1/"}),
+      KEY,
+      "status 302, a redirection to http://127.0.0.1:1/",
+    ),
     (b"garbage", KEY, "a response that is no chat completion"),
   ],
 )

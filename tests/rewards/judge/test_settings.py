@@ -1,10 +1,13 @@
 """The settings of a judge: what is refused, in one line that says what to do."""
 
+import json
 import re
 
 import pytest
 
+from gtpo_jax.checkpoint.resuming import forbidden_changes
 from gtpo_jax.config import Config, freeze
+from gtpo_jax.evaluation.evaluate import evaluation_settings
 from gtpo_jax.rewards.judge.settings import JudgeSettings
 from gtpo_jax.runtime.errors import UserError
 
@@ -88,3 +91,22 @@ def test_who_decides():
   assert with_judge(parts="correct,verifier").reward.reads_grades
   part = with_judge(parts="correct,judge*0.1", judge={"decides": False})
   assert part.reward.reads_grades and not part.reward.replaces_verifiers
+
+
+def test_how_a_run_asks_may_change_when_it_resumes_but_not_what():
+  saved = freeze({"reward": {"judge": HERE}})
+  of = lambda **changes: freeze({"reward": {"judge": {**HERE, **changes}}})
+  asks = {"concurrency": 4, "timeout_s": 9.0, "completion_timeout_s": 99.0, "retries": 1}
+  assert forbidden_changes(saved, of(**asks)) == []
+  assert forbidden_changes(saved, of(threshold=0.6)) == ["reward.judge.threshold was 0.5, now 0.6"]
+  assert len(forbidden_changes(saved, Config())) == 2  # its address and its model
+
+
+def test_evaluations_by_judges_with_other_rubrics_are_not_compared():
+  of = lambda **changes: evaluation_settings(freeze({"reward": {"judge": {**HERE, **changes}}}))
+  settings = of()
+  assert json.loads(json.dumps(settings)) == settings
+  assert of(concurrency=1, base_url="http://elsewhere/v1") == settings
+  for changes in ({"scale": "0:5"}, {"threshold": 0.6}, {"questions": ("Short?",)}):
+    assert of(**changes) != settings
+  assert not [name for name in evaluation_settings(Config()) if "judge" in name]
