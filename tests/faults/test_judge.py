@@ -64,7 +64,7 @@ def run(workdir, server, at=None, signum=None, **changes):
   def interrupting(message, count):
     if signum and len(server.bodies) == first + at:
       process.send_signal(signum)
-      time.sleep(1)
+      time.sleep(3)  # so that it is under way when the run stops
     return answer(message, count)
 
   server.answer = interrupting
