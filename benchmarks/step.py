@@ -38,6 +38,7 @@ from gtpo_jax.models.config import DTYPES, REMAT
 from gtpo_jax.models.hf.config_json import read_config
 from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.runtime.distributed import fetch
+from gtpo_jax.runtime.limits import return_freed_memory
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.settings import SamplingParams
@@ -133,6 +134,7 @@ def run_steps(
     reward = correct.astype(np.float32)
     rewards = shard_batch(Rewards(correct, reward, np.zeros_like(reward)), model.mesh)
     rewarded = time.perf_counter()
+    return_freed_memory()
     state, metrics = jax.block_until_ready(update(state, rollouts, rewards))
     ended = time.perf_counter()
     first = first or {name: float(value) for name, value in metrics.items()}

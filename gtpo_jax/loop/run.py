@@ -42,6 +42,7 @@ from gtpo_jax.runtime.compiling import StoppableProgram
 from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.distributed import fetch, is_first_process
 from gtpo_jax.runtime.errors import FunctionError, JudgeError
+from gtpo_jax.runtime.limits import return_freed_memory
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.storage.spool import Logs
 from gtpo_jax.training.state import TrainState, init_state
@@ -201,6 +202,7 @@ class Run:
       Stopped: the run was asked to stop before the update was compiled.
     """
     collected = time.perf_counter()
+    return_freed_memory()
     with _sampled_again(self.collector), jax.profiler.TraceAnnotation("update"), phase("update"):
       state, metrics = self._compiled_update(state, batch.rollouts, batch.rewards)
       metrics = {name: float(value) for name, value in fetch(metrics).items()}

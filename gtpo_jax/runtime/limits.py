@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
@@ -14,23 +13,17 @@ from typing import Any
 
 STATUS = Path("/proc/self/statm")  # its first number is the size of the address space, in pages
 
-M_MMAP_THRESHOLD = -3  # the parameter of mallopt, in malloc.h
-MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-RETURNED_BYTES = 2**20
 
+def return_freed_memory() -> None:
+  """Makes the C library return the memory of freed arrays to the operating system.
 
-def return_freed_arrays() -> None:
-  """Makes glibc return freed arrays of at least 1 MiB to the operating system.
-
-  By default, glibc raises this bound to the size of the largest array that was freed, up to 32 MiB.
-  On a CPU, the weights in the layout of sampling would then stay allocated during the update. Does
-  nothing with another C library, or if one of `MALLOC_VARIABLES` is set.
+  glibc keeps arrays of less than 32 MiB for later allocations. On a CPU these are the weights in
+  the layout of sampling, for example, which would stay in memory beside the update. Does nothing
+  with another C library.
   """
-  if any(name in os.environ for name in MALLOC_VARIABLES):
-    return
-  mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-  if mallopt is not None:
-    mallopt(M_MMAP_THRESHOLD, RETURNED_BYTES)
+  malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+  if malloc_trim is not None:
+    malloc_trim(0)
 
 
 def within(limit_s: float, function: Callable[[], Any], name: str = "gtpo limited") -> Any:

@@ -30,7 +30,6 @@ from gtpo_jax.runtime.chips import GPU_MEMORY_FRACTION
 from gtpo_jax.runtime.cluster.launchers import NVIDIA_DEVICE_FILES, has_tpu
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.runtime.installing import install_command
-from gtpo_jax.runtime.limits import return_freed_arrays
 
 GPU_PLUGINS = ("cuda12", "cuda13", "rocm7", "rocm60")
 ACCELERATORS = {  # name: (pattern of its device files, the extra of gtpo_jax, JAX's platform)
@@ -68,7 +67,6 @@ def prepare_jax() -> None:
   reserve_cpu_threads()
   choose_gpu_memory()
   skip_cuda_checks()
-  return_freed_arrays()
   import jax
 
   cache = jax.config.jax_compilation_cache_dir or _default_cache()
