@@ -45,9 +45,12 @@ def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
   metrics = {}
   for source in sorted({group.problem.source for group in groups} - {""}):
     own = [group for group in groups if group.problem.source == source]
-    of_source = sampled_metrics(own)
-    metrics[f"source/{source}/accuracy"] = of_source["reward/accuracy"]
-    metrics[f"source/{source}/reward"] = of_source["reward/mean"]
+    rewards = stack([group.rewards for group in own])
+    judged = rewards.scored
+    if own[0].rollouts.guided is not None:
+      judged = judged & ~np.stack([group.rollouts.guided for group in own])
+    metrics[f"source/{source}/accuracy"] = _mean(rewards.correct, judged)
+    metrics[f"source/{source}/reward"] = _mean(rewards.reward + rewards.penalty, judged)
     metrics[f"source/{source}/groups"] = len(own) / len(groups)
   return metrics
 
