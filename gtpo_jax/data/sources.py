@@ -1,9 +1,10 @@
-"""Problems from files and datasets: JSONL, Parquet, Hugging Face datasets and TFDS.
+"""Problems from files and datasets: JSONL, Parquet, Hugging Face datasets, TFDS, reasoning-gym.
 
 A source is named by a path (`train.jsonl`, `train.jsonl.gz`, `math.parquet`, or a folder of them),
-by `hf:ID[:CONFIG][:SPLIT]`, or by `tfds:NAME[:SPLIT]`. A Python program can pass a sequence of
-dicts instead. Malformed rows are counted and skipped up to a limit. Exact duplicates are dropped;
-demonstrations have a loader of their own, which keeps them (`demonstrations.py`).
+by `hf:ID[:CONFIG][:SPLIT]`, by `tfds:NAME[:SPLIT]`, or by `rg:NAME[?KNOBS]`. A Python program can
+pass a sequence of dicts instead. Malformed rows are counted and skipped up to a limit. Exact
+duplicates are dropped; demonstrations have a loader of their own, which keeps them
+(`demonstrations.py`).
 
 This is the one place where untrusted bytes become problems. Whatever the bytes, the result is a
 tuple of well-formed problems or a `UserError` of one line.
@@ -19,7 +20,7 @@ from typing import Any
 
 from gtpo_jax.data.kinds import with_kinds
 from gtpo_jax.data.layouts import parse_fields, to_problem
-from gtpo_jax.data.readers import RECORDS, LocatedRow, Row, is_source, read_rows
+from gtpo_jax.data.readers import GYM, RECORDS, LocatedRow, Row, is_source, read_rows
 from gtpo_jax.data.records import Problem
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.runtime.installing import MissingPackage
@@ -67,10 +68,10 @@ def load_source(
   """Reads a source.
 
   Args:
-    name: a path, `hf:...` or `tfds:...`; see the module's docstring.
+    name: a path, `hf:...`, `tfds:...` or `rg:...`; see the module's docstring.
     fields: the columns to read if the layout is unknown, such as
-      `prompt=instruction,answer=output,kind=math`. A kind that is not the name of a column is the
-      kind of all problems.
+      `prompt=instruction,answer=output,kind=math`; without effect on `rg:...`. A kind that is not
+      the name of a column is the kind of all problems.
     bad_rows: number of malformed rows that may be skipped.
     check: decides whether completions can be checked, as `rewards.check_gold` does; a row that it
       refuses is malformed. None accepts all.
@@ -79,7 +80,8 @@ def load_source(
     UserError: there is no such source, it has more malformed rows than `bad_rows`, it has no
       problem at all, or one of its problems needs a package that is missing here.
   """
-  return _load(name, read_rows(name), fields, Malformed(bad_rows), check)
+  columns = "" if name.startswith(GYM) else fields  # its rows have a known layout
+  return _load(name, read_rows(name), columns, Malformed(bad_rows), check)
 
 
 def load_records(

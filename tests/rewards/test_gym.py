@@ -193,7 +193,8 @@ def test_names_and_knobs_that_are_refused(name, message):
 @needs_library
 def test_rows_and_scores_of_a_task():
   plus = quote("+")
-  problems = load(f"rg:countdown?size=4&seed=3&max_numbers=4&operators={plus}&operators=-")
+  name = f"rg:countdown?size=4&seed=3&max_numbers=4&operators={plus}&operators=-"
+  problems = load(name, fields="prompt=a,answer=b")
   assert [problem.id for problem in problems] == [f"countdown-{i}" for i in range(4)]
   problem = problems[0]
   assert problem.kind == "reasoning_gym" and problem.location.endswith(":0")
