@@ -258,11 +258,8 @@ def variants(answer):
   ]
 
 
-@needs_library
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::Warning")
-@pytest.mark.parametrize("name", task_names() if HAS_LIBRARY else ["countdown"])
-def test_verdicts_equal_full_marks_of_the_library(name):
+def compare(name):
+  """Compares verdicts and scores of a task with those of the library."""
   from reasoning_gym.factory import get_score_answer_fn
 
   problems = load(f"rg:{name}?size=3&seed=11")
@@ -289,9 +286,38 @@ def test_verdicts_equal_full_marks_of_the_library(name):
         expected = None
       if value != expected:  # the library may evaluate an answer that is not a literal
         refused = value is None and expected < 1 - 1e-6
-        assert refused or (value, expected) == (0, None), (answer, expected, value)
+        assert refused or (value, expected) == (0, None), (name, answer, expected, value)
       hits += value is not None and value >= 1 - 1e-6
     if problem.answer != NO_ANSWER:
-      assert found[0] == 1
-  assert hits or not right
+      assert found[0] == 1, name
+  assert hits or not right, name
   assert np.isfinite([value for value in found if value is not None]).all()
+
+
+SOME = (
+  "arc_agi",
+  "bf",
+  "binary_matrix",
+  "countdown",
+  "graph_color",
+  "n_queens",
+  "rearc",
+  "sokoban",
+)
+
+
+@needs_library
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::Warning")
+def test_verdicts_equal_full_marks_of_the_library():
+  for name in SOME:
+    compare(name)
+
+
+@needs_library
+@pytest.mark.manual
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::Warning")
+def test_verdicts_of_all_tasks_equal_full_marks_of_the_library():
+  assert len(task_names()) == 105
+  for name in task_names():
+    compare(name)
