@@ -52,7 +52,7 @@ def test_every_scheme_follows_the_papers_equations(record):
 
 
 @pytest.mark.parametrize("completion", [0, 1, 2, 3])
-@pytest.mark.slow
+@pytest.mark.some(0, slow=1)
 def test_pointing_at_a_token_shows_its_numbers(completion, runs, record, opened):
   page = opened(runs / "gtpo-0")
   select(page, 2, 0)

@@ -8,7 +8,7 @@ from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_the_tiny_preset_learns_in_bfloat16_on_a_cpu(tmp_path):
   """Measured: from 17 % to 65 % in 15 steps, and from 19 % to 67 % in float32."""
   overrides = {
