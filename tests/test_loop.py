@@ -248,7 +248,7 @@ def test_a_batch_that_does_not_divide_is_rejected_before_anything_is_written(tmp
   assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_no_compilation_after_warm_up():
   """Twenty batches with other prompt and completion lengths reuse the programs of the first."""
   config = small_config()

@@ -271,7 +271,7 @@ def check_columns(count, seed, folder):
       assert_understood(problem, [(text, True), (str(value), True), (str(value + 1), False)])
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.manual)])
 def test_accepted_answers_are_understood(count, tmp_path):
   check_rows(count, count, tmp_path)
   check_columns(count // 10, count, tmp_path)
