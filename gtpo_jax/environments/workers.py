@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Any, NamedTuple
 
-from gtpo_jax.runtime.errors import FunctionError, RunError, first_line
+from gtpo_jax.runtime.errors import FunctionError, RunError, described
 
 # Calls that hang at the same time before a run ends; each of them keeps a thread and its memory.
 MAX_HANGING = 256
@@ -217,11 +217,3 @@ class _EventLoop:
 
 async def _result_of(awaitable: Awaitable[Any]) -> Any:
   return await awaitable
-
-
-def described(error: BaseException) -> str:
-  """Returns the type and the first line of the message of an exception of any class."""
-  try:
-    return f"{type(error).__name__}: {first_line(error)}"
-  except Exception:  # its __str__ raises
-    return type(error).__name__

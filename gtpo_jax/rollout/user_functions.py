@@ -21,7 +21,7 @@ import jax
 
 from gtpo_jax.data.records import Problem
 from gtpo_jax.rewards import PARTS
-from gtpo_jax.runtime.errors import FunctionError, UserError, first_line
+from gtpo_jax.runtime.errors import FunctionError, UserError, described
 from gtpo_jax.runtime.limits import within
 
 BUILTIN_PARTS = ("correct", "verifier", "judge")  # parts of the reward that no function computes
@@ -56,7 +56,7 @@ def import_function(name: str) -> RewardFunction:
   except KeyboardInterrupt:
     raise
   except BaseException as error:  # the import runs the user's code
-    raise UserError(f"reward function {name!r} cannot be imported: {_described(error)}") from error
+    raise UserError(f"reward function {name!r} cannot be imported: {described(error)}") from error
   if not callable(imported):
     raise UserError(
       f"reward function {name!r} is of type {type(imported).__name__} and cannot be called"
@@ -99,7 +99,7 @@ class FunctionCaller:
       return [math.nan] * n
     except BaseException as error:
       raise FunctionError(
-        f"reward function {name!r} raised {_described(error)}, which ends the run"
+        f"reward function {name!r} raised {described(error)}, which ends the run"
       ) from error
     usable = lambda value: abs(value) <= MAX_VALUE  # False for NaN
     unusable = [value for value in values if value is not None and not usable(value)]
@@ -196,11 +196,3 @@ def _unchanged_jax_settings(culprit: str) -> Iterator[None]:
         file=sys.stderr,
         flush=True,
       )
-
-
-def _described(error: BaseException) -> str:
-  """Returns the type and the first line of the message of an exception of any class."""
-  try:
-    return f"{type(error).__name__}: {first_line(error)}"
-  except Exception:  # its __str__ raises
-    return type(error).__name__

@@ -52,6 +52,14 @@ def first_line(error: BaseException) -> str:
   return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def described(error: BaseException) -> str:
+  """Returns the type and the first line of the message of an exception of any class."""
+  try:
+    return f"{type(error).__name__}: {first_line(error)}"
+  except Exception:  # its __str__ raises
+    return type(error).__name__
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
   """Returns ", did you mean 'NAME'?" if a choice is close to `word`, else the empty string."""
   by_lower = {choice.lower(): choice for choice in choices}
