@@ -2,12 +2,16 @@
 
     python benchmarks/sampling.py [--json FILE] [--peers transformers,tunix] \\
       [--tunix_python PYTHON] [--rounds 5] [--slots 16] ...
+    python benchmarks/sampling.py --model HF_FOLDER --completions 595 --group 5 \\
+      --shortest_prompt 30 --prompt_len 320 --median 40 --sigma 0 --longest 40 ...
 
-The model is that of benchmarks/step.py, with random weights in float32. One completion is sampled
-for each of 64 prompts of 64 tokens, at temperature 1. The lengths of the completions are drawn
-beforehand from a log-normal distribution with median 32, cut at 512. Our engine ends each
-completion at its drawn length and starts another in its slot. The other libraries (`--peers`)
-sample all completions as one batch until the longest is done, as they would with unknown lengths.
+The model is that of benchmarks/step.py, with random weights in float32, or that of a Hugging Face
+folder. One completion (`--group`) is sampled for each of 64 prompts of 64 tokens, at temperature 1;
+with `--shortest_prompt`, the lengths of the prompts are uniform from it to `--prompt_len`. The
+lengths of the completions are drawn beforehand from a log-normal distribution with median 32, cut
+at 512. Our engine ends each completion at its drawn length and starts another in its slot. The
+other libraries (`--peers`) sample all completions as one batch until the longest is done, as they
+would with unknown lengths.
 
 Tokens per second are the sum of the drawn lengths, divided by the median time of a round. Tokens
 that another library generates beyond a drawn length are not counted. In each round our engine and
@@ -17,6 +21,8 @@ the others run once, one after another; the first round, which compiles, is disc
 from __future__ import annotations
 
 import argparse
+import collections
+import dataclasses
 import json
 import platform
 import subprocess
@@ -24,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +41,9 @@ prepare_jax()  # before JAX is imported
 import jax
 
 from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models.config import DTYPES
+from gtpo_jax.models.hf.config_json import read_config
+from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
@@ -41,21 +51,13 @@ from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 
 def ours(
   args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]
-) -> Callable[[int], None]:
-  """Returns a function that samples all completions with our engine, given a seed."""
+) -> Callable[[int], dict[str, float]]:
+  """Returns a function that samples all completions with our engine, given a seed.
+
+  It returns the seconds of each of `PHASES`.
+  """
   prepare_devices()
-  model = Transformer(
-    ModelConfig(
-      args.vocab,
-      args.width,
-      args.layers,
-      heads=args.width // 64,
-      kv_heads=max(args.width // 128, 1),
-      head_dim=64,
-      mlp=4 * args.width,
-    ),
-    make_mesh(),
-  )
+  model = Transformer(architecture(args), make_mesh())
   engine = Engine(
     model,
     stop=(),
@@ -64,16 +66,42 @@ def ours(
     max_tokens=args.longest,
     engine_config=EngineConfig(slots=args.slots),
   )
-  params = engine.layout(init_params(model, jax.random.key(0)))
+  params = (
+    read_params(model, Path(args.model)) if args.model else init_params(model, jax.random.key(0))
+  )
+  params = engine.layout(params)
+  limits = lengths.reshape(len(prompts), args.group)
 
-  def call(seed: int) -> None:
-    keys = engine.completion_keys(jax.random.key(seed), len(prompts), 1)
-    buffer = engine.buffer(prompts, keys, token_limits=lengths[:, None])
+  def call(seed: int) -> dict[str, float]:
+    first = len(engine.spans)
+    keys = engine.completion_keys(jax.random.key(seed), len(prompts), args.group)
+    buffer = engine.buffer(prompts, keys, token_limits=limits)
     for _ in engine.generate(params, buffer, sampling_params=SamplingParams()):
       pass
-    assert (buffer.mask.sum(-1)[:, 0] == lengths).all()
+    assert (buffer.mask.sum(-1) == limits).all()
+    seconds = dict.fromkeys(PHASES, 0.0)
+    for span in list(engine.spans)[first:]:
+      seconds[span.phase] += span.end - span.begin
+    return seconds
 
   return call
+
+
+def architecture(args: argparse.Namespace) -> ModelConfig:
+  """Returns the shape that the arguments describe, with float32 parameters."""
+  if args.model:
+    shape = read_config(Path(args.model), "float32")
+    return dataclasses.replace(shape, compute_dtype=args.compute_dtype)
+  return ModelConfig(
+    args.vocab,
+    args.width,
+    args.layers,
+    heads=args.width // 64,
+    kv_heads=max(args.width // 128, 1),
+    head_dim=64,
+    mlp=4 * args.width,
+    compute_dtype=args.compute_dtype,
+  )
 
 
 def transformers(
@@ -142,6 +170,7 @@ def tunix(
   return call
 
 
+PHASES = ("prefill", "decode")
 PEERS = {"transformers": transformers, "tunix": tunix}
 
 
@@ -153,6 +182,7 @@ def parse_args() -> argparse.Namespace:
     "layers": 4,
     "prompt_len": 64,
     "completions": 64,
+    "group": 1,
     "slots": 16,
     "median": 32,
     "longest": 512,
@@ -161,6 +191,9 @@ def parse_args() -> argparse.Namespace:
   }
   for name, default in sizes.items():
     parser.add_argument(f"--{name}", type=int, default=default)
+  parser.add_argument("--shortest_prompt", type=int, help="default: all have --prompt_len tokens")
+  parser.add_argument("--model", help="a Hugging Face folder, instead of random weights")
+  parser.add_argument("--compute_dtype", default="float32", choices=DTYPES)
   parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of log(length)")
   parser.add_argument("--peers", default="", help=f"other libraries to time: {','.join(PEERS)}")
   parser.add_argument(
@@ -171,6 +204,11 @@ def parse_args() -> argparse.Namespace:
   args.peers = [name for name in args.peers.split(",") if name]
   if unknown := set(args.peers) - set(PEERS):
     parser.error(f"--peers names {unknown.pop()!r}; choose from {', '.join(PEERS)}")
+  args.shortest_prompt = args.shortest_prompt or args.prompt_len
+  if args.completions % args.group:
+    parser.error(f"--completions {args.completions} is not a multiple of --group {args.group}")
+  if args.peers and (args.model or args.group > 1 or args.shortest_prompt < args.prompt_len):
+    parser.error("--peers sample one completion of prompts of one length from random weights")
   return args
 
 
@@ -179,18 +217,27 @@ def workload(args: argparse.Namespace) -> tuple[np.ndarray, list[list[int]]]:
   rng = np.random.default_rng(args.seed)
   drawn = np.exp(rng.normal(np.log(args.median), args.sigma, args.completions))
   lengths = np.clip(np.round(drawn), 1, args.longest).astype(int)
-  prompts = rng.integers(2, args.vocab, (args.completions, args.prompt_len)).tolist()
+  vocab = architecture(args).vocab_size
+  prompts = rng.integers(2, vocab, (args.completions // args.group, args.prompt_len)).tolist()
+  if args.shortest_prompt < args.prompt_len:
+    sizes = rng.integers(args.shortest_prompt, args.prompt_len + 1, len(prompts))
+    prompts = [prompt[:size] for prompt, size in zip(prompts, sizes, strict=True)]
   return lengths, prompts
 
 
-def median_seconds(calls: dict[str, Callable[[int], None]], rounds: int) -> dict[str, float]:
-  """Returns the median seconds of each function over `rounds` rounds, after a first one."""
-  seconds: dict[str, list[float]] = {name: [] for name in calls}
+def median_seconds(calls: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, float]:
+  """Returns the median seconds of each function over `rounds` rounds, after a first one.
+
+  The phases that a function returns are included.
+  """
+  seconds: dict[str, list[float]] = collections.defaultdict(list)
   for seed in range(rounds + 1):
     for name, call in calls.items():
       started = time.perf_counter()
-      call(seed)
+      phases = call(seed)
       seconds[name].append(time.perf_counter() - started)
+      for phase, of_phase in (phases or {}).items():
+        seconds[phase].append(of_phase)
   return {name: float(np.median(times[1:])) for name, times in seconds.items()}
 
 
@@ -208,16 +255,19 @@ def main() -> None:
     "lengths": sorted(lengths.tolist()),
     "ratio": {name: medians[name] / medians["ours"] for name in args.peers},
     "slots": args.slots,
+    "compute_dtype": args.compute_dtype,
     "jax": jax.__version__,
     "python": platform.python_version(),
     "device": jax.devices()[0].device_kind,
     "devices": jax.device_count(),
   }
-  for name, seconds in medians.items():
+  for name in calls:
+    seconds = medians[name]
     ratio = seconds / medians["ours"]
     print(
       f"{name:<14} {seconds:8.3f} s {total / seconds:9.0f} tokens/s {ratio:6.2f} x the time of ours"
     )
+  print("of these, " + ", ".join(f"{phase} {medians[phase]:.3f} s" for phase in PHASES))
   print(
     f"{total} tokens in {args.completions} completions, the longest {max(lengths)}; "
     f"our engine has {args.slots} slots"

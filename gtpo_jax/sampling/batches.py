@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,10 @@ from gtpo_jax.sampling.scheduler import Scheduler
 
 # The most prompt tokens that a shard prefills at once. It bounds the memory of activations.
 PREFILL_TOKENS = 8192
+# A batch of prompts has one of a few numbers of rows. Each is a quarter of the next, as long as its
+# tokens are worth a program of their own.
+ROW_FACTOR = 4
+LEAST_TOKENS = 256
 
 # For each shard, pairs of an entry or slot, and of the index of a sequence.
 Assigned = list[list[tuple[int, int]]]
@@ -90,3 +94,55 @@ def resume_batch(
 def nothing(shards: int) -> Assigned:
   """Returns no sequences, for each shard."""
   return [[] for _ in range(shards)]
+
+
+class PrefillBatch(NamedTuple):
+  """Prompts that are prefilled together, padded to one width."""
+
+  width: int
+  rows: int  # per shard
+  assigned: Assigned
+
+
+def row_counts(width: int, most: int) -> list[int]:
+  """Returns the numbers of rows per shard that a batch of prompts may have, descending.
+
+  Args:
+    width: the positions of a row.
+    most: the most prompts that a shard prefills at once.
+  """
+  counts = [PrefillShape(width, most, 0).rows]
+  while (fewer := counts[-1] // ROW_FACTOR) * width >= LEAST_TOKENS:
+    counts.append(fewer)
+  return counts
+
+
+def prefill_batches(
+  assigned: Assigned, prompts: Sequence[Sequence[int]], counts: Mapping[int, Sequence[int]]
+) -> Iterator[PrefillBatch]:
+  """Divides prompts into batches that are padded little: by width, and in numbers of rows.
+
+  Rows that a batch does not need take the next shorter prompts.
+
+  Args:
+    assigned: the (entry, prompt) pairs of each shard.
+    prompts: the token ids of all prompts.
+    counts: the widths that batches may have, and for each the numbers of rows (`row_counts`).
+  """
+  longest_first = lambda pair: -len(prompts[pair[1]])
+  left = [sorted(pairs, key=longest_first) for pairs in assigned]
+  while any(left):
+    longest = max(len(prompts[pairs[0][1]]) for pairs in left if pairs)
+    width = min(width for width in counts if width >= longest)
+    shorter = max((other for other in counts if other < width), default=0)
+    needed = max(sum(len(prompts[prompt]) > shorter for _, prompt in pairs) for pairs in left)
+    rows = _rows_for(needed, counts[width])
+    yield PrefillBatch(width, rows, [pairs[:rows] for pairs in left])
+    left = [pairs[rows:] for pairs in left]
+
+
+def _rows_for(needed: int, counts: Sequence[int]) -> int:
+  """Returns the rows of the next batch: enough, unless more than half would be padding."""
+  enough = [count for count in counts if needed <= count <= 2 * needed]
+  fewer = [count for count in counts if count <= needed]
+  return min(enough, default=max(fewer, default=counts[-1]))

@@ -58,11 +58,17 @@ class Cache(Protocol):
   def with_prompts(self, kv: Any, prompts: Any) -> Any:
     """Returns `kv` with that part replaced."""
 
+  def completions_of(self, kv: Any) -> Any:
+    """Returns the part of `kv` that completions which go on are written to."""
+
+  def with_completions(self, kv: Any, completions: Any) -> Any:
+    """Returns `kv` with that part replaced."""
+
   def insert(self, kv: Any, new: list[KV], places: Any) -> Any:
     """Returns `prompts_of(kv)` with the prompts `new`, per layer [b, 1, k, ...], at `places`."""
 
   def insert_completions(self, kv: Any, new: list[KV], places: Any) -> Any:
-    """Returns `kv` with what is read of completions that go on.
+    """Returns `completions_of(kv)` with what is read of completions that go on.
 
     Args:
       kv: the keys and values.

@@ -92,6 +92,26 @@ def prefill_rows(
     places: where the cache puts the keys and values, see `insert`.
   """
   hidden, new = prefill(model, params, tokens)
+  return insert_rows(model, insert, kv, states, hidden, new, tokens, rows, places)
+
+
+def insert_rows(
+  model: Transformer,
+  insert: Callable[[Any, list[KV], Any], Any],
+  kv: Any,
+  states: States,
+  hidden: jax.Array,
+  new: list[KV],
+  tokens: Prompts,
+  rows: jax.Array,
+  places: Any,
+) -> tuple[Any, States]:
+  """Writes prefilled sequences into the cache; the second half of `prefill_rows`.
+
+  Args:
+    hidden, new: of the sequences, from `models.decode.prefill`.
+    model, insert, kv, states, tokens, rows, places: as in `prefill_rows`.
+  """
   seen_tokens = None
   if states.seen_tokens is not None:
     vocab = model.config.vocab_size

@@ -112,11 +112,11 @@ class Programs(abc.ABC):
 
     self.layout = jax.jit(functools.partial(_decode_params, settings.trained, model))
     self.derive_keys = jax.jit(_derive_keys)
-    self.prefill = _stoppable(functools.partial(prefill_rows, model, cache.insert), 1, 2)
-    self.resume = _stoppable(functools.partial(prefill_rows, model, cache.insert_completions), 1, 2)
+    self.prefill = stoppable(functools.partial(prefill_rows, model, cache.insert), 1, 2)
+    self.resume = stoppable(functools.partial(prefill_rows, model, cache.insert_completions), 1, 2)
     decoder = Decoder(model, cache, self.chunk, settings.vocab_limit)
     decode = functools.partial(decode_chunk, decoder)
-    self.decode_chunk = _stoppable(decode, 1, 3, static="sampling_params")
+    self.decode_chunk = stoppable(decode, 1, 3, static="sampling_params")
     self.init_states = jax.jit(functools.partial(States.zeros, model), static_argnums=(0, 1))
     self.keep_rows = jax.jit(
       lambda states, order: jax.tree.map(lambda x: gather_rows(model, x, order.reshape(-1)), states)
@@ -214,8 +214,9 @@ class Programs(abc.ABC):
       for start in range(0, max(map(len, shards)), shape.rows):
         assigned = [pairs[start : start + shape.rows] for pairs in shards]
         batch = resume_batch(self.places, scheduler, assigned, sequences, shape)
-        kv, states = self.resume(params, state.kv, state.slots, *batch)
-        state = state._replace(kv=kv, slots=states)
+        kv = self.cache.completions_of(state.kv)
+        kv, states = self.resume(params, kv, state.slots, *batch)
+        state = state._replace(kv=self.cache.with_completions(state.kv, kv), slots=states)
     return state
 
   def decode(
@@ -279,7 +280,8 @@ def abstract_states(model: Transformer, rows: int, track_tokens: bool) -> States
   return abstract(model, lambda: States.zeros(model, rows, track_tokens), "batch")
 
 
-def _stoppable(function: Callable[..., Any], *donated: int, static: Any = ()) -> StoppableProgram:
+def stoppable(function: Callable[..., Any], *donated: int, static: Any = ()) -> StoppableProgram:
+  """Returns the jitted function, whose compilation a stop request ends."""
   return StoppableProgram(jax.jit(function, static_argnames=static, donate_argnums=donated))
 
 

@@ -215,6 +215,11 @@ class Scheduler:
       entry and entry.waiting for entries in self._entries for entry in entries
     )
 
+  @property
+  def lacks_entries(self) -> bool:
+    """Whether a slot is free and a prompt waits, after `assign` has assigned what it can."""
+    return bool(self._waiting_prompts) and not self.slots.active.all()
+
   def assign(self, max_prompts: int) -> list[list[tuple[int, int]]]:
     """Assigns waiting completions to free slots, and prompts to free entries if slots stay idle.
 
@@ -312,6 +317,12 @@ class Scheduler:
     self.slots = Slots(*(of_slots[kept] for of_slots in self.slots))
     self.space.keep(kept)
     return order
+
+  def add_entries(self, entries: int) -> None:
+    """Increases the entries of every shard to `entries`."""
+    for of_shard in self._entries:
+      of_shard += [None] * (entries - len(of_shard))
+    self.capacity = self.capacity._replace(entries=entries)
 
   def _fill_slots(self, shard: int) -> int:
     """Starts cached prompts' completions in a shard's free slots; returns how many stay idle."""

@@ -23,6 +23,7 @@ from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.sampling.cache import (
   CachedAttention,
+  States,
   constrain_kv,
   from_position,
   gather_rows,
@@ -76,14 +77,28 @@ class DenseCache:
     """Returns `kv` with the prompts of another one."""
     return kv._replace(prompts=prompts.prompts)
 
-  def insert(self, kv: DenseKV, new: list[KV], places: jax.Array) -> DenseKV:
-    """Writes b prompts of p positions into the entries `places` i32[shards, b / shards].
+  def completions_of(self, kv: DenseKV) -> DenseKV:
+    """Returns `kv` without the prompts' arrays, whose shape varies."""
+    return kv._replace(prompts=[])
 
+  def with_completions(self, kv: DenseKV, completions: DenseKV) -> DenseKV:
+    """Returns `kv` with the slots of another one."""
+    return kv._replace(slots=completions.slots)
+
+  def insert(self, kv: DenseKV, new: list[KV], places: jax.Array) -> DenseKV:
+    """Writes b prompts of up to p positions into the entries `places` i32[shards, b / shards].
+
+    They end at the last position. What precedes them is not read (`DenseTables.entry_lengths`).
     Prompts with an entry past the last one are dropped.
     """
-    insert = lambda old, new: set_rows(self.model, old, new, places.reshape(-1))
+
+    def insert(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+      last = (slice(None),) * (axis - 1) + (slice(old.shape[axis] - new.shape[axis], None),)
+      write = lambda old, new, index: old.at[(index, *last)].set(new, mode="drop")
+      return within_shards(self.model, write, old, new, places.reshape(-1))
+
     prompts = [
-      constrain_kv(self.model, jax.tree.map(insert, old, _cast(new, old)))
+      constrain_kv(self.model, jax.tree.map(insert, old, _cast(new, old), position_axes(old)))
       for old, new in zip(kv.prompts, new, strict=True)
     ]
     return kv._replace(prompts=prompts)
@@ -104,7 +119,7 @@ class DenseCache:
 
     def insert(old: jax.Array, new: jax.Array, axis: int) -> jax.Array:
       new = jax.lax.slice_in_dim(new, 0, min(w, new.shape[axis]), axis=axis)
-      new = _pad_positions(new, axis, w)
+      new = _pad_axis(new, axis, w)
       return set_rows(self.model, old, new, slots.reshape(-1))
 
     def insert_layer(old: KV, new: KV) -> KV:
@@ -166,13 +181,19 @@ class DenseCache:
 
   def grow(self, slots: list[KV], length: int) -> list[KV]:
     """Pads the slots' arrays to `length` positions."""
-    pad = lambda x, axis: _pad_positions(x, axis, length)
+    pad = lambda x, axis: _pad_axis(x, axis, length)
     return [constrain_kv(self.model, jax.tree.map(pad, kv, position_axes(kv))) for kv in slots]
 
   def compact(self, slots: list[KV], order: jax.Array) -> list[KV]:
     """Keeps the slots `order` i32[shards, kept slots per shard] of each shard, in that order."""
     keep = lambda x: gather_rows(self.model, x, order.reshape(-1))
     return [constrain_kv(self.model, jax.tree.map(keep, kv)) for kv in slots]
+
+  def add_entries(self, prompts: list[KV], states: States, entries: int) -> tuple[list[KV], States]:
+    """Pads the prompts' arrays and states to `entries` per shard."""
+    add = lambda x: within_shards(self.model, lambda x: _pad_axis(x, 0, entries), x)
+    prompts = [constrain_kv(self.model, jax.tree.map(add, kv)) for kv in prompts]
+    return prompts, jax.tree.map(add, states)
 
 
 def _attend_prompts(
@@ -191,8 +212,8 @@ def _attend_prompts(
   return PartialAttention(*map(to_slots, partial))
 
 
-def _pad_positions(x: jax.Array, axis: int, length: int) -> jax.Array:
-  """Pads the positions of `x` to `length`."""
+def _pad_axis(x: jax.Array, axis: int, length: int) -> jax.Array:
+  """Pads an axis of `x` to `length`."""
   widths = [(0, 0)] * x.ndim
   widths[axis] = (0, length - x.shape[axis])
   return jnp.pad(x, widths)

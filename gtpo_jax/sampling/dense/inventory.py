@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention.sources import KV
-from gtpo_jax.sampling.batches import PrefillShape, nothing, prefill_batch, resume_batch
+from gtpo_jax.sampling.batches import PrefillShape, nothing, resume_batch
 from gtpo_jax.sampling.cache import States
 from gtpo_jax.sampling.dense.cache import DenseKV
 from gtpo_jax.sampling.dense.tables import DenseSpace
+from gtpo_jax.sampling.host_arrays import pad_prefill
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.programs import (
   SamplerState,
@@ -39,6 +41,7 @@ class Inventory:
     self._widths = owner.prompt_widths[::-1]
     self._counts = slot_counts(capacity.slots, owner.shrink_factor)
     self._lengths = owner.cache_lengths[::-1]
+    self._entries = owner.entry_counts(capacity)[::-1]
 
   def programs(self) -> Iterator[Program]:
     """Returns all programs, the largest of each kind first."""
@@ -50,24 +53,25 @@ class Inventory:
       yield from self._resumptions()
     yield from self._changes()
 
-  def state(self, width: int, slots: int, length: int) -> SamplerState:
+  def state(self, width: int, slots: int, length: int, entries: int | None = None) -> SamplerState:
     """Returns the shapes and shardings of a state.
 
     Args:
       width: positions of the prompts.
       slots: slots per shard.
       length: positions of the slots.
+      entries: entries per shard; None for the most.
     """
-    capacity = self._capacity
+    entries = entries or self._entries[0]
     return SamplerState(
-      DenseKV(self._kv(capacity.entries, width), self._kv(slots, length)),
-      self._states(capacity.entries),
+      DenseKV(self._kv(entries, width), self._kv(slots, length)),
+      self._states(entries),
       self._states(slots),
     )
 
   def _allocations(self) -> Iterator[Program]:
     owner = self._owner
-    entries = self._capacity.entries
+    entries = self._entries[-1]
     slots = self._capacity.slots
     for rows in (entries, slots):
       arguments = (owner.shards * rows, self._tracked)
@@ -81,27 +85,54 @@ class Inventory:
 
   def _prefills(self) -> Iterator[Program]:
     owner = self._owner
-    entries = self._capacity.entries
+    most = self._entries[0]
     slots = self._capacity.slots
     # Prompts that do not fit at once are prefilled when the slots may have grown.
-    all_at_once = self._workload.prompts <= owner.shards * entries
+    all_at_once = self._workload.prompts <= owner.shards * most
     length = self._lengths[-1 if all_at_once else 0]
-    for width in self._widths:
-
-      def arguments(width: int = width) -> tuple:
-        shape = PrefillShape(width, entries, owner.pad)
-        batch = prefill_batch(
-          owner.places, _idle(self._capacity, slots), nothing(owner.shards), [], shape
-        )
-        return DenseKV(self._kv(entries, width), []), self._states(entries), *batch
-
+    beside = lambda: self.state(self._widths[0], slots, length)
+    for width, rows in self._batches():
+      batch = self._batch(width, rows, most)[:1]
+      signature = ("prefill", width, rows)
       yield Program(
-        ("prefill", entries, width, self._tracked),
-        owner.prefill,
-        arguments,
-        reads_params=True,
-        beside=lambda: (self._kv(slots, length), self._states(slots)),
+        signature, owner.prefill, lambda batch=batch: batch, reads_params=True, beside=beside
       )
+    for entries in self._entries:
+      for cached in self._widths:
+        for width, rows in self._batches():
+          if width <= cached:
+            yield self._insertion(entries, cached, width, rows)
+
+  def _batches(self) -> Iterator[tuple[int, int]]:
+    """Returns the (width, rows per shard) of all batches of prompts."""
+    for width in self._widths:
+      for rows in self._owner.row_counts(width, self._capacity):
+        yield width, rows
+
+  def _batch(self, width: int, rows: int, entries: int) -> tuple[Prompts, np.ndarray]:
+    """Returns a batch without prompts, and the entries of its rows."""
+    owner = self._owner
+    return pad_prefill(nothing(owner.shards), [], width, rows, entries, owner.pad)
+
+  def _insertion(self, entries: int, cached: int, width: int, rows: int) -> Program:
+    """Returns the program that writes a batch into the cache.
+
+    Args:
+      entries: entries per shard.
+      cached: positions of the prompts in the cache.
+      width: positions of the batch.
+      rows: rows of the batch per shard.
+    """
+    owner = self._owner
+
+    def arguments() -> tuple:
+      batch, places = self._batch(width, rows, entries)
+      hidden = self._states(rows).hidden
+      state = DenseKV(self._kv(entries, cached), []), self._states(entries)
+      return *state, hidden, self._kv(rows, width, computed=True), batch, places, places
+
+    signature = ("insert", entries, cached, width, rows, self._tracked)
+    return Program(signature, owner.insert, arguments)
 
   def _decodes(self) -> Iterator[Program]:
     owner = self._owner
@@ -109,19 +140,23 @@ class Inventory:
     sampling_params = self._workload.sampling_params
     compiled = compiled_for(owner, sampling_params)
     shapes = [
-      (slots, width, length)
+      (entries, width, slots, length)
       for slots in self._counts
+      for entries in self._entries
       for width in self._widths
       for length in self._lengths
     ]
-    for slots, width, length in shapes:
+    for entries, width, slots, length in shapes:
 
-      def arguments(slots: int = slots, width: int = width, length: int = length) -> tuple:
+      def arguments(
+        entries: int = entries, width: int = width, slots: int = slots, length: int = length
+      ) -> tuple:
         limits = chunk_limits(owner, owner.chunk, 1, sampling_params)
-        return *self.state(width, slots, length), _idle(self._capacity, slots).inputs(), limits
+        inputs = _idle(self._capacity._replace(entries=entries), slots).inputs()
+        return *self.state(width, slots, length, entries), inputs, limits
 
       yield Program(
-        ("decode", capacity.entries, capacity.slots_per_entry, width, slots, length, compiled),
+        ("decode", entries, capacity.slots_per_entry, width, slots, length, compiled),
         owner.decode_chunk,
         arguments,
         {"sampling_params": compiled},
@@ -131,32 +166,26 @@ class Inventory:
 
   def _resumptions(self) -> Iterator[Program]:
     owner = self._owner
-    entries = self._capacity.entries
     slots = self._capacity.slots
-    shapes = [
-      (width, prompt_width, length)
-      for width in owner.sequence_widths[::-1]
-      for prompt_width in self._widths
-      for length in self._lengths
-    ]
-    for width, prompt_width, length in shapes:
+    shapes = [(width, length) for width in owner.sequence_widths[::-1] for length in self._lengths]
+    for width, length in shapes:
 
-      def arguments(
-        width: int = width, prompt_width: int = prompt_width, length: int = length
-      ) -> tuple:
+      def arguments(width: int = width, length: int = length) -> tuple:
         shape = PrefillShape(width, slots, owner.pad)
         batch = resume_batch(
           owner.places, _idle(self._capacity, slots), nothing(owner.shards), [], shape
         )
-        state = self.state(prompt_width, slots, length)
-        return state.kv, state.slots, *batch
+        return DenseKV([], self._kv(slots, length)), self._states(slots), *batch
 
       yield Program(
-        ("resume", entries, prompt_width, slots, width, length, self._tracked),
+        ("resume", slots, width, length, self._tracked),
         owner.resume,
         arguments,
         reads_params=True,
-        beside=lambda: self._states(entries),
+        beside=lambda: (
+          self._kv(self._entries[0], self._widths[0]),
+          self._states(self._entries[0]),
+        ),
       )
 
   def _changes(self) -> Iterator[Program]:
@@ -169,6 +198,15 @@ class Inventory:
       state = self.state(self._widths[0], most, self._lengths[0])
       return state.kv.prompts, state.prompts, state.slots
 
+    for more, few in zip(self._entries, self._entries[1:], strict=False):
+      for width in self._widths:
+        arguments = (self._kv(few, width), self._states(few), more)
+        yield Program(
+          ("grow", "entries", few, more, width, self._tracked),
+          owner.add_entries,
+          lambda arguments=arguments: arguments,
+          beside=lambda: self.state(self._widths[0], most, self._lengths[0]).kv.slots,
+        )
     for slots in self._counts:
       for length, shorter in zip(self._lengths, self._lengths[1:], strict=False):
         yield Program(
@@ -192,8 +230,9 @@ class Inventory:
         lambda before=before, order=order: (self._states(before), order),
       )
 
-  def _kv(self, rows: int, positions: int) -> list[KV]:
-    return self._owner.abstract_kv(self._owner.shards * rows, positions)
+  def _kv(self, rows: int, positions: int, computed: bool = False) -> list[KV]:
+    """Returns shapes and shardings in the format of the cache, or as they are `computed`."""
+    return self._owner.abstract_kv(self._owner.shards * rows, positions, computed)
 
   def _states(self, rows: int) -> States:
     return abstract_states(self._owner.model, self._owner.shards * rows, self._tracked)

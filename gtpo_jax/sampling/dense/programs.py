@@ -6,22 +6,26 @@ use, so that a CPU computes little more than it has to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 
 import jax
 
-from gtpo_jax.arrays import array_lengths
+from gtpo_jax.arrays import Prompts, array_lengths
 from gtpo_jax.models.attention.sources import KV
-from gtpo_jax.models.decode import decode_bytes
-from gtpo_jax.runtime.mesh import bytes_per_device
-from gtpo_jax.sampling.batches import Places
-from gtpo_jax.sampling.cache import head_axis
+from gtpo_jax.models.decode import DecodeParams, decode_bytes, prefill
+from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.runtime.mesh import bytes_per_device, constrain
+from gtpo_jax.sampling.batches import Assigned, Places, prefill_batches, row_counts
+from gtpo_jax.sampling.cache import States, constrain_kv, head_axis
+from gtpo_jax.sampling.chunk import insert_rows
 from gtpo_jax.sampling.dense.cache import DenseCache, DenseKV
 from gtpo_jax.sampling.dense.inventory import Inventory
 from gtpo_jax.sampling.dense.tables import DenseSpace
+from gtpo_jax.sampling.host_arrays import pad_prefill
 from gtpo_jax.sampling.inventory import Program, Workload
-from gtpo_jax.sampling.programs import Programs, ProgramSettings, SamplerState, abstract
-from gtpo_jax.sampling.scheduler import Scheduler, capacity_for
+from gtpo_jax.sampling.programs import Programs, ProgramSettings, SamplerState, abstract, stoppable
+from gtpo_jax.sampling.scheduler import Capacity, Scheduler, capacity_for
 from gtpo_jax.sampling.settings import Demand, SamplingParams
 
 # The number of slots is divided by this as soon as the active completions fit. Every number of
@@ -29,6 +33,8 @@ from gtpo_jax.sampling.settings import Demand, SamplingParams
 # compiles for a minute, prompts also have one length, and slots the longest length or a quarter.
 CPU_SHRINK_FACTOR = 4
 GPU_SHRINK_FACTOR = 16
+# With as many positions of prompts in the cache, it pays that a CPU reads no more than it must.
+LONG_PROMPTS = 8192
 
 
 class DensePrograms(Programs):
@@ -38,7 +44,10 @@ class DensePrograms(Programs):
     cache_lengths: lengths of the slots' arrays, ascending.
     slots: the most slots over all shards.
     shrink_factor: what the number of slots is divided by when idle ones are dropped.
-    init_kv, grow, compact: `DenseCache.zeros`, `grow` and `compact`.
+    prefill: (params, prompts) -> (their last hidden states, keys and values).
+    insert: writes its results into the cache, see `insert_rows`. It is a program of its own so that
+      the larger one does not depend on the shapes of the cache.
+    init_kv, grow, compact, add_entries: `DenseCache.zeros`, `grow`, `compact` and `add_entries`.
   """
 
   cache: DenseCache
@@ -56,6 +65,7 @@ class DensePrograms(Programs):
     widths, lengths = array_lengths(longest_prompt), array_lengths(settings.max_tokens)
     on_cpu = model.mesh.devices.flat[0].platform == "cpu"
     self.static_temperature = on_cpu
+    self._on_cpu = on_cpu
     self.shrink_factor = CPU_SHRINK_FACTOR if on_cpu else GPU_SHRINK_FACTOR
     if not on_cpu:
       widths, lengths = widths[-1:], lengths[-3::2]
@@ -66,7 +76,11 @@ class DensePrograms(Programs):
     self.cache_lengths = sorted({size + self.chunk for size in lengths})
     self.slots = self._fitting_slots(settings.demand)
     self.init_kv = jax.jit(cache.zeros, static_argnums=(0, 1))
+    self.prefill = stoppable(functools.partial(_prefill, model))
+    insert = functools.partial(insert_rows, model, cache.insert)
+    self.insert = jax.jit(insert, donate_argnums=(0, 1))
     self.grow = jax.jit(cache.grow, static_argnums=1)
+    self.add_entries = jax.jit(cache.add_entries, static_argnums=2)
     self.compact = jax.jit(cache.compact)
 
   def _fitting_slots(self, demand: Demand) -> int:
@@ -90,11 +104,15 @@ class DensePrograms(Programs):
     capacity = capacity_for(prompts, group, self.shards, slots)
     position = bytes_per_device(self.abstract_kv(self.shards, 1))
     prompt_positions = capacity.entries * self.prompt_widths[-1]
-    return position * (prompt_positions + 1.5 * capacity.slots * self.cache_lengths[-1])
+    return 1.5 * position * (prompt_positions + capacity.slots * self.cache_lengths[-1])
 
-  def abstract_kv(self, rows: int, positions: int) -> list[KV]:
-    """Returns the shapes and shardings of `rows` rows over all shards."""
-    zeros = lambda: self.cache.zeros(rows, positions)
+  def abstract_kv(self, rows: int, positions: int, computed: bool = False) -> list[KV]:
+    """Returns the shapes and shardings of `rows` rows over all shards.
+
+    They are in the format of the cache, or if `computed` in that in which a prefill returns them.
+    """
+    make = self.cache.zero_chunk if computed else self.cache.zeros
+    zeros = lambda: make(rows, positions)
     return abstract(self.model, zeros, "batch", None, head_axis(self.model))
 
   def describe_space(self) -> str:
@@ -112,7 +130,25 @@ class DensePrograms(Programs):
   def scheduler(self, prompts: int, group: int) -> Scheduler:
     """Returns an empty schedule for about `prompts` x `group` completions."""
     capacity = capacity_for(prompts, group, self.shards, self.slots)
-    return Scheduler(capacity, DenseSpace(capacity))
+    fewest = self.entry_counts(capacity)[0]
+    return Scheduler(capacity._replace(entries=fewest), DenseSpace(capacity))
+
+  def entry_counts(self, capacity: Capacity) -> list[int]:
+    """Returns the numbers of entries per shard, ascending. Those of `capacity` are the most.
+
+    A decode step reads the prompts of all entries. If these are long, there are at first only half
+    as many again as full groups need, until slots stay idle because slow completions keep their
+    entries.
+    """
+    most = capacity.entries
+    full_groups = -(-capacity.slots // capacity.slots_per_entry)
+    few = full_groups + -(-full_groups // 2)
+    long = most * self.prompt_widths[-1] >= LONG_PROMPTS
+    return [few, most] if self._on_cpu and long and 2 * few <= most else [most]
+
+  def row_counts(self, width: int, capacity: Capacity) -> list[int]:
+    """Returns the rows per shard that batches of prompts of a width may have, descending."""
+    return row_counts(width, capacity.entries)[: None if self._on_cpu else 1]
 
   def new_state(
     self, scheduler: Scheduler, width: int, sampling_params: SamplingParams
@@ -127,6 +163,47 @@ class DensePrograms(Programs):
       self.init_states(entries, track_tokens),
       self.init_states(slots, track_tokens),
     )
+
+  def prefill_assigned(
+    self,
+    params: DecodeParams,
+    state: SamplerState,
+    scheduler: Scheduler,
+    prompts: Sequence[Sequence[int]],
+    width: int,
+  ) -> SamplerState:
+    """Lets the scheduler fill free slots, and prefills the prompts that it assigns to entries.
+
+    If slots stay idle because there are too few entries, more are added.
+    """
+    while True:
+      while any(assigned := scheduler.assign(scheduler.capacity.entries)):
+        state = self._prefill_by_width(params, state, scheduler, assigned, prompts)
+      most = scheduler.space.capacity.entries
+      if not scheduler.lacks_entries or scheduler.capacity.entries == most:
+        return state
+      scheduler.add_entries(most)
+      state = _with_prompts(state, *self.add_entries(state.kv.prompts, state.prompts, most))
+
+  def _prefill_by_width(
+    self,
+    params: DecodeParams,
+    state: SamplerState,
+    scheduler: Scheduler,
+    assigned: Assigned,
+    prompts: Sequence[Sequence[int]],
+  ) -> SamplerState:
+    entries = scheduler.capacity.entries
+    counts = {
+      width: self.row_counts(width, scheduler.space.capacity) for width in self.prompt_widths
+    }
+    for width, rows, part in prefill_batches(assigned, prompts, counts):
+      batch, places = pad_prefill(part, prompts, width, rows, entries, self.pad)
+      hidden, new = self.prefill(params, batch)
+      kv = self.cache.prompts_of(state.kv)
+      kv, states = self.insert(kv, state.prompts, hidden, new, batch, places, places)
+      state = _with_prompts(state, kv.prompts, states)
+    return state
 
   def resize(
     self, state: SamplerState, scheduler: Scheduler, keep_slots: bool = False
@@ -157,9 +234,20 @@ class DensePrograms(Programs):
     return shapes.state(self.prompt_widths[-1], capacity.slots, self.cache_lengths[-1])
 
 
+def _prefill(
+  model: Transformer, params: DecodeParams, prompts: Prompts
+) -> tuple[jax.Array, list[KV]]:
+  hidden, layers = prefill(model, params, prompts)
+  return constrain(hidden, model.mesh, "batch"), [constrain_kv(model, kv) for kv in layers]
+
+
 def _length(kv: list[KV]) -> int:
   """Returns the positions per row."""
   return kv[0].v.shape[3]
+
+
+def _with_prompts(state: SamplerState, prompts: list[KV], states: States) -> SamplerState:
+  return state._replace(kv=state.kv._replace(prompts=prompts), prompts=states)
 
 
 def _with_slots(state: SamplerState, slots: list[KV]) -> SamplerState:

@@ -24,20 +24,24 @@ class DenseTables(NamedTuple):
 
 
 class DenseSpace(Space):
-  """The space of a dense cache: each slot and each entry has its own."""
+  """The space of a dense cache: each slot and each entry has its own.
+
+  Attributes:
+    capacity: the initial number of slots, and the most entries.
+  """
 
   def __init__(self, capacity: Capacity):
     """Args:
-    capacity: the initial number of slots and entries.
+    capacity: the initial number of slots, and the most entries.
     """
-    self._slots_per_entry = capacity.slots_per_entry
+    self.capacity = capacity
 
   def next_chunk(
     self, slots: Slots, entries: Sequence[Sequence[Entry | None]]
   ) -> tuple[np.ndarray, DenseTables]:
     """Returns all slots in use, and the tables; see `Space`."""
     all_entries = [entry for of_shard in entries for entry in of_shard]
-    free = [0] * self._slots_per_entry
+    free = [0] * self.capacity.slots_per_entry
     slot_table = [
       [max(slot, 0) for slot in entry.slots] if entry else free for entry in all_entries
     ]

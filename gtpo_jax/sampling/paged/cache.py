@@ -59,6 +59,9 @@ class PagedCache:
     """Returns the pool with the prompts."""
     return prompts
 
+  completions_of = prompts_of
+  with_completions = with_prompts
+
   def insert(self, kv: list[Pages], new: list[KV], places: jax.Array) -> list[Pages]:
     """Writes b prompts of p positions into the pages `places` i32[shards, b / shards, p / page].
 
