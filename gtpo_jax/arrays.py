@@ -137,6 +137,10 @@ class Rollouts:
   rescored: jax.Array | None = None
   # f32[n, g, t], nats; log-probs under the frozen reference policy.
   reference: jax.Array | None = None
+  # f32[n, g, t], nats; log-probs under the frozen teacher.
+  teacher: jax.Array | None = None
+  # The prompts that the teacher reads; None if they are the policy's.
+  teacher_prompts: Prompts | None = None
   # Whether some tokens between those in `mask` are not in it; None if that is not known. The update
   # is compiled for it.
   gaps: bool | None = flax.struct.field(pytree_node=False, default=None)
@@ -157,6 +161,18 @@ class Rollouts:
   def old_log_probs(self) -> jax.Array:
     """f32[n, g, t], nats; the denominator of the importance ratio."""
     return self.log_probs if self.rescored is None else self.rescored
+
+  @property
+  def for_teacher(self) -> Rollouts:
+    """The rollouts with the prompts that the teacher reads."""
+    if self.teacher_prompts is None:
+      return self
+    return self.replace(prompts=self.teacher_prompts, teacher_prompts=None)
+
+  @property
+  def divergence(self) -> jax.Array | None:
+    """f32[n, g, t], nats; `old_log_probs` minus the teacher's, None without a teacher."""
+    return None if self.teacher is None else self.old_log_probs - self.teacher
 
 
 @flax.struct.dataclass

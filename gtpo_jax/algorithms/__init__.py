@@ -1,5 +1,6 @@
 """The algorithms, as pure functions of arrays that know no model, config or logger."""
 
+from gtpo_jax.algorithms.advantages import Distillation
 from gtpo_jax.algorithms.algorithm import Algorithm
 from gtpo_jax.algorithms.factory import make
 from gtpo_jax.algorithms.loss import LossInputs
@@ -12,6 +13,7 @@ __all__ = [
   "OBJECTIVES",
   "RECIPES",
   "Algorithm",
+  "Distillation",
   "LossInputs",
   "Recipe",
   "Settings",

@@ -16,7 +16,16 @@ import jax.numpy as jnp
 
 from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units
 from gtpo_jax.arrays import masked_mean
-from gtpo_jax.runtime.fields import AT_LEAST_0, AT_LEAST_1, FLAG, Checked, one_of, setting
+from gtpo_jax.runtime.fields import (
+  ABOVE_0,
+  AT_LEAST_0,
+  AT_LEAST_1,
+  FLAG,
+  Checked,
+  number,
+  one_of,
+  setting,
+)
 
 # (shaped, units, axes, sign_guard) -> advantages f32[n, g, u].
 Advantage = Callable[[ShapedRewards, Units, tuple[int, ...], bool], jax.Array]
@@ -73,6 +82,54 @@ class AdvantageBonus(NoBonus):
     "eq. 5).",
     AT_LEAST_1,
   )
+
+
+CREDITS = ("uniform", "entropy")
+DIVERGENCES = ("sampled", "reverse_kl", "forward_kl", "jsd")
+
+
+@dataclasses.dataclass(frozen=True)
+class Distillation(Checked):
+  """How the policy learns from a frozen teacher, if there is one (`teacher.path`).
+
+  Attributes:
+    coef: the weight of the divergence from the teacher. With "opd" nothing else is learned; with
+      other algorithms the divergence is added to their advantages or to their loss.
+    credit: "uniform", or "entropy" to multiply each token's divergence with the share that GTPO
+      gives it: its entropy in correct completions and its inverse entropy in incorrect ones,
+      relative to the mean of the tokens that it is compared with.
+    divergence: "sampled" (the advantage of a token is the teacher's log-prob minus the policy's
+      when it was sampled), or a divergence between the two distributions over the vocabulary at
+      each sampled token, in the loss: "reverse_kl" (from the policy to the teacher), "forward_kl"
+      (from the teacher to the policy) or "jsd" (generalised Jensen-Shannon, 2306.13649).
+    beta: the weight of the teacher in the mixture of "jsd".
+  """
+
+  prefix: ClassVar[str] = "distill."
+
+  coef: float = setting(1.0, bound=ABOVE_0)
+  credit: str = setting("uniform", bound=one_of(CREDITS))
+  divergence: str = setting("sampled", bound=one_of(DIVERGENCES))
+  beta: float = setting(0.5, bound=number(lambda x: 0 < x < 1, "in (0, 1)"))
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.divergence != "jsd":
+      self._check_unchanged("beta", "divergence = 'jsd'")
+
+  @property
+  def sampled(self) -> bool:
+    """Whether the sampled tokens are enough; if not, the loss needs the teacher's distributions."""
+    return self.divergence == "sampled"
+
+  def weights(self, mask: jax.Array, shares: jax.Array | None) -> jax.Array:
+    """Returns `coef * share`, f32[n, g, t]; 0 where `mask` is False.
+
+    Args:
+      mask: bool[n, g, t], tokens that the policy has sampled.
+      shares: f32[n, g, t], with credit "entropy"; otherwise None.
+    """
+    return jnp.where(mask, self.coef if shares is None else self.coef * shares, 0.0)
 
 
 # Advantages are 0 if their divisor is smaller than this: the std, or the mean in `mean_normalised`.
@@ -141,6 +198,16 @@ def joint_centred(
   """
   advantages = centred(shaped.plus + shaped.minus, units.mask, axes)
   return _guard_signs(advantages, units, sign_guard)
+
+
+def no_credit(
+  shaped: ShapedRewards, units: Units, axes: tuple[int, ...], sign_guard: bool
+) -> jax.Array:
+  """Returns zeros: the rewards are measured, but nothing is learned from them.
+
+  Arguments and result are those of `joint_zscore`.
+  """
+  return jnp.zeros_like(shaped.plus)
 
 
 def leave_one_out(

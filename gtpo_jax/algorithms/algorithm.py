@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from gtpo_jax.algorithms.objectives import ObjectiveInputs
 from gtpo_jax.algorithms.ratios import RATIOS, k3
 from gtpo_jax.algorithms.recipes import Recipe, Settings
 from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units, completion_entropy
-from gtpo_jax.algorithms.selection import all_wrong, has_contrast, top_share
+from gtpo_jax.algorithms.selection import all_wrong, top_share
+from gtpo_jax.algorithms.shaping import GtpoShaping, TokenShaping
 from gtpo_jax.arrays import mean_or_nan
 from gtpo_jax.runtime.errors import UserError
 
@@ -52,6 +54,7 @@ class Algorithm:
     reward: jax.Array,
     penalty: jax.Array | None = None,
     guided: jax.Array | None = None,
+    divergence: jax.Array | None = None,
     gaps: bool | None = None,
   ) -> jax.Array:
     """Returns the advantage of every token, under `stop_gradient`, in float32.
@@ -65,13 +68,16 @@ class Algorithm:
         length penalty and, with entropy shaping, the parts of the reward other than "correct". None
         for 0.
       guided: bool[n, g], completions sampled from a guide; None for none.
+      divergence: f32[n, g, t], nats, the sampling policy's log-prob minus the teacher's; required
+        with a teacher.
       gaps: whether some tokens between those in `mask` are not in it; None if the mask has to tell.
 
     Returns:
       f32[n, g, t]; 0 outside `loss_mask`.
 
     Raises:
-      UserError: `guided` is given and the recipe has no guide.
+      UserError: `guided` is given and the recipe has no guide, or there is a teacher and
+        `divergence` is not given.
     """
     signals = jax.lax.stop_gradient(
       {
@@ -81,6 +87,7 @@ class Algorithm:
         "reward": reward,
         "penalty": penalty,
         "guided": guided,
+        "divergence": divergence,
       }
     )
     shaped, units = self.shaped(**signals, gaps=gaps)
@@ -93,7 +100,31 @@ class Algorithm:
     if bonus.bonus_alpha:
       entropy = jnp.where(mask, signals["entropy"].astype(jnp.float32), 0.0)
       advantages += entropy_bonus(advantages, entropy, bonus.bonus_alpha, bonus.bonus_kappa)
+    distillation = self.recipe.distillation
+    if distillation and distillation.sampled:
+      if divergence is None:
+        raise UserError(f"algorithm {self.name!r} has a teacher and needs divergence; pass it")
+      gap = jnp.where(mask, signals["divergence"].astype(jnp.float32), 0.0)
+      advantages -= self.teacher_weights(**signals, gaps=gaps) * gap
     return jax.lax.stop_gradient(advantages)
+
+  def teacher_weights(self, **signals: Any) -> jax.Array:
+    """Returns the weight of each token's divergence from the teacher, f32[n, g, t], a constant.
+
+    It is 0 on tokens outside `loss_mask` and on those of a guide. Takes the arguments of
+    `advantages`.
+    """
+    distillation = self.recipe.distillation
+    mask = self.loss_mask(**signals)
+    guided = signals.get("guided")
+    if guided is not None:
+      mask = mask & ~guided[..., None]
+    shares = None
+    if distillation.credit == "entropy":
+      shaping = self.recipe.shaping
+      shaping = shaping if isinstance(shaping, TokenShaping) else GtpoShaping()
+      shares = shaping.shares(self._units(**signals, per_completion=False))
+    return jax.lax.stop_gradient(distillation.weights(mask, shares))
 
   def shaped(self, **signals: jax.Array | None) -> tuple[ShapedRewards, Units]:
     """Returns the shaped reward of each unit of credit, and the units (the inputs of shaping).
@@ -124,7 +155,7 @@ class Algorithm:
     Takes the arguments of `advantages`.
     """
     _check_guided(self, guided)
-    mask = _contrast_mask(self.recipe, mask, correct, guided)
+    mask = self.recipe.selection.with_contrast(mask, correct, guided)
     share = self.recipe.selection.forking_share
     return top_share(entropy, mask, share) if share else mask
 
@@ -258,14 +289,19 @@ class Algorithm:
     penalty: jax.Array | None = None,
     guided: jax.Array | None = None,
     gaps: bool | None = None,
+    per_completion: bool | None = None,
+    **_: jax.Array | None,
   ) -> Units:
-    """Returns the inputs of reward shaping. Takes the arguments of `advantages`."""
+    """Returns the inputs of reward shaping. Takes the arguments of `advantages`.
+
+    `per_completion` is the unit of credit; None for that of the shaping.
+    """
     _check_guided(self, guided)
-    mask = _contrast_mask(self.recipe, mask, correct, guided)
+    mask = self.recipe.selection.with_contrast(mask, correct, guided)
     entropy = entropy.astype(jnp.float32)
     tokens = mask.astype(jnp.float32)
     shaping = self.recipe.shaping
-    if shaping.per_completion:
+    if shaping.per_completion if per_completion is None else per_completion:
       tokens = tokens.sum(-1, keepdims=True)
       entropy = completion_entropy(entropy, mask, shaping.mean, shaping.h_floor)
       mask = mask.any(-1, keepdims=True)
@@ -274,15 +310,6 @@ class Algorithm:
     reward = reward.astype(jnp.float32)
     columns = correct[..., None], reward[..., None], penalty[..., None]
     return Units(entropy, mask, *columns, tokens, gaps)
-
-
-def _contrast_mask(
-  recipe: Recipe, mask: jax.Array, correct: jax.Array, guided: jax.Array | None
-) -> jax.Array:
-  """Returns `mask`, set to False in groups without contrast if the settings exclude them."""
-  if not recipe.selection.contrast:
-    return mask
-  return mask & has_contrast(correct, mask.any(-1), guided)[:, None, None]
 
 
 def _objective_inputs(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from gtpo_jax.algorithms.advantages import Distillation
 from gtpo_jax.algorithms.algorithm import Algorithm
 from gtpo_jax.algorithms.objectives import CHOICE
 from gtpo_jax.algorithms.ratios import SEQUENCE_RATIOS
@@ -12,11 +14,12 @@ from gtpo_jax.algorithms.recipes import RECIPES, Recipe
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
 
-def make(name: str, **overrides: Any) -> Algorithm:
+def make(name: str, distillation: Distillation | None = None, **overrides: Any) -> Algorithm:
   """Returns the algorithm `name` with its published settings, changed by `overrides`.
 
   If `objective` is overridden, the settings of the recipe's own objective are replaced by those
-  published for the new one.
+  published for the new one. `distillation` adds a teacher's divergence to the advantages; None for
+  what the algorithm itself has, which is nothing except with "opd".
 
   Raises:
     UserError (a ValueError): the name or a setting is unknown (the message suggests the nearest
@@ -35,6 +38,8 @@ def make(name: str, **overrides: Any) -> Algorithm:
   recipe = recipe.with_objective(objective)
   _check_overrides(name, recipe, overrides)
   recipe = recipe.with_settings(overrides)
+  if distillation:
+    recipe = dataclasses.replace(recipe, distillation=distillation)
   _check_combination(name, recipe)
   return Algorithm(name, recipe)
 
@@ -60,20 +65,29 @@ def _check_overrides(name: str, recipe: Recipe, overrides: Mapping[str, Any]) ->
 def _check_combination(name: str, recipe: Recipe) -> None:
   """Rejects combinations of credit, ratio and objective that have no meaning."""
   objective = recipe.objective
+  taught = bool(recipe.distillation and recipe.distillation.sampled)
+  source = "a teacher" if taught else repr(name)
   if objective.ratio in SEQUENCE_RATIOS and recipe.per_token_credit:
     raise UserError(
-      f"algorithm.ratio = {objective.ratio!r} is the ratio of a completion, but {name!r} gives "
+      f"algorithm.ratio = {objective.ratio!r} is the ratio of a completion, but {source} gives "
       "each token its own advantage; use 'token' or 'gspo_token'"
     )
   if objective.per_completion and recipe.per_token_credit:
+    advice = "objective = 'clip'" if taught else "an algorithm such as 'grpo' or 'grpo_s'"
     raise UserError(
       f"algorithm.objective = {objective.name!r} needs one advantage per completion, but "
-      f"{name!r} gives each token its own; use an algorithm such as 'grpo' or 'grpo_s'"
+      f"{source} gives each token its own; use {advice}"
     )
   if objective.ratios and objective.ratio not in objective.ratios:
     raise UserError(
       f"algorithm.objective = {objective.name!r} needs ratio = "
       f"{' or '.join(map(repr, objective.ratios))}, got {objective.ratio!r}"
+    )
+  if recipe.matches_distributions and (recipe.selects or not recipe.per_token):
+    raise UserError(
+      f"distill.divergence = {recipe.distillation.divergence!r} needs ratio = 'token' and an "
+      f"objective without a selection, got ratio = {recipe.settings.get('ratio')!r}, objective = "
+      f"{objective.name!r}; change them, or set distill.divergence = 'sampled'"
     )
   has_guide = bool(recipe.guide.guide_completions)
   if has_guide and (recipe.selects or objective.ratio != "token" or not objective.ratios):

@@ -13,6 +13,7 @@ from typing import Any
 from gtpo_jax.algorithms.advantages import (
   Advantage,
   AdvantageBonus,
+  Distillation,
   GroupNormalisation,
   NoBonus,
   Normalisation,
@@ -20,6 +21,7 @@ from gtpo_jax.algorithms.advantages import (
   joint_zscore,
   leave_one_out,
   mean_normalised,
+  no_credit,
   two_sided_zscore,
   whitened,
 )
@@ -75,6 +77,8 @@ class Recipe:
     corrections: importance weights and masks for tokens that another distribution has drawn.
     length_penalty: the penalty for long completions, in the reward.
     guide: the frozen policy that samples some of the completions.
+    distillation: what a teacher adds to the advantages; None without a teacher. Its settings are
+      those of the config's section `distill`.
   """
 
   paper: str
@@ -91,11 +95,13 @@ class Recipe:
   corrections: Corrections = Corrections()
   length_penalty: LengthPenalty = LengthPenalty()
   guide: NoGuide = NoGuide()
+  distillation: Distillation | None = None
 
   @property
   def parts(self) -> dict[str, Checked]:
-    """The parts by the names of their fields."""
-    return {name: part for name, part in vars(self).items() if isinstance(part, Checked)}
+    """The parts with settings of the config's section `algorithm`, by the names of their fields."""
+    parts = {name: part for name, part in vars(self).items() if isinstance(part, Checked)}
+    return {name: part for name, part in parts.items() if part is not self.distillation}
 
   @functools.cached_property
   def settings(self) -> dict[str, Any]:
@@ -120,9 +126,15 @@ class Recipe:
     return RATIOS[self.objective.ratio].per_token and self.objective.per_token
 
   @property
+  def matches_distributions(self) -> bool:
+    """Whether the loss has a divergence between the policy's and a teacher's distributions."""
+    return self.distillation is not None and not self.distillation.sampled
+
+  @property
   def per_token_credit(self) -> bool:
     """Whether the tokens of a completion can have different advantages."""
-    return not self.shaping.per_completion or bool(self.bonus.bonus_alpha)
+    of_tokens = self.bonus.bonus_alpha or (self.distillation and self.distillation.sampled)
+    return not self.shaping.per_completion or bool(of_tokens)
 
   def with_objective(self, name: str) -> Recipe:
     """Returns the recipe with the objective `name` and the settings published for it.
@@ -241,6 +253,13 @@ RECIPES: dict[str, Recipe] = {
     joint_zscore,
     objective=Stare(selected_share=0.1, surprise_weight=1.1, entropy_gate=0.3),
     selection=_DYNAMIC,
+  ),
+  "opd": Recipe(
+    "2306.13649, 2306.08543",
+    no_credit,
+    objective=_PPO,
+    selection=_ALL_GROUPS,
+    distillation=Distillation(),
   ),
 }
 

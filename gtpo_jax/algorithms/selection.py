@@ -49,6 +49,14 @@ class Selection(Checked):
     FLAG,
   )
 
+  def with_contrast(
+    self, mask: jax.Array, correct: jax.Array, guided: jax.Array | None
+  ) -> jax.Array:
+    """Returns `mask`, set to False in groups without contrast if the settings exclude them."""
+    if not self.contrast:
+      return mask
+    return mask & has_contrast(correct, mask.any(-1), guided)[:, None, None]
+
 
 @dataclasses.dataclass(frozen=True)
 class ForkingSelection(Selection):

@@ -9,7 +9,9 @@ set (`relative_entropy`). "Final paper" and "v1" are the final and the first ver
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -23,6 +25,7 @@ from gtpo_jax.algorithms.relative_entropy import (
   ShapedRewards,
   Units,
   drawn_columns,
+  entropy_shares,
   has_gaps,
   shape_by_entropy,
   share_metrics,
@@ -126,18 +129,28 @@ class TokenShaping(EntropyShaping):
   )
 
   def __call__(self, x: Units) -> ShapingOutputs:
-    if self.compare != "position" or x.gaps is False:
-      return super().__call__(x)
-    # With the tokens in between left out, the k-th drawn tokens of all completions are in column k.
-    return jax.lax.cond(has_gaps(x.mask), self._without_gaps, super().__call__, x)
+    return self._compared(super().__call__, x)
 
-  def _without_gaps(self, x: Units) -> ShapingOutputs:
-    """Shapes the rewards after moving the units in `mask` to the front of each completion."""
-    columns = drawn_columns(x.mask)
-    front = lambda values: jnp.put_along_axis(values, columns, values, -1, inplace=False)
-    arrays = {name: front(getattr(x, name)) for name in ("entropy", "mask", "tokens")}
-    shaped, metrics = super().__call__(x._replace(**arrays))
-    return jax.tree.map(lambda r: jnp.take_along_axis(r, columns, -1), shaped), metrics
+  def shares(self, x: Units) -> jax.Array:
+    """Returns rel(H) on O+ and rel(1/H) on O-, f32[n, g, t]; 0 where the mask is False."""
+    axes = COMPARE[self.compare, self.scope]
+    shares, _ = self._compared(lambda x: (entropy_shares(x, axes, self.h_floor), {}), x)
+    return shares.plus + shares.minus
+
+  def _compared(self, shape: Callable[[Units], ShapingOutputs], x: Units) -> ShapingOutputs:
+    """Returns `shape(x)`, with the k-th drawn tokens of all completions in one column."""
+    if self.compare != "position" or x.gaps is False:
+      return shape(x)
+    return jax.lax.cond(has_gaps(x.mask), functools.partial(_without_gaps, shape), shape, x)
+
+
+def _without_gaps(shape: Callable[[Units], ShapingOutputs], x: Units) -> ShapingOutputs:
+  """Shapes the rewards after moving the units in `mask` to the front of each completion."""
+  columns = drawn_columns(x.mask)
+  front = lambda values: jnp.put_along_axis(values, columns, values, -1, inplace=False)
+  arrays = {name: front(getattr(x, name)) for name in ("entropy", "mask", "tokens")}
+  shaped, metrics = shape(x._replace(**arrays))
+  return jax.tree.map(lambda r: jnp.take_along_axis(r, columns, -1), shaped), metrics
 
 
 @dataclasses.dataclass(frozen=True)

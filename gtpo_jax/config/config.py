@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gtpo_jax import algorithms
-from gtpo_jax.algorithms import Algorithm
+from gtpo_jax.algorithms import Algorithm, Distillation
 from gtpo_jax.config.data_sections import DataSection, RewardSection, WarmStartSection
 from gtpo_jax.config.monitoring import (
   CheckpointSection,
@@ -25,6 +25,7 @@ from gtpo_jax.config.sections import (
   MeshSection,
   ModelSection,
   SamplingSection,
+  TeacherSection,
 )
 from gtpo_jax.data.sources import is_source
 from gtpo_jax.data.tasks import FILLER, TASKS, Forks
@@ -65,6 +66,8 @@ class Config:
   algorithm: AlgorithmSection = AlgorithmSection()
   guide: FrozenSection = FrozenSection()
   reference: FrozenSection = FrozenSection()
+  teacher: TeacherSection = TeacherSection()
+  distill: Distillation = Distillation()
   optimizer: OptimizerConfig = RL_OPTIMIZER
   warm_start: WarmStartSection = WarmStartSection()
   eval: EvalSection = EvalSection()
@@ -186,15 +189,48 @@ class Config:
         "reference.path is set, but algorithm.kl_weight is 0; "
         "give it a weight, or leave the path out"
       )
+    self._check_teacher()
 
-  def check_context(self, architecture: ModelConfig) -> None:
-    """Raises UserError if prompt and completion together exceed the model's context."""
-    length = self.data.max_prompt_tokens + self.sampling.max_tokens
+  def _check_teacher(self) -> None:
+    teacher = self.teacher
+    if teacher.prompt and "{prompt}" not in teacher.prompt:
+      raise UserError(f"teacher.prompt must contain {{prompt}}, got {teacher.prompt!r}")
+    if teacher.max_prompt_tokens and not teacher.prompt:
+      raise UserError(
+        f"teacher.max_prompt_tokens = {teacher.max_prompt_tokens} only has an effect with "
+        "teacher.prompt; set it, or leave teacher.max_prompt_tokens at 0"
+      )
+    if teacher.path:
+      return
+    if teacher.prompt:
+      raise UserError(
+        f"teacher.prompt = {teacher.prompt!r} has no effect without a teacher: set teacher.path"
+      )
+    if self.resolved_algorithm.recipe.distillation:
+      raise UserError(
+        f"algorithm {self.algorithm.name!r} learns from a teacher: set teacher.path to the workdir "
+        "of a run, a Hugging Face folder or a hub id"
+      )
+    if self.distill != Distillation():
+      raise UserError("distill has no effect without a teacher: set teacher.path, or leave it out")
+
+  def check_context(self, architecture: ModelConfig, teacher: bool = False) -> None:
+    """Raises UserError if prompt and completion together exceed the context of a model.
+
+    `teacher` says that the model is the teacher, whose prompts can be longer.
+    """
+    section = "teacher" if teacher and self.teacher.max_prompt_tokens else "data"
+    length = getattr(self, section).max_prompt_tokens + self.sampling.max_tokens
     if length > architecture.max_length:
       raise UserError(
-        f"data.max_prompt_tokens + sampling.max_tokens = {length} is over the model's context "
+        f"{section}.max_prompt_tokens + sampling.max_tokens = {length} is over the model's context "
         f"of {architecture.max_length}"
       )
+
+  @property
+  def teacher_prompt_tokens(self) -> int:
+    """The longest prompt of the teacher."""
+    return self.teacher.max_prompt_tokens or self.data.max_prompt_tokens
 
   @functools.cached_property
   def resolved_algorithm(self) -> Algorithm:
@@ -202,7 +238,7 @@ class Config:
     settings = dataclasses.asdict(self.algorithm)
     name = settings.pop("name")
     chosen = {key: value for key, value in settings.items() if value is not None}
-    return algorithms.make(name, **chosen)
+    return algorithms.make(name, self.distill if self.teacher.path else None, **chosen)
 
   @property
   def policy_completions(self) -> int:

@@ -45,8 +45,8 @@ class CheckpointSection:
     every: steps between checkpoints; the last step is always saved.
     keep: how many of the newest checkpoints to keep.
     best: also keep the parameters of the best evaluation (by mean@n), in WORKDIR/best.
-    accept_changes: resume a run even if its config, its data, its guide or its reference changed;
-      the changes are printed.
+    accept_changes: resume a run even if its config, its data or its frozen policies changed; the
+      changes are printed.
   """
 
   every: int = setting(10, bound=at_least(1))

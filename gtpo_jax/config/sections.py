@@ -181,6 +181,24 @@ class FrozenSection:
 
 
 @dataclasses.dataclass(frozen=True)
+class TeacherSection:
+  """The frozen policy whose probabilities of the sampled tokens the policy learns (`distill`).
+
+  Attributes:
+    path: the workdir of a run (its newest checkpoint when this run begins), a Hugging Face folder
+      or a hub id; "" for no teacher. It may be of another size and family, with the same tokenizer.
+    prompt: what the teacher reads in place of `data.template`; {prompt} stands for the problem's
+      text, {answer} for its answer. "" for the policy's prompt.
+    max_prompt_tokens: with `prompt`, the longest prompt of the teacher; 0 for
+      data.max_prompt_tokens.
+  """
+
+  path: str = ""
+  prompt: str = ""
+  max_prompt_tokens: int = setting(0, bound=at_least(0))
+
+
+@dataclasses.dataclass(frozen=True)
 class AlgorithmSection(Settings):
   """The algorithm's name and its hyperparameters; None takes the published value.
 

@@ -28,8 +28,10 @@ def run_optimizer(config: Config) -> Optimizer:
   return make_optimizer(config.optimizer, config.steps, config.batch.updates, coef)
 
 
-def run_update(config: Config, model: Transformer, optimizer: Optimizer) -> Update:
-  """Returns the training step of the run for `model`, on its mesh."""
+def run_update(
+  config: Config, model: Transformer, optimizer: Optimizer, teacher: Transformer | None = None
+) -> Update:
+  """Returns the training step of the run for `model`, on its mesh, with its `teacher`."""
   return make_update(
     model,
     config.resolved_algorithm,
@@ -39,11 +41,16 @@ def run_update(config: Config, model: Transformer, optimizer: Optimizer) -> Upda
     epochs=config.batch.epochs,
     micro_batches=config.batch.micro_batches,
     head_chunk=config.batch.head_chunk,
+    teacher=teacher if config.resolved_algorithm.recipe.matches_distributions else None,
   )
 
 
 def run_demand(
-  config: Config, model: Transformer, memory: int | None, trains: bool = True
+  config: Config,
+  model: Transformer,
+  memory: int | None,
+  trains: bool = True,
+  teacher: Transformer | None = None,
 ) -> Demand:
   """Returns what the run samples, and the memory that is left for it.
 
@@ -52,6 +59,7 @@ def run_demand(
     model: its model, on the training mesh.
     memory: the bytes of each device that programs can use; None if unknown.
     trains: whether the model is trained, so that its state is in memory too.
+    teacher: the teacher, if there is one.
   """
   demand = config.sampling_demand
   if memory is None:
@@ -62,18 +70,19 @@ def run_demand(
     kept = abstract_state(model, run_optimizer(config))
   left = int(memory * (1 - reserve)) - bytes_per_device(kept)
   if trains:
-    left -= frozen_bytes(config, model)
+    left -= frozen_bytes(config, model, teacher)
   return demand._replace(memory=max(left, 0))
 
 
-def frozen_bytes(config: Config, model: Transformer) -> int:
-  """Returns the bytes per device of the frozen reference and guide, which are always in memory.
+def frozen_bytes(config: Config, model: Transformer, teacher: Transformer | None) -> int:
+  """Returns the bytes per device of the frozen policies, which are always in memory.
 
-  Both are taken to be as large as the policy. The guide is stored in the compute dtype.
+  Reference and guide are taken to be as large as the policy. The guide is stored in the compute
+  dtype.
   """
   settings = config.resolved_algorithm.settings
   params = abstract_params(model if model.config.quantize else without_lora(model))
-  total = 0
+  total = bytes_per_device(abstract_params(teacher)) if teacher else 0
   if settings.kl_weight:
     total += bytes_per_device(params)
   if settings.guide_completions:

@@ -62,6 +62,7 @@ class CreditRecord:
   valid: np.ndarray  # bool[n, g]; False: excluded from loss and statistics
   finished: np.ndarray  # bool[n, g]; False: cut off at the length limit
   guided: np.ndarray  # bool[n, g]; True: sampled from the guide
+  divergence: np.ndarray  # f32[n, g, t], nats, from the teacher; 0 without one
   truth: np.ndarray  # u8[n, g, t], the codes of `rollout.token_truth`; all 0 if they are unknown
   shown: np.ndarray  # i32[k], indices of the groups shown
   ids: np.ndarray  # i32[k, g, t], token ids; 0 after the end of a completion, like the next two
@@ -77,23 +78,26 @@ class CreditRecord:
     """bool[n, g, t], True on the tokens of completions, drawn or not."""
     return np.arange(self.entropy.shape[-1]) < self.lengths[..., None]
 
-  def signals(self, guided: bool) -> dict[str, np.ndarray | None]:
-    """Returns the arguments that the update passed to `Algorithm.advantages`.
-
-    Args:
-      guided: whether to include the mask of completions sampled from the guide; if not, None.
-    """
+  def signals(self, algorithm: Algorithm) -> dict[str, np.ndarray | None]:
+    """Returns the arguments with which an update calls `algorithm.advantages`."""
+    recipe = algorithm.recipe
     return {
       "entropy": self.entropy,
       "mask": self.mask & self.valid[..., None],
       "correct": self.correct,
       "reward": self.reward,
       "penalty": self.penalty,
-      "guided": self.guided if guided else None,
+      "guided": self.guided if recipe.guide.guide_completions else None,
+      "divergence": self.divergence if recipe.distillation else None,
     }
 
 
-OF_BATCH = ("mask", "entropy", "truth")  # stored for all tokens of the batch, without padding
+OF_BATCH = (
+  "mask",
+  "entropy",
+  "divergence",
+  "truth",
+)  # stored for all tokens of the batch, without padding
 PER_TOKEN = (*OF_BATCH, "ids", "log_probs", "piece")  # the others only for the groups shown
 TEXTS = ("pieces", "prompts", "answers")
 
@@ -115,6 +119,9 @@ def write_credit(
   valid = ~none if rewards.valid is None else rewards.valid
   shown = _most_mixed(batch.correct, valid, rollouts.guided)[:groups]
   piece, pieces = _pieces(rollouts, shown, chat)
+  divergence = np.zeros_like(rollouts.entropy)
+  if rollouts.teacher is not None:
+    divergence = np.where(rollouts.mask, rollouts.divergence, divergence)
   problems = [batch.problems[i] for i in shown]
   record = CreditRecord(
     step=step,
@@ -127,6 +134,7 @@ def write_credit(
     valid=valid,
     finished=rollouts.finished,
     guided=none if rollouts.guided is None else rollouts.guided,
+    divergence=divergence,
     truth=np.zeros(rollouts.tokens.shape, np.uint8) if batch.truth is None else batch.truth,
     shown=shown,
     ids=rollouts.tokens[shown],
@@ -155,6 +163,7 @@ def batch_signals(batch: Experience) -> dict[str, np.ndarray | None]:
       "reward": rewards.reward,
       "penalty": rewards.penalty,
       "guided": rollouts.guided,
+      "divergence": rollouts.divergence,
       "valid": rewards.valid,
     }
   )
@@ -299,6 +308,7 @@ def _read(file: Path) -> CreditRecord:
   width = int(arrays.pop("width"))
   texts = json.loads(arrays.pop("texts").tobytes())
   present = np.arange(width) < arrays["lengths"][..., None]
+  arrays.setdefault("divergence", np.zeros_like(arrays["entropy"]))  # of runs before 0.2.0
   for name in PER_TOKEN:
     where = present if name in OF_BATCH else present[arrays["shown"]]
     flat = arrays[name]

@@ -97,7 +97,7 @@ class Run:
     self._stopping = stopping
     self._began = time.monotonic()
     self._optimizer = run_optimizer(config)
-    update = run_update(config, parts.worker.model, self._optimizer)
+    update = run_update(config, parts.worker.model, self._optimizer, parts.worker.teacher)
     self._compiled_update = StoppableProgram(update)
 
   @phase("set-up")
@@ -127,6 +127,7 @@ class Run:
     accept_changes = config.checkpoint.accept_changes
     frozen_steps = {} if accept_changes else metadata.get("steps", {})
     frozen = load_frozen(config, worker, folder, frozen_steps)
+    self._teacher = () if frozen.matched is None else (frozen.matched,)  # arguments of the update
     problems = self._parts.problems
     provenance = provenance_of(config, problems, self._parts.held_out, frozen.digests)
     check_provenance(metadata.get("identity", {}), provenance, accept_changes, say)
@@ -139,7 +140,8 @@ class Run:
       policies = (worker.policy(state.params), frozen.guide)
       held_out = len(self._parts.held_out)
       warm_up_sampling(config, policies, held_out, self.display)
-      warm_up_training(self._compiled_update, self.collector.placement, state, self.display)
+      placement = self.collector.placement
+      warm_up_training(self._compiled_update, placement, state, self._teacher, self.display)
     self._place.claim.record_config()
     self._open_logs(start)
     self.state = state
@@ -204,7 +206,7 @@ class Run:
     collected = time.perf_counter()
     return_freed_memory()
     with _sampled_again(self.collector), jax.profiler.TraceAnnotation("update"), phase("update"):
-      state, metrics = self._compiled_update(state, batch.rollouts, batch.rewards)
+      state, metrics = self._compiled_update(state, batch.rollouts, batch.rewards, *self._teacher)
       metrics = {name: float(value) for name, value in fetch(metrics).items()}
       metrics |= step_metrics(self.config.resolved_algorithm, batch)
     ended = time.perf_counter()

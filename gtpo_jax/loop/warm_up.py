@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from gtpo_jax.config import Config
 from gtpo_jax.config.workloads import GUIDE, run_workloads
 from gtpo_jax.logs.compiles import describe_compiles
 from gtpo_jax.logs.display import Display
+from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.experience import Placement
 from gtpo_jax.rollout.worker import Policy
 from gtpo_jax.runtime.compiling import compile_all
@@ -43,7 +45,7 @@ def warm_up_sampling(
 
 
 def warm_up_training(
-  update: Any, placement: Placement, state: TrainState, display: Display
+  update: Any, placement: Placement, state: TrainState, teacher: Sequence[Params], display: Display
 ) -> None:
   """Compiles the update, and the programs that score a batch before it, for every packing.
 
@@ -51,10 +53,11 @@ def warm_up_training(
     update: the jitted update.
     placement: places the batches.
     state: the state that the run starts from.
+    teacher: further arguments of the update.
     display: shows the progress.
   """
   lowerings = placement.scoring_programs(state.params)
-  lowerings += [functools.partial(update.lower, state, *batch) for batch in placement.batches()]
+  lowerings += [functools.partial(update.lower, state, *x, *teacher) for x in placement.batches()]
   numbers = itertools.count(1)
   with display.counting("programs of the update compiled", len(lowerings)) as count:
     compile_all(lowerings, lambda: count(next(numbers)))

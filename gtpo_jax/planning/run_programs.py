@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.arrays import Prompts
+from gtpo_jax.checkpoint.architectures import teacher_model
 from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.config.mesh_choice import check_divisible
 from gtpo_jax.config.trainer import frozen_bytes, run_demand, run_optimizer, run_update
@@ -22,6 +23,7 @@ from gtpo_jax.models.params import abstract_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.planning.compile import compile_with_peak
 from gtpo_jax.rollout.experience import abstract_batches
+from gtpo_jax.rollout.groups import without_scores
 from gtpo_jax.runtime.chips import Chip, chip_of, host_memory
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import (
@@ -78,7 +80,7 @@ def build_model(config: Config, devices: list[Any]) -> Transformer:
   return model
 
 
-def build_engine(config: Config, model: Transformer) -> Engine:
+def build_engine(config: Config, model: Transformer, teacher: Transformer | None = None) -> Engine:
   """Returns the run's engine. Its stop tokens are arbitrary: they do not change the programs.
 
   Its keys and values take the memory of the chips; on a CPU, that of this machine.
@@ -92,7 +94,7 @@ def build_engine(config: Config, model: Transformer) -> Engine:
     max_prompt_tokens=config.data.max_prompt_tokens,
     max_tokens=config.sampling.max_tokens,
     engine_config=config.engine_config,
-    demand=run_demand(config, model, chip and chip.usable_memory),
+    demand=run_demand(config, model, chip and chip.usable_memory, teacher=teacher),
   )
 
 
@@ -108,7 +110,8 @@ class RunPrograms:
     batch: the shapes of its rollouts and rewards.
     engine: its engine.
     workloads: everything that samples, by name; the policy comes first.
-    frozen: bytes on one device of the frozen reference and guide.
+    teacher: the frozen teacher, on the same mesh; None without one.
+    frozen: bytes on one device of the frozen policies.
   """
 
   def __init__(self, config: Config, model: Transformer):
@@ -123,8 +126,9 @@ class RunPrograms:
     batches = abstract_batches(config, model.mesh)
     self.batch = batches[-1]
     self._batches = len(batches)
-    self.engine = build_engine(config, model)
-    self.frozen = frozen_bytes(config, model)
+    self.teacher = teacher_model(config, model)
+    self.engine = build_engine(config, model, self.teacher)
+    self.frozen = frozen_bytes(config, model, self.teacher)
     self.workloads = run_workloads(config)
     self._counted: set[Signature] = set()
     self._compiled: dict[str, CompiledProgram] = {}
@@ -160,9 +164,12 @@ class RunPrograms:
   def compile_update(self) -> CompiledProgram:
     """Compiles the update of a batch whose completions have the maximum length."""
     config = self._config
-    update = run_update(config, self.model, self.optimizer)
+    update = run_update(config, self.model, self.optimizer, self.teacher)
     arguments = (self.state, *self.batch)
     resident = self.frozen + _attention_workspace(config, self.model)
+    if config.resolved_algorithm.recipe.matches_distributions:
+      arguments += (abstract_params(self.teacher),)
+      resident -= bytes_per_device(arguments[-1])
     lower = lambda: update.lower(*arguments)
     return self._compile("update", lower, arguments, resident, self._batches)
 
@@ -217,19 +224,26 @@ class RunPrograms:
     return memory(ours) >= memory(theirs) and (same or not filtered)
 
   def _compile_scoring(self) -> Iterator[CompiledProgram]:
-    """Compiles the programs that recompute log-probs, those of the policy and of a reference."""
+    """Compiles the programs that compute log-probs of a batch, by policy, reference and teacher."""
     config = self._config
     settings = config.resolved_algorithm.settings
-    rollouts = self.batch[0].replace(rescored=None, reference=None)
-    scorer = make_scorer(
-      self.model, config.sampling.temperature, config.batch.parts, config.batch.head_chunk
-    )
+    rollouts = without_scores(self.batch[0])
     params = self.state.params
     corrections = config.resolved_algorithm.recipe.corrections
-    names = [("rescoring", corrections.needs_rescoring), ("reference", settings.kl_weight)]
-    for name in [name for name, wanted in names if wanted]:
+    scorers = []
+    if corrections.needs_rescoring:
+      scorers.append(("rescoring", self.model, params))
+    if settings.kl_weight:
+      scorers.append(("reference", self.model, params))
+    if self.teacher and not config.resolved_algorithm.recipe.matches_distributions:
+      scorers.append(("teacher", self.teacher, abstract_params(self.teacher)))
+    batch = config.batch
+    for name, model, read in scorers:
+      scorer = make_scorer(model, config.sampling.temperature, batch.parts, batch.head_chunk)
       resident = self.frozen + bytes_per_device((self.state.opt_state, self._decode_params))
-      arguments = (params, rollouts)
+      # The policy's parameters are in memory too; the program counts those that it reads.
+      resident += bytes_per_device(params) - bytes_per_device(read)
+      arguments = (read, rollouts.for_teacher if name == "teacher" else rollouts)
       lower = functools.partial(scorer.lower, *arguments)
       yield self._compile(name, lower, arguments, resident, self._batches)
 

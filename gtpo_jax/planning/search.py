@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from gtpo_jax.checkpoint.architectures import teacher_architecture
 from gtpo_jax.config import Config, flatten, freeze, resolve_model, to_dict
 from gtpo_jax.config.mesh_choice import all_meshes
 from gtpo_jax.models.config import DTYPES, ModelConfig
@@ -77,6 +78,7 @@ class Search:
     self.chip = chip
     self.nodes = nodes
     self.architecture = resolve_model(config).config
+    self.teacher = teacher_architecture(config, self.architecture)
 
   def candidates(self, update_memory: float, sampling_memory: float) -> list[Candidate]:
     """Returns overrides that may make a run fit, the fastest first.
@@ -265,6 +267,8 @@ class Search:
     frozen = params / shards if settings.kl_weight else 0
     if settings.guide_completions:
       frozen += weight_bytes(c, c.compute_dtype, c.quantize) / mesh["tensor"]
+    if self.teacher:
+      frozen += weight_bytes(self.teacher, self.teacher.param_dtype, self.teacher.quantize) / shards
     return (params + moments * matmul_params(c)) / shards + frozen
 
 

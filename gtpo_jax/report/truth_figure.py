@@ -70,14 +70,14 @@ def _figure(record: CreditRecord, label: str) -> dict[str, Any]:
 def distinct_algorithms() -> list[tuple[str, Algorithm]]:
   """Returns the algorithms that assign different credit, with the names of those that share it.
 
-  Algorithms with a guide are left out. Objectives and ratios act on the credit only after the first
-  gradient update.
+  Algorithms with a guide or a teacher are left out. Objectives and ratios act on the credit only
+  after the first gradient update.
   """
   same: dict[Any, list[str]] = {}
   for name, recipe in RECIPES.items():
     algorithm = make(name)
     settings = algorithm.settings
-    if settings.guide_completions:
+    if settings.guide_completions or recipe.distillation:
       continue
     uniform = not (recipe.per_token_credit or settings.forking_share)
     plain = uniform and not recipe.shaping.by_entropy
@@ -88,7 +88,7 @@ def distinct_algorithms() -> list[tuple[str, Algorithm]]:
 
 def _measured(algorithm: Algorithm, record: CreditRecord) -> tuple[list[float], list[float]]:
   """Returns W by class, relative to W over all tokens, and the scores of the credit."""
-  signals = record.signals(guided=False)
+  signals = record.signals(algorithm)
   _, advantages = shaped_and_advantages(algorithm, signals)
   advantages = np.asarray(advantages)
   codes = np.where(signals["mask"], record.truth, 0)

@@ -43,7 +43,7 @@ class Scheme:
 
     They are computed from the complete batch, and are 0 after the end of a completion.
     """
-    signals = record.signals(guided=bool(self.algorithm.settings.guide_completions))
+    signals = record.signals(self.algorithm)
     shaped, advantages = shaped_and_advantages(self.algorithm, signals)
     return np.asarray(shaped)[record.shown], np.asarray(advantages)[record.shown]
 
@@ -56,7 +56,9 @@ def schemes(algorithm: Algorithm) -> list[Scheme]:
   """
   own = algorithm.settings.compare
   base = algorithm if own else make("gtpo")
-  compare = lambda name: make(base.name, **base.recipe.settings | {"compare": name})
+  compare = lambda name: make(
+    base.name, base.recipe.distillation, **base.recipe.settings | {"compare": name}
+  )
   methods = [
     Scheme(label if own else f"gtpo, {label.lower()}", compare(name), name == own)
     for name, label in METHODS.items()

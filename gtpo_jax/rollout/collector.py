@@ -57,7 +57,7 @@ class Collector:
     worker: samples completions.
     reward_manager: scores them.
     problems: sources with weights, from `training_problems`.
-    frozen: the guide and the reference.
+    frozen: the frozen policies.
     steps: the steps of the run so far, each on one generation batch. `restore` replaces it.
     """
     self._config = config
@@ -71,7 +71,7 @@ class Collector:
     self._begun = steps * self._n  # groups
     self._kept: list[Group] = []
     self._before = (self._begun, self._kept)
-    self.placement = Placement(config, worker.model, frozen.reference)
+    self.placement = Placement(config, worker, frozen.scorers)
 
   @phase("sampling")
   def collect(

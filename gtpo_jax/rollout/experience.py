@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from gtpo_jax.arrays import Rewards, Rollouts
+from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.rollout.groups import Group, batch_like, stack
+from gtpo_jax.rollout.groups import Group, batch_like, stack, without_scores
+from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import axis_size, named_sharding, shard_batch
 from gtpo_jax.sampling.spans import Span
@@ -92,27 +93,29 @@ class Placement:
   """Places groups on the mesh as the batch of a step, with what the trainer computes before it.
 
   This is the packing (which completions share a row in the trainer's forward pass), the log-probs
-  of the policy, if a correction needs them, and those of the reference.
+  of the policy, if a correction needs them, and those of the frozen reference and teacher.
   """
 
   def __init__(
-    self, config: Config, model: Transformer, reference: tuple[Transformer, Params] | None
+    self, config: Config, worker: RolloutWorker, scorers: Mapping[str, tuple[Transformer, Params]]
   ):
     """Args:
     config: the run's config.
-    model: the trained model.
-    reference: the frozen reference with its parameters, if there is one.
+    worker: encodes the teacher's prompts; its model is the trained one.
+    scorers: from `FrozenPolicies`.
     """
     batch = config.batch
+    model = worker.model
     corrections = config.resolved_algorithm.recipe.corrections
     scorer = lambda model: make_scorer(
       model, config.sampling.temperature, batch.parts, batch.head_chunk
     )
     self._config = config
+    self._worker = worker
     self._mesh = model.mesh
     self._pack = batch.pack
     self._rescore = scorer(model) if corrections.needs_rescoring else None
-    self._reference = (scorer(reference[0]), reference[1]) if reference else None
+    self._frozen = {name: (scorer(model), params) for name, (model, params) in scorers.items()}
     self._keep_guided = jax.jit(
       lambda log_probs, rollouts: jnp.where(
         rollouts.guided[..., None], rollouts.log_probs, log_probs
@@ -125,10 +128,12 @@ class Placement:
 
   def scoring_programs(self, params: Params) -> list[Callable[[], jax.stages.Lowered]]:
     """Returns what lowers every program that scores a batch; `params` are those of the policy."""
-    scorers = [(self._rescore, params)] if self._rescore else []
-    scorers += [self._reference] if self._reference else []
-    unscored = [rollouts.replace(rescored=None, reference=None) for rollouts, _ in self.batches()]
-    return [functools.partial(score.lower, x, y) for score, x in scorers for y in unscored]
+    unscored = [without_scores(rollouts) for rollouts, _ in self.batches()]
+    scorers = [(self._rescore, params, unscored)] if self._rescore else []
+    for name, (score, frozen) in self._frozen.items():
+      read = [x.for_teacher for x in unscored] if name == "teacher" else unscored
+      scorers.append((score, frozen, read))
+    return [functools.partial(score.lower, x, y) for score, x, read in scorers for y in read]
 
   def place(self, params: Params, groups: Sequence[Group]) -> tuple[Rollouts, Rewards]:
     """Returns the rollouts and the rewards of groups, [n, g, ...].
@@ -139,6 +144,8 @@ class Placement:
     """
     rollouts = stack([group.rollouts for group in groups])
     rollouts = rollouts.replace(gaps=bool((rollouts.present & ~rollouts.mask).any()))
+    if self._config.teacher.prompt:
+      rollouts = rollouts.replace(teacher_prompts=self._teacher_prompts(groups))
     if self._pack:
       shards = axis_size(self._mesh, "position")
       packing = plan_rows(rollouts.lengths, rollouts.tokens.shape[2], shards)
@@ -150,8 +157,22 @@ class Placement:
       if rollouts.guided is not None:  # the ratio of a guide's token uses the guide's log-probs
         log_probs = self._keep_guided(log_probs, rollouts)
       scored["rescored"] = jax.block_until_ready(log_probs)
-    if self._reference:
-      score, reference = self._reference
-      scored["reference"] = jax.block_until_ready(score(reference, rollouts))
+    for name, (score, frozen) in self._frozen.items():
+      read = rollouts.for_teacher if name == "teacher" else rollouts
+      scored[name] = jax.block_until_ready(score(frozen, read))
     rollouts = rollouts.replace(**scored)
     return rollouts, shard_batch(stack([group.rewards for group in groups]), self._mesh)
+
+  def _teacher_prompts(self, groups: Sequence[Group]) -> Prompts:
+    """Returns the prompts that the teacher reads, padded on the left.
+
+    Raises:
+      UserError: one of them is too long.
+    """
+    rows = [self._worker.encode_for_teacher(group.problem) for group in groups]
+    tokens = np.full(
+      (len(rows), self._config.teacher_prompt_tokens), self._worker.chat.pad, np.int32
+    )
+    for i, row in enumerate(rows):
+      tokens[i, tokens.shape[1] - len(row) :] = row
+    return Prompts(tokens, np.asarray([len(row) for row in rows], np.int32))

@@ -1,23 +1,22 @@
-"""The policies that a run uses but does not train: the guide and the KL reference."""
+"""The policies that a run uses but does not train: guide, KL reference and teacher."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from gtpo_jax.checkpoint.architectures import frozen_architecture
 from gtpo_jax.checkpoint.digests import DIGEST_DIGITS, digest_tree
-from gtpo_jax.checkpoint.runs import open_run, run_params
+from gtpo_jax.checkpoint.runs import run_params
 from gtpo_jax.checkpoint.workdir import load_config
-from gtpo_jax.config import Config, resolve_model
-from gtpo_jax.data.chat import load_chat
-from gtpo_jax.models.hf.config_json import read_config
+from gtpo_jax.config import Config
+from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.models.hf.folder import find, is_hf_folder
 from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.rollout.policies import base_params, usable_here
+from gtpo_jax.rollout.policies import base_params
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 
@@ -28,22 +27,32 @@ class FrozenPolicies(NamedTuple):
   Attributes:
     guide: in sampling layout; None for no guide.
     reference: the model and its parameters in training layout; None for no reference.
-    digests: by config key (guide.path, reference.path), a digest of the parameters.
+    digests: by config key (such as guide.path), a digest of the parameters.
     steps: by config key, the checkpoint's step, for policies that come from a run.
+    teacher: like `reference`, if it scores the sampled tokens.
+    matched: the parameters of the teacher, if its distributions are matched; otherwise None.
   """
 
   guide: Policy | None
   reference: tuple[Transformer, Params] | None
   digests: dict[str, str]
   steps: dict[str, int]
+  teacher: tuple[Transformer, Params] | None = None
+  matched: Params | None = None
+
+  @property
+  def scorers(self) -> dict[str, tuple[Transformer, Params]]:
+    """The policies that score the batch, by the field of `Rollouts` for their log-probs."""
+    policies = {"reference": self.reference, "teacher": self.teacher}
+    return {name: policy for name, policy in policies.items() if policy}
 
 
 def load_frozen(
   config: Config, worker: RolloutWorker, workdir: Path, steps: Mapping[str, int]
 ) -> FrozenPolicies:
-  """Loads the guide and the reference onto the worker's mesh.
+  """Loads the frozen policies onto the worker's mesh.
 
-  An empty path stands for the base model of the run in `workdir`.
+  The empty path of a guide or a reference stands for the base model of the run in `workdir`.
 
   Args:
     config: names the policies.
@@ -78,7 +87,11 @@ def load_frozen(
   reference = None
   if settings.kl_weight:
     reference = load("reference.path", config.reference.path)
-  return FrozenPolicies(guide, reference, digests, used_steps)
+  teacher = load("teacher.path", config.teacher.path) if config.teacher.path else None
+  matched = None
+  if config.resolved_algorithm.recipe.matches_distributions:
+    teacher, matched = None, teacher[1]
+  return FrozenPolicies(guide, reference, digests, used_steps, teacher, matched)
 
 
 def check_frozen(config: Config, worker: RolloutWorker) -> None:
@@ -87,30 +100,38 @@ def check_frozen(config: Config, worker: RolloutWorker) -> None:
   Raises:
     UserError: there is no such folder, it has no checkpoint, or its tokenizer differs.
   """
-  for key, path in (("guide.path", config.guide.path), ("reference.path", config.reference.path)):
-    if path:
-      _check_vocabulary(key, path, worker)
+  for name in ("guide", "reference", "teacher"):
+    if path := getattr(config, name).path:
+      _check_vocabulary(f"{name}.path", path, worker)
 
 
 def _check_vocabulary(key: str, path: str, worker: RolloutWorker) -> None:
   folder = find(path)
   needed = worker.chat.vocab_size
   # It may be larger than needed: the sizes of Qwen2.5 pad their vocabularies differently.
-  size = _architecture(folder, worker).config.vocab_size
+  size = frozen_architecture(folder, worker.model.config).vocab_size
   if size < needed:
     raise UserError(
       f"{key} = {path!r} has a vocabulary of {size} tokens, but the policy's tokenizer has "
       f"{needed}; both must use the same tokenizer"
     )
-  if not (is_hf_folder(folder) and (folder / "tokenizer_config.json").exists()):
+  if (chat := _chat_of(folder)) is None:
     return
-  theirs = load_chat(folder).tokenizer.get_vocab()
+  theirs = chat.tokenizer.get_vocab()
   ours = worker.chat.tokenizer.get_vocab()
   if different := sorted(token for token in ours if theirs.get(token) != ours[token]):
     raise UserError(
       f"{key} = {path!r} has another tokenizer: {different[0]!r} and {len(different) - 1} other "
       "tokens differ; it must use the policy's tokenizer"
     )
+
+
+def _chat_of(folder: Path) -> Chat | None:
+  """Returns the tokenizer of a policy's folder; None for a model folder without one."""
+  if is_hf_folder(folder):
+    return load_chat(folder) if (folder / "tokenizer_config.json").exists() else None
+  path = load_config(folder).model.path
+  return load_chat(find(path)) if path else load_chat()
 
 
 def _load(
@@ -123,22 +144,7 @@ def _load(
   if not path:
     return worker.model, base_params(config, workdir, worker), None
   folder = find(path)
-  model = _architecture(folder, worker)
+  model = Transformer(frozen_architecture(folder, worker.model.config), worker.model.mesh)
   if is_hf_folder(folder):
     return model, read_params(model, folder), None
   return model, *run_params(folder, model, step)
-
-
-def _architecture(folder: Path, worker: RolloutWorker) -> Transformer:
-  """Returns the architecture of a policy's folder on the worker's mesh."""
-  own = worker.model.config
-  if is_hf_folder(folder):
-    architecture = dataclasses.replace(
-      read_config(folder, own.compute_dtype),
-      remat=own.remat,
-      matmul_precision=own.matmul_precision,
-      attention=own.attention,
-    )
-    return Transformer(architecture, worker.model.mesh)
-  open_run(folder).close()
-  return Transformer(resolve_model(usable_here(load_config(folder))).config, worker.model.mesh)

@@ -139,6 +139,7 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
   """Returns the shapes and dtypes of one step's batch, without allocating it."""
   algorithm = config.resolved_algorithm
   settings = algorithm.settings
+  taught = algorithm.recipe.distillation
   n = config.batch.prompts
   g = config.batch.group
   t = config.sampling.max_tokens
@@ -147,8 +148,10 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
   token_float = like(jnp.float32, n, g, t)
   completion_flag = like(jnp.bool_, n, g)
   completion_float = like(jnp.float32, n, g)
+  prompts = lambda p: Prompts(like(jnp.int32, n, p), like(jnp.int32, n))
+  teacher_prompts = prompts(config.teacher_prompt_tokens) if config.teacher.prompt else None
   rollouts = Rollouts(
-    prompts=Prompts(like(jnp.int32, n, p), like(jnp.int32, n)),
+    prompts=prompts(p),
     tokens=like(jnp.int32, n, g, t),
     present=like(jnp.bool_, n, g, t),
     mask=like(jnp.bool_, n, g, t),
@@ -161,6 +164,8 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
     drawn_log_probs=token_float if config.needs_drawn_log_probs else None,
     rescored=token_float if algorithm.recipe.corrections.needs_rescoring else None,
     reference=token_float if settings.kl_weight else None,
+    teacher=token_float if taught and taught.sampled else None,
+    teacher_prompts=teacher_prompts,
     gaps=False,
   )
   rewards = Rewards(
@@ -171,6 +176,11 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
     scored=completion_flag,
   )
   return rollouts, rewards
+
+
+def without_scores(rollouts: Rollouts) -> Rollouts:
+  """Returns rollouts without the log-probs that are computed when the batch is placed."""
+  return rollouts.replace(rescored=None, reference=None, teacher=None)
 
 
 def leftovers_like(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
@@ -269,7 +279,8 @@ def _saved_like(config: Config) -> tuple[Rollouts, Rewards]:
     lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch_like(config)
   )
   # These are only known when the group is trained on.
-  return rollouts.replace(stale=None, rescored=None, reference=None, gaps=None), rewards
+  unplaced = without_scores(rollouts).replace(stale=None, teacher_prompts=None, gaps=None)
+  return unplaced, rewards
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:

@@ -9,18 +9,11 @@ from typing import NamedTuple
 
 import jax
 
+from gtpo_jax.checkpoint.architectures import usable_here
 from gtpo_jax.checkpoint.runs import open_run, run_params
 from gtpo_jax.checkpoint.workdir import has_base, load_config
-from gtpo_jax.config import (
-  Config,
-  DataSection,
-  MeshSection,
-  ModelSection,
-  SamplingSection,
-  with_compute_dtype,
-)
+from gtpo_jax.config import Config, DataSection, MeshSection, ModelSection, SamplingSection
 from gtpo_jax.config.keys import KeyStream, key_for
-from gtpo_jax.models.formats.compute_dtype import usable_compute_dtype
 from gtpo_jax.models.hf.config_json import read_config
 from gtpo_jax.models.hf.folder import find, is_hf_folder
 from gtpo_jax.models.hf.load import read_params, stored_tensors
@@ -152,15 +145,6 @@ def _policy_of_run(
   open_run(workdir, step).close()  # refuses a missing checkpoint before the worker is made
   worker = RolloutWorker(config, max_tokens, stop, trains=False)
   return PolicySource(worker, config, lambda: run_params(workdir, worker.model, step))
-
-
-def usable_here(config: Config) -> Config:
-  """Returns a run's config, computing in another format if this machine has no units for its own.
-
-  A run that learned on other devices has recorded what "auto" stood for there.
-  """
-  dtype = usable_compute_dtype(config.model.compute_dtype, jax.devices()[0])
-  return with_compute_dtype(config, dtype)
 
 
 def _names_no_model(config: Config) -> bool:

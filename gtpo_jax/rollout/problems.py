@@ -162,6 +162,8 @@ def _measure(
   for problem in loaded.problems:
     try:
       length = len(worker.encode(problem))
+      if config.teacher.prompt:
+        worker.encode_for_teacher(problem)
     except UserError as error:
       bad.append(f"{problem.location}: {error}")
       if len(bad) > config.data.bad_rows:

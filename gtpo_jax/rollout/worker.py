@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 
 from gtpo_jax.arrays import Rollouts
+from gtpo_jax.checkpoint.architectures import teacher_model
 from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.config.trainer import run_demand
 from gtpo_jax.data.chat import Chat, TextStream, load_chat
@@ -43,6 +45,7 @@ class RolloutWorker:
   Attributes:
     model: the architecture on the training mesh.
     compute_dtype_reason: completes "computing in FORMAT, because ...".
+    teacher: the architecture of the frozen teacher; None without one.
     model_folder: the Hugging Face folder that `model.path` names; None for a preset.
     chat: the tokenizer with its chat template and stop tokens.
     stop_strings: strings that end a completion; None for none.
@@ -80,12 +83,15 @@ class RolloutWorker:
         f"{resolved.config.vocab_size}; they do not belong together"
       )
     self._data = config.data
+    self._teacher_prompt = config.teacher.prompt
+    self._teacher_prompt_tokens = config.teacher_prompt_tokens
     self._max_tokens = max_tokens or config.sampling.max_tokens
     self.stop_strings = _stop_strings(self.chat, config.sampling.stop if stop is None else stop)
     self._engine_config = config.engine_config
     devices = jax.local_devices()
     memory = least_of_processes(usable_memory(devices[0], len(devices)))
-    self._demand = run_demand(config, self.model, memory, trains)
+    self.teacher = teacher_model(config, self.model) if trains else None
+    self._demand = run_demand(config, self.model, memory, trains, self.teacher)
     self.engine = self.engine_for(self.model)
 
   def engine_for(self, model: Transformer, vocab_limit: int | None = None) -> Engine:
@@ -114,9 +120,29 @@ class RolloutWorker:
 
   def encode(self, problem: Problem) -> list[int]:
     """Returns a problem's token ids, with the config's system message and template applied."""
+    text = self._data.template.replace("{prompt}", problem.messages[-1]["content"])
+    return self._encode(problem, text)
+
+  def encode_for_teacher(self, problem: Problem) -> list[int]:
+    """Returns the token ids that the teacher reads in place of those of `encode`.
+
+    Raises:
+      UserError: they are too many.
+    """
+    values = {"{prompt}": problem.messages[-1]["content"], "{answer}": problem.answer}
+    text = re.sub("{prompt}|{answer}", lambda found: values[found[0]], self._teacher_prompt)
+    tokens = self._encode(problem, text)
+    if len(tokens) > self._teacher_prompt_tokens:
+      raise UserError(
+        f"the teacher's prompt of problem {problem.id!r} has {len(tokens)} tokens, but at most "
+        f"{self._teacher_prompt_tokens} are allowed; raise teacher.max_prompt_tokens"
+      )
+    return tokens
+
+  def _encode(self, problem: Problem, text: str) -> list[int]:
+    """Returns the token ids of a problem with `text` as its last message."""
     data = self._data
     *earlier, last = problem.messages
-    text = data.template.replace("{prompt}", last["content"])
     messages = [*earlier, {**last, "content": text}]
     if data.system and messages[0]["role"] != "system":
       messages.insert(0, {"role": "system", "content": data.system})

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms import Algorithm
-from gtpo_jax.arrays import Rollouts
+from gtpo_jax.arrays import Rollouts, masked_sum, mean_or_nan
 from gtpo_jax.models.lora import combine
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.training.log_probs import head_settings, loss_and_score, score
+from gtpo_jax.training.log_probs import Teaching, head_settings, loss_and_score, score
 from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
 from gtpo_jax.training.micro_batches import merge_parts, split_batch
 
@@ -28,6 +28,15 @@ class GradientInputs(NamedTuple):
   importance: jax.Array | None  # f32[n, g, t], with importance weights
   entropy_weights: jax.Array | None = None  # f32[n, g, t], with an entropy bonus
   selected: jax.Array | None = None  # bool[n, g, t], if the objective selects tokens
+  # f32[n, g, t], the weights of the divergences, if a teacher's distributions are matched
+  teacher_weights: jax.Array | None = None
+
+
+class FrozenParams(NamedTuple):
+  """The parameters that are read but not trained."""
+
+  policy: Params  # the base under adapters; empty without
+  teacher: Params | None = None  # the teacher, if its distributions are matched
 
 
 class Scores(NamedTuple):
@@ -36,20 +45,40 @@ class Scores(NamedTuple):
   log_probs: jax.Array  # f32[n, g, t]
   entropy: jax.Array  # f32[n, g, t]
   selected: jax.Array | None = None  # bool[n, g, t], if the objective selects tokens
+  # f32[n, g, t], nats, from the teacher, if its distributions are matched
+  divergence: jax.Array | None = None
+
+  def loss(
+    self, algorithm: Algorithm, inputs: GradientInputs
+  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns the loss f32[] of these scores, and its metrics."""
+    scores = {"log_probs": self.log_probs, "entropy": self.entropy, "selected": self.selected}
+    loss, metrics = algorithm.loss(**scores, **_loss_arguments(inputs))
+    if self.divergence is not None:
+      own = inputs.teacher_weights != 0
+      loss += masked_sum(inputs.teacher_weights * self.divergence, own)
+      metrics |= {"distill/divergence": mean_or_nan(self.divergence, own)}
+    return loss, metrics
 
 
 # (trained parameters, frozen parameters, inputs, PRNG key) -> (gradient of the loss, scores)
-GradientFn = Callable[[Params, Params, GradientInputs, jax.Array], tuple[Params, Scores]]
+GradientFn = Callable[[Params, FrozenParams, GradientInputs, jax.Array], tuple[Params, Scores]]
 
 
 def make_gradient(
-  model: Transformer, algorithm: Algorithm, temperature: float, micro_batches: int, head_chunk: int
+  model: Transformer,
+  algorithm: Algorithm,
+  temperature: float,
+  micro_batches: int,
+  head_chunk: int,
+  teacher: Transformer | None = None,
 ) -> GradientFn:
   """Returns a function that computes the gradient of the loss and the trainer's scores.
 
   The function accumulates the gradient over `micro_batches` parts of its inputs. If there are
   several parts and the objective selects tokens from the complete minibatch, all log-probs are
-  first computed in a pass of their own.
+  first computed in a pass of their own. `teacher` is the teacher's architecture, if its
+  distributions are matched.
   """
   bonus = bool(algorithm.recipe.entropy_bonus)
   selects = algorithm.recipe.selects
@@ -57,29 +86,39 @@ def make_gradient(
   scale = loss_scale(model.config)
   token_loss = scaled(algorithm.token_loss, scale)
 
-  def policy(trained: Params, frozen: Params, rollouts: Rollouts) -> tuple[Any, ...]:
-    params = combine(trained, frozen)
+  def policy(trained: Params, frozen: FrozenParams, rollouts: Rollouts) -> tuple[Any, ...]:
+    params = combine(trained, frozen.policy)
     return (model, params, rollouts.prompts, rollouts.tokens)
 
   def loss_fn(
-    trained: Params, frozen: Params, inputs: GradientInputs, key: jax.Array
+    trained: Params, frozen: FrozenParams, inputs: GradientInputs, key: jax.Array
   ) -> tuple[jax.Array, Scores]:
     rollouts = inputs.rollouts
     inputs_of_policy = policy(trained, frozen, rollouts)
     if algorithm.recipe.per_token and (inputs.selected is not None or not selects):
-      signals = loss_arguments(inputs) | {"selected": inputs.selected}
-      loss, *scores = loss_and_score(
-        *inputs_of_policy, settings, token_loss, signals, rollouts.packing
+      signals = _loss_arguments(inputs) | {"selected": inputs.selected}
+      teaching = None
+      if teacher:
+        weights = scale * inputs.teacher_weights
+        teaching = Teaching(
+          teacher,
+          frozen.teacher,
+          algorithm.recipe.distillation,
+          rollouts.for_teacher.prompts,
+          weights,
+        )
+      loss, log_probs, entropy, divergence = loss_and_score(
+        *inputs_of_policy, settings, token_loss, signals, rollouts.packing, teaching
       )
-      return loss, Scores(*scores, inputs.selected)
+      return loss, Scores(log_probs, entropy, inputs.selected, divergence)
     log_probs, entropy = score(*inputs_of_policy, temperature, head_chunk, rollouts.packing, bonus)
     inputs = _with_selection(algorithm, inputs, log_probs, key)
     scores = Scores(log_probs, entropy, inputs.selected)
-    loss, _ = algorithm.loss(**scores._asdict(), **loss_arguments(inputs))
+    loss, _ = scores.loss(algorithm, inputs)
     return loss if scale == 1 else scale * loss, scores
 
   def part_gradient(
-    trained: Params, frozen: Params, inputs: GradientInputs, key: jax.Array
+    trained: Params, frozen: FrozenParams, inputs: GradientInputs, key: jax.Array
   ) -> tuple[Params, Scores]:
     grads, scores = jax.grad(loss_fn, has_aux=True)(trained, frozen, inputs, key)
     return unscale(grads, scale), scores
@@ -88,7 +127,7 @@ def make_gradient(
     return part_gradient
 
   def gradient(
-    trained: Params, frozen: Params, inputs: GradientInputs, key: jax.Array
+    trained: Params, frozen: FrozenParams, inputs: GradientInputs, key: jax.Array
   ) -> tuple[Params, Scores]:
     def score_part(rollouts: Rollouts) -> jax.Array:
       return score(*policy(trained, frozen, rollouts), temperature, head_chunk, rollouts.packing)[0]
@@ -127,7 +166,7 @@ def _with_selection(
   return inputs._replace(selected=selected)
 
 
-def loss_arguments(inputs: GradientInputs) -> dict[str, jax.Array | None]:
+def _loss_arguments(inputs: GradientInputs) -> dict[str, jax.Array | None]:
   """Returns the arguments of `Algorithm.loss` other than the scores."""
   rollouts = inputs.rollouts
   return {

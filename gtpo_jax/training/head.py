@@ -32,6 +32,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from gtpo_jax.algorithms import Distillation
+from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.runtime.mesh import (
   all_gather_axis,
   axis_size,
@@ -43,6 +45,7 @@ from gtpo_jax.runtime.mesh import (
 from gtpo_jax.training.head_chunk import default_chunk
 from gtpo_jax.training.head_logits import (
   chunk_logits,
+  divergence_from_teacher,
   gather_positions,
   head_gradient,
   local_positions,
@@ -223,6 +226,94 @@ def _backward_with_gradient(
 loss_and_log_probs.defvjp(_forward_with_gradient, _backward_with_gradient)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def divergence_loss(
+  hidden: jax.Array,
+  table: jax.Array,
+  teacher_hidden: jax.Array,
+  teacher_table: jax.Array,
+  weights: jax.Array,
+  distillation: Distillation,
+  settings: HeadSettings,
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the weighted sum of each token's divergence from a teacher, and the divergences.
+
+  The logits of policy and teacher are in memory for one chunk at a time. The gradient is computed
+  in the forward pass, as in `loss_and_log_probs`.
+
+  Args:
+    hidden, table, settings: as in `log_probs_and_entropy`.
+    teacher_hidden: [b, t, d'], the teacher's states at the same positions.
+    teacher_table: [v', d'], its output head. Only the ids that both have are compared.
+    weights: f32[b, t], the weight of each token's divergence.
+    distillation: names the divergence.
+
+  Returns:
+    f32[], and f32[b, t] in nats. The gradient flows only through the sum, and only to `hidden` and
+    `table`.
+  """
+  return _forward_of_divergence(
+    hidden, table, teacher_hidden, teacher_table, weights, distillation, settings
+  )[0]
+
+
+def _forward_of_divergence(
+  hidden: jax.Array,
+  table: jax.Array,
+  teacher_hidden: jax.Array,
+  teacher_table: jax.Array,
+  weights: jax.Array,
+  distillation: Distillation,
+  settings: HeadSettings,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+  v = table.shape[0]
+  shared = min(v, teacher_table.shape[0])
+  padding = [(0, max(v - teacher_table.shape[0], 0)), (0, 0)]
+  teacher_table = jnp.pad(teacher_table[:v].astype(teacher_hidden.dtype), padding)
+
+  def chunk_gradient(
+    vocab_shard: jax.Array,
+    teacher_shard: jax.Array,
+    hidden: jax.Array,
+    teacher_hidden: jax.Array,
+    weights: jax.Array,
+  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    hidden = gather_positions(hidden)
+    product = lambda x, shard: einsum("btd,vd->btv", x, shard, settings.precision)
+    logits = product(hidden, vocab_shard) / settings.temperature
+    teacher_logits = product(gather_positions(teacher_hidden), teacher_shard)
+    divergence, slope = divergence_from_teacher(
+      logits,
+      teacher_logits / settings.temperature,
+      shared,
+      distillation.divergence,
+      distillation.beta,
+    )
+    weights = gather_positions(weights) / settings.temperature
+    d_logits = weights[..., None] * slope
+    d_table, d_hidden = head_gradient(vocab_shard, hidden, d_logits, settings.precision)
+    return d_table, (local_positions(divergence), d_hidden)
+
+  rows = (teacher_hidden, weights)
+  d_table, (divergence, d_hidden) = _over_chunks(
+    chunk_gradient, hidden, table, rows, settings, with_gradient=True, others=(teacher_table,)
+  )
+  return ((weights * divergence).sum(), divergence), (d_hidden, d_table)
+
+
+def _backward_of_divergence(
+  distillation: Distillation,
+  settings: HeadSettings,
+  residuals: tuple[jax.Array, jax.Array],
+  cotangents: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, None, None, None]:
+  d_hidden, d_table = ((x * cotangents[0]).astype(x.dtype) for x in residuals)
+  return d_hidden, d_table, None, None, None
+
+
+divergence_loss.defvjp(_forward_of_divergence, _backward_of_divergence)
+
+
 def _over_chunks(
   chunk_fn: Callable,
   hidden: jax.Array,
@@ -230,15 +321,18 @@ def _over_chunks(
   rows: tuple,
   settings: HeadSettings,
   with_gradient: bool,
+  others: tuple[jax.Array, ...] = (),
 ) -> tuple[jax.Array | None, Any]:
   """Scans `chunk_fn` over chunks of positions, within `shard_map`.
 
   Args:
-    chunk_fn: (vocab_shard [v / shards, d], *arrays), where `arrays` are `hidden` and `rows` at this
-      device's positions of a chunk. Returns (d_shard, outputs): the chunk's term f32[d, v / shards]
-      of the gradient of the vocabulary shard, or None; and a pytree of outputs at these positions.
+    chunk_fn: (vocab_shard [v / shards, d], *other_shards, *arrays), where `arrays` are `hidden` and
+      `rows` at this device's positions of a chunk. Returns (d_shard, outputs): the chunk's term
+      f32[d, v / shards] of the gradient of the vocabulary shard, or None; and a pytree of outputs
+      at these positions.
     rows: pytrees of arrays [b, t, ...].
     with_gradient: whether `chunk_fn` returns a gradient.
+    others: further tables with v rows, which have no gradient.
 
   Returns:
     The gradient of the table [v, d], or None; and the outputs at all positions, [b, t, ...].
@@ -248,13 +342,16 @@ def _over_chunks(
   shards = axis_size(mesh, "sequence")
   chunk = settings.chunk or default_chunk(mesh, table.shape[0])
 
-  def scan_local(table: jax.Array, rows: tuple) -> tuple[jax.Array | None, Any]:
+  def scan_local(
+    table: jax.Array, others: tuple[jax.Array, ...], rows: tuple
+  ) -> tuple[jax.Array | None, Any]:
     vocab_shard = all_gather_axis(table.astype(hidden.dtype), "vocab_embed", 1)
+    shards_of_others = [all_gather_axis(x, "vocab_embed", 1) for x in others]
     local_t = rows[0].shape[1]
     chunks = _chunk_count(b // batch_shards(mesh), local_t * shards, chunk)
 
     def step(d_shard: jax.Array | None, rows: tuple) -> tuple[jax.Array | None, Any]:
-      d_chunk, outputs = chunk_fn(vocab_shard, *rows)
+      d_chunk, outputs = chunk_fn(vocab_shard, *shards_of_others, *rows)
       return jax.tree.map(jnp.add, d_shard, d_chunk), outputs
 
     zeros = jnp.zeros(vocab_shard.T.shape, jnp.float32) if with_gradient else None
@@ -271,10 +368,10 @@ def _over_chunks(
     return jax.tree.map(reduce_gradient, d_shard), outputs
 
   sharded = jax.shard_map(
-    scan_local, mesh=mesh, in_specs=(TABLE, ROWS), out_specs=(TABLE, ROWS), check_vma=False
+    scan_local, mesh=mesh, in_specs=(TABLE, TABLE, ROWS), out_specs=(TABLE, ROWS), check_vma=False
   )
   padded_rows = jax.tree.map(lambda x: _pad_positions(x, shards), (hidden, *rows))
-  d_table, outputs = sharded(table, padded_rows)
+  d_table, outputs = sharded(table, others, padded_rows)
   return d_table, jax.tree.map(lambda x: x[:, :t], outputs)
 
 

@@ -20,6 +20,7 @@ from gtpo_jax.runtime.mesh import (
 )
 
 VOCAB_AXES = mesh_axes("vocab")
+NEVER = -1e9  # the logit of an id that is never sampled
 
 
 def chunk_logits(
@@ -51,6 +52,49 @@ def softmax_statistics(logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, ja
   shifted_target, total, weighted_total = sum_shards(shard_sums, VOCAB_AXES)
   log_total = jnp.log(total)
   return shifted_target - log_total, log_total - weighted_total / total, max_logit + log_total
+
+
+def divergence_from_teacher(
+  logits: jax.Array, teacher_logits: jax.Array, shared: int, kind: str, beta: float
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the divergence between two distributions, and its gradient in the policy's logits.
+
+  With p the policy, q the teacher and m = beta q + (1 - beta) p, the divergence is KL(p || q), KL(q
+  || p), or beta KL(q || m) + (1 - beta) KL(p || m). The gradient is p (x - E_p[x]), with x = log(p
+  / q), x = -q / p, or x = (1 - beta) log(p / m).
+
+  Args:
+    logits, teacher_logits: f32[b, c, v / shards], divided by the temperature.
+    shared: the ids below this are compared; both distributions are over these.
+    kind: "reverse_kl", "forward_kl" or "jsd".
+    beta: the weight of the teacher in "jsd".
+
+  Returns:
+    f32[b, c], in nats, and f32[b, c, v / shards].
+  """
+  size = logits.shape[-1]
+  valid = jnp.arange(size) + shard_index("vocab") * size < shared
+  log_p, log_q = (_log_softmax(x, valid) for x in (logits, teacher_logits))
+  p, q = jnp.exp(log_p), jnp.exp(log_q)
+  expected = lambda probs, x: jax.lax.psum((probs * x).sum(-1), VOCAB_AXES)
+  if kind == "forward_kl":
+    return expected(q, log_q - log_p), p - q
+  if kind == "reverse_kl":
+    x = log_p - log_q
+    divergence = expected(p, x)
+    return divergence, p * (x - divergence[..., None])
+  log_m = jnp.logaddexp(jnp.log(beta) + log_q, jnp.log1p(-beta) + log_p)
+  of_policy = expected(p, log_p - log_m)
+  divergence = beta * expected(q, log_q - log_m) + (1 - beta) * of_policy
+  return divergence, (1 - beta) * p * (log_p - log_m - of_policy[..., None])
+
+
+def _log_softmax(logits: jax.Array, valid: jax.Array) -> jax.Array:
+  """Returns the log-probs of the ids in `valid` bool[v / shards]; those of the others are huge."""
+  logits = jnp.where(valid, logits, NEVER)
+  max_logit = jax.lax.pmax(logits.max(-1), VOCAB_AXES)
+  total = jax.lax.psum(jnp.exp(logits - max_logit[..., None]).sum(-1), VOCAB_AXES)
+  return logits - (max_logit + jnp.log(total))[..., None]
 
 
 def logits_gradient(

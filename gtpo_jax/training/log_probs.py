@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from gtpo_jax.algorithms import Distillation
 from gtpo_jax.arrays import Packing, Prompts, Rollouts
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
@@ -16,11 +17,30 @@ from gtpo_jax.runtime.mesh import named_sharding
 from gtpo_jax.training.head import (
   HeadSettings,
   TokenLoss,
+  divergence_loss,
   log_probs_and_entropy,
   loss_and_log_probs,
 )
 from gtpo_jax.training.micro_batches import merge_parts, split_batch
 from gtpo_jax.training.state import BUILDER_CACHE_SIZE
+
+
+class Teaching(NamedTuple):
+  """A teacher whose distributions the policy is to match.
+
+  Attributes:
+    model: its architecture.
+    params: its parameters.
+    distillation: names the divergence.
+    prompts: what it reads.
+    weights: f32[n, g, t], the weight of each token's divergence in the loss.
+  """
+
+  model: Transformer
+  params: Params
+  distillation: Distillation
+  prompts: Prompts
+  weights: jax.Array
 
 
 def head_settings(
@@ -62,8 +82,12 @@ def loss_and_score(
   token_loss: TokenLoss,
   signals: Any,
   packing: Packing | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+  teaching: Teaching | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
   """Returns the loss f32[], and the same log-probs and entropies f32[n, g, t] as `score`.
+
+  With `teaching`, the loss includes the divergence from the teacher. The last result is the
+  divergence of each token, f32[n, g, t] in nats, or None.
 
   The gradient is computed together with the loss, and flows only through the loss.
 
@@ -73,20 +97,27 @@ def loss_and_score(
     token_loss: as in `loss_and_log_probs`.
     signals: a pytree of arrays [n, g, t], or [n, g] if all tokens of a completion share one value.
       Signals of padding are 0, and `token_loss` must be 0 there.
+    teaching: the teacher, if its distributions are matched.
   """
 
   def to_rows(x: jax.Array) -> jax.Array:
     per_token = jnp.broadcast_to(x.reshape(*tokens.shape[:2], -1), tokens.shape)
     return _to_rows(per_token, packing)
 
+  hidden, table, row_tokens = _head_inputs(model, params, prompts, tokens, packing)
   loss, *outputs = loss_and_log_probs(
-    token_loss,
-    *_head_inputs(model, params, prompts, tokens, packing),
-    jax.tree.map(to_rows, signals),
-    settings,
+    token_loss, hidden, table, row_tokens, jax.tree.map(to_rows, signals), settings
   )
   log_probs, entropy = (_to_completions(x, tokens, packing) for x in outputs)
-  return loss, log_probs, entropy
+  if teaching is None:
+    return loss, log_probs, entropy, None
+  of_teacher = _head_inputs(teaching.model, teaching.params, teaching.prompts, tokens, packing)
+  teacher_hidden, teacher_table, _ = jax.lax.stop_gradient(of_teacher)
+  weights = to_rows(teaching.weights)
+  of_divergence, divergence = divergence_loss(
+    hidden, table, teacher_hidden, teacher_table, weights, teaching.distillation, settings
+  )
+  return loss + of_divergence, log_probs, entropy, _to_completions(divergence, tokens, packing)
 
 
 @functools.lru_cache(maxsize=BUILDER_CACHE_SIZE)

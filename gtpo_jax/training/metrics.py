@@ -94,9 +94,34 @@ def batch_metrics(
     rescued = (~correct | guided).all(1) & (correct & guided).any(1)
     metrics["guide/accuracy"] = masked_mean(correct, guided)
     metrics["guide/rescued"] = rescued.mean()
+  if rollouts.teacher is not None:
+    metrics |= _distillation_metrics(rollouts.divergence, mask, judged_tokens, token_correct)
   if rollouts.stale is not None:
     metrics["groups/stale"] = rollouts.stale.any(1).mean()
   return metrics
+
+
+def _distillation_metrics(
+  divergence: jax.Array, mask: jax.Array, judged: jax.Array, correct: jax.Array
+) -> dict[str, jax.Array]:
+  """Returns how far the policy is from the teacher, f32[] each.
+
+  `distill/divergence` estimates the KL divergence from the policy to the teacher, in nats per
+  token. `distill/agreement`, the mean of min(1, teacher / policy), estimates 1 minus their total
+  variation: it is 1 if they agree.
+
+  Args:
+    divergence: f32[n, g, t], nats.
+    mask: bool[n, g, t], the policy's own tokens.
+    judged: bool[n, g, t], those in completions with a verdict.
+    correct: bool[n, g, t], those in correct completions.
+  """
+  return {
+    "distill/divergence": mean_or_nan(divergence, mask),
+    "distill/correct": mean_or_nan(divergence, judged & correct),
+    "distill/incorrect": mean_or_nan(divergence, judged & ~correct),
+    "distill/agreement": mean_or_nan(jnp.exp(jnp.minimum(-divergence, 0.0)), mask),
+  }
 
 
 def mismatch_metrics(rollouts: Rollouts, log_probs: jax.Array) -> dict[str, jax.Array]:

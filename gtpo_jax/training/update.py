@@ -16,7 +16,8 @@ from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.compiler_options import UPDATE, compiler_options
-from gtpo_jax.training.gradient import GradientFn, GradientInputs, loss_arguments, make_gradient
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.training.gradient import FrozenParams, GradientFn, GradientInputs, make_gradient
 from gtpo_jax.training.metrics import (
   UpdateMetrics,
   batch_metrics,
@@ -28,7 +29,7 @@ from gtpo_jax.training.micro_batches import split_batch
 from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, TrainState, abstract_state
 
 Metrics = dict[str, jax.Array]  # f32[] each
-Update = Callable[[TrainState, Rollouts, Rewards], tuple[TrainState, Metrics]]
+Update = Callable[..., tuple[TrainState, Metrics]]
 
 
 class TrainableState(NamedTuple):
@@ -47,11 +48,13 @@ class Minibatch(NamedTuple):
   advantages: jax.Array  # f32[n, g, t]
   mask: jax.Array  # bool[n, g, t], tokens in the loss
   importance: jax.Array | None  # f32[n, g, t], with importance weights
+  # f32[n, g, t], from `Algorithm.teacher_weights`, if a teacher's distributions are matched
+  teacher_weights: jax.Array | None
 
 
 # (trainable state, frozen parameters, minibatch, PRNG key) -> (trainable state, metrics)
 GradientUpdateFn = Callable[
-  [TrainableState, Params, Minibatch, jax.Array], tuple[TrainableState, UpdateMetrics]
+  [TrainableState, FrozenParams, Minibatch, jax.Array], tuple[TrainableState, UpdateMetrics]
 ]
 
 
@@ -66,18 +69,20 @@ def make_update(
   epochs: int = 1,
   micro_batches: int = 1,
   head_chunk: int = 0,
+  teacher: Transformer | None = None,
 ) -> Update:
   """Returns the training step, a jitted function (state, rollouts, rewards) -> (state, metrics).
 
-  Its `state` argument is donated. The advantages are computed once, from the complete batch. The
-  prompts are then split into `minibatches`, and each minibatch gets one gradient update; this is
-  repeated for `epochs` passes. Each update averages the loss over the tokens of its minibatch, and
-  its importance ratios are relative to the log-probs of the policy that sampled the batch. The
-  gradient of a minibatch is accumulated in float32 over `micro_batches`; their number does not
-  change the result. If the loss or the gradient norm is not finite, the update is skipped:
-  parameters and optimizer state are unchanged, and the step continues with the next update.
-  `update/skipped` is the fraction of such updates. An update is also left out if no token of its
-  minibatch contributes to the loss; `update/empty` is the fraction of those.
+  With a `teacher`, its parameters are a fourth argument. The `state` argument is donated. The
+  advantages are computed once, from the complete batch. The prompts are then split into
+  `minibatches`, and each minibatch gets one gradient update; this is repeated for `epochs` passes.
+  Each update averages the loss over the tokens of its minibatch, and its importance ratios are
+  relative to the log-probs of the policy that sampled the batch. The gradient of a minibatch is
+  accumulated in float32 over `micro_batches`; their number does not change the result. If the loss
+  or the gradient norm is not finite, the update is skipped: parameters and optimizer state are
+  unchanged, and the step continues with the next update. `update/skipped` is the fraction of such
+  updates. An update is also left out if no token of its minibatch contributes to the loss;
+  `update/empty` is the fraction of those.
 
   The metrics are means over the gradient updates, without minibatches that have no tokens in the
   loss (`mean_over_updates`). `mismatch/*` is measured on the first minibatch, before the first
@@ -92,13 +97,21 @@ def make_update(
     epochs: number of passes over the batch.
     micro_batches: number of parts of a minibatch over which the gradient is accumulated.
     head_chunk: as `chunk` of `head.log_probs_and_entropy`.
+    teacher: the teacher's architecture; required if the algorithm matches its distributions.
   """
-  gradient = make_gradient(model, algorithm, temperature, micro_batches, head_chunk)
+  if algorithm.recipe.matches_distributions and teacher is None:
+    divergence = algorithm.recipe.distillation.divergence
+    raise UserError(
+      f"distill.divergence = {divergence!r} needs the teacher's model; pass `teacher`"
+    )
+  gradient = make_gradient(model, algorithm, temperature, micro_batches, head_chunk, teacher)
   # With several devices, an element of a parameter would have to be sent to all of them.
   orders_moments = model.mesh.size == 1 and model.mesh.devices.flat[0].platform == "cpu"
   gradient_update = _make_gradient_update(algorithm, optimizer, gradient, orders_moments)
 
-  def update(state: TrainState, rollouts: Rollouts, rewards: Rewards) -> tuple[TrainState, Metrics]:
+  def update(
+    state: TrainState, rollouts: Rollouts, rewards: Rewards, teacher_params: Params | None = None
+  ) -> tuple[TrainState, Metrics]:
     valid = rollouts.mask if rewards.valid is None else rollouts.mask & rewards.valid[..., None]
     signals = {
       "entropy": rollouts.entropy,
@@ -107,14 +120,17 @@ def make_update(
       "reward": rewards.reward,
       "penalty": rewards.penalty,
       "guided": rollouts.guided,
+      "divergence": rollouts.divergence,
       "gaps": rollouts.gaps,
     }
     advantages = algorithm.advantages(**signals)
     mask = algorithm.loss_mask(**signals)
     rollouts, mask, importance, corrections = _correct(algorithm, rollouts, mask)
-    trained, frozen = partition(model, state.params)
+    teacher_weights = algorithm.teacher_weights(**signals) if teacher else None
+    trained, base = partition(model, state.params)
+    frozen = FrozenParams(base, teacher_params)
     trainable = TrainableState(trained, state.opt_state, state.entropy_coef)
-    batch = Minibatch(rollouts, rewards.correct, advantages, mask, importance)
+    batch = Minibatch(rollouts, rewards.correct, advantages, mask, importance, teacher_weights)
     key = jax.random.fold_in(jax.random.key(0), state.step)
     if minibatches == epochs == 1:
       trainable, measured = gradient_update(trainable, frozen, batch, key)
@@ -126,7 +142,7 @@ def make_update(
     metrics = mean_over_updates(measured) | corrections
     metrics |= batch_metrics(rollouts, rewards, advantages, mask)
     metrics |= algorithm.credit_metrics(**signals)
-    params = combine(trainable.params, frozen)
+    params = combine(trainable.params, base)
     step = state.step + 1
     return TrainState(step, params, trainable.opt_state, trainable.entropy_coef), metrics
 
@@ -171,7 +187,7 @@ def _correct(
 def _scan_minibatches(
   gradient_update: GradientUpdateFn,
   trainable: TrainableState,
-  frozen: Params,
+  frozen: FrozenParams,
   minibatches: Minibatch,
   order: jax.Array,
   key: jax.Array,
@@ -203,11 +219,13 @@ def _make_gradient_update(
   """
 
   def gradient_update(
-    trainable: TrainableState, frozen: Params, minibatch: Minibatch, key: jax.Array
+    trainable: TrainableState, frozen: FrozenParams, minibatch: Minibatch, key: jax.Array
   ) -> tuple[TrainableState, UpdateMetrics]:
-    rollouts, correct, advantages, mask, importance = minibatch
+    rollouts, correct, advantages, mask, importance, teacher_weights = minibatch
     weights = algorithm.token_weights(mask, correct, rollouts.guided)
     inputs = GradientInputs(rollouts, advantages, mask, weights, importance)
+    if teacher_weights is not None:
+      inputs = inputs._replace(teacher_weights=weights * teacher_weights)
     entropy_coef = trainable.entropy_coef
     used_coef = None
     bonus = algorithm.recipe.entropy_bonus
@@ -215,12 +233,12 @@ def _make_gradient_update(
       used_coef, entropy_coef = bonus.next_coef(entropy_coef, rollouts.entropy, mask)
       inputs = inputs._replace(entropy_weights=used_coef * weights)
     grads, scores = gradient(trainable.params, frozen, inputs, key)
-    loss, metrics = algorithm.loss(**scores._asdict(), **loss_arguments(inputs))
+    loss, metrics = scores.loss(algorithm, inputs)
     grad_norm = optax.global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     # Even without a gradient, weight decay and momentum would move the parameters.
     empty = ~(mask & (advantages != 0)).any()
-    if algorithm.settings.kl_weight or bonus:
+    if algorithm.settings.kl_weight or bonus or teacher_weights is not None:
       empty = ~mask.any()
 
     before = TrainableState(

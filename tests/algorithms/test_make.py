@@ -123,6 +123,7 @@ PUBLISHED = {
   "reinforce_pp": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
   "max_rl": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
   "entropy_advantage": ({**DAPO, "bonus_alpha": 0.4, "bonus_kappa": 2.0}, (-1, 1)),
+  "opd": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
   "stare": (
     {
       **DAPO,

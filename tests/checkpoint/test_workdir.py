@@ -160,7 +160,8 @@ def started(workdir, values):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_config_json_has_every_setting_that_the_algorithm_reads(name, tmp_path):
-  config = freeze({"algorithm": {"name": name}})
+  teacher = {"path": "runs/teacher" if name == "opd" else ""}
+  config = freeze({"algorithm": {"name": name}, "teacher": teacher})
   own(tmp_path / "run", config)
   section = json.loads((tmp_path / "run" / "config.json").read_text())["algorithm"]
   recorded = {key: value for key, value in section.items() if value is not None}

@@ -8,6 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from gtpo_jax.algorithms import make
 from gtpo_jax.config.monitoring import LogSection
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.logs.credit import CreditRecord, credit_files, read_credit, repair_credit, save_credit
@@ -34,6 +35,7 @@ def make_record(step=3):
     valid=np.array([[True, True], [True, False]]),
     finished=~false,
     guided=false,
+    divergence=np.where(mask, np.float32(0.25), 0),
     truth=np.where(mask, 12, 0).astype(np.uint8),
     shown=np.array([1], np.int32),
     ids=np.where(mask[1:], 7, 0).astype(np.int32),
@@ -62,8 +64,8 @@ def test_a_record_is_read_back(tmp_path):
     [[True, False, False, False], [True] * 4],
     [[True, True, False, False], [True, True, True, False]],
   ]
-  signals = record.signals(guided=False)
-  assert signals["guided"] is None
+  signals = record.signals(make("gtpo"))
+  assert signals["guided"] is None and signals["divergence"] is None
   assert signals["entropy"][1, 1].tolist() == [1.5, 1.625, 1.75, 0.0]
   assert not signals["mask"][1, 1].any()  # not valid
 

@@ -35,8 +35,9 @@ def test_algorithms_that_share_their_credit_share_a_row():
   assert {"gtpo", "gtpo_v1", "grpo_s", "dapo_forking", "entropy_advantage"} <= rows.keys()
   (plain,) = [name for name in rows if name.startswith("grpo, dapo")]
   named, more = plain.rsplit(" and ", 1)
-  guided = sum(bool(make(name).settings.guide_completions) for name in RECIPES)
-  assert len(rows) - 1 + len(named.split(", ")) + int(more.split()[0]) == len(RECIPES) - guided
+  recipes = RECIPES.values()
+  left_out = sum(bool(x.guide.guide_completions or x.distillation) for x in recipes)
+  assert len(rows) - 1 + len(named.split(", ")) + int(more.split()[0]) == len(RECIPES) - left_out
 
 
 def test_weights_of_a_record_by_a_slow_loop(marked):
@@ -44,7 +45,7 @@ def test_weights_of_a_record_by_a_slow_loop(marked):
   assert figure["heads"][:5] == ["algorithm", "decisive", "copied", "filler", "inert"]
   rows = {row[0]: row[1:] for row in figure["rows"]}
   record = read_credit(next(iter(credit_files(marked).values())))
-  advantages = np.asarray(make("gtpo").advantages(**record.signals(guided=False)))
+  advantages = np.asarray(make("gtpo").advantages(**record.signals(make("gtpo"))))
   by_class = {0: [], 1: [], 2: [], 3: [], 4: []}
   for i, j, k in np.ndindex(advantages.shape):
     code = record.truth[i, j, k] % 8

@@ -63,7 +63,7 @@ def random_worker(config=None):
   """
   c = config or config_of()
   read = (c.model, c.mesh, c.data, c.engine_config, c.sampling_demand)
-  read += (c.sampling.max_tokens, c.sampling.stop)
+  read += (c.sampling.max_tokens, c.sampling.stop, c.teacher)
   if read not in _workers:
     worker = RolloutWorker(c)
     _workers[read] = worker, init_params(worker.model, jax.random.key(3))

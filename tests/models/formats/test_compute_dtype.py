@@ -6,11 +6,11 @@ import types
 import jax
 import pytest
 
+from gtpo_jax.checkpoint.architectures import usable_here
 from gtpo_jax.config import Config, ModelSection, resolve_model
 from gtpo_jax.models.formats import compute_dtype
 from gtpo_jax.models.formats.compute_dtype import compute_dtype_for, usable_compute_dtype
 from gtpo_jax.models.presets import PRESETS
-from gtpo_jax.rollout.policies import usable_here
 from gtpo_jax.runtime.chips import cpu_bfloat16_units
 
 

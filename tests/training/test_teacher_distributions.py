@@ -1,0 +1,203 @@
+"""The divergence between the distributions of policy and teacher, in the head and in the update."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import update_cases
+from meshes import mesh_of
+from update_cases import CONFIG, SGD_LIKE, assert_same, largest_difference, params_on
+
+from gtpo_jax import algorithms
+from gtpo_jax.algorithms import Distillation
+from gtpo_jax.models import Transformer, init_params
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
+from gtpo_jax.training.head import HeadSettings, divergence_loss
+from gtpo_jax.training.packing import plan_rows
+from gtpo_jax.training.state import init_state, make_optimizer
+from gtpo_jax.training.update import make_update
+
+KINDS = {
+  "reverse_kl": Distillation(divergence="reverse_kl"),
+  "forward_kl": Distillation(divergence="forward_kl"),
+  "jsd": Distillation(divergence="jsd", beta=0.3),
+}
+B, T, D, V = 4, 7, 8, 24
+TEMPERATURE = 0.8
+
+
+def head_inputs(v_teacher=V, seed=0):
+  rng = np.random.default_rng(seed)
+  shapes = ((B, T, D), (V, D), (B, T, 6), (v_teacher, 6))
+  arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+  return [*arrays, (rng.random((B, T)) * (rng.random((B, T)) < 0.7)).astype(np.float32)]
+
+
+def slow_divergence(hidden, table, teacher_hidden, teacher_table, weights, distillation):
+  """Returns the weighted sum, the divergences, and the gradients of hidden and table, in torch."""
+  torch = pytest.importorskip("torch")
+  tensor = lambda x: torch.tensor(np.asarray(x, np.float64))
+  shared = min(len(table), len(teacher_table))
+  states, head = tensor(hidden).requires_grad_(), tensor(table).requires_grad_()
+  softmax = lambda logits: torch.log_softmax(logits[..., :shared] / TEMPERATURE, -1)
+  log_p = softmax(states @ head.T)
+  log_q = softmax(tensor(teacher_hidden) @ tensor(teacher_table).T)
+  p, q, beta = log_p.exp(), log_q.exp(), distillation.beta
+  log_m = (beta * q + (1 - beta) * p).log()
+  kl = lambda probs, log_a, log_b: (probs * (log_a - log_b)).sum(-1)
+  divergence = {
+    "reverse_kl": lambda: kl(p, log_p, log_q),
+    "forward_kl": lambda: kl(q, log_q, log_p),
+    "jsd": lambda: beta * kl(q, log_q, log_m) + (1 - beta) * kl(p, log_p, log_m),
+  }[distillation.divergence]()
+  loss = (tensor(weights) * divergence).sum()
+  loss.backward()
+  return [x.detach().numpy() for x in (loss, divergence, states.grad, head.grad)]
+
+
+def head_settings(mesh=None, chunk=4):
+  return HeadSettings(mesh or single_device_mesh(), TEMPERATURE, chunk, "highest")
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6))
+def loss_and_gradients(hidden, table, teacher_hidden, teacher_table, weights, distillation, s):
+  run = lambda hidden, table: divergence_loss(
+    hidden, table, teacher_hidden, teacher_table, weights, distillation, s
+  )
+  (loss, divergence), grads = jax.value_and_grad(run, (0, 1), has_aux=True)(hidden, table)
+  return loss, divergence, *grads
+
+
+@pytest.mark.parametrize("v_teacher", [V, V - 4, V + 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_against_torch(kind, v_teacher):
+  inputs = head_inputs(v_teacher)
+  expected = slow_divergence(*inputs, KINDS[kind])
+  got = loss_and_gradients(*inputs, KINDS[kind], head_settings())
+  for x, y in zip(got, expected, strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+  assert np.abs(expected[2]).max() > 0.01
+  assert (np.asarray(got[1]) > 0).all()
+
+
+@pytest.mark.devices
+def test_the_head_on_eight_devices():
+  inputs = head_inputs()
+  expected = loss_and_gradients(*inputs, KINDS["jsd"], head_settings())
+  got = loss_and_gradients(*inputs, KINDS["jsd"], head_settings(mesh_of(2, 2, 1, 2)))
+  for x, y in zip(got, expected, strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_the_sampled_divergence_is_an_unbiased_estimate():
+  """Its mean over the policy's own distribution is the reverse KL divergence."""
+  hidden, table, teacher_hidden, teacher_table, weights = head_inputs(seed=3)
+  softmax = lambda x, y: jax.nn.log_softmax(x @ y.T / TEMPERATURE)
+  log_p, log_q = softmax(hidden, table), softmax(teacher_hidden, teacher_table)
+  mean = (jnp.exp(log_p) * (log_p - log_q)).sum(-1)
+  _, divergence, *_ = loss_and_gradients(
+    hidden, table, teacher_hidden, teacher_table, weights, KINDS["reverse_kl"], head_settings()
+  )
+  np.testing.assert_allclose(divergence, mean, rtol=1e-5)
+
+
+def test_no_array_has_all_logits():
+  text = loss_and_gradients.lower(*head_inputs(), KINDS["jsd"], head_settings()).as_text()
+  sizes = [
+    int(np.prod([int(x) for x in dims.rstrip("x").split("x")]))
+    for dims in re.findall(r"tensor<((?:\d+x)+)[fb]", text)
+  ]
+  assert max(sizes) < B * T * V
+
+
+@functools.cache
+def batch():
+  """Completions of at most 4 of 9 tokens, which can share rows."""
+  rollouts, rewards = update_cases.batch()
+  mask = rollouts.mask & (np.arange(9) < 4)
+  return rollouts.replace(mask=mask, present=mask), rewards
+
+
+TEACHER = dataclasses.replace(CONFIG, width=24, heads=2, kv_heads=2, layers=1, vocab_size=52)
+
+
+@functools.cache
+def teacher_params():
+  model = Transformer(TEACHER, single_device_mesh())
+  return jax.device_get(init_params(model, jax.random.key(9)))
+
+
+def run(mesh=None, micro_batches=1, data=None, name="opd", distillation=None, agree=False):
+  """The state and the metrics of one update that matches a teacher's distributions."""
+  model = Transformer(CONFIG, mesh or single_device_mesh())
+  teacher = model if agree else Transformer(TEACHER, model.mesh)
+  optimizer = make_optimizer(SGD_LIKE, 10)
+  algorithm = algorithms.make(name, distillation or KINDS["jsd"])
+  update = make_update(
+    model, algorithm, optimizer, micro_batches=micro_batches, head_chunk=16, teacher=teacher
+  )
+  state = init_state(params_on(model), optimizer, model)
+  of_teacher = params_on(model) if agree else teacher_params()
+  state, metrics = update(state, *shard_batch(data or batch(), model.mesh), of_teacher)
+  return jax.device_get(state), {key: float(value) for key, value in metrics.items()}
+
+
+@functools.cache
+def plain():
+  return run()
+
+
+def test_the_update_is_the_same_in_parts_and_packed():
+  assert plain()[1]["distill/divergence"] > 1e-3 and plain()[1]["grad_norm"] > 1e-4
+  assert plain()[1]["loss"] == pytest.approx(plain()[1]["distill/divergence"], rel=1e-4)
+  assert_same(plain(), run(micro_batches=4))
+  rollouts, rewards = batch()
+  packing = plan_rows(rollouts.lengths, rollouts.tokens.shape[2])
+  assert packing.source.shape[1] == 2
+  packed = run(data=(rollouts.replace(packing=packing), rewards))
+  packed[1]["tokens/padding"] = plain()[1]["tokens/padding"]
+  assert_same(plain(), packed)
+
+
+def test_a_teacher_with_prompts_of_its_own():
+  rollouts, rewards = batch()
+  same = run(data=(rollouts.replace(teacher_prompts=rollouts.prompts), rewards))
+  assert_same(plain(), same)
+  others = rollouts.prompts.replace(tokens=rollouts.prompts.tokens[::-1])
+  _, metrics = run(data=(rollouts.replace(teacher_prompts=others), rewards))
+  assert abs(metrics["distill/divergence"] - plain()[1]["distill/divergence"]) > 1e-5
+
+
+@pytest.mark.devices
+def test_one_device_equals_eight():
+  assert_same(plain(), run(mesh_of(2, 2, 1, 2), 2))
+
+
+def test_nothing_is_learned_from_a_teacher_that_agrees():
+  _, metrics = run(agree=True, distillation=KINDS["reverse_kl"])
+  assert metrics["grad_norm"] < 1e-5 and metrics["distill/divergence"] < 1e-5
+  assert metrics["update/empty"] == 0
+
+
+@pytest.mark.slow
+def test_another_algorithm_with_shares():
+  distillation = dataclasses.replace(KINDS["reverse_kl"], coef=0.5, credit="entropy")
+  both, metrics = run(name="gtpo", distillation=distillation)
+  assert metrics["distill/divergence"] > 1e-3
+  assert largest_difference(both.params, plain()[0].params) > 1e-4
+
+
+def test_what_has_no_meaning_is_refused():
+  for name in ("gspo", "gmpo", "stare"):
+    with pytest.raises(UserError, match=r"distill.divergence = 'jsd' needs ratio = 'token' and an"):
+      algorithms.make(name, KINDS["jsd"])
+  with pytest.raises(UserError, match=r"distill.beta = 0.3 only has an effect with divergence = "):
+    Distillation(beta=0.3)
+  with pytest.raises(UserError, match="needs the teacher's model; pass `teacher`"):
+    model = Transformer(CONFIG, single_device_mesh())
+    make_update(model, algorithms.make("opd", KINDS["jsd"]), make_optimizer(SGD_LIKE, 10))
