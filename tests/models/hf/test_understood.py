@@ -167,7 +167,11 @@ def check_mutation(folder, original, draw):
 
 @pytest.mark.parametrize(
   ("name", "count"),
-  [("qwen2", 10), *(pytest.param(name, 200, marks=pytest.mark.slow) for name in CASES)],
+  [
+    ("qwen2", 10),
+    *(pytest.param(name, 40, marks=pytest.mark.slow) for name in CASES),
+    *(pytest.param(name, 200, marks=pytest.mark.manual) for name in CASES),
+  ],
 )
 def test_a_changed_config_is_read_as_by_transformers_or_refused_by_name(name, count, tmp_path):
   folder = tmp_path / "hf"
