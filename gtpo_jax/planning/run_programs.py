@@ -77,6 +77,7 @@ def build_model(config: Config, devices: list[Any]) -> Transformer:
   check_divisible(config, model)
   abstract_params(model)  # raises an error if the mesh does not fit the model
   attention_kind(model.config, mesh)  # or if the device does not support the model
+  teacher_model(config, model)  # or if either does not fit the teacher
   return model
 
 

@@ -24,6 +24,7 @@ from gtpo_jax.loop import train as train_run
 from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.models.hf.save import save
 from gtpo_jax.models.params import abstract_params, matmul_params
+from gtpo_jax.planning.run_programs import build_model
 from gtpo_jax.planning.search import Search
 from gtpo_jax.rollout.frozen import check_frozen, load_frozen
 from gtpo_jax.rollout.groups import batch_like
@@ -199,6 +200,27 @@ def test_unusable_teachers_are_refused_in_one_line(tmp_path, llama):
       )
     assert "\n" not in str(error.value)
   assert not (tmp_path / "run").exists() and folder.exists()
+
+
+@pytest.mark.devices
+def test_a_teacher_that_the_mesh_does_not_fit_is_refused(tmp_path):
+  values = {
+    "model_type": "llama",
+    "vocab_size": 384,
+    "hidden_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "intermediate_size": 96,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+  }
+  (tmp_path / "config.json").write_text(json.dumps(values))
+  changes = {"teacher.path": str(tmp_path), "mesh.data": 1, "mesh.tensor": 2}
+  with pytest.raises(UserError, match=r"teacher.path = '.*': .*heads.* 3") as error:
+    build_model(config_of("opd", **changes), jax.devices()[:2])
+  assert "\n" not in str(error.value)
 
 
 def test_settings_without_a_teacher_are_refused():
