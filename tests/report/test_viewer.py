@@ -52,6 +52,7 @@ def record_of(correct, lengths, width):
     lengths=np.asarray([lengths]),
     mask=np.arange(width) < np.asarray([lengths])[..., None],
     entropy=np.zeros((*shape, width), np.float32),
+    divergence=np.zeros((*shape, width), np.float32),
     correct=np.asarray([correct]),
     reward=none,
     penalty=none,
