@@ -145,7 +145,10 @@ class Evaluation:
     return {key: _mean(column) for key, column in columns.items()} | self._missing()
 
   def _named(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the columns by the names of metrics, and again for each source's problems alone."""
+    """Returns the columns by the names of metrics, and again for each source's problems alone.
+
+    A source has no metric that none of its problems has, such as maj@k of kinds without votes.
+    """
     named = {f"eval/{self.name}/{key}": column for key, column in columns.items()}
     labels = np.asarray([problem.source for problem in self.problems])
     for source in dict.fromkeys(labels.tolist()):
@@ -153,6 +156,7 @@ class Evaluation:
         named |= {
           f"eval/{source}/{key}": np.where(labels == source, column, np.nan)
           for key, column in columns.items()
+          if not np.isnan(column[labels == source]).all()
         }
     return named
 

@@ -1,5 +1,6 @@
 """Evaluation results by hand: metrics, intervals, missing verdicts and rows of plain data."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -153,7 +154,9 @@ def test_problems_of_several_sources_have_metrics_of_all_and_of_each():
   assert metrics["eval/rg:gcd/mean@3"] == approx(1 / 6)
   assert metrics["eval/sums/mean@3"] == 1 and metrics["eval/sums/greedy"] == 1
   assert metrics["eval/rg:gcd/greedy"] == 0.5 and metrics["eval/rg:gcd/pass@3"] == 0.5
+  problems[1] = dataclasses.replace(problems[1], kind="code")
   summary = mixed.summary([1, 3])
   assert summary["eval/rg:gcd/pass@3"] == 0.5
+  assert "eval/rg:gcd/maj@3" in summary and "eval/sums/maj@3" not in summary
   lower, upper = summary["intervals"]["eval/rg:gcd/pass@3"]
   assert 0 <= lower <= 0.5 <= upper <= 1
