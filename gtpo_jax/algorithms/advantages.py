@@ -22,6 +22,7 @@ from gtpo_jax.runtime.fields import (
   AT_LEAST_1,
   FLAG,
   Checked,
+  at_least,
   number,
   one_of,
   setting,
@@ -103,6 +104,8 @@ class Distillation(Checked):
       each sampled token, in the loss: "reverse_kl" (from the policy to the teacher), "forward_kl"
       (from the teacher to the policy) or "jsd" (generalised Jensen-Shannon, 2306.13649).
     beta: the weight of the teacher in the mixture of "jsd".
+    top_k: with a divergence over the vocabulary, the teacher's most probable ids that are compared
+      one by one; all others count as one id. 0 compares all ids.
   """
 
   prefix: ClassVar[str] = "distill."
@@ -111,11 +114,14 @@ class Distillation(Checked):
   credit: str = setting("uniform", bound=one_of(CREDITS))
   divergence: str = setting("sampled", bound=one_of(DIVERGENCES))
   beta: float = setting(0.5, bound=number(lambda x: 0 < x < 1, "in (0, 1)"))
+  top_k: int = setting(0, bound=at_least(0))
 
   def __post_init__(self):
     super().__post_init__()
     if self.divergence != "jsd":
       self._check_unchanged("beta", "divergence = 'jsd'")
+    if self.sampled:
+      self._check_unchanged("top_k", "a divergence over the vocabulary")
 
   @property
   def sampled(self) -> bool:

@@ -283,11 +283,7 @@ def _forward_of_divergence(
     logits = product(hidden, vocab_shard) / settings.temperature
     teacher_logits = product(gather_positions(teacher_hidden), teacher_shard)
     divergence, slope = divergence_from_teacher(
-      logits,
-      teacher_logits / settings.temperature,
-      shared,
-      distillation.divergence,
-      distillation.beta,
+      logits, teacher_logits / settings.temperature, shared, distillation
     )
     weights = gather_positions(weights) / settings.temperature
     d_logits = weights[..., None] * slope

@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from gtpo_jax.algorithms import Distillation
 from gtpo_jax.models.embedding import local_ids
 from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.runtime.mesh import (
@@ -21,6 +22,7 @@ from gtpo_jax.runtime.mesh import (
 
 VOCAB_AXES = mesh_axes("vocab")
 NEVER = -1e9  # the logit of an id that is never sampled
+TINY = 1e-30  # added to probabilities whose logarithm is taken
 
 
 def chunk_logits(
@@ -55,7 +57,7 @@ def softmax_statistics(logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, ja
 
 
 def divergence_from_teacher(
-  logits: jax.Array, teacher_logits: jax.Array, shared: int, kind: str, beta: float
+  logits: jax.Array, teacher_logits: jax.Array, shared: int, distillation: Distillation
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the divergence between two distributions, and its gradient in the policy's logits.
 
@@ -66,8 +68,7 @@ def divergence_from_teacher(
   Args:
     logits, teacher_logits: f32[b, c, v / shards], divided by the temperature.
     shared: the ids below this are compared; both distributions are over these.
-    kind: "reverse_kl", "forward_kl" or "jsd".
-    beta: the weight of the teacher in "jsd".
+    distillation: names the divergence.
 
   Returns:
     f32[b, c], in nats, and f32[b, c, v / shards].
@@ -75,18 +76,39 @@ def divergence_from_teacher(
   size = logits.shape[-1]
   valid = jnp.arange(size) + shard_index("vocab") * size < shared
   log_p, log_q = (_log_softmax(x, valid) for x in (logits, teacher_logits))
+  if 0 < distillation.top_k < shared:
+    log_q = _with_one_tail(log_p, log_q, distillation.top_k)
   p, q = jnp.exp(log_p), jnp.exp(log_q)
   expected = lambda probs, x: jax.lax.psum((probs * x).sum(-1), VOCAB_AXES)
-  if kind == "forward_kl":
+  if distillation.divergence == "forward_kl":
     return expected(q, log_q - log_p), p - q
-  if kind == "reverse_kl":
+  if distillation.divergence == "reverse_kl":
     x = log_p - log_q
     divergence = expected(p, x)
     return divergence, p * (x - divergence[..., None])
+  beta = distillation.beta
   log_m = jnp.logaddexp(jnp.log(beta) + log_q, jnp.log1p(-beta) + log_p)
   of_policy = expected(p, log_p - log_m)
   divergence = beta * expected(q, log_q - log_m) + (1 - beta) * of_policy
   return divergence, (1 - beta) * p * (log_p - log_m - of_policy[..., None])
+
+
+def _with_one_tail(log_p: jax.Array, log_q: jax.Array, k: int) -> jax.Array:
+  """Returns the teacher's log-probs with the policy's proportions outside its k most probable ids.
+
+  The divergence from this teacher, and its gradient with the teacher held constant, are those of
+  distributions in which all ids but these k are one. Ids as probable as the k-th are kept too.
+
+  Args:
+    log_p, log_q: f32[b, c, v / shards], of policy and teacher.
+    k: less than v.
+  """
+  of_shard, _ = jax.lax.top_k(log_q, min(k, log_q.shape[-1]))
+  of_all = all_gather_axis(of_shard, "vocab", of_shard.ndim - 1)
+  in_tail = log_q < jax.lax.top_k(of_all, k)[0][..., -1:]
+  sums = (jnp.where(in_tail, jnp.exp(x), 0.0).sum(-1) for x in (log_p, log_q))
+  tail_p, tail_q = (x + TINY for x in jax.lax.psum(tuple(sums), VOCAB_AXES))
+  return jnp.where(in_tail, log_p + jnp.log(tail_q / tail_p)[..., None], log_q)
 
 
 def _log_softmax(logits: jax.Array, valid: jax.Array) -> jax.Array:

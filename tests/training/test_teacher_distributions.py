@@ -47,6 +47,10 @@ def slow_divergence(hidden, table, teacher_hidden, teacher_table, weights, disti
   softmax = lambda logits: torch.log_softmax(logits[..., :shared] / TEMPERATURE, -1)
   log_p = softmax(states @ head.T)
   log_q = softmax(tensor(teacher_hidden) @ tensor(teacher_table).T)
+  if k := distillation.top_k:  # the k ids, then the sum of the others
+    kept = log_q.topk(k).indices
+    tail = lambda x: 1 - x.exp().gather(-1, kept).sum(-1, keepdim=True)
+    log_p, log_q = (torch.cat([x.gather(-1, kept), tail(x).log()], -1) for x in (log_p, log_q))
   p, q, beta = log_p.exp(), log_q.exp(), distillation.beta
   log_m = (beta * q + (1 - beta) * p).log()
   kl = lambda probs, log_a, log_b: (probs * (log_a - log_b)).sum(-1)
@@ -73,12 +77,15 @@ def loss_and_gradients(hidden, table, teacher_hidden, teacher_table, weights, di
   return loss, divergence, *grads
 
 
-@pytest.mark.parametrize("v_teacher", [V, V - 4, V + 8])
+@pytest.mark.parametrize(
+  ("v_teacher", "top_k"), [(V, 0), (V - 4, 0), (V + 8, 0), (V, 5), (V - 4, 1)]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_against_torch(kind, v_teacher):
+def test_values_and_gradients_against_torch(kind, v_teacher, top_k):
   inputs = head_inputs(v_teacher)
-  expected = slow_divergence(*inputs, KINDS[kind])
-  got = loss_and_gradients(*inputs, KINDS[kind], head_settings())
+  distillation = dataclasses.replace(KINDS[kind], top_k=top_k)
+  expected = slow_divergence(*inputs, distillation)
+  got = loss_and_gradients(*inputs, distillation, head_settings())
   for x, y in zip(got, expected, strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
   assert np.abs(expected[2]).max() > 0.01
@@ -87,11 +94,27 @@ def test_values_and_gradients_against_torch(kind, v_teacher):
 
 @pytest.mark.devices
 def test_the_head_on_eight_devices():
+  """The teacher's 15 most probable ids are more than a vocabulary shard has."""
   inputs = head_inputs()
-  expected = loss_and_gradients(*inputs, KINDS["jsd"], head_settings())
-  got = loss_and_gradients(*inputs, KINDS["jsd"], head_settings(mesh_of(2, 2, 1, 2)))
-  for x, y in zip(got, expected, strict=True):
-    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+  for top_k in (0, 15):
+    distillation = dataclasses.replace(KINDS["jsd"], top_k=top_k)
+    expected = loss_and_gradients(*inputs, distillation, head_settings())
+    got = loss_and_gradients(*inputs, distillation, head_settings(mesh_of(2, 2, 1, 2)))
+    for x, y in zip(got, expected, strict=True):
+      np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_the_most_probable_ids_say_less_than_all():
+  """Counting ids as one never raises a divergence, and with all but one of them nothing changes."""
+  for kind in KINDS.values():
+    found = [
+      loss_and_gradients(*head_inputs(), dataclasses.replace(kind, top_k=k), head_settings())
+      for k in (1, 4, V - 1, 0)
+    ]
+    one, four, most, everything = (np.asarray(divergence) for _, divergence, *_ in found)
+    assert (one >= 0).all() and (one <= four + 1e-6).all() and (four <= everything + 1e-6).all()
+    assert (one < everything - 1e-3).any()
+    np.testing.assert_allclose(most, everything, rtol=1e-4, atol=1e-6)
 
 
 def test_the_sampled_divergence_is_an_unbiased_estimate():
@@ -198,6 +221,8 @@ def test_what_has_no_meaning_is_refused():
       algorithms.make(name, KINDS["jsd"])
   with pytest.raises(UserError, match=r"distill.beta = 0.3 only has an effect with divergence = "):
     Distillation(beta=0.3)
+  with pytest.raises(UserError, match=r"distill.top_k = 8 only has an effect with a divergence ov"):
+    Distillation(top_k=8)
   with pytest.raises(UserError, match="needs the teacher's model; pass `teacher`"):
     model = Transformer(CONFIG, single_device_mesh())
     make_update(model, algorithms.make("opd", KINDS["jsd"]), make_optimizer(SGD_LIKE, 10))
