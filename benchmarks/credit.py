@@ -39,7 +39,7 @@ from credit_training import train_arm
 from gtpo_jax.config import Config, load
 from gtpo_jax.logs.display import Display
 from gtpo_jax.models.params import Params
-from gtpo_jax.rollout.scoring import RewardManager
+from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.warm_start import base_model
 

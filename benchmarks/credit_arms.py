@@ -23,7 +23,7 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.problems import training_problems
-from gtpo_jax.rollout.scoring import RewardManager
+from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.token_truth import decides
 from gtpo_jax.rollout.worker import RolloutWorker
 

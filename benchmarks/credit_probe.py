@@ -17,7 +17,7 @@ from gtpo_jax.config import Config
 from gtpo_jax.logs.credit_scores import auroc, class_weight, credit_scores
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.rollout.scoring import RewardManager
+from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.token_truth import CLASSES, decides, is_wrong, of_class
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.training.log_probs import score

@@ -19,7 +19,7 @@ from gtpo_jax.evaluation.evaluate import evaluate_run
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.problems import held_out_problems
-from gtpo_jax.rollout.scoring import RewardManager
+from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.training.log_probs import score
 from gtpo_jax.training.state import Optimizer, OptimizerConfig, make_optimizer

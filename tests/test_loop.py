@@ -27,7 +27,9 @@ from gtpo_jax.loop import steps, train
 from gtpo_jax.models.params import init_params
 from gtpo_jax.report.runs import read_run
 from gtpo_jax.rewards import VERIFIERS
-from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards, RewardManager
+from gtpo_jax.rollout.groups import EndedCompletion
+from gtpo_jax.rollout.scoring.manager import RewardManager
+from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import RunError, UserError
 from gtpo_jax.runtime.mesh import shard_batch

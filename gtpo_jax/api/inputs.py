@@ -1,4 +1,4 @@
-"""Inputs from a Python program: dicts instead of data files, a function instead of a verifier."""
+"""Inputs from a Python program: dicts instead of files, functions and classes instead of names."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import dataclasses
 import hashlib
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from gtpo_jax.config import Config, freeze
+from gtpo_jax.config import Config, EnvSection, freeze
 from gtpo_jax.data.demonstrations import demonstrations_of
 from gtpo_jax.data.pipeline import fixed_sample
 from gtpo_jax.data.records import Problem
 from gtpo_jax.data.sources import RECORDS, Loaded, load_records
+from gtpo_jax.environments.environment import Maker
 from gtpo_jax.rewards import gold_check
-from gtpo_jax.rollout.user_functions import RewardFunction
+from gtpo_jax.rollout.scoring.functions import RewardFunction, qualified_name
 from gtpo_jax.runtime.errors import UserError
 
 HELD_OUT_FRACTION = 10  # one problem in ten is held out if the program names none
 Records = Iterable[Mapping[str, Any]]
+MakeEnvironment = Callable[[], Any] | Maker  # a class, or what `environments.from_...` returns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +31,18 @@ class Inputs:
   """The inputs of a run.
 
   Attributes:
-    config: the config; it refers to `reward` and `records` by name.
+    config: the config; it refers to the other inputs by name.
     reward: the reward function, if there is one.
     records: by name, the data that was passed as dicts.
+    environment: makes an environment; None for that of the config.
+    tools: functions that the model may call; None for those of the config.
   """
 
   config: Config
   reward: RewardFunction | None
   records: Mapping[str, Loaded]
+  environment: MakeEnvironment | None = None
+  tools: Sequence[Callable[..., Any]] | None = None
 
 
 def resolve_inputs(
@@ -45,6 +51,8 @@ def resolve_inputs(
   data: Records | None = None,
   held_out: Records | None = None,
   demonstrations: Records | None = None,
+  environment: MakeEnvironment | None = None,
+  tools: Sequence[Callable[..., Any]] | None = None,
 ) -> Inputs:
   """Checks the inputs and names them in the config, so that config.json says what a run used.
 
@@ -56,6 +64,8 @@ def resolve_inputs(
       held out.
     demonstrations: rows with prompt and completion, for the warm start to imitate instead of
       `warm_start.data`.
+    environment: answers turns; its name becomes `env.make`.
+    tools: functions that the model may call; their names become `env.tools`.
 
   Raises:
     UserError: an input cannot be used, or `data` is too small to hold any of it out.
@@ -96,8 +106,30 @@ def resolve_inputs(
   reward_section = config.reward
   if reward is not None:
     reward_section = dataclasses.replace(reward_section, verifier=_reward_name(reward))
-  config = dataclasses.replace(config, data=section, reward=reward_section, warm_start=warm_start)
-  return Inputs(config, reward, records)
+  config = dataclasses.replace(
+    config,
+    data=section,
+    reward=reward_section,
+    warm_start=warm_start,
+    env=_env_section(config.env, environment, tools),
+  )
+  return Inputs(config, reward, records, environment, tools)
+
+
+def _env_section(
+  section: EnvSection,
+  environment: MakeEnvironment | None,
+  tools: Sequence[Callable[..., Any]] | None,
+) -> EnvSection:
+  """Returns the section with the names of an environment and of tools that a program passed."""
+  names = {}
+  if environment is not None:
+    names["make"] = qualified_name(environment, Maker.of(environment).name)
+  if tools is not None:
+    if not isinstance(tools, Sequence) or isinstance(tools, str) or not all(map(callable, tools)):
+      raise UserError(f"tools must be a list of functions, got {tools!r}")
+    names["tools"] = ",".join(map(qualified_name, tools))
+  return dataclasses.replace(section, **names)
 
 
 def _reward_name(reward: RewardFunction) -> str:
@@ -106,8 +138,7 @@ def _reward_name(reward: RewardFunction) -> str:
     raise UserError(
       f"reward must be a function of (prompts, completions, answers, extras), got {reward!r}"
     )
-  function = getattr(reward, "__qualname__", type(reward).__qualname__)
-  name = f"{getattr(reward, '__module__', '')}:{function}"
+  name = qualified_name(reward)
   try:
     inspect.signature(reward).bind([], [], [], [])
   except TypeError as error:

@@ -143,7 +143,7 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax.models.hf.folder import find, is_hf_folder
   from gtpo_jax.rollout.policies import find_policy
   from gtpo_jax.rollout.problems import held_out_problems
-  from gtpo_jax.rollout.scoring import RewardManager
+  from gtpo_jax.rollout.scoring.manager import RewardManager
   from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
 
   say = print if is_first_process() else lambda line: None

@@ -1,7 +1,7 @@
 """The configuration of a run."""
 
 from gtpo_jax.config.config import Config, flatten, resolved_dict, to_dict
-from gtpo_jax.config.data_sections import DataSection, RewardSection
+from gtpo_jax.config.data_sections import DataSection, EnvSection, RewardSection
 from gtpo_jax.config.files import default_config, difference, freeze, load
 from gtpo_jax.config.resolve import ResolvedModel, resolve_model, with_compute_dtype
 from gtpo_jax.config.sections import MeshSection, ModelSection, SamplingSection
@@ -9,6 +9,7 @@ from gtpo_jax.config.sections import MeshSection, ModelSection, SamplingSection
 __all__ = [
   "Config",
   "DataSection",
+  "EnvSection",
   "MeshSection",
   "ModelSection",
   "ResolvedModel",

@@ -9,7 +9,7 @@ from typing import Any
 
 from gtpo_jax import algorithms
 from gtpo_jax.algorithms import Algorithm, Distillation
-from gtpo_jax.config.data_sections import DataSection, RewardSection, WarmStartSection
+from gtpo_jax.config.data_sections import DataSection, EnvSection, RewardSection, WarmStartSection
 from gtpo_jax.config.monitoring import (
   CheckpointSection,
   EvalSection,
@@ -63,6 +63,7 @@ class Config:
   batch: BatchSection = BatchSection()
   sampling: SamplingSection = SamplingSection()
   reward: RewardSection = RewardSection()
+  env: EnvSection = EnvSection()
   algorithm: AlgorithmSection = AlgorithmSection()
   guide: FrozenSection = FrozenSection()
   reference: FrozenSection = FrozenSection()
@@ -80,6 +81,7 @@ class Config:
     self._check_bounds()
     self._check_model()
     self._check_data()
+    self._check_env()
     self._check_algorithm()
 
   def _check_bounds(self) -> None:
@@ -140,6 +142,23 @@ class Config:
       raise UserError(
         f"data.filler = {self.data.filler} only has an effect with data.train = 'forks' or "
         f"'forks_confident'; use one of them, or leave data.filler at {FILLER}"
+      )
+
+  def _check_env(self) -> None:
+    if not self.env.is_used:
+      return
+    name = "env.make" if self.env.make else "env.tools"
+    if not self.data.chat:
+      raise UserError(f"{name} needs the chat template, but data.chat is False; set it to True")
+    if self.resolved_algorithm.settings.guide_completions:
+      raise UserError(
+        f"{name} does not work with algorithm {self.algorithm.name!r}, whose guide writes whole "
+        "completions; use another algorithm"
+      )
+    if self.teacher.prompt:
+      raise UserError(
+        f"{name} does not work with teacher.prompt, because the environment may add to the prompt; "
+        "leave teacher.prompt out"
       )
 
   def _check_warm_start(self) -> None:

@@ -1,4 +1,4 @@
-"""The sections of a configuration that say what problems there are and how they are scored."""
+"""The sections of a configuration on problems, their environments and their scores."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import dataclasses
 from typing import ClassVar
 
 from gtpo_jax.data.tasks import FILLER, TASKS, Task, make_task
+from gtpo_jax.environments.limits import EpisodeLimits
+from gtpo_jax.environments.parsers import PARSERS
 from gtpo_jax.rewards.judge.settings import JudgeSettings
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import (
@@ -24,6 +26,8 @@ from gtpo_jax.training.state import OptimizerConfig
 MATH_RULES = ("math", "dapo")
 INSTRUCTION_MODES = ("strict", "loose")
 GYM_ANSWERS = ("auto", "tag", "boxed")
+AUTO_PARSER = "auto"
+PYTHON_TOOL = "python"  # the name of the built-in tool
 TIMEOUT = number(lambda x: 0 < x <= 86_400, "above 0 and at most 86400 (a day)")
 NO_JUDGE = JudgeSettings()
 IMITATION_OPTIMIZER = OptimizerConfig(
@@ -110,6 +114,56 @@ class DataSection:
 
   def _task(self, name: str) -> Task | None:
     return make_task(name, self.terms, self.largest, self.filler) if name in TASKS else None
+
+
+@dataclasses.dataclass(frozen=True)
+class EnvSection(EpisodeLimits):
+  """What answers the turns of a completion: an environment, tools, or both.
+
+  Attributes:
+    make: the environment, as module:class: its reset(row, seed) begins an episode and its
+      step(turn) answers a turn. "" for none.
+    tools: functions that the model may call, as module:function, separated by commas; "python" runs
+      a program in the sandbox of rewards, with its limits.
+    parser: how the model writes calls: "hermes" (Qwen, Hermes), "llama3", "mistral", "none", or
+      "auto" for what the tokenizer shows.
+  """
+
+  make: str = ""
+  tools: str = ""
+  parser: str = setting(AUTO_PARSER, bound=one_of((AUTO_PARSER, *PARSERS)))
+
+  def __post_init__(self):
+    super().__post_init__()
+    for field, names in (("make", [self.make] if self.make else []), ("tools", self.tool_names)):
+      for name in names:
+        module, colon, attribute = name.partition(":")
+        if not (module and colon and attribute) and (field, name) != ("tools", PYTHON_TOOL):
+          form = "module:class" if field == "make" else f"module:function, or {PYTHON_TOOL!r}"
+          raise UserError(f"env.{field} must be named as {form}, got {name!r}")
+    if not self.is_used:
+      for field in dataclasses.fields(self):
+        if getattr(self, field.name) != field.default:
+          raise UserError(
+            f"env.{field.name} = {getattr(self, field.name)!r} has no effect without env.make or "
+            "env.tools; set one of them"
+          )
+
+  @property
+  def tool_names(self) -> list[str]:
+    """The names in `tools`."""
+    return [name.strip() for name in self.tools.split(",") if name.strip()]
+
+  @property
+  def is_used(self) -> bool:
+    """Whether completions are episodes."""
+    return bool(self.make or self.tool_names)
+
+  @property
+  def limits(self) -> EpisodeLimits:
+    """The limits alone."""
+    names = [field.name for field in dataclasses.fields(EpisodeLimits)]
+    return EpisodeLimits(**{name: getattr(self, name) for name in names})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,12 @@ SPLIT = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
   r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Tools are listed by name and parameters, so that prompts stay short. Their descriptions are left
+# out: a model of this size learns from a warm start what they do.
 CHAT_TEMPLATE = (
+  "{% if tools %}{{ '<|im_start|>tools\n<tool_call>' }}{% for tool in tools %}"
+  "{{ ' ' + tool.function.name + '(' + tool.function.parameters.properties | join(',') + ')' }}"
+  "{% endfor %}{{ '<|im_end|>\n' }}{% endif %}"
   "{% for message in messages %}"
   "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
   "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from gtpo_jax.environments.tokens import KEPT_AT_START
 from gtpo_jax.runtime.errors import UserError, did_you_mean
+from gtpo_jax.runtime.fields import ABOVE_0, Checked, at_least, one_of, setting
 
 ROLES = ("tool", "user")
+CUTS = tuple(KEPT_AT_START)
 LEAVE_OUT = "leave_out"
 WRONG = "wrong"
-_LEAST = {
-  "max_turns": 1,
-  "max_calls": 0,
-  "parallel_calls": 1,
-  "max_observation_tokens": 32,  # enough for the note about what is left out
-  "parse_retries": 0,
-  "workers": 1,
-}
+ON_TIMEOUT = (LEAVE_OUT, WRONG)
+LEAST_OBSERVATION = 32  # tokens, enough for the note about what is left out
 
 
 @dataclasses.dataclass(frozen=True)
-class EpisodeLimits:
+class EpisodeLimits(Checked):
   """How long an episode may be, in turns, calls, tokens and seconds.
 
   Attributes:
@@ -43,35 +40,26 @@ class EpisodeLimits:
     UserError: a limit is out of its range.
   """
 
-  role: str = "tool"
-  max_turns: int = 8
-  max_calls: int = 64
-  parallel_calls: int = 8
-  max_observation_tokens: int = 1024
-  truncate: str = "middle"
-  parse_retries: int = 1
-  step_timeout_s: float = 30.0
-  episode_timeout_s: float = 600.0
-  workers: int = 32
-  on_timeout: str = LEAVE_OUT
+  prefix: ClassVar[str] = "env."
+
+  role: str = setting("tool", bound=one_of(ROLES))
+  max_turns: int = setting(8, bound=at_least(1))
+  max_calls: int = setting(64, bound=at_least(0))
+  parallel_calls: int = setting(8, bound=at_least(1))
+  max_observation_tokens: int = setting(1024, bound=at_least(LEAST_OBSERVATION))
+  truncate: str = setting("middle", bound=one_of(CUTS))
+  parse_retries: int = setting(1, bound=at_least(0))
+  step_timeout_s: float = setting(30.0, bound=ABOVE_0)
+  episode_timeout_s: float = setting(600.0, bound=ABOVE_0)
+  workers: int = setting(32, bound=at_least(1))
+  on_timeout: str = setting(LEAVE_OUT, bound=one_of(ON_TIMEOUT))
 
   def __post_init__(self):
-    for name, least in _LEAST.items():
-      if getattr(self, name) < least:
-        raise UserError(f"env.{name} must be at least {least}, got {getattr(self, name)}")
-    for name in ("step_timeout_s", "episode_timeout_s"):
-      if not 0 < getattr(self, name) < float("inf"):
-        raise UserError(
-          f"env.{name} must be a positive number of seconds, got {getattr(self, name)}"
-        )
-    for name, choices in (
-      ("role", ROLES),
-      ("truncate", tuple(KEPT_AT_START)),
-      ("on_timeout", (LEAVE_OUT, WRONG)),
-    ):
+    for name, choices in (("role", ROLES), ("truncate", CUTS), ("on_timeout", ON_TIMEOUT)):
       value = getattr(self, name)
       if value not in choices:
         raise UserError(
           f"env.{name} must be one of {', '.join(choices)}, got {value!r}"
           f"{did_you_mean(str(value), choices)}"
         )
+    super().__post_init__()

@@ -18,7 +18,8 @@ from gtpo_jax.evaluation.results import Evaluation, ScoredCompletions, concatena
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.group_metrics import combine_metrics
 from gtpo_jax.rollout.problems import eval_label
-from gtpo_jax.rollout.scoring import PendingRewards, RewardManager
+from gtpo_jax.rollout.scoring.manager import RewardManager
+from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.signals import Stopped

@@ -8,11 +8,11 @@ a stop, or an error of a user's function, does to a run is in `interruptions.py`
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gtpo_jax.api.inputs import Records, resolve_inputs
+from gtpo_jax.api.inputs import MakeEnvironment, Records, resolve_inputs
 from gtpo_jax.api.policy import TrainedPolicy
 from gtpo_jax.api.results import Result, Step
 from gtpo_jax.checkpoint.workdir import claim, open_workdir
@@ -23,7 +23,7 @@ from gtpo_jax.logs.panel import one_line
 from gtpo_jax.loop.interruptions import closed_at_exit, saved_if_interrupted
 from gtpo_jax.loop.prepare import prepare
 from gtpo_jax.loop.run import Place, Run
-from gtpo_jax.rollout.user_functions import RewardFunction
+from gtpo_jax.rollout.scoring.functions import RewardFunction
 from gtpo_jax.runtime.compiling import stoppable_compiles
 from gtpo_jax.runtime.distributed import any_process, is_first_process
 from gtpo_jax.runtime.signals import Interrupts, Watchdog
@@ -41,6 +41,8 @@ def train(
   data: Records | None = None,
   held_out: Records | None = None,
   demonstrations: Records | None = None,
+  environment: MakeEnvironment | None = None,
+  tools: Sequence[Callable[..., Any]] | None = None,
 ) -> Result:
   """Trains to `config.steps` and returns the result. Arguments and exceptions are as in `steps`."""
   run = steps(
@@ -52,6 +54,8 @@ def train(
     data=data,
     held_out=held_out,
     demonstrations=demonstrations,
+    environment=environment,
+    tools=tools,
   )
   while True:
     try:
@@ -71,6 +75,8 @@ def steps(
   data: Records | None = None,
   held_out: Records | None = None,
   demonstrations: Records | None = None,
+  environment: MakeEnvironment | None = None,
+  tools: Sequence[Callable[..., Any]] | None = None,
 ) -> Generator[Step, None, Result]:
   """Trains to `config.steps` and yields each step.
 
@@ -96,6 +102,11 @@ def steps(
       is held out.
     demonstrations: dicts for the warm start to imitate, instead of `config.warm_start.data`:
       {"prompt": ..., "completion": ...}. `config.warm_start.steps` is the number of updates.
+    environment: a class with reset(row, seed) and step(turn), or what one of
+      `environments.from_methods`, `from_gym` and `from_openenv` returns. Each completion has its
+      own environment, which answers its turns. It replaces `config.env.make`.
+    tools: functions with type hints and Google docstrings that the model may call. They replace
+      `config.env.tools`.
 
   Raises:
     UserError: the config cannot run here, the workdir belongs to another run or is in use, or one
@@ -104,7 +115,7 @@ def steps(
   """
   prepare_devices()
   compile_count()  # the first call registers the listener that counts compilations
-  inputs = resolve_inputs(config, reward, data, held_out, demonstrations)
+  inputs = resolve_inputs(config, reward, data, held_out, demonstrations, environment, tools)
   display = display or Display(is_first_process())
   interrupts = Interrupts(display.notice)
   signals = interrupts if stopping is None else contextlib.nullcontext()

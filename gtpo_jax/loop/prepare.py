@@ -15,7 +15,7 @@ from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.rollout.frozen import check_frozen
 from gtpo_jax.rollout.policies import check_weights
 from gtpo_jax.rollout.problems import held_out_problems, training_problems
-from gtpo_jax.rollout.scoring import RewardManager
+from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.warm_start import Teacher, check_prompts, make_teacher
@@ -50,7 +50,7 @@ def prepare(inputs: Inputs, display: Display) -> Parts:
   config = inputs.config
   check_training(config)
   with proposing_mesh(config):
-    worker = RolloutWorker(config)
+    worker = RolloutWorker(config, environment=inputs.environment, tools=inputs.tools)
     check_divisible(config, worker.model)
   reward_manager = RewardManager(config, inputs.reward)
   teacher = make_teacher(config, worker, display.say, inputs.records)

@@ -22,7 +22,8 @@ from gtpo_jax.rollout.group_metrics import (
 )
 from gtpo_jax.rollout.groups import Group, restore_groups, save_groups
 from gtpo_jax.rollout.pool import GroupPool
-from gtpo_jax.rollout.scoring import PendingRewards, RewardManager
+from gtpo_jax.rollout.scoring.manager import RewardManager
+from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.rollout.token_truth import token_truth
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
 from gtpo_jax.runtime.device_errors import phase

@@ -14,6 +14,7 @@ from gtpo_jax.algorithms import has_contrast
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
+from gtpo_jax.environments.turns import Episode
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
 
@@ -58,6 +59,7 @@ class EndedCompletion(NamedTuple):
   index: int  # index within the problem's group
   tokens: np.ndarray  # i32[length]
   finished: bool  # True if a stop token or a stop string ended it, False if it was cut off
+  episode: Episode | None = None  # if there is an environment
 
   @classmethod
   def of(

@@ -17,8 +17,8 @@ import numpy as np
 
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.config import Config
-from gtpo_jax.rollout.groups import Group, append_guided, row_of
-from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards
+from gtpo_jax.rollout.groups import EndedCompletion, Group, append_guided, row_of
+from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,11 +16,15 @@ from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.config.trainer import run_demand
 from gtpo_jax.data.chat import Chat, TextStream, load_chat
 from gtpo_jax.data.records import Problem
+from gtpo_jax.environments.environment import Maker, add_to_prompt
+from gtpo_jax.environments.turns import Message
 from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.models.params import Params, param_shardings
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards
+from gtpo_jax.rollout.groups import EndedCompletion
+from gtpo_jax.rollout.scoring.pending import PendingRewards
+from gtpo_jax.rollout.user_environments import make_runner
 from gtpo_jax.runtime.chips import usable_memory
 from gtpo_jax.runtime.distributed import least_of_processes
 from gtpo_jax.runtime.errors import UserError
@@ -49,11 +53,13 @@ class RolloutWorker:
     model_folder: the Hugging Face folder that `model.path` names; None for a preset.
     chat: the tokenizer with its chat template and stop tokens.
     stop_strings: strings that end a completion; None for none.
+    runner: runs the episodes of completions; None if these have one turn.
     engine: the sampling engine of `model`.
 
   Raises:
     UserError: the model cannot be found or is not supported, it cannot be sharded over the mesh,
-      its vocabulary is smaller than the tokenizer's, or the tokenizer cannot write a stop string.
+      its vocabulary is smaller than the tokenizer's, or the tokenizer cannot write a stop string;
+      or the environment and the tools cannot be used with it.
   """
 
   def __init__(
@@ -62,12 +68,16 @@ class RolloutWorker:
     max_tokens: int | None = None,
     stop: Sequence[str] | None = None,
     trains: bool = True,
+    environment: Callable[[], Any] | Maker | None = None,
+    tools: Sequence[Callable[..., Any]] | None = None,
   ):
     """Args:
     config: the run's config.
     max_tokens: replaces `config.sampling.max_tokens`; None keeps it.
     stop: replaces `config.sampling.stop`; None keeps it.
     trains: whether the model is trained, so that its optimizer's state takes memory too.
+    environment: replaces that of `config.env.make`; None keeps it.
+    tools: replace those of `config.env.tools`; None keeps them.
     """
     resolved = resolve_model(config)
     self.model_folder = resolved.folder
@@ -87,6 +97,8 @@ class RolloutWorker:
     self._teacher_prompt_tokens = config.teacher_prompt_tokens
     self._max_tokens = max_tokens or config.sampling.max_tokens
     self.stop_strings = _stop_strings(self.chat, config.sampling.stop if stop is None else stop)
+    self.runner = make_runner(config, self.chat, environment, tools)
+    self._schemas = self.runner.schemas if self.runner else ()
     self._engine_config = config.engine_config
     devices = jax.local_devices()
     memory = least_of_processes(usable_memory(devices[0], len(devices)))
@@ -118,10 +130,15 @@ class RolloutWorker:
     texts = self.chat.decode(rows)
     return [self.stop_strings.cut(text) for text in texts] if self.stop_strings else texts
 
-  def encode(self, problem: Problem) -> list[int]:
-    """Returns a problem's token ids, with the config's system message and template applied."""
+  def encode(self, problem: Problem, added: str | Sequence[Message] = "") -> list[int]:
+    """Returns a problem's token ids, with the config's system message and template applied.
+
+    Args:
+      problem: the problem.
+      added: what its environment adds to the prompt.
+    """
     text = self._data.template.replace("{prompt}", problem.messages[-1]["content"])
-    return self._encode(problem, text)
+    return self._encode(problem, text, added)
 
   def encode_for_teacher(self, problem: Problem) -> list[int]:
     """Returns the token ids that the teacher reads in place of those of `encode`.
@@ -139,15 +156,17 @@ class RolloutWorker:
       )
     return tokens
 
-  def _encode(self, problem: Problem, text: str) -> list[int]:
-    """Returns the token ids of a problem with `text` as its last message."""
+  def _encode(self, problem: Problem, text: str, added: str | Sequence[Message] = "") -> list[int]:
+    """Returns the token ids of a problem with `text` as its last message; see `encode`."""
     data = self._data
     *earlier, last = problem.messages
     messages = [*earlier, {**last, "content": text}]
     if data.system and messages[0]["role"] != "system":
       messages.insert(0, {"role": "system", "content": data.system})
+    if added:
+      messages = add_to_prompt(messages, added)
     if data.chat:
-      return self.chat.encode_prompt(messages)
+      return self.chat.encode_prompt(messages, self._schemas)
     return self.chat.encode_text("\n\n".join(message["content"] for message in messages))
 
   def policy(self, params: Params) -> Policy:

@@ -507,7 +507,7 @@ def test_a_turn_must_be_expected():
   [
     ("max_turns", 0, "env.max_turns must be at least 1, got 0"),
     ("parse_retries", -1, "env.parse_retries must be at least 0, got -1"),
-    ("step_timeout_s", float("nan"), "env.step_timeout_s must be a positive number of seconds"),
+    ("step_timeout_s", float("nan"), "env.step_timeout_s must be above 0 and finite, got nan"),
     ("truncate", "midle", "env.truncate must be one of middle, end, start, got 'midle', did you"),
     ("role", "system", "env.role must be one of tool, user, got 'system'"),
   ],

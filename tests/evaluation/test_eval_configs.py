@@ -13,7 +13,7 @@ from gtpo_jax.config import Config, MeshSection, ModelSection, load
 from gtpo_jax.models.params import init_params
 from gtpo_jax.rollout.policies import find_policy
 from gtpo_jax.rollout.problems import eval_label, held_out_problems
-from gtpo_jax.rollout.scoring import RewardManager
+from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 

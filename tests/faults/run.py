@@ -20,7 +20,7 @@ import gtpo_jax.warm_start
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.cli import main
 from gtpo_jax.logs.journal import Journal
-from gtpo_jax.rollout.scoring import RewardManager
+from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.sampling.programs import Programs
 

@@ -10,7 +10,7 @@ from gtpo_jax.rewards import VERIFIERS
 from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.problems import training_problems
-from gtpo_jax.rollout.scoring import RewardManager
+from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 
 N = 8

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gtpo_jax.data.records import Problem, user
-from gtpo_jax.rollout.user_functions import MAX_VALUE, FunctionCaller
+from gtpo_jax.rollout.scoring.functions import MAX_VALUE, FunctionCaller
 from gtpo_jax.runtime.errors import FunctionError
 
 CASES = int(os.environ.get("GTPO_FUZZ_CASES", "100"))

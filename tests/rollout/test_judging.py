@@ -10,7 +10,9 @@ from judge_server import after, serving
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.rollout.group_metrics import combine_metrics
-from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards, RewardManager
+from gtpo_jax.rollout.groups import EndedCompletion
+from gtpo_jax.rollout.scoring.manager import RewardManager
+from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.signals import Stopped
 

@@ -17,7 +17,7 @@ from gtpo_jax.rollout.problems import (
   source_labels,
   training_problems,
 )
-from gtpo_jax.rollout.scoring import RewardManager
+from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 

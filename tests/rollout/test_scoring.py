@@ -20,9 +20,11 @@ from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.rewards import VERIFIERS
 from gtpo_jax.rewards.math.worker_pool import shared_pool
-from gtpo_jax.rollout import scoring
-from gtpo_jax.rollout.scoring import EndedCompletion, PendingRewards, RewardManager
-from gtpo_jax.rollout.user_functions import import_function
+from gtpo_jax.rollout.groups import EndedCompletion
+from gtpo_jax.rollout.scoring import pending as pending_module
+from gtpo_jax.rollout.scoring.functions import import_function
+from gtpo_jax.rollout.scoring.manager import RewardManager
+from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.runtime.errors import FunctionError, UserError
 from gtpo_jax.runtime.signals import Stopped, Watchdog
 
@@ -574,7 +576,7 @@ def test_scoring_as_completions_end_equals_scoring_at_once(changes):
 
 def test_waiting_for_scores_can_be_stopped(monkeypatch):
   """Asking whether to stop is not progress: the watchdog still notices a verifier that hangs."""
-  monkeypatch.setattr(scoring, "POLL_S", 0.05)
+  monkeypatch.setattr(pending_module, "POLL_S", 0.05)
   may_end = threading.Event()
   progress = []
 

@@ -1,4 +1,4 @@
-"""Reward functions that users write: imported by name, called with a time limit.
+"""Functions and classes that users write: imported by name; reward functions are called.
 
 This is the one place where a user's reward function is called. Whatever it returns or raises, each
 completion gets a number that the statistics of a batch can use, or no value.
@@ -36,32 +36,64 @@ RewardFunction = Callable[
 
 
 def import_function(name: str) -> RewardFunction:
-  """Returns the function that `module:function` names.
+  """Returns the reward function that `module:function` names.
 
   Raises:
     UserError: the name has another form, or the function cannot be imported.
   """
-  module, colon, function = name.partition(":")
-  if not (module and colon and function):
+  if not _is_qualified(name):
     raise UserError(
       f"reward part {name!r} is none of {', '.join([*BUILTIN_PARTS, *PARTS])}, "
       "nor a function named as module:function"
     )
+  return checked_callable(import_name(name, "reward function"), f"reward function {name!r}")
+
+
+def import_name(name: str, what: str) -> Any:
+  """Returns what `module:name` names, such as a function or a class.
+
+  Args:
+    name: the module, a colon, and the name in it.
+    what: what it is, for messages, such as "tool".
+
+  Raises:
+    UserError: the name has another form, or it cannot be imported.
+  """
+  if not _is_qualified(name):
+    raise UserError(f"{what} {name!r} is not named as module:name")
   folder = os.getcwd()
   if folder not in sys.path:
     sys.path.insert(0, folder)  # finds modules in the working directory, as `python -m` would
+  module, _, attribute = name.partition(":")
   try:
-    with _unchanged_jax_settings(f"the module of reward function {name!r}"):
-      imported = getattr(importlib.import_module(module), function)
+    with _unchanged_jax_settings(f"the module of {what} {name!r}"):
+      return getattr(importlib.import_module(module), attribute)
   except KeyboardInterrupt:
     raise
   except BaseException as error:  # the import runs the user's code
-    raise UserError(f"reward function {name!r} cannot be imported: {described(error)}") from error
-  if not callable(imported):
-    raise UserError(
-      f"reward function {name!r} is of type {type(imported).__name__} and cannot be called"
-    )
-  return imported
+    raise UserError(f"{what} {name!r} cannot be imported: {described(error)}") from error
+
+
+def checked_callable(value: Any, what: str) -> Callable[..., Any]:
+  """Returns a value that can be called.
+
+  Raises:
+    UserError: it cannot; `what` names it.
+  """
+  if not callable(value):
+    raise UserError(f"{what} is of type {type(value).__name__} and cannot be called")
+  return value
+
+
+def qualified_name(function: Any, default: str = "") -> str:
+  """Returns what a function or class is called in a config: module:name."""
+  own = getattr(function, "__qualname__", default or type(function).__qualname__)
+  return f"{getattr(function, '__module__', '')}:{own}"
+
+
+def _is_qualified(name: str) -> bool:
+  module, colon, attribute = name.partition(":")
+  return bool(module and colon and attribute)
 
 
 class FunctionCaller:

@@ -1,0 +1,1 @@
+"""Scores completions: verifiers, users' functions, the judge, and the parts of the reward."""

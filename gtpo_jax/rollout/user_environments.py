@@ -1,0 +1,62 @@
+"""Makes what runs the episodes of a run, from its config or from what a program passed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gtpo_jax.config import Config
+from gtpo_jax.config.data_sections import PYTHON_TOOL
+from gtpo_jax.data.chat import Chat
+from gtpo_jax.data.records import user
+from gtpo_jax.environments import python_tool
+from gtpo_jax.environments.environment import Maker
+from gtpo_jax.environments.runner import EpisodeRunner
+from gtpo_jax.rollout.scoring.functions import checked_callable, import_name
+from gtpo_jax.runtime.errors import UserError
+
+
+def make_runner(
+  config: Config,
+  chat: Chat,
+  environment: Callable[[], Any] | Maker | None = None,
+  tools: Sequence[Callable[..., Any]] | None = None,
+) -> EpisodeRunner | None:
+  """Returns what runs episodes; None if completions have one turn.
+
+  Args:
+    config: the run's config.
+    chat: the tokenizer and its template.
+    environment: replaces that of `env.make`.
+    tools: replace those of `env.tools`.
+
+  Raises:
+    UserError: the environment or a tool cannot be imported or used, or the chat template does not
+      show tools or observations.
+  """
+  section = config.env
+  if environment is None and section.make:
+    environment = import_name(section.make, "environment")
+  if tools is None:
+    tools = [_import_tool(config, name) for name in section.tool_names]
+  if environment is None and not tools:
+    return None
+  runner = EpisodeRunner(chat, environment, tools, section.parser, section.limits)
+  question = user("x")
+  template = chat.template
+  if runner.schemas and template.render(question, runner.schemas) == template.render(question):
+    names = ", ".join(schema["function"]["name"] for schema in runner.schemas)
+    raise UserError(
+      f"{template.name} does not show tools, so the model could not call {names}; use a tokenizer "
+      "whose template reads `tools`"
+    )
+  return runner
+
+
+def _import_tool(config: Config, name: str) -> Callable[..., Any]:
+  if name == PYTHON_TOOL:
+    reward = config.reward
+    return python_tool(
+      reward.code_timeout_s, reward.code_memory_mb, allow_unsandboxed=reward.unsandboxed
+    )
+  return checked_callable(import_name(name, "tool"), f"tool {name!r}")

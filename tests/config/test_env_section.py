@@ -1,0 +1,85 @@
+"""The section `env` of a config: its checks, and what a Python program passes instead."""
+
+import pytest
+
+from gtpo_jax import environments
+from gtpo_jax.api.inputs import resolve_inputs
+from gtpo_jax.config import Config, EnvSection, freeze
+from gtpo_jax.environments.limits import EpisodeLimits
+from gtpo_jax.runtime.errors import UserError
+
+
+class Echo:
+  """An environment that repeats each turn."""
+
+  def reset(self, row, seed):
+    return None
+
+  def step(self, turn):
+    return environments.Step(turn.text)
+
+
+def add(a: int, b: int) -> int:
+  """Adds two numbers.
+
+  Args:
+    a: The first.
+    b: The second.
+  """
+  return a + b
+
+
+def test_names_and_limits():
+  section = freeze({"env": {"make": "m:Cls", "tools": "m:f, python,", "max_turns": 3}}).env
+  assert section.is_used and section.tool_names == ["m:f", "python"]
+  assert section.limits == EpisodeLimits(max_turns=3) and type(section.limits) is EpisodeLimits
+  assert not Config().env.is_used and EnvSection().limits == EpisodeLimits()
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"env": {"make": "guess"}}, "env.make must be named as module:class, got 'guess'"),
+    ({"env": {"tools": "m:f,m:"}}, "env.tools must be named as module:function, or 'python', got"),
+    ({"env": {"max_turns": 3}}, "env.max_turns = 3 has no effect without env.make or env.tools"),
+    ({"env": {"make": "m:C", "max_turns": 0}}, "env.max_turns must be at least 1, got 0"),
+    ({"env": {"make": "m:C", "truncate": "mid"}}, "env.truncate must be one of middle, end, start"),
+    ({"env": {"make": "m:C", "parser": "qwen"}}, "env.parser must be one of auto, hermes, llama3"),
+    ({"env": {"make": "m:C"}, "data": {"chat": False}}, "env.make needs the chat template"),
+    (
+      {"env": {"tools": "m:f"}, "algorithm": {"name": "dapo_mixed"}},
+      "env.tools does not work with algorithm 'dapo_mixed', whose guide",
+    ),
+    (
+      {"env": {"tools": "m:f"}, "teacher": {"path": "x", "prompt": "{prompt}"}},
+      "env.tools does not work with teacher.prompt",
+    ),
+  ],
+)
+def test_what_does_not_fit_is_refused(changes, message):
+  with pytest.raises(UserError) as raised:
+    freeze(changes)
+  assert str(raised.value).startswith(message)
+
+
+def test_a_program_passes_objects_and_the_config_names_them():
+  inputs = resolve_inputs({}, environment=Echo, tools=[add])
+  assert inputs.environment is Echo and inputs.tools == [add]
+  assert inputs.config.env.make == f"{__name__}:Echo"
+  assert inputs.config.env.tools == f"{__name__}:add"
+  assert resolve_inputs({}).config.env == EnvSection()
+
+
+@pytest.mark.parametrize(
+  "given, message",
+  [
+    ({"environment": add.__class__}, "environment function has no method 'reset'"),
+    ({"environment": 3}, "environment is a class with reset and step"),
+    ({"tools": add}, "tools must be a list of functions"),
+    ({"tools": [3]}, "tools must be a list of functions"),
+  ],
+)
+def test_objects_that_do_not_fit_are_refused(given, message):
+  with pytest.raises(UserError) as raised:
+    resolve_inputs({}, **given)
+  assert str(raised.value).startswith(message)
