@@ -18,7 +18,12 @@ from gtpo_jax.data.records import Problem
 from gtpo_jax.data.sources import RECORDS, Loaded, load_records
 from gtpo_jax.environments.environment import Maker
 from gtpo_jax.rewards import gold_check
-from gtpo_jax.rollout.scoring.functions import RewardFunction, qualified_name
+from gtpo_jax.rollout.scoring.functions import (
+  EPISODES,
+  RewardFunction,
+  qualified_name,
+  takes_episodes,
+)
 from gtpo_jax.runtime.errors import UserError
 
 HELD_OUT_FRACTION = 10  # one problem in ten is held out if the program names none
@@ -103,15 +108,12 @@ def resolve_inputs(
     name = f"{_name(loaded.problems)}:demonstrations"
     records[name] = loaded
     warm_start = dataclasses.replace(warm_start, data=name)
+  env = _env_section(config.env, environment, tools)
   reward_section = config.reward
   if reward is not None:
-    reward_section = dataclasses.replace(reward_section, verifier=_reward_name(reward))
+    reward_section = dataclasses.replace(reward_section, verifier=_reward_name(reward, env.is_used))
   config = dataclasses.replace(
-    config,
-    data=section,
-    reward=reward_section,
-    warm_start=warm_start,
-    env=_env_section(config.env, environment, tools),
+    config, data=section, reward=reward_section, warm_start=warm_start, env=env
   )
   return Inputs(config, reward, records, environment, tools)
 
@@ -132,15 +134,19 @@ def _env_section(
   return dataclasses.replace(section, **names)
 
 
-def _reward_name(reward: RewardFunction) -> str:
-  """Checks a reward function and returns its name in the form that `reward.verifier` has."""
+def _reward_name(reward: RewardFunction, episodes: bool) -> str:
+  """Checks a reward function and returns its name in the form that `reward.verifier` has.
+
+  `episodes` says whether completions are episodes.
+  """
   if not callable(reward):
     raise UserError(
       f"reward must be a function of (prompts, completions, answers, extras), got {reward!r}"
     )
   name = qualified_name(reward)
   try:
-    inspect.signature(reward).bind([], [], [], [])
+    further = {EPISODES: []} if episodes and takes_episodes(reward) else {}
+    inspect.signature(reward).bind([], [], [], [], **further)
   except TypeError as error:
     raise UserError(
       f"reward function {name!r} must take (prompts, completions, answers, extras): {error}"

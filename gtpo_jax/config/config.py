@@ -146,6 +146,10 @@ class Config:
 
   def _check_env(self) -> None:
     if not self.env.is_used:
+      if "env" in dict(self.reward.weighted):
+        raise UserError(
+          f"reward.parts = {self.reward.parts!r} has the part env: set env.make or env.tools"
+        )
       return
     name = "env.make" if self.env.make else "env.tools"
     if not self.data.chat:

@@ -207,10 +207,11 @@ class RewardSection(Checked):
   Attributes:
     parts: the reward as a weighted sum, such as "correct*1,boxed*0.1,my_module:my_function*0.5".
       "correct" is the algorithm's reward for right and wrong, "verifier" the verifier's own
-      number, "judge" the judge's. Algorithms with entropy shaping shape "correct", whose weight is
-      then 1, and add the other parts to the shaped reward. Each part is logged.
-    verifier: a function that decides right and wrong, as module:function; "" for the built-in
-      verifier of each problem's kind.
+      number, "judge" the judge's, "env" the sum of the environment's. Algorithms with entropy
+      shaping shape "correct", whose weight is then 1, and add the other parts to the shaped reward.
+      Each part is logged.
+    verifier: a function that decides right and wrong, as module:function; "" for the environment,
+      or, if it does not decide, the built-in verifier of each problem's kind.
     math_rule: "math" (equivalence, by exact arithmetic and math-verify) or "dapo" (DAPO's own
       `Answer:` line, compared as a string).
     instructions: for problems of kind "constraints", "strict", or "loose": whether a text follows

@@ -24,7 +24,7 @@ def load_sessions(sessions: Sequence[Session], snapshot: Mapping[str, Any]) -> N
   """Loads saved episodes into new sessions: those that had ended, and the turns of the others."""
   for session, saved in zip(sessions, snapshot["episodes"], strict=True):
     if "episode" in saved:
-      session.result = _episode(saved["episode"])
+      session.result = load_episode(saved["episode"])
       session.state = State.ENDED
     else:
       session.replay = collections.deque(Recorded(*turn) for turn in saved["turns"])
@@ -32,11 +32,17 @@ def load_sessions(sessions: Sequence[Session], snapshot: Mapping[str, Any]) -> N
 
 def _save(session: Session) -> dict[str, Any]:
   if session.result is not None:
-    return {"episode": dataclasses.asdict(session.result)}
+    return {"episode": save_episode(session.result)}
   return {"turns": [list(turn) for turn in session.record]}
 
 
-def _episode(saved: Mapping[str, Any]) -> Episode:
+def save_episode(episode: Episode) -> dict[str, Any]:
+  """Returns an episode as JSON values."""
+  return dataclasses.asdict(episode)
+
+
+def load_episode(saved: Mapping[str, Any]) -> Episode:
+  """Returns the episode that `save_episode` saved."""
   turns = [
     Turn(**{**turn, "calls": tuple(ToolCall(**call) for call in turn["calls"])})
     for turn in saved["turns"]

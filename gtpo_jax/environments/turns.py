@@ -115,6 +115,14 @@ class Episode:
   reason: str = ""
 
   @property
+  def failed(self) -> bool:
+    """Whether the episode is incorrect whatever a verifier says of its text.
+
+    The model has reached a limit, or the environment took too long and `on_timeout` is "wrong".
+    """
+    return self.scored and self.stop in (*MODEL_LIMITS, Stop.TIMEOUT)
+
+  @property
   def text(self) -> str:
     """The text of the last turn; "" if there is none."""
     return self.turns[-1].text if self.turns else ""

@@ -82,8 +82,8 @@ def combine_metrics(batches: Sequence[dict[str, float]]) -> dict[str, float]:
   if len(batches) == 1:
     return dict(batches[0])
   combined = {}
-  for name in batches[0] if batches else ():
-    values = np.asarray([metrics[name] for metrics in batches])
+  for name in dict.fromkeys(name for metrics in batches for name in metrics):
+    values = np.asarray([metrics.get(name, np.nan) for metrics in batches])
     is_number = ~np.isnan(values)
     combined[name] = float(np.nansum(values)) if name in COUNTED else _mean(values, is_number)
   return combined

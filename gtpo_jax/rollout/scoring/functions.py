@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import inspect
 import itertools
 import math
 import os
@@ -20,19 +21,22 @@ from typing import Any
 import jax
 
 from gtpo_jax.data.records import Problem
+from gtpo_jax.environments.turns import Episode
 from gtpo_jax.rewards import PARTS
 from gtpo_jax.runtime.errors import FunctionError, UserError, described
 from gtpo_jax.runtime.limits import within
 
-BUILTIN_PARTS = ("correct", "verifier", "judge")  # parts of the reward that no function computes
+# Parts of the reward that no function computes.
+BUILTIN_PARTS = ("correct", "verifier", "judge", "env")
 # The largest magnitude of a value. The squares of larger ones, summed over a batch, may overflow
 # float32.
 MAX_VALUE = 1e15
 
-# (prompts, completions, answers, extras) -> a number, bool or None for each completion
-RewardFunction = Callable[
-  [Sequence[str], Sequence[str], Sequence[str], Sequence[dict]], Sequence[float | None]
-]
+EPISODES = "episodes"  # the parameter of a reward function that gets the episodes
+
+# (prompts, completions, answers, extras) -> a number, bool or None for each completion. A function
+# with a parameter `episodes` gets those too.
+RewardFunction = Callable[..., Sequence[float | None]]
 
 
 def import_function(name: str) -> RewardFunction:
@@ -110,7 +114,12 @@ class FunctionCaller:
     self._shown: set[str] = set()
 
   def __call__(
-    self, name: str, function: RewardFunction, problem: Problem, texts: Sequence[str]
+    self,
+    name: str,
+    function: RewardFunction,
+    problem: Problem,
+    texts: Sequence[str],
+    episodes: Sequence[Episode] | None = None,
   ) -> list[float]:
     """Returns the value of each completion of a problem; NaN if there is none.
 
@@ -122,7 +131,7 @@ class FunctionCaller:
       FunctionError: the function raised an exception that is not an `Exception`.
     """
     n = len(texts)
-    work = lambda: _values(function, problem, texts)
+    work = lambda: _values(function, problem, texts, episodes)
     try:
       with _unchanged_jax_settings(f"reward function {name!r}"):
         values = self._within_limit(work)
@@ -181,7 +190,20 @@ class FunctionCaller:
       )
 
 
-def _values(function: RewardFunction, problem: Problem, texts: Sequence[str]) -> list[float | None]:
+def takes_episodes(function: RewardFunction) -> bool:
+  """Whether a reward function has a parameter `episodes`."""
+  try:
+    return EPISODES in inspect.signature(function).parameters
+  except (TypeError, ValueError):  # a builtin has no signature
+    return False
+
+
+def _values(
+  function: RewardFunction,
+  problem: Problem,
+  texts: Sequence[str],
+  episodes: Sequence[Episode] | None,
+) -> list[float | None]:
   """Calls a function on the completions of a problem, with arguments that it may change.
 
   Reading what it returns is part of the call: a generator may be slow, or never end.
@@ -189,7 +211,10 @@ def _values(function: RewardFunction, problem: Problem, texts: Sequence[str]) ->
   n = len(texts)
   prompts = [problem.messages[-1]["content"]] * n
   extras = [copy.deepcopy(dict(problem.extra)) for _ in texts]
-  returned = function(prompts, list(texts), [problem.answer] * n, extras)
+  further = {}
+  if episodes is not None and takes_episodes(function):
+    further[EPISODES] = copy.deepcopy(list(episodes))
+  returned = function(prompts, list(texts), [problem.answer] * n, extras, **further)
   if isinstance(returned, str | bytes | bytearray | Mapping | Set):
     raise TypeError(f"returned {type(returned).__name__}, not a list of numbers")
   values = list(itertools.islice(returned, n + 1))

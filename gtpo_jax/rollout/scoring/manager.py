@@ -6,6 +6,7 @@ it is then excluded from the loss and the statistics, and counted in `reward/no_
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,8 @@ import numpy as np
 
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
+from gtpo_jax.environments.metrics import episode_metrics
+from gtpo_jax.environments.turns import Episode
 from gtpo_jax.rewards import PARTS, group_relative, score, soft_overlong
 from gtpo_jax.rewards.judge.judge import Judge
 from gtpo_jax.rollout.groups import RewardResult
@@ -49,6 +52,11 @@ class RewardManager:
   returns a list of the wrong length or exceeds `reward.function_timeout_s`, the problem's
   completions have no verdict; a completion for which it returns NaN, or a number that is too large
   for statistics in float32, has none either. The first failure of each function is printed.
+
+  Of an episode, the text of its last turn is scored, and a function with a parameter `episodes`
+  gets them. Without a user's verifier and a judge, the environment's own verdict comes first. An
+  episode that reached a limit of the model is incorrect, and one whose environment failed has no
+  verdict, whatever else is said about it.
 
   Attributes:
     thread: runs the verifiers and functions. With a judge, there are several: each waits for the
@@ -151,18 +159,21 @@ class RewardManager:
       rewards[i] = math.nan if grade is None else grade
     return rewards
 
-  def call_functions(self, problem: Problem, texts: Sequence[str]) -> dict[str, list[float]]:
-    """Calls the users' functions on all completions of a problem.
+  def call_functions(
+    self, problem: Problem, texts: Sequence[str], episodes: Sequence[Episode] | None = None
+  ) -> dict[str, list[float]]:
+    """Calls the users' functions on all completions of a problem, and their episodes if any.
 
     Returns, for each function name, one value per completion (NaN for none); the values of a user's
     verifier are under `USER_VERIFIER`.
     """
     values = {
-      name: self._call(name, function, problem, texts) for name, function in self._functions.items()
+      name: self._call(name, function, problem, texts, episodes)
+      for name, function in self._functions.items()
     }
     if self._verifier:
       name = self._config.reward.verifier
-      values[USER_VERIFIER] = self._call(name, self._verifier, problem, texts)
+      values[USER_VERIFIER] = self._call(name, self._verifier, problem, texts, episodes)
     return values
 
   def combine(
@@ -173,16 +184,18 @@ class RewardManager:
     finished: np.ndarray,
     grades: np.ndarray | None = None,
     numbers: np.ndarray | None = None,
+    episodes: Sequence[Sequence[Episode]] | None = None,
   ) -> RewardResult:
     """Combines verdicts, grades and function values into rewards.
 
     Args:
       verdicts: f64[n, g] from `score`.
       function_values: n results of `call_functions`.
-      lengths: i32[n, g], tokens of each completion.
+      lengths: i32[n, g], tokens of each completion that the policy drew.
       finished: bool[n, g]; False if the completion was cut off, which counts as incorrect.
       grades: f64[n, g] from `grade`, if there is a judge.
       numbers: f64[n, g] from `score`; None for the verdicts as numbers.
+      episodes: [n][g]; None if completions are none.
     """
     section = self._config.reward
     algorithm = self._config.resolved_algorithm
@@ -201,12 +214,17 @@ class RewardManager:
       is_correct = grades >= section.judge.threshold
     if self.has_own_verifier or numbers is None:
       numbers = verdicts
-    scored = ~np.isnan(verdicts) | ~finished
-    correct = finished & is_correct
+    of_episodes = functools.partial(_of_episodes, episodes, finished.shape)
+    failed = ~finished | of_episodes(lambda episode: episode.failed)
+    without_fault = of_episodes(lambda episode: episode.scored, True)
+    scored = (~np.isnan(verdicts) | failed) & without_fault
+    correct = is_correct & ~failed & without_fault
     reward = np.zeros(finished.shape)
     added = np.zeros(finished.shape)
     terms = {}
     metrics = {}
+    if episodes:
+      metrics |= episode_metrics([episode for row in episodes for episode in row])
     if self._judge:
       metrics |= {"judge/grade": _mean(grades), **self._judge.take_metrics()}
     for name, weight in section.weighted:
@@ -214,6 +232,8 @@ class RewardManager:
         part = np.where(correct, right, wrong)
       else:
         known = {"verifier": numbers, "judge": grades}
+        if name == "env":
+          known[name] = of_episodes(lambda episode: episode.reward, math.nan)
         part = known[name] if name in known else column(name)
         scored &= ~np.isnan(part)
         metrics[f"reward/part/{name}"] = _mean(part)
@@ -239,6 +259,18 @@ class RewardManager:
       penalty = soft_overlong(lengths, max_tokens, settings.overlong_buffer)
     reward = reward.astype(np.float32)
     return RewardResult(correct, scored, reward, added.astype(np.float32), penalty, valid, metrics)
+
+
+def _of_episodes(
+  episodes: Sequence[Sequence[Episode]] | None,
+  shape: tuple[int, ...],
+  value: Callable[[Episode], float | bool],
+  without: float | bool = False,
+) -> np.ndarray:
+  """Returns the value of each episode, [n, g]; `without` if there are none."""
+  if episodes is None:
+    return np.full(shape, without)
+  return np.asarray([[value(episode) for episode in row] for row in episodes]).reshape(shape)
 
 
 def _mean(values: np.ndarray) -> float:

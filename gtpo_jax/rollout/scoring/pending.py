@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import json
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -13,6 +15,8 @@ import jax
 import numpy as np
 
 from gtpo_jax.data.records import Problem
+from gtpo_jax.environments.snapshots import load_episode, save_episode
+from gtpo_jax.environments.turns import Episode
 from gtpo_jax.rollout.groups import EndedCompletion, RewardResult
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.runtime.distributed import any_process, broadcast_from_first, is_first_process
@@ -29,7 +33,8 @@ class PendingRewards:
 
   Attributes:
     texts: [n][g], the decoded completions; complete after `result`.
-    lengths: i32[n, g], tokens of each completion.
+    episodes: [n][g], the episodes; None if completions are none. Complete after `result`.
+    lengths: i32[n, g], tokens of each completion that the policy drew.
     finished: bool[n, g], whether a stop token or a stop string ended each.
     ended: how many completions were added so far.
   """
@@ -52,9 +57,11 @@ class PendingRewards:
     self._problems = problems
     self._decode = decode
     self.texts = [[""] * group for _ in range(n)]
+    self.episodes: list[list[Episode | None]] | None = None
     self.lengths = np.zeros((n, group), np.int32)
     self.finished = np.zeros((n, group), bool)
     self.ended = 0
+    self._answers = [[""] * group for _ in range(n)]  # what is scored
     self._verdicts = np.full((n, group), np.nan)
     self._numbers = np.full((n, group), np.nan)
     self._grades = np.full((n, group), np.nan)
@@ -92,6 +99,8 @@ class PendingRewards:
           raise Stopped
       shared = broadcast_from_first(functools.partial(self._collect, rows))
     self.texts = shared["texts"]
+    if shared["episodes"] is not None:
+      self.episodes = [[_loaded(text) for text in row] for row in shared["episodes"]]
     # More completions may follow, and what another process sent is read-only.
     self.lengths = shared["lengths"].copy()
     self.finished = shared["finished"].copy()
@@ -108,10 +117,13 @@ class PendingRewards:
       self.finished[rows],
       self._grades[rows],
       self._numbers[rows],
+      [self.episodes[i] for i in rows] if self.episodes else None,
     )
+    episodes = self.episodes
     return {
       "result": vars(result),
       "texts": self.texts,
+      "episodes": episodes and [[_saved(episode) for episode in row] for row in episodes],
       "lengths": self.lengths,
       "finished": self.finished,
     }
@@ -125,26 +137,65 @@ class PendingRewards:
       if not completions:
         return
       texts = self._decode([completion.tokens for completion in completions])
+      answers = [
+        completion.episode.text if completion.episode else text
+        for completion, text in zip(completions, texts, strict=True)
+      ]
       problems = [self._problems[completion.problem] for completion in completions]
-      scores = manager.score(problems, texts)
-    grades = manager.grade(problems, texts, [completion.finished for completion in completions])
+      scores = self._scores(completions, problems, answers)
+    grades = manager.grade(problems, answers, [_may_be_correct(ended) for ended in completions])
     with self._lock:
-      for completion, text, score, grade in zip(completions, texts, scores, grades, strict=True):
-        self._keep(completion, text, *score, grade)
+      for ended, text, answer, score, grade in zip(
+        completions, texts, answers, scores, grades, strict=True
+      ):
+        self.texts[ended.problem][ended.index] = text
+        self._answers[ended.problem][ended.index] = answer
+        self._keep(ended, *score, grade)
 
-  def _keep(
-    self, completion: EndedCompletion, text: str, verdict: float, number: float, grade: float
-  ) -> None:
+  def _scores(
+    self, completions: Sequence[EndedCompletion], problems: Sequence[Problem], texts: Sequence[str]
+  ) -> list[tuple[float, float]]:
+    """Returns verdicts and numbers: the environment's own, otherwise those of the verifiers."""
+    manager = self._reward_manager
+    scores = [(math.nan, math.nan)] * len(texts)
+    open_rows = []
+    for i, (_, _, _, _, episode) in enumerate(completions):
+      if episode is None or (episode.scored and episode.correct is None):
+        open_rows.append(i)
+      elif episode.scored and not manager.has_own_verifier:
+        scores[i] = (float(episode.correct), float(episode.correct))
+    verified = manager.score([problems[i] for i in open_rows], [texts[i] for i in open_rows])
+    for i, score in zip(open_rows, verified, strict=True):
+      scores[i] = score
+    return scores
+
+  def _keep(self, ended: EndedCompletion, verdict: float, number: float, grade: float) -> None:
     """Keeps the scores of a completion; the last one of a problem has users' functions called."""
-    i, j, tokens, finished, _ = completion
-    self.texts[i][j] = text
-    self.lengths[i, j] = len(tokens)
+    i, j, tokens, finished, episode = ended
+    self.lengths[i, j] = len(tokens) if episode is None else episode.tokens
     self.finished[i, j] = finished
     self._verdicts[i, j] = verdict
     self._numbers[i, j] = number
     self._grades[i, j] = grade
+    if episode is not None:
+      self.episodes = self.episodes or [[None] * len(row) for row in self.texts]
+      self.episodes[i][j] = episode
     self._missing[i] -= 1
     if not self._missing[i]:
       self._function_values[i] = self._reward_manager.call_functions(
-        self._problems[i], self.texts[i]
+        self._problems[i], self._answers[i], self.episodes[i] if self.episodes else None
       )
+
+
+def _may_be_correct(ended: EndedCompletion) -> bool:
+  episode = ended.episode
+  return ended.finished and (episode is None or (episode.scored and not episode.failed))
+
+
+def _saved(episode: Episode | None) -> str:
+  """Returns an episode as text for other processes; "" if it has not ended."""
+  return "" if episode is None else json.dumps(save_episode(episode))
+
+
+def _loaded(text: str) -> Episode | None:
+  return load_episode(json.loads(text)) if text else None
