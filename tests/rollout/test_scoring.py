@@ -477,7 +477,7 @@ def test_the_dapo_math_rule():
 @pytest.mark.parametrize(
   ("name", "message"),
   [
-    ("boxd", "is none of correct, verifier, judge, boxed, .*, nor a function"),
+    ("boxd", "is none of correct, verifier, judge, env, boxed, .*, nor a function"),
     ("no_such_module:f", "cannot be imported: ModuleNotFoundError"),
     ("test_scoring:nothing", "cannot be imported: AttributeError"),
     ("test_scoring:not_a_function", "is of type int and cannot be called"),
