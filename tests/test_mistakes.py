@@ -119,7 +119,7 @@ MISTAKES = {
   ),
   "a misspelt part": (
     own("reward.parts=correct,boxd*0.1"),
-    "is none of correct, verifier, judge, boxed",
+    "is none of correct, verifier, judge, env, boxed",
   ),
   "a graded reward without correct": (
     own("reward.parts=my_mistaken_rewards:graded"),
