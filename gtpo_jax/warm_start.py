@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -21,6 +21,7 @@ from gtpo_jax.data.demonstrations import load_demonstrations
 from gtpo_jax.data.sources import Loaded
 from gtpo_jax.logs.display import Display
 from gtpo_jax.models.params import Params
+from gtpo_jax.rollout.episodes.demonstrations import Demonstration, play
 from gtpo_jax.rollout.policies import initial_params
 from gtpo_jax.rollout.problems import NO_RECORDS
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -33,6 +34,7 @@ from gtpo_jax.training.state import init_state, make_optimizer
 
 UPDATES_PER_CALL = 50  # one call of the compiled program takes seconds, so a stop request is quick
 UPDATES_PER_LINE = 250  # updates between progress lines if the output is not a terminal
+PLAYED = 1024  # demonstrations of several turns
 CHECKED_PROBLEMS = 256  # per task; enough to contain prompts of nearly the longest length
 
 
@@ -47,13 +49,6 @@ class Teacher(Protocol):
 
   def draw(self, rng: np.random.Generator, count: int) -> list[Demonstration]:
     """Returns `count` random demonstrations."""
-
-
-class Demonstration(NamedTuple):
-  """A prompt and the completion to imitate, as token ids."""
-
-  prompt: list[int]
-  completion: list[int]
 
 
 class TaskTeacher:
@@ -72,11 +67,34 @@ class TaskTeacher:
     encode = self._worker.chat.encode_completion
     ids = rng.choice(task.train_ids, count)
     return [
-      Demonstration(
+      _one_turn(
         self._worker.encode(task.problem(i)), encode(task.demonstration(i, rng, self._slips))
       )
       for i in ids
     ]
+
+
+class TurnTeacher:
+  """The imperfect teacher of a task with several turns, whose environment answers these.
+
+  Raises:
+    UserError: the environment failed.
+  """
+
+  name = "an imperfect teacher"
+
+  def __init__(self, config: Config, worker: RolloutWorker):
+    task = config.data.train_task
+    rng = np.random.default_rng([config.seed, 2])
+    ids = rng.choice(task.train_ids, PLAYED)
+    rngs = rng.spawn(PLAYED)  # a demonstration must not depend on the order of turns
+    player = lambda i, turns: task.turn(ids[i], turns, rngs[i], config.warm_start.slips)
+    problems = [task.problem(i) for i in ids]
+    self._played = play(worker, problems, player, config.sampling.max_tokens)
+
+  def draw(self, rng: np.random.Generator, count: int) -> list[Demonstration]:
+    """See `Teacher`."""
+    return [self._played[i] for i in rng.integers(len(self._played), size=count)]
 
 
 class OwnTeacher:
@@ -89,7 +107,7 @@ class OwnTeacher:
   def __init__(self, config: Config, worker: RolloutWorker, loaded: Loaded):
     source = config.warm_start.data
     pairs = [
-      Demonstration(worker.encode(problem), worker.chat.encode_completion(problem.answer))
+      _one_turn(worker.encode(problem), worker.chat.encode_completion(problem.answer))
       for problem in loaded.problems
     ]
     p = config.data.max_prompt_tokens
@@ -110,6 +128,10 @@ class OwnTeacher:
   def draw(self, rng: np.random.Generator, count: int) -> list[Demonstration]:
     """See `Teacher`."""
     return [self._pairs[i] for i in rng.integers(len(self._pairs), size=count)]
+
+
+def _one_turn(prompt: list[int], completion: list[int]) -> Demonstration:
+  return Demonstration(prompt, completion, [True] * len(completion))
 
 
 def make_teacher(
@@ -133,7 +155,8 @@ def make_teacher(
   if not section.steps:
     return None
   if not section.data:
-    return TaskTeacher(config, worker)
+    task = config.data.train_task
+    return (TurnTeacher if hasattr(task, "turn") else TaskTeacher)(config, worker)
   loaded = records.get(section.data) or load_demonstrations(
     section.data, section.columns, config.data.bad_rows
   )
@@ -243,8 +266,8 @@ def demonstrations(
   questions = [pair.prompt for pair in pairs]
   prompts = pad_prompts(questions, config.data.max_prompt_tokens, worker.chat.pad)
   tokens = np.full((count * b, t), worker.chat.pad, np.int32)
-  lengths = np.zeros(count * b, np.int32)
-  for row, (_, completion) in enumerate(pairs):
+  mask = np.zeros((count * b, t), bool)
+  for row, (_, completion, drawn) in enumerate(pairs):
     length = len(completion)
     if length > t:
       raise UserError(
@@ -252,7 +275,7 @@ def demonstrations(
         "raise sampling.max_tokens"
       )
     tokens[row, :length] = completion
-    lengths[row] = length
-  flat = Demonstrations(prompts, tokens, np.arange(t) < lengths[:, None])
+    mask[row, :length] = drawn
+  flat = Demonstrations(prompts, tokens, mask)
   sharding = named_sharding(worker.model.mesh, None, "batch")
   return jax.tree.map(lambda x: jax.device_put(x.reshape(count, b, *x.shape[1:]), sharding), flat)

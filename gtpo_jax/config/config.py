@@ -146,6 +146,9 @@ class Config:
 
   def _check_env(self) -> None:
     if not self.env.is_used:
+      for task in (self.data.train_task, self.data.eval_task):
+        if needs := getattr(task, "needs", ""):
+          raise UserError(f"the task {task.name!r} has several turns: set {needs}")
       if "env" in dict(self.reward.weighted):
         raise UserError(
           f"reward.parts = {self.reward.parts!r} has the part env: set env.make or env.tools"

@@ -36,6 +36,12 @@ class Problem:
   location: str = dataclasses.field(default="", compare=False)
   source: str = dataclasses.field(default="", compare=False)
 
+  @property
+  def row(self) -> dict[str, Any]:
+    """What an environment gets: the fields of `extra`, `id`, `messages` and `answer`."""
+    messages = [dict(message) for message in self.messages]
+    return {**self.extra, "id": self.id, "messages": messages, "answer": self.answer}
+
 
 class Problems(Protocol):
   """A sequence of problems, such as a list."""

@@ -13,22 +13,37 @@ from gtpo_jax.data.tasks.constraints import Constraints
 from gtpo_jax.data.tasks.forks import FILLER, ConfidentForks, Forks
 from gtpo_jax.data.tasks.sentences import Sentences
 from gtpo_jax.data.tasks.task import Task, TaskPart
+from gtpo_jax.data.tasks.turns import Calculator, GuessNumber
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
 __all__ = ["FILLER", "TASKS", "Forks", "Task", "TaskPart", "make_task"]
 
 TASKS: dict[str, type] = {
   task.name: task
-  for task in (RunningSums, Countdown, Forks, ConfidentForks, Sentences, Constraints)
+  for task in (
+    RunningSums,
+    Countdown,
+    Forks,
+    ConfidentForks,
+    Sentences,
+    Constraints,
+    GuessNumber,
+    Calculator,
+  )
 }
-UNREAD = {Sentences: ("terms", "largest"), Constraints: ("largest",)}  # settings without effect
+UNREAD = {  # settings without effect
+  Sentences: ("terms", "largest"),
+  Constraints: ("largest",),
+  GuessNumber: ("terms", "largest"),
+  Calculator: ("terms", "largest"),
+}
 
 
 @functools.lru_cache(maxsize=8)
 def make_task(name: str, terms: int = 0, largest: int = 0, filler: int = FILLER) -> Task:
   """Returns a task by name. `terms` or `largest` of 0 selects the task's default.
 
-  Only forks reads `filler`, constraints only `terms`, and sentences none of them.
+  Only forks reads `filler`; `UNREAD` has those that do not read the others.
 
   Raises:
     UserError: the name is unknown, or the task does not have this difficulty.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,21 @@ class Task(Protocol):
 
   def demonstration(self, index: int, rng: np.random.Generator, slips: float) -> str:
     """Returns the teacher's completion; `slips` scales how often the teacher errs."""
+
+
+class TurnTask(Task, Protocol):
+  """A task with several turns. It has no `demonstration`, but a `turn`.
+
+  Attributes:
+    needs: the setting of the environment or the tools that answer turns.
+  """
+
+  needs: str
+
+  def turn(
+    self, index: int, turns: Sequence[tuple[str, str]], rng: np.random.Generator, slips: float
+  ) -> str:
+    """Returns the teacher's next turn, given the earlier ones and what was answered to each."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

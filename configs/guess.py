@@ -1,0 +1,25 @@
+"""Guess a number: an environment with several turns, in which GTPO learns to bisect.
+
+    gtpo train --config=configs/guess.py --workdir=runs/guess
+
+A number from 0 to 31 is to be found within five guesses, of which each is answered by higher,
+lower or right. The base model imitates a player who often forgets what was answered.
+"""
+
+from gtpo_jax.config import default_config
+
+
+def get_config():
+  config = default_config()
+  config.steps = 100
+  config.model.preset = "tiny"
+  config.data.train = "guess"
+  config.data.max_prompt_tokens = 24
+  config.sampling.max_tokens = 76
+  config.env.make = "gtpo_jax.environments.examples.guess:Guess"
+  config.algorithm.name = "gtpo"
+
+  config.warm_start.steps = 1000
+  config.optimizer.learning_rate = 1.5e-4
+  config.optimizer.b2 = 0.95
+  return config

@@ -1,0 +1,1 @@
+"""Environments and tools of the built-in tasks with several turns."""

@@ -1,0 +1,36 @@
+"""A number from 0 to 31 is to be found within five guesses; each answer is higher, lower or right.
+
+The best player halves what is left with each guess. It finds 31 of the 32 numbers in time, after
+four guesses on average.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from gtpo_jax.environments.turns import Step, Turn
+
+GUESSES = 5
+
+
+class Guess:
+  """The environment of the task `guess`. The answer of the row is the number."""
+
+  def reset(self, row: Mapping[str, Any], seed: int) -> None:
+    """Begins a game; see `Environment`."""
+    self._number = int(row["answer"])
+    self._guesses = 0
+
+  def step(self, turn: Turn) -> Step:
+    """Answers a guess; see `Environment`."""
+    self._guesses += 1
+    guess = int(turn.text) if re.fullmatch(r"\d{1,2}", turn.text) else None
+    if guess == self._number:
+      return Step("right", reward=1.0, done=True, correct=True, info={"guesses": self._guesses})
+    if self._guesses == GUESSES:
+      return Step(done=True, correct=False)
+    if guess is None:
+      return Step("a number")
+    return Step("higher" if guess < self._number else "lower")

@@ -1,0 +1,1 @@
+"""Completions of several turns: environments answer turns while others are sampled."""
