@@ -8,21 +8,59 @@ entropy. All arrays are [n, g, u], where a unit of credit is a token (u = t) or 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.arrays import masked_mean
+from gtpo_jax.arrays import masked_mean, masked_sum
 
-# The axes of [n, g, t] that one comparison set spans, by the settings (compare, scope).
-COMPARE: dict[tuple[str, str], tuple[int, ...]] = {
+
+@dataclasses.dataclass(frozen=True)
+class TurnSets:
+  """Comparison sets of the k-th tokens of the same turn of all completions.
+
+  A turn is a run of drawn tokens without others between them.
+
+  Attributes:
+    of_batch: whether the completions of all prompts are compared, not only those of the same one.
+  """
+
+  of_batch: bool
+
+  def sum(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns the sum of `x` over the set of each token, f32[n, g, t].
+
+    Args:
+      x: f32[n, g, t].
+      mask: bool[n, g, t], the tokens of some completions.
+    """
+    n, g, t = mask.shape
+    rows = (1, n * g * t) if self.of_batch else (n, g * t)
+    places = jnp.where(mask, turn_places(mask), -1).reshape(rows)
+    order = jnp.argsort(places, axis=-1)
+    in_order = lambda values: jnp.take_along_axis(values, order, -1)
+    begins = jnp.diff(in_order(places), axis=-1, prepend=-2) != 0
+    sets = jnp.cumsum(begins, -1) - 1  # numbers of the sets, ascending
+    add_up = jax.vmap(lambda x, i: jax.ops.segment_sum(x, i, rows[1], indices_are_sorted=True))
+    sums = add_up(in_order(jnp.where(mask, x, 0.0).reshape(rows)), sets)
+    sums = jnp.take_along_axis(sums, sets, -1)
+    return jnp.put_along_axis(sums, order, sums, -1, inplace=False).reshape(n, g, t)
+
+
+# What one comparison set is, by the settings (compare, scope): axes of [n, g, t] that it spans, or
+# the sets of turns.
+Sets = tuple[int, ...] | TurnSets
+COMPARE: dict[tuple[str, str], Sets] = {
   ("position", "group"): (1,),  # method 1, "column": the k-th drawn tokens of all completions
   ("position", "batch"): (0, 1),
   ("sequence", "group"): (2,),  # method 2, "row": all tokens of one completion
   ("sequence", "batch"): (2,),
   ("matrix", "group"): (1, 2),  # method 3, "matrix": all tokens of all completions
   ("matrix", "batch"): (0, 1, 2),
+  ("turn", "group"): TurnSets(of_batch=False),
+  ("turn", "batch"): TurnSets(of_batch=True),
 }
 
 MEANS = ("arithmetic", "geometric")  # of the entropies of a completion
@@ -69,12 +107,22 @@ class EntropyWeights(NamedTuple):
 
   plus: BaseAndWeight  # on O+
   minus: BaseAndWeight  # on O-
-  axes: tuple[int, ...]  # of one comparison set, from COMPARE
+  sets: Sets  # from COMPARE
   h_floor: float  # nats; lower bound applied to H before 1 / H
   clip: tuple[float, float]  # range of the reward on O+, before `Units.penalty` is added
 
 
-def relative_entropy(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def set_sum(x: jax.Array, mask: jax.Array, sets: Sets) -> jax.Array:
+  """Returns the sum of `x` over the comparison set of each entry, which broadcasts to [n, g, t].
+
+  Arguments are those of `relative_entropy`.
+  """
+  if isinstance(sets, TurnSets):
+    return sets.sum(x, mask)
+  return masked_sum(x, mask, sets, keepdims=True)
+
+
+def relative_entropy(x: jax.Array, mask: jax.Array, sets: Sets) -> jax.Array:
   """Returns `x` divided by its mean over the comparison set (2508.04349 v1, eqs. 2 and 13).
 
   The results of a comparison set sum to its size.
@@ -82,12 +130,12 @@ def relative_entropy(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> ja
   Args:
     x: f32[n, g, t] >= 0, entropy in nats or its inverse.
     mask: bool[n, g, t], the tokens to compare: the sampled tokens of O+, or those of O-.
-    axes: the axes of one comparison set, from `COMPARE`.
+    sets: the comparison sets, from `COMPARE`.
 
   Returns:
     f32[n, g, t]; 1 in a set with mean 0, and 0 where `mask` is False.
   """
-  mean = masked_mean(x, mask, axes, keepdims=True)
+  mean = set_sum(x, mask, sets) / jnp.maximum(set_sum(mask, mask, sets), 1)
   return jnp.where(mask, jnp.where(mean > 0, x / jnp.where(mean > 0, mean, 1.0), 1.0), 0.0)
 
 
@@ -107,6 +155,18 @@ def drawn_columns(mask: jax.Array) -> jax.Array:
   return jnp.where(mask, drawn - 1, drawn[..., -1:] + others - 1)
 
 
+def turn_places(mask: jax.Array) -> jax.Array:
+  """Returns a number for the turn and the place in it of each drawn token, i32[n, g, t].
+
+  The k-th tokens of the same turn have the same number. `mask` is bool[n, g, t], the drawn tokens.
+  """
+  begins = mask & ~jnp.pad(mask[..., :-1], ((0, 0), (0, 0), (1, 0)))
+  drawn = jnp.cumsum(mask, -1)
+  turn = jnp.cumsum(begins, -1) - 1
+  drawn_before_turn = jax.lax.cummax(jnp.where(begins, drawn - 1, 0), axis=2)
+  return turn * mask.shape[-1] + drawn - 1 - drawn_before_turn
+
+
 def inverse_entropy(entropy: jax.Array, h_floor: float) -> jax.Array:
   """Returns `1 / max(entropy, h_floor)` f32[n, g, t], in 1/nats: large for confident tokens.
 
@@ -116,15 +176,15 @@ def inverse_entropy(entropy: jax.Array, h_floor: float) -> jax.Array:
   return 1.0 / jnp.maximum(entropy, h_floor)
 
 
-def effective_participants(share: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def effective_participants(share: jax.Array, mask: jax.Array, sets: Sets) -> jax.Array:
   """Returns the effective fraction of a comparison set that shares its credit, f32[] in [0, 1].
 
   For a set with values x this is the effective number of members, (sum x)^2 / sum x^2, divided by
   the size of the set. The result is the mean over the masked entries, each counted with its set.
   """
-  total = jnp.where(mask, share, 0).sum(axes, keepdims=True)
-  squares = jnp.square(jnp.where(mask, share, 0)).sum(axes, keepdims=True)
-  count = jnp.maximum(mask.sum(axes, keepdims=True), 1)
+  total = set_sum(share, mask, sets)
+  squares = set_sum(jnp.square(share), mask, sets)
+  count = jnp.maximum(set_sum(mask, mask, sets), 1)
   return masked_mean(jnp.square(total) / jnp.where(squares > 0, squares, 1.0) / count, mask)
 
 
@@ -134,7 +194,7 @@ def shape_by_entropy(x: Units, weights: EntropyWeights) -> ShapedRewards:
   A correct unit earns most where the policy was uncertain; an incorrect unit is penalised most
   where the policy was confident. `Units.penalty` is added on both sides.
   """
-  shares = entropy_shares(x, weights.axes, weights.h_floor)
+  shares = entropy_shares(x, weights.sets, weights.h_floor)
   base, weight = weights.plus
   plus = jnp.clip(base + weight * shares.plus, *weights.clip) + x.penalty
   base, weight = weights.minus
@@ -142,18 +202,18 @@ def shape_by_entropy(x: Units, weights: EntropyWeights) -> ShapedRewards:
   return ShapedRewards(jnp.where(x.plus, plus, 0.0), jnp.where(x.minus, minus, 0.0))
 
 
-def entropy_shares(x: Units, axes: tuple[int, ...], h_floor: float) -> ShapedRewards:
+def entropy_shares(x: Units, sets: Sets, h_floor: float) -> ShapedRewards:
   """Returns rel(H) on O+ and rel(1/H) on O- (v1, eqs. 2 and 13).
 
   The values of a comparison set sum to its size.
   """
   return ShapedRewards(
-    relative_entropy(x.entropy, x.plus, axes),
-    relative_entropy(inverse_entropy(x.entropy, h_floor), x.minus, axes),
+    relative_entropy(x.entropy, x.plus, sets),
+    relative_entropy(inverse_entropy(x.entropy, h_floor), x.minus, sets),
   )
 
 
-def share_metrics(x: Units, axes: tuple[int, ...], h_floor: float) -> dict[str, jax.Array]:
+def share_metrics(x: Units, sets: Sets, h_floor: float) -> dict[str, jax.Array]:
   """Returns diagnostics of how the entropy terms distribute the credit, f32[] each.
 
   `credit/participants_*` is the effective fraction of a comparison set that shares its credit.
@@ -161,11 +221,11 @@ def share_metrics(x: Units, axes: tuple[int, ...], h_floor: float) -> dict[str, 
   and that of rel(1/H) over O- with the number in O-. It is the larger absolute difference per unit,
   and differs from 0 only by rounding.
   """
-  shares = entropy_shares(x, axes, h_floor)
+  shares = entropy_shares(x, sets, h_floor)
   residual = lambda share, side: jnp.abs(share.sum() - side.sum()) / jnp.maximum(side.sum(), 1)
   return {
-    "credit/participants_correct": effective_participants(shares.plus, x.plus, axes),
-    "credit/participants_incorrect": effective_participants(shares.minus, x.minus, axes),
+    "credit/participants_correct": effective_participants(shares.plus, x.plus, sets),
+    "credit/participants_incorrect": effective_participants(shares.minus, x.minus, sets),
     "credit/conservation_residual": jnp.maximum(
       residual(shares.plus, x.plus), residual(shares.minus, x.minus)
     ),

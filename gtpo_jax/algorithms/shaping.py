@@ -106,12 +106,12 @@ class EntropyShaping(PlainReward):
     """The parameters of `shape_by_entropy`."""
     base, _ = self.plus
     highest = base + base / self.kappa if self.kappa else INFINITY
-    axes = COMPARE[self.compare, self.scope]
-    return EntropyWeights(self.plus, self.minus, axes, self.h_floor, (self.floor, highest))
+    sets = COMPARE[self.compare, self.scope]
+    return EntropyWeights(self.plus, self.minus, sets, self.h_floor, (self.floor, highest))
 
   def __call__(self, x: Units) -> ShapingOutputs:
     weights = self.weights
-    return shape_by_entropy(x, weights), share_metrics(x, weights.axes, weights.h_floor)
+    return shape_by_entropy(x, weights), share_metrics(x, weights.sets, weights.h_floor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +123,9 @@ class TokenShaping(EntropyShaping):
   compare: str = setting(
     "position",
     'which tokens a token\'s entropy is compared with: "position" (the k-th token that the policy '
-    'drew with the k-th of all completions), "sequence" (those of its own completion) or "matrix" '
-    "(all tokens). Tokens of O+ are compared only with O+, those of O- only with O-.",
+    'drew with the k-th of all completions), "turn" (the k-th token of a turn with the k-th of the '
+    'same turn of all completions), "sequence" (those of its own completion) or "matrix" (all '
+    "tokens). Tokens of O+ are compared only with O+, those of O- only with O-.",
     one_of(dict.fromkeys(compare for compare, _ in COMPARE)),
   )
 
@@ -133,8 +134,8 @@ class TokenShaping(EntropyShaping):
 
   def shares(self, x: Units) -> jax.Array:
     """Returns rel(H) on O+ and rel(1/H) on O-, f32[n, g, t]; 0 where the mask is False."""
-    axes = COMPARE[self.compare, self.scope]
-    shares, _ = self._compared(lambda x: (entropy_shares(x, axes, self.h_floor), {}), x)
+    sets = COMPARE[self.compare, self.scope]
+    shares, _ = self._compared(lambda x: (entropy_shares(x, sets, self.h_floor), {}), x)
     return shares.plus + shares.minus
 
   def _compared(self, shape: Callable[[Units], ShapingOutputs], x: Units) -> ShapingOutputs:

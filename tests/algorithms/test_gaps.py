@@ -6,6 +6,7 @@ import pytest
 from recipe_cases import BONUS, COMPARISONS, arrays, random_batch
 
 from gtpo_jax.algorithms import make
+from gtpo_jax.algorithms.relative_entropy import COMPARE, relative_entropy, turn_places
 from gtpo_jax.algorithms.shaping import EntropyShaping
 
 
@@ -84,3 +85,57 @@ def test_without_gaps_the_result_is_that_of_the_columns_bit_for_bit(name, scope)
   by_count = jax.jit(shaping)(units)
   by_column = jax.jit(lambda x: EntropyShaping.__call__(shaping, x))(units)
   jax.tree.map(np.testing.assert_array_equal, by_count, by_column)
+
+
+def places_of(mask):
+  """(turn, place in it) of each drawn token, by a loop."""
+  places = {}
+  for i, j in np.ndindex(mask.shape[:2]):
+    turn = place = -1
+    for k, drawn in enumerate(mask[i, j]):
+      if drawn:
+        begins = k == 0 or not mask[i, j, k - 1]
+        turn, place = (turn + 1, 0) if begins else (turn, place + 1)
+        places[i, j, k] = (turn, place)
+  return places
+
+
+def test_places_in_turns_by_hand():
+  mask = np.array([[[1, 1, 0, 0, 1, 1, 1, 0], [0, 1, 0, 1, 0, 0, 0, 0]]], bool)
+  places = turn_places(mask)[0]
+  assert places[0][mask[0, 0]].tolist() == [0, 1, 8, 9, 10]
+  assert places[1][mask[0, 1]].tolist() == [0, 8]
+
+
+@pytest.mark.parametrize("scope", ["group", "batch"])
+def test_the_same_place_of_the_same_turn_is_compared_as_in_a_slow_loop(scope):
+  batch, _ = with_gaps(random_batch(3) | {"penalty": None}, seed=4)
+  mask, correct, entropy = batch["mask"], batch["correct"], batch["entropy"]
+  places = places_of(mask)
+  assert {turn for turn, _ in places.values()} > {0, 1}
+  algorithm = make("gtpo", compare="turn", scope=scope, alpha2=0.7, contrast=False)
+  shaped, _ = jax.jit(lambda x: algorithm.shaped(**x))(arrays(batch))
+  for (i, j, k), place in places.items():
+    compared = [
+      other
+      for other, its in places.items()
+      if its == place
+      and correct[other[:2]] == correct[i, j]
+      and (scope == "batch" or other[0] == i)
+    ]
+    value = entropy if correct[i, j] else 1 / np.maximum(entropy, 1e-2)
+    mean = np.mean([float(value[other]) for other in compared])
+    share = value[i, j, k] / mean if mean > 0 else 1.0
+    got = shaped.plus if correct[i, j] else -shaped.minus
+    np.testing.assert_allclose(got[i, j, k], 1 + 0.7 * share, rtol=1e-5)
+  assert not np.asarray(shaped.plus)[~mask].any() and not np.asarray(shaped.minus)[~mask].any()
+
+
+@pytest.mark.parametrize("scope", ["group", "batch"])
+def test_turns_without_gaps_are_positions(scope):
+  x = np.asarray(random_batch(8)["entropy"])
+  mask = random_batch(8)["mask"]
+  mask = np.sort(mask, -1)[..., ::-1]
+  expected = relative_entropy(x, mask, COMPARE["position", scope])
+  got = relative_entropy(x, mask, COMPARE["turn", scope])
+  np.testing.assert_allclose(got, expected, rtol=1e-5)

@@ -7,7 +7,7 @@ from gtpo_jax.algorithms import relative_entropy as plain_relative_entropy
 from gtpo_jax.algorithms.relative_entropy import COMPARE, effective_participants, inverse_entropy
 
 relative_entropy = jax.jit(plain_relative_entropy, static_argnums=2)
-AXES = sorted(set(COMPARE.values()))
+AXES = sorted({sets for sets in COMPARE.values() if isinstance(sets, tuple)})
 
 # One prompt, three completions of lengths 3, 2, 2.
 ENTROPY = np.array([[[1.0, 4.0, 2.0], [3.0, 0.0, 9.0], [2.0, 2.0, 9.0]]], np.float32)
