@@ -85,7 +85,10 @@ def resolve_inputs(
   # A reward function or a judge decides itself what it needs.
   is_own = reward is not None or config.reward.replaces_verifiers
   check = None if is_own else gold_check(config.reward.math_rule)
-  load = lambda rows, name: load_records(rows, name, section.fields, section.bad_rows, check)
+  env = _env_section(config.env, environment, tools)
+  load = lambda rows, name: load_records(
+    rows, name, section.fields, section.bad_rows, check, bool(env.make)
+  )
   records = {}
   if data is not None:
     train = load(data, "data")
@@ -108,7 +111,6 @@ def resolve_inputs(
     name = f"{_name(loaded.problems)}:demonstrations"
     records[name] = loaded
     warm_start = dataclasses.replace(warm_start, data=name)
-  env = _env_section(config.env, environment, tools)
   reward_section = config.reward
   if reward is not None:
     reward_section = dataclasses.replace(reward_section, verifier=_reward_name(reward, env.is_used))

@@ -22,6 +22,7 @@ from gtpo_jax.data.records import NO_ROLE, ROLES, Problem, user
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.storage.files import printable
 
+NO_ANSWER_KIND = "exact"  # of rows whose environment decides
 REQUIRED_FIELDS = {"prompt", "answer"}
 FIELDS = {*REQUIRED_FIELDS, "kind"}
 NOT_EXTRA = {"id", "kind", "extra"}  # columns that are not passed on in `Problem.extra`
@@ -74,6 +75,20 @@ def to_problem(row: Row | ValueError, columns: dict[str, str], location: str) ->
   raise ValueError(
     f"has the columns {names}, no known layout; set data.fields to the columns of prompt and answer"
   )
+
+
+def to_opening(row: Row | ValueError, columns: dict[str, str], location: str) -> Problem:
+  """Converts a row for an environment, which may add the prompt and decide what is correct.
+
+  Arguments and errors are those of `to_problem`, except that the row need not have a known layout.
+  Without `prompt`, the message of the user is empty; without `answer`, the answer is.
+  """
+  if isinstance(row, ValueError) or columns or any(known <= row.keys() for known, _ in LAYOUTS):
+    return to_problem(row, columns, location)
+  messages = _messages(row["prompt"]) if row.get("prompt") else user("")
+  answer = _answer(row["answer"]) if "answer" in row else ""
+  others = _others(row, {"prompt", "answer"})
+  return Problem(_id(row.get("id"), location), messages, answer, NO_ANSWER_KIND, others, location)
 
 
 def to_demonstration(row: Row | ValueError, columns: dict[str, str], location: str) -> Problem:

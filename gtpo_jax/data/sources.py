@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gtpo_jax.data.kinds import with_kinds
-from gtpo_jax.data.layouts import parse_fields, to_problem
+from gtpo_jax.data.layouts import parse_fields, to_opening, to_problem
 from gtpo_jax.data.readers import GYM, RECORDS, LocatedRow, Row, is_source, read_rows
 from gtpo_jax.data.records import Problem
 from gtpo_jax.runtime.errors import UserError, first_line
@@ -63,7 +63,7 @@ class Loaded:
 
 
 def load_source(
-  name: str, fields: str = "", bad_rows: int = 0, check: Check | None = None
+  name: str, fields: str = "", bad_rows: int = 0, check: Check | None = None, opens: bool = False
 ) -> Loaded:
   """Reads a source.
 
@@ -75,17 +75,23 @@ def load_source(
     bad_rows: number of malformed rows that may be skipped.
     check: decides whether completions can be checked, as `rewards.check_gold` does; a row that it
       refuses is malformed. None accepts all.
+    opens: whether the rows are for an environment, and may lack prompt and answer.
 
   Raises:
     UserError: there is no such source, it has more malformed rows than `bad_rows`, it has no
       problem at all, or one of its problems needs a package that is missing here.
   """
   columns = "" if name.startswith(GYM) else fields  # its rows have a known layout
-  return _load(name, read_rows(name), columns, Malformed(bad_rows), check)
+  return _load(name, read_rows(name), columns, Malformed(bad_rows), check, opens)
 
 
 def load_records(
-  records: Iterable[Row], name: str, fields: str = "", bad_rows: int = 0, check: Check | None = None
+  records: Iterable[Row],
+  name: str,
+  fields: str = "",
+  bad_rows: int = 0,
+  check: Check | None = None,
+  opens: bool = False,
 ) -> Loaded:
   """Converts rows in memory, in the same way as `load_source` converts the rows of a file.
 
@@ -95,11 +101,12 @@ def load_records(
     fields: see `load_source`.
     bad_rows: see `load_source`.
     check: see `load_source`.
+    opens: see `load_source`.
 
   Raises:
     UserError: `records` is not an iterable of dicts, or an error of `load_source`.
   """
-  return _load(name, record_rows(records, name), fields, Malformed(bad_rows), check)
+  return _load(name, record_rows(records, name), fields, Malformed(bad_rows), check, opens)
 
 
 def record_rows(records: Iterable[Row], name: str) -> Iterator[LocatedRow]:
@@ -149,9 +156,15 @@ def too_many_bad(bad: Sequence[str], bad_rows: int) -> UserError:
 
 
 def _load(
-  name: str, rows: Iterable[LocatedRow], fields: str, malformed: Malformed, check: Check | None
+  name: str,
+  rows: Iterable[LocatedRow],
+  fields: str,
+  malformed: Malformed,
+  check: Check | None,
+  opens: bool,
 ) -> Loaded:
   columns = parse_fields(fields)
+  convert = to_opening if opens else to_problem
   digests: set[bytes] = set()
   problems = []
   num_rows = 0
@@ -159,15 +172,15 @@ def _load(
   for location, row in rows:
     num_rows += 1
     try:
-      problem = to_problem(row, columns, location)
-      if check and problem.kind:
+      problem = convert(row, columns, location)
+      if check and problem.kind and problem.answer:
         check(problem.kind, problem.answer, problem.extra)
     except MissingPackage as error:
       raise MissingPackage(f"{location}: {error}") from error
     except ValueError as error:
       malformed.add(location, error)
       continue
-    digest = _digest(problem)
+    digest = _digest(problem, opens)
     if digest in digests:
       duplicates += 1
       continue
@@ -203,7 +216,11 @@ def no_rows(name: str, what: str, num_rows: int) -> UserError:
   return UserError(f"{name!r} contains no {what} ({num_rows} rows)")
 
 
-def _digest(problem: Problem) -> bytes:
-  """Returns a digest that is equal for problems with the same prompt, answer and tests."""
-  content = json.dumps([problem.messages, problem.answer, problem.extra.get("test")], default=str)
+def _digest(problem: Problem, opens: bool) -> bytes:
+  """Returns a digest that is equal for problems with the same prompt, answer and tests.
+
+  Of a row for an environment, every field counts.
+  """
+  further = problem.extra if opens else problem.extra.get("test")
+  content = json.dumps([problem.messages, problem.answer, further], default=str)
   return hashlib.blake2b(content.encode(), digest_size=16).digest()

@@ -25,6 +25,7 @@ METHODS = {
   "sequence": "Method 2: completion",
   "matrix": "Method 3: group",
 }
+TURNS = {"turn": "Turns: the same place of the same turn"}  # shown if it trained the run
 
 # The shaped rewards and the advantages of a record's k groups shown, each f32[k, g, t].
 Credit = tuple[np.ndarray, np.ndarray]
@@ -51,8 +52,8 @@ class Scheme:
 def schemes(algorithm: Algorithm) -> list[Scheme]:
   """Returns the schemes that the viewer switches between.
 
-  These are the three methods of the run's algorithm. If the algorithm compares no tokens, they are
-  the algorithm itself, followed by the methods of gtpo.
+  These are the three methods of the run's algorithm, and its own if that is another one. If the
+  algorithm compares no tokens, they are the algorithm itself, followed by the methods of gtpo.
   """
   own = algorithm.settings.compare
   base = algorithm if own else make("gtpo")
@@ -61,7 +62,7 @@ def schemes(algorithm: Algorithm) -> list[Scheme]:
   )
   methods = [
     Scheme(label if own else f"gtpo, {label.lower()}", compare(name), name == own)
-    for name, label in METHODS.items()
+    for name, label in (METHODS | TURNS if own in TURNS else METHODS).items()
   ]
   return methods if own else [Scheme(f"{algorithm.name}, as trained", algorithm, True), *methods]
 
@@ -158,6 +159,7 @@ def _packed_groups(
     record.entropy[record.shown],
     record.log_probs,
     record.truth[record.shown].astype(np.int32),
+    record.mask[record.shown].astype(np.int32),
   ]
   for of_scheme in credit:
     columns += of_scheme

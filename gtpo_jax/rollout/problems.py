@@ -122,7 +122,8 @@ def _load_problems(
     task = make_task(name, data.terms, data.largest, data.filler)
     return TaskPart(task, task.held_out_ids if held_out else task.train_ids)
   check = None if config.reward.replaces_verifiers else gold_check(config.reward.math_rule)
-  loaded = records.get(name) or _load(name, data.fields, data.bad_rows, check)
+  opens = bool(config.env.make)
+  loaded = records.get(name) or _load(name, data.fields, data.bad_rows, check, opens)
   fitting, too_long, bad = _measure(config, worker, loaded)
   first = f" (first {too_long[0]})" if too_long else ""
   if len(bad) + len(too_long) > data.bad_rows:
@@ -160,6 +161,9 @@ def _measure(
   too_long = []
   bad = list(loaded.bad)
   for problem in loaded.problems:
+    if config.env.make and not problem.messages[-1]["content"]:  # the environment adds the prompt
+      fitting.append(problem)
+      continue
     try:
       length = len(worker.encode(problem))
       if config.teacher.prompt:
@@ -190,5 +194,5 @@ def _check_sandbox(
 
 
 @functools.lru_cache(maxsize=8)
-def _load(name: str, fields: str, bad_rows: int, check: Check | None) -> Loaded:
-  return load_source(name, fields, bad_rows, check)
+def _load(name: str, fields: str, bad_rows: int, check: Check | None, opens: bool) -> Loaded:
+  return load_source(name, fields, bad_rows, check, opens)

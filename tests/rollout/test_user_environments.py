@@ -4,7 +4,7 @@ import dataclasses
 import sys
 
 import pytest
-from test_env_section import Echo, add
+from own_environments import Echo, add
 
 from gtpo_jax.config import Config, EnvSection
 from gtpo_jax.data.chat import load_chat

@@ -1,5 +1,6 @@
 // The numbers of the credit viewer: how they are unpacked and how they are written.
-const FIXED_COLUMNS = 5;  // piece, id, entropy, log-prob, truth; the columns of the schemes follow
+// piece, id, entropy, log-prob, truth, drawn; the columns of the schemes follow
+const FIXED_COLUMNS = 6;
 const EVEN = 1e-3;        // relative differences below this are numerical noise
 
 // Unpacks a text of `pack` in viewer.py into its columns.
@@ -21,6 +22,7 @@ async function unpack(text, schemes) {
     entropy: column(Float32Array, 2),
     logProb: column(Float32Array, 3),
     truth: column(Int32Array, 4),
+    drawn: column(Int32Array, 5),
     shaped: (scheme) => column(Float32Array, FIXED_COLUMNS + 2 * scheme),
     advantage: (scheme) => column(Float32Array, FIXED_COLUMNS + 2 * scheme + 1),
   };

@@ -34,7 +34,7 @@
     const methods = schemes.map((each, i) => {
       const input = make("input", { type: "radio", name: "scheme", value: i });
       input.dataset.label = each.label;
-      const note = each.trained && schemes.length === 3 ? " (as trained)" : "";
+      const note = each.trained && !each.label.endsWith("as trained") ? " (as trained)" : "";
       return make("label", {}, input, ` ${each.label}${note}`);
     });
     $("v-methods").replaceChildren($("v-methods").querySelector("legend"), ...methods);
@@ -67,11 +67,23 @@
     view = { run: current, group, data, rows: [], order: [], spans: [], owner: [], selected: -1 };
     let start = 0;
     group.lengths.forEach((length, i) => {
-      view.rows.push({ start, length, correct: group.correct[i], i });
+      view.rows.push({ start, length, correct: group.correct[i], i, ...turnsOf(data, start, length) });
       start += length;
     });
     drawGroup();
     colour();
+  }
+
+  // Returns the tokens of a completion that the policy drew, and the same by turns: what was read
+  // from an environment lies between these.
+  function turnsOf({ drawn }, start, length) {
+    const turns = [];
+    for (let i = start; i < start + length; i++) {
+      if (!drawn[i]) continue;
+      if (i === start || !drawn[i - 1]) turns.push([]);
+      turns.at(-1).push(i);
+    }
+    return { drawn: turns.flat(), turns };
   }
 
   // ---- tokens
@@ -111,6 +123,8 @@
     if (!group.finished[row.i]) notes.push("cut off");
     if (group.guided[row.i]) notes.push("by the guide");
     if (!group.valid[row.i]) notes.push("excluded");
+    if (row.turns.length > 1) notes.push(`${row.turns.length} turns`);
+    if (group.stops?.[row.i]) notes.push(group.stops[row.i].replace("_", " "));
     row.sums = make("span");
     const name = make("b", { textContent: `${row.correct ? "✓" : "✗"} ${row.i + 1}` });
     const header = make(
@@ -151,7 +165,8 @@
     const mode = checked("colour");
     const numbers = values();
     const ranges = { plus: [Infinity, 0], minus: [Infinity, 0], ent: [0, 0] };
-    for (const value of numbers) {
+    const { drawn } = view.data;
+    for (const value of numbers.filter((_, i) => drawn[i])) {
       const range = ranges[hueOf(mode, value)];
       const size = Math.abs(value);
       if (range) {
@@ -164,6 +179,10 @@
       classes[hue] = Array.from({ length: SHADES + 1 }, (_, shade) => `t ${hue} q${shade}`);
     }
     numbers.forEach((value, i) => {
+      if (!drawn[i]) {
+        view.spans[i].className = "t read";
+        return;
+      }
       const hue = hueOf(mode, value);
       const [low, high] = ranges[hue] ?? [0, 0];
       const share = high - low > EVEN * high ? (Math.abs(value) - low) / (high - low) : 0.5;
@@ -182,10 +201,11 @@
   // Shows the mean of each completion, and a note about the group.
   function describe(numbers) {
     for (const row of view.rows) {
-      const own = numbers.subarray(row.start, row.start + row.length);
-      const total = own.reduce((sum, value) => sum + value, 0);
-      const mean = total / Math.max(row.length, 1);
-      row.sums.textContent = `${row.length} tokens, mean ${format(mean)}`;
+      const total = row.drawn.reduce((sum, i) => sum + numbers[i], 0);
+      const mean = total / Math.max(row.drawn.length, 1);
+      const read = row.length - row.drawn.length;
+      const more = read ? ` and ${read} that it read` : "";
+      row.sums.textContent = `${row.drawn.length} tokens${more}, mean ${format(mean)}`;
     }
     const { correct } = view.group;
     const right = countTrue(correct);
@@ -204,8 +224,7 @@
 
   function evenReason(correct, numbers) {
     const rows = view.rows.filter((row) => row.correct === correct && view.group.valid[row.i]);
-    const slices = (column) =>
-      rows.map((row) => column.subarray(row.start, row.start + row.length));
+    const slices = (column) => rows.map((row) => row.drawn.map((i) => column[i]));
     const name = correct ? "correct" : "wrong";
     return whyEven(name, slices(numbers), slices(view.data.id), view.run.schemes[scheme()]);
   }
@@ -261,12 +280,15 @@
   // Returns the elements that the entropy of token i is compared with, and a sentence about them.
   function comparedWith(i) {
     const row = view.owner[i];
+    if (!view.data.drawn[i]) {
+      return { elements: [], text: "The policy has read this, and not written it." };
+    }
     const { compare, scope, perCompletion } = view.run.schemes[scheme()];
     if (!compare) {
       return { elements: [], text: perCompletion ? "One value for the entire completion." : "" };
     }
     if (compare === "sequence") {
-      const text = `Compared with the ${row.length} tokens of its completion.`;
+      const text = `Compared with the ${row.drawn.length} tokens of its completion.`;
       return { elements: [row.element], text };
     }
     const side = view.rows.filter(
@@ -274,16 +296,19 @@
     const kind = row.correct ? "correct" : "wrong";
     const more = scope === "batch" ? ", and those of the other groups in the batch" : "";
     if (compare === "matrix") {
-      const count = side.reduce((sum, other) => sum + other.length, 0);
+      const count = side.reduce((sum, other) => sum + other.drawn.length, 0);
       const text = `Compared with all ${count} tokens of the ${kind} completions${more}.`;
       return { elements: [row.element.closest(".side")], text };
     }
-    const position = i - row.start;
-    const longer = side.filter((other) => position < other.length);
+    const turn = row.turns.findIndex((tokens) => tokens.includes(i));
+    const inTurn = compare === "turn";
+    const position = (inTurn ? row.turns[turn] : row.drawn).indexOf(i);
+    const place = (other) => (inTurn ? other.turns[turn] ?? [] : other.drawn)[position];
+    const peers = side.map(place).filter((token) => token !== undefined);
+    const where = inTurn ? `position ${position + 1} of turn ${turn + 1}` : `position ${position + 1}`;
     return {
-      elements: longer.map((other) => view.spans[other.start + position]),
-      text: `Compared with position ${position + 1} of the ${longer.length} ${kind} completions `
-        + `that reach it${more}.`,
+      elements: peers.map((token) => view.spans[token]),
+      text: `Compared with ${where} of the ${peers.length} ${kind} completions that reach it${more}.`,
     };
   }
 
