@@ -137,7 +137,7 @@ class Rollouts:
   rescored: jax.Array | None = None
   # f32[n, g, t], nats; log-probs under the frozen reference policy.
   reference: jax.Array | None = None
-  # f32[n, g, t], nats; log-probs under the frozen teacher.
+  # f32[n, g, t], nats; log-probs under the teacher.
   teacher: jax.Array | None = None
   # The prompts that the teacher reads; None if they are the policy's.
   teacher_prompts: Prompts | None = None

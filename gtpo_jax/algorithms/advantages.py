@@ -91,7 +91,7 @@ DIVERGENCES = ("sampled", "reverse_kl", "forward_kl", "jsd")
 
 @dataclasses.dataclass(frozen=True)
 class Distillation(Checked):
-  """How the policy learns from a frozen teacher, if there is one (`teacher.path`).
+  """How the policy learns from a teacher, if there is one (`teacher.path`, `teacher.policy`).
 
   Attributes:
     coef: the weight of the divergence from the teacher. With "opd" nothing else is learned; with

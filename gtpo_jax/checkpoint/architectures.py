@@ -69,6 +69,9 @@ def teacher_architecture(
     UserError: there is no such model or checkpoint, it is not supported, or its context is too
       short for the run's prompts and completions.
   """
+  if config.teacher.policy:
+    config.check_context(own, teacher=True)
+    return own
   path = config.teacher.path
   if not path:
     return None

@@ -226,11 +226,22 @@ class Config:
         f"teacher.max_prompt_tokens = {teacher.max_prompt_tokens} only has an effect with "
         "teacher.prompt; set it, or leave teacher.max_prompt_tokens at 0"
       )
-    if teacher.path:
+    if teacher.path and teacher.policy:
+      raise UserError(
+        f"teacher.path = {teacher.path!r} and teacher.policy = {teacher.policy!r} are two "
+        "teachers; leave one of them out"
+      )
+    if teacher.policy == "current" and not teacher.prompt:
+      raise UserError(
+        "teacher.policy = 'current' is the policy itself unless it reads something else: set "
+        "teacher.prompt"
+      )
+    if teacher.exists:
       return
     if teacher.prompt:
       raise UserError(
-        f"teacher.prompt = {teacher.prompt!r} has no effect without a teacher: set teacher.path"
+        f"teacher.prompt = {teacher.prompt!r} has no effect without a teacher: set teacher.path or "
+        "teacher.policy"
       )
     if self.resolved_algorithm.recipe.distillation:
       raise UserError(
@@ -264,7 +275,7 @@ class Config:
     settings = dataclasses.asdict(self.algorithm)
     name = settings.pop("name")
     chosen = {key: value for key, value in settings.items() if value is not None}
-    return algorithms.make(name, self.distill if self.teacher.path else None, **chosen)
+    return algorithms.make(name, self.distill if self.teacher.exists else None, **chosen)
 
   @property
   def policy_completions(self) -> int:

@@ -182,11 +182,13 @@ class FrozenSection:
 
 @dataclasses.dataclass(frozen=True)
 class TeacherSection:
-  """The frozen policy whose probabilities of the sampled tokens the policy learns (`distill`).
+  """The policy whose probabilities of the sampled tokens the trained one learns (`distill`).
 
   Attributes:
     path: the workdir of a run (its newest checkpoint when this run begins), a Hugging Face folder
       or a hub id; "" for no teacher. It may be of another size and family, with the same tokenizer.
+    policy: the run's own policy in place of `path`: "base" for the model that it started from, or
+      "current" for its weights at each update, which needs a `prompt`.
     prompt: what the teacher reads in place of `data.template`; {prompt} stands for the problem's
       text, {answer} for its answer. "" for the policy's prompt.
     max_prompt_tokens: with `prompt`, the longest prompt of the teacher; 0 for
@@ -194,8 +196,19 @@ class TeacherSection:
   """
 
   path: str = ""
+  policy: str = setting("", bound=one_of(("", "base", "current")))
   prompt: str = ""
   max_prompt_tokens: int = setting(0, bound=at_least(0))
+
+  @property
+  def exists(self) -> bool:
+    """Whether there is a teacher."""
+    return bool(self.path or self.policy)
+
+  @property
+  def is_frozen(self) -> bool:
+    """Whether there is a teacher with parameters of its own."""
+    return self.exists and self.policy != "current"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,7 +82,8 @@ def frozen_bytes(config: Config, model: Transformer, teacher: Transformer | None
   """
   settings = config.resolved_algorithm.settings
   params = abstract_params(model if model.config.quantize else without_lora(model))
-  total = bytes_per_device(abstract_params(teacher)) if teacher else 0
+  kept = teacher and config.teacher.is_frozen
+  total = bytes_per_device(abstract_params(teacher)) if kept else 0
   if settings.kl_weight:
     total += bytes_per_device(params)
   if settings.guide_completions:

@@ -111,7 +111,7 @@ class RunPrograms:
     batch: the shapes of its rollouts and rewards.
     engine: its engine.
     workloads: everything that samples, by name; the policy comes first.
-    teacher: the frozen teacher, on the same mesh; None without one.
+    teacher: the teacher, on the same mesh; None without one.
     frozen: bytes on one device of the frozen policies.
   """
 
@@ -168,7 +168,7 @@ class RunPrograms:
     update = run_update(config, self.model, self.optimizer, self.teacher)
     arguments = (self.state, *self.batch)
     resident = self.frozen + _attention_workspace(config, self.model)
-    if config.resolved_algorithm.recipe.matches_distributions:
+    if config.resolved_algorithm.recipe.matches_distributions and config.teacher.is_frozen:
       arguments += (abstract_params(self.teacher),)
       resident -= bytes_per_device(arguments[-1])
     lower = lambda: update.lower(*arguments)
@@ -237,7 +237,8 @@ class RunPrograms:
     if settings.kl_weight:
       scorers.append(("reference", self.model, params))
     if self.teacher and not config.resolved_algorithm.recipe.matches_distributions:
-      scorers.append(("teacher", self.teacher, abstract_params(self.teacher)))
+      read = abstract_params(self.teacher) if config.teacher.is_frozen else params
+      scorers.append(("teacher", self.teacher, read))
     batch = config.batch
     for name, model, read in scorers:
       scorer = make_scorer(model, config.sampling.temperature, batch.parts, batch.head_chunk)

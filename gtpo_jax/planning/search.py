@@ -267,7 +267,7 @@ class Search:
     frozen = params / shards if settings.kl_weight else 0
     if settings.guide_completions:
       frozen += weight_bytes(c, c.compute_dtype, c.quantize) / mesh["tensor"]
-    if self.teacher:
+    if self.config.teacher.is_frozen:
       frozen += weight_bytes(self.teacher, self.teacher.param_dtype, self.teacher.quantize) / shards
     return (params + moments * matmul_params(c)) / shards + frozen
 

@@ -93,11 +93,14 @@ class Placement:
   """Places groups on the mesh as the batch of a step, with what the trainer computes before it.
 
   This is the packing (which completions share a row in the trainer's forward pass), the log-probs
-  of the policy, if a correction needs them, and those of the frozen reference and teacher.
+  of the policy, if a correction needs them, and those of the reference and the teacher.
   """
 
   def __init__(
-    self, config: Config, worker: RolloutWorker, scorers: Mapping[str, tuple[Transformer, Params]]
+    self,
+    config: Config,
+    worker: RolloutWorker,
+    scorers: Mapping[str, tuple[Transformer, Params | None]],
   ):
     """Args:
     config: the run's config.
@@ -115,7 +118,7 @@ class Placement:
     self._mesh = model.mesh
     self._pack = batch.pack
     self._rescore = scorer(model) if corrections.needs_rescoring else None
-    self._frozen = {name: (scorer(model), params) for name, (model, params) in scorers.items()}
+    self._scorers = {name: (scorer(model), params) for name, (model, params) in scorers.items()}
     self._keep_guided = jax.jit(
       lambda log_probs, rollouts: jnp.where(
         rollouts.guided[..., None], rollouts.log_probs, log_probs
@@ -130,9 +133,9 @@ class Placement:
     """Returns what lowers every program that scores a batch; `params` are those of the policy."""
     unscored = [without_scores(rollouts) for rollouts, _ in self.batches()]
     scorers = [(self._rescore, params, unscored)] if self._rescore else []
-    for name, (score, frozen) in self._frozen.items():
+    for name, (score, frozen) in self._scorers.items():
       read = [x.for_teacher for x in unscored] if name == "teacher" else unscored
-      scorers.append((score, frozen, read))
+      scorers.append((score, params if frozen is None else frozen, read))
     return [functools.partial(score.lower, x, y) for score, x, read in scorers for y in read]
 
   def place(self, params: Params, groups: Sequence[Group]) -> tuple[Rollouts, Rewards]:
@@ -157,9 +160,9 @@ class Placement:
       if rollouts.guided is not None:  # the ratio of a guide's token uses the guide's log-probs
         log_probs = self._keep_guided(log_probs, rollouts)
       scored["rescored"] = jax.block_until_ready(log_probs)
-    for name, (score, frozen) in self._frozen.items():
+    for name, (score, frozen) in self._scorers.items():
       read = rollouts.for_teacher if name == "teacher" else rollouts
-      scored[name] = jax.block_until_ready(score(frozen, read))
+      scored[name] = jax.block_until_ready(score(params if frozen is None else frozen, read))
     rollouts = rollouts.replace(**scored)
     return rollouts, shard_batch(stack([group.rewards for group in groups]), self._mesh)
 

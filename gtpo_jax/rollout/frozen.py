@@ -1,4 +1,4 @@
-"""The policies that a run uses but does not train: guide, KL reference and teacher."""
+"""The policies that a run uses beside the one that it trains: guide, KL reference and teacher."""
 
 from __future__ import annotations
 
@@ -29,20 +29,25 @@ class FrozenPolicies(NamedTuple):
     reference: the model and its parameters in training layout; None for no reference.
     digests: by config key (such as guide.path), a digest of the parameters.
     steps: by config key, the checkpoint's step, for policies that come from a run.
-    teacher: like `reference`, if it scores the sampled tokens.
-    matched: the parameters of the teacher, if its distributions are matched; otherwise None.
+    teacher: like `reference`, if it scores the sampled tokens. The parameters are None if they are
+      the policy's current ones.
+    matched: the parameters of the teacher, if its distributions are matched and it is frozen;
+      otherwise None.
   """
 
   guide: Policy | None
   reference: tuple[Transformer, Params] | None
   digests: dict[str, str]
   steps: dict[str, int]
-  teacher: tuple[Transformer, Params] | None = None
+  teacher: tuple[Transformer, Params | None] | None = None
   matched: Params | None = None
 
   @property
-  def scorers(self) -> dict[str, tuple[Transformer, Params]]:
-    """The policies that score the batch, by the field of `Rollouts` for their log-probs."""
+  def scorers(self) -> dict[str, tuple[Transformer, Params | None]]:
+    """The policies that score the batch, by the field of `Rollouts` for their log-probs.
+
+    Parameters of None stand for the policy's current ones.
+    """
     policies = {"reference": self.reference, "teacher": self.teacher}
     return {name: policy for name, policy in policies.items() if policy}
 
@@ -52,7 +57,8 @@ def load_frozen(
 ) -> FrozenPolicies:
   """Loads the frozen policies onto the worker's mesh.
 
-  The empty path of a guide or a reference stands for the base model of the run in `workdir`.
+  The empty path of a guide, a reference or a frozen teacher stands for the base model of the run in
+  `workdir`.
 
   Args:
     config: names the policies.
@@ -87,7 +93,12 @@ def load_frozen(
   reference = None
   if settings.kl_weight:
     reference = load("reference.path", config.reference.path)
-  teacher = load("teacher.path", config.teacher.path) if config.teacher.path else None
+  teacher = None
+  if config.teacher.is_frozen:
+    key = "teacher.path" if config.teacher.path else "teacher.policy"
+    teacher = load(key, config.teacher.path)
+  elif config.teacher.exists:
+    teacher = worker.model, None
   matched = None
   if config.resolved_algorithm.recipe.matches_distributions:
     teacher, matched = None, teacher[1]

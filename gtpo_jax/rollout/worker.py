@@ -49,7 +49,7 @@ class RolloutWorker:
   Attributes:
     model: the architecture on the training mesh.
     compute_dtype_reason: completes "computing in FORMAT, because ...".
-    teacher: the architecture of the frozen teacher; None without one.
+    teacher: the architecture of the teacher; None without one.
     model_folder: the Hugging Face folder that `model.path` names; None for a preset.
     chat: the tokenizer with its chat template and stop tokens.
     stop_strings: strings that end a completion; None for none.

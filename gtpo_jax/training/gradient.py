@@ -36,7 +36,8 @@ class FrozenParams(NamedTuple):
   """The parameters that are read but not trained."""
 
   policy: Params  # the base under adapters; empty without
-  teacher: Params | None = None  # the teacher, if its distributions are matched
+  # The teacher, if its distributions are matched and it is not the policy.
+  teacher: Params | None = None
 
 
 class Scores(NamedTuple):
@@ -102,7 +103,7 @@ def make_gradient(
         weights = scale * inputs.teacher_weights
         teaching = Teaching(
           teacher,
-          frozen.teacher,
+          combine(trained, frozen.policy) if frozen.teacher is None else frozen.teacher,
           algorithm.recipe.distillation,
           rollouts.for_teacher.prompts,
           weights,

@@ -11,7 +11,8 @@ compute the gradient of a loss:
 - `loss_and_log_probs` requires a loss that is a sum over tokens. The derivative of such a loss with
   respect to a chunk's log-probs depends only on that chunk, so the forward pass computes the
   gradient while the chunk's logits are in memory. This takes three matrix products of the size of
-  the logits instead of four, and the backward pass only scales the result.
+  the logits instead of four, and the backward pass only scales the result. The loss may include the
+  divergences from a teacher, which add one product, the teacher's logits of the chunk.
 
 Rows are sharded over the batch axes of the mesh; positions and the vocabulary are sharded over
 context and tensor. The table (the output head) is gathered over fsdp once, before the loop over
@@ -28,6 +29,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -79,6 +81,23 @@ class HeadSettings:
   chunk: int
   precision: str
   entropy_gradient: bool = False
+
+
+@flax.struct.dataclass
+class TeacherStates:
+  """What the divergences from a teacher are computed from.
+
+  Attributes:
+    hidden: [b, t, d'], the teacher's states at the policy's positions.
+    table: [v', d'], its output head. Only the ids that both have are compared.
+    weights: f32[b, t], the weight of each token's divergence in the loss.
+    distillation: names the divergence.
+  """
+
+  hidden: jax.Array
+  table: jax.Array
+  weights: jax.Array
+  distillation: Distillation = flax.struct.field(pytree_node=False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -160,10 +179,12 @@ def loss_and_log_probs(
   tokens: jax.Array,
   signals: Any,
   settings: HeadSettings,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+  teacher: TeacherStates | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
   """Returns a loss that is a sum over tokens, and the log-probs and entropies of the tokens.
 
-  The gradient is computed chunk by chunk in the forward pass, together with the loss.
+  The gradient is computed chunk by chunk in the forward pass, together with the loss. The logits of
+  policy and teacher are in memory for one chunk at a time.
 
   Args:
     token_loss: (log_probs f32[b, c], entropy f32[b, c], signals [b, c] of the same tokens) ->
@@ -172,12 +193,14 @@ def loss_and_log_probs(
     signals: a pytree of arrays [b, t]. Positions are padded with zero signals and zero hidden
       states.
     hidden, table, tokens, settings: as in `log_probs_and_entropy`.
+    teacher: adds the weighted sum of the divergences from a teacher to the loss; None for none.
 
   Returns:
-    The loss f32[], and log_probs and entropy f32[b, t], in nats. The gradient flows only through
-    the loss, and only to `hidden` and `table`.
+    The loss f32[], log_probs and entropy f32[b, t] in nats, and each token's divergence from the
+    teacher, f32[b, t] in nats, or None. The gradient flows only through the loss, and only to
+    `hidden` and `table`.
   """
-  return _forward_with_gradient(token_loss, hidden, table, tokens, signals, settings)[0]
+  return _forward_with_gradient(token_loss, hidden, table, tokens, signals, settings, teacher)[0]
 
 
 def _forward_with_gradient(
@@ -187,12 +210,25 @@ def _forward_with_gradient(
   tokens: jax.Array,
   signals: Any,
   settings: HeadSettings,
-) -> tuple[tuple[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+  teacher: TeacherStates | None,
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, jax.Array]]:
   wanted = (0, 1) if settings.entropy_gradient else (0,)
+  rows = (tokens, signals)
+  teacher_tables = ()
+  if teacher is not None:
+    rows += (teacher.hidden, teacher.weights)
+    v = table.shape[0]
+    shared = min(v, teacher.table.shape[0])
+    teacher_table = teacher.table[:v].astype(teacher.hidden.dtype)
+    teacher_tables = (jnp.pad(teacher_table, [(0, v - shared), (0, 0)]),)
 
   def chunk_loss_gradient(
-    vocab_shard: jax.Array, hidden: jax.Array, tokens: jax.Array, signals: Any
-  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    vocab_shard: jax.Array,
+    hidden: jax.Array,
+    tokens: jax.Array,
+    signals: Any,
+    *of_teacher: jax.Array,
+  ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     hidden, logits, ids = chunk_logits(
       vocab_shard, hidden, tokens, settings.temperature, settings.precision
     )
@@ -203,14 +239,26 @@ def _forward_with_gradient(
     d_log_probs, *d_entropy = gathered
     of_entropy = (entropy, *d_entropy) if settings.entropy_gradient else ()
     d_logits = logits_gradient(logits, ids, lse, settings.temperature, d_log_probs, *of_entropy)
+    divergence = None
+    if of_teacher:
+      *gathered, teacher_shard = of_teacher
+      teacher_hidden, weights = map(gather_positions, gathered)
+      teacher_logits = einsum("btd,vd->btv", teacher_hidden, teacher_shard, settings.precision)
+      divergence, slope = divergence_from_teacher(
+        logits, teacher_logits / settings.temperature, shared, teacher.distillation
+      )
+      d_logits += (weights / settings.temperature)[..., None] * slope
+      divergence = local_positions(divergence)
     d_table, d_hidden = head_gradient(vocab_shard, hidden, d_logits, settings.precision)
-    return d_table, (*local, d_hidden)
+    return d_table, (*local, divergence, d_hidden)
 
-  d_table, (log_probs, entropy, d_hidden) = _over_chunks(
-    chunk_loss_gradient, hidden, table, (tokens, signals), settings, with_gradient=True
+  d_table, (log_probs, entropy, divergence, d_hidden) = _over_chunks(
+    chunk_loss_gradient, hidden, table, rows, settings, with_gradient=True, others=teacher_tables
   )
   loss = token_loss(log_probs, entropy, signals)
-  return (loss, log_probs, entropy), (d_hidden, d_table)
+  if teacher is not None:
+    loss += (teacher.weights * divergence).sum()
+  return (loss, log_probs, entropy, divergence), (d_hidden, d_table)
 
 
 def _backward_with_gradient(
@@ -218,96 +266,12 @@ def _backward_with_gradient(
   settings: HeadSettings,
   residuals: tuple[jax.Array, jax.Array],
   cotangents: tuple[jax.Array, ...],
-) -> tuple[jax.Array, jax.Array, None, None]:
-  d_hidden, d_table = ((x * cotangents[0]).astype(x.dtype) for x in residuals)
-  return d_hidden, d_table, None, None
-
-
-loss_and_log_probs.defvjp(_forward_with_gradient, _backward_with_gradient)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def divergence_loss(
-  hidden: jax.Array,
-  table: jax.Array,
-  teacher_hidden: jax.Array,
-  teacher_table: jax.Array,
-  weights: jax.Array,
-  distillation: Distillation,
-  settings: HeadSettings,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the weighted sum of each token's divergence from a teacher, and the divergences.
-
-  The logits of policy and teacher are in memory for one chunk at a time. The gradient is computed
-  in the forward pass, as in `loss_and_log_probs`.
-
-  Args:
-    hidden, table, settings: as in `log_probs_and_entropy`.
-    teacher_hidden: [b, t, d'], the teacher's states at the same positions.
-    teacher_table: [v', d'], its output head. Only the ids that both have are compared.
-    weights: f32[b, t], the weight of each token's divergence.
-    distillation: names the divergence.
-
-  Returns:
-    f32[], and f32[b, t] in nats. The gradient flows only through the sum, and only to `hidden` and
-    `table`.
-  """
-  return _forward_of_divergence(
-    hidden, table, teacher_hidden, teacher_table, weights, distillation, settings
-  )[0]
-
-
-def _forward_of_divergence(
-  hidden: jax.Array,
-  table: jax.Array,
-  teacher_hidden: jax.Array,
-  teacher_table: jax.Array,
-  weights: jax.Array,
-  distillation: Distillation,
-  settings: HeadSettings,
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-  v = table.shape[0]
-  shared = min(v, teacher_table.shape[0])
-  padding = [(0, max(v - teacher_table.shape[0], 0)), (0, 0)]
-  teacher_table = jnp.pad(teacher_table[:v].astype(teacher_hidden.dtype), padding)
-
-  def chunk_gradient(
-    vocab_shard: jax.Array,
-    teacher_shard: jax.Array,
-    hidden: jax.Array,
-    teacher_hidden: jax.Array,
-    weights: jax.Array,
-  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    hidden = gather_positions(hidden)
-    product = lambda x, shard: einsum("btd,vd->btv", x, shard, settings.precision)
-    logits = product(hidden, vocab_shard) / settings.temperature
-    teacher_logits = product(gather_positions(teacher_hidden), teacher_shard)
-    divergence, slope = divergence_from_teacher(
-      logits, teacher_logits / settings.temperature, shared, distillation
-    )
-    weights = gather_positions(weights) / settings.temperature
-    d_logits = weights[..., None] * slope
-    d_table, d_hidden = head_gradient(vocab_shard, hidden, d_logits, settings.precision)
-    return d_table, (local_positions(divergence), d_hidden)
-
-  rows = (teacher_hidden, weights)
-  d_table, (divergence, d_hidden) = _over_chunks(
-    chunk_gradient, hidden, table, rows, settings, with_gradient=True, others=(teacher_table,)
-  )
-  return ((weights * divergence).sum(), divergence), (d_hidden, d_table)
-
-
-def _backward_of_divergence(
-  distillation: Distillation,
-  settings: HeadSettings,
-  residuals: tuple[jax.Array, jax.Array],
-  cotangents: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array, None, None, None]:
+) -> tuple[jax.Array | None, ...]:
   d_hidden, d_table = ((x * cotangents[0]).astype(x.dtype) for x in residuals)
   return d_hidden, d_table, None, None, None
 
 
-divergence_loss.defvjp(_forward_of_divergence, _backward_of_divergence)
+loss_and_log_probs.defvjp(_forward_with_gradient, _backward_with_gradient)
 
 
 def _over_chunks(
@@ -322,7 +286,7 @@ def _over_chunks(
   """Scans `chunk_fn` over chunks of positions, within `shard_map`.
 
   Args:
-    chunk_fn: (vocab_shard [v / shards, d], *other_shards, *arrays), where `arrays` are `hidden` and
+    chunk_fn: (vocab_shard [v / shards, d], *arrays, *other_shards), where `arrays` are `hidden` and
       `rows` at this device's positions of a chunk. Returns (d_shard, outputs): the chunk's term
       f32[d, v / shards] of the gradient of the vocabulary shard, or None; and a pytree of outputs
       at these positions.
@@ -347,7 +311,7 @@ def _over_chunks(
     chunks = _chunk_count(b // batch_shards(mesh), local_t * shards, chunk)
 
     def step(d_shard: jax.Array | None, rows: tuple) -> tuple[jax.Array | None, Any]:
-      d_chunk, outputs = chunk_fn(vocab_shard, *shards_of_others, *rows)
+      d_chunk, outputs = chunk_fn(vocab_shard, *rows, *shards_of_others)
       return jax.tree.map(jnp.add, d_shard, d_chunk), outputs
 
     zeros = jnp.zeros(vocab_shard.T.shape, jnp.float32) if with_gradient else None

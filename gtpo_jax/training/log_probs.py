@@ -16,8 +16,8 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import named_sharding
 from gtpo_jax.training.head import (
   HeadSettings,
+  TeacherStates,
   TokenLoss,
-  divergence_loss,
   log_probs_and_entropy,
   loss_and_log_probs,
 )
@@ -105,19 +105,20 @@ def loss_and_score(
     return _to_rows(per_token, packing)
 
   hidden, table, row_tokens = _head_inputs(model, params, prompts, tokens, packing)
+  teacher = None
+  if teaching is not None:
+    params = jax.lax.stop_gradient(teaching.params)
+    states, teacher_table, _ = _head_inputs(
+      teaching.model, params, teaching.prompts, tokens, packing
+    )
+    weights = to_rows(teaching.weights)
+    teacher = TeacherStates(states, teacher_table, weights, teaching.distillation)
   loss, *outputs = loss_and_log_probs(
-    token_loss, hidden, table, row_tokens, jax.tree.map(to_rows, signals), settings
+    token_loss, hidden, table, row_tokens, jax.tree.map(to_rows, signals), settings, teacher
   )
-  log_probs, entropy = (_to_completions(x, tokens, packing) for x in outputs)
-  if teaching is None:
-    return loss, log_probs, entropy, None
-  of_teacher = _head_inputs(teaching.model, teaching.params, teaching.prompts, tokens, packing)
-  teacher_hidden, teacher_table, _ = jax.lax.stop_gradient(of_teacher)
-  weights = to_rows(teaching.weights)
-  of_divergence, divergence = divergence_loss(
-    hidden, table, teacher_hidden, teacher_table, weights, teaching.distillation, settings
-  )
-  return loss + of_divergence, log_probs, entropy, _to_completions(divergence, tokens, packing)
+  # The divergence is None without a teacher.
+  of_completions = jax.tree.map(lambda x: _to_completions(x, tokens, packing), outputs)
+  return loss, *of_completions
 
 
 @functools.lru_cache(maxsize=BUILDER_CACHE_SIZE)

@@ -73,13 +73,14 @@ def make_update(
 ) -> Update:
   """Returns the training step, a jitted function (state, rollouts, rewards) -> (state, metrics).
 
-  With a `teacher`, its parameters are a fourth argument. The `state` argument is donated. The
-  advantages are computed once, from the complete batch. The prompts are then split into
-  `minibatches`, and each minibatch gets one gradient update; this is repeated for `epochs` passes.
-  Each update averages the loss over the tokens of its minibatch, and its importance ratios are
-  relative to the log-probs of the policy that sampled the batch. The gradient of a minibatch is
-  accumulated in float32 over `micro_batches`; their number does not change the result. If the loss
-  or the gradient norm is not finite, the update is skipped: parameters and optimizer state are
+  With a `teacher`, its parameters are a fourth argument; if it is left out, the teacher has those
+  of the policy at each gradient update. The `state` argument is donated. The advantages are
+  computed once, from the complete batch. The prompts are then split into `minibatches`, and each
+  minibatch gets one gradient update; this is repeated for `epochs` passes. Each update averages
+  the loss over the tokens of its minibatch, and its importance ratios are relative to the
+  log-probs of the policy that sampled the batch. The gradient of a minibatch is accumulated in
+  float32 over `micro_batches`; their number does not change the result. If the loss or the
+  gradient norm is not finite, the update is skipped: parameters and optimizer state are
   unchanged, and the step continues with the next update. `update/skipped` is the fraction of such
   updates. An update is also left out if no token of its minibatch contributes to the loss;
   `update/empty` is the fraction of those.

@@ -24,7 +24,7 @@ from gtpo_jax.loop import train as train_run
 from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.models.hf.save import save
 from gtpo_jax.models.params import abstract_params, matmul_params
-from gtpo_jax.planning.run_programs import build_model
+from gtpo_jax.planning.run_programs import RunPrograms, build_model
 from gtpo_jax.planning.search import Search
 from gtpo_jax.rollout.frozen import check_frozen, load_frozen
 from gtpo_jax.rollout.groups import batch_like
@@ -132,7 +132,28 @@ def test_the_memory_of_a_teacher_is_planned(llama):
   assert with_teacher - without == 4 * matmul_params(LLAMA)  # an estimate, without the embedding
 
 
-def test_an_int8_teacher_and_a_student_with_adapters(tmp_path):
+@pytest.mark.parametrize("divergence", ["reverse_kl", "sampled"])
+@pytest.mark.some(0, slow=1)
+def test_a_plan_compiles_what_a_teacher_needs(divergence, llama):
+  folder, *_ = llama
+  changes = {"teacher.path": str(folder), "distill.divergence": divergence}
+
+  def peaks(config):
+    programs = RunPrograms(config, build_model(config, jax.devices())).compile()
+    return {program.name: program.peak for program in programs}
+
+  with_teacher = peaks(config_of("opd", **changes))
+  alone = peaks(config_of("grpo"))
+  size = bytes_per_device(abstract_params(Transformer(LLAMA, single_device_mesh())))
+  scored = {"teacher"} if divergence == "sampled" else set()
+  assert with_teacher.keys() - alone.keys() == scored
+  assert all(with_teacher[name] >= alone[name] + size for name in alone)
+
+
+@pytest.mark.parametrize(
+  "divergence", ["sampled", pytest.param("forward_kl", marks=pytest.mark.manual)]
+)
+def test_an_int8_teacher_and_a_student_with_adapters(divergence, tmp_path):
   """The teacher is a run of adapters over an int8 base; so is the student."""
   adapters = {"model.lora_rank": 2, "model.quantize": "int8"}
   own = config_of("gtpo", **adapters)
@@ -140,17 +161,19 @@ def test_an_int8_teacher_and_a_student_with_adapters(tmp_path):
   params = init_params(model, jax.random.key(8))
   params = jax.tree.map(lambda x: x if x.dtype == np.int8 else x + 0.01, params)
   path = run_in(tmp_path / "run", own, params, step=3)
-  config = config_of("opd", **{"teacher.path": path, **adapters})
+  teacher = {"teacher.path": path, "distill.divergence": divergence}
+  config = config_of("opd", **teacher, **adapters)
   worker, _ = random_worker(config)
   check_frozen(config, worker)
   frozen = load_frozen(config, worker, tmp_path, {})
   assert frozen.steps == {"teacher.path": 3}
-  _, loaded = frozen.teacher
+  loaded = frozen.matched if frozen.teacher is None else frozen.teacher[1]
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
   assert any(x.dtype == np.int8 for x in jax.tree.leaves(loaded))
   one_step = dataclasses.replace(config, steps=1)
   row = train_run(one_step, None, Display(enabled=False)).history[1]
-  assert row["update/empty"] == 0 and row["grad_norm"] > 0 and 0 < row["distill/agreement"] < 1
+  assert row["update/empty"] == 0 and row["grad_norm"] > 0 and row["distill/divergence"] != 0
+  assert 0 < row.get("distill/agreement", 0.5) < 1
 
 
 def test_a_teacher_that_changes_is_noticed_when_a_run_resumes(tmp_path):
@@ -232,6 +255,9 @@ def test_settings_without_a_teacher_are_refused():
     ("opd", {"teacher.max_prompt_tokens": 9, "teacher.path": "x"}, "only has an effect with teach"),
     ("opd", {"distill.coef": -1.0}, "distill.coef must be above 0 and finite, got -1.0"),
     ("grpo_s", {"teacher.path": "x"}, "but a teacher gives each token its own advantage"),
+    ("opd", {"teacher.policy": "base", "teacher.path": "x"}, "leave one of them out"),
+    ("opd", {"teacher.policy": "current"}, "is the policy itself unless it reads something else"),
+    ("opd", {"teacher.policy": "best"}, "teacher.policy must be one of base, current, or empty, g"),
   ):
     with pytest.raises(UserError, match=message):
       config_of(name, **changes)

@@ -265,7 +265,7 @@ def test_the_forward_and_the_backward_pass_compute_the_same_gradient(name, shape
     return 2 * loss, (loss, log_probs, entropy)
 
   def with_the_loss(hidden, table):
-    loss, log_probs, entropy = loss_and_log_probs(
+    loss, log_probs, entropy, _ = loss_and_log_probs(
       algorithm.token_loss, hidden, table, tokens, signals, settings
     )
     # No gradient flows through the log-probs and entropies.

@@ -17,7 +17,7 @@ from gtpo_jax.algorithms import Distillation
 from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
-from gtpo_jax.training.head import HeadSettings, divergence_loss
+from gtpo_jax.training.head import HeadSettings, TeacherStates, loss_and_log_probs
 from gtpo_jax.training.packing import plan_rows
 from gtpo_jax.training.state import init_state, make_optimizer
 from gtpo_jax.training.update import make_update
@@ -64,15 +64,29 @@ def slow_divergence(hidden, table, teacher_hidden, teacher_table, weights, disti
   return [x.detach().numpy() for x in (loss, divergence, states.grad, head.grad)]
 
 
+def weighted_sum(log_probs, entropy, signals):
+  return (signals * log_probs).sum()
+
+
 def head_settings(mesh=None, chunk=4):
   return HeadSettings(mesh or single_device_mesh(), TEMPERATURE, chunk, "highest")
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6))
-def loss_and_gradients(hidden, table, teacher_hidden, teacher_table, weights, distillation, s):
-  run = lambda hidden, table: divergence_loss(
-    hidden, table, teacher_hidden, teacher_table, weights, distillation, s
-  )
+def loss_and_gradients(
+  hidden, table, teacher_hidden, teacher_table, weights, distillation, s, signals=None
+):
+  """The loss is the divergences' weighted sum, and that of the log-probs with `signals`."""
+  teacher = TeacherStates(teacher_hidden, teacher_table, weights, distillation)
+  tokens = jnp.arange(B * T).reshape(B, T) % V
+  signals = jnp.zeros((B, T)) if signals is None else signals
+
+  def run(hidden, table):
+    loss, *_, divergence = loss_and_log_probs(
+      weighted_sum, hidden, table, tokens, signals, s, teacher
+    )
+    return loss, divergence
+
   (loss, divergence), grads = jax.value_and_grad(run, (0, 1), has_aux=True)(hidden, table)
   return loss, divergence, *grads
 
@@ -117,6 +131,22 @@ def test_the_most_probable_ids_say_less_than_all():
     np.testing.assert_allclose(most, everything, rtol=1e-4, atol=1e-6)
 
 
+def test_the_loss_of_the_tokens_is_added():
+  """Of values and gradients, those of the divergences and of the log-probs add up."""
+  inputs = head_inputs()
+  signals = np.random.default_rng(2).normal(size=(B, T)).astype(np.float32)
+  run = lambda weights, signals: loss_and_gradients(
+    *inputs[:4], weights, KINDS["reverse_kl"], head_settings(), signals
+  )
+  alone = run(inputs[4], None)
+  of_tokens = run(np.zeros_like(inputs[4]), signals)
+  both = run(inputs[4], signals)
+  np.testing.assert_allclose(both[1], alone[1], rtol=1e-6)
+  for i in (0, 2, 3):
+    np.testing.assert_allclose(both[i], alone[i] + of_tokens[i], rtol=1e-4, atol=1e-5)
+  assert abs(of_tokens[0]) > 0.1 and np.abs(of_tokens[2]).max() > 0.01
+
+
 def test_the_sampled_divergence_is_an_unbiased_estimate():
   """Its mean over the policy's own distribution is the reverse KL divergence."""
   hidden, table, teacher_hidden, teacher_table, weights = head_inputs(seed=3)
@@ -155,18 +185,23 @@ def teacher_params():
   return jax.device_get(init_params(model, jax.random.key(9)))
 
 
-def run(mesh=None, micro_batches=1, data=None, name="opd", distillation=None, agree=False):
-  """The state and the metrics of one update that matches a teacher's distributions."""
+def run(
+  mesh=None, micro_batches=1, data=None, name="opd", distillation=None, agree=False, own=False
+):
+  """The state and the metrics of one update that matches a teacher's distributions.
+
+  With `agree`, the teacher has the policy's parameters; with `own`, no others are given.
+  """
   model = Transformer(CONFIG, mesh or single_device_mesh())
-  teacher = model if agree else Transformer(TEACHER, model.mesh)
+  teacher = model if agree or own else Transformer(TEACHER, model.mesh)
   optimizer = make_optimizer(SGD_LIKE, 10)
   algorithm = algorithms.make(name, distillation or KINDS["jsd"])
   update = make_update(
     model, algorithm, optimizer, micro_batches=micro_batches, head_chunk=16, teacher=teacher
   )
   state = init_state(params_on(model), optimizer, model)
-  of_teacher = params_on(model) if agree else teacher_params()
-  state, metrics = update(state, *shard_batch(data or batch(), model.mesh), of_teacher)
+  of_teacher = () if own else (params_on(model) if agree else teacher_params(),)
+  state, metrics = update(state, *shard_batch(data or batch(), model.mesh), *of_teacher)
   return jax.device_get(state), {key: float(value) for key, value in metrics.items()}
 
 
@@ -205,6 +240,16 @@ def test_nothing_is_learned_from_a_teacher_that_agrees():
   _, metrics = run(agree=True, distillation=KINDS["reverse_kl"])
   assert metrics["grad_norm"] < 1e-5 and metrics["distill/divergence"] < 1e-5
   assert metrics["update/empty"] == 0
+
+
+def test_the_policy_with_other_prompts_is_a_teacher():
+  """Its parameters are constants of the gradient, as if a copy of them were given."""
+  rollouts, rewards = batch()
+  others = rollouts.prompts.replace(tokens=rollouts.prompts.tokens[::-1])
+  data = (rollouts.replace(teacher_prompts=others), rewards)
+  own = run(data=data, own=True, micro_batches=2)
+  assert own[1]["distill/divergence"] > 1e-3 and own[1]["grad_norm"] > 1e-4
+  assert_same(own, run(data=data, agree=True, micro_batches=2))
 
 
 @pytest.mark.slow
