@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from gtpo_jax.rewards import sandbox_problem
 from gtpo_jax.runtime.chips import host_memory
 from gtpo_jax.runtime.cluster.launchers import find_launch
-from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.runtime.errors import RunError, UserError, first_line
 from gtpo_jax.runtime.installing import install_command
 from gtpo_jax.runtime.startup import ACCELERATORS, cuda_extra, nvidia_driver
 
@@ -128,7 +128,7 @@ def _print_launcher() -> None:
   """Prints which launcher started this process as one of several, or why it cannot join them."""
   try:
     launch = find_launch()
-  except UserError as error:
+  except (UserError, RunError) as error:
     _line("launcher", str(error))
     return
   if launch:

@@ -1,6 +1,8 @@
 """The command line in processes of its own, and the settings of a short run."""
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -51,14 +53,24 @@ prepare_devices()
 """
 
 
+def free_port():
+  """Returns a port at which nobody listens.
+
+  It is below those that Linux gives to connections, which could take it before the run does.
+  """
+  for port in random.SystemRandom().sample(range(20000, 32000), 100):
+    with socket.socket() as free, contextlib.suppress(OSError):
+      free.bind(("localhost", port))
+      return port
+  raise OSError("all ports are in use")
+
+
 def run_connected(code, processes, devices, *args, **variables):
   """Runs Python code in processes that JAX connects, and returns what each has printed.
 
   The code finds `args` in `sys.argv[4:]`. Each process has `devices` CPU devices.
   """
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    address = f"localhost:{free.getsockname()[1]}"
+  address = f"localhost:{free_port()}"
   command = [sys.executable, "-c", JOIN + code, address, str(processes)]
   started = [
     subprocess.Popen(

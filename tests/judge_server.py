@@ -55,8 +55,10 @@ class Server:
             count = sum(x["messages"][-1]["content"] == message for x in server.bodies)
             server.bodies.append(body)
             server.headers.append((self.path, dict(self.headers)))
-          with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.respond(server.answer(message, count))
+          reply = server.answer(message, count)
+        # The client may send its next request before this thread runs again.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+          self.respond(reply)
 
       def respond(self, answer):
         if answer is CLOSE:

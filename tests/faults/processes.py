@@ -1,11 +1,11 @@
 """Starts `gtpo train` in one or several processes, and reads what a run wrote."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
+from command_line import free_port
 from etils import epath
 
 from gtpo_jax.checkpoint.integrity import check_integrity
@@ -72,9 +72,7 @@ def start_two(workdir, event, victim, settings):
 
 def start_together(commands, devices=1):
   """Runs commands as the processes of one run; returns their exit statuses and their output."""
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    address = f"localhost:{free.getsockname()[1]}"
+  address = f"localhost:{free_port()}"
   processes = []
   for i, line in enumerate(commands):
     env = environment(

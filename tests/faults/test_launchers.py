@@ -4,7 +4,6 @@ import contextlib
 import http.server
 import json
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ import time
 from typing import ClassVar
 
 import pytest
+from command_line import free_port
 from processes import HERE, ROOT, environment
 
 TINY = [
@@ -133,12 +133,6 @@ class MetadataServer(http.server.BaseHTTPRequestHandler):
     pass
 
 
-def free_port():
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    return free.getsockname()[1]
-
-
 def run(arguments, hosts, **more):
   """Runs `gtpo ARGUMENTS` once for each host's variables.
 
@@ -230,7 +224,7 @@ CANNOT_REACH = r"cannot reach the first process at localhost:\d+ within 8 s; "
   ("hosts", "messages"),
   [
     (
-      slurm(3, free_port())[:2],  # the third never starts
+      lambda: slurm(3, free_port())[:2],  # the third never starts
       [
         f"Slurm job 7, process 0 of 3: {NOT_ALL_JOINED}",
         # The time limit of process 1 can end before process 0 listens, or after it has given up.
@@ -238,13 +232,13 @@ CANNOT_REACH = r"cannot reach the first process at localhost:\d+ within 8 s; "
       ],
     ),
     pytest.param(
-      gke(2, free_port())[:1], [f"GKE, process 0 of 2: {NOT_ALL_JOINED}"], marks=pytest.mark.manual
+      lambda: gke(2, free_port())[:1],
+      [f"GKE, process 0 of 2: {NOT_ALL_JOINED}"],
+      marks=pytest.mark.manual,
     ),
     pytest.param(
-      [
-        by_hand(2, free_port())[0],
-        by_hand(2, free_port())[1],  # another port, where nobody listens
-      ],
+      # The second has another port, where nobody listens.
+      lambda: [by_hand(2, free_port())[0], by_hand(2, free_port())[1]],
       [
         f"JAX_COORDINATOR_ADDRESS, process 0 of 2: {NOT_ALL_JOINED}",
         f"JAX_COORDINATOR_ADDRESS, process 1 of 2: {CANNOT_REACH}",
@@ -256,7 +250,7 @@ CANNOT_REACH = r"cannot reach the first process at localhost:\d+ within 8 s; "
 )
 def test_processes_that_do_not_meet_end_with_one_line(hosts, messages, tmp_path):
   arguments = ["train", f"--workdir={tmp_path / 'run'}", *TINY]
-  results = run(arguments, hosts, GTPO_JOIN_TIMEOUT_S=str(JOIN_TIMEOUT_S))
+  results = run(arguments, hosts(), GTPO_JOIN_TIMEOUT_S=str(JOIN_TIMEOUT_S))
   for (code, printed, seconds), message in zip(results, messages, strict=True):
     assert code == 1, printed
     line = one_line(printed)

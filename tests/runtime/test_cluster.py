@@ -1,14 +1,15 @@
 """What launchers say about a run, read from their variables."""
 
+import contextlib
 import http.server
 import os
 import socket
 import threading
-from typing import ClassVar
+import time
 
 import pytest
 
-from gtpo_jax.runtime.cluster import joining, launchers
+from gtpo_jax.runtime.cluster import joining, launchers, metadata
 from gtpo_jax.runtime.cluster.joining import join_processes
 from gtpo_jax.runtime.cluster.launchers import Launch, find_launch, local_gpus
 from gtpo_jax.runtime.errors import RunError, UserError
@@ -116,38 +117,102 @@ def test_without_gpus_jax_decides(monkeypatch, tmp_path):
 
 
 class Metadata(http.server.BaseHTTPRequestHandler):
-  """The metadata server of host 1 in the second of two Cloud TPU slices, with two hosts each."""
+  """A metadata server that serves `server.values`, once the events of `server.faults` are over.
 
-  values: ClassVar = {}
+  An event happens instead of an answer: an HTTP status, "cut" for a connection that is closed
+  without an answer, "late" for an answer that comes too late.
+  """
 
   def do_GET(self):
-    value = self.values.get(self.path.rpartition("/")[2])
+    key = self.path.rpartition("/")[2]
+    faults = self.server.faults.get(key, [])
+    fault = faults.pop(0) if faults else None
+    if fault == "cut":
+      return
+    if fault == "late":
+      time.sleep(3 * metadata.TIMEOUT_S)
+      return
+    value = self.server.values.get(key)
     known = value is not None and self.headers["Metadata-Flavor"] == "Google"
-    self.send_response(200 if known else 404)
+    self.send_response(fault or (200 if known else 404))
     self.end_headers()
-    if known:
+    if known and not fault:
       self.wfile.write(value.encode())
 
   def log_message(self, *_):
     pass
 
 
-def test_a_cloud_tpu_vm_is_recognised(monkeypatch):
+@pytest.fixture
+def tpu_vm(monkeypatch):
+  """The metadata server of host 1 in the second of two Cloud TPU slices, with two hosts each."""
   monkeypatch.setenv("JAX_FORCE_TPU_INIT", "1")
-  values = {
-    "agent-worker-number": "1",
-    "worker-network-endpoints": "unknown:unknown:10.0.0.2,unknown:unknown:10.0.0.3",
-    "tpu-env": "ACCELERATOR_TYPE: 'v5p-16'\nMEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\n",
-  }
-  handler = type("Handler", (Metadata,), {"values": values})
-  with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    variables = {"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"}
-    assert find_launch(variables) == Launch("Cloud TPU", 4, 3)
-    assert find_launch(variables | {"TPU_SKIP_MDS_QUERY": "1"}) is None
-    del values["agent-worker-number"]
-    assert find_launch(variables) is None
+  monkeypatch.setattr(metadata, "PAUSES_S", (0.01, 0.01, 0.01, 0.01))
+  with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
+    server.faults = {}
+    server.values = {
+      "agent-worker-number": "1",
+      "worker-network-endpoints": "unknown:unknown:10.0.0.2,unknown:unknown:10.0.0.3",
+      "tpu-env": "ACCELERATOR_TYPE: 'v5p-16'\nMEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\n",
+    }
+    server.variables = {"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"}
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
     server.shutdown()
+
+
+def test_a_cloud_tpu_vm_is_recognised(tpu_vm):
+  assert find_launch(tpu_vm.variables) == Launch("Cloud TPU", 4, 3)
+  assert find_launch(tpu_vm.variables | {"TPU_SKIP_MDS_QUERY": "1"}) is None
+  assert find_launch(tpu_vm.variables | {"JAX_NUM_PROCESSES": "1"}) is None
+
+
+def test_a_metadata_server_that_fails_for_a_moment_is_asked_again(tpu_vm, monkeypatch):
+  tpu_vm.faults["worker-network-endpoints"] = ["cut", 503]
+  tpu_vm.faults["agent-worker-number"] = [500, "cut", 429, "cut"]
+  assert find_launch(tpu_vm.variables) == Launch("Cloud TPU", 4, 3)
+  monkeypatch.setattr(metadata, "TIMEOUT_S", 0.3)
+  tpu_vm.faults["worker-network-endpoints"] = ["late"]
+  assert find_launch(tpu_vm.variables) == Launch("Cloud TPU", 4, 3)
+  assert not any(tpu_vm.faults.values())
+
+
+@pytest.mark.parametrize(
+  ("faults", "values", "message"),
+  [
+    (
+      {"worker-network-endpoints": [503] * 5},
+      {},
+      r"does not say worker-network-endpoints in 5 attempts \(HTTP status 503\), so this host may "
+      "be one of several; try again, or set JAX_NUM_PROCESSES=1 to use it alone",
+    ),
+    ({"tpu-env": ["cut"] * 5}, {}, r"does not say tpu-env in 5 attempts \(Remote end closed"),
+    ({}, {"tpu-env": None}, "knows worker-network-endpoints, but not tpu-env, so this host may be"),
+    ({}, {"agent-worker-number": "2"}, "gives this host the number 2 of 2"),
+    ({}, {"agent-worker-number": "x"}, "agent-worker-number must be an integer, got 'x'"),
+  ],
+)
+def test_a_host_whose_metadata_server_fails_does_not_run_alone(tpu_vm, faults, values, message):
+  tpu_vm.faults |= faults
+  tpu_vm.values |= values
+  with pytest.raises((RunError, UserError), match=message):
+    find_launch(tpu_vm.variables)
+  tpu_vm.faults |= faults
+  assert find_launch(tpu_vm.variables | BY_HAND).address == "node1:1234"
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_machine_without_tpu_attributes_is_not_part_of_a_pod(tpu_vm, status):
+  tpu_vm.faults["worker-network-endpoints"] = [status]
+  assert find_launch(tpu_vm.variables) is None
+
+
+def test_a_machine_without_a_metadata_server_is_not_part_of_a_pod(monkeypatch):
+  monkeypatch.setenv("JAX_FORCE_TPU_INIT", "1")
+  with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as unused:
+    address = f"127.0.0.1:{unused.getsockname()[1]}"
+  for server in (address, "metadata.invalid"):
+    assert find_launch({"GCE_METADATA_IP": server}) is None
 
 
 def test_without_a_launcher_nothing_is_joined(monkeypatch):

@@ -11,17 +11,18 @@ from __future__ import annotations
 import glob
 import os
 import re
-import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.cluster.metadata import NoAnswerError, read_attributes
+from gtpo_jax.runtime.errors import RunError, UserError
 
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 COUNT = "JAX_NUM_PROCESSES"
 INDEX = "JAX_PROCESS_ID"
-METADATA_TIMEOUT_S = 5
+METADATA_SERVER = "metadata.google.internal"
+METADATA_KEYS = ("worker-network-endpoints", "agent-worker-number", "tpu-env")
 TPU_DEVICE_FILES = ("/dev/accel0", "/dev/vfio")
 NVIDIA_DEVICE_FILES = "/dev/nvidia[0-9]*"
 
@@ -54,6 +55,7 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
 
   Raises:
     UserError: the variables contradict one another, or are incomplete.
+    RunError: the metadata server of a Cloud TPU VM does not answer.
   """
   if environ.get(COUNT) == "1" and not environ.get(ADDRESS):
     return None
@@ -61,7 +63,7 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch | None:
     raise UserError(f"{COUNT}={environ[COUNT]} needs {ADDRESS}=HOST:PORT of the first process")
   try:
     launch = next(filter(None, (read(environ) for read in LAUNCHERS)), None)
-  except UserError:
+  except (UserError, RunError):
     if not environ.get(ADDRESS):
       raise
     launch = None
@@ -173,14 +175,20 @@ def _cloud_tpu(environ: Mapping[str, str]) -> Launch | None:
   if environ.get("TPU_SKIP_MDS_QUERY") or not has_tpu():
     return None
   try:
-    hosts = _metadata("worker-network-endpoints", environ).split(",")
-    index = int(_metadata("agent-worker-number", environ))
-    details = dict(re.findall(r"^(\w+): *'?(.*?)'?$", _metadata("tpu-env", environ), re.MULTILINE))
-  except (OSError, ValueError):
+    values = read_attributes(environ.get("GCE_METADATA_IP", METADATA_SERVER), METADATA_KEYS)
+  except NoAnswerError as error:
+    raise RunError(
+      f"{error}, so this host may be one of several; try again, or set {COUNT}=1 to use it alone"
+    ) from error
+  if values is None:
     return None  # for example a notebook service, which hides the server
-  return _slices(
-    "Cloud TPU", len(hosts), index, lambda name: environ.get(name) or details.get(name)
-  )
+  endpoints, _, details = (values[key] for key in METADATA_KEYS)
+  index = _integer(values, "agent-worker-number", None)
+  named = dict(re.findall(r"^(\w+): *'?(.*?)'?$", details, re.MULTILINE))
+  hosts = len(endpoints.split(","))
+  if not 0 <= index < hosts:
+    raise RunError(f"the metadata server gives this host the number {index} of {hosts}")
+  return _slices("Cloud TPU", hosts, index, lambda name: environ.get(name) or named.get(name))
 
 
 def _slices(name: str, hosts: int, index: int, get: Callable[[str], str | None]) -> Launch:
@@ -188,17 +196,6 @@ def _slices(name: str, hosts: int, index: int, get: Callable[[str], str | None])
   slices = int(get("MEGASCALE_NUM_SLICES") or 1)
   slice_index = int(get("MEGASCALE_SLICE_ID") or 0)
   return Launch(name, hosts * slices, index + slice_index * hosts)
-
-
-def _metadata(key: str, environ: Mapping[str, str]) -> str:
-  server = environ.get("GCE_METADATA_IP", "metadata.google.internal")
-  request = urllib.request.Request(
-    f"http://{server}/computeMetadata/v1/instance/attributes/{key}",
-    headers={"Metadata-Flavor": "Google"},
-  )
-  opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-  with opener.open(request, timeout=METADATA_TIMEOUT_S) as reply:
-    return reply.read().decode().strip()
 
 
 # In the order in which JAX tries them: mpirun can be used within a Slurm job.

@@ -185,13 +185,12 @@ def test_no_other_request_is_sent_before_the_server_wants_it():
 
 
 def test_late_replies(capfd):
-  late = lambda message, count: after(0.4 if count == 0 else 0, "Grade: 8")
-  reward, metrics = grade_one(late, timeout_s=0.2)
+  late = lambda message, count: after(1.5 if count == 0 else 0, "Grade: 8")
+  reward, metrics = grade_one(late, timeout_s=1.0)
   assert reward == 0.8 and metrics["judge/retries"] == 1
   always = lambda message, count: after(0.4, "Grade: 8")
-  began = time.monotonic()
   reward, _ = grade_one(always, timeout_s=0.15, completion_timeout_s=0.3)
-  assert reward is None and time.monotonic() - began < 2
+  assert reward is None
   assert "completion_timeout_s = 0.3" in capfd.readouterr().err
 
 
@@ -203,11 +202,16 @@ def test_a_reply_that_trickles_in_is_ended_too():
 
   with serving(answer) as server, judging(server.url, timeout_s=0.2, retries=0) as judge:
     began = time.monotonic()
-    assert grade(judge, "c") == [None] and time.monotonic() - began < 2
+    assert grade(judge, "c") == [None] and time.monotonic() - began < 25
 
 
 def test_sixteen_requests_are_under_way_at_once_and_never_more():
-  answer = lambda message, count: after(0.05, f"Grade: {int(message[-5]) % 10}")
+  together = threading.Barrier(16)
+
+  def answer(message, count):
+    together.wait(60)  # until sixteen requests are under way
+    return f"Grade: {int(message[-5]) % 10}"
+
   with serving(answer) as server, judging(server.url) as judge:
     results = {}
 
@@ -216,16 +220,13 @@ def test_sixteen_requests_are_under_way_at_once_and_never_more():
       results[k] = judge.grade(["p"] * 16, texts, ["a"] * 16)
 
     threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-    began = time.monotonic()
     for thread in threads:
       thread.start()
     for thread in threads:
       thread.join()
-    seconds = time.monotonic() - began
     assert server.most == 16 and len(server.bodies) == 64
     for k in range(4):
       assert results[k] == [pytest.approx(i % 10 / 10) for i in range(16)]
-    assert 4 * 0.05 <= seconds < 64 * 0.05 / 2
     metrics = judge.take_metrics()
     assert metrics["judge/requests"] == 64 and metrics["judge/tokens"] == 64 * 7
 
@@ -297,7 +298,7 @@ def test_closing_ends_what_is_under_way_and_keeps_what_is_done(tmp_path):
     began = time.monotonic()
     judge.close()
     thread.join()
-    assert time.monotonic() - began < 3 and raised == ["the judge was closed"]
+    assert time.monotonic() - began < 15 and raised == ["the judge was closed"]
     with pytest.raises(JudgeError, match="closed"):
       grade(judge, "later")
     release.set()

@@ -21,7 +21,8 @@ from gtpo_jax.rewards.sandbox.rootfs import interpreter, root_filesystem
 from gtpo_jax.runtime.errors import UserError
 
 SECRET = "canary-5d1f90c2"
-TIMEOUT_S = 3
+TIMEOUT_S = 3  # for attacks that never end
+LONG_S = 60  # for the others, also on a busy machine
 
 
 def in_home():
@@ -105,7 +106,8 @@ def host(monkeypatch):
 def run_attack(name, host):
   program = host.names + textwrap.dedent(ATTACKS[name].program)
   tests = textwrap.dedent(ATTACKS[name].tests)
-  return run_code(program, tests, timeout_s=TIMEOUT_S, memory_mb=256)
+  limit = TIMEOUT_S if ATTACKS[name].reason in ("timeout", "") else LONG_S
+  return run_code(program, tests, timeout_s=limit, memory_mb=256)
 
 
 @pytest.mark.sandbox
@@ -113,9 +115,10 @@ def run_attack(name, host):
 def test_no_attack_succeeds(name, host):
   began = time.monotonic()
   verdict = run_attack(name, host)
+  seconds = time.monotonic() - began
   assert verdict.passed is False, verdict
   assert verdict.reason.startswith(ATTACKS[name].reason), verdict
-  assert time.monotonic() - began < TIMEOUT_S + 10
+  assert seconds < TIMEOUT_S + 20
   assert len(verdict.output) <= OUTPUT_KEPT
   assert SECRET not in verdict.output
   host.assert_unharmed()
