@@ -16,23 +16,11 @@ import jax.numpy as jnp
 
 from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units
 from gtpo_jax.arrays import masked_mean
-from gtpo_jax.runtime.fields import (
-  ABOVE_0,
-  AT_LEAST_0,
-  AT_LEAST_1,
-  FLAG,
-  Checked,
-  at_least,
-  number,
-  one_of,
-  setting,
-)
-
-# (shaped, units, axes, sign_guard) -> advantages f32[n, g, u].
-Advantage = Callable[[ShapedRewards, Units, tuple[int, ...], bool], jax.Array]
+from gtpo_jax.runtime.fields import ABOVE_0, FLAG, Checked, at_least, number, one_of, setting
 
 # The axes of [n, g, u] over which one mean and standard deviation are computed.
 NORM_SCOPE: dict[str, tuple[int, ...]] = {"group": (1, 2), "batch": (0, 1, 2)}
+NORM_SIDES = ("all", "own")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +29,13 @@ class GroupNormalisation(Checked):
 
   prefix: ClassVar[str] = "algorithm."
   norm_scope: ClassVar[str] = "group"
+  norm_sides: ClassVar[str] = "all"
   sign_guard: ClassVar[bool] = False
+
+  @property
+  def axes(self) -> tuple[int, ...]:
+    """The axes of [n, g, u] over which one mean and standard deviation are computed."""
+    return NORM_SCOPE[self.norm_scope]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,30 +54,20 @@ class Normalisation(GroupNormalisation):
 
 
 @dataclasses.dataclass(frozen=True)
-class NoBonus(Checked):
-  """Nothing is added to the advantages."""
+class TwoSidedNormalisation(Normalisation):
+  """The same for rewards of correct and of incorrect completions that are normalised separately."""
 
-  prefix: ClassVar[str] = "algorithm."
-  bonus_alpha: ClassVar[float] = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class AdvantageBonus(NoBonus):
-  """A bonus by entropy, which is added to the advantage of each token (2506.14758, eq. 5)."""
-
-  bonus_alpha: float = setting(
-    0.4,
-    "min(bonus_alpha * H, |A| / bonus_kappa) is added to the advantage of each token (2506.14758, "
-    "eq. 5).",
-    AT_LEAST_0,
-  )
-  bonus_kappa: float = setting(
-    2.0,
-    "min(bonus_alpha * H, |A| / bonus_kappa) is added to the advantage of each token (2506.14758, "
-    "eq. 5).",
-    AT_LEAST_1,
+  norm_sides: str = setting(
+    "all",
+    'what the shaped rewards of O+ and of O- are z-scored over: "all" (all units, with zeros for '
+    'the other side) or "own" (the units of their own side, as public implementations of GTPO do: '
+    "correct completions are then not preferred to incorrect ones).",
+    one_of(NORM_SIDES),
   )
 
+
+# (shaped, units, normalisation) -> advantages f32[n, g, u].
+Advantage = Callable[[ShapedRewards, Units, GroupNormalisation], jax.Array]
 
 CREDITS = ("uniform", "entropy")
 DIVERGENCES = ("sampled", "reverse_kl", "forward_kl", "jsd")
@@ -160,7 +144,7 @@ def zscore(x: jax.Array, mask: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 
 def joint_zscore(
-  shaped: ShapedRewards, units: Units, axes: tuple[int, ...], sign_guard: bool
+  shaped: ShapedRewards, units: Units, normalisation: GroupNormalisation
 ) -> jax.Array:
   """Z-scores the rewards of O+ and O- together.
 
@@ -170,45 +154,44 @@ def joint_zscore(
   Args:
     shaped: the shaped rewards R+ and R-, f32[n, g, u] each.
     units: the units of credit.
-    axes: the axes of the mean and the std, from `NORM_SCOPE`.
-    sign_guard: whether to clamp the advantages to be >= 0 on O+ and <= 0 on O-.
+    normalisation: over what the mean and the std are computed, and whether to clamp the advantages
+      to be >= 0 on O+ and <= 0 on O-.
 
   Returns:
     f32[n, g, u].
   """
-  advantages = zscore(shaped.plus + shaped.minus, units.mask, axes)
-  return _guard_signs(advantages, units, sign_guard)
+  advantages = zscore(shaped.plus + shaped.minus, units.mask, normalisation.axes)
+  return _guard_signs(advantages, units, normalisation)
 
 
 def two_sided_zscore(
-  shaped: ShapedRewards, units: Units, axes: tuple[int, ...], sign_guard: bool
+  shaped: ShapedRewards, units: Units, normalisation: GroupNormalisation
 ) -> jax.Array:
   """Z-scores R+ and R- separately; returns z(R+) on O+ and z(R-) on O-.
 
   `gtpo`, `grpo_s`, `gtpo_v2` and `grpo_s_v2` use these advantages. Each z-score is over all units,
-  including the zeros of the other set. If each were over its own set only, the advantages of O+
-  and of O- would both have mean 0, and correct completions would not be preferred to incorrect
-  ones. Arguments and result are those of `joint_zscore`.
+  including the zeros of the other set. With `norm_sides` = "own" each is over its own set only: the
+  advantages of O+ and of O- both have mean 0, and correct completions are not preferred to
+  incorrect ones. Arguments and result are those of `joint_zscore`.
   """
-  plus = zscore(shaped.plus, units.mask, axes)
-  minus = zscore(shaped.minus, units.mask, axes)
-  return _guard_signs(jnp.where(units.correct, plus, minus), units, sign_guard)
+  own = normalisation.norm_sides == "own"
+  plus = zscore(shaped.plus, units.plus if own else units.mask, normalisation.axes)
+  minus = zscore(shaped.minus, units.minus if own else units.mask, normalisation.axes)
+  return _guard_signs(jnp.where(units.correct, plus, minus), units, normalisation)
 
 
 def joint_centred(
-  shaped: ShapedRewards, units: Units, axes: tuple[int, ...], sign_guard: bool
+  shaped: ShapedRewards, units: Units, normalisation: GroupNormalisation
 ) -> jax.Array:
   """Subtracts the mean reward without dividing by the std (Dr. GRPO, 2503.20783).
 
   Arguments and result are those of `joint_zscore`.
   """
-  advantages = centred(shaped.plus + shaped.minus, units.mask, axes)
-  return _guard_signs(advantages, units, sign_guard)
+  advantages = centred(shaped.plus + shaped.minus, units.mask, normalisation.axes)
+  return _guard_signs(advantages, units, normalisation)
 
 
-def no_credit(
-  shaped: ShapedRewards, units: Units, axes: tuple[int, ...], sign_guard: bool
-) -> jax.Array:
+def no_credit(shaped: ShapedRewards, units: Units, normalisation: GroupNormalisation) -> jax.Array:
   """Returns zeros: the rewards are measured, but nothing is learned from them.
 
   Arguments and result are those of `joint_zscore`.
@@ -217,36 +200,34 @@ def no_credit(
 
 
 def leave_one_out(
-  shaped: ShapedRewards, units: Units, axes: tuple[int, ...], sign_guard: bool
+  shaped: ShapedRewards, units: Units, normalisation: GroupNormalisation
 ) -> jax.Array:
   """Subtracts the mean reward of the other units (RLOO, 2402.14740).
 
   A unit without others has advantage 0. Arguments and result are those of `joint_zscore`.
   """
-  count = units.mask.sum(axes, keepdims=True)
-  advantages = centred(shaped.plus + shaped.minus, units.mask, axes)
+  count = units.mask.sum(normalisation.axes, keepdims=True)
+  advantages = centred(shaped.plus + shaped.minus, units.mask, normalisation.axes)
   advantages *= count / jnp.maximum(count - 1, 1)
-  return _guard_signs(advantages, units, sign_guard)
+  return _guard_signs(advantages, units, normalisation)
 
 
-def whitened(
-  shaped: ShapedRewards, units: Units, axes: tuple[int, ...], sign_guard: bool
-) -> jax.Array:
+def whitened(shaped: ShapedRewards, units: Units, normalisation: GroupNormalisation) -> jax.Array:
   """Subtracts the mean over `axes`, then z-scores over all tokens of the batch (REINFORCE++).
 
   This is the variant with a baseline (2501.03262). The z-score weights each unit by its number of
   tokens, as the public implementations do. Arguments and result are those of `joint_zscore`.
   """
-  x = centred(shaped.plus + shaped.minus, units.mask, axes)
+  x = centred(shaped.plus + shaped.minus, units.mask, normalisation.axes)
   total = jnp.maximum(units.tokens.sum(), 1)
   mean = (units.tokens * x).sum() / total
   std = jnp.sqrt((units.tokens * jnp.square(x - mean)).sum() / total)
   advantages = jnp.where(units.mask, _divide(x - mean, std), 0.0)
-  return _guard_signs(advantages, units, sign_guard)
+  return _guard_signs(advantages, units, normalisation)
 
 
 def mean_normalised(
-  shaped: ShapedRewards, units: Units, axes: tuple[int, ...], sign_guard: bool
+  shaped: ShapedRewards, units: Units, normalisation: GroupNormalisation
 ) -> jax.Array:
   """Subtracts the mean reward and divides by it (MaxRL, 2602.02710).
 
@@ -254,28 +235,9 @@ def mean_normalised(
   and result are those of `joint_zscore`.
   """
   rewards = shaped.plus + shaped.minus
-  mean = masked_mean(rewards, units.mask, axes, keepdims=True)
-  advantages = _divide(centred(rewards, units.mask, axes), mean)
-  return _guard_signs(advantages, units, sign_guard)
-
-
-def entropy_bonus(
-  advantages: jax.Array, entropy: jax.Array, alpha: float, kappa: float
-) -> jax.Array:
-  """Returns `min(alpha H, |A| / kappa)`, to be added to the advantages (2506.14758, eq. 5).
-
-  With kappa > 1 the bonus never changes the sign of an advantage.
-
-  Args:
-    advantages: f32[n, g, t].
-    entropy: f32[n, g, t], nats.
-    alpha: the weight of the entropy.
-    kappa: the bonus is at most |A| / kappa.
-
-  Returns:
-    f32[n, g, t], >= 0.
-  """
-  return jnp.minimum(alpha * entropy, jnp.abs(advantages) / kappa)
+  mean = masked_mean(rewards, units.mask, normalisation.axes, keepdims=True)
+  advantages = _divide(centred(rewards, units.mask, normalisation.axes), mean)
+  return _guard_signs(advantages, units, normalisation)
 
 
 def _divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
@@ -284,7 +246,9 @@ def _divide(x: jax.Array, divisor: jax.Array) -> jax.Array:
   return jnp.where(enough, x / jnp.where(enough, divisor, 1.0), 0.0)
 
 
-def _guard_signs(advantages: jax.Array, units: Units, sign_guard: bool) -> jax.Array:
-  if not sign_guard:
+def _guard_signs(
+  advantages: jax.Array, units: Units, normalisation: GroupNormalisation
+) -> jax.Array:
+  if not normalisation.sign_guard:
     return advantages
   return jnp.where(units.correct, jnp.maximum(advantages, 0.0), jnp.minimum(advantages, 0.0))

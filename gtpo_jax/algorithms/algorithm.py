@@ -10,11 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.algorithms.advantages import NORM_SCOPE, entropy_bonus
-from gtpo_jax.algorithms.diagnostics import ratio_metrics
-from gtpo_jax.algorithms.loss import LossInputs
-from gtpo_jax.algorithms.objectives import ObjectiveInputs
-from gtpo_jax.algorithms.ratios import RATIOS, k3
+from gtpo_jax.algorithms.loss import LossInputs, objective_inputs, token_objectives
+from gtpo_jax.algorithms.ratios import k3
 from gtpo_jax.algorithms.recipes import Recipe, Settings
 from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units, completion_entropy
 from gtpo_jax.algorithms.selection import all_wrong, top_share
@@ -91,15 +88,11 @@ class Algorithm:
       }
     )
     shaped, units = self.shaped(**signals, gaps=gaps)
-    normalisation = self.recipe.normalisation
-    axes = NORM_SCOPE[normalisation.norm_scope]
-    advantages = self.recipe.advantage(shaped, units, axes, normalisation.sign_guard)
+    advantages = self.recipe.advantage(shaped, units, self.recipe.normalisation)
     mask = self.loss_mask(**signals)
     advantages = jnp.where(mask, advantages, 0.0)
-    bonus = self.recipe.bonus
-    if bonus.bonus_alpha:
-      entropy = jnp.where(mask, signals["entropy"].astype(jnp.float32), 0.0)
-      advantages += entropy_bonus(advantages, entropy, bonus.bonus_alpha, bonus.bonus_kappa)
+    entropy = jnp.where(mask, signals["entropy"].astype(jnp.float32), 0.0)
+    advantages = self.recipe.modulation(advantages, entropy, mask)
     distillation = self.recipe.distillation
     if distillation and distillation.sampled:
       if divergence is None:
@@ -209,7 +202,7 @@ class Algorithm:
     given = {"entropy_old": entropy_old, "key": key}
     for name in objective.select_needs:
       _check_present(self, name, given[name])
-    x = _objective_inputs(self.recipe, log_probs, log_probs_old, advantages, mask)
+    x = objective_inputs(objective, log_probs, log_probs_old, advantages, mask)
     return objective.select(jax.lax.stop_gradient(x._replace(entropy_old=entropy_old)), key)
 
   def loss(
@@ -238,7 +231,7 @@ class Algorithm:
       weights = self.token_weights(mask)
     x = x._replace(mask=mask)
 
-    objective, metrics = _objective(recipe, log_probs, x)
+    objective, metrics = token_objectives(recipe.objective, recipe.guide, log_probs, x)
     if recipe.corrections.tis_cap:
       importance = x.importance
       if importance is None:
@@ -310,38 +303,6 @@ class Algorithm:
     reward = reward.astype(jnp.float32)
     columns = correct[..., None], reward[..., None], penalty[..., None]
     return Units(entropy, mask, *columns, tokens, gaps)
-
-
-def _objective_inputs(
-  recipe: Recipe,
-  log_probs: jax.Array,
-  log_probs_old: jax.Array,
-  advantages: jax.Array,
-  mask: jax.Array,
-) -> ObjectiveInputs:
-  """Returns the inputs of the objective, with zeros where `mask` is False."""
-  ratio = RATIOS[recipe.objective.ratio].function(log_probs, log_probs_old, mask)
-  zeroed = (jnp.where(mask, x, 0.0) for x in (log_probs, log_probs_old, advantages))
-  return ObjectiveInputs(ratio, *zeroed, mask)
-
-
-def _objective(
-  recipe: Recipe, log_probs: jax.Array, x: LossInputs
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Returns each token's objective f32[n, g, t], and metrics of the ratios and the objective."""
-  inputs = _objective_inputs(recipe, log_probs, x.log_probs_old, x.advantages, x.mask)
-  inputs = inputs._replace(selected=x.selected)
-  objective, counted = recipe.objective(inputs)
-  metrics = {name: mean_or_nan(flags, x.own) for name, flags in counted.items()}
-  constants = jax.lax.stop_gradient((inputs.ratio, inputs.advantages, inputs.log_probs))
-  metrics |= ratio_metrics(*constants, x.own)
-  if x.guided is None:
-    return objective, metrics
-  guided = x.guided[..., None]
-  guide = recipe.guide
-  metrics["clip/guide"] = mean_or_nan(inputs.ratio > guide.guide_cap, inputs.mask & guided)
-  of_guide = guide.objective(inputs.ratio, inputs.advantages)
-  return jnp.where(guided, of_guide, objective), metrics
 
 
 def _check_loss_inputs(algorithm: Algorithm, x: LossInputs, entropy: jax.Array | None) -> None:

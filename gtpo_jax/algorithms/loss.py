@@ -15,7 +15,10 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.arrays import masked_mean
+from gtpo_jax.algorithms.diagnostics import ratio_metrics
+from gtpo_jax.algorithms.objectives import Objective, ObjectiveInputs
+from gtpo_jax.algorithms.ratios import RATIOS
+from gtpo_jax.arrays import masked_mean, mean_or_nan
 from gtpo_jax.runtime.fields import ABOVE_0, AT_LEAST_0, Checked, number, one_of, setting
 
 
@@ -212,3 +215,46 @@ class Guide(NoGuide):
     A clip range around 1 would not work here, because the guide is not close to the policy.
     """
     return jnp.minimum(ratio, self.guide_cap) * advantages
+
+
+def objective_inputs(
+  objective: Objective,
+  log_probs: jax.Array,
+  log_probs_old: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+) -> ObjectiveInputs:
+  """Returns the inputs of an objective, with zeros where `mask` is False.
+
+  Args:
+    objective: the objective, which says what its ratio is.
+    log_probs: f32[n, g, t], nats, of the policy being trained.
+    log_probs_old, advantages, mask: as in `LossInputs`.
+  """
+  ratio = RATIOS[objective.ratio].function(log_probs, log_probs_old, mask)
+  zeroed = (jnp.where(mask, x, 0.0) for x in (log_probs, log_probs_old, advantages))
+  return ObjectiveInputs(ratio, *zeroed, mask)
+
+
+def token_objectives(
+  objective: Objective, guide: NoGuide, log_probs: jax.Array, x: LossInputs
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Returns each token's objective f32[n, g, t], and metrics of the ratios and the objective.
+
+  Args:
+    objective: the objective of the policy's own tokens.
+    guide: has the objective of a guide's tokens.
+    log_probs: f32[n, g, t], nats, of the policy being trained.
+    x: the other inputs of the loss.
+  """
+  inputs = objective_inputs(objective, log_probs, x.log_probs_old, x.advantages, x.mask)
+  values, counted = objective(inputs._replace(selected=x.selected))
+  metrics = {name: mean_or_nan(flags, x.own) for name, flags in counted.items()}
+  constants = jax.lax.stop_gradient((inputs.ratio, inputs.advantages, inputs.log_probs))
+  metrics |= ratio_metrics(*constants, x.own)
+  if x.guided is None:
+    return values, metrics
+  guided = x.guided[..., None]
+  metrics["clip/guide"] = mean_or_nan(inputs.ratio > guide.guide_cap, inputs.mask & guided)
+  of_guide = guide.objective(inputs.ratio, inputs.advantages)
+  return jnp.where(guided, of_guide, values), metrics

@@ -12,11 +12,10 @@ from typing import Any
 
 from gtpo_jax.algorithms.advantages import (
   Advantage,
-  AdvantageBonus,
   Distillation,
   GroupNormalisation,
-  NoBonus,
   Normalisation,
+  TwoSidedNormalisation,
   joint_centred,
   joint_zscore,
   leave_one_out,
@@ -27,6 +26,7 @@ from gtpo_jax.algorithms.advantages import (
 )
 from gtpo_jax.algorithms.corrections import Corrections
 from gtpo_jax.algorithms.loss import Aggregation, EntropyBonus, Guide, NoGuide, ReferencePenalty
+from gtpo_jax.algorithms.modulation import AdvantageBonus, ConfidenceModulation, NoModulation
 from gtpo_jax.algorithms.objectives import (
   CHOICE,
   OBJECTIVES,
@@ -34,6 +34,7 @@ from gtpo_jax.algorithms.objectives import (
   Clip,
   ClipCov,
   Dppo,
+  Fipo,
   Gmpo,
   KlCov,
   Objective,
@@ -69,7 +70,7 @@ class Recipe:
     shaping: computes shaped rewards and diagnostics from units of credit.
     objective: the surrogate objective.
     normalisation: over which completions advantages are normalised.
-    bonus: what is added to the advantages.
+    modulation: what changes the advantages of single tokens by their entropy.
     aggregation: how the objectives of the tokens are combined into the loss.
     selection: which groups, completions and tokens are trained on.
     reference: the KL divergence to a reference, in the loss.
@@ -87,7 +88,7 @@ class Recipe:
   shaping: PlainReward = PlainReward()
   objective: Objective = Clip()
   normalisation: GroupNormalisation = GroupNormalisation()
-  bonus: NoBonus = NoBonus()
+  modulation: NoModulation = NoModulation()
   aggregation: Aggregation = Aggregation()
   selection: Selection = Selection()
   reference: ReferencePenalty = ReferencePenalty()
@@ -133,7 +134,7 @@ class Recipe:
   @property
   def per_token_credit(self) -> bool:
     """Whether the tokens of a completion can have different advantages."""
-    of_tokens = self.bonus.bonus_alpha or (self.distillation and self.distillation.sampled)
+    of_tokens = self.modulation.per_token or (self.distillation and self.distillation.sampled)
     return not self.shaping.per_completion or bool(of_tokens)
 
   def with_objective(self, name: str) -> Recipe:
@@ -162,6 +163,8 @@ _FINAL = "2508.04349, final"
 _V1 = "2508.04349, v1"
 _BATCH = Normalisation(norm_scope="batch")
 _GROUP = Normalisation(norm_scope="group")
+_TWO_SIDED_BATCH = TwoSidedNormalisation(norm_scope="batch")
+_TWO_SIDED_GROUP = TwoSidedNormalisation(norm_scope="group")
 _COMPLETIONS = Aggregation("completion")
 _ALL_GROUPS = Selection(contrast=False)
 _DYNAMIC = Selection(dynamic_sampling=True)
@@ -177,7 +180,10 @@ _dapo = functools.partial(Recipe, rewards=(-1.0, 1.0), selection=_DYNAMIC)
 # Values that a row does not name are the defaults of its parts.
 RECIPES: dict[str, Recipe] = {
   "gtpo": _token_credit(
-    f"{_FINAL}, eqs. 3-7", two_sided_zscore, shaping=GtpoShaping(alpha1=1.0, alpha2=0.1)
+    f"{_FINAL}, eqs. 3-7",
+    two_sided_zscore,
+    shaping=GtpoShaping(alpha1=1.0, alpha2=0.1),
+    normalisation=_TWO_SIDED_BATCH,
   ),
   "gtpo_v1": _token_credit(f"{_V1}, eqs. 2-4", joint_zscore, shaping=GtpoV1Shaping(alpha=0.1)),
   "gtpo_v1_clipped": _token_credit(
@@ -189,16 +195,22 @@ RECIPES: dict[str, Recipe] = {
     f"{_V1}, eqs. 13-16",
     two_sided_zscore,
     shaping=GtpoV2Shaping(alpha=0.1, kappa=0.0),
-    normalisation=_GROUP,
+    normalisation=_TWO_SIDED_GROUP,
   ),
   "grpo_s": _completion_credit(
-    f"{_FINAL}, eqs. 8-11", two_sided_zscore, shaping=GrpoSShaping(beta1=1.0, beta2=0.1)
+    f"{_FINAL}, eqs. 8-11",
+    two_sided_zscore,
+    shaping=GrpoSShaping(beta1=1.0, beta2=0.1),
+    normalisation=_TWO_SIDED_GROUP,
   ),
   "grpo_s_v1": _completion_credit(
     f"{_V1}, eqs. 5-8", joint_zscore, shaping=GrpoSV1Shaping(beta=0.1)
   ),
   "grpo_s_v2": _completion_credit(
-    f"{_V1}, eqs. 17-19", two_sided_zscore, shaping=GrpoSV2Shaping(beta=0.1)
+    f"{_V1}, eqs. 17-19",
+    two_sided_zscore,
+    shaping=GrpoSV2Shaping(beta=0.1),
+    normalisation=_TWO_SIDED_GROUP,
   ),
   "grpo": _grpo("2402.03300", joint_zscore, objective=_PPO),
   "dapo": _dapo("2503.14476", joint_zscore, objective=Clip(eps_low=0.2, eps_high=0.28)),
@@ -246,7 +258,7 @@ RECIPES: dict[str, Recipe] = {
   "reinforce_pp": Recipe("2501.03262", whitened, objective=_PPO, selection=_ALL_GROUPS),
   "max_rl": Recipe("2602.02710", mean_normalised, objective=_PPO, selection=_ALL_GROUPS),
   "entropy_advantage": _dapo(
-    "2506.14758", joint_zscore, bonus=AdvantageBonus(bonus_alpha=0.4, bonus_kappa=2.0)
+    "2506.14758", joint_zscore, modulation=AdvantageBonus(bonus_alpha=0.4, bonus_kappa=2.0)
   ),
   "stare": Recipe(
     "2606.19236",
@@ -254,6 +266,8 @@ RECIPES: dict[str, Recipe] = {
     objective=Stare(selected_share=0.1, surprise_weight=1.1, entropy_gate=0.3),
     selection=_DYNAMIC,
   ),
+  "fipo": _dapo("2603.19835", joint_zscore, objective=Fipo()),
+  "empg": _dapo("2509.09265", joint_zscore, modulation=ConfidenceModulation()),
   "opd": Recipe(
     "2306.13649, 2306.08543",
     no_credit,

@@ -16,7 +16,7 @@ CONTRAST = tuple(name for name in NAMES if name not in EVERY_GROUP)
 WITHOUT_ENTROPY = tuple(name for name in NAMES if name not in BY_ENTROPY)
 SEQUENCE_RATIO = (*SEQUENCE_LEVEL, "gspo")
 # The loss of a token depends on the other tokens of its completion.
-NOT_PER_TOKEN = (*SEQUENCE_RATIO, "gspo_token", "gmpo")
+NOT_PER_TOKEN = (*SEQUENCE_RATIO, "gspo_token", "gmpo", "fipo")
 
 COMPARISONS = [
   (compare, scope) for compare in ("position", "sequence", "matrix") for scope in ("group", "batch")
@@ -52,6 +52,13 @@ STRONG_OBJECTIVE = {
   "clip_cov": {"selected_share": 0.2, "cov_low": 0.05, "cov_high": 1.5},
   "kl_cov": {"selected_share": 0.2, "kl_cov_coef": 0.7},
   "stare": {"selected_share": 0.3, "surprise_weight": 1.4, "entropy_gate": 50.0},
+  "fipo": {
+    "dual_clip": 2.5,
+    "half_life": 2.0,
+    "influence_low": 0.3,
+    "influence_high": 0.4,
+    "safe_ratio": 1.5,
+  },
 }
 
 

@@ -91,6 +91,8 @@ def objective(s, w, fixed_w, a, new, fixed, old, selected):
   if kind == "kl_cov":
     penalty = s["kl_cov_coef"] * abs(log_ratio) if selected else 0.0
     return w * a - penalty, {"clip/selected": selected}
+  if kind == "fipo":
+    return clip(w, a, s), clip_flags(w, a, s)
   assert kind == "stare"
   weight = s["surprise_weight"] if selected else 1.0
   return weight * clip(w, a, s), clip_flags(w, a, s) | {"clip/selected": selected}
@@ -109,6 +111,20 @@ def gmpo(s, log_ratios, a):
       {"clip/low": x < -s["eps_low"] and a < 0, "clip/high": x > s["eps_high"] and a > 0}
     )
   return a * math.exp(sum(bounded) / len(bounded)), flags
+
+
+def influences(s, log_ratios, advantages):
+  """Returns FIPO's influence of each token of a completion, and whether it was clipped."""
+  discount = 0.5 ** (1 / s["half_life"])
+  counted = [x if math.exp(x) <= (s["dual_clip"] or math.inf) else 0.0 for x in log_ratios]
+  out = []
+  for t, a in enumerate(advantages):
+    raw = math.exp(sum(discount ** (k - t) * counted[k] for k in range(t, len(counted))))
+    value = min(max(raw, 1 - s["influence_low"]), 1 + s["influence_high"])
+    if a < 0 and math.exp(log_ratios[t]) > s["safe_ratio"]:
+      value = min(value, 1.0)
+    out.append((value, value != raw))
+  return out
 
 
 def covariance_terms(x, tokens):
@@ -189,6 +205,9 @@ def loss(x, s):
     if kind == "gspo_token":
       moved = [math.exp(new[i, j, k] - fixed[i, j, k]) for k in steps]
       w_of = [w * m for w, m in zip(fixed_w_of, moved, strict=True)]
+    if s["objective"] == "fipo":
+      credit = [float(x["advantages"][i, j, k]) for k in steps]
+      influence = influences(s, fixed_log_ratios, credit)
     if s["objective"] == "gmpo":
       completion = gmpo(s, log_ratios, float(x["advantages"][i, j, steps[0]]))
     for index, k in enumerate(steps):
@@ -204,7 +223,10 @@ def loss(x, s):
           flags = completion[1][index]
         else:
           of_token = (new[i, j, k], fixed[i, j, k], old[i, j, k])
-          value, flags = objective(s, w, fixed_w_of[index], a, *of_token, selected)
+          factor, limited = influence[index] if s["objective"] == "fipo" else (1.0, False)
+          value, flags = objective(s, w, fixed_w_of[index], factor * a, *of_token, selected)
+          if s["objective"] == "fipo":
+            flags["clip/influence"] = limited
         for name, flag in flags.items():
           record(name, flag)
         record("ratio/mean", w)

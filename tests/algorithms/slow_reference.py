@@ -219,9 +219,10 @@ def advantages(name, batch, s):
   plus, minus = shaped_rewards(name, batch, s)
   every = [*plus, *minus]
   norm_scope = s.get("norm_scope") or "group"
-  if name in TWO_COLLECTIONS:  # each includes the zeros of the other side
-    of_plus = normalised({u: plus.get(u, 0.0) for u in every}, norm_scope)
-    of_minus = normalised({u: minus.get(u, 0.0) for u in every}, norm_scope)
+  if name in TWO_COLLECTIONS:  # each includes the zeros of the other side, except with "own"
+    own = s.get("norm_sides") == "own"
+    of_plus = normalised(plus if own else {u: plus.get(u, 0.0) for u in every}, norm_scope)
+    of_minus = normalised(minus if own else {u: minus.get(u, 0.0) for u in every}, norm_scope)
     out = {u: of_plus[u] if u in plus else of_minus[u] for u in every}
   elif name in CRITIC_FREE:
     out = CRITIC_FREE[name](plus | minus, batch["mask"])
@@ -236,4 +237,45 @@ def advantages(name, batch, s):
     if s.get("bonus_alpha"):
       a += min(s["bonus_alpha"] * float(batch["entropy"][i, j, k]), abs(a) / s["bonus_kappa"])
     per_token[i, j, k] = a
-  return per_token
+  return empg(per_token, batch["entropy"], mask, s) if s.get("step") else per_token
+
+
+def steps_of(mask, kind):
+  """Returns the steps of each completion as lists of tokens: single tokens, or runs of them."""
+  completions = []
+  for i, j in zip(*np.nonzero(mask.any(-1)), strict=True):
+    steps = []
+    for k in np.flatnonzero(mask[i, j]):
+      if kind == "turn" and k and mask[i, j, k - 1]:
+        steps[-1].append((i, j, k))
+      else:
+        steps.append([(i, j, k)])
+    completions.append(steps)
+  return completions
+
+
+def empg(advantages, entropy, mask, s):
+  """Returns the advantages that EMPG makes of others, f64[n, g, t]: 2509.09265, eqs. 8-12."""
+  completions = steps_of(mask, s["step"])
+  every = [step for steps in completions for step in steps]
+  out = np.zeros(mask.shape)
+  if not every:
+    return out
+  mean = {tuple(step): sum(float(entropy[u]) for u in step) / len(step) for step in every}
+  low = min(mean.values())
+  width = max(mean.values()) - low
+  scaled = {step: (h - low) / width if width > 0 else 0.0 for step, h in mean.items()}
+  scales = {step: math.exp(-s["confidence_k"] * h) for step, h in scaled.items()}
+  average = sum(scales.values()) / len(every)
+  values = {}
+  for steps in completions:
+    for index, step in enumerate(steps):
+      value = advantages[step[0]] * scales[tuple(step)] / average
+      if index + 1 < len(steps):
+        value += s["clarity"] * math.exp(-s["clarity_k"] * scaled[tuple(steps[index + 1])])
+      values[tuple(step)] = value
+  centre = sum(values.values()) / len(every)
+  for step, value in values.items():
+    for u in step:
+      out[u] = value - centre
+  return out

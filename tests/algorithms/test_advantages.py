@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import advantages
+from gtpo_jax.algorithms.modulation import entropy_bonus
 from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units
 
 zscore = jax.jit(advantages.zscore, static_argnums=2)
@@ -19,7 +20,9 @@ def of_units(advantage):
     tokens = mask.astype(jnp.float32) if tokens is None else tokens
     nothing = jnp.zeros(mask.shape)
     units = Units(nothing, mask, correct, nothing, nothing, tokens)
-    return advantage(shaped, units, axes, sign_guard)
+    scope = next(name for name, spans in advantages.NORM_SCOPE.items() if spans == axes)
+    normalisation = advantages.Normalisation(norm_scope=scope, sign_guard=sign_guard)
+    return advantage(shaped, units, normalisation)
 
   return jax.jit(compute, static_argnames=("axes", "sign_guard"))
 
@@ -209,6 +212,6 @@ def test_the_entropy_bonus_by_hand():
   """min(0.4 H, |A| / 2): the first is bounded by |A| / 2, the second is 0.4 H."""
   a = jnp.asarray([1.0, -1.0, -1.0, 0.0])
   entropy = jnp.asarray([2.0, 0.5, 9.0, 2.0])
-  got = advantages.entropy_bonus(a, entropy, 0.4, 2.0)
+  got = entropy_bonus(a, entropy, 0.4, 2.0)
   np.testing.assert_allclose(got, [0.5, 0.2, 0.5, 0.0], rtol=1e-6)
   assert ((a + got) * a >= 0).all()  # no sign changes

@@ -115,6 +115,8 @@ LOSSES += [
   ("gtpo", {"ratio": "gspo_token"}),
   ("gtpo", {"contrast": False}),
   ("entropy_advantage", {"ratio": "gspo_token"}),
+  ("empg", {"step": "token", "clarity": 0.4, "confidence_k": 2.0}),
+  ("gtpo", {"norm_sides": "own"}),
 ]
 # Every objective with the credit of GTPO and of GRPO-S.
 LOSSES += [

@@ -82,7 +82,7 @@ def kinks_of(s):
     "sapo": lambda: (np.inf,),
     "kl_cov": lambda: (np.inf,),
   }
-  kind = "clip" if s["objective"] in ("clip_cov", "stare") else s["objective"]
+  kind = "clip" if s["objective"] in ("clip_cov", "stare", "fipo") else s["objective"]
   return np.asarray([*bounds[kind](), s["guide_cap"] or np.inf])
 
 
@@ -116,7 +116,7 @@ def test_the_gradient_equals_central_differences(name, options):
   distance = np.abs(ratios[..., None] - kinks_of(s))[MASK].min()
   narrow = s["eps_low"] is not None and s["eps_low"] < 0.01
   assert distance > (1e-4 if narrow else 0.005)
-  stop_gradient = s["objective"] in ("cispo", "dppo") or s["ratio"] == "gspo_token"
+  stop_gradient = s["objective"] in ("cispo", "dppo", "fipo") or s["ratio"] == "gspo_token"
 
   indices = np.argwhere(MASK)
   steps = np.zeros((len(indices), *SHAPE))

@@ -39,6 +39,7 @@ GTPO = {
   "h_floor": 0.01,
   "sign_guard": False,
 }
+TWO_SIDED = {"norm_sides": "all"}
 GRPO_S = {
   **COMMON,
   "scope": "group",
@@ -55,13 +56,13 @@ DAPO = {**COMMON, "dynamic_sampling": True}
 
 # The settings of every recipe, and the rewards of an incorrect and a correct completion.
 PUBLISHED = {
-  "gtpo": ({**GTPO, "alpha1": 1.0, "alpha2": 0.1}, (0, 1)),
+  "gtpo": ({**GTPO, **TWO_SIDED, "alpha1": 1.0, "alpha2": 0.1}, (0, 1)),
   "gtpo_v1": ({**GTPO, "alpha": 0.1}, (0, 1)),
   "gtpo_v1_clipped": ({**GTPO, "alpha1": 0.9, "alpha2": 0.1, "kappa": 3.0, "floor": 1.0}, (0, 1)),
-  "gtpo_v2": ({**GTPO, "norm_scope": "group", "alpha": 0.1, "kappa": 0.0}, (0, 1)),
-  "grpo_s": ({**GRPO_S, "beta1": 1.0, "beta2": 0.1}, (0, 1)),
+  "gtpo_v2": ({**GTPO, **TWO_SIDED, "norm_scope": "group", "alpha": 0.1, "kappa": 0.0}, (0, 1)),
+  "grpo_s": ({**GRPO_S, **TWO_SIDED, "beta1": 1.0, "beta2": 0.1}, (0, 1)),
   "grpo_s_v1": ({**GRPO_S, "beta": 0.1}, (0, 1)),
-  "grpo_s_v2": ({**GRPO_S, "beta": 0.1}, (0, 1)),
+  "grpo_s_v2": ({**GRPO_S, **TWO_SIDED, "beta": 0.1}, (0, 1)),
   "grpo": (GRPO, (0, 1)),
   "dapo": (DAPO, (-1, 1)),
   "dapo_forking": ({**DAPO, "forking_share": 0.2}, (-1, 1)),
@@ -123,6 +124,22 @@ PUBLISHED = {
   "reinforce_pp": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
   "max_rl": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
   "entropy_advantage": ({**DAPO, "bonus_alpha": 0.4, "bonus_kappa": 2.0}, (-1, 1)),
+  "fipo": (
+    {
+      **DAPO,
+      "objective": "fipo",
+      "dual_clip": 10.0,
+      "half_life": 32.0,
+      "influence_low": 0.0,
+      "influence_high": 0.2,
+      "safe_ratio": 4.0,
+    },
+    (-1, 1),
+  ),
+  "empg": (
+    {**DAPO, "step": "turn", "confidence_k": 1.0, "clarity": 0.1, "clarity_k": 1.0},
+    (-1, 1),
+  ),
   "opd": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
   "stare": (
     {

@@ -32,6 +32,8 @@ CASES = {  # the first runs by default
   "stare": {"selected_share": 0.3, "entropy_gate": 9.0},
   "clip_cov": {"selected_share": 0.2, "cov_low": -9.0, "cov_high": 9.0},
   "entropy_advantage": {},
+  "empg": {},
+  "fipo": {"half_life": 3.0, "influence_low": 0.5, "influence_high": 9.0},
   "reinforce_pp": {},
 }
 

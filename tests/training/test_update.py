@@ -143,6 +143,8 @@ def test_an_update_that_is_not_finite_is_skipped(name, bad_batch, shape, micro_b
     ("clip_cov", {"selected_share": 0.2, "cov_low": 0.01, **EVERY_LOSS_TERM}),
     ("stare", {"selected_share": 0.3, "surprise_weight": 3.0, "entropy_gate": 9.0}),
     ("reinforce_pp", {"objective": "sapo"}),
+    ("empg", {"step": "token", **EVERY_LOSS_TERM}),
+    ("fipo", {"half_life": 3.0, "influence_low": 0.5, "influence_high": 9.0}),
     ("entropy_advantage", {"objective": "dppo"}),
     ("gtpo_v2", {"kappa": 3.0, "scope": "batch", "compare": "sequence"}),
   ],
