@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms import Algorithm
-from gtpo_jax.arrays import Rollouts, masked_sum, mean_or_nan
+from gtpo_jax.arrays import Rollouts, masked_sum
 from gtpo_jax.models.lora import combine
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.training.head_logits import Comparison
 from gtpo_jax.training.log_probs import Teaching, head_settings, loss_and_score, score
 from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
 from gtpo_jax.training.micro_batches import merge_parts, split_batch
@@ -46,8 +47,7 @@ class Scores(NamedTuple):
   log_probs: jax.Array  # f32[n, g, t]
   entropy: jax.Array  # f32[n, g, t]
   selected: jax.Array | None = None  # bool[n, g, t], if the objective selects tokens
-  # f32[n, g, t], nats, from the teacher, if its distributions are matched
-  divergence: jax.Array | None = None
+  comparison: Comparison | None = None  # [n, g, t], if a teacher's distributions are matched
 
   def loss(
     self, algorithm: Algorithm, inputs: GradientInputs
@@ -55,10 +55,9 @@ class Scores(NamedTuple):
     """Returns the loss f32[] of these scores, and its metrics."""
     scores = {"log_probs": self.log_probs, "entropy": self.entropy, "selected": self.selected}
     loss, metrics = algorithm.loss(**scores, **_loss_arguments(inputs))
-    if self.divergence is not None:
-      own = inputs.teacher_weights != 0
-      loss += masked_sum(inputs.teacher_weights * self.divergence, own)
-      metrics |= {"distill/divergence": mean_or_nan(self.divergence, own)}
+    if self.comparison is not None:
+      weights = inputs.teacher_weights
+      loss += masked_sum(weights * self.comparison.divergence, weights != 0)
     return loss, metrics
 
 
@@ -108,10 +107,10 @@ def make_gradient(
           rollouts.for_teacher.prompts,
           weights,
         )
-      loss, log_probs, entropy, divergence = loss_and_score(
+      loss, log_probs, entropy, comparison = loss_and_score(
         *inputs_of_policy, settings, token_loss, signals, rollouts.packing, teaching
       )
-      return loss, Scores(log_probs, entropy, inputs.selected, divergence)
+      return loss, Scores(log_probs, entropy, inputs.selected, comparison)
     log_probs, entropy = score(*inputs_of_policy, temperature, head_chunk, rollouts.packing, bonus)
     inputs = _with_selection(algorithm, inputs, log_probs, key)
     scores = Scores(log_probs, entropy, inputs.selected)

@@ -46,8 +46,9 @@ from gtpo_jax.runtime.mesh import (
 )
 from gtpo_jax.training.head_chunk import default_chunk
 from gtpo_jax.training.head_logits import (
+  Comparison,
   chunk_logits,
-  divergence_from_teacher,
+  compare_with_teacher,
   gather_positions,
   head_gradient,
   local_positions,
@@ -180,7 +181,7 @@ def loss_and_log_probs(
   signals: Any,
   settings: HeadSettings,
   teacher: TeacherStates | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, Comparison | None]:
   """Returns a loss that is a sum over tokens, and the log-probs and entropies of the tokens.
 
   The gradient is computed chunk by chunk in the forward pass, together with the loss. The logits of
@@ -196,9 +197,9 @@ def loss_and_log_probs(
     teacher: adds the weighted sum of the divergences from a teacher to the loss; None for none.
 
   Returns:
-    The loss f32[], log_probs and entropy f32[b, t] in nats, and each token's divergence from the
-    teacher, f32[b, t] in nats, or None. The gradient flows only through the loss, and only to
-    `hidden` and `table`.
+    The loss f32[], log_probs and entropy f32[b, t] in nats, and each token's comparison with the
+    teacher [b, t], or None. The gradient flows only through the loss, and only to `hidden` and
+    `table`.
   """
   return _forward_with_gradient(token_loss, hidden, table, tokens, signals, settings, teacher)[0]
 
@@ -211,7 +212,7 @@ def _forward_with_gradient(
   signals: Any,
   settings: HeadSettings,
   teacher: TeacherStates | None,
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, jax.Array]]:
+) -> tuple[tuple[Any, ...], tuple[jax.Array, jax.Array]]:
   wanted = (0, 1) if settings.entropy_gradient else (0,)
   rows = (tokens, signals)
   teacher_tables = ()
@@ -228,7 +229,7 @@ def _forward_with_gradient(
     tokens: jax.Array,
     signals: Any,
     *of_teacher: jax.Array,
-  ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
+  ) -> tuple[jax.Array, tuple[Any, ...]]:
     hidden, logits, ids = chunk_logits(
       vocab_shard, hidden, tokens, settings.temperature, settings.precision
     )
@@ -239,33 +240,33 @@ def _forward_with_gradient(
     d_log_probs, *d_entropy = gathered
     of_entropy = (entropy, *d_entropy) if settings.entropy_gradient else ()
     d_logits = logits_gradient(logits, ids, lse, settings.temperature, d_log_probs, *of_entropy)
-    divergence = None
+    comparison = None
     if of_teacher:
       *gathered, teacher_shard = of_teacher
       teacher_hidden, weights = map(gather_positions, gathered)
       teacher_logits = einsum("btd,vd->btv", teacher_hidden, teacher_shard, settings.precision)
-      divergence, slope = divergence_from_teacher(
+      comparison, slope = compare_with_teacher(
         logits, teacher_logits / settings.temperature, shared, teacher.distillation
       )
       d_logits += (weights / settings.temperature)[..., None] * slope
-      divergence = local_positions(divergence)
+      comparison = jax.tree.map(local_positions, comparison)
     d_table, d_hidden = head_gradient(vocab_shard, hidden, d_logits, settings.precision)
-    return d_table, (*local, divergence, d_hidden)
+    return d_table, (*local, comparison, d_hidden)
 
-  d_table, (log_probs, entropy, divergence, d_hidden) = _over_chunks(
+  d_table, (log_probs, entropy, comparison, d_hidden) = _over_chunks(
     chunk_loss_gradient, hidden, table, rows, settings, with_gradient=True, others=teacher_tables
   )
   loss = token_loss(log_probs, entropy, signals)
   if teacher is not None:
-    loss += (teacher.weights * divergence).sum()
-  return (loss, log_probs, entropy, divergence), (d_hidden, d_table)
+    loss += (teacher.weights * comparison.divergence).sum()
+  return (loss, log_probs, entropy, comparison), (d_hidden, d_table)
 
 
 def _backward_with_gradient(
   token_loss: TokenLoss,
   settings: HeadSettings,
   residuals: tuple[jax.Array, jax.Array],
-  cotangents: tuple[jax.Array, ...],
+  cotangents: tuple[Any, ...],
 ) -> tuple[jax.Array | None, ...]:
   d_hidden, d_table = ((x * cotangents[0]).astype(x.dtype) for x in residuals)
   return d_hidden, d_table, None, None, None

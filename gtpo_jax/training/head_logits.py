@@ -6,6 +6,8 @@ width, v vocabulary.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -56,10 +58,22 @@ def softmax_statistics(logits: jax.Array, ids: jax.Array) -> tuple[jax.Array, ja
   return shifted_target - log_total, log_total - weighted_total / total, max_logit + log_total
 
 
-def divergence_from_teacher(
+class Comparison(NamedTuple):
+  """How the distributions of policy and teacher compare at each token.
+
+  Attributes:
+    divergence: f32[b, c], nats.
+    overlap: f32[b, c], the sum of the smaller of both probabilities: 1 minus the total variation.
+  """
+
+  divergence: jax.Array
+  overlap: jax.Array
+
+
+def compare_with_teacher(
   logits: jax.Array, teacher_logits: jax.Array, shared: int, distillation: Distillation
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the divergence between two distributions, and its gradient in the policy's logits.
+) -> tuple[Comparison, jax.Array]:
+  """Returns how two distributions compare, and the divergence's gradient in the policy's logits.
 
   With p the policy, q the teacher and m = beta q + (1 - beta) p, the divergence is KL(p || q), KL(q
   || p), or beta KL(q || m) + (1 - beta) KL(p || m). The gradient is p (x - E_p[x]), with x = log(p
@@ -71,52 +85,61 @@ def divergence_from_teacher(
     distillation: names the divergence.
 
   Returns:
-    f32[b, c], in nats, and f32[b, c, v / shards].
+    The comparison, and f32[b, c, v / shards].
   """
   size = logits.shape[-1]
-  valid = jnp.arange(size) + shard_index("vocab") * size < shared
-  log_p, log_q = (_log_softmax(x, valid) for x in (logits, teacher_logits))
+  if shared < size * jax.lax.axis_size(VOCAB_AXES):
+    valid = jnp.arange(size) + shard_index("vocab") * size < shared
+    logits, teacher_logits = (jnp.where(valid, x, NEVER) for x in (logits, teacher_logits))
+  (log_p, p), (log_q, q) = map(_softmax, (logits, teacher_logits))
   if 0 < distillation.top_k < shared:
-    log_q = _with_one_tail(log_p, log_q, distillation.top_k)
-  p, q = jnp.exp(log_p), jnp.exp(log_q)
-  expected = lambda probs, x: jax.lax.psum((probs * x).sum(-1), VOCAB_AXES)
+    in_tail = ~_is_most_probable(teacher_logits, distillation.top_k)
+    log_q = _with_one_tail(log_p, log_q, in_tail)
+    q = jnp.exp(log_q)
+  total = lambda x: jax.lax.psum(x.sum(-1), VOCAB_AXES)
+  overlap = total(jnp.minimum(p, q))
   if distillation.divergence == "forward_kl":
-    return expected(q, log_q - log_p), p - q
+    return Comparison(total(q * (log_q - log_p)), overlap), p - q
   if distillation.divergence == "reverse_kl":
     x = log_p - log_q
-    divergence = expected(p, x)
-    return divergence, p * (x - divergence[..., None])
+    divergence = total(p * x)
+    return Comparison(divergence, overlap), p * (x - divergence[..., None])
   beta = distillation.beta
-  log_m = jnp.logaddexp(jnp.log(beta) + log_q, jnp.log1p(-beta) + log_p)
-  of_policy = expected(p, log_p - log_m)
-  divergence = beta * expected(q, log_q - log_m) + (1 - beta) * of_policy
-  return divergence, (1 - beta) * p * (log_p - log_m - of_policy[..., None])
+  log_m = jnp.log(beta * q + (1 - beta) * p + TINY)
+  of_policy = total(p * (log_p - log_m))
+  divergence = beta * total(q * (log_q - log_m)) + (1 - beta) * of_policy
+  gradient = (1 - beta) * p * (log_p - log_m - of_policy[..., None])
+  return Comparison(divergence, overlap), gradient
 
 
-def _with_one_tail(log_p: jax.Array, log_q: jax.Array, k: int) -> jax.Array:
-  """Returns the teacher's log-probs with the policy's proportions outside its k most probable ids.
+def _is_most_probable(logits: jax.Array, k: int) -> jax.Array:
+  """Returns whether an id is one of the k most probable ones, or as probable as the k-th of them.
+
+  Takes f32[b, c, v / shards], with k less than v, and returns bool of that shape. Logits are
+  compared and not log-probs, which XLA may compute twice with different rounding.
+  """
+  of_shard, _ = jax.lax.top_k(logits, min(k, logits.shape[-1]))
+  of_all = all_gather_axis(of_shard, "vocab", of_shard.ndim - 1)
+  return logits >= jax.lax.top_k(of_all, k)[0][..., -1:]
+
+
+def _with_one_tail(log_p: jax.Array, log_q: jax.Array, in_tail: jax.Array) -> jax.Array:
+  """Returns the teacher's log-probs with the policy's proportions among the ids `in_tail`.
 
   The divergence from this teacher, and its gradient with the teacher held constant, are those of
-  distributions in which all ids but these k are one. Ids as probable as the k-th are kept too.
-
-  Args:
-    log_p, log_q: f32[b, c, v / shards], of policy and teacher.
-    k: less than v.
+  distributions in which these ids are one. All arrays are [b, c, v / shards].
   """
-  of_shard, _ = jax.lax.top_k(log_q, min(k, log_q.shape[-1]))
-  of_all = all_gather_axis(of_shard, "vocab", of_shard.ndim - 1)
-  in_tail = log_q < jax.lax.top_k(of_all, k)[0][..., -1:]
   sums = (jnp.where(in_tail, jnp.exp(x), 0.0).sum(-1) for x in (log_p, log_q))
   tail_p, tail_q = (x + TINY for x in jax.lax.psum(tuple(sums), VOCAB_AXES))
   return jnp.where(in_tail, log_p + jnp.log(tail_q / tail_p)[..., None], log_q)
 
 
-def _log_softmax(logits: jax.Array, valid: jax.Array) -> jax.Array:
-  """Returns the log-probs of the ids in `valid` bool[v / shards]; those of the others are huge."""
-  logits = jnp.where(valid, logits, NEVER)
-  max_logit = jax.lax.pmax(logits.max(-1), VOCAB_AXES)
-  total = jax.lax.psum(jnp.exp(logits - max_logit[..., None]).sum(-1), VOCAB_AXES)
-  return logits - (max_logit + jnp.log(total))[..., None]
+def _softmax(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns log-probs and probabilities, f32[b, c, v / shards], with one exponential per id."""
+  shifted = logits - jax.lax.pmax(logits.max(-1), VOCAB_AXES)[..., None]
+  weights = jnp.exp(shifted)
+  total = jax.lax.psum(weights.sum(-1), VOCAB_AXES)[..., None]
+  return shifted - jnp.log(total), weights / total
 
 
 def logits_gradient(

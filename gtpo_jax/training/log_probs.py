@@ -21,6 +21,7 @@ from gtpo_jax.training.head import (
   log_probs_and_entropy,
   loss_and_log_probs,
 )
+from gtpo_jax.training.head_logits import Comparison
 from gtpo_jax.training.micro_batches import merge_parts, split_batch
 from gtpo_jax.training.state import BUILDER_CACHE_SIZE
 
@@ -83,11 +84,11 @@ def loss_and_score(
   signals: Any,
   packing: Packing | None = None,
   teaching: Teaching | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array, Comparison | None]:
   """Returns the loss f32[], and the same log-probs and entropies f32[n, g, t] as `score`.
 
   With `teaching`, the loss includes the divergence from the teacher. The last result is the
-  divergence of each token, f32[n, g, t] in nats, or None.
+  comparison with the teacher at each token [n, g, t], or None.
 
   The gradient is computed together with the loss, and flows only through the loss.
 
@@ -116,7 +117,7 @@ def loss_and_score(
   loss, *outputs = loss_and_log_probs(
     token_loss, hidden, table, row_tokens, jax.tree.map(to_rows, signals), settings, teacher
   )
-  # The divergence is None without a teacher.
+  # The comparison is None without a teacher.
   of_completions = jax.tree.map(lambda x: _to_completions(x, tokens, packing), outputs)
   return loss, *of_completions
 

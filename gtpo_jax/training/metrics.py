@@ -95,23 +95,23 @@ def batch_metrics(
     metrics["guide/accuracy"] = masked_mean(correct, guided)
     metrics["guide/rescued"] = rescued.mean()
   if rollouts.teacher is not None:
-    metrics |= _distillation_metrics(rollouts.divergence, mask, judged_tokens, token_correct)
+    # The mean of min(1, teacher / policy) is an estimate of their distributions' overlap.
+    divergence = rollouts.divergence
+    overlap = jnp.exp(jnp.minimum(-divergence, 0.0))
+    metrics |= distillation_metrics(divergence, overlap, mask, judged_tokens, token_correct)
   if rollouts.stale is not None:
     metrics["groups/stale"] = rollouts.stale.any(1).mean()
   return metrics
 
 
-def _distillation_metrics(
-  divergence: jax.Array, mask: jax.Array, judged: jax.Array, correct: jax.Array
+def distillation_metrics(
+  divergence: jax.Array, overlap: jax.Array, mask: jax.Array, judged: jax.Array, correct: jax.Array
 ) -> dict[str, jax.Array]:
   """Returns how far the policy is from the teacher, f32[] each.
 
-  `distill/divergence` estimates the KL divergence from the policy to the teacher, in nats per
-  token. `distill/agreement`, the mean of min(1, teacher / policy), estimates 1 minus their total
-  variation: it is 1 if they agree.
-
   Args:
-    divergence: f32[n, g, t], nats.
+    divergence: f32[n, g, t], nats, of each token, or an estimate of it.
+    overlap: f32[n, g, t], 1 minus the total variation, or an estimate of it.
     mask: bool[n, g, t], the policy's own tokens.
     judged: bool[n, g, t], those in completions with a verdict.
     correct: bool[n, g, t], those in correct completions.
@@ -120,7 +120,7 @@ def _distillation_metrics(
     "distill/divergence": mean_or_nan(divergence, mask),
     "distill/correct": mean_or_nan(divergence, judged & correct),
     "distill/incorrect": mean_or_nan(divergence, judged & ~correct),
-    "distill/agreement": mean_or_nan(jnp.exp(jnp.minimum(-divergence, 0.0)), mask),
+    "distill/agreement": mean_or_nan(overlap, mask),
   }
 
 

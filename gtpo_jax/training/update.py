@@ -22,6 +22,7 @@ from gtpo_jax.training.metrics import (
   UpdateMetrics,
   batch_metrics,
   correction_metrics,
+  distillation_metrics,
   mean_over_updates,
   mismatch_metrics,
 )
@@ -235,6 +236,9 @@ def _make_gradient_update(
       inputs = inputs._replace(entropy_weights=used_coef * weights)
     grads, scores = gradient(trainable.params, frozen, inputs, key)
     loss, metrics = scores.loss(algorithm, inputs)
+    if scores.comparison is not None:
+      own = mask if rollouts.guided is None else mask & ~rollouts.guided[..., None]
+      metrics |= distillation_metrics(*scores.comparison, own, own, correct[..., None])
     grad_norm = optax.global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     # Even without a gradient, weight decay and momentum would move the parameters.

@@ -39,7 +39,7 @@ def head_inputs(v_teacher=V, seed=0):
 
 
 def slow_divergence(hidden, table, teacher_hidden, teacher_table, weights, distillation):
-  """Returns the weighted sum, the divergences, and the gradients of hidden and table, in torch."""
+  """Returns the same as `loss_and_gradients`, in torch, in float64."""
   torch = pytest.importorskip("torch")
   tensor = lambda x: torch.tensor(np.asarray(x, np.float64))
   shared = min(len(table), len(teacher_table))
@@ -61,7 +61,8 @@ def slow_divergence(hidden, table, teacher_hidden, teacher_table, weights, disti
   }[distillation.divergence]()
   loss = (tensor(weights) * divergence).sum()
   loss.backward()
-  return [x.detach().numpy() for x in (loss, divergence, states.grad, head.grad)]
+  overlap = 1 - 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+  return [x.detach().numpy() for x in (loss, divergence, states.grad, head.grad, overlap)]
 
 
 def weighted_sum(log_probs, entropy, signals):
@@ -82,13 +83,13 @@ def loss_and_gradients(
   signals = jnp.zeros((B, T)) if signals is None else signals
 
   def run(hidden, table):
-    loss, *_, divergence = loss_and_log_probs(
+    loss, *_, comparison = loss_and_log_probs(
       weighted_sum, hidden, table, tokens, signals, s, teacher
     )
-    return loss, divergence
+    return loss, comparison
 
-  (loss, divergence), grads = jax.value_and_grad(run, (0, 1), has_aux=True)(hidden, table)
-  return loss, divergence, *grads
+  (loss, comparison), grads = jax.value_and_grad(run, (0, 1), has_aux=True)(hidden, table)
+  return loss, comparison.divergence, *grads, comparison.overlap
 
 
 @pytest.mark.parametrize(
@@ -214,6 +215,9 @@ def test_the_update_is_the_same_in_parts_and_packed():
   assert plain()[1]["distill/divergence"] > 1e-3 and plain()[1]["grad_norm"] > 1e-4
   assert plain()[1]["loss"] == pytest.approx(plain()[1]["distill/divergence"], rel=1e-4)
   assert_same(plain(), run(micro_batches=4))
+  of_sides = sorted(plain()[1][f"distill/{side}"] for side in ("correct", "incorrect"))
+  assert of_sides[0] < plain()[1]["distill/divergence"] < of_sides[1]
+  assert 0.1 < plain()[1]["distill/agreement"] < 0.99
   rollouts, rewards = batch()
   packing = plan_rows(rollouts.lengths, rollouts.tokens.shape[2])
   assert packing.source.shape[1] == 2
@@ -239,6 +243,7 @@ def test_one_device_equals_eight():
 def test_nothing_is_learned_from_a_teacher_that_agrees():
   _, metrics = run(agree=True, distillation=KINDS["reverse_kl"])
   assert metrics["grad_norm"] < 1e-5 and metrics["distill/divergence"] < 1e-5
+  assert metrics["distill/agreement"] == pytest.approx(1, abs=1e-5)
   assert metrics["update/empty"] == 0
 
 
