@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -11,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "gtpo_jax"
 LAYERS = {
   "runtime": 0,
   "arrays": 0,
+  "keys": 0,
   "algorithms": 1,
   "rewards": 1,
   "storage": 1,
@@ -111,6 +113,16 @@ def test_the_top_level_has_few_modules_and_every_part_has_a_layer():
   folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
   assert len(modules) <= 8
   assert LAYERS.keys() == (modules | folders) - {"__init__"}
+
+
+def test_the_documented_layers_are_these():
+  text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+  documented = {
+    name.removesuffix("/").removesuffix(".py"): int(layer)
+    for layer, names in re.findall(r"^\| (\d+) \| (`.*`) \|$", text, re.MULTILINE)
+    for name in names.replace("`", "").split()
+  }
+  assert documented == LAYERS
 
 
 def test_importing_the_runtime_does_not_import_jax():

@@ -6,7 +6,7 @@ import dataclasses
 
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import SHARE, at_least, number, setting
-from gtpo_jax.sampling.settings import TEMPERATURE
+from gtpo_jax.sampling.settings import TEMPERATURE, SamplingParams
 
 STALL = number(lambda x: 0 <= x <= 1e9, "from 0 to 1e9 seconds")
 
@@ -31,6 +31,11 @@ class EvalSection:
   batch: int = setting(64, bound=at_least(1))
   temperature: float = setting(1.0, bound=TEMPERATURE)
   top_p: float = setting(1.0, bound=SHARE)
+
+  @property
+  def sampling_params(self) -> SamplingParams:
+    """How the samples are drawn."""
+    return SamplingParams(self.temperature, top_p=self.top_p)
 
   def is_due(self, step: int, last: int) -> bool:
     """Whether step `step` of a run of `last` steps is evaluated."""

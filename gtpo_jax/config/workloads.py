@@ -36,6 +36,6 @@ def _evaluation_workloads(config: Config, problems: int | None = None) -> dict[s
       problems = min(problems, len(task.held_out_ids))
   batch = min(section.batch, problems)
   return {
-    "evaluation": Workload(batch, section.samples, config.eval_sampling_params),
+    "evaluation": Workload(batch, section.samples, config.eval.sampling_params),
     "greedy evaluation": Workload(batch, 1, GREEDY),
   }

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 
 from gtpo_jax.config import Config, flatten, to_dict
-from gtpo_jax.config.keys import KeyStream, key_for
 from gtpo_jax.data.records import Problem
 from gtpo_jax.evaluation.estimators import mixed_share
 from gtpo_jax.evaluation.results import Evaluation, ScoredCompletions, concatenate
+from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.group_metrics import combine_metrics
 from gtpo_jax.rollout.problems import eval_label
@@ -143,7 +143,7 @@ def evaluate_run(
     return concatenate([complete_batch(start, group, sampling_params) for start in starts])
 
   with counting("evaluated completions", len(problems) * (samples + 1)) as count:
-    sampled = complete_all(samples, config.eval_sampling_params)
+    sampled = complete_all(samples, config.eval.sampling_params)
     greedy = complete_all(1, GREEDY)
   settings = evaluation_settings(config) | {"eval.samples": samples}
   judge = combine_metrics(judged)

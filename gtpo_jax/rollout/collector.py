@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gtpo_jax.config import Config
-from gtpo_jax.config.keys import KeyStream, key_for
 from gtpo_jax.data.pipeline import Batches
 from gtpo_jax.data.records import Problems
+from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.experience import Experience, Placement
 from gtpo_jax.rollout.frozen import FrozenPolicies

@@ -13,7 +13,7 @@ from gtpo_jax.checkpoint.architectures import usable_here
 from gtpo_jax.checkpoint.runs import open_run, run_params
 from gtpo_jax.checkpoint.workdir import has_base, load_config
 from gtpo_jax.config import Config, DataSection, MeshSection, ModelSection, SamplingSection
-from gtpo_jax.config.keys import KeyStream, key_for
+from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.hf.config_json import read_config
 from gtpo_jax.models.hf.folder import find, is_hf_folder
 from gtpo_jax.models.hf.load import read_params, stored_tensors

@@ -373,7 +373,7 @@ def test_the_parts_of_a_config():
     )
   )
   assert config.sampling_params == SamplingParams(0.7, 5, 1.0, 0.0)
-  assert config.eval_sampling_params == SamplingParams(0.0)
+  assert config.eval.sampling_params == SamplingParams(0.0)
   assert (config.model.param_dtype, resolve_model(config).config.width) == ("bfloat16", 128)
   assert (config.data.train_task.name, config.data.train_task.terms) == ("countdown", 4)
   assert config.data.eval_task is config.data.train_task

@@ -99,8 +99,8 @@ def test_the_papers_settings(name):
   settings = config.resolved_algorithm.settings
   assert (settings.eps_low, settings.eps_high) == (0.2, 0.28)
   assert (
-    config.eval_sampling_params.temperature,
-    config.eval_sampling_params.top_p,
+    config.eval.sampling_params.temperature,
+    config.eval.sampling_params.top_p,
     config.eval.samples,
   ) == (1.0, 0.7, 32)
 

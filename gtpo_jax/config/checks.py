@@ -1,0 +1,200 @@
+"""Checks of a configuration across the fields of its sections. They read no file and no network.
+
+Each raises UserError for the first values that are incompatible.
+"""
+
+from __future__ import annotations
+
+from gtpo_jax.algorithms import Algorithm, Distillation
+from gtpo_jax.config.data_sections import DataSection, EnvSection, RewardSection, WarmStartSection
+from gtpo_jax.config.monitoring import EvalSection
+from gtpo_jax.config.sections import (
+  BatchSection,
+  FrozenSection,
+  ModelSection,
+  SamplingSection,
+  TeacherSection,
+)
+from gtpo_jax.data.sources import is_source
+from gtpo_jax.data.tasks import FILLER, TASKS, Forks
+from gtpo_jax.models.presets import PRESETS
+from gtpo_jax.runtime.errors import UserError, did_you_mean
+
+
+def check_model(model: ModelSection, sampling: SamplingSection) -> None:
+  """The preset exists, and the formats of numbers go together."""
+  preset = model.preset
+  if preset not in PRESETS:
+    raise UserError(
+      f"unknown model.preset {preset!r}{did_you_mean(preset, PRESETS)}; "
+      f"valid are {', '.join(PRESETS)}"
+    )
+  if model.quantize and not model.lora_rank:
+    raise UserError(
+      f"model.quantize = {model.quantize!r} needs adapters, because quantised matrices are not "
+      "trained; set model.lora_rank"
+    )
+  if model.quantize and sampling.weights_dtype:
+    raise UserError(
+      f"sampling.weights_dtype = {sampling.weights_dtype!r} has no effect on the base, "
+      f"which is {model.quantize} already (model.quantize); leave it empty"
+    )
+  model.with_formats(PRESETS[preset], "float32")  # checks the formats
+
+
+def check_data(data: DataSection, evaluation: EvalSection) -> None:
+  """The tasks and sources exist, and there is something to evaluate on."""
+  for name in (*(name for name, _ in data.sources), *data.eval_names):
+    if name not in TASKS and not is_source(name):
+      raise UserError(
+        f"unknown task {name!r} in data{did_you_mean(name, TASKS)}; "
+        f"valid are {', '.join(TASKS)}, or a source: a .jsonl or .parquet file, hf:ID, tfds:NAME "
+        "or rg:NAME"
+      )
+  if not data.eval and data.train_task is None:
+    raise UserError(
+      "data.eval must name the problems to evaluate on, "
+      f"since data.train = {data.train!r} has no held-out part"
+    )
+  if len(data.eval_names) > evaluation.problems:
+    raise UserError(
+      f"eval.problems = {evaluation.problems} is below the number of sources in data.eval, "
+      f"{len(data.eval_names)}; raise it"
+    )
+  if "{prompt}" not in data.template:
+    raise UserError(f"data.template must contain {{prompt}}, got {data.template!r}")
+  _ = data.eval_task  # refuses a difficulty that its task does not have
+  if data.filler != FILLER and not any(
+    isinstance(task, Forks) for task in (data.train_task, data.eval_task)
+  ):
+    raise UserError(
+      f"data.filler = {data.filler} only has an effect with data.train = 'forks' or "
+      f"'forks_confident'; use one of them, or leave data.filler at {FILLER}"
+    )
+
+
+def check_warm_start(warm_start: WarmStartSection, data: DataSection) -> None:
+  """There are demonstrations to imitate."""
+  if warm_start.data and not warm_start.steps:
+    raise UserError(
+      f"warm_start.data = {warm_start.data!r} is set, but warm_start.steps is 0; set the steps to "
+      "the number of updates, such as 500"
+    )
+  if warm_start.data and not is_source(warm_start.data):
+    raise UserError(
+      f"warm_start.data must name a source (a .jsonl or .parquet file, hf:ID, tfds:NAME), "
+      f"got {warm_start.data!r}"
+    )
+  if warm_start.steps and not warm_start.data and data.train_task is None:
+    raise UserError(
+      f"warm_start.steps = {warm_start.steps} needs demonstrations of data.train = "
+      f"{data.train!r}: set warm_start.data to a file with the columns prompt and "
+      "completion, or steps to 0 and model.path to a model"
+    )
+  _ = warm_start.columns
+
+
+def check_env(
+  env: EnvSection,
+  data: DataSection,
+  reward: RewardSection,
+  teacher: TeacherSection,
+  algorithm: Algorithm,
+) -> None:
+  """An environment goes with the other sections, and tasks that need one have it."""
+  if not env.is_used:
+    for task in (data.train_task, data.eval_task):
+      if needs := getattr(task, "needs", ""):
+        raise UserError(f"the task {task.name!r} has several turns: set {needs}")
+    if "env" in dict(reward.weighted):
+      raise UserError(
+        f"reward.parts = {reward.parts!r} has the part env: set env.make or env.tools"
+      )
+    return
+  name = "env.make" if env.make else "env.tools"
+  if not data.chat:
+    raise UserError(f"{name} needs the chat template, but data.chat is False; set it to True")
+  if algorithm.settings.guide_completions:
+    raise UserError(
+      f"{name} does not work with algorithm {algorithm.name!r}, whose guide writes whole "
+      "completions; use another algorithm"
+    )
+  if teacher.prompt:
+    raise UserError(
+      f"{name} does not work with teacher.prompt, because the environment may add to the prompt; "
+      "leave teacher.prompt out"
+    )
+
+
+def check_sampling(sampling: SamplingSection, batch: BatchSection, algorithm: Algorithm) -> None:
+  """The algorithm can learn from what is sampled."""
+  if sampling.temperature == 0:
+    raise UserError(
+      "sampling.temperature must be above 0 while learning, got 0: "
+      "greedy completions of a prompt are all the same"
+    )
+  settings = algorithm.settings
+  if sampling.weights_dtype and not settings.tis_cap:
+    raise UserError(
+      f"sampling.weights_dtype = {sampling.weights_dtype!r} samples from another policy "
+      "than the trained one, which must be corrected for: set algorithm.tis_cap, such as 2"
+    )
+  if settings.overlong_buffer >= sampling.max_tokens:
+    raise UserError(
+      f"algorithm.overlong_buffer must be below sampling.max_tokens = "
+      f"{sampling.max_tokens}, got {settings.overlong_buffer}"
+    )
+  if batch.group - (settings.guide_completions or 0) < 2:
+    raise UserError(
+      f"algorithm.guide_completions must leave at least two of batch.group = {batch.group} "
+      f"to the policy itself, got {settings.guide_completions}"
+    )
+
+
+def check_frozen(guide: FrozenSection, reference: FrozenSection, algorithm: Algorithm) -> None:
+  """The algorithm uses the guide and the reference that are set."""
+  settings = algorithm.settings
+  if guide.path and not settings.guide_completions:
+    raise UserError(
+      f"guide.path is set, but algorithm {algorithm.name!r} has no guide; "
+      "use 'dapo_mixed', or leave guide.path out"
+    )
+  if reference.path and not settings.kl_weight:
+    raise UserError(
+      "reference.path is set, but algorithm.kl_weight is 0; give it a weight, or leave the path out"
+    )
+
+
+def check_teacher(teacher: TeacherSection, distill: Distillation, algorithm: Algorithm) -> None:
+  """There is a teacher if something needs it, and only one."""
+  if teacher.prompt and "{prompt}" not in teacher.prompt:
+    raise UserError(f"teacher.prompt must contain {{prompt}}, got {teacher.prompt!r}")
+  if teacher.max_prompt_tokens and not teacher.prompt:
+    raise UserError(
+      f"teacher.max_prompt_tokens = {teacher.max_prompt_tokens} only has an effect with "
+      "teacher.prompt; set it, or leave teacher.max_prompt_tokens at 0"
+    )
+  if teacher.path and teacher.policy:
+    raise UserError(
+      f"teacher.path = {teacher.path!r} and teacher.policy = {teacher.policy!r} are two "
+      "teachers; leave one of them out"
+    )
+  if teacher.policy == "current" and not teacher.prompt:
+    raise UserError(
+      "teacher.policy = 'current' is the policy itself unless it reads something else: set "
+      "teacher.prompt"
+    )
+  if teacher.exists:
+    return
+  if teacher.prompt:
+    raise UserError(
+      f"teacher.prompt = {teacher.prompt!r} has no effect without a teacher: set teacher.path or "
+      "teacher.policy"
+    )
+  if algorithm.recipe.distillation:
+    raise UserError(
+      f"algorithm {algorithm.name!r} learns from a teacher: set teacher.path to the workdir "
+      "of a run, a Hugging Face folder or a hub id"
+    )
+  if distill != Distillation():
+    raise UserError("distill has no effect without a teacher: set teacher.path, or leave it out")
