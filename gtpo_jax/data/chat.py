@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from gtpo_jax.data.chat_template import (
   Schemas,
 )
 from gtpo_jax.data.records import NO_ROLE, ROLES
+from gtpo_jax.data.text_stream import TextStream, TokenTexts
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.storage.files import local_copy, read_json, safe_join
 from gtpo_jax.storage.paths import storage_path
@@ -37,9 +38,6 @@ FILES = (
   "tokenizer.model",
 )
 
-REPLACEMENT = "\ufffd"  # stands for bytes that are not a complete character
-MAX_CHARACTER_BYTES = 4
-
 
 class Chat:
   """A tokenizer with its chat template and stop tokens.
@@ -54,6 +52,7 @@ class Chat:
     pad: id of the padding token.
     stop: ids that end a completion, ascending.
     template: the chat template.
+    texts: the texts of tokens.
     vocab_size: one more than the largest id.
   """
 
@@ -83,10 +82,9 @@ class Chat:
     start = tokenizer.encode("")
     self._start = start[:1] if start[:1] == [tokenizer.bos_token_id] else []
     self.vocab_size = 1 + max(*tokenizer.get_vocab().values(), *self.stop)
-    self._single: dict[int, str] = {}  # the texts of single tokens after others
-    self._letter = tokenizer.encode("a", add_special_tokens=False)
     # A fast tokenizer raises if one call changes its settings while another call runs.
     self._lock = threading.Lock()
+    self.texts = TokenTexts(tokenizer, self._lock)
 
   def encode_prompt(self, messages: Messages, tools: Schemas = ()) -> list[int]:
     """Returns the ids of a conversation up to the start of the assistant's turn.
@@ -155,35 +153,21 @@ class Chat:
     with self._lock:
       return self.tokenizer.batch_decode(kept)
 
+  def text_stream(self) -> TextStream:
+    """Returns the text of a completion that has no tokens yet."""
+    return TextStream(self.texts)
+
   def pieces(self, ids: Sequence[int]) -> list[str]:
     """Returns the text that each token adds to a completion; stop tokens appear by name.
 
     If a character consists of several tokens, the last of them adds it; the earlier ones add
     nothing. The last token also adds what is left of an incomplete character.
     """
-    stream = TextStream(self)
+    stream = self.text_stream()
     pieces = stream.add([int(token) for token in ids])
     if pieces:
       pieces[-1] += stream.incomplete()
     return pieces
-
-  def text_of(self, ids: list[int], at_start: bool) -> str:
-    """Returns the text of tokens at the start of a completion, or after others."""
-    with self._lock:
-      return self.tokenizer.decode(ids) if at_start else self._text_after_others(ids)
-
-  def single_texts(self, ids: Collection[int]) -> dict[int, str]:
-    """Returns the texts of at least these tokens, each by itself after others."""
-    if missing := set(ids).difference(self._single):
-      with self._lock:
-        for token in missing:
-          self._single[token] = self._text_after_others([token])
-    return self._single
-
-  def _text_after_others(self, ids: list[int]) -> str:
-    """Returns the text of tokens after others; SentencePiece strips a first space."""
-    text = self.tokenizer.decode([*self._letter, *ids])
-    return text.removeprefix(self.tokenizer.decode(self._letter))
 
   def encode(self, text: str, plain: bool = False) -> list[int]:
     """Encodes a text. If `plain`, control tokens in it are encoded as plain characters.
@@ -212,60 +196,6 @@ class Chat:
     return ids
 
 
-class TextStream:
-  """The text of a completion that grows, as the piece that each token adds.
-
-  A piece never ends in bytes that later tokens may complete to a character.
-  """
-
-  def __init__(self, chat: Chat):
-    self._chat = chat
-    self._at_start = True
-    self._run: list[int] = []  # the latest tokens, whose last character is incomplete
-    self._emitted = ""  # the part of their text that is already in a piece
-
-  def add(self, ids: Sequence[int]) -> list[str]:
-    """Adds tokens, and returns the piece of each of them."""
-    single = self._chat.single_texts(ids)
-    if not self._run and not self._at_start:
-      pieces = [single[token] for token in ids]
-      if not any(REPLACEMENT in piece for piece in pieces):
-        return pieces
-    return [self._add_one(token, single) for token in ids]
-
-  def incomplete(self) -> str:
-    """Returns the text that is not in a piece because its last character is incomplete."""
-    text = self._chat.text_of(self._run, self._at_start) if self._run else ""
-    return text[len(self._emitted) :]
-
-  def _add_one(self, token: int, single: Mapping[int, str]) -> str:
-    run = [*self._run, token]
-    is_single = len(run) == 1 and not self._at_start
-    text = single[token] if is_single else self._chat.text_of(run, self._at_start)
-    rest = text  # the text of the tokens that stay in the run
-    if not text.endswith(REPLACEMENT):
-      run = []
-      rest = ""
-    elif len(run) == MAX_CHARACTER_BYTES:
-      run, rest = self._without_first(run, text)
-    before = len(self._emitted)
-    self._at_start &= len(run) == len(self._run) + 1
-    self._run = run
-    self._emitted = rest.rstrip(REPLACEMENT)
-    return text[before : len(text) - len(rest) + len(self._emitted)]
-
-  def _without_first(self, run: list[int], text: str) -> tuple[list[int], str]:
-    """Drops the bytes that begin a run but no character; returns the other tokens and their text.
-
-    The text of a part is the same by itself only if the run is split between characters.
-    """
-    for count in range(1, len(run)):
-      rest = self._chat.text_of(run[count:], at_start=False)
-      if self._chat.text_of(run[:count], self._at_start) + rest == text:
-        return run[count:], rest
-    return [], ""
-
-
 def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
   """Loads a tokenizer folder, by default the small tokenizer of this package.
 
@@ -275,10 +205,6 @@ def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
     UserError: there is no tokenizer, it cannot be read, it has no EOS token, or it needs custom
       code.
   """
-  import os
-
-  os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-  os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
   import transformers
 
   transformers.logging.set_verbosity_error()

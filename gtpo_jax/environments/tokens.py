@@ -12,8 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from gtpo_jax.data.chat import REPLACEMENT, Chat
+from gtpo_jax.data.chat import Chat
 from gtpo_jax.data.records import NO_ROLE, ROLES
+from gtpo_jax.data.text_stream import REPLACEMENT
 from gtpo_jax.environments.turns import Message
 from gtpo_jax.runtime.errors import UserError
 
@@ -121,15 +122,17 @@ class TurnTokens:
     room = limit
     while room > 0:
       first = round(KEPT_AT_START[cut] * room)
-      head = chat.text_of(start[:first], True).rstrip(REPLACEMENT) if first else ""
-      tail = chat.text_of(end[first - room :], True).lstrip(REPLACEMENT) if first < room else ""
+      head = chat.texts.text_of(start[:first], True).rstrip(REPLACEMENT) if first else ""
+      tail = (
+        chat.texts.text_of(end[first - room :], True).lstrip(REPLACEMENT) if first < room else ""
+      )
       note = f"[{len(text) - len(head) - len(tail)} characters left out]"
       short = "\n".join(filter(None, (head, note, tail)))
       over = len(chat.encode_plain(short)) - limit
       if over <= 0:
         return short
       room -= over
-    return chat.text_of(start[:limit], True).rstrip(REPLACEMENT)
+    return chat.texts.text_of(start[:limit], True).rstrip(REPLACEMENT)
 
   def _after_turn(self, messages: Sequence[Message]) -> tuple[int, str]:
     """Returns the end token of a turn, and the text after it with these messages."""

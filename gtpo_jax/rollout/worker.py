@@ -14,7 +14,7 @@ from gtpo_jax.arrays import Rollouts
 from gtpo_jax.checkpoint.architectures import teacher_model
 from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.config.trainer import run_demand
-from gtpo_jax.data.chat import Chat, TextStream, load_chat
+from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.environment import Maker, add_to_prompt
 from gtpo_jax.environments.turns import Message
@@ -249,4 +249,4 @@ def _stop_strings(chat: Chat, strings: Sequence[str]) -> StopStrings | None:
       raise UserError(
         f"sampling.stop has {string!r}, of which the tokenizer leaves an empty text; remove it"
       )
-  return StopStrings(strings, lambda: TextStream(chat).add, chat.decode) if strings else None
+  return StopStrings(strings, lambda: chat.text_stream().add, chat.decode) if strings else None

@@ -4,14 +4,16 @@ They are made by two calls, and by nothing else:
 
 - `prepare_jax`, before JAX is first imported: JAX's platform, its share of a GPU's memory, the
   threads of XLA's virtual CPU devices and the compile cache; and `prepare_libraries`: which loggers
-  are silent, which late errors of Orbax are not printed, and that `epath` accepts files of users
-  without a name.
+  are silent, what tokenizers may print and start, which late errors of Orbax are not printed, and
+  that `epath` accepts files of users without a name.
 - `prepare_devices`, once the processes have joined and before the first program: whether programs
   may be read from the compile cache.
 
 `gtpo` makes both calls, and `place_compile_cache` for the cache of a run. From Python, using a name
 of `gtpo_jax` makes the first and `gtpo_jax.train` the second. Packages that take long to import
-are set up where they are first needed: transformers in `data.chat`, and fsspec in `storage.paths`.
+are set up where they are first needed: `data.chat.load_chat` silences transformers,
+`storage.paths.storage_path` lets fsspec keep no listings of folders, `planning.topology` tells
+libtpu that there are no chips, and `data.tfds_tasks` provides a module that TFDS needs.
 """
 
 from __future__ import annotations
@@ -49,7 +51,14 @@ GPU_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTI
 QUIET_LOGGERS = {
   # They would disturb the display. Orbax's failures are raised too.
   **dict.fromkeys(("absl", "orbax", "asyncio"), logging.CRITICAL),
+  "httpx2": logging.WARNING,  # it logs each request to a judge
   "matplotlib": logging.ERROR,  # it warns of a HOME that is read-only
+  # They log a traceback for each error of an object store that they raise as well.
+  **dict.fromkeys(("gcsfs", "s3fs", "adlfs"), logging.CRITICAL),
+}
+LIBRARY_VARIABLES = {  # unless the user has set them
+  "TOKENIZERS_PARALLELISM": "false",  # threads of its own, which would not survive a fork
+  "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
 }
 CLOSED_LOOP = "Event loop is closed"
 
@@ -95,7 +104,12 @@ def prepare_devices() -> None:
 
 
 def prepare_libraries() -> None:
-  """Silences `QUIET_LOGGERS` and late errors of Orbax; lets `epath` describe all files."""
+  """Silences `QUIET_LOGGERS` and late errors of Orbax; lets `epath` describe all files.
+
+  It sets those of `LIBRARY_VARIABLES` that are not set.
+  """
+  for name, value in LIBRARY_VARIABLES.items():
+    os.environ.setdefault(name, value)
   for name, level in QUIET_LOGGERS.items():
     logging.getLogger(name).setLevel(level)
   _ignore_late_writes()

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import importlib.util
 import io
-import logging
 import os
 from collections.abc import Iterator
 
@@ -58,7 +57,10 @@ def absolute_path(path: epath.Path) -> epath.Path:
 
 @functools.cache
 def _open_store(name: str) -> None:
-  """Checks that URLs of the scheme `name` can be opened, and sets their package up."""
+  """Checks that URLs of the scheme `name` can be opened, and lets fsspec keep no listings of them.
+
+  `runtime.startup` names this setting of the process, and silences the package's logger.
+  """
   if name not in PACKAGES:
     valid = ", ".join(f"{known}://" for known in PACKAGES)
     raise UserError(f"{name}:// is not supported; valid are {valid} and paths of a file system")
@@ -67,8 +69,6 @@ def _open_store(name: str) -> None:
     raise UserError(f"{name}:// needs the package {package}: {install}")
   import fsspec
 
-  # It logs a traceback for each error that it raises as well.
-  logging.getLogger(package).setLevel(logging.CRITICAL)
   for protocol in fsspec.get_filesystem_class(name).protocol:
     fsspec.config.conf.setdefault(protocol, {}).update(NO_LISTING_CACHE)
 

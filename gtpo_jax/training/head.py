@@ -44,7 +44,13 @@ from gtpo_jax.runtime.mesh import (
   reduce_scatter_axis,
   sum_shards,
 )
-from gtpo_jax.training.head_chunk import default_chunk
+from gtpo_jax.training.head_chunk import (
+  chunk_count,
+  default_chunk,
+  merge_positions,
+  pad_positions,
+  split_positions,
+)
 from gtpo_jax.training.head_logits import (
   Comparison,
   chunk_logits,
@@ -309,14 +315,14 @@ def _over_chunks(
     vocab_shard = all_gather_axis(table.astype(hidden.dtype), "vocab_embed", 1)
     shards_of_others = [all_gather_axis(x, "vocab_embed", 1) for x in others]
     local_t = rows[0].shape[1]
-    chunks = _chunk_count(b // batch_shards(mesh), local_t * shards, chunk)
+    chunks = chunk_count(b // batch_shards(mesh), local_t * shards, chunk)
 
     def step(d_shard: jax.Array | None, rows: tuple) -> tuple[jax.Array | None, Any]:
       d_chunk, outputs = chunk_fn(vocab_shard, *rows, *shards_of_others)
       return jax.tree.map(jnp.add, d_shard, d_chunk), outputs
 
     zeros = jnp.zeros(vocab_shard.T.shape, jnp.float32) if with_gradient else None
-    chunked_rows = jax.tree.map(lambda x: _split_positions(x, chunks), rows)
+    chunked_rows = jax.tree.map(lambda x: split_positions(x, chunks), rows)
     d_shard, outputs = jax.lax.scan(step, zeros, chunked_rows)
 
     def reduce_gradient(x: jax.Array) -> jax.Array:
@@ -325,37 +331,12 @@ def _over_chunks(
       x = reduce_scatter_axis(x.T, "vocab_embed", 1)
       return sum_shards(x, "data").astype(table.dtype)
 
-    outputs = jax.tree.map(lambda x: _merge_positions(x, local_t), outputs)
+    outputs = jax.tree.map(lambda x: merge_positions(x, local_t), outputs)
     return jax.tree.map(reduce_gradient, d_shard), outputs
 
   sharded = jax.shard_map(
     scan_local, mesh=mesh, in_specs=(TABLE, TABLE, ROWS), out_specs=(TABLE, ROWS), check_vma=False
   )
-  padded_rows = jax.tree.map(lambda x: _pad_positions(x, shards), (hidden, *rows))
+  padded_rows = jax.tree.map(lambda x: pad_positions(x, shards), (hidden, *rows))
   d_table, outputs = sharded(table, others, padded_rows)
   return d_table, jax.tree.map(lambda x: x[:, :t], outputs)
-
-
-def _chunk_count(b: int, t: int, chunk: int) -> int:
-  """Returns how many chunks a device's b rows of t positions need for `chunk` tokens each.
-
-  It is t if b > chunk.
-  """
-  return -(-t // max(chunk // b, 1))
-
-
-def _pad_positions(x: jax.Array, divisor: int) -> jax.Array:
-  """Pads [b, t, ...] with zeros until t is a multiple of `divisor`."""
-  return jnp.pad(x, [(0, 0), (0, -x.shape[1] % divisor)] + [(0, 0)] * (x.ndim - 2))
-
-
-def _split_positions(x: jax.Array, chunks: int) -> jax.Array:
-  """Splits [b, t, ...] into [chunks, b, ceil(t / chunks), ...], padded with zeros."""
-  x = _pad_positions(x, chunks)
-  return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
-
-
-def _merge_positions(x: jax.Array, t: int) -> jax.Array:
-  """Undoes `_split_positions`, given the original t."""
-  x = jnp.moveaxis(x, 0, 1)
-  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :t]

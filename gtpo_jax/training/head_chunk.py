@@ -1,9 +1,14 @@
-"""How many tokens' logits a device has in memory at once by default."""
+"""How many tokens' logits a device has in memory at once, and the chunks of positions they are in.
+
+Dimension letters: b rows, t positions.
+"""
 
 from __future__ import annotations
 
 import math
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from gtpo_jax.runtime.chips import chip_of, memory_of
@@ -38,6 +43,31 @@ def default_chunk(mesh: Mesh, vocab_size: int) -> int:
   memory = chip.memory if chip else memory_of(device) or UNKNOWN_MEMORY
   fitting = memory / MEMORY_FRACTION / logits
   return max(min(_power_of_two_from(enough), _power_of_two_to(fitting)), SHORTEST_CHUNK)
+
+
+def chunk_count(b: int, t: int, chunk: int) -> int:
+  """Returns how many chunks a device's b rows of t positions need for `chunk` tokens each.
+
+  It is t if b > chunk.
+  """
+  return -(-t // max(chunk // b, 1))
+
+
+def pad_positions(x: jax.Array, divisor: int) -> jax.Array:
+  """Pads [b, t, ...] with zeros until t is a multiple of `divisor`."""
+  return jnp.pad(x, [(0, 0), (0, -x.shape[1] % divisor)] + [(0, 0)] * (x.ndim - 2))
+
+
+def split_positions(x: jax.Array, chunks: int) -> jax.Array:
+  """Splits [b, t, ...] into [chunks, b, ceil(t / chunks), ...], padded with zeros."""
+  x = pad_positions(x, chunks)
+  return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
+
+
+def merge_positions(x: jax.Array, t: int) -> jax.Array:
+  """Undoes `split_positions`, given the original t."""
+  x = jnp.moveaxis(x, 0, 1)
+  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :t]
 
 
 def _power_of_two_from(least: float) -> int:

@@ -12,7 +12,7 @@ from small import CONFIG, PAD, RAGGED_PROMPTS, assert_same, build
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from gtpo_jax.data.chat import TOKENIZER_DIR, Chat, TextStream, load_chat
+from gtpo_jax.data.chat import TOKENIZER_DIR, Chat, load_chat
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 from gtpo_jax.sampling.stop_strings import StopStrings
 
@@ -59,7 +59,7 @@ def chats():
 
 
 def finder(chat, *strings):
-  return StopStrings(strings, lambda: TextStream(chat).add, chat.decode)
+  return StopStrings(strings, lambda: chat.text_stream().add, chat.decode)
 
 
 def slow_end(chat, strings, ids):

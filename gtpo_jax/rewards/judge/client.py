@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import json
-import logging
 import os
 import random
 import time
@@ -79,7 +78,6 @@ class Client:
         f"reward.judge needs the package httpx2: {install_command('judge')}"
       ) from None
     self._errors = (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL)
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs each request
     self._settings = settings
     self._key = _key()
     self._slots = asyncio.Semaphore(settings.concurrency)
