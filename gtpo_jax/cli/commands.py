@@ -217,7 +217,7 @@ def sample(args: argparse.Namespace, overrides: list[str]) -> int:
   refuse_cpu_fallback()
   prepare_devices()
   with _exit_on_failure():
-    return print_samples(args, _stderr_display(sys.stderr.isatty()))
+    return print_samples(args, overrides, _stderr_display(sys.stderr.isatty()))
 
 
 @_in_all_processes

@@ -44,7 +44,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
   if rest[0] in COMMANDS:  # report a misspelt option before argparse reports a missing one
     by_command[rest[0]].check_options(rest[1:])
   args = parser.parse_args(rest)
-  if overrides and not getattr(args, "config", None):
+  if overrides and args.command != "sample" and not getattr(args, "config", None):
     raise UserError(f"{overrides[0]} needs a --config=FILE to override")
   return args, overrides
 
@@ -158,6 +158,12 @@ def _add_sample(parser: _Parser) -> None:
     action="append",
     help="a string that ends a completion, whose text is cut before it; repeat the option for more "
     "(default: the run's sampling.stop; none for a folder)",
+  )
+  parser.add_argument(
+    "--row",
+    default="{}",
+    help="with an environment (--config.env.make, or that of the run), further fields of its row, "
+    "as a JSON object",
   )
   parser.add_argument("--n", type=int, default=1, help="number of completions (default: 1)")
   parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")

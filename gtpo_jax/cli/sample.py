@@ -6,8 +6,10 @@ import argparse
 import functools
 import itertools
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gtpo_jax.cli.play import parse_row, print_episodes
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import find_problem
 
@@ -17,11 +19,12 @@ if TYPE_CHECKING:
 STREAM_INTERVAL = 4  # tokens between updates on a terminal
 
 
-def print_samples(args: argparse.Namespace, display: Display) -> int:
+def print_samples(args: argparse.Namespace, overrides: Sequence[str], display: Display) -> int:
   """Samples completions and prints them, while they are sampled if stdout is a terminal.
 
   Args:
     args: the options of `gtpo sample`.
+    overrides: fields of the policy's config to change.
     display: shows what is under way, on stderr.
 
   Raises:
@@ -41,7 +44,17 @@ def print_samples(args: argparse.Namespace, display: Display) -> int:
   from gtpo_jax.rollout.policies import open_policy
 
   with display.waiting("reading the model"):
-    worker, _, params, _ = open_policy(args.model, args.step, None, args.max_tokens, args.stop)
+    worker, _, params, _ = open_policy(
+      args.model, args.step, None, args.max_tokens, args.stop, overrides
+    )
+  if worker.runner:
+    keys = functools.partial(worker.engine.completion_keys, jax.random.key(args.seed))
+    show = functools.partial(visible, keep="\n\t") if sys.stdout.isatty() else str
+    with display.waiting("playing"):
+      print_episodes(
+        worker, params, args.prompt, parse_row(args.row), keys, args.n, sampling_params, show
+      )
+    return 0
   prompt = worker.chat.encode_prompt(user(args.prompt))
   policy = worker.policy(params)
   stream = sys.stdout.isatty()

@@ -2,7 +2,7 @@
 
 from gtpo_jax.config.config import Config, flatten, resolved_dict, to_dict
 from gtpo_jax.config.data_sections import DataSection, EnvSection, RewardSection
-from gtpo_jax.config.files import default_config, difference, freeze, load
+from gtpo_jax.config.files import default_config, difference, freeze, load, override
 from gtpo_jax.config.resolve import ResolvedModel, resolve_model, with_compute_dtype
 from gtpo_jax.config.sections import MeshSection, ModelSection, SamplingSection
 
@@ -20,6 +20,7 @@ __all__ = [
   "flatten",
   "freeze",
   "load",
+  "override",
   "resolve_model",
   "resolved_dict",
   "to_dict",

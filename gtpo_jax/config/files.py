@@ -7,6 +7,7 @@ attributes that are known to exist.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import re
@@ -78,6 +79,33 @@ def load(path: str, overrides: Sequence[str] = ()) -> Config:
       f"config {file}: get_config() must return a ConfigDict, got {type(values).__name__}"
     )
   return freeze(values)
+
+
+def override(config: Config, overrides: Sequence[str]) -> Config:
+  """Returns a config with command-line overrides, `--config.a.b=VALUE` each.
+
+  Raises:
+    UserError: a key is unknown, or a value has the wrong type or is out of bounds.
+  """
+  if not overrides:
+    return config
+  _check_overrides(overrides)
+  values = to_dict(config)
+  for entry in overrides:
+    key, _, text = entry.removeprefix("--config.").partition("=")
+    *sections, field = key.split(".")
+    section = values
+    for name in sections:
+      section = section[name]
+    section[field] = text if isinstance(section[field], str) else _literal(key, text)
+  return freeze(values)
+
+
+def _literal(key: str, text: str) -> Any:
+  try:
+    return ast.literal_eval(text)
+  except (ValueError, SyntaxError) as error:
+    raise UserError(f"config key {key!r} has no text as its value, got {text!r}") from error
 
 
 def difference(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:

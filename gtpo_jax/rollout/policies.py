@@ -12,7 +12,14 @@ import jax
 from gtpo_jax.checkpoint.architectures import usable_here
 from gtpo_jax.checkpoint.runs import open_run, run_params
 from gtpo_jax.checkpoint.workdir import has_base, load_config
-from gtpo_jax.config import Config, DataSection, MeshSection, ModelSection, SamplingSection
+from gtpo_jax.config import (
+  Config,
+  DataSection,
+  MeshSection,
+  ModelSection,
+  SamplingSection,
+  override,
+)
 from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.hf.config_json import read_config
 from gtpo_jax.models.hf.folder import find, is_hf_folder
@@ -73,6 +80,7 @@ def find_policy(
   config: Config | None = None,
   max_tokens: int | None = None,
   stop: Sequence[str] | None = None,
+  overrides: Sequence[str] = (),
 ) -> PolicySource:
   """Returns a policy's worker and config, on the devices of this machine.
 
@@ -83,14 +91,15 @@ def find_policy(
       Face folder, replaces the defaults.
     max_tokens: the longest completion; None for the run's own limit, or 256 for a folder.
     stop: strings that end a completion; None for those of the config.
+    overrides: `--config.a.b=VALUE`, fields of the config to change.
 
   Raises:
     UserError: there is no such folder, run or checkpoint, or the config is for another model.
   """
   folder = find(str(workdir))
   if is_hf_folder(folder):
-    return _policy_of_folder(folder, step, config, max_tokens, stop)
-  return _policy_of_run(folder, step, config, max_tokens, stop)
+    return _policy_of_folder(folder, step, config, max_tokens, stop, overrides)
+  return _policy_of_run(folder, step, config, max_tokens, stop, overrides)
 
 
 def open_policy(
@@ -99,9 +108,10 @@ def open_policy(
   config: Config | None = None,
   max_tokens: int | None = None,
   stop: Sequence[str] | None = None,
+  overrides: Sequence[str] = (),
 ) -> tuple[RolloutWorker, Config, Params, int]:
   """Returns the worker, config, parameters and step of a policy; see `find_policy`."""
-  worker, config, read = find_policy(workdir, step, config, max_tokens, stop)
+  worker, config, read = find_policy(workdir, step, config, max_tokens, stop, overrides)
   return worker, config, *read()
 
 
@@ -111,10 +121,11 @@ def _policy_of_folder(
   config: Config | None,
   max_tokens: int | None,
   stop: Sequence[str] | None,
+  overrides: Sequence[str],
 ) -> PolicySource:
   if step is not None:
     raise UserError(f"{str(folder)!r} is a Hugging Face folder and has no steps; leave --step out")
-  config = config or _config_of_folder(folder, max_tokens)
+  config = override(config or _config_of_folder(folder, max_tokens), overrides)
   model = dataclasses.replace(config.model, path=str(folder), lora_rank=0, quantize="")
   config = dataclasses.replace(config, model=model)
   worker = RolloutWorker(config, max_tokens, stop, trains=False)
@@ -127,6 +138,7 @@ def _policy_of_run(
   config: Config | None,
   max_tokens: int | None,
   stop: Sequence[str] | None,
+  overrides: Sequence[str],
 ) -> PolicySource:
   own = load_config(workdir)
   if config is None:
@@ -139,6 +151,7 @@ def _policy_of_run(
       f"the run in {str(workdir)!r} trains model {_model_name(own)!r}, but the config names "
       f"{_model_name(config)!r}; leave --config out, or use the run's config"
     )
+  config = override(config, overrides)
   if step == 0 and not has_base(workdir) and own.model.path:
     worker = RolloutWorker(config, max_tokens, stop, trains=False)
     return PolicySource(worker, config, lambda: (base_params(own, workdir, worker), 0))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from gtpo_jax.config import Config
-from gtpo_jax.config.data_sections import PYTHON_TOOL
+from gtpo_jax.config.data_sections import AUTO_PARSER, PYTHON_TOOL
 from gtpo_jax.data.chat import Chat
 from gtpo_jax.data.records import user
 from gtpo_jax.environments import python_tool
@@ -32,7 +32,7 @@ def make_runner(
 
   Raises:
     UserError: the environment or a tool cannot be imported or used, or the chat template does not
-      show tools or observations.
+      show observations, or the tools, unless `env.parser` is set.
   """
   section = config.env
   if environment is None and section.make:
@@ -44,11 +44,14 @@ def make_runner(
   runner = EpisodeRunner(chat, environment, tools, section.parser, section.limits)
   question = user("x")
   template = chat.template
-  if runner.schemas and template.render(question, runner.schemas) == template.render(question):
+  shown = not runner.schemas or template.render(question, runner.schemas) != template.render(
+    question
+  )
+  if not shown and section.parser == AUTO_PARSER:
     names = ", ".join(schema["function"]["name"] for schema in runner.schemas)
     raise UserError(
-      f"{template.name} does not show tools, so the model could not call {names}; use a tokenizer "
-      "whose template reads `tools`"
+      f"{template.name} does not show tools, so the model could not call {names}; describe them in "
+      "data.system and set env.parser, or use a tokenizer whose template reads `tools`"
     )
   return runner
 

@@ -66,6 +66,8 @@ def test_a_template_that_does_not_show_tools_is_refused():
   chat.tokenizer.chat_template = chat.tokenizer.chat_template.replace("if tools", "if false")
   with pytest.raises(UserError, match="does not show tools, so the model could not call add"):
     make_runner(Config(), chat, tools=[add])
+  described = with_env(tools="json:dumps", parser="hermes")
+  assert make_runner(described, chat, tools=[add]).schemas
 
 
 def test_a_prompt_has_the_tools_and_what_the_environment_adds():
