@@ -39,6 +39,8 @@ def panel_lines(
     f"length {metrics['length/mean']:.1f}",
     f"{metrics['tokens/s']:,.0f} tokens/s",
   ]
+  if "env/turns" in metrics:
+    values += [f"turns {metrics['env/turns']:.1f}", f"calls {metrics['env/calls']:.1f}"]
   return [
     *_curves(f"accuracy {percent(accuracies[-1])}", accuracies, entropies, width),
     *packed(values, width),

@@ -71,6 +71,42 @@ PANELS = (
     {"staleness/mean": "mean", "staleness/max": "largest"},
     section="Update",
   ),
+  # Logged only with an environment.
+  Panel(
+    "Turns and calls",
+    "per episode",
+    {"env/turns": "turns", "env/calls": "calls", "env/failed_calls": "failed calls"},
+    section="Episodes",
+  ),
+  Panel(
+    "How episodes end",
+    "share of the episodes",
+    {"env/stop/answered": "answered", "env/stop/env_done": "by the environment"},
+    percent=True,
+    section="Episodes",
+  ),
+  Panel(
+    "Episodes that end at a limit",
+    "share of the episodes",
+    {f"env/stop/{name}": name.replace("_", " ") for name in ("max_turns", "max_tokens", "context")},
+    percent=True,
+    section="Episodes",
+  ),
+  Panel(
+    "Episodes that end by calls",
+    "share of the episodes",
+    {"env/stop/max_calls": "too many", "env/stop/parse_error": "cannot be read"},
+    percent=True,
+    section="Episodes",
+  ),
+  Panel(
+    "Episodes whose environment failed",
+    "share of the episodes",
+    {"env/stop/timeout": "timeout", "env/stop/env_error": "error"},
+    percent=True,
+    section="Episodes",
+  ),
+  Panel("Time of the environment", "seconds per episode", {"env/seconds": ""}, section="Episodes"),
   # Logged only by runs that know which tokens decide.
   Panel(
     "Credit finds decisions and errors",

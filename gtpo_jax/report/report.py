@@ -27,7 +27,7 @@ from gtpo_jax.report.truth_figure import truth_figure
 from gtpo_jax.report.viewer import MAX_TOKENS, viewer_data
 
 PAGE = Path(__file__).parent / "page"
-SECTIONS = ("Evaluation", "Reward", "Policy", "Update", "Truth", "Groups and time")
+SECTIONS = ("Evaluation", "Reward", "Episodes", "Policy", "Update", "Truth", "Groups and time")
 TABLE_ROWS = 8  # rows of the table below a figure, spread evenly over the run
 
 

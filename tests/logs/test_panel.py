@@ -49,3 +49,9 @@ def test_a_sparkline_is_scaled_to_its_largest_value():
   assert sparkline([]) == ""
   assert sparkline([0.0]) == "▁"
   assert sparkline([float("nan"), 1.0]) == "▁█"
+
+
+def test_turns_and_calls_of_episodes_are_shown():
+  metrics = METRICS | {"env/turns": 2.25, "env/calls": 1.0}
+  lines = panel_lines(metrics, [0.5], [0.5], ("1+2:", "3", True), 100)
+  assert any("turns 2.2  calls 1.0" in line for line in lines)
