@@ -22,4 +22,6 @@ def get_config():
   config.warm_start.steps = 1000
   config.optimizer.learning_rate = 1.5e-4
   config.optimizer.b2 = 0.95
+  config.eval.problems = 128
+  config.eval.samples = 4
   return config

@@ -85,6 +85,8 @@ class TurnTeacher:
 
   def __init__(self, config: Config, worker: RolloutWorker):
     task = config.data.train_task
+    if worker.runner is None:
+      raise UserError(f"the task {task.name!r} has several turns: set {task.needs}")
     rng = np.random.default_rng([config.seed, 2])
     ids = rng.choice(task.train_ids, PLAYED)
     rngs = rng.spawn(PLAYED)  # a demonstration must not depend on the order of turns

@@ -20,6 +20,7 @@ def test_all_notebooks_are_covered():
     "credit_assignment",
     "quickstart",
     "real_model",
+    "tools_and_environments",
   ]
 
 

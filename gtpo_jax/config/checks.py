@@ -97,19 +97,11 @@ def check_warm_start(warm_start: WarmStartSection, data: DataSection) -> None:
 def check_env(
   env: EnvSection,
   data: DataSection,
-  reward: RewardSection,
   teacher: TeacherSection,
   algorithm: Algorithm,
 ) -> None:
-  """An environment goes with the other sections, and tasks that need one have it."""
+  """An environment goes with the other sections. A Python program may add it after these checks."""
   if not env.is_used:
-    for task in (data.train_task, data.eval_task):
-      if needs := getattr(task, "needs", ""):
-        raise UserError(f"the task {task.name!r} has several turns: set {needs}")
-    if "env" in dict(reward.weighted):
-      raise UserError(
-        f"reward.parts = {reward.parts!r} has the part env: set env.make or env.tools"
-      )
     return
   name = "env.make" if env.make else "env.tools"
   if not data.chat:

@@ -92,7 +92,7 @@ class Config:
     check_data(self.data, self.eval)
     check_warm_start(self.warm_start, self.data)
     algorithm = self.resolved_algorithm
-    check_env(self.env, self.data, self.reward, self.teacher, algorithm)
+    check_env(self.env, self.data, self.teacher, algorithm)
     check_sampling(self.sampling, self.batch, algorithm)
     check_frozen(self.guide, self.reference, algorithm)
     check_teacher(self.teacher, self.distill, algorithm)

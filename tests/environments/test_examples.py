@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 
-from gtpo_jax.config import freeze
 from gtpo_jax.data.tasks import make_task
 from gtpo_jax.environments.examples.calculator import add
 from gtpo_jax.environments.examples.guess import GUESSES, Guess
 from gtpo_jax.environments.tools import schema_of
 from gtpo_jax.environments.turns import Turn
-from gtpo_jax.runtime.errors import UserError
 
 
 def play(player, number):
@@ -72,10 +70,3 @@ def test_the_teacher_of_sums_calls_seldom_and_errs_without():
   assert 0.25 < right < 0.4
   called = next(i for i in first if i not in direct)
   assert task.turn(called, [(first[called], "")], rng, 1.0) == task.problem(called).answer
-
-
-def test_a_task_with_turns_needs_its_environment():
-  with pytest.raises(UserError, match=r"'guess' has several turns: set env\.make="):
-    freeze({"data": {"train": "guess"}})
-  with pytest.raises(UserError, match=r"'calculator' has several turns: set env\.tools="):
-    freeze({"data": {"eval": "calculator"}})

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from gtpo_jax import warm_start
-from gtpo_jax.config import load
+from gtpo_jax.config import freeze, load
 from gtpo_jax.environments.turns import Step
 from gtpo_jax.rollout.episodes.demonstrations import play
+from gtpo_jax.rollout.problems import training_problems
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.warm_start import TurnTeacher, demonstrations
@@ -65,3 +66,13 @@ def test_an_environment_that_fails_is_an_error():
   problem = config.data.train_task.problem(20)
   with pytest.raises(UserError, match=r"problem 'guess-20' .*Fails.step raised ZeroDivisionError"):
     play(worker, [problem], lambda i, turns: "1", 76)
+
+
+def test_a_task_with_turns_needs_its_environment():
+  config = freeze({"data": {"train": "guess"}, "warm_start": {"steps": 1}})
+  worker = RolloutWorker(config)
+  message = r"'guess' has several turns: set env\.make=gtpo_jax\.environments\.examples"
+  with pytest.raises(UserError, match=message):
+    TurnTeacher(config, worker)
+  with pytest.raises(UserError, match=message):
+    training_problems(config, worker)
