@@ -94,7 +94,9 @@ def _transcript(
   worker: RolloutWorker, tokens: np.ndarray, drawn: np.ndarray, show: Callable[[str], str]
 ) -> str:
   """Returns the text of a completion. On a terminal, what the model has read is dim."""
-  begins = np.flatnonzero(np.diff(drawn, prepend=~drawn[:1]))
+  if not len(tokens):  # the environment has failed before the first turn
+    return ""
+  begins = np.flatnonzero(np.diff(drawn, prepend=~drawn[0]))
   parts = []
   for begin, end in zip(begins, [*begins[1:], len(drawn)], strict=True):
     text = show(worker.decode([tokens[begin:end]])[0])
