@@ -6,7 +6,7 @@ Each raises UserError for the first values that are incompatible.
 from __future__ import annotations
 
 from gtpo_jax.algorithms import Algorithm, Distillation
-from gtpo_jax.config.data_sections import DataSection, EnvSection, RewardSection, WarmStartSection
+from gtpo_jax.config.data_sections import DataSection, EnvSection, WarmStartSection
 from gtpo_jax.config.monitoring import EvalSection
 from gtpo_jax.config.sections import (
   BatchSection,
@@ -95,10 +95,7 @@ def check_warm_start(warm_start: WarmStartSection, data: DataSection) -> None:
 
 
 def check_env(
-  env: EnvSection,
-  data: DataSection,
-  teacher: TeacherSection,
-  algorithm: Algorithm,
+  env: EnvSection, data: DataSection, teacher: TeacherSection, algorithm: Algorithm
 ) -> None:
   """An environment goes with the other sections. A Python program may add it after these checks."""
   if not env.is_used:

@@ -141,13 +141,6 @@ class EnvSection(EpisodeLimits):
         if not (module and colon and attribute) and (field, name) != ("tools", PYTHON_TOOL):
           form = "module:class" if field == "make" else f"module:function, or {PYTHON_TOOL!r}"
           raise UserError(f"env.{field} must be named as {form}, got {name!r}")
-    if not self.is_used:
-      for field in dataclasses.fields(self):
-        if getattr(self, field.name) != field.default:
-          raise UserError(
-            f"env.{field.name} = {getattr(self, field.name)!r} has no effect without env.make or "
-            "env.tools; set one of them"
-          )
 
   @property
   def tool_names(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,8 +32,9 @@ def make_runner(
     tools: replace those of `env.tools`.
 
   Raises:
-    UserError: the environment or a tool cannot be imported or used, or the chat template does not
-      show observations, or the tools, unless `env.parser` is set.
+    UserError: the environment or a tool cannot be imported or used; the config has settings for
+      episodes, but there are none; or the chat template does not show observations, or the tools,
+      unless `env.parser` is set.
   """
   section = config.env
   if environment is None and section.make:
@@ -40,6 +42,7 @@ def make_runner(
   if tools is None:
     tools = [_import_tool(config, name) for name in section.tool_names]
   if environment is None and not tools:
+    _check_unused(config)
     return None
   runner = EpisodeRunner(chat, environment, tools, section.parser, section.limits)
   question = user("x")
@@ -54,6 +57,19 @@ def make_runner(
       "data.system and set env.parser, or use a tokenizer whose template reads `tools`"
     )
   return runner
+
+
+def _check_unused(config: Config) -> None:
+  """Raises UserError if a setting of the config has no effect without an environment."""
+  if "env" in dict(config.reward.weighted):
+    raise UserError(
+      f"reward.parts = {config.reward.parts!r} has the part env: set env.make or env.tools"
+    )
+  for field in dataclasses.fields(config.env):
+    if (value := getattr(config.env, field.name)) != field.default:
+      raise UserError(
+        f"env.{field.name} = {value!r} has no effect without env.make or env.tools; set one of them"
+      )
 
 
 def _import_tool(config: Config, name: str) -> Callable[..., Any]:

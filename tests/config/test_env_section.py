@@ -41,7 +41,6 @@ def test_names_and_limits():
   [
     ({"env": {"make": "guess"}}, "env.make must be named as module:class, got 'guess'"),
     ({"env": {"tools": "m:f,m:"}}, "env.tools must be named as module:function, or 'python', got"),
-    ({"env": {"max_turns": 3}}, "env.max_turns = 3 has no effect without env.make or env.tools"),
     ({"env": {"make": "m:C", "max_turns": 0}}, "env.max_turns must be at least 1, got 0"),
     ({"env": {"make": "m:C", "truncate": "mid"}}, "env.truncate must be one of middle, end, start"),
     ({"env": {"make": "m:C", "parser": "qwen"}}, "env.parser must be one of auto, hermes, llama3"),
@@ -68,6 +67,8 @@ def test_a_program_passes_objects_and_the_config_names_them():
   assert inputs.config.env.make == f"{__name__}:Echo"
   assert inputs.config.env.tools == f"{__name__}:add"
   assert resolve_inputs({}).config.env == EnvSection()
+  values = {"env": {"max_turns": 3}, "reward": {"parts": "correct,env"}}
+  assert resolve_inputs(values, tools=[add]).config.env.max_turns == 3
 
 
 @pytest.mark.parametrize(

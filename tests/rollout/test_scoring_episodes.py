@@ -11,7 +11,6 @@ from gtpo_jax.environments.turns import Episode, Stop, ToolCall, Turn
 from gtpo_jax.rollout.groups import EndedCompletion
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.pending import PendingRewards
-from gtpo_jax.runtime.errors import UserError
 
 PROBLEMS = [Problem("a", user("1+1="), "2", "last_number")]
 SEEN = []
@@ -98,8 +97,6 @@ def test_rewards_of_the_environment_are_a_part():
   )
   assert result.metrics["reward/part/env"] == pytest.approx(-0.75)
   np.testing.assert_allclose(result.reward, [[1 + 0.25, 0 - 1.0]])
-  with pytest.raises(UserError, match=r"has the part env: set env\.make or env\.tools"):
-    freeze({"reward": {"parts": "correct,env"}})
 
 
 def test_scores_without_episodes_have_no_metrics_of_them():

@@ -6,7 +6,7 @@ import sys
 import pytest
 from own_environments import Echo, add
 
-from gtpo_jax.config import Config, EnvSection
+from gtpo_jax.config import Config, EnvSection, freeze
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.rollout.user_environments import make_runner
@@ -52,6 +52,16 @@ def test_names_of_a_config_are_imported(tmp_path, monkeypatch):
   ):
     with pytest.raises(UserError) as raised:
       make_runner(with_env(**env), chat)
+    assert str(raised.value).startswith(message)
+
+
+def test_settings_without_an_environment_are_refused():
+  for changes, message in (
+    ({"env": {"max_turns": 3}}, "env.max_turns = 3 has no effect without env.make or env.tools"),
+    ({"reward": {"parts": "correct,env"}}, "reward.parts = 'correct,env' has the part env"),
+  ):
+    with pytest.raises(UserError) as raised:
+      make_runner(freeze(changes), load_chat())
     assert str(raised.value).startswith(message)
 
 
