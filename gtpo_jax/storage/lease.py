@@ -115,8 +115,10 @@ def _wait_for_death(file: epath.Path, say: Callable[[str], None]) -> None:
     f"{LEASE_S:.0f} s for a sign of it"
   )
   end = time.monotonic() + LEASE_S
-  while time.monotonic() < end:
+  asked_at = 0.0
+  while asked_at < end:  # a process that was paused asks again before it takes over
     time.sleep(POLL_S)
+    asked_at = time.monotonic()
     current = _read(file)
     if current is None:
       return
