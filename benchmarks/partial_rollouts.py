@@ -51,7 +51,8 @@ from gtpo_jax.sampling.engine import REFILL_FRACTION, Engine
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
 from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes
 from gtpo_jax.sampling.paged.programs import FEWER_SLOTS
-from gtpo_jax.sampling.scheduler import Scheduler, capacity_for
+from gtpo_jax.sampling.schedule.scheduler import Scheduler
+from gtpo_jax.sampling.schedule.slots import capacity_for
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 
 # The measured workload.

@@ -143,9 +143,12 @@ def test_rewards_and_environments_do_not_import_jax():
 
 def test_the_scheduler_is_plain_python_and_numpy():
   """It uses no devices, and can be simulated without them."""
-  assert set(imports(PACKAGE / "sampling" / "scheduler.py")) <= {
-    "outside:" + name for name in ("__future__", "collections", "dataclasses", "typing", "numpy")
-  }
+  folder = PACKAGE / "sampling" / "schedule"
+  for path in folder.glob("*.py"):
+    assert all(imported.parent == folder for imported in imported_files(path))
+    assert set(imports(path)) <= {"sampling"} | {
+      "outside:" + name for name in ("__future__", "collections", "dataclasses", "typing", "numpy")
+    }
 
 
 def test_code_inside_the_sandbox_imports_only_what_is_there():

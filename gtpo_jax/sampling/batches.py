@@ -9,7 +9,7 @@ import numpy as np
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.sampling.host_arrays import pad_prefill
-from gtpo_jax.sampling.scheduler import Scheduler
+from gtpo_jax.sampling.schedule.scheduler import Scheduler
 
 # The most prompt tokens that a shard prefills at once. It bounds the memory of activations.
 PREFILL_TOKENS = 8192
@@ -72,6 +72,7 @@ def resume_batch(
   assigned: Assigned,
   sequences: Sequence[Sequence[int]],
   shape: PrefillShape,
+  rows: int,
 ) -> tuple[Prompts, np.ndarray, tuple[np.ndarray, np.ndarray]]:
   """Returns a batch of completions that go on, their slots i32[shards, b / shards], and places.
 
@@ -81,8 +82,9 @@ def resume_batch(
     assigned: the (slot, sequence) pairs of each shard; without any, nothing is written.
     sequences: the token ids of prompts with their completions.
     shape: that of the batch.
+    rows: the rows of the batch per shard.
   """
-  batch, slots = pad_prefill(assigned, sequences, shape.width, shape.rows, shape.most, shape.pad)
+  batch, slots = pad_prefill(assigned, sequences, shape.width, rows, shape.most, shape.pad)
   first = np.full_like(slots, shape.width)
   for shard, pairs in enumerate(assigned):
     for row, (slot, _) in enumerate(pairs):

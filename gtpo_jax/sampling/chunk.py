@@ -15,7 +15,7 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import constrain
 from gtpo_jax.sampling.cache import Cache, States, gather_rows, set_rows
 from gtpo_jax.sampling.filters import SampledToken, sample_token
-from gtpo_jax.sampling.scheduler import DecodeInputs
+from gtpo_jax.sampling.schedule.slots import DecodeInputs
 from gtpo_jax.sampling.settings import SamplingParams
 
 

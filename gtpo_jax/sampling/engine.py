@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-import functools
 import time
 from collections.abc import Iterator, Sequence
 
@@ -13,30 +11,23 @@ import numpy as np
 
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.models.decode import DecodeParams
-from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.runtime.chips import compute_capability
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.runtime.mesh import batch_shards, sampling_mesh
-from gtpo_jax.sampling.dense.programs import DensePrograms
+from gtpo_jax.sampling.caches import make_programs
 from gtpo_jax.sampling.host_arrays import CompletionBuffer, pad_prompts
-from gtpo_jax.sampling.paged.programs import PagedPrograms
-from gtpo_jax.sampling.programs import KEYS_AT_ONCE, Programs, ProgramSettings
-from gtpo_jax.sampling.scheduler import Scheduler
+from gtpo_jax.sampling.programs import KEYS_AT_ONCE
+from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.settings import Demand, EngineConfig, SamplingParams
 from gtpo_jax.sampling.spans import Span
 from gtpo_jax.sampling.stop_strings import StopStrings
 
-# While completions wait, a chunk ends once 1/8 of the active slots have finished. With a smaller
-# fraction the host round trips cost more than they gain; with a larger one too many slots idle.
+# While completions wait, or return for further turns, a chunk ends once 1/8 of the active slots
+# have finished. With a smaller fraction the host round trips cost more than they gain; with a
+# larger one too many slots idle.
 REFILL_FRACTION = 8
-# The number of engines whose programs a process caches: policy, guide and evaluation of two runs.
-SHARED_PROGRAMS = 6
 DEFAULT_DEMAND = Demand()
 MAX_SPANS = 4096
-MIN_TRITON_HEAD_DIM = 16  # the smallest matrix that a tensor core multiplies
-MIN_TRITON_CAPABILITY = (8, 0)  # Ampere
 
 
 class Engine:
@@ -84,7 +75,7 @@ class Engine:
     Raises:
       UserError: the attention kernel does not support this platform or head width.
     """
-    self.programs = _make_programs(
+    self.programs = make_programs(
       model,
       tuple(sorted(stop)),
       pad,
@@ -197,6 +188,11 @@ class Engine:
     the parameters, the tokens before it and this key, but not on slots, mesh or other completions.
     A completion ends at a stop token, at the token that completes a stop string, or at its limit.
 
+    If it is open (`CompletionBuffer.open`), only its turn has ended. It is yielded and leaves its
+    slot, while others are sampled. Once the caller has appended tokens to it, it goes on: its
+    tokens are read again. While all completions wait for the caller, each iteration yields an empty
+    list; it ends once all have been closed.
+
     The caller may add rows to the buffer whenever this has yielded; they begin after those that
     wait already. It may also stop iterating at any time, and pass the buffer to another call.
 
@@ -211,9 +207,10 @@ class Engine:
         the buffer.
 
     Yields:
-      The (row, index) of each completion that has ended since the last yield. The first yield,
-      like that after rows were added, comes before sampling and lists those that had ended before:
-      those that the context has no space for, for example. Otherwise there is one after each chunk.
+      The (row, index) of each completion that has ended, or has ended a turn, since the last yield.
+      The first yield, like that after rows were added, comes before sampling and lists those that
+      had ended before: those that the context has no space for, for example. Otherwise there is one
+      after each chunk.
     """
     programs = self.programs
     n, group = buffer.limits.shape
@@ -223,31 +220,36 @@ class Engine:
     slots = len(scheduler.slots.active)
     state = None
     scheduled = 0
+    parked = _Parked(scheduler, buffer)
     tokens_and_steps = np.zeros(2, np.int64)
     while True:
       if len(buffer.prompts) > scheduled:
-        had_ended = _schedule(scheduler, buffer, scheduled)
+        had_turned = _schedule(scheduler, buffer, scheduled)
         scheduled = len(buffer.prompts)
-        yield had_ended
+        parked.add(had_turned)
+        yield had_turned
         continue  # the caller may have added more
-      if state is None:
-        if not scheduler.has_waiting:
-          return
+      parked.update()
+      if state is None and scheduler.has_waiting:
         state = programs.new_state(scheduler, width, sampling_params)
+      if state is None or not (scheduler.has_waiting or scheduler.slots.active.any()):
+        if not parked.waiting:
+          return
+        yield []
+        continue
       began = time.perf_counter()
       before = state
       state = programs.prefill_assigned(params, state, scheduler, buffer.prompts, width)
       state = programs.resume_assigned(params, state, scheduler, buffer.prompts, buffer)
       prefilled = state is not before
-      if not scheduler.slots.active.any():
-        return
-      state = programs.resize(state, scheduler)
+      state = programs.resize(state, scheduler, keep_slots=parked.may_return)
       inputs = scheduler.inputs()  # while the devices prefill
       if prefilled:
         jax.block_until_ready(state)
         self.spans.append(Span("prefill", began, time.perf_counter(), 0.0))
       began = time.perf_counter()
-      max_finished = _max_finished(int(inputs.active.sum()), scheduler.has_waiting)
+      refills = scheduler.has_waiting or parked.have_returned
+      max_finished = _max_finished(int(inputs.active.sum()), refills)
       state, chunk = programs.decode(
         params, state, inputs, most_steps, max_finished, sampling_params
       )
@@ -257,28 +259,64 @@ class Engine:
       in_chunk = new_tokens.sum(), chunk.mask.any(1).sum()
       self.spans.append(Span("decode", began, time.perf_counter(), _busy(*in_chunk, slots)))
       tokens_and_steps += in_chunk
-      ended = inputs.active & buffer.ended(tuple(completions.T))
-      scheduler.advance(new_tokens, ended)
+      turned = inputs.active & buffer.turned(tuple(completions.T))
+      scheduler.advance(new_tokens, turned)
       busy = _busy(*tokens_and_steps, slots)
       self.statistics = {"sampling/slots_busy": busy, **scheduler.space.statistics()}
-      yield _as_pairs(completions[ended])
+      pairs = _as_pairs(completions[turned])
+      parked.add(pairs)
+      yield pairs
+
+
+class _Parked:
+  """The completions that have ended a turn, and wait for the caller.
+
+  Attributes:
+    waiting: their (row, index).
+    have_returned: whether any completion has gone on with another turn.
+  """
+
+  def __init__(self, scheduler: Scheduler, buffer: CompletionBuffer):
+    self.waiting: list[tuple[int, int]] = []
+    self.have_returned = False
+    self._scheduler = scheduler
+    self._buffer = buffer
+
+  @property
+  def may_return(self) -> bool:
+    """Whether slots are kept for completions that may go on."""
+    return bool(self.waiting) or self.have_returned
+
+  def add(self, turned: Sequence[tuple[int, int]]) -> None:
+    """Adds those that are open of completions that have just ended a turn."""
+    if self._buffer.open.any():
+      self.waiting += [pair for pair in turned if self._buffer.open[pair]]
+
+  def update(self) -> None:
+    """Lets those go on to which the caller has appended tokens, and forgets those it has closed."""
+    buffer = self._buffer
+    returned = [pair for pair in self.waiting if not buffer.turned(pair)]
+    for i, j in sorted(returned, reverse=True):  # each goes to the front of the queue
+      self._scheduler.resume(i, j, int(buffer.present[i, j].sum()), int(buffer.limits[i, j]))
+    self.have_returned |= bool(returned)
+    self.waiting = [pair for pair in self.waiting if buffer.turned(pair) and buffer.open[pair]]
 
 
 def _schedule(scheduler: Scheduler, buffer: CompletionBuffer, first: int) -> list[tuple[int, int]]:
-  """Schedules the rows of a buffer from `first` on; returns the completions that had ended."""
-  ended = buffer.ended(slice(first, None))
+  """Schedules the rows of a buffer from `first` on; returns the completions that draw no token."""
+  turned = buffer.turned(slice(first, None))
   scheduler.add(
     np.asarray([len(prompt) for prompt in buffer.prompts[first:]], np.int32),
-    np.where(ended, 0, buffer.limits[first:]),
+    np.where(turned, 0, buffer.limits[first:]),
     buffer.keys[first:],
     buffer.lengths[first:],
   )
-  return _as_pairs(np.argwhere(ended) + np.asarray([first, 0]))
+  return _as_pairs(np.argwhere(turned) + np.asarray([first, 0]))
 
 
-def _max_finished(active: int, has_waiting: bool) -> int:
-  """Returns the number of finished slots that ends a chunk: all active slots if nothing waits."""
-  return max(active // REFILL_FRACTION, 1) if has_waiting else active
+def _max_finished(active: int, refills: bool) -> int:
+  """Returns the number of finished slots that ends a chunk: all active slots if nothing refills."""
+  return max(active // REFILL_FRACTION, 1) if refills else active
 
 
 def _busy(tokens: int, steps: int, slots: int) -> float:
@@ -288,49 +326,3 @@ def _busy(tokens: int, steps: int, slots: int) -> float:
 
 def _as_pairs(completions: np.ndarray) -> list[tuple[int, int]]:
   return [(prompt, index) for prompt, index in completions.tolist()]
-
-
-@functools.lru_cache(maxsize=SHARED_PROGRAMS)
-def _make_programs(
-  model: Transformer,
-  stop: tuple[int, ...],
-  pad: int,
-  max_prompt_tokens: int,
-  max_tokens: int,
-  vocab_limit: int | None,
-  config: EngineConfig,
-  demand: Demand,
-) -> Programs:
-  """Returns the programs of an engine; engines with equal arguments share them."""
-  c = model.config
-  device = model.mesh.devices.flat[0]
-  refusal = triton_refusal(compute_capability(device), c.head_dim)
-  # Merging adapters into a quantised base would dequantise it.
-  merged = model.config if c.quantize else without_lora(model).config
-  if config.weights_dtype:
-    merged = dataclasses.replace(merged, quantize=config.weights_dtype)
-  on_sampling_mesh = Transformer(merged, sampling_mesh(model.mesh, c.kv_heads, c.mlp))
-  shards = batch_shards(on_sampling_mesh.mesh)
-  config = config.resolve(device.platform, shards, c.compute_dtype, triton=not refusal)
-  if config.attention == "triton" and refusal:
-    raise UserError(f"sampling.attention = 'triton' needs {refusal}; set it to 'xla'")
-  make = DensePrograms if config.attention == "xla" else PagedPrograms
-  return make(
-    ProgramSettings(
-      model, on_sampling_mesh, stop, pad, max_prompt_tokens, max_tokens, vocab_limit, config, demand
-    )
-  )
-
-
-def triton_refusal(capability: tuple[int, int] | None, head_dim: int) -> str:
-  """Returns what the Triton kernel needs and does not have; "" if it supports a GPU and a model.
-
-  Args:
-    capability: the compute capability of the GPU; None if unknown.
-    head_dim: the features of a head.
-  """
-  if head_dim & (head_dim - 1) or head_dim < MIN_TRITON_HEAD_DIM:
-    return f"a head width that is a power of two from {MIN_TRITON_HEAD_DIM}, not {head_dim}"
-  if capability and capability < MIN_TRITON_CAPABILITY:
-    return f"a GPU of compute capability 8.0 or later, not {'.'.join(map(str, capability))}"
-  return ""

@@ -19,6 +19,10 @@ class CompletionBuffer:
   """Prompts with their completions so far, which `Engine.generate` fills in place.
 
   Rows may be added while they are being generated. `Engine.buffer` makes a buffer.
+
+  A completion may consist of several turns. As long as it is `open`, a stop token, a stop string or
+  its limit only ends its turn: it waits for its caller, who either appends tokens that it reads, so
+  that it goes on with another turn, or closes it.
   """
 
   prompts: list[Sequence[int]]  # n lists of token ids
@@ -31,7 +35,9 @@ class CompletionBuffer:
   entropy: np.ndarray  # f32[n, g, t], nats, as in `Rollouts`
   drawn_log_probs: np.ndarray  # f32[n, g, t], nats, after penalty and filters
   plain_log_probs: np.ndarray  # f32[n, g, t], nats, at temperature 1
-  finished: np.ndarray  # bool[n, g], True if ended by a stop token or a stop string
+  # bool[n, g], True if a stop token or a stop string has ended the completion, or its latest turn
+  finished: np.ndarray
+  open: np.ndarray  # bool[n, g], whether further turns may follow; the caller sets it
   pad: int  # the padding id
   stop_search: StopSearch | None  # finds stop strings; None if there are none
 
@@ -59,6 +65,7 @@ class CompletionBuffer:
       drawn_log_probs=np.zeros((n, g, t), np.float32),
       plain_log_probs=np.zeros((n, g, t), np.float32),
       finished=np.zeros((n, g), bool),
+      open=np.zeros((n, g), bool),
       pad=pad,
       stop_search=stop_search,
     )
@@ -68,15 +75,56 @@ class CompletionBuffer:
     """i32[n, g], tokens so far, those that were not drawn included."""
     return self.present.sum(-1, dtype=np.int32)
 
+  def turned(self, at: Any = ...) -> np.ndarray:
+    """Returns whether completions draw no token now, because they or their turns have ended.
+
+    Args:
+      at: an index into [n, g]; default: all completions.
+    """
+    return self.finished[at] | (self.present[at].sum(-1) >= self.limits[at])
+
   def ended(self, at: Any = ...) -> np.ndarray:
-    """Returns whether completions have ended, at a stop token, a stop string or their limit.
+    """Returns whether completions have ended: their last turn has, and no other one may follow.
 
     Nothing else decides that a completion ends.
 
     Args:
       at: an index into [n, g]; default: all completions.
     """
-    return self.finished[at] | (self.present[at].sum(-1) >= self.limits[at])
+    return self.turned(at) & ~self.open[at]
+
+  def append(self, i: int, j: int, tokens: Sequence[int]) -> None:
+    """Appends tokens that were not drawn to a completion whose turn has ended, so that it goes on.
+
+    Raises:
+      ValueError: it does not wait for them, or no token is left for another turn.
+    """
+    length = int(self.present[i, j].sum())
+    limit = int(self.limits[i, j])
+    if not (self.open[i, j] and self.turned((i, j))):
+      raise ValueError(f"completion {j} of prompt {i} has not ended a turn")
+    end = length + len(tokens)
+    if not length < end < limit:
+      raise ValueError(
+        f"completion {j} of prompt {i} has {length} of {limit} tokens; from 1 to "
+        f"{limit - length - 1} can be appended, got {len(tokens)}"
+      )
+    self.tokens[i, j, length:end] = tokens
+    self.present[i, j, length:end] = True
+    self.finished[i, j] = False
+
+  def close(self, i: int, j: int) -> None:
+    """Ends a completion whose turn has ended, or that has no tokens and was not passed on yet.
+
+    Raises:
+      ValueError: it is being sampled.
+    """
+    length = int(self.present[i, j].sum())
+    if length and not self.turned((i, j)):
+      raise ValueError(f"completion {j} of prompt {i} has not ended its turn")
+    self.open[i, j] = False
+    if not length:
+      self.limits[i, j] = 0
 
   def extend(self, other: CompletionBuffer) -> None:
     """Adds the rows of another buffer."""
@@ -137,7 +185,9 @@ class CompletionBuffer:
     It must have tokens that were not searched yet.
     """
     length = int(self.present[i, j].sum())
-    end = self.stop_search.end((i, j), self.tokens[i, j, :length])
+    read = np.flatnonzero(~self.mask[i, j, :length])
+    turn = int(read[-1]) + 1 if read.size else 0
+    end = self.stop_search.end((i, j), self.tokens[i, j, :length], turn)
     if end is None:
       return 0
     self.finished[i, j] = True

@@ -28,12 +28,14 @@ class Workload:
     group: completions of each prompt.
     sampling_params: how tokens are drawn.
     resumes: whether completions go on that have tokens already.
+    turns: whether completions may leave their slots after a turn, and return with more tokens.
   """
 
   prompts: int
   group: int
   sampling_params: SamplingParams
   resumes: bool = False
+  turns: bool = False
 
 
 # The kind of a program, such as "prefill" or "decode", and all that its shapes depend on. Workloads

@@ -16,12 +16,20 @@ from gtpo_jax.models.params import Params, quantize_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.compiling import StoppableProgram
 from gtpo_jax.runtime.mesh import batch_shards, named_sharding
-from gtpo_jax.sampling.batches import Places, PrefillShape, prefill_batch, resume_batch
+from gtpo_jax.sampling.batches import (
+  Places,
+  PrefillShape,
+  nothing,
+  prefill_batch,
+  prefill_batches,
+  resume_batch,
+)
 from gtpo_jax.sampling.cache import Cache, States, gather_rows
 from gtpo_jax.sampling.chunk import Chunk, ChunkLimits, Decoder, decode_chunk, prefill_rows
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
 from gtpo_jax.sampling.inventory import Program, Workload
-from gtpo_jax.sampling.scheduler import DecodeInputs, Scheduler
+from gtpo_jax.sampling.schedule.scheduler import Scheduler
+from gtpo_jax.sampling.schedule.slots import DecodeInputs
 from gtpo_jax.sampling.settings import Demand, EngineConfig, SamplingParams
 
 # PRNG keys that are derived together, so that batches of all sizes share a program.
@@ -81,7 +89,8 @@ class Programs(abc.ABC):
     pad: the padding id.
     layout: params -> DecodeParams, with adapters merged unless the base is quantised.
     derive_keys: see `_derive_keys`; for `KEYS_AT_ONCE` keys.
-    prefill, resume: `prefill_rows` for prompts, and for completions that go on.
+    prefill: `prefill_rows` for prompts.
+    resume: the same for completions that go on, with the arguments of `prefill_rows`.
     decode_chunk: see there.
     init_states, keep_rows: make the states of rows, and select some of each shard.
   """
@@ -113,7 +122,6 @@ class Programs(abc.ABC):
     self.layout = jax.jit(functools.partial(_decode_params, settings.trained, model))
     self.derive_keys = jax.jit(_derive_keys)
     self.prefill = stoppable(functools.partial(prefill_rows, model, cache.insert), 1, 2)
-    self.resume = stoppable(functools.partial(prefill_rows, model, cache.insert_completions), 1, 2)
     decoder = Decoder(model, cache, self.chunk, settings.vocab_limit)
     decode = functools.partial(decode_chunk, decoder)
     self.decode_chunk = stoppable(decode, 1, 3, static="sampling_params")
@@ -200,24 +208,25 @@ class Programs(abc.ABC):
     state = self.resize(state, scheduler, keep_slots=True)
     slots = scheduler.capacity.slots
     sequences = []
-    waiting: dict[int, list[list[tuple[int, int]]]] = {}
+    assigned = nothing(self.shards)
     for slot in resumed:
       prompt, index = scheduler.slots.completions[slot]
       tokens = buffer.tokens[prompt, index, : scheduler.slots.generated[slot]]
-      sequences.append([*prompts[prompt], *tokens.tolist()])
-      width = next(size for size in self.sequence_widths if size >= len(sequences[-1]))
       shard, local = divmod(slot, slots)
-      shards = waiting.setdefault(width, [[] for _ in range(self.shards)])
-      shards[shard].append((local, len(sequences) - 1))
-    for width, shards in waiting.items():
+      assigned[shard].append((local, len(sequences)))
+      sequences.append([*prompts[prompt], *tokens.tolist()])
+    counts = {width: self.resume_rows(width, slots) for width in self.sequence_widths}
+    for width, rows, part in prefill_batches(assigned, sequences, counts):
       shape = PrefillShape(width, slots, self.pad)
-      for start in range(0, max(map(len, shards)), shape.rows):
-        assigned = [pairs[start : start + shape.rows] for pairs in shards]
-        batch = resume_batch(self.places, scheduler, assigned, sequences, shape)
-        kv = self.cache.completions_of(state.kv)
-        kv, states = self.resume(params, kv, state.slots, *batch)
-        state = state._replace(kv=self.cache.with_completions(state.kv, kv), slots=states)
+      batch = resume_batch(self.places, scheduler, part, sequences, shape, rows)
+      kv = self.cache.completions_of(state.kv)
+      kv, states = self.resume(params, kv, state.slots, *batch)
+      state = state._replace(kv=self.cache.with_completions(state.kv, kv), slots=states)
     return state
+
+  def resume_rows(self, width: int, slots: int) -> list[int]:
+    """Returns the numbers of rows per shard, descending, in which completions are read again."""
+    return [PrefillShape(width, slots, self.pad).rows]
 
   def decode(
     self,

@@ -1,9 +1,10 @@
-"""Stop strings: a completion ends as soon as its text contains one of them.
+"""Stop strings: a completion or its turn ends as soon as its text contains one of them.
 
 The devices know only stop tokens. After each chunk, the host therefore searches the text of the new
 tokens. A completion whose text contains a stop string ends with the token that completed the first
 match, as if nothing had been drawn after it: the tokens that the chunk has drawn beyond it are
-dropped. So the result does not depend on how many tokens a chunk has.
+dropped. So the result does not depend on how many tokens a chunk has. If a completion has several
+turns, each is searched by itself, and what it has read between them is not.
 """
 
 from __future__ import annotations
@@ -87,15 +88,16 @@ class StopStrings:
 
 @dataclasses.dataclass
 class _Progress:
-  """How far a completion has been searched."""
+  """How far the latest turn of a completion has been searched."""
 
   add_tokens: AddTokens
-  count: int = 0  # tokens searched
+  begin: int  # the completion's tokens before the turn
+  count: int  # its tokens up to where the turn has been searched
   tail: str = ""  # the end of their text, in which a match may have begun
 
 
 class StopSearch:
-  """Finds where completions end. Each token is decoded once."""
+  """Finds where completions or their turns end. Each token is decoded once."""
 
   def __init__(self, stop: StopStrings, new_text: Callable[[], AddTokens]):
     self._stop = stop
@@ -103,8 +105,8 @@ class StopSearch:
     self._longest = max(map(len, stop.strings))
     self._progress: dict[tuple[int, int], _Progress] = {}
 
-  def end(self, completion: tuple[int, int], tokens: np.ndarray) -> int | None:
-    """Searches the tokens that a completion has got since the last call, or since it began.
+  def end(self, completion: tuple[int, int], tokens: np.ndarray, turn: int = 0) -> int | None:
+    """Searches the tokens that a completion has got since the last call, or since its turn began.
 
     A match in the pieces of the tokens counts only if the text of all tokens, decoded at once,
     contains a stop string too. The two differ at a stop token, which has a piece but no text, and
@@ -113,14 +115,15 @@ class StopSearch:
     Args:
       completion: (prompt, index in its group).
       tokens: i32[length], all its tokens so far.
+      turn: the number of those before its latest turn, which are not searched.
 
     Returns:
       The number of tokens up to and including the one that completed the first match; None if there
       is none.
     """
-    if completion not in self._progress:
-      self._progress[completion] = _Progress(self._new_text())
-    progress = self._progress[completion]
+    progress = self._progress.get(completion)
+    if progress is None or progress.begin != turn:
+      progress = self._progress[completion] = _Progress(self._new_text(), turn, turn)
     first = progress.count
     pieces = progress.add_tokens(tokens[first:].tolist())
     text = progress.tail + "".join(pieces)
@@ -129,7 +132,7 @@ class StopSearch:
       for count, piece in enumerate(pieces, first + 1):
         begin = end
         end += len(piece)
-        if self._stop.ends_in(text[:end], begin) and self._stop.occurs_in(tokens[:count]):
+        if self._stop.ends_in(text[:end], begin) and self._stop.occurs_in(tokens[turn:count]):
           del self._progress[completion]
           return count
     progress.count = len(tokens)

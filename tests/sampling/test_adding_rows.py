@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from gtpo_jax.sampling.dense.tables import DenseSpace
 from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes
-from gtpo_jax.sampling.scheduler import Scheduler, capacity_for
+from gtpo_jax.sampling.schedule.scheduler import Scheduler
+from gtpo_jax.sampling.schedule.slots import capacity_for
 
 CHUNK = 5
 LONGEST_PROMPT = 12

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes, prompt_places
-from gtpo_jax.sampling.scheduler import Scheduler, capacity_for
+from gtpo_jax.sampling.schedule.scheduler import Scheduler
+from gtpo_jax.sampling.schedule.slots import capacity_for
 
 
 class Memory:

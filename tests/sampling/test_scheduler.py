@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from gtpo_jax.sampling.dense.inventory import slot_counts
 from gtpo_jax.sampling.dense.tables import DenseSpace
-from gtpo_jax.sampling.scheduler import Capacity, Scheduler, capacity_for
+from gtpo_jax.sampling.schedule.scheduler import Scheduler
+from gtpo_jax.sampling.schedule.slots import Capacity, capacity_for
 
 PROMPT_LENGTH = 5  # of the first prompt; each later prompt is one token longer
 

@@ -22,7 +22,8 @@ from gtpo_jax.sampling.programs import (
   compiled_for,
   keys_program,
 )
-from gtpo_jax.sampling.scheduler import Capacity, Scheduler
+from gtpo_jax.sampling.schedule.scheduler import Scheduler
+from gtpo_jax.sampling.schedule.slots import Capacity
 
 
 class Inventory:
@@ -49,8 +50,7 @@ class Inventory:
     yield from self._allocations()
     yield from self._prefills()
     yield from self._decodes()
-    if self._workload.resumes:
-      yield from self._resumptions()
+    yield from self._resumptions()
     yield from self._changes()
 
   def state(self, width: int, slots: int, length: int, entries: int | None = None) -> SamplerState:
@@ -166,26 +166,38 @@ class Inventory:
 
   def _resumptions(self) -> Iterator[Program]:
     owner = self._owner
-    slots = self._capacity.slots
-    shapes = [(width, length) for width in owner.sequence_widths[::-1] for length in self._lengths]
-    for width, length in shapes:
+    workload = self._workload
+    widths = owner.sequence_widths[::-1] if workload.resumes or workload.turns else ()
+    # Without turns, completions go on when sampling begins, in all slots.
+    counts = self._counts if workload.turns else self._counts[:1]
+    shapes = [
+      (slots, width, rows)
+      for slots in counts
+      for width in widths
+      for rows in owner.resume_rows(width, slots)
+    ]
+    most = self._entries[0]
+    beside = lambda: self.state(self._widths[0], self._capacity.slots, self._lengths[0])
+    for width, rows in dict.fromkeys((width, rows) for _, width, rows in shapes):
+      batch = self._batch(width, rows, most)[:1]
+      signature = ("prefill", width, rows)
+      yield Program(
+        signature, owner.prefill, lambda batch=batch: batch, reads_params=True, beside=beside
+      )
+    for slots, width, rows, length in [(*x, length) for x in shapes for length in self._lengths]:
 
-      def arguments(width: int = width, length: int = length) -> tuple:
+      def arguments(
+        slots: int = slots, width: int = width, rows: int = rows, length: int = length
+      ) -> tuple:
         shape = PrefillShape(width, slots, owner.pad)
-        batch = resume_batch(
-          owner.places, _idle(self._capacity, slots), nothing(owner.shards), [], shape
-        )
-        return DenseKV([], self._kv(slots, length)), self._states(slots), *batch
+        idle = _idle(self._capacity, slots)
+        batch = resume_batch(owner.places, idle, nothing(owner.shards), [], shape, rows)
+        hidden = self._states(rows).hidden
+        state = DenseKV([], self._kv(slots, length)), self._states(slots)
+        return *state, hidden, self._kv(rows, width, computed=True), *batch
 
       yield Program(
-        ("resume", slots, width, length, self._tracked),
-        owner.resume,
-        arguments,
-        reads_params=True,
-        beside=lambda: (
-          self._kv(self._entries[0], self._widths[0]),
-          self._states(self._entries[0]),
-        ),
+        ("resume", slots, width, rows, length, self._tracked), owner.insert_completions, arguments
       )
 
   def _changes(self) -> Iterator[Program]:

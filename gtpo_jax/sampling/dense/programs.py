@@ -25,7 +25,8 @@ from gtpo_jax.sampling.dense.tables import DenseSpace
 from gtpo_jax.sampling.host_arrays import pad_prefill
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.programs import Programs, ProgramSettings, SamplerState, abstract, stoppable
-from gtpo_jax.sampling.scheduler import Capacity, Scheduler, capacity_for
+from gtpo_jax.sampling.schedule.scheduler import Scheduler
+from gtpo_jax.sampling.schedule.slots import Capacity, capacity_for
 from gtpo_jax.sampling.settings import Demand, SamplingParams
 
 # The number of slots is divided by this as soon as the active completions fit. Every number of
@@ -45,8 +46,8 @@ class DensePrograms(Programs):
     slots: the most slots over all shards.
     shrink_factor: what the number of slots is divided by when idle ones are dropped.
     prefill: (params, prompts) -> (their last hidden states, keys and values).
-    insert: writes its results into the cache, see `insert_rows`. It is a program of its own so that
-      the larger one does not depend on the shapes of the cache.
+    insert, insert_completions: write its results into the cache, see `insert_rows`. They are
+      programs of their own so that the larger one does not depend on the shapes of the cache.
     init_kv, grow, compact, add_entries: `DenseCache.zeros`, `grow`, `compact` and `add_entries`.
   """
 
@@ -71,7 +72,7 @@ class DensePrograms(Programs):
       widths, lengths = widths[-1:], lengths[-3::2]
     self.prompt_widths = widths
     sequences = array_lengths(min(longest_prompt + settings.max_tokens, model.config.max_length))
-    self.sequence_widths = sequences[::-2][::-1] if on_cpu else sequences[-1:]
+    self.sequence_widths = sequences if on_cpu else sequences[-1:]
     # Each has space for one more chunk.
     self.cache_lengths = sorted({size + self.chunk for size in lengths})
     self.slots = self._fitting_slots(settings.demand)
@@ -79,6 +80,8 @@ class DensePrograms(Programs):
     self.prefill = stoppable(functools.partial(_prefill, model))
     insert = functools.partial(insert_rows, model, cache.insert)
     self.insert = jax.jit(insert, donate_argnums=(0, 1))
+    insert = functools.partial(insert_rows, model, cache.insert_completions)
+    self.insert_completions = jax.jit(insert, donate_argnums=(0, 1))
     self.grow = jax.jit(cache.grow, static_argnums=1)
     self.add_entries = jax.jit(cache.add_entries, static_argnums=2)
     self.compact = jax.jit(cache.compact)
@@ -149,6 +152,23 @@ class DensePrograms(Programs):
   def row_counts(self, width: int, capacity: Capacity) -> list[int]:
     """Returns the rows per shard that batches of prompts of a width may have, descending."""
     return row_counts(width, capacity.entries)[: None if self._on_cpu else 1]
+
+  def resume_rows(self, width: int, slots: int) -> list[int]:
+    """Returns the rows per shard that batches of completions may have, descending."""
+    return row_counts(width, slots)[: None if self._on_cpu else 1]
+
+  def resume(
+    self,
+    params: DecodeParams,
+    kv: DenseKV,
+    states: States,
+    tokens: Prompts,
+    rows: jax.Array,
+    places: tuple[jax.Array, jax.Array],
+  ) -> tuple[DenseKV, States]:
+    """Reads completions that go on into slots; see `prefill_rows`."""
+    hidden, new = self.prefill(params, tokens)
+    return self.insert_completions(kv, states, hidden, new, tokens, rows, places)
 
   def new_state(
     self, scheduler: Scheduler, width: int, sampling_params: SamplingParams

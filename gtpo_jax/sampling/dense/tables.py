@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gtpo_jax.sampling.scheduler import Capacity, Entry, Slots, Space
+from gtpo_jax.sampling.schedule.slots import Capacity, Entry, Slots, Space
 
 
 class DenseTables(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gtpo_jax.sampling.paged.tables import PageRows, PageTables
-from gtpo_jax.sampling.scheduler import Capacity, Entry, Slots, Space
+from gtpo_jax.sampling.schedule.slots import Capacity, Entry, Slots, Space
 
 
 class PoolSizes(NamedTuple):

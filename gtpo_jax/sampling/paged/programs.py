@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from gtpo_jax.models.decode import decode_bytes
 from gtpo_jax.sampling.batches import Places, PrefillShape, nothing, prefill_batch, resume_batch
 from gtpo_jax.sampling.cache import head_axis
+from gtpo_jax.sampling.chunk import prefill_rows
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.paged.cache import PagedCache
 from gtpo_jax.sampling.paged.memory import page_bytes, temporary_bytes
@@ -26,8 +28,10 @@ from gtpo_jax.sampling.programs import (
   chunk_limits,
   compiled_for,
   keys_program,
+  stoppable,
 )
-from gtpo_jax.sampling.scheduler import ENTRY_FACTOR, Capacity, Scheduler, capacity_for
+from gtpo_jax.sampling.schedule.scheduler import Scheduler
+from gtpo_jax.sampling.schedule.slots import ENTRY_FACTOR, Capacity, capacity_for
 from gtpo_jax.sampling.settings import AUTO, SamplingParams
 
 # Once an eighth of the slots is enough for the completions that are left, the others are dropped.
@@ -82,6 +86,8 @@ class PagedPrograms(Programs):
     self.prompt_widths = _widths(prompt_pages, page)
     self.sequence_widths = _widths(prompt_pages + completion_pages, page)
     self.init_kv = jax.jit(lambda: self.cache.zeros(self.shards * self.pool.pages))
+    insert = self.cache.insert_completions
+    self.resume = stoppable(functools.partial(prefill_rows, model, insert), 1, 2)
 
   def _pages(self, fraction: float | str, memory: int | None, sizes: PoolSizes) -> int:
     """Returns the number of pages per shard, at most those of `sizes`."""
@@ -150,8 +156,7 @@ class PagedPrograms(Programs):
       yield Program(signature, self.init_states, lambda rows=rows: rows)
     yield from self._prefills(tracked)
     yield from self._decodes(workload.sampling_params)
-    if workload.resumes:
-      yield from self._resumptions(workload)
+    yield from self._resumptions(workload)
     for slots in self.slot_counts[1:]:
       order = np.zeros((self.shards, slots), np.int32)
       yield Program(
@@ -200,13 +205,18 @@ class PagedPrograms(Programs):
       )
 
   def _resumptions(self, workload: Workload) -> Iterator[Program]:
-    slots = self.scheduler(workload.prompts, workload.group).capacity.slots
+    most = self.scheduler(workload.prompts, workload.group).capacity.slots
     tracked = workload.sampling_params.penalises_repetition
-    for width in self.sequence_widths[::-1]:
+    widths = self.sequence_widths[::-1] if workload.resumes or workload.turns else ()
+    # Without turns, completions go on when sampling begins, in all slots.
+    counts = [count for count in self.slot_counts if count == most or workload.turns]
+    for slots, width in [(slots, width) for slots in counts for width in widths]:
 
-      def arguments(width: int = width) -> tuple[Any, ...]:
+      def arguments(slots: int = slots, width: int = width) -> tuple[Any, ...]:
         shape = PrefillShape(width, slots, self.pad)
-        batch = resume_batch(self.places, _idle(self, slots), nothing(self.shards), [], shape)
+        batch = resume_batch(
+          self.places, _idle(self, slots), nothing(self.shards), [], shape, shape.rows
+        )
         state = self._state(slots, tracked)
         return state.kv, state.slots, *batch
 
@@ -215,7 +225,7 @@ class PagedPrograms(Programs):
         self.resume,
         arguments,
         reads_params=True,
-        beside=lambda: self._state(slots, tracked).prompts,
+        beside=lambda slots=slots: self._state(slots, tracked).prompts,
       )
 
   def _state(self, slots: int, tracked: bool) -> SamplerState:

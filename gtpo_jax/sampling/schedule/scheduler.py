@@ -4,150 +4,21 @@ A slot runs one completion at a time. An entry of the prompt cache holds the key
 prompt, shared by all slots that complete it. Slots and entries are divided into equal shards, one
 per device of the batch axes, and a completion runs in the shard that caches its prompt. A finished
 slot takes the next completion of a cached prompt; an entry whose prompt has no completions left
-takes the next prompt. The scheduler is plain Python and NumPy and does not use devices. What it
-must know of the cache, and where the cache puts keys and values, is the concern of a `Space`.
+takes the next prompt. A completion may leave its slot before it has ended, and resume later in any
+slot; its prompt gives up its entry if no other completion needs it.
+
+The scheduler is plain Python and NumPy and does not use devices. What it must know of the cache,
+and where the cache puts keys and values, is the concern of a `Space`.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-# Prompt cache entries, as a multiple of the number of full groups that fit in the slots. With spare
-# entries, the slow completions of a few prompts do not keep the next prompts waiting.
-ENTRY_FACTOR = 4
-
-
-class Capacity(NamedTuple):
-  """The number of shards, and the slots and entries of each."""
-
-  shards: int
-  slots: int  # completions at once, per shard
-  entries: int  # prompts in the cache, per shard
-  slots_per_entry: int  # completions of one prompt at once
-
-
-class DecodeInputs(NamedTuple):
-  """The arrays that the host sends to the decode program before each chunk.
-
-  Slots [s] are ordered shard by shard. A slot that is not active does nothing.
-  """
-
-  active: np.ndarray  # bool[s]
-  is_new: np.ndarray  # bool[s], True if the completion has no token yet
-  keys: np.ndarray  # u32[s, 2], PRNG key data of the completion
-  generated: np.ndarray  # i32[s], number of tokens so far
-  max_tokens: np.ndarray  # i32[s], the limit of the completion
-  prompt_lengths: np.ndarray  # i32[s]
-  entries: np.ndarray  # i32[s], the cache entry of the prompt, counted within the shard
-  tables: Any  # of the cache: `DenseTables` or `PageTables`
-
-
-class Slots(NamedTuple):
-  """The completions that run, one per slot. Slots [s] are ordered shard by shard.
-
-  The arrays are changed in place.
-  """
-
-  completions: np.ndarray  # i32[s, 2], the (prompt, index in its group); -1 if the slot is free
-  generated: np.ndarray  # i32[s], number of tokens so far
-  token_limits: np.ndarray  # i32[s], the most tokens
-  prompt_lengths: np.ndarray  # i32[s]
-  keys: np.ndarray  # u32[s, 2], PRNG key data
-  # i32[s], the index in the `Entry.slots` of all entries of the shard, one after another
-  places: np.ndarray
-
-  @classmethod
-  def free(cls, count: int) -> Slots:
-    """Returns `count` free slots."""
-    zeros = lambda *shape: np.zeros((count, *shape), np.int32)
-    keys = np.zeros((count, 2), np.uint32)
-    return cls(np.full((count, 2), -1, np.int32), zeros(), zeros(), zeros(), keys, zeros())
-
-  @property
-  def active(self) -> np.ndarray:
-    """bool[s], True for slots that run a completion."""
-    return self.completions[:, 0] >= 0
-
-
-@dataclasses.dataclass
-class Entry:
-  """A cached prompt and the slots that complete it."""
-
-  prompt: int
-  prompt_length: int
-  slots: list[int]  # [slots_per_entry], counted within the shard; -1 if free
-  waiting: list[int]  # the completions that have not started, as indices in the group, last first
-
-
-class Space:
-  """What a cache says about its space, and what it is told about its use.
-
-  By default there is space for everything that has a slot and an entry. Entries count within their
-  shard, and slots over all shards.
-  """
-
-  def has_space(self, shard: int, prompt_length: int, slots: Slots) -> bool:
-    """Returns whether a shard has space for another prompt, besides a free entry."""
-    return True
-
-  def can_start(self, shard: int, drawn: int, token_limit: int, slots: Slots) -> bool:
-    """Returns whether a shard has space for the `drawn` tokens that a completion has already."""
-    return True
-
-  def add_prompt(self, shard: int, entry: int, prompt_length: int) -> None:
-    """Called when an entry takes a prompt, before the prompt is prefilled."""
-
-  def remove_prompt(self, shard: int, entry: int) -> None:
-    """Called when the last completion of an entry's prompt has ended."""
-
-  def start(self, slot: int, drawn: int) -> None:
-    """Called when a slot takes a completion that has `drawn` tokens."""
-
-  def end(self, ended: np.ndarray) -> None:
-    """Called when the completions in the slots `ended` i32[number of them] have ended."""
-
-  def keep(self, kept: np.ndarray) -> None:
-    """Called when only the slots `kept` i32[number of them] remain, in that order."""
-
-  def next_chunk(
-    self, slots: Slots, entries: Sequence[Sequence[Entry | None]]
-  ) -> tuple[np.ndarray, Any]:
-    """Makes space for the next chunk.
-
-    Args:
-      slots: all slots.
-      entries: those of each shard; None where an entry is free.
-
-    Returns:
-      bool[s], the slots whose completions go on in this chunk, and the tables of the cache.
-    """
-    raise NotImplementedError
-
-  def statistics(self) -> dict[str, float]:
-    """Returns metrics of the schedule so far, by name."""
-    return {}
-
-
-def capacity_for(prompts: int, group: int, shards: int, max_slots: int) -> Capacity:
-  """Returns the capacity for `prompts` x `group` completions.
-
-  Args:
-    prompts: number of prompts.
-    group: completions per prompt.
-    shards: devices along the batch axes.
-    max_slots: the most slots over all shards; every shard gets at least one.
-  """
-  prompts_per_shard = max(-(-prompts // shards), 1)
-  slots = min(max(max_slots // shards, 1), prompts_per_shard * group)
-  slots_per_entry = min(group, slots)
-  full_groups = -(-slots // slots_per_entry)
-  entries = min(prompts_per_shard, slots, ENTRY_FACTOR * full_groups)
-  return Capacity(shards, slots, entries, slots_per_entry)
+from gtpo_jax.sampling.schedule.slots import Capacity, DecodeInputs, Entry, Slots, Space
 
 
 class _Row(NamedTuple):
@@ -157,13 +28,22 @@ class _Row(NamedTuple):
   token_limits: np.ndarray  # i32[g]
   keys: np.ndarray  # u32[g, 2]
   drawn: np.ndarray  # i32[g], tokens that each completion has already
+  waiting: list[int]  # the completions that wait for a slot, as indices in the group, last first
+
+  @classmethod
+  def of(
+    cls, prompt_length: int, token_limits: np.ndarray, keys: np.ndarray, drawn: np.ndarray
+  ) -> _Row:
+    """Returns a row whose completions all wait, except those with a limit of 0."""
+    waiting = np.flatnonzero(token_limits)[::-1].tolist()
+    return cls(prompt_length, np.array(token_limits), keys, np.array(drawn), waiting)
 
 
 class Scheduler:
-  """Schedules every completion of every prompt once, prompts and their completions in order.
+  """Schedules every completion of every prompt, prompts and their completions in order.
 
   A completion may have tokens from an earlier batch, with which it goes on. Prompts may be added at
-  any time; they come after those that wait already.
+  any time; they come after those that wait already. Completions that resume come before these.
 
   Attributes:
     capacity: the current number of slots and entries.
@@ -205,8 +85,25 @@ class Scheduler:
     """
     drawn = np.zeros_like(token_limits) if drawn is None else drawn
     new = len(self._rows) + np.flatnonzero(token_limits.any(1))
-    self._rows += map(_Row, prompt_lengths.tolist(), token_limits, keys, drawn)
+    self._rows += map(_Row.of, prompt_lengths.tolist(), token_limits, keys, drawn)
     self._waiting_prompts += new.tolist()
+
+  def resume(self, prompt: int, completion: int, drawn: int, token_limit: int) -> None:
+    """Lets a completion that is in no slot go on, before everything that waits.
+
+    Args:
+      prompt: its prompt.
+      completion: its index in the group.
+      drawn: the tokens that it has.
+      token_limit: the most tokens, more than it has.
+    """
+    row = self._rows[prompt]
+    row.drawn[completion] = drawn
+    row.token_limits[completion] = token_limit
+    row.waiting.append(completion)
+    cached = any(entry and entry.prompt == prompt for x in self._entries for entry in x)
+    if not cached and prompt not in self._waiting_prompts:
+      self._waiting_prompts.appendleft(prompt)
 
   @property
   def has_waiting(self) -> bool:
@@ -237,7 +134,8 @@ class Scheduler:
       return to_prefill
     # If any prompt is prefilled, all free entries are filled: few large batches are cheaper.
     while self._waiting_prompts:
-      length = self._rows[self._waiting_prompts[0]].prompt_length
+      row = self._rows[self._waiting_prompts[0]]
+      length = row.prompt_length
       candidates = [
         shard
         for shard, entries in enumerate(self._entries)
@@ -250,9 +148,8 @@ class Scheduler:
       shard = max(candidates, key=lambda shard: (idle[shard], -len(to_prefill[shard])))
       index = self._entries[shard].index(None)
       prompt = self._waiting_prompts.popleft()
-      waiting = np.flatnonzero(self._rows[prompt].token_limits)[::-1].tolist()
       slots = [-1] * self.capacity.slots_per_entry
-      self._entries[shard][index] = Entry(prompt, length, slots, waiting)
+      self._entries[shard][index] = Entry(prompt, length, slots, row.waiting)
       self.space.add_prompt(shard, index, length)
       to_prefill[shard].append((index, prompt))
       idle[shard] = self._fill_slots(shard)
@@ -273,16 +170,16 @@ class Scheduler:
       tables=tables,
     )
 
-  def advance(self, tokens: np.ndarray, ended: np.ndarray) -> None:
-    """Records a chunk's results and frees the slots of ended completions.
+  def advance(self, tokens: np.ndarray, left: np.ndarray) -> None:
+    """Records a chunk's results and frees slots.
 
     Args:
       tokens: i32[s], number of tokens generated in each slot.
-      ended: bool[s], whether the slot's completion ended.
+      left: bool[s], whether the slot's completion has ended, or leaves the slot until it resumes.
     """
     slots = self.slots
     slots.generated[:] += tokens
-    for slot in np.flatnonzero(ended):
+    for slot in np.flatnonzero(left):
       shard, local = divmod(int(slot), self.capacity.slots)
       index, position = divmod(int(slots.places[slot]), self.capacity.slots_per_entry)
       entry = self._entries[shard][index]
@@ -291,9 +188,9 @@ class Scheduler:
       if not entry.waiting and max(entry.slots) < 0:
         self._entries[shard][index] = None
         self.space.remove_prompt(shard, index)
-    self.space.end(np.flatnonzero(ended))
+    self.space.end(np.flatnonzero(left))
     for of_slots, free in zip(slots, Slots.free(1), strict=True):
-      of_slots[ended] = free
+      of_slots[left] = free
 
   def take_resumed(self) -> list[int]:
     """Returns the slots that have started a completion with tokens since the last call."""

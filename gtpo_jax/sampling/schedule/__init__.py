@@ -1,0 +1,1 @@
+"""Which completions run in which slots."""

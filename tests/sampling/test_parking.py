@@ -1,0 +1,330 @@
+"""Completions of several turns: after each, they leave their slots until the caller answers."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from meshes import mesh_of
+from small import PAD, RAGGED_PROMPTS, STOP, assert_same, build, log_prob_errors, sample
+from test_adding_rows import CHUNK, LIMIT, SHAPES, make_rows, make_scheduler
+
+from gtpo_jax.data.chat import TextStream, load_chat
+from gtpo_jax.logs.compiles import compile_count
+from gtpo_jax.sampling.chunk import Chunk
+from gtpo_jax.sampling.host_arrays import CompletionBuffer
+from gtpo_jax.sampling.inventory import Workload, warm_up
+from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
+from gtpo_jax.sampling.stop_strings import StopStrings
+
+GROUP = 6
+TOKENS = 40
+KEY = 4
+FEW_SLOTS = EngineConfig(slots=5, chunk=4)
+MOST_TURNS = 4
+PARAMS = SamplingParams()
+
+
+# --- what is drawn ---
+
+
+def answer(buffer, i, j):
+  """An environment that depends on what was drawn: appends tokens, or ends the completion."""
+  turns = np.split(buffer.completion(i, j), np.flatnonzero(np.diff(buffer.mask[i, j].astype(int))))
+  left = buffer.limits[i, j] - buffer.present[i, j].sum()
+  drawn = buffer.tokens[i, j][buffer.mask[i, j]]
+  tokens = [13 + (int(drawn.sum()) + k) % 30 for k in range(1 + int(drawn[-1] + len(drawn)) % 3)]
+  done = not buffer.finished[i, j] or drawn.sum() % 4 == 0 or len(turns) // 2 + 1 >= MOST_TURNS
+  if done or len(tokens) >= left:
+    return None
+  return tokens
+
+
+def new_buffer(engine):
+  n = len(RAGGED_PROMPTS)
+  return engine.buffer(RAGGED_PROMPTS, engine.completion_keys(jax.random.key(KEY), n, GROUP))
+
+
+def converse(built, delay=lambda: 0, calls=(), buffer=None):
+  """Samples all completions, answering each turn after `delay()` further yields, in any order.
+
+  The k-th call of `generate` is aborted after calls[k] yields.
+  """
+  _, engine, layout = built
+  buffer = buffer or new_buffer(engine)
+  buffer.open[:] = True
+  rng = np.random.default_rng(0)
+  answered = 0
+  waiting = {}  # (row, index) -> yields until it is answered
+  for count in [*calls, 10**6]:
+    stream = engine.generate(layout, buffer, sampling_params=PARAMS)
+    for _, turned in zip(range(count), stream, strict=False):
+      open_ones = [
+        pair for pair in turned if buffer.open[pair]
+      ]  # an earlier call may have listed it
+      waiting |= {pair: waiting.get(pair, delay()) for pair in open_ones}
+      due = [pair for pair, left in waiting.items() if left <= 0]
+      rng.shuffle(due)
+      waiting = {pair: left - 1 for pair, left in waiting.items() if left > 0}
+      for i, j in due:
+        answered += 1
+        tokens = answer(buffer, i, j)
+        buffer.close(i, j) if tokens is None else buffer.append(i, j, tokens)
+    stream.close()
+  assert buffer.ended().all() and not waiting
+  return buffer, answered
+
+
+def one_by_one(built, i, j):
+  """The same completion without company, each turn sampled in a call of its own."""
+  _, engine, layout = built
+  keys = engine.completion_keys(jax.random.key(KEY), len(RAGGED_PROMPTS), GROUP)
+  buffer = engine.buffer(RAGGED_PROMPTS[i : i + 1], keys[i : i + 1, j : j + 1])
+  while True:
+    for _ in engine.generate(layout, buffer, sampling_params=PARAMS):
+      pass
+    tokens = answer(buffer, 0, 0)
+    if tokens is None:
+      return buffer
+    at = int(buffer.lengths[0, 0])
+    buffer.tokens[0, 0, at : at + len(tokens)] = tokens
+    buffer.present[0, 0, at : at + len(tokens)] = True
+    buffer.finished[0, 0] = False
+
+
+@functools.cache
+def expected():
+  built = build(max_tokens=TOKENS, engine_config=FEW_SLOTS)
+  buffer, answered = converse(built)
+  assert answered > 1.4 * buffer.finished.size and 0.2 < buffer.finished.mean() < 1
+  return built[1].rollouts(buffer)
+
+
+def test_tokens_are_those_of_each_completion_by_itself():
+  built = build(max_tokens=TOKENS, engine_config=FEW_SLOTS)
+  rollouts = expected()
+  context = rollouts.present & ~rollouts.mask
+  assert context.any(-1).mean() > 0.3
+  for name in ("log_probs", "entropy"):
+    assert not getattr(rollouts, name)[context].any()
+  assert log_prob_errors(built, rollouts).max() <= 1e-4
+  for i in range(0, len(RAGGED_PROMPTS), 4):
+    alone = built[1].rollouts(one_by_one(built, i, i % GROUP))
+    one = jax.tree.map(lambda x, i=i: x[i : i + 1], rollouts.replace(prompts=None))
+    one = jax.tree.map(lambda x, i=i: x[:, i % GROUP : i % GROUP + 1], one)
+    assert_same(one, alone)
+    np.testing.assert_array_equal(one.present, alone.present)
+
+
+@pytest.mark.parametrize(("longest", "calls"), [(7, ()), (3, (4, 1, 9)), (40, (2,))])
+def test_delays_and_aborted_calls_do_not_matter(longest, calls):
+  """With the longest delays, all completions wait at times, and there is nothing to sample."""
+  rng = np.random.default_rng(longest)
+  built = build(max_tokens=TOKENS, engine_config=FEW_SLOTS)
+  buffer, _ = converse(built, lambda: int(rng.integers(0, longest)), calls)
+  assert_same(built[1].rollouts(buffer), expected())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("mesh", "config"),
+  [
+    ((1, 1, 1, 1), EngineConfig(slots=1, chunk=3)),
+    ((1, 1, 1, 1), EngineConfig(slots=64, chunk=16)),
+    ((1, 1, 1, 1), EngineConfig(slots=6, chunk=4, attention="pallas", page_size=16)),
+    (
+      (1, 1, 1, 1),
+      EngineConfig(slots=6, chunk=4, attention="pallas", page_size=16, cache_fraction=0.3),
+    ),
+    pytest.param((2, 2, 1, 2), EngineConfig(slots=16, chunk=4), marks=pytest.mark.devices),
+  ],
+)
+def test_slots_pages_and_the_mesh_do_not_matter(mesh, config):
+  rng = np.random.default_rng(1)
+  built = build(mesh_of(*mesh), max_tokens=TOKENS, engine_config=config)
+  buffer, _ = converse(built, lambda: int(rng.integers(0, 4)))
+  assert_same(built[1].rollouts(buffer), expected())
+
+
+def test_completions_that_are_closed_after_one_turn_are_bit_identical():
+  built = build(max_tokens=TOKENS, engine_config=FEW_SLOTS)
+  _, engine, layout = built
+  plain = sample(built, RAGGED_PROMPTS, group=GROUP, key=KEY)
+  buffer = new_buffer(engine)
+  buffer.open[:] = True
+  for turned in engine.generate(layout, buffer, sampling_params=PARAMS):
+    for i, j in turned:
+      buffer.close(i, j)
+  jax.tree.map(np.testing.assert_array_equal, engine.rollouts(buffer), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["xla", "pallas"])
+def test_nothing_is_compiled_after_the_warm_up(attention):
+  config = EngineConfig(slots=5, chunk=4, attention=attention, page_size=16)
+  built = build(max_tokens=TOKENS, engine_config=config)
+  workload = Workload(len(RAGGED_PROMPTS), GROUP, PARAMS, turns=True)
+  warm_up(built[1].programs, built[2], [workload])
+  before = compile_count()
+  for longest in (1, 9):
+    rng = np.random.default_rng(longest)
+    converse(built, lambda rng=rng, longest=longest: int(rng.integers(0, longest)))
+  assert compile_count() == before
+
+
+@pytest.mark.slow
+def test_a_last_completion_returns_after_idle_slots_were_dropped():
+  """The programs for fewer slots are in the inventory too."""
+  config = EngineConfig(slots=64, chunk=4)
+  built = build(max_tokens=TOKENS, engine_config=config)
+  _, engine, layout = built
+  warm_up(engine.programs, layout, [Workload(len(RAGGED_PROMPTS), GROUP, PARAMS, turns=True)])
+  before = compile_count()
+  buffer = new_buffer(engine)
+  buffer.open[:] = True
+  answered = 0
+  for turned in engine.generate(layout, buffer, sampling_params=PARAMS):
+    last = (buffer.open & ~buffer.turned()).sum() < 8
+    for i, j in turned:
+      tokens = answer(buffer, i, j) if last else None
+      buffer.close(i, j) if tokens is None else buffer.append(i, j, tokens)
+      answered += tokens is not None
+  assert answered > 1 and compile_count() == before
+
+
+# --- what a buffer accepts ---
+
+
+def small_buffer(strings=(), limit=12):
+  chat = load_chat()
+  stop = StopStrings(strings, lambda: TextStream(chat).add, chat.decode) if strings else None
+  limits = np.full((1, 1), limit, np.int32)
+  keys = np.zeros((1, 1, 2), np.uint32)
+  search = stop.search() if stop else None
+  buffer = CompletionBuffer.empty([[5]], keys, limits, limit, PAD, search)
+  buffer.open[:] = True
+  return buffer, lambda text: chat.encode_plain(text)
+
+
+def draw(buffer, tokens, stopped=False):
+  """Writes a chunk of one slot; returns how many of its tokens are kept."""
+  column = lambda dtype: np.ones((len(tokens), 1), dtype)
+  floats = [column(np.float32) for _ in range(4)]
+  chunk = Chunk(np.asarray(tokens)[:, None], column(bool), *floats, np.asarray([stopped]))
+  return int(buffer.write(np.zeros((1, 2), int), buffer.lengths[0], chunk)[0])
+
+
+def test_a_buffer_refuses_what_does_not_fit():
+  buffer, _ = small_buffer()
+  draw(buffer, [1, 2, 3])
+  for change in (lambda: buffer.append(0, 0, [4]), lambda: buffer.close(0, 0)):
+    with pytest.raises(ValueError, match="completion 0 of prompt 0 has not ended"):
+      change()
+  draw(buffer, [STOP[0]], stopped=True)
+  assert buffer.turned().all() and not buffer.ended().any()
+  for tokens in ([], [5] * 8, [5] * 9):
+    with pytest.raises(ValueError, match="has 4 of 12 tokens; from 1 to 7 can be appended"):
+      buffer.append(0, 0, tokens)
+  buffer.append(0, 0, [5] * 7)
+  assert not buffer.turned().any() and buffer.mask.sum() == 4 and buffer.present.sum() == 11
+  draw(buffer, [6])
+  assert buffer.turned().all() and not buffer.finished.any()  # its turn was cut off at the limit
+  with pytest.raises(ValueError, match="from 1 to -1 can"):
+    buffer.append(0, 0, [5])
+  buffer.close(0, 0)
+  assert buffer.ended().all()
+  with pytest.raises(ValueError, match="has not ended a turn"):
+    buffer.append(0, 0, [5])
+
+
+def test_a_completion_that_never_begins_can_be_closed():
+  buffer, _ = small_buffer()
+  assert not buffer.ended().any()
+  buffer.close(0, 0)
+  assert buffer.ended().all() and not buffer.present.any()
+
+
+def test_stop_strings_are_found_in_turns_only():
+  buffer, encode = small_buffer(("END", "<<"), limit=60)
+  one, two = encode("12 END"), encode("a < b")
+  assert draw(buffer, [*one, *encode("3")]) == len(one)  # nothing is drawn after a match
+  assert buffer.turned().all() and not buffer.ended().any()
+  buffer.append(0, 0, encode("END << <"))
+  assert not buffer.turned().any()
+  assert draw(buffer, encode("< b")) == len(encode("< b"))  # the observation's < is not its first
+  assert draw(buffer, [STOP[0]], stopped=True) == 1
+  buffer.append(0, 0, encode(" EN"))
+  assert draw(buffer, encode("D")) == len(encode("D"))
+  assert not buffer.turned().any()
+  assert draw(buffer, [*two, *encode("<<")]) == len(two) + len(encode("<<"))
+  assert buffer.turned().all() and buffer.finished.all()
+
+
+def test_a_turn_that_is_searched_again_begins_after_the_observation():
+  """A buffer may be made from tokens that another one has got: nothing was searched there."""
+  buffer, encode = small_buffer(("END",), limit=60)
+  draw(buffer, [*encode("1"), STOP[0]], stopped=True)
+  buffer.append(0, 0, encode("END"))
+  copied, _ = small_buffer(("END",), limit=60)
+  copied.tokens[:] = buffer.tokens
+  copied.present[:] = buffer.present
+  copied.mask[:] = buffer.mask
+  assert draw(copied, encode("2")) == len(encode("2")) and not copied.turned().any()
+
+
+# --- the schedule ---
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@settings(max_examples=40, deadline=None)
+@given(**SHAPES)
+def test_completions_that_leave_their_slots_return(
+  paged, prompts, group, shards, slots, spare, seed
+):
+  """Each runs to its end, and only prompts with a completion that runs or waits have an entry."""
+  rng = np.random.default_rng(seed)
+  rows, lengths = make_rows(rng, prompts, group)
+  _, limits, keys, drawn = rows
+  scheduler = make_scheduler(paged, spare, prompts, group, shards, slots)
+  scheduler.add(*rows)
+  tokens_of = drawn.copy()
+  away = []
+  done = []
+  for chunk in range(10_000):
+    for pair in [pair for pair in away if rng.random() < 0.3]:
+      away.remove(pair)
+      tokens_of[pair] += 1  # an observation
+      scheduler.resume(*pair, int(tokens_of[pair]), int(limits[pair]))
+    while any(scheduler.assign(2)):
+      pass
+    for entry in (entry for entries in scheduler._entries for entry in entries if entry):
+      assert entry.waiting or max(entry.slots) >= 0
+    for slot in scheduler.take_resumed():
+      pair = tuple(scheduler.slots.completions[slot])
+      assert scheduler.slots.generated[slot] == tokens_of[pair] > 0
+    if not scheduler.slots.active.any():
+      assert not scheduler.has_waiting
+      if not away:
+        break
+      continue
+    inputs = scheduler.inputs()
+    assert inputs.active.any(), "no completion can go on"
+    pairs = [tuple(pair) for pair in scheduler.slots.completions.tolist()]
+    tokens = np.zeros(len(pairs), int)
+    left = np.zeros(len(pairs), bool)
+    for slot in np.flatnonzero(inputs.active):
+      pair = pairs[slot]
+      np.testing.assert_array_equal(inputs.keys[slot], keys[pair])
+      assert inputs.generated[slot] == tokens_of[pair]
+      to_end = max(int(lengths[pair] - tokens_of[pair]), 1)
+      tokens[slot] = rng.integers(1, min(to_end, CHUNK) + 1)
+      tokens_of[pair] += tokens[slot]
+      ended = tokens_of[pair] >= lengths[pair] or tokens_of[pair] >= LIMIT - 1
+      parked = not ended and tokens_of[pair] + 1 < limits[pair] and rng.random() < 0.4
+      left[slot] = ended or parked
+      done += [pair] * bool(ended)
+      away += [pair] * bool(parked)
+    scheduler.advance(tokens, left)
+    assert chunk < 9_999
+  assert sorted(done) == [tuple(pair) for pair in np.argwhere(limits).tolist()]
