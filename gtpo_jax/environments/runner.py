@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from gtpo_jax.data.chat import Chat
 from gtpo_jax.environments.environment import Maker, Player
 from gtpo_jax.environments.limits import EpisodeLimits
 from gtpo_jax.environments.parsers import parser_for
-from gtpo_jax.environments.session import Opening, Recorded, Session, State
+from gtpo_jax.environments.session import Calls, Key, Opening, Recorded, Session, State
 from gtpo_jax.environments.snapshots import load_sessions, save_sessions
 from gtpo_jax.environments.tokens import TurnTokens
 from gtpo_jax.environments.tools import Tools
@@ -36,10 +35,8 @@ from gtpo_jax.environments.turns import (
   Step,
   Stop,
 )
-from gtpo_jax.environments.workers import Outcome, Workers
+from gtpo_jax.environments.workers import Outcome
 from gtpo_jax.runtime.errors import UserError
-
-Key = tuple[Group, int]  # a completion
 
 
 class EpisodeRunner:
@@ -79,18 +76,16 @@ class EpisodeRunner:
     self._parser = parser_for(parser if self.schemas or parser != "auto" else "none", chat)
     roles = ([self.limits.role] if self.schemas else []) + (["user"] if self._maker.make else [])
     self._tokens = TurnTokens(chat, roles)
-    self._workers = Workers(self.limits.workers)
+    self._calls = Calls(self.limits)
     self._groups: dict[Group, list[Session]] = {}
     self._opening: dict[Group, Opening] = {}
-    self._calls: dict[int, Session] = {}  # by the number of the call
-    self._count = itertools.count()
     self._events: list[Event] = []
     self._shown: set[str] = set()
 
   @property
   def abandoned(self) -> int:
     """How many calls of environments were abandoned because they took too long."""
-    return self._workers.abandoned
+    return self._calls.abandoned
 
   def begin(self, group: Group, row: Mapping[str, Any], seed: int, size: int) -> None:
     """Begins the episodes of a prompt.
@@ -154,32 +149,30 @@ class EpisodeRunner:
       FunctionError: an environment raised KeyboardInterrupt or the like.
       RunError: too many calls of environments hang.
     """
-    for outcome in sorted(self._workers.poll(), key=lambda outcome: outcome.key):
-      group, index, number = outcome.key
-      self._take((group, index), self._calls.pop(number), outcome)
+    for key, session, outcome in self._calls.poll():
+      self._take(key, session, outcome)
     events, self._events = self._events, []
     return events
 
   def wait(self, timeout_s: float) -> None:
     """Waits until a poll may have events, at most `timeout_s` seconds."""
     if not self._events:
-      self._workers.wait(timeout_s)
+      self._calls.wait(timeout_s)
 
   def discard(self, group: Group) -> None:
-    """Forgets a group, and closes the environments that it still has."""
-    calling = {id(session) for session in self._calls.values()}
+    """Forgets a group, if there is one, and closes the environments that it still has."""
     self._opening.pop(group, None)
-    for index, session in enumerate(self._groups.pop(group)):
+    for index, session in enumerate(self._groups.pop(group, ())):
       session.discarded = True
-      if session.state is not State.ENDED and id(session) not in calling:
-        self._close((group, index), session)
+      if session.state is not State.ENDED and not self._calls.has(session):
+        self._calls.close((group, index), session)
 
   def close(self, timeout_s: float = 5.0) -> None:
     """Discards all groups, and gives their environments some time to close."""
     for group in list(self._groups):
       self.discard(group)
     until = time.monotonic() + timeout_s
-    while self._calls and time.monotonic() < until:
+    while self._calls.pending and time.monotonic() < until:
       self.wait(until - time.monotonic())
       self.poll()
 
@@ -204,9 +197,7 @@ class EpisodeRunner:
       session.reason = f"its environment took {session.seconds:.1f} s (env.episode_timeout_s)"
       self._end(key, session, Stop.TIMEOUT)
       return
-    number = next(self._count)
-    self._calls[number] = session
-    self._workers.submit((*key, number), work, session.time_left, session.close)
+    self._calls.submit(key, session, work)
 
   def _take(self, key: Key, session: Session, outcome: Outcome) -> None:
     """Goes on with an episode after a call of its environment."""
@@ -216,7 +207,7 @@ class EpisodeRunner:
         self._show(f"{session.name}.close raised {outcome.error}", outcome.details)
       return
     if session.discarded:
-      self._close(key, session, outcome.hangs)
+      self._calls.close(key, session, outcome.hangs)
       return
     if stop := session.failure(outcome):
       self._show(session.reason, outcome.details)
@@ -323,15 +314,7 @@ class EpisodeRunner:
       return
     session.result = session.episode()
     self._emit(key[0], Ended(*key, session.result))
-    self._close(key, session, hangs)
-
-  def _close(self, key: Key, session: Session, hangs: bool = False) -> None:
-    """Closes an environment; one that hangs is closed on its own thread when it returns."""
-    session.state = State.ENDED
-    if not hangs and session.method("close"):
-      number = next(self._count)
-      self._calls[number] = session
-      self._workers.submit((*key, number), session.close, self.limits.step_timeout_s)
+    self._calls.close(key, session, hangs)
 
   def _differ(self, group: Group, reason: str) -> None:
     self.discard(group)

@@ -6,15 +6,27 @@ import collections
 import copy
 import dataclasses
 import enum
+import itertools
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gtpo_jax.environments.environment import Player, checked_messages, checked_step, then
 from gtpo_jax.environments.limits import LEAVE_OUT, EpisodeLimits
 from gtpo_jax.environments.tokens import TurnTokens
-from gtpo_jax.environments.turns import MODEL_LIMITS, Episode, Event, Message, Step, Stop, Turn
-from gtpo_jax.environments.workers import Outcome
+from gtpo_jax.environments.turns import (
+  MODEL_LIMITS,
+  Episode,
+  Event,
+  Group,
+  Message,
+  Step,
+  Stop,
+  Turn,
+)
+from gtpo_jax.environments.workers import Outcome, Workers
 from gtpo_jax.runtime.errors import UserError
+
+Key = tuple[Group, int]  # a completion
 
 
 class State(enum.Enum):
@@ -233,6 +245,61 @@ class Session:
     shorten = lambda text: self.tokens.shorten(text, most, self.limits.truncate)
     messages = [{**message, "content": shorten(message["content"])} for message in step.messages]
     return dataclasses.replace(step, messages=messages)
+
+
+class Calls:
+  """The calls of the environments of all episodes, which run on threads."""
+
+  def __init__(self, limits: EpisodeLimits):
+    self._limits = limits
+    self._workers = Workers(limits.workers)
+    self._sessions: dict[int, Session] = {}  # by the number of the call
+    self._count = itertools.count()
+
+  @property
+  def abandoned(self) -> int:
+    """How many calls were abandoned because they took too long."""
+    return self._workers.abandoned
+
+  @property
+  def pending(self) -> bool:
+    """Whether any call runs or waits for a worker."""
+    return bool(self._sessions)
+
+  def has(self, session: Session) -> bool:
+    """Whether a call of an episode runs or waits for a worker."""
+    return any(other is session for other in self._sessions.values())
+
+  def submit(self, key: Key, session: Session, work: Callable[[], Any]) -> None:
+    """Calls the environment of an episode."""
+    self._submit(key, session, work, session.time_left, session.close)
+
+  def close(self, key: Key, session: Session, hangs: bool = False) -> None:
+    """Closes an environment; one that hangs is closed on its own thread when it returns."""
+    session.state = State.ENDED
+    if not hangs and session.method("close"):
+      self._submit(key, session, session.close, self._limits.step_timeout_s, lambda: None)
+
+  def poll(self) -> list[tuple[Key, Session, Outcome]]:
+    """Returns the calls that have ended, ordered by completion; see `Workers.poll`."""
+    outcomes = sorted(self._workers.poll(), key=lambda outcome: outcome.key)
+    return [(outcome.key[:2], self._sessions.pop(outcome.key[2]), outcome) for outcome in outcomes]
+
+  def wait(self, timeout_s: float) -> None:
+    """Waits until a call has ended, at most `timeout_s` seconds."""
+    self._workers.wait(timeout_s)
+
+  def _submit(
+    self,
+    key: Key,
+    session: Session,
+    work: Callable[[], Any],
+    limit_s: float,
+    cleanup: Callable[[], Any],
+  ) -> None:
+    number = next(self._count)
+    self._sessions[number] = session
+    self._workers.submit((*key, number), work, limit_s, cleanup)
 
 
 @dataclasses.dataclass

@@ -1,6 +1,7 @@
 """Runs calls of environments on threads, with a time limit for each.
 
-A thread cannot be stopped. A call that exceeds its limit is abandoned: it has failed, its thread no
+A thread takes further calls for as long as there are any: starting one takes longer than many a
+tool. It cannot be stopped. A call that exceeds its limit is abandoned: it has failed, its thread no
 longer takes the place of a worker, and what it returns later is dropped. `async` calls share an
 event loop, on which they are cancelled.
 """
@@ -22,6 +23,7 @@ from gtpo_jax.runtime.errors import FunctionError, RunError, described
 
 # Calls that hang at the same time before a run ends; each of them keeps a thread and its memory.
 MAX_HANGING = 256
+IDLE_S = 1.0  # a thread that gets no further call for so long ends
 LOOP_CHECK_S = 1.0  # an event loop that does nothing for so long is replaced
 
 
@@ -86,7 +88,11 @@ class Workers:
     self._hanging = 0
     self._outcomes: list[Outcome] = []
     self._fatal: FunctionError | None = None
-    self._changed = threading.Condition()
+    lock = threading.RLock()
+    self._changed = threading.Condition(lock)
+    self._idle = 0  # threads without a call
+    self._handed: collections.deque[_Call] = collections.deque()  # calls for threads that were idle
+    self._called = threading.Condition(lock)
     self._loop = _EventLoop()
 
   def submit(
@@ -144,10 +150,27 @@ class Workers:
       call = self._waiting.popleft()
       call.began = time.monotonic()
       self._running.add(call)
-      # A daemon, so that a call that hangs cannot keep the program from ending.
-      threading.Thread(target=self._run, args=(call,), name="gtpo environment", daemon=True).start()
+      if self._idle:
+        self._idle -= 1
+        self._handed.append(call)
+        self._called.notify()
+      else:
+        # A daemon, so that a call that hangs cannot keep the program from ending.
+        work = threading.Thread(target=self._work, args=(call,), name="gtpo environment")
+        work.daemon = True
+        work.start()
 
-  def _run(self, call: _Call) -> None:
+  def _work(self, call: _Call) -> None:
+    """Runs a call, and the next ones; on a thread of its own."""
+    while self._run(call):
+      with self._called:
+        if not self._called.wait_for(lambda: self._handed, IDLE_S):
+          self._idle -= 1
+          return
+        call = self._handed.popleft()
+
+  def _run(self, call: _Call) -> bool:
+    """Runs a call; returns whether its thread may run another one."""
     value = fatal = None
     error = details = ""
     try:
@@ -168,12 +191,14 @@ class Workers:
       else:
         self._running.remove(call)
         self._outcomes.append(call.outcome(value, error, details))
+        self._idle += 1
       self._fatal = self._fatal or fatal
       self._start()
       self._changed.notify_all()
     if abandoned:
       with contextlib.suppress(Exception):
         call.cleanup()
+    return not abandoned
 
   def _abandon(self) -> None:
     """Abandons the calls that have exceeded their limits, and starts others in their place."""

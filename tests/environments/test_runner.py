@@ -481,6 +481,7 @@ def test_an_environment_that_cannot_be_reset_again_is_reported():
   play.runner.restore((1, 1), {"fails": "reset"}, SEED, snapshot)
   (event,) = play.events()
   assert event == Differs((1, 1), "Fails.reset raised OSError: no connection")
+  play.runner.close()  # the next test counts
 
 
 def test_discarded_groups_send_no_events_and_are_closed():
