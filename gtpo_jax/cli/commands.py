@@ -168,7 +168,10 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     reward_manager.use_judge_cache(Path(args.model))
   with display.waiting("reading the weights"):
     params, step = read()
-  with contextlib.closing(reward_manager):
+  with contextlib.ExitStack() as stack:
+    stack.callback(reward_manager.close)
+    if worker.runner:
+      stack.callback(worker.runner.close)
     result = evaluate_run(
       config,
       worker,

@@ -21,7 +21,10 @@ def run_workloads(config: Config, problems: int | None = None) -> dict[str, Work
   params = config.sampling_params
   batch = config.batch.prompts
   resumes = config.sampling.staleness > 0
-  workloads = {SAMPLING: Workload(config.pool_size, config.policy_completions, params, resumes)}
+  turns = config.env.is_used
+  workloads = {
+    SAMPLING: Workload(config.pool_size, config.policy_completions, params, resumes, turns)
+  }
   if group := config.resolved_algorithm.settings.guide_completions:
     workloads[GUIDE] = Workload(batch, group, params)
   return workloads | _evaluation_workloads(config, problems)
@@ -35,7 +38,8 @@ def _evaluation_workloads(config: Config, problems: int | None = None) -> dict[s
     if task := config.data.eval_task:
       problems = min(problems, len(task.held_out_ids))
   batch = min(section.batch, problems)
+  turns = config.env.is_used
   return {
-    "evaluation": Workload(batch, section.samples, config.eval.sampling_params),
-    "greedy evaluation": Workload(batch, 1, GREEDY),
+    "evaluation": Workload(batch, section.samples, config.eval.sampling_params, turns=turns),
+    "greedy evaluation": Workload(batch, 1, GREEDY, turns=turns),
   }

@@ -16,6 +16,7 @@ from gtpo_jax.evaluation.estimators import mixed_share
 from gtpo_jax.evaluation.results import Evaluation, ScoredCompletions, concatenate
 from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.params import Params
+from gtpo_jax.rollout.episodes.sample import sample_episodes
 from gtpo_jax.rollout.group_metrics import combine_metrics
 from gtpo_jax.rollout.problems import eval_label
 from gtpo_jax.rollout.scoring.manager import RewardManager
@@ -66,7 +67,11 @@ JUDGED_BY = tuple(
 def evaluation_settings(config: Config) -> dict[str, Any]:
   """Returns the fields of a config that decide what its evaluations measure, by dotted name."""
   values = flatten(to_dict(config)) | {"data.eval": config.data.eval_name}
-  names = MEASURED_BY + (JUDGED_BY if config.reward.judge_decides else ())
+  names = [*MEASURED_BY]
+  if config.reward.judge_decides:
+    names += JUDGED_BY
+  if config.env.is_used:
+    names += [name for name in values if name.startswith("env.") and name != "env.workers"]
   as_in_json = lambda value: list(value) if isinstance(value, tuple) else value
   return {name: as_in_json(values[name]) for name in names}
 
@@ -125,7 +130,13 @@ def evaluate_run(
       count(complete + pending.ended)
       return stopping()
 
-    worker.sample(policy, part, keys, sampling_params, pending, counted, batch)
+    if worker.runner:
+      seed = config.seed
+      sample_episodes(
+        worker, policy, part, keys, sampling_params, pending, counted, batch, seed, start
+      )
+    else:
+      worker.sample(policy, part, keys, sampling_params, pending, counted, batch)
     result = pending.result(stopping)
     complete += n * group
     judged.append({key: x for key, x in result.metrics.items() if key.startswith("judge/")})

@@ -12,6 +12,7 @@ from gtpo_jax.data.pipeline import Batches
 from gtpo_jax.data.records import Problems
 from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.params import Params
+from gtpo_jax.rollout.episodes.turns import EpisodeTurns, SingleTurns, Turns
 from gtpo_jax.rollout.experience import Experience, Placement
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.group_metrics import (
@@ -71,6 +72,10 @@ class Collector:
     self._staleness = config.sampling.staleness
     self._begun = steps * self._n  # groups
     self._kept: list[Group] = []
+    size = config.policy_completions
+    self._turns: Turns = (
+      EpisodeTurns(worker, size, config.seed) if worker.runner else SingleTurns(worker)
+    )
     self._before = (self._begun, self._kept)
     self.placement = Placement(config, worker, frozen.scorers)
 
@@ -106,6 +111,7 @@ class Collector:
   def discard(self) -> None:
     """Forgets the latest batch: the next call of `collect` samples it again."""
     self._begun, self._kept = self._before
+    self._turns.reset()
 
   def _collect(
     self, params: Params, version: int, say: Callable[[str], None], stopping: Callable[[], bool]
@@ -133,6 +139,7 @@ class Collector:
     spans.append(Span("reward", sampled - scoring_s, sampled, 0.0))
     metrics |= policy.engine.statistics
     metrics |= {"time/sample": time.perf_counter() - began - scoring_s, "time/reward": scoring_s}
+    metrics |= self._turns.metrics(metrics)
     return Experience(
       rollouts,
       rewards,
@@ -160,25 +167,29 @@ class Collector:
     for number in range(self._begun, self._begun + new):
       batch, row = divmod(number, self._n)
       groups.append(Group((batch, row), self._batches[batch][row], None, None, [], version))
+    groups = self._turns.open(groups, version, stopping)
     unscored = [group for group in groups if group.rewards is None]
     problems = [group.problem for group in unscored]
     buffer = policy.engine.buffer(
-      [worker.encode(problem) for problem in problems],
+      [self._turns.encode(group) for group in unscored],
       _keys(config, policy.engine, KeyStream.SAMPLE, unscored, config.policy_completions),
     )
     pending = PendingRewards(self._reward_manager, problems, config.batch.group, worker.decode)
-    pool = GroupPool(config, groups, policy.engine, buffer, pending, version)
+    pool = GroupPool(config, groups, policy.engine, buffer, pending, version, self._turns.episode)
+    self._turns.attach(buffer, unscored)
     most_rows = config.pool_size
     completions = worker.generate(policy, buffer, config.sampling_params, stopping, most_rows)
-    for ended in completions:
-      pool.end(ended)
+    for turned in completions:
+      pool.end(self._turns.advance(turned))
       if self._staleness and pool.choose(scored=False):
         self._score(pool, stopping)
         if pool.choose():
           break
     completions.close()
+    pool.end(self._turns.settle(stopping))
     self._score(pool, stopping)
     pool.finish(len(self._kept))
+    pool.groups = self._turns.finish(pool.groups)
     self._begun += len(pool.groups) - len(self._kept)
     self._kept = pool.left
     return pool

@@ -146,7 +146,7 @@ class Placement:
       groups: n complete groups.
     """
     rollouts = stack([group.rollouts for group in groups])
-    rollouts = rollouts.replace(gaps=bool((rollouts.present & ~rollouts.mask).any()))
+    rollouts = rollouts.replace(gaps=None if self._config.env.is_used else False)
     if self._config.teacher.prompt:
       rollouts = rollouts.replace(teacher_prompts=self._teacher_prompts(groups))
     if self._pack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.turns import Episode
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
+
+SNAPSHOTS = "snapshots"  # the name of the array of snapshots in a checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +84,8 @@ class Group:
     rewards: their rewards; None until all completions have ended and are scored.
     texts: g decoded completions; empty while `rewards` is None.
     version: the number of updates when it began.
+    snapshot: with an environment, a snapshot of the episodes of a group without rewards, as a text;
+      "" if there is none.
   """
 
   index: tuple[int, int]
@@ -89,6 +94,7 @@ class Group:
   rewards: Rewards | None
   texts: list[str]
   version: int
+  snapshot: str = ""
 
   @property
   def has_contrast(self) -> bool:
@@ -168,7 +174,7 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
     reference=token_float if settings.kl_weight else None,
     teacher=token_float if taught and taught.sampled else None,
     teacher_prompts=teacher_prompts,
-    gaps=False,
+    gaps=None if config.env.is_used else False,  # with episodes, every batch decides by itself
   )
   rewards = Rewards(
     correct=completion_flag,
@@ -203,7 +209,9 @@ def leftovers_like(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def save_groups(config: Config, groups: Sequence[Group], begun: int) -> dict[str, np.ndarray]:
-  """Returns groups as arrays whose shapes depend only on the config, for a checkpoint.
+  """Returns groups as arrays for a checkpoint.
+
+  Their shapes depend only on the config, except that of the snapshots of unfinished episodes.
 
   Args:
     config: the run's config.
@@ -219,6 +227,9 @@ def save_groups(config: Config, groups: Sequence[Group], begun: int) -> dict[str
     arrays["complete"][i] = group.rewards is not None
     for name, x in _named_leaves((group.rollouts, group.rewards)).items():
       arrays[name][(i, *map(slice, x.shape))] = x  # the guide's completions may be missing
+  if any(group.snapshot for group in groups):
+    snapshots = json.dumps([group.snapshot for group in groups]).encode()
+    arrays[SNAPSHOTS] = np.frombuffer(snapshots, np.uint8)
   return arrays
 
 
@@ -249,8 +260,11 @@ def restore_groups(
   like = _saved_like(config)
   leaves = [np.asarray(arrays[name]) for name in _named_leaves(like)]
   rollouts, rewards = jax.tree.unflatten(jax.tree.structure(like), leaves)
+  count = int(arrays["count"])
+  saved = arrays.get(SNAPSHOTS)
+  snapshots = [""] * count if saved is None else json.loads(np.asarray(saved, np.uint8).tobytes())
   groups = []
-  for i in range(int(arrays["count"])):
+  for i in range(count):
     index = tuple(arrays["place"][i].tolist())
     problem = problem_at(index)
     version = int(arrays["version"][i])
@@ -260,7 +274,7 @@ def restore_groups(
       groups.append(Group(index, problem, row, row_of(rewards, i), texts, version))
     else:
       own = policy_completions(row, config.policy_completions)
-      groups.append(Group(index, problem, own, None, [], version))
+      groups.append(Group(index, problem, own, None, [], version, snapshots[i]))
   return groups
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.config import Config
+from gtpo_jax.environments.turns import Episode
 from gtpo_jax.rollout.groups import EndedCompletion, Group, append_guided, row_of
 from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.sampling.engine import Engine
@@ -75,6 +76,7 @@ class GroupPool:
     buffer: CompletionBuffer,
     pending: PendingRewards,
     version: int,
+    episode: Callable[[int, int], Episode | None],
   ):
     """Args:
     config: the run's config.
@@ -83,6 +85,7 @@ class GroupPool:
     buffer: an empty row for each group without rewards.
     pending: scores the completions of these rows.
     version: the number of updates so far.
+    episode: returns the episode of a completion of the buffer that has ended, if it has one.
     """
     self.groups = list(groups)
     self.buffer = buffer
@@ -93,6 +96,7 @@ class GroupPool:
     self.scoring_s = 0.0
     self._pending = pending
     self._version = version
+    self._episode = episode
     self._n = config.batch.prompts
     self._own = config.policy_completions
     self._staleness = config.sampling.staleness
@@ -128,7 +132,10 @@ class GroupPool:
     if self._staleness:
       rows = [row for row in dict.fromkeys(row for row, _ in ended) if not self._missing[row]]
       ended = [(row, j) for row in rows for j in range(self._own)]
-    self._put(self.buffer, ended, range(len(self._index)), 0)
+    of = EndedCompletion.of
+    self._pending.put(
+      [of(self.buffer, i, j, problem=i)._replace(episode=self._episode(i, j)) for i, j in ended]
+    )
 
   def unscored(self) -> dict[int, Group]:
     """Returns the groups whose own completions have all ended, but that have no rewards, by row."""
@@ -166,7 +173,9 @@ class GroupPool:
     """
     for k, row in enumerate(rows):
       self._guided[row] = row_of(guided, k)
-    self._put(buffer, list(np.ndindex(buffer.finished.shape)), rows, self._own)
+    of = EndedCompletion.of
+    guides = list(np.ndindex(buffer.finished.shape))
+    self._pending.put([of(buffer, i, j, problem=rows[i], first=self._own) for i, j in guides])
     self.new_tokens += int(buffer.mask.sum())
 
   def score(self, rows: list[int], stopping: Callable[[], bool]) -> None:
@@ -214,17 +223,3 @@ class GroupPool:
       versions = np.where(is_new, np.int32(self._version), self._versions[row])
       rollouts = rollouts.replace(versions=versions)
     return dataclasses.replace(self.groups[self._index[row]], rollouts=rollouts)
-
-  def _put(
-    self,
-    buffer: CompletionBuffer,
-    ended: Sequence[tuple[int, int]],
-    rows: Sequence[int],
-    first: int,
-  ) -> None:
-    """Starts to score completions of a buffer, whose rows are those of the pool in `rows`.
-
-    `first` is the index that the first completion of each row has in its group.
-    """
-    of = EndedCompletion.of
-    self._pending.put([of(buffer, i, j, problem=rows[i], first=first) for i, j in ended])

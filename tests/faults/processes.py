@@ -33,7 +33,8 @@ SETTINGS = {  # several minibatches, and groups left over between steps
   "eval.batch": 8,
   "checkpoint.every": 2,
 }
-TIMING = ("time/", "tokens/s", "compiles", "judge/")  # prefixes of metrics that may differ
+# Prefixes of metrics that may differ.
+TIMING = ("time/", "tokens/s", "compiles", "judge/", "env/seconds", "env/idle_share")
 
 
 def command(workdir, event, settings):

@@ -1,0 +1,234 @@
+"""Connects the environments of episodes with the completions that the engine samples.
+
+An `EpisodeRunner` is told when turns end, and answers with tokens to append, or with the end of an
+episode. The engine keeps sampling the other completions meanwhile. With several processes, only the
+first one has environments. After each chunk it sends what they have answered to the others, so that
+all of them continue in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gtpo_jax.data.records import Problem
+from gtpo_jax.environments.runner import EpisodeRunner
+from gtpo_jax.environments.turns import Differs, Ended, Episode, Message, Observed, Opened
+from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
+from gtpo_jax.runtime.signals import Stopped
+from gtpo_jax.sampling.host_arrays import CompletionBuffer
+
+# Turns that have just ended wait so long for the next of their answers before other completions are
+# sampled. Without it, a tool that takes no time would delay its turn by a chunk of tokens.
+GRACE_S = 0.003
+POLL_S = 0.5  # between two checks for a stop request while everything waits for environments
+
+Pair = tuple[int, int]  # the (row, index) of a completion
+Key = tuple[int, int]  # names a group for the runner
+
+
+class Start(NamedTuple):
+  """A group whose episodes begin, or go on after a resume.
+
+  Attributes:
+    key: names the group.
+    problem: what the environments are reset with.
+    seed: the same.
+    snapshot: what it has had before, from `EpisodeDriver.snapshots`; None if it begins.
+  """
+
+  key: Key
+  problem: Problem
+  seed: int
+  snapshot: str | None = None
+
+
+class EpisodeDriver:
+  """The episodes of the completions of one buffer.
+
+  Attributes:
+    idle_s: seconds in which no completion was sampled because all waited for their environments.
+    read_again: the number of tokens of completions that were read again after a turn.
+  """
+
+  def __init__(self, runner: EpisodeRunner, size: int):
+    """Args:
+    runner: runs the episodes; used on the first process only.
+    size: completions of a group.
+    """
+    self.idle_s = 0.0
+    self.read_again = 0
+    self._runner = runner
+    self._size = size
+    self._asked: set[Pair] = set()  # completions whose turns wait for an answer
+
+  def open(
+    self, starts: Sequence[Start], stopping: Callable[[], bool]
+  ) -> dict[Key, str | list[Message] | None]:
+    """Begins the episodes of groups, and waits for their environments.
+
+    Returns:
+      What the environments of each group add to its prompt; None if those of a resumed group did
+      not repeat what they did before, so that it must begin again.
+
+    Raises:
+      Stopped: `stopping`, which is called about twice a second, returned True.
+    """
+    if is_first_process():
+      for start in starts:
+        row = _row_of(start.problem)
+        if start.snapshot is None:
+          self._runner.begin(start.key, row, start.seed, self._size)
+        else:
+          self._runner.restore(start.key, row, start.seed, json.loads(start.snapshot))
+    added: dict[Key, Any] = {}
+    while len(added) < len(starts):
+      for key, value, reason in broadcast_from_first(self._opened):
+        added[tuple(key)] = value
+        if reason and is_first_process():
+          print(f"gtpo: {reason}; the episodes of a prompt begin again", flush=True)
+      if len(added) < len(starts) and stopping():
+        raise Stopped
+    return added
+
+  def attach(self, buffer: CompletionBuffer, keys: Sequence[Key]) -> None:
+    """Takes the buffer whose rows have the completions of the groups `keys`, which are open."""
+    self._buffer = buffer
+    self._keys = list(keys)
+    self._rows = {key: row for row, key in enumerate(keys)}
+    self._asked = set()
+    goes_on = broadcast_from_first(
+      lambda: [[episode is None for episode in self._runner.episodes(key)] for key in keys]
+    )
+    buffer.open[:] = np.asarray(goes_on, bool).reshape(buffer.open.shape)
+    for i, j in np.argwhere(~buffer.open & ~buffer.turned()).tolist():
+      buffer.close(i, j)  # its environment has failed before its first turn
+
+  def advance(self, turned: Sequence[Pair]) -> list[Pair]:
+    """Passes turns that have ended on, and takes what environments have answered.
+
+    If no completion can be sampled, it waits for an answer, about half a second at most.
+
+    Args:
+      turned: what `Engine.generate` has yielded.
+
+    Returns:
+      The completions that have ended.
+    """
+    buffer = self._buffer
+    ended = [pair for pair in turned if not buffer.open[pair]]
+    new = [pair for pair in turned if buffer.open[pair] and pair not in self._asked]
+    self._asked.update(new)
+    if not self._asked:
+      return ended
+    idle = len(self._asked) == int((~buffer.ended()).sum())
+    began = time.perf_counter()
+    ended += self._take(lambda: self._answers(new, idle))
+    if idle:
+      self.idle_s += time.perf_counter() - began
+    return ended
+
+  def settle(self, stopping: Callable[[], bool]) -> list[Pair]:
+    """Waits for the answers to all turns that have ended; returns the completions that have ended.
+
+    Raises:
+      Stopped: `stopping`, which is called about twice a second, returned True.
+    """
+    ended: list[Pair] = []
+    while self._asked:
+      ended += self._take(lambda: self._answers([], True))
+      if self._asked and stopping():
+        raise Stopped
+    return ended
+
+  def episode(self, row: int, index: int) -> Episode | None:
+    """Returns the episode of a completion that has ended; None on other processes."""
+    return self._runner.episodes(self._keys[row])[index] if is_first_process() else None
+
+  def snapshots(self, keys: Sequence[Key]) -> list[str]:
+    """Returns what `open` needs to resume groups, as JSON texts. All must be settled."""
+    make = lambda: [json.dumps(self._runner.snapshot(key)) for key in keys]
+    return broadcast_from_first(make) if keys else []
+
+  def discard(self, keys: Sequence[Key]) -> None:
+    """Forgets groups, and closes their environments."""
+    if is_first_process():
+      for key in keys:
+        self._runner.discard(key)
+
+  def _opened(self) -> list[list[Any]]:
+    """Returns the (group, what is added to its prompt, why not) of groups that have opened."""
+    self._runner.wait(POLL_S)
+    opened = []
+    for event in self._runner.poll():
+      if isinstance(event, Opened):
+        opened.append([list(event.group), _plain(event.added), ""])
+      elif isinstance(event, Differs):
+        opened.append([list(event.group), None, event.reason])
+    return opened
+
+  def _answers(self, turned: Sequence[Pair], idle: bool) -> dict[str, Any]:
+    """Ends turns, and returns the events that follow soon; on the first process."""
+    runner = self._runner
+    buffer = self._buffer
+    for i, j in turned:
+      length = int(buffer.present[i, j].sum())
+      read = np.flatnonzero(~buffer.mask[i, j, :length])
+      begin = int(read[-1]) + 1 if read.size else 0
+      tokens = buffer.tokens[i, j, begin:length].tolist()
+      left = int(buffer.limits[i, j]) - length
+      runner.end_turn(self._keys[i], j, tokens, bool(buffer.finished[i, j]), left)
+    events = self._events()
+    missing = set(turned) - events.keys()
+    if idle and not events:
+      runner.wait(POLL_S)
+      events = self._events()
+      missing -= events.keys()
+    while missing:
+      runner.wait(GRACE_S)
+      more = self._events()
+      events |= more
+      if not missing & more.keys():
+        break
+      missing -= more.keys()
+    return {
+      "observed": [[*pair, event.tokens] for pair, event in events.items() if _goes_on(event)],
+      "ended": [list(pair) for pair, event in events.items() if not _goes_on(event)],
+    }
+
+  def _events(self) -> dict[Pair, Observed | Ended]:
+    """Returns what has happened to completions since the last call."""
+    events = self._runner.poll()
+    return {(self._rows[event.group], event.index): event for event in events}
+
+  def _take(self, make: Callable[[], dict[str, Any]]) -> list[Pair]:
+    """Applies answers to the buffer; returns the completions that have ended."""
+    buffer = self._buffer
+    answers = broadcast_from_first(make)
+    for i, j, tokens in answers["observed"]:
+      buffer.append(i, j, tokens)
+      self.read_again += int(buffer.present[i, j].sum())
+      self._asked.discard((i, j))
+    ended = [(i, j) for i, j in answers["ended"]]
+    for i, j in ended:
+      buffer.close(i, j)
+      self._asked.discard((i, j))
+    return ended
+
+
+def _goes_on(event: Observed | Ended) -> bool:
+  return isinstance(event, Observed)
+
+
+def _row_of(problem: Problem) -> dict[str, Any]:
+  """Returns what `reset` gets."""
+  messages = [dict(message) for message in problem.messages]
+  return {**problem.extra, "id": problem.id, "messages": messages, "answer": problem.answer}
+
+
+def _plain(added: str | Sequence[Message]) -> str | list[dict[str, str]]:
+  return added if isinstance(added, str) else [dict(message) for message in added]
