@@ -79,6 +79,7 @@ def make_run(workdir: Path, groups: int, tokens: int) -> None:
     valid=np.ones(shape, bool),
     finished=np.ones(shape, bool),
     guided=np.zeros(shape, bool),
+    divergence=np.zeros((*shape, tokens), np.float32),
     truth=np.zeros((*shape, tokens), np.uint8),
     shown=np.arange(groups, dtype=np.int32),
     ids=pieces,
@@ -87,6 +88,8 @@ def make_run(workdir: Path, groups: int, tokens: int) -> None:
     pieces=[f" word{i}" for i in range(WORDS)],
     prompts=["prompt"] * groups,
     answers=["answer"] * groups,
+    stops=[[""] * GROUP] * groups,
+    timeline=np.zeros((0, 4), np.float32),
   )
   save_credit(workdir, record)
 

@@ -71,6 +71,7 @@ class CreditRecord:
   pieces: list[str]  # the distinct texts of tokens
   prompts: list[str]  # [k], the last message of each prompt
   answers: list[str]  # [k]
+  stops: list[list[str]]  # [k][g], why episodes ended; "" without an environment
   timeline: np.ndarray  # f32[spans, 4], see `timeline.step_timeline`
 
   @property
@@ -99,7 +100,7 @@ OF_BATCH = (
   "truth",
 )  # stored for all tokens of the batch, without padding
 PER_TOKEN = (*OF_BATCH, "ids", "log_probs", "piece")  # the others only for the groups shown
-TEXTS = ("pieces", "prompts", "answers")
+TEXTS = ("pieces", "prompts", "answers", "stops")
 
 
 def write_credit(
@@ -143,6 +144,7 @@ def write_credit(
     pieces=pieces,
     prompts=[problem.messages[-1]["content"] for problem in problems],
     answers=[problem.answer for problem in problems],
+    stops=[_stops(batch, i) for i in shown],
     timeline=timeline,
   )
   save_credit(workdir, record)
@@ -195,6 +197,12 @@ def _most_mixed(correct: np.ndarray, valid: np.ndarray, guided: np.ndarray | Non
   smaller_side = np.minimum((correct & valid).sum(1), (~correct & valid).sum(1))
   mixed = smaller_side * has_contrast(correct, valid, guided)
   return np.argsort(-mixed, kind="stable").astype(np.int32)
+
+
+def _stops(batch: Experience, group: int) -> list[str]:
+  """Returns why each episode of a group ended; "" where there is none."""
+  episodes = batch.episodes[group]
+  return [str(episode.stop) for episode in episodes] if episodes else [""] * batch.correct.shape[1]
 
 
 def _pieces(rollouts: Rollouts, shown: np.ndarray, chat: Chat) -> tuple[np.ndarray, list[str]]:
@@ -307,6 +315,8 @@ def _read(file: Path) -> CreditRecord:
     )
   width = int(arrays.pop("width"))
   texts = json.loads(arrays.pop("texts").tobytes())
+  k, g = len(arrays["shown"]), arrays["lengths"].shape[1]
+  texts.setdefault("stops", [[""] * g] * k)  # of runs before 0.2.0
   present = np.arange(width) < arrays["lengths"][..., None]
   arrays.setdefault("divergence", np.zeros_like(arrays["entropy"]))  # of runs before 0.2.0
   for name in PER_TOKEN:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gtpo_jax.environments.snapshots import save_episode
+from gtpo_jax.environments.turns import Episode
 from gtpo_jax.logs.log_files import LogFile, is_evaluation, is_metrics, is_sample
 from gtpo_jax.logs.trackers import TensorBoard, Tracker
 from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
@@ -86,12 +88,29 @@ class Journal:
       self.evaluations.append(step, summary)
       self.amend(step, metrics)
 
-  def write_sample(self, step: int, prompt: str, completion: str, correct: bool | None) -> None:
-    """Appends one completion to samples.jsonl; `correct` is None if there is no verdict."""
+  def write_sample(
+    self,
+    step: int,
+    prompt: str,
+    completion: str,
+    correct: bool | None,
+    episode: Episode | None = None,
+  ) -> None:
+    """Appends one completion to samples.jsonl.
+
+    Args:
+      step: the step.
+      prompt: the last message of the prompt.
+      completion: the text; with an environment, with what it answered.
+      correct: None if there is no verdict.
+      episode: what happened, with an environment.
+    """
     if is_first_process():
-      self._samples.append(
-        {"step": step, "prompt": prompt, "completion": completion, "correct": correct}
-      )
+      row = {"step": step, "prompt": prompt, "completion": completion, "correct": correct}
+      if episode:
+        saved = save_episode(episode)
+        row |= {name: saved[name] for name in ("turns", "stop", "rewards", "info", "reason")}
+      self._samples.append(row)
     for tracker in self._trackers:
       tracker.log_sample(step, prompt, completion, correct)
 

@@ -231,7 +231,9 @@ class Run:
     self.display.step(step, metrics, batch.first_completion(0), line=line)
     self._journal.write(step, metrics)
     for i in range(min(log.samples, len(batch.problems))):
-      self._journal.write_sample(step, *batch.first_completion(i))
+      episodes = batch.episodes[i]
+      episode = episodes[0] if episodes else None
+      self._journal.write_sample(step, *batch.first_completion(i), episode)
     if log.keeps_credit(step, self.config.steps):
       timeline = step_timeline(batch.spans, metrics)
       folder = self._place.logs.folder

@@ -150,6 +150,7 @@ class Collector:
       truth,
       metrics,
       [span._replace(begin=span.begin - began, end=span.end - began) for span in spans],
+      [group.episodes for group in groups],
     )
 
   def _sample(self, policy: Policy, version: int, stopping: Callable[[], bool]) -> GroupPool:

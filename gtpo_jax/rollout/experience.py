@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
+from gtpo_jax.environments.turns import Episode
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.groups import Group, batch_like, stack, without_scores
@@ -41,6 +42,7 @@ class Experience:
     metrics: statistics of all sampled completions, dropped ones included, and the time spent.
     spans: when the step's prompts were prefilled, its tokens decoded and its rewards awaited, in
       seconds since the beginning of the step.
+    episodes: [n][g]; None for a group that has none, or that had rewards before a resume.
   """
 
   rollouts: Rollouts
@@ -52,6 +54,7 @@ class Experience:
   truth: np.ndarray | None
   metrics: dict[str, float]
   spans: list[Span]
+  episodes: list[list[Episode] | None]
 
   def first_completion(self, i: int) -> tuple[str, str, bool | None]:
     """Returns problem i, its first completion, and whether it is correct (None: no verdict)."""

@@ -86,6 +86,8 @@ class Group:
     version: the number of updates when it began.
     snapshot: with an environment, a snapshot of the episodes of a group without rewards, as a text;
       "" if there is none.
+    episodes: with an environment, the g episodes of a group with rewards; None if it got its
+      rewards before the run was resumed.
   """
 
   index: tuple[int, int]
@@ -95,6 +97,7 @@ class Group:
   texts: list[str]
   version: int
   snapshot: str = ""
+  episodes: list[Episode] | None = None
 
   @property
   def has_contrast(self) -> bool:

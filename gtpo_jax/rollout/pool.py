@@ -193,8 +193,12 @@ class GroupPool:
       if row in self._guided:
         joined = append_guided(group.rollouts, self._guided[row])
         group = dataclasses.replace(group, rollouts=joined)
+      episodes = self._pending.episodes
       group = dataclasses.replace(
-        group, rewards=row_of(result.rewards, k), texts=self._pending.texts[row]
+        group,
+        rewards=row_of(result.rewards, k),
+        texts=self._pending.texts[row],
+        episodes=episodes[row] if episodes else None,
       )
       self.groups[i] = group
       self.completed.append(group)

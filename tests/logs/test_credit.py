@@ -44,6 +44,7 @@ def make_record(step=3):
     pieces=["\ud83d", "</script>\x00\u202e"],
     prompts=["1+1:"],
     answers=["2"],
+    stops=[["env_done", ""]],
     timeline=np.array([[1, 0, 2.5, 0.5]], np.float32),
   )
 

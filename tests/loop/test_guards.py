@@ -42,6 +42,7 @@ def batch():
     None,
     {},
     [],
+    [None] * n,
   )
 
 

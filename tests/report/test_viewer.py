@@ -67,6 +67,7 @@ def record_of(correct, lengths, width):
     pieces=[],
     prompts=[],
     answers=[],
+    stops=[],
     timeline=np.zeros((0, 4), np.float32),
   )
 
