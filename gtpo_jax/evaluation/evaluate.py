@@ -114,7 +114,7 @@ def evaluate_run(
   samples = samples or config.eval.samples
   batch = min(config.eval.batch, len(problems))
   complete = 0  # completions of earlier batches
-  judged: list[dict[str, float]] = []  # metrics of the judge
+  judged: list[dict[str, float]] = []  # metrics of the judge and of episodes
 
   def complete_batch(start: int, group: int, sampling_params: SamplingParams) -> ScoredCompletions:
     nonlocal complete
@@ -139,7 +139,8 @@ def evaluate_run(
       worker.sample(policy, part, keys, sampling_params, pending, counted, batch)
     result = pending.result(stopping)
     complete += n * group
-    judged.append({key: x for key, x in result.metrics.items() if key.startswith("judge/")})
+    kept = ("judge/",) if sampling_params == GREEDY else ("judge/", "env/")
+    judged.append({key: x for key, x in result.metrics.items() if key.startswith(kept)})
     return ScoredCompletions(
       texts=pending.texts,
       correct=result.correct,

@@ -63,7 +63,8 @@ class Evaluation:
   sampled: ScoredCompletions  # [n, g]
   greedy: ScoredCompletions  # [n, 1]
   settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  judge: Mapping[str, float] = dataclasses.field(default_factory=dict)  # metrics of the judge
+  # Metrics of the judge, and of the episodes of the samples.
+  judge: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   @property
   def judged(self) -> bool:
