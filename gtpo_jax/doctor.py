@@ -30,6 +30,8 @@ OPTIONAL = {  # distribution: (purpose, the extra of gtpo_jax that installs it)
   "nltk": ("sentences in problems of kind constraints", "constraints"),
   "wandb": ("log.wandb", "wandb"),
   "httpx2": ("a judge (reward.judge)", "judge"),
+  "uvicorn": ("gtpo serve", "serve"),
+  "starlette": ("gtpo serve", "serve"),
   "torch": ("parity tests", "dev"),
   "mkdocs-material": ("make docs", "docs"),
 }

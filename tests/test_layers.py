@@ -30,6 +30,7 @@ LAYERS = {
   "doctor": 8,
   "export": 8,
   "report": 8,
+  "serving": 8,
   "warm_start": 8,
   "loop": 9,
   "planning": 9,

@@ -223,6 +223,34 @@ def sample(args: argparse.Namespace, overrides: list[str]) -> int:
     return print_samples(args, overrides, _stderr_display(sys.stderr.isatty()))
 
 
+def serve(args: argparse.Namespace, overrides: list[str]) -> int:
+  """`gtpo serve`."""
+  from gtpo_jax.runtime.installing import require_package
+
+  for package in ("uvicorn", "starlette"):
+    require_package(package, "gtpo serve", "serve")
+  for name in ("max_prompt_tokens", "max_tokens"):
+    if (value := getattr(args, name)) is not None and value < 2:
+      raise UserError(f"--{name} must be at least 2, got {value}")
+  for name in ("slots", "queue"):
+    if (value := getattr(args, name)) < 0:
+      raise UserError(f"--{name} must be at least 0, got {value}")
+  if not 0 <= args.port < 2**16:
+    raise UserError(f"--port must be in [0, 65536), got {args.port}")
+  prepare_jax()
+  refuse_cpu_fallback()
+  prepare_devices()
+  from gtpo_jax.serving.serve import Options
+  from gtpo_jax.serving.serve import serve as run
+
+  with _exit_on_failure():
+    run(
+      Options(**{name: getattr(args, name) for name in Options._fields}),
+      lambda line: print(line, flush=True),
+    )
+  return 0
+
+
 @_in_all_processes
 def export(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo export`."""

@@ -12,7 +12,7 @@ from gtpo_jax.cli import commands
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 from gtpo_jax.storage.paths import storage_path
 
-COMMANDS = ("train", "eval", "sample", "export", "plan", "report", "configs", "doctor")
+COMMANDS = ("train", "eval", "sample", "export", "serve", "plan", "report", "configs", "doctor")
 OVERRIDE = "--config."  # prefix of the options that set a config field
 CONFIG_HELP = (
   "a config file, or a name that `gtpo configs` lists; --config.a.b=VALUE overrides a field"
@@ -98,6 +98,7 @@ def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
     add("eval", commands.evaluate, "estimate mean@n, pass@k, best@k and maj@k on held-out problems")
   )
   _add_sample(add("sample", commands.sample, "print completions of a prompt"))
+  _add_serve(add("serve", commands.serve, "answer requests in OpenAI's protocol"))
   _add_export(add("export", commands.export, "write a run's policy as a Hugging Face folder"))
   _add_plan(
     add("plan", commands.plan, "check whether a run fits on hardware that this machine lacks")
@@ -167,6 +168,47 @@ def _add_sample(parser: _Parser) -> None:
   )
   parser.add_argument("--n", type=int, default=1, help="number of completions (default: 1)")
   parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+
+
+def _add_serve(parser: _Parser) -> None:
+  parser.add_argument(
+    "--model",
+    required=True,
+    type=_path,
+    help="the workdir of a run, a Hugging Face folder, or a hub id",
+  )
+  parser.add_argument("--step", type=int, help=STEP_HELP)
+  parser.add_argument(
+    "--host",
+    default="127.0.0.1",
+    help="the address; one that others reach needs GTPO_SERVE_TOKEN (default: 127.0.0.1)",
+  )
+  parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+  parser.add_argument(
+    "--name", default="", help="what clients call the model (default: the name of its folder)"
+  )
+  parser.add_argument(
+    "--max_prompt_tokens", type=int, help="maximum tokens of a prompt (default: 2048)"
+  )
+  parser.add_argument(
+    "--max_tokens", type=int, help="maximum tokens of a completion (default: 1024)"
+  )
+  parser.add_argument(
+    "--compute_dtype",
+    help="float32, bfloat16 or float16 (default: the run's own, or what suits the device)",
+  )
+  parser.add_argument(
+    "--slots",
+    type=int,
+    default=0,
+    help="completions that run at once (default: 32 on a CPU, 256 per device elsewhere)",
+  )
+  parser.add_argument(
+    "--queue",
+    type=int,
+    default=1024,
+    help="completions that may wait for a slot; more are refused (default: 1024)",
+  )
 
 
 def _add_export(parser: _Parser) -> None:

@@ -91,6 +91,20 @@ def prefill(
     The last position's hidden state after the final norm [n, 1, 1, d], and the keys and values of
     every layer.
   """
+  x, kvs = _run_layers(model, params, prompts)
+  return model.apply({"params": params.outer}, x[:, :, -1:], method="final_norm"), kvs
+
+
+def sequence_states(model: Transformer, params: DecodeParams, sequences: Prompts) -> jax.Array:
+  """Returns the hidden states after the final norm of all positions, [n, p, d]."""
+  x, _ = _run_layers(model, params, sequences)
+  return model.apply({"params": params.outer}, x, method="final_norm")[:, 0]
+
+
+def _run_layers(
+  model: Transformer, params: DecodeParams, prompts: Prompts
+) -> tuple[jax.Array, list[KV]]:
+  """Returns the states [n, 1, p, d] after the last layer, and each layer's keys and values."""
   x = model.apply({"params": params.outer}, prompts.tokens, method="embed")[:, None]
   masks = stream_masks(prompts.mask, model.config)
   layer = Layer(model.config, model.mesh)
@@ -98,7 +112,7 @@ def prefill(
   for weights in params.layers:
     x, kv = layer.apply({"params": weights}, x, masks, method="prefill")
     kvs.append(kv)
-  return model.apply({"params": params.outer}, x[:, :, -1:], method="final_norm"), kvs
+  return x, kvs
 
 
 def decode_step(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,10 +16,12 @@ from gtpo_jax.checkpoint.workdir import has_base, load_config
 from gtpo_jax.config import (
   Config,
   DataSection,
+  EnvSection,
   MeshSection,
   ModelSection,
   SamplingSection,
   override,
+  resolve_model,
 )
 from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.hf.config_json import read_config
@@ -31,6 +34,10 @@ from gtpo_jax.runtime.errors import UserError
 
 HF_PROMPT_TOKENS = 1024  # the longest prompt when sampling from a Hugging Face folder
 HF_MAX_TOKENS = 256  # the longest completion, unless the caller sets another limit
+SERVED_PROMPT_TOKENS = 2048  # limits of a server, unless the caller sets others
+SERVED_TOKENS = 1024
+SERVED_CHUNK = 8  # tokens between two parts of an answer on a CPU
+SERVED_SLOTS = 32
 
 
 class PolicySource(NamedTuple):
@@ -81,6 +88,7 @@ def find_policy(
   max_tokens: int | None = None,
   stop: Sequence[str] | None = None,
   overrides: Sequence[str] = (),
+  serves: bool = False,
 ) -> PolicySource:
   """Returns a policy's worker and config, on the devices of this machine.
 
@@ -92,14 +100,19 @@ def find_policy(
     max_tokens: the longest completion; None for the run's own limit, or 256 for a folder.
     stop: strings that end a completion; None for those of the config.
     overrides: `--config.a.b=VALUE`, fields of the config to change.
+    serves: whether requests come at any time; see `Demand`.
 
   Raises:
     UserError: there is no such folder, run or checkpoint, or the config is for another model.
   """
   folder = find(str(workdir))
+  make = functools.partial(
+    RolloutWorker, max_tokens=max_tokens, stop=stop, trains=False, serves=serves
+  )
   if is_hf_folder(folder):
-    return _policy_of_folder(folder, step, config, max_tokens, stop, overrides)
-  return _policy_of_run(folder, step, config, max_tokens, stop, overrides)
+    config = config or _config_of_folder(folder, max_tokens)
+    return _policy_of_folder(folder, step, override(config, overrides), make)
+  return _policy_of_run(folder, step, config, overrides, make)
 
 
 def open_policy(
@@ -118,17 +131,14 @@ def open_policy(
 def _policy_of_folder(
   folder: Path,
   step: int | None,
-  config: Config | None,
-  max_tokens: int | None,
-  stop: Sequence[str] | None,
-  overrides: Sequence[str],
+  config: Config,
+  make: Callable[[Config], RolloutWorker],
 ) -> PolicySource:
   if step is not None:
     raise UserError(f"{str(folder)!r} is a Hugging Face folder and has no steps; leave --step out")
-  config = override(config or _config_of_folder(folder, max_tokens), overrides)
   model = dataclasses.replace(config.model, path=str(folder), lora_rank=0, quantize="")
   config = dataclasses.replace(config, model=model)
-  worker = RolloutWorker(config, max_tokens, stop, trains=False)
+  worker = make(config)
   return PolicySource(worker, config, lambda: (read_params(worker.model, folder), 0))
 
 
@@ -136,9 +146,8 @@ def _policy_of_run(
   workdir: Path,
   step: int | None,
   config: Config | None,
-  max_tokens: int | None,
-  stop: Sequence[str] | None,
   overrides: Sequence[str],
+  make: Callable[[Config], RolloutWorker],
 ) -> PolicySource:
   own = load_config(workdir)
   if config is None:
@@ -153,10 +162,10 @@ def _policy_of_run(
     )
   config = override(config, overrides)
   if step == 0 and not has_base(workdir) and own.model.path:
-    worker = RolloutWorker(config, max_tokens, stop, trains=False)
+    worker = make(config)
     return PolicySource(worker, config, lambda: (base_params(own, workdir, worker), 0))
   open_run(workdir, step).close()  # refuses a missing checkpoint before the worker is made
-  worker = RolloutWorker(config, max_tokens, stop, trains=False)
+  worker = make(config)
   return PolicySource(worker, config, lambda: run_params(workdir, worker.model, step))
 
 
@@ -179,3 +188,47 @@ def _config_of_folder(folder: Path, max_tokens: int | None) -> Config:
     data=DataSection(max_prompt_tokens=min(HF_PROMPT_TOKENS, max(longest - tokens, 1))),
     sampling=SamplingSection(max_tokens=max(tokens, 2)),
   )
+
+
+def serving_config(
+  workdir: Path,
+  max_prompt_tokens: int | None,
+  max_tokens: int | None,
+  compute_dtype: str | None,
+  slots: int,
+) -> Config:
+  """Returns the config with which a server opens a policy.
+
+  Args:
+    workdir: as in `find_policy`.
+    max_prompt_tokens: the longest prompt; None for 2,048 tokens.
+    max_tokens: the longest completion; None for 1,024 tokens, and the rest of a short context.
+    compute_dtype: the format of activations; None for the run's own, or that of the platform.
+    slots: the completions that run at once; 0 for 32 on a CPU and the engine's default elsewhere.
+
+  Raises:
+    UserError: there is no such policy, or a value is out of bounds.
+  """
+  folder = find(str(workdir))
+  if is_hf_folder(folder):
+    config = _config_of_folder(folder, max_tokens)
+    longest = read_config(folder, config.model.param_dtype).max_length
+  else:
+    config = usable_here(dataclasses.replace(load_config(folder), mesh=MeshSection()))
+    longest = resolve_model(config).config.max_length
+  tokens = max_tokens or min(SERVED_TOKENS, max(longest // 2, 2))
+  prompt = max_prompt_tokens or min(SERVED_PROMPT_TOKENS, max(longest - 2, 1))
+  on_cpu = jax.default_backend() == "cpu"
+  sampling = dataclasses.replace(
+    config.sampling,
+    max_tokens=tokens,
+    slots=slots or (SERVED_SLOTS if on_cpu else 0),
+    chunk=SERVED_CHUNK if on_cpu else 0,
+    stop=(),
+  )
+  model = dataclasses.replace(
+    config.model, compute_dtype=compute_dtype or config.model.compute_dtype
+  )
+  data = dataclasses.replace(config.data, max_prompt_tokens=prompt)
+  # Clients run the tools and environments that they want.
+  return dataclasses.replace(config, model=model, sampling=sampling, data=data, env=EnvSection())

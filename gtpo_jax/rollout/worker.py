@@ -32,7 +32,7 @@ from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
-from gtpo_jax.sampling.settings import SamplingParams
+from gtpo_jax.sampling.settings import Demand, SamplingParams
 from gtpo_jax.sampling.stop_strings import StopStrings
 
 
@@ -68,6 +68,7 @@ class RolloutWorker:
     max_tokens: int | None = None,
     stop: Sequence[str] | None = None,
     trains: bool = True,
+    serves: bool = False,
     environment: Callable[[], Any] | Maker | None = None,
     tools: Sequence[Callable[..., Any]] | None = None,
   ):
@@ -76,6 +77,7 @@ class RolloutWorker:
     max_tokens: replaces `config.sampling.max_tokens`; None keeps it.
     stop: replaces `config.sampling.stop`; None keeps it.
     trains: whether the model is trained, so that its optimizer's state takes memory too.
+    serves: whether requests come one by one and at any time; see `Demand`.
     environment: replaces that of `config.env.make`; None keeps it.
     tools: replace those of `config.env.tools`; None keeps them.
     """
@@ -104,6 +106,8 @@ class RolloutWorker:
     memory = least_of_processes(usable_memory(devices[0], len(devices)))
     self.teacher = teacher_model(config, self.model) if trains else None
     self._demand = run_demand(config, self.model, memory, trains, self.teacher)
+    if serves:
+      self._demand = Demand(memory=self._demand.memory, serves=True)
     self.engine = self.engine_for(self.model)
 
   def engine_for(self, model: Transformer, vocab_limit: int | None = None) -> Engine:

@@ -14,7 +14,14 @@ from gtpo_jax.models.decode import DecodeParams, decode_step, next_logits, prefi
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import constrain
 from gtpo_jax.sampling.cache import Cache, States, gather_rows, set_rows
-from gtpo_jax.sampling.filters import SampledToken, sample_token
+from gtpo_jax.sampling.filters import (
+  ALTERNATIVES,
+  Alternatives,
+  RowSampling,
+  SampledToken,
+  sample_rows,
+  sample_token,
+)
 from gtpo_jax.sampling.schedule.slots import DecodeInputs
 from gtpo_jax.sampling.settings import SamplingParams
 
@@ -32,6 +39,8 @@ class Chunk(NamedTuple):
   drawn_log_probs: jax.Array  # f32[c, s], nats, after penalty and filters
   plain_log_probs: jax.Array  # f32[c, s], nats, at temperature 1
   stopped: jax.Array  # bool[s], True if a stop token was sampled
+  # [c, s, k], if each row is drawn in its own way; otherwise None
+  alternatives: Alternatives | None = None
 
 
 class Decoder(NamedTuple):
@@ -51,7 +60,8 @@ class ChunkLimits(NamedTuple):
   stop: Any
   max_steps: Any  # i32[], at most `Decoder.chunk`; the chunk ends after this many tokens
   max_finished: Any  # i32[]; the chunk ends once this many slots have finished in it
-  # f32[]; 0 takes the most probable token. None for that of the static `sampling_params`
+  # f32[]; 0 takes the most probable token. None for that of the static `sampling_params`. A
+  # `RowSampling` if each row is drawn in its own way
   temperature: Any
 
 
@@ -133,7 +143,7 @@ def decode_chunk(
   inputs: DecodeInputs,
   limits: ChunkLimits,
   *,
-  sampling_params: SamplingParams,
+  sampling_params: SamplingParams | None,
 ) -> tuple[Any, States, Chunk]:
   """Samples up to `decoder.chunk` tokens in every active slot without returning to the host.
 
@@ -148,7 +158,7 @@ def decode_chunk(
     slots: the states of the slots.
     inputs: the inputs of every slot.
     limits: what ends completions and the chunk.
-    sampling_params: how tokens are drawn.
+    sampling_params: how tokens are drawn; None if `limits` has a `RowSampling`.
 
   Returns:
     The keys and values with the chunk appended, the slots' states, and the chunk's tokens. The
@@ -156,6 +166,7 @@ def decode_chunk(
   """
   model, cache, _, vocab_limit = decoder
   temperature = limits.temperature
+  by_row = isinstance(temperature, RowSampling)
   if temperature is None:
     temperature = sampling_params.temperature
   attend = cache.attention(kv, inputs.tables, jnp.asarray(inputs.generated))
@@ -169,7 +180,11 @@ def decode_chunk(
     index = inputs.generated + state.step
     logits = _limit_vocab(next_logits(model, params, state.hidden[:, 0, 0]), vocab_limit)
     token_keys = jax.vmap(jax.random.fold_in)(keys, index)
-    sampled = sample_token(sampling_params, temperature, logits, token_keys, state.seen_tokens)
+    others = None
+    if by_row:
+      sampled, others = sample_rows(temperature, logits, token_keys)
+    else:
+      sampled = sample_token(sampling_params, temperature, logits, token_keys, state.seen_tokens)
     stopped = state.active & jnp.isin(sampled.token, limits.stop)
     hidden, kv = decode_step(
       model,
@@ -187,10 +202,10 @@ def decode_chunk(
       hidden=hidden,
       seen_tokens=seen_tokens,
       kv=kv,
-      out=_record(state, sampled, stopped),
+      out=_record(state, sampled, stopped, others),
     )
 
-  start = _initial_state(decoder, prompts, slots, inputs)
+  start = _initial_state(decoder, prompts, slots, inputs, by_row)
   end = jax.lax.while_loop(keep_going, decode_token, start)
   kv = cache.append(kv, end.kv, inputs.tables, jnp.asarray(inputs.generated))
   keep = lambda new, old: jnp.where(_expand(inputs.active, new), new, old)
@@ -199,7 +214,7 @@ def decode_chunk(
 
 
 def _initial_state(
-  decoder: Decoder, prompts: States, slots: States, inputs: DecodeInputs
+  decoder: Decoder, prompts: States, slots: States, inputs: DecodeInputs, by_row: bool
 ) -> _LoopState:
   """Returns the state before the first token. A new completion starts from its prompt's state."""
   model, cache, chunk, _ = decoder
@@ -210,7 +225,8 @@ def _initial_state(
   hidden, seen_tokens = jax.tree.map(start_from, prompts, slots)
   kv = cache.zero_chunk(len(inputs.active), chunk)
   s = len(inputs.active)
-  zeros = lambda dtype: jnp.zeros((chunk, s), dtype)
+  zeros = lambda dtype, *more: jnp.zeros((chunk, s, *more), dtype)
+  k = min(ALTERNATIVES, model.config.vocab_size)
   out = Chunk(
     tokens=zeros(jnp.int32),
     mask=zeros(bool),
@@ -219,6 +235,7 @@ def _initial_state(
     drawn_log_probs=zeros(jnp.float32),
     plain_log_probs=zeros(jnp.float32),
     stopped=jnp.zeros(s, bool),
+    alternatives=Alternatives(zeros(jnp.int32, k), zeros(jnp.float32, k)) if by_row else None,
   )
   return _LoopState(jnp.int32(0), jnp.asarray(inputs.active), hidden, seen_tokens, kv, out)
 
@@ -228,11 +245,13 @@ def _expand(mask: jax.Array, like: jax.Array) -> jax.Array:
   return mask.reshape(-1, *[1] * (like.ndim - 1))
 
 
-def _record(state: _LoopState, sampled: SampledToken, stopped: jax.Array) -> Chunk:
+def _record(
+  state: _LoopState, sampled: SampledToken, stopped: jax.Array, others: Alternatives | None
+) -> Chunk:
   """Returns the chunk with the tokens that the active slots sampled in this step."""
 
   def write(rows: jax.Array, row: jax.Array) -> jax.Array:
-    return rows.at[state.step].set(jnp.where(state.active, row, jnp.zeros_like(row)))
+    return rows.at[state.step].set(jnp.where(_expand(state.active, row), row, jnp.zeros_like(row)))
 
   out = state.out
   return Chunk(
@@ -243,6 +262,7 @@ def _record(state: _LoopState, sampled: SampledToken, stopped: jax.Array) -> Chu
     drawn_log_probs=write(out.drawn_log_probs, sampled.drawn_log_prob),
     plain_log_probs=write(out.plain_log_probs, sampled.plain_log_prob),
     stopped=out.stopped | stopped,
+    alternatives=jax.tree.map(write, out.alternatives, others),
   )
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from gtpo_jax.sampling.settings import SamplingParams
 
 BLOCK = 128  # tokens per block of the two-level draw; the width of a TPU vector register
+ALTERNATIVES = 20  # the most probable tokens that `sample_rows` returns for each position
 
 
 class SampledToken(NamedTuple):
@@ -25,6 +26,23 @@ class SampledToken(NamedTuple):
   entropy: jax.Array  # f32[...], of the policy
   drawn_log_prob: jax.Array  # f32[...], after penalty and filters; 0 under greedy decoding
   plain_log_prob: jax.Array  # f32[...], under softmax(logits)
+
+
+class RowSampling(NamedTuple):
+  """How the tokens of each row are drawn, if the rows differ. Arrays [s]."""
+
+  temperature: Any  # f32[s], 0 takes the most probable token
+  top_k: Any  # i32[s], 0 keeps all
+  top_p: Any  # f32[s], 1 keeps all
+  min_p: Any  # f32[s], 0 keeps all
+  lists_alternatives: Any  # bool[], whether any row wants `Alternatives`
+
+
+class Alternatives(NamedTuple):
+  """The most probable tokens, in descending order, k of them."""
+
+  tokens: jax.Array  # i32[..., k]
+  log_probs: jax.Array  # f32[..., k], nats, under softmax(logits)
 
 
 def sample_token(
@@ -79,6 +97,109 @@ def sample_token(
   )
   values = (log_prob, jnp.maximum(entropy, 0), drawn_log_prob, plain_log_prob)
   return SampledToken(token, *(x[..., 0] for x in values))
+
+
+def sample_rows(
+  rows: RowSampling, logits: jax.Array, keys: jax.Array
+) -> tuple[SampledToken, Alternatives]:
+  """Samples one token per row, each in its own way.
+
+  What a row draws does not depend on the others: it is what `sample_token` draws.
+
+  Args:
+    rows: how.
+    logits: f32[s, v].
+    keys: typed PRNG keys [s].
+
+  Returns:
+    The tokens, and the alternatives to them; zeros if no row wants them.
+  """
+  greedy = rows.temperature == 0
+  policy = _Softmax(logits, jnp.where(greedy, 1.0, rows.temperature)[:, None])
+  weights = policy.weights
+  block_sums = _blocks(weights).sum(-1)
+  total = block_sums.sum(-1)
+  weighted = jnp.where(weights > 0, weights * policy.scaled, 0).sum(-1)
+  entropy = jnp.maximum(jnp.log(total) - weighted / total, 0)
+  unfiltered = _draw(block_sums, policy.block_weights, keys)
+  is_filtered = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+
+  def filtered() -> tuple[jax.Array, jax.Array]:
+    kept = filter_rows(rows, weights)
+    token = jnp.where(is_filtered, draw(kept, keys), unfiltered)
+    return token, jnp.where(is_filtered, kept.sum(-1), total)
+
+  token, kept_total = jax.lax.cond(is_filtered.any(), filtered, lambda: (unfiltered, total))
+  token = jax.lax.cond(
+    greedy.any(),
+    lambda: jnp.where(greedy, jnp.argmax(logits, -1).astype(jnp.int32), token),
+    lambda: token,
+  )
+  normaliser = jax.nn.logsumexp(logits, -1)
+  scaled = policy.at(token)[:, 0]
+  sampled = SampledToken(
+    token=token,
+    log_prob=scaled - jnp.log(total),
+    entropy=entropy,
+    drawn_log_prob=jnp.where(greedy, 0, scaled - jnp.log(kept_total)),
+    plain_log_prob=jnp.take_along_axis(logits, token[:, None], -1)[:, 0] - normaliser,
+  )
+  k = min(ALTERNATIVES, logits.shape[-1])
+  zeros = Alternatives(jnp.zeros((len(logits), k), jnp.int32), jnp.zeros((len(logits), k)))
+  listed = lambda: alternatives(logits, normaliser)
+  return sampled, jax.lax.cond(rows.lists_alternatives, listed, lambda: zeros)
+
+
+def alternatives(logits: jax.Array, normaliser: jax.Array) -> Alternatives:
+  """Returns the most probable tokens of logits f32[..., v], given their logsumexp f32[...]."""
+  best, tokens = jax.lax.top_k(logits, min(ALTERNATIVES, logits.shape[-1]))
+  return Alternatives(tokens.astype(jnp.int32), best - normaliser[..., None])
+
+
+def filter_rows(rows: RowSampling, weights: jax.Array) -> jax.Array:
+  """Does what `apply_filters` does, with other filters for each row.
+
+  A filter keeps the tokens from some weight on. That bound is found by bisection, which a CPU does
+  faster than it sorts a large vocabulary.
+
+  Args:
+    rows: the filters.
+    weights: f32[s, v] from 0 to 1; the largest of each row is 1.
+  """
+  top_k = jnp.where(rows.top_k > 0, rows.top_k, weights.shape[-1])[:, None]
+  enough = lambda kept: kept.sum(-1, keepdims=True) >= top_k
+  by_rank = lambda: _keep_most(weights, enough)
+  weights = jax.lax.cond((rows.top_k > 0).any(), by_rank, lambda: weights)
+
+  def by_mass() -> jax.Array:
+    needed = rows.top_p[:, None] * weights.sum(-1, keepdims=True)
+    mass = lambda kept: jnp.where(kept, weights, 0).sum(-1, keepdims=True)
+    kept = _keep_most(weights, lambda kept: mass(kept) >= needed)
+    return jnp.where(rows.top_p[:, None] < 1, kept, weights)
+
+  weights = jax.lax.cond((rows.top_p < 1).any(), by_mass, lambda: weights)
+  return jnp.where(weights >= rows.min_p[:, None], weights, 0)
+
+
+def _keep_most(weights: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+  """Returns `weights` f32[s, v] with 0 below the highest bound at which `enough` tokens are kept.
+
+  Args:
+    weights: from 0 to 1.
+    enough: bool[s, v], the tokens that are kept -> bool[s, 1]. It holds if all are kept.
+  """
+  bits = jax.lax.bitcast_convert_type(weights, jnp.int32)  # numbers >= 0 are ordered as their bits
+
+  def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    low, high = bounds
+    middle = high - (high - low) // 2
+    holds = enough(bits >= middle)
+    return jnp.where(holds, middle, low), jnp.where(holds, high, middle - 1)
+
+  low = jnp.zeros((len(weights), 1), jnp.int32)
+  high = jnp.full_like(low, jnp.float32(1).view(jnp.int32))
+  bound, _ = jax.lax.fori_loop(0, 30, halve, (low, high))
+  return jnp.where(bits >= bound, weights, 0)
 
 
 def _select(condition: bool | jax.Array, then: Callable[[], Any], other: Callable[[], Any]) -> Any:

@@ -26,6 +26,7 @@ from gtpo_jax.sampling.batches import (
 )
 from gtpo_jax.sampling.cache import Cache, States, gather_rows
 from gtpo_jax.sampling.chunk import Chunk, ChunkLimits, Decoder, decode_chunk, prefill_rows
+from gtpo_jax.sampling.filters import RowSampling
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
@@ -164,6 +165,23 @@ class Programs(abc.ABC):
       keep_slots: drop no slots, for example because completions with tokens may be added.
     """
 
+  def serving_scheduler(self) -> Scheduler:
+    """Returns an empty schedule for completions that come at any time; see `fit`."""
+    return self.scheduler(self.longest_at_once, 1)
+
+  def fit(
+    self, state: SamplerState, scheduler: Scheduler, completions: int, longest_prompt: int
+  ) -> SamplerState:
+    """Fits slots and arrays to what runs, where that saves time. Pages stay as they are.
+
+    Args:
+      state: the state.
+      scheduler: its schedule, of groups of one.
+      completions: how many run or wait.
+      longest_prompt: the tokens of their longest prompt.
+    """
+    return state
+
   @abc.abstractmethod
   def inventory(self, workload: Workload) -> Iterator[Program]:
     """Returns every program that a workload can reach, the largest of each kind first."""
@@ -235,7 +253,7 @@ class Programs(abc.ABC):
     inputs: DecodeInputs,
     max_steps: int,
     max_finished: int,
-    sampling_params: SamplingParams,
+    sampling_params: SamplingParams | RowSampling,
   ) -> tuple[SamplerState, Chunk]:
     """Decodes one chunk as `decode_chunk` does. Keys, values and slots of `state` are donated."""
     limits = chunk_limits(self, max_steps, max_finished, sampling_params)
@@ -246,15 +264,30 @@ class Programs(abc.ABC):
 
 
 def chunk_limits(
-  programs: Programs, max_steps: int, max_finished: int, sampling_params: SamplingParams
+  programs: Programs,
+  max_steps: int,
+  max_finished: int,
+  sampling_params: SamplingParams | RowSampling,
 ) -> ChunkLimits:
   """Returns what ends a chunk, and the temperature unless it is static."""
-  temperature = None if programs.static_temperature else np.float32(sampling_params.temperature)
+  if isinstance(sampling_params, RowSampling):
+    temperature = sampling_params
+  elif programs.static_temperature:
+    temperature = None
+  else:
+    temperature = np.float32(sampling_params.temperature)
   return ChunkLimits(programs.stop, np.int32(max_steps), np.int32(max_finished), temperature)
 
 
-def compiled_for(programs: Programs, sampling_params: SamplingParams) -> SamplingParams:
-  """Returns what a decode program depends on: the filters, and a static temperature."""
+def compiled_for(
+  programs: Programs, sampling_params: SamplingParams | RowSampling
+) -> SamplingParams | None:
+  """Returns what a decode program depends on: the filters, and a static temperature.
+
+  One program draws each row in its own way.
+  """
+  if isinstance(sampling_params, RowSampling):
+    return None
   return sampling_params if programs.static_temperature else sampling_params.filters
 
 

@@ -103,11 +103,14 @@ class Demand(NamedTuple):
       sampled too, with fewer at once if they need more pages than there are.
     memory: the bytes of each device for sampling: the parameters in its layout, keys and values,
       and temporaries of its programs; None if unlimited.
+    serves: whether requests come one by one and at any time. Then there are fewer lengths of arrays
+      on a CPU, because each needs programs that compile while requests wait.
   """
 
   completions: int = 0
   group: int = 1
   memory: int | None = None
+  serves: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -189,6 +189,28 @@ class DenseCache:
     keep = lambda x: gather_rows(self.model, x, order.reshape(-1))
     return [constrain_kv(self.model, jax.tree.map(keep, kv)) for kv in slots]
 
+  def refit(self, kv: list[KV], order: jax.Array, length: int, at_end: bool) -> list[KV]:
+    """Returns the rows `order` i32[shards, rows] of each shard, of `length` positions.
+
+    Args:
+      kv: the keys and values.
+      order: the rows.
+      length: at least that of what is in use.
+      at_end: whether what is in use ends at the last position; it begins at the first otherwise.
+    """
+
+    def change(x: jax.Array, axis: int) -> jax.Array:
+      x = gather_rows(self.model, x, order.reshape(-1))
+      cut = x.shape[axis] - length
+      if cut > 0:
+        first = cut if at_end else 0
+        return jax.lax.slice_in_dim(x, first, first + length, axis=axis)
+      widths = [(0, 0)] * x.ndim
+      widths[axis] = (-cut, 0) if at_end else (0, -cut)
+      return jnp.pad(x, widths)
+
+    return [constrain_kv(self.model, jax.tree.map(change, x, position_axes(x))) for x in kv]
+
   def add_entries(self, prompts: list[KV], states: States, entries: int) -> tuple[list[KV], States]:
     """Pads the prompts' arrays and states to `entries` per shard."""
     add = lambda x: within_shards(self.model, lambda x: _pad_axis(x, 0, entries), x)

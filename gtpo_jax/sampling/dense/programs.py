@@ -34,6 +34,8 @@ from gtpo_jax.sampling.settings import Demand, SamplingParams
 # compiles for a minute, prompts also have one length, and slots the longest length or a quarter.
 CPU_SHRINK_FACTOR = 4
 GPU_SHRINK_FACTOR = 16
+# A server prefills so many prompts at once, or one, and has so many slots, or one, or all.
+SERVING_ROWS = 8
 # With as many positions of prompts in the cache, it pays that a CPU reads no more than it must.
 LONG_PROMPTS = 8192
 
@@ -70,6 +72,9 @@ class DensePrograms(Programs):
     self.shrink_factor = CPU_SHRINK_FACTOR if on_cpu else GPU_SHRINK_FACTOR
     if not on_cpu:
       widths, lengths = widths[-1:], lengths[-3::2]
+    elif settings.demand.serves:
+      widths, lengths = (sizes[::-2][::-1] for sizes in (widths, lengths))
+    self._serves = settings.demand.serves
     self.prompt_widths = widths
     sequences = array_lengths(min(longest_prompt + settings.max_tokens, model.config.max_length))
     self.sequence_widths = sequences if on_cpu else sequences[-1:]
@@ -85,6 +90,7 @@ class DensePrograms(Programs):
     self.grow = jax.jit(cache.grow, static_argnums=1)
     self.add_entries = jax.jit(cache.add_entries, static_argnums=2)
     self.compact = jax.jit(cache.compact)
+    self.refit = jax.jit(cache.refit, static_argnums=(2, 3))
 
   def _fitting_slots(self, demand: Demand) -> int:
     """Returns the most slots over all shards, a power of two below the config's if memory is short.
@@ -151,6 +157,8 @@ class DensePrograms(Programs):
 
   def row_counts(self, width: int, capacity: Capacity) -> list[int]:
     """Returns the rows per shard that batches of prompts of a width may have, descending."""
+    if self._serves:
+      return [min(SERVING_ROWS, capacity.entries), 1]
     return row_counts(width, capacity.entries)[: None if self._on_cpu else 1]
 
   def resume_rows(self, width: int, slots: int) -> list[int]:
@@ -241,6 +249,35 @@ class DensePrograms(Programs):
       state = _with_slots(state, self.compact(state.kv.slots, order))
       state = state._replace(slots=self.keep_rows(state.slots, order))
     return state
+
+  def serving_scheduler(self) -> Scheduler:
+    """Returns an empty schedule that has one slot per shard at first; see `fit`."""
+    return self.scheduler(1, 1)
+
+  def fit(
+    self, state: SamplerState, scheduler: Scheduler, completions: int, longest_prompt: int
+  ) -> SamplerState:
+    """Fits slots, entries and the arrays' lengths to what runs; see `Programs`."""
+    slots = scheduler.slots
+    most = int(slots.active.reshape(self.shards, -1).sum(1).max())
+    needed = max(-(-completions // self.shards), most)
+    all_slots = max(self.slots // self.shards, 1)
+    count = next((x for x in (1, SERVING_ROWS) if needed <= x < all_slots), all_slots)
+    width = self.prompt_width(longest_prompt)
+    length = next(x for x in self.cache_lengths if x >= int(slots.generated.max()) + self.chunk)
+    kv = state.kv
+    if (count, width, length) == (scheduler.capacity.slots, _length(kv.prompts), _length(kv.slots)):
+      return state
+    slot_order, entry_order = scheduler.refit(count)
+    scheduler.space.capacity = scheduler.capacity
+    return SamplerState(
+      DenseKV(
+        self.refit(kv.prompts, entry_order, width, True),
+        self.refit(kv.slots, slot_order, length, False),
+      ),
+      self.keep_rows(state.prompts, entry_order),
+      self.keep_rows(state.slots, slot_order),
+    )
 
   def inventory(self, workload: Workload) -> Iterator[Program]:
     """Returns every program that a workload can reach, the largest of each kind first."""

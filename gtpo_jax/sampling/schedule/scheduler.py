@@ -61,7 +61,8 @@ class Scheduler:
     self.capacity = capacity
     self.space = space
     self.slots = Slots.free(capacity.shards * capacity.slots)
-    self._rows: list[_Row] = []
+    self._rows: dict[int, _Row] = {}
+    self._added = 0
     self._waiting_prompts: collections.deque[int] = collections.deque()
     self._resumed: list[int] = []
     self._entries: list[list[Entry | None]] = [
@@ -84,8 +85,10 @@ class Scheduler:
       drawn: i32[n, g], tokens that each completion has already; None for 0.
     """
     drawn = np.zeros_like(token_limits) if drawn is None else drawn
-    new = len(self._rows) + np.flatnonzero(token_limits.any(1))
-    self._rows += map(_Row.of, prompt_lengths.tolist(), token_limits, keys, drawn)
+    new = self._added + np.flatnonzero(token_limits.any(1))
+    rows = map(_Row.of, prompt_lengths.tolist(), token_limits, keys, drawn)
+    self._rows.update(enumerate(rows, self._added))
+    self._added += len(token_limits)
     self._waiting_prompts += new.tolist()
 
   def resume(self, prompt: int, completion: int, drawn: int, token_limit: int) -> None:
@@ -215,6 +218,39 @@ class Scheduler:
     self.space.keep(kept)
     return order
 
+  def forget(self, prompt: int) -> None:
+    """Drops what is known of a prompt whose completions have all ended."""
+    del self._rows[prompt]
+
+  def refit(self, slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """Changes the number of slots and that of entries to `slots` per shard, at least those in use.
+
+    Returns:
+      What takes the place of each slot and of each entry, i32[shards, slots] counted within the
+      shard. Those in use come first; others, and new ones, may be any.
+    """
+    old = self.capacity
+    used = [[entry is not None for entry in of_shard] for of_shard in self._entries]
+    slot_order = _used_first(self.slots.active.reshape(old.shards, -1), slots)
+    entry_order = _used_first(np.asarray(used), slots)
+    kept = Slots.free(old.shards * slots)
+    for shard, entries in enumerate(self._entries):
+      active = int(self.slots.active.reshape(old.shards, -1)[shard].sum())
+      before = shard * old.slots + slot_order[shard, :active]
+      for new, of_slots in zip(kept, self.slots, strict=True):
+        new[shard * slots : shard * slots + active] = of_slots[before]
+      new_slot = {int(slot): new for new, slot in enumerate(slot_order[shard, :active])}
+      moved = [entries[index] for index in entry_order[shard, : sum(used[shard])]]
+      for index, entry in enumerate(moved):
+        entry.slots = [-1 if slot < 0 else new_slot[slot] for slot in entry.slots]
+        for position, slot in enumerate(entry.slots):
+          if slot >= 0:
+            kept.places[shard * slots + slot] = index * old.slots_per_entry + position
+      entries[:] = moved + [None] * (slots - len(moved))
+    self.capacity = old._replace(slots=slots, entries=slots)
+    self.slots = kept
+    return slot_order, entry_order
+
   def add_entries(self, entries: int) -> None:
     """Increases the entries of every shard to `entries`."""
     for of_shard in self._entries:
@@ -251,3 +287,9 @@ class Scheduler:
           self._resumed.append(first + local)
         self.space.start(first + local, drawn)
     return len(free)
+
+
+def _used_first(used: np.ndarray, count: int) -> np.ndarray:
+  """Returns `count` indices i32[shards, count]: first of what `used` bool[shards, m] marks."""
+  order = np.argsort(~used, axis=1, kind="stable").astype(np.int32)[:, :count]
+  return np.pad(order, ((0, 0), (0, count - order.shape[1])))

@@ -1,0 +1,87 @@
+"""Turns conversations into prompts, and completions into messages, with the model's template."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gtpo_jax.data.chat import Chat
+from gtpo_jax.data.records import ROLES, user
+from gtpo_jax.environments.parsers import Parser, parser_for
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.serving.errors import bad
+
+_PROBE = {
+  "type": "function",
+  "function": {
+    "name": "qzprobeqz",
+    "description": "x",
+    "parameters": {"type": "object", "properties": {}},
+  },
+}
+
+
+class Conversations:
+  """The chat template of a model, and the parser of its calls of tools."""
+
+  def __init__(self, chat: Chat):
+    self.chat = chat
+    self._parser = _parser(chat)
+
+  def encode(
+    self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+  ) -> list[int]:
+    """Returns the ids of a conversation up to the assistant's turn.
+
+    Raises:
+      ApiError: the model cannot call tools, or a message contains a control token.
+      UserError: the template does not accept the conversation.
+    """
+    if tools and self._parser is None:
+      raise bad("this model's chat template has no tools; leave tools out", "tools")
+    if not any("tool_calls" in message for message in messages):
+      return self.chat.encode_prompt(messages, tools)
+    for i, message in enumerate(messages):
+      if message["role"] not in ROLES:
+        raise bad(f"messages[{i}].role must be one of {', '.join(ROLES)}", f"messages[{i}].role")
+    texts = json.dumps(messages, ensure_ascii=False)
+    if control := next((x for x in self.chat.control if x in texts), None):
+      raise bad(f"a message contains the control token {control!r}", "messages")
+    return self.chat.encode(self.chat.template.render(messages, tools))
+
+  def message(self, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the assistant's message with a text, whose calls are found if there are tools.
+
+    Calls that cannot be read stay in the text.
+    """
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if not tools or self._parser is None:
+      return message
+    turn = self._parser(text)
+    if turn.error:
+      return message
+    message["content"] = turn.text or (None if turn.calls else "")
+    if turn.thinking:
+      message["reasoning_content"] = turn.thinking
+    if turn.calls:
+      message["tool_calls"] = [
+        {
+          "id": call.id or f"call_{secrets.token_hex(12)}",
+          "type": "function",
+          "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for call in turn.calls
+      ]
+    return message
+
+
+def _parser(chat: Chat) -> Parser | None:
+  """Returns what reads the calls of a model; None if its template does not show tools."""
+  try:
+    if "qzprobeqz" not in chat.template.render(user("x"), [_PROBE]):
+      return None
+    return parser_for("auto", chat)
+  except UserError:
+    return None

@@ -1,0 +1,151 @@
+"""What a client reads of a completion: its text, and log-probs in the protocol's two formats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gtpo_jax.data.chat import REPLACEMENT, Chat, TextStream
+from gtpo_jax.sampling.stop_strings import StopStrings
+from gtpo_jax.serving.jobs import Part
+
+LOWEST = -9999.0  # JSON has no infinity; what the protocol writes for a token of probability 0
+
+
+class Output:
+  """A completion as it arrives.
+
+  Attributes:
+    tokens: the ids so far.
+    log_probs: those of the tokens.
+    alternatives: see `Part`.
+    finish: "stop" or "length" once it has ended.
+  """
+
+  def __init__(self, chat: Chat, stop: StopStrings | None):
+    self.tokens: list[int] = []
+    self.log_probs: list[float] = []
+    self.alternatives: list[tuple[list[int], list[float]]] = []
+    self.finish = ""
+    self._chat = chat
+    self._stop = stop
+    self._sent = 0  # characters that `new_text` has returned
+
+  def add(self, part: Part) -> None:
+    """Adds the next tokens."""
+    self.tokens += part.tokens
+    self.log_probs += part.log_probs
+    self.alternatives += part.alternatives
+    self.finish = part.finish
+
+  @property
+  def text(self) -> str:
+    """The text so far, without stop strings and what may become one or another character."""
+    (text,) = self._chat.decode([self.tokens])
+    if self._stop:
+      text = self._stop.cut(text)
+    if self.finish:
+      return text
+    text = text.rstrip(REPLACEMENT)
+    return self._stop.without_begun(text) if self._stop else text
+
+  def new_text(self) -> str:
+    """Returns the text that was not returned yet. All pieces together are the whole text."""
+    text = self.text
+    new = text[self._sent :]
+    self._sent = max(self._sent, len(text))
+    return new
+
+
+class LogProbs:
+  """Writes log-probs. A token appears as the text that it has after others."""
+
+  def __init__(self, chat: Chat):
+    self._chat = chat
+
+  def chat_format(self, part: Part, top: int) -> dict[str, Any]:
+    """Returns the "logprobs" of a choice of /v1/chat/completions."""
+    texts = self._texts(part, top)
+    content = []
+    for i, (token, log_prob) in enumerate(zip(part.tokens, part.log_probs, strict=True)):
+      listed = _listed(part, i, top)
+      entry = _entry(texts[token], log_prob)
+      entry["top_logprobs"] = [_entry(texts[other], value) for other, value in listed]
+      content.append(entry)
+    return {"content": content, "refusal": None}
+
+  def completion_format(
+    self, part: Part, top: int, offset: int = 0, first: int | None = None
+  ) -> dict[str, Any]:
+    """Returns the "logprobs" of a choice of /v1/completions.
+
+    Args:
+      part: tokens and log-probs.
+      top: how many alternatives are listed.
+      offset: where the text of the first token begins.
+      first: the id of a token before those of the part, which has no log-prob; None for none.
+    """
+    texts = self._texts(part, top)
+    pieces = [texts[token] for token in part.tokens]
+    log_probs: list[float | None] = [_finite(x) for x in part.log_probs]
+    tops: list[dict[str, float] | None] = []
+    for i, token in enumerate(part.tokens):
+      found: dict[str, float] = {}
+      for other, value in [*_listed(part, i, top), (token, part.log_probs[i])]:
+        found.setdefault(texts[other], _finite(value))
+      tops.append(found)
+    if first is not None:
+      pieces.insert(0, self._chat.single_texts([first])[first])
+      log_probs.insert(0, None)
+      tops.insert(0, None)
+    offsets = []
+    for piece in pieces:
+      offsets.append(offset)
+      offset += len(piece)
+    return {
+      "tokens": pieces,
+      "token_logprobs": log_probs,
+      "top_logprobs": tops if top else None,
+      "text_offset": offsets,
+    }
+
+  def _texts(self, part: Part, top: int) -> dict[int, str]:
+    others = (token for ids, _ in part.alternatives for token in ids[:top])
+    return self._chat.single_texts({*part.tokens, *others})
+
+
+def joined(first: Part, second: Part) -> Part:
+  """Returns two parts as one."""
+  return Part(
+    first.tokens + second.tokens,
+    first.log_probs + second.log_probs,
+    first.alternatives + second.alternatives,
+    second.finish,
+  )
+
+
+def new_search(chat: Chat, strings: Sequence[str]) -> StopStrings | None:
+  """Returns what finds the stop strings of a request; None if it has none."""
+  if not strings:
+    return None
+  return StopStrings(strings, lambda: TextStream(chat).add, chat.decode)
+
+
+def _listed(part: Part, i: int, top: int) -> list[tuple[int, float]]:
+  if not top:
+    return []
+  ids, log_probs = part.alternatives[i]
+  return list(zip(ids[:top], log_probs[:top], strict=True))
+
+
+def _entry(text: str, log_prob: float) -> dict[str, Any]:
+  whole = REPLACEMENT not in text
+  return {
+    "token": text,
+    "logprob": _finite(log_prob),
+    "bytes": list(text.encode()) if whole else None,
+  }
+
+
+def _finite(log_prob: float) -> float:
+  return max(log_prob, LOWEST)

@@ -1,0 +1,172 @@
+"""Opens a policy and serves it until the process is asked to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import uvicorn
+
+from gtpo_jax.models.hf.folder import find
+from gtpo_jax.rollout.policies import find_policy, serving_config
+from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.serving.app import App
+from gtpo_jax.serving.generator import Generator
+from gtpo_jax.serving.service import Service
+
+TOKEN_VARIABLE = "GTPO_SERVE_TOKEN"
+STOP_S = 5  # time for answers under way once the process is asked to stop
+
+
+class Options(NamedTuple):
+  """What is served, and where.
+
+  Attributes:
+    model: the workdir of a run, a Hugging Face folder, or a hub id.
+    step: the checkpoint of a run; None for the newest, 0 for the base model.
+    host: the address.
+    port: 0 for a free one.
+    name: what clients call the model; "" for the name of its folder.
+    max_prompt_tokens: the longest prompt; None for the default.
+    max_tokens: the longest completion; None for the default.
+    compute_dtype: the format of activations; None for the run's own, or that of the platform.
+    slots: the completions that run at once; 0 for the platform's default.
+    queue: the completions that may wait.
+  """
+
+  model: Path
+  step: int | None = None
+  host: str = "127.0.0.1"
+  port: int = 8000
+  name: str = ""
+  max_prompt_tokens: int | None = None
+  max_tokens: int | None = None
+  compute_dtype: str | None = None
+  slots: int = 0
+  queue: int = 1024
+
+
+class Opened(NamedTuple):
+  """A policy that is ready to be served."""
+
+  name: str
+  worker: RolloutWorker
+  generator: Generator
+  service: Service
+
+
+def open_service(options: Options) -> Opened:
+  """Reads a policy, and starts its generator.
+
+  Raises:
+    UserError: there is no such policy, or an option does not fit it.
+  """
+  config = serving_config(
+    options.model,
+    options.max_prompt_tokens,
+    options.max_tokens,
+    options.compute_dtype,
+    options.slots,
+  )
+  worker, _, read = find_policy(options.model, options.step, config, stop=(), serves=True)
+  name = options.name or find(str(options.model)).resolve().name
+  worker.chat.tokenizer.name_or_path = name  # messages contain it
+  params, _ = read()
+  policy = worker.policy(params)
+  jax.block_until_ready(policy.params)
+  del params
+  generator = Generator(policy.engine, policy.params, options.queue)
+  return Opened(name, worker, generator, Service(name, worker.chat, policy.engine, generator))
+
+
+def serve(options: Options, say: Callable[[str], None]) -> None:
+  """Serves until SIGINT or SIGTERM; answers under way get `STOP_S` seconds.
+
+  Args:
+    options: what, and where.
+    say: shows a line.
+
+  Raises:
+    UserError: the address cannot be used, or needs a token; or see `open_service`.
+  """
+  token = os.environ.get(TOKEN_VARIABLE, "")
+  loopback = is_loopback(options.host)
+  if not loopback and not token:
+    raise UserError(
+      f"--host={options.host} is open to others; set {TOKEN_VARIABLE} to a secret that clients "
+      "must send, or serve on 127.0.0.1"
+    )
+  listener = listen(options.host, options.port)
+  with contextlib.closing(listener):
+    opened = open_service(options)
+    generator = opened.generator
+    app = App(opened.service, generator, token, only_loopback=loopback and not token)
+    port = listener.getsockname()[1]
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    say(f"computing in {opened.worker.model.config.compute_dtype}; {generator.slots} slots")
+    say(f"{opened.name!r} at http://{host}:{port}/v1 (Ctrl-C stops)")
+    asyncio.run(_run(make_server(app), listener))
+    generator.close()
+
+
+def make_server(app: App) -> uvicorn.Server:
+  """Returns an HTTP server that leaves signals to its caller."""
+  config = uvicorn.Config(
+    app.asgi,
+    http="h11",
+    ws="none",
+    lifespan="off",
+    loop="asyncio",
+    log_level="critical",  # errors of requests have been printed
+    access_log=False,
+    server_header=False,
+    timeout_graceful_shutdown=STOP_S,
+  )
+  return _Server(config)
+
+
+class _Server(uvicorn.Server):
+  capture_signals = contextlib.nullcontext
+
+
+async def _run(server: uvicorn.Server, listener: socket.socket) -> None:
+  loop = asyncio.get_running_loop()
+
+  def stop() -> None:
+    server.should_exit = True
+
+  for number in (signal.SIGINT, signal.SIGTERM):
+    loop.add_signal_handler(number, stop)
+  await server.serve(sockets=[listener])
+
+
+def is_loopback(host: str) -> bool:
+  """Returns whether only this machine reaches an address."""
+  if host == "localhost":
+    return True
+  with contextlib.suppress(ValueError):
+    return ipaddress.ip_address(host).is_loopback
+  return False
+
+
+def listen(host: str, port: int) -> socket.socket:
+  """Returns a socket that listens.
+
+  Raises:
+    UserError: the address does not exist, or is in use.
+  """
+  try:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024)
+  except (OSError, OverflowError) as error:
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    raise UserError(f"cannot listen on {host}:{port}: {reason}; use another --port") from error

@@ -1,0 +1,62 @@
+"""A server on this machine for tests: the app of `gtpo serve` in a thread, with a small model."""
+
+import asyncio
+import contextlib
+import threading
+
+import jax
+import openai
+
+from gtpo_jax.config import Config
+from gtpo_jax.models import init_params, save
+from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.serving.app import App
+from gtpo_jax.serving.serve import Options, listen, make_server, open_service
+
+LOGIT_SCALE = 4  # scales the random weights, so that distributions are peaked
+
+
+def make_folder(folder):
+  """Writes a Hugging Face folder with random weights and this package's tokenizer."""
+  worker = RolloutWorker(Config())
+  params = init_params(worker.model, jax.random.key(0))
+  params = jax.tree.map(lambda x: x * LOGIT_SCALE, params)
+  save(worker.model, params, worker.chat.tokenizer, folder, dtype="float32")
+  return folder
+
+
+class Live:
+  """A server that runs.
+
+  Attributes:
+    url: its address.
+    opened: what it serves.
+  """
+
+  def __init__(self, opened, port):
+    self.opened = opened
+    self.url = f"http://127.0.0.1:{port}"
+    self.model = opened.name
+
+  def client(self, kind=openai.OpenAI, **settings):
+    """A client that does not repeat requests."""
+    settings = {"api_key": "none", "max_retries": 0, "timeout": 120, **settings}
+    return kind(base_url=f"{self.url}/v1", **settings)
+
+
+@contextlib.contextmanager
+def running(folder, token="", **options):
+  """Runs a server."""
+  settings = {"max_prompt_tokens": 64, "max_tokens": 48, "slots": 16, **options}
+  opened = open_service(Options(folder, **settings))
+  listener = listen("127.0.0.1", 0)
+  server = make_server(App(opened.service, opened.generator, token, only_loopback=not token))
+  thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+  thread.start()
+  try:
+    yield Live(opened, listener.getsockname()[1])
+  finally:
+    server.should_exit = True
+    thread.join()
+    opened.generator.close()
+    listener.close()

@@ -1,0 +1,357 @@
+"""The server as the openai client sees it, on a small model with random weights."""
+
+import asyncio
+import functools
+import json
+import time
+
+import httpx2
+import jax
+import numpy as np
+import openai
+import pytest
+from live_server import make_folder, running
+
+from gtpo_jax.models import load
+
+pytestmark = pytest.mark.slow
+
+ASK = [{"role": "user", "content": "12+7:"}]
+FILTERS = [{}, {"top_p": 0.7}, {"extra_body": {"top_k": 3}}, {"extra_body": {"min_p": 0.2}}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  return make_folder(tmp_path_factory.mktemp("serving") / "small")
+
+
+@pytest.fixture(scope="module")
+def live(folder):
+  with running(folder, queue=512) as server:
+    yield server
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+  """(ids) -> the float32 log-probs [t, v] after each of them."""
+  model, params = load(folder, "float32")
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def forward(length, padded):
+    return jax.nn.log_softmax(model.apply({"params": params}, padded), -1)
+
+  def log_probs(ids):
+    padded = np.zeros((1, 128), np.int32)
+    padded[0, : len(ids)] = ids
+    return np.asarray(forward(128, padded))[0, : len(ids)]
+
+  return log_probs
+
+
+def ids_of(answer):
+  return answer.prompt_token_ids + answer.choices[0].token_ids
+
+
+@pytest.mark.parametrize("settings", FILTERS)
+@pytest.mark.parametrize("stop", [None, ["e", "ak"]])
+def test_a_stream_is_the_whole_answer(live, settings, stop):
+  client = live.client()
+  ask = functools.partial(
+    client.chat.completions.create,
+    model=live.model,
+    messages=ASK,
+    max_tokens=30,
+    n=3,
+    seed=5,
+    stop=stop,
+    logprobs=True,
+    **settings,
+  )
+  whole = ask()
+  texts = [""] * 3
+  log_probs = [[], [], []]
+  ends = {}
+  for event in ask(stream=True):
+    for choice in event.choices:
+      texts[choice.index] += choice.delta.content or ""
+      log_probs[choice.index] += choice.logprobs.content if choice.logprobs else []
+      if choice.finish_reason:
+        ends[choice.index] = choice.finish_reason
+  for i, choice in enumerate(whole.choices):
+    assert texts[i] == choice.message.content
+    assert ends[i] == choice.finish_reason
+    assert [x.token for x in log_probs[i]] == [x.token for x in choice.logprobs.content]
+    assert not any(string in texts[i] for string in stop or ())
+  assert len(set(texts)) == 3
+
+
+def test_completions_stream_too(live):
+  ask = functools.partial(
+    live.client().completions.create,
+    model=live.model,
+    prompt=["12+7:", "3+4"],
+    n=2,
+    seed=5,
+    logprobs=2,
+  )
+  whole = ask()
+  texts = [""] * 4
+  offsets = [[], [], [], []]
+  last = None
+  for event in ask(stream=True, stream_options={"include_usage": True}):
+    last = event
+    for choice in event.choices:
+      texts[choice.index] += choice.text
+      offsets[choice.index] += choice.logprobs.text_offset
+  assert texts == [choice.text for choice in whole.choices]
+  assert offsets == [choice.logprobs.text_offset for choice in whole.choices]
+  assert last.usage == whole.usage
+  assert whole.usage.prompt_tokens == 8 and 4 <= whole.usage.completion_tokens <= 4 * 16
+
+
+def test_stop_strings_end_the_text_and_free_the_rest(live):
+  ask = functools.partial(
+    live.client().chat.completions.create,
+    model=live.model,
+    messages=ASK,
+    max_tokens=40,
+    seed=1,
+    extra_body={"return_token_ids": True},
+  )
+  full = ask().choices[0]
+  string = full.message.content[4:6]
+  cut = ask(stop=string).choices[0]
+  assert cut.message.content == full.message.content[: full.message.content.find(string)]
+  assert cut.finish_reason == "stop"
+  assert full.token_ids[: len(cut.token_ids)] == cut.token_ids
+
+
+@pytest.mark.parametrize("settings", FILTERS)
+def test_log_probs_are_those_of_the_model(live, reference, settings):
+  extra = settings.get("extra_body", {}) | {"return_token_ids": True}
+  answer = live.client().chat.completions.create(
+    model=live.model,
+    messages=ASK,
+    max_tokens=30,
+    seed=2,
+    temperature=0.7,
+    logprobs=True,
+    top_logprobs=5,
+    extra_body=extra,
+    top_p=settings.get("top_p"),
+  )
+  prompt = answer.prompt_token_ids
+  tokens = answer.choices[0].token_ids
+  expected = reference(prompt + tokens)[len(prompt) - 1 : -1]
+  content = answer.choices[0].logprobs.content
+  got = [x.logprob for x in content]
+  np.testing.assert_allclose(got, expected[np.arange(len(tokens)), tokens], atol=1e-4)
+  best = -np.sort(-expected, axis=-1)[:, :5]
+  top = [[x.logprob for x in entry.top_logprobs] for entry in content]
+  np.testing.assert_allclose(top, best, atol=1e-4)
+
+
+def test_greedy_takes_the_most_probable_tokens(live, reference):
+  answer = live.client().chat.completions.create(
+    model=live.model,
+    messages=ASK,
+    temperature=0,
+    max_tokens=20,
+    extra_body={"return_token_ids": True},
+  )
+  prompt = answer.prompt_token_ids
+  tokens = answer.choices[0].token_ids
+  expected = reference(prompt + tokens)[len(prompt) - 1 : -1]
+  assert expected.argmax(-1).tolist() == tokens
+
+
+def test_echo_scores_the_prompt(live, reference):
+  ids = [65, 32, 90, 104, 12, 77, 40]
+  answer = live.client().completions.create(
+    model=live.model, prompt=[ids, ids[:4]], echo=True, max_tokens=1, logprobs=1, temperature=0
+  )
+  for prompt, choice in zip([ids, ids[:4]], answer.choices, strict=True):
+    scored = choice.logprobs.token_logprobs
+    assert scored[0] is None and len(scored) == len(prompt) + 1
+    expected = reference(prompt)
+    want = expected[np.arange(len(prompt) - 1), prompt[1:]]
+    np.testing.assert_allclose(scored[1:-1], want, atol=1e-4)
+    best = [max(top.values()) for top in choice.logprobs.top_logprobs[1:]]
+    np.testing.assert_allclose(best, expected.max(-1), atol=1e-4)
+  only = live.client().completions.create(
+    model=live.model, prompt=ids, echo=True, max_tokens=0, logprobs=1
+  )
+  np.testing.assert_allclose(
+    only.choices[0].logprobs.token_logprobs[1:],
+    answer.choices[0].logprobs.token_logprobs[1:-1],
+    atol=1e-6,
+  )
+  assert only.usage.completion_tokens == 0
+
+
+def test_a_seed_gives_the_same_text_alone_and_among_others(live):
+  async def ask(client, seed, **settings):
+    answer = await client.chat.completions.create(
+      model=live.model, messages=ASK, max_tokens=10 + seed % 30, seed=seed, **settings
+    )
+    return answer.choices[0].message.content
+
+  async def run():
+    async with live.client(openai.AsyncOpenAI) as client:
+      settings = [
+        FILTERS[seed % 4] | {"temperature": (0.0, 0.5, 1.0)[seed % 3]} for seed in range(64)
+      ]
+      alone = [await ask(client, seed, **settings[seed]) for seed in range(0, 64, 6)]
+      together = await asyncio.gather(*(ask(client, i, **settings[i]) for i in range(64)))
+      assert alone == together[::6]
+      assert len(set(together)) > 40
+
+  asyncio.run(run())
+
+
+def test_n_and_seed_are_those_of_the_engine(live):
+  """Choice j of a request has the key of completion j in `gtpo sample --seed`."""
+  answer = live.client().chat.completions.create(
+    model=live.model,
+    messages=ASK,
+    n=3,
+    max_tokens=8,
+    seed=11,
+    extra_body={"return_token_ids": True},
+  )
+  worker = live.opened.worker
+  from gtpo_jax.sampling.settings import SamplingParams
+
+  engine = worker.engine
+  prompt = worker.chat.encode_prompt(ASK)
+  assert prompt == answer.prompt_token_ids
+  rollouts = engine.sample(
+    live.opened.generator._params,
+    [prompt],
+    jax.random.key(11),
+    group=3,
+    sampling_params=SamplingParams(),
+  )
+  assert [x.token_ids for x in answer.choices] == rollouts.tokens[0, :, :8].tolist()
+
+
+def idle(live, seconds=20.0):
+  """Waits until nothing runs or waits."""
+  generator = live.opened.generator
+  until = time.monotonic() + seconds
+  while generator.running or generator.waiting:
+    assert time.monotonic() < until, "a slot leaked"
+    time.sleep(0.02)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_frees_its_slots(live, stream):
+  idle(live)
+  generator = live.opened.generator
+  before = generator.counts["generated_tokens"]
+  body = {"model": live.model, "messages": ASK, "n": 120, "max_tokens": 48, "stream": stream}
+  ask = functools.partial(httpx2.stream, "POST", f"{live.url}/v1/chat/completions")
+  with pytest.raises(httpx2.ReadTimeout), ask(json=body, timeout=0.2) as response:
+    for _ in response.iter_bytes():
+      raise httpx2.ReadTimeout("hang up")
+  idle(live)
+  assert generator.counts["generated_tokens"] - before < 120 * 48
+
+
+def test_a_full_queue_answers_429(folder):
+  with running(folder, slots=1, queue=2) as live:
+    with pytest.raises(openai.RateLimitError) as caught:
+      live.client().chat.completions.create(model=live.model, messages=ASK, n=4, max_tokens=2)
+    assert caught.value.response.headers["retry-after"] == "1"
+    assert caught.value.code == "queue_full"
+    answer = live.client().chat.completions.create(
+      model=live.model, messages=ASK, n=3, max_tokens=2
+    )
+    assert len(answer.choices) == 3
+
+
+def test_a_token_is_required_if_there_is_one(folder):
+  with running(folder, token="s3cret") as live:
+    for key in ("wrong", "s3cre", "é"):
+      headers = {"Authorization": f"Bearer {key}".encode()}
+      response = httpx2.get(f"{live.url}/v1/models", headers=headers)
+      assert response.status_code == 401
+    assert httpx2.get(f"{live.url}/v1/models").status_code == 401
+    assert httpx2.get(f"{live.url}/metrics").status_code == 401
+    assert httpx2.get(f"{live.url}/health").status_code == 200
+    assert live.client(api_key="s3cret").models.list().data[0].id == live.model
+
+
+def test_wrong_requests_get_one_line(live):
+  client = live.client()
+  with pytest.raises(openai.NotFoundError, match="there is no model"):
+    client.chat.completions.create(model="gpt", messages=ASK)
+  with pytest.raises(openai.BadRequestError, match="over this server's limit of 64"):
+    client.completions.create(model=live.model, prompt=[5] * 65)
+  with pytest.raises(openai.BadRequestError, match="at most 48 can follow"):
+    client.completions.create(model=live.model, prompt="a", max_tokens=49)
+  with pytest.raises(openai.BadRequestError, match="token id 100000"):
+    client.completions.create(model=live.model, prompt=[100_000])
+  with pytest.raises(openai.BadRequestError, match="is empty"):
+    client.chat.completions.create(model=live.model, messages=[{"role": "user", "content": " "}])
+  with pytest.raises(openai.BadRequestError, match="role"):
+    client.chat.completions.create(model=live.model, messages=[{"role": "king", "content": "a"}])
+  with pytest.raises(openai.BadRequestError, match="tools"):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    client.chat.completions.create(model=live.model, messages=ASK, tools=[tool])
+  for path, status in (("/v1/nothing", 404), ("/", 404), ("/v1/completions", 405)):
+    response = httpx2.get(live.url + path)
+    assert response.status_code == status
+    assert response.json()["error"]["type"] == "invalid_request_error"
+  response = httpx2.post(f"{live.url}/v1/completions", content=b"{")
+  assert response.status_code == 400 and "JSON" in response.json()["error"]["message"]
+  response = httpx2.post(f"{live.url}/v1/completions", json={"prompt": "a"})
+  assert response.json()["error"]["param"] == "model"
+  response = httpx2.get(f"{live.url}/v1/models", headers={"Host": "evil.example"})
+  assert response.status_code == 403
+
+
+def test_metrics_and_models(live):
+  assert live.client().models.retrieve(live.model).id == live.model
+  text = httpx2.get(f"{live.url}/metrics").text
+  values = dict(line.split() for line in text.splitlines() if not line.startswith("#"))
+  assert values["gtpo_slots"] == "16"
+  assert int(values["gtpo_generated_tokens_total"]) > 0
+
+
+TOOL_TEMPLATE = (
+  "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+  "Call as <tool_call>...</tool_call><|im_end|>\n{% endif %}"
+  "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+  "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+  "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
+  "<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_calls_of_tools(folder):
+  """The text of a call is parsed, in whole and in streams; earlier calls are in the prompt."""
+  from gtpo_jax.data.chat import Chat, load_chat
+  from gtpo_jax.serving.conversation import Conversations
+
+  tokenizer = load_chat(folder).tokenizer
+  tokenizer.chat_template = TOOL_TEMPLATE
+  conversations = Conversations(Chat(tokenizer))
+  tool = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
+  text = 'Well.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+  message = conversations.message(text, [tool])
+  (call,) = message["tool_calls"]
+  assert message["content"] == "Well." and call["function"]["name"] == "add"
+  assert json.loads(call["function"]["arguments"]) == {"a": 1}
+  assert conversations.message(text, [])["content"] == text
+  broken = "<tool_call>{"
+  assert conversations.message(broken, [tool])["content"] == broken
+  past = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [call | {"function": {"name": "add", "arguments": {"a": 1}}}],
+  }
+  result = {"role": "tool", "content": "3", "tool_call_id": call["id"]}
+  ids = conversations.encode([*ASK, past, result], [tool])
+  rendered = conversations.chat.tokenizer.decode(ids)
+  assert '"arguments": {"a": 1}' in rendered and rendered.endswith("<|im_start|>assistant\n")

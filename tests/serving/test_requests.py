@@ -1,0 +1,112 @@
+"""What the server reads of a request, and how it refuses the rest."""
+
+import json
+
+import pytest
+
+from gtpo_jax.serving.errors import ApiError
+from gtpo_jax.serving.requests import Fields, read_chat, read_completion
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def fields(**values):
+  return Fields(json.dumps(values).encode())
+
+
+def test_defaults_are_those_of_the_protocol():
+  chat = read_chat(fields(**CHAT))
+  assert chat.messages == CHAT["messages"] and chat.tools == ()
+  assert (chat.sampling.temperature, chat.sampling.top_p, chat.sampling.n) == (1, 1, 1)
+  assert chat.sampling.max_tokens is None and chat.sampling.seed is None
+  completion = read_completion(fields(prompt="Hi"))
+  assert completion.prompts == ["Hi"] and completion.sampling.max_tokens == 16
+
+
+def test_values_are_taken():
+  values = {"max_completion_tokens": 5, "max_tokens": 9, "seed": -1, "stop": "x", "top_k": -1}
+  sampling = read_chat(fields(**CHAT, **values, user="me", logit_bias=None)).sampling
+  assert (sampling.max_tokens, sampling.seed, sampling.stop, sampling.top_k) == (
+    5,
+    2**32 - 1,
+    ("x",),
+    0,
+  )
+  assert read_chat(fields(**CHAT, temperature=1e-9)).sampling.temperature == 0
+  assert read_chat(fields(**CHAT, tools=[TOOL])).tools == (TOOL,)
+  assert read_chat(fields(**CHAT, tools=[TOOL], tool_choice="none")).tools == ()
+  parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+  (message,) = read_chat(fields(messages=[{"role": "user", "content": parts}])).messages
+  assert message["content"] == "ab"
+  assert read_completion(fields(prompt=[1, 2])).prompts == [[1, 2]]
+  assert read_completion(fields(prompt=[[1], "a"])).prompts == [[1], "a"]
+  assert read_completion(fields(prompt="a", echo=True, max_tokens=0)).sampling.max_tokens == 0
+
+
+BAD_CHATS = [
+  ({"messages": []}, "messages"),
+  ({"messages": "Hi"}, "messages"),
+  ({"messages": [3]}, "messages[0]"),
+  ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
+  ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+  ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+  ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+  (CHAT | {"temperature": -1}, "temperature"),
+  (CHAT | {"temperature": "hot"}, "temperature"),
+  (CHAT | {"temperature": True}, "temperature"),
+  (CHAT | {"top_p": 1.5}, "top_p"),
+  (CHAT | {"n": 0}, "n"),
+  (CHAT | {"n": 1.5}, "n"),
+  (CHAT | {"n": 10**30}, "n"),
+  (CHAT | {"seed": "x"}, "seed"),
+  (CHAT | {"max_tokens": 0}, "max_tokens"),
+  (CHAT | {"stop": [""]}, "stop"),
+  (CHAT | {"stop": ["x"] * 17}, "stop"),
+  (CHAT | {"stop": 3}, "stop"),
+  (CHAT | {"stream": "yes"}, "stream"),
+  (CHAT | {"top_logprobs": 3}, "top_logprobs"),
+  (CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+  (CHAT | {"frequency_penalty": 0.5}, "frequency_penalty"),
+  (CHAT | {"logit_bias": {"3": 1}}, "logit_bias"),
+  (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+  (CHAT | {"tools": [{}]}, "tools"),
+  (CHAT | {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+  (CHAT | {"tempratur": 1}, "tempratur"),
+]
+BAD_COMPLETIONS = [
+  ({}, "prompt"),
+  ({"prompt": []}, "prompt"),
+  ({"prompt": [[]]}, "prompt"),
+  ({"prompt": [True]}, "prompt"),
+  ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+  ({"prompt": "a", "best_of": 2}, "best_of"),
+  ({"prompt": "a", "logprobs": 21}, "logprobs"),
+  ({"prompt": "a", "echo": True, "stream": True}, "echo"),
+  ({"prompt": "a", "suffix": "b"}, "suffix"),
+]
+
+
+@pytest.mark.parametrize(
+  ("read", "values", "param"),
+  [(read_chat, *case) for case in BAD_CHATS]
+  + [(read_completion, *case) for case in BAD_COMPLETIONS],
+)
+def test_a_wrong_field_is_named(read, values, param):
+  with pytest.raises(ApiError) as caught:
+    read(fields(**values))
+  error = caught.value
+  assert (error.status, error.param) == (400, param)
+  assert "\n" not in error.message and len(error.message) < 300
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b"\xff", b"[" * 100_000, b"nul"])
+def test_a_body_that_is_no_object(body):
+  with pytest.raises(ApiError, match="body") as caught:
+    Fields(body)
+  assert caught.value.status == 400
+
+
+def test_the_nearest_field_is_named():
+  with pytest.raises(ApiError, match="did you mean 'temperature'"):
+    read_chat(fields(**CHAT, tempratur=1))
