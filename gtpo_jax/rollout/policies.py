@@ -129,10 +129,7 @@ def open_policy(
 
 
 def _policy_of_folder(
-  folder: Path,
-  step: int | None,
-  config: Config,
-  make: Callable[[Config], RolloutWorker],
+  folder: Path, step: int | None, config: Config, make: Callable[[Config], RolloutWorker]
 ) -> PolicySource:
   if step is not None:
     raise UserError(f"{str(folder)!r} is a Hugging Face folder and has no steps; leave --step out")

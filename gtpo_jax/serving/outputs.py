@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gtpo_jax.data.chat import REPLACEMENT, Chat, TextStream
+from gtpo_jax.data.chat import Chat
+from gtpo_jax.data.text_stream import REPLACEMENT
 from gtpo_jax.sampling.stop_strings import StopStrings
 from gtpo_jax.serving.jobs import Part
 
@@ -95,7 +96,7 @@ class LogProbs:
         found.setdefault(texts[other], _finite(value))
       tops.append(found)
     if first is not None:
-      pieces.insert(0, self._chat.single_texts([first])[first])
+      pieces.insert(0, self._chat.texts.single_texts([first])[first])
       log_probs.insert(0, None)
       tops.insert(0, None)
     offsets = []
@@ -111,7 +112,7 @@ class LogProbs:
 
   def _texts(self, part: Part, top: int) -> dict[int, str]:
     others = (token for ids, _ in part.alternatives for token in ids[:top])
-    return self._chat.single_texts({*part.tokens, *others})
+    return self._chat.texts.single_texts({*part.tokens, *others})
 
 
 def joined(first: Part, second: Part) -> Part:
@@ -128,7 +129,7 @@ def new_search(chat: Chat, strings: Sequence[str]) -> StopStrings | None:
   """Returns what finds the stop strings of a request; None if it has none."""
   if not strings:
     return None
-  return StopStrings(strings, lambda: TextStream(chat).add, chat.decode)
+  return StopStrings(strings, lambda: chat.text_stream().add, chat.decode)
 
 
 def _listed(part: Part, i: int, top: int) -> list[tuple[int, float]]:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from gtpo_jax.sampling.dense.tables import DenseSpace
 from gtpo_jax.sampling.filters import RowSampling, filter_rows, sample_rows, sample_token
-from gtpo_jax.sampling.scheduler import Capacity, Scheduler
+from gtpo_jax.sampling.schedule.scheduler import Scheduler
+from gtpo_jax.sampling.schedule.slots import Capacity
 from gtpo_jax.sampling.settings import SamplingParams
 
 WAYS = [
