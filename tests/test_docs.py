@@ -23,6 +23,7 @@ from gtpo_jax.algorithms import OBJECTIVES, RECIPES
 from gtpo_jax.config import Config, flatten, to_dict
 from gtpo_jax.rewards.judge.judge import Judge
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.serving.requests import Fields, read_chat
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -273,9 +274,12 @@ GCLOUD_FLAGS = {
 }
 
 
-def test_the_request_to_the_server_is_json():
-  (request,) = re.findall(r"-d '(\{.*?\})'", (DOCS / "serving.md").read_text(), re.DOTALL)
-  assert json.loads(request)["messages"][0]["role"] == "user"
+def test_the_requests_to_servers_are_json():
+  text = (DOCS / "serving.md").read_text()
+  own, vllm = map(json.loads, re.findall(r"-d '(\{.*?\})'", text, re.DOTALL))
+  assert vllm["messages"][0]["role"] == "user"
+  del own["model"]
+  assert read_chat(Fields(json.dumps(own).encode())).messages == own["messages"]
 
 
 def test_every_algorithm_and_objective_has_a_line():
