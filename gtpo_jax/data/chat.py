@@ -37,6 +37,7 @@ FILES = (
   "chat_template.jinja",
   "tokenizer.model",
 )
+MAX_TEMPLATES = 1024  # the roles and tools of conversations whose control tokens are kept
 
 
 class Chat:
@@ -122,6 +123,8 @@ class Chat:
     """Returns the control tokens of the template around messages, in order."""
     key = (tuple(message["role"] for message in messages), str(tools))
     if key not in self._template_controls:
+      if len(self._template_controls) >= MAX_TEMPLATES:
+        self._template_controls.clear()
       harmless = [{**message, "content": "x"} for message in messages]
       ids = self.encode(self.template.render(harmless, tools))
       self._template_controls[key] = self.controls(ids)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import jax
 import uvicorn
 
-from gtpo_jax.models.hf.folder import find
 from gtpo_jax.rollout.policies import find_policy, serving_config
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
@@ -78,7 +77,7 @@ def open_service(options: Options) -> Opened:
     options.slots,
   )
   worker, _, read = find_policy(options.model, options.step, config, stop=(), serves=True)
-  name = options.name or find(str(options.model)).resolve().name
+  name = options.name or model_name(str(options.model))
   worker.chat.tokenizer.name_or_path = name  # messages contain it
   params, _ = read()
   policy = worker.policy(params)
@@ -86,6 +85,13 @@ def open_service(options: Options) -> Opened:
   del params
   generator = Generator(policy.engine, policy.params, options.queue)
   return Opened(name, worker, generator, Service(name, worker.chat, policy.engine, generator))
+
+
+def model_name(model: str) -> str:
+  """Returns the name of a folder here or in an object store; a hub id is its own name."""
+  if Path(model).exists():
+    return Path(model).resolve().name
+  return model.rstrip("/").rpartition("/")[2] if "://" in model else model
 
 
 def serve(options: Options, say: Callable[[str], None]) -> None:

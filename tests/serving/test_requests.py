@@ -107,6 +107,14 @@ def test_a_body_that_is_no_object(body):
   assert caught.value.status == 400
 
 
+def test_errors_can_be_sent():
+  """A name may contain half of a surrogate pair."""
+  with pytest.raises(ApiError) as caught:
+    read_chat(Fields(json.dumps(CHAT | {"\ud800": 1}).encode()))
+  assert caught.value.body()["error"]["param"] == "?"
+  json.dumps(caught.value.body(), ensure_ascii=False).encode()
+
+
 def test_the_nearest_field_is_named():
   with pytest.raises(ApiError, match="did you mean 'temperature'"):
     read_chat(fields(**CHAT, tempratur=1))
