@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from gtpo_jax.environments.turns import Episode, Stop, ToolCall, Turn
 from gtpo_jax.logs.journal import Journal
 from gtpo_jax.logs.log_files import read_jsonl
 
@@ -150,3 +151,16 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
   assert [step for tag, step in shown if tag == "loss"] == [1, 2, 3, 4]
   for name in ("metrics.jsonl", "samples.jsonl"):
     assert steps_of(tmp_path / name) == [1, 2, 3, 4]
+
+
+def test_a_sample_has_the_turns_of_its_episode(tmp_path):
+  turns = (Turn("", calls=(ToolCall("add", {"x": "1+2"}),)), Turn("3", index=1))
+  info = {"near": 0.5}
+  episode = Episode(turns, Stop.ANSWERED, 1.5, (0.5, 1.0), True, True, 9, 0.1, info)
+  journal = Journal(tmp_path, 0, tensorboard=False)
+  journal.write_sample(1, "1+2:", "3", True, episode)
+  journal.close()
+  (row,) = read_jsonl(tmp_path / "samples.jsonl")
+  assert [turn["text"] for turn in row["turns"]] == ["", "3"]
+  assert row["turns"][0]["calls"] == [{"name": "add", "arguments": {"x": "1+2"}, "id": ""}]
+  assert (row["stop"], row["rewards"], row["info"]) == ("answered", [0.5, 1.0], {"near": 0.5})
