@@ -99,6 +99,22 @@ def test_without_a_clone_or_an_address_the_first_cell_says_so(tmp_path, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_a_notebook_runs(file, tmp_path, monkeypatch):
+  """Without the pretrained model, whose training is tested in test_real_model.py."""
+  monkeypatch.delenv("GTPO_SMOLLM2", raising=False)
+  text = run_notebook(file, tmp_path, monkeypatch)
+  if file.stem == "quickstart":
+    assert "neither a GPU nor a TPU here: skipped" in text
+
+
+@pytest.mark.manual
+def test_the_notebook_of_the_pretrained_model_runs_with_it(tmp_path, monkeypatch):
+  if not os.environ.get("GTPO_SMOLLM2"):
+    pytest.skip("GTPO_SMOLLM2 does not name a folder; tests/build_smollm2.py builds one")
+  run_notebook(ROOT / "notebooks" / "real_model.ipynb", tmp_path, monkeypatch)
+
+
+def run_notebook(file, tmp_path, monkeypatch):
+  """Runs the small version of a notebook, checks its outputs, and returns its text."""
   nbclient = pytest.importorskip("nbclient")
   nbformat = pytest.importorskip("nbformat")
   pytest.importorskip("ipykernel")
@@ -124,5 +140,4 @@ def test_a_notebook_runs(file, tmp_path, monkeypatch):
   text = "".join(output.get("text", "") for output in outputs)
   values = [output.get("data", {}).get("text/plain") for output in outputs]
   assert "held-out pass@1" in text + str(values)
-  if file.stem == "quickstart":
-    assert "neither a GPU nor a TPU here: skipped" in text
+  return text

@@ -196,17 +196,15 @@ def test_two_processes_become_one_run(launcher):
 
 
 @pytest.mark.slow
-def test_two_processes_evaluate_and_export_together(tmp_path):
+def test_two_processes_evaluate_and_export_together(finished_run, tmp_path):
   """Training in two processes is tested in test_two_processes.py."""
-  workdir = tmp_path / "run"
-  results = run(["train", f"--workdir={workdir}", *TINY], [{}])
-  assert results[0][0] == 0, results
-  assert "1 x cpu in 1 process(es)" in results[0][1]
+  workdir, printed = finished_run
+  assert "1 x cpu in 1 process(es)" in printed
   hosts = slurm(2, free_port())
   file = tmp_path / "eval.json"
   results = run(["eval", f"--model={workdir}", "--k=1", f"--json={file}"], hosts)
   assert [code for code, _, _ in results] == [0, 0], results
-  assert json.loads(file.read_text())["step"] == 1
+  assert json.loads(file.read_text())["step"] == 2
   assert "mean@1" in results[0][1] and "mean@1" not in results[1][1], results
   out = tmp_path / "model"
   results = run(["export", f"--workdir={workdir}", f"--out={out}"], hosts)
