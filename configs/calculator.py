@@ -2,7 +2,8 @@
 
     gtpo train --config=configs/calculator.py --workdir=runs/calculator
 
-The base model imitates a teacher who seldom calls the tool, and forgets to carry without it.
+The base model imitates a teacher who seldom calls the tool, and forgets to carry without it. What
+a run reaches has not been measured yet.
 """
 
 from gtpo_jax.config import default_config

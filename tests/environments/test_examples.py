@@ -32,7 +32,7 @@ def test_a_player_who_halves_finds_31_of_32_numbers_in_four_guesses_on_average()
   assert np.mean(found) == pytest.approx(np.dot([1, 2, 4, 8, 16], [1, 2, 3, 4, 5]) / 31)
 
 
-def test_the_teacher_who_forgets_finds_fewer_and_so_does_one_who_slips_more():
+def test_the_teacher_finds_fewer_and_so_does_one_who_slips_more():
   task = make_task("guess")
   rng = np.random.default_rng(0)
 

@@ -14,7 +14,7 @@ from gtpo_jax.data.records import Problem, user
 from gtpo_jax.data.tasks.task import split
 
 # Probabilities of the teachers' errors, at `slips` = 1.
-GUESS_SLIP = 0.4  # forgets what was answered, and guesses any number
+GUESS_SLIP = 0.5  # guesses the smallest or the largest number that is still possible
 NO_CALL_SLIP = 0.8  # adds without the tool
 FORGOTTEN_CARRY_SLIP = 0.9  # does not carry
 
@@ -27,7 +27,8 @@ ADDEND_DIGITS = 2
 class GuessNumber:
   """A number from 0 to 31, to be found in the environment `environments.examples.guess:Guess`.
 
-  The teacher guesses the middle one of the numbers that are still possible, or just any number.
+  The teacher guesses the middle one of the numbers that are still possible, or one of the ends,
+  which rules out only that number.
   """
 
   name = "guess"
@@ -51,11 +52,11 @@ class GuessNumber:
     low, high = 0, LARGEST_GUESS
     for guess, answer in turns:
       if "higher" in answer:
-        low = max(low, int(guess) + 1)
+        low = int(guess) + 1
       else:
-        high = min(high, int(guess) - 1)
+        high = int(guess) - 1
     if rng.random() < slips * GUESS_SLIP:
-      return str(rng.integers(LARGEST_GUESS + 1))
+      return str(rng.choice([low, high]))
     return str((low + high + 1) // 2)
 
 
