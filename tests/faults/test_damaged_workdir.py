@@ -164,7 +164,8 @@ def test_damage_that_can_be_repaired(case, complete, run):
   assert logs(run) == logs(complete)
   for message in messages:
     assert message in "\n".join(said)
-  assert len(make_report([run])) > 10_000
+  if case == "a folder of evaluations":  # it leaves a folder behind; the other logs are as before
+    assert len(make_report([run])) > 10_000
 
 
 LOST = {
