@@ -158,22 +158,3 @@ def test_two_processes_carry_tokens_over_together(tmp_path):
   codes, printed = start_two(tmp_path / "run", "-", 0, settings)
   assert codes == [0, 0], printed
   assert read_result(tmp_path / "run") == expected
-
-
-@pytest.mark.manual
-@pytest.mark.parametrize("divergence", ["sampled", "reverse_kl"])
-def test_two_processes_with_a_teacher_equal_one(divergence, undisturbed, tmp_path):
-  """The teacher is the undisturbed run; one process has two devices."""
-  teacher = {"teacher.path": undisturbed[0], "distill.divergence": divergence}
-  settings = {**SETTINGS, "steps": 2, "eval.every": 0, "algorithm.name": "opd", **teacher}
-  codes, printed = start_two(tmp_path / "two", "-", 0, settings)
-  assert codes == [0, 0], printed
-  done = start(tmp_path / "one", "-", settings, JAX_NUM_CPU_DEVICES="2")
-  assert done.returncode == 0, done.stderr
-  (ours, samples, *_), (theirs, same_samples, *_) = (
-    read_result(tmp_path / name) for name in ("two", "one")
-  )
-  assert samples == same_samples
-  for row, expected in zip(ours, theirs, strict=True):
-    assert row == pytest.approx(expected, rel=1e-4, abs=1e-5)
-  assert abs(ours[1]["distill/divergence"]) > 1e-4 and ours[1]["grad_norm"] > 0

@@ -30,6 +30,8 @@ ARCHITECTURE = {
   "max_position_embeddings": 32768,
 }
 RUN = {
+  "mesh.fsdp": 1,
+  "mesh.tensor": 1,
   "model.compute_dtype": "bfloat16",
   "batch.prompts": 8,
   "batch.group": 4,
@@ -37,39 +39,23 @@ RUN = {
   "sampling.max_tokens": 2048,
   "sampling.cache_fraction": 0.001,  # as few pages as one prompt and one completion need
 }
-ONE = {"mesh.fsdp": 1, "mesh.tensor": 1}
-POINTS = {
-  "one chip": ("v5e:1x1", {}, ONE),
-  "many slots, large vocabulary": (
-    "v5e:1x1",
-    {"vocab_size": 131072, "num_hidden_layers": 2},
-    {**ONE, "batch.prompts": 64, "batch.micro_batches": 16, "sampling.slots": 256},
-  ),
-  "fsdp 2 x tensor 2": ("v5e:2x2", {}, {}),
-  "adapters, keys in int8": (
-    "v5e:2x2",
-    {"num_hidden_layers": 8},
-    {"mesh.context": 2, "mesh.tensor": 1, "model.lora_rank": 8, "sampling.kv_dtype": "int8"},
-  ),
-}
 
 
-@pytest.fixture(params=POINTS)
-def point(request, tmp_path):
-  """Returns the programs of a run, and the search for it with its mesh."""
-  topology, architecture, changes = POINTS[request.param]
-  (tmp_path / "config.json").write_text(json.dumps({**ARCHITECTURE, **architecture}))
-  config = small_config(**{**RUN, "model.path": str(tmp_path), **changes})
-  devices, chip = topology_devices(topology)
+@pytest.fixture
+def one_chip(tmp_path):
+  """Returns the programs of a run on one chip, the search for it, and the run's levers."""
+  (tmp_path / "config.json").write_text(json.dumps(ARCHITECTURE))
+  config = small_config(**RUN, **{"model.path": str(tmp_path)})
+  devices, chip = topology_devices("v5e:1x1")
   run = RunPrograms(config, build_model(config, devices))
-  search = Search(config, len(devices), chip, [0] * len(devices))
-  return run, search, Base(dict(run.model.mesh.shape), config.optimizer.offload, "")
+  levers = Base(dict(run.model.mesh.shape), config.optimizer.offload, "")
+  return run, Search(config, 1, chip, [0]), levers
 
 
 @without_compile_cache()
-def test_temporaries_of_sampling_are_bounded(point):
+def test_temporaries_of_sampling_are_bounded(one_chip):
   """The pool leaves room for what a program has beside its arguments; at most 4 times too much."""
-  run, search, base = point
+  run, search, base = one_chip
   programs = run.engine.programs
   params = run._decode_params
   state = bytes_per_device((run.state.params, run.state.opt_state))
@@ -90,8 +76,8 @@ def test_temporaries_of_sampling_are_bounded(point):
 
 
 @without_compile_cache()
-def test_the_update_needs_about_what_the_search_takes_it_to(point):
-  run, search, base = point
+def test_the_update_needs_about_what_the_search_takes_it_to(one_chip):
+  run, search, base = one_chip
   micro_batches = search.config.batch.micro_batches
   estimate = search.update_bytes(base, micro_batches)
   program = run.compile_update()
