@@ -93,9 +93,9 @@ def ask_inspect(job: Job) -> Job:
   )
   with tempfile.TemporaryDirectory() as folder:
     (log,) = evaluate(task, model=f"openai-api/gtpo/{job['model']}", log_dir=folder, display="none")
-  if log.status != "success":
-    raise RuntimeError(str(log.error))
-  return {"texts": [sample.output.completion for sample in log.samples]}
+    if log.status != "success":
+      raise RuntimeError(str(log.error))
+    return {"texts": [sample.output.completion for sample in log.samples]}
 
 
 GENERATION = """\

@@ -296,9 +296,11 @@ def test_wrong_requests_get_one_line(live):
     client.chat.completions.create(model=live.model, messages=[{"role": "user", "content": " "}])
   with pytest.raises(openai.BadRequestError, match="role"):
     client.chat.completions.create(model=live.model, messages=[{"role": "king", "content": "a"}])
-  with pytest.raises(openai.BadRequestError, match="tools"):
+  with pytest.raises(openai.BadRequestError, match="cannot be forced"):
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
-    client.chat.completions.create(model=live.model, messages=ASK, tools=[tool])
+    client.chat.completions.create(
+      model=live.model, messages=ASK, tools=[tool], tool_choice="required"
+    )
   for path, status in (("/v1/nothing", 404), ("/", 404), ("/v1/completions", 405)):
     response = httpx2.get(live.url + path)
     assert response.status_code == status
