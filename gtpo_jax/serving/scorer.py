@@ -17,7 +17,7 @@ from gtpo_jax.sampling.filters import Alternatives, alternatives
 from gtpo_jax.sampling.host_arrays import pad_prompts
 from gtpo_jax.serving.jobs import Part, ScoreJob
 
-ROWS = 4  # texts that are scored together
+ROWS = 4  # texts that are scored together on a device, unless there is one
 POSITIONS = 64  # of which logits exist at once
 
 
@@ -31,7 +31,8 @@ class Scorer:
   def __init__(self, engine: Engine, params: DecodeParams):
     model = engine.model
     longest = min(engine.max_prompt_tokens + engine.max_tokens, model.config.max_length)
-    self.rows = ROWS * batch_shards(model.mesh)
+    self._shards = batch_shards(model.mesh)
+    self.rows = ROWS * self._shards
     self._params = params
     self._pad = engine.pad
     self._widths = [-(-x // POSITIONS) * POSITIONS for x in array_lengths(longest)[::-2][::-1]]
@@ -39,7 +40,8 @@ class Scorer:
 
   def run(self, jobs: Sequence[ScoreJob]) -> None:
     """Scores at most `rows` texts, and delivers the results."""
-    ids = [job.tokens for job in jobs] + [[self._pad]] * (self.rows - len(jobs))
+    rows = self._shards if len(jobs) <= self._shards else self.rows
+    ids = [job.tokens for job in jobs] + [[self._pad]] * (rows - len(jobs))
     width = next(x for x in self._widths if x >= max(map(len, ids)))
     log_probs, others = jax.device_get(
       self._score(self._params, pad_prompts(ids, width, self._pad))
