@@ -29,6 +29,8 @@ GYM_ANSWERS = ("auto", "tag", "boxed")
 AUTO_PARSER = "auto"
 PYTHON_TOOL = "python"  # the name of the built-in tool
 TIMEOUT = number(lambda x: 0 < x <= 86_400, "above 0 and at most 86400 (a day)")
+UNIFORM = "uniform"
+DIFFICULTIES = (UNIFORM, "explore", "low", "high")
 NO_JUDGE = JudgeSettings()
 IMITATION_OPTIMIZER = OptimizerConfig(
   learning_rate=1.5e-3, schedule="cosine", warmup_steps=50, b2=0.99
@@ -56,6 +58,9 @@ class DataSection:
       a problem; 0 for the task's default.
     largest: difficulty of a task: the largest addend, number or digit; 0 for the task's default.
     filler: mean number of letters before a decision of forks; they decide nothing.
+    difficulty: how problems are drawn: "uniform", in shuffled epochs; "explore", more often those
+      whose groups are likely to have right and wrong completions, by their success rates so far;
+      "low" or "high", of these more often those with low or high rates.
     max_prompt_tokens: the longest prompt; shorter ones are padded to it.
   """
 
@@ -69,6 +74,7 @@ class DataSection:
   terms: int = setting(0, bound=at_least(0))
   largest: int = setting(0, bound=at_least(0))
   filler: int = setting(FILLER, bound=at_least(0))
+  difficulty: str = setting(UNIFORM, bound=one_of(DIFFICULTIES))
   max_prompt_tokens: int = setting(32, bound=at_least(1))
 
   @property

@@ -39,6 +39,14 @@ PANELS = (
   Panel(
     "Accuracy in training", "share correct", {"reward/accuracy": ""}, percent=True, section="Reward"
   ),
+  # Logged only with `data.difficulty`.
+  Panel(
+    "Problems by difficulty",
+    "share of the problems tried",
+    {f"difficulty/{name}": name for name in ("solved", "mixed", "hopeless")},
+    percent=True,
+    section="Reward",
+  ),
   Panel(
     "Advantage in O+ and O−",
     "trained tokens",

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gtpo_jax.config import Config
-from gtpo_jax.data.pipeline import Batches
 from gtpo_jax.data.records import Problems
 from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.params import Params
+from gtpo_jax.rollout.drawing import make_drawing
 from gtpo_jax.rollout.episodes.turns import EpisodeTurns, SingleTurns, Turns
 from gtpo_jax.rollout.experience import Experience, Placement
 from gtpo_jax.rollout.frozen import FrozenPolicies
@@ -36,9 +36,9 @@ from gtpo_jax.sampling.spans import Span
 class Collector:
   """Collects the batch of each step from a pool of groups.
 
-  Group k of a run is row k % n of generation batch k // n, with n = `batch.prompts`. It has that
-  row's problem and is sampled with the PRNG key of that batch. For given parameters, completions
-  therefore depend only on the seed and on k.
+  Group k of a run is row k % n of generation batch k // n, with n = `batch.prompts`. It has the
+  problem that is drawn for it and is sampled with the PRNG key of that batch. For given parameters
+  and problems, completions therefore depend only on the seed and on k.
 
   A step samples one generation batch and trains on it: the pool has n groups and is emptied. With
   dynamic sampling and `sampling.staleness`, groups stay in the pool for the next step: those that
@@ -68,7 +68,7 @@ class Collector:
     self._frozen = frozen
     self._settings = config.resolved_algorithm.settings
     self._n = config.batch.prompts
-    self._batches = Batches(problems, self._n, config.seed)
+    self._drawing = make_drawing(config, problems)
     self._staleness = config.sampling.staleness
     self._begun = steps * self._n  # groups
     self._kept: list[Group] = []
@@ -76,7 +76,7 @@ class Collector:
     self._turns: Turns = (
       EpisodeTurns(worker, size, config.seed) if worker.runner else SingleTurns(worker)
     )
-    self._before = (self._begun, self._kept)
+    self._before = (self._begun, self._kept, self._drawing.state)
     self.placement = Placement(config, worker, frozen.scorers)
 
   @phase("sampling")
@@ -98,7 +98,7 @@ class Collector:
     Raises:
       Stopped: `stopping` returned True; the next call samples the same batch.
     """
-    self._before = (self._begun, self._kept)
+    self._before = (self._begun, self._kept, self._drawing.state)
     try:
       experience = self._collect(params, version, say, stopping)
       if stopping():
@@ -110,7 +110,7 @@ class Collector:
 
   def discard(self) -> None:
     """Forgets the latest batch: the next call of `collect` samples it again."""
-    self._begun, self._kept = self._before
+    self._begun, self._kept, self._drawing.state = self._before
     self._turns.reset()
 
   def _collect(
@@ -164,11 +164,9 @@ class Collector:
     worker = self._worker
     config = self._config
     new = self._n if not self._staleness else config.pool_size - len(self._kept)
-    groups = list(self._kept)
-    for number in range(self._begun, self._begun + new):
-      batch, row = divmod(number, self._n)
-      groups.append(Group((batch, row), self._batches[batch][row], None, None, [], version))
-    groups = self._turns.open(groups, version, stopping)
+    drawn = self._drawing.draw(self._begun, new, self._kept)
+    begun = [Group(index, problem, None, None, [], version) for index, problem in drawn]
+    groups = self._turns.open([*self._kept, *begun], version, stopping)
     unscored = [group for group in groups if group.rewards is None]
     problems = [group.problem for group in unscored]
     buffer = policy.engine.buffer(
@@ -193,6 +191,7 @@ class Collector:
     pool.groups = self._turns.finish(pool.groups)
     self._begun += len(pool.groups) - len(self._kept)
     self._kept = pool.left
+    self._drawing.observe(pool.completed, self._kept)
     return pool
 
   def _score(self, pool: GroupPool, stopping: Callable[[], bool]) -> None:
@@ -238,6 +237,7 @@ class Collector:
       n groups, and metrics.
     """
     metrics = combine_metrics([x for pool in rounds for x in pool.metrics])
+    metrics |= self._drawing.metrics()
     dynamic = self._settings.dynamic_sampling
     if not (dynamic or self._staleness):
       self._kept = []
@@ -279,11 +279,12 @@ class Collector:
   def leftovers(self) -> dict[str, np.ndarray] | None:
     """Returns the groups kept for the next step, as arrays of fixed shapes for a checkpoint.
 
-    None if no groups are ever kept.
+    The success rates of problems are among them, with `data.difficulty`. None if there is nothing
+    to keep.
     """
-    if not self._settings.dynamic_sampling and not self._staleness:
-      return None
-    return save_groups(self._config, self._kept, self._begun)
+    keeps = self._settings.dynamic_sampling or self._staleness
+    arrays = save_groups(self._config, self._kept, self._begun) if keeps else {}
+    return arrays | self._drawing.save(self._kept) or None
 
   def restore(self, leftovers: dict[str, np.ndarray]) -> None:
     """Restores what `leftovers` returned.
@@ -291,10 +292,11 @@ class Collector:
     Raises:
       UserError: it was saved under a config with other shapes.
     """
-    problem_at = lambda index: self._batches[index[0]][index[1]]
-    decode = self._worker.decode
-    self._kept = restore_groups(self._config, leftovers, problem_at, decode)
-    self._begun = int(leftovers["begun"])
+    problem_at = self._drawing.restore(leftovers)
+    if "begun" in leftovers:
+      decode = self._worker.decode
+      self._kept = restore_groups(self._config, leftovers, problem_at, decode)
+      self._begun = int(leftovers["begun"])
 
 
 def _keys(

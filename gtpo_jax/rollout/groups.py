@@ -200,7 +200,7 @@ def leftovers_like(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
   `count` rows of it are used.
   """
   like = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype)
-  rows = _kept_rows(config)
+  rows = kept_rows(config)
   return {
     "begun": like(np.int32),
     "count": like(np.int32),
@@ -287,13 +287,13 @@ def policy_completions(rollouts: Rollouts, own: int) -> Rollouts:
   return first.replace(prompts=rollouts.prompts)
 
 
-def _kept_rows(config: Config) -> int:
+def kept_rows(config: Config) -> int:
   """Returns the most groups that are kept for later steps."""
   return config.batch.prompts * max(config.sampling.staleness, 1)
 
 
 def _saved_like(config: Config) -> tuple[Rollouts, Rewards]:
-  rows = _kept_rows(config)
+  rows = kept_rows(config)
   rollouts, rewards = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch_like(config)
   )

