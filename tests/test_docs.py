@@ -364,9 +364,10 @@ def test_the_commands_of_the_quickstart_run(tmp_path):
 
 @pytest.mark.slow
 def test_the_commands_of_an_own_task_run(tmp_path, monkeypatch):
-  """Runs all commands at a small size, first the second part of the page.
+  """Runs the commands at a small size, first the second part of the page.
 
-  The model that this part exports replaces the one from the hub in the first part.
+  The model that this part exports replaces the one from the hub in the first part. Commands of the
+  first part that only read its workdir run once, on that of the second.
   """
   page = DOCS / "own_task.md"
   folder = folder_with_configs(tmp_path)
@@ -386,6 +387,8 @@ def test_the_commands_of_an_own_task_run(tmp_path, monkeypatch):
   ours.sort(key=lambda arguments: "sort" not in " ".join(arguments))  # a stable sort
   done = []
   for arguments in ours:
+    if arguments[0] in done and arguments[0] != "train":
+      continue
     arguments = [argument.replace(hub, "hf/sort") for argument in arguments]
     fields = [*SMALL, "sampling.max_tokens=16"] if arguments[0] in ("train", "eval") else []
     if "warm_start" in " ".join(arguments):
@@ -394,17 +397,7 @@ def test_the_commands_of_an_own_task_run(tmp_path, monkeypatch):
       fields.append("reward.verifier=my_rewards:verify")
     run_gtpo(arguments, fields, folder)
     done.append(arguments[0])
-  assert done == [
-    "train",
-    "report",
-    "export",
-    "sample",
-    "eval",
-    "train",
-    "report",
-    "export",
-    "sample",
-  ]
+  assert done == ["train", "report", "export", "sample", "eval", "train"]
   assert json.loads((folder / "base.jsonl").read_text().splitlines()[0])["answer"] in ("205", "428")
 
 

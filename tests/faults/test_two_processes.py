@@ -45,43 +45,53 @@ def undisturbed(tmp_path_factory):
   return workdir, read_result(workdir)
 
 
-@pytest.mark.parametrize(
-  "kills",
-  [pytest.param([KILLS[7]], marks=pytest.mark.slow), pytest.param(KILLS, marks=pytest.mark.manual)],
-  ids=["one", "all"],
-)
-def test_one_of_two_processes_is_killed(kills, undisturbed, tmp_path):
-  """The other process exits soon with one message. Together they resume exactly."""
-  for event, victim in kills:
-    codes, printed = start_two(tmp_path / "run", event, victim, SETTINGS)
-    assert codes[victim] == -9 and codes[1 - victim] not in (0, 2), (event, codes, printed)
-    assert "damaged" not in printed[0]
-    ours = [line for line in printed[1 - victim].splitlines() if line.startswith("gtpo: ")]
-    if codes[1 - victim] == 1:  # otherwise JAX's coordinator ended it, with its own message
-      assert len(ours) == 1, (event, printed)
-      assert f"process {1 - victim} of 2: another process exited or is unreachable" in ours[0]
-      assert "Traceback" not in printed[1 - victim], (event, printed)
-  codes, printed = start_two(tmp_path / "run", "-", 0, SETTINGS)
-  assert codes == [0, 0] and "damaged" not in printed[0], printed
-  assert read_result(tmp_path / "run") == undisturbed[1]
+def kill_one(run, event, victim):
+  """Kills one of two processes; the other exits soon with one message."""
+  codes, printed = start_two(run, event, victim, SETTINGS)
+  assert codes[victim] == -9 and codes[1 - victim] not in (0, 2), (event, codes, printed)
+  assert "damaged" not in printed[0]
+  ours = [line for line in printed[1 - victim].splitlines() if line.startswith("gtpo: ")]
+  if codes[1 - victim] == 1:  # otherwise JAX's coordinator ended it, with its own message
+    assert len(ours) == 1, (event, printed)
+    assert f"process {1 - victim} of 2: another process exited or is unreachable" in ours[0]
+    assert "Traceback" not in printed[1 - victim], (event, printed)
 
 
-@pytest.mark.parametrize(
-  "stops",
-  [pytest.param([STOPS[1]], marks=pytest.mark.slow), pytest.param(STOPS, marks=pytest.mark.manual)],
-  ids=["one", "all"],
-)
-def test_two_processes_stop_together(stops, undisturbed, tmp_path):
-  """One run is asked to stop in each phase in turn; the state of its last step is always saved."""
-  run = tmp_path / "run"
-  for event, victim, step in stops:
-    codes, printed = start_two(run, event, victim, SETTINGS)
-    assert codes[victim] == 143 and codes[1 - victim] in (130, 143), (event, codes, printed)
-    assert f"stopped at step {step} of {STEPS}; saved" in printed[0], (event, printed)
-    assert max(int(entry.name) for entry in (run / "checkpoints").iterdir()) == step
-    assert "Traceback" not in "".join(printed), (event, printed)
+def stop_together(run, event, victim, step):
+  """Asks one of two processes to stop; both do, and the state of the last step is saved."""
+  codes, printed = start_two(run, event, victim, SETTINGS)
+  assert codes[victim] == 143 and codes[1 - victim] in (130, 143), (event, codes, printed)
+  assert f"stopped at step {step} of {STEPS}; saved" in printed[0], (event, printed)
+  assert max(int(entry.name) for entry in (run / "checkpoints").iterdir()) == step
+  assert "Traceback" not in "".join(printed), (event, printed)
+
+
+def resumes_exactly(run, undisturbed):
   codes, printed = start_two(run, "-", 0, SETTINGS)
-  assert codes == [0, 0] and read_result(run) == undisturbed[1], printed
+  assert codes == [0, 0] and "damaged" not in printed[0], printed
+  assert read_result(run) == undisturbed[1]
+
+
+@pytest.mark.slow
+def test_two_processes_are_stopped_and_one_is_killed(undisturbed, tmp_path):
+  """Together they resume exactly. The other points are those of the tests below."""
+  stop_together(tmp_path / "run", *STOPS[1])
+  kill_one(tmp_path / "run", *KILLS[7])
+  resumes_exactly(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.manual
+def test_one_of_two_processes_is_killed_at_every_point(undisturbed, tmp_path):
+  for event, victim in KILLS:
+    kill_one(tmp_path / "run", event, victim)
+  resumes_exactly(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.manual
+def test_two_processes_stop_together_in_every_phase(undisturbed, tmp_path):
+  for event, victim, step in STOPS:
+    stop_together(tmp_path / "run", event, victim, step)
+  resumes_exactly(tmp_path / "run", undisturbed)
 
 
 @pytest.mark.slow
