@@ -1,0 +1,148 @@
+"""Completions that come at any time, with arrays and with pages, on one device and on eight."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+from meshes import mesh_of
+
+from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models.params import abstract_params
+from gtpo_jax.runtime.mesh import single_device_mesh
+from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.settings import Demand, EngineConfig
+from gtpo_jax.serving.generator import Full, Generator
+from gtpo_jax.serving.jobs import Completion, ScoreJob
+
+pytestmark = pytest.mark.slow
+
+CONFIG = ModelConfig(vocab_size=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64)
+LOGIT_SCALE = 4
+STOP = (7, 11)
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(12, 48, 1 + i * 5 % 23).tolist() for i in range(40)]
+WAYS = [(1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.2, 0, 0.8, 0.05)]
+
+
+def make_engine(attention="", mesh=None, slots=16):
+  """The same weights on any mesh."""
+  one = single_device_mesh()
+  model = Transformer(CONFIG, mesh or one)
+  params = init_params(Transformer(CONFIG, one), jax.random.key(0))
+  place = lambda x, like: jax.device_put(x * LOGIT_SCALE, like.sharding)
+  params = jax.tree.map(place, params, abstract_params(model))
+  config = EngineConfig(slots=slots, chunk=4, attention=attention, page_size=16)
+  engine = Engine(model, STOP, 3, 24, 40, engine_config=config, demand=Demand(serves=True))
+  return engine, engine.layout(params)
+
+
+class Ask:
+  """A completion, and what it has received."""
+
+  def __init__(self, i):
+    self.parts = []
+    self.done = threading.Event()
+    self.began = threading.Event()
+    key = np.asarray([0, i], np.uint32)
+    limit = 1 + i * 7 % 40
+    self.completion = Completion(
+      PROMPTS[i], key, limit, WAYS[i % 4], i % 5 == 0, None, self.receive
+    )
+
+  def receive(self, part):
+    self.parts.append(part)
+    self.began.set()
+    if part.finish:
+      self.done.set()
+
+  @property
+  def tokens(self):
+    return [token for part in self.parts for token in part.tokens]
+
+
+def generate(engine, params, together):
+  """Generates all completions, alone or as they come; returns tokens and log-probs of each."""
+  generator = Generator(engine, params, max_waiting=100)
+  asks = [Ask(i) for i in range(len(PROMPTS))]
+  try:
+    for i, ask in enumerate(asks):
+      generator.submit([ask.completion])
+      if not together:
+        assert ask.done.wait(120)
+      elif i % 6 == 5:  # the next ones join while these run
+        assert asks[i - 5].began.wait(120)
+    assert all(ask.done.wait(120) for ask in asks)
+  finally:
+    generator.close()
+  return asks
+
+
+@pytest.fixture(scope="module")
+def alone():
+  return generate(*make_engine(), together=False)
+
+
+def assert_same(asks, expected):
+  for ask, other in zip(asks, expected, strict=True):
+    assert ask.tokens == other.tokens
+    log_probs, others = ([x for part in y.parts for x in part.log_probs] for y in (ask, other))
+    np.testing.assert_allclose(log_probs, others, atol=1e-4)
+    assert ask.parts[-1].finish == other.parts[-1].finish
+    assert len(ask.tokens) <= ask.completion.limit
+
+
+@pytest.mark.parametrize("slots", [3, 16])
+def test_company_does_not_matter(slots, alone):
+  assert_same(generate(*make_engine(slots=slots), together=True), alone)
+  assert {ask.parts[-1].finish for ask in alone} == {"stop", "length"}
+
+
+def test_pages_do_not_matter(alone):
+  assert_same(generate(*make_engine("pallas"), together=True), alone)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("shape", [(8, 1, 1, 1), (2, 2, 1, 2)])
+def test_the_mesh_does_not_matter(shape, alone):
+  assert_same(generate(*make_engine(mesh=mesh_of(*shape)), together=True), alone)
+
+
+def test_cancelled_completions_leave_and_others_stay(alone):
+  generator = Generator(*make_engine(slots=4), max_waiting=100)
+  asks = [Ask(i) for i in range(len(PROMPTS))]
+  generator.submit([ask.completion for ask in asks])
+  assert asks[1].began.wait(120)
+  generator.cancel([ask.completion for ask in asks[::2]])
+  assert all(ask.done.wait(120) for ask in asks[1::2])
+  assert_same(asks[1::2], alone[1::2])
+  generator.close()
+  assert generator.running == generator.waiting == 0
+  assert sum(not ask.parts for ask in asks[::2]) > 10
+
+
+def test_a_full_queue_takes_nothing():
+  generator = Generator(*make_engine(slots=2), max_waiting=3)
+  asks = [Ask(i) for i in range(6)]
+  with pytest.raises(Full):
+    generator.submit([ask.completion for ask in asks])
+  generator.submit([ask.completion for ask in asks[:5]])
+  assert all(ask.done.wait(120) for ask in asks[:5]) and not asks[5].parts
+  generator.close()
+
+
+def test_a_failure_ends_what_runs_and_nothing_else(alone, capfd):
+  """The devices fail once: those that were under way get an error, later ones their tokens."""
+  engine, params = make_engine()
+  generator = Generator(engine, params, max_waiting=100)
+  generator._params = None
+  failed = Ask(0)
+  score = ScoreJob(PROMPTS[0], failed.receive)
+  generator.submit([failed.completion])
+  assert failed.done.wait(120) and failed.parts[-1].finish == "error"
+  generator._params = params
+  again = Ask(0)
+  generator.submit([again.completion], [score])
+  assert again.done.wait(120) and again.tokens == alone[0].tokens
+  generator.close()
+  assert "generation failed" in capfd.readouterr().err
