@@ -192,7 +192,6 @@ SETTINGS = [
   pytest.param(
     "dapo", {"batch.max_gen_batches": 4, "sampling.staleness": 2}, marks=pytest.mark.manual
   ),
-  pytest.param("dapo_mixed", {"batch.max_gen_batches": 4}, marks=pytest.mark.manual),
 ]
 
 
