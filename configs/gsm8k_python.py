@@ -1,6 +1,7 @@
 r"""Qwen2.5-0.5B-Instruct on GSM8K with a Python tool, with GTPO and LoRA, on one small accelerator.
 
-    gtpo train --config=configs/gsm8k_python.py --workdir=WORKDIR
+    gtpo train --config=configs/gsm8k_python.py --workdir=WORKDIR \
+               --config.model.path=Qwen/Qwen2.5-0.5B-Instruct
 
 The model may run programs before it answers. They run in a sandbox (bubblewrap), each anew, with
 the limits reward.code_timeout_s and reward.code_memory_mb.
@@ -13,7 +14,7 @@ from gtpo_jax.config import default_config
 def get_config():
   config = default_config()
   config.steps = 200
-  config.model.path = "Qwen/Qwen2.5-0.5B-Instruct"
+  config.model.preset = "qwen2.5-0.5b"
   config.model.param_dtype = "bfloat16"
   config.model.lora_rank = 16
   config.data.train = "hf:openai/gsm8k:main:train"

@@ -201,8 +201,11 @@ def test_a_long_hostile_turn_is_read_in_linear_time():
       parser(text)
 
 
-def test_the_parser_is_chosen_by_the_tokenizer():
+def test_the_parser_is_chosen_by_the_tokenizer(monkeypatch):
   chat = load_chat()
+  assert parser_for("auto", chat) is hermes
+  plain = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+  monkeypatch.setattr(chat.tokenizer, "chat_template", plain)
   with pytest.raises(UserError, match=r"env\.parser .* got 'hermess', did you mean 'hermes'\?"):
     parser_for("hermess", chat)
   with pytest.raises(UserError, match="does not show how its model writes tool calls"):

@@ -198,7 +198,7 @@ def test_a_last_completion_returns_after_idle_slots_were_dropped():
 
 def small_buffer(strings=(), limit=12):
   chat = load_chat()
-  stop = StopStrings(strings, lambda: TextStream(chat).add, chat.decode) if strings else None
+  stop = StopStrings(strings, lambda: TextStream(chat.texts).add, chat.decode) if strings else None
   limits = np.full((1, 1), limit, np.int32)
   keys = np.zeros((1, 1, 2), np.uint32)
   search = stop.search() if stop else None
