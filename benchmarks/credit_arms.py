@@ -14,6 +14,7 @@ import numpy as np
 from credit_values import generalized_advantages, values
 
 from gtpo_jax.algorithms import Algorithm, make
+from gtpo_jax.algorithms.advantages import GroupNormalisation
 from gtpo_jax.algorithms.relative_entropy import COMPARE, ShapedRewards, relative_entropy
 from gtpo_jax.arrays import Prompts, Rollouts
 from gtpo_jax.config import Config
@@ -150,7 +151,7 @@ def _hesitant_advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
   axes = COMPARE[s.compare, s.scope]
   minus = -s.alpha1 - s.alpha2 * relative_entropy(units.entropy, units.minus, axes)
   shaped = ShapedRewards(shaped.plus, jnp.where(units.minus, minus, 0.0))
-  return algorithm.recipe.advantage(shaped, units, (1, 2), False)
+  return algorithm.recipe.advantage(shaped, units, GroupNormalisation())
 
 
 def _wrong_side(algorithm: Algorithm, batch: Batch) -> jax.Array:
@@ -162,7 +163,7 @@ def _wrong_side(algorithm: Algorithm, batch: Batch) -> jax.Array:
 def _wrong_side_advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
   shaped, units = algorithm.shaped(**signals)
   plus = jnp.where(units.plus, algorithm.settings.alpha1, 0.0)
-  return algorithm.recipe.advantage(ShapedRewards(plus, shaped.minus), units, (1, 2), False)
+  return algorithm.recipe.advantage(ShapedRewards(plus, shaped.minus), units, GroupNormalisation())
 
 
 def _by_entropy(algorithm: Algorithm, batch: Batch) -> jax.Array:
