@@ -2,10 +2,10 @@
 
     gtpo train --config=configs/guess.py --workdir=runs/guess
 
-A number from 0 to 31 is to be found within five guesses, of which each is answered by higher,
-lower or right. The base model imitates a player who often guesses one of the ends of what is left,
-which rules out only one number; the best player always guesses the middle, and finds 31 of the 32
-numbers in time. What a run reaches has not been measured yet.
+A number from 0 to 31 is to be found within five guesses. Each guess is answered by higher, lower or
+right. The base model imitates a player who often guesses one of the ends of what is left, which
+rules out only one number; the best player always guesses the middle, and finds 31 of the 32 numbers
+in time. What a run reaches has not been measured yet.
 """
 
 from gtpo_jax.config import default_config

@@ -200,7 +200,7 @@ def _most_mixed(correct: np.ndarray, valid: np.ndarray, guided: np.ndarray | Non
 
 
 def _stops(batch: Experience, group: int) -> list[str]:
-  """Returns why each episode of a group ended; "" where there is none."""
+  """Returns why the episodes of a group ended, or "" for completions without an environment."""
   episodes = batch.episodes[group]
   return [str(episode.stop) for episode in episodes] if episodes else [""] * batch.correct.shape[1]
 

@@ -66,10 +66,17 @@ class EndedCompletion(NamedTuple):
 
   @classmethod
   def of(
-    cls, buffer: CompletionBuffer, i: int, j: int, problem: int, first: int = 0
+    cls,
+    buffer: CompletionBuffer,
+    i: int,
+    j: int,
+    problem: int,
+    first: int = 0,
+    episode: Episode | None = None,
   ) -> EndedCompletion:
     """Returns completion j of row i of a buffer; it has the index `first` + j in its group."""
-    return cls(problem, first + j, buffer.completion(i, j), bool(buffer.finished[i, j]))
+    tokens = buffer.completion(i, j)
+    return cls(problem, first + j, tokens, bool(buffer.finished[i, j]), episode)
 
 
 @dataclasses.dataclass(frozen=True)

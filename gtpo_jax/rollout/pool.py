@@ -134,7 +134,7 @@ class GroupPool:
       ended = [(row, j) for row in rows for j in range(self._own)]
     of = EndedCompletion.of
     self._pending.put(
-      [of(self.buffer, i, j, problem=i)._replace(episode=self._episode(i, j)) for i, j in ended]
+      [of(self.buffer, i, j, problem=i, episode=self._episode(i, j)) for i, j in ended]
     )
 
   def unscored(self) -> dict[int, Group]:

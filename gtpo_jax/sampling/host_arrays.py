@@ -93,13 +93,22 @@ class CompletionBuffer:
     """
     return self.turned(at) & ~self.open[at]
 
+  def length(self, i: int, j: int) -> int:
+    """Returns the tokens so far of completion j of prompt i, those that were not drawn included."""
+    return int(self.present[i, j].sum())
+
+  def turn_begin(self, i: int, j: int) -> int:
+    """Returns how many tokens completion j of prompt i had when its latest turn began."""
+    read = np.flatnonzero(~self.mask[i, j, : self.length(i, j)])
+    return int(read[-1]) + 1 if read.size else 0
+
   def append(self, i: int, j: int, tokens: Sequence[int]) -> None:
     """Appends tokens that were not drawn to a completion whose turn has ended, so that it goes on.
 
     Raises:
       ValueError: it does not wait for them, or no token is left for another turn.
     """
-    length = int(self.present[i, j].sum())
+    length = self.length(i, j)
     limit = int(self.limits[i, j])
     if not (self.open[i, j] and self.turned((i, j))):
       raise ValueError(f"completion {j} of prompt {i} has not ended a turn")
@@ -119,7 +128,7 @@ class CompletionBuffer:
     Raises:
       ValueError: it is being sampled.
     """
-    length = int(self.present[i, j].sum())
+    length = self.length(i, j)
     if length and not self.turned((i, j)):
       raise ValueError(f"completion {j} of prompt {i} has not ended its turn")
     self.open[i, j] = False
@@ -184,10 +193,9 @@ class CompletionBuffer:
 
     It must have tokens that were not searched yet.
     """
-    length = int(self.present[i, j].sum())
-    read = np.flatnonzero(~self.mask[i, j, :length])
-    turn = int(read[-1]) + 1 if read.size else 0
-    end = self.stop_search.end((i, j), self.tokens[i, j, :length], turn)
+    length = self.length(i, j)
+    tokens = self.tokens[i, j, :length]
+    end = self.stop_search.end((i, j), tokens, self.turn_begin(i, j))
     if end is None:
       return 0
     self.finished[i, j] = True

@@ -1,32 +1,12 @@
 """The section `env` of a config: its checks, and what a Python program passes instead."""
 
 import pytest
+from own_environments import Echo, add
 
-from gtpo_jax import environments
 from gtpo_jax.api.inputs import resolve_inputs
 from gtpo_jax.config import Config, EnvSection, freeze
 from gtpo_jax.environments.limits import EpisodeLimits
 from gtpo_jax.runtime.errors import UserError
-
-
-class Echo:
-  """An environment that repeats each turn."""
-
-  def reset(self, row, seed):
-    return None
-
-  def step(self, turn):
-    return environments.Step(turn.text)
-
-
-def add(a: int, b: int) -> int:
-  """Adds two numbers.
-
-  Args:
-    a: The first.
-    b: The second.
-  """
-  return a + b
 
 
 def test_names_and_limits():
@@ -64,8 +44,8 @@ def test_what_does_not_fit_is_refused(changes, message):
 def test_a_program_passes_objects_and_the_config_names_them():
   inputs = resolve_inputs({}, environment=Echo, tools=[add])
   assert inputs.environment is Echo and inputs.tools == [add]
-  assert inputs.config.env.make == f"{__name__}:Echo"
-  assert inputs.config.env.tools == f"{__name__}:add"
+  assert inputs.config.env.make == "own_environments:Echo"
+  assert inputs.config.env.tools == "own_environments:add"
   assert resolve_inputs({}).config.env == EnvSection()
   values = {"env": {"max_turns": 3}, "reward": {"parts": "correct,env"}}
   assert resolve_inputs(values, tools=[add]).config.env.max_turns == 3

@@ -59,7 +59,7 @@ class Fipo(Clip):
     """Returns the influence of each token f32[n, g, t], and whether it was clipped."""
     log_ratio = jax.lax.stop_gradient(jnp.where(x.mask, x.log_ratio, 0.0))
     if self.dual_clip:
-      log_ratio = jnp.where(jnp.exp(log_ratio) > self.dual_clip, 0.0, log_ratio)
+      log_ratio = jnp.where(x.ratio > self.dual_clip, 0.0, log_ratio)
     raw = bounded_exp(discounted_future(log_ratio, x.mask, 2 ** (-1 / self.half_life)))
     influence = jnp.clip(raw, 1 - self.influence_low, 1 + self.influence_high)
     unsafe = (x.advantages < 0) & (x.ratio > self.safe_ratio)

@@ -80,7 +80,7 @@ class EpisodeDriver:
     """
     if is_first_process():
       for start in starts:
-        row = _row_of(start.problem)
+        row = start.problem.row
         if start.snapshot is None:
           self._runner.begin(start.key, row, start.seed, self._size)
         else:
@@ -176,10 +176,8 @@ class EpisodeDriver:
     runner = self._runner
     buffer = self._buffer
     for i, j in turned:
-      length = int(buffer.present[i, j].sum())
-      read = np.flatnonzero(~buffer.mask[i, j, :length])
-      begin = int(read[-1]) + 1 if read.size else 0
-      tokens = buffer.tokens[i, j, begin:length].tolist()
+      length = buffer.length(i, j)
+      tokens = buffer.tokens[i, j, buffer.turn_begin(i, j) : length].tolist()
       left = int(buffer.limits[i, j]) - length
       runner.end_turn(self._keys[i], j, tokens, bool(buffer.finished[i, j]), left)
     events = self._events()
@@ -211,7 +209,7 @@ class EpisodeDriver:
     answers = broadcast_from_first(make)
     for i, j, tokens in answers["observed"]:
       buffer.append(i, j, tokens)
-      self.read_again += int(buffer.present[i, j].sum())
+      self.read_again += buffer.length(i, j)
       self._asked.discard((i, j))
     ended = [(i, j) for i, j in answers["ended"]]
     for i, j in ended:
@@ -222,12 +220,6 @@ class EpisodeDriver:
 
 def _goes_on(event: Observed | Ended) -> bool:
   return isinstance(event, Observed)
-
-
-def _row_of(problem: Problem) -> dict[str, Any]:
-  """Returns what `reset` gets."""
-  messages = [dict(message) for message in problem.messages]
-  return {**problem.extra, "id": problem.id, "messages": messages, "answer": problem.answer}
 
 
 def _plain(added: str | Sequence[Message]) -> str | list[dict[str, str]]:

@@ -68,7 +68,7 @@ def sample_episodes(
     for turned in worker.generate(policy, buffer, sampling_params, stopping, prompts_at_once):
       pending.put(
         [
-          EndedCompletion.of(buffer, i, j, problem=i)._replace(episode=driver.episode(i, j))
+          EndedCompletion.of(buffer, i, j, problem=i, episode=driver.episode(i, j))
           for i, j in driver.advance(turned)
         ]
       )

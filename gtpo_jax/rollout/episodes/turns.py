@@ -165,7 +165,7 @@ class EpisodeTurns:
     return self._driver.episode(row, index)
 
   def finish(self, groups: Sequence[Group]) -> list[Group]:
-    """Discards all but the groups without rewards, of which it takes snapshots."""
+    """Adds snapshots to the groups without rewards, and discards all others."""
     left = [group.index for group in groups if group.rewards is None]
     self._discard(self._added.keys() - set(left))
     snapshots = dict(zip(left, self._driver.snapshots(left), strict=True))
