@@ -107,9 +107,12 @@ def rows_of(batch):
   }
 
 
-def wait_until_closed(kind):
+def wait_until_closed(kind, config):
+  """An environment that was called when its group was discarded is closed by the next poll."""
+  runner = worker_for(config, kind)[0].runner
   until = time.monotonic() + 5
   while kind.open and time.monotonic() < until:
+    assert not runner.poll()
     time.sleep(0.01)
   assert kind.open == 0
 
@@ -145,17 +148,18 @@ def test_completions_contain_what_their_environments_have_said():
     assert 0 < batch.correct.mean() < 1
     assert batch.metrics["tokens/read_again"] > 0 and batch.metrics["env/idle_share"] < 1
   assert several > N
-  wait_until_closed(Oracle)
+  wait_until_closed(Oracle, config)
 
 
 @pytest.mark.parametrize(("environment", "slots"), [(Slow, 0), (Slow, 3)])
 def test_the_time_that_tools_take_does_not_matter(environment, slots):
-  _, batches = collect(env_config(**{"sampling.slots": slots}), 2, environment)
+  config = env_config(**{"sampling.slots": slots})
+  _, batches = collect(config, 2, environment)
   for batch, other in zip(batches, expected(), strict=True):
     for name, row in rows_of(batch).items():
       for x, y in zip(row, rows_of(other)[name], strict=True):
         np.testing.assert_array_equal(x, y)
-  wait_until_closed(environment)
+  wait_until_closed(environment, config)
 
 
 def test_an_environment_that_ends_at_once_changes_nothing():
@@ -174,7 +178,7 @@ def test_a_stopped_step_is_sampled_again_and_closes_its_environments():
   polls = iter([False] * 3 + [True])
   with pytest.raises(Stopped):
     collector.collect(params, 0, print, lambda: next(polls))
-  wait_until_closed(Oracle)
+  wait_until_closed(Oracle, config)
   (batch,) = collect(config, 1, collector=collector)[1]
   for name, row in rows_of(batch).items():
     np.testing.assert_array_equal(row[0], rows_of(expected()[0])[name][0])
@@ -200,7 +204,7 @@ def test_a_restored_collector_goes_on_alike(monkeypatch):
     assert_equal(host(batch), host(other))
     assert batch.texts == other.texts
   restored._turns.reset()
-  wait_until_closed(Oracle)
+  wait_until_closed(Oracle, config)
 
 
 def test_a_group_whose_environments_differ_begins_again(monkeypatch, capsys):
