@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -12,6 +13,7 @@ from gtpo_jax.data.records import Problem, user
 from gtpo_jax.models.hf.save import save
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.rollout.episodes.sample import play_prompt
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.settings import SamplingParams
@@ -43,26 +45,40 @@ class TrainedPolicy:
     return self.worker.chat.tokenizer
 
   def sample(
-    self, prompt: str, n: int = 1, *, temperature: float = 1.0, top_p: float = 1.0, seed: int = 0
+    self,
+    prompt: str,
+    n: int = 1,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    row: Mapping[str, Any] | None = None,
   ) -> list[str]:
     """Returns `n` completions of a prompt, which gets the run's `data.system` and `data.template`.
 
-    They end as in the run: at an end token, at `sampling.stop` or at `sampling.max_tokens`.
+    They end as in the run: at an end token, at `sampling.stop` or at `sampling.max_tokens`. If the
+    run has an environment or tools, each is an episode, with all turns and what was answered to
+    them; `row` has further fields of the row that the environment gets, such as its answer.
 
     Raises:
-      UserError: the prompt is empty or over `data.max_prompt_tokens`, or a number is out of bounds.
+      UserError: the prompt is empty or over `data.max_prompt_tokens`, a number is out of bounds, or
+        there is a row, but no environment.
     """
     if n < 1:
       raise UserError(f"n must be at least 1, got {n}")
     if not 0 <= seed < 2**32:
       raise UserError(f"seed must be in [0, 2**32), got {seed}")
-    policy = self.worker.policy(self.params)
-    rollouts = self.worker.sample(
-      policy,
-      [Problem("0", user(prompt), "", "")],
-      policy.engine.completion_keys(jax.random.key(seed), 1, n),
-      SamplingParams(temperature, top_p=top_p),
-    )
+    worker = self.worker
+    if row and not worker.runner:
+      raise UserError("row is for an environment, and this policy has none; leave it out")
+    policy = worker.policy(self.params)
+    keys = policy.engine.completion_keys(jax.random.key(seed), 1, n)
+    sampling_params = SamplingParams(temperature, top_p=top_p)
+    if worker.runner:
+      rollouts, _ = play_prompt(worker, policy, prompt, row or {}, keys, sampling_params)
+    else:
+      problems = [Problem("0", user(prompt), "", "")]
+      rollouts = worker.sample(policy, problems, keys, sampling_params)
     completions = zip(rollouts.tokens[0], rollouts.present[0], strict=True)
     return self.worker.decode([tokens[present] for tokens, present in completions])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,21 +16,10 @@ if TYPE_CHECKING:
 
   from gtpo_jax.environments.turns import Episode
   from gtpo_jax.models.params import Params
-  from gtpo_jax.rollout.groups import EndedCompletion
   from gtpo_jax.rollout.worker import RolloutWorker
   from gtpo_jax.sampling.settings import SamplingParams
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"  # how a terminal shows what the model has read
-
-
-class _Ended:
-  """Takes completions as `PendingRewards` does, and keeps their episodes."""
-
-  def __init__(self):
-    self.episodes: dict[int, Episode] = {}
-
-  def put(self, completions: Sequence[EndedCompletion]) -> None:
-    self.episodes |= {completion.index: completion.episode for completion in completions}
 
 
 def parse_row(text: str) -> Mapping[str, Any]:
@@ -70,22 +59,15 @@ def print_episodes(
     sampling_params: how tokens are drawn.
     show: makes a text printable.
   """
-  from gtpo_jax.data.records import Problem, user
-  from gtpo_jax.rollout.episodes.sample import sample_episodes
+  from gtpo_jax.rollout.episodes.sample import play_prompt
 
-  fields = dict(row)
-  answer = str(fields.pop("answer", ""))
-  problem = Problem(str(fields.pop("id", "0")), user(prompt), answer, "", fields)
-  ended = _Ended()
   policy = worker.policy(params)
-  rollouts = sample_episodes(
-    worker, policy, [problem], keys(1, n), sampling_params, ended, lambda: False
-  )
-  for j in range(n):
+  rollouts, episodes = play_prompt(worker, policy, prompt, row, keys(1, n), sampling_params)
+  for j, episode in enumerate(episodes):
     present = rollouts.present[0, j]
     print(
       _transcript(worker, rollouts.tokens[0, j][present], rollouts.mask[0, j][present], show),
-      _outcome(ended.episodes[j]),
+      _outcome(episode),
       sep="\n",
     )
 

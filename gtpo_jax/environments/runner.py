@@ -54,6 +54,7 @@ class EpisodeRunner:
     tools: Sequence[Callable[..., Any]] = (),
     parser: str = "auto",
     limits: EpisodeLimits | None = None,
+    cut: Callable[[str], str] = str,
   ):
     """Args:
     chat: the tokenizer and its template.
@@ -61,6 +62,7 @@ class EpisodeRunner:
     tools: functions that the model may call.
     parser: how the model writes calls, from `PARSERS`, or "auto".
     limits: None for the defaults.
+    cut: removes a stop string from the text of a turn, with what follows it.
 
     Raises:
       UserError: the environment or a tool does not have the necessary form, the parser is unknown,
@@ -68,6 +70,7 @@ class EpisodeRunner:
     """
     self.limits = limits or EpisodeLimits()
     self._chat = chat
+    self._cut = cut
     self._maker = Maker.of(environment)
     self._functions = list(tools)
     self.schemas = Tools([*tools, *self._maker.unbound]).schemas
@@ -266,7 +269,7 @@ class EpisodeRunner:
       self._take_turn(key, session, recorded._replace(observation=None))
 
   def _take_turn(self, key: Key, session: Session, recorded: Recorded) -> None:
-    turn = self._parser(self._chat.decode([recorded.tokens])[0])
+    turn = self._parser(self._cut(self._chat.decode([recorded.tokens])[0]))
     turn = dataclasses.replace(turn, index=len(session.turns), tokens_left=recorded.tokens_left)
     if stop := session.add_turn(turn, recorded):
       self._finish(key, session, stop)

@@ -148,6 +148,7 @@ def evaluate_run(
       reward=result.reward,
       lengths=pending.lengths,
       finished=pending.finished,
+      answers=pending.answers,
     )
 
   def complete_all(group: int, sampling_params: SamplingParams) -> ScoredCompletions:

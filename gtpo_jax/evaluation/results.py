@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ class ScoredCompletions:
   reward: np.ndarray  # f32[n, g], the weighted sum of the parts, without length penalty
   lengths: np.ndarray  # i32[n, g], tokens
   finished: np.ndarray  # bool[n, g], False if cut off at the maximum length
+  answers: list[list[str]]  # [n][g], what is judged: the text, or that of the last turn
 
   def to_dicts(self, i: int) -> list[dict[str, Any]]:
     """Returns the completions of problem i as plain data; `correct` is None without a verdict."""
@@ -41,10 +43,12 @@ class ScoredCompletions:
 
 def concatenate(parts: Sequence[ScoredCompletions]) -> ScoredCompletions:
   """Concatenates the parts along the axis of the problems."""
-  texts = [row for part in parts for row in part.texts]
-  names = [field.name for field in dataclasses.fields(ScoredCompletions) if field.name != "texts"]
-  arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
-  return ScoredCompletions(texts, **arrays)
+  values = {}
+  for field in dataclasses.fields(ScoredCompletions):
+    rows = [getattr(part, field.name) for part in parts]
+    is_list = isinstance(rows[0], list)
+    values[field.name] = [*itertools.chain(*rows)] if is_list else np.concatenate(rows)
+  return ScoredCompletions(**values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +104,7 @@ class Evaluation:
 
     best@k is the expected maximum reward of k completions, drawn without replacement. maj@k is the
     majority vote; only the kinds of problems in `VOTES` have it. A completion that was cut off does
-    not vote.
+    not vote, and an episode votes with the text of its last turn.
     """
     rewards = self._with_verdict(self.sampled.reward)
     majorities = [self._majorities(i) for i in range(len(rewards))]
@@ -134,7 +138,9 @@ class Evaluation:
       return None
     completions = self.sampled
     ids = np.flatnonzero(completions.scored[i])
-    votes = [vote_of(completions.texts[i][j]) if completions.finished[i, j] else None for j in ids]
+    votes = [
+      vote_of(completions.answers[i][j]) if completions.finished[i, j] else None for j in ids
+    ]
     return majority_at_each_k(votes, completions.correct[i, ids])
 
   def metrics(self) -> dict[str, float]:

@@ -22,6 +22,7 @@ def make_runner(
   chat: Chat,
   environment: Callable[[], Any] | Maker | None = None,
   tools: Sequence[Callable[..., Any]] | None = None,
+  cut: Callable[[str], str] = str,
 ) -> EpisodeRunner | None:
   """Returns what runs episodes; None if completions have one turn.
 
@@ -30,6 +31,7 @@ def make_runner(
     chat: the tokenizer and its template.
     environment: replaces that of `env.make`.
     tools: replace those of `env.tools`.
+    cut: removes a stop string from the text of a turn, with what follows it.
 
   Raises:
     UserError: the environment or a tool cannot be imported or used; the config has settings for
@@ -44,7 +46,7 @@ def make_runner(
   if environment is None and not tools:
     _check_unused(config)
     return None
-  runner = EpisodeRunner(chat, environment, tools, section.parser, section.limits)
+  runner = EpisodeRunner(chat, environment, tools, section.parser, section.limits, cut)
   question = user("x")
   template = chat.template
   shown = not runner.schemas or template.render(question, runner.schemas) != template.render(

@@ -99,7 +99,8 @@ class RolloutWorker:
     self._teacher_prompt_tokens = config.teacher_prompt_tokens
     self._max_tokens = max_tokens or config.sampling.max_tokens
     self.stop_strings = _stop_strings(self.chat, config.sampling.stop if stop is None else stop)
-    self.runner = make_runner(config, self.chat, environment, tools)
+    cut = self.stop_strings.cut if self.stop_strings else str
+    self.runner = make_runner(config, self.chat, environment, tools, cut)
     self._schemas = self.runner.schemas if self.runner else ()
     self._engine_config = config.engine_config
     devices = jax.local_devices()
@@ -130,9 +131,13 @@ class RolloutWorker:
     )
 
   def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-    """Returns the texts of completions, each cut before its first stop string."""
+    """Returns the texts of completions, each cut before its first stop string.
+
+    If completions are episodes, a text has all turns, and what the model has read, and is not cut.
+    """
     texts = self.chat.decode(rows)
-    return [self.stop_strings.cut(text) for text in texts] if self.stop_strings else texts
+    cuts = self.stop_strings and not self.runner
+    return [self.stop_strings.cut(text) for text in texts] if cuts else texts
 
   def encode(self, problem: Problem, added: str | Sequence[Message] = "") -> list[int]:
     """Returns a problem's token ids, with the config's system message and template applied.

@@ -64,9 +64,13 @@ class Guess:
 class Play:
   """A runner with a model that writes what it is told."""
 
-  def __init__(self, environment=None, tools=(), row=None, size=1, name="qwen2.5", **limits):
+  def __init__(
+    self, environment=None, tools=(), row=None, size=1, name="qwen2.5", cut=str, **limits
+  ):
     self.chat = family(name)
-    self.runner = EpisodeRunner(self.chat, environment, tools, limits=EpisodeLimits(**limits))
+    self.runner = EpisodeRunner(
+      self.chat, environment, tools, limits=EpisodeLimits(**limits), cut=cut
+    )
     self.row = {"number": 11} if row is None else row
     self.runner.begin(GROUP, self.row, SEED, size)
     self.opened, *self.first = self.events(size if size > 1 else 1)
@@ -104,6 +108,13 @@ def user_message(text):
 def tool_messages(*texts):
   inside = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in texts)
   return user_message(inside)
+
+
+def test_the_text_of_a_turn_has_no_stop_string():
+  play = Play(Guess, cut=lambda text: text.partition("!")[0])
+  assert play.say("5!", end="") == "<|im_end|>" + user_message("higher")
+  episode = play.say("11! 12")
+  assert [turn.text for turn in episode.turns] == ["5", "11"] and episode.correct is True
 
 
 def test_an_environment_answers_turns_until_it_is_done():

@@ -31,7 +31,7 @@ def evaluation(correct, scored=None):
   texts = [[""] * row.size for row in correct]
   reward = correct.astype(np.float32)
   scored = np.ones_like(correct) if scored is None else np.array(scored)
-  sampled = ScoredCompletions(texts, correct, scored, reward, correct * 1, scored)
+  sampled = ScoredCompletions(texts, correct, scored, reward, correct * 1, scored, texts)
   problems = [Problem(str(i), user("?"), "", "") for i in range(len(correct))]
   return Evaluation("held", problems, sampled, sampled)
 

@@ -12,12 +12,14 @@ from gtpo_jax.evaluation.results import Evaluation, ScoredCompletions, default_k
 approx = pytest.approx
 
 
-def completions(verdicts, texts=None, rewards=None, finished=None):
+def completions(verdicts, texts=None, rewards=None, finished=None, answers=None):
   """Completions with these verdicts [n][g]; None for no verdict."""
   scored = np.array([[verdict is not None for verdict in row] for row in verdicts])
   correct = np.array([[bool(verdict) for verdict in row] for row in verdicts])
+  texts = texts or [["1"] * len(row) for row in verdicts]
   return ScoredCompletions(
-    texts=texts or [["1"] * len(row) for row in verdicts],
+    texts=texts,
+    answers=answers or texts,
     correct=correct,
     scored=scored,
     reward=np.asarray(correct if rewards is None else rewards, np.float32),
@@ -100,6 +102,16 @@ def test_a_completion_that_was_cut_off_abstains():
   finished = [[True, False, False]]
   sampled = completions([[True, False, False]], [["2", "3", "3"]], finished=finished)
   assert evaluation(sampled, [True]).summary([3])["eval/sums/maj@3"] == 1
+
+
+def test_episodes_vote_with_the_texts_of_their_last_turns():
+  """Their transcripts end with a number that no turn has."""
+  answers = [["so 2", "it is 2", "4"]]
+  sampled = completions([[True, True, False]], [["2 9", "2 9", "4 9"]], answers=answers)
+  assert evaluation(sampled, [True]).summary([3])["eval/sums/maj@3"] == 1
+  assert evaluation(sampled, [True]).summary([2])["eval/sums/maj@2"] == approx((1 + 0.5 * 2) / 3)
+  rows = list(evaluation(sampled, [True]).rows())
+  assert [sample["text"] for sample in rows[0]["samples"]] == ["2 9", "2 9", "4 9"]
 
 
 def test_a_kind_without_answers_has_no_majority():

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from experience_cases import NONE, N, assert_equal, coins, config_of, host  # noqa: F401
 
+import gtpo_jax
+from gtpo_jax.api.policy import TrainedPolicy
 from gtpo_jax.config import EnvSection
 from gtpo_jax.environments.turns import Step
 from gtpo_jax.models.params import init_params
@@ -20,6 +22,7 @@ from gtpo_jax.rollout.episodes import driver
 from gtpo_jax.rollout.problems import training_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.signals import Stopped
 
 pytestmark = pytest.mark.slow
@@ -136,7 +139,7 @@ def test_completions_contain_what_their_environments_have_said():
       oracle = Oracle()
       oracle.turns = []
       for turn, observation in zip(runs[::2], runs[1::2], strict=False):
-        text = worker.chat.decode([turn])[0].strip()
+        text = worker.stop_strings.cut(worker.chat.decode([turn])[0]).strip()
         oracle.turns.append(text)
         code = zlib.crc32("/".join(oracle.turns).encode())
         message = {"role": "user", "content": f"{code % 100}"}
@@ -168,7 +171,36 @@ def test_an_environment_that_ends_at_once_changes_nothing():
   _, (batch,) = collect(config, 1, AtOnce)
   _, (other,) = collect(plain, 1, None)
   assert_equal(host(batch)[0].replace(gaps=False), host(other)[0])
-  assert batch.texts == other.texts
+  cut = worker_for(plain, None)[0].stop_strings.cut  # a transcript has what has ended turns
+  assert [[cut(text) for text in row] for row in batch.texts] == other.texts
+
+
+def even(prompts, completions, answers, extras):
+  return [len(text.strip()) % 2 == 0 for text in completions]
+
+
+def test_a_run_whose_environments_end_at_once_is_the_same():
+  config = config_of("gtpo", **CHUNK, steps=2)
+  run = gtpo_jax.train(config, environment=AtOnce, reward=even)
+  other = gtpo_jax.train(config, reward=even)
+  jax.tree.map(np.testing.assert_array_equal, run.policy.params, other.policy.params)
+  assert len(run.history) == len(other.history)
+  for row, expected in zip(run.history, other.history, strict=True):
+    for name, value in expected.items():
+      if not name.startswith(("time/", "tokens/s", "compiles")):
+        np.testing.assert_equal(row[name], value, err_msg=name)
+    assert expected["step"] == 0 or 0 < row["reward/mean"] < 1
+
+
+def test_a_policy_plays_episodes():
+  worker, params = worker_for(env_config(), Oracle)
+  texts = TrainedPolicy(worker, params).sample("1+2:", n=3, seed=1, row={"answer": "3"})
+  assert len(texts) == 3 and any("user" in text and "assistant" in text for text in texts)
+  assert texts == TrainedPolicy(worker, params).sample("1+2:", n=3, seed=1, row={"answer": "3"})
+  plain = TrainedPolicy(*worker_for(env_config(), None))
+  with pytest.raises(UserError, match="row is for an environment"):
+    plain.sample("1+2:", row={"answer": "3"})
+  wait_until_closed(Oracle, env_config())
 
 
 def test_a_stopped_step_is_sampled_again_and_closes_its_environments():

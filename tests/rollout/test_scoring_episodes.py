@@ -46,6 +46,7 @@ def test_the_environment_decides_or_else_the_verifier_of_the_last_text():
   assert result.scored.all()
   assert pending.lengths.tolist() == [[3, 3, 3, 3]]  # not 7: observations were not drawn
   assert pending.texts == [["all"] * 4]
+  assert pending.answers == [["2", "3", "3", "2"]]
   assert pending.episodes[0][0] == episode()
 
 
@@ -106,5 +107,6 @@ def test_scores_without_episodes_have_no_metrics_of_them():
   result = pending.result()
   manager.close()
   assert result.correct.all() and pending.episodes is None
+  assert pending.answers == pending.texts == [["2"]]
   assert not [name for name in result.metrics if name.startswith("env/")]
   assert not math.isnan(result.reward[0, 0])

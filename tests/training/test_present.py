@@ -1,12 +1,21 @@
 """Tokens that are present but not drawn: nothing of an update depends on their values."""
 
-import jax
-import numpy as np
-import pytest
-from update_cases import G, N, T, full_batch, run
+import dataclasses
+import importlib.util
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from update_cases import G, N, T, batch, full_batch, params_on, run, single_device_model
+
+from gtpo_jax import algorithms
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.training.packing import plan_rows
+
+ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 
 OF_TOKENS = ("log_probs", "entropy", "rescored", "reference", "drawn_log_probs")
 NEEDS = {  # the optional fields that an algorithm with these settings reads
@@ -126,3 +135,64 @@ def test_packing_keeps_context_in_its_place():
   expected, expected_metrics = run("gtpo", data=(rollouts, rewards))
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), packed, expected)
   assert metrics["loss"] == pytest.approx(expected_metrics["loss"], abs=1e-5)
+
+
+def slow_loops(name):
+  """A module of loops from the tests of the algorithms."""
+  spec = importlib.util.spec_from_file_location(name, ALGORITHMS / f"{name}.py")
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+@pytest.mark.slow
+def test_loss_and_gradient_equal_a_slow_loop_over_the_drawn_tokens():
+  """The loop, in float64, gets the drawn tokens alone, as if nothing had been between them."""
+  reference, losses = slow_loops("slow_reference"), slow_loops("slow_losses")
+  rollouts, rewards = batch()
+  rng = np.random.default_rng(5)
+  rollouts = rollouts.replace(mask=rollouts.mask & (rng.random((N, G, T)) < 0.65))
+  order = np.argsort(~rollouts.mask, -1, kind="stable")  # drawn tokens first
+
+  def drawn(x):
+    return np.take_along_axis(np.asarray(x, np.float64), order, -1)
+
+  model = single_device_model()
+
+  def log_probs_of(params):
+    hidden = model.apply(
+      {"params": params}, rollouts.prompts, rollouts.tokens, method="completion_hidden"
+    )
+    log_probs = jax.nn.log_softmax(model.apply({"params": params}, hidden, method="logits"))
+    return jnp.take_along_axis(log_probs, jnp.asarray(rollouts.tokens)[..., None], -1)[..., 0]
+
+  log_probs, pull_back = jax.vjp(jax.jit(log_probs_of), params_on(model))
+  settings = dataclasses.asdict(algorithms.make("gtpo").settings)
+  signals = {
+    "mask": np.take_along_axis(rollouts.mask, order, -1),
+    "entropy": drawn(rollouts.entropy),
+    "correct": rewards.correct,
+    "reward": rewards.reward,
+    "penalty": rewards.penalty,
+  }
+  mask = reference.loss_mask("gtpo", signals, settings)
+  inputs = {
+    "mask": mask,
+    "advantages": reference.advantages("gtpo", signals, settings),
+    "weights": losses.token_weights(mask, settings),
+    "log_probs_old": drawn(rollouts.log_probs),
+  }
+  loss = lambda x: losses.loss({**inputs, "log_probs": x}, settings)[0]
+  new = drawn(log_probs)
+  slopes = losses.numeric_gradient(loss, new, list(zip(*np.nonzero(mask), strict=True)))
+  of_tokens = np.zeros((N, G, T), np.float32)
+  np.put_along_axis(of_tokens, order, slopes.astype(np.float32), -1)
+  (expected,) = pull_back(jnp.asarray(of_tokens))
+
+  state, metrics = run("gtpo", data=(rollouts, rewards))
+  assert metrics["loss"] == pytest.approx(loss(new), abs=1e-6)
+  first_moment = optax.tree_utils.tree_get(state.opt_state, "mu")
+  assert max(np.abs(x).max() for x in jax.tree.leaves(first_moment)) > 1e-4
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x / 0.1, y, atol=1e-5), first_moment, expected
+  )

@@ -1,13 +1,15 @@
-"""Samples episodes of problems to their ends, for evaluations."""
+"""Samples episodes of problems to their ends: for evaluations, or of a prompt alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from gtpo_jax.arrays import Rollouts
-from gtpo_jax.data.records import Problem
+from gtpo_jax.data.records import Problem, user
+from gtpo_jax.environments.turns import Episode
 from gtpo_jax.rollout.episodes.driver import EpisodeDriver, Start
 from gtpo_jax.rollout.episodes.turns import episode_seed
 from gtpo_jax.rollout.groups import EndedCompletion
@@ -75,3 +77,42 @@ def sample_episodes(
   finally:
     driver.discard(names)
   return policy.engine.rollouts(buffer)
+
+
+class _Ended:
+  """Takes completions as `PendingRewards` does, and keeps their episodes."""
+
+  def __init__(self):
+    self.episodes: dict[int, Episode] = {}
+
+  def put(self, completions: Sequence[EndedCompletion]) -> None:
+    self.episodes |= {completion.index: completion.episode for completion in completions}
+
+
+def play_prompt(
+  worker: RolloutWorker,
+  policy: Policy,
+  prompt: str,
+  row: Mapping[str, Any],
+  keys: np.ndarray,
+  sampling_params: SamplingParams,
+) -> tuple[Rollouts, list[Episode]]:
+  """Plays g episodes of a prompt, which nothing scores.
+
+  Args:
+    worker: the worker, with a runner.
+    policy: the policy to sample from.
+    prompt: the message of the user.
+    row: further fields of the row that the environment gets.
+    keys: from `Engine.completion_keys`, u32[1, g, 2].
+    sampling_params: how tokens are drawn.
+
+  Returns:
+    Rollouts [1, g, t] in host arrays, and the g episodes.
+  """
+  fields = dict(row)
+  answer = str(fields.pop("answer", ""))
+  problem = Problem(str(fields.pop("id", "0")), user(prompt), answer, "", fields)
+  ended = _Ended()
+  rollouts = sample_episodes(worker, policy, [problem], keys, sampling_params, ended, lambda: False)
+  return rollouts, [ended.episodes[j] for j in range(keys.shape[1])]

@@ -71,6 +71,16 @@ class PendingRewards:
     self._work: list[Future[None]] = []
     self._lock = threading.Lock()  # held by a thread that scores, except while it waits for a judge
 
+  @property
+  def answers(self) -> list[list[str]]:
+    """What is judged of each completion: its text, or that of the last turn of its episode."""
+    if self.episodes is None:
+      return self.texts
+    return [
+      [text if episode is None else episode.text for text, episode in zip(*row, strict=True)]
+      for row in zip(self.texts, self.episodes, strict=True)
+    ]
+
   def put(self, completions: Sequence[EndedCompletion]) -> None:
     """Adds completions that have ended."""
     self.ended += len(completions)
