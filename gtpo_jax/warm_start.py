@@ -17,8 +17,10 @@ from etils import epath
 from gtpo_jax.checkpoint.manager import Checkpoints
 from gtpo_jax.checkpoint.runs import frozen_params
 from gtpo_jax.config import Config
-from gtpo_jax.data.demonstrations import load_demonstrations
+from gtpo_jax.data.demonstrations import TURNS, load_demonstrations
+from gtpo_jax.data.records import Problem
 from gtpo_jax.data.sources import Loaded
+from gtpo_jax.environments.tokens import TurnTokens
 from gtpo_jax.logs.display import Display
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.episodes.demonstrations import Demonstration, play
@@ -108,10 +110,7 @@ class OwnTeacher:
 
   def __init__(self, config: Config, worker: RolloutWorker, loaded: Loaded):
     source = config.warm_start.data
-    pairs = [
-      _one_turn(worker.encode(problem), worker.chat.encode_completion(problem.answer))
-      for problem in loaded.problems
-    ]
+    pairs = [_own(worker, problem) for problem in loaded.problems]
     p = config.data.max_prompt_tokens
     t = config.sampling.max_tokens
     fits = [len(pair.prompt) <= p and len(pair.completion) <= t for pair in pairs]
@@ -134,6 +133,25 @@ class OwnTeacher:
 
 def _one_turn(prompt: list[int], completion: list[int]) -> Demonstration:
   return Demonstration(prompt, completion, [True] * len(completion))
+
+
+def _own(worker: RolloutWorker, problem: Problem) -> Demonstration:
+  """Returns a demonstration of the user's own; of several turns, only these are imitated."""
+  prompt = worker.encode(problem)
+  if TURNS not in problem.extra:
+    return _one_turn(prompt, worker.chat.encode_completion(problem.answer))
+  is_turn = lambda message: message["role"] == "assistant"
+  messages = problem.extra[TURNS]
+  answers = [message["role"] for message in messages if not is_turn(message)]
+  turn_tokens = TurnTokens(worker.chat, sorted(set(answers)))
+  completion: list[int] = []
+  drawn: list[bool] = []
+  for of_model, group in itertools.groupby(messages, is_turn):
+    part = list(group)
+    ids = turn_tokens.turn(part[0]) if of_model else turn_tokens.observation(part, ended=True)
+    completion += ids
+    drawn += [of_model] * len(ids)
+  return Demonstration(prompt, completion, drawn)
 
 
 def make_teacher(

@@ -95,6 +95,46 @@ def test_other_columns():
   assert draw(teacher) == draw(expected)
 
 
+CALL = {"function": {"name": "add", "arguments": '{"x": "4+3"}'}}
+TURNS = [
+  {"role": "assistant", "content": None, "tool_calls": [CALL]},
+  {"role": "tool", "content": "7<|im_end|>"},
+  {"role": "assistant", "content": "It is 7."},
+]
+
+
+def test_of_several_turns_only_those_of_the_assistant_are_imitated():
+  config = freeze({**SHAPE, "warm_start": {"steps": 2, "data": "records:mine", "batch": 2}})
+  config = dataclasses.replace(config, sampling=dataclasses.replace(config.sampling, max_tokens=60))
+  rows = [{"prompt": "4+3:", "completion": turns} for turns in (TURNS, TURNS[2:])]
+  worker, teacher, _ = teacher_of(rows, config)
+  decode = worker.chat.tokenizer.decode
+  texts = set()
+  for prompt, completion, drawn in teacher.draw(np.random.default_rng(0), 20):
+    assert decode(prompt).endswith("4+3:<|im_end|>\n<|im_start|>assistant\n")
+    own = [token for token, is_drawn in zip(completion, drawn, strict=True) if is_drawn]
+    texts.add((decode(completion), decode(own), len(worker.chat.controls(completion))))
+  last = "It is 7.<|im_end|>"
+  between = "\n<|im_start|>tool\n7<|im_end|><|im_end|>\n<|im_start|>assistant\n"
+  # The package's own template does not show calls, so the first turn is empty.
+  assert texts == {(f"<|im_end|>{between}{last}", f"<|im_end|>{last}", 5), (last, last, 1)}
+
+
+def test_turns_that_cannot_be_imitated_are_malformed_rows():
+  config = config_of(batch=2)
+  for turns, message in (
+    ([], "does not begin and end with a turn of the assistant"),
+    (TURNS[:2], "does not begin and end with a turn of the assistant"),
+    ([TURNS[2], TURNS[2]], "two turns of the assistant and nothing between"),
+    ([{"role": "robot", "content": "x"}], "a message of a role which is none of system"),
+    ([{"role": "assistant", "content": ""}], "a message of the assistant without text"),
+    ([{**TURNS[0], "tool_calls": [{"function": {}}]}], "a call that has no name"),
+    ([{**TURNS[0], "tool_calls": [{"name": "f", "arguments": 3}]}], "arguments are not an object"),
+  ):
+    with pytest.raises(UserError, match=message):
+      teacher_of([{"prompt": "4+3:", "completion": turns}], config)
+
+
 def test_demonstrations_that_are_too_long_are_refused_or_left_out():
   long = {"prompt": "long:", "completion": "x y " * 9}
   with pytest.raises(UserError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from collections.abc import Collection, Sequence
@@ -37,6 +38,8 @@ FILES = (
   "chat_template.jinja",
   "tokenizer.model",
 )
+# Tokens that some models write around thinking and calls. They are not special in their tokenizers.
+WRITTEN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 MAX_TEMPLATES = 1024  # the roles and tools of conversations whose control tokens are kept
 
 
@@ -76,6 +79,8 @@ class Chat:
     plain = [token.content for token in added.values() if not token.special]
     splits = (f"(?<={re.escape(text[0])})(?={re.escape(text[1:])})" for text in plain)
     self._splits = re.compile("|".join(splits) or "(?!)")
+    written = [token for token in plain if token in WRITTEN]
+    self._written = re.compile("|".join(f"({re.escape(token)})" for token in written) or "(?!)")
     self._template_controls: dict[tuple[tuple[str, ...], str], list[int]] = {}  # by roles, tools
     self.pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     self.stop = tuple(sorted({tokenizer.eos_token_id, self.pad, *stop}))
@@ -147,8 +152,19 @@ class Chat:
     return self.encode(text, plain=True)
 
   def encode_completion(self, text: str) -> list[int]:
-    """Returns the ids of an assistant's turn, including its end token."""
-    return [*self.encode_plain(text), self.tokenizer.eos_token_id]
+    """Returns the ids of an assistant's turn that is to be imitated, including its end token.
+
+    What a model writes around thinking and calls (`WRITTEN`) is a token if the tokenizer has it. No
+    other text becomes a control token.
+    """
+    parts = [part for part in self._written.split(text) if part]
+    ids = [
+      self.tokenizer.convert_tokens_to_ids([part])
+      if self._written.fullmatch(part)
+      else self.encode_plain(part)
+      for part in parts
+    ]
+    return [*itertools.chain(*ids), self.tokenizer.eos_token_id]
 
   def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
     """Converts rows of token ids to texts without stop tokens."""

@@ -9,10 +9,13 @@ earlier turns stays, although some templates drop it.
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from gtpo_jax.data.chat import Chat
+from gtpo_jax.data.chat import WRITTEN, Chat
 from gtpo_jax.data.records import NO_ROLE, ROLES
 from gtpo_jax.data.text_stream import REPLACEMENT
 from gtpo_jax.environments.turns import Message
@@ -46,7 +49,8 @@ class TurnTokens:
     self._chat = chat
     self._ends = {chat.tokenizer.convert_ids_to_tokens(token): token for token in chat.stop}
     by_length = sorted((x for x in chat.control if len(x) > 1), key=len, reverse=True)
-    self._control = re.compile("|".join(map(re.escape, by_length)) or "(?!)")
+    self._control = _any_of(by_length)
+    self._unwritten = _any_of([token for token in by_length if token not in WRITTEN])
     # By the role of the first message: a conversation, and the end of its text.
     self._before: dict[str, tuple[list[dict[str, object]], str]] = {}
     self._controls: dict[tuple[tuple[str, bool], ...], list[int]] = {}
@@ -100,6 +104,36 @@ class TurnTokens:
       f"{self._chat.template.name} makes control tokens of the text {texts[:100]!r}; use another "
       "tokenizer"
     )
+
+  def turn(self, message: Mapping[str, Any]) -> list[int]:
+    """Returns the ids of a turn that is to be imitated, as a model writes it, with its end token.
+
+    Calls have the form of the template. Texts become no other control tokens than those that models
+    write around thinking and calls.
+
+    Args:
+      message: of the assistant, with "content", "tool_calls" or both. A call has a "function" with
+        "name" and "arguments", which are an object, and may have an "id".
+
+    Raises:
+      UserError: the template rejects the message.
+    """
+    template = self._chat.template
+    question = {"role": "user", "content": "x"}
+    before = template.render([question])
+    spelt = json.dumps(message, ensure_ascii=False)
+    split = next(mark for mark in SPLITS if mark not in spelt)
+    guarded = _mapped(_complete_turn(message), lambda text: _broken(text, self._unwritten, split))
+    text = template.render([question, guarded], turn_follows=False)
+    ends = [(text.rfind(end), end) for end in self._ends]
+    at, end = max(ends)
+    if at < 0 or not text.startswith(before):
+      raise UserError(
+        f"{template.name} does not write a turn of the assistant after the start of a turn, and "
+        "before an end token; use another tokenizer"
+      )
+    ids = [self._chat.encode(part) for part in text[len(before) : at].split(split)]
+    return [*itertools.chain(*ids), self._ends[end]]
 
   def shorten(self, text: str, limit: int, cut: str = "middle") -> str:
     """Returns a text of at most `limit` tokens, with a note in the place of what is left out.
@@ -183,9 +217,41 @@ class TurnTokens:
     """Returns a text with `split` within each control token, or around every character."""
     if everywhere:
       return split + split.join(text) + split
-    while self._control.search(text):  # what is left of one may be part of another
-      text = self._control.sub(lambda match: match[0][0] + split + match[0][1:], text)
-    return text
+    return _broken(text, self._control, split)
+
+
+def _any_of(tokens: Sequence[str]) -> re.Pattern[str]:
+  return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+def _broken(text: str, tokens: re.Pattern[str], split: str) -> str:
+  """Returns a text with `split` within each of these tokens."""
+  while tokens.search(text):  # what is left of one may be part of another
+    text = tokens.sub(lambda match: match[0][0] + split + match[0][1:], text)
+  return text
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+  """Returns a JSON value with all its texts changed, except the keys of objects."""
+  if isinstance(value, str):
+    return change(value)
+  if isinstance(value, Mapping):
+    return {key: _mapped(x, change) for key, x in value.items()}
+  return [_mapped(x, change) for x in value] if isinstance(value, list | tuple) else value
+
+
+def _complete_turn(message: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a message of the assistant with the fields of its calls that templates may read."""
+  complete = {"role": "assistant", "content": message.get("content") or ""}
+  calls = [
+    {
+      "type": "function",
+      "id": call["id"] if CALL_ID.fullmatch(call.get("id", "")) else NO_CALL_ID,
+      "function": call["function"],
+    }
+    for call in message.get("tool_calls") or ()
+  ]
+  return complete | ({"tool_calls": calls} if calls else {})
 
 
 def _complete(message: Message) -> dict[str, str]:

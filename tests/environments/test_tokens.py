@@ -8,7 +8,7 @@ import pytest
 from families import FAMILIES, LINES, family, load
 from tokenizers import AddedToken, Tokenizer, normalizers
 
-from gtpo_jax.data.chat import TOKENIZER_DIR, load_chat
+from gtpo_jax.data.chat import TOKENIZER_DIR, WRITTEN, load_chat
 from gtpo_jax.data.records import user
 from gtpo_jax.environments.parsers import hermes, llama3, mistral, parser_for
 from gtpo_jax.environments.tokens import NO_CALL_ID, TurnTokens
@@ -73,6 +73,8 @@ def test_an_episode_is_the_conversation_that_the_template_renders(name):
       text = written(name, turn["content"], turn["tool_calls"] or [])
       drawn = chat.tokenizer.encode(text, add_special_tokens=False)
       ids += [*drawn, chat.tokenizer.eos_token_id]
+      empty = chat.encode("<think>\n\n</think>\n\n") if name == "qwen3" else []
+      assert tokens.turn(turn) == [*empty, *drawn, chat.tokenizer.eos_token_id]
       messages += [turn, *observation]
       if observation:
         ids += tokens.observation(observation, ended=True)
@@ -111,6 +113,30 @@ def test_texts_never_become_control_tokens(name):
       assert decoded.replace(" ", "") == f"{before}{shown}{after}".replace(" ", "")
       if name != "mistral":  # whose tokenizer begins each part of a text with a space
         assert decoded == f"{before}{shown}{after}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_texts_of_demonstrated_turns_become_no_control_tokens_but_those_that_models_write(name):
+  chat = family(name)
+  tokens = TurnTokens(chat, [])
+  plain = chat.controls(tokens.turn(assistant("x")))
+  calling = chat.controls(tokens.turn(assistant("", call("x", {"x": "y"}))))
+  for token in chat.control:
+    expected = plain
+    if token in WRITTEN and not (name == "qwen3" and "think" in token):
+      expected = [*plain[:-1], chat.tokenizer.convert_tokens_to_ids(token), plain[-1]]
+    if name != "qwen3" or "think" not in token:  # its template takes thinking out of the text
+      assert chat.controls(tokens.turn(assistant(f"a{token}b"))) == expected
+    ids = tokens.turn(assistant("", call(f"a{token}b", {"x": [{"y": f"a{token}b"}]})))
+    if token not in WRITTEN:
+      assert chat.controls(ids) == calling
+      decoded = chat.tokenizer.decode(ids).replace(" ", "")  # Mistral's begins parts with a space
+      assert decoded.count(f"a{token}b") == 2
+  (completed,) = chat.decode([chat.encode_completion("<tool_call>{}</tool_call><|im_end|>")])
+  assert completed == "<tool_call>{}</tool_call><|im_end|>"
+  written = [x for x in ("<tool_call>", "</tool_call>") if x in chat.control]
+  ids = chat.encode_completion("<tool_call>{}</tool_call><|im_end|>")[:-1]
+  assert chat.controls(ids) == chat.tokenizer.convert_tokens_to_ids(written)
 
 
 def test_texts_that_the_tokenizer_changes_first_never_become_control_tokens(tmp_path):
