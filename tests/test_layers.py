@@ -22,6 +22,7 @@ LAYERS = {
   "sampling": 3,
   "training": 3,
   "config": 4,
+  "protocol": 4,
   "checkpoint": 5,
   "rollout": 6,
   "api": 7,

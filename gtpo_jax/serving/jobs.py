@@ -1,34 +1,14 @@
-"""What the generator is asked to do, and what it delivers."""
+"""What the generator is asked to do."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
+from gtpo_jax.protocol.outputs import Part
 from gtpo_jax.sampling.stop_strings import StopSearch
-
-
-class Part(NamedTuple):
-  """The next tokens of a completion.
-
-  Attributes:
-    tokens: their ids.
-    log_probs: nats, under softmax(logits).
-    alternatives: for each token, the ids and log-probs of the most probable ones; empty unless the
-      completion wants them.
-    finish: "stop" or "length" if these are the last, "error" if there are no more; else "".
-  """
-
-  tokens: list[int]
-  log_probs: list[float]
-  alternatives: list[tuple[list[int], list[float]]]
-  finish: str = ""
-
-
-FAILED = Part([], [], [], "error")
 
 
 @dataclasses.dataclass(eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import jax
 import uvicorn
 
+from gtpo_jax.protocol.http import is_loopback, listen, make_server
 from gtpo_jax.rollout.policies import find_policy, serving_config
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
@@ -23,7 +23,6 @@ from gtpo_jax.serving.generator import Generator
 from gtpo_jax.serving.service import Service
 
 TOKEN_VARIABLE = "GTPO_SERVE_TOKEN"
-STOP_S = 5  # time for answers under way once the process is asked to stop
 
 
 class Options(NamedTuple):
@@ -120,28 +119,8 @@ def serve(options: Options, say: Callable[[str], None]) -> None:
     host = f"[{options.host}]" if ":" in options.host else options.host
     say(f"computing in {opened.worker.model.config.compute_dtype}; {generator.slots} slots")
     say(f"{opened.name!r} at http://{host}:{port}/v1 (Ctrl-C stops)")
-    asyncio.run(_run(make_server(app), listener))
+    asyncio.run(_run(make_server(app.asgi), listener))
     generator.close()
-
-
-def make_server(app: App) -> uvicorn.Server:
-  """Returns an HTTP server that leaves signals to its caller."""
-  config = uvicorn.Config(
-    app.asgi,
-    http="h11",
-    ws="none",
-    lifespan="off",
-    loop="asyncio",
-    log_level="critical",  # errors of requests have been printed
-    access_log=False,
-    server_header=False,
-    timeout_graceful_shutdown=STOP_S,
-  )
-  return _Server(config)
-
-
-class _Server(uvicorn.Server):
-  capture_signals = contextlib.nullcontext
 
 
 async def _run(server: uvicorn.Server, listener: socket.socket) -> None:
@@ -153,26 +132,3 @@ async def _run(server: uvicorn.Server, listener: socket.socket) -> None:
   for number in (signal.SIGINT, signal.SIGTERM):
     loop.add_signal_handler(number, stop)
   await server.serve(sockets=[listener])
-
-
-def is_loopback(host: str) -> bool:
-  """Returns whether only this machine reaches an address."""
-  if host == "localhost":
-    return True
-  with contextlib.suppress(ValueError):
-    return ipaddress.ip_address(host).is_loopback
-  return False
-
-
-def listen(host: str, port: int) -> socket.socket:
-  """Returns a socket that listens.
-
-  Raises:
-    UserError: the address does not exist, or is in use.
-  """
-  try:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=1024)
-  except (OSError, OverflowError) as error:
-    reason = error.strerror if isinstance(error, OSError) else str(error)
-    raise UserError(f"cannot listen on {host}:{port}: {reason}; use another --port") from error

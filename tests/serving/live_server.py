@@ -9,9 +9,10 @@ import openai
 
 from gtpo_jax.config import Config
 from gtpo_jax.models import init_params, save
+from gtpo_jax.protocol.http import listen, make_server
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.serving.app import App
-from gtpo_jax.serving.serve import Options, listen, make_server, open_service
+from gtpo_jax.serving.serve import Options, open_service
 
 LOGIT_SCALE = 4  # scales the random weights, so that distributions are peaked
 
@@ -50,7 +51,8 @@ def running(folder, token="", **options):
   settings = {"max_prompt_tokens": 64, "max_tokens": 48, "slots": 16, **options}
   opened = open_service(Options(folder, **settings))
   listener = listen("127.0.0.1", 0)
-  server = make_server(App(opened.service, opened.generator, token, only_loopback=not token))
+  app = App(opened.service, opened.generator, token, only_loopback=not token)
+  server = make_server(app.asgi)
   thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
   thread.start()
   try:

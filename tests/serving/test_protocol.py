@@ -334,7 +334,7 @@ TOOL_TEMPLATE = (
 def test_calls_of_tools(folder):
   """The text of a call is parsed, in whole and in streams; earlier calls are in the prompt."""
   from gtpo_jax.data.chat import Chat, load_chat
-  from gtpo_jax.serving.conversation import Conversations
+  from gtpo_jax.protocol.conversation import Conversations
 
   tokenizer = load_chat(folder).tokenizer
   tokenizer.chat_template = TOOL_TEMPLATE

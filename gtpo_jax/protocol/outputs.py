@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from gtpo_jax.data.chat import Chat
 from gtpo_jax.data.text_stream import REPLACEMENT
 from gtpo_jax.sampling.stop_strings import StopStrings
-from gtpo_jax.serving.jobs import Part
 
 LOWEST = -9999.0  # JSON has no infinity; what the protocol writes for a token of probability 0
+
+
+class Part(NamedTuple):
+  """The next tokens of a completion.
+
+  Attributes:
+    tokens: their ids.
+    log_probs: nats, under softmax(logits).
+    alternatives: for each token, the ids and log-probs of the most probable ones; empty unless the
+      completion wants them.
+    finish: "stop" or "length" if these are the last, "error" if there are no more; else "".
+  """
+
+  tokens: list[int]
+  log_probs: list[float]
+  alternatives: list[tuple[list[int], list[float]]]
+  finish: str = ""
+
+
+FAILED = Part([], [], [], "error")
 
 
 class Output:

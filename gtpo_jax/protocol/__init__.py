@@ -1,0 +1,1 @@
+"""OpenAI's protocol: requests, conversations, answers and errors, on any source of tokens."""

@@ -1,0 +1,220 @@
+"""HTTP for the protocol: errors, bodies, whole answers and events, and servers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import json
+import socket
+import sys
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute
+
+from gtpo_jax.protocol.answers import Parts
+from gtpo_jax.protocol.errors import ApiError
+from gtpo_jax.protocol.requests import MAX_BODY, Fields, one_line
+from gtpo_jax.runtime.errors import UserError
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+CLOSED_REQUEST = 499  # what logs call a request whose client has gone; nobody reads it
+RETRY_AFTER_S = 1
+STOP_S = 5  # time for answers under way once a server is asked to stop
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class Job(Protocol):
+  """A request that is being answered."""
+
+  def parts(self) -> Parts:
+    """Yields what is generated until all choices have ended.
+
+    Raises:
+      ApiError: generation has failed.
+    """
+
+  def close(self) -> None:
+    """Cancels what has not ended."""
+
+
+def starlette_app(routes: list[BaseRoute]) -> Starlette:
+  """Returns an app whose paths and methods that do not exist get the protocol's errors."""
+  return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+
+
+def answering(handler: Handler, only_loopback: bool, token: str = "") -> Handler:
+  """Returns a handler whose errors become the protocol's error object.
+
+  Args:
+    handler: the handler.
+    only_loopback: whether to refuse requests for other hosts, which a page in a browser could make
+      if its own name leads to this address.
+    token: what clients must send as a bearer token; "" for nothing.
+  """
+
+  async def answer(request: Request) -> Response:
+    try:
+      if only_loopback:
+        _check_host(request)
+      if token and not hmac.compare_digest(bearer(request).encode(), token.encode()):
+        raise ApiError(
+          401,
+          "the token is missing or wrong; send it as Authorization: Bearer TOKEN",
+          code="invalid_api_key",
+        )
+      return await handler(request)
+    except ApiError as error:
+      return _error(error)
+    except UserError as error:
+      return _error(one_line(error))
+    except ClientDisconnect:
+      return Response(status_code=CLOSED_REQUEST)
+    except Exception:
+      print("gtpo: a request failed", file=sys.stderr)
+      traceback.print_exc()
+      return _error(ApiError(500, "the server has failed to answer; its log says why"))
+
+  return answer
+
+
+def _check_host(request: Request) -> None:
+  host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
+  if host not in LOOPBACK:
+    raise ApiError(403, "this server answers requests for localhost only")
+
+
+def bearer(request: Request) -> str:
+  """Returns the token that a client has sent; "" if it has sent none."""
+  kind, _, given = request.headers.get("authorization", "").partition(" ")
+  return given if kind.lower() == "bearer" else ""
+
+
+async def read_fields(request: Request, most: int = MAX_BODY) -> Fields:
+  """Returns the fields of a body.
+
+  Raises:
+    ApiError: it has more than `most` bytes, or is no JSON.
+  """
+  body = bytearray()
+  async for part in request.stream():
+    body += part
+    if len(body) > most:
+      raise ApiError(413, f"the body is over the limit of {most} bytes")
+  return Fields(bytes(body))
+
+
+async def wait_for(request: Request, job: Job) -> None:
+  """Waits until all choices have ended.
+
+  Raises:
+    ClientDisconnect: the client has gone, and its choices were cancelled.
+  """
+
+  async def collect() -> None:
+    async for _ in job.parts():
+      pass
+
+  async def gone() -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+      pass
+
+  tasks = [asyncio.create_task(collect()), asyncio.create_task(gone())]
+  try:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    if not tasks[0].done():
+      raise ClientDisconnect
+    await tasks[0]
+  finally:
+    job.close()
+    for task in tasks:
+      task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Events(StreamingResponse):
+  """Server-sent events. If the client hangs up, what has not ended is cancelled."""
+
+  def __init__(self, parts: AsyncIterator[dict[str, Any]], job: Job):
+    super().__init__(_events(parts), media_type="text/event-stream")
+    self._job = job
+
+  async def __call__(self, *args: Any) -> None:
+    """Sends the events."""
+    try:
+      await super().__call__(*args)
+    finally:
+      self._job.close()
+
+
+async def _events(parts: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+  """Yields events with the parts of an answer. An error after the first is an event too."""
+  try:
+    async for part in parts:
+      yield f"data: {json.dumps(part)}\n\n"
+  except ApiError as error:
+    yield f"data: {json.dumps(error.body())}\n\n"
+  yield "data: [DONE]\n\n"
+
+
+def _error(error: ApiError) -> Response:
+  headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": str(RETRY_AFTER_S)}}
+  return JSONResponse(error.body(), error.status, headers=headers.get(error.status))
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+  """Returns the error of a path or method that does not exist."""
+  what = {404: "there is no such path", 405: "this path has another method"}
+  message = what.get(error.status_code, "the request is wrong")
+  return _error(ApiError(error.status_code, message))
+
+
+def make_server(asgi: Starlette) -> uvicorn.Server:
+  """Returns an HTTP server that leaves signals to its caller."""
+  config = uvicorn.Config(
+    asgi,
+    http="h11",
+    ws="none",
+    lifespan="off",
+    loop="asyncio",
+    log_level="critical",  # errors of requests have been printed
+    access_log=False,
+    server_header=False,
+    timeout_graceful_shutdown=STOP_S,
+  )
+  return _Server(config)
+
+
+class _Server(uvicorn.Server):
+  capture_signals = contextlib.nullcontext
+
+
+def is_loopback(host: str) -> bool:
+  """Returns whether only this machine reaches an address."""
+  if host == "localhost":
+    return True
+  with contextlib.suppress(ValueError):
+    return ipaddress.ip_address(host).is_loopback
+  return False
+
+
+def listen(host: str, port: int) -> socket.socket:
+  """Returns a socket that listens.
+
+  Raises:
+    UserError: the address does not exist, or is in use.
+  """
+  try:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=1024)
+  except (OSError, OverflowError) as error:
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    raise UserError(f"cannot listen on {host}:{port}: {reason}; use another --port") from error
