@@ -1,4 +1,4 @@
-"""Times what a teacher adds to an update, against the teacher's forward pass.
+"""Times what a teacher adds to a step, against the teacher's forward pass.
 
     python benchmarks/teacher.py [--json FILE] [--rounds 7] [--divergence reverse_kl]
     python benchmarks/teacher.py --model HF_FOLDER --compute_dtype bfloat16 --prompts 8 \
@@ -6,9 +6,11 @@
 
 The workload is that of step.py: 4 prompts of 64 tokens x 8 completions of 128, Qwen2 with 4 layers
 of width 256, vocabulary 8192, float32; or the model of a Hugging Face folder. The teacher has the
-policy's architecture and other weights. Three programs run interleaved: the update of `opd` with
-the teacher's log-probs given, the teacher's pass that computes them, and the update that matches
-the teacher's distributions. Prints medians over the rounds; compilation is not timed.
+policy's architecture and other weights. Five phases run interleaved: sampling, the update of
+`grpo`, which has no teacher, the update of `opd` with the teacher's log-probs given, the teacher's
+pass that computes them, and the update that matches the teacher's distributions. A step is sampling
+and update, and with "sampled" the teacher's pass between them. Prints medians over the rounds;
+compilation is not timed.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from gtpo_jax.algorithms import Distillation
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
+from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.settings import SamplingParams
 from gtpo_jax.training.log_probs import make_scorer
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
@@ -54,18 +58,38 @@ def make_batch(args: argparse.Namespace, model: Transformer) -> tuple[Rollouts, 
     finished=np.ones((n, g), bool),
     gaps=False,
   )
-  zeros = np.zeros((n, g), np.float32)
-  rewards = Rewards(zeros > 0, zeros, penalty=zeros, valid=np.ones((n, g), bool))
+  correct = np.arange(n * g).reshape(n, g) % 2 == 0
+  reward = correct.astype(np.float32)
+  rewards = Rewards(correct, reward, penalty=0 * reward, valid=np.ones((n, g), bool))
   return shard_batch((rollouts, rewards), model.mesh)
 
 
+def sampling(args: argparse.Namespace, model: Transformer) -> Callable[[], None]:
+  """Returns what samples the completions of one step."""
+  engine = Engine(
+    model, stop=(), pad=0, max_prompt_tokens=args.prompt_len, max_tokens=args.response_len
+  )
+  rng = np.random.default_rng(0)
+  params = init_params(model, jax.random.key(0))
+  prompts = rng.integers(1, model.config.vocab_size, (args.prompts, args.prompt_len)).tolist()
+  return lambda: jax.block_until_ready(
+    engine.sample(
+      engine.layout(params),
+      prompts,
+      jax.random.key(0),
+      group=args.group,
+      sampling_params=SamplingParams(),
+    )
+  )
+
+
 def updating(
-  model: Transformer, distillation: Distillation, batch: tuple[Any, ...]
+  model: Transformer, batch: tuple[Any, ...], distillation: Distillation | None = None
 ) -> Callable[[], None]:
-  """Returns what makes one update with these arguments."""
+  """Returns what makes one update with these arguments, of `grpo` without `distillation`."""
   optimizer = make_optimizer(OptimizerConfig(), 1000)
   state = init_state(init_params(model, jax.random.key(0)), optimizer, model)
-  algorithm = algorithms.make("opd", distillation)
+  algorithm = algorithms.make("opd", distillation) if distillation else algorithms.make("grpo")
   teacher = model if algorithm.recipe.matches_distributions else None
   update = make_update(model, algorithm, optimizer, teacher=teacher)
 
@@ -94,24 +118,31 @@ def main() -> None:
   teacher = init_params(model, jax.random.key(1))
   score = make_scorer(model, 1.0, 1, 0)
   taught = rollouts.replace(teacher=score(teacher, rollouts))
-  programs = {
-    "update_s": updating(model, Distillation(), (taught, rewards)),
+  phases = {
+    "sample_s": sampling(args, model),
+    "plain_update_s": updating(model, (rollouts, rewards)),
+    "update_s": updating(model, (taught, rewards), Distillation()),
     "teacher_s": lambda: jax.block_until_ready(score(teacher, rollouts)),
     "matching_update_s": updating(
-      model, Distillation(divergence=args.divergence), (rollouts, rewards, teacher)
+      model, (rollouts, rewards, teacher), Distillation(divergence=args.divergence)
     ),
   }
-  seconds: dict[str, list[float]] = {name: [] for name in programs}
-  order = list(programs)
+  seconds: dict[str, list[float]] = {name: [] for name in phases}
+  order = list(phases)
   for i in range(args.rounds + 1):
     order.reverse()
     for name in order:
       started = time.perf_counter()
-      programs[name]()
+      phases[name]()
       if i:  # the first call compiles
         seconds[name].append(time.perf_counter() - started)
 
-  update_s, teacher_s, matching_s = (np.asarray(seconds[name]) for name in programs)
+  sample_s, plain_s, update_s, teacher_s, matching_s = (np.asarray(seconds[x]) for x in phases)
+  step_s = sample_s + plain_s
+  with_teacher = {
+    "sampled": sample_s + teacher_s + update_s,
+    args.divergence: sample_s + matching_s,
+  }
   result = {
     "jax": jax.__version__,
     "python": platform.python_version(),
@@ -122,8 +153,11 @@ def main() -> None:
     "added_by_matching": float(np.median((matching_s - update_s) / teacher_s)),
     "over_update_and_teacher": float(np.median(matching_s / (update_s + teacher_s)) - 1),
   }
+  for name, taught_s in with_teacher.items():
+    result[f"step_over_plain, {name}"] = float(np.median(taught_s / step_s))
+    result[f"over_step_and_teacher, {name}"] = float(np.median(taught_s / (step_s + teacher_s)) - 1)
   for name, value in result.items():
-    print(f"{name:<24} {value:.4g}" if isinstance(value, float) else f"{name:<24} {value}")
+    print(f"{name:<34} {value:.4g}" if isinstance(value, float) else f"{name:<34} {value}")
   if args.json:
     with open(args.json, "w") as out:
       json.dump(result, out, indent=2)
