@@ -2,8 +2,11 @@
 
     gtpo train --config=configs/calculator.py --workdir=runs/calculator
 
-The base model imitates a teacher who seldom calls the tool, and forgets to carry without it. What
-a run reaches has not been measured yet.
+The base model imitates a teacher who calls the tool for a quarter of the sums. For the others, the
+teacher adds up without carrying, which is wrong, because all of these sums need a carry.
+
+Hardware: two CPU cores, under 2 GiB of memory.
+Expected: the policy calls the tool for nearly every sum.
 """
 
 from gtpo_jax.config import default_config
@@ -11,18 +14,21 @@ from gtpo_jax.config import default_config
 
 def get_config():
   config = default_config()
-  config.steps = 60
+  config.steps = 40
   config.model.preset = "tiny"
   config.data.train = "calculator"
-  config.data.max_prompt_tokens = 48
-  config.sampling.max_tokens = 96
+  config.data.max_prompt_tokens = 40
+  config.sampling.max_tokens = 84
   config.env.tools = "gtpo_jax.environments.examples.calculator:add"
   config.env.max_turns = 3
   config.algorithm.name = "gtpo"
 
-  config.warm_start.steps = 1000
-  config.optimizer.learning_rate = 1.5e-4
+  config.warm_start.steps = 800
+  config.optimizer.learning_rate = 5e-4
+  config.optimizer.schedule = "linear"
+  config.optimizer.clip_norm = 0.5
   config.optimizer.b2 = 0.95
   config.eval.problems = 128
   config.eval.samples = 4
+  config.eval.every = 20
   return config

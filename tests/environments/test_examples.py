@@ -43,6 +43,27 @@ def test_the_teacher_finds_fewer_and_so_does_one_who_slips_more():
   assert 0.35 <= rate(1.0) <= 0.5 < rate(0.5) < rate(0.0)
 
 
+def test_the_teacher_asks_only_for_what_is_left_and_halves_short_ranges_without_an_error():
+  task = make_task("guess")
+  rng = np.random.default_rng(0)
+  ends = 0
+  for i in range(256):
+    left = range(32)
+    guesses = play(lambda turns: task.turn(0, turns, rng, 1.0), i % 32)[0]
+    for guess in map(int, guesses):
+      assert guess in left
+      ends += guess in (left[0], left[-1]) and len(left) >= 12
+      left = range(guess + 1, left[-1] + 1) if guess < i % 32 else range(left[0], guess)
+  assert ends > 256
+
+
+def test_both_parts_of_guess_have_every_number_once():
+  task = make_task("guess")
+  for ids in (task.train_ids, task.held_out_ids):
+    assert sorted(int(task.problem(i).answer) for i in ids) == list(range(32))
+  assert not set(task.train_ids) & set(task.held_out_ids)
+
+
 def test_answers_to_guesses():
   game = Guess()
   game.reset({"answer": "20"}, 0)
@@ -65,8 +86,11 @@ def test_the_teacher_of_sums_calls_seldom_and_errs_without():
   rng = np.random.default_rng(0)
   first = {i: task.turn(i, [], rng, 1.0) for i in range(1000)}
   direct = {i: text for i, text in first.items() if "<tool_call>" not in text}
-  assert 0.15 < 1 - len(direct) / len(first) < 0.25
-  right = np.mean([text == task.problem(i).answer for i, text in direct.items()])
-  assert 0.25 < right < 0.4
+  assert 0.2 < 1 - len(direct) / len(first) < 0.3
+  for i, text in direct.items():
+    question, total = text.split("=")
+    assert task.problem(i).messages[0]["content"] == f"{question}:"
+    assert int(total) == int(task.problem(i).answer) - 10  # every sum needs a carry
+    assert task.turn(i, [], rng, 0.0).startswith("<tool_call>")
   called = next(i for i in first if i not in direct)
   assert task.turn(called, [(first[called], "")], rng, 1.0) == task.problem(called).answer

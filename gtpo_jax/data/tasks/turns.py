@@ -14,21 +14,24 @@ from gtpo_jax.data.records import Problem, user
 from gtpo_jax.data.tasks.task import split
 
 # Probabilities of the teachers' errors, at `slips` = 1.
-GUESS_SLIP = 0.5  # guesses the smallest or the largest number that is still possible
-NO_CALL_SLIP = 0.8  # adds without the tool
-FORGOTTEN_CARRY_SLIP = 0.9  # does not carry
+GUESS_SLIP = 0.55  # guesses the smallest or the largest number that is still possible
+NO_CALL_SLIP = 0.75  # adds without the tool
+FORGOTTEN_CARRY_SLIP = 1.0  # does not carry
 
-COPIES = 256  # of each number to guess, so that the held-out part has all numbers too
 LARGEST_GUESS = 31
-ADDENDS = 3
+LONG_RANGE = 12  # numbers; the teacher halves shorter ranges without an error
+ADDENDS = 2
 ADDEND_DIGITS = 2
 
 
 class GuessNumber:
   """A number from 0 to 31, to be found in the environment `environments.examples.guess:Guess`.
 
-  The teacher guesses the middle one of the numbers that are still possible, or one of the ends,
-  which rules out only that number.
+  The teacher halves the range that is left. While it is long, the teacher often guesses one of the
+  numbers at its ends instead, which rules out only that number, and then goes on with the same
+  range.
+
+  Both parts have each number once. No number can be learned by heart, as no question tells it.
   """
 
   name = "guess"
@@ -37,8 +40,10 @@ class GuessNumber:
   largest = LARGEST_GUESS
 
   def __init__(self):
-    self.size = (LARGEST_GUESS + 1) * COPIES
-    self.train_ids, self.held_out_ids = split(self, np.arange(self.size))
+    numbers = LARGEST_GUESS + 1
+    self.size = 2 * numbers
+    self.train_ids = np.arange(numbers)
+    self.held_out_ids = np.arange(numbers, self.size)
 
   def problem(self, index: int) -> Problem:
     """Returns the question, which is always the same; the answer is the number."""
@@ -49,21 +54,29 @@ class GuessNumber:
     self, index: int, turns: Sequence[tuple[str, str]], rng: np.random.Generator, slips: float
   ) -> str:
     """Returns the teacher's next guess, given the earlier ones and their answers."""
-    low, high = 0, LARGEST_GUESS
+    low, high = first, last = 0, LARGEST_GUESS  # the range, and what is left of it
     for guess, answer in turns:
+      number = int(guess)
+      halves = number == _middle(low, high)
       if "higher" in answer:
-        low = int(guess) + 1
+        first = max(first, number + 1)
+        low = number + 1 if halves else low
       else:
-        high = int(guess) - 1
-    if rng.random() < slips * GUESS_SLIP:
-      return str(rng.choice([low, high]))
-    return str((low + high + 1) // 2)
+        last = min(last, number - 1)
+        high = number - 1 if halves else high
+    if high - low + 1 >= LONG_RANGE and rng.random() < slips * GUESS_SLIP:
+      return str(rng.choice([first, last]))
+    return str(_middle(low, high))
+
+
+def _middle(low: int, high: int) -> int:
+  return (low + high + 1) // 2
 
 
 class Calculator:
-  """Sums such as `46+37+28:`, with the tool `environments.examples.calculator:add`.
+  """Sums such as `46+37:`, with the tool `environments.examples.calculator:add`.
 
-  The teacher seldom calls the tool. Without it, it forgets to carry.
+  All of them need a carry. The teacher seldom calls the tool; without it, it forgets to carry.
   """
 
   name = "calculator"
@@ -75,7 +88,9 @@ class Calculator:
     self.size = 1 << 16
     low = 10 ** (ADDEND_DIGITS - 1)
     rng = np.random.default_rng(0)
-    self._numbers = rng.integers(low, 10 * low, (self.size, ADDENDS))  # i64[size, ADDENDS]
+    numbers = rng.integers(low, 10 * low, (4 * self.size, ADDENDS))
+    carries = (numbers % 10).sum(1) >= 10
+    self._numbers = numbers[carries][: self.size]  # i64[size, ADDENDS]
     codes = self._numbers @ (10 * low) ** np.arange(ADDENDS)
     self.train_ids, self.held_out_ids = split(self, codes)
 
@@ -92,12 +107,13 @@ class Calculator:
     numbers = self._numbers[index].tolist()
     if turns:
       return str(sum(numbers))
+    question = "+".join(map(str, numbers))
     if rng.random() >= slips * NO_CALL_SLIP:
-      call = {"name": "add", "arguments": {"x": "+".join(map(str, numbers))}}
+      call = {"name": "add", "arguments": {"x": question}}
       return f"<tool_call>{json.dumps(call, separators=(',', ':'))}</tool_call>"
     total = 0
     for number in numbers:
       carries = total % 10 + number % 10 >= 10
       forgets = carries and rng.random() < slips * FORGOTTEN_CARRY_SLIP
       total += number - 10 * forgets
-    return str(total)
+    return f"{question}={total}"
