@@ -76,6 +76,7 @@ setup(
     "wandb": ["wandb>=0.31"],  # log.wandb
     "judge": ["httpx2>=2.16"],  # reward.judge; recent versions of huggingface-hub need it too
     "serve": ["starlette>=1.0,<2", "uvicorn>=0.40"],  # gtpo serve
+    "agent": ["openai>=2", "starlette>=1.0,<2", "uvicorn>=0.40"],  # env.agent
     "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30"],
     "dev": [
       "pytest>=8",

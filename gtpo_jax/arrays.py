@@ -11,7 +11,7 @@ The shapes in comments and docstrings use these letters for dimensions:
   u  units of credit per completion: t if a unit is a token, 1 if it is a completion
   w  rows per prompt, if completions are packed
   m  the most completions in one such row
-  c  positions of a chunk
+  c  positions of a chunk, or the most conversations of a completion
 
 In the matrix products of `models`, `a` is the contracted axis and `c` the last axis of the result.
 In `sampling`, s, m and w have other meanings; see `sampling.cache`.
@@ -57,6 +57,13 @@ class Packing:
   source: jax.Array
   # i32[n, g], the flat index of each completion's first token in its prompt's [w, s].
   start: jax.Array
+  # i32[n, g, c], `Rollouts.begins`. Segments are then conversations, not completions.
+  begins: jax.Array | None = None
+
+  @property
+  def conversations(self) -> int:
+    """The most conversations of a completion."""
+    return 1 if self.begins is None else self.begins.shape[2]
 
   def pack(self, x: jax.Array) -> jax.Array:
     """Converts `x` [n, g, t] to rows [n, w, s], with 0 on padding."""
@@ -70,6 +77,16 @@ class Packing:
     """
     index = self.start[:, :, None] + jnp.arange(t)
     return _gather(x, jnp.minimum(index, math.prod(x.shape[1:]) - 1))
+
+
+def conversation_numbers(begins: jax.Array, t: int) -> jax.Array:
+  """Returns the number of the conversation that each position belongs to, i32[n, g, t], from 0.
+
+  Args:
+    begins: i32[n, g, c], as in `Rollouts`.
+    t: completion positions.
+  """
+  return (begins[..., None, :] <= jnp.arange(t)[:, None]).sum(-1, dtype=jnp.int32) - 1
 
 
 def max_per_row(g: int, w: int) -> int:
@@ -141,6 +158,10 @@ class Rollouts:
   teacher: jax.Array | None = None
   # The prompts that the teacher reads; None if they are the policy's.
   teacher_prompts: Prompts | None = None
+  # i32[n, g, c], where the conversations of each completion begin, ascending from 0; t for those
+  # that it does not have. Each continues the prompt by itself, and attends to no other one. None if
+  # every completion is one conversation. The packing of a placed batch has them instead.
+  begins: jax.Array | None = None
   # Whether some tokens between those in `mask` are not in it; None if that is not known. The update
   # is compiled for it.
   gaps: bool | None = flax.struct.field(pytree_node=False, default=None)

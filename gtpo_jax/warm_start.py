@@ -89,6 +89,11 @@ class TurnTeacher:
     task = config.data.train_task
     if worker.runner is None:
       raise UserError(f"the task {task.name!r} has several turns: set {task.needs}")
+    if config.env.agent:
+      raise UserError(
+        f"an agent cannot play demonstrations of {task.name!r}; set warm_start.steps to 0 and "
+        f"model.path to the export of a run with {task.needs}"
+      )
     rng = np.random.default_rng([config.seed, 2])
     ids = rng.choice(task.train_ids, PLAYED)
     rngs = rng.spawn(PLAYED)  # a demonstration must not depend on the order of turns

@@ -28,6 +28,7 @@ from gtpo_jax.runtime.errors import UserError
 
 HELD_OUT_FRACTION = 10  # one problem in ten is held out if the program names none
 Records = Iterable[Mapping[str, Any]]
+Agent = Callable[..., Any]  # async def run(row, client, seed)
 MakeEnvironment = Callable[[], Any] | Maker  # a class, or what `environments.from_...` returns
 
 
@@ -41,6 +42,7 @@ class Inputs:
     records: by name, the data that was passed as dicts.
     environment: makes an environment; None for that of the config.
     tools: functions that the model may call; None for those of the config.
+    agent: plays episodes; None for that of the config.
   """
 
   config: Config
@@ -48,6 +50,7 @@ class Inputs:
   records: Mapping[str, Loaded]
   environment: MakeEnvironment | None = None
   tools: Sequence[Callable[..., Any]] | None = None
+  agent: Agent | None = None
 
 
 def resolve_inputs(
@@ -58,6 +61,7 @@ def resolve_inputs(
   demonstrations: Records | None = None,
   environment: MakeEnvironment | None = None,
   tools: Sequence[Callable[..., Any]] | None = None,
+  agent: Agent | None = None,
 ) -> Inputs:
   """Checks the inputs and names them in the config, so that config.json says what a run used.
 
@@ -71,6 +75,7 @@ def resolve_inputs(
       `warm_start.data`.
     environment: answers turns; its name becomes `env.make`.
     tools: functions that the model may call; their names become `env.tools`.
+    agent: plays episodes; its name becomes `env.agent`.
 
   Raises:
     UserError: an input cannot be used, or `data` is too small to hold any of it out.
@@ -85,9 +90,9 @@ def resolve_inputs(
   # A reward function or a judge decides itself what it needs.
   is_own = reward is not None or config.reward.replaces_verifiers
   check = None if is_own else gold_check(config.reward.math_rule)
-  env = _env_section(config.env, environment, tools)
+  env = _env_section(config.env, environment, tools, agent)
   load = lambda rows, name: load_records(
-    rows, name, section.fields, section.bad_rows, check, bool(env.make)
+    rows, name, section.fields, section.bad_rows, check, env.opens
   )
   records = {}
   if data is not None:
@@ -117,15 +122,16 @@ def resolve_inputs(
   config = dataclasses.replace(
     config, data=section, reward=reward_section, warm_start=warm_start, env=env
   )
-  return Inputs(config, reward, records, environment, tools)
+  return Inputs(config, reward, records, environment, tools, agent)
 
 
 def _env_section(
   section: EnvSection,
   environment: MakeEnvironment | None,
   tools: Sequence[Callable[..., Any]] | None,
+  agent: Agent | None,
 ) -> EnvSection:
-  """Returns the section with the names of an environment and of tools that a program passed."""
+  """Returns the section with the names of what a program passed."""
   names = {}
   if environment is not None:
     names["make"] = qualified_name(environment, Maker.of(environment).name)
@@ -133,6 +139,10 @@ def _env_section(
     if not isinstance(tools, Sequence) or isinstance(tools, str) or not all(map(callable, tools)):
       raise UserError(f"tools must be a list of functions, got {tools!r}")
     names["tools"] = ",".join(map(qualified_name, tools))
+  if agent is not None:
+    if not callable(agent):
+      raise UserError(f"agent must be a function of (row, client, seed), got {agent!r}")
+    names["agent"] = qualified_name(agent)
   return dataclasses.replace(section, **names)
 
 

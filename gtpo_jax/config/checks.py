@@ -95,12 +95,23 @@ def check_warm_start(warm_start: WarmStartSection, data: DataSection) -> None:
 
 
 def check_env(
-  env: EnvSection, data: DataSection, teacher: TeacherSection, algorithm: Algorithm
+  env: EnvSection,
+  data: DataSection,
+  teacher: TeacherSection,
+  sampling: SamplingSection,
+  algorithm: Algorithm,
 ) -> None:
   """An environment goes with the other sections. A Python program may add it after these checks."""
   if not env.is_used:
     return
-  name = "env.make" if env.make else "env.tools"
+  name = "env.make" if env.make else "env.tools" if env.tools else "env.agent"
+  if env.agent and name != "env.agent":
+    raise UserError(f"env.agent has tools and environments of its own; leave {name} out")
+  if env.agent and sampling.staleness:
+    raise UserError(
+      f"env.agent does not work with sampling.staleness = {sampling.staleness}, because an agent "
+      "cannot be made again in the middle of its episode; set sampling.staleness to 0"
+    )
   if not data.chat:
     raise UserError(f"{name} needs the chat template, but data.chat is False; set it to True")
   if algorithm.settings.guide_completions:

@@ -92,7 +92,7 @@ class Config:
     check_data(self.data, self.eval)
     check_warm_start(self.warm_start, self.data)
     algorithm = self.resolved_algorithm
-    check_env(self.env, self.data, self.teacher, algorithm)
+    check_env(self.env, self.data, self.teacher, self.sampling, algorithm)
     check_sampling(self.sampling, self.batch, algorithm)
     check_frozen(self.guide, self.reference, algorithm)
     check_teacher(self.teacher, self.distill, algorithm)
@@ -122,6 +122,11 @@ class Config:
     name = settings.pop("name")
     chosen = {key: value for key, value in settings.items() if value is not None}
     return algorithms.make(name, self.distill if self.teacher.exists else None, **chosen)
+
+  @property
+  def conversations(self) -> int | None:
+    """The most conversations of a completion, if an agent may hold several; else None."""
+    return self.env.max_conversations if self.env.agent else None
 
   @property
   def policy_completions(self) -> int:

@@ -124,28 +124,33 @@ class DataSection:
 
 @dataclasses.dataclass(frozen=True)
 class EnvSection(EpisodeLimits):
-  """What answers the turns of a completion: an environment, tools, or both.
+  """What answers the turns of a completion: an environment, tools, or both; or an agent.
 
   Attributes:
     make: the environment, as module:class: its reset(row, seed) begins an episode and its
       step(turn) answers a turn. "" for none.
     tools: functions that the model may call, as module:function, separated by commas; "python" runs
       a program in the sandbox of rewards, with its limits.
+    agent: a program that plays episodes by itself, as module:function: its async run(row, client,
+      seed) sends requests to the policy. "" for none.
     parser: how the model writes calls: "hermes" (Qwen, Hermes), "llama3", "mistral", "none", or
       "auto" for what the tokenizer shows.
   """
 
   make: str = ""
   tools: str = ""
+  agent: str = ""
   parser: str = setting(AUTO_PARSER, bound=one_of((AUTO_PARSER, *PARSERS)))
 
   def __post_init__(self):
     super().__post_init__()
-    for field, names in (("make", [self.make] if self.make else []), ("tools", self.tool_names)):
-      for name in names:
+    given = {"make": [self.make], "tools": self.tool_names, "agent": [self.agent]}
+    for field, names in given.items():
+      for name in filter(None, names):
         module, colon, attribute = name.partition(":")
         if not (module and colon and attribute) and (field, name) != ("tools", PYTHON_TOOL):
-          form = "module:class" if field == "make" else f"module:function, or {PYTHON_TOOL!r}"
+          forms = {"make": "module:class", "tools": f"module:function, or {PYTHON_TOOL!r}"}
+          form = forms.get(field, "module:function")
           raise UserError(f"env.{field} must be named as {form}, got {name!r}")
 
   @property
@@ -156,7 +161,12 @@ class EnvSection(EpisodeLimits):
   @property
   def is_used(self) -> bool:
     """Whether completions are episodes."""
-    return bool(self.make or self.tool_names)
+    return bool(self.make or self.tool_names or self.agent)
+
+  @property
+  def opens(self) -> bool:
+    """Whether rows need no prompt, because an environment or an agent brings its own."""
+    return bool(self.make or self.agent)
 
   @property
   def limits(self) -> EpisodeLimits:

@@ -24,15 +24,16 @@ class EpisodeLimits(Checked):
   Attributes:
     role: of the results of calls: "tool", or "user" if the template does not show such messages.
     max_turns: the most turns.
+    max_conversations: the most conversations of an agent's episode, those of sub-agents included.
     max_calls: the most calls of an episode. The turn that exceeds it ends the episode.
     parallel_calls: the most calls of a turn that are run; the model reads that the others are not.
     max_observation_tokens: the most tokens of a message; longer ones are cut.
     truncate: where they are cut: "start", "middle" or "end".
     parse_retries: how many turns of an episode may have calls that cannot be read. The model reads
       why, and tries again.
-    step_timeout_s: seconds for each call of the environment.
+    step_timeout_s: seconds for each call of the environment, or between two requests of an agent.
     episode_timeout_s: seconds for all of them in an episode. The time for sampling is not counted.
-    workers: how many calls of environments run at the same time.
+    workers: how many calls of environments, or how many agents, run at the same time.
     on_timeout: what an environment that is too slow says about the model: "leave_out", nothing;
       "wrong", that it has failed, for tasks in which the model decides how long a call takes.
 
@@ -44,6 +45,7 @@ class EpisodeLimits(Checked):
 
   role: str = setting("tool", bound=one_of(ROLES))
   max_turns: int = setting(8, bound=at_least(1))
+  max_conversations: int = setting(4, bound=at_least(1))
   max_calls: int = setting(64, bound=at_least(0))
   parallel_calls: int = setting(8, bound=at_least(1))
   max_observation_tokens: int = setting(1024, bound=at_least(LEAST_OBSERVATION))

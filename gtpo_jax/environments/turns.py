@@ -20,13 +20,21 @@ class Stop(enum.StrEnum):
   MAX_TOKENS = "max_tokens"  # a turn was cut off at the limit of the completion
   MAX_CALLS = "max_calls"
   CONTEXT = "context"  # after the observation, no token would be left for another turn
+  MAX_CONVERSATIONS = "max_conversations"  # of an agent
   PARSE_ERROR = "parse_error"  # too many turns whose calls could not be read
   TIMEOUT = "timeout"  # the environment took too long
   ENV_ERROR = "env_error"  # the environment failed
 
 
 # The limits that a model reaches; an episode that ends at one of them is incorrect.
-MODEL_LIMITS = (Stop.MAX_TURNS, Stop.MAX_TOKENS, Stop.MAX_CALLS, Stop.CONTEXT, Stop.PARSE_ERROR)
+MODEL_LIMITS = (
+  Stop.MAX_TURNS,
+  Stop.MAX_TOKENS,
+  Stop.MAX_CALLS,
+  Stop.CONTEXT,
+  Stop.MAX_CONVERSATIONS,
+  Stop.PARSE_ERROR,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +89,22 @@ class Step:
   messages: str | Sequence[Message] = ()
   reward: float = 0.0
   done: bool = False
+  correct: bool | None = None
+  info: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """What an agent returns if a number is not enough.
+
+  Attributes:
+    reward: of the episode; None for 0.
+    correct: whether the task is solved. None: a reward above 0.5 is correct, and without a reward
+      the verifier of the problem judges the text of the last turn.
+    info: numbers by name, as in `Step`.
+  """
+
+  reward: float | None = None
   correct: bool | None = None
   info: Mapping[str, float] = dataclasses.field(default_factory=dict)
 

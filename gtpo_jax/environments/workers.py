@@ -90,6 +90,7 @@ class Workers:
     self._fatal: FunctionError | None = None
     lock = threading.RLock()
     self._changed = threading.Condition(lock)
+    self._woken = False
     self._idle = 0  # threads without a call
     self._handed: collections.deque[_Call] = collections.deque()  # calls for threads that were idle
     self._called = threading.Condition(lock)
@@ -133,16 +134,31 @@ class Workers:
       outcomes, self._outcomes = self._outcomes, []
     return outcomes
 
+  def limit(self, key: Hashable, limit_s: float) -> None:
+    """Sets the limit of a call that runs: seconds from now, `math.inf` for none."""
+    with self._changed:
+      for call in self._running:
+        if call.key == key:
+          call.limit_s = time.monotonic() - call.began + limit_s
+      self._changed.notify_all()
+
+  def wake(self) -> None:
+    """Ends the current or the next `wait`; called on any thread."""
+    with self._changed:
+      self._woken = True
+      self._changed.notify_all()
+
   def wait(self, timeout_s: float) -> None:
     """Waits until a poll has outcomes, at most `timeout_s` seconds, and not if no call runs."""
     until = time.monotonic() + timeout_s
     with self._changed:
-      while self._running and not self._outcomes and not self._fatal:
+      while self._running and not (self._outcomes or self._fatal or self._woken):
         limit = min(call.began + call.limit_s for call in self._running)
         left = min(until, limit) - time.monotonic()
         if left < 0:
-          return
+          break
         self._changed.wait(left + 0.001)
+      self._woken = False
 
   def _start(self) -> None:
     """Starts calls as long as there are free workers."""

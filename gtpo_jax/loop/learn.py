@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gtpo_jax.api.inputs import MakeEnvironment, Records, resolve_inputs
+from gtpo_jax.api.inputs import Agent, MakeEnvironment, Records, resolve_inputs
 from gtpo_jax.api.policy import TrainedPolicy
 from gtpo_jax.api.results import Result, Step
 from gtpo_jax.checkpoint.workdir import claim, open_workdir
@@ -43,6 +43,7 @@ def train(
   demonstrations: Records | None = None,
   environment: MakeEnvironment | None = None,
   tools: Sequence[Callable[..., Any]] | None = None,
+  agent: Agent | None = None,
 ) -> Result:
   """Trains to `config.steps` and returns the result. Arguments and exceptions are as in `steps`."""
   run = steps(
@@ -56,6 +57,7 @@ def train(
     demonstrations=demonstrations,
     environment=environment,
     tools=tools,
+    agent=agent,
   )
   while True:
     try:
@@ -77,6 +79,7 @@ def steps(
   demonstrations: Records | None = None,
   environment: MakeEnvironment | None = None,
   tools: Sequence[Callable[..., Any]] | None = None,
+  agent: Agent | None = None,
 ) -> Generator[Step, None, Result]:
   """Trains to `config.steps` and yields each step.
 
@@ -107,6 +110,9 @@ def steps(
       own environment, which answers its turns. It replaces `config.env.make`.
     tools: functions with type hints and Google docstrings that the model may call. They replace
       `config.env.tools`.
+    agent: async def run(row, client, seed), which sends requests to the policy with an
+      `openai.AsyncOpenAI` and returns a reward, or `environments.Result`. It replaces
+      `config.env.agent`.
 
   Raises:
     UserError: the config cannot run here, the workdir belongs to another run or is in use, or one
@@ -115,7 +121,7 @@ def steps(
   """
   prepare_devices()
   compile_count()  # the first call registers the listener that counts compilations
-  inputs = resolve_inputs(config, reward, data, held_out, demonstrations, environment, tools)
+  inputs = resolve_inputs(config, reward, data, held_out, demonstrations, environment, tools, agent)
   display = display or Display(is_first_process())
   interrupts = Interrupts(display.notice)
   signals = interrupts if stopping is None else contextlib.nullcontext()

@@ -50,7 +50,9 @@ def prepare(inputs: Inputs, display: Display) -> Parts:
   config = inputs.config
   check_training(config)
   with proposing_mesh(config):
-    worker = RolloutWorker(config, environment=inputs.environment, tools=inputs.tools)
+    worker = RolloutWorker(
+      config, environment=inputs.environment, tools=inputs.tools, agent=inputs.agent
+    )
     check_divisible(config, worker.model)
   reward_manager = RewardManager(config, inputs.reward)
   teacher = make_teacher(config, worker, display.say, inputs.records)

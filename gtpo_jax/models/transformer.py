@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from gtpo_jax.arrays import Packing, Prompts, max_per_row
+from gtpo_jax.arrays import Packing, Prompts, conversation_numbers, max_per_row
 from gtpo_jax.models.attention.causal import attend_causally
 from gtpo_jax.models.attention.flash import ATTENTION_RESIDUALS
 from gtpo_jax.models.attention.rope import Rope, rope_angles, rotate
@@ -64,11 +64,23 @@ def stream_masks(mask: jax.Array, config: ModelConfig) -> StreamMasks:
 
 
 def _ranges(packing: Packing, t: int) -> RowRanges:
-  """Returns where `packing` places completions of up to `t` positions."""
-  owner = jnp.where(packing.source < 0, -1, packing.source // t)
-  completions = jnp.arange(packing.start.shape[1])[:, None, None]
-  length = (owner[:, None] == completions).sum((2, 3), dtype=jnp.int32)
-  return RowRanges(packing.start, length, owner)
+  """Returns where `packing` places completions of up to `t` positions, or their conversations."""
+  owner = packing.source // t
+  start = packing.start
+  if packing.begins is not None:
+    owner = owner * packing.conversations + packing.pack(conversation_numbers(packing.begins, t))
+    start = (start[..., None] + packing.begins).reshape(len(start), -1)
+  owner = jnp.where(packing.source < 0, -1, owner)
+  owners = jnp.arange(start.shape[1])[:, None, None]
+  length = (owner[:, None] == owners).sum((2, 3), dtype=jnp.int32)
+  return RowRanges(start, length, owner)
+
+
+def _places(begins: jax.Array, t: int) -> jax.Array:
+  """Returns the place of each position in its conversation, i32[n, g, t]; see `Packing.begins`."""
+  begins = begins[..., None, :]
+  positions = jnp.arange(t)
+  return positions - jnp.where(begins <= positions[:, None], begins, 0).max(-1)
 
 
 class Layer(nn.Module):
@@ -200,7 +212,8 @@ class Transformer(nn.Module):
   ) -> jax.Array:
     """Returns the hidden states that predict each token of `completions` i32[n, g, t].
 
-    Each prompt is computed once per group. Its last token is the first input of each completion.
+    Each prompt is computed once per group. Its last token is the first input of each completion,
+    or of each of its conversations.
 
     Returns:
       [n, g, t, d], or [n, w, s, d] with a `packing`.
@@ -210,15 +223,20 @@ class Transformer(nn.Module):
     last = jnp.broadcast_to(prompts.tokens[:, None, -1:], (n, g, 1))
     inputs = jnp.concatenate([last, completions[:, :, :-1]], axis=2)
     offset = jnp.arange(t)
+    begins = None if packing is None else packing.begins
+    if begins is not None:
+      offset = _places(begins, t)
+      inputs = jnp.where(offset == 0, last, inputs)
     prompt_mask = prompts.mask.at[:, -1].set(False)[:, None]
     segment = None
     ranges = None
     if packing is not None:
       inputs = packing.pack(inputs)
-      offset = packing.source % t
+      offset = packing.source % t if begins is None else packing.pack(offset)
       segment = packing.segment
       ranges = _ranges(packing, t)
-      prompt_mask = jnp.repeat(prompt_mask, max_per_row(g, inputs.shape[1]), axis=1)
+      segments = max_per_row(g, inputs.shape[1]) * packing.conversations
+      prompt_mask = jnp.repeat(prompt_mask, segments, axis=1)
     positions = prompts.lengths[:, None, None] - 1 + offset
     rope = rope_angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
     masks = StreamMasks(rope, None, prompt_mask, segment, ranges)

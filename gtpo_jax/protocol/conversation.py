@@ -10,6 +10,7 @@ from typing import Any
 from gtpo_jax.data.chat import Chat
 from gtpo_jax.data.records import ROLES, user
 from gtpo_jax.environments.parsers import Parser, parser_for
+from gtpo_jax.environments.turns import Turn
 from gtpo_jax.protocol.errors import bad
 from gtpo_jax.runtime.errors import UserError
 
@@ -26,9 +27,13 @@ _PROBE = {
 class Conversations:
   """The chat template of a model, and the parser of its calls of tools."""
 
-  def __init__(self, chat: Chat):
+  def __init__(self, chat: Chat, parser: Parser | None = None):
+    """Args:
+    chat: the tokenizer and its template.
+    parser: reads calls; None for that of the model's family, if its template shows tools.
+    """
     self.chat = chat
-    self._parser = _parser(chat)
+    self._parser = parser or _parser(chat)
 
   def encode(
     self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
@@ -50,6 +55,12 @@ class Conversations:
     if control := next((x for x in self.chat.control if x in texts), None):
       raise bad(f"a message contains the control token {control!r}", "messages")
     return self.chat.encode(self.chat.template.render(messages, tools))
+
+  def turn(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Turn:
+    """Returns what a text says; calls that cannot be read stay in the text."""
+    if tools and self._parser and not (turn := self._parser(text)).error:
+      return turn
+    return Turn(text.strip())
 
   def message(self, text: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the assistant's message with a text, whose calls are found if there are tools.

@@ -87,7 +87,10 @@ def abstract_batches(config: Config, mesh: Mesh) -> list[tuple[Rollouts, Rewards
   rollouts, rewards = batch_like(config)
   n, g, t = rollouts.tokens.shape
   shapes = row_shapes(g, t, axis_size(mesh, "position")) if config.batch.pack else [(g, t)]
-  batches = [(rollouts.replace(packing=abstract_packing(n, g, t, *x)), rewards) for x in shapes]
+  begins = rollouts.begins
+  rollouts = rollouts.replace(begins=None)
+  packings = [abstract_packing(n, g, t, *x, begins) for x in shapes]
+  batches = [(rollouts.replace(packing=packing), rewards) for packing in packings]
   sharding = named_sharding(mesh, "batch")
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batches)
 
@@ -152,10 +155,11 @@ class Placement:
     rollouts = rollouts.replace(gaps=None if self._config.env.is_used else False)
     if self._config.teacher.prompt:
       rollouts = rollouts.replace(teacher_prompts=self._teacher_prompts(groups))
-    if self._pack:
+    if self._pack or rollouts.begins is not None:
       shards = axis_size(self._mesh, "position")
-      packing = plan_rows(rollouts.lengths, rollouts.tokens.shape[2], shards)
-      rollouts = rollouts.replace(packing=packing)
+      t = rollouts.tokens.shape[2]
+      packing = plan_rows(rollouts.lengths, t, shards, rollouts.begins, self._pack)
+      rollouts = rollouts.replace(packing=packing, begins=None)
     rollouts = shard_batch(rollouts, self._mesh)
     scored = {}
     if self._rescore:

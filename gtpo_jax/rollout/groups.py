@@ -168,6 +168,7 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
   completion_float = like(jnp.float32, n, g)
   prompts = lambda p: Prompts(like(jnp.int32, n, p), like(jnp.int32, n))
   teacher_prompts = prompts(config.teacher_prompt_tokens) if config.teacher.prompt else None
+  c = config.conversations
   rollouts = Rollouts(
     prompts=prompts(p),
     tokens=like(jnp.int32, n, g, t),
@@ -184,6 +185,7 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
     reference=token_float if settings.kl_weight else None,
     teacher=token_float if taught and taught.sampled else None,
     teacher_prompts=teacher_prompts,
+    begins=like(jnp.int32, n, g, c) if c else None,
     gaps=None if config.env.is_used else False,  # with episodes, every batch decides by itself
   )
   rewards = Rewards(

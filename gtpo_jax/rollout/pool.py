@@ -222,6 +222,8 @@ class GroupPool:
   def _with_tokens(self, row: int) -> Group:
     """Returns the group of a row with the tokens it has so far."""
     rollouts = row_of(self._rollouts, row)
+    if self.buffer.begins is not None:
+      rollouts = rollouts.replace(begins=self.buffer.begins[row])
     if self._versions is not None:
       is_new = self.buffer.mask[row] & ~self._before[row]
       versions = np.where(is_new, np.int32(self._version), self._versions[row])

@@ -124,7 +124,7 @@ def _load_problems(
       raise UserError(f"the task {name!r} has several turns: set {needs}")
     return TaskPart(task, task.held_out_ids if held_out else task.train_ids)
   check = None if config.reward.replaces_verifiers else gold_check(config.reward.math_rule)
-  opens = bool(config.env.make)
+  opens = config.env.opens
   loaded = records.get(name) or _load(name, data.fields, data.bad_rows, check, opens)
   fitting, too_long, bad = _measure(config, worker, loaded)
   first = f" (first {too_long[0]})" if too_long else ""
@@ -163,7 +163,7 @@ def _measure(
   too_long = []
   bad = list(loaded.bad)
   for problem in loaded.problems:
-    if config.env.make and not problem.messages[-1]["content"]:  # the environment adds the prompt
+    if config.env.opens and not problem.messages[-1]["content"]:  # it comes later
       fitting.append(problem)
       continue
     try:

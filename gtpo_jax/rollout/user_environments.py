@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gtpo_jax.config import Config
 from gtpo_jax.config.data_sections import AUTO_PARSER, PYTHON_TOOL
@@ -15,6 +15,10 @@ from gtpo_jax.environments.environment import Maker
 from gtpo_jax.environments.runner import EpisodeRunner
 from gtpo_jax.rollout.scoring.functions import checked_callable, import_name
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.installing import require_package
+
+if TYPE_CHECKING:
+  from gtpo_jax.rollout.agents.runner import AgentRunner
 
 
 def make_runner(
@@ -61,16 +65,49 @@ def make_runner(
   return runner
 
 
+def make_agent_runner(
+  config: Config,
+  chat: Chat,
+  agent: Callable[..., Any] | None,
+  max_tokens: int,
+  stop: Sequence[str] = (),
+) -> AgentRunner:
+  """Returns what runs the episodes of an agent.
+
+  Args:
+    config: the run's config.
+    chat: the tokenizer and its template.
+    agent: replaces that of `env.agent`.
+    max_tokens: the most tokens of an episode.
+    stop: strings that end every turn.
+
+  Raises:
+    UserError: a package that agents need is missing, the agent cannot be imported or called, or the
+      chat template cannot be used.
+  """
+  for module in ("openai", "starlette", "uvicorn"):
+    require_package(module, "env.agent", "agent")
+  from gtpo_jax.rollout.agents.runner import AgentRunner
+
+  section = config.env
+  if agent is None:
+    agent = import_name(section.agent, "agent")
+  checked_callable(agent, f"agent {section.agent!r}")
+  return AgentRunner(chat, agent, section.limits, section.parser, max_tokens, stop)
+
+
 def _check_unused(config: Config) -> None:
   """Raises UserError if a setting of the config has no effect without an environment."""
   if "env" in dict(config.reward.weighted):
     raise UserError(
-      f"reward.parts = {config.reward.parts!r} has the part env: set env.make or env.tools"
+      f"reward.parts = {config.reward.parts!r} has the part env: set env.make, env.tools "
+      "or env.agent"
     )
   for field in dataclasses.fields(config.env):
     if (value := getattr(config.env, field.name)) != field.default:
       raise UserError(
-        f"env.{field.name} = {value!r} has no effect without env.make or env.tools; set one of them"
+        f"env.{field.name} = {value!r} has no effect without env.make, env.tools or env.agent; "
+        "set one of them"
       )
 
 

@@ -24,7 +24,7 @@ from gtpo_jax.models.params import Params, param_shardings
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.groups import EndedCompletion
 from gtpo_jax.rollout.scoring.pending import PendingRewards
-from gtpo_jax.rollout.user_environments import make_runner
+from gtpo_jax.rollout.user_environments import make_agent_runner, make_runner
 from gtpo_jax.runtime.chips import usable_memory
 from gtpo_jax.runtime.distributed import least_of_processes
 from gtpo_jax.runtime.errors import UserError
@@ -71,6 +71,7 @@ class RolloutWorker:
     serves: bool = False,
     environment: Callable[[], Any] | Maker | None = None,
     tools: Sequence[Callable[..., Any]] | None = None,
+    agent: Callable[..., Any] | None = None,
   ):
     """Args:
     config: the run's config.
@@ -80,6 +81,7 @@ class RolloutWorker:
     serves: whether requests come one by one and at any time; see `Demand`.
     environment: replaces that of `config.env.make`; None keeps it.
     tools: replace those of `config.env.tools`; None keeps them.
+    agent: replaces that of `config.env.agent`; None keeps it.
     """
     resolved = resolve_model(config)
     self.model_folder = resolved.folder
@@ -100,7 +102,11 @@ class RolloutWorker:
     self._max_tokens = max_tokens or config.sampling.max_tokens
     self.stop_strings = _stop_strings(self.chat, config.sampling.stop if stop is None else stop)
     cut = self.stop_strings.cut if self.stop_strings else str
-    self.runner = make_runner(config, self.chat, environment, tools, cut)
+    if agent is not None or config.env.agent:
+      strings = self.stop_strings.strings if self.stop_strings else ()
+      self.runner = make_agent_runner(config, self.chat, agent, self._max_tokens, strings)
+    else:
+      self.runner = make_runner(config, self.chat, environment, tools, cut)
     self._schemas = self.runner.schemas if self.runner else ()
     self._engine_config = config.engine_config
     devices = jax.local_devices()

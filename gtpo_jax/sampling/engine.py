@@ -297,7 +297,8 @@ class _Parked:
     buffer = self._buffer
     returned = [pair for pair in self.waiting if not buffer.turned(pair)]
     for i, j in sorted(returned, reverse=True):  # each goes to the front of the queue
-      self._scheduler.resume(i, j, buffer.length(i, j), int(buffer.limits[i, j]))
+      length = buffer.length(i, j)
+      self._scheduler.resume(i, j, length, int(buffer.limits[i, j]), buffer.keys[i, j])
     self.have_returned |= bool(returned)
     self.waiting = [pair for pair in self.waiting if buffer.turned(pair) and buffer.open[pair]]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class CompletionBuffer:
   open: np.ndarray  # bool[n, g], whether further turns may follow; the caller sets it
   pad: int  # the padding id
   stop_search: StopSearch | None  # finds stop strings; None if there are none
+  begins: np.ndarray | None = None  # i32[n, g, c], as in `Rollouts`; the caller sets it
 
   @classmethod
   def empty(
@@ -121,6 +122,32 @@ class CompletionBuffer:
     self.tokens[i, j, length:end] = tokens
     self.present[i, j, length:end] = True
     self.finished[i, j] = False
+
+  def take(self, i: int, j: int) -> dict[str, np.ndarray]:
+    """Returns the tokens so far of completion j of prompt i with all that is known of them."""
+    length = self.length(i, j)
+    return {name: getattr(self, name)[i, j, :length].copy() for name in OF_TOKENS}
+
+  def put(
+    self, i: int, j: int, tokens: Mapping[str, np.ndarray], limit: int, finished: bool = False
+  ) -> None:
+    """Replaces the tokens of a completion that is not being sampled.
+
+    Args:
+      i: the prompt.
+      j: the completion.
+      tokens: in the form of `take`.
+      limit: the most tokens, these included.
+      finished: as the field.
+    """
+    length = len(tokens["tokens"])
+    for name, values in tokens.items():
+      row = getattr(self, name)[i, j]
+      row[:length] = values
+      row[length:] = self.pad if name == "tokens" else 0
+    self.present[i, j] = np.arange(self.present.shape[2]) < length
+    self.finished[i, j] = finished
+    self.limits[i, j] = limit
 
   def close(self, i: int, j: int) -> None:
     """Ends a completion whose turn has ended, or that has no tokens and was not passed on yet.
@@ -208,6 +235,7 @@ class CompletionBuffer:
 
 
 _FROM_CHUNK = ("tokens", "log_probs", "entropy", "drawn_log_probs", "plain_log_probs")
+OF_TOKENS = ("mask", *_FROM_CHUNK)
 _ARRAYS = tuple(
   field.name for field in dataclasses.fields(CompletionBuffer) if field.type == "np.ndarray"
 )

@@ -32,7 +32,9 @@ class _Layout(NamedTuple):
   index: np.ndarray  # i32[n, g], number of completions before it in the row
 
 
-def plan_rows(lengths: np.ndarray, t: int, shards: int = 1) -> Packing | None:
+def plan_rows(
+  lengths: np.ndarray, t: int, shards: int = 1, begins: np.ndarray | None = None, share: bool = True
+) -> Packing | None:
   """Plans, on the host, how the completions of arrays [n, g, t] are packed into rows [n, w, s].
 
   [w, s] is the smallest of `row_shapes` that fits every group. Completions are placed from the
@@ -43,29 +45,37 @@ def plan_rows(lengths: np.ndarray, t: int, shards: int = 1) -> Packing | None:
     lengths: i32[n, g], tokens of each completion, at most t.
     t: maximum tokens of a completion.
     shards: number of devices that a row's positions are sharded over.
+    begins: i32[n, g, c], where the conversations of each completion begin, as in `Rollouts`; None
+      if each completion is one.
+    share: whether completions may share rows.
 
   Returns:
-    The packing, or None if it saves nothing.
+    The packing, or None if it saves nothing and each completion is one conversation.
   """
   n, g = lengths.shape
   longest = lengths.max(initial=0)
   fitting = (
     (w, s, layout)
-    for w, s in row_shapes(g, t, shards)
+    for w, s in (row_shapes(g, t, shards) if share else [(g, t)])
     if s >= longest and (layout := _fill(lengths, w, s)) is not None
   )
   w, s, layout = next(fitting)
-  if (w, s) == (g, t):
+  if (w, s) == (g, t) and begins is None:
     return None
-  padding = max_per_row(g, w)
+  conversations = 1 if begins is None else begins.shape[2]
+  padding = max_per_row(g, w) * conversations
   segment = np.full((n, w, s), padding, np.int32)
   source = np.full((n, w, s), -1, np.int32)
   for i, j in np.ndindex(n, g):
     start = layout.start[i, j]
     positions = (i, layout.row[i, j], slice(start, start + lengths[i, j]))
-    segment[positions] = layout.index[i, j]
-    source[positions] = j * t + np.arange(lengths[i, j])
-  return Packing(segment if padding > 1 else None, source, layout.row * s + layout.start)
+    within = np.arange(lengths[i, j])
+    segment[positions] = layout.index[i, j] * conversations
+    if begins is not None:
+      segment[positions] += np.searchsorted(begins[i, j], within, side="right") - 1
+    source[positions] = j * t + within
+  start = layout.row * s + layout.start
+  return Packing(segment if padding > 1 else None, source, start, begins)
 
 
 def row_shapes(g: int, t: int, shards: int = 1) -> list[tuple[int, int]]:
@@ -88,13 +98,15 @@ def row_shapes(g: int, t: int, shards: int = 1) -> list[tuple[int, int]]:
   return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
 
 
-def abstract_packing(n: int, g: int, t: int, w: int, s: int) -> Packing | None:
+def abstract_packing(
+  n: int, g: int, t: int, w: int, s: int, begins: jax.ShapeDtypeStruct | None = None
+) -> Packing | None:
   """Returns the shapes and dtypes that `plan_rows` returns for rows (w, s) of `row_shapes`."""
-  if (w, s) == (g, t):
+  if (w, s) == (g, t) and begins is None:
     return None
   rows = jax.ShapeDtypeStruct((n, w, s), np.int32)
-  segment = rows if max_per_row(g, w) > 1 else None
-  return Packing(segment, rows, jax.ShapeDtypeStruct((n, g), np.int32))
+  segment = rows if max_per_row(g, w) > 1 or (begins and begins.shape[2] > 1) else None
+  return Packing(segment, rows, jax.ShapeDtypeStruct((n, g), np.int32), begins)
 
 
 def _fill(lengths: np.ndarray, w: int, s: int) -> _Layout | None:

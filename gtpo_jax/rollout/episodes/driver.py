@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from gtpo_jax.environments.turns import Differs, Ended, Episode, Message, Observ
 from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
+
+if TYPE_CHECKING:
+  from gtpo_jax.rollout.worker import RolloutWorker
 
 # Turns that have just ended wait so long for the next of their answers before other completions are
 # sampled. Without it, a tool that takes no time would delay its turn by a chunk of tokens.
@@ -95,6 +98,10 @@ class EpisodeDriver:
         raise Stopped
     return added
 
+  def prompt(self, worker: RolloutWorker, problem: Problem, added: Any) -> list[int]:
+    """Returns the prompt of a group, given what `open` has returned for it."""
+    return worker.encode(problem, added)
+
   def attach(self, buffer: CompletionBuffer, keys: Sequence[Key]) -> None:
     """Takes the buffer whose rows have the completions of the groups `keys`, which are open."""
     self._buffer = buffer
@@ -123,6 +130,7 @@ class EpisodeDriver:
     ended = [pair for pair in turned if not buffer.open[pair]]
     new = [pair for pair in turned if buffer.open[pair] and pair not in self._asked]
     self._asked.update(new)
+    self._keep(new)
     if not self._asked:
       return ended
     idle = len(self._asked) == int((~buffer.ended()).sum())
@@ -160,6 +168,9 @@ class EpisodeDriver:
       for key in keys:
         self._runner.discard(key)
 
+  def _keep(self, turned: Sequence[Pair]) -> None:
+    """Takes turns that have ended, on every process."""
+
   def _opened(self) -> list[list[Any]]:
     """Returns the (group, what is added to its prompt, why not) of groups that have opened."""
     self._runner.wait(POLL_S)
@@ -174,12 +185,8 @@ class EpisodeDriver:
   def _answers(self, turned: Sequence[Pair], idle: bool) -> dict[str, Any]:
     """Ends turns, and returns the events that follow soon; on the first process."""
     runner = self._runner
-    buffer = self._buffer
-    for i, j in turned:
-      length = buffer.length(i, j)
-      tokens = buffer.tokens[i, j, buffer.turn_begin(i, j) : length].tolist()
-      left = int(buffer.limits[i, j]) - length
-      runner.end_turn(self._keys[i], j, tokens, bool(buffer.finished[i, j]), left)
+    for pair in turned:
+      self._end_turn(*pair)
     events = self._events()
     missing = set(turned) - events.keys()
     if idle and not events:
@@ -194,9 +201,33 @@ class EpisodeDriver:
         break
       missing -= more.keys()
     return {
-      "observed": [[*pair, event.tokens] for pair, event in events.items() if _goes_on(event)],
-      "ended": [list(pair) for pair, event in events.items() if not _goes_on(event)],
+      "observed": [
+        [*pair, *self._plain(event)] for pair, event in events.items() if _goes_on(event)
+      ],
+      "ended": [
+        [*pair, event.episode.stop] for pair, event in events.items() if not _goes_on(event)
+      ],
     }
+
+  def _end_turn(self, i: int, j: int) -> None:
+    """Passes a turn on to the runner."""
+    buffer = self._buffer
+    length = buffer.length(i, j)
+    tokens = buffer.tokens[i, j, buffer.turn_begin(i, j) : length].tolist()
+    left = int(buffer.limits[i, j]) - length
+    self._runner.end_turn(self._keys[i], j, tokens, bool(buffer.finished[i, j]), left)
+
+  def _plain(self, event: Observed) -> list[Any]:
+    """Returns what other processes need of an answer."""
+    return [event.tokens]
+
+  def _go_on(self, i: int, j: int, tokens: list[int]) -> None:
+    """Lets a completion go on, given the rest of `_plain`."""
+    self._buffer.append(i, j, tokens)
+
+  def _end(self, i: int, j: int, stop: str) -> None:
+    """Ends a completion."""
+    self._buffer.close(i, j)
 
   def _events(self) -> dict[Pair, Observed | Ended]:
     """Returns what has happened to completions since the last call."""
@@ -205,21 +236,19 @@ class EpisodeDriver:
 
   def _take(self, make: Callable[[], dict[str, Any]]) -> list[Pair]:
     """Applies answers to the buffer; returns the completions that have ended."""
-    buffer = self._buffer
     answers = broadcast_from_first(make)
-    for i, j, tokens in answers["observed"]:
-      buffer.append(i, j, tokens)
-      self.read_again += buffer.length(i, j)
+    for i, j, *rest in answers["observed"]:
+      self._go_on(i, j, *rest)
+      self.read_again += self._buffer.length(i, j)
       self._asked.discard((i, j))
-    ended = [(i, j) for i, j in answers["ended"]]
-    for i, j in ended:
-      buffer.close(i, j)
+    for i, j, stop in answers["ended"]:
+      self._end(i, j, stop)
       self._asked.discard((i, j))
-    return ended
+    return [(i, j) for i, j, _ in answers["ended"]]
 
 
 def _goes_on(event: Observed | Ended) -> bool:
-  return isinstance(event, Observed)
+  return not isinstance(event, Ended)
 
 
 def _plain(added: str | Sequence[Message]) -> str | list[dict[str, str]]:

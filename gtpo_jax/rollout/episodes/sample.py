@@ -10,7 +10,8 @@ import numpy as np
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.environments.turns import Episode
-from gtpo_jax.rollout.episodes.driver import EpisodeDriver, Start
+from gtpo_jax.rollout.episodes.driver import Start
+from gtpo_jax.rollout.episodes.make import make_driver
 from gtpo_jax.rollout.episodes.turns import episode_seed
 from gtpo_jax.rollout.groups import EndedCompletion
 from gtpo_jax.rollout.scoring.pending import PendingRewards
@@ -54,7 +55,7 @@ def sample_episodes(
   Raises:
     Stopped: `stopping` returned True.
   """
-  driver = EpisodeDriver(worker.runner, keys.shape[1])
+  driver = make_driver(worker, keys.shape[1])
   names = [(EVALUATION, first + i) for i in range(len(problems))]
   starts = [
     Start(name, problem, episode_seed(seed, name))
@@ -63,7 +64,8 @@ def sample_episodes(
   try:
     added = driver.open(starts, stopping)
     prompts = [
-      worker.encode(problem, added[name]) for name, problem in zip(names, problems, strict=True)
+      driver.prompt(worker, problem, added[name])
+      for name, problem in zip(names, problems, strict=True)
     ]
     buffer = policy.engine.buffer(prompts, keys)
     driver.attach(buffer, names)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gtpo_jax.environments.turns import Episode
-from gtpo_jax.rollout.episodes.driver import EpisodeDriver, Key, Pair, Start
+from gtpo_jax.rollout.episodes.driver import Key, Pair, Start
+from gtpo_jax.rollout.episodes.make import make_driver
 from gtpo_jax.rollout.groups import Group
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.sampling.host_arrays import CompletionBuffer
@@ -108,7 +109,7 @@ class EpisodeTurns:
     """
     self._worker = worker
     self._seed = seed
-    self._driver = EpisodeDriver(worker.runner, size)
+    self._driver = make_driver(worker, size)
     self._added: dict[Key, Any] = {}  # what the environments of each open group add to its prompt
 
   def open(
@@ -144,7 +145,7 @@ class EpisodeTurns:
   def encode(self, group: Group) -> list[int]:
     """Returns the prompt of a group, with what its environments have added."""
     if group.rollouts is None:
-      return self._worker.encode(group.problem, self._added[group.index])
+      return self._driver.prompt(self._worker, group.problem, self._added[group.index])
     prompt = group.rollouts.prompts
     return prompt.tokens[len(prompt.tokens) - int(prompt.lengths) :].tolist()
 

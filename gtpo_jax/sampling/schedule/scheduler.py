@@ -36,7 +36,7 @@ class _Row(NamedTuple):
   ) -> _Row:
     """Returns a row whose completions all wait, except those with a limit of 0."""
     waiting = np.flatnonzero(token_limits)[::-1].tolist()
-    return cls(prompt_length, np.array(token_limits), keys, np.array(drawn), waiting)
+    return cls(prompt_length, np.array(token_limits), np.array(keys), np.array(drawn), waiting)
 
 
 class Scheduler:
@@ -91,7 +91,9 @@ class Scheduler:
     self._added += len(token_limits)
     self._waiting_prompts += new.tolist()
 
-  def resume(self, prompt: int, completion: int, drawn: int, token_limit: int) -> None:
+  def resume(
+    self, prompt: int, completion: int, drawn: int, token_limit: int, key: np.ndarray | None = None
+  ) -> None:
     """Lets a completion that is in no slot go on, before everything that waits.
 
     Args:
@@ -99,10 +101,13 @@ class Scheduler:
       completion: its index in the group.
       drawn: the tokens that it has.
       token_limit: the most tokens, more than it has.
+      key: u32[2], PRNG key data; None for that which it has.
     """
     row = self._rows[prompt]
     row.drawn[completion] = drawn
     row.token_limits[completion] = token_limit
+    if key is not None:
+      row.keys[completion] = key
     row.waiting.append(completion)
     cached = any(entry and entry.prompt == prompt for x in self._entries for entry in x)
     if not cached and prompt not in self._waiting_prompts:

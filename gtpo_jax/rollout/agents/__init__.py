@@ -1,0 +1,1 @@
+"""Episodes that agents play: programs that send requests to the policy in OpenAI's protocol."""
