@@ -23,6 +23,7 @@ from gtpo_jax.cli import main
 from gtpo_jax.environments import Step
 from gtpo_jax.environments.runner import EpisodeRunner
 from gtpo_jax.logs.journal import Journal
+from gtpo_jax.rollout.agents.runner import AgentRunner
 from gtpo_jax.rollout.episodes import driver
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -46,6 +47,24 @@ class Oracle:
     self.turns.append(turn.text)
     code = zlib.crc32("/".join(self.turns).encode())
     return Step(f"{code % 100}", reward=code % 5 / 4, done=code % 4 == 0, correct=code % 3 > 0)
+
+
+async def player(row, client, seed):
+  """An agent whose second and third request depend on the answer to the first."""
+
+  async def ask(messages):
+    answer = await client.chat.completions.create(model="x", messages=messages, max_tokens=6)
+    return answer.choices[0].message
+
+  messages = list(row["messages"])
+  text = ""
+  for _ in range(1 + seed % 2):
+    messages.append(await ask(messages))
+    text += messages[-1].content or ""
+    messages.append({"role": "user", "content": str(len(text))})
+  code = zlib.crc32(text.encode())
+  await ask([{"role": "user", "content": f"{code % 100}"}])
+  return code % 3 > 0
 
 
 def arm(action, count):
@@ -158,6 +177,7 @@ def mark(point, reached):
     after(Journal, "write", reached)
   elif point == "turn":  # an environment is about to answer
     before(EpisodeRunner, "end_turn", reached)
+    before(AgentRunner, "end_turn", reached)
   elif point == "warm start":
     after(gtpo_jax.warm_start, "demonstrations", reached)
   else:

@@ -194,8 +194,7 @@ class EpisodeDriver:
       events = self._events()
       missing -= events.keys()
     while missing:
-      runner.wait(GRACE_S)
-      more = self._events()
+      more = self._events_soon(missing)
       events |= more
       if not missing & more.keys():
         break
@@ -205,7 +204,7 @@ class EpisodeDriver:
         [*pair, *self._plain(event)] for pair, event in events.items() if _goes_on(event)
       ],
       "ended": [
-        [*pair, event.episode.stop] for pair, event in events.items() if not _goes_on(event)
+        [*pair, str(event.episode.stop)] for pair, event in events.items() if not _goes_on(event)
       ],
     }
 
@@ -233,6 +232,15 @@ class EpisodeDriver:
     """Returns what has happened to completions since the last call."""
     events = self._runner.poll()
     return {(self._rows[event.group], event.index): event for event in events}
+
+  def _events_soon(self, missing: set[Pair]) -> dict[Pair, Observed | Ended]:
+    """Returns what happens to completions until one of `missing` is among them, or in a while."""
+    events: dict[Pair, Observed | Ended] = {}
+    until = time.perf_counter() + GRACE_S
+    while not missing & events.keys() and (left := until - time.perf_counter()) > 0:
+      self._runner.wait(left)
+      events |= self._events()
+    return events
 
   def _take(self, make: Callable[[], dict[str, Any]]) -> list[Pair]:
     """Applies answers to the buffer; returns the completions that have ended."""
