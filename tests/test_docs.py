@@ -90,7 +90,7 @@ def run_blocks(page, namespace, change=lambda block: block):
     ("batch_and_learning_rate", 1),
     ("concepts", 1),
     ("data", 1),
-    ("episodes", 3),
+    ("episodes", 4),
     ("rewards", 3),
     ("from_trl", 2),
     ("own_task", 3),
