@@ -1,6 +1,7 @@
 """Calls on threads: limits, hangs, exceptions, and the number of workers."""
 
 import asyncio
+import math
 import threading
 import time
 
@@ -163,3 +164,30 @@ def test_waiting_ends_when_nothing_runs():
   began = time.monotonic()
   Workers(1).wait(100)
   assert time.monotonic() - began < 1
+
+
+def test_a_limit_can_be_lifted_and_set_again():
+  workers = Workers(2)
+  release = threading.Event()
+  workers.submit("a", release.wait, 0.2)
+  workers.limit("a", math.inf)
+  time.sleep(0.3)
+  assert workers.poll() == []
+  workers.limit("a", 0.05)
+  until = time.monotonic() + 10
+  while not (outcomes := workers.poll()) and time.monotonic() < until:
+    workers.wait(1.0)
+  assert [(outcome.key, outcome.timed_out) for outcome in outcomes] == [("a", True)]
+  release.set()
+
+
+def test_a_wait_ends_when_it_is_woken():
+  workers = Workers(1)
+  release = threading.Event()
+  workers.submit("a", release.wait, 100)
+  workers.wake()
+  workers.wait(1000)
+  threading.Timer(0.1, workers.wake).start()
+  workers.wait(1000)
+  assert workers.poll() == []
+  release.set()

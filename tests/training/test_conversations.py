@@ -3,11 +3,16 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from update_cases import CONFIG, jitted_score
 
 from gtpo_jax.models import Transformer, init_params
+from gtpo_jax.models.attention.cudnn import attend_with_cudnn
+from gtpo_jax.models.attention.flash import attend_in_blocks
+from gtpo_jax.models.attention.sources import KV, AttentionContext
+from gtpo_jax.models.transformer import _ranges
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.sampling.host_arrays import pad_prompts
 from gtpo_jax.training.packing import abstract_packing, plan_rows, row_shapes
@@ -69,3 +74,23 @@ def test_log_probs_are_those_of_conversations_by_themselves(attention, share):
       np.testing.assert_allclose(
         found[i, j, begin:end], expected[i, j, : end - begin], atol=1e-5, err_msg=str((i, j, c))
       )
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_rows_of_the_kernel_for_gpus_are_conversations(share):
+  """The kernel that takes a row per sequence attends like the one that compares segments."""
+  packing = plan_rows(LENGTHS, 12, begins=BEGINS, share=share)
+  n, w, s = packing.source.shape
+  rng = np.random.default_rng(1)
+  array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  own = KV(array(n, w, 2, 8, s), array(n, w, 2, s, 8))
+  prompt = KV(array(n, 1, 2, 8, 4), array(n, 1, 2, 4, 8))
+  mask = jnp.asarray([[[False, True, True, False]], [[False] * 4]])
+  mask = jnp.repeat(mask, int(packing.segment.max()), axis=1)
+  ranges = _ranges(packing, 12)
+  context = AttentionContext(own, None, prompt, mask, jnp.asarray(packing.segment), ranges)
+  q = array(n, w, 4, s, 8)
+  expected = attend_in_blocks(q, context)
+  found = attend_with_cudnn(q, context, implementation="xla")
+  real = np.broadcast_to((packing.source >= 0)[:, :, None, :, None], q.shape)
+  np.testing.assert_allclose(np.asarray(found)[real], np.asarray(expected)[real], atol=1e-5)
