@@ -22,6 +22,7 @@ from gtpo_jax.logs.credit import batch_signals
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.collector import Collector
+from gtpo_jax.rollout.experience import Experience
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.problems import training_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
@@ -43,7 +44,7 @@ class Batch:
   Attributes:
     rollouts: [n, g, t], on the device.
     signals: the arguments of `Algorithm.advantages`.
-    codes: u8[n, g, t], the truth of the tokens; see `rollout.token_truth`.
+    codes: u8[n, g, t], the truth of the tokens (`rollout.token_truth`); 0 where it is unknown.
     key: seeds what is random in an arm.
     hidden: returns the policy's hidden states that predict each token, f32[n, g, t, d].
   """
@@ -55,21 +56,34 @@ class Batch:
   hidden: Callable[[], np.ndarray]
 
 
-def collector_of(config: Config, worker: RolloutWorker, rewards: RewardManager) -> Collector:
-  """Returns a collector whose k-th batch depends only on the config, the parameters and k."""
+def collector_of(
+  config: Config, worker: RolloutWorker, rewards: RewardManager, first: int = 0
+) -> Collector:
+  """Returns a collector whose k-th batch depends only on the config, the parameters and k.
+
+  `first` is the k of the batch that it collects first.
+  """
+  problems = training_problems(config, worker)
   return Collector(
-    config, worker, rewards, training_problems(config, worker), FrozenPolicies(None, None, {}, {})
+    config, worker, rewards, problems, FrozenPolicies(None, None, {}, {}), steps=first
   )
 
 
 def next_batch(collector: Collector, model: Transformer, params: Params, key: int) -> Batch:
   """Samples the collector's next batch from `model` with these parameters."""
-  experience = collector.collect(params, 0, print)
+  return batch_of(collector.collect(params, 0, print), model, params, key)
+
+
+def batch_of(experience: Experience, model: Transformer, params: Params, key: int) -> Batch:
+  """Returns what the arms read of a collected batch. Arguments are as in `next_batch`."""
   rollouts = experience.rollouts
   hidden = functools.cache(
     lambda: np.asarray(_hidden(model, params, rollouts.prompts, rollouts.tokens), np.float32)
   )
-  return Batch(rollouts, batch_signals(experience), experience.truth, key, hidden)
+  codes = experience.truth
+  if codes is None:
+    codes = np.zeros(rollouts.tokens.shape, np.uint8)
+  return Batch(rollouts, batch_signals(experience), codes, key, hidden)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -84,13 +98,18 @@ class Arm:
   Attributes:
     algorithm: its loss, and the credit before `change`.
     change: (algorithm, batch) -> advantages f32[n, g, t]; None for the algorithm's own.
+    entropy: batch -> entropies f32[n, g, t] that replace the policy's own; None to keep these.
   """
 
   algorithm: Algorithm
   change: Callable[[Algorithm, Batch], jax.Array] | None = None
+  entropy: Callable[[Batch], np.ndarray] | None = None
 
   def advantages(self, batch: Batch) -> jax.Array:
     """Returns the advantages f32[n, g, t] of a batch."""
+    if self.entropy is not None:
+      signals = batch.signals | {"entropy": self.entropy(batch)}
+      batch = dataclasses.replace(batch, signals=signals)
     change = self.change or (lambda algorithm, batch: _advantages(algorithm, batch.signals))
     return change(self.algorithm, batch)
 
@@ -109,17 +128,30 @@ def _loss_mask(algorithm: Algorithm, signals: Signals) -> jax.Array:
   return algorithm.loss_mask(**signals)
 
 
-def _shuffled(algorithm: Algorithm, batch: Batch) -> jax.Array:
+def _shuffled(batch: Batch) -> np.ndarray:
   """Permutes the entropies within each completion, which keeps their distribution."""
   rng = np.random.default_rng(batch.key)
   entropy = np.array(batch.signals["entropy"])
   for index in np.ndindex(entropy.shape[:2]):
     tokens = np.flatnonzero(batch.signals["mask"][index])
     entropy[index][tokens] = entropy[index][rng.permutation(tokens)]
-  return _advantages(algorithm, batch.signals | {"entropy": entropy})
+  return entropy
 
 
-def _completions_shuffled(algorithm: Algorithm, batch: Batch) -> jax.Array:
+def shuffled_within_verdict(batch: Batch) -> np.ndarray:
+  """Permutes the entropies of all tokens of a group whose completions share a verdict."""
+  rng = np.random.default_rng(batch.key)
+  mask = batch.signals["mask"]
+  correct = batch.signals["correct"]
+  entropy = np.array(batch.signals["entropy"])
+  for group, verdict in itertools.product(range(len(mask)), (False, True)):
+    tokens = np.flatnonzero(mask[group] & (correct[group] == verdict)[:, None])
+    flat = entropy[group].reshape(-1)
+    flat[tokens] = flat[rng.permutation(tokens)]
+  return entropy
+
+
+def _completions_shuffled(batch: Batch) -> np.ndarray:
   """Permutes the mean entropies of the completions of a group that share a verdict."""
   rng = np.random.default_rng(batch.key)
   mask = batch.signals["mask"]
@@ -129,8 +161,7 @@ def _completions_shuffled(algorithm: Algorithm, batch: Batch) -> jax.Array:
   for group, verdict in itertools.product(range(len(mean)), (False, True)):
     members = np.flatnonzero((correct[group] == verdict) & mask[group].any(1))
     mean[group, members] = mean[group, rng.permutation(members)]
-  entropy = np.where(mask, mean[..., None], 0.0).astype(np.float32)
-  return _advantages(algorithm, batch.signals | {"entropy": entropy})
+  return np.where(mask, mean[..., None], 0.0).astype(np.float32)
 
 
 def _oracle(algorithm: Algorithm, batch: Batch) -> jax.Array:
@@ -213,7 +244,7 @@ def _scaled(advantages: np.ndarray, mask: np.ndarray) -> jax.Array:
   return jnp.asarray(np.where(mask, advantages / scale, 0.0), jnp.float32)
 
 
-def _gtpo(alpha2: float, **settings: Any) -> Algorithm:
+def gtpo(alpha2: float, **settings: Any) -> Algorithm:
   return make("gtpo", alpha2=alpha2, **OVER_GROUP, **settings)
 
 
@@ -224,13 +255,13 @@ def _grpo_s(beta2: float) -> Algorithm:
 GRPO_S = _grpo_s(1.0)
 
 ARMS: dict[str, Arm] = {
-  BASELINE: Arm(_gtpo(0.0)),
-  "gtpo, alpha2 = 0.1": Arm(_gtpo(0.1)),
-  "gtpo, alpha2 = 1": Arm(_gtpo(1.0)),
-  "gtpo, alpha2 = 1, by completion": Arm(_gtpo(1.0, compare="sequence")),
-  "gtpo, alpha2 = 1, by group": Arm(_gtpo(1.0, compare="matrix")),
-  "alpha2 = 1, entropies shuffled": Arm(_gtpo(1.0), _shuffled),
-  "by completion, entropies shuffled": Arm(_gtpo(1.0, compare="sequence"), _shuffled),
+  BASELINE: Arm(gtpo(0.0)),
+  "gtpo, alpha2 = 0.1": Arm(gtpo(0.1)),
+  "gtpo, alpha2 = 1": Arm(gtpo(1.0)),
+  "gtpo, alpha2 = 1, by completion": Arm(gtpo(1.0, compare="sequence")),
+  "gtpo, alpha2 = 1, by group": Arm(gtpo(1.0, compare="matrix")),
+  "alpha2 = 1, entropies shuffled": Arm(gtpo(1.0), entropy=_shuffled),
+  "by completion, entropies shuffled": Arm(gtpo(1.0, compare="sequence"), entropy=_shuffled),
   "gtpo_v1, alpha = 1": Arm(make("gtpo_v1", alpha=1.0, **OVER_GROUP)),
   "gtpo_v1, alpha = 1, by completion": Arm(
     make("gtpo_v1", alpha=1.0, compare="sequence", **OVER_GROUP)
@@ -238,22 +269,22 @@ ARMS: dict[str, Arm] = {
   "grpo_s, beta2 = 0": Arm(_grpo_s(0.0)),
   "grpo_s, beta2 = 0.1": Arm(_grpo_s(0.1)),
   "grpo_s, beta2 = 1": Arm(GRPO_S),
-  "grpo_s, entropies shuffled": Arm(GRPO_S, _completions_shuffled),
-  "ours: rewards of grpo_s, token ratios": Arm(_gtpo(0.0), _by_completion),
+  "grpo_s, entropies shuffled": Arm(GRPO_S, entropy=_completions_shuffled),
+  "ours: rewards of grpo_s, token ratios": Arm(gtpo(0.0), _by_completion),
   "dapo": Arm(make("dapo", **EQUAL)),
   "dapo_forking": Arm(make("dapo_forking", **EQUAL)),
-  "oracle mask": Arm(_gtpo(0.0), _oracle),
-  "ours: 1/H in wrong ones only": Arm(_gtpo(1.0), _wrong_side),
-  "ours: 1/H in wrong ones, by completion": Arm(_gtpo(1.0, compare="sequence"), _wrong_side),
-  "ours: hesitation on both sides": Arm(_gtpo(1.0), _hesitation),
-  "ours: hesitation, by completion": Arm(_gtpo(1.0, compare="sequence"), _hesitation),
-  "ours: advantage times rel(H)": Arm(_gtpo(0.0), _by_entropy),
+  "oracle mask": Arm(gtpo(0.0), _oracle),
+  "ours: 1/H in wrong ones only": Arm(gtpo(1.0), _wrong_side),
+  "ours: 1/H in wrong ones, by completion": Arm(gtpo(1.0, compare="sequence"), _wrong_side),
+  "ours: hesitation on both sides": Arm(gtpo(1.0), _hesitation),
+  "ours: hesitation, by completion": Arm(gtpo(1.0, compare="sequence"), _hesitation),
+  "ours: advantage times rel(H)": Arm(gtpo(0.0), _by_entropy),
   "rloo": Arm(make("rloo", **EQUAL)),
-  "ours: baseline by position": Arm(_gtpo(0.0), _by_position),
-  "ours: learned value, lambda = 1": Arm(_gtpo(0.0), _by_value(1.0)),
-  "ours: learned value, lambda = 0.9": Arm(_gtpo(0.0), _by_value(0.9)),
-  "ours: learned value, lambda = 0": Arm(_gtpo(0.0), _by_value(0.0)),
-  "ours: advantage times change of value": Arm(_gtpo(0.0), _by_change_of_value),
+  "ours: baseline by position": Arm(gtpo(0.0), _by_position),
+  "ours: learned value, lambda = 1": Arm(gtpo(0.0), _by_value(1.0)),
+  "ours: learned value, lambda = 0.9": Arm(gtpo(0.0), _by_value(0.9)),
+  "ours: learned value, lambda = 0": Arm(gtpo(0.0), _by_value(0.0)),
+  "ours: advantage times change of value": Arm(gtpo(0.0), _by_change_of_value),
 }
 # By arm: the same loss without entropy in the reward and, at the stronger weight, with entropies of
 # other completions. The first control of `gtpo_v1` is the baseline.

@@ -50,7 +50,7 @@ def probe(
   """
   collector = collector_of(config, worker, rewards)
   gradients = make_gradients(worker.model)
-  sums = {name: _Moments() for name in arms}
+  sums = {name: Moments() for name in arms}
   kept: dict[str, list[np.ndarray]] = {name: [] for name in arms}
   scores: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
   signals: list[dict[str, float]] = []
@@ -65,7 +65,7 @@ def probe(
       scores[name].append(scores_of(np.asarray(advantages[name]), batch))
     signals.append(signal_scores(batch))
     report(number + 1)
-  reference = _Moments()
+  reference = Moments()
   for number in range(reference_batches):
     batch = next_batch(collector, worker.model, params, batches + number)
     cotangents = cotangent(REFERENCE, batch, REFERENCE.advantages(batch))[None]
@@ -78,7 +78,7 @@ def probe(
     "signals": _means(signals),
     "arms": {
       name: {
-        "cosine": [_cosine(gradient, reference.mean) for gradient in kept[name]],
+        "cosine": [cosine(gradient, reference.mean) for gradient in kept[name]],
         "noise": sums[name].noise(),
         **_means(scores[name]),
       }
@@ -87,11 +87,25 @@ def probe(
   }
 
 
-def make_gradients(model: Transformer) -> Callable[[Params, Rollouts, np.ndarray], jax.Array]:
+def flatten(gradient: Params) -> jax.Array:
+  """Returns a gradient as one vector f32[p], of all p parameters."""
+  return jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(gradient)])
+
+
+def make_gradients(
+  model: Transformer, reduce: Callable[[Params], jax.Array] = flatten
+) -> Callable[[Params, Rollouts, np.ndarray], jax.Array]:
   """Returns a jitted function (params, rollouts, cotangents) -> gradients f32[v, p].
 
-  `cotangents` f32[v, n, g, t] are derivatives of v losses by the log-probs; p is the number of
-  parameters. The forward pass is shared.
+  The forward pass is shared, and the gradients are computed one after another.
+
+  Args:
+    model: the policy's architecture.
+    reduce: makes a vector of a gradient, such as all of it, or a sketch.
+
+  The arguments of the function:
+    params, rollouts: the policy, and what it sampled.
+    cotangents: f32[v, n, g, t], derivatives of v losses by the log-probs.
   """
 
   @jax.jit
@@ -102,8 +116,7 @@ def make_gradients(model: Transformer) -> Callable[[Params, Rollouts, np.ndarray
       return jnp.where(rollouts.mask, x, 0.0)
 
     _, pull_back = jax.vjp(log_probs, params)
-    flat = lambda tree: jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)])
-    return jax.lax.map(lambda cotangent: flat(pull_back(cotangent)[0]), cotangents)
+    return jax.lax.map(lambda cotangent: reduce(pull_back(cotangent)[0]), cotangents)
 
   return gradients
 
@@ -177,7 +190,7 @@ def _sides(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
   return known & correct[..., None], known & ~correct[..., None]
 
 
-class _Moments:
+class Moments:
   """The mean and the noise-to-signal ratio of vectors."""
 
   def __init__(self):
@@ -207,7 +220,7 @@ class _Moments:
     return noise / signal if signal > 0 else float("inf")
 
 
-def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
   return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,20 +52,20 @@ def probe_tables(probes: Probes) -> list[str]:
   """Returns the tables of the probe: gradients, base models, and the credit on each of them."""
   if not probes:
     return []
-  return [*_gradient_table(probes), *_base_table(probes), *_credit_tables(probes)]
+  return [*gradient_table(probes), *_base_table(probes), *_credit_tables(probes)]
 
 
-def _gradient_table(probes: Probes) -> list[str]:
+def gradient_table(probes: Probes, arms: Iterable[str] = ARMS) -> list[str]:
   """Returns the table of cosines: arms by base models."""
   lines = [
     "",
     "Cosine with the true gradient: of uniform credit, then differences from it (standard error; "
     "* for p < 0.05 by Holm)",
     "",
-    *_head(["arm", *probes]),
+    *table_head(["arm", *probes]),
   ]
   adjusted = {base: holm(p_by_arm(result)) for base, result in probes.items()}
-  for arm in ARMS:
+  for arm in arms:
     cells = []
     for base, result in probes.items():
       if arm == BASELINE:
@@ -74,7 +74,7 @@ def _gradient_table(probes: Probes) -> list[str]:
       mean, error = difference(result, arm)
       star = " *" if adjusted[base][arm] < 0.05 else ""
       cells.append(f"{mean:+.3f} ({error:.3f}){star}")
-    lines.append(_row([arm, *cells]))
+    lines.append(table_row([arm, *cells]))
   return lines
 
 
@@ -89,12 +89,12 @@ def _base_table(probes: Probes) -> list[str]:
     "auroc_decisive_or_copied": "AUROC of H for decisive and copied tokens in O+",
     "auroc_wrong": "AUROC of 1/H for wrong tokens in O-",
   }
-  lines = ["", "The base models", "", *_head(["", *probes])]
+  lines = ["", "The base models", "", *table_head(["", *probes])]
   for key, name in rows.items():
-    values = [_number(result["signals"][key]) for result in probes.values()]
-    lines.append(_row([name, *values]))
-  noise = [_number(result["arms"][BASELINE]["noise"]) for result in probes.values()]
-  return [*lines, _row(["noise / signal of the gradient, uniform credit", *noise])]
+    values = [number(result["signals"][key]) for result in probes.values()]
+    lines.append(table_row([name, *values]))
+  noise = [number(result["arms"][BASELINE]["noise"]) for result in probes.values()]
+  return [*lines, table_row(["noise / signal of the gradient, uniform credit", *noise])]
 
 
 def _credit_tables(probes: Probes) -> list[str]:
@@ -106,22 +106,22 @@ def _credit_tables(probes: Probes) -> list[str]:
   weights = [f"w_{name}" for name in CLASSES]
   for base, result in probes.items():
     lines += ["", f"Credit on {base}", ""]
-    lines += _head(["arm", *heads, *(f"W {name}" for name in CLASSES), "noise / signal"])
+    lines += table_head(["arm", *heads, *(f"W {name}" for name in CLASSES), "noise / signal"])
     for arm in ARMS:
       values = result["arms"][arm]
-      lines.append(_row([arm, *(_number(values[key]) for key in (*keys, *weights, "noise"))]))
+      lines.append(table_row([arm, *(number(values[key]) for key in (*keys, *weights, "noise"))]))
   return lines
 
 
-def _head(names: Sequence[str]) -> list[str]:
-  return [_row(names), "|---" * len(names) + "|"]
+def table_head(names: Sequence[str]) -> list[str]:
+  return [table_row(names), "|---" * len(names) + "|"]
 
 
-def _row(cells: Sequence[str]) -> str:
+def table_row(cells: Sequence[str]) -> str:
   return f"| {' | '.join(cells)} |"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
   return f"{value:.2f}" if np.isfinite(value) else "-"
 
 
@@ -163,7 +163,7 @@ def training_tables(runs: Runs) -> list[str]:
   """
   lines = []
   for (steps, base), by_arm in _by_training(runs).items():
-    lines += ["", f"Trained from {base}, {steps} steps", "", *_head(TRAINING_HEADS)]
+    lines += ["", f"Trained from {base}, {steps} steps", "", *table_head(TRAINING_HEADS)]
     compared = {
       arm: compare(seeds, by_arm[BASELINE])
       for arm, seeds in by_arm.items()
@@ -172,38 +172,38 @@ def training_tables(runs: Runs) -> list[str]:
     p_values = holm({arm: p for arm, (_, _, _, p) in compared.items()})
     for arm, seeds in by_arm.items():
       pass_1, pass_8 = (
-        np.asarray([_pass(run, k).mean() for run in seeds.values()]) for k in (1, 8)
+        np.asarray([pass_by_problem(run, k).mean() for run in seeds.values()]) for k in (1, 8)
       )
       change = p_value = over_seeds = ""
       if arm in compared:
-        change = _interval(compared[arm])
+        change = interval(compared[arm])
         p_value = f"{p_values[arm]:.2g}"
-        over_seeds = _over_seeds(seeds, by_arm[BASELINE])
+        over_seeds = over_seeds_interval(seeds, by_arm[BASELINE])
       right = _at_end(seeds, "right_decisive")
       entropies = ", ".join(
-        _number(_at_end(seeds, f"entropy_{name}").mean()) for name in CLASSES[:3]
+        number(_at_end(seeds, f"entropy_{name}").mean()) for name in CLASSES[:3]
       )
       log_odds = np.log(right / (1 - right))
       cells = [
         arm,
         str(len(seeds)),
-        _mean_and_deviation(100 * pass_1, 1),
+        mean_and_deviation(100 * pass_1, 1),
         change,
         p_value,
         over_seeds,
-        _mean_and_deviation(100 * pass_8, 1),
-        _mean_and_deviation(log_odds, 2),
+        mean_and_deviation(100 * pass_8, 1),
+        mean_and_deviation(log_odds, 2),
         entropies,
       ]
-      lines.append(_row(cells))
+      lines.append(table_row(cells))
     pairs = [(arm, control) for arm, controls in CONTROLS.items() for control in controls]
     for arm, control in pairs:
       if _share_seeds(by_arm, arm, control):
         result = compare(by_arm[arm], by_arm[control])
         lines += [
           "",
-          f"{arm} minus {control}: {_interval(result)}, p = {result[3]:.2g}; over seeds "
-          f"{_over_seeds(by_arm[arm], by_arm[control])}",
+          f"{arm} minus {control}: {interval(result)}, p = {result[3]:.2g}; over seeds "
+          f"{over_seeds_interval(by_arm[arm], by_arm[control])}",
         ]
   return lines
 
@@ -212,19 +212,19 @@ def _share_seeds(by_arm: Mapping[str, Mapping[int, Any]], arm: str, other: str) 
   return bool(set(by_arm.get(arm, ())) & set(by_arm.get(other, ())))
 
 
-def _interval(compared: tuple[float, float, float, float]) -> str:
+def interval(compared: tuple[float, float, float, float]) -> str:
   """Returns the difference and the interval of `compare` in percentage points."""
   mean, low, high, _ = compared
   return f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
-def _over_seeds(
+def over_seeds_interval(
   runs: Mapping[int, Mapping[str, Any]], baseline: Mapping[int, Mapping[str, Any]]
 ) -> str:
   """Returns the difference in pass@1 with the interval of a t-test that is paired by seed."""
   shared = sorted(set(runs) & set(baseline))
   return difference_over_seeds(
-    *([_pass(of[seed], 1).mean() for seed in shared] for of in (runs, baseline))
+    *([pass_by_problem(of[seed], 1).mean() for seed in shared] for of in (runs, baseline))
   )
 
 
@@ -247,7 +247,7 @@ def compare(
     baseline: those of uniform credit, or of the arm's control.
   """
   seeds = sorted(set(runs) & set(baseline))
-  mean = lambda of: np.mean([_pass(of[seed], 1) for seed in seeds], axis=0)
+  mean = lambda of: np.mean([pass_by_problem(of[seed], 1) for seed in seeds], axis=0)
   differences = mean(runs) - mean(baseline)  # f64[problems]
   rng = np.random.default_rng(0)
   p = len(differences)
@@ -257,7 +257,7 @@ def compare(
   return float(differences.mean()), float(low), float(high), max(2 * one_sided, 1 / DRAWS)
 
 
-def _pass(run: Mapping[str, Any], k: int) -> np.ndarray:
+def pass_by_problem(run: Mapping[str, Any], k: int) -> np.ndarray:
   """Returns pass@k of each held-out problem."""
   return np.asarray([pass_at_k(run["samples"], count, k) for count in run["correct"]])
 
@@ -268,14 +268,14 @@ def _at_end(seeds: Mapping[int, Mapping[str, Any]], key: str) -> np.ndarray:
   return np.asarray(rows).mean(1)
 
 
-def _mean_and_deviation(values: np.ndarray, digits: int) -> str:
+def mean_and_deviation(values: np.ndarray, digits: int) -> str:
   deviation = values.std(ddof=1) if len(values) > 1 else 0.0
   return f"{values.mean():.{digits}f} +- {deviation:.{digits}f}"
 
 
-def draw_probes(probes: Probes, file: Path) -> None:
-  """Draws the cosine differences of all arms, one panel per base model."""
-  arms = [arm for arm in ARMS if arm != BASELINE]
+def draw_probes(probes: Probes, file: Path, arms: Iterable[str] = ARMS) -> None:
+  """Draws the cosine differences of the arms, one panel per base model."""
+  arms = [arm for arm in arms if arm != BASELINE]
   with matplotlib.rc_context({"font.size": 9}):
     figure = Figure(figsize=(2.6 + 2.3 * len(probes), 0.9 + 0.27 * len(arms)), layout="constrained")
     panels = np.atleast_1d(figure.subplots(1, len(probes), sharex=True, sharey=True))

@@ -148,10 +148,10 @@ def test_shuffled_completions_exchange_the_credit_of_grpo_s_within_a_verdict(cas
 
 
 def test_noise_is_the_variance_over_the_squared_mean():
-  from credit_probe import _Moments
+  from credit_probe import Moments
 
   rng = np.random.default_rng(0)
-  moments = _Moments()
+  moments = Moments()
   for _ in range(4000):
     moments.add(np.array([3.0, 4.0, 0.0]) + rng.normal(size=3))
   np.testing.assert_allclose(moments.mean, [3, 4, 0], atol=0.1)

@@ -1,0 +1,215 @@
+"""Measures whether entropy credit helps SmolLM2-135M-Instruct; docs/credit_real.md is the study.
+
+    python benchmarks/credit_real.py --out=runs/credit_real [--stages=base,probe,train,tables]
+      [--cells=PATTERN,...] [--budget_minutes=N]
+
+`base` evaluates the base model. `probe` compares, at fixed parameters, the gradient of every arm
+with an estimate of the true gradient. `train` trains arms with several seeds, with the same
+problems and sampling keys for all arms of a seed. `tables` prints the results as Markdown and draws
+OUT/probe.png and OUT/training.png. Every batch of the probe and every run is stored in OUT when it
+is done; the same command continues with those that are missing. Results of earlier sessions in
+`--results` count as done. The environment variable GTPO_SMOLLM2 names the folder of the model. It
+uses two cores, and gives the same digits whenever a part runs on the same kind of CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from gtpo_jax.runtime.startup import prepare_jax
+
+CORES = 2  # XLA divides sums among its threads, so the digits depend on their number
+if __name__ == "__main__" and hasattr(os, "sched_setaffinity"):
+  os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+prepare_jax()  # before JAX is imported
+
+from credit_arms import Arm, batch_of, collector_of
+from credit_cells import Cells
+from credit_probe import make_gradients
+from credit_real_arms import PROBED, REAL_ARMS, TRAINED, WITH_ADAPTERS
+from credit_real_tables import draw_real_training, real_tables
+from credit_real_training import Sizes, batch_scores, evaluate, train_real
+from credit_sketch import Sketches, probe_result, sketch, sketch_batch
+from credit_tables import draw_probes
+from credit_tasks import TASKS, config_of, names, task_of, write_problems
+
+from gtpo_jax.config import Config
+from gtpo_jax.rollout.policies import initial_params
+from gtpo_jax.rollout.scoring.manager import RewardManager
+from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.errors import UserError
+
+STAGES = ("base", "probe", "train", "tables")
+SIZES = Sizes(steps=16, every=8, problems=64, samples=8)
+SEEDS = 5
+PROBE_PROMPTS = 16  # of a batch of the probe; a group has 8 completions, as in training
+COMPARED = 12  # batches of the probe on which the arms are compared
+REFERENCE = 24  # further batches of the true gradient
+
+
+def parse_args() -> argparse.Namespace:
+  """Returns the options, and exits if one names something that does not exist."""
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--out", type=Path, required=True)
+  parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/credit_real")
+  parser.add_argument("--stages", default=",".join(STAGES))
+  parser.add_argument("--cells", default="*", help="patterns of the names to compute")
+  parser.add_argument("--budget_minutes", type=float, default=float("inf"))
+  args = parser.parse_args()
+  if unknown := set(args.stages.split(",")) - set(STAGES):
+    parser.error(f"--stages: {sorted(unknown)[0]!r} is not one of {', '.join(STAGES)}")
+  return args
+
+
+def slug(name: str) -> str:
+  """Returns a name as part of a file name, without hyphens."""
+  return "_".join("".join(char if char.isalnum() or char == "." else " " for char in name).split())
+
+
+def run_base(cells: Cells) -> None:
+  """Evaluates the base model on each task."""
+  for task in TASKS:
+    config = config_of(task, cells.out)
+
+    def make(config: Config = config) -> dict[str, Any]:
+      with opened(config) as (worker, rewards):
+        return evaluate(config, worker, rewards, initial_params(config, worker), SIZES)
+
+    cells.compute(f"base-{task}", {"task": task, **settings_of(config)}, make)
+
+
+def run_probes(cells: Cells) -> None:
+  """Probes the base model on each task."""
+  for task in TASKS:
+    config = config_of(task, cells.out, batch__prompts=PROBE_PROMPTS)
+    probe_cell(cells, task, config, PROBED, COMPARED, REFERENCE)
+
+
+def probe_cell(
+  cells: Cells, task: str, config: Config, arms: dict[str, Arm], compared: int, further: int
+) -> dict[str, Any] | None:
+  """Returns the probe of a task, or None if batches of it may not be computed now.
+
+  The sketches of each batch are stored in OUT, and the result once all batches are done.
+
+  Args:
+    cells: where results are.
+    task: the name of the task.
+    config: its config.
+    arms: the arms to compare.
+    compared: batches on which they are compared.
+    further: further batches of the reference.
+  """
+  settings = {"task": task, "compared": compared, "further": further, **settings_of(config)}
+  name = f"probe-{task}"
+  if (found := cells.find(name, settings)) is not None:
+    return found
+  folder = cells.out / name
+  folder.mkdir(exist_ok=True)
+  files = [folder / f"{number:03}.npz" for number in range(compared + further)]
+  if any(not file.exists() for file in files):
+    with opened(config) as (worker, rewards):
+      params = initial_params(config, worker)
+      gradients = make_gradients(worker.model, sketch)
+      for number, file in enumerate(files):
+        part = f"batch-{task}-{number:03}"
+        if file.exists():
+          continue
+        if not cells.may_start(part):
+          cells.left.append(part)
+          continue
+        with cells.timed(part):
+          collector = collector_of(config, worker, rewards, first=number)
+          batch = batch_of(collector.collect(params, 0, print), worker.model, params, number)
+          chosen = arms if number < compared else {}
+          sketches = sketch_batch(gradients, params, batch, chosen, batch_scores(batch))
+          sketches.save(file)
+  if any(not file.exists() for file in files):
+    return None
+  make = lambda: probe_result([Sketches.read(file) for file in files], compared)
+  return cells.compute(name, settings, make)
+
+
+def run_training(cells: Cells) -> None:
+  """Trains what has no result, all arms of a seed before the next seed."""
+  for seed, task in itertools.product(range(SEEDS), names()):
+    config = config_of(task, cells.out, seed=seed)
+    _, rank = task_of(task)
+    for arm in WITH_ADAPTERS if rank else TRAINED:
+      name = f"run-{task}-{slug(arm)}-{seed}"
+      train_cell(cells, name, task, config, arm)
+
+
+def train_cell(
+  cells: Cells, name: str, task: str, config: Config, arm: str, sizes: Sizes = SIZES
+) -> dict[str, Any] | None:
+  """Returns the result of one run, or None if it may not be computed now."""
+
+  def make() -> dict[str, Any]:
+    with opened(config) as (worker, rewards):
+      params = initial_params(config, worker)
+      return train_real(config, worker, rewards, params, REAL_ARMS[arm], sizes)
+
+  settings = {"task": task, "arm": arm, "seed": config.seed, **dataclasses.asdict(sizes)}
+  return cells.compute(name, {**settings, **settings_of(config)}, make)
+
+
+@contextlib.contextmanager
+def opened(config: Config) -> Any:
+  """Yields the worker and the reward manager of a config."""
+  with contextlib.closing(RewardManager(config)) as rewards:
+    yield RolloutWorker(config), rewards
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+  """Returns the fields of a config that decide its numbers, without paths of this machine."""
+  return {
+    "prompts": config.batch.prompts,
+    "group": config.batch.group,
+    "max_tokens": config.sampling.max_tokens,
+    "learning_rate": config.optimizer.learning_rate,
+    "lora_rank": config.model.lora_rank,
+    "data": Path(config.data.train).name,
+  }
+
+
+def show_results(cells: Cells) -> None:
+  """Prints the tables of all results, and draws the figures."""
+  found = cells.stored()
+  print("\n".join(real_tables(found)))
+  probes = {name.split("-", 1)[1]: x for name, x in found.items() if name.startswith("probe-")}
+  if probes:
+    draw_probes(probes, cells.out / "probe.png", PROBED)
+  if any(name.startswith("run-") for name in found):
+    draw_real_training(found, cells.out / "training.png")
+
+
+def main() -> None:
+  args = parse_args()
+  cells = Cells(args.out, args.results, args.cells.split(","), 60 * args.budget_minutes)
+  write_problems(cells.out)
+  stages = args.stages.split(",")
+  for stage, run in (("base", run_base), ("probe", run_probes), ("train", run_training)):
+    if stage in stages:
+      run(cells)
+  if "tables" in stages:
+    show_results(cells)
+  if cells.left:
+    print(f"{len(cells.left)} parts are left, the first is {cells.left[0]}", flush=True)
+
+
+if __name__ == "__main__":
+  try:
+    main()
+  except UserError as error:
+    sys.exit(f"error: {error}")

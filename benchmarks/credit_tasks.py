@@ -1,0 +1,99 @@
+"""The tasks of benchmarks/credit_real.py: their configs, and the problems with two words."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gtpo_jax.config import Config, load
+from gtpo_jax.data.tasks.sentences import TOPICS, WORDS
+from gtpo_jax.rewards.synthetic import sentence_correct
+
+CONFIG = str(Path(__file__).parents[1] / "configs" / "smollm2_sentences.py")
+TRAINING_PROBLEMS = 2000
+HELD_OUT = 64
+SUMS = "rg:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
+LEARNING_RATE = 2e-5
+LORA_FACTOR = 10.0  # of the learning rate, as "LoRA without regret" recommends
+# By name: what differs from configs/smollm2_sentences.py. {out} is the folder of the results.
+TASKS: dict[str, dict[str, Any]] = {
+  "words": {
+    "data.train": "{out}/words-train.jsonl",
+    "data.eval": "{out}/words-eval.jsonl",
+    "reward.verifier": "credit_tasks:two_words",
+    "sampling.max_tokens": 40,
+  },
+  "sums": {
+    "data.train": f"{SUMS}&size={TRAINING_PROBLEMS}&seed=1",
+    "data.eval": f"{SUMS}&size={HELD_OUT}&seed=2",
+    "sampling.max_tokens": 32,
+  },
+}
+# By name: the rank of the adapters; 0 trains all weights.
+VARIANTS = {"": 0, "_lora1": 1, "_lora16": 16}
+
+
+def two_words(
+  prompts: Sequence[str],
+  completions: Sequence[str],
+  answers: Sequence[str],
+  extras: Sequence[dict[str, str]],
+) -> list[bool]:
+  """Returns whether each text is a sentence with the topic and both words; see `rewards.md`."""
+  return [
+    all(sentence_correct(text, extra["topic"], extra[key]) for key in ("first", "second"))
+    for text, extra in zip(completions, extras, strict=True)
+  ]
+
+
+def write_problems(out: Path) -> None:
+  """Writes the problems with two words, the same in every call; training and held-out differ."""
+  words = list(itertools.combinations(WORDS.split(), 2))
+  topics = TOPICS.split()
+  rng = np.random.default_rng(0)
+  codes = rng.permutation(len(topics) * len(words))[: HELD_OUT + TRAINING_PROBLEMS]
+  rows = []
+  for number, code in enumerate(codes.tolist()):
+    topic = topics[code % len(topics)]
+    first, second = words[code // len(topics)]
+    article = "an" if topic[0] in "aeiou" else "a"
+    prompt = (
+      f"Write one short sentence about {article} {topic}. Use the words {first} and {second} in it."
+    )
+    extra = {"topic": topic, "first": first, "second": second}
+    row = {"id": f"words-{number}", "prompt": prompt, "answer": f"{first} {second}"}
+    rows.append(json.dumps({**row, "kind": "exact", "extra": extra}))
+  for name, part in (("eval", rows[:HELD_OUT]), ("train", rows[HELD_OUT:])):
+    (out / f"words-{name}.jsonl").write_text("\n".join(part) + "\n")
+
+
+def task_of(name: str) -> tuple[str, int]:
+  """Returns the task and the rank of the adapters of a name such as "words_lora16"."""
+  task, _, variant = name.partition("_")
+  return task, VARIANTS[f"_{variant}" if variant else ""]
+
+
+def names() -> list[str]:
+  """Returns the names of all tasks, with and without adapters."""
+  return [task + variant for variant in VARIANTS for task in TASKS]
+
+
+def config_of(name: str, out: Path, **changes: Any) -> Config:
+  """Returns the config of a task. `changes` are fields, with two underscores for each dot."""
+  task, rank = task_of(name)
+  fields = {
+    "log.tensorboard": False,
+    "data.max_prompt_tokens": 80,
+    "batch.pack": False,  # packing would compile many shapes
+    "model.lora_rank": rank,
+    "optimizer.learning_rate": LEARNING_RATE * (LORA_FACTOR if rank else 1.0),
+    **TASKS[task],
+    **{key.replace("__", "."): value for key, value in changes.items()},
+  }
+  overrides = [f"--config.{key}={value}" for key, value in fields.items()]
+  return load(CONFIG, [line.replace("{out}", str(out)) for line in overrides])
