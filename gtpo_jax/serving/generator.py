@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -20,12 +21,16 @@ from gtpo_jax.protocol.outputs import FAILED, Part
 from gtpo_jax.sampling.chunk import Chunk
 from gtpo_jax.sampling.engine import REFILL_FRACTION, Engine
 from gtpo_jax.sampling.filters import RowSampling
+from gtpo_jax.sampling.schedule.slots import DecodeInputs
 from gtpo_jax.sampling.settings import SamplingParams
 from gtpo_jax.serving.jobs import Completion, ScoreJob
 from gtpo_jax.serving.scorer import Scorer
 
 # Slots are dropped once so many chunks in a row have not needed them.
 PATIENCE = 16
+# What comes waits for the end of a chunk, so a chunk has fewer tokens if these take longer.
+CHUNK_S = 0.5
+MEASURED_CHUNKS = 4  # the fastest of the last ones counts: others may have compiled
 
 
 class Full(Exception):
@@ -58,6 +63,7 @@ class Generator:
     self._running: dict[int, Completion] = {}  # by the scheduler's number
     self._added = 0
     self._needed: collections.deque[int] = collections.deque(maxlen=PATIENCE)
+    self._token_s: collections.deque[float] = collections.deque(maxlen=MEASURED_CHUNKS)
     self._scheduler: Any = None
     self._state: Any = None
     self._changed = threading.Condition()
@@ -191,10 +197,13 @@ class Generator:
     with self._changed:
       some_wait = bool(self._waiting)
     most_finished = max(active // REFILL_FRACTION, 1) if some_wait else active
+    began = time.perf_counter()
     self._state, chunk = programs.decode(
-      self._params, state, inputs, programs.chunk, most_finished, _row_sampling(of_slot)
+      self._params, state, inputs, self._chunk_tokens(inputs), most_finished, _row_sampling(of_slot)
     )
     chunk = jax.device_get(chunk)
+    steps = max(int(chunk.mask.any(1).sum()), 1)
+    self._token_s.append((time.perf_counter() - began) / steps)
     self.counts["chunks"] += 1
     tokens = np.zeros(len(of_slot), np.int32)
     left = np.zeros(len(of_slot), bool)
@@ -204,6 +213,12 @@ class Generator:
       left[slot] = bool(part.finish)
     self.counts["generated_tokens"] += int(tokens.sum())
     self._leave(tokens, left)
+
+  def _chunk_tokens(self, inputs: DecodeInputs) -> int:
+    """Returns the tokens of the next chunk: one if somebody waits for a first token."""
+    if (inputs.active & inputs.is_new).any() or not self._token_s:
+      return 1
+    return int(np.clip(CHUNK_S / min(self._token_s), 1, self._programs.chunk))
 
   def _take(self, completion: Completion, chunk: Chunk, slot: int) -> Part:
     """Adds a chunk's tokens to a completion, up to its end, and delivers them."""

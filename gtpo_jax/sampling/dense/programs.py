@@ -45,6 +45,9 @@ class DensePrograms(Programs):
 
   Attributes:
     cache_lengths: lengths of the slots' arrays, ascending.
+    prefill_widths: lengths to which prompts are padded while they are prefilled, ascending; a
+      server has more of them than of `prompt_widths`, because every program that decodes depends on
+      those.
     slots: the most slots over all shards.
     shrink_factor: what the number of slots is divided by when idle ones are dropped.
     prefill: (params, prompts) -> (their last hidden states, keys and values).
@@ -66,16 +69,19 @@ class DensePrograms(Programs):
     super().__init__(settings, cache)
     longest_prompt = min(settings.max_prompt_tokens, model.config.max_length)
     widths, lengths = array_lengths(longest_prompt), array_lengths(settings.max_tokens)
+    prefill_widths = widths
     on_cpu = model.mesh.devices.flat[0].platform == "cpu"
     self.static_temperature = on_cpu
     self._on_cpu = on_cpu
     self.shrink_factor = CPU_SHRINK_FACTOR if on_cpu else GPU_SHRINK_FACTOR
     if not on_cpu:
       widths, lengths = widths[-1:], lengths[-3::2]
+      prefill_widths = widths
     elif settings.demand.serves:
       widths, lengths = (sizes[::-2][::-1] for sizes in (widths, lengths))
     self._serves = settings.demand.serves
     self.prompt_widths = widths
+    self.prefill_widths = prefill_widths
     sequences = array_lengths(min(longest_prompt + settings.max_tokens, model.config.max_length))
     self.sequence_widths = sequences if on_cpu else sequences[-1:]
     # Each has space for one more chunk.
@@ -223,7 +229,7 @@ class DensePrograms(Programs):
   ) -> SamplerState:
     entries = scheduler.capacity.entries
     counts = {
-      width: self.row_counts(width, scheduler.space.capacity) for width in self.prompt_widths
+      width: self.row_counts(width, scheduler.space.capacity) for width in self.prefill_widths
     }
     for width, rows, part in prefill_batches(assigned, prompts, counts):
       batch, places = pad_prefill(part, prompts, width, rows, entries, self.pad)
