@@ -375,12 +375,13 @@ def test_the_commands_of_an_own_task_run(tmp_path, monkeypatch):
   (mine,) = [block for block in blocks(page, "python") if block.startswith("# configs/mine.py")]
   (verify,) = [block for block in blocks(page, "python") if "def verify" in block]
   (data,) = [block for block in blocks(page, "python") if "sort_demos.jsonl" in block]
+  (rows,) = [block for block in blocks(page, "json") if "answer" in block]
   hub = "Qwen/Qwen2.5-0.5B-Instruct"
   assert hub in mine
   (folder / "configs" / "mine.py").write_text(mine.replace(hub, "hf/sort"))
   (folder / "my_rewards.py").write_text(verify)
   for name in ("train.jsonl", "test.jsonl"):
-    (folder / name).write_text("".join(blocks(page, "json")))
+    (folder / name).write_text(rows)
   exec(data, {})
   ours = [arguments for program, *arguments in commands(page) if program == "gtpo"]
   ours = [arguments for arguments in ours if arguments[0] != "plan"]
