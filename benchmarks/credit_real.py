@@ -1,4 +1,4 @@
-"""Measures whether entropy credit helps SmolLM2-135M-Instruct; docs/credit_real.md is the study.
+"""Measures whether entropy credit helps SmolLM2-135M-Instruct; docs/experiments.md has the plan.
 
     python benchmarks/credit_real.py --out=runs/credit_real [--stages=base,probe,train,tables]
       [--cells=PATTERN,...] [--budget_minutes=N]

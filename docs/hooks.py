@@ -6,6 +6,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+from gtpo_jax.algorithms import RECIPES
 from gtpo_jax.config.describe import describe, settings_of_recipes
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +45,7 @@ def fields_table() -> str:
   for field in describe():
     section = field.name.rpartition(".")[0]
     if section != last:
-      lines += ["", *([f"## {section}", ""] if section else [])]
+      lines += ["", *([f"### {section}", ""] if section else [])]
       lines += ["| field | type | default | values | meaning |", "|---|---|---|---|---|"]
       last = section
     default = "-" if field.default is None else f"`{field.default!r}`"
@@ -56,18 +57,24 @@ def fields_table() -> str:
 
 
 def settings_table() -> str:
-  """Returns the settings of the recipes, with their defaults."""
+  """Returns the papers, parts and settings of the recipes, with their defaults."""
   as_text = lambda settings: ", ".join(f"`{key}={value}`" for key, value in settings.items())
   common, *own = settings_of_recipes().items()
-  rows = [f"| `{name}` | {as_text(settings)} |" for name, settings in own]
+  rows = []
+  for name, settings in own:
+    recipe = RECIPES[name]
+    wrong, right = recipe.rewards
+    parts = f"{recipe.advantage.__name__}; {right:g} and {wrong:g}"
+    rows.append(f"| `{name}` | {recipe.paper} | {parts} | {as_text(settings)} |")
   return "\n".join(
     [
       f"Every recipe reads these settings, with these defaults: {as_text(common[1])}",
       "",
-      "The table has each recipe's further settings, and the defaults that differ from these:",
+      "The table has each recipe's source, its advantage, the rewards of correct and incorrect",
+      "completions before shaping, its further settings, and the defaults that differ from these:",
       "",
-      "| name | settings and defaults |",
-      "|---|---|",
+      "| name | source | advantage, rewards | settings and defaults |",
+      "|---|---|---|---|",
       *rows,
     ]
   )

@@ -87,8 +87,6 @@ def run_blocks(page, namespace, change=lambda block: block):
   ("name", "count"),
   [
     pytest.param("algorithms", 5, marks=pytest.mark.slow),
-    ("batch_and_learning_rate", 1),
-    ("concepts", 1),
     ("data", 1),
     ("episodes", 4),
     ("rewards", 3),
@@ -198,7 +196,7 @@ def test_the_python_of_the_readme_and_of_short_pages_runs(tmp_path, monkeypatch)
   monkeypatch.chdir(tmp_path)
   quickstart = blocks(DOCS / "quickstart.md", "python")
   assert any(block in quickstart for block in blocks(ROOT / "README.md", "python"))
-  for page in (ROOT / "README.md", DOCS / "api.md", DOCS / "models.md"):
+  for page in (ROOT / "README.md", DOCS / "reference.md", DOCS / "models.md"):
     run_blocks(
       page,
       namespace,
@@ -283,7 +281,7 @@ def test_the_requests_to_servers_are_json():
 
 
 def test_every_algorithm_and_objective_has_a_line():
-  sections = (DOCS / "which_algorithm.md").read_text().split("\n## ")
+  sections = (DOCS / "choosing.md").read_text().split("\n## ")
   for title, names in (("All algorithms", RECIPES), ("Objectives", OBJECTIVES)):
     (section,) = [text for text in sections if text.startswith(title)]
     tables = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)
@@ -291,8 +289,18 @@ def test_every_algorithm_and_objective_has_a_line():
     first_cells = re.findall(r"^\|([^|]+)\|", tables[0], re.MULTILINE)
     listed = [name for cell in first_cells[1:] for name in re.findall(r"`(\w+)`", cell)]
     assert sorted(listed) == sorted(names)
-  recipes = (DOCS / "algorithms.md").read_text().split("\n## The recipes\n")[1].split("\n## ")[0]
-  assert re.findall(r"^\| `(\w+)` \|", recipes, re.MULTILINE) == list(RECIPES)
+  counted = f"{len(RECIPES)} algorithms, {len(OBJECTIVES)} objectives"
+  assert counted in (ROOT / "README.md").read_text()
+
+
+def test_the_table_of_contrast_is_right():
+  """A group of g completions, each right with probability p, has contrast so often."""
+  rows = re.findall(r"^\| (\d+) % \|(.+)\|$", (DOCS / "choosing.md").read_text(), re.MULTILINE)
+  assert len(rows) == 6
+  for percent, cells in rows:
+    p = int(percent) / 100
+    expected = [round(100 * (1 - p**g - (1 - p) ** g)) for g in (4, 8, 16, 32)]
+    assert [int(cell.strip(" %")) for cell in cells.split("|")] == expected
 
 
 def test_every_page_has_one_name():
@@ -473,11 +481,11 @@ def test_the_site_builds_without_warnings(tmp_path):
     timeout=200,
   )
   assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
-  page = (tmp_path / "site" / "api" / "index.html").read_text()
-  for name in re.findall(r"^::: (\S+)", (DOCS / "api.md").read_text(), re.MULTILINE):
+  page = (tmp_path / "site" / "reference" / "index.html").read_text()
+  for name in re.findall(r"^::: (\S+)", (DOCS / "reference.md").read_text(), re.MULTILINE):
     assert f'id="{name}"' in page, name
   assert "held_out" in page and "Raises" in page
-  for page_name, names in (("configs", FIELDS), ("algorithms", RECIPES)):
+  for page_name, names in (("reference", FIELDS), ("algorithms", RECIPES)):
     generated = (tmp_path / "site" / page_name / "index.html").read_text()
     assert all(f"<td><code>{name}</code></td>" in generated for name in names)
   # The page loads nothing from other sites.
