@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,10 @@ PREFILL_TOKENS = 8192
 # tokens are worth a program of their own.
 ROW_FACTOR = 4
 LEAST_TOKENS = 256
+# Sequences with completions that go on are padded to one of these fractions of the longest one, or
+# to a half, a quarter ... of the shortest of these lengths.
+SEQUENCE_FRACTIONS = (1.0, 0.5**0.5, 0.5, 0.5**1.5)
+SHORTEST_SEQUENCE = 32  # positions
 
 # For each shard, pairs of an entry or slot, and of the index of a sequence.
 Assigned = list[list[tuple[int, int]]]
@@ -117,6 +122,18 @@ def row_counts(width: int, most: int) -> list[int]:
   while (fewer := counts[-1] // ROW_FACTOR) * width >= LEAST_TOKENS:
     counts.append(fewer)
   return counts
+
+
+def sequence_lengths(longest: int) -> list[int]:
+  """Returns the lengths, ascending, to which sequences of up to `longest` tokens are padded.
+
+  They are finer than those of other arrays (`array_lengths`), because episodes read their sequences
+  again after each turn, and only the programs that do so depend on them.
+  """
+  lengths = [math.ceil(longest * fraction) for fraction in SEQUENCE_FRACTIONS]
+  while (half := -(-lengths[-1] // 2)) >= SHORTEST_SEQUENCE:
+    lengths.append(half)
+  return sorted({length for length in lengths if length >= SHORTEST_SEQUENCE} | {longest})
 
 
 def prefill_batches(

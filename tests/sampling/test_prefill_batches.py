@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshes import mesh_of
 from small import CONFIG, assert_same, build, sample
 
-from gtpo_jax.sampling.batches import prefill_batches, row_counts
+from gtpo_jax.sampling.batches import prefill_batches, row_counts, sequence_lengths
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 
 WIDTHS = (75, 150, 300)
@@ -29,6 +29,12 @@ def test_numbers_of_rows():
   assert row_counts(64, 64) == [64, 16, 4]
   assert row_counts(64, 32) == [32, 8]
   assert row_counts(20_000, 4) == [1]
+
+
+def test_lengths_of_sequences():
+  assert sequence_lengths(20) == [20]
+  assert sequence_lengths(92) == [33, 46, 66, 92]
+  assert sequence_lengths(1536) == [34, 68, 136, 272, 544, 768, 1087, 1536]
 
 
 def test_a_batch_has_the_width_of_its_longest_prompt():

@@ -16,7 +16,13 @@ from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.decode import DecodeParams, decode_bytes, prefill
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import bytes_per_device, constrain
-from gtpo_jax.sampling.batches import Assigned, Places, prefill_batches, row_counts
+from gtpo_jax.sampling.batches import (
+  Assigned,
+  Places,
+  prefill_batches,
+  row_counts,
+  sequence_lengths,
+)
 from gtpo_jax.sampling.cache import States, constrain_kv, head_axis
 from gtpo_jax.sampling.chunk import insert_rows
 from gtpo_jax.sampling.dense.cache import DenseCache, DenseKV
@@ -82,7 +88,7 @@ class DensePrograms(Programs):
     self._serves = settings.demand.serves
     self.prompt_widths = widths
     self.prefill_widths = prefill_widths
-    sequences = array_lengths(min(longest_prompt + settings.max_tokens, model.config.max_length))
+    sequences = sequence_lengths(min(longest_prompt + settings.max_tokens, model.config.max_length))
     self.sequence_widths = sequences if on_cpu else sequences[-1:]
     # Each has space for one more chunk.
     self.cache_lengths = sorted({size + self.chunk for size in lengths})
