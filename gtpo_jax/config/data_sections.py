@@ -25,7 +25,7 @@ from gtpo_jax.training.state import OptimizerConfig
 
 MATH_RULES = ("math", "dapo")
 INSTRUCTION_MODES = ("strict", "loose")
-GYM_ANSWERS = ("auto", "tag", "boxed")
+GYM_ANSWERS = ("auto", "tag", "boxed", "line")
 AUTO_PARSER = "auto"
 PYTHON_TOOL = "python"  # the name of the built-in tool
 TIMEOUT = number(lambda x: 0 < x <= 86_400, "above 0 and at most 86400 (a day)")
@@ -226,7 +226,8 @@ class RewardSection(Checked):
     instructions: for problems of kind "constraints", "strict", or "loose": whether a text follows
       its instructions is then also tried without its first line, last line and stars.
     gym_answer: for problems of reasoning-gym, where the answer is: "tag" (in <answer></answer>),
-      "boxed" (the last box, `Answer:` or number), or "auto" (the tag if there is one, else boxed).
+      "boxed" (the last box, `Answer:` or number), "auto" (the tag if there is one, else boxed), or
+      "line" (the last box or `Answer:`, else the last line).
     timeout_s: seconds that checking one mathematical answer, or one of reasoning-gym, may take;
       after that it has no verdict.
     function_timeout_s: seconds that a user's function may take for the completions of one problem;

@@ -60,20 +60,24 @@ def load(name, **settings):
 
 
 @pytest.mark.parametrize(
-  ("text", "auto", "tag", "boxed"),
+  ("text", "auto", "tag", "boxed", "line"),
   [
-    ("so <answer> 3 </answer>", "3", "3", "3"),
-    ("<answer>3</answer> no, <answer>a\nb</answer>", "a\nb", "a\nb", "3"),
-    ("<answer>3</answer> <answer>4", "3", "3", "4"),
-    (r"\boxed{a b}", "a b", None, "a b"),
-    (r"<answer>c</answer> \boxed{a b}", "c", "c", "a b"),
-    ("the sum is 12", "12", None, "12"),
-    ("<answer></answer> 12", "", "", "12"),
-    ("I do not know", None, None, None),
+    ("so <answer> 3 </answer>", "3", "3", "3", "so <answer> 3 </answer>"),
+    ("<answer>3</answer> no, <answer>a\nb</answer>", "a\nb", "a\nb", "3", "b</answer>"),
+    ("<answer>3</answer> <answer>4", "3", "3", "4", "<answer>3</answer> <answer>4"),
+    (r"\boxed{a b}", "a b", None, "a b", "a b"),
+    (r"<answer>c</answer> \boxed{a b}", "c", "c", "a b", "a b"),
+    ("the sum is 12", "12", None, "12", "the sum is 12"),
+    ("<answer></answer> 12", "", "", "12", "<answer></answer> 12"),
+    ("I do not know", None, None, None, "I do not know"),
+    ("Let me see.\n\n**Yes**.\n", None, None, None, "Yes"),
+    ("2 of them:\nAnswer: red, blue", "red, blue", None, "red, blue", "red, blue"),
+    (" \n", None, None, None, None),
   ],
 )
-def test_where_the_answer_is(text, auto, tag, boxed):
-  assert [answer_of(text, mode) for mode in ("auto", "tag", "boxed")] == [auto, tag, boxed]
+def test_where_the_answer_is(text, auto, tag, boxed, line):
+  modes = ("auto", "tag", "boxed", "line")
+  assert [answer_of(text, mode) for mode in modes] == [auto, tag, boxed, line]
 
 
 def test_many_tags_are_read_in_linear_time():

@@ -13,12 +13,13 @@ from typing import Any
 from gtpo_jax.rewards.gym.rows import require_library, task_names
 from gtpo_jax.rewards.math.extraction import extract
 from gtpo_jax.rewards.math.worker_pool import WorkerPool, wait_all
+from gtpo_jax.rewards.plain import exact_vote
 from gtpo_jax.runtime.errors import did_you_mean
 
 AUTO = "auto"
 TAG = "tag"
 BOXED = "boxed"
-MODES = (AUTO, TAG, BOXED)
+LINE = "line"
 OPENING, CLOSING = "<answer>", "</answer>"
 MIN_SCORE = 1 - 1e-6  # scores of wrong answers can be above 0.5: some scorers pay for substrings
 MAX_ANSWER_BYTES = 8192  # as JSON
@@ -35,8 +36,11 @@ def answer_of(completion: str, mode: str = AUTO) -> str | None:
     completion: any text.
     mode: "tag", the text in the last <answer>...</answer>, as the library's `extract_answer`;
       "boxed", what the kind math reads: the last box, `Answer:`, or number; "auto", the tag if
-      there is one, and else the same as "boxed".
+      there is one, and else the same as "boxed"; "line", what the kind exact reads: the last box
+      or `Answer:`, or the last line.
   """
+  if mode == LINE:
+    return exact_vote(completion)
   answer = None if mode == BOXED else _tagged(completion)
   return extract(completion) if answer is None and mode != TAG else answer
 
