@@ -6,7 +6,7 @@ Each raises UserError for the first values that are incompatible.
 from __future__ import annotations
 
 from gtpo_jax.algorithms import Algorithm, Distillation
-from gtpo_jax.config.data_sections import DataSection, EnvSection, WarmStartSection
+from gtpo_jax.config.data_sections import DataSection, EnvSection, RewardSection, WarmStartSection
 from gtpo_jax.config.monitoring import EvalSection
 from gtpo_jax.config.sections import (
   BatchSection,
@@ -148,6 +148,15 @@ def check_sampling(sampling: SamplingSection, batch: BatchSection, algorithm: Al
     raise UserError(
       f"algorithm.guide_completions must leave at least two of batch.group = {batch.group} "
       f"to the policy itself, got {settings.guide_completions}"
+    )
+
+
+def check_judge(reward: RewardSection, batch: BatchSection) -> None:
+  """A group has the opponents that a judge compares each completion with."""
+  if reward.judge.opponents >= batch.group:
+    raise UserError(
+      f"reward.judge.opponents must be below batch.group = {batch.group}, got "
+      f"{reward.judge.opponents}"
     )
 
 

@@ -13,6 +13,7 @@ from gtpo_jax.config.checks import (
   check_data,
   check_env,
   check_frozen,
+  check_judge,
   check_model,
   check_sampling,
   check_teacher,
@@ -94,6 +95,7 @@ class Config:
     algorithm = self.resolved_algorithm
     check_env(self.env, self.data, self.teacher, self.sampling, algorithm)
     check_sampling(self.sampling, self.batch, algorithm)
+    check_judge(self.reward, self.batch)
     check_frozen(self.guide, self.reference, algorithm)
     check_teacher(self.teacher, self.distill, algorithm)
 

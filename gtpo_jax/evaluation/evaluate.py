@@ -122,7 +122,7 @@ def evaluate_run(
       raise Stopped
     part = problems[start : start + batch]
     n = len(part)
-    pending = PendingRewards(reward_manager, part, group, worker.decode)
+    pending = PendingRewards(reward_manager, part, group, worker.decode, evaluates=True)
     batch_key = jax.random.fold_in(key, start)
     keys = policy.engine.completion_keys(batch_key, batch, group)[:n]
 

@@ -10,16 +10,17 @@ from typing import NamedTuple
 
 from gtpo_jax.runtime.errors import UserError
 
-_PLACE = re.compile(r"\{(prompt|completion|answer|question|mark)\}")
+_PLACE = re.compile(r"\{(prompt|completion|other|answer|question|mark)\}")
 ROUNDING = 1e-9  # by which a grade may exceed the scale
 
 
 class Texts(NamedTuple):
-  """What a judge reads about one completion."""
+  """What a judge reads about one completion; `other` is what it is compared with, "" for none."""
 
   prompt: str
   completion: str
   answer: str
+  other: str = ""
 
 
 def render(template: str, texts: Texts, question: str) -> str:
@@ -28,7 +29,7 @@ def render(template: str, texts: Texts, question: str) -> str:
   All places are filled at once, so that a completion that contains "{answer}" stays as it is. The
   mark is a digest of the texts: a completion cannot contain its own.
   """
-  content = "\0".join((*texts, question))
+  content = "\0".join((*texts[:3], question, *filter(None, texts[3:])))
   mark = hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
   values = {**texts._asdict(), "question": question, "mark": mark}
   return _PLACE.sub(lambda match: values[match[1]], template)

@@ -102,7 +102,27 @@ class Judge:
     Raises:
       JudgeError: too many completions in a row had no reply, or `close` was called.
     """
-    rows = [Texts(*row) for row in zip(prompts, completions, answers, strict=True)]
+    return self._grade_rows(
+      [Texts(*row) for row in zip(prompts, completions, answers, strict=True)]
+    )
+
+  def compare(
+    self, prompts: Sequence[str], firsts: Sequence[str], seconds: Sequence[str]
+  ) -> list[float | None]:
+    """Returns the reward in [0, 1] of each first text against the second, None without a grade.
+
+    The second one gets the rest. Equal texts get 0.5 each, without a request. Otherwise this is as
+    `grade`.
+    """
+    rows = [
+      Texts(prompt, first, "", second)
+      for prompt, first, second in zip(prompts, firsts, seconds, strict=True)
+    ]
+    different = [row for row in rows if row.completion != row.other]
+    rewards = iter(self._grade_rows(different))
+    return [0.5 if row.completion == row.other else next(rewards) for row in rows]
+
+  def _grade_rows(self, rows: Sequence[Texts]) -> list[float | None]:
     try:
       return self._on_loop(self._grade_all(rows))
     except (asyncio.CancelledError, CancelledError):

@@ -59,14 +59,19 @@ class JudgeSettings(Checked):
     model: the name of the model there.
     decides: whether the grade decides right and wrong, instead of the verifier of each problem's
       kind. If not, it is only the reward part "judge".
+    opponents: how many others of its group each completion is compared with in the first place,
+      and as many in the second. Its reward is the mean of these comparisons. 0 grades each
+      completion alone.
     template: the message to the judge. {prompt}, {completion}, {answer} and {question} stand for
-      these texts, {mark} for 16 characters that none of them contains.
+      these texts, {mark} for 16 characters that none of them contains. With `opponents`, {other}
+      stands for what the completion is compared with, and there is no {answer}.
     questions: what is asked about each completion, in a request of its own; the grades are
       averaged.
     pattern: a regular expression whose first group is the grade; its last match in the reply
       counts.
     scale: grades and their rewards from 0 to 1: the numbers that earn 0 and 1, such as "0:10", or
-      words, such as "no=0,partly=0.5,yes=1". Any other grade is no verdict.
+      words, such as "no=0,partly=0.5,yes=1". Any other grade is no verdict. In a comparison, the
+      other text gets the rest.
     threshold: the reward from which a completion is correct.
     max_tokens: the longest reply.
     temperature: of the reply.
@@ -84,6 +89,7 @@ class JudgeSettings(Checked):
   base_url: str = ""
   model: str = ""
   decides: bool = True
+  opponents: int = setting(0, bound=at_least(0))
   template: str = TEMPLATE
   questions: tuple[str, ...] = setting(("Is the answer correct and complete?",), bound=QUESTIONS)
   pattern: str = r"(?i)grade\W{0,8}?(-?\d+(?:\.\d+)?)"
@@ -130,6 +136,16 @@ class JudgeSettings(Checked):
   def _check_texts(self) -> None:
     if "{completion}" not in self.template:
       raise UserError(f"{self.prefix}template must contain {{completion}}, got {self.template!r}")
+    if bool(self.opponents) != ("{other}" in self.template):
+      raise UserError(
+        f"{self.prefix}opponents = {self.opponents} and {{other}} in {self.prefix}template need "
+        "each other: comparisons need both, grades neither"
+      )
+    if self.opponents and "{answer}" in self.template:
+      raise UserError(
+        f"{self.prefix}template cannot have {{answer}} with {self.prefix}opponents: evaluations "
+        "compare completions with the answers"
+      )
     own_questions = self.questions != type(self).__dataclass_fields__["questions"].default
     if own_questions and "{question}" not in self.template:
       raise UserError(
@@ -158,6 +174,11 @@ class JudgeSettings(Checked):
       raise UserError(
         f"reward.parts = {parts!r} has the part judge: set {self.prefix}base_url and "
         f"{self.prefix}model"
+      )
+    if self.base_url and not self.decides and self.opponents:
+      raise UserError(
+        f"{self.prefix}opponents = {self.opponents} needs {self.prefix}decides=True: comparisons "
+        "decide right and wrong"
       )
     if self.base_url and not self.decides and "judge" not in names:
       raise UserError(

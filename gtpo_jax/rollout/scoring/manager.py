@@ -20,6 +20,7 @@ from gtpo_jax.environments.metrics import episode_metrics
 from gtpo_jax.environments.turns import Episode
 from gtpo_jax.rewards import PARTS, group_relative, score, soft_overlong
 from gtpo_jax.rewards.judge.judge import Judge
+from gtpo_jax.rewards.judge.pairs import pairs_of, win_rates
 from gtpo_jax.rollout.groups import RewardResult
 from gtpo_jax.rollout.scoring.functions import (
   BUILTIN_PARTS,
@@ -141,23 +142,68 @@ class RewardManager:
           scores[i] = (float(result.correct), result.number)
     return scores
 
+  @property
+  def compares(self) -> bool:
+    """Whether a judge compares the completions of a group with each other."""
+    return bool(self._judge and self._config.reward.judge.opponents)
+
   def grade(
-    self, problems: Sequence[Problem], texts: Sequence[str], finished: Sequence[bool]
+    self,
+    problems: Sequence[Problem],
+    texts: Sequence[str],
+    finished: Sequence[bool],
+    evaluates: bool = False,
   ) -> list[float]:
     """Returns the judge's reward for each completion; NaN for none, and without a judge.
 
     A completion that was cut off is wrong, so it is only graded if the reward contains the grade.
+    A judge that compares has rewards here only in an evaluation, whose completions it compares with
+    the answers; a problem without an answer has none.
     """
     rewards = [math.nan] * len(texts)
-    if not self._judge:
+    if not self._judge or (self.compares and not evaluates):
       return rewards
     rows = [i for i, ended in enumerate(finished) if ended or self._config.reward.reads_grades]
+    if self.compares:
+      rows = [i for i in rows if problems[i].answer]
     prompts = [problems[i].messages[-1]["content"] for i in rows]
     answers = [problems[i].answer for i in rows]
-    grades = self._judge.grade(prompts, [texts[i] for i in rows], answers)
+    graded = [texts[i] for i in rows]
+    if self.compares:  # in both orders
+      both = self._judge.compare(prompts * 2, graded + answers, answers + graded)
+      pairs = [(i, len(rows) + i) for i in range(len(rows))]
+      pairs += [(second, first) for first, second in pairs]
+      grades = win_rates(2 * len(rows), pairs, both)[: len(rows)]
+    else:
+      grades = self._judge.grade(prompts, graded, answers)
     for i, grade in zip(rows, grades, strict=True):
       rewards[i] = math.nan if grade is None else grade
     return rewards
+
+  def compare(
+    self, problems: Sequence[Problem], groups: Sequence[Sequence[str]]
+  ) -> list[list[float]]:
+    """Returns the win rate of each completion in its group; NaN for none.
+
+    Args:
+      problems: n problems.
+      groups: [n][g], all completions of each.
+    """
+    opponents = self._config.reward.judge.opponents
+    pairs = [pairs_of(len(group), opponents) for group in groups]
+    rows = [(k, *pair) for k, group_pairs in enumerate(pairs) for pair in group_pairs]
+    rewards = iter(
+      self._judge.compare(
+        [problems[k].messages[-1]["content"] for k, _, _ in rows],
+        [groups[k][first] for k, first, _ in rows],
+        [groups[k][second] for k, _, second in rows],
+      )
+    )
+    rates = []
+    for group, group_pairs in zip(groups, pairs, strict=True):
+      found = win_rates(len(group), group_pairs, [next(rewards) for _ in group_pairs])
+      rates.append([math.nan if rate is None else rate for rate in found])
+    return rates
 
   def call_functions(
     self, problem: Problem, texts: Sequence[str], episodes: Sequence[Episode] | None = None

@@ -45,17 +45,20 @@ class PendingRewards:
     problems: Sequence[Problem],
     group: int,
     decode: Callable[[Sequence[np.ndarray]], list[str]],
+    evaluates: bool = False,
   ):
     """Args:
     reward_manager: scores the completions.
     problems: n problems.
     group: completions per problem.
     decode: turns rows of token ids into texts.
+    evaluates: whether a judge that compares does so with the answers, and not within the group.
     """
     n = len(problems)
     self._reward_manager = reward_manager
     self._problems = problems
     self._decode = decode
+    self._evaluates = evaluates
     self.texts = [[""] * group for _ in range(n)]
     self.episodes: list[list[Episode | None]] | None = None
     self.lengths = np.zeros((n, group), np.int32)
@@ -153,14 +156,21 @@ class PendingRewards:
       ]
       problems = [self._problems[completion.problem] for completion in completions]
       scores = self._scores(completions, problems, answers)
-    grades = manager.grade(problems, answers, [_may_be_correct(ended) for ended in completions])
+    may_be_correct = [_may_be_correct(ended) for ended in completions]
+    grades = manager.grade(problems, answers, may_be_correct, self._evaluates)
+    complete = []
     with self._lock:
       for ended, text, answer, score, grade in zip(
         completions, texts, answers, scores, grades, strict=True
       ):
         self.texts[ended.problem][ended.index] = text
         self._answers[ended.problem][ended.index] = answer
-        self._keep(ended, *score, grade)
+        if self._keep(ended, *score, grade):
+          complete.append(ended.problem)
+    if complete and manager.compares and not self._evaluates:
+      groups = [self._answers[i] for i in complete]
+      rates = manager.compare([self._problems[i] for i in complete], groups)
+      self._grades[complete] = rates
 
   def _scores(
     self, completions: Sequence[EndedCompletion], problems: Sequence[Problem], texts: Sequence[str]
@@ -179,8 +189,11 @@ class PendingRewards:
       scores[i] = score
     return scores
 
-  def _keep(self, ended: EndedCompletion, verdict: float, number: float, grade: float) -> None:
-    """Keeps the scores of a completion; the last one of a problem has users' functions called."""
+  def _keep(self, ended: EndedCompletion, verdict: float, number: float, grade: float) -> bool:
+    """Keeps the scores of a completion; the last one of a problem has users' functions called.
+
+    Returns whether it is the last one of its problem.
+    """
     i, j, tokens, finished, episode = ended
     self.lengths[i, j] = len(tokens) if episode is None else episode.tokens
     self.finished[i, j] = finished
@@ -195,6 +208,7 @@ class PendingRewards:
       self._function_values[i] = self._reward_manager.call_functions(
         self._problems[i], self._answers[i], self.episodes[i] if self.episodes else None
       )
+    return not self._missing[i]
 
 
 def _may_be_correct(ended: EndedCompletion) -> bool:

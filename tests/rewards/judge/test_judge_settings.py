@@ -11,6 +11,7 @@ from gtpo_jax.evaluation.evaluate import evaluation_settings
 from gtpo_jax.rewards.judge.settings import JudgeSettings
 from gtpo_jax.runtime.errors import UserError
 
+COMPARES = {"opponents": 1, "template": "{completion} {other}"}
 HERE = {"base_url": "http://localhost:8000/v1", "model": "m"}
 
 
@@ -18,6 +19,12 @@ HERE = {"base_url": "http://localhost:8000/v1", "model": "m"}
   ("changes", "message"),
   [
     ({"template": "rate {answer}"}, "template must contain {completion}, got 'rate {answer}'"),
+    ({"opponents": 1}, "opponents = 1 and {other} in reward.judge.template need each"),
+    ({"template": "{completion} {other}"}, "opponents = 0 and {other} in"),
+    (
+      {"opponents": 1, "template": "{completion} {other} {answer}"},
+      "template cannot have {answer} with reward.judge.opponents: evaluations",
+    ),
     ({"pattern": "Grade: 5"}, r"pattern must have a group around the grade, such as"),
     ({"pattern": "(Grade"}, "pattern = '(Grade' is no pattern: missing )"),
     ({"scale": "ten"}, "scale must be two numbers, such as 0:10, or words"),
@@ -74,6 +81,14 @@ def test_the_endpoint(suffix):
   [
     ({"parts": "correct,judge"}, "has the part judge: set reward.judge.base_url"),
     ({"judge": {**HERE, "decides": False}}, "the judge has no effect: set"),
+    (
+      {"parts": "correct,judge", "judge": {**HERE, "decides": False, **COMPARES}},
+      "opponents = 1 needs reward.judge.decides=True: comparisons decide right and wrong",
+    ),
+    (
+      {"judge": {**HERE, **COMPARES, "opponents": 16}},
+      "reward.judge.opponents must be below batch.group = 16, got 16",
+    ),
     ({"judge": HERE, "verifier": "m:f"}, "both reward.verifier = 'm:f' and the judge decide"),
   ],
 )
