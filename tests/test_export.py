@@ -398,7 +398,7 @@ def test_adapters_are_exported_for_peft_and_merged(adapted, exported, gtpo_here,
   )
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_adapters_trained_on_stale_completions_resume_and_export_exactly(
   exported, gtpo_here, tmp_path
 ):

@@ -304,7 +304,7 @@ def test_a_warm_run_compiles_nothing_later(tmp_path, monkeypatch, capsys):
   )
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_twenty_warm_steps_of_ragged_lengths_compile_nothing():
   """The update gets several packings, and a correction and a reference score every batch."""
   config = small_config(

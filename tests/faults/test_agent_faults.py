@@ -36,7 +36,7 @@ def expected(tmp_path_factory):
   return result
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_killed_and_stopped_in_the_middle_of_an_episode(expected, tmp_path):
   run = tmp_path / "run"
   for event, code in (("kill:turn:50", -9), ("term:turn:25", 143)):

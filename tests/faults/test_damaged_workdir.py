@@ -154,7 +154,7 @@ HEALED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.some(0, slow=4)
 @pytest.mark.parametrize("case", HEALED)
 def test_damage_that_can_be_repaired(case, complete, run):
   damage, messages = HEALED[case]

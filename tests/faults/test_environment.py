@@ -125,7 +125,7 @@ def test_a_run_in_a_hostile_environment(expected, tmp_path):
   assert b"Traceback" not in printed
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_a_user_without_a_name_or_a_home(expected, tmp_path):
   """As in containers: a user that /etc/passwd lacks, and a HOME that belongs to somebody else."""
   if os.getuid():

@@ -127,6 +127,7 @@ def test_an_xla_error_says_what_happened(errors, expected, tmp_path):
 STARTED_OVER = [("term:warm start:1", 143), ("kill:warm start:2", -9)]  # (event, exit status)
 
 
+@pytest.mark.manual
 @pytest.mark.parametrize(
   "events",
   [

@@ -121,6 +121,7 @@ def test_the_key_is_nowhere(undisturbed):
   assert all(headers["Authorization"] == f"Bearer {KEY}" for _, headers in server.headers)
 
 
+@pytest.mark.manual
 def test_stopped_and_killed_while_the_judge_grades(undisturbed, tmp_path):
   """The results are those of the undisturbed run; only requests under way are repeated."""
   _, expected, _, _ = undisturbed
@@ -162,6 +163,7 @@ def test_an_evaluation_of_the_run_asks_for_no_grade_twice(undisturbed, tmp_path)
   assert KEY not in done.stdout + done.stderr
 
 
+@pytest.mark.manual
 def test_only_the_first_of_two_processes_asks(undisturbed, tmp_path, monkeypatch):
   monkeypatch.setitem(os.environ, "GTPO_JUDGE_API_KEY", KEY)
   with serving(answer) as server:

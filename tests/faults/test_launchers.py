@@ -195,7 +195,7 @@ def test_two_processes_become_one_run(launcher):
     assert seen == {"process": i, "processes": 2, "devices": 2, "received": "from process 0"}
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_two_processes_evaluate_and_export_together(finished_run, tmp_path):
   """Training in two processes is tested in test_two_processes.py."""
   workdir, printed = finished_run

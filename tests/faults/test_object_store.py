@@ -38,6 +38,7 @@ def gtpo(*args):
   return done.stdout
 
 
+@pytest.mark.manual
 def test_a_killed_run_resumes_and_its_model_goes_on(store, undisturbed):
   url = f"{store.url}/run"
   codes, printed = start_two(url, "kill:saving:1", 0, SETTINGS)

@@ -64,7 +64,7 @@ def assert_same(restored, state):
     np.testing.assert_array_equal(restored[name], x)
 
 
-@pytest.mark.slow
+@pytest.mark.some(0, slow=1)
 @pytest.mark.parametrize(("mesh", "devices"), [("2,1,1,1", 1), ("1,2,1,2", 2)])
 def test_saved_on_eight_devices_and_restored_on_two_processes(saved, mesh, devices):
   folder, states = saved

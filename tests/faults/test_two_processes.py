@@ -72,7 +72,7 @@ def resumes_exactly(run, undisturbed):
   assert read_result(run) == undisturbed[1]
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_two_processes_are_stopped_and_one_is_killed(undisturbed, tmp_path):
   """Together they resume exactly. The other points are those of the tests below."""
   stop_together(tmp_path / "run", *STOPS[1])

@@ -103,7 +103,7 @@ def test_an_override_is_found_for_a_run_that_does_not_fit():
   assert plan(with_overrides(config, values), "v5e:2x2")["fits"]
 
 
-@pytest.mark.slow
+@pytest.mark.some(0, slow=1)
 @pytest.mark.parametrize(
   ("topology", "expected"),
   [
@@ -124,7 +124,7 @@ def test_one_config_is_accepted_by_every_device(topology, expected):
   assert f"computing in                 {expected}" in format_table(result)
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @needs_libtpu
 def test_a_mesh_that_does_not_divide_is_replaced():
   """Eight batch shards do not divide four prompts."""

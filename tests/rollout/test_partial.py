@@ -174,7 +174,7 @@ def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it():
 
 
 @pytest.mark.parametrize("name", ["gtpo", "dapo", "dapo_mixed"])
-@pytest.mark.slow
+@pytest.mark.some(0, slow=1)
 def test_a_restored_collector_goes_on_alike(name):
   config = stale_config(2, name, **{"batch.max_gen_batches": 10})
   worker, params = random_worker(config)

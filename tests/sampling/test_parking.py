@@ -126,7 +126,7 @@ def test_delays_and_aborted_calls_do_not_matter(longest, calls):
   assert_same(built[1].rollouts(buffer), expected())
 
 
-@pytest.mark.slow
+@pytest.mark.some(0, slow=2)
 @pytest.mark.parametrize(
   ("mesh", "config"),
   [

@@ -145,7 +145,7 @@ def test_sampling_scoring_and_learning_are_close_to_float32():
 
 
 @pytest.mark.devices
-@pytest.mark.slow
+@pytest.mark.some(0, slow=1)
 @pytest.mark.parametrize("shape", [(2, 2, 1, 2), (1, 4, 2, 1), (1, 8, 1, 1)])
 def test_they_are_close_on_eight_devices(shape):
   assert_close(mesh_of(*shape))
