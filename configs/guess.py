@@ -17,11 +17,12 @@ from gtpo_jax.config import default_config
 
 def get_config():
   config = default_config()
-  config.steps = 40
+  config.steps = 45
   config.model.preset = "tiny"
   config.data.train = "guess"
   config.data.max_prompt_tokens = 16
   config.sampling.max_tokens = 76
+  config.sampling.temperature = 1.25  # evaluations sample at 1, where errors are rarer
   config.env.make = "gtpo_jax.environments.examples.guess:Guess"
   config.batch.prompts = 32  # each number once
   config.batch.group = 8

@@ -36,7 +36,7 @@ from gtpo_jax.training.state import init_state, make_optimizer
 
 UPDATES_PER_CALL = 50  # one call of the compiled program takes seconds, so a stop request is quick
 UPDATES_PER_LINE = 250  # updates between progress lines if the output is not a terminal
-PLAYED = 1024  # demonstrations of several turns
+PLAYED = 4096  # demonstrations of several turns
 CHECKED_PROBLEMS = 256  # per task; enough to contain prompts of nearly the longest length
 
 

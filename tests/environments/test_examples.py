@@ -86,11 +86,13 @@ def test_the_teacher_of_sums_calls_seldom_and_errs_without():
   rng = np.random.default_rng(0)
   first = {i: task.turn(i, [], rng, 1.0) for i in range(1000)}
   direct = {i: text for i, text in first.items() if "<tool_call>" not in text}
-  assert 0.2 < 1 - len(direct) / len(first) < 0.3
+  assert 0.4 < 1 - len(direct) / len(first) < 0.5
   for i, text in direct.items():
     question, total = text.split("=")
     assert task.problem(i).messages[0]["content"] == f"{question}:"
     assert int(total) == int(task.problem(i).answer) - 10  # every sum needs a carry
     assert task.turn(i, [], rng, 0.0).startswith("<tool_call>")
-  called = next(i for i in first if i not in direct)
-  assert task.turn(called, [(first[called], "")], rng, 1.0) == task.problem(called).answer
+  called = first.keys() - direct.keys()
+  right = [i for i in called if f'"{task.problem(i).messages[0]["content"][:-1]}"' in first[i]]
+  assert 0.4 < len(right) / len(called) < 0.6  # another number is typed into the others
+  assert task.turn(right[0], [(first[right[0]], "\n83\n")], rng, 1.0) == "83"

@@ -6,6 +6,7 @@ Their teachers write one turn at a time, and read what was answered to the earli
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,8 @@ from gtpo_jax.data.tasks.task import split
 
 # Probabilities of the teachers' errors, at `slips` = 1.
 GUESS_SLIP = 0.55  # guesses the smallest or the largest number that is still possible
-NO_CALL_SLIP = 0.75  # adds without the tool
+NO_CALL_SLIP = 0.55  # adds without the tool
+OTHER_NUMBER_SLIP = 0.5  # types another second number into the call
 FORGOTTEN_CARRY_SLIP = 1.0  # does not carry
 
 LARGEST_GUESS = 31
@@ -76,7 +78,9 @@ def _middle(low: int, high: int) -> int:
 class Calculator:
   """Sums such as `46+37:`, with the tool `environments.examples.calculator:add`.
 
-  All of them need a carry. The teacher seldom calls the tool; without it, it forgets to carry.
+  All of them need a carry. The teacher often adds without the tool, and then forgets to carry. In
+  half of its calls, another number is typed. It always repeats the result, so that it can be copied
+  but not guessed from the question.
   """
 
   name = "calculator"
@@ -103,13 +107,15 @@ class Calculator:
   def turn(
     self, index: int, turns: Sequence[tuple[str, str]], rng: np.random.Generator, slips: float
   ) -> str:
-    """Returns the teacher's call or answer, or, after a call, the result."""
-    numbers = self._numbers[index].tolist()
+    """Returns the teacher's call or answer, or, after a call, the result that it was told."""
     if turns:
-      return str(sum(numbers))
+      return re.search(r"\d+", turns[-1][1]).group()
+    numbers = self._numbers[index].tolist()
     question = "+".join(map(str, numbers))
     if rng.random() >= slips * NO_CALL_SLIP:
-      call = {"name": "add", "arguments": {"x": question}}
+      if rng.random() < slips * OTHER_NUMBER_SLIP:
+        numbers[-1] = int(rng.integers(10 ** (ADDEND_DIGITS - 1), 10**ADDEND_DIGITS))
+      call = {"name": "add", "arguments": {"x": "+".join(map(str, numbers))}}
       return f"<tool_call>{json.dumps(call, separators=(',', ':'))}</tool_call>"
     total = 0
     for number in numbers:
