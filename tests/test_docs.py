@@ -366,7 +366,7 @@ def test_the_commands_of_the_quickstart_run(tmp_path):
       fields = [*SMALL, "warm_start.steps=8"] if arguments[0] == "train" else []
       run_gtpo(arguments, fields, folder)
       done.append(arguments[0])
-  assert done == ["train", "sample", "eval", "export"]
+  assert done == ["train", "report", "sample", "eval", "export"]
   assert (folder / "hf" / "tiny" / "model.safetensors").exists()
 
 
