@@ -1,11 +1,12 @@
 """Measures whether entropy credit helps SmolLM2-135M-Instruct; docs/experiments.md has the plan.
 
-    python benchmarks/credit_real.py --out=runs/credit_real [--stages=base,probe,train,tables]
+    python benchmarks/credit_real.py --out=runs/credit_real [--stages=base,check,probe,train,tables]
       [--cells=PATTERN,...] [--budget_minutes=N]
 
-`base` evaluates the base model. `probe` compares, at fixed parameters, the gradient of every arm
-with an estimate of the true gradient. `train` trains arms with several seeds, with the same
-problems and sampling keys for all arms of a seed. `tables` prints the results as Markdown and draws
+`base` evaluates the base model. `check` compares complete gradients with the sketches that the
+probe keeps of them. `probe` compares, at fixed parameters, the gradient of every arm with an
+estimate of the true gradient. `train` trains arms with several seeds, with the same problems and
+sampling keys for all arms of a seed. `tables` prints the results as Markdown and draws
 OUT/probe.png and OUT/training.png. Every batch of the probe and every run is stored in OUT when it
 is done; the same command continues with those that are missing. Results of earlier sessions in
 `--results` count as done. The environment variable GTPO_SMOLLM2 names the folder of the model. It
@@ -33,28 +34,30 @@ if __name__ == "__main__" and hasattr(os, "sched_setaffinity"):
   os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
 prepare_jax()  # before JAX is imported
 
-from credit_arms import Arm, batch_of, collector_of
+from credit_arms import Arm, Batch, batch_of, collector_of
 from credit_cells import Cells
 from credit_probe import make_gradients
-from credit_real_arms import PROBED, REAL_ARMS, TRAINED, WITH_ADAPTERS
+from credit_real_arms import CHECKED, PROBED, REAL_ARMS, TRAINED, WITH_ADAPTERS
 from credit_real_tables import draw_real_training, real_tables
 from credit_real_training import Sizes, batch_scores, evaluate, train_real
-from credit_sketch import Sketches, probe_result, sketch, sketch_batch
+from credit_sketch import Sketches, compare_with_complete, probe_result, sketch, sketch_batch
 from credit_tables import draw_probes
 from credit_tasks import TASKS, config_of, names, task_of, write_problems
 
 from gtpo_jax.config import Config
+from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.policies import initial_params
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 
-STAGES = ("base", "probe", "train", "tables")
+STAGES = ("base", "check", "probe", "train", "tables")
 SIZES = Sizes(steps=16, every=8, problems=64, samples=8)
 SEEDS = 5
 PROBE_PROMPTS = 16  # of a batch of the probe; a group has 8 completions, as in training
 COMPARED = 12  # batches of the probe on which the arms are compared
 REFERENCE = 24  # further batches of the true gradient
+CHECKED_TASK = "sums"
 
 
 def parse_args() -> argparse.Namespace:
@@ -86,6 +89,19 @@ def run_base(cells: Cells) -> None:
         return evaluate(config, worker, rewards, initial_params(config, worker), SIZES)
 
     cells.compute(f"base-{task}", {"task": task, **settings_of(config)}, make)
+
+
+def run_check(cells: Cells) -> None:
+  """Compares complete gradients with their sketches, on one batch of `CHECKED_TASK`."""
+  config = config_of(CHECKED_TASK, cells.out, batch__prompts=PROBE_PROMPTS)
+
+  def make() -> dict[str, Any]:
+    with opened(config) as (worker, rewards):
+      params = initial_params(config, worker)
+      batch = probe_batch(config, worker, rewards, params, COMPARED + REFERENCE)
+      return compare_with_complete(worker.model, params, batch, CHECKED)
+
+  cells.compute(f"check-{CHECKED_TASK}", {"task": CHECKED_TASK, **settings_of(config)}, make)
 
 
 def run_probes(cells: Cells) -> None:
@@ -129,8 +145,7 @@ def probe_cell(
           cells.left.append(part)
           continue
         with cells.timed(part):
-          collector = collector_of(config, worker, rewards, first=number)
-          batch = batch_of(collector.collect(params, 0, print), worker.model, params, number)
+          batch = probe_batch(config, worker, rewards, params, number)
           chosen = arms if number < compared else {}
           sketches = sketch_batch(gradients, params, batch, chosen, batch_scores(batch))
           sketches.save(file)
@@ -138,6 +153,14 @@ def probe_cell(
     return None
   make = lambda: probe_result([Sketches.read(file) for file in files], compared)
   return cells.compute(name, settings, make)
+
+
+def probe_batch(
+  config: Config, worker: RolloutWorker, rewards: RewardManager, params: Params, number: int
+) -> Batch:
+  """Returns batch `number`; each has problems and sampling keys of its own."""
+  collector = collector_of(config, worker, rewards, first=number)
+  return batch_of(collector.collect(params, 0, print), worker.model, params, number)
 
 
 def run_training(cells: Cells) -> None:
@@ -177,6 +200,8 @@ def settings_of(config: Config) -> dict[str, Any]:
     "prompts": config.batch.prompts,
     "group": config.batch.group,
     "max_tokens": config.sampling.max_tokens,
+    "temperature": config.sampling.temperature,
+    "compute_dtype": config.model.compute_dtype,
     "learning_rate": config.optimizer.learning_rate,
     "lora_rank": config.model.lora_rank,
     "data": Path(config.data.train).name,
@@ -199,7 +224,8 @@ def main() -> None:
   cells = Cells(args.out, args.results, args.cells.split(","), 60 * args.budget_minutes)
   write_problems(cells.out)
   stages = args.stages.split(",")
-  for stage, run in (("base", run_base), ("probe", run_probes), ("train", run_training)):
+  runs = {"base": run_base, "check": run_check, "probe": run_probes, "train": run_training}
+  for stage, run in runs.items():
     if stage in stages:
       run(cells)
   if "tables" in stages:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from credit_arms import ARMS, BASELINE, EQUAL, Arm, gtpo, shuffled_within_verdict
+from credit_arms import ARMS, BASELINE, EQUAL, REFERENCE, Arm, gtpo, shuffled_within_verdict
 
 from gtpo_jax.algorithms import make
 
@@ -27,6 +27,11 @@ PROBED: dict[str, Arm] = {
   "empg, step = token": Arm(make("empg", step="token", **EQUAL)),
 }
 REAL_ARMS = {**PROBED, "fipo": Arm(make("fipo", **EQUAL))}
+# Whose complete gradients are compared with their sketches.
+CHECKED = {
+  **{name: PROBED[name] for name in (BASELINE, "gtpo, alpha2 = 1", "alpha2 = 1, norm_sides = own")},
+  "leave-one-out": REFERENCE,
+}
 # By arm: those that it is compared with, besides the baseline.
 CONTROLS = {
   "gtpo, alpha2 = 1": (SHUFFLED,),

@@ -90,6 +90,7 @@ def config_of(name: str, out: Path, **changes: Any) -> Config:
     "log.tensorboard": False,
     "data.max_prompt_tokens": 80,
     "batch.pack": False,  # packing would compile many shapes
+    "model.compute_dtype": "bfloat16",
     "model.lora_rank": rank,
     "optimizer.learning_rate": LEARNING_RATE * (LORA_FACTOR if rank else 1.0),
     **TASKS[task],
