@@ -181,7 +181,7 @@ def main() -> None:
     "least_step_s": fastest[0],
     "least_sample_s": fastest[1],
     "least_update_s": fastest[2],
-    "memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10,
     "first_s": seconds[0][0],
     "tokens": args.prompts * args.group * args.response_len,
     "algorithm": args.algorithm,
