@@ -52,7 +52,7 @@ from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 
 STAGES = ("base", "check", "probe", "train", "tables")
-SIZES = Sizes(steps=16, every=8, problems=64, samples=8)
+SIZES = Sizes(steps=12, every=12, problems=64, samples=8)
 SEEDS = 5
 PROBE_PROMPTS = 16  # of a batch of the probe; a group has 8 completions, as in training
 COMPARED = 12  # batches of the probe on which the arms are compared

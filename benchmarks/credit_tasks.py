@@ -79,8 +79,8 @@ def task_of(name: str) -> tuple[str, int]:
 
 
 def names() -> list[str]:
-  """Returns the names of all tasks, with and without adapters."""
-  return [task + variant for variant in VARIANTS for task in TASKS]
+  """Returns the names of all tasks to train on; adapters are trained on the first only."""
+  return [*TASKS, *(next(iter(TASKS)) + variant for variant, rank in VARIANTS.items() if rank)]
 
 
 def config_of(name: str, out: Path, **changes: Any) -> Config:
