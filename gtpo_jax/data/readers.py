@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gzip
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,8 @@ EXTENSIONS = (".jsonl", ".jsonl.gz", ".parquet")
 HUGGING_FACE = "hf:"
 TFDS = "tfds:"
 GYM = "rg:"
+GYM_PARTS = ([""], ["train"], ["held_out"])
+GYM_HELD_OUT = 8  # one problem in so many is held out
 RECORDS = "records:"  # prefix of the names of rows that a Python program passed
 DEFAULT_SPLIT = "train"
 GYM_SIZE = 500  # problems, by default
@@ -242,8 +245,18 @@ def _reasoning_gym(name: str) -> Iterator[LocatedRow]:
     _whole_number(name, key, knobs.pop(key, [str(default)]), least)
     for key, default, least in (("size", GYM_SIZE, 1), ("seed", 0, 0))
   )
+  part = knobs.pop("part", [""])
+  if part not in GYM_PARTS:
+    raise UserError(f"{name!r} needs train or held_out for part, got {', '.join(part)!r}")
   for index, row in enumerate(gym_rows(task, knobs, size, seed)):
-    yield f"{name}:{index}", row
+    if part == [""] or isinstance(row, ValueError) or part == [_part(row["prompt"])]:
+      yield f"{name}:{index}", row
+
+
+def _part(prompt: str) -> str:
+  """Returns the part of a problem of reasoning-gym, which depends on nothing else."""
+  digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
+  return "train" if int.from_bytes(digest) % GYM_HELD_OUT else "held_out"
 
 
 def _whole_number(name: str, key: str, texts: list[str], least: int) -> int:

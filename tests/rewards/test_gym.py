@@ -184,6 +184,7 @@ def test_only_plain_expressions_reach_a_parser(name, answer, plain):
     ("rg:countdown?max_numbers=1", "max_numbers must be >= min_numbers"),
     ("rg:countdown?max_numbers=x", "max_numbers = 'x' is refused: invalid literal"),
     ("rg:countdown?size=0", "needs a whole number of at least 1 for size, got '0'"),
+    ("rg:countdown?part=test", "needs train or held_out for part, got 'test'"),
     ("rg:countdown?seed=-1", "needs a whole number of at least 0 for seed, got '-1'"),
     ("rg:countdown?size=1&size=2", "for size, got '1, 2'"),
     ("rg:time_intervals?min_date=3", "a value of type date cannot be set here"),
@@ -219,6 +220,20 @@ def test_rows_and_scores_of_a_task():
   assert verify("reasoning_gym", texts[:1], [""], extras[:1]) == [True]  # by another worker
   long = "<answer>" + "1" * MAX_ANSWER_BYTES + "</answer>"
   assert gym_scores([long], extras[:1]) == [0.0]
+
+
+@needs_library
+def test_parts_of_a_task_have_no_problem_in_common_whatever_their_seeds():
+  knobs = "max_terms=2&max_digits=1"  # 200 problems in all
+  train = load(f"rg:chain_sum?{knobs}&size=200&seed=1&part=train")
+  held_out = load(f"rg:chain_sum?{knobs}&size=200&seed=2&part=held_out")
+  assert len(train) > 80 and len(held_out) > 8
+  assert not {x.messages[0]["content"] for x in train} & {
+    x.messages[0]["content"] for x in held_out
+  }
+  both = load(f"rg:chain_sum?{knobs}&size=200&seed=1")
+  rest = load(f"rg:chain_sum?{knobs}&size=200&seed=1&part=held_out")
+  assert {x.id for x in both} == {x.id for x in [*train, *rest]}
 
 
 @needs_library
