@@ -1,13 +1,14 @@
 """Compares ways of drawing problems: samples per trained group, and accuracy at equal samples.
 
-    python benchmarks/difficulty.py --out=runs/difficulty [--seeds=0,1,2,3,4] \\
+    python benchmarks/difficulty.py --out=runs/difficulty [--task=gym] [--seeds=0,1,2,3,4] \\
       [--arms=gtpo,gtpo+data.difficulty=explore,...] [--config.a.b=VALUE ...]
 
-The task is that of configs/countdown.py. Its base model is made once, and every arm and seed
-trains from it. An arm is an algorithm with fields of the config, as in compare.py. Dynamic sampling
-samples more in a step, so accuracies are compared at the number of samples of the first arm: the
-evaluations before and after it are interpolated linearly. Running the same command again resumes
-unfinished runs and prints the table of all finished ones.
+The task is that of configs/countdown.py, or, with `--task=gym`, a mix of three tasks of
+reasoning-gym. Its base model is made once (for the mix, from right demonstrations), and every arm
+and seed trains from it. An arm is an algorithm with fields of the config, as in compare.py. Dynamic
+sampling samples more in a step, so accuracies are compared at the number of samples of the first
+arm: the evaluations before and after it are interpolated linearly. Running the same command again
+resumes unfinished runs and prints the table of all finished ones.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from distillation import mean_and_interval
 
 import gtpo_jax
 from gtpo_jax.config import load
+from gtpo_jax.data.sources import load_source
 from gtpo_jax.logs.display import Display
 
 PROMPTS, GROUP = 16, 8
@@ -38,6 +40,19 @@ COMMON = [
   "--config.eval.samples=4",
   "--config.checkpoint.every=30",
   "--config.log.tensorboard=False",
+]
+MIX = (
+  "rg:basic_arithmetic?min_terms=2&max_terms=3&min_digits=1&max_digits=1",
+  "rg:number_sequence?max_complexity=1",
+  "rg:spell_backward?min_word_len=3&max_word_len=6",
+)
+MIX_FIELDS = [
+  "--config.data.train=" + ",".join(f"{name}&size=2000&part=train*1" for name in MIX),
+  "--config.data.eval=" + ",".join(f"{name}&size=2000&part=held_out" for name in MIX),
+  "--config.data.max_prompt_tokens=64",
+  "--config.sampling.max_tokens=8",
+  "--config.reward.gym_answer=line",
+  "--config.warm_start.steps=2500",
 ]
 ARMS = "gtpo,gtpo+data.difficulty=explore,gtpo+algorithm.dynamic_sampling=True"
 
@@ -71,7 +86,7 @@ def read(workdir: Path) -> Result | None:
   accuracies = {}
   for row in rows:
     names = [name for name in row if name.startswith("eval/") and "/mean@" in name]
-    if names:
+    if names:  # of several sources, the first is all of them
       accuracies[row["step"]] = row[names[0]]
   trained = [row for row in rows if row["step"]]
   groups = np.array([row.get("groups/sampled", PROMPTS) for row in trained])
@@ -107,17 +122,35 @@ def table(results: dict[str, dict[str, Result]], first: str) -> list[str]:
   return lines
 
 
+def fields_of(task: str, out: Path) -> list[str]:
+  """Returns the fields of the config that a task needs; writes the demonstrations of the mix."""
+  if task == "countdown":
+    return COMMON
+  file = out / "demonstrations.jsonl"
+  if not file.exists():
+    problems = [
+      problem
+      for name in MIX
+      for problem in load_source(f"{name}&size=20000&part=train", "", 0).problems
+    ]
+    rows = [{"prompt": list(x.messages), "completion": x.answer} for x in problems]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  return [*COMMON, *MIX_FIELDS, f"--config.warm_start.data={file}"]
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--out", type=Path, required=True)
   parser.add_argument("--config", default="configs/countdown.py")
+  parser.add_argument("--task", choices=("countdown", "gym"), default="countdown")
   parser.add_argument("--arms", default=ARMS)
   parser.add_argument("--seeds", default="0,1,2,3,4")
   args, fields = parser.parse_known_args()
   if unknown := [field for field in fields if not field.startswith("--config.")]:
     parser.error(f"{unknown[0]} is not an option; set fields of the config by --config.a.b=VALUE")
   args.out.mkdir(parents=True, exist_ok=True)
-  base = make_base_model(args, [*COMMON, *fields], os.sched_getaffinity(0))
+  fields = [*fields_of(args.task, args.out), *fields]
+  base = make_base_model(args, fields, os.sched_getaffinity(0))
 
   for seed in args.seeds.split(","):
     for arm in args.arms.split(","):
@@ -128,7 +161,7 @@ def main() -> None:
       algorithm, *own_fields = arm.split("+")
       settings = [f"algorithm.name={algorithm}", *own_fields, f"seed={seed}", f"model.path={base}"]
       settings = [f"--config.{field}" for field in [*settings, "warm_start.steps=0"]]
-      config = load(args.config, [*COMMON, *fields, *settings])
+      config = load(args.config, [*fields, *settings])
       gtpo_jax.train(config, workdir, Display(enabled=False))
       result = read(workdir)
       numbers = f"{result.per_group:.1f} samples per group, {result.accuracies}"
