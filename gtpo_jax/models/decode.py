@@ -12,7 +12,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gtpo_jax.arrays import Prompts
-from gtpo_jax.models.attention.rope import rope_angles
+from gtpo_jax.models.attention.rope import Rope, rope_angles
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.formats.products import einsum, matmul_float32
@@ -115,11 +115,17 @@ def _run_layers(
   return x, kvs
 
 
+def rope_of(model: Transformer, positions: jax.Array) -> Rope:
+  """Returns the rotary angles at `positions` i32[..., s], f32[..., s, e/2] each."""
+  c = model.config
+  return rope_angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+
+
 def decode_step(
   model: Transformer,
   params: DecodeParams,
   tokens: jax.Array,
-  positions: jax.Array,
+  rope: Rope,
   attend: Callable[[int, jax.Array, KV], tuple[jax.Array, Any]],
 ) -> tuple[jax.Array, list[Any]]:
   """Runs one token of each sequence through the model.
@@ -127,7 +133,7 @@ def decode_step(
   Args:
     model, params: the policy.
     tokens: i32[n, g].
-    positions: i32[n, g].
+    rope: the rotary angles of their positions, f32[n, g, 1, e/2] each.
     attend: (layer, queries [n, g, h, 1, e], the new position's keys and values) -> (the attention
       output [n, g, h, 1, e], a result of any type). It reads the cache and keeps the new position.
 
@@ -137,7 +143,6 @@ def decode_step(
   """
   c = model.config
   x = model.apply({"params": params.outer}, tokens[:, :, None], method="embed")
-  rope = rope_angles(positions[:, :, None], c.head_dim, c.rope_theta, c.rope_scaling)
   layer = Layer(c, model.mesh)
   extras = []
   for i, weights in enumerate(params.layers):

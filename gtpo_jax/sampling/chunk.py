@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention.sources import KV, MASKED
-from gtpo_jax.models.decode import DecodeParams, decode_step, next_logits, prefill
+from gtpo_jax.models.decode import DecodeParams, decode_step, next_logits, prefill, rope_of
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import constrain
 from gtpo_jax.sampling.cache import Cache, States, gather_rows, set_rows
@@ -171,6 +171,9 @@ def decode_chunk(
     temperature = sampling_params.temperature
   attend = cache.attention(kv, inputs.tables, jnp.asarray(inputs.generated))
   keys = jax.random.wrap_key_data(inputs.keys)
+  # Of all positions, before the loop: a CPU would compute them in each layer and for each head.
+  first = jnp.asarray(inputs.prompt_lengths + inputs.generated)
+  angles = rope_of(model, first[:, None, None] + jnp.arange(decoder.chunk))
 
   def keep_going(state: _LoopState) -> jax.Array:
     finished = (inputs.active & ~state.active).sum()
@@ -186,11 +189,12 @@ def decode_chunk(
     else:
       sampled = sample_token(sampling_params, temperature, logits, token_keys, state.seen_tokens)
     stopped = state.active & jnp.isin(sampled.token, limits.stop)
+    rope = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, state.step, 1, 2), angles)
     hidden, kv = decode_step(
       model,
       params,
       sampled.token[:, None],
-      (inputs.prompt_lengths + index)[:, None],
+      rope,
       lambda layer, q, new: attend(layer, q, new, state.kv[layer], state.step),
     )
     seen_tokens = state.seen_tokens

@@ -84,7 +84,7 @@ def sample_token(
   else:
     drawn = _draw(block_sums, policy.block_weights, keys)
   # A branch computes what only it needs, so that the other does not read the logits for it.
-  token = _select(greedy, lambda: jnp.argmax(penalised, -1).astype(jnp.int32), lambda: drawn)
+  token = _select(greedy, lambda: most_probable(penalised), lambda: drawn)
   log_prob = policy.at(token) - jnp.log(total)
   drawn_log_prob = log_prob
   if params.is_filtered:
@@ -131,9 +131,7 @@ def sample_rows(
 
   token, kept_total = jax.lax.cond(is_filtered.any(), filtered, lambda: (unfiltered, total))
   token = jax.lax.cond(
-    greedy.any(),
-    lambda: jnp.where(greedy, jnp.argmax(logits, -1).astype(jnp.int32), token),
-    lambda: token,
+    greedy.any(), lambda: jnp.where(greedy, most_probable(logits), token), lambda: token
   )
   normaliser = jax.nn.logsumexp(logits, -1)
   scaled = policy.at(token)[:, 0]
@@ -148,6 +146,18 @@ def sample_rows(
   zeros = Alternatives(jnp.zeros((len(logits), k), jnp.int32), jnp.zeros((len(logits), k)))
   listed = lambda: alternatives(logits, normaliser)
   return sampled, jax.lax.cond(rows.lists_alternatives, listed, lambda: zeros)
+
+
+def most_probable(logits: jax.Array) -> jax.Array:
+  """Returns the index i32[...] of the first largest logit of f32[..., v].
+
+  XLA computes `jnp.argmax` on a CPU one logit after another on one core; a maximum and a minimum
+  are vectorised.
+  """
+  v = logits.shape[-1]
+  largest = logits == logits.max(-1, keepdims=True)
+  first = jnp.where(largest, jnp.arange(v, dtype=jnp.int32), v).min(-1)
+  return jnp.minimum(first, v - 1)  # NaNs are equal to nothing
 
 
 def alternatives(logits: jax.Array, normaliser: jax.Array) -> Alternatives:

@@ -29,7 +29,7 @@ from gtpo_jax.serving.scorer import Scorer
 # Slots are dropped once so many chunks in a row have not needed them.
 PATIENCE = 16
 # What comes waits for the end of a chunk, so a chunk has fewer tokens if these take longer.
-CHUNK_S = 0.5
+CHUNK_S = 0.2
 MEASURED_CHUNKS = 4  # the fastest of the last ones counts: others may have compiled
 
 

@@ -13,7 +13,7 @@ from meshes import mesh_of
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models import PRESETS, ModelConfig, Transformer, init_params
 from gtpo_jax.models.attention.sources import KV, MaskedKV, merge_partials, partial_attention
-from gtpo_jax.models.decode import decode_step, make_decode_params, next_logits, prefill
+from gtpo_jax.models.decode import decode_step, make_decode_params, next_logits, prefill, rope_of
 from gtpo_jax.models.hf.weights import hf_from_params, read_hf
 from gtpo_jax.models.params import abstract_params, param_shardings
 from gtpo_jax.runtime.errors import UserError
@@ -168,8 +168,8 @@ def test_prefill_and_decode_equal_one_forward_pass():
     logits = []
     for i in range(4):
       logits.append([next_logits(model, p, hidden[:, :, 0]) for p in (params, elsewhere)])
-      positions = jnp.broadcast_to(prompts.lengths[:, None] + i, (3, 2))
-      hidden, _ = decode_step(model, params, completions[:, :, i], positions, attend)
+      rope = rope_of(model, jnp.broadcast_to(prompts.lengths[:, None] + i, (3, 2))[..., None])
+      hidden, _ = decode_step(model, params, completions[:, :, i], rope, attend)
     return logits
 
   for i, variants in enumerate(decode(decode_params, hidden, prompt_kv)):

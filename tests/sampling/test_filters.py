@@ -81,6 +81,14 @@ def test_greedy_sampling_reports_log_probs_at_temperature_1():
   np.testing.assert_allclose(entropy, -(p * np.log(p)).sum(-1), rtol=1e-5)
 
 
+def test_most_probable_is_the_first_largest_logit():
+  logits = np.random.default_rng(0).integers(0, 9, (64, 150)).astype(np.float32)
+  logits[3] = -np.inf
+  token = token_filters.most_probable(jnp.asarray(logits))
+  assert token.dtype == jnp.int32 and token.tolist() == logits.argmax(-1).tolist()
+  assert 0 <= int(token_filters.most_probable(jnp.full((150,), jnp.nan))) < 150
+
+
 def test_all_leading_axes_are_batch_axes():
   z = logits(2, rows=6).reshape(2, 3, VOCAB)
   k = keys(3, 2, 3)

@@ -7,6 +7,7 @@ use, so that a CPU computes little more than it has to.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -84,6 +85,7 @@ class DensePrograms(Programs):
       widths, lengths = widths[-1:], lengths[-3::2]
       prefill_widths = widths
     elif settings.demand.serves:
+      prefill_widths = with_midpoints(widths)
       widths, lengths = (sizes[::-2][::-1] for sizes in (widths, lengths))
     self._serves = settings.demand.serves
     self.prompt_widths = widths
@@ -308,6 +310,13 @@ def _prefill(
 ) -> tuple[jax.Array, list[KV]]:
   hidden, layers = prefill(model, params, prompts)
   return constrain(hidden, model.mesh, "batch"), [constrain_kv(model, kv) for kv in layers]
+
+
+def with_midpoints(lengths: list[int]) -> list[int]:
+  """Returns ascending lengths with the middle of every two neighbours, so that less is padded."""
+  shortest = lengths[0] - lengths[0] // 4
+  middles = [(a + b) // 2 for a, b in itertools.pairwise(lengths)]
+  return sorted({shortest, *lengths, *middles})
 
 
 def _length(kv: list[KV]) -> int:
