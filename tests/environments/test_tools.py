@@ -69,11 +69,14 @@ def fail(how: str):
   raise KeyError(how)
 
 
-TOOLS = Tools([search, plot, wait, fail])
+@functools.cache
+def tools():
+  """Made in a test, because transformers imports torch to write schemas."""
+  return Tools([search, plot, wait, fail])
 
 
 def run(name, **arguments):
-  result = TOOLS.run(ToolCall(name, arguments))
+  result = tools().run(ToolCall(name, arguments))
   return asyncio.run(as_coroutine(result)) if inspect.isawaitable(result) else result
 
 
@@ -82,7 +85,7 @@ async def as_coroutine(result):
 
 
 def test_the_schema_has_types_and_descriptions():
-  assert TOOLS.schemas[0]["function"] == {
+  assert tools().schemas[0]["function"] == {
     "name": "search",
     "description": "Searches the handbook.",
     "parameters": {
@@ -96,7 +99,7 @@ def test_the_schema_has_types_and_descriptions():
     },
     "return": {"type": "array", "items": {"type": "string"}, "description": "The titles."},
   }
-  assert len(TOOLS) == 4
+  assert len(tools()) == 4
 
 
 def test_calls_return_texts():

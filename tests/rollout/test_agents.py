@@ -8,7 +8,6 @@ import time
 
 import jax
 import numpy as np
-import openai
 import pytest
 from experience_cases import NONE, N, coins, config_of, host  # noqa: F401
 
@@ -214,6 +213,8 @@ def test_agents_that_misbehave_cost_their_episodes_only(capfd):
 
 def test_requests_that_the_endpoint_refuses():
   """One policy of a random model answers; what it cannot do is refused as by the server."""
+  import openai  # takes a second, which other processes of a parallel run need not spend
+
   errors = []
 
   async def wrong(row, client, seed):

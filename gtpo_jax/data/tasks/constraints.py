@@ -18,6 +18,8 @@ from gtpo_jax.runtime.errors import UserError
 CONSTRAINT_SLIP = 0.7  # the teacher overlooks one of the instructions, at `slips` = 1
 MAX_CONSTRAINTS = 3
 ENDINGS = ("That is all I know.", "What do you think?", "Good night!")
+_TOPICS = TOPICS.split()
+_WORDS = WORDS.split()
 _WORD = re.compile(r"\w+")  # as the instruction counts them
 FILLER_SENTENCE = "Many people have seen one of them before. "  # 8 words, without a comma
 
@@ -72,7 +74,7 @@ def _adding(part: str, text: str) -> Callable[[Draft], None]:
 
 
 def _at_least_words(rng: np.random.Generator) -> Constraint:
-  n = int(rng.choice((25, 40, 60)))
+  n = (25, 40, 60)[rng.integers(3)]
   arguments = {"num_words": n, "relation": "at least"}
   sentence = f"Write at least {n} words."
   return Constraint("length_constraints:number_words", arguments, sentence, _setting(least_words=n))
@@ -104,14 +106,15 @@ def _highlights(rng: np.random.Generator) -> Constraint:
 
 
 def _words(rng: np.random.Generator) -> Constraint:
-  words = [str(word) for word in rng.choice(WORDS.split(), int(rng.integers(1, 3)), replace=False)]
+  chosen = rng.choice(len(_WORDS), int(rng.integers(1, 3)), replace=False)
+  words = [_WORDS[i] for i in chosen]
   sentence = f"Use the word{'s' * (len(words) > 1)} {' and '.join(words)}."
   follow = _adding("body", f"There was also {' and '.join(words)}. ")
   return Constraint("keywords:existence", {"keywords": words}, sentence, follow)
 
 
 def _repeated_word(rng: np.random.Generator) -> Constraint:
-  word = str(rng.choice(WORDS.split()))
+  word = _WORDS[rng.integers(len(_WORDS))]
   n = int(rng.integers(2, 4))
   arguments = {"keyword": word, "frequency": n, "relation": "at least"}
   sentence = f"Use the word {word} at least {n} times."
@@ -139,7 +142,7 @@ def _quotation(rng: np.random.Generator) -> Constraint:
 
 
 def _ending(rng: np.random.Generator) -> Constraint:
-  ending = str(rng.choice(ENDINGS))
+  ending = ENDINGS[rng.integers(len(ENDINGS))]
   sentence = f"End with exactly this: {ending}"
   return Constraint("startend:end_checker", {"end_phrase": ending}, sentence, _setting(last=ending))
 
@@ -196,7 +199,7 @@ class Constraints:
   def constraints(self, index: int) -> tuple[str, list[Constraint]]:
     """Returns the topic and the constraints of a problem."""
     rng = np.random.default_rng((self.terms, index))
-    topic = str(rng.choice(TOPICS.split()))
+    topic = _TOPICS[rng.integers(len(_TOPICS))]
     count = self.terms or int(rng.integers(1, MAX_CONSTRAINTS + 1))
     groups = sorted(rng.choice(len(GROUPS), count, replace=False))
     return topic, [GROUPS[i][rng.integers(len(GROUPS[i]))](rng) for i in groups]
