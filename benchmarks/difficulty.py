@@ -160,7 +160,8 @@ def main() -> None:
       started = time.perf_counter()
       algorithm, *own_fields = arm.split("+")
       settings = [f"algorithm.name={algorithm}", *own_fields, f"seed={seed}", f"model.path={base}"]
-      settings = [f"--config.{field}" for field in [*settings, "warm_start.steps=0"]]
+      settings += ["warm_start.steps=0", "warm_start.data="]
+      settings = [f"--config.{field}" for field in settings]
       config = load(args.config, [*fields, *settings])
       gtpo_jax.train(config, workdir, Display(enabled=False))
       result = read(workdir)

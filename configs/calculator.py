@@ -24,7 +24,7 @@ def get_config():
   config.env.max_turns = 3
   config.algorithm.name = "gtpo"
 
-  config.warm_start.steps = 1200
+  config.warm_start.steps = 1800
   config.optimizer.learning_rate = 5e-4
   config.optimizer.schedule = "linear"
   config.optimizer.clip_norm = 0.5
