@@ -145,6 +145,7 @@ class Watchdog:
     self._allowed_s = limit_s
     self._stopping = stopping
     self._progress = threading.Event()
+    self._thread: threading.Thread | None = None
     self._closed = False
     self._paused = False
 
@@ -171,7 +172,8 @@ class Watchdog:
 
   def __enter__(self) -> Watchdog:
     if self._limit_s:
-      threading.Thread(target=self._watch, name="gtpo watchdog", daemon=True).start()
+      self._thread = threading.Thread(target=self._watch, name="gtpo watchdog", daemon=True)
+      self._thread.start()
       if jax := sys.modules.get("jax"):
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
     return self
@@ -179,6 +181,8 @@ class Watchdog:
   def __exit__(self, *_: object) -> None:
     self._closed = True
     self._progress.set()
+    if self._thread:
+      self._thread.join()
     faulthandler.cancel_dump_traceback_later()
     if self._limit_s and (jax := sys.modules.get("jax")):
       with contextlib.suppress(AssertionError, ValueError):  # not registered
