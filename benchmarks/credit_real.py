@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import sys
@@ -37,7 +38,7 @@ prepare_jax()  # before JAX is imported
 from credit_arms import Arm, Batch, batch_of, collector_of
 from credit_cells import Cells
 from credit_probe import make_gradients
-from credit_real_arms import CHECKED, PROBED, REAL_ARMS, TRAINED, WITH_ADAPTERS
+from credit_real_arms import CHECKED, PROBED, TRAINED, WITH_ADAPTERS
 from credit_real_tables import draw_real_training, real_tables
 from credit_real_training import Sizes, batch_scores, evaluate, train_real
 from credit_sketch import Sketches, compare_with_complete, probe_result, sketch, sketch_batch
@@ -179,12 +180,19 @@ def train_cell(
   """Returns the result of one run, or None if it may not be computed now."""
 
   def make() -> dict[str, Any]:
-    with opened(config) as (worker, rewards):
+    worker = shared_worker(task, cells.out)
+    with contextlib.closing(RewardManager(config)) as rewards:
       params = initial_params(config, worker)
-      return train_real(config, worker, rewards, params, REAL_ARMS[arm], sizes)
+      return train_real(config, worker, rewards, params, arm, sizes)
 
   settings = {"task": task, "arm": arm, "seed": config.seed, **dataclasses.asdict(sizes)}
   return cells.compute(name, {**settings, **settings_of(config)}, make)
+
+
+@functools.cache
+def shared_worker(task: str, out: Path) -> RolloutWorker:
+  """Returns the worker of all runs of a task, so that its programs are compiled once."""
+  return RolloutWorker(config_of(task, out))
 
 
 @contextlib.contextmanager

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import numpy as np
-from credit_arms import Arm, Batch, batch_of, collector_of
+from credit_arms import Batch, batch_of, collector_of
+from credit_real_arms import REAL_ARMS
 
 from gtpo_jax.config import Config
 from gtpo_jax.evaluation.evaluate import evaluate_run
@@ -15,8 +17,8 @@ from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.problems import held_out_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
-from gtpo_jax.training.state import init_state, make_optimizer
-from gtpo_jax.training.update import make_update
+from gtpo_jax.training.state import Optimizer, OptimizerConfig, init_state, make_optimizer
+from gtpo_jax.training.update import Update, make_update
 
 MINIBATCHES = 4  # gradient updates per step, so that the clips of the objective act
 # Of the metrics of an update, those that a curve records.
@@ -45,7 +47,7 @@ def train_real(
   worker: RolloutWorker,
   rewards: RewardManager,
   params: Params,
-  arm: Arm,
+  name: str,
   sizes: Sizes,
 ) -> dict[str, Any]:
   """Trains and evaluates; returns the curve and the evaluations as plain data.
@@ -56,14 +58,14 @@ def train_real(
   Args:
     config, worker, rewards: how to sample and score.
     params: the base model; donated.
-    arm: assigns the credit; it must not change advantages in another way.
+    name: the arm that assigns the credit; it must not change advantages in another way.
     sizes: how long the run is.
   """
+  arm = REAL_ARMS[name]
   if arm.change is not None:
     raise ValueError("only arms that replace entropies can be trained here")
   collector = collector_of(config, worker, rewards)
-  optimizer = make_optimizer(config.optimizer, sizes.steps, MINIBATCHES)
-  update = make_update(worker.model, arm.algorithm, optimizer, minibatches=MINIBATCHES)
+  optimizer, update = shared_update(worker, name, config.optimizer, sizes.steps)
   state = init_state(params, optimizer, worker.model)
   curve = []
   evaluations = {}
@@ -79,6 +81,16 @@ def train_real(
     if step % sizes.every == 0 or step == sizes.steps:
       evaluations[str(step)] = evaluate(config, worker, rewards, state.params, sizes)
   return {"curve": curve, "evaluations": evaluations}
+
+
+@functools.cache
+def shared_update(
+  worker: RolloutWorker, name: str, config: OptimizerConfig, steps: int
+) -> tuple[Optimizer, Update]:
+  """Returns the optimizer and the update of an arm, which its seeds share."""
+  optimizer = make_optimizer(config, steps, MINIBATCHES)
+  algorithm = REAL_ARMS[name].algorithm
+  return optimizer, make_update(worker.model, algorithm, optimizer, minibatches=MINIBATCHES)
 
 
 def batch_scores(batch: Batch) -> dict[str, float]:
