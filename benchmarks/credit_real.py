@@ -10,7 +10,8 @@ sampling keys for all arms of a seed. `tables` prints the results as Markdown an
 OUT/probe.png and OUT/training.png. Every batch of the probe and every run is stored in OUT when it
 is done; the same command continues with those that are missing. Results of earlier sessions in
 `--results` count as done. The environment variable GTPO_SMOLLM2 names the folder of the model. It
-uses two cores, and gives the same digits whenever a part runs on the same kind of CPU.
+uses two cores (`train` one core for each of two runs at a time), and gives the same digits whenever
+a part runs on the same kind of CPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,12 +40,12 @@ prepare_jax()  # before JAX is imported
 from credit_arms import Arm, Batch, batch_of, collector_of
 from credit_cells import Cells
 from credit_probe import make_gradients
-from credit_real_arms import CHECKED, PROBED, TRAINED, WITH_ADAPTERS
+from credit_real_arms import CHECKED, PROBED, TRAINED
 from credit_real_tables import draw_real_training, real_tables
 from credit_real_training import Sizes, batch_scores, evaluate, train_real
 from credit_sketch import Sketches, compare_with_complete, probe_result, sketch, sketch_batch
 from credit_tables import draw_probes
-from credit_tasks import TASKS, config_of, names, task_of, write_problems
+from credit_tasks import TASKS, config_of, write_problems
 
 from gtpo_jax.config import Config
 from gtpo_jax.models.params import Params
@@ -69,6 +71,7 @@ def parse_args() -> argparse.Namespace:
   parser.add_argument("--stages", default=",".join(STAGES))
   parser.add_argument("--cells", default="*", help="patterns of the names to compute")
   parser.add_argument("--budget_minutes", type=float, default=float("inf"))
+  parser.add_argument("--share", help="I/N: train only every N-th run, from the I-th, on one core")
   args = parser.parse_args()
   if unknown := set(args.stages.split(",")) - set(STAGES):
     parser.error(f"--stages: {sorted(unknown)[0]!r} is not one of {', '.join(STAGES)}")
@@ -164,14 +167,32 @@ def probe_batch(
   return batch_of(collector.collect(params, 0, print), worker.model, params, number)
 
 
-def run_training(cells: Cells) -> None:
-  """Trains what has no result, all arms of a seed before the next seed."""
-  for seed, task in itertools.product(range(SEEDS), names()):
+def run_training(cells: Cells, share: str) -> None:
+  """Trains a share of what has no result, all arms of a seed before the next seed.
+
+  Args:
+    cells: where results are.
+    share: "I/N", for the runs I, I + N, I + 2 N and so on.
+  """
+  first, processes = map(int, share.split("/"))
+  arms = [(task, arm) for task in TRAINED for arm in TRAINED[task]]
+  for seed, (task, arm) in list(itertools.product(range(SEEDS), arms))[first::processes]:
     config = config_of(task, cells.out, seed=seed)
-    _, rank = task_of(task)
-    for arm in WITH_ADAPTERS if rank else TRAINED:
-      name = f"run-{task}-{slug(arm)}-{seed}"
-      train_cell(cells, name, task, config, arm)
+    train_cell(cells, f"run-{task}-{slug(arm)}-{seed}", task, config, arm)
+
+
+def train_on_each_core() -> None:
+  """Trains with one process per core: a second core makes a run hardly faster."""
+  available = sorted(os.sched_getaffinity(0))
+  children = []
+  for number, core in enumerate(available):
+    share = f"--share={number}/{len(available)}"
+    os.sched_setaffinity(0, [core])  # the child inherits it
+    children.append(subprocess.Popen([sys.executable, *sys.argv, "--stages=train", share]))
+  os.sched_setaffinity(0, available)
+  statuses = [child.wait() for child in children]
+  if any(statuses):
+    raise UserError("a training process failed; its error is above")
 
 
 def train_cell(
@@ -232,10 +253,14 @@ def main() -> None:
   cells = Cells(args.out, args.results, args.cells.split(","), 60 * args.budget_minutes)
   write_problems(cells.out)
   stages = args.stages.split(",")
-  runs = {"base": run_base, "check": run_check, "probe": run_probes, "train": run_training}
+  runs = {"base": run_base, "check": run_check, "probe": run_probes}
   for stage, run in runs.items():
     if stage in stages:
       run(cells)
+  if "train" in stages and (args.share or not hasattr(os, "sched_setaffinity")):
+    run_training(cells, args.share or "0/1")
+  elif "train" in stages:
+    train_on_each_core()
   if "tables" in stages:
     show_results(cells)
   if cells.left:

@@ -40,15 +40,18 @@ CONTROLS = {
   "empg": ("dapo",),
   "fipo": ("dapo",),
 }
-# In the order of the runs: what a shorter budget leaves out comes last.
-TRAINED = (
-  BASELINE,
-  "gtpo, alpha2 = 1",
-  SHUFFLED,
-  "grpo_s, beta2 = 0",
-  "grpo_s, beta2 = 1",
-  "dapo",
-  "empg",
-  "fipo",
-)
-WITH_ADAPTERS = (BASELINE, "gtpo, alpha2 = 1")
+# The arms of each task, in the order of the runs: what a shorter budget leaves out comes last.
+TRAINED = {
+  "sums": (
+    BASELINE,
+    "gtpo, alpha2 = 1",
+    SHUFFLED,
+    "grpo_s, beta2 = 0",
+    "grpo_s, beta2 = 1",
+    "dapo",
+    "empg",
+    "fipo",
+  ),
+  "sums_lora16": (BASELINE, "gtpo, alpha2 = 1"),
+  "words": (BASELINE, "gtpo, alpha2 = 1", SHUFFLED),
+}

@@ -34,8 +34,6 @@ TASKS: dict[str, dict[str, Any]] = {
     "sampling.max_tokens": 32,
   },
 }
-# By name: the rank of the adapters; 0 trains all weights.
-VARIANTS = {"": 0, "_lora1": 1, "_lora16": 16}
 
 
 def two_words(
@@ -72,26 +70,21 @@ def write_problems(out: Path) -> None:
     (out / f"words-{name}.jsonl").write_text("\n".join(part) + "\n")
 
 
-def task_of(name: str) -> tuple[str, int]:
-  """Returns the task and the rank of the adapters of a name such as "words_lora16"."""
-  task, _, variant = name.partition("_")
-  return task, VARIANTS[f"_{variant}" if variant else ""]
-
-
-def names() -> list[str]:
-  """Returns the names of all tasks to train on; adapters are trained on the first only."""
-  return [*TASKS, *(next(iter(TASKS)) + variant for variant, rank in VARIANTS.items() if rank)]
-
-
 def config_of(name: str, out: Path, **changes: Any) -> Config:
-  """Returns the config of a task. `changes` are fields, with two underscores for each dot."""
-  task, rank = task_of(name)
+  """Returns the config of a task, or of a task with adapters.
+
+  Args:
+    name: a key of `TASKS`, or one followed by `_lora` and the rank of the adapters.
+    out: the folder of the results.
+    **changes: fields of the config, with two underscores for each dot.
+  """
+  task, _, rank = name.partition("_lora")
   fields = {
     "log.tensorboard": False,
     "data.max_prompt_tokens": 80,
     "batch.pack": False,  # packing would compile many shapes
     "model.compute_dtype": "bfloat16",
-    "model.lora_rank": rank,
+    "model.lora_rank": int(rank or 0),
     "optimizer.learning_rate": LEARNING_RATE * (LORA_FACTOR if rank else 1.0),
     **TASKS[task],
     **{key.replace("__", "."): value for key, value in changes.items()},
