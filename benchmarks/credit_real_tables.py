@@ -142,8 +142,9 @@ def _training_table(task: str, by_arm: Mapping[str, Seeds]) -> list[str]:
 def _cells(seeds: Seeds, ends: Mapping[int, Mapping[str, Any]], change: list[str]) -> list[str]:
   """Returns the cells of an arm from pass@1 on; `change` is its difference from the baseline."""
   percent = lambda values: mean_and_deviation(100 * np.asarray(values), 1)
+  # A step in which no group had contrast has no clipped tokens, which is NaN.
   at_end = lambda key: np.asarray(
-    [np.mean([row.get(key, 0.0) for row in run["curve"][-LAST_STEPS:]]) for run in seeds.values()]
+    [np.nanmean([row.get(key, 0) for row in run["curve"][-LAST_STEPS:]]) for run in seeds.values()]
   )
   clipped = (f"{100 * at_end(f'clip/{side}').mean():.2f}" for side in ("low", "high"))
   return [
