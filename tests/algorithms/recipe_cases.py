@@ -17,6 +17,8 @@ WITHOUT_ENTROPY = tuple(name for name in NAMES if name not in BY_ENTROPY)
 SEQUENCE_RATIO = (*SEQUENCE_LEVEL, "gspo")
 # The loss of a token depends on the other tokens of its completion.
 NOT_PER_TOKEN = (*SEQUENCE_RATIO, "gspo_token", "gmpo", "fipo")
+# The objectives that are a weight without a gradient times the log-prob.
+WEIGHTED_LOG_PROBS = ("cispo", "dppo")
 
 COMPARISONS = [
   (compare, scope) for compare in ("position", "sequence", "matrix") for scope in ("group", "batch")

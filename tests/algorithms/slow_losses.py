@@ -93,7 +93,7 @@ def objective(s, w, fixed_w, a, new, fixed, old, selected):
     return w * a - penalty, {"clip/selected": selected}
   if kind == "fipo":
     return clip(w, a, s), clip_flags(w, a, s)
-  assert kind == "stare"
+  assert kind == "stare", f"the objective {kind!r} has no loop here"
   weight = s["surprise_weight"] if selected else 1.0
   return weight * clip(w, a, s), clip_flags(w, a, s) | {"clip/selected": selected}
 

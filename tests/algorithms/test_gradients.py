@@ -9,6 +9,7 @@ from recipe_cases import (
   NAMES,
   NOT_PER_TOKEN,
   SEQUENCE_RATIO,
+  WEIGHTED_LOG_PROBS,
   arrays,
   corrections,
   has_guide,
@@ -116,7 +117,8 @@ def test_the_gradient_equals_central_differences(name, options):
   distance = np.abs(ratios[..., None] - kinks_of(s))[MASK].min()
   narrow = s["eps_low"] is not None and s["eps_low"] < 0.01
   assert distance > (1e-4 if narrow else 0.005)
-  stop_gradient = s["objective"] in ("cispo", "dppo", "fipo") or s["ratio"] == "gspo_token"
+  stop_gradient = s["objective"] in (*WEIGHTED_LOG_PROBS, "fipo")
+  stop_gradient |= s["ratio"] == "gspo_token"
 
   indices = np.argwhere(MASK)
   steps = np.zeros((len(indices), *SHAPE))
@@ -257,7 +259,7 @@ def test_at_the_old_policy_the_gradient_is_the_policy_gradient(name):
   np.testing.assert_allclose(got["grad"], -expected, rtol=1e-5, atol=1e-7)
   # The objective divided by A at r = 1.
   value = 1.0
-  if s.objective in ("cispo", "dppo"):
+  if s.objective in WEIGHTED_LOG_PROBS:
     value = policies["log_probs_old"]
   elif s.objective == "sapo":
     value = 2 / np.where(expected > 0, s.tau_positive, s.tau_negative)
