@@ -332,7 +332,7 @@ TOOL_TEMPLATE = (
 
 
 def test_calls_of_tools(folder):
-  """The text of a call is parsed, in whole and in streams; earlier calls are in the prompt."""
+  """The text of a call is parsed; earlier calls are in the prompt."""
   from gtpo_jax.data.chat import Chat, load_chat
   from gtpo_jax.protocol.conversation import Conversations
 
@@ -357,3 +357,55 @@ def test_calls_of_tools(folder):
   ids = conversations.encode([*ASK, past, result], [tool])
   rendered = conversations.chat.tokenizer.decode(ids)
   assert '"arguments": {"a": 1}' in rendered and rendered.endswith("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    'Well.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+    "No call at all.",
+    "<tool_call>{",
+  ],
+)
+def test_a_stream_of_an_answer_with_tools_is_the_whole_answer(folder, text):
+  """As the openai client puts the parts together; the ids of calls are random."""
+  from openai.lib.streaming.chat import ChatCompletionStreamState
+  from openai.types.chat import ChatCompletionChunk
+
+  from gtpo_jax.data.chat import Chat, load_chat
+  from gtpo_jax.protocol.answers import Answers, Choice
+  from gtpo_jax.protocol.outputs import Output, Part
+  from gtpo_jax.protocol.requests import Fields, read_chat
+
+  tokenizer = load_chat(folder).tokenizer
+  tokenizer.chat_template = TOOL_TEMPLATE
+  chat = Chat(tokenizer)
+  answers = Answers("small", chat)
+  tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+  request = read_chat(Fields(json.dumps({"messages": ASK, "tools": [tool], "n": 2}).encode()))
+  ids = tokenizer.encode(text, add_special_tokens=False)
+  choices = [Choice([1], Output(chat, None)) for _ in range(2)]
+
+  async def parts():
+    for start in range(0, len(ids), 4):
+      for index, choice in enumerate(choices):
+        tokens = ids[start : start + 4]
+        part = Part(tokens, [-1.0] * len(tokens), [], "stop" if start + 4 >= len(ids) else "")
+        choice.output.add(part)
+        yield index, part
+
+  async def received():
+    state = ChatCompletionStreamState()
+    async for chunk in answers.chat_stream(request, choices, parts()):
+      state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+    return state.get_final_completion().choices
+
+  streamed = asyncio.run(received())
+  whole = answers.chat(request, choices)["choices"]
+  assert len(streamed) == len(whole) == 2
+  for got, expected in zip(streamed, whole, strict=True):
+    assert got.finish_reason == expected["finish_reason"]
+    assert (got.message.content or None) == (expected["message"]["content"] or None)
+    calls = [call.function for call in got.message.tool_calls or ()]
+    expected_calls = [call["function"] for call in expected["message"].get("tool_calls", ())]
+    assert [{"name": x.name, "arguments": x.arguments} for x in calls] == expected_calls
