@@ -330,61 +330,57 @@ TOOL_TEMPLATE = (
   "<|im_start|>assistant\n{% endif %}"
 )
 
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
+CALL = 'Well.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
-def test_calls_of_tools(folder):
-  """The text of a call is parsed; earlier calls are in the prompt."""
+
+@pytest.fixture
+def chat_with_tools(folder):
+  """The small model's tokenizer with a chat template that shows tools."""
   from gtpo_jax.data.chat import Chat, load_chat
-  from gtpo_jax.protocol.conversation import Conversations
 
   tokenizer = load_chat(folder).tokenizer
   tokenizer.chat_template = TOOL_TEMPLATE
-  conversations = Conversations(Chat(tokenizer))
-  tool = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
-  text = 'Well.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-  message = conversations.message(text, [tool])
+  return Chat(tokenizer)
+
+
+def test_calls_of_tools(chat_with_tools):
+  """The text of a call is parsed; earlier calls are in the prompt."""
+  from gtpo_jax.protocol.conversation import Conversations
+
+  conversations = Conversations(chat_with_tools)
+  message = conversations.message(CALL, [TOOL])
   (call,) = message["tool_calls"]
   assert message["content"] == "Well." and call["function"]["name"] == "add"
   assert json.loads(call["function"]["arguments"]) == {"a": 1}
-  assert conversations.message(text, [])["content"] == text
+  assert conversations.message(CALL, [])["content"] == CALL
   broken = "<tool_call>{"
-  assert conversations.message(broken, [tool])["content"] == broken
+  assert conversations.message(broken, [TOOL])["content"] == broken
   past = {
     "role": "assistant",
     "content": "",
     "tool_calls": [call | {"function": {"name": "add", "arguments": {"a": 1}}}],
   }
   result = {"role": "tool", "content": "3", "tool_call_id": call["id"]}
-  ids = conversations.encode([*ASK, past, result], [tool])
+  ids = conversations.encode([*ASK, past, result], [TOOL])
   rendered = conversations.chat.tokenizer.decode(ids)
   assert '"arguments": {"a": 1}' in rendered and rendered.endswith("<|im_start|>assistant\n")
 
 
-@pytest.mark.parametrize(
-  "text",
-  [
-    'Well.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
-    "No call at all.",
-    "<tool_call>{",
-  ],
-)
-def test_a_stream_of_an_answer_with_tools_is_the_whole_answer(folder, text):
+@pytest.mark.parametrize("text", [CALL, "No call at all.", "<tool_call>{"])
+def test_a_stream_of_an_answer_with_tools_is_the_whole_answer(chat_with_tools, text):
   """As the openai client puts the parts together; the ids of calls are random."""
   from openai.lib.streaming.chat import ChatCompletionStreamState
   from openai.types.chat import ChatCompletionChunk
 
-  from gtpo_jax.data.chat import Chat, load_chat
   from gtpo_jax.protocol.answers import Answers, Choice
   from gtpo_jax.protocol.outputs import Output, Part
   from gtpo_jax.protocol.requests import Fields, read_chat
 
-  tokenizer = load_chat(folder).tokenizer
-  tokenizer.chat_template = TOOL_TEMPLATE
-  chat = Chat(tokenizer)
-  answers = Answers("small", chat)
-  tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
-  request = read_chat(Fields(json.dumps({"messages": ASK, "tools": [tool], "n": 2}).encode()))
-  ids = tokenizer.encode(text, add_special_tokens=False)
-  choices = [Choice([1], Output(chat, None)) for _ in range(2)]
+  answers = Answers("small", chat_with_tools)
+  request = read_chat(Fields(json.dumps({"messages": ASK, "tools": [TOOL], "n": 2}).encode()))
+  ids = chat_with_tools.encode(text)
+  choices = [Choice([1], Output(chat_with_tools, None)) for _ in range(2)]
 
   async def parts():
     for start in range(0, len(ids), 4):
