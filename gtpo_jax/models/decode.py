@@ -15,10 +15,10 @@ from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention.rope import Rope, rope_angles
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.config import DTYPES
-from gtpo_jax.models.formats.products import einsum, matmul_float32
+from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.models.params import Params, abstract_params
 from gtpo_jax.models.transformer import Layer, Transformer, stream_masks
-from gtpo_jax.runtime.mesh import axis_size, bytes_per_device, constrain, partition_spec
+from gtpo_jax.runtime.mesh import bytes_per_device, partition_spec
 
 
 class DecodeParams(NamedTuple):
@@ -29,8 +29,6 @@ class DecodeParams(NamedTuple):
 
   outer: Params  # embedding, head, final norm
   layers: list[Params]
-  # [d, v], the transposed output head, by which a CPU multiplies faster; None on other platforms
-  head_transposed: jax.Array | None
 
 
 def make_decode_params(model: Transformer, params: Params) -> DecodeParams:
@@ -50,22 +48,13 @@ def make_decode_params(model: Transformer, params: Params) -> DecodeParams:
 
   params = jax.tree.map(prepare, params, abstract_params(model), _gathered_params(model))
   outer = {name: value for name, value in params.items() if name != "layers"}
-  head_transposed = None
-  if model.mesh.devices.flat[0].platform == "cpu":
-    head = model.apply({"params": outer}, method="head_table")
-    head_transposed = constrain(head.T, model.mesh, None, "vocab")
   layer = lambda i: jax.tree.map(lambda x: x[i], params["layers"])
-  return DecodeParams(outer, [layer(i) for i in range(model.config.layers)], head_transposed)
+  return DecodeParams(outer, [layer(i) for i in range(model.config.layers)])
 
 
 def decode_bytes(model: Transformer) -> int:
   """Returns the bytes on one device of the parameters for sampling, on the sampling mesh."""
-  kept = bytes_per_device(_gathered_params(model))
-  if model.mesh.devices.flat[0].platform == "cpu":  # the transposed head
-    c = model.config
-    table = c.vocab_size * c.width * DTYPES[c.compute_dtype](0).itemsize
-    kept += table // axis_size(model.mesh, "vocab")
-  return kept
+  return bytes_per_device(_gathered_params(model))
 
 
 def _gathered_params(model: Transformer) -> Params:
@@ -156,10 +145,9 @@ def decode_step(
 
 def next_logits(model: Transformer, params: DecodeParams, hidden: jax.Array) -> jax.Array:
   """Returns logits f32[s, v] of the next token, from final-norm hidden states [s, d]."""
-  precision = model.config.matmul_precision
   if model.mesh.devices.flat[0].platform == "tpu":
     head = model.apply({"params": params.outer}, method="head_table")
-    multiply = functools.partial(_logits_by_vocabulary, precision=precision)
+    multiply = functools.partial(_logits_by_vocabulary, precision=model.config.matmul_precision)
     return jax.shard_map(
       multiply,
       mesh=model.mesh,
@@ -167,9 +155,7 @@ def next_logits(model: Transformer, params: DecodeParams, hidden: jax.Array) -> 
       out_specs=partition_spec(("vocab", "batch")),
       check_vma=False,
     )(head, hidden).T
-  if params.head_transposed is None:
-    return model.apply({"params": params.outer}, hidden, method="logits")
-  return matmul_float32(hidden, params.head_transposed, precision)
+  return model.apply({"params": params.outer}, hidden, method="logits")
 
 
 def _logits_by_vocabulary(head: jax.Array, hidden: jax.Array, precision: str) -> jax.Array:

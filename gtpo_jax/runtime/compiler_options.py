@@ -1,7 +1,7 @@
-"""Options of XLA's compiler for the programs of a run, by platform and phase.
+"""Options of XLA's compiler for the programs of an update, by platform.
 
-They are given to programs and not to the process, because what pays in one phase costs memory in
-another. docs/hardware.md says where each comes from, and what was left at its default.
+They are given to programs and not to the process, because what pays in an update may cost time or
+memory in sampling. docs/hardware.md says where each comes from, and what was left at its default.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ import jax
 
 from gtpo_jax.runtime.mesh import island_of
 
-UPDATE = "update"
-DECODE = "decode"
-PHASES = (UPDATE, DECODE)
 FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
@@ -26,27 +23,24 @@ class _Option(NamedTuple):
 
   Attributes:
     platform: JAX's platform.
-    phase: one of `PHASES`.
     across: "devices" if it pays with several devices, "islands" if with several TPU slices, "" if
       always.
     values: its value by its name; XLA's versions have different names for it.
   """
 
   platform: str
-  phase: str
   across: str
   values: Mapping[str, Any]
 
 
 OPTIONS = (
   # By default, XLA for CPUs orders instructions so that many can run at once, which keeps more
-  # arrays in memory. Those of the update are large enough to use all cores by themselves.
-  _Option("cpu", UPDATE, "", {"xla_cpu_enable_concurrency_optimized_scheduler": False}),
+  # arrays in memory. Those of an update are large enough to use all cores by themselves.
+  _Option("cpu", "", {"xla_cpu_enable_concurrency_optimized_scheduler": False}),
   # The weights of the next layer are gathered while a layer is computed. Within the loop over the
   # layers, XLA's scheduler alone cannot do this, because it moves nothing across iterations.
   _Option(
     "gpu",
-    UPDATE,
     "devices",
     {
       "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
@@ -54,28 +48,24 @@ OPTIONS = (
     },
   ),
   # Gradients are summed over the slow network between slices while other layers are computed.
-  _Option("tpu", UPDATE, "islands", {"xla_tpu_enable_data_parallel_all_reduce_opt": True}),
-  _Option("tpu", UPDATE, "islands", {"xla_tpu_data_parallel_opt_different_sized_ops": True}),
+  _Option("tpu", "islands", {"xla_tpu_enable_data_parallel_all_reduce_opt": True}),
+  _Option("tpu", "islands", {"xla_tpu_data_parallel_opt_different_sized_ops": True}),
 )
 
 
-def compiler_options(phase: str, devices: Sequence[Any]) -> dict[str, Any]:
-  """Returns the options for the programs of a phase, for `jax.jit(compiler_options=...)`.
+def update_options(devices: Sequence[Any]) -> dict[str, Any]:
+  """Returns the options for the programs of an update, for `jax.jit(compiler_options=...)`.
 
   An option that is set in `XLA_FLAGS` or `LIBTPU_INIT_ARGS` is left to these.
 
   Args:
-    phase: "update" or "decode".
     devices: the devices of the mesh; they need not be attached.
   """
-  if phase not in PHASES:
-    raise ValueError(f"phase must be one of {', '.join(PHASES)}; got {phase!r}")
   flags = " ".join(os.environ.get(name, "") for name in FLAG_VARIABLES)
   counts = {"devices": len(devices), "islands": len({island_of(device) for device in devices})}
   chosen = {}
   for option in OPTIONS:
-    applies = (option.platform, option.phase) == (devices[0].platform, phase)
-    applies &= counts.get(option.across) != 1
+    applies = option.platform == devices[0].platform and counts.get(option.across) != 1
     if not applies or any(name in flags for name in option.values):
       continue
     name = next(iter(option.values))

@@ -14,7 +14,7 @@ from gtpo_jax.arrays import Prompts, masked_sum
 from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.runtime.compiler_options import UPDATE, compiler_options
+from gtpo_jax.runtime.compiler_options import update_options
 from gtpo_jax.training.log_probs import head_settings, loss_and_score
 from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
 from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, TrainState, abstract_state
@@ -68,7 +68,7 @@ def make_imitation(
     lambda state, demonstrations: jax.lax.scan(imitation_step, state, demonstrations),
     donate_argnums=0,
     out_shardings=(shardings, None),
-    compiler_options=compiler_options(UPDATE, model.mesh.devices.flat),
+    compiler_options=update_options(model.mesh.devices.flat),
   )
 
 

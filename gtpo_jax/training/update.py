@@ -15,7 +15,7 @@ from gtpo_jax.arrays import Rewards, Rollouts
 from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.runtime.compiler_options import UPDATE, compiler_options
+from gtpo_jax.runtime.compiler_options import update_options
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.training.gradient import FrozenParams, GradientFn, GradientInputs, make_gradient
 from gtpo_jax.training.metrics import (
@@ -153,7 +153,7 @@ def make_update(
     update,
     donate_argnums=0,
     out_shardings=(shardings, None),
-    compiler_options=compiler_options(UPDATE, model.mesh.devices.flat),
+    compiler_options=update_options(model.mesh.devices.flat),
   )
 
 

@@ -164,17 +164,15 @@ def test_prefill_and_decode_equal_one_forward_pass():
       partials = [partial_attention(q, source) for source in sources]
       return merge_partials(partials).astype(q.dtype), None
 
-    elsewhere = params._replace(head_transposed=None)
     logits = []
     for i in range(4):
-      logits.append([next_logits(model, p, hidden[:, :, 0]) for p in (params, elsewhere)])
+      logits.append(next_logits(model, params, hidden[:, :, 0]))
       rope = rope_of(model, jnp.broadcast_to(prompts.lengths[:, None] + i, (3, 2))[..., None])
       hidden, _ = decode_step(model, params, completions[:, :, i], rope, attend)
     return logits
 
-  for i, variants in enumerate(decode(decode_params, hidden, prompt_kv)):
-    for logits in variants:
-      np.testing.assert_allclose(logits, want[:, :, i], atol=2e-5)
+  for i, logits in enumerate(decode(decode_params, hidden, prompt_kv)):
+    np.testing.assert_allclose(logits, want[:, :, i], atol=2e-5)
 
 
 @pytest.mark.devices
@@ -220,7 +218,6 @@ def test_decode_params_keep_norms_exact():
     == decode_params.outer["head"].dtype
     == jnp.bfloat16
   )
-  np.testing.assert_array_equal(decode_params.head_transposed, decode_params.outer["head"].T)
 
 
 def test_number_formats():

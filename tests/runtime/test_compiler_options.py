@@ -1,4 +1,4 @@
-"""XLA options by platform and phase: which programs get them, and that the compilers know them."""
+"""XLA options by platform: which programs get them, and that the compilers know them."""
 
 import importlib.util
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.planning.topology import topology_devices, without_compile_cache
-from gtpo_jax.runtime.compiler_options import OPTIONS, compiler_options
+from gtpo_jax.runtime.compiler_options import OPTIONS, update_options
 
 PIPELINED = {
   "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
@@ -30,47 +30,38 @@ def tpus(slices):
 @pytest.mark.devices
 def test_options_for_gpus_are_for_several(monkeypatch):
   monkeypatch.delenv("XLA_FLAGS", raising=False)
-  (option,) = compiler_options("update", gpus(8)).items()
+  (option,) = update_options(gpus(8)).items()
   assert option in PIPELINED.items()
-  assert compiler_options("update", gpus(1)) == {}
-  assert compiler_options("decode", gpus(8)) == {}
+  assert update_options(gpus(1)) == {}
 
 
 @pytest.mark.devices
 def test_an_update_on_cpus_is_ordered_for_memory(monkeypatch):
   monkeypatch.delenv("XLA_FLAGS", raising=False)
   for devices in (jax.devices(), jax.devices()[:1]):
-    (name,) = compiler_options("update", devices)
+    (name,) = update_options(devices)
     assert name == "xla_cpu_enable_concurrency_optimized_scheduler"
-    assert compiler_options("decode", devices) == {}
 
 
 def test_several_tpu_slices_overlap_the_sum_of_gradients():
-  assert compiler_options("update", tpus(slices=2)) == {
+  assert update_options(tpus(slices=2)) == {
     "xla_tpu_enable_data_parallel_all_reduce_opt": True,
     "xla_tpu_data_parallel_opt_different_sized_ops": True,
   }
-  assert compiler_options("update", tpus(slices=1)) == {}
+  assert update_options(tpus(slices=1)) == {}
 
 
 def test_flags_of_the_user_win(monkeypatch):
   monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_pipelined_all_gather=false")
-  assert compiler_options("update", gpus(8)) == {}
+  assert update_options(gpus(8)) == {}
   monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_enable_data_parallel_all_reduce_opt=false")
-  assert list(compiler_options("update", tpus(2))) == [
-    "xla_tpu_data_parallel_opt_different_sized_ops"
-  ]
-
-
-def test_an_unknown_phase_is_refused():
-  with pytest.raises(ValueError, match="phase must be one of update, decode; got 'train'"):
-    compiler_options("train", gpus(2))
+  assert list(update_options(tpus(2))) == ["xla_tpu_data_parallel_opt_different_sized_ops"]
 
 
 def test_this_xla_compiles_with_the_options_for_gpus(monkeypatch):
   """XLA for CPUs checks the names and values of its options for GPUs too."""
   monkeypatch.delenv("XLA_FLAGS", raising=False)
-  options = compiler_options("update", gpus(2))
+  options = update_options(gpus(2))
   doubled = jax.jit(lambda x: 2 * x, compiler_options=options)
   np.testing.assert_array_equal(doubled(jnp.arange(3)), [0, 2, 4])
 

@@ -27,7 +27,14 @@ STEP = 5
 def case(heads, kv_heads, e, page=16, dtype=jnp.float32, int8=False, mesh=None):
   """A model, and random queries, pages and rows of three pages, equal on every shard."""
   config = ModelConfig(
-    vocab_size=48, width=32, layers=1, heads=heads, kv_heads=kv_heads, head_dim=e, mlp=64
+    vocab_size=48,
+    width=32,
+    layers=1,
+    heads=heads,
+    kv_heads=kv_heads,
+    head_dim=e,
+    mlp=64,
+    matmul_precision="highest",  # otherwise GPUs multiply in TF32
   )
   model = Transformer(config, mesh or single_device_mesh())
   shards = batch_shards(model.mesh)
@@ -169,6 +176,13 @@ def test_the_gpu_kernel_lowers_to_a_triton_program(int8):
       raise
     pytest.skip("this version of JAX queries the GPU for its type")
   assert program.count("__gpu$xla.gpu.triton") == 3
+
+
+def test_the_gpu_kernel_multiplies_with_the_precision_of_the_model():
+  model, *arrays = case(4, 2, 16)
+  attend = lambda *arrays: paged_attention(model, *arrays, jnp.int32(STEP), "triton")
+  jaxpr = str(jax.make_jaxpr(attend)(*arrays))
+  assert jaxpr.count("dot_general") == jaxpr.count("precision=(Precision.HIGHEST") > 0
 
 
 # --- writing ---

@@ -146,18 +146,22 @@ class DenseCache:
     prompt_mask = (jnp.arange(p) >= p - tables.entry_lengths[:, None])[:, None, None]
     slot_mask = (jnp.arange(w) < generated[:, None])[:, None, None]
     precision = self.model.config.matmul_precision
+    own_mask = jnp.ones((1, 1, 1, 1), bool)
 
     def attend(
       layer: int, q: jax.Array, new: KV, chunk: KV, step: jax.Array
     ) -> tuple[jax.Array, KV]:
-      write = lambda old, new, axis: jax.lax.dynamic_update_slice_in_dim(old, new, step, axis)
-      chunk = jax.tree.map(write, chunk, new, position_axes(chunk))
-      chunk_mask = (jnp.arange(chunk.v.shape[3]) <= step)[None, None, None]
+      # The new position is a source of its own: if the chunk were read after it is written, XLA
+      # would copy the chunk once more.
+      chunk_mask = (jnp.arange(chunk.v.shape[3]) < step)[None, None, None]
       parts = [
         _attend_prompts(self.model, q, MaskedKV(kv.prompts[layer], prompt_mask), tables),
         partial_attention(q, MaskedKV(kv.slots[layer], slot_mask), precision),
         partial_attention(q, MaskedKV(chunk, chunk_mask), precision),
+        partial_attention(q, MaskedKV(new, own_mask), precision),
       ]
+      write = lambda old, new, axis: jax.lax.dynamic_update_slice_in_dim(old, new, step, axis)
+      chunk = jax.tree.map(write, chunk, new, position_axes(chunk))
       return merge_partials(parts).astype(q.dtype), chunk
 
     return attend

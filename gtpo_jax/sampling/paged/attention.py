@@ -18,7 +18,7 @@ from gtpo_jax.runtime.chips import cores_of
 from gtpo_jax.runtime.mesh import partition_spec
 from gtpo_jax.sampling.cache import head_axis
 from gtpo_jax.sampling.paged.gpu_kernel import attend_rows_on_gpu
-from gtpo_jax.sampling.paged.tables import Pages, PageTables
+from gtpo_jax.sampling.paged.tables import PageRows, Pages, PageTables
 from gtpo_jax.sampling.paged.tpu_kernel import attend_on_tpu
 
 
@@ -53,7 +53,11 @@ def paged_attention(
   ends = jnp.zeros_like(tables.running.end) + step + 1
   rows = (tables.prompts, tables.completions, tables.running._replace(end=ends))
   attend = functools.partial(
-    local_attention, kernel, interpret=device.platform == "cpu", cores=cores_of(device)
+    local_attention,
+    kernel,
+    precision=model.config.matmul_precision,
+    interpret=device.platform == "cpu",
+    cores=cores_of(device),
   )
   return jax.shard_map(
     attend,
@@ -70,7 +74,14 @@ def paged_attention(
 
 
 def local_attention(
-  kernel: str, q: jax.Array, pages: Pages, chunk: jax.Array, *rows, interpret: bool, cores: int = 1
+  kernel: str,
+  q: jax.Array,
+  pages: Pages,
+  chunk: jax.Array,
+  *rows: PageRows,
+  precision: str = "default",
+  interpret: bool,
+  cores: int = 1,
 ) -> jax.Array:
   """Runs `paged_attention` on one device's slots, pages and heads.
 
@@ -80,6 +91,7 @@ def local_attention(
     pages: as there.
     chunk: as there.
     *rows: the rows of prompts, completions and running slots.
+    precision: that of the GPU kernel's products; see `attend_rows_on_gpu`.
     interpret: whether to interpret the kernel.
     cores: the number of cores of a TPU.
   """
@@ -87,7 +99,7 @@ def local_attention(
     return attend_on_tpu(q, pages, chunk, *rows, interpret=interpret, cores=cores)
   prompts, completions, running = rows
   parts = [
-    attend_rows_on_gpu(q, source, part, interpret)
+    attend_rows_on_gpu(q, source, part, precision, interpret)
     for source, part in ((pages, prompts), (pages, completions), (Pages(chunk, None), running))
   ]
   running_slots = (sum(part.weight_sum for part in parts) > 0).any((2, 3, 4), keepdims=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -15,7 +17,7 @@ MIN_ROWS = 16  # rows of the smallest matrix that a tensor core multiplies
 
 
 def attend_rows_on_gpu(
-  q: jax.Array, pages: Pages, rows: PageRows, interpret: bool
+  q: jax.Array, pages: Pages, rows: PageRows, precision: str, interpret: bool
 ) -> PartialAttention:
   """Runs the kernel on a grid of (row, head).
 
@@ -23,6 +25,8 @@ def attend_rows_on_gpu(
     q: queries [s, 1, h, 1, e].
     pages: pages of a power of two positions.
     rows: the rows; a slot is in at most one of them.
+    precision: that of the products, as `ModelConfig.matmul_precision`; float32 is multiplied in
+      TF32 unless it is "highest".
     interpret: whether to interpret the kernel.
 
   Returns:
@@ -42,7 +46,7 @@ def attend_rows_on_gpu(
   arrays = [queries, pages.kv] + ([] if pages.scale is None else [pages.scale])
   out = [jax.ShapeDtypeStruct((s, kv_heads, height, last), jnp.float32) for last in (e, 1, 1)]
   weighted_values, max_score, weight_sum = pl.pallas_call(
-    _kernel,
+    functools.partial(_kernel, precision),
     grid=(len(rows.start), kv_heads),
     in_specs=[
       whole(rows.count),
@@ -67,7 +71,7 @@ def attend_rows_on_gpu(
   )
 
 
-def _kernel(count, slots, pages, start, end, q, kv, *rest) -> None:
+def _kernel(precision: str, count, slots, pages, start, end, q, kv, *rest) -> None:
   """Computes one head of one row, a block of positions at a time."""
   *scales, weighted_values, max_score, weight_sum = rest
   head = pl.program_id(1)
@@ -77,6 +81,7 @@ def _kernel(count, slots, pages, start, end, q, kv, *rest) -> None:
   height = q.shape[2]
   block = min(BLOCK, page)
   blocks_per_page = jnp.int32(page // block)
+  multiply = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
 
   @pl.when(pl.program_id(0) < count[0])
   def _() -> None:
@@ -94,7 +99,7 @@ def _kernel(count, slots, pages, start, end, q, kv, *rest) -> None:
       k = kv[name, head, at, pl.ds(0, e)].astype(queries.dtype)
       v = kv[name, head, at, pl.ds(e, e)].astype(queries.dtype)
       v = jnp.where(valid[:, None], v, jnp.zeros_like(v))
-      scores = jnp.dot(queries, k.T, preferred_element_type=jnp.float32)
+      scores = multiply(queries, k.T)
       if scales:
         scores *= scales[0][name, head, 0, at][None]
       scores = jnp.where(valid[None], scores, MASKED)
@@ -104,7 +109,7 @@ def _kernel(count, slots, pages, start, end, q, kv, *rest) -> None:
       new_sum = old_sum * decay + weights.sum(-1, keepdims=True)
       if scales:
         weights = jnp.where(valid[None], weights * scales[0][name, head, 1, at][None], 0.0)
-      block_values = jnp.dot(weights.astype(queries.dtype), v, preferred_element_type=jnp.float32)
+      block_values = multiply(weights.astype(queries.dtype), v)
       return new_max, new_sum, old_values * decay + block_values
 
     empty = (
