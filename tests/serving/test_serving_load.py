@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import os
 import random
 import time
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.manual
 CLIENTS = 64
 REQUESTS = 2000
 HANG_UPS = 0.2
-GARBAGE_S = 20.0
+GARBAGE_S = float(os.environ.get("GTPO_GARBAGE_S", "20"))
 MORE_MEMORY = 64 << 20  # bytes that may be kept after the first half of the requests
 
 
