@@ -55,14 +55,15 @@ def join_processes() -> None:
   with _time_limit(launch, timeout):
     try:
       jax.distributed.initialize(**options)
-    except ValueError as error:  # JAX does not recognise the launcher
-      raise UserError(
-        f"{launch.launcher} has started {launch.count} processes, but JAX cannot tell where the "
-        f"first one is ({first_line(error)}); set {ADDRESS}=HOST:PORT in every process, with a "
-        f"free port of the first process's host"
-      ) from error
-    except Exception as error:  # for example, the port is already in use
-      raise RunError(
+    except Exception as error:
+      # JAX does not recognise the launcher, or would ask Open MPI 5 through mpi4py.
+      if isinstance(error, ValueError) or "requires mpi4py" in str(error):
+        raise UserError(
+          f"{launch.launcher} has started {launch.count} processes, but JAX cannot tell where the "
+          f"first one is ({first_line(error)}); set {ADDRESS}=HOST:PORT in every process, with a "
+          f"free port of the first process's host"
+        ) from error
+      raise RunError(  # for example, the port is already in use
         f"{launch}: JAX could not connect the processes ({first_line(error)}); {_advice(launch)}"
       ) from error
   _check_count(launch.count, f"{launch.launcher} has started {launch.count}")
