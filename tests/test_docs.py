@@ -21,9 +21,9 @@ from judge_server import serving
 from gtpo_jax import cli, config
 from gtpo_jax.algorithms import OBJECTIVES, RECIPES
 from gtpo_jax.config import Config, flatten, to_dict
-from gtpo_jax.protocol.requests import Fields, read_chat
 from gtpo_jax.rewards.judge.judge import Judge
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.serving.requests import Fields, read_chat
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

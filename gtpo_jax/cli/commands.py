@@ -240,8 +240,8 @@ def serve(args: argparse.Namespace, overrides: list[str]) -> int:
   prepare_jax()
   refuse_cpu_fallback()
   prepare_devices()
-  from gtpo_jax.serving.serve import Options
-  from gtpo_jax.serving.serve import serve as run
+  from gtpo_jax.cli.serve import Options
+  from gtpo_jax.cli.serve import serve as run
 
   with _exit_on_failure():
     run(

@@ -1,1 +1,1 @@
-"""A server that speaks OpenAI's protocol, on one policy."""
+"""OpenAI's protocol: requests, conversations and answers, and a server on one policy."""

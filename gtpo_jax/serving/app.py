@@ -8,10 +8,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from gtpo_jax.protocol.errors import ApiError, bad
-from gtpo_jax.protocol.http import Events, answering, read_fields, starlette_app, wait_for
-from gtpo_jax.protocol.requests import Fields, read_chat, read_completion, shown
+from gtpo_jax.serving.errors import ApiError, bad
 from gtpo_jax.serving.generator import Generator
+from gtpo_jax.serving.http import Events, answering, read_fields, starlette_app, wait_for
+from gtpo_jax.serving.requests import Fields, read_chat, read_completion, shown
 from gtpo_jax.serving.service import Service
 
 

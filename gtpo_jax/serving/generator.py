@@ -17,13 +17,13 @@ import jax
 import numpy as np
 
 from gtpo_jax.models.decode import DecodeParams
-from gtpo_jax.protocol.outputs import FAILED, Part
 from gtpo_jax.sampling.chunk import Chunk
 from gtpo_jax.sampling.engine import REFILL_FRACTION, Engine
 from gtpo_jax.sampling.filters import RowSampling
 from gtpo_jax.sampling.schedule.slots import DecodeInputs
 from gtpo_jax.sampling.settings import SamplingParams
 from gtpo_jax.serving.jobs import Completion, ScoreJob
+from gtpo_jax.serving.outputs import FAILED, Part
 from gtpo_jax.serving.scorer import Scorer
 
 # Slots are dropped once so many chunks in a row have not needed them.

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gtpo_jax.protocol.outputs import Part
 from gtpo_jax.sampling.stop_strings import StopSearch
+from gtpo_jax.serving.outputs import Part
 
 
 @dataclasses.dataclass(eq=False)

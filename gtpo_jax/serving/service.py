@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 from gtpo_jax.data.chat import Chat
-from gtpo_jax.protocol.answers import Answers, Choice
-from gtpo_jax.protocol.errors import ApiError, bad
-from gtpo_jax.protocol.outputs import Output, Part, new_search
-from gtpo_jax.protocol.requests import ChatRequest, CompletionRequest, Sampling
 from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.serving.answers import Answers, Choice
+from gtpo_jax.serving.errors import ApiError, bad
 from gtpo_jax.serving.generator import Full, Generator
 from gtpo_jax.serving.jobs import Completion, ScoreJob
+from gtpo_jax.serving.outputs import Output, Part, new_search
+from gtpo_jax.serving.requests import ChatRequest, CompletionRequest, Sampling
 
 
 class Job:

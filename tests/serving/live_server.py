@@ -7,12 +7,12 @@ import threading
 import jax
 import openai
 
+from gtpo_jax.cli.serve import Options, open_service
 from gtpo_jax.config import Config
 from gtpo_jax.models import init_params, save
-from gtpo_jax.protocol.http import listen, make_server
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.serving.app import App
-from gtpo_jax.serving.serve import Options, open_service
+from gtpo_jax.serving.http import listen, make_server
 
 LOGIT_SCALE = 4  # scales the random weights, so that distributions are peaked
 

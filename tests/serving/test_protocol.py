@@ -346,7 +346,7 @@ def chat_with_tools(folder):
 
 def test_calls_of_tools(chat_with_tools):
   """The text of a call is parsed; earlier calls are in the prompt."""
-  from gtpo_jax.protocol.conversation import Conversations
+  from gtpo_jax.serving.conversation import Conversations
 
   conversations = Conversations(chat_with_tools)
   message = conversations.message(CALL, [TOOL])
@@ -373,9 +373,9 @@ def test_a_stream_of_an_answer_with_tools_is_the_whole_answer(chat_with_tools, t
   from openai.lib.streaming.chat import ChatCompletionStreamState
   from openai.types.chat import ChatCompletionChunk
 
-  from gtpo_jax.protocol.answers import Answers, Choice
-  from gtpo_jax.protocol.outputs import Output, Part
-  from gtpo_jax.protocol.requests import Fields, read_chat
+  from gtpo_jax.serving.answers import Answers, Choice
+  from gtpo_jax.serving.outputs import Output, Part
+  from gtpo_jax.serving.requests import Fields, read_chat
 
   answers = Answers("small", chat_with_tools)
   request = read_chat(Fields(json.dumps({"messages": ASK, "tools": [TOOL], "n": 2}).encode()))

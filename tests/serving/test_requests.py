@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from gtpo_jax.protocol.errors import ApiError
-from gtpo_jax.protocol.requests import Fields, read_chat, read_completion
+from gtpo_jax.serving.errors import ApiError
+from gtpo_jax.serving.requests import Fields, read_chat, read_completion
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}

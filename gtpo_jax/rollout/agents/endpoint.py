@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from gtpo_jax.data.chat import Chat
-from gtpo_jax.protocol.answers import Answers, Choice
-from gtpo_jax.protocol.errors import ApiError, bad
-from gtpo_jax.protocol.http import (
+from gtpo_jax.serving.answers import Answers, Choice
+from gtpo_jax.serving.errors import ApiError, bad
+from gtpo_jax.serving.http import (
   Events,
   answering,
   bearer,
@@ -23,8 +23,8 @@ from gtpo_jax.protocol.http import (
   starlette_app,
   wait_for,
 )
-from gtpo_jax.protocol.outputs import Output, Part, new_search
-from gtpo_jax.protocol.requests import ChatRequest, read_chat
+from gtpo_jax.serving.outputs import Output, Part, new_search
+from gtpo_jax.serving.requests import ChatRequest, read_chat
 
 HOST = "127.0.0.1"
 NAME = "policy"  # of the model

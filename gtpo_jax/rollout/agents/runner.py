@@ -24,14 +24,14 @@ from gtpo_jax.environments.parsers import parser_for
 from gtpo_jax.environments.tokens import TurnTokens
 from gtpo_jax.environments.turns import Ended, Episode, Group, Opened, Result, Stop
 from gtpo_jax.environments.workers import Outcome, Workers
-from gtpo_jax.protocol.conversation import Conversations
-from gtpo_jax.protocol.errors import ApiError
-from gtpo_jax.protocol.requests import one_line
 from gtpo_jax.rollout.agents.calls import Agent, AgentCall
 from gtpo_jax.rollout.agents.conversations import Limit, Transcript
 from gtpo_jax.rollout.agents.endpoint import AgentJob, Endpoint
 from gtpo_jax.rollout.agents.session import AgentSession, Asked
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.serving.conversation import Conversations
+from gtpo_jax.serving.errors import ApiError
+from gtpo_jax.serving.requests import one_line
 
 Event = Opened | Asked | Ended
 

@@ -12,11 +12,11 @@ from typing import Any
 from gtpo_jax.environments.limits import LEAVE_OUT, EpisodeLimits
 from gtpo_jax.environments.session import Key
 from gtpo_jax.environments.turns import MODEL_LIMITS, Episode, Result, Stop, Turn
-from gtpo_jax.protocol.errors import ApiError
-from gtpo_jax.protocol.outputs import Part
 from gtpo_jax.rollout.agents.calls import AgentCall
 from gtpo_jax.rollout.agents.conversations import Conversation, Transcript
 from gtpo_jax.rollout.agents.endpoint import AgentJob
+from gtpo_jax.serving.errors import ApiError
+from gtpo_jax.serving.outputs import Part
 
 
 @dataclasses.dataclass(frozen=True)

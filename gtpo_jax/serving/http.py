@@ -20,10 +20,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute
 
-from gtpo_jax.protocol.answers import Parts
-from gtpo_jax.protocol.errors import ApiError
-from gtpo_jax.protocol.requests import MAX_BODY, Fields, one_line
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.serving.answers import Parts
+from gtpo_jax.serving.errors import ApiError
+from gtpo_jax.serving.requests import MAX_BODY, Fields, one_line
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 CLOSED_REQUEST = 499  # what logs call a request whose client has gone; nobody reads it

@@ -11,8 +11,8 @@ from gtpo_jax.data.chat import Chat
 from gtpo_jax.data.records import ROLES, user
 from gtpo_jax.environments.parsers import Parser, parser_for
 from gtpo_jax.environments.turns import Turn
-from gtpo_jax.protocol.errors import bad
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.serving.errors import bad
 
 _PROBE = {
   "type": "function",

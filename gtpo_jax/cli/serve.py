@@ -14,12 +14,12 @@ from typing import NamedTuple
 import jax
 import uvicorn
 
-from gtpo_jax.protocol.http import is_loopback, listen, make_server
 from gtpo_jax.rollout.policies import find_policy, serving_config
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.serving.app import App
 from gtpo_jax.serving.generator import Generator
+from gtpo_jax.serving.http import is_loopback, listen, make_server
 from gtpo_jax.serving.service import Service
 
 TOKEN_VARIABLE = "GTPO_SERVE_TOKEN"

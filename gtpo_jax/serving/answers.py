@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from gtpo_jax.data.chat import Chat
-from gtpo_jax.protocol.conversation import Conversations
-from gtpo_jax.protocol.outputs import LogProbs, Output, Part, joined
-from gtpo_jax.protocol.requests import ChatRequest, CompletionRequest, Sampling
+from gtpo_jax.serving.conversation import Conversations
+from gtpo_jax.serving.outputs import LogProbs, Output, Part, joined
+from gtpo_jax.serving.requests import ChatRequest, CompletionRequest, Sampling
 
 Json = dict[str, Any]
 Parts = AsyncIterator[tuple[int, Part]]  # (index of the choice, its next tokens)

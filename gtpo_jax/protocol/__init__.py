@@ -1,1 +1,0 @@
-"""OpenAI's protocol: requests, conversations, answers and errors, on any source of tokens."""
