@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from gtpo_jax.rewards.code import run_code
-from gtpo_jax.rewards.sandbox.bubblewrap import sandbox_problem
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.sandbox.bubblewrap import sandbox_problem
 
 PROGRAM = """
 def running_maximum(numbers):

@@ -5,7 +5,7 @@ import importlib.metadata
 import jax
 import pytest
 
-from gtpo_jax import doctor
+from gtpo_jax.cli import doctor
 
 
 def examine(capsys):

@@ -15,9 +15,9 @@ from command_line import ROOT, SMALL, TRAIN, gtpo
 from flax.traverse_util import flatten_dict
 
 from gtpo_jax import cli
+from gtpo_jax.cli.export import base_model, model_card, tokenizer_note
 from gtpo_jax.config import flatten, freeze
 from gtpo_jax.data.chat import load_chat
-from gtpo_jax.export import base_model, model_card, tokenizer_note
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.models import load
 from gtpo_jax.models.lora import merge_lora

@@ -254,7 +254,7 @@ def serve(args: argparse.Namespace, overrides: list[str]) -> int:
 @_in_all_processes
 def export(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo export`."""
-  from gtpo_jax.export import export_policy
+  from gtpo_jax.cli.export import export_policy
   from gtpo_jax.runtime.distributed import is_first_process
 
   if args.adapter and args.dtype:
@@ -336,7 +336,7 @@ def configs(args: argparse.Namespace, overrides: list[str]) -> int:
 def doctor(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo doctor`."""
   prepare_jax()
-  from gtpo_jax.doctor import examine
+  from gtpo_jax.cli.doctor import examine
 
   return examine(_program())
 

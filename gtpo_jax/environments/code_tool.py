@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gtpo_jax.rewards.code import run_stdin
-from gtpo_jax.rewards.sandbox.bubblewrap import sandbox_problem
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.sandbox.bubblewrap import sandbox_problem
 
 
 def python_tool(

@@ -5,11 +5,11 @@ from gtpo_jax.rewards.gold import check_gold, gold_check
 from gtpo_jax.rewards.length import group_relative, soft_overlong
 from gtpo_jax.rewards.math.verdicts import math_correct, math_verdicts
 from gtpo_jax.rewards.plain import choice_correct, exact_correct
-from gtpo_jax.rewards.sandbox.bubblewrap import sandbox_problem
 from gtpo_jax.rewards.synthetic import countdown_correct, forks_correct, last_number_correct
 from gtpo_jax.rewards.truth import MARKS, knows_truth, truth_marks
 from gtpo_jax.rewards.verifiers import PARTS, VERIFIERS, Score, score, verify
 from gtpo_jax.rewards.votes import VOTES
+from gtpo_jax.sandbox.bubblewrap import sandbox_problem
 
 __all__ = [
   "MARKS",

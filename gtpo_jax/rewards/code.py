@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gtpo_jax.rewards.sandbox import inside
-from gtpo_jax.rewards.sandbox.bubblewrap import run_inside
-from gtpo_jax.rewards.sandbox.supervisor import RunResult
+from gtpo_jax.sandbox import inside
+from gtpo_jax.sandbox.bubblewrap import run_inside
+from gtpo_jax.sandbox.supervisor import RunResult
 
 OUTPUT_KEPT = 16384  # maximum characters of a program's output in a verdict
 REASON_KEPT = 300  # maximum characters of a reason in a verdict

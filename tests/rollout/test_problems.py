@@ -10,7 +10,6 @@ from gtpo_jax.data.records import Problem, user
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
-from gtpo_jax.rewards.sandbox import bubblewrap
 from gtpo_jax.rollout.problems import (
   eval_label,
   held_out_problems,
@@ -20,6 +19,7 @@ from gtpo_jax.rollout.problems import (
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.sandbox import bubblewrap
 
 
 def config_of(**changes):

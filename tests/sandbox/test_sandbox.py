@@ -15,10 +15,10 @@ import pytest
 from attacks import ATTACKS
 
 from gtpo_jax.rewards.code import OUTPUT_KEPT, run_code
-from gtpo_jax.rewards.sandbox import bubblewrap
-from gtpo_jax.rewards.sandbox.bubblewrap import sandbox_problem
-from gtpo_jax.rewards.sandbox.rootfs import interpreter, root_filesystem
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.sandbox import bubblewrap
+from gtpo_jax.sandbox.bubblewrap import sandbox_problem
+from gtpo_jax.sandbox.rootfs import interpreter, root_filesystem
 
 SECRET = "canary-5d1f90c2"
 TIMEOUT_S = 3  # for attacks that never end

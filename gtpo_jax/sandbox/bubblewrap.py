@@ -28,10 +28,10 @@ import threading
 from contextlib import ExitStack
 from types import CodeType
 
-from gtpo_jax.rewards.sandbox.rootfs import DEVICES, LIBRARY_PATH_FILE, interpreter, root_filesystem
-from gtpo_jax.rewards.sandbox.seccomp import seccomp_filter
-from gtpo_jax.rewards.sandbox.supervisor import MIB, RunResult, killed_at_exit, watch
 from gtpo_jax.runtime.errors import UserError, first_line
+from gtpo_jax.sandbox.rootfs import DEVICES, LIBRARY_PATH_FILE, interpreter, root_filesystem
+from gtpo_jax.sandbox.seccomp import seccomp_filter
+from gtpo_jax.sandbox.supervisor import MIB, RunResult, killed_at_exit, watch
 
 TMP_MIB = 64  # size of the private /tmp
 MAX_PROCESSES = 16  # processes and threads; three of them are the sandbox's own
