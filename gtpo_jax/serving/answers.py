@@ -8,27 +8,12 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from gtpo_jax.data.chat import Chat
+from gtpo_jax.serving.choices import Choice, Parts
 from gtpo_jax.serving.conversation import Conversations
 from gtpo_jax.serving.outputs import LogProbs, Output, Part, joined
 from gtpo_jax.serving.requests import ChatRequest, CompletionRequest, Sampling
 
 Json = dict[str, Any]
-Parts = AsyncIterator[tuple[int, Part]]  # (index of the choice, its next tokens)
-
-
-class Choice:
-  """One choice of a request while it is generated.
-
-  Attributes:
-    prompt: the ids of its prompt.
-    output: what has arrived of it.
-    prefix: the log-probs of its prompt, if they were asked for.
-  """
-
-  def __init__(self, prompt: Sequence[int], output: Output):
-    self.prompt = prompt
-    self.output = output
-    self.prefix: Part | None = None
 
 
 class Answers:

@@ -1,18 +1,49 @@
-"""The paths of the server."""
+"""The paths of the server, and the two that an agent's endpoint has too."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from gtpo_jax.serving.answers import Answers
+from gtpo_jax.serving.choices import Job
 from gtpo_jax.serving.errors import ApiError, bad
 from gtpo_jax.serving.generator import Generator
-from gtpo_jax.serving.http import Events, answering, read_fields, starlette_app, wait_for
-from gtpo_jax.serving.requests import Fields, read_chat, read_completion, shown
+from gtpo_jax.serving.http import Handler, answering, read_fields, respond, starlette_app
+from gtpo_jax.serving.requests import ChatRequest, Fields, read_chat, read_completion, shown
 from gtpo_jax.serving.service import Service
+
+
+def chat_routes(
+  answers: Answers,
+  fields: Callable[[Request], Awaitable[Fields]],
+  start: Callable[[Request, ChatRequest], Job],
+  answer: Callable[[Handler], Handler],
+) -> list[Route]:
+  """Returns the paths /v1/models and /v1/chat/completions.
+
+  Args:
+    answers: writes the answers.
+    fields: reads a body, and takes "model" from it.
+    start: starts a chat.
+    answer: turns errors of a handler into answers, as `answering`.
+  """
+
+  async def models(request: Request) -> Response:
+    return JSONResponse({"object": "list", "data": [answers.model()]})
+
+  async def chat(request: Request) -> Response:
+    job = start(request, read_chat(await fields(request)))
+    return await respond(request, job, answers.chat, answers.chat_stream)
+
+  return [
+    Route("/v1/models", answer(models)),
+    Route("/v1/chat/completions", answer(chat), methods=["POST"]),
+  ]
 
 
 class App:
@@ -35,11 +66,10 @@ class App:
     self._generator = generator
     answer = functools.partial(answering, only_loopback=only_loopback, token=token)
     routes = [
+      *chat_routes(self._answers, self._fields, lambda _, read: service.chat_job(read), answer),
       Route("/health", answering(self._health, only_loopback)),
       Route("/metrics", answer(self._metrics)),
-      Route("/v1/models", answer(self._models)),
       Route("/v1/models/{name:path}", answer(self._model)),
-      Route("/v1/chat/completions", answer(self._chat), methods=["POST"]),
       Route("/v1/completions", answer(self._completions), methods=["POST"]),
     ]
     self.asgi = starlette_app(routes)
@@ -58,28 +88,13 @@ class App:
       lines += [f"# TYPE gtpo_{name}_total counter", f"gtpo_{name}_total {value}"]
     return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
-  async def _models(self, request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [self._answers.model()]})
-
   async def _model(self, request: Request) -> Response:
     self._check_model(request.path_params["name"])
     return JSONResponse(self._answers.model())
 
-  async def _chat(self, request: Request) -> Response:
-    read = read_chat(await self._fields(request))
-    job = self._service.chat_job(read)
-    if read.sampling.stream:
-      return Events(self._answers.chat_stream(read, job.choices, job.parts()), job)
-    await wait_for(request, job)
-    return JSONResponse(self._answers.chat(read, job.choices))
-
   async def _completions(self, request: Request) -> Response:
-    read = read_completion(await self._fields(request))
-    job = self._service.completion_job(read)
-    if read.sampling.stream:
-      return Events(self._answers.completion_stream(read, job.choices, job.parts()), job)
-    await wait_for(request, job)
-    return JSONResponse(self._answers.completion(read, job.choices))
+    job = self._service.completion_job(read_completion(await self._fields(request)))
+    return await respond(request, job, self._answers.completion, self._answers.completion_stream)
 
   async def _fields(self, request: Request) -> Fields:
     """Returns the fields of a body, without "model"."""

@@ -11,7 +11,7 @@ import socket
 import sys
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute
 
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.serving.answers import Parts
+from gtpo_jax.serving.choices import Job
 from gtpo_jax.serving.errors import ApiError
 from gtpo_jax.serving.requests import MAX_BODY, Fields, one_line
 
@@ -30,20 +30,6 @@ CLOSED_REQUEST = 499  # what logs call a request whose client has gone; nobody r
 RETRY_AFTER_S = 1
 STOP_S = 5  # time for answers under way once a server is asked to stop
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-class Job(Protocol):
-  """A request that is being answered."""
-
-  def parts(self) -> Parts:
-    """Yields what is generated until all choices have ended.
-
-    Raises:
-      ApiError: generation has failed.
-    """
-
-  def close(self) -> None:
-    """Cancels what has not ended."""
 
 
 def starlette_app(routes: list[BaseRoute]) -> Starlette:
@@ -112,7 +98,30 @@ async def read_fields(request: Request, most: int = MAX_BODY) -> Fields:
   return Fields(bytes(body))
 
 
-async def wait_for(request: Request, job: Job) -> None:
+async def respond(
+  request: Request,
+  job: Job,
+  whole: Callable[..., dict[str, Any]],
+  stream: Callable[..., AsyncIterator[dict[str, Any]]],
+) -> Response:
+  """Returns the answer of a job, whole or in parts as its request wants it.
+
+  Args:
+    request: what the client has sent.
+    job: what generates the answer.
+    whole, stream: write it, as the methods of `Answers` do.
+
+  Raises:
+    ApiError: generation has failed.
+    ClientDisconnect: the client has gone, and its choices were cancelled.
+  """
+  if job.request.sampling.stream:
+    return _Events(stream(job.request, job.choices, job.parts()), job)
+  await _wait_for(request, job)
+  return JSONResponse(whole(job.request, job.choices))
+
+
+async def _wait_for(request: Request, job: Job) -> None:
   """Waits until all choices have ended.
 
   Raises:
@@ -140,7 +149,7 @@ async def wait_for(request: Request, job: Job) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Events(StreamingResponse):
+class _Events(StreamingResponse):
   """Server-sent events. If the client hangs up, what has not ended is cancelled."""
 
   def __init__(self, parts: AsyncIterator[dict[str, Any]], job: Job):

@@ -61,10 +61,17 @@ class Output:
   @property
   def text(self) -> str:
     """The text so far, without stop strings and what may become one or another character."""
-    (text,) = self._chat.decode([self.tokens])
+    return self._text(self.tokens, self.finish)
+
+  def text_with(self, part: Part) -> str:
+    """Returns the text that this would have with the next tokens. It adds none."""
+    return self._text(self.tokens + part.tokens, part.finish)
+
+  def _text(self, tokens: list[int], finish: str) -> str:
+    (text,) = self._chat.decode([tokens])
     if self._stop:
       text = self._stop.cut(text)
-    if self.finish:
+    if finish:
       return text
     text = text.rstrip(REPLACEMENT)
     return self._stop.without_begun(text) if self._stop else text

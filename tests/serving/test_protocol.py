@@ -373,7 +373,8 @@ def test_a_stream_of_an_answer_with_tools_is_the_whole_answer(chat_with_tools, t
   from openai.lib.streaming.chat import ChatCompletionStreamState
   from openai.types.chat import ChatCompletionChunk
 
-  from gtpo_jax.serving.answers import Answers, Choice
+  from gtpo_jax.serving.answers import Answers
+  from gtpo_jax.serving.choices import Choice
   from gtpo_jax.serving.outputs import Output, Part
   from gtpo_jax.serving.requests import Fields, read_chat
 

@@ -26,9 +26,10 @@ from gtpo_jax.environments.turns import Ended, Episode, Group, Opened, Result, S
 from gtpo_jax.environments.workers import Outcome, Workers
 from gtpo_jax.rollout.agents.calls import Agent, AgentCall
 from gtpo_jax.rollout.agents.conversations import Limit, Transcript
-from gtpo_jax.rollout.agents.endpoint import AgentJob, Endpoint
+from gtpo_jax.rollout.agents.endpoint import Endpoint
 from gtpo_jax.rollout.agents.session import AgentSession, Asked
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.serving.choices import Job
 from gtpo_jax.serving.conversation import Conversations
 from gtpo_jax.serving.errors import ApiError
 from gtpo_jax.serving.requests import one_line
@@ -121,7 +122,7 @@ class AgentRunner:
     self._workers.limit(session.number, session.time_left)
     return session.call.run()
 
-  def _submit(self, token: str, job: AgentJob) -> None:
+  def _submit(self, token: str, job: Job) -> None:
     """Takes a request; on the endpoint's thread."""
     session = self._by_token.get(token)
     if session is None:

@@ -14,7 +14,7 @@ from gtpo_jax.environments.session import Key
 from gtpo_jax.environments.turns import MODEL_LIMITS, Episode, Result, Stop, Turn
 from gtpo_jax.rollout.agents.calls import AgentCall
 from gtpo_jax.rollout.agents.conversations import Conversation, Transcript
-from gtpo_jax.rollout.agents.endpoint import AgentJob
+from gtpo_jax.serving.choices import Job
 from gtpo_jax.serving.errors import ApiError
 from gtpo_jax.serving.outputs import Part
 
@@ -61,14 +61,14 @@ class AgentSession:
     self.number = number
     self.call = call
     self.result: Episode | None = None
-    self.active: tuple[AgentJob, Conversation] | None = None
+    self.active: tuple[Job, Conversation] | None = None
     self.held: Any = None
     self._limits = limits
     self._transcript = transcript
     self._turns: list[Turn] = []
     self._drawn = 0
     self._lock = threading.Lock()
-    self._waiting: collections.deque[AgentJob] = collections.deque()
+    self._waiting: collections.deque[Job] = collections.deque()
     self.flooded = False
     self._seconds = 0.0
     self._since: float | None = None  # when the agent got the word; None while it has not
@@ -84,7 +84,7 @@ class AgentSession:
     """How long the agent has worked, without the time in which it waited for an answer."""
     return self._seconds + (0.0 if self._since is None else time.monotonic() - self._since)
 
-  def submit(self, job: AgentJob) -> None:
+  def submit(self, job: Job) -> None:
     """Adds a request; on the endpoint's thread.
 
     Raises:
@@ -114,7 +114,7 @@ class AgentSession:
       self._since = time.monotonic()
       return True
 
-  def next_job(self) -> AgentJob | None:
+  def next_job(self) -> Job | None:
     """Returns the next request that somebody waits for, if there is one."""
     with self._lock:
       while self._waiting:
@@ -123,7 +123,7 @@ class AgentSession:
           return job
     return None
 
-  def ask(self, job: AgentJob) -> Asked | Stop:
+  def ask(self, job: Job) -> Asked | Stop:
     """Begins to answer a request; returns the limit that it exceeds instead, if it exceeds one.
 
     Raises:
@@ -137,7 +137,7 @@ class AgentSession:
     conversation, ids = transcript.add(job.request, limits.max_conversations)
     left = transcript.tokens_left
     limit = min(job.request.sampling.max_tokens or left, left)
-    asked = Asked(*self.key, conversation.number, ids, limit, job.stop)
+    asked = Asked(*self.key, conversation.number, ids, limit, job.request.sampling.stop)
     job.choices[0].prompt = transcript.prompt(conversation)
     self.active = (job, conversation)
     return asked
@@ -149,7 +149,7 @@ class AgentSession:
     job, conversation = self.active
     self.active = None
     part = Part(list(tokens), list(log_probs), [], "stop" if finished else "length")
-    turn = self._transcript.answer(conversation, part.tokens, job.text_of(part))
+    turn = self._transcript.answer(conversation, part.tokens, job.choices[0].output.text_with(part))
     left = self._transcript.tokens_left
     turn = dataclasses.replace(turn, index=len(self._turns), tokens_left=left)
     self._turns.append(turn)
