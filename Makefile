@@ -8,7 +8,7 @@ TOPOLOGY ?= v5e:4x4
 ARGS ?=
 MODEL ?= $(or $(GTPO_SMOLLM2),HuggingFaceTB/SmolLM2-135M-Instruct)
 
-.PHONY: setup train real test test-slow test-manual lint bench plan docs clean
+.PHONY: setup train real test test-system test-slow test-manual lint bench plan docs clean
 
 # Installs the program and everything that the other targets need: test tools, libtpu and MkDocs.
 setup: $(VENV)/.developer
@@ -45,6 +45,10 @@ real: $(VENV)/.program
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Of these tests, the ones that need bubblewrap or Chromium.
+test-system: setup
+	$(BIN)/python -m pytest -m "(sandbox or browser) and not slow and not manual"
 
 test-slow: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not manual"

@@ -210,11 +210,14 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-  """Chooses the rows of the default suite, and puts the longest files first.
+  """Chooses the rows of the default suite, marks what needs a browser, puts long files first.
 
   So no worker has much left when the other is done.
   """
   leave_some_rows(items)
+  for item in items:
+    if "browser" in item.fixturenames:
+      item.add_marker(pytest.mark.browser)
 
   def place(item):
     name = item.nodeid.removeprefix("tests/")

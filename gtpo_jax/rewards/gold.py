@@ -21,7 +21,7 @@ from gtpo_jax.rewards.math.verdicts import quick_verdict
 from gtpo_jax.rewards.plain import choice_correct, exact_correct
 from gtpo_jax.rewards.synthetic import countdown_reaches, sentence_correct
 from gtpo_jax.rewards.truth import check_truth
-from gtpo_jax.rewards.verifiers import VERIFIERS
+from gtpo_jax.rewards.verifiers import VERIFIERS, missing_extra
 
 MAX_COUNTDOWN_DIGITS = 9  # of the numbers that a countdown step may contain
 MAX_SEARCHED_NUMBERS = 4  # of a countdown problem; the search with more takes milliseconds
@@ -145,15 +145,9 @@ def _sentence(answer: str, extra: Extra) -> None:
 
 
 def _code(answer: str, extra: Extra) -> None:
-  for names, check in TESTS.items():
-    if names[0] in extra:
-      for name in names:
-        if name not in extra:
-          raise ValueError(f"is of kind 'code', but has no {name}")
-      check(extra)
-      return
-  options = ", ".join(names[0] for names in TESTS)
-  raise ValueError(f"is of kind 'code', but its extra has no tests: none of {options}")
+  if missing := missing_extra("code", extra):
+    raise ValueError(f"is of kind 'code', but its tests are missing: it has no {missing}")
+  next(check for first, check in TESTS.items() if first in extra)(extra)
 
 
 def _humaneval(extra: Extra) -> None:
@@ -223,11 +217,11 @@ def _is_lines(value: Any) -> bool:
   return isinstance(lines, list | tuple) and all(isinstance(line, str) for line in lines)
 
 
-# The keys of `extra` in each format of tests, which its first key identifies.
-TESTS: dict[tuple[str, ...], Callable[[Extra], None]] = {
-  ("entry_point", "prompt", "test"): _humaneval,
-  ("test_list",): _test_list,
-  ("input_output",): _input_output,
+# By the first key of each format of tests (`NEEDS`): a function that checks the format.
+TESTS: dict[str, Callable[[Extra], None]] = {
+  "entry_point": _humaneval,
+  "test_list": _test_list,
+  "input_output": _input_output,
 }
 
 # By `Problem.kind`: a function that raises ValueError if the kind's verifier cannot use an answer

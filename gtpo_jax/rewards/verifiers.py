@@ -165,6 +165,29 @@ VERIFIERS: dict[str, Verifier] = {
 }
 
 
+# By `Problem.kind`: the keys of `extra` that its verifier reads. Of the test formats of `code`, a
+# problem has one, which the first key identifies.
+NEEDS: dict[str, tuple[tuple[str, ...], ...]] = {
+  "countdown": (("numbers",),),
+  "sentence": (("topic", "word"),),
+  "code": (("entry_point", "prompt", "test"), ("test_list",), ("input_output",)),
+  "constraints": (("instruction_id_list", "kwargs"),),
+  "reasoning_gym": (("task", "entry"),),
+}
+
+
+def missing_extra(kind: str, extra: Mapping[str, Any]) -> str:
+  """Returns the keys that the verifier of `kind` needs and `extra` lacks; "" if it lacks none."""
+  formats = NEEDS.get(kind, ((),))
+  if len(formats) == 1:
+    (needed,) = formats
+  else:
+    needed = next((keys for keys in formats if keys[0] in extra), ())
+    if not needed:
+      return " or ".join(keys[0] for keys in formats)
+  return " and ".join(key for key in needed if key not in extra)
+
+
 def score(
   kind: str, completions: Texts, answers: Texts, extras: Extras, options: Options
 ) -> list[Score | None]:
@@ -181,8 +204,8 @@ def score(
 def verify(kind: str, completions: Texts, answers: Texts, extras: Extras) -> Verdicts:
   """Returns whether each completion is correct, or None where no verdict is reached.
 
-  The settings are the defaults of the config's reward section. The problems are not checked; a row
-  that `check_gold` refuses may raise any error.
+  The settings are the defaults of the config's reward section. Of the problems, only the keys of
+  their extras are checked; a row that `check_gold` refuses may raise any error.
 
   Args:
     kind: a key of `VERIFIERS`.
@@ -191,7 +214,8 @@ def verify(kind: str, completions: Texts, answers: Texts, extras: Extras) -> Ver
     extras: `Problem.extra` of each completion's problem.
 
   Raises:
-    UserError: the kind has no verifier, or something that it needs is missing here.
+    UserError: the kind has no verifier, an extra lacks a key that it needs, or something that it
+      needs is missing on this machine.
     ValueError: the lists differ in length.
   """
   if kind not in VERIFIERS:
@@ -203,6 +227,9 @@ def verify(kind: str, completions: Texts, answers: Texts, extras: Extras) -> Ver
       f"verify needs as many answers and extras as completions, got {len(completions)} "
       f"completions, {len(answers)} answers and {len(extras)} extras"
     )
+  for i, extra in enumerate(extras):
+    if missing := missing_extra(kind, extra):
+      raise UserError(f"extras[{i}] has no {missing}, which the kind {kind!r} needs")
   return VERIFIERS[kind](completions, answers, extras, DefaultOptions())
 
 

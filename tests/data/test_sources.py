@@ -322,7 +322,7 @@ def test_a_malformed_row_is_skipped_up_to_the_limit_and_named(tmp_path, row, mes
     ),
     ({"prompt": "q", "answer": "one", "kind": "last_number"}, "'one' does not consist of digits"),
     ({"prompt": "q", "answer": "5", "kind": "countdown"}, "extra.numbers is not a list"),
-    ({"prompt": "q", "answer": "1", "kind": "code"}, "its extra has no tests: none of entry_point"),
+    ({"prompt": "q", "answer": "1", "kind": "code"}, "tests are missing: it has no entry_point"),
     ({"text": "q", "task_id": 3, "test_list": 7}, "a test_list that is not a list of tests"),
     ({"text": "q", "task_id": 3, "test_list": None}, "a test_list that is not a list of tests"),
     ({"text": "q", "task_id": 3, "test_list": [1, 2]}, "is not text, but int"),

@@ -66,6 +66,14 @@ FILES = {
 }
 
 
+def each(names):
+  """Returns test parameters, of which those whose problems are programs need a sandbox."""
+  runs_programs = lambda name: "entry_point" in ROWS[name][0]
+  return [
+    pytest.param(name, marks=pytest.mark.sandbox) if runs_programs(name) else name for name in names
+  ]
+
+
 def config_of(name, kind="", **changes):
   flags = [f"--config.{key.replace('__', '.')}={value}" for key, value in changes.items()]
   return load(f"{ROOT}/configs/{name}.py{kind}", flags)
@@ -85,7 +93,7 @@ def test_every_config_is_tested_and_short():
 
 
 @pytest.mark.parametrize("kind", [":chat", ":base", ""])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", each(CONFIGS))
 @pytest.mark.some(5)
 def test_each_loads_and_encodes_its_problems(name, kind, tmp_path):
   row, _, _ = ROWS[name]
@@ -101,8 +109,7 @@ def test_each_loads_and_encodes_its_problems(name, kind, tmp_path):
   assert ("boxed{}" in text) == (name != "eval_humaneval")
 
 
-@pytest.mark.sandbox
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", each(CONFIGS))
 def test_each_tells_correct_from_incorrect(name, tmp_path):
   row, correct, incorrect = ROWS[name]
   config = config_of(name, data__eval=write_row(tmp_path, row))
@@ -117,7 +124,7 @@ def test_an_unknown_kind_of_model_is_rejected():
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real data is not on this machine")
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", each(FILES))
 def test_the_real_files(name):
   file, count = FILES[name]
   path = REAL / f"{file}.jsonl.gz"

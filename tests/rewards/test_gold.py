@@ -85,7 +85,7 @@ def test_accepted(kind, answer, extra):
     ("countdown", "5", {"numbers": [True]}, "extra.numbers is not a list"),
     ("countdown", "5", {"numbers": [-1]}, "extra.numbers is not a list"),
     ("countdown", "5", {"numbers": [10**9]}, "extra.numbers is not a list"),
-    ("code", "1", {}, "none of entry_point, test_list, input_output"),
+    ("code", "1", {}, "it has no entry_point or test_list or input_output"),
     ("code", "1", {"entry_point": "f"}, "has no prompt"),
     ("code", "1", {"entry_point": "f", "prompt": "p"}, "has no test"),
     ("code", "1", HUMANEVAL | {"prompt": [{"role": "user"}]}, "prompt that is not text, but list"),

@@ -47,10 +47,10 @@ def test_the_default_options_are_those_of_the_config():
     assert getattr(DefaultOptions(), field.name) == getattr(section, field.name), field.name
 
 
-@pytest.mark.parametrize("kind", sorted(CASES))
+@pytest.mark.parametrize(
+  "kind", [pytest.param(k, marks=pytest.mark.sandbox) if k == "code" else k for k in sorted(CASES)]
+)
 def test_right_and_wrong(kind):
-  if kind == "code" and sandbox_problem():
-    pytest.skip("there is no sandbox here")
   if kind == "reasoning_gym" and importlib.util.find_spec("reasoning_gym") is None:
     pytest.skip("reasoning-gym is not installed")
   answer, extra, right, wrong = CASES[kind]
@@ -72,9 +72,15 @@ def test_no_verdict():
     (("maths", [""], [""], [{}]), "kind must be one of last_number, .*, did you mean 'math'"),
     (("math", ["1"], ["1", "2"], [{}]), "1 completions, 2 answers and 1 extras"),
     (("exact", ["1"], ["1"], []), "1 completions, 1 answers and 0 extras"),
+    (
+      ("reasoning_gym", ["1"], ["1"], [{}]),
+      r"extras\[0\] has no task and entry, which the kind 'reasoning_gym' needs",
+    ),
+    (("countdown", ["1"] * 2, ["1"] * 2, [{"numbers": [1]}, {}]), r"extras\[1\] has no numbers,"),
+    (("code", ["1"], ["1"], [{"test": ""}]), "has no entry_point or test_list or input_output,"),
   ],
 )
 def test_bad_arguments(arguments, message):
   with pytest.raises(ValueError, match=message) as caught:
     verify(*arguments)
-  assert isinstance(caught.value, UserError) == (arguments[0] == "maths")
+  assert isinstance(caught.value, UserError) == ("completions" not in message)
