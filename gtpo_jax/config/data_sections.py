@@ -228,8 +228,8 @@ class RewardSection(Checked):
     gym_answer: for problems of reasoning-gym, where the answer is: "tag" (in <answer></answer>),
       "boxed" (the last box, `Answer:` or number), "auto" (the tag if there is one, else boxed), or
       "line" (the last box or `Answer:`, else the last line).
-    timeout_s: seconds that checking one mathematical answer, or one of reasoning-gym, may take;
-      after that it has no verdict.
+    timeout_s: seconds that checking one mathematical answer, one of reasoning-gym, or one text with
+      the regular expressions of a row of kind constraints may take; after that it has no verdict.
     function_timeout_s: seconds that a user's function may take for the completions of one problem;
       after that they have no verdict.
     code_timeout_s: seconds that one run of a program with its tests may take; after that it is

@@ -234,7 +234,7 @@ def program_of(completion: str) -> str:
   A block without a closing fence runs to the end.
   """
   blocks = re.findall(
-    r"(?ms)^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:^[ \t]*```|\Z)", completion
+    r"(?ms)^[ \t]*+```[ \t]*+(?:python3?|py)?[ \t]*+\n(.*?)(?:^[ \t]*+```|\Z)", completion
   )
   return blocks[-1] if blocks else completion
 

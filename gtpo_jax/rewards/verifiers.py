@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from gtpo_jax.rewards.code import code_correct
-from gtpo_jax.rewards.constraints.verdicts import STRICT, followed
+from gtpo_jax.rewards.constraints.verdicts import STRICT, followed_shares
 from gtpo_jax.rewards.gym.answers import AUTO, gym_scores, is_right
 from gtpo_jax.rewards.math.extraction import extract
 from gtpo_jax.rewards.math.verdicts import math_verdicts
@@ -124,11 +124,8 @@ def _constraints(
   completions: Texts, answers: Texts, extras: Extras, options: Options
 ) -> list[Score | None]:
   """The number is the share of the problem's instructions that the completion follows."""
-  scores = []
-  for completion, extra in zip(completions, extras, strict=True):
-    verdicts = followed(completion, extra, options.instructions)
-    scores.append(Score(all(verdicts), sum(verdicts) / len(verdicts)))
-  return scores
+  shares = followed_shares(completions, extras, options.instructions, options.timeout_s)
+  return [None if share is None else Score(share == 1, share) for share in shares]
 
 
 def _reasoning_gym(

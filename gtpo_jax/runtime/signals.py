@@ -6,6 +6,7 @@ Also the watchdog, which ends a run that makes no progress.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import signal
@@ -13,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SIGNAL_EXIT = 128  # plus the signal's number: the exit status shells use
@@ -24,6 +25,8 @@ COMPILE_BEGINS = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILE_LIMIT_S = 3600.0  # the time for one program; the largest take minutes
 GRACE_S = 5.0  # time for the watchdog's thread to act before faulthandler ends the process
 SHOW_CURSOR = b"\x1b[?25h\n"
+RESET_HANDLER = 4 if sys.platform == "darwin" else -(2**31)  # SA_RESETHAND of <signal.h>
+MASK_BYTES = 4 if sys.platform == "darwin" else 128
 
 
 class Stopped(Exception):
@@ -39,8 +42,9 @@ class StopSignals:
   """Context manager: the first Ctrl-C or SIGTERM requests a stop, the second quits at once.
 
   The run checks `requested` between chunks of sampling and between steps. A separate thread reads
-  the signals, because the main thread may spend minutes in a compiler or a collective. Quitting at
-  once is safe: a file that is being written does not count until it is complete.
+  the signals, because the main thread may spend minutes in a compiler or a collective. The second
+  one ends the process even if that thread cannot run (`_OneShot`). Quitting at once is safe: a file
+  that is being written does not count until it is complete.
 
   Args:
     show: shows a message to the user; called on that thread.
@@ -65,6 +69,7 @@ class StopSignals:
     self._writer.setblocking(False)
     self._previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+    self._handlers = _OneShot(SIGNALS)
     threading.Thread(target=self._listen, name="gtpo signals", daemon=True).start()
     return self
 
@@ -81,13 +86,56 @@ class StopSignals:
           self._on_signal(number[0])
 
   def _on_signal(self, number: int) -> None:
-    if self.signal is not None:
-      if sys.stdout.isatty():
-        os.write(sys.stdout.fileno(), SHOW_CURSOR)  # the progress bar hides it
+    if sys.stdout.isatty():
+      os.write(sys.stdout.fileno(), SHOW_CURSOR)  # the progress bar hides it
+    if self.signal is not None:  # in the first process of a container
       os._exit(SIGNAL_EXIT + number)
     self._arrived = time.monotonic()
     self.signal = number
+    self._handlers.acted()
     self._show("stopping as soon as possible, then saving; repeat to quit at once, unsaved")
+
+
+class _Action(ctypes.Structure):
+  """`struct sigaction` of 64-bit Linux and macOS."""
+
+  _fields_ = (
+    ("handler", ctypes.c_void_p),  # NULL is the default, which ends the process
+    ("mask", ctypes.c_byte * MASK_BYTES),
+    ("flags", ctypes.c_int),
+    ("restorer", ctypes.c_void_p),
+  )
+
+
+class _OneShot:
+  """Lets the handlers that signals have now act once; then the default ends the process.
+
+  Handlers of Python need the interpreter's lock, and so does a thread that reads signals. C code
+  may hold it for hours, such as a search with a regular expression. The kernel needs nothing.
+
+  Args:
+    numbers: the signals.
+  """
+
+  def __init__(self, numbers: Iterable[int]):
+    self._libc = ctypes.CDLL(None)
+    self._actions = {number: _Action() for number in numbers}
+    for number, action in self._actions.items():
+      self._libc.sigaction(number, None, ctypes.byref(action))
+      action.flags |= RESET_HANDLER
+    self._set(self._actions)
+
+  def acted(self) -> None:
+    """Lets the next one of all these signals end the process; may be called on any thread.
+
+    The kernel does not end the first process of a container so. Its handlers act once again.
+    """
+    default = {number: _Action() for number in self._actions}
+    self._set(self._actions if os.getpid() == 1 else default)
+
+  def _set(self, actions: Mapping[int, _Action]) -> None:
+    for number, action in actions.items():
+      self._libc.sigaction(number, ctypes.byref(action), None)
 
 
 class Interrupts:

@@ -1,11 +1,11 @@
 """Verifiable instructions: verdicts by hand for each kind, and those of lm-eval on random texts."""
 
+import dataclasses
 import importlib
 import importlib.util
 import itertools
 import random
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -13,9 +13,10 @@ import pytest
 
 from gtpo_jax.config.data_sections import RewardSection
 from gtpo_jax.data.sources import load_records
-from gtpo_jax.rewards import check_gold, score, verify
+from gtpo_jax.rewards import Score, check_gold, score, verify
 from gtpo_jax.rewards.constraints.instructions import INSTRUCTIONS, LANGUAGES
 from gtpo_jax.rewards.constraints.verdicts import followed
+from gtpo_jax.rewards.verifiers import DefaultOptions
 from gtpo_jax.runtime.installing import MissingPackage
 
 GERMAN = "Das ist ein kurzer Satz über das Wetter von gestern Abend."
@@ -299,15 +300,13 @@ def test_a_missing_package_is_one_line_even_if_bad_rows_are_allowed(
   assert "\n" not in str(caught.value)
 
 
-def test_hostile_texts_are_fast():
-  names = [case for case in CASES if not needs_packages(case[0])]
-  for text in ("\n" * 20_000, "[" * 20_000, "*" * 20_000, " " * 20_000 + "x", "<" * 20_000):
-    began = time.perf_counter()
-    for name, kwargs, *_ in names:
-      if name.startswith(("language", "change_case", "length_constraints:number_sentences")):
-        continue
-      followed(text, row(name, **kwargs), "loose")
-    assert time.perf_counter() - began < 20
+def test_a_regular_expression_that_hangs_is_ended_without_a_verdict():
+  hangs = row("keywords:existence", keywords=["(.+)+zzz"])
+  plain = row("keywords:existence", keywords=["sea"])
+  texts = ["a" * 1000, "b" * 100_000 + "zzz", "the sea"]
+  options = dataclasses.replace(DefaultOptions(), timeout_s=2.0)
+  found = score("constraints", texts, [""] * 3, [hangs, hangs, plain], options)
+  assert found == [None, Score(True, 1.0), Score(True, 1.0)]
 
 
 PIECES = """

@@ -120,7 +120,7 @@ def _language(answer: str, language: str) -> bool:
 
 
 def _sentences(answer: str, num_sentences: int, relation: str) -> bool:
-  return _compares(count_sentences(answer), relation, num_sentences)
+  return _compares(count_sentences(answer, num_sentences), relation, num_sentences)
 
 
 def _words(answer: str, num_words: int, relation: str) -> bool:
@@ -152,18 +152,24 @@ def _first_word(answer: str, num_paragraphs: int, nth_paragraph: int, first_word
 
 
 def _placeholders(answer: str, num_placeholders: int) -> bool:
-  return len(re.findall(r"\[.*?\]", answer)) >= num_placeholders
+  """A placeholder begins at a `[` and ends at the next `]` of the line."""
+  found = 0
+  for line in answer.split("\n"):
+    end = -1
+    while (start := line.find("[", end + 1)) >= 0 and (end := line.find("]", start)) >= 0:
+      found += 1
+  return found >= num_placeholders
 
 
 def _postscript(answer: str, postscript_marker: str) -> bool:
   marker = postscript_marker.strip()
   spelling = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}.get(marker, marker.lower())
-  return bool(re.search(rf"\s*{spelling}.*$", answer.lower(), re.MULTILINE))
+  return bool(re.search(spelling, answer.lower(), re.MULTILINE))
 
 
 def _bullets(answer: str, num_bullets: int) -> bool:
-  stars = re.findall(r"^\s*\*[^\*].*$", answer, re.MULTILINE)
-  dashes = re.findall(r"^\s*-.*$", answer, re.MULTILINE)
+  stars = re.findall(r"^[^\S\n]*\*[^\*].*$", answer, re.MULTILINE)
+  dashes = re.findall(r"^[^\S\n]*-.*$", answer, re.MULTILINE)
   return len(stars) + len(dashes) == num_bullets
 
 
@@ -195,8 +201,9 @@ def _json(answer: str) -> bool:
 
 
 def _title(answer: str) -> bool:
-  titles = re.findall(r"<<[^\n]+>>", answer)
-  return any(title.lstrip("<").rstrip(">").strip() for title in titles)
+  """A title is what is between the first `<<` and the last `>>` of a line."""
+  titles = (line[line.find("<<") : line.rfind(">>") + 2] for line in answer.split("\n"))
+  return any(len(title) > 4 and title.lstrip("<").rstrip(">").strip() for title in titles)
 
 
 def _two_responses(answer: str) -> bool:
@@ -216,7 +223,8 @@ def _ends(answer: str, end_phrase: str) -> bool:
 
 
 def _capital_words(answer: str, capital_frequency: int, capital_relation: str) -> bool:
-  return _compares(count_capital_words(answer), capital_relation, capital_frequency)
+  found = count_capital_words(answer, capital_frequency)
+  return _compares(found, capital_relation, capital_frequency)
 
 
 def _capital(answer: str) -> bool:

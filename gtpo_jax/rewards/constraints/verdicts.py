@@ -2,20 +2,81 @@
 
 The instructions are those of `extra`, as in IFEval's files: `instruction_id_list`, a list of names,
 and `kwargs`, the arguments of each. An argument that is null, zero or empty counts as missing.
+
+Some arguments are regular expressions, which may take exponential time. Problems with such
+arguments are checked in worker processes that are killed when they hang.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gtpo_jax.rewards.constraints.instructions import INSTRUCTIONS
+from gtpo_jax.rewards.constraints.instructions import INSTRUCTIONS, pattern, patterns
+from gtpo_jax.rewards.math.worker_pool import WorkerPool, wait_all
 from gtpo_jax.runtime.errors import did_you_mean
 
 STRICT = "strict"
 LOOSE = "loose"
 MODES = (STRICT, LOOSE)
 SHOWN_CHARS = 80  # of a value in a message
+_REPEATS = re.compile(r"[*+?{|]")  # without these, a regular expression takes linear time
+
+
+def followed_shares(
+  completions: Sequence[str],
+  extras: Sequence[Mapping[str, Any]],
+  mode: str = STRICT,
+  timeout_s: float = 5.0,
+) -> list[float | None]:
+  """Returns the share of the instructions of its problem that each completion follows.
+
+  It is None if the regular expressions of a problem take longer than `timeout_s` seconds. The other
+  arguments are those of `followed`.
+  """
+  shares = []
+  for completion, extra in zip(completions, extras, strict=True):
+    names, kwargs = extra["instruction_id_list"], extra["kwargs"]
+    if _may_hang(names, kwargs):
+      problem = json.dumps({"mode": mode, "instruction_id_list": names, "kwargs": kwargs})
+      shares.append(_pool().submit(problem, completion, timeout_s))
+    else:
+      shares.append(_share(followed(completion, extra, mode)))
+  return wait_all(shares)
+
+
+def share_in_worker(problem: str, completion: str) -> float:
+  """Returns the share of instructions that a completion follows.
+
+  Args:
+    problem: the `Problem.extra`, with the mode, as JSON.
+    completion: any text.
+  """
+  extra = json.loads(problem)
+  return _share(followed(completion, extra, extra["mode"]))
+
+
+def _share(verdicts: Sequence[bool]) -> float:
+  return sum(verdicts) / len(verdicts)
+
+
+def _may_hang(names: Sequence[str], kwargs: Sequence[Mapping[str, Any] | None]) -> bool:
+  """Whether an argument is a regular expression that repeats something or has alternatives."""
+  for name, given in zip(names, kwargs, strict=True):
+    for key, kind in INSTRUCTIONS[name].arguments.items():
+      value = (given or {}).get(key)
+      expressions = [value] if kind is pattern else value if kind is patterns else []
+      if any(_REPEATS.search(expression) for expression in expressions):
+        return True
+  return False
+
+
+@functools.cache
+def _pool() -> WorkerPool:
+  return WorkerPool(check="gtpo_jax.rewards.constraints.verdicts:share_in_worker")
 
 
 def followed(completion: str, extra: Mapping[str, Any], mode: str = STRICT) -> list[bool]:

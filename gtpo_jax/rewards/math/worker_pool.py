@@ -31,7 +31,7 @@ JOIN_LIMIT_S = 5.0  # longest wait for each thread when a pool is closed
 MAX_TIMEOUT_S = 86_400
 MAX_DEFAULT_WORKERS = 8
 MAX_FAILED_STARTS = 3  # in a row; after that, the pool starts no worker until it is closed
-REQUEST_BYTES = 32_768  # below a pipe's 64 KiB, so that writing a request never blocks
+REQUEST_BYTES = 2**23  # a longer request gets no verdict
 READ_BYTES = 4096
 _VERDICTS = {b"1": True, b"0": False, b"?": None}
 Verdict = bool | float | None
@@ -210,9 +210,19 @@ class _Worker:
       TimeoutError: `limit_s` seconds have passed.
     """
     deadline = time.monotonic() + limit_s
-    os.write(self.process.stdin.fileno(), request)
+    self._write(request, deadline)
     reply = self.read_line(deadline)
     return _VERDICTS[reply] if reply in _VERDICTS else float(reply)
+
+  def _write(self, request: bytes, deadline: float) -> None:
+    pipe = self.process.stdin.fileno()
+    os.set_blocking(pipe, False)
+    poll = select.poll()
+    poll.register(pipe, select.POLLOUT)
+    while request:
+      if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
+        raise TimeoutError
+      request = request[os.write(pipe, request) :]
 
   def read_line(self, deadline: float) -> bytes:
     """Reads one line and strips it. Raises the same errors as `ask`."""

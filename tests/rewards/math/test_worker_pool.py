@@ -117,7 +117,7 @@ def test_exceptions_and_output_do_not_end_the_worker(check_name):
     odd_text = "\ud800\0\n"
     pairs = [("a", "raise"), ("a", "eat"), ("a", "print"), ("a", "a"), (odd_text, odd_text)]
     assert check_all(pool, pairs) == [None, None, False, True, True]
-    assert check(pool, "a", "x" * 10**6) is None  # never written to the pipe
+    assert check(pool, "a", "x" * 10**7) is None  # never written to the pipe
     assert pids_of(pool) == before
 
 
