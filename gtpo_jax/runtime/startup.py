@@ -51,7 +51,8 @@ GPU_MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTI
 QUIET_LOGGERS = {
   # They would disturb the display. Orbax's failures are raised too.
   **dict.fromkeys(("absl", "orbax", "asyncio"), logging.CRITICAL),
-  "httpx2": logging.WARNING,  # it logs each request to a judge
+  # They log each request to a judge; the package openai uses one or the other.
+  **dict.fromkeys(("httpx", "httpx2"), logging.WARNING),
   "matplotlib": logging.ERROR,  # it warns of a HOME that is read-only
   # They log a traceback for each error of an object store that they raise as well.
   **dict.fromkeys(("gcsfs", "s3fs", "adlfs"), logging.CRITICAL),

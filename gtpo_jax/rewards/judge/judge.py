@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import json
 import re
 import sys
 import threading
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_jax.rewards.judge.cache import FILE_NAME, GradeCache, digest_of
-from gtpo_jax.rewards.judge.client import KEY_VARIABLE, Client, Failure
 from gtpo_jax.rewards.judge.grades import Texts, parse_scale, read_grade, render
-from gtpo_jax.rewards.judge.settings import JudgeSettings
+from gtpo_jax.rewards.judge.replies import Failure
+from gtpo_jax.rewards.judge.settings import KEY_VARIABLE, JudgeSettings
 from gtpo_jax.runtime.errors import JudgeError, UserError
+from gtpo_jax.runtime.installing import require_package
 
 PROBE = "Reply with the word ready."  # the message with which a run checks the endpoint
 PROBE_RETRIES = 2
@@ -35,10 +37,13 @@ class Judge:
   reply has no grade of the scale, or the time is over; the first failure of each kind is printed.
 
   Raises:
-    UserError: the key or the package for HTTP cannot be used.
+    UserError: the key cannot be used, or the package openai is missing.
   """
 
   def __init__(self, settings: JudgeSettings):
+    require_package("openai", "reward.judge", "judge")
+    from gtpo_jax.rewards.judge.client import Client
+
     self._settings = settings
     self._scale = parse_scale(settings.scale)
     self._pattern = re.compile(settings.pattern)
@@ -71,7 +76,7 @@ class Judge:
 
     async def ask() -> float:
       async with asyncio.timeout(limit):
-        return (await self._client.ask(self._client.body(PROBE), PROBE_RETRIES)).seconds
+        return (await self._client.ask(self._client.fields(PROBE), PROBE_RETRIES)).seconds
 
     try:
       return self._on_loop(ask())
@@ -201,11 +206,11 @@ class Judge:
   async def _grade(self, texts: Texts) -> float | None:
     """Returns the mean reward of all questions about a completion, None without a grade."""
     settings = self._settings
-    bodies = [
-      self._client.body(render(settings.template, texts, question))
+    asks = [
+      self._client.fields(render(settings.template, texts, question))
       for question in settings.questions
     ]
-    keys = [digest_of(body.decode(), settings.pattern, settings.scale) for body in bodies]
+    keys = [digest_of(json.dumps(fields), settings.pattern, settings.scale) for fields in asks]
     known = [self._cache.get(key) for key in keys]
     self._count(cached=len(known) - known.count(None))
     asked = [i for i, reward in enumerate(known) if reward is None]
@@ -213,7 +218,7 @@ class Judge:
       async with self._places:
         self._check_answering()
         failures: list[Failure] = []
-        questions = (self._ask(bodies[i], keys[i], failures) for i in asked)
+        questions = (self._ask(asks[i], keys[i], failures) for i in asked)
         try:
           async with asyncio.timeout(settings.completion_timeout_s):
             rewards = await asyncio.gather(*questions)
@@ -226,10 +231,10 @@ class Judge:
         known[i] = reward
     return None if None in known else sum(known) / len(known)
 
-  async def _ask(self, body: bytes, key: str, failures: list[Failure]) -> float | None:
+  async def _ask(self, fields: dict[str, Any], key: str, failures: list[Failure]) -> float | None:
     """Asks one question and returns its reward; None after adding the reason to `failures`."""
     try:
-      reply = await self._client.ask(body, self._settings.retries)
+      reply = await self._client.ask(fields, self._settings.retries)
     except Failure as failure:
       failures.append(failure)
       return None

@@ -17,6 +17,7 @@ MAX_QUESTIONS = 20
 SECONDS = number(lambda x: 0 < x <= 86_400, "above 0 and at most 86400 (a day)")
 CONCURRENCY = number(lambda x: 1 <= x <= 1024, "from 1 to 1024", int)
 RETRIES = number(lambda x: 0 <= x <= 100, "from 0 to 100", int)
+KEY_VARIABLE = "GTPO_JUDGE_API_KEY"  # of the environment
 ENDPOINT = "/chat/completions"
 TEMPLATE = """Grade the answer to a task.
 

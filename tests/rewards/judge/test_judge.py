@@ -321,6 +321,15 @@ def test_a_failure_now_and_then_does_not_end_the_run():
     assert grade(judge, *"1237456723745") == [0.5 if x == "7" else None for x in "1237456723745"]
 
 
+def test_nothing_of_another_account_is_sent(monkeypatch):
+  for name in ("API_KEY", "ADMIN_KEY", "ORG_ID", "PROJECT_ID", "CUSTOM_HEADERS", "BASE_URL"):
+    monkeypatch.setenv(f"OPENAI_{name}", "x-other: http://other")
+  with serving(lambda message, count: "Grade: 5") as server, judging(server.url) as judge:
+    assert grade(judge, "c") == [0.5]
+    ((_, headers),) = server.headers
+  assert "Authorization" not in headers and "other" not in str(headers)
+
+
 def test_probing_a_server_that_works():
   with serving(lambda message, count: "ready") as server, judging(server.url) as judge:
     assert 0 < judge.probe() < 5 and server.bodies[0]["model"] == "m"
@@ -342,6 +351,13 @@ def test_probing_a_server_that_works():
       KEY,
       "status 302, a redirection to http://127.0.0.1:1/",
     ),
+    (
+      (307, b"", {"Location": f"http://127.0.0.1:1/?{KEY}"}),
+      KEY,
+      "status 307, a redirection to http://127.0.0.1:1/?[GTPO_JUDGE_API_KEY]",
+    ),
+    ((200, b" " * (5 << 20), {}), KEY, "a response of more than 4 MiB"),
+    ((404, b" " * (5 << 20), {}), KEY, "a response of more than 4 MiB"),
     (b"garbage", KEY, "a response that is no chat completion"),
   ],
 )
@@ -393,7 +409,7 @@ def test_a_server_that_repeats_the_key_does_not_get_it_written(tmp_path, monkeyp
   assert KEY not in text + err
 
 
-def test_without_the_package_for_http(monkeypatch):
-  monkeypatch.setitem(sys.modules, "httpx2", None)
-  with pytest.raises(UserError, match=r"reward.judge needs the package httpx2: .*pip install"):
+def test_without_the_package(monkeypatch):
+  monkeypatch.setitem(sys.modules, "openai", None)
+  with pytest.raises(UserError, match=r"reward.judge needs openai: .*pip install"):
     Judge(JudgeSettings(base_url="http://localhost/v1", model="m"))
