@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from gtpo_jax.cli.parser import parse
-from gtpo_jax.runtime.errors import RunError, UserError, first_line
+from gtpo_jax.runtime.errors import RunError, UserError, first_line, printable
 from gtpo_jax.runtime.signals import SIGNAL_EXIT
 
 # Failed writes that the user can fix: disk full, over quota, file too large, read-only, I/O error.
@@ -73,5 +73,5 @@ def _open_standard_streams() -> None:
 
 
 def _fail(status: int, message: str) -> int:
-  print(f"gtpo: {message}", file=sys.stderr)
+  print(f"gtpo: {printable(message)}", file=sys.stderr)
   return status

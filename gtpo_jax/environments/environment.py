@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
-import math
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gtpo_jax.environments.tools import Result, Tools, as_text
-from gtpo_jax.environments.turns import Message, Step, ToolCall, Turn
+from gtpo_jax.environments.turns import (
+  Message,
+  Step,
+  ToolCall,
+  Turn,
+  checked_flag,
+  checked_info,
+  checked_number,
+)
 from gtpo_jax.runtime.errors import UserError
-
-MAX_REWARD = 1e15  # as for reward functions
 
 
 class Environment(Protocol):
@@ -38,6 +44,28 @@ class Environment(Protocol):
 
   def step(self, turn: Turn) -> Step:
     """Answers a turn."""
+
+
+_in_use: dict[int, Any] = {}  # the environments of episodes, by identity
+_lock = threading.Lock()
+
+
+def take(environment: Any, name: str) -> None:
+  """Notes that an episode uses an environment, until `give_back`.
+
+  Raises:
+    ValueError: another episode uses it.
+  """
+  with _lock:
+    if id(environment) in _in_use:
+      raise ValueError(f"{name} returned the same object for two episodes; make one for each")
+    _in_use[id(environment)] = environment
+
+
+def give_back(environment: Any) -> None:
+  """Notes that the episode of an environment has ended."""
+  with _lock:
+    _in_use.pop(id(environment), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +110,23 @@ class Maker:
           )
     return cls(name, environment)
 
+  def new(self) -> Any:
+    """Makes an environment for an episode; None if there are only tools.
+
+    Raises:
+      TypeError: what was made is no environment.
+    """
+    if self.make is None:
+      return None
+    made = self.make()
+    for method in () if self.methods else ("reset", "step"):
+      if not callable(getattr(made, method, None)):
+        raise TypeError(
+          f"{self.name} returned an object of type {type(made).__name__} without a method "
+          f"{method!r}"
+        )
+    return made
+
 
 def name_of(make: Any) -> str:
   """Returns what messages call a class or a function; "environment" if it has no name."""
@@ -98,6 +143,7 @@ class Player:
   Attributes:
     environment: the environment; None if there are only tools.
     ends_with_answer: whether a turn without calls ends the episode.
+    failed_calls: how many calls have failed so far; None if no tool was called.
   """
 
   def __init__(
@@ -114,15 +160,20 @@ class Player:
     schemas: those of these functions, then those of the environment's methods.
     role: the role of results, "tool" or "user".
     parallel_calls: the most calls of a turn that are run.
+
+    Raises:
+      TypeError, ValueError: what was made is no environment, or another episode has it.
     """
-    self.environment = maker.make() if maker.make else None
+    self.environment = maker.new()
     self.ends_with_answer = not hasattr(self.environment, "step")
     self._name = maker.name
     bound = [getattr(self.environment, method) for method in maker.methods]
     self._tools = Tools([*functions, *bound], schemas)
     self._role = role
     self._parallel_calls = parallel_calls
-    self._failed_calls = 0
+    self.failed_calls: int | None = None
+    if self.environment is not None:
+      take(self.environment, maker.name)
 
   def reset(self, row: Mapping[str, Any], seed: int) -> Any:
     """Begins the episode; see `Environment`."""
@@ -145,6 +196,10 @@ class Player:
     """Returns an optional method of the environment; None if it has none of this name."""
     return getattr(self.environment, name, None)
 
+  def leave(self) -> None:
+    """Ends the episode: another one may get the same environment."""
+    give_back(self.environment)
+
   async def _when_complete(self, turn: Turn, results: Sequence[Result | Awaitable[Result]]) -> Step:
     pending = [result for result in results if inspect.isawaitable(result)]
     complete = iter(await asyncio.gather(*pending))
@@ -156,11 +211,10 @@ class Player:
     left_out = len(turn.calls) - len(results)
     reason = f"Error: not run, because a turn may have at most {self._parallel_calls} calls"
     results = [*results, *[Result(reason, True)] * left_out]
-    self._failed_calls += sum(result.failed for result in results)
-    info = {"failed_calls": float(self._failed_calls)}
+    self.failed_calls = (self.failed_calls or 0) + sum(result.failed for result in results)
     if self._role == "user":  # templates may refuse several user messages in a row
       text = "\n\n".join(result.text for result in results)
-      return Step([{"role": "user", "content": text}], info=info)
+      return Step([{"role": "user", "content": text}])
     pairs = enumerate(zip(turn.calls, results, strict=True))
     return Step(
       [
@@ -171,8 +225,7 @@ class Player:
           "content": result.text,
         }
         for i, (call, result) in pairs
-      ],
-      info=info,
+      ]
     )
 
 
@@ -195,16 +248,13 @@ def checked_step(step: Any, what: str) -> Step:
   """
   if not isinstance(step, Step):
     raise TypeError(f"{what} returned {type(step).__name__}, not environments.Step")
-  reward = float(step.reward)
-  if not abs(reward) <= MAX_REWARD:
-    raise ValueError(f"{what} returned the reward {reward}; it is at most {MAX_REWARD:g} in size")
-  correct = None if step.correct is None else bool(step.correct)
-  info = {str(name): float(value) for name, value in step.info.items()}
-  for name, value in info.items():
-    if not math.isfinite(value):
-      raise ValueError(f"{what} returned info[{name!r}] = {value}, not a finite number")
-  messages = checked_messages(step.messages, what)
-  return Step(messages, reward, bool(step.done), correct, info)
+  reward = checked_number(step.reward, f"{what} returned the reward")
+  done = checked_flag(step.done, f"{what} returned done =")
+  correct = step.correct
+  if correct is not None:
+    correct = checked_flag(correct, f"{what} returned correct =")
+  info = checked_info(step.info, f"{what} returned")
+  return Step(checked_messages(step.messages, what), reward, done, correct, info)
 
 
 def checked_messages(messages: Any, what: str) -> list[Message]:

@@ -38,6 +38,8 @@ from gtpo_jax.environments.turns import (
 from gtpo_jax.environments.workers import Outcome
 from gtpo_jax.runtime.errors import UserError
 
+SAYS_NOTHING = "such episodes say nothing about the model, and are counted in env/stop"
+
 
 class EpisodeRunner:
   """Runs the episodes of an environment, of tools, or of both.
@@ -207,7 +209,8 @@ class EpisodeRunner:
     state = session.state
     if state is State.ENDED:  # it was closed
       if outcome.error:
-        self._show(f"{session.name}.close raised {outcome.error}", outcome.details)
+        reason = f"{session.name}.close raised {outcome.error}"
+        self._show(reason, outcome.details, "its episode had ended, and counts")
       return
     if session.discarded:
       self._calls.close(key, session, outcome.hangs)
@@ -327,15 +330,9 @@ class EpisodeRunner:
     opening = self._opening.get(group)
     (opening.events if opening else self._events).append(event)
 
-  def _show(self, reason: str, details: str = "") -> None:
-    """Prints a failure of the environment, the first of each kind."""
+  def _show(self, reason: str, details: str = "", effect: str = SAYS_NOTHING) -> None:
+    """Prints a failure of the environment and its effect, the first of each kind."""
     kind = reason.partition(":")[0]
     if kind not in self._shown:
       self._shown.add(kind)
-      print(
-        f"gtpo: {reason}; such episodes say nothing about the model, and are counted in env/stop"
-        f"\n{details}",
-        file=sys.stderr,
-        end="",
-        flush=True,
-      )
+      print(f"gtpo: {reason}; {effect}\n{details}", file=sys.stderr, end="", flush=True)

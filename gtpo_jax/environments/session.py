@@ -231,9 +231,13 @@ class Session:
       scored=scored,
       tokens=sum(len(turn.tokens) for turn in self.record),
       seconds=self.seconds,
-      info=dict(self.info),
+      info=self._numbers(),
       reason=self.reason,
     )
+
+  def _numbers(self) -> dict[str, float]:
+    failed = self.player.failed_calls if self.player else None
+    return self.info | ({} if failed is None else {"failed_calls": float(failed)})
 
   def _added(self, value: Any, what: str) -> str | list[Message]:
     if value is None or isinstance(value, str):
@@ -277,6 +281,8 @@ class Calls:
   def close(self, key: Key, session: Session, hangs: bool = False) -> None:
     """Closes an environment; one that hangs is closed on its own thread when it returns."""
     session.state = State.ENDED
+    if session.player and not hangs:
+      session.player.leave()
     if not hangs and session.method("close"):
       self._submit(key, session, session.close, self._limits.step_timeout_s, lambda: None)
 
@@ -320,4 +326,4 @@ class Opening:
 def _finished(value: Any, what: str) -> Step:
   if isinstance(value, Step):
     return checked_step(value, what)
-  return checked_step(Step(reward=0.0 if value is None else float(value)), what)
+  return checked_step(Step(reward=0.0 if value is None else value), what)

@@ -6,9 +6,13 @@ error as the result, and can try again.
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import types
+import typing
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gtpo_jax.environments.turns import ToolCall
@@ -24,6 +28,16 @@ _TYPES = {
   "array": list,
   "object": dict,
   "null": type(None),
+}
+_NAMES = {
+  str: "string",
+  int: "integer",
+  float: "number",
+  bool: "boolean",
+  list: "array",
+  tuple: "array",
+  dict: "object",
+  type(None): "null",
 }
 
 
@@ -75,6 +89,8 @@ class Tools:
       return _error(f"there is no tool {call.name!r}{nearest or f'; the tools are: {names}'}")
     try:
       arguments = _checked_arguments(call.arguments, self._parameters[call.name])
+      hints = typing.get_type_hints(self._functions[call.name])
+      arguments = {name: _typed(value, hints.get(name), name) for name, value in arguments.items()}
     except _Mismatch as mismatch:
       return _error(f"{call.name}: {mismatch}")
     try:
@@ -218,6 +234,61 @@ def _checked_items(value: list[Any], schema: Mapping[str, Any], place: str) -> l
     _checked(item, inner, f"{place}[{i}]")
     for i, (item, inner) in enumerate(zip(value, schemas, strict=True))
   ]
+
+
+def _typed(value: Any, hint: Any, place: str) -> Any:
+  """Returns a value that fits a schema as the type hint of its function says.
+
+  JSON has no tuples and enumerations, and its objects have only texts as keys.
+  """
+  kind = typing.get_origin(hint) or hint
+  inner = typing.get_args(hint)
+  if kind in (typing.Union, types.UnionType):
+    return _typed_as_one_of(value, inner, place)
+  if isinstance(kind, type) and issubclass(kind, enum.Enum):
+    return _member(value, {member.value: member for member in kind}, place)
+  if kind is typing.Literal:
+    return _member(value, {choice: choice for choice in inner}, place)
+  name = _NAMES.get(kind)
+  if name and not _has_type(value, name):
+    raise _Mismatch(f"{place} must be of type {name}, got {_shown(value)}")
+  if kind in (list, tuple):
+    hints = inner * len(value) if kind is list else inner
+    if inner and len(hints) != len(value):
+      raise _Mismatch(f"{place} must have {len(hints)} items, got {len(value)}")
+    items = zip(value, hints or [Any] * len(value), strict=True)
+    return kind(_typed(*item, f"{place}[{i}]") for i, item in enumerate(items))
+  if kind is dict and inner:
+    return {
+      _key(key, inner[0], place): _typed(item, inner[1], f"{place}[{key!r}]")
+      for key, item in value.items()
+    }
+  return value
+
+
+def _typed_as_one_of(value: Any, hints: Sequence[Any], place: str) -> Any:
+  hints = [hint for hint in hints if value is None or hint is not type(None)]
+  for hint in hints[:-1]:
+    with contextlib.suppress(_Mismatch):
+      return _typed(value, hint, place)
+  return _typed(value, hints[-1], place)
+
+
+def _member(value: Any, members: Mapping[Any, Any], place: str) -> Any:
+  if not isinstance(value, Hashable) or value not in members:
+    choices = ", ".join(map(_shown, members))
+    raise _Mismatch(f"{place} must be one of {choices}, got {_shown(value)}")
+  return members[value]
+
+
+def _key(text: str, hint: Any, place: str) -> Any:
+  """Returns the key of a JSON object as a hint says: a number or an enumeration, else the text."""
+  if isinstance(hint, type) and issubclass(hint, enum.Enum):
+    return _member(text, {str(member.value): member for member in hint}, f"the keys of {place}")
+  try:
+    return hint(text) if hint in (int, float) else text
+  except ValueError:
+    raise _Mismatch(f"the keys of {place} must be numbers, got {_shown(text)}") from None
 
 
 def _has_type(value: Any, name: str) -> bool:

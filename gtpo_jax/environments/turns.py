@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
+
+MAX_NUMBER = 1e15  # the squares of larger ones, summed over a batch, may overflow float32
+# The metrics env/NAME that every run has; `info` may not have these names.
+OWN_METRICS = ("turns", "calls", "failed_calls", "seconds", "idle_share", "conversations")
+SHOWN_CHARS = 60  # of a value in a message
 
 # A message has "role" and "content"; the result of a call also has "name" and "tool_call_id".
 Message = Mapping[str, str]
@@ -83,7 +89,8 @@ class Step:
     done: whether the episode ends.
     correct: whether the model has solved the task; None if the environment does not say so, in
       which case the verifier of the problem judges the text of the last turn.
-    info: numbers by name. Means over episodes of the latest values are logged as `env/NAME`.
+    info: numbers by name. Means over episodes of the latest values are logged as `env/NAME`, so
+      `OWN_METRICS` are no names.
   """
 
   messages: str | Sequence[Message] = ()
@@ -155,6 +162,79 @@ class Episode:
   def calls(self) -> int:
     """How many calls the model has made."""
     return sum(len(turn.calls) for turn in self.turns)
+
+
+def as_number(value: Any, what: str) -> float:
+  """Returns a number that code of the user has returned, or a scalar of NumPy or JAX, as a float.
+
+  Args:
+    value: anything.
+    what: the beginning of a message about it, such as "f returned".
+
+  Raises:
+    TypeError: it is no number; a text is none.
+  """
+  try:
+    if isinstance(value, str | bytes | bytearray):
+      raise TypeError("a text")
+    return float(value)
+  except OverflowError:  # a whole number
+    return math.inf if value > 0 else -math.inf
+  except (TypeError, ValueError):
+    raise TypeError(f"{what} {_shown(value)}, not a number") from None
+
+
+def checked_number(value: Any, what: str) -> float:
+  """Returns a number of at most `MAX_NUMBER` in size; see `as_number`.
+
+  Raises:
+    TypeError: it is no number.
+    ValueError: it is too large, or NaN.
+  """
+  number = as_number(value, what)
+  if not abs(number) <= MAX_NUMBER:
+    raise ValueError(f"{what} {number}; it is at most {MAX_NUMBER:g} in size")
+  return number
+
+
+def checked_flag(value: Any, what: str) -> bool:
+  """Returns a truth value of the user's code: a bool, one of NumPy or JAX, 0 or 1.
+
+  Raises:
+    TypeError, ValueError: it is anything else, such as "False" or 0.3.
+  """
+  if isinstance(value, bool):
+    return value
+  number = checked_number(value, what)
+  if number not in (0.0, 1.0):
+    raise ValueError(f"{what} {_shown(value)}, which is neither True nor False")
+  return bool(number)
+
+
+def checked_info(info: Any, what: str) -> dict[str, float]:
+  """Returns the numbers by name that the user's code has returned as `info`.
+
+  Raises:
+    TypeError, ValueError: a name is no text or that of a metric of every run, or a value is no
+      finite number.
+  """
+  if not isinstance(info, Mapping):
+    raise TypeError(f"{what} info = {_shown(info)}, not numbers by name")
+  for name in info:
+    if not isinstance(name, str) or not name:
+      raise TypeError(f"{what} info with the name {_shown(name)}, not a text")
+    if name in OWN_METRICS or name.startswith("stop/"):
+      raise ValueError(f"{what} info[{name!r}], but env/{name} is a metric of every run; rename it")
+  return {name: checked_number(value, f"{what} info[{name!r}] =") for name, value in info.items()}
+
+
+def _shown(value: Any) -> str:
+  """Returns a value of the user's code as a message shows it, and its type."""
+  try:
+    text = " ".join(repr(value)[:SHOWN_CHARS].split())
+  except Exception:  # its __repr__ raises
+    text = ""
+  return text if isinstance(value, str | float) else f"{type(value).__name__} {text}".strip()
 
 
 Group = Hashable  # names a prompt with its completions; groups can be sorted

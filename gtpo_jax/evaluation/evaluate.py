@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -162,7 +162,7 @@ def evaluate_run(
   judge = combine_metrics(judged)
   evaluation = Evaluation(eval_label(config), problems, sampled, greedy, settings, judge)
   if not evaluation.judged:
-    raise UserError(_nothing_judged(config, evaluation.sampled.finished.size))
+    raise UserError(_nothing_judged(config, evaluation.sampled.finished.size, judge))
   return evaluation
 
 
@@ -188,8 +188,14 @@ def expected_mixed_share(config: Config, evaluation: Evaluation) -> float:
   return mixed_share((sampled.correct & sampled.scored).sum(1), sampled.scored.sum(1), group)
 
 
-def _nothing_judged(config: Config, count: int) -> str:
+def _nothing_judged(config: Config, count: int, metrics: Mapping[str, float]) -> str:
   section = config.reward
+  failed = metrics.get("env/stop/env_error", 0.0) + metrics.get("env/stop/timeout", 0.0)
+  if failed:
+    return (
+      f"none of {count} evaluated completions has a verdict: the environment failed in "
+      f"{failed:.0%} of the episodes; the first failure is shown above"
+    )
   if section.judge_decides:
     return (
       f"none of {count} evaluated completions has a verdict: the judge at {section.judge.base_url} "

@@ -72,12 +72,13 @@ class Evaluation:
 
   @property
   def judged(self) -> bool:
-    """Whether any completion that ended has a verdict; also True if none ended.
+    """Whether any completion that ended has a verdict; if none ended, whether any has one.
 
-    A completion that was cut off is wrong whatever a verifier says.
+    A completion that was cut off is wrong whatever a verifier says, unless its environment failed.
     """
     ended = self.sampled.finished
-    return bool((self.sampled.scored & ended).any() or not ended.any())
+    scored = self.sampled.scored
+    return bool((scored & ended).any() if ended.any() else scored.any())
 
   def columns(self, ks: Sequence[int]) -> dict[str, np.ndarray]:
     """Returns mean@g (the fraction that is correct), greedy, and pass@k of every problem.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class UserError(ValueError):
@@ -49,7 +52,12 @@ SHARED_ERRORS = {
 
 def first_line(error: BaseException) -> str:
   """Returns the first line of an error's message, or the error's type if it has no message."""
-  return next(iter(str(error).strip().splitlines()), type(error).__name__)
+  return printable(next(iter(str(error).strip().splitlines()), type(error).__name__))
+
+
+def printable(text: str) -> str:
+  """Returns a text without the control characters that change a terminal, such as `\\x1b`."""
+  return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def described(error: BaseException) -> str:

@@ -383,6 +383,20 @@ def test_a_reward_function_that_always_fails_ends_the_run(capfd):
 
 
 @pytest.mark.slow
+def test_an_environment_that_always_fails_ends_the_run(capfd):
+  """Its failure is named, and not a verification that took too long."""
+
+  def boom():
+    return None
+
+  shape = {**SHAPE, "eval": {**SHAPE["eval"], "problems": 36}}
+  with pytest.raises(UserError, match="the environment failed in 100% of the episodes; the first"):
+    gtpo_jax.train(shape, display=QUIET, environment=boom, data=ROWS, held_out=ROWS)
+  shown = capfd.readouterr().err
+  assert "boom returned an object of type NoneType without a method 'reset'" in shown
+
+
+@pytest.mark.slow
 def test_a_graded_reward():
   """With the part `verifier`, the function's values are the reward."""
   graded = lambda prompts, completions, answers, extras: [

@@ -263,7 +263,7 @@ class Fails:
     ("none", "Fails.step raised TypeError: Fails.step returned NoneType, not environments.Step"),
     ("silent", "Fails.step: it returned no message, and is not done"),
     ("infinite", "Fails.step raised ValueError: Fails.step returned the reward inf"),
-    ("info", "Fails.step raised ValueError: Fails.step returned info['x'] = nan, not a finite"),
+    ("info", "Fails.step raised ValueError: Fails.step returned info['x'] = nan; it is at"),
     ("role", "Fails.step: a message of the environment has the role 'assistant'; use 'user' or"),
     ("no role", "Fails.step raised TypeError: Fails.step returned \"{'content': 'x'}\" as a"),
     ("unknown", "Fails.step raised KeyError: 'unknown'"),
@@ -493,6 +493,21 @@ def test_an_environment_that_cannot_be_reset_again_is_reported():
   (event,) = play.events()
   assert event == Differs((1, 1), "Fails.reset raised OSError: no connection")
   play.runner.close()  # the next test counts
+
+
+def test_a_close_that_raises_does_not_change_its_episode(capsys):
+  class Stubborn(Guess):
+    def close(self):
+      raise OSError("\x1b[31mno\r")
+
+  play = Play(Stubborn, size=1)
+  assert play.say("11").correct
+  play.runner.close()
+  shown = capsys.readouterr().err
+  assert (
+    "gtpo: Stubborn.close raised OSError: \\x1b[31mno; its episode had ended, and counts" in shown
+  )
+  assert "\x1b" not in shown and "\r" not in shown
 
 
 def test_discarded_groups_send_no_events_and_are_closed():

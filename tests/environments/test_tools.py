@@ -1,6 +1,7 @@
 """Schemas of functions, and calls of them with whatever a model writes."""
 
 import asyncio
+import enum
 import functools
 import inspect
 import json
@@ -69,10 +70,32 @@ def fail(how: str):
   raise KeyError(how)
 
 
+class Color(enum.Enum):
+  RED = "red"
+  BLUE = "blue"
+
+
+def paint(
+  color: Color,
+  at: tuple[int, float] = (0, 0.0),
+  by_row: dict[int, Color] | None = None,
+  rest: int | list[tuple[int, int]] = 0,
+):
+  """Paints.
+
+  Args:
+    color: the color.
+    at: the place.
+    by_row: other colors.
+    rest: a number, or places.
+  """
+  return repr([color, at, by_row, rest])
+
+
 @functools.cache
 def tools():
   """Made in a test, because transformers imports torch to write schemas."""
-  return Tools([search, plot, wait, fail])
+  return Tools([search, plot, wait, fail, paint])
 
 
 def run(name, **arguments):
@@ -99,22 +122,30 @@ def test_the_schema_has_types_and_descriptions():
     },
     "return": {"type": "array", "items": {"type": "string"}, "description": "The titles."},
   }
-  assert len(tools()) == 4
+  assert len(tools()) == 5
 
 
 def test_calls_return_texts():
   assert run("search", query="jax", top_k=2) == ('["jax 0 by score", "jax 1 by score"]', False)
   assert run("search", query="jax", top_k=1.0) == ('["jax 0 by score"]', False)
-  assert run("plot", points=[[1, 2.5]], labels={"a": 1}) == ("[[1, 2.5]] {'a': 1}", False)
+  assert run("plot", points=[[1, 2.5]], labels={"a": 1}) == ("[(1, 2.5)] {'a': 1}", False)
   assert run("plot", points=[], labels=None) == ("[] None", False)
+  assert run("plot", points=[[1, 2]]) == ("[(1, 2)] None", False)
   assert run("wait", seconds=1) == ('{"waited": 1}', False)
+
+
+def test_arguments_have_the_types_of_the_hints():
+  red = "<Color.RED: 'red'>"
+  assert run("paint", color="red").text == f"[{red}, (0, 0.0), None, 0]"
+  arguments = {"color": "red", "at": [1, 2], "by_row": {"3": "red"}, "rest": [[4, 5]]}
+  assert run("paint", **arguments).text == f"[{red}, (1, 2), {{3: {red}}}, [(4, 5)]]"
 
 
 @pytest.mark.parametrize(
   ("name", "arguments", "error"),
   [
     ("serach", {}, "there is no tool 'serach', did you mean 'search'?"),
-    ("xyz", {}, "there is no tool 'xyz'; the tools are: search, plot, wait, fail"),
+    ("xyz", {}, "there is no tool 'xyz'; the tools are: search, plot, wait, fail, paint"),
     ("search", {}, "search: the argument 'query' is missing"),
     ("search", {"qery": "a"}, "search: there is no argument 'qery', did you mean 'query'?"),
     ("search", {"query": 3}, "search: query must be of type string, got 3"),
@@ -125,6 +156,12 @@ def test_calls_return_texts():
     ("plot", {"points": [[1, 2], [3]]}, "plot: points[1] must have 2 items, got 1"),
     ("plot", {"points": [[1, "a"]]}, 'plot: points[0][1] must be of type number, got "a"'),
     ("plot", {"points": [], "labels": {"a": "b"}}, "plot: labels['a'] must be of type integer"),
+    ("paint", {"color": "green"}, 'paint: color must be one of "red", "blue", got "green"'),
+    (
+      "paint",
+      {"color": "red", "by_row": {"a": "red"}},
+      'paint: the keys of by_row must be numbers, got "a"',
+    ),
     ("wait", {"seconds": -1}, "ValueError: the past is over"),
     ("fail", {"how": "x"}, "KeyError: 'x'"),
     ("fail", {"how": "exit"}, "SystemExit: 3"),

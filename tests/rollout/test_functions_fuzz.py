@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gtpo_jax.data.records import Problem, user
-from gtpo_jax.rollout.scoring.functions import MAX_VALUE, FunctionCaller
+from gtpo_jax.environments.turns import MAX_NUMBER
+from gtpo_jax.rollout.scoring.functions import FunctionCaller
 from gtpo_jax.runtime.errors import FunctionError
 
 CASES = int(os.environ.get("GTPO_FUZZ_CASES", "100"))
@@ -119,7 +120,7 @@ def test_any_return_and_any_exception(returned, error):
   else:
     assert error is None or isinstance(error, Exception | SystemExit)
     assert len(values) == 3 and all(type(value) is float for value in values)
-    assert all(math.isnan(value) or abs(value) <= MAX_VALUE for value in values)
+    assert all(math.isnan(value) or abs(value) <= MAX_NUMBER for value in values)
     with np.errstate(over="raise", invalid="raise"):
       found = np.float32([value for value in values if not math.isnan(value)])
       assert found.size == 0 or np.isfinite((found**2).mean())

@@ -159,7 +159,7 @@ def test_completions_without_a_verdict_are_masked_and_counted(capfd):
     ("too_few", "returned 1 values for 3 completions"),
     ("leaves", "SystemExit: enough"),
     ("times_out_itself", "TimeoutError: the reward server is away"),
-    ("words", "could not convert string to float"),
+    ("words", "returned 'good', not a number"),
   ],
 )
 def test_a_failing_function_gives_no_verdicts_and_is_shown_once(name, message, capfd):
@@ -254,7 +254,7 @@ def one_by_one(prompts, completions, answers, extras):
       [False, True, True],
       "it returned 1e+38; a value is at most 1e+15",
     ),
-    (numbered([1.0, -(10**400), 1.0]), [True, False, True], "it returned inf"),
+    (numbered([1.0, -(10**400), 1.0]), [True, False, True], "it returned -inf"),
     (numbered([1.0, 1.0, float("-inf")]), [True, True, False], "it returned -inf"),
     (numbered([None, 1.0, 1.0]), [False, True, True], ""),
     (numbered("111"), [False] * 3, "returned str, not a list of numbers"),

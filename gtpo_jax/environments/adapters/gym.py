@@ -13,9 +13,17 @@ from typing import Any
 import numpy as np
 
 from gtpo_jax.environments.adapters.methods import accepted
-from gtpo_jax.environments.environment import Maker, name_of
+from gtpo_jax.environments.environment import Maker, give_back, name_of, take
 from gtpo_jax.environments.tools import as_text
-from gtpo_jax.environments.turns import Message, Step, Turn
+from gtpo_jax.environments.turns import (
+  MAX_NUMBER,
+  OWN_METRICS,
+  Message,
+  Step,
+  Turn,
+  checked_flag,
+  checked_number,
+)
 
 RESET_WAIT_S = 5.0
 _resets = threading.Lock()
@@ -58,6 +66,7 @@ class _Gym:
     """Makes the environment and resets it."""
     with _seeded(seed):
       self._inner = self._make(*([row] if _takes_row(self._make) else []))
+      take(self._inner, name_of(self._make))
       if hasattr(self._inner, "get_observation"):
         self._inner.reset(num_players=1, seed=seed)
         return self._new(self._inner.get_observation()[1])
@@ -81,14 +90,14 @@ class _Gym:
       observation = None if done else self._inner.get_observation()[1]
     else:
       observation, reward, *ends, info = returned
-      done = any(ends)
-    reward = float(reward or 0.0)
+      done = any(checked_flag(end, "step returned done =") for end in ends)
+    reward = checked_number(0.0 if reward is None else reward, "step returned the reward")
     self._total += reward
     solved = self._solved_at is not None and self._total >= self._solved_at
     return Step(
       messages=() if done else self._new(observation),
       reward=reward,
-      done=bool(done),
+      done=done,
       correct=solved if done and self._solved_at is not None else None,
       info=_numbers(info),
     )
@@ -96,6 +105,7 @@ class _Gym:
   def close(self) -> Any:
     """Closes the environment if that is possible."""
     inner = getattr(self, "_inner", None)
+    give_back(inner)
     if hasattr(inner, "close") and not hasattr(inner, "get_observation"):
       return inner.close()
     return None
@@ -117,7 +127,10 @@ class _Gym:
 
 
 def _numbers(info: Any) -> dict[str, float]:
-  """Returns the numbers of an info, which can have anything in it."""
+  """Returns the numbers of an info, which can have anything in it.
+
+  One with the name of a metric of every run, such as turns, becomes info_turns.
+  """
   if not isinstance(info, Mapping):
     return {}
   numbers = {
@@ -125,7 +138,11 @@ def _numbers(info: Any) -> dict[str, float]:
     for name, value in info.items()
     if isinstance(value, bool | int | float | np.number | np.bool_)
   }
-  return {name: value for name, value in numbers.items() if np.isfinite(value)}
+  return {
+    f"info_{name}" if name in OWN_METRICS else name: value
+    for name, value in numbers.items()
+    if abs(value) <= MAX_NUMBER and name and not name.startswith("stop/")
+  }
 
 
 def _takes_row(make: Callable[..., Any]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gtpo_jax.environments.environment import Maker, then
-from gtpo_jax.environments.turns import Step
+from gtpo_jax.environments.turns import Step, checked_number
 from gtpo_jax.runtime.errors import UserError
 
 NOT_TOOLS = ("reset", "get_reward", "close")
@@ -65,7 +65,7 @@ class _Methods:
     return then(self._inner.get_reward(), self._last_step)
 
   def _last_step(self, reward: Any) -> Step:
-    reward = float(reward)
+    reward = checked_number(reward, "get_reward returned")
     correct = None if self._solved_at is None else reward >= self._solved_at
     return Step(reward=reward, correct=correct)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gtpo_jax.environments.environment import Maker
 from gtpo_jax.environments.tools import as_text
-from gtpo_jax.environments.turns import Step, Turn
+from gtpo_jax.environments.turns import Step, Turn, checked_number
 from gtpo_jax.runtime.errors import UserError
 
 # Fields of observations that hold a text for the model, in the order of preference.
@@ -87,7 +87,9 @@ class _Session:
   async def step(self, turn: Turn) -> Step:
     """Sends an action."""
     result = await self._client.step(dict(self._parse(turn)))
-    reward = float(result.reward or 0.0)
+    reward = checked_number(
+      0.0 if result.reward is None else result.reward, "step returned the reward"
+    )
     self._total += reward
     done = bool(result.done)
     judges = done and self._solved_at is not None

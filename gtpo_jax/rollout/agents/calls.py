@@ -7,15 +7,13 @@ import contextlib
 import copy
 import importlib
 import inspect
-import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import openai
 
-from gtpo_jax.environments.environment import MAX_REWARD
-from gtpo_jax.environments.turns import Result
+from gtpo_jax.environments.turns import Result, checked_flag, checked_info, checked_number
 from gtpo_jax.runtime.errors import described
 
 # (row, client, seed) -> a number, a `Result`, or None; `async` or not
@@ -105,19 +103,12 @@ def checked_result(value: Any) -> Result:
   if value is None:
     return Result()
   if not isinstance(value, Result):
-    if isinstance(value, bool | int | float) or hasattr(value, "__float__"):
-      value = Result(float(value))
-    else:
-      kind = type(value).__name__
-      raise TypeError(f"it returned {kind}, not a number, None or environments.Result")
-  reward = None if value.reward is None else float(value.reward)
-  correct = value.correct
-  if reward is not None and not abs(reward) <= MAX_REWARD:
-    raise ValueError(f"it returned the reward {reward}; it is at most {MAX_REWARD:g} in size")
-  if correct is None and reward is not None:
+    value = Result(checked_number(value, "it returned"))
+  reward, correct = value.reward, value.correct
+  if reward is not None:
+    reward = checked_number(reward, "it returned the reward")
+  if correct is not None:
+    correct = checked_flag(correct, "it returned correct =")
+  elif reward is not None:
     correct = reward > CORRECT_ABOVE
-  info = {str(name): float(number) for name, number in value.info.items()}
-  for name, number in info.items():
-    if not math.isfinite(number):
-      raise ValueError(f"it returned info[{name!r}] = {number}, not a finite number")
-  return Result(reward, None if correct is None else bool(correct), info)
+  return Result(reward, correct, checked_info(value.info, "it returned"))

@@ -21,16 +21,13 @@ from typing import Any
 import jax
 
 from gtpo_jax.data.records import Problem
-from gtpo_jax.environments.turns import Episode
+from gtpo_jax.environments.turns import MAX_NUMBER, Episode, as_number
 from gtpo_jax.rewards import PARTS
-from gtpo_jax.runtime.errors import FunctionError, UserError, described
+from gtpo_jax.runtime.errors import FunctionError, UserError, described, printable
 from gtpo_jax.runtime.limits import within
 
 # Parts of the reward that no function computes.
 BUILTIN_PARTS = ("correct", "verifier", "judge", "env")
-# The largest magnitude of a value. The squares of larger ones, summed over a batch, may overflow
-# float32.
-MAX_VALUE = 1e15
 
 EPISODES = "episodes"  # the parameter of a reward function that gets the episodes
 
@@ -125,7 +122,7 @@ class FunctionCaller:
 
     All are NaN if the function raises, takes longer than the limit, or does not return a number,
     bool or None for each completion. A single value is NaN if it is None or NaN, or if its
-    magnitude is over `MAX_VALUE`.
+    magnitude is over `MAX_NUMBER`.
 
     Raises:
       FunctionError: the function raised an exception that is not an `Exception`.
@@ -136,17 +133,17 @@ class FunctionCaller:
       with _unchanged_jax_settings(f"reward function {name!r}"):
         values = self._within_limit(work)
     except (Exception, SystemExit):  # the user's code may raise anything
-      self._show_once(name, traceback.format_exc())
+      self._show_once(name, printable(traceback.format_exc()))
       return [math.nan] * n
     except BaseException as error:
       raise FunctionError(
         f"reward function {name!r} raised {described(error)}, which ends the run"
       ) from error
-    usable = lambda value: abs(value) <= MAX_VALUE  # False for NaN
+    usable = lambda value: abs(value) <= MAX_NUMBER  # False for NaN
     unusable = [value for value in values if value is not None and not usable(value)]
     if unusable:
       self._show_once(
-        name, f"it returned {unusable[0]}; a value is at most {MAX_VALUE:g} in size\n"
+        name, f"it returned {unusable[0]}; a value is at most {MAX_NUMBER:g} in size\n"
       )
     return [value if value is not None and usable(value) else math.nan for value in values]
 
@@ -182,7 +179,7 @@ class FunctionCaller:
       self._shown.add(key)
       name = max(sizes, key=sizes.get)
       print(
-        f"gtpo: the weighted sum of reward.parts = {parts!r} is over {MAX_VALUE:g} in size, since "
+        f"gtpo: the weighted sum of reward.parts = {parts!r} is over {MAX_NUMBER:g} in size, since "
         f"the part {name!r} times its weight is up to {sizes[name]:g}; these completions are left "
         "out and counted as reward/no_verdict; lower the weight",
         file=sys.stderr,
@@ -221,14 +218,7 @@ def _values(
   if len(values) != n:
     count = len(values) if len(values) < n else f"more than {n}"
     raise ValueError(f"returned {count} values for {n} completions")
-  return [None if value is None else _as_float(value) for value in values]
-
-
-def _as_float(value: Any) -> float:
-  try:
-    return float(value)
-  except OverflowError:  # a whole number that is too large
-    return math.inf
+  return [None if value is None else as_number(value, "returned") for value in values]
 
 
 @contextlib.contextmanager

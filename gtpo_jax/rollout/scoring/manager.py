@@ -17,14 +17,13 @@ import numpy as np
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.metrics import episode_metrics
-from gtpo_jax.environments.turns import Episode
+from gtpo_jax.environments.turns import MAX_NUMBER, Episode
 from gtpo_jax.rewards import PARTS, group_relative, score, soft_overlong
 from gtpo_jax.rewards.judge.judge import Judge
 from gtpo_jax.rewards.judge.pairs import pairs_of, win_rates
 from gtpo_jax.rollout.groups import RewardResult
 from gtpo_jax.rollout.scoring.functions import (
   BUILTIN_PARTS,
-  MAX_VALUE,
   FunctionCaller,
   RewardFunction,
   import_function,
@@ -288,7 +287,7 @@ class RewardManager:
         reward += terms[name]
         if algorithm.recipe.shaping.by_entropy and name != "correct":
           added += terms[name]
-    too_large = ~(np.maximum(np.abs(reward), np.abs(added)) <= MAX_VALUE)
+    too_large = ~(np.maximum(np.abs(reward), np.abs(added)) <= MAX_NUMBER)
     if too_large.any():
       sizes = {name: np.abs(term[too_large]).max() for name, term in terms.items()}
       self._call.show_sum_once(section.parts, sizes)
