@@ -15,7 +15,7 @@ from gtpo_jax.config import Config, EnvSection, freeze
 from gtpo_jax.data.demonstrations import demonstrations_of
 from gtpo_jax.data.pipeline import fixed_sample
 from gtpo_jax.data.records import Problem
-from gtpo_jax.data.sources import RECORDS, Loaded, load_records
+from gtpo_jax.data.sources import RECORDS, Loaded, load_records, needs_of
 from gtpo_jax.environments.environment import Maker
 from gtpo_jax.rewards import gold_check
 from gtpo_jax.rollout.scoring.functions import (
@@ -91,9 +91,8 @@ def resolve_inputs(
   is_own = reward is not None or config.reward.replaces_verifiers
   check = None if is_own else gold_check(config.reward.math_rule)
   env = _env_section(config.env, environment, tools, agent)
-  load = lambda rows, name: load_records(
-    rows, name, section.fields, section.bad_rows, check, env.opens
-  )
+  needs = needs_of(env.opens, reward is None and config.reward.needs_answer)
+  load = lambda rows, name: load_records(rows, name, section.fields, section.bad_rows, check, needs)
   records = {}
   if data is not None:
     train = load(data, "data")

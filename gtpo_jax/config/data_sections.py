@@ -280,6 +280,18 @@ class RewardSection(Checked):
     return bool(self.verifier) or self.judge_decides
 
   @property
+  def needs_answer(self) -> bool:
+    """Whether a problem without a gold answer could not be decided."""
+    judge = self.judge
+    reads_answer = "{answer}" in judge.template or judge.opponents > 0
+    return not self.verifier and (not self.judge_decides or reads_answer)
+
+  @property
+  def reads_columns(self) -> bool:
+    """Whether a user's function gets all columns of the problems."""
+    return bool(self.verifier) or any(":" in name for name in dict(self.weighted))
+
+  @property
   def weighted(self) -> list[tuple[str, float]]:
     """The parts with their weights; empty if `parts` cannot be parsed."""
     pairs = [part.strip().partition("*") for part in self.parts.split(",")]

@@ -1,15 +1,31 @@
-"""Chooses a verifier for problems that name none, by their answers."""
+"""Chooses a verifier for rows that name none, by their columns or by their answers.
+
+A column means the same in every layout: `kind`, the tests of programs, instructions, and choices.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from gtpo_jax.data.records import Problem
+from gtpo_jax.data.records import Problem, shown
 
 UNSTATED = ""  # the kind of a problem that names none, while its source is read
 DEFAULT_KIND = "math"
+CHOICE = "choice"
+LETTERS = "ABCDEFGHIJ"  # of the choices that a verifier finds in a text
+CHOICE_COLUMNS = ("choices", "options")
+# The kind of a row that names none but has one of these columns, if that is neither null nor empty.
+KIND_OF_COLUMN = {
+  "test_list": "code",
+  "input_output": "code",
+  "instruction_id_list": "constraints",
+  **dict.fromkeys(CHOICE_COLUMNS, CHOICE),
+}
 
 _CHOICE = re.compile(r"\(?[A-J]\)?")
 # Words and simple punctuation: nothing that mathematics could compare.
@@ -50,6 +66,105 @@ def with_kinds(problems: Sequence[Problem]) -> tuple[tuple[Problem, ...], str]:
     for problem in problems
   )
   return tuple(chosen), note
+
+
+def kind_of_columns(row: Mapping[str, Any]) -> str:
+  """Returns the kind that a row's columns imply, or `UNSTATED`."""
+  kinds = (kind for name, kind in KIND_OF_COLUMN.items() if not is_empty(row.get(name)))
+  return next(kinds, UNSTATED)
+
+
+def is_empty(value: Any) -> bool:
+  """Returns whether a column has no value in a row."""
+  return value is None or (isinstance(value, str | list | tuple | Mapping) and not value)
+
+
+def tests_of(value: Any) -> dict[str, Any]:
+  """Returns the tests in a gold answer as the columns that they would have; {} if it is none.
+
+  Tests are an object with `inputs` and `outputs`, or asserts: a text or a list of texts. Any of
+  these may be written as JSON. Such are the answers of programs in verl's files.
+  """
+  parsed = value
+  if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+    with contextlib.suppress(ValueError, RecursionError):
+      parsed = json.loads(value)
+  if isinstance(parsed, Mapping) and {"inputs", "outputs"} <= parsed.keys():
+    return {"input_output": value}
+  lines = [parsed] if isinstance(parsed, str) else parsed
+  is_assert = lambda line: isinstance(line, str) and re.match(r"\s*assert\b", line)
+  if isinstance(lines, list | tuple) and lines and all(map(is_assert, lines)):
+    return {"test_list": list(lines)}
+  return {}
+
+
+class Choices(NamedTuple):
+  """The choices of a row.
+
+  Attributes:
+    texts: what they say.
+    names: what the row calls them: its labels, or else the letters from A.
+  """
+
+  texts: tuple[str, ...]
+  names: tuple[str, ...]
+
+  def lines(self) -> str:
+    """Returns the choices as they are added to a prompt."""
+    pairs = zip(LETTERS, self.texts, strict=False)
+    return "\n".join(f"({letter}) {text}" for letter, text in pairs)
+
+  def letter(self, answer: Any) -> str:
+    """Returns the letter of the right choice.
+
+    Args:
+      answer: the answer of the row: a choice's letter, label or text, or its index from 0.
+
+    Raises:
+      ValueError: it is none of these, or it means several choices.
+    """
+    text = str(answer).strip()
+    meant = {names.index(text) for names in (self.names, self.texts) if text in names}
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(self.texts):
+      meant |= {answer} if text not in self.names else set()
+    if not meant and (letter := re.fullmatch(r"\(?([A-Ja-j])[).]?", text)):
+      meant = {LETTERS.index(letter[1].upper())} - set(range(len(self.texts), len(LETTERS)))
+    if len(meant) != 1:
+      which = "none" if not meant else f"{len(meant)}"
+      raise ValueError(
+        f"has the answer {shown(answer)}, which names {which} of its choices "
+        f"{shown(list(self.texts))}; write the letter of the right one, from A"
+      )
+    return LETTERS[meant.pop()]
+
+
+def choices_of(row: Mapping[str, Any]) -> Choices | None:
+  """Returns the choices of a row: a list, {"A": ...}, or {"label": [...], "text": [...]}.
+
+  Returns None if the row has none.
+
+  Raises:
+    ValueError: they are something else, fewer than 2, or more than there are letters.
+  """
+  value = next((row[name] for name in CHOICE_COLUMNS if not is_empty(row.get(name))), None)
+  if value is None:
+    return None
+  names = LETTERS
+  texts = value
+  if isinstance(value, Mapping):
+    is_table = isinstance(value.get("text"), list | tuple)
+    names = value.get("label", LETTERS) if is_table else tuple(value)
+    texts = value["text"] if is_table else tuple(value.values())
+  is_text = lambda item: isinstance(item, str | int | float) and not isinstance(item, bool)
+  lists = (texts, names) if isinstance(names, list | tuple) else (texts,)
+  valid = all(isinstance(items, list | tuple) and all(map(is_text, items)) for items in lists)
+  if not valid or not 2 <= len(texts) <= len(LETTERS) or len(names) < len(texts):
+    raise ValueError(
+      f"has choices that are not 2 to {len(LETTERS)} texts, as "
+      f'{{"choices": ["red", "blue"]}}: {shown(value)}'
+    )
+  as_texts = lambda items: tuple(str(item).strip() for item in items)
+  return Choices(as_texts(texts), as_texts(names)[: len(texts)])
 
 
 def _is_plain(answer: str) -> bool:

@@ -7,28 +7,43 @@ problem whose fields have the declared types and can be encoded as UTF-8, or rai
 from __future__ import annotations
 
 import decimal
+import functools
 import math
 import numbers
-import reprlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gtpo_jax.data.kinds import UNSTATED
+from gtpo_jax.data.kinds import (
+  CHOICE,
+  UNSTATED,
+  Choices,
+  choices_of,
+  is_empty,
+  kind_of_columns,
+  tests_of,
+)
 from gtpo_jax.data.readers import Row
-from gtpo_jax.data.records import NO_ROLE, ROLES, Problem, user
+from gtpo_jax.data.records import Problem, encodable, shown, to_messages, user
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.storage.files import printable
 
-NO_ANSWER_KIND = "exact"  # of rows whose environment decides
-REQUIRED_FIELDS = {"prompt", "answer"}
-FIELDS = {*REQUIRED_FIELDS, "kind"}
+NO_ANSWER_KIND = "exact"  # of rows without an answer, which no verifier reads
+# The answer of a problem whose kind compares completions with something else.
+WITHOUT_ANSWER = {"code": "its tests", "constraints": "its instructions"}
+PROMPT_AND_ANSWER = ("prompt", "answer")
+FIELDS = {*PROMPT_AND_ANSWER, "kind"}
+PROMPTS = ("prompt", "question", "problem")  # columns of the prompt
+ANSWERS = ("answer", "answerKey", "solution")  # columns of the gold answer, the first that exists
 NOT_EXTRA = {"id", "kind", "extra"}  # columns that are not passed on in `Problem.extra`
 MAX_DEPTH = 32  # levels of lists and dicts in `extra`
-VALUES = reprlib.Repr()  # shows values in messages: the start of each, however long or deep
-VALUES.maxstring = VALUES.maxother = 80
+# Columns that only some layouts read; they are passed on all the same.
+READ_BY_LAYOUTS = {
+  *("answerKey", "solution", "reward_model", "ability", "extra_info", "task_id", "problem_id"),
+  *("key", "prompt", "test", "entry_point", "truth"),
+}
 SHOWN_COLUMNS = 200  # characters of the names of columns in a message
 
 
@@ -43,7 +58,7 @@ def parse_fields(fields: str) -> dict[str, str]:
   """
   pairs = [part.partition("=") for part in fields.replace(" ", "").split(",") if part]
   columns = {key: value for key, _, value in pairs}
-  complete = all(columns.values()) and REQUIRED_FIELDS <= columns.keys() <= FIELDS
+  complete = all(columns.values()) and {*PROMPT_AND_ANSWER} <= columns.keys() <= FIELDS
   if columns and not complete:
     raise UserError(
       "data.fields must name prompt and answer (and kind), as "
@@ -52,7 +67,12 @@ def parse_fields(fields: str) -> dict[str, str]:
   return columns
 
 
-def to_problem(row: Row | ValueError, columns: dict[str, str], location: str) -> Problem:
+def to_problem(
+  row: Row | ValueError,
+  columns: dict[str, str],
+  location: str,
+  needs: Collection[str] = PROMPT_AND_ANSWER,
+) -> Problem:
   """Converts a row to a problem.
 
   Args:
@@ -60,6 +80,8 @@ def to_problem(row: Row | ValueError, columns: dict[str, str], location: str) ->
     columns: from `parse_fields`.
     location: names the row in messages; its last part (file name and line) is the id of a problem
       without one.
+    needs: what the row must have. A reward function of the user, or a judge, needs no "answer"; an
+      environment needs no "prompt" either. What is missing is empty.
 
   Raises:
     ValueError: the row is malformed.
@@ -67,28 +89,22 @@ def to_problem(row: Row | ValueError, columns: dict[str, str], location: str) ->
   if isinstance(row, ValueError):
     raise row
   if columns:
-    return _from_columns(row, columns, location, _answer)
-  for required, convert in LAYOUTS:
-    if required <= row.keys():
-      return convert(row, location)
+    return _problem(row, location, _from_columns(row, columns), needs)
+  filled = {name for name, value in row.items() if not is_empty(value)}
+  for present in (filled, row.keys()):  # a column of a table may be empty in this row
+    for required, read in LAYOUTS:
+      if required <= present:
+        return _problem(row, location, read(row), needs)
+  opens = "prompt" not in needs  # then an environment reads the other columns
+  prompt = "prompt" if opens else next((name for name in PROMPTS if name in row), "")
+  if "answer" not in needs and prompt:
+    used = {prompt, "answer"}
+    fields = Fields(row.get(prompt), row.get("answer"), used, NO_ANSWER_KIND)
+    return _problem(row, location, fields, needs)
   names = ", ".join(printable(str(name)) for name in row)[:SHOWN_COLUMNS]
   raise ValueError(
     f"has the columns {names}, no known layout; set data.fields to the columns of prompt and answer"
   )
-
-
-def to_opening(row: Row | ValueError, columns: dict[str, str], location: str) -> Problem:
-  """Converts a row for an environment, which may add the prompt and decide what is correct.
-
-  Arguments and errors are those of `to_problem`, except that the row need not have a known layout.
-  Without `prompt`, the message of the user is empty; without `answer`, the answer is.
-  """
-  if isinstance(row, ValueError) or columns or any(known <= row.keys() for known, _ in LAYOUTS):
-    return to_problem(row, columns, location)
-  messages = _messages(row["prompt"]) if row.get("prompt") else user("")
-  answer = _answer(row["answer"]) if "answer" in row else ""
-  others = _others(row, {"prompt", "answer"})
-  return Problem(_id(row.get("id"), location), messages, answer, NO_ANSWER_KIND, others, location)
 
 
 def to_demonstration(row: Row | ValueError, columns: dict[str, str], location: str) -> Problem:
@@ -98,62 +114,119 @@ def to_demonstration(row: Row | ValueError, columns: dict[str, str], location: s
   """
   if isinstance(row, ValueError):
     raise row
-  return _from_columns(row, columns, location, _completion)
-
-
-def _from_columns(
-  row: Row, columns: dict[str, str], location: str, text_of: Callable[[Any], str]
-) -> Problem:
-  prompt, answer = (_column(row, columns[key]) for key in ("prompt", "answer"))
-  # A kind that is not the name of a column is the kind of all problems.
-  kind = row.get(columns["kind"], columns["kind"]) if "kind" in columns else UNSTATED
-  used = {column.split(".")[0] for column in columns.values()}
-  return _problem(row, location, prompt, text_of(answer), kind, _others(row, used))
-
-
-def _problem(
-  row: Row,
-  location: str,
-  prompt: Any,
-  answer: str,
-  kind: Any,
-  extra: Mapping[str, Any] | None = None,
-) -> Problem:
-  if kind is None:  # a column of Parquet has a null where a row states no kind
-    kind = UNSTATED
-  if not isinstance(kind, str):
-    raise ValueError(f"has a kind that is not text: {VALUES.repr(kind)}")
+  fields = _from_columns(row, columns)
   return Problem(
-    _id(row.get("id", row.get("task_id")), location),
-    _messages(prompt),
-    answer,
-    _encodable(kind, "kind"),
-    {**(extra or {}), **_extra(row.get("extra"))},
+    _id(row, fields.id, location),
+    to_messages(fields.prompt),
+    _completion(fields.answer),
+    _kind(row, fields),
+    _others(row, fields),
     location,
   )
 
 
-def _id(value: Any, location: str) -> str:
+class Fields(NamedTuple):
+  """What a layout finds in a row.
+
+  Attributes:
+    prompt: a text or a conversation.
+    answer: the gold answer; of programs and instructions, a name.
+    used: columns that are not passed on in `Problem.extra`.
+    kind: the kind of the layout, for a row that names none.
+    id: the row's id, for a row without the columns `id` and `task_id`.
+    extra: further entries of `Problem.extra`.
+  """
+
+  prompt: Any
+  answer: Any
+  used: Collection[str]
+  kind: Any = UNSTATED
+  id: Any = None
+  extra: Mapping[str, Any] = {}
+
+
+def _problem(row: Row, location: str, fields: Fields, needs: Collection[str]) -> Problem:
+  """Returns the problem of a row, with the columns that mean the same in every layout."""
+  id = _id(row, fields.id, location)
+  kind = _kind(row, fields) or kind_of_columns(row)
+  no_prompt = "prompt" not in needs and not fields.prompt
+  messages = user("") if no_prompt else to_messages(fields.prompt)
+  answer = fields.answer
+  if kind == CHOICE and (choices := choices_of(row)):
+    messages = _with_choices(messages, choices)
+    answer = _letter(choices, answer, needs)
+  elif kind in WITHOUT_ANSWER and not _is_answer(answer):
+    answer = WITHOUT_ANSWER[kind]
+  others = _others(row, fields)
+  if "answer" in needs or _is_answer(answer):
+    text = _answer(answer)
+  else:
+    text = ""
+    kind = kind or NO_ANSWER_KIND
+    others = {"answer": answer, **others} if answer else others  # such as an object
+  return Problem(id, messages, text, kind, others, location)
+
+
+def _with_choices(
+  messages: tuple[dict[str, str], ...], choices: Choices
+) -> tuple[dict[str, str], ...]:
+  """Adds the choices to the last message, unless it lists them already."""
+  *others, last = messages
+  if all(text in last["content"] for text in choices.texts):
+    return messages
+  return (*others, {**last, "content": f"{last['content'].rstrip()}\n{choices.lines()}"})
+
+
+def _letter(choices: Choices, answer: Any, needs: Collection[str]) -> Any:
+  try:
+    return choices.letter(answer)
+  except ValueError:
+    if "answer" in needs:
+      raise
+  return answer  # a user's function reads it
+
+
+def _from_columns(row: Row, columns: dict[str, str]) -> Fields:
+  prompt, answer = (_column(row, columns[key]) for key in ("prompt", "answer"))
+  # A kind that is not the name of a column is the kind of all problems.
+  kind = row.get(columns["kind"], columns["kind"]) if "kind" in columns else UNSTATED
+  used = {column.split(".")[0] for column in columns.values()} | ({"kind"} & columns.keys())
+  return Fields(prompt, answer, used, kind)
+
+
+def _kind(row: Row, fields: Fields) -> str:
+  """Returns the kind that the row states, or else the kind of its layout."""
+  stated = None if "kind" in fields.used else row.get("kind")
+  kind = fields.kind if stated is None else stated
+  if kind is None:  # a column of Parquet has a null where a row states no kind
+    kind = UNSTATED
+  if not isinstance(kind, str):
+    raise ValueError(f"has a kind that is not text: {shown(kind)}")
+  return encodable(kind, "kind")
+
+
+def _id(row: Row, of_layout: Any, location: str) -> str:
+  value = next((x for x in (row.get("id"), row.get("task_id"), of_layout) if x is not None), None)
   if value is None:
     return Path(location).name
   if not isinstance(value, str | int | float):
-    raise ValueError(f"has an id that is neither text nor a number: {VALUES.repr(value)}")
-  return _encodable(str(value), "id")
+    raise ValueError(f"has an id that is neither text nor a number: {shown(value)}")
+  return encodable(str(value), "id")
 
 
 def _answer(value: Any) -> str:
   text = _text(value)
   if text is None or not text.strip():
-    raise ValueError(f"has no answer: {VALUES.repr(value)}")
-  return _encodable(text.strip(), "answer")
+    raise ValueError(f"has no answer: {shown(value)}")
+  return encodable(text.strip(), "answer")
 
 
 def _completion(value: Any) -> str:
   """Returns a demonstration's completion; a base model learns its spaces and line ends too."""
   text = _text(value)
   if not text:
-    raise ValueError(f"has no completion: {VALUES.repr(value)}")
-  return _encodable(text, "completion")
+    raise ValueError(f"has no completion: {shown(value)}")
+  return encodable(text, "completion")
 
 
 def _text(value: Any) -> str | None:
@@ -169,17 +242,24 @@ def _text(value: Any) -> str | None:
   return None
 
 
-def _others(row: Row, used: Collection[str]) -> Mapping[str, Any]:
-  """Returns the columns of a row that no other field of a problem holds."""
-  names = [name for name in row if isinstance(name, str) and name not in {*used, *NOT_EXTRA}]
-  return _extra({name: row[name] for name in names})
+def _is_answer(value: Any) -> bool:
+  text = _text(value)
+  return text is not None and bool(text.strip())
+
+
+def _others(row: Row, fields: Fields) -> Mapping[str, Any]:
+  """Returns the columns that no other field of a problem holds, and what `extra` holds."""
+  left_out = {*fields.used, *NOT_EXTRA}
+  names = [name for name in row if isinstance(name, str) and name not in left_out]
+  columns = _extra({name: row[name] for name in names})
+  return {**columns, **fields.extra, **_extra(row.get("extra"))}
 
 
 def _extra(value: Any) -> Mapping[str, Any]:
   if value is None:
     return {}
   if not isinstance(value, Mapping):
-    raise ValueError(f"has an extra that is not an object (a dict): {VALUES.repr(value)}")
+    raise ValueError(f"has an extra that is not an object (a dict): {shown(value)}")
   level = [value]
   for _ in range(MAX_DEPTH):
     if not level:
@@ -193,40 +273,6 @@ def _extra(value: Any) -> Mapping[str, Any]:
   raise ValueError(f"has an extra of more than {MAX_DEPTH} levels")
 
 
-def _messages(prompt: Any) -> tuple[dict[str, str], ...]:
-  if isinstance(prompt, str):
-    messages = user(prompt)
-  elif _is_conversation(prompt):
-    messages = tuple({"role": m["role"], "content": m["content"]} for m in prompt)
-  else:
-    raise ValueError(f"has a prompt that is neither text nor messages: {VALUES.repr(prompt)}")
-  for message in messages:
-    role = message["role"]
-    if not isinstance(role, str) or role not in ROLES:
-      raise ValueError(f"has a message with the role {VALUES.repr(role)}, {NO_ROLE}")
-    content = message["content"]
-    if content is not None and not isinstance(content, str):
-      raise ValueError(f"has a {role} message that is not text: {VALUES.repr(content)}")
-    if content is None or not content.strip():
-      raise ValueError(f"has an empty {role} message")
-    _encodable(content, f"{role} message")
-  return messages
-
-
-def _encodable(text: str, what: str) -> str:
-  try:
-    text.encode()
-  except UnicodeEncodeError as error:  # half of a surrogate pair
-    raise ValueError(f"has a character in its {what} that is not valid Unicode: {error}") from None
-  return text
-
-
-def _is_conversation(prompt: Any) -> bool:
-  if not isinstance(prompt, list | tuple) or not prompt:
-    return False
-  return all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt)
-
-
 def _column(row: Row, name: str) -> Any:
   """Returns a column by name. A dot in the name selects a nested column."""
   value: Any = row
@@ -237,78 +283,73 @@ def _column(row: Row, name: str) -> Any:
   return value
 
 
-def _native(row: Row, location: str) -> Problem:
-  extra = _others(row, {"prompt", "answer"})
-  kind = row.get("kind", UNSTATED)
-  return _problem(row, location, row["prompt"], _answer(row["answer"]), kind, extra)
+def _plain(prompt: str, answer: str, row: Row) -> Fields:
+  used = {prompt, answer} if answer == "answer" else {prompt}  # TRL's rewards read solution
+  return Fields(row[prompt], row[answer], used)
 
 
-def _verl(row: Row, location: str) -> Problem:
+def _gsm8k(row: Row) -> Fields:
+  answer = row["answer"]
+  if not isinstance(answer, str) or "####" not in answer:
+    return _plain("question", "answer", row)
+  solution, _, last = answer.rpartition("####")
+  extra = {"solution": solution.strip()}
+  return Fields(row["question"], last, {"question", "answer"}, extra=extra)
+
+
+def _verl(row: Row) -> Fields:
   truth = _column(row, "reward_model.ground_truth")
   info = row.get("extra_info")
-  has_index = isinstance(info, Mapping) and "index" in info
-  extra = {"data_source": row.get("data_source", "")}
-  name = {"id": info["index"] if has_index else None}
-  return _problem(name, location, row["prompt"], _answer(truth), "math", extra)
+  name = info.get("index") if isinstance(info, Mapping) else None
+  if tests := tests_of(truth):
+    return Fields(row["prompt"], None, {"prompt"}, "code", name, tests)
+  if row.get("ability") == "code":
+    raise ValueError(
+      f"is of ability 'code', but its ground_truth has no tests: {shown(truth)}; write "
+      '{"inputs": [...], "outputs": [...]} or a list of asserts'
+    )
+  return Fields(row["prompt"], truth, {"prompt"}, id=name)
 
 
-def _gsm8k(row: Row, location: str) -> Problem:
-  if not isinstance(row["answer"], str):
-    return _problem(row, location, row["question"], _answer(row["answer"]), "math")
-  solution, mark, answer = row["answer"].rpartition("####")
-  extra = _others(row, {"question", "answer"}) | ({"solution": solution.strip()} if mark else {})
-  return _problem(row, location, row["question"], _answer(answer), "math", extra)
-
-
-def _math(row: Row, location: str) -> Problem:
-  extra = _others(row, {"problem", "answer"})
-  return _problem(row, location, row["problem"], _answer(row["answer"]), "math", extra)
-
-
-def _humaneval(row: Row, location: str) -> Problem:
+def _humaneval(row: Row) -> Fields:
   extra = {key: row[key] for key in ("prompt", "test", "entry_point")}
-  return _problem(row, location, row["prompt"], _answer(row["entry_point"]), "code", extra)
+  return Fields(row["prompt"], row["entry_point"], (), "code", extra=extra)
 
 
-def _mbpp(row: Row, location: str) -> Problem:
-  extra = {
-    "test_list": row["test_list"],
-    "test_setup_code": row.get("test_setup_code") or "",
-    "test_imports": row.get("test_imports") or [],
-  }
-  prompt = row.get("text", row.get("prompt"))
-  answer = location if row.get("task_id") is None else row["task_id"]
-  return _problem(row, location, prompt, _answer(answer), "code", extra)
+def _mbpp(row: Row) -> Fields:
+  return Fields(row.get("text", row.get("prompt")), row.get("task_id"), {"text", "prompt"}, "code")
 
 
-def _stdin(row: Row, location: str) -> Problem:
+def _stdin(row: Row) -> Fields:
   if not row["input_output"]:
     raise ValueError("has no tests: its input_output is empty")
-  name = _id(row.get("problem_id"), location)
-  extra = {"input_output": row["input_output"]}
-  return _problem({"id": name}, location, row["question"], _answer(name), "code", extra)
+  name = row.get("problem_id")
+  return Fields(row["question"], name, {"question"}, "code", name)
 
 
-def _ifeval(row: Row, location: str) -> Problem:
+def _ifeval(row: Row) -> Fields:
   """IFEval has no answers; a problem's answer is the list of its instructions."""
   names = row["instruction_id_list"]
   if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-    raise ValueError(f"has an instruction_id_list that is not a list: {VALUES.repr(names)}")
-  extra = _others(row, {"prompt", "answer"})
-  fields = {"id": row.get("id", row.get("key"))}
-  answer = _answer(", ".join(names))
-  return _problem(fields, location, row["prompt"], answer, "constraints", extra)
+    raise ValueError(f"has an instruction_id_list that is not a list: {shown(names)}")
+  used = {"prompt", "answer"}
+  return Fields(row["prompt"], ", ".join(names), used, "constraints", row.get("key"))
 
 
-# Required columns and conversion of each layout, the most specific first.
-LAYOUTS: tuple[tuple[set[str], Callable[[Row, str], Problem]], ...] = (
+# Required columns and what reads them, the most specific first.
+LAYOUTS: tuple[tuple[set[str], Callable[[Row], Fields]], ...] = (
   ({"prompt", "reward_model"}, _verl),  # DAPO-Math-17k and the other files of verl
   ({"prompt", "test", "entry_point"}, _humaneval),
   ({"prompt", "instruction_id_list", "kwargs"}, _ifeval),  # IFEval and the training sets like it
   ({"text", "test_list"}, _mbpp),
   ({"prompt", "test_list"}, _mbpp),  # MBPP sanitized
   ({"question", "input_output"}, _stdin),  # APPS, TACO
-  ({"prompt", "answer"}, _native),
   ({"question", "answer"}, _gsm8k),
-  ({"problem", "answer"}, _math),  # MATH-500, AIME
+  # Those of this package, of MATH-500 and AIME (problem), of ARC (answerKey), and of TRL, whose
+  # rewards read a column solution.
+  *(
+    ({prompt, answer}, functools.partial(_plain, prompt, answer))
+    for answer in ANSWERS
+    for prompt in PROMPTS
+  ),
 )

@@ -1,8 +1,9 @@
-"""The package's only record type: a problem."""
+"""The package's only record type: a problem, and the messages of its prompt."""
 
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -10,6 +11,10 @@ from typing import Any, Protocol
 # file could otherwise become any control token.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 NO_ROLE = f"which is none of {', '.join(ROLES)}"
+# Parts of an assistant's message that the prompt of a problem cannot have.
+UNREAD_PARTS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,3 +61,55 @@ class Problems(Protocol):
 def user(text: str) -> tuple[dict[str, str], ...]:
   """Returns a conversation that consists of one user message."""
   return ({"role": "user", "content": text},)
+
+
+def to_messages(prompt: Any) -> tuple[dict[str, str], ...]:
+  """Returns the conversation in a value of a row: a text, or messages.
+
+  Raises:
+    ValueError: it is neither, a message is malformed or empty, or it has a part that no chat
+      template would get.
+  """
+  if isinstance(prompt, str):
+    messages = user(prompt)
+  elif _is_conversation(prompt):
+    messages = tuple({"role": m["role"], "content": m["content"]} for m in prompt)
+    for message in prompt:
+      if lost := next((name for name in UNREAD_PARTS if message.get(name)), None):
+        raise ValueError(
+          f"has a message with {lost}, which would be lost: write it into the content as the "
+          "model writes it, such as <think>...</think>, or leave it out"
+        )
+  else:
+    raise ValueError(f"has a prompt that is neither text nor messages: {shown(prompt)}")
+  for message in messages:
+    role = message["role"]
+    if not isinstance(role, str) or role not in ROLES:
+      raise ValueError(f"has a message with the role {shown(role)}, {NO_ROLE}")
+    content = message["content"]
+    if content is not None and not isinstance(content, str):
+      raise ValueError(f"has a {role} message that is not text: {shown(content)}")
+    if content is None or not content.strip():
+      raise ValueError(f"has an empty {role} message")
+    encodable(content, f"{role} message")
+  return messages
+
+
+def encodable(text: str, what: str) -> str:
+  """Returns the text of a row, or raises ValueError if it is not valid Unicode."""
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:  # half of a surrogate pair
+    raise ValueError(f"has a character in its {what} that is not valid Unicode: {error}") from None
+  return text
+
+
+def _is_conversation(prompt: Any) -> bool:
+  if not isinstance(prompt, list | tuple) or not prompt:
+    return False
+  return all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt)
+
+
+def shown(value: object) -> str:
+  """Returns a value for a message: its start, however long or deep it is."""
+  return _SHORT.repr(value)

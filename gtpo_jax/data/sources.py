@@ -15,21 +15,39 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gtpo_jax.data.kinds import with_kinds
-from gtpo_jax.data.layouts import parse_fields, to_opening, to_problem
+from gtpo_jax.data.layouts import (
+  PROMPT_AND_ANSWER,
+  READ_BY_LAYOUTS,
+  SHOWN_COLUMNS,
+  parse_fields,
+  to_problem,
+)
 from gtpo_jax.data.readers import GYM, RECORDS, LocatedRow, Row, is_source, read_rows
 from gtpo_jax.data.records import Problem
+from gtpo_jax.rewards.verifiers import keys_read
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.runtime.installing import MissingPackage
+from gtpo_jax.storage.files import printable
 
 # Raises ValueError if completions of a problem of this kind, with this answer and extra, cannot be
 # checked.
 Check = Callable[[str, str, Mapping[str, Any]], None]
+Needs = Collection[str]  # what a row must have
 
-__all__ = ["RECORDS", "Check", "Loaded", "is_source", "load_records", "load_source", "too_many_bad"]
+__all__ = [
+  "RECORDS",
+  "Check",
+  "Loaded",
+  "is_source",
+  "load_records",
+  "load_source",
+  "needs_of",
+  "too_many_bad",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +60,7 @@ class Loaded:
     duplicates: number of rows dropped because an earlier row is the same problem.
     bad: the skipped rows, each as its location and the reason.
     note: how the verifier was chosen for rows that name none; "" if that is not worth a line.
+    unread: the columns that only a function of the user could read.
   """
 
   problems: tuple[Problem, ...]
@@ -49,6 +68,7 @@ class Loaded:
   duplicates: int
   bad: tuple[str, ...]
   note: str = ""
+  unread: tuple[str, ...] = ()
 
   def summary(self, name: str) -> str:
     """Returns a one-line summary for the user."""
@@ -59,11 +79,18 @@ class Loaded:
       parts.append(f"{len(self.bad)} skipped, first {self.bad[0]}")
     if self.note:
       parts.append(self.note)
+    if self.unread:
+      names = ", ".join(map(printable, self.unread))[:SHOWN_COLUMNS]
+      parts.append(f"columns that nothing reads: {names}")
     return ", ".join(parts)
 
 
 def load_source(
-  name: str, fields: str = "", bad_rows: int = 0, check: Check | None = None, opens: bool = False
+  name: str,
+  fields: str = "",
+  bad_rows: int = 0,
+  check: Check | None = None,
+  needs: Needs = PROMPT_AND_ANSWER,
 ) -> Loaded:
   """Reads a source.
 
@@ -75,14 +102,15 @@ def load_source(
     bad_rows: number of malformed rows that may be skipped.
     check: decides whether completions can be checked, as `rewards.check_gold` does; a row that it
       refuses is malformed. None accepts all.
-    opens: whether the rows are for an environment, and may lack prompt and answer.
+    needs: what a row must have, of "prompt" and "answer": both for verifiers, a prompt for a
+      function of the user or a judge, nothing for an environment.
 
   Raises:
     UserError: there is no such source, it has more malformed rows than `bad_rows`, it has no
       problem at all, or one of its problems needs a package that is missing here.
   """
   columns = "" if name.startswith(GYM) else fields  # its rows have a known layout
-  return _load(name, read_rows(name), columns, Malformed(bad_rows), check, opens)
+  return _load(name, read_rows(name), columns, Malformed(bad_rows), check, needs)
 
 
 def load_records(
@@ -91,7 +119,7 @@ def load_records(
   fields: str = "",
   bad_rows: int = 0,
   check: Check | None = None,
-  opens: bool = False,
+  needs: Needs = PROMPT_AND_ANSWER,
 ) -> Loaded:
   """Converts rows in memory, in the same way as `load_source` converts the rows of a file.
 
@@ -101,12 +129,12 @@ def load_records(
     fields: see `load_source`.
     bad_rows: see `load_source`.
     check: see `load_source`.
-    opens: see `load_source`.
+    needs: see `load_source`.
 
   Raises:
     UserError: `records` is not an iterable of dicts, or an error of `load_source`.
   """
-  return _load(name, record_rows(records, name), fields, Malformed(bad_rows), check, opens)
+  return _load(name, record_rows(records, name), fields, Malformed(bad_rows), check, needs)
 
 
 def record_rows(records: Iterable[Row], name: str) -> Iterator[LocatedRow]:
@@ -127,6 +155,18 @@ def _as_row(record: object) -> Row | ValueError:
   if isinstance(record, Mapping):
     return dict(record)
   return ValueError(f"must be a dict, got {type(record).__name__}")
+
+
+def needs_of(opens: bool, needs_answer: bool) -> tuple[str, ...]:
+  """Returns what a row must have.
+
+  Args:
+    opens: whether an environment adds the prompt and decides.
+    needs_answer: whether a verifier reads the answer.
+  """
+  if opens:
+    return ()
+  return PROMPT_AND_ANSWER if needs_answer else ("prompt",)
 
 
 class Malformed:
@@ -161,18 +201,18 @@ def _load(
   fields: str,
   malformed: Malformed,
   check: Check | None,
-  opens: bool,
+  needs: Needs,
 ) -> Loaded:
   columns = parse_fields(fields)
-  convert = to_opening if opens else to_problem
   digests: set[bytes] = set()
   problems = []
+  names: dict[str, None] = {}  # of all columns, in their order
   num_rows = 0
   duplicates = 0
   for location, row in rows:
     num_rows += 1
     try:
-      problem = convert(row, columns, location)
+      problem = to_problem(row, columns, location, needs)
       if check and problem.kind and problem.answer:
         check(problem.kind, problem.answer, problem.extra)
     except MissingPackage as error:
@@ -180,7 +220,8 @@ def _load(
     except ValueError as error:
       malformed.add(location, error)
       continue
-    digest = _digest(problem, opens)
+    names |= dict.fromkeys(row) | dict.fromkeys(row.get("extra") or ())
+    digest = _digest(problem, row.get("id"))
     if digest in digests:
       duplicates += 1
       continue
@@ -192,7 +233,8 @@ def _load(
     with_kind = _checked(with_kind, stated, malformed, check)
   if not with_kind:
     raise no_rows(name, "problem", num_rows)
-  return Loaded(with_kind, num_rows, duplicates, tuple(malformed.rows), note)
+  unread = _unread(with_kind, names)
+  return Loaded(with_kind, num_rows, duplicates, tuple(malformed.rows), note, unread)
 
 
 def _checked(
@@ -216,11 +258,21 @@ def no_rows(name: str, what: str, num_rows: int) -> UserError:
   return UserError(f"{name!r} contains no {what} ({num_rows} rows)")
 
 
-def _digest(problem: Problem, opens: bool) -> bytes:
-  """Returns a digest that is equal for problems with the same prompt, answer and tests.
+def _unread(problems: Sequence[Problem], names: Iterable[str]) -> tuple[str, ...]:
+  """Returns the columns, of `names`, that neither a layout nor a verifier reads."""
+  unread = set()
+  for problem in problems:
+    unread |= problem.extra.keys() - READ_BY_LAYOUTS - keys_read(problem.kind)
+  return tuple(name for name in names if name in unread)
 
-  Of a row for an environment, every field counts.
+
+def _digest(problem: Problem, id: Any) -> bytes:
+  """Returns a digest that is equal for problems whose rows have equal columns.
+
+  `id` is the column; a row without one has an id of its own.
   """
-  further = problem.extra if opens else problem.extra.get("test")
-  content = json.dumps([problem.messages, problem.answer, further], default=str)
-  return hashlib.blake2b(content.encode(), digest_size=16).digest()
+  plain = lambda value: value.tolist() if hasattr(value, "tolist") else str(value)  # of NumPy
+  fields = [problem.messages, problem.answer, problem.kind, problem.extra, id]
+  return hashlib.blake2b(
+    json.dumps(fields, default=plain, sort_keys=True).encode(), digest_size=16
+  ).digest()

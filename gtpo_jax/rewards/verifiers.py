@@ -173,6 +173,15 @@ NEEDS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
+# By `Problem.kind`: further keys that the verifier reads if they are there.
+OPTIONAL = {"code": ("test_setup_code", "test_imports"), "reasoning_gym": ("knobs",)}
+
+
+def keys_read(kind: str) -> frozenset[str]:
+  """Returns the keys of `extra` that the verifier of `kind` reads."""
+  return frozenset().union(*NEEDS.get(kind, ()), OPTIONAL.get(kind, ()))
+
+
 def missing_extra(kind: str, extra: Mapping[str, Any]) -> str:
   """Returns the keys that the verifier of `kind` needs and `extra` lacks; "" if it lacks none."""
   formats = NEEDS.get(kind, ((),))

@@ -10,7 +10,7 @@ from pathlib import Path
 from gtpo_jax.config import Config
 from gtpo_jax.data.pipeline import fixed_sample
 from gtpo_jax.data.records import Problem, Problems
-from gtpo_jax.data.sources import RECORDS, Check, Loaded, load_source, too_many_bad
+from gtpo_jax.data.sources import RECORDS, Check, Loaded, load_source, needs_of, too_many_bad
 from gtpo_jax.data.tasks import TASKS, TaskPart, make_task
 from gtpo_jax.rewards import gold_check, sandbox_problem
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -124,8 +124,8 @@ def _load_problems(
       raise UserError(f"the task {name!r} has several turns: set {needs}")
     return TaskPart(task, task.held_out_ids if held_out else task.train_ids)
   check = None if config.reward.replaces_verifiers else gold_check(config.reward.math_rule)
-  opens = config.env.opens
-  loaded = records.get(name) or _load(name, data.fields, data.bad_rows, check, opens)
+  needs = needs_of(config.env.opens, config.reward.needs_answer)
+  loaded = records.get(name) or _load(name, data.fields, data.bad_rows, check, needs)
   fitting, too_long, bad = _measure(config, worker, loaded)
   first = f" (first {too_long[0]})" if too_long else ""
   if len(bad) + len(too_long) > data.bad_rows:
@@ -142,7 +142,8 @@ def _load_problems(
       f"{data.max_prompt_tokens}"
     )
   note = "" if config.reward.replaces_verifiers else loaded.note
-  summary = dataclasses.replace(loaded, bad=bad, note=note).summary(name)
+  unread = () if config.env.opens or config.reward.reads_columns else loaded.unread
+  summary = dataclasses.replace(loaded, bad=bad, note=note, unread=unread).summary(name)
   say(summary + (f", {len(too_long)} too long{first}" if too_long else ""))
   return fitting
 
@@ -196,5 +197,7 @@ def _check_sandbox(
 
 
 @functools.lru_cache(maxsize=8)
-def _load(name: str, fields: str, bad_rows: int, check: Check | None, opens: bool) -> Loaded:
-  return load_source(name, fields, bad_rows, check, opens)
+def _load(
+  name: str, fields: str, bad_rows: int, check: Check | None, needs: tuple[str, ...]
+) -> Loaded:
+  return load_source(name, fields, bad_rows, check, needs)

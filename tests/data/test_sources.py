@@ -64,14 +64,14 @@ def test_the_layout_of_humaneval(tmp_path):
   }
   problem = only(tmp_path, row)
   assert (problem.id, problem.kind) == ("HumanEval/0", "code")
-  assert problem.extra == {key: row[key] for key in ("prompt", "test", "entry_point")}
+  assert problem.extra == row
 
 
 def test_the_layouts_of_mbpp(tmp_path):
   tests = ["assert f() == 1"]
   problem = only(tmp_path, {"task_id": 3, "text": "Write f.", "code": "x", "test_list": tests})
-  assert problem.kind == "code"
-  assert problem.extra == {"test_list": tests, "test_setup_code": "", "test_imports": []}
+  assert (problem.id, problem.kind) == ("3", "code")
+  assert problem.extra == {"task_id": 3, "code": "x", "test_list": tests}
   row = {
     "task_id": 3,
     "prompt": "Write f.",
@@ -91,7 +91,8 @@ def test_the_layout_of_programs_that_read_and_print(tmp_path):
     "difficulty": "easy",
   }
   problem = only(tmp_path, row)
-  assert (problem.id, problem.kind, problem.extra) == ("9", "code", {"input_output": cases})
+  others = {key: value for key, value in row.items() if key != "question"}
+  assert (problem.id, problem.kind, problem.extra) == ("9", "code", others)
   with pytest.raises(UserError, match="has no tests"):
     only(tmp_path, {"question": "Double it.", "input_output": ""})
 
@@ -155,8 +156,8 @@ def test_numbers_of_arrays_and_of_python_programs():
   assert readers._plain(values) == {"x": 0.1, "y": [[0.1, 2.5]], "z": [0.1, "t"]}
   assert readers._plain({"i": np.int64(3), "d": np.float64(0.1)}) == {"i": 3, "d": 0.1}
   numbers = (np.float32(0.1), np.int64(5), decimal.Decimal("1E+3"), 0.1)
-  rows = [{"prompt": "q", "answer": value} for value in numbers]
-  assert [p.answer for p in load_records(rows, "rows").problems] == ["0.1", "5", "1000"]
+  rows = [{"prompt": f"q{i}", "answer": value} for i, value in enumerate(numbers)]
+  assert [p.answer for p in load_records(rows, "rows").problems] == ["0.1", "5", "1000", "0.1"]
   for value in (np.bool_(True), np.float32("nan"), decimal.Decimal("Infinity")):
     with pytest.raises(UserError, match="has no answer"):
       load_records([{"prompt": "q", "answer": value}], "rows")
@@ -220,7 +221,9 @@ def test_the_layout_of_verl_with_every_row_repeated(tmp_path):
   assert [p.id for p in loaded.problems] == [f"id-{i}" for i in range(5)]
   assert [p.answer for p in loaded.problems] == list("01234")
   assert (loaded.rows, loaded.duplicates) == (500, 495)
-  assert loaded.summary("dapo") == "dapo: 5 problems of 500 rows, 495 duplicates dropped"
+  assert loaded.summary("dapo") == (
+    "dapo: 5 problems of 500 rows, 495 duplicates dropped, columns that nothing reads: data_source"
+  )
 
 
 def test_columns_of_other_names(tmp_path):

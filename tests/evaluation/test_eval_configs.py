@@ -58,11 +58,11 @@ ROWS = {
     "    return x",
   ),
 }
-# The real files, with their number of problems.
+# The real files, with their number of problems, and the columns that only a function could read.
 FILES = {
-  "eval_gsm8k": ("gsm8k_test", 1319),
-  "eval_aime24": ("aime24", 30),
-  "eval_humaneval": ("HumanEval", 164),
+  "eval_gsm8k": ("gsm8k_test", 1319, ""),
+  "eval_aime24": ("aime24", 30, ", columns that nothing reads: url"),
+  "eval_humaneval": ("HumanEval", 164, ", columns that nothing reads: canonical_solution"),
 }
 
 
@@ -126,14 +126,14 @@ def test_an_unknown_kind_of_model_is_rejected():
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real data is not on this machine")
 @pytest.mark.parametrize("name", each(FILES))
 def test_the_real_files(name):
-  file, count = FILES[name]
+  file, count, unread = FILES[name]
   path = REAL / f"{file}.jsonl.gz"
   # The small tokenizer of the tests makes long prompts.
   config = config_of(name, data__eval=path, data__max_prompt_tokens=8192)
   lines = []
   problems = held_out_problems(config, RolloutWorker(config), lines.append)
   assert len(problems) == count == config.eval.problems
-  assert lines == [f"{path}: {count} problems of {count} rows"]
+  assert lines == [f"{path}: {count} problems of {count} rows{unread}"]
   with gzip.open(path) as rows:
     assert sum(1 for _ in rows) == count
 

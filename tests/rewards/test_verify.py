@@ -9,7 +9,6 @@ from gtpo_jax.config.data_sections import RewardSection
 from gtpo_jax.rewards import VERIFIERS, verify
 from gtpo_jax.rewards.verifiers import DefaultOptions
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sandbox.bubblewrap import sandbox_problem
 
 # By kind: an answer, an extra, and a right and a wrong completion.
 CASES = {

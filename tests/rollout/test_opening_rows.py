@@ -27,7 +27,7 @@ def test_an_environment_adds_the_prompt():
 
 def test_other_rows_are_read_as_always():
   known = {"prompt": "1+1=", "answer": "2", "level": 4}
-  (problem,) = load_records([known], "rows", opens=True).problems
+  (problem,) = load_records([known], "rows", needs=()).problems
   (as_always,) = load_records([known], "rows").problems
   assert problem == dataclasses.replace(as_always)
   with pytest.raises(UserError, match="has the columns level, no known layout"):
