@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gtpo_jax.rewards.finding import after_thinking
 from gtpo_jax.sandbox import inside
 from gtpo_jax.sandbox.bubblewrap import run_inside
 from gtpo_jax.sandbox.supervisor import RunResult
@@ -167,7 +168,8 @@ def code_correct(
   """Returns whether a completion passes the tests in `extra`.
 
   Args:
-    completion: text whose last fenced code block is the program, or the program alone.
+    completion: text whose last fenced code block after the thinking is the program, or the program
+      alone.
     extra: the tests; the keys determine the format. HumanEval: prompt, test, entry_point. MBPP:
       test_list (lines of asserts), optionally test_setup_code or test_imports. LiveCodeBench, APPS,
       TACO: input_output, a mapping (or its JSON) with inputs and outputs, and with fn_name if the
@@ -184,6 +186,7 @@ def code_correct(
     UserError: no sandbox is available, and allow_unsandboxed is not set.
     ValueError: `extra` has none of these formats.
   """
+  completion = after_thinking(completion)
   limits = {"timeout_s": timeout_s, "memory_mb": memory_mb, "allow_unsandboxed": allow_unsandboxed}
   if "entry_point" in extra:
     parts = humaneval(completion, extra["prompt"], extra["test"], extra["entry_point"])

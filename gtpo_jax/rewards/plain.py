@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 
-from gtpo_jax.rewards.math.extraction import boxed_answer, marked_answer
+from gtpo_jax.rewards.finding import after_thinking, boxed_answer, marked_answer, without_ending
+from gtpo_jax.rewards.languages import TO_ASCII, nfc, words_of
 
 _SURROUNDINGS = " \t\r\n*`\"'"
 _TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|tt)?|mathrm|mbox)\{([^{}]*)\}")
@@ -21,37 +22,42 @@ _CHOICE = re.compile(
   r"|(?:^|(?<=[\s*:]))([A-J])(?=(?:[^\S\n]|[.*])*+(?:\n|\Z))",
   re.MULTILINE,
 )
-# A letter at the start of a marked answer, as in "Answer: B) because".
-_MARKED_CHOICE = re.compile(r"[\s*`\"']*\(?([A-Ja-j])(?:[.):,\s*`\"']|$)")
+_MATH_MARKS = re.compile(r"\\[()\[\]]|\$")
+# A letter at the start of a marked answer, as in "Answer: B) because", "Option B" and "B입니다".
+_MARKED_CHOICE = re.compile(
+  rf"(?i:(?:\w{{1,8}}\s{{1,3}}){{0,2}}?(?:{words_of('options')})\s{{0,3}}(?:is\s|:)?)?"
+  r"[\s*`\"']*+\(?([A-Ja-j])(?:[.):,;\s*`\"'。]|[\u3040-\u9fff\uac00-\ud7a3]|$)"
+)
 
 
 def exact_correct(completion: str, answer: str) -> bool:
   """Returns whether the completion's answer is `answer`, character by character.
 
-  The completion's answer is the last `\\boxed{...}`, or what follows the last `Answer:` or `####`
-  on its line; without these it is the last line, or the entire text. Case matters. Spaces, quotes
-  and asterisks around an answer do not, nor does a full stop after it or the width of spaces in it.
-  If `answer` has a box, its content is compared.
+  The completion's answer is the first of `finding.marked_answers`; without a mark it is the last
+  line, or the entire text after the thinking. Case matters. Spaces, quotes and asterisks around an
+  answer do not, nor do what ends its sentence, the width of spaces in it, or whether a letter and
+  its accent are one character. If `answer` has a box, its content is compared.
   """
   boxed = boxed_answer(answer)
   gold = plain_answer(answer if boxed is None else boxed)
   marked = marked_answer(completion)
   if marked is not None:
-    return plain_answer(marked) == gold
-  return gold in (plain_answer(completion), exact_vote(completion))
+    return gold in (plain_answer(marked), plain_answer(without_ending(marked)))
+  return gold in (plain_answer(after_thinking(completion)), exact_vote(completion))
 
 
 def exact_vote(completion: str) -> str | None:
   """Returns the completion's answer as `exact_correct` compares it, or None if it has none."""
   text = marked_answer(completion)
   if text is None:
-    text = next((line for line in reversed(completion.splitlines()) if line.strip()), "")
+    lines = after_thinking(completion).splitlines()
+    text = next((line for line in reversed(lines) if line.strip()), "")
   return plain_answer(text) or None
 
 
 def plain_answer(text: str) -> str:
   """Returns the text without \\text{...} and the marks around an answer, with single spaces."""
-  text = _TEXT_COMMAND.sub(r"\1", text)
+  text = _TEXT_COMMAND.sub(r"\1", nfc(text))
   stripped = text.strip(_SURROUNDINGS).removesuffix(".").strip(_SURROUNDINGS)
   return " ".join((stripped or text).split())
 
@@ -59,23 +65,30 @@ def plain_answer(text: str) -> str:
 def choice_correct(completion: str, answer: str) -> bool | None:
   """Returns whether the completion chooses the letter `answer`; None if that is none from A to J.
 
-  The choice is the letter at the start of the last `\\boxed{...}`, or of what follows the last
-  `Answer:` or `####`. Without these it is the last letter from A to J in parentheses, at the end
-  of a line, or at the start of a line before a full stop, parenthesis or colon.
+  The choice is the letter at the start of the first of `finding.marked_answers`, also after a word
+  such as "Option". Without a mark it is the last letter from A to J in parentheses, at the end of a
+  line, or at the start of a line before a full stop, parenthesis or colon.
   """
-  gold = _LETTER.fullmatch(_TEXT_COMMAND.sub(r"\1", answer))
+  gold = _LETTER.fullmatch(_letters(answer))
   return None if gold is None else choice_vote(completion) == gold[1].upper()
 
 
 def choice_vote(completion: str) -> str | None:
   """Returns the letter that a completion chooses, or None."""
-  if whole := _LETTER.fullmatch(completion):
+  text = _letters(after_thinking(completion))
+  if whole := _LETTER.fullmatch(text):
     return whole[1].upper()
-  marked = marked_answer(completion)
+  marked = marked_answer(text)
   if marked is not None:
-    chosen = _MARKED_CHOICE.match(_TEXT_COMMAND.sub(r"\1", marked))
+    chosen = _MARKED_CHOICE.match(_letters(marked).lstrip())
     return chosen[1].upper() if chosen else None
   chosen = None
-  for chosen in _CHOICE.finditer(completion):  # noqa: B007
+  for chosen in _CHOICE.finditer(text):  # noqa: B007
     pass
   return next(filter(None, chosen.groups())).upper() if chosen else None
+
+
+def _letters(text: str) -> str:
+  """Returns a text without mathematical marks, and with the letters of ASCII."""
+  text = text if text.isascii() else text.translate(TO_ASCII)
+  return _MATH_MARKS.sub("", _TEXT_COMMAND.sub(r"\1", text))

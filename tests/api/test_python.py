@@ -469,7 +469,7 @@ def test_unusable_inputs_give_a_one_line_error(given, message, monkeypatch):
 
 
 def test_malformed_rows_may_be_skipped_and_duplicates_are_dropped():
-  rows = [*ROWS[:20], *ROWS[:5], {"prompt": "no answer"}]
+  rows = [*ROWS[:20], *ROWS[:5], {"answer": "no prompt"}]
   given = resolve_inputs({**SHAPE, "data": {"bad_rows": 1}}, even, rows)
   train = given.records[given.config.data.train]
   held_out = given.records[given.config.data.eval]

@@ -61,7 +61,7 @@ ROWS = {
 # The real files, with their number of problems, and the columns that only a function could read.
 FILES = {
   "eval_gsm8k": ("gsm8k_test", 1319, ""),
-  "eval_aime24": ("aime24", 30, ", columns that nothing reads: url"),
+  "eval_aime24": ("aime24", 30, ", columns that nothing reads: problem, url"),
   "eval_humaneval": ("HumanEval", 164, ", columns that nothing reads: canonical_solution"),
 }
 

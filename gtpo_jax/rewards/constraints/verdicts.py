@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gtpo_jax.rewards.constraints.instructions import INSTRUCTIONS, pattern, patterns
+from gtpo_jax.rewards.finding import after_thinking
 from gtpo_jax.rewards.math.worker_pool import WorkerPool, wait_all
 from gtpo_jax.runtime.errors import did_you_mean
 
@@ -83,12 +84,14 @@ def followed(completion: str, extra: Mapping[str, Any], mode: str = STRICT) -> l
   """Returns whether a completion follows each instruction of its problem.
 
   Args:
-    completion: any text; a blank one follows no instruction.
+    completion: any text, of which what follows the thinking counts; a blank one follows no
+      instruction.
     extra: `Problem.extra`, accepted by `check_instructions`.
     mode: "strict", or "loose": the instruction counts as followed if any of eight variants of the
       text follows it, which lack the first line, the last line, all stars, or several of these
       (section 2.2 of 2311.07911).
   """
+  completion = after_thinking(completion)
   texts = [completion] if mode == STRICT else _variants(completion)
   texts = [text for text in texts if text.strip()]
   verdicts = []

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from gtpo_jax.rewards.finding import after_thinking
 from gtpo_jax.rewards.gym.rows import require_library, task_names
 from gtpo_jax.rewards.math.extraction import extract
 from gtpo_jax.rewards.math.worker_pool import WorkerPool, wait_all
@@ -30,15 +31,16 @@ Extra = Mapping[str, Any]
 
 
 def answer_of(completion: str, mode: str = AUTO) -> str | None:
-  """Returns the answer in a completion, or None.
+  """Returns the answer in a completion, after its thinking, or None.
 
   Args:
     completion: any text.
     mode: "tag", the text in the last <answer>...</answer>, as the library's `extract_answer`;
-      "boxed", what the kind math reads: the last box, `Answer:`, or number; "auto", the tag if
-      there is one, and else the same as "boxed"; "line", what the kind exact reads: the last box
-      or `Answer:`, or the last line.
+      "boxed", what the kind math reads: the last tag, box, `Answer:`, or number; "auto", the tag,
+      unchanged, if there is one, and else the same as "boxed"; "line", what the kind exact reads:
+      the last tag, box or `Answer:`, or the last line.
   """
+  completion = after_thinking(completion)
   if mode == LINE:
     return exact_vote(completion)
   answer = None if mode == BOXED else _tagged(completion)

@@ -26,12 +26,15 @@ GRACE_S = 1.0
 PARENT_POLL_S = 1.0  # seconds between checks that the parent is alive
 READ_BYTES = 65_536
 MAX_ERROR_BYTES = 1000
+NUMBER_DIGITS = 30
+RELATIVE_ERROR = 1e-5  # of an answer that is written with six digits
 
 
 def equal_by_math_verify(gold: str, answer: str) -> bool | None:
   """Returns whether math-verify finds two LaTeX expressions equivalent.
 
-  An answer that math-verify cannot parse is wrong. If it cannot parse the gold answer, nothing is
+  Numbers must also be nearly equal relatively, and equations may be multiples of each other. An
+  answer that math-verify cannot parse is wrong. If it cannot parse the gold answer, nothing is
   compared and the result is None. The time limits of math-verify are disabled, because they raise
   in threads, do not interrupt C code, and report a timeout as a wrong answer.
 
@@ -51,7 +54,39 @@ def equal_by_math_verify(gold: str, answer: str) -> bool | None:
   target = read(gold)
   if not target:
     return None
-  return bool(verify(target, read(answer), timeout_seconds=None, raise_on_error=True))
+  given = read(answer)
+  if verify(target, given, timeout_seconds=None, raise_on_error=True):
+    return not given or _same_size(target[0], given[0])
+  return bool(given) and _same_equation(target[0], given[0])
+
+
+def _same_size(a: object, b: object) -> bool:
+  """Whether two numbers are nearly equal, relatively; math-verify rounds them to six decimals.
+
+  Anything but numbers is the same, as math-verify says.
+  """
+  from sympy import Expr
+
+  are_numbers = all(isinstance(x, Expr) and x.is_number for x in (a, b))
+  if not are_numbers or a == b:
+    return True
+  (x, y) = (expression.evalf(NUMBER_DIGITS) for expression in (a, b))
+  if not (x.is_comparable and y.is_comparable):
+    return True
+  return bool(abs(x - y) <= RELATIVE_ERROR * max(abs(x), abs(y)))
+
+
+def _same_equation(a: object, b: object) -> bool:
+  """Whether an equation is a multiple of another, as 2x - y + 3 = 0 is of y = 2x + 3."""
+  from sympy import Eq, cancel
+
+  if not (isinstance(a, Eq) and isinstance(b, Eq)):
+    return False
+  (one, other) = (equation.lhs - equation.rhs for equation in (a, b))
+  if not other.free_symbols:
+    return False
+  ratio = cancel(one / other)
+  return bool(ratio.is_number and ratio.is_nonzero)
 
 
 def _load(name: str) -> Callable[[str, str], bool | float | None]:

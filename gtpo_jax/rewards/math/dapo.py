@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 
-from gtpo_jax.rewards.math.extraction import MAX_CHARS, last_match
+from gtpo_jax.rewards.finding import last_match
+from gtpo_jax.rewards.math.extraction import MAX_CHARS
 
 SEARCHED_CHARS = 300  # at the end of a completion; an answer before them is not found
 

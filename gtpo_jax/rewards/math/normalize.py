@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import re
 
+from gtpo_jax.rewards.languages import (
+  CHANGING_PARTS,
+  CHANGING_WORDS,
+  FOREIGN,
+  SCALED_UNITS,
+  SCALES,
+  TO_ASCII,
+)
+
 # Replacements of single characters.
-_CHARACTERS = str.maketrans(
+_CHARACTERS = TO_ASCII | str.maketrans(
   {
     "−": "-",
     "–": "-",
@@ -24,7 +33,6 @@ _CHARACTERS = str.maketrans(
     "∈": "\\in ",
     "±": "\\pm ",
     "≈": "=",
-    "％": "%",
     "²": "^2",
     "³": "^3",
     "½": "\\frac{1}{2}",
@@ -35,8 +43,9 @@ _CHARACTERS = str.maketrans(
     "’": "'",
     "`": "",
     **dict.fromkeys("\xa0\u2009\u202f", " "),
-    **dict.fromkeys("€£¥₹"),  # None deletes the character
-    **{0xFF10 + i: str(i) for i in range(10)},  # full-width digits
+    **dict.fromkeys("€£¥₹￥₽₩₺₫"),  # None deletes the character
+    "和": " and ",
+    "或": " or ",
   }
 )
 _TEXT_COMMAND = r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname)"
@@ -84,6 +93,9 @@ MEANINGFUL_WORDS = frozenset(
     "thousand million billion trillion factorial squared cubed infinity union and or"
   )
 )
+# A word with a letter of another script, or with an accent, after a number or a space.
+_FOREIGN_WORD = re.compile(rf"(?<=[\d)}}% ])[A-Za-z]*[{FOREIGN}][A-Za-z{FOREIGN}]*\.?$")
+_NO_SPACES = re.compile("[\u1100-\u11ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3]")
 _FUNCTION = re.compile(r"a?r?c?(?:sin|cos|tan|log|ln|sqrt|exp)")  # as in 5 sinx
 
 SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # not between two digits: 7 2 is not 72
@@ -107,6 +119,7 @@ def strip_units(text: str) -> str:
 
   Words that change the number, such as "million" or "squared", are not units.
   """
+  text = _strip_foreign_units(text)
   while match := _UNIT.search(text, max(0, len(text) - _UNIT_WINDOW)):
     word = match[1]
     rest = text[: match.start()].rstrip()
@@ -116,9 +129,34 @@ def strip_units(text: str) -> str:
     is_word = (
       len(word) >= _MIN_UNIT_CHARS
       and word.lower() not in MEANINGFUL_WORDS
+      and word.lower() not in CHANGING_WORDS
+      and word.lower() not in SCALES
       and not _FUNCTION.match(word)
     )
     if not (is_letter or is_short or is_word) or not re.search(r"\d|\\", rest):
       break
     text = rest
   return text
+
+
+def _strip_foreign_units(text: str) -> str:
+  if text.isascii():
+    return text
+  while match := _FOREIGN_WORD.search(text, max(0, len(text) - _UNIT_WINDOW)):
+    rest = text[: match.start()]
+    kept = _kept_of_unit(match[0].rstrip(".").casefold())
+    if not re.search(r"\d|\\", rest) or kept == match[0]:
+      break
+    text = (rest + kept).rstrip()
+  return text
+
+
+def _kept_of_unit(word: str) -> str:
+  """Returns what changes the number before a word: all of it, its start as in 万元, or nothing."""
+  if word in SCALES or word in CHANGING_WORDS:
+    return word
+  if not _NO_SPACES.match(word) or word.startswith(SCALED_UNITS):
+    return ""
+  if scale := max((s for s in SCALES if word.startswith(s)), key=len, default=""):
+    return scale
+  return word if any(part in word for part in CHANGING_PARTS) else ""

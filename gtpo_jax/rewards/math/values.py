@@ -11,6 +11,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
+from gtpo_jax.rewards.languages import SCALES
 from gtpo_jax.rewards.math.arithmetic import CLOSE, OPEN, exact_value
 from gtpo_jax.rewards.math.normalize import MEANINGFUL_WORDS, clean, strip_units
 
@@ -59,18 +60,15 @@ _DIGITS = r"\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+"
 _NUMBER = re.compile(
   rf"([-+]?) ?(?:({_DIGITS})(?:\.(\d*))?|\.(\d+))(?:[eE]([-+]?\d{{1,3}}))?", re.ASCII
 )
+# A decimal with repeating digits: 0.1\overline{6}, 0.\dot{3} or 0.(3).
+_REPEATING = re.compile(
+  r"([-+]?) ?(\d*)\.(\d*) ?(?:\\(?:overline|bar|dot) ?(?:\{(\d{1,50})\}|(\d))|\((\d{1,50})\))",
+  re.ASCII,
+)
 _HEX = re.compile(r"-?0[xX][0-9a-fA-F]+")
 # Numbers with only spaces between them. math-verify would read a product: 1 0 2 as 0.
 _ROW = re.compile(r"[-+]?\d+(?:\.\d+)?(?: [-+]?\d+(?:\.\d+)?)+", re.ASCII)
-_SCALE = {
-  "hundred": 100,
-  "thousand": 1000,
-  "million": 10**6,
-  "billion": 10**9,
-  "trillion": 10**12,
-  "dozen": 12,
-}
-_SCALED = re.compile(rf"(.*\d) ?({'|'.join(_SCALE)})s?")
+_SCALED = re.compile(rf"(.*\d) ?({'|'.join(sorted(SCALES, key=len, reverse=True))})s?")
 _COUNTING_WORDS = str.split("zero one two three four five six seven eight nine ten eleven twelve")
 _COUNT = {word: Fraction(number) for number, word in enumerate(_COUNTING_WORDS)}
 _DATE_OR_TIME = re.compile(
@@ -132,6 +130,8 @@ def same(a: Value, b: Value) -> bool | None:
 def _literal(text: str) -> Number | None:
   """Parses a number written in decimal or hexadecimal digits, or returns None."""
   match = _NUMBER.fullmatch(text)
+  if repeating := not match and _REPEATING.fullmatch(text):
+    return Number(_repeating(*repeating.groups()))
   if not match:
     return Number(Fraction(int(text, 16))) if _HEX.fullmatch(text) else None
   sign, whole, places, point, exponent = match.groups()
@@ -142,6 +142,13 @@ def _literal(text: str) -> Number | None:
   digits = (whole or "").replace(",", "").replace(" ", "") + decimals
   value = Fraction(int(digits), 10 ** len(decimals)) * Fraction(10) ** power
   return Number(-value if sign == "-" else value, False, max(0, len(decimals) - power))
+
+
+def _repeating(sign: str, whole: str, start: str, *digits: str | None) -> Fraction:
+  (repeated,) = filter(None, digits)
+  once = Fraction(int(repeated), (10 ** len(repeated) - 1) * 10 ** len(start))
+  value = Fraction(int(whole + start or 0), 10 ** len(start)) + once
+  return -value if sign == "-" else value
 
 
 def _value(text: str, depth: int = 0) -> Value | None:
@@ -161,7 +168,7 @@ def _value(text: str, depth: int = 0) -> Value | None:
     number = _value(scaled[1], depth + 1)
     if not isinstance(number, Number) or not isinstance(number.value, Fraction):
       return None
-    return Number(number.value * _SCALE[scaled[2]])
+    return Number(number.value * SCALES[scaled[2]])
   if "=" in text and not re.search(r"[A-Za-z,;<>]", text):  # 2 + 3 = 5
     return _value(text.rsplit("=", 1)[1].strip(), depth + 1)
   if "," in text and text[:1] in "([":  # (1,234) is a point, 1,234 a number

@@ -25,10 +25,11 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from gtpo_jax.rewards.finding import after_thinking
 from gtpo_jax.rewards.math.arithmetic import CLOSE, MAX_DEPTH, OPEN
 from gtpo_jax.rewards.math.dapo import dapo_correct
 from gtpo_jax.rewards.math.extraction import MAX_CHARS, extract, gold_answer
-from gtpo_jax.rewards.math.normalize import SPACE
+from gtpo_jax.rewards.math.normalize import SPACE, clean
 from gtpo_jax.rewards.math.values import Group, read, same
 from gtpo_jax.rewards.math.worker_pool import WorkerPool, shared_pool, wait_all
 from gtpo_jax.runtime.errors import UserError, did_you_mean
@@ -41,10 +42,11 @@ def math_correct(
 ) -> bool | None:
   """Returns whether the completion's answer equals `gold`, or None if no verdict was reached.
 
-  It neither raises nor hangs, whatever the text. The answer is the last balanced `\\boxed{...}`.
-  Without a box, it is the later of the last `Answer: ...` ("The answer is ...") and the last
-  `#### ...`; without these, it is the last number. A completion without an answer is wrong, unless
-  its entire text equals `gold`.
+  It neither raises nor hangs, whatever the text. The answer is what `finding.marked_answers` finds
+  after the thinking: in <answer>...</answer> or the entire text, the last balanced
+  `\\boxed{...}`, or else the later of the last `Answer: ...` ("The answer is ...") and the last
+  `#### ...`. Without these, it is the last number. A completion without an answer is wrong, unless
+  its text equals `gold`.
 
   Args:
     completion: any text.
@@ -117,7 +119,7 @@ def _decide(completion: str, gold: str) -> bool | Undecided | None:
   answer = extract(completion)
   if not target.strip():
     return None
-  if completion.strip() == target.strip():  # even if the text contains no number
+  if after_thinking(completion).strip() == target.strip():  # even if the text contains no number
     return True
   return compare(target, answer) if answer else False
 
@@ -127,6 +129,7 @@ _TOO_COSTLY = re.compile(
   r"|\d{5,}[\s)}]*!|!\s*[)}]*\s*!|\^[^!]{0,20}[)}]\s*!|\^[^^]{0,40}\^[^^]{0,40}\^|\d{301}",
   re.ASCII,
 )
+_EQUATION = re.compile(r"(?=.*[A-Za-z])[^=<>,;]+=[^=<>,;]+")
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOICE_FIRST = re.compile(r"\(?([A-J])(?:[.):]|\)?$)")
 
@@ -144,6 +147,7 @@ def compare(gold: str, answer: str) -> bool | Undecided | None:
     return True
   if max(len(gold), len(answer)) > MAX_CHARS:
     return None
+  equations = [_equation(gold), _equation(answer)]
   gold, gold_value = read(gold)
   answer, answer_value = read(answer)
   if not gold:
@@ -166,7 +170,15 @@ def compare(gold: str, answer: str) -> bool | Undecided | None:
     return False
   if _depth(answer) > MAX_DEPTH or _TOO_COSTLY.search(answer):
     return None
+  if all(equations) and "=" in gold + answer:  # one of them has lost its left side
+    gold, answer = equations
   return Undecided(_latex(gold), _latex(answer))
+
+
+def _equation(text: str) -> str:
+  """Returns an answer without formatting if it is one equation with letters, else ""."""
+  text = clean(text) if "=" in text or "＝" in text else ""
+  return text if _EQUATION.fullmatch(text) else ""
 
 
 def _latex(text: str) -> str:
