@@ -47,12 +47,13 @@ from gtpo_jax.planning.topology import topology_devices
 from gtpo_jax.rollout.pool import choose
 from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.mesh import make_mesh
-from gtpo_jax.sampling.engine import REFILL_FRACTION, Engine
-from gtpo_jax.sampling.host_arrays import CompletionBuffer
+from gtpo_jax.sampling.buffer import CompletionBuffer
+from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes
 from gtpo_jax.sampling.paged.programs import FEWER_SLOTS
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import capacity_for
+from gtpo_jax.sampling.session import REFILL_FRACTION
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 
 # The measured workload.

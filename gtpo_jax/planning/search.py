@@ -22,7 +22,7 @@ from gtpo_jax.planning.collectives import Collective, send_seconds
 from gtpo_jax.planning.roofline import sample_seconds, update_seconds, weight_bytes
 from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.mesh import MESH_AXES
-from gtpo_jax.sampling.caches import triton_refusal
+from gtpo_jax.sampling.engine import triton_refusal
 from gtpo_jax.sampling.paged.memory import LOGITS_COPIES
 from gtpo_jax.sampling.settings import ACCELERATOR_CHUNK, ACCELERATOR_SLOTS, AUTO, DEFAULT_PAGE
 

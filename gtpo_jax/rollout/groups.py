@@ -17,7 +17,7 @@ from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.turns import Episode
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.host_arrays import CompletionBuffer
+from gtpo_jax.sampling.buffer import CompletionBuffer
 
 SNAPSHOTS = "snapshots"  # the name of the array of snapshots in a checkpoint
 

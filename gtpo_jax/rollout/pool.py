@@ -20,8 +20,8 @@ from gtpo_jax.config import Config
 from gtpo_jax.environments.turns import Episode
 from gtpo_jax.rollout.groups import EndedCompletion, Group, append_guided, row_of
 from gtpo_jax.rollout.scoring.pending import PendingRewards
+from gtpo_jax.sampling.buffer import CompletionBuffer
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.host_arrays import CompletionBuffer
 
 
 def choose(

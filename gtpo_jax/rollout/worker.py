@@ -30,8 +30,8 @@ from gtpo_jax.runtime.distributed import least_of_processes
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.runtime.signals import Stopped
+from gtpo_jax.sampling.buffer import CompletionBuffer
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.host_arrays import CompletionBuffer
 from gtpo_jax.sampling.settings import Demand, SamplingParams
 from gtpo_jax.sampling.stop_strings import StopStrings
 

@@ -1,4 +1,4 @@
-"""The host arrays of a prefill: prompts, and prompts with completions that go on."""
+"""The batches of a prefill: prompts, and prompts with completions that go on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gtpo_jax.arrays import Prompts
-from gtpo_jax.sampling.host_arrays import pad_prefill
+from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 
 # The most prompt tokens that a shard prefills at once. It bounds the memory of activations.
@@ -23,6 +23,8 @@ LEAST_TOKENS = 256
 SEQUENCE_FRACTIONS = (1.0, 0.5**0.5, 0.5, 0.5**1.5)
 SHORTEST_SEQUENCE = 32  # positions
 
+# Token ids, by the index of their prompt or sequence.
+TokenIds = Sequence[Sequence[int]] | Mapping[int, Sequence[int]]
 # For each shard, pairs of an entry or slot, and of the index of a sequence.
 Assigned = list[list[tuple[int, int]]]
 
@@ -51,12 +53,58 @@ class PrefillShape(NamedTuple):
     return max(min(self.most, PREFILL_TOKENS // self.width), 1)
 
 
+def pad_prompts(ids: Sequence[Sequence[int]], width: int, pad: int) -> Prompts:
+  """Pads prompts on the left to host arrays [n, width].
+
+  Raises:
+    UserError: a prompt is empty or longer than `width`.
+  """
+  tokens = np.full((len(ids), width), pad, np.int32)
+  for row, prompt in zip(tokens, ids, strict=True):
+    if not len(prompt):
+      raise UserError("a prompt is empty; give at least one token")
+    if len(prompt) > width:
+      raise UserError(
+        f"a prompt has {len(prompt)} tokens, over the limit of {width}; "
+        "raise data.max_prompt_tokens or shorten the prompt"
+      )
+    row[-len(prompt) :] = prompt
+  return Prompts(tokens, np.asarray([len(prompt) for prompt in ids], np.int32))
+
+
+def pad_prefill(
+  assigned: list[list[tuple[int, int]]],
+  prompts: TokenIds,
+  width: int,
+  rows: int,
+  entries: int,
+  pad: int,
+) -> tuple[Prompts, np.ndarray]:
+  """Builds one prefill batch of fixed shape from the scheduler's assignments.
+
+  Args:
+    assigned: for each shard, the (entry, prompt) pairs to prefill; at most `rows`.
+    prompts: token ids of every prompt.
+    width: tokens per row, at least the length of the longest prompt.
+    rows: rows per shard; unused rows are padding.
+    entries: prompt cache entries per shard.
+    pad: the padding id.
+
+  Returns:
+    The prompts [shards * rows, width], and their entries i32[shards, rows]. The entry of an unused
+    row is `entries`, which is out of bounds, so its write is dropped.
+  """
+  ids: list[Sequence[int]] = []
+  entry_of_row: list[list[int]] = []
+  for pairs in assigned:
+    unused = rows - len(pairs)
+    ids += [prompts[prompt] for _, prompt in pairs] + [[pad]] * unused
+    entry_of_row.append([entry for entry, _ in pairs] + [entries] * unused)
+  return pad_prompts(ids, width, pad), np.asarray(entry_of_row, np.int32)
+
+
 def prefill_batch(
-  places: Places,
-  scheduler: Scheduler,
-  assigned: Assigned,
-  prompts: Sequence[Sequence[int]],
-  shape: PrefillShape,
+  places: Places, scheduler: Scheduler, assigned: Assigned, prompts: TokenIds, shape: PrefillShape
 ) -> tuple[Prompts, np.ndarray, np.ndarray]:
   """Returns a batch of prompts, their entries i32[shards, b / shards], and their places.
 
@@ -137,7 +185,7 @@ def sequence_lengths(longest: int) -> list[int]:
 
 
 def prefill_batches(
-  assigned: Assigned, prompts: Sequence[Sequence[int]], counts: Mapping[int, Sequence[int]]
+  assigned: Assigned, prompts: TokenIds, counts: Mapping[int, Sequence[int]]
 ) -> Iterator[PrefillBatch]:
   """Divides prompts into batches that are padded little: by width, and in numbers of rows.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-import time
+import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -11,21 +12,26 @@ import numpy as np
 
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.models.decode import DecodeParams
+from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.runtime.chips import compute_capability
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.caches import make_programs
-from gtpo_jax.sampling.host_arrays import CompletionBuffer, pad_prompts
-from gtpo_jax.sampling.programs import KEYS_AT_ONCE
-from gtpo_jax.sampling.schedule.scheduler import Scheduler
+from gtpo_jax.runtime.mesh import batch_shards, sampling_mesh
+from gtpo_jax.sampling.batches import pad_prompts
+from gtpo_jax.sampling.buffer import CompletionBuffer
+from gtpo_jax.sampling.dense.programs import DensePrograms
+from gtpo_jax.sampling.paged.programs import PagedPrograms
+from gtpo_jax.sampling.programs import KEYS_AT_ONCE, Programs, ProgramSettings
+from gtpo_jax.sampling.session import Pace, Session
 from gtpo_jax.sampling.settings import Demand, EngineConfig, SamplingParams
 from gtpo_jax.sampling.spans import Span
 from gtpo_jax.sampling.stop_strings import StopStrings
 
-# While completions wait, or return for further turns, a chunk ends once 1/8 of the active slots
-# have finished. With a smaller fraction the host round trips cost more than they gain; with a
-# larger one too many slots idle.
-REFILL_FRACTION = 8
+# The number of engines whose programs a process caches: policy, guide and evaluation of two runs.
+SHARED_PROGRAMS = 6
+MIN_TRITON_HEAD_DIM = 16  # the smallest matrix that a tensor core multiplies
+MIN_TRITON_CAPABILITY = (8, 0)  # Ampere
 DEFAULT_DEMAND = Demand()
 MAX_SPANS = 4096
 
@@ -131,8 +137,9 @@ class Engine:
       token_limits = np.full(keys.shape[:2], self.max_tokens)
     left = np.minimum(self.max_tokens, context - lengths)
     limits = np.minimum(token_limits.astype(np.int32), left[:, None])
-    search = self._stop_strings.search() if self._stop_strings else None
-    return CompletionBuffer.empty(prompts, keys, limits, self.max_tokens, self.pad, search)
+    stop = self._stop_strings
+    new_search = lambda pair: stop.search() if stop else None
+    return CompletionBuffer.empty(prompts, keys, limits, self.max_tokens, self.pad, new_search)
 
   def completion_keys(self, key: jax.Array, n: int, group: int) -> np.ndarray:
     """Returns PRNG key data u32[n, group, 2]: for completion j of prompt i, `key` with i, then j.
@@ -212,58 +219,31 @@ class Engine:
       had ended before: those that the context has no space for, for example. Otherwise there is one
       after each chunk.
     """
-    programs = self.programs
     n, group = buffer.limits.shape
-    scheduler = programs.scheduler(prompts_at_once or n, group)
-    width = programs.prompt_width(longest_prompt or max(map(len, buffer.prompts), default=1))
-    most_steps = min(stream_interval or programs.chunk, programs.chunk)
-    slots = len(scheduler.slots.active)
-    state = None
-    scheduled = 0
-    parked = _Parked(scheduler, buffer)
-    tokens_and_steps = np.zeros(2, np.int64)
+    chunk = self.programs.chunk
+    session = Session(
+      self.programs,
+      params,
+      self.programs.scheduler(prompts_at_once or n, group),
+      Pace(min(stream_interval or chunk, chunk)),
+      sampling_params,
+      longest_prompt or max(map(len, buffer.prompts), default=1),
+    )
+    parked = _Parked(session, buffer)
     while True:
-      if len(buffer.prompts) > scheduled:
-        had_turned = _schedule(scheduler, buffer, scheduled)
-        scheduled = len(buffer.prompts)
-        parked.add(had_turned)
-        yield had_turned
+      if len(buffer.prompts) > len(parked.prompts):
+        yield parked.submit_rows()
         continue  # the caller may have added more
       parked.update()
-      if state is None and scheduler.has_waiting:
-        state = programs.new_state(scheduler, width, sampling_params)
-      if state is None or not (scheduler.has_waiting or scheduler.slots.active.any()):
+      if not session.busy:
         if not parked.waiting:
           return
         yield []
         continue
-      began = time.perf_counter()
-      before = state
-      state = programs.prefill_assigned(params, state, scheduler, buffer.prompts, width)
-      state = programs.resume_assigned(params, state, scheduler, buffer.prompts, buffer)
-      prefilled = state is not before
-      state = programs.resize(state, scheduler, keep_slots=parked.may_return)
-      inputs = scheduler.inputs()  # while the devices prefill
-      if prefilled:
-        jax.block_until_ready(state)
-        self.spans.append(Span("prefill", began, time.perf_counter(), 0.0))
-      began = time.perf_counter()
-      refills = scheduler.has_waiting or parked.have_returned
-      max_finished = _max_finished(int(inputs.active.sum()), refills)
-      state, chunk = programs.decode(
-        params, state, inputs, most_steps, max_finished, sampling_params
-      )
-      chunk = jax.device_get(chunk)
-      completions = scheduler.slots.completions.copy()
-      new_tokens = buffer.write(completions, inputs.generated, chunk)
-      in_chunk = new_tokens.sum(), chunk.mask.any(1).sum()
-      self.spans.append(Span("decode", began, time.perf_counter(), _busy(*in_chunk, slots)))
-      tokens_and_steps += in_chunk
-      turned = inputs.active & buffer.turned(tuple(completions.T))
-      scheduler.advance(new_tokens, turned)
-      busy = _busy(*tokens_and_steps, slots)
-      self.statistics = {"sampling/slots_busy": busy, **scheduler.space.statistics()}
-      pairs = _as_pairs(completions[turned])
+      progress = session.step(more_may_come=bool(parked.waiting))
+      self.spans.extend(progress.spans)
+      self.statistics = session.statistics
+      pairs = buffer.write(progress)
       parked.add(pairs)
       yield pairs
 
@@ -273,19 +253,27 @@ class _Parked:
 
   Attributes:
     waiting: their (row, index).
-    have_returned: whether any completion has gone on with another turn.
+    prompts: the numbers of the prompts of the rows that were submitted.
   """
 
-  def __init__(self, scheduler: Scheduler, buffer: CompletionBuffer):
+  def __init__(self, session: Session, buffer: CompletionBuffer):
     self.waiting: list[tuple[int, int]] = []
-    self.have_returned = False
-    self._scheduler = scheduler
+    self.prompts: list[int] = []
+    self._session = session
     self._buffer = buffer
 
-  @property
-  def may_return(self) -> bool:
-    """Whether slots are kept for completions that may go on."""
-    return bool(self.waiting) or self.have_returned
+  def submit_rows(self) -> list[tuple[int, int]]:
+    """Submits new rows of the buffer; returns their completions that draw no token."""
+    buffer = self._buffer
+    had_turned = []
+    for i in range(len(self.prompts), len(buffer.prompts)):
+      turned = buffer.turned(i).tolist()
+      row = [None if done else buffer.request(i, j) for j, done in enumerate(turned)]
+      had_turned += [(i, j) for j, request in enumerate(row) if request is None]
+      requests = [request for request in row if request]
+      self.prompts.append(self._session.submit(buffer.prompts[i], requests))
+    self.add(had_turned)
+    return had_turned
 
   def add(self, turned: Sequence[tuple[int, int]]) -> None:
     """Adds those that are open of completions that have just ended a turn."""
@@ -293,37 +281,59 @@ class _Parked:
       self.waiting += [pair for pair in turned if self._buffer.open[pair]]
 
   def update(self) -> None:
-    """Lets those go on to which the caller has appended tokens, and forgets those it has closed."""
+    """Submits those to which the caller has appended tokens, and forgets those it has closed."""
     buffer = self._buffer
     returned = [pair for pair in self.waiting if not buffer.turned(pair)]
     for i, j in sorted(returned, reverse=True):  # each goes to the front of the queue
-      length = buffer.length(i, j)
-      self._scheduler.resume(i, j, length, int(buffer.limits[i, j]), buffer.keys[i, j])
-    self.have_returned |= bool(returned)
+      self._session.join(self.prompts[i], buffer.request(i, j))
     self.waiting = [pair for pair in self.waiting if buffer.turned(pair) and buffer.open[pair]]
 
 
-def _schedule(scheduler: Scheduler, buffer: CompletionBuffer, first: int) -> list[tuple[int, int]]:
-  """Schedules the rows of a buffer from `first` on; returns the completions that draw no token."""
-  turned = buffer.turned(slice(first, None))
-  scheduler.add(
-    np.asarray([len(prompt) for prompt in buffer.prompts[first:]], np.int32),
-    np.where(turned, 0, buffer.limits[first:]),
-    buffer.keys[first:],
-    buffer.lengths[first:],
+@functools.lru_cache(maxsize=SHARED_PROGRAMS)
+def make_programs(
+  model: Transformer,
+  stop: tuple[int, ...],
+  pad: int,
+  max_prompt_tokens: int,
+  max_tokens: int,
+  vocab_limit: int | None,
+  config: EngineConfig,
+  demand: Demand,
+) -> Programs:
+  """Returns the programs of an engine; engines with equal arguments share them.
+
+  Raises:
+    UserError: the attention kernel does not support this platform or head width.
+  """
+  c = model.config
+  device = model.mesh.devices.flat[0]
+  refusal = triton_refusal(compute_capability(device), c.head_dim)
+  # Merging adapters into a quantised base would dequantise it.
+  merged = model.config if c.quantize else without_lora(model).config
+  if config.weights_dtype:
+    merged = dataclasses.replace(merged, quantize=config.weights_dtype)
+  on_sampling_mesh = Transformer(merged, sampling_mesh(model.mesh, c.kv_heads, c.mlp))
+  shards = batch_shards(on_sampling_mesh.mesh)
+  config = config.resolve(device.platform, shards, c.compute_dtype, triton=not refusal)
+  if config.attention == "triton" and refusal:
+    raise UserError(f"sampling.attention = 'triton' needs {refusal}; set it to 'xla'")
+  make = DensePrograms if config.attention == "xla" else PagedPrograms
+  return make(
+    ProgramSettings(
+      model, on_sampling_mesh, stop, pad, max_prompt_tokens, max_tokens, vocab_limit, config, demand
+    )
   )
-  return _as_pairs(np.argwhere(turned) + np.asarray([first, 0]))
 
 
-def _max_finished(active: int, refills: bool) -> int:
-  """Returns the number of finished slots that ends a chunk: all active slots if nothing refills."""
-  return max(active // REFILL_FRACTION, 1) if refills else active
+def triton_refusal(capability: tuple[int, int] | None, head_dim: int) -> str:
+  """Returns what the Triton kernel needs and does not have; "" if it supports a GPU and a model.
 
-
-def _busy(tokens: int, steps: int, slots: int) -> float:
-  """Returns the share of the slots' steps that drew a token of a completion."""
-  return int(tokens) / (slots * int(steps))
-
-
-def _as_pairs(completions: np.ndarray) -> list[tuple[int, int]]:
-  return [(prompt, index) for prompt, index in completions.tolist()]
+  Args:
+    capability: the compute capability of the GPU; None if unknown.
+    head_dim: the features of a head.
+  """
+  if head_dim & (head_dim - 1) or head_dim < MIN_TRITON_HEAD_DIM:
+    return f"a head width that is a power of two from {MIN_TRITON_HEAD_DIM}, not {head_dim}"
+  if capability and capability < MIN_TRITON_CAPABILITY:
+    return f"a GPU of compute capability 8.0 or later, not {'.'.join(map(str, capability))}"
+  return ""

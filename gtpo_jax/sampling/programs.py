@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from gtpo_jax.runtime.mesh import batch_shards, named_sharding
 from gtpo_jax.sampling.batches import (
   Places,
   PrefillShape,
+  TokenIds,
   nothing,
   prefill_batch,
   prefill_batches,
@@ -27,7 +28,6 @@ from gtpo_jax.sampling.batches import (
 from gtpo_jax.sampling.cache import Cache, States, gather_rows
 from gtpo_jax.sampling.chunk import Chunk, ChunkLimits, Decoder, decode_chunk, prefill_rows
 from gtpo_jax.sampling.filters import RowSampling
-from gtpo_jax.sampling.host_arrays import CompletionBuffer
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import DecodeInputs
@@ -199,7 +199,7 @@ class Programs(abc.ABC):
     params: DecodeParams,
     state: SamplerState,
     scheduler: Scheduler,
-    prompts: Sequence[Sequence[int]],
+    prompts: TokenIds,
     width: int,
   ) -> SamplerState:
     """Lets the scheduler fill free slots, and prefills the prompts that it assigns to entries."""
@@ -216,10 +216,16 @@ class Programs(abc.ABC):
     params: DecodeParams,
     state: SamplerState,
     scheduler: Scheduler,
-    prompts: Sequence[Sequence[int]],
-    buffer: CompletionBuffer,
+    sequence_of: Callable[[int, int], list[int]],
   ) -> SamplerState:
-    """Reads the tokens of completions that go on into the slots that they were assigned to."""
+    """Reads completions that have tokens already into the slots that they were assigned to.
+
+    Args:
+      params: the policy, in its layout.
+      state: the state.
+      scheduler: its schedule.
+      sequence_of: returns the tokens of a (prompt, index), those of its prompt included.
+    """
     resumed = scheduler.take_resumed()
     if not resumed:
       return state
@@ -228,11 +234,9 @@ class Programs(abc.ABC):
     sequences = []
     assigned = nothing(self.shards)
     for slot in resumed:
-      prompt, index = scheduler.slots.completions[slot]
-      tokens = buffer.tokens[prompt, index, : scheduler.slots.generated[slot]]
       shard, local = divmod(slot, slots)
       assigned[shard].append((local, len(sequences)))
-      sequences.append([*prompts[prompt], *tokens.tolist()])
+      sequences.append(sequence_of(*scheduler.slots.completions[slot].tolist()))
     counts = {width: self.resume_rows(width, slots) for width in self.sequence_widths}
     for width, rows, part in prefill_batches(assigned, sequences, counts):
       shape = PrefillShape(width, slots, self.pad)

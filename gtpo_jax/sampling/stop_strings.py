@@ -9,12 +9,9 @@ turns, each is searched by itself, and what it has read between them is not.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 MAX_STOP_STRINGS = 16
 NOT_A_CHARACTER = "\ufffd"  # what tokenizers write for bytes that are no character
@@ -73,8 +70,8 @@ class StopStrings:
     return text
 
   def search(self) -> StopSearch:
-    """Returns a search in completions that are being sampled."""
-    return StopSearch(self, self._new_text)
+    """Returns a search in a turn that begins."""
+    return StopSearch(self, self._new_text())
 
   def ends_in(self, text: str, begin: int) -> bool:
     """Whether a match ends in a text after its first `begin` characters."""
@@ -86,55 +83,42 @@ class StopStrings:
     return any(string in text for string in self.strings)
 
 
-@dataclasses.dataclass
-class _Progress:
-  """How far the latest turn of a completion has been searched."""
-
-  add_tokens: AddTokens
-  begin: int  # the completion's tokens before the turn
-  count: int  # its tokens up to where the turn has been searched
-  tail: str = ""  # the end of their text, in which a match may have begun
-
-
 class StopSearch:
-  """Finds where completions or their turns end. Each token is decoded once."""
+  """Finds where a turn ends. Each token is decoded once."""
 
-  def __init__(self, stop: StopStrings, new_text: Callable[[], AddTokens]):
+  def __init__(self, stop: StopStrings, add_tokens: AddTokens):
+    """Args:
+    stop: the strings.
+    add_tokens: adds to the text of the turn, which is empty.
+    """
     self._stop = stop
-    self._new_text = new_text
+    self._add_tokens = add_tokens
     self._longest = max(map(len, stop.strings))
-    self._progress: dict[tuple[int, int], _Progress] = {}
+    self._tokens: list[int] = []
+    self._tail = ""  # the end of their text, in which a match may have begun
 
-  def end(self, completion: tuple[int, int], tokens: np.ndarray, turn: int = 0) -> int | None:
-    """Searches the tokens that a completion has got since the last call, or since its turn began.
+  def add(self, tokens: Sequence[int]) -> int | None:
+    """Searches the next tokens of the turn.
 
     A match in the pieces of the tokens counts only if the text of all tokens, decoded at once,
     contains a stop string too. The two differ at a stop token, which has a piece but no text, and
     for some tokenizers after bytes that are no characters.
 
-    Args:
-      completion: (prompt, index in its group).
-      tokens: i32[length], all its tokens so far.
-      turn: the number of those before its latest turn, which are not searched.
-
     Returns:
-      The number of tokens up to and including the one that completed the first match; None if there
-      is none.
+      How many of these tokens there are up to the one that completed the first match, which ends
+      the search; None if there is no match.
     """
-    progress = self._progress.get(completion)
-    if progress is None or progress.begin != turn:
-      progress = self._progress[completion] = _Progress(self._new_text(), turn, turn)
-    first = progress.count
-    pieces = progress.add_tokens(tokens[first:].tolist())
-    text = progress.tail + "".join(pieces)
-    if self._stop.ends_in(text, len(progress.tail)):
-      end = len(progress.tail)
-      for count, piece in enumerate(pieces, first + 1):
+    before = len(self._tokens)
+    self._tokens += tokens
+    pieces = self._add_tokens(tokens)
+    text = self._tail + "".join(pieces)
+    if self._stop.ends_in(text, len(self._tail)):
+      end = len(self._tail)
+      for count, piece in enumerate(pieces, 1):
         begin = end
         end += len(piece)
-        if self._stop.ends_in(text[:end], begin) and self._stop.occurs_in(tokens[turn:count]):
-          del self._progress[completion]
+        drawn = self._tokens[: before + count]
+        if self._stop.ends_in(text[:end], begin) and self._stop.occurs_in(drawn):
           return count
-    progress.count = len(tokens)
-    progress.tail = text[max(len(text) - self._longest + 1, 0) :]
+    self._tail = text[max(len(text) - self._longest + 1, 0) :]
     return None

@@ -23,7 +23,6 @@ class Completion:
     wants_alternatives: whether `Part.alternatives` is filled in.
     search: finds its stop strings; None for none.
     deliver: receives the parts, on the generator's thread.
-    tokens: those so far.
     cancelled: whether nobody waits for it any more.
   """
 
@@ -34,7 +33,6 @@ class Completion:
   wants_alternatives: bool
   search: StopSearch | None
   deliver: Callable[[Part], None]
-  tokens: list[int] = dataclasses.field(default_factory=list)
   cancelled: bool = False
 
 

@@ -12,9 +12,10 @@ from test_adding_rows import CHUNK, LIMIT, SHAPES, make_rows, make_scheduler
 
 from gtpo_jax.data.chat import TextStream, load_chat
 from gtpo_jax.logs.compiles import compile_count
+from gtpo_jax.sampling.buffer import CompletionBuffer
 from gtpo_jax.sampling.chunk import Chunk
-from gtpo_jax.sampling.host_arrays import CompletionBuffer
 from gtpo_jax.sampling.inventory import Workload, warm_up
+from gtpo_jax.sampling.session import Progress, up_to_stop_strings
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 from gtpo_jax.sampling.stop_strings import StopStrings
 
@@ -201,8 +202,8 @@ def small_buffer(strings=(), limit=12):
   stop = StopStrings(strings, lambda: TextStream(chat.texts).add, chat.decode) if strings else None
   limits = np.full((1, 1), limit, np.int32)
   keys = np.zeros((1, 1, 2), np.uint32)
-  search = stop.search() if stop else None
-  buffer = CompletionBuffer.empty([[5]], keys, limits, limit, PAD, search)
+  new_search = lambda pair: stop.search() if stop else None
+  buffer = CompletionBuffer.empty([[5]], keys, limits, limit, PAD, new_search)
   buffer.open[:] = True
   return buffer, lambda text: chat.encode_plain(text)
 
@@ -212,7 +213,11 @@ def draw(buffer, tokens, stopped=False):
   column = lambda dtype: np.ones((len(tokens), 1), dtype)
   floats = [column(np.float32) for _ in range(4)]
   chunk = Chunk(np.asarray(tokens)[:, None], column(bool), *floats, np.asarray([stopped]))
-  return int(buffer.write(np.zeros((1, 2), int), buffer.lengths[0], chunk)[0])
+  request = buffer.request(0, 0)
+  counts, finished = up_to_stop_strings([request], chunk)
+  ended = finished | (len(request.tokens) + counts >= request.limit)
+  buffer.write(Progress([request], buffer.lengths[0], counts, finished, ended, chunk, []))
+  return int(counts[0])
 
 
 def test_a_buffer_refuses_what_does_not_fit():
@@ -289,19 +294,21 @@ def test_completions_that_leave_their_slots_return(
   scheduler = make_scheduler(paged, spare, prompts, group, shards, slots)
   scheduler.add(*rows)
   tokens_of = drawn.copy()
+  pair_of = {pair: pair for pair in np.ndindex(drawn.shape)}  # by the scheduler's (prompt, index)
   away = []
   done = []
   for chunk in range(10_000):
     for pair in [pair for pair in away if rng.random() < 0.3]:
       away.remove(pair)
       tokens_of[pair] += 1  # an observation
-      scheduler.resume(*pair, int(tokens_of[pair]), int(limits[pair]))
+      index = scheduler.join(pair[0], int(tokens_of[pair]), int(limits[pair]), keys[pair])
+      pair_of[pair[0], index] = pair
     while any(scheduler.assign(2)):
       pass
     for entry in (entry for entries in scheduler._entries for entry in entries if entry):
       assert entry.waiting or max(entry.slots) >= 0
     for slot in scheduler.take_resumed():
-      pair = tuple(scheduler.slots.completions[slot])
+      pair = pair_of[tuple(scheduler.slots.completions[slot].tolist())]
       assert scheduler.slots.generated[slot] == tokens_of[pair] > 0
     if not scheduler.slots.active.any():
       assert not scheduler.has_waiting
@@ -310,7 +317,7 @@ def test_completions_that_leave_their_slots_return(
       continue
     inputs = scheduler.inputs()
     assert inputs.active.any(), "no completion can go on"
-    pairs = [tuple(pair) for pair in scheduler.slots.completions.tolist()]
+    pairs = [pair_of.get(tuple(pair)) for pair in scheduler.slots.completions.tolist()]
     tokens = np.zeros(len(pairs), int)
     left = np.zeros(len(pairs), bool)
     for slot in np.flatnonzero(inputs.active):

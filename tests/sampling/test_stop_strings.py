@@ -74,10 +74,10 @@ def slow_end(chat, strings, ids):
 def found(chat, strings, ids, chunk):
   """Returns the end that the search finds, with `chunk` tokens at a time."""
   search = finder(chat, *strings).search()
-  for count in range(chunk, len(ids) + chunk, chunk):
-    end = search.end((0, 0), np.asarray(ids[:count]))
+  for begin in range(0, len(ids), chunk):
+    end = search.add(ids[begin : begin + chunk])
     if end is not None:
-      return end
+      return begin + end
   return None
 
 

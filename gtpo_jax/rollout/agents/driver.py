@@ -21,7 +21,7 @@ from gtpo_jax.rollout.agents.session import Asked
 from gtpo_jax.rollout.episodes.driver import EpisodeDriver, Key, Pair
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.distributed import is_first_process
-from gtpo_jax.sampling.host_arrays import OF_TOKENS, CompletionBuffer
+from gtpo_jax.sampling.buffer import OF_TOKENS, CompletionBuffer
 from gtpo_jax.sampling.stop_strings import StopSearch, StopStrings
 
 Tokens = dict[str, np.ndarray]  # from `CompletionBuffer.take`

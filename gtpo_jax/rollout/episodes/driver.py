@@ -20,7 +20,7 @@ from gtpo_jax.environments.runner import EpisodeRunner
 from gtpo_jax.environments.turns import Differs, Ended, Episode, Message, Observed, Opened
 from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
 from gtpo_jax.runtime.signals import Stopped
-from gtpo_jax.sampling.host_arrays import CompletionBuffer
+from gtpo_jax.sampling.buffer import CompletionBuffer
 
 if TYPE_CHECKING:
   from gtpo_jax.rollout.worker import RolloutWorker

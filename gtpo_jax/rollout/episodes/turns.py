@@ -12,7 +12,7 @@ from gtpo_jax.rollout.episodes.driver import Key, Pair, Start
 from gtpo_jax.rollout.episodes.make import make_driver
 from gtpo_jax.rollout.groups import Group
 from gtpo_jax.rollout.worker import RolloutWorker
-from gtpo_jax.sampling.host_arrays import CompletionBuffer
+from gtpo_jax.sampling.buffer import CompletionBuffer
 
 
 class Turns(Protocol):

@@ -9,11 +9,10 @@ import numpy as np
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention.sources import KV
-from gtpo_jax.sampling.batches import PrefillShape, nothing, resume_batch
+from gtpo_jax.sampling.batches import PrefillShape, nothing, pad_prefill, resume_batch
 from gtpo_jax.sampling.cache import States
 from gtpo_jax.sampling.dense.cache import DenseKV
 from gtpo_jax.sampling.dense.tables import DenseSpace
-from gtpo_jax.sampling.host_arrays import pad_prefill
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.programs import (
   SamplerState,

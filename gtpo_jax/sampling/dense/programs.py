@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 
@@ -20,6 +20,8 @@ from gtpo_jax.runtime.mesh import bytes_per_device, constrain
 from gtpo_jax.sampling.batches import (
   Assigned,
   Places,
+  TokenIds,
+  pad_prefill,
   prefill_batches,
   row_counts,
   sequence_lengths,
@@ -29,7 +31,6 @@ from gtpo_jax.sampling.chunk import insert_rows
 from gtpo_jax.sampling.dense.cache import DenseCache, DenseKV
 from gtpo_jax.sampling.dense.inventory import Inventory
 from gtpo_jax.sampling.dense.tables import DenseSpace
-from gtpo_jax.sampling.host_arrays import pad_prefill
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.programs import Programs, ProgramSettings, SamplerState, abstract, stoppable
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
@@ -211,7 +212,7 @@ class DensePrograms(Programs):
     params: DecodeParams,
     state: SamplerState,
     scheduler: Scheduler,
-    prompts: Sequence[Sequence[int]],
+    prompts: TokenIds,
     width: int,
   ) -> SamplerState:
     """Lets the scheduler fill free slots, and prefills the prompts that it assigns to entries.
@@ -233,7 +234,7 @@ class DensePrograms(Programs):
     state: SamplerState,
     scheduler: Scheduler,
     assigned: Assigned,
-    prompts: Sequence[Sequence[int]],
+    prompts: TokenIds,
   ) -> SamplerState:
     entries = scheduler.capacity.entries
     counts = {

@@ -4,8 +4,8 @@ A slot runs one completion at a time. An entry of the prompt cache holds the key
 prompt, shared by all slots that complete it. Slots and entries are divided into equal shards, one
 per device of the batch axes, and a completion runs in the shard that caches its prompt. A finished
 slot takes the next completion of a cached prompt; an entry whose prompt has no completions left
-takes the next prompt. A completion may leave its slot before it has ended, and resume later in any
-slot; its prompt gives up its entry if no other completion needs it.
+takes the next prompt. Completions may join an earlier prompt, for example with the next turn of an
+episode; if the prompt has given up its entry, it takes one again.
 
 The scheduler is plain Python and NumPy and does not use devices. What it must know of the cache,
 and where the cache puts keys and values, is the concern of a `Space`.
@@ -25,9 +25,9 @@ class _Row(NamedTuple):
   """A prompt and its completions."""
 
   prompt_length: int
-  token_limits: np.ndarray  # i32[g]
-  keys: np.ndarray  # u32[g, 2]
-  drawn: np.ndarray  # i32[g], tokens that each completion has already
+  token_limits: list[int]  # [g]
+  keys: list[np.ndarray]  # [g] of u32[2]
+  drawn: list[int]  # [g], tokens that each completion has already
   waiting: list[int]  # the completions that wait for a slot, as indices in the group, last first
 
   @classmethod
@@ -36,14 +36,14 @@ class _Row(NamedTuple):
   ) -> _Row:
     """Returns a row whose completions all wait, except those with a limit of 0."""
     waiting = np.flatnonzero(token_limits)[::-1].tolist()
-    return cls(prompt_length, np.array(token_limits), np.array(keys), np.array(drawn), waiting)
+    return cls(prompt_length, token_limits.tolist(), list(keys), drawn.tolist(), waiting)
 
 
 class Scheduler:
   """Schedules every completion of every prompt, prompts and their completions in order.
 
-  A completion may have tokens from an earlier batch, with which it goes on. Prompts may be added at
-  any time; they come after those that wait already. Completions that resume come before these.
+  A completion may have tokens already, after which it goes on. Prompts may be added at any time;
+  they come after those that wait already. Completions that join a prompt come before these.
 
   Attributes:
     capacity: the current number of slots and entries.
@@ -91,27 +91,38 @@ class Scheduler:
     self._added += len(token_limits)
     self._waiting_prompts += new.tolist()
 
-  def resume(
-    self, prompt: int, completion: int, drawn: int, token_limit: int, key: np.ndarray | None = None
-  ) -> None:
-    """Lets a completion that is in no slot go on, before everything that waits.
+  def join(self, prompt: int, drawn: int, token_limit: int, key: np.ndarray) -> int:
+    """Adds a completion to a prompt, before everything that waits; returns its index in the group.
 
     Args:
-      prompt: its prompt.
-      completion: its index in the group.
-      drawn: the tokens that it has.
+      prompt: an earlier prompt, which was not forgotten.
+      drawn: the tokens that it has already.
       token_limit: the most tokens, more than it has.
-      key: u32[2], PRNG key data; None for that which it has.
+      key: u32[2], PRNG key data.
     """
     row = self._rows[prompt]
-    row.drawn[completion] = drawn
-    row.token_limits[completion] = token_limit
-    if key is not None:
-      row.keys[completion] = key
+    completion = len(row.drawn)
+    row.drawn.append(drawn)
+    row.token_limits.append(token_limit)
+    row.keys.append(key)
     row.waiting.append(completion)
     cached = any(entry and entry.prompt == prompt for x in self._entries for entry in x)
     if not cached and prompt not in self._waiting_prompts:
       self._waiting_prompts.appendleft(prompt)
+    return completion
+
+  def withdraw(self, prompt: int, completion: int) -> None:
+    """Removes a completion that waits for a slot."""
+    row = self._rows[prompt]
+    row.waiting.remove(completion)
+    if row.waiting:
+      return
+    if prompt in self._waiting_prompts:
+      self._waiting_prompts.remove(prompt)
+    for shard, entries in enumerate(self._entries):
+      for index, entry in enumerate(entries):
+        if entry and entry.prompt == prompt:
+          self._remove_unused(shard, index)
 
   @property
   def has_waiting(self) -> bool:
@@ -183,7 +194,7 @@ class Scheduler:
 
     Args:
       tokens: i32[s], number of tokens generated in each slot.
-      left: bool[s], whether the slot's completion has ended, or leaves the slot until it resumes.
+      left: bool[s], whether the slot's completion has ended.
     """
     slots = self.slots
     slots.generated[:] += tokens
@@ -193,9 +204,7 @@ class Scheduler:
       entry = self._entries[shard][index]
       assert entry is not None and entry.slots[position] == local
       entry.slots[position] = -1
-      if not entry.waiting and max(entry.slots) < 0:
-        self._entries[shard][index] = None
-        self.space.remove_prompt(shard, index)
+      self._remove_unused(shard, index)
     self.space.end(np.flatnonzero(left))
     for of_slots, free in zip(slots, Slots.free(1), strict=True):
       of_slots[left] = free
@@ -262,6 +271,13 @@ class Scheduler:
       of_shard += [None] * (entries - len(of_shard))
     self.capacity = self.capacity._replace(entries=entries)
 
+  def _remove_unused(self, shard: int, index: int) -> None:
+    """Frees an entry if none of its prompt's completions runs or waits."""
+    entry = self._entries[shard][index]
+    if not entry.waiting and max(entry.slots) < 0:
+      self._entries[shard][index] = None
+      self.space.remove_prompt(shard, index)
+
   def _fill_slots(self, shard: int) -> int:
     """Starts cached prompts' completions in a shard's free slots; returns how many stay idle."""
     first = shard * self.capacity.slots
@@ -270,8 +286,8 @@ class Scheduler:
       while free and entry and entry.waiting and -1 in entry.slots:
         row = self._rows[entry.prompt]
         completion = entry.waiting[-1]
-        drawn = int(row.drawn[completion])
-        limit = int(row.token_limits[completion])
+        drawn = row.drawn[completion]
+        limit = row.token_limits[completion]
         if not self.space.can_start(shard, drawn, limit, self.slots):
           break
         entry.waiting.pop()

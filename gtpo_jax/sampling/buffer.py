@@ -1,16 +1,16 @@
-"""The host arrays of sampling: padded prompts, and the completions generated so far."""
+"""Completions as they are sampled, in host arrays."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from gtpo_jax.arrays import Prompts, Rollouts
-from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.chunk import Chunk
+from gtpo_jax.arrays import Rollouts
+from gtpo_jax.sampling.batches import pad_prompts
+from gtpo_jax.sampling.session import Progress, Request
 from gtpo_jax.sampling.stop_strings import StopSearch
 
 
@@ -39,7 +39,8 @@ class CompletionBuffer:
   finished: np.ndarray
   open: np.ndarray  # bool[n, g], whether further turns may follow; the caller sets it
   pad: int  # the padding id
-  stop_search: StopSearch | None  # finds stop strings; None if there are none
+  # (row, index) -> what finds the stop strings of its next turn; None if it has none
+  new_search: Callable[[tuple[int, int]], StopSearch | None]
   begins: np.ndarray | None = None  # i32[n, g, c], as in `Rollouts`; the caller sets it
 
   @classmethod
@@ -50,7 +51,7 @@ class CompletionBuffer:
     limits: np.ndarray,
     t: int,
     pad: int,
-    stop_search: StopSearch | None = None,
+    new_search: Callable[[tuple[int, int]], StopSearch | None] = lambda pair: None,
   ) -> CompletionBuffer:
     """Returns a buffer without tokens, [n, g, t]."""
     n, g = limits.shape
@@ -68,7 +69,7 @@ class CompletionBuffer:
       finished=np.zeros((n, g), bool),
       open=np.zeros((n, g), bool),
       pad=pad,
-      stop_search=stop_search,
+      new_search=new_search,
     )
 
   @property
@@ -123,9 +124,12 @@ class CompletionBuffer:
     self.present[i, j, length:end] = True
     self.finished[i, j] = False
 
-  def take(self, i: int, j: int) -> dict[str, np.ndarray]:
-    """Returns the tokens so far of completion j of prompt i with all that is known of them."""
-    length = self.length(i, j)
+  def take(self, i: int, j: int, length: int | None = None) -> dict[str, np.ndarray]:
+    """Returns the first `length` tokens of completion j of prompt i with all that is known of them.
+
+    None for all.
+    """
+    length = self.length(i, j) if length is None else length
     return {name: getattr(self, name)[i, j, :length].copy() for name in OF_TOKENS}
 
   def put(
@@ -191,47 +195,32 @@ class CompletionBuffer:
       finished=self.finished,
     )
 
-  def write(self, completions: np.ndarray, start: np.ndarray, chunk: Chunk) -> np.ndarray:
-    """Writes the tokens of a chunk, without those that it has drawn after a stop string.
+  def request(self, i: int, j: int) -> Request | None:
+    """Returns the request for the next tokens of completion j of prompt i, which it is named by.
 
-    Args:
-      completions: i32[s, 2], the (prompt, index in its group) in each slot.
-      start: i32[s], the number of tokens in each slot before the chunk.
-      chunk: the chunk, in host arrays.
-
-    Returns:
-      i32[s], the number of new tokens in each slot.
+    If its turn has tokens already, it goes on. None if these have a stop string: then it has ended.
     """
-    step, slot = np.nonzero(chunk.mask)
-    at = (*completions[slot].T, start[slot] + step)
+    begin = self.turn_begin(i, j)
+    length = self.length(i, j)
+    search = self.new_search((i, j))
+    if search and (end := search.add(self.tokens[i, j, begin:length].tolist())) is not None:
+      self.put(i, j, self.take(i, j, begin + end), int(self.limits[i, j]), finished=True)
+      return None
+    tokens = self.tokens[i, j, :length]
+    return Request(self.keys[i, j], int(self.limits[i, j]), tokens, search, name=(i, j))
+
+  def write(self, progress: Progress) -> list[tuple[int, int]]:
+    """Writes what requests got; returns the (row, index) of those that have ended."""
+    chunk = progress.chunk
+    step, slot = np.nonzero(np.arange(len(chunk.mask))[:, None] < progress.counts)
+    pairs = np.asarray([x.name if x else (-1, -1) for x in progress.requests])
+    at = (*pairs[slot].T, progress.before[slot] + step)
     self.present[at] = True
     self.mask[at] = True
     for field in _FROM_CHUNK:
       getattr(self, field)[at] = getattr(chunk, field)[step, slot]
-    self.finished[tuple(completions[chunk.stopped].T)] = True
-    written = chunk.mask.sum(0, dtype=np.int32)
-    if self.stop_search:
-      for s in np.flatnonzero(written):
-        written[s] -= self._end_at_stop_string(*completions[s].tolist())
-    return written
-
-  def _end_at_stop_string(self, i: int, j: int) -> int:
-    """Ends completion j of prompt i after its first stop string; returns how many tokens it loses.
-
-    It must have tokens that were not searched yet.
-    """
-    length = self.length(i, j)
-    tokens = self.tokens[i, j, :length]
-    end = self.stop_search.end((i, j), tokens, self.turn_begin(i, j))
-    if end is None:
-      return 0
-    self.finished[i, j] = True
-    after = (i, j, slice(end, length))
-    self.present[after] = False
-    self.mask[after] = False
-    for field in _FROM_CHUNK:
-      getattr(self, field)[after] = self.pad if field == "tokens" else 0
-    return length - end
+    self.finished[tuple(pairs[progress.finished].T)] = True
+    return [progress.requests[slot].name for slot in np.flatnonzero(progress.ended)]
 
 
 _FROM_CHUNK = ("tokens", "log_probs", "entropy", "drawn_log_probs", "plain_log_probs")
@@ -239,53 +228,3 @@ OF_TOKENS = ("mask", *_FROM_CHUNK)
 _ARRAYS = tuple(
   field.name for field in dataclasses.fields(CompletionBuffer) if field.type == "np.ndarray"
 )
-
-
-def pad_prompts(ids: Sequence[Sequence[int]], width: int, pad: int) -> Prompts:
-  """Pads prompts on the left to host arrays [n, width].
-
-  Raises:
-    UserError: a prompt is empty or longer than `width`.
-  """
-  tokens = np.full((len(ids), width), pad, np.int32)
-  for row, prompt in zip(tokens, ids, strict=True):
-    if not len(prompt):
-      raise UserError("a prompt is empty; give at least one token")
-    if len(prompt) > width:
-      raise UserError(
-        f"a prompt has {len(prompt)} tokens, over the limit of {width}; "
-        "raise data.max_prompt_tokens or shorten the prompt"
-      )
-    row[-len(prompt) :] = prompt
-  return Prompts(tokens, np.asarray([len(prompt) for prompt in ids], np.int32))
-
-
-def pad_prefill(
-  assigned: list[list[tuple[int, int]]],
-  prompts: Sequence[Sequence[int]],
-  width: int,
-  rows: int,
-  entries: int,
-  pad: int,
-) -> tuple[Prompts, np.ndarray]:
-  """Builds one prefill batch of fixed shape from the scheduler's assignments.
-
-  Args:
-    assigned: for each shard, the (entry, prompt) pairs to prefill; at most `rows`.
-    prompts: token ids of every prompt.
-    width: tokens per row, at least the length of the longest prompt.
-    rows: rows per shard; unused rows are padding.
-    entries: prompt cache entries per shard.
-    pad: the padding id.
-
-  Returns:
-    The prompts [shards * rows, width], and their entries i32[shards, rows]. The entry of an unused
-    row is `entries`, which is out of bounds, so its write is dropped.
-  """
-  ids: list[Sequence[int]] = []
-  entry_of_row: list[list[int]] = []
-  for pairs in assigned:
-    unused = rows - len(pairs)
-    ids += [prompts[prompt] for _, prompt in pairs] + [[pad]] * unused
-    entry_of_row.append([entry for entry, _ in pairs] + [entries] * unused)
-  return pad_prompts(ids, width, pad), np.asarray(entry_of_row, np.int32)

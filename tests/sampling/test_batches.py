@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.host_arrays import pad_prefill, pad_prompts
+from gtpo_jax.sampling.batches import pad_prefill, pad_prompts
 
 PAD = 3
 
