@@ -147,8 +147,8 @@ def make_engine() -> tuple[Engine, object]:
 
 def rows_of(buffer: CompletionBuffer, rows: list[int]) -> CompletionBuffer:
   """Returns some rows of a buffer."""
-  arrays = {name: x[rows] for name, x in vars(buffer).items() if name != "prompts"}
-  return CompletionBuffer([buffer.prompts[i] for i in rows], **arrays)
+  fields = {name: x[rows] if isinstance(x, np.ndarray) else x for name, x in vars(buffer).items()}
+  return CompletionBuffer(**fields | {"prompts": [buffer.prompts[i] for i in rows]})
 
 
 def measure(engine: Engine, params: object, lengths: np.ndarray, staleness: int, steps: int):

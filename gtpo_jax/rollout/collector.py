@@ -12,7 +12,7 @@ from gtpo_jax.data.records import Problems
 from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.drawing import make_drawing
-from gtpo_jax.rollout.episodes.turns import EpisodeTurns, SingleTurns, Turns
+from gtpo_jax.rollout.episodes.turns import EpisodeTurns, Turns
 from gtpo_jax.rollout.experience import Experience, Placement
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.group_metrics import (
@@ -73,9 +73,7 @@ class Collector:
     self._begun = steps * self._n  # groups
     self._kept: list[Group] = []
     size = config.policy_completions
-    self._turns: Turns = (
-      EpisodeTurns(worker, size, config.seed) if worker.runner else SingleTurns(worker)
-    )
+    self._turns = EpisodeTurns(worker, size, config.seed) if worker.runner else Turns(worker)
     self._before = (self._begun, self._kept, self._drawing.state)
     self.placement = Placement(config, worker, frozen.scorers)
 
@@ -176,8 +174,9 @@ class Collector:
     pending = PendingRewards(self._reward_manager, problems, config.batch.group, worker.decode)
     pool = GroupPool(config, groups, policy.engine, buffer, pending, version, self._turns.episode)
     self._turns.attach(buffer, unscored)
-    most_rows = config.pool_size
-    completions = worker.generate(policy, buffer, config.sampling_params, stopping, most_rows)
+    completions = worker.generate(
+      policy, buffer, config.sampling_params, stopping, config.pool_size, self._turns.driver
+    )
     for turned in completions:
       pool.end(self._turns.advance(turned))
       if self._staleness and pool.choose(scored=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -30,8 +30,8 @@ from gtpo_jax.runtime.distributed import least_of_processes
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.runtime.signals import Stopped
-from gtpo_jax.sampling.buffer import CompletionBuffer
-from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.buffer import CompletionBuffer, Pair
+from gtpo_jax.sampling.engine import Engine, Sampling
 from gtpo_jax.sampling.settings import Demand, SamplingParams
 from gtpo_jax.sampling.stop_strings import StopStrings
 
@@ -41,6 +41,18 @@ class Policy(NamedTuple):
 
   engine: Engine
   params: DecodeParams
+
+
+class Turns(Protocol):
+  """What answers the turns of completions.
+
+  Attributes:
+    sampling: gets the next turns, see `Sampling.join`.
+    waiting: whether any turn waits for an answer.
+  """
+
+  sampling: Sampling
+  waiting: bool
 
 
 class RolloutWorker:
@@ -232,17 +244,23 @@ class RolloutWorker:
     sampling_params: SamplingParams,
     stopping: Callable[[], bool],
     prompts_at_once: int | None = None,
-  ) -> Iterator[list[tuple[int, int]]]:
-    """Samples the completions of a buffer, and yields which have ended; see `Engine.generate`.
+    turns: Turns | None = None,
+  ) -> Iterator[list[Pair]]:
+    """Samples the completions of a buffer to their ends, and yields which ones have ended.
+
+    With `turns`, only turns of them have ended; it joins the next ones.
 
     Raises:
       Stopped: `stopping`, which all processes call after each chunk of tokens, returned True.
     """
+    sampling = policy.engine.sampling(
+      policy.params, buffer, sampling_params=sampling_params, prompts_at_once=prompts_at_once
+    )
+    if turns:
+      turns.sampling = sampling
     with jax.profiler.TraceAnnotation("sample"):
-      for ended in policy.engine.generate(
-        policy.params, buffer, sampling_params=sampling_params, prompts_at_once=prompts_at_once
-      ):
-        yield ended
+      while sampling.busy or (turns and turns.waiting):
+        yield sampling.step(more_may_come=bool(turns and turns.waiting))
         if stopping():
           raise Stopped
 

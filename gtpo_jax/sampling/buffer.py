@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,18 +11,17 @@ import numpy as np
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.sampling.batches import pad_prompts
 from gtpo_jax.sampling.session import Progress, Request
-from gtpo_jax.sampling.stop_strings import StopSearch
+from gtpo_jax.sampling.stop_strings import StopStrings
+
+Pair = tuple[int, int]  # the (row, index) of a completion
+Tokens = dict[str, np.ndarray]  # tokens with all that is known of them, by the names of `OF_TOKENS`
 
 
 @dataclasses.dataclass
 class CompletionBuffer:
-  """Prompts with their completions so far, which `Engine.generate` fills in place.
+  """Prompts with their completions so far, into which what requests get is written.
 
-  Rows may be added while they are being generated. `Engine.buffer` makes a buffer.
-
-  A completion may consist of several turns. As long as it is `open`, a stop token, a stop string or
-  its limit only ends its turn: it waits for its caller, who either appends tokens that it reads, so
-  that it goes on with another turn, or closes it.
+  Rows may be added while others are being sampled. `Engine.buffer` makes a buffer.
   """
 
   prompts: list[Sequence[int]]  # n lists of token ids
@@ -35,12 +34,9 @@ class CompletionBuffer:
   entropy: np.ndarray  # f32[n, g, t], nats, as in `Rollouts`
   drawn_log_probs: np.ndarray  # f32[n, g, t], nats, after penalty and filters
   plain_log_probs: np.ndarray  # f32[n, g, t], nats, at temperature 1
-  # bool[n, g], True if a stop token or a stop string has ended the completion, or its latest turn
-  finished: np.ndarray
-  open: np.ndarray  # bool[n, g], whether further turns may follow; the caller sets it
+  finished: np.ndarray  # bool[n, g], whether a stop token or string ended the latest turn
   pad: int  # the padding id
-  # (row, index) -> what finds the stop strings of its next turn; None if it has none
-  new_search: Callable[[tuple[int, int]], StopSearch | None]
+  stop: StopStrings | None  # those of every turn
   begins: np.ndarray | None = None  # i32[n, g, c], as in `Rollouts`; the caller sets it
 
   @classmethod
@@ -51,7 +47,7 @@ class CompletionBuffer:
     limits: np.ndarray,
     t: int,
     pad: int,
-    new_search: Callable[[tuple[int, int]], StopSearch | None] = lambda pair: None,
+    stop: StopStrings | None = None,
   ) -> CompletionBuffer:
     """Returns a buffer without tokens, [n, g, t]."""
     n, g = limits.shape
@@ -67,9 +63,8 @@ class CompletionBuffer:
       drawn_log_probs=np.zeros((n, g, t), np.float32),
       plain_log_probs=np.zeros((n, g, t), np.float32),
       finished=np.zeros((n, g), bool),
-      open=np.zeros((n, g), bool),
       pad=pad,
-      new_search=new_search,
+      stop=stop,
     )
 
   @property
@@ -77,23 +72,13 @@ class CompletionBuffer:
     """i32[n, g], tokens so far, those that were not drawn included."""
     return self.present.sum(-1, dtype=np.int32)
 
-  def turned(self, at: Any = ...) -> np.ndarray:
-    """Returns whether completions draw no token now, because they or their turns have ended.
+  def ended(self, at: Any = ...) -> np.ndarray:
+    """Returns whether completions draw no token, because they or their latest turns have ended.
 
     Args:
       at: an index into [n, g]; default: all completions.
     """
     return self.finished[at] | (self.present[at].sum(-1) >= self.limits[at])
-
-  def ended(self, at: Any = ...) -> np.ndarray:
-    """Returns whether completions have ended: their last turn has, and no other one may follow.
-
-    Nothing else decides that a completion ends.
-
-    Args:
-      at: an index into [n, g]; default: all completions.
-    """
-    return self.turned(at) & ~self.open[at]
 
   def length(self, i: int, j: int) -> int:
     """Returns the tokens so far of completion j of prompt i, those that were not drawn included."""
@@ -104,46 +89,13 @@ class CompletionBuffer:
     read = np.flatnonzero(~self.mask[i, j, : self.length(i, j)])
     return int(read[-1]) + 1 if read.size else 0
 
-  def append(self, i: int, j: int, tokens: Sequence[int]) -> None:
-    """Appends tokens that were not drawn to a completion whose turn has ended, so that it goes on.
+  def tokens_of(self, i: int, j: int) -> Tokens:
+    """Returns what completion j of prompt i has."""
+    present = self.present[i, j]
+    return {name: getattr(self, name)[i, j, present] for name in OF_TOKENS}
 
-    Raises:
-      ValueError: it does not wait for them, or no token is left for another turn.
-    """
-    length = self.length(i, j)
-    limit = int(self.limits[i, j])
-    if not (self.open[i, j] and self.turned((i, j))):
-      raise ValueError(f"completion {j} of prompt {i} has not ended a turn")
-    end = length + len(tokens)
-    if not length < end < limit:
-      raise ValueError(
-        f"completion {j} of prompt {i} has {length} of {limit} tokens; from 1 to "
-        f"{limit - length - 1} can be appended, got {len(tokens)}"
-      )
-    self.tokens[i, j, length:end] = tokens
-    self.present[i, j, length:end] = True
-    self.finished[i, j] = False
-
-  def take(self, i: int, j: int, length: int | None = None) -> dict[str, np.ndarray]:
-    """Returns the first `length` tokens of completion j of prompt i with all that is known of them.
-
-    None for all.
-    """
-    length = self.length(i, j) if length is None else length
-    return {name: getattr(self, name)[i, j, :length].copy() for name in OF_TOKENS}
-
-  def put(
-    self, i: int, j: int, tokens: Mapping[str, np.ndarray], limit: int, finished: bool = False
-  ) -> None:
-    """Replaces the tokens of a completion that is not being sampled.
-
-    Args:
-      i: the prompt.
-      j: the completion.
-      tokens: in the form of `take`.
-      limit: the most tokens, these included.
-      finished: as the field.
-    """
+  def replace(self, i: int, j: int, tokens: Tokens, finished: bool) -> None:
+    """Replaces the tokens of a completion that is not being sampled, in the form of `tokens_of`."""
     length = len(tokens["tokens"])
     for name, values in tokens.items():
       row = getattr(self, name)[i, j]
@@ -151,20 +103,24 @@ class CompletionBuffer:
       row[length:] = self.pad if name == "tokens" else 0
     self.present[i, j] = np.arange(self.present.shape[2]) < length
     self.finished[i, j] = finished
-    self.limits[i, j] = limit
 
-  def close(self, i: int, j: int) -> None:
-    """Ends a completion whose turn has ended, or that has no tokens and was not passed on yet.
+  def read(self, i: int, j: int, tokens: Sequence[int]) -> None:
+    """Adds tokens that were not drawn to a completion, so that it has another turn.
 
     Raises:
-      ValueError: it is being sampled.
+      ValueError: no token would be left for it.
     """
     length = self.length(i, j)
-    if length and not self.turned((i, j)):
-      raise ValueError(f"completion {j} of prompt {i} has not ended its turn")
-    self.open[i, j] = False
-    if not length:
-      self.limits[i, j] = 0
+    limit = int(self.limits[i, j])
+    end = length + len(tokens)
+    if not length < end < limit:
+      raise ValueError(
+        f"completion {j} of prompt {i} has {length} of {limit} tokens; from 1 to "
+        f"{limit - length - 1} can be added, got {len(tokens)}"
+      )
+    self.tokens[i, j, length:end] = tokens
+    self.present[i, j, length:end] = True
+    self.finished[i, j] = False
 
   def extend(self, other: CompletionBuffer) -> None:
     """Adds the rows of another buffer."""
@@ -202,15 +158,16 @@ class CompletionBuffer:
     """
     begin = self.turn_begin(i, j)
     length = self.length(i, j)
-    search = self.new_search((i, j))
+    search = self.stop.search() if self.stop else None
     if search and (end := search.add(self.tokens[i, j, begin:length].tolist())) is not None:
-      self.put(i, j, self.take(i, j, begin + end), int(self.limits[i, j]), finished=True)
+      kept = {name: x[: begin + end] for name, x in self.tokens_of(i, j).items()}
+      self.replace(i, j, kept, finished=True)
       return None
     tokens = self.tokens[i, j, :length]
     return Request(self.keys[i, j], int(self.limits[i, j]), tokens, search, name=(i, j))
 
-  def write(self, progress: Progress) -> list[tuple[int, int]]:
-    """Writes what requests got; returns the (row, index) of those that have ended."""
+  def write(self, progress: Progress) -> list[Pair]:
+    """Writes what requests got, which are named by pairs; returns those that have ended."""
     chunk = progress.chunk
     step, slot = np.nonzero(np.arange(len(chunk.mask))[:, None] < progress.counts)
     pairs = np.asarray([x.name if x else (-1, -1) for x in progress.requests])

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,11 +20,11 @@ from gtpo_jax.runtime.chips import compute_capability
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import batch_shards, sampling_mesh
 from gtpo_jax.sampling.batches import pad_prompts
-from gtpo_jax.sampling.buffer import CompletionBuffer
+from gtpo_jax.sampling.buffer import CompletionBuffer, Pair
 from gtpo_jax.sampling.dense.programs import DensePrograms
 from gtpo_jax.sampling.paged.programs import PagedPrograms
 from gtpo_jax.sampling.programs import KEYS_AT_ONCE, Programs, ProgramSettings
-from gtpo_jax.sampling.session import Pace, Session
+from gtpo_jax.sampling.session import Pace, Request, Session
 from gtpo_jax.sampling.settings import Demand, EngineConfig, SamplingParams
 from gtpo_jax.sampling.spans import Span
 from gtpo_jax.sampling.stop_strings import StopStrings
@@ -138,8 +139,7 @@ class Engine:
     left = np.minimum(self.max_tokens, context - lengths)
     limits = np.minimum(token_limits.astype(np.int32), left[:, None])
     stop = self._stop_strings
-    new_search = lambda pair: stop.search() if stop else None
-    return CompletionBuffer.empty(prompts, keys, limits, self.max_tokens, self.pad, new_search)
+    return CompletionBuffer.empty(prompts, keys, limits, self.max_tokens, self.pad, stop)
 
   def completion_keys(self, key: jax.Array, n: int, group: int) -> np.ndarray:
     """Returns PRNG key data u32[n, group, 2]: for completion j of prompt i, `key` with i, then j.
@@ -179,6 +179,26 @@ class Engine:
     return buffer.rollouts(self.max_prompt_tokens)
 
   def generate(
+    self, params: DecodeParams, buffer: CompletionBuffer, **settings: Any
+  ) -> Iterator[list[Pair]]:
+    """Samples the completions of a buffer to their ends, and yields which ones have ended.
+
+    The caller may add rows to the buffer whenever this has yielded; they begin after those that
+    wait already. It may also stop iterating at any time, and pass the buffer to another call.
+
+    Args:
+      params: from `layout`.
+      buffer: the completions; new tokens are added to it.
+      settings: see `sampling`.
+
+    Yields:
+      What `Sampling.step` returns.
+    """
+    sampling = self.sampling(params, buffer, **settings)
+    while sampling.busy:
+      yield sampling.step()
+
+  def sampling(
     self,
     params: DecodeParams,
     buffer: CompletionBuffer,
@@ -187,37 +207,23 @@ class Engine:
     stream_interval: int | None = None,
     prompts_at_once: int | None = None,
     longest_prompt: int | None = None,
-  ) -> Iterator[list[tuple[int, int]]]:
-    """Samples the completions of a buffer to their ends, and yields which ones have ended.
+  ) -> Sampling:
+    """Returns the sampling of a buffer, which has not begun.
 
     Completions that have tokens already go on after them, possibly with other parameters: these
     tokens are read in one pass. Token i of a completion is drawn with its key and i. It depends on
     the parameters, the tokens before it and this key, but not on slots, mesh or other completions.
     A completion ends at a stop token, at the token that completes a stop string, or at its limit.
 
-    If it is open (`CompletionBuffer.open`), only its turn has ended. It is yielded and leaves its
-    slot, while others are sampled. Once the caller has appended tokens to it, it goes on: its
-    tokens are read again. While all completions wait for the caller, each iteration yields an empty
-    list; it ends once all have been closed.
-
-    The caller may add rows to the buffer whenever this has yielded; they begin after those that
-    wait already. It may also stop iterating at any time, and pass the buffer to another call.
-
     Args:
       params: from `layout`.
       buffer: the completions; new tokens are added to it. Completions that have ended stay as they
         are.
       sampling_params: how tokens are drawn.
-      stream_interval: the most tokens between two yields, if that is less than the engine's chunk.
+      stream_interval: the most tokens of a step, if that is less than the engine's chunk.
       prompts_at_once: the number of rows that space is made for; None for those of the buffer.
       longest_prompt: the tokens of the longest prompt, those added later included; None for that of
         the buffer.
-
-    Yields:
-      The (row, index) of each completion that has ended, or has ended a turn, since the last yield.
-      The first yield, like that after rows were added, comes before sampling and lists those that
-      had ended before: those that the context has no space for, for example. Otherwise there is one
-      after each chunk.
     """
     n, group = buffer.limits.shape
     chunk = self.programs.chunk
@@ -229,64 +235,64 @@ class Engine:
       sampling_params,
       longest_prompt or max(map(len, buffer.prompts), default=1),
     )
-    parked = _Parked(session, buffer)
-    while True:
-      if len(buffer.prompts) > len(parked.prompts):
-        yield parked.submit_rows()
-        continue  # the caller may have added more
-      parked.update()
-      if not session.busy:
-        if not parked.waiting:
-          return
-        yield []
-        continue
-      progress = session.step(more_may_come=bool(parked.waiting))
-      self.spans.extend(progress.spans)
-      self.statistics = session.statistics
-      pairs = buffer.write(progress)
-      parked.add(pairs)
-      yield pairs
+    return Sampling(self, session, buffer)
 
 
-class _Parked:
-  """The completions that have ended a turn, and wait for the caller.
+class Sampling:
+  """A session that samples the completions of a buffer.
 
   Attributes:
-    waiting: their (row, index).
-    prompts: the numbers of the prompts of the rows that were submitted.
+    buffer: the completions.
   """
 
-  def __init__(self, session: Session, buffer: CompletionBuffer):
-    self.waiting: list[tuple[int, int]] = []
-    self.prompts: list[int] = []
+  def __init__(self, engine: Engine, session: Session, buffer: CompletionBuffer):
+    self.buffer = buffer
+    self._engine = engine
     self._session = session
-    self._buffer = buffer
+    self._prompts: list[int] = []  # the session's numbers of the rows that were submitted
 
-  def submit_rows(self) -> list[tuple[int, int]]:
-    """Submits new rows of the buffer; returns their completions that draw no token."""
-    buffer = self._buffer
-    had_turned = []
-    for i in range(len(self.prompts), len(buffer.prompts)):
-      turned = buffer.turned(i).tolist()
-      row = [None if done else buffer.request(i, j) for j, done in enumerate(turned)]
-      had_turned += [(i, j) for j, request in enumerate(row) if request is None]
+  @property
+  def busy(self) -> bool:
+    """Whether there are rows that were not submitted yet, or requests that have not ended."""
+    return self._session.busy or len(self.buffer.prompts) > len(self._prompts)
+
+  def step(self, more_may_come: bool = False) -> list[Pair]:
+    """Submits new rows of the buffer, or else samples a chunk of tokens.
+
+    Args:
+      more_may_come: whether completions that have ended a turn may get another one.
+
+    Returns:
+      The completions that have ended. Those of new rows draw no token: they had ended before, or
+      the context has no space for them.
+    """
+    engine = self._engine
+    session = self._session
+    if len(self.buffer.prompts) > len(self._prompts):
+      return self._submit_rows()
+    if not session.busy:
+      return []
+    progress = session.step(more_may_come)
+    engine.spans.extend(progress.spans)
+    engine.statistics = session.statistics
+    return self.buffer.write(progress)
+
+  def join(self, requests: Sequence[Request]) -> None:
+    """Adds next turns of completions, which their requests are named by."""
+    for request in sorted(requests, key=lambda x: x.name, reverse=True):  # each to the front
+      row, _ = request.name
+      self._session.join(self._prompts[row], request)
+
+  def _submit_rows(self) -> list[Pair]:
+    buffer = self.buffer
+    had_ended = []
+    for i in range(len(self._prompts), len(buffer.prompts)):
+      ended = buffer.ended(i).tolist()
+      row = [None if done else buffer.request(i, j) for j, done in enumerate(ended)]
+      had_ended += [(i, j) for j, request in enumerate(row) if request is None]
       requests = [request for request in row if request]
-      self.prompts.append(self._session.submit(buffer.prompts[i], requests))
-    self.add(had_turned)
-    return had_turned
-
-  def add(self, turned: Sequence[tuple[int, int]]) -> None:
-    """Adds those that are open of completions that have just ended a turn."""
-    if self._buffer.open.any():
-      self.waiting += [pair for pair in turned if self._buffer.open[pair]]
-
-  def update(self) -> None:
-    """Submits those to which the caller has appended tokens, and forgets those it has closed."""
-    buffer = self._buffer
-    returned = [pair for pair in self.waiting if not buffer.turned(pair)]
-    for i, j in sorted(returned, reverse=True):  # each goes to the front of the queue
-      self._session.join(self.prompts[i], buffer.request(i, j))
-    self.waiting = [pair for pair in self.waiting if buffer.turned(pair) and buffer.open[pair]]
+      self._prompts.append(self._session.submit(buffer.prompts[i], requests))
+    return had_ended
 
 
 @functools.lru_cache(maxsize=SHARED_PROGRAMS)

@@ -47,6 +47,7 @@ class Request:
     sampling: its temperature, top-k, top-p and min-p, in a session whose requests differ in them.
     wants_alternatives: whether it reads `Chunk.alternatives`.
     name: what the caller calls it.
+    place: the (prompt, index) of the schedule; the session sets it.
   """
 
   key: np.ndarray
@@ -56,6 +57,7 @@ class Request:
   sampling: tuple[float, int, float, float] = IDLE_SAMPLING
   wants_alternatives: bool = False
   name: Any = None
+  place: tuple[int, int] = (-1, -1)
 
 
 class Progress(NamedTuple):
@@ -149,17 +151,11 @@ class Session:
     self._state: SamplerState | None = None
     self._prompts: dict[int, Sequence[int]] = {}  # by the scheduler's numbers
     self._added = 0
-    self._places: dict[Request, tuple[int, int]] = {}  # the (prompt, index) in the schedule
-    self._requests: dict[tuple[int, int], Request] = {}
+    self._requests: dict[tuple[int, int], Request] = {}  # by their places
     self._have_joined = False
     self._needed: collections.deque[int] = collections.deque(maxlen=PATIENCE)
     self._slots = len(scheduler.slots.active)
     self._tokens_and_steps = np.zeros(2, np.int64)
-
-  @property
-  def running(self) -> int:
-    """How many requests have a slot, or wait for one in the schedule."""
-    return len(self._requests)
 
   @property
   def busy(self) -> bool:
@@ -186,7 +182,7 @@ class Session:
       np.asarray([[len(request.tokens) for request in requests]], np.int32),
     )
     for index, request in enumerate(requests):
-      self._place(request, (number, index))
+      self._place(request, number, index)
     return number
 
   def join(self, prompt: int, request: Request) -> None:
@@ -196,18 +192,17 @@ class Session:
     """
     drawn = len(request.tokens)
     index = self._scheduler.join(prompt, drawn, request.limit, request.key)
-    self._place(request, (prompt, index))
+    self._place(request, prompt, index)
     self._have_joined = True
 
   def cancel(self, request: Request) -> None:
     """Removes a request that has not ended; its slot is free."""
-    place = self._places[request]
-    held = (self._scheduler.slots.completions == place).all(1)
+    held = (self._scheduler.slots.completions == request.place).all(1)
     if held.any():
-      self._leave(np.zeros(len(held), np.int32), held)
+      self._scheduler.advance(np.zeros(len(held), np.int32), held)
     else:
-      self._scheduler.withdraw(*place)
-      self._forget_place(place)
+      self._scheduler.withdraw(*request.place)
+    del self._requests[request.place]
 
   def forget(self, prompt: int) -> None:
     """Forgets a prompt, whose requests have all ended and which no other one joins."""
@@ -247,7 +242,9 @@ class Session:
     before = inputs.generated
     ended = inputs.active & (finished | (before + counts >= inputs.max_tokens))
     got = [x if active else None for x, active in zip(of_slot, inputs.active, strict=True)]
-    self._leave(counts, ended)
+    scheduler.advance(counts, ended)
+    for slot in np.flatnonzero(ended):
+      del self._requests[of_slot[slot].place]
     busy = _busy(*self._tokens_and_steps, self._slots)
     self.statistics = {"sampling/slots_busy": busy, **scheduler.space.statistics()}
     return Progress(got, before, counts, finished, ended, chunk, spans)
@@ -274,12 +271,9 @@ class Session:
     state = programs.resume_assigned(self._params, state, scheduler, self._sequence)
     return programs.resize(state, scheduler, keep_slots), state is not before
 
-  def _place(self, request: Request, place: tuple[int, int]) -> None:
-    self._places[request] = place
-    self._requests[place] = request
-
-  def _forget_place(self, place: tuple[int, int]) -> None:
-    del self._places[self._requests.pop(place)]
+  def _place(self, request: Request, prompt: int, index: int) -> None:
+    request.place = (prompt, index)
+    self._requests[request.place] = request
 
   def _sequence(self, prompt: int, index: int) -> list[int]:
     """Returns the tokens of a request with its prompt."""
@@ -288,13 +282,6 @@ class Session:
   def _of_slots(self) -> list[Request | None]:
     """Returns the request in each slot."""
     return [self._requests.get((i, j)) for i, j in self._scheduler.slots.completions.tolist()]
-
-  def _leave(self, tokens: np.ndarray, left: np.ndarray) -> None:
-    """Counts tokens i32[s], and frees the slots that requests have left, bool[s]."""
-    places = self._scheduler.slots.completions[left].tolist()
-    self._scheduler.advance(tokens, left)
-    for place in places:
-      self._forget_place(tuple(place))
 
 
 def up_to_stop_strings(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.sampling.engine import Engine
-from gtpo_jax.sampling.session import Pace, Progress, Request, Session
+from gtpo_jax.sampling.session import Pace, Progress, Session
 from gtpo_jax.serving.jobs import Completion, ScoreJob
 from gtpo_jax.serving.outputs import FAILED, Part
 from gtpo_jax.serving.scorer import Scorer
@@ -46,7 +46,7 @@ class Generator:
     self._waiting: collections.deque[Completion] = collections.deque()
     self._scores: collections.deque[ScoreJob] = collections.deque()
     self._scoring: list[ScoreJob] = []
-    self._running: dict[Completion, tuple[int, Request]] = {}  # each with its prompt's number
+    self._running: dict[Completion, int] = {}  # each with the number of its prompt
     self._pace = Pace(engine.programs.chunk, CHUNK_S)
     self._session: Session | None = None
     self._changed = threading.Condition()
@@ -137,9 +137,8 @@ class Generator:
   def _cancel(self) -> None:
     for completion in [x for x in self._running if x.cancelled]:
       self.counts["cancelled"] += 1
-      prompt, request = self._running.pop(completion)
-      self._session.cancel(request)
-      self._session.forget(prompt)
+      self._session.cancel(completion)
+      self._session.forget(self._running.pop(completion))
 
   def _admit(self) -> None:
     """Gives slots to completions that wait."""
@@ -149,9 +148,8 @@ class Generator:
     if new and self._session is None:
       programs = self._programs
       self._session = Session(programs, self._params, programs.serving_scheduler(), self._pace)
-    for x in new:
-      request = Request(x.key, x.limit, (), x.search, x.sampling, x.wants_alternatives, name=x)
-      self._running[x] = self._session.submit(x.prompt, [request]), request
+    for completion in new:
+      self._running[completion] = self._session.submit(completion.prompt, [completion])
 
   def _chunk(self) -> None:
     """Generates the next tokens of all completions."""
@@ -160,9 +158,9 @@ class Generator:
     progress = self._session.step(more_may_come=True, some_wait=some_wait)
     self.counts["chunks"] += 1
     self.counts["generated_tokens"] += int(progress.counts.sum())
-    for slot, request in enumerate(progress.requests):
-      if request:
-        self._deliver(request.name, progress, slot)
+    for slot, completion in enumerate(progress.requests):
+      if completion:
+        self._deliver(completion, progress, slot)
 
   def _deliver(self, completion: Completion, progress: Progress, slot: int) -> None:
     """Delivers what a completion got in a chunk."""
@@ -174,8 +172,7 @@ class Generator:
     finish = ""
     if progress.ended[slot]:
       finish = "stop" if progress.finished[slot] else "length"
-      prompt, _ = self._running.pop(completion)
-      self._session.forget(prompt)
+      self._session.forget(self._running.pop(completion))
     part = Part(new(chunk.tokens), new(chunk.plain_log_probs), alternatives, finish)
     if part.tokens or finish:
       completion.deliver(part)

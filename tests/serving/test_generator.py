@@ -47,7 +47,12 @@ class Ask:
     key = np.asarray([0, i], np.uint32)
     limit = 1 + i * 7 % 40
     self.completion = Completion(
-      PROMPTS[i], key, limit, WAYS[i % 4], i % 5 == 0, None, self.receive
+      prompt=PROMPTS[i],
+      key=key,
+      limit=limit,
+      sampling=WAYS[i % 4],
+      wants_alternatives=i % 5 == 0,
+      deliver=self.receive,
     )
 
   def receive(self, part):

@@ -1,9 +1,9 @@
 """Connects the environments of episodes with the completions that the engine samples.
 
 An `EpisodeRunner` is told when turns end, and answers with tokens to append, or with the end of an
-episode. The engine keeps sampling the other completions meanwhile. With several processes, only the
-first one has environments. After each chunk it sends what they have answered to the others, so that
-all of them continue in the same way.
+episode. The next turn is a request of its own; other completions are sampled meanwhile. With
+several processes, only the first one has environments. After each chunk it sends what they have
+answered to the others, so that all of them continue in the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from gtpo_jax.environments.runner import EpisodeRunner
 from gtpo_jax.environments.turns import Differs, Ended, Episode, Message, Observed, Opened
 from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
 from gtpo_jax.runtime.signals import Stopped
-from gtpo_jax.sampling.buffer import CompletionBuffer
+from gtpo_jax.sampling.buffer import CompletionBuffer, Pair
+from gtpo_jax.sampling.engine import Sampling
+from gtpo_jax.sampling.session import Request
 
 if TYPE_CHECKING:
   from gtpo_jax.rollout.worker import RolloutWorker
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 GRACE_S = 0.003
 POLL_S = 0.5  # between two checks for a stop request while everything waits for environments
 
-Pair = tuple[int, int]  # the (row, index) of a completion
 Key = tuple[int, int]  # names a group for the runner
 
 
@@ -56,7 +57,10 @@ class EpisodeDriver:
   Attributes:
     idle_s: seconds in which no completion was sampled because all waited for their environments.
     read_again: the number of tokens of completions that were read again after a turn.
+    sampling: gets the next turns of completions.
   """
+
+  sampling: Sampling
 
   def __init__(self, runner: EpisodeRunner, size: int):
     """Args:
@@ -67,7 +71,8 @@ class EpisodeDriver:
     self.read_again = 0
     self._runner = runner
     self._size = size
-    self._asked: set[Pair] = set()  # completions whose turns wait for an answer
+    self._playing: set[Pair] = set()  # completions whose episodes have not ended
+    self._asked: set[Pair] = set()  # those of them whose turns wait for an answer
 
   def open(
     self, starts: Sequence[Start], stopping: Callable[[], bool]
@@ -102,18 +107,23 @@ class EpisodeDriver:
     """Returns the prompt of a group, given what `open` has returned for it."""
     return worker.encode(problem, added)
 
+  @property
+  def waiting(self) -> bool:
+    """Whether any turn waits for an answer."""
+    return bool(self._asked)
+
   def attach(self, buffer: CompletionBuffer, keys: Sequence[Key]) -> None:
     """Takes the buffer whose rows have the completions of the groups `keys`, which are open."""
     self._buffer = buffer
     self._keys = list(keys)
     self._rows = {key: row for row, key in enumerate(keys)}
     self._asked = set()
-    goes_on = broadcast_from_first(
+    playing = broadcast_from_first(
       lambda: [[episode is None for episode in self._runner.episodes(key)] for key in keys]
     )
-    buffer.open[:] = np.asarray(goes_on, bool).reshape(buffer.open.shape)
-    for i, j in np.argwhere(~buffer.open & ~buffer.turned()).tolist():
-      buffer.close(i, j)  # its environment has failed before its first turn
+    playing = np.asarray(playing, bool).reshape(buffer.finished.shape)
+    self._playing = {(i, j) for i, j in np.argwhere(playing).tolist()}
+    buffer.limits[~playing & ~buffer.ended()] = 0  # their environments failed before a first turn
 
   def advance(self, turned: Sequence[Pair]) -> list[Pair]:
     """Passes turns that have ended on, and takes what environments have answered.
@@ -121,19 +131,18 @@ class EpisodeDriver:
     If no completion can be sampled, it waits for an answer, about half a second at most.
 
     Args:
-      turned: what `Engine.generate` has yielded.
+      turned: what `Sampling.step` has returned.
 
     Returns:
       The completions that have ended.
     """
-    buffer = self._buffer
-    ended = [pair for pair in turned if not buffer.open[pair]]
-    new = [pair for pair in turned if buffer.open[pair] and pair not in self._asked]
+    ended = [pair for pair in turned if pair not in self._playing]
+    new = [pair for pair in turned if pair in self._playing and pair not in self._asked]
     self._asked.update(new)
     self._keep(new)
     if not self._asked:
       return ended
-    idle = len(self._asked) == int((~buffer.ended()).sum())
+    idle = len(self._asked) == len(self._playing)
     began = time.perf_counter()
     ended += self._take(lambda: self._answers(new, idle))
     if idle:
@@ -220,13 +229,13 @@ class EpisodeDriver:
     """Returns what other processes need of an answer."""
     return [event.tokens]
 
-  def _go_on(self, i: int, j: int, tokens: list[int]) -> None:
-    """Lets a completion go on, given the rest of `_plain`."""
-    self._buffer.append(i, j, tokens)
+  def _request(self, i: int, j: int, tokens: list[int]) -> Request:
+    """Returns the request for the next turn of a completion, given the rest of `_plain`."""
+    self._buffer.read(i, j, tokens)
+    return self._buffer.request(i, j)
 
   def _end(self, i: int, j: int, stop: str) -> None:
-    """Ends a completion."""
-    self._buffer.close(i, j)
+    """Takes the end of an episode."""
 
   def _events(self) -> dict[Pair, Observed | Ended]:
     """Returns what has happened to completions since the last call."""
@@ -243,16 +252,17 @@ class EpisodeDriver:
     return events
 
   def _take(self, make: Callable[[], dict[str, Any]]) -> list[Pair]:
-    """Applies answers to the buffer; returns the completions that have ended."""
+    """Submits the turns that follow answers; returns the completions that have ended."""
     answers = broadcast_from_first(make)
-    for i, j, *rest in answers["observed"]:
-      self._go_on(i, j, *rest)
-      self.read_again += self._buffer.length(i, j)
-      self._asked.discard((i, j))
+    requests = [self._request(i, j, *rest) for i, j, *rest in answers["observed"]]
+    self.sampling.join(requests)
+    self.read_again += sum(len(request.tokens) for request in requests)
+    ended = [(i, j) for i, j, _ in answers["ended"]]
     for i, j, stop in answers["ended"]:
       self._end(i, j, stop)
-      self._asked.discard((i, j))
-    return [(i, j) for i, j, _ in answers["ended"]]
+    self._asked -= {*ended, *(request.name for request in requests)}
+    self._playing -= set(ended)
+    return ended
 
 
 def _goes_on(event: Observed | Ended) -> bool:

@@ -69,7 +69,9 @@ def sample_episodes(
     ]
     buffer = policy.engine.buffer(prompts, keys)
     driver.attach(buffer, names)
-    for turned in worker.generate(policy, buffer, sampling_params, stopping, prompts_at_once):
+    for turned in worker.generate(
+      policy, buffer, sampling_params, stopping, prompts_at_once, driver
+    ):
       pending.put(
         [
           EndedCompletion.of(buffer, i, j, problem=i, episode=driver.episode(i, j))

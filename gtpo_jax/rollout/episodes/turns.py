@@ -5,18 +5,32 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from gtpo_jax.environments.turns import Episode
-from gtpo_jax.rollout.episodes.driver import Key, Pair, Start
+from gtpo_jax.rollout.episodes.driver import EpisodeDriver, Key, Start
 from gtpo_jax.rollout.episodes.make import make_driver
 from gtpo_jax.rollout.groups import Group
 from gtpo_jax.rollout.worker import RolloutWorker
-from gtpo_jax.sampling.buffer import CompletionBuffer
+from gtpo_jax.sampling.buffer import CompletionBuffer, Pair
 
 
-class Turns(Protocol):
-  """What happens to completions before they are sampled, after their turns, and in the end."""
+class Turns:
+  """What happens to completions before they are sampled, after their turns, and in the end.
+
+  Here they have one turn each, and nothing answers it.
+
+  Attributes:
+    driver: joins further turns; None if there are none.
+  """
+
+  driver: EpisodeDriver | None = None
+
+  def __init__(self, worker: RolloutWorker):
+    """Args:
+    worker: encodes prompts.
+    """
+    self._worker = worker
 
   def open(
     self, groups: Sequence[Group], version: int, stopping: Callable[[], bool]
@@ -26,42 +40,6 @@ class Turns(Protocol):
     Raises:
       Stopped: `stopping` returned True.
     """
-
-  def encode(self, group: Group) -> list[int]:
-    """Returns the prompt of a group."""
-
-  def attach(self, buffer: CompletionBuffer, groups: Sequence[Group]) -> None:
-    """Takes the buffer whose rows are those of `groups`."""
-
-  def advance(self, turned: Sequence[Pair]) -> Sequence[Pair]:
-    """Takes what the engine has yielded; returns the (row, index) of what has ended."""
-
-  def settle(self, stopping: Callable[[], bool]) -> Sequence[Pair]:
-    """Waits until no completion waits for an answer; returns those that have ended."""
-
-  def episode(self, row: int, index: int) -> Episode | None:
-    """Returns the episode of a completion that has ended, on the first process."""
-
-  def finish(self, groups: Sequence[Group]) -> list[Group]:
-    """Forgets everything but the groups without rewards; returns `groups` as they are saved."""
-
-  def reset(self) -> None:
-    """Forgets everything. What `finish` has returned can be opened again."""
-
-  def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns metrics since the last call, given the other metrics of the step."""
-
-
-class SingleTurns:
-  """Completions without an environment: they have ended after one turn."""
-
-  def __init__(self, worker: RolloutWorker):
-    self._worker = worker
-
-  def open(
-    self, groups: Sequence[Group], version: int, stopping: Callable[[], bool]
-  ) -> list[Group]:
-    """Returns the groups."""
     return list(groups)
 
   def encode(self, group: Group) -> list[int]:
@@ -69,32 +47,33 @@ class SingleTurns:
     return self._worker.encode(group.problem)
 
   def attach(self, buffer: CompletionBuffer, groups: Sequence[Group]) -> None:
-    """Does nothing."""
+    """Takes the buffer whose rows are those of `groups`."""
 
   def advance(self, turned: Sequence[Pair]) -> Sequence[Pair]:
-    """Returns all."""
+    """Takes the completions whose turns have ended; returns those that have ended."""
     return turned
 
   def settle(self, stopping: Callable[[], bool]) -> Sequence[Pair]:
-    """Returns nothing."""
+    """Waits until no completion waits for an answer; returns those that have ended."""
     return ()
 
-  def episode(self, row: int, index: int) -> None:
-    """Returns None."""
+  def episode(self, row: int, index: int) -> Episode | None:
+    """Returns the episode of a completion that has ended, on the first process."""
+    return None
 
   def finish(self, groups: Sequence[Group]) -> list[Group]:
-    """Returns the groups."""
+    """Forgets everything but the groups without rewards; returns `groups` as they are saved."""
     return list(groups)
 
   def reset(self) -> None:
-    """Does nothing."""
+    """Forgets everything. What `finish` has returned can be opened again."""
 
   def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns nothing."""
+    """Returns metrics since the last call, given the other metrics of the step."""
     return {}
 
 
-class EpisodeTurns:
+class EpisodeTurns(Turns):
   """Completions whose turns are answered by environments; see `Turns`.
 
   A group is open in the runner from its first turn until it has rewards. A step may end in between;
@@ -107,9 +86,9 @@ class EpisodeTurns:
     size: completions of a group.
     seed: the run's seed.
     """
-    self._worker = worker
+    super().__init__(worker)
     self._seed = seed
-    self._driver = make_driver(worker, size)
+    self.driver = make_driver(worker, size)
     self._added: dict[Key, Any] = {}  # what the environments of each open group add to its prompt
 
   def open(
@@ -140,36 +119,36 @@ class EpisodeTurns:
     ]
     self._added |= {start.key: None for start in starts}
     if starts:
-      self._added |= self._driver.open(starts, stopping)
+      self._added |= self.driver.open(starts, stopping)
 
   def encode(self, group: Group) -> list[int]:
     """Returns the prompt of a group, with what its environments have added."""
     if group.rollouts is None:
-      return self._driver.prompt(self._worker, group.problem, self._added[group.index])
+      return self.driver.prompt(self._worker, group.problem, self._added[group.index])
     prompt = group.rollouts.prompts
     return prompt.tokens[len(prompt.tokens) - int(prompt.lengths) :].tolist()
 
   def attach(self, buffer: CompletionBuffer, groups: Sequence[Group]) -> None:
     """Takes the buffer whose rows are those of `groups`."""
-    self._driver.attach(buffer, [group.index for group in groups])
+    self.driver.attach(buffer, [group.index for group in groups])
 
   def advance(self, turned: Sequence[Pair]) -> Sequence[Pair]:
     """Lets environments answer turns; see `EpisodeDriver.advance`."""
-    return self._driver.advance(turned)
+    return self.driver.advance(turned)
 
   def settle(self, stopping: Callable[[], bool]) -> Sequence[Pair]:
     """Waits until no completion waits for an answer; returns those that have ended."""
-    return self._driver.settle(stopping)
+    return self.driver.settle(stopping)
 
   def episode(self, row: int, index: int) -> Episode | None:
     """Returns the episode of a completion that has ended, on the first process."""
-    return self._driver.episode(row, index)
+    return self.driver.episode(row, index)
 
   def finish(self, groups: Sequence[Group]) -> list[Group]:
     """Adds snapshots to the groups without rewards, and discards all others."""
     left = [group.index for group in groups if group.rewards is None]
     self._discard(self._added.keys() - set(left))
-    snapshots = dict(zip(left, self._driver.snapshots(left), strict=True))
+    snapshots = dict(zip(left, self.driver.snapshots(left), strict=True))
     return [dataclasses.replace(group, snapshot=snapshots.get(group.index, "")) for group in groups]
 
   def reset(self) -> None:
@@ -177,13 +156,13 @@ class EpisodeTurns:
     self._discard(set(self._added))
 
   def _discard(self, keys: set[Key]) -> None:
-    self._driver.discard(sorted(keys))
+    self.driver.discard(sorted(keys))
     for key in keys:
       del self._added[key]
 
   def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
     """Returns the share of the time in which everything waited, and the tokens read again."""
-    driver = self._driver
+    driver = self.driver
     idle_s, driver.idle_s = driver.idle_s, 0.0
     read_again, driver.read_again = driver.read_again, 0
     return {

@@ -1,4 +1,4 @@
-"""Completions of several turns: after each, they leave their slots until the caller answers."""
+"""Completions of several turns: each is a request that joins its prompt, with the tokens so far."""
 
 import functools
 
@@ -15,7 +15,7 @@ from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.sampling.buffer import CompletionBuffer
 from gtpo_jax.sampling.chunk import Chunk
 from gtpo_jax.sampling.inventory import Workload, warm_up
-from gtpo_jax.sampling.session import Progress, up_to_stop_strings
+from gtpo_jax.sampling.session import Pace, Progress, Session, up_to_stop_strings
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 from gtpo_jax.sampling.stop_strings import StopStrings
 
@@ -48,33 +48,39 @@ def new_buffer(engine):
 
 
 def converse(built, delay=lambda: 0, calls=(), buffer=None):
-  """Samples all completions, answering each turn after `delay()` further yields, in any order.
+  """Samples all completions, answering each turn after `delay()` further steps, in any order.
 
-  The k-th call of `generate` is aborted after calls[k] yields.
+  The k-th session is left after calls[k] steps.
   """
   _, engine, layout = built
   buffer = buffer or new_buffer(engine)
-  buffer.open[:] = True
+  playing = set(np.ndindex(buffer.finished.shape))
   rng = np.random.default_rng(0)
   answered = 0
-  waiting = {}  # (row, index) -> yields until it is answered
+  waiting = {}  # (row, index) -> steps until it is answered
   for count in [*calls, 10**6]:
-    stream = engine.generate(layout, buffer, sampling_params=PARAMS)
-    for _, turned in zip(range(count), stream, strict=False):
-      open_ones = [
-        pair for pair in turned if buffer.open[pair]
-      ]  # an earlier call may have listed it
-      waiting |= {pair: waiting.get(pair, delay()) for pair in open_ones}
+    sampling = engine.sampling(layout, buffer, sampling_params=PARAMS)
+    while count and (sampling.busy or waiting):
+      count -= 1
+      turned = sampling.step(more_may_come=bool(waiting))
+      waiting |= {pair: waiting.get(pair, delay()) for pair in turned if pair in playing}
       due = [pair for pair, left in waiting.items() if left <= 0]
       rng.shuffle(due)
       waiting = {pair: left - 1 for pair, left in waiting.items() if left > 0}
-      for i, j in due:
-        answered += 1
-        tokens = answer(buffer, i, j)
-        buffer.close(i, j) if tokens is None else buffer.append(i, j, tokens)
-    stream.close()
-  assert buffer.ended().all() and not waiting
+      answered += len(due)
+      sampling.join([x for pair in due if (x := next_turn(buffer, *pair, playing))])
+  assert not playing and not waiting and buffer.ended().all()
   return buffer, answered
+
+
+def next_turn(buffer, i, j, playing):
+  """Returns the request for the next turn of a completion; None if it has ended."""
+  tokens = answer(buffer, i, j)
+  if tokens is None:
+    playing.discard((i, j))
+    return None
+  buffer.read(i, j, tokens)
+  return buffer.request(i, j)
 
 
 def one_by_one(built, i, j):
@@ -88,10 +94,7 @@ def one_by_one(built, i, j):
     tokens = answer(buffer, 0, 0)
     if tokens is None:
       return buffer
-    at = int(buffer.lengths[0, 0])
-    buffer.tokens[0, 0, at : at + len(tokens)] = tokens
-    buffer.present[0, 0, at : at + len(tokens)] = True
-    buffer.finished[0, 0] = False
+    buffer.read(0, 0, tokens)
 
 
 @functools.cache
@@ -148,16 +151,33 @@ def test_slots_pages_and_the_mesh_do_not_matter(mesh, config):
   assert_same(built[1].rollouts(buffer), expected())
 
 
-def test_completions_that_are_closed_after_one_turn_are_bit_identical():
-  built = build(max_tokens=TOKENS, engine_config=FEW_SLOTS)
-  _, engine, layout = built
-  plain = sample(built, RAGGED_PROMPTS, group=GROUP, key=KEY)
+@pytest.mark.parametrize("attention", ["xla", pytest.param("pallas", marks=pytest.mark.slow)])
+def test_requests_that_are_cancelled_leave_and_others_stay(attention):
+  """Some have a slot, others wait for one, and whole prompts go."""
+  config = EngineConfig(slots=5, chunk=4, attention=attention, page_size=16)
+  _, engine, layout = build(max_tokens=TOKENS, engine_config=config)
   buffer = new_buffer(engine)
-  buffer.open[:] = True
-  for turned in engine.generate(layout, buffer, sampling_params=PARAMS):
-    for i, j in turned:
-      buffer.close(i, j)
-  jax.tree.map(np.testing.assert_array_equal, engine.rollouts(buffer), plain)
+  programs = engine.programs
+  scheduler = programs.scheduler(*buffer.finished.shape)
+  session = Session(programs, layout, scheduler, Pace(4), PARAMS, max(map(len, RAGGED_PROMPTS)))
+  rows = [[buffer.request(i, j) for j in range(GROUP)] for i in range(len(RAGGED_PROMPTS))]
+  numbers = list(map(session.submit, buffer.prompts, rows))
+  ended = buffer.write(session.step())
+  left = [x for row in rows for x in row if x.name not in ended]
+  goes = [x for x in left if sum(x.name) % 3 == 0 or x.name[0] == 1]
+  running = scheduler.slots.completions.tolist()
+  assert {list(x.name) in running for x in goes} == {True, False}
+  for request in goes:
+    session.cancel(request)
+  session.forget(numbers[1])
+  while session.busy:
+    ended += buffer.write(session.step())
+  gone = {x.name for x in goes}
+  assert sorted(ended) == sorted(set(np.ndindex(buffer.finished.shape)) - gone)
+  whole = sample(build(max_tokens=TOKENS), RAGGED_PROMPTS, group=GROUP, key=KEY)
+  for pair in ended:
+    np.testing.assert_array_equal(buffer.tokens[pair], whole.tokens[pair])
+  assert not scheduler.has_waiting and not any(map(any, scheduler._entries))
 
 
 @pytest.mark.slow
@@ -183,14 +203,16 @@ def test_a_last_completion_returns_after_idle_slots_were_dropped():
   warm_up(engine.programs, layout, [Workload(len(RAGGED_PROMPTS), GROUP, PARAMS, turns=True)])
   before = compile_count()
   buffer = new_buffer(engine)
-  buffer.open[:] = True
+  playing = set(np.ndindex(buffer.finished.shape))
   answered = 0
-  for turned in engine.generate(layout, buffer, sampling_params=PARAMS):
-    last = (buffer.open & ~buffer.turned()).sum() < 8
-    for i, j in turned:
-      tokens = answer(buffer, i, j) if last else None
-      buffer.close(i, j) if tokens is None else buffer.append(i, j, tokens)
-      answered += tokens is not None
+  sampling = engine.sampling(layout, buffer, sampling_params=PARAMS)
+  while sampling.busy:
+    turned = sampling.step()
+    last = len(playing) - len(turned) < 8
+    requests = [x for pair in turned if last and (x := next_turn(buffer, *pair, playing))]
+    playing -= set() if last else set(turned)
+    sampling.join(requests)
+    answered += len(requests)
   assert answered > 1 and compile_count() == before
 
 
@@ -202,9 +224,7 @@ def small_buffer(strings=(), limit=12):
   stop = StopStrings(strings, lambda: TextStream(chat.texts).add, chat.decode) if strings else None
   limits = np.full((1, 1), limit, np.int32)
   keys = np.zeros((1, 1, 2), np.uint32)
-  new_search = lambda pair: stop.search() if stop else None
-  buffer = CompletionBuffer.empty([[5]], keys, limits, limit, PAD, new_search)
-  buffer.open[:] = True
+  buffer = CompletionBuffer.empty([[5]], keys, limits, limit, PAD, stop)
   return buffer, lambda text: chat.encode_plain(text)
 
 
@@ -223,59 +243,46 @@ def draw(buffer, tokens, stopped=False):
 def test_a_buffer_refuses_what_does_not_fit():
   buffer, _ = small_buffer()
   draw(buffer, [1, 2, 3])
-  for change in (lambda: buffer.append(0, 0, [4]), lambda: buffer.close(0, 0)):
-    with pytest.raises(ValueError, match="completion 0 of prompt 0 has not ended"):
-      change()
-  draw(buffer, [STOP[0]], stopped=True)
-  assert buffer.turned().all() and not buffer.ended().any()
-  for tokens in ([], [5] * 8, [5] * 9):
-    with pytest.raises(ValueError, match="has 4 of 12 tokens; from 1 to 7 can be appended"):
-      buffer.append(0, 0, tokens)
-  buffer.append(0, 0, [5] * 7)
-  assert not buffer.turned().any() and buffer.mask.sum() == 4 and buffer.present.sum() == 11
-  draw(buffer, [6])
-  assert buffer.turned().all() and not buffer.finished.any()  # its turn was cut off at the limit
-  with pytest.raises(ValueError, match="from 1 to -1 can"):
-    buffer.append(0, 0, [5])
-  buffer.close(0, 0)
-  assert buffer.ended().all()
-  with pytest.raises(ValueError, match="has not ended a turn"):
-    buffer.append(0, 0, [5])
-
-
-def test_a_completion_that_never_begins_can_be_closed():
-  buffer, _ = small_buffer()
   assert not buffer.ended().any()
-  buffer.close(0, 0)
-  assert buffer.ended().all() and not buffer.present.any()
+  draw(buffer, [STOP[0]], stopped=True)
+  assert buffer.ended().all()
+  for tokens in ([], [5] * 8, [5] * 9):
+    with pytest.raises(ValueError, match="has 4 of 12 tokens; from 1 to 7 can be added"):
+      buffer.read(0, 0, tokens)
+  buffer.read(0, 0, [5] * 7)
+  assert not buffer.ended().any() and buffer.mask.sum() == 4 and buffer.present.sum() == 11
+  draw(buffer, [6])
+  assert buffer.ended().all() and not buffer.finished.any()  # its turn was cut off at the limit
+  with pytest.raises(ValueError, match="from 1 to -1 can"):
+    buffer.read(0, 0, [5])
 
 
 def test_stop_strings_are_found_in_turns_only():
   buffer, encode = small_buffer(("END", "<<"), limit=60)
   one, two = encode("12 END"), encode("a < b")
   assert draw(buffer, [*one, *encode("3")]) == len(one)  # nothing is drawn after a match
-  assert buffer.turned().all() and not buffer.ended().any()
-  buffer.append(0, 0, encode("END << <"))
-  assert not buffer.turned().any()
+  assert buffer.ended().all()
+  buffer.read(0, 0, encode("END << <"))
+  assert not buffer.ended().any()
   assert draw(buffer, encode("< b")) == len(encode("< b"))  # the observation's < is not its first
   assert draw(buffer, [STOP[0]], stopped=True) == 1
-  buffer.append(0, 0, encode(" EN"))
+  buffer.read(0, 0, encode(" EN"))
   assert draw(buffer, encode("D")) == len(encode("D"))
-  assert not buffer.turned().any()
+  assert not buffer.ended().any()
   assert draw(buffer, [*two, *encode("<<")]) == len(two) + len(encode("<<"))
-  assert buffer.turned().all() and buffer.finished.all()
+  assert buffer.ended().all() and buffer.finished.all()
 
 
 def test_a_turn_that_is_searched_again_begins_after_the_observation():
   """A buffer may be made from tokens that another one has got: nothing was searched there."""
   buffer, encode = small_buffer(("END",), limit=60)
   draw(buffer, [*encode("1"), STOP[0]], stopped=True)
-  buffer.append(0, 0, encode("END"))
+  buffer.read(0, 0, encode("END"))
   copied, _ = small_buffer(("END",), limit=60)
   copied.tokens[:] = buffer.tokens
   copied.present[:] = buffer.present
   copied.mask[:] = buffer.mask
-  assert draw(copied, encode("2")) == len(encode("2")) and not copied.turned().any()
+  assert draw(copied, encode("2")) == len(encode("2")) and not copied.ended().any()
 
 
 # --- the schedule ---
