@@ -12,12 +12,12 @@ import jax
 
 from gtpo_jax.config import Config, flatten, to_dict
 from gtpo_jax.data.records import Problem
+from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.evaluation.estimators import mixed_share
 from gtpo_jax.evaluation.results import Evaluation, ScoredCompletions, concatenate
 from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.episodes.sample import sample_episodes
-from gtpo_jax.rollout.group_metrics import combine_metrics
 from gtpo_jax.rollout.problems import eval_label
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.pending import PendingRewards
@@ -114,7 +114,7 @@ def evaluate_run(
   samples = samples or config.eval.samples
   batch = min(config.eval.batch, len(problems))
   complete = 0  # completions of earlier batches
-  judged: list[dict[str, float]] = []  # metrics of the judge and of episodes
+  tallies: list[Tallies] = []  # metrics of the judge and of episodes
 
   def complete_batch(start: int, group: int, sampling_params: SamplingParams) -> ScoredCompletions:
     nonlocal complete
@@ -140,7 +140,7 @@ def evaluate_run(
     result = pending.result(stopping)
     complete += n * group
     kept = ("judge/",) if sampling_params == GREEDY else ("judge/", "env/")
-    judged.append({key: x for key, x in result.metrics.items() if key.startswith(kept)})
+    tallies.append(result.tallies.only(kept))
     return ScoredCompletions(
       texts=pending.texts,
       correct=result.correct,
@@ -159,7 +159,7 @@ def evaluate_run(
     sampled = complete_all(samples, config.eval.sampling_params)
     greedy = complete_all(1, GREEDY)
   settings = evaluation_settings(config) | {"eval.samples": samples}
-  judge = combine_metrics(judged)
+  judge = Tallies.total(tallies).metrics
   evaluation = Evaluation(eval_label(config), problems, sampled, greedy, settings, judge)
   if not evaluation.judged:
     raise UserError(_nothing_judged(config, evaluation.sampled.finished.size, judge))

@@ -9,18 +9,14 @@ import numpy as np
 
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problems
+from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.drawing import make_drawing
 from gtpo_jax.rollout.episodes.turns import EpisodeTurns, Turns
 from gtpo_jax.rollout.experience import Experience, Placement
 from gtpo_jax.rollout.frozen import FrozenPolicies
-from gtpo_jax.rollout.group_metrics import (
-  combine_metrics,
-  sampled_metrics,
-  source_metrics,
-  staleness_metrics,
-)
+from gtpo_jax.rollout.group_metrics import sampled_metrics, source_metrics, staleness_metrics
 from gtpo_jax.rollout.groups import Group, restore_groups, save_groups
 from gtpo_jax.rollout.pool import GroupPool
 from gtpo_jax.rollout.scoring.manager import RewardManager
@@ -235,7 +231,7 @@ class Collector:
     Returns:
       n groups, and metrics.
     """
-    metrics = combine_metrics([x for pool in rounds for x in pool.metrics])
+    metrics = Tallies.total([x for pool in rounds for x in pool.tallies]).metrics
     metrics |= self._drawing.metrics()
     dynamic = self._settings.dynamic_sampling
     if not (dynamic or self._staleness):

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gtpo_jax.rewards.judge.judge import COUNTS
 from gtpo_jax.rollout.groups import Group, stack
-
-COUNTED = ("reward/no_verdict", *(f"judge/{name}" for name in COUNTS))  # metrics that are sums
 
 
 def sampled_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -75,18 +72,6 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
     "staleness/max": float(age.max(initial=0)),
     "staleness/tokens": float((age > 0).mean()) if age.size else 0.0,
   }
-
-
-def combine_metrics(batches: Sequence[dict[str, float]]) -> dict[str, float]:
-  """Returns the metrics of several generation batches: counts are added, the rest averaged."""
-  if len(batches) == 1:
-    return dict(batches[0])
-  combined = {}
-  for name in dict.fromkeys(name for metrics in batches for name in metrics):
-    values = np.asarray([metrics.get(name, np.nan) for metrics in batches])
-    is_number = ~np.isnan(values)
-    combined[name] = float(np.nansum(values)) if name in COUNTED else _mean(values, is_number)
-  return combined
 
 
 def _mean(x: np.ndarray, mask: np.ndarray) -> float:

@@ -15,6 +15,7 @@ from gtpo_jax.algorithms import has_contrast
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
+from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.environments.turns import Episode
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.buffer import CompletionBuffer
@@ -35,8 +36,8 @@ class RewardResult:
       parts other than "correct"; 0 for algorithms without entropy shaping.
     penalty: f32[n, g] <= 0, the length penalty.
     valid: bool[n, g]; `scored`, and not removed by the overlong filter.
-    metrics: the mean of each part other than "correct", and the number of completions that are not
-      scored.
+    tallies: the mean of each part other than "correct", the number of completions that are not
+      scored, and the metrics of episodes and of a judge.
   """
 
   correct: np.ndarray
@@ -45,7 +46,12 @@ class RewardResult:
   added: np.ndarray
   penalty: np.ndarray
   valid: np.ndarray
-  metrics: dict[str, float]
+  tallies: Tallies
+
+  @property
+  def metrics(self) -> dict[str, float]:
+    """The metrics by name."""
+    return self.tallies.metrics
 
   @property
   def rewards(self) -> Rewards:

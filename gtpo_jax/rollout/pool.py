@@ -17,6 +17,7 @@ import numpy as np
 
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.config import Config
+from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.environments.turns import Episode
 from gtpo_jax.rollout.groups import EndedCompletion, Group, append_guided, row_of
 from gtpo_jax.rollout.scoring.pending import PendingRewards
@@ -62,7 +63,7 @@ class GroupPool:
     buffer: the policy's completions [rows, g, ...] of the groups without rewards.
     completed: the groups that became complete and were scored, in this order.
     dropped: those of them without contrast, with dynamic sampling.
-    metrics: of the rewards, one dict for each time that rewards were awaited.
+    tallies: the metrics of the rewards, each time that rewards were awaited.
     new_tokens: the number of tokens that were drawn, those of a guide included; from `finish`.
     read_again: the number of tokens of earlier steps that have to be read again.
     scoring_s: seconds spent waiting for rewards.
@@ -91,7 +92,7 @@ class GroupPool:
     self.buffer = buffer
     self.completed: list[Group] = []
     self.dropped: list[Group] = []
-    self.metrics: list[dict[str, float]] = []
+    self.tallies: list[Tallies] = []
     self.new_tokens = 0
     self.scoring_s = 0.0
     self._pending = pending
@@ -204,7 +205,7 @@ class GroupPool:
       self.completed.append(group)
       if self._dynamic and not group.has_contrast:
         self.dropped.append(group)
-    self.metrics.append(result.metrics)
+    self.tallies.append(result.tallies)
 
   def finish(self, old: int) -> None:
     """Gives the groups that are not complete their tokens, and removes those that have not begun.

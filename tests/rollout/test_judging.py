@@ -9,7 +9,7 @@ from judge_server import after, serving
 
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
-from gtpo_jax.rollout.group_metrics import combine_metrics
+from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.rollout.groups import EndedCompletion
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.pending import PendingRewards
@@ -148,13 +148,17 @@ def test_the_probe_of_a_run():
       manager.probe_judge(said.append)
 
 
-def test_metrics_of_several_batches_are_added():
-  one = {"judge/tokens": 5.0, "judge/grade": 0.5, "judge/seconds": 2.0, "reward/no_verdict": 1.0}
-  two = {**one, "judge/grade": float("nan"), "judge/seconds": 4.0}
-  assert combine_metrics([one, two]) == {
-    "judge/tokens": 10,
-    "judge/grade": 0.5,
-    "judge/seconds": 3,
-    "reward/no_verdict": 2,
-  }
-  assert np.isnan(combine_metrics([two, two])["judge/grade"])
+def test_metrics_of_several_batches_are_of_all_completions_and_requests():
+  answer = lambda message, count: after(0.0 if "C:a" in message else 0.1, "Grade: 7")
+  with serving(answer) as server, managing(server.url) as manager:
+    parts = []
+    for texts in (["a"], ["b", "c", "d"], []):
+      grades = np.asarray([manager.grade(PROBLEMS[:1] * len(texts), texts, [True] * len(texts))])
+      shape = np.ones(grades.shape, bool)
+      values = [{}] if texts else []
+      parts.append(manager.combine(grades, values, shape * 1, shape, grades).tallies)
+  sums = [part.sums["judge/seconds"] for part in parts]
+  assert sums[2] == 0 and np.isnan(parts[2].metrics["judge/seconds"])
+  metrics = Tallies.total(parts).metrics
+  assert metrics["judge/seconds"] == pytest.approx(sum(sums) / 4) and metrics["judge/requests"] == 4
+  assert metrics["judge/grade"] == pytest.approx(0.7)

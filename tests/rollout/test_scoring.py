@@ -2,6 +2,7 @@
 
 import asyncio
 import fcntl
+import itertools
 import signal
 import struct
 import sys
@@ -18,6 +19,7 @@ import pytest
 from gtpo_jax import algorithms
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
+from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.rewards import VERIFIERS
 from gtpo_jax.rewards.math.worker_pool import shared_pool
 from gtpo_jax.rollout.groups import EndedCompletion
@@ -572,6 +574,32 @@ def test_scoring_as_completions_end_equals_scoring_at_once(changes):
     for name in ("correct", "scored", "reward", "penalty", "valid"):
       np.testing.assert_array_equal(getattr(found, name), getattr(at_once, name))
     assert found.metrics == pytest.approx(at_once.metrics, nan_ok=True)
+
+
+def test_metrics_of_several_batches_are_those_of_one_batch():
+  """As with dynamic sampling, whose batches have different numbers of groups."""
+  manager = manager_of(**{"reward.parts": "correct,verifier,boxed"})
+  rng = np.random.default_rng(0)
+  for _ in range(50):
+    n = int(rng.integers(2, 9))
+    verdicts = rng.choice([0.0, 1.0, np.nan], (n, 3))
+    finished = rng.random((n, 3)) < 0.8
+    boxed = rng.choice([0.0, 1.0, np.nan], (n, 3))
+
+    def tallies(rows, n=n, verdicts=verdicts, finished=finished, boxed=boxed):
+      values = [{"boxed": boxed[row]} for row in np.arange(n)[rows]]
+      shape = finished[rows]
+      return manager.combine(verdicts[rows], values, np.ones_like(shape, int), shape).tallies
+
+    cuts = [0, *np.sort(rng.integers(0, n + 1, 2)), n]
+    parts = [tallies(slice(*pair)) for pair in itertools.pairwise(cuts)]
+    metrics = Tallies.total(parts).metrics
+    assert metrics == pytest.approx(tallies(slice(None)).metrics, nan_ok=True)
+    mean = lambda x: x[~np.isnan(x)].mean() if (~np.isnan(x)).any() else np.nan
+    for name, values in (("verifier", verdicts), ("boxed", boxed)):
+      assert metrics[f"reward/part/{name}"] == pytest.approx(mean(values), nan_ok=True)
+    without = np.isnan(boxed) | np.isnan(verdicts)  # a part of the reward is missing
+    assert metrics["reward/no_verdict"] == without.sum()
 
 
 def test_waiting_for_scores_can_be_stopped(monkeypatch):

@@ -133,16 +133,16 @@ class Judge:
     except (asyncio.CancelledError, CancelledError):
       raise JudgeError("the judge was closed") from None
 
-  def take_metrics(self) -> dict[str, float]:
-    """Returns the metrics since the last call: sums (`COUNTS`) and mean seconds of a request."""
+  def take_metrics(self) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the sums since the last call, and the number of requests that took the seconds."""
     with self._lock:
       counts, seconds = self._counts, self._seconds
       self._counts = collections.Counter()
       self._seconds = 0.0
       counts["retries"] = self._client.retried - self._counted_retries
       self._counted_retries = self._client.retried
-    metrics = {f"judge/{name}": float(counts[name]) for name in COUNTS}
-    return metrics | {"judge/seconds": seconds / counts["requests"] if counts["requests"] else 0.0}
+    sums = {f"judge/{name}": float(counts[name]) for name in COUNTS}
+    return {**sums, "judge/seconds": seconds}, {"judge/seconds": float(counts["requests"])}
 
   def close(self) -> None:
     """Cancels what is under way and ends the thread; replies so far are in the cache."""

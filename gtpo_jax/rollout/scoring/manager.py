@@ -16,7 +16,7 @@ import numpy as np
 
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem
-from gtpo_jax.environments.metrics import episode_metrics
+from gtpo_jax.environments.metrics import Tallies, episode_tallies
 from gtpo_jax.environments.turns import MAX_NUMBER, Episode
 from gtpo_jax.rewards import PARTS, group_relative, score, soft_overlong
 from gtpo_jax.rewards.judge.judge import Judge
@@ -267,11 +267,11 @@ class RewardManager:
     reward = np.zeros(finished.shape)
     added = np.zeros(finished.shape)
     terms = {}
-    metrics = {}
+    tallies = []
     if episodes:
-      metrics |= episode_metrics([episode for row in episodes for episode in row])
+      tallies.append(episode_tallies([episode for row in episodes for episode in row]))
     if self._judge:
-      metrics |= {"judge/grade": _mean(grades), **self._judge.take_metrics()}
+      tallies += [Tallies.mean("judge/grade", grades), Tallies(*self._judge.take_metrics())]
     for name, weight in section.weighted:
       if name == "correct":
         part = np.where(correct, right, wrong)
@@ -281,7 +281,7 @@ class RewardManager:
           known[name] = of_episodes(lambda episode: episode.reward, math.nan)
         part = known[name] if name in known else column(name)
         scored &= ~np.isnan(part)
-        metrics[f"reward/part/{name}"] = _mean(part)
+        tallies.append(Tallies.mean(f"reward/part/{name}", part))
       with np.errstate(over="ignore", invalid="ignore"):  # sums that are too large: see below
         terms[name] = weight * np.nan_to_num(part)
         reward += terms[name]
@@ -295,7 +295,7 @@ class RewardManager:
     added = np.where(too_large, 0.0, added)
     scored &= ~too_large
     correct &= scored
-    metrics["reward/no_verdict"] = float((~scored).sum())
+    tallies.append(Tallies({"reward/no_verdict": float((~scored).sum())}, {}))
     valid = scored & finished if settings.overlong_filter else scored
     if settings.length_penalty == "group_relative":
       penalty = group_relative(lengths, correct, valid, settings.gamma)
@@ -303,7 +303,8 @@ class RewardManager:
       max_tokens = self._config.sampling.max_tokens
       penalty = soft_overlong(lengths, max_tokens, settings.overlong_buffer)
     reward = reward.astype(np.float32)
-    return RewardResult(correct, scored, reward, added.astype(np.float32), penalty, valid, metrics)
+    added = added.astype(np.float32)
+    return RewardResult(correct, scored, reward, added, penalty, valid, Tallies.total(tallies))
 
 
 def _of_episodes(
@@ -316,8 +317,3 @@ def _of_episodes(
   if episodes is None:
     return np.full(shape, without)
   return np.asarray([[value(episode) for episode in row] for row in episodes]).reshape(shape)
-
-
-def _mean(values: np.ndarray) -> float:
-  """Returns the mean of the numbers; NaN if there are none."""
-  return math.nan if np.isnan(values).all() else float(np.nanmean(values))

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from gtpo_jax.data.records import Problem
+from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.environments.snapshots import load_episode, save_episode
 from gtpo_jax.environments.turns import Episode
 from gtpo_jax.rollout.groups import EndedCompletion, RewardResult
@@ -117,7 +118,7 @@ class PendingRewards:
     # More completions may follow, and what another process sent is read-only.
     self.lengths = shared["lengths"].copy()
     self.finished = shared["finished"].copy()
-    return RewardResult(**shared["result"])
+    return RewardResult(**{**shared["result"], "tallies": Tallies(*shared["result"]["tallies"])})
 
   def _collect(self, rows: Sequence[int] | None) -> dict[str, Any]:
     for work in self._work:
@@ -134,7 +135,7 @@ class PendingRewards:
     )
     episodes = self.episodes
     return {
-      "result": vars(result),
+      "result": {**vars(result), "tallies": list(result.tallies)},
       "texts": self.texts,
       "episodes": episodes and [[_saved(episode) for episode in row] for row in episodes],
       "lengths": self.lengths,

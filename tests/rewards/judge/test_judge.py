@@ -43,7 +43,7 @@ def grade(judge, *completions):
 def grade_one(answer, **settings):
   """What a judge with this server makes of one completion: its reward, and its metrics."""
   with serving(answer) as server, judging(server.url, **settings) as judge:
-    return grade(judge, "c")[0], judge.take_metrics()
+    return grade(judge, "c")[0], judge.take_metrics()[0]
 
 
 def test_a_grade_becomes_a_reward_and_the_request_is_as_documented():
@@ -58,11 +58,11 @@ def test_a_grade_becomes_a_reward_and_the_request_is_as_documented():
     }
     path, headers = server.headers[0]
     assert path == "/v1/chat/completions" and "Authorization" not in headers
-    metrics = judge.take_metrics()
+    metrics = judge.take_metrics()[0]
     assert 0 < metrics.pop("judge/seconds") < 5
     expected = {"requests": 2, "tokens": 14, "cached": 0, "failed": 0, "retries": 0}
     assert metrics == {f"judge/{name}": value for name, value in expected.items()}
-    assert set(judge.take_metrics().values()) == {0.0}
+    assert set(judge.take_metrics()[0].values()) == {0.0}
 
 
 def test_further_fields_of_a_request():
@@ -108,7 +108,7 @@ def test_several_questions_are_averaged():
     assert grade(judge, "c") == [0.75]
     answers["polite?"] = "none"
     assert grade(judge, "d") == [None]
-    assert judge.take_metrics()["judge/requests"] == 4
+    assert judge.take_metrics()[0]["judge/requests"] == 4
 
 
 def test_a_completion_cannot_ask_for_the_answer_or_close_its_mark():
@@ -227,7 +227,7 @@ def test_sixteen_requests_are_under_way_at_once_and_never_more():
     assert server.most == 16 and len(server.bodies) == 64
     for k in range(4):
       assert results[k] == [pytest.approx(i % 10 / 10) for i in range(16)]
-    metrics = judge.take_metrics()
+    metrics = judge.take_metrics()[0]
     assert metrics["judge/requests"] == 64 and metrics["judge/tokens"] == 64 * 7
 
 
@@ -235,7 +235,7 @@ def test_equal_completions_are_graded_once():
   answer = lambda message, count: after(0.02, "Grade: 5")
   with serving(answer) as server, judging(server.url) as judge:
     assert grade(judge, *["same"] * 10) == [0.5] * 10
-    assert len(server.bodies) == 1 and judge.take_metrics()["judge/cached"] == 9
+    assert len(server.bodies) == 1 and judge.take_metrics()[0]["judge/cached"] == 9
 
 
 def test_grades_survive_on_disk_and_depend_on_what_they_are_made_of(tmp_path):
