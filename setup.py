@@ -42,7 +42,7 @@ setup(
     "optax>=0.2.6",
     "orbax-checkpoint>=0.12,<0.13",
     "etils[epath]>=1.10",
-    "transformers>=5.0,<6",
+    "transformers>=5.21,<6",
     "safetensors>=0.8",
     "pyarrow>=17",
     "math-verify>=0.9,<0.10",

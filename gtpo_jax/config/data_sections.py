@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import ClassVar
 
+from gtpo_jax.data.chat_template import Variables, check_variables
 from gtpo_jax.data.tasks import FILLER, TASKS, Task, make_task
 from gtpo_jax.environments.limits import EpisodeLimits
 from gtpo_jax.environments.parsers import PARSERS
@@ -54,6 +56,8 @@ class DataSection:
     system: a system message before every problem that has none; "" for no message.
     template: the prompt text; {prompt} stands for the problem's text.
     chat: apply the chat template; False uses the plain text, for base models.
+    chat_template_kwargs: what the template reads besides a conversation, as JSON, such as
+      '{"enable_thinking": false}'; "" for nothing.
     terms: difficulty of a task: additions (sums), numbers (countdown) or pairs of digits (forks) in
       a problem; 0 for the task's default.
     largest: difficulty of a task: the largest addend, number or digit; 0 for the task's default.
@@ -71,11 +75,26 @@ class DataSection:
   system: str = ""
   template: str = "{prompt}"
   chat: bool = True
+  chat_template_kwargs: str = ""
   terms: int = setting(0, bound=at_least(0))
   largest: int = setting(0, bound=at_least(0))
   filler: int = setting(FILLER, bound=at_least(0))
   difficulty: str = setting(UNIFORM, bound=one_of(DIFFICULTIES))
   max_prompt_tokens: int = setting(32, bound=at_least(1))
+
+  def __post_init__(self):
+    try:
+      check_variables(json.loads(self.chat_template_kwargs or "{}"))
+    except ValueError as error:
+      reason = error if str(error).startswith("must") else f"must be JSON: {error}"
+      raise UserError(
+        f"data.chat_template_kwargs {reason}, got {self.chat_template_kwargs!r:.80}"
+      ) from None
+
+  @property
+  def template_variables(self) -> Variables:
+    """What the chat template reads besides a conversation."""
+    return json.loads(self.chat_template_kwargs or "{}")
 
   @property
   def sources(self) -> list[tuple[str, float]]:

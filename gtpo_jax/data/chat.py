@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import re
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gtpo_jax.data.chat_template import (
   MAX_REASON_CHARS,
+  NO_VARIABLES,
   TOKENIZER_DIR,
   ChatTemplate,
   Messages,
   Schemas,
+  Variables,
 )
 from gtpo_jax.data.records import NO_ROLE, ROLES
 from gtpo_jax.data.text_stream import TextStream, TokenTexts
@@ -40,6 +43,9 @@ FILES = (
 )
 # Tokens that some models write around thinking and calls. They are not special in their tokenizers.
 WRITTEN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+_MARK = re.compile("\x00([0-9]+)\x00")  # stands for a text in a rendered conversation
+# Texts that a tokenizer must encode as its tokenizer.json does.
+PROBES = ("Hello world, 12+34 = 46.\n  So x_1 is\tit.", " é 日本語 🙂", "def f(x):\n    return x")
 MAX_TEMPLATES = 1024  # the roles and tools of conversations whose control tokens are kept
 
 
@@ -48,7 +54,9 @@ class Chat:
 
   Args:
     tokenizer: a tokenizer of transformers.
-    stop: ids that end a completion, in addition to the EOS and padding tokens.
+    stop: ids that end a completion, in addition to the EOS and padding tokens. If the template ends
+      a turn with another control token, that ends a completion too.
+    variables: what the template reads besides a conversation.
 
   Attributes:
     control: the texts of the tokens that text from data must never become: all added tokens except
@@ -60,9 +68,14 @@ class Chat:
     vocab_size: one more than the largest id.
   """
 
-  def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Collection[int] = ()):
+  def __init__(
+    self,
+    tokenizer: PreTrainedTokenizerBase,
+    stop: Collection[int] = (),
+    variables: Variables = NO_VARIABLES,
+  ):
     self.tokenizer = tokenizer
-    self.template = ChatTemplate(tokenizer)
+    self.template = ChatTemplate(tokenizer, variables)
     added = {
       token_id: token
       for token_id, token in tokenizer.added_tokens_decoder.items()
@@ -81,7 +94,8 @@ class Chat:
     self._splits = re.compile("|".join(splits) or "(?!)")
     written = [token for token in plain if token in WRITTEN]
     self._written = re.compile("|".join(f"({re.escape(token)})" for token in written) or "(?!)")
-    self._template_controls: dict[tuple[tuple[str, ...], str], list[int]] = {}  # by roles, tools
+    # By the roles of a conversation, the tools and the variables.
+    self._template_controls: dict[tuple[tuple[str, ...], str], list[int]] = {}
     self.pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     self.stop = tuple(sorted({tokenizer.eos_token_id, self.pad, *stop}))
     # What the tokenizer puts before plain text: the beginning-of-text token of Llama, for example.
@@ -91,11 +105,34 @@ class Chat:
     # A fast tokenizer raises if one call changes its settings while another call runs.
     self._lock = threading.Lock()
     self.texts = TokenTexts(tokenizer, self._lock)
+    self.stop = tuple(sorted({*self.stop, *self._end_of_turn()}))
 
-  def encode_prompt(self, messages: Messages, tools: Schemas = ()) -> list[int]:
+  def _end_of_turn(self) -> list[int]:
+    """Returns the control token that ends a turn of the template, unless a stop token does.
+
+    In a base model with a template, the EOS token may be another one.
+    """
+    controls = self.controls(self.encode(self.template.after_turn()))
+    return [] if set(self.stop) & {*controls} else controls[:1]
+
+  def template_tokens(self) -> list[str]:
+    """Returns the control tokens around a message of the user; all, if there is no template."""
+    if not self.tokenizer.chat_template:
+      return list(self.control)
+    try:
+      text = self.template.render([{"role": "user", "content": "x"}])
+    except UserError:  # it accepts other conversations
+      return []
+    return [token for token in self.control if token in text]
+
+  def encode_prompt(
+    self, messages: Messages, tools: Schemas = (), variables: Variables = NO_VARIABLES
+  ) -> list[int]:
     """Returns the ids of a conversation up to the start of the assistant's turn.
 
-    Text from data never becomes a control token. The schemas of tools are not data.
+    Text from data never becomes a control token, except what a model writes around thinking and
+    calls (`WRITTEN`), in messages of the assistant: templates change these, and most leave earlier
+    thinking out. The schemas of tools and the template's variables are not data.
 
     Raises:
       UserError: a message has no text or a role that is not in `ROLES`, or the template does not
@@ -108,30 +145,64 @@ class Chat:
       if message["role"] not in ROLES:
         raise UserError(f"a message has the role {message['role']!r}, {NO_ROLE}")
     if not any(token in message["content"] for message in messages for token in self.control):
-      ids = self.encode(self.template.render(messages, tools))
-      if self.controls(ids) == self._controls_of_template(messages, tools):
+      ids = self.encode(self.template.render(messages, tools, variables=variables))
+      if self.controls(ids) == self._controls_of_template(messages, tools, variables):
         return ids
-    return self._encode_separately(messages, tools)
+    return self._encode_separately(messages, tools, variables)
 
-  def _encode_separately(self, messages: Messages, tools: Schemas) -> list[int]:
+  def _encode_separately(
+    self, messages: Messages, tools: Schemas, variables: Variables
+  ) -> list[int]:
     """Encodes each text by itself, as plain characters, between the parts of the template.
 
     This is safe for texts that spell a control token, also together with the template around them.
-    """
-    ids = []
-    parts = self.template.parts(messages, tools)
-    for part, message in zip(parts, messages, strict=False):
-      ids += self.encode(part) + self.encode_plain(message["content"])
-    return ids + self.encode(parts[-1])
 
-  def _controls_of_template(self, messages: Messages, tools: Schemas) -> list[int]:
+    Raises:
+      UserError: the template does not contain each message once; it may leave thinking out.
+    """
+    texts: list[str] = []
+    guarded = [{**message, "content": self._guarded(message, texts)} for message in messages]
+    rendered = self.template.render(guarded, tools, variables=variables)
+    ids = []
+    found = collections.Counter()
+    for i, part in enumerate(_MARK.split(rendered)):
+      ids += self.encode_plain(texts[int(part)]) if i % 2 else self.encode(part)
+      found.update([int(part)] if i % 2 else [])
+    whole = filter(None, (_MARK.fullmatch(message["content"]) for message in guarded))
+    needed = {int(mark[1]) for mark in whole}
+    if needed - found.keys() or any(count > 1 for count in found.values()):
+      raise UserError(
+        f"{self.template.name} does not contain each message exactly once; set data.chat=False"
+      )
+    return ids
+
+  def _guarded(self, message: Mapping[str, Any], texts: list[str]) -> str:
+    """Returns the content of a message with marks for its texts, which are added to `texts`."""
+
+    def mark(text: str) -> str:
+      texts.append(text)
+      return f"\x00{len(texts) - 1}\x00"
+
+    content = message["content"]
+    if message["role"] != "assistant" or not self._written.search(content):
+      return mark(content)
+    parts = []
+    for part in filter(None, self._written.split(content)):
+      text = part.strip()
+      is_text = text and not self._written.fullmatch(part)
+      parts.append(part.replace(text, mark(text)) if is_text else part)
+    return "".join(parts)
+
+  def _controls_of_template(
+    self, messages: Messages, tools: Schemas, variables: Variables
+  ) -> list[int]:
     """Returns the control tokens of the template around messages, in order."""
-    key = (tuple(message["role"] for message in messages), str(tools))
+    key = (tuple(message["role"] for message in messages), str((tools, variables)))
     if key not in self._template_controls:
       if len(self._template_controls) >= MAX_TEMPLATES:
         self._template_controls.clear()
       harmless = [{**message, "content": "x"} for message in messages]
-      ids = self.encode(self.template.render(harmless, tools))
+      ids = self.encode(self.template.render(harmless, tools, variables=variables))
       self._template_controls[key] = self.controls(ids)
     return self._template_controls[key]
 
@@ -215,14 +286,18 @@ class Chat:
     return ids
 
 
-def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
+def load_chat(path: str | Path = TOKENIZER_DIR, variables: Variables = NO_VARIABLES) -> Chat:
   """Loads a tokenizer folder, by default the small tokenizer of this package.
 
   All EOS ids of its generation_config.json end a completion.
 
+  Args:
+    path: the folder.
+    variables: what its chat template reads besides a conversation.
+
   Raises:
-    UserError: there is no tokenizer, it cannot be read, it has no EOS token, or it needs custom
-      code.
+    UserError: there is no tokenizer, it cannot be read, it has no EOS token, it needs custom code,
+      or the library encodes texts otherwise than its tokenizer.json says.
   """
   import transformers
 
@@ -236,19 +311,46 @@ def load_chat(path: str | Path = TOKENIZER_DIR) -> Chat:
       tokenizer = transformers.AutoTokenizer.from_pretrained(
         str(folder), config=config, local_files_only=True
       )
+      tokenizer = _as_in_file(tokenizer, folder)
     tokenizer.name_or_path = str(path)
     if tokenizer.eos_token_id is None:
       raise UserError(
         f"the tokenizer in {str(path)!r} has no eos_token, so no completion would ever end"
       )
-    chat = Chat(tokenizer, stop)
+    ChatTemplate(tokenizer, variables).check()
+    chat = Chat(tokenizer, stop, variables)
   except UserError:
     raise
   except Exception as error:  # transformers, tokenizers, JSON and object stores raise many types
     reason = first_line(error)[:MAX_REASON_CHARS]
     raise UserError(f"the tokenizer in {str(path)!r} cannot be read: {reason}") from error
-  chat.template.check()
   return chat
+
+
+def _as_in_file(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedTokenizerBase:
+  """Returns a tokenizer that encodes texts as tokenizer.json says, if there is one.
+
+  For some classes, such as LlamaTokenizerFast, versions of transformers replace parts of that file.
+  """
+  import tokenizers
+  import transformers
+
+  file = folder / "tokenizer.json"
+  if not file.exists():
+    return tokenizer
+  truth = tokenizers.Tokenizer.from_file(str(file))
+  expected = [truth.encode(text, add_special_tokens=False).ids for text in PROBES]
+  is_same = lambda t: expected == [t.encode(text, add_special_tokens=False) for text in PROBES]
+  if is_same(tokenizer):
+    return tokenizer
+  general = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+  if is_same(general):
+    return general
+  raise UserError(
+    f"transformers {transformers.__version__} encodes texts otherwise than tokenizer.json says for "
+    f"the class {type(tokenizer).__name__}; in tokenizer_config.json, set tokenizer_class to "
+    "PreTrainedTokenizerFast"
+  )
 
 
 def _tokenizer_config(folder: Path) -> PreTrainedConfig:

@@ -22,21 +22,42 @@ RENDER_MEMORY = 2**30  # bytes for the first conversation
 
 Messages = Sequence[Mapping[str, Any]]
 Schemas = Sequence[Mapping[str, Any]]  # of tools
+Variables = Mapping[str, Any]  # what a template reads besides a conversation, as JSON
+NO_VARIABLES: Variables = {}
+# Arguments of the function that renders, which a variable must not replace.
+RESERVED = (
+  *("conversation", "conversations", "messages", "tools", "documents", "chat_template", "tokenize"),
+  *("add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"),
+  *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "self"),
+)
 
 
 class ChatTemplate:
-  """The chat template of a tokenizer of transformers, which may have none."""
+  """The chat template of a tokenizer of transformers, which may have none.
 
-  def __init__(self, tokenizer: PreTrainedTokenizerBase):
+  Args:
+    tokenizer: has the template.
+    variables: what the template reads besides a conversation, accepted by `check_variables`.
+  """
+
+  def __init__(self, tokenizer: PreTrainedTokenizerBase, variables: Variables = NO_VARIABLES):
     self._tokenizer = tokenizer
+    self._variables = variables
 
-  def render(self, messages: Messages, tools: Schemas = (), turn_follows: bool = True) -> str:
+  def render(
+    self,
+    messages: Messages,
+    tools: Schemas = (),
+    turn_follows: bool = True,
+    variables: Variables = NO_VARIABLES,
+  ) -> str:
     """Returns a conversation as text, up to the start of the assistant's turn.
 
     Args:
       messages: the conversation.
       tools: schemas of the tools that the assistant may call.
       turn_follows: False ends the text with the last message instead.
+      variables: they replace the template's own of the same names.
 
     Raises:
       UserError: there is no template, it does not accept the conversation, or it takes longer than
@@ -48,8 +69,10 @@ class ChatTemplate:
         "chat_template.jinja, or set data.chat=False"
       )
     copies = [dict(message) for message in messages]  # a template may change what it gets
+    settings = {"tokenize": False, "add_generation_prompt": turn_follows}
+    settings |= {**self._variables, **variables}
     render = lambda: self._tokenizer.apply_chat_template(
-      copies, tools=list(tools) or None, tokenize=False, add_generation_prompt=turn_follows
+      copies, tools=list(tools) or None, **settings
     )
     try:
       return render() if self._is_own() else within(RENDER_LIMIT_S, render)
@@ -61,27 +84,14 @@ class ChatTemplate:
       reason = first_line(error)[:MAX_REASON_CHARS]
       raise UserError(f"{self.name} rejects this conversation: {reason}") from error
 
-  def parts(self, messages: Messages, tools: Schemas = ()) -> list[str]:
-    """Returns the parts of the rendered template around the messages' texts, one more than these.
-
-    Arguments are those of `render`.
-
-    Raises:
-      UserError: the template does not contain each message once.
-    """
-    marks = [f"\x00{i}\x00" for i in range(len(messages))]
-    rest = self.render(
-      [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)], tools
-    )
-    parts = []
-    for mark in marks:
-      part, separator, rest = rest.partition(mark)
-      parts.append(part)
-      if not separator or mark in rest:
-        raise UserError(
-          f"{self.name} does not contain each message exactly once; set data.chat=False"
-        )
-    return [*parts, rest]
+  def after_turn(self) -> str:
+    """Returns what the template writes after a turn of the assistant; "" if it rejects one."""
+    mark = "\x00turn\x00"
+    try:
+      text = self.render([*user("x"), {"role": "assistant", "content": mark}], turn_follows=False)
+    except UserError:
+      return ""
+    return text.partition(mark)[2]
 
   def check(self) -> None:
     """Renders a short conversation with limited memory, before anything large is loaded.
@@ -119,3 +129,17 @@ class ChatTemplate:
 def _own_template() -> str:
   """Returns the chat template of this package's tokenizer."""
   return read_json(TOKENIZER_DIR, "tokenizer_config.json")["chat_template"]
+
+
+def check_variables(values: Any) -> Variables:
+  """Returns the variables of a template, such as {"enable_thinking": false}.
+
+  Raises:
+    ValueError: they are no object, or one has the name of something else. The message begins with
+      "must".
+  """
+  if not isinstance(values, Mapping) or not all(str(name).isidentifier() for name in values):
+    raise ValueError(f'must be an object such as {{"enable_thinking": false}}, got {values!r:.80}')
+  if taken := next((name for name in values if name in RESERVED), None):
+    raise ValueError(f"must not contain {taken!r}, which is no variable of the template")
+  return dict(values)

@@ -26,6 +26,8 @@ from gtpo_jax.storage.files import printable
 from gtpo_jax.storage.paths import list_files, open_bytes, storage_errors, storage_path
 
 EXTENSIONS = (".jsonl", ".jsonl.gz", ".parquet")
+# Files of other forms, and the function of pandas that reads them.
+OTHER_FILES = {".csv": "csv", ".tsv": "table", ".xlsx": "excel", ".json": "json"}
 HUGGING_FACE = "hf:"
 TFDS = "tfds:"
 GYM = "rg:"
@@ -45,7 +47,7 @@ LocatedRow = tuple[str, Row | ValueError]
 def is_source(name: str) -> bool:
   """Returns whether `name` is a file, a folder or a dataset rather than a synthetic task."""
   prefixes = (HUGGING_FACE, TFDS, GYM, RECORDS)
-  return name.startswith(prefixes) or name.endswith(EXTENSIONS) or "/" in name
+  return name.startswith(prefixes) or name.endswith((*EXTENSIONS, *OTHER_FILES)) or "/" in name
 
 
 def read_rows(name: str) -> Iterator[LocatedRow]:
@@ -69,6 +71,13 @@ def read_rows(name: str) -> Iterator[LocatedRow]:
       yield from (_parquet if file.name.endswith(".parquet") else _jsonl)(file)
 
 
+def _other_form(name: str, reader: str, form: str) -> UserError:
+  return UserError(
+    f"{name!r} is {form}; write one JSON object per line instead, for example with pandas: "
+    f"pd.read_{reader}(FILE).to_json('train.jsonl', orient='records', lines=True)"
+  )
+
+
 def _files(name: str) -> list[epath.Path]:
   path = storage_path(name)
   with storage_errors(f"{name!r} cannot be read", UserError):
@@ -79,6 +88,9 @@ def _files(name: str) -> list[epath.Path]:
       "file, hf:ID, tfds:NAME or rg:NAME"
     )
   if not path.is_dir():
+    reader = OTHER_FILES.get(path.suffix.lower(), "json")
+    if reader != "json":
+      raise _other_form(name, reader, f"a file of the form {path.suffix}")
     return [path]
   names = [name for name in list_files(path) if name.endswith(EXTENSIONS)]
   files = sorted(file for name in names if (file := path / name).is_file())
@@ -96,6 +108,8 @@ def _jsonl(file: epath.Path) -> Iterator[LocatedRow]:
     gzip.open(opened) if compressed else contextlib.nullcontext(opened) as stream,
   ):
     for number, line in enumerate(_lines(stream), 1):
+      if number == 1 and _begins_array(line):
+        raise _other_form(str(file), "json", "one JSON array")
       row = _json_object(line)
       if row is not None:
         yield f"{name}:{number}", row
@@ -110,6 +124,11 @@ def _lines(stream: IO[bytes]) -> Iterator[bytes | ValueError]:
       while line and not line.endswith(b"\n"):
         line = stream.readline(MAX_LINE_BYTES)
       yield ValueError(f"is longer than {MAX_LINE_BYTES >> 20} MiB")
+
+
+def _begins_array(line: bytes | ValueError) -> bool:
+  """Whether a file's first line is the start of an array of objects, or all of it."""
+  return isinstance(line, bytes) and bool(re.match(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?:\{|$)", line))
 
 
 def _json_object(line: bytes | ValueError) -> Row | ValueError | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +20,7 @@ from gtpo_jax.runtime.errors import RunError, UserError, first_line
 from gtpo_jax.runtime.installing import install_command
 
 VALUES_PER_FILE = 20_000  # scalars in one TensorBoard file, about 1.5 MB
+FLUSH_S = 120.0  # seconds after which TensorBoard's file is written out
 ONLINE_MODES = ("online", "shared")  # of W&B; the others need no key
 
 
@@ -48,28 +51,48 @@ class TensorBoard:
     self._open(purge_step=resumed_step + 1)
 
   def _open(self, purge_step: int | None = None) -> None:
-    from tensorboardX import SummaryWriter
+    from tensorboardX.proto.event_pb2 import SessionLog
+    from tensorboardX.record_writer import RecordWriter
 
     # Two files of the same second need different names, in order.
-    suffix = f".{self._files:06d}"
-    self._writer = SummaryWriter(self._folder, purge_step=purge_step, filename_suffix=suffix)
+    name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{self._files:06d}"
+    # The library's SummaryWriter writes in a thread, which would print errors of the disk.
+    self._writer = RecordWriter(f"{self._folder}/{name}")
     self._files += 1
     self._values = 0
+    self._flushed_at = 0.0
+    self._write(0, file_version="brain.Event:2")
+    if purge_step is not None:
+      self._write(purge_step, session_log=SessionLog(status=SessionLog.START))
+
+  def _write(self, step: int, **content: Any) -> None:
+    from tensorboardX.proto.event_pb2 import Event
+
+    event = Event(step=step, wall_time=time.time(), **content)
+    self._writer.write(event.SerializeToString())
 
   def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-    """See `Tracker`."""
+    """See `Tracker`. Raises OSError if the disk is full."""
     if self._values >= VALUES_PER_FILE:
       self._writer.close()
       self._open()
+    from tensorboardX.summary import scalar
+
     values = finite(metrics)
     for name, value in values.items():
-      self._writer.add_scalar(name, value, step)
+      self._write(step, summary=scalar(name, value))
     self._values += len(values)
+    if time.monotonic() > self._flushed_at + FLUSH_S:
+      self._writer.flush()
+      self._flushed_at = time.monotonic()
 
   def log_sample(self, step: int, prompt: str, completion: str, correct: bool | None) -> None:
     """See `Tracker`. TensorBoard renders Markdown, so the text is indented to keep it verbatim."""
-    text = "\n".join("    " + line for line in f"{prompt}\n\n{completion}".splitlines())
-    self._writer.add_text("sample", f"**{'right' if correct else 'wrong'}**\n\n{text}", step)
+    from tensorboardX.summary import text
+
+    lines = "\n".join("    " + line for line in f"{prompt}\n\n{completion}".splitlines())
+    verdict = "right" if correct else "wrong"
+    self._write(step, summary=text("sample", f"**{verdict}**\n\n{lines}"))
 
   def close(self) -> None:
     """See `Tracker`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -127,6 +128,7 @@ def _load_problems(
   needs = needs_of(config.env.opens, config.reward.needs_answer)
   loaded = records.get(name) or _load(name, data.fields, data.bad_rows, check, needs)
   fitting, too_long, bad = _measure(config, worker, loaded)
+  _say_rendered(worker, name, fitting, say)
   first = f" (first {too_long[0]})" if too_long else ""
   if len(bad) + len(too_long) > data.bad_rows:
     raise UserError(
@@ -181,6 +183,25 @@ def _measure(
     else:
       fitting.append(problem)
   return fitting, too_long, tuple(bad)
+
+
+def _say_rendered(
+  worker: RolloutWorker, name: str, problems: Sequence[Problem], say: Callable[[str], None]
+) -> None:
+  """Says that prompts contain control tokens, as those that were rendered beforehand do."""
+  tokens = re.compile("|".join(map(re.escape, worker.chat.template_tokens())) or "(?!)")
+  rendered = [
+    (problem.location, found[0])
+    for problem in problems
+    if (found := tokens.search(problem.messages[-1]["content"]))
+  ]
+  if rendered:
+    location, token = rendered[0]
+    say(
+      f"{name}: {len(rendered)} prompts contain control tokens, which stay plain characters (first "
+      f"{location}: {token!r}); if they were rendered with a chat template, pass the messages "
+      "instead, with data.chat=True"
+    )
 
 
 def _check_sandbox(

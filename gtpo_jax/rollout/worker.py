@@ -15,6 +15,7 @@ from gtpo_jax.checkpoint.architectures import teacher_model
 from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.config.trainer import run_demand
 from gtpo_jax.data.chat import Chat, load_chat
+from gtpo_jax.data.chat_template import TOKENIZER_DIR
 from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.environment import Maker, add_to_prompt
 from gtpo_jax.environments.turns import Message
@@ -98,7 +99,8 @@ class RolloutWorker:
     resolved = resolve_model(config)
     self.model_folder = resolved.folder
     self.compute_dtype_reason = resolved.compute_dtype_reason
-    self.chat: Chat = load_chat(resolved.folder) if resolved.folder else load_chat()
+    variables = config.data.template_variables
+    self.chat: Chat = load_chat(resolved.folder or TOKENIZER_DIR, variables)
     self.model = Transformer(resolved.config, make_mesh(**dataclasses.asdict(config.mesh)))
     param_shardings(self.model)  # raises an error if the mesh does not fit the model
     attention_kind(resolved.config, self.model.mesh)  # or if the device does not support the model

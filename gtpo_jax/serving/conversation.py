@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gtpo_jax.data.chat import Chat
+from gtpo_jax.data.chat_template import NO_VARIABLES
 from gtpo_jax.data.records import ROLES, user
 from gtpo_jax.environments.parsers import Parser, parser_for
 from gtpo_jax.environments.turns import Turn
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.serving.errors import bad
 
+# Parts of messages that only a template can place.
+RENDERED_PARTS = ("tool_calls", "reasoning_content")
 _PROBE = {
   "type": "function",
   "function": {
@@ -36,9 +39,14 @@ class Conversations:
     self._parser = parser or _parser(chat)
 
   def encode(
-    self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+    self,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]],
+    variables: Mapping[str, Any] = NO_VARIABLES,
   ) -> list[int]:
     """Returns the ids of a conversation up to the assistant's turn.
+
+    `variables` are those of the template (`chat_template_kwargs`).
 
     Raises:
       ApiError: the model cannot call tools, or a message contains a control token.
@@ -46,15 +54,15 @@ class Conversations:
     """
     if tools and self._parser is None:
       raise bad("this model's chat template has no tools; leave tools out", "tools")
-    if not any("tool_calls" in message for message in messages):
-      return self.chat.encode_prompt(messages, tools)
+    if not any(part in message for message in messages for part in RENDERED_PARTS):
+      return self.chat.encode_prompt(messages, tools, variables)
     for i, message in enumerate(messages):
       if message["role"] not in ROLES:
         raise bad(f"messages[{i}].role must be one of {', '.join(ROLES)}", f"messages[{i}].role")
     texts = json.dumps(messages, ensure_ascii=False)
     if control := next((x for x in self.chat.control if x in texts), None):
       raise bad(f"a message contains the control token {control!r}", "messages")
-    return self.chat.encode(self.chat.template.render(messages, tools))
+    return self.chat.encode(self.chat.template.render(messages, tools, variables=variables))
 
   def turn(self, text: str, tools: Sequence[Mapping[str, Any]]) -> Turn:
     """Returns what a text says; calls that cannot be read stay in the text."""

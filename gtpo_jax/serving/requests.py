@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from gtpo_jax.data.chat_template import Variables, check_variables
 from gtpo_jax.runtime.errors import UserError, did_you_mean, first_line
 from gtpo_jax.sampling.filters import ALTERNATIVES
 from gtpo_jax.sampling.settings import LOWEST_TEMPERATURE
@@ -79,11 +80,13 @@ class ChatRequest:
   Attributes:
     messages: the conversation, as a chat template takes it.
     tools: schemas of the tools that may be called; () if none may.
+    variables: what the chat template reads besides them.
     sampling: how choices are drawn.
   """
 
   messages: list[dict[str, Any]]
   tools: tuple[dict[str, Any], ...]
+  variables: Mapping[str, Any]
   sampling: Sampling
 
 
@@ -188,6 +191,7 @@ def read_chat(fields: Fields) -> ChatRequest:
     raise bad(f"messages must be a list of at least one message, got {shown(messages)}", "messages")
   messages = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
   tools = _tools(fields)
+  variables = _variables(fields.take("chat_template_kwargs", {}))
   log_probs = fields.flag("logprobs")
   top = fields.integer("top_logprobs", 0, 0, ALTERNATIVES)
   if top and not log_probs:
@@ -196,7 +200,7 @@ def read_chat(fields: Fields) -> ChatRequest:
   older = fields.integer("max_tokens", None, 1, None)
   sampling = _sampling(fields, newer or older, log_probs, top)
   fields.end()
-  return ChatRequest(messages, tools, sampling)
+  return ChatRequest(messages, tools, variables, sampling)
 
 
 def read_completion(fields: Fields) -> CompletionRequest:
@@ -290,7 +294,7 @@ def _message(value: Any, name: str) -> dict[str, Any]:
   if not isinstance(role, str):
     raise bad(f"{name}.role must be a string, got {shown(role)}", f"{name}.role")
   message: dict[str, Any] = {"role": role, "content": _content(value.get("content"), name)}
-  for key in ("name", "tool_call_id"):
+  for key in ("name", "tool_call_id", "reasoning_content"):
     if isinstance(text := value.get(key), str):
       _check_text(text, f"{name}.{key}")
       message[key] = text
@@ -322,7 +326,7 @@ def _past_call(value: Any, name: str) -> dict[str, Any]:
   function = value.get("function") if isinstance(value, dict) else None
   if not isinstance(function, dict) or not isinstance(function.get("name"), str):
     raise bad(f'{name} must be an object with "function", which has "name" and "arguments"', name)
-  arguments = function.get("arguments", "{}")
+  arguments = function.get("arguments") or {}  # "" is how some programs write a call without any
   try:
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
   except (ValueError, RecursionError):
@@ -333,6 +337,13 @@ def _past_call(value: Any, name: str) -> dict[str, Any]:
     "type": "function",
     "function": {"name": function["name"], "arguments": arguments},
   }
+
+
+def _variables(value: Any) -> Variables:
+  try:
+    return check_variables(value)
+  except ValueError as error:
+    raise bad(f"chat_template_kwargs {error}", "chat_template_kwargs") from None
 
 
 def _tools(fields: Fields) -> tuple[dict[str, Any], ...]:

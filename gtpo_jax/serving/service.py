@@ -40,7 +40,7 @@ class Service:
       ApiError: it cannot be answered.
       UserError: the template does not accept the conversation.
     """
-    prompt = self.answers.conversations.encode(request.messages, request.tools)
+    prompt = self.answers.conversations.encode(request.messages, request.tools, request.variables)
     return self._start(request, [prompt])
 
   def completion_job(self, request: CompletionRequest) -> Job:

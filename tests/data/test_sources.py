@@ -393,6 +393,24 @@ def test_the_name_of_a_file_cannot_break_a_message(tmp_path):
   assert str(caught.value).isprintable()
 
 
+@pytest.mark.parametrize(
+  ("name", "content", "message"),
+  [
+    ("d.csv", b"prompt,answer\n1+1?,2\n", "is a file of the form .csv; write one JSON object"),
+    ("d.json", b'[{"prompt": "q", "answer": "1"}]', "is one JSON array; write one JSON object"),
+    ("d.jsonl", b'[\n  {"prompt": "q", "answer": "1"}\n]\n', "is one JSON array; write one"),
+  ],
+)
+def test_files_of_other_forms_are_named(tmp_path, name, content, message):
+  (tmp_path / name).write_bytes(content)
+  assert is_source(name)
+  with pytest.raises(UserError) as caught:
+    load_source(str(tmp_path / name), bad_rows=9)
+  assert message in str(caught.value) and "pd.read_" in str(caught.value)
+  (tmp_path / "lines.json").write_text('{"prompt": "q", "answer": "1"}\n')
+  assert len(load_source(str(tmp_path / "lines.json")).problems) == 1
+
+
 def test_blank_lines_are_not_rows(tmp_path):
   rows = [b"\n", {"prompt": "q", "answer": "1"}, b"  \n"]
   loaded = load_source(write(tmp_path / "data.jsonl", rows))

@@ -1,6 +1,7 @@
 """TensorBoard and Weights & Biases: metrics, samples, and a resume."""
 
 import json
+import socket
 import struct
 import time
 
@@ -35,6 +36,17 @@ def test_tensorboard_logs_metrics_and_samples(tmp_path):
   assert scalars == [(3, "loss", 0.5)]
   (text,) = [value.tensor.string_val[0].decode() for _, value in values if value.tensor.string_val]
   assert text == "**wrong**\n\n    1+2:\n    \n    it is `3`\n    or *4*"
+
+
+def test_a_full_disk_is_an_error_of_the_call(tmp_path, monkeypatch):
+  """A thread of the library would print it instead, and the run would continue."""
+  monkeypatch.setattr(socket, "gethostname", lambda: "host")
+  monkeypatch.setattr(time, "time", lambda: 1.7e9)
+  (tmp_path / "events.out.tfevents.1700000000.host.000000").symlink_to("/dev/full")
+  tracker = TensorBoard(tmp_path, 0)
+  for call in (lambda: tracker.log_metrics(1, {"loss": 0.5}), tracker.close):
+    with pytest.raises(OSError, match="No space left on device"):
+      call()
 
 
 def test_damaged_event_files_do_not_disturb_a_resume(tmp_path):

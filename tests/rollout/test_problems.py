@@ -148,6 +148,19 @@ def test_a_conversation_that_the_template_rejects_is_a_malformed_row(tmp_path, m
   assert len(problems) == 1 and f"1 skipped, first {name}:2: the chat template" in said[0]
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_prompts_that_were_rendered_beforehand_are_told(chat, tmp_path):
+  prompts = ["1+1:", "<|im_start|>user\n1+1:", "<|im_start|>user\n1+2:"]
+  rows = [{"prompt": prompt, "answer": 2} for prompt in prompts]
+  name = str(tmp_path / "d.jsonl")
+  (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  said = []
+  config = config_of(**{"data.train": name, "data.eval": name, "data.chat": chat})
+  training_problems(config, RolloutWorker(config), said.append)
+  assert said[0].startswith(f"{name}: 2 prompts contain control tokens, which stay plain")
+  assert f"(first {name}:2: '<|im_start|>'); if they were rendered" in said[0]
+
+
 def test_a_kind_without_a_verifier_is_refused(tmp_path):
   (tmp_path / "d.jsonl").write_text('{"prompt": "q", "answer": "1", "kind": "poetry"}\n')
   config = config_of(**{"data.train": str(tmp_path / "d.jsonl"), "data.eval": "sums"})

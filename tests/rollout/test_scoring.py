@@ -178,6 +178,17 @@ def test_a_failing_function_gives_no_verdicts_and_is_shown_once(name, message, c
   assert err.count(message) == 1 and f"reward function 'test_scoring:{name}' failed" in err
 
 
+def test_an_async_function_is_awaited():
+  async def longer(prompts, completions, answers, extras):
+    await asyncio.sleep(0)
+    return [len(text) > 4 for text in completions]
+
+  found = score_with(function_manager(longer))
+  expected = [[len(text) > 4 for text in row] for row in TEXTS] & FINISHED
+  np.testing.assert_array_equal(found.correct, expected)
+  assert found.metrics["reward/no_verdict"] == 0
+
+
 class Interruption(BaseException):
   pass
 

@@ -44,7 +44,20 @@ def test_values_are_taken():
   assert read_completion(fields(prompt="a", echo=True, max_tokens=0)).sampling.max_tokens == 0
 
 
+def test_a_history_is_read_as_programs_write_it():
+  """A call without arguments may have "" for them; thinking is given to the template."""
+  call = {"id": "c", "function": {"name": "now", "arguments": ""}}
+  said = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]}
+  chat = read_chat(fields(messages=[said], chat_template_kwargs={"enable_thinking": False}))
+  (message,) = chat.messages
+  assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
+  assert message["reasoning_content"] == "Hm."
+  assert chat.variables == {"enable_thinking": False}
+
+
 BAD_CHATS = [
+  (CHAT | {"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+  (CHAT | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
   ({"messages": []}, "messages"),
   ({"messages": "Hi"}, "messages"),
   ({"messages": [3]}, "messages[0]"),

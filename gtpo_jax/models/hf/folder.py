@@ -29,19 +29,32 @@ def find(name: str) -> Path:
   if is_remote(name) and scheme(name) in PACKAGES:
     return _from_object_store(name)
   folder = Path(name)
+  is_folder = False
   try:
-    if folder.is_dir():
-      return folder
+    is_folder = folder.is_dir()
     # If runs/ is a folder, runs/misspelt is a wrong path rather than a hub id.
     is_path = folder.exists() or folder.parent.is_dir()
   except (OSError, ValueError):  # too long for a path, or contains a NUL
     is_path = True
+  if is_folder:
+    return _checked(folder, name)
   if is_path or not HUB_ID.fullmatch(name):
     raise UserError(
       f"no folder at {name[:200]!r}; name the workdir of a run, a model folder, "
       "or a hub id such as Qwen/Qwen2.5-0.5B"
     )
   return _from_hub(name)
+
+
+def _checked(folder: Path, name: str) -> Path:
+  """Returns a folder, or raises UserError if it has only an adapter of PEFT."""
+  if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+    raise UserError(
+      f"{name!r} is an adapter of PEFT, not a model; merge it into its base model with "
+      "peft: AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload()"
+      ".save_pretrained(FOLDER), and save the tokenizer there too"
+    )
+  return folder
 
 
 def _from_object_store(name: str) -> epath.Path:
@@ -62,14 +75,15 @@ def _from_hub(name: str) -> Path:
 
   disable_progress_bars()
   try:
-    return Path(
-      snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(UNUSED_FILES))
+    folder = snapshot_download(
+      name, allow_patterns=list(HUB_FILES), ignore_patterns=list(UNUSED_FILES)
     )
   except Exception as error:  # from the hub, the network library or the disk
     raise UserError(
       f"{name!r} is neither a local folder nor cached, and the download from the hub failed "
       f"({first_line(error)[:160]}); download it on a machine with network access, or name a folder"
     ) from error
+  return _checked(Path(folder), name)
 
 
 def is_hf_folder(folder: Path) -> bool:

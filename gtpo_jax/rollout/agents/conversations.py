@@ -95,7 +95,7 @@ class Transcript:
       raise Limit(Stop.CONTEXT)
     found = self._continued(request)
     if found is None:
-      ids = self._codec.encode(request.messages, request.tools)
+      ids = self._codec.encode(request.messages, request.tools, request.variables)
       if ids[: len(self._start)] != self._start:
         raise bad("the chat template begins this conversation with another token than others")
       ids = ids[len(self._start) :]

@@ -6,6 +6,7 @@ completion gets a number that the statistics of a batch can use, or no value.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import importlib
@@ -15,7 +16,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -212,6 +213,8 @@ def _values(
   if episodes is not None and takes_episodes(function):
     further[EPISODES] = copy.deepcopy(list(episodes))
   returned = function(prompts, list(texts), [problem.answer] * n, extras, **further)
+  if inspect.isawaitable(returned):
+    returned = asyncio.run(_result_of(returned))
   if isinstance(returned, str | bytes | bytearray | Mapping | Set):
     raise TypeError(f"returned {type(returned).__name__}, not a list of numbers")
   values = list(itertools.islice(returned, n + 1))
@@ -219,6 +222,10 @@ def _values(
     count = len(values) if len(values) < n else f"more than {n}"
     raise ValueError(f"returned {count} values for {n} completions")
   return [None if value is None else as_number(value, "returned") for value in values]
+
+
+async def _result_of(awaitable: Awaitable[Any]) -> Any:
+  return await awaitable
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from meshes import mesh_of
 
 from gtpo_jax.models import load, save, save_adapter
 from gtpo_jax.models.config import LORA_TARGETS
+from gtpo_jax.models.hf.folder import find
 from gtpo_jax.models.lora import merge_lora
 from gtpo_jax.runtime.errors import UserError
 
@@ -100,3 +101,9 @@ def test_no_adapters_or_a_folder_that_is_not_empty(tmp_path):
   with pytest.raises(UserError, match="is not empty"):
     save_adapter(*adapted(), tmp_path / "full", "base")
   assert [file.name for file in tmp_path.iterdir()] == ["full"]
+
+
+def test_an_adapter_is_not_a_model(tmp_path):
+  (tmp_path / "adapter_config.json").write_text("{}")
+  with pytest.raises(UserError, match="is an adapter of PEFT, not a model; merge it"):
+    find(str(tmp_path))
