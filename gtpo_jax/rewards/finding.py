@@ -23,7 +23,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox|framebox)\s*(\{)|\\.|[{}]", re.DOTALL)
 _BOX_WITHOUT_BRACES = re.compile(r"\\boxed\s+([-+]?[\w.,/]+)")
 HASHES = re.compile(r"####[^\S\n]*([^\n]+)")
 _ENDINGS = tuple(words_of("endings").split("|"))
-_STOPS = " \t\r\n*。．.!！"
+_STOPS = " \t\r\n*。．.！"  # without the sign of factorials
 
 
 class Marked(NamedTuple):

@@ -96,10 +96,11 @@ SCALES = {
 }
 # Units that begin as a scale does.
 SCALED_UNITS = ("千米", "千克", "千瓦", "百分")
-# Words after a number that change it in some other way, so they are no units.
+# Words after a number that change it in some other way, so they are no units; without those that
+# are units in English, such as the quarts and tiers of French.
 CHANGING_WORDS = frozenset(
   str.split(
-    "medio media tercio tercios cuarto cuartos docena docenas demi tiers quart quarts douzaine "
+    "medio tercio tercios cuarto cuartos docena docenas demi douzaine "
     "halb halbe drittel viertel dutzend meio terço quarto dúzia mezzo terzo dozzina половина "
     "половины половиной треть трети четверть четверти дюжина نصف ثلث ربع आधा"
   )

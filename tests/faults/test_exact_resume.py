@@ -185,7 +185,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_it_resumes(expected, tmp_pat
     pytest.skip("mounting needs root")
   try:
     full = start(disk / "run", "-", SETTINGS)
-    # The threads of Orbax and tensorboardX print lines too.
+    # The threads of Orbax print lines too.
     ours = [line for line in full.stderr.splitlines() if line.startswith("gtpo: ")]
     assert full.returncode == 1, full.stderr
     assert len(ours) == 1

@@ -90,6 +90,9 @@ def test_generated_answers_in_ten_languages_and_six_styles():
     ("exact", "Answer: これは猫です", "これは猫です", True),
     ("math", "<answer>\nSo 3 + 4 makes \\boxed{7}.\n</answer>", "7", True),
     ("math", "<answer></answer> 7", "7", False),
+    ("math", "Answer: 5!", "120", True),
+    ("math", "The answer is 3 quarts.", "3", True),
+    ("math", "The answer to this problem is 7.", "7", True),
     ("math", "答：小明有7个苹果。", "7", True),
   ],
 )
