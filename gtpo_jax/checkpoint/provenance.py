@@ -13,17 +13,15 @@ from typing import Any
 from gtpo_jax.checkpoint.digests import DIGEST_DIGITS
 from gtpo_jax.config import Config
 from gtpo_jax.data.records import Problem, Problems
-from gtpo_jax.runtime.distributed import broadcast_from_first
 from gtpo_jax.runtime.errors import UserError
 
 
 def provenance_of(
-  config: Config,
-  problems: Sequence[tuple[Problems, float]],
-  held_out: Sequence[Problem],
-  frozen: Mapping[str, str],
+  config: Config, problems: Sequence[tuple[Problems, float]], held_out: Sequence[Problem]
 ) -> dict[str, str]:
-  """Returns a description of each input of a run by its name; every regular checkpoint stores them.
+  """Returns a description of the data of a run by its name.
+
+  Every regular checkpoint stores them, and the digests of the frozen policies.
 
   Synthetic tasks are omitted, because the config defines them completely.
 
@@ -32,7 +30,6 @@ def provenance_of(
     problems: the training problems of each source, with its weight, as returned by
       `training_problems`.
     held_out: the evaluation problems, as returned by `held_out_problems`.
-    frozen: the digests of the frozen policies by the config keys of their paths.
   """
   sources = [
     (f"data.train {name!r}", part)
@@ -43,8 +40,7 @@ def provenance_of(
     # With another number of problems, others are evaluated, which a run may change.
     name = f"data.eval {config.data.eval_name!r} (eval.problems = {config.eval.problems})"
     sources.append((name, held_out))
-  data = {name: f"{len(part)} problems, sha256 {_digest(part)}" for name, part in sources}
-  return data | dict(frozen)
+  return {name: f"{len(part)} problems, sha256 {_digest(part)}" for name, part in sources}
 
 
 def check_provenance(
@@ -59,16 +55,8 @@ def check_provenance(
     say: shows a message to the user.
 
   Raises:
-    UserError: an input has changed, or differs from that of the first process. The message names
-      the input, its old value and its new value.
+    UserError: an input has changed. The message names the input, its old value and its new value.
   """
-  first = broadcast_from_first(lambda: dict(current))
-  for name, value in current.items():
-    if first[name] != value:
-      raise UserError(
-        f"{name} is not the same on all processes: the first process has {first[name]}, this one "
-        f"{value}"
-      )
   changes = [
     f"{name} was {saved[name]}, now {value}"
     for name, value in current.items()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gtpo_jax.cli.sample import print_samples
+from gtpo_jax.runtime.cluster.agreement import agree, announce_failure, process_identity
 from gtpo_jax.runtime.cluster.joining import join_processes
 from gtpo_jax.runtime.device_errors import explain
 from gtpo_jax.runtime.errors import RunError, UserError, did_you_mean
@@ -31,7 +32,13 @@ from gtpo_jax.runtime.startup import (
   prepare_jax,
   refuse_cpu_fallback,
 )
-from gtpo_jax.storage.paths import check_object_writable, is_remote, storage_errors
+from gtpo_jax.storage.paths import (
+  absolute_path,
+  check_object_writable,
+  is_remote,
+  storage_errors,
+  storage_path,
+)
 
 if TYPE_CHECKING:
   from gtpo_jax.logs.display import Display
@@ -45,11 +52,24 @@ def _in_all_processes(command: Callable[..., int]) -> Callable[..., int]:
     prepare_jax()
     join_processes()
     with _exit_on_failure():
+      agree({**process_identity(), "the command": command.__name__, **_places(args)})
       refuse_cpu_fallback()
       prepare_devices()
       return command(args, overrides)
 
   return run
+
+
+def _places(args: argparse.Namespace) -> dict[str, str]:
+  """Returns the options of a command that all processes must share; paths are absolute.
+
+  The config file is not among them: what it says is compared.
+  """
+  options = {key: value for key, value in vars(args).items() if key not in ("run", "config")}
+  return {
+    f"--{key}": str(absolute_path(storage_path(value)) if isinstance(value, Path) else value)
+    for key, value in options.items()
+  }
 
 
 @contextlib.contextmanager
@@ -72,6 +92,7 @@ def _exit_on_failure() -> Iterator[None]:
       if reason:
         raise RunError(reason) from error
       raise
+    announce_failure(error)
     expected = reason or isinstance(error, UserError | RunError)
     with contextlib.suppress(OSError):  # stderr may be closed
       if not expected:
@@ -157,6 +178,7 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
   for file in (args.json, args.completions):
     broadcast_from_first(lambda file=file: _check_writable(file))
   own_config = configs.load(args.config, overrides) if args.config else None
+  agree(configs.flatten(configs.resolved_dict(own_config)) if own_config else {})
   worker, config, read = find_policy(args.model, args.step, own_config)
   if args.data:
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=args.data))

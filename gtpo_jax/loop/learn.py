@@ -16,18 +16,21 @@ from gtpo_jax.api.inputs import Agent, MakeEnvironment, Records, resolve_inputs
 from gtpo_jax.api.policy import TrainedPolicy
 from gtpo_jax.api.results import Result, Step
 from gtpo_jax.checkpoint.workdir import claim, open_workdir
-from gtpo_jax.config import Config, with_compute_dtype
+from gtpo_jax.config import Config, flatten, resolved_dict, with_compute_dtype
 from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.panel import one_line
 from gtpo_jax.loop.interruptions import closed_at_exit, saved_if_interrupted
 from gtpo_jax.loop.prepare import prepare
 from gtpo_jax.loop.run import Place, Run
+from gtpo_jax.models.hf.folder import fingerprints
 from gtpo_jax.rollout.scoring.functions import RewardFunction
+from gtpo_jax.runtime.cluster.agreement import agree, process_identity
 from gtpo_jax.runtime.compiling import stoppable_compiles
 from gtpo_jax.runtime.distributed import any_process, is_first_process
 from gtpo_jax.runtime.signals import Interrupts, Watchdog
 from gtpo_jax.runtime.startup import prepare_devices
+from gtpo_jax.storage.paths import absolute_path, storage_path
 from gtpo_jax.storage.spool import open_logs
 
 
@@ -122,6 +125,9 @@ def steps(
   prepare_devices()
   compile_count()  # the first call registers the listener that counts compilations
   inputs = resolve_inputs(config, reward, data, held_out, demonstrations, environment, tools, agent)
+  place = "none" if workdir is None else str(absolute_path(storage_path(workdir)))
+  settings = flatten(resolved_dict(inputs.config))
+  agree({**process_identity(), "the workdir": place, **settings})
   display = display or Display(is_first_process())
   interrupts = Interrupts(display.notice)
   signals = interrupts if stopping is None else contextlib.nullcontext()
@@ -129,6 +135,8 @@ def steps(
   with display.waiting("reading the model and the data", line=False):
     parts = prepare(inputs, display)
   config = with_compute_dtype(inputs.config, parts.worker.model.config.compute_dtype)
+  dtype = {"model.compute_dtype": config.model.compute_dtype}
+  agree({**dtype, **fingerprints(config.model.path), **parts.provenance})
   with (
     open_workdir(workdir) as folder,
     claim(folder, config, display.say) as claimed,

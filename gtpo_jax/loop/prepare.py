@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gtpo_jax.api.inputs import Inputs
+from gtpo_jax.checkpoint.provenance import provenance_of
 from gtpo_jax.config import Config
 from gtpo_jax.config.mesh_choice import check_divisible, proposing_mesh
 from gtpo_jax.data.records import Problem, Problems
@@ -32,6 +33,7 @@ class Parts(NamedTuple):
     teacher: what the warm start imitates; None if there is none.
     problems: the sources to train on, with their mixing weights.
     held_out: the problems to evaluate on.
+    provenance: what the data is, from `provenance_of`.
   """
 
   worker: RolloutWorker
@@ -39,6 +41,7 @@ class Parts(NamedTuple):
   teacher: Teacher | None
   problems: Sequence[tuple[Problems, float]]
   held_out: Sequence[Problem]
+  provenance: Mapping[str, str]
 
 
 def prepare(inputs: Inputs, display: Display) -> Parts:
@@ -63,7 +66,8 @@ def prepare(inputs: Inputs, display: Display) -> Parts:
   reward_manager.probe_judge(display.say)
   problems = training_problems(config, worker, display.say, inputs.records)
   held_out = held_out_problems(config, worker, display.say, inputs.records)
-  return Parts(worker, reward_manager, teacher, problems, held_out)
+  provenance = provenance_of(config, problems, held_out)
+  return Parts(worker, reward_manager, teacher, problems, held_out, provenance)
 
 
 def check_training(config: Config) -> None:

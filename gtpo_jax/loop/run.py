@@ -14,7 +14,7 @@ from etils import epath
 from gtpo_jax.api.policy import TrainedPolicy
 from gtpo_jax.api.results import Result
 from gtpo_jax.checkpoint.manager import Checkpoints
-from gtpo_jax.checkpoint.provenance import check_provenance, provenance_of
+from gtpo_jax.checkpoint.provenance import check_provenance
 from gtpo_jax.checkpoint.runs import frozen_params
 from gtpo_jax.checkpoint.workdir import Claim
 from gtpo_jax.config import Config
@@ -129,7 +129,7 @@ class Run:
     frozen = load_frozen(config, worker, folder, frozen_steps)
     self._teacher = () if frozen.matched is None else (frozen.matched,)  # arguments of the update
     problems = self._parts.problems
-    provenance = provenance_of(config, problems, self._parts.held_out, frozen.digests)
+    provenance = {**self._parts.provenance, **frozen.digests}
     check_provenance(metadata.get("identity", {}), provenance, accept_changes, say)
     self._metadata = {"identity": provenance, "steps": frozen.steps}
     reward_manager = self._parts.reward_manager

@@ -35,7 +35,7 @@ def test_provenance_covers_the_contents_of_data_files(tmp_path):
   original = problems(tmp_path, ROWS)
 
   def provenance(train, held_out=original):
-    return provenance_of(config, [(train, 1.0)], held_out, {})
+    return provenance_of(config, [(train, 1.0)], held_out)
 
   expected = provenance(original)
   assert list(expected) == [
@@ -63,12 +63,9 @@ def test_provenance_covers_the_contents_of_data_files(tmp_path):
   assert len(changed) == 2 * len(others) and tuple(expected.values()) not in changed
 
 
-def test_tasks_are_omitted_and_policies_recorded_by_digest():
+def test_tasks_are_omitted():
   task = make_task("sums", 2, 0)
-  frozen = {"guide.path": "0123"}
-  assert (
-    provenance_of(config_of("sums"), [(TaskPart(task, task.train_ids), 1.0)], [], frozen) == frozen
-  )
+  assert provenance_of(config_of("sums"), [(TaskPart(task, task.train_ids), 1.0)], []) == {}
 
 
 def test_a_change_is_refused_with_the_difference_unless_accepted():

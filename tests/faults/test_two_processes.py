@@ -7,7 +7,7 @@ import json
 import shutil
 
 import pytest
-from processes import SETTINGS, STEPS, command, read_result, start, start_together, start_two
+from processes import ROOT, SETTINGS, STEPS, command, read_result, start, start_together, start_two
 
 from gtpo_jax.logs.log_files import read_jsonl
 
@@ -94,6 +94,52 @@ def test_two_processes_stop_together_in_every_phase(undisturbed, tmp_path):
   resumes_exactly(tmp_path / "run", undisturbed)
 
 
+def refused(codes, printed, message):
+  """Both processes have refused to begin, in one line that says why."""
+  assert codes == [2, 2], (codes, printed)
+  for text in printed:
+    ours = [row for row in text.splitlines() if row.startswith("gtpo: ")]
+    assert len(ours) == 1 and "Traceback" not in text, printed
+    assert "is not the same on all processes: " in ours[0] and message in ours[0], printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("settings", "variables", "message"),
+  [
+    ({"optimizer.learning_rate": 3e-3}, {}, "optimizer.learning_rate is not"),
+    ({"seed": 5, "steps": 9}, {}, "the first process has 0, process 1 5; nor are steps; start"),
+    ({"data.train": "countdown"}, {}, "data.train is not"),
+    ({}, {"JAX_ENABLE_X64": "1"}, "the first process has False, process 1 True"),
+    ({}, {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}, "XLA_FLAGS is not"),
+  ],
+)
+def test_two_processes_that_differ_do_not_begin(settings, variables, message, tmp_path):
+  lines = [command(tmp_path / "run", "-", SETTINGS | more) for more in ({}, settings)]
+  lines[1] = ["env", *(f"{name}={value}" for name, value in variables.items()), *lines[1]]
+  refused(*start_together(lines), message)
+  assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_with_one_relative_workdir_in_two_folders_do_not_begin(tmp_path):
+  line = command("run", "-", SETTINGS)
+  for name in ("a", "b"):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "configs").symlink_to(ROOT / "configs")
+  lines = [["env", f"--chdir={tmp_path / name}", *line] for name in ("a", "b")]
+  refused(*start_together(lines), "/a/run, process 1 ")
+
+
+@pytest.mark.slow
+def test_an_error_of_one_process_is_told_to_the_other(tmp_path):
+  lines = [command(tmp_path / "run", "-", SETTINGS | more) for more in ({}, {"seed": -1})]
+  codes, printed = start_together(lines)
+  assert codes == [2, 2], (codes, printed)
+  assert "gtpo: process 1 of 2: seed must be" in printed[1]
+  assert "gtpo: process 0 of 2: process 1 has failed: seed must be" in printed[0]
+
+
 @pytest.mark.slow
 def test_two_processes_with_different_data_are_rejected(tmp_path):
   """Without a shared file system, they would train on different problems."""
@@ -114,11 +160,7 @@ def test_two_processes_with_different_data_are_rejected(tmp_path):
     *line,
   ]
   codes, printed = start_together([line, own_view])
-  assert codes[1] == 2, (codes, printed)
-  assert codes[0] not in (0, 2), (codes, printed)
-  ours = [row for row in printed[1].splitlines() if row.startswith("gtpo: ")]
-  assert len(ours) == 1, printed
-  assert "is not the same on all processes: the first process has 1 problems, sha256 " in ours[0]
+  refused(codes, printed, "the first process has 1 problems, sha256 ")
 
 
 @pytest.mark.slow

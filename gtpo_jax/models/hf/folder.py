@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -84,6 +85,26 @@ def _from_hub(name: str) -> Path:
       f"({first_line(error)[:160]}); download it on a machine with network access, or name a folder"
     ) from error
   return _checked(Path(folder), name)
+
+
+def fingerprints(name: str | None) -> dict[str, str]:
+  """Returns what tells a model folder from another one, by name; {} for none or a remote one.
+
+  This is a digest of the names of its files, the sizes of those with weights, and the contents of
+  all others.
+  """
+  if not name or is_remote(name):
+    return {}
+  folder = find(name)
+  files = {file for pattern in HUB_FILES for file in folder.glob(pattern)}
+  digest = hashlib.sha256()
+  for file in sorted(files):
+    is_weights = file.suffix == ".safetensors"
+    content = str(file.stat().st_size).encode() if is_weights else file.read_bytes()
+    digest.update(f"{file.name} {len(content)}\n".encode() + content)
+  return {
+    f"model.path {name!r}": f"a folder of {len(files)} files, sha256 {digest.hexdigest()[:16]}"
+  }
 
 
 def is_hf_folder(folder: Path) -> bool:

@@ -37,7 +37,7 @@ def join_processes() -> None:
     UserError: the variables contradict one another, or are incomplete.
     RunError: JAX could not connect the processes, or sees fewer or more than were started.
   """
-  timeout = _join_timeout()
+  timeout = join_timeout()
   launch = find_launch()
   if launch is None or launch.count == 1:
     if has_tpu():
@@ -69,7 +69,12 @@ def join_processes() -> None:
   _check_count(launch.count, f"{launch.launcher} has started {launch.count}")
 
 
-def _join_timeout() -> int:
+def join_timeout() -> int:
+  """Returns the seconds for which processes wait for each other at the start of a run.
+
+  Raises:
+    UserError: the variable `GTPO_JOIN_TIMEOUT_S` is no such number.
+  """
   text = os.environ.get(TIMEOUT) or str(JOIN_TIMEOUT_S)
   if not text.isdigit() or int(text) < 1:
     raise UserError(f"{TIMEOUT} must be a whole number of seconds, at least 1; got {text!r}")
