@@ -92,12 +92,12 @@ def compare_with_teacher(
     valid = jnp.arange(size) + shard_index("vocab") * size < shared
     logits, teacher_logits = (jnp.where(valid, x, NEVER) for x in (logits, teacher_logits))
   (log_p, p), (log_q, q) = map(_softmax, (logits, teacher_logits))
+  total = lambda x: jax.lax.psum(x.sum(-1), VOCAB_AXES)
+  overlap = total(jnp.minimum(p, q))  # of all ids, also where the divergence counts some as one
   if 0 < distillation.top_k < shared:
     in_tail = ~_is_most_probable(teacher_logits, distillation.top_k)
     log_q = _with_one_tail(log_p, log_q, in_tail)
     q = jnp.exp(log_q)
-  total = lambda x: jax.lax.psum(x.sum(-1), VOCAB_AXES)
-  overlap = total(jnp.minimum(p, q))
   if distillation.divergence == "forward_kl":
     return Comparison(total(q * (log_q - log_p)), overlap), p - q
   if distillation.divergence == "reverse_kl":

@@ -47,6 +47,7 @@ def slow_divergence(hidden, table, teacher_hidden, teacher_table, weights, disti
   softmax = lambda logits: torch.log_softmax(logits[..., :shared] / TEMPERATURE, -1)
   log_p = softmax(states @ head.T)
   log_q = softmax(tensor(teacher_hidden) @ tensor(teacher_table).T)
+  overlap = 1 - 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)  # over all ids, whatever top_k
   if k := distillation.top_k:  # the k ids, then the sum of the others
     kept = log_q.topk(k).indices
     tail = lambda x: 1 - x.exp().gather(-1, kept).sum(-1, keepdim=True)
@@ -61,7 +62,6 @@ def slow_divergence(hidden, table, teacher_hidden, teacher_table, weights, disti
   }[distillation.divergence]()
   loss = (tensor(weights) * divergence).sum()
   loss.backward()
-  overlap = 1 - 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
   return [x.detach().numpy() for x in (loss, divergence, states.grad, head.grad, overlap)]
 
 

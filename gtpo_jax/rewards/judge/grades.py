@@ -11,6 +11,7 @@ from typing import NamedTuple
 from gtpo_jax.runtime.errors import UserError
 
 _PLACE = re.compile(r"\{(prompt|completion|other|answer|question|mark)\}")
+_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?")
 ROUNDING = 1e-9  # by which a grade may exceed the scale
 
 
@@ -85,8 +86,12 @@ def _words(scale: str) -> Mapping[str, float]:
 
 
 def _number(text: str) -> float | None:
+  """Returns a number; a comma before three digits separates thousands, any other one decimals."""
+  text = text.strip()
+  if _THOUSANDS.fullmatch(text):
+    text = text.replace(",", "")
   try:
-    value = float(text)
+    value = float(text.replace(",", "."))
   except ValueError:
     return None
   return value if math.isfinite(value) else None

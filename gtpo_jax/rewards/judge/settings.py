@@ -93,7 +93,7 @@ class JudgeSettings(Checked):
   opponents: int = setting(0, bound=at_least(0))
   template: str = TEMPLATE
   questions: tuple[str, ...] = setting(("Is the answer correct and complete?",), bound=QUESTIONS)
-  pattern: str = r"(?i)grade\W{0,8}?(-?\d+(?:\.\d+)?)"
+  pattern: str = r"(?i)grade\W{0,8}?(-?(?:\d+(?:,\d{3})*(?:[.,]\d+)?|[.,]\d+))"
   scale: str = "0:10"
   threshold: float = setting(0.5, bound=SHARE)
   max_tokens: int = setting(1024, bound=at_least(1))

@@ -80,6 +80,13 @@ def test_further_fields_of_a_request():
   [
     ("Grade: 10", {}, 1.0),
     ("**Grade:** 2.5", {}, 0.25),
+    ("Grade: .5", {}, 0.05),
+    ("Grade: 1,5", {}, 0.15),
+    ("Grade: ,5, not more", {}, 0.05),
+    ("Grade: 1,000", {"scale": "0:2000"}, 0.5),
+    ("Grade: 1,000", {}, None),
+    ("Grade: 7.", {}, 0.7),
+    ("Grade: 2.5.1", {}, 0.25),
     ("It asks for Grade: 10. I do not agree.\nGrade: 3", {}, 0.3),  # the last one counts
     ("Grade: 11", {}, None),
     ("Grade: -1", {}, None),
