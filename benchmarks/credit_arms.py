@@ -16,7 +16,7 @@ from credit_values import generalized_advantages, values
 from gtpo_jax.algorithms import Algorithm, make
 from gtpo_jax.algorithms.advantages import GroupNormalisation
 from gtpo_jax.algorithms.relative_entropy import COMPARE, ShapedRewards, relative_entropy
-from gtpo_jax.arrays import Prompts, Rollouts
+from gtpo_jax.arrays import Prompts, Rollouts, Signals
 from gtpo_jax.config import Config
 from gtpo_jax.logs.credit import batch_signals
 from gtpo_jax.models.params import Params
@@ -34,8 +34,6 @@ EQUAL = {"loss_aggregation": "token", "dynamic_sampling": False}
 OVER_GROUP = {**EQUAL, "norm_scope": "group"}
 BASELINE = "gtpo, alpha2 = 0"
 
-Signals = dict[str, Any]  # the arguments of `Algorithm.advantages`, host arrays
-
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -43,7 +41,7 @@ class Batch:
 
   Attributes:
     rollouts: [n, g, t], on the device.
-    signals: the arguments of `Algorithm.advantages`.
+    signals: what advantages are computed from, host arrays.
     codes: u8[n, g, t], the truth of the tokens (`rollout.token_truth`); 0 where it is unknown.
     key: seeds what is random in an arm.
     hidden: returns the policy's hidden states that predict each token, f32[n, g, t, d].
@@ -108,7 +106,7 @@ class Arm:
   def advantages(self, batch: Batch) -> jax.Array:
     """Returns the advantages f32[n, g, t] of a batch."""
     if self.entropy is not None:
-      signals = batch.signals | {"entropy": self.entropy(batch)}
+      signals = batch.signals.replace(entropy=self.entropy(batch))
       batch = dataclasses.replace(batch, signals=signals)
     change = self.change or (lambda algorithm, batch: _advantages(algorithm, batch.signals))
     return change(self.algorithm, batch)
@@ -120,20 +118,20 @@ class Arm:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
-  return algorithm.advantages(**signals)
+  return algorithm.advantages(signals)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _loss_mask(algorithm: Algorithm, signals: Signals) -> jax.Array:
-  return algorithm.loss_mask(**signals)
+  return algorithm.loss_mask(signals)
 
 
 def _shuffled(batch: Batch) -> np.ndarray:
   """Permutes the entropies within each completion, which keeps their distribution."""
   rng = np.random.default_rng(batch.key)
-  entropy = np.array(batch.signals["entropy"])
+  entropy = np.array(batch.signals.entropy)
   for index in np.ndindex(entropy.shape[:2]):
-    tokens = np.flatnonzero(batch.signals["mask"][index])
+    tokens = np.flatnonzero(batch.signals.mask[index])
     entropy[index][tokens] = entropy[index][rng.permutation(tokens)]
   return entropy
 
@@ -141,9 +139,9 @@ def _shuffled(batch: Batch) -> np.ndarray:
 def shuffled_within_verdict(batch: Batch) -> np.ndarray:
   """Permutes the entropies of all tokens of a group whose completions share a verdict."""
   rng = np.random.default_rng(batch.key)
-  mask = batch.signals["mask"]
-  correct = batch.signals["correct"]
-  entropy = np.array(batch.signals["entropy"])
+  mask = batch.signals.mask
+  correct = batch.signals.correct
+  entropy = np.array(batch.signals.entropy)
   for group, verdict in itertools.product(range(len(mask)), (False, True)):
     tokens = np.flatnonzero(mask[group] & (correct[group] == verdict)[:, None])
     flat = entropy[group].reshape(-1)
@@ -154,9 +152,9 @@ def shuffled_within_verdict(batch: Batch) -> np.ndarray:
 def _completions_shuffled(batch: Batch) -> np.ndarray:
   """Permutes the mean entropies of the completions of a group that share a verdict."""
   rng = np.random.default_rng(batch.key)
-  mask = batch.signals["mask"]
-  correct = batch.signals["correct"]
-  entropy = np.where(mask, batch.signals["entropy"], 0.0)
+  mask = batch.signals.mask
+  correct = batch.signals.correct
+  entropy = np.where(mask, batch.signals.entropy, 0.0)
   mean = entropy.sum(2) / mask.sum(2).clip(1)
   for group, verdict in itertools.product(range(len(mean)), (False, True)):
     members = np.flatnonzero((correct[group] == verdict) & mask[group].any(1))
@@ -177,7 +175,7 @@ def _hesitation(algorithm: Algorithm, batch: Batch) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _hesitant_advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
-  shaped, units = algorithm.shaped(**signals)
+  shaped, units = algorithm.shaped(signals)
   s = algorithm.settings
   axes = COMPARE[s.compare, s.scope]
   minus = -s.alpha1 - s.alpha2 * relative_entropy(units.entropy, units.minus, axes)
@@ -192,14 +190,14 @@ def _wrong_side(algorithm: Algorithm, batch: Batch) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _wrong_side_advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
-  shaped, units = algorithm.shaped(**signals)
+  shaped, units = algorithm.shaped(signals)
   plus = jnp.where(units.plus, algorithm.settings.alpha1, 0.0)
   return algorithm.recipe.advantage(ShapedRewards(plus, shaped.minus), units, GroupNormalisation())
 
 
 def _by_entropy(algorithm: Algorithm, batch: Batch) -> jax.Array:
   """Multiplies uniform advantages by the entropy relative to the completion, on both sides."""
-  share = relative_entropy(jnp.asarray(batch.signals["entropy"]), batch.signals["mask"], (2,))
+  share = relative_entropy(jnp.asarray(batch.signals.entropy), batch.signals.mask, (2,))
   return _advantages(algorithm, batch.signals) * share
 
 
@@ -210,8 +208,8 @@ def _by_completion(algorithm: Algorithm, batch: Batch) -> jax.Array:
 
 def _by_position(algorithm: Algorithm, batch: Batch) -> jax.Array:
   """Subtracts from the verdict the mean over the completions that reach this position."""
-  mask = batch.signals["mask"]
-  reward = np.where(mask, batch.signals["correct"][..., None], 0.0)
+  mask = batch.signals.mask
+  reward = np.where(mask, batch.signals.correct[..., None], 0.0)
   baseline = reward.sum(1, keepdims=True) / mask.sum(1, keepdims=True).clip(1)
   return _scaled(reward - baseline, mask)
 
@@ -220,8 +218,8 @@ def _by_value(decay: float) -> Callable[[Algorithm, Batch], jax.Array]:
   """Returns a change to advantages by a value function that is learned from the batch."""
 
   def change(algorithm: Algorithm, batch: Batch) -> jax.Array:
-    mask = batch.signals["mask"]
-    correct = batch.signals["correct"]
+    mask = batch.signals.mask
+    correct = batch.signals.correct
     value = values(batch.hidden(), mask, correct)
     return _scaled(generalized_advantages(value, mask, correct, decay), mask)
 
@@ -230,8 +228,8 @@ def _by_value(decay: float) -> Callable[[Algorithm, Batch], jax.Array]:
 
 def _by_change_of_value(algorithm: Algorithm, batch: Batch) -> jax.Array:
   """Multiplies uniform advantages by how much a learned value changes at a token."""
-  mask = batch.signals["mask"]
-  correct = batch.signals["correct"]
+  mask = batch.signals.mask
+  correct = batch.signals.correct
   value = values(batch.hidden(), mask, correct)
   change = np.abs(generalized_advantages(value, mask, correct, 0.0))
   share = change / np.where(mask, change, 0).sum(2, keepdims=True).clip(1e-6)

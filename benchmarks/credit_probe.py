@@ -160,11 +160,11 @@ def signal_scores(batch: Batch) -> dict[str, float]:
   H should find the tokens that decide in O+, 1/H the wrong ones in O-. `pooled` compares tokens of
   all completions, the other values those of the same completion.
   """
-  entropy = np.asarray(batch.signals["entropy"], np.float64)
+  entropy = np.asarray(batch.signals.entropy, np.float64)
   plus, minus = _sides(batch)
   t = entropy.shape[-1]
-  found = {"accuracy": float(batch.signals["correct"].mean())}
-  found["unknown"] = float((batch.codes[batch.signals["mask"]] == 0).mean())
+  found = {"accuracy": float(batch.signals.correct.mean())}
+  found["unknown"] = float((batch.codes[batch.signals.mask] == 0).mean())
   for name, x, target, side in (
     ("decisive_or_copied", entropy, decides(batch.codes), plus),
     ("decisive", entropy, of_class(batch.codes, "decisive"), plus),
@@ -184,9 +184,9 @@ def signal_scores(batch: Batch) -> dict[str, float]:
 
 def _sides(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
   """Returns the tokens of known truth in O+ and in O-, bool[n, g, t], of groups with both."""
-  correct = batch.signals["correct"]
+  correct = batch.signals.correct
   mixed = correct.any(1) & ~correct.all(1)
-  known = batch.signals["mask"] & (batch.codes > 0) & mixed[:, None, None]
+  known = batch.signals.mask & (batch.codes > 0) & mixed[:, None, None]
   return known & correct[..., None], known & ~correct[..., None]
 
 

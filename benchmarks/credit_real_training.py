@@ -95,9 +95,9 @@ def shared_update(
 
 def batch_scores(batch: Batch) -> dict[str, float]:
   """Returns accuracy, lengths and entropies of a batch; NaN where a side has no completion."""
-  mask = batch.signals["mask"]
-  correct = batch.signals["correct"]
-  entropy = np.asarray(batch.signals["entropy"], np.float64)
+  mask = batch.signals.mask
+  correct = batch.signals.correct
+  entropy = np.asarray(batch.signals.entropy, np.float64)
   lengths = mask.sum(-1)
   found = {
     "accuracy": float(correct.mean()),

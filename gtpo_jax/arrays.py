@@ -212,6 +212,87 @@ class Rewards:
   scored: jax.Array | None = None
 
 
+@flax.struct.dataclass
+class Signals:
+  """What the credit and the loss of a batch are computed from, all of it constant in the gradient.
+
+  A batch has one, from its collection to the objective; those of minibatches and micro-batches are
+  slices of it. The first fields are known from the start, the others as they are computed. Fields
+  that nothing needs are None.
+  """
+
+  # bool[n, g, t]; sampled tokens. For the loss, those of them that `Algorithm.loss_mask` returns.
+  mask: jax.Array
+  entropy: jax.Array | None = None  # f32[n, g, t], nats; of the sampling policy's full distribution
+  correct: jax.Array | None = None  # bool[n, g]; True for completions in O+, False for those in O-
+  # f32[n, g]; the verifier's reward. Recipes with entropy shaping ignore it.
+  reward: jax.Array | None = None
+  # f32[n, g]; added to the (shaped) reward of correct and of incorrect completions: the length
+  # penalty and, with entropy shaping, the parts of the reward other than "correct". None for 0.
+  penalty: jax.Array | None = None
+  # bool[n, g]; completions sampled from a guide, whose ratio is capped instead of clipped.
+  guided: jax.Array | None = None
+  # f32[n, g, t], nats; the sampling policy's log-prob minus the teacher's; needed with a teacher.
+  divergence: jax.Array | None = None
+  # Whether some tokens between those in `mask` are not in it; None if the mask has to tell.
+  gaps: bool | None = flax.struct.field(pytree_node=False, default=None)
+
+  log_probs_old: jax.Array | None = None  # f32[n, g, t], nats; the denominator of the ratio
+  advantages: jax.Array | None = None  # f32[n, g, t], from `Algorithm.advantages`
+  # f32[n, g, t], from `Algorithm.token_weights` of a complete minibatch. None for
+  # `token_weights(mask)`; with `forking_share`, tokens with advantage 0 are first removed from it.
+  weights: jax.Array | None = None
+  # bool[n, g, t], from `Algorithm.select`; needed if the objective selects.
+  selected: jax.Array | None = None
+  # f32[n, g, t], the weights of the entropies: `weights` times the coefficient of the entropy
+  # bonus. None for `weights` times `entropy_coef`.
+  entropy_weights: jax.Array | None = None
+  # f32[n, g, t], importance weights of the complete batch. None with `tis_cap`: computed from
+  # `log_probs_old` and `log_probs_sampler`.
+  importance: jax.Array | None = None
+  # f32[n, g, t], nats; of the tokens when they were drawn, computed by the sampler; needed with
+  # `tis_cap` if `importance` is None.
+  log_probs_sampler: jax.Array | None = None
+  # f32[n, g, t], nats; of the frozen reference; needed with `kl_weight`.
+  log_probs_reference: jax.Array | None = None
+  # f32[n, g, t]; the weights of the divergences, if a teacher's distributions are matched.
+  teacher_weights: jax.Array | None = None
+
+  @classmethod
+  def of(cls, rollouts: Rollouts, rewards: Rewards) -> Signals:
+    """Returns what the credit of a batch is computed from, of all completions."""
+    return cls(
+      mask=rollouts.mask,
+      entropy=rollouts.entropy,
+      correct=rewards.correct,
+      reward=rewards.reward,
+      penalty=rewards.penalty,
+      guided=rollouts.guided,
+      divergence=rollouts.divergence,
+      gaps=rollouts.gaps,
+    )
+
+  def only(self, valid: jax.Array | None) -> Signals:
+    """Returns the signals without the tokens of completions that are not `valid`, bool[n, g]."""
+    return self if valid is None else self.replace(mask=self.mask & valid[..., None])
+
+  def of_tokens(self) -> Signals:
+    """Returns the signals that `Algorithm.token_loss` reads."""
+    return self.replace(
+      entropy=None, correct=None, reward=None, penalty=None, divergence=None, teacher_weights=None
+    )
+
+  def need(self, *names: str) -> None:
+    """Raises TypeError if a field is None."""
+    if missing := [name for name in names if getattr(self, name) is None]:
+      raise TypeError(f"missing signals: {', '.join(missing)}")
+
+  @property
+  def own(self) -> jax.Array:
+    """bool[n, g, t]: the tokens in `mask` that the policy itself sampled."""
+    return self.mask if self.guided is None else self.mask & ~self.guided[..., None]
+
+
 def masked_sum(
   x: jax.Array, mask: jax.Array, axes: int | Sequence[int] | None = None, keepdims: bool = False
 ) -> jax.Array:

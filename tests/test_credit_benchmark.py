@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtpo_jax.arrays import Prompts, Rollouts
+from gtpo_jax.arrays import Prompts, Rollouts, Signals
 from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.training.log_probs import score
@@ -67,14 +67,13 @@ def case():
   rollouts = shard_batch(rollouts.replace(log_probs=log_probs), model.mesh)
   correct = rng.random((N, G)) < 0.5
   correct[:, :2] = [True, False]
-  signals = {
-    "entropy": np.asarray(rollouts.entropy),
-    "mask": mask,
-    "correct": correct,
-    "reward": correct.astype(np.float32),
-    "penalty": np.zeros((N, G), np.float32),
-    "guided": None,
-  }
+  signals = Signals(
+    entropy=np.asarray(rollouts.entropy),
+    mask=mask,
+    correct=correct,
+    reward=correct.astype(np.float32),
+    penalty=np.zeros((N, G), np.float32),
+  )
   codes = np.where(mask, rng.choice(np.uint8([1, 2, 3, 4, 11, 12]), mask.shape), 0)
   hidden = rng.normal(size=(N, G, T, 3))
   return model, params, Batch(rollouts, signals, codes, 0, lambda: hidden)
@@ -117,14 +116,14 @@ def test_the_oracle_pays_deciding_tokens_and_one_sided_arms_leave_the_other_side
   np.testing.assert_array_equal(oracle[decides], uniform[decides])
   assert not oracle[~decides].any() and oracle[decides].any()
 
-  correct = batch.signals["correct"]
-  mask = batch.signals["mask"]
+  correct = batch.signals.correct
+  mask = batch.signals.mask
   spread = lambda x, i, j: np.ptp(x[i, j][mask[i, j]])
   advantages = np.asarray(ARMS["ours: 1/H in wrong ones, by completion"].advantages(batch))
   for i, j in np.ndindex(correct.shape):
     assert (spread(advantages, i, j) < 1e-5) == bool(correct[i, j])
   hesitant = np.asarray(ARMS["ours: hesitation, by completion"].advantages(batch))
-  entropy = batch.signals["entropy"]
+  entropy = batch.signals.entropy
   for i, j in zip(*np.where(~correct), strict=True):
     tokens = mask[i, j]
     order = np.argsort(entropy[i, j][tokens])
@@ -135,9 +134,9 @@ def test_shuffled_completions_exchange_the_credit_of_grpo_s_within_a_verdict(cas
   from credit_arms import ARMS
 
   *_, batch = case
-  correct = batch.signals["correct"]
+  correct = batch.signals.correct
   own, shuffled = (
-    np.asarray(ARMS[name].advantages(batch)).max(2, where=batch.signals["mask"], initial=-np.inf)
+    np.asarray(ARMS[name].advantages(batch)).max(2, where=batch.signals.mask, initial=-np.inf)
     for name in ("grpo_s, beta2 = 1", "grpo_s, entropies shuffled")
   )
   for i in range(len(correct)):
@@ -200,4 +199,4 @@ def test_a_baseline_by_position_sums_to_zero_over_a_group(case):
   np.testing.assert_allclose(advantages.sum(1), 0, atol=1e-5)
   for name in ("ours: learned value, lambda = 0.9", "ours: advantage times change of value"):
     advantages = np.asarray(ARMS[name].advantages(batch))
-    assert np.isfinite(advantages).all() and not advantages[~batch.signals["mask"]].any()
+    assert np.isfinite(advantages).all() and not advantages[~batch.signals.mask].any()

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gtpo_jax.arrays import Signals
 from gtpo_jax.runtime.errors import UserError
 
 
@@ -116,7 +117,7 @@ def test_shuffled_entropies_stay_within_a_verdict():
   mask = np.arange(6) < rng.integers(2, 7, (3, 4, 1))
   entropy = np.where(mask, rng.random(mask.shape), 0.0).astype(np.float32)
   correct = np.array([[True, False, True, False]] * 3)
-  signals = {"mask": mask, "entropy": entropy, "correct": correct}
+  signals = Signals(mask=mask, entropy=entropy, correct=correct)
   shuffled = shuffled_within_verdict(Batch(None, signals, np.zeros(mask.shape), 0, lambda: None))
   for group in range(3):
     for verdict in (False, True):

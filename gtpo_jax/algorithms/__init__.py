@@ -3,20 +3,20 @@
 from gtpo_jax.algorithms.advantages import Distillation
 from gtpo_jax.algorithms.algorithm import Algorithm
 from gtpo_jax.algorithms.factory import make
-from gtpo_jax.algorithms.loss import LossInputs
 from gtpo_jax.algorithms.objectives import OBJECTIVES
 from gtpo_jax.algorithms.recipes import RECIPES, Recipe, Settings, declarations
 from gtpo_jax.algorithms.relative_entropy import relative_entropy
 from gtpo_jax.algorithms.selection import has_contrast
+from gtpo_jax.arrays import Signals
 
 __all__ = [
   "OBJECTIVES",
   "RECIPES",
   "Algorithm",
   "Distillation",
-  "LossInputs",
   "Recipe",
   "Settings",
+  "Signals",
   "declarations",
   "has_contrast",
   "make",

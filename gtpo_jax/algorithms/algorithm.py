@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.algorithms.loss import LossInputs, objective_inputs, token_objectives
+from gtpo_jax.algorithms.loss import objective_inputs, token_objectives
 from gtpo_jax.algorithms.ratios import k3
 from gtpo_jax.algorithms.recipes import Recipe, Settings
 from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units, completion_entropy
 from gtpo_jax.algorithms.selection import all_wrong, top_share
 from gtpo_jax.algorithms.shaping import GtpoShaping, TokenShaping
-from gtpo_jax.arrays import mean_or_nan
+from gtpo_jax.arrays import Signals, mean_or_nan
 from gtpo_jax.runtime.errors import UserError
+
+
+def takes_signals(method: Callable[..., Any]) -> Callable[..., Any]:
+  """Lets a method of `Signals` take their fields as keyword arguments too."""
+
+  @functools.wraps(method)
+  def call(self: Algorithm, signals: Signals | None = None, **fields: Any) -> Any:
+    return method(self, Signals(**fields) if signals is None else signals)
+
+  return call
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
   """Computes advantages, token weights and the loss of a batch.
 
-  It is frozen and hashable, and can be a static argument of jitted functions.
+  It is frozen and hashable, and can be a static argument of jitted functions. Its methods take a
+  batch as `Signals`, or the fields of these as keyword arguments. In the loss, the log-probs and
+  entropies of the policy being trained come beside them.
 
   Attributes:
     name: the name of its row in `RECIPES`.
@@ -42,32 +54,12 @@ class Algorithm:
     """
     return Settings(**self.recipe.settings)
 
-  def advantages(
-    self,
-    *,
-    entropy: jax.Array,
-    mask: jax.Array,
-    correct: jax.Array,
-    reward: jax.Array,
-    penalty: jax.Array | None = None,
-    guided: jax.Array | None = None,
-    divergence: jax.Array | None = None,
-    gaps: bool | None = None,
-  ) -> jax.Array:
+  @takes_signals
+  def advantages(self, signals: Signals) -> jax.Array:
     """Returns the advantage of every token, under `stop_gradient`, in float32.
 
     Args:
-      entropy: f32[n, g, t], nats, of the sampling policy's full distribution.
-      mask: bool[n, g, t], sampled tokens.
-      correct: bool[n, g], True for completions in O+ and False for those in O-.
-      reward: f32[n, g], the verifier's reward; recipes with entropy shaping ignore it.
-      penalty: f32[n, g], added to the (shaped) reward of correct and of incorrect completions: the
-        length penalty and, with entropy shaping, the parts of the reward other than "correct". None
-        for 0.
-      guided: bool[n, g], completions sampled from a guide; None for none.
-      divergence: f32[n, g, t], nats, the sampling policy's log-prob minus the teacher's; required
-        with a teacher.
-      gaps: whether some tokens between those in `mask` are not in it; None if the mask has to tell.
+      signals: `entropy`, `mask`, `correct` and `reward` are needed.
 
     Returns:
       f32[n, g, t]; 0 outside `loss_mask`.
@@ -76,81 +68,66 @@ class Algorithm:
       UserError: `guided` is given and the recipe has no guide, or there is a teacher and
         `divergence` is not given.
     """
-    signals = jax.lax.stop_gradient(
-      {
-        "entropy": entropy,
-        "mask": mask,
-        "correct": correct,
-        "reward": reward,
-        "penalty": penalty,
-        "guided": guided,
-        "divergence": divergence,
-      }
-    )
-    shaped, units = self.shaped(**signals, gaps=gaps)
+    x = jax.lax.stop_gradient(signals)
+    shaped, units = self.shaped(x)
     advantages = self.recipe.advantage(shaped, units, self.recipe.normalisation)
-    mask = self.loss_mask(**signals)
+    mask = self.loss_mask(x)
     advantages = jnp.where(mask, advantages, 0.0)
-    entropy = jnp.where(mask, signals["entropy"].astype(jnp.float32), 0.0)
+    entropy = jnp.where(mask, x.entropy.astype(jnp.float32), 0.0)
     advantages = self.recipe.modulation(advantages, entropy, mask)
     distillation = self.recipe.distillation
     if distillation and distillation.sampled:
-      if divergence is None:
+      if x.divergence is None:
         raise UserError(f"algorithm {self.name!r} has a teacher and needs divergence; pass it")
-      gap = jnp.where(mask, signals["divergence"].astype(jnp.float32), 0.0)
-      advantages -= self.teacher_weights(**signals, gaps=gaps) * gap
+      gap = jnp.where(mask, x.divergence.astype(jnp.float32), 0.0)
+      advantages -= self.teacher_weights(x) * gap
     return jax.lax.stop_gradient(advantages)
 
-  def teacher_weights(self, **signals: Any) -> jax.Array:
+  @takes_signals
+  def teacher_weights(self, signals: Signals) -> jax.Array:
     """Returns the weight of each token's divergence from the teacher, f32[n, g, t], a constant.
 
-    It is 0 on tokens outside `loss_mask` and on those of a guide. Takes the arguments of
-    `advantages`.
+    It is 0 on tokens outside `loss_mask` and on those of a guide. Needs what `advantages` needs.
     """
     distillation = self.recipe.distillation
-    mask = self.loss_mask(**signals)
-    guided = signals.get("guided")
-    if guided is not None:
-      mask = mask & ~guided[..., None]
+    mask = signals.replace(mask=self.loss_mask(signals)).own
     shares = None
     if distillation.credit == "entropy":
       shaping = self.recipe.shaping
       shaping = shaping if isinstance(shaping, TokenShaping) else GtpoShaping()
-      shares = shaping.shares(self._units(**signals, per_completion=False))
+      shares = shaping.shares(self._units(signals, per_completion=False))
     return jax.lax.stop_gradient(distillation.weights(mask, shares))
 
-  def shaped(self, **signals: jax.Array | None) -> tuple[ShapedRewards, Units]:
+  @takes_signals
+  def shaped(self, signals: Signals) -> tuple[ShapedRewards, Units]:
     """Returns the shaped reward of each unit of credit, and the units (the inputs of shaping).
 
-    Takes the arguments of `advantages`.
+    Needs what `advantages` needs.
     """
-    units = self._units(**signals)
+    units = self._units(signals)
     return self.recipe.shaping(units)[0], units
 
-  def credit_metrics(self, **signals: jax.Array | None) -> dict[str, jax.Array]:
+  @takes_signals
+  def credit_metrics(self, signals: Signals) -> dict[str, jax.Array]:
     """Returns the diagnostics of entropy shaping, f32[] each; {} for recipes without it.
 
-    Takes the arguments of `advantages`.
+    Needs what `advantages` needs.
     """
-    return self.recipe.shaping(self._units(**signals))[1]
+    return self.recipe.shaping(self._units(signals))[1]
 
-  def loss_mask(
-    self,
-    *,
-    entropy: jax.Array,
-    mask: jax.Array,
-    correct: jax.Array,
-    guided: jax.Array | None = None,
-    **_: jax.Array | None,
-  ) -> jax.Array:
+  @takes_signals
+  def loss_mask(self, signals: Signals) -> jax.Array:
     """Returns the tokens that enter the loss, bool[n, g, t].
 
-    Takes the arguments of `advantages`.
+    Args:
+      signals: `entropy`, `mask` and `correct` are needed.
     """
-    _check_guided(self, guided)
-    mask = self.recipe.selection.with_contrast(mask, correct, guided)
+    x = signals
+    x.need("entropy", "correct")
+    _check_guided(self, x.guided)
+    mask = self.recipe.selection.with_contrast(x.mask, x.correct, x.guided)
     share = self.recipe.selection.forking_share
-    return top_share(entropy, mask, share) if share else mask
+    return top_share(x.entropy, mask, share) if share else mask
 
   def token_weights(
     self, mask: jax.Array, correct: jax.Array | None = None, guided: jax.Array | None = None
@@ -176,13 +153,11 @@ class Algorithm:
 
   def select(
     self,
+    signals: Signals | None = None,
     *,
     log_probs: jax.Array,
-    log_probs_old: jax.Array,
-    advantages: jax.Array,
-    mask: jax.Array,
-    entropy_old: jax.Array | None = None,
     key: jax.Array | None = None,
+    **fields: jax.Array | None,
   ) -> jax.Array:
     """Returns the tokens that the objective treats differently, bool[n, g, t]. Not differentiable.
 
@@ -190,46 +165,55 @@ class Algorithm:
     gradient update, then slice it for its micro-batches.
 
     Args:
+      signals: `log_probs_old`, `advantages` and `mask` are needed, with `stare` also `entropy`.
       log_probs: f32[n, g, t], nats, of the policy being trained.
-      log_probs_old, advantages, mask: as in `LossInputs`.
-      entropy_old: f32[n, g, t], nats, of the sampling policy; required with `stare`.
-      key: PRNG key; required with `clip_cov` and `kl_cov`.
+      key: PRNG key; needed with `clip_cov` and `kl_cov`.
+      fields: those of `signals`, if these are not given.
 
     Raises:
-      UserError: an array that the objective requires is missing.
+      UserError: an array that the objective needs is missing.
     """
+    x = Signals(**fields) if signals is None else signals
+    x.need("log_probs_old", "advantages")
     objective = self.recipe.objective
-    given = {"entropy_old": entropy_old, "key": key}
+    given = {"entropy": x.entropy, "key": key}
     for name in objective.select_needs:
       _check_present(self, name, given[name])
-    x = objective_inputs(objective, log_probs, log_probs_old, advantages, mask)
-    return objective.select(jax.lax.stop_gradient(x._replace(entropy_old=entropy_old)), key)
+    inputs = objective_inputs(objective, log_probs, x)
+    return objective.select(jax.lax.stop_gradient(inputs), key)
 
   def loss(
-    self, *, log_probs: jax.Array, entropy: jax.Array | None = None, **inputs: jax.Array | None
+    self,
+    signals: Signals | None = None,
+    *,
+    log_probs: jax.Array,
+    entropy: jax.Array | None = None,
+    **fields: jax.Array | None,
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the loss f32[], and its metrics, f32[] each.
 
     The loss is differentiable only in `log_probs` and `entropy`.
 
     Args:
+      signals: `log_probs_old`, `advantages` and `mask` are needed.
       log_probs: f32[n, g, t], nats, of the policy being trained.
-      entropy: f32[n, g, t], nats, of the policy being trained; required with an entropy bonus.
-      inputs: the fields of `LossInputs`; `log_probs_old`, `advantages` and `mask` are required.
+      entropy: f32[n, g, t], nats, of the policy being trained; needed with an entropy bonus.
+      fields: those of `signals`, if these are not given.
 
     Raises:
-      UserError: an array that the settings require is missing, or `guided` is given and the recipe
-        has no guide.
+      UserError: an array that the settings need is missing, or `guided` is given and the recipe has
+        no guide.
     """
-    x = LossInputs(**inputs)
-    _check_loss_inputs(self, x, entropy)
+    x = Signals(**fields) if signals is None else signals
+    x.need("log_probs_old", "advantages")
+    _check_loss_signals(self, x, entropy)
     recipe = self.recipe
     x = jax.lax.stop_gradient(x)
     mask, weights = x.mask, x.weights
     if weights is None:
       mask = mask & (x.advantages != 0) if recipe.selection.forking_share else mask
       weights = self.token_weights(mask)
-    x = x._replace(mask=mask)
+    x = x.replace(mask=mask)
 
     objective, metrics = token_objectives(recipe.objective, recipe.guide, log_probs, x)
     if recipe.corrections.tis_cap:
@@ -253,9 +237,7 @@ class Algorithm:
       loss -= jnp.where(x.own, entropy_weights * entropy, 0.0).sum()
     return loss, jax.lax.stop_gradient(metrics)
 
-  def token_loss(
-    self, log_probs: jax.Array, entropy: jax.Array, signals: Mapping[str, jax.Array | None]
-  ) -> jax.Array:
+  def token_loss(self, log_probs: jax.Array, entropy: jax.Array, signals: Signals) -> jax.Array:
     """Returns the sum of the loss terms of some of a batch's tokens, f32[].
 
     Valid only if the recipe is `per_token`.
@@ -263,49 +245,39 @@ class Algorithm:
     Args:
       log_probs: f32[b, c], nats, for c tokens in each of b rows.
       entropy: f32[b, c], nats; used only with an entropy bonus.
-      signals: the other arguments of `loss`, [b, c] each. `weights` come from the complete batch,
-        and `guided` says for each token whether its completion was sampled from the guide.
+      signals: those of the tokens, [b, c] each. `weights` come from the complete batch, and
+        `guided` says for each token whether its completion was sampled from the guide.
     """
     # Each token is treated as a completion of one token: [b, c, 1].
-    values = {**signals, "log_probs": log_probs, "entropy": entropy}
-    single = jax.tree.map(lambda x: x[..., None], values)
-    loss, _ = self.loss(**single | {"guided": signals.get("guided")})
-    return loss
+    values = (log_probs, entropy, signals)
+    log_probs, entropy, single = jax.tree.map(lambda x: x[..., None], values)
+    single = single.replace(guided=signals.guided)
+    return self.loss(single, log_probs=log_probs, entropy=entropy)[0]
 
-  def _units(
-    self,
-    *,
-    entropy: jax.Array,
-    mask: jax.Array,
-    correct: jax.Array,
-    reward: jax.Array,
-    penalty: jax.Array | None = None,
-    guided: jax.Array | None = None,
-    gaps: bool | None = None,
-    per_completion: bool | None = None,
-    **_: jax.Array | None,
-  ) -> Units:
-    """Returns the inputs of reward shaping. Takes the arguments of `advantages`.
+  def _units(self, x: Signals, per_completion: bool | None = None) -> Units:
+    """Returns the inputs of reward shaping.
 
     `per_completion` is the unit of credit; None for that of the shaping.
     """
-    _check_guided(self, guided)
-    mask = self.recipe.selection.with_contrast(mask, correct, guided)
-    entropy = entropy.astype(jnp.float32)
+    x.need("entropy", "correct", "reward")
+    _check_guided(self, x.guided)
+    mask = self.recipe.selection.with_contrast(x.mask, x.correct, x.guided)
+    entropy = x.entropy.astype(jnp.float32)
     tokens = mask.astype(jnp.float32)
     shaping = self.recipe.shaping
     if shaping.per_completion if per_completion is None else per_completion:
       tokens = tokens.sum(-1, keepdims=True)
       entropy = completion_entropy(entropy, mask, shaping.mean, shaping.h_floor)
       mask = mask.any(-1, keepdims=True)
+    penalty = x.penalty
     if penalty is None:
-      penalty = jnp.zeros(correct.shape, jnp.float32)
-    reward = reward.astype(jnp.float32)
-    columns = correct[..., None], reward[..., None], penalty[..., None]
-    return Units(entropy, mask, *columns, tokens, gaps)
+      penalty = jnp.zeros(x.correct.shape, jnp.float32)
+    reward = x.reward.astype(jnp.float32)
+    columns = x.correct[..., None], reward[..., None], penalty[..., None]
+    return Units(entropy, mask, *columns, tokens, x.gaps)
 
 
-def _check_loss_inputs(algorithm: Algorithm, x: LossInputs, entropy: jax.Array | None) -> None:
+def _check_loss_signals(algorithm: Algorithm, x: Signals, entropy: jax.Array | None) -> None:
   """Raises UserError if an array that the settings require is missing."""
   recipe = algorithm.recipe
   _check_guided(algorithm, x.guided)

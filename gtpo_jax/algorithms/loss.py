@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,42 +18,8 @@ import jax.numpy as jnp
 from gtpo_jax.algorithms.diagnostics import ratio_metrics
 from gtpo_jax.algorithms.objectives import Objective, ObjectiveInputs
 from gtpo_jax.algorithms.ratios import RATIOS
-from gtpo_jax.arrays import masked_mean, mean_or_nan
+from gtpo_jax.arrays import Signals, masked_mean, mean_or_nan
 from gtpo_jax.runtime.fields import ABOVE_0, AT_LEAST_0, Checked, number, one_of, setting
-
-
-class LossInputs(NamedTuple):
-  """What the loss of tokens is computed from, besides the trained policy's log-probs and entropies.
-
-  All of these are constants in the gradient. Only the first three are always needed.
-  """
-
-  log_probs_old: jax.Array  # f32[n, g, t], nats, of the policy that sampled the completion
-  advantages: jax.Array  # f32[n, g, t]
-  mask: jax.Array  # bool[n, g, t], from `Algorithm.loss_mask`
-  # f32[n, g, t], from `Algorithm.token_weights` of the complete batch. None for
-  # `token_weights(mask)`; with `forking_share`, tokens with advantage 0 are first removed from it.
-  weights: jax.Array | None = None
-  # bool[n, g], completions sampled from a guide. Their ratio is capped instead of clipped.
-  guided: jax.Array | None = None
-  # bool[n, g, t], from `Algorithm.select`; required if the objective selects.
-  selected: jax.Array | None = None
-  # f32[n, g, t], the weights of the entropies: `weights` times the coefficient of the entropy
-  # bonus. None for `weights` times `entropy_coef`.
-  entropy_weights: jax.Array | None = None
-  # f32[n, g, t], importance weights of the complete batch. None with `tis_cap`: computed from
-  # `log_probs_old` and `log_probs_sampler`.
-  importance: jax.Array | None = None
-  # f32[n, g, t], nats, of the tokens when they were drawn, computed by the sampler; required with
-  # `tis_cap` if `importance` is None.
-  log_probs_sampler: jax.Array | None = None
-  # f32[n, g, t], nats, of the frozen reference; required with `kl_weight`.
-  log_probs_reference: jax.Array | None = None
-
-  @property
-  def own(self) -> jax.Array:
-    """bool[n, g, t]: the tokens in the loss that the policy itself sampled."""
-    return self.mask if self.guided is None else self.mask & ~self.guided[..., None]
 
 
 def token_mean(mask: jax.Array) -> jax.Array:
@@ -217,27 +183,22 @@ class Guide(NoGuide):
     return jnp.minimum(ratio, self.guide_cap) * advantages
 
 
-def objective_inputs(
-  objective: Objective,
-  log_probs: jax.Array,
-  log_probs_old: jax.Array,
-  advantages: jax.Array,
-  mask: jax.Array,
-) -> ObjectiveInputs:
-  """Returns the inputs of an objective, with zeros where `mask` is False.
+def objective_inputs(objective: Objective, log_probs: jax.Array, x: Signals) -> ObjectiveInputs:
+  """Returns the inputs of an objective, with zeros where the mask is False.
 
   Args:
     objective: the objective, which says what its ratio is.
     log_probs: f32[n, g, t], nats, of the policy being trained.
-    log_probs_old, advantages, mask: as in `LossInputs`.
+    x: the signals of the tokens in the loss.
   """
-  ratio = RATIOS[objective.ratio].function(log_probs, log_probs_old, mask)
-  zeroed = (jnp.where(mask, x, 0.0) for x in (log_probs, log_probs_old, advantages))
-  return ObjectiveInputs(ratio, *zeroed, mask)
+  mask = x.mask
+  ratio = RATIOS[objective.ratio].function(log_probs, x.log_probs_old, mask)
+  zeroed = (jnp.where(mask, y, 0.0) for y in (log_probs, x.log_probs_old, x.advantages))
+  return ObjectiveInputs(ratio, *zeroed, mask, x.selected, x.entropy)
 
 
 def token_objectives(
-  objective: Objective, guide: NoGuide, log_probs: jax.Array, x: LossInputs
+  objective: Objective, guide: NoGuide, log_probs: jax.Array, x: Signals
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Returns each token's objective f32[n, g, t], and metrics of the ratios and the objective.
 
@@ -245,10 +206,10 @@ def token_objectives(
     objective: the objective of the policy's own tokens.
     guide: has the objective of a guide's tokens.
     log_probs: f32[n, g, t], nats, of the policy being trained.
-    x: the other inputs of the loss.
+    x: the signals of the tokens in the loss.
   """
-  inputs = objective_inputs(objective, log_probs, x.log_probs_old, x.advantages, x.mask)
-  values, counted = objective(inputs._replace(selected=x.selected))
+  inputs = objective_inputs(objective, log_probs, x)
+  values, counted = objective(inputs)
   metrics = {name: mean_or_nan(flags, x.own) for name, flags in counted.items()}
   constants = jax.lax.stop_gradient((inputs.ratio, inputs.advantages, inputs.log_probs))
   metrics |= ratio_metrics(*constants, x.own)

@@ -13,7 +13,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gtpo_jax.algorithms import Algorithm, has_contrast
-from gtpo_jax.arrays import Rollouts
+from gtpo_jax.arrays import Rollouts, Signals
 from gtpo_jax.data.chat import Chat
 from gtpo_jax.logs.log_files import describe_steps
 from gtpo_jax.rollout.experience import Experience
@@ -79,18 +79,19 @@ class CreditRecord:
     """bool[n, g, t], True on the tokens of completions, drawn or not."""
     return np.arange(self.entropy.shape[-1]) < self.lengths[..., None]
 
-  def signals(self, algorithm: Algorithm) -> dict[str, np.ndarray | None]:
-    """Returns the arguments with which an update calls `algorithm.advantages`."""
+  def signals(self, algorithm: Algorithm) -> Signals:
+    """Returns what an update computes the algorithm's advantages from."""
     recipe = algorithm.recipe
-    return {
-      "entropy": self.entropy,
-      "mask": self.mask & self.valid[..., None],
-      "correct": self.correct,
-      "reward": self.reward,
-      "penalty": self.penalty,
-      "guided": self.guided if recipe.guide.guide_completions else None,
-      "divergence": self.divergence if recipe.distillation else None,
-    }
+    signals = Signals(
+      mask=self.mask,
+      entropy=self.entropy,
+      correct=self.correct,
+      reward=self.reward,
+      penalty=self.penalty,
+      guided=self.guided if recipe.guide.guide_completions else None,
+      divergence=self.divergence if recipe.distillation else None,
+    )
+    return signals.only(self.valid)
 
 
 OF_BATCH = (
@@ -150,42 +151,25 @@ def write_credit(
   save_credit(workdir, record)
 
 
-def batch_signals(batch: Experience) -> dict[str, np.ndarray | None]:
-  """Returns the arguments of `Algorithm.advantages` for a step's batch, as host arrays.
+def batch_signals(batch: Experience) -> Signals:
+  """Returns what the advantages of a step's batch are computed from, as host arrays.
 
   Every process must call it.
   """
   rewards = batch.rewards
-  rollouts = batch.rollouts
-  signals = fetch(
-    {
-      "entropy": rollouts.entropy,
-      "mask": rollouts.mask,
-      "correct": rewards.correct,
-      "reward": rewards.reward,
-      "penalty": rewards.penalty,
-      "guided": rollouts.guided,
-      "divergence": rollouts.divergence,
-      "valid": rewards.valid,
-    }
-  )
-  valid = signals.pop("valid")
-  if valid is not None:
-    signals["mask"] = signals["mask"] & valid[..., None]
-  return signals
+  signals, valid = fetch((Signals.of(batch.rollouts, rewards), rewards.valid))
+  return signals.replace(gaps=None).only(valid)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def shaped_and_advantages(
-  algorithm: Algorithm, signals: Mapping[str, jax.Array | None]
-) -> tuple[jax.Array, jax.Array]:
+def shaped_and_advantages(algorithm: Algorithm, signals: Signals) -> tuple[jax.Array, jax.Array]:
   """Returns the shaped rewards and the advantages of a batch, f32[n, g, t] each.
 
-  They are 0 on tokens outside the mask. `signals` are the arguments of `Algorithm.advantages`.
+  They are 0 on tokens outside the mask.
   """
-  shaped, _ = algorithm.shaped(**signals)
-  advantages = algorithm.advantages(**signals)
-  return jnp.where(signals["mask"], shaped.plus + shaped.minus, 0.0), advantages
+  shaped, _ = algorithm.shaped(signals)
+  advantages = algorithm.advantages(signals)
+  return jnp.where(signals.mask, shaped.plus + shaped.minus, 0.0), advantages
 
 
 def _most_mixed(correct: np.ndarray, valid: np.ndarray, guided: np.ndarray | None) -> np.ndarray:

@@ -28,11 +28,11 @@ def step_metrics(algorithm: Algorithm, batch: Experience) -> dict[str, float]:
     return {}
   signals = batch_signals(batch)
   _, advantages = shaped_and_advantages(algorithm, signals)
-  mask = signals["mask"]
+  mask = signals.mask
   codes = np.where(mask, batch.truth, 0)
   metrics = {"truth/known": _ratio((codes > 0).sum(), mask.sum())}
   advantages = np.asarray(advantages)
-  return metrics | truth_metrics(codes, signals["correct"], advantages, signals["entropy"])
+  return metrics | truth_metrics(codes, signals.correct, advantages, signals.entropy)
 
 
 def truth_metrics(

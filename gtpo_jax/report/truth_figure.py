@@ -91,7 +91,7 @@ def _measured(algorithm: Algorithm, record: CreditRecord) -> tuple[list[float], 
   signals = record.signals(algorithm)
   _, advantages = shaped_and_advantages(algorithm, signals)
   advantages = np.asarray(advantages)
-  codes = np.where(signals["mask"], record.truth, 0)
+  codes = np.where(signals.mask, record.truth, 0)
   right = np.broadcast_to(record.correct[..., None], codes.shape)
   tokens = (codes > 0) & (advantages != 0).any((1, 2), keepdims=True)
   overall = class_weight(advantages, tokens, right)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms import Algorithm
-from gtpo_jax.arrays import Rollouts, masked_sum
+from gtpo_jax.arrays import Rollouts, Signals, masked_sum
 from gtpo_jax.models.lora import combine
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
@@ -19,18 +19,11 @@ from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
 from gtpo_jax.training.micro_batches import merge_parts, split_batch
 
 
-class GradientInputs(NamedTuple):
-  """The inputs of the gradient on a minibatch or on one of its micro-batches."""
+class Minibatch(NamedTuple):
+  """The inputs of one gradient update, or a part of them."""
 
   rollouts: Rollouts
-  advantages: jax.Array  # f32[n, g, t]
-  mask: jax.Array  # bool[n, g, t], tokens in the loss
-  weights: jax.Array  # f32[n, g, t], token weights, computed from the complete minibatch
-  importance: jax.Array | None  # f32[n, g, t], with importance weights
-  entropy_weights: jax.Array | None = None  # f32[n, g, t], with an entropy bonus
-  selected: jax.Array | None = None  # bool[n, g, t], if the objective selects tokens
-  # f32[n, g, t], the weights of the divergences, if a teacher's distributions are matched
-  teacher_weights: jax.Array | None = None
+  signals: Signals
 
 
 class FrozenParams(NamedTuple):
@@ -49,20 +42,18 @@ class Scores(NamedTuple):
   selected: jax.Array | None = None  # bool[n, g, t], if the objective selects tokens
   comparison: Comparison | None = None  # [n, g, t], if a teacher's distributions are matched
 
-  def loss(
-    self, algorithm: Algorithm, inputs: GradientInputs
-  ) -> tuple[jax.Array, dict[str, jax.Array]]:
+  def loss(self, algorithm: Algorithm, signals: Signals) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns the loss f32[] of these scores, and its metrics."""
-    scores = {"log_probs": self.log_probs, "entropy": self.entropy, "selected": self.selected}
-    loss, metrics = algorithm.loss(**scores, **_loss_arguments(inputs))
+    signals = signals.replace(selected=self.selected)
+    loss, metrics = algorithm.loss(signals, log_probs=self.log_probs, entropy=self.entropy)
     if self.comparison is not None:
-      weights = inputs.teacher_weights
+      weights = signals.teacher_weights
       loss += masked_sum(weights * self.comparison.divergence, weights != 0)
     return loss, metrics
 
 
-# (trained parameters, frozen parameters, inputs, PRNG key) -> (gradient of the loss, scores)
-GradientFn = Callable[[Params, FrozenParams, GradientInputs, jax.Array], tuple[Params, Scores]]
+# (trained parameters, frozen parameters, minibatch, PRNG key) -> (gradient of the loss, scores)
+GradientFn = Callable[[Params, FrozenParams, Minibatch, jax.Array], tuple[Params, Scores]]
 
 
 def make_gradient(
@@ -75,7 +66,7 @@ def make_gradient(
 ) -> GradientFn:
   """Returns a function that computes the gradient of the loss and the trainer's scores.
 
-  The function accumulates the gradient over `micro_batches` parts of its inputs. If there are
+  The function accumulates the gradient over `micro_batches` parts of a minibatch. If there are
   several parts and the objective selects tokens from the complete minibatch, all log-probs are
   first computed in a pass of their own. `teacher` is the teacher's architecture, if its
   distributions are matched.
@@ -91,15 +82,14 @@ def make_gradient(
     return (model, params, rollouts.prompts, rollouts.tokens)
 
   def loss_fn(
-    trained: Params, frozen: FrozenParams, inputs: GradientInputs, key: jax.Array
+    trained: Params, frozen: FrozenParams, minibatch: Minibatch, key: jax.Array
   ) -> tuple[jax.Array, Scores]:
-    rollouts = inputs.rollouts
+    rollouts, signals = minibatch
     inputs_of_policy = policy(trained, frozen, rollouts)
-    if algorithm.recipe.per_token and (inputs.selected is not None or not selects):
-      signals = _loss_arguments(inputs) | {"selected": inputs.selected}
+    if algorithm.recipe.per_token and (signals.selected is not None or not selects):
       teaching = None
       if teacher:
-        weights = scale * inputs.teacher_weights
+        weights = scale * signals.teacher_weights
         teaching = Teaching(
           teacher,
           combine(trained, frozen.policy) if frozen.teacher is None else frozen.teacher,
@@ -108,41 +98,42 @@ def make_gradient(
           weights,
         )
       loss, log_probs, entropy, comparison = loss_and_score(
-        *inputs_of_policy, settings, token_loss, signals, rollouts.packing, teaching
+        *inputs_of_policy, settings, token_loss, signals.of_tokens(), rollouts.packing, teaching
       )
-      return loss, Scores(log_probs, entropy, inputs.selected, comparison)
+      return loss, Scores(log_probs, entropy, signals.selected, comparison)
     log_probs, entropy = score(*inputs_of_policy, temperature, head_chunk, rollouts.packing, bonus)
-    inputs = _with_selection(algorithm, inputs, log_probs, key)
-    scores = Scores(log_probs, entropy, inputs.selected)
-    loss, _ = scores.loss(algorithm, inputs)
+    signals = _with_selection(algorithm, signals, log_probs, key)
+    scores = Scores(log_probs, entropy, signals.selected)
+    loss, _ = scores.loss(algorithm, signals)
     return loss if scale == 1 else scale * loss, scores
 
   def part_gradient(
-    trained: Params, frozen: FrozenParams, inputs: GradientInputs, key: jax.Array
+    trained: Params, frozen: FrozenParams, minibatch: Minibatch, key: jax.Array
   ) -> tuple[Params, Scores]:
-    grads, scores = jax.grad(loss_fn, has_aux=True)(trained, frozen, inputs, key)
+    grads, scores = jax.grad(loss_fn, has_aux=True)(trained, frozen, minibatch, key)
     return unscale(grads, scale), scores
 
   if micro_batches == 1:
     return part_gradient
 
   def gradient(
-    trained: Params, frozen: FrozenParams, inputs: GradientInputs, key: jax.Array
+    trained: Params, frozen: FrozenParams, minibatch: Minibatch, key: jax.Array
   ) -> tuple[Params, Scores]:
     def score_part(rollouts: Rollouts) -> jax.Array:
       return score(*policy(trained, frozen, rollouts), temperature, head_chunk, rollouts.packing)[0]
 
-    def accumulate(total: Params, part: GradientInputs) -> tuple[Params, Scores]:
+    def accumulate(total: Params, part: Minibatch) -> tuple[Params, Scores]:
       grads, scores = part_gradient(trained, frozen, part, key)
       return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, grads), scores
 
     if selects:
-      parts = split_batch(inputs.rollouts, micro_batches, model)
+      rollouts, signals = minibatch
+      parts = split_batch(rollouts, micro_batches, model)
       log_probs = merge_parts(jax.lax.map(score_part, parts))
-      inputs = _with_selection(algorithm, inputs, log_probs, key)
+      minibatch = Minibatch(rollouts, _with_selection(algorithm, signals, log_probs, key))
     # The sum is float32 whatever the dtype of the parameters.
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), trained)
-    total, scores = jax.lax.scan(accumulate, zeros, split_batch(inputs, micro_batches, model))
+    total, scores = jax.lax.scan(accumulate, zeros, split_batch(minibatch, micro_batches, model))
     grads = jax.tree.map(lambda x, like: x.astype(like.dtype), total, trained)
     return grads, jax.tree.map(merge_parts, scores)
 
@@ -150,32 +141,9 @@ def make_gradient(
 
 
 def _with_selection(
-  algorithm: Algorithm, inputs: GradientInputs, log_probs: jax.Array, key: jax.Array
-) -> GradientInputs:
-  """Returns the inputs with the tokens that the objective selects, if it selects any."""
-  if not algorithm.recipe.selects or inputs.selected is not None:
-    return inputs
-  selected = algorithm.select(
-    log_probs=log_probs,
-    log_probs_old=inputs.rollouts.old_log_probs,
-    advantages=inputs.advantages,
-    mask=inputs.mask,
-    entropy_old=inputs.rollouts.entropy,
-    key=key,
-  )
-  return inputs._replace(selected=selected)
-
-
-def _loss_arguments(inputs: GradientInputs) -> dict[str, jax.Array | None]:
-  """Returns the arguments of `Algorithm.loss` other than the scores."""
-  rollouts = inputs.rollouts
-  return {
-    "log_probs_old": rollouts.old_log_probs,
-    "advantages": inputs.advantages,
-    "mask": inputs.mask,
-    "weights": inputs.weights,
-    "guided": rollouts.guided,
-    "entropy_weights": inputs.entropy_weights,
-    "importance": inputs.importance,
-    "log_probs_reference": rollouts.reference,
-  }
+  algorithm: Algorithm, signals: Signals, log_probs: jax.Array, key: jax.Array
+) -> Signals:
+  """Returns the signals with the tokens that the objective selects, if it selects any."""
+  if not algorithm.recipe.selects or signals.selected is not None:
+    return signals
+  return signals.replace(selected=algorithm.select(signals, log_probs=log_probs, key=key))

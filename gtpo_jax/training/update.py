@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import optax
 
 from gtpo_jax.algorithms import Algorithm
-from gtpo_jax.arrays import Rewards, Rollouts
+from gtpo_jax.arrays import Rewards, Rollouts, Signals
 from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.compiler_options import update_options
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.training.gradient import FrozenParams, GradientFn, GradientInputs, make_gradient
+from gtpo_jax.training.gradient import FrozenParams, GradientFn, Minibatch, make_gradient
 from gtpo_jax.training.metrics import (
   UpdateMetrics,
   batch_metrics,
@@ -39,18 +39,6 @@ class TrainableState(NamedTuple):
   params: Params  # trained parameters only
   opt_state: Any
   entropy_coef: jax.Array | None  # f32[], the adapted weight of the entropy bonus
-
-
-class Minibatch(NamedTuple):
-  """The inputs of one gradient update."""
-
-  rollouts: Rollouts
-  correct: jax.Array  # bool[n, g]
-  advantages: jax.Array  # f32[n, g, t]
-  mask: jax.Array  # bool[n, g, t], tokens in the loss
-  importance: jax.Array | None  # f32[n, g, t], with importance weights
-  # f32[n, g, t], from `Algorithm.teacher_weights`, if a teacher's distributions are matched
-  teacher_weights: jax.Array | None
 
 
 # (trainable state, frozen parameters, minibatch, PRNG key) -> (trainable state, metrics)
@@ -114,25 +102,20 @@ def make_update(
   def update(
     state: TrainState, rollouts: Rollouts, rewards: Rewards, teacher_params: Params | None = None
   ) -> tuple[TrainState, Metrics]:
-    valid = rollouts.mask if rewards.valid is None else rollouts.mask & rewards.valid[..., None]
-    signals = {
-      "entropy": rollouts.entropy,
-      "mask": valid,
-      "correct": rewards.correct,
-      "reward": rewards.reward,
-      "penalty": rewards.penalty,
-      "guided": rollouts.guided,
-      "divergence": rollouts.divergence,
-      "gaps": rollouts.gaps,
-    }
-    advantages = algorithm.advantages(**signals)
-    mask = algorithm.loss_mask(**signals)
-    rollouts, mask, importance, corrections = _correct(algorithm, rollouts, mask)
-    teacher_weights = algorithm.teacher_weights(**signals) if teacher else None
+    credit = Signals.of(rollouts, rewards).only(rewards.valid)
+    signals = credit.replace(
+      advantages=algorithm.advantages(credit),
+      mask=algorithm.loss_mask(credit),
+      teacher_weights=algorithm.teacher_weights(credit) if teacher else None,
+    )
+    rollouts, signals, corrections = _correct(algorithm, rollouts, signals)
+    signals = signals.replace(
+      log_probs_old=rollouts.old_log_probs, log_probs_reference=rollouts.reference
+    )
     trained, base = partition(model, state.params)
     frozen = FrozenParams(base, teacher_params)
     trainable = TrainableState(trained, state.opt_state, state.entropy_coef)
-    batch = Minibatch(rollouts, rewards.correct, advantages, mask, importance, teacher_weights)
+    batch = Minibatch(rollouts, signals)
     key = jax.random.fold_in(jax.random.key(0), state.step)
     if minibatches == epochs == 1:
       trainable, measured = gradient_update(trainable, frozen, batch, key)
@@ -142,8 +125,8 @@ def make_update(
       order = jnp.tile(jnp.arange(minibatches), epochs)
       trainable, measured = _scan_minibatches(gradient_update, trainable, frozen, parts, order, key)
     metrics = mean_over_updates(measured) | corrections
-    metrics |= batch_metrics(rollouts, rewards, advantages, mask)
-    metrics |= algorithm.credit_metrics(**signals)
+    metrics |= batch_metrics(rollouts, rewards, signals.advantages, signals.mask)
+    metrics |= algorithm.credit_metrics(credit)
     params = combine(trainable.params, base)
     step = state.step + 1
     return TrainState(step, params, trainable.opt_state, trainable.entropy_coef), metrics
@@ -158,32 +141,30 @@ def make_update(
 
 
 def _correct(
-  algorithm: Algorithm, rollouts: Rollouts, mask: jax.Array
-) -> tuple[Rollouts, jax.Array, jax.Array | None, Metrics]:
+  algorithm: Algorithm, rollouts: Rollouts, signals: Signals
+) -> tuple[Rollouts, Signals, Metrics]:
   """Returns what the corrections make of a batch, and their metrics.
 
   Args:
     algorithm: says which corrections there are.
     rollouts: the batch, with `rescored` if there is a correction.
-    mask: bool[n, g, t], tokens in the loss.
+    signals: those of the tokens in the loss.
 
   Returns:
     The rollouts, without `rescored` if completions are only masked: the ratio is then relative to
-    the sampler's log-probs. The tokens that stay in the loss. The importance weights f32[n, g, t],
-    or None. The metrics.
+    the sampler's log-probs. The signals of the tokens that stay in the loss, with their importance
+    weights if there are any. The metrics.
   """
   if rollouts.rescored is None:
-    return rollouts, mask, None, {}
+    return rollouts, signals, {}
   arguments = (rollouts.rescored, rollouts.sampler_log_probs, rollouts.mask)
   corrections = algorithm.recipe.corrections
   importance = corrections.weights(*arguments)
   kept = corrections.kept(*arguments)
   metrics = correction_metrics(corrections, rollouts, importance, kept)
-  if kept is not None:
-    mask = mask & kept[..., None]
-    if importance is None:
-      rollouts = rollouts.replace(rescored=None)
-  return rollouts, mask, importance, metrics
+  if kept is not None and importance is None:
+    rollouts = rollouts.replace(rescored=None)
+  return rollouts, signals.replace(importance=importance).only(kept), metrics
 
 
 def _scan_minibatches(
@@ -223,27 +204,29 @@ def _make_gradient_update(
   def gradient_update(
     trainable: TrainableState, frozen: FrozenParams, minibatch: Minibatch, key: jax.Array
   ) -> tuple[TrainableState, UpdateMetrics]:
-    rollouts, correct, advantages, mask, importance, teacher_weights = minibatch
-    weights = algorithm.token_weights(mask, correct, rollouts.guided)
-    inputs = GradientInputs(rollouts, advantages, mask, weights, importance)
-    if teacher_weights is not None:
-      inputs = inputs._replace(teacher_weights=weights * teacher_weights)
+    rollouts, signals = minibatch
+    mask = signals.mask
+    weights = algorithm.token_weights(mask, signals.correct, signals.guided)
+    signals = signals.replace(weights=weights)
+    teacher = signals.teacher_weights is not None
+    if teacher:
+      signals = signals.replace(teacher_weights=weights * signals.teacher_weights)
     entropy_coef = trainable.entropy_coef
     used_coef = None
     bonus = algorithm.recipe.entropy_bonus
     if bonus:
-      used_coef, entropy_coef = bonus.next_coef(entropy_coef, rollouts.entropy, mask)
-      inputs = inputs._replace(entropy_weights=used_coef * weights)
-    grads, scores = gradient(trainable.params, frozen, inputs, key)
-    loss, metrics = scores.loss(algorithm, inputs)
+      used_coef, entropy_coef = bonus.next_coef(entropy_coef, signals.entropy, mask)
+      signals = signals.replace(entropy_weights=used_coef * weights)
+    grads, scores = gradient(trainable.params, frozen, Minibatch(rollouts, signals), key)
+    loss, metrics = scores.loss(algorithm, signals)
     if scores.comparison is not None:
-      own = mask if rollouts.guided is None else mask & ~rollouts.guided[..., None]
-      metrics |= distillation_metrics(*scores.comparison, own, own, correct[..., None])
+      correct = signals.correct[..., None]
+      metrics |= distillation_metrics(*scores.comparison, signals.own, signals.own, correct)
     grad_norm = optax.global_norm(grads)
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     # Even without a gradient, weight decay and momentum would move the parameters.
-    empty = ~(mask & (advantages != 0)).any()
-    if algorithm.settings.kl_weight or bonus or teacher_weights is not None:
+    empty = ~(mask & (signals.advantages != 0)).any()
+    if algorithm.settings.kl_weight or bonus or teacher:
       empty = ~mask.any()
 
     before = TrainableState(

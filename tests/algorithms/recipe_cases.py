@@ -159,7 +159,7 @@ def step(algorithm, batch, policies):
       log_probs_old=policies["log_probs_old"],
       advantages=advantages,
       mask=mask,
-      entropy_old=batch["entropy"],
+      entropy=batch["entropy"],
       key=KEY,
     )
   value = lambda log_probs: algorithm.loss(

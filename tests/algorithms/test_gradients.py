@@ -23,6 +23,7 @@ from recipe_cases import (
 )
 
 from gtpo_jax.algorithms import OBJECTIVES, make
+from gtpo_jax.arrays import Signals
 
 SHAPE = N, G, T = 4, 3, 3
 # The last completion does not count.
@@ -180,7 +181,9 @@ def test_a_per_token_loss_is_the_sum_over_any_parts(name):
   signals["guided"] = None
   if has_guide(name):
     signals["guided"] = np.broadcast_to(batch["guided"][..., None], mask.shape)
-  no_entropy = lambda log_probs, signals: algorithm.token_loss(log_probs, 0 * log_probs, signals)
+  no_entropy = lambda log_probs, signals: algorithm.token_loss(
+    log_probs, 0 * log_probs, Signals(**signals)
+  )
   part_loss = jax.jit(jax.value_and_grad(no_entropy))
   loss = 0.0
   grad = np.zeros(mask.size, np.float32)

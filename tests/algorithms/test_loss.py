@@ -130,7 +130,7 @@ def test_a_selection_without_its_inputs_is_refused():
     make("kl_cov").loss(**inputs)
   with pytest.raises(UserError, match="needs key; pass it"):
     make("clip_cov").select(**inputs)
-  with pytest.raises(UserError, match="needs entropy_old; pass it"):
+  with pytest.raises(UserError, match="needs entropy; pass it"):
     make("stare").select(**inputs)
 
 

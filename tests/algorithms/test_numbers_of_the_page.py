@@ -53,9 +53,7 @@ def test_on_the_first_update_no_clip_acts():
     selected = None
     if algorithm.recipe.selects:
       key = jax.random.key(0)
-      selected = algorithm.select(
-        log_probs=log_probs, entropy_old=gtpo["entropy"], key=key, **inputs
-      )
+      selected = algorithm.select(log_probs=log_probs, entropy=gtpo["entropy"], key=key, **inputs)
     _, on_policy = algorithm.loss(log_probs=log_probs_old, selected=selected, **inputs)
     for bound in ("clip/low", "clip/high", "clip/cap", "clip/soft"):
       assert on_policy.get(bound, 0) == 0

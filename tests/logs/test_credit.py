@@ -66,9 +66,9 @@ def test_a_record_is_read_back(tmp_path):
     [[True, True, False, False], [True, True, True, False]],
   ]
   signals = record.signals(make("gtpo"))
-  assert signals["guided"] is None and signals["divergence"] is None
-  assert signals["entropy"][1, 1].tolist() == [1.5, 1.625, 1.75, 0.0]
-  assert not signals["mask"][1, 1].any()  # not valid
+  assert signals.guided is None and signals.divergence is None
+  assert signals.entropy[1, 1].tolist() == [1.5, 1.625, 1.75, 0.0]
+  assert not signals.mask[1, 1].any()  # not valid
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_weights_of_a_record_by_a_slow_loop(marked):
   assert figure["heads"][:5] == ["algorithm", "decisive", "copied", "filler", "inert"]
   rows = {row[0]: row[1:] for row in figure["rows"]}
   record = read_credit(next(iter(credit_files(marked).values())))
-  advantages = np.asarray(make("gtpo").advantages(**record.signals(make("gtpo"))))
+  advantages = np.asarray(make("gtpo").advantages(record.signals(make("gtpo"))))
   by_class = {0: [], 1: [], 2: [], 3: [], 4: []}
   for i, j, k in np.ndindex(advantages.shape):
     code = record.truth[i, j, k] % 8

@@ -9,6 +9,7 @@ import pytest
 from meshes import mesh_of
 
 from gtpo_jax import algorithms
+from gtpo_jax.arrays import Signals
 from gtpo_jax.runtime.mesh import single_device_mesh
 from gtpo_jax.training.head import HeadSettings, log_probs_and_entropy, loss_and_log_probs
 
@@ -209,16 +210,16 @@ def loss_signals(algorithm, log_probs, seed=0):
   guided = None
   if algorithm.settings.guide_completions:
     guided = np.broadcast_to(np.arange(shape[0])[:, None] % 3 == 1, shape)
-  return {
-    "log_probs_old": near(0.5),
-    "log_probs_sampler": near(0.5),
-    "log_probs_reference": near(0.3),
-    "mask": mask,
-    "guided": guided,
-    "advantages": rng.standard_normal(shape, np.float32),
-    "weights": rng.random(shape, np.float32) / mask.sum(),
-    "selected": rng.random(shape) < 0.3 if algorithm.recipe.selects else None,
-  }
+  return Signals(
+    log_probs_old=near(0.5),
+    log_probs_sampler=near(0.5),
+    log_probs_reference=near(0.3),
+    mask=mask,
+    guided=guided,
+    advantages=rng.standard_normal(shape, np.float32),
+    weights=rng.random(shape, np.float32) / mask.sum(),
+    selected=rng.random(shape) < 0.3 if algorithm.recipe.selects else None,
+  )
 
 
 ONE_DEVICE = (1, 1, 1, 1)

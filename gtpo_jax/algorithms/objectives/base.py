@@ -30,7 +30,7 @@ class ObjectiveInputs(NamedTuple):
   advantages: jax.Array  # f32[n, g, t]
   mask: jax.Array  # bool[n, g, t], tokens in the loss
   selected: jax.Array | None = None  # bool[n, g, t], from the objective's `select`
-  entropy_old: jax.Array | None = None  # f32[n, g, t], nats, of the sampling policy, for `select`
+  entropy: jax.Array | None = None  # f32[n, g, t], nats, of the sampling policy, for `select`
 
   @property
   def log_ratio(self) -> jax.Array:
@@ -51,7 +51,7 @@ class Objective(Checked):
     paper: the source.
     per_token: whether a token's objective depends only on that token's inputs.
     per_completion: whether all tokens of a completion must have the same advantage.
-    select_needs: what `select` needs, of "entropy_old" and "key"; empty if the objective treats all
+    select_needs: what `select` needs, of "entropy" and "key"; empty if the objective treats all
       tokens of a gradient update alike.
     ratios: the values of the setting `ratio` that the objective is defined for; empty if it has no
       such setting.

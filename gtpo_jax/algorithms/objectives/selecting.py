@@ -88,7 +88,7 @@ class Stare(Clip):
 
   name: ClassVar[str] = "stare"
   paper: ClassVar[str] = "2606.19236"
-  select_needs: ClassVar[tuple[str, ...]] = ("entropy_old",)
+  select_needs: ClassVar[tuple[str, ...]] = ("entropy",)
 
   selected_share: float = setting(
     0.1, "the fraction of the tokens with a positive advantage that are selected.", SHARE
@@ -106,4 +106,4 @@ class Stare(Clip):
   def select(self, x: ObjectiveInputs, key: jax.Array | None) -> jax.Array:
     rewarded = x.mask & (x.advantages > 0)
     chosen = top_share(-x.log_probs, rewarded, self.selected_share)
-    return chosen & (masked_mean(x.entropy_old, x.mask) < self.entropy_gate)
+    return chosen & (masked_mean(x.entropy, x.mask) < self.entropy_gate)
