@@ -95,7 +95,7 @@ class Algorithm:
     if distillation.credit == "entropy":
       shaping = self.recipe.shaping
       shaping = shaping if isinstance(shaping, TokenShaping) else GtpoShaping()
-      shares = shaping.shares(self._units(signals, per_completion=False))
+      shares = shaping.shares(_units(self, signals, per_completion=False))
     return jax.lax.stop_gradient(distillation.weights(mask, shares))
 
   @takes_signals
@@ -104,7 +104,7 @@ class Algorithm:
 
     Needs what `advantages` needs.
     """
-    units = self._units(signals)
+    units = _units(self, signals)
     return self.recipe.shaping(units)[0], units
 
   @takes_signals
@@ -113,7 +113,7 @@ class Algorithm:
 
     Needs what `advantages` needs.
     """
-    return self.recipe.shaping(self._units(signals))[1]
+    return self.recipe.shaping(_units(self, signals))[1]
 
   @takes_signals
   def loss_mask(self, signals: Signals) -> jax.Array:
@@ -254,27 +254,28 @@ class Algorithm:
     single = single.replace(guided=signals.guided)
     return self.loss(single, log_probs=log_probs, entropy=entropy)[0]
 
-  def _units(self, x: Signals, per_completion: bool | None = None) -> Units:
-    """Returns the inputs of reward shaping.
 
-    `per_completion` is the unit of credit; None for that of the shaping.
-    """
-    x.need("entropy", "correct", "reward")
-    _check_guided(self, x.guided)
-    mask = self.recipe.selection.with_contrast(x.mask, x.correct, x.guided)
-    entropy = x.entropy.astype(jnp.float32)
-    tokens = mask.astype(jnp.float32)
-    shaping = self.recipe.shaping
-    if shaping.per_completion if per_completion is None else per_completion:
-      tokens = tokens.sum(-1, keepdims=True)
-      entropy = completion_entropy(entropy, mask, shaping.mean, shaping.h_floor)
-      mask = mask.any(-1, keepdims=True)
-    penalty = x.penalty
-    if penalty is None:
-      penalty = jnp.zeros(x.correct.shape, jnp.float32)
-    reward = x.reward.astype(jnp.float32)
-    columns = x.correct[..., None], reward[..., None], penalty[..., None]
-    return Units(entropy, mask, *columns, tokens, x.gaps)
+def _units(algorithm: Algorithm, x: Signals, per_completion: bool | None = None) -> Units:
+  """Returns the inputs of reward shaping.
+
+  `per_completion` is the unit of credit; None for that of the shaping.
+  """
+  x.need("entropy", "correct", "reward")
+  _check_guided(algorithm, x.guided)
+  mask = algorithm.recipe.selection.with_contrast(x.mask, x.correct, x.guided)
+  entropy = x.entropy.astype(jnp.float32)
+  tokens = mask.astype(jnp.float32)
+  shaping = algorithm.recipe.shaping
+  if shaping.per_completion if per_completion is None else per_completion:
+    tokens = tokens.sum(-1, keepdims=True)
+    entropy = completion_entropy(entropy, mask, shaping.mean, shaping.h_floor)
+    mask = mask.any(-1, keepdims=True)
+  penalty = x.penalty
+  if penalty is None:
+    penalty = jnp.zeros(x.correct.shape, jnp.float32)
+  reward = x.reward.astype(jnp.float32)
+  columns = x.correct[..., None], reward[..., None], penalty[..., None]
+  return Units(entropy, mask, *columns, tokens, x.gaps)
 
 
 def _check_loss_signals(algorithm: Algorithm, x: Signals, entropy: jax.Array | None) -> None:

@@ -40,6 +40,10 @@ class ScoredCompletions:
       for j in range(len(self.texts[i]))
     ]
 
+  def with_verdict(self, values: np.ndarray) -> list[np.ndarray]:
+    """Returns, for each problem, the values of the completions that have a verdict."""
+    return [row[has] for row, has in zip(values, self.scored, strict=True)]
+
 
 def concatenate(parts: Sequence[ScoredCompletions]) -> ScoredCompletions:
   """Concatenates the parts along the axis of the problems."""
@@ -90,7 +94,7 @@ class Evaluation:
     Raises:
       ValueError: one of `ks` is above g.
     """
-    correct = self._with_verdict(self.sampled.correct)
+    correct = self.sampled.with_verdict(self.sampled.correct)
     mean = [row.mean() if len(row) else math.nan for row in correct]
     greedy = np.where(self.greedy.scored[:, 0], self.greedy.correct[:, 0], np.nan)
     pass_k = lambda i, k: pass_at_k(len(correct[i]), int(correct[i].sum()), k)
@@ -107,17 +111,13 @@ class Evaluation:
     majority vote; only the kinds of problems in `VOTES` have it. A completion that was cut off does
     not vote, and an episode votes with the text of its last turn.
     """
-    rewards = self._with_verdict(self.sampled.reward)
+    rewards = self.sampled.with_verdict(self.sampled.reward)
     majorities = [self._majorities(i) for i in range(len(rewards))]
     columns = self._at("best", ks, lambda i, k: best_of_k(rewards[i], k))
     if any(row is not None for row in majorities):
       majority = lambda i, k: math.nan if majorities[i] is None else majorities[i][k - 1]
       columns |= self._at("maj", ks, majority)
     return columns
-
-  def _with_verdict(self, values: np.ndarray) -> list[np.ndarray]:
-    """Returns, for each problem, the values of the completions that have a verdict."""
-    return [row[has] for row, has in zip(values, self.sampled.scored, strict=True)]
 
   def _at(
     self, name: str, ks: Sequence[int], estimate: Callable[[int, int], float]
