@@ -5,6 +5,7 @@ Only the first process creates them.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import re
@@ -97,6 +98,10 @@ class TensorBoard:
   def close(self) -> None:
     """See `Tracker`."""
     self._writer.close()
+
+  def __del__(self):
+    with contextlib.suppress(AttributeError, OSError):  # a run has failed before it could close
+      self._writer.close()
 
 
 class WeightsAndBiases:
