@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 
@@ -14,14 +15,14 @@ from gtpo_jax.serving.choices import Job
 from gtpo_jax.serving.errors import ApiError, bad
 from gtpo_jax.serving.generator import Generator
 from gtpo_jax.serving.http import Handler, answering, read_fields, respond, starlette_app
-from gtpo_jax.serving.requests import ChatRequest, Fields, read_chat, read_completion, shown
+from gtpo_jax.serving.requests import Fields, read_chat, read_completion, shown
 from gtpo_jax.serving.service import Service
 
 
 def chat_routes(
   answers: Answers,
   fields: Callable[[Request], Awaitable[Fields]],
-  start: Callable[[Request, ChatRequest], Job],
+  start: Callable[[Request, Fields], Awaitable[Job]],
   answer: Callable[[Handler], Handler],
 ) -> list[Route]:
   """Returns the paths /v1/models and /v1/chat/completions.
@@ -29,7 +30,7 @@ def chat_routes(
   Args:
     answers: writes the answers.
     fields: reads a body, and takes "model" from it.
-    start: starts a chat.
+    start: starts a chat with the fields of a request.
     answer: turns errors of a handler into answers, as `answering`.
   """
 
@@ -37,7 +38,7 @@ def chat_routes(
     return JSONResponse({"object": "list", "data": [answers.model()]})
 
   async def chat(request: Request) -> Response:
-    job = start(request, read_chat(await fields(request)))
+    job = await start(request, await fields(request))
     return await respond(request, job, answers.chat, answers.chat_stream)
 
   return [
@@ -66,7 +67,7 @@ class App:
     self._generator = generator
     answer = functools.partial(answering, only_loopback=only_loopback, token=token)
     routes = [
-      *chat_routes(self._answers, self._fields, lambda _, read: service.chat_job(read), answer),
+      *chat_routes(self._answers, self._fields, self._start_chat, answer),
       Route("/health", answering(self._health, only_loopback)),
       Route("/metrics", answer(self._metrics)),
       Route("/v1/models/{name:path}", answer(self._model)),
@@ -93,8 +94,13 @@ class App:
     return JSONResponse(self._answers.model())
 
   async def _completions(self, request: Request) -> Response:
-    job = self._service.completion_job(read_completion(await self._fields(request)))
+    fields = await self._fields(request)
+    start = lambda loop: self._service.completion_job(read_completion(fields), loop)
+    job = await _on_thread(start)
     return await respond(request, job, self._answers.completion, self._answers.completion_stream)
+
+  async def _start_chat(self, request: Request, fields: Fields) -> Job:
+    return await _on_thread(lambda loop: self._service.chat_job(read_chat(fields), loop))
 
   async def _fields(self, request: Request) -> Fields:
     """Returns the fields of a body, without "model"."""
@@ -113,6 +119,11 @@ class App:
         "model",
         "model_not_found",
       )
+
+
+async def _on_thread(start: Callable[[asyncio.AbstractEventLoop], Job]) -> Job:
+  """Starts a job for this event loop on a thread: checking and encoding a long prompt take long."""
+  return await asyncio.to_thread(start, asyncio.get_running_loop())
 
 
 COUNTERS = (

@@ -28,7 +28,7 @@ class Choice:
 
 
 class Job:
-  """A request that is being answered, on the event loop on which it was made.
+  """A request that is being answered, on an event loop.
 
   Attributes:
     request: what was asked.
@@ -38,18 +38,22 @@ class Job:
   """
 
   def __init__(
-    self, request: ChatRequest | CompletionRequest, cancel: Callable[[], None] = lambda: None
+    self,
+    request: ChatRequest | CompletionRequest,
+    cancel: Callable[[], None] = lambda: None,
+    loop: asyncio.AbstractEventLoop | None = None,
   ):
     """Args:
     request: what was asked.
     cancel: called if nobody waits any more and something has not ended.
+    loop: the event loop that reads the answer; None for the one that runs.
     """
     self.request = request
     self.choices: list[Choice] = []
     self.left = 0
     self.cancelled = False
     self._cancel = cancel
-    self._loop = asyncio.get_running_loop()
+    self._loop = loop or asyncio.get_running_loop()
     self._queue: asyncio.Queue[tuple[int, bool, Part] | ApiError] = asyncio.Queue()
 
   def deliver(self, part: Part, index: int = 0, prefix: bool = False) -> None:

@@ -55,6 +55,11 @@ class Generator:
     self._thread.start()
 
   @property
+  def capacity(self) -> int:
+    """The most completions that may run and wait at once."""
+    return self.slots + self._max_waiting
+
+  @property
   def running(self) -> int:
     """How many completions have a slot."""
     return len(self._running)
@@ -72,7 +77,7 @@ class Generator:
     """
     count = len(completions) + len(scores)
     with self._changed:
-      if self.running + self.waiting + count > self.slots + self._max_waiting:
+      if self.running + self.waiting + count > self.capacity:
         raise Full
       self._waiting.extend(completions)
       self._scores.extend(scores)

@@ -25,7 +25,7 @@ from gtpo_jax.serving.choices import Job
 from gtpo_jax.serving.errors import ApiError
 from gtpo_jax.serving.requests import MAX_BODY, Fields, one_line
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+LONG_BODY = 65_536  # bytes, from which JSON is read on another thread
 CLOSED_REQUEST = 499  # what logs call a request whose client has gone; nobody reads it
 RETRY_AFTER_S = 1
 STOP_S = 5  # time for answers under way once a server is asked to stop
@@ -42,8 +42,8 @@ def answering(handler: Handler, only_loopback: bool, token: str = "") -> Handler
 
   Args:
     handler: the handler.
-    only_loopback: whether to refuse requests for other hosts, which a page in a browser could make
-      if its own name leads to this address.
+    only_loopback: whether to refuse requests that a page in a browser could make: for other hosts,
+      if its own name leads to this address, and with bodies that are not called JSON.
     token: what clients must send as a bearer token; "" for nothing.
   """
 
@@ -51,7 +51,9 @@ def answering(handler: Handler, only_loopback: bool, token: str = "") -> Handler
     try:
       if only_loopback:
         _check_host(request)
-      if token and not hmac.compare_digest(bearer(request).encode(), token.encode()):
+        _check_type(request)
+      # Headers are read as Latin-1, whatever their bytes mean.
+      if token and not hmac.compare_digest(bearer(request).encode("latin-1"), token.encode()):
         raise ApiError(
           401,
           "the token is missing or wrong; send it as Authorization: Bearer TOKEN",
@@ -73,9 +75,17 @@ def answering(handler: Handler, only_loopback: bool, token: str = "") -> Handler
 
 
 def _check_host(request: Request) -> None:
-  host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
-  if host not in LOOPBACK:
+  host = request.headers.get("host", "")
+  name = host if host.endswith("]") else host.rpartition(":")[0] or host
+  if not is_loopback(name.removeprefix("[").removesuffix("]")):
     raise ApiError(403, "this server answers requests for localhost only")
+
+
+def _check_type(request: Request) -> None:
+  """Refuses what a page elsewhere can send without asking: a body that is not called JSON."""
+  kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+  if request.method == "POST" and kind != "application/json":
+    raise ApiError(415, "send the body with Content-Type: application/json")
 
 
 def bearer(request: Request) -> str:
@@ -95,7 +105,9 @@ async def read_fields(request: Request, most: int = MAX_BODY) -> Fields:
     body += part
     if len(body) > most:
       raise ApiError(413, f"the body is over the limit of {most} bytes")
-  return Fields(bytes(body))
+  if len(body) < LONG_BODY:
+    return Fields(bytes(body))
+  return await asyncio.to_thread(Fields, bytes(body))
 
 
 async def respond(

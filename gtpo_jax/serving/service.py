@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import secrets
 from collections.abc import Sequence
@@ -16,8 +17,11 @@ from gtpo_jax.serving.choices import Choice, Job
 from gtpo_jax.serving.errors import ApiError, bad
 from gtpo_jax.serving.generator import Full, Generator
 from gtpo_jax.serving.jobs import Completion, ScoreJob
-from gtpo_jax.serving.outputs import Output, new_search
+from gtpo_jax.serving.outputs import Output, Part, new_search
 from gtpo_jax.serving.requests import ChatRequest, CompletionRequest, Sampling
+
+PIECE_CHARS = 65_536  # of a text that is encoded at once to see whether it is too long
+CUT_TOKENS = 16  # by which a piece of a text may have more tokens than it has within the text
 
 
 class Service:
@@ -33,24 +37,59 @@ class Service:
     self._engine = engine
     self._generator = generator
 
-  def chat_job(self, request: ChatRequest) -> Job:
+  def chat_job(self, request: ChatRequest, loop: asyncio.AbstractEventLoop) -> Job:
     """Starts a request to /v1/chat/completions.
+
+    Args:
+      request: what was asked.
+      loop: the event loop that reads the answer. This may be another thread's.
 
     Raises:
       ApiError: it cannot be answered.
       UserError: the template does not accept the conversation.
     """
+    self._check_space(request.sampling.n)
+    for message in request.messages:
+      if message["role"] != "assistant":  # of whose messages a template may leave out a part
+        self._check_length(message["content"])
     prompt = self.answers.conversations.encode(request.messages, request.tools, request.variables)
-    return self._start(request, [prompt])
+    return self._start(request, [prompt], loop)
 
-  def completion_job(self, request: CompletionRequest) -> Job:
+  def completion_job(self, request: CompletionRequest, loop: asyncio.AbstractEventLoop) -> Job:
     """Starts a request to /v1/completions; see `chat_job`."""
+    self._check_space(len(request.prompts) * request.sampling.n)
     prompts = [self._ids(prompt) for prompt in request.prompts]
-    return self._start(request, prompts, request.echo)
+    return self._start(request, prompts, loop, request.echo)
+
+  @property
+  def _longest(self) -> int:
+    """The most tokens of a prompt."""
+    return min(self._engine.max_prompt_tokens, self._engine.model.config.max_length - 1)
+
+  def _check_space(self, count: int) -> None:
+    """Raises ApiError if so many completions never fit, before their prompts are encoded."""
+    if count > self._generator.capacity:
+      raise _busy()
+
+  def _check_length(self, text: str) -> None:
+    """Raises ApiError if a text is far too long, without encoding all of it."""
+    if len(text) <= PIECE_CHARS:
+      return
+    least = 0
+    for start in range(0, len(text), PIECE_CHARS):
+      piece = self._chat.encode(text[start : start + PIECE_CHARS])
+      least += max(len(piece) - CUT_TOKENS, 0)
+      if least > self._longest:
+        raise bad(
+          f"the prompt has more than {least} tokens, over this server's limit of {self._longest}; "
+          "shorten it",
+          code="context_length_exceeded",
+        )
 
   def _ids(self, prompt: str | list[int]) -> list[int]:
     """Returns the ids of a prompt; its text may contain control tokens, as the client wants it."""
     if isinstance(prompt, str):
+      self._check_length(prompt)
       start = self._chat.encode_text("")
       ids = self._chat.encode(prompt)
       return ids if ids[: len(start)] == start else start + ids
@@ -60,12 +99,16 @@ class Service:
     return prompt
 
   def _start(
-    self, request: ChatRequest | CompletionRequest, prompts: list[list[int]], echo: bool = False
+    self,
+    request: ChatRequest | CompletionRequest,
+    prompts: list[list[int]],
+    loop: asyncio.AbstractEventLoop,
+    echo: bool = False,
   ) -> Job:
     sampling = request.sampling
     completions: list[Completion] = []
     scores: list[ScoreJob] = []
-    job = Job(request, lambda: self._generator.cancel([*completions, *scores]))
+    job = Job(request, lambda: self._generator.cancel([*completions, *scores]), loop)
     stop = new_search(self._chat, sampling.stop)
     seed = secrets.randbelow(2**32) if sampling.seed is None else sampling.seed
     keys = self._engine.completion_keys(jax.random.key(seed), 1, sampling.n)[0]
@@ -80,6 +123,8 @@ class Service:
         job.choices.append(Choice(prompt, Output(self._chat, stop)))
         if echo and sampling.log_probs and len(prompt) > 1:
           scores.append(ScoreJob(prompt, functools.partial(deliver, prefix=True)))
+        elif echo and sampling.log_probs:
+          job.choices[-1].prefix = Part([], [], [], "stop")  # the only token has no log-prob
         if limit:
           completions.append(
             Completion(
@@ -96,7 +141,7 @@ class Service:
     try:
       self._generator.submit(completions, scores)
     except Full:
-      raise ApiError(429, "the server is busy; try again later", code="queue_full") from None
+      raise _busy() from None
     return job
 
   def _limit(self, prompt: Sequence[int], sampling: Sampling) -> int:
@@ -107,7 +152,7 @@ class Service:
     """
     engine = self._engine
     context = engine.model.config.max_length
-    longest = min(engine.max_prompt_tokens, context - 1)
+    longest = self._longest
     if not prompt:
       raise bad("the prompt has no token; give it some text", "prompt")
     if len(prompt) > longest:
@@ -124,3 +169,7 @@ class Service:
         "context_length_exceeded",
       )
     return most if sampling.max_tokens is None else sampling.max_tokens
+
+
+def _busy() -> ApiError:
+  return ApiError(429, "the server is busy; try again later", code="queue_full")

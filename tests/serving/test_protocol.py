@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import threading
 import time
 
 import httpx2
@@ -16,6 +17,7 @@ from gtpo_jax.models import load
 
 pytestmark = pytest.mark.slow
 
+AS_JSON = {"Content-Type": "application/json"}
 ASK = [{"role": "user", "content": "12+7:"}]
 FILTERS = [{}, {"top_p": 0.7}, {"extra_body": {"top_k": 3}}, {"extra_body": {"min_p": 0.2}}]
 
@@ -270,6 +272,89 @@ def test_a_full_queue_answers_429(folder):
     assert len(answer.choices) == 3
 
 
+def test_more_choices_than_ever_fit_are_refused_before_anything_is_made(live):
+  answer = httpx2.post(
+    f"{live.url}/v1/completions", json={"model": live.model, "prompt": ["a"] * 1024, "n": 128}
+  )
+  assert answer.status_code == 429 and live.opened.generator.waiting == 0
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_prompt_of_megabytes_does_not_keep_others_waiting(live, path, monkeypatch):
+  """It is refused after a piece of it was encoded, and not on the event loop."""
+  encoded = []
+  threads = set()
+  encode = live.opened.worker.chat.encode
+
+  def counted(text, plain=False):
+    encoded.append(len(text))
+    threads.add(threading.current_thread())
+    return encode(text, plain)
+
+  monkeypatch.setattr(live.opened.worker.chat, "encode", counted)
+  text = "hello world " * 1_200_000
+  body = {"prompt": text} if path == "completions" else {"messages": [{**ASK[0], "content": text}]}
+  answer = httpx2.post(f"{live.url}/v1/{path}", json={"model": live.model, **body}, timeout=120)
+  assert answer.status_code == 400
+  assert "over this server's limit of 64" in answer.json()["error"]["message"]
+  assert sum(encoded) < 100_000
+  assert not {thread.name for thread in threads} & {"MainThread", "event loop"}
+  assert all(thread.name.startswith("asyncio_") for thread in threads)
+
+
+def test_echo_keeps_the_only_token_of_a_prompt(live):
+  answer = live.client().completions.create(
+    model=live.model, prompt=[[65], [65, 32]], echo=True, max_tokens=1, logprobs=1
+  )
+  for length, choice in zip((1, 2), answer.choices, strict=True):
+    found = choice.logprobs
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == length + 1
+    assert found.token_logprobs[0] is None and "".join(found.tokens) == choice.text
+    assert found.text_offset[0] == 0 and found.text_offset[1] == len(found.tokens[0])
+
+
+def test_a_page_elsewhere_cannot_have_a_local_server_generate(live):
+  """A browser sends such bodies without asking the server; it asks before it sends JSON."""
+  body = json.dumps({"model": live.model, "prompt": "a", "max_tokens": 1})
+  post = lambda **headers: httpx2.post(f"{live.url}/v1/completions", content=body, headers=headers)
+  before = live.opened.generator.counts["completions"]
+  kinds = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+  for kind in kinds:
+    answer = post(**{"Content-Type": kind})
+    assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
+  assert post().status_code == 415
+  assert live.opened.generator.counts["completions"] == before
+  assert post(**{"Content-Type": "application/json; charset=utf-8"}).status_code == 200
+  asked = httpx2.options(f"{live.url}/v1/completions", headers={"Origin": "http://elsewhere"})
+  assert not any(name.startswith("access-control") for name in asked.headers)
+
+
+@pytest.mark.parametrize(
+  ("host", "status"),
+  [
+    ("127.0.0.1:8000", 200),
+    ("127.0.0.2:8000", 200),
+    ("localhost", 200),
+    ("[::1]", 200),
+    ("[::1]:8000", 200),
+    ("elsewhere:8000", 403),
+    ("127.0.0.1.elsewhere:80", 403),
+    ("192.168.0.1", 403),
+    ("[::2]:8000", 403),
+  ],
+)
+def test_hosts_of_this_machine_are_answered(live, host, status):
+  assert httpx2.get(f"{live.url}/health", headers={"Host": host}).status_code == status
+
+
+def test_a_token_may_have_any_characters(folder):
+  with running(folder, token="schlüssel") as live:
+    get = lambda key: httpx2.get(f"{live.url}/v1/models", headers={"Authorization": key})
+    assert get("Bearer schlüssel".encode()).status_code == 200
+    assert get("Bearer schlüssel".encode("latin-1")).status_code == 401
+    assert get(b"Bearer schl").status_code == 401
+
+
 def test_a_token_is_required_if_there_is_one(folder):
   with running(folder, token="s3cret") as live:
     for key in ("wrong", "s3cre", "é"):
@@ -305,7 +390,7 @@ def test_wrong_requests_get_one_line(live):
     response = httpx2.get(live.url + path)
     assert response.status_code == status
     assert response.json()["error"]["type"] == "invalid_request_error"
-  response = httpx2.post(f"{live.url}/v1/completions", content=b"{")
+  response = httpx2.post(f"{live.url}/v1/completions", content=b"{", headers=AS_JSON)
   assert response.status_code == 400 and "JSON" in response.json()["error"]["message"]
   response = httpx2.post(f"{live.url}/v1/completions", json={"prompt": "a"})
   assert response.json()["error"]["param"] == "model"

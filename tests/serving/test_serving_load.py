@@ -130,7 +130,8 @@ def test_garbage_gets_errors_and_nothing_of_the_machine(live):
   with httpx2.Client(timeout=60) as client:
     while time.monotonic() < until:
       post = functools.partial(client.post, live.url + rng.choice(paths))
-      response = post(content=garbage(rng, live))
+      kind = {"Content-Type": "application/json"}
+      response = post(content=garbage(rng, live), headers=kind)
       statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
       if response.status_code != 200:
         error = response.json()["error"]

@@ -17,7 +17,7 @@ from gtpo_jax.serving.choices import Choice, Job
 from gtpo_jax.serving.errors import bad
 from gtpo_jax.serving.http import answering, bearer, listen, make_server, read_fields, starlette_app
 from gtpo_jax.serving.outputs import Output, new_search
-from gtpo_jax.serving.requests import ChatRequest, Fields
+from gtpo_jax.serving.requests import Fields, read_chat
 
 HOST = "127.0.0.1"
 NAME = "policy"  # of the model
@@ -59,7 +59,8 @@ class Endpoint:
   def _run(self) -> None:
     asyncio.run(self._server.serve(sockets=[self._listener]))
 
-  def _start_job(self, request: Request, read: ChatRequest) -> Job:
+  async def _start_job(self, request: Request, fields: Fields) -> Job:
+    read = read_chat(fields)
     sampling = read.sampling
     if sampling.n > 1:
       raise bad("n is 1 in training; send several requests", "n")
