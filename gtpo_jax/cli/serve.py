@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import uvicorn
 from gtpo_jax.rollout.policies import find_policy, serving_config
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.signals import SIGNALS, OneShot
 from gtpo_jax.serving.app import App
 from gtpo_jax.serving.generator import Generator
 from gtpo_jax.serving.http import is_loopback, listen, make_server
@@ -94,7 +94,7 @@ def model_name(model: str) -> str:
 
 
 def serve(options: Options, say: Callable[[str], None]) -> None:
-  """Serves until SIGINT or SIGTERM; answers under way get `STOP_S` seconds.
+  """Serves until SIGINT or SIGTERM; answers under way get `STOP_S` seconds, or until a second one.
 
   Args:
     options: what, and where.
@@ -128,7 +128,9 @@ async def _run(server: uvicorn.Server, listener: socket.socket) -> None:
 
   def stop() -> None:
     server.should_exit = True
+    handlers.acted()
 
-  for number in (signal.SIGINT, signal.SIGTERM):
+  for number in SIGNALS:
     loop.add_signal_handler(number, stop)
+  handlers = OneShot(SIGNALS)
   await server.serve(sockets=[listener])

@@ -43,7 +43,7 @@ class StopSignals:
 
   The run checks `requested` between chunks of sampling and between steps. A separate thread reads
   the signals, because the main thread may spend minutes in a compiler or a collective. The second
-  one ends the process even if that thread cannot run (`_OneShot`). Quitting at once is safe: a file
+  one ends the process even if that thread cannot run (`OneShot`). Quitting at once is safe: a file
   that is being written does not count until it is complete.
 
   Args:
@@ -69,7 +69,7 @@ class StopSignals:
     self._writer.setblocking(False)
     self._previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
     self._wakeup = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-    self._handlers = _OneShot(SIGNALS)
+    self._handlers = OneShot(SIGNALS)
     threading.Thread(target=self._listen, name="gtpo signals", daemon=True).start()
     return self
 
@@ -107,7 +107,7 @@ class _Action(ctypes.Structure):
   )
 
 
-class _OneShot:
+class OneShot:
   """Lets the handlers that signals have now act once; then the default ends the process.
 
   Handlers of Python need the interpreter's lock, and so does a thread that reads signals. C code

@@ -74,6 +74,26 @@ def test_the_second_signal_quits_even_if_c_code_holds_the_gil():
       process.kill()
 
 
+@pytest.mark.slow
+def test_the_second_signal_quits_a_server_even_if_c_code_holds_the_gil():
+  code = (
+    "import asyncio, types\nfrom gtpo_jax.cli.serve import _run\n"
+    "async def serve(sockets):\n  print('ready', flush=True)\n  "
+    + HOLDING_GIL.replace("\n", "\n  ")
+    + "\nasyncio.run(_run(types.SimpleNamespace(serve=serve), None))\n"
+  )
+  with child(code) as process:
+    try:
+      assert process.stdout.readline() == "ready\n"
+      for _ in range(2):
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+      assert process.wait(timeout=30) == -signal.SIGTERM
+    finally:
+      process.kill()
+
+
 def test_other_signals_are_unaffected_and_handlers_are_restored():
   code = (
     "import signal, os\nfrom gtpo_jax.runtime.signals import StopSignals\n"
