@@ -150,6 +150,7 @@ class Generator:
     with self._changed:
       count = min(len(self._waiting), self.slots - self.running)
       new = [self._waiting.popleft() for _ in range(count)]
+      self._running |= dict.fromkeys(new, -1)  # if the next lines fail, they get an error
     if new and self._session is None:
       programs = self._programs
       self._session = Session(programs, self._params, programs.serving_scheduler(), self._pace)
