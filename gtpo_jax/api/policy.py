@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from gtpo_jax.data.records import Problem, user
 from gtpo_jax.models.hf.save import save
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.rollout.episodes.sample import play_prompt
+from gtpo_jax.rollout.episodes.sample import sample_prompt
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.sampling.settings import SamplingParams
@@ -74,11 +73,7 @@ class TrainedPolicy:
     policy = worker.policy(self.params)
     keys = policy.engine.completion_keys(jax.random.key(seed), 1, n)
     sampling_params = SamplingParams(temperature, top_p=top_p)
-    if worker.runner:
-      rollouts, _ = play_prompt(worker, policy, prompt, row or {}, keys, sampling_params)
-    else:
-      problems = [Problem("0", user(prompt), "", "")]
-      rollouts = worker.sample(policy, problems, keys, sampling_params)
+    rollouts, _ = sample_prompt(worker, policy, prompt, row or {}, keys, sampling_params)
     completions = zip(rollouts.tokens[0], rollouts.present[0], strict=True)
     return self.worker.decode([tokens[present] for tokens, present in completions])
 

@@ -59,10 +59,10 @@ def print_episodes(
     sampling_params: how tokens are drawn.
     show: makes a text printable.
   """
-  from gtpo_jax.rollout.episodes.sample import play_prompt
+  from gtpo_jax.rollout.episodes.sample import sample_prompt
 
   policy = worker.policy(params)
-  rollouts, episodes = play_prompt(worker, policy, prompt, row, keys(1, n), sampling_params)
+  rollouts, episodes = sample_prompt(worker, policy, prompt, row, keys(1, n), sampling_params)
   for j, episode in enumerate(episodes):
     present = rollouts.present[0, j]
     print(

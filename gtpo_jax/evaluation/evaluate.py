@@ -17,7 +17,7 @@ from gtpo_jax.evaluation.estimators import mixed_share
 from gtpo_jax.evaluation.results import Evaluation, ScoredCompletions, concatenate
 from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.params import Params
-from gtpo_jax.rollout.episodes.sample import sample_episodes
+from gtpo_jax.rollout.episodes.sample import sample_problems
 from gtpo_jax.rollout.problems import eval_label
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.pending import PendingRewards
@@ -130,13 +130,10 @@ def evaluate_run(
       count(complete + pending.ended)
       return stopping()
 
-    if worker.runner:
-      seed = config.seed
-      sample_episodes(
-        worker, policy, part, keys, sampling_params, pending, counted, batch, seed, start
-      )
-    else:
-      worker.sample(policy, part, keys, sampling_params, pending, counted, batch)
+    seed = config.seed
+    sample_problems(
+      worker, policy, part, keys, sampling_params, pending, counted, batch, seed, start
+    )
     result = pending.result(stopping)
     complete += n * group
     kept = ("judge/",) if sampling_params == GREEDY else ("judge/", "env/")

@@ -13,7 +13,7 @@ from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.drawing import make_drawing
-from gtpo_jax.rollout.episodes.turns import EpisodeTurns, Turns
+from gtpo_jax.rollout.episodes.turns import make_turns
 from gtpo_jax.rollout.experience import Experience, Placement
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.group_metrics import sampled_metrics, source_metrics, staleness_metrics
@@ -68,8 +68,7 @@ class Collector:
     self._staleness = config.sampling.staleness
     self._begun = steps * self._n  # groups
     self._kept: list[Group] = []
-    size = config.policy_completions
-    self._turns = EpisodeTurns(worker, size, config.seed) if worker.runner else Turns(worker)
+    self._turns = make_turns(worker, config.policy_completions, config.seed)
     self._before = (self._begun, self._kept, self._drawing.state)
     self.placement = Placement(config, worker, frozen.scorers)
 

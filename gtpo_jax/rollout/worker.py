@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import numpy as np
 
-from gtpo_jax.arrays import Rollouts
 from gtpo_jax.checkpoint.architectures import teacher_model
 from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.config.trainer import run_demand
@@ -23,8 +21,6 @@ from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.models.params import Params, param_shardings
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.rollout.groups import EndedCompletion
-from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.rollout.user_environments import make_agent_runner, make_runner
 from gtpo_jax.runtime.chips import usable_memory
 from gtpo_jax.runtime.distributed import least_of_processes
@@ -204,40 +200,6 @@ class RolloutWorker:
     Make it once and sample many batches from it.
     """
     return Policy(self.engine, self.engine.layout(params))
-
-  def sample(
-    self,
-    policy: Policy,
-    problems: Sequence[Problem],
-    keys: np.ndarray,
-    sampling_params: SamplingParams,
-    pending: PendingRewards | None = None,
-    stopping: Callable[[], bool] = lambda: False,
-    prompts_at_once: int | None = None,
-  ) -> Rollouts:
-    """Samples g completions of each problem, to their ends.
-
-    Args:
-      policy: the policy to sample from.
-      problems: n problems.
-      keys: from `Engine.completion_keys`, u32[n, g, 2].
-      sampling_params: how tokens are drawn.
-      pending: scores each completion as soon as it ends, while others are sampled.
-      stopping: called after each chunk of tokens.
-      prompts_at_once: at least n; batches with the same number share their compiled programs.
-
-    Returns:
-      Rollouts [n, g, t] in host arrays.
-
-    Raises:
-      Stopped: `stopping` returned True.
-    """
-    engine = policy.engine
-    buffer = engine.buffer([self.encode(problem) for problem in problems], keys)
-    for ended in self.generate(policy, buffer, sampling_params, stopping, prompts_at_once):
-      if pending:
-        pending.put([EndedCompletion.of(buffer, i, j, problem=i) for i, j in ended])
-    return engine.rollouts(buffer)
 
   def generate(
     self,

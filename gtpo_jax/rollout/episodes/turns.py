@@ -171,6 +171,17 @@ class EpisodeTurns(Turns):
     }
 
 
+def make_turns(worker: RolloutWorker, size: int, seed: int) -> Turns:
+  """Returns what answers the turns of a worker's completions.
+
+  Args:
+    worker: encodes prompts; has the runner if there is one.
+    size: completions of a group.
+    seed: the run's seed.
+  """
+  return EpisodeTurns(worker, size, seed) if worker.runner else Turns(worker)
+
+
 def episode_seed(seed: int, key: Key) -> int:
   """Returns the seed of the environments of a group, from 0 to 2**31 - 1."""
   digest = hashlib.blake2b(f"{seed}/{key[0]}/{key[1]}".encode(), digest_size=4).digest()
