@@ -7,9 +7,9 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gtpo_jax.environments.runner import EpisodeRunner
 from gtpo_jax.environments.turns import Episode
 from gtpo_jax.rollout.episodes.driver import EpisodeDriver, Key, Start
-from gtpo_jax.rollout.episodes.make import make_driver
 from gtpo_jax.rollout.groups import Group
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.sampling.buffer import CompletionBuffer, Pair
@@ -80,15 +80,15 @@ class EpisodeTurns(Turns):
   then the group has a snapshot, from which its environments can be made again.
   """
 
-  def __init__(self, worker: RolloutWorker, size: int, seed: int):
+  def __init__(self, worker: RolloutWorker, driver: EpisodeDriver, seed: int):
     """Args:
-    worker: encodes prompts; has the runner.
-    size: completions of a group.
+    worker: encodes prompts.
+    driver: connects its runner with what samples.
     seed: the run's seed.
     """
     super().__init__(worker)
     self._seed = seed
-    self.driver = make_driver(worker, size)
+    self.driver = driver
     self._added: dict[Key, Any] = {}  # what the environments of each open group add to its prompt
 
   def open(
@@ -179,7 +179,13 @@ def make_turns(worker: RolloutWorker, size: int, seed: int) -> Turns:
     size: completions of a group.
     seed: the run's seed.
   """
-  return EpisodeTurns(worker, size, seed) if worker.runner else Turns(worker)
+  if not worker.runner:
+    return Turns(worker)
+  if isinstance(worker.runner, EpisodeRunner):
+    return EpisodeTurns(worker, EpisodeDriver(worker.runner, size), seed)
+  from gtpo_jax.rollout.agents.driver import AgentDriver  # needs optional packages
+
+  return EpisodeTurns(worker, AgentDriver(worker, size), seed)
 
 
 def episode_seed(seed: int, key: Key) -> int:
