@@ -6,6 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 from gtpo_jax.environments.tokens import KEPT_AT_START
+from gtpo_jax.environments.turns import MODEL_LIMITS, Stop
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 from gtpo_jax.runtime.fields import ABOVE_0, Checked, at_least, one_of, setting
 
@@ -65,3 +66,14 @@ class EpisodeLimits(Checked):
           f"{did_you_mean(str(value), choices)}"
         )
     super().__post_init__()
+
+  def verdict(self, stop: Stop, correct: bool | None) -> tuple[bool, bool | None]:
+    """Returns whether an episode is scored, and whether it is correct; see `Episode`.
+
+    Args:
+      stop: why it ended. A limit that the model has reached makes it incorrect.
+      correct: what its environment or its agent says.
+    """
+    if stop == Stop.ENV_ERROR or (stop == Stop.TIMEOUT and self.on_timeout == LEAVE_OUT):
+      return False, None
+    return True, False if stop in (*MODEL_LIMITS, Stop.TIMEOUT) else correct

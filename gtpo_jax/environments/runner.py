@@ -41,6 +41,20 @@ from gtpo_jax.runtime.errors import UserError
 SAYS_NOTHING = "such episodes say nothing about the model, and are counted in env/stop"
 
 
+class Failures:
+  """Prints failures of environments and agents, the first of each kind."""
+
+  def __init__(self):
+    self._kinds: set[str] = set()
+
+  def show(self, reason: str, details: str = "", effect: str = SAYS_NOTHING) -> None:
+    """Prints a failure and its effect, if it is the first of its kind."""
+    kind = reason.partition(":")[0]
+    if kind not in self._kinds:
+      self._kinds.add(kind)
+      print(f"gtpo: {reason}; {effect}\n{details}", file=sys.stderr, end="", flush=True)
+
+
 class EpisodeRunner:
   """Runs the episodes of an environment, of tools, or of both.
 
@@ -85,7 +99,7 @@ class EpisodeRunner:
     self._groups: dict[Group, list[Session]] = {}
     self._opening: dict[Group, Opening] = {}
     self._events: list[Event] = []
-    self._shown: set[str] = set()
+    self._show = Failures().show
 
   @property
   def abandoned(self) -> int:
@@ -329,10 +343,3 @@ class EpisodeRunner:
   def _emit(self, group: Group, event: Event) -> None:
     opening = self._opening.get(group)
     (opening.events if opening else self._events).append(event)
-
-  def _show(self, reason: str, details: str = "", effect: str = SAYS_NOTHING) -> None:
-    """Prints a failure of the environment and its effect, the first of each kind."""
-    kind = reason.partition(":")[0]
-    if kind not in self._shown:
-      self._shown.add(kind)
-      print(f"gtpo: {reason}; {effect}\n{details}", file=sys.stderr, end="", flush=True)

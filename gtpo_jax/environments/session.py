@@ -11,18 +11,9 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gtpo_jax.environments.environment import Player, checked_messages, checked_step, then
-from gtpo_jax.environments.limits import LEAVE_OUT, EpisodeLimits
+from gtpo_jax.environments.limits import EpisodeLimits
 from gtpo_jax.environments.tokens import TurnTokens
-from gtpo_jax.environments.turns import (
-  MODEL_LIMITS,
-  Episode,
-  Event,
-  Group,
-  Message,
-  Step,
-  Stop,
-  Turn,
-)
+from gtpo_jax.environments.turns import Episode, Event, Group, Message, Step, Stop, Turn
 from gtpo_jax.environments.workers import Outcome, Workers
 from gtpo_jax.runtime.errors import UserError
 
@@ -214,20 +205,14 @@ class Session:
       self.correct = step.correct
 
   def episode(self) -> Episode:
-    """Returns what has happened. A limit that the model has reached makes it incorrect."""
-    correct = self.correct
-    scored = self.stop != Stop.ENV_ERROR
-    if self.stop == Stop.TIMEOUT:
-      scored = self.limits.on_timeout != LEAVE_OUT
-      correct = False
-    elif self.stop in MODEL_LIMITS:
-      correct = False
+    """Returns what has happened."""
+    scored, correct = self.limits.verdict(self.stop, self.correct)
     return Episode(
       turns=tuple(self.turns),
       stop=self.stop,
       reward=sum(self.rewards),
       rewards=tuple(self.rewards),
-      correct=correct if scored else None,
+      correct=correct,
       scored=scored,
       tokens=sum(len(turn.tokens) for turn in self.record),
       seconds=self.seconds,

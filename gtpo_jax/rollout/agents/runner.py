@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from gtpo_jax.data.records import user
 from gtpo_jax.environments.environment import name_of
 from gtpo_jax.environments.limits import EpisodeLimits
 from gtpo_jax.environments.parsers import parser_for
+from gtpo_jax.environments.runner import Failures
 from gtpo_jax.environments.tokens import TurnTokens
 from gtpo_jax.environments.turns import Ended, Episode, Group, Opened, Result, Stop
 from gtpo_jax.environments.workers import Outcome, Workers
@@ -87,7 +87,7 @@ class AgentRunner:
     self._lock = threading.Lock()
     self._new: list[AgentSession] = []  # those with new requests
     self._events: list[Event] = []
-    self._shown: set[str] = set()
+    self._show = Failures().show
 
   @property
   def abandoned(self) -> int:
@@ -261,17 +261,6 @@ class AgentRunner:
     if session.number in self._calls:
       session.call.cancel()
       self._workers.limit(session.number, self.limits.step_timeout_s)
-
-  def _show(self, reason: str) -> None:
-    """Prints a failure, the first of each kind, in one line."""
-    kind = reason.partition(":")[0]
-    if kind not in self._shown:
-      self._shown.add(kind)
-      print(
-        f"gtpo: {reason}; such episodes say nothing about the model, and are counted in env/stop",
-        file=sys.stderr,
-        flush=True,
-      )
 
 
 def _common_start(chat: Chat) -> list[int]:

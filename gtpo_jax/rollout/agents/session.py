@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gtpo_jax.environments.limits import LEAVE_OUT, EpisodeLimits
+from gtpo_jax.environments.limits import EpisodeLimits
 from gtpo_jax.environments.session import Key
-from gtpo_jax.environments.turns import MODEL_LIMITS, Episode, Result, Stop, Turn
+from gtpo_jax.environments.turns import Episode, Result, Stop, Turn
 from gtpo_jax.rollout.agents.calls import AgentCall
 from gtpo_jax.rollout.agents.conversations import Conversation, Transcript
 from gtpo_jax.serving.choices import Job
@@ -170,13 +170,7 @@ class AgentSession:
     if stop is Stop.ENV_DONE and not self._turns:
       stop = Stop.ENV_ERROR
       reason = "it returned without a request to its client"
-    correct = result.correct
-    scored = stop is not Stop.ENV_ERROR
-    if stop is Stop.TIMEOUT:
-      scored = self._limits.on_timeout != LEAVE_OUT
-      correct = False
-    elif stop in MODEL_LIMITS:
-      correct = False
+    scored, correct = self._limits.verdict(stop, result.correct)
     reward = result.reward or 0.0
     with self._lock:
       self.pause()
@@ -186,7 +180,7 @@ class AgentSession:
         stop=stop,
         reward=reward,
         rewards=(*[0.0] * (len(self._turns) - 1), reward),
-        correct=correct if scored else None,
+        correct=correct,
         scored=scored,
         tokens=self._drawn,
         seconds=self._seconds,
