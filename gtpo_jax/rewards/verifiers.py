@@ -173,12 +173,16 @@ NEEDS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
-# By `Problem.kind`: further keys that the verifier reads if they are there.
-OPTIONAL = {"code": ("test_setup_code", "test_imports"), "reasoning_gym": ("knobs",)}
+# By `Problem.kind`: further keys that are read if they are there, choices for the prompt.
+OPTIONAL = {
+  "choice": ("choices", "options"),
+  "code": ("test_setup_code", "test_imports"),
+  "reasoning_gym": ("knobs",),
+}
 
 
 def keys_read(kind: str) -> frozenset[str]:
-  """Returns the keys of `extra` that the verifier of `kind` reads."""
+  """Returns the keys of `extra` that are read for problems of `kind`."""
   return frozenset().union(*NEEDS.get(kind, ()), OPTIONAL.get(kind, ()))
 
 

@@ -198,9 +198,9 @@ def _say_rendered(
   if rendered:
     location, token = rendered[0]
     say(
-      f"{name}: {len(rendered)} prompts contain control tokens, which stay plain characters (first "
-      f"{location}: {token!r}); if they were rendered with a chat template, pass the messages "
-      "instead, with data.chat=True"
+      f"{name}: {len(rendered)} prompt(s) contain control tokens, which stay plain characters "
+      f"(first {location}: {token!r}); if they were rendered with a chat template, pass the "
+      "messages instead, with data.chat=True"
     )
 
 

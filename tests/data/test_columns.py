@@ -189,8 +189,11 @@ def test_random_columns_are_read_named_or_refused():
         assert all(problem.extra[key] == value[key] for key in value or ())
       elif name not in (*PROMPTS, "answer", "kind"):
         assert problem.extra[name] == value, row
-    if "note" in row:
-      assert "note" in loaded.unread
+    read = {"choice": {"choices", "options"}, "code": {"test_list", "input_output"}}
+    unread = {"note", "hint", "data_source", *read["choice"], *read["code"]} - read.get(
+      problem.kind, set()
+    )
+    assert set(loaded.unread) - {"answer"} == unread & problem.extra.keys(), row
     if problem.kind == "choice":
       assert "(A) " in problem.messages[-1]["content"]
       assert decide(problem, "(A)" if problem.answer == "A" else "(B)") == [True]

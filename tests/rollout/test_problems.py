@@ -157,7 +157,7 @@ def test_prompts_that_were_rendered_beforehand_are_told(chat, tmp_path):
   said = []
   config = config_of(**{"data.train": name, "data.eval": name, "data.chat": chat})
   training_problems(config, RolloutWorker(config), said.append)
-  assert said[0].startswith(f"{name}: 2 prompts contain control tokens, which stay plain")
+  assert said[0].startswith(f"{name}: 2 prompt(s) contain control tokens, which stay plain")
   assert f"(first {name}:2: '<|im_start|>'); if they were rendered" in said[0]
 
 
