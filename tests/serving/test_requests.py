@@ -1,9 +1,12 @@
 """What the server reads of a request, and how it refuses the rest."""
 
+import copy
 import json
 
 import pytest
 
+from gtpo_jax.data.chat import Chat, load_chat
+from gtpo_jax.serving.conversation import Conversations
 from gtpo_jax.serving.errors import ApiError
 from gtpo_jax.serving.requests import Fields, read_chat, read_completion
 
@@ -53,6 +56,19 @@ def test_a_history_is_read_as_programs_write_it():
   assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": {}}
   assert message["reasoning_content"] == "Hm."
   assert chat.variables == {"enable_thinking": False}
+
+
+def test_variables_and_thinking_reach_the_template():
+  tokenizer = copy.deepcopy(load_chat().tokenizer)
+  tokenizer.chat_template = (
+    "{% for m in messages %}{{ m.reasoning_content or '' }}{{ m.content }}{% endfor %}{{ mode }}"
+  )
+  conversations = Conversations(Chat(tokenizer))
+  asked = {"role": "user", "content": "a"}
+  said = {"role": "assistant", "content": "b", "reasoning_content": "c"}
+  ids = conversations.encode([asked, said], (), {"mode": "d"})
+  assert tokenizer.decode(ids) == "acbd"
+  assert tokenizer.decode(conversations.encode([asked], (), {"mode": "d"})) == "ad"
 
 
 BAD_CHATS = [
