@@ -31,7 +31,7 @@ prepare_jax()  # before JAX is imported
 import jax
 
 from gtpo_jax import config as configs
-from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.config.trainer import run_optimizer
 from gtpo_jax.models import init_params
 from gtpo_jax.planning.run_programs import build_model

@@ -44,7 +44,7 @@ from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.models.params import matmul_params
 from gtpo_jax.planning.run_programs import build_engine, build_model
 from gtpo_jax.planning.topology import topology_devices
-from gtpo_jax.rollout.pool import choose
+from gtpo_jax.rollout.group_pool import choose
 from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.buffer import CompletionBuffer

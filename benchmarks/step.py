@@ -38,8 +38,8 @@ from gtpo_jax.models.config import DTYPES, REMAT
 from gtpo_jax.models.hf.config_json import read_config
 from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.runtime.distributed import fetch
-from gtpo_jax.runtime.limits import return_freed_memory
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
+from gtpo_jax.runtime.resource_limits import return_freed_memory
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.settings import SamplingParams
 from gtpo_jax.training.head_chunk import default_chunk

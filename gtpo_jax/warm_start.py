@@ -14,10 +14,10 @@ import jax
 import numpy as np
 from etils import epath
 
-from gtpo_jax.checkpoint.manager import Checkpoints
-from gtpo_jax.checkpoint.runs import frozen_params
+from gtpo_jax.checkpoint.checkpoints import Checkpoints
+from gtpo_jax.checkpoint.opening import frozen_params
 from gtpo_jax.config import Config
-from gtpo_jax.data.demonstrations import TURNS, load_demonstrations
+from gtpo_jax.data.demonstration_rows import TURNS, load_demonstrations
 from gtpo_jax.data.records import Problem
 from gtpo_jax.data.sources import Loaded
 from gtpo_jax.environments.tokens import TurnTokens

@@ -46,7 +46,7 @@ LONGEST = (  # folders and files that take longest; they begin first
   "test_loop",
   "test_cli",
   "models/hf/",
-  "api/test_python",
+  "python/test_python",
   "faults/test_exact_resume",
   "faults/test_two_processes",
   "report/test_report",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import OBJECTIVES, RECIPES
-from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.config import load
 from gtpo_jax.config.sections import AlgorithmSection
 from gtpo_jax.logs.display import Display

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from etils import epath
 
+from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.checkpoint.integrity import check_integrity
-from gtpo_jax.checkpoint.manager import Checkpoints
-from gtpo_jax.checkpoint.runs import run_params
+from gtpo_jax.checkpoint.opening import run_params
 from gtpo_jax.checkpoint.workdir import claim, load_config
 from gtpo_jax.config import default_config, difference, freeze
 from gtpo_jax.data.records import Problem, user

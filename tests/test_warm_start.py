@@ -9,7 +9,7 @@ import pytest
 
 import gtpo_jax
 from gtpo_jax.config import freeze
-from gtpo_jax.data.demonstrations import demonstrations_of, load_demonstrations
+from gtpo_jax.data.demonstration_rows import demonstrations_of, load_demonstrations
 from gtpo_jax.logs.display import Display
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError

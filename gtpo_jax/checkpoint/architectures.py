@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from gtpo_jax.checkpoint.runs import open_run
+from gtpo_jax.checkpoint.opening import open_run
 from gtpo_jax.checkpoint.workdir import load_config
 from gtpo_jax.config import Config, resolve_model, with_compute_dtype
 from gtpo_jax.models.attention.causal import attention_kind

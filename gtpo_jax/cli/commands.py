@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gtpo_jax.cli.sample import print_samples
+from gtpo_jax.cli.samples import print_samples
 from gtpo_jax.runtime.cluster.agreement import agree, announce_failure, process_identity
 from gtpo_jax.runtime.cluster.joining import join_processes
 from gtpo_jax.runtime.device_errors import explain
@@ -332,7 +332,7 @@ def configs(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo configs`."""
   import ast
 
-  from gtpo_jax.config.files import packaged
+  from gtpo_jax.config.config_files import packaged
 
   files = packaged()
   if args.fields:

@@ -10,7 +10,7 @@ from gtpo_jax.data.chat_template import Variables, check_variables
 from gtpo_jax.data.tasks import FILLER, TASKS, Task, make_task
 from gtpo_jax.environments.limits import EpisodeLimits
 from gtpo_jax.environments.parsers import PARSERS
-from gtpo_jax.rewards.judge.settings import JudgeSettings
+from gtpo_jax.rewards.judge.judge_settings import JudgeSettings
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import (
   ABOVE_0,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from gtpo_jax.algorithms import OBJECTIVES, RECIPES, declarations
-from gtpo_jax.config.config import Config
+from gtpo_jax.config.run_config import Config
 from gtpo_jax.config.sections import AlgorithmSection
 from gtpo_jax.runtime.fields import FLAG
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ml_collections import ConfigDict
 
-from gtpo_jax.config.files import default_config
+from gtpo_jax.config.config_files import default_config
 
 # By size: (preset, shards of the tensor axis, micro-batches), for the hardware that the configs
 # name. Each shard computes the gradient of one prompt at a time.

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from gtpo_jax.config.config import Config
+from gtpo_jax.config.run_config import Config
 from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.formats.compute_dtype import compute_dtype_for
 from gtpo_jax.models.hf.config_json import read_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.config.config import Config
+from gtpo_jax.config.run_config import Config
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.params import abstract_params

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gtpo_jax.config.config import Config
+from gtpo_jax.config.run_config import Config
 from gtpo_jax.sampling.inventory import Workload
 from gtpo_jax.sampling.settings import GREEDY
 

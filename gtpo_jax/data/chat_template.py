@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gtpo_jax.data.records import user
 from gtpo_jax.runtime.errors import UserError, first_line
-from gtpo_jax.runtime.limits import limited_memory, within
+from gtpo_jax.runtime.resource_limits import limited_memory, within
 from gtpo_jax.storage.files import read_json
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 import jax
 from etils import epath
 
-from gtpo_jax.checkpoint.manager import Checkpoints
-from gtpo_jax.checkpoint.runs import run_params
+from gtpo_jax.checkpoint.checkpoints import Checkpoints
+from gtpo_jax.checkpoint.opening import run_params
 from gtpo_jax.config import Config
 from gtpo_jax.evaluation.evaluate import evaluate_run, evaluation_settings, expected_mixed_share
-from gtpo_jax.evaluation.results import Evaluation, metrics_of_summary
+from gtpo_jax.evaluation.outcome import Evaluation, metrics_of_summary
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.journal import Journal
 from gtpo_jax.logs.summary import describe_evaluation, describe_forecast, evaluated_accuracy

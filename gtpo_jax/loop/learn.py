@@ -12,9 +12,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gtpo_jax.api.inputs import Agent, MakeEnvironment, Records, resolve_inputs
-from gtpo_jax.api.policy import TrainedPolicy
-from gtpo_jax.api.results import Result, Step
 from gtpo_jax.checkpoint.workdir import claim, open_workdir
 from gtpo_jax.config import Config, flatten, resolved_dict, with_compute_dtype
 from gtpo_jax.logs.compiles import compile_count
@@ -24,6 +21,9 @@ from gtpo_jax.loop.interruptions import closed_at_exit, saved_if_interrupted
 from gtpo_jax.loop.prepare import prepare
 from gtpo_jax.loop.run import Place, Run
 from gtpo_jax.models.hf.folder import fingerprints
+from gtpo_jax.python.inputs import Agent, MakeEnvironment, Records, resolve_inputs
+from gtpo_jax.python.policy import TrainedPolicy
+from gtpo_jax.python.results import Result, Step
 from gtpo_jax.rollout.scoring.functions import RewardFunction
 from gtpo_jax.runtime.cluster.agreement import agree, process_identity
 from gtpo_jax.runtime.compiling import stoppable_compiles

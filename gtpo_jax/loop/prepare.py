@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gtpo_jax.api.inputs import Inputs
 from gtpo_jax.checkpoint.provenance import provenance_of
 from gtpo_jax.config import Config
 from gtpo_jax.config.mesh_choice import check_divisible, proposing_mesh
@@ -13,6 +12,7 @@ from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.trackers import check_trackers
 from gtpo_jax.models.presets import PRESETS
+from gtpo_jax.python.inputs import Inputs
 from gtpo_jax.rollout.frozen import check_frozen
 from gtpo_jax.rollout.policies import check_weights
 from gtpo_jax.rollout.problems import held_out_problems, training_problems

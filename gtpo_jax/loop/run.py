@@ -11,11 +11,9 @@ from typing import NamedTuple
 import jax
 from etils import epath
 
-from gtpo_jax.api.policy import TrainedPolicy
-from gtpo_jax.api.results import Result
-from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.checkpoint.checkpoints import Checkpoints
+from gtpo_jax.checkpoint.opening import frozen_params
 from gtpo_jax.checkpoint.provenance import check_provenance
-from gtpo_jax.checkpoint.runs import frozen_params
 from gtpo_jax.checkpoint.workdir import Claim
 from gtpo_jax.config import Config
 from gtpo_jax.config.trainer import run_optimizer, run_update
@@ -33,6 +31,8 @@ from gtpo_jax.loop.guards import Guards
 from gtpo_jax.loop.prepare import Parts
 from gtpo_jax.loop.warm_up import warm_up_sampling, warm_up_training
 from gtpo_jax.models.params import Params
+from gtpo_jax.python.policy import TrainedPolicy
+from gtpo_jax.python.results import Result
 from gtpo_jax.report.curves import draw_curves
 from gtpo_jax.report.timeline import step_timeline
 from gtpo_jax.rollout.collector import Collector
@@ -42,7 +42,7 @@ from gtpo_jax.runtime.compiling import StoppableProgram
 from gtpo_jax.runtime.device_errors import phase
 from gtpo_jax.runtime.distributed import fetch, is_first_process
 from gtpo_jax.runtime.errors import FunctionError, JudgeError
-from gtpo_jax.runtime.limits import return_freed_memory
+from gtpo_jax.runtime.resource_limits import return_freed_memory
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.storage.spool import Logs
 from gtpo_jax.training.state import TrainState, init_state

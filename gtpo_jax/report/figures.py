@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gtpo_jax.report.drawing import Line, curve_figure, mean_over_seeds, seed_range, stack_figure
+from gtpo_jax.report.inline_svg import Line, curve_figure, mean_over_seeds, seed_range, stack_figure
 from gtpo_jax.report.runs import RunGroup, smoothed
 
 MAX_POINTS = 600  # per curve, to bound the size of the page; see `_thinned`

@@ -13,13 +13,13 @@ import jinja2
 
 import gtpo_jax
 from gtpo_jax.logs.text import visible
-from gtpo_jax.report.drawing import BOX
 from gtpo_jax.report.figures import (
   composition_figures,
   evaluation_figures,
   step_figures,
   time_split,
 )
+from gtpo_jax.report.inline_svg import BOX
 from gtpo_jax.report.overview import execution, held_out, judge_cost, samples, settings, verdict
 from gtpo_jax.report.runs import Run, RunGroup, group_runs, number, read_run, run_label
 from gtpo_jax.report.timeline import timeline_figure

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from gtpo_jax.logs.credit import CreditRecord, credit_files, read_credit
 from gtpo_jax.logs.text import visible
-from gtpo_jax.report.drawing import GRID, INK, MINUS, MIXED, PLUS, drawing_style, inline_svg
+from gtpo_jax.report.inline_svg import GRID, INK, MINUS, MIXED, PLUS, drawing_style, inline_svg
 from gtpo_jax.report.runs import RunGroup, run_label
 from gtpo_jax.sampling.spans import Span
 

@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gtpo_jax.rewards.constraints.verdicts import check_instructions
-from gtpo_jax.rewards.gym.answers import check_entry
+from gtpo_jax.rewards.constraints.instruction_verdicts import check_instructions
+from gtpo_jax.rewards.gym.scores import check_entry
 from gtpo_jax.rewards.math.extraction import MAX_CHARS, gold_answer
 from gtpo_jax.rewards.math.values import read
 from gtpo_jax.rewards.math.verdicts import quick_verdict

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from gtpo_jax.rewards.code import code_correct
-from gtpo_jax.rewards.constraints.verdicts import STRICT, followed_shares
-from gtpo_jax.rewards.gym.answers import AUTO, gym_scores, is_right
+from gtpo_jax.rewards.constraints.instruction_verdicts import STRICT, followed_shares
+from gtpo_jax.rewards.gym.scores import AUTO, gym_scores, is_right
 from gtpo_jax.rewards.math.extraction import extract
 from gtpo_jax.rewards.math.verdicts import math_verdicts
 from gtpo_jax.rewards.plain import choice_correct, exact_correct

@@ -17,8 +17,8 @@ from gtpo_jax.rollout.episodes.turns import make_turns
 from gtpo_jax.rollout.experience import Experience, Placement
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.group_metrics import sampled_metrics, source_metrics, staleness_metrics
+from gtpo_jax.rollout.group_pool import GroupPool
 from gtpo_jax.rollout.groups import Group, restore_groups, save_groups
-from gtpo_jax.rollout.pool import GroupPool
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.rollout.token_truth import token_truth

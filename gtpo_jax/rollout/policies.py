@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from gtpo_jax.checkpoint.architectures import usable_here
-from gtpo_jax.checkpoint.runs import open_run, run_params
+from gtpo_jax.checkpoint.opening import open_run, run_params
 from gtpo_jax.checkpoint.workdir import has_base, load_config
 from gtpo_jax.config import (
   Config,

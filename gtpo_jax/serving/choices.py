@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from gtpo_jax.serving.errors import ApiError
+from gtpo_jax.serving.api_errors import ApiError
 from gtpo_jax.serving.outputs import Output, Part
 from gtpo_jax.serving.requests import ChatRequest, CompletionRequest
 

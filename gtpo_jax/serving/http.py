@@ -21,8 +21,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute
 
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.serving.api_errors import ApiError
 from gtpo_jax.serving.choices import Job
-from gtpo_jax.serving.errors import ApiError
 from gtpo_jax.serving.requests import MAX_BODY, Fields, one_line
 
 LONG_BODY = 65_536  # bytes, from which JSON is read on another thread

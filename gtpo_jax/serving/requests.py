@@ -13,7 +13,7 @@ from gtpo_jax.runtime.errors import UserError, did_you_mean, first_line
 from gtpo_jax.sampling.filters import ALTERNATIVES
 from gtpo_jax.sampling.settings import LOWEST_TEMPERATURE
 from gtpo_jax.sampling.stop_strings import MAX_STOP_STRINGS, is_stop
-from gtpo_jax.serving.errors import ApiError, bad
+from gtpo_jax.serving.api_errors import ApiError, bad
 
 MAX_BODY = 16 << 20  # bytes
 MAX_CHOICES = 128

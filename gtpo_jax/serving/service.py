@@ -13,8 +13,8 @@ import numpy as np
 from gtpo_jax.data.chat import Chat
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.serving.answers import Answers
+from gtpo_jax.serving.api_errors import ApiError, bad
 from gtpo_jax.serving.choices import Choice, Job
-from gtpo_jax.serving.errors import ApiError, bad
 from gtpo_jax.serving.generator import Full, Generator
 from gtpo_jax.serving.jobs import Completion, ScoreJob
 from gtpo_jax.serving.outputs import Output, Part, new_search

@@ -18,7 +18,9 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.compiler_options import update_options
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.training.gradient import FrozenParams, GradientFn, Minibatch, make_gradient
-from gtpo_jax.training.metrics import (
+from gtpo_jax.training.micro_batches import split_batch
+from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, TrainState, abstract_state
+from gtpo_jax.training.update_metrics import (
   UpdateMetrics,
   batch_metrics,
   correction_metrics,
@@ -26,8 +28,6 @@ from gtpo_jax.training.metrics import (
   mean_over_updates,
   mismatch_metrics,
 )
-from gtpo_jax.training.micro_batches import split_batch
-from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, TrainState, abstract_state
 
 Metrics = dict[str, jax.Array]  # f32[] each
 Update = Callable[..., tuple[TrainState, Metrics]]

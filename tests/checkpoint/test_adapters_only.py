@@ -10,8 +10,8 @@ from etils import epath
 from flax.traverse_util import flatten_dict
 from meshes import mesh_of
 
+from gtpo_jax.checkpoint.checkpoints import PARAMS, Checkpoints
 from gtpo_jax.checkpoint.integrity import check_integrity
-from gtpo_jax.checkpoint.manager import PARAMS, Checkpoints
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.logs.display import Display

@@ -16,15 +16,15 @@ import tensorstore
 from etils import epath
 from meshes import mesh_of
 
+from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.checkpoint.integrity import (
   RECORD_FILE,
   CorruptCheckpoint,
   check_integrity,
   write_integrity_record,
 )
-from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.checkpoint.opening import open_run, run_params
 from gtpo_jax.checkpoint.reader import read_checkpoint
-from gtpo_jax.checkpoint.runs import open_run, run_params
 from gtpo_jax.models.params import init_params
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.models.transformer import Transformer

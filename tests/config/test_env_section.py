@@ -3,9 +3,9 @@
 import pytest
 from own_environments import Echo, add
 
-from gtpo_jax.api.inputs import resolve_inputs
 from gtpo_jax.config import Config, EnvSection, freeze
 from gtpo_jax.environments.limits import EpisodeLimits
+from gtpo_jax.python.inputs import resolve_inputs
 from gtpo_jax.runtime.errors import UserError
 
 

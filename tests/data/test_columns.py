@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from gtpo_jax.api.inputs import resolve_inputs
 from gtpo_jax.data.sources import load_records
+from gtpo_jax.python.inputs import resolve_inputs
 from gtpo_jax.rewards import check_gold, verify
 from gtpo_jax.runtime.errors import UserError
 

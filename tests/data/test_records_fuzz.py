@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gtpo_jax.api.inputs import _name
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.data.records import ROLES
 from gtpo_jax.data.sources import load_source
+from gtpo_jax.python.inputs import _name
 from gtpo_jax.rewards import check_gold
 from gtpo_jax.rewards.code import code_correct
 from gtpo_jax.rewards.verifiers import VERIFIERS

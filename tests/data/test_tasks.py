@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from gtpo_jax.data.tasks import TASKS, make_task
-from gtpo_jax.data.tasks.arithmetic import Countdown, RunningSums
 from gtpo_jax.data.tasks.forks import CLOSE
 from gtpo_jax.data.tasks.sentences import TOPICS, WORDS
+from gtpo_jax.data.tasks.sums import Countdown, RunningSums
 from gtpo_jax.data.tasks.task import HELD_OUT, MAX_PROBLEMS
 from gtpo_jax.rewards import check_gold, countdown_correct, verify
 from gtpo_jax.runtime.errors import UserError

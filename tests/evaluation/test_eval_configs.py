@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.checkpoint.workdir import claim
 from gtpo_jax.config import Config, MeshSection, ModelSection, load
 from gtpo_jax.models.params import init_params

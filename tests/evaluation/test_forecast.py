@@ -8,7 +8,7 @@ from gtpo_jax.checkpoint.workdir import load_config
 from gtpo_jax.config import freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.evaluation.evaluate import expected_mixed_share
-from gtpo_jax.evaluation.results import Evaluation, ScoredCompletions
+from gtpo_jax.evaluation.outcome import Evaluation, ScoredCompletions
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.logs.summary import describe_forecast

@@ -8,7 +8,7 @@ import sys
 import jax
 import numpy as np
 
-from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.cluster.joining import join_processes

@@ -18,7 +18,7 @@ import gtpo_jax.checkpoint.steps
 import gtpo_jax.config.trainer
 import gtpo_jax.loop.evaluations
 import gtpo_jax.warm_start
-from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.cli import main
 from gtpo_jax.environments import Step
 from gtpo_jax.environments.runner import EpisodeRunner

@@ -8,7 +8,7 @@ import pytest
 from meshes import mesh_of
 from processes import HERE, start_together
 
-from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.models.params import init_params
 from gtpo_jax.models.presets import PRESETS
 from gtpo_jax.models.transformer import Transformer

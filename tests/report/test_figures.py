@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from run_rows import make_run, rewards
 
-from gtpo_jax.report.drawing import Line, curve_figure
 from gtpo_jax.report.figures import (
   composition_figures,
   evaluation_figures,
   step_figures,
   time_split,
 )
+from gtpo_jax.report.inline_svg import Line, curve_figure
 from gtpo_jax.report.runs import RunGroup
 
 

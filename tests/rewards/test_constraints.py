@@ -14,8 +14,8 @@ import pytest
 from gtpo_jax.config.data_sections import RewardSection
 from gtpo_jax.data.sources import load_records
 from gtpo_jax.rewards import Score, check_gold, score, verify
+from gtpo_jax.rewards.constraints.instruction_verdicts import followed
 from gtpo_jax.rewards.constraints.instructions import INSTRUCTIONS, LANGUAGES
-from gtpo_jax.rewards.constraints.verdicts import followed
 from gtpo_jax.rewards.verifiers import DefaultOptions
 from gtpo_jax.runtime.installing import MissingPackage
 

@@ -16,9 +16,9 @@ from test_verify import CASES as KINDS
 
 from gtpo_jax.rewards import PARTS, VERIFIERS, VOTES, truth_marks
 from gtpo_jax.rewards.code import humaneval
+from gtpo_jax.rewards.constraints.instruction_verdicts import followed
 from gtpo_jax.rewards.constraints.instructions import INSTRUCTIONS, Instruction
-from gtpo_jax.rewards.constraints.verdicts import followed
-from gtpo_jax.rewards.gym.answers import answer_of
+from gtpo_jax.rewards.gym.scores import answer_of
 from gtpo_jax.rewards.verifiers import DefaultOptions
 
 CHARS = 100_000

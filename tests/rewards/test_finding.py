@@ -8,7 +8,7 @@ import pytest
 
 from gtpo_jax.rewards import VOTES, choice_correct, exact_correct, math_correct
 from gtpo_jax.rewards.finding import after_thinking, marked_answer
-from gtpo_jax.rewards.gym.answers import answer_of
+from gtpo_jax.rewards.gym.scores import answer_of
 
 CORRECT = {"math": math_correct, "exact": exact_correct, "choice": choice_correct}
 # By language: phrases that state an answer, one with a colon and one a sentence, and a remark.

@@ -15,8 +15,8 @@ from gtpo_jax.data.readers import is_source
 from gtpo_jax.data.sources import load_records, load_source
 from gtpo_jax.rewards import check_gold, score, verify
 from gtpo_jax.rewards.gym import library
-from gtpo_jax.rewards.gym.answers import MAX_ANSWER_BYTES, answer_of, gym_scores
 from gtpo_jax.rewards.gym.rows import NO_ANSWER, task_names
+from gtpo_jax.rewards.gym.scores import MAX_ANSWER_BYTES, answer_of, gym_scores
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.installing import MissingPackage
 

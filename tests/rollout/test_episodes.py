@@ -13,10 +13,10 @@ import pytest
 from experience_cases import NONE, N, assert_equal, coins, config_of, host  # noqa: F401
 
 import gtpo_jax
-from gtpo_jax.api.policy import TrainedPolicy
 from gtpo_jax.config import EnvSection
 from gtpo_jax.environments.turns import Step
 from gtpo_jax.models.params import init_params
+from gtpo_jax.python.policy import TrainedPolicy
 from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.episodes import driver
 from gtpo_jax.rollout.problems import training_problems

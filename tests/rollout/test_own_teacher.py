@@ -10,7 +10,7 @@ from experience_cases import (
   random_worker,
 )
 
-from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.config.trainer import frozen_bytes
 from gtpo_jax.logs.display import Display
 from gtpo_jax.loop import train

@@ -18,7 +18,7 @@ from experience_cases import (
 )
 
 from gtpo_jax.rollout.frozen import FrozenPolicies
-from gtpo_jax.rollout.pool import choose
+from gtpo_jax.rollout.group_pool import choose
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.training.log_probs import score

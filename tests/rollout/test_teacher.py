@@ -15,7 +15,7 @@ from experience_cases import (
 )
 
 from gtpo_jax.checkpoint.architectures import teacher_model
-from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.checkpoint.provenance import check_provenance
 from gtpo_jax.config import resolve_model, resolved_dict
 from gtpo_jax.config.trainer import frozen_bytes, run_demand

@@ -10,7 +10,7 @@ import pytest
 # array that is freed makes glibc keep the later ones in its heap.
 FREED_ARRAYS = """
 import ctypes, resource, sys
-from gtpo_jax.runtime.limits import STATUS, return_freed_memory
+from gtpo_jax.runtime.resource_limits import STATUS, return_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from gtpo_jax.data.chat import Chat, load_chat
+from gtpo_jax.serving.api_errors import ApiError
 from gtpo_jax.serving.conversation import Conversations
-from gtpo_jax.serving.errors import ApiError
 from gtpo_jax.serving.requests import Fields, read_chat, read_completion
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}

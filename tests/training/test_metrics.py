@@ -17,7 +17,7 @@ from update_cases import (
 )
 
 from gtpo_jax.algorithms.diagnostics import surprise_metrics
-from gtpo_jax.training.metrics import batch_metrics
+from gtpo_jax.training.update_metrics import batch_metrics
 
 
 def test_batch_metrics():

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 
-from gtpo_jax.data.tasks.arithmetic import Countdown, RunningSums
 from gtpo_jax.data.tasks.constraints import Constraints
 from gtpo_jax.data.tasks.forks import FILLER, ConfidentForks, Forks
+from gtpo_jax.data.tasks.multi_turn import Calculator, GuessNumber
 from gtpo_jax.data.tasks.sentences import Sentences
+from gtpo_jax.data.tasks.sums import Countdown, RunningSums
 from gtpo_jax.data.tasks.task import Task, TaskPart
-from gtpo_jax.data.tasks.turns import Calculator, GuessNumber
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
 __all__ = ["FILLER", "TASKS", "Forks", "Task", "TaskPart", "make_task"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import openai
 
+from gtpo_jax.rewards.judge.judge_settings import ENDPOINT, KEY_VARIABLE, JudgeSettings
 from gtpo_jax.rewards.judge.replies import Failure, Reply, read_completion, retry_after
-from gtpo_jax.rewards.judge.settings import ENDPOINT, KEY_VARIABLE, JudgeSettings
 from gtpo_jax.runtime.errors import UserError
 
 MIN_SECRET = 8  # characters; shorter keys, such as "EMPTY" for a server without keys, are no secret

@@ -14,10 +14,10 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
-from gtpo_jax.rewards.judge.cache import FILE_NAME, GradeCache, digest_of
+from gtpo_jax.rewards.judge.grade_cache import FILE_NAME, GradeCache, digest_of
 from gtpo_jax.rewards.judge.grades import Texts, parse_scale, read_grade, render
+from gtpo_jax.rewards.judge.judge_settings import KEY_VARIABLE, JudgeSettings
 from gtpo_jax.rewards.judge.replies import Failure
-from gtpo_jax.rewards.judge.settings import KEY_VARIABLE, JudgeSettings
 from gtpo_jax.runtime.errors import JudgeError, UserError
 from gtpo_jax.runtime.installing import require_package
 

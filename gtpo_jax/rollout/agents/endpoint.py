@@ -12,9 +12,9 @@ from starlette.requests import Request
 
 from gtpo_jax.data.chat import Chat
 from gtpo_jax.serving.answers import Answers
+from gtpo_jax.serving.api_errors import bad
 from gtpo_jax.serving.app import chat_routes
 from gtpo_jax.serving.choices import Choice, Job
-from gtpo_jax.serving.errors import bad
 from gtpo_jax.serving.http import answering, bearer, listen, make_server, read_fields, starlette_app
 from gtpo_jax.serving.outputs import Output, new_search
 from gtpo_jax.serving.requests import Fields, read_chat

@@ -29,9 +29,9 @@ from gtpo_jax.rollout.agents.conversations import Limit, Transcript
 from gtpo_jax.rollout.agents.endpoint import Endpoint
 from gtpo_jax.rollout.agents.session import AgentSession, Asked
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.serving.api_errors import ApiError
 from gtpo_jax.serving.choices import Job
 from gtpo_jax.serving.conversation import Conversations
-from gtpo_jax.serving.errors import ApiError
 from gtpo_jax.serving.requests import one_line
 
 Event = Opened | Asked | Ended

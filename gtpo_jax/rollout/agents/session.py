@@ -14,8 +14,8 @@ from gtpo_jax.environments.session import Key
 from gtpo_jax.environments.turns import Episode, Result, Stop, Turn
 from gtpo_jax.rollout.agents.calls import AgentCall
 from gtpo_jax.rollout.agents.conversations import Conversation, Transcript
+from gtpo_jax.serving.api_errors import ApiError
 from gtpo_jax.serving.choices import Job
-from gtpo_jax.serving.errors import ApiError
 from gtpo_jax.serving.outputs import Part
 
 

@@ -25,7 +25,7 @@ from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.turns import MAX_NUMBER, Episode, as_number
 from gtpo_jax.rewards import PARTS
 from gtpo_jax.runtime.errors import FunctionError, UserError, described, printable
-from gtpo_jax.runtime.limits import within
+from gtpo_jax.runtime.resource_limits import within
 
 # Parts of the reward that no function computes.
 BUILTIN_PARTS = ("correct", "verifier", "judge", "env")

@@ -12,7 +12,7 @@ from judge_server import CLOSE, after, completion, serving
 
 from gtpo_jax.rewards.judge import client
 from gtpo_jax.rewards.judge.judge import Judge
-from gtpo_jax.rewards.judge.settings import JudgeSettings
+from gtpo_jax.rewards.judge.judge_settings import JudgeSettings
 from gtpo_jax.runtime.errors import JudgeError, UserError
 
 KEY = "sk-secret-0123456789"

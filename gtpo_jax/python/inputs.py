@@ -12,7 +12,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from gtpo_jax.config import Config, EnvSection, freeze
-from gtpo_jax.data.demonstrations import demonstrations_of
+from gtpo_jax.data.demonstration_rows import demonstrations_of
 from gtpo_jax.data.pipeline import fixed_sample
 from gtpo_jax.data.records import Problem
 from gtpo_jax.data.sources import RECORDS, Loaded, load_records, needs_of

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from etils import epath
 
-from gtpo_jax.checkpoint.base import SharedBase, params_target
 from gtpo_jax.checkpoint.reader import read_checkpoint
+from gtpo_jax.checkpoint.shared_base import SharedBase, params_target
 from gtpo_jax.checkpoint.steps import SavedSteps
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from etils import epath
 
-from gtpo_jax.checkpoint.manager import Checkpoints
+from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.checkpoint.workdir import load_config
 from gtpo_jax.models.hf.folder import find
 from gtpo_jax.models.hf.load import read_params

@@ -77,7 +77,7 @@ def _may_hang(names: Sequence[str], kwargs: Sequence[Mapping[str, Any] | None]) 
 
 @functools.cache
 def _pool() -> WorkerPool:
-  return WorkerPool(check="gtpo_jax.rewards.constraints.verdicts:share_in_worker")
+  return WorkerPool(check="gtpo_jax.rewards.constraints.instruction_verdicts:share_in_worker")
 
 
 def followed(completion: str, extra: Mapping[str, Any], mode: str = STRICT) -> list[bool]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict, config_flags
 
-from gtpo_jax.config.config import Config, flatten, resolved_dict, to_dict
+from gtpo_jax.config.run_config import Config, flatten, resolved_dict, to_dict
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
 # The folder of the configs that come with gtpo_jax: inside the package if it was installed from a
