@@ -114,7 +114,6 @@ def decode_step(
   model: Transformer,
   params: DecodeParams,
   tokens: jax.Array,
-  rope: Rope,
   attend: Callable[[int, jax.Array, KV], tuple[jax.Array, Any]],
 ) -> tuple[jax.Array, list[Any]]:
   """Runs one token of each sequence through the model.
@@ -122,9 +121,9 @@ def decode_step(
   Args:
     model, params: the policy.
     tokens: i32[n, g].
-    rope: the rotary angles of their positions, f32[n, g, 1, e/2] each.
     attend: (layer, queries [n, g, h, 1, e], the new position's keys and values) -> (the attention
-      output [n, g, h, 1, e], a result of any type). It reads the cache and keeps the new position.
+      output [n, g, h, 1, e], a result of any type). It rotates queries and keys, reads the cache
+      and keeps the new position.
 
   Returns:
     The hidden state that predicts the next token, after the final norm [n, g, 1, d], and the second
@@ -138,7 +137,7 @@ def decode_step(
     if c.quantize:  # otherwise the compiler converts all weights once, before the loop over tokens
       weights, x = jax.lax.optimization_barrier((weights, x))
     attend_in_layer = functools.partial(attend, i)
-    x, extra = layer.apply({"params": weights}, x, rope, attend_in_layer, method="decode")
+    x, extra = layer.apply({"params": weights}, x, attend_in_layer, method="decode")
     extras.append(extra)
   return model.apply({"params": params.outer}, x, method="final_norm"), extras
 

@@ -30,7 +30,8 @@ from gtpo_jax.models.layouts import layer_layout, layer_layout_of_gradient, resi
 from gtpo_jax.runtime.mesh import constrain, divisible_axis
 
 # (queries [n, g, h, 1, e], the new position's keys and values) -> (the attention output
-# [n, g, h, 1, e], a result of any type that is passed on to the caller)
+# [n, g, h, 1, e], a result of any type that is passed on to the caller). It rotates queries and
+# keys first.
 Attend = Callable[[jax.Array, KV], tuple[jax.Array, Any]]
 
 
@@ -130,18 +131,24 @@ class Layer(nn.Module):
     attended = attend_causally(self.config, self.mesh, q, AttentionContext(kv, masks.mask))
     return self._finish(x, attended), kv
 
-  def decode(self, x: jax.Array, rope: Rope, attend: Attend) -> tuple[jax.Array, Any]:
+  def decode(self, x: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
     """Runs the layer over one new position [n, g, 1, d]; also returns `attend`'s second result."""
-    attended, extra = attend(*self._queries_keys_values(x, rope))
+    q, k, v = self._project(x)
+    attended, extra = attend(q, KV(jnp.swapaxes(k, -1, -2), v))
     return self._finish(x, attended), extra
 
   def _queries_keys_values(self, x: jax.Array, rope: Rope) -> tuple[jax.Array, KV]:
     """Returns rotated queries [n, g, h, s, e], and keys and values of the same positions."""
+    q, k, v = self._project(x)
+    return rotate(q, rope), KV(jnp.swapaxes(rotate(k, rope), -1, -2), v)
+
+  def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries [n, g, h, s, e], keys and values [n, g, k, s, e], not rotated."""
     x = layer_layout(self.attention_norm(x), self.mesh)
     q, k, v = (jnp.swapaxes(project(x), 2, 3) for project in (self.q, self.k, self.v))
     if self.config.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
-    return rotate(q, rope), KV(jnp.swapaxes(rotate(k, rope), -1, -2), v)
+    return q, k, v
 
   def _finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
     """Adds the attention's output and then the MLP's to the residual stream."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from gtpo_jax.models.attention.rope import Rope
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.transformer import Transformer
@@ -43,9 +44,9 @@ class States(NamedTuple):
 
 # How slots attend in one layer: (layer, queries [s, 1, h, 1, e], the new position's keys and
 # values, the layer's chunk, i32[] position in the chunk) -> (the output [s, 1, h, 1, e], the chunk
-# with the new position). The cache is only read while a chunk is decoded. The chunk's own
-# keys and values are in a small buffer in which all slots write at the same position, so that no
-# token needs a scatter.
+# with the new position). Queries and keys come without their rotary angles. The cache is only read
+# while a chunk is decoded. The chunk's own keys and values are in a small buffer in which all slots
+# write at the same position, so that no token needs a scatter.
 CachedAttention = Callable[[int, jax.Array, KV, Any, jax.Array], tuple[jax.Array, Any]]
 
 
@@ -80,8 +81,11 @@ class Cache(Protocol):
   def zero_chunk(self, slots: int, positions: int) -> list[Any]:
     """Returns a zeroed buffer for a chunk of `positions`, per layer."""
 
-  def attention(self, kv: Any, tables: Any, generated: jax.Array) -> CachedAttention:
-    """Returns how slots attend to their prompts, their `generated` i32[s] positions and a chunk."""
+  def attention(self, kv: Any, tables: Any, generated: jax.Array, rope: Rope) -> CachedAttention:
+    """Returns how slots attend to their prompts, their `generated` i32[s] positions and a chunk.
+
+    `rope` has the rotary angles of the chunk's positions, f32[s, 1, c, e/2] each.
+    """
 
   def append(self, kv: Any, chunk: list[Any], tables: Any, generated: jax.Array) -> Any:
     """Returns `kv` with the chunks, from position `generated` of each slot on."""

@@ -73,7 +73,26 @@ class _LoopState(NamedTuple):
   hidden: jax.Array  # [s, 1, 1, d], the states that predict the next token
   seen_tokens: jax.Array | None  # bool[s, v]
   kv: list[Any]  # per layer, the chunk's keys and values, see `Cache.zero_chunk`
-  out: Chunk
+  out: _Record
+
+
+class _Record(NamedTuple):
+  """The tokens of a chunk so far, in few arrays: each takes a launch per token on a GPU."""
+
+  tokens: jax.Array  # i32[c, s]
+  numbers: jax.Array  # f32[c, 4, s], the float fields of `Chunk` in `NUMBERS`
+  lengths: jax.Array  # i32[s], tokens in each slot
+  stopped: jax.Array  # bool[s]
+  alternatives: Alternatives | None
+
+  def chunk(self) -> Chunk:
+    """Returns the chunk."""
+    mask = jnp.arange(len(self.tokens))[:, None] < self.lengths
+    numbers = dict(zip(NUMBERS, jnp.unstack(self.numbers, axis=1), strict=True))
+    return Chunk(self.tokens, mask, **numbers, stopped=self.stopped, alternatives=self.alternatives)
+
+
+NUMBERS = ("log_probs", "entropy", "drawn_log_probs", "plain_log_probs")
 
 
 def prefill_rows(
@@ -169,32 +188,31 @@ def decode_chunk(
   by_row = isinstance(temperature, RowSampling)
   if temperature is None:
     temperature = sampling_params.temperature
-  attend = cache.attention(kv, inputs.tables, jnp.asarray(inputs.generated))
-  keys = jax.random.wrap_key_data(inputs.keys)
+  index = jnp.asarray(inputs.generated) + jnp.arange(decoder.chunk)[:, None]
+  fold_in = jax.vmap(jax.vmap(jax.random.fold_in), (None, 0))
+  keys = fold_in(jax.random.wrap_key_data(inputs.keys), index)  # [c, s]
   # Of all positions, before the loop: a CPU would compute them in each layer and for each head.
   first = jnp.asarray(inputs.prompt_lengths + inputs.generated)
-  angles = rope_of(model, first[:, None, None] + jnp.arange(decoder.chunk))
+  rope = rope_of(model, first[:, None, None] + jnp.arange(decoder.chunk))
+  attend = cache.attention(kv, inputs.tables, jnp.asarray(inputs.generated), rope)
 
   def keep_going(state: _LoopState) -> jax.Array:
     finished = (inputs.active & ~state.active).sum()
     return (state.step < limits.max_steps) & state.active.any() & (finished < limits.max_finished)
 
   def decode_token(state: _LoopState) -> _LoopState:
-    index = inputs.generated + state.step
     logits = _limit_vocab(next_logits(model, params, state.hidden[:, 0, 0]), vocab_limit)
-    token_keys = jax.vmap(jax.random.fold_in)(keys, index)
+    token_keys = keys[state.step]
     others = None
     if by_row:
       sampled, others = sample_rows(temperature, logits, token_keys)
     else:
       sampled = sample_token(sampling_params, temperature, logits, token_keys, state.seen_tokens)
     stopped = state.active & jnp.isin(sampled.token, limits.stop)
-    rope = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, state.step, 1, 2), angles)
     hidden, kv = decode_step(
       model,
       params,
       sampled.token[:, None],
-      rope,
       lambda layer, q, new: attend(layer, q, new, state.kv[layer], state.step),
     )
     seen_tokens = state.seen_tokens
@@ -202,7 +220,7 @@ def decode_chunk(
       seen_tokens = seen_tokens.at[jnp.arange(len(stopped)), sampled.token].set(True)
     return _LoopState(
       step=state.step + 1,
-      active=state.active & ~stopped & (index + 1 < inputs.max_tokens),
+      active=state.active & ~stopped & (inputs.generated + state.step + 1 < inputs.max_tokens),
       hidden=hidden,
       seen_tokens=seen_tokens,
       kv=kv,
@@ -214,7 +232,7 @@ def decode_chunk(
   kv = cache.append(kv, end.kv, inputs.tables, jnp.asarray(inputs.generated))
   keep = lambda new, old: jnp.where(_expand(inputs.active, new), new, old)
   slots = jax.tree.map(keep, States(end.hidden, end.seen_tokens), slots)
-  return kv, slots, jax.tree.map(lambda x: constrain(x, model.mesh), end.out)
+  return kv, slots, jax.tree.map(lambda x: constrain(x, model.mesh), end.out.chunk())
 
 
 def _initial_state(
@@ -229,17 +247,14 @@ def _initial_state(
   hidden, seen_tokens = jax.tree.map(start_from, prompts, slots)
   kv = cache.zero_chunk(len(inputs.active), chunk)
   s = len(inputs.active)
-  zeros = lambda dtype, *more: jnp.zeros((chunk, s, *more), dtype)
   k = min(ALTERNATIVES, model.config.vocab_size)
-  out = Chunk(
-    tokens=zeros(jnp.int32),
-    mask=zeros(bool),
-    log_probs=zeros(jnp.float32),
-    entropy=zeros(jnp.float32),
-    drawn_log_probs=zeros(jnp.float32),
-    plain_log_probs=zeros(jnp.float32),
+  zeros = lambda dtype, *shape: jnp.zeros((chunk, *shape), dtype)
+  out = _Record(
+    tokens=zeros(jnp.int32, s),
+    numbers=zeros(jnp.float32, len(NUMBERS), s),
+    lengths=jnp.zeros(s, jnp.int32),
     stopped=jnp.zeros(s, bool),
-    alternatives=Alternatives(zeros(jnp.int32, k), zeros(jnp.float32, k)) if by_row else None,
+    alternatives=Alternatives(zeros(jnp.int32, s, k), zeros(jnp.float32, s, k)) if by_row else None,
   )
   return _LoopState(jnp.int32(0), jnp.asarray(inputs.active), hidden, seen_tokens, kv, out)
 
@@ -251,22 +266,25 @@ def _expand(mask: jax.Array, like: jax.Array) -> jax.Array:
 
 def _record(
   state: _LoopState, sampled: SampledToken, stopped: jax.Array, others: Alternatives | None
-) -> Chunk:
-  """Returns the chunk with the tokens that the active slots sampled in this step."""
+) -> _Record:
+  """Returns the record with the tokens that the active slots sampled in this step."""
 
-  def write(rows: jax.Array, row: jax.Array) -> jax.Array:
-    return rows.at[state.step].set(jnp.where(_expand(state.active, row), row, jnp.zeros_like(row)))
+  def write(rows: jax.Array, row: jax.Array, active: jax.Array) -> jax.Array:
+    return rows.at[state.step].set(jnp.where(active, row, jnp.zeros_like(row)))
 
   out = state.out
-  return Chunk(
-    tokens=write(out.tokens, sampled.token),
-    mask=write(out.mask, state.active),
-    log_probs=write(out.log_probs, sampled.log_prob),
-    entropy=write(out.entropy, sampled.entropy),
-    drawn_log_probs=write(out.drawn_log_probs, sampled.drawn_log_prob),
-    plain_log_probs=write(out.plain_log_probs, sampled.plain_log_prob),
+  active = state.active
+  numbers = jnp.stack(
+    [sampled.log_prob, sampled.entropy, sampled.drawn_log_prob, sampled.plain_log_prob]
+  )
+  return _Record(
+    tokens=write(out.tokens, sampled.token, active),
+    numbers=write(out.numbers, numbers, active),
+    lengths=out.lengths + active,
     stopped=out.stopped | stopped,
-    alternatives=jax.tree.map(write, out.alternatives, others),
+    alternatives=jax.tree.map(
+      lambda rows, row: write(rows, row, active[:, None]), out.alternatives, others
+    ),
   )
 
 

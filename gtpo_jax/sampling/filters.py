@@ -70,8 +70,10 @@ def sample_token(
   weights = policy.weights
   # Sums over blocks of tokens serve the totals and the draw.
   block_sums = _blocks(weights).sum(-1)
-  total = block_sums.sum(-1, keepdims=True)
   weighted = _blocks(jnp.where(weights > 0, weights * policy.scaled, 0)).sum(-1)
+  # Otherwise a GPU computes each in a pass of its own over the logits.
+  block_sums, weighted = jax.lax.optimization_barrier((block_sums, weighted))
+  total = block_sums.sum(-1, keepdims=True)
   entropy = jnp.log(total) - weighted.sum(-1, keepdims=True) / total
   at = lambda values, token: jnp.take_along_axis(values, token[..., None], -1)
 
@@ -331,9 +333,14 @@ def _invert_cdf(weights: jax.Array, uniform: jax.Array) -> tuple[jax.Array, jax.
   """
   sums = jnp.cumsum(weights, axis=-1)
   target = uniform * sums[..., -1]
-  passed = (sums > target[..., None]) & (weights > 0)
-  last = weights.shape[-1] - 1 - jnp.argmax(weights[..., ::-1] > 0, axis=-1)
-  index = jnp.where(passed.any(-1), jnp.argmax(passed, axis=-1), last)
+  positive = weights > 0
+  passed = (sums > target[..., None]) & positive
+  # A minimum and a maximum of indices are vectorised; `jnp.argmax` is not.
+  v = weights.shape[-1]
+  indices = jnp.arange(v, dtype=jnp.int32)
+  first = jnp.where(passed, indices, v).min(-1)
+  last = jnp.where(positive, indices, -1).max(-1)
+  index = jnp.where(first < v, first, jnp.where(last < 0, v - 1, last))
   weight = jnp.take_along_axis(weights, index[..., None], -1)[..., 0]
   start = jnp.take_along_axis(sums, index[..., None], -1)[..., 0] - weight
   return index, jnp.clip((target - start) / jnp.where(weight > 0, weight, 1), 0, 1 - 2**-24)

@@ -12,6 +12,7 @@ from meshes import mesh_of
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models import PRESETS, ModelConfig, Transformer, init_params
+from gtpo_jax.models.attention.rope import rotate_new
 from gtpo_jax.models.attention.sources import KV, MaskedKV, merge_partials, partial_attention
 from gtpo_jax.models.decode import decode_step, make_decode_params, next_logits, prefill, rope_of
 from gtpo_jax.models.hf.weights import hf_from_params, read_hf
@@ -149,8 +150,9 @@ def test_prefill_and_decode_equal_one_forward_pass():
     hidden = jnp.broadcast_to(hidden, (3, 2, 1, 48))
     written = [[] for _ in range(3)]
 
-    def attend(layer, q, new):
+    def attend(rope, layer, q, new):
       """Attends to the prompt and to a cache that is a list of keys and values."""
+      q, new = rotate_new(q, new, rope, 0)
       written[layer].append(new)
       k, v = (
         jnp.concatenate([kv[part] for kv in written[layer]], axis)
@@ -168,7 +170,7 @@ def test_prefill_and_decode_equal_one_forward_pass():
     for i in range(4):
       logits.append(next_logits(model, params, hidden[:, :, 0]))
       rope = rope_of(model, jnp.broadcast_to(prompts.lengths[:, None] + i, (3, 2))[..., None])
-      hidden, _ = decode_step(model, params, completions[:, :, i], rope, attend)
+      hidden, _ = decode_step(model, params, completions[:, :, i], functools.partial(attend, rope))
     return logits
 
   for i, logits in enumerate(decode(decode_params, hidden, prompt_kv)):

@@ -53,7 +53,7 @@ def test_a_step_and_the_writing_of_a_chunk_compile_without_a_loop(
   rows = lambda width, pages: PageRows(
     integers(1), integers(SLOTS, width), integers(SLOTS, pages), integers(SLOTS), integers(SLOTS)
   )
-  tables = PageTables(rows(16, 4), rows(1, 16), rows(1, 1), integers(SLOTS, 2))
+  tables = PageTables(rows(16, 4), rows(1, 16), rows(1, 1), integers(SLOTS, 2), integers(SLOTS))
   like = lambda x: array(x.dtype, x.shape[0] // shards, *x.shape[1:])
   kv = jax.tree.map(like, jax.eval_shape(lambda: cache.zeros(shards * PAGES)))
   chunk = jax.tree.map(like, jax.eval_shape(lambda: cache.zero_chunk(shards * SLOTS, 64)))
@@ -62,12 +62,13 @@ def test_a_step_and_the_writing_of_a_chunk_compile_without_a_loop(
     array(jnp.bfloat16, SLOTS, 1, kv_heads, 1, head_dim),
   )
   q = array(jnp.bfloat16, SLOTS, 1, heads, 1, head_dim)
+  rope = (array(jnp.float32, SLOTS, 1, 64, head_dim // 2),) * 2
 
-  def attend(kv, tables, chunk, q, new, step):
-    return cache.attention(kv, tables, None)(0, q, new, chunk[0], step)
+  def attend(kv, tables, chunk, q, new, rope, step):
+    return cache.attention(kv, tables, None, rope)(0, q, new, chunk[0], step)
 
   step = jax.ShapeDtypeStruct((), jnp.int32)
-  attended = jax.jit(attend).lower(kv, tables, chunk, q, new, step)
+  attended = jax.jit(attend).lower(kv, tables, chunk, q, new, rope, step)
   written = jax.jit(cache.append, donate_argnums=0).lower(kv, chunk, tables, integers(SLOTS))
   programs = [compile_deviceless(lowered, devices).as_text() for lowered in (attended, written)]
   assert re.findall(r'custom_call_target="tpu_custom_call"', programs[0])

@@ -7,6 +7,7 @@ import pytest
 from meshes import mesh_of
 
 from gtpo_jax.models import ModelConfig, Transformer
+from gtpo_jax.models.attention.rope import rope_angles, rotate_new
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.runtime.mesh import batch_shards, single_device_mesh
 from gtpo_jax.sampling.paged.attention import local_attention, paged_attention
@@ -17,7 +18,7 @@ from gtpo_jax.sampling.settings import KERNEL_PLATFORMS
 SLOTS = 8  # per shard
 PAGES = 42
 # (slots, first position, end) of each row in use; the pages of a row are random.
-PROMPTS = [([0, 1], 3, 16), ([2], 0, 48), ([5, 7], 15, 40)]
+PROMPTS = [([0, 1], 3, 16), ([2], 0, 48), ([5, 7], 15, 40), ([6], 47, 48)]
 COMPLETIONS = [([0], 0, 1), ([2], 0, 16), ([7], 0, 17), ([6], 0, 48)]
 RUNNING = [0, 1, 2, 5, 6, 7]  # slots that attend to a chunk; the others are in no row
 CHUNK = 16
@@ -25,7 +26,7 @@ STEP = 5
 
 
 def case(heads, kv_heads, e, page=16, dtype=jnp.float32, int8=False, mesh=None):
-  """A model, and random queries, pages and rows of three pages, equal on every shard."""
+  """A model, and the arguments of `paged_attention`: rows of three pages, equal on every shard."""
   config = ModelConfig(
     vocab_size=48,
     width=32,
@@ -61,11 +62,19 @@ def case(heads, kv_heads, e, page=16, dtype=jnp.float32, int8=False, mesh=None):
     ),
     rows_of(1, [([slot], [slot], 0, 1) for slot in RUNNING], pages=1),
   ]
-  tables = PageTables(*(PageRows(*map(repeat, part)) for part in rows), None)
-  q = jnp.asarray(repeat(rng.normal(size=(SLOTS, 1, heads, 1, e))), dtype)
-  chunk = jnp.asarray(repeat(rng.normal(size=(SLOTS, kv_heads, CHUNK, 2 * e))), dtype)
+  idle = [slot for slot in range(SLOTS) if slot not in RUNNING]
+  rows[0].slots[len(PROMPTS)] = (idle * 2)[:2]
+  rows[0].end[len(PROMPTS)] = -1
+  of_slot = np.full(SLOTS, -1)
+  of_slot[[slot for (slot,), *_ in COMPLETIONS]] = range(len(COMPLETIONS))
+  tables = PageTables(*(PageRows(*map(repeat, part)) for part in rows), None, repeat(of_slot))
+  random = lambda *shape: jnp.asarray(repeat(rng.normal(size=(SLOTS, *shape))), dtype)
+  q = random(1, heads, 1, e)
+  chunk = random(kv_heads, CHUNK, 2 * e)
+  new = KV(random(1, kv_heads, e, 1), random(1, kv_heads, 1, e))
+  positions = jnp.asarray(repeat(np.arange(SLOTS)))[:, None, None] + jnp.arange(CHUNK)
   pool = Pages(jnp.asarray(repeat(kv), None if int8 else dtype), scale)
-  return model, q, pool, chunk, tables
+  return model, q, new, rope_angles(positions, e, 100.0), pool, chunk, tables
 
 
 def rows_of(width, used, pages=3):
@@ -83,11 +92,15 @@ def rows_of(width, used, pages=3):
 
 def run(kernel, model, *arrays):
   attend = lambda *arrays: paged_attention(model, *arrays, jnp.int32(STEP), kernel)
-  return np.asarray(jax.jit(attend)(*arrays))[:, 0, :, 0]
+  out, chunk = jax.jit(attend)(*arrays)
+  return np.asarray(out)[:, 0, :, 0], np.asarray(chunk)
 
 
-def expected(q, pages, chunk, tables):
-  """Softmax attention of the first shard's running slots in float64, [slots, h, e]."""
+def expected(q, new, rope, pages, chunk, tables):
+  """Softmax attention of the first shard's running slots in float64, [slots, h, e]; the chunk."""
+  q, new = rotate_new(q, new, rope, STEP)
+  chunk = np.array(chunk)[:SLOTS]
+  chunk[:, :, STEP] = np.concatenate([new.k[:SLOTS, 0, :, :, 0], new.v[:SLOTS, 0, :, 0]], -1)
   kv = np.asarray(pages.kv, np.float64)
   page, e = kv.shape[2], kv.shape[3] // 2
   if pages.scale is not None:
@@ -111,7 +124,7 @@ def expected(q, pages, chunk, tables):
       scores = k @ np.asarray(q[slot, 0, head, 0], np.float64) / e**0.5
       weights = np.exp(scores - scores.max())
       out[i, head] = weights @ v / weights.sum()
-  return out
+  return out, chunk
 
 
 @pytest.mark.parametrize(
@@ -133,49 +146,51 @@ def expected(q, pages, chunk, tables):
 def test_kernels_equal_attention_over_the_positions(kernel, heads, kv_heads, e, page, int8, mesh):
   """Keys and values share a register or not; there are several blocks; heads are split or not."""
   model, *arrays = case(heads, kv_heads, e, page, int8=int8, mesh=mesh and mesh_of(*mesh))
-  got = run(kernel, model, *arrays)
+  got, chunk = run(kernel, model, *arrays)
+  want, want_chunk = expected(*arrays)
   assert np.isfinite(got).all()
   for shard in got.reshape(-1, SLOTS, *got.shape[1:]):
-    np.testing.assert_allclose(shard[RUNNING], expected(*arrays), rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(shard[RUNNING], want, rtol=2e-5, atol=2e-5)
+  for shard in chunk.reshape(-1, SLOTS, *chunk.shape[1:]):
+    np.testing.assert_allclose(shard[RUNNING], want_chunk[RUNNING], rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("kernel", KERNEL_PLATFORMS)
 @pytest.mark.some(1)
 def test_kernels_in_bfloat16(kernel):
   model, *arrays = case(12, 2, 128, dtype=jnp.bfloat16)
-  got = run(kernel, model, *arrays)[RUNNING].astype(np.float32)
-  np.testing.assert_allclose(got, expected(*arrays), atol=2e-2)
+  got = run(kernel, model, *arrays)[0][RUNNING].astype(np.float32)
+  np.testing.assert_allclose(got, expected(*arrays)[0], atol=2e-2)
 
 
 @pytest.mark.parametrize("kernel", KERNEL_PLATFORMS)
 @pytest.mark.some(1)
 def test_what_others_left_in_a_page_is_not_read(kernel):
   """A page that is partly used may contain NaN from the completion that had it before."""
-  model, q, pages, chunk, tables = case(4, 2, 16)
-  want = run(kernel, model, q, pages, chunk, tables)
+  model, *new, pages, chunk, tables = case(4, 2, 16)
+  want, _ = run(kernel, model, *new, pages, chunk, tables)
   kv = np.full_like(pages.kv, np.nan)
   for rows in (tables.prompts, tables.completions):
     for row in range(rows.count[0]):
       for position in range(rows.start[row], rows.end[row]):
         at = (rows.pages[row][position // 16], slice(None), position % 16)
         kv[at] = pages.kv[at]
-  got = run(kernel, model, q, Pages(jnp.asarray(kv), None), chunk, tables)
+  got, _ = run(kernel, model, *new, Pages(jnp.asarray(kv), None), chunk, tables)
   np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_the_gpu_kernel_lowers_to_a_triton_program(int8):
   """Without a GPU, the kernel can be lowered to the program for the Triton compiler."""
-  _, *arrays, tables = case(14, 2, 64, 128, jnp.bfloat16, int8)
-  arrays += tables[:3]
+  _, *arrays = case(14, 2, 64, 128, jnp.bfloat16, int8)
   attend = jax.jit(lambda *arrays: local_attention("triton", *arrays, interpret=False))
   try:
-    program = attend.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    program = attend.trace(*arrays, jnp.int32(STEP)).lower(lowering_platforms=("cuda",)).as_text()
   except RuntimeError as error:
     if "No supported GPU devices" not in str(error):
       raise
     pytest.skip("this version of JAX queries the GPU for its type")
-  assert program.count("__gpu$xla.gpu.triton") == 3
+  assert program.count("__gpu$xla.gpu.triton") == 1
 
 
 def test_the_gpu_kernel_multiplies_with_the_precision_of_the_model():
@@ -215,7 +230,7 @@ def test_prompts_and_chunks_are_written_to_their_pages(dtype, mesh):
   places = [[[5, 1], [99, 7]]]
   generated = [0, 3, 5]
   written = [[2, 3, 100], [4, 6, 8], [99, 101, 102]]  # the third slot waits
-  tables = PageTables(None, None, None, repeat(written))
+  tables = PageTables(None, None, None, repeat(written), None)
 
   def write():
     kv = cache.zeros(10 * shards)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gtpo_jax.models.attention.rope_scaling import RopeScaling
+from gtpo_jax.models.attention.sources import KV
 
 Rope = tuple[jax.Array, jax.Array]  # cosines and sines, f32[..., s, e/2] each
 
@@ -21,6 +22,13 @@ def rope_angles(
     frequency, scale = scaling.scale(frequency, theta)
   angles = positions[..., None].astype(jnp.float32) * jnp.asarray(frequency, jnp.float32)
   return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def rotate_new(q: jax.Array, new: KV, rope: Rope, step: jax.Array) -> tuple[jax.Array, KV]:
+  """Rotates the queries [n, g, h, 1, e] and the keys of one position, `step` of those of `rope`."""
+  rope = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, step, 1, 2), rope)
+  k = rotate(jnp.swapaxes(new.k, -1, -2), rope)
+  return rotate(q, rope), new._replace(k=jnp.swapaxes(k, -1, -2))
 
 
 def rotate(x: jax.Array, rope: Rope) -> jax.Array:

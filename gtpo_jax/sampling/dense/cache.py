@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gtpo_jax.models.attention.rope import Rope, rotate_new
 from gtpo_jax.models.attention.sources import (
   KV,
   MaskedKV,
@@ -139,7 +140,9 @@ class DenseCache:
     )
     return [constrain_kv(self.model, kv)] * c.layers
 
-  def attention(self, kv: DenseKV, tables: DenseTables, generated: jax.Array) -> CachedAttention:
+  def attention(
+    self, kv: DenseKV, tables: DenseTables, generated: jax.Array, rope: Rope
+  ) -> CachedAttention:
     """Returns how slots attend to their prompts, their generated positions and the chunk."""
     p = kv.prompts[0].v.shape[3]
     w = kv.slots[0].v.shape[3]
@@ -151,6 +154,7 @@ class DenseCache:
     def attend(
       layer: int, q: jax.Array, new: KV, chunk: KV, step: jax.Array
     ) -> tuple[jax.Array, KV]:
+      q, new = rotate_new(q, new, rope, step)
       # The new position is a source of its own: if the chunk were read after it is written, XLA
       # would copy the chunk once more.
       chunk_mask = (jnp.arange(chunk.v.shape[3]) < step)[None, None, None]

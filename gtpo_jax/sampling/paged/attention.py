@@ -12,46 +12,51 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.models.attention.sources import merge_partials
+from gtpo_jax.models.attention.rope import Rope, rotate_new
+from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.chips import cores_of
 from gtpo_jax.runtime.mesh import partition_spec
 from gtpo_jax.sampling.cache import head_axis
-from gtpo_jax.sampling.paged.gpu_kernel import attend_rows_on_gpu
-from gtpo_jax.sampling.paged.tables import PageRows, Pages, PageTables
+from gtpo_jax.sampling.paged.gpu_kernel import attend_on_gpu
+from gtpo_jax.sampling.paged.tables import Pages, PageTables
 from gtpo_jax.sampling.paged.tpu_kernel import attend_on_tpu
 
 
 def paged_attention(
   model: Transformer,
   q: jax.Array,
+  new: KV,
+  rope: Rope,
   pages: Pages,
   chunk: jax.Array,
   tables: PageTables,
   step: jax.Array,
   kernel: str,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
   """Attends with one query position per slot to its prompt, its past and its chunk.
 
   Args:
     model: the architecture, on the sampling mesh.
-    q: queries [s, 1, h, 1, e].
+    q: queries [s, 1, h, 1, e], not rotated.
+    new: keys and values of the same position, [s, 1, k, e, 1] and [s, 1, k, 1, e], not rotated.
+    rope: the rotary angles of the chunk's positions, f32[s, 1, c, e/2] each.
     pages: the layer's pages.
     chunk: [s, k, c, 2e], keys and values of the chunk as in a page.
     tables: the rows of each slot.
-    step: i32[], the last valid position of the chunk.
+    step: i32[], the new position's place in the chunk.
     kernel: "pallas" (TPU) or "triton" (GPU). On CPU both are interpreted.
 
   Returns:
-    [s, 1, h, 1, e]. What slots that are not running get is finite, and means nothing.
+    [s, 1, h, 1, e], and the chunk with the new position. What slots that are not running get is
+    finite, and means nothing.
   """
   device = model.mesh.devices.flat[0]
   heads = head_axis(model)
   by_heads = partition_spec(("batch", None, heads))
   of_pages = partition_spec(("batch", heads))
   of_rows = partition_spec(("batch",))
-  ends = jnp.zeros_like(tables.running.end) + step + 1
-  rows = (tables.prompts, tables.completions, tables.running._replace(end=ends))
+  tables = tables._replace(written=None)
   attend = functools.partial(
     local_attention,
     kernel,
@@ -64,43 +69,47 @@ def paged_attention(
     mesh=model.mesh,
     in_specs=(
       by_heads,
+      jax.tree.map(lambda _: by_heads, new),
+      of_rows,
       jax.tree.map(lambda _: of_pages, pages),
       of_pages,
-      *jax.tree.map(lambda _: of_rows, rows),
+      jax.tree.map(lambda _: of_rows, tables),
+      partition_spec(()),
     ),
-    out_specs=by_heads,
+    out_specs=(by_heads, of_pages),
     check_vma=False,
-  )(q, pages, chunk, *rows)
+  )(q, new, rope, pages, chunk, tables, step)
 
 
 def local_attention(
   kernel: str,
   q: jax.Array,
+  new: KV,
+  rope: Rope,
   pages: Pages,
   chunk: jax.Array,
-  *rows: PageRows,
+  tables: PageTables,
+  step: jax.Array,
+  *,
   precision: str = "default",
   interpret: bool,
   cores: int = 1,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
   """Runs `paged_attention` on one device's slots, pages and heads.
 
   Args:
-    kernel: as in `paged_attention`.
-    q: as there.
-    pages: as there.
-    chunk: as there.
-    *rows: the rows of prompts, completions and running slots.
-    precision: that of the GPU kernel's products; see `attend_rows_on_gpu`.
+    kernel, q, new, rope, pages, chunk, tables, step: as there.
+    precision: that of the GPU kernel's products; see `attend_on_gpu`.
     interpret: whether to interpret the kernel.
     cores: the number of cores of a TPU.
   """
-  if kernel == "pallas":
-    return attend_on_tpu(q, pages, chunk, *rows, interpret=interpret, cores=cores)
-  prompts, completions, running = rows
-  parts = [
-    attend_rows_on_gpu(q, source, part, precision, interpret)
-    for source, part in ((pages, prompts), (pages, completions), (Pages(chunk, None), running))
-  ]
-  running_slots = (sum(part.weight_sum for part in parts) > 0).any((2, 3, 4), keepdims=True)
-  return jnp.where(running_slots, merge_partials(parts), 0.0).astype(q.dtype)
+  if kernel == "triton":
+    return attend_on_gpu(
+      q, new, rope, pages, chunk, tables, step, precision=precision, interpret=interpret
+    )
+  q, new = rotate_new(q, new, rope, step)
+  row = jnp.concatenate([jnp.swapaxes(new.k, -1, -2), new.v], -1)[:, 0].astype(chunk.dtype)
+  chunk = jax.lax.dynamic_update_slice_in_dim(chunk, row, step, 2)
+  running = tables.running._replace(end=jnp.zeros_like(tables.running.end) + step + 1)
+  rows = (tables.prompts, tables.completions, running)
+  return attend_on_tpu(q, pages, chunk, *rows, interpret=interpret, cores=cores), chunk

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from gtpo_jax.models.attention.rope import Rope
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.transformer import Transformer
@@ -104,16 +105,16 @@ class PagedCache:
     buffer = jnp.zeros((slots, c.kv_heads, positions, 2 * c.head_dim), DTYPES[c.compute_dtype])
     return [constrain(buffer, self.model.mesh, "batch", head_axis(self.model))] * c.layers
 
-  def attention(self, kv: list[Pages], tables: PageTables, generated: jax.Array) -> CachedAttention:
+  def attention(
+    self, kv: list[Pages], tables: PageTables, generated: jax.Array, rope: Rope
+  ) -> CachedAttention:
     """Returns how slots attend to their prompts, their generated positions and the chunk."""
 
     def attend(
       layer: int, q: jax.Array, new: KV, chunk: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-      row = _side_by_side(new).astype(chunk.dtype)
-      chunk = jax.lax.dynamic_update_slice_in_dim(chunk, row, step, 2)
-      out = paged_attention(self.model, q, kv[layer], chunk, tables, step, self.kernel)
-      return out, chunk
+      pages = kv[layer]
+      return paged_attention(self.model, q, new, rope, pages, chunk, tables, step, self.kernel)
 
     return attend
 

@@ -1,123 +1,237 @@
-"""The GPU kernel of paged attention, for the Triton compiler."""
+"""The GPU kernel of a decode step's attention, for the Triton compiler.
+
+It does all that a layer does between its projections: it rotates queries and keys, writes the new
+position into the chunk, and attends to prompt, past and chunk under one softmax. A program of the
+grid computes one key/value head of a row of slots that share a prompt. Short kernels in sequence
+would cost a launch and a pass through memory each, which takes longer than what they compute.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from gtpo_jax.models.attention.sources import MASKED, PartialAttention
-from gtpo_jax.sampling.paged.tables import PageRows, Pages
+from gtpo_jax.models.attention.rope import Rope
+from gtpo_jax.models.attention.sources import KV, MASKED
+from gtpo_jax.sampling.paged.tables import Pages, PageTables
 
 BLOCK = 64  # the most positions per block
 MIN_ROWS = 16  # rows of the smallest matrix that a tensor core multiplies
+WARPS = 4
+STAGES = 2
 
 
-def attend_rows_on_gpu(
-  q: jax.Array, pages: Pages, rows: PageRows, precision: str, interpret: bool
-) -> PartialAttention:
-  """Runs the kernel on a grid of (row, head).
+def slots_per_row(heads: int, kv_heads: int) -> int:
+  """Returns how many slots of a prompt share a row: so many that their queries fill a matrix."""
+  return max(MIN_ROWS // pl.next_power_of_2(heads // kv_heads), 1)
+
+
+def attend_on_gpu(
+  q: jax.Array,
+  new: KV,
+  rope: Rope,
+  pages: Pages,
+  chunk: jax.Array,
+  tables: PageTables,
+  step: jax.Array,
+  *,
+  precision: str,
+  interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+  """Runs the kernel on one device's slots, pages and heads.
 
   Args:
-    q: queries [s, 1, h, 1, e].
-    pages: pages of a power of two positions.
-    rows: the rows; a slot is in at most one of them.
+    q, new, rope: as in `paged_attention`.
+    pages: the layer's pages, of a power of two positions.
+    chunk: [s, k, c, 2e], keys and values of the chunk as in a page, c a power of two.
+    tables: the rows of each slot; rows of prompts have `slots_per_row` slots.
+    step: i32[], the new position's place in the chunk.
     precision: that of the products, as `ModelConfig.matmul_precision`; float32 is multiplied in
       TF32 unless it is "highest".
     interpret: whether to interpret the kernel.
 
   Returns:
-    The attention of each slot to its row, to be merged with that to other rows. The weight_sum of a
-    slot is 0 where no row names it.
+    The attention [s, 1, h, 1, e], 0 where a slot is not running; and the chunk with the new
+    position.
   """
   s, _, h, _, e = q.shape
-  kv_heads = pages.kv.shape[1]
-  r = h // kv_heads
-  w = rows.slots.shape[1]
-  height = max(pl.next_power_of_2(r), -(-MIN_ROWS // w))
-  queries = (q * e**-0.5).reshape(s, kv_heads, r, e)
-  queries = jnp.pad(queries, [(0, 0), (0, 0), (0, height - r), (0, 0)])
+  k = pages.kv.shape[1]
+  prompts, completions = tables.prompts, tables.completions
+  # The projections end in one array, which the compiler writes in one pass.
+  projected = jnp.concatenate([x.reshape(s, -1, e) for x in (q, new.k, new.v)], axis=1)
+  angles = [x.reshape(s, -1, e // 2) for x in rope]
+  sources = [pages.kv] if pages.scale is None else [pages.kv, pages.scale]
+  row_of = lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda i, j: (i, *[0] * (x.ndim - 1)))
   whole = lambda x: pl.BlockSpec(x.shape, lambda i, j: (0,) * x.ndim)
-  per_row = lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda i, j: (i, *[0] * (x.ndim - 1)))
-  one = pl.BlockSpec((1,), lambda i, j: (i,))
-  arrays = [queries, pages.kv] + ([] if pages.scale is None else [pages.scale])
-  out = [jax.ShapeDtypeStruct((s, kv_heads, height, last), jnp.float32) for last in (e, 1, 1)]
-  weighted_values, max_score, weight_sum = pl.pallas_call(
+  by_row = [prompts.slots, prompts.pages, prompts.start[:, None], prompts.end[:, None]]
+  past = [completions.pages, completions.end, tables.completion_rows]
+  shared = [*past, step.reshape(1), *angles, projected, *sources, chunk]
+  inputs = [prompts.count, *by_row, *shared]
+  attended, chunk = pl.pallas_call(
     functools.partial(_kernel, precision),
-    grid=(len(rows.start), kv_heads),
-    in_specs=[
-      whole(rows.count),
-      per_row(rows.slots),
-      per_row(rows.pages),
-      one,
-      one,
-      *map(whole, arrays),
+    grid=(len(prompts.start), k),
+    in_specs=[whole(prompts.count), *map(row_of, by_row), *map(whole, shared)],
+    out_specs=[pl.BlockSpec((s, k, h // k, e), lambda i, j: (0, 0, 0, 0)), whole(chunk)],
+    out_shape=[
+      jax.ShapeDtypeStruct((s, k, h // k, e), q.dtype),
+      jax.ShapeDtypeStruct(chunk.shape, chunk.dtype),
     ],
-    out_specs=list(map(whole, out)),
-    out_shape=out,
-    compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+    input_output_aliases={len(inputs) - 1: 1},
+    compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=STAGES),
     interpret=interpret,
     name="paged_attention",
-  )(*rows, *arrays)
-  in_use = jnp.arange(len(rows.start)) < rows.count
-  named = jnp.zeros(s, bool).at[rows.slots].max(in_use[:, None])
-  unpad = lambda x: x[:, :, :r].reshape(s, 1, h, 1, -1)
-  only_named = lambda x, other: jnp.where(named[:, None, None, None, None], unpad(x), other)
-  return PartialAttention(
-    only_named(weighted_values, 0.0), only_named(max_score, MASKED), only_named(weight_sum, 0.0)
-  )
+  )(*inputs)
+  return attended.reshape(q.shape), chunk
 
 
-def _kernel(precision: str, count, slots, pages, start, end, q, kv, *rest) -> None:
-  """Computes one head of one row, a block of positions at a time."""
-  *scales, weighted_values, max_score, weight_sum = rest
+class _Softmax(NamedTuple):
+  """A running softmax of the queries of a row."""
+
+  max_score: jax.Array  # f32[rows, 1]
+  weight_sum: jax.Array  # f32[rows, 1], sum of exp(score - max_score)
+  weighted_values: jax.Array  # f32[rows, e], sum of exp(score - max_score) * value
+
+
+class _Queries(NamedTuple):
+  """The queries of a row of slots, with one head of keys and values."""
+
+  q: jax.Array  # [rows, e], rotated and scaled
+  member: jax.Array  # i32[rows], the place in the row of each query's slot
+  head: jax.Array  # i32[], the key/value head
+  multiply: Callable[..., jax.Array]
+
+
+class _Source(NamedTuple):
+  """Keys and values that the slots of a row attend to: the same for all, or each slot its own."""
+
+  kv: Any  # [names, k, positions, 2e]
+  scale: list[Any]  # f32[names, k, 2, positions], of int8 keys and values
+  name: Callable[[int, jax.Array], jax.Array]  # (member, page) -> the index in `kv`
+  start: Any  # i32[], the first valid position
+  ends: list[jax.Array]  # i32[] for each member of the row, or one for all
+
+
+def _kernel(precision: str, count, *refs) -> None:
+  """Computes one key/value head of one row, or the result of slots that are not running."""
+  slots, pages, start, end, past_pages, past_end, past_row, *arrays = refs
+  step, cos, sin, projected, kv, *scale, chunk, attended, chunk_out = arrays
+  kv_heads, r, e = attended.shape[1:]
+  members = range(slots.shape[0])
   head = pl.program_id(1)
-  _, _, page, features = kv.shape
-  e = features // 2
-  w = slots.shape[0]
-  height = q.shape[2]
-  block = min(BLOCK, page)
-  blocks_per_page = jnp.int32(page // block)
-  multiply = functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
+  feature = jnp.arange(e)
+  i = jnp.arange(len(members) * pl.next_power_of_2(r))
+  member = jax.lax.div(i, len(i) // len(members))
+  query = jax.lax.rem(i, len(i) // len(members))[:, None]
+  is_query = jnp.broadcast_to(query < r, (len(i), e))
+  slot = slots.at[member][...][:, None]
+  of_query = attended.at[slot, head, query, feature[None]]
+
+  @pl.when(end[0] < 0)
+  def _() -> None:
+    triton.store(of_query, jnp.zeros(is_query.shape, attended.dtype), mask=is_query)
 
   @pl.when(pl.program_id(0) < count[0])
   def _() -> None:
-    members = slots[...]
-    queries = q[members, head].reshape(w * height, e)
-
-    def add_block(
-      j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-      old_max, old_sum, old_values = carry
-      name = pages[jax.lax.div(j, blocks_per_page)]
-      at = pl.ds(jax.lax.rem(j, blocks_per_page) * block, block)
-      position = j * block + jnp.arange(block)
-      valid = (position >= start[0]) & (position < end[0])
-      k = kv[name, head, at, pl.ds(0, e)].astype(queries.dtype)
-      v = kv[name, head, at, pl.ds(e, e)].astype(queries.dtype)
-      v = jnp.where(valid[:, None], v, jnp.zeros_like(v))
-      scores = multiply(queries, k.T)
-      if scales:
-        scores *= scales[0][name, head, 0, at][None]
-      scores = jnp.where(valid[None], scores, MASKED)
-      new_max = jnp.maximum(old_max, scores.max(-1, keepdims=True))
-      weights = jnp.where(valid[None], jnp.exp(scores - new_max), 0.0)
-      decay = jnp.exp(old_max - new_max)
-      new_sum = old_sum * decay + weights.sum(-1, keepdims=True)
-      if scales:
-        weights = jnp.where(valid[None], weights * scales[0][name, head, 1, at][None], 0.0)
-      block_values = multiply(weights.astype(queries.dtype), v)
-      return new_max, new_sum, old_values * decay + block_values
-
-    empty = (
-      jnp.full((w * height, 1), MASKED, jnp.float32),
-      jnp.zeros((w * height, 1), jnp.float32),
-      jnp.zeros((w * height, e), jnp.float32),
+    rotate = functools.partial(_rotate, cos=cos, sin=sin, step=step[0])
+    load = lambda i, slot, x: projected.at[slot, i, x][...]
+    q = lambda x: triton.load(projected.at[slot, head * r + query, x], mask=is_query, other=0.0)
+    k = functools.partial(load, kv_heads * r + head)
+    v = functools.partial(load, kv_heads * (r + 1) + head)
+    rows = _Queries(
+      (rotate(q, slot, feature[None]) * e**-0.5).astype(projected.dtype),
+      member,
+      head,
+      functools.partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32),
     )
-    end_max, end_sum, end_values = jax.lax.fori_loop(0, pl.cdiv(end[0], block), add_block, empty)
-    max_score[members, head] = end_max.reshape(w, height, 1)
-    weight_sum[members, head] = end_sum.reshape(w, height, 1)
-    weighted_values[members, head] = end_values.reshape(w, height, e)
+    new_k = rotate(functools.partial(k, slot), slot, feature[None])
+    new_v = v(slot, feature[None])
+    for own in (slots[m] for m in members):
+      to = lambda first, own=own: chunk_out.at[own, head, step[0], pl.ds(first, e)]
+      to(0)[...] = rotate(functools.partial(k, own), own, feature).astype(chunk.dtype)
+      to(e)[...] = v(own, feature).astype(chunk.dtype)
+
+    float32 = lambda x: x.astype(jnp.float32)
+    score = (float32(rows.q) * float32(new_k.astype(chunk.dtype))).sum(-1, keepdims=True)
+    state = _Softmax(score, jnp.ones_like(score), float32(new_v))
+    past = [past_row[slots[m]] for m in members]
+    past_ends = [jnp.where(row < 0, 0, past_end[jnp.maximum(row, 0)]) for row in past]
+    for source in (
+      _Source(kv, scale, lambda m, page: pages[page], start[0], [end[0]]),
+      _Source(kv, scale, lambda m, page: past_pages[jnp.maximum(past[m], 0), page], 0, past_ends),
+      _Source(chunk, [], lambda m, page: slots[m], 0, [step[0] for m in members]),
+    ):
+      state = _attend(rows, source, state)
+    out = (state.weighted_values / state.weight_sum).astype(attended.dtype)
+    triton.store(of_query, out, mask=is_query)
+
+
+def _rotate(
+  load: Callable[[jax.Array], jax.Array],
+  slot: jax.Array,
+  feature: jax.Array,
+  *,
+  cos: Any,
+  sin: Any,
+  step: jax.Array,
+) -> jax.Array:
+  """Returns what `load` reads at the features, rotated by its slot's angles; see `rope.rotate`."""
+  e = feature.size
+  x = load(feature)
+  partner = load(jax.lax.rem(feature + e // 2, e)).astype(jnp.float32)
+  angle = jax.lax.rem(feature, e // 2)
+  sign = jnp.where(feature < e // 2, -1.0, 1.0)
+  cosine = cos.at[slot, step, angle][...]
+  sine = sin.at[slot, step, angle][...]
+  return (x.astype(jnp.float32) * cosine + partner * (sine * sign)).astype(x.dtype)
+
+
+def _attend(rows: _Queries, source: _Source, state: _Softmax) -> _Softmax:
+  """Adds a source to the softmax, a block of positions at a time."""
+  kv, scale, name_of, start, ends = source
+  dtype = rows.q.dtype
+  page, features = kv.shape[2:]
+  e = features // 2
+  block = min(BLOCK, page)
+  blocks_per_page = page // block
+  is_shared = len(ends) == 1
+
+  def add_block(j: jax.Array, state: _Softmax) -> _Softmax:
+    at = pl.ds(jax.lax.rem(j, blocks_per_page) * block, block)
+    position = j * block + jnp.arange(block)
+    names = [name_of(m, jax.lax.div(j, blocks_per_page)) for m in range(len(ends))]
+    valid = [(position >= start) & (position < end) for end in ends]
+    mine = [
+      x[None] if is_shared else x[None] & (rows.member == m)[:, None] for m, x in enumerate(valid)
+    ]
+    scores = jnp.full((len(rows.q), block), MASKED, jnp.float32)
+    for name, at_rows in zip(names, mine, strict=True):
+      keys = kv.at[name, rows.head, at, pl.ds(0, e)][...].astype(dtype)
+      product = rows.multiply(rows.q, keys.T)
+      for x in scale:
+        product *= x.at[name, rows.head, 0, at][...][None]
+      scores = jnp.where(at_rows, product, scores)
+    max_score = jnp.maximum(state.max_score, scores.max(-1, keepdims=True))
+    decay = jnp.exp(state.max_score - max_score)
+    weights = jnp.exp(scores - max_score)  # 0 where the position is not valid
+    weight_sum = state.weight_sum * decay + weights.sum(-1, keepdims=True)
+    values = state.weighted_values * decay
+    for name, is_valid, at_rows in zip(names, valid, mine, strict=True):
+      v = kv.at[name, rows.head, at, pl.ds(e, e)][...].astype(dtype)
+      v = jnp.where(is_valid[:, None], v, jnp.zeros_like(v))  # what is not valid may be NaN
+      of_member = weights
+      for x in scale:
+        of_member = of_member * x.at[name, rows.head, 1, at][...][None]
+      of_member = jnp.where(at_rows, of_member, 0.0)
+      values += rows.multiply(of_member.astype(dtype), v)
+    return _Softmax(max_score, weight_sum, values)
+
+  last = functools.reduce(jnp.maximum, ends)
+  return jax.lax.fori_loop(
+    jax.lax.div(jnp.int32(start), block), pl.cdiv(last, block), add_block, state
+  )

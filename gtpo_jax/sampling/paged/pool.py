@@ -174,6 +174,7 @@ def page_tables(
   completions = _empty_rows(shards, count, 1, sizes.completion_pages)
   current = _empty_rows(shards, count, 1, 1)
   written = _unused_pages(sizes, shards, count, sizes.touched)
+  completion_rows = np.full((shards, count), -1, np.int32)
   for shard in range(shards):
     first = shard * count
     for index, entry in enumerate(entries[shard]):
@@ -187,13 +188,23 @@ def page_tables(
       pages = pool.slot_pages[first + slot]
       generated = int(slots.generated[first + slot])
       if generated:
+        completion_rows[shard, slot] = completions.count[shard]
         used = pages[: sizes.pages_of(generated)]
         _add_row(completions, shard, count, [slot], used, 0, generated)
       _add_row(current, shard, count, [slot], [slot], 0, 1)
       begin = generated // sizes.page
       window = pages[begin : begin + sizes.touched]
       written[shard, slot, : len(window)] = window
-  return PageTables(prompts, completions, current, written.reshape(shards * count, -1))
+    row = first + prompts.count[shard]
+    idle = np.flatnonzero(~runs[first : first + count])
+    for start in range(0, len(idle), width):
+      of_row = idle[start : start + width]
+      prompts.slots[row] = of_row[0]
+      prompts.slots[row, : len(of_row)] = of_row
+      prompts.end[row] = -1
+      row += 1
+  written = written.reshape(shards * count, -1)
+  return PageTables(prompts, completions, current, written, completion_rows.reshape(-1))
 
 
 def prompt_places(

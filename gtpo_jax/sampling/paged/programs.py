@@ -16,9 +16,9 @@ from gtpo_jax.sampling.cache import head_axis
 from gtpo_jax.sampling.chunk import prefill_rows
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.paged.cache import PagedCache
+from gtpo_jax.sampling.paged.gpu_kernel import slots_per_row
 from gtpo_jax.sampling.paged.memory import page_bytes, temporary_bytes
 from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes, completion_places, prompt_places
-from gtpo_jax.sampling.paged.tables import SLOTS_PER_ROW
 from gtpo_jax.sampling.programs import (
   Programs,
   ProgramSettings,
@@ -34,6 +34,7 @@ from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import ENTRY_FACTOR, Capacity, capacity_for
 from gtpo_jax.sampling.settings import AUTO, SamplingParams
 
+TPU_SLOTS_PER_ROW = 16  # slots of a prompt whose queries fill a matrix unit together
 # Once an eighth of the slots is enough for the completions that are left, the others are dropped.
 # There are no further numbers of slots: each needs a program, and the kernel's cost follows the
 # positions in use.
@@ -79,7 +80,8 @@ class PagedPrograms(Programs):
     full_groups = -(-self.slots // demand.group)
     cached_prompts = min(self.slots, ENTRY_FACTOR * full_groups)
     everything = self.slots * completion_pages + cached_prompts * prompt_pages
-    row = SLOTS_PER_ROW[config.attention]
+    c = model.config
+    row = slots_per_row(c.heads, c.kv_heads) if config.attention == "triton" else TPU_SLOTS_PER_ROW
     sizes = PoolSizes(everything, page, prompt_pages, completion_pages, self.chunk, row)
     pages = self._pages(config.cache_fraction, demand.memory, sizes)
     self.pool = sizes._replace(pages=max(pages, completion_pages + prompt_pages))

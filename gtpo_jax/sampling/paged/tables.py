@@ -6,10 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-# Slots in a row that share a prompt. On TPU their queries fill a matrix unit; a GPU has fewer
-# registers.
-SLOTS_PER_ROW = {"pallas": 16, "triton": 8}
-
 
 class Pages(NamedTuple):
   """The keys and values of one layer, in pages of equal size.
@@ -39,7 +35,9 @@ class PageRows(NamedTuple):
 class PageTables(NamedTuple):
   """The pages that slots read and write during a chunk."""
 
-  prompts: PageRows  # several slots each; a running slot is in one of them
+  # Several slots each; a running slot is in one of them. Rows past the first `count` whose end is
+  # -1 name the other slots, so that a kernel can give them a result too.
+  prompts: PageRows
   completions: PageRows  # the tokens before the chunk, one slot each
   # The chunk, one row for each running slot, whose page is the slot itself. `end` is that of the
   # first token.
@@ -47,3 +45,4 @@ class PageTables(NamedTuple):
   # i32[s, pages that a chunk can touch], from the page of the first new position on; those past the
   # pool's last page are not written
   written: Any
+  completion_rows: Any  # i32[s], the row of each slot in `completions`; -1 without one
