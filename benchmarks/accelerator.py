@@ -1,13 +1,14 @@
 """Measures decoding, the update and a whole step on this machine's accelerators, against floors.
 
     python benchmarks/accelerator.py [--presets qwen2.5-0.5b,qwen2.5-1.5b,qwen2.5-7b] \\
-      [--prompts 16] [--group 16] [--prompt_tokens 512] [--tokens 1024] [--json FILE]
+      [--prompts 16] [--group 16] [--prompt_tokens 512] [--tokens 1024] \\
+      [--set model.remat=none] [--json FILE]
 
 The weights are random, and nearly every completion has its maximum length. Floors are what the
 device's data sheet allows (`gtpo_jax/runtime/chips.py`; `--flops` and `--bandwidth` replace it):
 decoding reads all weights and all cached keys and values for every token, or computes the matrix
 products if that takes longer; an update computes its model FLOP. A model whose parameters, gradient
-and moments do not fit in float32 is trained in bfloat16.
+and moments do not fit in float32 is trained in bfloat16. `--set` changes any setting of the run.
 """
 
 from __future__ import annotations
@@ -70,19 +71,21 @@ def make_config(preset: str, args: argparse.Namespace) -> Config:
     "batch.micro_batches": parts,
     "warm_start.steps": 0,
   }
+  for name, value in (x.split("=", 1) for x in args.set):
+    values[name] = int(value) if value.isdigit() else value
   with config.unlocked():
     config.update_from_flattened_dict(values)
   return freeze(config)
 
 
 def median_seconds(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
-  """Returns the seconds of the first call, which compiles, and the median of the others."""
+  """Returns the seconds of the first call, which compiles, and the median of `repeats` others."""
   seconds = []
   for _ in range(repeats + 1):
     began = time.perf_counter()
     jax.block_until_ready(call())
     seconds.append(time.perf_counter() - began)
-  return seconds[0], float(np.median(seconds[1:]))
+  return seconds[0], float(np.median(seconds[1:] or [np.nan]))
 
 
 def measure(preset: str, args: argparse.Namespace, chip: Chip) -> dict[str, Any]:
@@ -114,29 +117,38 @@ def measure(preset: str, args: argparse.Namespace, chip: Chip) -> dict[str, Any]
     params = engine.layout(state.params)
     return metrics
 
-  compile_sample_s, sample_s = median_seconds(sample, args.repeats)
-  compile_update_s, update_s = median_seconds(step, args.repeats)
-  _, step_s = median_seconds(lambda: (sample(), step()), args.repeats)
-  tokens = int(rollouts.mask.sum())
-  flops = update_flops(config, model.config)
-  floor_s = flops / model.mesh.size / chip.flops
-  sample_floor_s = sample_seconds(
-    config, model.config, chip, engine.model.mesh.shape, engine.programs.config.slots
-  )
-  return {
+  slots = engine.programs.config.slots
+  result = {
     "preset": preset,
     "param_dtype": config.model.param_dtype,
     "micro_batches": config.batch.micro_batches,
-    "sample_s": sample_s,
-    "sample_tokens_per_s": tokens / sample_s,
-    "sample_share": sample_floor_s / sample_s,
-    "update_s": update_s,
-    "update_tflops_per_device": flops / model.mesh.size / update_s / 1e12,
-    "update_share": floor_s / update_s,
-    "step_s": step_s,
-    "step_share": (floor_s + sample_floor_s) / step_s,
-    "compile_s": compile_sample_s + compile_update_s,
+    "remat": config.model.remat,
+    "slots": slots,
   }
+  flops = update_flops(config, model.config)
+  floor_s = flops / model.mesh.size / chip.flops
+  sample_floor_s = sample_seconds(config, model.config, chip, engine.model.mesh.shape, slots)
+  repeats = args.repeats if "sample" in args.parts else 0
+  compile_s, sample_s = median_seconds(sample, repeats)  # an update needs rollouts in any case
+  result["sample_compile_s"] = compile_s
+  if repeats:
+    tokens = int(rollouts.mask.sum())
+    result["sample_s"] = sample_s
+    result["sample_tokens_per_s"] = tokens / sample_s
+    result["sample_s_per_token_of_all_slots"] = sample_s * slots / tokens
+    result["sample_share"] = sample_floor_s / sample_s
+  if "update" in args.parts:
+    result["mismatch_kl"] = float(step()["mismatch/kl"])  # of the weights that have sampled
+    result["update_compile_s"], update_s = median_seconds(step, args.repeats)
+    result["update_s"] = update_s
+    result["update_tflops_per_device"] = flops / model.mesh.size / update_s / 1e12
+    result["update_share"] = floor_s / update_s
+    result["peak_bytes"] = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+  if "step" in args.parts:
+    _, step_s = median_seconds(lambda: (sample(), step()), args.repeats)
+    result["step_s"] = step_s
+    result["step_share"] = (floor_s + sample_floor_s) / step_s
+  return result
 
 
 def main() -> None:
@@ -145,6 +157,8 @@ def main() -> None:
   sizes = {"prompts": 16, "group": 16, "prompt_tokens": 512, "tokens": 1024, "repeats": 5}
   for name, default in sizes.items():
     parser.add_argument(f"--{name}", type=int, default=default)
+  parser.add_argument("--parts", default="sample,update,step", help="what to time")
+  parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
   parser.add_argument("--flops", type=float, help="FLOP/s of a device, instead of its data sheet's")
   parser.add_argument("--bandwidth", type=float, help="bytes/s of a device's memory")
   parser.add_argument("--json")

@@ -15,7 +15,7 @@ from gtpo_jax.runtime.fields import ABOVE_0, Checked, at_least, setting
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 PRECISIONS = ("default", "high", "highest")
-REMAT = ("none", "attention", "full")
+REMAT = ("none", "products", "attention", "full")
 ATTENTION = ("", "blocks", "splash", "cudnn")
 LORA_TARGETS = MATRICES
 
@@ -73,8 +73,9 @@ class ModelConfig:
     compute_dtype: format of activations and matrix products. Norms, softmax and the statistics of
       the output head are float32.
     matmul_precision: "default", "high" or "highest", as in `jax.lax.Precision`.
-    remat: "full" recomputes each layer in the backward pass, "attention" recomputes everything but
-      the attention outputs, "none" stores all intermediate results.
+    remat: what the backward pass recomputes: "full" each layer, "attention" everything but the
+      attention outputs, "products" what is cheap beside attention and matrix products, "none"
+      nothing. "none" unrolls the layers, because a loop over them would copy what it stores.
     attention: kernel for full sequences: "splash" (TPU), "cudnn" (GPU, 16 bits) or "blocks"
       (XLA); "" selects the fastest one for the platform.
   """

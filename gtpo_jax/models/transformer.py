@@ -35,6 +35,26 @@ from gtpo_jax.runtime.mesh import constrain, divisible_axis
 Attend = Callable[[jax.Array, KV], tuple[jax.Array, Any]]
 
 
+def _is_attention(primitive: Any, *arrays: Any, **settings: Any) -> bool:
+  """Whether an operation's results are what the backward pass of attention reads.
+
+  The kernels of this package and splash name them; cuDNN's is a primitive of its own.
+  """
+  named = jax.checkpoint_policies.save_only_these_names(ATTENTION_RESIDUALS)
+  is_cudnn = "dot_product_attention_fwd" in primitive.name
+  return is_cudnn or named(primitive, *arrays, **settings)
+
+
+# Which results a layer keeps for the backward pass, by `ModelConfig.remat`.
+REMAT_POLICIES = {
+  "full": None,
+  "attention": _is_attention,
+  "products": jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _is_attention
+  ),
+}
+
+
 class StreamMasks(NamedTuple):
   """The rotary angles and the attention masks of one stream, which are the same in every layer.
 
@@ -188,16 +208,16 @@ class Transformer(nn.Module):
     )
     self.embedding = table("embedding")
     self.head = None if c.tied else table("head")
-    policy = None
-    if c.remat == "attention":
-      policy = jax.checkpoint_policies.save_only_these_names(ATTENTION_RESIDUALS)
-    layer = Layer if c.remat == "none" else nn.remat(Layer, prevent_cse=False, policy=policy)
+    layer = Layer
+    if c.remat != "none":
+      layer = nn.remat(Layer, prevent_cse=False, policy=REMAT_POLICIES[c.remat])
     self.layers = nn.scan(
       layer,
       variable_axes={"params": 0},
       split_rngs={"params": True},
       in_axes=nn.broadcast,
       length=c.layers,
+      unroll=c.layers if c.remat == "none" else 1,
       metadata_params={nn.PARTITION_NAME: "layer"},
     )(c, self.mesh)
     self.norm = RMSNorm(c, c.width)

@@ -24,7 +24,7 @@ from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.mesh import MESH_AXES
 from gtpo_jax.sampling.engine import triton_refusal
 from gtpo_jax.sampling.paged.memory import LOGITS_COPIES
-from gtpo_jax.sampling.settings import ACCELERATOR_CHUNK, ACCELERATOR_SLOTS, AUTO, DEFAULT_PAGE
+from gtpo_jax.sampling.settings import ACCELERATOR_CHUNK, AUTO, DEFAULT_PAGE
 
 # Per layer and pass over it, how many times positions are gathered or scattered over tensor; and
 # the number of passes with full remat: forward, recomputation, backward.
@@ -186,7 +186,7 @@ class Search:
   def slots(self, base: Base) -> list[int]:
     """Returns numbers of slots, over all devices, from the config's own down to one per shard."""
     shards, _ = self._sampling_shards(base.mesh)
-    own = self.config.sampling.slots or ACCELERATOR_SLOTS * shards
+    own = self.config.engine_config.most_slots("", shards)
     most = min(own, max(self.config.sampling_demand.completions, shards))
     halves = [most // 2**i // shards * shards for i in range(1, most.bit_length())]
     return [own, *(x for x in halves if x)]

@@ -78,8 +78,9 @@ class Programs(abc.ABC):
     model: the architecture on the sampling mesh, without adapters.
     cache: the device functions of its cache.
     places: where the cache puts keys and values.
-    config: the engine's settings for this platform.
+    config: the engine's settings for this platform, with the number of slots.
     shards: devices along the batch axes.
+    most_slots: over all shards, if the memory of a device holds them.
     max_tokens: the most tokens of a completion.
     chunk: tokens decoded between two visits to the host.
     kv_dtype: format of cached keys and values.
@@ -114,6 +115,7 @@ class Programs(abc.ABC):
     self.cache = cache
     self.config = config
     self.shards = batch_shards(model.mesh)
+    self.most_slots = config.most_slots(model.mesh.devices.flat[0].platform, self.shards)
     self.max_tokens = settings.max_tokens
     self.chunk = min(config.chunk, settings.max_tokens)
     self.kv_dtype = config.kv_dtype

@@ -23,10 +23,10 @@ from gtpo_jax.runtime.fields import (
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
 WEIGHTS_DTYPES = ("int8",)
 KERNEL_PLATFORMS = {"pallas": "tpu", "triton": "gpu"}  # attention kernel -> platform it runs on
-# Default slots per shard. More slots amortise the reading of the weights until compute becomes the
-# bottleneck, which takes fewer slots on a CPU.
+# The most slots per shard that are chosen. More slots amortise the reading of the weights until
+# compute becomes the bottleneck, which takes fewer slots on a CPU.
 CPU_SLOTS = 64
-ACCELERATOR_SLOTS = 256
+ACCELERATOR_SLOTS = 1024
 # Default tokens between two host round trips. An accelerator's steps are shorter, so more of them
 # must share a round trip.
 CPU_CHUNK = 16
@@ -38,10 +38,13 @@ SMALLEST_PAGE = 16
 LARGEST_PAGE = 1024
 # With a lower one, the most probable token is certain in float32, as at 0.
 LOWEST_TEMPERATURE = 2.0**-20
-# The pool of pages takes the memory that is left on a device.
+# As many slots, and as many pages, as the memory that is left on a device allows.
 AUTO = "auto"
 _CACHE_FRACTION = Bound(
   lambda x: x == AUTO or SHARE.accepts(x), f'{SHARE.description}, or "{AUTO}"'
+)
+_SLOTS = Bound(
+  lambda x: x == AUTO or at_least(0).accepts(x), f'{at_least(0).description}, or "{AUTO}"'
 )
 TEMPERATURE = number(
   lambda x: x == 0 or LOWEST_TEMPERATURE <= x < INFINITY, "0 or at least 2**-20 and finite"
@@ -118,9 +121,10 @@ class EngineConfig(Checked):
   """How many completions run at once, and on which kernels.
 
   Attributes:
-    slots: completions that run concurrently, over all devices; 0 for 64 per device of the batch
-      axes on CPU and 256 elsewhere. If keys and values are in arrays, fewer run where the memory of
-      a device does not hold the arrays of that many.
+    slots: completions that run concurrently, over all devices; "auto" (or 0) for as many as the
+      memory of the devices allows, up to 64 per device of the batch axes on CPU and 1024 elsewhere.
+      If keys and values are in arrays, fewer run where the memory of a device does not hold the
+      arrays of that many.
     chunk: tokens decoded between two visits to the host; 0 for 16 on CPU and 64 elsewhere.
     kv_dtype: format of the cached keys and values: float32, bfloat16, float16, int8; "" for the
       model's compute type.
@@ -142,7 +146,7 @@ class EngineConfig(Checked):
 
   prefix: ClassVar[str] = "sampling."
 
-  slots: int = setting(0, bound=at_least(0))
+  slots: int | str = setting(AUTO, bound=_SLOTS)
   chunk: int = setting(0, bound=at_least(0))
   kv_dtype: str = setting("", bound=one_of(("", *KV_DTYPES)))
   attention: str = setting("", bound=one_of(("", "xla", *KERNEL_PLATFORMS)))
@@ -150,10 +154,18 @@ class EngineConfig(Checked):
   cache_fraction: float | str = setting(AUTO, bound=_CACHE_FRACTION)
   weights_dtype: str = setting("", bound=one_of(("", *WEIGHTS_DTYPES)))
 
+  def most_slots(self, platform: str, shards: int) -> int:
+    """Returns the most slots over all shards: the configured number, or that of the platform."""
+    if self.slots and self.slots != AUTO:
+      return self.slots
+    return (CPU_SLOTS if platform == "cpu" else ACCELERATOR_SLOTS) * shards
+
   def resolve(
     self, platform: str, shards: int, compute_dtype: str, triton: bool = False
   ) -> EngineConfig:
     """Returns the config with everything that is unset at the defaults of `platform`.
+
+    If the slots follow the memory, they are chosen with the programs; see `Programs.slots`.
 
     Args:
       platform: "cpu", "gpu" or "tpu".
@@ -175,7 +187,7 @@ class EngineConfig(Checked):
       )
     return dataclasses.replace(
       self,
-      slots=self.slots or (CPU_SLOTS if cpu else ACCELERATOR_SLOTS) * shards,
+      slots=self.slots or AUTO,
       chunk=self.chunk or (CPU_CHUNK if cpu else ACCELERATOR_CHUNK),
       kv_dtype=self.kv_dtype or compute_dtype,
       attention=attention,

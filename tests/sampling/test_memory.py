@@ -44,7 +44,7 @@ def test_the_pool_takes_what_is_left():
   few = paged(beside + 23 * page)
   assert few.longest_at_once == 5
   assert few.describe_space() == (
-    "23 pages of 16 tokens per device (0.00 GiB), which hold 5 completions of 60 tokens, "
+    "10 slots and 23 pages of 16 tokens per device (0.00 GiB), which hold 5 completions of 60 tokens, "
     "or 10 of 10"
   )
   assert paged(0, fraction=0.5).pool.pages == 25  # a fraction is taken as it is

@@ -6,6 +6,7 @@ use, so that a CPU computes little more than it has to.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -96,6 +97,7 @@ class DensePrograms(Programs):
     # Each has space for one more chunk.
     self.cache_lengths = sorted({size + self.chunk for size in lengths})
     self.slots = self._fitting_slots(settings.demand)
+    self.config = dataclasses.replace(self.config, slots=self.slots)
     self.init_kv = jax.jit(cache.zeros, static_argnums=(0, 1))
     self.prefill = stoppable(functools.partial(_prefill, model))
     insert = functools.partial(insert_rows, model, cache.insert)
@@ -113,7 +115,7 @@ class DensePrograms(Programs):
     The arrays of the longest prompts and completions must fit beside the parameters, and so must
     those that they replace when they grow to that length, which are half as long.
     """
-    slots = self.config.slots
+    slots = self.most_slots
     if demand.memory is None:
       return slots
     left = demand.memory - decode_bytes(self.model)
@@ -142,9 +144,9 @@ class DensePrograms(Programs):
   def describe_space(self) -> str:
     """Returns how much the cache of a device holds."""
     text = f"arrays for up to {self.slots // self.shards} completions per device"
-    if self.slots == self.config.slots:
+    if self.slots == self.most_slots:
       return text
-    return f"{text} (memory for {self.config.slots // self.shards} is not there)"
+    return f"{text} (there is no memory for {self.most_slots // self.shards})"
 
   @property
   def longest_at_once(self) -> int:

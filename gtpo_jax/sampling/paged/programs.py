@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -68,37 +69,58 @@ class PagedPrograms(Programs):
     """Prepares the programs."""
     model = settings.model
     config = settings.config
-    demand = settings.demand
     page = config.page_size
     super().__init__(settings, PagedCache(model, config.kv_dtype, page, config.attention))
-    most_slots = max(config.slots // self.shards, 1)
-    completions = -(-demand.completions // self.shards)
-    self.slots = min(most_slots, completions) if completions else most_slots
+    self.slots, self.pool = self._slots_and_pool(settings)
+    self.config = dataclasses.replace(config, slots=self.shards * self.slots)
     self.slot_counts = [count for count in (self.slots, self.slots // FEWER_SLOTS) if count]
-    prompt_pages = -(-min(settings.max_prompt_tokens, model.config.max_length) // page)
-    completion_pages = -(-settings.max_tokens // page)
-    full_groups = -(-self.slots // demand.group)
-    cached_prompts = min(self.slots, ENTRY_FACTOR * full_groups)
-    everything = self.slots * completion_pages + cached_prompts * prompt_pages
-    c = model.config
-    row = slots_per_row(c.heads, c.kv_heads) if config.attention == "triton" else TPU_SLOTS_PER_ROW
-    sizes = PoolSizes(everything, page, prompt_pages, completion_pages, self.chunk, row)
-    pages = self._pages(config.cache_fraction, demand.memory, sizes)
-    self.pool = sizes._replace(pages=max(pages, completion_pages + prompt_pages))
+    prompt_pages = self.pool.prompt_pages
+    completion_pages = self.pool.completion_pages
     self.prompt_widths = _widths(prompt_pages, page)
     self.sequence_widths = _widths(prompt_pages + completion_pages, page)
     self.init_kv = jax.jit(lambda: self.cache.zeros(self.shards * self.pool.pages))
     insert = self.cache.insert_completions
     self.resume = stoppable(functools.partial(prefill_rows, model, insert), 1, 2)
 
-  def _pages(self, fraction: float | str, memory: int | None, sizes: PoolSizes) -> int:
+  def _slots_and_pool(self, settings: ProgramSettings) -> tuple[int, PoolSizes]:
+    """Returns the slots of each shard, and the sizes of its pool.
+
+    Slots that follow the memory are halved until the pool holds as many completions of half the
+    longest length, with their prompts. Otherwise many slots would wait for pages.
+    """
+    config = settings.config
+    demand = settings.demand
+    slots = max(self.most_slots // self.shards, 1)
+    if demand.completions:
+      slots = min(slots, -(-demand.completions // self.shards))
+    while True:
+      sizes = self._all_pages(settings, slots)
+      pages = self._pages(config.cache_fraction, demand.memory, slots, sizes)
+      half = -(-sizes.completion_pages // 2)
+      typical = slots * half + -(-slots // demand.group) * sizes.prompt_pages
+      if config.slots != AUTO or pages >= typical or slots == 1:
+        return slots, sizes._replace(pages=max(pages, sizes.completion_pages + sizes.prompt_pages))
+      slots //= 2
+
+  def _all_pages(self, settings: ProgramSettings, slots: int) -> PoolSizes:
+    """Returns the sizes of a pool in which all slots can reach their longest length."""
+    c = self.model.config
+    page = settings.config.page_size
+    prompt_pages = -(-min(settings.max_prompt_tokens, c.max_length) // page)
+    completion_pages = -(-settings.max_tokens // page)
+    cached_prompts = min(slots, ENTRY_FACTOR * -(-slots // settings.demand.group))
+    everything = slots * completion_pages + cached_prompts * prompt_pages
+    is_gpu = settings.config.attention == "triton"
+    row = slots_per_row(c.heads, c.kv_heads) if is_gpu else TPU_SLOTS_PER_ROW
+    return PoolSizes(everything, page, prompt_pages, completion_pages, self.chunk, row)
+
+  def _pages(self, fraction: float | str, memory: int | None, slots: int, sizes: PoolSizes) -> int:
     """Returns the number of pages per shard, at most those of `sizes`."""
     if fraction != AUTO:
       return math.ceil(fraction * sizes.pages)
     if memory is None:
       return sizes.pages
-    model = self.model
-    beside = decode_bytes(model) + temporary_bytes(model, self.slots, sizes)
+    beside = decode_bytes(self.model) + temporary_bytes(self.model, slots, sizes)
     return min((memory - beside) // page_bytes(self.cache), sizes.pages)
 
   def describe_space(self) -> str:
@@ -106,7 +128,8 @@ class PagedPrograms(Programs):
     size = self.pool.pages * page_bytes(self.cache) / 2**30
     median = max(self.max_tokens // TYPICAL_FRACTION, 1)
     return (
-      f"{self.pool.pages} pages of {self.pool.page} tokens per device ({size:.2f} GiB), which hold "
+      f"{self.slots} slots and {self.pool.pages} pages of {self.pool.page} tokens per device "
+      f"({size:.2f} GiB), which hold "
       f"{self._holds(self.max_tokens)} completions of {self.max_tokens} tokens, or "
       f"{self._holds(median)} of {median}"
     )
