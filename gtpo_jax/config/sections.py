@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from gtpo_jax.algorithms import Settings
-from gtpo_jax.models.config import DTYPES, Lora, ModelConfig
-from gtpo_jax.models.formats.compute_dtype import AUTO
-from gtpo_jax.runtime.fields import ABOVE_0, Bound, at_least, number, one_of, setting
+from gtpo_jax.models.config import DTYPES, REMAT, Lora, ModelConfig
+from gtpo_jax.runtime.fields import ABOVE_0, AUTO, Bound, at_least, number, one_of, or_auto, setting
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 from gtpo_jax.sampling.stop_strings import MAX_STOP_STRINGS, is_stop
 from gtpo_jax.training.state import OptimizerConfig
@@ -44,8 +43,10 @@ class ModelSection:
     compute_dtype: format of activations and matrix products: "float32", "bfloat16", "float16", or
       "auto" for the fastest one that the devices have units for.
     matmul_precision: "default", "high" or "highest".
-    remat: "full" recomputes each layer in the backward pass, "attention" recomputes everything
-      except the attention output, "none" keeps all residuals.
+    remat: what the backward pass recomputes: "full" each layer, "attention" everything except the
+      attention output, "products" what is cheap beside attention and matrix products, "none"
+      nothing, which unrolls the layers and compiles for minutes; "auto" for "none" on GPUs if the
+      memory allows it and the run is long enough, and "full" otherwise.
     attention: attention over complete sequences: "splash" (TPU kernel), "cudnn" (GPU kernel,
       16-bit types) or "blocks" (XLA); "" selects the best one for the platform.
     lora_rank: rank of the LoRA adapters, which are then the only trained parameters (in float32,
@@ -61,7 +62,7 @@ class ModelSection:
   param_dtype: str = "float32"
   compute_dtype: str = setting(AUTO, bound=one_of((AUTO, *DTYPES)))
   matmul_precision: str = "default"
-  remat: str = "full"
+  remat: str = setting(AUTO, bound=one_of((AUTO, *REMAT)))
   attention: str = ""
   lora_rank: int = setting(0, bound=at_least(0))
   lora_alpha: float = setting(32.0, bound=ABOVE_0)
@@ -76,7 +77,7 @@ class ModelSection:
       param_dtype=self.param_dtype,
       compute_dtype=compute_dtype,
       matmul_precision=self.matmul_precision,
-      remat=self.remat,
+      remat="full" if self.remat == AUTO else self.remat,
       attention=self.attention,
       lora=Lora(self.lora_rank, self.lora_alpha, targets),
       quantize=self.quantize,
@@ -112,7 +113,8 @@ class BatchSection:
       advantages come from the complete batch.
     epochs: passes over the batch.
     micro_batches: number of parts of each minibatch over which the gradient is accumulated; more
-      parts save memory and do not change the result.
+      parts save memory and do not change the result. "auto" for as few as the memory of the devices
+      allows.
     head_chunk: approximate number of tokens whose logits a device has in memory at once; at least
       one position of each of its rows. 0 for as many as the device's memory and speed suggest,
       which `gtpo plan` shows.
@@ -128,14 +130,14 @@ class BatchSection:
   max_gen_batches: int = setting(10, bound=at_least(1))
   minibatches: int = setting(1, bound=at_least(1))
   epochs: int = setting(1, bound=at_least(1))
-  micro_batches: int = setting(1, bound=at_least(1))
+  micro_batches: int | str = setting(AUTO, bound=or_auto(at_least(1)))
   head_chunk: int = setting(0, bound=at_least(0))
   pack: bool = True
 
   @property
   def parts(self) -> int:
-    """Number of parts of the prompts whose gradients are computed separately."""
-    return self.minibatches * self.micro_batches
+    """Number of parts of the prompts whose gradients are computed separately; at least so many."""
+    return self.minibatches * (1 if self.micro_batches == AUTO else self.micro_batches)
 
   @property
   def updates(self) -> int:

@@ -1,16 +1,28 @@
-"""The optimizer and the update that a config describes, and the memory beside them."""
+"""The optimizer and the update that a config describes, and the memory of both.
+
+Fewer micro-batches read and add up the gradient less often, and an update that recomputes nothing
+computes a quarter less. Both need memory for activations, which is estimated here.
+"""
 
 from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from gtpo_jax.config.resolve import resolve_model
 from gtpo_jax.config.run_config import Config
-from gtpo_jax.models.config import DTYPES
+from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.lora import without_lora
-from gtpo_jax.models.params import abstract_params
+from gtpo_jax.models.params import abstract_params, matmul_params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.runtime.mesh import axis_size, bytes_per_device, sampling_mesh
+from gtpo_jax.runtime.chips import Chip, chip_of
+from gtpo_jax.runtime.fields import AUTO
+from gtpo_jax.runtime.mesh import axis_size, bytes_per_device, make_mesh, sampling_mesh
 from gtpo_jax.sampling.settings import Demand
 from gtpo_jax.training.state import Optimizer, abstract_state, make_optimizer
 from gtpo_jax.training.update import Update, make_update
@@ -20,6 +32,14 @@ from gtpo_jax.training.update import Update, make_update
 # other programs, and with the host's side of the run.
 RESERVE = 1 / 16
 CPU_RESERVE = 1 / 3
+# Forward passes that an update takes, by what it recomputes; a backward pass counts as two.
+PASSES = {"none": 3, "attention": 4, "full": 4}
+# Without recomputation the layers are unrolled, and the compiler takes so many seconds for each.
+UNROLLED_COMPILE_S = 4
+GRADIENT_BYTES = 12  # a micro-batch's gradient is written and read, and its sum read and written
+SLACK = 1.1  # of the estimate
+# TPUs have no number here yet: their programs were compiled and not timed.
+CHOICES = {"gpu": ("none", "full")}
 
 
 def run_optimizer(config: Config) -> Optimizer:
@@ -96,3 +116,107 @@ def frozen_bytes(config: Config, model: Transformer, teacher: Transformer | None
     mesh = sampling_mesh(model.mesh, model.config.kv_heads, model.config.mlp)
     total += bytes_per_device(guide) * axis_size(mesh, "embed")
   return total
+
+
+def fit_update(config: Config, devices: Sequence[Any], memory: int | None) -> Config:
+  """Returns the config with what "auto" stands for in `model.remat` and `batch.micro_batches`.
+
+  It is the fastest combination that is estimated to fit, or the one that needs least memory. On a
+  CPU, and on chips that are not known, layers are recomputed. A CPU has one micro-batch, because
+  its memory is shared with the host's side of the run and is not split into parts.
+
+  Args:
+    config: the config of the run.
+    devices: those of the mesh, which need not be attached.
+    memory: the bytes of each device that programs can use; None if unknown.
+
+  Raises:
+    UserError: the mesh does not fit the devices or the model.
+  """
+  remat, micro_batches = config.model.remat, config.batch.micro_batches
+  if AUTO not in (remat, micro_batches):
+    return config
+  chip = chip_of(devices[0])
+  remats = CHOICES.get(devices[0].platform, ("full",)) if remat == AUTO else (remat,)
+  if devices[0].platform == "cpu" or memory is None or chip is None:
+    return _with(config, remats[-1], 1 if micro_batches == AUTO else micro_batches)
+  mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
+  model = Transformer(resolve_model(config, devices[0]).config, mesh)
+  left = memory * (1 - RESERVE) - bytes_per_device(abstract_state(model, run_optimizer(config)))
+  left -= frozen_bytes(config, model, None)
+  parts = micro_batch_counts(config, dict(mesh.shape))
+  if micro_batches != AUTO:
+    parts = [micro_batches]
+  needs = lambda choice: SLACK * update_bytes(config, model.config, dict(mesh.shape), *choice)
+  choices = list(itertools.product(remats, parts))
+  fitting = [choice for choice in choices if needs(choice) <= left]
+  if not fitting:
+    return _with(config, *min(choices, key=needs))
+  seconds = lambda choice: _run_seconds(config, model.config, chip, dict(mesh.shape), *choice)
+  return _with(config, *min(fitting, key=seconds))
+
+
+def describe_update(config: Config) -> str:
+  """Returns one line about what `fit_update` has chosen."""
+  count = config.batch.micro_batches
+  recomputed = {"none": "nothing", "full": "each layer"}.get(config.model.remat, config.model.remat)
+  return (
+    f"updating in {count} micro-batch{'es' * (count > 1)}, recomputing {recomputed} in the "
+    "backward pass"
+  )
+
+
+def micro_batch_counts(config: Config, mesh: dict[str, int]) -> list[int]:
+  """Returns the numbers of micro-batches into which a minibatch can be split, ascending."""
+  shards = mesh["data"] * mesh["fsdp"]
+  prompts = config.batch.prompts // config.batch.minibatches // shards
+  return [parts for parts in range(1, prompts + 1) if prompts % parts == 0] or [1]
+
+
+def update_bytes(
+  config: Config, c: ModelConfig, mesh: dict[str, int], remat: str, micro_batches: int
+) -> float:
+  """Estimates the bytes that an update needs beside the state on one device."""
+  _, fsdp, context, tensor = mesh.values()
+  gradient = 0 if c.lora.rank else 4 * matmul_params(c) / (fsdp * context * tensor)
+  itemsize = DTYPES[c.compute_dtype](0).itemsize
+  tokens = tokens_per_part(config, mesh, micro_batches) / context
+  residual = c.layers * tokens * c.width * itemsize / tensor
+  features = 3 * c.mlp + 2 * (c.heads + c.kv_heads) * c.head_dim
+  layer = tokens * itemsize * (2 * features / tensor + 4 * c.width)
+  head = c.vocab_size * c.width / (context * tensor) * (itemsize + 4)
+  # Compiled programs keep about so many features of each token and layer for the backward pass.
+  attention = c.heads * c.head_dim
+  kept = {"none": 3 * c.mlp + 4 * (c.width + attention), "products": 3 * c.mlp + 4 * attention}
+  kept["attention"] = 2 * attention
+  stored = c.layers * tokens * itemsize * kept.get(remat, 0) / tensor
+  return gradient + residual + layer + head + stored
+
+
+def tokens_per_part(config: Config, mesh: dict[str, int], micro_batches: int) -> float:
+  """Returns the tokens of a micro-batch on one batch shard, at full length."""
+  parts = config.batch.minibatches * micro_batches * mesh["data"] * mesh["fsdp"]
+  lengths = config.data.max_prompt_tokens + config.batch.group * config.sampling.max_tokens
+  return config.batch.prompts / parts * lengths
+
+
+def _run_seconds(
+  config: Config, c: ModelConfig, chip: Chip, mesh: dict[str, int], remat: str, micro_batches: int
+) -> float:
+  """Estimates the seconds that all updates of a run take, and the compiler."""
+  _, fsdp, context, tensor = mesh.values()
+  tokens = micro_batches * tokens_per_part(config, mesh, micro_batches)
+  weights = matmul_params(c) / (context * tensor)
+  trained = 0 if c.lora.rank else weights / fsdp
+  step = 2 * PASSES.get(remat, PASSES["full"]) * weights * tokens / chip.flops
+  step += micro_batches * GRADIENT_BYTES * trained / chip.memory_bandwidth
+  compiling = UNROLLED_COMPILE_S * c.layers if remat == "none" else 0
+  return config.steps * config.batch.updates * step + compiling
+
+
+def _with(config: Config, remat: str, micro_batches: int) -> Config:
+  return dataclasses.replace(
+    config,
+    model=dataclasses.replace(config.model, remat=remat),
+    batch=dataclasses.replace(config.batch, micro_batches=micro_batches),
+  )

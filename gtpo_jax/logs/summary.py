@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from gtpo_jax.config import Config
+from gtpo_jax.config.trainer import describe_update
 from gtpo_jax.logs.compiles import describe_compile_cache
 from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -33,6 +34,7 @@ def describe_run(config: Config, worker: RolloutWorker) -> list[str]:
     f"attention by {attention_kind(model.config, model.mesh)}",
     f"computing in {model.config.compute_dtype}, because {worker.compute_dtype_reason}; "
     f"weights in {model.config.param_dtype}",
+    describe_update(config),
     f"sampling {worker.engine.describe()}",
     "each program is compiled when it is first needed: "
     "the first evaluation and the first steps take longest",

@@ -8,6 +8,7 @@ a stop, or an error of a user's function, does to a run is in `interruptions.py`
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.panel import one_line
 from gtpo_jax.loop.interruptions import closed_at_exit, saved_if_interrupted
-from gtpo_jax.loop.prepare import prepare
+from gtpo_jax.loop.prepare import fit_here, prepare
 from gtpo_jax.loop.run import Place, Run
 from gtpo_jax.models.hf.folder import fingerprints
 from gtpo_jax.python.inputs import Agent, MakeEnvironment, Records, resolve_inputs
@@ -133,6 +134,7 @@ def steps(
   signals = interrupts if stopping is None else contextlib.nullcontext()
   stopping = stopping or interrupts.requested
   with display.waiting("reading the model and the data", line=False):
+    inputs = dataclasses.replace(inputs, config=fit_here(inputs.config))
     parts = prepare(inputs, display)
   config = with_compute_dtype(inputs.config, parts.worker.model.config.compute_dtype)
   dtype = {"model.compute_dtype": config.model.compute_dtype}

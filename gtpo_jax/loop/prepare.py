@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import jax
+
 from gtpo_jax.checkpoint.provenance import provenance_of
 from gtpo_jax.config import Config
 from gtpo_jax.config.mesh_choice import check_divisible, proposing_mesh
+from gtpo_jax.config.trainer import fit_update
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.trackers import check_trackers
@@ -18,6 +21,8 @@ from gtpo_jax.rollout.policies import check_weights
 from gtpo_jax.rollout.problems import held_out_problems, training_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.chips import usable_memory
+from gtpo_jax.runtime.distributed import least_of_processes
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.warm_start import Teacher, check_prompts, make_teacher
 
@@ -68,6 +73,14 @@ def prepare(inputs: Inputs, display: Display) -> Parts:
   held_out = held_out_problems(config, worker, display.say, inputs.records)
   provenance = provenance_of(config, problems, held_out)
   return Parts(worker, reward_manager, teacher, problems, held_out, provenance)
+
+
+def fit_here(config: Config) -> Config:
+  """Returns the config with the settings of the update that follow the memory of the devices."""
+  devices = jax.local_devices()
+  memory = least_of_processes(usable_memory(devices[0], len(devices)))
+  with proposing_mesh(config):
+    return fit_update(config, jax.devices(), memory)
 
 
 def check_training(config: Config) -> None:

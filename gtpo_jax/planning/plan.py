@@ -200,7 +200,8 @@ def measure(
   Returns:
     For the run: `fits`, `devices`, `mesh`, `hbm_bytes` (memory of one device), `usable_bytes` (the
     part of it that programs can use), `compute_dtype`, `attention` (the kernel used for full
-    sequences), `sample.attention` (the kernel of decoding), `head_chunk`, `params` (number of
+    sequences), `sample.attention` (the kernel of decoding), `remat`, `micro_batches` and `slots`
+    (over all devices; if "auto", what they stand for), `head_chunk`, `params` (number of
     parameters), `programs` (of each kind of program the name, `peak_bytes` of the largest, how many
     a run may compile, and `seconds_compile` of the largest), `seconds_compile` (of all of these),
     `compile_minutes` (an estimate for everything that a run may compile, at this machine's speed).
@@ -212,6 +213,7 @@ def measure(
     recomputation. `update.seconds` and `sample.seconds` are lower bounds (roofline), None if the
     speed of the chip is unknown.
   """
+  config = run.config
   model = run.model
   state = run.state
   engine = run.engine
@@ -241,6 +243,9 @@ def measure(
     "compute_dtype": model.config.compute_dtype,
     "attention": attention_kind(model.config, model.mesh),
     "sample.attention": engine.programs.config.attention,
+    "remat": config.model.remat,
+    "micro_batches": config.batch.micro_batches,
+    "slots": engine.programs.config.slots,
     "head_chunk": config.batch.head_chunk or default_chunk(model.mesh, model.config.vocab_size),
     "params": sum(x.size for x in jax.tree.leaves(state.params)),
     "params.bytes": bytes_per_device(state.params),

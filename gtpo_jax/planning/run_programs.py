@@ -15,7 +15,7 @@ from gtpo_jax.arrays import Prompts
 from gtpo_jax.checkpoint.architectures import teacher_model
 from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.config.mesh_choice import check_divisible
-from gtpo_jax.config.trainer import frozen_bytes, run_demand, run_optimizer, run_update
+from gtpo_jax.config.trainer import fit_update, frozen_bytes, run_demand, run_optimizer, run_update
 from gtpo_jax.config.workloads import SAMPLING, run_workloads
 from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.models.decode import DecodeParams
@@ -67,6 +67,7 @@ def build_model(config: Config, devices: list[Any]) -> Transformer:
     UserError: the mesh does not fit the devices, batch or positions cannot be sharded over it, or
       the devices have no host memory for offloaded moments.
   """
+  config = with_choices(config, devices)
   if config.optimizer.offload and not devices[0].addressable_memories():
     raise UserError(
       "optimizer.offload cannot be planned for GPUs that are not attached, because JAX describes "
@@ -79,6 +80,12 @@ def build_model(config: Config, devices: list[Any]) -> Transformer:
   attention_kind(model.config, mesh)  # or if the device does not support the model
   teacher_model(config, model)  # or if either does not fit the teacher
   return model
+
+
+def with_choices(config: Config, devices: list[Any]) -> Config:
+  """Returns the config with the settings of the update that follow the memory of these devices."""
+  chip = chip_of(devices[0])
+  return fit_update(config, devices, chip and chip.usable_memory)
 
 
 def build_engine(config: Config, model: Transformer, teacher: Transformer | None = None) -> Engine:
@@ -105,6 +112,7 @@ class RunPrograms:
   A program is compiled once, however often it is asked for.
 
   Attributes:
+    config: that of the run, with what "auto" stands for on these devices.
     model: the run's model, on its mesh.
     optimizer: the run's optimizer.
     state: the shapes of its state.
@@ -120,7 +128,8 @@ class RunPrograms:
     config: the config of the run.
     model: from `build_model`.
     """
-    self._config = config
+    config = with_choices(config, list(model.mesh.devices.flat))
+    self.config = config
     self.model = model
     self.optimizer = run_optimizer(config)
     self.state = abstract_state(model, self.optimizer)
@@ -151,7 +160,7 @@ class RunPrograms:
         yield from self._compile_workload(name, covered)
         names = [other for other in rest if other not in covered]
       yield from self._compile_scoring()
-    if self._config.warm_start.steps:
+    if self.config.warm_start.steps:
       yield self._compile_imitation()
 
   def compile_largest(self) -> Iterator[CompiledProgram]:
@@ -164,7 +173,7 @@ class RunPrograms:
 
   def compile_update(self) -> CompiledProgram:
     """Compiles the update of a batch whose completions have the maximum length."""
-    config = self._config
+    config = self.config
     update = run_update(config, self.model, self.optimizer, self.teacher)
     arguments = (self.state, *self.batch)
     resident = self.frozen + _attention_workspace(config, self.model)
@@ -226,7 +235,7 @@ class RunPrograms:
 
   def _compile_scoring(self) -> Iterator[CompiledProgram]:
     """Compiles the programs that compute log-probs of a batch, by policy, reference and teacher."""
-    config = self._config
+    config = self.config
     settings = config.resolved_algorithm.settings
     rollouts = without_scores(self.batch[0])
     params = self.state.params
@@ -251,7 +260,7 @@ class RunPrograms:
 
   def _compile_imitation(self) -> CompiledProgram:
     """Compiles the updates of the warm start, which runs before anything frozen is loaded."""
-    config = self._config
+    config = self.config
     section = config.warm_start
     optimizer = make_optimizer(section.optimizer, section.steps)
     imitate = make_imitation(self.model, optimizer, config.batch.head_chunk)

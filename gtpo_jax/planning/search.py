@@ -15,16 +15,18 @@ from typing import Any, NamedTuple
 from gtpo_jax.checkpoint.architectures import teacher_architecture
 from gtpo_jax.config import Config, flatten, freeze, resolve_model, to_dict
 from gtpo_jax.config.mesh_choice import all_meshes
+from gtpo_jax.config.trainer import micro_batch_counts, tokens_per_part, update_bytes
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.params import matmul_params
 from gtpo_jax.models.quantize import FORMATS
 from gtpo_jax.planning.collectives import Collective, send_seconds
 from gtpo_jax.planning.roofline import sample_seconds, update_seconds, weight_bytes
 from gtpo_jax.runtime.chips import Chip
+from gtpo_jax.runtime.fields import AUTO
 from gtpo_jax.runtime.mesh import MESH_AXES
 from gtpo_jax.sampling.engine import triton_refusal
 from gtpo_jax.sampling.paged.memory import LOGITS_COPIES
-from gtpo_jax.sampling.settings import ACCELERATOR_CHUNK, AUTO, DEFAULT_PAGE
+from gtpo_jax.sampling.settings import ACCELERATOR_CHUNK, DEFAULT_PAGE
 
 # Per layer and pass over it, how many times positions are gathered or scattered over tensor; and
 # the number of passes with full remat: forward, recomputation, backward.
@@ -124,6 +126,8 @@ class Search:
     override = {f"mesh.{name}": size for name, size in mesh.items()}
     override["batch.micro_batches"] = micro_batches
     override["optimizer.offload"] = base.offload
+    if self.chip.gpu and self.config.model.remat == AUTO:
+      override["model.remat"] = "full"
     override["model.quantize"] = base.quantize
     if slots != self.slots(base)[0]:
       override["sampling.slots"] = slots
@@ -176,13 +180,6 @@ class Search:
       return (False,)
     return tuple(sorted({self.config.optimizer.offload, True}))
 
-  def micro_batches(self, base: Base) -> list[int]:
-    """Returns the numbers of micro-batches into which a minibatch can be split, ascending."""
-    batch = self.config.batch
-    shards = base.mesh["data"] * base.mesh["fsdp"]
-    prompts = batch.prompts // batch.minibatches // shards
-    return [parts for parts in range(1, prompts + 1) if prompts % parts == 0]
-
   def slots(self, base: Base) -> list[int]:
     """Returns numbers of slots, over all devices, from the config's own down to one per shard."""
     shards, _ = self._sampling_shards(base.mesh)
@@ -194,7 +191,8 @@ class Search:
   def update_bytes(self, base: Base, micro_batches: int) -> float:
     """Estimates the bytes of the update on one device."""
     c = self._architecture(base)
-    return self._state_bytes(base) + _update_bytes(self.config, c, base.mesh, micro_batches)
+    needed = update_bytes(self.config, c, base.mesh, self.config.model.remat, micro_batches)
+    return self._state_bytes(base) + needed
 
   def sampling_bytes(self, base: Base, slots: int) -> float:
     """Estimates the fewest bytes of sampling on one device.
@@ -221,6 +219,10 @@ class Search:
       cache = rows * completion
     logits = 4 * LOGITS_COPIES * rows * c.vocab_size / tensor
     return self._state_bytes(base) + weights + cache + temporaries + logits
+
+  def micro_batches(self, base: Base) -> list[int]:
+    """Returns the numbers of micro-batches into which a minibatch can be split, ascending."""
+    return micro_batch_counts(self.config, base.mesh)
 
   @property
   def is_paged(self) -> bool:
@@ -290,28 +292,6 @@ def changed(config: Config, override: dict[str, Any]) -> dict[str, Any]:
   return {name: value for name, value in override.items() if values[name] != value}
 
 
-def _update_bytes(
-  config: Config, c: ModelConfig, mesh: dict[str, int], micro_batches: int
-) -> float:
-  """Estimates the bytes that an update needs beside the state on one device, with full remat."""
-  _, fsdp, context, tensor = mesh.values()
-  gradient = 0 if c.lora.rank else 4 * matmul_params(c) / (fsdp * context * tensor)
-  itemsize = DTYPES[c.compute_dtype](0).itemsize
-  tokens = _tokens(config, mesh, micro_batches) / context
-  residual = c.layers * tokens * c.width * itemsize / tensor
-  features = 3 * c.mlp + 2 * (c.heads + c.kv_heads) * c.head_dim
-  layer = tokens * itemsize * (2 * features / tensor + 4 * c.width)
-  head = c.vocab_size * c.width / (context * tensor) * (itemsize + 4)
-  return gradient + residual + layer + head
-
-
-def _tokens(config: Config, mesh: dict[str, int], micro_batches: int) -> float:
-  """Returns the tokens of a micro-batch on one batch shard, at full length."""
-  parts = config.batch.minibatches * micro_batches * mesh["data"] * mesh["fsdp"]
-  lengths = config.data.max_prompt_tokens + config.batch.group * config.sampling.max_tokens
-  return config.batch.prompts / parts * lengths
-
-
 def _seconds(
   config: Config,
   c: ModelConfig,
@@ -328,7 +308,7 @@ def _seconds(
   weights = matmul_params(c) / tensor
   updates = config.batch.updates
   gathers = updates * micro_batches
-  tokens = _tokens(config, mesh, micro_batches) / context * gathers
+  tokens = tokens_per_part(config, mesh, micro_batches) / context * gathers
   share = lambda size: (size - 1) / size
   trained = 0 if c.lora.rank else 4
   shards = fsdp * context

@@ -49,6 +49,11 @@ def number(test: Callable[[Any], bool], description: str, kind: type = numbers.R
   return Bound(accepts, description)
 
 
+def or_auto(bound: Bound) -> Bound:
+  """Returns the bound of a setting that may also be "auto"."""
+  return Bound(lambda x: x == AUTO or bound.accepts(x), f'{bound.description}, or "{AUTO}"')
+
+
 def at_least(least: int, reason: str = "") -> Bound:
   """Returns the bound of the integers from `least`."""
   return number(lambda x: x >= least, f"at least {least}")._replace(reason=reason)
@@ -67,6 +72,7 @@ FLAG = Bound(lambda x: isinstance(x, bool), "True or False")
 SHARE = number(lambda x: 0 < x <= 1, "in (0, 1]")
 BELOW_1 = number(lambda x: 0 <= x < 1, "in [0, 1)")
 AT_LEAST_0 = number(lambda x: 0 <= x < INFINITY, "at least 0 and finite")
+AUTO = "auto"  # what the memory of the devices, or their units, suggest
 ABOVE_0 = number(lambda x: 0 < x < INFINITY, "above 0 and finite")
 ABOVE_1 = number(lambda x: 1 < x < INFINITY, "above 1 and finite")
 AT_LEAST_1 = number(lambda x: 1 <= x < INFINITY, "at least 1 and finite")

@@ -9,14 +9,15 @@ from typing import ClassVar, NamedTuple
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import (
   ABOVE_0,
+  AUTO,
   BELOW_1,
   INFINITY,
   SHARE,
-  Bound,
   Checked,
   at_least,
   number,
   one_of,
+  or_auto,
   setting,
 )
 
@@ -38,14 +39,6 @@ SMALLEST_PAGE = 16
 LARGEST_PAGE = 1024
 # With a lower one, the most probable token is certain in float32, as at 0.
 LOWEST_TEMPERATURE = 2.0**-20
-# As many slots, and as many pages, as the memory that is left on a device allows.
-AUTO = "auto"
-_CACHE_FRACTION = Bound(
-  lambda x: x == AUTO or SHARE.accepts(x), f'{SHARE.description}, or "{AUTO}"'
-)
-_SLOTS = Bound(
-  lambda x: x == AUTO or at_least(0).accepts(x), f'{at_least(0).description}, or "{AUTO}"'
-)
 TEMPERATURE = number(
   lambda x: x == 0 or LOWEST_TEMPERATURE <= x < INFINITY, "0 or at least 2**-20 and finite"
 )
@@ -146,12 +139,12 @@ class EngineConfig(Checked):
 
   prefix: ClassVar[str] = "sampling."
 
-  slots: int | str = setting(AUTO, bound=_SLOTS)
+  slots: int | str = setting(AUTO, bound=or_auto(at_least(0)))
   chunk: int = setting(0, bound=at_least(0))
   kv_dtype: str = setting("", bound=one_of(("", *KV_DTYPES)))
   attention: str = setting("", bound=one_of(("", "xla", *KERNEL_PLATFORMS)))
   page_size: int = setting(0, bound=_PAGE_SIZE)
-  cache_fraction: float | str = setting(AUTO, bound=_CACHE_FRACTION)
+  cache_fraction: float | str = setting(AUTO, bound=or_auto(SHARE))
   weights_dtype: str = setting("", bound=one_of(("", *WEIGHTS_DTYPES)))
 
   def most_slots(self, platform: str, shards: int) -> int:

@@ -158,7 +158,7 @@ def test_overrides():
     "algorithm.alpha2": (0.1, 0.3),
     "algorithm.sign_guard": (False, True),
     "log.tensorboard": (True, False),
-    "model.remat": ("full", "none"),
+    "model.remat": ("auto", "none"),
     "optimizer.learning_rate": (1e-6, 1e-4),
   }
 
@@ -255,7 +255,6 @@ def test_an_int_is_accepted_for_a_float():
     ("steps", 1),
     ("seed", 0),
     ("batch__prompts", 1),
-    ("batch__micro_batches", 1),
     ("batch__head_chunk", 0),
     ("batch__group", 2),
     ("sampling__max_tokens", 2),
@@ -281,13 +280,18 @@ def test_lower_bounds(name, least):
 @pytest.mark.parametrize(
   ("values", "parts"),
   [
+    ({"batch__micro_batches": 0}, ['batch.micro_batches must be at least 1, or "auto"', "got 0"]),
+    ({"sampling__slots": -1}, ['sampling.slots must be at least 0, or "auto"', "got -1"]),
     ({"sampling__temperature": 0.0}, ["sampling.temperature must be above 0", "got 0"]),
     ({"sampling__temperature": -1.0}, ["sampling.temperature", "-1.0"]),
     ({"sampling__top_p": 1.5}, ["sampling.top_p must be in (0, 1], got 1.5"]),
     ({"eval__temperature": -0.5}, ["eval.temperature", "-0.5"]),
     ({"warm_start__slips": -0.1}, ["warm_start.slips must be at least 0 and finite, got -0.1"]),
     ({"model__preset": "tinny"}, ["'tinny'", "did you mean 'tiny'"]),
-    ({"model__remat": "some"}, ["model.remat must be one of none, attention, full", "'some'"]),
+    (
+      {"model__remat": "some"},
+      ["model.remat must be one of auto, none, products, attention, full", "'some'"],
+    ),
     ({"model__compute_dtype": "float31"}, ["model.compute_dtype", "'float31'"]),
     ({"data__train": "sum"}, ["'sum'", "did you mean 'sums'"]),
     ({"data__eval": "countdwn"}, ["'countdwn'", "did you mean 'countdown'"]),

@@ -17,9 +17,10 @@ from small import (
 )
 
 from gtpo_jax.models.decode import decode_bytes
+from gtpo_jax.runtime.fields import AUTO
 from gtpo_jax.sampling.engine import DEFAULT_DEMAND
 from gtpo_jax.sampling.paged.memory import page_bytes, temporary_bytes
-from gtpo_jax.sampling.settings import AUTO, Demand, EngineConfig
+from gtpo_jax.sampling.settings import Demand, EngineConfig
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,10 @@ import pytest
 from small import CONFIG, RAGGED_PROMPTS, assert_same, build, sample
 
 from gtpo_jax.models.decode import decode_bytes
+from gtpo_jax.runtime.fields import AUTO
 from gtpo_jax.runtime.mesh import bytes_per_device
 from gtpo_jax.sampling.paged.memory import page_bytes, temporary_bytes
-from gtpo_jax.sampling.settings import AUTO, Demand, EngineConfig
+from gtpo_jax.sampling.settings import Demand, EngineConfig
 
 PAGED = EngineConfig(slots=10, chunk=12, attention="triton", page_size=16)
 WIDE = dataclasses.replace(CONFIG, head_dim=16)
@@ -44,8 +45,8 @@ def test_the_pool_takes_what_is_left():
   few = paged(beside + 23 * page)
   assert few.longest_at_once == 5
   assert few.describe_space() == (
-    "10 slots and 23 pages of 16 tokens per device (0.00 GiB), which hold 5 completions of 60 tokens, "
-    "or 10 of 10"
+    "10 slots and 23 pages of 16 tokens per device (0.00 GiB), which hold 5 completions of 60 "
+    "tokens, or 10 of 10"
   )
   assert paged(0, fraction=0.5).pool.pages == 25  # a fraction is taken as it is
 

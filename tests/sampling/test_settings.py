@@ -50,9 +50,12 @@ def test_bad_engine_configs_are_rejected(settings, quoted):
 
 def test_defaults_depend_on_the_platform():
   resolve = lambda platform, shards: EngineConfig().resolve(platform, shards, "bfloat16")
-  assert resolve("cpu", 2) == EngineConfig(128, 16, "bfloat16", "xla", 128)
-  assert resolve("tpu", 4) == EngineConfig(1024, 64, "bfloat16", "pallas", 128)
+  assert resolve("cpu", 2) == EngineConfig("auto", 16, "bfloat16", "xla", 128)
+  assert resolve("tpu", 4) == EngineConfig("auto", 64, "bfloat16", "pallas", 128)
   assert resolve("gpu", 1).attention == "xla"
+  assert EngineConfig().most_slots("cpu", 2) == 128
+  assert EngineConfig().most_slots("gpu", 2) == 2048
+  assert EngineConfig(8).most_slots("gpu", 2) == 8
   explicit = EngineConfig(8, 4, "int8", "xla", 32, 0.5)
   assert explicit.resolve("tpu", 4, "bfloat16") == explicit
   assert EngineConfig(attention="triton").resolve("gpu", 1, "float32").attention == "triton"

@@ -20,8 +20,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from gtpo_jax.runtime.chips import AMPERE, VOLTA, compute_capability, cpu_bfloat16_units
+from gtpo_jax.runtime.fields import AUTO
 
-AUTO = "auto"
 MIN_CPU_WIDTH = 512  # of models that CPUs compute in bfloat16
 
 

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from gtpo_jax.models.decode import decode_bytes
+from gtpo_jax.runtime.fields import AUTO
 from gtpo_jax.sampling.batches import Places, PrefillShape, nothing, prefill_batch, resume_batch
 from gtpo_jax.sampling.cache import head_axis
 from gtpo_jax.sampling.chunk import prefill_rows
@@ -33,7 +34,7 @@ from gtpo_jax.sampling.programs import (
 )
 from gtpo_jax.sampling.schedule.scheduler import Scheduler
 from gtpo_jax.sampling.schedule.slots import ENTRY_FACTOR, Capacity, capacity_for
-from gtpo_jax.sampling.settings import AUTO, SamplingParams
+from gtpo_jax.sampling.settings import SamplingParams
 
 TPU_SLOTS_PER_ROW = 16  # slots of a prompt whose queries fill a matrix unit together
 # Once an eighth of the slots is enough for the completions that are left, the others are dropped.
