@@ -21,15 +21,11 @@ from gtpo_jax.models.attention.rope import Rope
 from gtpo_jax.models.attention.sources import KV, MASKED
 from gtpo_jax.sampling.paged.tables import Pages, PageTables
 
-BLOCK = 64  # the most positions per block
+BLOCK = 128  # the most positions per block
+SLOTS_PER_ROW = 1  # slots that share a prompt in a program
 MIN_ROWS = 16  # rows of the smallest matrix that a tensor core multiplies
 WARPS = 4
 STAGES = 2
-
-
-def slots_per_row(heads: int, kv_heads: int) -> int:
-  """Returns how many slots of a prompt share a row: so many that their queries fill a matrix."""
-  return max(MIN_ROWS // pl.next_power_of_2(heads // kv_heads), 1)
 
 
 def attend_on_gpu(
@@ -50,7 +46,7 @@ def attend_on_gpu(
     q, new, rope: as in `paged_attention`.
     pages: the layer's pages, of a power of two positions.
     chunk: [s, k, c, 2e], keys and values of the chunk as in a page, c a power of two.
-    tables: the rows of each slot; rows of prompts have `slots_per_row` slots.
+    tables: the rows of each slot.
     step: i32[], the new position's place in the chunk.
     precision: that of the products, as `ModelConfig.matmul_precision`; float32 is multiplied in
       TF32 unless it is "highest".
@@ -125,9 +121,10 @@ def _kernel(precision: str, count, *refs) -> None:
   members = range(slots.shape[0])
   head = pl.program_id(1)
   feature = jnp.arange(e)
-  i = jnp.arange(len(members) * pl.next_power_of_2(r))
-  member = jax.lax.div(i, len(i) // len(members))
-  query = jax.lax.rem(i, len(i) // len(members))[:, None]
+  height = max(pl.next_power_of_2(r), MIN_ROWS // len(members))  # queries of a slot, padded
+  i = jnp.arange(len(members) * height)
+  member = jax.lax.div(i, height)
+  query = jax.lax.rem(i, height)[:, None]
   is_query = jnp.broadcast_to(query < r, (len(i), e))
   slot = slots.at[member][...][:, None]
   of_query = attended.at[slot, head, query, feature[None]]

@@ -18,7 +18,7 @@ from gtpo_jax.sampling.cache import head_axis
 from gtpo_jax.sampling.chunk import prefill_rows
 from gtpo_jax.sampling.inventory import Program, Workload
 from gtpo_jax.sampling.paged.cache import PagedCache
-from gtpo_jax.sampling.paged.gpu_kernel import slots_per_row
+from gtpo_jax.sampling.paged.gpu_kernel import SLOTS_PER_ROW
 from gtpo_jax.sampling.paged.memory import page_bytes, temporary_bytes
 from gtpo_jax.sampling.paged.pool import PagePool, PoolSizes, completion_places, prompt_places
 from gtpo_jax.sampling.programs import (
@@ -112,7 +112,7 @@ class PagedPrograms(Programs):
     cached_prompts = min(slots, ENTRY_FACTOR * -(-slots // settings.demand.group))
     everything = slots * completion_pages + cached_prompts * prompt_pages
     is_gpu = settings.config.attention == "triton"
-    row = slots_per_row(c.heads, c.kv_heads) if is_gpu else TPU_SLOTS_PER_ROW
+    row = SLOTS_PER_ROW if is_gpu else TPU_SLOTS_PER_ROW
     return PoolSizes(everything, page, prompt_pages, completion_pages, self.chunk, row)
 
   def _pages(self, fraction: float | str, memory: int | None, slots: int, sizes: PoolSizes) -> int:
