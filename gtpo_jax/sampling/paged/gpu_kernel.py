@@ -22,7 +22,7 @@ from gtpo_jax.models.attention.sources import KV, MASKED
 from gtpo_jax.sampling.paged.tables import Pages, PageTables
 
 BLOCK = 128  # the most positions per block
-SLOTS_PER_ROW = 1  # slots that share a prompt in a program
+SLOTS_PER_ROW = 2  # slots that share a prompt in a program
 MIN_ROWS = 16  # rows of the smallest matrix that a tensor core multiplies
 WARPS = 4
 STAGES = 2
