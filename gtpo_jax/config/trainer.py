@@ -20,7 +20,7 @@ from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.params import abstract_params, matmul_params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.runtime.chips import Chip, chip_of
+from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.fields import AUTO
 from gtpo_jax.runtime.mesh import axis_size, bytes_per_device, make_mesh, sampling_mesh
 from gtpo_jax.sampling.settings import Demand
@@ -34,12 +34,19 @@ RESERVE = 1 / 16
 CPU_RESERVE = 1 / 3
 # Forward passes that an update takes, by what it recomputes; a backward pass counts as two.
 PASSES = {"none": 3, "attention": 4, "full": 4}
+RECOMPUTED = {
+  "none": "nothing",
+  "products": "all but matrix products and attention",
+  "attention": "all but attention",
+  "full": "each layer",
+}
 # Without recomputation the layers are unrolled, and the compiler takes so many seconds for each.
 UNROLLED_COMPILE_S = 4
 GRADIENT_BYTES = 12  # a micro-batch's gradient is written and read, and its sum read and written
-SLACK = 1.1  # of the estimate
-# TPUs have no number here yet: their programs were compiled and not timed.
-CHOICES = {"gpu": ("none", "full")}
+# The estimate of what is kept for the backward pass is rough; H100s ran 0.5B with 45 of 71 GiB.
+SLACK = {"none": 1.3}
+DEFAULT_SLACK = 1.1
+EFFICIENCY = 0.4  # the share of a chip's peak that an update reached on an H100
 
 
 def run_optimizer(config: Config) -> Optimizer:
@@ -118,16 +125,19 @@ def frozen_bytes(config: Config, model: Transformer, teacher: Transformer | None
   return total
 
 
-def fit_update(config: Config, devices: Sequence[Any], memory: int | None) -> Config:
+def fit_update(
+  config: Config, devices: Sequence[Any], chip: Chip | None, memory: int | None
+) -> Config:
   """Returns the config with what "auto" stands for in `model.remat` and `batch.micro_batches`.
 
-  It is the fastest combination that is estimated to fit, or the one that needs least memory. On a
-  CPU, and on chips that are not known, layers are recomputed. A CPU has one micro-batch, because
-  its memory is shared with the host's side of the run and is not split into parts.
+  It is the combination that is estimated to be the fastest of those that fit, or the one that needs
+  least memory. Only GPUs may recompute nothing, because it was timed on no other chip. On a CPU, or
+  a chip that is not known, each layer is recomputed, and there is one micro-batch.
 
   Args:
     config: the config of the run.
     devices: those of the mesh, which need not be attached.
+    chip: what they are; None if unknown, or a CPU.
     memory: the bytes of each device that programs can use; None if unknown.
 
   Raises:
@@ -136,9 +146,10 @@ def fit_update(config: Config, devices: Sequence[Any], memory: int | None) -> Co
   remat, micro_batches = config.model.remat, config.batch.micro_batches
   if AUTO not in (remat, micro_batches):
     return config
-  chip = chip_of(devices[0])
-  remats = CHOICES.get(devices[0].platform, ("full",)) if remat == AUTO else (remat,)
-  if devices[0].platform == "cpu" or memory is None or chip is None:
+  remats = (remat,)
+  if remat == AUTO:
+    remats = ("none", "full") if chip and chip.gpu else ("full",)
+  if chip is None or chip.flops is None or memory is None:
     return _with(config, remats[-1], 1 if micro_batches == AUTO else micro_batches)
   mesh = make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
   model = Transformer(resolve_model(config, devices[0]).config, mesh)
@@ -147,22 +158,23 @@ def fit_update(config: Config, devices: Sequence[Any], memory: int | None) -> Co
   parts = micro_batch_counts(config, dict(mesh.shape))
   if micro_batches != AUTO:
     parts = [micro_batches]
-  needs = lambda choice: SLACK * update_bytes(config, model.config, dict(mesh.shape), *choice)
-  choices = list(itertools.product(remats, parts))
-  fitting = [choice for choice in choices if needs(choice) <= left]
+  arguments = (config, model.config, dict(mesh.shape))
+  needs = {
+    choice: SLACK.get(choice[0], DEFAULT_SLACK) * update_bytes(*arguments, *choice)
+    for choice in itertools.product(remats, parts)
+  }
+  fitting = [choice for choice, needed in needs.items() if needed <= left]
   if not fitting:
-    return _with(config, *min(choices, key=needs))
-  seconds = lambda choice: _run_seconds(config, model.config, chip, dict(mesh.shape), *choice)
-  return _with(config, *min(fitting, key=seconds))
+    return _with(config, *min(needs, key=needs.get))
+  return _with(config, *min(fitting, key=lambda choice: _run_seconds(*arguments, chip, *choice)))
 
 
 def describe_update(config: Config) -> str:
   """Returns one line about what `fit_update` has chosen."""
   count = config.batch.micro_batches
-  recomputed = {"none": "nothing", "full": "each layer"}.get(config.model.remat, config.model.remat)
   return (
-    f"updating in {count} micro-batch{'es' * (count > 1)}, recomputing {recomputed} in the "
-    "backward pass"
+    f"updating in {count} micro-batch{'es' * (count > 1)}; the backward pass recomputes "
+    f"{RECOMPUTED[config.model.remat]}"
   )
 
 
@@ -201,14 +213,15 @@ def tokens_per_part(config: Config, mesh: dict[str, int], micro_batches: int) ->
 
 
 def _run_seconds(
-  config: Config, c: ModelConfig, chip: Chip, mesh: dict[str, int], remat: str, micro_batches: int
+  config: Config, c: ModelConfig, mesh: dict[str, int], chip: Chip, remat: str, micro_batches: int
 ) -> float:
   """Estimates the seconds that all updates of a run take, and the compiler."""
   _, fsdp, context, tensor = mesh.values()
   tokens = micro_batches * tokens_per_part(config, mesh, micro_batches)
   weights = matmul_params(c) / (context * tensor)
   trained = 0 if c.lora.rank else weights / fsdp
-  step = 2 * PASSES.get(remat, PASSES["full"]) * weights * tokens / chip.flops
+  flop = 2 * PASSES.get(remat, PASSES["full"]) * weights * tokens
+  step = flop / (EFFICIENCY * chip.flops)
   step += micro_batches * GRADIENT_BYTES * trained / chip.memory_bandwidth
   compiling = UNROLLED_COMPILE_S * c.layers if remat == "none" else 0
   return config.steps * config.batch.updates * step + compiling

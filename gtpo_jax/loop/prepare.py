@@ -21,7 +21,7 @@ from gtpo_jax.rollout.policies import check_weights
 from gtpo_jax.rollout.problems import held_out_problems, training_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
-from gtpo_jax.runtime.chips import usable_memory
+from gtpo_jax.runtime.chips import chip_of, usable_memory
 from gtpo_jax.runtime.distributed import least_of_processes
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.warm_start import Teacher, check_prompts, make_teacher
@@ -80,7 +80,7 @@ def fit_here(config: Config) -> Config:
   devices = jax.local_devices()
   memory = least_of_processes(usable_memory(devices[0], len(devices)))
   with proposing_mesh(config):
-    return fit_update(config, jax.devices(), memory)
+    return fit_update(config, jax.devices(), chip_of(devices[0]), memory)
 
 
 def check_training(config: Config) -> None:

@@ -85,7 +85,7 @@ def build_model(config: Config, devices: list[Any]) -> Transformer:
 def with_choices(config: Config, devices: list[Any]) -> Config:
   """Returns the config with the settings of the update that follow the memory of these devices."""
   chip = chip_of(devices[0])
-  return fit_update(config, devices, chip and chip.usable_memory)
+  return fit_update(config, devices, chip, chip and chip.usable_memory)
 
 
 def build_engine(config: Config, model: Transformer, teacher: Transformer | None = None) -> Engine:
@@ -170,6 +170,11 @@ class RunPrograms:
     yield self._layout
     if self._layout.executable is not None:
       yield from self._compile_workload(SAMPLING, skip=("prefill",))
+
+  def compile_decode(self) -> CompiledProgram:
+    """Compiles the program that decodes a chunk of the policy's completions in all slots."""
+    programs = self._compile_workload(SAMPLING, skip=("prefill",))
+    return next(program for program in programs if program.name == f"{SAMPLING}: decode")
 
   def compile_update(self) -> CompiledProgram:
     """Compiles the update of a batch whose completions have the maximum length."""

@@ -196,7 +196,7 @@ def test_logits_are_the_same_on_eight_devices(shape):
 @pytest.mark.slow
 def test_remat_changes_nothing():
   tokens = jnp.asarray(np.random.default_rng(4).integers(0, 96, (2, 9)))
-  models = [small_model(remat=remat) for remat in ("none", "attention", "full")]
+  models = [small_model(remat=remat) for remat in ("none", "products", "attention", "full")]
   params = strong_params(models[0])
   kept, *again = [
     jax.grad(lambda p, m=m: jax.nn.logsumexp(m.apply({"params": p}, tokens)).sum())(params)
