@@ -24,6 +24,8 @@ def format_table(result: dict[str, Any]) -> str:
     ("topology", topology),
     ("computing in", f"{result['compute_dtype']}, because {result['compute_dtype.reason']}"),
     ("attention", f"{result['attention']}; when sampling: {result['sample.attention']}"),
+    ("update in", f"{result['micro_batches']} micro-batch(es), remat {result['remat']}"),
+    ("slots", f"{result['slots']:9d} over all devices (sampling.slots)"),
     ("parameters", f"{result['params'] / 1e9:9.3f} billion"),
     ("logits in memory", f"{result['head_chunk']:9d} tokens per device (batch.head_chunk)"),
     ("per device: parameters", _size(result["params.bytes"])),
