@@ -183,7 +183,7 @@ class Search:
   def slots(self, base: Base) -> list[int]:
     """Returns numbers of slots, over all devices, from the config's own down to one per shard."""
     shards, _ = self._sampling_shards(base.mesh)
-    own = self.config.engine_config.most_slots("", shards)
+    own = self.config.engine_config.most_slots("gpu" if self.chip.gpu else "tpu", shards)
     most = min(own, max(self.config.sampling_demand.completions, shards))
     halves = [most // 2**i // shards * shards for i in range(1, most.bit_length())]
     return [own, *(x for x in halves if x)]

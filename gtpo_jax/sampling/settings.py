@@ -24,10 +24,10 @@ from gtpo_jax.runtime.fields import (
 KV_DTYPES = ("float32", "bfloat16", "float16", "int8")
 WEIGHTS_DTYPES = ("int8",)
 KERNEL_PLATFORMS = {"pallas": "tpu", "triton": "gpu"}  # attention kernel -> platform it runs on
-# The most slots per shard that are chosen. More slots amortise the reading of the weights until
-# compute becomes the bottleneck, which takes fewer slots on a CPU.
-CPU_SLOTS = 64
-ACCELERATOR_SLOTS = 1024
+# The most slots per shard that are chosen, by platform. More slots amortise the reading of the
+# weights until compute becomes the bottleneck, which takes fewer slots on a CPU. The kernel for
+# TPUs has the queries of all slots in on-chip memory.
+MOST_SLOTS = {"cpu": 64, "tpu": 256, "gpu": 1024}
 # Default tokens between two host round trips. An accelerator's steps are shorter, so more of them
 # must share a round trip.
 CPU_CHUNK = 16
@@ -115,9 +115,9 @@ class EngineConfig(Checked):
 
   Attributes:
     slots: completions that run concurrently, over all devices; "auto" (or 0) for as many as the
-      memory of the devices allows, up to 64 per device of the batch axes on CPU and 1024 elsewhere.
-      If keys and values are in arrays, fewer run where the memory of a device does not hold the
-      arrays of that many.
+      memory of the devices allows, up to 64 per device of the batch axes on CPU, 256 on TPU and
+      1024 on GPU. If keys and values are in arrays, fewer run where the memory of a device does not
+      hold the arrays of that many.
     chunk: tokens decoded between two visits to the host; 0 for 16 on CPU and 64 elsewhere.
     kv_dtype: format of the cached keys and values: float32, bfloat16, float16, int8; "" for the
       model's compute type.
@@ -151,7 +151,7 @@ class EngineConfig(Checked):
     """Returns the most slots over all shards: the configured number, or that of the platform."""
     if self.slots and self.slots != AUTO:
       return self.slots
-    return (CPU_SLOTS if platform == "cpu" else ACCELERATOR_SLOTS) * shards
+    return MOST_SLOTS.get(platform, MOST_SLOTS["tpu"]) * shards
 
   def resolve(
     self, platform: str, shards: int, compute_dtype: str, triton: bool = False

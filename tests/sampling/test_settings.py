@@ -54,6 +54,7 @@ def test_defaults_depend_on_the_platform():
   assert resolve("tpu", 4) == EngineConfig("auto", 64, "bfloat16", "pallas", 128)
   assert resolve("gpu", 1).attention == "xla"
   assert EngineConfig().most_slots("cpu", 2) == 128
+  assert EngineConfig().most_slots("tpu", 2) == 512
   assert EngineConfig().most_slots("gpu", 2) == 2048
   assert EngineConfig(8).most_slots("gpu", 2) == 8
   explicit = EngineConfig(8, 4, "int8", "xla", 32, 0.5)
