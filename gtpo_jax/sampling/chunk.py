@@ -19,6 +19,7 @@ from gtpo_jax.sampling.filters import (
   Alternatives,
   RowSampling,
   SampledToken,
+  Temperature,
   sample_rows,
   sample_token,
 )
@@ -77,22 +78,28 @@ class _LoopState(NamedTuple):
 
 
 class _Record(NamedTuple):
-  """The tokens of a chunk so far, in few arrays: each takes a launch per token on a GPU."""
+  """The tokens of a chunk so far, in few arrays: each takes a launch per token on a GPU.
 
-  tokens: jax.Array  # i32[c, s]
-  numbers: jax.Array  # f32[c, 4, s], the float fields of `Chunk` in `NUMBERS`
+  What is beyond a slot's last token means nothing.
+  """
+
+  # i32[c, 5, s], the tokens, and the bits of the fields `NUMBERS` of `Chunk`
+  values: jax.Array
   lengths: jax.Array  # i32[s], tokens in each slot
   stopped: jax.Array  # bool[s]
   alternatives: Alternatives | None
 
   def chunk(self) -> Chunk:
     """Returns the chunk."""
-    mask = jnp.arange(len(self.tokens))[:, None] < self.lengths
-    numbers = dict(zip(NUMBERS, jnp.unstack(self.numbers, axis=1), strict=True))
-    return Chunk(self.tokens, mask, **numbers, stopped=self.stopped, alternatives=self.alternatives)
+    mask = jnp.arange(len(self.values))[:, None] < self.lengths
+    clear = lambda x: jnp.where(_expand(mask, x), x, jnp.zeros_like(x))
+    tokens, *numbers = map(clear, jnp.unstack(self.values, axis=1))
+    floats = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in numbers]
+    alternatives = jax.tree.map(clear, self.alternatives)
+    return Chunk(tokens, mask, *floats, stopped=self.stopped, alternatives=alternatives)
 
 
-NUMBERS = ("log_probs", "entropy", "drawn_log_probs", "plain_log_probs")
+NUMBERS = ("log_probs", "entropy", "drawn_log_probs", "plain_log_probs")  # in this order
 
 
 def prefill_rows(
@@ -188,6 +195,8 @@ def decode_chunk(
   by_row = isinstance(temperature, RowSampling)
   if temperature is None:
     temperature = sampling_params.temperature
+  if not by_row:
+    temperature = Temperature.of(temperature)
   index = jnp.asarray(inputs.generated) + jnp.arange(decoder.chunk)[:, None]
   fold_in = jax.vmap(jax.vmap(jax.random.fold_in), (None, 0))
   keys = fold_in(jax.random.wrap_key_data(inputs.keys), index)  # [c, s]
@@ -250,8 +259,7 @@ def _initial_state(
   k = min(ALTERNATIVES, model.config.vocab_size)
   zeros = lambda dtype, *shape: jnp.zeros((chunk, *shape), dtype)
   out = _Record(
-    tokens=zeros(jnp.int32, s),
-    numbers=zeros(jnp.float32, len(NUMBERS), s),
+    values=zeros(jnp.int32, 1 + len(NUMBERS), s),
     lengths=jnp.zeros(s, jnp.int32),
     stopped=jnp.zeros(s, bool),
     alternatives=Alternatives(zeros(jnp.int32, s, k), zeros(jnp.float32, s, k)) if by_row else None,
@@ -260,8 +268,8 @@ def _initial_state(
 
 
 def _expand(mask: jax.Array, like: jax.Array) -> jax.Array:
-  """Returns `mask` bool[s] with the number of axes of `like` [s, ...]."""
-  return mask.reshape(-1, *[1] * (like.ndim - 1))
+  """Returns `mask` with the number of axes of `like`, whose first ones it has."""
+  return mask.reshape(*mask.shape, *[1] * (like.ndim - mask.ndim))
 
 
 def _record(
@@ -269,22 +277,15 @@ def _record(
 ) -> _Record:
   """Returns the record with the tokens that the active slots sampled in this step."""
 
-  def write(rows: jax.Array, row: jax.Array, active: jax.Array) -> jax.Array:
-    return rows.at[state.step].set(jnp.where(active, row, jnp.zeros_like(row)))
-
   out = state.out
-  active = state.active
-  numbers = jnp.stack(
-    [sampled.log_prob, sampled.entropy, sampled.drawn_log_prob, sampled.plain_log_prob]
-  )
+  write = lambda rows, row: rows.at[state.step].set(row)
+  numbers = (sampled.log_prob, sampled.entropy, sampled.drawn_log_prob, sampled.plain_log_prob)
+  bits = [jax.lax.bitcast_convert_type(x, jnp.int32) for x in numbers]
   return _Record(
-    tokens=write(out.tokens, sampled.token, active),
-    numbers=write(out.numbers, numbers, active),
-    lengths=out.lengths + active,
+    values=write(out.values, jnp.stack([sampled.token, *bits])),
+    lengths=out.lengths + state.active,
     stopped=out.stopped | stopped,
-    alternatives=jax.tree.map(
-      lambda rows, row: write(rows, row, active[:, None]), out.alternatives, others
-    ),
+    alternatives=jax.tree.map(write, out.alternatives, others),
   )
 
 

@@ -28,6 +28,24 @@ class SampledToken(NamedTuple):
   plain_log_prob: jax.Array  # f32[...], under softmax(logits)
 
 
+class Temperature(NamedTuple):
+  """A temperature and what it is compared with: once for a chunk, and not for every token."""
+
+  divisor: float | jax.Array  # f32[], divides the logits; 1 if greedy
+  greedy: bool | jax.Array  # bool[], whether it is 0, which takes the most probable token
+  plain: bool | jax.Array  # bool[], whether the divisor is 1
+
+  @classmethod
+  def of(cls, temperature: float | jax.Array) -> Temperature:
+    """Returns it for a number, which the compiler knows, or for an array f32[]."""
+    greedy = temperature == 0
+    if isinstance(greedy, bool):
+      divisor = 1.0 if greedy else temperature
+    else:
+      divisor = jnp.where(greedy, 1.0, temperature)
+    return cls(divisor, greedy, divisor == 1)
+
+
 class RowSampling(NamedTuple):
   """How the tokens of each row are drawn, if the rows differ. Arrays [s]."""
 
@@ -47,7 +65,7 @@ class Alternatives(NamedTuple):
 
 def sample_token(
   params: SamplingParams,
-  temperature: float | jax.Array,
+  temperature: float | jax.Array | Temperature,
   logits: jax.Array,
   keys: jax.Array,
   seen_tokens: jax.Array | None = None,
@@ -64,9 +82,10 @@ def sample_token(
     seen_tokens: bool[..., v], the tokens of the prompt and the completion so far; only needed for a
       repetition penalty.
   """
-  greedy = temperature == 0
-  policy_temperature = _select(greedy, lambda: 1.0, lambda: temperature)
-  policy = _Softmax(logits, policy_temperature)
+  if not isinstance(temperature, Temperature):
+    temperature = Temperature.of(temperature)
+  divisor, greedy, plain = temperature
+  policy = _Softmax(logits, divisor)
   weights = policy.weights
   # Sums over blocks of tokens serve the totals and the draw.
   block_sums = _blocks(weights).sum(-1)
@@ -81,7 +100,7 @@ def sample_token(
   if params.penalises_repetition:
     penalised = _penalise(logits, seen_tokens, params.repetition_penalty)
   if params.is_filtered:
-    draw_weights = apply_filters(params, _Softmax(penalised, policy_temperature).weights)
+    draw_weights = apply_filters(params, _Softmax(penalised, divisor).weights)
     drawn = draw(draw_weights, keys)
   else:
     drawn = _draw(block_sums, policy.block_weights, keys)
@@ -93,9 +112,7 @@ def sample_token(
     drawn_log_prob = jnp.log(at(draw_weights, token) / draw_weights.sum(-1, keepdims=True))
   drawn_log_prob = _select(greedy, lambda: jnp.zeros_like(log_prob), lambda: drawn_log_prob)
   plain_log_prob = _select(
-    policy_temperature == 1,
-    lambda: log_prob,
-    lambda: at(logits, token) - jax.nn.logsumexp(logits, -1, keepdims=True),
+    plain, lambda: log_prob, lambda: at(logits, token) - jax.nn.logsumexp(logits, -1, keepdims=True)
   )
   values = (log_prob, jnp.maximum(entropy, 0), drawn_log_prob, plain_log_prob)
   return SampledToken(token, *(x[..., 0] for x in values))
