@@ -181,7 +181,6 @@ def main() -> None:
   unread = 0 if c.tied else bytes_per_device(params.outer["embedding"])
   floor = bytes_per_device(params) - unread + kv_bytes
   floor_s = floor / chip.memory_bandwidth
-  # On a GPU there are two kernels, which read the prompts and the completions.
   pages_read = pages * page_bytes
   moved = compiled and bytes_per_step(compiled.as_text(), pools, pages_read)
   grid_steps = cores_of(devices[0]) * c.layers if programs.config.attention == "pallas" else 0
