@@ -4,12 +4,12 @@
       [--slots 256] [--json FILE]
     python benchmarks/launches.py --what update [--remat none] [--micro_batches 8] [--json FILE]
 
-It compiles the programs ahead of time (`gtpo plan`; the extra plan-gpu) and reads the optimised
-program. A launch is an instruction that runs on the device; one inside a loop counts once for every
-iteration, one in a branch not at all. Bytes are those that an instruction must read and write: of
-an array that it slices, only the slice. Ahead of time nothing is autotuned, so that the kernels of
-matrix products may be others on a GPU. For Qwen2.5-0.5B, an H100 launched 440 kernels a token where
-this counted 449, and needed 12.3 GiB where the compiler said 12.30.
+It compiles a program ahead of time, as `gtpo plan` does, with the extra plan-gpu. A launch is an
+instruction that runs on the device. It counts once for every iteration of its loop, and not at all
+in a branch. An instruction moves the bytes that it must read and write; if it slices an array, only
+the slice counts. Nothing is autotuned ahead of time, so a GPU may use other kernels for matrix
+products. For Qwen2.5-0.5B, an H100 launched 440 kernels a token where 449 were counted, and needed
+12.3 GiB where the compiler said 12.30.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Hlo:
     ]
 
   def product_flops(self, computation: str) -> int:
-    """Returns the FLOP of the matrix products in a computation and in those that it calls."""
+    """Returns the FLOP of the matrix products in a computation and in all that it calls."""
     shapes = {x.name: x.shape for x in self.computations[computation]}
     total = 0
     for x in self.computations[computation]:

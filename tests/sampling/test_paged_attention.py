@@ -12,7 +12,7 @@ from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.runtime.mesh import batch_shards, single_device_mesh
 from gtpo_jax.sampling.paged.attention import local_attention, paged_attention
 from gtpo_jax.sampling.paged.cache import PagedCache
-from gtpo_jax.sampling.paged.tables import PageRows, Pages, PageTables
+from gtpo_jax.sampling.paged.tables import NewPosition, PageRows, Pages, PageTables
 from gtpo_jax.sampling.settings import KERNEL_PLATFORMS
 
 SLOTS = 8  # per shard
@@ -74,7 +74,8 @@ def case(heads, kv_heads, e, page=16, dtype=jnp.float32, int8=False, mesh=None):
   new = KV(random(1, kv_heads, e, 1), random(1, kv_heads, 1, e))
   positions = jnp.asarray(repeat(np.arange(SLOTS)))[:, None, None] + jnp.arange(CHUNK)
   pool = Pages(jnp.asarray(repeat(kv), None if int8 else dtype), scale)
-  return model, q, new, rope_angles(positions, e, 100.0), pool, chunk, tables
+  new = NewPosition(q, new, rope_angles(positions, e, 100.0), jnp.int32(STEP))
+  return model, new, pool, chunk, tables
 
 
 def rows_of(width, used, pages=3):
@@ -91,16 +92,16 @@ def rows_of(width, used, pages=3):
 
 
 def run(kernel, model, *arrays):
-  attend = lambda *arrays: paged_attention(model, *arrays, jnp.int32(STEP), kernel)
+  attend = lambda *arrays: paged_attention(model, *arrays, kernel)
   out, chunk = jax.jit(attend)(*arrays)
   return np.asarray(out)[:, 0, :, 0], np.asarray(chunk)
 
 
-def expected(q, new, rope, pages, chunk, tables):
+def expected(new, pages, chunk, tables):
   """Softmax attention of the first shard's running slots in float64, [slots, h, e]; the chunk."""
-  q, new = rotate_new(q, new, rope, STEP)
+  q, kv_new = rotate_new(*new)
   chunk = np.array(chunk)[:SLOTS]
-  chunk[:, :, STEP] = np.concatenate([new.k[:SLOTS, 0, :, :, 0], new.v[:SLOTS, 0, :, 0]], -1)
+  chunk[:, :, STEP] = np.concatenate([kv_new.k[:SLOTS, 0, :, :, 0], kv_new.v[:SLOTS, 0, :, 0]], -1)
   kv = np.asarray(pages.kv, np.float64)
   page, e = kv.shape[2], kv.shape[3] // 2
   if pages.scale is not None:
@@ -167,15 +168,15 @@ def test_kernels_in_bfloat16(kernel):
 @pytest.mark.some(1)
 def test_what_others_left_in_a_page_is_not_read(kernel):
   """A page that is partly used may contain NaN from the completion that had it before."""
-  model, *new, pages, chunk, tables = case(4, 2, 16)
-  want, _ = run(kernel, model, *new, pages, chunk, tables)
+  model, new, pages, chunk, tables = case(4, 2, 16)
+  want, _ = run(kernel, model, new, pages, chunk, tables)
   kv = np.full_like(pages.kv, np.nan)
   for rows in (tables.prompts, tables.completions):
     for row in range(rows.count[0]):
       for position in range(rows.start[row], rows.end[row]):
         at = (rows.pages[row][position // 16], slice(None), position % 16)
         kv[at] = pages.kv[at]
-  got, _ = run(kernel, model, *new, Pages(jnp.asarray(kv), None), chunk, tables)
+  got, _ = run(kernel, model, new, Pages(jnp.asarray(kv), None), chunk, tables)
   np.testing.assert_array_equal(got, want)
 
 
@@ -185,7 +186,7 @@ def test_the_gpu_kernel_lowers_to_a_triton_program(int8):
   _, *arrays = case(14, 2, 64, 128, jnp.bfloat16, int8)
   attend = jax.jit(lambda *arrays: local_attention("triton", *arrays, interpret=False))
   try:
-    program = attend.trace(*arrays, jnp.int32(STEP)).lower(lowering_platforms=("cuda",)).as_text()
+    program = attend.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
   except RuntimeError as error:
     if "No supported GPU devices" not in str(error):
       raise
@@ -195,7 +196,7 @@ def test_the_gpu_kernel_lowers_to_a_triton_program(int8):
 
 def test_the_gpu_kernel_multiplies_with_the_precision_of_the_model():
   model, *arrays = case(4, 2, 16)
-  attend = lambda *arrays: paged_attention(model, *arrays, jnp.int32(STEP), "triton")
+  attend = lambda *arrays: paged_attention(model, *arrays, "triton")
   jaxpr = str(jax.make_jaxpr(attend)(*arrays))
   assert jaxpr.count("dot_general") == jaxpr.count("precision=(Precision.HIGHEST") > 0
 

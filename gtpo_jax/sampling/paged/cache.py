@@ -20,7 +20,7 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import constrain, partition_spec
 from gtpo_jax.sampling.cache import CachedAttention, from_position, head_axis, quantise
 from gtpo_jax.sampling.paged.attention import paged_attention
-from gtpo_jax.sampling.paged.tables import Pages, PageTables
+from gtpo_jax.sampling.paged.tables import NewPosition, Pages, PageTables
 
 SMALLEST_CHUNK = 16  # positions
 
@@ -113,8 +113,8 @@ class PagedCache:
     def attend(
       layer: int, q: jax.Array, new: KV, chunk: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-      pages = kv[layer]
-      return paged_attention(self.model, q, new, rope, pages, chunk, tables, step, self.kernel)
+      position = NewPosition(q, new, rope, step)
+      return paged_attention(self.model, position, kv[layer], chunk, tables, self.kernel)
 
     return attend
 

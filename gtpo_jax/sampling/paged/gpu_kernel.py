@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from gtpo_jax.models.attention.rope import Rope
-from gtpo_jax.models.attention.sources import KV, MASKED
-from gtpo_jax.sampling.paged.tables import Pages, PageTables
+from gtpo_jax.models.attention.sources import MASKED
+from gtpo_jax.sampling.paged.tables import NewPosition, Pages, PageTables
 
 BLOCK = 128  # the most positions per block
 SLOTS_PER_ROW = 2  # slots that share a prompt in a program
@@ -29,13 +28,10 @@ STAGES = 2
 
 
 def attend_on_gpu(
-  q: jax.Array,
-  new: KV,
-  rope: Rope,
+  new: NewPosition,
   pages: Pages,
   chunk: jax.Array,
   tables: PageTables,
-  step: jax.Array,
   *,
   precision: str,
   interpret: bool,
@@ -43,11 +39,10 @@ def attend_on_gpu(
   """Runs the kernel on one device's slots, pages and heads.
 
   Args:
-    q, new, rope: as in `paged_attention`.
+    new: the queries, and the keys and values of the same position.
     pages: the layer's pages, of a power of two positions.
     chunk: [s, k, c, 2e], keys and values of the chunk as in a page, c a power of two.
     tables: the rows of each slot.
-    step: i32[], the new position's place in the chunk.
     precision: that of the products, as `ModelConfig.matmul_precision`; float32 is multiplied in
       TF32 unless it is "highest".
     interpret: whether to interpret the kernel.
@@ -56,18 +51,18 @@ def attend_on_gpu(
     The attention [s, 1, h, 1, e], 0 where a slot is not running; and the chunk with the new
     position.
   """
-  s, _, h, _, e = q.shape
+  s, _, h, _, e = new.q.shape
   k = pages.kv.shape[1]
   prompts, completions = tables.prompts, tables.completions
   # The projections end in one array, which the compiler writes in one pass.
-  projected = jnp.concatenate([x.reshape(s, -1, e) for x in (q, new.k, new.v)], axis=1)
-  angles = [x.reshape(s, -1, e // 2) for x in rope]
+  projected = jnp.concatenate([x.reshape(s, -1, e) for x in (new.q, new.kv.k, new.kv.v)], axis=1)
+  angles = [x.reshape(s, -1, e // 2) for x in new.rope]
   sources = [pages.kv] if pages.scale is None else [pages.kv, pages.scale]
   row_of = lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda i, j: (i, *[0] * (x.ndim - 1)))
   whole = lambda x: pl.BlockSpec(x.shape, lambda i, j: (0,) * x.ndim)
   by_row = [prompts.slots, prompts.pages, prompts.start[:, None], prompts.end[:, None]]
   past = [completions.pages, completions.end, tables.completion_rows]
-  shared = [*past, step.reshape(1), *angles, projected, *sources, chunk]
+  shared = [*past, new.step.reshape(1), *angles, projected, *sources, chunk]
   inputs = [prompts.count, *by_row, *shared]
   attended, chunk = pl.pallas_call(
     functools.partial(_kernel, precision),
@@ -75,7 +70,7 @@ def attend_on_gpu(
     in_specs=[whole(prompts.count), *map(row_of, by_row), *map(whole, shared)],
     out_specs=[pl.BlockSpec((s, k, h // k, e), lambda i, j: (0, 0, 0, 0)), whole(chunk)],
     out_shape=[
-      jax.ShapeDtypeStruct((s, k, h // k, e), q.dtype),
+      jax.ShapeDtypeStruct((s, k, h // k, e), new.q.dtype),
       jax.ShapeDtypeStruct(chunk.shape, chunk.dtype),
     ],
     input_output_aliases={len(inputs) - 1: 1},
@@ -83,7 +78,7 @@ def attend_on_gpu(
     interpret=interpret,
     name="paged_attention",
   )(*inputs)
-  return attended.reshape(q.shape), chunk
+  return attended.reshape(new.q.shape), chunk
 
 
 class _Softmax(NamedTuple):

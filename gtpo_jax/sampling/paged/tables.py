@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from gtpo_jax.models.attention.rope import Rope
+from gtpo_jax.models.attention.sources import KV
+
 
 class Pages(NamedTuple):
   """The keys and values of one layer, in pages of equal size.
@@ -16,6 +19,15 @@ class Pages(NamedTuple):
 
   kv: jax.Array  # [pages, k, page, 2e]: e features of the key, then e of the value
   scale: jax.Array | None  # f32[pages, k, 2, page], scales of int8 keys and values; else None
+
+
+class NewPosition(NamedTuple):
+  """The new position of every slot in one layer. Queries and keys are not rotated yet."""
+
+  q: jax.Array  # queries [s, 1, h, 1, e]
+  kv: KV  # its keys [s, 1, k, e, 1] and values [s, 1, k, 1, e]
+  rope: Rope  # the rotary angles of all positions of the chunk, f32[s, 1, c, e/2] each
+  step: jax.Array  # i32[], its place in the chunk
 
 
 class PageRows(NamedTuple):
