@@ -91,3 +91,11 @@ def test_bounds_of_updates(launches, monkeypatch, options, flops, nbytes, peak):
   assert counted["product_flops"] <= flops
   assert counted["elementwise_bytes"] <= nbytes
   assert counted["peak_bytes"] <= peak * 2**30
+
+
+@pytest.mark.manual
+@needs_cuda_plugin
+def test_decoding_fits_in_the_shared_memory_of_small_gpus(launches, monkeypatch):
+  """With heads of 128 features, on a GPU that has 99 KiB for a program of the kernel's grid."""
+  options = ("--what=decode", "--topology=l4:1", "--preset=qwen2.5-1.5b", "--slots=64")
+  assert measured(launches, monkeypatch, *options)["launches_per_token"] > 0

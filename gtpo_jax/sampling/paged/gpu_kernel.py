@@ -21,6 +21,9 @@ from gtpo_jax.models.attention.sources import MASKED
 from gtpo_jax.sampling.paged.tables import NewPosition, Pages, PageTables
 
 BLOCK = 128  # the most positions per block
+# The most bytes of a block's keys. Keys and values of a row's slots are in shared memory at once,
+# of which some GPUs have 99 KiB.
+BLOCK_BYTES = 2**14
 SLOTS_PER_ROW = 2  # slots that share a prompt in a program
 MIN_ROWS = 16  # rows of the smallest matrix that a tensor core multiplies
 WARPS = 4
@@ -189,7 +192,7 @@ def _attend(rows: _Queries, source: _Source, state: _Softmax) -> _Softmax:
   dtype = rows.q.dtype
   page, features = kv.shape[2:]
   e = features // 2
-  block = min(BLOCK, page)
+  block = min(BLOCK, BLOCK_BYTES // (e * max(kv.dtype.itemsize, dtype.itemsize)), page)
   blocks_per_page = page // block
   is_shared = len(ends) == 1
 
