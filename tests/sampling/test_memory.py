@@ -63,7 +63,7 @@ def test_arrays_that_do_not_fit_run_fewer_completions_with_the_same_tokens():
   programs = built[1].programs
   assert programs.slots == programs.longest_at_once == 16
   assert programs.describe_space() == (
-    "arrays for up to 16 completions per device (memory for 64 is not there)"
+    "arrays for up to 16 completions per device (there is no memory for 64)"
   )
   assert_same(sample(built, RAGGED_PROMPTS, group=6), expected)
   assert build(demand=Demand(memory=0))[1].programs.slots == 1
