@@ -25,7 +25,7 @@ from gtpo_jax.data.kinds import (
   kind_of_columns,
   tests_of,
 )
-from gtpo_jax.data.readers import Row
+from gtpo_jax.data.readers import ClassIndex, Row
 from gtpo_jax.data.records import Problem, encodable, shown, to_messages, user
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.storage.files import printable
@@ -230,9 +230,11 @@ def _completion(value: Any) -> str:
 
 
 def _text(value: Any) -> str | None:
-  """Returns a text as it is, and a finite number as its digits; None for anything else."""
+  """Returns a text as it is, a label's name, and a number's digits; None for anything else."""
   if isinstance(value, str):
     return value
+  if isinstance(value, ClassIndex):
+    return value.name
   if isinstance(value, numbers.Integral) and not isinstance(value, bool):
     return str(value)
   if isinstance(value, decimal.Decimal) and value.is_finite():

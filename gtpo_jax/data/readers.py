@@ -12,7 +12,7 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 from urllib.parse import unquote
 
@@ -39,9 +39,28 @@ GYM_SIZE = 500  # problems, by default
 PARQUET_BATCH = 4096  # rows
 MAX_LINE_BYTES = 1 << 28  # of a row; a longer line is skipped without reading it into memory
 MAX_REASON_CHARS = 200
+MAX_HUB_CHARS = 300  # of an error that lists the configs or splits that exist
 
 Row = dict[str, Any]
 LocatedRow = tuple[str, Row | ValueError]
+
+
+class ClassIndex(int):
+  """A label, which is the index of a class, with the `name` of that class.
+
+  A reward function may count with it, as in other trainers. As an answer it is the name.
+  """
+
+  name: str
+
+  @classmethod
+  def of(cls, index: int, names: Sequence[str]) -> ClassIndex | None:
+    """Returns the label of an index; None for -1, which means that a row has no label."""
+    if index < 0:
+      return None
+    label = cls(index)
+    label.name = names[index]
+    return label
 
 
 def is_source(name: str) -> bool:
@@ -171,23 +190,39 @@ def _batch_rows(batch: Any) -> list[Row | ValueError]:
   A value that Python cannot represent, such as text that is not UTF-8, invalidates only its row.
   """
   try:
-    return [with_decimals(row, batch.schema) for row in batch.to_pylist()]
+    return [arrow_row(row, batch.schema) for row in batch.to_pylist()]
   except Exception as error:  # Arrow raises many types, and imports libraries for some columns
     if batch.num_rows == 1:
       return [ValueError(first_line(error))]
     return [row for i in range(batch.num_rows) for row in _batch_rows(batch.slice(i, 1))]
 
 
-def with_decimals(row: Row, schema: Any) -> Row:
-  """Returns a row of Arrow with the decimals that its numbers of less than 64 bits stand for.
+def arrow_row(row: Row, schema: Any) -> Row:
+  """Returns a row of Arrow whose values say what they stand for.
 
-  Python has only 64-bit numbers: the float32 number 0.1 would become 0.10000000149011612.
+  Numbers of less than 64 bits become the decimals that they stand for: Python has only 64-bit
+  numbers, and the float32 number 0.1 would become 0.10000000149011612. Class labels of Hugging
+  Face become `ClassIndex`.
   """
-  changed = {}
+  changed: Row = {}
   for field in schema:
     if _has_short_floats(field.type) and row.get(field.name) is not None:
       changed[field.name] = _decimals(row[field.name], field.type)
+  for name, classes in _class_names((schema.metadata or {}).get(b"huggingface", b"{}")).items():
+    if isinstance(index := row.get(name), int):
+      changed[name] = ClassIndex.of(index, classes)
   return {**row, **changed} if changed else row
+
+
+@functools.lru_cache(maxsize=16)
+def _class_names(metadata: bytes) -> dict[str, list[str]]:
+  """Returns the names of the classes of each column of class labels."""
+  features = json.loads(metadata).get("info", {}).get("features", {})
+  return {
+    name: feature["names"]
+    for name, feature in features.items()
+    if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and "names" in feature
+  }
 
 
 @functools.lru_cache(maxsize=1024)
@@ -227,12 +262,16 @@ def _hugging_face(name: str) -> Iterator[tuple[str, Row]]:
   try:
     rows = datasets.load_dataset(dataset, config, split=split)
   except Exception as error:  # the hub, the builder and the disk raise many types
-    raise _cannot_load(name, error) from error
+    reason = " ".join(str(error).split())  # its second line names the configs that exist
+    raise UserError(
+      f"{name!r} (ID, ID:SPLIT or ID:CONFIG:SPLIT) cannot be loaded: "
+      f"{printable(reason)[:MAX_HUB_CHARS]}"
+    ) from error
   number = 0
   try:
     schema = rows.features.arrow_schema
     for number, row in enumerate(rows):
-      yield f"{name}:{number}", with_decimals(row, schema)
+      yield f"{name}:{number}", arrow_row(row, schema)
   except Exception as error:  # for example a damaged file in the cache
     raise _cannot_load(f"{name}:{number}", error) from error
 
@@ -245,11 +284,18 @@ def _tfds(name: str) -> Iterator[LocatedRow]:
     if dataset == "gsm8k":
       from tensorflow_datasets.text.gsm8k import gsm8k  # noqa: F401 (registers itself)
     rows = tfds.data_source(dataset, split=split)
+    classes = {
+      name: feature.names
+      for name, feature in rows.dataset_info.features.items()
+      if isinstance(feature, tfds.features.ClassLabel) and feature.names
+    }
   except Exception as error:  # TFDS raises many types
     raise _cannot_load(name, error) from error
   for number in range(len(rows)):
     try:
-      yield f"{name}:{number}", _plain(rows[number])
+      row = _plain(rows[number])
+      labels = {column: ClassIndex.of(row[column], names) for column, names in classes.items()}
+      yield f"{name}:{number}", {**row, **labels}
     except Exception as error:  # bytes that are not UTF-8, or a damaged file
       yield f"{name}:{number}", ValueError(first_line(error))
 

@@ -11,7 +11,7 @@ import math
 import re
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -109,11 +109,22 @@ class WeightsAndBiases:
 
   The metric `step` is the x axis, so a step that is repeated after a resume keeps its position.
   The samples of an evaluated step are logged as a table. The environment variables of W&B
-  (WANDB_MODE, WANDB_API_KEY, ...) apply.
+  (WANDB_MODE, WANDB_API_KEY, ...) apply. If W&B fails during the run, such as because its
+  background process was killed, the run continues without it.
   """
 
-  def __init__(self, workdir: Path, config: Config, name: str):
+  def __init__(self, workdir: Path, config: Config, name: str, say: Callable[[str], None]):
+    """Starts or resumes the run.
+
+    Raises:
+      RunError: W&B does not start the run.
+    """
     import wandb
+
+    self._project = config.log.wandb
+    self._say = say
+    self._teardown = wandb.teardown
+    self._failed = False
 
     id_file = workdir / "wandb_id"
     self._table = lambda rows: wandb.Table(
@@ -143,7 +154,7 @@ class WeightsAndBiases:
     logged: dict[str, Any] = finite(metrics)
     if any(name.startswith("eval/") for name in metrics) and self._samples:
       logged["samples"] = self._table(self._samples)
-    self._run.log({"step": step, **logged})
+    self._attempt(lambda: self._run.log({"step": step, **logged}))
 
   def log_sample(self, step: int, prompt: str, completion: str, correct: bool | None) -> None:
     """See `Tracker`. Keeps only the samples of the newest step."""
@@ -152,7 +163,22 @@ class WeightsAndBiases:
 
   def close(self) -> None:
     """See `Tracker`."""
-    self._run.finish()
+    self._attempt(self._run.finish)
+
+  def _attempt(self, action: Callable[[], None]) -> None:
+    """Calls a function of W&B; after the first failure, does nothing."""
+    if self._failed:
+      return
+    try:
+      action()
+    except Exception as error:  # the library raises errors of several families
+      self._failed = True
+      self._say(
+        f"warning: log.wandb = {self._project!r}: W&B has failed ({first_line(error)}); the run "
+        "continues without it, and metrics.jsonl has all metrics"
+      )
+      with contextlib.suppress(Exception):
+        self._teardown()  # otherwise it would fail again when the program ends
 
 
 def _read_id(file: Path) -> str | None:

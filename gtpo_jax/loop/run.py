@@ -154,8 +154,8 @@ class Run:
     folder = self._place.logs.folder
     say = self.display.say
     self._parts.reward_manager.use_judge_cache(folder)
-    make_trackers = lambda: [WeightsAndBiases(folder, config, workdir.name)] if log.wandb else []
-    self._journal = Journal(folder, start, log.tensorboard, make_trackers, log.samples, say)
+    further = lambda: [WeightsAndBiases(folder, config, workdir.name, say)] if log.wandb else []
+    self._journal = Journal(folder, start, log.tensorboard, further, log.samples, say)
     if is_first_process():
       keeps = lambda step: log.keeps_credit(step, config.steps)
       for line in repair_credit(workdir, start, keeps):

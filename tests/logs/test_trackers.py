@@ -1,8 +1,11 @@
 """TensorBoard and Weights & Biases: metrics, samples, and a resume."""
 
 import json
+import os
 import socket
 import struct
+import subprocess
+import sys
 import time
 
 import pytest
@@ -94,7 +97,7 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     monkeypatch.setenv(name, str(tmp_path))
   config = freeze({"seed": 7, "log": {"wandb": "gtpo-test"}})
   for first in (0, 2):
-    make_trackers = lambda: [WeightsAndBiases(tmp_path, config, "a run")]
+    make_trackers = lambda: [WeightsAndBiases(tmp_path, config, "a run", print)]
     written = journal.Journal(tmp_path, first, False, make_trackers)
     for step in (first + 1, first + 2):
       written.write(step, {"loss": step / 2, "entropy/correct": float("nan")})
@@ -131,6 +134,40 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
   assert [row["step"] for row in evaluated] == ["2", "4"]
   for row in evaluated:
     assert any(key.startswith("samples") for key in row)
+
+
+KILLED = """
+import sys, psutil
+from pathlib import Path
+from gtpo_jax.config import freeze
+from gtpo_jax.logs.trackers import WeightsAndBiases
+
+config = freeze({"log": {"wandb": "gtpo-test"}})
+tracker = WeightsAndBiases(Path(sys.argv[1]), config, "a run", print)
+tracker.log_metrics(1, {"loss": 0.5})
+for child in psutil.Process().children(recursive=True):
+  child.kill()
+  child.wait()
+for step in range(2, 5):
+  tracker.log_metrics(step, {"loss": 0.5})
+tracker.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_continues_without_weights_and_biases_if_its_process_is_killed(tmp_path):
+  pytest.importorskip("wandb")
+  done = subprocess.run(
+    [sys.executable, "-c", KILLED, str(tmp_path)],
+    env={**os.environ, "WANDB_MODE": "offline", "WANDB_CONFIG_DIR": str(tmp_path)},
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert done.returncode == 0, done.stderr
+  (line,) = done.stdout.splitlines()
+  assert line.startswith("warning: log.wandb = 'gtpo-test': W&B has failed (")
+  assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
