@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from preloaded import python
+
 ROOT = Path(__file__).parents[1]
 SMALL = [
   "--config.data.terms=2",
@@ -29,7 +31,7 @@ def command_line(*args):
 
 
 def environment():
-  """Returns the environment of a process with one device; torch is hidden to save its import."""
+  """Returns the variables of a process with one device; torch is hidden to save its import."""
   paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "without_torch")])
   return {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": paths}
 
@@ -71,12 +73,12 @@ def run_connected(code, processes, devices, *args, **variables):
   The code finds `args` in `sys.argv[4:]`. Each process has `devices` CPU devices.
   """
   address = f"localhost:{free_port()}"
-  command = [sys.executable, "-c", JOIN + code, address, str(processes)]
+  command = [*python(), "-c", JOIN + code, address, str(processes)]
   started = [
     subprocess.Popen(
       [*command, str(rank), *map(str, args)],
       cwd=ROOT,
-      env={**os.environ, "JAX_NUM_CPU_DEVICES": str(devices), **variables},
+      env={**environment(), "JAX_NUM_CPU_DEVICES": str(devices), **variables},
       text=True,
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,

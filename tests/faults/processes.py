@@ -2,11 +2,11 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from command_line import free_port
 from etils import epath
+from preloaded import python
 
 from gtpo_jax.checkpoint.integrity import check_integrity
 from gtpo_jax.logs.log_files import read_jsonl
@@ -37,11 +37,15 @@ SETTINGS = {  # several minibatches, and groups left over between steps
 TIMING = ("time/", "tokens/s", "compiles", "judge/", "env/seconds", "env/idle_share")
 
 
+def run_py(event, *args):
+  """Returns the command of `gtpo ARGS` in which `event` happens; see run.py."""
+  return [*python(), str(HERE / "run.py"), event, *args]
+
+
 def command(workdir, event, settings):
-  """Returns the command of a run in which `event` happens; see run.py."""
+  """Returns the command of a training run in which `event` happens."""
   overrides = [f"--config.{key}={value}" for key, value in settings.items()]
-  args = ["train", "--config=configs/base.py", f"--workdir={workdir}", *overrides]
-  return [sys.executable, str(HERE / "run.py"), event, *args]
+  return run_py(event, "train", "--config=configs/base.py", f"--workdir={workdir}", *overrides)
 
 
 def environment(**more):

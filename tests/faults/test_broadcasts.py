@@ -1,8 +1,7 @@
 """Broadcasts between two real processes."""
 
-import sys
-
 import pytest
+from preloaded import python
 from processes import start_together
 
 PROGRAM = """
@@ -43,7 +42,7 @@ print("compiled", warm, compile_count() - warm)
 
 @pytest.mark.slow
 def test_payloads_of_any_length_share_their_programs():
-  codes, printed = start_together([[sys.executable, "-c", PROGRAM]] * 2)
+  codes, printed = start_together([[*python(), "-c", PROGRAM]] * 2)
   assert codes == [0, 0], printed
   for text in printed:
     word, warm, more = text.splitlines()[-1].split()

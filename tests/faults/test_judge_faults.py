@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 from judge_server import serving
-from processes import ROOT, SETTINGS, command, environment, read_result, start_together
+from processes import ROOT, SETTINGS, command, environment, read_result, run_py, start_together
 
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.report.overview import judge_cost
@@ -148,7 +148,7 @@ def test_an_evaluation_of_the_run_asks_for_no_grade_twice(undisturbed, tmp_path)
   first = completions(server)
   options = [f"--model={workdir}", f"--json={tmp_path / 'eval.json'}"]
   done = subprocess.run(
-    [*command(workdir, "-", {})[:3], "eval", *options],
+    run_py("-", "eval", *options),
     cwd=ROOT,
     env=secret_environment(),
     capture_output=True,

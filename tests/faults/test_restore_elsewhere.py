@@ -1,11 +1,10 @@
 """Checkpoints restored by other processes than their writers, and damage that only one sees."""
 
-import sys
-
 import jax
 import numpy as np
 import pytest
 from meshes import mesh_of
+from preloaded import python
 from processes import HERE, start_together
 
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
@@ -44,13 +43,7 @@ def restore(folder, mesh, devices, before="true"):
 
   Returns the state that each process restored, and their output.
   """
-  line = [
-    sys.executable,
-    str(HERE / "restore.py"),
-    str(folder),
-    str(folder.parent / "restored"),
-    mesh,
-  ]
+  line = [*python(), str(HERE / "restore.py"), str(folder), str(folder.parent / "restored"), mesh]
   own_view = ["unshare", "--mount", "sh", "-c", f'{before} && exec "$@"', "sh", *line]
   codes, printed = start_together([line, line if before == "true" else own_view], devices)
   assert codes == [0, 0], printed
