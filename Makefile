@@ -8,30 +8,35 @@ TOPOLOGY ?= v5e:4x4
 ARGS ?=
 MODEL ?= $(or $(GTPO_SMOLLM2),HuggingFaceTB/SmolLM2-135M-Instruct)
 
-.PHONY: setup train real test test-system test-slow test-manual lint bench plan docs clean
+.PHONY: setup train real test test-slow test-manual lint bench plan docs clean
 
 # Installs the program and everything that the other targets need: test tools, libtpu and MkDocs.
 setup: $(VENV)/.developer
 
-$(VENV)/.program: setup.py
+# Python compiles a module when it is first imported, which most of those installed never are.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile
+
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable .
+	$(INSTALL) --upgrade pip
+
+$(VENV)/.program: setup.py | $(BIN)/python
+	$(INSTALL) --editable .
 	@touch $@
 
-$(VENV)/.developer: $(VENV)/.program
-	$(BIN)/python -m pip install --quiet --editable '.[dev,plan,docs]'
-	@touch $@
+$(VENV)/.developer: setup.py | $(BIN)/python
+	$(INSTALL) --editable '.[dev,plan,docs]'
+	@touch $(VENV)/.program $@
 
 $(VENV)/.docs: $(VENV)/.program
-	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(INSTALL) --editable '.[docs]'
 	@touch $@
 
 # TPUs need libtpu, and GPUs need JAX's CUDA plugin. Neither needs the hardware.
 PLAN := $(if $(filter v% cpu%,$(TOPOLOGY)),plan,plan-gpu)
 $(VENV)/.plan $(VENV)/.plan-gpu: $(VENV)/.program
-	$(BIN)/python -m pip install --quiet --editable '.[$(PLAN)]'
+	$(INSTALL) --editable '.[$(PLAN)]'
 	@touch $@
 
 train: $(VENV)/.program
@@ -43,19 +48,18 @@ real: $(VENV)/.program
 	$(BIN)/gtpo train --config=configs/smollm2_sentences.py --config.model.path=$(MODEL) \
 	  --workdir=runs/real $(ARGS)
 
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
-# Of these tests, the ones that need bubblewrap or Chromium.
-test-system: setup
-	$(BIN)/python -m pytest -m "(sandbox or browser) and not slow and not manual"
-
+# The slow tests, and those that need bubblewrap or Chromium.
 test-slow: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not manual"
+	$(PYTEST) -m "(slow or sandbox or browser) and not manual"
 
 # The tests that take too long for CI: run them before a release.
 test-manual: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m manual
+	$(PYTEST) -m manual
 
 lint: setup
 	$(BIN)/ruff check .
