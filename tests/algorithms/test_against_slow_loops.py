@@ -128,7 +128,7 @@ LOSSES += [
 
 
 @pytest.mark.parametrize(("name", "options"), LOSSES, ids=option_id)
-@pytest.mark.some(10)
+@pytest.mark.some(10, slow=42)
 def test_loss_gradient_and_metrics(name, options):
   algorithm = strong(name, **options)
   batch = random_batch(25, name)

@@ -105,7 +105,7 @@ CASES += [
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=option_id)
-@pytest.mark.some(12)
+@pytest.mark.some(12, slow=24)
 def test_the_gradient_equals_central_differences(name, options):
   """The differences are those of the package's loss and of the slow loops, in float64.
 

@@ -63,7 +63,7 @@ OPTIONS += [(name, {}) for name in CONTRAST if name not in BY_ENTROPY]
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=option_id)
-@pytest.mark.some(6)
+@pytest.mark.some(6, slow=24)
 def test_groups_without_contrast_do_not_affect_the_advantages(name, options):
   algorithm = strong(name, **options)
   batch = random_batch(3, name)
@@ -203,7 +203,7 @@ def test_shares_of_h_have_no_floor(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=8)
 def test_compilation_does_not_change_the_results(name):
   algorithm = strong(name, **corrections(name))
   batch = random_batch(11, name)

@@ -27,7 +27,7 @@ def prepare(algorithm, batch):
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=option_id)
-@pytest.mark.some(4)
+@pytest.mark.some(4, slow=10)
 def test_sharded_prompts_give_the_same_result(name, options):
   devices = np.asarray(jax.devices())
   assert len(devices) == 8

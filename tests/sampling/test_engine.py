@@ -41,7 +41,7 @@ def sampled(built):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=0)
 def test_log_probs_and_entropy_equal_the_trainers(built, temperature):
   rollouts = sample(
     built, key=0, group=6, temperature=temperature, top_k=20, top_p=0.95, min_p=0.01
@@ -159,7 +159,7 @@ def test_long_completions_grow_their_caches_and_drop_idle_slots():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["xla", "triton"])
+@pytest.mark.parametrize("attention", ["xla", pytest.param("triton", marks=pytest.mark.manual)])
 def test_nothing_compiles_after_the_warm_up(attention):
   """The warm-up compiles the inventory, and 20 batches of ragged lengths need nothing else."""
   jax.clear_caches()  # engines share the program that derives keys
@@ -195,7 +195,9 @@ def test_nothing_compiles_after_the_warm_up(attention):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv_dtype", "bound"), [("bfloat16", 0.02), ("int8", 0.04)])
+@pytest.mark.parametrize(
+  ("kv_dtype", "bound"), [pytest.param("bfloat16", 0.02, marks=pytest.mark.manual), ("int8", 0.04)]
+)
 def test_smaller_caches_are_close(kv_dtype, bound):
   built = build(engine_config=EngineConfig(chunk=2, kv_dtype=kv_dtype))
   error = log_prob_errors(built, sample(built, RAGGED_PROMPTS, group=6)).mean()

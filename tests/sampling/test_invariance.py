@@ -52,7 +52,7 @@ def test_slots_and_chunks_do_not_matter(slots, chunk, expected):
     ((1, 2, 4, 1), 16),
   ],
 )
-@pytest.mark.some(0, slow=3)
+@pytest.mark.some(0, slow=1)
 def test_the_mesh_does_not_matter(mesh, slots, expected):
   built = build(mesh_of(*mesh), engine_config=EngineConfig(slots=slots, chunk=4))
   assert_same(sample(built, RAGGED_PROMPTS, group=6), expected)
@@ -70,7 +70,7 @@ def test_refilled_slots_and_shared_prompts_agree_with_the_trainer():
   ("mesh", "slots", "page", "fraction"),
   [
     pytest.param((1, 1, 1, 1), 16, 16, 1.0, marks=pytest.mark.manual),
-    pytest.param((1, 1, 1, 1), 4, 32, 1.0, marks=pytest.mark.slow),
+    pytest.param((1, 1, 1, 1), 4, 32, 1.0, marks=pytest.mark.manual),
     pytest.param((2, 2, 1, 2), 16, 16, 0.6, marks=[pytest.mark.slow, pytest.mark.devices]),
   ],
 )
@@ -83,7 +83,9 @@ def test_pages_and_the_tpu_kernel_do_not_matter(mesh, slots, page, fraction, exp
   assert_same(sample(built, RAGGED_PROMPTS, group=6), expected)
 
 
-@pytest.mark.parametrize("fraction", [0.05, pytest.param(0.1, marks=pytest.mark.manual), AUTO])
+@pytest.mark.parametrize(
+  "fraction", [0.05, *(pytest.param(x, marks=pytest.mark.manual) for x in (0.1, AUTO))]
+)
 @pytest.mark.slow
 def test_completions_that_wait_for_pages_are_the_same(fraction):
   """Ten completions of up to four pages share five to eight pages, also with their prompts.

@@ -135,7 +135,7 @@ def test_short_prompts_need_no_more_programs():
 
 @pytest.mark.devices
 @pytest.mark.parametrize("mesh", [(2, 2, 1, 2), (8, 1, 1, 1)])
-@pytest.mark.some(0, slow=1)
+@pytest.mark.some(0, slow=0)
 def test_the_mesh_does_not_matter(mesh, more_programs):
   built = mixed(mesh_of(*mesh), slots=16)
   assert_same(sample(built, MIXED, group=3), sample(mixed(), MIXED, group=3))

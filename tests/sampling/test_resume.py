@@ -49,7 +49,7 @@ def expected():
   return rollouts
 
 
-@pytest.mark.parametrize("chunks", [pytest.param((1,), marks=pytest.mark.slow), (3, 1, 0, 2)])
+@pytest.mark.parametrize("chunks", [pytest.param((1,), marks=pytest.mark.manual), (3, 1, 0, 2)])
 def test_completions_are_those_of_one_call(chunks, expected):
   built = build(max_tokens=TOKENS, engine_config=EngineConfig(slots=5, chunk=4))
   rollouts = sample_in_parts(built, chunks)
@@ -69,9 +69,9 @@ def test_the_mesh_does_not_matter(expected):
 @pytest.mark.parametrize(
   ("mesh", "slots", "fraction"),
   [
-    pytest.param((1, 1, 1, 1), 6, 1.0, marks=pytest.mark.slow),
+    pytest.param((1, 1, 1, 1), 6, 1.0, marks=pytest.mark.manual),
     pytest.param((1, 1, 1, 1), 6, 0.3, marks=pytest.mark.slow),
-    pytest.param((2, 2, 1, 2), 16, 0.5, marks=[pytest.mark.slow, pytest.mark.devices]),
+    pytest.param((2, 2, 1, 2), 16, 0.5, marks=[pytest.mark.manual, pytest.mark.devices]),
   ],
 )
 def test_pages_do_not_matter(mesh, slots, fraction, expected):

@@ -50,8 +50,8 @@ def loss_and_gradient(t, packed, devices=1):
   ("t", "packed", "devices"),
   [
     (21, True, 1),
-    pytest.param(20, False, 1, marks=pytest.mark.slow),
-    pytest.param(21, True, 2, marks=[pytest.mark.slow, pytest.mark.devices]),
+    pytest.param(20, False, 1, marks=pytest.mark.manual),
+    pytest.param(21, True, 2, marks=[pytest.mark.manual, pytest.mark.devices]),
   ],
 )
 @pytest.mark.slow

@@ -67,7 +67,11 @@ def slow_updates(minibatches, epochs, rate=1e-2):
 
 @pytest.mark.parametrize(
   ("minibatches", "epochs"),
-  [(2, 3), pytest.param(4, 1, marks=pytest.mark.slow), pytest.param(1, 2, marks=pytest.mark.slow)],
+  [
+    (2, 3),
+    pytest.param(4, 1, marks=pytest.mark.manual),
+    pytest.param(1, 2, marks=pytest.mark.manual),
+  ],
 )
 def test_minibatches_and_epochs_against_a_slow_loop(minibatches, epochs):
   params, losses, norms = slow_updates(minibatches, epochs)

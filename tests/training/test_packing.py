@@ -149,13 +149,8 @@ def without_padding_metric(result):
 @pytest.mark.parametrize(
   ("name", "data", "settings"),
   [
-    ("gtpo", batch, {}),
-    pytest.param(
-      "dapo_mixed",
-      full_batch,
-      {**EVERY_LOSS_TERM, "guide_completions": 1, "guide_cap": 1.1},
-      marks=pytest.mark.slow,
-    ),
+    pytest.param("gtpo", batch, {}, marks=pytest.mark.manual),
+    ("dapo_mixed", full_batch, {**EVERY_LOSS_TERM, "guide_completions": 1, "guide_cap": 1.1}),
   ],
 )
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def assert_equal(a, b):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.some(1, slow=6)
+@pytest.mark.some(1, slow=2)
 def test_values_outside_the_mask_change_nothing(case):
   """Neither log-probs nor entropies of tokens that were not drawn reach parameters or metrics."""
   name = case.split()[0]

@@ -178,7 +178,8 @@ def memory_kinds(tree):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  "shape", [(1, 1, 1, 1), pytest.param((1, 2, 1, 1), marks=pytest.mark.devices)]
+  "shape",
+  [(1, 1, 1, 1), pytest.param((1, 2, 1, 1), marks=[pytest.mark.devices, pytest.mark.manual])],
 )
 def test_offloaded_moments_do_not_change_the_result(shape):
   model = Transformer(CONFIG, mesh_of(*shape))

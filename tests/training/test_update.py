@@ -38,7 +38,7 @@ from gtpo_jax.training.state import abstract_state, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
 
-@pytest.mark.parametrize("name", ["gtpo", pytest.param("grpo_s", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gtpo", pytest.param("grpo_s", marks=pytest.mark.manual)])
 def test_micro_batches_equal_the_full_batch(name):
   assert plain(name)[1]["grad_norm"] > 1e-3
   assert_same(plain(name), run(name, micro_batches=4, head_chunk=7))
@@ -55,7 +55,7 @@ def test_micro_batches_equal_the_full_batch(name):
     ("grpo", (4, 1, 1, 2), 2),
   ],
 )
-@pytest.mark.some(0, slow=2)
+@pytest.mark.some(0, slow=1)
 def test_one_device_equals_eight(name, shape, micro_batches):
   assert_same(plain(name), run(name, mesh_of(*shape), micro_batches))
 
@@ -98,7 +98,7 @@ def batch_with_overflowing_reward():
       batch_with_nan_log_prob,
       (2, 2, 1, 2),
       2,
-      marks=[pytest.mark.slow, pytest.mark.devices],
+      marks=[pytest.mark.manual, pytest.mark.devices],
     ),
     pytest.param("dr_grpo", batch_with_overflowing_reward, (1, 1, 1, 1), 1, marks=pytest.mark.slow),
   ],
@@ -149,7 +149,7 @@ def test_an_update_that_is_not_finite_is_skipped(name, bad_batch, shape, micro_b
     ("gtpo_v2", {"kappa": 3.0, "scope": "batch", "compare": "sequence"}),
   ],
 )
-@pytest.mark.some(0, slow=5)
+@pytest.mark.some(0, slow=2)
 def test_every_loss_is_the_same_with_sharding_and_micro_batches(name, settings):
   rollouts, rewards = full_batch()
   if name != "dapo_mixed":
