@@ -154,7 +154,7 @@ def hf(tmp_path_factory):
   [
     pytest.param("folder", marks=pytest.mark.manual),
     pytest.param("folder int4", marks=pytest.mark.slow),
-    pytest.param("preset", marks=pytest.mark.slow),
+    pytest.param("preset", marks=pytest.mark.manual),
     pytest.param("warm start", marks=pytest.mark.manual),
     pytest.param("folder on eight devices", marks=[pytest.mark.devices, pytest.mark.manual]),
   ],

@@ -299,7 +299,7 @@ def from_eight(tmp_path_factory):
 
 @pytest.mark.devices
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1)])
-@pytest.mark.some(0)
+@pytest.mark.some(0, slow=2)
 def test_saved_on_eight_devices_and_restored_on_others(from_eight, sizes):
   folder, state = from_eight
   here = model_on(mesh_of(*sizes))

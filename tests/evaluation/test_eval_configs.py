@@ -94,7 +94,7 @@ def test_every_config_is_tested_and_short():
 
 @pytest.mark.parametrize("kind", [":chat", ":base", ""])
 @pytest.mark.parametrize("name", each(CONFIGS))
-@pytest.mark.some(5)
+@pytest.mark.some(5, slow=5)
 def test_each_loads_and_encodes_its_problems(name, kind, tmp_path):
   row, _, _ = ROWS[name]
   config = config_of(name, kind, data__eval=write_row(tmp_path, row))

@@ -107,9 +107,14 @@ def refused(codes, printed, message):
 @pytest.mark.parametrize(
   ("settings", "variables", "message"),
   [
-    ({"optimizer.learning_rate": 3e-3}, {}, "optimizer.learning_rate is not"),
+    pytest.param(
+      {"optimizer.learning_rate": 3e-3},
+      {},
+      "optimizer.learning_rate is not",
+      marks=pytest.mark.manual,
+    ),
     ({"seed": 5, "steps": 9}, {}, "the first process has 0, process 1 5; nor are steps; start"),
-    ({"data.train": "countdown"}, {}, "data.train is not"),
+    pytest.param({"data.train": "countdown"}, {}, "data.train is not", marks=pytest.mark.manual),
     ({}, {"JAX_ENABLE_X64": "1"}, "the first process has False, process 1 True"),
     ({}, {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}, "XLA_FLAGS is not"),
   ],

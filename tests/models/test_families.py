@@ -65,7 +65,7 @@ def case(request):
   [None, pytest.param((2, 2, 1, 2), marks=[pytest.mark.slow, pytest.mark.devices])],
   ids=["one", "2x2x2"],
 )
-@pytest.mark.some(2)
+@pytest.mark.some(2, slow=4)
 def test_logits_equal_those_of_transformers(case, shape):
   folder, reference = hf_folder(**case)
   tokens, mask = padded_batch(length=100)
@@ -76,7 +76,7 @@ def test_logits_equal_those_of_transformers(case, shape):
   np.testing.assert_allclose(got[mask], want[mask], rtol=0, atol=2e-4)
 
 
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=1)
 def test_bfloat16_logits_are_near(case):
   folder, reference = hf_folder("bfloat16", **case)
   tokens, mask = padded_batch()
@@ -87,7 +87,8 @@ def test_bfloat16_logits_are_near(case):
 
 
 @pytest.mark.parametrize(
-  "name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "mistral"))]
+  "name",
+  ["qwen3", *(pytest.param(name, marks=pytest.mark.manual) for name in ("llama", "mistral"))],
 )
 @pytest.mark.slow
 def test_sixty_four_greedy_tokens_equal_generate(name):
@@ -108,7 +109,7 @@ def test_loaded_and_saved_again_every_tensor_is_byte_identical(case, tmp_path):
   assert {name: tuple(entry["shape"]) for name, entry in header.items()} == hf_shapes(model)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(3, slow=2)
 def test_transformers_reads_what_we_save(case, tmp_path):
   transformers = pytest.importorskip("transformers")
   source, reference = hf_folder(**case)
@@ -124,7 +125,7 @@ def test_transformers_reads_what_we_save(case, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT about transformers
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama-untied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama-untied", marks=pytest.mark.manual)])
 @pytest.mark.slow
 def test_adapters_equal_those_of_peft_and_merge(name, tmp_path):
   peft = pytest.importorskip("peft")

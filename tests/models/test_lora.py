@@ -62,7 +62,7 @@ def test_rank_zero_has_nothing_to_add_split_or_merge():
 
 
 @pytest.mark.parametrize("targets", [LORA_TARGETS, SOME, ("k", "o", "gate")])
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=0)
 def test_merged_matrices_compute_the_same_as_adapters(targets):
   model, params = adapted(targets)
   tokens, mask = padded_batch()

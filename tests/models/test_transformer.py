@@ -52,7 +52,7 @@ def apply(model, params, *inputs, method=None):
     {"rope_theta": 1e4, "norm_eps": 1e-5},
   ],
 )
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=2)
 def test_logits_equal_torch(changes):
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")
@@ -179,7 +179,7 @@ def test_prefill_and_decode_equal_one_forward_pass():
 
 @pytest.mark.devices
 @pytest.mark.parametrize("shape", [(8, 1, 1, 1), (1, 8, 1, 1), (2, 2, 1, 2), (1, 2, 1, 4)])
-@pytest.mark.some(0, slow=2)
+@pytest.mark.some(0, slow=1)
 def test_logits_are_the_same_on_eight_devices(shape):
   model = small_model(heads=8, kv_heads=2)
   wide = Transformer(dataclasses.replace(SMALL, heads=8, kv_heads=2), mesh_of(*shape))

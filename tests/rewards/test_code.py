@@ -174,7 +174,7 @@ def test_wrong_programs_fail_with_a_reason(name):
   ],
 )
 @pytest.mark.parametrize("limit", [0.5, 1.5])
-@pytest.mark.some(2)
+@pytest.mark.some(2, slow=1)
 def test_a_timeout_ends_the_run_at_its_limit(program, tests, limit):
   began = time.monotonic()
   verdict = run_code(program, tests, timeout_s=limit)

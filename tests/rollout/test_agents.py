@@ -150,7 +150,7 @@ def test_the_trainer_computes_the_log_probs_of_the_sampler():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [0, 5])
+@pytest.mark.parametrize("slots", [pytest.param(0, marks=pytest.mark.manual), 5])
 def test_the_time_that_agents_take_does_not_matter(slots):
   batch, _ = collect(agent_config(slots), late)
   for name in ("tokens", "mask", "finished"):

@@ -155,7 +155,9 @@ def test_completions_contain_what_their_environments_have_said():
   wait_until_closed(Oracle, config)
 
 
-@pytest.mark.parametrize(("environment", "slots"), [(Slow, 0), (Slow, 3)])
+@pytest.mark.parametrize(
+  ("environment", "slots"), [pytest.param(Slow, 0, marks=pytest.mark.manual), (Slow, 3)]
+)
 def test_the_time_that_tools_take_does_not_matter(environment, slots):
   config = env_config(**{"sampling.slots": slots})
   _, batches = collect(config, 2, environment)
@@ -186,7 +188,11 @@ def even(prompts, completions, answers, extras):
     "grpo",
     # With environments, the update of gtpo is another program, which also looks for gaps.
     pytest.param(
-      "gtpo", marks=pytest.mark.skipif(JAX >= (0, 12), reason="jax 0.12 rounds it otherwise")
+      "gtpo",
+      marks=[
+        pytest.mark.manual,
+        pytest.mark.skipif(JAX >= (0, 12), reason="jax 0.12 rounds it otherwise"),
+      ],
     ),
   ],
 )

@@ -46,7 +46,7 @@ def test_a_plain_batch_depends_only_on_its_step():
   assert all(len(row) == G for row in batches[0].texts)
 
 
-@pytest.mark.parametrize("name", ["gtpo", pytest.param("dapo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gtpo", pytest.param("dapo", marks=pytest.mark.manual)])
 def test_a_stopped_step_is_sampled_again(name):
   """Wherever sampling is stopped, the next call returns the batch of an undisturbed run."""
   config = config_of(name)

@@ -55,7 +55,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=1)
 def test_batches(case):
   config = config_of(**CASES[case], **{"sampling.stop": STOP})
   worker, params = random_worker(config)

@@ -43,7 +43,7 @@ def child(code):
     (signal.SIGINT, signal.SIGTERM),
   ],
 )
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=0)
 def test_the_first_signal_requests_a_stop_and_the_second_quits(first, second):
   with child(SIGNALS + BUSY) as process:
     try:
@@ -121,7 +121,7 @@ def test_a_stall_prints_the_stacks_and_exits(body):
 
 
 @pytest.mark.parametrize("limit", [0, 4])
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=0)
 def test_progress_keeps_a_process_alive(limit):
   body = "import time\n  for _ in range(6):\n    stopping()\n    time.sleep(1 if {limit} else 0.1)"
   with child(WATCHED.format(limit=limit, body=body.format(limit=limit))) as process:

@@ -97,7 +97,7 @@ def assert_same(asks, expected):
     assert len(ask.tokens) <= ask.completion.limit
 
 
-@pytest.mark.parametrize("slots", [3, 16])
+@pytest.mark.parametrize("slots", [3, pytest.param(16, marks=pytest.mark.manual)])
 def test_company_does_not_matter(slots, alone):
   assert_same(generate(*make_engine(slots=slots), together=True), alone)
   assert {ask.parts[-1].finish for ask in alone} == {"stop", "length"}
@@ -108,7 +108,9 @@ def test_pages_do_not_matter(alone):
 
 
 @pytest.mark.devices
-@pytest.mark.parametrize("shape", [(8, 1, 1, 1), (2, 2, 1, 2)])
+@pytest.mark.parametrize(
+  "shape", [pytest.param((8, 1, 1, 1), marks=pytest.mark.manual), (2, 2, 1, 2)]
+)
 def test_the_mesh_does_not_matter(shape, alone):
   assert_same(generate(*make_engine(mesh=mesh_of(*shape)), together=True), alone)
 

@@ -87,7 +87,7 @@ def test_a_process_that_was_paused_asks_again_before_it_takes_over(workdir, monk
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"null", b'{"boot": 3}'])
-@pytest.mark.some(2)
+@pytest.mark.some(2, slow=0)
 def test_any_content_of_a_lock_is_waited_for(workdir, content):
   (workdir / "lock" / "00000004").write_bytes(content)
   said = []

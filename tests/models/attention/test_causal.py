@@ -165,7 +165,7 @@ def test_segments_attend_to_the_prompt_and_to_themselves(attend):
   ("heads", "kv_heads", "shape"),
   [(8, 4, (2, 1, 1, 4)), (8, 2, (1, 2, 1, 4)), (24, 3, (1, 1, 1, 8)), (6, 2, (2, 1, 1, 1))],
 )
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=1)
 def test_heads_on_a_mesh(heads, kv_heads, shape):
   """The tensor axis divides the key/value heads, or there are fewer, or two shards share one."""
   config = dataclasses.replace(
@@ -178,7 +178,7 @@ def test_heads_on_a_mesh(heads, kv_heads, shape):
 
 @pytest.mark.devices
 @pytest.mark.parametrize(("kind", "loop"), [("blocks", False), ("blocks", True), ("splash", False)])
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=1)
 def test_positions_on_a_mesh(kind, loop, monkeypatch):
   """Each shard has its part of the queries, and gathers the keys of all positions."""
   if loop:

@@ -70,7 +70,7 @@ def folder_of(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=1)
 def test_logits_equal_those_of_transformers_beyond_the_original_context(case):
   folder, reference = folder_of(case)
   tokens = np.random.default_rng(1).integers(0, 64, (2, LENGTH))

@@ -71,7 +71,7 @@ def mesh_for(shape):
     "head_dim-sharded-1x2x4",
   ],
 )
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=2)
 def test_logits_equal_those_of_transformers(changes, shard, shape):
   folder, reference = hf_folder(shard=shard, **changes)
   assert (len(list(folder.glob("*.safetensors"))) > 1) == (shard == SHARDED)
@@ -90,7 +90,7 @@ def test_logits_equal_those_of_transformers(changes, shard, shape):
   [
     ({}, None),
     pytest.param({}, (2, 2, 1, 2), marks=pytest.mark.slow),
-    pytest.param(SEVEN_ONE, None, marks=pytest.mark.slow),
+    pytest.param(SEVEN_ONE, None, marks=pytest.mark.manual),
   ],
   ids=["4/2", "4/2-2x2x2", "7/1"],
 )

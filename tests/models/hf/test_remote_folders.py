@@ -57,7 +57,7 @@ def test_the_model_is_the_same_on_eight_devices(folder):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "longer", "gap", "huge header", "empty"])
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=1)
 def test_a_damaged_file_is_refused(folder, store, damage):
   _, url = folder
   name = next(name for name in store.names("model/") if name.endswith(".safetensors"))

@@ -41,7 +41,7 @@ INDEX = "model.safetensors.index.json"
     ("float32", {"head_dim": 16, "tie_word_embeddings": False}, (2, 2, 1, 2)),
   ],
 )
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=2)
 def test_loaded_and_saved_again_every_tensor_is_byte_identical(
   dtype, changes, shape, shard_bytes, tmp_path
 ):
@@ -203,7 +203,7 @@ SHAPES = {
 
 @pytest.mark.devices
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=3)
 def test_what_we_save_is_what_transformers_loads(name, tmp_path):
   """Every setting of the architecture is the same when we or transformers load the folder."""
   pytest.importorskip("torch")
