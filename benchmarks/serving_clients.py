@@ -50,6 +50,7 @@ def reference(folder: Path, tokens: int) -> list[str]:
   import jax
 
   from gtpo_jax.data.records import Problem, user
+  from gtpo_jax.rollout.episodes.group_turns import Turns
   from gtpo_jax.rollout.episodes.sample import sample_problems
   from gtpo_jax.rollout.policies import find_policy, serving_config
   from gtpo_jax.sampling.settings import GREEDY
@@ -59,7 +60,7 @@ def reference(folder: Path, tokens: int) -> list[str]:
   policy = worker.policy(read()[0])
   problems = [Problem(str(i), user(text), "", "") for i, text in enumerate(QUESTIONS)]
   keys = policy.engine.completion_keys(jax.random.key(0), len(problems), 1)
-  rollouts = sample_problems(worker, policy, problems, keys, GREEDY)
+  rollouts = sample_problems(Turns(worker, 1), policy, problems, keys, GREEDY)
   rows = zip(rollouts.tokens[:, 0], rollouts.present[:, 0], strict=True)
   return worker.decode([ids[present] for ids, present in rows])
 

@@ -87,7 +87,7 @@ class TurnTeacher:
 
   def __init__(self, config: Config, worker: RolloutWorker):
     task = config.data.train_task
-    if worker.runner is None:
+    if worker.episodes is None:
       raise UserError(f"the task {task.name!r} has several turns: set {task.needs}")
     if config.env.agent:
       raise UserError(

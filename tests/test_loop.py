@@ -27,6 +27,7 @@ from gtpo_jax.loop import steps, train
 from gtpo_jax.models.params import init_params
 from gtpo_jax.report.runs import read_run
 from gtpo_jax.rewards import VERIFIERS
+from gtpo_jax.rollout.episodes.group_turns import Turns
 from gtpo_jax.rollout.episodes.sample import sample_problems
 from gtpo_jax.rollout.groups import EndedCompletion
 from gtpo_jax.rollout.scoring.manager import RewardManager
@@ -274,7 +275,7 @@ def test_no_compilation_after_warm_up():
     widths.add(tuple(len(worker.chat.encode_prompt(problem.messages)) for problem in problems))
     pending = PendingRewards(reward_manager, problems, 4, worker.chat.decode)
     rollouts = sample_problems(
-      worker,
+      Turns(worker, 4),
       worker.policy(state.params),
       problems,
       worker.engine.completion_keys(jax.random.key(step), len(problems), 4),
@@ -421,7 +422,7 @@ def test_rewards_and_penalties_are_the_algorithms(whole):
   policy = worker.policy(init_params(worker.model, jax.random.key(0)))
   pending = PendingRewards(RewardManager(config), problems, 2, worker.chat.decode)
   keys = worker.engine.completion_keys(jax.random.key(0), len(problems), 2)
-  rollouts = sample_problems(worker, policy, problems, keys, SamplingParams(), pending)
+  rollouts = sample_problems(Turns(worker, 2), policy, problems, keys, SamplingParams(), pending)
   rewards = pending.result().rewards
   assert set(np.unique(rewards.reward)) <= {-1.0, 1.0}
   lengths = np.asarray(rollouts.lengths)

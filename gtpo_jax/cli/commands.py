@@ -192,8 +192,8 @@ def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
     params, step = read()
   with contextlib.ExitStack() as stack:
     stack.callback(reward_manager.close)
-    if worker.runner:
-      stack.callback(worker.runner.close)
+    if worker.episodes:
+      stack.callback(worker.episodes.close)
     result = evaluate_run(
       config,
       worker,

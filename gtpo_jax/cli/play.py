@@ -50,7 +50,7 @@ def print_episodes(
   """Plays `n` episodes of a prompt, and prints each with why it ended.
 
   Args:
-    worker: has the runner.
+    worker: has the episodes.
     params: the parameters of the policy.
     prompt: the message of the user.
     row: further fields of the row that the environment gets.

@@ -47,7 +47,7 @@ def print_samples(args: argparse.Namespace, overrides: Sequence[str], display: D
     worker, _, params, _ = open_policy(
       args.model, args.step, None, args.max_tokens, args.stop, overrides
     )
-  if worker.runner:
+  if worker.episodes:
     keys = functools.partial(worker.engine.completion_keys, jax.random.key(args.seed))
     show = functools.partial(visible, keep="\n\t") if sys.stdout.isatty() else str
     with display.waiting("playing"):

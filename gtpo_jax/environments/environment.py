@@ -196,6 +196,11 @@ class Player:
     """Returns an optional method of the environment; None if it has none of this name."""
     return getattr(self.environment, name, None)
 
+  def close(self) -> Any:
+    """Closes the environment, if it can be closed."""
+    close = self.method("close")
+    return close() if close else None
+
   def leave(self) -> None:
     """Ends the episode: another one may get the same environment."""
     give_back(self.environment)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_NUMBER = 1e15  # the squares of larger ones, summed over a batch, may overflow float32
@@ -60,7 +60,7 @@ class ToolCall:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-  """What the model wrote until it gave the word to the environment.
+  """What the model wrote before the environment answered.
 
   Attributes:
     text: the text without thinking and calls, stripped of white space around it.
@@ -237,41 +237,15 @@ def _shown(value: Any) -> str:
   return text if isinstance(value, str | float) else f"{type(value).__name__} {text}".strip()
 
 
-Group = Hashable  # names a prompt with its completions; groups can be sorted
+def save_episode(episode: Episode) -> dict[str, Any]:
+  """Returns an episode as JSON values."""
+  return dataclasses.asdict(episode)
 
 
-@dataclasses.dataclass(frozen=True)
-class Opened:
-  """The environments of a prompt are ready; see `add_to_prompt` for what they add to it."""
-
-  group: Group
-  added: str | Sequence[Message]
-
-
-@dataclasses.dataclass(frozen=True)
-class Observed:
-  """A completion goes on with another turn, after these tokens."""
-
-  group: Group
-  index: int
-  tokens: list[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Ended:
-  """A completion has ended."""
-
-  group: Group
-  index: int
-  episode: Episode
-
-
-@dataclasses.dataclass(frozen=True)
-class Differs:
-  """The environments of a restored group do not repeat what they did; it must begin again."""
-
-  group: Group
-  reason: str
-
-
-Event = Opened | Observed | Ended | Differs
+def load_episode(saved: Mapping[str, Any]) -> Episode:
+  """Returns the episode that `save_episode` saved."""
+  turns = [
+    Turn(**{**turn, "calls": tuple(ToolCall(**call) for call in turn["calls"])})
+    for turn in saved["turns"]
+  ]
+  return Episode(**{**saved, "turns": tuple(turns), "rewards": tuple(saved["rewards"])})

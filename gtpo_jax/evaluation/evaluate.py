@@ -17,6 +17,7 @@ from gtpo_jax.evaluation.estimators import mixed_share
 from gtpo_jax.evaluation.outcome import Evaluation, ScoredCompletions, concatenate
 from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.params import Params
+from gtpo_jax.rollout.episodes.group_turns import Turns
 from gtpo_jax.rollout.episodes.sample import sample_problems
 from gtpo_jax.rollout.problems import eval_label
 from gtpo_jax.rollout.scoring.manager import RewardManager
@@ -124,16 +125,14 @@ def evaluate_run(
     n = len(part)
     pending = PendingRewards(reward_manager, part, group, worker.decode, evaluates=True)
     batch_key = jax.random.fold_in(key, start)
-    keys = policy.engine.completion_keys(batch_key, batch, group)[:n]
+    keys = policy.engine.completion_keys(batch_key, batch, group)
 
     def counted() -> bool:
       count(complete + pending.ended)
       return stopping()
 
-    seed = config.seed
-    sample_problems(
-      worker, policy, part, keys, sampling_params, pending, counted, batch, seed, start
-    )
+    turns = Turns(worker, group, config.seed)
+    sample_problems(turns, policy, part, keys, sampling_params, pending, counted, start)
     result = pending.result(stopping)
     complete += n * group
     kept = ("judge/",) if sampling_params == GREEDY else ("judge/", "env/")

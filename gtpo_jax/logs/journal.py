@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gtpo_jax.environments.snapshots import save_episode
-from gtpo_jax.environments.turns import Episode
+from gtpo_jax.environments.turns import Episode, save_episode
 from gtpo_jax.logs.log_files import LogFile, is_evaluation, is_metrics, is_sample
 from gtpo_jax.logs.trackers import TensorBoard, Tracker
 from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process

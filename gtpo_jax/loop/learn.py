@@ -144,7 +144,9 @@ def steps(
     claim(folder, config, display.say) as claimed,
     open_logs(folder) as logs,
     contextlib.closing(parts.reward_manager),
-    contextlib.closing(parts.worker.runner) if parts.worker.runner else contextlib.nullcontext(),
+    contextlib.closing(parts.worker.episodes)
+    if parts.worker.episodes
+    else contextlib.nullcontext(),
     Watchdog(config.guards.stall_s, lambda: any_process(stopping())) as watchdog,
     stoppable_compiles(watchdog),
   ):

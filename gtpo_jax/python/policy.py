@@ -68,7 +68,7 @@ class TrainedPolicy:
     if not 0 <= seed < 2**32:
       raise UserError(f"seed must be in [0, 2**32), got {seed}")
     worker = self.worker
-    if row and not worker.runner:
+    if row and not worker.episodes:
       raise UserError("row is for an environment, and this policy has none; leave it out")
     policy = worker.policy(self.params)
     keys = policy.engine.completion_keys(jax.random.key(seed), 1, n)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 
 from gtpo_jax.config import Config
@@ -13,7 +14,7 @@ from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.params import Params
 from gtpo_jax.rollout.drawing import make_drawing
-from gtpo_jax.rollout.episodes.turns import make_turns
+from gtpo_jax.rollout.episodes.group_turns import Turns
 from gtpo_jax.rollout.experience import Experience, Placement
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.group_metrics import sampled_metrics, source_metrics, staleness_metrics
@@ -68,7 +69,7 @@ class Collector:
     self._staleness = config.sampling.staleness
     self._begun = steps * self._n  # groups
     self._kept: list[Group] = []
-    self._turns = make_turns(worker, config.policy_completions, config.seed)
+    self._turns = Turns(worker, config.policy_completions, config.seed)
     self._before = (self._begun, self._kept, self._drawing.state)
     self.placement = Placement(config, worker, frozen.scorers)
 
@@ -104,7 +105,7 @@ class Collector:
   def discard(self) -> None:
     """Forgets the latest batch: the next call of `collect` samples it again."""
     self._begun, self._kept, self._drawing.state = self._before
-    self._turns.reset()
+    self._turns.discard()
 
   def _collect(
     self, params: Params, version: int, say: Callable[[str], None], stopping: Callable[[], bool]
@@ -168,12 +169,11 @@ class Collector:
     )
     pending = PendingRewards(self._reward_manager, problems, config.batch.group, worker.decode)
     pool = GroupPool(config, groups, policy.engine, buffer, pending, version, self._turns.episode)
-    self._turns.attach(buffer, unscored)
-    completions = worker.generate(
-      policy, buffer, config.sampling_params, stopping, config.pool_size, self._turns.driver
+    completions = self._turns.generate(
+      policy, buffer, unscored, config.sampling_params, stopping, config.pool_size
     )
-    for turned in completions:
-      pool.end(self._turns.advance(turned))
+    for ended in completions:
+      pool.end(ended)
       if self._staleness and pool.choose(scored=False):
         self._score(pool, stopping)
         if pool.choose():
@@ -201,9 +201,11 @@ class Collector:
         groups = [unscored[row] for row in part]
         keys = _keys(self._config, guide.engine, KeyStream.GUIDE, groups, count)
         buffer = guide.engine.buffer([pool.buffer.prompts[row] for row in part], keys)
-        sampling_params = self._config.sampling_params
-        for _ in self._worker.generate(guide, buffer, sampling_params, stopping, self._n):
-          pass
+        settings = {"sampling_params": self._config.sampling_params, "prompts_at_once": self._n}
+        with jax.profiler.TraceAnnotation("sample"):
+          for _ in guide.engine.generate(guide.params, buffer, **settings):
+            if stopping():
+              raise Stopped
         pool.add_guided(part, buffer, guide.engine.rollouts(buffer))
     pool.score(rows, stopping)
 

@@ -121,7 +121,7 @@ def _load_problems(
   data = config.data
   if name in TASKS:
     task = make_task(name, data.terms, data.largest, data.filler)
-    if worker.runner is None and (needs := getattr(task, "needs", "")):
+    if worker.episodes is None and (needs := getattr(task, "needs", "")):
       raise UserError(f"the task {name!r} has several turns: set {needs}")
     return TaskPart(task, task.held_out_ids if held_out else task.train_ids)
   check = None if config.reward.replaces_verifiers else gold_check(config.reward.math_rule)

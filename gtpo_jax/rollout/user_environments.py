@@ -1,4 +1,4 @@
-"""Makes what runs the episodes of a run, from its config or from what a program passed."""
+"""Makes what the episodes of a run have in common, from its config or what a program passed."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from gtpo_jax.data.chat import Chat
 from gtpo_jax.data.records import user
 from gtpo_jax.environments import python_tool
 from gtpo_jax.environments.environment import Maker
-from gtpo_jax.environments.runner import EpisodeRunner
+from gtpo_jax.environments.environment_episode import Environments
 from gtpo_jax.rollout.scoring.functions import checked_callable, import_name
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.installing import require_package
 
 if TYPE_CHECKING:
-  from gtpo_jax.rollout.agents.runner import AgentRunner
+  from gtpo_jax.rollout.agents.agent_episode import Agents
 
 
-def make_runner(
+def environment_rules(
   config: Config,
   chat: Chat,
   environment: Callable[[], Any] | Maker | None = None,
   tools: Sequence[Callable[..., Any]] | None = None,
   cut: Callable[[str], str] = str,
-) -> EpisodeRunner | None:
-  """Returns what runs episodes; None if completions have one turn.
+) -> Environments | None:
+  """Returns the environments and tools of a run; None if completions have one turn.
 
   Args:
     config: the run's config.
@@ -50,29 +50,27 @@ def make_runner(
   if environment is None and not tools:
     _check_unused(config)
     return None
-  runner = EpisodeRunner(chat, environment, tools, section.parser, section.limits, cut)
+  rules = Environments(chat, environment, tools, section.parser, section.limits, cut)
   question = user("x")
   template = chat.template
-  shown = not runner.schemas or template.render(question, runner.schemas) != template.render(
-    question
-  )
+  shown = not rules.schemas or template.render(question, rules.schemas) != template.render(question)
   if not shown and section.parser == AUTO_PARSER:
-    names = ", ".join(schema["function"]["name"] for schema in runner.schemas)
+    names = ", ".join(schema["function"]["name"] for schema in rules.schemas)
     raise UserError(
       f"{template.name} does not show tools, so the model could not call {names}; describe them in "
       "data.system and set env.parser, or use a tokenizer whose template reads `tools`"
     )
-  return runner
+  return rules
 
 
-def make_agent_runner(
+def agent_rules(
   config: Config,
   chat: Chat,
   agent: Callable[..., Any] | None,
   max_tokens: int,
   stop: Sequence[str] = (),
-) -> AgentRunner:
-  """Returns what runs the episodes of an agent.
+) -> Agents:
+  """Returns the agent of a run.
 
   Args:
     config: the run's config.
@@ -87,13 +85,13 @@ def make_agent_runner(
   """
   for module in ("openai", "starlette", "uvicorn"):
     require_package(module, "env.agent", "agent")
-  from gtpo_jax.rollout.agents.runner import AgentRunner
+  from gtpo_jax.rollout.agents.agent_episode import Agents
 
   section = config.env
   if agent is None:
     agent = import_name(section.agent, "agent")
   checked_callable(agent, f"agent {section.agent!r}")
-  return AgentRunner(chat, agent, section.limits, section.parser, max_tokens, stop)
+  return Agents(chat, agent, section.limits, section.parser, max_tokens, stop)
 
 
 def _check_unused(config: Config) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,20 +16,19 @@ from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.data.chat_template import TOKENIZER_DIR
 from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.environment import Maker, add_to_prompt
+from gtpo_jax.environments.episodes import Episodes
 from gtpo_jax.environments.turns import Message
 from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.models.params import Params, param_shardings
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.rollout.user_environments import make_agent_runner, make_runner
+from gtpo_jax.rollout.user_environments import agent_rules, environment_rules
 from gtpo_jax.runtime.chips import usable_memory
 from gtpo_jax.runtime.distributed import least_of_processes
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh
-from gtpo_jax.runtime.signals import Stopped
-from gtpo_jax.sampling.buffer import CompletionBuffer, Pair
-from gtpo_jax.sampling.engine import Engine, Sampling
-from gtpo_jax.sampling.settings import Demand, SamplingParams
+from gtpo_jax.sampling.engine import Engine
+from gtpo_jax.sampling.settings import Demand
 from gtpo_jax.sampling.stop_strings import StopStrings
 
 
@@ -38,18 +37,6 @@ class Policy(NamedTuple):
 
   engine: Engine
   params: DecodeParams
-
-
-class Turns(Protocol):
-  """What answers the turns of completions.
-
-  Attributes:
-    sampling: gets the next turns, see `Sampling.join`.
-    waiting: whether any turn waits for an answer.
-  """
-
-  sampling: Sampling
-  waiting: bool
 
 
 class RolloutWorker:
@@ -62,7 +49,7 @@ class RolloutWorker:
     model_folder: the Hugging Face folder that `model.path` names; None for a preset.
     chat: the tokenizer with its chat template and stop tokens.
     stop_strings: strings that end a completion; None for none.
-    runner: runs the episodes of completions; None if these have one turn.
+    episodes: plays the episodes of completions; None if these have one turn.
     engine: the sampling engine of `model`.
 
   Raises:
@@ -111,13 +98,14 @@ class RolloutWorker:
     self._teacher_prompt_tokens = config.teacher_prompt_tokens
     self._max_tokens = max_tokens or config.sampling.max_tokens
     self.stop_strings = _stop_strings(self.chat, config.sampling.stop if stop is None else stop)
-    cut = self.stop_strings.cut if self.stop_strings else str
     if agent is not None or config.env.agent:
       strings = self.stop_strings.strings if self.stop_strings else ()
-      self.runner = make_agent_runner(config, self.chat, agent, self._max_tokens, strings)
+      rules = agent_rules(config, self.chat, agent, self._max_tokens, strings)
     else:
-      self.runner = make_runner(config, self.chat, environment, tools, cut)
-    self._schemas = self.runner.schemas if self.runner else ()
+      cut = self.stop_strings.cut if self.stop_strings else str
+      rules = environment_rules(config, self.chat, environment, tools, cut)
+    self.episodes = Episodes(rules) if rules else None
+    self._schemas = rules.schemas if rules else ()
     self._engine_config = config.engine_config
     devices = jax.local_devices()
     memory = least_of_processes(usable_memory(devices[0], len(devices)))
@@ -152,7 +140,7 @@ class RolloutWorker:
     If completions are episodes, a text has all turns, and what the model has read, and is not cut.
     """
     texts = self.chat.decode(rows)
-    cuts = self.stop_strings and not self.runner
+    cuts = self.stop_strings and not self.episodes
     return [self.stop_strings.cut(text) for text in texts] if cuts else texts
 
   def encode(self, problem: Problem, added: str | Sequence[Message] = "") -> list[int]:
@@ -200,33 +188,6 @@ class RolloutWorker:
     Make it once and sample many batches from it.
     """
     return Policy(self.engine, self.engine.layout(params))
-
-  def generate(
-    self,
-    policy: Policy,
-    buffer: CompletionBuffer,
-    sampling_params: SamplingParams,
-    stopping: Callable[[], bool],
-    prompts_at_once: int | None = None,
-    turns: Turns | None = None,
-  ) -> Iterator[list[Pair]]:
-    """Samples the completions of a buffer to their ends, and yields which ones have ended.
-
-    With `turns`, only turns of them have ended; it joins the next ones.
-
-    Raises:
-      Stopped: `stopping`, which all processes call after each chunk of tokens, returned True.
-    """
-    sampling = policy.engine.sampling(
-      policy.params, buffer, sampling_params=sampling_params, prompts_at_once=prompts_at_once
-    )
-    if turns:
-      turns.sampling = sampling
-    with jax.profiler.TraceAnnotation("sample"):
-      while sampling.busy or (turns and turns.waiting):
-        yield sampling.step(more_may_come=bool(turns and turns.waiting))
-        if stopping():
-          raise Stopped
 
 
 def _stop_strings(chat: Chat, strings: Sequence[str]) -> StopStrings | None:

@@ -14,35 +14,37 @@ from families import family
 from gtpo_jax.environments import Step, Turn, from_gym, from_methods, from_openenv, python_tool
 from gtpo_jax.environments.adapters.openenv import shown
 from gtpo_jax.environments.environment import Player
+from gtpo_jax.environments.environment_episode import Environments
+from gtpo_jax.environments.episodes import Episodes
 from gtpo_jax.environments.limits import EpisodeLimits
-from gtpo_jax.environments.runner import EpisodeRunner
-from gtpo_jax.environments.turns import Ended, Opened, Stop
+from gtpo_jax.environments.turns import Episode, Stop
+from gtpo_jax.environments.writers import Drawn, Writer
 from gtpo_jax.runtime.errors import UserError
 
 
 def play(environment, texts, row=None, seed=3, parser="none", **limits):
   """Plays an episode; returns what `reset` adds, the observations, and the episode."""
   chat = family("qwen2.5")
-  runner = EpisodeRunner(chat, environment, parser=parser, limits=EpisodeLimits(**limits))
-  runner.begin(0, row or {}, seed, 1)
+  limits = EpisodeLimits(**limits)
+  episodes = Episodes(Environments(chat, environment, parser=parser, limits=limits))
+  episodes.begin(0, row or {}, seed, [Writer()])
 
-  def event():
+  def first(poll):
     until = time.monotonic() + 60
     while time.monotonic() < until:
-      runner.wait(0.2)
-      if events := runner.poll():
-        return events[0]
+      if found := poll():
+        return found[0]
+      episodes.wait(0.2)
     raise TimeoutError
 
-  opened = event()
-  assert isinstance(opened, Opened)
+  _, added, _ = first(episodes.opened)
   observations = []
   for text in texts:
-    runner.end_turn(0, 0, chat.encode(text + "<|im_end|>"), True, 10_000)
-    now = event()
-    if isinstance(now, Ended):
-      runner.close()
-      return opened.added, observations, now.episode
+    episodes.answer(0, 0, Drawn(chat.encode(text + "<|im_end|>"), True, 10_000))
+    _, _, now = first(episodes.poll)
+    if isinstance(now, Episode):
+      episodes.close()
+      return added, observations, now
     shown_text = chat.tokenizer.decode(now.tokens)
     for mark in ("\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"):
       shown_text = shown_text.replace(mark, "")

@@ -21,12 +21,11 @@ import gtpo_jax.warm_start
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.cli import main
 from gtpo_jax.environments import Step
-from gtpo_jax.environments.runner import EpisodeRunner
+from gtpo_jax.environments.episodes import Episodes
 from gtpo_jax.logs.journal import Journal
-from gtpo_jax.rollout.agents.runner import AgentRunner
-from gtpo_jax.rollout.episodes import driver
+from gtpo_jax.rollout.episodes import turn_queue
+from gtpo_jax.rollout.episodes.group_turns import Turns
 from gtpo_jax.rollout.scoring.manager import RewardManager
-from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.sampling.programs import Programs
 
 evaluating = False
@@ -131,7 +130,7 @@ def mark(point, reached):
 
   gtpo_jax.loop.evaluations.evaluate_run = evaluate_run
   if point == "sampling":  # the completions exist but are not scored yet
-    after(RolloutWorker, "generate", lambda: evaluating or reached())
+    after(Turns, "generate", lambda: evaluating or reached())
   elif point == "chunk":  # between chunks of tokens
     before(Programs, "decode", reached, lambda: not evaluating)
   elif point == "evaluation chunk":
@@ -176,8 +175,7 @@ def mark(point, reached):
   elif point == "metrics":
     after(Journal, "write", reached)
   elif point == "turn":  # an environment is about to answer
-    before(EpisodeRunner, "end_turn", reached)
-    before(AgentRunner, "end_turn", reached)
+    before(Episodes, "answer", reached)
   elif point == "warm start":
     after(gtpo_jax.warm_start, "demonstrations", reached)
   else:
@@ -186,7 +184,7 @@ def mark(point, reached):
 
 if __name__ == "__main__":
   sys.modules["run"] = sys.modules["__main__"]  # for reward.verifier = run:verify
-  driver.GRACE_S = 5.0  # all turns are answered before the next chunk, so that sums round alike
+  turn_queue.GRACE_S = 5.0  # all turns are answered before the next chunk, so that sums round alike
   if sys.argv[1] != "-":
     action, point, count = sys.argv[1].split(":")
     mark(point, arm(action, count))

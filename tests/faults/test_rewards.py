@@ -19,6 +19,7 @@ from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
 from gtpo_jax.models.params import init_params
+from gtpo_jax.rollout.episodes.group_turns import Turns
 from gtpo_jax.rollout.episodes.sample import sample_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.pending import PendingRewards
@@ -138,7 +139,9 @@ def test_a_reward_that_raises_during_sampling(monkeypatch):
 
   def sample():
     pending = WaitingRewards(reward_manager, problems, 4, worker.chat.decode)
-    rollouts = sample_problems(worker, policy, problems, keys, config.sampling_params, pending)
+    rollouts = sample_problems(
+      Turns(worker, 4), policy, problems, keys, config.sampling_params, pending
+    )
     return rollouts, pending.result()
 
   expected, result = sample()

@@ -82,7 +82,7 @@ def collect(config, agent, stopping=lambda: False):
     return collector.collect(params_for(config), 0, print, stopping), worker
   finally:
     began = time.monotonic()
-    worker.runner.close(20.0)
+    worker.episodes.close(20.0)
     assert time.monotonic() - began < 20
 
 
@@ -125,7 +125,7 @@ def test_what_was_sampled_is_trained_on_token_by_token():
     assert third[0] + third[1] in [start + tokens for tokens, _ in found]
   assert batch.metrics["env/conversations"] == 4 and batch.metrics["env/turns"] == 5
   assert batch.metrics["env/parts"] == 2 and 0 < batch.correct.mean() < 1
-  assert worker.runner.abandoned == 0
+  assert worker.episodes.rules.workers.abandoned == 0
 
 
 def hashable(conversation):

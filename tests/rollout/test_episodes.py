@@ -18,7 +18,7 @@ from gtpo_jax.environments.turns import Step
 from gtpo_jax.models.params import init_params
 from gtpo_jax.python.policy import TrainedPolicy
 from gtpo_jax.rollout.collector import Collector
-from gtpo_jax.rollout.episodes import driver
+from gtpo_jax.rollout.episodes import turn_queue
 from gtpo_jax.rollout.problems import training_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -113,10 +113,10 @@ def rows_of(batch):
 
 def wait_until_closed(kind, config):
   """An environment that was called when its group was discarded is closed by the next poll."""
-  runner = worker_for(config, kind)[0].runner
+  episodes = worker_for(config, kind)[0].episodes
   until = time.monotonic() + 5
   while kind.open and time.monotonic() < until:
-    assert not runner.poll()
+    assert not episodes.poll()
     time.sleep(0.01)
   assert kind.open == 0
 
@@ -145,7 +145,7 @@ def test_completions_contain_what_their_environments_have_said():
         code = zlib.crc32("/".join(oracle.turns).encode())
         message = {"role": "user", "content": f"{code % 100}"}
         ended = turn[-1] in worker.chat.stop
-        tokens = worker.runner._tokens.observation([message], ended)
+        tokens = worker.episodes.rules.tokens.observation([message], ended)
         np.testing.assert_array_equal(observation, tokens)
         several += 1
       assert len(runs) <= 2 * MOST_TURNS - 1
@@ -236,21 +236,21 @@ def test_a_stopped_step_is_sampled_again_and_closes_its_environments():
 
 def test_a_restored_collector_goes_on_alike(monkeypatch):
   """The environments of unfinished groups are made again, and repeat their turns."""
-  monkeypatch.setattr(driver, "GRACE_S", 5.0)  # turns are answered at the same time in all runs
+  monkeypatch.setattr(turn_queue, "GRACE_S", 5.0)  # turns are answered at the same time in all runs
   config = env_config(2, **{"sampling.slots": 7})
   collector, _ = collect(config, 3)
   saved = {name: np.array(x) for name, x in collector.leftovers().items()}
   assert saved["count"] and not saved["complete"][: saved["count"]].all()
   assert b'"turns": [[[' in saved["snapshots"].tobytes().replace(b"\\", b"")
   _, batches = collect(config, 2, collector=collector, first=3)
-  collector._turns.reset()
+  collector._turns.discard()
   restored = make_collector(config)
   restored.restore(saved)
   _, others = collect(config, 2, collector=restored, first=3)
   for batch, other in zip(batches, others, strict=True):
     assert_equal(host(batch), host(other))
     assert batch.texts == other.texts
-  restored._turns.reset()
+  restored._turns.discard()
   wait_until_closed(Oracle, config)
 
 
@@ -260,7 +260,7 @@ def test_a_group_whose_environments_differ_begins_again(monkeypatch, capsys):
   saved = {name: np.array(x) for name, x in collector.leftovers().items()}
   unfinished = int((~saved["complete"][: saved["count"]]).sum())
   assert unfinished
-  collector._turns.reset()
+  collector._turns.discard()
   said = Oracle.reset
   monkeypatch.setattr(Oracle, "reset", lambda self, row, seed: said(self, row, seed) + " ")
   restored = make_collector(config)
@@ -268,4 +268,4 @@ def test_a_group_whose_environments_differ_begins_again(monkeypatch, capsys):
   _, (batch,) = collect(config, 1, collector=restored, first=2)
   assert capsys.readouterr().out.count("returned something else") == unfinished
   assert np.asarray(batch.rollouts.present).any(-1).all()
-  restored._turns.reset()
+  restored._turns.discard()

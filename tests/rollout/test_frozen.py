@@ -23,6 +23,7 @@ from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
 from gtpo_jax.rewards import group_relative
+from gtpo_jax.rollout.episodes.group_turns import Turns
 from gtpo_jax.rollout.episodes.sample import sample_problems
 from gtpo_jax.rollout.frozen import check_frozen, load_frozen
 from gtpo_jax.rollout.groups import batch_like
@@ -243,7 +244,7 @@ def test_a_guide_never_samples_padding_ids(run_with_base):
   engine = worker.engine_for(worker.model, vocab_limit=40)
   problems = training_problems(config, worker)[0][0]
   rollouts = sample_problems(
-    worker,
+    Turns(worker, G),
     Policy(engine, engine.layout(params)),
     [problems[i] for i in range(N)],
     engine.completion_keys(jax.random.key(0), N, G),

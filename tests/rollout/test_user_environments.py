@@ -1,4 +1,4 @@
-"""The runner of a config's environment and tools, and the prompts with their schemas."""
+"""A config's environment and tools, and the prompts with their schemas."""
 
 import dataclasses
 import sys
@@ -9,7 +9,7 @@ from own_environments import Echo, add
 from gtpo_jax.config import Config, EnvSection, freeze
 from gtpo_jax.data.chat import load_chat
 from gtpo_jax.data.records import Problem, user
-from gtpo_jax.rollout.user_environments import make_runner
+from gtpo_jax.rollout.user_environments import environment_rules
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 
@@ -40,10 +40,10 @@ def test_names_of_a_config_are_imported(tmp_path, monkeypatch):
     "number = 3\n"
   )
   chat = load_chat()
-  runner = make_runner(with_env(make="own_env:Echo", max_turns=2), chat)
-  assert runner.limits.max_turns == 2 and not runner.schemas
-  assert len(make_runner(with_env(make="own_env:store"), chat).schemas) == 1
-  assert make_runner(Config(), chat) is None
+  rules = environment_rules(with_env(make="own_env:Echo", max_turns=2), chat)
+  assert rules.limits.max_turns == 2 and not rules.schemas
+  assert len(environment_rules(with_env(make="own_env:store"), chat).schemas) == 1
+  assert environment_rules(Config(), chat) is None
   for env, message in (
     ({"make": "own_env:Ehco"}, "environment 'own_env:Ehco' cannot be imported: AttributeError"),
     ({"make": "own_env:number"}, "environment is a class with reset and step"),
@@ -51,7 +51,7 @@ def test_names_of_a_config_are_imported(tmp_path, monkeypatch):
     ({"tools": "no_such_module:f"}, "tool 'no_such_module:f' cannot be imported"),
   ):
     with pytest.raises(UserError) as raised:
-      make_runner(with_env(**env), chat)
+      environment_rules(with_env(**env), chat)
     assert str(raised.value).startswith(message)
 
 
@@ -61,13 +61,13 @@ def test_settings_without_an_environment_are_refused():
     ({"reward": {"parts": "correct,env"}}, "reward.parts = 'correct,env' has the part env"),
   ):
     with pytest.raises(UserError) as raised:
-      make_runner(freeze(changes), load_chat())
+      environment_rules(freeze(changes), load_chat())
     assert str(raised.value).startswith(message)
 
 
 @pytest.mark.sandbox
 def test_python_is_a_built_in_tool():
-  (schema,) = make_runner(with_env(tools="python"), load_chat()).schemas
+  (schema,) = environment_rules(with_env(tools="python"), load_chat()).schemas
   assert schema["function"]["name"] == "python"
 
 
@@ -75,9 +75,9 @@ def test_a_template_that_does_not_show_tools_is_refused():
   chat = load_chat()
   chat.tokenizer.chat_template = chat.tokenizer.chat_template.replace("if tools", "if false")
   with pytest.raises(UserError, match="does not show tools, so the model could not call add"):
-    make_runner(Config(), chat, tools=[add])
+    environment_rules(Config(), chat, tools=[add])
   described = with_env(tools="json:dumps", parser="hermes")
-  assert make_runner(described, chat, tools=[add]).schemas
+  assert environment_rules(described, chat, tools=[add]).schemas
 
 
 def test_a_prompt_has_the_tools_and_what_the_environment_adds():

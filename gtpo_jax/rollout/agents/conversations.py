@@ -9,24 +9,13 @@ from typing import Any
 
 from gtpo_jax.environments.tokens import CHARS_PER_TOKEN, TurnTokens
 from gtpo_jax.environments.turns import Stop, Turn
+from gtpo_jax.environments.writers import End
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.serving.api_errors import bad
 from gtpo_jax.serving.conversation import Conversations
 from gtpo_jax.serving.requests import ChatRequest
 
 Messages = Sequence[Mapping[str, Any]]
-
-
-class Limit(Exception):
-  """Raised by a request that exceeds a limit of its episode.
-
-  Attributes:
-    stop: the limit.
-  """
-
-  def __init__(self, stop: Stop):
-    super().__init__(stop)
-    self.stop = stop
 
 
 @dataclasses.dataclass
@@ -53,6 +42,7 @@ class Transcript:
 
   Attributes:
     conversations: in the order in which they began.
+    drawn: the number of tokens that the policy has drawn.
   """
 
   def __init__(
@@ -65,6 +55,7 @@ class Transcript:
     max_tokens: the most tokens of all conversations together.
     """
     self.conversations: list[Conversation] = []
+    self.drawn = 0
     self._codec = codec
     self._turn_tokens = turn_tokens
     self._start = list(start)
@@ -88,11 +79,11 @@ class Transcript:
 
     Raises:
       ApiError, UserError: the model cannot read these messages.
-      Limit: there is no space for them, or for another conversation.
+      End: there is no space for them, or for another conversation.
     """
     size = len(json.dumps([request.messages, request.tools], ensure_ascii=False))
     if size > CHARS_PER_TOKEN * self._max_tokens:
-      raise Limit(Stop.CONTEXT)
+      raise End(Stop.CONTEXT)
     found = self._continued(request)
     if found is None:
       ids = self._codec.encode(request.messages, request.tools, request.variables)
@@ -100,12 +91,12 @@ class Transcript:
         raise bad("the chat template begins this conversation with another token than others")
       ids = ids[len(self._start) :]
       if len(self.conversations) >= most:
-        raise Limit(Stop.MAX_CONVERSATIONS)
+        raise End(Stop.MAX_CONVERSATIONS)
       conversation = Conversation(len(self.conversations), request.tools)
     else:
       conversation, ids = found
     if len(ids) >= self.tokens_left:
-      raise Limit(Stop.CONTEXT)
+      raise End(Stop.CONTEXT)
     if found is None:
       self.conversations.append(conversation)
     conversation.messages = list(request.messages)
@@ -115,6 +106,7 @@ class Transcript:
   def answer(self, conversation: Conversation, tokens: Sequence[int], text: str) -> Turn:
     """Adds a turn of the policy, and returns what it says."""
     conversation.tokens += tokens
+    self.drawn += len(tokens)
     conversation.ended = bool(tokens) and tokens[-1] in self._codec.chat.stop
     message = self._codec.message(text, conversation.tools)
     conversation.messages.append(message)

@@ -1,4 +1,4 @@
-"""Demonstrations of several turns: a scripted player instead of the engine.
+"""Demonstrations of several turns: a script writes them instead of a model.
 
 The environments are real, and the tokens are appended as in sampling, so that a model imitates what
 it will see.
@@ -6,11 +6,13 @@ it will see.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gtpo_jax.data.records import Problem
-from gtpo_jax.environments.turns import Differs, Ended, Observed, Opened
+from gtpo_jax.environments.episodes import Added
+from gtpo_jax.environments.writers import Drawn, Writer
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.distributed import broadcast_from_first
 from gtpo_jax.runtime.errors import UserError
@@ -18,7 +20,7 @@ from gtpo_jax.runtime.errors import UserError
 WAIT_S = 1.0
 
 # (the index of the problem, its turns so far and what was answered to each) -> the next turn
-Player = Callable[[int, Sequence[tuple[str, str]]], str]
+Say = Callable[[int, Sequence[tuple[str, str]]], str]
 
 
 class Demonstration(NamedTuple):
@@ -35,77 +37,80 @@ class Demonstration(NamedTuple):
   drawn: list[bool]
 
 
+class Script(Writer):
+  """Writes turns that are known, and keeps their demonstration."""
+
+  def __init__(
+    self,
+    worker: RolloutWorker,
+    problem: Problem,
+    say: Callable[[Sequence[tuple[str, str]]], str],
+    max_tokens: int,
+  ):
+    self._worker = worker
+    self._problem = problem
+    self._say = say
+    self._max_tokens = max_tokens
+    self._turns: list[tuple[str, str]] = []
+    self.demonstration = Demonstration([], [], [])
+
+  def begin(self, name: str, added: Added) -> None:
+    """See `Writer`."""
+    self.added = added
+    self.demonstration.prompt.extend(self._worker.encode(self._problem, added))
+
+  async def turn(self, tokens: list[int]) -> Drawn:
+    """See `Writer`."""
+    chat = self._worker.chat
+    if self._turns:
+      self._turns[-1] = (self._turns[-1][0], chat.decode([tokens])[0])
+    text = self._say(self._turns)
+    self._turns.append((text, ""))
+    ids = chat.encode_completion(text)
+    _, completion, drawn = self.demonstration
+    completion += [*tokens, *ids]
+    drawn += [False] * len(tokens) + [True] * len(ids)
+    return Drawn(ids, True, self._max_tokens - len(completion))
+
+
 def play(
-  worker: RolloutWorker, problems: Sequence[Problem], player: Player, max_tokens: int
+  worker: RolloutWorker, problems: Sequence[Problem], say: Say, max_tokens: int
 ) -> list[Demonstration]:
   """Plays an episode of each problem, and returns what a model would have to write.
 
   Args:
-    worker: has the runner.
+    worker: has the episodes.
     problems: the problems.
-    player: writes the turns.
+    say: returns the turns.
     max_tokens: the most tokens of a completion.
 
   Raises:
     UserError: the environment failed in one of them.
   """
-  played = broadcast_from_first(lambda: _Play(worker, problems, player, max_tokens).all())
+  played = broadcast_from_first(lambda: _play(worker, problems, say, max_tokens))
   return [Demonstration(*map(list, demonstration)) for demonstration in played]
 
 
-class _Play:
-  """Episodes that are played at the same time."""
-
-  def __init__(
-    self, worker: RolloutWorker, problems: Sequence[Problem], player: Player, max_tokens: int
-  ):
-    self._worker = worker
-    self._problems = problems
-    self._player = player
-    self._max_tokens = max_tokens
-    self._played = [Demonstration([], [], []) for _ in problems]
-    self._turns: list[list[tuple[str, str]]] = [[] for _ in problems]
-
-  def all(self) -> list[tuple[list[int], list[int], list[bool]]]:
-    """Plays all episodes to their ends."""
-    runner = self._worker.runner
-    for i, problem in enumerate(self._problems):
-      runner.begin(i, problem.row, 0, 1)
-    missing = len(self._problems)
-    try:
-      while missing:
-        runner.wait(WAIT_S)
-        for event in runner.poll():
-          missing -= self._take(event)
-    finally:
-      for i in range(len(self._problems)):
-        runner.discard(i)
-    return [tuple(demonstration) for demonstration in self._played]
-
-  def _take(self, event: Opened | Observed | Ended | Differs) -> bool:
-    """Goes on with an episode; returns whether it has ended."""
-    i = event.group
-    if isinstance(event, Ended):
-      if not event.episode.scored:
-        raise UserError(
-          f"no demonstration of problem {self._problems[i].id!r} could be played: "
-          f"{event.episode.reason}"
-        )
-      return True
-    chat = self._worker.chat
-    played = self._played[i]
-    if isinstance(event, Opened):
-      played.prompt.extend(self._worker.encode(self._problems[i], event.added))
-    else:
-      played.completion.extend(event.tokens)
-      played.drawn.extend([False] * len(event.tokens))
-      turn, _ = self._turns[i][-1]
-      self._turns[i][-1] = (turn, chat.decode([event.tokens])[0])
-    turn = self._player(i, self._turns[i])
-    self._turns[i].append((turn, ""))
-    tokens = chat.encode_completion(turn)
-    played.completion.extend(tokens)
-    played.drawn.extend([True] * len(tokens))
-    left = self._max_tokens - len(played.completion)
-    self._worker.runner.end_turn(i, 0, tokens, True, left)
-    return False
+def _play(
+  worker: RolloutWorker, problems: Sequence[Problem], say: Say, max_tokens: int
+) -> list[tuple[list[int], list[int], list[bool]]]:
+  episodes = worker.episodes
+  scripts = [
+    Script(worker, problem, functools.partial(say, i), max_tokens)
+    for i, problem in enumerate(problems)
+  ]
+  for i, (problem, script) in enumerate(zip(problems, scripts, strict=True)):
+    episodes.begin(i, problem.row, 0, [script])
+  missing = len(problems)
+  try:
+    while missing:
+      episodes.wait(WAIT_S)
+      for i, _, episode in episodes.poll():
+        if not episode.scored:
+          reason = f"no demonstration of problem {problems[i].id!r} could be played"
+          raise UserError(f"{reason}: {episode.reason}")
+        missing -= 1
+  finally:
+    for i in range(len(problems)):
+      episodes.discard(i)
+  return [tuple(script.demonstration) for script in scripts]

@@ -10,7 +10,7 @@ import numpy as np
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.environments.turns import Episode
-from gtpo_jax.rollout.episodes.turns import make_turns
+from gtpo_jax.rollout.episodes.group_turns import Turns
 from gtpo_jax.rollout.groups import EndedCompletion, Group
 from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.rollout.worker import Policy, RolloutWorker
@@ -20,29 +20,26 @@ EVALUATION = -1  # groups of training have the numbers of their batches, which a
 
 
 def sample_problems(
-  worker: RolloutWorker,
+  turns: Turns,
   policy: Policy,
   problems: Sequence[Problem],
   keys: np.ndarray,
   sampling_params: SamplingParams,
   pending: PendingRewards | None = None,
   stopping: Callable[[], bool] = lambda: False,
-  prompts_at_once: int | None = None,
-  seed: int = 0,
   first: int = 0,
 ) -> Rollouts:
-  """Samples g completions of each problem, to their ends; with a runner, each is an episode.
+  """Samples g completions of each problem, to their ends; each may be an episode.
 
   Args:
-    worker: the worker.
+    turns: for g completions. Problem i of an evaluation has the random seed of (its seed, -1, i).
     policy: the policy to sample from.
     problems: n problems.
-    keys: from `Engine.completion_keys`, u32[n, g, 2].
+    keys: from `Engine.completion_keys`, u32[m >= n, g, 2]. Batches with the same m share their
+      compiled programs.
     sampling_params: how tokens are drawn.
     pending: scores each completion as soon as it ends, while others are sampled.
     stopping: called after each chunk of tokens.
-    prompts_at_once: at least n; batches with the same number share their compiled programs.
-    seed: the run's seed. Problem i of an evaluation has the random seed of (`seed`, -1, i).
     first: the index of the first problem in the evaluation.
 
   Returns:
@@ -51,23 +48,18 @@ def sample_problems(
   Raises:
     Stopped: `stopping` returned True.
   """
-  turns = make_turns(worker, keys.shape[1], seed)
   groups = [
     Group((EVALUATION, i), problem, None, None, [], 0) for i, problem in enumerate(problems, first)
   ]
   try:
     groups = turns.open(groups, 0, stopping)
-    buffer = policy.engine.buffer([turns.encode(group) for group in groups], keys)
-    turns.attach(buffer, groups)
-    for turned in worker.generate(
-      policy, buffer, sampling_params, stopping, prompts_at_once, turns.driver
-    ):
-      ended = turns.advance(turned)
+    buffer = policy.engine.buffer([turns.encode(group) for group in groups], keys[: len(groups)])
+    for ended in turns.generate(policy, buffer, groups, sampling_params, stopping, len(keys)):
       if pending:
         of = EndedCompletion.of
         pending.put([of(buffer, i, j, problem=i, episode=turns.episode(i, j)) for i, j in ended])
   finally:
-    turns.reset()
+    turns.discard()
   return policy.engine.rollouts(buffer)
 
 
@@ -95,7 +87,7 @@ def sample_prompt(
     worker: the worker.
     policy: the policy to sample from.
     prompt: the message of the user.
-    row: with a runner, further fields of the row that the environment gets.
+    row: further fields of the row that an environment gets.
     keys: from `Engine.completion_keys`, u32[1, g, 2].
     sampling_params: how tokens are drawn.
 
@@ -106,5 +98,6 @@ def sample_prompt(
   answer = str(fields.pop("answer", ""))
   problem = Problem(str(fields.pop("id", "0")), user(prompt), answer, "", fields)
   ended = _Ended()
-  rollouts = sample_problems(worker, policy, [problem], keys, sampling_params, ended)
+  turns = Turns(worker, keys.shape[1])
+  rollouts = sample_problems(turns, policy, [problem], keys, sampling_params, ended)
   return rollouts, [ended.episodes[j] for j in range(keys.shape[1])]

@@ -16,8 +16,7 @@ import numpy as np
 
 from gtpo_jax.data.records import Problem
 from gtpo_jax.environments.metrics import Tallies
-from gtpo_jax.environments.snapshots import load_episode, save_episode
-from gtpo_jax.environments.turns import Episode
+from gtpo_jax.environments.turns import Episode, load_episode, save_episode
 from gtpo_jax.rollout.groups import EndedCompletion, RewardResult
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.runtime.distributed import any_process, broadcast_from_first, is_first_process

@@ -11,9 +11,11 @@ import pytest
 from families import family
 
 from gtpo_jax.environments.environment import add_to_prompt
+from gtpo_jax.environments.environment_episode import Environments
+from gtpo_jax.environments.episodes import Episodes, saved_writers
 from gtpo_jax.environments.limits import EpisodeLimits
-from gtpo_jax.environments.runner import EpisodeRunner
-from gtpo_jax.environments.turns import Differs, Ended, Observed, Opened, Step, Stop
+from gtpo_jax.environments.turns import Episode, Step, Stop
+from gtpo_jax.environments.writers import Ask, Drawn, Recorded
 from gtpo_jax.runtime.errors import UserError
 
 GROUP = (0, 3)
@@ -62,36 +64,52 @@ class Guess:
 
 
 class Play:
-  """A runner with a model that writes what it is told."""
+  """Episodes with a model that writes what it is told."""
 
   def __init__(
     self, environment=None, tools=(), row=None, size=1, name="qwen2.5", cut=str, **limits
   ):
     self.chat = family(name)
-    self.runner = EpisodeRunner(
-      self.chat, environment, tools, limits=EpisodeLimits(**limits), cut=cut
-    )
+    rules = Environments(self.chat, environment, tools, limits=EpisodeLimits(**limits), cut=cut)
+    self.episodes = Episodes(rules)
     self.row = {"number": 11} if row is None else row
-    self.runner.begin(GROUP, self.row, SEED, size)
-    self.opened, *self.first = self.events(size if size > 1 else 1)
+    self.begin(self.row, size)
+    self.first = self.episodes.poll()
 
-  def events(self, at_least=1, timeout_s=10.0):
-    """Returns the next events."""
-    events = []
+  def begin(self, row, size, group=GROUP):
+    """Begins a group, and waits until it is open."""
+    self.episodes.begin(group, row, SEED, [Recorded() for _ in range(size)])
+    self.opened = self.open()
+
+  def restore(self, row, seed, snapshot, group=GROUP):
+    """Returns how a group opens that was saved."""
+    self.episodes.begin(group, row, seed, saved_writers(snapshot))
+    return self.open()
+
+  def open(self, timeout_s=10.0):
+    """Returns the group that opens next, what is added to its prompt, and why it differs."""
     until = time.monotonic() + timeout_s
-    while len(events) < at_least and time.monotonic() < until:
-      self.runner.wait(0.2)
-      events += self.runner.poll()
-      if any(isinstance(event, Opened) for event in events):
-        break
+    while not (opened := self.episodes.opened()) and time.monotonic() < until:
+      self.episodes.wait(0.2)
+    (group,) = opened
+    return group
+
+  def events(self, timeout_s=10.0):
+    """Returns the next events."""
+    until = time.monotonic() + timeout_s
+    while not (events := self.episodes.poll()) and time.monotonic() < until:
+      self.episodes.wait(0.2)
     return events
+
+  def end_turn(self, text, index=0, tokens_left=LEFT, finished=True):
+    self.episodes.answer(GROUP, index, Drawn(self.chat.encode(text), finished, tokens_left))
 
   def say(self, text, index=0, tokens_left=LEFT, finished=True, end="<|im_end|>"):
     """Ends a turn; returns the observation as text, or the episode."""
-    self.runner.end_turn(GROUP, index, self.chat.encode(text + end), finished, tokens_left)
-    (event,) = self.events()
-    assert (event.group, event.index) == (GROUP, index)
-    return event.episode if isinstance(event, Ended) else self.chat.tokenizer.decode(event.tokens)
+    self.end_turn(text + end, index, tokens_left, finished)
+    ((group, place, event),) = self.events()
+    assert (group, place) == (GROUP, index)
+    return event if isinstance(event, Episode) else self.chat.tokenizer.decode(event.tokens)
 
 
 def calling(*calls):
@@ -119,7 +137,7 @@ def test_the_text_of_a_turn_has_no_stop_string():
 
 def test_an_environment_answers_turns_until_it_is_done():
   play = Play(Guess)
-  assert play.opened == Opened(GROUP, "Guess, 5.")
+  assert play.opened == (GROUP, "Guess, 5.", "")
   assert play.say("5") == user_message("higher")
   assert play.say("15") == user_message("lower")
   episode = play.say("11")
@@ -132,13 +150,13 @@ def test_an_environment_answers_turns_until_it_is_done():
   assert episode.info == {"distance": 4.0}
   assert episode.tokens == sum(len(play.chat.encode(x + "<|im_end|>")) for x in ("5", "15", "11"))
   assert play.row == {"number": 11}
-  assert play.runner.episodes(GROUP) == [episode]
+  assert play.episodes.results(GROUP) == [episode]
 
 
 @pytest.mark.parametrize("tool", [add, slow_add])
 def test_tools_answer_calls_and_a_turn_without_calls_is_the_answer(tool):
   play = Play(tools=[tool])
-  assert play.opened.added == ""
+  assert play.opened[1] == ""
   name = tool.__name__
   assert play.say(calling((name, {"a": 2, "b": 3}))) == tool_messages("5")
   answer = play.say(calling((name, {"a": 1, "b": 1}), (name, {"a": "x", "b": 1}), ("ad", {})))
@@ -272,16 +290,12 @@ class Fails:
 def test_failures_of_the_environment_say_nothing_about_the_model(fails, reason, capsys):
   Fails.closed = 0
   play = Play(Fails, row={"fails": fails}, size=1)
-  episode = (
-    play.first[0].episode
-    if play.first
-    else (play.events()[0].episode if fails == "reset" else play.say("x"))
-  )
+  episode = play.first[0][2] if fails == "reset" else play.say("x")
   assert episode.stop is Stop.ENV_ERROR
   assert episode.reason.startswith(reason)
   assert not episode.scored and episode.correct is None
   assert f"gtpo: {reason}" in capsys.readouterr().err
-  play.runner.close()
+  play.episodes.close()
   assert Fails.closed == 1
 
 
@@ -295,9 +309,9 @@ def test_an_environment_that_hangs_costs_its_episode_only(on_timeout):
   assert "Fails.step took longer than env.step_timeout_s = 0.05" in episode.reason
   assert episode.scored == (on_timeout == "wrong")
   assert episode.correct is (False if on_timeout == "wrong" else None)
-  assert play.runner.abandoned == 1
-  play.runner.begin((1, 0), {"fails": "done"}, SEED, 1)  # the only worker was replaced
-  assert isinstance(play.events()[0], Opened)
+  assert play.episodes.rules.workers.abandoned == 1
+  play.begin({"fails": "done"}, 1, (1, 0))  # the only worker was replaced
+  assert play.opened[1] == ""
   assert Fails.closed == 0
   Fails.release.set()
   until = time.monotonic() + 5
@@ -336,7 +350,7 @@ def test_async_environments():
       return 0.5
 
   play = Play(Later)
-  assert play.opened.added == "Guess, 5."
+  assert play.opened[1] == "Guess, 5."
   assert play.say("5") == user_message("higher")
   assert play.say("11").rewards == (-0.125, 1.5)
 
@@ -386,10 +400,10 @@ def test_the_completions_of_a_prompt_share_what_reset_returns(capsys):
       return f"Guess {max(next(counter), 1)}."
 
   play = Play(Random, size=3, workers=1)
-  assert play.opened.added == "Guess 1."
-  ((event,),) = [play.first]
-  assert event.index == 2 and event.episode.stop is Stop.ENV_ERROR
-  assert "let it depend on row and seed only" in event.episode.reason
+  assert play.opened[1] == "Guess 1."
+  ((_, index, episode),) = play.first
+  assert index == 2 and episode.stop is Stop.ENV_ERROR
+  assert "let it depend on row and seed only" in episode.reason
   assert play.say("11", index=1).correct
 
 
@@ -405,20 +419,19 @@ def test_what_an_episode_contains_does_not_depend_on_timing():
     play = Play(Jittered, size=6, workers=1 + 3 * (delays % 2))
     logs = [[] for _ in range(6)]
     for i in range(6):
-      play.runner.end_turn(GROUP, i, play.chat.encode(f"{i}<|im_end|>"), True, LEFT)
+      play.end_turn(f"{i}<|im_end|>", i)
     running = 6
     while running:
       events = play.events()
       assert events
-      for event in events:
-        if isinstance(event, Ended):
-          logs[event.index].append(dataclasses.replace(event.episode, seconds=0.0))
+      for _, i, event in events:
+        if isinstance(event, Episode):
+          logs[i].append(dataclasses.replace(event, seconds=0.0))
           running -= 1
         else:
-          logs[event.index].append(event.tokens)
-          guess = str(5 + event.index + len(logs[event.index])) if event.index else "1"
-          tokens = play.chat.encode(f"{guess}<|im_end|>")
-          play.runner.end_turn(GROUP, event.index, tokens, True, LEFT)
+          logs[i].append(event.tokens)
+          guess = str(5 + i + len(logs[i])) if i else "1"
+          play.end_turn(f"{guess}<|im_end|>", i)
     return logs
 
   first = played(0)
@@ -431,18 +444,14 @@ def test_saved_episodes_go_on_where_they_were():
   play.say("5", 0)
   play.say("<tool_call>{", 0)
   done = play.say("11", 1)
-  play.runner.end_turn(GROUP, 2, play.chat.encode("20<|im_end|>"), True, LEFT)  # not polled
-  snapshot = json.loads(json.dumps(play.runner.snapshot(GROUP)))
+  play.end_turn("20<|im_end|>", 2)  # not polled
+  snapshot = json.loads(json.dumps(play.episodes.snapshot(GROUP)))
   again = Play(Guess, [add], row={"number": 11}, size=1)
-  again.runner.discard(GROUP)
-  again.runner.restore(GROUP, {"number": 11}, SEED, snapshot)
-  events = again.events()
-  events += [] if len(events) > 1 else again.events()
-  opened, observed = events
-  assert opened == Opened(GROUP, "Guess, 5.")
-  assert observed.index == 2
-  assert again.chat.tokenizer.decode(observed.tokens) == user_message("lower")
-  assert again.runner.episodes(GROUP) == [None, done, None]
+  again.episodes.discard(GROUP)
+  assert again.restore({"number": 11}, SEED, snapshot) == (GROUP, "Guess, 5.", "")
+  ((_, index, asked),) = again.events()
+  assert index == 2 and again.chat.tokenizer.decode(asked.tokens) == user_message("lower")
+  assert again.episodes.results(GROUP) == [None, done, None]
   episode = again.say("11", 0)
   assert [turn.text for turn in episode.turns] == ["5", "", "11"]
   assert episode.rewards == (-0.125, 0.0, 1.0) and episode.stop is Stop.ENV_DONE
@@ -461,14 +470,12 @@ def test_saved_episodes_go_on_where_they_were():
 def test_an_environment_that_does_not_repeat_itself_is_reported(row, seed, reason):
   play = Play(Guess, size=2)
   play.say("5", 0)
-  snapshot = play.runner.snapshot(GROUP)
-  play.runner.discard(GROUP)
-  play.runner.restore(GROUP, row, seed, snapshot)
-  (event,) = play.events()
-  assert isinstance(event, Differs) and event.group == GROUP
-  assert event.reason.startswith(reason)
-  play.runner.begin(GROUP, {"number": 11}, SEED, 2)
-  assert play.events() == [Opened(GROUP, "Guess, 5.")]
+  snapshot = play.episodes.snapshot(GROUP)
+  play.episodes.discard(GROUP)
+  group, added, why = play.restore(row, seed, snapshot)
+  assert (group, added) == (GROUP, None) and why.startswith(reason)
+  play.begin({"number": 11}, 2)
+  assert play.opened == (GROUP, "Guess, 5.", "")
   assert play.say("11", 1).correct
 
 
@@ -476,23 +483,21 @@ def test_a_difference_that_is_known_at_once_ends_the_whole_group():
   play = Play(Guess, [add], size=3)
   for i in range(3):
     play.say("<tool_call>{", i)
-  snapshot = play.runner.snapshot(GROUP)
+  snapshot = play.episodes.snapshot(GROUP)
   snapshot["episodes"][0]["turns"][0][3][0] += 1
-  play.runner.discard(GROUP)
-  play.runner.restore(GROUP, {"number": 11}, SEED, snapshot)
-  (event,) = play.events()
-  assert event == Differs(GROUP, "Guess.step returned something else for turn 0")
-  play.runner.close()
-  assert play.runner.poll() == []
+  play.episodes.discard(GROUP)
+  differs = play.restore({"number": 11}, SEED, snapshot)
+  assert differs == (GROUP, None, "Guess.step returned something else for turn 0")
+  play.episodes.close()
+  assert play.episodes.poll() == []
 
 
 def test_an_environment_that_cannot_be_reset_again_is_reported():
   play = Play(Fails, row={"fails": "x"})
   snapshot = {"added": "", "episodes": [{"turns": [[[5], True, 9, [6]]]}]}
-  play.runner.restore((1, 1), {"fails": "reset"}, SEED, snapshot)
-  (event,) = play.events()
-  assert event == Differs((1, 1), "Fails.reset raised OSError: no connection")
-  play.runner.close()  # the next test counts
+  differs = play.restore({"fails": "reset"}, SEED, snapshot, (1, 1))
+  assert differs == ((1, 1), None, "Fails.reset raised OSError: no connection")
+  play.episodes.close()  # the next test counts
 
 
 def test_a_close_that_raises_does_not_change_its_episode(capsys):
@@ -502,7 +507,7 @@ def test_a_close_that_raises_does_not_change_its_episode(capsys):
 
   play = Play(Stubborn, size=1)
   assert play.say("11").correct
-  play.runner.close()
+  play.episodes.close()
   shown = capsys.readouterr().err
   assert (
     "gtpo: Stubborn.close raised OSError: \\x1b[31mno; its episode had ended, and counts" in shown
@@ -514,18 +519,18 @@ def test_discarded_groups_send_no_events_and_are_closed():
   Fails.closed = 0
   Fails.release.clear()
   play = Play(Fails, row={"fails": "hang"}, size=2)
-  play.runner.end_turn(GROUP, 0, play.chat.encode("x<|im_end|>"), True, LEFT)
-  play.runner.discard(GROUP)
+  play.end_turn("x<|im_end|>")
+  play.episodes.discard(GROUP)
   Fails.release.set()
-  play.runner.close()
+  play.episodes.close()
   assert Fails.closed == 2
-  assert play.runner.poll() == []
+  assert play.episodes.poll() == []
 
 
 def test_a_turn_must_be_expected():
   play = Play(Guess)
   play.say("11")
-  with pytest.raises(ValueError, match=r"completion 0 of \(0, 3\) waits for ended"):
+  with pytest.raises(ValueError, match=r"completion 0 of \(0, 3\) waits for no turn"):
     play.say("11")
 
 
@@ -553,11 +558,11 @@ def test_what_cannot_be_an_environment():
       pass
 
   with pytest.raises(UserError, match=r"Methods has no method 'step'; .*from_methods\(Methods\)"):
-    EpisodeRunner(chat, Methods)
+    Environments(chat, Methods)
   with pytest.raises(UserError, match="got an object of type int"):
-    EpisodeRunner(chat, 3)
+    Environments(chat, 3)
   with pytest.raises(UserError, match="an episode needs an environment or a tool"):
-    EpisodeRunner(chat)
+    Environments(chat)
 
 
 def test_prompts_with_what_reset_returns():
@@ -573,8 +578,8 @@ def test_prompts_with_what_reset_returns():
 def test_observed_events_are_in_order():
   play = Play(Guess, size=4)
   for i in (3, 1, 0, 2):
-    play.runner.end_turn(GROUP, i, play.chat.encode("5<|im_end|>"), True, LEFT)
+    play.end_turn("5<|im_end|>", i)
   time.sleep(0.05)
-  events = play.runner.poll()
-  assert [event.index for event in events] == [0, 1, 2, 3]
-  assert all(isinstance(event, Observed) for event in events)
+  events = play.episodes.poll()
+  assert [index for _, index, _ in events] == [0, 1, 2, 3]
+  assert all(isinstance(event, Ask) for _, _, event in events)
