@@ -262,12 +262,12 @@ def serve(args: argparse.Namespace, overrides: list[str]) -> int:
   prepare_jax()
   refuse_cpu_fallback()
   prepare_devices()
-  from gtpo_jax.cli.serve import Options
+  from gtpo_jax.cli.serve import ServeOptions
   from gtpo_jax.cli.serve import serve as run
 
   with _exit_on_failure():
     run(
-      Options(**{name: getattr(args, name) for name in Options._fields}),
+      ServeOptions(**{name: getattr(args, name) for name in ServeOptions._fields}),
       lambda line: print(line, flush=True),
     )
   return 0

@@ -25,7 +25,7 @@ from gtpo_jax.serving.service import Service
 TOKEN_VARIABLE = "GTPO_SERVE_TOKEN"
 
 
-class Options(NamedTuple):
+class ServeOptions(NamedTuple):
   """What is served, and where.
 
   Attributes:
@@ -62,7 +62,7 @@ class Opened(NamedTuple):
   service: Service
 
 
-def open_service(options: Options) -> Opened:
+def open_service(options: ServeOptions) -> Opened:
   """Reads a policy, and starts its generator.
 
   Raises:
@@ -93,7 +93,7 @@ def model_name(model: str) -> str:
   return model.rstrip("/").rpartition("/")[2] if "://" in model else model
 
 
-def serve(options: Options, say: Callable[[str], None]) -> None:
+def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
   """Serves until SIGINT or SIGTERM; answers under way get `STOP_S` seconds, or until a second one.
 
   Args:

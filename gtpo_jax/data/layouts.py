@@ -99,7 +99,7 @@ def to_problem(
   prompt = "prompt" if opens else next((name for name in PROMPTS if name in row), "")
   if "answer" not in needs and prompt:
     used = {prompt, "answer"}
-    fields = Fields(row.get(prompt), row.get("answer"), used, NO_ANSWER_KIND)
+    fields = RowFields(row.get(prompt), row.get("answer"), used, NO_ANSWER_KIND)
     return _problem(row, location, fields, needs)
   names = ", ".join(printable(str(name)) for name in row)[:SHOWN_COLUMNS]
   raise ValueError(
@@ -125,7 +125,7 @@ def to_demonstration(row: Row | ValueError, columns: dict[str, str], location: s
   )
 
 
-class Fields(NamedTuple):
+class RowFields(NamedTuple):
   """What a layout finds in a row.
 
   Attributes:
@@ -145,7 +145,7 @@ class Fields(NamedTuple):
   extra: Mapping[str, Any] = {}
 
 
-def _problem(row: Row, location: str, fields: Fields, needs: Collection[str]) -> Problem:
+def _problem(row: Row, location: str, fields: RowFields, needs: Collection[str]) -> Problem:
   """Returns the problem of a row, with the columns that mean the same in every layout."""
   id = _id(row, fields.id, location)
   kind = _kind(row, fields) or kind_of_columns(row)
@@ -186,15 +186,15 @@ def _letter(choices: Choices, answer: Any, needs: Collection[str]) -> Any:
   return answer  # a user's function reads it
 
 
-def _from_columns(row: Row, columns: dict[str, str]) -> Fields:
+def _from_columns(row: Row, columns: dict[str, str]) -> RowFields:
   prompt, answer = (_column(row, columns[key]) for key in ("prompt", "answer"))
   # A kind that is not the name of a column is the kind of all problems.
   kind = row.get(columns["kind"], columns["kind"]) if "kind" in columns else UNSTATED
   used = {column.split(".")[0] for column in columns.values()} | ({"kind"} & columns.keys())
-  return Fields(prompt, answer, used, kind)
+  return RowFields(prompt, answer, used, kind)
 
 
-def _kind(row: Row, fields: Fields) -> str:
+def _kind(row: Row, fields: RowFields) -> str:
   """Returns the kind that the row states, or else the kind of its layout."""
   stated = None if "kind" in fields.used else row.get("kind")
   kind = fields.kind if stated is None else stated
@@ -249,7 +249,7 @@ def _is_answer(value: Any) -> bool:
   return text is not None and bool(text.strip())
 
 
-def _others(row: Row, fields: Fields) -> Mapping[str, Any]:
+def _others(row: Row, fields: RowFields) -> Mapping[str, Any]:
   """Returns the columns that no other field of a problem holds, and what `extra` holds."""
   left_out = {*fields.used, *NOT_EXTRA}
   names = [name for name in row if isinstance(name, str) and name not in left_out]
@@ -285,61 +285,63 @@ def _column(row: Row, name: str) -> Any:
   return value
 
 
-def _plain(prompt: str, answer: str, row: Row) -> Fields:
+def _plain(prompt: str, answer: str, row: Row) -> RowFields:
   used = {prompt, answer} if answer == "answer" else {prompt}  # TRL's rewards read solution
-  return Fields(row[prompt], row[answer], used)
+  return RowFields(row[prompt], row[answer], used)
 
 
-def _gsm8k(row: Row) -> Fields:
+def _gsm8k(row: Row) -> RowFields:
   answer = row["answer"]
   if not isinstance(answer, str) or "####" not in answer:
     return _plain("question", "answer", row)
   solution, _, last = answer.rpartition("####")
   extra = {"solution": solution.strip()}
-  return Fields(row["question"], last, {"question", "answer"}, extra=extra)
+  return RowFields(row["question"], last, {"question", "answer"}, extra=extra)
 
 
-def _verl(row: Row) -> Fields:
+def _verl(row: Row) -> RowFields:
   truth = _column(row, "reward_model.ground_truth")
   info = row.get("extra_info")
   name = info.get("index") if isinstance(info, Mapping) else None
   if tests := tests_of(truth):
-    return Fields(row["prompt"], None, {"prompt"}, "code", name, tests)
+    return RowFields(row["prompt"], None, {"prompt"}, "code", name, tests)
   if row.get("ability") == "code":
     raise ValueError(
       f"is of ability 'code', but its ground_truth has no tests: {shown(truth)}; write "
       '{"inputs": [...], "outputs": [...]} or a list of asserts'
     )
-  return Fields(row["prompt"], truth, {"prompt"}, id=name)
+  return RowFields(row["prompt"], truth, {"prompt"}, id=name)
 
 
-def _humaneval(row: Row) -> Fields:
+def _humaneval(row: Row) -> RowFields:
   extra = {key: row[key] for key in ("prompt", "test", "entry_point")}
-  return Fields(row["prompt"], row["entry_point"], (), "code", extra=extra)
+  return RowFields(row["prompt"], row["entry_point"], (), "code", extra=extra)
 
 
-def _mbpp(row: Row) -> Fields:
-  return Fields(row.get("text", row.get("prompt")), row.get("task_id"), {"text", "prompt"}, "code")
+def _mbpp(row: Row) -> RowFields:
+  return RowFields(
+    row.get("text", row.get("prompt")), row.get("task_id"), {"text", "prompt"}, "code"
+  )
 
 
-def _stdin(row: Row) -> Fields:
+def _stdin(row: Row) -> RowFields:
   if not row["input_output"]:
     raise ValueError("has no tests: its input_output is empty")
   name = row.get("problem_id")
-  return Fields(row["question"], name, {"question"}, "code", name)
+  return RowFields(row["question"], name, {"question"}, "code", name)
 
 
-def _ifeval(row: Row) -> Fields:
+def _ifeval(row: Row) -> RowFields:
   """IFEval has no answers; a problem's answer is the list of its instructions."""
   names = row["instruction_id_list"]
   if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
     raise ValueError(f"has an instruction_id_list that is not a list: {shown(names)}")
   used = {"prompt", "answer"}
-  return Fields(row["prompt"], ", ".join(names), used, "constraints", row.get("key"))
+  return RowFields(row["prompt"], ", ".join(names), used, "constraints", row.get("key"))
 
 
 # Required columns and what reads them, the most specific first.
-LAYOUTS: tuple[tuple[set[str], Callable[[Row], Fields]], ...] = (
+LAYOUTS: tuple[tuple[set[str], Callable[[Row], RowFields]], ...] = (
   ({"prompt", "reward_model"}, _verl),  # DAPO-Math-17k and the other files of verl
   ({"prompt", "test", "entry_point"}, _humaneval),
   ({"prompt", "instruction_id_list", "kwargs"}, _ifeval),  # IFEval and the training sets like it

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from gtpo_jax.environments.tools import Result, Tools, as_text
+from gtpo_jax.environments.tools import CallResult, Tools, as_text
 from gtpo_jax.environments.turns import (
   Message,
   Step,
@@ -205,17 +205,19 @@ class Player:
     """Ends the episode: another one may get the same environment."""
     give_back(self.environment)
 
-  async def _when_complete(self, turn: Turn, results: Sequence[Result | Awaitable[Result]]) -> Step:
+  async def _when_complete(
+    self, turn: Turn, results: Sequence[CallResult | Awaitable[CallResult]]
+  ) -> Step:
     pending = [result for result in results if inspect.isawaitable(result)]
     complete = iter(await asyncio.gather(*pending))
     return self._results(
       turn, [next(complete) if inspect.isawaitable(result) else result for result in results]
     )
 
-  def _results(self, turn: Turn, results: Sequence[Result]) -> Step:
+  def _results(self, turn: Turn, results: Sequence[CallResult]) -> Step:
     left_out = len(turn.calls) - len(results)
     reason = f"Error: not run, because a turn may have at most {self._parallel_calls} calls"
-    results = [*results, *[Result(reason, True)] * left_out]
+    results = [*results, *[CallResult(reason, True)] * left_out]
     self.failed_calls = (self.failed_calls or 0) + sum(result.failed for result in results)
     if self._role == "user":  # templates may refuse several user messages in a row
       text = "\n\n".join(result.text for result in results)

@@ -41,7 +41,7 @@ _NAMES = {
 }
 
 
-class Result(NamedTuple):
+class CallResult(NamedTuple):
   """What the model reads about a call."""
 
   text: str
@@ -81,7 +81,7 @@ class Tools:
     """Returns the number of tools."""
     return len(self._functions)
 
-  def run(self, call: ToolCall) -> Result | Awaitable[Result]:
+  def run(self, call: ToolCall) -> CallResult | Awaitable[CallResult]:
     """Calls a tool; returns the result, to be awaited if the function is `async`."""
     if call.name not in self._functions:
       names = ", ".join(self._functions)
@@ -97,7 +97,7 @@ class Tools:
       returned = self._functions[call.name](**arguments)
       if inspect.isawaitable(returned):
         return _awaited(returned)
-      return Result(as_text(returned), False)
+      return CallResult(as_text(returned), False)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
       return _raised(error)
 
@@ -150,22 +150,22 @@ def as_text(value: Any) -> str:
   return value.encode("utf-8", "replace").decode("utf-8")
 
 
-async def _awaited(returned: Awaitable[Any]) -> Result:
+async def _awaited(returned: Awaitable[Any]) -> CallResult:
   try:
-    return Result(as_text(await returned), False)
+    return CallResult(as_text(await returned), False)
   except (Exception, SystemExit) as error:
     return _raised(error)
 
 
-def _raised(error: BaseException) -> Result:
+def _raised(error: BaseException) -> CallResult:
   try:
     return _error(f"{type(error).__name__}: {error}")
   except Exception:  # its __str__ raises
     return _error(type(error).__name__)
 
 
-def _error(reason: str) -> Result:
-  return Result(as_text(f"Error: {reason}"[:MAX_ERROR_CHARS]), True)
+def _error(reason: str) -> CallResult:
+  return CallResult(as_text(f"Error: {reason}"[:MAX_ERROR_CHARS]), True)
 
 
 class _Mismatch(Exception):

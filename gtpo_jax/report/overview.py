@@ -11,7 +11,7 @@ import numpy as np
 from gtpo_jax.logs.log_files import LogFile, is_sample
 from gtpo_jax.logs.sessions import duration, read_sessions
 from gtpo_jax.logs.text import visible
-from gtpo_jax.report.runs import Run, RunGroup, number
+from gtpo_jax.report.runs import RunGroup, RunLogs, number
 
 SAMPLES = 3  # completions shown of the first and of the last step
 
@@ -60,7 +60,7 @@ def _training_verdict(group: RunGroup, steps: str) -> str:
   )
 
 
-def execution(run: Run) -> list[tuple[str, str]]:
+def execution(run: RunLogs) -> list[tuple[str, str]]:
   """Returns when, where and how a run was executed, as pairs of name and value."""
   sessions = read_sessions(run.workdir)
   if not sessions:
@@ -80,7 +80,7 @@ def execution(run: Run) -> list[tuple[str, str]]:
   return [(name, visible(str(value))) for name, value in pairs]
 
 
-def judge_cost(run: Run) -> list[tuple[str, str]]:
+def judge_cost(run: RunLogs) -> list[tuple[str, str]]:
   """Returns what a run's judge has cost, as a pair of name and value; [] without a judge.
 
   A step or an evaluation that was repeated counts once.
@@ -110,7 +110,7 @@ def describe_seconds(seconds: float) -> str:
   return f"{seconds // 3600} h {seconds % 3600 // 60} min"
 
 
-def samples(run: Run) -> list[dict[str, Any]]:
+def samples(run: RunLogs) -> list[dict[str, Any]]:
   """Returns completions of the first and of the last step, as the page shows them.
 
   The first step samples from the base model. A run of one step has only that one.
@@ -133,7 +133,7 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def held_out(run: Run) -> tuple[str, str, str] | None:
+def held_out(run: RunLogs) -> tuple[str, str, str] | None:
   """Returns mean@n of the first and the last evaluation, and the interval of the last."""
   key = next((key for row in run.evaluations.values() for key in row if "/mean@" in key), None)
   if key is None:

@@ -21,7 +21,7 @@ from gtpo_jax.report.figures import (
 )
 from gtpo_jax.report.inline_svg import BOX
 from gtpo_jax.report.overview import execution, held_out, judge_cost, samples, settings, verdict
-from gtpo_jax.report.runs import Run, RunGroup, group_runs, number, read_run, run_label
+from gtpo_jax.report.runs import RunGroup, RunLogs, group_runs, number, read_run, run_label
 from gtpo_jax.report.timeline import timeline_figure
 from gtpo_jax.report.truth_figure import truth_figure
 from gtpo_jax.report.viewer import MAX_TOKENS, viewer_data
@@ -114,7 +114,7 @@ def _legend(groups: Sequence[RunGroup]) -> str:
   return smoothing + (seeds if has_seeds else "") + interval
 
 
-def _row(color: int, group: RunGroup, run: Run) -> dict[str, Any]:
+def _row(color: int, group: RunGroup, run: RunLogs) -> dict[str, Any]:
   """Returns a run's row in the table of runs."""
   last = run.rows[run.steps]
   split = time_split(RunGroup(group.label, (run,)))

@@ -29,7 +29,7 @@ REQUIRED = {"reward/mean", "entropy/mean", "time/step"}  # metrics that every st
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunLogs:
   """The config and the metrics of a workdir."""
 
   workdir: Path
@@ -60,7 +60,7 @@ class RunGroup:
   """Runs of one config with different seeds. Unrelated to a group of completions."""
 
   label: str
-  runs: tuple[Run, ...]
+  runs: tuple[RunLogs, ...]
 
   def series(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns a metric over the m steps that every run has reached.
@@ -102,7 +102,7 @@ class RunGroup:
     return [part[1] for part in parts if (part[0], part[-1]) == ("source", "accuracy")]
 
 
-def read_run(workdir: Path) -> Run:
+def read_run(workdir: Path) -> RunLogs:
   """Reads a workdir.
 
   Raises:
@@ -133,10 +133,10 @@ def read_run(workdir: Path) -> Run:
   left_out = tuple(step for step in settings if settings[step] != settings[max(settings)])
   for step in left_out:
     del evaluations[step]
-  return Run(workdir, config, rows, evaluations, left_out)
+  return RunLogs(workdir, config, rows, evaluations, left_out)
 
 
-def group_runs(runs: Sequence[Run]) -> list[RunGroup]:
+def group_runs(runs: Sequence[RunLogs]) -> list[RunGroup]:
   """Groups runs that differ only in seed, and labels each group by the fields that differ.
 
   Raises:
@@ -147,7 +147,7 @@ def group_runs(runs: Sequence[Run]) -> list[RunGroup]:
   for path in paths:
     if paths.count(path) > 1:
       raise UserError(f"workdir {path!r} is listed twice")
-  groups: list[list[Run]] = []
+  groups: list[list[RunLogs]] = []
   for run in runs:
     group = next((g for g in groups if not _differing(g[0].config, run.config)), None)
     if group:
@@ -168,7 +168,7 @@ def group_runs(runs: Sequence[Run]) -> list[RunGroup]:
   ]
 
 
-def run_label(group: RunGroup, run: Run) -> str:
+def run_label(group: RunGroup, run: RunLogs) -> str:
   """Returns the label of a run: its group's, and the seed if the group has several runs."""
   return f"{group.label}, seed {run.config['seed']}" if len(group.runs) > 1 else group.label
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 
 from gtpo_jax.rewards.math.extraction import MAX_CHARS, extract
 from gtpo_jax.rewards.math.normalize import SPACE
-from gtpo_jax.rewards.math.values import Group, Number, Value, read
+from gtpo_jax.rewards.math.values import Composite, Number, Value, read
 from gtpo_jax.rewards.plain import choice_vote, exact_vote
 from gtpo_jax.rewards.synthetic import forks_digits, last_number
 
@@ -30,13 +30,13 @@ def _canonical(value: Value) -> Value:
   """Returns equal objects for equal values: decimal places are dropped, and sets are sorted."""
   if isinstance(value, Number):
     return Number(value.value, value.percent)
-  if isinstance(value, Group):
+  if isinstance(value, Composite):
     items = [_canonical(item) for item in value.items]
     if value.kind == "named":  # x = 1, y = 2
       pairs = sorted(zip(value.names, items, strict=True), key=repr)
-      return Group("named", tuple(item for _, item in pairs), tuple(name for name, _ in pairs))
+      return Composite("named", tuple(item for _, item in pairs), tuple(name for name, _ in pairs))
     ordered = value.kind not in ("list", "{}", "union")
-    return Group(value.kind, tuple(items if ordered else sorted(items, key=repr)), value.names)
+    return Composite(value.kind, tuple(items if ordered else sorted(items, key=repr)), value.names)
   return value
 
 

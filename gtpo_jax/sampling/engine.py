@@ -192,7 +192,7 @@ class Engine:
       settings: see `sampling`.
 
     Yields:
-      What `Sampling.step` returns.
+      What `BufferSession.step` returns.
     """
     sampling = self.sampling(params, buffer, **settings)
     while sampling.busy:
@@ -207,7 +207,7 @@ class Engine:
     stream_interval: int | None = None,
     prompts_at_once: int | None = None,
     longest_prompt: int | None = None,
-  ) -> Sampling:
+  ) -> BufferSession:
     """Returns the sampling of a buffer, which has not begun.
 
     Completions that have tokens already go on after them, possibly with other parameters: these
@@ -235,10 +235,10 @@ class Engine:
       sampling_params,
       longest_prompt or max(map(len, buffer.prompts), default=1),
     )
-    return Sampling(self, session, buffer)
+    return BufferSession(self, session, buffer)
 
 
-class Sampling:
+class BufferSession:
   """A session that samples the completions of a buffer.
 
   Attributes:

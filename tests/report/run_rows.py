@@ -1,14 +1,14 @@
 """Builds runs from rows of metrics, without training."""
 
 from gtpo_jax.config import Config, flatten, to_dict
-from gtpo_jax.report.runs import Run
+from gtpo_jax.report.runs import RunLogs
 
 
 def make_run(workdir, rows, evaluations=None, **changes):
   """Returns a run of the default config. `changes` are fields, with `__` instead of dots."""
   fields = {key.replace("__", "."): value for key, value in changes.items()}
   config = flatten(to_dict(Config())) | fields
-  return Run(workdir, config, {i + 1: row for i, row in enumerate(rows)}, evaluations or {})
+  return RunLogs(workdir, config, {i + 1: row for i, row in enumerate(rows)}, evaluations or {})
 
 
 def rewards(*values):

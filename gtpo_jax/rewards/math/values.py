@@ -36,7 +36,7 @@ class Number(NamedTuple):
   places: int = 0
 
 
-class Group(NamedTuple):
+class Composite(NamedTuple):
   """Several values in one answer, such as a tuple, a set or an interval.
 
   It is unrelated to a group of completions.
@@ -54,7 +54,7 @@ class Group(NamedTuple):
   names: tuple = ()
 
 
-Value = Number | Group | str  # words, dates and times are strings
+Value = Number | Composite | str  # words, dates and times are strings
 
 _DIGITS = r"\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+"
 _NUMBER = re.compile(
@@ -114,10 +114,10 @@ def read(text: str) -> tuple[str, Value | None]:
 
 def same(a: Value, b: Value) -> bool | None:
   """Returns whether two values are equal, or None if both have numbers known only to be huge."""
-  if isinstance(a, Group) and isinstance(b, Group):
+  if isinstance(a, Composite) and isinstance(b, Composite):
     return _same_groups(a, b)
-  if isinstance(a, Group) or isinstance(b, Group):
-    group, other = (a, b) if isinstance(a, Group) else (b, a)
+  if isinstance(a, Composite) or isinstance(b, Composite):
+    group, other = (a, b) if isinstance(a, Composite) else (b, a)
     return same(group.items[0], other) if len(group.items) == 1 else False
   if isinstance(a, str) or isinstance(b, str):
     return a == b
@@ -177,17 +177,17 @@ def _value(text: str, depth: int = 0) -> Value | None:
     return number
   value = exact_value(text)
   if value is None and _ROW.fullmatch(text):
-    return Group("row", tuple(Number(Fraction(item)) for item in text.split(" ")))
+    return Composite("row", tuple(Number(Fraction(item)) for item in text.split(" ")))
   return _group(text, depth) if value is None else Number(value)
 
 
-def _group(text: str, depth: int) -> Group | None:
+def _group(text: str, depth: int) -> Composite | None:
   """Parses an interval, tuple, set, union or list. Returns None if an item has no value."""
   if text.startswith("\\pm"):
     number = _value(text[3:].strip(), depth + 1)
     if not isinstance(number, Number):
       return None
-    return Group("list", (number, number._replace(value=-number.value)))
+    return Composite("list", (number, number._replace(value=-number.value)))
   for command, bracket in (("\\{", "{"), ("\\}", "}"), ("\\lbrace", "{"), ("\\rbrace", "}")):
     text = text.replace(command, bracket)
   kind = "list"
@@ -212,8 +212,8 @@ def _group(text: str, depth: int) -> Group | None:
   if None in items:
     return None
   if "" not in names and len(set(names)) == len(names) and kind in ("list", "()"):
-    return Group("named", items, tuple(re.sub(r"[\s=:]", "", name) for name in names))
-  return Group(kind, items)
+    return Composite("named", items, tuple(re.sub(r"[\s=:]", "", name) for name in names))
+  return Composite(kind, items)
 
 
 def _split(text: str, separator: re.Pattern) -> list[str] | None:
@@ -270,7 +270,7 @@ def _has_endless_decimals(value: Fraction) -> bool:
   return 10 ** value.denominator.bit_length() % value.denominator != 0
 
 
-def _same_groups(a: Group, b: Group) -> bool | None:
+def _same_groups(a: Composite, b: Composite) -> bool | None:
   if len(a.items) != len(b.items):
     return False
   kinds = {a.kind, b.kind}

@@ -30,7 +30,7 @@ from gtpo_jax.rewards.math.arithmetic import CLOSE, MAX_DEPTH, OPEN
 from gtpo_jax.rewards.math.dapo import dapo_correct
 from gtpo_jax.rewards.math.extraction import MAX_CHARS, extract, gold_answer
 from gtpo_jax.rewards.math.normalize import SPACE, clean
-from gtpo_jax.rewards.math.values import Group, read, same
+from gtpo_jax.rewards.math.values import Composite, read, same
 from gtpo_jax.rewards.math.worker_pool import WorkerPool, shared_pool, wait_all
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
@@ -166,7 +166,7 @@ def compare(gold: str, answer: str) -> bool | Undecided | None:
     # The gold answer is a word and the answer is not. math-verify would read a word as a product of
     # letters and accept "evil" for "live".
     return False
-  elif any(isinstance(x, Group) and x.kind == "row" for x in (gold_value, answer_value)):
+  elif any(isinstance(x, Composite) and x.kind == "row" for x in (gold_value, answer_value)):
     return False
   if _depth(answer) > MAX_DEPTH or _TOO_COSTLY.search(answer):
     return None

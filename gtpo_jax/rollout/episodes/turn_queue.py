@@ -22,7 +22,7 @@ from gtpo_jax.environments.writers import Ask, Drawn
 from gtpo_jax.runtime.distributed import broadcast_from_first
 from gtpo_jax.runtime.signals import Stopped
 from gtpo_jax.sampling.buffer import OF_TOKENS, CompletionBuffer, Pair, Tokens
-from gtpo_jax.sampling.engine import Sampling
+from gtpo_jax.sampling.engine import BufferSession
 from gtpo_jax.sampling.session import Request
 from gtpo_jax.serving.outputs import new_search
 
@@ -42,7 +42,7 @@ class TurnQueue:
   """
 
   def __init__(
-    self, episodes: Episodes | None, chat: Chat, sampling: Sampling, groups: Sequence[Hashable]
+    self, episodes: Episodes | None, chat: Chat, sampling: BufferSession, groups: Sequence[Hashable]
   ):
     """Args:
     episodes: plays them; None if each completion is one turn.
