@@ -60,16 +60,14 @@ class TurnQueue:
     self._groups = list(groups)
     self._rows = {group: row for row, group in enumerate(groups)}
     self._playing: set[Pair] = set()  # completions whose episodes have not ended
-    self._conversations: dict[Pair, _Conversations] = {}  # of agents
+    self._agent_rows: dict[Pair, _AgentRow] = {}
     if not episodes:
       return
     results = lambda: [[x is None for x in episodes.results(group)] for group in groups]
     playing = np.asarray(broadcast_from_first(results), bool).reshape(buffer.finished.shape)
     self._playing = {(i, j) for i, j in np.argwhere(playing).tolist()}
     if episodes.rules.start:  # of agents, whose first requests are waited for
-      self._conversations = {
-        pair: _Conversations(buffer, *pair) for pair in np.ndindex(playing.shape)
-      }
+      self._agent_rows = {pair: _AgentRow(buffer, *pair) for pair in np.ndindex(playing.shape)}
       most = episodes.rules.limits.max_conversations
       buffer.limits[:] = 0
       buffer.begins = np.full((*playing.shape, most), buffer.tokens.shape[2], np.int32)
@@ -139,7 +137,7 @@ class TurnQueue:
 
   def _answer(self, i: int, j: int) -> None:
     """Passes the turn of a completion on to its episode."""
-    if self._conversations and not self._conversations[i, j]:  # it waits for the first request
+    if self._agent_rows and not self._agent_rows[i, j]:  # it waits for the first request
       return
     buffer = self._buffer
     turn = {name: x[buffer.turn_begin(i, j) :] for name, x in buffer.tokens_of(i, j).items()}
@@ -163,8 +161,8 @@ class TurnQueue:
     self.read_again += sum(len(request.tokens) for request in requests)
     ended = [(i, j) for i, j, _ in news["ended"]]
     for i, j, stop in news["ended"]:
-      if self._conversations:
-        self._conversations.pop((i, j)).end(stop != Stop.MAX_TOKENS)
+      if self._agent_rows:
+        self._agent_rows.pop((i, j)).end(stop != Stop.MAX_TOKENS)
     self.waiting -= {*ended, *(request.name for request in requests)}
     self._playing -= set(ended)
     return ended
@@ -177,7 +175,7 @@ class TurnQueue:
     if limit is None:  # of an environment
       buffer.read(i, j, tokens)
       return buffer.request(i, j)
-    key = self._conversations[i, j].turn_to(number, tokens)
+    key = self._agent_rows[i, j].turn_to(number, tokens)
     buffer.limits[i, j] = buffer.length(i, j) + len(tokens) + limit
     buffer.read(i, j, tokens)
     strings = new_search(self._chat, stop)
@@ -200,8 +198,8 @@ class _Conversation:
   tokens: Tokens | None
 
 
-class _Conversations(list[_Conversation]):
-  """The conversations of a completion. One of them is in its row of the buffer."""
+class _AgentRow(list[_Conversation]):
+  """The conversations of an agent's completion, one of which is in its row of the buffer."""
 
   def __init__(self, buffer: CompletionBuffer, i: int, j: int):
     super().__init__()
