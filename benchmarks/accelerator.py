@@ -31,7 +31,7 @@ import jax
 
 from gtpo_jax.arrays import Rewards
 from gtpo_jax.config import Config, default_config, freeze
-from gtpo_jax.config.trainer import run_optimizer, run_update
+from gtpo_jax.config.updates import run_optimizer, run_update
 from gtpo_jax.models import PRESETS, init_params
 from gtpo_jax.models.params import matmul_params
 from gtpo_jax.planning.roofline import sample_seconds, update_flops

@@ -32,7 +32,7 @@ import jax
 
 from gtpo_jax import config as configs
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
-from gtpo_jax.config.trainer import run_optimizer
+from gtpo_jax.config.updates import run_optimizer
 from gtpo_jax.models import init_params
 from gtpo_jax.planning.run_programs import build_model
 from gtpo_jax.storage.paths import list_files, storage_path

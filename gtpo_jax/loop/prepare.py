@@ -10,7 +10,7 @@ import jax
 from gtpo_jax.checkpoint.provenance import provenance_of
 from gtpo_jax.config import Config
 from gtpo_jax.config.mesh_choice import check_divisible, proposing_mesh
-from gtpo_jax.config.trainer import fit_update
+from gtpo_jax.config.updates import fit_update
 from gtpo_jax.data.records import Problem, Problems
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.trackers import check_trackers

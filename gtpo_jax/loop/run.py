@@ -16,7 +16,7 @@ from gtpo_jax.checkpoint.opening import frozen_params
 from gtpo_jax.checkpoint.provenance import check_provenance
 from gtpo_jax.checkpoint.workdir import Claim
 from gtpo_jax.config import Config
-from gtpo_jax.config.trainer import run_optimizer, run_update
+from gtpo_jax.config.updates import run_optimizer, run_update
 from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.logs.credit import repair_credit, write_credit
 from gtpo_jax.logs.credit_scores import step_metrics

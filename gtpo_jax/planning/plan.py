@@ -12,7 +12,7 @@ import jax
 
 from gtpo_jax.config import Config, resolve_model, with_compute_dtype
 from gtpo_jax.config.mesh_choice import proposing_mesh
-from gtpo_jax.config.trainer import RESERVE
+from gtpo_jax.config.updates import RESERVE
 from gtpo_jax.config.workloads import SAMPLING
 from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.models.transformer import Transformer

@@ -15,7 +15,7 @@ from gtpo_jax.arrays import Prompts
 from gtpo_jax.checkpoint.architectures import teacher_model
 from gtpo_jax.config import Config, resolve_model
 from gtpo_jax.config.mesh_choice import check_divisible
-from gtpo_jax.config.trainer import fit_update, frozen_bytes, run_demand, run_optimizer, run_update
+from gtpo_jax.config.updates import fit_update, frozen_bytes, run_demand, run_optimizer, run_update
 from gtpo_jax.config.workloads import SAMPLING, run_workloads
 from gtpo_jax.models.attention.causal import attention_kind
 from gtpo_jax.models.decode import DecodeParams

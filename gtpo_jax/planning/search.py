@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from gtpo_jax.checkpoint.architectures import teacher_architecture
 from gtpo_jax.config import Config, flatten, freeze, resolve_model, to_dict
 from gtpo_jax.config.mesh_choice import all_meshes
-from gtpo_jax.config.trainer import micro_batch_counts, tokens_per_part, update_bytes
+from gtpo_jax.config.updates import micro_batch_counts, tokens_per_part, update_bytes
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.params import matmul_params
 from gtpo_jax.models.quantize import FORMATS

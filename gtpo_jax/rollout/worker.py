@@ -11,7 +11,7 @@ import jax
 
 from gtpo_jax.checkpoint.architectures import teacher_model
 from gtpo_jax.config import Config, resolve_model
-from gtpo_jax.config.trainer import run_demand
+from gtpo_jax.config.updates import run_demand
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.data.chat_template import TOKENIZER_DIR
 from gtpo_jax.data.records import Problem

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from gtpo_jax.config import Config, default_config, freeze
-from gtpo_jax.config.trainer import describe_update, fit_update, update_bytes
+from gtpo_jax.config.updates import describe_update, fit_update, update_bytes
 from gtpo_jax.models import PRESETS
 from gtpo_jax.models.config import REMAT
 from gtpo_jax.runtime.chips import CHIPS

@@ -15,7 +15,7 @@ import zlib
 import jax
 
 import gtpo_jax.checkpoint.steps
-import gtpo_jax.config.trainer
+import gtpo_jax.config.updates
 import gtpo_jax.loop.evaluations
 import gtpo_jax.warm_start
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
@@ -117,7 +117,7 @@ def after(owner, name, reached):
 def mark(point, reached):
   """Wraps the program so that it calls `reached` whenever it reaches a point."""
   original_evaluation = gtpo_jax.loop.evaluations.evaluate_run
-  make_update = gtpo_jax.config.trainer.make_update
+  make_update = gtpo_jax.config.updates.make_update
   save = Checkpoints.save
 
   def evaluate_run(*args, **kwargs):
@@ -156,7 +156,7 @@ def mark(point, reached):
           reached()
         return result
 
-    gtpo_jax.config.trainer.make_update = lambda *args, **kwargs: MarkedUpdate(
+    gtpo_jax.config.updates.make_update = lambda *args, **kwargs: MarkedUpdate(
       make_update(*args, **kwargs)
     )
   elif point == "saving":  # the files are being written

@@ -11,7 +11,7 @@ import pytest
 from plan_cases import needs_cuda_plugin, needs_libtpu, small_config
 
 from gtpo_jax.arrays import Packing
-from gtpo_jax.config.trainer import run_optimizer, run_update
+from gtpo_jax.config.updates import run_optimizer, run_update
 from gtpo_jax.config.workloads import SAMPLING, run_workloads
 from gtpo_jax.models import PRESETS
 from gtpo_jax.planning.collectives import collective_bytes

@@ -8,7 +8,7 @@ import pytest
 from plan_cases import needs_libtpu, small_config
 
 from gtpo_jax.config import resolve_model
-from gtpo_jax.config.trainer import run_optimizer
+from gtpo_jax.config.updates import run_optimizer
 from gtpo_jax.config.workloads import SAMPLING, run_workloads
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.planning.run_programs import RunPrograms, build_engine, build_model

@@ -11,7 +11,7 @@ from experience_cases import (
 )
 
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
-from gtpo_jax.config.trainer import frozen_bytes
+from gtpo_jax.config.updates import frozen_bytes
 from gtpo_jax.logs.display import Display
 from gtpo_jax.loop import train
 from gtpo_jax.models.params import abstract_params

@@ -18,7 +18,7 @@ from gtpo_jax.checkpoint.architectures import teacher_model
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.checkpoint.provenance import check_provenance
 from gtpo_jax.config import resolve_model, resolved_dict
-from gtpo_jax.config.trainer import frozen_bytes, run_demand
+from gtpo_jax.config.updates import frozen_bytes, run_demand
 from gtpo_jax.logs.display import Display
 from gtpo_jax.loop import train as train_run
 from gtpo_jax.models import ModelConfig, Transformer, init_params
