@@ -77,7 +77,7 @@ class Writer:
   """What writes the turns of an episode: here the policy, which draws those of all together.
 
   Attributes:
-    added: what `reset` adds to the prompt; None until the first turn is asked for.
+    added: what `reset` adds to the prompt; None until it is known, and saved turns are repeated.
     repeats: whether the turns so far are those of a snapshot.
   """
 
@@ -134,6 +134,8 @@ class Recorded(Writer):
     if self._adds not in (None, added):
       raise Differs(f"{name}.reset returned something else")
     self._adds = added
+    if not self._saved:
+      self.added = added
 
   async def turn(self, tokens: list[int], *others: Any) -> Drawn:
     """See `Writer`.

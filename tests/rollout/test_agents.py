@@ -64,7 +64,8 @@ late = functools.partial(talk, delay_s=0.02)
 
 def agent_config(slots=0, **env):
   config = config_of("gtpo", **{**SETTINGS, "sampling.slots": slots})
-  return dataclasses.replace(config, env=EnvSection(agent="somewhere:run", workers=64, **env))
+  env = {"workers": 64, **env}
+  return dataclasses.replace(config, env=EnvSection(agent="somewhere:run", **env))
 
 
 @functools.cache
@@ -234,7 +235,7 @@ def test_requests_that_the_endpoint_refuses():
     assert (await client.models.list()).data[0].id == "policy"
     return len(parts) > 1
 
-  batch, _ = collect(agent_config(), wrong)
+  batch, _ = collect(agent_config(workers=5), wrong)  # most agents wait for others to return
   assert set(errors) == {"n", "top_logprobs", "presence_penalty"}
   assert {episode.stop for row in batch.episodes for episode in row} == {"env_done"}
   assert batch.correct.all() and batch.metrics["env/conversations"] == 2
