@@ -4,9 +4,10 @@ import functools
 import importlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from recipe_cases import BONUS, COMPARISONS, WITHOUT_ENTROPY, arrays, random_batch, step, strong
+from recipe_cases import BONUS, COMPARISONS, WITHOUT_ENTROPY, arrays, random_batch, strong
 from slow_reference import BY_ENTROPY, SEQUENCE_LEVEL, TOKEN_LEVEL, TWO_COLLECTIONS
 
 from gtpo_jax.algorithms import make
@@ -81,51 +82,9 @@ def test_the_sums_of_the_shaped_rewards(name, weights, right_unit, wrong_unit):
 
 
 @pytest.mark.parametrize("name", BY_ENTROPY)
-@pytest.mark.some(3)
-def test_the_shares_of_every_set_sum_to_its_size(name):
-  for seed, options in enumerate(options_of(name)):
-    algorithm = make(name, **options)
-    _, units, shares = shape(algorithm, arrays(random_batch(seed + 50)))
-    for share, side in ((shares.plus, units.plus), (shares.minus, units.minus)):
-      sums = np.asarray(share, np.float64).sum(axes_of(algorithm))
-      sizes = np.asarray(side).sum(axes_of(algorithm))
-      np.testing.assert_allclose(sums, sizes, atol=1e-5)
-      assert sizes.max() > 0
-
-
-@pytest.mark.parametrize("name", BY_ENTROPY)
 def test_the_residual_of_every_recipe_is_only_rounding_error(name):
   metrics = make(name).credit_metrics(**arrays(random_batch(51)))
   assert float(metrics["credit/conservation_residual"]) < 1e-5
-
-
-@pytest.mark.parametrize("name", BY_ENTROPY)
-def test_without_entropy_all_units_of_a_side_earn_the_same(name):
-  batch = without_penalty(60)
-  batch["entropy"] = np.where(batch["mask"], 0, batch["entropy"]).astype(np.float32)
-  shaped, units, shares = shape(make(name), arrays(batch))
-  for share, reward, side in (
-    (shares.plus, shaped.plus, units.plus),
-    (shares.minus, shaped.minus, units.minus),
-  ):
-    side = np.asarray(side)
-    np.testing.assert_allclose(np.asarray(share)[side], 1, rtol=1e-6)
-    assert np.ptp(np.asarray(reward)[side]) < 1e-6
-
-
-def test_completions_that_have_ended_are_not_counted():
-  """d_t counts the correct completions alive at step t. If it counted all, the sum would differ."""
-  mask = np.asarray([[[1, 1], [1, 0], [1, 0], [1, 1]]], bool)
-  correct = np.asarray([[True, True, True, False]])
-  batch = {
-    "entropy": np.asarray([[[1, 2], [2, 0], [3, 0], [1, 1]]], np.float32),
-    "mask": mask,
-    "correct": correct,
-    "reward": correct.astype(np.float32),
-  }
-  shaped, _, shares = shape(make("gtpo_v1", alpha=0.5), arrays(batch))
-  assert shares.plus[0, 0, 1] == 1  # the only one alive at its step: not 3 * 2 / 2
-  np.testing.assert_allclose(shaped.plus.sum(), 1.5 * 4, rtol=1e-6)
 
 
 @pytest.mark.parametrize("side", ["plus", "minus"])
@@ -180,14 +139,6 @@ def test_correct_stays_above_0_and_incorrect_below(name, norm_scope):
       assert advantages[group][wrong[group]].mean() < -0.1
 
 
-@pytest.mark.parametrize("name", BY_ENTROPY)
-def test_correct_is_worth_more_than_incorrect(name):
-  batch = without_penalty(80)
-  advantages = np.asarray(advantages_of(strong(name), batch))
-  right, wrong = sides_of(batch)
-  assert advantages[right].mean() > 0.3 and advantages[wrong].mean() < -0.3
-
-
 @pytest.mark.parametrize("name", TWO_COLLECTIONS)
 def test_the_weight_of_the_bonus_does_not_cancel(name):
   """In the trap alpha cancels: any bonus gives the same z-scores."""
@@ -204,13 +155,13 @@ def test_the_weight_of_the_bonus_does_not_cancel(name):
     np.testing.assert_allclose(*trapped, atol=1e-4)
 
 
-def test_a_complete_step_of_the_published_gtpo():
-  batch = without_penalty(82)
-  zeros = np.zeros(batch["mask"].shape, np.float32)
-  policies = {"log_probs": zeros, "log_probs_old": zeros}
-  got = step(make("gtpo"), arrays(batch), arrays(policies))
-  right, wrong = sides_of(batch)
-  grad = np.asarray(got["grad"])
-  # The loss falls as correct tokens become more likely.
-  assert grad[right].mean() < 0 < grad[wrong].mean()
-  assert not grad[~(right | wrong)].any()
+@pytest.mark.parametrize("name", TWO_COLLECTIONS)
+def test_entropy_rewards_correct_units_and_spares_incorrect_ones(name):
+  x = {
+    "entropy": jnp.asarray([[[0.2], [1.5], [0.2], [1.5]]]),
+    "mask": jnp.ones((1, 4, 1), bool),
+    "correct": jnp.asarray([[True, True, False, False]]),
+    "reward": jnp.zeros((1, 4)),
+  }
+  sure, unsure, sure_wrong, unsure_wrong = make(name).advantages(**x).ravel().tolist()
+  assert unsure > sure > 0 > sure_wrong and unsure_wrong > sure_wrong

@@ -91,7 +91,7 @@ def batches(draw, guided):
 @pytest.mark.parametrize(
   ("name", "options"), [(name, {}) for name in NAMES] + OPTIONS, ids=option_id
 )
-@pytest.mark.some(17)
+@pytest.mark.some(9, slow=18)
 def test_nothing_is_nan_or_infinite(name, options):
   algorithm = strong(name, **corrections(name) | options)
 
@@ -139,7 +139,7 @@ def test_the_smallest_and_largest_settings_have_an_effect_that_is_finite(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.some(5)
+@pytest.mark.some(3, slow=9)
 def test_a_batch_of_a_single_token(name):
   one = np.ones((1, 1, 1), bool)
   batch = {"entropy": np.zeros((1, 1, 1)), "mask": one, "correct": one[0], "reward": one[0] * 1.0}

@@ -105,7 +105,7 @@ CASES += [
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=option_id)
-@pytest.mark.some(12, slow=24)
+@pytest.mark.some(9, slow=24)
 def test_the_gradient_equals_central_differences(name, options):
   """The differences are those of the package's loss and of the slow loops, in float64.
 
@@ -167,7 +167,7 @@ def test_the_true_gradient_of_the_sequence_ratio(name, ratio):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.some(9)
+@pytest.mark.some(5, slow=9)
 def test_a_per_token_loss_is_the_sum_over_any_parts(name):
   """Two halves of the shuffled tokens give the same sum, unless tokens depend on each other."""
   algorithm = strong(name, **corrections(name))
@@ -198,7 +198,7 @@ def test_a_per_token_loss_is_the_sum_over_any_parts(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.some(9)
+@pytest.mark.some(4, slow=9)
 def test_the_gradient_flows_only_through_the_new_log_probs(name):
   """Neither does it depend on advantages on padding."""
   algorithm = strong(name, **corrections(name))
@@ -234,15 +234,6 @@ def test_the_gradient_flows_only_through_the_new_log_probs(name):
     assert not (np.abs(advantages[~batch["mask"]]) < 1e29).any()
     np.testing.assert_array_equal(got, total)
     np.testing.assert_array_equal(grads["log_probs"], clean)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_advantages_are_constants(name):
-  algorithm = strong(name)
-  batch = arrays(random_batch(8, name))
-  real = {key: batch[key] for key in ("entropy", "reward", "penalty")}
-  grads = jax.grad(lambda x: (algorithm.advantages(**batch | x) ** 3).sum())(real)
-  assert not any(np.asarray(grad).any() for grad in grads.values())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -74,13 +74,6 @@ def test_masked_entries_have_no_effect(axes):
   np.testing.assert_array_equal(share(broken), share(clean))
 
 
-def test_shares_do_not_depend_on_the_unit_of_entropy():
-  x, mask = random_case(7)
-  nats = relative_entropy(jnp.asarray(x), jnp.asarray(mask), (1,))
-  bits = relative_entropy(jnp.asarray(x / np.log(2, dtype=np.float32)), jnp.asarray(mask), (1,))
-  np.testing.assert_allclose(nats, bits, rtol=1e-5, atol=1e-6)
-
-
 def test_inverse_entropy_stops_at_the_floor():
   inverse = inverse_entropy(jnp.asarray([0.0, 0.005, 0.01, 0.5, 4.0]), 0.01)
   np.testing.assert_allclose(inverse, [100.0, 100.0, 100.0, 2.0, 0.25], rtol=1e-6)

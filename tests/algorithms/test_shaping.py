@@ -1,7 +1,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from gtpo_jax.algorithms import make, shaping
 from gtpo_jax.algorithms.relative_entropy import COMPARE, EntropyWeights, Units, completion_entropy
@@ -85,18 +84,6 @@ def test_correct_and_incorrect_are_never_compared():
   assert np.abs(after.minus - before.minus).max() > 0.01
 
 
-@pytest.mark.parametrize("compare", ["position", "sequence", "matrix"])
-@pytest.mark.parametrize("scope", ["group", "batch"])
-def test_credit_is_conserved(compare, scope):
-  rng = np.random.default_rng(3)
-  mask = np.arange(6) < rng.integers(1, 7, (3, 5))[..., None]
-  correct = rng.random((3, 5)) < 0.5
-  x = make_units(rng.gamma(0.5, 1.0, mask.shape), mask, correct)
-  shaped = shape_by_entropy(x, weights=weights((0.9, 0.4), (0.2, 0.7), compare, scope))
-  np.testing.assert_allclose(shaped.plus.sum(), 1.3 * x.plus.sum(), rtol=1e-5)
-  np.testing.assert_allclose(shaped.minus.sum(), -0.9 * x.minus.sum(), rtol=1e-5)
-
-
 def test_completion_entropy_by_hand():
   entropy = jnp.asarray([[[1.0, 4.0, jnp.nan], [2.0, 2.0, 8.0], [0.0, 1.0, jnp.nan]]])
   mask = jnp.asarray([[[True, True, False], [True, True, True], [True, True, False]]])
@@ -104,13 +91,3 @@ def test_completion_entropy_by_hand():
   geometric = completion_entropy(entropy, mask, "geometric", 0.01)
   np.testing.assert_allclose(arithmetic, [[[2.5], [4.0], [0.5]]], rtol=1e-6)
   np.testing.assert_allclose(geometric, [[[2.0], [32 ** (1 / 3)], [0.1]]], rtol=1e-5)
-
-
-def test_the_arithmetic_mean_is_at_least_the_geometric():
-  rng = np.random.default_rng(0)
-  entropy = jnp.asarray(rng.gamma(1.0, 1.0, (4, 4, 6)) + 0.02, jnp.float32)
-  mask = jnp.ones((4, 4, 6), bool)
-  arithmetic, geometric = (
-    completion_entropy(entropy, mask, mean, 0.01) for mean in ("arithmetic", "geometric")
-  )
-  assert (arithmetic > geometric).all()

@@ -26,25 +26,25 @@ def shell(script, cwd=ROOT, **more):
 @pytest.mark.parametrize(
   "script",
   [
-    pytest.param("$GTPO", marks=pytest.mark.slow),
-    pytest.param("$GTPO <&-", marks=pytest.mark.slow),
-    pytest.param("$GTPO >&-", marks=pytest.mark.slow),
-    pytest.param("$GTPO 2>&-", marks=pytest.mark.slow),
     "$GTPO <&- >&- 2>&-",
+    "$GTPO",
+    "$GTPO <&-",
+    "$GTPO >&-",
+    "$GTPO 2>&-",
     "$GTPO >/dev/full",
     "$GTPO | true; exit ${PIPESTATUS[0]}",
-    pytest.param("nohup $GTPO", marks=pytest.mark.slow),
-    pytest.param("env -u HOME $GTPO", marks=pytest.mark.slow),
+    "nohup $GTPO",
+    "env -u HOME $GTPO",
     "HOME=/proc/no XDG_CACHE_HOME=/proc/no TMPDIR=/proc/no $GTPO",
-    pytest.param("TERM=dumb COLUMNS=20 $GTPO", marks=pytest.mark.slow),
+    "TERM=dumb COLUMNS=20 $GTPO",
     "TERM= COLUMNS=0 LINES=-1 $GTPO",
     "PYTHONIOENCODING=ascii LC_ALL=C $GTPO",
-    pytest.param("LC_ALL=xx_YY.nothing LANG= $GTPO", marks=pytest.mark.slow),
-    pytest.param("ulimit -n 24; $GTPO", marks=pytest.mark.slow),
+    "LC_ALL=xx_YY.nothing LANG= $GTPO",
+    "ulimit -n 24; $GTPO",
     "mkdir /tmp/gtpo_gone_$$ && cd /tmp/gtpo_gone_$$ && rmdir $PWD && $GTPO",
   ],
 )
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=6)
 def test_a_command_in_an_odd_environment(script):
   done = shell(script)
   assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr

@@ -114,7 +114,7 @@ def assert_same_groups(rows, expected):
   assert rows and different <= 1
 
 
-@pytest.mark.parametrize("staleness", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("staleness", [1, pytest.param(3, marks=pytest.mark.manual)])
 def test_groups_are_those_of_whole_batches(staleness):
   """With parameters that do not change, each group equals the one of a run without staleness."""
   config = stale_config(staleness)
@@ -154,13 +154,14 @@ def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it():
   policies = [jax.tree.map(lambda x, k=k: x * (1 + 0.03 * k), params) for k in range(5)]
   mixed = 0
   errors = []
+  jitted_score = jax.jit(score, static_argnums=(0, 4, 5))
   for version, policy in enumerate(policies):
     rollouts = collector.collect(policy, version, print).rollouts
     mask = np.asarray(rollouts.mask)
     versions = np.asarray(rollouts.versions)
     mixed += int(((versions < version) & mask).any(-1).sum())
     for drawn_at in np.unique(versions[mask]):
-      log_probs, entropy = score(
+      log_probs, entropy = jitted_score(
         worker.model, policies[drawn_at], rollouts.prompts, rollouts.tokens, 1.0, 64
       )
       here = mask & (versions == drawn_at)
