@@ -108,6 +108,7 @@ def sample_with_limits(built, limits):
   return engine.rollouts(buffer)
 
 
+@pytest.mark.slow
 def test_entries_are_added_for_slots_that_idle(more_programs):
   """Six entries are enough for four full groups, unless slow completions keep too many."""
   built = mixed(slots=12)

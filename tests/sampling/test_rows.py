@@ -49,7 +49,7 @@ def test_each_row_draws_what_it_draws_by_itself():
 
 
 @given(seed=st.integers(0, 999), top_k=st.integers(0, 12), top_p=st.floats(0, 1))
-@settings(max_examples=50)
+@settings(max_examples=15)
 def test_filters_keep_the_fewest_tokens_that_are_enough(seed, top_k, top_p):
   rng = np.random.default_rng(seed)
   weights = rng.random(10).astype(np.float32) ** 3
@@ -72,7 +72,7 @@ def test_filters_keep_the_fewest_tokens_that_are_enough(seed, top_k, top_p):
 
 
 @given(shards=st.integers(1, 3), seed=st.integers(0, 999))
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_slots_come_and_go(shards, seed):
   """Each completion keeps its count, its key and its prompt, whatever becomes of its slot."""
   rng = np.random.default_rng(seed)

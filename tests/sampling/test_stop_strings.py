@@ -249,7 +249,7 @@ def stop_strings(chats):
 
 
 @pytest.mark.parametrize(("slots", "chunk"), [(64, 16), (5, 4), (3, 1)])
-@pytest.mark.some(1)
+@pytest.mark.some(1, slow=1)
 def test_completions_end_as_if_nothing_was_drawn_after_a_match(
   slots, chunk, expected, chats, stop_strings
 ):

@@ -38,6 +38,7 @@ def taught():
   return run("opd", data=taught_batch(), **TAUGHT)
 
 
+@pytest.mark.slow
 def test_micro_batches_equal_the_full_batch():
   assert taught()[1]["grad_norm"] > 1e-3
   assert_same(taught(), run("opd", data=taught_batch(), micro_batches=4, head_chunk=7, **TAUGHT))
@@ -54,6 +55,7 @@ def test_packed_equals_not_packed():
 
 
 @pytest.mark.devices
+@pytest.mark.manual
 def test_one_device_equals_eight():
   assert_same(taught(), run("opd", mesh_of(2, 2, 1, 2), 2, data=taught_batch(), **TAUGHT))
 

@@ -212,6 +212,7 @@ def plain():
   return run()
 
 
+@pytest.mark.slow
 def test_the_update_is_the_same_in_parts_and_packed():
   assert plain()[1]["distill/divergence"] > 1e-3 and plain()[1]["grad_norm"] > 1e-4
   assert plain()[1]["loss"] == pytest.approx(plain()[1]["distill/divergence"], rel=1e-4)
@@ -237,10 +238,12 @@ def test_a_teacher_with_prompts_of_its_own():
 
 
 @pytest.mark.devices
+@pytest.mark.slow
 def test_one_device_equals_eight():
   assert_same(plain(), run(mesh_of(2, 2, 1, 2), 2))
 
 
+@pytest.mark.slow
 def test_nothing_is_learned_from_a_teacher_that_agrees():
   _, metrics = run(agree=True, distillation=KINDS["reverse_kl"])
   assert metrics["grad_norm"] < 1e-5 and metrics["distill/divergence"] < 1e-5
@@ -258,7 +261,7 @@ def test_the_policy_with_other_prompts_is_a_teacher():
   assert_same(own, run(data=data, agree=True, micro_batches=2))
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_another_algorithm_with_shares():
   distillation = dataclasses.replace(KINDS["reverse_kl"], coef=0.5, credit="entropy")
   both, metrics = run(name="gtpo", distillation=distillation)

@@ -55,7 +55,7 @@ def test_micro_batches_equal_the_full_batch(name):
     ("grpo", (4, 1, 1, 2), 2),
   ],
 )
-@pytest.mark.some(0, slow=1)
+@pytest.mark.some(0, slow=0)
 def test_one_device_equals_eight(name, shape, micro_batches):
   assert_same(plain(name), run(name, mesh_of(*shape), micro_batches))
 

@@ -22,10 +22,10 @@ def assert_same(a, b):
 @pytest.mark.parametrize(
   "settings",
   [
-    {"tis_cap": 1.2, "tis_level": "sequence"},
-    pytest.param({"tis_cap": 1.05}, marks=pytest.mark.slow),
-    pytest.param({"mask_high": 1.05}, marks=pytest.mark.slow),
-    pytest.param({"tis_cap": 2.0, "mask_low": 0.9, "mask_high": 1.05}, marks=pytest.mark.slow),
+    pytest.param({"tis_cap": 1.2, "tis_level": "sequence"}, marks=pytest.mark.manual),
+    pytest.param({"tis_cap": 1.05}, marks=pytest.mark.manual),
+    pytest.param({"mask_high": 1.05}, marks=pytest.mark.manual),
+    {"tis_cap": 2.0, "mask_low": 0.9, "mask_high": 1.05},
   ],
 )
 @pytest.mark.slow
