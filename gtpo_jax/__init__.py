@@ -28,7 +28,7 @@ __all__ = [
 _PACKAGES = ("algorithms", "environments", "models", "rewards")
 _FUNCTIONS = {  # public name: (module, name in the module)
   "default_config": ("config", "default_config"),
-  "load_config": ("config", "load"),
+  "load_config": ("config", "load_config"),
   "steps": ("loop", "steps"),
   "train": ("loop", "train"),
 }

@@ -18,8 +18,19 @@ import pytest
 from command_line import ROOT, SMALL, command_line, environment, gtpo
 
 from gtpo_jax import cli
+from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.logs.text import visible
 from gtpo_jax.rewards import last_number_correct
+
+
+def test_the_closing_line_of_a_run_has_one_of_its_prompts(finished_run):
+  workdir, printed = finished_run
+  (line,) = [line for line in printed.splitlines() if "; try: " in line]
+  *_, model, prompt = shlex.split(line)
+  assert model == f"--model={workdir}"
+  assert prompt.removeprefix("--prompt=") in {
+    row["prompt"] for row in read_jsonl(workdir / "samples.jsonl")
+  }
 
 
 def test_train_prints_its_result(finished_run):

@@ -11,8 +11,9 @@ import subprocess
 import jax
 import numpy as np
 import pytest
-from command_line import ROOT, SMALL, TRAIN, gtpo
+from command_line import ROOT, SMALL, TRAIN, command_line, environment, gtpo
 from flax.traverse_util import flatten_dict
+from hub import TOKEN, hub
 
 from gtpo_jax import cli
 from gtpo_jax.cli.export import base_model, model_card, tokenizer_note
@@ -157,7 +158,9 @@ def test_the_model_card(exported, run):
   }
   config = json.loads((run / "config.json").read_text())
   keys = [key for key in flatten(config) if not key.startswith("algorithm.")]
-  assert not [key for key in keys if key not in rows]
+  assert [key for key in keys if key not in rows] == ["model.path"]
+  changed = text.partition("All settings")[0]
+  assert "| batch.group | 4 |" in changed and "sampling.temperature" not in changed
   assert rows["algorithm.name"] == "| algorithm.name | gtpo |"
   assert rows["batch.group"] == "| batch.group | 4 |"
   assert "None" not in rows["algorithm.alpha2"]
@@ -182,6 +185,9 @@ def test_no_name_changes_the_layout_of_the_card():
   assert r"| &lt;b>\|/mean@2 | 0.5 | 0.5 |" in card
   assert "# &lt;b> # c, trained by gtpo\n" in card and "from `<b> # c`" in card
   assert "````\ngtpo export '```'\n````" in card
+  config = freeze({"model": {"path": "/hf/mine"}})
+  card = model_card(config, 1, [row], "gtpo export", "/hf/mine")
+  assert "# mine, trained by gtpo\n" in card and "| model.preset |" not in card
 
 
 def test_the_name_of_the_base_model(tmp_path, monkeypatch):
@@ -360,6 +366,32 @@ def test_only_the_adapters_are_trained_and_the_run_resumes(adapted, exported, gt
   assert status == 2
   assert "model.lora_rank" in err
   assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_an_export_is_pushed_to_a_hub(run, tmp_path):
+  """A token that may not write is refused before anything is written here."""
+  stored = {}
+  line = command_line("export", f"--workdir={run}", f"--out={tmp_path / 'out'}", "--push=us/mine")
+  with hub(stored) as address:
+    variables = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    start = lambda token: subprocess.run(
+      line,
+      env={**environment(), **variables, "HF_TOKEN": token},
+      capture_output=True,
+      text=True,
+      timeout=300,
+    )
+    refused = start("hf_another")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "--push=us/mine: the hub refused it (" in refused.stderr
+    assert refused.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+    done = start(TOKEN)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.endswith(f"\npushed to {address}/us/mine\n")
+  files = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+  assert {"config.json", "model.safetensors", "README.md"} <= files.keys()
+  assert stored == {"us/mine": files}
 
 
 @pytest.mark.slow

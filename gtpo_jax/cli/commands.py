@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gtpo_jax.cli.samples import print_samples
+from gtpo_jax.cli.samples import print_samples, sampled_prompt
 from gtpo_jax.runtime.cluster.agreement import agree, announce_failure, process_identity
 from gtpo_jax.runtime.cluster.joining import join_processes
 from gtpo_jax.runtime.device_errors import explain
@@ -140,8 +140,8 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
       sys.stdout.flush()
       os._exit(status)
     return status
-  model = shlex.quote(f"--model={args.workdir}")
-  display.say(f"curves: {args.workdir / 'curves.png'}; try: {program} sample {model} --prompt=...")
+  words = ["sample", f"--model={args.workdir}", f"--prompt={sampled_prompt(args.workdir)}"]
+  display.say(f"curves: {args.workdir / 'curves.png'}; try: {program} {shlex.join(words)}")
   return 0
 
 
@@ -276,20 +276,24 @@ def serve(args: argparse.Namespace, overrides: list[str]) -> int:
 @_in_all_processes
 def export(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo export`."""
-  from gtpo_jax.cli.export import export_policy
-  from gtpo_jax.runtime.distributed import is_first_process
+  from gtpo_jax.cli.export import create_on_hub, export_policy, upload
+  from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
 
   if args.adapter and args.dtype:
     raise UserError("--dtype applies only to complete models; adapters are always float32")
   values = {"workdir": args.workdir, "out": args.out, "step": args.step, "dtype": args.dtype}
   options = [f"--{name}={value}" for name, value in values.items() if value is not None]
   command = ["gtpo", "export", *options, *(["--adapter"] if args.adapter else [])]
+  if args.push:
+    broadcast_from_first(lambda: create_on_hub(args.push))
   with _stderr_display(sys.stderr.isatty()).waiting(f"writing {args.out}"):
     done = export_policy(
       args.workdir, args.out, shlex.join(command), args.step, args.dtype, args.adapter
     )
   if is_first_process():
     print(done)
+    if args.push:
+      print(upload(args.out, args.push))
   return 0
 
 

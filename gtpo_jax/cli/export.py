@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_jax.algorithms import RECIPES
-from gtpo_jax.config import Config, flatten, resolved_dict
+from gtpo_jax.config import AlgorithmSection, Config, flatten, resolved_dict
 from gtpo_jax.data.chat import Chat, load_chat
 from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.logs.text import visible
 from gtpo_jax.models import save, save_adapter
 from gtpo_jax.models.hf.folder import is_hf_folder
 from gtpo_jax.rollout.policies import open_policy
-from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.errors import RunError, UserError, first_line
 
+HUB_NAME = r"[\w.-]+/[\w.-]+"
 PACKAGES = ("gtpo_jax", "jax", "flax", "optax", "transformers")
 CARD_METRICS = (
   "reward/mean",
@@ -30,6 +31,27 @@ CARD_METRICS = (
   "loss",
   "grad_norm",
 )
+USE = """## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this folder, or its name on the hub
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+```
+
+`gtpo serve --model=FOLDER` serves it, and so does vLLM."""
+ADAPTER_USE = """## Use
+
+```python
+from peft import AutoPeftModelForCausalLM
+
+folder = "."  # this folder, or its name on the hub
+model = AutoPeftModelForCausalLM.from_pretrained(folder)
+```
+
+vLLM serves it beside its base model (`--enable-lora`)."""
 LLAMA_CPP_NOTE = """## llama.cpp
 
 This folder has the small tokenizer of gtpo_jax. llama.cpp's `convert_hf_to_gguf.py` identifies a
@@ -100,6 +122,45 @@ def export_policy(
   return f"step {step} of {workdir} -> {out} ({content})"
 
 
+def create_on_hub(name: str) -> None:
+  """Creates a private model on the hub, unless it exists already.
+
+  Raises:
+    UserError: this is no name of a model, or the hub refuses it, such as without a token.
+  """
+  from huggingface_hub import HfApi
+
+  if not re.fullmatch(HUB_NAME, name):
+    raise UserError(f"--push needs OWNER/NAME, got {name!r}")
+  try:
+    HfApi().create_repo(name, private=True, exist_ok=True)
+  except Exception as error:  # from the hub or the network library
+    raise UserError(
+      f"--push={name}: the hub refused it ({first_line(error)[:160]}); run `hf auth login`, or set "
+      "HF_TOKEN to a token that may write"
+    ) from error
+
+
+def upload(folder: Path, name: str) -> str:
+  """Uploads an exported folder to a model of the hub; returns a line that says where it is.
+
+  Raises:
+    RunError: the upload failed. The folder is complete and can be uploaded later.
+  """
+  from huggingface_hub import HfApi
+
+  try:
+    commit = HfApi().upload_folder(
+      repo_id=name, folder_path=folder, commit_message="Export of gtpo_jax"
+    )
+  except Exception as error:  # from the hub or the network library
+    raise RunError(
+      f"--push={name}: the upload failed ({first_line(error)[:160]}); {str(folder)!r} is complete, "
+      f"upload it with: hf upload {name} {folder}"
+    ) from error
+  return f"pushed to {commit.repo_url}"
+
+
 def base_model(path: str) -> str:
   """Returns a name of the base model that does not depend on the working directory.
 
@@ -130,8 +191,9 @@ def model_card(
 ) -> str:
   """Returns the text of the model card, README.md.
 
-  It contains the base model, the data, the algorithm, all settings, the metrics at `step`, the
-  first and the last evaluation up to it, the versions, and the export command.
+  It contains the base model, the data, the algorithm, how to load the folder, the metrics at
+  `step`, the first and the last evaluation up to it, all settings, the versions, and the export
+  command.
 
   Args:
     config: the run's config.
@@ -149,16 +211,22 @@ def model_card(
   rows = [row for row in rows if row["step"] <= step]
   metrics = {key: (rows[-1][key],) for key in CARD_METRICS if rows and key in rows[-1]}
   settings = {key: (value,) for key, value in resolved_settings(config).items()}
+  defaults = resolved_settings(Config(algorithm=AlgorithmSection(name=name)))
+  changed = {key: value for key, value in settings.items() if (defaults.get(key),) != value}
+  settings.pop("model.preset" if config.model.path else "model.path")
+  all_settings = _table("All settings", ("setting", "value"), settings)
   versions = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
   parts = [
     _header(name, base, "peft" if adapter else "transformers"),
-    f"# {_plain(base or config.model.preset)}, trained by {name}",
+    f"# {_plain(os.path.basename(base) or config.model.preset)}, trained by {name}",
     f"Reinforcement learning by `{name}` ({RECIPES[name].paper}) on {_code(config.data.train)}: "
     f"{step} steps of {config.batch.prompts} prompts x {config.batch.group} completions, "
     f"from {origin}.",
+    ADAPTER_USE if adapter else USE,
     _evaluation_table(rows, step),
     _table(f"Step {step}", ("metric", "value"), metrics),
-    _table("Settings", ("setting", "value"), settings),
+    _table("Settings that differ from the defaults", ("setting", "value"), changed),
+    f"<details><summary>All settings</summary>\n\n{all_settings}\n\n</details>",
     note,
     f"## Versions\n\n{versions}, Python {platform.python_version()}",
     f"## Command\n\n{_fence(command, 3)}\n{command}\n{_fence(command, 3)}",

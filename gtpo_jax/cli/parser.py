@@ -223,6 +223,9 @@ def _add_export(parser: _Parser) -> None:
   parser.add_argument(
     "--adapter", action="store_true", help="write only the LoRA adapters, as a PEFT folder"
   )
+  parser.add_argument(
+    "--push", metavar="OWNER/NAME", help="also upload the folder to this model of the hub"
+  )
 
 
 def _add_plan(parser: _Parser) -> None:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gtpo_jax.cli.play import parse_row, print_episodes
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
   from gtpo_jax.logs.display import Display
 
 STREAM_INTERVAL = 4  # tokens between updates on a terminal
+SHOWN_PROMPT = 80  # characters of a prompt in a command to try
+
+
+def sampled_prompt(workdir: Path) -> str:
+  """Returns the last prompt of a run's samples; "..." if there is none that fits into a command."""
+  from gtpo_jax.logs.log_files import read_jsonl
+
+  rows = read_jsonl(workdir / "samples.jsonl")
+  prompt = str(rows[-1]["prompt"]) if rows else ""
+  return prompt if prompt.isprintable() and 0 < len(prompt) <= SHOWN_PROMPT else "..."
 
 
 def print_samples(args: argparse.Namespace, overrides: Sequence[str], display: Display) -> int:

@@ -1,12 +1,20 @@
 """The configuration of a run."""
 
-from gtpo_jax.config.config_files import default_config, difference, freeze, load, override
+from gtpo_jax.config.config_files import (
+  default_config,
+  difference,
+  freeze,
+  load,
+  load_config,
+  override,
+)
 from gtpo_jax.config.data_sections import DataSection, EnvSection, RewardSection
 from gtpo_jax.config.resolve import ResolvedModel, resolve_model, with_compute_dtype
 from gtpo_jax.config.run_config import Config, flatten, resolved_dict, to_dict
-from gtpo_jax.config.sections import MeshSection, ModelSection, SamplingSection
+from gtpo_jax.config.sections import AlgorithmSection, MeshSection, ModelSection, SamplingSection
 
 __all__ = [
+  "AlgorithmSection",
   "Config",
   "DataSection",
   "EnvSection",
@@ -20,6 +28,7 @@ __all__ = [
   "flatten",
   "freeze",
   "load",
+  "load_config",
   "override",
   "resolve_model",
   "resolved_dict",

@@ -20,6 +20,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, config_dict, config_flags
 
+from gtpo_jax.config.describe import foreign_name
 from gtpo_jax.config.run_config import Config, flatten, resolved_dict, to_dict
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 
@@ -33,6 +34,14 @@ CONFIGS = _PACKAGED if _PACKAGED.is_dir() else _PACKAGE.parent / "configs"
 def default_config() -> ConfigDict:
   """Returns every field at its default, as a ConfigDict; `configs/base.py` returns this."""
   return _to_config_dict(Config())
+
+
+def load_config(path: str, overrides: Sequence[str] = ()) -> ConfigDict:
+  """Returns a config file's settings as a ConfigDict, in which a program may change them.
+
+  Args and errors are those of `load`.
+  """
+  return _to_config_dict(load(path, overrides))
 
 
 def freeze(values: Mapping[str, Any]) -> Config:
@@ -147,7 +156,7 @@ def _find_file(path: str) -> Path:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-  valid = flatten(to_dict(Config()))
+  valid = _valid_keys()
   for override in overrides:
     key, equals, _ = override.removeprefix("--config.").partition("=")
     if fields := [name for name in valid if name.startswith(f"{key}.")]:
@@ -166,7 +175,7 @@ def _build(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
   hints = typing.get_type_hints(cls)
   for key in values:
     if key not in hints:
-      raise UserError(_unknown(f"{prefix}{key}", flatten(to_dict(Config()))))
+      raise UserError(_unknown(f"{prefix}{key}", _valid_keys()))
   fields = {}
   for key, value in values.items():
     name = f"{prefix}{key}"
@@ -204,13 +213,19 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
   return value
 
 
+def _valid_keys() -> Mapping[str, Any]:
+  return flatten(to_dict(Config()))
+
+
 def _unknown(key: str, valid: Mapping[str, Any]) -> str:
-  """Returns the message for an unknown key, with the nearest valid one."""
+  """Returns the message for an unknown key, with what was probably meant."""
+  message = f"unknown config key {key!r}"
+  if foreign := foreign_name(key):
+    return message + foreign
   sections = {name.rsplit(".", 1)[0] for name in valid if "." in name}
-  close = difflib.get_close_matches(key, [*valid, *sections], n=1, cutoff=0.5)
-  if not close:  # perhaps the right name in another section
-    close = [name for name in valid if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-  return f"unknown config key {key!r}" + (f", did you mean {close[0]!r}?" if close else "")
+  close = [name for name in valid if name.rpartition(".")[2] == key.rpartition(".")[2]]
+  close = close or difflib.get_close_matches(key, [*valid, *sections], n=1, cutoff=0.5)
+  return message + (f", did you mean {close[0]!r}?" if close else "")
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,4 +1,7 @@
-"""What every field of a config is for, read from the declarations, for terminal and site."""
+"""What every field of a config is for, read from the declarations, for terminal and site.
+
+And what settings of TRL, verl and Tunix are called here, as in docs/from_trl.md.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,73 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from gtpo_jax.algorithms import OBJECTIVES, RECIPES, declarations
 from gtpo_jax.config.run_config import Config
 from gtpo_jax.config.sections import AlgorithmSection
 from gtpo_jax.runtime.fields import FLAG
+
+# Our setting, or a sentence, and the names that it has elsewhere: the last part of a dotted name.
+_ELSEWHERE: Mapping[str, str] = {
+  "algorithm.dual_clip": "clip_ratio_c delta",
+  "algorithm.dynamic_sampling": "filter_groups",
+  "algorithm.eps_high": "clip_ratio_high epsilon_high",
+  "algorithm.eps_low": "clip_ratio clip_ratio_low cliprange epsilon",
+  "algorithm.forking_share": "top_entropy_quantile",
+  "algorithm.kl_weight": "beta kl_coef kl_loss_coef",
+  "algorithm.loss_aggregation": "loss_agg_mode loss_type",
+  "algorithm.name": "adv_estimator advantage_estimator",
+  "algorithm.objective": "loss_mode policy_loss",
+  "algorithm.overlong_buffer": "len",
+  "algorithm.overlong_filter": "mask_truncated_completions",
+  "algorithm.ratio": "importance_sampling_level",
+  "algorithm.tis_cap": "vllm_importance_sampling_correction",
+  "batch.epochs": "num_iterations ppo_epochs",
+  "batch.group": "n num_generations rollout_n",
+  "batch.minibatches": "ppo_mini_batch_size steps_per_generation",
+  "checkpoint.every": "save_freq save_steps",
+  "checkpoint.keep": "save_total_limit",
+  "checkpoint.best": "load_best_model_at_end",
+  "data.eval": "eval_dataset val_files",
+  "data.max_prompt_tokens": "max_prompt_length",
+  "data.train": "dataset_name train_dataset train_files",
+  "eval.every": "eval_steps eval_strategy test_freq",
+  "log.samples": "log_completions num_completions_to_print",
+  "mesh.tensor": "tensor_model_parallel_size",
+  "model.compute_dtype": "bf16 fp16 torch_dtype",
+  "model.lora_rank": "lora_r peft_config",
+  "model.lora_targets": "lora_target_modules target_modules",
+  "model.path": "model_name model_name_or_path",
+  "model.remat": "enable_gradient_checkpointing gradient_checkpointing",
+  "optimizer.b1": "adam_beta1",
+  "optimizer.b2": "adam_beta2",
+  "optimizer.clip_norm": "grad_clip max_grad_norm",
+  "optimizer.learning_rate": "lr",
+  "optimizer.schedule": "lr_scheduler_type",
+  "optimizer.warmup_steps": "lr_warmup_steps warmup_ratio",
+  "reference.path": "ref_model",
+  "reward.parts": "reward_weights",
+  "reward.verifier": "custom_reward_function reward_funcs",
+  "sampling.max_tokens": (
+    "max_completion_length max_new_tokens max_response_length max_tokens_to_generate"
+  ),
+  "steps": "max_steps total_training_steps",
+  "batch.prompts, which counts the prompts of a step on all devices together": (
+    "batch_size per_device_train_batch_size train_batch_size"
+  ),
+  "batch.prompts (larger) and batch.micro_batches (parts that fit into memory)": (
+    "gradient_accumulation_steps ppo_micro_batch_size ppo_micro_batch_size_per_gpu"
+  ),
+  "steps: a run counts updates, not passes over the data": "num_train_epochs total_epochs",
+  "log.tensorboard and log.wandb": "logger logging_steps report_to",
+  "the command line's --workdir": "default_local_dir experiment_name output_dir run_name",
+  "gtpo export --workdir=DIR --push=OWNER/NAME": "hub_model_id push_to_hub",
+  "the same command again": "resume_from_checkpoint resume_mode",
+  "nothing: the sampler is part of the program": "use_vllm vllm_mode gpu_memory_utilization",
+}
+FOREIGN_NAMES = {name: ours for ours, names in _ELSEWHERE.items() for name in names.split()}
 
 
 class FieldDescription(NamedTuple):
@@ -103,3 +166,9 @@ def _setting(parts: dict[type, dataclasses.Field]) -> str:
 
 def _sentence(text: str) -> str:
   return text[:1].upper() + text[1:]
+
+
+def foreign_name(key: str) -> str:
+  """Returns what a setting of another library is called here; "" if there is no such name."""
+  ours = FOREIGN_NAMES.get(key.rpartition(".")[2].lower())
+  return f", which other libraries have; here it is {ours}" if ours else ""

@@ -64,9 +64,13 @@ def with_compute_dtype(config: Config, dtype: str) -> Config:
 
 def _find_folder(path: str) -> Path:
   folder = find(path)
-  if (folder / "base").is_dir() or (folder / "checkpoints").is_dir():
+  base = Path(path).name == "base" and not (folder / "config.json").exists()
+  workdir = folder.parent if base else folder
+  if any((workdir / name).is_dir() for name in ("base", "checkpoints")):
+    what = "the base model of a run" if base else "the workdir of a run"
+    step = " --step=0" if base else ""
     raise UserError(
-      f"model.path = {path!r} is the workdir of a run; export its model first: "
-      f"gtpo export --workdir={shlex.quote(path)} --out=FOLDER"
+      f"model.path = {path!r} is {what}; export its model first: "
+      f"gtpo export --workdir={shlex.quote(str(workdir))}{step} --out=FOLDER"
     )
   return folder

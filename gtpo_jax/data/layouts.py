@@ -114,7 +114,7 @@ def to_demonstration(row: Row | ValueError, columns: dict[str, str], location: s
   """
   if isinstance(row, ValueError):
     raise row
-  fields = _from_columns(row, columns)
+  fields = _from_columns(row, columns)._replace(used=mapped_columns(columns))
   return Problem(
     _id(row, fields.id, location),
     to_messages(fields.prompt),
@@ -186,12 +186,16 @@ def _letter(choices: Choices, answer: Any, needs: Collection[str]) -> Any:
   return answer  # a user's function reads it
 
 
+def mapped_columns(columns: dict[str, str]) -> set[str]:
+  """Returns the columns that `data.fields` names; those of `a.b` are `a`."""
+  return {column.partition(".")[0] for column in columns.values()}
+
+
 def _from_columns(row: Row, columns: dict[str, str]) -> RowFields:
   prompt, answer = (_column(row, columns[key]) for key in ("prompt", "answer"))
   # A kind that is not the name of a column is the kind of all problems.
   kind = row.get(columns["kind"], columns["kind"]) if "kind" in columns else UNSTATED
-  used = {column.split(".")[0] for column in columns.values()} | ({"kind"} & columns.keys())
-  return RowFields(prompt, answer, used, kind)
+  return RowFields(prompt, answer, {"kind"} & columns.keys(), kind)
 
 
 def _kind(row: Row, fields: RowFields) -> str:

@@ -43,7 +43,7 @@ class Problem:
 
   @property
   def row(self) -> dict[str, Any]:
-    """What an environment gets: the fields of `extra`, `id`, `messages` and `answer`."""
+    """What an environment or a reward function gets: `extra`, `id`, `messages` and `answer`."""
     messages = [dict(message) for message in self.messages]
     return {**self.extra, "id": self.id, "messages": messages, "answer": self.answer}
 

@@ -23,6 +23,7 @@ from gtpo_jax.data.layouts import (
   PROMPT_AND_ANSWER,
   READ_BY_LAYOUTS,
   SHOWN_COLUMNS,
+  mapped_columns,
   parse_fields,
   to_problem,
 )
@@ -233,7 +234,8 @@ def _load(
     with_kind = _checked(with_kind, stated, malformed, check)
   if not with_kind:
     raise no_rows(name, "problem", num_rows)
-  unread = _unread(with_kind, names)
+  mapped = mapped_columns(columns)
+  unread = _unread(with_kind, (name for name in names if name not in mapped))
   return Loaded(with_kind, num_rows, duplicates, tuple(malformed.rows), note, unread)
 
 

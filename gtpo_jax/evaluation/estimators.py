@@ -1,7 +1,7 @@
 """Estimators of pass@k, best@k and maj@k from n >= k completions of each problem.
 
 Each is the mean over all subsets of k completions, which makes it unbiased. The share of groups
-with contrast is estimated from fewer completions too. This file uses only NumPy.
+with contrast is estimated from fewer completions too. This file uses only NumPy and SciPy.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Hashable, Sequence
 
 import numpy as np
+from scipy.special import betaincinv
 
 BOOTSTRAP_DRAWS = 1000
 LARGEST_CONCENTRATION = 1e9  # a + b of a beta distribution in which all problems are the same
@@ -106,6 +107,24 @@ def mixed_share(correct: np.ndarray, samples: np.ndarray, group: int) -> float:
     else:
       shares.append(1 - _beta_moments(a + k, b + n - k, group).sum())
   return max(float(np.mean(shares)), 0.0)  # rounding may leave less than 0
+
+
+def most_mixed(rate: float, samples: int, group: int, level: float = 0.95) -> float:
+  """Returns the largest share of groups with both correct and wrong completions that is plausible.
+
+  The number of correct completions is taken as binomial, which bounds the mean probability of the
+  rarer outcome by its interval of Clopper and Pearson. 1 - p^group - (1 - p)^group is concave in p,
+  so its mean over the problems is at most its value at the mean of p.
+
+  Args:
+    rate: the observed share of correct completions.
+    samples: the number of completions, of all problems.
+    group: completions per group.
+    level: of the two-sided interval.
+  """
+  rarer = round(min(rate, 1 - rate) * samples)
+  p = min(float(betaincinv(rarer + 1, samples - rarer, (1 + level) / 2)), 0.5)
+  return 1 - p**group - (1 - p) ** group
 
 
 def _fit_beta(correct: np.ndarray, samples: np.ndarray) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from gtpo_jax.rollout.worker import RolloutWorker
 
 Row = Mapping[str, Any]  # one object of metrics.jsonl
 FEW_MIXED = 0.1  # share of mixed groups below which a run is warned
+MUCH = 0.2  # by which greedy completions are more accurate than sampled ones
 EASIER = (
   "use easier problems, a larger batch.group, another data.template or data.system, or a "
   "longer warm start from demonstrations (warm_start.steps)"
@@ -82,21 +83,29 @@ def describe_evaluation(
   )
 
 
-def describe_forecast(config: Config, share: float, accuracy: float) -> str:
+def describe_forecast(
+  config: Config, share: float, most: float, accuracy: float, greedy: float
+) -> str:
   """Returns one line about how many groups will be mixed; a warning with advice if they are few.
 
   Args:
     config: the run's config.
     share: from `expected_mixed_share`.
+    most: from `most_mixed`.
     accuracy: mean@n of the same evaluation.
+    greedy: the accuracy of its greedy completions.
   """
-  number = f"{share:.0%}" if share >= FEW_MIXED else f"{share:.1%}"
-  groups = f"about {number} of the groups of {config.batch.group}"
+  group = config.batch.group
   if share >= FEW_MIXED:
-    return f"{groups} will have both correct and wrong completions"
+    return (
+      f"about {share:.0%} of the groups of {group} will have both correct and wrong completions"
+    )
+  advice = HARDER if accuracy > 0.5 else EASIER
+  if greedy - accuracy > MUCH:
+    advice = f"greedy decoding is right in {greedy:.0%}, so lower sampling.temperature, or {advice}"
   return (
-    f"warning: only {groups} will have both correct and wrong completions, and the others have "
-    f"nothing to compare: {HARDER if accuracy > 0.5 else EASIER}"
+    f"warning: about {share:.1%} of the groups of {group} (at most {most:.0%}) will have both "
+    f"correct and wrong completions, and the others have nothing to compare: {advice}"
   )
 
 

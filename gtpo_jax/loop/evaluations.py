@@ -13,6 +13,7 @@ from etils import epath
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
 from gtpo_jax.checkpoint.opening import run_params
 from gtpo_jax.config import Config
+from gtpo_jax.evaluation.estimators import most_mixed
 from gtpo_jax.evaluation.evaluate import evaluate_run, evaluation_settings, expected_mixed_share
 from gtpo_jax.evaluation.outcome import Evaluation, metrics_of_summary
 from gtpo_jax.logs.display import Display
@@ -90,7 +91,9 @@ class Evaluations:
     self._display.say(line)
     if MIXED in metrics:
       accuracy = evaluated_accuracy(metrics)
-      self._display.say(describe_forecast(config, metrics[MIXED], accuracy))
+      greedy = metrics[f"eval/{eval_label(config)}/greedy"]
+      most = most_mixed(accuracy, problems * config.eval.samples, config.batch.group)
+      self._display.say(describe_forecast(config, metrics[MIXED], most, accuracy, greedy))
     if config.checkpoint.best and evaluated_accuracy(metrics) > self._best_so_far():
       best = Checkpoints(self._folder / "best", keep=1)
       best.save_params(state.params, step)

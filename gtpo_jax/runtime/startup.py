@@ -33,7 +33,7 @@ from gtpo_jax.runtime.cluster.launchers import NVIDIA_DEVICE_FILES, has_tpu
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.runtime.installing import install_command
 
-GPU_PLUGINS = ("cuda12", "cuda13", "rocm7", "rocm60")
+OTHER_GPU_DEVICE_FILES = ("/dev/dxg", "/dev/kfd")  # of Windows' Linux (WSL 2), and of AMD
 ACCELERATORS = {  # name: (pattern of its device files, the extra of gtpo_jax, JAX's platform)
   "an NVIDIA GPU": (NVIDIA_DEVICE_FILES, "cuda", "cuda"),
   "a TPU": ("/dev/accel[0-9]*", "tpu", "tpu"),
@@ -165,11 +165,12 @@ def _accept_unknown_owners() -> None:
 
 
 def choose_platform() -> None:
-  """Selects the CPU on a machine that has `libtpu` but no accelerator; see `prepare_jax`."""
-  has_gpu_plugin = any(importlib.util.find_spec(f"jax_{kind}_plugin") for kind in GPU_PLUGINS)
-  no_accelerator = not has_tpu() and not has_gpu_plugin and not glob.glob(NVIDIA_DEVICE_FILES)
-  force_cpu = importlib.util.find_spec("libtpu") and no_accelerator
-  if not force_cpu:
+  """Selects the CPU on a machine that has `libtpu` but no accelerator; see `prepare_jax`.
+
+  An installed CUDA plugin is no sign of a GPU: it may be there for `gtpo plan`.
+  """
+  has_gpu = any(glob.glob(files) for files in (NVIDIA_DEVICE_FILES, *OTHER_GPU_DEVICE_FILES))
+  if has_tpu() or has_gpu or not importlib.util.find_spec("libtpu"):
     return
   os.environ.setdefault("JAX_PLATFORMS", "cpu")
   if "jax" in sys.modules:  # a notebook may have imported it already

@@ -79,7 +79,7 @@ def test_datasets_of_a_hub(tmp_path):
     "us/missing": "exist on the Hub",
     "us/empty": "doesn't contain any data files",
   }
-  with hub(stored) as address:
+  with hub({f"datasets/{name}": files for name, files in stored.items()}) as address:
     done = subprocess.run(
       [sys.executable, "-c", LOAD, *(f"hf:{name}" for name in expected)],
       env={**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"},

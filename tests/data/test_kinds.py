@@ -58,7 +58,7 @@ def test_other_columns_reach_the_reward_function():
   assert problem.id == "p"
   rows = [{"q": {"text": "1?"}, "a": "2", "level": 3}]
   (problem,) = load_records(rows, "rows", "prompt=q.text,answer=a").problems
-  assert problem.extra == {"level": 3}
+  assert problem.extra == rows[0]
   (problem,) = load_records(
     [{"question": "1?", "answer": "so\n#### 2", "level": 3}], "rows"
   ).problems

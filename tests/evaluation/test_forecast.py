@@ -7,6 +7,7 @@ import gtpo_jax
 from gtpo_jax.checkpoint.workdir import load_config
 from gtpo_jax.config import freeze
 from gtpo_jax.data.records import Problem, user
+from gtpo_jax.evaluation.estimators import most_mixed
 from gtpo_jax.evaluation.evaluate import expected_mixed_share
 from gtpo_jax.evaluation.outcome import Evaluation, ScoredCompletions
 from gtpo_jax.logs.display import Display
@@ -65,17 +66,38 @@ def test_there_is_none_without_correctness_or_if_it_would_mean_something_else():
 
 def test_the_lines():
   config = freeze(CONFIG | {"batch": {"group": 8}})
-  say = lambda share, accuracy=0.2: describe_forecast(config, share, accuracy)
+  say = lambda share, accuracy=0.2, greedy=0.3: describe_forecast(
+    config, share, 0.37, accuracy, greedy
+  )
   assert say(0.341) == "about 34% of the groups of 8 will have both correct and wrong completions"
   assert say(0.1) == "about 10% of the groups of 8 will have both correct and wrong completions"
   low = say(0.0312)
   assert low == (
-    "warning: only about 3.1% of the groups of 8 will have both correct and wrong completions, and "
-    "the others have nothing to compare: use easier problems, a larger batch.group, another "
-    "data.template or data.system, or a longer warm start from demonstrations (warm_start.steps)"
+    "warning: about 3.1% of the groups of 8 (at most 37%) will have both correct and wrong "
+    "completions, and the others have nothing to compare: use easier problems, a larger "
+    "batch.group, another data.template or data.system, or a longer warm start from demonstrations "
+    "(warm_start.steps)"
   )
   assert say(0.0312, 0.9).endswith("use harder problems, or a larger batch.group")
-  assert "about 0.0% of" in say(0.0)
+  assert "about 0.0% of the groups of 8 (at most 37%)" in say(0.0, 0.0)
+  assert "compare: greedy decoding is right in 38%, so lower sampling.temperature, or use" in say(
+    0.0, 0.0, 0.38
+  )
+
+
+@pytest.mark.parametrize(
+  ("rate", "samples", "group", "expected"),
+  [
+    # No success in n: (1 - p)^n = 0.025.
+    (0.0, 64, 8, 1 - 0.025 ** (8 / 64) - (1 - 0.025 ** (1 / 64)) ** 8),
+    (1.0, 64, 8, 1 - 0.025 ** (8 / 64) - (1 - 0.025 ** (1 / 64)) ** 8),
+    (0.5, 10, 4, 1 - 2 * 0.5**4),
+    # Five of 100: the interval's end of Clopper and Pearson is 0.11283.
+    (0.05, 100, 2, 2 * 0.11283491 * (1 - 0.11283491)),
+  ],
+)
+def test_the_largest_plausible_share(rate, samples, group, expected):
+  assert most_mixed(rate, samples, group) == pytest.approx(expected, abs=1e-7)
 
 
 def said_about_groups(printed):
@@ -90,7 +112,9 @@ def test_a_run_prints_and_logs_it(finished_run):
   share = base["groups/mixed_expected"]
   assert 0 <= share <= 1 and not any("groups/mixed_expected" in row for row in others)
   (line,) = said_about_groups(printed)
-  assert describe_forecast(config, share, base["eval/sums/mean@2"]) in line
+  accuracies = (base["eval/sums/mean@2"], base["eval/sums/greedy"])
+  most = most_mixed(accuracies[0], config.eval.problems * 2, config.batch.group)
+  assert describe_forecast(config, share, most, *accuracies) in line
   positions = [printed.index(text) for text in ("held-out pass@1", line, "step 1")]
   assert positions == sorted(positions)
 
@@ -115,4 +139,4 @@ def test_a_resumed_run(tmp_path, capsys):
   assert not run(3, "even", even)
   assert read_jsonl(file)[0] == before
   (line,) = run(1, "never", never)
-  assert "warning: only about 0.0% of the groups of 4 will have both correct" in line
+  assert "warning: about 0.0% of the groups of 4 (at most " in line

@@ -80,7 +80,10 @@ def test_ten_lines_train_a_model(trained):
   assert len(set(prompts)) == len(set(answers)) == 1 and len(prompts) == len(completions) == len(
     answers
   ) == len(extras)
-  assert {"prompt": prompts[0], "answer": answers[0]} in ROWS and extras[0] == {}
+  assert {"prompt": prompts[0], "answer": answers[0]} in ROWS
+  messages = [{"role": "user", "content": prompts[0]}]
+  id = extras[0].pop("id")
+  assert isinstance(id, str) and extras[0] == {"messages": messages, "answer": answers[0]}
   assert {len(given[0]) for given in seen} == {
     4,
     2,

@@ -135,10 +135,12 @@ def test_parts_are_weighted_and_logged():
 def test_the_arguments_of_a_users_function():
   SEEN.clear()
   score(**{"reward.parts": "correct,test_scoring:shorter"})
-  assert SEEN == [
-    (["1+1?"] * 3, ["2"] * 3, [{}] * 3),
-    (["12+3:"] * 3, ["15"] * 3, [{"hint": 7}] * 3),
-  ]  # one call per problem
+  first = {"id": "a", "messages": [{"role": "user", "content": "1+1?"}], "answer": "2"}
+  second = {"id": "b", "messages": [{"role": "user", "content": "12+3:"}], "answer": "15"}
+  assert [
+    (["1+1?"] * 3, ["2"] * 3, [first] * 3),
+    (["12+3:"] * 3, ["15"] * 3, [second | {"hint": 7}] * 3),
+  ] == SEEN  # one call per problem
 
 
 def test_completions_without_a_verdict_are_masked_and_counted(capfd):

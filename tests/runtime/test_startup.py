@@ -103,6 +103,27 @@ def test_the_share_of_a_gpus_memory(mine, expected, monkeypatch):
   assert found == expected
 
 
+@pytest.mark.parametrize(
+  ("libtpu", "device", "expected"),
+  [(True, None, "cpu"), (True, "nvidia0", None), (True, "kfd", None), (False, None, None)],
+)
+def test_the_cpu_is_chosen_where_libtpu_would_look_for_chips(
+  libtpu, device, expected, monkeypatch, tmp_path
+):
+  """Whether the CUDA plugin is installed plays no part: `gtpo plan` needs it without a GPU."""
+  if device:
+    (tmp_path / device).touch()
+  monkeypatch.setattr(startup, "NVIDIA_DEVICE_FILES", str(tmp_path / "nvidia[0-9]*"))
+  monkeypatch.setattr(startup, "OTHER_GPU_DEVICE_FILES", (str(tmp_path / "kfd"),))
+  monkeypatch.setattr(startup, "has_tpu", lambda: False)
+  find_spec = lambda name: name != "libtpu" or libtpu
+  monkeypatch.setattr(startup.importlib.util, "find_spec", find_spec)
+  monkeypatch.setenv("JAX_PLATFORMS", "")
+  monkeypatch.delenv("JAX_PLATFORMS")
+  startup.choose_platform()
+  assert os.environ.get("JAX_PLATFORMS") == expected
+
+
 @pytest.mark.parametrize(("driver", "expected"), [("version", None), ("missing", "1")])
 def test_cuda_is_not_checked_without_a_driver(driver, expected, monkeypatch, tmp_path):
   (tmp_path / "version").write_text("")

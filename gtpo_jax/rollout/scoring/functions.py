@@ -32,8 +32,8 @@ BUILTIN_PARTS = ("correct", "verifier", "judge", "env")
 
 EPISODES = "episodes"  # the parameter of a reward function that gets the episodes
 
-# (prompts, completions, answers, extras) -> a number, bool or None for each completion. A function
-# with a parameter `episodes` gets those too.
+# (prompts, completions, answers, extras) -> a number, bool or None for each completion. `extras`
+# are rows, as in `Problem.row`. A function with a parameter `episodes` gets those too.
 RewardFunction = Callable[..., Sequence[float | None]]
 
 
@@ -208,7 +208,7 @@ def _values(
   """
   n = len(texts)
   prompts = [problem.messages[-1]["content"]] * n
-  extras = [copy.deepcopy(dict(problem.extra)) for _ in texts]
+  extras = [copy.deepcopy(problem.row) for _ in texts]
   further = {}
   if episodes is not None and takes_episodes(function):
     further[EPISODES] = copy.deepcopy(list(episodes))

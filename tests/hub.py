@@ -1,5 +1,6 @@
-"""A hub for datasets on 127.0.0.1, with as much of its protocol as the datasets library uses."""
+"""A hub on 127.0.0.1, with as much of its protocol as loading datasets and pushing models need."""
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -8,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "a" * 40
+TOKEN = "hf_a_token_that_may_write"
 
 
 def _entries(files, folder, recursive):
@@ -26,7 +28,17 @@ def _entries(files, folder, recursive):
   return list(found.values())
 
 
-def _handler(datasets):
+def _split(path):
+  """Returns whether a path is of the API, the repository's name, and the rest."""
+  parts = unquote(path).strip("/").split("/")
+  is_api = parts[0] == "api"
+  parts = parts[is_api:]
+  dataset = parts[0] == "datasets"
+  parts = parts[dataset or parts[0] == "models" :]
+  return is_api, "datasets/" * dataset + "/".join(parts[:2]), parts[2:]
+
+
+def _handler(stored):
   class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -41,32 +53,51 @@ def _handler(datasets):
       if self.command != "HEAD":
         self.wfile.write(body)
 
-    def reply_json(self, value):
-      self.reply(200, json.dumps(value).encode(), Content_Type="application/json")
+    def reply_json(self, value, status=200):
+      self.reply(status, json.dumps(value).encode(), Content_Type="application/json")
 
     def do_GET(self):
       url = urlsplit(self.path)
-      kind, *parts = unquote(url.path).strip("/").split("/")
-      if kind == "api":
-        parts = parts[1:]
-      name = "/".join(parts[:2])
-      files = datasets.get(name)
+      is_api, name, rest = _split(url.path)
+      files = stored.get(name)
       if files is None:
         self.reply(404, b"{}", X_Error_Code="RepoNotFound")
-      elif kind == "api" and "tree" in parts:
-        folder = "".join(f"{part}/" for part in parts[4:])
+      elif is_api and rest[:1] == ["tree"]:
+        folder = "".join(f"{part}/" for part in rest[2:])
         self.reply_json(_entries(files, folder, "recursive=true" in url.query.lower()))
-      elif kind == "api":
+      elif is_api:
         siblings = [{"rfilename": path} for path in files]
         self.reply_json({"id": name, "sha": COMMIT, "private": False, "siblings": siblings})
       else:
-        self.reply_file(files.get("/".join(parts[4:])))
+        self.reply_file(files.get("/".join(rest[2:])))
 
     do_HEAD = do_GET
 
     def do_POST(self):
-      self.rfile.read(int(self.headers["Content-Length"]))
-      self.reply_json([])
+      body = self.rfile.read(int(self.headers["Content-Length"]))
+      _, name, rest = _split(self.path)
+      if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+        self.reply_json({"error": "Invalid username or password."}, 401)
+      elif name == "repos/create":
+        values = json.loads(body)
+        created = f"{values['organization']}/{values['name']}"
+        stored.setdefault(created, {})
+        self.reply_json({"url": f"http://{self.headers['Host']}/{created}"})
+      elif name == "validate-yaml":
+        self.reply_json({"errors": [], "warnings": []})
+      elif rest[0] == "preupload":
+        paths = [file["path"] for file in json.loads(body)["files"]]
+        files = [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths]
+        self.reply_json({"files": files})
+      elif rest[0] == "commit":
+        for line in map(json.loads, body.splitlines()):
+          if line["key"] == "file":
+            value = line["value"]
+            stored[name][value["path"]] = base64.b64decode(value["content"])
+        url = f"http://{self.headers['Host']}/{name}/commit/{COMMIT}"
+        self.reply_json({"success": True, "commitUrl": url, "commitOid": COMMIT})
+      else:
+        self.reply_json([])
 
     def reply_file(self, content):
       if content is None:
@@ -87,9 +118,12 @@ def _handler(datasets):
 
 
 @contextlib.contextmanager
-def hub(datasets):
-  """Serves {"owner/name": {path: content}}; yields the address for HF_ENDPOINT."""
-  server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(datasets))
+def hub(stored):
+  """Serves {"owner/name" or "datasets/owner/name": {path: content}}; yields its address.
+
+  Programs use it with the variables `HF_ENDPOINT`, and `HF_TOKEN` to push.
+  """
+  server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(stored))
   threading.Thread(target=server.serve_forever, daemon=True).start()
   try:
     yield f"http://127.0.0.1:{server.server_port}"
