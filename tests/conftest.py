@@ -39,19 +39,26 @@ MOST_RESIDENT = 3 << 30  # bytes of a process, above which it drops its compiled
 # The tests of such a folder share compiled programs, or the import of torch; one process runs them.
 SHARED_FOLDERS = ("algorithms", "models/hf", "rollout", "sampling", "training")
 LONGEST = (  # folders and files that take longest; they begin first
+  "training/",
+  "rollout/",
   "algorithms/",
   "sampling/",
-  "rollout/",
-  "training/",
+  "faults/test_exact_resume",
+  "faults/test_two_processes",
+  "test_real_model",
   "test_loop",
   "test_cli",
   "models/hf/",
   "python/test_python",
-  "faults/test_exact_resume",
-  "faults/test_two_processes",
+  "test_notebooks",
+  "test_docs",
+  "faults/",
+  "planning/",
+  "rewards/test_gym",
   "report/test_report",
   "test_export",
   "models/",
+  "serving/",
 )
 
 hypothesis.settings.register_profile("without deadlines", deadline=None)  # no test asserts a time

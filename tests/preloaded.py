@@ -54,9 +54,13 @@ def python():
     from command_line import environment
 
     path = os.path.join(tempfile.mkdtemp(prefix="preloaded_"), "socket")
-    start = [sys.executable, __file__, "--serve", path]
-    # It ends when this process does, which holds the other end of its standard input.
-    server = subprocess.Popen(start, env=environment(), stdin=subprocess.PIPE)
+    with socket.socket(socket.AF_UNIX) as listener:
+      listener.bind(path)
+      listener.listen(16)
+      number = listener.fileno()
+      start = [sys.executable, __file__, "--serve", str(number)]
+      # It ends when this process does, which holds the other end of its standard input.
+      server = subprocess.Popen(start, env=environment(), stdin=subprocess.PIPE, pass_fds=[number])
     atexit.register(server.communicate)  # closes the input and waits
     os.environ[SOCKET] = path
   return [sys.executable, "-I", "-S", __file__]
@@ -96,13 +100,10 @@ def run(arguments):
   os._exit(status)
 
 
-def serve(path):
+def serve(listener):
   """Imports, then forks for each program; returns the request of a program in its process."""
-  listener = socket.socket(socket.AF_UNIX)
-  listener.bind(path)
-  listener.listen(16)
-  preload()
   own = surroundings(os.environ)
+  preload()
   waiting = selectors.DefaultSelector()
   waiting.register(0, selectors.EVENT_READ)
   waiting.register(listener, selectors.EVENT_READ, listener)
@@ -159,12 +160,20 @@ def preload():
   """Imports what a run of `gtpo train` imports. No module starts JAX's devices."""
   import gc
   import importlib
+  import io
 
+  from gtpo_jax.runtime.startup import prepare_jax
+
+  prepare_jax()
   for name in MODULES:
     importlib.import_module(name)
-  import transformers
+  from matplotlib.figure import Figure
 
-  transformers.AutoTokenizer, transformers.PreTrainedTokenizerFast  # noqa: B018
+  from gtpo_jax.data.chat import load_chat
+
+  # Both import more when they are first used.
+  load_chat()
+  Figure().savefig(io.BytesIO())
   gc.freeze()
 
 
@@ -199,6 +208,6 @@ def become(request):
 
 if __name__ == "__main__":
   if sys.argv[1] == "--serve":
-    become(serve(sys.argv[2]))
+    become(serve(socket.socket(fileno=int(sys.argv[2]))))
   else:
     run(sys.argv[1:])

@@ -251,7 +251,7 @@ def test_scorers_know_the_knobs():
 
 
 @needs_library
-@pytest.mark.some(0, slow=2)
+@pytest.mark.some(0, slow=1)
 @pytest.mark.parametrize("name", ["list_functions", "word_ladder", "knight_swap", "ransom_note"])
 def test_rows_are_a_function_of_seed_and_index(name, monkeypatch):
   """Also where the library draws from sets, whose order differs between processes."""
