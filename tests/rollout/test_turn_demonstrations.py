@@ -1,11 +1,15 @@
 """Demonstrations of several turns: the tokens that a model would read and write."""
 
+import time
+
 import numpy as np
 import pytest
 
 from gtpo_jax import warm_start
 from gtpo_jax.config import freeze, load
+from gtpo_jax.environments.examples.guess import Guess
 from gtpo_jax.environments.turns import Step
+from gtpo_jax.environments.writers import Recorded
 from gtpo_jax.rollout.episodes.demonstrations import play
 from gtpo_jax.rollout.problems import training_problems
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -51,6 +55,21 @@ def test_a_tool_answers_the_teacher(monkeypatch):
   batch = demonstrations(config, worker, teacher, rng, k)
   assert batch.mask.shape == (k, b, t)
   assert 0 < int(batch.mask.sum()) < int((batch.tokens != worker.chat.pad).sum())
+
+
+def test_environments_of_demonstrations_may_close_while_others_begin():
+  class Closes(Guess):
+    def close(self):
+      time.sleep(0.02)
+
+  config = load("guess")
+  worker = RolloutWorker(config, environment=Closes)
+  problem = config.data.train_task.problem(20)
+  play(worker, [problem], lambda i, turns: "20", 76)
+  worker.episodes.begin((0, 0), problem.row, 0, [Recorded()])
+  time.sleep(0.05)  # both calls have returned
+  assert worker.episodes.opened() == [((0, 0), "", "")]
+  worker.episodes.close()
 
 
 def test_an_environment_that_fails_is_an_error():

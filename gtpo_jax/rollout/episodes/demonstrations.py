@@ -18,6 +18,7 @@ from gtpo_jax.runtime.distributed import broadcast_from_first
 from gtpo_jax.runtime.errors import UserError
 
 WAIT_S = 1.0
+DEMONSTRATION = -2  # instead of the number of a batch, see `EVALUATION`
 
 # (the index of the problem, its turns so far and what was answered to each) -> the next turn
 Say = Callable[[int, Sequence[tuple[str, str]]], str]
@@ -100,17 +101,17 @@ def _play(
     for i, problem in enumerate(problems)
   ]
   for i, (problem, script) in enumerate(zip(problems, scripts, strict=True)):
-    episodes.begin(i, problem.row, 0, [script])
+    episodes.begin((DEMONSTRATION, i), problem.row, 0, [script])
   missing = len(problems)
   try:
     while missing:
       episodes.wait(WAIT_S)
-      for i, _, episode in episodes.poll():
+      for (_, i), _, episode in episodes.poll():
         if not episode.scored:
           reason = f"no demonstration of problem {problems[i].id!r} could be played"
           raise UserError(f"{reason}: {episode.reason}")
         missing -= 1
   finally:
     for i in range(len(problems)):
-      episodes.discard(i)
+      episodes.discard((DEMONSTRATION, i))
   return [tuple(script.demonstration) for script in scripts]
