@@ -7,7 +7,7 @@ import threading
 import jax
 import openai
 
-from gtpo_jax.cli.serve import Options, open_service
+from gtpo_jax.cli.serve import ServeOptions, open_service
 from gtpo_jax.config import Config
 from gtpo_jax.models import init_params, save
 from gtpo_jax.rollout.worker import RolloutWorker
@@ -49,7 +49,7 @@ class Live:
 def running(folder, token="", **options):
   """Runs a server."""
   settings = {"max_prompt_tokens": 64, "max_tokens": 48, "slots": 16, **options}
-  opened = open_service(Options(folder, **settings))
+  opened = open_service(ServeOptions(folder, **settings))
   listener = listen("127.0.0.1", 0)
   app = App(opened.service, opened.generator, token, only_loopback=not token)
   server = make_server(app.asgi)
