@@ -1,5 +1,6 @@
 """EMPG and FIPO by hand, the first also over turns with tokens between them that were not drawn."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_the_mean_over_a_long_run_is_exact_after_another_one():
   entropy[..., 3001:] = 1e-5
   begins = mask.copy()
   begins[..., 1:] &= ~mask[..., :-1]
-  means = run_mean(jnp.asarray(entropy), jnp.asarray(mask), jnp.asarray(begins))
+  means = jax.jit(run_mean)(jnp.asarray(entropy), jnp.asarray(mask), jnp.asarray(begins))
   np.testing.assert_allclose(means[0, 0, [0, 2999, 3001, 4000]], [8, 8, 1e-5, 1e-5], rtol=1e-5)
 
 

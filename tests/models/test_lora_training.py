@@ -82,7 +82,7 @@ def trained(shape=None, micro_batches=1, kept="float32", targets=LORA_TARGETS, q
     pytest.param({"targets": SOME}, marks=pytest.mark.manual),
     pytest.param({"quantize": "int4", "kept": "bfloat16"}, marks=pytest.mark.slow),
     pytest.param(
-      {"shape": (2, 2, 1, 2), "micro_batches": 2}, marks=[pytest.mark.slow, pytest.mark.devices]
+      {"shape": (2, 2, 1, 2), "micro_batches": 2}, marks=[pytest.mark.manual, pytest.mark.devices]
     ),
   ],
   ids=["f32", "bf16", "some", "int4", "2x2x2"],

@@ -196,7 +196,7 @@ def test_positions_on_a_mesh(kind, loop, monkeypatch):
 
 @pytest.mark.devices
 @pytest.mark.slow
-@pytest.mark.parametrize("s", [786, 783])
+@pytest.mark.parametrize("s", [pytest.param(786, marks=pytest.mark.manual), 783])
 def test_shards_of_several_blocks(s, monkeypatch):
   """A shard's queries, balanced and contiguous, take three of the kernel's blocks."""
   monkeypatch.setattr(splash, "BLOCKS", (128,))
