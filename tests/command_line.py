@@ -30,6 +30,11 @@ def command_line(*args):
   return [sys.executable, "-m", "gtpo_jax", *map(str, args)]
 
 
+def quick_command_line(*args):
+  """Returns the same for a process that need not begin as a user's does; see `preloaded.py`."""
+  return [*python(), "-m", "gtpo_jax", *map(str, args)]
+
+
 def environment():
   """Returns the variables of a process with one device; torch is hidden to save its import."""
   paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "without_torch")])

@@ -15,7 +15,7 @@ import time
 from fractions import Fraction
 
 import pytest
-from command_line import ROOT, SMALL, command_line, environment, gtpo
+from command_line import ROOT, SMALL, command_line, environment, gtpo, quick_command_line
 
 from gtpo_jax import cli
 from gtpo_jax.logs.log_files import read_jsonl
@@ -219,7 +219,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(finished_run, tmp_path):
   ]
   with (tmp_path / "out").open("w") as out:
     process = subprocess.Popen(
-      command_line(*args), cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT
+      quick_command_line(*args), cwd=ROOT, env=environment(), stdout=out, stderr=subprocess.STDOUT
     )
     try:
       wait_for_step(workdir, 2, process)
@@ -258,7 +258,7 @@ def test_ctrl_c_on_a_terminal_says_that_the_run_will_be_saved(tmp_path):
   mine, its = pty.openpty()
   env = {**environment(), "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
   process = subprocess.Popen(
-    command_line(*args, "--config.eval.every=0"),
+    quick_command_line(*args, "--config.eval.every=0"),
     cwd=ROOT,
     env=env,
     stdin=its,

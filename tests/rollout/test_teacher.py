@@ -261,6 +261,7 @@ def test_settings_without_a_teacher_are_refused():
       config_of(name, **changes)
 
 
+@pytest.mark.slow
 def test_a_student_approaches_its_teacher(llama):
   folder, model, params = llama
   certain = {**params, "head": 3 * params["head"]}

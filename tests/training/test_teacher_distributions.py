@@ -251,6 +251,7 @@ def test_nothing_is_learned_from_a_teacher_that_agrees():
   assert metrics["update/empty"] == 0
 
 
+@pytest.mark.slow
 def test_the_policy_with_other_prompts_is_a_teacher():
   """Its parameters are constants of the gradient, as if a copy of them were given."""
   rollouts, rewards = batch()
