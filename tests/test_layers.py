@@ -29,6 +29,7 @@ LAYERS = {
   "evaluation": 8,
   "logs": 8,
   "python": 8,
+  "tinker": 8,
   "report": 9,
   "warm_start": 9,
   "loop": 10,

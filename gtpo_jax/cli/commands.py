@@ -247,10 +247,45 @@ def sample(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def serve(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo serve`."""
+  _prepare_server(args, "gtpo serve", "serve")
+  from gtpo_jax.cli.serve import ServeOptions
+  from gtpo_jax.cli.serve import serve as run
+
+  with _exit_on_failure():
+    run(
+      ServeOptions(**{name: getattr(args, name) for name in ServeOptions._fields}),
+      lambda line: print(line, flush=True),
+    )
+  return 0
+
+
+def tinker(args: argparse.Namespace, overrides: list[str]) -> int:
+  """`gtpo tinker`."""
+  _prepare_server(args, "gtpo tinker", "tinker")
+  if args.max_rank < 0 or args.models < 1 or args.policies < 1:
+    raise UserError("--max_rank must be at least 0, --models and --policies at least 1")
+  place_compile_cache(args.workdir)
+  from gtpo_jax.cli.tinker import TinkerOptions
+  from gtpo_jax.cli.tinker import serve as run
+
+  with _exit_on_failure():
+    run(
+      TinkerOptions(**{name: getattr(args, name) for name in TinkerOptions._fields}),
+      lambda line: print(line, flush=True),
+    )
+  return 0
+
+
+def _prepare_server(args: argparse.Namespace, command: str, extra: str) -> None:
+  """Checks the options that servers share, and prepares JAX.
+
+  Raises:
+    UserError: a package is missing, or a value is out of bounds.
+  """
   from gtpo_jax.runtime.installing import require_package
 
   for package in ("uvicorn", "starlette"):
-    require_package(package, "gtpo serve", "serve")
+    require_package(package, command, extra)
   for name in ("max_prompt_tokens", "max_tokens"):
     if (value := getattr(args, name)) is not None and value < 2:
       raise UserError(f"--{name} must be at least 2, got {value}")
@@ -262,15 +297,6 @@ def serve(args: argparse.Namespace, overrides: list[str]) -> int:
   prepare_jax()
   refuse_cpu_fallback()
   prepare_devices()
-  from gtpo_jax.cli.serve import ServeOptions
-  from gtpo_jax.cli.serve import serve as run
-
-  with _exit_on_failure():
-    run(
-      ServeOptions(**{name: getattr(args, name) for name in ServeOptions._fields}),
-      lambda line: print(line, flush=True),
-    )
-  return 0
 
 
 @_in_all_processes

@@ -18,9 +18,14 @@ from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.logs.text import visible
 from gtpo_jax.models import save, save_adapter
 from gtpo_jax.models.hf.folder import is_hf_folder
+from gtpo_jax.models.lora import combine
 from gtpo_jax.rollout.policies import open_policy
 from gtpo_jax.runtime.errors import RunError, UserError, first_line
+from gtpo_jax.storage.files import read_json
+from gtpo_jax.tinker.models import ServedBase, Spec
+from gtpo_jax.tinker.saved_weights import ABOUT, Saved
 
+ADAPTER = "adapter_config.json"
 HUB_NAME = r"[\w.-]+/[\w.-]+"
 PACKAGES = ("gtpo_jax", "jax", "flax", "optax", "transformers")
 CARD_METRICS = (
@@ -76,7 +81,7 @@ def export_policy(
   """Writes the policy of a checkpoint to the folder `out`.
 
   Args:
-    workdir: the workdir of a run.
+    workdir: the workdir of a run, or adapters that a client of `gtpo tinker` has saved.
     out: the folder to write; it must be empty or not exist.
     command: the command line of this export, for the model card.
     step: the step of the checkpoint; None for the newest, 0 for the base model.
@@ -90,6 +95,8 @@ def export_policy(
     UserError: `workdir` is a Hugging Face folder, there is no such checkpoint, `out` is not empty,
       or `adapter` is True and the run has no adapters or started from random weights.
   """
+  if (workdir / ABOUT).exists() and (workdir / ADAPTER).exists():
+    return _export_saved(workdir, out, dtype)
   if is_hf_folder(workdir):
     raise UserError(
       f"{str(workdir)!r} is already a Hugging Face folder; "
@@ -159,6 +166,26 @@ def upload(folder: Path, name: str) -> str:
       f"upload it with: hf upload {name} {folder}"
     ) from error
   return f"pushed to {commit.repo_url}"
+
+
+def _export_saved(folder: Path, out: Path, dtype: str | None) -> str:
+  """Writes the adapters in a folder of `gtpo tinker`, merged into their base model."""
+  about = read_json(folder, ABOUT)
+  source = str(read_json(folder, ADAPTER)["base_model_name_or_path"])
+  worker, _, params, _ = open_policy(Path(source), None)
+  base = ServedBase(source, worker, params, source)
+  spec = Spec(**about["spec"])
+  model = base.model(spec)
+  save(
+    model,
+    combine(base.read(spec, Saved(folder, about)), params),
+    worker.chat.tokenizer,
+    out,
+    dtype=dtype,
+    stop=worker.chat.stop,
+    source=worker.model_folder,
+  )
+  return f"adapters in {folder} and {source} -> {out} ({dtype or model.config.param_dtype})"
 
 
 def base_model(path: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from etils import epath
 
@@ -12,7 +13,9 @@ from gtpo_jax.cli import commands
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 from gtpo_jax.storage.paths import storage_path
 
-COMMANDS = ("train", "eval", "sample", "export", "serve", "plan", "report", "configs", "doctor")
+COMMANDS = (
+  *("train", "eval", "sample", "export", "serve", "tinker", "plan", "report", "configs", "doctor"),
+)
 OVERRIDE = "--config."  # prefix of the options that set a config field
 CONFIG_HELP = (
   "a config file, or a name that `gtpo configs` lists; --config.a.b=VALUE overrides a field"
@@ -99,6 +102,7 @@ def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
   )
   _add_sample(add("sample", commands.sample, "print completions of a prompt"))
   _add_serve(add("serve", commands.serve, "answer requests in OpenAI's protocol"))
+  _add_tinker(add("tinker", commands.tinker, "train and sample for clients of Tinker's API"))
   _add_export(add("export", commands.export, "write a run's policy as a Hugging Face folder"))
   _add_plan(
     add("plan", commands.plan, "check whether a run fits on hardware that this machine lacks")
@@ -178,10 +182,45 @@ def _add_serve(parser: _Parser) -> None:
     help="the workdir of a run, a Hugging Face folder, or a hub id",
   )
   parser.add_argument("--step", type=int, help=STEP_HELP)
+  _add_server(parser, "GTPO_SERVE_TOKEN", queue=1024)
+
+
+def _add_tinker(parser: _Parser) -> None:
+  parser.add_argument("--model", required=True, type=_path, help="a Hugging Face folder or hub id")
+  parser.add_argument(
+    "--workdir",
+    required=True,
+    type=Path,
+    help="a folder for saved weights and the journal; the same command again goes on",
+  )
+  _add_server(parser, "GTPO_TINKER_KEY", queue=4096)
+  parser.add_argument(
+    "--max_rank", type=int, default=128, help="the highest rank of adapters (default: 128)"
+  )
+  parser.add_argument(
+    "--models", type=int, default=8, help="models that are trained at once (default: 8)"
+  )
+  parser.add_argument(
+    "--policies",
+    type=int,
+    default=2,
+    help="sets of weights that are kept ready for sampling (default: 2)",
+  )
+  parser.add_argument(
+    "--seed", type=int, default=0, help="seed of requests that have none (default: 0)"
+  )
+  parser.add_argument(
+    "--exact",
+    action="store_true",
+    help="draw samples one by one, so that a run repeats bit for bit, whatever its timing",
+  )
+
+
+def _add_server(parser: _Parser, secret: str, queue: int) -> None:
   parser.add_argument(
     "--host",
     default="127.0.0.1",
-    help="the address; one that others reach needs GTPO_SERVE_TOKEN (default: 127.0.0.1)",
+    help=f"the address; one that others reach needs {secret} (default: 127.0.0.1)",
   )
   parser.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
   parser.add_argument(
@@ -206,8 +245,8 @@ def _add_serve(parser: _Parser) -> None:
   parser.add_argument(
     "--queue",
     type=int,
-    default=1024,
-    help="completions that may wait for a slot; more are refused (default: 1024)",
+    default=queue,
+    help=f"completions that may wait for a slot; more are refused (default: {queue})",
   )
 
 

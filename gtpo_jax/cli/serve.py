@@ -119,11 +119,12 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     host = f"[{options.host}]" if ":" in options.host else options.host
     say(f"computing in {opened.worker.model.config.compute_dtype}; {generator.slots} slots")
     say(f"{opened.name!r} at http://{host}:{port}/v1 (Ctrl-C stops)")
-    asyncio.run(_run(make_server(app.asgi), listener))
+    asyncio.run(run_server(make_server(app.asgi), listener))
     generator.close()
 
 
-async def _run(server: uvicorn.Server, listener: socket.socket) -> None:
+async def run_server(server: uvicorn.Server, listener: socket.socket) -> None:
+  """Serves until SIGINT or SIGTERM; a second one ends the process."""
   loop = asyncio.get_running_loop()
 
   def stop() -> None:

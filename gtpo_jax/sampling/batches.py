@@ -146,6 +146,56 @@ def resume_batch(
   return batch, slots, (where, first)
 
 
+def without_copies(
+  assigned: Assigned, prompts: TokenIds
+) -> tuple[Assigned, dict[tuple[int, int], list[int]]]:
+  """Returns the pairs with different prompts, and the entries of others with the same tokens.
+
+  Args:
+    assigned: the (entry, prompt) pairs of each shard.
+    prompts: the token ids of all prompts.
+
+  Returns:
+    The first pair with each prompt, by shard; for its (shard, entry), the entries of the others.
+  """
+  distinct = nothing(len(assigned))
+  copies: dict[tuple[int, int], list[int]] = {}
+  for shard, pairs in enumerate(assigned):
+    first: dict[tuple[int, ...], int] = {}
+    for entry, prompt in pairs:
+      tokens = tuple(prompts[prompt])
+      if tokens in first:
+        copies.setdefault((shard, first[tokens]), []).append(entry)
+      else:
+        first[tokens] = entry
+        distinct[shard].append((entry, prompt))
+  return distinct, copies
+
+
+def places_of_copies(
+  assigned: Assigned, copies: Mapping[tuple[int, int], list[int]], like: np.ndarray, entries: int
+) -> Iterator[np.ndarray]:
+  """Yields arrays of entries i32[shards, b / shards] until every copy of a batch has had a place.
+
+  Args:
+    assigned: the (entry, prompt) pairs of the batch, by shard.
+    copies: from `without_copies`.
+    like: i32[shards, b / shards], the entries of the batch itself.
+    entries: what says that a row has no entry.
+  """
+  left = {
+    (shard, row): list(copies.get((shard, entry), ()))
+    for shard, pairs in enumerate(assigned)
+    for row, (entry, _) in enumerate(pairs)
+  }
+  while any(left.values()):
+    places = np.full_like(like, entries)
+    for place, others in left.items():
+      if others:
+        places[place] = others.pop()
+    yield places
+
+
 def nothing(shards: int) -> Assigned:
   """Returns no sequences, for each shard."""
   return [[] for _ in range(shards)]

@@ -24,18 +24,25 @@ class Full(Exception):
 
 
 class Generator:
-  """Generates completions on a thread of its own.
+  """Generates completions on a thread of its own, with a session for each policy.
 
   Attributes:
     slots: the completions that run at once.
     counts: how many completions, tokens and so on there were, by name.
   """
 
-  def __init__(self, engine: Engine, params: DecodeParams, max_waiting: int):
+  def __init__(
+    self,
+    engine: Engine,
+    params: DecodeParams | None,
+    max_waiting: int,
+    chunk_s: float | None = CHUNK_S,
+  ):
     """Args:
     engine: an engine with `Demand.serves`.
-    params: the policy, in its layout.
+    params: the policy of completions that name no other, in its layout; None if all name one.
     max_waiting: the most completions that wait for a slot.
+    chunk_s: as in `Pace`.
     """
     self.slots = engine.programs.longest_at_once
     self.counts: collections.Counter[str] = collections.Counter()
@@ -47,8 +54,8 @@ class Generator:
     self._scores: collections.deque[ScoreJob] = collections.deque()
     self._scoring: list[ScoreJob] = []
     self._running: dict[Completion, int] = {}  # each with the number of its prompt
-    self._pace = Pace(engine.programs.chunk, CHUNK_S)
-    self._session: Session | None = None
+    self._pace = Pace(engine.programs.chunk, chunk_s)
+    self._sessions: dict[int, Session] = {}  # by the identity of their policies
     self._changed = threading.Condition()
     self._closed = False
     self._thread = threading.Thread(target=self._run, name="gtpo generator", daemon=True)
@@ -116,7 +123,7 @@ class Generator:
   def _round(self) -> None:
     """Scores what waits, then generates one chunk."""
     with self._changed:
-      scores = [self._scores.popleft() for _ in range(min(len(self._scores), self._scorer.rows))]
+      scores = self._next_scores()
       self._scoring = scores
     if scores:
       self._scorer.run(scores)
@@ -124,17 +131,33 @@ class Generator:
       self._scoring = []
     self._cancel()
     self._admit()
-    if self._running:
-      self._chunk()
-    if not self._running:
-      self._session = None  # and its keys and values
+    with self._changed:
+      some_wait = bool(self._waiting)
+    for session in list(self._sessions.values()):
+      self._chunk(session, some_wait)
+    busy = {self._policy(completion) for completion in self._running}
+    # The others are dropped, and their keys and values.
+    self._sessions = {policy: x for policy, x in self._sessions.items() if policy in busy}
+
+  def _next_scores(self) -> list[ScoreJob]:
+    """Returns the next texts that are scored together: those of one policy."""
+    scores: list[ScoreJob] = []
+    while self._scores and len(scores) < self._scorer.rows:
+      if scores and self._policy(self._scores[0]) != self._policy(scores[0]):
+        break
+      scores.append(self._scores.popleft())
+    return scores
+
+  def _policy(self, job: Completion | ScoreJob) -> int:
+    """Returns the identity of a job's policy."""
+    return id(self._params if job.params is None else job.params)
 
   def _fail(self) -> None:
     """Ends everything that was under way with an error; the arrays may be gone."""
     failed = [*self._running, *self._scoring]
     self._running = {}
     self._scoring = []
-    self._session = None
+    self._sessions = {}
     self.counts["failed"] += len(failed)
     for job in failed:
       job.deliver(FAILED)
@@ -142,8 +165,9 @@ class Generator:
   def _cancel(self) -> None:
     for completion in [x for x in self._running if x.cancelled]:
       self.counts["cancelled"] += 1
-      self._session.cancel(completion)
-      self._session.forget(self._running.pop(completion))
+      session = self._sessions[self._policy(completion)]
+      session.cancel(completion)
+      session.forget(self._running.pop(completion))
 
   def _admit(self) -> None:
     """Gives slots to completions that wait."""
@@ -151,24 +175,29 @@ class Generator:
       count = min(len(self._waiting), self.slots - self.running)
       new = [self._waiting.popleft() for _ in range(count)]
       self._running |= dict.fromkeys(new, -1)  # if the next lines fail, they get an error
-    if new and self._session is None:
-      programs = self._programs
-      self._session = Session(programs, self._params, programs.serving_scheduler(), self._pace)
     for completion in new:
-      self._running[completion] = self._session.submit(completion.prompt, [completion])
+      policy = self._policy(completion)
+      if policy not in self._sessions:
+        params = self._params if completion.params is None else completion.params
+        scheduler = self._programs.serving_scheduler()
+        self._sessions[policy] = Session(self._programs, params, scheduler, self._pace)
+      session = self._sessions[policy]
+      self._running[completion] = session.submit(completion.prompt, [completion])
 
-  def _chunk(self) -> None:
-    """Generates the next tokens of all completions."""
-    with self._changed:
-      some_wait = bool(self._waiting)
-    progress = self._session.step(more_may_come=True, some_wait=some_wait)
+  def _chunk(self, session: Session, some_wait: bool) -> None:
+    """Generates the next tokens of the completions of one policy."""
+    if not session.busy:
+      return
+    progress = session.step(more_may_come=True, some_wait=some_wait)
     self.counts["chunks"] += 1
     self.counts["generated_tokens"] += int(progress.counts.sum())
     for slot, completion in enumerate(progress.requests):
       if completion:
-        self._deliver(completion, progress, slot)
+        self._deliver(session, completion, progress, slot)
 
-  def _deliver(self, completion: Completion, progress: Progress, slot: int) -> None:
+  def _deliver(
+    self, session: Session, completion: Completion, progress: Progress, slot: int
+  ) -> None:
     """Delivers what a completion got in a chunk."""
     chunk = progress.chunk
     new = lambda x: x[: progress.counts[slot], slot].tolist()
@@ -178,7 +207,9 @@ class Generator:
     finish = ""
     if progress.ended[slot]:
       finish = "stop" if progress.finished[slot] else "length"
-      self._session.forget(self._running.pop(completion))
-    part = Part(new(chunk.tokens), new(chunk.plain_log_probs), alternatives, finish)
+      session.forget(self._running.pop(completion))
+    part = Part(
+      new(chunk.tokens), new(chunk.plain_log_probs), alternatives, finish, new(chunk.entropy)
+    )
     if part.tokens or finish:
       completion.deliver(part)

@@ -37,28 +37,34 @@ def starlette_app(routes: list[BaseRoute]) -> Starlette:
   return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
 
-def answering(handler: Handler, only_loopback: bool, token: str = "") -> Handler:
+def answering(
+  handler: Handler,
+  only_loopback: bool,
+  token: str = "",
+  sent: Callable[[Request], str] | None = None,
+) -> Handler:
   """Returns a handler whose errors become the protocol's error object.
 
   Args:
     handler: the handler.
     only_loopback: whether to refuse requests that a page in a browser could make: for other hosts,
       if its own name leads to this address, and with bodies that are not called JSON.
-    token: what clients must send as a bearer token; "" for nothing.
+    token: what clients must send; "" for nothing.
+    sent: returns what a client has sent in a header of its own, which a page elsewhere cannot send,
+      so that its bodies may have any type; None for a bearer token.
   """
 
   async def answer(request: Request) -> Response:
     try:
       if only_loopback:
         _check_host(request)
-        _check_type(request)
+        if sent is None:
+          _check_type(request)
+      given = bearer(request) if sent is None else sent(request)
       # Headers are read as Latin-1, whatever their bytes mean.
-      if token and not hmac.compare_digest(bearer(request).encode("latin-1"), token.encode()):
-        raise ApiError(
-          401,
-          "the token is missing or wrong; send it as Authorization: Bearer TOKEN",
-          code="invalid_api_key",
-        )
+      if token and not hmac.compare_digest(given.encode("latin-1"), token.encode()):
+        how = "as Authorization: Bearer TOKEN" if sent is None else "as the client's API key"
+        raise ApiError(401, f"the token is missing or wrong; send it {how}", code="invalid_api_key")
       return await handler(request)
     except ApiError as error:
       return _error(error)
@@ -94,20 +100,30 @@ def bearer(request: Request) -> str:
   return given if kind.lower() == "bearer" else ""
 
 
-async def read_fields(request: Request, most: int = MAX_BODY) -> Fields:
-  """Returns the fields of a body.
+async def read_body(request: Request, most: int = MAX_BODY) -> bytes:
+  """Returns a body.
 
   Raises:
-    ApiError: it has more than `most` bytes, or is no JSON.
+    ApiError: it has more than `most` bytes.
   """
   body = bytearray()
   async for part in request.stream():
     body += part
     if len(body) > most:
       raise ApiError(413, f"the body is over the limit of {most} bytes")
+  return bytes(body)
+
+
+async def read_fields(request: Request, most: int = MAX_BODY) -> Fields:
+  """Returns the fields of a body.
+
+  Raises:
+    ApiError: it has more than `most` bytes, or is no JSON.
+  """
+  body = await read_body(request, most)
   if len(body) < LONG_BODY:
-    return Fields(bytes(body))
-  return await asyncio.to_thread(Fields, bytes(body))
+    return Fields(body)
+  return await asyncio.to_thread(Fields, body)
 
 
 async def respond(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.sampling.session import Request
 from gtpo_jax.serving.outputs import Part
 
@@ -16,11 +17,13 @@ class Completion(Request):
   Attributes:
     prompt: token ids.
     deliver: receives the parts, on the generator's thread.
+    params: the policy, in the engine's layout; None for the generator's own.
     cancelled: whether nobody waits for it any more.
   """
 
   prompt: Sequence[int]
   deliver: Callable[[Part], None]
+  params: DecodeParams | None = None
   cancelled: bool = False
 
 
@@ -32,9 +35,11 @@ class ScoreJob:
     tokens: its ids.
     deliver: receives a `Part` with the log-probs of all tokens but the first, on the generator's
       thread; one with the finish "error" if scoring failed.
+    params: as in `Completion`.
     cancelled: whether nobody waits for it any more.
   """
 
   tokens: Sequence[int]
   deliver: Callable[[Part], None]
+  params: DecodeParams | None = None
   cancelled: bool = False

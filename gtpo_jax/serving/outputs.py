@@ -21,12 +21,14 @@ class Part(NamedTuple):
     alternatives: for each token, the ids and log-probs of the most probable ones; empty unless the
       completion wants them.
     finish: "stop" or "length" if these are the last, "error" if there are no more; else "".
+    entropy: nats, of the policy at each of them; empty for a text that was scored.
   """
 
   tokens: list[int]
   log_probs: list[float]
   alternatives: list[tuple[list[int], list[float]]]
   finish: str = ""
+  entropy: Sequence[float] = ()
 
 
 FAILED = Part([], [], [], "error")

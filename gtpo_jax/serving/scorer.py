@@ -29,7 +29,7 @@ class Scorer:
     rows: how many texts are scored together.
   """
 
-  def __init__(self, engine: Engine, params: DecodeParams):
+  def __init__(self, engine: Engine, params: DecodeParams | None):
     model = engine.model
     longest = min(engine.max_prompt_tokens + engine.max_tokens, model.config.max_length)
     self._shards = batch_shards(model.mesh)
@@ -40,13 +40,12 @@ class Scorer:
     self._score = jax.jit(functools.partial(_score, model))
 
   def run(self, jobs: Sequence[ScoreJob]) -> None:
-    """Scores at most `rows` texts, and delivers the results."""
+    """Scores at most `rows` texts with the policy of the first, and delivers the results."""
+    params = jobs[0].params or self._params
     rows = self._shards if len(jobs) <= self._shards else self.rows
     ids = [job.tokens for job in jobs] + [[self._pad]] * (rows - len(jobs))
     width = next(x for x in self._widths if x >= max(map(len, ids)))
-    log_probs, others = jax.device_get(
-      self._score(self._params, pad_prompts(ids, width, self._pad))
-    )
+    log_probs, others = jax.device_get(self._score(params, pad_prompts(ids, width, self._pad)))
     for i, job in enumerate(jobs):
       last = slice(width - len(job.tokens), width - 1)  # what predicts the second token, and so on
       tops = zip(others.tokens[i, last].tolist(), others.log_probs[i, last].tolist(), strict=True)

@@ -61,13 +61,15 @@ def score(
   chunk: int,
   packing: Packing | None = None,
   entropy_gradient: bool = False,
+  targets: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns log-probs and entropies f32[n, g, t], in nats, of completion tokens i32[n, g, t].
 
   The distribution is softmax(logits / temperature). With a `packing`, values after the end of a
-  completion are arbitrary. `chunk` and `entropy_gradient` are as in `HeadSettings`.
+  completion are arbitrary. `chunk` and `entropy_gradient` are as in `HeadSettings`. With `targets`
+  i32[n, g, t], the log-probs are those of these tokens, after the same ones.
   """
-  head_inputs = _head_inputs(model, params, prompts, tokens, packing)
+  head_inputs = _head_inputs(model, params, prompts, tokens, packing, targets)
   settings = head_settings(model, temperature, chunk, entropy_gradient)
   outputs = log_probs_and_entropy(*head_inputs, settings)
   log_probs, entropy = (_to_completions(x, tokens, packing) for x in outputs)
@@ -84,6 +86,7 @@ def loss_and_score(
   signals: Any,
   packing: Packing | None = None,
   teaching: Teaching | None = None,
+  targets: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Comparison | None]:
   """Returns the loss f32[], and the same log-probs and entropies f32[n, g, t] as `score`.
 
@@ -93,7 +96,7 @@ def loss_and_score(
   The gradient is computed together with the loss, and flows only through the loss.
 
   Args:
-    model, params, prompts, tokens, packing: as in `score`.
+    model, params, prompts, tokens, packing, targets: as in `score`.
     settings: from `head_settings`.
     token_loss: as in `loss_and_log_probs`.
     signals: a pytree of arrays [n, g, t], or [n, g] if all tokens of a completion share one value.
@@ -105,7 +108,7 @@ def loss_and_score(
     per_token = jnp.broadcast_to(x.reshape(*tokens.shape[:2], -1), tokens.shape)
     return _to_rows(per_token, packing)
 
-  hidden, table, row_tokens = _head_inputs(model, params, prompts, tokens, packing)
+  hidden, table, row_tokens = _head_inputs(model, params, prompts, tokens, packing, targets)
   teacher = None
   if teaching is not None:
     params = jax.lax.stop_gradient(teaching.params)
@@ -142,14 +145,22 @@ def make_scorer(
 
 
 def _head_inputs(
-  model: Transformer, params: Params, prompts: Prompts, tokens: jax.Array, packing: Packing | None
+  model: Transformer,
+  params: Params,
+  prompts: Prompts,
+  tokens: jax.Array,
+  packing: Packing | None,
+  targets: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns the states [b, t, d] that predict each token, the head [v, d] and tokens i32[b, t]."""
+  """Returns the states [b, t, d] that predict each token, the head [v, d] and tokens i32[b, t].
+
+  With `targets`, it returns these in place of the tokens.
+  """
   hidden = model.apply({"params": params}, prompts, tokens, packing, method="completion_hidden")
   return (
     hidden.reshape(-1, *hidden.shape[2:]),
     model.apply({"params": params}, method="head_table"),
-    _to_rows(tokens, packing),
+    _to_rows(tokens if targets is None else targets, packing),
   )
 
 

@@ -142,19 +142,44 @@ def make_optimizer(
   `entropy_coef` is as in `Optimizer`.
   """
   schedule = make_schedule(config, steps)
-  chain = optax.chain(
-    optax.stateless(lambda grads, _: clip_by_global_norm(grads, config.clip_norm)),
+  chain = adamw(
+    lambda count: schedule(count // updates),
+    config.b1,
+    config.b2,
+    config.eps,
+    config.weight_decay,
+    config.clip_norm,
+    config.momentum_dtype,
+  )
+  return Optimizer(chain.init, chain.update, config.offload, entropy_coef)
+
+
+def adamw(
+  learning_rate: Any,
+  b1: Any,
+  b2: Any,
+  eps: Any,
+  weight_decay: Any,
+  clip_norm: Any,
+  momentum_dtype: str = "",
+) -> optax.GradientTransformation:
+  """Returns global-norm clipping followed by AdamW.
+
+  The arguments are as in `OptimizerConfig`: numbers, or arrays f32[] of a program that takes them;
+  the learning rate may be a schedule.
+  """
+  return optax.chain(
+    optax.stateless(lambda grads, _: clip_by_global_norm(grads, clip_norm)),
     optax.adamw(
-      lambda count: schedule(count // updates),
-      config.b1,
-      config.b2,
-      config.eps,
-      mu_dtype=config.momentum_dtype or None,
-      weight_decay=config.weight_decay,
+      learning_rate,
+      b1,
+      b2,
+      eps,
+      mu_dtype=momentum_dtype or None,
+      weight_decay=weight_decay,
       mask=_decayed,
     ),
   )
-  return Optimizer(chain.init, chain.update, config.offload, entropy_coef)
 
 
 def clip_by_global_norm(grads: Params, max_norm: float) -> Params:

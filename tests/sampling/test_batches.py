@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gtpo_jax.runtime.errors import UserError
-from gtpo_jax.sampling.batches import pad_prefill, pad_prompts
+from gtpo_jax.sampling.batches import pad_prefill, pad_prompts, places_of_copies, without_copies
 
 PAD = 3
 
@@ -29,3 +29,16 @@ def test_a_prefill_batch_has_the_same_rows_in_every_shard():
   batch, entries = pad_prefill(assigned, [[1], [5, 6], [8]], width=2, rows=2, entries=5, pad=PAD)
   np.testing.assert_array_equal(batch.tokens, [[5, 6], [3, 1], [3, 8], [3, 3]])
   np.testing.assert_array_equal(entries, [[4, 0], [2, 5]])
+
+
+def test_equal_prompts_are_prefilled_once():
+  """Prompts 0, 2 and 3 of shard 0 are the same; in shard 1, one of them is alone."""
+  prompts = [[1, 2], [5], [1, 2], [1, 2], [1, 2]]
+  assigned = [[(0, 0), (1, 1), (2, 2), (3, 3)], [(0, 4)]]
+  distinct, copies = without_copies(assigned, prompts)
+  assert distinct == [[(0, 0), (1, 1)], [(0, 4)]]
+  assert copies == {(0, 0): [2, 3]}
+  _, first = pad_prefill(distinct, prompts, width=2, rows=2, entries=5, pad=PAD)
+  np.testing.assert_array_equal(first, [[0, 1], [0, 5]])
+  places = list(places_of_copies(distinct, copies, first, entries=5))
+  np.testing.assert_array_equal(places, [[[3, 5], [5, 5]], [[2, 5], [5, 5]]])

@@ -1,10 +1,10 @@
 """Surrogate objectives, which are maximised."""
 
 from gtpo_jax.algorithms.objectives.base import Objective, ObjectiveInputs
-from gtpo_jax.algorithms.objectives.clipped import Clip, Gmpo
+from gtpo_jax.algorithms.objectives.clipped import Clip, Gmpo, clip_ratio
 from gtpo_jax.algorithms.objectives.future import Fipo
 from gtpo_jax.algorithms.objectives.selecting import ClipCov, KlCov, Stare
-from gtpo_jax.algorithms.objectives.weighted import Cispo, Dppo, Sapo
+from gtpo_jax.algorithms.objectives.weighted import Cispo, Dppo, Sapo, clip_weight
 from gtpo_jax.runtime.fields import one_of, setting
 
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -30,4 +30,6 @@ __all__ = [
   "ObjectiveInputs",
   "Sapo",
   "Stare",
+  "clip_ratio",
+  "clip_weight",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.objectives.base import (
@@ -30,6 +31,11 @@ def dual_clip_setting(default: float) -> float:
   )
 
 
+def clip_ratio(ratio: jax.Array, advantages: jax.Array, lowest: float, highest: float) -> jax.Array:
+  """Returns `min(r A, clip(r, lowest, highest) A)`, with the shape of both arrays."""
+  return jnp.minimum(ratio * advantages, jnp.clip(ratio, lowest, highest) * advantages)
+
+
 @dataclasses.dataclass(frozen=True)
 class Clip(RatioObjective):
   """`min(r A, clip(r, 1 - eps_low, 1 + eps_high) A)` (PPO, DAPO).
@@ -52,8 +58,7 @@ class Clip(RatioObjective):
   def __call__(self, x: ObjectiveInputs) -> ObjectiveOutputs:
     lowest = 1 - self.eps_low
     highest = 1 + self.eps_high
-    clipped = jnp.clip(x.ratio, lowest, highest)
-    objective = jnp.minimum(x.ratio * x.advantages, clipped * x.advantages)
+    objective = clip_ratio(x.ratio, x.advantages, lowest, highest)
     if self.dual_clip:
       bounded = jnp.maximum(objective, self.dual_clip * x.advantages)
       objective = jnp.where(x.advantages < 0, bounded, objective)

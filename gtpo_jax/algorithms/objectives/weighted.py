@@ -18,6 +18,12 @@ _DELTA = (
 )
 
 
+def clip_weight(x: ObjectiveInputs, lowest: float, highest: float) -> jax.Array:
+  """Returns `sg(clip(r, lowest, highest)) A log pi`, f32[n, g, t]."""
+  weight = jax.lax.stop_gradient(jnp.clip(x.ratio, lowest, highest))
+  return weight * x.advantages * x.log_probs
+
+
 @dataclasses.dataclass(frozen=True)
 class Cispo(RatioObjective):
   """`sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi` (CISPO, 2506.13585, eqs. 4-5).
@@ -34,8 +40,7 @@ class Cispo(RatioObjective):
   def __call__(self, x: ObjectiveInputs) -> ObjectiveOutputs:
     lowest = 1 - self.eps_low
     highest = 1 + self.eps_high
-    weight = jax.lax.stop_gradient(jnp.clip(x.ratio, lowest, highest))
-    return weight * x.advantages * x.log_probs, {
+    return clip_weight(x, lowest, highest), {
       "clip/low": x.ratio < lowest,
       "clip/high": x.ratio > highest,
     }

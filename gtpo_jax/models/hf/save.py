@@ -45,7 +45,7 @@ def save(
   dtype: str | None = None,
   stop: Collection[int] = (),
   source: Path | None = None,
-  files: Mapping[str, str] | None = None,
+  files: Mapping[str, str | bytes] | None = None,
   shard_bytes: int = SHARD_BYTES,
 ) -> None:
   """Writes a model as a Hugging Face folder, with adapters merged.
@@ -66,7 +66,7 @@ def save(
       tokenizer's end token.
     source: the Hugging Face folder that the model came from; its beginning-of-text id and its
       sampling defaults are kept. None if there is none.
-    files: additional text files by name, such as README.md.
+    files: additional files by name, such as README.md; texts, or bytes.
     shard_bytes: the most bytes of tensors in one file.
 
   Raises:
@@ -87,7 +87,7 @@ def save(
     _write_configs(out, model.config, dtype, tokenizer, stop, defaults)
     if tokenizer is not None:
       save_tokenizer(tokenizer, out)
-    _write_files(out, files)
+    write_files(out, files)
 
 
 def save_adapter(
@@ -95,7 +95,7 @@ def save_adapter(
   params: Params,
   folder: str | Path,
   base: str,
-  files: Mapping[str, str] | None = None,
+  files: Mapping[str, str | bytes] | None = None,
 ) -> None:
   """Writes only the adapters, as a folder that `peft` loads onto the model `base`.
 
@@ -104,7 +104,7 @@ def save_adapter(
     params: its parameters.
     folder: a folder that does not exist yet or is empty.
     base: path or hub id of the model without adapters.
-    files: additional text files by name.
+    files: additional files by name.
 
   Raises:
     UserError: the model has no adapters, or the folder is not empty or cannot be written.
@@ -136,7 +136,7 @@ def save_adapter(
         "target_modules": modules,
       },
     )
-    _write_files(out, files)
+    write_files(out, files)
 
 
 def _cast(
@@ -240,9 +240,10 @@ def _size(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
   return sum(map(math.prod, shapes.values())) * np.dtype(DTYPES[dtype]).itemsize
 
 
-def _write_files(out: Path, files: Mapping[str, str] | None) -> None:
-  for name, text in (files or {}).items():
-    (out / name).write_text(text, encoding="utf-8")
+def write_files(out: Path, files: Mapping[str, str | bytes] | None) -> None:
+  """Writes files to a folder: texts, or bytes."""
+  for name, content in (files or {}).items():
+    (out / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def _write_json(file: Path, values: Mapping[str, Any]) -> None:

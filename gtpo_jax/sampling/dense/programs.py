@@ -23,9 +23,11 @@ from gtpo_jax.sampling.batches import (
   Places,
   TokenIds,
   pad_prefill,
+  places_of_copies,
   prefill_batches,
   row_counts,
   sequence_lengths,
+  without_copies,
 )
 from gtpo_jax.sampling.cache import States, constrain_kv, head_axis
 from gtpo_jax.sampling.chunk import insert_rows
@@ -242,12 +244,14 @@ class DensePrograms(Programs):
     counts = {
       width: self.row_counts(width, scheduler.space.capacity) for width in self.prefill_widths
     }
-    for width, rows, part in prefill_batches(assigned, prompts, counts):
-      batch, places = pad_prefill(part, prompts, width, rows, entries, self.pad)
+    distinct, copies = without_copies(assigned, prompts)
+    for width, rows, part in prefill_batches(distinct, prompts, counts):
+      batch, first = pad_prefill(part, prompts, width, rows, entries, self.pad)
       hidden, new = self.prefill(params, batch)
-      kv = self.cache.prompts_of(state.kv)
-      kv, states = self.insert(kv, state.prompts, hidden, new, batch, places, places)
-      state = _with_prompts(state, kv.prompts, states)
+      for places in (first, *places_of_copies(part, copies, first, entries)):
+        kv = self.cache.prompts_of(state.kv)
+        kv, states = self.insert(kv, state.prompts, hidden, new, batch, places, places)
+        state = _with_prompts(state, kv.prompts, states)
     return state
 
   def resize(

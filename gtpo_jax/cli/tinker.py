@@ -1,0 +1,170 @@
+"""Opens a model for clients of Tinker, and serves until the process is asked to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from gtpo_jax.cli.export import base_model
+from gtpo_jax.cli.serve import model_name, run_server
+from gtpo_jax.models.hf.folder import fingerprints
+from gtpo_jax.rollout.policies import find_policy, serving_config
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.serving.generator import Generator
+from gtpo_jax.serving.http import is_loopback, listen, make_server
+from gtpo_jax.tinker.ledger import Ledger
+from gtpo_jax.tinker.models import ServedBase
+from gtpo_jax.tinker.routes import Routes
+from gtpo_jax.tinker.sampler import Policies, Sampler
+from gtpo_jax.tinker.saved_weights import Store
+from gtpo_jax.tinker.schema import CLIENT_VERSION
+from gtpo_jax.tinker.trainer import Trainer
+
+KEY_VARIABLE = "GTPO_TINKER_KEY"
+JOURNAL = "journal"
+IDENTITY = "model.json"
+
+
+class TinkerOptions(NamedTuple):
+  """What is served, and where.
+
+  Attributes:
+    model: a Hugging Face folder, or a hub id.
+    workdir: where the journal and saved weights are.
+    host: the address.
+    port: 0 for a free one.
+    name: what clients call the model; "" for the name of its folder.
+    max_prompt_tokens: the longest prompt that is sampled from; None for the default.
+    max_tokens: the longest sample; None for the default.
+    compute_dtype: the format of activations; None for that of the platform.
+    slots: the samples that run at once; 0 for the platform's default.
+    queue: the samples that may wait.
+    max_rank: the highest rank of adapters.
+    models: how many models may be trained at once.
+    policies: how many sets of weights are kept ready for sampling.
+    seed: of requests that have none.
+    exact: whether samples are drawn one by one, so that a run repeats bit for bit.
+  """
+
+  model: Path
+  workdir: Path
+  host: str = "127.0.0.1"
+  port: int = 8000
+  name: str = ""
+  max_prompt_tokens: int | None = None
+  max_tokens: int | None = None
+  compute_dtype: str | None = None
+  slots: int = 0
+  queue: int = 4096
+  max_rank: int = 128
+  models: int = 8
+  policies: int = 2
+  seed: int = 0
+  exact: bool = False
+
+
+class OpenedTinker:
+  """A model that is ready for clients.
+
+  Attributes:
+    base: the model.
+    app: the paths.
+  """
+
+  def __init__(self, options: TinkerOptions, secret: str = ""):
+    """Opens the model and the workdir, and goes on where a process before this one has ended.
+
+    Args:
+      options: what is served.
+      secret: the key that clients must have; "" for any.
+
+    Raises:
+      UserError: there is no such model, or the workdir belongs to another one.
+    """
+    config = serving_config(
+      options.model,
+      options.max_prompt_tokens,
+      options.max_tokens,
+      options.compute_dtype,
+      options.slots,
+    )
+    worker, _, read = find_policy(options.model, None, config, stop=(), serves=True)
+    if worker.model_folder is None:
+      raise UserError(f"{str(options.model)!r} is the workdir of a run; export it first")
+    name = options.name or model_name(str(options.model))
+    worker.chat.tokenizer.name_or_path = name  # messages contain it
+    _check_identity(options.workdir, str(options.model))
+    self._store = Store(options.workdir)
+    self._ledger = Ledger(
+      options.workdir / JOURNAL, options.seed, options.queue, self._store.snapshot_seq
+    )
+    self.base = ServedBase(name, worker, read()[0], base_model(str(options.model)))
+    self._generator = Generator(worker.engine, None, options.queue, chunk_s=None)
+    policies = Policies(self.base, self._store, options.policies)
+    self._trainer = Trainer(self.base, self._ledger, self._store, options.models)
+    self._sampler = Sampler(self.base, self._ledger, policies, self._generator, options.exact)
+    self.app = Routes(
+      self.base,
+      self._ledger,
+      self._store,
+      self._sampler,
+      options.max_rank,
+      options.queue,
+      secret,
+      only_loopback=is_loopback(options.host) and not secret,
+    )
+
+  def close(self) -> None:
+    """Ends what is under way, and saves the state of every model."""
+    self._ledger.close()
+    self._generator.close()
+    self._sampler.close()
+    self._trainer.join()
+    self._trainer.save_all()
+    self._ledger.close_journal()
+
+
+def _check_identity(workdir: Path, model: str) -> None:
+  """Raises UserError if a workdir was begun with another model."""
+  identity = {"model": next(iter(fingerprints(model).values()), model)}
+  file = workdir / IDENTITY
+  workdir.mkdir(parents=True, exist_ok=True)
+  if not file.exists():
+    file.write_text(json.dumps(identity) + "\n")
+  elif json.loads(file.read_text()) != identity:
+    raise UserError(
+      f"{str(workdir)!r} was begun with another model than {model!r}; name another --workdir"
+    )
+
+
+def serve(options: TinkerOptions, say: Callable[[str], None]) -> None:
+  """Serves until SIGINT or SIGTERM, then saves the state of every model.
+
+  Args:
+    options: what, and where.
+    say: shows a line.
+
+  Raises:
+    UserError: the address cannot be used, or needs a key; or see `OpenedTinker`.
+  """
+  secret = os.environ.get(KEY_VARIABLE, "")
+  if not is_loopback(options.host) and not secret:
+    raise UserError(
+      f"--host={options.host} is open to others; set {KEY_VARIABLE} to a secret, which clients set "
+      "as TINKER_API_KEY, or serve on 127.0.0.1"
+    )
+  listener = listen(options.host, options.port)
+  with contextlib.closing(listener):
+    opened = OpenedTinker(options, secret)
+    port = listener.getsockname()[1]
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    dtype = opened.base.worker.model.config.compute_dtype
+    say(f"computing in {dtype}; tested with the client tinker {CLIENT_VERSION}")
+    say(f"{opened.base.name!r} at TINKER_BASE_URL=http://{host}:{port} (Ctrl-C stops)")
+    asyncio.run(run_server(make_server(opened.app.asgi), listener))
+    opened.close()

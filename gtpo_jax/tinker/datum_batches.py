@@ -1,0 +1,158 @@
+"""The data of a request as batches of prompts and completions, of few shapes.
+
+A sequence is divided where its loss begins: what precedes is its prompt, which sequences with the
+same one share. Lengths and numbers of rows are powers of two, so that few programs are compiled.
+The batches of a request depend on nothing but the request.
+
+Dimension letters: n prompts, g sequences of a prompt, p and t positions of prompts and completions.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import numpy as np
+
+from gtpo_jax.arrays import Prompts
+from gtpo_jax.sampling.batches import pad_prompts
+from gtpo_jax.tinker.losses import RATIO_MASK, Loss, LossInputs
+from gtpo_jax.tinker.wire import Datum
+
+SHORTEST_PROMPT = 32
+SHORTEST_COMPLETION = 16
+LARGEST_GROUP = 32
+BATCH_TOKENS = {"cpu": 4096}  # positions of a batch on a device, by platform
+DEVICE_TOKENS = 32_768
+
+
+@flax.struct.dataclass
+class Rows:
+  """Sequences that are computed together.
+
+  Attributes:
+    prompts: [n, p].
+    tokens: i32[n, g, t], what the model reads after each prompt; the last one is not read.
+    targets: i32[n, g, t].
+    inputs: of the loss.
+  """
+
+  prompts: Prompts
+  tokens: jax.Array
+  targets: jax.Array
+  inputs: LossInputs
+
+
+class BatchPart(NamedTuple):
+  """A batch, and where its sequences are.
+
+  Attributes:
+    rows: the batch, in host arrays.
+    places: (datum, i, j) of each: its index in the request, its prompt and its place in the group.
+  """
+
+  rows: Rows
+  places: list[tuple[int, int, int]]
+
+
+def loss_begins(datum: Datum) -> int:
+  """Returns the first position at which any input of the loss is not 0; the last if all are."""
+  used = np.zeros(len(datum.tokens), bool)
+  for x in datum.inputs.values():
+    used |= x != 0
+  return int(used.argmax()) if used.any() else len(used) - 1
+
+
+def divide(
+  data: Sequence[Datum], begins: Sequence[int], loss: Loss, shards: int, pad: int, platform: str
+) -> Iterator[BatchPart]:
+  """Yields the batches of a request, the same ones for the same request.
+
+  Args:
+    data: the sequences.
+    begins: where the loss of each begins; its prompt is what the model has read until then.
+    loss: what is computed.
+    shards: devices along the batch axes; n is a multiple of it.
+    pad: the padding id.
+    platform: "cpu", "gpu" or "tpu".
+  """
+  groups: dict[bytes, list[int]] = collections.defaultdict(list)
+  for i, datum in enumerate(data):
+    groups[datum.tokens[: begins[i] + 1].tobytes()].append(i)
+  shapes: dict[tuple[int, int, int], list[list[int]]] = collections.defaultdict(list)
+  for group in groups.values():
+    p = _power(begins[group[0]] + 1, SHORTEST_PROMPT)
+    longest = lambda i: len(data[i].tokens) - begins[i]
+    by_length: dict[int, list[int]] = collections.defaultdict(list)
+    for i in group:
+      by_length[_power(longest(i), SHORTEST_COMPLETION)].append(i)
+    for t, members in by_length.items():
+      for g, piece in _pieces(members):
+        shapes[p, g, t].append(piece)
+  budget = BATCH_TOKENS.get(platform, DEVICE_TOKENS) * shards
+  for (p, g, t), pieces in sorted(shapes.items()):
+    most = max(_power(budget // (p + g * t) // shards + 1, 1) // 2, 1) * shards
+    for start in range(0, len(pieces), most):
+      chosen = pieces[start : start + most]
+      n = _power(-(-len(chosen) // shards), 1) * shards
+      yield _part(data, begins, chosen, loss, (n, g, p, t), pad)
+
+
+def _power(size: int, least: int) -> int:
+  """Returns the smallest power of two of at least `size`, times `least` over a power of two."""
+  power = least
+  while power < size:
+    power *= 2
+  return power
+
+
+def _pieces(members: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+  """Yields (g, members) such that at most a quarter of each group of g is padding."""
+  left = list(members)
+  while left:
+    g = min(_power(len(left), 1), LARGEST_GROUP)
+    if 4 * len(left) < 3 * g:
+      g //= 2
+    yield g, left[:g]
+    left = left[g:]
+
+
+def _part(
+  data: Sequence[Datum],
+  begins: Sequence[int],
+  pieces: Sequence[Sequence[int]],
+  loss: Loss,
+  shape: tuple[int, int, int, int],
+  pad: int,
+) -> BatchPart:
+  n, g, p, t = shape
+  prompts = [data[piece[0]].tokens[: begins[piece[0]] + 1] for piece in pieces]
+  prompts += [np.full(1, pad, np.int32)] * (n - len(pieces))
+  tokens, targets = np.full((2, n, g, t), pad, np.int32)
+  arrays = {name: np.zeros((n, g, t), np.float32) for name in FIELDS}
+  present = np.zeros((n, g, t), np.float32)
+  places = []
+  for i, piece in enumerate(pieces):
+    for j, index in enumerate(piece):
+      datum = data[index]
+      begin = begins[index]
+      length = len(datum.tokens) - begin
+      tokens[i, j, : length - 1] = datum.tokens[begin + 1 :]
+      targets[i, j, :length] = datum.targets[begin:]
+      present[i, j, :length] = 1
+      for name, array in arrays.items():
+        if name in datum.inputs:
+          array[i, j, :length] = datum.inputs[name][begin:]
+      if RATIO_MASK not in datum.inputs:
+        arrays[RATIO_MASK][i, j, :length] = 1
+      places.append((index, i, j))
+  settings = (loss.kind, loss.low, loss.high, loss.beta)
+  constants = (np.full((n, g, t), value, np.float32) for value in settings)
+  inputs = LossInputs(present, *(arrays[name] for name in FIELDS), *constants)
+  return BatchPart(Rows(pad_prompts(prompts, p, pad), tokens, targets, inputs), places)
+
+
+FIELDS = ("weights", "logprobs", "advantages", RATIO_MASK)  # of `LossInputs`, in order

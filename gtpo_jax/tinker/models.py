@@ -1,0 +1,287 @@
+"""The models that clients train: adapters or all weights, their moments and their gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from gtpo_jax.models.config import Lora
+from gtpo_jax.models.decode import DecodeParams
+from gtpo_jax.models.hf.atomic_folder import atomic_folder
+from gtpo_jax.models.hf.load import read_params
+from gtpo_jax.models.hf.save import save, save_adapter, write_files
+from gtpo_jax.models.lora import add_lora, combine, merge_lora, partition
+from gtpo_jax.models.params import Params, abstract_params
+from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.runtime.mesh import batch_shards, shard_batch
+from gtpo_jax.serving.api_errors import bad
+from gtpo_jax.serving.requests import Fields, shown
+from gtpo_jax.storage.paths import storage_path
+from gtpo_jax.tinker.datum_batches import divide, loss_begins
+from gtpo_jax.tinker.losses import Loss
+from gtpo_jax.tinker.saved_weights import ABOUT, ARRAYS, Saved, arrays_of, tree_of
+from gtpo_jax.tinker.training_programs import StepSettings, make_programs
+from gtpo_jax.tinker.wire import Datum
+
+ATTENTION = ("q", "k", "v", "o")
+MLP = ("gate", "up", "down")
+MAX_SEED = 2**32
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+  """What a client has asked a model to be.
+
+  Attributes:
+    base_model: the name that the client uses.
+    rank: that of the adapters; 0 for all weights.
+    seed: of the adapters' random matrices.
+    train_mlp, train_attn: which matrices have adapters.
+    metadata: the client's own.
+  """
+
+  base_model: str
+  rank: int
+  seed: int = 0
+  train_mlp: bool = True
+  train_attn: bool = True
+  metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def targets(self) -> tuple[str, ...]:
+    """The matrices that have adapters."""
+    return ATTENTION * self.train_attn + MLP * self.train_mlp
+
+
+def read_spec(fields: Fields, max_rank: int, default_seed: int) -> Spec:
+  """Reads the specification of a model.
+
+  Args:
+    fields: of a request to create a model.
+    max_rank: the highest rank.
+    default_seed: for adapters without a seed.
+
+  Raises:
+    ApiError: a field is wrong, or asks for what the server cannot do.
+  """
+  optimizer = fields.take("optimizer_config", {"type": "adamw"})
+  if not isinstance(optimizer, dict) or optimizer.get("type") != "adamw":
+    raise bad(f"optimizer_config {shown(optimizer)} is not supported; use adamw")
+  lora = fields.take("lora_config", {"rank": 0})
+  if not isinstance(lora, dict):
+    raise bad(f"lora_config must be an object, got {shown(lora)}")
+  options = Fields(json.dumps(lora).encode())
+  rank = options.integer("rank", 0, 0, None)
+  if rank > max_rank:
+    raise bad(f"rank {rank} is over this server's limit of {max_rank}; lower it", "rank")
+  flags = {name: options.take(name, True) is not False for name in ("train_mlp", "train_attn")}
+  if rank and not any(flags.values()):
+    raise bad("adapters of the head alone are not supported; set train_attn or train_mlp")
+  seed = options.integer("seed", default_seed, -(2**63), 2**63) % MAX_SEED
+  metadata = fields.take("user_metadata", {})
+  if not isinstance(metadata, dict):
+    raise bad(f"user_metadata must be an object, got {shown(metadata)}")
+  return Spec(fields.text("base_model") or "", rank, seed, **flags, metadata=metadata)
+
+
+class ServedBase(NamedTuple):
+  """The model that all others begin with.
+
+  Attributes:
+    name: what clients call it.
+    worker: its tokenizer and its engine.
+    params: its weights, on the training mesh.
+    source: the folder or hub id that it came from.
+  """
+
+  name: str
+  worker: RolloutWorker
+  params: Params
+  source: str
+
+  @property
+  def vocab(self) -> int:
+    """Token ids are below this."""
+    return self.worker.model.config.vocab_size
+
+  @property
+  def longest(self) -> int:
+    """The most tokens of a sequence."""
+    return self.worker.model.config.max_length
+
+  def model(self, spec: Spec) -> Transformer:
+    """Returns the architecture with a client's adapters."""
+    lora = Lora(spec.rank, targets=spec.targets) if spec.rank else Lora()
+    plain = self.worker.model
+    return Transformer(dataclasses.replace(plain.config, lora=lora), plain.mesh)
+
+  def layout(self, spec: Spec, trained: Params | None = None) -> DecodeParams:
+    """Returns a policy for the engine: with trained weights, or the base itself."""
+    params = self.params
+    if trained is not None:
+      params = trained
+      if spec.rank:
+        params = _merge(self.model(spec))(combine(trained, self.params))
+    return jax.block_until_ready(self.worker.engine.layout(params))
+
+  def read(self, spec: Spec, saved: Saved) -> Params:
+    """Returns the trained weights in a folder."""
+    model = self.model(spec)
+    arrays = saved.arrays()
+    if not any(name.startswith("params/") for name in arrays):
+      return read_params(model, saved.folder)
+    return tree_of(arrays, "params", partition(model, abstract_params(model))[0])
+
+
+@functools.lru_cache(maxsize=16)
+def _merge(model: Transformer) -> Any:
+  return jax.jit(functools.partial(merge_lora, model))
+
+
+class TrainedModel:
+  """A model in training. It belongs to one thread.
+
+  Attributes:
+    spec: what the client has asked for.
+  """
+
+  def __init__(
+    self, base: ServedBase, spec: Spec, saved: Saved | None = None, moments: bool = True
+  ):
+    """Args:
+    base: what it begins with.
+    spec: what it is.
+    saved: weights to begin with instead; None for fresh ones.
+    moments: whether to read the optimizer's state too, and a gradient so far.
+    """
+    self.spec = spec
+    self._base = base
+    self._model = base.model(spec)
+    self._programs = make_programs(self._model)
+    self._frozen = base.params if spec.rank else {}
+    self._pad = base.worker.chat.pad
+    self._grads: Params | None = None
+    if saved is None:
+      params = add_lora(self._model, base.params, jax.random.key(spec.seed))
+      self._trained = partition(self._model, params)[0]
+      self._opt_state = self._programs.init(self._trained)
+      return
+    self._trained = base.read(spec, saved)
+    self._opt_state = self._programs.init(self._trained)
+    if moments:
+      self._read_moments(saved)
+
+  def _read_moments(self, saved: Saved) -> None:
+    arrays = saved.arrays()
+    if not any(name.startswith("optimizer/") for name in arrays):
+      raise bad(f"{saved.path} has no optimizer state; load it without")
+    trained, state = self._programs.abstract
+    self._opt_state = tree_of(arrays, "optimizer", state)
+    if any(name.startswith("gradient/") for name in arrays):
+      in_float32 = jax.tree.map(lambda x: x.update(dtype=np.float32), trained)
+      self._grads = tree_of(arrays, "gradient", in_float32)
+
+  def run(
+    self, data: Sequence[Datum], loss: Loss, forward_only: bool
+  ) -> tuple[dict[str, list[np.ndarray]], float]:
+    """Computes a loss, and unless `forward_only` adds its gradient to that so far.
+
+    Without a gradient, log-probs of all positions are computed, because a client may use any.
+
+    Returns:
+      The log-probs and entropies of each datum, f32[s] each, 0 before its loss begins; the loss.
+    """
+    whole = forward_only or loss.name == "dro"  # its penalty has no weights
+    begins = [0 if whole else loss_begins(datum) for datum in data]
+    names = ("logprobs", "entropy")
+    outputs = {name: [np.zeros(len(x.tokens), np.float32) for x in data] for name in names}
+    mesh = self._model.mesh
+    platform = mesh.devices.flat[0].platform
+    total = 0.0
+    grads = self._grads
+    for rows, places in divide(data, begins, loss, batch_shards(mesh), self._pad, platform):
+      rows = shard_batch(rows, mesh)
+      if forward_only:
+        scores = self._programs.forward(self._trained, self._frozen, rows, per_token=loss.per_token)
+      else:
+        grads = self._programs.zeros() if grads is None else grads
+        grads, scores = self._programs.accumulate(
+          self._trained, self._frozen, grads, rows, per_token=loss.per_token
+        )
+      value, log_probs, entropy = jax.device_get(scores)
+      total += float(value)
+      for index, i, j in places:
+        begin = begins[index]
+        length = len(data[index].tokens) - begin
+        outputs["logprobs"][index][begin:] = log_probs[i, j, :length]
+        outputs["entropy"][index][begin:] = entropy[i, j, :length]
+    self._grads = grads  # only once all batches have been computed
+    return outputs, total
+
+  def step(self, settings: StepSettings) -> dict[str, float]:
+    """Applies the gradient so far, unless it is not finite; returns metrics."""
+    grads = self._programs.zeros() if self._grads is None else self._grads
+    trained, opt_state, norm, finite = jax.block_until_ready(
+      self._programs.apply(self._trained, self._opt_state, grads, settings)
+    )
+    self._trained, self._opt_state, self._grads = trained, opt_state, None
+    return {"grad_norm:mean": float(norm), "skipped:sum": float(not finite)}
+
+  def load(self, spec: Spec, saved: Saved, moments: bool) -> None:
+    """Replaces the weights, and with `moments` the optimizer's state too.
+
+    Raises:
+      ApiError: they are those of another architecture.
+    """
+    if (spec.rank, spec.targets) != (self.spec.rank, self.spec.targets):
+      raise bad(f"{saved.path} has other adapters than this model: rank {spec.rank}")
+    self._trained = self._base.read(spec, saved)
+    self._opt_state = self._programs.init(self._trained)
+    self._grads = None
+    if moments:
+      self._read_moments(saved)
+
+  def save(self, folder: Path, about: Mapping[str, Any], moments: bool, export: bool) -> None:
+    """Writes the weights to a new folder.
+
+    Args:
+      folder: the folder.
+      about: what is noted beside them.
+      moments: whether to write the optimizer's state and the gradient so far too.
+      export: whether other programs are to read the weights.
+    """
+    whole = not self.spec.rank and export  # the weights are in the files of Hugging Face
+    trees: dict[str, Any] = {} if whole else {"params": self._trained}
+    if moments:
+      trees["optimizer"] = self._opt_state
+      if self._grads is not None:
+        trees["gradient"] = self._grads
+    spec = dataclasses.asdict(self.spec)
+    note = json.dumps({**about, "spec": spec, "created": time.time()}, indent=2) + "\n"
+    files = {ABOUT: note, ARRAYS: arrays_of(**trees)}
+    params = combine(self._trained, self._frozen)
+    worker = self._base.worker
+    if not export:
+      with atomic_folder(storage_path(folder)) as out:
+        write_files(out, files)
+    elif self.spec.rank:
+      save_adapter(self._model, params, folder, self._base.source, files)
+    else:
+      save(
+        self._model,
+        params,
+        worker.chat.tokenizer,
+        folder,
+        stop=worker.chat.stop,
+        source=worker.model_folder,
+        files=files,
+      )

@@ -1,0 +1,358 @@
+"""Sampling for clients: from the base model, saved weights or live ones, all by one engine."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import functools
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from gtpo_jax.models.decode import DecodeParams
+from gtpo_jax.sampling.filters import ALTERNATIVES
+from gtpo_jax.sampling.settings import LOWEST_TEMPERATURE
+from gtpo_jax.sampling.stop_strings import MAX_STOP_STRINGS, is_stop
+from gtpo_jax.serving.api_errors import ApiError, bad
+from gtpo_jax.serving.generator import Full, Generator
+from gtpo_jax.serving.jobs import Completion, ScoreJob
+from gtpo_jax.serving.outputs import Part, new_search
+from gtpo_jax.serving.requests import HIGHEST_TEMPERATURE, Fields, shown
+from gtpo_jax.tinker.ledger import Ledger
+from gtpo_jax.tinker.models import ServedBase, Spec
+from gtpo_jax.tinker.saved_weights import Store
+from gtpo_jax.tinker.wire import (
+  ERROR,
+  MISSING,
+  NO_TOKEN,
+  PROTO,
+  Sample,
+  StoredResult,
+  Submission,
+  Top,
+  json_tokens,
+  refusal,
+  sample_output,
+)
+
+MAX_SAMPLES = 1024  # of one request
+RETRY_S = 0.05  # until the generator may have space again
+CHECK_S = 1.0  # after which it is seen that nobody waits any more
+# Fields whose values change what is returned, and the values that change nothing.
+UNSUPPORTED = {"target_prompt_logprobs": None, "prompt_alt_tokens_k": 0}
+
+
+class Policies:
+  """Weights in the engine's layout, with adapters merged; those used last are kept."""
+
+  def __init__(self, base: ServedBase, store: Store, most: int):
+    self._base = base
+    self._store = store
+    self._most = most
+    self._kept: collections.OrderedDict[str, DecodeParams] = collections.OrderedDict()
+
+  def get(self, source: dict[str, Any]) -> DecodeParams:
+    """Returns the weights that a sampler samples from.
+
+    Raises:
+      ApiError: they were deleted.
+    """
+    saved = None
+    name = ""
+    if source["run"]:
+      saved = self._store.read(self._store.of_sampler(source))
+      if saved is None:
+        raise ApiError(410, "the weights of this sampler are gone; save them again")
+      name = f"{saved.folder} {saved.about['created']}"
+    if name not in self._kept:
+      while len(self._kept) >= self._most:
+        self._kept.popitem(last=False)  # first, so that there is memory
+      spec = Spec(**saved.about["spec"]) if saved else Spec("", 0)
+      trained = self._base.read(spec, saved) if saved else None
+      self._kept[name] = self._base.layout(spec, trained)
+    self._kept.move_to_end(name)
+    return self._kept[name]
+
+
+class StopTokens:
+  """Finds tokens that end a completion; as `StopSearch`."""
+
+  def __init__(self, tokens: Sequence[int]):
+    self._tokens = frozenset(tokens)
+
+  def add(self, tokens: Sequence[int]) -> int | None:
+    """Returns how many of these tokens there are up to the first stop token; None without one."""
+    found = (i for i, token in enumerate(tokens, 1) if token in self._tokens)
+    return next(found, None)
+
+
+class SamplingRequest:
+  """A request to sample.
+
+  Attributes:
+    prompt: token ids.
+    count: how many samples.
+    limit: the most tokens of each.
+    sampling: temperature, top-k, top-p and min-p.
+    seed: of the random keys.
+    stop: strings or tokens that end a sample.
+    scores: whether the log-probs of the prompt are wanted.
+    last: of how many of its last tokens; None for all.
+    prompt_top, top: how many alternatives to tokens of the prompt and of samples.
+  """
+
+  def __init__(self, base: ServedBase, fields: Fields, default_seed: int):
+    """Reads a request.
+
+    Raises:
+      ApiError: a field is wrong, or asks for what the server cannot do.
+    """
+    engine = base.worker.engine
+    longest = min(engine.max_prompt_tokens, base.longest - 1)
+    self.prompt = json_tokens(fields.take("prompt"), base.vocab, longest)
+    self.count = fields.integer("num_samples", 1, 1, MAX_SAMPLES)
+    params = fields.take("sampling_params", {})
+    if not isinstance(params, dict):
+      raise bad(f"sampling_params must be an object, got {shown(params)}")
+    options = Fields(json.dumps(params).encode())
+    most = min(engine.max_tokens, base.longest - len(self.prompt))
+    limit = options.integer("max_tokens", None, 0, None)
+    self.limit = most if limit is None else limit
+    if self.limit > most:
+      raise bad(
+        f"max_tokens is {self.limit}, but at most {most} can follow this prompt; start the server "
+        "with a higher --max_tokens, or lower it",
+        "max_tokens",
+      )
+    temperature = options.number("temperature", 1.0, 0.0, HIGHEST_TEMPERATURE)
+    if 0 < temperature < LOWEST_TEMPERATURE:
+      raise bad("temperature must be 0 or at least 2**-20", "temperature")
+    top_k = options.integer("top_k", -1, -1, 2**31 - 1)
+    top_p = options.number("top_p", 1.0, 0.0, 1.0)
+    if top_p == 0:
+      raise bad("top_p must be above 0", "top_p")
+    self.sampling = (temperature, max(top_k, 0), top_p, 0.0)
+    self.seed = options.integer("seed", default_seed, -(2**63), 2**64) % 2**32
+    self.stop = _read_stop(options)
+    self.scores = fields.take("prompt_logprobs") is True
+    self.last = fields.integer("prompt_logprobs_last_n", None, 1, len(self.prompt) - 1)
+    self.prompt_top = fields.integer("topk_prompt_logprobs", 0, 0, ALTERNATIVES)
+    self.top = fields.integer("topk_sample_logprobs", 0, 0, ALTERNATIVES)
+    for name, neutral in UNSUPPORTED.items():
+      if fields.take(name, neutral) != neutral:
+        raise bad(f"{name} is not supported; leave it out", name)
+
+
+def _read_stop(options: Fields) -> tuple[str, ...] | tuple[int, ...]:
+  stop = options.take("stop")
+  if stop is None:
+    return ()
+  values = (stop,) if isinstance(stop, str) else stop
+  if not isinstance(values, list | tuple):
+    raise bad(f"stop must be strings or tokens, got {shown(stop)}", "stop")
+  if not values:
+    raise bad("stop=[] is not supported: samples end at the model's end tokens", "stop")
+  if all(type(x) is int for x in values):
+    return tuple(values)
+  if not is_stop(tuple(values)):
+    raise bad(
+      f"stop must be tokens, or up to {MAX_STOP_STRINGS} strings, got {shown(stop)}", "stop"
+    )
+  return tuple(values)
+
+
+class Pending:
+  """A request under way: collects what arrives, on the generator's thread."""
+
+  def __init__(self, ask: SamplingRequest, finish: Callable[[Pending], None]):
+    """Args:
+    ask: what was asked.
+    finish: called once everything has arrived, or generation has failed.
+    """
+    self.ask = ask
+    self.jobs: list[Completion | ScoreJob] = []
+    self.failed = False
+    self._parts: list[list[Part]] = [[] for _ in range(ask.count)]
+    self._scored: Part | None = None
+    self._finish = finish
+    self._changed = threading.Condition()
+    self._ended = 0
+
+  def deliver(self, index: int, part: Part) -> None:
+    """Takes the next tokens of a sample, or with index -1 the log-probs of the prompt."""
+    if index < 0:
+      self._scored = part
+    else:
+      self._parts[index].append(part)
+    if not part.finish:
+      return
+    with self._changed:
+      self._ended += 1
+      self.failed |= part.finish == "error"
+      self._changed.notify()
+    if self._ended == len(self.jobs):
+      self._finish(self)
+
+  def wait(self, count: int, seconds: float) -> bool:
+    """Waits for so many jobs to end; returns whether they have."""
+    with self._changed:
+      return self._changed.wait_for(lambda: self._ended >= count, seconds)
+
+  def outcome(self) -> StoredResult:
+    """Returns the result."""
+    if self.failed:
+      return StoredResult(ERROR, b"the server has failed to sample; its log says why", "server")
+    ask = self.ask
+    samples = [_sample(parts, ask.top) for parts in self._parts]
+    log_probs, top = None, None
+    if ask.scores or ask.prompt_top:
+      log_probs, top = self._of_prompt()
+    body = sample_output(samples, log_probs if ask.scores else None, top)
+    return StoredResult(PROTO, body, entropy=np.concatenate([x.entropy for x in samples]))
+
+  def _of_prompt(self) -> tuple[np.ndarray, Top | None]:
+    ask = self.ask
+    size = len(ask.prompt)
+    first = 1 if ask.last is None else size - ask.last
+    log_probs = np.full(size, MISSING)
+    tokens = np.zeros((size, ask.prompt_top), np.int32)
+    others = np.full((size, ask.prompt_top), NO_TOKEN)
+    if self._scored is not None:
+      log_probs[first:] = self._scored.log_probs[first - 1 :]
+      for i, (ids, values) in enumerate(self._scored.alternatives, 1):
+        if i >= first:
+          tokens[i] = ids[: ask.prompt_top]
+          others[i] = values[: ask.prompt_top]
+    return log_probs, Top(tokens, others) if ask.prompt_top else None
+
+
+def _sample(parts: Sequence[Part], top: int) -> Sample:
+  join = lambda name, dtype: np.asarray([x for part in parts for x in getattr(part, name)], dtype)
+  alternatives = [x for part in parts for x in part.alternatives]
+  found = None
+  if top:
+    ids = np.asarray([ids[:top] for ids, _ in alternatives], np.int32).reshape(-1, top)
+    values = np.asarray([values[:top] for _, values in alternatives], np.float32)
+    found = Top(ids, values.reshape(-1, top))
+  return Sample(
+    join("tokens", np.int32),
+    join("log_probs", np.float32),
+    join("entropy", np.float32),
+    bool(parts) and parts[-1].finish == "stop",
+    found,
+  )
+
+
+class Sampler:
+  """Passes requests of a ledger on to a generator."""
+
+  def __init__(
+    self, base: ServedBase, ledger: Ledger, policies: Policies, generator: Generator, exact: bool
+  ):
+    """Args:
+    base: the model that others begin with.
+    ledger: the requests.
+    policies: what is sampled from.
+    generator: an engine's.
+    exact: whether each sample is drawn alone, so that its last digits do not depend on others.
+    """
+    self._base = base
+    self._ledger = ledger
+    self._policies = policies
+    self._generator = generator
+    self._exact = exact
+    self._pending: dict[str, Pending] = {}
+    self._recorder = concurrent.futures.ThreadPoolExecutor(1, "gtpo recorder")
+    self._thread = threading.Thread(target=self._run, name="gtpo sampler", daemon=True)
+    self._thread.start()
+
+  def close(self) -> None:
+    """Waits until the thread has ended, once the ledger is closed."""
+    self._thread.join()
+    self._recorder.shutdown()
+
+  def cancel(self, name: str) -> None:
+    """Ends the samples of a request that nobody waits for any more."""
+    if pending := self._pending.pop(name, None):
+      self._generator.cancel(pending.jobs)
+
+  def _run(self) -> None:
+    while request := self._ledger.take_sample():
+      try:
+        self._start(request)
+      except Exception as error:
+        self._ledger.finish(request, refusal(error, "sampling"))
+
+  def _start(self, request: Submission) -> None:
+    source = self._ledger.samplers.get(request.target)
+    if source is None:
+      return  # its session is over
+    ask = SamplingRequest(
+      self._base, Fields(request.body), self._ledger.seed_for(request.target, request.seq)
+    )
+    params = self._policies.get(source)
+    pending = Pending(ask, lambda x: self._recorder.submit(self._record, request, x))
+    pending.jobs = self._jobs(ask, params, pending)
+    if not pending.jobs:
+      self._record(request, pending)
+      return
+    self._pending[request.id] = pending
+    if not self._exact:
+      self._submit(request, pending.jobs)
+      return
+    for count, job in enumerate(pending.jobs, 1):
+      self._submit(request, [job])
+      while self._is_wanted(request) and not pending.wait(count, CHECK_S):
+        pass
+
+  def _jobs(
+    self, ask: SamplingRequest, params: DecodeParams, pending: Pending
+  ) -> list[Completion | ScoreJob]:
+    jobs: list[Completion | ScoreJob] = []
+    if (ask.scores or ask.prompt_top) and len(ask.prompt) > 1:
+      jobs.append(ScoreJob(ask.prompt, functools.partial(pending.deliver, -1), params))
+    if not ask.limit:
+      return jobs
+    keys = self._base.worker.engine.completion_keys(jax.random.key(ask.seed), 1, ask.count)[0]
+    for i, key in enumerate(keys):
+      search = None
+      if ask.stop and isinstance(ask.stop[0], str):
+        search = new_search(self._base.worker.chat, ask.stop).search()
+      elif ask.stop:
+        search = StopTokens(ask.stop)
+      jobs.append(
+        Completion(
+          prompt=ask.prompt,
+          key=np.asarray(key),
+          limit=ask.limit,
+          sampling=ask.sampling,
+          wants_alternatives=bool(ask.top),
+          search=search,
+          deliver=functools.partial(pending.deliver, i),
+          params=params,
+        )
+      )
+    return jobs
+
+  def _submit(self, request: Submission, jobs: Sequence[Completion | ScoreJob]) -> None:
+    """Submits jobs, as soon as the generator has space."""
+    completions = [job for job in jobs if isinstance(job, Completion)]
+    scores = [job for job in jobs if isinstance(job, ScoreJob)]
+    while self._is_wanted(request):
+      try:
+        self._generator.submit(completions, scores)
+        return
+      except Full:
+        time.sleep(RETRY_S)
+
+  def _is_wanted(self, request: Submission) -> bool:
+    return not self._ledger.closed and self._ledger.is_wanted(request.id)
+
+  def _record(self, request: Submission, pending: Pending) -> None:
+    self._pending.pop(request.id, None)
+    self._ledger.finish(request, pending.outcome())

@@ -1,0 +1,212 @@
+"""Saved weights: immutable folders that clients name as tinker://RUN/KIND/NAME.
+
+A folder of adapters is one that PEFT loads, a folder of a whole model one of Hugging Face. Beside
+that it has the arrays of training and who owns it. It appears with all its files or not at all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import safetensors.numpy
+
+from gtpo_jax.serving.api_errors import ApiError, bad
+from gtpo_jax.serving.requests import shown
+
+TRAINING, SAMPLER, STATE = "weights", "sampler_weights", "state"
+KINDS = {TRAINING: "training", SAMPLER: "sampler"}  # with the protocol's name
+ABOUT = "tinker.json"
+ARRAYS = "training.arrays"  # safetensors; by that name it would be part of the model
+EPHEMERAL = "~"  # begins the names of weights that clients know only by their sampler
+KEPT_EPHEMERAL = 16  # of a run
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=-]{0,127}")
+
+
+class Saved(NamedTuple):
+  """Saved weights.
+
+  Attributes:
+    folder: where they are.
+    about: who owns them, and the specification of the model.
+  """
+
+  folder: Path
+  about: dict[str, Any]
+
+  @property
+  def path(self) -> str:
+    """The name that clients use."""
+    return f"tinker://{self.about['run']}/{self.folder.parent.name}/{self.folder.name}"
+
+  def arrays(self) -> dict[str, np.ndarray]:
+    """Returns the arrays of training by name; those that were bfloat16 are float32."""
+    return safetensors.numpy.load((self.folder / ARRAYS).read_bytes())
+
+  def describe(self) -> dict[str, Any]:
+    """Returns what the protocol says of a checkpoint."""
+    about = self.about
+    return {
+      "checkpoint_id": f"{self.folder.parent.name}/{self.folder.name}",
+      "checkpoint_type": KINDS[self.folder.parent.name],
+      "time": _time(about["created"]),
+      "tinker_path": self.path,
+      "size_bytes": sum(file.stat().st_size for file in self.folder.iterdir()),
+      "public": False,
+      "user_metadata": about.get("metadata"),
+      "expires_at": _time(about.get("expires")),
+    }
+
+
+class Store:
+  """The folders of a workdir."""
+
+  def __init__(self, workdir: Path):
+    self._root = workdir / "runs"
+    self.expire()
+
+  def folder(self, run: str, kind: str, name: str) -> Path:
+    """Returns where weights are or will be."""
+    return self._root / run.replace(":", "-") / kind / name
+
+  def find(self, owner: str, path: Any) -> Saved:
+    """Returns the weights that a client names.
+
+    Raises:
+      ApiError: there are none, or they are another client's.
+    """
+    parts = path.removeprefix("tinker://").split("/") if isinstance(path, str) else []
+    right = len(parts) == 3 and parts[1] in KINDS and NAME.fullmatch(parts[2])
+    if right and NAME.fullmatch(parts[0].replace(":", "-")):
+      saved = self.read(self.folder(*parts))
+      if saved and saved.about["owner"] == owner and saved.about["run"] == parts[0]:
+        return saved
+    raise ApiError(404, f"there are no weights {shown(path)}")
+
+  def read(self, folder: Path) -> Saved | None:
+    """Returns the weights in a folder; None if there are none."""
+    try:
+      return Saved(folder, json.loads((folder / ABOUT).read_text()))
+    except (FileNotFoundError, NotADirectoryError):
+      return None
+
+  def runs(self, owner: str) -> dict[str, list[Saved]]:
+    """Returns the weights that a client has named, by run, the oldest first."""
+    found: dict[str, list[Saved]] = {}
+    for saved in self._all():
+      if saved.about["owner"] == owner and saved.folder.parent.name in KINDS:
+        named = found.setdefault(saved.about["run"], [])
+        if not saved.folder.name.startswith(EPHEMERAL):
+          named.append(saved)
+    for named in found.values():
+      named.sort(key=lambda x: x.about["created"])
+    return found
+
+  def _all(self) -> Iterator[Saved]:
+    for folder in sorted(self._root.glob("*/*/*")):
+      if not folder.name.startswith(".") and (saved := self.read(folder)):
+        yield saved
+
+  def expire(self) -> None:
+    """Deletes the weights whose time is over."""
+    for saved in self._all():
+      if (end := saved.about.get("expires")) and end < time.time():
+        shutil.rmtree(saved.folder)
+
+  def delete(self, saved: Saved) -> None:
+    """Deletes weights."""
+    shutil.rmtree(saved.folder)
+
+  def of_sampler(self, source: dict[str, Any]) -> Path:
+    """Returns the folder of the weights that a sampler samples from; for live ones the newest."""
+    folder = self.folder(source["run"], source["kind"], source["name"])
+    if source["live"]:
+      number = lambda x: int(x.name.removeprefix(EPHEMERAL))
+      return max(folder.parent.glob(f"{EPHEMERAL}[0-9]*"), key=number, default=folder)
+    return folder
+
+  def snapshot(self, run: str) -> Saved | None:
+    """Returns the newest state of a model; None if there is none."""
+    states = (self._root / run.replace(":", "-") / STATE).glob("[0-9]*")
+    newest = max(states, key=lambda folder: int(folder.name), default=None)
+    return newest and self.read(newest)
+
+  def snapshot_seq(self, run: str) -> int:
+    """Returns the number of the last request whose effect is in `snapshot`; -1 for none."""
+    saved = self.snapshot(run)
+    return int(saved.folder.name) if saved else -1
+
+  def tidy(self, run: str, newest: int) -> None:
+    """Deletes the states of a model before the newest, and weights that no sampler needs."""
+    root = self._root / run.replace(":", "-")
+    for folder in (root / STATE).glob("[0-9]*"):
+      if int(folder.name) < newest:
+        shutil.rmtree(folder)
+    seq = lambda folder: int(folder.name.removeprefix(EPHEMERAL))
+    unnamed = sorted((root / SAMPLER).glob(f"{EPHEMERAL}[0-9]*"), key=seq)
+    for folder in unnamed[:-KEPT_EPHEMERAL]:
+      shutil.rmtree(folder)
+
+
+def _time(seconds: float | None) -> str | None:
+  if seconds is None:
+    return None
+  return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()
+
+
+def describe_run(run: str, saved: list[Saved]) -> dict[str, Any]:
+  """Returns what the protocol says of a training run with saved weights, the oldest first."""
+  last = {kind: [x for x in saved if x.about["kind"] == kind] for kind in KINDS.values()}
+  newest = lambda kind: last[kind][-1].describe() if last[kind] else None
+  spec = saved[-1].about["spec"]
+  return {
+    "training_run_id": run,
+    "base_model": spec["base_model"],
+    "model_owner": "you",
+    "is_lora": bool(spec["rank"]),
+    "lora_rank": spec["rank"] or None,
+    "last_request_time": _time(saved[-1].about["created"]),
+    "last_checkpoint": newest("training"),
+    "last_sampler_checkpoint": newest("sampler"),
+    "user_metadata": spec["metadata"],
+  }
+
+
+def check_name(name: Any) -> str:
+  """Returns a name for weights.
+
+  Raises:
+    ApiError: it is no name of a file.
+  """
+  if not isinstance(name, str) or not NAME.fullmatch(name):
+    raise bad(f"the name of weights must be letters, digits and . _ - =, got {shown(name)}", "path")
+  return name
+
+
+def arrays_of(**trees: Any) -> bytes:
+  """Returns trees of arrays as a file of safetensors, by their names and paths."""
+  found = {}
+  for path, x in jax.tree_util.tree_leaves_with_path(trees):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    x = np.asarray(jax.device_get(x))
+    found[name] = x.astype(np.float32) if x.dtype.name in ("bfloat16", "float16") else x
+  return safetensors.numpy.save({name: np.asarray(x, order="C") for name, x in found.items()})
+
+
+def tree_of(arrays: dict[str, np.ndarray], name: str, like: Any) -> Any:
+  """Returns the tree `name` of `arrays_of`, on the devices and with the dtypes of `like`."""
+
+  def place(path: Any, abstract: Any) -> jax.Array:
+    key = "/".join((name, jax.tree_util.keystr(path, simple=True, separator="/")))
+    array = arrays[key].astype(abstract.dtype).reshape(abstract.shape)
+    return jax.device_put(array, abstract.sharding)
+
+  return jax.tree_util.tree_map_with_path(place, like)

@@ -1,0 +1,376 @@
+"""Requests of the protocol as arrays, and results as the protocol's bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from gtpo_jax.runtime.device_errors import OUT_OF_MEMORY, status
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.serving.api_errors import ApiError, bad
+from gtpo_jax.serving.requests import one_line, shown
+from gtpo_jax.tinker.schema import BFLOAT16, CLASSES, FLOAT32, INT32, INT64, LENGTH, STOP
+
+JSON, PROTO, ERROR = "json", "proto", "error"  # what a result is
+TARGETS = "target_tokens"
+MISSING = np.float32(np.nan)  # the log-prob of a prompt's first token
+NO_TOKEN = np.float32(-99999.0)  # that of a cell without a token
+DTYPES = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32, BFLOAT16: np.uint16}
+MAX_LENGTH = 1 << 20  # tokens of a datum, whatever the model
+
+
+@dataclasses.dataclass(frozen=True)
+class Submission:
+  """Something to do.
+
+  Attributes:
+    id: the same whenever it is sent again.
+    op: the path of the protocol.
+    target: the id of the model, or of the sampler.
+    seq: its number among the target's requests.
+    body: as it was sent.
+  """
+
+  id: str
+  op: str
+  target: str
+  seq: int
+  body: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredResult:
+  """What became of a request.
+
+  Attributes:
+    kind: JSON, PROTO, or ERROR with a message as its body.
+    body: what the client gets.
+    fault: of an error: "user" or "server".
+    entropy: f32[number of tokens], nats, of a sample's tokens.
+  """
+
+  kind: str
+  body: bytes
+  fault: str = ""
+  entropy: np.ndarray | None = None
+
+
+def refusal(error: Exception, what: str) -> StoredResult:
+  """Returns the outcome of a request that has failed; an unexpected error is printed.
+
+  Args:
+    error: what was raised.
+    what: was under way, for the log.
+  """
+  if isinstance(error, UserError):
+    error = one_line(error)
+  if isinstance(error, ApiError):
+    return StoredResult(ERROR, error.message.encode(errors="replace"), "user")
+  print(f"gtpo: {what} failed", file=sys.stderr)
+  traceback.print_exception(error)
+  if status(error) == OUT_OF_MEMORY:
+    return StoredResult(ERROR, b"the server is out of memory; send less at once", "server")
+  return StoredResult(ERROR, b"the server has failed; its log says why", "server")
+
+
+class SampledSpan(NamedTuple):
+  """Targets that were sampled here.
+
+  Attributes:
+    start: the position of the first among the targets.
+    length: how many.
+    sequence: the id of the sample.
+    offset: the place of the first in it.
+  """
+
+  start: int
+  length: int
+  sequence: str
+  offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Datum:
+  """A sequence to learn from.
+
+  Attributes:
+    tokens: i32[s], what the model reads.
+    targets: i32[s], what it should predict at each position.
+    inputs: f32[s] each, the other inputs of the loss by name.
+    spans: the targets that were sampled here; None if the client does not say.
+  """
+
+  tokens: np.ndarray
+  targets: np.ndarray
+  inputs: Mapping[str, np.ndarray]
+  spans: tuple[SampledSpan, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+  """A request to compute a loss.
+
+  Attributes:
+    model: the model's id.
+    seq: its number among the model's requests.
+    data: the sequences.
+    loss: the name of the loss.
+    config: its settings.
+    forward_only: whether no gradient is wanted.
+  """
+
+  model: str
+  seq: int
+  data: tuple[Datum, ...]
+  loss: str
+  config: Mapping[str, float | str]
+  forward_only: bool
+
+
+def parse_batch(body: bytes) -> Any:
+  """Returns the message of a request to compute a loss.
+
+  Raises:
+    ApiError: the body is no such message.
+  """
+  try:
+    return CLASSES["ForwardBackwardRequest"].FromString(body)
+  except (DecodeError, RecursionError):
+    raise bad("the body is not the protobuf of a ForwardBackwardRequest") from None
+
+
+def read_batch(message: Any, vocab: int, longest: int) -> Batch:
+  """Returns the arrays of a request.
+
+  Args:
+    message: from `parse_batch`.
+    vocab: token ids are below this.
+    longest: the most tokens of a sequence.
+
+  Raises:
+    ApiError: an array is missing or wrong, or asks for what the server cannot do.
+  """
+  if not message.data:
+    raise bad("data is empty; send at least one datum")
+  # The newer map has everything that the older one has, and texts.
+  config: dict[str, float | str] = dict(message.loss_fn_config)
+  for name, value in message.loss_fn_config_v2.items():
+    config[name] = getattr(value, value.WhichOneof("choice") or "number")
+  data = []
+  for i, datum in enumerate(message.data):
+    try:
+      data.append(_read_datum(datum, vocab, min(longest, MAX_LENGTH)))
+    except ApiError as error:
+      raise bad(f"data[{i}]: {error.message}") from None
+  return Batch(
+    message.model_id, message.seq_id, tuple(data), message.loss_fn, config, message.forward_only
+  )
+
+
+def _read_datum(message: Any, vocab: int, longest: int) -> Datum:
+  tokens = _tokens(message.model_input)
+  check_tokens(tokens, vocab, longest)
+  arrays = {name: _array(name, x, len(tokens)) for name, x in message.loss_fn_inputs.items()}
+  targets = arrays.pop(TARGETS, None)
+  if targets is None:
+    raise bad(f"{TARGETS} is missing")
+  if not np.issubdtype(targets.dtype, np.integer):
+    raise bad(f"{TARGETS} must be integers")
+  check_tokens(targets, vocab, longest, TARGETS)
+  inputs = {name: x.astype(np.float32) for name, x in arrays.items()}
+  for name, x in inputs.items():
+    if not np.isfinite(x).all():
+      raise bad(f"{name} has values that are not finite")
+  return Datum(tokens, targets.astype(np.int32), inputs, _spans(message, len(tokens)))
+
+
+def _tokens(chunks: Sequence[Any]) -> np.ndarray:
+  parts = []
+  for chunk in chunks:
+    kind = chunk.WhichOneof("choice")
+    if kind != "encoded_text":
+      what = {"image": "images are", "dmel": "audio is"}.get(kind, "this kind of input is")
+      raise bad(f"{what} not supported; send tokens")
+    parts.append(_numbers(chunk.encoded_text.tokens, np.int32, "tokens"))
+  return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+
+def _numbers(data: bytes, dtype: Any, name: str) -> np.ndarray:
+  if len(data) % np.dtype(dtype).itemsize:
+    raise bad(f"{name} has {len(data)} bytes, no whole number of values")
+  return np.frombuffer(data, dtype)
+
+
+def check_tokens(tokens: np.ndarray, vocab: int, longest: int, name: str = "model_input") -> None:
+  """Raises ApiError unless these are ids of the vocabulary, at least 1 and at most `longest`."""
+  if not 0 < len(tokens) <= longest:
+    raise bad(f"{name} has {len(tokens)} tokens, but there must be 1 to {longest}")
+  if tokens.min() < 0 or tokens.max() >= vocab:
+    wrong = tokens[(tokens < 0) | (tokens >= vocab)][0]
+    raise bad(f"{name} has the token id {wrong}, but ids are from 0 to {vocab - 1}")
+
+
+def _array(name: str, tensor: Any, length: int) -> np.ndarray:
+  """Returns an input of the loss, [length]."""
+  if tensor.WhichOneof("choice") == "sparse_csr" or len(tensor.shape) > 1:
+    raise bad(f"{name} has 2 axes; only one value for each position is supported")
+  if tensor.dtype not in DTYPES:
+    raise bad(f"{name} has the unknown dtype {tensor.dtype}")
+  x = _numbers(tensor.dense, DTYPES[tensor.dtype], name)
+  if tensor.dtype == BFLOAT16:
+    x = (x.astype(np.uint32) << 16).view(np.float32)
+  if len(x) != length:
+    raise bad(f"{name} has {len(x)} values for the {length} tokens of model_input")
+  return x
+
+
+def _spans(message: Any, length: int) -> tuple[SampledSpan, ...] | None:
+  """Returns where the targets were sampled; prompts are left out."""
+  if not message.loss_fn_input_spans:
+    return None
+  spans = []
+  start = 0
+  for span in message.loss_fn_input_spans:
+    kind = span.WhichOneof("choice")
+    run = getattr(span, kind) if kind else None
+    if run is None or run.length < 0 or run.offset < 0:
+      raise bad("loss_fn_input_spans has a span without a length")
+    if kind == "sampled_tokens":
+      spans.append(SampledSpan(start, run.length, run.sequence_id, run.offset))
+    start += run.length
+  if start != length:
+    raise bad(f"loss_fn_input_spans cover {start} positions of {length}")
+  return tuple(spans)
+
+
+def loss_output(
+  outputs: Mapping[str, Sequence[np.ndarray]], count: int, metrics: Mapping[str, float]
+) -> bytes:
+  """Returns the result of a loss.
+
+  Args:
+    outputs: for each name an f32[s] for each datum.
+    count: the number of data.
+    metrics: by name; the part after the colon says how those of several chunks are combined.
+  """
+  message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+  for name, value in metrics.items():
+    message.metrics[name] = value
+  record = message.loss_fn_outputs.add(num_datums=count)
+  for name, rows in outputs.items():
+    offsets = np.cumsum([0, *(row.nbytes for row in rows)], dtype=np.int64)
+    tensor = record.fields[name]
+    tensor.data = b"".join(row.tobytes() for row in rows)
+    tensor.offsets = offsets.tobytes()
+    tensor.dtype = FLOAT32
+  return message.SerializeToString(deterministic=True)
+
+
+class Top(NamedTuple):
+  """The most probable tokens at some positions: ids i32[s, k] and log-probs f32[s, k]."""
+
+  tokens: np.ndarray
+  log_probs: np.ndarray
+
+  def write(self, message: Any) -> None:
+    """Writes them to a message."""
+    message.length, message.k = self.tokens.shape
+    message.token_ids = self.tokens.astype(np.int32).tobytes()
+    message.logprobs = self.log_probs.astype(np.float32).tobytes()
+
+
+@dataclasses.dataclass
+class Sample:
+  """A sampled sequence.
+
+  Attributes:
+    tokens: i32[s].
+    log_probs: f32[s], nats, under softmax(logits).
+    entropy: f32[s], nats, of the policy.
+    stopped: whether it ended by itself, and not at its limit.
+    top: alternatives, if they were asked for.
+  """
+
+  tokens: np.ndarray
+  log_probs: np.ndarray
+  entropy: np.ndarray
+  stopped: bool
+  top: Top | None = None
+
+
+def sample_output(
+  samples: Sequence[Sample], prompt_log_probs: np.ndarray | None, prompt_top: Top | None
+) -> bytes:
+  """Returns the result of sampling.
+
+  Args:
+    samples: the sequences.
+    prompt_log_probs: f32[p], NaN for tokens without one; None if they were not asked for.
+    prompt_top: alternatives to the prompt's tokens, if they were asked for.
+  """
+  message = CLASSES["SampleResponse"]()
+  for sample in samples:
+    sequence = message.sequences.add(
+      stop_reason=STOP if sample.stopped else LENGTH,
+      tokens=sample.tokens.astype(np.int32).tobytes(),
+      logprobs=sample.log_probs.astype(np.float32).tobytes(),
+    )
+    if sample.top is not None:
+      sample.top.write(sequence.topk_sampled_logprobs)
+  if prompt_log_probs is not None:
+    message.prompt_logprobs = prompt_log_probs.astype(np.float32).tobytes()
+  if prompt_top is not None:
+    prompt_top.write(message.topk_prompt_logprobs)
+  return message.SerializeToString(deterministic=True)
+
+
+def read_samples(body: bytes, entropy: np.ndarray) -> list[Sample]:
+  """Returns the sequences of `sample_output`.
+
+  Args:
+    body: its result.
+    entropy: f32[number of all tokens].
+  """
+  samples = []
+  start = 0
+  for sequence in CLASSES["SampleResponse"].FromString(body).sequences:
+    tokens = np.frombuffer(sequence.tokens, np.int32)
+    log_probs = np.frombuffer(sequence.logprobs, np.float32)
+    end = start + len(tokens)
+    stopped = sequence.stop_reason == STOP
+    samples.append(Sample(tokens, log_probs, entropy[start:end], stopped))
+    start = end
+  return samples
+
+
+def json_tokens(prompt: Any, vocab: int, longest: int) -> list[int]:
+  """Returns the tokens of a prompt in JSON.
+
+  Raises:
+    ApiError: it has something else than tokens, or too many.
+  """
+  chunks = prompt.get("chunks") if isinstance(prompt, dict) else None
+  if not isinstance(chunks, list):
+    raise bad(f"prompt must be an object with chunks, got {shown(prompt)}", "prompt")
+  tokens: list[int] = []
+  for chunk in chunks:
+    kind = chunk.get("type", "encoded_text") if isinstance(chunk, dict) else None
+    ids = chunk.get("tokens") if isinstance(chunk, dict) else None
+    if kind != "encoded_text" or not isinstance(ids, list):
+      raise bad("prompt has a chunk that is no text; only tokens are supported", "prompt")
+    if not all(type(x) is int and 0 <= x < vocab for x in ids):
+      raise bad(f"prompt has a token that is no id from 0 to {vocab - 1}", "prompt")
+    tokens += ids
+  if not 0 < len(tokens) <= longest:
+    raise bad(
+      f"prompt has {len(tokens)} tokens, but there must be 1 to {longest}; start the server with a "
+      "higher --max_prompt_tokens",
+      "prompt",
+    )
+  return tokens

@@ -1,0 +1,128 @@
+"""A server on this machine for tests, with a tiny model, and the official client."""
+
+import asyncio
+import contextlib
+import gc
+import importlib.util
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from gtpo_jax.cli.tinker import OpenedTinker, TinkerOptions
+from gtpo_jax.config import Config, ModelSection
+from gtpo_jax.models import init_params, save
+from gtpo_jax.rollout.worker import RolloutWorker
+from gtpo_jax.serving.http import listen, make_server
+
+sys.path.insert(0, str(Path(__file__).parent))
+LOGIT_SCALE = 4  # of the random weights, so that distributions are peaked
+KEY = "tml-test"
+SERVERS = []  # the threads of those that run
+
+
+def need_client():
+  """Skips a module without the client, and returns it."""
+  os.environ["TINKER_API_KEY"] = KEY
+  os.environ["TINKER_TELEMETRY"] = "0"
+  if importlib.util.find_spec("tinker") is None:
+    pytest.skip("the client is missing: pip install tinker", allow_module_level=True)
+  import tinker
+
+  return tinker
+
+
+def make_folder(folder):
+  """Writes a Hugging Face folder with random weights and this package's tokenizer."""
+  worker = RolloutWorker(Config(model=ModelSection(preset="tiny", compute_dtype="float32")))
+  params = init_params(worker.model, jax.random.key(0))
+  params = jax.tree.map(lambda x: x * LOGIT_SCALE, params)
+  save(worker.model, params, worker.chat.tokenizer, folder, dtype="float32")
+  return folder
+
+
+def options_for(model, workdir, **more):
+  """TinkerOptions of a small server."""
+  settings = {"max_prompt_tokens": 64, "max_tokens": 32, "slots": 8, "name": "tiny", "models": 32}
+  return TinkerOptions(model, workdir, **{**settings, "compute_dtype": "float32", **more})
+
+
+@contextlib.contextmanager
+def running(options, secret=""):
+  """Runs a server; yields its address and what was opened."""
+  opened = OpenedTinker(options, secret)
+  listener = listen("127.0.0.1", options.port if options.port != 8000 else 0)
+  server = make_server(opened.app.asgi)
+  thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+  thread.start()
+  SERVERS.append(thread)
+  try:
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}", opened
+  finally:
+    server.should_exit = True
+    server.force_exit = True
+    thread.join()
+    opened.close()
+    listener.close()
+    SERVERS.remove(thread)
+    if not SERVERS:
+      abort_connections()
+
+
+@contextlib.contextmanager
+def connected(url, key=KEY):
+  """A client, whose connections are closed at the end; it leaves some to the collector."""
+  import tinker
+
+  service = tinker.ServiceClient(base_url=url, api_key=key)
+  try:
+    yield service
+  finally:
+    holder = service.holder
+    holder.run_coroutine_threadsafe(holder.aclose()).result(10)
+
+
+def abort_connections():
+  """Aborts what clients have left open, once no server runs."""
+  for transport in gc.get_objects():
+    if type(transport) is asyncio.selector_events._SelectorSocketTransport:
+      with contextlib.suppress(RuntimeError, AttributeError):  # its loop has ended
+        transport._loop.call_soon_threadsafe(transport.abort)
+  time.sleep(0.1)
+
+
+def supervised(client, tokens, weights):
+  """A datum of cross_entropy: predicts the tokens after the first."""
+  return client.types.Datum(
+    model_input=client.types.ModelInput.from_ints(list(tokens[:-1])),
+    loss_fn_inputs={
+      "target_tokens": np.asarray(tokens[1:], np.int64),
+      "weights": np.asarray(weights, np.float32),
+    },
+  )
+
+
+def sampled(client, prompt, sequence, advantage):
+  """A datum of a policy gradient: a prompt and what was sampled after it, with its origin."""
+  before = len(prompt) - 1
+  tokens = [*prompt, *sequence.tokens]
+  datum = client.types.Datum(
+    model_input=client.types.ModelInput.from_ints(tokens[:-1]),
+    loss_fn_inputs={
+      "target_tokens": np.asarray(tokens[1:], np.int64),
+      "logprobs": np.asarray([0.0] * before + list(sequence.logprobs), np.float32),
+      "advantages": np.asarray([0.0] * before + [advantage] * len(sequence.tokens), np.float32),
+    },
+  )
+  name = sequence.sequence_id
+  of_prompt = lambda offset, length: client.PromptProvenanceSpan(
+    sequence_id=name, offset=offset, length=length
+  )
+  of_sample = lambda length: client.SampledProvenanceSpan(sequence_id=name, length=length)
+  read = [of_prompt(0, len(prompt)), of_sample(len(sequence.tokens) - 1)]
+  return datum.with_provenance(read, [of_prompt(1, before), of_sample(len(sequence.tokens))])

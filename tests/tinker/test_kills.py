@@ -1,0 +1,165 @@
+"""A server that is killed anywhere ends with the bits of one that was not."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from killed_server import PLACES
+from live import abort_connections, make_folder, need_client, sampled
+
+tinker = need_client()
+types = tinker.types
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.filterwarnings(
+    "ignore::FutureWarning",
+    "ignore::ResourceWarning",
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+  ),
+]
+PROMPTS = ([5, 6, 7, 8], [9, 4, 12])
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return make_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def free_port():
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+    return listener.getsockname()[1]
+
+
+class Server:
+  """A server that is started again whenever it is killed."""
+
+  def __init__(self, model, workdir, place="never", count=1):
+    self.port = free_port()
+    self.url = f"http://127.0.0.1:{self.port}"
+    self.kills = 0
+    self.failure = ""
+    options = [f"--model={model}", f"--workdir={workdir}", f"--port={self.port}", "--exact"]
+    options += ["--name=tiny", "--compute_dtype=float32", "--max_tokens=16", "--slots=8"]
+    self._options = [*options, "--max_prompt_tokens=32"]
+    self._ended = False
+    self._process = self._start(place, count)
+    self._thread = threading.Thread(target=self._watch)
+    self._thread.start()
+
+  def _start(self, place, count=1):
+    script = Path(__file__).parent / "killed_server.py"
+    return subprocess.Popen(
+      [sys.executable, str(script), place, str(count), *self._options],
+      env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+
+  def _watch(self):
+    while True:
+      output, _ = self._process.communicate()
+      if self._ended:
+        return
+      if self._process.returncode != -signal.SIGKILL:
+        self.failure = output
+        return
+      self.kills += 1
+      self._process = self._start("never")
+
+  def kill(self):
+    self._process.kill()
+
+  def close(self):
+    self._ended = True
+    self._process.terminate()
+    self._thread.join()
+
+
+def recipe(url):
+  """A run of reinforcement learning; the path of what it has learnt."""
+  deadline = time.monotonic() + 120
+  while True:
+    try:
+      service = tinker.ServiceClient(base_url=url)
+      training = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+      break
+    except Exception:  # not there yet, or killed: that request is not sent again
+      assert time.monotonic() < deadline
+      time.sleep(0.5)
+  for step in range(STEPS):
+    client = training.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=6)
+    asked = [client.sample(types.ModelInput.from_ints(x), 2, params) for x in PROMPTS]
+    data = []
+    for prompt, answer in zip(PROMPTS, asked, strict=True):
+      for sequence, advantage in zip(answer.result().sequences, (1.0, -1.0), strict=True):
+        data.append(sampled(tinker, prompt, sequence, advantage))
+    config = {"credit": "gtpo", "alpha2": 0.3} if step % 2 else None
+    loss = training.forward_backward(data, "importance_sampling", config)
+    training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    loss.result()
+  path = training.save_state("end").result().path
+  holder = service.holder
+  holder.run_coroutine_threadsafe(holder.aclose()).result(10)
+  abort_connections()
+  return path
+
+
+def learnt(workdir):
+  (folder,) = Path(workdir).glob("runs/*/weights/end")
+  return (folder / "adapter_model.safetensors").read_bytes(), (
+    folder / "training.arrays"
+  ).read_bytes()
+
+
+def run(model, workdir, **when):
+  server = Server(model, workdir, **when)
+  client = threading.Thread(target=recipe, args=[server.url], daemon=True)
+  client.start()
+  while client.is_alive() and not server.failure:
+    client.join(0.2)
+  server.close()
+  assert not server.failure
+  return learnt(workdir), server.kills
+
+
+@pytest.fixture(scope="module")
+def expected(model, tmp_path_factory):
+  return run(model, tmp_path_factory.mktemp("calm") / "workdir")[0]
+
+
+@pytest.mark.parametrize(
+  ("place", "count"),
+  [
+    pytest.param(place, count, marks=() if shown else pytest.mark.manual)
+    for place, counts in {
+      "before a record is written": (5, 12),
+      "after a record is written": (4, 13),
+      "after a record is on disk": (9, 18),
+      "while the journal is rewritten": (1,),
+      "before a gradient": (1, 3),
+      "after a gradient": (2,),
+      "after a step": (1, 2),
+      "while weights are written": (1, 3),
+      "after weights are written": (2,),
+      "before a result is recorded": (2, 7, 11),
+      "after a result is recorded": (3, 8),
+      "after a snapshot": (2, 5),
+    }.items()
+    for count in counts
+    for shown in [(place, count) == ("after a step", 2)]
+  ],
+)
+def test_a_kill_changes_no_bit(place, count, model, expected, tmp_path):
+  assert place in PLACES
+  found, kills = run(model, tmp_path / "workdir", place=place, count=count)
+  assert kills == 1
+  assert found == expected

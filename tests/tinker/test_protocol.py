@@ -1,0 +1,226 @@
+"""The protocol by hand: order, repeated requests, keys, and requests of any kind."""
+
+import http.client
+import json
+import random
+import time
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from live import make_folder, options_for, running
+
+from gtpo_jax.tinker.schema import CLASSES, FLOAT32, INT64
+
+FUZZED = 150
+FUZZED_S = 600.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+  return make_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def url(model, tmp_path_factory):
+  with running(options_for(model, tmp_path_factory.mktemp("workdir"))) as (url, _):
+    yield url
+
+
+def send(url, method, path, body=b"", kind="application/json", **headers):
+  connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
+  headers = {"Content-Type": kind, "X-API-Key": "tml-a", **headers}
+  connection.request(method, f"/api/v1/{path}", body, headers)
+  answer = connection.getresponse()
+  data = answer.read()
+  connection.close()
+  return answer.status, data
+
+
+def post(url, path, /, **fields):
+  status, data = send(url, "POST", path, json.dumps(fields).encode())
+  return status, json.loads(data or b"null")
+
+
+def result(url, name):
+  """The result of a request, once there is one."""
+  while True:
+    status, data = send(url, "POST", "retrieve_future", json.dumps({"request_id": name}).encode())
+    if status != 408:
+      return status, data
+
+
+def gradient_request(model, seq, weight=1.0, length=6):
+  """A request of cross_entropy with one sequence."""
+  message = CLASSES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn="cross_entropy")
+  datum = message.data.add()
+  datum.model_input.add().encoded_text.tokens = np.arange(3, 3 + length, dtype=np.int32).tobytes()
+  targets = datum.loss_fn_inputs["target_tokens"]
+  targets.dtype = INT64
+  targets.dense = np.arange(4, 4 + length).tobytes()
+  weights = datum.loss_fn_inputs["weights"]
+  weights.dtype = FLOAT32
+  weights.dense = np.full(length, weight, np.float32).tobytes()
+  return message.SerializeToString()
+
+
+def create(url, rank=2, number=0, session=None):
+  session = session or post(url, "create_session", sdk_version="0.38.0")[1]["session_id"]
+  lora = {"rank": rank, "seed": 5}
+  fields = {"session_id": session, "model_seq_id": number, "base_model": "tiny"}
+  status, answer = post(url, "create_model", **fields, lora_config=lora)
+  assert status == 200
+  return session, json.loads(result(url, answer["request_id"])[1])["model_id"]
+
+
+def backward(url, model, seq, **settings):
+  body = gradient_request(model, seq, **settings)
+  status, data = send(url, "POST", "forward_backward", body, "application/x-protobuf")
+  assert status == 200, data
+  return json.loads(data)["request_id"]
+
+
+def step(url, model, seq):
+  status, answer = post(
+    url, "optim_step", model_id=model, seq_id=seq, adam_params={"learning_rate": 0.01}
+  )
+  assert status == 200
+  return json.loads(result(url, answer["request_id"])[1])["metrics"]["grad_norm:mean"]
+
+
+def test_requests_are_carried_out_in_order_and_once(url):
+  norms = []
+  for order in ([1, 2, 3], [3, 1, 2], [2, 2, 3, 1, 1]):
+    _, model = create(url)
+    names = {seq: backward(url, model, seq, weight=seq) for seq in order}
+    norms.append(step(url, model, 4))
+    bodies = {seq: result(url, name) for seq, name in names.items()}
+    output = CLASSES["ForwardBackwardOutput"].FromString(bodies[2][1])
+    assert output.loss_fn_outputs[0].num_datums == 1
+    assert backward(url, model, 2) == names[2]  # sent again, it is not carried out again
+    assert result(url, names[2]) == bodies[2]
+  assert norms[0] == norms[1] == norms[2]
+
+
+def test_what_belongs_to_another_key_is_not_there(url):
+  session, model = create(url)
+  name = backward(url, model, 1)
+  other = {"X-API-Key": "tml-b"}
+  for path, fields in {
+    "retrieve_future": {"request_id": name},
+    "get_info": {"model_id": model},
+    "session_heartbeat": {"session_id": session},
+    "optim_step": {"model_id": model, "seq_id": 2},
+    "save_weights": {"model_id": model, "seq_id": 2, "path": "x"},
+    "create_sampling_session": {"session_id": session, "sampling_session_seq_id": 0},
+    f"sessions/{session}/finish": {},
+  }.items():
+    status, data = send(url, "POST", path, json.dumps(fields).encode(), **other)
+    assert status == 410, (path, data)
+  body = gradient_request(model, 2)
+  status, _ = send(url, "POST", "forward_backward", body, "application/x-protobuf", **other)
+  assert status == 410
+  status, data = send(url, "GET", "training_runs", **other)
+  assert json.loads(data)["training_runs"] == []
+  assert step(url, model, 2) > 0
+
+
+def test_keys_and_hosts(url, model, tmp_path):
+  assert send(url, "GET", "healthz")[0] == 200
+  assert send(url, "GET", "healthz", **{"X-API-Key": ""})[0] == 401
+  assert send(url, "GET", "healthz", Host="example.com")[0] == 403
+  with running(options_for(model, tmp_path / "w"), secret="tml-secret") as (other, _):
+    assert send(other, "GET", "healthz")[0] == 401
+    assert send(other, "GET", "healthz", **{"X-API-Key": "tml-secret"})[0] == 200
+
+
+@pytest.mark.parametrize(
+  ("path", "fields", "status", "message"),
+  [
+    ("create_model", {"base_model": "other"}, 400, "this server has 'tiny'"),
+    ("create_model", {"lora_config": {"rank": 1000}}, 400, "limit of 128"),
+    ("create_model", {"optimizer_config": {"type": "dimuon"}}, 400, "use adamw"),
+    ("create_model", {"model_seq_id": -1}, 400, "model_seq_id"),
+    ("create_sampling_session", {"model_path": "tinker://a/weights/../x"}, 404, "no weights"),
+    ("load_weights", {"path": "tinker://a/b/c", "optimizer": True}, 404, "no weights"),
+    ("create_sampling_session", {"base_model": "b"}, 400, "this server has 'tiny'"),
+    ("copy_weights", {}, 404, "no such path"),
+  ],
+)
+def test_refusals(url, path, fields, status, message):
+  session = post(url, "create_session")[1]["session_id"]
+  given = {"session_id": session, "model_seq_id": 0, "sampling_session_seq_id": 0}
+  found, answer = post(url, path, **{"base_model": "tiny", **given, **fields})
+  assert (found, message in answer["error"]["message"]) == (status, True), answer
+
+
+def test_a_refused_request_does_not_stop_the_next(url):
+  _, model = create(url)
+  body = gradient_request(model, 1, weight=float("nan"))
+  status, data = send(url, "POST", "forward_backward", body, "application/x-protobuf")
+  assert status == 400
+  assert b"not finite" in data
+  assert step(url, model, 2) == 0
+
+
+def fuzz(url, rng, session, model):
+  """Sends one request of any kind; returns the status and the answer."""
+  junk = lambda: rng.choice(
+    [None, -1, 2**70, 1e308, "x" * 300, "../../etc/passwd", [], {}, [[]], True, {"rank": "a"}, 0]
+  )
+  names = (
+    *("create_model", "optim_step", "save_weights", "save_weights_for_sampler", "asample"),
+    *("retrieve_future", "load_weights", "get_info", "weights_info", "cancel_future"),
+    *("create_sampling_session", "session_heartbeat", "forward_backward", "create_session"),
+  )
+  fields = {
+    "session_id": session,
+    "model_id": model,
+    "sampling_session_id": f"{session}:sample:0",
+    "model_seq_id": 7,
+    "sampling_session_seq_id": 3,
+    "seq_id": rng.randrange(2**20),
+    "base_model": "tiny",
+    "path": "a",
+    "lora_config": {"rank": 2},
+    "adam_params": {"learning_rate": 0.1},
+    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+    "sampling_params": {"max_tokens": 1},
+    "request_id": f"{model}:1",
+  }
+  for key in rng.sample(sorted(fields), rng.randrange(1, 4)):
+    fields[key] = junk()
+  path = rng.choice(names)
+  body = json.dumps(fields).encode()
+  kind = "application/json"
+  if path == "forward_backward":
+    body = bytearray(gradient_request(model, rng.randrange(2**20)))
+    for _ in range(rng.randrange(8)):
+      body[rng.randrange(len(body))] = rng.randrange(256)
+    kind = "application/x-protobuf"
+  elif rng.random() < 0.2:
+    body = bytes(rng.randrange(256) for _ in range(rng.randrange(60)))
+  return path, *send(url, "POST", path, bytes(body), kind)
+
+
+def check_fuzz(url, model, seed, until):
+  session, name = create(url)
+  rng = random.Random(seed)
+  count = 0
+  while until(count):
+    path, status, data = fuzz(url, rng, session, name)
+    assert status < 500, (path, data)
+    for secret in (str(model.parent).encode(), b"Traceback", b"site-packages"):
+      assert secret not in data, (path, data)
+    count += 1
+  create(url)  # it still works
+
+
+def test_no_request_breaks_the_server(url, model):
+  check_fuzz(url, model, 0, lambda count: count < FUZZED)
+
+
+@pytest.mark.manual
+def test_no_request_breaks_the_server_in_ten_minutes(url, model):
+  began = time.monotonic()
+  check_fuzz(url, model, 1, lambda _: time.monotonic() - began < FUZZED_S)
