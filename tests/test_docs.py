@@ -14,6 +14,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import command_line
 import numpy as np
 import pytest
 from judge_server import serving
@@ -339,9 +340,11 @@ def test_inline_code_names_what_exists(page):
 
 def run_gtpo(arguments, fields, folder):
   """Runs a `gtpo` command with further config fields. It must succeed; returns its output."""
-  call = [sys.executable, "-m", "gtpo_jax", *arguments]
-  call += [f"--config.{field}" for field in fields]
-  done = subprocess.run(call, cwd=folder, env=ENV, capture_output=True, text=True, timeout=300)
+  call = command_line.quick_command_line(*arguments, *(f"--config.{field}" for field in fields))
+  variables = command_line.environment()
+  done = subprocess.run(
+    call, cwd=folder, env=variables, capture_output=True, text=True, timeout=300
+  )
   assert done.returncode == 0, (call, done.stderr)
   return done.stdout
 

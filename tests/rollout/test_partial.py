@@ -228,7 +228,7 @@ def test_dynamic_sampling_has_the_same_pool():
   assert dropped > 0 and any(batch.metrics["staleness/max"] for batch in batches)
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_a_guide_writes_its_completions_when_a_group_is_complete():
   config = stale_config(1, "dapo_mixed", **{"batch.max_gen_batches": 20})
   worker, params = random_worker(config)
