@@ -246,7 +246,7 @@ def test_ctrl_c_saves_and_the_same_command_resumes(finished_run, tmp_path):
   assert [json.loads(line)["step"] for line in lines] == list(range(steps[-1] + 2))
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_ctrl_c_on_a_terminal_says_that_the_run_will_be_saved(tmp_path):
   """The run's output is a pseudo-terminal.
 

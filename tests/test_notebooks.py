@@ -96,7 +96,7 @@ def test_without_a_clone_or_an_address_the_first_cell_says_so(tmp_path, monkeypa
     exec(install_cell(NOTEBOOKS[0]), {})
 
 
-@pytest.mark.some(0, slow=2)
+@pytest.mark.some(0, slow=1)
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_a_notebook_runs(file, tmp_path, monkeypatch):
   """Without the pretrained model, whose training is tested in test_real_model.py."""

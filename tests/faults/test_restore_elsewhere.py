@@ -68,7 +68,7 @@ def test_saved_on_eight_devices_and_restored_on_two_processes(saved, mesh, devic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", ["flipped", "empty"])
+@pytest.mark.parametrize("damage", ["flipped", pytest.param("empty", marks=pytest.mark.manual)])
 def test_damage_seen_by_one_process_makes_all_restore_the_previous_step(saved, tmp_path, damage):
   """Simulates damage on one machine's disk. The first process, which checks files, finds none."""
   folder, states = saved

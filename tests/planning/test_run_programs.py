@@ -76,7 +76,7 @@ def test_offloaded_moments_take_no_device_memory():
   assert moment_bytes(True) < 100  # its counters stay
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @needs_libtpu
 def test_offloaded_moments_are_arguments_in_host_memory():
   """A program of two gradient updates takes and returns both moments in host memory."""

@@ -195,7 +195,7 @@ def leave(workdir, how):
 
 
 @pytest.mark.parametrize("how", ["break", "error", "interrupt"])
-@pytest.mark.some(1, slow=1)
+@pytest.mark.some(1, slow=0)
 def test_a_run_left_early_is_saved_and_can_continue(how, tmp_path, trained):
   workdir = tmp_path / "run"
   assert not leave(workdir, how)

@@ -183,7 +183,7 @@ def even(prompts, completions, answers, extras):
 @pytest.mark.parametrize(
   "algorithm",
   [
-    "grpo",
+    pytest.param("grpo", marks=pytest.mark.manual),
     # With environments, the update of gtpo is another program, which also looks for gaps.
     pytest.param(
       "gtpo",

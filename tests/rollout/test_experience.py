@@ -182,7 +182,7 @@ def rows_without_timing(workdir):
 
 
 @pytest.mark.parametrize("name", ["dapo", "dapo_mixed"])
-@pytest.mark.some(0, slow=1)
+@pytest.mark.some(0, slow=0)
 def test_a_run_with_leftovers_resumes_exactly(name, tmp_path):
   config = config_of(name, **{"batch.max_gen_batches": 4})
   quiet = Display(enabled=False)

@@ -213,7 +213,7 @@ def test_a_stopped_step_is_sampled_again():
 
 
 @pytest.mark.devices
-@pytest.mark.slow
+@pytest.mark.manual
 def test_dynamic_sampling_has_the_same_pool():
   """Groups without contrast are dropped; the others are trained on once, within the bound."""
   config = stale_config(1, "dapo", **BY_DATA, **{"batch.max_gen_batches": 20})

@@ -45,7 +45,7 @@ def files(tmp_path):
   return train_file, sums(tmp_path / "test.jsonl", [(a, 9) for a in range(10, 20)])
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_train_and_evaluate_on_files(files, tmp_path):
   """A complete run on two files with a tiny random model writes the expected metrics."""
   config = config_of(

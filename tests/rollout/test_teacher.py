@@ -133,7 +133,7 @@ def test_the_memory_of_a_teacher_is_planned(llama):
 
 
 @pytest.mark.parametrize("divergence", ["reverse_kl", "sampled"])
-@pytest.mark.some(0, slow=1)
+@pytest.mark.some(0, slow=0)
 def test_a_plan_compiles_what_a_teacher_needs(divergence, llama):
   folder, *_ = llama
   changes = {"teacher.path": str(folder), "distill.divergence": divergence}
@@ -153,7 +153,7 @@ def test_a_plan_compiles_what_a_teacher_needs(divergence, llama):
 @pytest.mark.parametrize(
   "divergence", ["sampled", pytest.param("forward_kl", marks=pytest.mark.manual)]
 )
-@pytest.mark.slow
+@pytest.mark.manual
 def test_an_int8_teacher_and_a_student_with_adapters(divergence, tmp_path):
   """The teacher is a run of adapters over an int8 base; so is the student."""
   adapters = {"model.lora_rank": 2, "model.quantize": "int8"}

@@ -123,7 +123,7 @@ def log_prob_errors_of_all(built, rollouts):
   return np.abs(np.asarray(log_probs) - rollouts.log_probs)
 
 
-@pytest.mark.parametrize("attention", ["xla", pytest.param("pallas", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attention", ["xla", pytest.param("pallas", marks=pytest.mark.manual)])
 def test_nothing_is_compiled_after_the_warm_up(attention):
   config = EngineConfig(slots=5, chunk=4, attention=attention, page_size=16)
   built = build(config=CONFIG, max_tokens=TOKENS, engine_config=config)

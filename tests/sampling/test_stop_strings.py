@@ -279,7 +279,7 @@ def test_completions_that_go_on_end_at_the_same_tokens(expected, chats, stop_str
 
 
 @pytest.mark.devices
-@pytest.mark.slow
+@pytest.mark.manual
 def test_the_mesh_does_not_matter(expected, chats, stop_strings):
   built = build(
     mesh_of(2, 2, 1, 2),

@@ -92,7 +92,7 @@ def test_it_stops_when_all_completions_have_ended(built):
     assert parts[-1][1] == [(0, 0)] and not any(ended for _, ended in parts[:-1])
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.devices
 def test_eight_devices_stream_the_same(built):
   complete, _ = sample_and_stream(built)

@@ -181,7 +181,7 @@ def test_requests_that_are_cancelled_leave_and_others_stay(attention):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["xla", "pallas"])
+@pytest.mark.parametrize("attention", [pytest.param("xla", marks=pytest.mark.manual), "pallas"])
 def test_nothing_is_compiled_after_the_warm_up(attention):
   config = EngineConfig(slots=5, chunk=4, attention=attention, page_size=16)
   built = build(max_tokens=TOKENS, engine_config=config)

@@ -44,7 +44,7 @@ def test_micro_batches_equal_the_full_batch():
   assert_same(taught(), run("opd", data=taught_batch(), micro_batches=4, head_chunk=7, **TAUGHT))
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 def test_packed_equals_not_packed():
   rollouts, rewards = taught_batch()
   packing = plan_rows(rollouts.lengths, rollouts.tokens.shape[2])

@@ -131,7 +131,7 @@ def test_on_every_mesh(one_device, shape, micro_batches):
     ),
   ],
 )
-@pytest.mark.slow
+@pytest.mark.manual
 def test_packed_on_every_mesh(one_device, shape, micro_batches):
   assert_same(three_steps(mesh_of(*shape), micro_batches, pack=True), one_device)
 

@@ -86,7 +86,7 @@ def test_minibatches_and_epochs_against_a_slow_loop(minibatches, epochs):
   assert largest_difference(params, start) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.manual
 @pytest.mark.devices
 def test_minibatches_with_sharding_and_micro_batches():
   settings = {

@@ -149,7 +149,7 @@ def test_an_update_that_is_not_finite_is_skipped(name, bad_batch, shape, micro_b
     ("gtpo_v2", {"kappa": 3.0, "scope": "batch", "compare": "sequence"}),
   ],
 )
-@pytest.mark.some(0, slow=2)
+@pytest.mark.some(0, slow=1)
 def test_every_loss_is_the_same_with_sharding_and_micro_batches(name, settings):
   rollouts, rewards = full_batch()
   if name != "dapo_mixed":

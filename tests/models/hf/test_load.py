@@ -89,7 +89,7 @@ def test_logits_equal_those_of_transformers(changes, shard, shape):
   ("changes", "shape"),
   [
     ({}, None),
-    pytest.param({}, (2, 2, 1, 2), marks=pytest.mark.slow),
+    pytest.param({}, (2, 2, 1, 2), marks=pytest.mark.manual),
     pytest.param(SEVEN_ONE, None, marks=pytest.mark.manual),
   ],
   ids=["4/2", "4/2-2x2x2", "7/1"],
