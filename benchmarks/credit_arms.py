@@ -21,8 +21,8 @@ from gtpo_jax.config import Config
 from gtpo_jax.logs.credit import batch_signals
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.collector import Collector
-from gtpo_jax.rollout.experience import Experience
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.problems import training_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
@@ -36,7 +36,7 @@ BASELINE = "gtpo, alpha2 = 0"
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class ArmBatch:
   """A batch of n groups of g completions, sampled at fixed parameters.
 
   Attributes:
@@ -67,21 +67,21 @@ def collector_of(
   )
 
 
-def next_batch(collector: Collector, model: Transformer, params: Params, key: int) -> Batch:
+def next_batch(collector: Collector, model: Transformer, params: Params, key: int) -> ArmBatch:
   """Samples the collector's next batch from `model` with these parameters."""
   return batch_of(collector.collect(params, 0, print), model, params, key)
 
 
-def batch_of(experience: Experience, model: Transformer, params: Params, key: int) -> Batch:
+def batch_of(collected: Batch, model: Transformer, params: Params, key: int) -> ArmBatch:
   """Returns what the arms read of a collected batch. Arguments are as in `next_batch`."""
-  rollouts = experience.rollouts
+  rollouts = collected.rollouts
   hidden = functools.cache(
     lambda: np.asarray(_hidden(model, params, rollouts.prompts, rollouts.tokens), np.float32)
   )
-  codes = experience.truth
+  codes = collected.truth
   if codes is None:
     codes = np.zeros(rollouts.tokens.shape, np.uint8)
-  return Batch(rollouts, batch_signals(experience), codes, key, hidden)
+  return ArmBatch(rollouts, batch_signals(collected), codes, key, hidden)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -100,10 +100,10 @@ class Arm:
   """
 
   algorithm: Algorithm
-  change: Callable[[Algorithm, Batch], jax.Array] | None = None
-  entropy: Callable[[Batch], np.ndarray] | None = None
+  change: Callable[[Algorithm, ArmBatch], jax.Array] | None = None
+  entropy: Callable[[ArmBatch], np.ndarray] | None = None
 
-  def advantages(self, batch: Batch) -> jax.Array:
+  def advantages(self, batch: ArmBatch) -> jax.Array:
     """Returns the advantages f32[n, g, t] of a batch."""
     if self.entropy is not None:
       signals = batch.signals.replace(entropy=self.entropy(batch))
@@ -111,7 +111,7 @@ class Arm:
     change = self.change or (lambda algorithm, batch: _advantages(algorithm, batch.signals))
     return change(self.algorithm, batch)
 
-  def loss_mask(self, batch: Batch) -> jax.Array:
+  def loss_mask(self, batch: ArmBatch) -> jax.Array:
     """Returns the tokens in the loss, bool[n, g, t]."""
     return _loss_mask(self.algorithm, batch.signals)
 
@@ -126,7 +126,7 @@ def _loss_mask(algorithm: Algorithm, signals: Signals) -> jax.Array:
   return algorithm.loss_mask(signals)
 
 
-def _shuffled(batch: Batch) -> np.ndarray:
+def _shuffled(batch: ArmBatch) -> np.ndarray:
   """Permutes the entropies within each completion, which keeps their distribution."""
   rng = np.random.default_rng(batch.key)
   entropy = np.array(batch.signals.entropy)
@@ -136,7 +136,7 @@ def _shuffled(batch: Batch) -> np.ndarray:
   return entropy
 
 
-def shuffled_within_verdict(batch: Batch) -> np.ndarray:
+def shuffled_within_verdict(batch: ArmBatch) -> np.ndarray:
   """Permutes the entropies of all tokens of a group whose completions share a verdict."""
   rng = np.random.default_rng(batch.key)
   mask = batch.signals.mask
@@ -149,7 +149,7 @@ def shuffled_within_verdict(batch: Batch) -> np.ndarray:
   return entropy
 
 
-def _completions_shuffled(batch: Batch) -> np.ndarray:
+def _completions_shuffled(batch: ArmBatch) -> np.ndarray:
   """Permutes the mean entropies of the completions of a group that share a verdict."""
   rng = np.random.default_rng(batch.key)
   mask = batch.signals.mask
@@ -162,13 +162,13 @@ def _completions_shuffled(batch: Batch) -> np.ndarray:
   return np.where(mask, mean[..., None], 0.0).astype(np.float32)
 
 
-def _oracle(algorithm: Algorithm, batch: Batch) -> jax.Array:
+def _oracle(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
   """Pays only the tokens that decide; completions of unknown truth keep uniform credit."""
   known = (batch.codes > 0).any(-1, keepdims=True)
   return _advantages(algorithm, batch.signals) * (decides(batch.codes) | ~known)
 
 
-def _hesitation(algorithm: Algorithm, batch: Batch) -> jax.Array:
+def _hesitation(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
   """Charges hesitant tokens of wrong completions most, by rel(H) instead of rel(1/H)."""
   return _hesitant_advantages(algorithm, batch.signals)
 
@@ -183,7 +183,7 @@ def _hesitant_advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
   return algorithm.recipe.advantage(shaped, units, GroupNormalisation())
 
 
-def _wrong_side(algorithm: Algorithm, batch: Batch) -> jax.Array:
+def _wrong_side(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
   """Shapes only wrong completions, by rel(1/H)."""
   return _wrong_side_advantages(algorithm, batch.signals)
 
@@ -195,18 +195,18 @@ def _wrong_side_advantages(algorithm: Algorithm, signals: Signals) -> jax.Array:
   return algorithm.recipe.advantage(ShapedRewards(plus, shaped.minus), units, GroupNormalisation())
 
 
-def _by_entropy(algorithm: Algorithm, batch: Batch) -> jax.Array:
+def _by_entropy(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
   """Multiplies uniform advantages by the entropy relative to the completion, on both sides."""
   share = relative_entropy(jnp.asarray(batch.signals.entropy), batch.signals.mask, (2,))
   return _advantages(algorithm, batch.signals) * share
 
 
-def _by_completion(algorithm: Algorithm, batch: Batch) -> jax.Array:
+def _by_completion(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
   """Gives every token the advantage that GRPO-S gives its completion."""
   return _advantages(GRPO_S, batch.signals)
 
 
-def _by_position(algorithm: Algorithm, batch: Batch) -> jax.Array:
+def _by_position(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
   """Subtracts from the verdict the mean over the completions that reach this position."""
   mask = batch.signals.mask
   reward = np.where(mask, batch.signals.correct[..., None], 0.0)
@@ -214,10 +214,10 @@ def _by_position(algorithm: Algorithm, batch: Batch) -> jax.Array:
   return _scaled(reward - baseline, mask)
 
 
-def _by_value(decay: float) -> Callable[[Algorithm, Batch], jax.Array]:
+def _by_value(decay: float) -> Callable[[Algorithm, ArmBatch], jax.Array]:
   """Returns a change to advantages by a value function that is learned from the batch."""
 
-  def change(algorithm: Algorithm, batch: Batch) -> jax.Array:
+  def change(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
     mask = batch.signals.mask
     correct = batch.signals.correct
     value = values(batch.hidden(), mask, correct)
@@ -226,7 +226,7 @@ def _by_value(decay: float) -> Callable[[Algorithm, Batch], jax.Array]:
   return change
 
 
-def _by_change_of_value(algorithm: Algorithm, batch: Batch) -> jax.Array:
+def _by_change_of_value(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
   """Multiplies uniform advantages by how much a learned value changes at a token."""
   mask = batch.signals.mask
   correct = batch.signals.correct

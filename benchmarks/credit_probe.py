@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from credit_arms import REFERENCE, Arm, Batch, collector_of, next_batch
+from credit_arms import REFERENCE, Arm, ArmBatch, collector_of, next_batch
 
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.config import Config
@@ -121,7 +121,7 @@ def make_gradients(
   return gradients
 
 
-def cotangent(arm: Arm, batch: Batch, advantages: jax.Array) -> np.ndarray:
+def cotangent(arm: Arm, batch: ArmBatch, advantages: jax.Array) -> np.ndarray:
   """Returns the derivative of an arm's loss by the log-probs, f32[n, g, t], before any update."""
   mask = arm.loss_mask(batch)
   return np.asarray(_derivative(arm.algorithm, batch.rollouts.log_probs, advantages, mask))
@@ -137,7 +137,7 @@ def _derivative(
   return jax.grad(loss)(log_probs)
 
 
-def scores_of(advantages: np.ndarray, batch: Batch) -> dict[str, float]:
+def scores_of(advantages: np.ndarray, batch: ArmBatch) -> dict[str, float]:
   """Returns the scores of an arm's credit, and W = A+ - A- by token class."""
   plus, minus = _sides(batch)
   found = {}
@@ -154,7 +154,7 @@ def scores_of(advantages: np.ndarray, batch: Batch) -> dict[str, float]:
   return found
 
 
-def signal_scores(batch: Batch) -> dict[str, float]:
+def signal_scores(batch: ArmBatch) -> dict[str, float]:
   """Returns the AUROC of the entropy itself, and entropy and accuracy by class.
 
   H should find the tokens that decide in O+, 1/H the wrong ones in O-. `pooled` compares tokens of
@@ -182,7 +182,7 @@ def signal_scores(batch: Batch) -> dict[str, float]:
   return found
 
 
-def _sides(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+def _sides(batch: ArmBatch) -> tuple[np.ndarray, np.ndarray]:
   """Returns the tokens of known truth in O+ and in O-, bool[n, g, t], of groups with both."""
   correct = batch.signals.correct
   mixed = correct.any(1) & ~correct.all(1)

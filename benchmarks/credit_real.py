@@ -37,7 +37,7 @@ if __name__ == "__main__" and hasattr(os, "sched_setaffinity"):
   os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
 prepare_jax()  # before JAX is imported
 
-from credit_arms import Arm, Batch, batch_of, collector_of
+from credit_arms import Arm, ArmBatch, batch_of, collector_of
 from credit_cells import Cells
 from credit_probe import make_gradients
 from credit_real_arms import CHECKED, PROBED, TRAINED
@@ -161,7 +161,7 @@ def probe_cell(
 
 def probe_batch(
   config: Config, worker: RolloutWorker, rewards: RewardManager, params: Params, number: int
-) -> Batch:
+) -> ArmBatch:
   """Returns batch `number`; each has problems and sampling keys of its own."""
   collector = collector_of(config, worker, rewards, first=number)
   return batch_of(collector.collect(params, 0, print), worker.model, params, number)

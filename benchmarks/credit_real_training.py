@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from credit_arms import Batch, batch_of, collector_of
+from credit_arms import ArmBatch, batch_of, collector_of
 from credit_real_arms import REAL_ARMS
 
 from gtpo_jax.config import Config
@@ -93,7 +93,7 @@ def shared_update(
   return optimizer, make_update(worker.model, algorithm, optimizer, minibatches=MINIBATCHES)
 
 
-def batch_scores(batch: Batch) -> dict[str, float]:
+def batch_scores(batch: ArmBatch) -> dict[str, float]:
   """Returns accuracy, lengths and entropies of a batch; NaN where a side has no completion."""
   mask = batch.signals.mask
   correct = batch.signals.correct

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from credit_arms import REFERENCE, Arm, Batch
+from credit_arms import REFERENCE, Arm, ArmBatch
 from credit_probe import Moments, cosine, cotangent, flatten, make_gradients
 
 from gtpo_jax.arrays import Rollouts
@@ -78,7 +78,7 @@ class Sketches(NamedTuple):
 def sketch_batch(
   gradients: Gradients,
   params: Params,
-  batch: Batch,
+  batch: ArmBatch,
   arms: Mapping[str, Arm],
   signals: dict[str, float],
 ) -> Sketches:
@@ -110,7 +110,7 @@ def sketch_batch(
 
 
 def compare_with_complete(
-  model: Transformer, params: Params, batch: Batch, arms: Mapping[str, Arm]
+  model: Transformer, params: Params, batch: ArmBatch, arms: Mapping[str, Arm]
 ) -> dict[str, Any]:
   """Returns the cosines between complete gradients, and between their sketches.
 
@@ -148,7 +148,7 @@ def _cosines(names: Sequence[str], vectors: np.ndarray) -> dict[str, float]:
   }
 
 
-def _derivatives(arms: Mapping[str, Arm], batch: Batch) -> np.ndarray:
+def _derivatives(arms: Mapping[str, Arm], batch: ArmBatch) -> np.ndarray:
   """Returns the derivatives of the loss of each arm by the log-probs, f32[v, n, g, t]."""
   return np.stack([cotangent(arm, batch, arm.advantages(batch)) for arm in arms.values()])
 

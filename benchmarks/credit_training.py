@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import optax
-from credit_arms import Arm, Batch, collector_of, next_batch
+from credit_arms import Arm, ArmBatch, collector_of, next_batch
 from credit_probe import signal_scores
 
 from gtpo_jax.algorithms import Algorithm
@@ -73,7 +73,7 @@ def train_arm(
   return {"curve": curve, "samples": SAMPLES, "correct": correct}
 
 
-def _minibatches(arm: Arm, batch: Batch) -> list[tuple[Rollouts, jax.Array, jax.Array]]:
+def _minibatches(arm: Arm, batch: ArmBatch) -> list[tuple[Rollouts, jax.Array, jax.Array]]:
   """Returns rollouts, advantages and loss mask of each minibatch; credit is of the whole batch."""
   values = (batch.rollouts, arm.advantages(batch), arm.loss_mask(batch))
   size = len(batch.codes) // MINIBATCHES

@@ -47,7 +47,7 @@ def test_a_difference_is_paired_over_problems_and_seeds():
 @pytest.fixture(scope="module")
 def case():
   """Returns a small model, its parameters and a batch with known truth."""
-  from credit_arms import Batch
+  from credit_arms import ArmBatch
 
   config = ModelConfig(VOCAB, 32, 1, heads=2, kv_heads=1, head_dim=16, mlp=32)
   model = Transformer(config, make_mesh(devices=jax.devices()[:1]))
@@ -76,7 +76,7 @@ def case():
   )
   codes = np.where(mask, rng.choice(np.uint8([1, 2, 3, 4, 11, 12]), mask.shape), 0)
   hidden = rng.normal(size=(N, G, T, 3))
-  return model, params, Batch(rollouts, signals, codes, 0, lambda: hidden)
+  return model, params, ArmBatch(rollouts, signals, codes, 0, lambda: hidden)
 
 
 @pytest.mark.slow

@@ -111,14 +111,14 @@ def test_two_words_need_the_topic_and_both_words(tmp_path):
 
 
 def test_shuffled_entropies_stay_within_a_verdict():
-  from credit_arms import Batch, shuffled_within_verdict
+  from credit_arms import ArmBatch, shuffled_within_verdict
 
   rng = np.random.default_rng(0)
   mask = np.arange(6) < rng.integers(2, 7, (3, 4, 1))
   entropy = np.where(mask, rng.random(mask.shape), 0.0).astype(np.float32)
   correct = np.array([[True, False, True, False]] * 3)
   signals = Signals(mask=mask, entropy=entropy, correct=correct)
-  shuffled = shuffled_within_verdict(Batch(None, signals, np.zeros(mask.shape), 0, lambda: None))
+  shuffled = shuffled_within_verdict(ArmBatch(None, signals, np.zeros(mask.shape), 0, lambda: None))
   for group in range(3):
     for verdict in (False, True):
       side = mask[group] & (correct[group] == verdict)[:, None]

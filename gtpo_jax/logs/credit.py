@@ -24,7 +24,7 @@ from gtpo_jax.algorithms import Algorithm, has_contrast
 from gtpo_jax.arrays import Rollouts, Signals
 from gtpo_jax.data.chat import Chat
 from gtpo_jax.logs.log_files import describe_steps
-from gtpo_jax.rollout.experience import Experience
+from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.runtime.distributed import fetch, is_first_process
 from gtpo_jax.runtime.errors import UserError, first_line
 from gtpo_jax.storage.files import set_aside
@@ -105,7 +105,7 @@ TEXTS = ("pieces", "prompts", "answers", "stops")
 
 
 def write_credit(
-  workdir: Path, step: int, batch: Experience, chat: Chat, groups: int, timeline: np.ndarray
+  workdir: Path, step: int, batch: Batch, chat: Chat, groups: int, timeline: np.ndarray
 ) -> None:
   """Writes the record of a step, with the tokens of `groups` groups, the most mixed first.
 
@@ -151,7 +151,7 @@ def write_credit(
   save_credit(workdir, record)
 
 
-def batch_signals(batch: Experience) -> Signals:
+def batch_signals(batch: Batch) -> Signals:
   """Returns what the advantages of a step's batch are computed from, as host arrays.
 
   Every process must call it.
@@ -183,7 +183,7 @@ def _most_mixed(correct: np.ndarray, valid: np.ndarray, guided: np.ndarray | Non
   return np.argsort(-mixed, kind="stable").astype(np.int32)
 
 
-def _stops(batch: Experience, group: int) -> list[str]:
+def _stops(batch: Batch, group: int) -> list[str]:
   """Returns why the episodes of a group ended, or "" for completions without an environment."""
   episodes = batch.episodes[group]
   return [str(episode.stop) for episode in episodes] if episodes else [""] * batch.correct.shape[1]

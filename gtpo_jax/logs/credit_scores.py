@@ -12,13 +12,13 @@ import numpy as np
 
 from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.logs.credit import batch_signals, shaped_and_advantages
-from gtpo_jax.rollout.experience import Experience
+from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.token_truth import CLASSES, decides, is_wrong, of_class
 
 DIGITS = 5  # decimal places of the credit relative to the largest; smaller differences are ties
 
 
-def step_metrics(algorithm: Algorithm, batch: Experience) -> dict[str, float]:
+def step_metrics(algorithm: Algorithm, batch: Batch) -> dict[str, float]:
   """Returns the truth metrics of a step; {} if no problem of the batch knows its truth.
 
   `truth/known` is the share of the tokens with a code; `truth_metrics` describes the others.

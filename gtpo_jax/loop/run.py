@@ -35,8 +35,8 @@ from gtpo_jax.python.policy import TrainedPolicy
 from gtpo_jax.python.results import Result
 from gtpo_jax.report.curves import draw_curves
 from gtpo_jax.report.timeline import step_timeline
+from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.collector import Collector
-from gtpo_jax.rollout.experience import Experience
 from gtpo_jax.rollout.frozen import load_frozen
 from gtpo_jax.runtime.compiling import StoppableProgram
 from gtpo_jax.runtime.device_errors import phase
@@ -186,7 +186,7 @@ class Run:
         return
       yield i
 
-  def collect(self, params: Params, step: int) -> Experience:
+  def collect(self, params: Params, step: int) -> Batch:
     """Samples and scores the completions of a step.
 
     Raises:
@@ -197,7 +197,7 @@ class Run:
     with _sampled_again(self.collector):
       return self.collector.collect(params, step, self.display.say, self._stopping)
 
-  def update(self, state: TrainState, batch: Experience) -> tuple[TrainState, dict[str, float]]:
+  def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, float]]:
     """Returns the next state and the metrics of the step. The old state's memory is reused.
 
     Raises:
@@ -220,7 +220,7 @@ class Run:
       "compiles": compile_count(),
     }
 
-  def log(self, step: int, metrics: Mapping[str, float], batch: Experience) -> None:
+  def log(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
     """Displays a step and writes its metrics, some completions, and its token-level credit.
 
     Raises:

@@ -12,7 +12,7 @@ from gtpo_jax.config.workloads import GUIDE, run_workloads
 from gtpo_jax.logs.compiles import describe_compiles
 from gtpo_jax.logs.display import Display
 from gtpo_jax.models.params import Params
-from gtpo_jax.rollout.experience import Placement
+from gtpo_jax.rollout.batch import Placement
 from gtpo_jax.rollout.worker import Policy
 from gtpo_jax.runtime.compiling import compile_all
 from gtpo_jax.sampling.inventory import reachable, warm_up

@@ -22,7 +22,7 @@ from gtpo_jax.models.decode import DecodeParams
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.planning.compile import compile_with_peak
-from gtpo_jax.rollout.experience import abstract_batches
+from gtpo_jax.rollout.batch import abstract_batches
 from gtpo_jax.rollout.groups import without_scores
 from gtpo_jax.runtime.chips import Chip, chip_of, host_memory
 from gtpo_jax.runtime.errors import UserError

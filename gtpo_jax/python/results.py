@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from gtpo_jax.python.policy import TrainedPolicy
-from gtpo_jax.rollout.experience import Experience
+from gtpo_jax.rollout.batch import Batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Step:
 
   step: int
   metrics: dict[str, float]
-  batch: Experience = dataclasses.field(repr=False)
+  batch: Batch = dataclasses.field(repr=False)
   policy: TrainedPolicy
 
 

@@ -13,9 +13,9 @@ from gtpo_jax.data.records import Problems
 from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.keys import KeyStream, key_for
 from gtpo_jax.models.params import Params
+from gtpo_jax.rollout.batch import Batch, Placement
 from gtpo_jax.rollout.drawing import make_drawing
 from gtpo_jax.rollout.episodes.group_turns import Turns
-from gtpo_jax.rollout.experience import Experience, Placement
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.group_metrics import sampled_metrics, source_metrics, staleness_metrics
 from gtpo_jax.rollout.group_pool import GroupPool
@@ -80,7 +80,7 @@ class Collector:
     version: int,
     say: Callable[[str], None],
     stopping: Callable[[], bool] = lambda: False,
-  ) -> Experience:
+  ) -> Batch:
     """Samples and scores the next step's batch, with `params` and the guide if there is one.
 
     Args:
@@ -94,10 +94,10 @@ class Collector:
     """
     self._before = (self._begun, self._kept, self._drawing.state)
     try:
-      experience = self._collect(params, version, say, stopping)
+      batch = self._collect(params, version, say, stopping)
       if stopping():
         raise Stopped
-      return experience
+      return batch
     except Stopped:
       self.discard()
       raise
@@ -109,7 +109,7 @@ class Collector:
 
   def _collect(
     self, params: Params, version: int, say: Callable[[str], None], stopping: Callable[[], bool]
-  ) -> Experience:
+  ) -> Batch:
     began = time.perf_counter()
     policy = self._worker.policy(params)
     policies = filter(None, (policy, self._frozen.guide))
@@ -134,7 +134,7 @@ class Collector:
     metrics |= policy.engine.statistics
     metrics |= {"time/sample": time.perf_counter() - began - scoring_s, "time/reward": scoring_s}
     metrics |= self._turns.metrics(metrics)
-    return Experience(
+    return Batch(
       rollouts,
       rewards,
       [group.problem for group in groups],

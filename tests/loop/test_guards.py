@@ -6,7 +6,7 @@ import pytest
 from gtpo_jax.arrays import Rewards, Rollouts
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.loop.guards import MAX_DUMPS, Guards
-from gtpo_jax.rollout.experience import Experience
+from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.runtime.errors import RunError
 
 GOOD = {
@@ -32,7 +32,7 @@ def batch():
   )
   problems = [Problem(f"p{i}", user("1"), "1", "last_number") for i in range(n)]
   correct = values[..., 0] > 1
-  return Experience(
+  return Batch(
     rollouts,
     Rewards(correct, values[..., 1], values[..., 2]),
     problems,

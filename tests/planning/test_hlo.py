@@ -18,7 +18,7 @@ from gtpo_jax.planning.collectives import collective_bytes
 from gtpo_jax.planning.compile import compile_with_peak
 from gtpo_jax.planning.run_programs import RunPrograms, build_engine, build_model
 from gtpo_jax.planning.topology import topology_devices
-from gtpo_jax.rollout.experience import abstract_batches
+from gtpo_jax.rollout.batch import abstract_batches
 from gtpo_jax.runtime.mesh import bytes_per_device
 from gtpo_jax.training.head_chunk import default_chunk
 from gtpo_jax.training.state import abstract_state

@@ -9,7 +9,7 @@ from gtpo_jax.config import load
 from gtpo_jax.config.workloads import run_workloads
 from gtpo_jax.planning.run_programs import build_engine, build_model
 from gtpo_jax.planning.topology import topology_devices
-from gtpo_jax.rollout.experience import abstract_batches
+from gtpo_jax.rollout.batch import abstract_batches
 from gtpo_jax.sampling.inventory import count_kinds, reachable
 
 CONFIGS = Path(__file__).parents[2] / "configs"

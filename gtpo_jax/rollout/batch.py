@@ -27,7 +27,7 @@ from gtpo_jax.training.packing import abstract_packing, plan_rows, row_shapes
 
 
 @dataclasses.dataclass(frozen=True)
-class Experience:
+class Batch:
   """A step's batch.
 
   Attributes:
