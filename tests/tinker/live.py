@@ -30,7 +30,7 @@ def need_client():
   """Skips a module without the client, and returns it."""
   os.environ["TINKER_API_KEY"] = KEY
   os.environ["TINKER_TELEMETRY"] = "0"
-  if importlib.util.find_spec("tinker") is None:
+  if importlib.util.find_spec("tinker.types") is None:
     pytest.skip("the client is missing: pip install tinker", allow_module_level=True)
   import tinker
 
