@@ -210,6 +210,12 @@ class Rewards:
   # bool[n, g]; False if a completion has no verdict, in which case `correct` has no meaning. None
   # if all completions have one.
   scored: jax.Array | None = None
+  # f32[n, g, t]; the reward of the turn that a token is in, 0 on tokens that were not drawn. Those
+  # of a completion's turns sum to its reward. None if the algorithm does not compare turns.
+  turn_reward: jax.Array | None = None
+  # i32[n, g, t]; the number of the state in which that turn began. Equal numbers of one prompt are
+  # equal states. None if the algorithm does not compare turns.
+  turn_state: jax.Array | None = None
 
 
 @flax.struct.dataclass
@@ -234,6 +240,8 @@ class Signals:
   guided: jax.Array | None = None
   # f32[n, g, t], nats; the sampling policy's log-prob minus the teacher's; needed with a teacher.
   divergence: jax.Array | None = None
+  turn_reward: jax.Array | None = None  # f32[n, g, t], as in `Rewards`; needed with `turn_credit`
+  turn_state: jax.Array | None = None  # i32[n, g, t], as in `Rewards`; needed with `turn_credit`
   # Whether some tokens between those in `mask` are not in it; None if the mask has to tell.
   gaps: bool | None = flax.struct.field(pytree_node=False, default=None)
 
@@ -269,6 +277,8 @@ class Signals:
       penalty=rewards.penalty,
       guided=rollouts.guided,
       divergence=rollouts.divergence,
+      turn_reward=rewards.turn_reward,
+      turn_state=rewards.turn_state,
       gaps=rollouts.gaps,
     )
 
@@ -278,9 +288,13 @@ class Signals:
 
   def of_tokens(self) -> Signals:
     """Returns the signals that `Algorithm.token_loss` reads."""
-    return self.replace(
+    return self.without_turns().replace(
       entropy=None, correct=None, reward=None, penalty=None, divergence=None, teacher_weights=None
     )
+
+  def without_turns(self) -> Signals:
+    """Returns the signals without what only the advantages need of turns."""
+    return self.replace(turn_reward=None, turn_state=None)
 
   def need(self, *names: str) -> None:
     """Raises TypeError if a field is None."""

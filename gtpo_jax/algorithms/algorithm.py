@@ -66,12 +66,14 @@ class Algorithm:
 
     Raises:
       UserError: `guided` is given and the recipe has no guide, or there is a teacher and
-        `divergence` is not given.
+        `divergence` is not given, or turns are compared and their rewards are not given.
     """
     x = jax.lax.stop_gradient(signals)
     shaped, units = self.shaped(x)
     advantages = self.recipe.advantage(shaped, units, self.recipe.normalisation)
     mask = self.loss_mask(x)
+    if turns := self.recipe.turns:
+      advantages = turns(advantages, x.turn_reward, x.turn_state, x.mask)
     advantages = jnp.where(mask, advantages, 0.0)
     entropy = jnp.where(mask, x.entropy.astype(jnp.float32), 0.0)
     advantages = self.recipe.modulation(advantages, entropy, mask)
@@ -274,8 +276,19 @@ def _units(algorithm: Algorithm, x: Signals, per_completion: bool | None = None)
   if penalty is None:
     penalty = jnp.zeros(x.correct.shape, jnp.float32)
   reward = x.reward.astype(jnp.float32)
+  if turns := algorithm.recipe.turns:
+    if x.turn_reward is None or x.turn_state is None:
+      raise UserError(
+        f"algorithm {algorithm.name!r} compares turns (turn_credit = {turns.turn_credit!r}) and "
+        "needs turn_reward and turn_state; pass them"
+      )
+    earlier = turns.earlier_rewards(x.turn_reward, x.mask)
+    if shaping.by_entropy:
+      penalty -= earlier
+    else:
+      reward -= earlier
   columns = x.correct[..., None], reward[..., None], penalty[..., None]
-  return Units(entropy, mask, *columns, tokens, x.gaps)
+  return Units(entropy, mask, *columns, tokens, x.gaps, x.turn_state)
 
 
 def _check_loss_signals(algorithm: Algorithm, x: Signals, entropy: jax.Array | None) -> None:

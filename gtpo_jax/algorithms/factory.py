@@ -78,6 +78,11 @@ def _check_combination(name: str, recipe: Recipe) -> None:
       f"algorithm.objective = {objective.name!r} needs one advantage per completion, but "
       f"{source} gives each token its own; use {advice}"
     )
+  if getattr(recipe.shaping, "compare", "") == "state" and not recipe.turns:
+    raise UserError(
+      "algorithm.compare = 'state' needs turns that are compared; set turn_credit = 'state', "
+      "perhaps with step_weight = 0"
+    )
   if objective.ratios and objective.ratio not in objective.ratios:
     raise UserError(
       f"algorithm.objective = {objective.name!r} needs ratio = "

@@ -54,6 +54,7 @@ from gtpo_jax.algorithms.shaping import (
   LengthPenalty,
   PlainReward,
 )
+from gtpo_jax.algorithms.turn_credit import TurnCredit
 from gtpo_jax.runtime.fields import Checked
 
 
@@ -70,6 +71,7 @@ class Recipe:
     shaping: computes shaped rewards and diagnostics from units of credit.
     objective: the surrogate objective.
     normalisation: over which completions advantages are normalised.
+    turns: what the turns of episodes earn beside their completion.
     modulation: what changes the advantages of single tokens by their entropy.
     aggregation: how the objectives of the tokens are combined into the loss.
     selection: which groups, completions and tokens are trained on.
@@ -88,6 +90,7 @@ class Recipe:
   shaping: PlainReward = PlainReward()
   objective: Objective = Clip()
   normalisation: GroupNormalisation = GroupNormalisation()
+  turns: TurnCredit = TurnCredit()
   modulation: NoModulation = NoModulation()
   aggregation: Aggregation = Aggregation()
   selection: Selection = Selection()
@@ -134,7 +137,8 @@ class Recipe:
   @property
   def per_token_credit(self) -> bool:
     """Whether the tokens of a completion can have different advantages."""
-    of_tokens = self.modulation.per_token or (self.distillation and self.distillation.sampled)
+    of_tokens = self.turns or self.modulation.per_token
+    of_tokens = of_tokens or (self.distillation and self.distillation.sampled)
     return not self.shaping.per_completion or bool(of_tokens)
 
   def with_objective(self, name: str) -> Recipe:
@@ -268,6 +272,23 @@ RECIPES: dict[str, Recipe] = {
   ),
   "fipo": _dapo("2603.19835", joint_zscore, objective=Fipo()),
   "empg": _dapo("2509.09265", joint_zscore, modulation=ConfidenceModulation()),
+  "gigpo": Recipe(
+    "2505.10978",
+    joint_zscore,
+    objective=_PPO,
+    selection=_ALL_GROUPS,
+    turns=TurnCredit("state", turn_discount=0.95),
+  ),
+  "turn_return": Recipe(
+    "2511.14846",
+    joint_zscore,
+    objective=_PPO,
+    selection=_ALL_GROUPS,
+    turns=TurnCredit("return", outcome_weight=0.0),
+  ),
+  "mt_grpo": Recipe(
+    "2505.11821", joint_zscore, objective=_PPO, selection=_ALL_GROUPS, turns=TurnCredit("reward")
+  ),
   "opd": Recipe(
     "2306.13649, 2306.08543",
     no_credit,

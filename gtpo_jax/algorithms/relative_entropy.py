@@ -36,22 +36,51 @@ class TurnSets:
       x: f32[n, g, t].
       mask: bool[n, g, t], the tokens of some completions.
     """
-    n, g, t = mask.shape
-    rows = (1, n * g * t) if self.of_batch else (n, g * t)
-    places = jnp.where(mask, turn_places(mask), -1).reshape(rows)
-    order = jnp.argsort(places, axis=-1)
-    in_order = lambda values: jnp.take_along_axis(values, order, -1)
-    begins = jnp.diff(in_order(places), axis=-1, prepend=-2) != 0
-    sets = jnp.cumsum(begins, -1) - 1  # numbers of the sets, ascending
-    add_up = jax.vmap(lambda x, i: jax.ops.segment_sum(x, i, rows[1], indices_are_sorted=True))
-    sums = add_up(in_order(jnp.where(mask, x, 0.0).reshape(rows)), sets)
-    sums = jnp.take_along_axis(sums, sets, -1)
-    return jnp.put_along_axis(sums, order, sums, -1, inplace=False).reshape(n, g, t)
+    return _sum_by_place(x, mask, turn_places(mask), self.of_batch)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StateSets:
+  """Comparison sets of the k-th tokens of the prompt's turns that began in an equal state.
+
+  Attributes:
+    states: i32[n, g, t], the number of the state in which the turn of a token began; equal numbers
+      of one prompt are equal states. None until the batch is known.
+  """
+
+  states: jax.Array | None = None
+
+  def sum(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns the sum of `x` over the set of each token; see `TurnSets.sum`."""
+    t = mask.shape[-1]
+    return _sum_by_place(x, mask, self.states * t + turn_places(mask) % t, of_batch=False)
+
+
+def _sum_by_place(x: jax.Array, mask: jax.Array, places: jax.Array, of_batch: bool) -> jax.Array:
+  """Returns the sum of `x` where `mask` is True over the tokens with the same place, f32[n, g, t].
+
+  Args:
+    x: f32[n, g, t].
+    mask: bool[n, g, t].
+    places: i32[n, g, t] >= 0.
+    of_batch: whether places of different prompts are the same.
+  """
+  n, g, t = mask.shape
+  rows = (1, n * g * t) if of_batch else (n, g * t)
+  places = jnp.where(mask, places, -1).reshape(rows)
+  order = jnp.argsort(places, axis=-1)
+  in_order = lambda values: jnp.take_along_axis(values, order, -1)
+  begins = jnp.diff(in_order(places), axis=-1, prepend=-2) != 0
+  sets = jnp.cumsum(begins, -1) - 1  # numbers of the sets, ascending
+  add_up = jax.vmap(lambda x, i: jax.ops.segment_sum(x, i, rows[1], indices_are_sorted=True))
+  sums = add_up(in_order(jnp.where(mask, x, 0.0).reshape(rows)), sets)
+  sums = jnp.take_along_axis(sums, sets, -1)
+  return jnp.put_along_axis(sums, order, sums, -1, inplace=False).reshape(n, g, t)
 
 
 # What one comparison set is, by the settings (compare, scope): axes of [n, g, t] that it spans, or
-# the sets of turns.
-Sets = tuple[int, ...] | TurnSets
+# the sets of turns or of states.
+Sets = tuple[int, ...] | TurnSets | StateSets
 COMPARE: dict[tuple[str, str], Sets] = {
   ("position", "group"): (1,),  # method 1, "column": the k-th drawn tokens of all completions
   ("position", "batch"): (0, 1),
@@ -61,6 +90,8 @@ COMPARE: dict[tuple[str, str], Sets] = {
   ("matrix", "batch"): (0, 1, 2),
   ("turn", "group"): TurnSets(of_batch=False),
   ("turn", "batch"): TurnSets(of_batch=True),
+  ("state", "group"): StateSets(),
+  ("state", "batch"): StateSets(),  # prompts have no states in common
 }
 
 MEANS = ("arithmetic", "geometric")  # of the entropies of a completion
@@ -80,6 +111,11 @@ class Units(NamedTuple):
   tokens: jax.Array  # f32[n, g, u], number of tokens of the unit; 0 where mask is False
   # Whether some tokens between those in `mask` are not in it; None if the mask has to tell.
   gaps: bool | None = None
+  states: jax.Array | None = None  # i32[n, g, u], of turns; needed by `StateSets`
+
+  def known(self, sets: Sets) -> Sets:
+    """Returns comparison sets with the states that they need."""
+    return StateSets(self.states) if isinstance(sets, StateSets) else sets
 
   @property
   def plus(self) -> jax.Array:
@@ -117,7 +153,7 @@ def set_sum(x: jax.Array, mask: jax.Array, sets: Sets) -> jax.Array:
 
   Arguments are those of `relative_entropy`.
   """
-  if isinstance(sets, TurnSets):
+  if isinstance(sets, TurnSets | StateSets):
     return sets.sum(x, mask)
   return masked_sum(x, mask, sets, keepdims=True)
 

@@ -111,6 +111,7 @@ class EntropyShaping(PlainReward):
 
   def __call__(self, x: Units) -> ShapingOutputs:
     weights = self.weights
+    weights = weights._replace(sets=x.known(weights.sets))
     return shape_by_entropy(x, weights), share_metrics(x, weights.sets, weights.h_floor)
 
 
@@ -124,8 +125,10 @@ class TokenShaping(EntropyShaping):
     "position",
     'which tokens a token\'s entropy is compared with: "position" (the k-th token that the policy '
     'drew with the k-th of all completions), "turn" (the k-th token of a turn with the k-th of the '
-    'same turn of all completions), "sequence" (those of its own completion) or "matrix" (all '
-    "tokens). Tokens of O+ are compared only with O+, those of O- only with O-.",
+    'same turn of all completions), "state" (the k-th token of a turn with the k-th of turns '
+    'of the prompt that began in an equal state; with turn_credit), "sequence" (those of its own '
+    'completion) or "matrix" (all tokens). Tokens of O+ are compared only with O+, those of O- '
+    "only with O-.",
     one_of(dict.fromkeys(compare for compare, _ in COMPARE)),
   )
 
@@ -135,7 +138,8 @@ class TokenShaping(EntropyShaping):
   def shares(self, x: Units) -> jax.Array:
     """Returns rel(H) on O+ and rel(1/H) on O-, f32[n, g, t]; 0 where the mask is False."""
     sets = COMPARE[self.compare, self.scope]
-    shares, _ = self._compared(lambda x: (entropy_shares(x, sets, self.h_floor), {}), x)
+    shape = lambda x: (entropy_shares(x, x.known(sets), self.h_floor), {})
+    shares, _ = self._compared(shape, x)
     return shares.plus + shares.minus
 
   def _compared(self, shape: Callable[[Units], ShapingOutputs], x: Units) -> ShapingOutputs:

@@ -107,6 +107,11 @@ def check_env(
   name = "env.make" if env.make else "env.tools" if env.tools else "env.agent"
   if env.agent and name != "env.agent":
     raise UserError(f"env.agent has tools and environments of its own; leave {name} out")
+  if env.agent and algorithm.recipe.turns:
+    raise UserError(
+      f"algorithm.turn_credit = {algorithm.recipe.turns.turn_credit!r} compares turns of an "
+      "environment, and env.agent has only a reward for the episode; use env.make or env.tools"
+    )
   if env.agent and sampling.staleness:
     raise UserError(
       f"env.agent does not work with sampling.staleness = {sampling.staleness}, because an agent "

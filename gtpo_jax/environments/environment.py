@@ -261,7 +261,9 @@ def checked_step(step: Any, what: str) -> Step:
   if correct is not None:
     correct = checked_flag(correct, f"{what} returned correct =")
   info = checked_info(step.info, f"{what} returned")
-  return Step(checked_messages(step.messages, what), reward, done, correct, info)
+  if not isinstance(step.state, str):
+    raise TypeError(f"{what} returned state = {type(step.state).__name__}, not a text")
+  return Step(checked_messages(step.messages, what), reward, done, correct, info, step.state)
 
 
 def checked_messages(messages: Any, what: str) -> list[Message]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from gtpo_jax.environments.turns import Episode, Message, Step, Stop, Turn
 from gtpo_jax.environments.workers import Outcome
 from gtpo_jax.environments.writers import Call, Differs, Drawn, End, Writer, wait_for
 from gtpo_jax.runtime.errors import UserError
+
+SHORT_STATE = 64  # characters of a state that is kept as it is
 
 
 class EnvironmentEpisode(Playing):
@@ -53,6 +56,7 @@ class EnvironmentEpisode(Playing):
     self._player: Player | None = None
     self._turns: list[Turn] = []
     self._rewards: list[float] = []
+    self._states = [""]  # before each turn, and after the last one
     self._info: dict[str, float] = {}
     self._correct: bool | None = None
     self._retries = 0  # turns whose calls could not be read
@@ -108,11 +112,14 @@ class EnvironmentEpisode(Playing):
       End: it ends the episode.
     """
     rules = self._rules
-    if turn.error:
-      step = Step([{"role": rules.limits.role, "content": f"Error: {turn.error}"}])
+    if turn.error:  # the environment stays as it was
+      error = f"Error: {turn.error}"
+      state = f"{self._states[-1]}\n{error}"
+      step = Step([{"role": rules.limits.role, "content": error}], state=state)
     else:
       step = await self._call("step", lambda: self._player.step(turn), rules.checked)
     self._add(step)
+    self._states.append(step.state or "\n".join(x["content"] for x in step.messages))
     if step.done:
       answered = self._player.ends_with_answer and not turn.calls
       raise End(Stop.ANSWERED if answered else Stop.ENV_DONE)
@@ -153,6 +160,7 @@ class EnvironmentEpisode(Playing):
       seconds=self._seconds,
       info=self._info | ({} if failed is None else {"failed_calls": float(failed)}),
       reason=end.reason,
+      states=tuple(map(state_key, self._states[: len(self._turns)])),
     )
 
   async def close(self) -> None:
@@ -209,6 +217,13 @@ class EnvironmentEpisode(Playing):
     self._info.update(step.info)
     if step.correct is not None:
       self._correct = step.correct
+
+
+def state_key(state: str) -> str:
+  """Returns a short text that is equal for equal states: the state, or a digest of a long one."""
+  if len(state) <= SHORT_STATE:
+    return state
+  return hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
 
 
 class Environments(Rules):

@@ -91,6 +91,8 @@ class Step:
       which case the verifier of the problem judges the text of the last turn.
     info: numbers by name. Means over episodes of the latest values are logged as `env/NAME`, so
       `OWN_METRICS` are no names.
+    state: a text that is equal for equal states of the environment, for algorithms that compare
+      turns (`algorithm.turn_credit`); "" for the text of the messages.
   """
 
   messages: str | Sequence[Message] = ()
@@ -98,6 +100,7 @@ class Step:
   done: bool = False
   correct: bool | None = None
   info: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  state: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +135,8 @@ class Episode:
     seconds: how long the environment took.
     info: the environment's numbers.
     reason: what went wrong, if the environment failed.
+    states: the state before each turn: equal texts are equal states of one prompt's episodes. That
+      of the first turn is "". Empty for an agent.
   """
 
   turns: tuple[Turn, ...]
@@ -144,6 +149,7 @@ class Episode:
   seconds: float
   info: Mapping[str, float]
   reason: str = ""
+  states: tuple[str, ...] = ()
 
   @property
   def failed(self) -> bool:
@@ -248,4 +254,5 @@ def load_episode(saved: Mapping[str, Any]) -> Episode:
     Turn(**{**turn, "calls": tuple(ToolCall(**call) for call in turn["calls"])})
     for turn in saved["turns"]
   ]
-  return Episode(**{**saved, "turns": tuple(turns), "rewards": tuple(saved["rewards"])})
+  tuples = {name: tuple(saved.get(name, ())) for name in ("rewards", "states")}
+  return Episode(**{**saved, **tuples, "turns": tuple(turns)})

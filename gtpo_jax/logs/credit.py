@@ -63,6 +63,8 @@ class CreditRecord:
   finished: np.ndarray  # bool[n, g]; False: cut off at the length limit
   guided: np.ndarray  # bool[n, g]; True: sampled from the guide
   divergence: np.ndarray  # f32[n, g, t], nats, from the teacher; 0 without one
+  turn_reward: np.ndarray  # f32[n, g, t], as in `Rewards`; 0 if turns are not compared
+  turn_state: np.ndarray  # i32[n, g, t], as in `Rewards`; 0 if turns are not compared
   truth: np.ndarray  # u8[n, g, t], the codes of `rollout.token_truth`; all 0 if they are unknown
   shown: np.ndarray  # i32[k], indices of the groups shown
   ids: np.ndarray  # i32[k, g, t], token ids; 0 after the end of a completion, like the next two
@@ -90,6 +92,8 @@ class CreditRecord:
       penalty=self.penalty,
       guided=self.guided if recipe.guide.guide_completions else None,
       divergence=self.divergence if recipe.distillation else None,
+      turn_reward=self.turn_reward if recipe.turns else None,
+      turn_state=self.turn_state if recipe.turns else None,
     )
     return signals.only(self.valid)
 
@@ -98,6 +102,8 @@ OF_BATCH = (
   "mask",
   "entropy",
   "divergence",
+  "turn_reward",
+  "turn_state",
   "truth",
 )  # stored for all tokens of the batch, without padding
 PER_TOKEN = (*OF_BATCH, "ids", "log_probs", "piece")  # the others only for the groups shown
@@ -137,6 +143,8 @@ def write_credit(
     finished=rollouts.finished,
     guided=none if rollouts.guided is None else rollouts.guided,
     divergence=divergence,
+    turn_reward=_or_zeros(rewards.turn_reward, rollouts.tokens, np.float32),
+    turn_state=_or_zeros(rewards.turn_state, rollouts.tokens, np.int32),
     truth=np.zeros(rollouts.tokens.shape, np.uint8) if batch.truth is None else batch.truth,
     shown=shown,
     ids=rollouts.tokens[shown],
@@ -149,6 +157,10 @@ def write_credit(
     timeline=timeline,
   )
   save_credit(workdir, record)
+
+
+def _or_zeros(x: np.ndarray | None, like: np.ndarray, dtype: type) -> np.ndarray:
+  return np.zeros(like.shape, dtype) if x is None else x
 
 
 def batch_signals(batch: Batch) -> Signals:
@@ -303,6 +315,8 @@ def _read(file: Path) -> CreditRecord:
   texts.setdefault("stops", [[""] * g] * k)  # of runs before 0.2.0
   present = np.arange(width) < arrays["lengths"][..., None]
   arrays.setdefault("divergence", np.zeros_like(arrays["entropy"]))  # of runs before 0.2.0
+  for name, dtype in (("turn_reward", np.float32), ("turn_state", np.int32)):  # before 0.4.0
+    arrays.setdefault(name, np.zeros(arrays["entropy"].shape, dtype))
   for name in PER_TOKEN:
     where = present if name in OF_BATCH else present[arrays["shown"]]
     flat = arrays[name]

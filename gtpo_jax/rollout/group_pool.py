@@ -21,6 +21,7 @@ from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.environments.turns import Episode
 from gtpo_jax.rollout.groups import EndedCompletion, Group, append_guided, row_of
 from gtpo_jax.rollout.scoring.pending import PendingRewards
+from gtpo_jax.rollout.turn_signals import with_turns
 from gtpo_jax.sampling.buffer import CompletionBuffer
 from gtpo_jax.sampling.engine import Engine
 
@@ -101,6 +102,8 @@ class GroupPool:
     self._n = config.batch.prompts
     self._own = config.policy_completions
     self._staleness = config.sampling.staleness
+    self._compares_turns = bool(config.resolved_algorithm.recipe.turns)
+    self._env_weight = dict(config.reward.weighted).get("env", 0.0)
     self._dynamic = config.resolved_algorithm.settings.dynamic_sampling
     self._guided: dict[int, Rollouts] = {}
     self._index = [i for i, group in enumerate(groups) if group.rewards is None]
@@ -194,12 +197,13 @@ class GroupPool:
       if row in self._guided:
         joined = append_guided(group.rollouts, self._guided[row])
         group = dataclasses.replace(group, rollouts=joined)
-      episodes = self._pending.episodes
+      episodes = self._pending.episodes[row] if self._pending.episodes else None
+      rewards = row_of(result.rewards, k)
+      if self._compares_turns:
+        total = result.reward[k] + result.penalty[k]
+        rewards = with_turns(rewards, total, self._env_weight, group.rollouts.mask, episodes)
       group = dataclasses.replace(
-        group,
-        rewards=row_of(result.rewards, k),
-        texts=self._pending.texts[row],
-        episodes=episodes[row] if episodes else None,
+        group, rewards=rewards, texts=self._pending.texts[row], episodes=episodes
       )
       self.groups[i] = group
       self.completed.append(group)

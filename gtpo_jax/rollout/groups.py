@@ -200,6 +200,8 @@ def batch_like(config: Config) -> tuple[Rollouts, Rewards]:
     penalty=completion_float,
     valid=completion_flag,
     scored=completion_flag,
+    turn_reward=token_float if algorithm.recipe.turns else None,
+    turn_state=like(jnp.int32, n, g, t) if algorithm.recipe.turns else None,
   )
   return rollouts, rewards
 

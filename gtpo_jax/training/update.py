@@ -103,7 +103,7 @@ def make_update(
     state: TrainState, rollouts: Rollouts, rewards: Rewards, teacher_params: Params | None = None
   ) -> tuple[TrainState, Metrics]:
     credit = Signals.of(rollouts, rewards).only(rewards.valid)
-    signals = credit.replace(
+    signals = credit.without_turns().replace(
       advantages=algorithm.advantages(credit),
       mask=algorithm.loss_mask(credit),
       teacher_weights=algorithm.teacher_weights(credit) if teacher else None,

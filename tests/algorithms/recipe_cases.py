@@ -124,9 +124,31 @@ def random_batch(seed, name="gtpo", n=7, g=5, t=4):
     "reward": np.where(correct, right, wrong).astype(np.float32),
     "penalty": -rng.random((n, g)).astype(np.float32),
   }
+  if RECIPES[name].turns:
+    batch |= random_turns(rng, batch)
   if has_guide(name):
     batch["guided"] = np.broadcast_to(np.arange(g) >= g - 2, (n, g)).copy()
   return batch
+
+
+def random_turns(rng, batch):
+  """Returns turns of random lengths, their rewards and states, of which there are few."""
+  mask = batch["mask"] & (rng.random(batch["mask"].shape) > 0.3)
+  mask[..., 0] = batch["mask"][..., 0]
+  begins = mask & ~np.pad(mask[..., :-1], ((0, 0), (0, 0), (1, 0)))
+  number = np.maximum(np.cumsum(begins, -1) - 1, 0)
+  values = rng.normal(size=mask.shape)
+  last = np.maximum(begins.sum(-1, keepdims=True) - 1, 0)
+  earlier = np.where(np.arange(mask.shape[-1]) < last, values, 0.0).sum(-1, keepdims=True)
+  total = (batch["reward"] + batch["penalty"])[..., None]
+  np.put_along_axis(values, last, total - earlier, -1)
+  states = rng.integers(0, 3, mask.shape)
+  states[..., 0] = 0
+  return {
+    "mask": mask,
+    "turn_reward": np.where(mask, np.take_along_axis(values, number, -1), 0).astype(np.float32),
+    "turn_state": np.where(mask, np.take_along_axis(states, number, -1), 0).astype(np.int32),
+  }
 
 
 def random_policies(seed, mask, spread=0.6):

@@ -57,6 +57,9 @@ EVERY_GROUP = (
   "rloo",
   "reinforce_pp",
   "max_rl",
+  "gigpo",
+  "turn_return",
+  "mt_grpo",
 )
 
 
@@ -142,9 +145,11 @@ def shaped_rewards(name, batch, s):
   right = [u for u in entropy if correct[u[:2]]]
   wrong = [u for u in entropy if not correct[u[:2]]]
   if name not in BY_ENTROPY:
-    return tuple(
-      {u: float(batch["reward"][u[:2]]) + penalty[u[:2]] for u in side} for side in (right, wrong)
-    )
+    reward = batch["reward"].astype(np.float64)
+    if s["turn_credit"] == "reward":
+      for steps in steps_of(batch["mask"], "turn"):
+        reward[steps[0][0][:2]] -= sum(float(batch["turn_reward"][step[0]]) for step in steps[:-1])
+    return tuple({u: reward[u[:2]] + penalty[u[:2]] for u in side} for side in (right, wrong))
   inverse = {u: 1 / max(entropy[u], s["h_floor"]) for u in wrong}
   sets = (s.get("compare") or "position", s["scope"])
   of_right, of_wrong = BY_ENTROPY[name]
@@ -232,8 +237,11 @@ def advantages(name, batch, s):
     out = {u: max(a, 0.0) if u in plus else min(a, 0.0) for u, a in out.items()}
   mask = loss_mask(name, batch, s)
   per_token = np.zeros(mask.shape)
+  of_turns = turn_advantages(batch, s)
   for i, j, k in zip(*np.nonzero(mask), strict=True):
     a = out[i, j, k if name in TOKEN_LEVEL else 0]
+    if of_turns:
+      a = s["outcome_weight"] * a + s["step_weight"] * of_turns[i, j, k]
     if s.get("bonus_alpha"):
       a += min(s["bonus_alpha"] * float(batch["entropy"][i, j, k]), abs(a) / s["bonus_kappa"])
     per_token[i, j, k] = a
@@ -252,6 +260,37 @@ def steps_of(mask, kind):
         steps.append([(i, j, k)])
     completions.append(steps)
   return completions
+
+
+def turn_advantages(batch, s):
+  """Maps each drawn token to the advantage of its turn; {} if turns are not compared."""
+  if s["turn_credit"] == "none":
+    return {}
+  values = {}  # {(completion, number of the turn): (value, compared with, tokens)}
+  out = {}
+  for steps in steps_of(batch["mask"], "turn"):
+    following = 0.0
+    for number in reversed(range(len(steps))):
+      step = steps[number]
+      reward = float(batch["turn_reward"][step[0]])
+      following = reward + s["turn_discount"] * following
+      with_whom = (step[0][0], number)
+      if s["turn_credit"] == "state":
+        with_whom = (step[0][0], "state", int(batch["turn_state"][step[0]]))
+      if s["turn_credit"] == "reward" and number == len(steps) - 1:
+        out |= dict.fromkeys(step, 0.0)
+      else:
+        value = reward if s["turn_credit"] == "reward" else following
+        values[step[0][:2], number] = (value, with_whom, step)
+  for value, with_whom, step in values.values():
+    pool = [other for other, key, _ in values.values() if key == with_whom]
+    mean = sum(pool) / len(pool)
+    std = math.sqrt(sum((x - mean) ** 2 for x in pool) / len(pool))
+    own = value - mean
+    if s["turn_norm"] == "std":
+      own = own / std if std >= 1e-6 else 0.0
+    out |= dict.fromkeys(step, own)
+  return out
 
 
 def empg(advantages, entropy, mask, s):

@@ -131,6 +131,7 @@ LOSSES += [
   ("entropy_advantage", {"ratio": "gspo_token"}),
   ("empg", {"step": "token", "clarity": 0.4, "confidence_k": 2.0}),
   ("gtpo", {"norm_sides": "own"}),
+  ("gigpo", {"turn_norm": "mean", "step_weight": 0.5}),
 ]
 # Every objective with the credit of GTPO and of GRPO-S.
 LOSSES += [

@@ -14,6 +14,7 @@ from recipe_cases import (
   option_id,
   random_batch,
   random_policies,
+  random_turns,
   step,
   strong,
 )
@@ -99,6 +100,8 @@ def test_nothing_is_nan_or_infinite(name, options):
   @given(batches(guided=has_guide(name)))
   def check(case):
     batch, policies = case
+    if algorithm.recipe.turns:
+      batch = batch | random_turns(np.random.default_rng(0), batch)
     got = jax.tree.map(np.asarray, step(algorithm, arrays(batch), arrays(policies)))
     guided = batch.get("guided", np.zeros((N, G), bool))[..., None]
     metrics = got.pop("metrics")
@@ -145,6 +148,8 @@ def test_a_batch_of_a_single_token(name):
   batch = {"entropy": np.zeros((1, 1, 1)), "mask": one, "correct": one[0], "reward": one[0] * 1.0}
   if has_guide(name):
     batch["guided"] = ~one[0]
+  if RECIPES[name].turns:
+    batch |= {"turn_reward": one * 1.0, "turn_state": one * 0}
   x = arrays(batch)
   algorithm = make(name)
   advantages = algorithm.advantages(**x)

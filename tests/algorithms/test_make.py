@@ -29,6 +29,11 @@ BASE = {
   "gamma": 0.75,
   "overlong_filter": False,
   "dynamic_sampling": False,
+  "turn_credit": "none",
+  "step_weight": 1.0,
+  "outcome_weight": 1.0,
+  "turn_discount": 1.0,
+  "turn_norm": "std",
 }
 COMMON = {**BASE, "objective": "clip", "eps_low": 0.2, "eps_high": 0.28, "dual_clip": 0.0}
 GTPO = {
@@ -140,6 +145,15 @@ PUBLISHED = {
     {**DAPO, "step": "turn", "confidence_k": 1.0, "clarity": 0.1, "clarity_k": 1.0},
     (-1, 1),
   ),
+  "gigpo": (
+    {**COMMON, **EVERY_GROUP, "eps_high": 0.2, "turn_credit": "state", "turn_discount": 0.95},
+    (0, 1),
+  ),
+  "turn_return": (
+    {**COMMON, **EVERY_GROUP, "eps_high": 0.2, "turn_credit": "return", "outcome_weight": 0.0},
+    (0, 1),
+  ),
+  "mt_grpo": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2, "turn_credit": "reward"}, (0, 1)),
   "opd": ({**COMMON, **EVERY_GROUP, "eps_high": 0.2}, (0, 1)),
   "stare": (
     {
@@ -216,8 +230,8 @@ def test_alpha1_and_alpha2_of_the_clipped_form_sum_to_1():
     ("grpo", "kl_weight", -1e-3, "at least 0 and finite"),
     ("grpo", "tis_cap", float("nan"), "at least 0 and finite"),
     ("dapo_mixed", "lambda_zero", -0.5, "at least 0 and finite"),
-    ("gtpo", "compare", "column", "one of position, sequence, matrix, turn"),
-    ("gtpo", "compare", ["position"], "one of position, sequence, matrix, turn"),
+    ("gtpo", "compare", "column", "one of position, sequence, matrix, turn, state"),
+    ("gtpo", "compare", ["position"], "one of position, sequence, matrix, turn, state"),
     ("gtpo", "scope", "global", "one of group, batch"),
     ("grpo_s", "norm_scope", "sequence", "one of group, batch"),
     ("grpo_s", "mean", "harmonic", "one of arithmetic, geometric"),

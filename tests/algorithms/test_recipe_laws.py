@@ -84,6 +84,8 @@ def test_a_batch_without_any_contrast_teaches_nothing(name):
       "reward": np.full_like(batch["reward"], 0.3),
       "penalty": np.zeros_like(batch["penalty"]),
     }
+    if "turn_reward" in batch:
+      same["turn_reward"] = np.zeros_like(batch["turn_reward"])
     got = run(strong(name, **corrections(name)), batch | same, policies)
     assert got["loss"] == 0 and not got["grad"].any() and not got["advantages"].any()
 

@@ -13,6 +13,7 @@ from typing import Any
 from gtpo_jax.environments.turns import Step, Turn
 
 GUESSES = 5
+LARGEST = 31
 
 
 class Guess:
@@ -22,6 +23,8 @@ class Guess:
     """Begins a game; see `Environment`."""
     self._number = int(row["answer"])
     self._guesses = 0
+    self._low = 0
+    self._high = LARGEST
 
   def step(self, turn: Turn) -> Step:
     """Answers a guess; see `Environment`."""
@@ -32,5 +35,12 @@ class Guess:
     if self._guesses == GUESSES:
       return Step(done=True, correct=False)
     if guess is None:
-      return Step("a number")
-    return Step("higher" if guess < self._number else "lower")
+      answer = "a number"
+    elif guess < self._number:
+      answer = "higher"
+      self._low = max(self._low, guess + 1)
+    else:
+      answer = "lower"
+      self._high = min(self._high, guess - 1)
+    # What the player can know, whatever the guesses were.
+    return Step(answer, state=f"{self._low} to {self._high} after {self._guesses} guesses")

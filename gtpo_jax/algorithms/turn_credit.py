@@ -1,0 +1,183 @@
+"""Credit of turns: the advantage of a turn among comparable turns of the same prompt's episodes.
+
+A turn is a run of drawn tokens without others between them. The arrays are [n, g, t]; what belongs
+to a turn is on all of its tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from gtpo_jax.algorithms.advantages import MIN_STD
+from gtpo_jax.runtime.fields import AT_LEAST_0, Checked, number, one_of, setting
+
+TURN_CREDITS = ("none", "state", "return", "reward")
+TURN_NORMS = ("std", "mean")
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnCredit(Checked):
+  """What a turn earns beside its completion: `outcome_weight * A + step_weight * A_turn`.
+
+  A is the advantage of the completion, as without turns, and A_turn compares something of the turn
+  with the same of other turns of the prompt's episodes, by their mean and their population
+  standard deviation:
+
+  - "state": the discounted return from the turn on, among the turns that began in an equal state
+    (GiGPO, 2505.10978, section 4.2). A state that occurs once has nothing to compare: A_turn is 0.
+  - "return": the same return, among the turns with the same number (2511.14846, section 3).
+  - "reward": the reward of the turn alone, among the turns with the same number. The last turn has
+    no A_turn, and A compares what the rewards of earlier turns leave of the completion's reward
+    (MT-GRPO, 2505.11821, section 4).
+
+  The rewards of a completion's turns sum to its reward: those of the environment, times the weight
+  of the part "env", and all other parts with the last turn.
+  """
+
+  prefix: ClassVar[str] = "algorithm."
+
+  turn_credit: str = setting(
+    "none",
+    'what the turns of episodes earn beside their completion: "none", "state" (returns compared '
+    'where the state was equal), "return" (returns compared by the number of the turn) or '
+    '"reward" (rewards of single turns compared by the number of the turn).',
+    one_of(TURN_CREDITS),
+  )
+  step_weight: float = setting(1.0, "the weight of a turn's own advantage.", AT_LEAST_0)
+  outcome_weight: float = setting(
+    1.0, "the weight of the completion's advantage, if turns have their own.", AT_LEAST_0
+  )
+  turn_discount: float = setting(
+    1.0,
+    "how much the reward of the next turn counts in the return of a turn.",
+    number(lambda x: 0 <= x <= 1, "in [0, 1]"),
+  )
+  turn_norm: str = setting(
+    "std",
+    'whether the advantages of turns are divided by their standard deviation ("std") or only '
+    'centred ("mean").',
+    one_of(TURN_NORMS),
+  )
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.turn_credit == "none":
+      for name in ("step_weight", "outcome_weight", "turn_norm"):
+        self._check_unchanged(name, "turn_credit")
+    if self.turn_credit not in ("state", "return"):
+      self._check_unchanged("turn_discount", 'turn_credit = "state" or "return"')
+
+  def __bool__(self) -> bool:
+    return self.turn_credit != "none"
+
+  def earlier_rewards(self, reward: jax.Array, mask: jax.Array) -> jax.Array:
+    """Returns what A leaves out of a completion's reward, f32[n, g]; 0 unless "reward".
+
+    Args:
+      reward: f32[n, g, t], of the turn that each token is in.
+      mask: bool[n, g, t], drawn tokens.
+    """
+    begins = turn_begins(mask)
+    if self.turn_credit != "reward":
+      return jnp.zeros(mask.shape[:2], jnp.float32)
+    return jnp.where(begins & _has_next(begins), reward, 0.0).sum(-1)
+
+  def __call__(
+    self, advantages: jax.Array, reward: jax.Array, state: jax.Array, mask: jax.Array
+  ) -> jax.Array:
+    """Returns the advantages of tokens with those of their turns, f32[n, g, t]; 0 outside `mask`.
+
+    Args:
+      advantages: f32[n, g, t] or f32[n, g, 1], of the completions.
+      reward: f32[n, g, t], of the turn that each token is in.
+      state: i32[n, g, t], the number of the state in which that turn began, in [0, g t); equal
+        numbers of one prompt are equal states.
+      mask: bool[n, g, t], drawn tokens.
+    """
+    begins = turn_begins(mask)
+    value = jnp.where(begins, reward, 0.0)
+    compared = begins
+    if self.turn_credit == "reward":
+      compared = begins & _has_next(begins)
+    else:
+      value = discounted_returns(value, begins, self.turn_discount)
+    by = state if self.turn_credit == "state" else jnp.cumsum(begins, -1) - 1
+    own = compare_turns(value, compared, by, self.turn_norm == "std")
+    total = self.outcome_weight * advantages + self.step_weight * hold(own, begins)
+    return jnp.where(mask, total, 0.0)
+
+
+def turn_begins(mask: jax.Array) -> jax.Array:
+  """Returns whether a token is the first of its turn, bool[n, g, t], for drawn tokens `mask`."""
+  return mask & ~jnp.pad(mask[..., :-1], ((0, 0), (0, 0), (1, 0)))
+
+
+def discounted_returns(reward: jax.Array, begins: jax.Array, discount: float) -> jax.Array:
+  """Returns the discounted sum of the rewards from each turn on, f32[n, g, t], where turns begin.
+
+  Args:
+    reward: f32[n, g, t], of the turn that begins at a token; 0 elsewhere.
+    begins: bool[n, g, t].
+    discount: of the next turn's return.
+  """
+
+  def join(later: tuple[jax.Array, jax.Array], earlier: tuple[jax.Array, jax.Array]):
+    """Composes x -> reward + factor x of two neighbouring runs of tokens."""
+    reward_later, factor_later = later
+    reward_earlier, factor_earlier = earlier
+    return reward_earlier + factor_earlier * reward_later, factor_earlier * factor_later
+
+  factors = jnp.where(begins, discount, 1.0).astype(jnp.float32)
+  values, _ = jax.lax.associative_scan(
+    join, (reward.astype(jnp.float32), factors), reverse=True, axis=reward.ndim - 1
+  )
+  return jnp.where(begins, values, 0.0)
+
+
+def compare_turns(value: jax.Array, begins: jax.Array, by: jax.Array, scale: bool) -> jax.Array:
+  """Returns the value of each turn minus the mean of the turns of the prompt with the same `by`.
+
+  Args:
+    value: f32[n, g, t], read where `begins` is True.
+    begins: bool[n, g, t], the first tokens of the turns that are compared.
+    by: i32[n, g, t], in [0, g t).
+    scale: whether to divide by the population standard deviation; the result is 0 if it is below
+      `MIN_STD`.
+
+  Returns:
+    f32[n, g, t]; 0 where `begins` is False.
+  """
+  n, g, t = begins.shape
+  flat = lambda x: x.reshape(n, g * t)
+  sets = flat(jnp.where(begins, by, 0))
+  counted = flat(begins).astype(jnp.float32)
+  add_up = jax.vmap(lambda x, i: jax.ops.segment_sum(x, i, g * t)[i])
+  count = jnp.maximum(add_up(counted, sets), 1.0)
+  mean_of_set = lambda x: add_up(jnp.where(counted > 0, x, 0.0), sets) / count
+  centred = flat(value) - mean_of_set(flat(value))
+  # The second pass removes the rounding error of the first: equal values have std 0.
+  centred -= mean_of_set(centred)
+  if scale:
+    std = jnp.sqrt(mean_of_set(jnp.square(centred)))
+    centred = jnp.where(std >= MIN_STD, centred / jnp.maximum(std, MIN_STD), 0.0)
+  return jnp.where(begins, centred.reshape(n, g, t), 0.0)
+
+
+def hold(x: jax.Array, begins: jax.Array) -> jax.Array:
+  """Returns x of the first token of the turn that a token is in, or of the latest turn before it.
+
+  Args:
+    x: f32[n, g, t].
+    begins: bool[n, g, t], the first tokens of turns.
+  """
+  latest = jax.lax.cummax(jnp.where(begins, jnp.arange(x.shape[-1]), 0), axis=x.ndim - 1)
+  return jnp.take_along_axis(x, latest, -1)
+
+
+def _has_next(begins: jax.Array) -> jax.Array:
+  """Returns whether a turn begins after a token, bool[n, g, t]."""
+  return jnp.cumsum(begins, -1) < begins.sum(-1, keepdims=True)
