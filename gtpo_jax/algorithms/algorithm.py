@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.loss import objective_inputs, token_objectives
-from gtpo_jax.algorithms.ratios import k3
+from gtpo_jax.algorithms.objectives.ratios import k3
 from gtpo_jax.algorithms.recipes import Recipe, Settings
 from gtpo_jax.algorithms.relative_entropy import ShapedRewards, Units, completion_entropy
 from gtpo_jax.algorithms.selection import all_wrong, top_share

@@ -9,7 +9,7 @@ from typing import Any
 from gtpo_jax.algorithms.advantages import Distillation
 from gtpo_jax.algorithms.algorithm import Algorithm
 from gtpo_jax.algorithms.objectives import CHOICE
-from gtpo_jax.algorithms.ratios import SEQUENCE_RATIOS
+from gtpo_jax.algorithms.objectives.ratios import SEQUENCE_RATIOS
 from gtpo_jax.algorithms.recipes import RECIPES, Recipe
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 

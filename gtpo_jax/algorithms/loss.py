@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from gtpo_jax.algorithms.diagnostics import ratio_metrics
 from gtpo_jax.algorithms.objectives import Objective, ObjectiveInputs
-from gtpo_jax.algorithms.ratios import RATIOS
+from gtpo_jax.algorithms.objectives.ratios import RATIOS
 from gtpo_jax.arrays import Signals, masked_mean, mean_or_nan
 from gtpo_jax.runtime.fields import ABOVE_0, AT_LEAST_0, Checked, number, one_of, setting
 

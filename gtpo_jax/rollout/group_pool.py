@@ -21,7 +21,7 @@ from gtpo_jax.environments.metrics import Tallies
 from gtpo_jax.environments.turns import Episode
 from gtpo_jax.rollout.groups import EndedCompletion, Group, append_guided, row_of
 from gtpo_jax.rollout.scoring.pending import PendingRewards
-from gtpo_jax.rollout.turn_signals import with_turns
+from gtpo_jax.rollout.scoring.turn_signals import with_turns
 from gtpo_jax.sampling.buffer import CompletionBuffer
 from gtpo_jax.sampling.engine import Engine
 

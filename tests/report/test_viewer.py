@@ -53,6 +53,8 @@ def record_of(correct, lengths, width):
     mask=np.arange(width) < np.asarray([lengths])[..., None],
     entropy=np.zeros((*shape, width), np.float32),
     divergence=np.zeros((*shape, width), np.float32),
+    turn_reward=np.zeros((*shape, width), np.float32),
+    turn_state=np.zeros((*shape, width), np.int32),
     correct=np.asarray([correct]),
     reward=none,
     penalty=none,

@@ -11,7 +11,7 @@ from gtpo_jax.config import freeze
 from gtpo_jax.environments import Step
 from gtpo_jax.environments.turns import Episode, Stop, Turn
 from gtpo_jax.logs.display import Display
-from gtpo_jax.rollout.turn_signals import with_turns
+from gtpo_jax.rollout.scoring.turn_signals import with_turns
 from gtpo_jax.runtime.errors import UserError
 
 SMALL = {

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.algorithms.ratios import LOG_RATIO_BOUND, RATIOS
+from gtpo_jax.algorithms.objectives.ratios import LOG_RATIO_BOUND, RATIOS
 from gtpo_jax.runtime.fields import Checked, one_of, setting
 
 CLIP_RANGE = "the importance ratio is clipped to [1 - eps_low, 1 + eps_high]."

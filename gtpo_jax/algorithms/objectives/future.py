@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from gtpo_jax.algorithms.objectives.base import ObjectiveInputs, ObjectiveOutputs
 from gtpo_jax.algorithms.objectives.clipped import Clip, dual_clip_setting
-from gtpo_jax.algorithms.ratios import bounded_exp
+from gtpo_jax.algorithms.objectives.ratios import bounded_exp
 from gtpo_jax.runtime.fields import ABOVE_0, AT_LEAST_1, BELOW_1, setting
 
 
