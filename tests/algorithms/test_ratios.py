@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from recipe_cases import random_policies
 
-from gtpo_jax.algorithms import ratios
+from gtpo_jax.algorithms.objectives import ratios
 
 RATIOS = {
   "token": jax.jit(ratios.token_ratio),
