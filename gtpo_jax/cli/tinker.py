@@ -73,6 +73,7 @@ class OpenedTinker:
 
   Attributes:
     base: the model.
+    workdir: where weights are saved.
     app: the paths.
   """
 
@@ -99,6 +100,7 @@ class OpenedTinker:
     name = options.name or model_name(str(options.model))
     worker.chat.tokenizer.name_or_path = name  # messages contain it
     _check_identity(options.workdir, str(options.model))
+    self.workdir = options.workdir
     self._store = Store(options.workdir)
     self._ledger = Ledger(
       options.workdir / JOURNAL, options.seed, options.queue, self._store.snapshot_seq

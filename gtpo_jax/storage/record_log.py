@@ -39,6 +39,7 @@ class RecordLog:
     """
     self._path = file
     self._lock = threading.Lock()
+    self._sync_lock = threading.Lock()  # taken before the other one
     try:
       file.parent.mkdir(parents=True, exist_ok=True)
       self._guard = _claim(file.with_suffix(".lock"))
@@ -67,14 +68,17 @@ class RecordLog:
 
   def sync(self, size: int) -> None:
     """Returns once the first `size` bytes are on disk; one call does the work of all that wait."""
-    with self._lock:
-      if self._synced < size:
-        os.fsync(self._file.fileno())
-        self._synced = self.size
+    with self._sync_lock:
+      if self._synced >= size:
+        return
+      with self._lock:
+        written = self.size
+      os.fsync(self._file.fileno())  # while others write
+      self._synced = written
 
   def rewrite(self, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Drops the records whose heads `keep` does not accept; the file is replaced at once."""
-    with self._lock:
+    with self._sync_lock, self._lock:
       new = self._path.with_suffix(".new")
       with new.open("wb") as out:
         for record in self.records():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import hashlib
 import secrets
@@ -293,13 +294,16 @@ class Ledger:
     """Records a result, and tells those that wait for it."""
     with self._lock:
       session = self._sessions[request.target.split(":")[0]]
-      if request.id not in self._outcomes and not session.finished:
+      is_new = request.id not in self._outcomes and not session.finished
+      if is_new:
         entropies = b"" if outcome.entropy is None else outcome.entropy.tobytes()
         fields = {"id": request.id, "as": outcome.kind, "fault": outcome.fault}
-        size = self._write(
-          "result", outcome.body + entropies, entropies=len(entropies) // 4, **fields
-        )
-        self.sync(size)
+        body = outcome.body + entropies
+        size = self._write("result", body, entropies=len(entropies) // 4, **fields)
+    if is_new:
+      self.sync(size)
+    with self._lock:
+      if is_new and not session.finished:
         self._store(request.id, outcome)
       self._samples.pop(request.id, None)
       if queue := self.queues.get(request.target):
@@ -308,10 +312,8 @@ class Ledger:
       event = self._events.pop(request.id, None)
     if event:
       loop, ready = event
-      try:
+      with contextlib.suppress(RuntimeError):  # the server ends
         loop.call_soon_threadsafe(ready.set)
-      except RuntimeError:  # the server ends
-        return
 
   def saved(self, model: str, seq: int) -> None:
     """Notes that a model's state after a request is saved; the journal may forget earlier ones."""

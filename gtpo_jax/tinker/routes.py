@@ -20,14 +20,19 @@ from gtpo_jax.serving.api_errors import ApiError, bad
 from gtpo_jax.serving.http import answering, read_body, starlette_app
 from gtpo_jax.serving.requests import Fields, one_line, shown
 from gtpo_jax.storage.paths import is_remote
-from gtpo_jax.tinker.entropy_credit import split_credit
 from gtpo_jax.tinker.ledger import CREATE, LOAD, SAMPLE, Ledger
-from gtpo_jax.tinker.losses import make_loss
 from gtpo_jax.tinker.models import ServedBase, Spec, read_spec
 from gtpo_jax.tinker.sampler import Sampler, SamplingRequest
 from gtpo_jax.tinker.saved_weights import Saved, Store, describe_run
-from gtpo_jax.tinker.trainer import FORWARD_BACKWARD, OPTIM_STEP, REFUSED, SAVE, SAVE_FOR_SAMPLER
-from gtpo_jax.tinker.wire import ERROR, PROTO, Submission, parse_batch, read_batch
+from gtpo_jax.tinker.trainer import (
+  FORWARD_BACKWARD,
+  OPTIM_STEP,
+  REFUSED,
+  SAVE,
+  SAVE_FOR_SAMPLER,
+  read_loss,
+)
+from gtpo_jax.tinker.wire import ERROR, PROTO, Submission, parse_batch
 
 PREFIX = "/api/v1/"
 POLL_S = 30.0  # that a poll waits for a result
@@ -225,13 +230,8 @@ class Routes:
     if seq < 1:
       raise bad(f"seq_id must be at least 1, got {seq}", "seq_id")
 
-    def check() -> None:
-      batch = read_batch(message, self._base.vocab, self._base.longest)
-      _, config = split_credit(batch.loss, batch.config)
-      make_loss(batch.loss, config)
-
     request = Submission(f"{name}:{seq}", FORWARD_BACKWARD, name, seq, body)
-    return await self._accept_or_refuse(request, check)
+    return await self._accept_or_refuse(request, functools.partial(read_loss, message, self._base))
 
   async def _training(self, op: str, http: HttpRequest) -> Response:
     body = await read_body(http)
@@ -240,7 +240,7 @@ class Routes:
     seq = _number(fields, "seq_id", 1)
     return await self._accept(Submission(f"{name}:{seq}", op, name, seq, body))
 
-  async def _accept_or_refuse(self, request: Submission, check: Callable[[], None]) -> Response:
+  async def _accept_or_refuse(self, request: Submission, check: Callable[[], Any]) -> Response:
     """Accepts a request that is right; another one too, if its model's next ones wait for it."""
     try:
       await asyncio.to_thread(check)

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from gtpo_jax.algorithms import Algorithm
 from gtpo_jax.serving.api_errors import bad
 from gtpo_jax.serving.requests import Fields
 from gtpo_jax.tinker.entropy_credit import shape, split_credit
 from gtpo_jax.tinker.ledger import CREATE, LOAD, Ledger
-from gtpo_jax.tinker.losses import make_loss
+from gtpo_jax.tinker.losses import Loss, make_loss
 from gtpo_jax.tinker.models import ServedBase, Spec, TrainedModel
 from gtpo_jax.tinker.saved_weights import (
   EPHEMERAL,
@@ -31,6 +32,7 @@ from gtpo_jax.tinker.wire import (
   ERROR,
   JSON,
   PROTO,
+  Batch,
   StoredResult,
   Submission,
   loss_output,
@@ -179,13 +181,7 @@ class Trainer:
     return _json({"path": fields["path"], "type": "load_weights"})
 
   def _loss(self, request: Submission) -> StoredResult:
-    message = parse_batch(request.body)
-    batch = read_batch(message, self._base.vocab, self._base.longest)
-    algorithm, config = split_credit(batch.loss, batch.config)
-    loss = make_loss(batch.loss, config)
-    for i, datum in enumerate(batch.data):
-      if missing := [name for name in loss.needs if name not in datum.inputs]:
-        raise bad(f"data[{i}]: {batch.loss} needs {', '.join(missing)}")
+    batch, loss, algorithm = read_loss(parse_batch(request.body), self._base)
     data, metrics = batch.data, {}
     if algorithm:
       owner = self._owner(request.target)
@@ -254,6 +250,26 @@ class Trainer:
 
 
 BETAS = ("beta1", "beta2")
+
+
+def read_loss(message: Any, base: ServedBase) -> tuple[Batch, Loss, Algorithm | None]:
+  """Returns the arrays of a request, its loss, and the recipe of its credit.
+
+  Args:
+    message: from `parse_batch`.
+    base: the model that is trained.
+
+  Raises:
+    ApiError: something is missing or wrong.
+    UserError: a setting of the recipe is out of bounds.
+  """
+  batch = read_batch(message, base.vocab, base.longest)
+  algorithm, config = split_credit(batch.loss, batch.config)
+  loss = make_loss(batch.loss, config)
+  for i, datum in enumerate(batch.data):
+    if missing := [name for name in loss.needs if name not in datum.inputs]:
+      raise bad(f"data[{i}]: {batch.loss} needs {', '.join(missing)}")
+  return batch, loss, algorithm
 
 
 def _json(values: dict[str, Any]) -> StoredResult:

@@ -7,6 +7,8 @@ import pytest
 from live import KEY, connected, make_folder, need_client, options_for, running, sampled, supervised
 
 from gtpo_jax.algorithms import make as make_algorithm
+from gtpo_jax.cli.export import export_policy
+from gtpo_jax.models import load
 from gtpo_jax.tinker.entropy_credit import shape
 from gtpo_jax.tinker.wire import Datum, Sample
 
@@ -78,6 +80,23 @@ def test_a_model_learns_and_goes_on_from_its_checkpoint(service, server):
   assert [x.tinker_path for x in listed] == [saved.path]
   with pytest.raises(Exception, match="exists"):
     training.save_state("half").result()
+
+
+def test_exported_adapters_are_those_of_the_sampler(service, server, tmp_path):
+  training = train(service)
+  learn(training, steps=2)
+  path = training.save_state("exported").result().path
+  run, kind, name = path.removeprefix("tinker://").split("/")
+  folder = server[1].workdir / "runs" / run.replace(":", "-") / kind / name
+  assert {"adapter_config.json", "adapter_model.safetensors"} <= {x.name for x in folder.iterdir()}
+  export_policy(folder, tmp_path / "merged", "")
+  model, params = load(tmp_path / "merged", "float32")
+  logits = model.apply({"params": params}, np.asarray([TEXT]))[0, :-1]
+  log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  expected = np.take_along_axis(log_probs, np.asarray(TEXT[1:])[:, None], 1)[:, 0]
+  datum = supervised(tinker, TEXT, np.ones(6))
+  trained = training.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+  np.testing.assert_allclose(trained, expected, atol=1e-4)
 
 
 def test_a_sampler_has_the_weights_that_were_saved(service, server):
@@ -158,6 +177,26 @@ def _read(datum):
   spans = (SampledSpan(3, len(tokens) - 3, name, 0),)
   inputs = {name: get(name).astype(np.float32) for name in ("advantages", "logprobs")}
   return Datum(tokens, get("target_tokens"), inputs, spans)
+
+
+@pytest.mark.slow
+def test_all_weights_are_trained_with_rank_0(service, server):
+  training = train(service, rank=0)
+  first, _ = learn(training, rate=1e-3)
+  saved = training.save_state("all").result()
+  last, _ = learn(training, steps=3, rate=1e-3)
+  assert last.metrics["loss:sum"] < first.metrics["loss:sum"]
+  live = training.save_weights_and_get_sampling_client().result()
+  (sequence,) = sample(live)
+  assert len(sequence.tokens) > 0
+  with pytest.raises(Exception, match="one model at a time"):
+    train(service, rank=0)
+  run, kind, name = saved.path.removeprefix("tinker://").split("/")
+  folder = server[1].workdir / "runs" / run.replace(":", "-") / kind / name
+  model, params = load(folder, "float32")  # as Transformers would
+  assert model.config.lora.rank == 0
+  table = np.asarray(params["embedding"])
+  assert not np.array_equal(table, np.asarray(server[1].base.params["embedding"]))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A server that is killed anywhere ends with the bits of one that was not."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -83,7 +84,7 @@ class Server:
     self._thread.join()
 
 
-def recipe(url):
+def recipe(url, steps):
   """A run of reinforcement learning; the path of what it has learnt."""
   deadline = time.monotonic() + 120
   while True:
@@ -94,7 +95,7 @@ def recipe(url):
     except Exception:  # not there yet, or killed: that request is not sent again
       assert time.monotonic() < deadline
       time.sleep(0.5)
-  for step in range(STEPS):
+  for step in range(steps):
     client = training.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=6)
     asked = [client.sample(types.ModelInput.from_ints(x), 2, params) for x in PROMPTS]
@@ -120,15 +121,36 @@ def learnt(workdir):
   ).read_bytes()
 
 
-def run(model, workdir, **when):
+def run(model, workdir, steps=STEPS, random_kills=0, **when):
   server = Server(model, workdir, **when)
-  client = threading.Thread(target=recipe, args=[server.url], daemon=True)
+  client = threading.Thread(target=recipe, args=[server.url, steps], daemon=True)
   client.start()
+  if random_kills:
+    kill_at_random(server, random_kills, seed=0)
   while client.is_alive() and not server.failure:
     client.join(0.2)
   server.close()
   assert not server.failure
   return learnt(workdir), server.kills
+
+
+def kill_at_random(server, count, seed):
+  """Kills a server so many times, some seconds after it was started."""
+  rng = random.Random(seed)
+  for _ in range(count):
+    kills = server.kills
+    time.sleep(rng.uniform(6, 25))
+    server.kill()
+    while server.kills == kills:
+      time.sleep(0.1)
+
+
+@pytest.mark.manual
+def test_ten_kills_at_random_change_no_bit(model, tmp_path):
+  expected, _ = run(model, tmp_path / "calm", steps=20)
+  found, kills = run(model, tmp_path / "killed", steps=20, random_kills=10)
+  assert kills == 10
+  assert found == expected
 
 
 @pytest.fixture(scope="module")
