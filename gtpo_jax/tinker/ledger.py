@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import dataclasses
 import hashlib
 import secrets
 import threading
@@ -24,7 +23,15 @@ import numpy as np
 
 from gtpo_jax.serving.api_errors import ApiError, bad
 from gtpo_jax.storage.record_log import Record, RecordLog
-from gtpo_jax.tinker.wire import ERROR, Sample, StoredResult, Submission, read_samples
+from gtpo_jax.tinker.wire import (
+  ERROR,
+  PROTO,
+  ClientSession,
+  Sample,
+  StoredResult,
+  Submission,
+  read_samples,
+)
 
 MOST_RESULT_BYTES = 512 << 20  # of results that are kept
 COMPACT_BYTES = 1 << 30  # a journal of this size is rewritten
@@ -32,25 +39,6 @@ GONE_S = 600  # without a sign of life, a session's models may give up their pla
 MAX_AHEAD = 4096  # numbers by which a request may be ahead of its model's next one
 SAMPLE = "asample"
 CREATE, LOAD = "create_model", "load_weights"
-
-
-@dataclasses.dataclass
-class ClientSession:
-  """A client.
-
-  Attributes:
-    id: known to the client.
-    owner: a digest of its key.
-    number: how many sessions had a model or a sampler before this one; -1 if it has none.
-    finished: whether it has said that it is done.
-    seen: when it was last heard of.
-  """
-
-  id: str
-  owner: str
-  number: int = -1
-  finished: bool = False
-  seen: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class Queue:
@@ -179,12 +167,10 @@ class Ledger:
 
   def _forget(self, name: str) -> None:
     self._sessions[name].finished = True
-    belongs = lambda other: other.split(":")[0] == name
-    for names in (self.queues, self.samplers, self.specs, self._samples):
-      for other in [x for x in names if belongs(x)]:
+    for names in (self.queues, self.samplers, self.specs, self._samples, self._outcomes):
+      for other in [x for x in names if x.split(":")[0] == name]:
         del names[other]
-    for request in [x for x in self._outcomes if belongs(x)]:
-      self._outcome_bytes -= len(self._outcomes.pop(request).body)
+    self._outcome_bytes = sum(len(x.body) for x in self._outcomes.values())
 
   def drop_silent(self) -> None:
     """Ends the sessions with models whose clients have not been heard of for long."""
@@ -347,11 +333,8 @@ class Ledger:
     return self._outcomes.get(name)
 
   def _is_pending(self, name: str) -> bool:
-    target, _, seq = name.rpartition(":")
-    queue = self.queues.get(target)
-    return name in self._samples or (
-      queue is not None and seq.isdigit() and int(seq) in queue.waiting
-    )
+    waiting = (x.id for queue in self.queues.values() for x in queue.waiting.values())
+    return name in self._samples or name in waiting
 
   def cancel(self, owner: str, name: Any) -> None:
     """Drops a request to sample that nobody waits for any more."""
@@ -362,7 +345,7 @@ class Ledger:
       self.finish(request, StoredResult(ERROR, b"the request was cancelled", "user"))
 
   def is_wanted(self, name: str) -> bool:
-    """Whether a sample was neither cancelled nor is its session over."""
+    """Whether a sample has no result yet, and its session is not over."""
     return name in self._samples
 
   def sample(self, owner: str, sequence: str) -> Sample:
@@ -374,7 +357,7 @@ class Ledger:
     name, _, index = sequence.rpartition(":")
     session = self._sessions.get(name.split(":")[0])
     outcome = self._outcomes.get(name)
-    if outcome is None or session is None or session.owner != owner or outcome.entropy is None:
+    if not outcome or outcome.kind != PROTO or session.owner != owner or ":sample:" not in name:
       raise bad(f"there is no sample {sequence[:80]!r} here, or it is no longer kept")
     samples = read_samples(outcome.body, outcome.entropy)
     if not index.isdigit() or int(index) >= len(samples):
@@ -391,14 +374,9 @@ class Ledger:
   def _is_needed(self, head: dict[str, Any]) -> bool:
     """Whether a record of the journal is still needed."""
     kind = head["kind"]
-    session = self._sessions.get(head.get("target", head.get("id", "")).split(":")[0])
-    if kind in ("session", "use"):
+    if kind in ("session", "use", "finish"):
       return True  # numbers go on
-    if session is None:
-      return False
-    if kind == "finish":
-      return True
-    if session.finished:
+    if self._sessions[head.get("target", head["id"]).split(":")[0]].finished:
       return False
     if kind == "result":
       return head["id"] in self._outcomes

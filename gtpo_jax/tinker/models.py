@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -117,6 +118,15 @@ class ServedBase(NamedTuple):
   def longest(self) -> int:
     """The most tokens of a sequence."""
     return self.worker.model.config.max_length
+
+  def is_called(self, name: Any) -> bool:
+    """Whether a client means this model: by its name, or by its folder."""
+    if name in (self.name, self.source):
+      return True
+    try:
+      return os.path.samefile(name, self.worker.model_folder)
+    except (OSError, ValueError, TypeError):
+      return False
 
   def model(self, spec: Spec) -> Transformer:
     """Returns the architecture with a client's adapters."""

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.serving.api_errors import ApiError, bad
 from gtpo_jax.serving.http import answering, read_body, starlette_app
 from gtpo_jax.serving.requests import Fields, one_line, shown
-from gtpo_jax.storage.paths import is_remote
 from gtpo_jax.tinker.ledger import CREATE, LOAD, SAMPLE, Ledger
 from gtpo_jax.tinker.models import ServedBase, Spec, read_spec
 from gtpo_jax.tinker.sampler import Sampler, SamplingRequest
@@ -213,12 +211,8 @@ class Routes:
     return name
 
   def _check_base(self, name: Any) -> None:
-    base = self._base
-    same = name in (base.name, base.source)
-    if not same and isinstance(name, str) and not is_remote(name) and base.worker.model_folder:
-      same = _same_folder(name, str(base.worker.model_folder))
-    if not same:
-      raise bad(f"this server has {base.name!r}, not {shown(name)}", "base_model")
+    if not self._base.is_called(name):
+      raise bad(f"this server has {self._base.name!r}, not {shown(name)}", "base_model")
 
   # Training.
 
@@ -402,10 +396,3 @@ def _number(fields: Fields, name: str, least: int = 0) -> int:
   if value is None:
     raise bad(f"{name} is missing", name)
   return value
-
-
-def _same_folder(name: str, folder: str) -> bool:
-  try:
-    return os.path.samefile(name, folder)
-  except (OSError, ValueError):
-    return False

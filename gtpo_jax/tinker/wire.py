@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +24,25 @@ MISSING = np.float32(np.nan)  # the log-prob of a prompt's first token
 NO_TOKEN = np.float32(-99999.0)  # that of a cell without a token
 DTYPES = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32, BFLOAT16: np.uint16}
 MAX_LENGTH = 1 << 20  # tokens of a datum, whatever the model
+
+
+@dataclasses.dataclass
+class ClientSession:
+  """A client.
+
+  Attributes:
+    id: known to the client.
+    owner: a digest of its key.
+    number: how many sessions had a model or a sampler before this one; -1 if it has none.
+    finished: whether it has said that it is done.
+    seen: when it was last heard of.
+  """
+
+  id: str
+  owner: str
+  number: int = -1
+  finished: bool = False
+  seen: float = dataclasses.field(default_factory=time.monotonic)
 
 
 @dataclasses.dataclass(frozen=True)
