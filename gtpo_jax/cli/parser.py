@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from etils import epath
 
@@ -190,7 +189,7 @@ def _add_tinker(parser: _Parser) -> None:
   parser.add_argument(
     "--workdir",
     required=True,
-    type=Path,
+    type=_path,
     help="a folder for saved weights and the journal; the same command again goes on",
   )
   _add_server(parser, "GTPO_TINKER_KEY", queue=4096)

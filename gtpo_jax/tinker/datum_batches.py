@@ -66,6 +66,14 @@ def loss_begins(datum: Datum) -> int:
   return int(used.argmax()) if used.any() else len(used) - 1
 
 
+def by_prompt(data: Sequence[Datum], begins: Sequence[int]) -> list[list[int]]:
+  """Returns the indices of data by what the model reads before the loss begins."""
+  groups: dict[bytes, list[int]] = collections.defaultdict(list)
+  for i, datum in enumerate(data):
+    groups[datum.tokens[: begins[i] + 1].tobytes()].append(i)
+  return list(groups.values())
+
+
 def divide(
   data: Sequence[Datum], begins: Sequence[int], loss: Loss, shards: int, pad: int, platform: str
 ) -> Iterator[BatchPart]:
@@ -79,30 +87,27 @@ def divide(
     pad: the padding id.
     platform: "cpu", "gpu" or "tpu".
   """
-  groups: dict[bytes, list[int]] = collections.defaultdict(list)
-  for i, datum in enumerate(data):
-    groups[datum.tokens[: begins[i] + 1].tobytes()].append(i)
   shapes: dict[tuple[int, int, int], list[list[int]]] = collections.defaultdict(list)
-  for group in groups.values():
-    p = _power(begins[group[0]] + 1, SHORTEST_PROMPT)
+  for group in by_prompt(data, begins):
+    p = doubled(begins[group[0]] + 1, SHORTEST_PROMPT)
     longest = lambda i: len(data[i].tokens) - begins[i]
     by_length: dict[int, list[int]] = collections.defaultdict(list)
     for i in group:
-      by_length[_power(longest(i), SHORTEST_COMPLETION)].append(i)
+      by_length[doubled(longest(i), SHORTEST_COMPLETION)].append(i)
     for t, members in by_length.items():
       for g, piece in _pieces(members):
         shapes[p, g, t].append(piece)
   budget = BATCH_TOKENS.get(platform, DEVICE_TOKENS) * shards
   for (p, g, t), pieces in sorted(shapes.items()):
-    most = max(_power(budget // (p + g * t) // shards + 1, 1) // 2, 1) * shards
+    most = max(doubled(budget // (p + g * t) // shards + 1, 1) // 2, 1) * shards
     for start in range(0, len(pieces), most):
       chosen = pieces[start : start + most]
-      n = _power(-(-len(chosen) // shards), 1) * shards
+      n = doubled(-(-len(chosen) // shards), 1) * shards
       yield _part(data, begins, chosen, loss, (n, g, p, t), pad)
 
 
-def _power(size: int, least: int) -> int:
-  """Returns the smallest power of two of at least `size`, times `least` over a power of two."""
+def doubled(size: int, least: int = 1) -> int:
+  """Returns the first of `least`, twice `least`, four times and so on that is at least `size`."""
   power = least
   while power < size:
     power *= 2
@@ -113,7 +118,7 @@ def _pieces(members: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
   """Yields (g, members) such that at most a quarter of each group of g is padding."""
   left = list(members)
   while left:
-    g = min(_power(len(left), 1), LARGEST_GROUP)
+    g = min(doubled(len(left), 1), LARGEST_GROUP)
     if 4 * len(left) < 3 * g:
       g //= 2
     yield g, left[:g]

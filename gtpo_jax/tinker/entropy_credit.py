@@ -6,7 +6,6 @@ the sequences with the same prompt, and the entropies are those recorded when th
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from gtpo_jax.arrays import Signals
 from gtpo_jax.runtime.errors import did_you_mean
 from gtpo_jax.serving.api_errors import ApiError, bad
 from gtpo_jax.serving.requests import shown
-from gtpo_jax.tinker.datum_batches import loss_begins
+from gtpo_jax.tinker.datum_batches import by_prompt, doubled, loss_begins
 from gtpo_jax.tinker.losses import SETTINGS
 from gtpo_jax.tinker.wire import Datum, Sample
 
@@ -81,15 +80,12 @@ def shape(
       raise bad(f"data[{i}]: {error.message}") from None
     drawn.append(found[0])
     entropy.append(found[1])
-  groups: dict[bytes, list[int]] = collections.defaultdict(list)
   begins = [loss_begins(datum) for datum in data]
-  for i, datum in enumerate(data):
-    groups[datum.tokens[: begins[i] + 1].tobytes()].append(i)
-  rows = list(groups.values())
+  rows = by_prompt(data, begins)
   n, g = len(rows), max(map(len, rows))
   longest = max(len(datum.tokens) - begin for datum, begin in zip(data, begins, strict=True))
-  t = _power(longest)
-  mask = np.zeros((_power(n), _power(g), t), bool)
+  t = doubled(longest)
+  mask = np.zeros((doubled(n), doubled(g), t), bool)
   entropies = np.zeros(mask.shape, np.float32)
   correct = np.zeros(mask.shape[:2], bool)
   for row, group in enumerate(rows):
@@ -140,7 +136,3 @@ def _recorded(datum: Datum, find: Callable[[str], Sample]) -> tuple[np.ndarray, 
       "(Datum.with_provenance)"
     )
   return drawn & paid, entropy
-
-
-def _power(size: int) -> int:
-  return 1 << (size - 1).bit_length()

@@ -310,8 +310,6 @@ class Ledger:
         self._journal.rewrite(self._is_needed)
         self._compact_at = max(COMPACT_BYTES, 2 * self._journal.size)
 
-  # Results.
-
   async def wait(self, owner: str, name: Any, seconds: float) -> StoredResult | None:
     """Returns what became of a request; None if nothing did within some seconds.
 
