@@ -165,7 +165,7 @@ def expected(model, tmp_path_factory):
     for place, counts in {
       "before a record is written": (5, 12),
       "after a record is written": (4, 13),
-      "after a record is on disk": (9, 18),
+      "after a record is on disk": (9, 12),
       "while the journal is rewritten": (1,),
       "before a gradient": (1, 3),
       "after a gradient": (2,),
