@@ -187,7 +187,7 @@ CASES = {
   "r1": (R1, {"tied": False}),
   "yarn fields": (QWEN, {"context": 1024, "rope_scaling": Yarn(4.0, ORIGINAL, 16.0, 0.5, 1.25)}),
   "head_dim": (QWEN, {"head_dim": 32}),
-  "qwen3": (QWEN3, {"model_type": "qwen3", "qk_norm": True, "head_dim": 32, **NO_BIASES}),
+  "qwen3": (QWEN3, {"model_type": "qwen3", "head_dim": 32, **NO_BIASES}),
   "llama": (
     LLAMA,
     {

@@ -113,7 +113,7 @@ def export_policy(
         "adapters can only be exported if others can load the base model, "
         "but this run started from random weights (model.path is empty)"
       )
-    save_adapter(worker.model, params, out, base, card)
+    save_adapter(worker.model, params, out, base, card, worker.model_folder)
   else:
     save(
       worker.model,

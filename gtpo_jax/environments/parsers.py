@@ -3,12 +3,14 @@
 A parser takes the decoded text of a turn, in which control tokens other than end tokens appear by
 name. It accepts any text: a call that cannot be read becomes the `error` of the turn.
 
-`hermes`, for Qwen2.5, Qwen3 and Hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+`hermes`, for Qwen2.5, Qwen3, SmolLM3 and Hermes:
+`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 `llama3`, for Llama 3.1 to 3.3: `{"name": ..., "parameters": {...}}`, after `<|python_tag|>` or not,
 and several separated by ";"; `<|python_tag|>NAME.call(query="...")`; and `<|python_tag|>` with a
 program, which is a call of the tool `code_interpreter(code)`.
 `mistral`: `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]` as older tokenizers write it, and
 `[TOOL_CALLS]NAME[ARGS]{...}` as newer ones do.
+`olmo3`: `<function_calls>`, a line such as `NAME(x=1, flag=true)` for each call, and the end tag.
 `none`: no calls; the text is an action or an answer.
 """
 
@@ -29,14 +31,19 @@ Parser = Callable[[str], Turn]
 
 MAX_ERROR_CHARS = 200
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>")
+END_TOKENS += ("<end_of_turn>", "<eos>")
 PYTHON_TAG = "<|python_tag|>"
 CODE_TOOL = "code_interpreter"  # the tool that Llama 3 calls with a program
 TOOL_CALLS = "[TOOL_CALLS]"
+FUNCTION_CALLS = "<function_calls>"
+PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
 
 _SPACE = re.compile(r"\s*")
 _THINK = ("<think>", "</think>")
 _BRACKET_THINK = ("[THINK]", "[/THINK]")
 _BUILT_IN = re.compile(r"\s*([A-Za-z_]\w*)\.call\((.*)\)\s*", re.DOTALL)
+_PYTHON_CALL = re.compile(r"([A-Za-z_][\w.-]*)\s*\(")
+_PYTHON_CONSTANT = re.compile(r"(?:True|False|None)\b")
 _ARGUMENT = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*")
 _CALL_HEAD = re.compile(r'\s*\{\s*"(?:type|name|parameters|arguments|function)"\s*:')
 _MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
@@ -79,7 +86,7 @@ def llama3(text: str) -> Turn:
     before, body = "", text
   try:
     if match := _BUILT_IN.fullmatch(body):
-      calls = [ToolCall(match[1], _keyword_arguments(match[2]))]
+      calls = [ToolCall(match[1], _keyword_arguments(match[2])[0])]
     elif tag and not body.lstrip().startswith("{"):
       calls = [ToolCall(CODE_TOOL, {"code": body.strip()})]
     else:
@@ -111,6 +118,22 @@ def mistral(text: str) -> Turn:
   return _turn(before, thinking, calls, error)
 
 
+def olmo3(text: str) -> Turn:
+  """Parses a turn of OLMo 3."""
+  thinking, text = _split_thinking(_without_end(text), *_THINK)
+  before, tag, rest = text.partition(FUNCTION_CALLS)
+  body, _, after = rest.partition(FUNCTION_CALLS.replace("<", "</"))
+  calls: list[ToolCall] = []
+  error = ""
+  try:
+    calls = _python_calls(body)
+  except _Unreadable as failure:
+    error = str(failure)
+  if tag and not calls and not error:
+    error = f"{FUNCTION_CALLS} is not followed by a call"
+  return _turn(before + after, thinking, calls, error)
+
+
 def none(text: str) -> Turn:
   """Parses a turn without calls: only thinking is split off."""
   thinking, text = _split_thinking(_without_end(text), *_THINK)
@@ -121,6 +144,7 @@ PARSERS: Mapping[str, Parser] = {
   "hermes": hermes,
   "llama3": llama3,
   "mistral": mistral,
+  "olmo3": olmo3,
   "none": none,
 }
 
@@ -139,8 +163,8 @@ def parser_for(name: str, chat: Chat) -> Parser:
       )
     return PARSERS[name]
   template = str(chat.tokenizer.chat_template or "")
-  for parser, marks in ((mistral, (TOOL_CALLS,)), (llama3, (PYTHON_TAG,))):
-    if any(mark in chat.control or mark in template for mark in marks):
+  for parser, mark in ((mistral, TOOL_CALLS), (llama3, PYTHON_TAG), (olmo3, FUNCTION_CALLS)):
+    if mark in chat.control or mark in template:
       return parser
   if "<tool_call>" in chat.control or "<tool_call>" in template:
     return hermes
@@ -253,21 +277,39 @@ def _separated_calls(body: str) -> list[ToolCall]:
   return calls
 
 
-def _keyword_arguments(text: str) -> dict[str, Any]:
-  """Returns the arguments of `NAME.call(...)`, whose values are JSON."""
+def _keyword_arguments(text: str, at: int = 0, end: str = "\0") -> tuple[dict[str, Any], int]:
+  """Returns the arguments of a call up to `end`, whose values are JSON, and where they end."""
   arguments = {}
-  text = text.rstrip()
-  at = 0
-  while at < len(text):
+  while (at := _after_space(text, at)) < len(text) and text[at] != end:
     match = _ARGUMENT.match(text, at)
     if not match:
       raise _Unreadable(f"an argument of a call is not NAME=VALUE: {text[at : at + 20]!r}")
-    arguments[match[1]], at = _json(text, match.end())
+    constant = _PYTHON_CONSTANT.match(text, match.end())
+    if constant:
+      arguments[match[1]], at = PYTHON_CONSTANTS[constant[0]], constant.end()
+    else:
+      arguments[match[1]], at = _json(text, match.end())
     at = _after_space(text, at)
-    if at < len(text) and text[at] != ",":
+    if at < len(text) and text[at] not in (",", end):
       raise _Unreadable(f"an argument of a call is followed by {text[at : at + 20]!r}")
+    at += text.startswith(",", at)
+  return arguments, at
+
+
+def _python_calls(text: str) -> list[ToolCall]:
+  """Returns calls that are written as in Python, one after another."""
+  calls = []
+  at = 0
+  while (at := _after_space(text, at)) < len(text):
+    match = _PYTHON_CALL.match(text, at)
+    if not match:
+      raise _Unreadable(f"a call is not NAME(ARGUMENT=VALUE, ...): {text[at : at + 20]!r}")
+    arguments, at = _keyword_arguments(text, match.end(), ")")
+    if not text.startswith(")", at):
+      raise _Unreadable(f"the call of {match[1]!r} is not closed")
+    calls.append(ToolCall(match[1], arguments))
     at += 1
-  return arguments
+  return calls
 
 
 def _mistral_calls(text: str, calls: list[ToolCall]) -> int:

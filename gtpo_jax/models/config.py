@@ -8,8 +8,16 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from gtpo_jax.models.attention.rope_scaling import RopeScaling
-from gtpo_jax.models.families import FAMILIES, MATRICES
-from gtpo_jax.models.quantize import FORMATS
+from gtpo_jax.models.families import FAMILIES, MATRICES, Family
+from gtpo_jax.models.formats.quantize import FORMATS
+from gtpo_jax.models.kinds import (
+  LayerKind,
+  LayerPlace,
+  Stack,
+  places_of,
+  shortest_pattern,
+  stacks_of,
+)
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 from gtpo_jax.runtime.fields import ABOVE_0, Checked, at_least, setting
 
@@ -64,7 +72,8 @@ class ModelConfig:
     norm_eps: constant added to the mean square in RMSNorm.
     context: positions that the model was trained for (`max_position_embeddings`).
     rope_scaling: changes the rotary angles for longer contexts; None for plain angles.
-    qk_norm: whether queries and keys are normalised per head (RMSNorm with a learned scale).
+    kinds: the pattern of layers, which repeats; it is stored in its shortest form.
+    query_scalar: attention scores are divided by its square root; None for `head_dim`.
     biases: the matrices that have a bias, a subset of q, k, v, o, gate, up, down.
     model_type: the family, a key of `FAMILIES`; exports name it.
     lora: adapters; rank 0 for none.
@@ -92,7 +101,8 @@ class ModelConfig:
   norm_eps: float = 1e-6
   context: int = 32768
   rope_scaling: RopeScaling | None = None
-  qk_norm: bool = False
+  kinds: tuple[LayerKind, ...] = (LayerKind(),)
+  query_scalar: float | None = None
   biases: tuple[str, ...] = ("q", "k", "v")
   model_type: str = "qwen2"
   lora: Lora = Lora()
@@ -134,6 +144,7 @@ class ModelConfig:
       if value not in valid:
         names = ", ".join(filter(None, valid))
         raise UserError(f"model.{name} must be one of {names}; got {value!r}")
+    object.__setattr__(self, "kinds", shortest_pattern(self.layer_kinds))
     self._check_family()
 
   def _check_family(self) -> None:
@@ -143,9 +154,7 @@ class ModelConfig:
         f"unknown model_type {self.model_type!r}{did_you_mean(self.model_type, FAMILIES)}; "
         f"supported are {', '.join(FAMILIES)}"
       )
-    family = FAMILIES[self.model_type]
-    if self.qk_norm != family.qk_norm:
-      raise UserError(f"{self.model_type} models have qk_norm = {family.qk_norm}")
+    family = self.family
     optional = family.optional_biases.values()
     rest = set(self.biases) - set(family.biases)
     for matrices in optional:
@@ -157,6 +166,41 @@ class ModelConfig:
         f"{self.model_type} models have biases in {' and/or '.join(choices) or 'no matrix'}; "
         f"got {', '.join(self.biases) or 'none'}"
       )
+    if self.query_scalar and "query_pre_attn_scalar" not in family.defaults:
+      raise UserError(f"{self.model_type} models have no query_scalar, got {self.query_scalar}")
+    self._check_kinds(family)
+
+  def _check_kinds(self, family: Family) -> None:
+    """Raises UserError if the config.json of no model of the family can state the pattern."""
+    own = {(kind.window, kind.rope_theta) for kind in self.kinds} - {(None, None)}
+    if (
+      len(own) > 1
+      or (own and not family.has_windows)
+      or (len(self.kinds) > 1 and not family.full_interval)
+      or (any(theta for _, theta in own) and not family.local_theta)
+      or (not all(kind.rotates for kind in self.kinds) and not family.no_rope_interval)
+    ):
+      raise UserError(f"{self.model_type} models have no layers of such kinds: {self.kinds}")
+
+  @property
+  def family(self) -> Family:
+    """What the models of this `model_type` have in common."""
+    return FAMILIES[self.model_type]
+
+  @property
+  def layer_kinds(self) -> list[LayerKind]:
+    """The kind of each layer."""
+    return [self.kinds[i % len(self.kinds)] for i in range(self.layers)]
+
+  @property
+  def stacks(self) -> tuple[Stack, ...]:
+    """The layers whose parameters are stacked; see `kinds.py`."""
+    return stacks_of(self.kinds, self.layers)
+
+  @property
+  def places(self) -> list[LayerPlace]:
+    """Where the parameters of each layer are."""
+    return places_of(self.stacks)
 
   @property
   def max_length(self) -> int:

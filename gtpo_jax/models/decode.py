@@ -12,11 +12,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gtpo_jax.arrays import Prompts
-from gtpo_jax.models.attention.rope import Rope, rope_angles
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.formats.products import einsum
-from gtpo_jax.models.params import Params, abstract_params
+from gtpo_jax.models.params import Params, abstract_params, at_path
 from gtpo_jax.models.transformer import Layer, Transformer, stream_masks
 from gtpo_jax.runtime.mesh import bytes_per_device, partition_spec
 
@@ -47,9 +46,10 @@ def make_decode_params(model: Transformer, params: Params) -> DecodeParams:
     return jax.lax.with_sharding_constraint(x, kept.sharding)
 
   params = jax.tree.map(prepare, params, abstract_params(model), _gathered_params(model))
-  outer = {name: value for name, value in params.items() if name != "layers"}
-  layer = lambda i: jax.tree.map(lambda x: x[i], params["layers"])
-  return DecodeParams(outer, [layer(i) for i in range(model.config.layers)])
+  stacks = {stack.name for stack in model.config.stacks}
+  outer = {name: value for name, value in params.items() if name not in stacks}
+  layer = lambda path, i: jax.tree.map(lambda x: x[i], at_path(params, path))
+  return DecodeParams(outer, [layer(*place) for place in model.config.places])
 
 
 def decode_bytes(model: Transformer) -> int:
@@ -96,18 +96,12 @@ def _run_layers(
   """Returns the states [n, 1, p, d] after the last layer, and each layer's keys and values."""
   x = model.apply({"params": params.outer}, prompts.tokens, method="embed")[:, None]
   masks = stream_masks(prompts.mask, model.config)
-  layer = Layer(model.config, model.mesh)
   kvs = []
-  for weights in params.layers:
+  for kind, weights in zip(model.config.layer_kinds, params.layers, strict=True):
+    layer = Layer(model.config, model.mesh, kind)
     x, kv = layer.apply({"params": weights}, x, masks, method="prefill")
     kvs.append(kv)
   return x, kvs
-
-
-def rope_of(model: Transformer, positions: jax.Array) -> Rope:
-  """Returns the rotary angles at `positions` i32[..., s], f32[..., s, e/2] each."""
-  c = model.config
-  return rope_angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
 
 
 def decode_step(
@@ -131,9 +125,9 @@ def decode_step(
   """
   c = model.config
   x = model.apply({"params": params.outer}, tokens[:, :, None], method="embed")
-  layer = Layer(c, model.mesh)
   extras = []
-  for i, weights in enumerate(params.layers):
+  for i, (kind, weights) in enumerate(zip(c.layer_kinds, params.layers, strict=True)):
+    layer = Layer(c, model.mesh, kind)
     if c.quantize:  # otherwise the compiler converts all weights once, before the loop over tokens
       weights, x = jax.lax.optimization_barrier((weights, x))
     attend_in_layer = functools.partial(attend, i)

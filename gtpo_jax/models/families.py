@@ -15,47 +15,152 @@ class Family(NamedTuple):
 
   Attributes:
     architecture: the class in Transformers.
-    qk_norm: whether queries and keys are normalised per head.
+    defaults: the values of keys that config.json may leave out.
+    settings: what an export states besides, for example to turn sliding windows off.
+    qk_norm: whether queries and keys are normalised, per "head" or over their "width"; "" if not.
+    pre_norms: whether attention and MLP read a normalised residual stream.
+    post_norms: whether their outputs are normalised before they are added to it.
+    centred_norms: whether the scale of a norm is stored without the 1 that it is added to.
+    modules: Hugging Face names of modules within a layer, where they differ from the common ones.
+    activation: of the gated MLP, by its name in Transformers.
+    activation_key: the key of config.json that names it.
+    scaled_embedding: whether embeddings are multiplied by the square root of the width.
     biases: the matrices that always have a bias.
     optional_biases: by setting of config.json, the matrices that have a bias if it is true.
-    context: `max_position_embeddings` if config.json has none.
-    kv_heads: `num_key_value_heads` if config.json has none; None for the number of heads.
-    head_dim: `head_dim` if config.json has none; None for the width divided by the heads.
-    sliding_window: `sliding_window` if config.json has none; None if the family ignores it.
-    settings: what config.json states to turn sliding windows off.
+    full_interval: if config.json has no `layer_types`, each layer whose number is a multiple of
+      this attends to all positions, and the others to a window; 0 if no layer does.
+    local_theta: the key of the base of the rotary angles within windows, which are not scaled; ""
+      if all layers have the same angles.
+    keys: keys of config.json that only this family has.
+    rope_theta: the base of the rotary angles if config.json has none.
+    no_rope_interval: if config.json has no `no_rope_layers`, each layer whose number is a multiple
+      of this has no rotary angles; 0 if all layers have them.
   """
 
   architecture: str
-  qk_norm: bool = False
+  defaults: Mapping[str, Any] = {}
+  settings: Mapping[str, Any] = {}
+  qk_norm: str = ""
+  pre_norms: bool = True
+  post_norms: bool = False
+  centred_norms: bool = False
+  modules: Mapping[str, str] = {}
+  activation: str = "silu"
+  activation_key: str = "hidden_act"
+  scaled_embedding: bool = False
   biases: tuple[str, ...] = ()
   optional_biases: Mapping[str, tuple[str, ...]] = {}
-  context: int = 32768
-  kv_heads: int | None = None
-  head_dim: int | None = None
-  sliding_window: int | None = None
-  settings: Mapping[str, Any] = {}
+  full_interval: int = 1
+  local_theta: str = ""
+  no_rope_interval: int = 0
+  keys: tuple[str, ...] = ()
+  rope_theta: float = 1e4
+
+  @property
+  def has_windows(self) -> bool:
+    """Whether layers of this family may attend to a window only."""
+    return self.full_interval != 1
+
+  @property
+  def known_keys(self) -> set[str]:
+    """The keys of config.json that are read for models of this family only."""
+    names = {*self.defaults, *self.optional_biases, *self.keys, self.activation_key}
+    return names | ({self.local_theta} if self.local_theta else set())
 
 
+# Transformers has ids of the published tokenizers as defaults of these families.
+_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+# OLMo 2 and 3 normalise what attention and MLP add, not what they read.
+_OLMO = {
+  "settings": _NO_TOKENS,
+  "qk_norm": "width",
+  "pre_norms": False,
+  "post_norms": True,
+  "optional_biases": {"attention_bias": ATTENTION},
+}
 FAMILIES = {
   "qwen2": Family(  # Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen
-    "Qwen2ForCausalLM", biases=("q", "k", "v"), kv_heads=32, settings={"use_sliding_window": False}
+    "Qwen2ForCausalLM",
+    {"num_key_value_heads": 32, "max_position_embeddings": 32768},
+    {"use_sliding_window": False},
+    biases=("q", "k", "v"),
   ),
   "qwen3": Family(
     "Qwen3ForCausalLM",
-    qk_norm=True,
+    {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
+    {"use_sliding_window": False},
+    qk_norm="head",
     optional_biases={"attention_bias": ATTENTION},
-    kv_heads=32,
-    head_dim=128,
-    settings={"use_sliding_window": False},
   ),
   "llama": Family(  # Llama 3, DeepSeek-R1-Distill-Llama, SmolLM2
-    "LlamaForCausalLM", optional_biases={"attention_bias": ATTENTION, "mlp_bias": MLP}, context=2048
+    "LlamaForCausalLM",
+    {"max_position_embeddings": 2048},
+    optional_biases={"attention_bias": ATTENTION, "mlp_bias": MLP},
   ),
   "mistral": Family(
     "MistralForCausalLM",
-    context=131072,
-    kv_heads=8,
-    sliding_window=4096,
-    settings={"sliding_window": None},
+    {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    full_interval=0,
   ),
+  "smollm3": Family(
+    "SmolLM3ForCausalLM",
+    {"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True},
+    {"use_sliding_window": False, **_NO_TOKENS},
+    optional_biases={"attention_bias": ATTENTION, "mlp_bias": MLP},
+    no_rope_interval=4,
+    rope_theta=2e6,
+    keys=("no_rope_layers", "no_rope_layer_interval"),
+  ),
+  "olmo2": Family("Olmo2ForCausalLM", {"max_position_embeddings": 2048}, **_OLMO),
+  "olmo3": Family(
+    "Olmo3ForCausalLM",
+    {"max_position_embeddings": 2048, "sliding_window": 4096},
+    full_interval=4,
+    local_theta="rope_theta",
+    rope_theta=5e5,
+    **_OLMO,
+  ),
+  "gemma3_text": Family(
+    "Gemma3ForCausalLM",
+    {
+      "vocab_size": 262208,
+      "hidden_size": 2304,
+      "intermediate_size": 9216,
+      "num_hidden_layers": 26,
+      "num_attention_heads": 8,
+      "num_key_value_heads": 4,
+      "head_dim": 256,
+      "query_pre_attn_scalar": 256,
+      "sliding_window": 4096,
+      "max_position_embeddings": 131072,
+      "rms_norm_eps": 1e-6,
+      "tie_word_embeddings": True,
+    },
+    _NO_TOKENS,
+    qk_norm="head",
+    post_norms=True,
+    centred_norms=True,
+    modules={"mlp_norm": "pre_feedforward_layernorm"},
+    activation="gelu_pytorch_tanh",
+    activation_key="hidden_activation",
+    scaled_embedding=True,
+    optional_biases={"attention_bias": ATTENTION},
+    full_interval=6,
+    local_theta="rope_local_base_freq",
+    rope_theta=1e6,
+    keys=("sliding_window_pattern", "_sliding_window_pattern"),
+  ),
+}
+
+# Models with other parts than text, and the family of their text model, in `text_config`.
+MULTIMODAL = {"gemma3": "gemma3_text"}
+
+# Architectures that people ask for, and what they need that is missing.
+NOT_COVERED = {
+  "gemma2": "soft-capping of attention scores and logits",
+  "gemma3n": "per-layer embeddings, sparse MLPs and shared keys and values",
+  "gemma4": "per-layer embeddings, heads of two widths and shared keys and values",
+  "gemma4_text": "per-layer embeddings, heads of two widths and shared keys and values",
+  "gpt_oss": "mixtures of experts, attention sinks and MXFP4 weights",
+  "phi3": "rotary angles on a part of the head, LongRoPE, and projections stored as one matrix",
 }

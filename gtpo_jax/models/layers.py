@@ -13,25 +13,46 @@ from jax.sharding import Mesh
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.declaration import declare
 from gtpo_jax.models.formats.products import multiply_on_cpu
-from gtpo_jax.models.quantize import FORMATS, dequantize, init_integers, init_scale, scale_shape
+from gtpo_jax.models.formats.quantize import (
+  FORMATS,
+  dequantize,
+  init_integers,
+  init_scale,
+  scale_shape,
+)
 
 MATRIX_DEVIATION = 0.02  # `initializer_range` of the published models
 MATRIX_INIT = nn.initializers.normal(MATRIX_DEVIATION)
 
 
 class RMSNorm(nn.Module):
-  """RMSNorm over the last axis, which has `features` entries, computed in float32."""
+  """RMSNorm over the last axes, computed in float32.
+
+  Attributes:
+    features: the sizes of these axes.
+    axes: their logical names.
+    factor: the result is multiplied by it.
+  """
 
   config: ModelConfig
-  features: int
+  features: tuple[int, ...]
+  axes: tuple[str, ...] = ("norm",)
+  factor: float = 1.0
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Normalises and scales `x` [..., features]; the result has x's dtype."""
+    """Normalises and scales `x` [..., *features]; the result has x's dtype."""
     dtype = DTYPES[self.config.param_dtype]
-    scale = declare(self, "scale", nn.initializers.ones, (self.features,), ("norm",), dtype)
+    is_centred = self.config.family.centred_norms
+    init = nn.initializers.zeros if is_centred else nn.initializers.ones
+    scale = declare(self, "scale", init, self.features, self.axes, dtype)
+    if is_centred:
+      scale = 1.0 + scale.astype(jnp.float32)
+    if self.factor != 1.0:
+      scale = scale * self.factor
     h = x.astype(jnp.float32)
-    h = h * jax.lax.rsqrt(jnp.square(h).mean(-1, keepdims=True) + self.config.norm_eps)
+    last = tuple(range(-len(self.features), 0))
+    h = h * jax.lax.rsqrt(jnp.square(h).mean(last, keepdims=True) + self.config.norm_eps)
     return (h * scale).astype(x.dtype)
 
 

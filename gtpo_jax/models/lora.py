@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from gtpo_jax.models.config import DTYPES, Lora
+from gtpo_jax.models.formats.quantize import dequantize
 from gtpo_jax.models.params import Params, param_shardings
-from gtpo_jax.models.quantize import dequantize
 from gtpo_jax.models.transformer import Transformer
 
 ADAPTERS = ("lora_a", "lora_b")  # names of an adapter's parameters within its module

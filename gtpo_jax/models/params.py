@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from gtpo_jax.models.config import Lora, ModelConfig
 from gtpo_jax.models.declaration import KINDS, Declaration, Kind
-from gtpo_jax.models.quantize import quantize
+from gtpo_jax.models.formats.quantize import quantize
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import axis_size, indivisible_error, partition_spec, single_device_mesh
 
@@ -72,6 +72,11 @@ def quantize_params(model: Transformer, params: Params) -> Params:
       x, quantised[scale] = quantize(x, declared[path].inputs, model.config.quantize)
     quantised[path] = x
   return unflatten_dict(quantised)
+
+
+def at_path(params: Params, path: tuple[str, ...]) -> Any:
+  """Returns the parameter, or the tree of them, at `path`."""
+  return functools.reduce(lambda tree, key: tree[key], path, params)
 
 
 def scale_path(path: tuple[str, ...]) -> tuple[str, ...] | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from gtpo_jax.models.attention.rope_scaling import Llama3Scaling
+from gtpo_jax.models.attention.rope_scaling import Linear, Llama3Scaling, Yarn
 from gtpo_jax.models.config import ModelConfig
+from gtpo_jax.models.kinds import LayerKind
 
 
 def _model(
@@ -18,9 +19,7 @@ def _model(
 
 
 def _qwen3(*sizes: int, tied: bool = False) -> ModelConfig:
-  return _model(
-    151936, *sizes, tied=tied, context=40960, qk_norm=True, biases=(), model_type="qwen3"
-  )
+  return _model(151936, *sizes, tied=tied, context=40960, biases=(), model_type="qwen3")
 
 
 def _llama3(*sizes: int, factor: float | None = None, **features: Any) -> ModelConfig:
@@ -33,6 +32,27 @@ def _llama3(*sizes: int, factor: float | None = None, **features: Any) -> ModelC
 
 def _mistral(*sizes: int) -> ModelConfig:
   return _model(*sizes, norm_eps=1e-5, biases=(), model_type="mistral")
+
+
+def _gemma3(*sizes: int, window: int, **features: Any) -> ModelConfig:
+  """Returns a Gemma 3: five layers with a window and angles of their own, then a full one."""
+  kinds = (LayerKind(window, rope_theta=1e4),) * 5 + (LayerKind(),)
+  features = {"head_dim": 256, "query_scalar": 256.0, "context": 131072} | features
+  return _model(*sizes, tied=True, biases=(), model_type="gemma3_text", kinds=kinds, **features)
+
+
+def _olmo2(*sizes: int, context: int = 4096) -> ModelConfig:
+  return _model(100352, *sizes, rope_theta=5e5, context=context, biases=(), model_type="olmo2")
+
+
+def _olmo3(*sizes: int) -> ModelConfig:
+  """Returns an OLMo 3: three layers with a window of 4,096, then a full one with YaRN."""
+  features = {
+    "rope_theta": 5e5,
+    "rope_scaling": Yarn(8.0, 8192, attention_factor=1.2079441541679836),
+    "kinds": (LayerKind(4096, rope_theta=5e5),) * 3 + (LayerKind(),),
+  }
+  return _model(100278, *sizes, context=65536, biases=(), model_type="olmo3", **features)
 
 
 TINY = ModelConfig(vocab_size=384, width=128, layers=3, heads=4, kv_heads=2, head_dim=32, mlp=352)
@@ -72,6 +92,22 @@ PRESETS: dict[str, ModelConfig] = {
   "llama-3.3-70b": LLAMA_3_1_70B,
   "mistral-7b-v0.2": _mistral(32000, 4096, 32, 32, 8, 14336),
   "mistral-7b-v0.3": _mistral(32768, 4096, 32, 32, 8, 14336),
+  "gemma-3-270m": _gemma3(262144, 640, 18, 4, 1, 2048, window=512, context=32768),
+  "gemma-3-1b": _gemma3(262144, 1152, 26, 4, 1, 6912, window=512, context=32768),
+  "gemma-3-4b": _gemma3(262208, 2560, 34, 8, 4, 10240, window=1024, rope_scaling=Linear(8.0)),
+  "smollm3-3b": _model(
+    128256,
+    *(2048, 36, 16, 4, 11008),
+    tied=True,
+    rope_theta=5e6,
+    context=65536,
+    biases=(),
+    model_type="smollm3",
+    kinds=(LayerKind(),) * 3 + (LayerKind(rotates=False),),
+  ),
+  "olmo-2-1b": _olmo2(2048, 16, 16, 16, 8192),
+  "olmo-2-7b": _olmo2(4096, 32, 32, 32, 11008),
+  "olmo-3-7b": _olmo3(4096, 32, 32, 32, 11008),
   # The first two were distilled into Qwen2.5-Math, whose base of the rotary angles they keep.
   "r1-distill-qwen-1.5b": dataclasses.replace(QWEN2_5["1.5b"], rope_theta=1e4, **R1_DISTILL),
   "r1-distill-qwen-7b": dataclasses.replace(QWEN2_5["7b"], rope_theta=1e4, **R1_DISTILL),

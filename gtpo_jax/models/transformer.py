@@ -8,6 +8,7 @@ these once per group.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,10 +26,13 @@ from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.declaration import declare
 from gtpo_jax.models.embedding import embedding_lookup
 from gtpo_jax.models.formats.products import einsum
+from gtpo_jax.models.kinds import LayerKind, Stack
 from gtpo_jax.models.layers import MATRIX_INIT, Dense, RMSNorm
 from gtpo_jax.models.layouts import layer_layout, layer_layout_of_gradient, residual_layout
 from gtpo_jax.runtime.mesh import constrain, divisible_axis
 
+# The rotary angles of each base; at 0, those of the model.
+Ropes = dict[float, Rope]
 # (queries [n, g, h, 1, e], the new position's keys and values) -> (the attention output
 # [n, g, h, 1, e], a result of any type that is passed on to the caller). It rotates queries and
 # keys first.
@@ -45,6 +49,7 @@ def _is_attention(primitive: Any, *arrays: Any, **settings: Any) -> bool:
   return is_cudnn or named(primitive, *arrays, **settings)
 
 
+ACTIVATIONS = {"silu": nn.silu, "gelu_pytorch_tanh": functools.partial(nn.gelu, approximate=True)}
 # Which results a layer keeps for the backward pass, by `ModelConfig.remat`.
 REMAT_POLICIES = {
   "full": None,
@@ -62,7 +67,7 @@ class StreamMasks(NamedTuple):
   completions.
   """
 
-  rope: Rope  # cosines and sines, f32[n, g | 1, s, e/2] each
+  ropes: Ropes  # cosines and sines, f32[n, g | 1, s, e/2] each
   mask: jax.Array | None  # bool[n, 1, s], True on real tokens; None if padding only follows them
   # bool[n, m, p], True on the prompt's tokens that are attended to, one row per segment; None for
   # the stream of prompts.
@@ -70,6 +75,23 @@ class StreamMasks(NamedTuple):
   # i32[n, g, s]; a position attends only to its own segment. None if each sequence is one segment.
   segment: jax.Array | None = None
   ranges: RowRanges | None = None  # of the completions, if they are packed
+  # i32[n, g, s], how many positions each one is after the prompt; None if that is its index.
+  places: jax.Array | None = None
+
+
+def ropes_at(positions: jax.Array, config: ModelConfig) -> Ropes:
+  """Returns the rotary angles at `positions` i32[..., s], for each base that a layer has."""
+  bases = dict.fromkeys(kind.rope_theta for kind in config.kinds if kind.rotates)
+  model = (config.rope_theta, config.rope_scaling)
+  return {
+    base or 0.0: rope_angles(positions, config.head_dim, *((base, None) if base else model))
+    for base in bases
+  }
+
+
+def rope_of(kind: LayerKind, ropes: Ropes) -> Rope | None:
+  """Returns the angles of a layer; None if it rotates nothing."""
+  return ropes[kind.rope_theta or 0.0] if kind.rotates else None
 
 
 def stream_masks(mask: jax.Array, config: ModelConfig) -> StreamMasks:
@@ -80,8 +102,7 @@ def stream_masks(mask: jax.Array, config: ModelConfig) -> StreamMasks:
     config: the architecture.
   """
   positions = jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)[:, None]
-  rope = rope_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
-  return StreamMasks(rope, mask[:, None])
+  return StreamMasks(ropes_at(positions, config), mask[:, None])
 
 
 def _ranges(packing: Packing, t: int) -> RowRanges:
@@ -105,10 +126,11 @@ def _places(begins: jax.Array, t: int) -> jax.Array:
 
 
 class Layer(nn.Module):
-  """One transformer block: RMSNorm, grouped-query attention, RMSNorm, SwiGLU."""
+  """One transformer block: grouped-query attention and a gated MLP, with norms before or after."""
 
   config: ModelConfig
   mesh: Mesh
+  kind: LayerKind = LayerKind()
 
   def setup(self):
     """Declares the layer's parameters with the names of their axes."""
@@ -118,15 +140,22 @@ class Layer(nn.Module):
     )
     queries = (c.heads, c.head_dim)
     keys = (c.kv_heads, c.head_dim)
-    self.attention_norm = RMSNorm(c, c.width)
+    norm = lambda used: RMSNorm(c, (c.width,)) if used else None
+    self.attention_norm = norm(c.family.pre_norms)
     self.q = dense("q", (c.width,), queries, ("embed", "heads", "head_dim"))
     self.k = dense("k", (c.width,), keys, ("embed", "kv_heads", "head_dim"))
     self.v = dense("v", (c.width,), keys, ("embed", "kv_heads", "head_dim"))
     self.o = dense("o", queries, (c.width,), ("heads", "head_dim", "embed"))
-    if c.qk_norm:
-      self.q_norm = RMSNorm(c, c.head_dim)
-      self.k_norm = RMSNorm(c, c.head_dim)
-    self.mlp_norm = RMSNorm(c, c.width)
+    if c.family.qk_norm == "head":
+      factor = (c.head_dim / c.query_scalar) ** 0.5 if c.query_scalar else 1.0
+      self.q_norm = RMSNorm(c, (c.head_dim,), factor=factor)
+      self.k_norm = RMSNorm(c, (c.head_dim,))
+    elif c.family.qk_norm == "width":
+      self.q_norm = RMSNorm(c, queries, ("heads", "head_dim"))
+      self.k_norm = RMSNorm(c, keys, ("kv_heads", "head_dim"))
+    self.attention_post_norm = norm(c.family.post_norms)
+    self.mlp_norm = norm(c.family.pre_norms)
+    self.mlp_post_norm = norm(c.family.post_norms)
     self.gate = dense("gate", (c.width,), (c.mlp,), ("embed", "mlp"))
     self.up = dense("up", (c.width,), (c.mlp,), ("embed", "mlp"))
     self.down = dense("down", (c.mlp,), (c.width,), ("mlp", "embed"))
@@ -138,18 +167,15 @@ class Layer(nn.Module):
     first, first_kv = self.prefill(streams[0], masks_by_stream[0])
     out = [first]
     for x, masks in zip(streams[1:], masks_by_stream[1:], strict=True):
-      q, kv = self._queries_keys_values(x, masks.rope)
-      context = AttentionContext(
-        kv, masks.mask, first_kv, masks.prompt_mask, masks.segment, masks.ranges
-      )
-      out.append(self._finish(x, attend_causally(self.config, self.mesh, q, context)))
+      q, kv = self._queries_keys_values(x, masks.ropes)
+      context = AttentionContext(kv, masks.mask, first_kv, *masks[2:])
+      out.append(self._finish(x, self._attend(q, context)))
     return tuple(out), None
 
   def prefill(self, x: jax.Array, masks: StreamMasks) -> tuple[jax.Array, KV]:
     """Runs the layer over one stream [n, g, s, d]; also returns its keys and values."""
-    q, kv = self._queries_keys_values(x, masks.rope)
-    attended = attend_causally(self.config, self.mesh, q, AttentionContext(kv, masks.mask))
-    return self._finish(x, attended), kv
+    q, kv = self._queries_keys_values(x, masks.ropes)
+    return self._finish(x, self._attend(q, AttentionContext(kv, masks.mask))), kv
 
   def decode(self, x: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
     """Runs the layer over one new position [n, g, 1, d]; also returns `attend`'s second result."""
@@ -157,28 +183,67 @@ class Layer(nn.Module):
     attended, extra = attend(q, KV(jnp.swapaxes(k, -1, -2), v))
     return self._finish(x, attended), extra
 
-  def _queries_keys_values(self, x: jax.Array, rope: Rope) -> tuple[jax.Array, KV]:
+  def _queries_keys_values(self, x: jax.Array, ropes: Ropes) -> tuple[jax.Array, KV]:
     """Returns rotated queries [n, g, h, s, e], and keys and values of the same positions."""
     q, k, v = self._project(x)
+    rope = rope_of(self.kind, ropes)
     return rotate(q, rope), KV(jnp.swapaxes(rotate(k, rope), -1, -2), v)
 
   def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries [n, g, h, s, e], keys and values [n, g, k, s, e], not rotated."""
-    x = layer_layout(self.attention_norm(x), self.mesh)
-    q, k, v = (jnp.swapaxes(project(x), 2, 3) for project in (self.q, self.k, self.v))
-    if self.config.qk_norm:
+    x = layer_layout(_normalised(self.attention_norm, x), self.mesh)
+    qk_norm = self.config.family.qk_norm
+    over_width = (self.q_norm, self.k_norm, None) if qk_norm == "width" else (None,) * 3
+    projections = zip((self.q, self.k, self.v), over_width, strict=True)
+    q, k, v = (jnp.swapaxes(_normalised(norm, project(x)), 2, 3) for project, norm in projections)
+    if qk_norm == "head":
       q, k = self.q_norm(q), self.k_norm(k)
     return q, k, v
 
+  def _attend(self, q: jax.Array, context: AttentionContext) -> jax.Array:
+    return attend_causally(self.config, self.mesh, q, context, self.kind.window)
+
   def _finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
     """Adds the attention's output and then the MLP's to the residual stream."""
-    output = self.o(jnp.swapaxes(attended, 2, 3))
+    output = _normalised(self.attention_post_norm, self.o(jnp.swapaxes(attended, 2, 3)))
     x = residual_layout(x + layer_layout_of_gradient(output, self.mesh), self.mesh)
-    h = layer_layout(self.mlp_norm(x), self.mesh)
-    hidden = nn.silu(self.gate(h)) * self.up(h)
+    h = layer_layout(_normalised(self.mlp_norm, x), self.mesh)
+    hidden = ACTIVATIONS[self.config.family.activation](self.gate(h)) * self.up(h)
     positions = divisible_axis(self.mesh, h.shape[2], "position")
     hidden = constrain(hidden, self.mesh, "batch", None, positions, "mlp")  # the gradient too
-    return residual_layout(x + layer_layout_of_gradient(self.down(hidden), self.mesh), self.mesh)
+    output = _normalised(self.mlp_post_norm, self.down(hidden))
+    return residual_layout(x + layer_layout_of_gradient(output, self.mesh), self.mesh)
+
+
+def _normalised(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+  """Applies a norm, if the family has it."""
+  return x if norm is None else norm(x)
+
+
+class Repetition(nn.Module):
+  """The layers of one repetition of a pattern.
+
+  Attributes:
+    layer: `Layer`, or the same with remat.
+    kinds: of the layers.
+  """
+
+  config: ModelConfig
+  mesh: Mesh
+  layer: Callable[..., nn.Module]
+  kinds: tuple[LayerKind, ...]
+
+  def setup(self):
+    """Declares the layers."""
+    self.place = [self.layer(self.config, self.mesh, kind) for kind in self.kinds]
+
+  def __call__(
+    self, streams: tuple[jax.Array, ...], masks_by_stream: tuple[StreamMasks, ...]
+  ) -> tuple[tuple[jax.Array, ...], None]:
+    """Runs the layers over streams, one after another; see `Layer`."""
+    for layer in self.place:
+      streams, _ = layer(streams, masks_by_stream)
+    return streams, None
 
 
 class Transformer(nn.Module):
@@ -208,19 +273,29 @@ class Transformer(nn.Module):
     )
     self.embedding = table("embedding")
     self.head = None if c.tied else table("head")
+    self.layers, self.tail = (*map(self._stack, c.stacks), None)[:2]
+    self.norm = RMSNorm(c, (c.width,))
+
+  def _stack(self, stack: Stack) -> nn.Module:
+    """Returns a loop over the repetitions of a stack of layers."""
+    c = self.config
     layer = Layer
     if c.remat != "none":
-      layer = nn.remat(Layer, prevent_cse=False, policy=REMAT_POLICIES[c.remat])
-    self.layers = nn.scan(
-      layer,
+      # A single repetition is no loop, so the compiler could take forward for recomputed values.
+      is_loop = stack.repetitions > 1 or c.layers == 1
+      layer = nn.remat(Layer, prevent_cse=not is_loop, policy=REMAT_POLICIES[c.remat])
+    scan = functools.partial(
+      nn.scan,
       variable_axes={"params": 0},
       split_rngs={"params": True},
       in_axes=nn.broadcast,
-      length=c.layers,
-      unroll=c.layers if c.remat == "none" else 1,
+      length=stack.repetitions,
+      unroll=stack.repetitions if c.remat == "none" else 1,
       metadata_params={nn.PARTITION_NAME: "layer"},
-    )(c, self.mesh)
-    self.norm = RMSNorm(c, c.width)
+    )
+    if len(stack.kinds) == 1:
+      return scan(layer)(c, self.mesh, *stack.kinds)
+    return scan(Repetition)(c, self.mesh, layer, stack.kinds)
 
   def __call__(self, tokens: jax.Array, mask: jax.Array | None = None) -> jax.Array:
     """Returns logits f32[b, s, v] for `tokens` i32[b, s].
@@ -265,18 +340,28 @@ class Transformer(nn.Module):
       segments = max_per_row(g, inputs.shape[1]) * packing.conversations
       prompt_mask = jnp.repeat(prompt_mask, segments, axis=1)
     positions = prompts.lengths[:, None, None] - 1 + offset
-    rope = rope_angles(positions, c.head_dim, c.rope_theta, c.rope_scaling)
-    masks = StreamMasks(rope, None, prompt_mask, segment, ranges)
+    has_windows = any(kind.window for kind in c.kinds)
+    places = None
+    if packing is not None and has_windows:
+      places = jnp.broadcast_to(offset, inputs.shape)
+    ropes = ropes_at(positions, c)
+    masks = StreamMasks(ropes, None, prompt_mask, segment, ranges, places)
     masks_by_stream = (stream_masks(prompts.mask, c), masks)
     streams = tuple(
-      embedding_lookup(self.embedding, x, c.compute_dtype, self.mesh)
+      self._scaled(embedding_lookup(self.embedding, x, c.compute_dtype, self.mesh))
       for x in (prompts.tokens[:, None], inputs)
     )
     return self._run_layers(streams, masks_by_stream)[1]
 
   def embed(self, tokens: jax.Array) -> jax.Array:
     """Returns the embeddings [..., d] of `tokens` i32[...] in the compute dtype."""
-    return self._gather_features(self.embedding)[tokens]
+    return self._scaled(self._gather_features(self.embedding)[tokens])
+
+  def _scaled(self, embeddings: jax.Array) -> jax.Array:
+    """Multiplies embeddings [..., d] by the square root of d, if the family does."""
+    if not self.config.family.scaled_embedding:
+      return embeddings
+    return embeddings * jnp.asarray(self.config.width**0.5, embeddings.dtype)
 
   def final_norm(self, x: jax.Array) -> jax.Array:
     """Applies the last RMSNorm, [..., d] -> [..., d]."""
@@ -299,4 +384,6 @@ class Transformer(nn.Module):
     self, streams: tuple[jax.Array, ...], masks_by_stream: tuple[StreamMasks, ...]
   ) -> tuple[jax.Array, ...]:
     streams, _ = self.layers(tuple(residual_layout(x, self.mesh) for x in streams), masks_by_stream)
+    if self.tail is not None:
+      streams, _ = self.tail(streams, masks_by_stream)
     return tuple(self.norm(x) for x in streams)

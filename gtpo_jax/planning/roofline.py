@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 
 import jax.numpy as jnp
+import numpy as np
 
 from gtpo_jax.config import Config
 from gtpo_jax.models.config import DTYPES, ModelConfig
+from gtpo_jax.models.formats.quantize import FORMATS
 from gtpo_jax.models.params import matmul_params
-from gtpo_jax.models.quantize import FORMATS
 from gtpo_jax.runtime.chips import Chip
 
 REMAT_FACTOR = 4 / 3  # forward and backward take 3 forward passes; remat recomputes one more
@@ -38,12 +39,14 @@ def update_flops(config: Config, c: ModelConfig) -> int:
 
   All prompts and completions have their maximum length. The FLOP per token are
   3 (2 N + 2 layers heads head_dim S), with N the number of matrix parameters and S the positions.
+  In a layer with a window of w positions, w (2 S - w) / S takes the place of S.
   """
   prompts = config.batch.prompts
   prompt_tokens = prompts * config.data.max_prompt_tokens
   completion_tokens = prompts * config.batch.group * config.sampling.max_tokens
   length = config.data.max_prompt_tokens + config.sampling.max_tokens
-  attention = 2 * c.layers * c.heads * c.head_dim * length
+  windows = [min(kind.window or length, length) for kind in c.layer_kinds]
+  attention = 2 * c.heads * c.head_dim * sum(w * (2 * length - w) // length for w in windows)
   per_token = 3 * (2 * matmul_params(c) + attention)
   return (prompt_tokens + completion_tokens) * per_token * config.batch.epochs
 
@@ -66,8 +69,9 @@ def sample_seconds(
 ) -> float:
   """Returns the minimum seconds of sampling a step's completions, all of the maximum length.
 
-  Each decode step reads the weights and all cached keys and values. Weights are replicated over
-  data and fsdp and sharded over tensor. `slots` completions are decoded at once over all devices.
+  Each decode step reads the weights and all cached keys and values within the windows of their
+  layers. Weights are replicated over data and fsdp and sharded over tensor. `slots` completions are
+  decoded at once over all devices.
   """
   devices = mesh["data"] * mesh["fsdp"] * mesh["tensor"]
   shards = mesh["data"] * mesh["fsdp"]
@@ -80,8 +84,13 @@ def sample_seconds(
   rounds = math.ceil(rows / (slots / shards))
   rows /= rounds
   kv_shards = min(mesh["tensor"], c.kv_heads)
-  kv_bytes = 2 * c.layers * c.kv_heads * c.head_dim * itemsize / kv_shards  # per position
-  positions = rows * length / 2 + rows / config.policy_completions * prompt_length
+  kv_bytes = 2 * c.kv_heads * c.head_dim * itemsize / kv_shards  # per position and layer
+  positions = 0.0  # of all layers, on average over the steps
+  for kind in c.layer_kinds:
+    window = min(kind.window or length, length)
+    positions += rows * window * (2 * length - window) / (2 * length)
+    in_prompt = np.clip((kind.window or math.inf) - np.arange(length), 0, prompt_length).mean()
+    positions += rows / config.policy_completions * in_prompt
   bytes_read = weights + kv_bytes * positions
   decode_flops = 2 * matmul_params(c) * rows / mesh["tensor"]
   prefill_flops = 2 * matmul_params(c) * config.batch.prompts * prompt_length / devices

@@ -17,8 +17,8 @@ from gtpo_jax.config import Config, flatten, freeze, resolve_model, to_dict
 from gtpo_jax.config.mesh_choice import all_meshes
 from gtpo_jax.config.updates import micro_batch_counts, tokens_per_part, update_bytes
 from gtpo_jax.models.config import DTYPES, ModelConfig
+from gtpo_jax.models.formats.quantize import FORMATS
 from gtpo_jax.models.params import matmul_params
-from gtpo_jax.models.quantize import FORMATS
 from gtpo_jax.planning.collectives import Collective, send_seconds
 from gtpo_jax.planning.roofline import sample_seconds, update_seconds, weight_bytes
 from gtpo_jax.runtime.chips import Chip

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.models.attention.rope import Rope
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.config import DTYPES
-from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.models.transformer import Ropes, Transformer
 from gtpo_jax.runtime.mesh import axis_size, batch_shards, constrain
 
 INT8_MAX = 127
@@ -81,10 +80,10 @@ class Cache(Protocol):
   def zero_chunk(self, slots: int, positions: int) -> list[Any]:
     """Returns a zeroed buffer for a chunk of `positions`, per layer."""
 
-  def attention(self, kv: Any, tables: Any, generated: jax.Array, rope: Rope) -> CachedAttention:
+  def attention(self, kv: Any, tables: Any, generated: jax.Array, ropes: Ropes) -> CachedAttention:
     """Returns how slots attend to their prompts, their `generated` i32[s] positions and a chunk.
 
-    `rope` has the rotary angles of the chunk's positions, f32[s, 1, c, e/2] each.
+    `ropes` has the rotary angles of the chunk's positions, f32[s, 1, c, e/2] each.
     """
 
   def append(self, kv: Any, chunk: list[Any], tables: Any, generated: jax.Array) -> Any:

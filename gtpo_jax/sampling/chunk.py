@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention.sources import KV, MASKED
-from gtpo_jax.models.decode import DecodeParams, decode_step, next_logits, prefill, rope_of
-from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.models.decode import DecodeParams, decode_step, next_logits, prefill
+from gtpo_jax.models.transformer import Transformer, ropes_at
 from gtpo_jax.runtime.mesh import constrain
 from gtpo_jax.sampling.cache import Cache, States, gather_rows, set_rows
 from gtpo_jax.sampling.filters import (
@@ -202,8 +202,8 @@ def decode_chunk(
   keys = fold_in(jax.random.wrap_key_data(inputs.keys), index)  # [c, s]
   # Of all positions, before the loop: a CPU would compute them in each layer and for each head.
   first = jnp.asarray(inputs.prompt_lengths + inputs.generated)
-  rope = rope_of(model, first[:, None, None] + jnp.arange(decoder.chunk))
-  attend = cache.attention(kv, inputs.tables, jnp.asarray(inputs.generated), rope)
+  ropes = ropes_at(first[:, None, None] + jnp.arange(decoder.chunk), model.config)
+  attend = cache.attention(kv, inputs.tables, jnp.asarray(inputs.generated), ropes)
 
   def keep_going(state: _LoopState) -> jax.Array:
     finished = (inputs.active & ~state.active).sum()

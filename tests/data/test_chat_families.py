@@ -1,4 +1,4 @@
-"""Prompts in the styles of Qwen3, Llama 3 and Mistral are those of the tokenizer's own template."""
+"""Prompts in the styles of the families are those of the tokenizer's own template."""
 
 import json
 
@@ -37,6 +37,15 @@ MISTRAL = (
   "{%- else %}{{- raise_exception('only user and assistant roles are supported') }}{%- endif %}"
   "{%- endfor %}"
 )
+# There is no system role: its message is put before the user's first one.
+GEMMA3 = (
+  "{{- bos_token }}{%- set system = messages[0]['role'] == 'system' %}"
+  "{%- for message in (messages[1:] if system else messages) %}"
+  "{{- '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) }}"
+  "{{- '\\n' + (messages[0]['content'] + '\\n\\n' if system and loop.first else '') }}"
+  "{{- message['content'] | trim + '<end_of_turn>\\n' }}{%- endfor %}"
+  "{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"
+)
 # Special tokens, plain added tokens, settings of the tokenizer, and end tokens of
 # generation_config.json. Each of the lists of end tokens has one that the tokenizer does not name.
 STYLES = {
@@ -58,6 +67,12 @@ STYLES = {
     [],
     {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": MISTRAL},
     ["</s>"],
+  ),
+  "gemma3": (
+    ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"],
+    [],
+    {**{"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}, "chat_template": GEMMA3},
+    ["<eos>", "<end_of_turn>"],
   ),
 }
 CONVERSATIONS = [

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from gtpo_jax.data.chat import load_chat
-from gtpo_jax.environments.parsers import PARSERS, hermes, llama3, mistral, none, parser_for
+from gtpo_jax.environments.parsers import PARSERS, hermes, llama3, mistral, none, olmo3, parser_for
 from gtpo_jax.environments.turns import ToolCall, Turn
 from gtpo_jax.runtime.errors import UserError
 
@@ -107,6 +107,15 @@ EXAMPLES = [
     '[THINK]Which?[/THINK]It.[TOOL_CALLS]add[CALL_ID]VvvODy9mT[ARGS]{"a": "[TOOL_CALLS]"}</s>',
     Turn("It.", "Which?", (ToolCall("add", {"a": "[TOOL_CALLS]"}, "VvvODy9mT"),)),
   ),
+  (
+    olmo3,
+    "<think>Which?</think>I look.<function_calls>get_current_temperature("
+    'location="San Francisco, CA, USA")\nf(x=[1, {"a": null}], y=True, z="a)(,")</function_calls>',
+    Turn(
+      "I look.", "Which?", (WEATHER, ToolCall("f", {"x": [1, {"a": None}], "y": True, "z": "a)(,"}))
+    ),
+  ),
+  (olmo3, "No call (x=1).<|im_end|>", Turn("No call (x=1).")),
   (none, "<think>\nhm\n</think>\n\nguess 16<|im_end|>", Turn("guess 16", "hm")),
 ]
 
@@ -133,6 +142,10 @@ def test_examples(parser, text, turn):
     (llama3, '{"name": "f", "parameters": {"x": }}', "not valid JSON"),
     (llama3, '<|python_tag|>f.call(query="a" "b")', "followed by '\"b\"'"),
     (llama3, "<|python_tag|>f.call(3)", "not NAME=VALUE"),
+    (olmo3, "<function_calls></function_calls>", "is not followed by a call"),
+    (olmo3, "<function_calls>f(x=1", "the call of 'f' is not closed"),
+    (olmo3, "<function_calls>f(1)</function_calls>", "not NAME=VALUE"),
+    (olmo3, "<function_calls>f(x='a')</function_calls>", "not valid JSON"),
     (mistral, "[TOOL_CALLS] f(x)", "not valid JSON"),
     (mistral, "[TOOL_CALLS] [{}]", 'a call has no "name"'),
     (mistral, "[TOOL_CALLS]f[ARGS]{} and so on", "followed by 'and so on'"),
@@ -154,6 +167,8 @@ PIECES = (
   "<|python_tag|>",
   "<|eom_id|>",
   "[TOOL_CALLS]",
+  "<function_calls>",
+  "</function_calls>",
   "[ARGS]",
   "[CALL_ID]",
   "[/THINK]",

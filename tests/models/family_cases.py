@@ -7,6 +7,8 @@ LLAMA3 = {
   "high_freq_factor": 4.0,
   "original_max_position_embeddings": 64,
 }
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+WIDE = {"hidden_size": 64, **NO_TOKENS}  # heads of 16, as the kernels for pages need
 FAMILY_CASES = {
   "qwen3": {"model_type": "qwen3", "head_dim": 16},
   "qwen3-biases": {
@@ -26,4 +28,42 @@ FAMILY_CASES = {
   },
   "mistral": {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": False},
   "mistral-heads": {"model_type": "mistral", "sliding_window": 128, "head_dim": 16},
+  "mistral-window": {"model_type": "mistral", "sliding_window": 9, "head_dim": 16},
+  "smollm3": {
+    "model_type": "smollm3",
+    "num_hidden_layers": 5,
+    "no_rope_layers": [1, 0, 1, 0, 1],
+    **WIDE,
+  },
+  "olmo2": {"model_type": "olmo2", "tie_word_embeddings": False, **WIDE},
+  "olmo3": {
+    "model_type": "olmo3",
+    "num_hidden_layers": 5,
+    "sliding_window": 7,
+    "rope_parameters": {
+      "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+      "full_attention": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+      },
+    },
+    **WIDE,
+  },
+  "gemma3": {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    "sliding_window": 5,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 20,
+    "rope_parameters": {
+      "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+      "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+    },
+    **NO_TOKENS,
+  },
 }
+# Those with layers of several kinds, or with other norms than the families before them.
+NEWER = ("smollm3", "olmo2", "olmo3", "gemma3")

@@ -124,9 +124,10 @@ def torch_greedy(model, prompts, count, stop=None):
   return np.pad(out, ((0, 0), (0, count - out.shape[1])))
 
 
-def our_greedy(model, params, prompts, count, stop=()):
+def our_greedy(model, params, prompts, count, stop=(), engine_config=None):
   # Prompts are padded beyond the longest one, because padding must not matter.
-  engine = Engine(model, stop, 0, max(map(len, prompts)) + 3, count)
+  longest = max(map(len, prompts)) + 3
+  engine = Engine(model, stop, 0, longest, count, engine_config=engine_config)
   rollouts = engine.sample(
     engine.layout(params),
     prompts,

@@ -1,14 +1,15 @@
-"""Qwen3, Llama and Mistral: the same numbers, files and settings as in transformers."""
+"""Every family but Qwen2: the same numbers, files and settings as in transformers."""
 
 import dataclasses
 import json
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import RANK, with_lora
-from family_cases import FAMILY_CASES, LLAMA3
+from family_cases import FAMILY_CASES, LLAMA3, NEWER
 from flax.traverse_util import flatten_dict, unflatten_dict
 from hf_folders import (
   edit_json,
@@ -26,10 +27,12 @@ from meshes import mesh_of
 from gtpo_jax.models import PRESETS, Transformer, load, save, save_adapter
 from gtpo_jax.models.attention.rope_scaling import Llama3Scaling
 from gtpo_jax.models.hf.config_json import read_config, to_hf_config
-from gtpo_jax.models.hf.weights import hf_shapes
+from gtpo_jax.models.hf.weights import hf_from_params, hf_shapes
+from gtpo_jax.models.kinds import LayerKind
 from gtpo_jax.models.lora import add_lora, merge_lora, without_lora
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import single_device_mesh
+from gtpo_jax.sampling.settings import EngineConfig
 
 PROMPTS = [[5, 9, 1], [2], [4, 4, 8, 30, 21], [40, 41]]
 PUBLISHED = {  # numbers of parameters, as on the models' pages
@@ -51,6 +54,13 @@ PUBLISHED = {  # numbers of parameters, as on the models' pages
   "r1-distill-qwen-1.5b": 1_777_088_000,
   "r1-distill-qwen-7b": 7_615_616_512,
   "r1-distill-llama-8b": 8_030_261_248,
+  "gemma-3-270m": 268_098_176,
+  "gemma-3-1b": 999_885_952,
+  "gemma-3-4b": 3_880_263_168,  # without the vision tower
+  "smollm3-3b": 3_075_098_624,
+  "olmo-2-1b": 1_484_916_736,
+  "olmo-2-7b": 7_298_617_344,
+  "olmo-3-7b": 7_298_011_136,
 }
 
 
@@ -73,7 +83,7 @@ def test_logits_equal_those_of_transformers(case, shape):
   assert np.abs(want[mask]).max() > 2
   mesh = mesh_of(*shape) if shape else None
   got = our_logits(*load(folder, "float32", mesh), tokens, mask)
-  np.testing.assert_allclose(got[mask], want[mask], rtol=0, atol=2e-4)
+  np.testing.assert_allclose(got[mask], want[mask], rtol=0, atol=1e-5 * np.abs(want[mask]).max())
 
 
 @pytest.mark.some(1, slow=1)
@@ -87,15 +97,47 @@ def test_bfloat16_logits_are_near(case):
 
 
 @pytest.mark.parametrize(
-  "name",
-  ["qwen3", *(pytest.param(name, marks=pytest.mark.manual) for name in ("llama", "mistral"))],
+  ("name", "attention"),
+  [
+    *((name, "xla") for name in ("qwen3", *NEWER)),
+    ("gemma3", "triton"),
+    *(pytest.param(name, "xla", marks=pytest.mark.manual) for name in ("llama", "mistral")),
+    *(pytest.param(name, "triton", marks=pytest.mark.manual) for name in NEWER[:-1]),
+    *(pytest.param(name, "pallas", marks=pytest.mark.manual) for name in NEWER),
+  ],
 )
 @pytest.mark.slow
-def test_sixty_four_greedy_tokens_equal_generate(name):
+def test_sixty_four_greedy_tokens_equal_generate(name, attention):
   folder, reference = hf_folder(**FAMILY_CASES[name])
   want = torch_greedy(reference, PROMPTS, 64)
-  assert len(np.unique(want)) > 10  # the text is not one repeated token
-  np.testing.assert_array_equal(our_greedy(*load(folder, "float32"), PROMPTS, 64), want)
+  assert len(np.unique(want)) > 5  # the text is not one repeated token
+  config = EngineConfig(attention=attention, **({} if attention == "xla" else {"page_size": 16}))
+  got = our_greedy(*load(folder, "float32"), PROMPTS, 64, engine_config=config)
+  np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", NEWER)
+@pytest.mark.slow
+def test_gradients_equal_those_of_torch(name):
+  torch = pytest.importorskip("torch")
+  folder, reference = hf_folder(**FAMILY_CASES[name])
+  tokens, _ = padded_batch(length=40)
+  model, params = load(folder, "float32")
+
+  def loss(params):
+    log_probs = jax.nn.log_softmax(model.apply({"params": params}, tokens))
+    return -jnp.take_along_axis(log_probs[:, :-1], tokens[:, 1:, None], -1).mean()
+
+  got = dict(hf_from_params(model, jax.jit(jax.grad(loss))(params)))
+  reference.zero_grad()
+  log_probs = torch.log_softmax(reference(torch.from_numpy(tokens)).logits, -1)
+  torch_tokens = torch.from_numpy(tokens)[:, 1:, None]
+  (-log_probs[:, :-1].gather(-1, torch_tokens).mean()).backward()
+  want = {name: x.grad.numpy() for name, x in reference.named_parameters()}
+  reference.zero_grad()
+  assert want.keys() >= got.keys()
+  for name, x in got.items():
+    np.testing.assert_allclose(x, want[name], rtol=0, atol=1e-5 * np.abs(want[name]).max() + 1e-7)
 
 
 def test_loaded_and_saved_again_every_tensor_is_byte_identical(case, tmp_path):
@@ -125,7 +167,13 @@ def test_transformers_reads_what_we_save(case, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT about transformers
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("llama-untied", marks=pytest.mark.manual)])
+@pytest.mark.parametrize(
+  "name",
+  [
+    *("qwen3", "gemma3"),
+    *(pytest.param(x, marks=pytest.mark.manual) for x in ("llama-untied", *NEWER[:-1])),
+  ],
+)
 @pytest.mark.slow
 def test_adapters_equal_those_of_peft_and_merge(name, tmp_path):
   peft = pytest.importorskip("peft")
@@ -191,11 +239,13 @@ def test_rotary_frequencies_in_a_folder_are_ignored(tmp_path):
   ("changes", "message"),
   [
     ({"model_type": "gpt2"}, "unknown model_type 'gpt2'.*supported are qwen2, qwen3, llama"),
-    ({"qk_norm": True}, "qwen2 models have qk_norm = False"),
-    ({"model_type": "qwen3"}, "qwen3 models have qk_norm = True"),
+    ({"model_type": "qwen3"}, "qwen3 models have biases in q, k, v, o; got q, k, v"),
     ({"biases": ()}, "qwen2 models have biases in q, k, v; got none"),
     ({"model_type": "mistral"}, "mistral models have biases in no matrix; got q, k, v"),
     ({"model_type": "llama"}, "in q, k, v, o and/or gate, up, down; got q, k, v"),
+    ({"query_scalar": 8.0}, "qwen2 models have no query_scalar, got 8.0"),
+    ({"kinds": (LayerKind(5),)}, "qwen2 models have no layers of such kinds"),
+    ({"kinds": (LayerKind(rotates=False),)}, "qwen2 models have no layers of such kinds"),
   ],
 )
 def test_a_family_cannot_have_features_of_another(changes, message):
@@ -208,4 +258,4 @@ def test_a_preset_has_the_published_tensors(preset):
   shapes = hf_shapes(Transformer(PRESETS[preset], single_device_mesh()))
   assert sum(int(np.prod(shape)) for shape in shapes.values()) == PUBLISHED[preset]
   norms = "model.layers.0.self_attn.q_norm.weight" in shapes
-  assert norms == preset.startswith("qwen3")
+  assert norms == preset.startswith(("qwen3", "gemma", "olmo"))

@@ -10,6 +10,7 @@ from plan_cases import needs_libtpu
 
 from gtpo_jax.models import ModelConfig, Transformer
 from gtpo_jax.models.attention.sources import KV
+from gtpo_jax.models.kinds import LayerKind
 from gtpo_jax.planning.topology import compile_deviceless, topology_devices
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.paged.cache import PagedCache
@@ -18,19 +19,21 @@ from gtpo_jax.sampling.paged.tables import PageRows, PageTables
 SLOTS = 64
 PAGES = 500
 PAGE = 128
+GEMMA3 = {"model_type": "gemma3_text", "biases": (), "kinds": (LayerKind(1024, rope_theta=1e4),)}
 
 
 @pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize(
-  ("topology", "heads", "kv_heads", "head_dim", "dtype"),
+  ("topology", "heads", "kv_heads", "head_dim", "dtype", "family"),
   [
-    ("v5e:1x1", 14, 2, 64, "int8"),
-    pytest.param("v5p:2x2x1", 28, 4, 128, "bfloat16", marks=pytest.mark.manual),
+    ("v5e:1x1", 14, 2, 64, "int8", {}),
+    pytest.param("v5p:2x2x1", 28, 4, 128, "bfloat16", {}, marks=pytest.mark.manual),
+    ("v5e:1x1", 8, 4, 256, "bfloat16", GEMMA3),
   ],
 )
 def test_a_step_and_the_writing_of_a_chunk_compile_without_a_loop(
-  topology, heads, kv_heads, head_dim, dtype
+  topology, heads, kv_heads, head_dim, dtype, family
 ):
   devices, _ = topology_devices(topology)
   mesh = make_mesh(data=1, fsdp=-1, devices=devices)
@@ -43,6 +46,7 @@ def test_a_step_and_the_writing_of_a_chunk_compile_without_a_loop(
     head_dim=head_dim,
     mlp=64,
     compute_dtype="bfloat16",
+    **family,
   )
   model = Transformer(config, mesh)
   cache = PagedCache(model, dtype, PAGE, "pallas")
@@ -68,7 +72,8 @@ def test_a_step_and_the_writing_of_a_chunk_compile_without_a_loop(
   rope = (array(jnp.float32, SLOTS, 1, 64, head_dim // 2),) * 2
 
   def attend(kv, tables, chunk, q, new, rope, step):
-    return cache.attention(kv, tables, None, rope)(0, q, new, chunk[0], step)
+    ropes = {config.kinds[0].rope_theta or 0.0: rope}
+    return cache.attention(kv, tables, None, ropes)(0, q, new, chunk[0], step)
 
   step = jax.ShapeDtypeStruct((), jnp.int32)
   attended = jax.jit(attend).lower(kv, tables, chunk, q, new, rope, step)

@@ -1,5 +1,7 @@
 """The kernels for TPU and GPU, interpreted, against attention over the positions of each slot."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,13 +93,13 @@ def rows_of(width, used, pages=3):
   return rows
 
 
-def run(kernel, model, *arrays):
-  attend = lambda *arrays: paged_attention(model, *arrays, kernel)
+def run(kernel, model, *arrays, window=None):
+  attend = lambda *arrays: paged_attention(model, *arrays, kernel, window)
   out, chunk = jax.jit(attend)(*arrays)
   return np.asarray(out)[:, 0, :, 0], np.asarray(chunk)
 
 
-def expected(new, pages, chunk, tables):
+def expected(new, pages, chunk, tables, window=10**9):
   """Softmax attention of the first shard's running slots in float64, [slots, h, e]; the chunk."""
   q, kv_new = rotate_new(*new)
   chunk = np.array(chunk)[:SLOTS]
@@ -112,20 +114,29 @@ def expected(new, pages, chunk, tables):
   for i, slot in enumerate(RUNNING):
     at = [
       kv[rows.pages[row][position // page], :, position % page]
-      for rows in (tables.prompts, tables.completions)
-      for row in range(rows.count[0])
-      if slot in rows.slots[row]
-      for position in range(rows.start[row], rows.end[row])
+      for rows, row, position in positions_of(slot, tables, window)
     ]
-    both = np.stack(
-      at + list(np.moveaxis(np.asarray(chunk, np.float64)[slot, :, : STEP + 1], 1, 0))
-    )
+    of_chunk = np.asarray(chunk, np.float64)[slot, :, max(STEP + 1 - window, 0) : STEP + 1]
+    both = np.stack(at + list(np.moveaxis(of_chunk, 1, 0)))
     for head in range(heads):
       k, v = np.split(both[:, head // (heads // kv.shape[1])], 2, -1)
       scores = k @ np.asarray(q[slot, 0, head, 0], np.float64) / e**0.5
       weights = np.exp(scores - scores.max())
       out[i, head] = weights @ v / weights.sum()
   return out, chunk
+
+
+def positions_of(slot, tables, window):
+  """The (rows, row, position) in pages that a slot attends to."""
+  row = tables.completion_rows[slot]
+  generated = tables.completions.end[row] if row >= 0 else 0
+  for rows, after in ((tables.prompts, generated), (tables.completions, 0)):
+    for row in range(rows.count[0]):
+      if slot in rows.slots[row]:
+        first = rows.end[row] + after + STEP + 1 - window
+        yield from (
+          (rows, row, position) for position in range(max(rows.start[row], first), rows.end[row])
+        )
 
 
 @pytest.mark.parametrize(
@@ -156,6 +167,45 @@ def test_kernels_equal_attention_over_the_positions(kernel, heads, kv_heads, e, 
     np.testing.assert_allclose(shard[RUNNING], want_chunk[RUNNING], rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+  ("page", "int8", "mesh"),
+  [
+    (16, False, None),
+    pytest.param(256, True, None, marks=pytest.mark.slow),  # the TPU kernel has several blocks
+    pytest.param(16, True, (2, 2, 1, 2), marks=[pytest.mark.slow, pytest.mark.devices]),
+  ],
+)
+@pytest.mark.parametrize("kernel", KERNEL_PLATFORMS)
+def test_windows_in_pages_and_what_is_before_them_is_not_read(kernel, page, int8, mesh):
+  """Windows of a part of the chunk, of its size, of pages, and of everything."""
+  model, new, pages, chunk, tables = case(4, 2, 16, page, int8=int8, mesh=mesh and mesh_of(*mesh))
+  for window in (STEP, page + 1) if mesh is None and page == 16 else (1, page + 1, 100 * page):
+    want, _ = expected(new, pages, chunk, tables, window)
+    unread = pages
+    if mesh is None:
+      used = {
+        rows.pages[row][position // page]
+        for slot in RUNNING
+        for rows, row, position in positions_of(slot, tables, window)
+      }
+      others = np.asarray([i not in used for i in range(PAGES)])[:, None, None, None]
+      nothing = 127 if int8 else np.nan
+      unread = pages._replace(kv=jnp.where(others, jnp.asarray(nothing, pages.kv.dtype), pages.kv))
+    got, _ = run(kernel, model, new, unread, chunk, tables, window=window)
+    for shard in got.reshape(-1, SLOTS, *got.shape[1:]):
+      np.testing.assert_allclose(shard[RUNNING], want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNEL_PLATFORMS)
+def test_queries_and_keys_that_are_not_rotated(kernel):
+  model, new, pages, chunk, tables = case(4, 2, 16)
+  new = new._replace(rope=None)
+  got, written = run(kernel, model, new, pages, chunk, tables)
+  want, want_chunk = expected(new, pages, chunk, tables)
+  np.testing.assert_allclose(got[RUNNING], want, rtol=2e-5, atol=2e-5)
+  np.testing.assert_allclose(written[RUNNING], want_chunk[RUNNING], rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("kernel", KERNEL_PLATFORMS)
 @pytest.mark.some(1)
 def test_kernels_in_bfloat16(kernel):
@@ -180,11 +230,12 @@ def test_what_others_left_in_a_page_is_not_read(kernel):
   np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_the_gpu_kernel_lowers_to_a_triton_program(int8):
+@pytest.mark.parametrize(("int8", "window"), [(False, None), (True, None), (False, 200)])
+def test_the_gpu_kernel_lowers_to_a_triton_program(int8, window):
   """Without a GPU, the kernel can be lowered to the program for the Triton compiler."""
   _, *arrays = case(14, 2, 64, 128, jnp.bfloat16, int8)
-  attend = jax.jit(lambda *arrays: local_attention("triton", *arrays, interpret=False))
+  attend = functools.partial(local_attention, "triton", interpret=False, window=window)
+  attend = jax.jit(attend)
   try:
     program = attend.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
   except RuntimeError as error:

@@ -83,7 +83,11 @@ def attention_kind(config: ModelConfig, mesh: Mesh) -> str:
 
 
 def attend_causally(
-  config: ModelConfig, mesh: Mesh, q: jax.Array, context: AttentionContext
+  config: ModelConfig,
+  mesh: Mesh,
+  q: jax.Array,
+  context: AttentionContext,
+  window: int | None = None,
 ) -> jax.Array:
   """Softmax attention of `q` [n, g, h, s, e] over `context`, without an array of [s, s] scores.
 
@@ -91,6 +95,13 @@ def attend_causally(
   their number; otherwise every shard selects the heads that its queries use. Positions are split
   over the context axis if it divides their number: a shard then has its own queries and gathers the
   keys and values of all positions.
+
+  Args:
+    config: the architecture.
+    mesh: the devices.
+    q: the queries.
+    context: what they attend to.
+    window: the most positions that a query attends to, its own included; None for all before it.
 
   Returns:
     [n, g, h, s, e], split like `q`.
@@ -104,6 +115,12 @@ def attend_causally(
   if h % tensor_shards:
     raise indivisible_error("heads", h, mesh)
   kind = attention_kind(config, mesh)
+  own_axis, prompt_axis = (
+    kv and divisible_axis(mesh, kv.v.shape[3], "position") for kv in (context.own, context.prompt)
+  )
+  context_shards = axis_size(mesh, own_axis)
+  if kind == "splash" and window and context.segment is not None and context_shards > 1:
+    kind = "blocks"  # splash needs rows of one completion each, which have no shards of positions
   kernel = {
     "blocks": functools.partial(attend_in_blocks, precision=config.matmul_precision),
     "cudnn": attend_with_cudnn,
@@ -111,10 +128,7 @@ def attend_causally(
       attend_with_splash, interpret=mesh.devices.flat[0].platform == "cpu"
     ),
   }[kind]
-  own_axis, prompt_axis = (
-    kv and divisible_axis(mesh, kv.v.shape[3], "position") for kv in (context.own, context.prompt)
-  )
-  context_shards = axis_size(mesh, own_axis)
+  kernel = functools.partial(kernel, window=window)
   split_kv_heads = kv_heads % tensor_shards == 0
 
   def attend(q: jax.Array, context: AttentionContext) -> jax.Array:
@@ -178,6 +192,7 @@ def _context_specs(
     of_mask(context.prompt_mask),
     of_mask(context.segment),
     jax.tree.map(of_mask, context.ranges),
+    of_mask(context.places),
   )
 
 

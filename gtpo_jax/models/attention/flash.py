@@ -29,8 +29,8 @@ UNROLLED_BLOCK = 64  # queries per block in the unrolled form
 LOOP_BLOCK = 256  # queries per block in the loop form
 
 Arrays = tuple[jax.Array, ...]
-# own_mask, prompt_mask and segment of `AttentionContext`, and the positions of the queries i32[s];
-# the positions are None if the queries are a full sequence.
+# own_mask, prompt_mask and segment of `AttentionContext`, the positions of the queries i32[s], and
+# `AttentionContext.places`. The positions are None if the queries are a full sequence.
 Masks = tuple[jax.Array | None, ...]
 
 
@@ -39,6 +39,7 @@ def attend_in_blocks(
   context: AttentionContext,
   precision: str = "default",
   query_shard: QueryShard | None = None,
+  window: int | None = None,
 ) -> jax.Array:
   """Softmax attention of `q` over `context`; scores and sums are float32.
 
@@ -49,6 +50,7 @@ def attend_in_blocks(
     context: the keys, values and masks.
     precision: the precision of the matrix products.
     query_shard: the positions of the queries; None if `q` is a full sequence.
+    window: the most positions that a query attends to, its own included; None for all.
 
   Returns:
     [n, g, h, s, e] in q's dtype.
@@ -67,57 +69,62 @@ def attend_in_blocks(
   positions = None
   if query_shard is not None:
     positions = jnp.asarray(query_shard.positions)[query_shard.index]
-  masks = (context.own_mask, prompt_mask, context.segment, positions)
-  return heads_first(_attend(queries, kv, masks, precision)).reshape(q.shape)
+  masks = (context.own_mask, prompt_mask, context.segment, positions, context.places)
+  return heads_first(_attend(queries, kv, masks, precision, window)).reshape(q.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _attend(q: jax.Array, kv: Arrays, masks: Masks, precision: str) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _attend(
+  q: jax.Array, kv: Arrays, masks: Masks, precision: str, window: int | None
+) -> jax.Array:
   """Returns the attention outputs [n, k, g, r, s, e] of scaled queries of the same shape.
 
   `kv` has the keys [n, k, g, e, s] and the values [n, k, g, s, e] of the sequences, and then, if
   there is a prompt, its keys and values with a group axis of size 1.
   """
-  return _forward(q, kv, masks, precision)[0]
+  return _forward(q, kv, masks, precision, window)[0]
 
 
-def _forward(q: jax.Array, kv: Arrays, masks: Masks, precision: str) -> tuple[jax.Array, tuple]:
+def _forward(
+  q: jax.Array, kv: Arrays, masks: Masks, precision: str, window: int | None
+) -> tuple[jax.Array, tuple]:
   def forward_block(
-    _: None, block: tuple[jax.Array], positions: jax.Array, key_count: int
+    _: None, block: tuple[jax.Array], positions: jax.Array, keys: slice
   ) -> tuple[None, tuple[jax.Array, jax.Array]]:
-    scores = _scores(block[0], kv, masks, positions, key_count, precision)
+    scores = _scores(block[0], kv, masks, positions, keys, precision, window)
     max_score = functools.reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in scores])
     weights = [jnp.exp(x - max_score) for x in scores]
     total = sum(x.sum(-1, keepdims=True) for x in weights)
-    values = (kv[1][..., :key_count, :], *kv[3:])
+    values = (kv[1][..., keys, :], *kv[3:])
     weighted = [
       _product(w.astype(q.dtype), v, precision) for w, v in zip(weights, values, strict=True)
     ]
     return None, ((sum(weighted) / total).astype(q.dtype), max_score + jnp.log(total))
 
-  _, (out, lse) = _over_blocks(forward_block, None, (q,), kv, masks)
+  _, (out, lse) = _over_blocks(forward_block, None, (q,), kv, masks, window)
   out = checkpoint_name(out, ATTENTION_RESIDUALS)
   lse = checkpoint_name(lse, ATTENTION_RESIDUALS)
   return out, (q, kv, masks, out, lse)
 
 
-def _backward(precision: str, residuals: tuple, d_out: jax.Array) -> tuple[jax.Array, Arrays, None]:
+def _backward(
+  precision: str, window: int | None, residuals: tuple, d_out: jax.Array
+) -> tuple[jax.Array, Arrays, None]:
   q, kv, masks, out, lse = residuals
   transposed = [jnp.swapaxes(x, -1, -2) for x in kv]
   # FlashAttention's delta: the sum over the features of d_out * out.
   delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1, keepdims=True)
 
   def backward_block(
-    d_kv: Arrays, block: Arrays, positions: jax.Array, key_count: int
+    d_kv: Arrays, block: Arrays, positions: jax.Array, keys: slice
   ) -> tuple[Arrays, tuple[jax.Array]]:
     queries, d_block, lse, delta = block
     d_kv = list(d_kv)
     d_queries = 0.0
-    scores_by_source = _scores(queries, kv, masks, positions, key_count, precision)
-    for i, scores in enumerate(scores_by_source):
+    scores_by_source = _scores(queries, kv, masks, positions, keys, precision, window)
+    for i, (scores, cut) in enumerate(zip(scores_by_source, (keys, slice(None)), strict=False)):
       k = 2 * i  # the index of this source's keys; its values come next
       v = k + 1
-      cut = slice(0, scores.shape[-1])
       weights = jnp.exp(scores - lse)
       d_weights = _product(d_block, transposed[v][..., cut], precision)
       d_scores = (weights * (d_weights - delta)).astype(q.dtype)
@@ -129,7 +136,7 @@ def _backward(precision: str, residuals: tuple, d_out: jax.Array) -> tuple[jax.A
     return tuple(d_kv), (d_queries.astype(q.dtype),)
 
   start = tuple(jnp.zeros(x.shape, jnp.float32) for x in kv)
-  d_kv, (d_q,) = _over_blocks(backward_block, start, (q, d_out, lse, delta), kv, masks)
+  d_kv, (d_q,) = _over_blocks(backward_block, start, (q, d_out, lse, delta), kv, masks, window)
   return d_q, tuple(d.astype(x.dtype) for d, x in zip(d_kv, kv, strict=True)), None
 
 
@@ -137,28 +144,28 @@ _attend.defvjp(_forward, _backward)
 
 
 def _over_blocks(
-  step: Callable, carry: Any, arrays: Arrays, kv: Arrays, masks: Masks
+  step: Callable, carry: Any, arrays: Arrays, kv: Arrays, masks: Masks, window: int | None
 ) -> tuple[Any, Arrays]:
   """Applies `step` to one block of queries after another.
 
-  In the unrolled form a block uses the keys up to its last position. It uses all keys in the loop
-  form, and also if the queries are one shard of a sequence, because their positions are then known
-  only at run time.
+  In the unrolled form a block uses the keys up to its last position, from the window of its first
+  one on. It uses all keys in the loop form, and also if the queries are one shard of a sequence,
+  because their positions are then known only at run time.
 
   Args:
-    step: (carry, the block of each array, the block's positions i32[block], number of keys of the
+    step: (carry, the block of each array, the block's positions i32[block], the keys of the
       sequence to use) -> (carry, results [..., block, e]).
     carry: the initial carry.
     arrays: [..., s, e], one entry per query. They are padded with zeros to full blocks; the results
       of the padding are dropped.
-    kv, masks: as in `_attend`.
+    kv, masks, window: as in `_attend`.
 
   Returns:
     The last carry, and the concatenated results [..., s, e].
   """
   s = arrays[0].shape[4]
   key_count = kv[0].shape[4]
-  *_, positions = masks
+  *_, positions, _ = masks
   size = min(UNROLLED_BLOCK if s <= MAX_UNROLLED_POSITIONS else LOOP_BLOCK, s)
   if positions is not None:
     positions = jnp.pad(positions, (0, -s % size), mode="edge")
@@ -173,13 +180,15 @@ def _over_blocks(
   if s <= MAX_UNROLLED_POSITIONS:
     results = []
     for first in range(0, s, size):
-      visible = min(first + size, s) if positions is None else key_count
-      carry, result = step(carry, block(first), block_positions(first), visible)
+      keys = slice(0, key_count)
+      if positions is None:
+        keys = slice(max(first + 1 - window, 0) if window else 0, min(first + size, s))
+      carry, result = step(carry, block(first), block_positions(first), keys)
       results.append(result)
     joined = [jnp.concatenate(x, 4) for x in zip(*results, strict=True)]
   else:
     carry, results = jax.lax.scan(
-      lambda carry, first: step(carry, block(first), block_positions(first), key_count),
+      lambda carry, first: step(carry, block(first), block_positions(first), slice(0, key_count)),
       carry,
       jnp.arange(0, s, size),
     )
@@ -188,26 +197,41 @@ def _over_blocks(
 
 
 def _scores(
-  queries: jax.Array, kv: Arrays, masks: Masks, positions: jax.Array, key_count: int, precision: str
+  queries: jax.Array,
+  kv: Arrays,
+  masks: Masks,
+  positions: jax.Array,
+  keys: slice,
+  precision: str,
+  window: int | None,
 ) -> list[jax.Array]:
   """Returns the masked scores f32[n, k, g, r, block, keys] of a block of queries, one per source.
 
-  The first source is the first `key_count` positions of the queries' own sequence; the second is
-  the prompt, if there is one.
+  The first source is the positions `keys` of the queries' own sequence; the second is the prompt,
+  if there is one.
   """
-  own_mask, prompt_mask, segment, _ = masks
-  visible = jnp.arange(key_count) <= positions[:, None]
+  own_mask, prompt_mask, segment, _, places = masks
+  key_positions = jnp.arange(keys.start, keys.stop)
+  visible = key_positions <= positions[:, None]
+  if window:
+    visible &= key_positions > positions[:, None] - window
   if own_mask is not None:
-    visible &= own_mask[:, None, :, None, None, :key_count]
+    visible &= own_mask[:, None, :, None, None, keys]
+  of_queries = lambda x: jnp.take(x, jnp.minimum(positions, x.shape[2] - 1), axis=2)
   if segment is not None:
-    query_segment = jnp.take(segment, jnp.minimum(positions, segment.shape[2] - 1), axis=2)
-    same = query_segment[..., None] == segment[..., None, :key_count]
+    same = of_queries(segment)[..., None] == segment[..., None, keys]
     visible &= same[:, None, :, None]
-  own_scores = _product(queries, kv[0][..., :key_count], precision)
+  own_scores = _product(queries, kv[0][..., keys], precision)
   scores = [jnp.where(visible, own_scores, MASKED)]
   if len(kv) > 2:
     prompt_scores = _product(queries, kv[2], precision)
-    scores.append(jnp.where(prompt_mask[:, None, :, None, None], prompt_scores, MASKED))
+    visible = prompt_mask[:, None, :, None, None]
+    if window:
+      # The prompt's last position, which its mask leaves out, is that of the query at place 0.
+      behind = prompt_mask.shape[-1] - 1 - jnp.arange(prompt_mask.shape[-1])
+      place = positions[None, None] if places is None else of_queries(places)
+      visible &= (place[..., None] + behind < window)[:, None, :, None]
+    scores.append(jnp.where(visible, prompt_scores, MASKED))
   return scores
 
 

@@ -1,4 +1,4 @@
-"""Changes of the rotary frequencies for long contexts: YaRN, and that of Llama 3.1 to 3.3."""
+"""Changes of the rotary frequencies for long contexts: YaRN, and those of Llama 3.1 and Gemma 3."""
 
 from __future__ import annotations
 
@@ -116,4 +116,27 @@ class Llama3Scaling:
     return frequency * kept + frequency / self.factor * (1 - kept), 1.0
 
 
-RopeScaling = Yarn | Llama3Scaling
+@dataclasses.dataclass(frozen=True)
+class Linear:
+  """All frequencies divided by a factor (`rope_type` "linear" in Transformers).
+
+  Attributes:
+    factor: the divisor.
+  """
+
+  factor: float
+
+  def __post_init__(self):
+    if not (math.isfinite(self.factor) and self.factor >= 1):
+      raise UserError(f"the linear RoPE scaling needs a finite factor >= 1; got {self}")
+
+  def max_length(self, context: int) -> int:
+    """Returns the most positions of a sequence, where the model's config names `context`."""
+    return context
+
+  def scale(self, frequency: np.ndarray, theta: float) -> tuple[np.ndarray, float]:
+    """Returns the frequencies f64[e/2], and 1, the factor of cosines and sines."""
+    return frequency / self.factor, 1.0
+
+
+RopeScaling = Yarn | Llama3Scaling | Linear

@@ -66,6 +66,9 @@ class AttentionContext(NamedTuple):
   segment: jax.Array | None = None
   # For kernels that take a row per completion; None if each sequence is one completion.
   ranges: RowRanges | None = None
+  # i32[n, g, s], how many positions each query is after the prompt's last token; for windows. None
+  # if these are the indices in the sequence.
+  places: jax.Array | None = None
 
   def concatenate(self, g: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Concatenates the prompt and the sequence, for kernels that take a single source.

@@ -11,7 +11,8 @@ from jax.experimental.pallas.ops.tpu import splash_attention
 
 from gtpo_jax.models.attention.context_parallel import QueryShard
 from gtpo_jax.models.attention.flash import ATTENTION_RESIDUALS
-from gtpo_jax.models.attention.sources import AttentionContext
+from gtpo_jax.models.attention.own_rows import in_own_rows
+from gtpo_jax.models.attention.sources import KV, AttentionContext
 
 TILE = 128  # positions are padded to a multiple of this
 BLOCKS = (512, 256, 128)  # positions per kernel step; the largest that divides their number is used
@@ -22,22 +23,32 @@ def attend_with_splash(
   context: AttentionContext,
   interpret: bool = False,
   query_shard: QueryShard | None = None,
+  window: int | None = None,
 ) -> jax.Array:
   """Softmax attention of `q` over `context`, with products in the precision of the arrays' dtype.
 
   The keys are the prompt followed by the sequence, so that one causal mask, offset by the prompt's
   length, covers both. A key that a query must not attend to has another segment id, and each
   segment has its own copy of the prompt. Each key/value head is computed as multi-query attention.
+  A window is a distance between positions, so completions that share rows get rows of their own.
 
   Args:
     q: [n, g, h, s, e].
     context: the keys, values and masks.
     interpret: whether to interpret the kernel, for tests without a TPU.
     query_shard: the positions of the queries; None if `q` is a full sequence.
+    window: the most positions that a query attends to, its own included; None for all.
 
   Returns:
     [n, g, h, s, e] in q's dtype.
   """
+  if window and context.segment is not None:
+    own = in_own_rows(q, context, TILE)
+    k, queries, v = (jnp.swapaxes(x, 2, 3) for x in (own.keys, own.queries, own.values))
+    real = jnp.arange(k.shape[3]) < own.lengths[..., None]
+    alone = AttentionContext(KV(jnp.swapaxes(k, -1, -2), v), real)
+    attended = attend_with_splash(queries, alone, interpret, window=window)
+    return own.move_back(jnp.swapaxes(attended, 2, 3))
   n, g, h, s, e = q.shape
   k, v, segment = context.concatenate(g)
   kv_heads, length = k.shape[2:4]
@@ -56,9 +67,13 @@ def attend_with_splash(
   )
   sizes = (queries.shape[3], keys.shape[2])
   shards = own_length // s
-  mask = splash_attention.CausalMask((shards * sizes[0], sizes[1]), offset=prompt_length)
-  if query_shard is not None:
-    padded = np.pad(query_shard.positions, [(0, 0), (0, sizes[0] - s)], mode="edge")
+  shape = (shards * sizes[0], sizes[1])
+  mask = splash_attention.CausalMask(shape, offset=prompt_length)
+  if window:
+    mask = splash_attention.LocalMask(shape, (window - 1, 0), offset=prompt_length)
+  if query_shard is not None or window:
+    every = np.arange(s, dtype=np.int32)[None] if query_shard is None else query_shard.positions
+    padded = np.pad(every, [(0, 0), (0, sizes[0] - s)], mode="edge")  # so that each sees a key
     mask.q_sequence = padded.reshape(-1)
   kernel = splash_attention.make_splash_mqa(
     splash_attention.MultiHeadMask([mask] * (h // kv_heads)),

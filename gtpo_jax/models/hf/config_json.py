@@ -5,15 +5,18 @@ Nothing in a model folder is ever executed; a config.json that refers to code is
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from gtpo_jax.models.config import ModelConfig
-from gtpo_jax.models.families import FAMILIES, MATRICES, Family
+from gtpo_jax.models.families import FAMILIES, MATRICES, MULTIMODAL, NOT_COVERED, Family
 from gtpo_jax.models.hf.json_values import flag, number, shown, size
 from gtpo_jax.models.hf.known_keys import check_supported, unused_keys
-from gtpo_jax.models.hf.rope_json import read_rope, write_rope
+from gtpo_jax.models.hf.rope_json import FULL, SLIDING, read_ropes, write_rope
+from gtpo_jax.models.kinds import LayerKind
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.runtime.fields import ABOVE_0
 from gtpo_jax.storage.files import printable, read_json
 
 # Settings that only models of these kinds have.
@@ -33,6 +36,8 @@ SAMPLING_DEFAULTS = (
   "top_k",
   "top_p",
 )
+# Settings that null gives another meaning than their absence.
+NULLABLE = ("num_key_value_heads", "sliding_window")
 MAX_NAMES = 8  # the most keys that a line lists
 
 
@@ -46,38 +51,36 @@ def read_config(folder: Path, dtype: str) -> ModelConfig:
   Raises:
     UserError: there is no such file, or the architecture is not supported.
   """
-  values = read_json(folder, "config.json")
   path = str(folder / "config.json")
-  family = _family(values, path)
-  check_supported(values, path)
+  values, family = _text_values(read_json(folder, "config.json"), path)
+  check_supported(values, family, path)
   sizes = lambda key, default=None: size(values, key, path, default)
   layers = sizes("num_hidden_layers")
-  _check_layer_types(values, layers, path)
   width = sizes("hidden_size")
   heads = sizes("num_attention_heads")
-  context = sizes("max_position_embeddings", family.context)
-  rope_theta, rope_scaling = read_rope(values, path, context)
-  config = ModelConfig(
+  context = sizes("max_position_embeddings")
+  rope_theta, rope_scaling, local_theta = read_ropes(values, family, path, context)
+  max_length = rope_scaling.max_length(context) if rope_scaling else context
+  return ModelConfig(
     vocab_size=sizes("vocab_size"),
     width=width,
     layers=layers,
     heads=heads,
-    kv_heads=_kv_heads(values, heads, family, path),
-    head_dim=_head_dim(values, width, heads, family, path),
+    kv_heads=_kv_heads(values, heads, path),
+    head_dim=_head_dim(values, width, heads, path),
     mlp=sizes("intermediate_size"),
     tied=flag(values, "tie_word_embeddings", path),
     rope_theta=rope_theta,
     norm_eps=number(values, "rms_norm_eps", path),
     context=context,
     rope_scaling=rope_scaling,
-    qk_norm=family.qk_norm,
+    kinds=tuple(_kinds(values, family, layers, local_theta, path, max_length)),
+    query_scalar=_query_scalar(values, path),
     biases=_biases(values, family, path),
     model_type=values["model_type"],
     param_dtype=dtype,
     compute_dtype=dtype,
   )
-  _check_sliding_window(values, family, path, config.max_length)
-  return config
 
 
 def describe_unused_keys(folder: Path) -> str:
@@ -88,13 +91,30 @@ def describe_unused_keys(folder: Path) -> str:
   Raises:
     UserError: the model is not supported.
   """
-  values = read_json(folder, "config.json")
   path = str(folder / "config.json")
-  names = unused_keys(values, set(_family(values, path).optional_biases))
+  names = unused_keys(*_text_values(read_json(folder, "config.json"), path))
   if not names:
     return ""
   listed = ", ".join(map(printable, names[:MAX_NAMES])) + (" ..." if len(names) > MAX_NAMES else "")
   return f"{path!r} has {len(names)} key(s) that are not used: {listed}"
+
+
+def is_multimodal(values: dict[str, Any]) -> bool:
+  """Returns whether a config.json is that of a model with other parts than its text model."""
+  return isinstance(kind := values.get("model_type"), str) and kind in MULTIMODAL
+
+
+def _text_values(values: dict[str, Any], path: str) -> tuple[dict[str, Any], Family]:
+  """Returns the settings of the text model, with the defaults of its family."""
+  if is_multimodal(values):
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+      raise UserError(f"{path!r} has text_config = {shown(text)}; it must be an object")
+    code = {key: value for key, value in values.items() if key == "auto_map"}
+    values = {"model_type": MULTIMODAL[values["model_type"]]} | code | text
+  family = _family(values, path)
+  given = {key: value for key, value in values.items() if value is not None or key in NULLABLE}
+  return {**family.defaults, **given}, family
 
 
 def _family(values: dict[str, Any], path: str) -> Family:
@@ -107,6 +127,8 @@ def _family(values: dict[str, Any], path: str) -> Family:
     kinds = [
       f"{kind} are not supported; " for key, kind in KINDS_OF_MODELS.items() if key in values
     ]
+    if isinstance(model_type, str) and model_type in NOT_COVERED:
+      kinds = [f"not supported: {NOT_COVERED[model_type]}; "]
     raise UserError(
       f"{path!r} has model_type {shown(model_type)}; {''.join(kinds[:1])}"
       f"supported are {', '.join(FAMILIES)}"
@@ -114,22 +136,79 @@ def _family(values: dict[str, Any], path: str) -> Family:
   return FAMILIES[model_type]
 
 
-def _check_layer_types(values: dict[str, Any], layers: int, path: str) -> None:
-  kinds = values.get("layer_types")
-  if kinds is None:
-    return
-  if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-    raise UserError(f"{path!r} has layer_types other than full_attention, the only supported type")
-  if len(kinds) != layers:
+def _kinds(
+  values: dict[str, Any],
+  family: Family,
+  layers: int,
+  local_theta: float | None,
+  path: str,
+  max_length: int,
+) -> list[LayerKind]:
+  """Returns the kind of each layer. A window of `max_length` or more is none."""
+  window = None
+  if family.has_windows and values.get("sliding_window") is not None:
+    window = size(values, "sliding_window", path)
+    window = window if window < max_length else None
+  windowed = LayerKind(window, rope_theta=local_theta)
+  types = {FULL: LayerKind()} | ({SLIDING: windowed} if family.has_windows else {})
+  interval = family.full_interval
+  if "sliding_window_pattern" in family.keys and "sliding_window_pattern" in values:
+    interval = _per_layer(values, "sliding_window_pattern", path)
+  of_layers = [FULL if interval and i % interval == 0 else SLIDING for i in range(1, layers + 1)]
+  given = values.get("layer_types")
+  if given is not None:
+    if not isinstance(given, list) or any(kind not in types for kind in map(str, given)):
+      raise UserError(
+        f"{path!r} has layer_types = {shown(given)}; supported for {values['model_type']} are "
+        + " and ".join(types)
+      )
+    if len(given) != layers:
+      raise UserError(
+        f"{path!r} has {len(given)} layer_types for num_hidden_layers = {layers}; there must be "
+        "one per layer, or none"
+      )
+    if window and not family.full_interval and FULL in given:
+      raise UserError(f"{path!r} has layer_types, but a sliding_window for all layers; remove one")
+    of_layers = given
+  return [
+    dataclasses.replace(types[kind], rotates=rotates)
+    for kind, rotates in zip(of_layers, _rotates(values, family, layers, path), strict=True)
+  ]
+
+
+def _rotates(values: dict[str, Any], family: Family, layers: int, path: str) -> list[bool]:
+  """Returns which layers rotate queries and keys; `no_rope_layers` has 1 for those that do."""
+  if not family.no_rope_interval:
+    return [True] * layers
+  given = values.get("no_rope_layers")
+  if given is None:
+    interval = family.no_rope_interval
+    if "no_rope_layer_interval" in values:
+      interval = _per_layer(values, "no_rope_layer_interval", path)
+    return [i % interval != 0 for i in range(1, layers + 1)]
+  if not isinstance(given, list) or len(given) < layers or any(x not in (0, 1) for x in given):
     raise UserError(
-      f"{path!r} has {len(kinds)} layer_types for num_hidden_layers = {layers}; there must be one "
-      "per layer, or none"
+      f"{path!r} has no_rope_layers = {shown(given)}; there must be 0 or 1 for each layer"
     )
+  return [bool(x) for x in given[:layers]]
 
 
-def _kv_heads(values: dict[str, Any], heads: int, family: Family, path: str) -> int:
-  absent = family.kv_heads if "num_key_value_heads" not in values else None
-  kv_heads = size(values, "num_key_value_heads", path, absent or heads)
+def _per_layer(values: dict[str, Any], key: str, path: str) -> int:
+  """Returns a number of layers after which something repeats."""
+  value = values[key]
+  if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    raise UserError(f"{path!r} has {key} = {shown(value)}; it must be an integer from 1")
+  return value
+
+
+def _query_scalar(values: dict[str, Any], path: str) -> float | None:
+  if "query_pre_attn_scalar" not in FAMILIES[values["model_type"]].defaults:
+    return None
+  return number(values, "query_pre_attn_scalar", path, ABOVE_0)
+
+
+def _kv_heads(values: dict[str, Any], heads: int, path: str) -> int:
+  kv_heads = size(values, "num_key_value_heads", path, heads)
   if heads % kv_heads:
     raise UserError(
       f"{path!r} has num_attention_heads = {heads}, which is not a multiple of "
@@ -138,31 +217,16 @@ def _kv_heads(values: dict[str, Any], heads: int, family: Family, path: str) -> 
   return kv_heads
 
 
-def _head_dim(values: dict[str, Any], width: int, heads: int, family: Family, path: str) -> int:
-  if values.get("head_dim") is None and not family.head_dim and width % heads:
+def _head_dim(values: dict[str, Any], width: int, heads: int, path: str) -> int:
+  if "head_dim" not in values and width % heads:
     raise UserError(
       f"{path!r} has hidden_size = {width}, which is not a multiple of num_attention_heads = "
       f"{heads}, and no head_dim"
     )
-  head_dim = size(values, "head_dim", path, family.head_dim or width // heads)
+  head_dim = size(values, "head_dim", path, width // heads)
   if head_dim % 2:
     raise UserError(f"{path!r} has head_dim = {head_dim}; it must be even for rotary positions")
   return head_dim
-
-
-def _check_sliding_window(
-  values: dict[str, Any], family: Family, path: str, max_length: int
-) -> None:
-  """Refuses a sliding window that is shorter than the longest sequence."""
-  if family.sliding_window is None:
-    return
-  window = values.get("sliding_window", family.sliding_window)
-  if window is not None and not (isinstance(window, int) and window >= max_length):
-    raise UserError(
-      f"{path!r} has a sliding window (sliding_window = {shown(window)}) below its context of "
-      f"{max_length}, which is not supported; to use the model for shorter texts only, lower "
-      "max_position_embeddings to the window"
-    )
 
 
 def _biases(values: dict[str, Any], family: Family, path: str) -> tuple[str, ...]:
@@ -176,7 +240,7 @@ def _biases(values: dict[str, Any], family: Family, path: str) -> tuple[str, ...
 
 def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
   """Returns the contents of config.json for weights stored as `dtype`."""
-  family = FAMILIES[config.model_type]
+  family = config.family
   values = {
     "architectures": [family.architecture],
     "model_type": config.model_type,
@@ -186,7 +250,7 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     "num_hidden_layers": config.layers,
     "num_attention_heads": config.heads,
     "num_key_value_heads": config.kv_heads,
-    "hidden_act": "silu",
+    family.activation_key: family.activation,
     "max_position_embeddings": config.context,
     "rms_norm_eps": config.norm_eps,
     "rope_theta": config.rope_theta,
@@ -199,10 +263,40 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
   }
   for key, matrices in family.optional_biases.items():
     values[key] = set(matrices) <= set(config.biases)
-  if family.head_dim or config.head_dim * config.heads != config.width:
+  if "head_dim" in family.defaults or config.head_dim * config.heads != config.width:
     values["head_dim"] = config.head_dim
   if config.rope_scaling:
     values["rope_scaling"] = write_rope(config.rope_scaling)
+  if config.query_scalar:
+    values["query_pre_attn_scalar"] = round(config.query_scalar)
+  return values | _written_kinds(config)
+
+
+def _written_kinds(config: ModelConfig) -> dict[str, Any]:
+  """Returns what config.json says of single layers, and of angles that not all layers have."""
+  family = config.family
+  kinds = config.layer_kinds
+  values: dict[str, Any] = {}
+  if family.no_rope_interval:
+    values["no_rope_layers"] = [int(kind.rotates) for kind in kinds]
+  if not family.has_windows:
+    return values
+  is_windowed = [kind.window is not None or kind.rope_theta is not None for kind in kinds]
+  windows = [kind.window or config.max_length for kind in kinds if kind != LayerKind()]
+  values["sliding_window"] = windows[0] if windows else None
+  if family.full_interval:
+    values["layer_types"] = [SLIDING if x else FULL for x in is_windowed]
+  if family.local_theta:
+    bases = [kind.rope_theta for kind in kinds if kind.rope_theta]
+    local = bases[0] if bases else config.rope_theta
+    full = write_rope(config.rope_scaling) if config.rope_scaling else {"rope_type": "default"}
+    full.pop("type", None)
+    if family.local_theta != "rope_theta":
+      values[family.local_theta] = local
+    values["rope_parameters"] = {
+      FULL: {**full, "rope_theta": config.rope_theta},
+      SLIDING: {"rope_type": "default", "rope_theta": local},
+    }
   return values
 
 

@@ -18,6 +18,7 @@ LARGEST_SIZES = {
   "intermediate_size": 2**24,
   "vocab_size": 2**24,
   "max_position_embeddings": 2**31 - 1,
+  "sliding_window": 2**31 - 1,
   "original_max_position_embeddings": 2**31 - 1,
 }
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from gtpo_jax.models.families import Family
 from gtpo_jax.models.hf.json_values import LARGEST_SIZES, shown
 from gtpo_jax.runtime.errors import UserError
 
 # Settings with only one implemented value. An absent or null setting has that value.
 SUPPORTED = {
   "use_sliding_window": False,
-  "hidden_act": "silu",
   "attention_dropout": 0.0,
   "partial_rotary_factor": 1.0,
   "rope_interleaved": False,
@@ -19,8 +19,11 @@ SUPPORTED = {
   "per_layer_config": None,
   "is_encoder_decoder": False,
   "add_cross_attention": False,
+  "attn_logit_softcapping": None,
+  "final_logit_softcapping": None,
+  "use_bidirectional_attention": False,
 }
-# Settings that `read_config` reads, besides the sizes and those of `Family.optional_biases`.
+# Settings that `read_config` reads, besides the sizes and those that a `Family` names.
 READ = {
   "model_type",
   "rms_norm_eps",
@@ -29,7 +32,6 @@ READ = {
   "rope_scaling",
   "rope_theta",
   "layer_types",
-  "sliding_window",
 }
 # Settings that do not change what these families compute: of the program that wrote the file, of
 # training from random weights, of other heads, and of generation.
@@ -53,9 +55,9 @@ _WITHOUT_EFFECT = """
 WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
 
 
-def check_supported(values: dict[str, Any], path: str) -> None:
-  """Raises UserError if a setting of `SUPPORTED` has another value."""
-  for key, supported in SUPPORTED.items():
+def check_supported(values: dict[str, Any], family: Family, path: str) -> None:
+  """Raises UserError if a setting of `SUPPORTED`, or the activation, has another value."""
+  for key, supported in (SUPPORTED | {family.activation_key: family.activation}).items():
     value = values.get(key)
     same = value == supported and isinstance(value, bool) == isinstance(supported, bool)
     if value is not None and not same:
@@ -63,12 +65,12 @@ def check_supported(values: dict[str, Any], path: str) -> None:
       raise UserError(f"{path!r} has {key} = {shown(value)}; only {only} supported")
 
 
-def unused_keys(values: dict[str, Any], optional_biases: set[str]) -> list[str]:
+def unused_keys(values: dict[str, Any], family: Family) -> list[str]:
   """Returns the keys that are not null and that nothing here reads or knows, sorted.
 
   Args:
     values: the contents of config.json.
-    optional_biases: the keys that say which matrices have a bias in models of this family.
+    family: of the model.
   """
-  known = READ | SUPPORTED.keys() | LARGEST_SIZES.keys() | WITHOUT_EFFECT | optional_biases
+  known = READ | SUPPORTED.keys() | LARGEST_SIZES.keys() | WITHOUT_EFFECT | family.known_keys
   return sorted(key for key, value in values.items() if value is not None and key not in known)

@@ -23,12 +23,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from gtpo_jax.models.config import DTYPES
-from gtpo_jax.models.hf.config_json import describe_unused_keys, read_config
+from gtpo_jax.models.formats.quantize import quantize
+from gtpo_jax.models.hf.config_json import describe_unused_keys, is_multimodal, read_config
 from gtpo_jax.models.hf.folder import find
+from gtpo_jax.models.hf.multimodal import split_names
 from gtpo_jax.models.hf.weights import read_hf
 from gtpo_jax.models.lora import without_lora
 from gtpo_jax.models.params import Params, declared_params, param_shardings, scale_path
-from gtpo_jax.models.quantize import quantize
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.distributed import is_first_process
 from gtpo_jax.runtime.errors import UserError, first_line
@@ -84,7 +85,7 @@ def read_params(model: Transformer, folder: Path) -> Params:
   replace = None
   params = {}
   names = []
-  for path, x in read_hf(without_lora(model), stored_tensors(folder)):
+  for path, x in read_hf(without_lora(model), _text_tensors(folder)):
     replace = replace or _quantizer(model)  # only now, since the sizes in config.json are right
     if not bool(finite(x)):
       names.append("/".join(path))
@@ -94,6 +95,14 @@ def read_params(model: Transformer, folder: Path) -> Params:
       f"the weights in {str(folder)!r} contain NaN or infinity, in {', '.join(sorted(names)[:8])}"
     )
   return unflatten_dict(params)
+
+
+def _text_tensors(folder: Path) -> dict[str, StoredTensor]:
+  """Returns the tensors of the text model, by their names in a folder of text only."""
+  tensors = stored_tensors(folder)
+  if not is_multimodal(read_json(folder, "config.json")):
+    return tensors
+  return {name: tensors[stored] for name, stored in split_names(tensors).text.items()}
 
 
 @functools.cache

@@ -6,13 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from gtpo_jax.models.attention.rope_scaling import Llama3Scaling, RopeScaling, Yarn
+from gtpo_jax.models.attention.rope_scaling import Linear, Llama3Scaling, RopeScaling, Yarn
+from gtpo_jax.models.families import Family
 from gtpo_jax.models.hf.json_values import number, shown, size
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import ABOVE_1
 from gtpo_jax.storage.files import printable
 
-DEFAULT_THETA = 10000.0  # of every family in Transformers
+FULL, SLIDING = ("full_attention", "sliding_attention")  # types of layers
+LOCAL_THETA = 1e4  # of layers with a window, if they have a key of their own
 SUPPORTED = {"partial_rotary_factor": 1.0, "truncate": True}
 
 
@@ -24,6 +26,7 @@ class RopeType(NamedTuple):
 
 
 ROPE_TYPES = {
+  "linear": RopeType(Linear, {"factor": "factor"}),
   "yarn": RopeType(
     Yarn,
     {
@@ -46,7 +49,39 @@ ROPE_TYPES = {
 }
 
 
-def read_rope(values: dict[str, Any], path: str, context: int) -> tuple[float, RopeScaling | None]:
+def read_ropes(
+  values: dict[str, Any], family: Family, path: str, context: int
+) -> tuple[float, RopeScaling | None, float | None]:
+  """Returns `read_rope` of the layers, and the base of layers with a window if it is their own.
+
+  Raises:
+    UserError: as there; or the angles within windows are scaled.
+  """
+  both = values.get("rope_parameters")
+  key = family.local_theta
+  if not key:
+    return *read_rope(values, path, context, family.rope_theta), None
+  local = {} if both and key == "rope_theta" else {"rope_theta": values.get(key)}
+  if both is not None:
+    if not isinstance(both, dict) or both.keys() - {FULL, SLIDING}:
+      raise UserError(
+        f"{path!r} has rope_parameters = {shown(both)}; there must be objects for {FULL} and "
+        f"{SLIDING}"
+      )
+    local |= {"rope_parameters": both.get(SLIDING)}
+    values = values | {"rope_parameters": both.get(FULL)}
+  theta, scaling = read_rope(values, path, context, family.rope_theta)
+  default = theta if key == "rope_theta" else LOCAL_THETA
+  local_theta, local_scaling = read_rope(local, path, context, default)
+  if local_scaling:
+    raise UserError(f"{path!r} has RoPE scaling of layers with a window, which is not supported")
+  is_own = scaling is not None or local_theta != theta
+  return theta, scaling, local_theta if is_own else None
+
+
+def read_rope(
+  values: dict[str, Any], path: str, context: int, default: float
+) -> tuple[float, RopeScaling | None]:
   """Returns the base of the rotary angles, and their scaling or None.
 
   Older files have `rope_scaling` and `rope_theta`, newer ones `rope_parameters`.
@@ -55,6 +90,7 @@ def read_rope(values: dict[str, Any], path: str, context: int) -> tuple[float, R
     values: the contents of config.json.
     path: the file, for the message of an error.
     context: positions that the model was trained for.
+    default: the base if there is none.
 
   Raises:
     UserError: a setting is not supported or out of bounds.
@@ -66,7 +102,7 @@ def read_rope(values: dict[str, Any], path: str, context: int) -> tuple[float, R
   older = values.get("rope_scaling") or {}
   if newer and older and not _same(newer, older, values.get("rope_theta")):
     raise UserError(f"{path!r} has rope_parameters and rope_scaling, which differ; keep one")
-  theta = _theta((values, newer, older), path)
+  theta = _theta((values, newer, older), path, default)
   scaling = older or newer
   kind = _kind(scaling)
   if kind not in ("default", *ROPE_TYPES):
@@ -142,7 +178,7 @@ def _scaling(
     raise UserError(f"{path!r} has RoPE scaling that has no meaning: {error}") from None
 
 
-def _theta(objects: tuple[dict[str, Any], ...], path: str) -> float:
+def _theta(objects: tuple[dict[str, Any], ...], path: str, default: float) -> float:
   thetas = [
     number(values, "rope_theta", path, ABOVE_1)
     for values in objects
@@ -150,7 +186,7 @@ def _theta(objects: tuple[dict[str, Any], ...], path: str) -> float:
   ]
   if any(theta != thetas[0] for theta in thetas[1:]):
     raise UserError(f"{path!r} has several rope_theta: {', '.join(map(str, thetas))}; keep one")
-  return thetas[0] if thetas else DEFAULT_THETA
+  return thetas[0] if thetas else default
 
 
 def write_rope(scaling: RopeScaling) -> dict[str, Any]:

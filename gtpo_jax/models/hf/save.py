@@ -9,13 +9,16 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.hf.atomic_folder import atomic_folder
-from gtpo_jax.models.hf.config_json import source_defaults, to_hf_config
+from gtpo_jax.models.hf.config_json import is_multimodal, source_defaults, to_hf_config
+from gtpo_jax.models.hf.load import DTYPE_CODES as NUMPY_NAMES
+from gtpo_jax.models.hf.load import stored_tensors
+from gtpo_jax.models.hf.multimodal import PROCESSOR_FILES, TEXT_MODULE, split_names
 from gtpo_jax.models.hf.tokenizer import save_tokenizer
 from gtpo_jax.models.hf.weights import (
   LAYER_MODULES,
@@ -27,13 +30,14 @@ from gtpo_jax.models.hf.weights import (
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.storage.files import read_json
 from gtpo_jax.storage.paths import storage_path
 
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerBase
 
 SHARD_BYTES = 5 * 10**9  # default of Transformers
-DTYPE_CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # safetensors' names
+DTYPE_CODES = {name: code for code, name in NUMPY_NAMES.items()}
 
 
 def save(
@@ -65,7 +69,7 @@ def save(
     stop: token ids that end a completion, written to generation_config.json together with the
       tokenizer's end token.
     source: the Hugging Face folder that the model came from; its beginning-of-text id and its
-      sampling defaults are kept. None if there is none.
+      sampling defaults are kept, and what it has besides a text model. None if there is none.
     files: additional files by name, such as README.md; texts, or bytes.
     shard_bytes: the most bytes of tensors in one file.
 
@@ -77,17 +81,52 @@ def save(
   if dtype not in DTYPES:
     raise UserError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
   defaults = source_defaults(source) if source else ({}, {})
-  shapes = hf_shapes(model)
+  stored = {name: Stored(dtype, shape) for name, shape in hf_shapes(model).items()}
   tensors = _cast(hf_from_params(model, params), dtype)
+  whole = None
+  if source and is_multimodal(values := read_json(source, "config.json")):
+    whole = values
+    stored, tensors = _with_other_parts(source, stored, tensors)
   with atomic_folder(storage_path(folder)) as out:
     if out is None:
       collections.deque(tensors, maxlen=0)  # the first process needs our shards of each tensor
       return
-    _write_weights(out, shapes, tensors, dtype, shard_bytes)
-    _write_configs(out, model.config, dtype, tokenizer, stop, defaults)
+    _write_weights(out, stored, tensors, shard_bytes)
+    _write_configs(out, model.config, dtype, tokenizer, stop, defaults, whole)
+    for name in PROCESSOR_FILES if whole else ():
+      if (source / name).exists():
+        (out / name).write_text((source / name).read_text(encoding="utf-8"), encoding="utf-8")
     if tokenizer is not None:
       save_tokenizer(tokenizer, out)
     write_files(out, files)
+
+
+class Stored(NamedTuple):
+  """A tensor of a file."""
+
+  dtype: str  # NumPy's name
+  shape: tuple[int, ...]
+
+  @property
+  def bytes(self) -> int:
+    """Its size in the file."""
+    return math.prod(self.shape) * np.dtype(DTYPES[self.dtype]).itemsize
+
+
+def _with_other_parts(
+  source: Path, stored: Mapping[str, Stored], tensors: Iterator[tuple[str, np.ndarray]]
+) -> tuple[dict[str, Stored], Iterator[tuple[str, np.ndarray]]]:
+  """Names the text model's tensors as the source does, and adds the source's other tensors."""
+  found = stored_tensors(source)
+  parts = split_names(found)
+  others = {
+    name: Stored(NUMPY_NAMES[found[name].dtype], found[name].shape) for name in parts.others
+  }
+  whole = lambda name: found[name][tuple(slice(None) for _ in found[name].shape)]
+  renamed = ((parts.text[name], x) for name, x in tensors)
+  carried = ((name, np.ascontiguousarray(whole(name))) for name in others)
+  text = {parts.text[name]: entry for name, entry in stored.items()}
+  return text | others, itertools.chain(renamed, carried)
 
 
 def save_adapter(
@@ -96,6 +135,7 @@ def save_adapter(
   folder: str | Path,
   base: str,
   files: Mapping[str, str | bytes] | None = None,
+  source: Path | None = None,
 ) -> None:
   """Writes only the adapters, as a folder that `peft` loads onto the model `base`.
 
@@ -105,6 +145,7 @@ def save_adapter(
     folder: a folder that does not exist yet or is empty.
     base: path or hub id of the model without adapters.
     files: additional files by name.
+    source: the folder of that model; None if it is a text model.
 
   Raises:
     UserError: the model has no adapters, or the folder is not empty or cannot be written.
@@ -118,9 +159,14 @@ def save_adapter(
     tensors = hf_from_adapters(model, params)
     if out is None:
       return
-    shapes = {name: x.shape for name, x in tensors.items()}
-    _write_tensors(out / "adapter_model.safetensors", shapes, tensors.items(), "float32")
     modules = [LAYER_MODULES[module].split(".")[-1] for module in adapted_modules(model.config)]
+    targets: Any = modules
+    if source and is_multimodal(read_json(source, "config.json")):
+      targets = rf".*\.{TEXT_MODULE}\..*\.({'|'.join(modules)})"  # others have the same names
+      inner = f".{TEXT_MODULE}.layers."
+      tensors = {name.replace(".layers.", inner, 1): x for name, x in tensors.items()}
+    stored = {name: Stored("float32", x.shape) for name, x in tensors.items()}
+    _write_tensors(out / "adapter_model.safetensors", stored, tensors.items())
     _write_json(
       out / "adapter_config.json",
       {
@@ -133,7 +179,7 @@ def save_adapter(
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": modules,
+        "target_modules": targets,
       },
     )
     write_files(out, files)
@@ -159,14 +205,22 @@ def _write_configs(
   tokenizer: PreTrainedTokenizerBase | None,
   stop: Collection[int],
   defaults: tuple[dict[str, Any], dict[str, Any]],
+  whole: dict[str, Any] | None,
 ) -> None:
-  """Writes config.json and generation_config.json, which start from the source's `defaults`."""
+  """Writes config.json and generation_config.json, which start from the source's `defaults`.
+
+  If the source has other parts than text, `whole` is its config.json.
+  """
   eos = None if tokenizer is None else tokenizer.eos_token_id
   pad = None if tokenizer is None else tokenizer.pad_token_id
   if pad is None:
     pad = eos  # as Transformers does, with a warning
   bos = None if tokenizer is None else tokenizer.bos_token_id
-  model = to_hf_config(config, dtype) | defaults[0]
+  model = to_hf_config(config, dtype)
+  if whole:
+    text = {key: value for key, value in model.items() if key != "architectures"}
+    model = whole | {"text_config": text}
+  model |= defaults[0]
   generation = dict(defaults[1])
   if bos is not None:
     model["bos_token_id"] = bos
@@ -186,36 +240,32 @@ def _write_configs(
 
 def _write_weights(
   out: Path,
-  shapes: Mapping[str, tuple[int, ...]],
+  stored: Mapping[str, Stored],
   tensors: Iterator[tuple[str, np.ndarray]],
-  dtype: str,
   shard_bytes: int,
 ) -> None:
   """Writes all tensors to files of at most `shard_bytes`, with an index if there are several."""
-  shards: list[dict[str, tuple[int, ...]]] = [{}]
-  for name, shape in shapes.items():
-    if shards[-1] and _size({**shards[-1], name: shape}, dtype) > shard_bytes:
+  shards: list[dict[str, Stored]] = [{}]
+  for name, entry in stored.items():
+    if shards[-1] and _size({**shards[-1], name: entry}) > shard_bytes:
       shards.append({})
-    shards[-1][name] = shape
+    shards[-1][name] = entry
   weight_map = {}
   for i, shard in enumerate(shards):
     file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
     if len(shards) == 1:
       file = "model.safetensors"
-    _write_tensors(out / file, shard, itertools.islice(tensors, len(shard)), dtype)
+    _write_tensors(out / file, shard, itertools.islice(tensors, len(shard)))
     weight_map |= dict.fromkeys(shard, file)
   if len(shards) > 1:
     _write_json(
       out / "model.safetensors.index.json",
-      {"metadata": {"total_size": _size(shapes, dtype)}, "weight_map": weight_map},
+      {"metadata": {"total_size": _size(stored)}, "weight_map": weight_map},
     )
 
 
 def _write_tensors(
-  file: Path,
-  shapes: Mapping[str, tuple[int, ...]],
-  tensors: Iterable[tuple[str, np.ndarray]],
-  dtype: str,
+  file: Path, stored: Mapping[str, Stored], tensors: Iterable[tuple[str, np.ndarray]]
 ) -> None:
   """Writes a safetensors file one tensor at a time; the library's writer needs all of them at once.
 
@@ -223,10 +273,11 @@ def _write_tensors(
   """
   header = {"__metadata__": {"format": "pt"}}
   end = 0
-  for name, shape in shapes.items():
+  for name, entry in stored.items():
     start = end
-    end = start + _size({name: shape}, dtype)
-    header[name] = {"dtype": DTYPE_CODES[dtype], "shape": shape, "data_offsets": (start, end)}
+    end = start + entry.bytes
+    code = DTYPE_CODES[entry.dtype]
+    header[name] = {"dtype": code, "shape": entry.shape, "data_offsets": (start, end)}
   text = json.dumps(header).encode()
   text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
   with file.open("wb") as opened:
@@ -235,9 +286,9 @@ def _write_tensors(
       opened.write(x.view(np.uint8).data)
 
 
-def _size(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> int:
-  """Returns the number of bytes of tensors of these shapes."""
-  return sum(map(math.prod, shapes.values())) * np.dtype(DTYPES[dtype]).itemsize
+def _size(stored: Mapping[str, Stored]) -> int:
+  """Returns the number of bytes of tensors."""
+  return sum(entry.bytes for entry in stored.values())
 
 
 def write_files(out: Path, files: Mapping[str, str | bytes] | None) -> None:

@@ -17,9 +17,9 @@ from flax.traverse_util import flatten_dict
 
 from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.declaration import KINDS, Declaration, Kind
-from gtpo_jax.models.families import FAMILIES
+from gtpo_jax.models.kinds import LayerPlace
 from gtpo_jax.models.lora import merge_lora, without_lora
-from gtpo_jax.models.params import Params, abstract_params, declared_params
+from gtpo_jax.models.params import Params, abstract_params, at_path, declared_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.errors import UserError
@@ -43,10 +43,12 @@ LAYER_MODULES: dict[str, str] = {
   "o": "self_attn.o_proj",
   "q_norm": "self_attn.q_norm",
   "k_norm": "self_attn.k_norm",
+  "attention_post_norm": "post_attention_layernorm",
   "mlp_norm": "post_attention_layernorm",
   "gate": "mlp.gate_proj",
   "up": "mlp.up_proj",
   "down": "mlp.down_proj",
+  "mlp_post_norm": "post_feedforward_layernorm",
 }
 LAYER_LEAVES: dict[str, str] = {"scale": "weight", "kernel": "weight", "bias": "bias"}
 
@@ -61,7 +63,7 @@ class HFTensor(NamedTuple):
   name: str
   shape: tuple[int, ...]
   path: tuple[str, ...]  # the path of our parameter
-  layer: int | None  # index into the stacked parameter; None outside the layers
+  layer: LayerPlace | None  # where its layer is; None outside the layers
   layout: StoredLayout
 
 
@@ -124,26 +126,28 @@ def hf_tensors(model: Transformer) -> list[HFTensor]:
   """
   declared: dict[tuple[str, ...], Declaration] = flatten_dict(declared_params(without_lora(model)))
   layer_names = {
-    ("layers", module, leaf): f"{hf_module}.{suffix}"
-    for module, hf_module in LAYER_MODULES.items()
+    (module, leaf): f"{hf_module}.{suffix}"
+    for module, hf_module in (LAYER_MODULES | model.config.family.modules).items()
     for leaf, suffix in LAYER_LEAVES.items()
   }
-  if unnamed := declared.keys() - OUTER_NAMES.keys() - layer_names.keys():
-    paths = ", ".join(sorted("/".join(path) for path in unnamed))
-    raise ValueError(f"no Hugging Face name for {paths}; add it to LAYER_MODULES or OUTER_NAMES")
+  places = model.config.places
+  paths = {(*place.path, *leaf) for place in places for leaf in layer_names}
+  if unnamed := declared.keys() - OUTER_NAMES.keys() - paths:
+    names = ", ".join(sorted("/".join(path) for path in unnamed))
+    raise ValueError(f"no Hugging Face name for {names}; add it to LAYER_MODULES or OUTER_NAMES")
 
-  def tensor(name: str, path: tuple[str, ...], layer: int | None) -> HFTensor:
+  def tensor(name: str, path: tuple[str, ...], place: LayerPlace | None) -> HFTensor:
     shape = declared[path].value.shape
-    shape = shape if layer is None else shape[1:]
+    shape = shape if place is None else shape[1:]
     layout = StoredLayout(KINDS[path[-1]], shape, declared[path].inputs)
-    return HFTensor(name, layout.stored_shape, path, layer, layout)
+    return HFTensor(name, layout.stored_shape, path, place, layout)
 
   outer = [tensor(name, path, None) for path, name in OUTER_NAMES.items() if path in declared]
   layers = [
-    tensor(f"model.layers.{layer}.{name}", path, layer)
-    for layer in range(model.config.layers)
-    for path, name in layer_names.items()
-    if path in declared
+    tensor(f"model.layers.{layer}.{name}", (*place.path, *leaf), place)
+    for layer, place in enumerate(places)
+    for leaf, name in layer_names.items()
+    if (*place.path, *leaf) in declared
   ]
   return outer + layers
 
@@ -250,7 +254,7 @@ def _named_settings(config: ModelConfig) -> dict[str, Any]:
   """Returns the settings of config.json that decide which tensors there are."""
   biases = {
     key: set(matrices) <= set(config.biases)
-    for key, matrices in FAMILIES[config.model_type].optional_biases.items()
+    for key, matrices in config.family.optional_biases.items()
   }
   return {"model_type": config.model_type, "tie_word_embeddings": config.tied, **biases}
 
@@ -307,26 +311,27 @@ def hf_from_params(model: Transformer, params: Params) -> Iterator[tuple[str, np
   weights = {}
   for entry in hf_tensors(model):
     if entry.layer is None:
-      value = fetch(_at(params, entry.path))
+      value = fetch(at_path(params, entry.path))
     else:
       if entry.layer != current:
         current = entry.layer
-        weights = {"layers": merged_layer(params["layers"], current)}
-      value = np.asarray(_at(weights, entry.path).addressable_data(0))
+        weights = merged_layer(at_path(params, current.path), current.index)
+      leaf = entry.path[len(current.path) :]
+      value = np.asarray(at_path(weights, leaf).addressable_data(0))
     yield entry.name, entry.layout.to_stored(value)
 
 
 def hf_from_adapters(model: Transformer, params: Params) -> dict[str, np.ndarray]:
   """Returns the adapters under PEFT's names: lora_A [rank, inputs] and lora_B [outputs, rank]."""
-  declared = declared_params(model)["layers"]
+  declared = declared_params(model)
   out = {}
-  for layer in range(model.config.layers):
+  for layer, (path, index) in enumerate(model.config.places):
     for module in adapted_modules(model.config):
       stem = f"base_model.model.model.layers.{layer}.{LAYER_MODULES[module]}"
       for leaf, name in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
-        declaration = declared[module][leaf]
+        declaration = at_path(declared, (*path, module, leaf))
         layout = StoredLayout(KINDS[leaf], declaration.value.shape[1:], declaration.inputs)
-        value = fetch(params["layers"][module][leaf][layer])
+        value = fetch(at_path(params, (*path, module, leaf))[index])
         out[f"{stem}.{name}.weight"] = layout.to_stored(value)
   return out
 
@@ -334,9 +339,3 @@ def hf_from_adapters(model: Transformer, params: Params) -> dict[str, np.ndarray
 def adapted_modules(config: ModelConfig) -> list[str]:
   """Returns the modules that have adapters, in the order of `LAYER_MODULES`."""
   return [module for module in LAYER_MODULES if module in config.lora.targets]
-
-
-def _at(params: Params, path: tuple[str, ...]) -> jax.Array:
-  for key in path:
-    params = params[key]
-  return params

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gtpo_jax.models.attention.rope import Rope, rotate_new
+from gtpo_jax.models.attention.rope import rotate_new
 from gtpo_jax.models.attention.sources import (
   KV,
   MaskedKV,
@@ -21,7 +21,7 @@ from gtpo_jax.models.attention.sources import (
   partial_attention,
 )
 from gtpo_jax.models.config import DTYPES
-from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.models.transformer import Ropes, Transformer, rope_of
 from gtpo_jax.sampling.cache import (
   CachedAttention,
   States,
@@ -68,7 +68,7 @@ class DenseCache:
       scale,
       scale,
     )
-    return [constrain_kv(self.model, kv) for _ in range(c.layers)]
+    return [constrain_kv(self.model, kv) for _ in c.layer_kinds]
 
   def prompts_of(self, kv: DenseKV) -> DenseKV:
     """Returns `kv` without the slots' arrays, whose length varies."""
@@ -138,30 +138,35 @@ class DenseCache:
       jnp.zeros((slots, 1, c.kv_heads, c.head_dim, positions), dtype),
       jnp.zeros((slots, 1, c.kv_heads, positions, c.head_dim), dtype),
     )
-    return [constrain_kv(self.model, kv)] * c.layers
+    return [constrain_kv(self.model, kv)] * len(c.layer_kinds)
 
   def attention(
-    self, kv: DenseKV, tables: DenseTables, generated: jax.Array, rope: Rope
+    self, kv: DenseKV, tables: DenseTables, generated: jax.Array, ropes: Ropes
   ) -> CachedAttention:
     """Returns how slots attend to their prompts, their generated positions and the chunk."""
     p = kv.prompts[0].v.shape[3]
     w = kv.slots[0].v.shape[3]
     prompt_mask = (jnp.arange(p) >= p - tables.entry_lengths[:, None])[:, None, None]
     slot_mask = (jnp.arange(w) < generated[:, None])[:, None, None]
+    kinds = self.model.config.layer_kinds
     precision = self.model.config.matmul_precision
     own_mask = jnp.ones((1, 1, 1, 1), bool)
 
     def attend(
       layer: int, q: jax.Array, new: KV, chunk: KV, step: jax.Array
     ) -> tuple[jax.Array, KV]:
-      q, new = rotate_new(q, new, rope, step)
+      kind = kinds[layer]
+      q, new = rotate_new(q, new, rope_of(kind, ropes), step)
       # The new position is a source of its own: if the chunk were read after it is written, XLA
       # would copy the chunk once more.
       chunk_mask = (jnp.arange(chunk.v.shape[3]) < step)[None, None, None]
+      masks = (prompt_mask, slot_mask, chunk_mask)
+      if kind.window:
+        masks = self._within_window(masks, tables, generated, step, kind.window)
       parts = [
-        _attend_prompts(self.model, q, MaskedKV(kv.prompts[layer], prompt_mask), tables),
-        partial_attention(q, MaskedKV(kv.slots[layer], slot_mask), precision),
-        partial_attention(q, MaskedKV(chunk, chunk_mask), precision),
+        _attend_prompts(self.model, q, MaskedKV(kv.prompts[layer], masks[0]), tables),
+        partial_attention(q, MaskedKV(kv.slots[layer], masks[1]), precision),
+        partial_attention(q, MaskedKV(chunk, masks[2]), precision),
         partial_attention(q, MaskedKV(new, own_mask), precision),
       ]
       write = lambda old, new, axis: jax.lax.dynamic_update_slice_in_dim(old, new, step, axis)
@@ -169,6 +174,26 @@ class DenseCache:
       return merge_partials(parts).astype(q.dtype), chunk
 
     return attend
+
+  def _within_window(
+    self,
+    masks: tuple[jax.Array, jax.Array, jax.Array],
+    tables: DenseTables,
+    generated: jax.Array,
+    step: jax.Array,
+    window: int,
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Masks what is `window` positions or more before the new one, of prompts, slots and chunk."""
+    place = generated + step  # i32[s], of the new position in its completion
+    seen = lambda size, place: jnp.arange(size) > place - window
+    prompts, slots, chunk = (mask.shape[-1] for mask in masks)
+    of_slots = gather_rows(self.model, place, tables.slot_table.reshape(-1))
+    after_prompt = prompts + of_slots.reshape(*tables.slot_table.shape, 1, 1)
+    return (
+      masks[0] & seen(prompts, after_prompt),
+      masks[1] & seen(slots, place[:, None, None, None]),
+      masks[2] & seen(chunk, step),
+    )
 
   def append(
     self, kv: DenseKV, chunk: list[KV], tables: DenseTables, generated: jax.Array

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from gtpo_jax.models.attention.rope import Rope
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.config import DTYPES
-from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.models.transformer import Ropes, Transformer, rope_of
 from gtpo_jax.runtime.mesh import constrain, partition_spec
 from gtpo_jax.sampling.cache import CachedAttention, from_position, head_axis, quantise
 from gtpo_jax.sampling.paged.attention import paged_attention
@@ -50,7 +49,7 @@ class PagedCache:
     scale = jnp.zeros((pages, c.kv_heads, 2, self.page), jnp.float32) if is_int8 else None
     axes = ("batch", head_axis(self.model))
     split = lambda x: constrain(x, self.model.mesh, *axes)
-    return [jax.tree.map(split, Pages(kv, scale)) for _ in range(c.layers)]
+    return [jax.tree.map(split, Pages(kv, scale)) for _ in c.layer_kinds]
 
   def prompts_of(self, kv: list[Pages]) -> list[Pages]:
     """Returns the pool: prompts may be in any page."""
@@ -103,18 +102,22 @@ class PagedCache:
     c = self.model.config
     positions = max(pl.next_power_of_2(positions), SMALLEST_CHUNK)  # as the GPU kernel needs it
     buffer = jnp.zeros((slots, c.kv_heads, positions, 2 * c.head_dim), DTYPES[c.compute_dtype])
-    return [constrain(buffer, self.model.mesh, "batch", head_axis(self.model))] * c.layers
+    buffer = constrain(buffer, self.model.mesh, "batch", head_axis(self.model))
+    return [buffer] * len(c.layer_kinds)
 
   def attention(
-    self, kv: list[Pages], tables: PageTables, generated: jax.Array, rope: Rope
+    self, kv: list[Pages], tables: PageTables, generated: jax.Array, ropes: Ropes
   ) -> CachedAttention:
     """Returns how slots attend to their prompts, their generated positions and the chunk."""
 
     def attend(
       layer: int, q: jax.Array, new: KV, chunk: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-      position = NewPosition(q, new, rope, step)
-      return paged_attention(self.model, position, kv[layer], chunk, tables, self.kernel)
+      kind = self.model.config.layer_kinds[layer]
+      position = NewPosition(q, new, rope_of(kind, ropes), step)
+      return paged_attention(
+        self.model, position, kv[layer], chunk, tables, self.kernel, kind.window
+      )
 
     return attend
 

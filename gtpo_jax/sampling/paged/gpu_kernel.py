@@ -9,7 +9,7 @@ would cost a launch and a pass through memory each, which takes longer than what
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +38,7 @@ def attend_on_gpu(
   *,
   precision: str,
   interpret: bool,
+  window: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Runs the kernel on one device's slots, pages and heads.
 
@@ -49,6 +50,7 @@ def attend_on_gpu(
     precision: that of the products, as `ModelConfig.matmul_precision`; float32 is multiplied in
       TF32 unless it is "highest".
     interpret: whether to interpret the kernel.
+    window: the most positions that a query attends to, its own included; None for all before it.
 
   Returns:
     The attention [s, 1, h, 1, e], 0 where a slot is not running; and the chunk with the new
@@ -59,7 +61,7 @@ def attend_on_gpu(
   prompts, completions = tables.prompts, tables.completions
   # The projections end in one array, which the compiler writes in one pass.
   projected = jnp.concatenate([x.reshape(s, -1, e) for x in (new.q, new.kv.k, new.kv.v)], axis=1)
-  angles = [x.reshape(s, -1, e // 2) for x in new.rope]
+  angles = [x.reshape(s, -1, e // 2) for x in new.rope or ()]
   sources = [pages.kv] if pages.scale is None else [pages.kv, pages.scale]
   row_of = lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda i, j: (i, *[0] * (x.ndim - 1)))
   whole = lambda x: pl.BlockSpec(x.shape, lambda i, j: (0,) * x.ndim)
@@ -68,7 +70,7 @@ def attend_on_gpu(
   shared = [*past, new.step.reshape(1), *angles, projected, *sources, chunk]
   inputs = [prompts.count, *by_row, *shared]
   attended, chunk = pl.pallas_call(
-    functools.partial(_kernel, precision),
+    functools.partial(_kernel, precision, window, len(angles)),
     grid=(len(prompts.start), k),
     in_specs=[whole(prompts.count), *map(row_of, by_row), *map(whole, shared)],
     out_specs=[pl.BlockSpec((s, k, h // k, e), lambda i, j: (0, 0, 0, 0)), whole(chunk)],
@@ -107,14 +109,16 @@ class _Source(NamedTuple):
   kv: Any  # [names, k, positions, 2e]
   scale: list[Any]  # f32[names, k, 2, positions], of int8 keys and values
   name: Callable[[int, jax.Array], jax.Array]  # (member, page) -> the index in `kv`
-  start: Any  # i32[], the first valid position
+  starts: list[Any]  # i32[] for each member of the row, or one for all: the first valid position
   ends: list[jax.Array]  # i32[] for each member of the row, or one for all
+  begins: Sequence[jax.Array] = ()  # i32[] for each member of one for all, where its window begins
 
 
-def _kernel(precision: str, count, *refs) -> None:
+def _kernel(precision: str, window: int | None, angles: int, count, *refs) -> None:
   """Computes one key/value head of one row, or the result of slots that are not running."""
-  slots, pages, start, end, past_pages, past_end, past_row, *arrays = refs
-  step, cos, sin, projected, kv, *scale, chunk, attended, chunk_out = arrays
+  slots, pages, start, end, past_pages, past_end, past_row, step, *arrays = refs
+  cos_sin, arrays = arrays[:angles], arrays[angles:]
+  projected, kv, *scale, chunk, attended, chunk_out = arrays
   kv_heads, r, e = attended.shape[1:]
   members = range(slots.shape[0])
   head = pl.program_id(1)
@@ -133,7 +137,7 @@ def _kernel(precision: str, count, *refs) -> None:
 
   @pl.when(pl.program_id(0) < count[0])
   def _() -> None:
-    rotate = functools.partial(_rotate, cos=cos, sin=sin, step=step[0])
+    rotate = functools.partial(_rotate, cos_sin=cos_sin, step=step[0])
     load = lambda i, slot, x: projected.at[slot, i, x][...]
     q = lambda x: triton.load(projected.at[slot, head * r + query, x], mask=is_query, other=0.0)
     k = functools.partial(load, kv_heads * r + head)
@@ -156,10 +160,19 @@ def _kernel(precision: str, count, *refs) -> None:
     state = _Softmax(score, jnp.ones_like(score), float32(new_v))
     past = [past_row[slots[m]] for m in members]
     past_ends = [jnp.where(row < 0, 0, past_end[jnp.maximum(row, 0)]) for row in past]
+    of_past = lambda m, page: past_pages[jnp.maximum(past[m], 0), page]
+    starts, past_starts, chunk_start = [start[0]], [0], 0
+    begins = ()
+    if window:
+      chunk_start = step[0] + 1 - window
+      begins = [end[0] + x + chunk_start for x in past_ends]
+      starts = [jnp.maximum(start[0], functools.reduce(jnp.minimum, begins))]
+      past_starts = [jnp.maximum(x + chunk_start, 0) for x in past_ends]
+      chunk_start = jnp.maximum(chunk_start, 0)
     for source in (
-      _Source(kv, scale, lambda m, page: pages[page], start[0], [end[0]]),
-      _Source(kv, scale, lambda m, page: past_pages[jnp.maximum(past[m], 0), page], 0, past_ends),
-      _Source(chunk, [], lambda m, page: slots[m], 0, [step[0] for m in members]),
+      _Source(kv, scale, lambda m, page: pages[page], starts, [end[0]], begins),
+      _Source(kv, scale, of_past, past_starts, past_ends),
+      _Source(chunk, [], lambda m, page: slots[m], [chunk_start], [step[0] for m in members]),
     ):
       state = _attend(rows, source, state)
     out = (state.weighted_values / state.weight_sum).astype(attended.dtype)
@@ -171,13 +184,15 @@ def _rotate(
   slot: jax.Array,
   feature: jax.Array,
   *,
-  cos: Any,
-  sin: Any,
+  cos_sin: Sequence[Any],
   step: jax.Array,
 ) -> jax.Array:
   """Returns what `load` reads at the features, rotated by its slot's angles; see `rope.rotate`."""
   e = feature.size
   x = load(feature)
+  if not cos_sin:
+    return x
+  cos, sin = cos_sin
   partner = load(jax.lax.rem(feature + e // 2, e)).astype(jnp.float32)
   angle = jax.lax.rem(feature, e // 2)
   sign = jnp.where(feature < e // 2, -1.0, 1.0)
@@ -188,22 +203,30 @@ def _rotate(
 
 def _attend(rows: _Queries, source: _Source, state: _Softmax) -> _Softmax:
   """Adds a source to the softmax, a block of positions at a time."""
-  kv, scale, name_of, start, ends = source
+  kv, scale, name_of, starts, ends, begins = source
   dtype = rows.q.dtype
   page, features = kv.shape[2:]
   e = features // 2
   block = min(BLOCK, BLOCK_BYTES // (e * max(kv.dtype.itemsize, dtype.itemsize)), page)
   blocks_per_page = page // block
   is_shared = len(ends) == 1
+  first = functools.reduce(jnp.minimum, starts)
+  last = functools.reduce(jnp.maximum, ends)
+  starts = starts * len(ends) if len(starts) == 1 else starts
+  if begins:
+    of_members = [jnp.where(rows.member == m, x, 0) for m, x in enumerate(begins)]
+    begin = functools.reduce(jnp.add, of_members)[:, None]
 
   def add_block(j: jax.Array, state: _Softmax) -> _Softmax:
     at = pl.ds(jax.lax.rem(j, blocks_per_page) * block, block)
     position = j * block + jnp.arange(block)
     names = [name_of(m, jax.lax.div(j, blocks_per_page)) for m in range(len(ends))]
-    valid = [(position >= start) & (position < end) for end in ends]
+    valid = [(position >= x) & (position < end) for x, end in zip(starts, ends, strict=True)]
     mine = [
       x[None] if is_shared else x[None] & (rows.member == m)[:, None] for m, x in enumerate(valid)
     ]
+    if begins:
+      mine = [x & (position[None] >= begin) for x in mine]
     scores = jnp.full((len(rows.q), block), MASKED, jnp.float32)
     for name, at_rows in zip(names, mine, strict=True):
       keys = kv.at[name, rows.head, at, pl.ds(0, e)][...].astype(dtype)
@@ -226,7 +249,6 @@ def _attend(rows: _Queries, source: _Source, state: _Softmax) -> _Softmax:
       values += rows.multiply(of_member.astype(dtype), v)
     return _Softmax(max_score, weight_sum, values)
 
-  last = functools.reduce(jnp.maximum, ends)
   return jax.lax.fori_loop(
-    jax.lax.div(jnp.int32(start), block), pl.cdiv(last, block), add_block, state
+    jax.lax.div(jnp.int32(first), block), pl.cdiv(last, block), add_block, state
   )

@@ -26,7 +26,8 @@ class NewPosition(NamedTuple):
 
   q: jax.Array  # queries [s, 1, h, 1, e]
   kv: KV  # its keys [s, 1, k, e, 1] and values [s, 1, k, 1, e]
-  rope: Rope  # the rotary angles of all positions of the chunk, f32[s, 1, c, e/2] each
+  # The rotary angles of all positions of the chunk, f32[s, 1, c, e/2] each; None to rotate nothing.
+  rope: Rope | None
   step: jax.Array  # i32[], its place in the chunk
 
 

@@ -34,13 +34,18 @@ def attend_on_tpu(
   prompts: PageRows,
   completions: PageRows,
   running: PageRows,
+  behind: jax.Array | None,
   *,
   interpret: bool,
   cores: int,
 ) -> jax.Array:
   """Runs the kernel on one device's slots, pages and heads; every core has a part of the heads.
 
-  The arguments are those of `paged_attention.local_attention`.
+  The arguments are those of `attention.local_attention`.
+
+  Args:
+    behind: i32[s], the first position of each slot's window, counted from the end of its prompt;
+      rows start at the first one of their slots. None if there are no windows.
   """
   s, _, h, _, e = q.shape
   _, kv_heads, page, features = pages.kv.shape
@@ -64,11 +69,19 @@ def attend_on_tpu(
     sources = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in sources]
   sources = [*sources, chunk]
   scalars = [x.reshape(-1) for x in (*prompts, *completions, *running)]
+  scalars += [] if behind is None else [behind]
   of_slots = pl.BlockSpec((s, heads, height, width), lambda i, *_: (0, i, 0, 0))
   scratch, scratch_bytes = _scratch(sources, s, heads, height, wide, width, block_pages)
   buffered_twice = 4 * s * heads * height * 4 * width  # queries and results
   out = pl.pallas_call(
-    functools.partial(_kernel, wide=wide, sources=len(sources), dtype=q.dtype, split=split),
+    functools.partial(
+      _kernel,
+      wide=wide,
+      sources=len(sources),
+      dtype=q.dtype,
+      split=split,
+      windowed=behind is not None,
+    ),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=len(scalars),
       grid=(splits,),
@@ -134,11 +147,12 @@ class _Copies(NamedTuple):
   semaphores: tuple  # [2] for each source
 
 
-def _kernel(*refs, wide: int, sources: int, dtype: jnp.dtype, split: bool) -> None:
+def _kernel(*refs, wide: int, sources: int, dtype: jnp.dtype, split: bool, windowed: bool) -> None:
   """Goes through the rows of prompts, completions and chunks, for one part of the heads."""
   at = iter(refs)
   take = lambda count: tuple(itertools.islice(at, count))
   prompts, completions, running = (PageRows(*take(len(PageRows._fields))) for _ in range(3))
+  behind = next(at) if windowed else None
   q = next(at)
   arrays = take(sources)
   out = next(at)
@@ -152,9 +166,9 @@ def _kernel(*refs, wide: int, sources: int, dtype: jnp.dtype, split: bool) -> No
   lane = jax.lax.broadcasted_iota(jnp.int32, statistics.shape, 3)
   values[...] = jnp.zeros_like(values)
   statistics[...] = jnp.where(lane == 0, MASKED, 0.0)
-  _Attention(prompts, wide, refs, in_pages, dtype, split).attend_rows()
-  _Attention(completions, 1, refs, in_pages, dtype, split).attend_rows()
-  _Attention(running, 1, refs, in_chunks, dtype, split).attend_rows()
+  _Attention(prompts, wide, refs, in_pages, dtype, split, windowed, behind).attend_rows()
+  _Attention(completions, 1, refs, in_pages, dtype, split, windowed).attend_rows()
+  _Attention(running, 1, refs, in_chunks, dtype, split, windowed).attend_rows()
   total = statistics[..., 1:2]
   out[...] = values[...] / jnp.where(total > 0, total, 1.0)
 
@@ -169,6 +183,10 @@ class _Attention:
   copies: _Copies
   dtype: jnp.dtype
   split: bool  # whether keys and values have vector registers of their own
+  windowed: bool  # whether rows may start after their first page
+  # i32[s], the first position of each slot's window, counted from the end of the row; None if every
+  # slot's is that of its row.
+  behind: Any = None
 
   @property
   def block_pages(self) -> int:
@@ -191,9 +209,19 @@ class _Attention:
 
     @pl.when(count > 0)
     def _() -> None:
-      self._for_each_page(jnp.int32(0), jnp.int32(0), jnp.int32(0), lambda copy: copy.start())
+      first = jnp.int32(self._first_block(jnp.int32(0)))
+      self._for_each_page(jnp.int32(0), first, jnp.int32(0), lambda copy: copy.start())
 
     jax.lax.fori_loop(0, count, self._attend_row, jnp.int32(0))
+
+  def _first_block(self, row: jax.Array) -> int | jax.Array:
+    """Returns the first block of a row with a position in use; its last one if there is none."""
+    if not self.windowed:
+      return 0
+    block = self.block_pages * self.page
+    return jnp.minimum(
+      jax.lax.div(self.rows.start[row], block), pl.cdiv(self.rows.end[row], block) - 1
+    )
 
   def _for_each_page(self, row: jax.Array, j: jax.Array, buffer: jax.Array, use: Any) -> None:
     """Calls `use` with the copy of each page of block j of a row, into `buffer` (0 or 1)."""
@@ -204,7 +232,11 @@ class _Attention:
     for i in range(self.block_pages):
       index = j * self.block_pages + i
 
-      @pl.when(index * self.page < rows.end[row])
+      is_used = index * self.page < rows.end[row]
+      if self.windowed:
+        is_used &= (index + 1) * self.page > rows.start[row]
+
+      @pl.when(is_used)
       def _(i=i, index=index) -> None:
         name = rows.pages[row * most_pages + index]
         for source, to, semaphore in zip(*copies, strict=True):
@@ -233,14 +265,14 @@ class _Attention:
 
       @pl.when(next_row < rows.count[0])
       def _() -> None:
-        following = jnp.where(is_last, 0, j + 1)
+        following = jnp.where(is_last, self._first_block(next_row), j + 1)
         self._for_each_page(next_row, following, 1 - buffer, lambda copy: copy.start())
 
       self._for_each_page(row, j, buffer, lambda copy: copy.wait())
       self._attend_block(row, j, buffer)
       return 1 - buffer
 
-    buffer = jax.lax.fori_loop(0, blocks, next_block, buffer)
+    buffer = jax.lax.fori_loop(self._first_block(row), blocks, next_block, buffer)
     for i in range(self.w):
       slot = rows.slots[row * self.w + i]
       at = pl.ds(i * height, height)
@@ -269,7 +301,13 @@ class _Attention:
       kv[buffer] = jnp.where(is_valid(position), kv[buffer], jnp.zeros((), kv.dtype))
 
     shape = (self.w * self.refs.q.shape[2], block)
-    valid = is_valid(j * block + jax.lax.broadcasted_iota(jnp.int32, shape, 1))
+    position = j * block + jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    valid = is_valid(position)
+    if self.behind is not None:
+      member = jax.lax.div(jax.lax.broadcasted_iota(jnp.int32, shape, 0), shape[0] // self.w)
+      for i in range(self.w):
+        begin = end + self.behind[self.rows.slots[row * self.w + i]]
+        valid &= (member != i) | (position >= begin)
     for head in range(kv.shape[2]):
       self._attend_head(head, buffer, valid)
 

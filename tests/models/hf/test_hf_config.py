@@ -25,7 +25,6 @@ def text(raw):
   )
 
 
-MISTRAL = {"model_type": "mistral", "max_position_embeddings": 8192}
 LLAMA3 = {"factor": 8.0, "high_freq_factor": 4.0}
 SIZES = (
   "vocab_size",
@@ -126,23 +125,42 @@ def test_sizes_that_are_not_those_of_the_tensors_are_named(folder):
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    (config(model_type="gemma2"), "has model_type 'gemma2'; supported are qwen2, qwen3, llama, m"),
+    (
+      config(model_type="gemma2"),
+      "'gemma2'; not supported: soft-capping of attention scores and lo",
+    ),
+    (config(model_type="gpt_oss", num_local_experts=8), "mixtures of experts, attention sinks"),
+    (config(model_type="gemma4", text_config={}), "not supported: per-layer embeddings"),
+    (config(model_type="phi3"), "rotary angles on a part of the head, LongRoPE"),
+    (
+      config(model_type="gpt2"),
+      "has model_type 'gpt2'; supported are qwen2, qwen3, llama, mistral",
+    ),
+    (config(model_type="gemma3"), "text_config = None; it must be an object"),
+    (config(model_type="gemma3_text", hidden_activation="silu"), "hidden_activation = 'silu'"),
+    (config(model_type="gemma3_text", attn_logit_softcapping=50.0), "attn_logit_softcapping = 50"),
+    (config(model_type="gemma3_text", use_bidirectional_attention=True), "bidirectional_attention"),
+    (
+      config(model_type="gemma3_text", rope_parameters={"rope_type": "default"}),
+      "for full_attenti",
+    ),
+    (config(model_type="gemma3_text", rope_parameters=None, sliding_window_pattern=0), "from 1"),
+    (config(model_type="smollm3", no_rope_layers=[1]), "there must be 0 or 1 for each layer"),
     (config(model_type="llama"), "not of this architecture"),  # the folder has biases
     (config(model_type=None), "has model_type None"),
     (config(model_type="qwen3_moe", num_experts=128), "'qwen3_moe'; mixtures of experts are not"),
     (config(model_type="mixtral", num_local_experts=8), "'mixtral'; mixtures of experts are not"),
     (config(model_type="mistral3", text_config={}), "'mistral3'; models of several modalities"),
     (config(model_type=["qwen2"]), "['qwen2']"),
-    (config(**MISTRAL), "a sliding window (sliding_window = 4096) below its context of 8192"),
-    (config(model_type="mistral", sliding_window=64), "(sliding_window = 64) below its context"),
-    (config(model_type="mistral", sliding_window="x"), "(sliding_window = 'x')"),
+    (config(model_type="mistral", layer_types=None, sliding_window="x"), "sliding_window = 'x'"),
+    (config(model_type="mistral", sliding_window=64), "layer_types, but a sliding_window for all"),
     (config(model_type="llama", attention_bias=1), "attention_bias = 1; it must be true or false"),
     (config(model_type="llama", mlp_bias="no"), "mlp_bias = 'no'; it must be true or false"),
     (config(model_type="llama", rope_interleaved=True), "rope_interleaved = True"),
     (config(model_type="qwen3", head_dim=8), "missing: model.layers.0.self_attn.k_norm.weight"),
     (config(use_sliding_window=True), "use_sliding_window = True"),
     (config(hidden_act="gelu"), "hidden_act = 'gelu'"),
-    (config(layer_types=["sliding_attention"] * 2), "layer_types"),
+    (config(layer_types=["sliding_attention"] * 2), "supported for qwen2 are full_attention"),
     (config(layer_types=["full_attention"] * 3), "3 layer_types for num_hidden_layers = 2"),
     (config(layer_types=[]), "0 layer_types for num_hidden_layers = 2"),
     (config(rms_norm_eps=1e-39), "rms_norm_eps = 1e-39; it must be 0 or from 1e-30 to 1e+15"),
@@ -171,7 +189,7 @@ def test_sizes_that_are_not_those_of_the_tensors_are_named(folder):
     (config(head_dim=7), "even"),
     (config(tie_word_embeddings=False), "lm_head.weight"),
     (config(tie_word_embeddings="false"), "tie_word_embeddings"),
-    (rope(type="linear", factor=2.0), "'linear'"),
+    (rope(type="linear", factor=0.5), "the linear RoPE scaling needs a finite factor >= 1"),
     (rope(rope_type="dynamic", factor=2.0), "'dynamic'"),
     (
       rope(rope_type="llama3", factor=8.0, low_freq_factor=1.0),
@@ -180,7 +198,7 @@ def test_sizes_that_are_not_those_of_the_tensors_are_named(folder):
     (rope(rope_type="llama3", low_freq_factor=4.0, **LLAMA3), "llama3 RoPE scaling needs"),
     (rope(rope_type="llama3", low_freq_factor=1.0, beta_fast=2, **LLAMA3), "'llama3': beta_fast"),
     (rope(rope_type="longrope"), "'longrope'"),
-    (config(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), "'linear'"),
+    (config(rope_parameters={"rope_type": "ntk", "factor": 2.0, "rope_theta": 1e4}), "'ntk'"),
     (rope(rope_type=["yarn"]), "RoPE"),
     (rope(type="yarn"), "'yarn' without factor"),
     (rope(type="yarn", factor="4"), "factor = '4'"),

@@ -1,0 +1,85 @@
+"""The kinds of layers of a model, and where the parameters of each layer are.
+
+Layers repeat a pattern of kinds. Parameters are stacked over the repetitions, for each place in the
+pattern, so that a loop over repetitions computes them. Layers that do not fill a repetition are a
+stack of their own, the tail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gtpo_jax.runtime.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerKind:
+  """What tells a layer from other layers of the same model.
+
+  Attributes:
+    window: the most positions that a query attends to, its own included; None for all before it.
+    rotates: whether queries and keys are rotated by their positions.
+    rope_theta: base of the rotary angles, which are not scaled; None for the angles of the model.
+  """
+
+  window: int | None = None
+  rotates: bool = True
+  rope_theta: float | None = None
+
+  def __post_init__(self):
+    if self.window is not None and self.window < 1:
+      raise UserError(f"the window of a layer must be at least 1 position, got {self.window}")
+
+
+class Stack(NamedTuple):
+  """Layers whose parameters are stacked.
+
+  Attributes:
+    name: of its parameters in the tree.
+    kinds: the layers of one repetition.
+    repetitions: how often they repeat, axis 0 of each parameter.
+  """
+
+  name: str
+  kinds: tuple[LayerKind, ...]
+  repetitions: int
+
+  def path(self, place: int) -> tuple[str, ...]:
+    """Returns the path of the parameters of a place; it is the stack's if it has only one."""
+    return (self.name,) if len(self.kinds) == 1 else (self.name, f"place_{place}")
+
+
+class LayerPlace(NamedTuple):
+  """Where the parameters of a layer are: the path of their stack, and the index on its axis 0."""
+
+  path: tuple[str, ...]
+  index: int
+
+
+def shortest_pattern(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+  """Returns the shortest pattern whose repetitions begin with `kinds`, one for each layer."""
+  length = next(
+    length
+    for length in range(1, len(kinds) + 1)
+    if all(kind == kinds[i % length] for i, kind in enumerate(kinds))
+  )
+  return tuple(kinds[:length])
+
+
+def stacks_of(pattern: tuple[LayerKind, ...], layers: int) -> tuple[Stack, ...]:
+  """Returns the stacks of `layers` layers, at least as many as the pattern has places."""
+  repetitions, rest = divmod(layers, len(pattern))
+  stacks = (Stack("layers", pattern, repetitions), Stack("tail", pattern[:rest], 1))
+  return stacks if rest else stacks[:1]
+
+
+def places_of(stacks: Sequence[Stack]) -> list[LayerPlace]:
+  """Returns where the parameters of each layer are, from the first layer on."""
+  return [
+    LayerPlace(stack.path(place), index)
+    for stack in stacks
+    for index in range(stack.repetitions)
+    for place in range(len(stack.kinds))
+  ]

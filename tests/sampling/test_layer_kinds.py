@@ -1,0 +1,83 @@
+"""A model of several kinds of layers samples as it is trained, through every cache and in parts."""
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+from meshes import mesh_of
+from small import CONFIG, RAGGED_PROMPTS, assert_same, build, log_prob_errors, sample
+from test_resume import sample_in_parts
+from test_turn_requests import converse
+
+from gtpo_jax.models import Transformer, init_params
+from gtpo_jax.models.decode import make_decode_params
+from gtpo_jax.models.kinds import LayerKind
+from gtpo_jax.runtime.mesh import single_device_mesh
+from gtpo_jax.sampling.settings import EngineConfig
+
+# Windows over a page of 16 with angles of their own, and none; and a tail.
+PATTERN = (LayerKind(17, rope_theta=100.0), LayerKind())
+KINDS = dataclasses.replace(
+  CONFIG,
+  layers=5,
+  head_dim=16,
+  model_type="gemma3_text",
+  biases=(),
+  query_scalar=12.0,
+  kinds=PATTERN,
+)
+TOKENS = 40
+GROUP = 6
+FEW_SLOTS = EngineConfig(slots=5, chunk=4)
+PAGED = {
+  kernel: EngineConfig(slots=6, chunk=4, attention=kernel, page_size=16, cache_fraction=0.3)
+  for kernel in ("pallas", "triton")
+}
+make = functools.partial(build, config=KINDS, max_tokens=TOKENS)
+
+
+@functools.cache
+def expected():
+  built = make(engine_config=FEW_SLOTS)
+  rollouts = sample(built, RAGGED_PROMPTS, group=GROUP)
+  assert rollouts.mask.sum(-1).max() == TOKENS and 0.2 < rollouts.finished.mean() < 0.98
+  assert log_prob_errors(built, rollouts).max() <= 1e-4
+  return rollouts
+
+
+def test_parameters_are_stacked_by_their_place_in_the_pattern():
+  model = Transformer(KINDS, single_device_mesh())
+  params = init_params(model, jax.random.key(0))
+  layers = make_decode_params(model, params).layers
+  assert KINDS.layer_kinds == [*PATTERN, *PATTERN, PATTERN[0]]
+  assert sorted(params["layers"]) == ["place_0", "place_1"]
+  assert params["layers"]["place_1"]["q"]["kernel"].shape == (2, 32, 4, 16)
+  assert params["tail"]["q"]["kernel"].shape == (1, 32, 4, 16)
+  assert (layers[4]["q"]["kernel"] == params["tail"]["q"]["kernel"][0]).all()
+  assert (layers[3]["v"]["kernel"] == params["layers"]["place_1"]["v"]["kernel"][1]).all()
+  assert len(layers) == 5
+
+
+@pytest.mark.slow
+def test_a_resumed_completion_and_one_of_several_turns_are_scored_as_drawn():
+  built = make(engine_config=FEW_SLOTS)
+  assert_same(sample_in_parts(built, (3, 1, 0, 2)), expected())
+  buffer, answered = converse(built)
+  assert answered > buffer.finished.size
+  assert log_prob_errors(built, built[1].rollouts(buffer)).max() <= 1e-4
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("pallas", marks=pytest.mark.manual), "triton"])
+@pytest.mark.slow
+def test_pages_give_the_same_tokens(kernel):
+  assert_same(sample_in_parts(make(engine_config=PAGED[kernel]), (5, 2, 4)), expected())
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("attention", ["xla", pytest.param("pallas", marks=pytest.mark.manual)])
+@pytest.mark.slow
+def test_eight_devices_give_the_same_tokens(attention):
+  page = {"page_size": 16} if attention == "pallas" else {}
+  config = EngineConfig(slots=16, chunk=4, attention=attention, **page)
+  assert_same(sample_in_parts(make(mesh_of(2, 2, 1, 2), engine_config=config), (2, 3)), expected())
