@@ -5,10 +5,8 @@ import contextlib
 import gc
 import importlib.util
 import os
-import sys
 import threading
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -20,7 +18,6 @@ from gtpo_jax.models import init_params, save
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.serving.http import listen, make_server
 
-sys.path.insert(0, str(Path(__file__).parent))
 LOGIT_SCALE = 4  # of the random weights, so that distributions are peaked
 KEY = "tml-test"
 SERVERS = []  # the threads of those that run

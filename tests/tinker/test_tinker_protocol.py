@@ -163,6 +163,21 @@ def test_a_refused_request_does_not_stop_the_next(url):
   assert step(url, model, 2) == 0
 
 
+def test_fields_of_later_clients_are_ignored_or_refused_by_name(url):
+  status, answer = post(url, "create_session", sdk_version="9.0", mood="good")
+  assert status == 200
+  _, model = create(url, session=answer["session_id"])
+  params = {"learning_rate": 0.01, "momentum": 0.9}
+  _, answer = post(url, "optim_step", model_id=model, seq_id=1, adam_params=params)
+  answer = json.loads(result(url, answer["request_id"])[1])
+  assert "momentum" in answer["error"]
+  assert answer["category"] == "user"
+  body = gradient_request(model, 2) + b"\xfa\x07\x03new"  # field 127, three bytes
+  status, _ = send(url, "POST", "forward_backward", body, "application/x-protobuf")
+  assert status == 200
+  assert step(url, model, 3) > 0
+
+
 def fuzz(url, rng, session, model):
   """Sends one request of any kind; returns the status and the answer."""
   junk = lambda: rng.choice(
