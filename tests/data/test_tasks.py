@@ -45,19 +45,15 @@ def accuracy(task, slips, seed=0, count=1000):
 
 @pytest.mark.parametrize(("name", "terms", "largest"), DIFFICULTIES)
 def test_a_teacher_without_slips_is_always_right(name, terms, largest):
-  assert accuracy(make_task(name, terms, largest), slips=0.0) == 1
+  assert accuracy(make_task(name, terms, largest), slips=0.0, count=300) == 1
 
 
 @pytest.mark.parametrize("name", ONE_TURN)
-def test_the_imperfect_teacher_leaves_room_to_learn(name):
+def test_fewer_slips_are_fewer_errors_and_all_leave_room_to_learn(name):
   """Groups must have correct and incorrect completions, and there must be errors to correct."""
-  assert 0.10 <= accuracy(make_task(name), slips=1.0) <= 0.45
-
-
-@pytest.mark.parametrize("name", ONE_TURN)
-def test_fewer_slips_are_fewer_errors(name):
   rates = [accuracy(make_task(name), slips) for slips in (0.25, 0.5, 1.0)]
   assert rates[0] > rates[1] + 0.1 > rates[2] + 0.2
+  assert 0.10 <= rates[2] <= 0.45
 
 
 @pytest.mark.parametrize(("name", "terms", "largest"), DIFFICULTIES)
