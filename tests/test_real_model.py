@@ -91,8 +91,8 @@ def test_greedy_tokens_are_those_of_transformers(worker, params, torch_model):
 @pytest.mark.parametrize("variant", ["", pytest.param("lora", marks=pytest.mark.manual)])
 def test_two_steps_export_and_open_in_transformers(variant, tmp_path, torch_model):
   torch, reference = torch_model
-  small = ("steps=2", "batch.prompts=4", "batch.group=8", "sampling.max_tokens=24")
-  small += ("eval.problems=4", "eval.samples=2", "eval.every=2")
+  small = ("steps=2", "batch.prompts=4", "batch.group=4", "sampling.max_tokens=24")
+  small += ("eval.problems=2", "eval.samples=1", "eval.every=2")
   config = recipe(variant, *(f"--config.{setting}" for setting in small))
   result = gtpo_jax.train(config, workdir=tmp_path / "run")
   assert result.finished
