@@ -284,7 +284,7 @@ class TrainedModel:
       with atomic_folder(storage_path(folder)) as out:
         write_files(out, files)
     elif self.spec.rank:
-      save_adapter(self._model, params, folder, self._base.source, files)
+      save_adapter(self._model, params, folder, self._base.source, files, worker.model_folder)
     else:
       save(
         self._model,
