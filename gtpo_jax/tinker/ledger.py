@@ -179,8 +179,6 @@ class Ledger:
       if now - session.seen > GONE_S:
         self.finish_session(session.owner, session.id)
 
-  # Requests.
-
   def submit(self, request: Submission) -> int:
     """Adds a request, unless it is known; returns what `sync` must wait for.
 
@@ -208,9 +206,11 @@ class Ledger:
   def seed_for(self, target: str, seq: int) -> int:
     """Returns the seed of a request that has none, below 2**32.
 
-    It is the same whenever the same requests are made of a server, which has the same seed.
+    It is the same whenever the same requests are made of a server, which has the same seed. The
+    number of a sampler is not part of it: clients take another one when they repeat a request.
     """
     session, _, rest = target.partition(":")
+    rest = self.samplers.get(target, {}).get("saved_by", rest)
     number = self._sessions[session].number
     digest = hashlib.sha256(f"{self._seed} {number} {rest} {seq}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
@@ -247,8 +247,6 @@ class Ledger:
       if request.seq >= queue.next:
         queue.waiting[request.seq] = request
     self._work.notify_all()
-
-  # Work.
 
   def take(self) -> tuple[Submission, StoredResult | None] | None:
     """Waits for the next request of a model; None once the ledger is closed.

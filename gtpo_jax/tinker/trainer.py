@@ -225,6 +225,7 @@ class Trainer:
       live = kind == "inflight"
       source = {"run": request.target, "kind": SAMPLER, "name": path.split("/")[-1], "live": live}
       source["model"] = self._model(request).spec.base_model
+      source["saved_by"] = f"{request.target.partition(':')[2]}:{request.seq}"
       self._ledger.add_sampler(sampler, source)
       answer["sampling_session_id"] = sampler
     return _json(answer)

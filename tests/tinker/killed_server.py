@@ -8,8 +8,9 @@ import signal
 import sys
 
 from gtpo_jax.cli import main
-from gtpo_jax.models.hf import atomic_folder, save
+from gtpo_jax.models.hf import atomic_folder
 from gtpo_jax.storage.record_log import RecordLog
+from gtpo_jax.tinker import models
 from gtpo_jax.tinker.ledger import Ledger
 from gtpo_jax.tinker.models import TrainedModel
 from gtpo_jax.tinker.saved_weights import Store
@@ -22,7 +23,7 @@ PLACES = {  # where it is killed: the owner of a function, its name, and whether
   "before a gradient": (TrainedModel, "run", True),
   "after a gradient": (TrainedModel, "run", False),
   "after a step": (TrainedModel, "step", False),
-  "while weights are written": (save, "write_files", False),
+  "while weights are written": (models, "write_files", False),
   "after weights are written": (TrainedModel, "save", False),
   "before a result is recorded": (Ledger, "finish", True),
   "after a result is recorded": (Ledger, "finish", False),

@@ -14,6 +14,8 @@ import pytest
 from killed_server import PLACES
 from live import abort_connections, make_folder, need_client, sampled
 
+import gtpo_jax
+
 tinker = need_client()
 types = tinker.types
 pytestmark = [
@@ -26,6 +28,10 @@ pytestmark = [
 ]
 PROMPTS = ([5, 6, 7, 8], [9, 4, 12])
 STEPS = 3
+# Where this package is, also if it is not installed.
+PACKAGES = os.pathsep.join(
+  filter(None, [str(Path(gtpo_jax.__file__).parents[1]), os.environ.get("PYTHONPATH")])
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +64,7 @@ class Server:
     script = Path(__file__).parent / "killed_server.py"
     return subprocess.Popen(
       [sys.executable, str(script), place, str(count), *self._options],
-      env={**os.environ, "JAX_NUM_CPU_DEVICES": "1"},
+      env={**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": PACKAGES},
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
