@@ -77,10 +77,10 @@ def test_the_second_signal_quits_even_if_c_code_holds_the_gil():
 @pytest.mark.slow
 def test_the_second_signal_quits_a_server_even_if_c_code_holds_the_gil():
   code = (
-    "import asyncio, types\nfrom gtpo_jax.cli.serve import _run\n"
+    "import asyncio, types\nfrom gtpo_jax.cli.serve import run_server\n"
     "async def serve(sockets):\n  print('ready', flush=True)\n  "
     + HOLDING_GIL.replace("\n", "\n  ")
-    + "\nasyncio.run(_run(types.SimpleNamespace(serve=serve), None))\n"
+    + "\nasyncio.run(run_server(types.SimpleNamespace(serve=serve), None))\n"
   )
   with child(code) as process:
     try:

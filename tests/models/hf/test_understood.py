@@ -193,4 +193,4 @@ def test_a_changed_config_is_read_as_by_transformers_or_refused_by_name(name, co
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
     logits_of.cache_clear()
-  assert 0.1 < accepted / count < 0.9
+  assert min(accepted, count - accepted) >= count // 10
