@@ -131,6 +131,8 @@ def accepted_form(original, values, keys):
   floats = ("rms_norm_eps", "rope_theta", "factor", "low_freq_factor", "high_freq_factor")
   if first in floats and values.get(first) is not None:
     return original | {first: float(values[first])}
+  if first == "pad_token_id":  # without it, SmolLM3 pads with an id beyond a small vocabulary
+    return original | {first: None}
   return {key: value for key, value in original.items() if key != first}
 
 
