@@ -225,7 +225,10 @@ def _head_dim(values: dict[str, Any], width: int, heads: int, path: str) -> int:
     )
   head_dim = size(values, "head_dim", path, width // heads)
   if head_dim % 2:
-    raise UserError(f"{path!r} has head_dim = {head_dim}; it must be even for rotary positions")
+    stated = "" if "head_dim" in values else f" (hidden_size {width} / num_attention_heads {heads})"
+    raise UserError(
+      f"{path!r} has head_dim = {head_dim}{stated}; it must be even for rotary positions"
+    )
   return head_dim
 
 
