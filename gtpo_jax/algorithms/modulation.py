@@ -8,6 +8,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from gtpo_jax.algorithms.relative_entropy import turn_begins
 from gtpo_jax.arrays import masked_mean
 from gtpo_jax.runtime.fields import AT_LEAST_0, AT_LEAST_1, Checked, one_of, setting
 
@@ -93,8 +94,7 @@ class ConfidenceModulation(NoModulation):
   def __call__(self, advantages: jax.Array, entropy: jax.Array, mask: jax.Array) -> jax.Array:
     begins = mask
     if self.step == "turn":
-      before = jnp.pad(mask[..., :-1], [(0, 0), (0, 0), (1, 0)])
-      begins = mask & ~before
+      begins = turn_begins(mask)
       entropy = run_mean(entropy, mask, begins)
     lowest = jnp.where(begins, entropy, jnp.inf).min()
     width = jnp.where(begins, entropy, -jnp.inf).max() - lowest

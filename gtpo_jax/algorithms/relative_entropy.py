@@ -191,12 +191,17 @@ def drawn_columns(mask: jax.Array) -> jax.Array:
   return jnp.where(mask, drawn - 1, drawn[..., -1:] + others - 1)
 
 
+def turn_begins(mask: jax.Array) -> jax.Array:
+  """Returns whether a token is the first of its turn, bool[n, g, t], for drawn tokens `mask`."""
+  return mask & ~jnp.pad(mask[..., :-1], ((0, 0), (0, 0), (1, 0)))
+
+
 def turn_places(mask: jax.Array) -> jax.Array:
   """Returns a number for the turn and the place in it of each drawn token, i32[n, g, t].
 
   The k-th tokens of the same turn have the same number. `mask` is bool[n, g, t], the drawn tokens.
   """
-  begins = mask & ~jnp.pad(mask[..., :-1], ((0, 0), (0, 0), (1, 0)))
+  begins = turn_begins(mask)
   drawn = jnp.cumsum(mask, -1)
   turn = jnp.cumsum(begins, -1) - 1
   drawn_before_turn = jax.lax.cummax(jnp.where(begins, drawn - 1, 0), axis=2)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.algorithms.advantages import MIN_STD
+from gtpo_jax.algorithms.relative_entropy import turn_begins
 from gtpo_jax.runtime.fields import AT_LEAST_0, Checked, number, one_of, setting
 
 TURN_CREDITS = ("none", "state", "return", "reward")
@@ -34,8 +35,8 @@ class TurnCredit(Checked):
     no A_turn, and A compares what the rewards of earlier turns leave of the completion's reward
     (MT-GRPO, 2505.11821, section 4).
 
-  The rewards of a completion's turns sum to its reward: those of the environment, times the weight
-  of the part "env", and all other parts with the last turn.
+  The rewards of a completion's turns sum to its reward. A turn gets the environment's reward for
+  it, times the weight of the part "env"; the last turn also gets all other parts.
   """
 
   prefix: ClassVar[str] = "algorithm."
@@ -109,11 +110,6 @@ class TurnCredit(Checked):
     own = compare_turns(value, compared, by, self.turn_norm == "std")
     total = self.outcome_weight * advantages + self.step_weight * hold(own, begins)
     return jnp.where(mask, total, 0.0)
-
-
-def turn_begins(mask: jax.Array) -> jax.Array:
-  """Returns whether a token is the first of its turn, bool[n, g, t], for drawn tokens `mask`."""
-  return mask & ~jnp.pad(mask[..., :-1], ((0, 0), (0, 0), (1, 0)))
 
 
 def discounted_returns(reward: jax.Array, begins: jax.Array, discount: float) -> jax.Array:

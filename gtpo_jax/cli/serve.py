@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,23 +104,38 @@ def serve(options: ServeOptions, say: Callable[[str], None]) -> None:
     UserError: the address cannot be used, or needs a token; or see `open_service`.
   """
   token = os.environ.get(TOKEN_VARIABLE, "")
-  loopback = is_loopback(options.host)
-  if not loopback and not token:
-    raise UserError(
-      f"--host={options.host} is open to others; set {TOKEN_VARIABLE} to a secret that clients "
-      "must send, or serve on 127.0.0.1"
-    )
-  listener = listen(options.host, options.port)
-  with contextlib.closing(listener):
+  needed = f"{TOKEN_VARIABLE} to a secret that clients must send"
+  with open_address(options.host, options.port, token, needed) as (listener, address):
     opened = open_service(options)
     generator = opened.generator
-    app = App(opened.service, generator, token, only_loopback=loopback and not token)
-    port = listener.getsockname()[1]
-    host = f"[{options.host}]" if ":" in options.host else options.host
+    only_loopback = is_loopback(options.host) and not token
+    app = App(opened.service, generator, token, only_loopback=only_loopback)
     say(f"computing in {opened.worker.model.config.compute_dtype}; {generator.slots} slots")
-    say(f"{opened.name!r} at http://{host}:{port}/v1 (Ctrl-C stops)")
+    say(f"{opened.name!r} at http://{address}/v1 (Ctrl-C stops)")
     asyncio.run(run_server(make_server(app.asgi), listener))
     generator.close()
+
+
+@contextlib.contextmanager
+def open_address(
+  host: str, port: int, secret: str, needed: str
+) -> Iterator[tuple[socket.socket, str]]:
+  """Opens an address, which others may reach only with a secret; yields the socket and HOST:PORT.
+
+  Args:
+    host: the address.
+    port: 0 for any free one.
+    secret: what clients must send; "" for nothing.
+    needed: completes "set ...", if the secret is missing.
+
+  Raises:
+    UserError: the address cannot be used, or is open to others without a secret.
+  """
+  if not is_loopback(host) and not secret:
+    raise UserError(f"--host={host} is open to others; set {needed}, or serve on 127.0.0.1")
+  with contextlib.closing(listen(host, port)) as listener:
+    shown = f"[{host}]" if ":" in host else host
+    yield listener, f"{shown}:{listener.getsockname()[1]}"
 
 
 async def run_server(server: uvicorn.Server, listener: socket.socket) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -11,12 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gtpo_jax.cli.export import base_model
-from gtpo_jax.cli.serve import model_name, run_server
+from gtpo_jax.cli.serve import model_name, open_address, run_server
 from gtpo_jax.models.hf.folder import fingerprints
 from gtpo_jax.rollout.policies import find_policy, serving_config
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.serving.generator import Generator
-from gtpo_jax.serving.http import is_loopback, listen, make_server
+from gtpo_jax.serving.http import is_loopback, make_server
 from gtpo_jax.tinker.ledger import Ledger
 from gtpo_jax.tinker.models import ServedBase
 from gtpo_jax.tinker.routes import Routes
@@ -155,18 +154,11 @@ def serve(options: TinkerOptions, say: Callable[[str], None]) -> None:
     UserError: the address cannot be used, or needs a key; or see `OpenedTinker`.
   """
   secret = os.environ.get(KEY_VARIABLE, "")
-  if not is_loopback(options.host) and not secret:
-    raise UserError(
-      f"--host={options.host} is open to others; set {KEY_VARIABLE} to a secret, which clients set "
-      "as TINKER_API_KEY, or serve on 127.0.0.1"
-    )
-  listener = listen(options.host, options.port)
-  with contextlib.closing(listener):
+  needed = f"{KEY_VARIABLE} to a secret, which clients set as TINKER_API_KEY"
+  with open_address(options.host, options.port, secret, needed) as (listener, address):
     opened = OpenedTinker(options, secret)
-    port = listener.getsockname()[1]
-    host = f"[{options.host}]" if ":" in options.host else options.host
     dtype = opened.base.worker.model.config.compute_dtype
     say(f"computing in {dtype}; tested with the client tinker {CLIENT_VERSION}")
-    say(f"{opened.base.name!r} at TINKER_BASE_URL=http://{host}:{port} (Ctrl-C stops)")
+    say(f"{opened.base.name!r} at TINKER_BASE_URL=http://{address} (Ctrl-C stops)")
     asyncio.run(run_server(make_server(opened.app.asgi), listener))
     opened.close()
