@@ -13,10 +13,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention.sources import KV
+from gtpo_jax.models.attention.streams import stream_masks
 from gtpo_jax.models.config import DTYPES
 from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.models.params import Params, abstract_params, at_path
-from gtpo_jax.models.transformer import Layer, Transformer, stream_masks
+from gtpo_jax.models.transformer import Layer, Transformer
 from gtpo_jax.runtime.mesh import bytes_per_device, partition_spec
 
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from gtpo_jax.runtime.errors import UserError
 
+ATTENTION = "attention"  # a kind of mixer
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
@@ -22,11 +24,13 @@ class LayerKind:
     window: the most positions that a query attends to, its own included; None for all before it.
     rotates: whether queries and keys are rotated by their positions.
     rope_theta: base of the rotary angles, which are not scaled; None for the angles of the model.
+    mixer: how positions read those before them, a key of `transformer.MIXERS`.
   """
 
   window: int | None = None
   rotates: bool = True
   rope_theta: float | None = None
+  mixer: str = ATTENTION
 
   def __post_init__(self):
     if self.window is not None and self.window < 1:

@@ -56,6 +56,11 @@ class RMSNorm(nn.Module):
     return (h * scale).astype(x.dtype)
 
 
+def normalised(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
+  """Applies a norm, if the family has it."""
+  return x if norm is None else norm(x)
+
+
 class Dense(nn.Module):
   """A linear map from the trailing `inputs` axes to `outputs` axes, with an optional adapter.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,25 +18,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from gtpo_jax.arrays import Packing, Prompts, conversation_numbers, max_per_row
-from gtpo_jax.models.attention.causal import attend_causally
 from gtpo_jax.models.attention.flash import ATTENTION_RESIDUALS
-from gtpo_jax.models.attention.rope import Rope, rope_angles, rotate
-from gtpo_jax.models.attention.sources import KV, AttentionContext, RowRanges
+from gtpo_jax.models.attention.layer import Attention
+from gtpo_jax.models.attention.sources import RowRanges
+from gtpo_jax.models.attention.streams import StreamMasks, ropes_at, stream_masks
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.declaration import declare
 from gtpo_jax.models.embedding import embedding_lookup
 from gtpo_jax.models.formats.products import einsum
-from gtpo_jax.models.kinds import LayerKind, Stack
-from gtpo_jax.models.layers import MATRIX_INIT, Dense, RMSNorm
+from gtpo_jax.models.kinds import ATTENTION, LayerKind, Stack
+from gtpo_jax.models.layers import MATRIX_INIT, Dense, RMSNorm, normalised
 from gtpo_jax.models.layouts import layer_layout, layer_layout_of_gradient, residual_layout
 from gtpo_jax.runtime.mesh import constrain, divisible_axis
-
-# The rotary angles of each base; at 0, those of the model.
-Ropes = dict[float, Rope]
-# (queries [n, g, h, 1, e], the new position's keys and values) -> (the attention output
-# [n, g, h, 1, e], a result of any type that is passed on to the caller). It rotates queries and
-# keys first.
-Attend = Callable[[jax.Array, KV], tuple[jax.Array, Any]]
 
 
 def _is_attention(primitive: Any, *arrays: Any, **settings: Any) -> bool:
@@ -49,6 +42,7 @@ def _is_attention(primitive: Any, *arrays: Any, **settings: Any) -> bool:
   return is_cudnn or named(primitive, *arrays, **settings)
 
 
+MIXERS = {ATTENTION: Attention}
 ACTIVATIONS = {"silu": nn.silu, "gelu_pytorch_tanh": functools.partial(nn.gelu, approximate=True)}
 # Which results a layer keeps for the backward pass, by `ModelConfig.remat`.
 REMAT_POLICIES = {
@@ -58,51 +52,6 @@ REMAT_POLICIES = {
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _is_attention
   ),
 }
-
-
-class StreamMasks(NamedTuple):
-  """The rotary angles and the attention masks of one stream, which are the same in every layer.
-
-  A stream is one batch of sequences [n, g, s, d] of a forward pass: the prompts (g = 1) or the
-  completions.
-  """
-
-  ropes: Ropes  # cosines and sines, f32[n, g | 1, s, e/2] each
-  mask: jax.Array | None  # bool[n, 1, s], True on real tokens; None if padding only follows them
-  # bool[n, m, p], True on the prompt's tokens that are attended to, one row per segment; None for
-  # the stream of prompts.
-  prompt_mask: jax.Array | None = None
-  # i32[n, g, s]; a position attends only to its own segment. None if each sequence is one segment.
-  segment: jax.Array | None = None
-  ranges: RowRanges | None = None  # of the completions, if they are packed
-  # i32[n, g, s], how many positions each one is after the prompt; None if that is its index.
-  places: jax.Array | None = None
-
-
-def ropes_at(positions: jax.Array, config: ModelConfig) -> Ropes:
-  """Returns the rotary angles at `positions` i32[..., s], for each base that a layer has."""
-  bases = dict.fromkeys(kind.rope_theta for kind in config.kinds if kind.rotates)
-  model = (config.rope_theta, config.rope_scaling)
-  return {
-    base or 0.0: rope_angles(positions, config.head_dim, *((base, None) if base else model))
-    for base in bases
-  }
-
-
-def rope_of(kind: LayerKind, ropes: Ropes) -> Rope | None:
-  """Returns the angles of a layer; None if it rotates nothing."""
-  return ropes[kind.rope_theta or 0.0] if kind.rotates else None
-
-
-def stream_masks(mask: jax.Array, config: ModelConfig) -> StreamMasks:
-  """Returns the masks of a stream with g = 1.
-
-  Args:
-    mask: bool[n, s], True on real tokens. Positions count from the first of them.
-    config: the architecture.
-  """
-  positions = jnp.maximum(jnp.cumsum(mask, axis=-1) - 1, 0)[:, None]
-  return StreamMasks(ropes_at(positions, config), mask[:, None])
 
 
 def _ranges(packing: Packing, t: int) -> RowRanges:
@@ -126,7 +75,7 @@ def _places(begins: jax.Array, t: int) -> jax.Array:
 
 
 class Layer(nn.Module):
-  """One transformer block: grouped-query attention and a gated MLP, with norms before or after."""
+  """One transformer block: a mixer of positions and a gated MLP, with norms before or after."""
 
   config: ModelConfig
   mesh: Mesh
@@ -138,21 +87,10 @@ class Layer(nn.Module):
     dense = lambda name, inputs, outputs, axes: Dense(
       c, self.mesh, inputs, outputs, axes, bias=name in c.biases
     )
-    queries = (c.heads, c.head_dim)
-    keys = (c.kv_heads, c.head_dim)
     norm = lambda used: RMSNorm(c, (c.width,)) if used else None
     self.attention_norm = norm(c.family.pre_norms)
-    self.q = dense("q", (c.width,), queries, ("embed", "heads", "head_dim"))
-    self.k = dense("k", (c.width,), keys, ("embed", "kv_heads", "head_dim"))
-    self.v = dense("v", (c.width,), keys, ("embed", "kv_heads", "head_dim"))
-    self.o = dense("o", queries, (c.width,), ("heads", "head_dim", "embed"))
-    if c.family.qk_norm == "head":
-      factor = (c.head_dim / c.query_scalar) ** 0.5 if c.query_scalar else 1.0
-      self.q_norm = RMSNorm(c, (c.head_dim,), factor=factor)
-      self.k_norm = RMSNorm(c, (c.head_dim,))
-    elif c.family.qk_norm == "width":
-      self.q_norm = RMSNorm(c, queries, ("heads", "head_dim"))
-      self.k_norm = RMSNorm(c, keys, ("kv_heads", "head_dim"))
+    self.mixer = MIXERS[self.kind.mixer](c, self.mesh, self.kind)
+    nn.share_scope(self, self.mixer)  # the names of its parameters are those of the layer's
     self.attention_post_norm = norm(c.family.post_norms)
     self.mlp_norm = norm(c.family.pre_norms)
     self.mlp_post_norm = norm(c.family.post_norms)
@@ -163,61 +101,41 @@ class Layer(nn.Module):
   def __call__(
     self, streams: tuple[jax.Array, ...], masks_by_stream: tuple[StreamMasks, ...]
   ) -> tuple[tuple[jax.Array, ...], None]:
-    """Runs the layer over streams [n, g, s, d]; those after the first also attend to the first."""
-    first, first_kv = self.prefill(streams[0], masks_by_stream[0])
-    out = [first]
+    """Runs the layer over streams [n, g, s, d]; those after the first continue the first."""
+    mixed, prompt = self.mixer(self._input(streams[0]), masks_by_stream[0], len(streams) > 1)
+    out = [self._finish(streams[0], mixed)]
     for x, masks in zip(streams[1:], masks_by_stream[1:], strict=True):
-      q, kv = self._queries_keys_values(x, masks.ropes)
-      context = AttentionContext(kv, masks.mask, first_kv, *masks[2:])
-      out.append(self._finish(x, self._attend(q, context)))
+      out.append(self._finish(x, self.mixer.continue_from(self._input(x), masks, prompt)))
     return tuple(out), None
 
-  def prefill(self, x: jax.Array, masks: StreamMasks) -> tuple[jax.Array, KV]:
-    """Runs the layer over one stream [n, g, s, d]; also returns its keys and values."""
-    q, kv = self._queries_keys_values(x, masks.ropes)
-    return self._finish(x, self._attend(q, AttentionContext(kv, masks.mask))), kv
+  def prefill(self, x: jax.Array, masks: StreamMasks) -> tuple[jax.Array, Any]:
+    """Runs the layer over one stream [n, g, s, d]; also returns what its mixer keeps of it."""
+    mixed, kept = self.mixer(self._input(x), masks)
+    return self._finish(x, mixed), kept
 
-  def decode(self, x: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
-    """Runs the layer over one new position [n, g, 1, d]; also returns `attend`'s second result."""
-    q, k, v = self._project(x)
-    attended, extra = attend(q, KV(jnp.swapaxes(k, -1, -2), v))
-    return self._finish(x, attended), extra
+  def decode(self, x: jax.Array, past: Any) -> tuple[jax.Array, Any]:
+    """Runs the layer over one new position [n, g, 1, d]; also returns what its mixer keeps of it.
 
-  def _queries_keys_values(self, x: jax.Array, ropes: Ropes) -> tuple[jax.Array, KV]:
-    """Returns rotated queries [n, g, h, s, e], and keys and values of the same positions."""
-    q, k, v = self._project(x)
-    rope = rope_of(self.kind, ropes)
-    return rotate(q, rope), KV(jnp.swapaxes(rotate(k, rope), -1, -2), v)
+    Args:
+      x: the residual stream.
+      past: how the mixer reads the positions before; for attention, an `Attend`.
+    """
+    mixed, kept = self.mixer.step(self._input(x), past)
+    return self._finish(x, mixed), kept
 
-  def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries [n, g, h, s, e], keys and values [n, g, k, s, e], not rotated."""
-    x = layer_layout(_normalised(self.attention_norm, x), self.mesh)
-    qk_norm = self.config.family.qk_norm
-    over_width = (self.q_norm, self.k_norm, None) if qk_norm == "width" else (None,) * 3
-    projections = zip((self.q, self.k, self.v), over_width, strict=True)
-    q, k, v = (jnp.swapaxes(_normalised(norm, project(x)), 2, 3) for project, norm in projections)
-    if qk_norm == "head":
-      q, k = self.q_norm(q), self.k_norm(k)
-    return q, k, v
+  def _input(self, x: jax.Array) -> jax.Array:
+    return layer_layout(normalised(self.attention_norm, x), self.mesh)
 
-  def _attend(self, q: jax.Array, context: AttentionContext) -> jax.Array:
-    return attend_causally(self.config, self.mesh, q, context, self.kind.window)
-
-  def _finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-    """Adds the attention's output and then the MLP's to the residual stream."""
-    output = _normalised(self.attention_post_norm, self.o(jnp.swapaxes(attended, 2, 3)))
+  def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+    """Adds the mixer's output and then the MLP's to the residual stream."""
+    output = normalised(self.attention_post_norm, mixed)
     x = residual_layout(x + layer_layout_of_gradient(output, self.mesh), self.mesh)
-    h = layer_layout(_normalised(self.mlp_norm, x), self.mesh)
+    h = layer_layout(normalised(self.mlp_norm, x), self.mesh)
     hidden = ACTIVATIONS[self.config.family.activation](self.gate(h)) * self.up(h)
     positions = divisible_axis(self.mesh, h.shape[2], "position")
     hidden = constrain(hidden, self.mesh, "batch", None, positions, "mlp")  # the gradient too
-    output = _normalised(self.mlp_post_norm, self.down(hidden))
+    output = normalised(self.mlp_post_norm, self.down(hidden))
     return residual_layout(x + layer_layout_of_gradient(output, self.mesh), self.mesh)
-
-
-def _normalised(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
-  """Applies a norm, if the family has it."""
-  return x if norm is None else norm(x)
 
 
 class Repetition(nn.Module):

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from gtpo_jax.models.attention.sources import KV
+from gtpo_jax.models.attention.streams import Ropes
 from gtpo_jax.models.config import DTYPES
-from gtpo_jax.models.transformer import Ropes, Transformer
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import axis_size, batch_shards, constrain
 
 INT8_MAX = 127

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention.sources import KV, MASKED
+from gtpo_jax.models.attention.streams import ropes_at
 from gtpo_jax.models.decode import DecodeParams, decode_step, next_logits, prefill
-from gtpo_jax.models.transformer import Transformer, ropes_at
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import constrain
 from gtpo_jax.sampling.cache import Cache, States, gather_rows, set_rows
 from gtpo_jax.sampling.filters import (

@@ -14,10 +14,10 @@ from gtpo_jax.arrays import Prompts
 from gtpo_jax.models import PRESETS, ModelConfig, Transformer, init_params
 from gtpo_jax.models.attention.rope import rotate_new
 from gtpo_jax.models.attention.sources import KV, MaskedKV, merge_partials, partial_attention
+from gtpo_jax.models.attention.streams import ropes_at
 from gtpo_jax.models.decode import decode_step, make_decode_params, next_logits, prefill
 from gtpo_jax.models.hf.weights import hf_from_params, read_hf
 from gtpo_jax.models.params import abstract_params, param_shardings
-from gtpo_jax.models.transformer import ropes_at
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import single_device_mesh
 

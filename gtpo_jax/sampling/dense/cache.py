@@ -20,8 +20,9 @@ from gtpo_jax.models.attention.sources import (
   merge_partials,
   partial_attention,
 )
+from gtpo_jax.models.attention.streams import Ropes, rope_of
 from gtpo_jax.models.config import DTYPES
-from gtpo_jax.models.transformer import Ropes, Transformer, rope_of
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.sampling.cache import (
   CachedAttention,
   States,

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from gtpo_jax.models.attention.sources import KV
+from gtpo_jax.models.attention.streams import Ropes, rope_of
 from gtpo_jax.models.config import DTYPES
-from gtpo_jax.models.transformer import Ropes, Transformer, rope_of
+from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import constrain, partition_spec
 from gtpo_jax.sampling.cache import CachedAttention, from_position, head_axis, quantise
 from gtpo_jax.sampling.paged.attention import paged_attention
