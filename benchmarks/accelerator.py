@@ -15,10 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +24,7 @@ from gtpo_jax.runtime.startup import prepare_jax
 prepare_jax()  # before JAX is imported
 
 import jax
+from measuring import median_seconds, show, store, versions
 
 from gtpo_jax.arrays import Rewards
 from gtpo_jax.config import Config, default_config, freeze
@@ -76,16 +73,6 @@ def make_config(preset: str, args: argparse.Namespace) -> Config:
   with config.unlocked():
     config.update_from_flattened_dict(values)
   return freeze(config)
-
-
-def median_seconds(call: Callable[[], Any], repeats: int) -> tuple[float, float]:
-  """Returns the seconds of the first call, which compiles, and the median of `repeats` others."""
-  seconds = []
-  for _ in range(repeats + 1):
-    began = time.perf_counter()
-    jax.block_until_ready(call())
-    seconds.append(time.perf_counter() - began)
-  return seconds[0], float(np.median(seconds[1:] or [np.nan]))
 
 
 def measure(preset: str, args: argparse.Namespace, chip: Chip) -> dict[str, Any]:
@@ -173,19 +160,15 @@ def main() -> None:
   rows = []
   for preset in args.presets.split(","):
     rows.append(measure(preset, args, chip))
-    for name, value in rows[-1].items():
-      print(f"{name:<26} {value:.4g}" if isinstance(value, float) else f"{name:<26} {value}")
+    show(rows[-1])
   result = {
-    "device": device.device_kind,
-    "devices": jax.device_count(),
-    "jax": jax.__version__,
+    **versions(),
     "flops": chip.flops,
     "bandwidth": chip.memory_bandwidth,
     **{name: getattr(args, name) for name in sizes},
     "rows": rows,
   }
-  if args.json:
-    Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+  store(result, args.json)
 
 
 if __name__ == "__main__":

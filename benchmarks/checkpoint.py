@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import multiprocessing
 import os
@@ -29,6 +28,7 @@ from gtpo_jax.runtime.startup import prepare_jax
 prepare_jax()  # before JAX is imported
 
 import jax
+from measuring import store
 
 from gtpo_jax import config as configs
 from gtpo_jax.checkpoint.checkpoints import Checkpoints
@@ -118,10 +118,8 @@ def main() -> None:
     checkpoints.close()
   state_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
   print(f"state: {state_bytes / 2**30:.2f} GiB, stored: {stored / 2**30:.2f} GiB")
-  if args.json:
-    table = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
-    result = {"saves": table, "state bytes": state_bytes, "stored bytes": stored}
-    Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+  table = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+  store({"saves": table, "state bytes": state_bytes, "stored bytes": stored}, args.json)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-import scipy.stats
+import study
 
 GTPO = [sys.executable, "-m", "gtpo_jax"]
 LAST_STEPS = 20  # steps whose means describe the end of a run
@@ -82,16 +82,12 @@ def table(out: Path, algorithms: list[str], seeds: list[str]) -> list[str]:
   keys = [key for key in first[0] if key.startswith("eval/") and any(part in key for part in shown)]
   pass_at_1 = next(key for key in keys if key.endswith("pass@1"))
   head = [*(key.split("/", 2)[2] for key in keys), f"pass@1 minus that of {algorithms[0]}"]
-  lines = [f"| | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+  lines = []
   for algorithm, rows in evaluations.items():
-    cells = []
-    for key in keys:
-      values = np.asarray([row[key] for row in rows])
-      deviation = values.std(ddof=len(values) > 1)
-      cells.append(f"{100 * values.mean():.1f} +- {100 * deviation:.1f}")
-    cells.append(difference([row[pass_at_1] for row in rows], [row[pass_at_1] for row in first]))
-    lines.append(f"| {algorithm} | {' | '.join(cells)} |")
-  return lines
+    cells = [study.mean_and_deviation([100 * row[key] for row in rows], 1) for key in keys]
+    pairs = ([row[pass_at_1] for row in of] for of in (rows, first))
+    lines.append([algorithm, *cells, study.paired_difference(*pairs)])
+  return study.table(["", *head], lines)
 
 
 def behaviour_table(out: Path, algorithms: list[str], seeds: list[str]) -> list[str]:
@@ -110,22 +106,11 @@ def behaviour_table(out: Path, algorithms: list[str], seeds: list[str]) -> list[
       if any(key in row for row in rows)
     }
   keys = [key for key in BEHAVIOUR if any(key in found for found in means.values())]
-  heads = (BEHAVIOUR[key] for key in keys)
-  lines = [f"| last {LAST_STEPS} steps | {' | '.join(heads)} |", "|---" * (len(keys) + 1) + "|"]
-  for algorithm, found in means.items():
-    cells = (f"{found[key]:.3g}" if key in found else "" for key in keys)
-    lines.append(f"| {algorithm} | {' | '.join(cells)} |")
-  return lines
-
-
-def difference(values: list[float], others: list[float]) -> str:
-  """Returns the mean of the paired differences in percentage points, with its 95 % interval."""
-  if values == others or len(values) < 2:
-    return ""
-  test = scipy.stats.ttest_rel(values, others)
-  low, high = test.confidence_interval(0.95)
-  mean = np.mean(values) - np.mean(others)
-  return f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+  lines = (
+    [algorithm, *(f"{found[key]:.3g}" if key in found else "" for key in keys)]
+    for algorithm, found in means.items()
+  )
+  return study.table([f"last {LAST_STEPS} steps", *(BEHAVIOUR[key] for key in keys)], lines)
 
 
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
@@ -209,8 +194,9 @@ def main() -> None:
   report = args.out / "report.html"
   workdirs = [f"--workdir={args.out / name}" for name in names]
   run(["report", *workdirs, f"--out={report}"], args.out / "report.log", set(cores))
-  print("\n".join([*table(args.out, algorithms, seeds), ""]))
-  print("\n".join(behaviour_table(args.out, algorithms, seeds)))
+  print(
+    "\n".join(table(args.out, algorithms, seeds) + behaviour_table(args.out, algorithms, seeds))
+  )
   print(f"{report}; {time.perf_counter() - started:.0f} s in total")
 
 

@@ -16,11 +16,8 @@ numbers whenever it runs on the same kind of CPU.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +28,15 @@ if hasattr(os, "sched_setaffinity"):
   os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 prepare_jax()  # before JAX is imported
 
-from credit_arms import ARMS, BASELINE
+from credit_arms import ARMS, BASELINE, opened
 from credit_probe import probe
-from credit_tables import draw_probes, draw_training, probe_tables, training_tables
+from credit_tables import draw_probes, draw_training, of_kind, probe_tables, training_tables
 from credit_training import train_arm
+from study import Cells, slug
 
 from gtpo_jax.config import Config, load
 from gtpo_jax.logs.display import Display
 from gtpo_jax.models.params import Params
-from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.warm_start import base_model
 
@@ -126,77 +123,61 @@ def open_base(out: Path, base: str, worker: RolloutWorker, config: Config) -> Pa
   return base_model(config, worker, folder, Display(enabled=False), lambda: False)
 
 
-def run_probes(args: argparse.Namespace) -> None:
-  """Probes the base models, with the arms of which OUT has no result."""
+def run_probes(args: argparse.Namespace, cells: Cells) -> None:
+  """Probes the base models, with all arms."""
   for base in args.bases.split(","):
-    file = args.out / f"probe-{base}.json"
-    known = json.loads(file.read_text()) if file.exists() else {"arms": {}}
-    missing = {name: arm for name, arm in ARMS.items() if name not in known["arms"]}
-    if not missing:
-      continue
-    print(f"probe of {base}, {len(missing)} arms", flush=True)
-    config = config_of(base)
-    worker = RolloutWorker(config)
-    with contextlib.closing(RewardManager(config)) as rewards:
-      params = open_base(args.out, base, worker, config)
-      result = probe(config, worker, rewards, params, missing, args.batches, args.reference)
-    store(file, result | {"arms": known["arms"] | result["arms"]})
+
+    def make(base: str = base) -> dict[str, Any]:
+      config = config_of(base)
+      with opened(config) as (worker, rewards):
+        params = open_base(args.out, base, worker, config)
+        return probe(config, worker, rewards, params, ARMS, args.batches, args.reference)
+
+    settings = {"batches": args.batches, "reference": args.reference, "arms": list(ARMS)}
+    cells.compute(f"probe-{base}", settings, make)
 
 
-def run_training(args: argparse.Namespace) -> None:
-  """Trains the runs that OUT has no result of, all arms of a seed before the next seed."""
+def run_training(args: argparse.Namespace, cells: Cells) -> None:
+  """Trains all arms of a seed before the next seed."""
   seeds = [int(seed) for seed in args.seeds.split(",")]
   lengths = [int(steps) for steps in args.steps.split(",")]
   for steps, base in itertools.product(lengths, args.train_bases.split(",")):
     arms = args.arms.split(";") if args.arms else TRAINED.get(steps, {}).get(base, MAIN_ARMS)
     config = config_of(base)
-    worker = RolloutWorker(config)
-    with contextlib.closing(RewardManager(config)) as rewards:
+    with opened(config) as (worker, rewards):
       for seed, arm in itertools.product(seeds, arms):
-        file = args.out / f"run-{base}-{slug(arm)}-{seed}-{steps}.json"
-        if file.exists():
-          continue
-        began = time.perf_counter()
-        params = open_base(args.out, base, worker, config)
-        result = train_arm(config, worker, rewards, params, ARMS[arm], seed, steps)
-        store(file, {"base": base, "arm": arm, "seed": seed, "steps": steps, **result})
-        print(f"{file.stem}: {time.perf_counter() - began:.0f} s", flush=True)
+
+        def make(seed: int = seed, arm: str = arm) -> dict[str, Any]:
+          params = open_base(args.out, base, worker, config)  # noqa: B023
+          return train_arm(config, worker, rewards, params, ARMS[arm], seed, steps)  # noqa: B023
+
+        settings = {"base": base, "arm": arm, "seed": seed, "steps": steps}
+        cells.compute(f"run-{base}-{slug(arm)}-{seed}-{steps}", settings, make)
 
 
-def slug(name: str) -> str:
-  """Returns a name as part of a file name."""
-  return "".join(char if char.isalnum() else "_" for char in name)
-
-
-def store(file: Path, result: dict[str, Any]) -> None:
-  """Writes a result under its name only when it is complete."""
-  part = file.with_suffix(".part")
-  part.write_text(json.dumps(result))
-  part.rename(file)
-
-
-def show_results(out: Path) -> None:
-  """Prints the tables of what OUT contains, and draws the figures."""
-  files = {base: out / f"probe-{base}.json" for base in BASES}
-  probes = {base: json.loads(file.read_text()) for base, file in files.items() if file.exists()}
-  runs = [json.loads(file.read_text()) for file in sorted(out.glob("run-*.json"))]
-  print("\n".join([*probe_tables(probes), *training_tables(runs)]))
+def show_results(cells: Cells) -> None:
+  """Prints the tables of all results, and draws the figures."""
+  probes = of_kind(cells.stored(), "probe")
+  probes = {base: probes[base] for base in BASES if base in probes}
+  runs = cells.stored("run")
   if probes:
-    draw_probes(probes, out / "credit.png")
+    print("\n".join(probe_tables(probes)))
+    draw_probes(probes, cells.out / "credit.png")
   if runs:
-    draw_training(runs, out / "training.png")
+    print("\n".join(training_tables(runs)))
+    draw_training(runs, cells.out / "training.png")
 
 
 def main() -> None:
   args = parse_args()
-  args.out.mkdir(parents=True, exist_ok=True)
+  cells = Cells(args.out)
   stages = args.stages.split(",")
   if "probe" in stages:
-    run_probes(args)
+    run_probes(args, cells)
   if "train" in stages:
-    run_training(args)
+    run_training(args, cells)
   if "tables" in stages:
-    show_results(args.out)
+    show_results(cells)
 
 
 if __name__ == "__main__":

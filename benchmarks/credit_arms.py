@@ -1,26 +1,25 @@
-"""The ways of assigning credit that benchmarks/credit.py compares, and the batches they read."""
+"""The ways of assigning credit that the studies of credit compare, and the batches they read."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from credit_values import generalized_advantages, values
 
 from gtpo_jax.algorithms import Algorithm, make
 from gtpo_jax.algorithms.advantages import GroupNormalisation
 from gtpo_jax.algorithms.relative_entropy import COMPARE, ShapedRewards, relative_entropy
-from gtpo_jax.arrays import Prompts, Rollouts, Signals
+from gtpo_jax.arrays import Rollouts, Signals
 from gtpo_jax.config import Config
 from gtpo_jax.logs.credit import batch_signals
 from gtpo_jax.models.params import Params
-from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.batch import Batch
 from gtpo_jax.rollout.collector import Collector
 from gtpo_jax.rollout.frozen import FrozenPolicies
@@ -44,14 +43,19 @@ class ArmBatch:
     signals: what advantages are computed from, host arrays.
     codes: u8[n, g, t], the truth of the tokens (`rollout.token_truth`); 0 where it is unknown.
     key: seeds what is random in an arm.
-    hidden: returns the policy's hidden states that predict each token, f32[n, g, t, d].
   """
 
   rollouts: Rollouts
   signals: Signals
   codes: np.ndarray
   key: int
-  hidden: Callable[[], np.ndarray]
+
+
+@contextlib.contextmanager
+def opened(config: Config) -> Iterator[tuple[RolloutWorker, RewardManager]]:
+  """Yields the worker and the reward manager of a config."""
+  with contextlib.closing(RewardManager(config)) as rewards:
+    yield RolloutWorker(config), rewards
 
 
 def collector_of(
@@ -67,26 +71,18 @@ def collector_of(
   )
 
 
-def next_batch(collector: Collector, model: Transformer, params: Params, key: int) -> ArmBatch:
-  """Samples the collector's next batch from `model` with these parameters."""
-  return batch_of(collector.collect(params, 0, print), model, params, key)
+def next_batch(collector: Collector, params: Params, key: int) -> ArmBatch:
+  """Samples the collector's next batch with these parameters; `key` as in `ArmBatch`."""
+  return batch_of(collector.collect(params, 0, print), key)
 
 
-def batch_of(collected: Batch, model: Transformer, params: Params, key: int) -> ArmBatch:
-  """Returns what the arms read of a collected batch. Arguments are as in `next_batch`."""
+def batch_of(collected: Batch, key: int) -> ArmBatch:
+  """Returns what the arms read of a collected batch; `key` as in `ArmBatch`."""
   rollouts = collected.rollouts
-  hidden = functools.cache(
-    lambda: np.asarray(_hidden(model, params, rollouts.prompts, rollouts.tokens), np.float32)
-  )
   codes = collected.truth
   if codes is None:
     codes = np.zeros(rollouts.tokens.shape, np.uint8)
-  return ArmBatch(rollouts, batch_signals(collected), codes, key, hidden)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _hidden(model: Transformer, params: Params, prompts: Prompts, tokens: jax.Array) -> jax.Array:
-  return model.apply({"params": params}, prompts, tokens, method="completion_hidden")
+  return ArmBatch(rollouts, batch_signals(collected), codes, key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,28 +210,6 @@ def _by_position(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
   return _scaled(reward - baseline, mask)
 
 
-def _by_value(decay: float) -> Callable[[Algorithm, ArmBatch], jax.Array]:
-  """Returns a change to advantages by a value function that is learned from the batch."""
-
-  def change(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
-    mask = batch.signals.mask
-    correct = batch.signals.correct
-    value = values(batch.hidden(), mask, correct)
-    return _scaled(generalized_advantages(value, mask, correct, decay), mask)
-
-  return change
-
-
-def _by_change_of_value(algorithm: Algorithm, batch: ArmBatch) -> jax.Array:
-  """Multiplies uniform advantages by how much a learned value changes at a token."""
-  mask = batch.signals.mask
-  correct = batch.signals.correct
-  value = values(batch.hidden(), mask, correct)
-  change = np.abs(generalized_advantages(value, mask, correct, 0.0))
-  share = change / np.where(mask, change, 0).sum(2, keepdims=True).clip(1e-6)
-  return _advantages(algorithm, batch.signals) * (share * mask.sum(2, keepdims=True))
-
-
 def _scaled(advantages: np.ndarray, mask: np.ndarray) -> jax.Array:
   """Scales advantages so that their mean square over the tokens is 1; 0 on padding."""
   scale = np.sqrt((advantages[mask] ** 2).mean()) + 1e-6
@@ -279,10 +253,6 @@ ARMS: dict[str, Arm] = {
   "ours: advantage times rel(H)": Arm(gtpo(0.0), _by_entropy),
   "rloo": Arm(make("rloo", **EQUAL)),
   "ours: baseline by position": Arm(gtpo(0.0), _by_position),
-  "ours: learned value, lambda = 1": Arm(gtpo(0.0), _by_value(1.0)),
-  "ours: learned value, lambda = 0.9": Arm(gtpo(0.0), _by_value(0.9)),
-  "ours: learned value, lambda = 0": Arm(gtpo(0.0), _by_value(0.0)),
-  "ours: advantage times change of value": Arm(gtpo(0.0), _by_change_of_value),
 }
 # By arm: the same loss without entropy in the reward and, at the stronger weight, with entropies of
 # other completions. The first control of `gtpo_v1` is the baseline.
@@ -293,3 +263,48 @@ CONTROLS = {
 # The estimate of the true gradient: rewards minus the mean of the other completions, not divided by
 # a standard deviation, summed over all tokens with one constant weight.
 REFERENCE = Arm(make("rloo", loss_aggregation="constant"))
+
+SHUFFLED = "alpha2 = 1, shuffled within verdict"
+# Of benchmarks/credit_real.py, all probed arms; fipo has the gradient of dapo before the first
+# update, so it is only trained.
+PROBED: dict[str, Arm] = {
+  **{name: ARMS[name] for name in (BASELINE, "gtpo, alpha2 = 0.1", "gtpo, alpha2 = 1")},
+  SHUFFLED: Arm(gtpo(1.0), entropy=shuffled_within_verdict),
+  "alpha2 = 1, norm_sides = own": Arm(gtpo(1.0, norm_sides="own")),
+  **{
+    name: ARMS[name]
+    for name in (
+      "grpo_s, beta2 = 0",
+      "grpo_s, beta2 = 0.1",
+      "grpo_s, beta2 = 1",
+      "grpo_s, entropies shuffled",
+      "dapo",
+      "dapo_forking",
+    )
+  },
+  "empg": Arm(make("empg", **EQUAL)),
+  "empg, step = token": Arm(make("empg", step="token", **EQUAL)),
+}
+REAL_ARMS = {**PROBED, "fipo": Arm(make("fipo", **EQUAL))}
+REAL_CONTROLS = {
+  "gtpo, alpha2 = 1": (SHUFFLED,),
+  "grpo_s, beta2 = 1": ("grpo_s, beta2 = 0", "grpo_s, entropies shuffled"),
+  "dapo_forking": ("dapo",),
+  "empg": ("dapo",),
+  "fipo": ("dapo",),
+}
+# The arms of each of its tasks, in the order of the runs: what a shorter budget leaves out is last.
+TRAINED = {
+  "sums": (
+    BASELINE,
+    "gtpo, alpha2 = 1",
+    SHUFFLED,
+    "grpo_s, beta2 = 0",
+    "grpo_s, beta2 = 1",
+    "dapo",
+    "empg",
+    "fipo",
+  ),
+  "sums_lora16": (BASELINE, "gtpo, alpha2 = 1"),
+  "words": (BASELINE, "gtpo, alpha2 = 1", SHUFFLED),
+}

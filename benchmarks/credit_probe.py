@@ -56,7 +56,7 @@ def probe(
   signals: list[dict[str, float]] = []
   report = _reporter(batches + reference_batches)
   for number in range(batches):
-    batch = next_batch(collector, worker.model, params, number)
+    batch = next_batch(collector, params, number)
     advantages = {name: arm.advantages(batch) for name, arm in arms.items()}
     cotangents = np.stack([cotangent(arm, batch, advantages[name]) for name, arm in arms.items()])
     for name, gradient in zip(arms, gradients(params, batch.rollouts, cotangents), strict=True):
@@ -67,7 +67,7 @@ def probe(
     report(number + 1)
   reference = Moments()
   for number in range(reference_batches):
-    batch = next_batch(collector, worker.model, params, batches + number)
+    batch = next_batch(collector, params, batches + number)
     cotangents = cotangent(REFERENCE, batch, REFERENCE.advantages(batch))[None]
     reference.add(np.asarray(gradients(params, batch.rollouts, cotangents)[0]))
     report(batches + number + 1)

@@ -1,12 +1,11 @@
 """Measures whether entropy credit helps SmolLM2-135M-Instruct; docs/experiments.md has the plan.
 
-    python benchmarks/credit_real.py --out=runs/credit_real [--stages=base,check,probe,train,tables]
+    python benchmarks/credit_real.py --out=runs/credit_real [--stages=base,probe,train,tables]
       [--cells=PATTERN,...] [--budget_minutes=N]
 
-`base` evaluates the base model. `check` compares complete gradients with the sketches that the
-probe keeps of them. `probe` compares, at fixed parameters, the gradient of every arm with an
-estimate of the true gradient. `train` trains arms with several seeds, with the same problems and
-sampling keys for all arms of a seed. `tables` prints the results as Markdown and draws
+`base` evaluates the base model. `probe` compares, at fixed parameters, the gradient of every arm
+with an estimate of the true gradient. `train` trains arms with several seeds, with the same
+problems and sampling keys for all arms of a seed. `tables` prints the results as Markdown and draws
 OUT/probe.png and OUT/training.png. Every batch of the probe and every run is stored in OUT when it
 is done; the same command continues with those that are missing. Results of earlier sessions in
 `--results` count as done. The environment variable GTPO_SMOLLM2 names the folder of the model. It
@@ -37,15 +36,13 @@ if __name__ == "__main__" and hasattr(os, "sched_setaffinity"):
   os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
 prepare_jax()  # before JAX is imported
 
-from credit_arms import Arm, ArmBatch, batch_of, collector_of
-from credit_cells import Cells
+from credit_arms import PROBED, TRAINED, Arm, ArmBatch, collector_of, next_batch, opened
 from credit_probe import make_gradients
-from credit_real_arms import CHECKED, PROBED, TRAINED
-from credit_real_tables import draw_real_training, real_tables
-from credit_real_training import Sizes, batch_scores, evaluate, train_real
-from credit_sketch import Sketches, compare_with_complete, probe_result, sketch, sketch_batch
-from credit_tables import draw_probes
+from credit_sketch import Sketches, probe_result, sketch, sketch_batch
+from credit_tables import draw_probes, draw_real_training, of_kind, real_tables
 from credit_tasks import TASKS, config_of, write_problems
+from credit_training import Sizes, batch_scores, evaluate, train_real
+from study import Cells, slug
 
 from gtpo_jax.config import Config
 from gtpo_jax.models.params import Params
@@ -54,13 +51,12 @@ from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import UserError
 
-STAGES = ("base", "check", "probe", "train", "tables")
+STAGES = ("base", "probe", "train", "tables")
 SIZES = Sizes(steps=12, every=12, problems=64, samples=8)
 SEEDS = 5
 PROBE_PROMPTS = 16  # of a batch of the probe; a group has 8 completions, as in training
 COMPARED = 12  # batches of the probe on which the arms are compared
 REFERENCE = 24  # further batches of the true gradient
-CHECKED_TASK = "sums"
 
 
 def parse_args() -> argparse.Namespace:
@@ -78,11 +74,6 @@ def parse_args() -> argparse.Namespace:
   return args
 
 
-def slug(name: str) -> str:
-  """Returns a name as part of a file name, without hyphens."""
-  return "_".join("".join(char if char.isalnum() or char == "." else " " for char in name).split())
-
-
 def run_base(cells: Cells) -> None:
   """Evaluates the base model on each task."""
   for task in TASKS:
@@ -93,19 +84,6 @@ def run_base(cells: Cells) -> None:
         return evaluate(config, worker, rewards, initial_params(config, worker), SIZES)
 
     cells.compute(f"base-{task}", {"task": task, **settings_of(config)}, make)
-
-
-def run_check(cells: Cells) -> None:
-  """Compares complete gradients with their sketches, on one batch of `CHECKED_TASK`."""
-  config = config_of(CHECKED_TASK, cells.out, batch__prompts=PROBE_PROMPTS)
-
-  def make() -> dict[str, Any]:
-    with opened(config) as (worker, rewards):
-      params = initial_params(config, worker)
-      batch = probe_batch(config, worker, rewards, params, COMPARED + REFERENCE)
-      return compare_with_complete(worker.model, params, batch, CHECKED)
-
-  cells.compute(f"check-{CHECKED_TASK}", {"task": CHECKED_TASK, **settings_of(config)}, make)
 
 
 def run_probes(cells: Cells) -> None:
@@ -164,7 +142,7 @@ def probe_batch(
 ) -> ArmBatch:
   """Returns batch `number`; each has problems and sampling keys of its own."""
   collector = collector_of(config, worker, rewards, first=number)
-  return batch_of(collector.collect(params, 0, print), worker.model, params, number)
+  return next_batch(collector, params, number)
 
 
 def run_training(cells: Cells, share: str) -> None:
@@ -216,13 +194,6 @@ def shared_worker(task: str, out: Path) -> RolloutWorker:
   return RolloutWorker(config_of(task, out))
 
 
-@contextlib.contextmanager
-def opened(config: Config) -> Any:
-  """Yields the worker and the reward manager of a config."""
-  with contextlib.closing(RewardManager(config)) as rewards:
-    yield RolloutWorker(config), rewards
-
-
 def settings_of(config: Config) -> dict[str, Any]:
   """Returns the fields of a config that decide its numbers, without paths of this machine."""
   return {
@@ -241,10 +212,9 @@ def show_results(cells: Cells) -> None:
   """Prints the tables of all results, and draws the figures."""
   found = cells.stored()
   print("\n".join(real_tables(found)))
-  probes = {name.split("-", 1)[1]: x for name, x in found.items() if name.startswith("probe-")}
-  if probes:
+  if probes := of_kind(found, "probe"):
     draw_probes(probes, cells.out / "probe.png", PROBED)
-  if any(name.startswith("run-") for name in found):
+  if of_kind(found, "run"):
     draw_real_training(found, cells.out / "training.png")
 
 
@@ -253,7 +223,7 @@ def main() -> None:
   cells = Cells(args.out, args.results, args.cells.split(","), 60 * args.budget_minutes)
   write_problems(cells.out)
   stages = args.stages.split(",")
-  runs = {"base": run_base, "check": run_check, "probe": run_probes}
+  runs = {"base": run_base, "probe": run_probes}
   for stage, run in runs.items():
     if stage in stages:
       run(cells)

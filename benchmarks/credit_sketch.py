@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from credit_arms import REFERENCE, Arm, ArmBatch
-from credit_probe import Moments, cosine, cotangent, flatten, make_gradients
+from credit_probe import Moments, cosine, cotangent
 
 from gtpo_jax.arrays import Rollouts
 from gtpo_jax.models.params import Params
-from gtpo_jax.models.transformer import Transformer
 
 SKETCH = 65_521  # numbers; a prime, so that it shares no factor with the width of a matrix
 REFERENCE_NAME = "reference"
@@ -107,45 +106,6 @@ def sketch_batch(
     total = total + np.asarray(gradients(params, rollouts, part), np.float64)
   values = total[place.reshape(-1)].astype(np.float32)
   return Sketches([*all_arms], values, signals)
-
-
-def compare_with_complete(
-  model: Transformer, params: Params, batch: ArmBatch, arms: Mapping[str, Arm]
-) -> dict[str, Any]:
-  """Returns the cosines between complete gradients, and between their sketches.
-
-  It keeps the complete gradients of all arms in memory, so it needs few arms, and uses the first
-  `AT_ONCE` groups that have a derivative.
-
-  Args:
-    model: the policy's architecture.
-    params: the policy that sampled the batch.
-    batch: n groups; at least one with correct and incorrect completions.
-    arms: v arms to compare with one another.
-  """
-  derivatives = _derivatives(arms, batch)
-  rows = np.flatnonzero((derivatives != 0).any((0, 2, 3)))[:AT_ONCE]
-  rollouts = jax.tree.map(lambda x: x[rows], batch.rollouts)
-  found: dict[str, Any] = {"groups": len(rows)}
-  for name, reduce in (("complete", flatten), ("sketched", sketch)):
-    vectors = make_gradients(model, reduce)(params, rollouts, derivatives[:, rows])
-    found[name] = _cosines([*arms], np.asarray(vectors))
-    del vectors
-  return found
-
-
-def _cosines(names: Sequence[str], vectors: np.ndarray) -> dict[str, float]:
-  """Returns the cosine of each pair; sums are in float64, in parts that fit in memory."""
-  parts = range(0, vectors.shape[1], 1 << 22)
-  products = sum(
-    part @ part.T for part in (vectors[:, i : i + (1 << 22)].astype(np.float64) for i in parts)
-  )
-  norms = np.sqrt(np.diag(products))
-  return {
-    f"{names[i]} | {names[j]}": float(products[i, j] / (norms[i] * norms[j]))
-    for i in range(len(names))
-    for j in range(i)
-  }
 
 
 def _derivatives(arms: Mapping[str, Arm], batch: ArmBatch) -> np.ndarray:

@@ -1,86 +1,63 @@
-"""Tables and figure of benchmarks/credit.py."""
+"""Tables and figures of benchmarks/credit.py and benchmarks/credit_real.py."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-from compare import difference as difference_over_seeds
-from credit_arms import ARMS, BASELINE, CONTROLS
+from credit_arms import ARMS, BASELINE, CONTROLS, PROBED, REAL_ARMS, REAL_CONTROLS
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from scipy import stats
-
-from gtpo_jax.evaluation.estimators import pass_at_k
+from study import (
+  Seeds,
+  draw_curves,
+  holm,
+  mean_and_deviation,
+  number,
+  pass_by_problem,
+  table,
+  training_table,
+)
 
 CLASSES = ("decisive", "copied", "filler", "inert")
-DRAWS = 10_000  # of the bootstrap
 LAST_ROWS = 2  # rows of a curve that describe the end of a run
-COLORS = (
-  "#333333",
-  "#1a6faf",
-  "#cf5a08",
-  "#2a8a4a",
-  "#8a4a9a",
-  "#999999",
-  "#b09000",
-  "#c03060",
-  "#00a0b0",
-  "#e08aa8",
-)
-TRAINING_HEADS = (
-  "arm",
-  "seeds",
-  "pass@1",
-  "difference, 95 % interval",
-  "p, Holm",
-  "95 % interval over seeds",
-  "pass@8",
-  "log-odds of right decisions",
-  "entropy of decisive, copied, filler",
-)
+REAL_LAST_ROWS = 4  # the same of benchmarks/credit_real.py, which records every step
+REAL_PANELS = {
+  "accuracy": "correct completions",
+  "entropy": "entropy, nats",
+  "length": "length, tokens",
+}
 
-Probes = Mapping[str, Mapping[str, Any]]  # by base model, from `credit_probe.probe`
-Runs = Sequence[Mapping[str, Any]]
+Results = Mapping[str, Mapping[str, Any]]  # by name; probes by base model
 
 
-def probe_tables(probes: Probes) -> list[str]:
+def probe_tables(probes: Results) -> list[str]:
   """Returns the tables of the probe: gradients, base models, and the credit on each of them."""
-  if not probes:
-    return []
   return [*gradient_table(probes), *_base_table(probes), *_credit_tables(probes)]
 
 
-def gradient_table(probes: Probes, arms: Iterable[str] = ARMS) -> list[str]:
+def gradient_table(probes: Results, arms: Iterable[str] = ARMS) -> list[str]:
   """Returns the table of cosines: arms by base models."""
-  lines = [
-    "",
-    "Cosine with the true gradient: of uniform credit, then differences from it (standard error; "
-    "* for p < 0.05 by Holm)",
-    "",
-    *table_head(["arm", *probes]),
-  ]
   adjusted = {base: holm(p_by_arm(result)) for base, result in probes.items()}
-  for arm in arms:
-    cells = []
-    for base, result in probes.items():
-      if arm == BASELINE:
-        cells.append(f"{np.mean(result['arms'][arm]['cosine']):.3f}")
-        continue
-      mean, error = difference(result, arm)
-      star = " *" if adjusted[base][arm] < 0.05 else ""
-      cells.append(f"{mean:+.3f} ({error:.3f}){star}")
-    lines.append(table_row([arm, *cells]))
-  return lines
+
+  def cell(arm: str, base: str) -> str:
+    if arm == BASELINE:
+      return f"{np.mean(probes[base]['arms'][arm]['cosine']):.3f}"
+    mean, error = difference(probes[base], arm)
+    return f"{mean:+.3f} ({error:.3f}){' *' if adjusted[base][arm] < 0.05 else ''}"
+
+  title = "Cosine with the true gradient: of uniform credit, then differences from it (standard "
+  title += "error; * for p < 0.05 by Holm)"
+  rows = ([arm, *(cell(arm, base) for base in probes)] for arm in arms)
+  return ["", title, *table(["arm", *probes], rows)]
 
 
-def _base_table(probes: Probes) -> list[str]:
+def _base_table(probes: Results) -> list[str]:
   """Returns the table of what is known of the base models, and of the entropy as a signal."""
-  rows = {
+  names = {
     "accuracy": "accuracy",
     "right_decisive": "right decisions",
     "unknown": "tokens in answers that do not parse",
@@ -89,40 +66,27 @@ def _base_table(probes: Probes) -> list[str]:
     "auroc_decisive_or_copied": "AUROC of H for decisive and copied tokens in O+",
     "auroc_wrong": "AUROC of 1/H for wrong tokens in O-",
   }
-  lines = ["", "The base models", "", *table_head(["", *probes])]
-  for key, name in rows.items():
-    values = [number(result["signals"][key]) for result in probes.values()]
-    lines.append(table_row([name, *values]))
+  rows = [
+    [name, *(number(result["signals"][key]) for result in probes.values())]
+    for key, name in names.items()
+  ]
   noise = [number(result["arms"][BASELINE]["noise"]) for result in probes.values()]
-  return [*lines, table_row(["noise / signal of the gradient, uniform credit", *noise])]
+  rows.append(["noise / signal of the gradient, uniform credit", *noise])
+  return ["", "The base models", *table(["", *probes], rows)]
 
 
-def _credit_tables(probes: Probes) -> list[str]:
+def _credit_tables(probes: Results) -> list[str]:
   """Returns a table per base model of the arms' credit."""
-  lines = []
   scores = ("lift", "auroc", "precision", "recall")
   keys = [f"{score}_{side}" for score in scores for side in ("correct", "incorrect")]
-  heads = [f"{score} {side}" for score in scores for side in ("O+", "O-")]
-  weights = [f"w_{name}" for name in CLASSES]
+  keys += [*(f"w_{name}" for name in CLASSES), "noise"]
+  heads = ["arm", *(f"{score} {side}" for score in scores for side in ("O+", "O-"))]
+  heads += [*(f"W {name}" for name in CLASSES), "noise / signal"]
+  lines = []
   for base, result in probes.items():
-    lines += ["", f"Credit on {base}", ""]
-    lines += table_head(["arm", *heads, *(f"W {name}" for name in CLASSES), "noise / signal"])
-    for arm in ARMS:
-      values = result["arms"][arm]
-      lines.append(table_row([arm, *(number(values[key]) for key in (*keys, *weights, "noise"))]))
+    rows = ([arm, *(number(result["arms"][arm][key]) for key in keys)] for arm in ARMS)
+    lines += ["", f"Credit on {base}", *table(heads, rows)]
   return lines
-
-
-def table_head(names: Sequence[str]) -> list[str]:
-  return [table_row(names), "|---" * len(names) + "|"]
-
-
-def table_row(cells: Sequence[str]) -> str:
-  return f"| {' | '.join(cells)} |"
-
-
-def number(value: float) -> str:
-  return f"{value:.2f}" if np.isfinite(value) else "-"
 
 
 def difference(result: Mapping[str, Any], arm: str) -> tuple[float, float]:
@@ -145,135 +109,132 @@ def _differences(result: Mapping[str, Any], arm: str) -> np.ndarray:
   return cosines(arm) - cosines(BASELINE)
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-  """Returns p-values adjusted for their number by Holm's step-down procedure."""
-  adjusted = {}
-  largest = 0.0
-  for rank, name in enumerate(sorted(p_values, key=p_values.__getitem__)):
-    largest = max(largest, min(1.0, p_values[name] * (len(p_values) - rank)))
-    adjusted[name] = largest
-  return adjusted
-
-
-def training_tables(runs: Runs) -> list[str]:
-  """Returns, for every number of steps and base model, the table of the trained arms.
-
-  Differences are between the means over seeds, with a bootstrap over the held-out problems, and
-  with a t-test that is paired by seed. Only seeds that both arms have count.
-  """
-  lines = []
-  for (steps, base), by_arm in _by_training(runs).items():
-    lines += ["", f"Trained from {base}, {steps} steps", "", *table_head(TRAINING_HEADS)]
-    compared = {
-      arm: compare(seeds, by_arm[BASELINE])
-      for arm, seeds in by_arm.items()
-      if arm != BASELINE and _share_seeds(by_arm, arm, BASELINE)
-    }
-    p_values = holm({arm: p for arm, (_, _, _, p) in compared.items()})
-    for arm, seeds in by_arm.items():
-      pass_1, pass_8 = (
-        np.asarray([pass_by_problem(run, k).mean() for run in seeds.values()]) for k in (1, 8)
-      )
-      change = p_value = over_seeds = ""
-      if arm in compared:
-        change = interval(compared[arm])
-        p_value = f"{p_values[arm]:.2g}"
-        over_seeds = over_seeds_interval(seeds, by_arm[BASELINE])
-      right = _at_end(seeds, "right_decisive")
-      entropies = ", ".join(
-        number(_at_end(seeds, f"entropy_{name}").mean()) for name in CLASSES[:3]
-      )
-      log_odds = np.log(right / (1 - right))
-      cells = [
-        arm,
-        str(len(seeds)),
-        mean_and_deviation(100 * pass_1, 1),
-        change,
-        p_value,
-        over_seeds,
-        mean_and_deviation(100 * pass_8, 1),
-        mean_and_deviation(log_odds, 2),
-        entropies,
-      ]
-      lines.append(table_row(cells))
-    pairs = [(arm, control) for arm, controls in CONTROLS.items() for control in controls]
-    for arm, control in pairs:
-      if _share_seeds(by_arm, arm, control):
-        result = compare(by_arm[arm], by_arm[control])
-        lines += [
-          "",
-          f"{arm} minus {control}: {interval(result)}, p = {result[3]:.2g}; over seeds "
-          f"{over_seeds_interval(by_arm[arm], by_arm[control])}",
-        ]
-  return lines
-
-
-def _share_seeds(by_arm: Mapping[str, Mapping[int, Any]], arm: str, other: str) -> bool:
-  return bool(set(by_arm.get(arm, ())) & set(by_arm.get(other, ())))
-
-
-def interval(compared: tuple[float, float, float, float]) -> str:
-  """Returns the difference and the interval of `compare` in percentage points."""
-  mean, low, high, _ = compared
-  return f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
-
-
-def over_seeds_interval(
-  runs: Mapping[int, Mapping[str, Any]], baseline: Mapping[int, Mapping[str, Any]]
-) -> str:
-  """Returns the difference in pass@1 with the interval of a t-test that is paired by seed."""
-  shared = sorted(set(runs) & set(baseline))
-  return difference_over_seeds(
-    *([pass_by_problem(of[seed], 1).mean() for seed in shared] for of in (runs, baseline))
-  )
-
-
-def _by_training(runs: Runs) -> dict[tuple[int, str], dict[str, dict[int, Mapping[str, Any]]]]:
-  """Returns the runs by (steps, base model), then by arm, then by seed."""
-  found: dict[tuple[int, str], dict[str, dict[int, Mapping[str, Any]]]] = {}
-  for run in sorted(runs, key=lambda run: (run["steps"], list(ARMS).index(run["arm"]))):
-    by_arm = found.setdefault((run["steps"], run["base"]), {})
-    by_arm.setdefault(run["arm"], {})[run["seed"]] = run
+def by_training(
+  results: Results, keys: Iterable[str], arms: Iterable[str]
+) -> dict[tuple[Any, ...], dict[str, Seeds]]:
+  """Returns the runs by the settings `keys`, then by arm in the order of `arms`, then by seed."""
+  order = list(arms)
+  found: dict[tuple[Any, ...], dict[str, Any]] = {}
+  place = lambda settings: (settings["steps"], order.index(settings["arm"]))
+  for run in sorted(of_kind(results, "run").values(), key=lambda run: place(run["settings"])):
+    settings = run["settings"]
+    by_arm = found.setdefault(tuple(settings[key] for key in keys), {})
+    by_arm.setdefault(settings["arm"], {})[settings["seed"]] = run
   return found
 
 
-def compare(
-  runs: Mapping[int, Mapping[str, Any]], baseline: Mapping[int, Mapping[str, Any]]
-) -> tuple[float, float, float, float]:
-  """Returns the difference in pass@1, the ends of its 95 % interval, and its p-value.
-
-  Args:
-    runs: the runs of an arm, by seed.
-    baseline: those of uniform credit, or of the arm's control.
-  """
-  seeds = sorted(set(runs) & set(baseline))
-  mean = lambda of: np.mean([pass_by_problem(of[seed], 1) for seed in seeds], axis=0)
-  differences = mean(runs) - mean(baseline)  # f64[problems]
-  rng = np.random.default_rng(0)
-  p = len(differences)
-  draws = rng.multinomial(p, np.full(p, 1 / p), size=DRAWS) @ differences / p
-  low, high = np.percentile(draws, (2.5, 97.5))
-  one_sided = min((draws <= 0).mean(), (draws >= 0).mean())
-  return float(differences.mean()), float(low), float(high), max(2 * one_sided, 1 / DRAWS)
+def _at_end(seeds: Seeds, key: str, rows: int) -> np.ndarray:
+  """Returns the mean over the last rows of each seed's curve, without missing values."""
+  # A step in which no group had contrast has no clipped tokens, which is NaN.
+  return np.asarray(
+    [np.nanmean([row.get(key, 0) for row in run["curve"][-rows:]]) for run in seeds.values()]
+  )
 
 
-def pass_by_problem(run: Mapping[str, Any], k: int) -> np.ndarray:
-  """Returns pass@k of each held-out problem."""
-  return np.asarray([pass_at_k(run["samples"], count, k) for count in run["correct"]])
+def training_tables(runs: Results) -> list[str]:
+  """Returns, for every number of steps and base model, the table of the trained arms."""
+  lines = []
+  for (steps, base), by_arm in by_training(runs, ("steps", "base"), ARMS).items():
+
+    def log_odds(arm: str, by_arm: Mapping[str, Seeds] = by_arm) -> str:
+      right = _at_end(by_arm[arm], "right_decisive", LAST_ROWS)
+      return mean_and_deviation(np.log(right / (1 - right)), 2)
+
+    def entropies(arm: str, by_arm: Mapping[str, Seeds] = by_arm) -> str:
+      at_end = (_at_end(by_arm[arm], f"entropy_{name}", LAST_ROWS) for name in CLASSES[:3])
+      return ", ".join(number(values.mean()) for values in at_end)
+
+    more = {
+      "log-odds of right decisions": log_odds,
+      "entropy of decisive, copied, filler": entropies,
+    }
+    lines += ["", f"Trained from {base}, {steps} steps"]
+    lines += training_table(by_arm, BASELINE, CONTROLS, more)
+  return lines
 
 
-def _at_end(seeds: Mapping[int, Mapping[str, Any]], key: str) -> np.ndarray:
-  """Returns the mean over the last rows of each seed's curve."""
-  rows = [[row[key] for row in run["curve"][-LAST_ROWS:]] for run in seeds.values()]
-  return np.asarray(rows).mean(1)
+def draw_training(runs: Results, file: Path) -> None:
+  """Draws accuracy and entropy by token class over the longest runs, a row per base model."""
+  found = by_training(runs, ("steps", "base"), ARMS)
+  longest = max(steps for steps, _ in found)
+  rows = {f"from {base}": by_arm for (steps, base), by_arm in found.items() if steps == longest}
+  panels = {
+    "accuracy": "correct completions",
+    **{f"entropy_{name}": f"entropy of {name} tokens, nats" for name in CLASSES[:3]},
+  }
+  draw_curves(rows, panels, ARMS, file)
 
 
-def mean_and_deviation(values: np.ndarray, digits: int) -> str:
-  deviation = values.std(ddof=1) if len(values) > 1 else 0.0
-  return f"{values.mean():.{digits}f} +- {deviation:.{digits}f}"
+def real_tables(results: Results) -> list[str]:
+  """Returns the tables of what is stored: machines, base model, probe and training."""
+  lines = _machine_table(results) + _real_base_table(of_kind(results, "base"))
+  if probes := of_kind(results, "probe"):
+    lines += gradient_table(probes, PROBED) + _noise_table(probes)
+  for (task,), by_arm in by_training(results, ("task",), REAL_ARMS).items():
+    lines += _real_training_table(task, by_arm)
+  return lines
 
 
-def draw_probes(probes: Probes, file: Path, arms: Iterable[str] = ARMS) -> None:
+def of_kind(results: Results, kind: str) -> dict[str, Mapping[str, Any]]:
+  """Returns the results whose names begin with a kind, by the rest of the name."""
+  named = {name.partition("-")[::2]: result for name, result in results.items()}
+  return {rest: result for (first, rest), result in named.items() if first == kind}
+
+
+def _machine_table(results: Results) -> list[str]:
+  """Returns how many results each kind of machine has computed, and how long that took."""
+  found: dict[str, list[float]] = {}
+  for result in results.values():
+    name = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
+    found.setdefault(name, []).append(result["seconds"] / 60)
+  rows = ((name, str(len(x)), f"{sum(x):.0f}") for name, x in found.items())
+  return table(("machine", "results", "minutes"), rows)
+
+
+def _real_base_table(evaluations: Results) -> list[str]:
+  """Returns the table of the base model's evaluations."""
+  rows = []
+  for task, base in evaluations.items():
+    values = [100 * pass_by_problem(base, k).mean() for k in (1, 8)]
+    values += [100 * np.mean(base["greedy"]), base["length"], 100 * base["finished"]]
+    rows.append([task, *(f"{value:.1f}" for value in values)])
+  return table(("task", "pass@1", "pass@8", "greedy", "length", "finished"), rows)
+
+
+def _noise_table(probes: Results) -> list[str]:
+  """Returns the noise-to-signal ratio of the gradient of one batch, and the batches' signals."""
+  rows = [[arm, *(number(x["arms"][arm]["noise"]) for x in probes.values())] for arm in PROBED]
+  for key in ("accuracy", "mixed", "length", "entropy_correct", "entropy_incorrect"):
+    rows.append([key, *(f"{x['signals'][key]:.3g}" for x in probes.values())])
+  rows.append(["noise of the reference", *(number(x["reference_noise"]) for x in probes.values())])
+  return ["", "Noise / signal of the gradient of one batch", *table(("arm", *probes), rows)]
+
+
+def _real_training_table(task: str, by_arm: Mapping[str, Seeds]) -> list[str]:
+  """Returns the table of a task's arms, and lines on the arms and their controls."""
+  steps = max(run["settings"]["steps"] for seeds in by_arm.values() for run in seeds.values())
+  last = lambda run: run["evaluations"][max(run["evaluations"], key=int)]
+  ends = {arm: {seed: last(run) for seed, run in seeds.items()} for arm, seeds in by_arm.items()}
+  at_end = lambda arm, key: _at_end(by_arm[arm], key, REAL_LAST_ROWS)
+  clipped = lambda arm: (f"{100 * at_end(arm, f'clip/{x}').mean():.2f}" for x in ("low", "high"))
+  greedy = lambda arm: [100 * np.mean(end["greedy"]) for end in ends[arm].values()]
+  more = {
+    "greedy": lambda arm: mean_and_deviation(greedy(arm), 1),
+    "entropy": lambda arm: mean_and_deviation(at_end(arm, "entropy"), 2),
+    "length": lambda arm: mean_and_deviation(at_end(arm, "length"), 1),
+    "clipped below, above": lambda arm: f"{', '.join(clipped(arm))} %",
+  }
+  title = ["", f"Trained on {task}, {steps} steps"]
+  return title + training_table(ends, BASELINE, REAL_CONTROLS, more)
+
+
+def draw_real_training(results: Results, file: Path) -> None:
+  """Draws accuracy, entropy and length over the steps, a row per task."""
+  rows = {task: x for (task,), x in by_training(results, ("task",), REAL_ARMS).items()}
+  draw_curves(rows, REAL_PANELS, REAL_ARMS, file)
+
+
+def draw_probes(probes: Results, file: Path, arms: Iterable[str] = ARMS) -> None:
   """Draws the cosine differences of the arms, one panel per base model."""
   arms = [arm for arm in arms if arm != BASELINE]
   with matplotlib.rc_context({"font.size": 9}):
@@ -303,37 +264,4 @@ def draw_probes(probes: Probes, file: Path, arms: Iterable[str] = ARMS) -> None:
       axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(y, arms)
     panels[0].set_ylim(len(arms) - 0.5, -0.5)
-    figure.savefig(file, dpi=130)
-
-
-def draw_training(runs: Runs, file: Path) -> None:
-  """Draws accuracy and entropy by token class over the longest runs, a row per base model."""
-  longest = max(run["steps"] for run in runs)
-  rows = {base: arms for (steps, base), arms in _by_training(runs).items() if steps == longest}
-  panels = {
-    "accuracy": "correct completions",
-    **{f"entropy_{name}": f"entropy of {name} tokens, nats" for name in CLASSES[:3]},
-  }
-  drawn = [arm for arm in ARMS if any(arm in by_arm for by_arm in rows.values())]
-  colors = dict(zip(drawn, itertools.cycle(COLORS)))
-  with matplotlib.rc_context({"font.size": 9}):
-    figure = Figure(figsize=(11, 0.6 + 2.2 * len(rows)), layout="constrained")
-    grid = np.atleast_2d(figure.subplots(len(rows), len(panels), sharex=True))
-    for row, (base, by_arm) in zip(grid, rows.items(), strict=True):
-      row[0].set_ylabel(f"from {base}")
-      for axes, (key, title) in zip(row, panels.items(), strict=True):
-        first_run = next(iter(next(iter(by_arm.values())).values()))
-        axes.set_visible(np.isfinite(first_run["curve"][0][key]))  # a task may have no such tokens
-        for arm, seeds in by_arm.items():
-          steps = [point["step"] for point in next(iter(seeds.values()))["curve"]]
-          values = np.asarray([[point[key] for point in run["curve"]] for run in seeds.values()])
-          axes.plot(steps, values.mean(0), color=colors[arm], label=arm, linewidth=1.2)
-          axes.fill_between(steps, values.min(0), values.max(0), color=colors[arm], alpha=0.12)
-        axes.set_title(title, fontsize=9)
-        axes.set_ylim(bottom=0)
-        axes.spines[["top", "right"]].set_visible(False)
-    for axes in grid[-1]:
-      axes.set_xlabel("step")
-    handles = [Line2D([], [], color=colors[arm], label=arm) for arm in drawn]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
     figure.savefig(file, dpi=130)

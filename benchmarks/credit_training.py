@@ -1,4 +1,4 @@
-"""Trains from a base model with the credit of one arm."""
+"""Trains a policy with the credit of one arm, and evaluates it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
-from credit_arms import Arm, ArmBatch, collector_of, next_batch
+from credit_arms import REAL_ARMS, Arm, ArmBatch, batch_of, collector_of, next_batch
 from credit_probe import signal_scores
 
 from gtpo_jax.algorithms import Algorithm
@@ -22,12 +23,15 @@ from gtpo_jax.rollout.problems import held_out_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.training.log_probs import score
-from gtpo_jax.training.state import Optimizer, OptimizerConfig, make_optimizer
+from gtpo_jax.training.state import Optimizer, OptimizerConfig, init_state, make_optimizer
+from gtpo_jax.training.update import Update, make_update
 
 MINIBATCHES = 4  # gradient updates per step, so that the clips of the objective act
 SAMPLES = 8  # of each held-out problem
 PROBLEMS = 200  # held-out problems
 RECORD_EVERY = 5  # steps between the rows of a curve
+# Of the metrics of an update, those that a curve of `train_real` records.
+RECORDED = ("clip/low", "clip/high", "clip/influence", "grad_norm", "update/empty")
 
 
 def train_arm(
@@ -62,7 +66,7 @@ def train_arm(
   opt_state = optimizer.init(params)
   curve = []
   for step in range(steps):
-    batch = next_batch(collector, worker.model, params, seed * 10_000 + step)
+    batch = next_batch(collector, params, seed * 10_000 + step)
     if step % RECORD_EVERY == 0 or step == steps - 1:
       curve.append({"step": step + 1, **signal_scores(batch)})
     for minibatch in _minibatches(arm, batch):
@@ -102,3 +106,109 @@ def _make_update(
     return optax.apply_updates(params, updates), next_state
 
   return optimizer, update
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """How long a run is, and how it is evaluated.
+
+  Attributes:
+    steps: rollouts, of `MINIBATCHES` gradient updates each.
+    every: steps between two evaluations; the last step is evaluated too.
+    problems: held-out problems.
+    samples: completions of each.
+  """
+
+  steps: int
+  every: int
+  problems: int
+  samples: int
+
+
+def train_real(
+  config: Config,
+  worker: RolloutWorker,
+  rewards: RewardManager,
+  params: Params,
+  name: str,
+  sizes: Sizes,
+) -> dict[str, Any]:
+  """Trains and evaluates; returns the curve and the evaluations as plain data.
+
+  All arms see the same problems and sample with the same keys, for a given `config.seed`. The
+  update is that of the package. An arm that replaces the entropies gives it the replaced ones.
+
+  Args:
+    config, worker, rewards: how to sample and score.
+    params: the base model; donated.
+    name: the arm that assigns the credit; it must not change advantages in another way.
+    sizes: how long the run is.
+  """
+  arm = REAL_ARMS[name]
+  if arm.change is not None:
+    raise ValueError("only arms that replace entropies can be trained here")
+  collector = collector_of(config, worker, rewards)
+  optimizer, update = shared_update(worker, name, config.optimizer, sizes.steps)
+  state = init_state(params, optimizer, worker.model)
+  curve = []
+  evaluations = {}
+  for step in range(1, sizes.steps + 1):
+    experience = collector.collect(state.params, step - 1, print)
+    batch = batch_of(experience, config.seed * 10_000 + step)
+    rollouts = batch.rollouts
+    if arm.entropy is not None:
+      rollouts = rollouts.replace(entropy=jax.numpy.asarray(arm.entropy(batch)))
+    state, metrics = update(state, rollouts, experience.rewards)
+    measured = {key: float(metrics[key]) for key in RECORDED if key in metrics}
+    curve.append({"step": step, **batch_scores(batch), **measured})
+    if step % sizes.every == 0 or step == sizes.steps:
+      evaluations[str(step)] = evaluate(config, worker, rewards, state.params, sizes)
+  return {"curve": curve, "evaluations": evaluations}
+
+
+@functools.cache
+def shared_update(
+  worker: RolloutWorker, name: str, config: OptimizerConfig, steps: int
+) -> tuple[Optimizer, Update]:
+  """Returns the optimizer and the update of an arm, which its seeds share."""
+  optimizer = make_optimizer(config, steps, MINIBATCHES)
+  algorithm = REAL_ARMS[name].algorithm
+  return optimizer, make_update(worker.model, algorithm, optimizer, minibatches=MINIBATCHES)
+
+
+def batch_scores(batch: ArmBatch) -> dict[str, float]:
+  """Returns accuracy, lengths and entropies of a batch; NaN where a side has no completion."""
+  mask = batch.signals.mask
+  correct = batch.signals.correct
+  entropy = np.asarray(batch.signals.entropy, np.float64)
+  lengths = mask.sum(-1)
+  found = {
+    "accuracy": float(correct.mean()),
+    "mixed": float((correct.any(1) & ~correct.all(1)).mean()),
+    "finished": float(np.asarray(batch.rollouts.finished).mean()),
+    "length": float(lengths.mean()),
+    "entropy": float(entropy[mask].mean()),
+  }
+  for name, side in (("correct", correct), ("incorrect", ~correct)):
+    tokens = mask & side[..., None]
+    found[f"length_{name}"] = float(lengths[side].mean()) if side.any() else float("nan")
+    found[f"entropy_{name}"] = float(entropy[tokens].mean()) if tokens.any() else float("nan")
+  return found
+
+
+def evaluate(
+  config: Config, worker: RolloutWorker, rewards: RewardManager, params: Params, sizes: Sizes
+) -> dict[str, Any]:
+  """Returns the verdicts on the held-out problems: counts by problem, and means."""
+  settings = dataclasses.replace(config.eval, problems=sizes.problems, samples=sizes.samples)
+  # The same keys for every seed, so that the base model needs one evaluation.
+  config = dataclasses.replace(config, eval=settings, seed=0)
+  problems = held_out_problems(config, worker)
+  found = evaluate_run(config, worker, rewards, params, problems)
+  return {
+    "samples": sizes.samples,
+    "correct": found.sampled.correct.sum(1).tolist(),
+    "greedy": found.greedy.correct[:, 0].astype(int).tolist(),
+    "length": float(found.sampled.lengths.mean()),
+    "finished": float(found.sampled.finished.mean()),
+  }

@@ -1,4 +1,4 @@
-"""The matrix products that a step needs at least, and the time that they take on this device.
+"""The model of step.py and sampling.py, and the least time of the products that a step needs.
 
 These are the products with the model's weights: forward, and backward with respect to inputs and
 weights (6 FLOP per weight and token). Nothing is recomputed, all tokens of an update are multiplied
@@ -7,25 +7,57 @@ with a weight at once, prompts are computed once per group, and attention is not
 
 from __future__ import annotations
 
+import argparse
 import collections
+import dataclasses
 import functools
 import math
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gtpo_jax.models import ModelConfig
+from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.models.config import DTYPES
+from gtpo_jax.models.hf.config_json import read_config
+from gtpo_jax.models.hf.load import read_params
+from gtpo_jax.models.params import Params
 
+HEAD_DIM = 64
 # A measured program computes a product up to this many times with different arrays, of this many
 # bytes in all. Like the layers of a model, they do not fit in the caches of a CPU together.
 MOST_AT_ONCE = 16
 MOST_BYTES = 2**27
 REPEATS = 5
+
+
+def workload_model(args: argparse.Namespace) -> ModelConfig:
+  """Returns the shape that the arguments of a script describe, with float32 parameters."""
+  if args.model:
+    shape = read_config(Path(args.model), "float32")
+    return dataclasses.replace(shape, compute_dtype=args.compute_dtype, remat=args.remat)
+  return ModelConfig(
+    args.vocab,
+    args.width,
+    args.layers,
+    heads=args.width // HEAD_DIM,
+    kv_heads=max(args.width // (2 * HEAD_DIM), 1),
+    head_dim=HEAD_DIM,
+    mlp=4 * args.width,
+    compute_dtype=args.compute_dtype,
+    remat=args.remat,
+  )
+
+
+def workload_params(args: argparse.Namespace, model: Transformer) -> Params:
+  """Returns the weights of the folder that the arguments name, or random ones."""
+  if args.model:
+    return read_params(model, Path(args.model))
+  return init_params(model, jax.random.key(0))
 
 
 class Product(NamedTuple):

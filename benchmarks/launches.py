@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import math
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from measuring import show, store
 
 from gtpo_jax.runtime.startup import prepare_jax
 
@@ -299,10 +299,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
   args = parse()
   result = measure(args)
-  for name, value in result.items():
-    print(f"{name:<24} {value:,}" if isinstance(value, int) else f"{name:<24} {value}")
-  if args.json:
-    Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+  show(result)
+  store(result, args.json)
 
 
 if __name__ == "__main__":

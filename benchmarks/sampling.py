@@ -1,7 +1,6 @@
 """Compares our engine with other libraries: sampled tokens per second with long-tailed lengths.
 
-    python benchmarks/sampling.py [--json FILE] [--peers transformers,tunix] \\
-      [--tunix_python PYTHON] [--rounds 5] [--slots 16] ...
+    python benchmarks/sampling.py [--json FILE] [--peers transformers] [--rounds 5] [--slots 16] ...
     python benchmarks/sampling.py --model HF_FOLDER --completions 595 --group 5 \\
       --shortest_prompt 30 --prompt_len 320 --median 40 --sigma 0 --longest 40 ...
 
@@ -22,14 +21,8 @@ from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
-import json
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,12 +31,12 @@ from gtpo_jax.runtime.startup import prepare_devices, prepare_jax
 
 prepare_jax()  # before JAX is imported
 
+import floors
 import jax
+from measuring import store, versions
 
-from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models import Transformer
 from gtpo_jax.models.config import DTYPES
-from gtpo_jax.models.hf.config_json import read_config
-from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.runtime.mesh import make_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
@@ -57,7 +50,7 @@ def ours(
   It returns the seconds of each of `PHASES`.
   """
   prepare_devices()
-  model = Transformer(architecture(args), make_mesh())
+  model = Transformer(floors.workload_model(args), make_mesh())
   engine = Engine(
     model,
     stop=(),
@@ -66,10 +59,7 @@ def ours(
     max_tokens=args.longest,
     engine_config=EngineConfig(slots=args.slots),
   )
-  params = (
-    read_params(model, Path(args.model)) if args.model else init_params(model, jax.random.key(0))
-  )
-  params = engine.layout(params)
+  params = engine.layout(floors.workload_params(args, model))
   limits = lengths.reshape(len(prompts), args.group)
 
   def call(seed: int) -> dict[str, float]:
@@ -85,23 +75,6 @@ def ours(
     return seconds
 
   return call
-
-
-def architecture(args: argparse.Namespace) -> ModelConfig:
-  """Returns the shape that the arguments describe, with float32 parameters."""
-  if args.model:
-    shape = read_config(Path(args.model), "float32")
-    return dataclasses.replace(shape, compute_dtype=args.compute_dtype)
-  return ModelConfig(
-    args.vocab,
-    args.width,
-    args.layers,
-    heads=args.width // 64,
-    kv_heads=max(args.width // 128, 1),
-    head_dim=64,
-    mlp=4 * args.width,
-    compute_dtype=args.compute_dtype,
-  )
 
 
 def transformers(
@@ -149,29 +122,8 @@ def transformers(
   return call
 
 
-def tunix(
-  args: argparse.Namespace, lengths: np.ndarray, prompts: list[list[int]]
-) -> Callable[[int], None]:
-  """Returns a function that samples all completions with Tunix in its own process, given a seed."""
-  command = [
-    args.tunix_python,
-    str(Path(__file__).with_name("tunix_sampler.py")),
-    json.dumps(vars(args)),
-    str(max(lengths)),
-  ]
-  process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-  def call(seed: int) -> None:
-    print(seed, file=process.stdin, flush=True)
-    while (line := process.stdout.readline().strip()) != "done":
-      if not line:
-        sys.exit("the Tunix process exited early; see its error message above")
-
-  return call
-
-
 PHASES = ("prefill", "decode")
-PEERS = {"transformers": transformers, "tunix": tunix}
+PEERS = {"transformers": transformers}
 
 
 def parse_args() -> argparse.Namespace:
@@ -194,11 +146,9 @@ def parse_args() -> argparse.Namespace:
   parser.add_argument("--shortest_prompt", type=int, help="default: all have --prompt_len tokens")
   parser.add_argument("--model", help="a Hugging Face folder, instead of random weights")
   parser.add_argument("--compute_dtype", default="float32", choices=DTYPES)
+  parser.set_defaults(remat="full")  # which sampling does not read
   parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of log(length)")
   parser.add_argument("--peers", default="", help=f"other libraries to time: {','.join(PEERS)}")
-  parser.add_argument(
-    "--tunix_python", default=sys.executable, help="Python interpreter with google-tunix"
-  )
   parser.add_argument("--json")
   args = parser.parse_args()
   args.peers = [name for name in args.peers.split(",") if name]
@@ -217,7 +167,7 @@ def workload(args: argparse.Namespace) -> tuple[np.ndarray, list[list[int]]]:
   rng = np.random.default_rng(args.seed)
   drawn = np.exp(rng.normal(np.log(args.median), args.sigma, args.completions))
   lengths = np.clip(np.round(drawn), 1, args.longest).astype(int)
-  vocab = architecture(args).vocab_size
+  vocab = floors.workload_model(args).vocab_size
   prompts = rng.integers(2, vocab, (args.completions // args.group, args.prompt_len)).tolist()
   if args.shortest_prompt < args.prompt_len:
     sizes = rng.integers(args.shortest_prompt, args.prompt_len + 1, len(prompts))
@@ -256,10 +206,7 @@ def main() -> None:
     "ratio": {name: medians[name] / medians["ours"] for name in args.peers},
     "slots": args.slots,
     "compute_dtype": args.compute_dtype,
-    "jax": jax.__version__,
-    "python": platform.python_version(),
-    "device": jax.devices()[0].device_kind,
-    "devices": jax.device_count(),
+    **versions(),
   }
   for name in calls:
     seconds = medians[name]
@@ -272,8 +219,7 @@ def main() -> None:
     f"{total} tokens in {args.completions} completions, the longest {max(lengths)}; "
     f"our engine has {args.slots} slots"
   )
-  if args.json:
-    Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+  store(result, args.json)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ JOB has "url", "model", "folder", "questions" and "choices". RESULT gets what th
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,12 @@ TOKENS = 24
 Job = dict[str, Any]
 
 
-def ask_openai(job: Job) -> Job:
-  import openai
-
-  client = openai.OpenAI(base_url=job["url"], api_key="none")
+def ask_both_ways(job: Job, create: Callable[..., Any]) -> Job:
+  """Asks by a function with the arguments of OpenAI's client, with and without a stream."""
 
   def ask(question: str, **settings: Any) -> Any:
     messages = [{"role": "user", "content": question}]
-    return client.chat.completions.create(
-      model=job["model"], messages=messages, temperature=0, max_tokens=TOKENS, **settings
-    )
+    return create(messages=messages, temperature=0, max_tokens=TOKENS, **settings)
 
   texts = [ask(question).choices[0].message.content for question in job["questions"]]
   streams = [
@@ -37,29 +35,20 @@ def ask_openai(job: Job) -> Job:
     for question in job["questions"]
   ]
   return {"texts": texts, "streams": streams}
+
+
+def ask_openai(job: Job) -> Job:
+  import openai
+
+  client = openai.OpenAI(base_url=job["url"], api_key="none")
+  return ask_both_ways(job, functools.partial(client.chat.completions.create, model=job["model"]))
 
 
 def ask_litellm(job: Job) -> Job:
   import litellm
 
-  def ask(question: str, **settings: Any) -> Any:
-    messages = [{"role": "user", "content": question}]
-    return litellm.completion(
-      model=f"openai/{job['model']}",
-      api_base=job["url"],
-      api_key="none",
-      messages=messages,
-      temperature=0,
-      max_tokens=TOKENS,
-      **settings,
-    )
-
-  texts = [ask(question).choices[0].message.content for question in job["questions"]]
-  streams = [
-    "".join(event.choices[0].delta.content or "" for event in ask(question, stream=True))
-    for question in job["questions"]
-  ]
-  return {"texts": texts, "streams": streams}
+  server = {"model": f"openai/{job['model']}", "api_base": job["url"], "api_key": "none"}
+  return ask_both_ways(job, functools.partial(litellm.completion, **server))
 
 
 def ask_langchain(job: Job) -> Job:

@@ -13,14 +13,9 @@ see benchmarks/floors.py) if there is one.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import platform
 import resource
 import time
-from pathlib import Path
 
-import floors
 import numpy as np
 
 from gtpo_jax.runtime.startup import prepare_devices, prepare_jax
@@ -31,12 +26,13 @@ import jax
 
 jax.config.update("jax_compilation_cache_dir", None)  # so that the first step compiles
 
+import floors
+from measuring import show, store, versions
+
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Rewards
-from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models import Transformer
 from gtpo_jax.models.config import DTYPES, REMAT
-from gtpo_jax.models.hf.config_json import read_config
-from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.runtime.resource_limits import return_freed_memory
@@ -46,7 +42,6 @@ from gtpo_jax.training.head_chunk import default_chunk
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
-HEAD_DIM = 64
 DEFAULTS = {
   "vocab": 8192,
   "width": 256,
@@ -76,24 +71,6 @@ def parse_args() -> argparse.Namespace:
   return args
 
 
-def architecture(args: argparse.Namespace) -> ModelConfig:
-  """Returns the shape that the arguments describe, with float32 parameters."""
-  if args.model:
-    shape = read_config(Path(args.model), "float32")
-    return dataclasses.replace(shape, compute_dtype=args.compute_dtype, remat=args.remat)
-  return ModelConfig(
-    args.vocab,
-    args.width,
-    args.layers,
-    heads=args.width // HEAD_DIM,
-    kv_heads=max(args.width // (2 * HEAD_DIM), 1),
-    head_dim=HEAD_DIM,
-    mlp=4 * args.width,
-    compute_dtype=args.compute_dtype,
-    remat=args.remat,
-  )
-
-
 def run_steps(
   args: argparse.Namespace,
 ) -> tuple[list[tuple[float, float, float]], dict[str, float], int]:
@@ -103,17 +80,14 @@ def run_steps(
   result is how many completions the engine samples at once.
   """
   prepare_devices()
-  model = Transformer(architecture(args), make_mesh())
+  model = Transformer(floors.workload_model(args), make_mesh())
   optimizer = make_optimizer(OptimizerConfig(), args.steps)
   update = make_update(model, algorithms.make(args.algorithm), optimizer)
   # Without stop tokens, every completion has the same length.
   engine = Engine(
     model, stop=(), pad=0, max_prompt_tokens=args.prompt_len, max_tokens=args.response_len
   )
-  params = (
-    read_params(model, Path(args.model)) if args.model else init_params(model, jax.random.key(0))
-  )
-  state = init_state(params, optimizer, model)
+  state = init_state(floors.workload_params(args, model), optimizer, model)
   rng = np.random.default_rng(0)
   seconds = []
   first = {}
@@ -151,7 +125,7 @@ def measure_floors(args: argparse.Namespace, slots: int) -> dict[str, float | No
     args: the arguments.
     slots: how many completions are sampled at once.
   """
-  c = architecture(args)
+  c = floors.workload_model(args)
   prompt_tokens = args.prompts * args.prompt_len
   completions = args.prompts * args.group
   tokens = completions * args.response_len
@@ -185,24 +159,18 @@ def main() -> None:
     "first_s": seconds[0][0],
     "tokens": args.prompts * args.group * args.response_len,
     "algorithm": args.algorithm,
-    "jax": jax.__version__,
-    "python": platform.python_version(),
-    "device": jax.devices()[0].device_kind,
-    "devices": jax.device_count(),
+    **versions(),
     "compute_dtype": args.compute_dtype,
     "remat": args.remat,
     "grad_norm": metrics["grad_norm"],
     **{name: value for name, value in metrics.items() if name.startswith("mismatch/")},
   }
   result |= measure_floors(args, slots)
-  for name, value in result.items():
-    print(f"{name:<24} {value:.4g}" if isinstance(value, float) else f"{name:<24} {value}")
+  show(result)
   for phase in ("sample", "update"):
     if floor := result[f"{phase}_floor_s"]:
       print(f"{phase}: {result[f'{phase}_s'] / floor:.2f} x its matrix products alone")
-  if args.json:
-    with open(args.json, "w") as out:
-      json.dump(result, out, indent=2)
+  store(result, args.json)
 
 
 if __name__ == "__main__":

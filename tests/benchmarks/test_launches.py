@@ -2,12 +2,13 @@
 
 import importlib.util
 import sys
-from pathlib import Path
 
+import launches
 import pytest
-from plan_cases import needs_cuda_plugin
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "launches.py"
+needs_cuda_plugin = pytest.mark.skipif(
+  importlib.util.find_spec("jax_cuda13_plugin") is None, reason="JAX's CUDA plugin is not installed"
+)
 PROGRAM = """
 HloModule small
 %multiply (p: f32[4,8], q: f32[8,2]) -> f32[4,2] {
@@ -45,16 +46,7 @@ ENTRY %main (a: f32[100,8], b: f32[8,2]) -> f32[100,8] {
 """  # noqa: E501
 
 
-@pytest.fixture(scope="module")
-def launches():
-  spec = importlib.util.spec_from_file_location("launches", FILE)
-  module = importlib.util.module_from_spec(spec)
-  sys.modules["launches"] = module
-  spec.loader.exec_module(module)
-  return module
-
-
-def test_a_program_is_counted(launches):
+def test_a_program_is_counted():
   """Five iterations of a slice of 4 x 8 and a product of 4 x 8 and 8 x 2."""
   assert launches.count_update(launches.Hlo(PROGRAM)) == {
     "product_flops": 5 * 2 * 4 * 8 * 2,
@@ -63,15 +55,15 @@ def test_a_program_is_counted(launches):
   }
 
 
-def measured(launches, monkeypatch, *options):
+def measured(monkeypatch, *options):
   monkeypatch.setattr(sys, "argv", ["launches.py", *options])
   return launches.measure(launches.parse())
 
 
 @pytest.mark.manual
 @needs_cuda_plugin
-def test_bounds_of_decoding(launches, monkeypatch):
-  counted = measured(launches, monkeypatch, "--what=decode")
+def test_bounds_of_decoding(monkeypatch):
+  counted = measured(monkeypatch, "--what=decode")
   assert counted["launches_per_token"] <= 260
   assert counted["logits_reads"] <= 2
   assert counted["weight_copies_bytes"] == 0
@@ -86,8 +78,8 @@ def test_bounds_of_decoding(launches, monkeypatch):
     (["--remat=none", "--micro_batches=8"], 795e12, 1.78e12, 44.5),
   ],
 )
-def test_bounds_of_updates(launches, monkeypatch, options, flops, nbytes, peak):
-  counted = measured(launches, monkeypatch, "--what=update", *options)
+def test_bounds_of_updates(monkeypatch, options, flops, nbytes, peak):
+  counted = measured(monkeypatch, "--what=update", *options)
   assert counted["product_flops"] <= flops
   assert counted["elementwise_bytes"] <= nbytes
   assert counted["peak_bytes"] <= peak * 2**30
@@ -95,7 +87,7 @@ def test_bounds_of_updates(launches, monkeypatch, options, flops, nbytes, peak):
 
 @pytest.mark.manual
 @needs_cuda_plugin
-def test_decoding_fits_in_the_shared_memory_of_small_gpus(launches, monkeypatch):
+def test_decoding_fits_in_the_shared_memory_of_small_gpus(monkeypatch):
   """With heads of 128 features, on a GPU that has 99 KiB for a program of the kernel's grid."""
   options = ("--what=decode", "--topology=l4:1", "--preset=qwen2.5-1.5b", "--slots=64")
-  assert measured(launches, monkeypatch, *options)["launches_per_token"] > 0
+  assert measured(monkeypatch, *options)["launches_per_token"] > 0

@@ -1,40 +1,130 @@
-"""The statistics and the gradients of benchmarks/credit.py."""
+"""The studies of credit: stored results, statistics, gradients of the arms, sketches, problems."""
 
-import sys
-from pathlib import Path
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from credit_arms import ARMS, BASELINE, ArmBatch, shuffled_within_verdict
+from credit_probe import Moments, cotangent, make_gradients
+from credit_sketch import REFERENCE_NAME, SKETCH, Sketches, probe_result, sketch
+from credit_tasks import HELD_OUT, TRAINING_PROBLEMS, two_words, write_problems
+from study import Cells, compare, holm
 
 from gtpo_jax.arrays import Prompts, Rollouts, Signals
 from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
 from gtpo_jax.training.log_probs import score
 
-pytestmark = pytest.mark.slow
 N, G, T, VOCAB = 4, 4, 6, 128
 
 
-@pytest.fixture(scope="module", autouse=True)
-def benchmarks_folder():
-  folder = str(Path(__file__).parents[1] / "benchmarks")
-  sys.path.insert(0, folder)
-  yield
-  sys.path.remove(folder)
+def test_results_are_computed_once_and_only_within_pattern_and_budget(tmp_path):
+  now = [0.0]
+  made = []
+
+  def make():
+    made.append(now[0])
+    now[0] += 40.0
+    return {"x": [1 / 3, float(len(made))]}
+
+  cells = lambda **more: Cells(tmp_path / "out", tmp_path / "old", clock=lambda: now[0], **more)
+  first = cells().compute("run-a", {"seed": 0}, make)
+  assert first["x"] == [0.333333, 1.0] and first["settings"] == {"seed": 0}
+  assert cells().compute("run-a", {"seed": 0}, make) == first and len(made) == 1
+  with pytest.raises(UserError, match="other settings"):
+    cells().compute("run-a", {"seed": 1}, make)
+
+  some = cells(patterns=["run-b*"], budget_s=100.0)
+  assert [some.compute(f"run-{name}", {}, make) is None for name in ("b1", "c", "b2", "b3")] == [
+    False,
+    True,
+    False,
+    True,  # 80 of 100 seconds are used, and a run takes 40
+  ]
+  assert some.left == ["run-c", "run-b3"]
+
+  (tmp_path / "old").mkdir()
+  (tmp_path / "old" / "run-d.json").write_text(json.dumps({"settings": {}, "x": 7}))
+  assert cells().compute("run-d", {}, make)["x"] == 7 and len(made) == 3
 
 
+def test_sketches_keep_inner_products():
+  rng = np.random.default_rng(0)
+  a, b = (
+    {"first": rng.normal(size=(300, 500)), "second": rng.normal(size=SKETCH + 7)} for _ in "ab"
+  )
+  b = {key: 0.5 * a[key] + b[key] for key in a}
+  exact = sum(float((a[key] * b[key]).sum()) for key in a)
+  size = lambda x: np.sqrt(sum(float((leaf**2).sum()) for leaf in x.values()))
+  sketches = [
+    np.asarray(sketch({key: jnp.asarray(x, jnp.float32) for key, x in tree.items()}), float)
+    for tree in (a, b)
+  ]
+  error = sketches[0] @ sketches[1] - exact
+  assert abs(error) < 4 * np.sqrt(2 / SKETCH) * size(a) * size(b)
+  assert exact > 20 * abs(error)
+
+
+def test_the_reference_of_a_batch_is_the_mean_of_the_others():
+  rng = np.random.default_rng(0)
+  names = ["arm", REFERENCE_NAME]
+  values = rng.normal(1.0, 1.0, (5, 2, 8)).astype(np.float32)
+  batches = [Sketches(names, values[i], {"accuracy": 0.1 * i}) for i in range(3)]
+  batches += [Sketches([REFERENCE_NAME], values[i, 1:], {"accuracy": 0.1 * i}) for i in (3, 4)]
+  found = probe_result(batches, 3)
+  for i in range(3):
+    other = sum(values[j, 1].astype(float) for j in range(5) if j != i) / 4
+    own = values[i, 0].astype(float)
+    expected = own @ other / np.sqrt((own @ own) * (other @ other))
+    assert found["arms"]["arm"]["cosine"][i] == pytest.approx(expected, rel=1e-6)
+  assert found["signals"]["accuracy"] == pytest.approx(0.2)
+
+
+def test_two_words_need_the_topic_and_both_words(tmp_path):
+  extra = {"topic": "whale", "first": "rope", "second": "lamp"}
+  texts = (
+    "The whale carried a rope and a lamp.",
+    "The whale carried a rope and a coin.",
+    "The ship carried a rope and a lamp.",
+  )
+  assert two_words(texts, texts, texts, [extra] * 3) == [True, False, False]
+  write_problems(tmp_path)
+  held_out, training = (
+    [
+      json.loads(line)["prompt"]
+      for line in (tmp_path / f"words-{x}.jsonl").read_text().splitlines()
+    ]
+    for x in ("eval", "train")
+  )
+  assert len(set(held_out)) == HELD_OUT and len(set(training)) == TRAINING_PROBLEMS
+  assert not set(held_out) & set(training)
+
+
+def test_shuffled_entropies_stay_within_a_verdict():
+  rng = np.random.default_rng(0)
+  mask = np.arange(6) < rng.integers(2, 7, (3, 4, 1))
+  entropy = np.where(mask, rng.random(mask.shape), 0.0).astype(np.float32)
+  correct = np.array([[True, False, True, False]] * 3)
+  signals = Signals(mask=mask, entropy=entropy, correct=correct)
+  shuffled = shuffled_within_verdict(ArmBatch(None, signals, np.zeros(mask.shape), 0))
+  for group in range(3):
+    for verdict in (False, True):
+      side = mask[group] & (correct[group] == verdict)[:, None]
+      np.testing.assert_array_equal(np.sort(shuffled[group][side]), np.sort(entropy[group][side]))
+  assert not (shuffled == entropy)[mask].all() and not shuffled[~mask].any()
+
+
+@pytest.mark.slow
 def test_holms_procedure_by_hand():
-  from credit_tables import holm
-
   assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx({"a": 0.03, "c": 0.06, "b": 0.06})
   assert holm({"a": 0.4, "b": 0.9}) == pytest.approx({"a": 0.8, "b": 0.9})
 
 
+@pytest.mark.slow
 def test_a_difference_is_paired_over_problems_and_seeds():
-  from credit_tables import compare
-
   run = lambda *correct: {"samples": 4, "correct": list(correct)}
   better = {0: run(3, 1, 2, 4), 1: run(3, 3, 4, 4), 2: run(0, 0, 0, 0)}
   worse = {0: run(2, 0, 1, 3), 1: run(2, 2, 3, 3)}
@@ -47,8 +137,6 @@ def test_a_difference_is_paired_over_problems_and_seeds():
 @pytest.fixture(scope="module")
 def case():
   """Returns a small model, its parameters and a batch with known truth."""
-  from credit_arms import ArmBatch
-
   config = ModelConfig(VOCAB, 32, 1, heads=2, kv_heads=1, head_dim=16, mlp=32)
   model = Transformer(config, make_mesh(devices=jax.devices()[:1]))
   params = init_params(model, jax.random.key(0))
@@ -75,15 +163,11 @@ def case():
     penalty=np.zeros((N, G), np.float32),
   )
   codes = np.where(mask, rng.choice(np.uint8([1, 2, 3, 4, 11, 12]), mask.shape), 0)
-  hidden = rng.normal(size=(N, G, T, 3))
-  return model, params, ArmBatch(rollouts, signals, codes, 0, lambda: hidden)
+  return model, params, ArmBatch(rollouts, signals, codes, 0)
 
 
 @pytest.mark.slow
 def test_gradients_of_arms_are_those_of_their_losses(case):
-  from credit_arms import ARMS, BASELINE
-  from credit_probe import cotangent, make_gradients
-
   model, params, batch = case
   arms = [ARMS[BASELINE], ARMS["grpo_s, beta2 = 1"]]
   cotangents = np.stack([cotangent(arm, batch, arm.advantages(batch)) for arm in arms])
@@ -106,9 +190,8 @@ def test_gradients_of_arms_are_those_of_their_losses(case):
   assert not np.allclose(gradients[0], gradients[1], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_oracle_pays_deciding_tokens_and_one_sided_arms_leave_the_other_side_uniform(case):
-  from credit_arms import ARMS, BASELINE
-
   *_, batch = case
   uniform = np.asarray(ARMS[BASELINE].advantages(batch))
   oracle = np.asarray(ARMS["oracle mask"].advantages(batch))
@@ -130,9 +213,8 @@ def test_the_oracle_pays_deciding_tokens_and_one_sided_arms_leave_the_other_side
     assert (np.diff(hesitant[i, j][tokens][order]) < 0).all()
 
 
+@pytest.mark.slow
 def test_shuffled_completions_exchange_the_credit_of_grpo_s_within_a_verdict(case):
-  from credit_arms import ARMS
-
   *_, batch = case
   correct = batch.signals.correct
   own, shuffled = (
@@ -146,9 +228,8 @@ def test_shuffled_completions_exchange_the_credit_of_grpo_s_within_a_verdict(cas
   assert not np.allclose(shuffled, own, atol=1e-2)
 
 
+@pytest.mark.slow
 def test_noise_is_the_variance_over_the_squared_mean():
-  from credit_probe import Moments
-
   rng = np.random.default_rng(0)
   moments = Moments()
   for _ in range(4000):
@@ -157,46 +238,8 @@ def test_noise_is_the_variance_over_the_squared_mean():
   assert moments.noise() == pytest.approx(3 / 25, rel=0.05)
 
 
-def test_generalised_advantages_by_hand():
-  from credit_values import generalized_advantages
-
-  value = np.array([[[0.5, 0.75, 0.25], [0.5, 0.25, 9.0]]])
-  mask = np.array([[[True, True, True], [True, True, False]]])
-  correct = np.array([[True, False]])
-  change = [[[0.25, -0.5, 0.75], [-0.25, -0.25, 0]]]
-  np.testing.assert_array_equal(generalized_advantages(value, mask, correct, 0.0), change)
-  half = [[[0.1875, -0.125, 0.75], [-0.375, -0.25, 0]]]
-  np.testing.assert_array_equal(generalized_advantages(value, mask, correct, 0.5), half)
-  verdict_minus_value = [[[0.5, 0.25, 0.75], [-0.5, -0.25, 0]]]
-  np.testing.assert_array_equal(
-    generalized_advantages(value, mask, correct, 1.0), verdict_minus_value
-  )
-
-
-def test_learned_values_find_the_token_that_decides():
-  """The second token decides, so the value changes there, also for prompts that were not seen."""
-  from credit_values import generalized_advantages, values
-
-  rng = np.random.default_rng(0)
-  correct = rng.random((16, 8)) < 0.5
-  mask = np.ones((16, 8, 4), bool)
-  hidden = rng.normal(size=(16, 8, 4, 5))
-  hidden[:, :, 2:, 0] = np.where(correct, 1.0, -1.0)[..., None]  # known after the second token
-  hidden[:, :, :2, 0] = 0.0
-  value = values(hidden, mask, correct)
-  change = np.abs(generalized_advantages(value, mask, correct, 0.0)).mean((0, 1))
-  assert change.argmax() == 1 and change[1] > 4 * max(change[0], change[2], change[3])
-  flipped = correct.copy()
-  flipped[0] = ~flipped[0]
-  np.testing.assert_array_equal(values(hidden, mask, flipped)[0], value[0])
-
-
+@pytest.mark.slow
 def test_a_baseline_by_position_sums_to_zero_over_a_group(case):
-  from credit_arms import ARMS
-
   *_, batch = case
   advantages = np.asarray(ARMS["ours: baseline by position"].advantages(batch))
   np.testing.assert_allclose(advantages.sum(1), 0, atol=1e-5)
-  for name in ("ours: learned value, lambda = 0.9", "ours: advantage times change of value"):
-    advantages = np.asarray(ARMS[name].advantages(batch))
-    assert np.isfinite(advantages).all() and not advantages[~batch.signals.mask].any()

@@ -1,8 +1,6 @@
 """The matrix products that benchmarks/step.py compares a step with."""
 
-import sys
-from pathlib import Path
-
+import floors
 import pytest
 
 from gtpo_jax.models import ModelConfig
@@ -13,17 +11,7 @@ LAYER_WEIGHTS = 96 + 48 + 48 + 96 + 720
 HEAD_WEIGHTS = 600
 
 
-@pytest.fixture(scope="module")
-def floors():
-  folder = str(Path(__file__).parents[1] / "benchmarks")
-  sys.path.insert(0, folder)
-  import floors
-
-  yield floors
-  sys.path.remove(folder)
-
-
-def test_an_update_needs_six_flop_for_each_weight_and_token(floors):
+def test_an_update_needs_six_flop_for_each_weight_and_token():
   products = floors.update_products(CONFIG, prompt_tokens=10, completion_tokens=32, chunk=12)
   layers = 6 * 3 * LAYER_WEIGHTS * (10 + 32)
   # Three chunks of at most 12 tokens have 11, 11 and 10.
@@ -31,7 +19,7 @@ def test_an_update_needs_six_flop_for_each_weight_and_token(floors):
   assert floors.total_flops(products) == layers + head
 
 
-def test_sampling_reads_each_token_but_the_last(floors):
+def test_sampling_reads_each_token_but_the_last():
   """20 completions of 5 tokens are sampled in three batches of at most 8."""
   products = floors.sampling_products(CONFIG, prompt_tokens=10, completions=20, slots=8, steps=5)
   prefill = 2 * 3 * LAYER_WEIGHTS * 10
@@ -40,7 +28,7 @@ def test_sampling_reads_each_token_but_the_last(floors):
   assert floors.total_flops(products) == prefill + layers + head
 
 
-def test_equal_shapes_are_measured_once_and_counted_each_time(floors, monkeypatch):
+def test_equal_shapes_are_measured_once_and_counted_each_time(monkeypatch):
   measured = []
 
   def seconds(rows, inner, columns, count, dtype):
@@ -54,5 +42,5 @@ def test_equal_shapes_are_measured_once_and_counted_each_time(floors, monkeypatc
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_product_takes_time(floors, dtype):
+def test_a_product_takes_time(dtype):
   assert floors.measure_seconds([floors.Product(8, 16, 4, 3)], dtype) > 0
