@@ -36,7 +36,7 @@ if __name__ == "__main__" and hasattr(os, "sched_setaffinity"):
   os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
 prepare_jax()  # before JAX is imported
 
-from credit_arms import PROBED, TRAINED, Arm, ArmBatch, collector_of, next_batch, opened
+from credit_arms import PROBED, REAL_ARMS, TRAINED, Arm, ArmBatch, collector_of, next_batch, opened
 from credit_probe import make_gradients
 from credit_sketch import Sketches, probe_result, sketch, sketch_batch
 from credit_tables import draw_probes, draw_real_training, of_kind, real_tables
@@ -182,7 +182,7 @@ def train_cell(
     worker = shared_worker(task, cells.out)
     with contextlib.closing(RewardManager(config)) as rewards:
       params = initial_params(config, worker)
-      return train_real(config, worker, rewards, params, arm, sizes)
+      return train_real(config, worker, rewards, params, REAL_ARMS[arm], sizes)
 
   settings = {"task": task, "arm": arm, "seed": config.seed, **dataclasses.asdict(sizes)}
   return cells.compute(name, {**settings, **settings_of(config)}, make)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from credit_arms import REAL_ARMS, Arm, ArmBatch, batch_of, collector_of, next_batch
+from credit_arms import Arm, ArmBatch, batch_of, collector_of, next_batch
 from credit_probe import signal_scores
 
 from gtpo_jax.algorithms import Algorithm
@@ -130,7 +130,7 @@ def train_real(
   worker: RolloutWorker,
   rewards: RewardManager,
   params: Params,
-  name: str,
+  arm: Arm,
   sizes: Sizes,
 ) -> dict[str, Any]:
   """Trains and evaluates; returns the curve and the evaluations as plain data.
@@ -141,14 +141,13 @@ def train_real(
   Args:
     config, worker, rewards: how to sample and score.
     params: the base model; donated.
-    name: the arm that assigns the credit; it must not change advantages in another way.
+    arm: assigns the credit; it must not change advantages in another way.
     sizes: how long the run is.
   """
-  arm = REAL_ARMS[name]
   if arm.change is not None:
     raise ValueError("only arms that replace entropies can be trained here")
   collector = collector_of(config, worker, rewards)
-  optimizer, update = shared_update(worker, name, config.optimizer, sizes.steps)
+  optimizer, update = shared_update(worker, arm.algorithm, config.optimizer, sizes.steps)
   state = init_state(params, optimizer, worker.model)
   curve = []
   evaluations = {}
@@ -168,11 +167,10 @@ def train_real(
 
 @functools.cache
 def shared_update(
-  worker: RolloutWorker, name: str, config: OptimizerConfig, steps: int
+  worker: RolloutWorker, algorithm: Algorithm, config: OptimizerConfig, steps: int
 ) -> tuple[Optimizer, Update]:
   """Returns the optimizer and the update of an arm, which its seeds share."""
   optimizer = make_optimizer(config, steps, MINIBATCHES)
-  algorithm = REAL_ARMS[name].algorithm
   return optimizer, make_update(worker.model, algorithm, optimizer, minibatches=MINIBATCHES)
 
 

@@ -165,3 +165,15 @@ def test_entropy_rewards_correct_units_and_spares_incorrect_ones(name):
   }
   sure, unsure, sure_wrong, unsure_wrong = make(name).advantages(**x).ravel().tolist()
   assert unsure > sure > 0 > sure_wrong and unsure_wrong > sure_wrong
+
+
+def test_correct_and_incorrect_are_never_compared():
+  """Other entropies of incorrect completions leave the rewards of correct ones as they are."""
+  algorithm = make("gtpo", compare="matrix", scope="batch")
+  batch = without_penalty(82)
+  changed = np.where(batch["correct"][..., None], batch["entropy"], batch["entropy"] ** 2 + 1)
+  before, after = (
+    shape(algorithm, arrays(batch | {"entropy": x}))[0] for x in (batch["entropy"], changed)
+  )
+  np.testing.assert_array_equal(after.plus, before.plus)
+  assert np.abs(after.minus - before.minus).max() > 0.01

@@ -139,22 +139,3 @@ def test_the_smallest_and_largest_settings_have_an_effect_that_is_finite(name):
       for path, leaf in jax.tree_util.tree_leaves_with_path(got):
         assert np.isfinite(leaf).all(), (key, value, path)
       assert got["advantages"].any(), (key, value)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.some(3, slow=9)
-def test_a_batch_of_a_single_token(name):
-  one = np.ones((1, 1, 1), bool)
-  batch = {"entropy": np.zeros((1, 1, 1)), "mask": one, "correct": one[0], "reward": one[0] * 1.0}
-  if has_guide(name):
-    batch["guided"] = ~one[0]
-  if RECIPES[name].turns:
-    batch |= {"turn_reward": one * 1.0, "turn_state": one * 0}
-  x = arrays(batch)
-  algorithm = make(name)
-  advantages = algorithm.advantages(**x)
-  mask = algorithm.loss_mask(**x)
-  policies = {"log_probs": -x["entropy"], "log_probs_old": -x["entropy"]}
-  selected = mask if algorithm.recipe.selects else None
-  loss, _ = algorithm.loss(**policies, advantages=advantages, mask=mask, selected=selected)
-  assert float(loss) == 0 and advantages.ravel().tolist() == [0]

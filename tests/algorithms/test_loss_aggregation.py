@@ -26,13 +26,3 @@ RAGGED = jnp.asarray([[[1, 1, 1], [1, 0, 0]], [[1, 1, 0], [0, 0, 0]], [[0, 0, 0]
 )
 def test_aggregations_by_hand(name, expected):
   np.testing.assert_allclose(AGGREGATIONS[name](RAGGED), [*expected, [[0] * 3] * 2], rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", AGGREGATIONS)
-def test_the_sum_of_the_weights(name):
-  rng = np.random.default_rng(4)
-  mask = jnp.asarray(np.arange(9) < rng.integers(0, 10, (5, 3))[..., None])
-  weights = np.asarray(AGGREGATIONS[name](mask), np.float64)
-  np.testing.assert_allclose(weights.sum(), 1 if name != "constant" else mask.mean(), rtol=1e-6)
-  assert not weights[~np.asarray(mask)].any()
-  assert not AGGREGATIONS[name](jnp.zeros((2, 2, 3), bool)).any()

@@ -208,11 +208,6 @@ def test_resolved_settings_make_the_same_algorithm(name, options):
   assert make(name, **algorithm.recipe.settings) == algorithm
 
 
-def test_alpha1_and_alpha2_of_the_clipped_form_sum_to_1():
-  s = make("gtpo_v1_clipped").settings
-  assert s.alpha1 + s.alpha2 == 1.0
-
-
 @pytest.mark.parametrize(
   ("name", "setting", "value", "bound"),
   [
@@ -467,13 +462,6 @@ def test_none_is_refused(name, setting, published):
     make(name, **{setting: None})
   message = f"algorithm.{setting} must not be None; omit it to use the published value "
   assert str(error.value) == f"{message}{published!r}"
-
-
-def test_an_override_changes_only_its_setting():
-  changed, published = (
-    dataclasses.asdict(make("gtpo", **options).settings) for options in ({"alpha2": 0.4}, {})
-  )
-  assert changed == published | {"alpha2": 0.4}
 
 
 def test_algorithms_and_their_settings_are_frozen_and_hashable():

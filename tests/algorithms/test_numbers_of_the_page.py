@@ -17,8 +17,6 @@ from gtpo_jax.algorithms.relative_entropy import (
   effective_participants,
   inverse_entropy,
 )
-from gtpo_jax.rewards.length import group_relative, soft_overlong
-from gtpo_jax.runtime.errors import UserError
 
 pytestmark = pytest.mark.slow
 
@@ -136,52 +134,6 @@ def test_the_gradient_of_a_sequence_level_ratio():
   assert np.isclose(abs(slope[sequence_ratio] - mask * arithmetic / 5).max(), 0.207, atol=1e-3)
   largest = [slope[sequence_ratio].max(), arithmetic.max(), geometric.max()]
   assert np.allclose(largest, [0.437, 1.153, 0.960], atol=1e-3)
-
-
-def test_the_overlong_penalty_is_continuous():
-  length = np.arange(11, 18)
-  assert soft_overlong(length, 16, 4).tolist() == [0, 0, -0.25, -0.5, -0.75, -1, -1]
-  printed = np.where(length <= 16, np.minimum((16 - 4 - length) / 16, 0), -1)
-  assert printed.tolist() == [0, 0, -0.0625, -0.125, -0.1875, -0.25, -1]
-
-
-def test_an_empty_range_is_refused():
-  clipped = jnp.clip(0.7 + 0.3 * jnp.asarray([0.1, 1.0, 5.0]), 1.0, 0.7 + 0.7 / 3)
-  assert np.allclose(clipped, 0.9333, atol=1e-4)
-  with pytest.raises(UserError) as refused:
-    make("gtpo_v1_clipped", alpha1=0.7, alpha2=0.3)
-  bound = "alpha1 must be at least floor * kappa / (kappa + 1) = 0.75, got 0.7"
-  assert bound in str(refused.value)
-
-
-def test_group_relative_penalties():
-  lengths = np.array([[4, 6, 8, 20, 10, 12, 30, 40]])
-  everyone = np.ones((1, 8), bool)
-  penalty = {
-    n: group_relative(lengths, np.arange(8)[None] < n, everyone, gamma=0.75)[0]
-    for n in (6, 5, 4, 2)
-  }
-  # Easy: L = 12, and 20 is long.
-  assert np.allclose(penalty[6], [0, 0, 0, -1 / 3, 0, 0, 0, 0])
-  # Between: L = 22, and no correct completion is longer.
-  assert np.allclose(penalty[5], 0)
-  # A tie penalises the incorrect ones, with the same L.
-  assert np.allclose(penalty[4], [0, 0, 0, 0, 0, 0, -0.1818, -0.4091], atol=1e-4)
-  # Hard.
-  assert np.allclose(penalty[2], 0)
-
-
-def test_the_groups_that_a_guide_keeps():
-  guided = jnp.asarray([[False, False, False, True]] * 4)
-  correct = jnp.asarray([[1, 0, 0, 1], [0, 0, 0, 1], [1, 1, 1, 0], [0, 0, 0, 0]], bool)
-  tokens = jnp.ones((4, 4, 3), bool)
-  mixed = make("dapo_mixed")
-  mask = mixed.loss_mask(entropy=jnp.ones((4, 4, 3)), mask=tokens, correct=correct, guided=guided)
-  # The policy is correct and incorrect; only the guide is correct; the policy is always correct; no
-  # completion is correct.
-  assert mask.any((1, 2)).tolist() == [True, True, False, False]
-  weights = mixed.token_weights(mask, correct, guided)
-  assert np.allclose(weights.sum((1, 2)), [1, 0.5, 0, 0])
 
 
 def test_batch_normalisation_has_no_baseline_per_prompt():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gtpo_jax.algorithms import OBJECTIVES, make
+from gtpo_jax.algorithms import make
 from gtpo_jax.algorithms.objectives import Clip, ObjectiveInputs
 
 PLAIN = Clip(eps_low=0.2, eps_high=0.28, dual_clip=0.0)
@@ -189,21 +189,3 @@ def test_stare_multiplies_the_clipped_objective():
     got = evaluate(function, ratio, advantage, selected=True)
     np.testing.assert_allclose(got[:2], 1.1 * np.asarray(expected[:2]), rtol=1e-5)
     assert evaluate(function, ratio, advantage)[:2] == expected[:2]
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.some(4)
-def test_extreme_ratios_give_finite_values_and_slopes(name):
-  algorithm = make("grpo", objective=name)
-  log_ratio, advantage = np.meshgrid([-25.0, -20.0, 20.0, 25.0], [-3.0, 0.0, 3.0])
-  shape = (log_ratio.size, 1, 1)
-  mask = jnp.ones(shape, bool)
-  loss = lambda log_probs: algorithm.loss(
-    log_probs=log_probs,
-    log_probs_old=jnp.full(shape, -30.0),
-    advantages=jnp.asarray(advantage.reshape(shape)),
-    mask=mask,
-    selected=mask,
-  )[0]
-  value, slope = jax.value_and_grad(loss)(jnp.asarray(log_ratio.reshape(shape) - 30))
-  assert np.isfinite(value) and np.isfinite(slope).all()

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 
 from gtpo_jax.algorithms import relative_entropy as plain_relative_entropy
-from gtpo_jax.algorithms.relative_entropy import COMPARE, effective_participants, inverse_entropy
+from gtpo_jax.algorithms.relative_entropy import (
+  COMPARE,
+  completion_entropy,
+  effective_participants,
+  inverse_entropy,
+)
 
 relative_entropy = jax.jit(plain_relative_entropy, static_argnums=2)
 AXES = sorted({sets for sets in COMPARE.values() if isinstance(sets, tuple)})
@@ -89,3 +94,12 @@ def test_effective_participants_by_hand():
   np.testing.assert_allclose(uneven, 16 / 10 / 4, rtol=1e-6)
   two = participants(column(3.0, 1.0, 9.0, np.nan), column(True, True, False, False))
   np.testing.assert_allclose(two, 16 / 10 / 2, rtol=1e-6)
+
+
+def test_completion_entropy_by_hand():
+  entropy = jnp.asarray([[[1.0, 4.0, jnp.nan], [2.0, 2.0, 8.0], [0.0, 1.0, jnp.nan]]])
+  mask = jnp.asarray([[[True, True, False], [True, True, True], [True, True, False]]])
+  arithmetic = completion_entropy(entropy, mask, "arithmetic", 0.01)
+  geometric = completion_entropy(entropy, mask, "geometric", 0.01)
+  np.testing.assert_allclose(arithmetic, [[[2.5], [4.0], [0.5]]], rtol=1e-6)
+  np.testing.assert_allclose(geometric, [[[2.0], [32 ** (1 / 3)], [0.1]]], rtol=1e-5)
