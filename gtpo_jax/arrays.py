@@ -35,6 +35,8 @@ class Prompts:
 
   tokens: jax.Array  # i32[n, p]
   lengths: jax.Array  # i32[n], tokens without padding
+  # [n, p, layers with experts, k], as in `Rollouts`
+  routes: jax.Array | None = None
 
   @property
   def mask(self) -> jax.Array:
@@ -66,9 +68,10 @@ class Packing:
     return 1 if self.begins is None else self.begins.shape[2]
 
   def pack(self, x: jax.Array) -> jax.Array:
-    """Converts `x` [n, g, t] to rows [n, w, s], with 0 on padding."""
+    """Converts `x` [n, g, t, ...] to rows [n, w, s, ...], with 0 on padding."""
     packed = _gather(x, self.source)
-    return jnp.where(self.source < 0, jnp.zeros_like(packed), packed)
+    is_padding = (self.source < 0).reshape(*self.source.shape, *[1] * (x.ndim - 3))
+    return jnp.where(is_padding, jnp.zeros_like(packed), packed)
 
   def unpack(self, x: jax.Array, t: int) -> jax.Array:
     """Converts rows `x` [n, w, s] to [n, g, t], the inverse of `pack`.
@@ -76,7 +79,7 @@ class Packing:
     Values after the end of a completion are arbitrary.
     """
     index = self.start[:, :, None] + jnp.arange(t)
-    return _gather(x, jnp.minimum(index, math.prod(x.shape[1:]) - 1))
+    return _gather(x, jnp.minimum(index, math.prod(x.shape[1:3]) - 1))
 
 
 def conversation_numbers(begins: jax.Array, t: int) -> jax.Array:
@@ -113,14 +116,20 @@ def array_lengths(longest: int, shards: int = 1) -> list[int]:
 
 
 def _gather(x: jax.Array, index: jax.Array) -> jax.Array:
-  """Gathers entries of each prompt's part of `x` by flat index; the result is shaped like `index`.
+  """Gathers entries of each prompt's part of `x` by flat index.
 
   Args:
-    x: [n, ...].
-    index: i32[n, ...], indices into the flattened trailing axes of `x`.
+    x: [n, a, b, ...].
+    index: i32[n, c, d], indices into the flattened axes a and b of `x`.
+
+  Returns:
+    [n, c, d, ...].
   """
   n = x.shape[0]
-  return jnp.take_along_axis(x.reshape(n, -1), index.reshape(n, -1), axis=1).reshape(index.shape)
+  rest = x.shape[3:]
+  flat = index.reshape(n, -1, *[1] * len(rest))
+  gathered = jnp.take_along_axis(x.reshape(n, -1, *rest), flat, axis=1)
+  return gathered.reshape(*index.shape, *rest)
 
 
 @flax.struct.dataclass
@@ -142,6 +151,9 @@ class Rollouts:
   finished: jax.Array
 
   # The fields below are None in runs that do not use them.
+  # u8 or u16 [n, g, t, layers with experts, k]: the experts that computed each token as an input of
+  # the sampler; the largest value where that was not recorded.
+  routes: jax.Array | None = None
   # bool[n, g]; True if a guide sampled the completion; log_probs and entropy are then the guide's.
   guided: jax.Array | None = None
   # bool[n, g]; True if the policy of an earlier step sampled the completion.

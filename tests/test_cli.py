@@ -340,7 +340,7 @@ def test_a_damaged_checkpoint_is_one_line(finished_run, tmp_path, capsys):
     ),
     (
       ["train", "--config=configs/tiny.py", "--workdir=w", "--config.mesh.data=3"],
-      "a mesh of data 3 x fsdp 1 x context 1 x tensor 1 does not fit 8 device(s)",
+      "a mesh of data 3 x expert 1 x fsdp 1 x context 1 x tensor 1 does not fit 8 device(s)",
     ),
     (
       ["train", "--config=configs/tiny.py", "--workdir=w", "--config.mesh.tensor=-1"],

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from gtpo_jax.config import Config, resolve_model
+from gtpo_jax.models.config import ModelConfig
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
@@ -52,7 +53,7 @@ def working_mesh(config: Config, devices: Sequence[Any]) -> Sizes | None:
   except UserError:  # whose message says what to do
     return None
   wanted = mesh.devices.shape
-  for sizes in sorted(all_meshes(len(devices)), key=lambda sizes: _distance(sizes, wanted)):
+  for sizes in sorted(all_meshes(len(devices), model), key=lambda sizes: _distance(sizes, wanted)):
     shape = dict(zip(MESH_AXES, sizes, strict=True))
     if _works(config, Transformer(model, make_mesh(**shape, devices=devices))):
       return None if sizes == wanted else sizes
@@ -65,6 +66,10 @@ def check_divisible(config: Config, model: Transformer) -> None:
   Raises:
     UserError: they cannot.
   """
+  if model.mesh.shape["expert"] > 1 and model.config.mixture is None:
+    raise UserError(
+      f"mesh.expert = {model.mesh.shape['expert']}, but the model has no experts; use mesh.fsdp"
+    )
   check_batch_divisible("batch.prompts", config.batch.prompts, config.batch.parts, model)
   check_positions_divisible(config.sampling.max_tokens, model)
   if config.warm_start.steps:
@@ -80,11 +85,13 @@ def _works(config: Config, model: Transformer) -> bool:
   return True
 
 
-def all_meshes(count: int) -> list[Sizes]:
-  """Returns the sizes of all meshes of `count` devices."""
+def all_meshes(count: int, model: ModelConfig) -> list[Sizes]:
+  """Returns the sizes of all meshes of `count` devices over which the model's experts divide."""
   divisors = [size for size in range(1, count + 1) if count % size == 0]
   several = itertools.product(divisors, repeat=len(MESH_AXES))
-  return [sizes for sizes in several if math.prod(sizes) == count]
+  experts = model.mixture.experts if model.mixture else 1
+  fits = lambda sizes: experts % sizes[MESH_AXES.index("expert")] == 0
+  return [sizes for sizes in several if math.prod(sizes) == count and fits(sizes)]
 
 
 def _distance(sizes: Sizes, wanted: Sizes) -> tuple[float, Sizes]:

@@ -52,7 +52,8 @@ class ModelSection:
     lora_rank: rank of the LoRA adapters, which are then the only trained parameters (in float32,
       whatever param_dtype is); 0 trains all weights.
     lora_alpha: the adapters are scaled by lora_alpha / lora_rank.
-    lora_targets: the matrices that get adapters, separated by commas.
+    lora_targets: the matrices that get adapters, separated by commas. In a mixture of experts,
+      gate, up and down are those of dense MLPs and shared experts; add experts for the others.
     quantize: format of the base matrices under adapters: "int8", "int4", or "" for param_dtype.
   """
 
@@ -90,6 +91,8 @@ class MeshSection:
 
   Attributes:
     data: replicas of the parameters.
+    expert: shards of the experts of a mixture, which exchange tokens; for all other parameters
+      they are like fsdp.
     fsdp: shards of the parameters, gathered when they are used.
     context: shards of a sequence's positions, for long sequences; parameters are sharded over
       this axis too.
@@ -97,6 +100,7 @@ class MeshSection:
   """
 
   data: int = setting(-1, bound=AXIS_SIZE)
+  expert: int = setting(1, bound=AXIS_SIZE)
   fsdp: int = setting(1, bound=AXIS_SIZE)
   context: int = setting(1, bound=AXIS_SIZE)
   tensor: int = setting(1, bound=AXIS_SIZE)

@@ -18,7 +18,7 @@ from gtpo_jax.config.resolve import resolve_model
 from gtpo_jax.config.run_config import Config
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.lora import without_lora
-from gtpo_jax.models.params import abstract_params, matmul_params
+from gtpo_jax.models.params import abstract_params, active_params, matmul_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.chips import Chip
 from gtpo_jax.runtime.fields import AUTO
@@ -120,7 +120,7 @@ def frozen_bytes(config: Config, model: Transformer, teacher: Transformer | None
       lambda x: jax.ShapeDtypeStruct(x.shape, kept(x), sharding=x.sharding), params
     )
     # The sampler keeps the guide's weights gathered over this axis.
-    mesh = sampling_mesh(model.mesh, model.config.kv_heads, model.config.mlp)
+    mesh = sampling_mesh(model.mesh, model.config.kv_heads, *model.config.mlps)
     total += bytes_per_device(guide) * axis_size(mesh, "embed")
   return total
 
@@ -180,7 +180,7 @@ def describe_update(config: Config) -> str:
 
 def micro_batch_counts(config: Config, mesh: dict[str, int]) -> list[int]:
   """Returns the numbers of micro-batches into which a minibatch can be split, ascending."""
-  shards = mesh["data"] * mesh["fsdp"]
+  shards = mesh["data"] * mesh["expert"] * mesh["fsdp"]
   prompts = config.batch.prompts // config.batch.minibatches // shards
   return [parts for parts in range(1, prompts + 1) if prompts % parts == 0] or [1]
 
@@ -189,17 +189,21 @@ def update_bytes(
   config: Config, c: ModelConfig, mesh: dict[str, int], remat: str, micro_batches: int
 ) -> float:
   """Estimates the bytes that an update needs beside the state on one device."""
-  _, fsdp, context, tensor = mesh.values()
-  gradient = 0 if c.lora.rank else 4 * matmul_params(c) / (fsdp * context * tensor)
+  _, expert, fsdp, context, tensor = mesh.values()
+  gradient = 0 if c.lora.rank else 4 * matmul_params(c) / (expert * fsdp * context * tensor)
   itemsize = DTYPES[c.compute_dtype](0).itemsize
   tokens = tokens_per_part(config, mesh, micro_batches) / context
   residual = c.layers * tokens * c.width * itemsize / tensor
-  features = 3 * c.mlp + 2 * (c.heads + c.kv_heads) * c.head_dim
+  # In a layer with experts, each device computes tokens of all their shards.
+  mlp = c.active_mlp * expert
+  features = 3 * mlp + 2 * (c.heads + c.kv_heads) * c.head_dim
+  if c.mixture:
+    features += 3 * c.mixture.per_token * expert * c.width
   layer = tokens * itemsize * (2 * features / tensor + 4 * c.width)
   head = c.vocab_size * c.width / (context * tensor) * (itemsize + 4)
   # Compiled programs keep about so many features of each token and layer for the backward pass.
   attention = c.heads * c.head_dim
-  kept = {"none": 3 * c.mlp + 4 * (c.width + attention), "products": 3 * c.mlp + 4 * attention}
+  kept = {"none": 3 * mlp + 4 * (c.width + attention), "products": 3 * mlp + 4 * attention}
   kept["attention"] = 2 * attention
   stored = c.layers * tokens * itemsize * kept.get(remat, 0) / tensor
   return gradient + residual + layer + head + stored
@@ -207,7 +211,8 @@ def update_bytes(
 
 def tokens_per_part(config: Config, mesh: dict[str, int], micro_batches: int) -> float:
   """Returns the tokens of a micro-batch on one batch shard, at full length."""
-  parts = config.batch.minibatches * micro_batches * mesh["data"] * mesh["fsdp"]
+  parts = config.batch.minibatches * micro_batches
+  parts *= mesh["data"] * mesh["expert"] * mesh["fsdp"]
   lengths = config.data.max_prompt_tokens + config.batch.group * config.sampling.max_tokens
   return config.batch.prompts / parts * lengths
 
@@ -216,10 +221,10 @@ def _run_seconds(
   config: Config, c: ModelConfig, mesh: dict[str, int], chip: Chip, remat: str, micro_batches: int
 ) -> float:
   """Estimates the seconds that all updates of a run take, and the compiler."""
-  _, fsdp, context, tensor = mesh.values()
+  _, expert, fsdp, context, tensor = mesh.values()
   tokens = micro_batches * tokens_per_part(config, mesh, micro_batches)
-  weights = matmul_params(c) / (context * tensor)
-  trained = 0 if c.lora.rank else weights / fsdp
+  weights = active_params(c) / (context * tensor)
+  trained = 0 if c.lora.rank else matmul_params(c) / (context * tensor * expert * fsdp)
   flop = 2 * PASSES.get(remat, PASSES["full"]) * weights * tokens
   step = flop / (EFFICIENCY * chip.flops)
   step += micro_batches * GRADIENT_BYTES * trained / chip.memory_bandwidth

@@ -8,11 +8,12 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from gtpo_jax.models.attention.rope_scaling import RopeScaling
-from gtpo_jax.models.families import FAMILIES, MATRICES, Family
+from gtpo_jax.models.families import FAMILIES, MATRICES, MLP, Family
 from gtpo_jax.models.formats.quantize import FORMATS
 from gtpo_jax.models.kinds import (
   LayerKind,
   LayerPlace,
+  Mixture,
   Stack,
   places_of,
   shortest_pattern,
@@ -25,7 +26,9 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float
 PRECISIONS = ("default", "high", "highest")
 REMAT = ("none", "products", "attention", "full")
 ATTENTION = ("", "blocks", "splash", "cudnn")
+EXPERTS = "experts"
 LORA_TARGETS = MATRICES
+ALL_LORA_TARGETS = (*LORA_TARGETS, EXPERTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,9 @@ class Lora(Checked):
   Attributes:
     rank: columns of A and rows of B; 0 for no adapters.
     alpha: the adapters are scaled by alpha / rank.
-    targets: the matrices that have an adapter, a subset of q, k, v, o, gate, up, down.
+    targets: the matrices that have an adapter, a subset of q, k, v, o, gate, up, down, experts.
+      gate, up and down are those of dense MLPs and of shared experts; experts are all matrices of
+      all other experts.
   """
 
   prefix: ClassVar[str] = "model.lora_"
@@ -46,13 +51,18 @@ class Lora(Checked):
 
   def __post_init__(self):
     super().__post_init__()
-    if unknown := [target for target in self.targets if target not in LORA_TARGETS]:
+    if unknown := [target for target in self.targets if target not in ALL_LORA_TARGETS]:
       raise UserError(
-        f"model.lora_targets names {unknown[0]!r}{did_you_mean(unknown[0], LORA_TARGETS)}; "
-        f"valid are {', '.join(LORA_TARGETS)}"
+        f"model.lora_targets names {unknown[0]!r}{did_you_mean(unknown[0], ALL_LORA_TARGETS)}; "
+        f"valid are {', '.join(ALL_LORA_TARGETS)}"
       )
     if not self.targets:
-      raise UserError("model.lora_targets is empty; name some of " + ", ".join(LORA_TARGETS))
+      raise UserError("model.lora_targets is empty; name some of " + ", ".join(ALL_LORA_TARGETS))
+
+  @property
+  def scale(self) -> float:
+    """What the product of A and B is multiplied by."""
+    return self.alpha / self.rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +83,8 @@ class ModelConfig:
     context: positions that the model was trained for (`max_position_embeddings`).
     rope_scaling: changes the rotary angles for longer contexts; None for plain angles.
     kinds: the pattern of layers, which repeats; it is stored in its shortest form.
+    mixture: the experts of layers that have them; None if all MLPs are dense.
+    clip_qkv: the largest magnitude of queries, keys and values; None for any.
     query_scalar: attention scores are divided by its square root; None for `head_dim`.
     biases: the matrices that have a bias, a subset of q, k, v, o, gate, up, down.
     model_type: the family, a key of `FAMILIES`; exports name it.
@@ -87,6 +99,8 @@ class ModelConfig:
       nothing. "none" unrolls the layers, because a loop over them would copy what it stores.
     attention: kernel for full sequences: "splash" (TPU), "cudnn" (GPU, 16 bits) or "blocks"
       (XLA); "" selects the fastest one for the platform.
+    router_replay: whether the trainer computes tokens with the experts that the sampler chose.
+    router_balance: the weight of the load-balancing loss of the routers.
   """
 
   vocab_size: int
@@ -103,6 +117,8 @@ class ModelConfig:
   rope_scaling: RopeScaling | None = None
   kinds: tuple[LayerKind, ...] = (LayerKind(),)
   query_scalar: float | None = None
+  mixture: Mixture | None = None
+  clip_qkv: float | None = None
   biases: tuple[str, ...] = ("q", "k", "v")
   model_type: str = "qwen2"
   lora: Lora = Lora()
@@ -112,6 +128,8 @@ class ModelConfig:
   matmul_precision: str = "default"
   remat: str = "full"
   attention: str = ""
+  router_replay: bool = True
+  router_balance: float = 0.0
 
   def __post_init__(self):
     for name in (
@@ -168,15 +186,35 @@ class ModelConfig:
       )
     if self.query_scalar and "query_pre_attn_scalar" not in family.defaults:
       raise UserError(f"{self.model_type} models have no query_scalar, got {self.query_scalar}")
+    if EXPERTS in self.lora.targets and self.mixture is None:
+      raise UserError("model.lora_targets names experts, but the model has none")
+    dense = self.mixture is None or self.mlps != (self.mixture.mlp,)
+    missing = set() if dense else set(MLP)
+    if self.lora.rank and missing.issuperset(self.lora.targets):
+      raise UserError(
+        f"model.lora_targets names only {', '.join(self.lora.targets)}, but all MLPs of the model "
+        "are experts; add experts"
+      )
+    if self.clip_qkv and "clip_qkv" not in family.keys:
+      raise UserError(f"{self.model_type} models have no clip_qkv, got {self.clip_qkv}")
     self._check_kinds(family)
 
   def _check_kinds(self, family: Family) -> None:
     """Raises UserError if the config.json of no model of the family can state the pattern."""
-    own = {(kind.window, kind.rope_theta) for kind in self.kinds} - {(None, None)}
+    attention = {(kind.window, kind.rope_theta) for kind in self.kinds}
+    own = attention - {(None, None)}
+    mlps = {kind.mlp for kind in self.kinds}
+    if (EXPERTS in mlps) != (self.mixture is not None):
+      raise UserError(
+        f"layers with experts need a mixture, and only they: got {self.kinds} and {self.mixture}"
+      )
     if (
       len(own) > 1
       or (own and not family.has_windows)
-      or (len(self.kinds) > 1 and not family.full_interval)
+      or (len(attention) > 1 and not family.full_interval)
+      or (EXPERTS in mlps and not family.expert_mlp)
+      or ("dense" in mlps and family.expert_mlp and "mlp_only_layers" not in family.keys)
+      or (self.mixture and self.mixture.shared and not family.shared_mlp)
       or (any(theta for _, theta in own) and not family.local_theta)
       or (not all(kind.rotates for kind in self.kinds) and not family.no_rope_interval)
     ):
@@ -201,6 +239,33 @@ class ModelConfig:
   def places(self) -> list[LayerPlace]:
     """Where the parameters of each layer are."""
     return places_of(self.stacks)
+
+  @property
+  def mlps(self) -> tuple[int, ...]:
+    """The numbers of features of the MLPs of a layer, which tensor parallelism divides."""
+    if self.mixture is None:
+      return (self.mlp,)
+    dense = (self.mlp,) if any(kind.mlp == "dense" for kind in self.kinds) else ()
+    return tuple(filter(None, (*dense, self.mixture.mlp, self.mixture.shared)))
+
+  @property
+  def active_mlp(self) -> int:
+    """The most features of the MLP of a layer that compute a token."""
+    dense = any(kind.mlp == "dense" for kind in self.kinds)
+    return max(self.mixture.active if self.mixture else 0, self.mlp if dense else 0)
+
+  @property
+  def expert_layers(self) -> list[int]:
+    """The numbers of the layers that have experts."""
+    return [i for i, kind in enumerate(self.layer_kinds) if kind.mlp == EXPERTS]
+
+  @property
+  def expert_params(self) -> int:
+    """The number of parameters of all experts, the shared ones not included."""
+    if self.mixture is None:
+      return 0
+    m = self.mixture
+    return 3 * self.width * m.mlp * m.experts * len(self.expert_layers)
 
   @property
   def max_length(self) -> int:

@@ -39,11 +39,18 @@ class Declaration(nn.LogicallyPartitioned):
   """A parameter (or its abstract shape) with the names of its axes.
 
   Attributes:
-    inputs: number of leading axes that a matrix contracts, without the layer axis; 0 for other
-      kinds.
+    inputs: number of axes that a matrix contracts; 0 for other kinds.
+    numbered: number of leading axes, without the layer axis, that number matrices of one shape,
+      such as those of experts.
   """
 
   inputs: int = flax.struct.field(default=0, pytree_node=False)
+  numbered: int = flax.struct.field(default=0, pytree_node=False)
+
+  @property
+  def last_input(self) -> int:
+    """The last axis that a matrix contracts, in an array whose axis 0 are the layers."""
+    return self.numbered + self.inputs
 
 
 def declare(
@@ -54,6 +61,7 @@ def declare(
   axes: Sequence[str],
   dtype: jax.typing.DTypeLike,
   inputs: int = 0,
+  numbered: int = 0,
 ) -> jax.Array:
   """Declares the parameter `name` of `module` and returns its value.
 
@@ -64,7 +72,8 @@ def declare(
     shape: the shape within one layer.
     axes: a logical axis (see `runtime.mesh.RULES`) for each dimension.
     dtype: the stored dtype.
-    inputs: number of leading axes that a matrix contracts; 0 for other kinds.
+    inputs: number of axes that a matrix contracts; 0 for other kinds.
+    numbered: number of axes before those that number matrices.
 
   Raises:
     ValueError: the name has no kind, or `inputs` does not fit its kind.
@@ -73,11 +82,13 @@ def declare(
     raise ValueError(
       f"parameter {name!r} has no kind; use one of {', '.join(KINDS)}, or add it to KINDS"
     )
-  if (KINDS[name] is Kind.MATRIX) != (0 < inputs < len(shape)):
+  if (KINDS[name] is Kind.MATRIX) != (0 < inputs < len(shape) - numbered):
     raise ValueError(
       f"parameter {name!r} of shape {tuple(shape)} is a {KINDS[name].value}; got inputs = {inputs}"
     )
-  boxed = lambda key, shape, dtype: Declaration(init(key, shape, dtype), tuple(axes), inputs=inputs)
+  boxed = lambda key, shape, dtype: Declaration(
+    init(key, shape, dtype), tuple(axes), inputs=inputs, numbered=numbered
+  )
   return module.param(name, boxed, tuple(shape), dtype)
 
 

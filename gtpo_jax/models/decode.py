@@ -15,6 +15,7 @@ from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention.sources import KV
 from gtpo_jax.models.attention.streams import stream_masks
 from gtpo_jax.models.config import DTYPES
+from gtpo_jax.models.experts.routing import route_dtype
 from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.models.params import Params, abstract_params, at_path
 from gtpo_jax.models.transformer import Layer, Transformer
@@ -65,6 +66,7 @@ def _gathered_params(model: Transformer) -> Params:
     integer = jnp.issubdtype(x.dtype, jnp.integer)  # quantised matrices stay as they are
     stays = path[-1].key == "scale" or integer  # norms use the stored scales, as in training
     dtype = x.dtype if stays else DTYPES[model.config.compute_dtype]
+    # Matrices outside of experts are sharded over expert and fsdp together.
     axes = (None if axes and "fsdp" in axes else axes for axes in x.sharding.spec)
     sharding = NamedSharding(model.mesh, PartitionSpec(*axes))
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
@@ -72,37 +74,58 @@ def _gathered_params(model: Transformer) -> Params:
   return jax.tree.map_with_path(gathered, abstract_params(model))
 
 
-def prefill(
-  model: Transformer, params: DecodeParams, prompts: Prompts
-) -> tuple[jax.Array, list[KV]]:
-  """Runs the prompts through the model, each once.
+class Prefilled(NamedTuple):
+  """What a pass over sequences [n, p] returns.
 
-  Returns:
-    The last position's hidden state after the final norm [n, 1, 1, d], and the keys and values of
-    every layer.
+  Attributes:
+    hidden: [n, 1, 1, d], the last position's state after the final norm.
+    layers: the keys and values of every layer.
+    routes: [n, p, layers with experts, k], as in `Rollouts`; None without experts.
   """
-  x, kvs = _run_layers(model, params, prompts)
-  return model.apply({"params": params.outer}, x[:, :, -1:], method="final_norm"), kvs
+
+  hidden: jax.Array
+  layers: list[KV]
+  routes: jax.Array | None
+
+
+def prefill(model: Transformer, params: DecodeParams, prompts: Prompts) -> Prefilled:
+  """Runs the prompts through the model, each once."""
+  x, kvs, routes = _run_layers(model, params, prompts)
+  hidden = model.apply({"params": params.outer}, x[:, :, -1:], method="final_norm")
+  return Prefilled(hidden, kvs, None if routes is None else routes[:, 0])
 
 
 def sequence_states(model: Transformer, params: DecodeParams, sequences: Prompts) -> jax.Array:
   """Returns the hidden states after the final norm of all positions, [n, p, d]."""
-  x, _ = _run_layers(model, params, sequences)
+  x, _, _ = _run_layers(model, params, sequences)
   return model.apply({"params": params.outer}, x, method="final_norm")[:, 0]
 
 
 def _run_layers(
   model: Transformer, params: DecodeParams, prompts: Prompts
-) -> tuple[jax.Array, list[KV]]:
-  """Returns the states [n, 1, p, d] after the last layer, and each layer's keys and values."""
+) -> tuple[jax.Array, list[KV], jax.Array | None]:
+  """Returns the states [n, 1, p, d] after the last layer, each layer's keys and values, and routes.
+
+  The routes are [n, 1, p, layers with experts, k]; None without experts.
+  """
   x = model.apply({"params": params.outer}, prompts.tokens, method="embed")[:, None]
   masks = stream_masks(prompts.mask, model.config)
   kvs = []
+  ids = []
   for kind, weights in zip(model.config.layer_kinds, params.layers, strict=True):
     layer = Layer(model.config, model.mesh, kind)
-    x, kv = layer.apply({"params": weights}, x, masks, method="prefill")
+    x, kv, chosen = layer.apply({"params": weights}, x, masks, method="prefill")
     kvs.append(kv)
-  return x, kvs
+    ids.append(chosen)
+  return x, kvs, _routes(model, ids)
+
+
+def _routes(model: Transformer, ids: list[jax.Array | None]) -> jax.Array | None:
+  """Returns the experts [..., layers with experts, k] from those of each layer, None if dense."""
+  chosen = [x for x in ids if x is not None]
+  if not chosen:
+    return None
+  return jnp.stack(chosen, axis=-2).astype(route_dtype(model.config.mixture.experts))
 
 
 def decode_step(
@@ -110,7 +133,7 @@ def decode_step(
   params: DecodeParams,
   tokens: jax.Array,
   attend: Callable[[int, jax.Array, KV], tuple[jax.Array, Any]],
-) -> tuple[jax.Array, list[Any]]:
+) -> tuple[jax.Array, list[Any], jax.Array | None]:
   """Runs one token of each sequence through the model.
 
   Args:
@@ -121,20 +144,24 @@ def decode_step(
       and keeps the new position.
 
   Returns:
-    The hidden state that predicts the next token, after the final norm [n, g, 1, d], and the second
-    result of `attend` for each layer.
+    The hidden state that predicts the next token, after the final norm [n, g, 1, d]; the second
+    result of `attend` for each layer; and [n, g, 1, layers with experts, k], the experts that
+    computed the token, None without experts.
   """
   c = model.config
   x = model.apply({"params": params.outer}, tokens[:, :, None], method="embed")
   extras = []
+  ids = []
   for i, (kind, weights) in enumerate(zip(c.layer_kinds, params.layers, strict=True)):
     layer = Layer(c, model.mesh, kind)
     if c.quantize:  # otherwise the compiler converts all weights once, before the loop over tokens
       weights, x = jax.lax.optimization_barrier((weights, x))
     attend_in_layer = functools.partial(attend, i)
-    x, extra = layer.apply({"params": weights}, x, attend_in_layer, method="decode")
+    x, extra, chosen = layer.apply({"params": weights}, x, attend_in_layer, method="decode")
     extras.append(extra)
-  return model.apply({"params": params.outer}, x, method="final_norm"), extras
+    ids.append(chosen)
+  hidden = model.apply({"params": params.outer}, x, method="final_norm")
+  return hidden, extras, _routes(model, ids)
 
 
 def next_logits(model: Transformer, params: DecodeParams, hidden: jax.Array) -> jax.Array:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 ATTENTION = ("q", "k", "v", "o")
 MLP = ("gate", "up", "down")
 MATRICES = ATTENTION + MLP
+# Settings of mixtures of experts that need no default.
+MIXTURE_KEYS = ("num_local_experts", "norm_topk_prob", "mlp_only_layers")
 
 
 class Family(NamedTuple):
@@ -33,6 +35,8 @@ class Family(NamedTuple):
       if all layers have the same angles.
     keys: keys of config.json that only this family has.
     rope_theta: the base of the rotary angles if config.json has none.
+    expert_mlp: the key of the features of an expert; "" if all MLPs are dense.
+    shared_mlp: the key of the features of a shared expert; "" if there is none.
     no_rope_interval: if config.json has no `no_rope_layers`, each layer whose number is a multiple
       of this has no rotary angles; 0 if all layers have them.
   """
@@ -53,6 +57,8 @@ class Family(NamedTuple):
   full_interval: int = 1
   local_theta: str = ""
   no_rope_interval: int = 0
+  expert_mlp: str = ""
+  shared_mlp: str = ""
   keys: tuple[str, ...] = ()
   rope_theta: float = 1e4
 
@@ -150,6 +156,50 @@ FAMILIES = {
     rope_theta=1e6,
     keys=("sliding_window_pattern", "_sliding_window_pattern"),
   ),
+  "qwen3_moe": Family(
+    "Qwen3MoeForCausalLM",
+    {
+      "num_key_value_heads": 4,
+      "head_dim": 128,
+      "max_position_embeddings": 32768,
+      "num_experts": 128,
+      "num_experts_per_tok": 8,
+      "moe_intermediate_size": 768,
+      "decoder_sparse_step": 1,
+    },
+    {"use_sliding_window": False},
+    qk_norm="head",
+    optional_biases={"attention_bias": ATTENTION},
+    expert_mlp="moe_intermediate_size",
+    keys=MIXTURE_KEYS,
+  ),
+  "qwen2_moe": Family(  # Qwen1.5-MoE, Qwen2-57B-A14B
+    "Qwen2MoeForCausalLM",
+    {
+      "num_key_value_heads": 16,
+      "max_position_embeddings": 32768,
+      "qkv_bias": True,
+      "num_experts": 60,
+      "num_experts_per_tok": 4,
+      "moe_intermediate_size": 1408,
+      "shared_expert_intermediate_size": 5632,
+      "decoder_sparse_step": 1,
+    },
+    {"use_sliding_window": False},
+    optional_biases={"qkv_bias": ATTENTION[:3]},
+    expert_mlp="moe_intermediate_size",
+    shared_mlp="shared_expert_intermediate_size",
+    keys=MIXTURE_KEYS,
+  ),
+  "olmoe": Family(
+    "OlmoeForCausalLM",
+    {"max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
+    _NO_TOKENS,
+    qk_norm="width",
+    optional_biases={"attention_bias": ATTENTION},
+    expert_mlp="intermediate_size",
+    keys=("num_local_experts", "norm_topk_prob", "clip_qkv"),
+  ),
 }
 
 # Models with other parts than text, and the family of their text model, in `text_config`.
@@ -161,6 +211,6 @@ NOT_COVERED = {
   "gemma3n": "per-layer embeddings, sparse MLPs and shared keys and values",
   "gemma4": "per-layer embeddings, heads of two widths and shared keys and values",
   "gemma4_text": "per-layer embeddings, heads of two widths and shared keys and values",
-  "gpt_oss": "mixtures of experts, attention sinks and MXFP4 weights",
+  "gpt_oss": "attention sinks, experts with biases and MXFP4 weights",
   "phi3": "rotary angles on a part of the head, LongRoPE, and projections stored as one matrix",
 }

@@ -14,6 +14,45 @@ from typing import NamedTuple
 from gtpo_jax.runtime.errors import UserError
 
 ATTENTION = "attention"  # a kind of mixer
+MLPS = ("dense", "experts")
+MAX_EXPERTS = 2**16 - 1  # their numbers, and one that stands for none, are stored in 16 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+  """The mixture of experts that some layers have in place of a dense MLP.
+
+  Attributes:
+    experts: their number.
+    per_token: how many of them compute each token.
+    mlp: features of each.
+    normalised: whether the weights of the chosen experts are divided by their sum.
+    shared: features of an expert that computes all tokens; 0 for none.
+  """
+
+  experts: int
+  per_token: int
+  mlp: int
+  normalised: bool = False
+  shared: int = 0
+
+  def __post_init__(self):
+    for name in ("experts", "per_token", "mlp"):
+      if getattr(self, name) < 1:
+        raise UserError(f"mixture.{name} must be at least 1, got {getattr(self, name)}")
+    if self.per_token > self.experts:
+      raise UserError(
+        f"a token is computed by {self.per_token} experts, but there are only {self.experts}"
+      )
+    if self.experts > MAX_EXPERTS:
+      raise UserError(f"there must be at most {MAX_EXPERTS} experts, got {self.experts}")
+    if self.shared < 0:
+      raise UserError(f"mixture.shared must be at least 0, got {self.shared}")
+
+  @property
+  def active(self) -> int:
+    """The features that compute a token."""
+    return self.per_token * self.mlp + self.shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +64,18 @@ class LayerKind:
     rotates: whether queries and keys are rotated by their positions.
     rope_theta: base of the rotary angles, which are not scaled; None for the angles of the model.
     mixer: how positions read those before them, a key of `transformer.MIXERS`.
+    mlp: "dense", or "experts" for the mixture of the model.
   """
 
   window: int | None = None
   rotates: bool = True
   rope_theta: float | None = None
   mixer: str = ATTENTION
+  mlp: str = "dense"
 
   def __post_init__(self):
+    if self.mlp not in MLPS:
+      raise UserError(f"the mlp of a layer must be {' or '.join(MLPS)}, got {self.mlp!r}")
     if self.window is not None and self.window < 1:
       raise UserError(f"the window of a layer must be at least 1 position, got {self.window}")
 

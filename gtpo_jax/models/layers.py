@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -61,6 +62,77 @@ def normalised(norm: RMSNorm | None, x: jax.Array) -> jax.Array:
   return x if norm is None else norm(x)
 
 
+class Matrix(NamedTuple):
+  """The parameters of a linear map without its bias, or the logical axes of each of them.
+
+  Attributes:
+    kernel: [*numbered, *inputs, *outputs].
+    scale: of a quantised kernel, see `quantize.scale_shape`.
+    lora_a: [*numbered, *inputs, rank], float32.
+    lora_b: [*numbered, rank, *outputs], float32.
+  """
+
+  kernel: Any
+  scale: Any = None
+  lora_a: Any = None
+  lora_b: Any = None
+
+  def dense(self, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns the kernel in `dtype`."""
+    if self.scale is None:
+      return self.kernel.astype(dtype)
+    return dequantize(self.kernel, self.scale, dtype)
+
+
+def declare_matrix(
+  module: nn.Module,
+  config: ModelConfig,
+  shape: tuple[int, ...],
+  axes: tuple[str, ...],
+  inputs: int,
+  numbered: int = 0,
+  adapted: bool = False,
+) -> tuple[Matrix, Matrix]:
+  """Declares the parameters of a linear map; returns them, and their logical axes.
+
+  Args:
+    module: a bound module.
+    config: says whether the kernel is quantised, and the rank of an adapter.
+    shape, axes: of the kernel.
+    inputs, numbered: as in `declare`.
+    adapted: whether the map has an adapter, if the model has any.
+  """
+  stored = DTYPES[config.param_dtype]
+  first, split = numbered, numbered + inputs
+  values = {}
+  names = {"kernel": axes}
+  if config.quantize:
+    integers = init_integers(config.quantize)
+    values["kernel"] = declare(
+      module, "kernel", integers, shape, axes, FORMATS[config.quantize], inputs, numbered
+    )
+    init = init_scale(config.quantize, MATRIX_DEVIATION)
+    names["scale"] = (*axes[: split - 1], "group", *axes[split:])
+    scales = scale_shape(shape, split - 1)
+    values["scale"] = declare(module, "kernel_scale", init, scales, names["scale"], stored)
+  else:
+    values["kernel"] = declare(module, "kernel", MATRIX_INIT, shape, axes, stored, inputs, numbered)
+  if adapted and (rank := config.lora.rank):
+    names["lora_a"] = (*axes[:split], "rank")
+    a = (*shape[:split], rank)
+    init = _lora_a_init(shape[first:split])
+    values["lora_a"] = declare(
+      module, "lora_a", init, a, names["lora_a"], jnp.float32, inputs, numbered
+    )
+    names["lora_b"] = (*axes[:first], "rank", *axes[split:])
+    b = (*shape[:first], rank, *shape[split:])
+    zeros = nn.initializers.zeros
+    values["lora_b"] = declare(
+      module, "lora_b", zeros, b, names["lora_b"], jnp.float32, 1, numbered
+    )
+  return Matrix(**values), Matrix(**names)
+
+
 class Dense(nn.Module):
   """A linear map from the trailing `inputs` axes to `outputs` axes, with an optional adapter.
 
@@ -69,6 +141,7 @@ class Dense(nn.Module):
     outputs: sizes of the resulting axes.
     axes: logical names of the inputs and outputs.
     bias: whether to add a bias of shape `outputs`.
+    target: what `Lora.targets` calls it; "" for its name.
   """
 
   config: ModelConfig
@@ -77,68 +150,26 @@ class Dense(nn.Module):
   outputs: tuple[int, ...]
   axes: tuple[str, ...]
   bias: bool = False
+  target: str = ""
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps `x` [..., *inputs] to [..., *outputs] in x's dtype."""
-    dtype = DTYPES[self.config.param_dtype]
-    split = len(self.inputs)
-    kernel = self._quantized_kernel(x.dtype) if self.config.quantize else self._kernel(x.dtype)
-    y = self._product(x, kernel, split)
-    if self.name in self.config.lora.targets and self.config.lora.rank:
-      y = y + self._adapter(x)
-    if self.bias:
-      zeros = nn.initializers.zeros
-      bias = declare(self, "bias", zeros, self.outputs, self.axes[split:], dtype)
-      y = y + bias.astype(x.dtype)
-    return y
-
-  def _kernel(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-    shape = self.inputs + self.outputs
-    stored = DTYPES[self.config.param_dtype]
-    split = len(self.inputs)
-    return declare(self, "kernel", MATRIX_INIT, shape, self.axes, stored, split).astype(dtype)
-
-  def _quantized_kernel(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-    c = self.config
-    shape = self.inputs + self.outputs
-    split = len(self.inputs)
-    integers = init_integers(c.quantize)
-    kernel = declare(self, "kernel", integers, shape, self.axes, FORMATS[c.quantize], split)
-    scale = declare(
-      self,
-      "kernel_scale",
-      init_scale(c.quantize, MATRIX_DEVIATION),
-      scale_shape(shape, split - 1),
-      (*self.axes[: split - 1], "group", *self.axes[split:]),
-      DTYPES[c.param_dtype],
-    )
-    return dequantize(kernel, scale, dtype)
-
-  def _adapter(self, x: jax.Array) -> jax.Array:
-    """Returns the low-rank product x A B (alpha / rank). A and B are stored as float32."""
     lora = self.config.lora
     split = len(self.inputs)
-    a = declare(
-      self,
-      "lora_a",
-      _lora_a_init(self.inputs),
-      (*self.inputs, lora.rank),
-      (*self.axes[:split], "rank"),
-      jnp.float32,
-      inputs=split,
-    )
-    b = declare(
-      self,
-      "lora_b",
-      nn.initializers.zeros,
-      (lora.rank, *self.outputs),
-      ("rank", *self.axes[split:]),
-      jnp.float32,
-      inputs=1,
-    )
-    low_rank = self._product(x, a.astype(x.dtype), split)
-    return self._product(low_rank, b.astype(x.dtype), 1) * (lora.alpha / lora.rank)
+    adapted = (self.target or self.name) in lora.targets
+    shape = self.inputs + self.outputs
+    matrix, _ = declare_matrix(self, self.config, shape, self.axes, split, adapted=adapted)
+    y = self._product(x, matrix.dense(x.dtype), split)
+    if matrix.lora_a is not None:  # the low-rank product x A B (alpha / rank)
+      low_rank = self._product(x, matrix.lora_a.astype(x.dtype), split)
+      y = y + self._product(low_rank, matrix.lora_b.astype(x.dtype), 1) * lora.scale
+    if self.bias:
+      zeros = nn.initializers.zeros
+      stored = DTYPES[self.config.param_dtype]
+      bias = declare(self, "bias", zeros, self.outputs, self.axes[split:], stored)
+      y = y + bias.astype(x.dtype)
+    return y
 
   def _product(self, x: jax.Array, kernel: jax.Array, axes: int) -> jax.Array:
     """Contracts the last `axes` axes of x with the first `axes` axes of the kernel."""

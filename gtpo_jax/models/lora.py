@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -14,6 +15,7 @@ from gtpo_jax.models.config import DTYPES, Lora
 from gtpo_jax.models.formats.quantize import dequantize
 from gtpo_jax.models.params import Params, param_shardings
 from gtpo_jax.models.transformer import Transformer
+from gtpo_jax.runtime.mesh import axis_size
 
 ADAPTERS = ("lora_a", "lora_b")  # names of an adapter's parameters within its module
 REPLACED = (*ADAPTERS, "kernel", "kernel_scale")  # by the merged kernel
@@ -65,8 +67,9 @@ def add_lora(model: Transformer, params: Params, key: jax.Array) -> Params:
   if not model.config.lora.rank:
     return params
   shardings, _ = partition(model, param_shardings(model))
+  tokens = jnp.zeros((axis_size(model.mesh, "batch"), 2), jnp.int32)
   fresh = jax.jit(
-    lambda k: partition(model, nn.unbox(model.init(k, jnp.zeros((1, 2), jnp.int32))["params"]))[0],
+    lambda k: partition(model, nn.unbox(model.init(k, tokens)["params"]))[0],
     out_shardings=shardings,
   )
   return combine(fresh(key), params)
@@ -87,18 +90,20 @@ def merge_lora(model: Transformer, params: Params) -> Params:
       return module
     if "lora_a" not in module and "kernel_scale" not in module:
       return {name: merge(value) for name, value in module.items()}
-    kernel = module["kernel"]  # [layers, *inputs, *outputs]
+    kernel = module["kernel"]  # [layers, *numbered, *inputs, *outputs]
     if "kernel_scale" in module:
       kernel = dequantize(kernel, module["kernel_scale"], jnp.float32)
     others = {name: value for name, value in module.items() if name not in REPLACED}
     if "lora_a" not in module:
       return others | {"kernel": kernel.astype(dtype)}
-    a = module["lora_a"]  # [layers, *inputs, rank]
-    b = module["lora_b"]  # [layers, rank, *outputs]
-    a = a.reshape(len(a), -1, lora.rank)
-    b = b.reshape(len(b), lora.rank, -1)
+    a = module["lora_a"]  # [layers, *numbered, *inputs, rank]
+    b = module["lora_b"]  # [layers, *numbered, rank, *outputs]
+    leading = a.ndim + b.ndim - kernel.ndim - 2  # the axes of layers and of matrices
+    count = math.prod(kernel.shape[:leading])
+    a = a.reshape(count, -1, lora.rank)
+    b = b.reshape(count, lora.rank, -1)
     delta = jnp.einsum("lir,lro->lio", a, b, precision="highest").reshape(kernel.shape)
-    merged = kernel.astype(jnp.float32) + delta * (lora.alpha / lora.rank)
+    merged = kernel.astype(jnp.float32) + delta * lora.scale
     return others | {"kernel": merged.astype(dtype)}
 
   return merge(params)

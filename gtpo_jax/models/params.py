@@ -68,8 +68,7 @@ def quantize_params(model: Transformer, params: Params) -> Params:
   for path, x in flatten_dict(params).items():
     scale = scale_path(path)
     if scale in declared:
-      # Layers are axis 0.
-      x, quantised[scale] = quantize(x, declared[path].inputs, model.config.quantize)
+      x, quantised[scale] = quantize(x, declared[path].last_input, model.config.quantize)
     quantised[path] = x
   return unflatten_dict(quantised)
 
@@ -88,13 +87,23 @@ def scale_path(path: tuple[str, ...]) -> tuple[str, ...] | None:
 def matmul_params(config: ModelConfig) -> int:
   """Returns the number of parameters in matrix products, without adapters.
 
-  It counts all matrices and the output head, tied or not, but not the embedding lookup. This is the
-  N in the estimate of 6 N FLOP per trained token.
+  It counts all matrices and the output head, tied or not, but not the embedding lookup.
   """
   plain = dataclasses.replace(config, lora=Lora(), quantize="", attention="")
   declared = flatten_dict(declared_params(Transformer(plain, single_device_mesh())))
   matrices = [x.value.size for path, x in declared.items() if KINDS[path[-1]] is Kind.MATRIX]
   return sum(matrices) + config.vocab_size * config.width
+
+
+def active_params(config: ModelConfig) -> int:
+  """Returns the number of parameters in the matrix products of one token, without adapters.
+
+  This is the N in the estimate of 6 N FLOP per trained token.
+  """
+  unused = 0
+  if config.mixture:
+    unused = config.expert_params * (1 - config.mixture.per_token / config.mixture.experts)
+  return matmul_params(config) - round(unused)
 
 
 @functools.lru_cache(maxsize=32)

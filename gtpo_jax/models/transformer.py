@@ -15,6 +15,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from gtpo_jax.arrays import Packing, Prompts, conversation_numbers, max_per_row
@@ -22,9 +23,11 @@ from gtpo_jax.models.attention.flash import ATTENTION_RESIDUALS
 from gtpo_jax.models.attention.layer import Attention
 from gtpo_jax.models.attention.sources import RowRanges
 from gtpo_jax.models.attention.streams import StreamMasks, ropes_at, stream_masks
-from gtpo_jax.models.config import DTYPES, ModelConfig
+from gtpo_jax.models.config import DTYPES, EXPERTS, ModelConfig
 from gtpo_jax.models.declaration import declare
 from gtpo_jax.models.embedding import embedding_lookup
+from gtpo_jax.models.experts.module import Experts
+from gtpo_jax.models.experts.routing import RecordedRoutes, RouterStatistics, Routing
 from gtpo_jax.models.formats.products import einsum
 from gtpo_jax.models.kinds import ATTENTION, LayerKind, Stack
 from gtpo_jax.models.layers import MATRIX_INIT, Dense, RMSNorm, normalised
@@ -75,7 +78,10 @@ def _places(begins: jax.Array, t: int) -> jax.Array:
 
 
 class Layer(nn.Module):
-  """One transformer block: a mixer of positions and a gated MLP, with norms before or after."""
+  """One transformer block: a mixer of positions and an MLP, with norms before or after.
+
+  The MLP is gated, or a mixture of experts.
+  """
 
   config: ModelConfig
   mesh: Mesh
@@ -94,48 +100,100 @@ class Layer(nn.Module):
     self.attention_post_norm = norm(c.family.post_norms)
     self.mlp_norm = norm(c.family.pre_norms)
     self.mlp_post_norm = norm(c.family.post_norms)
+    self.experts = None
+    if self.kind.mlp == EXPERTS:
+      self.experts = Experts(c, self.mesh, ACTIVATIONS[c.family.activation])
+      return
     self.gate = dense("gate", (c.width,), (c.mlp,), ("embed", "mlp"))
     self.up = dense("up", (c.width,), (c.mlp,), ("embed", "mlp"))
     self.down = dense("down", (c.mlp,), (c.width,), ("mlp", "embed"))
 
   def __call__(
-    self, streams: tuple[jax.Array, ...], masks_by_stream: tuple[StreamMasks, ...]
-  ) -> tuple[tuple[jax.Array, ...], None]:
-    """Runs the layer over streams [n, g, s, d]; those after the first continue the first."""
+    self,
+    streams: tuple[jax.Array, ...],
+    masks_by_stream: tuple[StreamMasks, ...],
+    routes: RecordedRoutes | None = None,
+  ) -> tuple[tuple[jax.Array, ...], RouterStatistics | None]:
+    """Runs the layer over streams [n, g, s, d]; those after the first continue the first.
+
+    Args:
+      streams: the prompts, and then the completions.
+      masks_by_stream: of each stream.
+      routes: the choices that were recorded of this layer; None for a dense layer, or if nothing
+        was recorded.
+
+    Returns:
+      The streams, and the statistics of the last one's router; None for a dense layer.
+    """
+    recorded = (None,) * len(streams) if routes is None else routes.ids
+    shares = None if routes is None else routes.shares
     mixed, prompt = self.mixer(self._input(streams[0]), masks_by_stream[0], len(streams) > 1)
-    out = [self._finish(streams[0], mixed)]
-    for x, masks in zip(streams[1:], masks_by_stream[1:], strict=True):
-      out.append(self._finish(x, self.mixer.continue_from(self._input(x), masks, prompt)))
-    return tuple(out), None
+    x, routing = self._finish(streams[0], mixed, recorded[0], shares)
+    out = [x]
+    for x, masks, ids in zip(streams[1:], masks_by_stream[1:], recorded[1:], strict=True):
+      mixed = self.mixer.continue_from(self._input(x), masks, prompt)
+      x, routing = self._finish(x, mixed, ids, shares)
+      out.append(x)
+    return tuple(out), None if routing is None else routing.statistics
 
-  def prefill(self, x: jax.Array, masks: StreamMasks) -> tuple[jax.Array, Any]:
-    """Runs the layer over one stream [n, g, s, d]; also returns what its mixer keeps of it."""
+  def prefill(self, x: jax.Array, masks: StreamMasks) -> tuple[jax.Array, Any, jax.Array | None]:
+    """Runs the layer over one stream [n, g, s, d].
+
+    Returns:
+      The stream, what the mixer keeps of it, and the chosen experts i32[n, g, s, k]; None for a
+      dense layer.
+    """
     mixed, kept = self.mixer(self._input(x), masks)
-    return self._finish(x, mixed), kept
+    x, routing = self._finish(x, mixed)
+    return x, kept, None if routing is None else routing.ids
 
-  def decode(self, x: jax.Array, past: Any) -> tuple[jax.Array, Any]:
-    """Runs the layer over one new position [n, g, 1, d]; also returns what its mixer keeps of it.
+  def decode(self, x: jax.Array, past: Any) -> tuple[jax.Array, Any, jax.Array | None]:
+    """Runs the layer over one new position [n, g, 1, d].
 
     Args:
       x: the residual stream.
       past: how the mixer reads the positions before; for attention, an `Attend`.
+
+    Returns:
+      The position, what the mixer keeps of it, and the chosen experts as in `prefill`.
     """
     mixed, kept = self.mixer.step(self._input(x), past)
-    return self._finish(x, mixed), kept
+    x, routing = self._finish(x, mixed)
+    return x, kept, None if routing is None else routing.ids
 
   def _input(self, x: jax.Array) -> jax.Array:
     return layer_layout(normalised(self.attention_norm, x), self.mesh)
 
-  def _finish(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
-    """Adds the mixer's output and then the MLP's to the residual stream."""
+  def _finish(
+    self,
+    x: jax.Array,
+    mixed: jax.Array,
+    recorded: jax.Array | None = None,
+    shares: jax.Array | None = None,
+  ) -> tuple[jax.Array, Routing | None]:
+    """Adds the mixer's output and then the MLP's to the residual stream.
+
+    Returns:
+      The stream, and what the router did; None for a dense layer. `recorded` and `shares` are as in
+      `route`.
+    """
     output = normalised(self.attention_post_norm, mixed)
     x = residual_layout(x + layer_layout_of_gradient(output, self.mesh), self.mesh)
     h = layer_layout(normalised(self.mlp_norm, x), self.mesh)
+    output, routing = self._mlp(h, recorded, shares)
+    output = normalised(self.mlp_post_norm, output)
+    return residual_layout(x + layer_layout_of_gradient(output, self.mesh), self.mesh), routing
+
+  def _mlp(
+    self, h: jax.Array, recorded: jax.Array | None, shares: jax.Array | None
+  ) -> tuple[jax.Array, Routing | None]:
+    """Returns the output of the MLP, and what its router did."""
+    if self.experts is not None:
+      return self.experts(h, recorded, shares)
     hidden = ACTIVATIONS[self.config.family.activation](self.gate(h)) * self.up(h)
     positions = divisible_axis(self.mesh, h.shape[2], "position")
     hidden = constrain(hidden, self.mesh, "batch", None, positions, "mlp")  # the gradient too
-    output = normalised(self.mlp_post_norm, self.down(hidden))
-    return residual_layout(x + layer_layout_of_gradient(output, self.mesh), self.mesh)
+    return self.down(hidden), None
 
 
 class Repetition(nn.Module):
@@ -156,12 +214,17 @@ class Repetition(nn.Module):
     self.place = [self.layer(self.config, self.mesh, kind) for kind in self.kinds]
 
   def __call__(
-    self, streams: tuple[jax.Array, ...], masks_by_stream: tuple[StreamMasks, ...]
-  ) -> tuple[tuple[jax.Array, ...], None]:
+    self,
+    streams: tuple[jax.Array, ...],
+    masks_by_stream: tuple[StreamMasks, ...],
+    routes: tuple[RecordedRoutes | None, ...] | None = None,
+  ) -> tuple[tuple[jax.Array, ...], tuple[RouterStatistics | None, ...]]:
     """Runs the layers over streams, one after another; see `Layer`."""
-    for layer in self.place:
-      streams, _ = layer(streams, masks_by_stream)
-    return streams, None
+    statistics = []
+    for layer, recorded in zip(self.place, routes or (None,) * len(self.place), strict=True):
+      streams, of_layer = layer(streams, masks_by_stream, recorded)
+      statistics.append(of_layer)
+    return streams, tuple(statistics)
 
 
 class Transformer(nn.Module):
@@ -206,7 +269,7 @@ class Transformer(nn.Module):
       nn.scan,
       variable_axes={"params": 0},
       split_rngs={"params": True},
-      in_axes=nn.broadcast,
+      in_axes=(nn.broadcast, 0),
       length=stack.repetitions,
       unroll=stack.repetitions if c.remat == "none" else 1,
       metadata_params={nn.PARTITION_NAME: "layer"},
@@ -224,7 +287,7 @@ class Transformer(nn.Module):
     """
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask
     streams = (self.embed(tokens)[:, None],)
-    (hidden,) = self._run_layers(streams, (stream_masks(mask, self.config),))
+    (hidden,), _ = self._run_layers(streams, (stream_masks(mask, self.config),))
     return self.logits(hidden[:, 0])
 
   def completion_hidden(
@@ -238,6 +301,26 @@ class Transformer(nn.Module):
     Returns:
       [n, g, t, d], or [n, w, s, d] with a `packing`.
     """
+    return self.completion_states(prompts, completions, packing)[0]
+
+  def completion_states(
+    self,
+    prompts: Prompts,
+    completions: jax.Array,
+    packing: Packing | None = None,
+    routes: jax.Array | None = None,
+    shares: jax.Array | None = None,
+  ) -> tuple[jax.Array, RouterStatistics | None]:
+    """Returns `completion_hidden`, and the statistics of the routers that computed it.
+
+    Args:
+      prompts, completions, packing: as there.
+      routes: `Rollouts.routes`; None if nothing was recorded.
+      shares: as in `RecordedRoutes`.
+
+    Returns:
+      The hidden states, and statistics of their shape without the axis d; None without experts.
+    """
     c = self.config
     n, g, t = completions.shape
     last = jnp.broadcast_to(prompts.tokens[:, None, -1:], (n, g, 1))
@@ -247,6 +330,14 @@ class Transformer(nn.Module):
     if begins is not None:
       offset = _places(begins, t)
       inputs = jnp.where(offset == 0, last, inputs)
+    inputs_routes = None
+    if routes is not None:
+      first = jnp.broadcast_to(prompts.routes[:, None, -1:], routes[:, :, :1].shape)
+      inputs_routes = jnp.concatenate([first, routes[:, :, :-1]], axis=2)
+      if begins is not None:
+        inputs_routes = jnp.where((offset == 0)[..., None, None], first, inputs_routes)
+      if packing is not None:
+        inputs_routes = packing.pack(inputs_routes)
     prompt_mask = prompts.mask.at[:, -1].set(False)[:, None]
     segment = None
     ranges = None
@@ -269,7 +360,11 @@ class Transformer(nn.Module):
       self._scaled(embedding_lookup(self.embedding, x, c.compute_dtype, self.mesh))
       for x in (prompts.tokens[:, None], inputs)
     )
-    return self._run_layers(streams, masks_by_stream)[1]
+    recorded = None
+    if routes is not None:
+      recorded = RecordedRoutes((prompts.routes[:, None], inputs_routes), shares)
+    outputs, statistics = self._run_layers(streams, masks_by_stream, recorded)
+    return outputs[1], statistics
 
   def embed(self, tokens: jax.Array) -> jax.Array:
     """Returns the embeddings [..., d] of `tokens` i32[...] in the compute dtype."""
@@ -299,9 +394,33 @@ class Transformer(nn.Module):
     return constrain(table.astype(DTYPES[self.config.compute_dtype]), self.mesh, "vocab", None)
 
   def _run_layers(
-    self, streams: tuple[jax.Array, ...], masks_by_stream: tuple[StreamMasks, ...]
-  ) -> tuple[jax.Array, ...]:
-    streams, _ = self.layers(tuple(residual_layout(x, self.mesh) for x in streams), masks_by_stream)
-    if self.tail is not None:
-      streams, _ = self.tail(streams, masks_by_stream)
-    return tuple(self.norm(x) for x in streams)
+    self,
+    streams: tuple[jax.Array, ...],
+    masks_by_stream: tuple[StreamMasks, ...],
+    routes: RecordedRoutes | None = None,
+  ) -> tuple[tuple[jax.Array, ...], RouterStatistics | None]:
+    """Runs all layers and the final norm; also returns the statistics of all routers."""
+    streams = tuple(residual_layout(x, self.mesh) for x in streams)
+    statistics = []
+    first = 0  # of the stack's layers
+    for stack, layers in zip(self.config.stacks, (self.layers, self.tail), strict=False):
+      recorded = None if routes is None else self._of_stack(routes, stack, first)
+      streams, of_stack = layers(streams, masks_by_stream, recorded)
+      statistics += jax.tree.leaves(of_stack, is_leaf=lambda x: isinstance(x, RouterStatistics))
+      first += stack.repetitions * len(stack.kinds)
+    of_routers = RouterStatistics.of_layers(statistics) if statistics else None
+    return tuple(self.norm(x) for x in streams), of_routers
+
+  def _of_stack(self, routes: RecordedRoutes, stack: Stack, first: int) -> Any:
+    """Returns the recorded choices of a stack whose first layer is `first`, for its `__call__`."""
+    numbers = {layer: i for i, layer in enumerate(self.config.expert_layers)}
+    step = len(stack.kinds)
+    places = [
+      routes.of_layers(
+        np.asarray([numbers[first + i * step + place] for i in range(stack.repetitions)])
+      )
+      if kind.mlp == EXPERTS
+      else None
+      for place, kind in enumerate(stack.kinds)
+    ]
+    return places[0] if step == 1 else tuple(places)

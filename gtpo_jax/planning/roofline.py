@@ -14,32 +14,34 @@ import numpy as np
 from gtpo_jax.config import Config
 from gtpo_jax.models.config import DTYPES, ModelConfig
 from gtpo_jax.models.formats.quantize import FORMATS
-from gtpo_jax.models.params import matmul_params
+from gtpo_jax.models.params import active_params, matmul_params
 from gtpo_jax.runtime.chips import Chip
 
 REMAT_FACTOR = 4 / 3  # forward and backward take 3 forward passes; remat recomputes one more
 
 
-def weight_bytes(c: ModelConfig, dtype: str, quantized: str) -> float:
+def weight_bytes(c: ModelConfig, dtype: str, quantized: str, expert: int = 1) -> float:
   """Returns the bytes of the matrices and the head, without adapters and the embedding lookup.
 
   Args:
     c: the architecture.
     dtype: format of the head, and of the matrices if they are not quantised.
     quantized: "int8", "int4" or "". The scales are left out.
+    expert: the number of devices that share the experts.
   """
   head = c.vocab_size * c.width
   bits = 8 * DTYPES[dtype](0).itemsize
   matrix_bits = jnp.iinfo(FORMATS[quantized]).bits if quantized else bits
-  return ((matmul_params(c) - head) * matrix_bits + head * bits) / 8
+  matrices = matmul_params(c) - head - c.expert_params + c.expert_params / expert
+  return (matrices * matrix_bits + head * bits) / 8
 
 
 def update_flops(config: Config, c: ModelConfig) -> int:
   """Returns the model FLOP of a step's updates, without recomputation.
 
   All prompts and completions have their maximum length. The FLOP per token are
-  3 (2 N + 2 layers heads head_dim S), with N the number of matrix parameters and S the positions.
-  In a layer with a window of w positions, w (2 S - w) / S takes the place of S.
+  3 (2 N + 2 layers heads head_dim S), with N the number of matrix parameters that compute a token,
+  and S the positions. With a window of w positions, w (2 S - w) / S takes the place of S.
   """
   prompts = config.batch.prompts
   prompt_tokens = prompts * config.data.max_prompt_tokens
@@ -47,7 +49,7 @@ def update_flops(config: Config, c: ModelConfig) -> int:
   length = config.data.max_prompt_tokens + config.sampling.max_tokens
   windows = [min(kind.window or length, length) for kind in c.layer_kinds]
   attention = 2 * c.heads * c.head_dim * sum(w * (2 * length - w) // length for w in windows)
-  per_token = 3 * (2 * matmul_params(c) + attention)
+  per_token = 3 * (2 * active_params(c) + attention)
   return (prompt_tokens + completion_tokens) * per_token * config.batch.epochs
 
 
@@ -70,14 +72,15 @@ def sample_seconds(
   """Returns the minimum seconds of sampling a step's completions, all of the maximum length.
 
   Each decode step reads the weights and all cached keys and values within the windows of their
-  layers. Weights are replicated over data and fsdp and sharded over tensor. `slots` completions are
+  layers. Weights are replicated over data and fsdp and sharded over tensor, those of experts over
+  expert too, and all experts are read. `slots` completions are
   decoded at once over all devices.
   """
-  devices = mesh["data"] * mesh["fsdp"] * mesh["tensor"]
-  shards = mesh["data"] * mesh["fsdp"]
+  shards = mesh["data"] * mesh["expert"] * mesh["fsdp"]
+  devices = shards * mesh["tensor"]
   itemsize = DTYPES[c.compute_dtype](0).itemsize
   quantized = c.quantize or config.sampling.weights_dtype
-  weights = weight_bytes(c, c.compute_dtype, quantized) / mesh["tensor"]
+  weights = weight_bytes(c, c.compute_dtype, quantized, mesh["expert"]) / mesh["tensor"]
   rows = config.batch.prompts * config.policy_completions / shards
   length = config.sampling.max_tokens
   prompt_length = config.data.max_prompt_tokens
@@ -92,7 +95,7 @@ def sample_seconds(
     in_prompt = np.clip((kind.window or math.inf) - np.arange(length), 0, prompt_length).mean()
     positions += rows / config.policy_completions * in_prompt
   bytes_read = weights + kv_bytes * positions
-  decode_flops = 2 * matmul_params(c) * rows / mesh["tensor"]
-  prefill_flops = 2 * matmul_params(c) * config.batch.prompts * prompt_length / devices
+  decode_flops = 2 * active_params(c) * rows / mesh["tensor"]
+  prefill_flops = 2 * active_params(c) * config.batch.prompts * prompt_length / devices
   token_seconds = max(bytes_read / chip.memory_bandwidth, decode_flops / chip.flops)
   return prefill_flops / chip.flops + rounds * length * token_seconds

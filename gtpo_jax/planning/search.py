@@ -162,12 +162,14 @@ class Search:
     config = self.config
     c = self.architecture
     prompts = config.batch.prompts // config.batch.minibatches
-    for sizes in all_meshes(self.devices):
-      data, fsdp, context, tensor = sizes
-      if prompts % (data * fsdp):
+    for sizes in all_meshes(self.devices, c):
+      data, expert, fsdp, context, tensor = sizes
+      if prompts % (data * expert * fsdp):
         continue
       both = context * tensor
-      if c.heads % tensor or c.mlp % tensor or c.vocab_size % both or c.width % (fsdp * context):
+      if c.heads % tensor or any(mlp % tensor for mlp in c.mlps) or c.vocab_size % both:
+        continue
+      if c.width % (expert * fsdp * context):
         continue
       if context > 1 and config.sampling.max_tokens % both:
         continue
@@ -205,7 +207,7 @@ class Search:
     shards, tensor = self._sampling_shards(base.mesh)
     itemsize = DTYPES[c.compute_dtype](0).itemsize
     stored = c.quantize or config.sampling.weights_dtype
-    weights = weight_bytes(c, c.compute_dtype, stored) / tensor
+    weights = weight_bytes(c, c.compute_dtype, stored, base.mesh["expert"]) / tensor
     if not c.tied:  # the embedding lookup
       weights += c.vocab_size * c.width * itemsize / tensor
     rows = -(-min(slots, max(config.sampling_demand.completions, shards)) // shards)
@@ -239,9 +241,9 @@ class Search:
   def _sampling_shards(self, mesh: dict[str, int]) -> tuple[int, int]:
     """Returns the shards of the batch and of the heads while sampling, as in `sampling_mesh`."""
     c = self.architecture
-    shards = mesh["data"] * mesh["fsdp"]
+    shards = mesh["data"] * mesh["expert"] * mesh["fsdp"]
     both = mesh["context"] * mesh["tensor"]
-    if c.kv_heads % both == 0 and c.mlp % both == 0:
+    if all(size % both == 0 for size in (c.kv_heads, *c.mlps)):
       return shards, both
     return shards * mesh["context"], mesh["tensor"]
 
@@ -262,13 +264,13 @@ class Search:
     """Estimates the bytes of parameters, moments and frozen policies on one device."""
     c = self._architecture(base)
     mesh = base.mesh
-    shards = mesh["fsdp"] * mesh["context"] * mesh["tensor"]
+    shards = math.prod(mesh.values()) // mesh["data"]
     moments = 0 if base.offload or c.lora.rank else 8
     params = weight_bytes(c, c.param_dtype, c.quantize)
     settings = self.config.resolved_algorithm.settings
     frozen = params / shards if settings.kl_weight else 0
     if settings.guide_completions:
-      frozen += weight_bytes(c, c.compute_dtype, c.quantize) / mesh["tensor"]
+      frozen += weight_bytes(c, c.compute_dtype, c.quantize, mesh["expert"]) / mesh["tensor"]
     if self.config.teacher.is_frozen:
       frozen += weight_bytes(self.teacher, self.teacher.param_dtype, self.teacher.quantize) / shards
     return (params + moments * matmul_params(c)) / shards + frozen
@@ -302,7 +304,7 @@ def _seconds(
   nodes: Sequence[int],
 ) -> float:
   """Estimates the seconds of a step: the roofline, with an estimate of what is sent."""
-  data, fsdp, context, tensor = mesh.values()
+  data, expert, fsdp, context, tensor = mesh.values()
   devices = math.prod(mesh.values())
   itemsize = DTYPES[c.compute_dtype](0).itemsize
   weights = matmul_params(c) / tensor
@@ -311,11 +313,21 @@ def _seconds(
   tokens = tokens_per_part(config, mesh, micro_batches) / context * gathers
   share = lambda size: (size - 1) / size
   trained = 0 if c.lora.rank else 4
-  shards = fsdp * context
+  shards = expert * fsdp * context
+  dense = weights - c.expert_params / tensor  # that of experts is not gathered over their shards
   kv = 2 * c.kv_heads * c.head_dim * c.layers
   sent = [  # (devices of a group, bytes)
     # Weights are gathered for the forward pass and for recomputation; their gradient is scattered.
-    (shards * tensor, gathers * weights * (2 * itemsize + trained) * share(shards)),
+    (shards * tensor, gathers * dense * (2 * itemsize + trained) * share(shards)),
+    (
+      fsdp * context * tensor,
+      gathers * (weights - dense) / expert * (2 * itemsize + trained) * share(fsdp * context),
+    ),
+    # Tokens are gathered over the shards of experts, and their outputs are scattered.
+    (
+      expert * fsdp * context * tensor,
+      PASSES * 2 * len(c.expert_layers) * tokens * c.width * itemsize * (expert - 1),
+    ),
     (devices, updates * 2 * trained * weights / shards * share(data)),
     (tensor, PASSES * TENSOR_TRANSFERS * c.layers * tokens * c.width * itemsize * share(tensor)),
     (context * tensor, PASSES * kv * tokens * itemsize * share(context)),

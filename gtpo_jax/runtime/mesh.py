@@ -1,7 +1,7 @@
 """The device mesh, and how logical array axes are split over it.
 
 Every parameter and activation names its axes ("embed", "heads", "batch"); `RULES` is the only table
-that maps those names to mesh axes. A single device is the 1 x 1 x 1 x 1 mesh and runs the same
+that maps those names to mesh axes. A single device is the 1 x 1 x 1 x 1 x 1 mesh and runs the same
 code. This file defines, in this order: mesh construction, logical axes, shardings, collectives.
 """
 
@@ -24,21 +24,23 @@ from gtpo_jax.runtime.startup import reads_compile_cache
 
 # Mesh construction.
 
-MESH_AXES = ("data", "fsdp", "context", "tensor")
+MESH_AXES = ("data", "expert", "fsdp", "context", "tensor")
 
 
 def make_mesh(
   *,
   data: int = -1,
+  expert: int = 1,
   fsdp: int = 1,
   context: int = 1,
   tensor: int = 1,
   devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-  """Builds the (data, fsdp, context, tensor) mesh. One size may be -1, for all remaining devices.
+  """Builds the (data, expert, fsdp, context, tensor) mesh. One size may be -1, for all others.
 
   Args:
     data: replicas of the parameters; batches are split over them.
+    expert: shards of the experts, in the layers that have them; elsewhere they are like fsdp.
     fsdp: shards of the parameters, gathered when used; batches are split over them too.
     context: shards of positions, between and within layers; parameters and vocabulary are split
       over them too.
@@ -50,7 +52,7 @@ def make_mesh(
     RuntimeError: there are several CPU devices, but `prepare_devices` was not called.
   """
   devices = list(jax.devices() if devices is None else devices)
-  sizes = dict(zip(MESH_AXES, (data, fsdp, context, tensor), strict=True))
+  sizes = dict(zip(MESH_AXES, (data, expert, fsdp, context, tensor), strict=True))
   for name, size in sizes.items():
     if size < 1 and size != -1:
       raise UserError(
@@ -95,7 +97,7 @@ def _fitting_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:
 
 
 def _mesh_of(devices: np.ndarray) -> Mesh:
-  """Returns the mesh of devices [data, fsdp, context, tensor]."""
+  """Returns the mesh of devices [data, expert, fsdp, context, tensor]."""
   return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
@@ -164,23 +166,25 @@ def sampling_mesh(mesh: Mesh, *sizes: int) -> Mesh:
   device reads fewer weights for a token; else it is merged into fsdp. It is never split between
   the two: XLA would then hold complete matrices on every device while it moves the weights.
   """
-  data, fsdp, context, tensor = mesh.devices.shape
+  data, expert, fsdp, context, tensor = mesh.devices.shape
   if context == 1:
     return mesh
   if all(size % (context * tensor) == 0 for size in sizes):
-    return _mesh_of(mesh.devices.reshape(data, fsdp, 1, tensor * context))
-  return _mesh_of(mesh.devices.reshape(data, fsdp * context, 1, tensor))
+    return _mesh_of(mesh.devices.reshape(data, expert, fsdp, 1, tensor * context))
+  return _mesh_of(mesh.devices.reshape(data, expert, fsdp * context, 1, tensor))
 
 
 # Logical axes.
 
 RULES: dict[str | None, str | tuple[str, ...] | None] = {
-  "batch": ("data", "fsdp"),  # prompts (axis n) or plain rows (axis b)
+  "batch": ("data", "expert", "fsdp"),  # prompts (axis n) or plain rows (axis b)
   "position": "context",  # of a stream, within layers
   "sequence": ("context", "tensor"),  # of a stream, between layers and in the head
   "vocab": ("context", "tensor"),
-  "vocab_embed": "fsdp",  # features in the embedding and head tables
-  "embed": ("fsdp", "context"),
+  "vocab_embed": ("expert", "fsdp"),  # features in the embedding and head tables
+  "embed": ("expert", "fsdp", "context"),
+  "expert": "expert",
+  "expert_embed": ("fsdp", "context"),  # features of the residual stream in experts' matrices
   "heads": "tensor",
   "kv_heads": "tensor",
   "mlp": "tensor",
@@ -188,6 +192,7 @@ RULES: dict[str | None, str | tuple[str, ...] | None] = {
   "head_dim": None,
   "norm": None,
   "rank": None,
+  "choice": None,  # the outputs of a router
   "group": None,  # of inputs that share a scale
   None: None,
 }

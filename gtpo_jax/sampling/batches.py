@@ -40,6 +40,49 @@ class Places(NamedTuple):
   of_completions: Callable[[Any, Assigned, np.ndarray, int], np.ndarray]
 
 
+class RoutesRead(NamedTuple):
+  """The experts that computed the tokens of a prefill.
+
+  Attributes:
+    routes: [rows, width, layers with experts, k], as in `Rollouts`, on the devices; the tokens of a
+      row are its last ones.
+    rows: pairs of a row, and what the caller calls its sequence.
+  """
+
+  routes: Any
+  rows: list[tuple[int, Any]]
+
+  def of_sequences(self, lengths: Callable[[Any], int]) -> Iterator[tuple[Any, np.ndarray]]:
+    """Yields the name of each sequence and its routes, given the number of its tokens."""
+    routes = np.asarray(self.routes)
+    for row, name in self.rows:
+      yield name, routes[row, routes.shape[1] - lengths(name) :]
+
+
+def rows_of(assigned: Assigned, rows: int) -> list[tuple[int, int]]:
+  """Returns pairs of a row of a batch and the index of its sequence.
+
+  Args:
+    assigned: the sequences of each shard.
+    rows: per shard.
+  """
+  return [
+    (shard * rows + row, sequence)
+    for shard, pairs in enumerate(assigned)
+    for row, (_, sequence) in enumerate(pairs)
+  ]
+
+
+def with_copies(
+  rows: Sequence[tuple[int, int]], assigned: Assigned, prompts: TokenIds
+) -> list[tuple[int, int]]:
+  """Returns pairs of a row and a prompt, and those of the prompts with the same tokens."""
+  same: dict[tuple[int, ...], list[int]] = {}
+  for prompt in {prompt for pairs in assigned for _, prompt in pairs}:
+    same.setdefault(tuple(prompts[prompt]), []).append(prompt)
+  return [(row, other) for row, prompt in rows for other in same[tuple(prompts[prompt])]]
+
+
 class PrefillShape(NamedTuple):
   """The shapes of a prefill."""
 

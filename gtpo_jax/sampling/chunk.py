@@ -12,6 +12,7 @@ from gtpo_jax.arrays import Prompts
 from gtpo_jax.models.attention.sources import KV, MASKED
 from gtpo_jax.models.attention.streams import ropes_at
 from gtpo_jax.models.decode import DecodeParams, decode_step, next_logits, prefill
+from gtpo_jax.models.experts.routing import route_dtype
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import constrain
 from gtpo_jax.sampling.cache import Cache, States, gather_rows, set_rows
@@ -43,6 +44,9 @@ class Chunk(NamedTuple):
   stopped: jax.Array  # bool[s], True if a stop token was sampled
   # [c, s, k], if each row is drawn in its own way; otherwise None
   alternatives: Alternatives | None = None
+  # [c, s, layers with experts, k], the experts that computed each token as an input, as in
+  # `Rollouts`; None without experts
+  routes: jax.Array | None = None
 
 
 class Decoder(NamedTuple):
@@ -89,6 +93,7 @@ class _Record(NamedTuple):
   lengths: jax.Array  # i32[s], tokens in each slot
   stopped: jax.Array  # bool[s]
   alternatives: Alternatives | None
+  routes: jax.Array | None
 
   def chunk(self) -> Chunk:
     """Returns the chunk."""
@@ -97,7 +102,7 @@ class _Record(NamedTuple):
     tokens, *numbers = map(clear, jnp.unstack(self.values, axis=1))
     floats = [jax.lax.bitcast_convert_type(x, jnp.float32) for x in numbers]
     alternatives = jax.tree.map(clear, self.alternatives)
-    return Chunk(tokens, mask, *floats, stopped=self.stopped, alternatives=alternatives)
+    return Chunk(tokens, mask, *floats, self.stopped, alternatives, self.routes)
 
 
 NUMBERS = ("log_probs", "entropy", "drawn_log_probs", "plain_log_probs")  # in this order
@@ -112,10 +117,13 @@ def prefill_rows(
   tokens: Prompts,
   rows: jax.Array,
   places: Any,
-) -> tuple[Any, States]:
+) -> tuple[Any, States, jax.Array | None]:
   """Prefills sequences [b, p] into the cache: prompts, or prompts with completions that go on.
 
   Each is computed once, and only the hidden state of its last position is kept.
+
+  Returns:
+    The keys and values, the states, and `Prefilled.routes` on every device.
 
   Args:
     model: the architecture.
@@ -128,8 +136,9 @@ def prefill_rows(
       Sequences with a row past the last one are dropped.
     places: where the cache puts the keys and values, see `insert`.
   """
-  hidden, new = prefill(model, params, tokens)
-  return insert_rows(model, insert, kv, states, hidden, new, tokens, rows, places)
+  hidden, new, routes = prefill(model, params, tokens)
+  kv, states = insert_rows(model, insert, kv, states, hidden, new, tokens, rows, places)
+  return kv, states, jax.tree.map(lambda x: constrain(x, model.mesh), routes)
 
 
 def insert_rows(
@@ -219,7 +228,7 @@ def decode_chunk(
     else:
       sampled = sample_token(sampling_params, temperature, logits, token_keys, state.seen_tokens)
     stopped = state.active & jnp.isin(sampled.token, limits.stop)
-    hidden, kv = decode_step(
+    hidden, kv, routes = decode_step(
       model,
       params,
       sampled.token[:, None],
@@ -234,7 +243,7 @@ def decode_chunk(
       hidden=hidden,
       seen_tokens=seen_tokens,
       kv=kv,
-      out=_record(state, sampled, stopped, others),
+      out=_record(state, sampled, stopped, others, routes),
     )
 
   start = _initial_state(decoder, prompts, slots, inputs, by_row)
@@ -264,7 +273,11 @@ def _initial_state(
     lengths=jnp.zeros(s, jnp.int32),
     stopped=jnp.zeros(s, bool),
     alternatives=Alternatives(zeros(jnp.int32, s, k), zeros(jnp.float32, s, k)) if by_row else None,
+    routes=None,
   )
+  if mixture := model.config.mixture:
+    shape = (s, len(model.config.expert_layers), mixture.per_token)
+    out = out._replace(routes=zeros(route_dtype(mixture.experts), *shape))
   return _LoopState(jnp.int32(0), jnp.asarray(inputs.active), hidden, seen_tokens, kv, out)
 
 
@@ -274,7 +287,11 @@ def _expand(mask: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _record(
-  state: _LoopState, sampled: SampledToken, stopped: jax.Array, others: Alternatives | None
+  state: _LoopState,
+  sampled: SampledToken,
+  stopped: jax.Array,
+  others: Alternatives | None,
+  routes: jax.Array | None,
 ) -> _Record:
   """Returns the record with the tokens that the active slots sampled in this step."""
 
@@ -287,6 +304,7 @@ def _record(
     lengths=out.lengths + state.active,
     stopped=out.stopped | stopped,
     alternatives=jax.tree.map(write, out.alternatives, others),
+    routes=None if routes is None else write(out.routes, routes[:, 0, 0]),
   )
 
 

@@ -318,7 +318,7 @@ def make_programs(
   merged = model.config if c.quantize else without_lora(model).config
   if config.weights_dtype:
     merged = dataclasses.replace(merged, quantize=config.weights_dtype)
-  on_sampling_mesh = Transformer(merged, sampling_mesh(model.mesh, c.kv_heads, c.mlp))
+  on_sampling_mesh = Transformer(merged, sampling_mesh(model.mesh, c.kv_heads, *c.mlps))
   shards = batch_shards(on_sampling_mesh.mesh)
   config = config.resolve(device.platform, shards, c.compute_dtype, triton=not refusal)
   if config.attention == "triton" and refusal:

@@ -19,11 +19,13 @@ from gtpo_jax.runtime.mesh import batch_shards, named_sharding
 from gtpo_jax.sampling.batches import (
   Places,
   PrefillShape,
+  RoutesRead,
   TokenIds,
   nothing,
   prefill_batch,
   prefill_batches,
   resume_batch,
+  rows_of,
 )
 from gtpo_jax.sampling.cache import Cache, States, gather_rows
 from gtpo_jax.sampling.chunk import Chunk, ChunkLimits, Decoder, decode_chunk, prefill_rows
@@ -203,15 +205,22 @@ class Programs(abc.ABC):
     scheduler: Scheduler,
     prompts: TokenIds,
     width: int,
-  ) -> SamplerState:
-    """Lets the scheduler fill free slots, and prefills the prompts that it assigns to entries."""
+  ) -> tuple[SamplerState, list[RoutesRead]]:
+    """Lets the scheduler fill free slots, and prefills the prompts that it assigns to entries.
+
+    Returns:
+      The state, and the experts that computed the prompts, by their numbers; none without experts.
+    """
     shape = PrefillShape(width, len(state.prompts.hidden) // self.shards, self.pad)
+    read = []
     while any(assigned := scheduler.assign(shape.rows)):
       batch = prefill_batch(self.places, scheduler, assigned, prompts, shape)
       kv = self.cache.prompts_of(state.kv)
-      kv, states = self.prefill(params, kv, state.prompts, *batch)
+      kv, states, routes = self.prefill(params, kv, state.prompts, *batch)
       state = state._replace(kv=self.cache.with_prompts(state.kv, kv), prompts=states)
-    return state
+      if routes is not None:
+        read.append(RoutesRead(routes, rows_of(assigned, shape.rows)))
+    return state, read
 
   def resume_assigned(
     self,
@@ -219,7 +228,7 @@ class Programs(abc.ABC):
     state: SamplerState,
     scheduler: Scheduler,
     sequence_of: Callable[[int, int], list[int]],
-  ) -> SamplerState:
+  ) -> tuple[SamplerState, list[RoutesRead]]:
     """Reads completions that have tokens already into the slots that they were assigned to.
 
     Args:
@@ -227,26 +236,34 @@ class Programs(abc.ABC):
       state: the state.
       scheduler: its schedule.
       sequence_of: returns the tokens of a (prompt, index), those of its prompt included.
+
+    Returns:
+      The state, and the experts that computed the sequences, which are named by (prompt, index).
     """
     resumed = scheduler.take_resumed()
     if not resumed:
-      return state
+      return state, []
     state = self.resize(state, scheduler, keep_slots=True)
     slots = scheduler.capacity.slots
     sequences = []
+    names = []
+    read = []
     assigned = nothing(self.shards)
     for slot in resumed:
       shard, local = divmod(slot, slots)
       assigned[shard].append((local, len(sequences)))
-      sequences.append(sequence_of(*scheduler.slots.completions[slot].tolist()))
+      names.append(tuple(scheduler.slots.completions[slot].tolist()))
+      sequences.append(sequence_of(*names[-1]))
     counts = {width: self.resume_rows(width, slots) for width in self.sequence_widths}
     for width, rows, part in prefill_batches(assigned, sequences, counts):
       shape = PrefillShape(width, slots, self.pad)
       batch = resume_batch(self.places, scheduler, part, sequences, shape, rows)
       kv = self.cache.completions_of(state.kv)
-      kv, states = self.resume(params, kv, state.slots, *batch)
+      kv, states, routes = self.resume(params, kv, state.slots, *batch)
       state = state._replace(kv=self.cache.with_completions(state.kv, kv), slots=states)
-    return state
+      if routes is not None:
+        read.append(RoutesRead(routes, [(row, names[i]) for row, i in rows_of(part, rows)]))
+    return state, read
 
   def resume_rows(self, width: int, slots: int) -> list[int]:
     """Returns the numbers of rows per shard, descending, in which completions are read again."""

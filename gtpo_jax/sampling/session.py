@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from gtpo_jax.models.decode import DecodeParams
+from gtpo_jax.sampling.batches import RoutesRead
 from gtpo_jax.sampling.chunk import Chunk
 from gtpo_jax.sampling.filters import RowSampling
 from gtpo_jax.sampling.programs import Programs, SamplerState
@@ -71,6 +72,9 @@ class Progress(NamedTuple):
     ended: bool[s], whether it has ended, at its limit too.
     chunk: the chunk, in host arrays.
     spans: when prompts were prefilled, if any were, and when the chunk was decoded.
+    prompt_routes: for each prompt that was read, by its number, the experts that computed its
+      tokens [length, layers with experts, k], as in `Rollouts`.
+    read_routes: those of the tokens after the prompt, for each request whose tokens were read.
   """
 
   requests: list[Request | None]
@@ -80,6 +84,8 @@ class Progress(NamedTuple):
   ended: np.ndarray
   chunk: Chunk
   spans: list[Span]
+  prompt_routes: dict[int, np.ndarray]
+  read_routes: list[tuple[Request, np.ndarray]]
 
 
 class Pace:
@@ -220,11 +226,12 @@ class Session:
     keep_slots = more_may_come or self._have_joined
     spans: list[Span] = []
     began = time.perf_counter()
-    state, prefilled = self._prefill(keep_slots)
+    state, prefilled, read = self._prefill(keep_slots)
     inputs = scheduler.inputs()  # while the devices prefill
     if prefilled:
       jax.block_until_ready(state)
       spans.append(Span("prefill", began, time.perf_counter(), 0.0))
+    prompt_routes, read_routes = self._routes(*read)
     began = time.perf_counter()
     of_slot = self._of_slots()
     refills = some_wait or scheduler.has_waiting or self._have_joined
@@ -247,13 +254,15 @@ class Session:
       del self._requests[of_slot[slot].place]
     busy = _busy(*self._tokens_and_steps, self._slots)
     self.statistics = {"sampling/slots_busy": busy, **scheduler.space.statistics()}
-    return Progress(got, before, counts, finished, ended, chunk, spans)
+    return Progress(got, before, counts, finished, ended, chunk, spans, prompt_routes, read_routes)
 
-  def _prefill(self, keep_slots: bool) -> tuple[SamplerState, bool]:
+  def _prefill(
+    self, keep_slots: bool
+  ) -> tuple[SamplerState, bool, tuple[list[RoutesRead], list[RoutesRead]]]:
     """Gives slots to requests that wait, reads their tokens, and makes space for the next chunk.
 
     Returns:
-      The state, and whether anything was read.
+      The state, whether anything was read, and the routes of prompts and of requests.
     """
     programs = self._programs
     scheduler = self._scheduler
@@ -267,9 +276,24 @@ class Session:
     if self._longest_prompt is None:
       self._needed.append(len(self._requests))
       before = programs.fit(before, scheduler, max(self._needed), longest)
-    state = programs.prefill_assigned(self._params, before, scheduler, self._prompts, width)
-    state = programs.resume_assigned(self._params, state, scheduler, self._sequence)
-    return programs.resize(state, scheduler, keep_slots), state is not before
+    state, prompts = programs.prefill_assigned(
+      self._params, before, scheduler, self._prompts, width
+    )
+    state, resumed = programs.resume_assigned(self._params, state, scheduler, self._sequence)
+    state_changed = state is not before
+    return programs.resize(state, scheduler, keep_slots), state_changed, (prompts, resumed)
+
+  def _routes(
+    self, prompts: Sequence[RoutesRead], resumed: Sequence[RoutesRead]
+  ) -> tuple[dict[int, np.ndarray], list[tuple[Request, np.ndarray]]]:
+    """Returns `Progress.prompt_routes` and `Progress.read_routes`."""
+    length = lambda prompt: len(self._prompts[prompt])
+    of_prompts = {name: x for part in prompts for name, x in part.of_sequences(length)}
+    drawn = lambda name: len(self._requests[name].tokens)
+    of_requests = [
+      (self._requests[name], x) for part in resumed for name, x in part.of_sequences(drawn)
+    ]
+    return of_prompts, of_requests
 
   def _place(self, request: Request, prompt: int, index: int) -> None:
     request.place = (prompt, index)

@@ -12,7 +12,7 @@ from gtpo_jax.models import PRESETS
 from gtpo_jax.models.config import REMAT
 from gtpo_jax.runtime.chips import CHIPS
 
-ONE_DEVICE = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1}
+ONE_DEVICE = {"data": 1, "expert": 1, "fsdp": 1, "context": 1, "tensor": 1}
 
 
 def config_of(preset, **values):

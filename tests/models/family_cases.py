@@ -64,6 +64,44 @@ FAMILY_CASES = {
     },
     **NO_TOKENS,
   },
+  "qwen3_moe": {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+  },
+  "qwen3_moe-dense": {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_hidden_layers": 5,
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [1],
+  },
+  "qwen2_moe": {
+    "model_type": "qwen2_moe",
+    "num_hidden_layers": 3,
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "decoder_sparse_step": 2,
+    **WIDE,
+  },
+  "olmoe": {
+    "model_type": "olmoe",
+    "num_experts": 7,
+    "num_experts_per_tok": 2,
+    "clip_qkv": 0.5,
+    **WIDE,
+  },
 }
 # Those with layers of several kinds, or with other norms than the families before them.
 NEWER = ("smollm3", "olmo2", "olmo3", "gemma3")
+# Those with mixtures of experts.
+MIXTURES = ("qwen3_moe", "qwen3_moe-dense", "qwen2_moe", "olmoe")

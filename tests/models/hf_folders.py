@@ -66,6 +66,22 @@ def hf_folder(dtype="float32", shard="5GB", **changes):
   return _saved_by_torch(json.dumps(changes, sort_keys=True), dtype, shard)
 
 
+def per_expert(tensors):
+  """Tensors by their names in memory, as those of a folder: one for each matrix of each expert."""
+  named = {}
+  for name, x in tensors.items():
+    stem, _, matrices = name.partition(".experts.")
+    if not matrices:
+      named[name] = x
+      continue
+    for i, expert in enumerate(x):
+      parts = {"down_proj": expert}
+      if matrices == "gate_up_proj":
+        parts = dict(zip(("gate_proj", "up_proj"), np.split(expert, 2), strict=True))
+      named |= {f"{stem}.experts.{i}.{part}.weight": value for part, value in parts.items()}
+  return named
+
+
 def padded_batch(vocab=64, length=17):
   """Tokens and mask of eight rows; some are padded on the left and some on the right."""
   tokens = np.random.default_rng(0).integers(0, vocab, (8, length))

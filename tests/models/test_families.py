@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import RANK, with_lora
-from family_cases import FAMILY_CASES, LLAMA3, NEWER
+from family_cases import FAMILY_CASES, LLAMA3, MIXTURES, NEWER
 from flax.traverse_util import flatten_dict, unflatten_dict
 from hf_folders import (
   edit_json,
@@ -17,6 +17,7 @@ from hf_folders import (
   our_greedy,
   our_logits,
   padded_batch,
+  per_expert,
   raw_tensors,
   split_file,
   torch_greedy,
@@ -101,6 +102,11 @@ def test_bfloat16_logits_are_near(case):
   [
     *((name, "xla") for name in ("qwen3", *NEWER)),
     ("gemma3", "triton"),
+    *((name, "xla") for name in ("qwen2_moe", "olmoe")),
+    ("qwen3_moe", "triton"),
+    *(pytest.param(name, "xla", marks=pytest.mark.manual) for name in MIXTURES[:2]),
+    *(pytest.param(name, "triton", marks=pytest.mark.manual) for name in MIXTURES[1:]),
+    *(pytest.param(name, "pallas", marks=pytest.mark.manual) for name in MIXTURES),
     *(pytest.param(name, "xla", marks=pytest.mark.manual) for name in ("llama", "mistral")),
     *(pytest.param(name, "triton", marks=pytest.mark.manual) for name in NEWER[:-1]),
     *(pytest.param(name, "pallas", marks=pytest.mark.manual) for name in NEWER),
@@ -116,7 +122,7 @@ def test_sixty_four_greedy_tokens_equal_generate(name, attention):
   np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("name", NEWER)
+@pytest.mark.parametrize("name", NEWER + MIXTURES)
 @pytest.mark.slow
 def test_gradients_equal_those_of_torch(name):
   torch = pytest.importorskip("torch")
@@ -133,7 +139,7 @@ def test_gradients_equal_those_of_torch(name):
   log_probs = torch.log_softmax(reference(torch.from_numpy(tokens)).logits, -1)
   torch_tokens = torch.from_numpy(tokens)[:, 1:, None]
   (-log_probs[:, :-1].gather(-1, torch_tokens).mean()).backward()
-  want = {name: x.grad.numpy() for name, x in reference.named_parameters()}
+  want = per_expert({name: x.grad.numpy() for name, x in reference.named_parameters()})
   reference.zero_grad()
   assert want.keys() >= got.keys()
   for name, x in got.items():

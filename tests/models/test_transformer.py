@@ -141,7 +141,7 @@ def test_prefill_and_decode_equal_one_forward_pass():
   want = apply(model, params, want, method="logits")
 
   decode_params = jax.jit(make_decode_params, static_argnums=0)(model, params)
-  hidden, prompt_kv = jax.jit(prefill, static_argnums=0)(model, decode_params, prompts)
+  hidden, prompt_kv, _ = jax.jit(prefill, static_argnums=0)(model, decode_params, prompts)
   assert prompt_kv[0].k.shape == (3, 1, 2, 8, 6)  # once per prompt, not once per completion
   assert prompt_kv[0].v.shape == (3, 1, 2, 6, 8)
 
@@ -172,7 +172,7 @@ def test_prefill_and_decode_equal_one_forward_pass():
       logits.append(next_logits(model, params, hidden[:, :, 0]))
       positions = jnp.broadcast_to(prompts.lengths[:, None] + i, (3, 2))[..., None]
       (rope,) = ropes_at(positions, model.config).values()
-      hidden, _ = decode_step(model, params, completions[:, :, i], functools.partial(attend, rope))
+      hidden, *_ = decode_step(model, params, completions[:, :, i], functools.partial(attend, rope))
     return logits
 
   for i, logits in enumerate(decode(decode_params, hidden, prompt_kv)):
@@ -248,11 +248,11 @@ def test_every_parameter_is_laid_out_by_its_axes():
     for path, s in jax.tree.leaves_with_path(param_shardings(model))
   }
   P = jax.sharding.PartitionSpec
-  assert specs["embedding"] == P(("context", "tensor"), "fsdp")
-  assert specs["layers/q/kernel"] == P(None, ("fsdp", "context"), "tensor", None)
+  assert specs["embedding"] == P(("context", "tensor"), ("expert", "fsdp"))
+  assert specs["layers/q/kernel"] == P(None, ("expert", "fsdp", "context"), "tensor", None)
   # Two heads do not divide over four shards, so they are replicated.
-  assert specs["layers/k/kernel"] == P(None, ("fsdp", "context"), None, None)
-  assert specs["layers/down/kernel"] == P(None, "tensor", ("fsdp", "context"))
+  assert specs["layers/k/kernel"] == P(None, ("expert", "fsdp", "context"), None, None)
+  assert specs["layers/down/kernel"] == P(None, "tensor", ("expert", "fsdp", "context"))
   with pytest.raises(UserError, match="heads axis of 4 does not divide over 8"):
     param_shardings(Transformer(PRESETS["tiny"], mesh_of(1, 1, 1, 8)))
 

@@ -33,7 +33,7 @@ def test_update_flops_with_minibatches_and_epochs():
 def test_the_roofline_by_hand():
   """7B on 32 chips, from the published shape."""
   chip = CHIPS["v5p"]
-  mesh = {"data": 1, "fsdp": 32, "tensor": 1}
+  mesh = {"data": 1, "expert": 1, "fsdp": 32, "tensor": 1}
   config = load(str(CONFIGS / "qwen2_5_7b_gtpo.py"))
   # In bfloat16 also on a CPU that has no units for it.
   architecture = dataclasses.replace(resolve_model(config).config, compute_dtype="bfloat16")

@@ -13,6 +13,7 @@ from gtpo_jax.planning.topology import LIBTPU_ENVIRONMENT
 from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import (
+  MESH_AXES,
   axis_size,
   batch_shards,
   constrain,
@@ -52,13 +53,14 @@ def test_there_are_eight_devices():
 )
 def test_a_mesh_uses_every_device(sizes, shape):
   mesh = mesh_of(*sizes)
-  assert dict(mesh.shape) == dict(zip(("data", "fsdp", "context", "tensor"), shape, strict=True))
+  names = ("data", "fsdp", "context", "tensor")
+  assert dict(mesh.shape) == dict(zip(names, shape, strict=True)) | {"expert": 1}
   assert set(mesh.devices.ravel()) == set(jax.devices())
 
 
 def test_a_mesh_of_some_devices():
   mesh = mesh_of(-1, 2, 1, 1, jax.devices()[:4])
-  assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "context": 1, "tensor": 1}
+  assert dict(mesh.shape) == {"data": 2, "expert": 1, "fsdp": 2, "context": 1, "tensor": 1}
   assert mesh.devices.ravel().tolist() == jax.devices()[:4]
   assert single_device_mesh().size == 1
 
@@ -66,9 +68,9 @@ def test_a_mesh_of_some_devices():
 @pytest.mark.parametrize(
   ("sizes", "parts"),
   [
-    ((3, 1, 1, 1), ["data 3 x fsdp 1 x context 1 x tensor 1", "8 device(s)"]),
+    ((3, 1, 1, 1), ["data 3 x expert 1 x fsdp 1 x context 1 x tensor 1", "8 device(s)"]),
     ((-1, 3, 1, 1), ["fsdp 3", "8 device(s)"]),
-    ((4, 4, 1, 1), ["data 4 x fsdp 4", "8 device(s)"]),
+    ((4, 4, 1, 1), ["data 4 x expert 1 x fsdp 4", "8 device(s)"]),
     ((1, 1, 1, 1), ["8 device(s)", "-1"]),
     ((-1, 16, 1, 1), ["fsdp 16", "8 device(s)"]),
     ((-1, -1, 1, 1), ["only one mesh axis may be -1", "mesh.data", "mesh.fsdp"]),
@@ -97,8 +99,8 @@ def test_an_impossible_mesh_is_an_error(sizes, parts):
   ],
 )
 def test_the_error_proposes_a_mesh_that_fits(sizes, fitting):
-  names = ("data", "fsdp", "context", "tensor")
-  proposal = dict(zip(names, fitting, strict=True))
+  data, *others = fitting
+  proposal = dict(zip(MESH_AXES, (data, 1, *others), strict=True))
   with pytest.raises(UserError) as error:
     mesh_of(*sizes)
   assert str(error.value).endswith(
@@ -109,10 +111,17 @@ def test_the_error_proposes_a_mesh_that_fits(sizes, fitting):
 
 def test_logical_axes_by_hand():
   mesh = mesh_of(2, 2, 1, 2)
-  assert partition_spec(("batch", None, "heads")) == PartitionSpec(("data", "fsdp"), None, "tensor")
-  assert partition_spec(("vocab", "vocab_embed")) == PartitionSpec(("context", "tensor"), "fsdp")
+  assert partition_spec(("batch", None, "heads")) == PartitionSpec(
+    ("data", "expert", "fsdp"), None, "tensor"
+  )
+  assert partition_spec(("vocab", "vocab_embed")) == PartitionSpec(
+    ("context", "tensor"), ("expert", "fsdp")
+  )
   assert partition_spec(("embed", "position", "sequence")) == PartitionSpec(
-    ("fsdp", "context"), "context", ("context", "tensor")
+    ("expert", "fsdp", "context"), "context", ("context", "tensor")
+  )
+  assert partition_spec(("expert", "expert_embed", "mlp")) == PartitionSpec(
+    "expert", ("fsdp", "context"), "tensor"
   )
   assert [axis_size(mesh, name) for name in ("batch", "embed", "mlp", "layer", None)] == [
     4,
@@ -143,7 +152,8 @@ def test_logical_axes_by_hand():
 def test_sampling_splits_heads_or_rows_instead_of_positions(sizes, heads, fsdp, tensor):
   mesh = mesh_of(*sizes)
   sampling = sampling_mesh(mesh, heads, 64)
-  assert dict(sampling.shape) == {"data": 1, "fsdp": fsdp, "context": 1, "tensor": tensor}
+  sizes = (1, 1, fsdp, 1, tensor)
+  assert dict(sampling.shape) == dict(zip(MESH_AXES, sizes, strict=True))
   assert sampling.devices.ravel().tolist() == mesh.devices.ravel().tolist()
   assert sampling_mesh(mesh_of(2, 2, 1, 2), heads, 64) == mesh_of(2, 2, 1, 2)
 
@@ -216,7 +226,7 @@ def tpu_devices(name, slices=1):
 def test_the_mesh_follows_the_torus():
   """Ordered by index instead, neighbours in an fsdp ring are up to 5 links apart."""
   devices = tpu_devices("v5p:4x4x4")
-  grid = mesh_of(1, 16, 1, 4, devices).devices[0, :, 0, :]  # [fsdp, tensor]
+  grid = mesh_of(1, 16, 1, 4, devices).devices[0, 0, :, 0, :]  # [fsdp, tensor]
   assert set(grid.flat) == set(devices)
   assert max(max(torus_hops(list(grid[:, k]), 4)) for k in range(4)) == 2
   assert max(max(torus_hops(list(grid[j]), 4)) for j in range(16)) == 1
@@ -236,6 +246,7 @@ def test_the_mesh_follows_the_torus():
 def test_the_first_axes_span_the_slices(sizes, outer):
   grid = mesh_of(*sizes, tpu_devices("v5p:4x4x4", slices=2)).devices
   islands = np.vectorize(lambda device: device.slice_index)(grid)
+  outer = (outer[0], 1, *outer[1:])
   inner = [size // part for size, part in zip(grid.shape, outer, strict=True)]
   expected = np.kron(np.arange(2).reshape(outer), np.ones(inner, int))
   np.testing.assert_array_equal(islands, expected)

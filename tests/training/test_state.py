@@ -40,7 +40,7 @@ def test_the_state_is_sharded_like_the_parameters():
   state = init_state(params_on(model), make_optimizer(SGD_LIKE, 5), model)
   moments = [x for x in jax.tree.leaves(state.opt_state) if x.shape == (2, 32, 64)]
   assert len(moments) == 4
-  expected = jax.sharding.PartitionSpec(None, ("fsdp", "context"), "tensor")
+  expected = jax.sharding.PartitionSpec(None, ("expert", "fsdp", "context"), "tensor")
   assert all(x.sharding.spec == expected for x in moments)
   abstract = abstract_state(model, make_optimizer(SGD_LIKE, 5))
   described = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)

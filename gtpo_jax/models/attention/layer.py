@@ -89,10 +89,18 @@ class Attention(nn.Module):
     qk_norm = self.config.family.qk_norm
     over_width = (self.q_norm, self.k_norm, None) if qk_norm == "width" else (None,) * 3
     projections = zip((self.q, self.k, self.v), over_width, strict=True)
-    q, k, v = (jnp.swapaxes(normalised(norm, project(x)), 2, 3) for project, norm in projections)
+    q, k, v = (
+      jnp.swapaxes(self._clipped(normalised(norm, project(x))), 2, 3)
+      for project, norm in projections
+    )
     if qk_norm == "head":
       q, k = self.q_norm(q), self.k_norm(k)
     return q, k, v
+
+  def _clipped(self, x: jax.Array) -> jax.Array:
+    """Bounds queries, keys or values, if the model does."""
+    bound = self.config.clip_qkv
+    return jnp.clip(x, -bound, bound) if bound else x
 
   def _attend(self, q: jax.Array, context: AttentionContext) -> jax.Array:
     return self._output(attend_causally(self.config, self.mesh, q, context, self.kind.window))

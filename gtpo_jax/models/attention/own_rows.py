@@ -46,7 +46,7 @@ def in_own_rows(q: jax.Array, context: AttentionContext, multiple: int) -> OwnRo
 
   flat = lambda x: jnp.moveaxis(x, 2, 3).reshape(n, -1, x.shape[2], e)  # [n, positions, heads, e]
   queries, keys, values = (
-    _move(flat(x), to_rows, from_rows).reshape(n, -1, length, x.shape[2], e)
+    move(flat(x), to_rows, from_rows).reshape(n, -1, length, x.shape[2], e)
     for x in (q, jnp.swapaxes(context.own.k, -1, -2), context.own.v)
   )
   if context.prompt is not None:
@@ -54,12 +54,12 @@ def in_own_rows(q: jax.Array, context: AttentionContext, multiple: int) -> OwnRo
     offset = (prompt_positions - prompt_lengths)[:, None]
     to_start = _valid(jnp.arange(length) + offset, prompt_positions)
     from_start = _valid(jnp.arange(prompt_positions) - offset, length)
-    at_start = lambda x: _move(flat(x[..., :-1, :]), to_start, from_start)[:, None]
+    at_start = lambda x: move(flat(x[..., :-1, :]), to_start, from_start)[:, None]
     keys += at_start(jnp.swapaxes(context.prompt.k, -1, -2))
     values += at_start(context.prompt.v)
 
   def move_back(attended: jax.Array) -> jax.Array:
-    out = _move(attended.reshape(n, -1, h, e), from_rows, to_rows)
+    out = move(attended.reshape(n, -1, h, e), from_rows, to_rows)
     return jnp.moveaxis(out.reshape(n, w, s, h, e), 3, 2)
 
   return OwnRows(queries, keys, values, prompt_lengths[:, None] + ranges.length, move_back)
@@ -107,7 +107,7 @@ def _range_indices(
 
 
 @jax.custom_vjp
-def _move(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
+def move(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
   """Moves positions: out[:, i] = x[:, index[:, i]], and 0 where the index is -1.
 
   No position is moved twice, so the gradient moves back along `inverse`. A general gather would
@@ -127,15 +127,15 @@ def _move(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
 
 
 def _move_forward(x: jax.Array, index: jax.Array, inverse: jax.Array) -> tuple[jax.Array, tuple]:
-  return _move(x, index, inverse), (index, inverse)
+  return move(x, index, inverse), (index, inverse)
 
 
 def _move_backward(indices: tuple, d_out: jax.Array) -> tuple[jax.Array, None, None]:
   index, inverse = indices
-  return _move(d_out, inverse, index), None, None
+  return move(d_out, inverse, index), None, None
 
 
-_move.defvjp(_move_forward, _move_backward)
+move.defvjp(_move_forward, _move_backward)
 
 
 def _valid(index: jax.Array, size: int) -> jax.Array:

@@ -6,24 +6,25 @@ Nothing in a model folder is ever executed; a config.json that refers to code is
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
-from gtpo_jax.models.config import ModelConfig
+from gtpo_jax.models.config import EXPERTS, ModelConfig
 from gtpo_jax.models.families import FAMILIES, MATRICES, MULTIMODAL, NOT_COVERED, Family
 from gtpo_jax.models.hf.json_values import flag, number, shown, size
 from gtpo_jax.models.hf.known_keys import check_supported, unused_keys
 from gtpo_jax.models.hf.rope_json import FULL, SLIDING, read_ropes, write_rope
-from gtpo_jax.models.kinds import LayerKind
+from gtpo_jax.models.kinds import LayerKind, Mixture
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.fields import ABOVE_0
 from gtpo_jax.storage.files import printable, read_json
 
 # Settings that only models of these kinds have.
 KINDS_OF_MODELS = {
-  "num_experts": "mixtures of experts",
-  "num_local_experts": "mixtures of experts",
-  "n_routed_experts": "mixtures of experts",
+  "num_experts": "other mixtures of experts",
+  "num_local_experts": "other mixtures of experts",
+  "n_routed_experts": "other mixtures of experts",
   "text_config": "models of several modalities",
 }
 # Settings of generation_config.json that an export keeps.
@@ -76,6 +77,8 @@ def read_config(folder: Path, dtype: str) -> ModelConfig:
     rope_scaling=rope_scaling,
     kinds=tuple(_kinds(values, family, layers, local_theta, path, max_length)),
     query_scalar=_query_scalar(values, path),
+    mixture=_mixture(values, family, path),
+    clip_qkv=_clip_qkv(values, family, path),
     biases=_biases(values, family, path),
     model_type=values["model_type"],
     param_dtype=dtype,
@@ -114,6 +117,8 @@ def _text_values(values: dict[str, Any], path: str) -> tuple[dict[str, Any], Fam
     values = {"model_type": MULTIMODAL[values["model_type"]]} | code | text
   family = _family(values, path)
   given = {key: value for key, value in values.items() if value is not None or key in NULLABLE}
+  if family.expert_mlp and "num_local_experts" in given:  # as Transformers 5 saves Qwen3-MoE
+    given.setdefault("num_experts", given["num_local_experts"])
   return {**family.defaults, **given}, family
 
 
@@ -170,10 +175,46 @@ def _kinds(
     if window and not family.full_interval and FULL in given:
       raise UserError(f"{path!r} has layer_types, but a sliding_window for all layers; remove one")
     of_layers = given
+  rotates = _rotates(values, family, layers, path)
+  mlps = _mlps(values, family, layers, path)
   return [
-    dataclasses.replace(types[kind], rotates=rotates)
-    for kind, rotates in zip(of_layers, _rotates(values, family, layers, path), strict=True)
+    dataclasses.replace(types[of_layers[i]], rotates=rotates[i], mlp=mlps[i]) for i in range(layers)
   ]
+
+
+def _mlps(values: dict[str, Any], family: Family, layers: int, path: str) -> list[str]:
+  """Returns whether the MLP of each layer is "dense" or "experts"."""
+  if not family.expert_mlp:
+    return ["dense"] * layers
+  if "mlp_only_layers" not in family.keys:
+    return [EXPERTS] * layers
+  step = size(values, "decoder_sparse_step", path)
+  dense = values.get("mlp_only_layers") or []
+  if not isinstance(dense, list) or any(type(x) is not int for x in dense):
+    raise UserError(
+      f"{path!r} has mlp_only_layers = {shown(dense)}; it must be a list of numbers of layers"
+    )
+  return [EXPERTS if i not in dense and (i + 1) % step == 0 else "dense" for i in range(layers)]
+
+
+def _mixture(values: dict[str, Any], family: Family, path: str) -> Mixture | None:
+  """Returns the mixture of experts, if a layer has one."""
+  layers = size(values, "num_hidden_layers", path)
+  if EXPERTS not in _mlps(values, family, layers, path):
+    return None
+  return Mixture(
+    experts=size(values, "num_experts", path),
+    per_token=size(values, "num_experts_per_tok", path),
+    mlp=size(values, family.expert_mlp, path),
+    normalised=flag(values, "norm_topk_prob", path),
+    shared=size(values, family.shared_mlp, path) if family.shared_mlp else 0,
+  )
+
+
+def _clip_qkv(values: dict[str, Any], family: Family, path: str) -> float | None:
+  if "clip_qkv" not in family.keys or values.get("clip_qkv") is None:
+    return None
+  return number(values, "clip_qkv", path, ABOVE_0)
 
 
 def _rotates(values: dict[str, Any], family: Family, layers: int, path: str) -> list[bool]:
@@ -272,7 +313,30 @@ def to_hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     values["rope_scaling"] = write_rope(config.rope_scaling)
   if config.query_scalar:
     values["query_pre_attn_scalar"] = round(config.query_scalar)
-  return values | _written_kinds(config)
+  if "clip_qkv" in family.keys:
+    values["clip_qkv"] = config.clip_qkv
+  return values | _written_kinds(config) | _written_mixture(config)
+
+
+def _written_mixture(config: ModelConfig) -> dict[str, Any]:
+  """Returns what config.json says of experts."""
+  family = config.family
+  if not family.expert_mlp:
+    return {}
+  values: dict[str, Any] = {"output_router_logits": False}
+  if "mlp_only_layers" in family.keys:
+    dense = [i for i, kind in enumerate(config.layer_kinds) if kind.mlp != EXPERTS]
+    values |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+  if mixture := config.mixture:
+    values |= {
+      "num_experts": mixture.experts,
+      "num_experts_per_tok": mixture.per_token,
+      family.expert_mlp: mixture.mlp,
+      "norm_topk_prob": mixture.normalised,
+    }
+    if family.shared_mlp:
+      values[family.shared_mlp] = mixture.shared
+  return values
 
 
 def _written_kinds(config: ModelConfig) -> dict[str, Any]:
@@ -285,7 +349,8 @@ def _written_kinds(config: ModelConfig) -> dict[str, Any]:
   if not family.has_windows:
     return values
   is_windowed = [kind.window is not None or kind.rope_theta is not None for kind in kinds]
-  windows = [kind.window or config.max_length for kind in kinds if kind != LayerKind()]
+  windowed = itertools.compress(kinds, is_windowed)
+  windows = [kind.window or config.max_length for kind in windowed]
   values["sliding_window"] = windows[0] if windows else None
   if family.full_interval:
     values["layer_types"] = [SLIDING if x else FULL for x in is_windowed]

@@ -20,6 +20,11 @@ LARGEST_SIZES = {
   "max_position_embeddings": 2**31 - 1,
   "sliding_window": 2**31 - 1,
   "original_max_position_embeddings": 2**31 - 1,
+  "num_experts": 2**16 - 1,
+  "num_experts_per_tok": 2**8,
+  "moe_intermediate_size": 2**24,
+  "shared_expert_intermediate_size": 2**24,
+  "decoder_sparse_step": 2**12,
 }
 
 

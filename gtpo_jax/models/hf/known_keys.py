@@ -40,7 +40,8 @@ _WITHOUT_EFFECT = """
   name_or_path _name_or_path _model_name_or_path tokenizer_class dtype torch_dtype use_cache
   attn_implementation _attn_implementation _attn_implementation_autoset
   _attn_implementation_internal
-  _experts_implementation experts_implementation torchscript use_bfloat16 is_llama_config
+  _experts_implementation experts_implementation output_router_logits router_aux_loss_coef
+  torchscript use_bfloat16 is_llama_config
   initializer_range pretraining_tp max_window_layers chunk_size_feed_forward gradient_checkpointing
   is_decoder cross_attention_hidden_size tie_encoder_decoder tie_last_hidden_states pruned_heads
   output_attentions output_hidden_states output_scores return_dict return_dict_in_generate

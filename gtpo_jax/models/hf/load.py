@@ -128,7 +128,7 @@ def _quantizer(
       return {path: x}
     paths = (path, scale)
     quantize_matrix = jax.jit(
-      lambda x: quantize(x, declared[path].inputs, model.config.quantize),  # layers are axis 0
+      lambda x: quantize(x, declared[path].last_input, model.config.quantize),
       out_shardings=tuple(shardings[path] for path in paths),
     )
     arrays = jax.block_until_ready(quantize_matrix(x))

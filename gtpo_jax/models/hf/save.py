@@ -20,13 +20,7 @@ from gtpo_jax.models.hf.load import DTYPE_CODES as NUMPY_NAMES
 from gtpo_jax.models.hf.load import stored_tensors
 from gtpo_jax.models.hf.multimodal import PROCESSOR_FILES, TEXT_MODULE, split_names
 from gtpo_jax.models.hf.tokenizer import save_tokenizer
-from gtpo_jax.models.hf.weights import (
-  LAYER_MODULES,
-  adapted_modules,
-  hf_from_adapters,
-  hf_from_params,
-  hf_shapes,
-)
+from gtpo_jax.models.hf.weights import hf_from_adapters, hf_from_params, hf_shapes
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.errors import UserError
@@ -159,7 +153,7 @@ def save_adapter(
     tensors = hf_from_adapters(model, params)
     if out is None:
       return
-    modules = [LAYER_MODULES[module].split(".")[-1] for module in adapted_modules(model.config)]
+    modules = list(dict.fromkeys(name.split(".")[-3] for name in tensors))
     targets: Any = modules
     if source and is_multimodal(read_json(source, "config.json")):
       targets = rf".*\.{TEXT_MODULE}\..*\.({'|'.join(modules)})"  # others have the same names

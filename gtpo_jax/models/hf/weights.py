@@ -6,6 +6,7 @@ Shapes come from the parameters' declarations. A matrix is stored as torch store
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,7 @@ from gtpo_jax.runtime.mesh import named_sharding
 from gtpo_jax.storage.files import printable
 
 # Our modules, outside and within the layers, with their Hugging Face names, in the order in which
-# we write the tensors.
+# we write the tensors. {} is the number of an expert, which has tensors of its own.
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 OUTER_NAMES: dict[tuple[str, ...], str] = {
@@ -48,6 +49,14 @@ LAYER_MODULES: dict[str, str] = {
   "gate": "mlp.gate_proj",
   "up": "mlp.up_proj",
   "down": "mlp.down_proj",
+  "experts.router": "mlp.gate",
+  "experts.gate": "mlp.experts.{}.gate_proj",
+  "experts.up": "mlp.experts.{}.up_proj",
+  "experts.down": "mlp.experts.{}.down_proj",
+  "experts.shared_gate": "mlp.shared_expert.gate_proj",
+  "experts.shared_up": "mlp.shared_expert.up_proj",
+  "experts.shared_down": "mlp.shared_expert.down_proj",
+  "experts.shared_weight": "mlp.shared_expert_gate",
   "mlp_post_norm": "post_feedforward_layernorm",
 }
 LAYER_LEAVES: dict[str, str] = {"scale": "weight", "kernel": "weight", "bias": "bias"}
@@ -65,6 +74,7 @@ class HFTensor(NamedTuple):
   path: tuple[str, ...]  # the path of our parameter
   layer: LayerPlace | None  # where its layer is; None outside the layers
   layout: StoredLayout
+  expert: int | None = None  # the index of its matrix on axis 1; None if there is only one
 
 
 class StoredLayout(NamedTuple):
@@ -126,7 +136,7 @@ def hf_tensors(model: Transformer) -> list[HFTensor]:
   """
   declared: dict[tuple[str, ...], Declaration] = flatten_dict(declared_params(without_lora(model)))
   layer_names = {
-    (module, leaf): f"{hf_module}.{suffix}"
+    (*module.split("."), leaf): f"{hf_module}.{suffix}"
     for module, hf_module in (LAYER_MODULES | model.config.family.modules).items()
     for leaf, suffix in LAYER_LEAVES.items()
   }
@@ -136,18 +146,28 @@ def hf_tensors(model: Transformer) -> list[HFTensor]:
     names = ", ".join(sorted("/".join(path) for path in unnamed))
     raise ValueError(f"no Hugging Face name for {names}; add it to LAYER_MODULES or OUTER_NAMES")
 
-  def tensor(name: str, path: tuple[str, ...], place: LayerPlace | None) -> HFTensor:
+  def tensors(name: str, path: tuple[str, ...], place: LayerPlace | None) -> list[HFTensor]:
     shape = declared[path].value.shape
-    shape = shape if place is None else shape[1:]
-    layout = StoredLayout(KINDS[path[-1]], shape, declared[path].inputs)
-    return HFTensor(name, layout.stored_shape, path, place, layout)
+    numbered = declared[path].numbered
+    first = numbered + (place is not None)
+    layout = StoredLayout(KINDS[path[-1]], shape[first:], declared[path].inputs)
+    stored = layout.stored_shape
+    if not numbered:
+      return [HFTensor(name, stored, path, place, layout)]
+    return [HFTensor(name.format(i), stored, path, place, layout, i) for i in range(shape[1])]
 
-  outer = [tensor(name, path, None) for path, name in OUTER_NAMES.items() if path in declared]
+  outer = [
+    tensor
+    for path, name in OUTER_NAMES.items()
+    if path in declared
+    for tensor in tensors(name, path, None)
+  ]
   layers = [
-    tensor(f"model.layers.{layer}.{name}", (*place.path, *leaf), place)
+    tensor
     for layer, place in enumerate(places)
     for leaf, name in layer_names.items()
     if (*place.path, *leaf) in declared
+    for tensor in tensors(f"model.layers.{layer}.{name}", (*place.path, *leaf), place)
   ]
   return outer + layers
 
@@ -181,20 +201,19 @@ def read_hf(
     _check_tied(tensors)
   by_path: dict[tuple[str, ...], list[HFTensor]] = {}
   for entry in entries:
-    by_path.setdefault(entry.path, []).append(entry)  # one entry per layer, in order
+    by_path.setdefault(entry.path, []).append(entry)  # by layer, and within it by expert
 
   def convert(path: tuple[str, ...], like: jax.ShapeDtypeStruct) -> jax.Array:
     parts = by_path[path]
-    stacked = parts[0].layer is not None
+    leading = len(like.shape) - len(parts[0].layout.shape)  # the axes of layers and of experts
+    numbers = np.arange(len(parts)).reshape(like.shape[:leading])
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
       cuts = zip(index, like.shape, strict=True)
       out = np.empty([len(range(*cut.indices(size))) for cut, size in cuts], like.dtype)
-      if stacked:
-        for i, part in enumerate(parts[index[0]]):
-          out[i] = part.layout.read(tensors[part.name], index[1:])
-      else:
-        out[...] = parts[0].layout.read(tensors[parts[0].name], index)
+      for place in np.ndindex(out.shape[:leading]):
+        part = parts[numbers[index[:leading]][place]]
+        out[place] = part.layout.read(tensors[part.name], index[leading:])
       return out
 
     return _to_devices(like, read)
@@ -317,25 +336,26 @@ def hf_from_params(model: Transformer, params: Params) -> Iterator[tuple[str, np
         current = entry.layer
         weights = merged_layer(at_path(params, current.path), current.index)
       leaf = entry.path[len(current.path) :]
-      value = np.asarray(at_path(weights, leaf).addressable_data(0))
+      value = at_path(weights, leaf).addressable_data(0)
+      value = np.asarray(value if entry.expert is None else value[0, entry.expert])
     yield entry.name, entry.layout.to_stored(value)
 
 
 def hf_from_adapters(model: Transformer, params: Params) -> dict[str, np.ndarray]:
   """Returns the adapters under PEFT's names: lora_A [rank, inputs] and lora_B [outputs, rank]."""
-  declared = declared_params(model)
+  declared = flatten_dict(declared_params(model))
+  places = model.config.places
   out = {}
-  for layer, (path, index) in enumerate(model.config.places):
-    for module in adapted_modules(model.config):
-      stem = f"base_model.model.model.layers.{layer}.{LAYER_MODULES[module]}"
-      for leaf, name in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
-        declaration = at_path(declared, (*path, module, leaf))
-        layout = StoredLayout(KINDS[leaf], declaration.value.shape[1:], declaration.inputs)
-        value = fetch(at_path(params, (*path, module, leaf))[index])
-        out[f"{stem}.{name}.weight"] = layout.to_stored(value)
+  leaves = itertools.product(LAYER_MODULES, (("lora_a", "lora_A"), ("lora_b", "lora_B")))
+  for (layer, place), (module, (leaf, name)) in itertools.product(enumerate(places), leaves):
+    path = (*place.path, *module.split("."), leaf)
+    if path not in declared:
+      continue
+    declaration = declared[path]
+    shape = declaration.value.shape[1 + declaration.numbered :]
+    layout = StoredLayout(KINDS[leaf], shape, declaration.inputs)
+    value = fetch(at_path(params, path)[place.index])
+    stem = f"base_model.model.model.layers.{layer}.{LAYER_MODULES[module]}.{name}.weight"
+    for i, matrix in enumerate(value if declaration.numbered else [value]):
+      out[stem.format(i)] = layout.to_stored(matrix)
   return out
-
-
-def adapted_modules(config: ModelConfig) -> list[str]:
-  """Returns the modules that have adapters, in the order of `LAYER_MODULES`."""
-  return [module for module in LAYER_MODULES if module in config.lora.targets]

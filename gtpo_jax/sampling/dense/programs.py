@@ -15,18 +15,21 @@ import jax
 
 from gtpo_jax.arrays import Prompts, array_lengths
 from gtpo_jax.models.attention.sources import KV
-from gtpo_jax.models.decode import DecodeParams, decode_bytes, prefill
+from gtpo_jax.models.decode import DecodeParams, Prefilled, decode_bytes, prefill
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import bytes_per_device, constrain
 from gtpo_jax.sampling.batches import (
   Assigned,
   Places,
+  RoutesRead,
   TokenIds,
   pad_prefill,
   places_of_copies,
   prefill_batches,
   row_counts,
+  rows_of,
   sequence_lengths,
+  with_copies,
   without_copies,
 )
 from gtpo_jax.sampling.cache import States, constrain_kv, head_axis
@@ -61,7 +64,7 @@ class DensePrograms(Programs):
       those.
     slots: the most slots over all shards.
     shrink_factor: what the number of slots is divided by when idle ones are dropped.
-    prefill: (params, prompts) -> (their last hidden states, keys and values).
+    prefill: (params, prompts) -> `Prefilled`.
     insert, insert_completions: write its results into the cache, see `insert_rows`. They are
       programs of their own so that the larger one does not depend on the shapes of the cache.
     init_kv, grow, compact, add_entries: `DenseCache.zeros`, `grow`, `compact` and `add_entries`.
@@ -192,10 +195,11 @@ class DensePrograms(Programs):
     tokens: Prompts,
     rows: jax.Array,
     places: tuple[jax.Array, jax.Array],
-  ) -> tuple[DenseKV, States]:
+  ) -> tuple[DenseKV, States, jax.Array | None]:
     """Reads completions that go on into slots; see `prefill_rows`."""
-    hidden, new = self.prefill(params, tokens)
-    return self.insert_completions(kv, states, hidden, new, tokens, rows, places)
+    hidden, new, routes = self.prefill(params, tokens)
+    kv, states = self.insert_completions(kv, states, hidden, new, tokens, rows, places)
+    return kv, states, routes
 
   def new_state(
     self, scheduler: Scheduler, width: int, sampling_params: SamplingParams
@@ -218,17 +222,18 @@ class DensePrograms(Programs):
     scheduler: Scheduler,
     prompts: TokenIds,
     width: int,
-  ) -> SamplerState:
+  ) -> tuple[SamplerState, list[RoutesRead]]:
     """Lets the scheduler fill free slots, and prefills the prompts that it assigns to entries.
 
     If slots stay idle because there are too few entries, more are added.
     """
+    read: list[RoutesRead] = []
     while True:
       while any(assigned := scheduler.assign(scheduler.capacity.entries)):
-        state = self._prefill_by_width(params, state, scheduler, assigned, prompts)
+        state = self._prefill_by_width(params, state, scheduler, assigned, prompts, read)
       most = scheduler.space.capacity.entries
       if not scheduler.lacks_entries or scheduler.capacity.entries == most:
-        return state
+        return state, read
       scheduler.add_entries(most)
       state = _with_prompts(state, *self.add_entries(state.kv.prompts, state.prompts, most))
 
@@ -239,7 +244,9 @@ class DensePrograms(Programs):
     scheduler: Scheduler,
     assigned: Assigned,
     prompts: TokenIds,
+    read: list[RoutesRead],
   ) -> SamplerState:
+    """Prefills prompts in batches of little padding, and adds their routes to `read`."""
     entries = scheduler.capacity.entries
     counts = {
       width: self.row_counts(width, scheduler.space.capacity) for width in self.prefill_widths
@@ -247,7 +254,9 @@ class DensePrograms(Programs):
     distinct, copies = without_copies(assigned, prompts)
     for width, rows, part in prefill_batches(distinct, prompts, counts):
       batch, first = pad_prefill(part, prompts, width, rows, entries, self.pad)
-      hidden, new = self.prefill(params, batch)
+      hidden, new, routes = self.prefill(params, batch)
+      if routes is not None:
+        read.append(RoutesRead(routes, with_copies(rows_of(part, rows), assigned, prompts)))
       for places in (first, *places_of_copies(part, copies, first, entries)):
         kv = self.cache.prompts_of(state.kv)
         kv, states = self.insert(kv, state.prompts, hidden, new, batch, places, places)
@@ -312,11 +321,13 @@ class DensePrograms(Programs):
     return shapes.state(self.prompt_widths[-1], capacity.slots, self.cache_lengths[-1])
 
 
-def _prefill(
-  model: Transformer, params: DecodeParams, prompts: Prompts
-) -> tuple[jax.Array, list[KV]]:
-  hidden, layers = prefill(model, params, prompts)
-  return constrain(hidden, model.mesh, "batch"), [constrain_kv(model, kv) for kv in layers]
+def _prefill(model: Transformer, params: DecodeParams, prompts: Prompts) -> Prefilled:
+  hidden, layers, routes = prefill(model, params, prompts)
+  return Prefilled(
+    constrain(hidden, model.mesh, "batch"),
+    [constrain_kv(model, kv) for kv in layers],
+    jax.tree.map(lambda x: constrain(x, model.mesh), routes),
+  )
 
 
 def with_midpoints(lengths: list[int]) -> list[int]:

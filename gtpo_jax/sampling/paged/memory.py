@@ -43,7 +43,7 @@ def temporary_bytes(model: Transformer, slots: int, sizes: PoolSizes) -> int:
   logits = 4 * slots * c.vocab_size // axis_size(model.mesh, "vocab")
   written = 2 * sizes.touched * sizes.page
   decode = slots * position * (sizes.chunk + written) + LOGITS_COPIES * logits
-  features = 2 * c.mlp + 2 * (c.heads + 2 * c.kv_heads) * c.head_dim
+  features = 2 * c.active_mlp + 2 * (c.heads + 2 * c.kv_heads) * c.head_dim
   tokens = max(PREFILL_TOKENS, sizes.prompt_pages * sizes.page)
   prefill = tokens * itemsize * (features // heads + 4 * c.width)
   return max(decode, prefill)

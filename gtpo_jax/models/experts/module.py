@@ -1,0 +1,194 @@
+"""The mixture of experts of a layer, in place of its MLP.
+
+Outside this module, the mesh axis `expert` splits the batch. Here it splits the experts: each of
+its shards gathers the tokens of all of them, computes what its own experts add, and the sums are
+scattered back. With k experts per token this moves no more than an exchange in which each token is
+sent to its experts, as long as there are at most k shards, and no shape depends on the routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from gtpo_jax.models.config import DTYPES, EXPERTS, ModelConfig
+from gtpo_jax.models.declaration import declare
+from gtpo_jax.models.experts.products import experts_output, plan_rows
+from gtpo_jax.models.experts.routing import Routing, route
+from gtpo_jax.models.formats.products import einsum
+from gtpo_jax.models.layers import MATRIX_INIT, Dense, Matrix, declare_matrix
+from gtpo_jax.runtime.mesh import (
+  all_gather_axis,
+  axis_size,
+  constrain,
+  divisible_axis,
+  partition_spec,
+  reduce_scatter_axis,
+  shard_index,
+  sum_shards,
+)
+
+
+class Gate(nn.Module):
+  """A linear map [d] -> [outputs] with float32 results, which is neither quantised nor adapted."""
+
+  config: ModelConfig
+  outputs: int
+
+  @nn.compact
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Maps `x` [..., d] to f32[..., outputs]."""
+    c = self.config
+    shape = (c.width, self.outputs)
+    stored = DTYPES[c.param_dtype]
+    kernel = declare(self, "kernel", MATRIX_INIT, shape, ("embed", "choice"), stored, 1)
+    return einsum("...d,de->...e", x, kernel.astype(x.dtype), c.matmul_precision)
+
+
+class ExpertMatrix(nn.Module):
+  """The matrices of one kind of all experts, [experts, inputs, outputs]."""
+
+  config: ModelConfig
+  shape: tuple[int, int]
+  axes: tuple[str, str]
+
+  @nn.compact
+  def __call__(self) -> tuple[Matrix, Matrix]:
+    """Returns the parameters and their logical axes."""
+    c = self.config
+    shape = (c.mixture.experts, *self.shape)
+    axes = ("expert", *self.axes)
+    return declare_matrix(self, c, shape, axes, 1, numbered=1, adapted=EXPERTS in c.lora.targets)
+
+
+class Experts(nn.Module):
+  """A router, its experts, and the shared expert if there is one."""
+
+  config: ModelConfig
+  mesh: Mesh
+  activation: Callable[[jax.Array], jax.Array]
+
+  def setup(self):
+    """Declares the parameters."""
+    c = self.config
+    m = c.mixture
+    self.router = Gate(c, m.experts)
+    inward = ((c.width, m.mlp), ("expert_embed", "mlp"))
+    self.gate = ExpertMatrix(c, *inward)
+    self.up = ExpertMatrix(c, *inward)
+    self.down = ExpertMatrix(c, inward[0][::-1], inward[1][::-1])
+    if m.shared:
+      dense = lambda inputs, outputs, axes, name: Dense(
+        c, self.mesh, (inputs,), (outputs,), axes, target=name
+      )
+      self.shared_gate = dense(c.width, m.shared, ("embed", "mlp"), "gate")
+      self.shared_up = dense(c.width, m.shared, ("embed", "mlp"), "up")
+      self.shared_down = dense(m.shared, c.width, ("mlp", "embed"), "down")
+      self.shared_weight = Gate(c, 1)
+
+  def __call__(
+    self, h: jax.Array, recorded: jax.Array | None = None, shares: jax.Array | None = None
+  ) -> tuple[jax.Array, Routing]:
+    """Maps h [n, g, s, d] to the same shape; also returns what the router did.
+
+    Args:
+      h: the tokens.
+      recorded, shares: as in `route`.
+    """
+    c = self.config
+    routing = route(self.router(h), c.mixture, recorded, shares, c.router_replay)
+    output = self._routed(h, routing)
+    if c.mixture.shared:
+      hidden = self.activation(self.shared_gate(h)) * self.shared_up(h)
+      positions = divisible_axis(self.mesh, h.shape[2], "position")
+      hidden = constrain(hidden, self.mesh, "batch", None, positions, "mlp")
+      weight = jax.nn.sigmoid(self.shared_weight(h))
+      output += (self.shared_down(hidden) * weight).astype(h.dtype)
+    return output, routing
+
+  def _routed(self, h: jax.Array, routing: Routing) -> jax.Array:
+    """Returns the weighted sum of the outputs of the chosen experts."""
+    mesh = self.mesh
+    declared = [matrix() for matrix in (self.gate, self.up, self.down)]
+    matrices, axes = zip(*map(self._splittable, declared), strict=True)
+    batch = divisible_axis(mesh, h.shape[0], "batch")
+    tokens = partition_spec((batch, None, divisible_axis(mesh, h.shape[2], "position"), None))
+    specs = jax.tree.map(partition_spec, axes, is_leaf=_is_axes)
+    computed = jax.shard_map(
+      lambda h, ids, weights, matrices: self._local(h, ids, weights, matrices, axes, bool(batch)),
+      mesh=mesh,
+      in_specs=(tokens, tokens, tokens, specs),
+      out_specs=tokens,
+      check_vma=False,
+    )
+    return computed(h, routing.ids, routing.weights, matrices)
+
+  def _splittable(self, declared: tuple[Matrix, Matrix]) -> tuple[Matrix, Matrix]:
+    """Returns matrices whose scales are split like their inputs, dequantised where they cannot."""
+    matrix, axes = declared
+    if matrix.scale is None:
+      return declared
+    name = axes.kernel[1]
+    if name == "expert_embed":  # gathered in `_local`, before the scales are applied
+      return declared
+    if matrix.scale.shape[1] % axis_size(self.mesh, name) == 0:
+      return matrix, axes._replace(scale=axes.kernel)
+    dense = matrix.dense(DTYPES[self.config.compute_dtype])
+    return matrix._replace(kernel=dense, scale=None), axes._replace(scale=None)
+
+  def _local(
+    self,
+    h: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    matrices: tuple[Matrix, ...],
+    axes: tuple[Matrix, ...],
+    is_split: bool,
+  ) -> jax.Array:
+    """Returns the output for the tokens of one device, from its experts and those of the others.
+
+    Args:
+      h, ids, weights: [n, g, s, ...] of this device.
+      matrices: the shards of this device.
+      axes: their logical axes.
+      is_split: whether the batch is split over devices.
+    """
+    c = self.config
+    flat = lambda x: x.reshape(-1, x.shape[-1])
+    gather = lambda x: all_gather_axis(x, "expert", 0) if is_split else x
+    x, ids, weights = (gather(flat(x)) for x in (h, ids, weights))
+    matrices = tuple(self._gathered(m, a, h.dtype) for m, a in zip(matrices, axes, strict=True))
+    here = len(matrices[0].kernel)
+    rows = plan_rows(ids - shard_index("expert") * here, here, self._platform)
+    scale = c.lora.scale if c.lora.rank else 0.0
+    precision = c.matmul_precision
+    out = experts_output(x, weights, rows, matrices, self.activation, precision, scale)
+    out = reduce_scatter_axis(out, "expert", 0) if is_split else sum_shards(out, "expert")
+    return sum_shards(out, "tensor").reshape(h.shape)
+
+  def _gathered(self, matrix: Matrix, axes: Matrix, dtype: Any) -> Matrix:
+    """Returns a device's matrices with all features of the residual stream, as `dtype`."""
+
+    def gather(x: jax.Array | None, names: tuple[str, ...] | None) -> jax.Array | None:
+      if x is None:
+        return None
+      x = x if jnp.issubdtype(x.dtype, jnp.integer) else x.astype(dtype)
+      if "expert_embed" not in names:
+        return x
+      return all_gather_axis(x, "expert_embed", names.index("expert_embed"))
+
+    return Matrix(*map(gather, matrix, axes))
+
+  @property
+  def _platform(self) -> str:
+    return self.mesh.devices.flat[0].platform
+
+
+def _is_axes(x: Any) -> bool:
+  """Whether a leaf is the logical axes of one array."""
+  return isinstance(x, tuple) and bool(x) and isinstance(x[0], str)
