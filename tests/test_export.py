@@ -19,7 +19,6 @@ from gtpo_jax import cli
 from gtpo_jax.cli.export import base_model, model_card, tokenizer_note
 from gtpo_jax.config import flatten, freeze
 from gtpo_jax.data.chat import load_chat
-from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.models import load
 from gtpo_jax.models.lora import merge_lora
 from gtpo_jax.rollout.policies import open_policy
@@ -428,37 +427,3 @@ def test_adapters_are_exported_for_peft_and_merged(adapted, exported, gtpo_here,
   assert gtpo_here(*args, f"--model={adapted}") == gtpo_here(
     *args, f"--model={tmp_path / 'merged'}"
   )
-
-
-@pytest.mark.manual
-def test_adapters_trained_on_stale_completions_resume_and_export_exactly(
-  exported, gtpo_here, tmp_path
-):
-  def train(name, steps):
-    return gtpo_here(
-      *TRAIN,
-      f"--workdir={tmp_path / name}",
-      f"--config.model.path={relative(exported)}",
-      "--config.model.lora_rank=2",
-      "--config.warm_start.steps=0",
-      "--config.optimizer.learning_rate=1e-2",
-      "--config.sampling.staleness=1",
-      "--config.sampling.slots=8",
-      "--config.sampling.chunk=2",
-      "--config.checkpoint.every=1",
-      f"--config.steps={steps}",
-    )
-
-  for name, parts in (("whole", (3,)), ("resumed", (1, 2, 3))):
-    for steps in parts:
-      status, _, err = train(name, steps)
-      assert (status, err) == (0, "")
-    arguments = (f"--workdir={tmp_path / name}", f"--out={tmp_path / name / 'peft'}", "--adapter")
-    assert gtpo_here("export", *arguments)[0] == 0
-  rows = read_jsonl(tmp_path / "whole" / "metrics.jsonl")
-  assert max(row["staleness/tokens"] for row in rows[1:]) > 0
-  whole, resumed = (
-    (tmp_path / name / "peft" / "adapter_model.safetensors").read_bytes()
-    for name in ("whole", "resumed")
-  )
-  assert whole == resumed

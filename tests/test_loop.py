@@ -19,11 +19,10 @@ from gtpo_jax.checkpoint.workdir import claim, load_config
 from gtpo_jax.config import default_config, difference, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.logs import display
-from gtpo_jax.logs.compiles import compile_count
 from gtpo_jax.logs.credit import credit_files, read_credit
 from gtpo_jax.logs.display import Display
 from gtpo_jax.logs.log_files import read_jsonl
-from gtpo_jax.loop import steps, train
+from gtpo_jax.loop import train
 from gtpo_jax.models.params import init_params
 from gtpo_jax.report.runs import read_run
 from gtpo_jax.rewards import VERIFIERS
@@ -34,10 +33,8 @@ from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.scoring.pending import PendingRewards
 from gtpo_jax.rollout.worker import RolloutWorker
 from gtpo_jax.runtime.errors import RunError, UserError
-from gtpo_jax.runtime.mesh import shard_batch
 from gtpo_jax.sampling.settings import SamplingParams
-from gtpo_jax.training.state import init_state, make_optimizer
-from gtpo_jax.training.update import make_update
+from gtpo_jax.training.state import make_optimizer
 
 PROMISED = [
   "step",
@@ -253,44 +250,6 @@ def test_a_batch_that_does_not_divide_is_rejected_before_anything_is_written(tmp
   assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.manual
-def test_no_compilation_after_warm_up():
-  """Twenty batches with other prompt and completion lengths reuse the programs of the first."""
-  config = small_config()
-  worker = RolloutWorker(config)
-  optimizer = make_optimizer(config.optimizer, 20)
-  update = make_update(
-    worker.model, config.resolved_algorithm, optimizer, micro_batches=2, head_chunk=64
-  )
-  state = init_state(init_params(worker.model, jax.random.key(0)), optimizer, worker.model)
-  rng = np.random.default_rng(0)
-  compile_count()
-  reward_manager = RewardManager(config)
-  counts = []
-  widths = set()
-  for step in range(21):
-    problems = [
-      Problem(str(i), user("7" * rng.integers(1, 11)), "7", "last_number") for i in range(8)
-    ]
-    widths.add(tuple(len(worker.chat.encode_prompt(problem.messages)) for problem in problems))
-    pending = PendingRewards(reward_manager, problems, 4, worker.chat.decode)
-    rollouts = sample_problems(
-      Turns(worker, 4),
-      worker.policy(state.params),
-      problems,
-      worker.engine.completion_keys(jax.random.key(step), len(problems), 4),
-      config.sampling_params,
-      pending,
-    )
-    state, metrics = update(
-      state, *shard_batch((rollouts, pending.result().rewards), worker.model.mesh)
-    )
-    jax.device_get(metrics)
-    counts.append(compile_count())
-  assert len(widths) == 21 and counts[0] > 0
-  assert counts[1:] == [counts[0]] * 20
-
-
 @pytest.mark.devices
 @pytest.mark.slow
 def test_a_warm_run_compiles_nothing_later(tmp_path, monkeypatch, capsys):
@@ -307,34 +266,6 @@ def test_a_warm_run_compiles_nothing_later(tmp_path, monkeypatch, capsys):
   assert (
     len({row["compiles"] for row in read_jsonl(tmp_path / "metrics.jsonl") if row["step"] > 1}) == 1
   )
-
-
-@pytest.mark.manual
-def test_twenty_warm_steps_of_ragged_lengths_compile_nothing():
-  """The update gets several packings, and a correction and a reference score every batch."""
-  config = small_config(
-    **{
-      "steps": 20,
-      "sampling.warm_up": True,
-      "sampling.max_tokens": 512,
-      "batch.prompts": 2,
-      "batch.micro_batches": 1,
-      "algorithm.tis_cap": 2.0,
-      "algorithm.kl_weight": 0.1,
-      "warm_start.steps": 0,
-      "model.random_weights": True,
-      "eval.problems": 2,
-      "eval.every": 0,
-    }
-  )
-  shapes = set()
-  compiles = set()
-  for step in steps(config, None, Display(enabled=False), lambda: False):
-    packing = step.batch.rollouts.packing
-    shapes.add(None if packing is None else packing.source.shape)
-    compiles.add(step.metrics["compiles"])
-  assert len(shapes) >= 3, shapes
-  assert len(compiles) == 1
 
 
 def test_updates_that_are_not_finite_stop_the_run_before_it_is_saved(whole, tmp_path):

@@ -1,4 +1,4 @@
-"""Mistakes of a new user: each ends with one line that says what to do, and writes nothing."""
+"""Mistakes and malformed input: each ends with one line of advice, and writes nothing."""
 
 import json
 import shutil
@@ -34,11 +34,34 @@ def graded(prompts, completions, answers, extras):
 """
 
 
+# By name: the bytes of problems that are malformed, and the body of a config.
+BAD_DATA = {
+  "garbage.jsonl": b"\x80\x81\xff" * 50,
+  "no_json.jsonl": b'{"problem": "1+1?", "answer": "2"}\n{\'problem\': 1}\n',
+  "no_answer.jsonl": b'{"problem": "1?"}\n',
+  "empty.jsonl": b"",
+  "array.jsonl": b"[1, 2]\n",
+  "cut.jsonl": b'{"problem": "1+1?", "answer": "2"}\n{"problem": ',
+  "null.jsonl": b'{"problem": null, "answer": "2"}\n',
+  "no.parquet": b"PAR1 and no more",
+}
+BAD_CONFIGS = {
+  "syntax": "config = = 3",
+  "raises": "1 / 0",
+  "exits": "raise SystemExit('no')",
+  "dict": "return {'steps': 3}",
+}
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
   """What a user has after an hour: problems, demonstrations, rewards, a run and an export."""
   for name, rows in FILES.items():
     (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+  for name, content in BAD_DATA.items():
+    (tmp_path / name).write_bytes(content)
+  for name, line in BAD_CONFIGS.items():
+    (tmp_path / f"{name}.py").write_text(f"def get_config():\n  {line}\n")
   (tmp_path / "train.json").write_text(json.dumps(ROWS))
   (tmp_path / "my_mistaken_rewards.py").write_text(REWARDS)
   (tmp_path / "mine.py").write_text("config = {}\n")
@@ -46,6 +69,10 @@ def folder(tmp_path, monkeypatch):
   (tmp_path / "run" / "config.json").write_text('{"seed": 5}')
   shutil.copytree(ROOT / "gtpo_jax" / "data" / "tokenizer", tmp_path / "hf")
   (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen2"}')
+  (tmp_path / "cut").mkdir()
+  (tmp_path / "cut" / "config.json").write_text("{")
+  (tmp_path / "broken" / "base" / "0").mkdir(parents=True)
+  (tmp_path / "broken" / "config.json").write_text('{"seed": ')
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(commands, "prepare_jax", lambda: None)  # JAX is already running here
   return tmp_path
@@ -148,11 +175,79 @@ MISTAKES = {
   "a report of an empty folder": (["report", "--workdir=none", "--out=r.html"], "gtpo train"),
   "a slice without a shape": (["plan", "--config=tiny", "--topology=v5p"], "v5p:4x4x4"),
   "GPUs without a number": (["plan", "--config=tiny", "--topology=h100"], "for example h100:8"),
+  # malformed input
+  "a syntax error in a config": (train(config="syntax.py"), "config syntax.py raised SyntaxError"),
+  "a config that raises": (train(config="raises.py"), "division by zero"),
+  "a config that exits": (train(config="exits.py"), "config exits.py raised SystemExit"),
+  "a config that is a dict": (train(config="dict.py"), "must return a ConfigDict, got dict"),
+  "a reward part without a weight": (train("reward.parts=correct*x"), "got 'correct*x'"),
+  **{name: (own(file=name), name) for name in BAD_DATA},
+  "a truncated model config": (own("model.path=cut"), "is not valid JSON"),
+  "a missing guide": (
+    train("algorithm.name=dapo_mixed", "guide.path=no/such/model"),
+    "no folder at 'no/such/model'",
+  ),
+  "a damaged config of a run": (train(workdir="broken"), "broken/config.json' is not valid JSON"),
+  # options and devices
+  "no config": (["train", "--workdir=w"], "required: --config"),
+  "a folder as config": (train(config="run"), "--config=run is a folder; name a file in it"),
+  "a section as a field": (train("mesh=3"), "'mesh' is a section; set one of its fields"),
+  "three devices of eight": (
+    train("mesh.data=3"),
+    "a mesh of data 3 x expert 1 x fsdp 1 x context 1 x tensor 1 does not fit 8 device(s)",
+  ),
+  "two axes for the rest": (train("mesh.tensor=-1"), "only one mesh axis may be -1"),
+  "positions that do not divide": (
+    train("mesh.context=8", "sampling.max_tokens=42"),
+    "sampling.max_tokens = 42 is not a multiple of mesh.context x mesh.tensor = 8",
+  ),
+  "a workdir that cannot be written": (
+    train(workdir="/proc/none"),
+    "cannot write into workdir '/proc/none'",
+  ),
 }
-
-
-def test_there_are_enough():
-  assert len(MISTAKES) >= 35
+# The same of commands that read a run, {run}.
+OF_A_RUN = {
+  "a model that is not here": (["sample", "--model=none", "--prompt=1"], "no folder at 'none'"),
+  "a negative seed": (
+    ["sample", "--model={run}", "--prompt=1", "--seed=-1"],
+    "--seed must be in [0, 2**32), got -1",
+  ),
+  "results in no folder": (
+    ["eval", "--model={run}", "--json=none/out.json"],
+    "cannot write 'none/out.json'",
+  ),
+  "completions in no folder": (
+    ["eval", "--model={run}", "--completions=none/out.jsonl"],
+    "cannot write 'none/out.jsonl'",
+  ),
+  "problems that are not here": (
+    ["eval", "--model={run}", "--data=none.jsonl"],
+    "no file or folder at 'none.jsonl'",
+  ),
+  "a misspelt task": (
+    ["eval", "--model={run}", "--data=sumz"],
+    "unknown task 'sumz' in data, did you mean 'sums'?",
+  ),
+  "an empty prompt": (["sample", "--model={run}", "--prompt= "], "--prompt is empty"),
+  "an empty stop string": (
+    ["sample", "--model={run}", "--prompt=1", "--stop="],
+    "--stop must be a tuple of at most 16 non-empty strings",
+  ),
+  "a long prompt": (["sample", "--model={run}", "--prompt=" + "1+" * 30], "over the limit of 24"),
+  "a missing step": (
+    ["sample", "--model={run}", "--prompt=1", "--step=9"],
+    "no checkpoint of step 9",
+  ),
+  "too much mass": (
+    ["sample", "--model={run}", "--prompt=1", "--top_p=2"],
+    "sampling.top_p must be in (0, 1], got 2.0",
+  ),
+  "a number of samples in letters": (
+    ["eval", "--model={run}", "--k=a"],
+    "--k must be whole numbers",
+  ),
+}
 
 
 def contents(folder):
@@ -164,9 +259,7 @@ def contents(folder):
   }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_ends_with_a_line_that_says_what_to_do(mistake, folder, capfd):
-  arguments, advice = MISTAKES[mistake]
+def check_mistake(arguments, advice, folder, capfd):
   before = contents(folder)
   assert cli.main(arguments) == 2, capfd.readouterr()
   out, error = capfd.readouterr()
@@ -175,6 +268,19 @@ def test_a_mistake_ends_with_a_line_that_says_what_to_do(mistake, folder, capfd)
   assert lines[0].startswith("gtpo: ")
   assert advice in lines[0]
   assert contents(folder) == before
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_ends_with_a_line_that_says_what_to_do(mistake, folder, capfd):
+  check_mistake(*MISTAKES[mistake], folder, capfd)
+
+
+@pytest.mark.parametrize("mistake", OF_A_RUN)
+def test_a_mistake_with_a_run(mistake, folder, finished_run, capfd):
+  arguments, advice = OF_A_RUN[mistake]
+  arguments = [argument.format(run=finished_run[0]) for argument in arguments]
+  check_mistake(arguments, advice, folder, capfd)
 
 
 @pytest.mark.parametrize(

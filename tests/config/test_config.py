@@ -108,11 +108,6 @@ def test_an_unknown_key_in_a_file_names_the_nearest(tmp_path):
   assert "did you mean 'sampling'?" in load_refused(write(tmp_path, "config.samplin = 3"))
 
 
-def test_a_wrong_type_in_a_file(tmp_path):
-  message = load_refused(write(tmp_path, "config.steps = 'many'"))
-  assert "steps" in message and "many" in message
-
-
 def test_a_file_that_raises_says_what(tmp_path):
   message = load_refused(write(tmp_path, "raise RuntimeError('no\\nluck')"))
   assert "mine.py" in message and "RuntimeError" in message and "no luck" in message
@@ -319,22 +314,6 @@ def test_lower_bounds(name, least):
 )
 def test_bounds(values, parts):
   refused(*parts, **values)
-
-
-@pytest.mark.parametrize(
-  "name",
-  [
-    "optimizer__weight_decay",
-    "optimizer__learning_rate",
-    "optimizer__clip_norm",
-    "warm_start__slips",
-    "sampling__temperature",
-    "eval__temperature",
-    "algorithm__alpha2",
-  ],
-)
-def test_not_a_number_is_refused(name):
-  refused("nan", **{name: float("nan")})
 
 
 # --- to dicts and back ---

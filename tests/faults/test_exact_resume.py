@@ -1,7 +1,5 @@
 """Tests that runs killed or stopped at marked points resume bit for bit."""
 
-import json
-import os
 import re
 
 import numpy as np
@@ -151,51 +149,6 @@ def test_the_warm_start_starts_over(events, tmp_path):
   for workdir in (tmp_path / "run", tmp_path / "undisturbed"):
     assert start(workdir, "-", settings).returncode == 0
   assert read_result(tmp_path / "run") == read_result(tmp_path / "undisturbed")
-
-
-@pytest.mark.manual
-def test_changed_data_is_rejected_with_the_difference(tmp_path):
-  rows = [
-    {"prompt": f"1{i}+{j}:", "answer": str(10 + i + j), "kind": "last_number"}
-    for i in range(8)
-    for j in range(4)
-  ]
-  data = tmp_path / "data.jsonl"
-  data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  settings = SETTINGS | {"data.train": data, "data.eval": "sums", "steps": 3, "checkpoint.every": 1}
-  assert start(tmp_path / "run", "kill:metrics:4", settings).returncode == -9
-  data.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
-  before = [file.read_bytes() for file in sorted((tmp_path / "run").rglob("*.json*"))]
-  rejected = start(tmp_path / "run", "-", settings)
-  assert rejected.returncode == 2, rejected.stderr
-  assert len(rejected.stderr.strip().splitlines()) == 1
-  assert f"data.train '{data}' was 32 problems, sha256 " in rejected.stderr
-  assert ", now 31 problems, sha256 " in rejected.stderr
-  assert [file.read_bytes() for file in sorted((tmp_path / "run").rglob("*.json*"))] == before
-  accepted = start(tmp_path / "run", "-", settings | {"checkpoint.accept_changes": True})
-  assert accepted.returncode == 0, accepted.stderr
-  assert "changed since this run began: data.train" in accepted.stdout
-
-
-@pytest.mark.manual
-def test_a_full_disk_ends_the_run_with_one_line_and_it_resumes(expected, tmp_path):
-  disk = tmp_path / "disk"
-  disk.mkdir()
-  if os.system(f"mount -t tmpfs -o size=20m none {disk} 2>/dev/null"):
-    pytest.skip("mounting needs root")
-  try:
-    full = start(disk / "run", "-", SETTINGS)
-    # The threads of Orbax print lines too.
-    ours = [line for line in full.stderr.splitlines() if line.startswith("gtpo: ")]
-    assert full.returncode == 1, full.stderr
-    assert len(ours) == 1
-    assert "No space left on device" in ours[0]
-    os.system(f"mount -o remount,size=200m {disk}")
-    done = start(disk / "run", "-", SETTINGS)
-    assert done.returncode == 0 and "damaged" not in done.stdout, done.stderr
-    assert read_result(disk / "run") == expected
-  finally:
-    os.system(f"umount {disk}")
 
 
 @pytest.mark.parametrize(

@@ -73,14 +73,6 @@ def resumes_exactly(run, undisturbed):
 
 
 @pytest.mark.manual
-def test_two_processes_are_stopped_and_one_is_killed(undisturbed, tmp_path):
-  """Together they resume exactly. The other points are those of the tests below."""
-  stop_together(tmp_path / "run", *STOPS[1])
-  kill_one(tmp_path / "run", *KILLS[7])
-  resumes_exactly(tmp_path / "run", undisturbed)
-
-
-@pytest.mark.manual
 def test_one_of_two_processes_is_killed_at_every_point(undisturbed, tmp_path):
   for event, victim in KILLS:
     kill_one(tmp_path / "run", event, victim)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import unflatten_dict
 from meshes import mesh_of
 
 from gtpo_jax.arrays import Prompts
@@ -16,7 +15,6 @@ from gtpo_jax.models.attention.rope import rotate_new
 from gtpo_jax.models.attention.sources import KV, MaskedKV, merge_partials, partial_attention
 from gtpo_jax.models.attention.streams import ropes_at
 from gtpo_jax.models.decode import decode_step, make_decode_params, next_logits, prefill
-from gtpo_jax.models.hf.weights import hf_from_params, read_hf
 from gtpo_jax.models.params import abstract_params, param_shardings
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import single_device_mesh
@@ -41,77 +39,6 @@ def strong_params(model, seed=0):
 def apply(model, params, *inputs, method=None):
   """The compiled `model.apply`."""
   return model.apply({"params": params}, *inputs, method=method)
-
-
-@pytest.mark.parametrize(
-  "changes",
-  [
-    {},
-    {"tied": False},
-    {"heads": 5, "kv_heads": 5},
-    {"heads": 7, "kv_heads": 1},
-    {"rope_theta": 1e4, "norm_eps": 1e-5},
-  ],
-)
-@pytest.mark.some(1, slow=2)
-def test_logits_equal_torch(changes):
-  torch = pytest.importorskip("torch")
-  transformers = pytest.importorskip("transformers")
-  model = small_model(**changes)
-  c = model.config
-  params = strong_params(model)
-  config = transformers.Qwen2Config(
-    vocab_size=c.vocab_size,
-    hidden_size=c.width,
-    intermediate_size=c.mlp,
-    num_hidden_layers=c.layers,
-    num_attention_heads=c.heads,
-    num_key_value_heads=c.kv_heads,
-    head_dim=c.head_dim,
-    rms_norm_eps=c.norm_eps,
-    rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-    tie_word_embeddings=c.tied,
-    attn_implementation="eager",
-  )
-  peer = transformers.Qwen2ForCausalLM(config).eval()
-  state = {name: torch.from_numpy(value.copy()) for name, value in hf_from_params(model, params)}
-  left = peer.load_state_dict(state, strict=False)
-  assert not left.unexpected_keys and set(left.missing_keys) <= (
-    {"lm_head.weight"} if c.tied else set()
-  )
-
-  tokens = np.random.default_rng(0).integers(0, c.vocab_size, (3, 17))
-  mask = np.ones(tokens.shape, bool)
-  mask[1, :5] = False  # padding on the left
-  mask[2, -4:] = False  # padding on the right
-  positions = np.maximum(mask.cumsum(1) - 1, 0)
-  with torch.no_grad():
-    want = peer(
-      torch.from_numpy(tokens),
-      attention_mask=torch.from_numpy(mask.astype(np.int64)),
-      position_ids=torch.from_numpy(positions),
-    ).logits.numpy()
-  got = np.asarray(apply(model, params, tokens, mask))
-  assert np.abs(want[mask]).max() > 0.5  # the logits are not all close to zero
-  np.testing.assert_allclose(got[mask], want[mask], atol=2e-4)
-
-
-def test_hf_names_round_trip_and_wrong_tensors_are_named():
-  model = small_model(tied=False)
-  params = strong_params(model)
-  tensors = dict(hf_from_params(model, params))
-  back = unflatten_dict(dict(read_hf(model, tensors)))
-  jax.tree.map(np.testing.assert_array_equal, params, back)
-  assert tensors["model.layers.2.self_attn.k_proj.weight"].shape == (16, 48)
-
-  with pytest.raises(UserError, match=r"1 tensor\(s\) missing: model\.norm\.weight"):
-    dict(read_hf(model, {k: v for k, v in tensors.items() if k != "model.norm.weight"}))
-  with pytest.raises(UserError, match=r"not of this architecture: model\.rotary"):
-    dict(read_hf(model, {**tensors, "model.rotary": np.zeros(1)}))
-  with pytest.raises(
-    UserError, match=r"wrong shape: lm_head.weight \(2, 2\) instead of \(96, 48\)"
-  ):
-    dict(read_hf(model, {**tensors, "lm_head.weight": np.zeros((2, 2))}))
 
 
 def test_completion_hidden_equals_a_plain_forward_pass():

@@ -8,7 +8,6 @@ import pytest
 from gtpo_jax.config import default_config, freeze
 from gtpo_jax.data.records import Problem, user
 from gtpo_jax.logs.display import Display
-from gtpo_jax.logs.log_files import read_jsonl
 from gtpo_jax.loop import train
 from gtpo_jax.rollout.problems import (
   eval_label,
@@ -43,33 +42,6 @@ def sums(path, rows):
 def files(tmp_path):
   train_file = sums(tmp_path / "train.jsonl", [(a, b) for a in range(10, 20) for b in range(1, 9)])
   return train_file, sums(tmp_path / "test.jsonl", [(a, 9) for a in range(10, 20)])
-
-
-@pytest.mark.manual
-def test_train_and_evaluate_on_files(files, tmp_path):
-  """A complete run on two files with a tiny random model writes the expected metrics."""
-  config = config_of(
-    **{
-      "data.train": files[0],
-      "data.eval": files[1],
-      "steps": 1,
-      "batch.prompts": 8,
-      "batch.group": 4,
-      "eval.samples": 2,
-      "eval.batch": 8,
-      "eval.problems": 6,
-      "sampling.max_tokens": 8,
-      "log.tensorboard": False,
-      "reward.parts": "correct,answer_line*0.1",
-      "data.template": "Q: {prompt}",
-      "data.system": "Add.",
-    }
-  )
-  assert train(config, tmp_path / "run", Display(enabled=False)).finished
-  rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-  assert {"eval/test/mean@2", "eval/test/pass@2"} <= rows[0].keys()
-  assert rows[1]["reward/no_verdict"] == 0 and rows[1]["reward/part/answer_line"] == 0
-  assert read_jsonl(tmp_path / "run" / "samples.jsonl")[0]["prompt"].endswith(":")
 
 
 def test_weights_messages_and_the_held_out_sample(files):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from meshes import mesh_of
 from small import CONFIG, assert_same, build, sample
 
 from gtpo_jax.sampling.batches import prefill_batches, row_counts, sequence_lengths
@@ -132,11 +131,3 @@ def test_short_prompts_need_no_more_programs():
   capacity = programs.scheduler(12, 3).space.capacity
   assert programs.entry_counts(capacity) == [12]
   assert [programs.row_counts(width, capacity) for width in programs.prompt_widths] == [[12]]
-
-
-@pytest.mark.devices
-@pytest.mark.parametrize("mesh", [(2, 2, 1, 2), (8, 1, 1, 1)])
-@pytest.mark.some(0, slow=0)
-def test_the_mesh_does_not_matter(mesh, more_programs):
-  built = mixed(mesh_of(*mesh), slots=16)
-  assert_same(sample(built, MIXED, group=3), sample(mixed(), MIXED, group=3))

@@ -4,18 +4,8 @@ import jax
 import numpy as np
 import pytest
 from meshes import mesh_of
-from small import (
-  CONFIG,
-  RAGGED_PROMPTS,
-  assert_same,
-  build,
-  log_prob_errors,
-  sample,
-  trainer_scores,
-)
+from small import RAGGED_PROMPTS, assert_same, build, log_prob_errors, sample, trainer_scores
 
-from gtpo_jax.logs.compiles import compile_count
-from gtpo_jax.sampling.inventory import Workload, warm_up
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
 
 GROUP = 6
@@ -121,19 +111,6 @@ def test_each_token_is_drawn_from_the_policy_of_its_call():
 def log_prob_errors_of_all(built, rollouts):
   log_probs, _ = trainer_scores(built, rollouts)
   return np.abs(np.asarray(log_probs) - rollouts.log_probs)
-
-
-@pytest.mark.parametrize("attention", ["xla", pytest.param("pallas", marks=pytest.mark.manual)])
-def test_nothing_is_compiled_after_the_warm_up(attention):
-  config = EngineConfig(slots=5, chunk=4, attention=attention, page_size=16)
-  built = build(config=CONFIG, max_tokens=TOKENS, engine_config=config)
-  _, engine, layout = built
-  workload = Workload(len(RAGGED_PROMPTS), GROUP, SamplingParams(), resumes=True)
-  warm_up(engine.programs, layout, [workload])
-  before = compile_count()
-  for chunks in ((), (1,), (2, 5), (9, 9)):
-    sample_in_parts(built, chunks)
-  assert compile_count() == before
 
 
 @pytest.mark.parametrize("attention", ["xla", pytest.param("pallas", marks=pytest.mark.slow)])

@@ -7,7 +7,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from meshes import mesh_of
 from small import CONFIG, PAD, RAGGED_PROMPTS, assert_same, build
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -276,19 +275,6 @@ def test_completions_that_go_on_end_at_the_same_tokens(expected, chats, stop_str
     **BUILD, stop=chats["bytes"].stop, engine_config=engine_config, stop_strings=stop_strings
   )
   assert_same(sample_parts(built, (3, 1, 2)), expected)
-
-
-@pytest.mark.devices
-@pytest.mark.manual
-def test_the_mesh_does_not_matter(expected, chats, stop_strings):
-  built = build(
-    mesh_of(2, 2, 1, 2),
-    **BUILD,
-    stop=chats["bytes"].stop,
-    engine_config=EngineConfig(slots=16, chunk=4),
-    stop_strings=stop_strings,
-  )
-  assert_same(sample_parts(built, (2,)), expected)
 
 
 @pytest.mark.slow

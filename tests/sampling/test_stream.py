@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from meshes import mesh_of
 from small import MAX_TOKENS, PAD, build
 
 from gtpo_jax.sampling.settings import SamplingParams
@@ -90,16 +89,3 @@ def test_it_stops_when_all_completions_have_ended(built):
     _, parts = sample_and_stream(built, seed=seed, group=1, interval=2)
     assert len(parts) == 1 + -(-lengths[seed] // 2)
     assert parts[-1][1] == [(0, 0)] and not any(ended for _, ended in parts[:-1])
-
-
-@pytest.mark.manual
-@pytest.mark.devices
-def test_eight_devices_stream_the_same(built):
-  complete, _ = sample_and_stream(built)
-  _, engine, layout = build(mesh_of(2, 2, 1, 2))
-  buffer = engine.buffer([PROMPT], engine.completion_keys(jax.random.key(4), 1, 3))
-  stream = engine.generate(layout, buffer, sampling_params=SamplingParams(), stream_interval=3)
-  for i, _ in enumerate(stream):
-    end = min(3 * i, MAX_TOKENS)
-    np.testing.assert_array_equal(buffer.tokens[..., :end], complete.tokens[..., :end])
-    assert not buffer.mask[..., end:].any()

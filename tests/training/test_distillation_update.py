@@ -5,7 +5,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-from meshes import mesh_of
 from update_cases import (
   SGD_WITHOUT_DECAY,
   assert_same,
@@ -17,7 +16,6 @@ from update_cases import (
 )
 
 from gtpo_jax.algorithms import Distillation
-from gtpo_jax.training.packing import plan_rows
 
 TAUGHT = {"distillation": Distillation(0.5, "entropy")}
 
@@ -42,23 +40,6 @@ def taught():
 def test_micro_batches_equal_the_full_batch():
   assert taught()[1]["grad_norm"] > 1e-3
   assert_same(taught(), run("opd", data=taught_batch(), micro_batches=4, head_chunk=7, **TAUGHT))
-
-
-@pytest.mark.manual
-def test_packed_equals_not_packed():
-  rollouts, rewards = taught_batch()
-  packing = plan_rows(rollouts.lengths, rollouts.tokens.shape[2])
-  assert packing.source.shape[1] == 2
-  packed = run("opd", data=(rollouts.replace(packing=packing), rewards), **TAUGHT)
-  assert packed[1]["tokens/padding"] < taught()[1]["tokens/padding"]
-  packed[1]["tokens/padding"] = taught()[1]["tokens/padding"]
-  assert_same(taught(), packed)
-
-
-@pytest.mark.devices
-@pytest.mark.manual
-def test_one_device_equals_eight():
-  assert_same(taught(), run("opd", mesh_of(2, 2, 1, 2), 2, data=taught_batch(), **TAUGHT))
 
 
 def test_metrics_by_hand():

@@ -115,27 +115,6 @@ def test_on_every_mesh(one_device, shape, micro_batches):
   assert_same(three_steps(mesh_of(*shape), micro_batches), one_device)
 
 
-@pytest.mark.parametrize(
-  ("shape", "micro_batches"),
-  [
-    ((1, 2, 2, 2), 1),
-    *(
-      pytest.param(*row, marks=pytest.mark.manual)
-      for row in [
-        ((1, 1, 1, 1), 1),
-        ((1, 1, 1, 1), 2),
-        ((8, 1, 1, 1), 1),
-        ((2, 2, 1, 2), 2),
-        ((1, 1, 1, 2), 1),
-      ]
-    ),
-  ],
-)
-@pytest.mark.manual
-def test_packed_on_every_mesh(one_device, shape, micro_batches):
-  assert_same(three_steps(mesh_of(*shape), micro_batches, pack=True), one_device)
-
-
 CHILD = """
 import numpy as np
 sys.path[:0] = ["tests", "tests/training"]

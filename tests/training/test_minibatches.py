@@ -4,13 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshes import mesh_of
 from update_cases import (
-  EVERY_LOSS_TERM,
   SGD_WITHOUT_DECAY,
-  assert_same,
   batch,
-  full_batch,
   largest_difference,
   params_on,
   run,
@@ -84,22 +80,6 @@ def test_minibatches_and_epochs_against_a_slow_loop(minibatches, epochs):
   assert counts == {minibatches * epochs}
   start = jax.device_get(params_on(single_device_model()))
   assert largest_difference(params, start) > 1e-3
-
-
-@pytest.mark.manual
-@pytest.mark.devices
-def test_minibatches_with_sharding_and_micro_batches():
-  settings = {
-    "data": full_batch(),
-    "minibatches": 2,
-    "epochs": 2,
-    "guide_completions": 1,
-    "guide_cap": 1.1,
-    **EVERY_LOSS_TERM,
-  }
-  one_device = run("dapo_mixed", **settings)
-  sharded = run("dapo_mixed", mesh_of(2, 1, 1, 2), micro_batches=2, **settings)
-  assert_same(one_device, sharded, atol=2e-5)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import update_cases
 from meshes import mesh_of
-from update_cases import CONFIG, SGD_LIKE, assert_same, largest_difference, params_on
+from update_cases import CONFIG, SGD_LIKE, assert_same, params_on
 
 from gtpo_jax import algorithms
 from gtpo_jax.algorithms import Distillation
@@ -260,14 +260,6 @@ def test_the_policy_with_other_prompts_is_a_teacher():
   own = run(data=data, own=True, micro_batches=2)
   assert own[1]["distill/divergence"] > 1e-3 and own[1]["grad_norm"] > 1e-4
   assert_same(own, run(data=data, agree=True, micro_batches=2))
-
-
-@pytest.mark.manual
-def test_another_algorithm_with_shares():
-  distillation = dataclasses.replace(KINDS["reverse_kl"], coef=0.5, credit="entropy")
-  both, metrics = run(name="gtpo", distillation=distillation)
-  assert metrics["distill/divergence"] > 1e-3
-  assert largest_difference(both.params, plain()[0].params) > 1e-4
 
 
 def test_what_has_no_meaning_is_refused():

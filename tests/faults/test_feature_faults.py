@@ -1,0 +1,185 @@
+"""Runs with agents, environments, drawing by difficulty and teachers that are killed and stopped.
+
+They end as if nothing had happened, in one process and in two.
+"""
+
+import jax
+import numpy as np
+import pytest
+from processes import SETTINGS, read_result, start, start_two
+
+from gtpo_jax.data.chat import load_chat
+from gtpo_jax.models import ModelConfig, Transformer, init_params
+from gtpo_jax.models.hf.save import save
+from gtpo_jax.runtime.mesh import single_device_mesh
+
+AGENTS = {
+  **SETTINGS,
+  "steps": 3,
+  "algorithm.tis_cap": 2.0,
+  "env.agent": "run:player",
+  "env.workers": 16,
+  "eval.every": 3,
+  "eval.problems": 2,
+  "eval.batch": 2,
+  "reward.verifier": "",
+  "sampling.max_tokens": 96,
+  "sampling.chunk": 3,
+  "checkpoint.every": 1,
+}
+EPISODES = {
+  **SETTINGS,
+  "steps": 4,
+  "algorithm.name": "gtpo",
+  "algorithm.tis_cap": 2.0,
+  "env.make": "run:Oracle",
+  "env.max_turns": 4,
+  "eval.every": 0,
+  "reward.verifier": "",
+  "sampling.max_tokens": 48,
+  "sampling.stop": '("1", "2", "3")',  # a random policy rarely draws a stop token
+  "sampling.staleness": 1,
+  "sampling.slots": 6,
+  "sampling.chunk": 3,
+  "checkpoint.every": 1,
+}
+EXPLORE = SETTINGS | {"data.difficulty": "explore", "data.largest": 9}
+RUNS = {
+  "agents": AGENTS,
+  "episodes": EPISODES,
+  "difficulty": EXPLORE,
+  "difficulty, plain": EXPLORE | {"algorithm.name": "gtpo"},
+  "difficulty, stale": EXPLORE | {"sampling.staleness": 1},
+}
+IN_A_TURN = [("kill:turn:50", -9), ("term:turn:25", 143)]
+WHILE_EXPLORING = [
+  (f"kill:{point}", -9)
+  for point in ("sampling:2", "reward:3", "update:1", "saving:1", "committed:1")
+]
+
+
+def result_of(workdir):
+  """Returns the result of a run without the snapshots of episodes, which contain seconds."""
+  rows, samples, step, leaves = read_result(workdir)
+  leaves["leftovers"].pop("['snapshots']", None)
+  return rows, samples, step, leaves
+
+
+def check_undisturbed(name, rows, samples, step, leaves):
+  """Asserts that a run without a fault does what it is about."""
+  assert step == RUNS[name]["steps"] == rows[-1]["step"] and leaves["leftovers"]
+  most = lambda key: max(row.get(key, 0) for row in rows)
+  if name == "agents":
+    assert most("groups/kept") > 0
+    assert all(row["env/conversations"] == 2 for row in rows[1:])
+    assert all(row["mismatch/max_abs_logp"] < 1e-4 for row in rows[1:])
+    assert all(row["env/stop/env_done"] == 1 for row in rows[1:])
+    assert any(len(sample["turns"]) == 3 for sample in samples)
+  elif name == "episodes":  # some of which go on in the next step
+    assert most("groups/unfinished") > 0 and most("env/turns") > 1.3
+  else:
+    assert 0 < rows[-1]["difficulty/tried"] < 1 and rows[-1]["difficulty/repeated"] > 0
+
+
+@pytest.mark.parametrize(
+  ("name", "events"),
+  [
+    pytest.param("episodes", IN_A_TURN, marks=pytest.mark.slow),
+    pytest.param("agents", IN_A_TURN, marks=pytest.mark.manual),
+    *(
+      pytest.param(name, WHILE_EXPLORING, marks=pytest.mark.manual)
+      for name in RUNS
+      if name.startswith("difficulty")
+    ),
+  ],
+)
+def test_a_run_that_is_killed_and_stopped_ends_alike(name, events, tmp_path):
+  whole = start(tmp_path / "whole", "-", RUNS[name])
+  assert whole.returncode == 0, whole.stderr
+  check_undisturbed(name, *result_of(tmp_path / "whole"))
+  for event, code in events:
+    stopped = start(tmp_path / "run", event, RUNS[name])
+    assert stopped.returncode == code, (event, stopped.stdout, stopped.stderr)
+    assert "Traceback" not in stopped.stderr, (event, stopped.stderr)
+  done = start(tmp_path / "run", "-", RUNS[name])
+  assert done.returncode == 0 and "damaged" not in done.stdout, done.stderr
+  assert result_of(tmp_path / "run") == result_of(tmp_path / "whole")
+
+
+def two(workdir, settings, event="-", victim=0):
+  """Runs two processes; returns the result, or None after a fault of the victim."""
+  codes, printed = start_two(workdir, event, victim, settings)
+  assert "damaged" not in printed[0]
+  if event == "-":
+    assert codes == [0, 0], printed
+    return result_of(workdir)
+  assert codes[victim] == -9 and codes[1 - victim] not in (0, 2), (codes, printed)
+  return None
+
+
+@pytest.mark.manual
+@pytest.mark.parametrize(
+  ("name", "events"),
+  [
+    ("agents", [("kill:turn:50", 0)]),
+    ("episodes", [("kill:turn:50", 0)]),
+    ("difficulty", [("kill:sampling:2", 1), ("kill:saving:1", 0)]),
+  ],
+)
+def test_two_processes_do_the_same_also_after_one_is_killed(name, events, tmp_path):
+  """Only the first calls agents and environments. The first step's samples are one process's."""
+  whole = two(tmp_path / "whole", RUNS[name])
+  if name != "difficulty":
+    one = start(tmp_path / "one", "-", RUNS[name] | {"steps": 1})
+    assert one.returncode == 0, one.stderr
+    assert whole[1][:4] == result_of(tmp_path / "one")[1][:4]
+  for event, victim in events:
+    two(tmp_path / "run", RUNS[name], event, victim)
+  assert two(tmp_path / "run", RUNS[name]) == whole
+
+
+TEACHER = ModelConfig(
+  vocab_size=390,
+  width=64,
+  layers=2,
+  heads=2,
+  kv_heads=2,
+  head_dim=32,
+  mlp=96,
+  tied=False,
+  biases=(),
+  model_type="llama",
+  context=64,
+)
+
+
+@pytest.mark.manual
+@pytest.mark.parametrize("divergence", ["reverse_kl", "sampled"])
+def test_two_processes_with_a_teacher_equal_one_and_resume(divergence, tmp_path):
+  """One process with two devices samples the same completions and moves to the same policy."""
+  model = Transformer(TEACHER, single_device_mesh())
+  params = init_params(model, jax.random.key(5))
+  save(model, params, load_chat().tokenizer, tmp_path / "llama")
+  settings = SETTINGS | {
+    "steps": 3,
+    "algorithm.name": "opd",
+    "teacher.path": tmp_path / "llama",
+    "distill.divergence": divergence,
+    "eval.every": 0,
+    "log.tensorboard": False,
+    "checkpoint.every": 1,
+  }
+  done = start(tmp_path / "one", "-", settings, JAX_NUM_CPU_DEVICES="2")
+  assert done.returncode == 0, done.stderr
+  rows, samples, step, _ = result_of(tmp_path / "one")
+  whole = two(tmp_path / "two", settings)
+  assert step == whole[2] == 3
+  assert [x["completion"] for x in whole[1]] == [x["completion"] for x in samples]
+  for row, expected in zip(whole[0][1:], rows[1:], strict=True):
+    assert row.keys() == expected.keys()
+    assert expected["update/empty"] == 0 and abs(expected["distill/divergence"]) > 1e-3
+    for name in ("loss", "grad_norm", "distill/divergence", "entropy/mean"):
+      np.testing.assert_allclose(row[name], expected[name], rtol=1e-4, atol=1e-6)
+  two(tmp_path / "run", settings, "kill:update:1", 1)
+  two(tmp_path / "run", settings, "kill:saving:2", 0)
+  assert two(tmp_path / "run", settings) == whole
