@@ -20,7 +20,7 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.token_truth import CLASSES, decides, is_wrong, of_class
 from gtpo_jax.rollout.worker import RolloutWorker
-from gtpo_jax.training.log_probs import score
+from gtpo_jax.training.log_probs import Reading, head_settings, score
 
 LINE_S = 30.0  # seconds between lines of progress
 
@@ -111,8 +111,7 @@ def make_gradients(
   @jax.jit
   def gradients(params: Params, rollouts: Rollouts, cotangents: jax.Array) -> jax.Array:
     def log_probs(params: Params) -> jax.Array:
-      packing = rollouts.packing
-      x, _ = score(model, params, rollouts.prompts, rollouts.tokens, 1.0, 0, packing)
+      x, _ = score(model, params, Reading.of(rollouts), head_settings(model, 1.0, 0))
       return jnp.where(rollouts.mask, x, 0.0)
 
     _, pull_back = jax.vjp(log_probs, params)

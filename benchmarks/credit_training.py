@@ -22,7 +22,7 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.rollout.problems import held_out_problems
 from gtpo_jax.rollout.scoring.manager import RewardManager
 from gtpo_jax.rollout.worker import RolloutWorker
-from gtpo_jax.training.log_probs import score
+from gtpo_jax.training.log_probs import Reading, head_settings, score
 from gtpo_jax.training.state import Optimizer, OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import Update, make_update
 
@@ -97,7 +97,8 @@ def _make_update(
     params: Params, opt_state: Any, rollouts: Rollouts, advantages: jax.Array, mask: jax.Array
   ) -> tuple[Params, Any]:
     def loss(params: Params) -> jax.Array:
-      log_probs, _ = score(model, params, rollouts.prompts, rollouts.tokens, 1.0, 0)
+      reading = Reading(rollouts.prompts, rollouts.tokens)
+      log_probs, _ = score(model, params, reading, head_settings(model, 1.0, 0))
       return algorithm.loss(
         log_probs=log_probs, log_probs_old=rollouts.log_probs, advantages=advantages, mask=mask
       )[0]

@@ -14,11 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import matplotlib
 import numpy as np
-import scipy.stats
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from gtpo_jax.evaluation.estimators import pass_at_k
 from gtpo_jax.runtime.errors import UserError
@@ -184,6 +180,8 @@ def paired_difference(values: Sequence[float], others: Sequence[float]) -> str:
   """
   if values == others or len(values) < 2:
     return ""
+  import scipy.stats
+
   test = scipy.stats.ttest_rel(values, others)
   return interval((np.mean(values) - np.mean(others), *test.confidence_interval(0.95)))
 
@@ -311,6 +309,10 @@ def draw_curves(
     arms: their order, which decides the colours.
     file: where the figure is written.
   """
+  import matplotlib
+  from matplotlib.figure import Figure
+  from matplotlib.lines import Line2D
+
   drawn = [arm for arm in arms if any(arm in by_arm for by_arm in rows.values())]
   colors = dict(zip(drawn, itertools.cycle(COLORS)))
   with matplotlib.rc_context({"font.size": 9}):

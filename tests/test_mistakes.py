@@ -8,7 +8,7 @@ import pytest
 
 import gtpo_jax
 from gtpo_jax import cli
-from gtpo_jax.cli import commands
+from gtpo_jax.cli import commands, processes
 from gtpo_jax.logs.display import Display
 from gtpo_jax.runtime.errors import UserError
 
@@ -74,7 +74,8 @@ def folder(tmp_path, monkeypatch):
   (tmp_path / "broken" / "base" / "0").mkdir(parents=True)
   (tmp_path / "broken" / "config.json").write_text('{"seed": ')
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(commands, "prepare_jax", lambda: None)  # JAX is already running here
+  for module in (commands, processes):
+    monkeypatch.setattr(module, "prepare_jax", lambda: None)  # JAX is already running here
   return tmp_path
 
 

@@ -6,25 +6,23 @@ Modules that import JAX are imported inside the functions, after `prepare_jax`.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
-import functools
 import json
 import os
 import shlex
-import shutil
 import signal
 import sys
-import traceback
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from gtpo_jax.cli.processes import (
+  check_writable,
+  exit_on_failure,
+  in_all_processes,
+  program_name,
+  stderr_display,
+  write,
+)
 from gtpo_jax.cli.samples import print_samples, sampled_prompt
-from gtpo_jax.runtime.cluster.agreement import agree, announce_failure, process_identity
-from gtpo_jax.runtime.cluster.joining import join_processes
-from gtpo_jax.runtime.device_errors import explain
-from gtpo_jax.runtime.errors import RunError, UserError, did_you_mean
+from gtpo_jax.runtime.errors import UserError, did_you_mean
 from gtpo_jax.runtime.signals import SIGNAL_EXIT, StopSignals
 from gtpo_jax.runtime.startup import (
   place_compile_cache,
@@ -32,81 +30,10 @@ from gtpo_jax.runtime.startup import (
   prepare_jax,
   refuse_cpu_fallback,
 )
-from gtpo_jax.storage.paths import (
-  absolute_path,
-  check_object_writable,
-  is_remote,
-  storage_errors,
-  storage_path,
-)
-
-if TYPE_CHECKING:
-  from gtpo_jax.logs.display import Display
+from gtpo_jax.storage.paths import is_remote
 
 
-def _in_all_processes(command: Callable[..., int]) -> Callable[..., int]:
-  """Decorates a command that the processes of a launcher run together."""
-
-  @functools.wraps(command)
-  def run(args: argparse.Namespace, overrides: list[str]) -> int:
-    prepare_jax()
-    join_processes()
-    with _exit_on_failure():
-      agree({**process_identity(), "the command": command.__name__, **_places(args)})
-      refuse_cpu_fallback()
-      prepare_devices()
-      return command(args, overrides)
-
-  return run
-
-
-def _places(args: argparse.Namespace) -> dict[str, str]:
-  """Returns the options of a command that all processes must share; paths are absolute.
-
-  The config file is not among them: what it says is compared.
-  """
-  options = {key: value for key, value in vars(args).items() if key not in ("run", "config")}
-  return {
-    f"--{key}": str(absolute_path(storage_path(value)) if isinstance(value, Path) else value)
-    for key, value in options.items()
-  }
-
-
-@contextlib.contextmanager
-def _exit_on_failure() -> Iterator[None]:
-  """Exits at once when this process fails, if it is one of several.
-
-  A normal exit would wait for the other processes, which may wait for this one in a collective.
-
-  Raises:
-    RunError: XLA failed, and `explain` knows what to do about it.
-  """
-  import jax
-
-  try:
-    yield
-  except (Exception, SystemExit) as error:  # rich raises SystemExit when its output pipe is closed
-    count = jax.process_count()
-    reason = explain(error, count)
-    if count == 1:
-      if reason:
-        raise RunError(reason) from error
-      raise
-    announce_failure(error)
-    expected = reason or isinstance(error, UserError | RunError)
-    with contextlib.suppress(OSError):  # stderr may be closed
-      if not expected:
-        traceback.print_exc()
-      print(
-        f"gtpo: process {jax.process_index()} of {count}: {reason or error}; "
-        f"restart all processes to resume",
-        file=sys.stderr,
-        flush=True,
-      )
-    os._exit(2 if isinstance(error, UserError) else 1)
-
-
-@_in_all_processes
+@in_all_processes
 def train(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo train`."""
   import jax
@@ -130,7 +57,7 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
   if stop.signal and result.saved_at:
     summary += f" {stop.seconds_before(result.saved_at):.1f} s after the signal"
   display.say(summary)
-  program = _program()
+  program = program_name()
   if not result.finished:
     words = ["train", f"--config={args.config}", f"--workdir={args.workdir}", *overrides]
     display.say(f"to resume: {program} {shlex.join(words)}")
@@ -145,104 +72,13 @@ def train(args: argparse.Namespace, overrides: list[str]) -> int:
   return 0
 
 
-def _program() -> str:
-  """Returns how this program was started, for commands that the user can copy."""
-  if Path(sys.argv[0]).name == "gtpo":
-    on_path = shutil.which("gtpo")
-    is_first = on_path and os.path.samefile(on_path, sys.argv[0])
-    return "gtpo" if is_first else shlex.quote(sys.argv[0])
-  python = shutil.which("python")
-  is_first = python and os.path.abspath(python) == os.path.abspath(sys.executable)
-  return f"{'python' if is_first else shlex.quote(sys.executable)} -m gtpo_jax"
-
-
-@_in_all_processes
-def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
-  """`gtpo eval`."""
-  from gtpo_jax import config as configs
-  from gtpo_jax.evaluation.evaluate import evaluate_run
-  from gtpo_jax.models.hf.folder import find, is_hf_folder
-  from gtpo_jax.rollout.policies import find_policy
-  from gtpo_jax.rollout.problems import held_out_problems
-  from gtpo_jax.rollout.scoring.manager import RewardManager
-  from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
-
-  say = print if is_first_process() else lambda line: None
-  is_folder = is_hf_folder(find(str(args.model)))
-  if is_folder and not args.config:
-    raise UserError(
-      f"{str(args.model)!r} is a Hugging Face folder: "
-      f"give --config=FILE with the problems to evaluate it on"
-    )
-  ks = _parse_ks(args.k)
-  for file in (args.json, args.completions):
-    broadcast_from_first(lambda file=file: _check_writable(file))
-  own_config = configs.load(args.config, overrides) if args.config else None
-  agree(configs.flatten(configs.resolved_dict(own_config)) if own_config else {})
-  worker, config, read = find_policy(args.model, args.step, own_config)
-  if args.data:
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=args.data))
-  problems = held_out_problems(config, worker, say)  # before the weights, which take longer to read
-  display = _stderr_display(is_first_process())
-  reward_manager = RewardManager(config)
-  reward_manager.probe_judge(say)
-  if not is_folder and not is_remote(args.model):
-    reward_manager.use_judge_cache(Path(args.model))
-  with display.waiting("reading the weights"):
-    params, step = read()
-  with contextlib.ExitStack() as stack:
-    stack.callback(reward_manager.close)
-    if worker.episodes:
-      stack.callback(worker.episodes.close)
-    result = evaluate_run(
-      config,
-      worker,
-      reward_manager,
-      params,
-      problems,
-      samples=max(ks, default=None),
-      counting=display.counting,
-    )
-  if not is_first_process():
-    return 0
-  summary = {"step": step, **result.summary(ks)}
-  if args.json:
-    _write(args.json, json.dumps(summary, indent=2) + "\n")
-  if args.completions:
-    _write(args.completions, "".join(json.dumps(row) + "\n" for row in result.rows()))
-  _print_summary(summary)
-  return 0
-
-
-def _stderr_display(enabled: bool = True) -> Display:
-  """Returns a display of progress on stderr, for commands whose result is on stdout."""
-  from rich.console import Console
-
-  from gtpo_jax.logs.display import Display
-
-  console = Console(stderr=True, quiet=not enabled, highlight=False, soft_wrap=True)
-  return Display(console=console)
-
-
-def _print_summary(summary: dict[str, object]) -> None:
-  """Prints an `Evaluation.summary`, with one metric and its interval per line."""
-  intervals = summary["intervals"]
-  for key, value in summary.items():
-    if key == "intervals":
-      continue
-    low, high = intervals.get(key, (None, None))
-    interval = "" if low is None or high is None else f" [{low:.4f}, {high:.4f}]"
-    number = "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
-    print(f"{key:<32} {number}{interval}")
-
-
 def sample(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo sample`."""
   prepare_jax()
   refuse_cpu_fallback()
   prepare_devices()
-  with _exit_on_failure():
-    return print_samples(args, overrides, _stderr_display(sys.stderr.isatty()))
+  with exit_on_failure():
+    return print_samples(args, overrides, stderr_display(sys.stderr.isatty()))
 
 
 def serve(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -251,7 +87,7 @@ def serve(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax.cli.serve import ServeOptions
   from gtpo_jax.cli.serve import serve as run
 
-  with _exit_on_failure():
+  with exit_on_failure():
     run(
       ServeOptions(**{name: getattr(args, name) for name in ServeOptions._fields}),
       lambda line: print(line, flush=True),
@@ -271,7 +107,7 @@ def tinker(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax.cli.tinker import TinkerOptions
   from gtpo_jax.cli.tinker import serve as run
 
-  with _exit_on_failure():
+  with exit_on_failure():
     run(
       TinkerOptions(**{name: getattr(args, name) for name in TinkerOptions._fields}),
       lambda line: print(line, flush=True),
@@ -302,7 +138,7 @@ def _prepare_server(args: argparse.Namespace, command: str, extra: str) -> None:
   prepare_devices()
 
 
-@_in_all_processes
+@in_all_processes
 def export(args: argparse.Namespace, overrides: list[str]) -> int:
   """`gtpo export`."""
   from gtpo_jax.cli.export import create_on_hub, export_policy, upload
@@ -315,7 +151,7 @@ def export(args: argparse.Namespace, overrides: list[str]) -> int:
   command = ["gtpo", "export", *options, *(["--adapter"] if args.adapter else [])]
   if args.push:
     broadcast_from_first(lambda: create_on_hub(args.push))
-  with _stderr_display(sys.stderr.isatty()).waiting(f"writing {args.out}"):
+  with stderr_display(sys.stderr.isatty()).waiting(f"writing {args.out}"):
     done = export_policy(
       args.workdir, args.out, shlex.join(command), args.step, args.dtype, args.adapter
     )
@@ -335,12 +171,12 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
   from gtpo_jax.planning import plan as planning
   from gtpo_jax.planning.table import format_table
 
-  _check_writable(args.json)
+  check_writable(args.json)
   config = configs.load(args.config, overrides)
-  result = planning.plan(config, args.topology, _stderr_display().waiting)
+  result = planning.plan(config, args.topology, stderr_display().waiting)
   print(format_table(result))
   if args.json:
-    _write(args.json, json.dumps(result, indent=2) + "\n")
+    write(args.json, json.dumps(result, indent=2) + "\n")
   return 0
 
 
@@ -350,10 +186,10 @@ def report(args: argparse.Namespace, overrides: list[str]) -> int:
   prepare_jax()
   from gtpo_jax.report.report import make_report
 
-  _check_writable(args.out)
-  with _stderr_display(sys.stderr.isatty()).waiting("drawing the figures"):
+  check_writable(args.out)
+  with stderr_display(sys.stderr.isatty()).waiting("drawing the figures"):
     page = make_report(args.workdir)
-  _write(args.out, page)
+  write(args.out, page)
   print(
     f"{args.out}: {len(args.workdir)} run(s), {len(page) / 1e6:.1f} MB, self-contained; "
     f"open it in any browser"
@@ -393,36 +229,4 @@ def doctor(args: argparse.Namespace, overrides: list[str]) -> int:
   prepare_jax()
   from gtpo_jax.cli.doctor import examine
 
-  return examine(_program())
-
-
-def _parse_ks(text: str) -> list[int]:
-  try:
-    ks = [int(part) for part in text.split(",") if part]
-  except ValueError as error:
-    raise UserError(
-      f"--k must be whole numbers separated by commas, such as 1,4,32; got {text!r}"
-    ) from error
-  if any(k < 1 for k in ks):
-    raise UserError(f"--k must be at least 1, got {text!r}")
-  return ks
-
-
-def _check_writable(file: Path | None) -> None:
-  """Raises UserError if the file cannot be written. Called before the work that fills the file."""
-  if file is None:
-    return
-  if is_remote(file):
-    with storage_errors(f"cannot write {str(file)!r}", UserError):
-      check_object_writable(file)
-    return
-  target = file if file.exists() else Path(file).absolute().parent
-  if file.is_dir() or not os.access(target, os.W_OK):
-    raise UserError(
-      f"cannot write {str(file)!r}; name a file in an existing folder that you can write to"
-    )
-
-
-def _write(file: Path, text: str) -> None:
-  with storage_errors(f"cannot write {str(file)!r}", UserError):
-    file.write_bytes(text.encode())
+  return examine(program_name())

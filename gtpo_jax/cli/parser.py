@@ -9,6 +9,7 @@ from etils import epath
 
 import gtpo_jax
 from gtpo_jax.cli import commands
+from gtpo_jax.cli.eval import evaluate
 from gtpo_jax.runtime.errors import UserError, did_you_mean
 from gtpo_jax.storage.paths import storage_path
 
@@ -96,9 +97,7 @@ def _make_parser() -> tuple[_Parser, dict[str, _Parser]]:
     return command
 
   _add_train(add("train", commands.train, "train a policy; run the same command again to resume"))
-  _add_eval(
-    add("eval", commands.evaluate, "estimate mean@n, pass@k, best@k and maj@k on held-out problems")
-  )
+  _add_eval(add("eval", evaluate, "estimate mean@n, pass@k, best@k and maj@k on held-out problems"))
   _add_sample(add("sample", commands.sample, "print completions of a prompt"))
   _add_serve(add("serve", commands.serve, "answer requests in OpenAI's protocol"))
   _add_tinker(add("tinker", commands.tinker, "train and sample for clients of Tinker's API"))

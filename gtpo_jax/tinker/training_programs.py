@@ -16,7 +16,7 @@ from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.compiler_options import update_options
 from gtpo_jax.tinker.datum_batches import Rows
 from gtpo_jax.tinker.losses import sequence_loss, token_losses
-from gtpo_jax.training.log_probs import head_settings, loss_and_score, score
+from gtpo_jax.training.log_probs import Reading, head_settings, loss_and_score, score
 from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
 from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, abstract_state, adamw
 
@@ -69,17 +69,18 @@ def make_programs(model: Transformer) -> TrainingPrograms:
   settings = head_settings(model, 1.0, 0)
   scale = loss_scale(model.config)
 
+  def reading_of(rows: Rows) -> Reading:
+    return Reading(rows.prompts, rows.tokens, targets=rows.targets)
+
   def scores(
     trained: Params, frozen: Params, rows: Rows, per_token: bool
   ) -> tuple[jax.Array, BatchScores]:
-    inputs = (model, combine(trained, frozen), rows.prompts, rows.tokens)
+    inputs = (model, combine(trained, frozen), reading_of(rows), settings)
     if per_token:
       loss = scaled(token_losses, scale)
-      total, log_probs, entropy, _ = loss_and_score(
-        *inputs, settings, loss, rows.inputs, targets=rows.targets
-      )
+      total, log_probs, entropy, _ = loss_and_score(*inputs, loss, rows.inputs)
     else:
-      log_probs, entropy = score(*inputs, 1.0, 0, targets=rows.targets)
+      log_probs, entropy = score(*inputs)
       total = scale * sequence_loss(log_probs, rows.inputs)
     return total, BatchScores(total / scale, log_probs, entropy)
 
@@ -91,8 +92,7 @@ def make_programs(model: Transformer) -> TrainingPrograms:
     return jax.tree.map(lambda x, y: x + y.astype(x.dtype), total, grads), found
 
   def forward(trained: Params, frozen: Params, rows: Rows, per_token: bool) -> BatchScores:
-    inputs = (model, combine(trained, frozen), rows.prompts, rows.tokens)
-    log_probs, entropy = score(*inputs, 1.0, 0, targets=rows.targets)
+    log_probs, entropy = score(model, combine(trained, frozen), reading_of(rows), settings)
     of_tokens = token_losses(log_probs, entropy, rows.inputs)
     loss = of_tokens if per_token else sequence_loss(log_probs, rows.inputs)
     return BatchScores(loss, log_probs, entropy)

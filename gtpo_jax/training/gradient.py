@@ -14,7 +14,7 @@ from gtpo_jax.models.lora import combine
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.training.head_logits import Comparison
-from gtpo_jax.training.log_probs import Teaching, head_settings, loss_and_score, score
+from gtpo_jax.training.log_probs import Reading, Teaching, head_settings, loss_and_score, score
 from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
 from gtpo_jax.training.micro_batches import merge_parts, split_batch
 
@@ -74,12 +74,12 @@ def make_gradient(
   bonus = bool(algorithm.recipe.entropy_bonus)
   selects = algorithm.recipe.selects
   settings = head_settings(model, temperature, head_chunk, bonus)
+  without_gradient = head_settings(model, temperature, head_chunk)
   scale = loss_scale(model.config)
   token_loss = scaled(algorithm.token_loss, scale)
 
   def policy(trained: Params, frozen: FrozenParams, rollouts: Rollouts) -> tuple[Any, ...]:
-    params = combine(trained, frozen.policy)
-    return (model, params, rollouts.prompts, rollouts.tokens)
+    return model, combine(trained, frozen.policy), Reading.of(rollouts)
 
   def loss_fn(
     trained: Params, frozen: FrozenParams, minibatch: Minibatch, key: jax.Array
@@ -98,10 +98,10 @@ def make_gradient(
           weights,
         )
       loss, log_probs, entropy, comparison = loss_and_score(
-        *inputs_of_policy, settings, token_loss, signals.of_tokens(), rollouts.packing, teaching
+        *inputs_of_policy, settings, token_loss, signals.of_tokens(), teaching
       )
       return loss, Scores(log_probs, entropy, signals.selected, comparison)
-    log_probs, entropy = score(*inputs_of_policy, temperature, head_chunk, rollouts.packing, bonus)
+    log_probs, entropy = score(*inputs_of_policy, settings)
     signals = _with_selection(algorithm, signals, log_probs, key)
     scores = Scores(log_probs, entropy, signals.selected)
     loss, _ = scores.loss(algorithm, signals)
@@ -120,7 +120,7 @@ def make_gradient(
     trained: Params, frozen: FrozenParams, minibatch: Minibatch, key: jax.Array
   ) -> tuple[Params, Scores]:
     def score_part(rollouts: Rollouts) -> jax.Array:
-      return score(*policy(trained, frozen, rollouts), temperature, head_chunk, rollouts.packing)[0]
+      return score(*policy(trained, frozen, rollouts), without_gradient)[0]
 
     def accumulate(total: Params, part: Minibatch) -> tuple[Params, Scores]:
       grads, scores = part_gradient(trained, frozen, part, key)

@@ -15,7 +15,7 @@ from gtpo_jax.models.lora import combine, partition
 from gtpo_jax.models.params import Params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.compiler_options import update_options
-from gtpo_jax.training.log_probs import head_settings, loss_and_score
+from gtpo_jax.training.log_probs import Reading, head_settings, loss_and_score
 from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
 from gtpo_jax.training.state import BUILDER_CACHE_SIZE, Optimizer, TrainState, abstract_state
 
@@ -48,12 +48,9 @@ def make_imitation(
 
     def loss_fn(trained: Params) -> jax.Array:
       params = combine(trained, frozen)
-      tokens = batch.tokens[:, None]
+      reading = Reading(batch.prompts, batch.tokens[:, None])
       weights = token_mean(batch.mask)[:, None]
-      loss, *_ = loss_and_score(
-        model, params, batch.prompts, tokens, settings, cross_entropy, weights
-      )
-      return loss
+      return loss_and_score(model, params, reading, settings, cross_entropy, weights)[0]
 
     loss, grads = jax.value_and_grad(loss_fn)(trained)
     loss, grads = unscale((loss, grads), scale)

@@ -26,6 +26,28 @@ from gtpo_jax.training.micro_batches import merge_parts, split_batch
 from gtpo_jax.training.state import BUILDER_CACHE_SIZE
 
 
+class Reading(NamedTuple):
+  """What a forward pass reads, and the tokens whose log-probs it computes.
+
+  Attributes:
+    prompts: those of the completions.
+    tokens: i32[n, g, t], the completions.
+    packing: the rows that completions share; None if each has its own.
+    targets: i32[n, g, t], tokens whose log-probs are computed after the same ones; None for
+      `tokens`.
+  """
+
+  prompts: Prompts
+  tokens: jax.Array
+  packing: Packing | None = None
+  targets: jax.Array | None = None
+
+  @classmethod
+  def of(cls, rollouts: Rollouts) -> Reading:
+    """Returns what the trainer reads of rollouts."""
+    return cls(rollouts.prompts, rollouts.tokens, rollouts.packing)
+
+
 class Teaching(NamedTuple):
   """A teacher whose distributions the policy is to match.
 
@@ -53,40 +75,26 @@ def head_settings(
 
 
 def score(
-  model: Transformer,
-  params: Params,
-  prompts: Prompts,
-  tokens: jax.Array,
-  temperature: float,
-  chunk: int,
-  packing: Packing | None = None,
-  entropy_gradient: bool = False,
-  targets: jax.Array | None = None,
+  model: Transformer, params: Params, reading: Reading, settings: HeadSettings
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns log-probs and entropies f32[n, g, t], in nats, of completion tokens i32[n, g, t].
+  """Returns log-probs and entropies f32[n, g, t], in nats, of completion tokens.
 
-  The distribution is softmax(logits / temperature). With a `packing`, values after the end of a
-  completion are arbitrary. `chunk` and `entropy_gradient` are as in `HeadSettings`. With `targets`
-  i32[n, g, t], the log-probs are those of these tokens, after the same ones.
+  The distribution is softmax(logits / temperature). With a packing, values after the end of a
+  completion are arbitrary. The `settings` are from `head_settings`.
   """
-  head_inputs = _head_inputs(model, params, prompts, tokens, packing, targets)
-  settings = head_settings(model, temperature, chunk, entropy_gradient)
-  outputs = log_probs_and_entropy(*head_inputs, settings)
-  log_probs, entropy = (_to_completions(x, tokens, packing) for x in outputs)
+  outputs = log_probs_and_entropy(*_head_inputs(model, params, reading), settings)
+  log_probs, entropy = (_to_completions(x, reading) for x in outputs)
   return log_probs, entropy
 
 
 def loss_and_score(
   model: Transformer,
   params: Params,
-  prompts: Prompts,
-  tokens: jax.Array,
+  reading: Reading,
   settings: HeadSettings,
   token_loss: TokenLoss,
   signals: Any,
-  packing: Packing | None = None,
   teaching: Teaching | None = None,
-  targets: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Comparison | None]:
   """Returns the loss f32[], and the same log-probs and entropies f32[n, g, t] as `score`.
 
@@ -96,8 +104,7 @@ def loss_and_score(
   The gradient is computed together with the loss, and flows only through the loss.
 
   Args:
-    model, params, prompts, tokens, packing, targets: as in `score`.
-    settings: from `head_settings`.
+    model, params, reading, settings: as in `score`.
     token_loss: as in `loss_and_log_probs`.
     signals: a pytree of arrays [n, g, t], or [n, g] if all tokens of a completion share one value.
       Signals of padding are 0, and `token_loss` must be 0 there.
@@ -106,22 +113,22 @@ def loss_and_score(
 
   def to_rows(x: jax.Array) -> jax.Array:
     per_token = jnp.broadcast_to(x.reshape(*tokens.shape[:2], -1), tokens.shape)
-    return _to_rows(per_token, packing)
+    return _to_rows(per_token, reading.packing)
 
-  hidden, table, row_tokens = _head_inputs(model, params, prompts, tokens, packing, targets)
+  tokens = reading.tokens
+  hidden, table, row_tokens = _head_inputs(model, params, reading)
   teacher = None
   if teaching is not None:
     params = jax.lax.stop_gradient(teaching.params)
-    states, teacher_table, _ = _head_inputs(
-      teaching.model, params, teaching.prompts, tokens, packing
-    )
+    read = Reading(teaching.prompts, tokens, reading.packing)
+    states, teacher_table, _ = _head_inputs(teaching.model, params, read)
     weights = to_rows(teaching.weights)
     teacher = TeacherStates(states, teacher_table, weights, teaching.distillation)
   loss, *outputs = loss_and_log_probs(
     token_loss, hidden, table, row_tokens, jax.tree.map(to_rows, signals), settings, teacher
   )
   # The comparison is None without a teacher.
-  of_completions = jax.tree.map(lambda x: _to_completions(x, tokens, packing), outputs)
+  of_completions = jax.tree.map(lambda x: _to_completions(x, reading), outputs)
   return loss, *of_completions
 
 
@@ -134,9 +141,11 @@ def make_scorer(
   The log-probs are in nats, computed with the trainer's forward pass, and 0 on padding.
   """
 
+  settings = head_settings(model, temperature, chunk)
+
   def log_probs(params: Params, rollouts: Rollouts) -> jax.Array:
     def score_part(x: Rollouts) -> jax.Array:
-      scores, _ = score(model, params, x.prompts, x.tokens, temperature, chunk, x.packing)
+      scores, _ = score(model, params, Reading.of(x), settings)
       return jnp.where(x.mask, scores, 0.0)
 
     return merge_parts(jax.lax.map(score_part, split_batch(rollouts, micro_batches, model)))
@@ -145,17 +154,13 @@ def make_scorer(
 
 
 def _head_inputs(
-  model: Transformer,
-  params: Params,
-  prompts: Prompts,
-  tokens: jax.Array,
-  packing: Packing | None,
-  targets: jax.Array | None = None,
+  model: Transformer, params: Params, reading: Reading
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the states [b, t, d] that predict each token, the head [v, d] and tokens i32[b, t].
 
-  With `targets`, it returns these in place of the tokens.
+  With targets, it returns these in place of the tokens.
   """
+  prompts, tokens, packing, targets = reading
   hidden = model.apply({"params": params}, prompts, tokens, packing, method="completion_hidden")
   return (
     hidden.reshape(-1, *hidden.shape[2:]),
@@ -170,8 +175,9 @@ def _to_rows(x: jax.Array, packing: Packing | None) -> jax.Array:
   return x.reshape(-1, x.shape[2])
 
 
-def _to_completions(x: jax.Array, tokens: jax.Array, packing: Packing | None) -> jax.Array:
-  """Undoes `_to_rows`, given the original `tokens` [n, g, t]."""
+def _to_completions(x: jax.Array, reading: Reading) -> jax.Array:
+  """Undoes `_to_rows`."""
+  tokens, packing = reading.tokens, reading.packing
   if packing is None:
     return x.reshape(tokens.shape)
   return packing.unpack(x.reshape(packing.source.shape), tokens.shape[2])

@@ -90,6 +90,7 @@ def test_the_gradient_flows_only_through_the_new_log_probs(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.some(6, slow=9)
 def test_at_the_old_policy_the_gradient_is_the_policy_gradient(name):
   """Every ratio is 1, so the derivative for a token not selected is -A times its weight."""
   batch = random_batch(9, name)

@@ -16,7 +16,7 @@ from gtpo_jax.arrays import Prompts, Rollouts, Signals
 from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.mesh import make_mesh, shard_batch
-from gtpo_jax.training.log_probs import score
+from gtpo_jax.training.log_probs import Reading, head_settings, score
 
 N, G, T, VOCAB = 4, 4, 6, 128
 
@@ -151,7 +151,7 @@ def case():
     entropy=np.where(mask, rng.gamma(1.0, 1.0, (N, G, T)), 0).astype(np.float32),
     finished=np.ones((N, G), bool),
   )
-  log_probs, _ = score(model, params, rollouts.prompts, rollouts.tokens, 1.0, 0)
+  log_probs, _ = score(model, params, Reading.of(rollouts), head_settings(model, 1.0, 0))
   rollouts = shard_batch(rollouts.replace(log_probs=log_probs), model.mesh)
   correct = rng.random((N, G)) < 0.5
   correct[:, :2] = [True, False]
@@ -176,7 +176,7 @@ def test_gradients_of_arms_are_those_of_their_losses(case):
 
   def loss(params):
     rollouts = batch.rollouts
-    log_probs, _ = score(model, params, rollouts.prompts, rollouts.tokens, 1.0, 0)
+    log_probs, _ = score(model, params, Reading.of(rollouts), head_settings(model, 1.0, 0))
     return arm.algorithm.loss(
       log_probs=log_probs,
       log_probs_old=rollouts.log_probs,

@@ -12,7 +12,13 @@ from hub import hub
 from gtpo_jax.data.readers import read_rows
 from gtpo_jax.data.sources import load_source
 
-datasets = pytest.importorskip("datasets")
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+  """Imports datasets, which takes seconds that other processes of a parallel run need not spend."""
+  global datasets
+  datasets = pytest.importorskip("datasets")
+
 
 # Prints the first problem of each source, or the message why it cannot be loaded.
 LOAD = """

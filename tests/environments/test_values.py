@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from gtpo_jax.environments.adapters.gym import from_gym
 from gtpo_jax.environments.environment import Maker, Player, checked_step
 from gtpo_jax.environments.turns import MAX_NUMBER, OWN_METRICS, Result, Step, Turn
-from gtpo_jax.rollout.agents.calls import checked_result
 
 FLAGS = (True, False)  # and what is equal to them
 SCALARS = (
@@ -53,6 +52,8 @@ def check(checked, reward, correct, info):
 @example(0.0, True, None, {"turns": 9.0})
 @example("1", True, None, {"x": 1})
 def test_any_step_and_result_is_understood_or_refused(reward, done, correct, info):
+  from gtpo_jax.rollout.agents.calls import checked_result  # imports openai, which takes a second
+
   makes = [
     lambda: checked_step(Step("", reward, done, correct, info), "f.step"),
     lambda: checked_result(Result(reward, correct, info)),

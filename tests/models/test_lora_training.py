@@ -10,6 +10,7 @@ from adapters import ALPHA, RANK, SOME, adapted, base, is_adapter, on_mesh_of, w
 from flax.traverse_util import flatten_dict
 from hf_folders import hf_folder, padded_batch
 from meshes import mesh_of
+from scores import jitted_score
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
@@ -17,7 +18,6 @@ from gtpo_jax.models.config import LORA_TARGETS
 from gtpo_jax.models.hf.load import read_params
 from gtpo_jax.models.lora import combine, merge_lora, split_adapters, without_lora
 from gtpo_jax.runtime.mesh import shard_batch
-from gtpo_jax.training.log_probs import score
 from gtpo_jax.training.state import OptimizerConfig, abstract_state, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
@@ -37,7 +37,6 @@ def batch():
   )
   tokens = jnp.asarray(rng.integers(0, 64, (N, G, T)), jnp.int32)
   model, params = adapted()
-  jitted_score = jax.jit(score, static_argnums=(0, 4, 5))
   log_probs, entropy = jitted_score(model, params, prompts, tokens, 1.0, 64)
   mask = np.arange(T) < rng.integers(1, T + 1, (N, G, 1))
   correct = rng.random((N, G)) < 0.5

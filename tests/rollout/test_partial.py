@@ -16,12 +16,12 @@ from experience_cases import (
   make_collector,
   random_worker,
 )
+from scores import jitted_score
 
 from gtpo_jax.rollout.frozen import FrozenPolicies
 from gtpo_jax.rollout.group_pool import choose
 from gtpo_jax.runtime.errors import UserError
 from gtpo_jax.runtime.signals import Stopped
-from gtpo_jax.training.log_probs import score
 
 SLOTS = {"sampling.slots": 5, "sampling.chunk": 3, "sampling.max_tokens": 24}
 # An evaluation as large as the pool: whole batches and staleness 1 share a worker and its programs.
@@ -154,7 +154,6 @@ def test_every_token_keeps_the_log_prob_of_the_policy_that_drew_it():
   policies = [jax.tree.map(lambda x, k=k: x * (1 + 0.03 * k), params) for k in range(5)]
   mixed = 0
   errors = []
-  jitted_score = jax.jit(score, static_argnums=(0, 4, 5))
   for version, policy in enumerate(policies):
     rollouts = collector.collect(policy, version, print).rollouts
     mask = np.asarray(rollouts.mask)

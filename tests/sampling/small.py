@@ -4,13 +4,13 @@ import functools
 
 import jax
 import numpy as np
+from scores import jitted_score
 
 from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.sampling.engine import DEFAULT_DEMAND, Engine
 from gtpo_jax.sampling.settings import EngineConfig, SamplingParams
-from gtpo_jax.training.log_probs import score
 
 CONFIG = ModelConfig(vocab_size=48, width=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=64)
 ENGINE_CONFIG = EngineConfig(chunk=4)
@@ -19,7 +19,6 @@ PAD = 3
 MAX_TOKENS = 10
 LOGIT_SCALE = 4  # scales the random weights, so that distributions are peaked and lengths vary
 PROMPTS = [[5, 9, 1], [2], [4, 4, 8, 30, 21], [40, 41]]
-score = jax.jit(score, static_argnums=(0, 4, 5))
 RAGGED_PROMPTS = [np.random.default_rng(i).integers(12, 48, 1 + i % 6).tolist() for i in range(11)]
 
 
@@ -68,7 +67,7 @@ def trainer_scores(built, rollouts, temperature=1.0):
   """The trainer's log-probs and entropy of the sampled tokens."""
   params, engine, _ = built
   batch = shard_batch((rollouts.prompts, rollouts.tokens), engine.model.mesh)
-  return score(engine.model, params, *batch, temperature, 64)
+  return jitted_score(engine.model, params, *batch, temperature, 64)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -5,7 +5,6 @@ import contextlib
 import threading
 
 import jax
-import openai
 
 from gtpo_jax.cli.serve import ServeOptions, open_service
 from gtpo_jax.config import Config
@@ -39,10 +38,12 @@ class Live:
     self.url = f"http://127.0.0.1:{port}"
     self.model = opened.name
 
-  def client(self, kind=openai.OpenAI, **settings):
+  def client(self, kind="OpenAI", **settings):
     """A client that does not repeat requests."""
+    import openai
+
     settings = {"api_key": "none", "max_retries": 0, "timeout": 120, **settings}
-    return kind(base_url=f"{self.url}/v1", **settings)
+    return getattr(openai, kind)(base_url=f"{self.url}/v1", **settings)
 
 
 @contextlib.contextmanager

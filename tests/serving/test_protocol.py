@@ -9,7 +9,6 @@ import time
 import httpx2
 import jax
 import numpy as np
-import openai
 import pytest
 from live_server import make_folder, running
 
@@ -20,6 +19,13 @@ pytestmark = pytest.mark.slow
 AS_JSON = {"Content-Type": "application/json"}
 ASK = [{"role": "user", "content": "12+7:"}]
 FILTERS = [{}, {"top_p": 0.7}, {"extra_body": {"top_k": 3}}, {"extra_body": {"min_p": 0.2}}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def client_library():
+  """Imports openai, which takes a second that other processes of a parallel run need not spend."""
+  global openai
+  import openai
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +205,7 @@ def test_a_seed_gives_the_same_text_alone_and_among_others(live):
     return answer.choices[0].message.content
 
   async def run():
-    async with live.client(openai.AsyncOpenAI) as client:
+    async with live.client("AsyncOpenAI") as client:
       settings = [
         FILTERS[seed % 4] | {"temperature": (0.0, 0.5, 1.0)[seed % 3]} for seed in range(64)
       ]

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from update_cases import CONFIG, jitted_score
+from scores import jitted_score
+from update_cases import CONFIG
 
 from gtpo_jax.models import Transformer, init_params
 from gtpo_jax.models.attention.cudnn import attend_with_cudnn

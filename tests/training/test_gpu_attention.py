@@ -18,7 +18,7 @@ from gtpo_jax.models.attention import causal
 from gtpo_jax.models.attention.cudnn import attend_with_cudnn
 from gtpo_jax.models.params import init_params
 from gtpo_jax.models.transformer import Transformer
-from gtpo_jax.training.log_probs import head_settings, loss_and_score
+from gtpo_jax.training.log_probs import Reading, head_settings, loss_and_score
 from gtpo_jax.training.packing import plan_rows
 
 N, G = 2, 4
@@ -39,9 +39,10 @@ def loss_and_gradient(t, packed, devices=1):
   weighted = lambda log_probs, entropy, weights: (weights * log_probs).sum()
 
   settings = head_settings(model, 1.0, 64)
+  reading = Reading(prompts, tokens, packing)
 
   def loss(params):
-    return loss_and_score(model, params, prompts, tokens, settings, weighted, weights, packing)[0]
+    return loss_and_score(model, params, reading, settings, weighted, weights)[0]
 
   return jax.jit(jax.value_and_grad(loss))(init_params(model, jax.random.key(0)))
 

@@ -12,7 +12,7 @@ from gtpo_jax.models import PRESETS
 from gtpo_jax.models.params import init_params
 from gtpo_jax.models.transformer import Transformer
 from gtpo_jax.runtime.mesh import single_device_mesh
-from gtpo_jax.training.log_probs import head_settings, loss_and_score
+from gtpo_jax.training.log_probs import Reading, head_settings, loss_and_score
 from gtpo_jax.training.loss_scale import loss_scale, scaled, unscale
 
 N, G, T = 4, 4, 32
@@ -36,9 +36,10 @@ def gradient(dtype, scale):
   token_loss = scaled(lambda log_probs, entropy, weights: -(weights * log_probs).sum(), scale)
 
   settings = head_settings(model, 1.0, 1024)
+  reading = Reading(prompts, tokens)
 
   def loss(params):
-    return loss_and_score(model, params, prompts, tokens, settings, token_loss, weights)[0]
+    return loss_and_score(model, params, reading, settings, token_loss, weights)[0]
 
   return unscale(jax.jit(jax.grad(loss))(init_params(model, jax.random.key(0))), scale)
 

@@ -14,28 +14,6 @@ def rescored_batch(shift=0.1):
   return rollouts.replace(rescored=rescored), rewards
 
 
-def assert_same(a, b):
-  for name, value in a[1].items():
-    assert value == pytest.approx(b[1][name], rel=2e-4, abs=2e-5, nan_ok=True), name
-
-
-@pytest.mark.parametrize(
-  "settings",
-  [
-    pytest.param({"tis_cap": 1.2, "tis_level": "sequence"}, marks=pytest.mark.manual),
-    pytest.param({"tis_cap": 1.05}, marks=pytest.mark.manual),
-    pytest.param({"mask_high": 1.05}, marks=pytest.mark.manual),
-    {"tis_cap": 2.0, "mask_low": 0.9, "mask_high": 1.05},
-  ],
-)
-@pytest.mark.slow
-def test_micro_batches_do_not_matter(settings):
-  data = rescored_batch()
-  whole = run("gtpo", data=data, **settings)
-  parts = run("gtpo", micro_batches=4, data=data, **settings)
-  assert_same(whole, parts)
-
-
 def test_weights_of_completions_and_their_diagnostics():
   rollouts, rewards = rescored_batch()
   lengths = rollouts.mask.sum(-1)

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scores import jitted_score
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
 from gtpo_jax.models import ModelConfig, Transformer, init_params
 from gtpo_jax.models.params import abstract_params
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
-from gtpo_jax.training.log_probs import score
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
@@ -24,9 +24,6 @@ T = 9
 SGD_LIKE = OptimizerConfig(learning_rate=1e-2, eps=1.0, weight_decay=0.1, clip_norm=1e9)
 SGD_WITHOUT_DECAY = OptimizerConfig(learning_rate=1e-2, eps=1.0, weight_decay=0.0, clip_norm=1e9)
 EVERY_LOSS_TERM = {"kl_weight": 0.1, "tis_cap": 1.05, "dual_clip": 1.5}
-
-
-jitted_score = jax.jit(score, static_argnums=(0, 4, 5))
 
 
 @functools.cache

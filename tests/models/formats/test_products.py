@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from meshes import mesh_of
+from scores import jitted_score
 
 from gtpo_jax import algorithms
 from gtpo_jax.arrays import Prompts, Rewards, Rollouts
@@ -18,7 +19,6 @@ from gtpo_jax.runtime.distributed import fetch
 from gtpo_jax.runtime.mesh import shard_batch, single_device_mesh
 from gtpo_jax.sampling.engine import Engine
 from gtpo_jax.sampling.settings import SamplingParams
-from gtpo_jax.training.log_probs import score
 from gtpo_jax.training.state import OptimizerConfig, init_state, make_optimizer
 from gtpo_jax.training.update import make_update
 
@@ -28,7 +28,6 @@ G = 4
 P = 5
 T = 8
 PROMPTS = np.random.default_rng(1).integers(1, 48, (N, P))
-jitted_score = jax.jit(score, static_argnums=(0, 4, 5))
 
 
 def operands(*shapes):

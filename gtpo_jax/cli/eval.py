@@ -1,0 +1,96 @@
+"""`gtpo eval`: evaluates a run or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+
+from gtpo_jax.cli.processes import check_writable, in_all_processes, stderr_display, write
+from gtpo_jax.runtime.cluster.agreement import agree
+from gtpo_jax.runtime.errors import UserError
+from gtpo_jax.storage.paths import is_remote
+
+
+@in_all_processes
+def evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
+  """`gtpo eval`."""
+  from gtpo_jax import config as configs
+  from gtpo_jax.evaluation.evaluate import evaluate_run
+  from gtpo_jax.models.hf.folder import find, is_hf_folder
+  from gtpo_jax.rollout.policies import find_policy
+  from gtpo_jax.rollout.problems import held_out_problems
+  from gtpo_jax.rollout.scoring.manager import RewardManager
+  from gtpo_jax.runtime.distributed import broadcast_from_first, is_first_process
+
+  say = print if is_first_process() else lambda line: None
+  is_folder = is_hf_folder(find(str(args.model)))
+  if is_folder and not args.config:
+    raise UserError(
+      f"{str(args.model)!r} is a Hugging Face folder: "
+      f"give --config=FILE with the problems to evaluate it on"
+    )
+  ks = _parse_ks(args.k)
+  for file in (args.json, args.completions):
+    broadcast_from_first(lambda file=file: check_writable(file))
+  own_config = configs.load(args.config, overrides) if args.config else None
+  agree(configs.flatten(configs.resolved_dict(own_config)) if own_config else {})
+  worker, config, read = find_policy(args.model, args.step, own_config)
+  if args.data:
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=args.data))
+  problems = held_out_problems(config, worker, say)  # before the weights, which take longer to read
+  display = stderr_display(is_first_process())
+  reward_manager = RewardManager(config)
+  reward_manager.probe_judge(say)
+  if not is_folder and not is_remote(args.model):
+    reward_manager.use_judge_cache(Path(args.model))
+  with display.waiting("reading the weights"):
+    params, step = read()
+  with contextlib.ExitStack() as stack:
+    stack.callback(reward_manager.close)
+    if worker.episodes:
+      stack.callback(worker.episodes.close)
+    result = evaluate_run(
+      config,
+      worker,
+      reward_manager,
+      params,
+      problems,
+      samples=max(ks, default=None),
+      counting=display.counting,
+    )
+  if not is_first_process():
+    return 0
+  summary = {"step": step, **result.summary(ks)}
+  if args.json:
+    write(args.json, json.dumps(summary, indent=2) + "\n")
+  if args.completions:
+    write(args.completions, "".join(json.dumps(row) + "\n" for row in result.rows()))
+  _print_summary(summary)
+  return 0
+
+
+def _print_summary(summary: dict[str, object]) -> None:
+  """Prints an `Evaluation.summary`, with one metric and its interval per line."""
+  intervals = summary["intervals"]
+  for key, value in summary.items():
+    if key == "intervals":
+      continue
+    low, high = intervals.get(key, (None, None))
+    interval = "" if low is None or high is None else f" [{low:.4f}, {high:.4f}]"
+    number = "-" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)
+    print(f"{key:<32} {number}{interval}")
+
+
+def _parse_ks(text: str) -> list[int]:
+  try:
+    ks = [int(part) for part in text.split(",") if part]
+  except ValueError as error:
+    raise UserError(
+      f"--k must be whole numbers separated by commas, such as 1,4,32; got {text!r}"
+    ) from error
+  if any(k < 1 for k in ks):
+    raise UserError(f"--k must be at least 1, got {text!r}")
+  return ks
